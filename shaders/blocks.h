@@ -1,26 +1,23 @@
-// The blocks that a tile walks along, in place of everything that it may see: those that a
-// BlockMask lists, or with MASK_BLOCKS those that mask_blocks.metal has listed.
+// The blocks that a tile walks along: all that it may see, or those that a BlockMask lists, or with
+// MASK_BLOCKS those that mask_blocks.metal has listed.
 #pragma once
 
 #include "inputs.h"
 
-// Rows of a listed block on both sides.
-#if MASK_BLOCKS
-#define LIST_Q_BLOCK BLOCK_Q
-#define LIST_KV_BLOCK BLOCK_K
-#elif BLOCK_LISTS
-#define LIST_Q_BLOCK FLEX_Q_BLOCK
-#define LIST_KV_BLOCK FLEX_KV_BLOCK
-#endif
+// Rows of a listed block on both sides, of which tiles have BLOCK_Q and BLOCK_K.
+#define LIST_Q_BLOCK listed_rows(BLOCK_Q, FLEX_Q_BLOCK)
+#define LIST_KV_BLOCK listed_rows(BLOCK_K, FLEX_KV_BLOCK)
 
-// Whether attn_mask or mask_mod is applied to the block that a kernel is in.
+constexpr int listed_rows(int tile_rows, int flex_rows) {
+  return FLEX_Q_BLOCK && !MASK_BLOCKS ? flex_rows : tile_rows;
+}
+
 #if BLOCK_LISTS
 #define BLOCK_MASKED listed.masked
 #else
 #define BLOCK_MASKED true
 #endif
 
-#if BLOCK_LISTS
 // One list, which comes from the caller's memory: nothing outside of it is read.
 struct BlockList {
   const device int* entries;
@@ -38,6 +35,8 @@ struct BlockList {
     count = clamp(given, 0, params.longest);
     impossible = count != given;
   }
+
+  METAL_FUNC int entry(int place) const thread { return entries[place * stride]; }
 };
 
 // A tile's blocks of BLOCK rows of the other side: those that mask_mod is applied to, then full
@@ -46,14 +45,12 @@ struct BlockList {
 template <int BLOCK>
 struct ListedBlocks {
   BlockList partial;
-#if FLEX_FULL_BLOCKS
-  BlockList full;
-#endif
-  int count;  // of both lists
-  int rows;   // of the other side
+  BlockList full;  // FLEX_FULL_BLOCKS
+  int count;       // of both lists
+  int rows;        // of the other side
   int next_entry;
   int end;      // of the block that the walk is in
-  bool masked;  // see BLOCK_MASKED
+  bool masked;  // whether attn_mask or mask_mod is applied to this block
   bool done;
   bool impossible;
 
@@ -62,12 +59,28 @@ struct ListedBlocks {
     partial.reset(inputs.block_counts, inputs.block_indices, params.partial, batch, head, list);
     count = partial.count;
     impossible = partial.impossible;
-#if FLEX_FULL_BLOCKS
-    full.reset(inputs.full_block_counts, inputs.full_block_indices, params.full, batch, head, list);
-    count += full.count;
-    impossible = impossible || full.impossible;
-#endif
+    if (FLEX_FULL_BLOCKS) {
+      full.reset(inputs.full_block_counts, inputs.full_block_indices, params.full, batch, head,
+                 list);
+      count += full.count;
+      impossible = impossible || full.impossible;
+    }
     rows = other_rows;
+  }
+
+  METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlexParams& params, int batch,
+                        int head, int list, Range seen) thread {
+    reset(inputs, params, batch, head, list, seen.end);
+  }
+
+  // The places of their rows, one block after the other.
+  METAL_FUNC Range places() const thread { return {0, count * BLOCK}; }
+
+  // The row at `place`; not below `rows` where it does not exist.
+  METAL_FUNC int row_at(int place) thread {
+    next_entry = place / BLOCK;
+    const int first_row = next_block();
+    return done ? rows : first_row + place % BLOCK;
   }
 
   // The walk's first row, unless it is `done` already.
@@ -79,31 +92,16 @@ struct ListedBlocks {
   // `row`, or the first row of the next block where this one ends before it.
   METAL_FUNC int next(int row) thread { return row < end ? row : next_block(); }
 
-  // The row at `place` of the listed blocks, one after the other; not below `rows` where it does
-  // not exist.
-  METAL_FUNC int row_at(int place) thread {
-    next_entry = place / BLOCK;
-    const int first_row = next_block();
-    return done ? rows : first_row + place % BLOCK;
-  }
-
   METAL_FUNC int next_block() thread {
     const int blocks = (rows + BLOCK - 1) / BLOCK;
     done = false;
     while (next_entry < count) {
-#if MASK_BLOCKS
-      const int entry = partial.entries[next_entry * partial.stride];
-      const int block = mask_block_of(entry);
-      masked = mask_block_is_partial(entry);
-#else
       masked = next_entry < partial.count;
-#if FLEX_FULL_BLOCKS
-      const int block = masked ? partial.entries[next_entry * partial.stride]
-                               : full.entries[(next_entry - partial.count) * full.stride];
-#else
-      const int block = partial.entries[next_entry * partial.stride];
-#endif
-#endif
+      int block = masked ? partial.entry(next_entry) : full.entry(next_entry - partial.count);
+      if (MASK_BLOCKS) {
+        masked = mask_block_is_partial(block);
+        block = mask_block_of(block);
+      }
       next_entry++;
       if (block >= 0 && block < blocks) {
         end = min(block * BLOCK + BLOCK, rows);
@@ -115,4 +113,32 @@ struct ListedBlocks {
     return 0;
   }
 };
-#endif
+
+// All rows that are seen, and what comes before them in the first block.
+template <int BLOCK>
+struct AllBlocks {
+  Range seen;
+  bool masked;
+  bool done;
+  bool impossible;
+
+  METAL_FUNC void reset(thread const FlashInputs&, constant FlexParams&, int, int, int,
+                        Range other_rows) thread {
+    seen = other_rows;
+    seen.begin = seen.begin / BLOCK * BLOCK;
+    masked = true;
+    impossible = false;
+  }
+
+  METAL_FUNC Range places() const thread { return seen; }
+  METAL_FUNC int row_at(int place) const thread { return place; }
+  METAL_FUNC int first() thread { return next(seen.begin); }
+
+  METAL_FUNC int next(int row) thread {
+    done = row >= seen.end;
+    return row;
+  }
+};
+
+template <int BLOCK>
+using Blocks = conditional_t<BLOCK_LISTS, ListedBlocks<BLOCK>, AllBlocks<BLOCK>>;

@@ -13,6 +13,13 @@ struct PagedRows {
   int64_t page_stride;
   int64_t row_stride;
 
+  METAL_FUNC void reset(const device T* tensor, constant RowStrides& strides, int batch, int head,
+                        int row) thread {
+    first = first_row(tensor, strides, batch, head, row);
+    page_stride = strides.batch;
+    row_stride = strides.row;
+  }
+
   METAL_FUNC const device T* row(int page, int page_row) const thread {
     return first + page * page_stride + page_row * row_stride;
   }
@@ -34,6 +41,39 @@ struct CacheOperand {
     int position;
     bool exists;
   };
+
+  METAL_FUNC void reset(const device KV_ELEMENT* tensor, constant RowStrides& strides, int batch,
+                        int head, int first) thread {
+    data.reset(tensor, strides, batch, head, first);
+    scale = 1.0f;
+  }
+
+  METAL_FUNC void reset_pages(const device int* table, int kv_length, int cache_pages) thread {
+    pages.reset(table, kv_length, cache_pages);
+  }
+
+  // Of fp8_e4m3 one of a (batch, head); else of spans of rows, which lie as the rows do, from those
+  // of (cache_batch, head) on.
+  METAL_FUNC void reset_scale(const device KV_SCALE_ELEMENT* tensor, constant RowStrides& strides,
+                              int batch, int head, int cache_batch, int first) thread {
+    if (KV_BLOCK_SCALES) {
+      scales.reset(tensor, strides, cache_batch, head, first);
+    } else {
+      scale = float(tensor[batch * strides.batch + head * strides.head]);
+    }
+  }
+
+  // Call it before looking up rows [first, first + rows). Uniform in the SIMD group.
+  METAL_FUNC void move_to(int first, int rows, ushort lane) thread {
+    if (PAGED) {
+      pages.move_to(first, rows, lane);
+    }
+  }
+
+  template <typename Other>
+  METAL_FUNC void use_pages_of(thread const Other& other) thread {
+    pages = other.pages;
+  }
 
   METAL_FUNC Place find(int row) const thread {
     const int page = pages.page_of(row);

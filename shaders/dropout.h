@@ -62,7 +62,7 @@ struct Dropout {
   // with TRANSPOSED the key and the query. Tiles begin at multiples of 8.
   template <bool TRANSPOSED, int ROWS, int COLUMNS>
   METAL_FUNC uint kept(int row, int column) const thread {
-    static_assert(ROWS * COLUMNS < 16, "a bit an element, and a fragment to spare");
+    static_assert(!DROPOUT || ROWS * COLUMNS < 16, "a bit an element, and a fragment to spare");
     uint bits = 0;
     // Two fragments at a time; if their number is odd, the last one is not used.
     UNROLL

@@ -24,6 +24,11 @@
 #define WHEN(feature, ...) FEATURE_JOIN(FEATURE_KEEP_, IS_ON(feature))(__VA_ARGS__)
 #define UNLESS(feature, ...) FEATURE_JOIN(FEATURE_DROP_, IS_ON(feature))(__VA_ARGS__)
 
+// An array in threadgroup memory, or a null pointer where the feature is off.
+#define THREADGROUP_ARRAY(feature, type, name, ...)  \
+  WHEN(feature, threadgroup type name[__VA_ARGS__];) \
+  UNLESS(feature, threadgroup type* const name = nullptr;)
+
 // Numbers that are 0 where they are not given, and the features that follow from them.
 #ifndef PAGE_SIZE
 #define PAGE_SIZE 0
@@ -33,6 +38,7 @@
 #endif
 #ifndef FLEX_Q_BLOCK
 #define FLEX_Q_BLOCK 0
+#define FLEX_KV_BLOCK 0
 #endif
 #if PAGE_SIZE
 #define PAGED 1

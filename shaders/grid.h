@@ -1,10 +1,8 @@
 // Which tile of rows a threadgroup has.
 #pragma once
 
-#include "features.h"
-#include "params.h"
+#include "inputs.h"
 
-#if FLEX_ORDER
 // The row of blocks that starts at `place`. order, [2, rows]: each place's row, and each row's
 // place. It comes from the caller's memory: whatever it holds, every row has one place.
 METAL_FUNC int ordered_row(const device int* order, int rows, int place) {
@@ -20,7 +18,6 @@ METAL_FUNC int ordered_row(const device int* order, int rows, int place) {
   }
   return row;
 }
-#endif
 
 // Columns of the grid are heads, or slices of heads. With BAND tiles differ in length: threadgroups
 // start row by row, so all columns' tiles begin in their order, and the last to run are alike.
@@ -30,18 +27,12 @@ struct GridPlace {
   int batch;
 
   METAL_FUNC void reset(uint3 position, uint3 grid) thread {
-#if BAND
     const uint place = position.y * grid.x + position.x;
-    tile = place / grid.y;
-    column = place % grid.y;
-#else
-    tile = position.x;
-    column = position.y;
-#endif
+    tile = BAND ? place / grid.y : position.x;
+    column = BAND ? place % grid.y : position.y;
     batch = position.z;
   }
 
-#if FLEX_ORDER
   // Threadgroups start in the order of rows of blocks, each with TILES tiles of a head, which has
   // COLUMNS. Those of all heads and batches that share a row's list start together.
   template <int TILES, int COLUMNS>
@@ -61,5 +52,41 @@ struct GridPlace {
     column = head * COLUMNS + member % COLUMNS;
     batch = row / rows / params.order_heads + sharer / heads;
   }
-#endif
+
+  // In the order of FLEX_ORDER if there is one: of blocks of LIST_BLOCK rows, which tiles of BLOCK
+  // rows divide.
+  template <int LIST_BLOCK, int BLOCK, int COLUMNS>
+  METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlashParams& params,
+                        uint3 position, uint3 grid) thread {
+    if (FLEX_ORDER) {
+      reset_in_order<(FLEX_ORDER ? LIST_BLOCK / BLOCK : 1), COLUMNS>(inputs.block_order,
+                                                                     params.flex, position, grid);
+    } else {
+      reset(position, grid);
+    }
+  }
+};
+
+// A tile of BLOCK queries of one head, and one of so many slices of its result's columns.
+template <int BLOCK, int HEAD_SLICES>
+struct QueryTilePlace {
+  int batch;
+  int head;
+  int kv_head;
+  int slice;
+  int first_query;
+  int number;  // of the threadgroup, among those of its head and slice
+
+  METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlashParams& params,
+                        uint3 position, uint3 grid) thread {
+    GridPlace place;
+    place.reset<FLEX_Q_BLOCK, BLOCK, HEAD_SLICES>(inputs, params, position, grid);
+    batch = place.batch;
+    head = place.column / HEAD_SLICES;
+    kv_head = head / params.queries_per_kv;
+    slice = place.column % HEAD_SLICES;
+    number = place.tile;
+    // Later queries may see more keys: start the longest rows first.
+    first_query = (BAND ? int(grid.x) - 1 - place.tile : place.tile) * BLOCK;
+  }
 };

@@ -60,28 +60,17 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   FLASH_INPUTS(FLASH_SET_OR_NULL) \
   WHEN(FLEX, FLEX_CAPTURES(FLASH_SET_FIELD))
 
-template <typename T>
-METAL_FUNC const device T* first_row(const device T* tensor, constant RowStrides& strides,
-                                     int batch, int head, int row) {
-  return tensor + batch * strides.batch + head * strides.head + row * strides.row;
-}
-
 using Queries = Operand<ELEMENT, HEAD_DIM_QK, Q_ROTARY>;
-#if PAGE_SIZE || KV_FORMAT
-using Keys = CacheOperand<HEAD_DIM_QK, K_ROTARY, 0xffffffff>;
-using Values = CacheOperand<HEAD_DIM_V, false, 0>;
-#else
-using Keys = Operand<KV_ELEMENT, HEAD_DIM_QK, K_ROTARY>;
-using Values = Operand<KV_ELEMENT, HEAD_DIM_V>;
-#endif
+using Keys = conditional_t<PAGED || QUANTISED, CacheOperand<HEAD_DIM_QK, K_ROTARY, 0xffffffff>,
+                           Operand<KV_ELEMENT, HEAD_DIM_QK, K_ROTARY>>;
+using Values = conditional_t<PAGED || QUANTISED, CacheOperand<HEAD_DIM_V, false, 0>,
+                             Operand<KV_ELEMENT, HEAD_DIM_V>>;
 
 // Call it before looking up rows [first, first + rows) of either. Uniform in the SIMD group.
 METAL_FUNC void move_to(thread Keys& keys, thread Values& values, int first, int rows,
                         ushort lane) {
-#if PAGE_SIZE
-  keys.pages.move_to(first, rows, lane);
-  values.pages = keys.pages;
-#endif
+  keys.move_to(first, rows, lane);
+  values.use_pages_of(keys);
 }
 
 struct FlashInputs {
@@ -118,11 +107,10 @@ struct FlashInputs {
   METAL_FUNC Queries queries(int batch, int head, thread const Sequence& sequence,
                              constant FlashParams& params) const thread {
     Queries operand;
-    operand.rows = first_row(q, params.q_strides, batch, head, sequence.q_start);
-    operand.row_stride = params.q_strides.row;
-#if Q_ROTARY
-    operand.rotary.reset(q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, batch);
-#endif
+    operand.reset(q, params.q_strides, batch, head, sequence.q_start);
+    if (Q_ROTARY) {
+      operand.rotary.reset(q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, batch);
+    }
     return operand;
   }
 
@@ -130,12 +118,13 @@ struct FlashInputs {
                        constant FlashParams& params) const thread {
     Keys operand;
     place(operand, k, params.k_strides, batch, kv_head, sequence, params);
-#if K_SCALE
-    scale(operand, k_scale, params.k_scale_strides, batch, kv_head, sequence);
-#endif
-#if K_ROTARY
-    operand.rotary.reset(k_cos, params.k_cos_strides, k_sin, params.k_sin_strides, batch);
-#endif
+    if (K_SCALE) {
+      operand.reset_scale(k_scale, params.k_scale_strides, batch, kv_head, kv_batch(batch),
+                          sequence.kv_start);
+    }
+    if (K_ROTARY) {
+      operand.rotary.reset(k_cos, params.k_cos_strides, k_sin, params.k_sin_strides, batch);
+    }
     return operand;
   }
 
@@ -143,9 +132,10 @@ struct FlashInputs {
                            constant FlashParams& params) const thread {
     Values operand;
     place(operand, v, params.v_strides, batch, kv_head, sequence, params);
-#if V_SCALE
-    scale(operand, v_scale, params.v_scale_strides, batch, kv_head, sequence);
-#endif
+    if (V_SCALE) {
+      operand.reset_scale(v_scale, params.v_scale_strides, batch, kv_head, kv_batch(batch),
+                          sequence.kv_start);
+    }
     return operand;
   }
 
@@ -160,45 +150,12 @@ struct FlashInputs {
                         constant RowStrides& strides, int batch, int kv_head,
                         thread const Sequence& sequence,
                         constant FlashParams& params) const thread {
-#if PAGE_SIZE || KV_FORMAT
-    operand.data = rows_of(tensor, strides, batch, kv_head, sequence);
-#else
-    operand.rows = first_row(tensor, strides, kv_batch(batch), kv_head, sequence.kv_start);
-    operand.row_stride = strides.row;
-#endif
-#if PAGE_SIZE
-    operand.pages.reset(block_table + batch * params.block_table_stride, sequence.kv_length,
-                        params.cache_size);
-#endif
-#if KV_FORMAT && !KV_BLOCK_SCALES
-    operand.scale = 1.0f;
-#endif
+    operand.reset(tensor, strides, kv_batch(batch), kv_head, sequence.kv_start);
+    if (PAGED) {
+      operand.reset_pages(block_table + batch * params.block_table_stride, sequence.kv_length,
+                          params.cache_size);
+    }
   }
-
-#if PAGE_SIZE || KV_FORMAT
-  template <typename T>
-  METAL_FUNC PagedRows<T> rows_of(const device T* tensor, constant RowStrides& strides, int batch,
-                                  int kv_head, thread const Sequence& sequence) const thread {
-    PagedRows<T> rows;
-    rows.first = first_row(tensor, strides, kv_batch(batch), kv_head, sequence.kv_start);
-    rows.page_stride = strides.batch;
-    rows.row_stride = strides.row;
-    return rows;
-  }
-#endif
-
-#if K_SCALE || V_SCALE
-  template <typename Source>
-  METAL_FUNC void scale(thread Source& operand, const device KV_SCALE_ELEMENT* scales,
-                        constant RowStrides& strides, int batch, int kv_head,
-                        thread const Sequence& sequence) const thread {
-#if KV_BLOCK_SCALES
-    operand.scales = rows_of(scales, strides, batch, kv_head, sequence);
-#else
-    operand.scale = scales[batch * strides.batch + kv_head * strides.head];
-#endif
-  }
-#endif
 
   // SINK
   METAL_FUNC float sink_log2(int head) const thread { return base_2(learnable_sink[head]); }

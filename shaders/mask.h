@@ -107,3 +107,30 @@ struct Visibility {
     }
   }
 };
+
+// The keys that queries of one SIMD group see.
+struct SeenKeys {
+  Range by_any;
+  Range by_all;
+
+  // Of queries [first, first + count), those up to last_query.
+  METAL_FUNC void reset(thread const Visibility& visible, int first, int count,
+                        int last_query) thread {
+    const Range of_first = visible.keys_of(first);
+    const Range of_last = visible.keys_of(min(first + count - 1, last_query));
+    by_any.begin = of_first.begin;
+    by_any.end = first > last_query ? 0 : of_last.end;
+    by_all.begin = of_last.begin;
+    by_all.end = of_first.end;
+  }
+
+  // Whether any query sees any of the keys [block, block + count).
+  METAL_FUNC bool any_in(int block, int count) const thread {
+    return block < by_any.end && block + count > by_any.begin;
+  }
+
+  // Whether all queries see all of these keys.
+  METAL_FUNC bool all_in(int block, int count) const thread {
+    return block >= by_all.begin && block + count <= by_all.end;
+  }
+};

@@ -4,6 +4,13 @@
 #include "rotary.h"
 #include "tile.h"
 
+// Row `row` of one (batch, head).
+template <typename T>
+METAL_FUNC const device T* first_row(const device T* tensor, constant RowStrides& strides,
+                                     int batch, int head, int row) {
+  return tensor + batch * strides.batch + head * strides.head + row * strides.row;
+}
+
 // Where a row lies, and which one it is.
 template <typename T>
 struct RowPlace {
@@ -18,56 +25,52 @@ struct Operand {
   using Place = RowPlace<T>;
   const device T* rows;
   int64_t row_stride;
+  RotaryTables rotary;  // ROTATED
+
+  METAL_FUNC void reset(const device T* tensor, constant RowStrides& strides, int batch, int head,
+                        int first) thread {
+    rows = first_row(tensor, strides, batch, head, first);
+    row_stride = strides.row;
+  }
+
+  // What rows of a cache need (cache.h).
+  METAL_FUNC void reset_pages(const device int*, int, int) const thread {}
+  template <typename Scale>
+  METAL_FUNC void reset_scale(const device Scale*, constant RowStrides&, int, int, int,
+                              int) const thread {}
+  METAL_FUNC void move_to(int, int, ushort) const thread {}
+  template <typename Other>
+  METAL_FUNC void use_pages_of(thread const Other&) const thread {}
 
   // 0 behind the row's end.
   METAL_FUNC T element(int row, int column) const thread {
-    return COLUMNS % FRAGMENT == 0 || column < COLUMNS ? rows[row * row_stride + column] : T(0);
+    const bool exists = COLUMNS % FRAGMENT == 0 || column < COLUMNS;
+    if (ROTATED) {
+      return exists ? rotary.rotated(rows + row * row_stride, row, column) : T(0);
+    }
+    return exists ? rows[row * row_stride + column] : T(0);
   }
 
   // Two neighbours from an even column on.
   METAL_FUNC Fragment<T> pair(int row, int column) const thread {
-#if ROW_PAIRS
-    return COLUMNS % FRAGMENT == 0 || column < COLUMNS
-               ? *reinterpret_cast<const device Fragment<T>*>(rows + row * row_stride + column)
-               : Fragment<T>(T(0), T(0));
-#else
+    if (ROW_PAIRS && !ROTATED) {
+      return COLUMNS % FRAGMENT == 0 || column < COLUMNS
+                 ? *reinterpret_cast<const device Fragment<T>*>(rows + row * row_stride + column)
+                 : Fragment<T>(T(0), T(0));
+    }
     return Fragment<T>(element(row, column), element(row, column + 1));
-#endif
   }
 
   METAL_FUNC Place find(int row) const thread { return {rows + row * row_stride, row}; }
 
   // 16 bytes from `column` on, 0 behind the row's end.
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
+    if (ROTATED) {
+      return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);
+    }
     return load_chunk<COLUMNS>(place.row, column);
   }
 };
-
-#if Q_ROTARY || K_ROTARY
-template <typename T, int COLUMNS>
-struct Operand<T, COLUMNS, true> {
-  using Place = RowPlace<T>;
-  const device T* rows;
-  int64_t row_stride;
-  RotaryTables rotary;
-
-  METAL_FUNC T element(int row, int column) const thread {
-    return COLUMNS % FRAGMENT == 0 || column < COLUMNS
-               ? rotary.rotated(rows + row * row_stride, row, column)
-               : T(0);
-  }
-
-  METAL_FUNC Fragment<T> pair(int row, int column) const thread {
-    return Fragment<T>(element(row, column), element(row, column + 1));
-  }
-
-  METAL_FUNC Place find(int row) const thread { return {rows + row * row_stride, row}; }
-
-  METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
-    return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);
-  }
-};
-#endif
 
 // The lane's row of row fragment i. Rows past the last repeat it; their results are not stored.
 METAL_FUNC int existing_row(int row, short i, int last_row) {
@@ -83,6 +86,9 @@ struct OperandTile {
   int positions[ROWS];  // of the lane's rows
   int lane_column;
   RegisterTile<T, ROWS, HELD ? FRAGMENTS : 1> held;
+
+  // As KeptOperandTile's: it has none.
+  METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
 
   METAL_FUNC Fragment<T> read(short i, short d) const thread {
     return source.pair(positions[i], lane_column + d * FRAGMENT);
@@ -144,6 +150,11 @@ struct KeptOperandTile {
     return chunk_pair<T>(chunk, d % CHUNK_FRAGMENTS);
   }
 };
+
+template <typename T, typename Source, int ROWS, int FRAGMENTS, bool IN_THREADGROUP,
+          bool IN_REGISTERS>
+using RowsTile = conditional_t<IN_THREADGROUP, KeptOperandTile<T, Source, ROWS, FRAGMENTS>,
+                               OperandTile<T, Source, ROWS, FRAGMENTS, IN_REGISTERS>>;
 
 // Stages rows [first, first + BLOCK) as pairs: tile[row / 2][column] holds the elements
 // (row, column) and (row + 1, column) side by side, so that a lane's two neighbouring rows of a

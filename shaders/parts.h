@@ -5,7 +5,11 @@
 
 #ifndef COLUMN_SIMDGROUPS
 #define COLUMN_SIMDGROUPS 1
+#elif COLUMN_SIMDGROUPS > 1
+#define COLUMNS_SPLIT 1
 #endif
+
+FEATURE(COLUMNS_SPLIT)
 
 // Leaves the SIMD group's part of a tile for the others that share its rows, in `tiles`,
 // [SIMDGROUPS, ROWS * OTHERS, SIMD_LANES]. After a barrier they read it.

@@ -49,6 +49,12 @@ struct Sequence {
                  (!none && (q_length > params.q_length || kv_length > params.kv_length));
   }
 
+  // Whether nothing is computed for it: lengths are invalid, or the rows are of no sequence.
+  METAL_FUNC bool is_left_out(int batch, constant FlashParams& params) const thread {
+    return (VARLEN || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX) &&
+           (impossible || batch == params.batch);
+  }
+
   METAL_FUNC void end_keys(int used) thread {
     impossible = impossible || used < 0 || used > kv_length;
     kv_length = clamp(used, 0, kv_length);

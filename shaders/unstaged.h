@@ -6,13 +6,8 @@
 // says.
 #pragma once
 
-#include "inputs.h"
-#include "products.h"
 #include "spans.h"
-
-#ifndef KV_STAGED
-#define KV_STAGED 1
-#endif
+#include "staged.h"
 
 constant constexpr int KEY_CHUNK = chunk_elements<KvTileElement>();
 constant constexpr int KEY_SPAN = FRAGMENT * KEY_CHUNK;
@@ -36,6 +31,8 @@ template <typename T, typename Source, int ROWS, int COLUMNS>
 struct SpanOperandTile {
   RegisterTile<T, ROWS, COLUMNS / FRAGMENT> held;
 
+  METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
+
   METAL_FUNC void load(thread const Source& source, int row, int last_row, int column) thread {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
@@ -52,9 +49,9 @@ struct SpanOperandTile {
 
 // scores = q k^T, [ROWS * 8, KEYS * 8], for the keys from `first` on. Keys past the last repeat it.
 template <typename T, int ROWS, int KEYS, typename Left>
-METAL_FUNC void multiply_keys(thread RegisterTile<float, ROWS, KEYS>& scores,
-                              thread const Left& left, thread const Keys& keys, int first, int end,
-                              ushort row, ushort column) {
+METAL_FUNC void multiply_direct(thread RegisterTile<float, ROWS, KEYS>& scores,
+                                thread const Left& left, thread const Keys& keys, int first,
+                                int end, ushort row, ushort column) {
   constexpr short SPANS = HEAD_DIM_QK / KEY_SPAN;
   constexpr short CHAIN = CHAIN_COLUMNS / KEY_SPAN;
   scores.fill(0.0f);
@@ -92,7 +89,7 @@ METAL_FUNC void multiply_keys(thread RegisterTile<float, ROWS, KEYS>& scores,
 // sum = sum * corrections + weights v, for COLUMNS columns of v from first_column on: a block's
 // products are summed separately first. Values that do not exist count as zero.
 template <typename T, int COLUMNS, int ROWS, int KEYS>
-METAL_FUNC void accumulate_values(thread RegisterTile<float, ROWS, COLUMNS / FRAGMENT>& sum,
+METAL_FUNC void accumulate_direct(thread RegisterTile<float, ROWS, COLUMNS / FRAGMENT>& sum,
                                   thread const float* corrections,
                                   thread const RegisterTile<float, ROWS, KEYS>& weights,
                                   thread const Values& values, int first,
@@ -133,3 +130,57 @@ METAL_FUNC void accumulate_values(thread RegisterTile<float, ROWS, COLUMNS / FRA
     }
   }
 }
+
+// What StagedKv does, by each SIMD group for itself.
+template <int ROWS, int KEYS>
+struct DirectKv {
+  static_assert(COLUMN_SIMDGROUPS == 1 && HEAD_DIM_QK % KEY_SPAN == 0 &&
+                    V_SLICE % SPAN_COLUMNS == 0,
+                "without staging, a SIMD group reads whole spans of all columns");
+  using QueryTile = SpanOperandTile<ELEMENT, Queries, ROWS, QK_COLUMNS>;
+  using Scores = RegisterTile<float, ROWS, KEYS>;
+  using Out = RegisterTile<float, ROWS, OWN_V_FRAGMENTS>;
+  Keys keys;
+  Values values;
+  Sequence sequence;
+  int first_key;
+  int first_value_column;
+  ushort lane;
+
+  METAL_FUNC void reset(threadgroup uint4*, threadgroup Fragment<float>*,
+                        thread const Keys& all_keys, thread const Values& all_values,
+                        thread const Sequence& own_sequence, int slice, ushort, ushort,
+                        ushort own_lane) thread {
+    keys = all_keys;
+    values = all_values;
+    sequence = own_sequence;
+    first_value_column = slice * V_SLICE;
+    lane = own_lane;
+  }
+
+  METAL_FUNC int query_column() const thread { return 0; }
+
+  METAL_FUNC int out_column(short d) const thread {
+    return first_unit_column(fragment_column(lane)) + span_offset(d);
+  }
+
+  METAL_FUNC void begin_block(int kv_block) thread {
+    first_key = kv_block;
+    move_to(keys, values, first_key, BLOCK_K, lane);
+  }
+
+  METAL_FUNC void multiply_keys(thread Scores& scores, thread const QueryTile& q,
+                                bool seen) const thread {
+    if (seen) {
+      multiply_direct<KvTileElement>(scores, q, keys, first_key, sequence.kv_length,
+                                     fragment_row(lane), fragment_column(lane));
+    }
+  }
+
+  METAL_FUNC void accumulate_values(thread Out& o, thread const float* corrections,
+                                    thread const Scores& weights) const thread {
+    accumulate_direct<KvTileElement, V_SLICE>(
+        o, corrections, weights, values, first_key, sequence,
+        first_value_column + first_unit_column(fragment_column(lane)), fragment_row(lane));
+  }
+};

@@ -40,7 +40,7 @@ __version__ = VERSION
 if mps.available():
     shaders.serve(extension.load())  # the simulator gets them from Python
     extension.tell_gpu(extension.load())
-    tensor_tiles.tell(extension.load(), __version__)
+    tensor_tiles.configure(extension.load(), __version__)
 register_with_transformers()
 register_with_diffusers()
 loading.install_on_import()

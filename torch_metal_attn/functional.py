@@ -29,6 +29,7 @@ from torch_metal_attn.call.arguments import (
 )
 from torch_metal_attn.call.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.call.autocast import autocast
+from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.call.options import (
     FlashAttnOptions,
     NewerOptions,
@@ -36,7 +37,6 @@ from torch_metal_attn.call.options import (
     op_options,
     options_of,
 )
-from torch_metal_attn.call.wording import Wording
 from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.plain import heads_second
 
@@ -47,14 +47,14 @@ _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _FLASH_VARLEN_FWD = torch.ops.metal_attn.flash_varlen_fwd.default
 
 # What errors call the arguments. The ops' tensors are (B, H, L, D).
-_WORDING = Wording(heads_third=True)
-_OF_QKV = Wording({name: f"qkv[:, :, {i}]" for i, name in enumerate("qkv")})
-_OF_KV = Wording({"k": "kv[:, :, 0]", "v": "kv[:, :, 1]"})
-_OF_VARLEN_QKV = Wording(
+_NAMES = ArgumentNames(heads_third=True)
+_QKV_NAMES = ArgumentNames({name: f"qkv[:, :, {i}]" for i, name in enumerate("qkv")})
+_KV_NAMES = ArgumentNames({"k": "kv[:, :, 0]", "v": "kv[:, :, 1]"})
+_VARLEN_QKV_NAMES = ArgumentNames(
     {name: f"qkv[:, {i}]" for i, name in enumerate("qkv")}
     | {f"{name}_{side}": name for name in ("cu_seqlens", "max_seqlen") for side in "qk"}
 )
-_OF_VARLEN_KV = Wording({"k": "kv[:, 0]", "v": "kv[:, 1]"})
+_VARLEN_KV_NAMES = ArgumentNames({"k": "kv[:, 0]", "v": "kv[:, 1]"})
 
 
 @named_options
@@ -134,7 +134,7 @@ def flash_attn_func(
     check_one_dtype(q, k, v)
     score = {"softcap": softcap, "alibi_slopes": alibi_slopes, **newer}
     options = op_options(q, dropout_p, softmax_scale, causal, window(window_size), score)
-    out, softmax_lse = _WORDING.run(heads_second, (_FLASH_FWD, q, k, v), options)
+    out, softmax_lse = _NAMES.run(heads_second, (_FLASH_FWD, q, k, v), options)
     if return_attn_probs is False or not flag("return_attn_probs", return_attn_probs):
         return out
     return out, softmax_lse, dense_weights(q, k, options)
@@ -151,7 +151,7 @@ def flash_attn_kvpacked_func(
     """
     check_packed("kv", kv, "(B, L, 2, Hkv, D)")
     operands = (q, kv[:, :, 0], kv[:, :, 1])
-    return _of_parts(flash_attn_func, _OF_KV, (*operands, *positional), options)
+    return _of_parts(flash_attn_func, _KV_NAMES, (*operands, *positional), options)
 
 
 @options_of(flash_attn_func, 3)
@@ -164,7 +164,7 @@ def flash_attn_qkvpacked_func(
     """
     check_packed("qkv", qkv, "(B, L, 3, H, D)")
     operands = (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
-    return _of_parts(flash_attn_func, _OF_QKV, (*operands, *positional), options)
+    return _of_parts(flash_attn_func, _QKV_NAMES, (*operands, *positional), options)
 
 
 @named_options
@@ -241,7 +241,7 @@ def flash_attn_varlen_func(
         whole("max_seqlen_q", max_seqlen_q),
         whole("max_seqlen_k", max_seqlen_k),
     )
-    out, softmax_lse = _WORDING.run(_FLASH_VARLEN_FWD, arguments, options)
+    out, softmax_lse = _NAMES.run(_FLASH_VARLEN_FWD, arguments, options)
     if return_attn_probs is False or not flag("return_attn_probs", return_attn_probs):
         return out
     return out, softmax_lse, varlen_weights(q, k, *arguments[3:], options)
@@ -266,7 +266,7 @@ def flash_attn_varlen_kvpacked_func(
     check_packed("kv", kv, "(T, 2, Hkv, D)")
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     operands = (q, kv[:, 0], kv[:, 1], *packing)
-    return _of_parts(flash_attn_varlen_func, _OF_VARLEN_KV, (*operands, *positional), options)
+    return _of_parts(flash_attn_varlen_func, _VARLEN_KV_NAMES, (*operands, *positional), options)
 
 
 @options_of(flash_attn_varlen_func, 7, without="block_table")
@@ -287,12 +287,12 @@ def flash_attn_varlen_qkvpacked_func(
     max_seqlen = whole("max_seqlen", max_seqlen)
     packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     operands = (qkv[:, 0], qkv[:, 1], qkv[:, 2], *packing)
-    return _of_parts(flash_attn_varlen_func, _OF_VARLEN_QKV, (*operands, *positional), options)
+    return _of_parts(flash_attn_varlen_func, _VARLEN_QKV_NAMES, (*operands, *positional), options)
 
 
 def _of_parts(
     function: Callable[..., FlashAttnResult],
-    wording: Wording,
+    names: ArgumentNames,
     positional: tuple[Any, ...],
     options: FlashAttnOptions,
 ) -> FlashAttnResult:
@@ -300,4 +300,4 @@ def _of_parts(
     try:
         return function(*positional, **options)
     except (ValueError, NotImplementedError) as error:
-        raise wording.error(error) from None
+        raise names.error(error) from None

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_metal_attn.call import philox
 from torch_metal_attn.call.arguments import plain
 from torch_metal_attn.call.autocast import autocast
-from torch_metal_attn.call.wording import Wording
+from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.ops import plain as plain_ops
 from torch_metal_attn.ops.differentiation import call, refuse_gradient, refuse_nested
 from torch_metal_attn.ops.refusals import as_value_errors
@@ -27,7 +27,20 @@ _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _MAX_HEAD_DIM, _MAX_VALUE_HEAD_DIM = 576, 512
 
 # What the op and its errors call our arguments.
-WORDING = Wording({"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"})
+NAMES = ArgumentNames({"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"})
+
+
+class Arguments(NamedTuple):
+    """Those of `torch.nn.functional.scaled_dot_product_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
 
 
 def scaled_dot_product_attention(
@@ -91,14 +104,14 @@ def scaled_dot_product_attention(
             call.
     """
     if attn_mask is None and enable_gqa is False and type(dropout_p) is float and dropout_p == 0.0:
-        out = _straight(query, key, value, is_causal, scale)
+        out = _run_without_plan(query, key, value, is_causal, scale)
         if out is not None:
             return out
-    problem = plan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return problem.run()
+    arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return plan(Arguments(*arguments)).run()
 
 
-def _straight(
+def _run_without_plan(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
 ) -> Tensor | None:
     """Run a plain call without a plan, which takes longer than the call; None if it is not plain.
@@ -176,7 +189,7 @@ class Problem:
                 with as_value_errors():
                     out = self._call(op, rng_state)[0]
             except ValueError as error:
-                raise WORDING.error(error) from None
+                raise NAMES.error(error) from None
         whole: Tensor = out.view(*self.leading, *out.shape[-2:])
         return whole
 
@@ -185,7 +198,7 @@ class Problem:
         try:
             self.explained()
         except ValueError as error:
-            return WORDING.of(str(error))
+            return NAMES.text(str(error))
         return None
 
     def explained(self) -> dict[str, Any]:
@@ -209,24 +222,18 @@ class Problem:
         )
 
 
-def plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Problem:
+def plan(arguments: Arguments) -> Problem:
     """The op's arguments for a call of `scaled_dot_product_attention`, or its error. Runs nothing.
 
     Sizes near 2^31 and numbers that are not finite are checked by the op.
     """
-    for name, number in (("dropout_p", dropout_p), ("scale", scale)):
-        refuse_gradient(name, number)
-    dropout_p, scale = plain(dropout_p), plain(scale)
-    _check_types(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    for name in ("dropout_p", "scale"):
+        refuse_gradient(name, getattr(arguments, name))
+    arguments = arguments._replace(
+        dropout_p=plain(arguments.dropout_p), scale=plain(arguments.scale)
+    )
+    _check_types(arguments)
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     query, key, value = autocast(query, key, value)
     q_offset: int | None = 0
     causal_bias: Any = attn_mask if is_causal_bias(attn_mask) else None
@@ -260,28 +267,23 @@ def is_causal_bias(attn_mask: object) -> bool:
     return module is not None and isinstance(attn_mask, module.CausalBias)
 
 
-def _check_types(
-    query: object,
-    key: object,
-    value: object,
-    attn_mask: object,
-    dropout_p: object,
-    is_causal: object,
-    scale: object,
-    enable_gqa: object,
-) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
-    if attn_mask is not None and not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; it must be a tensor or None")
-    if not isinstance(dropout_p, (int, float)):
-        raise TypeError(f"dropout_p is {dropout_p!r}; it must be a number")
-    if scale is not None and not isinstance(scale, int | float | torch.SymInt | torch.SymFloat):
-        raise TypeError(f"scale is {scale!r}; it must be a number or None")
-    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} is {flag!r}; it must be a bool")
+# What each argument may be, and what an error calls it.
+_TYPES: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("query", "key", "value"), (Tensor, "a tensor")),
+    "attn_mask": (Tensor | None, "a tensor or None"),
+    "dropout_p": (int | float, "a number"),
+    "is_causal": (bool, "a bool"),
+    "scale": (int | float | torch.SymInt | torch.SymFloat | None, "a number or None"),
+    "enable_gqa": (bool, "a bool"),
+}
+
+
+def _check_types(arguments: Arguments) -> None:
+    for name, value in zip(arguments._fields, arguments, strict=True):
+        allowed, wanted = _TYPES[name]
+        if not isinstance(value, allowed):
+            found = f"a {type(value).__name__}" if "tensor" in wanted else repr(value)
+            raise TypeError(f"{name} is {found}; it must be {wanted}")
 
 
 def _check_as_torch(

@@ -7,13 +7,12 @@ vLLM itself is not needed. Attention to such a cache is `flash_attn_with_kvcache
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call import arguments as given
-from torch_metal_attn.call.arguments import check_rank
-from torch_metal_attn.call.wording import Wording
+from torch_metal_attn.call.arguments import check_rank, check_tensor
+from torch_metal_attn.call.names import ArgumentNames
 
 _FP8 = ("fp8", "fp8_e4m3")
 _FLASH_SHAPE = "(blocks, block_size, kv_heads, head_size)"
-_OF_WRITES = Wording(
+_NAMES = ArgumentNames(
     {"k": "key", "v": "value", "k_cache": "key_cache", "v_cache": "value_cache"}
     | dict.fromkeys(("block_table", "cache_seqlens"), "slot_mapping")
 )
@@ -69,7 +68,7 @@ def _format(
                 f"{cache_name} has dtype {cache.dtype}; with {kv_cache_dtype} it must be uint8 or "
                 "float8_e4m3fn"
             )
-        given.check_tensor(f"{name}_scale", scale)
+        check_tensor(f"{name}_scale", scale)
         if scale.numel() != 1:
             raise ValueError(f"{name}_scale has {scale.numel()} elements; it must have 1")
         # The ops have a scale per head.
@@ -112,4 +111,4 @@ def _write(
     slot_mapping = slot_mapping.int()
     options = {"block_table": (slot_mapping // block_size)[:, None], **scales}
     arguments = (key[:, :, None], value[:, :, None], keys, values, slot_mapping % block_size)
-    _OF_WRITES.run(torch.ops.metal_attn.append_kv, arguments, options)
+    _NAMES.run(torch.ops.metal_attn.append_kv, arguments, options)

@@ -19,8 +19,8 @@ from torch_metal_attn.call.arguments import (
     window,
 )
 from torch_metal_attn.call.autocast import autocast
+from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.call.options import NewerOptions, named_options, op_options
-from torch_metal_attn.call.wording import Wording
 from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.ops.plain import heads_second
@@ -30,10 +30,10 @@ _FLASH_DECODE = torch.ops.metal_attn.flash_decode.default
 _DECODE_STEP = torch.ops.metal_attn.decode_step.default
 _APPEND_KV = torch.ops.metal_attn.append_kv.default
 
-_OF_CACHE = Wording({"leftpad_k": "cache_leftpad"}, heads_third=True)
+_CACHE_NAMES = ArgumentNames({"leftpad_k": "cache_leftpad"}, heads_third=True)
 # For ops whose keys are the cache.
-_OF_CACHED_KEYS = Wording(
-    {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", **_OF_CACHE.names},
+_CACHED_NAMES = ArgumentNames(
+    {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", **_CACHE_NAMES.names},
     heads_third=True,
 )
 
@@ -181,7 +181,7 @@ def flash_attn_with_kvcache(
             if num_splits != 0:
                 options["num_splits"] = num_splits
             arguments = (*(x.transpose(1, 2) for x in rows), seqlens)
-            out, lse = _OF_CACHE.run(_DECODE_STEP, arguments, options)
+            out, lse = _CACHE_NAMES.run(_DECODE_STEP, arguments, options)
             return _with_lse(out.transpose(1, 2), lse, return_softmax_lse)
         if rotary_cos is not None:
             query = query.clone()
@@ -192,8 +192,8 @@ def flash_attn_with_kvcache(
             # Attention to no queries refuses what attention would refuse, before rows are written.
             checked = (_FLASH_FWD, query[:, :0], k_cache, v_cache)
             with torch.no_grad():
-                _OF_CACHED_KEYS.run(heads_second, checked, options | cache | {"seqused_k": seqlens})
-        _OF_CACHE.run(_APPEND_KV, arguments, rotary | cache)
+                _CACHED_NAMES.run(heads_second, checked, options | cache | {"seqused_k": seqlens})
+        _CACHE_NAMES.run(_APPEND_KV, arguments, rotary | cache)
         assert seqlens is not None
         seqlens = seqlens + new[0].shape[1]
     elif rotary_cos is not None or rotary_sin is not None:
@@ -210,7 +210,7 @@ def flash_attn_with_kvcache(
         "flash_attn_with_kvcache",
         "use flash_attn_func, or call it under torch.no_grad()",
         {"q": query, "k_cache": k_cache, "v_cache": v_cache, **options},
-        lambda: _OF_CACHED_KEYS.run(heads_second, (op, query, k_cache, v_cache), options),
+        lambda: _CACHED_NAMES.run(heads_second, (op, query, k_cache, v_cache), options),
     )
     return _with_lse(out, lse, return_softmax_lse)
 

@@ -5,8 +5,6 @@
 #include <mutex>
 #include <stdexcept>
 
-#include "csrc/tiles/tuned.h"
-
 namespace {
 
 struct Texts {
@@ -49,20 +47,6 @@ void metal_attn_set_tensor_record(int32_t macos_suffices, const char* path) {
 }
 
 void metal_attn_set_gpu_cores(int cores) { g_gpu_cores = cores; }
-
-const void* metal_attn_make_tiles(const char* rows) {
-  try {
-    return new metal_attn::TileTable(rows);
-  } catch (const std::invalid_argument&) {
-    return nullptr;
-  }
-}
-
-void metal_attn_use_tiles(const void* table) {
-  metal_attn::use_tile_table(static_cast<const metal_attn::TileTable*>(table));
-}
-
-uint64_t metal_attn_tiles_tried() { return metal_attn::t_tiles_tried; }
 
 namespace metal_attn {
 

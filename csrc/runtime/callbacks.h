@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "csrc/problem/gpu.h"
 #include "csrc/simulator/engine.h"
-#include "csrc/tiles/gpu.h"
 
 extern "C" {
 
@@ -59,14 +59,6 @@ __attribute__((visibility("default"))) int32_t metal_attn_allow_tf32(int32_t all
 __attribute__((visibility("default"))) int32_t metal_attn_tf32_allowed();
 // The same in words: "TF32 is not allowed", what allows it, or what is wrong with the setting.
 __attribute__((visibility("default"))) const char* metal_attn_tf32_reason();
-// A table of tiles of these rows, see csrc/tiles/tuned.h, that lives as long as the process. Null
-// if a row is not one.
-__attribute__((visibility("default"))) const void* metal_attn_make_tiles(const char* rows);
-// Launches that begin from now on look their tiles up there; null: nowhere.
-__attribute__((visibility("default"))) void metal_attn_use_tiles(const void* table);
-// Tiles that the choosers have tried in this thread: a call like an earlier one tries none.
-__attribute__((visibility("default"))) uint64_t metal_attn_tiles_tried();
-
 // Why mps cannot be used in this process, in one line; "" if it can. On macOS only.
 __attribute__((visibility("default"))) const char* metal_attn_mps_problem();
 

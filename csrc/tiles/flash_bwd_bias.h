@@ -4,9 +4,9 @@
 #include <cstdint>
 #include <optional>
 
-#include "csrc/ops/attention/types.h"
+#include "csrc/problem/attention.h"
+#include "csrc/problem/gpu.h"
 #include "csrc/runtime/launch.h"
-#include "csrc/tiles/gpu.h"
 
 namespace metal_attn {
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <limits>
 
-#include "csrc/ops/merge/types.h"
+#include "csrc/problem/merge.h"
 #include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 

@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <string>
 
-#include "csrc/ops/attention/types.h"
+#include "csrc/problem/attention.h"
+#include "csrc/problem/gpu.h"
 #include "csrc/runtime/launch.h"
-#include "csrc/tiles/gpu.h"
 #include "csrc/tiles/tuned.h"
 
 namespace metal_attn {

@@ -3,11 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
-#include <limits>
 #include <optional>
 
-#include "csrc/ops/cache/choose.h"
-#include "csrc/ops/common/check.h"
 #include "csrc/tiles/flash_fwd_tensor.h"
 #include "csrc/tiles/shared.h"
 #include "shaders/params.h"
@@ -228,24 +225,6 @@ Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
     own.push_back({"KV_STAGED", 0});
   }
   return all_defines(s, own, s.wide_rotary);
-}
-
-std::array<uint32_t, 3> flash_fwd_threadgroups(const FlashFwdCall& call,
-                                               const FlashFwdSpecialisation& s) {
-  // Metal's positions in the grid are 32-bit, counted in threads.
-  const int64_t block_q = s.block_q();
-  const int64_t blocks =
-      tiles_of(call.q_length, block_q, s.features.q_block(), s.features.ordered());
-  const int64_t max_blocks = std::numeric_limits<uint32_t>::max() / s.threads();
-  check(blocks <= max_blocks, "q has a length of ", call.q_length, "; with head dims ",
-        s.head_dim_qk, " and ", s.head_dim_v, " it must be at most ", max_blocks * block_q);
-  const int64_t columns = int64_t{call.heads} * s.v_slices();
-  check(columns <= kMaxLength, "q has ", call.heads, " heads; with a head dim of ", s.head_dim_v,
-        " of v it must be at most ", kMaxLength / s.v_slices());
-  // Packed: one more row of the grid writes the rows of no sequence.
-  const int64_t sequences = int64_t{call.batch} + (s.features.varlen ? 1 : 0);
-  return {static_cast<uint32_t>(std::max<int64_t>(blocks, s.features.varlen ? 1 : 0)),
-          static_cast<uint32_t>(columns), static_cast<uint32_t>(sequences)};
 }
 
 std::string describe_choice(const FlashFwdSpecialisation& s, const Gpu& gpu) {

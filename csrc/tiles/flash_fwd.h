@@ -1,13 +1,13 @@
-// How flash_fwd is specialised for a problem and a GPU, and its grid: pure functions of plain data.
+// How flash_fwd is specialised for a problem and a GPU: pure functions of plain data.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <string>
 
-#include "csrc/ops/attention/types.h"
+#include "csrc/problem/attention.h"
+#include "csrc/problem/gpu.h"
 #include "csrc/runtime/launch.h"
-#include "csrc/tiles/gpu.h"
 #include "csrc/tiles/tuned.h"
 
 namespace metal_attn {
@@ -47,10 +47,6 @@ void for_each_tile(const FlashFwdSpecialisation& like,
 FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu);
 
 Defines flash_fwd_defines(const FlashFwdSpecialisation& specialisation);
-
-// Throws std::invalid_argument for a grid that Metal cannot count.
-std::array<uint32_t, 3> flash_fwd_threadgroups(const FlashFwdCall& call,
-                                               const FlashFwdSpecialisation& specialisation);
 
 // The choice and its reasons in one sentence or two, for `explain`.
 std::string describe_choice(const FlashFwdSpecialisation& specialisation, const Gpu& gpu);

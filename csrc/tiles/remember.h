@@ -6,8 +6,8 @@
 #include <cstdint>
 #include <optional>
 
-#include "csrc/ops/attention/types.h"
-#include "csrc/tiles/gpu.h"
+#include "csrc/problem/attention.h"
+#include "csrc/problem/gpu.h"
 #include "csrc/tiles/tuned.h"
 
 namespace metal_attn {

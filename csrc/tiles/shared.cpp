@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "csrc/ops/rope/rotation.h"
+#include "csrc/problem/rope.h"
 
 namespace metal_attn {
 

@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "csrc/ops/attention/types.h"
-#include "csrc/tiles/gpu.h"
+#include "csrc/problem/attention.h"
+#include "csrc/problem/gpu.h"
 #include "csrc/tiles/shared.h"
 
 namespace metal_attn {

@@ -5,7 +5,19 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "csrc/ops/cache/check.h"
+const void* metal_attn_make_tiles(const char* rows) {
+  try {
+    return new metal_attn::TileTable(rows);
+  } catch (const std::invalid_argument&) {
+    return nullptr;
+  }
+}
+
+void metal_attn_use_tiles(const void* table) {
+  metal_attn::use_tile_table(static_cast<const metal_attn::TileTable*>(table));
+}
+
+uint64_t metal_attn_tiles_tried() { return metal_attn::t_tiles_tried; }
 
 namespace metal_attn {
 namespace {

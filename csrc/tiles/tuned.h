@@ -14,9 +14,21 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/ops/attention/types.h"
+#include "csrc/problem/attention.h"
+#include "csrc/problem/gpu.h"
 #include "csrc/runtime/fixed_vector.h"
-#include "csrc/tiles/gpu.h"
+
+extern "C" {
+
+// A table of tiles of these rows, see TileTable, that lives as long as the process. Null
+// if a row is not one.
+__attribute__((visibility("default"))) const void* metal_attn_make_tiles(const char* rows);
+// Launches that begin from now on look their tiles up there; null: nowhere.
+__attribute__((visibility("default"))) void metal_attn_use_tiles(const void* table);
+// Tiles that the choosers have tried in this thread: a call like an earlier one tries none.
+__attribute__((visibility("default"))) uint64_t metal_attn_tiles_tried();
+
+}  // extern "C"
 
 namespace metal_attn {
 

@@ -1,182 +1,162 @@
-"""What flash_bwd and flash_varlen_bwd refuse: the ValueError names the argument, its value, why."""
+"""What the backward ops refuse: the ValueError names the argument, its value and the rule.
 
-import re
+What they refuse of operands and options is the forward's, in tests/common/test_bad_options.py.
+"""
+
+from functools import partial
 
 import pytest
 import torch
 
-from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
+from tests.common.test_bad_options import NAMESPACES, half, ints, resized, strided
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused, refused_alike, without_data
 from torch_metal_attn import simulate
 
-# On the CPU the op itself is the reference here: it must refuse what the shaders would.
-OPS = {
-    "op": (torch.ops.metal_attn, ""),
-    "explain": (torch.ops.metal_attn, "_explain"),
-    "simulator": (torch.ops.metal_attn_simulator, ""),
-}
-
 
 def dense():
     """Two sequences of 4 query heads and 2 KV heads, 16 queries and 24 keys."""
-    q, k, v = torch.randn(2, 4, 16, 32), torch.randn(2, 2, 24, 32), torch.randn(2, 2, 24, 48)
-    tensors = {"dout": torch.randn(2, 4, 16, 48), "q": q, "k": k, "v": v}
-    tensors = {name: tensor.half() for name, tensor in tensors.items()}
+    tensors = {"dout": (2, 4, 16, 48), "q": (2, 4, 16, 32), "k": (2, 2, 24, 32)}
+    tensors |= {"v": (2, 2, 24, 48), "out": (2, 4, 16, 48)}
     statistics = {"dlse": torch.randn(2, 4, 16), "softmax_lse": torch.randn(2, 4, 16)}
-    return tensors | {"out": torch.randn(2, 4, 16, 48).half()} | statistics
+    return {name: torch.randn(shape).half() for name, shape in tensors.items()} | statistics
 
 
 def packed():
     """Two sequences of 16 and 4 queries, and of 10 and 24 keys."""
-    shapes = {"dout": (20, 4, 48), "q": (20, 4, 32), "k": (34, 2, 32), "v": (34, 2, 48)}
-    tensors = {name: torch.randn(shape).half() for name, shape in shapes.items()}
+    tensors = {"dout": (20, 4, 48), "q": (20, 4, 32), "k": (34, 2, 32), "v": (34, 2, 48)}
+    tensors |= {"out": (20, 4, 48)}
     statistics = {"dlse": torch.randn(4, 20), "softmax_lse": torch.randn(4, 20)}
     ends = {"cu_seqlens_q": ints(0, 16, 20), "cu_seqlens_k": ints(0, 10, 34)}
     longest = {"max_seqlen_q": 16, "max_seqlen_k": 24}
-    return tensors | {"out": torch.randn(20, 4, 48).half()} | statistics | ends | longest
+    tensors = {name: torch.randn(shape).half() for name, shape in tensors.items()}
+    return tensors | statistics | ends | longest
+
+
+def added(name, value):
+    """Of the ops with the gradients of a bias and of slopes."""
+    given = dense()
+    given["delta"] = given.pop("dlse")
+    del given["out"]
+    return given | {name: value}
+
+
+bias = partial(added, "attn_bias", torch.zeros(16, 24))
+slopes = partial(added, "alibi_slopes", torch.zeros(4))
 
 
 def call(where, arguments):
-    namespace, suffix = OPS[where]
+    namespace, suffix = NAMESPACES[where]
     name = "flash_varlen_bwd" if "cu_seqlens_q" in arguments else "flash_bwd"
+    if "delta" in arguments:
+        name += "_slopes" if "alibi_slopes" in arguments else "_bias"
     return getattr(namespace, name + suffix)(**arguments)
 
 
-def change(name, how):
-    return lambda arguments: {name: how(arguments[name])}
-
-
-def last_stride_2(tensor):
-    return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]
-
-
-def rows_apart(tensor):
-    return torch.stack([tensor, tensor], -2).flatten(-3, -2)[..., ::2, :]
-
-
-# What makes good arguments bad, and the message.
-BOTH = {
-    "dout dtype": (
-        change("dout", torch.Tensor.float),
-        r"dout has dtype float32 and q float16; .*alike",
-    ),
-    "out dtype": (
-        change("out", torch.Tensor.bfloat16),
-        r"out has dtype bfloat16 and q float16; .*alike",
-    ),
-    "all but q": (change("q", torch.Tensor.float), r"k has dtype float16 and q float32; .*alike"),
-    "dout last stride": (
-        change("dout", last_stride_2),
-        r"dout has .*last.*stride|dout has strides",
-    ),
-    "out last stride": (change("out", last_stride_2), r"out has .*last.*stride|out has strides"),
-    "dout one number": (
-        lambda a: {"dout": torch.ones(()).half().expand(a["dout"].shape)},
-        r"dout has .*stride",
-    ),
-    "lse dtype": (
-        change("softmax_lse", torch.Tensor.double),
-        r"softmax_lse has dtype float64; it must be float32",
-    ),
-    "lse half": (
-        change("softmax_lse", torch.Tensor.half),
-        r"softmax_lse has dtype float16; it must be float32",
-    ),
-    "dlse dtype": (
-        change("dlse", torch.Tensor.bfloat16),
-        r"dlse has dtype bfloat16; it must be float32",
-    ),
-    "dout shape": (
-        change("dout", lambda t: t[..., :32].contiguous()),
-        r"dout has shape \(.*, 32\); it must be .*48\)",
-    ),
-    "out of q's head dim": (
-        change("out", lambda t: t[..., :32].contiguous()),
-        r"out has shape \(.*, 32\); it must be .*48\)",
-    ),
-    "dout rank": (change("dout", lambda t: t[0]), r"dout has shape .*; it must be"),
-    "out rank": (change("out", lambda t: t[None]), r"out has shape .*; it must be"),
-    "lse rank": (change("softmax_lse", lambda t: t[..., None]), r"softmax_lse has shape .*must be"),
-    "dlse of a head": (change("dlse", lambda t: t[:1]), r"dlse has shape .*; it must be"),
-    "lse strides": (
-        change("softmax_lse", last_stride_2),
-        r"softmax_lse has strides \(.*\); it must be contiguous: pass what",
-    ),
-    "lse expanded": (
-        change("softmax_lse", lambda t: t[..., :1].expand(t.shape)),
-        r"softmax_lse has strides \(.*\); it must be contiguous",
-    ),
-    "dout on meta": (
-        change("dout", lambda t: t.to("meta")),
-        r"dout is on meta and q on cpu; they must be on one device",
-    ),
-    "lse on meta": (
-        change("softmax_lse", lambda t: t.to("meta")),
-        r"softmax_lse is on meta and q on cpu; they must be on one device",
-    ),
-    "options too": (lambda a: {"softcap": -1.0}, r"softcap is -1; "),
-}
-DENSE = {
-    "dout batch": (change("dout", lambda t: t[:1]), r"dout has shape \(1, 4, 16, 48\); it must be"),
-    "dout length": (
-        change("dout", lambda t: t[:, :, :15]),
-        r"dout has shape \(2, 4, 15, 48\); it must be \(2, 4, 16, 48\)",
-    ),
-    "out of kv heads": (
-        change("out", lambda t: t[:, :2]),
-        r"out has shape \(2, 2, 16, 48\); it must be \(2, 4, 16, 48\)",
-    ),
-    "lse transposed": (
-        change("softmax_lse", lambda t: t.transpose(1, 2)),
-        r"softmax_lse has shape \(2, 16, 4\); it must be \(2, 4, 16\)",
-    ),
-    "k": (change("k", lambda t: t[:, :, :9]), r"v has a length of 24 and k of 9; .*equal"),
-}
-PACKED = {
-    "dout rows": (change("dout", lambda t: t[:19]), r"dout has shape \(19, 4, 48\); it must be"),
-    "lse of rows": (
-        change("softmax_lse", lambda t: t.t().contiguous()),
-        r"softmax_lse has shape \(20, 4\); it must be \(4, 20\)",
-    ),
-    "ends": (
-        lambda a: {"cu_seqlens_k": ints(0, 24, 10)},
-        r"cu_seqlens_k\[2\] is 10 and the one before 24; .*decrease",
-    ),
-}
+# Rows of (argument, what is done to it, how the error goes on after its name).
+BOTH = [
+    ("dout", torch.Tensor.float, r" has dtype float32 and q float16; .*alike"),
+    ("out", torch.Tensor.bfloat16, r" has dtype bfloat16 and q float16; .*alike"),
+    ("dout", strided, r" has strides"),
+    ("out", strided, r" has strides"),
+    ("dout", lambda x: torch.ones(()).half().expand(x.shape), r" has strides"),
+    ("softmax_lse", torch.Tensor.double, r" has dtype float64; it must be float32"),
+    ("softmax_lse", torch.Tensor.half, r" has dtype float16; it must be float32"),
+    ("dlse", torch.Tensor.bfloat16, r" has dtype bfloat16; it must be float32"),
+    ("dout", lambda x: x[..., :32].clone(), r" has shape \(.*, 32\); it must be .*48\)"),
+    ("out", lambda x: x[..., :32].clone(), r" has shape \(.*, 32\); it must be .*48\)"),
+    ("dout", lambda x: x[0], r" has shape .*; it must be"),
+    ("out", lambda x: x[None], r" has shape .*; it must be"),
+    ("softmax_lse", lambda x: x[..., None], r" has shape .*must be"),
+    ("dlse", lambda x: x[:1], r" has shape .*; it must be"),
+    ("softmax_lse", strided, r" has strides \(.*\); it must be contiguous: pass what"),
+    ("softmax_lse", lambda x: x[..., :1].expand(x.shape), r" has strides .* must be contiguous"),
+    ("softcap", lambda _: -1.0, r" is -1; "),
+]
+DENSE = [
+    ("dout", lambda x: x[:1], r" has shape \(1, 4, 16, 48\); it must be"),
+    ("dout", lambda x: x[:, :, :15], r" has shape \(2, 4, 15, 48\); it must be \(2, 4, 16, 48\)"),
+    ("out", lambda x: x[:, :2], r" has shape \(2, 2, 16, 48\); it must be \(2, 4, 16, 48\)"),
+    ("softmax_lse", lambda x: x.mT, r" has shape \(2, 16, 4\); it must be \(2, 4, 16\)"),
+    ("v", lambda x: x[:, :, :9], r" has a length of 9 and k of 24; .*equal"),
+]
+PACKED = [
+    ("dout", lambda x: x[:19], r" has shape \(19, 4, 48\); it must be"),
+    ("softmax_lse", lambda x: x.mT.clone(), r" has shape \(20, 4\); it must be \(4, 20\)"),
+]
+BIAS = [
+    ("attn_bias", lambda _: None, " is None"),
+    ("attn_bias", lambda _: torch.ones(16, 24, dtype=torch.bool), " has dtype bool"),
+    ("dout", lambda x: x[..., :32].clone(), " has shape"),
+    ("dout", torch.Tensor.float, " has dtype"),
+    ("dout", strided, " has strides"),
+    ("softmax_lse", lambda x: x[..., :9], " has shape"),
+    ("delta", torch.Tensor.double, " has dtype"),
+    ("delta", strided, " has strides"),
+    ("normalisers", lambda _: torch.zeros(0), " has shape"),
+]
 CASES = [
-    (make, *case)
-    for make, cases in ((dense, BOTH | DENSE), (packed, BOTH | PACKED))
-    for case in cases.values()
+    *((make, *row) for make in (dense, packed) for row in BOTH),
+    *((dense, *row) for row in DENSE),
+    *((packed, *row) for row in PACKED),
+    *((bias, *row) for row in BIAS),
+    (slopes, "alibi_slopes", lambda _: half(4), " has dtype"),
+    (slopes, "softmax_lse", lambda x: x[..., :9], " has shape"),
 ]
 
 
-@each_case("make, bad, message", CASES)
-def test_refused(make, bad, message):
+@each_case("make, name, spoil, message", CASES)
+def test_refused(make, name, spoil, message):
+    """Before anything runs, and in the same words without data."""
     arguments = make()
-    arguments |= bad(arguments)
-    with simulate(check=True) as run, refused(message) as caught:
-        call("op", arguments)
-    named = re.match(r"(\w+)(\[2\])? (has|is) ", str(caught.value))
-    assert named, f"the message does not begin with the argument: {caught.value}"
-    assert named[1] in arguments
-    assert not run.launches
-
-
-@each_case("make, bad, message", CASES)
-def test_refused_without_data(make, bad, message):
-    arguments = make()
-    arguments |= bad(arguments)
-    if "cu_seqlens_k\\[" in message or " meta" in message or "storage" in message:
-        return  # needs data
+    arguments[name] = spoil(arguments.get(name))
     meta = without_data(arguments)
-    refused_alike(message, lambda: call("explain", arguments), lambda: call("op", meta))
+    with simulate(check=True) as run:
+        calls = [partial(call, "op", x) for x in (arguments, meta)]
+        refused_alike(f"^{name}{message}", *calls)
+    assert not run.launches
+    with refused(f"^{name}{message}"):
+        call("op", arguments)
+
+
+# What only a tensor's memory or place tells.
+HELD = [
+    *(
+        (name, lambda x, size=size: resized(x, size), rf" has .* a storage of {size} bytes")
+        for name in ("dout", "out", "softmax_lse", "dlse", "q")
+        for size in (0, 100)
+    ),
+    *((name, lambda _: None, " is None; it must") for name in ("dout", "out", "softmax_lse", "q")),
+    *((name, lambda x: x.to("meta"), " is on meta and q on cpu") for name in ("dout", "out")),
+    ("softmax_lse", lambda x: x.to("meta"), " is on meta and q on cpu; they must be on one device"),
+]
+
+
+@pytest.mark.parametrize("where", NAMESPACES)
+def test_refused_in_every_namespace(where):
+    for name, spoil, message in (*HELD, *BOTH[::5]):
+        arguments = dense()
+        arguments[name] = spoil(arguments.get(name))
+        with refused(f"^{name}{message}"):
+            call(where, arguments)
+    with refused(r"^cu_seqlens_k\[2\] is 10 and the one before 24; .*decrease"):
+        call(where, packed() | {"cu_seqlens_k": ints(0, 24, 10)})
+
+
+def test_gradients_that_need_too_much_memory():
+    for head_dim in (512, 576):
+        q, v = torch.zeros(1, 1, 9, head_dim), torch.zeros(1, 1, 9, 512)
+        with refused(
+            rf"^q has a head dim of {head_dim} and v of 512; in float32 their "
+            r"gradients need more threadgroup memory .*16-bit dtype"
+        ):
+            torch.ops.metal_attn.flash_bwd(v, None, q, q, v, v, torch.zeros(1, 1, 9))
 
 
 @pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("make", [dense, packed])
-@pytest.mark.parametrize("where", OPS)
+@pytest.mark.parametrize("where", NAMESPACES)
 def test_good_is_good(make, where):
     """So that each test above fails for the one thing it changes."""
     with simulate(check=True):
@@ -192,35 +172,9 @@ def test_strided_gradients_are_good(make):
         name: value[..., :HOME].contiguous() if name in ("dout", "q", "k", "v", "out") else value
         for name, value in make().items()
     }
-    arguments["dout"] = rows_apart(arguments["dout"])
-    arguments["out"] = rows_apart(arguments["out"])
-    arguments["dlse"] = last_stride_2(arguments["dlse"])
+    apart = {n: arguments[n].repeat_interleave(2, -2)[..., ::2, :] for n in ("dout", "out")}
     with simulate(check=True):
-        found = call("simulator", arguments)
-        expected = call(
-            "simulator",
-            {
-                name: value.contiguous() if torch.is_tensor(value) else value
-                for name, value in arguments.items()
-            },
-        )
+        expected = call("simulator", arguments)
+        found = call("simulator", arguments | apart | {"dlse": strided(arguments["dlse"])})
     for gradient, whole in zip(found, expected, strict=True):
         assert torch.equal(gradient, whole)
-
-
-@pytest.mark.parametrize("name", ["dout", "out", "softmax_lse", "dlse", "q"])
-@pytest.mark.parametrize("where", OPS)
-@pytest.mark.parametrize("bytes_left", [0, 100])
-def test_storage_that_was_resized(name, where, bytes_left):
-    """Nothing is read beyond a storage that no longer holds the tensor."""
-    arguments = dense()
-    arguments[name].untyped_storage().resize_(bytes_left)
-    with refused(rf"{name} has shape .* a storage of {bytes_left} bytes"):
-        call(where, arguments)
-
-
-@pytest.mark.parametrize("name", ["dout", "out", "softmax_lse", "q"])
-@pytest.mark.parametrize("where", OPS)
-def test_none(name, where):
-    with refused(rf"{name} is None; it must be a tensor"):
-        call(where, dense() | {name: None})

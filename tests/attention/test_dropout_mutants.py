@@ -46,7 +46,7 @@ MUTANTS = {
         "no 1 / (1 - p) in dk and dv": (DKV, SCALED, ""),
         "no 1 / (1 - p) in forward": (FORWARD, SCALED, ""),
         "no 1 / (1 - p) in dq": (DQ, SCALED, ""),
-        "forward without dropout": (FORWARD, "#if DROPOUT\n    // Sums", "#if 0\n    // Sums"),
+        "forward without dropout": (FORWARD, "if (DROPOUT) {\n      //", "if (false) {\n      //"),
         "dv of all weights": (DKV, "dropout.apply(dropped, kept);", ""),
         "dk of all products": (DKV, "dropout.apply(gradients, kept);", ""),
         "dq of all products": (

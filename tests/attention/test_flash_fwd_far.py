@@ -9,7 +9,7 @@ import torch
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.flash_fwd_options import random_mask, rotary_tables
 from tests.helpers import shader_params
-from tests.helpers.mutants import plant, repeated
+from tests.helpers.mutants import plant
 from torch_metal_attn import SimulatorFault, simulate
 from torch_metal_attn.simulator import engine
 
@@ -134,7 +134,7 @@ def test_results(dim, monkeypatch):
 def test_checked(wide, monkeypatch):
     """Guards on both sides of a storage of over 2**31 elements, and a stride that needs 32 bits."""
     q, k, v = make_qkv(1, 1, 1, 5, 34, 16, dtype=torch.float16)
-    row = repeated("return {rows + row * row_stride")  # of plain and rotated operands
+    row = "return {rows + row * row_stride"
     of_width = row.replace("row * row_stride", f"{wide}(row) * {wide}(row_stride)")
     with simulate(check=True):
         expected, _ = torch.ops.metal_attn.flash_fwd(q, k, v)

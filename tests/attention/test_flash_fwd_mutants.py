@@ -7,10 +7,10 @@ from tests.attention.flash_fwd_check import make_qkv
 from tests.helpers.mutants import mutant_tests, plant, repeated
 from torch_metal_attn import simulate
 
-HIDES_BAND = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
-SKIPS_BLOCK = "kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin"
+SEES_ALL = "block >= by_all.begin && block + count <= by_all.end"
+TILE_END = "visible.keys_of(min(place.first_query + BLOCK - 1, last_query))"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n    "
-PARTS_LEFT = "// Every SIMD group has read the tile of K and left its part of the scores.\n    "
+PARTS_WRITTEN = "and written its part of the scores.\n      "
 READ = "// Every SIMD group has read the tiles of the block before.\n    "
 WHOLE = "// The tiles are whole.\n    "
 MASK_START = "mask + batch * strides.batch + head * strides.head"
@@ -32,15 +32,9 @@ MUTANTS = {
             "existing.end = sequence.kv_length",
             "existing.end = sequence.kv_length + 1",
         ),
-        "band never applied": (HIDES_BAND, "if (false)"),
-        "last visible keys skipped": (
-            SKIPS_BLOCK,
-            SKIPS_BLOCK.replace("kv_block >=", "kv_block + 8 >="),
-        ),
-        "tile ends a query early": (
-            "visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).end",
-            "visible.keys_of(tile_query).end",
-        ),
+        "band never applied": ("if (!seen_keys.all_in(kv_block, BLOCK_K))", "if (false)"),
+        "last visible keys skipped": ("block < by_any.end", "block + 8 < by_any.end"),
+        "tile ends a query early": (f"{TILE_END}.end", "visible.keys_of(place.first_query).end"),
         "output not rescaled": ("sum.fragments[i][d] * corrections[i] +", "sum.fragments[i][d] +"),
         "sum not rescaled": ("lane_sum *= correction;", ""),
         "maximum of one lane": ("fragment_row_max(block_max)", "block_max"),
@@ -50,7 +44,7 @@ MUTANTS = {
             "max(MASKED_ROW_MAX, fragment_row_max",
         ),
         "logarithm in base 2": ("log2(row_sum)) * M_LN2_F", "log2(row_sum))"),
-        "wrong KV head": ("head / problem.queries_per_kv", "head % problem.queries_per_kv"),
+        "wrong KV head": ("head / params.queries_per_kv", "head % params.queries_per_kv"),
         "keys of a pair swapped": (
             "interleave<T>(even_row, odd_row, low, high)",
             "interleave<T>(odd_row, even_row, low, high)",
@@ -78,7 +72,7 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "query past the end stored": (
-            "if (query > last_query)",
+            "if (query > tile.last_query)",
             "if (false)",
             ("race", "out_of_bounds"),
         ),
@@ -102,19 +96,16 @@ MUTANTS = {
         "right window dropped": (repeated("BAND && window_right != NO_WINDOW"), "false"),
         "top-left where bottom-right": ("params.bottom_right ?", "false ?"),
         "bottom-right where an offset": ("params.bottom_right ?", "true ?"),
-        "left edge never applied": (
-            HIDES_BAND,
-            HIDES_BAND.replace("kv_block < of_last.begin || ", ""),
-        ),
-        "right edge never applied": (HIDES_BAND, "if (kv_block < of_last.begin)"),
-        "left edge of the first query": (HIDES_BAND, HIDES_BAND.replace("of_last", "of_first")),
+        "left edge never applied": (SEES_ALL, "block + count <= by_all.end"),
+        "right edge never applied": (SEES_ALL, "block >= by_all.begin"),
+        "left edge of the first query": ("by_all.begin = of_last", "by_all.begin = of_first"),
         "first visible keys skipped": (
-            SKIPS_BLOCK,
-            SKIPS_BLOCK.replace("<= seen_begin", "<= seen_begin + 8"),
+            "block + count > by_any.begin",
+            "block + count > by_any.begin + 8",
         ),
         "tile begins at its last query": (
-            "visible.keys_of(tile_query).begin",
-            "visible.keys_of(min(tile_query + BLOCK_Q - 1, last_query)).begin",
+            "visible.keys_of(place.first_query).begin",
+            f"{TILE_END}.begin",
         ),
     },
     problems.chunks: {
@@ -227,12 +218,15 @@ MUTANTS = {
         "distance of the even key": ("fabs(first - 1.0f)", "fabs(first)"),
     },
     problems.sinks: {
-        "sink dropped": ("keys_sum + inputs.sink_weight(head, softmax[i].row_max)", "keys_sum"),
+        "sink dropped": ("SINK ? keys_sum + sink_weight : keys_sum", "keys_sum"),
         "sink in base 2": (
             "base_2_less(learnable_sink[head], row_max)",
             "float(learnable_sink[head]) - row_max",
         ),
-        "sink of the KV head": ("inputs.sink_weight(head,", "inputs.sink_weight(kv_head,"),
+        "sink of the KV head": (
+            "softmax.sink_weight(i, inputs, head)",
+            "softmax.sink_weight(i, inputs, tile.place.kv_head)",
+        ),
         "sink once a lane": (
             "return fast::exp2(base_2_less(",
             "return 4.0f * fast::exp2(base_2_less(",
@@ -288,7 +282,10 @@ MUTANTS = {
         ),
     },
     problems.slices_of_v: {
-        "slice of v not moved": (repeated("slice * V_SLICE,"), "0,"),
+        "slice of v not moved": (
+            repeated("first_value_column = slice * V_SLICE"),
+            "first_value_column = 0",
+        ),
         "slice of out not moved": (
             "start * strides.row + slice * SLICE",
             "start * strides.row",
@@ -302,27 +299,30 @@ MUTANTS = {
     },
     problems.shared_rows: {
         "own part twice": ("other = simdgroup ^ 1", "other = simdgroup"),
-        "columns of q of the first": ("part * OWN_QK_FRAGMENTS", "0 * OWN_QK_FRAGMENTS"),
+        "columns of q of the first": (
+            "return simdgroup % COLUMN_SIMDGROUPS * OWN_QK_FRAGMENTS",
+            "return 0 * OWN_QK_FRAGMENTS",
+        ),
         "columns of v of the first": (
-            "part * OWN_V_FRAGMENTS",
-            "0 * OWN_V_FRAGMENTS",
+            "return simdgroup % COLUMN_SIMDGROUPS * OWN_V_FRAGMENTS",
+            "return 0 * OWN_V_FRAGMENTS",
             ("race", None),
         ),
-        "no barrier before the sum": (PARTS_LEFT + BARRIER, "", "race"),
+        "no barrier before the sum": (PARTS_WRITTEN + BARRIER.strip(), "\n", "race"),
         "no barrier after v": (
-            BARRIER.strip() + "\n#endif\n    if (unseen)",
-            "\n#endif\n    if (unseen)",
+            "stage_values();\n      " + BARRIER.strip(),
+            "stage_values();",
             ("race", "uninitialised"),
         ),
     },
     problems.odd_head_dims: {
         "q's columns behind the last not zeroed": (
-            "column < COLUMNS ? rows[row * row_stride + column]",
+            "exists ? rows[row * row_stride + column]",
             "true ? rows[row * row_stride + column]",
         ),
         "rotated q's columns behind the last not zeroed": (
-            f"column < COLUMNS\n               ? {Q_ROTATED}",
-            f"true\n               ? {Q_ROTATED}",
+            f"exists ? {Q_ROTATED}",
+            f"true ? {Q_ROTATED}",
         ),
         "k's even columns behind the last not zeroed": (
             "whole || column < COLUMNS ? bits[column]",
@@ -340,8 +340,8 @@ MUTANTS = {
     },
     problems.packed: {
         "first query of the first sequence": (
-            "first_row(q, params.q_strides, batch, head, sequence.q_start)",
-            "first_row(q, params.q_strides, batch, head, 0)",
+            "operand.reset(q, params.q_strides, batch, head, sequence.q_start)",
+            "operand.reset(q, params.q_strides, batch, head, 0)",
         ),
         "first key of the first sequence": (
             "place(operand, k, params.k_strides, batch, kv_head, sequence, params)",
@@ -352,8 +352,8 @@ MUTANTS = {
             "operand = {v + kv_head * params.v_strides.head, params.v_strides.row}",
         ),
         "out of the first sequence": (
-            "params.out_strides, batch, head, sequence.q_start",
-            "params.out_strides, batch, head, 0",
+            "params.out_strides, place.batch, place.head, sequence.q_start",
+            "params.out_strides, place.batch, place.head, 0",
             "race",
         ),
         "lse of the first sequence": (
@@ -405,8 +405,8 @@ MUTANTS = {
             "block_table",
         ),
         "pages of the first head": (
-            repeated("first_row(tensor, strides, kv_batch(batch), kv_head,"),
-            "first_row(tensor, strides, kv_batch(batch), 0,",
+            "operand.reset(tensor, strides, kv_batch(batch), kv_head,",
+            "operand.reset(tensor, strides, kv_batch(batch), 0,",
         ),
         "rotated by the row of the page": ("place.position = row;", "place.position = page_row;"),
     },
@@ -441,11 +441,14 @@ MUTANTS = {
         ),
         "scales of the first page": ("scales.row(page, page_row)", "scales.row(0, page_row)"),
         "scales of a page's first row": ("scales.row(page, page_row)", "scales.row(page, 0)"),
-        "scale of the first sequence": ("scales[batch * strides.batch +", "scales["),
-        "scale of the first head": ("+ kv_head * strides.head];", "];"),
+        "scale of the first sequence": (
+            "float(tensor[batch * strides.batch +",
+            "float(tensor[",
+        ),
+        "scale of the first head": (" + head * strides.head]);", "]);"),
         "k's scales for v": (
-            "scale(operand, v_scale, params.v_scale_strides",
-            "scale(operand, k_scale, params.k_scale_strides",
+            "operand.reset_scale(v_scale, params.v_scale_strides",
+            "operand.reset_scale(k_scale, params.k_scale_strides",
         ),
         "columns behind the last read": (
             repeated("COLUMNS % FRAGMENT == 0 || column + i < COLUMNS"),

@@ -149,8 +149,8 @@ MUTANTS = {
         "one chain": ("begin < SPANS; begin += CHAIN", "begin < CHAIN; begin += CHAIN"),
         "first span of v": ("first_column + s * SPAN_COLUMNS", "first_column"),
         "columns of out in order": (
-            "first_unit_column(column) + span_offset(d)",
-            "first_unit_column(column) + d * FRAGMENT",
+            "first_unit_column(fragment_column(lane)) + span_offset(d)",
+            "first_unit_column(fragment_column(lane)) + d * FRAGMENT",
             "race",
         ),
         "not rescaled": ("part = part * corrections[i] +", "part = part +"),

@@ -115,11 +115,11 @@ def same_results():
 
 # The tile that a kernel walks for, in blocks of the lists.
 TILES = {
-    "flash_fwd": "tile_query / LIST_Q_BLOCK",
+    "flash_fwd": "tile.place.first_query / LIST_Q_BLOCK",
     "flash_bwd_dq": "tile_query / LIST_Q_BLOCK",
     "flash_bwd_dkv": "tile_key / LIST_KV_BLOCK",
 }
-PARTIAL = "masked = mask_block_is_partial(entry)"
+PARTIAL = "masked = mask_block_is_partial(block)"
 # Of the kernel that makes the lists, and of those that walk along them.
 MUTANTS = {
     same_output: {

@@ -10,7 +10,7 @@ from tests.attention import flash_fwd_problems as problems
 from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.attention.flash_fwd_options import random_mask
-from tests.helpers.mutants import mutant_tests, repeated
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.testing import running
@@ -173,7 +173,8 @@ def test_inner_loop(head_dim):
     assert counts["barriers"] <= 1
 
 
-LOOP = "for (int kv_block = kv_begin;"
+LOOP = "for (int kv_block = blocks.first();"
+SEES_ANY = "seen_keys.any_in(kv_block, BLOCK_K)"
 LEFT_SLOT = "left.fragments[s / LANE_COLUMNS][s % LANE_COLUMNS]"
 # By the problem that shows them, as in test_flash_fwd_mutants.py.
 MUTANTS = {
@@ -207,12 +208,12 @@ MUTANTS = {
         ),
         "a SIMD group leaves early": (
             LOOP,
-            "if (simdgroup_query > last_query) {\n    return;\n  }\n  " + LOOP,
+            "if (simdgroup_query > tile.last_query) {\n    return;\n  }\n  " + LOOP,
             "divergent_barrier",
         ),
         "lanes leave early": (
-            "if (kv_block >= seen_end ||",
-            "if (lane_query + 8 > last_query || kv_block >= seen_end ||",
+            f"if (!{SEES_ANY})",
+            f"if (lane_query + 8 > tile.last_query || !{SEES_ANY})",
             ("partial_simd", "divergent_barrier"),
         ),
         "key past the end read": (
@@ -226,8 +227,8 @@ MUTANTS = {
     },
     equal_values: {
         "divided by the sum before the cut": (
-            "1.0f / (cut_sum + sink_weight)",
-            "1.0f / (keys_sum + sink_weight)",
+            "(DROPOUT ? dropout.keep_scale : 1.0f) / cut_sum",
+            "1.0f / with_sink(keys_sum, sink_weight)",
         ),
     },
     either_precision: {
@@ -243,8 +244,11 @@ MUTANTS = {
         ),
     },
     scores: {
-        "sink not in the sum": (repeated("(cut_sum + sink_weight)"), "cut_sum"),
-        "kept weights not scaled": ("dropout.keep_scale / (cut_sum", "1.0f / (cut_sum"),
+        "sink not in the sum": (
+            "with_sink(cut_weights[i].row_sum(), sink_weight)",
+            "cut_weights[i].row_sum()",
+        ),
+        "kept weights not scaled": ("DROPOUT ? dropout.keep_scale : 1.0f", "1.0f"),
         "words of a draw reversed": (
             "bit(words[i], 2 * pair + i)",
             "bit(words[3 - i], 2 * pair + i)",

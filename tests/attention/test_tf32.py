@@ -424,8 +424,8 @@ MUTANTS = {
     equal_values: {
         "divided by the sum before the cut": (
             "fwd",
-            "1.0f / (cut_sum + sink_weight)",
-            "1.0f / (keys_sum + sink_weight)",
+            "(DROPOUT ? dropout.keep_scale : 1.0f) / cut_sum",
+            "1.0f / with_sink(keys_sum, sink_weight)",
         ),
     },
     either_precision: {

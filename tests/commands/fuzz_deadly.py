@@ -13,6 +13,15 @@ from torch_metal_attn.testing.families import FAMILIES, Family
 class Deadly(Case):
     """call: "dies" or "hangs"."""
 
+    def __reduce__(self):
+        return received, (self.call,)
+
+
+def received(call):
+    """A case in the process that it is sent to, which does not know its family yet."""
+    FAMILIES[Deadly] = Family(0, prepare)
+    return Deadly(call=call)
+
 
 def prepare(case, device):
     if case.call == "dies":
@@ -21,6 +30,5 @@ def prepare(case, device):
 
 
 def draw(seed, index):
-    """Runs in the worker: one case of three is sound."""
-    FAMILIES[Deadly] = Family(0, None, None, prepare)
+    """One case of three is sound."""
     return (Deadly(call="dies"), Quantised(seed=seed), Deadly(call="hangs"))[index % 3]

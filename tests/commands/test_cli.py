@@ -198,7 +198,7 @@ def test_verify_survives_a_kernel_that_raises(monkeypatch, capsys):
     def broken(case, device):
         raise RuntimeError("does not compile")
 
-    monkeypatch.setitem(FAMILIES, Case, Family(0, None, None, broken))
+    monkeypatch.setitem(FAMILIES, Case, Family(0, broken))
     monkeypatch.setattr(cases, "QUICK", (cases.Listed("flash_fwd", Case()), *FEW[:1]))
     assert main(["verify"]) == 1
     out = capsys.readouterr().out

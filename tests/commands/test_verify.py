@@ -183,7 +183,7 @@ def broken(monkeypatch):
         def prepare(case, device):
             return Prepared(lambda: instead(), {}, lambda results: [], Memory(device))
 
-        monkeypatch.setitem(FAMILIES, Case, Family(0, None, None, prepare))
+        monkeypatch.setitem(FAMILIES, Case, Family(0, prepare))
         return cases.Listed(family, Case(dtype=dtype))
 
     return listed

@@ -20,13 +20,13 @@ def renamed():
         return RuntimeError(str(error))
 
 
-def test_a_refusal_is_told_from_other_errors():
+def test_a_refusal_is_distinguished_from_other_errors():
     error = renamed()
-    told = refusals.told(error)
-    assert type(told) is ValueError
-    assert str(told) == MESSAGE
+    refused = refusals.as_value_error(error)
+    assert type(refused) is ValueError
+    assert str(refused) == MESSAGE
     for other in (RuntimeError("out of memory"), NotImplementedError(MESSAGE)):
-        assert refusals.told(other) is other
+        assert refusals.as_value_error(other) is other
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
@@ -66,7 +66,7 @@ def test_a_function_tells_what_an_op_below_python_raises(monkeypatch):
 
 def test_python_kernels_tell(monkeypatch):
     """A kernel below which an op raises as with torch 2.15."""
-    monkeypatch.setattr(refusals, "_renames", lambda: True)
+    monkeypatch.setattr(refusals, "_torch_hides_value_errors", lambda: True)
     library = torch.library.Library("refusals_test", "DEF")
     library.define("op(Tensor x) -> Tensor")
 

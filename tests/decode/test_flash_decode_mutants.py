@@ -389,7 +389,7 @@ MUTANTS = {
             "simd_lane",
         ),
         "page window of the values never moved": (
-            "values.pages = keys.pages;",
+            "values.use_pages_of(keys);",
             "",
             "simd_lane",
         ),

@@ -9,7 +9,7 @@ from tests.attention.autograd_check import loss_of
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.flex import gallery
 from tests.flex.flex_check import check_flex, check_flex_gradients, home
-from tests.helpers.mutants import mutant_tests, plant, repeated
+from tests.helpers.mutants import mutant_tests, plant
 from torch_metal_attn import simulate
 
 SIZES = gallery.Q_LENGTH, gallery.KV_LENGTH
@@ -144,15 +144,15 @@ def entries_after_the_checks():
 KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
 # With this the kernels read an entry that is out of range.
 OUT_OF_RANGE = (
-    repeated("partial.entries[next_entry"),
-    "1000 + partial.entries[next_entry",
+    "return entries[place * stride]",
+    "return 1000 + entries[place * stride]",
 )
 # Which kernels see: numbers, or entries of the lists behind their end.
 SEEN = (None, "out_of_bounds")
 LIST_MUTANTS = {
     "full blocks are masked": ("masked = next_entry < partial.count;", "masked = true;"),
-    "partial blocks are not": ("#define BLOCK_MASKED listed.masked", "#define BLOCK_MASKED false"),
-    "off by one in the list": ("full.entries[(next_entry", "full.entries[(1 + next_entry"),
+    "partial blocks are not": ("blocks.masked,", "false,"),
+    "off by one in the list": ("full.entry(next_entry", "full.entry(1 + next_entry"),
     "off by one block": ("return block * BLOCK;", "return max(block - 1, 0) * BLOCK;"),
     "one block too few": ("while (next_entry < count)", "while (next_entry < count - 1)"),
     "another row's list": ("list * params.index_strides.query", "0 * params.index_strides.query"),

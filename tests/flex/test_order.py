@@ -18,7 +18,7 @@ NUMBER = (
 )
 # What each kernel stores, which is its threadgroup's number instead.
 STORED = {
-    "flash_fwd": "softmax[i].logsumexp(row_sum)",
+    "flash_fwd": "softmax.rows[i].logsumexp(row_sum)",
     "flash_bwd_dq": "dq_tile.fragments[i][d] * scale",
     "flash_bwd_dkv": "exists ? dv_tile.fragments[i][d] : Fragment<float>(0.0f, 0.0f)",
 }

@@ -99,7 +99,7 @@ def word_timestamps():
 )
 def test_paths_that_are_not_reached(case, monkeypatch):
     """Nothing is counted, and the block says so when it ends."""
-    monkeypatch.setattr(torch_metal_attn.integrations.sdpa_replacement, "_said", set())
+    monkeypatch.setattr(torch_metal_attn.integrations.sdpa_replacement._blocks, "warned", set())
     module, x = case()
     with kernels({}), pytest.warns(UserWarning, match="replaced no call of"):
         with sdpa_replaced() as counted:

@@ -336,13 +336,13 @@ class TestCounts:
         counts = bench_merge.state(64, dtype)
         chunk = 16 / dtype.itemsize
         assert counts.loads == 2 / chunk + 2 / chunk  # and both log-sum-exps, once a chunk
-        assert counts.store_bytes == counts.needed_store_bytes
+        assert counts.store_bytes == counts.least_store_bytes
         assert counts.barriers == counts.shuffles == 0
 
     @pytest.mark.parametrize("splits", [8, 128])
     def test_splits(self, splits, dtype):
         counts = bench_merge.splits(128, splits, dtype)
         assert counts.loads == splits / 4 + splits / 32
-        assert counts.load_bytes <= 1.025 * counts.needed_load_bytes
-        assert counts.store_bytes == counts.needed_store_bytes
+        assert counts.load_bytes <= 1.025 * counts.least_load_bytes
+        assert counts.store_bytes == counts.least_store_bytes
         assert counts.barriers == 0

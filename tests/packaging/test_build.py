@@ -52,7 +52,7 @@ def test_what_others_call_is_exported():
         "metal_attn_hold_tensor",
         "metal_attn_make_tiles",
         "metal_attn_params_text",
-        "metal_attn_refused",
+        "metal_attn_refusal",
         "metal_attn_release_tensor",
         "metal_attn_set_gpu_cores",
         "metal_attn_set_gpu_name",

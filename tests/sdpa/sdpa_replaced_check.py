@@ -16,16 +16,15 @@ SCALE = "scale is 1e+39; it must be finite in float32"
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(replacement, "_said", set())
-    monkeypatch.setattr(replacement, "_compiled", False)
+    blocks = replacement._blocks
+    monkeypatch.setattr(blocks, "warned", set())
+    monkeypatch.setattr(blocks, "compiled", False)
     yield
     assert F.scaled_dot_product_attention is BUILTIN[0]
-    assert replacement._inside == 0
-    assert not replacement._process_wide
-    assert not replacement._in_every_thread
-    assert replacement._renaming is None
-    assert not replacement._thread.entered
-    assert not replacement._thread.deciding
+    assert (blocks.open, blocks.process_wide, blocks.in_every_thread) == (0, (), False)
+    assert blocks.renaming is None
+    assert not blocks.this_thread.entered
+    assert not blocks.this_thread.deciding
     assert torch.backends.mha.get_fastpath_enabled()
     assert torch._C._len_torch_function_stack() == 0
 

@@ -394,7 +394,7 @@ class TestCompile:
     def nothing_compiled(self, monkeypatch):
         torch._dynamo.reset()
         # As in a thread whose first call is a compiled one.
-        monkeypatch.setattr(replacement, "_thread", replacement._Thread())
+        monkeypatch.setattr(replacement._blocks, "this_thread", replacement._Thread())
 
     @pytest.mark.parametrize(
         ("function", "dynamic"), [("attribute", True), ("imported before", False)]

@@ -1,71 +1,158 @@
-"""Planted faults and their clean twins, all cases in one kernel, which is compiled once."""
+"""Planted faults and their clean twins: all cases of a table in one kernel, compiled once.
+
+A case is its name, the kind of fault and statements, in which `{~faulty => clean~}` is the fault:
+
+    division_by_zero: integer_division, unchecked too: int 5 divided by 0
+      o[i] = 5 / n[{~i => i + 1~}];
+
+`unchecked too`: a run without checks ends as this fault, though without a line. After the second
+colon stand words of the message. The fault is at a line of the case, at those of its lines that end
+in `//!`, or in a function at the line that ends in `//!` and the function's name.
+"""
 
 import functools
 import re
-from collections.abc import Mapping
 
 import pytest
 import torch
 
 from torch_metal_attn.simulator import SimulatorFault, compile_shader
+from torch_metal_attn.simulator.build import ShaderCompileError
 
-HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
-# What a case may use besides: `which`, and n[i] = i, a[i] = i, o, each of 64 elements.
-KERNEL = """kernel void k(device float* o [[buffer(0)]], const device float* a [[buffer(1)]],
-  const device int* n [[buffer(2)]], constant int& which [[buffer(3)]],
-  uint i [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-switch (which) {
+HEAD = """#include <metal_stdlib>
+using namespace metal;
+#define BARRIER(memory) threadgroup_barrier(mem_flags::mem_##memory);
+#define SIMD_BARRIER(memory) simdgroup_barrier(mem_flags::mem_##memory);
 """
+# What statements may use: n[i] = i, a[i] = i, and o, each of 64 elements.
+PARAMETERS = """device float* o [[buffer(0)]], const device float* a [[buffer(1)]],
+  const device int* n [[buffer(2)]], constant int& which [[buffer(3)]],
+  uint i [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]"""
 
-# name: (kind, faulty statements, clean statements). The line of the fault has the mark /*!*/.
-Cases = Mapping[str, tuple[str, str, str]]
+
+def arguments():
+    return torch.zeros(64), torch.arange(64.0), torch.arange(64).int()
 
 
 class Planted:
-    """The cases, compiled when the first of them runs."""
+    """A table of cases, compiled when the first of them runs."""
 
-    def __init__(self, cases: Cases, functions: str = "") -> None:
-        self.cases = cases
-        self.names = list(cases)
-        body = "".join(
-            f"case {2 * position + twin}: {{\n{case[1 + twin]}\n}} break;\n"
-            for position, case in enumerate(cases.values())
-            for twin in (0, 1)
-        )
-        self.source = f"{HEAD}{functions}{KERNEL}{body}}}\n}}\n"
+    def __init__(
+        self,
+        table,
+        functions="",
+        parameters=PARAMETERS,
+        arguments=arguments,
+        language="3.1",
+        **options,
+    ):
+        """arguments: what `parameters` get besides the number; options: those of each run."""
+        self.arguments, self.language = arguments, language
+        self.options = {"threads": 32, "group_size": 32, "workers": 1, "step_limit": 100_000}
+        self.options |= options
+        found = read(table)
+        self.names = [name for name, *_ in found]
+        self.kinds = {name: kind for name, kind, *_ in found}
+        self.messages = {name: words for name, _, _, words, _ in found}
+        self.unchecked_too = [name for name, _, unchecked, _, _ in found if unchecked]
+        self.faulty = {name: twin(text, 1) for name, *_, text in found}
+        clean = {name: twin(text, 2) for name, *_, text in found}
+        self.source = f"{HEAD}{functions}kernel void k({parameters}) {{\nswitch (which) {{\n"
+        for number, name in enumerate(self.names):
+            for which, twins in ((2 * number, self.faulty), (2 * number + 1, clean)):
+                self.source += f"case {which}: {{\n{twins[name]}}} break;\n"
+        self.source += "}\n}\n"
 
     @functools.cache  # noqa: B019 - lives as long as the module
-    def library(self, check: bool):
-        return compile_shader(self.source, check=check)
+    def library(self, check):
+        return compile_shader(self.source, check=check, language=self.language)
 
-    def run(self, name: str, twin: int, check: bool = True, **options) -> torch.Tensor:
-        out, numbers = torch.zeros(64), torch.arange(64)
-        which = 2 * self.names.index(name) + twin
-        options = {"threads": 32, "group_size": 32, "workers": 1, "step_limit": 10_000} | options
-        self.library(check).k(
-            out, numbers.float(), numbers.int(), which, arg_casts="int32", **options
-        )
-        return out
+    def run(self, name, clean, check=True, **options):
+        """What the first argument holds afterwards."""
+        given = self.arguments()
+        which = 2 * self.names.index(name) + clean
+        self.library(check).k(*given, which, arg_casts="int32", **self.options | options)
+        return given[0]
 
-    def fault(self, name: str, check: bool = True, **options) -> SimulatorFault:
+    def fault(self, name, check=True, **options):
         """The fault of the faulty statements."""
         with pytest.raises(SimulatorFault) as caught:
-            self.run(name, 0, check, **options)
+            self.run(name, False, check, **options)
+        assert (caught.value.kind, caught.value.kernel) == (self.kinds[name], "k"), caught.value
         return caught.value
 
-    def line(self, name: str) -> int:
-        """The marked line of the faulty statements, or of the function that they call."""
-        text = self.cases[name][1]
-        if "/*!*/" not in text:
-            called = re.search(r"(\w+)\(", text).group(1)
-            before = self.source.index(f" {called}(")
-        else:
-            before = self.source.index(text)
-        return self.source[: self.source.index("/*!*/", before)].count("\n") + 1
+    def lines(self, name):
+        """Where the fault may be."""
+        marks = [f"//! {called}\n" for called in re.findall(r"(\w+)\(", self.faulty[name])]
+        in_functions = [self.source.index(mark) for mark in marks if mark in self.source]
+        if in_functions:
+            return {self.source.count("\n", 0, place) + 1 for place in in_functions}
+        case = self.source.index(f"case {2 * self.names.index(name)}: {{\n")
+        first = self.source.count("\n", 0, case) + 2
+        texts = self.faulty[name].splitlines()
+        marked = {first + n for n, text in enumerate(texts) if text.endswith("//!")}
+        return marked or set(range(first, first + len(texts)))
 
-    def check_fault(self, name: str) -> None:
-        """The faulty statements are reported with kind and place."""
-        fault = self.fault(name, step_limit=100_000)
-        assert (fault.kind, fault.file) == (self.cases[name][0], "program_source"), fault
-        assert fault.line == self.line(name), fault
-        assert (fault.kernel, fault.threadgroup) == ("k", (0, 0, 0))
+    def tests(self, orders=({},)):
+        """Two tests, each of every case and with each of these options of a run."""
+        each_case = pytest.mark.parametrize("name", self.names)
+
+        @each_case
+        def fault_is_reported(name):
+            for order in orders:
+                fault = self.fault(name, **order)
+                assert fault.file == "program_source", fault
+                assert fault.line in self.lines(name), fault
+                assert self.messages[name] in str(fault)
+                if name in self.unchecked_too:
+                    self.fault(name, check=False, **order)
+
+        @each_case
+        def clean_twin_is_not(name):
+            for order in orders:
+                checked = self.run(name, True, **order)
+                plain = self.run(name, True, check=False, **order)
+                assert torch.equal(checked.view(torch.int32), plain.view(torch.int32))
+
+        return fault_is_reported, clean_twin_is_not
+
+
+def read(table):
+    """Each case as (name, kind, whether unchecked too, words of the message, statements)."""
+    found = re.findall(r"^(\S+): (\S+)(, unchecked too)?(?:: (.+))?\n((?:  .*\n)+)", table, re.M)
+    assert len(found) == len(re.findall(r"^[^\s#]", table, re.M)), "a case that is not understood"
+    return found
+
+
+def twin(text, side):
+    """The faulty statements (1) or the clean ones (2)."""
+    return re.sub(r"\{~ ?(.*?) ?=> ?(.*?) ?~\}", lambda match: match[side], text)
+
+
+def compiled(body, parameters=PARAMETERS, above="", **options):
+    """A library of one kernel k, of this body."""
+    return compile_shader(f"{HEAD}{above}kernel void k({parameters}) {{\n{body}\n}}\n", **options)
+
+
+def result(body, *given, size=64, parameters=PARAMETERS, above="", check=True, **options):
+    """What a kernel of this body writes to its first argument; `given` are the others."""
+    out, *rest = arguments()
+    out = torch.zeros(size) if isinstance(size, int) else size
+    library = compiled(body, parameters, above, check=check)
+    options = {"threads": 64, "group_size": 64, "arg_casts": "int32"} | options
+    library.k(out, *(given or (*rest, 0)), **options)
+    return out
+
+
+def check_refused(lines, above="", below="", **options):
+    """`lines`, each a line of one text after `above`, with the words of the error that is there."""
+    above = HEAD + above
+    with pytest.raises(ShaderCompileError) as caught:
+        compile_shader("\n".join([above.rstrip(), *lines, below]), **options)
+    said = {}
+    for message in str(caught.value).splitlines()[1:]:
+        place = re.match(r"program_source:(\d+):", message)
+        said[int(place[1])] = said.get(int(place[1]), "") + message
+    for line, (text, words) in enumerate(lines.items(), above.rstrip().count("\n") + 2):
+        assert words in said.get(line, ""), (text, caught.value)
+    return str(caught.value)

@@ -1,7 +1,6 @@
 """The shader lint: for each rule a shader that breaks it, and a twin that keeps it."""
 
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,8 @@ from tests.helpers.cases import each_case
 from torch_metal_attn.simulator.lint import lint_source
 from torch_metal_attn.tools.lint.__main__ import main
 
+from .planted import read, twin
+
 SHADERS = Path(__file__).parents[2] / "shaders"
 KERNEL = """#include <metal_stdlib>
 using namespace metal;
@@ -17,56 +18,33 @@ using namespace metal;
 kernel void k(device float* out [[buffer(0)]], constant float* in [[buffer(1)]],
               device half* halves [[buffer(2)]], device bfloat* bfloats [[buffer(3)]],
               uint i [[thread_position_in_grid]]) {{
-  {body}
+{body}
 }}
 """
-BODY_LINE = KERNEL.split("\n").index("  {body}") + 1
-ABOVE_LINE = KERNEL.split("\n").index("{above}") + 1
+CASES = read(Path(__file__).with_name("lint_cases.txt").read_text())
 
 
-@dataclass
-class Case:
-    """One entry of lint_cases.txt."""
-
-    name: str
-    rule: str
-    fields: dict[str, str] = field(default_factory=dict)
-
-    def shader(self, kind: str) -> str:
-        """The whole text, `kind` being bad or good."""
-        above = self.fields.get(f"{kind} above", self.fields.get("above", ""))
-        return KERNEL.format(above=above, body=self.fields.get(kind, self.fields.get("both", "")))
-
-    def fault_line(self) -> int:
-        return BODY_LINE if "bad" in self.fields else ABOVE_LINE
-
-
-def read_cases() -> list[Case]:
-    cases: list[Case] = []
-    for line in Path(__file__).with_name("lint_cases.txt").read_text().splitlines():
-        head = re.match(r"\[(.*)\] (.*)", line)
-        if head:
-            cases.append(Case(head[1], head[2]))
-        elif line and not line.startswith("#"):
-            key, _, text = line.partition(": ")
-            cases[-1].fields[key] = text
-    return cases
-
-
-CASES = read_cases()
+def shader(case: tuple[str, ...]) -> str:
+    """The whole text, with its mark of what breaks the rule and what keeps it."""
+    lines = case[-1].splitlines()
+    above = [line.removeprefix("  above: ") for line in lines if line.startswith("  above: ")]
+    body = [line for line in lines if not line.startswith("  above: ")]
+    return KERNEL.format(above="\n".join(above), body="\n".join(body))
 
 
 @each_case("case", CASES)
-def test_rejects(case: Case) -> None:
-    findings = [f for f in lint_source(case.shader("bad")) if f.rule == case.rule]
-    says = case.fields.get("says", "")
-    assert any(re.search(says, f.message) for f in findings), findings
-    assert {(f.file, f.line) for f in findings} == {("program_source", case.fault_line())}
+def test_rejects(case: tuple[str, ...]) -> None:
+    _, rule, _, says, _ = case
+    text = shader(case)
+    findings = lint_source(twin(text, 1))
+    assert any(re.search(says, f.message) for f in findings if f.rule == rule), findings
+    line = text.count("\n", 0, text.index("{~")) + 1
+    assert {(f.file, f.line) for f in findings if f.rule == rule} == {("program_source", line)}
 
 
 @each_case("case", CASES)
-def test_accepts_the_twin(case: Case) -> None:
-    assert lint_source(case.shader("good")) == []
+def test_accepts_the_twin(case: tuple[str, ...]) -> None:
+    assert lint_source(twin(shader(case), 2)) == []
 
 
 def test_ascii() -> None:

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.helpers.cases import each_case
 from torch_metal_attn.simulator.lexer import MetalSourceError, join, lex
 from torch_metal_attn.simulator.rewrite import rewrite
 
@@ -54,8 +55,12 @@ def test_system_headers_are_left_alone():
     assert shim in rewrite(shim + '# 1 "a.metal" 2\nint y;\n').text
 
 
-@pytest.mark.parametrize(
-    ("metal", "host"),
+COPY = "::metal::__assign(((threadgroup V*)(a + 1)) , ((const device V*)(b)));"
+Y = "vec < T , 4 > __tg_y[ 2 ] [ N ]"
+
+
+@each_case(
+    "metal, host",
     [
         ("x = 1.5h;", "x = ((half)1.5f);"),
         ("x = 2h;", "x = ((half)2.0f);"),
@@ -71,30 +76,6 @@ def test_system_headers_are_left_alone():
         ("float4 (&r)[2] = x;", "float4 (&r)[2] = x;"),
         ("using V = float4; v = V(a, b);", "using V = float4; v = ::metal::__construct<V>(a, b);"),
         ("x = y ? V(1) : z;", "x = y ? V(1) : z;"),
-    ],
-)
-def test_expressions(metal, host):
-    assert rewritten(f"void f() {{ {metal} }}") == f"void f() {{ {host} }}"
-
-
-def test_template_parameter_may_be_a_vector():
-    text = "template <typename V> V f(float a) { return V(a, a); }"
-    assert "return ::metal::__construct<V>(a, a);" in rewritten(text)
-
-
-def test_constructor_of_a_template_is_no_construction():
-    text = "template <typename B> struct S : B { int x; S(int a) : B(a), x(a) { }"
-    assert rewritten(text + " };").startswith(text)
-
-
-def test_template_parameter_in_a_conditional_is_a_construction():
-    text = "template <typename V> V f(bool b, V v) { return b ? v : V(1, 2); }"
-    assert "b ? v : ::metal::__construct<V>(1, 2);" in rewritten(text)
-
-
-@pytest.mark.parametrize(
-    ("declaration", "expected"),
-    [
         (
             "threadgroup float x[4];",
             "typedef float __tg_x[ 4 ]; threadgroup __tg_x& x = *(threadgroup __tg_x*)"
@@ -102,56 +83,47 @@ def test_template_parameter_in_a_conditional_is_a_construction():
         ),
         (
             "alignas(32) threadgroup vec<T, 4> y[2][N];",
-            "typedef vec < T , 4 > __tg_y[ 2 ] [ N ]; threadgroup __tg_y& y = "
+            f"typedef {Y}; threadgroup __tg_y& y = "
             '*(threadgroup __tg_y*)__msl_threadgroup_memory("y", sizeof(__tg_y), 32);',
+        ),
+        ("threadgroup float* q = p;", "threadgroup float* q = p;"),
+        ("*((threadgroup V*)(a + 1)) = *((const device V*)(b));", COPY),
+    ],
+)
+def test_statements(metal, host):
+    assert rewritten(f"void f() {{ {metal} }}") == f"void f() {{ {host} }}"
+
+
+@each_case(
+    "metal, host",
+    [
+        (
+            "template <typename V> V f(bool b, V v) { return b ? v : V(1, 2); }",
+            "template <typename V> V f(bool b, V v) "
+            "{ return b ? v : ::metal::__construct<V>(1, 2); }",
+        ),
+        # A constructor is no construction.
+        ("template <typename B> struct S : B { int x; S(int a) : B(a), x(a) { } };", None),
+        ("struct S { threadgroup float* p; threadgroup float& r; };", None),
+        ("threadgroup float* f(threadgroup float* p) { return p; }", None),
+        (
+            "void f(threadgroup T x[8], device const float y[2][3]) { }",
+            "void f(threadgroup T *x, device const float (*y)[3]) { }",
+        ),
+        # Methods for other memory than a thread's go. A constructor without a rival is for any.
+        (
+            "struct S { int a; void set() threadgroup { } operator int() const device { return a; }"
+            " int get() const thread { return a; } };",
+            "struct S { int a; int get() const thread { return a; } };",
+        ),
+        (
+            "struct S { int a; constexpr S(constant char* b) constant : a(1) { } };",
+            "struct S { int a; constexpr S(::metal::__text b) : a(1) { } };",
         ),
     ],
 )
-def test_threadgroup_variables(declaration, expected):
-    assert rewritten(f"void f() {{ {declaration} }}") == f"void f() {{ {expected} }}"
-
-
-def test_several_threadgroup_variables_in_one_declaration():
-    text = rewritten("void f() { threadgroup float x[4], y; }")
-    assert '__msl_threadgroup_memory("x"' in text
-    assert '__msl_threadgroup_memory("y", sizeof(__tg_y), 16)' in text
-    assert "typedef float __tg_y;" in text
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "void f(threadgroup float* p) { threadgroup float* q = p; }",
-        "struct S { threadgroup float* p; threadgroup float& r; };",
-        "threadgroup float* f(threadgroup float* p) { return p; }",
-    ],
-)
-def test_threadgroup_pointers_are_not_variables(text):
-    assert rewritten(text) == text
-
-
-def test_array_parameters_become_pointers():
-    text = rewritten("void f(threadgroup T x[8], device const float y[2][3]) { }")
-    assert text == "void f(threadgroup T *x, device const float (*y)[3]) { }"
-
-
-def test_methods_of_other_address_spaces_go():
-    text = rewritten(
-        "struct S { int a; enum { b }; void set() threadgroup { } "
-        "operator int() const device { return a; } int get() const thread { return a; } };"
-    )
-    assert text == "struct S { int a; enum { b }; int get() const thread { return a; } };"
-
-
-def test_the_only_constructors_are_for_any_memory():
-    text = rewritten("struct S { int a; constexpr S(constant char* b) constant : a(1) { } };")
-    assert text.startswith("struct S { int a; constexpr S(::metal::__text b) : a(1) { }")
-
-
-def test_struct_copies_between_address_spaces():
-    text = rewritten("void f() { *((threadgroup V*)(a + 1)) = *((const device V*)(b)); }")
-    copy = "::metal::__assign(((threadgroup V*)(a + 1)) , ((const device V*)(b)));"
-    assert text == f"void f() {{ {copy} }}"
+def test_declarations(metal, host):
+    assert rewritten(metal).startswith((host or metal).removesuffix(" };"))
 
 
 def test_kernel_parameters():
@@ -173,26 +145,16 @@ def test_kernel_parameters():
 
 
 def test_slot_may_be_an_enumerator():
-    kernel = kernel_of(
-        "enum Slot { FIRST, OTHER = 4, NEXT }; kernel void k(device int* a [[buffer(NEXT)]]) { }"
-    )
-    assert kernel.parameters[0].index == 5
+    for enums, slot in (
+        ("enum Slot { FIRST, NEXT = 5 }", 5),
+        ("enum A { OTHER = 4, NEXT }", 5),
+        ("enum B { END = 16 }; enum C { FIRST = END, NEXT }", 17),
+    ):
+        kernel = kernel_of(f"{enums}; kernel void k(device int* a [[buffer(NEXT)]]) {{ }}")
+        assert kernel.parameters[0].index == slot
 
 
-def test_slot_may_be_an_enumerator_that_names_another():
-    kernel = kernel_of(
-        "enum A { END = 16 }; enum B { FIRST = END, SECOND }; "
-        "kernel void k(device int* a [[buffer(SECOND)]]) { }"
-    )
-    assert kernel.parameters[0].index == 17
-
-
-def test_slot_of_an_expression_is_refused():
-    with pytest.raises(MetalSourceError, match="neither a number nor an earlier enumerator"):
-        kernel_of("enum A { FIRST = 1 + 2 }; kernel void k(device int* a [[buffer(FIRST)]]) { }")
-
-
-@pytest.mark.parametrize(
+@each_case(
     "head",
     [
         "kernel void",
@@ -240,14 +202,6 @@ kernel void shadows(device float* x, constant float& by) { x[0] = by; }
 """
 
 
-def test_function_constants_get_their_values():
-    text = rewritten(CONSTANTS, constants={1: True, "by": 0.5})
-    assert "constexpr constant bool flag = true;" in text
-    assert "constexpr constant float by = (float)0x1.0000000000000p-1;" in text
-    assert "constant int count = false ? maybe : 7;" in text
-    assert "true ? maybe" in rewritten(CONSTANTS, constants={"maybe": 3})
-
-
 def test_missing_function_constants_are_told_per_kernel():
     missing = {kernel.name: kernel.missing for kernel in rewrite(CONSTANTS).kernels}
     assert missing == {"uses": ["by"], "free": [], "shadows": []}
@@ -260,8 +214,8 @@ def test_default_of_a_template_parameter_is_no_constant():
     assert kernel_of(text).missing == []
 
 
-@pytest.mark.parametrize(
-    ("constants", "error", "words"),
+@each_case(
+    "constants, error, words",
     [
         ({9: 1}, ValueError, "no function constant 9; it has flag (1), by (2), maybe (3)"),
         ({"nope": 1}, ValueError, "no function constant 'nope'"),
@@ -279,14 +233,19 @@ def test_wrong_function_constants(constants, error, words):
         rewrite(CONSTANTS, constants)
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "words"),
+@each_case(
+    "text, line, words",
     [
         ("\n\nkernel int k(device int* a) { }", 3, "must return void"),
         ("\nkernel void k(device int* a,\n uint b) { }", 3, "parameter b: it needs an attribute"),
         ("kernel void k(device int a [[buffer(0)]]) { }", 1, "must be a pointer or a reference"),
         ("kernel void k(device int* a [[buffer(31)]]) { }", 1, "buffers 0 to 30"),
         ("kernel void k(device int* a [[buffer(N)]]) { }", 1, "neither a number nor"),
+        (
+            "enum A { N = 1 + 2 }; kernel void k(device int* a [[buffer(N)]]) { }",
+            1,
+            "neither a number nor an earlier enumerator",
+        ),
         ("void f(int a,\n device int x[4) { }", 2, "`)` closes nothing"),
         ("template [[kernel]] void f<int>();", 1, "needs [[host_name"),
     ],
@@ -318,8 +277,8 @@ mark15;
     assert lines_of(rewrite(text).text) == {number: number for number in (1, 7, 8, 14, 15)}
 
 
-@pytest.mark.parametrize(
-    ("metal", "host"),
+@each_case(
+    "metal, host",
     [
         ("p[i + 1] = v;", "::metal::__target(p[i + 1]) = v;"),
         ("if (a) *p = v;", "if (a) ::metal::__target(*p) = v;"),
@@ -337,8 +296,8 @@ def test_whole_structs_are_stored_and_read_by_calls(metal, host):
     assert rewritten(f"{head} {metal} }}").endswith(f"{{ {host} }}")
 
 
-@pytest.mark.parametrize(
-    ("metal", "host"),
+@each_case(
+    "metal, host",
     [
         ("x = a << b;", "x = a << ::metal::__checked << b;"),
         (
@@ -364,7 +323,7 @@ def test_shifts_are_checked(metal, host):
     assert rewritten(f"void f() {{ {metal} }}") == f"void f() {{ {metal} }}"
 
 
-@pytest.mark.parametrize(
+@each_case(
     "text",
     [
         "int x = 1u << n, y = n >> 7, z = n <<= 1;",

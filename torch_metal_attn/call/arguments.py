@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.differentiation import refuse_gradient, refuse_nested
+from torch_metal_attn.ops.refusals import unmarked
 
 # A limit on each side; negative or None (flash-attn 4) is no limit.
 Window = tuple[int | None, int | None]
@@ -36,7 +37,7 @@ def check_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> None:
         return
     name, tensor = ("k", k) if k.dtype is not dtype else ("v", v)
     found, wanted = (str(x.dtype).removeprefix("torch.") for x in (tensor, q))
-    raise ValueError(f"{name} has dtype {found} and q {wanted}; they must be alike")
+    raise ValueError(unmarked(f"`{name}` has dtype {found} and `q` {wanted}; they must be alike"))
 
 
 def check_packed(name: str, tensor: Tensor, layout: str) -> None:

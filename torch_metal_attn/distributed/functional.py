@@ -15,15 +15,15 @@ from torch_metal_attn.call.arguments import (
     window,
 )
 from torch_metal_attn.call.autocast import autocast
+from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.call.options import score_options
-from torch_metal_attn.call.wording import Wording
 from torch_metal_attn.distributed import group as groups
 from torch_metal_attn.distributed.calls import Visible
 from torch_metal_attn.distributed.layout import bounds_of, check_layout, checksum, shares_of_all
 from torch_metal_attn.distributed.ring import Problem, RingAttention
 from torch_metal_attn.ops.refusals import untraced
 
-_WORDING = Wording(heads_third=True)
+_NAMES = ArgumentNames(heads_third=True)
 
 
 @untraced
@@ -182,10 +182,10 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict
                 "same share of a sequence"
             )
     operands = [(x[None] if packed else x).transpose(1, 2) for x in (q, k, v)]
-    _WORDING.run(torch.ops.metal_attn.flash_fwd_explain, tuple(operands), options)
+    _NAMES.run(torch.ops.metal_attn.flash_fwd_explain, tuple(operands), options)
     if _differentiated(q, k, v, options.pop("learnable_sink", None)):
         # Of no rows, as only the head dims matter, and lse must be
         empty = [x.detach()[:, :, :0] for x in operands]
         out = empty[0].new_empty(*empty[0].shape[:3], v.shape[-1])
         lse = out.new_empty(out.shape[:3], dtype=torch.float32)
-        _WORDING.run(torch.ops.metal_attn.flash_bwd_explain, (out, None, *empty, out, lse), options)
+        _NAMES.run(torch.ops.metal_attn.flash_bwd_explain, (out, None, *empty, out, lse), options)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import Window, flag, only_given, whole, window
 from torch_metal_attn.call.attention_weights import dense_weights, varlen_weights
+from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.call.options import op_options
-from torch_metal_attn.call.wording import Wording
 from torch_metal_attn.ops.plain import heads_second
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
@@ -20,7 +20,7 @@ Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rn
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, softmax_d
 
 _OPS = torch.ops.metal_attn
-_WORDING = Wording(heads_third=True)
+_NAMES = ArgumentNames(heads_third=True)
 
 
 def fwd(
@@ -46,7 +46,7 @@ def fwd(
     _not_given(out=out, gen=gen)
     limits = (window_size_left, window_size_right)
     options = _options(q, p_dropout, softmax_scale, is_causal, limits, softcap, alibi_slopes)
-    result, lse = _WORDING.run(heads_second, (_OPS.flash_fwd.default, q, k, v), options)
+    result, lse = _NAMES.run(heads_second, (_OPS.flash_fwd.default, q, k, v), options)
     weights = dense_weights(q, k, options) if return_softmax else None
     return _forward(q, result, lse, weights, options)
 
@@ -85,7 +85,7 @@ def varlen_fwd(
     options = _options(q, p_dropout, softmax_scale, is_causal, limits, softcap, alibi_slopes)
     options |= only_given(seqused_k=seqused_k, leftpad_k=leftpad_k, block_table=block_table)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    result, lse = _WORDING.run(_OPS.flash_varlen_fwd.default, (q, k, v, *packing), options)
+    result, lse = _NAMES.run(_OPS.flash_varlen_fwd.default, (q, k, v, *packing), options)
     weights = varlen_weights(q, k, *packing, options) if return_softmax else None
     return _forward(q, result, lse, weights, options)
 
@@ -121,7 +121,7 @@ def bwd(
     options |= _dropout(p_dropout, rng_state)
     dout, *operands = (x.transpose(1, 2) for x in (dout, q, k, v, out))
     arguments = (dout, None, *operands, softmax_lse)
-    *gradients, delta, _ = _WORDING.run(_OPS.flash_bwd.default, arguments, options)
+    *gradients, delta, _ = _NAMES.run(_OPS.flash_bwd.default, arguments, options)
     found = tuple(x.transpose(1, 2) for x in gradients)
     return (*_into({"dq": dq, "dk": dk, "dv": dv}, found), delta)
 
@@ -159,7 +159,7 @@ def varlen_bwd(
     options |= _dropout(p_dropout, rng_state)
     packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     arguments = (dout, None, q, k, v, out, softmax_lse, *packing)
-    *gradients, delta, _ = _WORDING.run(_OPS.flash_varlen_bwd.default, arguments, options)
+    *gradients, delta, _ = _NAMES.run(_OPS.flash_varlen_bwd.default, arguments, options)
     return (*_into({"dq": dq, "dk": dk, "dv": dv}, tuple(gradients)), delta)
 
 

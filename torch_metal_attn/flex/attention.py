@@ -1,32 +1,16 @@
 """torch's `flex_attention` on `metal_attn::flex_fwd`."""
 
 import inspect
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import flag, number
-from torch_metal_attn.call.autocast import autocast
-from torch_metal_attn.flex import in_graph, reference
-from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
-from torch_metal_attn.flex.program import Program, compiled
-from torch_metal_attn.ops.differentiation import refuse_nested, transforming
-from torch_metal_attn.ops.flex import of_two_dtypes
+from torch_metal_attn.call.arguments import flag
+from torch_metal_attn.flex import in_graph
+from torch_metal_attn.flex.call import Call, plan
 from torch_metal_attn.ops.refusals import untraced
-from torch_metal_attn.runtime import session
-from torch_metal_attn.sdpa import WORDING
-from torch_metal_attn.with_kvcache import DECODE_QUERIES
-
-# Promises about the mask, and choices between kernels of which there is one here: results do not
-# depend on them. Everything else tunes torch's own kernels.
-_KEPT_OPTIONS = frozenset(
-    ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "WRITE_DQ")
-)
-_DEFAULT_OPTIONS = {"BACKEND": "AUTO", "PRESCALE_QK": False, "USE_TMA": False}
 
 
 def flex_attention(
@@ -89,66 +73,6 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call whose functions are traced, checked except for what the op checks."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
-    program: Program
-    blocks: Blocks | None
-
-    @property
-    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query, self.key, self.value
-
-    def options(self, backward: bool = False) -> dict[str, Any]:
-        """The op's. backward: query, key and value have gradients, whether they require them."""
-        options = self.program.options() | {"softmax_scale": self.scale}
-        inputs = (*self.operands, *options["captures"])
-        required = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        differentiated = backward or required
-        if self.blocks is not None:
-            options |= self.blocks.options(transposed=differentiated)
-            if differentiated and "q_num_blocks" not in self.blocks.lists:
-                raise ValueError(
-                    "block_mask has no q_num_blocks, which gradients need: make it with "
-                    "compute_q_blocks=True"
-                )
-            # flash_decode's threadgroups share the lists evenly.
-            many = self.query.shape[2] > DECODE_QUERIES
-            options |= self.blocks.ordered(over_keys=many, over_queries=differentiated)
-        return options
-
-    def run(self) -> tuple[Tensor, Tensor]:
-        """out and the log-sum-exp."""
-        options = self.options()
-        on_cpu = self.query.device.type == "cpu"
-        if on_cpu and not session.active():
-            WORDING.run(torch.ops.metal_attn.flex_fwd_explain, self.operands, options)
-            given = (*self.operands, self.scale, self.program, self.blocks)
-            if self.query.dtype == self.key.dtype or not torch.is_grad_enabled():
-                return reference.attention(*given)
-            inputs = (*self.operands, *self.program.captures)
-            mixed: tuple[Tensor, Tensor] = of_two_dtypes(
-                inputs, lambda: reference.attention(*given)
-            )
-            return mixed
-        out, lse = self.launch(options)
-        if on_cpu and self.program.captures and bool(lse.isnan().any()):
-            shape = (*self.query.shape[:3], self.key.shape[2])
-            reference.check_indices(shape, self.program, self.blocks)
-        return out, lse
-
-    def launch(self, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = WORDING.run(
-            torch.ops.metal_attn.flex_fwd, self.operands, options
-        )
-        return found
-
-
 @untraced
 def _attend(*given: Any) -> tuple[Tensor, Tensor]:
     """out and the log-sum-exp of a call that is not part of a graph, such as after its break."""
@@ -164,42 +88,6 @@ def planned(*arguments: Any, **options: Any) -> Call:
     return plan(**given.arguments)
 
 
-def plan(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Any] | None,
-    block_mask: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    kernel_options: dict[str, Any] | None,
-) -> Call:
-    """The same, of what a call computes."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
-        refuse_nested(name, tensor)
-    if transforming():
-        _refuse_vmap()
-    _check_options(kernel_options)
-    query, key, value = autocast(query, key, value)
-    key, value = _check_shapes(query, key, value, enable_gqa)
-    # As torch's own function, which takes any strides.
-    query, key, value = (
-        x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in (query, key, value)
-    )
-    if scale is None:
-        scale = 1.0 / math.sqrt(max(query.shape[-1], 1))
-    else:
-        scale = number("scale", scale)
-    blocks, mask_mod = None, None
-    if block_mask is not None:
-        mask_mod = mask_mod_of(block_mask)
-        blocks = blocks_of(block_mask, query, key)
-    program = compiled(score_mod, mask_mod, query.device)
-    return Call(query, key, value, scale, program, blocks)
-
-
 def _check_results(return_lse: bool, return_aux: Any) -> None:
     if flag("return_lse", return_lse) and return_aux is not None:
         raise ValueError("return_lse and return_aux are both given; give one")
@@ -207,49 +95,3 @@ def _check_results(return_lse: bool, return_aux: Any) -> None:
         raise TypeError(f"return_aux is {return_aux!r}; it must be torch's AuxRequest or None")
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError("return_aux asks for max_scores, which are not computed here")
-
-
-def _refuse_vmap() -> None:
-    for level in torch._C._functorch.get_interpreter_stack() or ():
-        if level.key() == torch._C._functorch.TransformType.Vmap:
-            raise NotImplementedError(
-                "flex_attention has no batching rule for torch.vmap: make the mapped dimension a "
-                "part of the batch, and index what score_mod and mask_mod capture with b"
-            )
-
-
-def _check_shapes(
-    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
-) -> tuple[Tensor, Tensor]:
-    """key and value with query's batch, as views."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != 4:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}; it must be (batch, heads, length, "
-                "head_dim)"
-            )
-    heads, kv_heads = query.shape[1], key.shape[1]
-    if not flag("enable_gqa", enable_gqa) and heads != kv_heads:
-        raise ValueError(
-            f"query has {heads} heads and key {kv_heads}; they must be equal: pass enable_gqa=True "
-            "if key's divide query's"
-        )
-    batch = query.shape[0]
-    if key.shape[0] == 1 != batch and value.shape[0] == 1:
-        key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
-    return key, value
-
-
-def _check_options(kernel_options: dict[str, Any] | None) -> None:
-    if kernel_options is not None and not isinstance(kernel_options, dict):
-        raise TypeError(f"kernel_options is {kernel_options!r}; it must be a dict or None")
-    for name, value in (kernel_options or {}).items():
-        plain = name.removeprefix("fwd_").removeprefix("bwd_")
-        if plain in _KEPT_OPTIONS or (
-            plain in _DEFAULT_OPTIONS and value == _DEFAULT_OPTIONS[plain]
-        ):
-            continue
-        raise ValueError(
-            f"kernel_options has {name}={value!r}, which tunes torch's own kernels; allowed are "
-            f"{', '.join(sorted(_KEPT_OPTIONS))}"
-        )

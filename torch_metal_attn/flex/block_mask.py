@@ -8,22 +8,11 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.flex.order import longest_first, order_shape
+from torch_metal_attn.ops.flex import LISTS
 
 # As torch's own, for which there is a list of one block that holds everything.
 NO_BLOCKS = 1 << 30
 SMALLEST, LARGEST = 8, 1024
-
-# The lists of a BlockMask, by the names of its attributes and of the op's options.
-LISTS = tuple(
-    f"{full}{side}_{what}"
-    for side in ("kv", "q")
-    for full in ("", "full_")
-    for what in ("num_blocks", "indices")
-)
-
-
-# In which order the rows of their lists start, by the names of the op's options.
-ORDERS = ("kv_order", "q_order")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 
-from torch_metal_attn.flex.block_mask import LISTS
+from torch_metal_attn.flex.call import plan
+from torch_metal_attn.ops.flex import LISTS
 from torch_metal_attn.ops.refusals import untraced
 
 _BLOCKS = ("BLOCK_SIZE", "seq_lengths")
@@ -79,8 +80,6 @@ _flex_attention = _FlexAttention()
 @untraced
 def _launched(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """The op's call. Where Dynamo could not make a graph of it, it would trace this library."""
-    from torch_metal_attn.flex.attention import plan
-
     call = plan(*given, **options)
     return call.launch(call.options())
 

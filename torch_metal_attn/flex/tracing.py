@@ -6,12 +6,9 @@ them is one more op. What depends on captured tensors alone is computed at once.
 
 import functools
 import inspect
-import linecache
+import itertools
 import re
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -20,17 +17,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from torch_metal_attn.flex.captured import Captured, Part, Row, loaded_dtype, name_in
+from torch_metal_attn.flex.captured import Captured, Part, Row, loaded_dtype
 from torch_metal_attn.flex.composed import SLOT, Composed, decomposition
+from torch_metal_attn.flex.function import Traced
 from torch_metal_attn.flex.graph import DTYPE_NAMES, DTYPES, Graph, Node
-from torch_metal_attn.flex.rows import of_rows
 from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
+
+# The elements of a captured row that an op computes with: each is a load of its own.
+MOST_ELEMENTS = 32
 
 _of_transform = torch._C._functorch.is_functorch_wrapped_tensor
 POSITIONS = ("b", "h", "q_idx", "kv_idx")
-
-_HERE = str(Path(__file__).parent)
-_TORCH = str(Path(torch.__file__).parent)
 
 # aten's names for rows of the table, where they differ.
 _NAMES = {
@@ -49,6 +46,7 @@ _SAME = frozenset(
     "convert_element_type real".split()
 )
 _FILLED = {"ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0}
+_SUMS = ("sum", "mean", "dot")
 _CONVERSIONS = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist"))
 
 
@@ -86,7 +84,7 @@ def trace(
     return tracer.result(result, torch.float32 if name == "score_mod" else torch.bool)
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(Traced, TorchDispatchMode):
     """Makes nodes of the ops that run on its scalars.
 
     name, function: what is traced, for errors. captured: where the tensors that it indexes go,
@@ -101,9 +99,7 @@ class Tracer(TorchDispatchMode):
         captured: Captured,
         device: torch.device,
     ) -> None:
-        super().__init__()
-        self.name = name
-        self.function = function
+        super().__init__(name, function)
         self.graph = graph
         self.captured = captured
         self.device = device
@@ -138,7 +134,7 @@ class Tracer(TorchDispatchMode):
             raise self.control_flow()
         if name == "index":
             return self.indexed(args[0], list(args[1]))
-        found = of_rows(self, name, func, args, kwargs, tensors)
+        found = self.of_rows(name, func, args, kwargs, tensors)
         if found is not None:
             return found
         if name in _FILLED or name in ("full_like", "new_full"):
@@ -435,38 +431,64 @@ class Tracer(TorchDispatchMode):
             )
         return self.operand(result)
 
-    def check_dtype(self, what: str, dtype: torch.dtype) -> None:
-        if dtype not in DTYPES:
-            raise NotImplementedError(
-                f"{self.name}: {what} has dtype {dtype}; it must be {DTYPE_NAMES}{self.place()}"
-            )
+    def of_rows(
+        self, name: str, func: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Tensor | None:
+        """What a pointwise op or a sum gives for rows of captured tensors; None for other ops."""
+        if name not in _SUMS and torch.Tag.pointwise not in func.tags:
+            return None
+        rows = [x for x in tensors if x.dim() > 0]
+        if len({x.shape for x in rows}) > 1 or any(x.numel() > MOST_ELEMENTS for x in rows):
+            return None  # for which the tracer has an error
+        if name == "dot":
+            with self:
+                product: Tensor = (args[0] * args[1]).sum()
+            return product
+        if name in _SUMS:
+            values = self.arguments(func, args, kwargs)
+            return self.summed(name, values)
+        if not rows:
+            return None
+        nodes = {id(x): self.elements(x) for x in rows}
+        found = []
+        for i in range(rows[0].numel()):
 
-    def unsupported(self, op: str, why: str = "") -> NotImplementedError:
-        known = f"; what PyTorch composes of these can be used: {', '.join(sorted(OPS))}"
-        reason = f": {why}" if why else known
-        return NotImplementedError(
-            f"{self.name} uses {op}, which has no Metal text{reason}{self.place()}"
-        )
+            def at(x: Any, i: int = i) -> Any:
+                return self.scalar(nodes[id(x)][i]) if id(x) in nodes else x
 
-    def control_flow(self) -> RuntimeError:
-        return RuntimeError(
-            f"{self.name} asks for the value of a score or a position, which has none while it is "
-            f"traced: use torch.where in place of if, and tensor ops{self.place()}"
-        )
+            found.append(self.applied(name, func, tree_map(at, args), tree_map(at, kwargs)))
+        result = torch.empty(rows[0].shape, dtype=found[0].dtype, device="meta")
+        return self.known(result, Row(tuple(found)))
 
-    def name_of(self, tensor: Tensor) -> str:
-        return name_in(self.function, tensor)
+    def elements(self, x: Tensor) -> tuple[Node, ...]:
+        value = self.value(x)
+        if isinstance(value, Row):
+            return value.elements
+        if isinstance(value, Node):
+            return (value,)
+        part = Part(self.capture(x), ()) if value is None else value
+        places = itertools.product(*(range(size) for size in x.shape))
+        indices = [tuple(self.operand(i) for i in place) for place in places]
+        return tuple(self.load(Part(part.capture, (*part.indices, *each))) for each in indices)
 
-    def place(self) -> str:
-        """The user's line that is running."""
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            path = frame.f_code.co_filename
-            if not path.startswith((_HERE, _TORCH)):
-                line = linecache.getline(path, frame.f_lineno).strip()
-                return f"\n  {path}:{frame.f_lineno}: {line}"
-            frame = frame.f_back
-        return ""
+    def summed(self, name: str, values: dict[str, Any]) -> Tensor:
+        """The sum or mean of all elements, in float32 or int64 as PyTorch's."""
+        x = values["self"]
+        dims = values.get("dim")
+        if x.dim() > 0 and (values.get("keepdim") or (dims and len(dims) < x.dim())):
+            raise self.unsupported(name, "it sums all dimensions of a row")
+        floating = x.dtype.is_floating_point
+        if name == "mean" and not floating:
+            raise self.unsupported(name, f"not in {x.dtype}")
+        common = torch.float32 if floating else torch.int64
+        first, *others = self.elements(x)
+        node = self.graph.cast(first, common)
+        for other in others:
+            node = self.row("add", [node, other], common)
+        if name == "mean":
+            node = self.row("div", [node, self.operand(1 + len(others))], common)
+        dtype = values.get("dtype") or (x.dtype if floating else common)
+        return self.scalar(self.graph.cast(node, dtype))
 
 
 def _fits_int32(number: Any) -> bool:

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch_metal_attn.integrations.imports import when_imported
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.runtime import session
-from torch_metal_attn.sdpa import WORDING, Problem, is_causal_bias, plan
+from torch_metal_attn.sdpa import NAMES, Arguments, Problem, is_causal_bias, plan
 from torch_metal_attn.simulator.renaming import Renaming
 from torch_metal_attn.tools.tune.advice import faster_in_torch
 from torch_metal_attn.tuned import loading
@@ -45,16 +45,6 @@ _TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
 # Other subclasses have a meaning for torch that the kernels do not know.
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 _ATTRIBUTE = "scaled_dot_product_attention"  # of torch.nn.functional
-_ARGUMENTS = (
-    "query",
-    "key",
-    "value",
-    "attn_mask",
-    "dropout_p",
-    "is_causal",
-    "scale",
-    "enable_gqa",
-)
 _PREFERENCES = ("metal_attn", "fastest")
 _NO_TABLE = (
     "sdpa_replaced(prefer='fastest') has no times of this machine, so every call runs on the "
@@ -67,16 +57,6 @@ _LIBRARIES = tuple(
 _ALWAYS_DIFFERENTIABLE = 256
 _NUMBER = re.compile(r"\b\d+(\.\d+)?(e[-+]?\d+)?")
 
-_lock = threading.Lock()  # of all that follows but _thread, and of every mode's counts
-_said: set[str] = set()
-_inside = 0  # contexts that are open, in all threads
-_attribute: Any = None  # our replacement of torch.nn.functional's
-_fused_layers = True  # torch's setting before
-_process_wide: tuple["SdpaReplaced", ...] = ()  # contexts that are open
-_in_every_thread = False  # whether there is one; torch.compile guards on this
-_renaming: Renaming | None = None  # of torch's C function, if there is one
-_compiled = False  # whether torch.compile has ever replaced a call
-
 
 class _Thread(threading.local):
     """The state of this thread: its open contexts, and whether a call is being decided."""
@@ -87,7 +67,75 @@ class _Thread(threading.local):
         self.deciding = False
 
 
-_thread = _Thread()
+class _Blocks:
+    """The blocks that are open in all threads, and what they have changed in torch.
+
+    Attributes:
+        lock: of all but `this_thread`, and of every context's counts.
+        open: how many there are.
+        process_wide: the contexts of those that hold in every thread.
+        in_every_thread: whether there is one of these; torch.compile guards on this.
+        attribute: our replacement of torch.nn.functional's.
+        fused_layers: torch's setting before.
+        renaming: of torch's C function, if there is one.
+        compiled: whether torch.compile has ever replaced a call.
+        warned: the warnings that were given, without their numbers.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.this_thread = _Thread()
+        self.open = 0
+        self.process_wide: tuple[SdpaReplaced, ...] = ()
+        self.in_every_thread = False
+        self.attribute: Any = None
+        self.fused_layers = True
+        self.renaming: Renaming | None = None
+        self.compiled = False
+        self.warned: set[str] = set()
+
+    def begin(self, everywhere: "SdpaReplaced | None") -> None:
+        with self.lock:
+            await_causal_bias()
+            # torch.compile keeps this list of what a mode or subclass may override. Made while the
+            # attribute is replaced, it would lack the C function for the rest of the process.
+            get_overridable_functions()
+            self.open += 1
+            if self.open == 1:
+                self.attribute = _replacement_of(getattr(functional, _ATTRIBUTE))
+                setattr(functional, _ATTRIBUTE, self.attribute)
+                self.fused_layers = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+            if everywhere is not None:
+                if not self.process_wide:
+                    self.renaming = Renaming(_TORCH_SDPA, _replacement_of(_TORCH_SDPA))
+                self.process_wide = (*self.process_wide, everywhere)
+                self.in_every_thread = True
+
+    def end(self, everywhere: "SdpaReplaced | None") -> None:
+        with self.lock:
+            if everywhere is not None:
+                left = list(self.process_wide)
+                left.remove(everywhere)
+                self.process_wide = tuple(left)
+                self.in_every_thread = bool(left)
+                if not left and self.renaming is not None:
+                    self.renaming.undo()
+                    self.renaming = None
+            self.open -= 1
+            if self.open > 0:
+                return
+            torch.backends.mha.set_fastpath_enabled(self.fused_layers)
+            # Other code may have wrapped our function meanwhile: then it stays.
+            if getattr(functional, _ATTRIBUTE) is self.attribute:
+                setattr(functional, _ATTRIBUTE, self.attribute.__wrapped__)
+
+    def of_this_thread(self) -> tuple["SdpaReplaced", ...]:
+        """The contexts of this thread and of the process, each once."""
+        return tuple(dict.fromkeys((*self.this_thread.entered, *self.process_wide)))
+
+
+_blocks = _Blocks()
 
 
 class SdpaReplaced(TorchFunctionMode):
@@ -110,9 +158,9 @@ class SdpaReplaced(TorchFunctionMode):
     def __enter__(self) -> "SdpaReplaced":
         if self.fastest and not loading.loaded().rows:
             _warn(_NO_TABLE)
-        _install(self if self._process_wide else None)
+        _blocks.begin(self if self._process_wide else None)
         if not self._process_wide:
-            _thread.entered = (*_thread.entered, self)
+            _blocks.this_thread.entered += (self,)
             super().__enter__()
         return self
 
@@ -122,8 +170,8 @@ class SdpaReplaced(TorchFunctionMode):
                 super().__exit__(*error)
         finally:
             if not self._process_wide:
-                _thread.entered = _thread.entered[:-1]
-            _uninstall(self if self._process_wide else None)
+                _blocks.this_thread.entered = _blocks.this_thread.entered[:-1]
+            _blocks.end(self if self._process_wide else None)
         if self.replaced == 0 and error[:1] == (None,):
             self._warn_of_no_call()
 
@@ -135,7 +183,7 @@ class SdpaReplaced(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _TORCH_SDPA and not _thread.deciding:
+        if func is _TORCH_SDPA and not _blocks.this_thread.deciding:
             return _decide(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -151,7 +199,7 @@ class SdpaReplaced(TorchFunctionMode):
         self.left_alone[reason] = self.left_alone.get(reason, 0) + 1
 
     def _warn_of_no_call(self) -> None:
-        if _compiled:  # a compiled function may have run, which does not count
+        if _blocks.compiled:  # a compiled function may have run, which does not count
             return
         if self.fastest and self.left_alone:  # as asked for, or each reason was told
             return
@@ -213,53 +261,13 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
     return SdpaReplaced(process_wide, prefer == "fastest")
 
 
-def _install(everywhere: SdpaReplaced | None) -> None:
-    global _inside, _attribute, _fused_layers, _process_wide, _in_every_thread, _renaming
-    with _lock:
-        await_causal_bias()
-        # torch.compile keeps this list of what a mode or subclass may override. Made while the
-        # attribute is replaced, it would lack the C function for the rest of the process.
-        get_overridable_functions()
-        _inside += 1
-        if _inside == 1:
-            _attribute = _replacement_of(getattr(functional, _ATTRIBUTE))
-            setattr(functional, _ATTRIBUTE, _attribute)
-            _fused_layers = torch.backends.mha.get_fastpath_enabled()
-            torch.backends.mha.set_fastpath_enabled(False)
-        if everywhere is not None:
-            if not _process_wide:
-                _renaming = Renaming(_TORCH_SDPA, _replacement_of(_TORCH_SDPA))
-            _process_wide = (*_process_wide, everywhere)
-            _in_every_thread = True
-
-
-def _uninstall(everywhere: SdpaReplaced | None) -> None:
-    global _inside, _process_wide, _in_every_thread, _renaming
-    with _lock:
-        if everywhere is not None:
-            left = list(_process_wide)
-            left.remove(everywhere)
-            _process_wide = tuple(left)
-            _in_every_thread = bool(left)
-            if not left and _renaming is not None:
-                _renaming.undo()
-                _renaming = None
-        _inside -= 1
-        if _inside > 0:
-            return
-        torch.backends.mha.set_fastpath_enabled(_fused_layers)
-        # Other code may have wrapped our function meanwhile: then it stays.
-        if getattr(functional, _ATTRIBUTE) is _attribute:
-            setattr(functional, _ATTRIBUTE, _attribute.__wrapped__)
-
-
 @functools.cache
 def await_causal_bias() -> None:
     """Let CausalBias work although torch.nn.functional has another function."""
-    when_imported("torch.nn.attention.bias", _tell_causal_bias)
+    when_imported("torch.nn.attention.bias", _show_causal_bias_the_original)
 
 
-def _tell_causal_bias() -> None:
+def _show_causal_bias_the_original() -> None:
     """Let CausalBias recognise torch's original function, whatever torch.nn.functional has now.
 
     Otherwise, while a block is open in any thread, it mistakes torch's function for another one and
@@ -285,7 +293,7 @@ def _tell_causal_bias() -> None:
 def _replacement_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
-        if _thread.deciding or not open_here():
+        if _blocks.this_thread.deciding or not open_here():
             return original(*args, **kwargs)
         return _decide(original, args, kwargs)
 
@@ -307,8 +315,8 @@ def _decide(
 ) -> Tensor:
     """Run a call here, or leave it to `original`."""
     # A block that ends during the call counts it too. While compiling, they are looked up later.
-    contexts = None if torch.compiler.is_compiling() else _open_contexts()
-    _thread.deciding = True  # other contexts ignore this call
+    contexts = None if torch.compiler.is_compiling() else _blocks.of_this_thread()
+    _blocks.this_thread.deciding = True  # other contexts ignore this call
     try:
         problem, reason = problem_or_reason(args, kwargs)
         slower = _slower(problem, contexts)
@@ -328,29 +336,29 @@ def _decide(
         _note(reason, contexts)
         return original(*args, **kwargs)
     finally:
-        _thread.deciding = False
+        _blocks.this_thread.deciding = False
 
 
 def given_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of torch's function by their names."""
-    return dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
+    return dict(zip(Arguments._fields, args, strict=False)) | kwargs
 
 
 def open_here() -> bool:
     """Whether a block is open that holds for this thread."""
-    return bool(_thread.entered or _in_every_thread)
+    return bool(_blocks.this_thread.entered or _blocks.in_every_thread)
 
 
 def open_elsewhere() -> bool:
     """Whether blocks are open, and none of them holds for this thread."""
-    return _inside > 0 and not open_here()
+    return _blocks.open > 0 and not open_here()
 
 
 def _slower(problem: Problem | None, contexts: tuple[SdpaReplaced, ...] | None) -> str | None:
     """Why a call that we could run is left to torch for its speed; None if it is not."""
     if problem is None or contexts is None:
         return None
-    innermost = (_thread.entered or _process_wide)[-1:]
+    innermost = (_blocks.this_thread.entered or _blocks.process_wide)[-1:]
     return faster_in_torch(problem) if innermost and innermost[0].fastest else None
 
 
@@ -366,7 +374,7 @@ def problem_or_reason(
     if reason is not None:
         return None, reason
     try:
-        problem = plan(*args, **kwargs)
+        problem = plan(Arguments(*args, **kwargs))
         reason = _reason_of_gradients(problem)
         return (problem, None) if reason is None else (None, reason)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
@@ -415,7 +423,7 @@ def _refusal_of_gradients(head_dim: int, v_head_dim: int) -> str | None:
         with as_value_errors():
             torch.ops.metal_attn.flash_bwd_explain(out, None, q, q, out, out, lse, exact_delta=True)
     except ValueError as error:
-        return WORDING.of(str(error))
+        return NAMES.text(str(error))
     return None
 
 
@@ -430,21 +438,15 @@ def _transform_level() -> int | None:
     return level
 
 
-def _open_contexts() -> tuple[SdpaReplaced, ...]:
-    """The contexts of this thread and of the process, each once."""
-    return tuple(dict.fromkeys((*_thread.entered, *_process_wide)))
-
-
 @_run_by_compiler
 def _note(
     reason: str | None, contexts: tuple[SdpaReplaced, ...] | None, warns: bool = True
 ) -> None:
     """Count a call in the contexts, and warn once why it is left alone; None while compiling."""
-    global _compiled
-    with _lock:
+    with _blocks.lock:
         if contexts is None:
-            contexts = _open_contexts()
-            _compiled = _compiled or reason is None
+            contexts = _blocks.of_this_thread()
+            _blocks.compiled = _blocks.compiled or reason is None
         for context in contexts:
             context._count(reason)
     if reason is not None and warns:
@@ -457,11 +459,11 @@ def without_numbers(text: str) -> str:
 
 def _warn(message: str) -> None:
     """Warn once per process, whatever the numbers in the message are."""
-    with _lock:
+    with _blocks.lock:
         kind = without_numbers(message)
-        if kind in _said:
+        if kind in _blocks.warned:
             return
-        _said.add(kind)
+        _blocks.warned.add(kind)
     warnings.warn(message, stacklevel=_users_level())
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor, natural, whole
-from torch_metal_attn.call.wording import Wording
+from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.quantisation import ELEMENTS, sizes
 
 Layout = Literal["NHD", "HND"]
@@ -165,7 +165,7 @@ class Storage:
             cache.v_cache.transpose(1, 2),
             cache_seqlens,
         )
-        Wording().run(op, arguments, scales | options)
+        ArgumentNames().run(op, arguments, scales | options)
 
     def copy(self, source: list[int], destination: list[int]) -> None:
         """Blocks `source` become blocks `destination`, of which none is a source, in all layers."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
+from torch_metal_attn.ops.differentiation import count_writes, refuse
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.runtime import session
@@ -38,4 +38,4 @@ python_kernel("metal_attn::copy_pages", "CPU")(_cpu)
 _libraries = []
 for _namespace in NAMESPACES:
     refuse(_namespace, "copy_pages", "detach it, as a cache keeps no graph", _written)
-    _libraries.append(tell_of_writes(_namespace, "copy_pages", _written))
+    _libraries.append(count_writes(_namespace, "copy_pages", _written))

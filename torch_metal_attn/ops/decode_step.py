@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops import append_kv
-from torch_metal_attn.ops.differentiation import refuse, tell_of_writes
+from torch_metal_attn.ops.differentiation import count_writes, refuse
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult
 from torch_metal_attn.ops.layout import empty_like_query
@@ -77,4 +77,4 @@ for _namespace in NAMESPACES:
         "detach it, as a cache keeps no graph",
         append_kv.written_caches,
     )
-    _libraries.append(tell_of_writes(_namespace, "decode_step", append_kv.written_caches))
+    _libraries.append(count_writes(_namespace, "decode_step", append_kv.written_caches))

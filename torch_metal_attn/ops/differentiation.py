@@ -11,7 +11,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from torch_metal_attn.ops.refusals import python_kernel, told
+from torch_metal_attn.ops.refusals import as_value_error, python_kernel, unmarked
 
 
 def transforming() -> bool:
@@ -98,7 +98,7 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
                 refuse_nested("an argument", value)
         raise
     except RuntimeError as error:
-        raise told(error) from None
+        raise as_value_error(error) from None
 
 
 def refuse_nested(name: str, tensor: Tensor) -> None:
@@ -124,7 +124,9 @@ def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
     for name, value in arguments.items():
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise NotImplementedError(
-                f"{op} has no forward-mode derivative (jvp), which {name} asks for: detach it"
+                unmarked(
+                    f"{op} has no forward-mode derivative (jvp), which `{name}` asks for: detach it"
+                )
             )
 
 
@@ -202,21 +204,23 @@ def _whole(tensor: Tensor) -> Tensor:
 def _check_may_be_overwritten(op: str, name: str, tensor: Tensor, source: str) -> None:
     """Raise NotImplementedError, before the write, if autograd cannot track it."""
     if any(each.is_leaf and each.requires_grad for each in (tensor, _whole(tensor))):
-        why = f"{name} is a leaf that requires grad, or a view of one, and is written in place"
+        why = f"`{name}` is a leaf that requires grad, or a view of one, and is written in place"
     elif (
         tensor._is_view()
         and torch._C._autograd._get_creation_meta(tensor) != torch._C._autograd.CreationMeta.DEFAULT
     ):
         why = (
-            f"{source} requires grad and {name} is a view that autograd cannot follow, made under "
-            "torch.no_grad() or as one of several"
+            f"`{source}` requires grad and `{name}` is a view that autograd cannot follow, made "
+            "under torch.no_grad() or as one of several"
         )
     else:
         return
-    raise NotImplementedError(f"{op} has no gradient: {why}. Call it under torch.no_grad()")
+    raise NotImplementedError(
+        unmarked(f"{op} has no gradient: {why}. Call it under torch.no_grad()")
+    )
 
 
-def _tell_overwritten(tensor: Tensor, message: str) -> None:
+def _mark_overwritten(tensor: Tensor, message: str) -> None:
     whole = _whole(tensor)
     if (
         type(whole.grad_fn).__name__ != f"{_Overwritten.__name__}Backward"
@@ -257,36 +261,37 @@ def refuse(
         if not needing:
             with below_autograd():
                 return op(*values, **options)
-        messages = {
-            n: f"{full_name} has no gradient, and {n} requires grad: {advice}" for n in needing
-        }
+
+        def message(name: str) -> str:
+            return unmarked(f"{full_name} has no gradient, and `{name}` requires grad: {advice}")
+
         overwritten = {}
         for target, sources in written(given).items():
             source = next((n for n in (target, *sources) if n in needing), None)
             if source is not None and tensors[target].is_floating_point():
                 # A graph drops what has no edge to its inputs; so may a transform.
                 if torch.compiler.is_compiling() or transforming():
-                    raise NotImplementedError(messages[source])
+                    raise NotImplementedError(message(source))
                 _check_may_be_overwritten(full_name, target, tensors[target], source)
-                overwritten[target] = messages[source]
+                overwritten[target] = message(source)
         if op._schema.returns:
             result = without_gradient(
-                messages[needing[0]], tensors.values(), lambda: op(*values, **options)
+                message(needing[0]), tensors.values(), lambda: op(*values, **options)
             )
         else:
             with below_autograd():
                 result = op(*values, **options)
-        for target, message in overwritten.items():
-            _tell_overwritten(tensors[target], message)
+        for target, refusal in overwritten.items():
+            _mark_overwritten(tensors[target], refusal)
         return result
 
     python_kernel(full_name, "Autograd")(undifferentiated)
 
 
-def tell_of_writes(
+def count_writes(
     namespace: str, name: str, written: Callable[[dict[str, Any]], Iterable[str]]
 ) -> torch.library.Library:
-    """Give an op that writes in place a kernel that tells autograd; the caller keeps the library.
+    """Let autograd count an op's writes, as versions of the tensors. The caller keeps the library.
 
     torch's own in-place operators do this themselves. `written`: the names of the arguments that
     the call writes.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops.refusals import as_value_errors
+from torch_metal_attn.ops.refusals import as_value_errors, unmarked
 from torch_metal_attn.ops.view_offsets import offsets_kept
 
 NAMESPACES = ("metal_attn", "metal_attn_simulator")
@@ -91,7 +91,10 @@ def _check_one_device(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.device != device:
             raise ValueError(
-                f"{name} is on {tensor.device} and {first} on {device}; they must be on one device"
+                unmarked(
+                    f"`{name}` is on {tensor.device} and `{first}` on {device}; they must be on "
+                    "one device"
+                )
             )
 
 

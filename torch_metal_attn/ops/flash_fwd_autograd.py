@@ -19,7 +19,7 @@ from torch_metal_attn.ops.differentiation import (
     without_gradient,
 )
 from torch_metal_attn.ops.fake import NAMESPACES
-from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.ops.refusals import python_kernel, unmarked
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -169,7 +169,9 @@ def _register(namespace: str, name: str) -> None:
         for argument in _CONSTANTS:
             if argument in given and given[argument].requires_grad:
                 raise NotImplementedError(
-                    f"{call} has no gradient for {argument}, which requires grad: detach it"
+                    unmarked(
+                        f"{call} has no gradient for `{argument}`, which requires grad: detach it"
+                    )
                 )
         cache = [n for n in _CACHE if n in given]
         # These need no scale.

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.flex.block_mask import LISTS, ORDERS
 from torch_metal_attn.ops.differentiation import (
     apply,
     below_autograd,
@@ -22,8 +21,15 @@ from torch_metal_attn.ops.flash_bwd import Gradients, empty_gradients, register_
 from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.runtime import session
 
+# The lists of a BlockMask, by the names of its attributes and of the op's options.
+LISTS = tuple(
+    f"{full}{side}_{what}"
+    for side in ("kv", "q")
+    for full in ("", "full_")
+    for what in ("num_blocks", "indices")
+)
 # Options that autograd saves.
-_OF_BLOCKS = (*LISTS, *ORDERS)
+_OF_BLOCKS = (*LISTS, "kv_order", "q_order")
 FlexResult = tuple[Tensor, Tensor]
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch_metal_attn.ops.differentiation import (
     apply,
     below_autograd,
+    count_writes,
     refuse,
     refuse_tangents,
-    tell_of_writes,
 )
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
@@ -207,4 +207,4 @@ def _register_autograd(namespace: str) -> None:
 _libraries = []
 for _namespace in NAMESPACES:
     _register_autograd(_namespace)
-    _libraries.append(tell_of_writes(_namespace, "merge_state_", _written))
+    _libraries.append(count_writes(_namespace, "merge_state_", _written))

@@ -4,10 +4,15 @@ C++ throws std::invalid_argument. Up to 2.14 torch raises this as ValueError, an
 RuntimeError, like any error of a C++ op. So it is converted back wherever Python is involved: in
 kernels that are Python, and in functions that call ops. An op that is called directly on mps in
 inference mode passes no code of ours, and is not converted.
+
+A message marks arguments' names, and their shapes and layouts, with backquotes. Users see it
+without them, and functions with other names than the op's replace what is marked (call/names.py).
 """
 
+import ctypes
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
@@ -20,10 +25,40 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def told(error: RuntimeError) -> Exception:
+class _Last(threading.local):
+    """The last message of this thread that Python made, without and with its marks."""
+
+    text = marked = ""
+
+
+_last = _Last()
+
+
+def unmarked(marked: str) -> str:
+    """A message without its backquotes, for an error that is raised at once."""
+    _last.text, _last.marked = marked.replace("`", ""), marked
+    return _last.text
+
+
+def marked(text: str) -> str:
+    """The message of this thread's last refusal with its marks; `text` if it is another's."""
+    if text == _last.text:
+        return _last.marked
+    found = _refusal()(text.encode())
+    return text if found is None else found.decode()
+
+
+@functools.cache
+def _refusal() -> Callable[[bytes], bytes | None]:
+    function: Callable[[bytes], bytes | None] = extension.load().metal_attn_refusal
+    function.restype = ctypes.c_char_p  # type: ignore[attr-defined]
+    return function
+
+
+def as_value_error(error: RuntimeError) -> Exception:
     """`error` itself, or the ValueError that it stands for."""
     text = str(error)
-    if type(error) is RuntimeError and extension.load().metal_attn_refused(text.encode()):
+    if type(error) is RuntimeError and _refusal()(text.encode()) is not None:
         return ValueError(text)
     return error
 
@@ -34,14 +69,14 @@ def as_value_errors() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise told(error) from None
+        raise as_value_error(error) from None
 
 
 def python_kernel(name: str, key: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Make a Python function the kernel of op `name`, "namespace::op", for a dispatch key."""
 
     def register(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        body = _telling(function) if _renames() else function
+        body = as_value_errors()(function) if _torch_hides_value_errors() else function
         torch.library.impl(name, key)(untraced(body) if key == "CPU" else body)
         return function
 
@@ -68,20 +103,9 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return body
 
 
-def _telling(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    @functools.wraps(function)
-    def body(*arguments: _P.args, **options: _P.kwargs) -> _R:
-        try:
-            return function(*arguments, **options)
-        except RuntimeError as error:
-            raise told(error) from None
-
-    return body
-
-
 @functools.cache
-def _renames() -> bool:
-    """Whether this torch raises C++ errors as another type, found out by trying."""
+def _torch_hides_value_errors() -> bool:
+    """Whether this torch raises C++'s refusals as RuntimeErrors, found out by trying."""
     extension.load()
     try:
         torch.ops.metal_attn.softmax_explain(torch.empty(0), 1)

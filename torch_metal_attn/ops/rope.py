@@ -9,12 +9,12 @@ from torch import Tensor
 from torch_metal_attn.ops.differentiation import (
     apply,
     below_autograd,
+    count_writes,
     refuse_tangents,
-    tell_of_writes,
 )
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
-from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.ops.refusals import python_kernel, unmarked
 from torch_metal_attn.runtime import session
 
 
@@ -64,7 +64,10 @@ def _rows(
         low, high = (int(bound) for bound in rows.aminmax())
         if low < 0 or high >= table_rows:
             raise ValueError(
-                f"{name} asks for rows {low} to {high} of cos; they must be in 0..{table_rows - 1}"
+                unmarked(
+                    f"`{name}` asks for rows {low} to {high} of cos; they must be in "
+                    f"0..{table_rows - 1}"
+                )
             )
     return rows
 
@@ -252,7 +255,7 @@ def _refuse_derivatives(op: str, tensors: dict[str, Any], constants: tuple[str, 
     for name in constants:
         if name in given and given[name].requires_grad:
             raise NotImplementedError(
-                f"{op} has no gradient for {name}, which requires grad: detach it"
+                unmarked(f"{op} has no gradient for `{name}`, which requires grad: detach it")
             )
     return any(tensor.requires_grad for tensor in given.values())
 
@@ -345,4 +348,4 @@ for _namespace in NAMESPACES:
     python_kernel(f"{_namespace}::rope", "Autograd")(_autograd(_namespace))
     python_kernel(f"{_namespace}::rope_", "Autograd")(_autograd_inplace(_namespace))
     python_kernel(f"{_namespace}::rope_tables", "Autograd")(_autograd_tables(_namespace))
-    _libraries.append(tell_of_writes(_namespace, "rope_", _written))
+    _libraries.append(count_writes(_namespace, "rope_", _written))

@@ -15,11 +15,11 @@ def version() -> str:
     version that these know: 10.16, or 16.2 for 26.2. It does so in files, which platform.mac_ver
     reads, and in its kernel. A program of the system is told the truth.
     """
-    told = platform.mac_ver()[0]
-    if not told:
+    reported = platform.mac_ver()[0]
+    if not reported:
         return ""
-    told = _of_the_kernel() or told
-    return _of_a_system_program() or told if _is_compatible(told) else told
+    reported = _of_the_kernel() or reported
+    return _of_a_system_program() or reported if _is_compatible(reported) else reported
 
 
 def at_least(major: int, minor: int) -> bool:
@@ -28,9 +28,9 @@ def at_least(major: int, minor: int) -> bool:
     return tuple(numbers) >= (major, minor)
 
 
-def _is_compatible(told: str) -> bool:
+def _is_compatible(reported: str) -> bool:
     """Whether it is none of macOS' own versions: 15 was followed by 26, and 10.15 by 11."""
-    return told.startswith(("10.16", "16."))
+    return reported.startswith(("10.16", "16."))
 
 
 def _of_the_kernel() -> str:

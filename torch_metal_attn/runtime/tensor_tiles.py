@@ -19,7 +19,7 @@ FAMILIES = ("flash_fwd_tensor", "flash_bwd_dq_tensor", "flash_bwd_dkv_tensor")
 OLDEST_MACOS = (26, 2)
 
 
-def tell(library: ctypes.CDLL, version: str) -> None:
+def configure(library: ctypes.CDLL, version: str) -> None:
     """Tell `library`, the extension, whether macOS suffices and where a passed trial is noted.
 
     version: of this package.

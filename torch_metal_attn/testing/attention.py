@@ -1,53 +1,111 @@
 """Cases of attention: every op and function that computes it, forward and backward."""
 
-import dataclasses
-from collections.abc import Iterator
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch_metal_attn.quantisation import BLOCK
+from torch_metal_attn.quantisation import BLOCK, FORMATS
 from torch_metal_attn.testing import spoiling
-from torch_metal_attn.testing.case import Case, fewer, shorter
-from torch_metal_attn.testing.tensors import Layout
+from torch_metal_attn.testing.case import Case, Draw, chance, field, kinds, layout, one_of
+from torch_metal_attn.testing.tensors import DTYPES
 
-_NUMBERS = frozenset({"softmax_scale", "causal", "window_size_left", "window_size_right"})
-_SCORES = _NUMBERS | {"softcap", "alibi_slopes", "learnable_sink", "attention_chunk"}
-_MASKS = frozenset({"attn_mask", "attn_bias", "mask_layout"})
-_LENGTHS = frozenset({"seqused_k", "leftpad_k", "q_offset"})
-_ROTARY = frozenset({"rotary", "rotary_columns", "rotary_interleaved", "rotary_by_sequence"})
-_DROPOUT = frozenset({"dropout_p"})
-_CACHE = frozenset({"cache", "page", "format", "cache_dtype"})
-_GRADIENT = frozenset({"backward"})
-_EVERY = _SCORES | _MASKS | _LENGTHS | _ROTARY | _DROPOUT | _GRADIENT
-_PACKED = frozenset({"packed", "spare_rows"})
-_FUNCTION = _SCORES | _DROPOUT | _GRADIENT
-# The fields, beyond sizes and values, that a call has arguments for.
-HAS: dict[str, frozenset[str]] = {
-    "flash_fwd": _EVERY | _CACHE | {"through_lse"},
-    "flash_varlen_fwd": _EVERY | _CACHE | _PACKED | {"through_lse"},
-    "flash_decode": _SCORES
-    | _MASKS
-    | _LENGTHS
-    | _ROTARY
-    | _CACHE
-    | {"num_splits", "backward", "values_in_keys"},
-    "flash_bwd": _EVERY - _ROTARY | {"through_lse", "exact_delta"},
-    "flash_varlen_bwd": _EVERY - _ROTARY | _PACKED | {"through_lse", "exact_delta"},
-    "flash_attn_func": _FUNCTION,
-    "flash_attn_kvpacked_func": _FUNCTION,
-    "flash_attn_qkvpacked_func": _FUNCTION,
-    "flash_attn_varlen_func": _FUNCTION | _PACKED | {"seqused_k", "cache", "page"},
-    "flash_attn_varlen_kvpacked_func": _FUNCTION | _PACKED | {"seqused_k"},
-    "flash_attn_varlen_qkvpacked_func": _FUNCTION | _PACKED | {"seqused_k"},
-    "flash_attn_with_kvcache": _SCORES
-    | _CACHE
-    | {"num_splits", "seqused_k", "leftpad_k", "backward"},
-    "scaled_dot_product_attention": frozenset(
-        {"softmax_scale", "causal", "causal_bias", "dropout_p", "backward"} | _MASKS - {"attn_bias"}
-    ),
-}
-# Calls that take k and v, or q too, in one tensor.
-_TOGETHER = ("kvpacked", "qkvpacked")
+_PACKED_FUNCTIONS = (
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+)
+_DENSE_FUNCTIONS = ("flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func")
+_FUNCTIONS = (*_DENSE_FUNCTIONS, *_PACKED_FUNCTIONS)
+_FORWARDS = ("flash_fwd", "flash_varlen_fwd")
+_BACKWARDS = ("flash_bwd", "flash_varlen_bwd")
+_OPS = (*_FORWARDS, "flash_decode", *_BACKWARDS)
+_WITH_KVCACHE, _SDPA = "flash_attn_with_kvcache", "scaled_dot_product_attention"
+CALLS = (*_OPS, *_FUNCTIONS, _WITH_KVCACHE, _SDPA)
+
+_PACKED = ("flash_varlen_fwd", "flash_varlen_bwd", *_PACKED_FUNCTIONS)
+_DENSE = tuple(call for call in CALLS if call not in _PACKED)
+_DECODES = ("flash_decode", _WITH_KVCACHE)
+_STORED = (*_FORWARDS, *_DECODES)
+_CACHED = (*_STORED, "flash_attn_varlen_func")
+_ROTATED = (*_FORWARDS, "flash_decode")
+_SCORED = tuple(call for call in CALLS if call != _SDPA)
+# The others take k and v, or q too, in one tensor.
+_APART = tuple(call for call in CALLS if "packed_func" not in call)
+
+# Head dims that are fast, that need a tail, and that take the widest tiles.
+_HEAD_DIMS = (8, 16, 32, 40, 64, 64, 72, 80, 96, 128)
+_RARE_HEAD_DIMS = (1, 3, 7, 33, 100, 192, 256, 320, 512, 576)
+_LENGTHS = (0, 1, 2, 7, 8, 9, 16, 31, 32, 33, 63, 64, 65, 100)
+_POISONS = ("nan in q", "nan in k", "nan in v", "inf in k", "nan in attn_bias", "inf in attn_bias")
+
+
+def _head_dim(r: random.Random, case: "Attention") -> int:
+    dim = r.choice(_RARE_HEAD_DIMS if r.random() < 0.15 else _HEAD_DIMS)
+    return min(dim, 512) if case.in_one_tensor else dim
+
+
+def _v_head_dim(r: random.Random, case: "Attention") -> int:
+    if r.random() < 0.1 and not case.in_one_tensor:
+        return r.choice(_HEAD_DIMS)
+    return min(case.head_dim, 512)
+
+
+def _length(r: random.Random) -> int:
+    return r.choice(_LENGTHS) if r.random() < 0.6 else r.randint(1, 90)
+
+
+def _queries(r: random.Random, case: "Attention") -> int:
+    if case.call in _DECODES and r.random() < 0.8:
+        return r.choice((1, 1, 2, 5, 16))
+    return _length(r)
+
+
+def _keys(r: random.Random, case: "Attention", queries: int) -> int:
+    if "qkvpacked" in case.call:
+        return queries
+    return r.randint(1, 300) if case.call in _DECODES and r.random() < 0.5 else _length(r)
+
+
+def _pairs(r: random.Random, case: "Attention") -> tuple[tuple[int, int], ...]:
+    queries = [_queries(r, case) for _ in range(r.choice((1, 1, 2, 3)))]
+    return tuple((n, _keys(r, case, n)) for n in queries)
+
+
+def _some_keys(r: random.Random, case: "Attention") -> tuple[int, ...]:
+    return tuple(r.randint(0, n) for _, n in case.sequences)
+
+
+def _limit(least: int) -> Draw:
+    return lambda r, case: r.randint(least, max(case.longest[1], 4))
+
+
+def _mask(*dtypes: str) -> Draw:
+    def draw(r: random.Random, case: Any) -> str:
+        return f"{r.choice(dtypes)} {''.join(letter for letter in 'bhqk' if r.random() < 0.6)}"
+
+    return draw
+
+
+def _columns(r: random.Random, case: "Attention") -> int:
+    return max(2, r.choice((2, case.head_dim // 4 * 2, case.head_dim // 2 * 2)))
+
+
+_LAYOUTS = one_of(
+    *((), (), ("padded 3",), ("padded 8",), ("order 021",), ("order 021", "padded 8")),
+    *(("order 210", "padded 5"), ("order 120",), ("repeated 0",), ("repeated 1", "padded 8")),
+)
+_ROW_LAYOUTS = one_of((), ("padded 3",), ("order 10",), ("order 10", "padded 8"), ("repeated 1",))
+
+
+def _operand_layout(is_stored: Callable[["Attention"], Any] = lambda case: False) -> Any:
+    def draw(r: random.Random, case: "Attention") -> tuple[str, ...]:
+        drawn: tuple[str, ...] = (
+            _ROW_LAYOUTS if case.is_packed and not is_stored(case) else _LAYOUTS
+        )(r, case)
+        return drawn
+
+    return field((), draw, calls=_APART)
 
 
 @dataclass(frozen=True)
@@ -67,61 +125,123 @@ class Attention(Case):
         of q, k and v, see `tensors`.
     """
 
-    call: str = "flash_fwd"
-    batch: int = 1
-    heads: int = 1
-    kv_heads: int = 1
-    q_length: int = 1
-    kv_length: int = 1
-    head_dim: int = 8
-    v_head_dim: int = 8
-    packed: tuple[tuple[int, int], ...] = ()
-    spare_rows: int = 0
-    softmax_scale: float | None = None
-    causal: bool = False
-    causal_bias: str = ""
-    window_size_left: int = -1
-    window_size_right: int = -1
-    attention_chunk: int = 0
-    q_offset: int | None = None
-    softcap: float = 0.0
-    seqused_k: tuple[int, ...] | None = None
-    leftpad_k: tuple[int, ...] | None = None
-    attn_mask: str = ""
-    attn_bias: str = ""
-    alibi_slopes: str = ""
-    learnable_sink: str = ""
-    rotary: str = ""
-    rotary_columns: int = 2
-    rotary_interleaved: bool = False
-    rotary_by_sequence: bool = False
-    dropout_p: float = 0.0
-    num_splits: int = 0
-    cache: str = ""
-    page: int = 16
-    format: str = ""
-    cache_dtype: str = ""
-    values_in_keys: bool = False
-    backward: bool = False
-    through_lse: bool = False
-    exact_delta: bool = False
-    values: str = "normal"
-    poison: str = ""
-    q_layout: Layout = ()
-    k_layout: Layout = ()
-    v_layout: Layout = ()
-    mask_layout: Layout = ()
+    # The ops twice as often as each function.
+    call: str = field("flash_fwd", one_of(*_OPS, *CALLS))
+    batch: int = field(1, one_of(*[1, 1, 2, 3] * 12, 0), calls=_DENSE, varied=True)
+    kv_heads: int = field(1, one_of(1, 1, 1, 2, 2))
+    heads: int = field(
+        1,
+        lambda r, case: (
+            case.kv_heads
+            if "qkvpacked" in case.call
+            else r.choice((1, 1, 1, 2, 3, 8 // case.kv_heads)) * case.kv_heads
+        ),
+    )
+    q_length: int = field(1, _queries, calls=_DENSE, varied=True)
+    kv_length: int = field(1, lambda r, c: _keys(r, c, c.q_length), calls=_DENSE, varied=True)
+    head_dim: int = field(8, _head_dim)
+    v_head_dim: int = field(8, _v_head_dim)
+    packed: tuple[tuple[int, int], ...] = field((), _pairs, calls=_PACKED, varied=True)
+    spare_rows: int = field(0, one_of(0, 0, 3), calls=_PACKED)
+    softmax_scale: float | None = field(None, one_of(None, None, 0.3, 1.0, 0.0, -0.2))
+    causal: bool = field(False, chance(0.5))
+    causal_bias: str = field("", one_of("upper_left", "lower_right"), share=0.2, calls=(_SDPA,))
+    window_size_left: int = field(-1, _limit(0), share=0.25, calls=_SCORED, varied=True)
+    window_size_right: int = field(-1, _limit(0), share=0.25, calls=_SCORED, varied=True)
+    attention_chunk: int = field(0, _limit(1), share=0.25, calls=_SCORED, varied=True)
+    q_offset: int | None = field(
+        None,
+        lambda r, case: r.randint(-case.longest[1] // 2 - 2, case.longest[1] + 2),
+        share=0.25,
+        calls=_OPS,
+        varied=True,
+    )
+    softcap: float = field(0.0, one_of(0.0, 0.0, 0.0, 1.5, 30.0), calls=_SCORED)
+    seqused_k: tuple[int, ...] | None = field(
+        None, _some_keys, share=0.3, calls=(*_OPS, *_PACKED_FUNCTIONS, _WITH_KVCACHE), varied=True
+    )
+    leftpad_k: tuple[int, ...] | None = field(
+        None, _some_keys, share=0.2, calls=(*_OPS, _WITH_KVCACHE), varied=True
+    )
+    attn_mask: str = field("", _mask("bool", "bool", *DTYPES), share=0.25, calls=(*_OPS, _SDPA))
+    attn_bias: str = field("", _mask(*DTYPES), share=0.2, calls=_OPS)
+    alibi_slopes: str = field("", one_of("h", "bh"), share=0.15, calls=_SCORED)
+    learnable_sink: str = field("", one_of(*DTYPES), share=0.15, calls=_SCORED)
+    rotary: str = field("", one_of("q", "k", "qk"), share=0.2, calls=_ROTATED)
+    rotary_columns: int = field(2, _columns, calls=_ROTATED, when=lambda case: case.rotary)
+    rotary_interleaved: bool = field(
+        False, chance(0.5), calls=_ROTATED, when=lambda case: case.rotary
+    )
+    rotary_by_sequence: bool = field(
+        False, chance(0.4), calls=_ROTATED, when=lambda case: case.rotary
+    )
+    dropout_p: float = field(
+        0.0,
+        one_of(*[0.0] * 6, 0.1, 0.6, 1.0),
+        calls=tuple(call for call in CALLS if call not in _DECODES),
+    )
+    num_splits: int = field(0, one_of(0, 0, 1, 2, 3, 7, 40), calls=_DECODES)
+    cache: str = field("", one_of("paged", "paged", "indexed"), share=0.5, calls=_CACHED)
+    page: int = field(
+        16, one_of(1, 3, 5, 8, 16, 24, 64), calls=_CACHED, when=lambda case: case.cache
+    )
+    format: str = field("", one_of(*FORMATS), share=0.5, calls=_STORED)
+    cache_dtype: str = field(
+        "",
+        one_of(*DTYPES[1:]),
+        share=0.4,
+        calls=_STORED,
+        when=lambda case: case.dtype == "float32" and not case.format,
+    )
+    values_in_keys: bool = field(False, chance(0.1), calls=("flash_decode",))
+    backward: bool = field(
+        False,
+        lambda r, case: "bwd" in case.call or r.random() < (0.5 if case.differentiable else 0.1),
+    )
+    through_lse: bool = field(
+        False,
+        chance(0.4),
+        calls=(*_FORWARDS, *_BACKWARDS),
+        when=lambda case: case.backward,
+    )
+    exact_delta: bool = field(False, chance(0.7), calls=_BACKWARDS)
+    values: str = kinds()
+    poison: str = field(
+        "",
+        one_of(*_POISONS),
+        share=0.2,
+        calls=tuple(call for call in CALLS if call not in _BACKWARDS),
+        when=lambda case: not case.backward,
+        varied=True,
+    )
+    q_layout: tuple[str, ...] = _operand_layout()
+    k_layout: tuple[str, ...] = _operand_layout(lambda case: case.cache)
+    v_layout: tuple[str, ...] = _operand_layout(lambda case: case.cache)
+    mask_layout: tuple[str, ...] = layout(
+        *(("padded 3",), ("order 0132",), ("order 3210", "padded 1")),
+        calls=(*_OPS, _SDPA),
+        when=lambda case: case.attn_mask or case.attn_bias,
+    )
 
-    ALSO_RAISES: ClassVar[dict[str, tuple[type[Exception], ...]]] = {
-        "scaled_dot_product_attention": (RuntimeError,)
-    }
-
+    ALSO_RAISES: ClassVar[dict[str, tuple[type[Exception], ...]]] = {_SDPA: (RuntimeError,)}
     UNREAD_ON_MPS: ClassVar[tuple[str, ...]] = ("lengths",)
+    OF_SEQUENCES: ClassVar[tuple[str, ...]] = ("batch", "packed", "seqused_k", "leftpad_k")
+    SIZES: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("heads", "kv_heads"),
+        ("head_dim", "v_head_dim", "rotary_columns"),
+        ("head_dim", "v_head_dim"),
+        ("q_length", "kv_length"),
+    )
 
     @property
     def is_packed(self) -> bool:
         """Whether the call takes packed sequences."""
-        return "packed" in HAS[self.call]
+        return self.call in _PACKED
+
+    @property
+    def in_one_tensor(self) -> bool:
+        """Whether the call takes k and v, or q too, in one tensor."""
+        return self.call not in _APART
 
     @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
@@ -129,81 +249,57 @@ class Attention(Case):
         return self.packed if self.is_packed else ((self.q_length, self.kv_length),) * self.batch
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """The largest number of queries and of keys of a sequence."""
+        queries, keys = zip(*self.sequences, strict=True) if self.sequences else ((0,), (0,))
+        return max(queries), max(keys)
+
+    @property
     def differentiable(self) -> bool:
         """Whether the call has gradients; if not, `backward` raises."""
         cached = self.cache or self.format or self.cache_dtype
-        return not cached and self.call not in ("flash_decode", "flash_attn_with_kvcache")
+        return not cached and self.call not in _DECODES
 
-    def meaningless(self) -> str:
-        if self.call not in HAS:
-            return f"no function is called {self.call}"
-        known = frozenset().union(*HAS.values())
-        for field in dataclasses.fields(self):
-            name = field.name
-            if (
-                name in known
-                and name not in HAS[self.call]
-                and getattr(self, name) != field.default
-            ):
-                return f"{self.call} has no {name}"
-        if self.is_packed != bool(self.packed):
-            return "packed is for calls of packed sequences, which need some"
-        if "kvpacked" in self.call and self.v_head_dim != self.head_dim:
-            return "keys and values in one tensor are of one size"
-        if "qkvpacked" in self.call and (
-            self.kv_heads != self.heads
-            or self.q_length != self.kv_length
-            or any(q != k for q, k in self.packed)
-        ):
-            return "queries and keys in one tensor are of one size"
-        for lengths in (self.seqused_k, self.leftpad_k):
-            if lengths is not None and len(lengths) != len(self.sequences):
-                return "there is one length for each sequence"
-        if self.heads > 0 and (self.kv_heads < 1 or self.kv_heads > self.heads):
-            return "there is a KV head for some heads"
-        if self.page < 1:
-            return "a page has rows"
-        if self.format and (self.cache == "" and self.is_packed):
-            return "packed keys are quantised in a cache"
-        if self.call == "flash_attn_varlen_func" and self.cache == "indexed":
-            return "flash_attn_varlen_func has no cache_batch_idx"
-        if self.cache_dtype and (self.dtype != "float32" or self.format):
-            return "only float32 queries have keys of another dtype"
-        if self.values_in_keys and (
-            self.v_head_dim > self.head_dim or self.cache or self.format or "in v" in self.poison
-        ):
-            return "values are columns of dense keys"
-        if self.causal_bias and self.attn_mask:
-            return "there is one attn_mask"
-        if self.format and self.format != "fp8_e4m3":
-            if self.head_dim % BLOCK or self.v_head_dim % BLOCK:
-                return f"{self.format} has blocks of {BLOCK} columns"
-        if self.call == "scaled_dot_product_attention" and self.attn_mask:
-            if self.attn_mask.split()[0] not in ("bool", "float32", self.dtype):
-                return "torch's masks are of bool, float32 or the queries' dtype"
-        if self.rotary == "" and self.rotary_interleaved:
-            return "nothing is rotated"
-        if self.backward and self.poison:
-            return "gradients are of finite numbers"
-        if "bwd" in self.call and not self.backward:
-            return "a backward op has gradients"
-        if self.through_lse and not self.backward:
-            return "there is no loss"
-        if self.poison:
-            if not self._has(self.poison.split(" in ")[1]):
-                return "what is poisoned is not there"
-            if "in v" in self.poison and (self.format or (self.cache and self.is_packed)):
-                return "a value that is quantised or moved takes others along"
-            if any(
-                word.startswith("repeated")
-                for word in (*self.q_layout, *self.k_layout, *self.v_layout)
-            ):
-                return "what is repeated has no element of its own"
-        if self.spoilt and self.spoilt not in self.ways():
-            return "what is spoilt is not there"
-        return ""
+    def conflicts(self) -> dict[str, Any]:
+        layouts = (*self.q_layout, *self.k_layout, *self.v_layout)
+        dense = self.call == "flash_decode" and not (self.cache or self.format)
+        poisoned = self.poison.partition(" in ")[2]
+        return {
+            f"no function is called {self.call}": self.call not in CALLS,
+            "packed sequences are some": self.is_packed != bool(self.packed),
+            "keys and values in one tensor are of one size": self.in_one_tensor
+            and self.v_head_dim != self.head_dim,
+            "queries and keys in one tensor are of one size": "qkvpacked" in self.call
+            and (self.kv_heads != self.heads or any(q != k for q, k in self.sequences)),
+            "there is one length for each sequence": any(
+                lengths is not None and len(lengths) != len(self.sequences)
+                for lengths in (self.seqused_k, self.leftpad_k)
+            ),
+            "there is a KV head for some heads": 0 < self.heads
+            and not 1 <= self.kv_heads <= self.heads,
+            "a page has rows": self.page < 1,
+            "packed keys are quantised in a cache": self.format
+            and not self.cache
+            and self.is_packed,
+            "flash_attn_varlen_func has no cache_batch_idx": self.call == "flash_attn_varlen_func"
+            and self.cache == "indexed",
+            "values are columns of dense keys": self.values_in_keys
+            and (self.v_head_dim > self.head_dim or not dense or poisoned == "v"),
+            "there is one attn_mask": self.causal_bias and self.attn_mask,
+            f"{self.format} has blocks of {BLOCK} columns": self.format not in ("", "fp8_e4m3")
+            and (self.head_dim % BLOCK or self.v_head_dim % BLOCK),
+            "torch's masks are of bool, float32 or the queries' dtype": self.call == _SDPA
+            and self.attn_mask
+            and self.attn_mask.split()[0] not in ("bool", "float32", self.dtype),
+            "a backward op has gradients": "bwd" in self.call and not self.backward,
+            "what is poisoned is not there": poisoned and not self._has_elements(poisoned),
+            "a value that is quantised or moved takes others along": poisoned == "v"
+            and (self.format or (self.cache and self.is_packed)),
+            "what is repeated has no element of its own": poisoned
+            and any(word.startswith("repeated") for word in layouts),
+        }
 
-    def _has(self, name: str) -> bool:
+    def _has_elements(self, name: str) -> bool:
         """Whether q, k, v or attn_bias has an element, of every sequence."""
         if name == "attn_bias":
             sizes = [self.heads, len(self.sequences), *(min(pair) for pair in self.sequences)]
@@ -212,30 +308,25 @@ class Attention(Case):
         return all([self.heads, len(lengths), *lengths])
 
     def ways(self) -> tuple[str, ...]:
-        """The values that `spoilt` may have."""
-        if "packed_func" in self.call:
+        if self.in_one_tensor:
             return ()
-        if self.call == "scaled_dot_product_attention":
-            tensors: tuple[str, ...] = ("query", "key", "value")
-        elif self.call == "flash_attn_with_kvcache":
-            tensors = ("q", "k_cache", "v_cache")
-        else:
-            tensors = ("q", "k", "v")
+        names = {_SDPA: ("query", "key", "value"), _WITH_KVCACHE: ("q", "k_cache", "v_cache")}
+        tensors = names.get(self.call, ("q", "k", "v"))
         dense = self.head_dim > 1 and self.v_head_dim > 1 and self.format == ""
         # The strides of no elements mean nothing.
-        rows = tuple(name for name in tensors if dense and self._has(name[0]))
+        rows = tuple(name for name in tensors if dense and self._has_elements(name[0]))
         ways = spoiling.ways(tensors, rows)
-        if self.call == "scaled_dot_product_attention":  # which takes any number of dimensions
+        if self.call == _SDPA:  # which takes any number of dimensions
             ways = tuple(way for way in ways if not way.startswith("dimensions"))
         return ways
 
-    def refused(self) -> str:
-        longest = max((k for _, k in self.sequences), default=0)
-        capacity = -(-longest // self.page) * self.page if self.cache == "paged" else longest
-        wrong: dict[str, Any] = {
+    def illegal(self) -> dict[str, Any]:
+        keys = self.longest[1]
+        capacity = -(-keys // self.page) * self.page if self.cache == "paged" else keys
+        return {
             "heads that do not divide": self.heads % max(self.kv_heads, 1),
             "head dim": not (1 <= self.head_dim <= 576 and 1 <= self.v_head_dim <= 512),
-            "dtype": self.dtype not in ("float32", "float16", "bfloat16"),
+            "dtype": self.dtype not in DTYPES,
             "a chunk below 0": self.attention_chunk < 0,
             "softcap below 0": self.softcap < 0,
             "dropout_p": not 0 <= self.dropout_p <= 1,
@@ -243,14 +334,13 @@ class Attention(Case):
             "rotated columns": self.rotary and not 2 <= self.rotary_columns <= self.head_dim,
             "two limits on the right": self.causal
             and self.window_size_right > 0
-            and self.call.removeprefix("flash_")
-            in ("fwd", "varlen_fwd", "decode", "bwd", "varlen_bwd"),
+            and self.call in _OPS,
             "a mask that is added, and a bias": self.attn_bias
             and self.attn_mask
             and not self.attn_mask.startswith("bool"),
             "a rotation of stored keys": (self.format or self.cache_dtype) and "k" in self.rotary,
             "a rotation of keys in a decode": self.call == "flash_decode" and "k" in self.rotary,
-            "a mask with is_causal": self.call == "scaled_dot_product_attention"
+            "a mask with is_causal": self.call == _SDPA
             and self.causal
             and (self.attn_mask or self.causal_bias),
             "lengths": any(
@@ -263,38 +353,29 @@ class Attention(Case):
             and self.dtype == "float32"
             and self.head_dim > 488,
         }
-        return next((what for what, is_wrong in wrong.items() if is_wrong), super().refused())
 
-    def smaller(self) -> Iterator["Attention"]:
-        """With one sequence less, fewer heads and columns at once, or shorter sequences."""
-        count = len(self.sequences)
-        for b in range(count if count > 1 else 0):
-            changes: dict[str, Any] = {
-                name: given[:b] + given[b + 1 :]
-                for name in ("seqused_k", "leftpad_k", "packed")
-                if (given := getattr(self, name))
-            }
-            if not self.is_packed:
-                changes["batch"] = count - 1
-            yield dataclasses.replace(self, **changes)
-        yield dataclasses.replace(self, heads=1, kv_heads=1)
-        yield dataclasses.replace(self, heads=self.kv_heads)
-        for columns in (8, 32, self.head_dim // 2, self.head_dim - 1):
-            if 8 <= columns < max(self.head_dim, self.v_head_dim):
-                rotated = min(self.rotary_columns, max(columns // 2 * 2, 2))
-                yield dataclasses.replace(
-                    self, head_dim=columns, v_head_dim=columns, rotary_columns=rotated
-                )
-        if not self.is_packed and "qkvpacked" in self.call:
-            for less in fewer(self.q_length):
-                yield dataclasses.replace(self, q_length=less, kv_length=less)
-        for lengths in shorter(self.seqused_k):
-            yield dataclasses.replace(self, seqused_k=lengths)
-        for lengths in shorter(self.leftpad_k):
-            yield dataclasses.replace(self, leftpad_k=lengths)
-        for b, (q, k) in enumerate(self.packed):
-            pairs = [*((less, k) for less in fewer(q)), *((q, less) for less in fewer(k))]
-            pairs += [(less, less) for less in fewer(q)]
-            for pair in pairs:
-                packed = (*self.packed[:b], pair, *self.packed[b + 1 :])
-                yield dataclasses.replace(self, packed=packed)
+    def wrong(self) -> list[dict[str, Any]]:
+        def of_each(name: str, length: int) -> dict[str, Any]:
+            return {name: (length,) * len(self.sequences)}
+
+        changes: list[dict[str, Any]] = [
+            {"heads": 5, "kv_heads": 2},
+            {"dtype": "float64"},
+            {"head_dim": 577},
+            {"v_head_dim": 513},
+            {"attention_chunk": -1},
+            {"softcap": -2.0},
+            {"dropout_p": 1.5},
+            {"num_splits": 1025},
+            {"num_splits": -1},
+            {"rotary": "q", "rotary_columns": 0},
+            {"rotary": "q", "rotary_columns": 400, "head_dim": 64},
+            {"causal": True, "window_size_right": 3},
+            {"attn_mask": "float32 qk", "attn_bias": "float32 qk"},
+            {"causal": True, "attn_mask": "bool qk"},
+            {"causal": True, "causal_bias": "upper_left"},
+            {"cache_dtype": "float16", "rotary": "k"},
+            {"rotary": "k"},
+            *(of_each(name, n) for name in ("seqused_k", "leftpad_k") for n in (-1, 100000)),
+        ]
+        return [change | {"poison": ""} for change in changes]

@@ -30,7 +30,7 @@ class Problem:
     v: Tensor
     packing: tuple[Any, ...]
     options: dict[str, Any]
-    stored: tuple[Tensor, Tensor]
+    stored: list[Tensor]
     where: dict[str, Any]
     dout: Tensor | None
     dlse: Tensor | None
@@ -42,7 +42,7 @@ def build(case: Attention) -> Problem:
     dtype = dtype_of(case.dtype)
     batch = len(case.sequences)
     lengths = [k for _, k in case.sequences]
-    longest = max(lengths, default=0) if case.is_packed else case.kv_length
+    longest = case.longest[1] if case.is_packed else case.kv_length
     rows = -(-longest // case.page) * case.page if case.cache == "paged" else longest
     if case.is_packed:
         q_rows = sum(q for q, _ in case.sequences) + case.spare_rows
@@ -73,15 +73,11 @@ def build(case: Attention) -> Problem:
         k, v = expanded(k, case.k_layout), expanded(v, case.v_layout)
     if "qkvpacked" in case.call:  # one tensor holds all three
         q = q[: len(k)]
-    options = _options(case, batch, longest, rows)
+    options = options_of(case, batch, longest, rows)
     poisoned_v = _poison(case, q, k, v, options)
-    if plain and not case.is_packed:
+    if not (plain and case.is_packed):
         _hide(case, k, v)
-    exact_k, exact_v, stored = k, v, (k, v)
-    where: dict[str, Any] = {}
-    if not plain:
-        _hide(case, k, v)
-        exact_k, exact_v, stored, where = _cached(case, k, v)
+    (exact_k, exact_v), kept, where = stored(case, k, v)
     if case.cache_dtype:
         exact_k, exact_v = exact_k.to(dtype), exact_v.to(dtype)
     if case.cache and case.is_packed:
@@ -91,24 +87,31 @@ def build(case: Attention) -> Problem:
     packing: tuple[Any, ...] = ()
     if case.is_packed:
         ends = [torch.tensor([0, *n]).cumsum(0).int() for n in zip(*case.sequences, strict=True)]
-        packing = (*ends, max(q for q, _ in case.sequences), longest)
+        packing = (*ends, *case.longest)
     dout = dlse = None
     if case.backward:
         dout = normal(*q.shape[:-1], case.v_head_dim, seed=case.seed + 8).to(dtype)
     if case.through_lse:
         rows_of_lse = (case.heads, len(q)) if case.is_packed else q.shape[:3]
         dlse = normal(*rows_of_lse, seed=case.seed + 9)
-    return Problem(q, exact_k, exact_v, packing, options, stored, where, dout, dlse, poisoned_v)
+    return Problem(q, exact_k, exact_v, packing, options, kept, where, dout, dlse, poisoned_v)
 
 
-def _options(case: Attention, batch: int, longest: int, rows: int) -> dict[str, Any]:
-    names = ("softmax_scale", "causal", "window_size_left", "window_size_right", "attention_chunk")
-    options: dict[str, Any] = {n: getattr(case, n) for n in (*names, "q_offset", "softcap")}
+# Options of the ops whose values are the case's.
+_NUMBERS = (
+    *("softmax_scale", "causal", "window_size_left", "window_size_right", "attention_chunk"),
+    *("q_offset", "softcap"),
+)
+
+
+def options_of(case: Attention, batch: int, longest: int, rows: int) -> dict[str, Any]:
+    """The ops' options, without those of caches. rows: of each sequence in a cache."""
+    options: dict[str, Any] = {n: getattr(case, n) for n in _NUMBERS}
     for name in ("seqused_k", "leftpad_k"):
         given = getattr(case, name)
         if given is not None:
             options[name] = ints(*given)
-    longest_q = max(q for q, _ in case.packed) if case.is_packed else case.q_length
+    longest_q = case.longest[0] if case.is_packed else case.q_length
     # A cache in pages has as many keys as its table has room for.
     keys = rows if case.cache and not case.is_packed else longest
     whole = {"b": batch, "h": case.heads, "q": longest_q, "k": keys}
@@ -183,39 +186,36 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
     )
 
 
-def _cached(
-    case: Attention, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], dict[str, Any]]:
-    """The values that k and v (B, H, L, D) stand for, their storage, and the options for it."""
-    exact, stored = [k, v], [k, v]
-    where: dict[str, Any] = {}
+def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+    """The values that k and v (B, H, L, D) stand for, their storage, and the options for it.
+
+    case: has cache, format, page and seed.
+    """
+    exact, kept = [k, v], {"k": k, "v": v}
+    scales: dict[str, Tensor] = {}
     if case.format:
         by_head = case.format == "fp8_e4m3"
-        for i, name in enumerate("kv"):
-            scale = torch.linspace(0.02, 0.03, k.shape[1]) if by_head else None
-            data, scale = quantise(stored[i], case.format, scale)
+        for i, (name, x) in enumerate((("k", k), ("v", v))):
+            given = torch.linspace(0.02, 0.03, k.shape[1]) if by_head else None
+            data, scale = quantise(x, case.format, given)
             exact[i] = dequantise(data, scale, torch.float32)
             # As bytes, which every device has.
-            stored[i] = data.view(torch.uint8) if by_head else data
-            where[f"{name}_scale"] = scale
-    rows = {name: x for name, x in where.items() if x.dim() > 2}
-    if case.cache == "paged":
-        blocks = k.shape[2] // case.page
-        count = k.shape[0] * blocks + 2
-        numbers = torch.randperm(count, generator=torch.Generator().manual_seed(case.seed))
-        table = numbers[: k.shape[0] * blocks].view(k.shape[0], blocks).int()
-        stored = [_in_pages(x, table, count, case.page) for x in stored]
-        where |= {name: _in_pages(x, table, count, case.page) for name, x in rows.items()}
-        where["block_table"] = table
-    if case.cache == "indexed":
-        count = k.shape[0] + 1
+            kept[name] = data.view(torch.uint8) if by_head else data
+            assert scale is not None
+            scales[f"{name}_scale"] = scale
+    rows = {name for name, x in scales.items() if x.dim() > 2}
+    where: dict[str, Tensor] = {}
+    if case.cache:
+        page, spare = (case.page, 2) if case.cache == "paged" else (k.shape[2], 1)
+        blocks = k.shape[2] // page if case.cache == "paged" else 1
+        count = len(k) * blocks + spare
         places = torch.randperm(count, generator=torch.Generator().manual_seed(case.seed))
-        inverse = places.argsort().clamp_max(max(k.shape[0] - 1, 0))
-        if len(k):
-            stored = [x[inverse] for x in stored]
-            where |= {name: x[inverse] for name, x in rows.items()}
-        where["cache_batch_idx"] = places[: k.shape[0]].int()
-    return exact[0], exact[1], (stored[0], stored[1]), where
+        table = places[: len(k) * blocks].view(len(k), blocks).int()
+        kept = {name: _in_pages(x, table, count, page) for name, x in kept.items()}
+        scales |= {name: _in_pages(scales[name], table, count, page) for name in rows}
+        paged = case.cache == "paged"
+        where = {"block_table": table} if paged else {"cache_batch_idx": table.flatten()}
+    return exact, list(kept.values()), scales | where
 
 
 def _in_pages(x: Tensor, table: Tensor, count: int, page: int) -> Tensor:

@@ -47,7 +47,7 @@ def prepare(case: Attention, device: torch.device) -> Prepared:
     if case.causal:  # flash-attn's functions let it win
         problem.options["window_size_right"] = -1
     if not case.backward:
-        return Prepared(function, arguments, partial(_judge, case, problem), memory)
+        return Prepared(function, arguments, partial(judge, case, problem), memory)
     gradients = {
         name: memory.place(name, x)
         for name, x in (("dout", problem.dout), ("dlse", problem.dlse))
@@ -57,7 +57,7 @@ def prepare(case: Attention, device: torch.device) -> Prepared:
     if not case.differentiable:
         differentiate = _without_gradient
     run = partial(differentiate, case, function, gradients)
-    return Prepared(run, arguments, partial(_judge, case, problem), memory)
+    return Prepared(run, arguments, partial(judge, case, problem), memory)
 
 
 def _leaves(case: Attention, arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -133,7 +133,8 @@ def _directly(
     return out, lse, named
 
 
-def _judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
+def judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
+    """Measures of out, of the log-sum-exp, and of the gradients if the results have some."""
     found, found_lse = results[:2]
     exact, exact_lse = _attend(problem, torch.float64)
     with as_multiplied():
@@ -162,8 +163,7 @@ def _out_slack(case: Attention, problem: Problem, errors_of_scores: Tensor) -> T
         operands = (problem.q.nan_to_num(0, 0, 0), problem.k.nan_to_num(0, 0, 0), v)
         return _attend(problem, torch.float64, operands)[0].nan_to_num(0, 0, 0)
 
-    _, keys = _longest(case)
-    slack = out_errors(attend, problem.v, errors_of_scores, keys, case.dropout_p)
+    slack = out_errors(attend, problem.v, errors_of_scores, case.longest[1], case.dropout_p)
     if case.format:
         slack = slack + ROUNDING[problem.q.dtype] * attend(problem.v.abs().nan_to_num(0, 0, 0))
     return slack
@@ -188,15 +188,9 @@ def _score_errors(case: Attention, problem: Problem) -> Tensor:
     )
 
 
-def _longest(case: Attention) -> tuple[int, int]:
-    """The largest number of queries and of keys of a sequence."""
-    queries, keys = zip(*case.sequences, strict=True) if case.sequences else ((0,), (0,))
-    return max(queries), max(keys)
-
-
 def _farthest(case: Attention) -> int:
     """A bound for the distance of a query's position from a key's."""
-    return sum(_longest(case)) + abs(case.q_offset or 0)
+    return sum(case.longest) + abs(case.q_offset or 0)
 
 
 def _attend(
@@ -364,7 +358,7 @@ def _gradient_slacks(case: Attention, problem: Problem) -> dict[str, float | Ten
         return dict.fromkeys(("q", "k", "v", *_ADDED), 0.0)
     weights, score_gradients = _weights_and_score_gradients(case, problem)
     out, lse = _attend(problem, torch.float64)
-    longest_q, longest_k = _longest(case)
+    longest_q, longest_k = case.longest
     group = case.heads // case.kv_heads
     relative = (
         2 * largest(_score_errors(case, problem))
@@ -420,7 +414,7 @@ def _weights_and_score_gradients(case: Attention, problem: Problem) -> tuple[Ten
     options = dict(problem.options)
     name = next((n for n in ("attn_mask", "attn_bias") if _added(options.get(n))), "attn_bias")
     given = options.get(name, torch.zeros(())).double()
-    whole = (len(case.sequences), case.heads, *_longest(case))
+    whole = (len(case.sequences), case.heads, *case.longest)
     bias = given.expand(whole).clone().requires_grad_()
     operands = (problem.q.double(), problem.k.double(), problem.v.double())
     out, lse = _attend(problem, torch.float64, operands, options | {name: bias})

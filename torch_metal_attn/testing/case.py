@@ -1,14 +1,67 @@
 """A case: one call of a public function as plain data, and what runs it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from torch_metal_attn.testing.judge import Measure
-from torch_metal_attn.testing.tensors import Memory
+from torch_metal_attn.testing.tensors import DTYPES, KINDS, Layout, Memory
 
-Own = TypeVar("Own", bound="Case")
+# A field's value, which may depend on the fields before it. None leaves the default.
+Draw = Callable[[random.Random, Any], Any]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How a field is drawn: `field`."""
+
+    draw: Draw
+    share: float
+    calls: Container[str] | None
+    when: Callable[[Any], Any]
+    varied: bool
+
+
+def field(
+    default: Any,
+    draw: Draw = lambda r, case: None,
+    *,
+    share: float = 1.0,
+    calls: Container[str] | None = None,
+    when: Callable[[Any], Any] = lambda case: True,
+    varied: bool = False,
+) -> Any:
+    """A field of a case, and how it is drawn.
+
+    default: the simplest case's. share: how often it is drawn; otherwise it is the default. calls:
+    those that have it; None for all. when: further conditions under which it has a meaning, by the
+    other fields. varied: no kernel is specialised for the value, so that variations of a case
+    draw it again, unless its share left it at the default.
+    """
+    how = Drawn(draw, share, calls, when, varied)
+    return dataclasses.field(default=default, metadata={"drawn": how})
+
+
+def one_of(*values: Any) -> Draw:
+    """Each as likely as the others."""
+    return lambda r, case: r.choice(values)
+
+
+def chance(share: float) -> Draw:
+    """True in this share of the cases."""
+    return lambda r, case: r.random() < share
+
+
+def layout(*layouts: Layout, **options: Any) -> Any:
+    """A field for the memory layout of some tensors, see `tensors.Memory.place`."""
+    return field((), one_of((), *layouts), **options)
+
+
+def kinds() -> Any:
+    """A field for the kind of values, one of `tensors.KINDS`."""
+    return field("normal", one_of(*["normal"] * 6, *KINDS), varied=True)
 
 
 @dataclass(frozen=True)
@@ -38,8 +91,8 @@ class Case:
     """
 
     call: str = ""
-    dtype: str = "float32"
-    seed: int = 0
+    dtype: str = field("float32", one_of(*DTYPES))
+    seed: int = field(0, lambda r, case: r.randrange(2**31), varied=True)
     spoilt: str = ""
     strict: bool = False
     threads: int = 0
@@ -51,17 +104,45 @@ class Case:
     # Reasons of `refused` that are numbers in tensors: on mps the host does not read them.
     UNREAD_ON_MPS: ClassVar[tuple[str, ...]] = ()
 
+    # Fields with an entry for each sequence, or their number; and sizes that shrink at once.
+    OF_SEQUENCES: ClassVar[tuple[str, ...]] = ()
+    SIZES: ClassVar[tuple[tuple[str, ...], ...]] = ()
+
+    def has(self, name: str) -> bool:
+        """Whether the field has a meaning for the call and the other fields."""
+        how = self.__dataclass_fields__[name].metadata.get("drawn")
+        return how is None or ((how.calls is None or self.call in how.calls) and how.when(self))
+
     def meaningless(self) -> str:
         """Why no call can be made from the fields; "" for every case that was drawn."""
-        return ""
+        for name in self.fields():
+            if not self.has(name):
+                return f"{self.call} has no {name}, or not with the other fields"
+        if self.spoilt and self.spoilt not in self.ways():
+            return "what is spoilt is not there"
+        return next((why for why, holds in self.conflicts().items() if holds), "")
+
+    def conflicts(self) -> dict[str, Any]:
+        """Reasons why fields have no meaning together, and whether each holds."""
+        return {}
 
     def refused(self) -> str:
         """Why the call must raise according to the documentation; "" if it must not."""
-        return self.spoilt and f"{self.spoilt} is wrong"
+        if self.spoilt:
+            return f"{self.spoilt} is wrong"
+        return next((why for why, holds in self.illegal().items() if holds), "")
 
-    def smaller(self: Own) -> Iterator[Own]:
-        """Simpler cases that change more than one field."""
-        return iter(())
+    def illegal(self) -> dict[str, Any]:
+        """Reasons why the fields are illegal, and whether each holds."""
+        return {}
+
+    def ways(self) -> tuple[str, ...]:
+        """The values that `spoilt` may have."""
+        return ()
+
+    def wrong(self) -> list[dict[str, Any]]:
+        """Changes that may make the case one that must be refused."""
+        return []
 
     def fields(self) -> dict[str, Any]:
         """The fields that differ from the defaults, and the call."""
@@ -77,13 +158,7 @@ class Case:
         return f"{type(self).__name__}({', '.join(given)})"
 
 
-def fewer(n: int) -> Iterator[int]:
-    """Smaller counts to try for n, the smallest first."""
-    return (less for less in dict.fromkeys((0, 1, n // 2, n - 1)) if 0 <= less < n)
-
-
-def shorter(counts: tuple[int, ...] | None) -> Iterator[tuple[int, ...]]:
-    """The same counts, each with one of them reduced by one."""
-    for i, n in enumerate(counts or ()):
-        for less in fewer(n):
-            yield (*(counts or ())[:i], less, *(counts or ())[i + 1 :])
+def drawn(family: type[Case]) -> dict[str, Drawn]:
+    """How the fields of a family are drawn, by name and in order; without those that are not."""
+    fields = dataclasses.fields(family)
+    return {f.name: f.metadata["drawn"] for f in fields if "drawn" in f.metadata}

@@ -1,6 +1,5 @@
 """Cases of copy_pages, and of quantise and dequantise."""
 
-import dataclasses
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -10,13 +9,21 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.quantisation import BLOCK, FORMATS, dequantise, quantise
-from torch_metal_attn.testing import tensors
-from torch_metal_attn.testing.case import Case, Prepared
+from torch_metal_attn.testing.case import Case, Prepared, field, layout, one_of
 from torch_metal_attn.testing.judge import Measure, same_bits
-from torch_metal_attn.testing.tensors import Layout, Memory, dtype_of, numbers
+from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of, numbers
 
-_LAYOUTS: tuple[Layout, ...] = ((), ("padded 3",), ("order 10",), ("order 021", "padded 8"))
-_DTYPES = (*tensors.DTYPES, "int8", "uint8", "int32", "int64", "bool")
+
+def _shape(r: random.Random, case: "Copy") -> tuple[int, ...]:
+    rest = (r.choice((1, 2, 7, 16, 33)) for _ in range(r.choice((1, 2, 3))))
+    return (r.choice((1, 2, 7, 9)), *rest)
+
+
+def _copies(r: random.Random, case: "Copy") -> tuple[tuple[int, int], ...]:
+    pages = case.shape[0]
+    places = r.sample(range(pages), pages)
+    count = r.randint(0, pages // 2)
+    return tuple(zip(places[:count], places[count : 2 * count], strict=True))
 
 
 @dataclass(frozen=True)
@@ -26,53 +33,31 @@ class Copy(Case):
     Attributes: shape: the cache's, pages first. copies: for each copy the source and target page.
     """
 
-    call: str = "copy_pages"
-    shape: tuple[int, ...] = (2, 8)
-    copies: tuple[tuple[int, int], ...] = ((0, 1),)
-    index_dtype: str = "int64"
-    layout: Layout = ()
+    call: str = field("copy_pages", one_of("copy_pages"))
+    dtype: str = field("float32", one_of(*DTYPES, "int8", "uint8", "int32", "int64", "bool"))
+    shape: tuple[int, ...] = field((2, 8), _shape, varied=True)
+    copies: tuple[tuple[int, int], ...] = field(((0, 1),), _copies, varied=True)
+    index_dtype: str = field("int64", one_of("int32", "int64"))
+    layout: tuple[str, ...] = layout(("padded 3",), ("order 10",), ("order 021", "padded 8"))
 
     UNREAD_ON_MPS: ClassVar[tuple[str, ...]] = ("a page that is not there",)
 
-    def meaningless(self) -> str:
-        if len({b for _, b in self.copies}) < len(self.copies):
-            return "two pages go to one place"
-        if {a for a, _ in self.copies} & {b for _, b in self.copies}:
-            return "a page that is copied is written too"
-        if any("order 021" in word for word in self.layout) and len(self.shape) < 3:
-            return "an order of three dimensions"
-        return ""
+    def conflicts(self) -> dict[str, Any]:
+        sources, targets = {a for a, _ in self.copies}, {b for _, b in self.copies}
+        ordered = any("order 021" in word for word in self.layout)
+        return {
+            "a page has elements": len(self.shape) < 2,
+            "two pages go to one place": len(targets) < len(self.copies),
+            "a page that is copied is written too": sources & targets,
+            "an order of three dimensions": ordered and len(self.shape) < 3,
+        }
 
-    def refused(self) -> str:
-        if any(not 0 <= n < self.shape[0] for pair in self.copies for n in pair):
-            return "a page that is not there"
-        return super().refused()
+    def illegal(self) -> dict[str, Any]:
+        pages = {n for pair in self.copies for n in pair}
+        return {"a page that is not there": any(not 0 <= n < self.shape[0] for n in pages)}
 
-
-def draw_copy(r: random.Random) -> Copy:
-    """Any meaningful case. A few must be refused."""
-    while True:
-        pages = r.choice((1, 2, 7, 9))
-        places = r.sample(range(pages), pages)
-        count = r.randint(0, pages // 2)
-        copies = list(zip(places[:count], places[count : 2 * count], strict=True))
-        if r.random() < 0.05:
-            copies.append((0, pages))
-        case = Copy(
-            seed=r.randrange(2**31),
-            dtype=r.choice(_DTYPES),
-            shape=(pages, *(r.choice((1, 2, 7, 16, 33)) for _ in range(r.choice((1, 2, 3))))),
-            copies=tuple(copies),
-            index_dtype=r.choice(("int32", "int64")),
-            layout=r.choice(_LAYOUTS),
-        )
-        if not case.meaningless():
-            return case
-
-
-def vary_copy(case: Copy, r: random.Random) -> Copy:
-    """Other pages."""
-    return dataclasses.replace(draw_copy(r), dtype=case.dtype)
+    def wrong(self) -> list[dict[str, Any]]:
+        return [{"copies": ((0, self.shape[0]),)}]
 
 
 def prepare_copy(case: Copy, device: torch.device) -> Prepared:
@@ -109,37 +94,19 @@ def prepare_copy(case: Copy, device: torch.device) -> Prepared:
 class Quantised(Case):
     """Values that are quantised and dequantised. scale: for fp8_e4m3."""
 
-    call: str = "q8_0"
-    rows: int = 1
-    columns: int = BLOCK
-    exponent: int = 0
-    scale: float = 1.0
-    values: str = "normal"
+    call: str = field("q8_0", one_of(*FORMATS))
+    rows: int = field(1, one_of(0, 1, 5, 40))
+    columns: int = field(BLOCK, one_of(32, 64, 128, 8))
+    exponent: int = field(0, lambda r, case: r.randint(-20, 12), varied=True)
+    scale: float = field(1.0, one_of(0.01, 1.0, 30.0))
+    values: str = field("normal", one_of("normal", "zeros", "constant"))
 
-    def refused(self) -> str:
-        if self.call != "fp8_e4m3" and self.columns % BLOCK:
-            return "columns that fill no block"
-        return super().refused()
+    def illegal(self) -> dict[str, Any]:
+        partial_block = self.call != "fp8_e4m3" and self.columns % BLOCK
+        return {"columns that fill no block": partial_block}
 
-
-def draw_quantised(r: random.Random) -> Quantised:
-    """Any case. A few must be refused."""
-    call = r.choice(FORMATS)
-    return Quantised(
-        call=call,
-        seed=r.randrange(2**31),
-        dtype=r.choice(tensors.DTYPES),
-        rows=r.choice((0, 1, 5, 40)),
-        columns=r.choice((32, 64, 128, 8) if r.random() < 0.9 else (33,)),
-        exponent=r.randint(-20, 12),
-        scale=r.choice((0.01, 1.0, 30.0)),
-        values=r.choice(("normal", "zeros", "constant")),
-    )
-
-
-def vary_quantised(case: Quantised, r: random.Random) -> Quantised:
-    """Other values."""
-    return dataclasses.replace(case, seed=r.randrange(2**31), exponent=r.randint(-20, 12))
+    def wrong(self) -> list[dict[str, Any]]:
+        return [{"columns": 33}]
 
 
 def prepare_quantised(case: Quantised, device: torch.device) -> Prepared:

@@ -1,17 +1,15 @@
 """Cases of merge_state and its gradients, merge_state_ and merge_splits."""
 
-import dataclasses
 import math
-import random
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_metal_attn.testing import spoiling, tensors
-from torch_metal_attn.testing.case import Case, Prepared
+from torch_metal_attn.testing import spoiling
+from torch_metal_attn.testing.case import Case, Prepared, chance, field, layout, one_of
 from torch_metal_attn.testing.judge import (
     ROUNDING,
     Measure,
@@ -22,10 +20,9 @@ from torch_metal_attn.testing.judge import (
     worst_of,
 )
 from torch_metal_attn.testing.rounding import STEPS, summing
-from torch_metal_attn.testing.tensors import Layout, Memory, dtype_of
+from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of
 
-_CALLS = ("merge_state", "merge_state", "merge_state_", "merge_splits")
-_LAYOUTS: tuple[Layout, ...] = ((), ("padded 3",), ("order 021",), ("order 210", "padded 8"))
+_STATES, _SPLITS = ("merge_state", "merge_state_"), ("merge_splits",)
 
 
 @dataclass(frozen=True)
@@ -37,73 +34,39 @@ class Merge(Case):
         of +inf. sink: a dtype, for merge_splits.
     """
 
-    call: str = "merge_state"
-    batch: int = 1
-    heads: int = 1
-    length: int = 1
-    head_dim: int = 8
-    splits: int = 2
-    packed: bool = False
-    empty: float = 0.0
-    infinity_is_empty: bool = False
-    sink: str = ""
-    backward: bool = False
-    layout: Layout = ()
+    call: str = field("merge_state", one_of("merge_state", *_STATES, *_SPLITS))
+    packed: bool = field(False, chance(0.3), calls=_STATES)
+    batch: int = field(1, one_of(0, 1, 1, 2), when=lambda case: not case.packed)
+    heads: int = field(1, one_of(1, 2, 5))
+    length: int = field(1, one_of(0, 1, 3, 33))
+    head_dim: int = field(8, one_of(1, 7, 8, 32, 64, 64, 128, 256, 512))
+    splits: int = field(2, one_of(1, 2, 3, 31, 32, 33, 40, 130), calls=_SPLITS)
+    empty: float = field(0.0, one_of(0.0, 0.3, 1.0), varied=True)
+    infinity_is_empty: bool = field(False, chance(0.3))
+    sink: str = field("", one_of("", "", *DTYPES), calls=_SPLITS)
+    backward: bool = field(False, chance(0.4), calls=("merge_state",))
+    layout: tuple[str, ...] = layout(
+        ("padded 3",), ("order 021",), ("order 210", "padded 8"), calls=_STATES
+    )
 
-    WAYS: ClassVar[tuple[str, ...]] = spoiling.ways(("out_a", "lse_a", "out_b"), ("out_a",))
+    def ways(self) -> tuple[str, ...]:
+        if self.call in _SPLITS or self.head_dim < 2:
+            return ()
+        rows = ("out_a",) if self.batch * self.heads * self.length else ()
+        return spoiling.ways(("out_a", "lse_a", "out_b"), rows)
 
-    def meaningless(self) -> str:
-        if self.call != "merge_splits" and (self.splits != 2 or self.sink):
-            return "two states have no sink"
-        if self.call == "merge_splits" and (self.packed or self.layout):
-            return "splits are dense and contiguous"
-        if self.call != "merge_state" and self.backward:
-            return "it has no gradient"
-        if self.packed and (self.batch != 1 or any("order" in word for word in self.layout)):
-            return "packed states have no batch"
-        if self.spoilt and (self.call == "merge_splits" or self.head_dim < 2):
-            return "what is spoilt is not there"
-        if self.spoilt.startswith("strides") and not self.batch * self.heads * self.length:
-            return "the strides of no elements mean nothing"
-        return ""
+    def conflicts(self) -> dict[str, Any]:
+        ordered = any("order" in word for word in self.layout)
+        return {"packed states have no batch": self.packed and ordered}
 
-    def refused(self) -> str:
-        if not 1 <= self.head_dim <= 512:
-            return "head dim"
-        if not 1 <= self.splits <= 1024:
-            return "splits"
-        return super().refused()
+    def illegal(self) -> dict[str, Any]:
+        return {
+            "head dim": not 1 <= self.head_dim <= 512,
+            "splits": not 1 <= self.splits <= 1024,
+        }
 
-
-def draw(r: random.Random) -> Merge:
-    """Any meaningful case. A few must be refused."""
-    while True:
-        call = r.choice(_CALLS)
-        state = call != "merge_splits"
-        case = Merge(
-            call=call,
-            seed=r.randrange(2**31),
-            spoilt=r.choice(Merge.WAYS) if state and r.random() < 0.08 else "",
-            dtype=r.choice(tensors.DTYPES),
-            batch=r.choice((0, 1, 1, 2)),
-            heads=r.choice((1, 2, 5)),
-            length=r.choice((0, 1, 3, 33)),
-            head_dim=r.choice((1, 7, 8, 32, 64, 64, 128, 256, 512, 513)),
-            splits=2 if state else r.choice((1, 2, 3, 31, 32, 33, 40, 130)),
-            packed=state and r.random() < 0.3,
-            empty=r.choice((0.0, 0.3, 1.0)),
-            sink="" if state else r.choice(("", "", *tensors.DTYPES)),
-            infinity_is_empty=r.random() < 0.3,
-            backward=call == "merge_state" and r.random() < 0.4,
-            layout=r.choice(_LAYOUTS) if state else (),
-        )
-        if not case.meaningless():
-            return case
-
-
-def vary(case: Merge, r: random.Random) -> Merge:
-    """Other values."""
-    return dataclasses.replace(case, seed=r.randrange(2**31), empty=r.choice((0.0, 0.3, 1.0)))
+    def wrong(self) -> list[dict[str, Any]]:
+        return [{"head_dim": 513}, {"splits": 1025}]
 
 
 def union(outs: Tensor, lses: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:

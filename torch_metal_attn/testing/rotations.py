@@ -1,29 +1,31 @@
 """Cases of rotary embeddings: rope, rope_ and flash-attn's functions, and their gradients."""
 
-import dataclasses
 import random
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_metal_attn.flash_attn.layers import rotary
 from torch_metal_attn.reference import rotate
-from torch_metal_attn.testing import spoiling, tensors
-from torch_metal_attn.testing.case import Case, Prepared
+from torch_metal_attn.testing import spoiling
+from torch_metal_attn.testing.case import Case, Prepared, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.judge import Measure, near, normal, worst_of
-from torch_metal_attn.testing.tensors import Layout, Memory, dtype_of, numbers
+from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of, expanded, numbers
 
-_CALLS = ("rope", "rope_", "rope", "apply_rotary_emb", "apply_rotary_emb_qkv_")
-_LAYOUTS: tuple[Layout, ...] = (
-    (),
-    ("order 021",),
-    ("padded 3",),
-    ("order 210", "padded 8"),
-    ("repeated 0",),
-)
+_OPS, _FUNCTIONS = ("rope", "rope_"), ("apply_rotary_emb", "apply_rotary_emb_qkv_")
+
+
+def _columns(r: random.Random, case: "Rotation") -> int:
+    half = case.head_dim // 2 * 2
+    return r.choice((0, 2, case.head_dim // 4 * 2, half, half))
+
+
+def _place(r: random.Random, case: "Rotation") -> str:
+    places = ("", "offset", "offsets", "positions", "positions of each")
+    return r.choice(places if case.call in _OPS else places[:3])
 
 
 @dataclass(frozen=True)
@@ -35,91 +37,52 @@ class Rotation(Case):
         cos and sin. tables_by_sequence: cos and sin have a batch dimension. alone: without k.
     """
 
-    call: str = "rope"
-    batch: int = 1
-    heads: int = 1
-    kv_heads: int = 1
-    length: int = 1
-    head_dim: int = 8
-    columns: int = 2
-    interleaved: bool = False
-    conjugate: bool = False
-    place: str = ""
-    table_dtype: str = "float32"
-    tables_by_sequence: bool = False
-    alone: bool = False
-    backward: bool = False
-    values: str = "normal"
-    layout: Layout = ()
+    call: str = field("rope", one_of("rope", *_OPS, *_FUNCTIONS))
+    batch: int = field(1, one_of(0, 1, 1, 2, 3), varied=True)
+    heads: int = field(1, one_of(1, 4, 4, 3, 1))
+    kv_heads: int = field(
+        1, lambda r, case: case.heads if "qkv" in case.call else r.choice((1, 2, 3, 5))
+    )
+    length: int = field(1, one_of(0, 1, 1, 2, 7, 33, 65), varied=True)
+    head_dim: int = field(8, one_of(2, 8, 7, 32, 64, 64, 80, 128, 256))
+    columns: int = field(2, _columns)
+    interleaved: bool = field(False, chance(0.5))
+    conjugate: bool = field(False, chance(0.3), calls=_OPS)
+    place: str = field("", _place, varied=True)
+    table_dtype: str = field("float32", one_of(*DTYPES))
+    tables_by_sequence: bool = field(False, chance(0.3), calls=_OPS)
+    alone: bool = field(
+        False,
+        lambda r, case: case.call == "apply_rotary_emb" or r.random() < 0.3,
+        calls=(*_OPS, "apply_rotary_emb"),
+    )
+    backward: bool = field(False, chance(0.3), calls=("rope",))
+    values: str = kinds()
+    layout: tuple[str, ...] = layout(
+        *(("order 021",), ("padded 3",), ("order 210", "padded 8"), ("repeated 0",)),
+        calls=(*_OPS, "apply_rotary_emb"),
+    )
 
-    WAYS: ClassVar[tuple[str, ...]] = spoiling.ways(("q", "cos", "sin"), ())
+    def ways(self) -> tuple[str, ...]:
+        return spoiling.ways(("q", "cos", "sin"), ()) if self.call in _OPS else ()
 
-    def meaningless(self) -> str:
-        if self.call not in ("rope", "rope_"):
-            if self.place.startswith("positions") or self.conjugate or self.tables_by_sequence:
-                return "flash-attn's functions do not have that"
-            if self.spoilt:
-                return "what is spoilt is not there"
-        if self.call == "apply_rotary_emb" and not self.alone:
-            return "it rotates one tensor"
-        if self.call == "apply_rotary_emb_qkv_" and (
-            self.alone or self.heads != self.kv_heads or self.layout
-        ):
-            return "q, k and v are in one tensor"
-        if self.backward and self.call != "rope":
-            return "gradients are of what is not in place"
-        if self.call == "rope_" and any(word.startswith("repeated") for word in self.layout):
-            return "what shares memory cannot be written"
-        if self.columns < 0 or self.columns % 2:
-            return "columns are rotated in pairs"
-        if self.spoilt and self.spoilt not in self.WAYS:
-            return "what is spoilt is not there"
-        return ""
+    def conflicts(self) -> dict[str, Any]:
+        in_one_tensor = self.call == "apply_rotary_emb_qkv_"
+        return {
+            "flash-attn's functions take no positions": self.call in _FUNCTIONS
+            and self.place.startswith("positions"),
+            "it rotates one tensor": self.call == "apply_rotary_emb" and not self.alone,
+            "q, k and v are in one tensor": in_one_tensor and self.heads != self.kv_heads,
+            "what shares memory cannot be written": self.call == "rope_"
+            and any(word.startswith("repeated") for word in self.layout),
+            "columns are rotated in pairs": self.columns < 0 or self.columns % 2,
+        }
 
-    def refused(self) -> str:
-        if self.columns > self.head_dim:
-            return "more rotated columns than there are"
-        return super().refused()
+    def illegal(self) -> dict[str, Any]:
+        return {"more rotated columns than there are": self.columns > self.head_dim}
 
-
-def draw(r: random.Random) -> Rotation:
-    """Any meaningful case. One of twelve must be refused."""
-    while True:
-        head_dim = r.choice((2, 8, 7, 32, 64, 64, 80, 128, 256))
-        call = r.choice(_CALLS)
-        heads, kv_heads = r.choice(((1, 1), (4, 1), (4, 2), (3, 3), (1, 5)))
-        case = Rotation(
-            call=call,
-            seed=r.randrange(2**31),
-            spoilt=r.choice(Rotation.WAYS) if r.random() < 1 / 16 else "",
-            dtype=r.choice(tensors.DTYPES),
-            batch=r.choice((0, 1, 1, 2, 3)),
-            heads=heads,
-            kv_heads=heads if "qkv" in call else kv_heads,
-            length=r.choice((0, 1, 1, 2, 7, 33, 65)),
-            head_dim=head_dim,
-            columns=r.choice((0, 2, head_dim // 4 * 2, head_dim // 2 * 2, head_dim // 2 * 2)),
-            interleaved=r.random() < 0.5,
-            conjugate=r.random() < 0.3,
-            place=r.choice(("", "offset", "offsets", "positions", "positions of each")),
-            table_dtype=r.choice(tensors.DTYPES),
-            tables_by_sequence=r.random() < 0.3,
-            alone=call == "apply_rotary_emb" or ("qkv" not in call and r.random() < 0.3),
-            backward=r.random() < 0.3,
-            values=r.choice(tensors.KINDS) if r.random() < 0.3 else "normal",
-            layout=r.choice(_LAYOUTS),
-        )
-        if not case.meaningless() and (not case.refused() or case.spoilt or r.random() < 0.5):
-            return case
-
-
-def vary(case: Rotation, r: random.Random) -> Rotation:
-    """Another length, batch and place."""
-    other = draw(r)
-    changes: dict[str, Any] = {"length": other.length, "batch": other.batch}
-    varied = dataclasses.replace(case, **changes, place=other.place, seed=other.seed)
-    same = not varied.meaningless() and bool(varied.refused()) == bool(case.refused())
-    return varied if same else dataclasses.replace(case, seed=other.seed)
+    def wrong(self) -> list[dict[str, Any]]:
+        return [{"columns": self.head_dim + 2 + self.head_dim % 2}]
 
 
 def prepare(case: Rotation, device: torch.device) -> Prepared:
@@ -149,7 +112,7 @@ def prepare(case: Rotation, device: torch.device) -> Prepared:
     for seed, (name, heads) in enumerate((("q", case.heads), ("k", case.kv_heads))):
         shape = (case.batch, heads, case.length, case.head_dim)
         x = numbers(*shape, kind=case.values, seed=case.seed + 2 + seed, dtype=dtype)
-        sides[name] = tensors.expanded(x, case.layout)
+        sides[name] = expanded(x, case.layout)
     if case.alone:
         del sides["k"]
     tables = {"cos": memory.place("cos", cos), "sin": memory.place("sin", sin)}

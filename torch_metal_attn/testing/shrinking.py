@@ -10,6 +10,8 @@ from torch_metal_attn.testing.running import Outcome
 
 # The time limit; after it the simplest case so far is returned.
 SHRINK_SECONDS = 120.0
+# Head dims that tiles or the blocks of a format fill.
+_FULL = (8, 32)
 
 
 def shrink(case: Case, outcome: Outcome, run: Callable[[Case], Outcome]) -> tuple[Case, Outcome]:
@@ -35,22 +37,44 @@ def shrink(case: Case, outcome: Outcome, run: Callable[[Case], Outcome]) -> tupl
 
 
 def _simpler(case: Case) -> Iterator[Case]:
-    """The largest steps first: whole fields at their defaults, then halves, then one less."""
-    yield from case.smaller()
+    """The largest steps first: sequences, sizes, fields at their defaults; then smaller values."""
+    by_sequence = {n: getattr(case, n) for n in case.OF_SEQUENCES if case.has(n)}
+    count = max((_count(value) for value in by_sequence.values()), default=0)
+    for b in range(count if count > 1 else 0):
+        yield dataclasses.replace(case, **{n: _without(x, b) for n, x in by_sequence.items()})
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(case)}
+    for names in case.SIZES:
+        sizes = {n: getattr(case, n) for n in names if case.has(n)}
+        for less in (*_FULL, *_fewer(max(sizes.values(), default=0))):
+            smaller = {n: min(size, max(less, defaults[n])) for n, size in sizes.items()}
+            if smaller != sizes:
+                yield dataclasses.replace(case, **smaller)
     for field in dataclasses.fields(case):
         value = getattr(case, field.name)
-        if field.name in ("call", "spoilt") or value == field.default:
-            continue
-        for less in _less(value, field.default):
-            yield dataclasses.replace(case, **{field.name: less})
+        if field.name not in ("call", "spoilt") and value != field.default:
+            for less in (field.default, *_less(value, field.default)):
+                yield dataclasses.replace(case, **{field.name: less})
+
+
+def _count(of_sequences: Any) -> int:
+    return of_sequences if isinstance(of_sequences, int) else len(of_sequences or ())
+
+
+def _without(of_sequences: Any, b: int) -> Any:
+    if isinstance(of_sequences, int):
+        return of_sequences - 1
+    return of_sequences and of_sequences[:b] + of_sequences[b + 1 :]
+
+
+def _fewer(n: int) -> Iterator[int]:
+    """Smaller counts to try for n, the smallest first."""
+    return (less for less in dict.fromkeys((0, 1, n // 2, n - 1)) if 0 <= less < n)
 
 
 def _less(value: Any, default: Any) -> Iterator[Any]:
-    yield default
-    if isinstance(value, tuple):  # of words; tuples of sizes are made smaller by `smaller`
-        if value and isinstance(value[0], str):
-            for i in range(len(value)):
-                yield value[:i] + value[i + 1 :]
+    if isinstance(value, tuple):
+        yield from (value[:i] + value[i + 1 :] for i in range(len(value)))
+        yield from _smaller(value)
     elif isinstance(value, str) and " " in value:  # a mask and its dimensions
         kind, dims = value.split(" ", 1)
         if set(dims) <= set("bhqk"):
@@ -60,3 +84,14 @@ def _less(value: Any, default: Any) -> Iterator[Any]:
         for step in (value // 2, value - 1):
             if abs(step - default) < abs(value - default):
                 yield step
+
+
+def _smaller(counts: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+    """The same counts, or pairs of them, with one reduced, or both of a pair."""
+    for i, n in enumerate(counts):
+        lesser: list[Any] = []
+        if isinstance(n, tuple):
+            lesser = [*_smaller(n), *((less,) * len(n) for less in _fewer(min(n)))]
+        elif isinstance(n, int):
+            lesser = list(_fewer(n))
+        yield from ((*counts[:i], less, *counts[i + 1 :]) for less in lesser)

@@ -1,18 +1,15 @@
 """Cases of softmax, softmax_ and apply_causal_mask_, and their gradients."""
 
-import dataclasses
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_metal_attn.testing import spoiling, tensors
-from torch_metal_attn.testing.case import Case, Prepared, shorter
+from torch_metal_attn.testing.case import Case, Prepared, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.judge import (
     ROUNDING,
     Measure,
@@ -21,10 +18,23 @@ from torch_metal_attn.testing.judge import (
     same_bits,
     worst_of,
 )
-from torch_metal_attn.testing.tensors import Layout, Memory, dtype_of, numbers
+from torch_metal_attn.testing.tensors import Memory, dtype_of, numbers
 
 _CALLS = ("softmax", "softmax_", "apply_causal_mask_")
-_LAYOUTS: tuple[Layout, ...] = ((), ("padded 3",), ("order 10",), ("order 10", "padded 5"))
+
+
+def _shape(r: random.Random, case: "Softmax") -> tuple[int, ...]:
+    """Of at most 30000 elements."""
+    shape: tuple[int, ...] = (r.choice((1, 2, 5, 33, 1500)),)
+    for _ in range(r.choice((0, 1, 1, 2, 3))):
+        fits = [n for n in (0, 1, 2, 3, 7, 33, 65, 300) if n * math.prod(shape) <= 30000]
+        shape += (r.choice(fits),)
+    return shape
+
+
+def _dim(r: random.Random, case: "Softmax") -> int:
+    rank = len(case.shape)
+    return r.choice((-1, -1, r.randrange(-rank, rank), rank - 1))
 
 
 @dataclass(frozen=True)
@@ -34,79 +44,30 @@ class Softmax(Case):
     Attributes: hidden: the share of -inf. q_offset: for apply_causal_mask_.
     """
 
-    call: str = "softmax"
-    shape: tuple[int, ...] = (1,)
-    dim: int = -1
-    q_offset: int = 0
-    hidden: float = 0.0
-    backward: bool = False
-    values: str = "normal"
-    layout: Layout = ()
+    call: str = field("softmax", one_of(*_CALLS))
+    shape: tuple[int, ...] = field((1,), _shape)
+    dim: int = field(-1, _dim, calls=_CALLS[:2])
+    q_offset: int = field(0, lambda r, case: r.randint(-40, 40), calls=_CALLS[2:])
+    hidden: float = field(0.0, one_of(0.0, 0.0, 0.3, 1.0))
+    backward: bool = field(False, chance(0.3), calls=_CALLS[:1])
+    values: str = kinds()
+    layout: tuple[str, ...] = layout(("padded 3",), ("order 10",), ("order 10", "padded 5"))
 
-    WAYS: ClassVar[tuple[str, ...]] = spoiling.ways(("x",), ())
+    def ways(self) -> tuple[str, ...]:
+        return ("dtype of x",) if self.call != "apply_causal_mask_" else ()
 
-    def meaningless(self) -> str:
-        if self.layout and len(self.shape) < 2:
-            return "one dimension has one order"
-        if self.backward and self.call != "softmax":
-            return "gradients are of what is not in place"
-        if self.call == "apply_causal_mask_" and (self.dim != -1 or len(self.shape) < 2):
-            return "a mask has two dimensions"
-        if self.call != "apply_causal_mask_" and self.q_offset:
-            return "softmax has no offset"
-        if self.spoilt and (self.spoilt != "dtype of x" or self.call == "apply_causal_mask_"):
-            return "what is spoilt is not there"
-        return ""
+    def conflicts(self) -> dict[str, Any]:
+        return {
+            "one dimension has one order": self.layout and len(self.shape) < 2,
+            "a mask has two dimensions": self.call == "apply_causal_mask_" and len(self.shape) < 2,
+        }
 
-    def refused(self) -> str:
-        if not -len(self.shape) <= self.dim < len(self.shape):
-            return "a dimension that is not there"
-        return super().refused()
+    def illegal(self) -> dict[str, Any]:
+        rank = len(self.shape)
+        return {"a dimension that is not there": not -rank <= self.dim < rank}
 
-    def smaller(self) -> Iterator["Softmax"]:
-        for shape in shorter(self.shape):
-            yield dataclasses.replace(self, shape=shape)
-        for i in range(len(self.shape)):
-            if len(self.shape) > 1:
-                yield dataclasses.replace(self, shape=self.shape[:i] + self.shape[i + 1 :])
-
-
-def draw(r: random.Random) -> Softmax:
-    """Any meaningful case. A few must be refused."""
-    while True:
-        call = r.choice(_CALLS)
-        shape = tuple(
-            r.choice((0, 1, 2, 3, 7, 33, 65, 300) if i else (1, 2, 5, 33, 1500))
-            for i in range(r.choice((1, 2, 2, 3, 4)))
-        )
-        if math.prod(shape) > 30000:
-            continue
-        rank = len(shape)
-        case = Softmax(
-            call=call,
-            seed=r.randrange(2**31),
-            spoilt="dtype of x" if r.random() < 0.04 else "",
-            dtype=r.choice(tensors.DTYPES),
-            shape=shape,
-            dim=r.choice((-1, -1, r.randrange(-rank, rank), rank + (r.random() < 0.3) - 1)),
-            q_offset=r.randint(-40, 40),
-            hidden=r.choice((0.0, 0.0, 0.3, 1.0)),
-            backward=r.random() < 0.3,
-            values=r.choice((*tensors.KINDS, "normal", "normal")),
-            layout=r.choice(_LAYOUTS),
-        )
-        if call == "apply_causal_mask_":
-            case = dataclasses.replace(case, dim=-1)
-        else:
-            case = dataclasses.replace(case, q_offset=0)
-        if not case.meaningless():
-            return case
-
-
-def vary(case: Softmax, r: random.Random) -> Softmax:
-    """Other values."""
-    values = r.choice((*tensors.KINDS, "normal"))
-    return dataclasses.replace(case, seed=r.randrange(2**31), values=values)
+    def wrong(self) -> list[dict[str, Any]]:
+        return [{"dim": len(self.shape)}]
 
 
 def prepare(case: Softmax, device: torch.device) -> Prepared:

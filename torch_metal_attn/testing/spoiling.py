@@ -1,6 +1,5 @@
 """Makes one argument of any call wrong, so that the call must be refused."""
 
-import random
 from typing import Any
 
 import torch
@@ -13,11 +12,6 @@ def ways(tensors: tuple[str, ...], rows: tuple[str, ...]) -> tuple[str, ...]:
     """What `spoil` can do. rows: the tensors whose last dimension must be dense."""
     general = tuple(f"{way} of {name}" for name in tensors for way in _WAYS)
     return general + tuple(f"strides of {name}" for name in rows)
-
-
-def pick(r: random.Random, tensors: tuple[str, ...], rows: tuple[str, ...]) -> str:
-    """One of the ways."""
-    return r.choice(ways(tensors, rows))
 
 
 def spoil(arguments: dict[str, Any], how: str) -> dict[str, Any]:

@@ -353,6 +353,15 @@ def _copy_pages(given: dict[str, Any]) -> Cost:
     return Cost(0, 2 * src.numel() * page + 2 * src.nbytes)
 
 
+def scaled(value: float) -> str:
+    """Three digits and a decimal prefix: 12345 becomes 12.3 k."""
+    for prefix in ("", " k", " M", " G", " T", " P"):
+        if abs(value) < 999.5 or prefix == " P":
+            break
+        value /= 1000
+    return f"{value:.3g}{prefix}"
+
+
 _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "flash_fwd": _forward,
     "flex_fwd": _forward,

@@ -21,7 +21,7 @@ using torch::stable::Tensor;
 constexpr int kMaxHeadDimQk = 576;
 constexpr char kMaskNames[] = "bool, float32, float16 or bfloat16";
 
-void check_equal(const char* name, int64_t size, const char* other_name, int64_t other,
+void check_equal(ArgumentName name, int64_t size, ArgumentName other_name, int64_t other,
                  const char* what) {
   check(size == other, name, " has ", what, " of ", size, " and ", other_name, " of ", other,
         "; they must be equal");
@@ -61,8 +61,8 @@ Element check_operands(const FlashFwdArguments& a, KvFormat& format) {
   check_equal("k", kv_columns(a.k, format), "q", a.q.size(rank - 1), "a head dim");
   const int64_t heads = a.q.size(1);
   const int64_t kv_heads = a.k.size(1);
-  check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "q has ", heads, " heads and k ",
-        kv_heads, "; k's must divide q's");
+  check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "`q` has ", heads, " heads and `k` ",
+        kv_heads, "; `k`'s must divide `q`'s");
   for (const auto& [name, tensor] : {std::pair{"q", &a.q}, {"k", &a.k}, {"v", &a.v}}) {
     check_last_stride(name, *tensor);
     check_storage(name, *tensor);
@@ -72,8 +72,8 @@ Element check_operands(const FlashFwdArguments& a, KvFormat& format) {
 
 double checked_scale(const FlashFwdOptions& options, int head_dim) {
   const double scale = options.softmax_scale.value_or(1.0 / std::sqrt(double(head_dim)));
-  check(std::isfinite(static_cast<float>(scale * std::numbers::log2e)), "softmax_scale is ", scale,
-        "; it must be finite in float32");
+  check(std::isfinite(static_cast<float>(scale * std::numbers::log2e)), "`softmax_scale` is ",
+        scale, "; it must be finite in float32");
   return scale;
 }
 
@@ -81,19 +81,19 @@ void check_numbers(const FlashFwdOptions& o, double scale) {
   const float cap = static_cast<float>(o.softcap * std::numbers::log2e);
   check(o.softcap == 0.0 || (cap > 0.0f && std::isfinite(cap) &&
                              std::isfinite(static_cast<float>(scale / o.softcap))),
-        "softcap is ", o.softcap, "; it must be 0 (off) or positive and finite in float32");
-  check(!o.causal || o.window_size_right <= 0, "window_size_right is ", o.window_size_right,
+        "`softcap` is ", o.softcap, "; it must be 0 (off) or positive and finite in float32");
+  check(!o.causal || o.window_size_right <= 0, "`window_size_right` is ", o.window_size_right,
         " with causal=True, which makes it 0; leave it at -1");
-  check(0 <= o.attention_chunk && o.attention_chunk <= kMaxLength, "attention_chunk is ",
+  check(0 <= o.attention_chunk && o.attention_chunk <= kMaxLength, "`attention_chunk` is ",
         o.attention_chunk, "; it must be 0 (off) or in 1..", kMaxLength);
   const int64_t offset = o.q_offset.value_or(0);
-  check(-kMaxLength <= offset && offset <= kMaxLength, "q_offset is ", offset, "; it must be in -",
-        kMaxLength, "..", kMaxLength);
+  check(-kMaxLength <= offset && offset <= kMaxLength, "`q_offset` is ", offset,
+        "; it must be in -", kMaxLength, "..", kMaxLength);
 }
 
 // Every sequence's length is in 0..longest.
-void check_steps(const char* name, const Tensor& cu_seqlens, int64_t longest,
-                 const char* longest_name) {
+void check_steps(ArgumentName name, const Tensor& cu_seqlens, int64_t longest,
+                 ArgumentName longest_name) {
   const int32_t* ends = values_on_cpu(cu_seqlens);
   for (int64_t i = 1; ends != nullptr && i < cu_seqlens.numel(); ++i) {
     const int64_t length = int64_t{ends[i]} - ends[i - 1];
@@ -104,8 +104,8 @@ void check_steps(const char* name, const Tensor& cu_seqlens, int64_t longest,
   }
 }
 
-void check_cu_seqlens(const char* name, const Tensor& cu_seqlens, int64_t total, int64_t longest,
-                      const char* longest_name) {
+void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total, int64_t longest,
+                      ArgumentName longest_name) {
   const int32_t* ends = values_on_cpu(cu_seqlens);
   if (ends == nullptr) {
     return;
@@ -119,7 +119,7 @@ void check_cu_seqlens(const char* name, const Tensor& cu_seqlens, int64_t total,
 // Fills the sizes of `call`.
 void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   const Packing& packing = *a.packing;
-  for (const auto& [name, tensor] : {std::pair{"cu_seqlens_q", &packing.cu_seqlens_q},
+  for (const auto& [name, tensor] : {std::pair{ArgumentName("cu_seqlens_q"), &packing.cu_seqlens_q},
                                      {"cu_seqlens_k", &packing.cu_seqlens_k}}) {
     check_device(name, *tensor);
     check_same_device(name, *tensor, "q", a.q);
@@ -128,8 +128,8 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   }
   check_equal("cu_seqlens_k", packing.cu_seqlens_k.numel(), "cu_seqlens_q",
               packing.cu_seqlens_q.numel(), "a length");
-  for (const auto& [name, size] :
-       {std::pair{"max_seqlen_q", packing.max_seqlen_q}, {"max_seqlen_k", packing.max_seqlen_k}}) {
+  for (const auto& [name, size] : {std::pair{ArgumentName("max_seqlen_q"), packing.max_seqlen_q},
+                                   {"max_seqlen_k", packing.max_seqlen_k}}) {
     check(0 <= size && size <= kMaxLength, name, " is ", size, "; it must be in 0..", kMaxLength);
   }
   call.batch = check_length("cu_seqlens_q", packing.cu_seqlens_q, 0, "length") - 1;
@@ -184,7 +184,7 @@ std::vector<SeenKeys> seen_keys(const FlashFwdArguments& a, const FlashFwdCall& 
 }
 
 // Per-sequence lengths: at most the keys that the sequence has.
-void check_lengths(const char* name, const std::optional<Tensor>& lengths,
+void check_lengths(ArgumentName name, const std::optional<Tensor>& lengths,
                    const FlashFwdArguments& a, const FlashFwdCall& call) {
   if (!lengths) {
     return;
@@ -202,7 +202,7 @@ void check_lengths(const char* name, const std::optional<Tensor>& lengths,
     const int32_t keys = ends != nullptr ? ends[b + 1] - ends[b] : call.kv_length;
     check(0 <= values[b] && values[b] <= keys, name, "[", b, "] is ", values[b],
           "; it must be in 0..", keys, ", the keys ",
-          a.cache.block_table && ends == nullptr ? "in the pages that block_table has for" : "of",
+          a.cache.block_table && ends == nullptr ? "in the pages that `block_table` has for" : "of",
           " sequence ", b);
   }
 }
@@ -224,7 +224,7 @@ bool has_aligned_pairs(const Tensor& mask, int32_t kv_length) {
 }
 
 // A mask's or a bias's shape and memory; `element` is that of a bias.
-MaskOperand check_mask_operand(const char* name, const Tensor& mask, Element element,
+MaskOperand check_mask_operand(ArgumentName name, const Tensor& mask, Element element,
                                const FlashFwdArguments& a, const FlashFwdCall& call) {
   check_device(name, mask);
   check_same_device(name, mask, "q", a.q);
@@ -235,7 +235,7 @@ MaskOperand check_mask_operand(const char* name, const Tensor& mask, Element ele
 
 void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeatures& features) {
   call.bias = a.options.attn_bias;
-  const char* bias_name = "attn_bias";
+  ArgumentName bias_name = "attn_bias";
   if (const std::optional<Tensor>& mask = a.options.attn_mask) {
     check_known_dtype("attn_mask", *mask, kMaskNames);
     if (dtype_of(*mask) == ScalarType::Bool) {
@@ -244,8 +244,9 @@ void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeature
     } else {
       check(dtype_of(*mask) == ScalarType::Float || dtype_of(*mask) == ScalarType::Half ||
                 dtype_of(*mask) == ScalarType::BFloat16,
-            "attn_mask has dtype ", dtype_text(*mask), "; it must be ", kMaskNames);
-      check(!call.bias, "attn_mask is floating and attn_bias is given too; add the two yourself");
+            "`attn_mask` has dtype ", dtype_text(*mask), "; it must be ", kMaskNames);
+      check(!call.bias,
+            "`attn_mask` is floating and `attn_bias` is given too; add the two yourself");
       call.bias = mask;
       bias_name = "attn_mask";
     }
@@ -262,11 +263,11 @@ void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
     check_device("alibi_slopes", *slopes);
     check_same_device("alibi_slopes", *slopes, "q", a.q);
     check_known_dtype("alibi_slopes", *slopes, "float32");
-    check(dtype_of(*slopes) == ScalarType::Float, "alibi_slopes has dtype ", dtype_text(*slopes),
+    check(dtype_of(*slopes) == ScalarType::Float, "`alibi_slopes` has dtype ", dtype_text(*slopes),
           "; it must be float32");
     check_shape("alibi_slopes", *slopes, {{call.heads}, {call.batch, call.heads}});
-    check(call.heads < 2 || slopes->stride(slopes->dim() - 1) == 1, "alibi_slopes has strides ",
-          stride_text(*slopes), "; the last must be 1: call alibi_slopes.contiguous() first");
+    check(call.heads < 2 || slopes->stride(slopes->dim() - 1) == 1, "`alibi_slopes` has strides ",
+          stride_text(*slopes), "; the last must be 1: call `alibi_slopes`.contiguous() first");
     check_storage("alibi_slopes", *slopes);
     features.alibi = true;
   }
@@ -276,7 +277,7 @@ void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
 }
 
 struct RotaryTable {
-  const char* name;
+  ArgumentName name;
   const std::optional<Tensor>& tensor;
   int32_t length;
 };
@@ -325,12 +326,12 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
         "; they must be alike");
   }
   check(first != nullptr || !o.rotary_interleaved,
-        "rotary_interleaved is True and no rotary table is given");
+        "`rotary_interleaved` is True and no rotary table is given");
   if (first != nullptr) {
     check(!o.k_rotary_cos || features.cache.format == KvFormat::kPlain,
-          "k_rotary_cos is given and k is quantised; rotate keys before they are quantised");
-    check(!o.k_rotary_cos || !features.cache.element, "k_rotary_cos is given and k has dtype ",
-          dtype_text(a.k), " and q ", dtype_text(a.q), "; rotate keys before they are rounded");
+          "`k_rotary_cos` is given and `k` is quantised; rotate keys before they are quantised");
+    check(!o.k_rotary_cos || !features.cache.element, "`k_rotary_cos` is given and `k` has dtype ",
+          dtype_text(a.k), " and `q` ", dtype_text(a.q), "; rotate keys before they are rounded");
     const Tensor& table = *first->tensor;
     features.rotary = FusedRotary{check_element(first->name, table),
                                   static_cast<int>(2 * table.size(table.dim() - 1)),
@@ -343,11 +344,11 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
 
 void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
   const FlashFwdOptions& o = a.options;
-  check(0.0 <= o.dropout_p && o.dropout_p <= 1.0, "dropout_p is ", o.dropout_p,
+  check(0.0 <= o.dropout_p && o.dropout_p <= 1.0, "`dropout_p` is ", o.dropout_p,
         "; it must be in 0..1");
   features.dropout = o.dropout_p > 0.0;
-  check(features.dropout == o.rng_state.has_value(), "dropout_p is ", o.dropout_p,
-        " and rng_state is ", o.rng_state ? "given" : "None",
+  check(features.dropout == o.rng_state.has_value(), "`dropout_p` is ", o.dropout_p,
+        " and `rng_state` is ", o.rng_state ? "given" : "None",
         "; dropout needs a random state, and nothing else does");
   if (!o.rng_state) {
     return;
@@ -356,7 +357,7 @@ void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
   check_device("rng_state", state);
   check_same_device("rng_state", state, "q", a.q);
   check_known_dtype("rng_state", state, "int64");
-  check(dtype_of(state) == ScalarType::Long, "rng_state has dtype ", dtype_text(state),
+  check(dtype_of(state) == ScalarType::Long, "`rng_state` has dtype ", dtype_text(state),
         "; it must be int64");
   check_shape("rng_state", state, {{2}});
   check_last_stride("rng_state", state);
@@ -385,7 +386,7 @@ void check_output_size(const FlashFwdCall& call) {
   const double rows = p.features.varlen ? double(call.q_total) : double(call.batch) * call.q_length;
   const double bytes =
       rows * call.heads * std::max<double>(p.head_dim_v * element_bytes(p.element), sizeof(float));
-  check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "q has ",
+  check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "`q` has ",
         rows * call.heads, " rows; out would be over 2^63 bytes");
 }
 

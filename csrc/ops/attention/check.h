@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "csrc/ops/attention/types.h"
+#include "csrc/problem/attention.h"
 
 namespace metal_attn {
 

@@ -3,7 +3,8 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "csrc/ops/attention/types.h"
+#include "csrc/ops/common/check.h"
+#include "csrc/problem/attention.h"
 
 namespace metal_attn {
 
@@ -11,14 +12,14 @@ namespace metal_attn {
 void check_differentiable(const FlashFwdArguments& forward);
 
 // Of the shape that the forward's out has, and of q's dtype.
-void check_like_out(const char* name, const torch::stable::Tensor& tensor,
+void check_like_out(ArgumentName name, const torch::stable::Tensor& tensor,
                     const FlashFwdArguments& forward);
 
 // Of the shape that the forward's softmax_lse has, float32.
-void check_statistics(const char* name, const torch::stable::Tensor& tensor,
+void check_statistics(ArgumentName name, const torch::stable::Tensor& tensor,
                       const FlashFwdArguments& forward);
 
 // As an op of this package returned it.
-void check_contiguous(const char* name, const torch::stable::Tensor& tensor);
+void check_contiguous(ArgumentName name, const torch::stable::Tensor& tensor);
 
 }  // namespace metal_attn

@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "csrc/ops/attention/types.h"
+#include "csrc/problem/attention.h"
 #include "csrc/runtime/launch.h"
 #include "shaders/params.h"
 

@@ -15,7 +15,7 @@
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
-#include "csrc/ops/common/strides.h"
+#include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
 #include "csrc/tiles/flash_bwd_tensor.h"
@@ -61,7 +61,7 @@ FlashBwdSpecialisation choose_tile(const FlashFwdProblem& problem, const FlashFw
         tensor_tiles ? choose_flash_bwd_tensor(problem, dkv, exact_delta, on)
         : dkv        ? choose_flash_bwd_dkv(problem, exact_delta, on)
                      : choose_flash_bwd_dq(problem, exact_delta, on);
-    check(found.has_value(), "q has a head dim of ", problem.head_dim_qk, " and v of ",
+    check(found.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
           problem.head_dim_v, "; in ", dtype_text(q),
           " their gradients need more threadgroup memory than there is: use smaller head dims or "
           "a 16-bit dtype");

@@ -14,7 +14,7 @@
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
-#include "csrc/ops/common/strides.h"
+#include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd_bias.h"
 #include "csrc/tiles/shared.h"
@@ -63,10 +63,11 @@ std::array<int64_t, 4> slope_sizes(const Tensor& slopes) {
 FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   const FlashFwdArguments& f = a.forward;
   const FlashFwdCall forward = analyse_score_gradient(a);
-  check(slopes || forward.bias,
-        "attn_bias is None and attn_mask is not floating; one of them must be, for its gradient");
+  check(
+      slopes || forward.bias,
+      "`attn_bias` is None and `attn_mask` is not floating; one of them must be, for its gradient");
   check(!slopes || f.options.alibi_slopes,
-        "alibi_slopes is None; it must be float32, for its gradient");
+        "`alibi_slopes` is None; it must be float32, for its gradient");
 
   const FlashBwdBiasSpecialisation specialisation =
       choose_score_gradient(forward.problem, f.q, slopes ? "alibi_slopes" : "attn_bias");
@@ -92,7 +93,7 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
     call.shared_tiles *= is_shared ? all[dim] : 1;
   }
   constexpr double kMaxTiles = 4e18;
-  check(shared < kMaxTiles, "q has ", shared,
+  check(shared < kMaxTiles, "`q` has ", shared,
         " tiles of scores that share one element; they must be fewer than 2^62");
   if (f.q.numel() == 0 || f.k.numel() == 0) {
     call.shared_tiles = 0;
@@ -105,7 +106,7 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   const double columns = double(owned[3]) * call.splits * specialisation.threads();
   constexpr double kMaxGrid = std::numeric_limits<int32_t>::max();
   check(columns <= kMaxGrid && double(owned[0]) * owned[1] <= kMaxGrid,
-        slopes ? "alibi_slopes" : "attn_bias", " has shape ", shape_text(like),
+        slopes ? "`alibi_slopes`" : "`attn_bias`", " has shape ", shape_text(like),
         "; its gradient's grid would be over 2^31 threads");
   call.threadgroups = {static_cast<uint32_t>(owned[3] * call.splits),
                        static_cast<uint32_t>(owned[2]), static_cast<uint32_t>(owned[0] * owned[1])};
@@ -218,7 +219,7 @@ FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& a) {
 FlashBwdBiasSpecialisation choose_score_gradient(const FlashFwdProblem& problem, const Tensor& q,
                                                  const char* of) {
   const auto specialisation = choose_flash_bwd_bias(problem, gpu());
-  check(specialisation.has_value(), "q has a head dim of ", problem.head_dim_qk, " and v of ",
+  check(specialisation.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
         problem.head_dim_v, "; in ", dtype_text(q), " the gradient of ", of,
         " needs more threadgroup memory than there is: use smaller head dims or a 16-bit dtype");
   return *specialisation;

@@ -4,8 +4,8 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "csrc/ops/attention/types.h"
 #include "csrc/ops/common/json.h"
+#include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/tiles/flash_bwd_bias.h"
 

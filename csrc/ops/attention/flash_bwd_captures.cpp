@@ -14,7 +14,7 @@
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
-#include "csrc/ops/common/strides.h"
+#include "csrc/problem/strides.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -78,7 +78,7 @@ Share analyse_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::s
                             std::max(room, int64_t{1}));
   share.copies = share.splits * simdgroups;
   constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();
-  check(share.owned <= kMaxGrid, "q has ", share.owned,
+  check(share.owned <= kMaxGrid, "`q` has ", share.owned,
         " tiles of queries in all heads; they must be fewer than 2^31");
   return share;
 }

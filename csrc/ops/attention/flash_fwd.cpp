@@ -1,5 +1,7 @@
 #include "csrc/ops/attention/flash_fwd.h"
 
+#include <limits>
+
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flex.h"
@@ -10,7 +12,7 @@
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/json.h"
-#include "csrc/ops/common/strides.h"
+#include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_fwd_tensor.h"
 #include "csrc/tiles/remember.h"
@@ -34,6 +36,24 @@ const char* own_problem(const FlashFwdProblem& problem) {
              : own;
 }
 
+// Throws std::invalid_argument for a grid that Metal cannot count.
+std::array<uint32_t, 3> threadgroups_of(const FlashFwdCall& call, const FlashFwdSpecialisation& s) {
+  // Metal's positions in the grid are 32-bit, counted in threads.
+  const int64_t block_q = s.block_q();
+  const int64_t blocks =
+      tiles_of(call.q_length, block_q, s.features.q_block(), s.features.ordered());
+  const int64_t max_blocks = std::numeric_limits<uint32_t>::max() / s.threads();
+  check(blocks <= max_blocks, "`q` has a length of ", call.q_length, "; with head dims ",
+        s.head_dim_qk, " and ", s.head_dim_v, " it must be at most ", max_blocks * block_q);
+  const int64_t columns = int64_t{call.heads} * s.v_slices();
+  check(columns <= kMaxLength, "`q` has ", call.heads, " heads; with a head dim of ", s.head_dim_v,
+        " of `v` it must be at most ", kMaxLength / s.v_slices());
+  // Packed: one more row of the grid writes the rows of no sequence.
+  const int64_t sequences = int64_t{call.batch} + (s.features.varlen ? 1 : 0);
+  return {static_cast<uint32_t>(std::max<int64_t>(blocks, s.features.varlen ? 1 : 0)),
+          static_cast<uint32_t>(columns), static_cast<uint32_t>(sequences)};
+}
+
 MaskTile mask_tile(const FlashFwdSpecialisation& s) {
   return {s.block_q(), s.block_k, FlexWalk::kOverKeys};
 }
@@ -51,7 +71,7 @@ ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
                                 : choose_flash_fwd(call.problem, on);
   });
   s.features.mask_blocks = skips_mask_blocks(call);
-  return {call, s, flash_fwd_threadgroups(call, s)};
+  return {call, s, threadgroups_of(call, s)};
 }
 
 Tensor new_out(const FlashFwdArguments& a, int64_t head_dim_v) {

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <tuple>
 
-#include "csrc/ops/attention/types.h"
 #include "csrc/ops/common/json.h"
+#include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/tiles/flash_fwd.h"
 

@@ -37,12 +37,12 @@ std::vector<int64_t> ranks_of(const FlexOptions& flex) {
   return ranks;
 }
 
-const char* checked(const char* name, const std::string& text, const std::vector<int64_t>& ranks) {
+const char* checked(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks) {
   check_flex_text(name, text, ranks);
   return interned(text);
 }
 
-const char* checked_if_any(const char* name, const std::string& text,
+const char* checked_if_any(ArgumentName name, const std::string& text,
                            const std::vector<int64_t>& ranks) {
   return text.empty() ? nullptr : checked(name, text, ranks);
 }
@@ -105,8 +105,8 @@ std::string check_captures(const FlexOptions& flex, const Tensor& q) {
 }
 
 struct List {
-  const char* counts_name;
-  const char* indices_name;
+  ArgumentName counts_name;
+  ArgumentName indices_name;
   const std::optional<Tensor>& counts;
   const std::optional<Tensor>& indices;
 };
@@ -122,7 +122,7 @@ std::array<List, 2> lists_of(const FlexOptions& f, FlexWalk walk) {
 
 int64_t blocks_of(int64_t rows, int64_t block) { return (rows + block - 1) / block; }
 
-void check_list_shape(const char* name, const Tensor& tensor, int64_t rank, int64_t rows,
+void check_list_shape(ArgumentName name, const Tensor& tensor, int64_t rank, int64_t rows,
                       const Tensor& q, const FlashFwdCall& call) {
   check_device(name, tensor);
   check_same_device(name, tensor, "q", q);
@@ -204,7 +204,7 @@ void check_order(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
     return;
   }
   const bool over_keys = walk == FlexWalk::kOverKeys;
-  const char* name = over_keys ? "kv_order" : "q_order";
+  ArgumentName name = over_keys ? "kv_order" : "q_order";
   check(lists_of(flex, walk)[0].counts.has_value(), name, " is given and ",
         lists_of(flex, walk)[0].counts_name, " is not; an order is that of a BlockMask's lists");
   check_device(name, *order);
@@ -223,7 +223,7 @@ void check_order(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
   check_storage(name, *order);
 }
 
-void check_block_size(const char* name, int64_t size) {
+void check_block_size(ArgumentName name, int64_t size) {
   check(kSmallestBlock <= size && size <= kLargestBlock && size % 8 == 0, name, " is ", size,
         "; it must be a multiple of 8 in ", kSmallestBlock, "..", kLargestBlock);
 }
@@ -244,7 +244,8 @@ FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwd
   if (!flex.kv_num_blocks) {
     check(flex.q_block_size == 0 && flex.kv_block_size == 0 && !flex.q_num_blocks &&
               !flex.kv_order && !flex.q_order,
-          "block sizes, q_num_blocks or an order are given and kv_num_blocks is not; give all of a "
+          "block sizes, `q_num_blocks` or an order are given and `kv_num_blocks` is not; give all "
+          "of a "
           "BlockMask");
     return features;
   }
@@ -257,16 +258,17 @@ FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwd
   check_order(flex, FlexWalk::kOverKeys, q, call);
   check_order(flex, FlexWalk::kOverQueries, q, call);
   features.ordered = starts_in_order(flex, FlexWalk::kOverKeys);
-  check(!flex.q_num_blocks || full_queries == features.full_blocks, "full_q_num_blocks is ",
-        full_queries ? "given" : "None", " and full_kv_num_blocks is ",
+  check(!flex.q_num_blocks || full_queries == features.full_blocks, "`full_q_num_blocks` is ",
+        full_queries ? "given" : "None", " and `full_kv_num_blocks` is ",
         features.full_blocks ? "given" : "None", "; give both or neither");
   return features;
 }
 
 void check_flex_gradients(const FlexOptions& flex) {
-  check(!flex.kv_num_blocks || flex.q_num_blocks,
-        "q_num_blocks is None; the gradients of a call with a BlockMask need its transposed lists: "
-        "BlockMask.from_kv_blocks makes them with compute_q_blocks=True");
+  check(
+      !flex.kv_num_blocks || flex.q_num_blocks,
+      "`q_num_blocks` is None; the gradients of a call with a BlockMask need its transposed lists: "
+      "BlockMask.from_kv_blocks makes them with compute_q_blocks=True");
   check(flex.score.empty() == flex.slope.empty(), "score is ",
         flex.score.empty() ? "empty" : "given", " and slope is ",
         flex.slope.empty() ? "empty" : "given", "; give both or neither");
@@ -276,17 +278,17 @@ void check_shares(const FlexOptions& flex) {
   check(flex.places.size() == flex.shares.size() &&
             flex.share_captures.size() == flex.shares.size() &&
             flex.share_owners.size() == flex.shares.size(),
-        "shares, places, share_captures and share_owners have ", flex.shares.size(), ", ",
+        "`shares`, `places`, `share_captures` and `share_owners` have ", flex.shares.size(), ", ",
         flex.places.size(), ", ", flex.share_captures.size(), " and ", flex.share_owners.size(),
         " entries; they must have the same number");
 }
 
 FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::size_t share) {
   const int64_t number = flex.share_captures[share];
-  check(0 <= number && number < static_cast<int64_t>(flex.captures.size()), "share_captures[",
+  check(0 <= number && number < static_cast<int64_t>(flex.captures.size()), "`share_captures`[",
         share, "] is ", number, "; there are ", flex.captures.size(), " captures");
   constexpr int64_t kOwners = kOwnBatch | kOwnHead | kOwnQuery | kOwnKey;
-  check((flex.share_owners[share] & ~kOwners) == 0, "share_owners[", share, "] is ",
+  check((flex.share_owners[share] & ~kOwners) == 0, "`share_owners`[", share, "] is ",
         flex.share_owners[share], "; it must be in 0..", kOwners);
   const std::vector<int64_t> ranks = ranks_of(flex);
   features.slope = nullptr;
@@ -359,8 +361,8 @@ void append_block_order(Launch& launch, const FlashFwdArguments& a, FlexWalk wal
   }
   const auto [x, y, z] = launch.threadgroups;
   check(double(x) * y * z <= double(std::numeric_limits<uint32_t>::max()),
-        walk == FlexWalk::kOverKeys ? "kv_order" : "q_order", " is given for a grid of ", x, " x ",
-        y, " x ", z, " threadgroups; they must be fewer than 2^32");
+        walk == FlexWalk::kOverKeys ? "`kv_order`" : "`q_order`", " is given for a grid of ", x,
+        " x ", y, " x ", z, " threadgroups; they must be fewer than 2^32");
   launch.buffers.push_back({FLEX_BLOCK_ORDER, *order_of(*a.flex, walk), false});
 }
 

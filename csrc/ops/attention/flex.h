@@ -6,7 +6,7 @@
 
 #include <cstddef>
 
-#include "csrc/ops/attention/types.h"
+#include "csrc/problem/attention.h"
 #include "csrc/runtime/launch.h"
 #include "shaders/params.h"
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/ops/attention/types.h"
+#include "csrc/problem/attention.h"
 #include "csrc/runtime/torch_call.h"
 
 // The forward runs without `slope`, the transposed lists and what begins with `share`: autograd

@@ -78,7 +78,7 @@ bool numbered(std::string_view word, std::string_view prefix) {
 // One pass over the words of a text.
 class Reader {
  public:
-  Reader(const char* name, const std::string& text, const std::vector<int64_t>& ranks)
+  Reader(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks)
       : name_(name), text_(text), ranks_(ranks) {
     advance();
   }
@@ -244,7 +244,7 @@ class Reader {
     skip("]");
   }
 
-  const char* name_;
+  ArgumentName name_;
   const std::string& text_;
   const std::vector<int64_t>& ranks_;
   std::string_view word_;
@@ -254,7 +254,8 @@ class Reader {
 
 }  // namespace
 
-void check_flex_text(const char* name, const std::string& text, const std::vector<int64_t>& ranks) {
+void check_flex_text(ArgumentName name, const std::string& text,
+                     const std::vector<int64_t>& ranks) {
   Reader(name, text, ranks).read();
 }
 

@@ -9,8 +9,8 @@
 #include <string>
 
 #include "csrc/ops/attention/flex.h"
-#include "csrc/ops/attention/types.h"
 #include "csrc/ops/common/json.h"
+#include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/launch.h"
 #include "shaders/params.h"

@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <optional>
 
-#include "csrc/ops/attention/options.h"
-#include "csrc/ops/attention/types.h"
 #include "csrc/ops/cache/schema.h"
+#include "csrc/problem/attention.h"
+#include "csrc/problem/options.h"
 
 // What a list of options.h makes of each entry: its part of a schema, of a function's parameters,
 // and of a struct's values.

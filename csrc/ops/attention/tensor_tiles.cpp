@@ -14,12 +14,12 @@
 #include "csrc/ops/attention/tensor_check.h"
 #include "csrc/ops/attention/tf32.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/problem/gpu.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/probe.h"
 #include "csrc/runtime/probe_tensor.h"
 #include "csrc/runtime/trial_note.h"
-#include "csrc/tiles/gpu.h"
 
 namespace metal_attn {
 namespace {

@@ -11,7 +11,7 @@
 #include <optional>
 #include <string>
 
-#include "csrc/ops/attention/types.h"
+#include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "csrc/ops/common/element.h"
+#include "csrc/problem/element.h"
 
 namespace metal_attn {
 

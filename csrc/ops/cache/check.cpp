@@ -10,29 +10,15 @@ namespace metal_attn {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-const char* format_name(KvFormat format) {
-  switch (format) {
-    case KvFormat::kPlain:
-      return "not quantised";
-    case KvFormat::kQ8_0:
-      return "q8_0";
-    case KvFormat::kQ4_0:
-      return "q4_0";
-    case KvFormat::kFp8E4m3:
-      return "fp8_e4m3";
-  }
-  return "";
-}
-
 namespace {
 
 constexpr char kKvNames[] =
     "float32, float16 or bfloat16, or int8, uint8 or float8_e4m3fn with a scale";
 
 struct QuantisedOperand {
-  const char* name;
+  ArgumentName name;
   const Tensor& data;
-  const char* scale_name;
+  ArgumentName scale_name;
   const std::optional<Tensor>& scale;
 };
 
@@ -42,7 +28,8 @@ std::array<QuantisedOperand, 2> quantised_operands(const CacheOptions& o, const 
 }
 
 // Half precision serves float32 queries too; nothing else is converted.
-void check_stored_dtype(const char* name, const Tensor& data, const char* q_name, const Tensor& q) {
+void check_stored_dtype(ArgumentName name, const Tensor& data, ArgumentName q_name,
+                        const Tensor& q) {
   const ScalarType dtype = dtype_of(data);
   if (dtype_of(q) != ScalarType::Float) {
     check_same_dtype(name, data, q_name, q);
@@ -52,7 +39,7 @@ void check_stored_dtype(const char* name, const Tensor& data, const char* q_name
         name, " has dtype ", dtype_text(data), " and ", q_name, " float32; it must be ", kKvNames);
 }
 
-KvFormat format_of(const QuantisedOperand& operand, const char* q_name, const Tensor& q) {
+KvFormat format_of(const QuantisedOperand& operand, ArgumentName q_name, const Tensor& q) {
   const auto& [name, data, scale_name, scale] = operand;
   check_known_dtype(name, data, kKvNames);
   std::optional<ScalarType> kind;
@@ -101,15 +88,16 @@ void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, 
   check_device("block_table", table);
   check_same_device("block_table", table, o.names.q, q);
   check_known_dtype("block_table", table, "int32");
-  check(dtype_of(table) == ScalarType::Int, "block_table has dtype ", dtype_text(table),
+  check(dtype_of(table) == ScalarType::Int, "`block_table` has dtype ", dtype_text(table),
         "; it must be int32");
-  check(table.dim() == 2 && table.size(0) == batch, "block_table has shape ", shape_text(table),
+  check(table.dim() == 2 && table.size(0) == batch, "`block_table` has shape ", shape_text(table),
         "; it must be (", batch, ", max_blocks)");
   check_last_stride("block_table", table);
   check_storage("block_table", table);
   const int32_t page = check_length(o.names.k, k, 2, "page size");
-  check(page > 0, o.names.k, " has pages of 0 keys; with block_table they must have at least 1");
-  check(table.size(1) <= kMaxLength / page, "block_table has ", table.size(1), " pages of ", page,
+  check(page > 0, ArgumentName(o.names.k),
+        " has pages of 0 keys; with `block_table` they must have at least 1");
+  check(table.size(1) <= kMaxLength / page, "`block_table` has ", table.size(1), " pages of ", page,
         " keys a sequence; together they must be at most ", kMaxLength, " keys");
 }
 
@@ -160,7 +148,7 @@ const char* cache_layout(const CacheOptions& o) {
 int32_t check_cache_capacity(const CacheOptions& o, const Tensor& k, const Tensor& q,
                              int32_t batch) {
   check(!(o.block_table && o.cache_batch_idx),
-        "cache_batch_idx is given with block_table, which says already where each sequence is; "
+        "`cache_batch_idx` is given with `block_table`, which says already where each sequence is; "
         "give one of them");
   check_length(o.names.k, k, 0, o.block_table ? "number of pages" : "batch");
   if (o.block_table) {
@@ -181,8 +169,8 @@ void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vecto
   const int64_t batch = static_cast<int64_t>(seen.size());
   if (const int32_t* indices = o.cache_batch_idx ? values_on_cpu(*o.cache_batch_idx) : nullptr) {
     for (int64_t b = 0; b < batch; ++b) {
-      check(0 <= indices[b] && indices[b] < size, "cache_batch_idx[", b, "] is ", indices[b],
-            "; it must be in 0..", size - 1, ", the batch of ", o.names.k);
+      check(0 <= indices[b] && indices[b] < size, "`cache_batch_idx`[", b, "] is ", indices[b],
+            "; it must be in 0..", size - 1, ", the batch of ", ArgumentName(o.names.k));
     }
   }
   if (const int32_t* pages = o.block_table ? values_on_cpu(*o.block_table) : nullptr) {
@@ -191,8 +179,9 @@ void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vecto
       const int32_t* row = pages + b * o.block_table->stride(0);
       const SeenKeys& keys = seen[static_cast<std::size_t>(b)];
       for (int64_t place = keys.begin / page; place * page < keys.end; ++place) {
-        check(0 <= row[place] && row[place] < size, "block_table[", b, ", ", place, "] is ",
-              row[place], "; it must be in 0..", size - 1, ", the pages of ", o.names.k);
+        check(0 <= row[place] && row[place] < size, "`block_table`[", b, ", ", place, "] is ",
+              row[place], "; it must be in 0..", size - 1, ", the pages of ",
+              ArgumentName(o.names.k));
       }
     }
   }

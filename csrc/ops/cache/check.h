@@ -7,12 +7,9 @@
 #include <optional>
 #include <vector>
 
-#include "csrc/ops/cache/types.h"
+#include "csrc/problem/cache.h"
 
 namespace metal_attn {
-
-// "q8_0".
-const char* format_name(KvFormat format);
 
 // What the dtypes of k and v and of their scales tell, and whether they may be together.
 KvFormat check_kv_format(const CacheOptions& options, const torch::stable::Tensor& q,

@@ -19,12 +19,13 @@ using torch::stable::Tensor;
 constexpr char kNewLayout[] = "(batch, heads, length, head_dim)";
 
 struct Named {
-  const char* name;
+  ArgumentName name;
   const Tensor* tensor;
 };
 
 // The tensors that are given.
-std::vector<Named> given(std::initializer_list<std::pair<const char*, const OptionalTensor*>> all) {
+std::vector<Named> given(
+    std::initializer_list<std::pair<ArgumentName, const OptionalTensor*>> all) {
   std::vector<Named> result;
   for (const auto& [name, tensor] : all) {
     if (tensor->has_value()) {
@@ -34,13 +35,13 @@ std::vector<Named> given(std::initializer_list<std::pair<const char*, const Opti
   return result;
 }
 
-void check_both(const char* name, const OptionalTensor& tensor, const char* other_name,
+void check_both(ArgumentName name, const OptionalTensor& tensor, ArgumentName other_name,
                 const OptionalTensor& other) {
   check(tensor.has_value() == other.has_value(), "only one of ", name, " and ", other_name,
         " is given; give both or neither");
 }
 
-void check_rows(const char* name, const Tensor& tensor, const char* layout) {
+void check_rows(ArgumentName name, const Tensor& tensor, const char* layout) {
   check_rank(name, tensor, 4, layout);
   check_last_stride(name, tensor);
   check_storage(name, tensor);
@@ -91,17 +92,17 @@ void check_indices(const AppendKvArguments& a, AppendKvProblem& p) {
     check_index(name, *tensor);
     check_shape(name, *tensor, {{p.batch}});
   }
-  check(a.cache.indexed() || p.cache_size == p.batch, "k_cache has a batch of ", p.cache_size,
-        " and k of ", p.batch, "; without cache_batch_idx they must be equal");
-  check(p.length <= p.capacity, "k has a length of ", p.length, " and k_cache room for ",
+  check(a.cache.indexed() || p.cache_size == p.batch, "`k_cache` has a batch of ", p.cache_size,
+        " and `k` of ", p.batch, "; without `cache_batch_idx` they must be equal");
+  check(p.length <= p.capacity, "`k` has a length of ", p.length, " and `k_cache` room for ",
         p.capacity, " rows of a sequence");
 }
 
 void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   check_both("rotary_cos", a.rotary_cos, "rotary_sin", a.rotary_sin);
   if (!a.rotary_cos) {
-    check(!a.q, "q is given and rotary_cos is not, which is all that q is for");
-    check(!a.rotary_interleaved, "rotary_interleaved is True and rotary_cos is not given");
+    check(!a.q, "`q` is given and `rotary_cos` is not, which is all that `q` is for");
+    check(!a.rotary_interleaved, "`rotary_interleaved` is True and `rotary_cos` is not given");
     return;
   }
   const Tensor& cos = *a.rotary_cos;
@@ -118,9 +119,9 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   check_shape("rotary_sin", sin, {{cos.size(0), cos.size(1)}});
   p.table_element = check_element("rotary_cos", cos);
   p.table_rows = check_length("rotary_cos", cos, 0, "number of rows");
-  check(p.table_rows > 0, "rotary_cos has no rows");
-  check(2 * cos.size(1) <= p.head_dim_qk, "rotary_cos has ", cos.size(1),
-        " columns and k a head dim of ", p.head_dim_qk, "; they must be at most half of it");
+  check(p.table_rows > 0, "`rotary_cos` has no rows");
+  check(2 * cos.size(1) <= p.head_dim_qk, "`rotary_cos` has ", cos.size(1),
+        " columns and `k` a head dim of ", p.head_dim_qk, "; they must be at most half of it");
   p.pairs = static_cast<int32_t>(cos.size(1));
   if (a.q) {
     check_device("q", *a.q);
@@ -209,7 +210,7 @@ void check_written_once(const AppendKvArguments& a, const AppendKvProblem& p,
     check(one.place != other.place || one.end <= other.begin, "sequences ",
           std::min(one.sequence, other.sequence), " and ", std::max(one.sequence, other.sequence),
           " both write row ", other.begin, " of ", a.cache.block_table ? "page " : "batch ",
-          one.place, " of k_cache");
+          one.place, " of `k_cache`");
   }
 }
 
@@ -226,18 +227,19 @@ void check_values(const AppendKvArguments& a, const AppendKvProblem& p) {
   std::vector<SeenKeys> new_keys;
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t first = seqlens != nullptr ? seqlens[b] : 0;
-    check(first >= 0 && first + p.length <= p.capacity, "cache_seqlens[", b, "] is ", first,
-          " and k has ", p.length, " new rows; together they must be in 0..", p.capacity,
+    check(first >= 0 && first + p.length <= p.capacity, "`cache_seqlens`[", b, "] is ", first,
+          " and `k` has ", p.length, " new rows; together they must be in 0..", p.capacity,
           ", the rows ",
-          a.cache.block_table ? "in the pages that block_table has" : "that k_cache has",
+          a.cache.block_table ? "in the pages that `block_table` has" : "that `k_cache` has",
           " for sequence ", b);
     new_keys.push_back({first, first + p.length});
     const int64_t padding = leftpad != nullptr ? leftpad[b] : 0;
-    check(padding >= 0, "leftpad_k[", b, "] is ", padding, "; it must be at least 0");
+    check(padding >= 0, "`leftpad_k`[", b, "] is ", padding, "; it must be at least 0");
     const int64_t begin = first - (subtracts ? padding : 0);
     check(!a.rotary_cos || rotary_rows == 0 || (begin >= 0 && begin + rotary_rows <= p.table_rows),
           "sequence ", b, " asks for rows ", begin, " to ", begin + rotary_rows - 1,
-          " of rotary_cos (from ", subtracts ? "cache_seqlens - leftpad_k" : "cache_seqlens",
+          " of `rotary_cos` (from ",
+          subtracts ? "`cache_seqlens` - `leftpad_k`" : "`cache_seqlens`",
           " on); they must be in 0..", p.table_rows - 1);
   }
   if (p.length > 0) {

@@ -1,7 +1,7 @@
 // What append_kv refuses, and what is left to know about its arguments.
 #pragma once
 
-#include "csrc/ops/cache/types.h"
+#include "csrc/problem/cache.h"
 
 namespace metal_attn {
 

@@ -6,6 +6,7 @@
 
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/grid.h"
+#include "csrc/problem/rope.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -80,18 +81,6 @@ int64_t word_bytes(const Tensor& cache, const std::vector<Run>& runs) {
 
 }  // namespace
 
-int kv_load_bytes(Element element, KvFormat format) {
-  const int columns = 16 / element_bytes(element);
-  switch (format) {
-    case KvFormat::kPlain:
-      return 16;
-    case KvFormat::kQ4_0:
-      return columns / 2;
-    default:
-      return columns;
-  }
-}
-
 AppendWidths append_widths(const AppendKvArguments& a, const AppendKvProblem& p) {
   const bool whole_units = p.head_dim_qk % kUnitColumns == 0 && p.head_dim_v % kUnitColumns == 0;
   const int store_bytes = kv_load_bytes(Element::kHalf, p.format);
@@ -124,8 +113,8 @@ AppendKvSpecialisation choose_append_kv(const AppendKvArguments& a, const Append
   }
   s.threads = static_cast<uint32_t>(
       std::min<int64_t>(divide_up(work, kSimdgroupThreads) * kSimdgroupThreads, APPEND_THREADS));
-  check(blocks * s.threads <= std::numeric_limits<uint32_t>::max(), "k has a length of ", p.length,
-        " and q of ", p.q_length, "; Metal counts at most 2^32 - 1 threads");
+  check(blocks * s.threads <= std::numeric_limits<uint32_t>::max(), "`k` has a length of ",
+        p.length, " and `q` of ", p.q_length, "; Metal counts at most 2^32 - 1 threads");
   s.threadgroups = {static_cast<uint32_t>(blocks), static_cast<uint32_t>(head_groups),
                     static_cast<uint32_t>(p.batch)};
   return s;
@@ -182,7 +171,7 @@ CopyPagesSpecialisation choose_copy_pages(const Tensor& cache, const Tensor& src
   int64_t words = 1;
   for (std::size_t i = 0; i < runs.size(); ++i) {
     const bool fits = !__builtin_mul_overflow(words, runs[i].size, &words);
-    check(fits && words <= kMaxLength, "cache has shape ", shape_text(cache),
+    check(fits && words <= kMaxLength, "`cache` has shape ", shape_text(cache),
           "; a page may be at most ", kMaxLength, " words of ", s.word_bytes, " bytes");
     s.words.sizes[i] = static_cast<uint32_t>(runs[i].size);
     s.words.strides[i] = i == 0 ? 1 : runs[i].stride * element / s.word_bytes;

@@ -6,14 +6,11 @@
 #include <array>
 #include <cstdint>
 
-#include "csrc/ops/cache/types.h"
 #include "csrc/ops/rope/rotation.h"
+#include "csrc/problem/cache.h"
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {
-
-// Bytes that 16 bytes of `element` are made of: those of one load of k or v.
-int kv_load_bytes(Element element, KvFormat format);
 
 // Columns of new rows that a thread moves at a time.
 inline constexpr int kUnitColumns = 8;

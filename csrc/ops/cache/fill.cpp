@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "csrc/ops/common/strides.h"
+#include "csrc/problem/strides.h"
 
 namespace metal_attn {
 

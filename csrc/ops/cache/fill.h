@@ -5,7 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "csrc/ops/cache/choose.h"
-#include "csrc/ops/cache/types.h"
+#include "csrc/problem/cache.h"
 #include "csrc/runtime/launch.h"
 #include "shaders/params.h"
 

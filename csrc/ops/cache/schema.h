@@ -2,7 +2,7 @@
 // AppendKvArguments.
 #pragma once
 
-#include "csrc/ops/cache/types.h"
+#include "csrc/problem/cache.h"
 
 // In the order of CacheOptions.
 #define FLASH_CACHE_OPTIONS                                  \

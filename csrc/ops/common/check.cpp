@@ -12,16 +12,21 @@
 namespace {
 
 thread_local std::string t_refusal;
+thread_local std::string t_marked;
 
 }  // namespace
 
-bool metal_attn_refused(const char* text) { return t_refusal == text; }
+const char* metal_attn_refusal(const char* text) {
+  return t_refusal == text ? t_marked.c_str() : nullptr;
+}
 
 namespace metal_attn {
 
-void refuse(const std::string& text) {
-  t_refusal = text;
-  throw std::invalid_argument(text);
+void refuse(const std::string& marked) {
+  t_marked = marked;
+  t_refusal = marked;
+  std::erase(t_refusal, '`');
+  throw std::invalid_argument(t_refusal);
 }
 
 namespace {
@@ -67,6 +72,12 @@ void write_list(std::ostream& out, IntHeaderOnlyArrayRef values) {
   out << (values.size() == 1 ? ",)" : ")");
 }
 
+void write_marked(std::ostream& out, IntHeaderOnlyArrayRef values) {
+  out << '`';
+  write_list(out, values);
+  out << '`';
+}
+
 void write_device(std::ostream& out, const Tensor& tensor) {
   const auto device = tensor.device();
   switch (device.type()) {
@@ -109,11 +120,11 @@ std::string list_text(IntHeaderOnlyArrayRef values) {
 }
 
 TensorText shape_text(const Tensor& tensor) {
-  return {[](std::ostream& out, const Tensor& t) { write_list(out, t.sizes()); }, tensor};
+  return {[](std::ostream& out, const Tensor& t) { write_marked(out, t.sizes()); }, tensor};
 }
 
 TensorText stride_text(const Tensor& tensor) {
-  return {[](std::ostream& out, const Tensor& t) { write_list(out, t.strides()); }, tensor};
+  return {[](std::ostream& out, const Tensor& t) { write_marked(out, t.strides()); }, tensor};
 }
 
 TensorText dtype_text(const Tensor& tensor) {
@@ -183,7 +194,7 @@ ScalarType dtype_of(const Tensor& tensor) {
   return dtype ? *dtype : tensor.scalar_type();
 }
 
-void check_device(const char* name, const Tensor& tensor) {
+void check_device(ArgumentName name, const Tensor& tensor) {
   check(tensor.defined(), name, " is None; it must be a tensor");
   const int32_t type = place_of(tensor).type;
   check(type == aoti_torch_device_type_mps() || type == aoti_torch_device_type_cpu() ||
@@ -194,14 +205,14 @@ void check_device(const char* name, const Tensor& tensor) {
         ".to_dense() first");
 }
 
-void check_same_device(const char* name, const Tensor& tensor, const char* other_name,
+void check_same_device(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                        const Tensor& other) {
   check(place_of(tensor) == place_of(other), name, " is on ", device_text(tensor), " and ",
         other_name, " on ", device_text(other), "; they must be on one device");
 }
 
 // The stable ABI has no name for every dtype: it throws for quantized, 4-bit and shell ones.
-void check_known_dtype(const char* name, const Tensor& tensor, const char* allowed) {
+void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allowed) {
   if (likely_dtype(tensor)) {
     return;
   }
@@ -215,7 +226,7 @@ void check_known_dtype(const char* name, const Tensor& tensor, const char* allow
   }
 }
 
-Element check_element(const char* name, const Tensor& tensor) {
+Element check_element(ArgumentName name, const Tensor& tensor) {
   check_known_dtype(name, tensor, kElementNames);
   const std::optional<Element> element = element_of(dtype_of(tensor));
   check(element.has_value(), name, " has dtype ", dtype_text(tensor), "; it must be ",
@@ -223,52 +234,54 @@ Element check_element(const char* name, const Tensor& tensor) {
   return *element;
 }
 
-Element check_element(const char* name, ScalarType dtype) {
+Element check_element(ArgumentName name, ScalarType dtype) {
   const std::optional<Element> element = element_of(dtype);
   check(element.has_value(), name, " is ", dtype_name(dtype), "; it must be ", kElementNames);
   return *element;
 }
 
-void check_same_dtype(const char* name, const Tensor& tensor, const char* other_name,
+void check_same_dtype(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                       const Tensor& other) {
   check_known_dtype(name, tensor, kElementNames);
   check(dtype_of(tensor) == dtype_of(other), name, " has dtype ", dtype_text(tensor), " and ",
         other_name, " ", dtype_text(other), "; they must be alike");
 }
 
-void check_rank(const char* name, const Tensor& tensor, int64_t rank, const char* layout) {
+void check_rank(ArgumentName name, const Tensor& tensor, int64_t rank, const char* layout) {
   check(tensor.dim() == rank, name, " has ", tensor.dim(), " dimensions, shape ",
-        shape_text(tensor), "; it must have ", rank, ": ", layout);
+        shape_text(tensor), "; it must have ", rank, ": `", layout, "`");
 }
 
-int32_t check_length(const char* name, const Tensor& tensor, int64_t dim, const char* what) {
+int32_t check_length(ArgumentName name, const Tensor& tensor, int64_t dim, const char* what) {
   const int64_t length = tensor.size(dim);
   check(length >= 0 && length <= kMaxLength, name, " has a ", what, " of ", length,
         "; it must be in 0..", kMaxLength);
   return static_cast<int32_t>(length);
 }
 
-int check_head_dim(const char* name, int64_t head_dim, int max) {
+int check_head_dim(ArgumentName name, int64_t head_dim, int max) {
   check(head_dim >= 1 && head_dim <= max, name, " has a head dim of ", head_dim,
         "; it must be in 1..", max);
   return static_cast<int>(head_dim);
 }
 
-void check_shape(const char* name, const Tensor& tensor,
+void check_shape(ArgumentName name, const Tensor& tensor,
                  std::initializer_list<IntHeaderOnlyArrayRef> allowed) {
   for (const IntHeaderOnlyArrayRef shape : allowed) {
     if (same_sizes(tensor, shape)) {
       return;
     }
   }
-  std::string texts;
+  std::ostringstream texts;
   for (const IntHeaderOnlyArrayRef shape : allowed) {
-    texts += (texts.empty() ? "" : " or ") + list_text(shape);
+    texts << (texts.tellp() > 0 ? " or " : "");
+    write_marked(texts, shape);
   }
-  check(false, name, " has shape ", shape_text(tensor), "; it must be ", texts);
+  check(false, name, " has shape ", shape_text(tensor), "; it must be ", texts.str());
 }
 
-void check_broadcasts(const char* name, const Tensor& tensor, const std::array<int64_t, 4>& shape) {
+void check_broadcasts(ArgumentName name, const Tensor& tensor,
+                      const std::array<int64_t, 4>& shape) {
   const int64_t rank = tensor.dim();
   bool fits = rank >= 1 && rank <= 4;
   for (int64_t dim = 0; fits && dim < rank; ++dim) {
@@ -291,7 +304,7 @@ const int32_t* values_on_cpu(const Tensor& tensor) {
              : nullptr;
 }
 
-void check_index(const char* name, const Tensor& tensor) {
+void check_index(ArgumentName name, const Tensor& tensor) {
   check_known_dtype(name, tensor, "int32");
   check(dtype_of(tensor) == ScalarType::Int, name, " has dtype ", dtype_text(tensor),
         "; it must be int32");
@@ -301,7 +314,7 @@ void check_index(const char* name, const Tensor& tensor) {
   check_storage(name, tensor);
 }
 
-void check_statistics(const char* name, const Tensor& tensor, const char* other_name,
+void check_statistics(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                       const Tensor& other, IntHeaderOnlyArrayRef shape) {
   check_device(name, tensor);
   check_same_device(name, tensor, other_name, other);
@@ -312,18 +325,19 @@ void check_statistics(const char* name, const Tensor& tensor, const char* other_
   check_storage(name, tensor);
 }
 
-Element check_sink(const Tensor& sink, int64_t heads, const char* other_name, const Tensor& other) {
+Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name,
+                   const Tensor& other) {
   check_device("learnable_sink", sink);
   check_same_device("learnable_sink", sink, other_name, other);
   const Element element = check_element("learnable_sink", sink);
   check_shape("learnable_sink", sink, {{heads}});
-  check(heads < 2 || sink.stride(0) == 1, "learnable_sink has strides ", stride_text(sink),
-        "; the last must be 1: call learnable_sink.contiguous() first");
+  check(heads < 2 || sink.stride(0) == 1, "`learnable_sink` has strides ", stride_text(sink),
+        "; the last must be 1: call `learnable_sink`.contiguous() first");
   check_storage("learnable_sink", sink);
   return element;
 }
 
-void check_last_stride(const char* name, const Tensor& tensor) {
+void check_last_stride(ArgumentName name, const Tensor& tensor) {
   // The stride of a single column, or of no elements, means nothing, and contiguous() keeps it.
   const int64_t last = tensor.dim() - 1;
   check(tensor.size(last) == 1 || tensor.stride(last) == 1 || tensor.numel() == 0, name,
@@ -331,7 +345,7 @@ void check_last_stride(const char* name, const Tensor& tensor) {
         ".contiguous() first");
 }
 
-void check_storage(const char* name, const Tensor& tensor) {
+void check_storage(ArgumentName name, const Tensor& tensor) {
   int64_t last = tensor.storage_offset();
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();

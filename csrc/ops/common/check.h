@@ -12,19 +12,35 @@
 #include <sstream>
 #include <string>
 
-#include "csrc/ops/common/element.h"
+#include "csrc/problem/element.h"
 
 extern "C" {
 
-// Whether `text` is what the last check that failed in this thread said.
-__attribute__((visibility("default"))) bool metal_attn_refused(const char* text);
+// The last refusal of this thread with its marks (see refuse), if `text` is what it said; else
+// null.
+__attribute__((visibility("default"))) const char* metal_attn_refusal(const char* text);
 
 }  // extern "C"
 
 namespace metal_attn {
 
-// Throws std::invalid_argument, and keeps the text for metal_attn_refused.
-[[noreturn]] void refuse(const std::string& text);
+// Throws std::invalid_argument with the text without its backquotes. They mark arguments' names,
+// and shapes and layouts of the op's arguments: functions that call an argument otherwise, or have
+// its dimensions in another order, replace what is marked (torch_metal_attn/call/names.py).
+[[noreturn]] void refuse(const std::string& marked);
+
+// An argument's name in a message.
+class ArgumentName {
+ public:
+  constexpr ArgumentName(const char* name) : name_(name) {}
+
+  friend std::ostream& operator<<(std::ostream& stream, const ArgumentName& argument) {
+    return stream << '`' << argument.name_ << '`';
+  }
+
+ private:
+  const char* name_;
+};
 
 // Shaders count positions in 32 bits, and step past the end by less than a block.
 inline constexpr int64_t kMaxLength = std::numeric_limits<int32_t>::max() - 1023;
@@ -74,9 +90,9 @@ bool same_sizes(const torch::stable::Tensor& tensor,
                 torch::headeronly::IntHeaderOnlyArrayRef sizes);
 
 // Not None, on mps, the CPU or meta (fake kernels check without data), and strided.
-void check_device(const char* name, const torch::stable::Tensor& tensor);
-void check_same_device(const char* name, const torch::stable::Tensor& tensor,
-                       const char* other_name, const torch::stable::Tensor& other);
+void check_device(ArgumentName name, const torch::stable::Tensor& tensor);
+void check_same_device(ArgumentName name, const torch::stable::Tensor& tensor,
+                       ArgumentName other_name, const torch::stable::Tensor& other);
 
 inline constexpr char kElementNames[] = "float32, float16 or bfloat16";
 
@@ -85,31 +101,31 @@ torch::headeronly::ScalarType dtype_of(const torch::stable::Tensor& tensor);
 
 // Before anything asks for a dtype, which throws for some dtypes. `allowed` is in the
 // message.
-void check_known_dtype(const char* name, const torch::stable::Tensor& tensor, const char* allowed);
+void check_known_dtype(ArgumentName name, const torch::stable::Tensor& tensor, const char* allowed);
 
 // float32, float16 or bfloat16.
-Element check_element(const char* name, const torch::stable::Tensor& tensor);
-Element check_element(const char* name, torch::headeronly::ScalarType dtype);
-void check_same_dtype(const char* name, const torch::stable::Tensor& tensor, const char* other_name,
-                      const torch::stable::Tensor& other);
+Element check_element(ArgumentName name, const torch::stable::Tensor& tensor);
+Element check_element(ArgumentName name, torch::headeronly::ScalarType dtype);
+void check_same_dtype(ArgumentName name, const torch::stable::Tensor& tensor,
+                      ArgumentName other_name, const torch::stable::Tensor& other);
 
 // `layout` describes the dimensions in the message: "(batch, heads, length, head_dim)".
-void check_rank(const char* name, const torch::stable::Tensor& tensor, int64_t rank,
+void check_rank(ArgumentName name, const torch::stable::Tensor& tensor, int64_t rank,
                 const char* layout);
 
 // tensor.size(dim) as int32, in 0..2^31-1.
-int32_t check_length(const char* name, const torch::stable::Tensor& tensor, int64_t dim,
+int32_t check_length(ArgumentName name, const torch::stable::Tensor& tensor, int64_t dim,
                      const char* what);
 
 // In 1..max.
-int check_head_dim(const char* name, int64_t head_dim, int max);
+int check_head_dim(ArgumentName name, int64_t head_dim, int max);
 
 // One of the shapes.
-void check_shape(const char* name, const torch::stable::Tensor& tensor,
+void check_shape(ArgumentName name, const torch::stable::Tensor& tensor,
                  std::initializer_list<torch::headeronly::IntHeaderOnlyArrayRef> allowed);
 
 // 1 to 4 dimensions that broadcast to `shape`.
-void check_broadcasts(const char* name, const torch::stable::Tensor& tensor,
+void check_broadcasts(ArgumentName name, const torch::stable::Tensor& tensor,
                       const std::array<int64_t, 4>& shape);
 
 // Whether the tensor has no data: fake kernels are checked on such.
@@ -119,21 +135,21 @@ bool is_meta(const torch::stable::Tensor& tensor);
 const int32_t* values_on_cpu(const torch::stable::Tensor& tensor);
 
 // int32, contiguous, of one dimension.
-void check_index(const char* name, const torch::stable::Tensor& tensor);
+void check_index(ArgumentName name, const torch::stable::Tensor& tensor);
 
 // float32 of this shape on `other`'s device: a number a row, as softmax_lse is.
-void check_statistics(const char* name, const torch::stable::Tensor& tensor, const char* other_name,
-                      const torch::stable::Tensor& other,
+void check_statistics(ArgumentName name, const torch::stable::Tensor& tensor,
+                      ArgumentName other_name, const torch::stable::Tensor& other,
                       torch::headeronly::IntHeaderOnlyArrayRef shape);
 
 // learnable_sink, a number a query head.
-Element check_sink(const torch::stable::Tensor& sink, int64_t heads, const char* other_name,
+Element check_sink(const torch::stable::Tensor& sink, int64_t heads, ArgumentName other_name,
                    const torch::stable::Tensor& other);
 
-void check_last_stride(const char* name, const torch::stable::Tensor& tensor);
+void check_last_stride(ArgumentName name, const torch::stable::Tensor& tensor);
 
 // Every element lies in the storage, which a caller may have shrunk under the tensor.
-void check_storage(const char* name, const torch::stable::Tensor& tensor);
+void check_storage(ArgumentName name, const torch::stable::Tensor& tensor);
 
 // Whether the tensor's first element and all its rows begin at a multiple of so many bytes.
 bool rows_aligned(const torch::stable::Tensor& tensor, int multiple);

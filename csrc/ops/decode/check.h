@@ -1,8 +1,8 @@
 // What the ops of decoding refuse, beyond what attention and the cache do.
 #pragma once
 
-#include "csrc/ops/cache/types.h"
-#include "csrc/ops/decode/types.h"
+#include "csrc/problem/cache.h"
+#include "csrc/problem/decode.h"
 
 namespace metal_attn {
 

@@ -4,8 +4,8 @@
 #include <array>
 #include <cstdint>
 
-#include "csrc/ops/attention/types.h"
-#include "csrc/ops/decode/types.h"
+#include "csrc/problem/attention.h"
+#include "csrc/problem/decode.h"
 #include "csrc/runtime/launch.h"
 #include "csrc/tiles/flash_decode.h"
 
@@ -22,6 +22,15 @@ struct FlashDecodeCall {
 
   // Queries of all heads that share a KV head.
   int64_t rows() const { return int64_t{forward.q_length} * (forward.heads / forward.kv_heads); }
+};
+
+// New keys and values that the launch appends first: none without defines.
+struct FlashDecodeAppend {
+  Defines defines;
+  torch::stable::Tensor k;
+  torch::stable::Tensor v;
+  AppendParams params;
+  bool q_advances;
 };
 
 // `forward` as checked. `appends`: the launch writes new keys first. Nothing is chosen where

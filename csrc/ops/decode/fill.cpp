@@ -4,7 +4,7 @@
 
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flex.h"
-#include "csrc/ops/common/strides.h"
+#include "csrc/problem/strides.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

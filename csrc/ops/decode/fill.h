@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "csrc/ops/decode/choose.h"
-#include "csrc/ops/decode/types.h"
+#include "csrc/problem/decode.h"
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {

@@ -7,7 +7,7 @@
 
 #include "csrc/ops/common/json.h"
 #include "csrc/ops/decode/choose.h"
-#include "csrc/ops/decode/types.h"
+#include "csrc/problem/decode.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {

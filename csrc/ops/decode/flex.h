@@ -5,8 +5,8 @@
 
 #include <tuple>
 
-#include "csrc/ops/attention/types.h"
 #include "csrc/ops/common/json.h"
+#include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {

@@ -69,7 +69,7 @@ struct Plain {
                      std::optional<double> softmax_scale, bool causal) {
     check(q.dim() == 4 && same_sizes(k, v.sizes()) && k.dim() == 4 && q.size(1) == k.size(1) &&
               dtype_of(q) == dtype_of(k),
-          "q, k and v are no plain operands of scaled_dot_product_attention");
+          "`q`, `k` and `v` are no plain operands of scaled_dot_product_attention");
     FlashFwdOptions options = first_options(softmax_scale, causal, -1, -1);
     options.q_offset = causal ? std::optional<int64_t>(0) : std::nullopt;
     return std::get<0>(metal_attn::flash_fwd({q, k, v, std::nullopt, options, {}}, backend()));

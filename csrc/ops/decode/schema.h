@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "csrc/ops/attention/schema.h"
-#include "csrc/ops/decode/types.h"
+#include "csrc/problem/decode.h"
 
 #define FLASH_DECODE_ARGUMENTS FLASH_CACHED_ARGUMENTS() ", SymInt num_splits=0"
 

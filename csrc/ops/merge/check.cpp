@@ -15,7 +15,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 // Rows of `columns` columns, counted through batch, head and row of a head.
-MergeShape merge_shape(const char* name, const Tensor& tensor, int64_t batch, int64_t heads,
+MergeShape merge_shape(ArgumentName name, const Tensor& tensor, int64_t batch, int64_t heads,
                        int64_t length, int columns) {
   int64_t rows = 0;
   const bool countable = !__builtin_mul_overflow(batch, heads, &rows) &&
@@ -27,7 +27,7 @@ MergeShape merge_shape(const char* name, const Tensor& tensor, int64_t batch, in
           static_cast<uint32_t>(length), columns};
 }
 
-void check_state(const char* name, const Tensor& out, const char* lse_name, const Tensor& lse) {
+void check_state(ArgumentName name, const Tensor& out, ArgumentName lse_name, const Tensor& lse) {
   check_last_stride(name, out);
   check_storage(name, out);
   const bool packed = out.dim() == 3;
@@ -42,7 +42,7 @@ MergeProblem check_operands(const MergeStateArguments& a) {
   check_device("out_a", out);
   p.element = check_element("out_a", out);
   const int64_t rank = out.dim();
-  check(rank == 3 || rank == 4, "out_a has ", rank, " dimensions, shape ", shape_text(out),
+  check(rank == 3 || rank == 4, "`out_a` has ", rank, " dimensions, shape ", shape_text(out),
         "; it must have 4, (batch, heads, length, head_dim), or 3, (tokens, heads, head_dim)");
   const bool packed = rank == 3;
   const int columns = check_head_dim("out_a", out.size(rank - 1), kMaxHeadDimV);
@@ -62,7 +62,7 @@ MergeProblem check_operands(const MergeStateArguments& a) {
 void check_mask(const Tensor& mask, const Tensor& out) {
   check_same_device("mask", mask, "out_a", out);
   check_known_dtype("mask", mask, "bool");
-  check(mask.scalar_type() == ScalarType::Bool, "mask has dtype ", dtype_text(mask),
+  check(mask.scalar_type() == ScalarType::Bool, "`mask` has dtype ", dtype_text(mask),
         "; it must be bool");
   check_shape("mask", mask, {out.dim() == 3 ? Dims{out.size(0)} : Dims{out.size(0), out.size(2)}});
   check_storage("mask", mask);
@@ -70,7 +70,7 @@ void check_mask(const Tensor& mask, const Tensor& out) {
 
 // What the result is written into.
 void check_written(const MergeStateArguments& a, const std::optional<Tensor>& mask) {
-  std::vector<std::pair<const char*, const Tensor*>> tensors{
+  std::vector<std::pair<ArgumentName, const Tensor*>> tensors{
       {"out_a", &a.out_a}, {"lse_a", &a.lse_a}, {"out_b", &a.out_b}, {"lse_b", &a.lse_b}};
   if (mask) {
     tensors.push_back({"mask", &*mask});
@@ -89,7 +89,7 @@ void check_written(const MergeStateArguments& a, const std::optional<Tensor>& ma
   }
 }
 
-void check_partial(const char* name, const Tensor& tensor) {
+void check_partial(ArgumentName name, const Tensor& tensor) {
   check(tensor.is_contiguous(), name, " has strides ", stride_text(tensor),
         "; it must be contiguous: call ", name, ".contiguous() first");
 }
@@ -99,7 +99,7 @@ void check_partial(const char* name, const Tensor& tensor) {
 MergeProblem check_merge_state(const MergeStateArguments& a, bool inplace,
                                const std::optional<Tensor>& mask) {
   MergeProblem p = check_operands(a);
-  check(inplace || !mask, "mask is given; only merge_state_ has one");
+  check(inplace || !mask, "`mask` is given; only merge_state_ has one");
   if (mask) {
     check_mask(*mask, a.out_a);
   }
@@ -120,7 +120,7 @@ MergeProblem check_merge_splits(const MergeSplitsArguments& a) {
   check_statistics("partial_out", partial_out, "partial_out", partial_out, sizes);
   check_partial("partial_out", partial_out);
   const int columns = check_head_dim("partial_out", sizes[4], kMaxHeadDimV);
-  check(sizes[3] >= 1 && sizes[3] <= kMaxSplits, "partial_out has ", sizes[3],
+  check(sizes[3] >= 1 && sizes[3] <= kMaxSplits, "`partial_out` has ", sizes[3],
         " splits; there must be 1 to ", kMaxSplits);
   p.shape = merge_shape("partial_out", partial_out, sizes[0], sizes[1], sizes[2], columns);
   check_statistics("partial_lse", a.partial_lse, "partial_out", partial_out,

@@ -5,7 +5,7 @@
 
 #include <optional>
 
-#include "csrc/ops/merge/types.h"
+#include "csrc/problem/merge.h"
 
 namespace metal_attn {
 

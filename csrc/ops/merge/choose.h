@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "csrc/ops/common/grid.h"
-#include "csrc/ops/merge/types.h"
+#include "csrc/problem/merge.h"
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {

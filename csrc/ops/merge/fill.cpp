@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "csrc/ops/common/strides.h"
+#include "csrc/problem/strides.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "csrc/ops/merge/choose.h"
-#include "csrc/ops/merge/types.h"
+#include "csrc/problem/merge.h"
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {

@@ -7,14 +7,14 @@
 #include <tuple>
 
 #include "csrc/ops/common/json.h"
-#include "csrc/ops/merge/types.h"
+#include "csrc/problem/merge.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
 
-// All throw std::invalid_argument for arguments other than merge/types.h describes, and sum in
-// float32. A set whose lse is -inf counts for nothing, whatever its out holds; rows of no keys are
-// 0 with -inf. With infinity_is_empty an lse of +inf means the same, as in flash-attn and vLLM.
+// All throw std::invalid_argument for arguments other than csrc/problem/merge.h describes, and sum
+// in float32. A set whose lse is -inf counts for nothing, whatever its out holds; rows of no keys
+// are 0 with -inf. With infinity_is_empty an lse of +inf means the same, as in flash-attn and vLLM.
 
 // out like out_a in dtype and memory order, and lse. Of an empty state and another, the other to
 // the bit.

@@ -6,7 +6,7 @@
 
 #include <optional>
 
-#include "csrc/ops/merge/types.h"
+#include "csrc/problem/merge.h"
 
 #define MERGE_STATE_OPTIONS ", Tensor out_b, Tensor lse_b, *, bool infinity_is_empty=False"
 #define MERGE_STATE_ARGUMENTS "(Tensor out_a, Tensor lse_a" MERGE_STATE_OPTIONS

@@ -1,7 +1,7 @@
 // What the ops of rope refuse, and what is left to know of their arguments.
 #pragma once
 
-#include "csrc/ops/rope/types.h"
+#include "csrc/problem/rope.h"
 
 namespace metal_attn {
 

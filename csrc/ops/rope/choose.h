@@ -5,7 +5,7 @@
 
 #include "csrc/ops/common/grid.h"
 #include "csrc/ops/rope/rotation.h"
-#include "csrc/ops/rope/types.h"
+#include "csrc/problem/rope.h"
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {

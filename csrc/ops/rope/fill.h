@@ -4,7 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "csrc/ops/rope/choose.h"
-#include "csrc/ops/rope/types.h"
+#include "csrc/problem/rope.h"
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {

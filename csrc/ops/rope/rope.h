@@ -6,7 +6,7 @@
 #include <tuple>
 
 #include "csrc/ops/common/json.h"
-#include "csrc/ops/rope/types.h"
+#include "csrc/problem/rope.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {

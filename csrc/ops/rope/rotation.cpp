@@ -47,9 +47,4 @@ HeadShares share_heads(double threads, int32_t heads) {
           static_cast<int32_t>(groups)};
 }
 
-bool rotates_by_chunks(Element element, int rotary_dim, bool interleaved) {
-  const int chunk = 16 / element_bytes(element);
-  return rotary_dim % (interleaved ? chunk : 2 * chunk) == 0;
-}
-
 }  // namespace metal_attn

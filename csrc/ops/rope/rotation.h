@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "csrc/ops/common/element.h"
+#include "csrc/problem/element.h"
 
 namespace metal_attn {
 
@@ -23,8 +23,5 @@ struct HeadShares {
 
 // `threads`: of one head.
 HeadShares share_heads(double threads, int32_t heads);
-
-// Whether every 16-byte chunk of the columns that are rotated meets its partners in one chunk.
-bool rotates_by_chunks(Element element, int rotary_dim, bool interleaved);
 
 }  // namespace metal_attn

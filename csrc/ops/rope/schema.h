@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "csrc/ops/rope/types.h"
+#include "csrc/problem/rope.h"
 
 // In the order of RopeArguments.
 #define ROPE_OPTIONS                                                            \

@@ -13,13 +13,13 @@ using torch::stable::Tensor;
 
 namespace {
 
-Element check_operand(const char* name, const Tensor& tensor) {
+Element check_operand(ArgumentName name, const Tensor& tensor) {
   check_device(name, tensor);
   return check_element(name, tensor);
 }
 
 // `tensor` has its rows along the last dimension already; messages are about `given`.
-SoftmaxRows check_rows(const char* name, const Tensor& tensor, const Tensor& given,
+SoftmaxRows check_rows(ArgumentName name, const Tensor& tensor, const Tensor& given,
                        Element element) {
   SoftmaxRows rows{element, 1, tensor.size(tensor.dim() - 1), false};
   bool empty = rows.length == 0;
@@ -37,7 +37,7 @@ SoftmaxRows check_rows(const char* name, const Tensor& tensor, const Tensor& giv
   return rows;
 }
 
-void check_no_overlap(const char* name, const Tensor& tensor) {
+void check_no_overlap(ArgumentName name, const Tensor& tensor) {
   check(!may_overlap_itself(tensor), name, " has shape ", shape_text(tensor), " and strides ",
         stride_text(tensor), "; written in place, no two elements may share memory: call ", name,
         ".clone() first");
@@ -51,7 +51,7 @@ bool wide_rows(const Tensor& tensor) {
 
 Tensor axis_last(const Tensor& x, int64_t dim) {
   const int64_t rank = std::max<int64_t>(x.dim(), 1);
-  check(dim >= -rank && dim < rank, "dim is ", dim, "; x has ", x.dim(),
+  check(dim >= -rank && dim < rank, "`dim` is ", dim, "; `x` has ", x.dim(),
         " dimensions, so it must be in ", -rank, "..", rank - 1);
   return x.dim() == 0 ? torch::stable::unsqueeze(x, 0) : torch::stable::transpose(x, dim, -1);
 }
@@ -69,9 +69,9 @@ SoftmaxCall check_softmax(const Tensor& x, int64_t dim, bool in_place) {
 
 SoftmaxRows check_causal_mask(const Tensor& scores, int64_t q_offset) {
   const Element element = check_operand("scores", scores);
-  check(scores.dim() >= 2, "scores has ", scores.dim(), " dimensions, shape ", shape_text(scores),
+  check(scores.dim() >= 2, "`scores` has ", scores.dim(), " dimensions, shape ", shape_text(scores),
         "; it must have 2 or more: (..., q_length, kv_length)");
-  check(q_offset >= -kMaxLength && q_offset <= kMaxLength, "q_offset is ", q_offset,
+  check(q_offset >= -kMaxLength && q_offset <= kMaxLength, "`q_offset` is ", q_offset,
         "; it must be in ", -kMaxLength, "..", kMaxLength);
   check_length("scores", scores, scores.dim() - 2, "q_length");
   check_length("scores", scores, scores.dim() - 1, "kv_length");

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "csrc/ops/softmax/types.h"
+#include "csrc/problem/softmax.h"
 
 namespace metal_attn {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "csrc/ops/common/grid.h"
-#include "csrc/ops/softmax/types.h"
+#include "csrc/problem/softmax.h"
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {

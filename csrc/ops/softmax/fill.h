@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "csrc/ops/softmax/choose.h"
-#include "csrc/ops/softmax/types.h"
+#include "csrc/problem/softmax.h"
 #include "csrc/runtime/launch.h"
 
 namespace metal_attn {

@@ -212,6 +212,7 @@ def _compile_and_link(
     shared = [
         *common,
         *ROOT.glob("csrc/ops/**/*.cpp"),
+        *ROOT.glob("csrc/problem/*.cpp"),
         *ROOT.glob("csrc/tiles/*.cpp"),
         *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),
     ]

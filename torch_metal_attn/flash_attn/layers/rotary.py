@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import torch_metal_attn.rope as rope
 from torch_metal_attn.call.arguments import check_tensor, flag, whole
-from torch_metal_attn.call.wording import Wording
+from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.reference import rotate_pairs
 
 __all__ = [
@@ -25,10 +25,10 @@ _ROPE_INPLACE = torch.ops.metal_attn.rope_.default
 
 # What errors call the arguments. Positions are computed from the offsets.
 _OFFSETS = {"seqlen_offset": "seqlen_offsets", "positions": "seqlen_offsets"}
-_OF_X = Wording({"q": "x", **_OFFSETS}, heads_third=True)
-_OF_KV = Wording({"q": "kv[:, :, 0]", **_OFFSETS}, heads_third=True)
-_OF_QKV = Wording({"q": "qkv[:, :, 0]", "k": "qkv[:, :, 1]", **_OFFSETS}, heads_third=True)
-_OF_HEADS = Wording(
+_X_NAMES = ArgumentNames({"q": "x", **_OFFSETS}, heads_third=True)
+_KV_NAMES = ArgumentNames({"q": "kv[:, :, 0]", **_OFFSETS}, heads_third=True)
+_QKV_NAMES = ArgumentNames({"q": "qkv[:, :, 0]", "k": "qkv[:, :, 1]", **_OFFSETS}, heads_third=True)
+_HEADS_NAMES = ArgumentNames(
     {
         "q": "qkv[:, :, :num_heads_q]",
         "k": "qkv[:, :, num_heads_q : num_heads_q + num_heads_k]",
@@ -135,11 +135,11 @@ def apply_rotary_emb(
 
     def rotate(target: Tensor, back: bool) -> None:
         arguments = (heads_first(target), None, cos, sin)
-        _OF_X.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
+        _X_NAMES.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
 
     if flag("inplace", inplace):
         return _in_place(x, rotate)
-    rotated, _ = _OF_X.run(_ROPE, (heads_first(x), None, cos, sin), options)
+    rotated, _ = _X_NAMES.run(_ROPE, (heads_first(x), None, cos, sin), options)
     result: Tensor = rotated.transpose(1, 2)
     return result[0] if packed else result
 
@@ -176,7 +176,7 @@ def apply_rotary_emb_qkv_(
     _check_own_tables(cos, cos_k, sin_k)
     options = _offset_options(seqlen_offsets, qkv.shape[0], qkv.shape[1])
     options["interleaved"] = flag("interleaved", interleaved)
-    wording = _OF_QKV if num_heads_q is None else _OF_HEADS
+    names = _QKV_NAMES if num_heads_q is None else _HEADS_NAMES
 
     def rotate(target: Tensor, back: bool) -> None:
         q, k = (x.transpose(1, 2) for x in _q_and_k(target, num_heads_q))
@@ -184,7 +184,7 @@ def apply_rotary_emb_qkv_(
         if cos_k is not None:
             calls = [(q, None, cos, sin), (k, None, cos_k, sin_k)]
         for arguments in calls:
-            wording.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
+            names.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
 
     return _in_place(qkv, rotate)
 
@@ -210,7 +210,7 @@ def apply_rotary_emb_kv_(
 
     def rotate(target: Tensor, back: bool) -> None:
         arguments = (target[:, :, 0].transpose(1, 2), None, cos, sin)
-        _OF_KV.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
+        _KV_NAMES.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
 
     return _in_place(kv, rotate)
 

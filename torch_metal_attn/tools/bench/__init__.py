@@ -33,7 +33,7 @@ from torch_metal_attn.tools.bench.shapes import (
     with_8x8_tiles,
 )
 from torch_metal_attn.tools.bench.timing import timer_of
-from torch_metal_attn.tools.explain.ops import scaled
+from torch_metal_attn.tools.costs import scaled
 
 __all__ = ["BadShape", "add_options", "bench"]
 

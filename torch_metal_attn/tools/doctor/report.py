@@ -7,10 +7,10 @@ import torch
 
 from torch_metal_attn.integrations.sdpa_replacement import without_numbers
 from torch_metal_attn.runtime import mps
+from torch_metal_attn.tools.costs import scaled
 from torch_metal_attn.tools.doctor.attention import OURS, PACKED, Attention
 from torch_metal_attn.tools.doctor.torch_on_mps import UNFUSED
 from torch_metal_attn.tools.doctor.watch import Watch
-from torch_metal_attn.tools.explain.ops import scaled
 from torch_metal_attn.tools.text_table import WIDTH, aligned
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 

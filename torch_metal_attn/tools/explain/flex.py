@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from torch_metal_attn.flex.attention import planned
-from torch_metal_attn.sdpa import WORDING
+from torch_metal_attn.sdpa import NAMES
 from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.explain.ops import Explanation, explain_op
 
@@ -18,7 +18,7 @@ def explain_flex(*arguments: Any, backward: bool = False, **options: Any) -> Exp
         return Explanation(op="flex_fwd", refusal=str(error))
     found = explain_op("flex_fwd", call.operands, given, backward=backward)
     if found.refusal is not None:
-        return dataclasses.replace(found, refusal=WORDING.of(found.refusal))
+        return dataclasses.replace(found, refusal=NAMES.text(found.refusal))
     if call.blocks is None:
         return found
     skipped = 1 - costs.listed_share({"k": call.key} | given)

@@ -16,7 +16,7 @@ from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.quantisation import columns
 from torch_metal_attn.runtime import extension, session
 from torch_metal_attn.tools import costs
-from torch_metal_attn.tools.costs import Cost
+from torch_metal_attn.tools.costs import Cost, scaled
 
 
 @dataclass(frozen=True)
@@ -143,15 +143,6 @@ class Explanation:
 def shown(defines: dict[str, str]) -> str:
     """A specialisation in one line."""
     return " ".join(f"{name}={value}" for name, value in defines.items())
-
-
-def scaled(value: float) -> str:
-    """Three digits and a decimal prefix: 12345 becomes 12.3 k."""
-    for prefix in ("", " k", " M", " G", " T", " P"):
-        if abs(value) < 999.5 or prefix == " P":
-            break
-        value /= 1000
-    return f"{value:.3g}{prefix}"
 
 
 def cost_text(cost: Cost) -> str:

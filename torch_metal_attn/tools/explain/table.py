@@ -4,8 +4,9 @@ import re
 from collections.abc import Sequence
 from itertools import groupby
 
+from torch_metal_attn.tools.costs import scaled
 from torch_metal_attn.tools.explain.layer_call import LayerCall, known_cost
-from torch_metal_attn.tools.explain.ops import scaled, shown
+from torch_metal_attn.tools.explain.ops import shown
 from torch_metal_attn.tools.text_table import aligned
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a module's path

@@ -1,4 +1,4 @@
-"""Processes that each run a share of the cases, watched by the process that started them."""
+"""Processes that run cases, watched by the process that started them."""
 
 import multiprocessing
 import signal
@@ -18,8 +18,8 @@ from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.running import Outcome
 from torch_metal_attn.testing.shrinking import SHRINK_SECONDS, shrink
 
-Draw = Callable[[int, int], Case]
 _PERIOD = 0.5  # seconds between two looks at the clock
+_READY = "ready"
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,15 @@ class _Worker:
     case: tuple[int, Case] | None = None  # the one that it runs
     since: float = 0.0
     shrinking: Outcome | None = None
-    done: bool = False
-    lost: bool = False
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
 
 
 def run(
-    draw: Draw,
+    draw: Callable[[int, int], Case],
     seed: int,
     indices: range,
     count: int,
@@ -58,52 +61,47 @@ def run(
 ) -> Iterator[Ran | None]:
     """Each case when it has run, or None if none has finished for a while.
 
-    Worker w of `count` runs every count-th index, starting with the w-th. A process that dies, or
-    that takes longer than case_seconds for a case, is replaced by another, which goes on with the
-    next case. No case begins after time.monotonic() == ends. Raises RuntimeError if a worker cannot
-    start.
+    A process that dies, or that takes longer than case_seconds for a case, is replaced by another,
+    which goes on with the next case. No case begins after time.monotonic() == ends. Raises
+    RuntimeError if a worker cannot start.
     """
-    shares = [indices[w::count] for w in range(count)]
-    workers = [_start(draw, seed, share) for share in shares]
+    begun = 0
+    workers = [_start() for _ in range(count)]
     try:
         while workers:
-            if time.monotonic() >= ends:
-                for worker in workers:
-                    if worker.case is None:
-                        worker.done = True
             ready = wait([worker.pipe for worker in workers], _PERIOD)
-            nothing = True
-            for i, worker in enumerate(workers):
-                ran = None
+            results: list[Ran | None] = []
+            for worker in list(workers):
+                found = None
                 if worker.pipe in ready:
-                    ran = _receive(worker, may_begin=time.monotonic() < ends)
+                    found = _receive(worker)
                 elif worker.case and time.monotonic() - worker.since > _limit(worker, case_seconds):
-                    ran = _lost(worker, running.HUNG, f"no end after {case_seconds:.0f} s")
-                if ran is not None:
-                    nothing = False
-                    yield ran
-                    if worker.lost:
-                        rest = range(ran.index, indices.stop, count)[1:]
-                        if rest:
-                            workers[i] = _start(draw, seed, rest)
-                        else:
-                            worker.done = True
-            if nothing:
-                yield None
-            for worker in workers:
-                if worker.done:
-                    _stop(worker)
-            workers = [worker for worker in workers if not worker.done]
+                    found = _lost(worker, running.HUNG, f"no end after {case_seconds:.0f} s")
+                if isinstance(found, Ran):
+                    results.append(found)
+                may_begin = begun < len(indices) and time.monotonic() < ends
+                if worker.pipe.closed:
+                    workers.remove(worker)
+                    workers += [_start()] if may_begin else []
+                elif worker.case is None and found and may_begin:
+                    worker.case = indices[begun], draw(seed, indices[begun])
+                    worker.since, worker.shrinking = time.monotonic(), None
+                    worker.pipe.send(worker.case)
+                    begun += 1
+                elif worker.case is None and not may_begin:
+                    worker.stop()
+                    workers.remove(worker)
+            yield from results or [None]
     finally:
         for worker in workers:
-            _stop(worker)
+            worker.stop()
 
 
-def _start(draw: Draw, seed: int, share: range) -> _Worker:
+def _start() -> _Worker:
     """Start a worker by spawn, because a process that has used mps may not fork."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(draw, seed, share, theirs), daemon=True)
+    process = context.Process(target=_work, args=(theirs,), daemon=True)
     with _interrupts_ignored():
         process.start()
     theirs.close()
@@ -127,14 +125,8 @@ def _limit(worker: _Worker, case_seconds: float) -> float:
     return case_seconds if worker.shrinking is None else case_seconds + SHRINK_SECONDS
 
 
-def _stop(worker: _Worker) -> None:
-    worker.process.kill()
-    worker.process.join()
-    worker.pipe.close()
-
-
-def _receive(worker: _Worker, may_begin: bool) -> Ran | None:
-    """What the worker sends: the case that it wants to begin, its outcome, its end."""
+def _receive(worker: _Worker) -> "Ran | str | None":
+    """What the worker sends: that it is ready, or what came of its case; None while it shrinks."""
     try:
         message = worker.pipe.recv()
     except EOFError:
@@ -148,45 +140,30 @@ def _receive(worker: _Worker, may_begin: bool) -> Ran | None:
         return _lost(worker, running.DIED, f"the process ended {words}")
     if isinstance(message, Exception):
         raise message
-    if message is None:
-        worker.done = True
-        return None
-    if isinstance(message, Ran):
-        worker.case = None
-        return message
     if isinstance(message, Outcome):  # of the case, which it shrinks now
         worker.shrinking, worker.since = message, time.monotonic()
         return None
-    if not may_begin:
-        worker.done = True
-        return None
-    worker.case, worker.since, worker.shrinking = message, time.monotonic(), None
-    worker.pipe.send(True)
-    return None
+    worker.case = None
+    found: Ran | str = message
+    return found
 
 
 def _lost(worker: _Worker, status: str, words: str) -> Ran:
     """The case that the process was running, which failed, or had failed before it was shrunk."""
     assert worker.case is not None
-    index, case = worker.case
-    worker.lost = True
-    _stop(worker)
-    if worker.shrinking is not None:
-        return Ran(index, case, worker.shrinking)
-    return Ran(index, case, Outcome(status, "the process", words))
+    worker.stop()
+    return Ran(*worker.case, worker.shrinking or Outcome(status, "the process", words))
 
 
-def _work(draw: Draw, seed: int, share: range, pipe: Connection) -> None:
-    """The worker's loop. It asks before each case, so that the watcher knows which one it runs."""
+def _work(pipe: Connection) -> None:
+    """The worker's loop: it runs the cases that it is sent."""
     torch.set_num_threads(1)
     try:
         with best_device(check=True) as device:
-            for index in share:
-                case = draw(seed, index)
-                pipe.send((index, case))
-                pipe.recv()
+            pipe.send(_READY)
+            while True:
+                index, case = pipe.recv()
                 pipe.send(run_and_shrink(index, case, device, pipe.send))
-        pipe.send(None)
     except (BrokenPipeError, EOFError):
         return  # the watcher is gone
     except Exception as error:

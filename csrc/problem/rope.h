@@ -8,9 +8,15 @@
 #include <cstdint>
 #include <optional>
 
-#include "csrc/ops/common/element.h"
+#include "csrc/problem/element.h"
 
 namespace metal_attn {
+
+// Whether every 16-byte chunk of the columns that are rotated meets its partners in one chunk.
+constexpr bool rotates_by_chunks(Element element, int rotary_dim, bool interleaved) {
+  const int chunk = 16 / element_bytes(element);
+  return rotary_dim % (interleaved ? chunk : 2 * chunk) == 0;
+}
 
 // q: (B, Hq, L, D) and k, if there is one: (B, Hkv, L, D), alike in device and dtype: float32,
 // float16 or bfloat16. cos and sin: (P, R / 2), (1, P, R / 2) or (B, P, R / 2) of one of those

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "csrc/ops/attention/options.h"
-#include "csrc/ops/cache/types.h"
-#include "csrc/ops/common/element.h"
+#include "csrc/problem/cache.h"
+#include "csrc/problem/element.h"
+#include "csrc/problem/options.h"
 
 namespace metal_attn {
 

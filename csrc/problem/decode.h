@@ -5,10 +5,8 @@
 
 #include <cstdint>
 
-#include "csrc/ops/attention/types.h"
-#include "csrc/ops/cache/types.h"
-#include "csrc/runtime/launch.h"
-#include "shaders/params.h"
+#include "csrc/problem/attention.h"
+#include "csrc/problem/cache.h"
 
 namespace metal_attn {
 
@@ -23,15 +21,6 @@ struct FlashDecodeArguments {
 struct DecodeStepArguments {
   AppendKvArguments append;
   FlashDecodeArguments decode;
-};
-
-// New keys and values that the launch appends first: none without defines.
-struct FlashDecodeAppend {
-  Defines defines;
-  torch::stable::Tensor k;
-  torch::stable::Tensor v;
-  AppendParams params;
-  bool q_advances;
 };
 
 }  // namespace metal_attn

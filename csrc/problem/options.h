@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/ops/cache/types.h"
+#include "csrc/problem/cache.h"
 
 // What each type of the lists is in a schema.
 #define SCHEMA_Flag "bool"

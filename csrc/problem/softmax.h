@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "csrc/ops/common/element.h"
+#include "csrc/problem/element.h"
 
 namespace metal_attn {
 

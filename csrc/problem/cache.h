@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "csrc/ops/common/element.h"
+#include "csrc/problem/element.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -20,6 +20,34 @@ enum class KvFormat {
   kQ4_0 = KV_Q4_0,
   kFp8E4m3 = KV_FP8_E4M3,
 };
+
+// In messages and in the keys of tuned tables.
+constexpr const char* format_name(KvFormat format) {
+  switch (format) {
+    case KvFormat::kPlain:
+      return "not quantised";
+    case KvFormat::kQ8_0:
+      return "q8_0";
+    case KvFormat::kQ4_0:
+      return "q4_0";
+    case KvFormat::kFp8E4m3:
+      return "fp8_e4m3";
+  }
+  return "";
+}
+
+// Bytes that 16 bytes of `element` are made of: those of one load of k or v.
+constexpr int kv_load_bytes(Element element, KvFormat format) {
+  const int columns = 16 / element_bytes(element);
+  switch (format) {
+    case KvFormat::kPlain:
+      return 16;
+    case KvFormat::kQ4_0:
+      return columns / 2;
+    default:
+      return columns;
+  }
+}
 
 // What a cache is beyond one tensor of q's dtype.
 struct CacheFeatures {

@@ -1,4 +1,4 @@
-#include "csrc/tiles/gpu.h"
+#include "csrc/problem/gpu.h"
 
 #include <array>
 #include <cctype>

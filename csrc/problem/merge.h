@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <optional>
 
-#include "csrc/ops/common/element.h"
+#include "csrc/problem/element.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

@@ -1,0 +1,92 @@
+"""What functions call the arguments of the ops that they call, for errors."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.ops.differentiation import call
+from torch_metal_attn.ops.refusals import marked, unmarked
+
+_MARK = re.compile("`([^`]*)`")
+# By the kind of an argument in an op's schema: what Python may pass, and what an error calls it.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "TensorType": (Tensor, "a tensor"),
+    "FloatType": (int | float | torch.SymInt | torch.SymFloat, "a number"),
+    "IntType": (int | torch.SymInt, "an int"),
+    "BoolType": (bool | torch.SymBool, "a bool"),
+}
+
+
+@dataclass(frozen=True)
+class ArgumentNames:
+    """names: the function's name by the op's, where they differ.
+
+    heads_third: the function's tensors are (B, L, H, D), while the op's are (B, H, L, D).
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    heads_third: bool = False
+
+    def run(
+        self, op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """Run an op, or a function whose first argument is one; errors have the function's names.
+
+        Raises TypeError for arguments that are not of the types in the op's schema.
+        """
+        try:
+            return call(op, arguments, options)
+        except (ValueError, NotImplementedError) as error:
+            raise self.error(error) from None
+        except RuntimeError:
+            self._check_types(op, arguments, options)
+            raise
+
+    def error(self, error: Exception) -> Exception:
+        """A refusal with the function's names; `error` itself if it is another error."""
+        if type(error) not in (ValueError, NotImplementedError):
+            return error
+        return type(error)(self.text(str(error)))
+
+    def text(self, message: str) -> str:
+        """The message of this thread's last refusal with the function's names."""
+        return unmarked(_MARK.sub(lambda found: f"`{self._replaced(found[1])}`", marked(message)))
+
+    def _replaced(self, word: str) -> str:
+        """What the function calls an argument, or the shape or layout of one."""
+        if not word.startswith("("):
+            return self.names.get(word, word)
+        sizes = word[1:-1].split(", ")
+        if self.heads_third and len(sizes) == 4:
+            sizes[1], sizes[2] = sizes[2], sizes[1]
+            return f"({', '.join(sizes)})"
+        return word
+
+    def _check_types(
+        self, op: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
+    ) -> None:
+        called: Any = op
+        if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+            called, *arguments = arguments
+        schema = getattr(called, "default", called)._schema.arguments
+        values = dict(zip([argument.name for argument in schema], arguments, strict=False))
+        values |= options
+        for argument in schema:
+            value, kind = values.get(argument.name), argument.type
+            optional = kind.kind() == "OptionalType"
+            allowed, wanted = _KINDS.get(
+                (kind.getElementType() if optional else kind).kind(), (object, "")
+            )
+            if argument.name not in values or isinstance(value, allowed):
+                continue
+            if optional:
+                if value is None:
+                    continue
+                wanted += " or None"
+            name = self.names.get(argument.name, argument.name)
+            found = f"a {type(value).__name__}" if allowed is Tensor else repr(value)
+            raise TypeError(f"{name} is {found}; it must be {wanted}") from None

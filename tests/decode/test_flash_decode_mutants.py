@@ -502,7 +502,10 @@ MUTANTS = {
             "rows[row * row_stride + column]",
         ),
         "q rotated at the first row": ("start_at(first_rotary,", "start_at(0,"),
-        "q rotated as if without a padding": ("start_at(first_rotary,", "start_at(old_length,"),
+        "q rotated as if without a padding": (
+            "start_at(first_rotary,",
+            "start_at(first_rotary + sequence.first_key,",
+        ),
         "q's tokens always counted": (
             "start_at(first_rotary, params.q_advances != 0)",
             "start_at(first_rotary, true)",

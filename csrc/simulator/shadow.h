@@ -1,4 +1,4 @@
-// What is known about each byte of a memory: who wrote and who read it last.
+// For each byte of a memory, which threads wrote and read it last.
 #pragma once
 
 #include <atomic>
@@ -31,11 +31,12 @@ struct ConflictReport {
   uint8_t other_kind;
 };
 
-// Of each byte and kind of access: the last one, and one that is as far from it as any.
+// For each byte and kind of access it keeps two accesses: the last one, and one by a thread as far
+// from the last one's as any (another lane, SIMD group or threadgroup).
 //
-// Two are enough: an access that conflicts with any conflicts with one of the two, because whoever
-// is ordered after both of them is ordered after all. A plain write is ordered after all others, or
-// it is a conflict itself, so its last one is enough.
+// Two are enough: an access that is ordered after both of them is ordered after all, so a conflict
+// with any is a conflict with one of the two. Of plain writes the last is enough: it is ordered
+// after all others, or is a conflict itself.
 //
 // Bytes that were always accessed together share their entries: a page starts with an entry for 16
 // bytes, and gets one for 8, 4, 2 or 1 when the first access needs it.

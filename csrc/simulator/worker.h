@@ -71,9 +71,9 @@ struct Group {
   __msl_matrices matrices[MSL_MOST_PRODUCTS];
 };
 
-// A plain write where another thread has written, and nothing orders the two: a race, unless it
-// writes what is there. Which shows only once it is done. In device memory the other is any thread
-// of the threadgroup, in threadgroup memory one of the same SIMD group.
+// A plain write to bytes that another thread has written, with nothing that orders the two writes.
+// It is a race unless both write the same value, which can be seen only after the write. The other
+// thread is of the same threadgroup (device memory) or SIMD group (threadgroup memory).
 struct Rewrite {
   static constexpr uint32_t kMostBytes = 64;
 

@@ -1,55 +1,18 @@
 """The launch layer on MPS, run against a recording fake of torch's shims (fake_mps/)."""
 
-import os
-import sys
 import threading
 
 import pytest
 import torch
 
 from tests.helpers import shader_params
-from tests.runtime.fake_mps.build import VARIANTS, FakeMps, build, compiler
 from torch_metal_attn import reference, simulate
 from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator import compile_shader
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or compiler() is None,
-    reason="the fake shim is built by a C++ compiler on Linux",
-)
-
 TEXT = (
     "kernel void scale(device float* x [[buffer(0)]]) {}\nkernel void other(device float* x) {}\n"
 )
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory):
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # one build for all workers
-    with pytest.MonkeyPatch.context() as patch:
-        texts = folder / "texts"
-        texts.mkdir(exist_ok=True)
-        patch.setenv("TMPDIR", str(texts))  # for texts that do not compile
-        yield build(folder / "fake_mps")
-
-
-@pytest.fixture(scope="session")
-def fakes(libraries):
-    return {variant: FakeMps(variant, library) for variant, library in libraries.items()}
-
-
-@pytest.fixture(params=list(VARIANTS))
-def fake(request, fakes):
-    fakes[request.param].clear()
-    return fakes[request.param]
-
-
-@pytest.fixture
-def any_fake(fakes):
-    fakes["bytes"].clear()
-    return fakes["bytes"]
 
 
 def launch(
@@ -67,11 +30,7 @@ def launch(
 ):
     buffers = list(buffers) or [torch.zeros(4)]
     slots = list(slots) or list(range(len(buffers)))
-    tensor = (
-        torch.frombuffer(bytearray(params), dtype=torch.uint8)
-        if params
-        else torch.empty(0, dtype=torch.uint8)
-    )
+    tensor = torch.tensor(list(params), dtype=torch.uint8)
     fake.ops.launch(
         family, kernel, defines, buffers, slots, tensor, params_slot, threadgroups, threads
     )

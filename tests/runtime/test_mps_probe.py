@@ -6,7 +6,6 @@ import re
 import pytest
 
 from tests.helpers.forks import run_alone
-from tests.runtime.test_launch import libraries, pytestmark  # noqa: F401
 
 # Forks a child for each case, in which nothing has been decided yet, and prints what they return.
 CASES = """
@@ -220,7 +219,7 @@ print(json.dumps({case.__name__: in_child(case) for case in (
 
 
 @pytest.fixture(scope="module")
-def cases(libraries):  # noqa: F811
+def cases(libraries):
     return json.loads(run_alone(CASES, libraries["bytes"]))
 
 

@@ -85,24 +85,8 @@ __MSL_EACH_ELEMENT(__MSL_VECTORS)
 #undef __MSL_VECTORS
 
 namespace metal {
-using ::bfloat;
-using ::bool2;
-using ::bool3;
-using ::bool4;
-using ::int16_t;
-using ::int32_t;
-using ::int64_t;
-using ::int8_t;
-using ::ptrdiff_t;
-using ::size_t;
-using ::uchar;
-using ::uint;
-using ::uint16_t;
-using ::uint32_t;
-using ::uint64_t;
-using ::uint8_t;
-using ::ulong;
-using ::ushort;
+using ::bfloat, ::bool2, ::bool3, ::bool4, ::int16_t, ::int32_t, ::int64_t, ::int8_t, ::ptrdiff_t,
+    ::size_t, ::uchar, ::uint, ::uint16_t, ::uint32_t, ::uint64_t, ::uint8_t, ::ulong, ::ushort;
 
 // Element type and length of a vector; a scalar is a vector of one.
 template <class T>

@@ -5,22 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cache.append_check import append_kv, check, check_equal, expected, make, memory_of
+from tests.cache.append_check import append_kv, check, check_equal, expected, make
 from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.testing.judge import DTYPES
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(params=["simulator", "reference"], autouse=True)
-def how(request):
-    """Both kernels of the CPU."""
-    if request.param == "reference":
-        yield request.param
-        return
-    with simulate(check=True):
-        yield request.param
+pytestmark = pytest.mark.usefixtures("backend")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -254,29 +245,10 @@ def test_any_problem(batch, kv_heads, length, page, layout, format, leftpad, q_h
     check(problem)
 
 
-def test_one_dispatch():
-    problem = make(format="q4_0", rotary_dim=64, q_heads=3)
-    explained = extension.told(torch.ops.metal_attn.append_kv_explain(**problem.tensors))
-    with simulate(check=True) as run:
-        problem.run()
-    (launch,) = run.launches
-    assert launch.kernel == "append_kv"
-    assert launch.defines == explained["defines"]
-
-
 def test_nothing_launches_nothing():
     with simulate() as run:
         make(length=0).run()
     assert run.launches == []
-
-
-def test_two_runs_give_the_same_bits():
-    caches = []
-    for _ in range(2):
-        problem = make(format="q4_0", rotary_dim=64, q_heads=3)
-        problem.run()
-        caches.append(memory_of(problem.tensors["k_cache"]))
-    assert torch.equal(*caches)
 
 
 def test_all_arguments_by_place():

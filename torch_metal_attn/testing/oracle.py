@@ -21,7 +21,7 @@ _VISIBILITY = (
 
 def torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> float:
     """The largest error of torch's own attention in q's dtype, with the same mask and rotation."""
-    visible = _visible(q, k, options)
+    visible = visible_keys(q, k, options)
     sees = visible.any(-1)
     scale = options.get("softmax_scale")
     k, v = k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0)
@@ -39,7 +39,7 @@ def torch_gradient_errors(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]
 ) -> list[float]:
     """The same for dq, dk and dv. A query that sees nothing sees everything, without gradient."""
-    visible = _visible(q, k, options)
+    visible = visible_keys(q, k, options)
     hidden = ~visible.any(-1, keepdim=True)
     mask, dout = visible | hidden, dout.masked_fill(hidden, 0.0)
     scale = options.get("softmax_scale")
@@ -75,7 +75,7 @@ def _rotated(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Tensor, Ten
     return sides[0], sides[1]
 
 
-def _visible(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+def visible_keys(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
     """Bool (B, Hq, Lq, Lk), from the reference: where the weights of equal scores are not 0."""
     seen = {name: options[name] for name in _VISIBILITY if name in options}
     zeros = torch.zeros(*q.shape[:3], 1)

@@ -17,7 +17,7 @@ from tests.attention.flash_bwd_check import (
     exact_forward,
     judge,
     make_gradients,
-    oracle_gradients,
+    reference_gradients,
     torch_errors,
 )
 from tests.attention.flash_bwd_sharp import check_sharp
@@ -176,7 +176,7 @@ def second_pass(device):
     v = rounded_to_tf32(v + 1000)
     dout, _ = make_gradients(q, v, q.shape[:3])
     _, dq, *_ = backward(q, k, v, dout, None, device, {})
-    oracle = oracle_gradients(q, k, v, dout, None, {})[0]
+    oracle = reference_gradients(q, k, v, dout, None, {})[0]
     assert (dq - oracle).abs().max() <= 2 * torch_errors(q, k, v, dout, {})[0]
 
 

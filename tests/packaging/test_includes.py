@@ -9,6 +9,7 @@ from tests.packaging.built_wheels import IS_CHECKOUT, ROOT
 
 pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 
+
 @pytest.fixture(scope="module")
 def page():
     return (ROOT / "docs/design/launch.md").read_text(encoding="utf-8")

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, print_table
+from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, HEADINGS
 from bench.inner_loop import InnerLoop, measure
+from bench.tables import print_table
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 from torch_metal_attn.simulator import Counters
@@ -96,26 +97,21 @@ FEATURES: dict[str, Options] = {
 }
 
 
-def kernel_rows() -> Iterator[tuple[str, int, torch.dtype, list[str]]]:
+def kernel_rows() -> Iterator[list[Any]]:
     """Full attention, and each kernel's tile."""
     for head_dim, dtype, kernel in product(HEAD_DIMS, DTYPES, KERNELS):
         owned, block, slices = tile(kernel, head_dim, dtype)
         name = f"{kernel}, {owned} rows, blocks of {block}, {slices} slices"
-        yield name, head_dim, dtype, ours(kernel, head_dim, dtype).cells()
+        yield [name, head_dim, dtype, *ours(kernel, head_dim, dtype).cells()]
 
 
-def feature_rows() -> Iterator[tuple[str, int, torch.dtype, list[str]]]:
+def feature_rows() -> Iterator[list[Any]]:
     """Each feature by itself, where the head dim is 64."""
     for kernel, name in product(KERNELS, FEATURES):
         cells = ours(kernel, 64, torch.float16, FEATURES[name]).cells()
-        yield f"{kernel.removeprefix('flash_bwd_')}: {name}", 64, torch.float16, cells
-
-
-def main() -> None:
-    """Print both tables."""
-    print_table("kernel, rows a SIMD group owns", kernel_rows())
-    print_table("feature", feature_rows())
+        yield [f"{kernel.removeprefix('flash_bwd_')}: {name}", 64, torch.float16, *cells]
 
 
 if __name__ == "__main__":
-    main()
+    print_table(["kernel, rows a SIMD group owns", *HEADINGS], kernel_rows())
+    print_table(["feature", *HEADINGS], feature_rows())

@@ -13,6 +13,7 @@ from bench import bench_flash_bwd
 from bench.bench_flash_fwd import DTYPES, HEAD_DIMS
 from bench.bench_flash_fwd_tensor import HEADINGS, ROWS, on_m5, slopes
 from bench.inner_loop import KEYS, LENGTHS
+from bench.tables import print_table
 from torch_metal_attn.simulator import Counters
 
 KERNELS = {"flash_bwd_dq_tensor": "flash_bwd_dq", "flash_bwd_dkv_tensor": "flash_bwd_dkv"}
@@ -39,16 +40,9 @@ def row(kernel: str, head_dim: int, dtype: torch.dtype) -> list[float]:
     return [*slopes(short, long), *shared]
 
 
-def main() -> None:
-    """Print the table in Markdown."""
-    headings = (*HEADINGS, *THREADGROUP)
-    print("| kernel | D | dtype | " + " | ".join(headings) + " |")
-    print("| --- " * (3 + len(headings)) + "|")
-    for head_dim, dtype, kernel in product(HEAD_DIMS, (*DTYPES, torch.float32), KERNELS):
-        cells = [f"{value:.4g}" for value in row(kernel, head_dim, dtype)]
-        words = [kernel, str(head_dim), str(dtype).removeprefix("torch."), *cells]
-        print("| " + " | ".join(words) + " |", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    cases = product(HEAD_DIMS, (*DTYPES, torch.float32), KERNELS)
+    print_table(
+        ["kernel", "D", "dtype", *HEADINGS, *THREADGROUP],
+        ([kernel, dim, dtype, *row(kernel, dim, dtype)] for dim, dtype, kernel in cases),
+    )

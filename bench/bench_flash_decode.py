@@ -7,10 +7,12 @@ chooses; a tile is all queries of a KV head, up to 32.
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import torch
 
 from bench.inner_loop import counted
+from bench.tables import print_table
 from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.runtime import extension
@@ -144,20 +146,15 @@ def three_ops(format: str | None, num_splits: int) -> Run:
     return session
 
 
-def step_rows() -> Iterator[list[str]]:
+def step_rows() -> Iterator[list[Any]]:
     """Dispatches and device traffic of one step, by one op and by three."""
     for format, num_splits, run in product((None, "q8_0"), (1, 4), (one_step, three_ops)):
         session = run(format, num_splits)
         total = sum(session.counters.values(), Counters())
         yield [
-            format or "float16",
-            str(num_splits),
-            run.__name__,
-            str(len(session.launches)),
-            str(total.loads["device"]),
-            str(total.load_bytes["device"]),
-            str(total.stores["device"]),
-            str(total.store_bytes["device"]),
+            *(format or "float16", num_splits, run.__name__, len(session.launches)),
+            *(total.loads["device"], total.load_bytes["device"]),
+            *(total.stores["device"], total.store_bytes["device"]),
         ]
 
 
@@ -167,20 +164,6 @@ STEP_HEADINGS = (
 )
 
 
-def print_table(headings: tuple[str, ...], rows: Iterator[list[str]]) -> None:
-    """Print a table in Markdown, row by row."""
-    print("| " + " | ".join(headings) + " |")
-    print("| --- " * len(headings) + "|")
-    for cells in rows:
-        print("| " + " | ".join(cells) + " |", flush=True)
-    print()
-
-
-def main() -> None:
-    """Print what the attention reads and does, and what a step moves."""
+if __name__ == "__main__":
     print_table(HEADINGS, rows())
     print_table(STEP_HEADINGS, step_rows())
-
-
-if __name__ == "__main__":
-    main()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bench.inner_loop import InnerLoop, measure
+from bench.tables import print_table
 from tests.outside.peers import PeerUnavailable, mlx_steel_attention, torch_prefill_attention
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import Counters
@@ -113,37 +114,26 @@ FEATURES: dict[str, Callable[[int, int, torch.dtype], dict[str, Any]]] = {
 }
 
 
-def print_table(first: str, rows: Iterator[tuple[str, int, torch.dtype, list[str]]]) -> None:
-    """Print a table in Markdown, row by row: a name, the head dim, the dtype and the counts."""
-    print(f"| {first} | D | dtype | " + " | ".join(InnerLoop.HEADINGS) + " |")
-    print("| --- " * (3 + len(InnerLoop.HEADINGS)) + "|")
-    for name, head_dim, dtype, cells in rows:
-        row = [name, str(head_dim), str(dtype).removeprefix("torch."), *cells]
-        print("| " + " | ".join(row) + " |", flush=True)
-    print()
+HEADINGS = ("D", "dtype", *InnerLoop.HEADINGS)
 
 
-def kernel_rows() -> Iterator[tuple[str, int, torch.dtype, list[str]]]:
+def kernel_rows() -> Iterator[list[Any]]:
     """Full attention, by every kernel."""
     for head_dim, dtype, name in product(HEAD_DIMS, DTYPES, KERNELS):
         try:
             cells = KERNELS[name](head_dim, dtype).cells()
         except PeerUnavailable as error:
             cells = [f"not counted: {error}"]
-        yield name, head_dim, dtype, cells
+        yield [name, head_dim, dtype, *cells]
 
 
-def feature_rows() -> Iterator[tuple[str, int, torch.dtype, list[str]]]:
+def feature_rows() -> Iterator[list[Any]]:
     """Each feature by itself."""
     for head_dim, name in product(HEAD_DIMS, FEATURES):
-        yield name, head_dim, torch.float16, ours(head_dim, torch.float16, FEATURES[name]).cells()
-
-
-def main() -> None:
-    """Print both tables."""
-    print_table("kernel", kernel_rows())
-    print_table("feature", feature_rows())
+        loop = ours(head_dim, torch.float16, FEATURES[name])
+        yield [name, head_dim, torch.float16, *loop.cells()]
 
 
 if __name__ == "__main__":
-    main()
+    print_table(["kernel", *HEADINGS], kernel_rows())
+    print_table(["feature", *HEADINGS], feature_rows())

@@ -7,11 +7,13 @@ here says what it costs on a GPU.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
+from typing import Any
 
 import torch
 
 from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, Q_LENGTH, operands
 from bench.inner_loop import KEYS, LENGTHS, counted
+from bench.tables import print_table
 from tests.outside.peers import PeerUnavailable
 from tests.outside.tensor_peers import mlx_nax_attention, torch_mpp_attention
 from torch_metal_attn import allow_tf32, simulate
@@ -19,16 +21,10 @@ from torch_metal_attn.runtime import extension
 from torch_metal_attn.simulator import Counters
 
 ROWS = 16
-HEADINGS: tuple[str, ...] = (
-    "products",
-    "device loads",
-    "(bytes)",
-    "converts",
-    "exps",
-    "floats",
-    "integers",
+HEADINGS = (
+    *("products", "device loads", "(bytes)", "converts", "exps", "floats", "integers"),
+    *("addresses", "selects", "shuffles", "barriers"),
 )
-HEADINGS += ("addresses", "selects", "shuffles", "barriers")
 
 
 @contextmanager
@@ -91,20 +87,16 @@ def slopes(short: Counters, long: Counters) -> list[float]:
     ]
 
 
-def main() -> None:
-    """Print the table in Markdown."""
-    print("| kernel | D | dtype | " + " | ".join(HEADINGS) + " |")
-    print("| --- " * (3 + len(HEADINGS)) + "|")
-    rows = [*product(HEAD_DIMS, DTYPES, KERNELS)]
-    rows += [(head_dim, torch.float32, "flash_fwd_tensor") for head_dim in HEAD_DIMS]
-    for head_dim, dtype, name in rows:
+def rows() -> Iterator[list[Any]]:
+    """Every kernel in 16 bit, and ours in float32."""
+    cases = [*product(HEAD_DIMS, DTYPES, KERNELS)]
+    cases += [(head_dim, torch.float32, "flash_fwd_tensor") for head_dim in HEAD_DIMS]
+    for head_dim, dtype, name in cases:
         try:
-            cells = [f"{value:.4g}" for value in row(KERNELS[name], head_dim, dtype)]
+            yield [name, head_dim, dtype, *row(KERNELS[name], head_dim, dtype)]
         except PeerUnavailable as error:
-            cells = [f"not counted: {error}"]
-        words = [name, str(head_dim), str(dtype).removeprefix("torch."), *cells]
-        print("| " + " | ".join(words) + " |", flush=True)
+            yield [name, head_dim, dtype, f"not counted: {error}"]
 
 
 if __name__ == "__main__":
-    main()
+    print_table(["kernel", "D", "dtype", *HEADINGS], rows())

@@ -5,48 +5,22 @@ head dim of one new token of one KV head. The least is reading its bytes once, a
 in the cache's format.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
 
 import torch
 
+from bench.tables import Traffic, headings, print_table, traffic
 from torch_metal_attn import rope, simulate
 from torch_metal_attn.quantisation import quantise
 
 HEADS, KV_HEADS, LENGTH, PAGE = 32, 8, 256, 16
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Device memory instructions and bytes per row, averaged over k and v."""
-
-    loads: float
-    load_bytes: float
-    least_load_bytes: float
-    stores: float
-    store_bytes: float
-    least_store_bytes: float
-
-    HEADINGS: ClassVar = ("loads", "(bytes)", "least", "stores", "(bytes)", "least")
-
-    def cells(self) -> list[str]:
-        """The values, formatted."""
-        values: tuple[float, ...] = (self.loads, self.load_bytes, self.least_load_bytes)
-        values += (self.stores, self.store_bytes, self.least_store_bytes)
-        return [f"{value:.4g}" for value in values]
-
-
-def _traffic(kernel: str, session: Any, rows: int, least: tuple[float, float]) -> Traffic:
-    counters = session.counters[kernel]
-    assert counters.launches == 1
-    return Traffic(
-        counters.loads["device"] / rows,
-        counters.load_bytes["device"] / rows,
-        least[0],
-        counters.stores["device"] / rows,
-        counters.store_bytes["device"] / rows,
-        least[1],
-    )
+# Averaged over k and v.
+COLUMNS = (
+    *("loads", "load_bytes", "least_load_bytes"),
+    *("stores", "store_bytes", "least_store_bytes"),
+)
 
 
 def append(
@@ -86,7 +60,7 @@ def append(
     # A row of cos and sin serves all heads, of k and not of v.
     tables_bytes = head_dim * 4 / KV_HEADS / 2 if rotary else 0
     least = (head_dim * dtype.itemsize + tables_bytes, row_bytes)
-    return _traffic("append_kv", session, 2 * KV_HEADS * length, least)
+    return traffic(session, "append_kv", 2 * KV_HEADS * length, least)
 
 
 def copy(head_dim: int, dtype: torch.dtype) -> Traffic:
@@ -96,7 +70,7 @@ def copy(head_dim: int, dtype: torch.dtype) -> Traffic:
     with simulate(count=True) as session:
         torch.ops.metal_attn.copy_pages(cache, src, dst)
     row_bytes = head_dim * dtype.itemsize
-    return _traffic("copy_pages", session, 4 * KV_HEADS * PAGE, (row_bytes, row_bytes))
+    return traffic(session, "copy_pages", 4 * KV_HEADS * PAGE, (row_bytes, row_bytes))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -111,19 +85,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    """Print the table, in Markdown."""
-    print("| case | D | dtype | " + " | ".join(Traffic.HEADINGS) + " |")
-    print("| --- " * (3 + len(Traffic.HEADINGS)) + "|")
-    for case in [*CASES, "copy_pages"]:
-        for head_dim in (64, 128):
-            for dtype in (torch.bfloat16, torch.float32):
-                options = CASES.get(case)
-                count = copy if options is None else append
-                cells = count(head_dim, dtype, **(options or {})).cells()
-                row = [case, str(head_dim), str(dtype).removeprefix("torch."), *cells]
-                print("| " + " | ".join(row) + " |", flush=True)
+def rows() -> Iterator[list[Any]]:
+    """Each case, head dim and dtype."""
+    cases = [*CASES, "copy_pages"]
+    for case, head_dim, dtype in product(cases, (64, 128), (torch.bfloat16, torch.float32)):
+        options = CASES.get(case)
+        count = copy if options is None else append
+        yield [case, head_dim, dtype, *count(head_dim, dtype, **(options or {})).cells(COLUMNS)]
 
 
 if __name__ == "__main__":
-    main()
+    print_table(["case", "D", "dtype", *headings(COLUMNS)], rows())

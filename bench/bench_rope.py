@@ -4,33 +4,19 @@ The kernel is bound by memory, so what counts is bytes, and how few instructions
 the head dim of one token and head. The least is reading and writing each of its bytes once.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
 
 import torch
 
+from bench import tables
+from bench.tables import Traffic
 from torch_metal_attn import rope, simulate
 
 LENGTH = 1024
 HEADS, KV_HEADS = 32, 8
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Device memory instructions and bytes per row."""
-
-    loads: float
-    load_bytes: float
-    stores: float
-    store_bytes: float
-    least_bytes: int  # of each direction
-
-    HEADINGS: ClassVar = ("loads", "(bytes)", "stores", "(bytes)", "least bytes")
-
-    def cells(self) -> list[str]:
-        """The values, formatted."""
-        values = (self.loads, self.load_bytes, self.stores, self.store_bytes, self.least_bytes)
-        return [f"{value:g}" for value in values]
+COLUMNS = ("loads", "load_bytes", "stores", "store_bytes", "least_store_bytes")
 
 
 def traffic(
@@ -53,17 +39,8 @@ def traffic(
     op = torch.ops.metal_attn.rope_ if inplace else torch.ops.metal_attn.rope
     with simulate(count=True) as session:
         op(q, k, cos, sin, **options)
-    counters = session.counters["rope"]
-    assert counters.launches == 1
-    rows = (HEADS + KV_HEADS) * length
-    columns = rotary_dim if inplace else head_dim
-    return Traffic(
-        counters.loads["device"] / rows,
-        counters.load_bytes["device"] / rows,
-        counters.stores["device"] / rows,
-        counters.store_bytes["device"] / rows,
-        columns * q.element_size(),
-    )
+    least = (rotary_dim if inplace else head_dim) * q.itemsize
+    return tables.traffic(session, "rope", (HEADS + KV_HEADS) * length, (least, least))
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -77,24 +54,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def count(case: str, head_dim: int, dtype: torch.dtype) -> Traffic:
-    """One cell of the table."""
-    options = dict(CASES[case])
-    partial = options.pop("partial", 1)
-    return traffic(head_dim, dtype, rotary_dim=head_dim // partial, **options)
-
-
-def main() -> None:
-    """Print the table, in Markdown."""
-    print("| case | D | dtype | " + " | ".join(Traffic.HEADINGS) + " |")
-    print("| --- " * (3 + len(Traffic.HEADINGS)) + "|")
-    for case in CASES:
-        for head_dim in (64, 128):
-            for dtype in (torch.bfloat16, torch.float32):
-                row = [case, str(head_dim), str(dtype).removeprefix("torch.")]
-                row += count(case, head_dim, dtype).cells()
-                print("| " + " | ".join(row) + " |", flush=True)
+def rows() -> Iterator[list[Any]]:
+    """Each case, head dim and dtype."""
+    for case, head_dim, dtype in product(CASES, (64, 128), (torch.bfloat16, torch.float32)):
+        options = dict(CASES[case])
+        partial = options.pop("partial", 1)
+        counts = traffic(head_dim, dtype, rotary_dim=head_dim // partial, **options)
+        yield [case, head_dim, dtype, *counts.cells(COLUMNS)]
 
 
 if __name__ == "__main__":
-    main()
+    tables.print_table(["case", "D", "dtype", *tables.headings(COLUMNS)], rows())

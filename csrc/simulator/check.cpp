@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 
 #include "worker.h"
@@ -52,43 +53,38 @@ inline Access access_of(Worker& worker, Memory memory, unsigned flags, unsigned 
 
 uint32_t site_of(const Touch& touch) { return touch.site == Touch::kNoSite ? kNoSite : touch.site; }
 
-[[noreturn]] void fail_race(Worker& worker, const Variable& variable, uint64_t at, unsigned flags,
-                            unsigned site, const Touch& other, unsigned other_flags) {
+// A race at a byte of a buffer, or else of a threadgroup variable.
+[[noreturn]] void fail_race(Worker& worker, const Slot* slot, const Variable* variable, uint64_t at,
+                            unsigned flags, unsigned site, const Touch& other,
+                            unsigned other_flags) {
+  char place[sizeof SimulatorFaultReport::message];
+  if (slot)
+    snprintf(place, sizeof place, "buffer(%u)", slot->index);
+  else
+    snprintf(place, sizeof place, "threadgroup variable %s", variable->name);
   const Fiber& fiber = worker.current();
-  bool same_group = other.simdgroup() == fiber.simdgroup;
-  worker.fail(
-      fiber, FAULT_RACE, site, site_of(other),
-      "thread %u %ss byte %llu of threadgroup variable %s, which thread %u of %s SIMD group "
-      "%ss with no %s between",
-      fiber.index, verb(flags), static_cast<unsigned long long>(at), variable.name, other.thread,
-      same_group ? "the same" : "another", verb(other_flags),
-      same_group ? "barrier" : "threadgroup_barrier");
-}
-
-[[noreturn]] void fail_race(Worker& worker, const Slot& slot, uint64_t at, unsigned flags,
-                            unsigned site, const Touch& other, unsigned other_flags) {
-  const Fiber& fiber = worker.current();
-  const Clock& clock = worker.clocks[kDeviceMemory];
+  const Clock& clock = worker.clocks[slot ? kDeviceMemory : kThreadgroupMemory];
   unsigned long long byte = at;
   if (clock.foreign(other.interval)) {
     const uint32_t* grid = worker.launch.threadgroups;
     uint32_t owner = clock.owner(other.interval);
     worker.fail(fiber, FAULT_RACE, site, site_of(other),
-                "thread %u %ss byte %llu of buffer(%u), which thread %u of threadgroup "
-                "(%u, %u, %u) %ss, and nothing orders the two threadgroups",
-                fiber.index, verb(flags), byte, slot.index, other.thread, owner % grid[0],
+                "thread %u %ss byte %llu of %s, which thread %u of threadgroup (%u, %u, %u) %ss, "
+                "and nothing orders the two threadgroups",
+                fiber.index, verb(flags), byte, place, other.thread, owner % grid[0],
                 owner / grid[0] % grid[1], owner / grid[0] / grid[1], verb(other_flags));
   }
   bool same_group = other.simdgroup() == fiber.simdgroup;
   worker.fail(fiber, FAULT_RACE, site, site_of(other),
-              "thread %u %ss byte %llu of buffer(%u), which thread %u of %s SIMD group %ss with no "
-              "%s with mem_flags::mem_device between",
-              fiber.index, verb(flags), byte, slot.index, other.thread,
+              "thread %u %ss byte %llu of %s, which thread %u of %s SIMD group %ss with no %s%s "
+              "between",
+              fiber.index, verb(flags), byte, place, other.thread,
               same_group ? "the same" : "another", verb(other_flags),
-              same_group ? "barrier" : "threadgroup_barrier");
+              same_group ? "barrier" : "threadgroup_barrier",
+              slot ? " with mem_flags::mem_device" : "");
 }
 
-// Lets a write happen that is a race unless it writes what is there, and remembers it.
+// Remembers a write that is a race unless it writes the value that is there, and lets it happen.
 void allow_rewrite(Worker& worker, Shadow& shadow, const Slot* slot, const Variable* variable,
                    uint64_t offset, const char* address, unsigned bytes, const Access& access,
                    const Touch& other) {
@@ -114,7 +110,7 @@ void check_order(Worker& worker, const Slot& slot, uint64_t offset, unsigned byt
   if (conflict.kind == Conflict::kNone) return;
   if (conflict.kind == Conflict::kNoMemory) worker.give_up(kNoMemory);
   if (!is_rewrite(access, conflict, bytes) || access.clock.foreign(conflict.other.interval))
-    fail_race(worker, slot, offset + conflict.byte, flags, site, conflict.other,
+    fail_race(worker, &slot, nullptr, offset + conflict.byte, flags, site, conflict.other,
               conflict.other_kind);
   allow_rewrite(worker, *slot.shadow, &slot, nullptr, offset, slot.begin + offset, bytes, access,
                 conflict.other);
@@ -175,7 +171,7 @@ void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsi
                 variable->name, at);
   }
   if (!is_rewrite(access, conflict, bytes) || conflict.other.simdgroup() != fiber.simdgroup)
-    fail_race(worker, *variable, at, flags, site, conflict.other, conflict.other_kind);
+    fail_race(worker, nullptr, variable, at, flags, site, conflict.other, conflict.other_kind);
   allow_rewrite(worker, worker.shadow, nullptr, variable, offset, address, bytes, access,
                 conflict.other);
 }
@@ -227,12 +223,9 @@ void settle_rewrite(Worker& worker) {
   rewrite.bytes = 0;
   while (same < bytes && now[same] == rewrite.before[same]) ++same;
   if (same == bytes) return;
-  now += same;
-  if (const Slot* slot = rewrite.slot)
-    fail_race(worker, *slot, static_cast<uint64_t>(now - slot->begin), MSL_WRITE, site,
-              rewrite.other, MSL_WRITE);
-  const Variable& variable = *rewrite.variable;
-  fail_race(worker, variable, static_cast<uint64_t>(now - worker.arena.data()) - variable.begin,
+  const char* begin =
+      rewrite.slot ? rewrite.slot->begin : worker.arena.data() + rewrite.variable->begin;
+  fail_race(worker, rewrite.slot, rewrite.variable, static_cast<uint64_t>(now + same - begin),
             MSL_WRITE, site, rewrite.other, MSL_WRITE);
 }
 

@@ -1,4 +1,4 @@
-// When accesses happened, as far as barriers say.
+// The order of accesses that barriers impose.
 //
 // The accesses of a SIMD group between two barriers that order a memory are an interval. Intervals
 // are numbered from 1, and within a threadgroup in the order in which they begin.
@@ -27,7 +27,7 @@ struct Touch {
 enum Memory : uint8_t { kThreadgroupMemory, kDeviceMemory, kMemories };
 constexpr uint32_t kMemFlags[kMemories] = {2, 1};
 
-// Which threadgroup an interval of device memory is of. Threadgroups take numbers by the block.
+// The threadgroup of each interval of device memory. Threadgroups take interval numbers in blocks.
 class Owners {
  public:
   static constexpr uint32_t kBlock = 16;

@@ -1,6 +1,6 @@
-// What fences order. Metal's atomic operations are relaxed: they order nothing but themselves. A
-// fence before an atomic write and a fence after an atomic read that sees it order what the one
-// thread did before its fence before what the other does after its own.
+// The order that fences impose. Metal's atomic operations are relaxed: alone they order no other
+// access. If thread A passes a fence and then writes an atomic, and thread B reads that value and
+// then passes a fence, A's accesses before its fence happen before B's accesses after its fence.
 #pragma once
 
 #include <atomic>
@@ -14,15 +14,16 @@
 
 namespace metal_attn::simulator {
 
-// A thread's fence: what it had done, and what barriers had ordered before. An interval of 0 covers
-// nothing, as for a memory that the fence does not order.
+// A fence of a thread, and which accesses happen before it: the thread's own, and those that
+// barriers had ordered before them. An interval of 0 covers no access: the fence does not order
+// that memory.
 struct Fence {
   uint32_t threadgroup;
   uint16_t thread;
   bool local;                 // of a scope within the threadgroup
-  uint32_t last[kMemories];   // of the thread's own accesses, the last interval before the fence
-  uint32_t since[kMemories];  // of its SIMD group's, the first that is not ordered before it
-  uint32_t epoch[kMemories];  // and of its threadgroup's
+  uint32_t last[kMemories];   // the last interval of the thread's own accesses before the fence
+  uint32_t since[kMemories];  // the first interval of its SIMD group that is not before the fence
+  uint32_t epoch[kMemories];  // the first interval of its threadgroup that is not before the fence
 
   bool covers(const Touch& touch, Memory memory) const {
     if (touch.thread == thread && touch.interval <= last[memory]) return true;
@@ -34,26 +35,27 @@ struct Fence {
 using Fences = std::vector<Fence>;
 using Knowledge = std::shared_ptr<const Fences>;
 
-// Whether a fence in `known` comes after an access of `threadgroup`. `here`: the asking one.
+// Whether an access by `threadgroup` happens before a fence in `known`. `here`: the threadgroup
+// that asks.
 bool covers(const Fences& known, uint32_t threadgroup, uint32_t here, const Touch& touch,
             Memory memory);
 
-// What a thread knows of others.
+// The fences of other threads that a thread knows.
 struct Order {
-  Knowledge known;      // it is ordered before what the thread does now
-  Knowledge published;  // what its atomic writes pass on
-  Knowledge seen;       // what its atomic reads have got; known after the next fence
+  Knowledge known;      // happen before the thread's next access
+  Knowledge published;  // its atomic writes pass these on
+  Knowledge seen;       // its atomic reads received these; they are known after its next fence
 
   void pass_fence(const Fence& fence);
   void see(const Knowledge& message);
 };
 
-// The threads of a barrier share what they have seen; if it orders device memory, all that they
-// know. A barrier of the whole threadgroup after a fence of each thread counts as a fence,
-// `together`.
+// Threads that meet at a barrier share the fences that they have seen and, if the barrier orders
+// device memory, those that they know and publish. If each of them has passed a fence, the barrier
+// of a whole threadgroup is a fence too: `together`.
 void pass_barrier(Order* orders, uint32_t count, bool orders_device, const Fence* together);
 
-// What atomic memory passes on, of all workers.
+// The fences that atomic memory passes on, shared by all workers.
 class Messages {
  public:
   // Without fences there is nothing to pass on.

@@ -8,13 +8,13 @@ namespace {
 
 // About two seconds of a loop that does nothing.
 constexpr uint64_t kStepLimit = uint64_t{1} << 28;
-// Below the lowest stack, for a frame that is found to be too large after it was made.
+// Below the lowest stack: the frame of a function exists before its size is checked.
 constexpr uint64_t kBelowStacks = 256 * 1024;
-// 64 MiB if each is used to its end, and seldom more than 4 MiB.
+// 64 MiB if each stack is used to its end; 4 MiB in most runs.
 constexpr uint32_t kMostStacksKept = 256;
 
-// Of this host thread, as a fork may come while another one is here, and a signal handler of Python
-// may begin a run within a run.
+// Regions for this host thread's next runs. Per thread: a fork may happen while another thread is
+// here, and a Python signal handler may start a run inside a run.
 thread_local std::vector<std::unique_ptr<Region>> spare;
 
 }  // namespace

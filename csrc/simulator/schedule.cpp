@@ -1,7 +1,9 @@
 // Which fiber runs: SIMD-group rendezvous, barriers, and what to do when nothing can go on.
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
+#include <string>
 
 #include "check.h"
 #include "tensor.h"
@@ -14,15 +16,12 @@ namespace {
 constexpr uint32_t kSpinsBeforeYield = 64;
 constexpr std::chrono::seconds kSpinLimit{10};
 
-const char* const kArgumentNames[SIMULATOR_MAX_ARGUMENTS] = {
-    "[[threadgroup(0)]]",  "[[threadgroup(1)]]",  "[[threadgroup(2)]]",  "[[threadgroup(3)]]",
-    "[[threadgroup(4)]]",  "[[threadgroup(5)]]",  "[[threadgroup(6)]]",  "[[threadgroup(7)]]",
-    "[[threadgroup(8)]]",  "[[threadgroup(9)]]",  "[[threadgroup(10)]]", "[[threadgroup(11)]]",
-    "[[threadgroup(12)]]", "[[threadgroup(13)]]", "[[threadgroup(14)]]", "[[threadgroup(15)]]",
-    "[[threadgroup(16)]]", "[[threadgroup(17)]]", "[[threadgroup(18)]]", "[[threadgroup(19)]]",
-    "[[threadgroup(20)]]", "[[threadgroup(21)]]", "[[threadgroup(22)]]", "[[threadgroup(23)]]",
-    "[[threadgroup(24)]]", "[[threadgroup(25)]]", "[[threadgroup(26)]]", "[[threadgroup(27)]]",
-    "[[threadgroup(28)]]", "[[threadgroup(29)]]", "[[threadgroup(30)]]"};
+// "[[threadgroup(0)]]" and so on.
+const auto kArgumentNames = [] {
+  std::array<std::string, SIMULATOR_MAX_ARGUMENTS> names;
+  for (size_t i = 0; i < names.size(); ++i) names[i] = "[[threadgroup(" + std::to_string(i) + ")]]";
+  return names;
+}();
 
 uint32_t lowest(uint32_t mask) { return static_cast<uint32_t>(__builtin_ctz(mask)); }
 
@@ -56,7 +55,7 @@ const char* name_of(uint32_t kind) {
   }
 }
 
-// Of what threads wait at as at a barrier.
+// What all threads of a threadgroup wait at: a barrier, or a tensor operation of all SIMD groups.
 const char* barrier_name(__msl_combine combine) {
   return combine ? "tensor operation" : "threadgroup_barrier";
 }
@@ -383,7 +382,8 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     clock.begin_threadgroup(position[0] + grid[0] * (position[1] + grid[1] * position[2]));
   for (uint32_t i = 0; i < SIMULATOR_MAX_ARGUMENTS; ++i) {
     uint64_t bytes = dispatch.threadgroup_argument_bytes[i];
-    launch.threadgroup_memory[i] = bytes ? arena.get(kArgumentNames[i], bytes, 16) : nullptr;
+    launch.threadgroup_memory[i] =
+        bytes ? arena.get(kArgumentNames[i].c_str(), bytes, 16) : nullptr;
   }
 
   uint32_t at[3] = {0, 0, 0};
@@ -411,7 +411,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     group.arrived = group.at_barrier = 0;
     group.strays = 0;
     for (uint32_t& interval : group.intervals) interval = 0;
-    // What lanes that do not exist would have deposited: NaN.
+    // Lanes that do not exist deposit NaN.
     if (!whole) {
       memset(group.exchanges, 0xFF, sizeof group.exchanges);
       memset(group.matrices, 0xFF, sizeof group.matrices);

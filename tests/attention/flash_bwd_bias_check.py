@@ -2,15 +2,10 @@
 
 import torch
 
-from tests.attention.flash_fwd_check import (
-    ACCUMULATION,
-    ROUNDING,
-    on,
-    per_sequence,
-    torch_sdpa,
-    visible_keys,
-)
-from torch_metal_attn.reference import attention, rotate, varlen_attention
+from tests.attention.flash_bwd_check import make_gradients, rotated
+from tests.attention.flash_fwd_check import hold
+from torch_metal_attn.reference import attention, varlen_attention
+from torch_metal_attn.testing.judge import near, on, worst_of
 
 ADDED = ("attn_bias", "attn_mask", "alibi_slopes")
 
@@ -20,60 +15,26 @@ def differentiated(options):
     return [n for n in ADDED if n in options and options[n].is_floating_point()]
 
 
-def leaves_of(options, dtype):
-    return {
-        name: options[name].detach().to(dtype, copy=True).requires_grad_()
-        for name in differentiated(options)
-    }
-
-
-def make_gradients(q, v, lse_shape, seed=5):
-    generator = torch.Generator().manual_seed(seed)
-    dout = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator).to(q.dtype)
-    return dout, torch.randn(lse_shape, generator=generator)
-
-
-def reference_gradients(oracle, dout, dlse, q, k, v, packing, options, dtype):
-    """By torch's autograd, with everything in `dtype`."""
-    leaves = leaves_of(options, dtype)
-    operands = [tensor.to(dtype) for tensor in (q, k, v)]
-    out, lse = oracle(*operands, *packing, **(options | leaves), compute_dtype=dtype)
-    hidden = lse == -torch.inf
+def added_gradients(dout, dlse, q, k, v, packing, options, dtype, compute_dtype):
+    """By torch's autograd, of what is added in `dtype`; q and k rotated as the kernels round."""
+    q, k, plain = rotated(q, k, options, dtype if dtype == torch.float64 else q.dtype, packing)
+    leaves = {n: options[n].detach().to(dtype, copy=True) for n in differentiated(options)}
+    leaves = {n: x.requires_grad_() for n, x in leaves.items()}
+    attend = varlen_attention if packing else attention
+    v = v.to(q.dtype)
+    out, lse = attend(q, k, v, *packing, **(plain | leaves), compute_dtype=compute_dtype)
+    dlse = dlse.to(lse.dtype).masked_fill(lse.detach() == -torch.inf, 0.0)
     gradients = torch.autograd.grad(
-        (out, lse),
-        list(leaves.values()),
-        (dout.to(dtype), dlse.to(dtype).masked_fill(hidden, 0.0)),
+        *((out, lse), list(leaves.values()), (dout.to(out.dtype), dlse)),
         allow_unused=True,
         materialize_grads=True,
     )
     return dict(zip(leaves, gradients, strict=True))
 
 
-def torch_errors(dout, q, k, v, options):
-    """Largest error of torch's own attention with its mask's gradient, in the inputs' dtype.
-
-    Of visibility, scale and bias only: the problem is otherwise the same.
-    """
-    name = next((n for n in differentiated(options) if n != "alibi_slopes"), None)
-    if name is None or options[name].dtype != q.dtype:  # which torch refuses
-        return {}
-    bias = options[name]
-    visible = visible_keys(q, k, options)
-    # Rows that see nothing would be NaN in some of torch's kernels.
-    sees_any = visible.any(-1, keepdim=True)
-    visible, dout = visible | ~sees_any, dout * sees_any
-    scale = options.get("softmax_scale")
-    results = []
-    for dtype in (q.dtype, torch.float64):
-        leaf = bias.detach().to(dtype, copy=True).requires_grad_()
-        mask = leaf.nan_to_num(neginf=-1e4).broadcast_to(visible.shape)
-        mask = mask.masked_fill(~visible, -torch.inf)
-        operands = [tensor.nan_to_num().to(dtype) for tensor in (q, k, v)]
-        out = torch_sdpa(*operands, attn_mask=mask, scale=scale, enable_gqa=True)
-        (gradient,) = torch.autograd.grad(out, leaf, dout.to(dtype))
-        results.append(gradient.double())
-    error = (results[0] - results[1]).nan_to_num().abs()
-    return {name: error.max().item() if error.numel() else 0.0}
+def reference_gradients(*problem):
+    """Of dout, dlse, q, k, v, packing and options, in float64."""
+    return added_gradients(*problem, torch.float64, torch.float64)
 
 
 def rounding_of_slopes(dout, dlse, q, k, v, options):
@@ -85,40 +46,24 @@ def rounding_of_slopes(dout, dlse, q, k, v, options):
     slopes = options.get("alibi_slopes")
     if slopes is None:
         return {}
-    whole = (*q.shape[:3], k.shape[2])
     names = [name for name in differentiated(options) if name != "alibi_slopes"]
-    zero = torch.zeros(whole, dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.float64, requires_grad=True)
     bias = sum((options[name] for name in names), zero)
-    options = {name: x for name, x in options.items() if name not in names}
+    plain = {name: x for name, x in options.items() if name not in names}
     operands = [tensor.double().nan_to_num() for tensor in (q, k, v)]
-    out, lse = attention(*operands, **options, attn_bias=bias, compute_dtype=torch.float64)
+    out, lse = attention(*operands, **plain, attn_bias=bias, compute_dtype=torch.float64)
     (weights,) = torch.autograd.grad(lse.masked_fill(lse == -torch.inf, 0.0).sum(), zero)
     dout = dout.double().abs()
     v = operands[2].abs().repeat_interleave(q.shape[1] // max(k.shape[1], 1), 1)
     delta = (dout * out.detach().abs()).sum(-1, keepdim=True) + dlse.abs().unsqueeze(-1)
     (batch, _, q_length, _), kv_length = q.shape, k.shape[2]
-    ends = per_sequence(options.get("seqused_k"), batch, kv_length)
-    offset = options.get("q_offset")
-    offsets = torch.tensor([end - q_length if offset is None else offset for end in ends])
+    offsets = options.get("seqused_k", torch.tensor([kv_length] * batch)) - q_length
+    if options.get("q_offset") is not None:
+        offsets = torch.full_like(offsets, options["q_offset"])
     position = torch.arange(q_length)[:, None] + offsets[:, None, None, None]
     terms = weights * (dout @ v.mT + delta) * (position - torch.arange(kv_length))
     squares = terms.square().sum((2, 3))
     return {"alibi_slopes": 2**-22 * squares.sum_to_size(slopes.shape).sqrt()}
-
-
-def assert_close(gradients, oracle, composed, errors, options, rounding):
-    for name, gradient in gradients.items():
-        value, exact = options[name], oracle[name]
-        assert gradient.dtype == value.dtype
-        assert gradient.shape == value.shape
-        assert gradient.is_contiguous()
-        if gradient.numel() == 0:
-            continue
-        error = max(errors.get(name, 0.0), (composed[name].double() - exact).abs().max().item())
-        slack = ROUNDING[value.dtype] * exact.abs() + ACCUMULATION * exact.abs().max()
-        slack = slack + rounding.get(name, 0.0)
-        worst = ((gradient.double() - exact).abs() - 2 * error - slack).max().item()
-        assert worst <= 0, (name, worst, error, exact.abs().max().item())
 
 
 def row_statistics(dout, dlse, q, k, v, packing, options):
@@ -126,10 +71,10 @@ def row_statistics(dout, dlse, q, k, v, packing, options):
 
     The log-sum-exp is off by up to 2^-9, so that what ignores the normalisers shows.
     """
-    (q, k), options = rotated(q, k, options)
-    oracle = varlen_attention if packing else attention
+    q, k, options = rotated(q, k, options, q.dtype, packing)
+    attend = varlen_attention if packing else attention
     operands = [tensor.double() for tensor in (q, k, v)]
-    out, exact_lse = oracle(*operands, *packing, **options, compute_dtype=torch.float64)
+    out, exact_lse = attend(*operands, *packing, **options, compute_dtype=torch.float64)
     sums = (dout.double() * out).sum(-1)
     delta = (sums.T if packing else sums) - dlse
     lse = (exact_lse + 2**-9 * dlse.cos()).float()
@@ -139,62 +84,36 @@ def row_statistics(dout, dlse, q, k, v, packing, options):
 
 def run_ops(dout, dlse, q, k, v, packing, device, options):
     """The op's gradients, by name."""
-    ops, prefix = torch.ops.metal_attn, "flash_varlen" if packing else "flash"
-    statistics = row_statistics(dout, dlse, q, k, v, packing, options)
-    lse, delta, normalisers = (rows.to(device) for rows in statistics)
-    packing = [x.to(device) if torch.is_tensor(x) else x for x in packing]
-    operands = [tensor.to(device) for tensor in (q, k, v)]
-    dout, options = dout.to(device), on(device, options)
+    prefix = "flash_varlen" if packing else "flash"
+    lse, delta, normalisers = row_statistics(dout, dlse, q, k, v, packing, options)
+    given = on(device, dict(enumerate((dout, q, k, v, lse, delta, *packing)))).values()
+    options = on(device, options | {"normalisers": normalisers})
     results = {}
     for name in differentiated(options):
         op = "slopes" if name == "alibi_slopes" else "bias"
-        op = getattr(ops, f"{prefix}_bwd_{op}")
-        rows = (lse, delta, *packing)
-        results[name] = op(dout, *operands, *rows, normalisers=normalisers, **options).cpu()
+        results[name] = getattr(torch.ops.metal_attn, f"{prefix}_bwd_{op}")(*given, **options).cpu()
     return results
 
 
-def check_bias(q, k, v, *, device, dlse=True, **options):
-    """Runs the ops on `device` and holds them to twice torch's error against float64."""
-    dout, lse_gradient = make_gradients(q, v, q.shape[:3])
-    lse_gradient = lse_gradient * dlse
-    gradients = run_ops(dout, lse_gradient, q, k, v, [], device, options)
-    call = (attention, dout, lse_gradient, q, k, v, [], options)
-    oracle = reference_gradients(*call, torch.float64)
-    composed = composed_gradients(*call)
-    errors = torch_errors(dout, q, k, v, options)
-    rounding = rounding_of_slopes(dout, lse_gradient, q, k, v, options)
-    assert_close(gradients, oracle, composed, errors, options, rounding)
-    return gradients
+def check_bias(q, k, v, *packing, device, dlse=True, **options):
+    """Runs the ops on `device` and holds them to twice torch's error against float64.
 
-
-def rotated(q, k, options):
-    """q and k rotated and rounded to their dtype, as the kernels do; options without tables."""
-    rotated, options = [], dict(options)
-    interleaved = options.pop("rotary_interleaved", False)
-    for side, x in (("q", q), ("k", k)):
-        cos, sin = (options.pop(f"{side}_rotary_{table}", None) for table in ("cos", "sin"))
-        rotated.append(x if cos is None else rotate(x.float(), cos, sin, interleaved).to(x.dtype))
-    return rotated, options
-
-
-def composed_gradients(oracle, dout, dlse, q, k, v, packing, options):
-    """As torch's operations on float32 compose."""
-    (q, k), options = rotated(q, k, options)
-    leaves = leaves_of(options, torch.float32)
-    out, lse = oracle(q, k, v, *packing, **(options | leaves))
-    dlse = dlse.masked_fill(lse.detach() == -torch.inf, 0.0)
-    gradients = torch.autograd.grad(
-        (out, lse), list(leaves.values()), (dout, dlse), allow_unused=True, materialize_grads=True
+    Torch's error is that of its operations on float32, for the inputs' dtype.
+    """
+    dout, lse_gradient = make_gradients(
+        q, v, (*q.shape[1::-1],) if packing else q.shape[:3], seed=5
     )
-    return dict(zip(leaves, gradients, strict=True))
+    problem = (dout, lse_gradient * dlse, q, k, v)
+    found = run_ops(*problem, packing, device, options)
+    exact = reference_gradients(*problem, packing, options)
+    composed = added_gradients(*problem, packing, options, torch.float32, None)
+    slacks = {} if packing else rounding_of_slopes(*problem, options)
+    for name, gradient in found.items():
+        assert gradient.dtype == options[name].dtype
+        assert gradient.is_contiguous()
+        error = worst_of([(composed[name], exact[name])])
+        hold([near(name, gradient, exact[name], error, slacks.get(name, 0.0))])
+    return found
 
 
-def check_varlen_bias(q, k, v, *packing, device, **options):
-    """`check_bias` for packed sequences."""
-    dout, dlse = make_gradients(q, v, (q.shape[1], q.shape[0]))
-    gradients = run_ops(dout, dlse, q, k, v, packing, device, options)
-    call = (varlen_attention, dout, dlse, q, k, v, packing, options)
-    oracle = reference_gradients(*call, torch.float64)
-    assert_close(gradients, oracle, composed_gradients(*call), {}, options, {})
-    return gradients
+check_varlen_bias = check_bias

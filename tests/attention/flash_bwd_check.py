@@ -1,18 +1,15 @@
 """The judge of the gradient kernels: torch's own gradients in the same dtype, against float64."""
 
 import math
+from functools import partial
+from itertools import pairwise
 
 import torch
 
-from tests.attention.flash_fwd_check import (
-    ACCUMULATION,
-    ROUNDING,
-    on,
-    operand_rounding,
-    torch_sdpa,
-    visible_keys,
-)
+from tests.attention.flash_fwd_check import hold, operand_rounding, unpacked
 from torch_metal_attn.reference import attention, rotate, varlen_attention
+from torch_metal_attn.testing.judge import ROUNDING, largest, near, on, worst_of
+from torch_metal_attn.testing.oracle import largest_terms, torch_gradient_errors, visible_keys
 from torch_metal_attn.testing.tf32 import as_multiplied
 
 NAMES = ("dq", "dk", "dv")
@@ -31,17 +28,27 @@ def make_gradients(q, v, lse_shape, *, dlse=True, seed=7):
     return dout, torch.randn(lse_shape, generator=generator) if dlse else None
 
 
-def rotated(q, k, options, dtype):
+def rotated(q, k, options, dtype, packing=()):
     """q and k in `dtype`, rotated where the options say so, and the options without the tables.
 
-    Below float64 the rotation is that of the kernels: in float32, rounded to the inputs' dtype.
+    Below float64 the rotation is that of the kernels: in float32, rounded to the inputs' dtype. Of
+    packed sequences row i of a table is row i of every sequence.
     """
     sides = []
-    for side, tensor in zip("qk", (q, k), strict=True):
+    interleaved = options.get("rotary_interleaved", False)
+    for i, (side, tensor) in enumerate(zip("qk", (q, k), strict=True)):
         exact = tensor.double() if dtype == torch.float64 else tensor.float()
-        if options.get(f"{side}_rotary_cos") is not None:
-            tables = options[f"{side}_rotary_cos"], options[f"{side}_rotary_sin"]
-            exact = rotate(exact, *tables, options.get("rotary_interleaved", False))
+        cos, sin = (options.get(f"{side}_rotary_{name}") for name in ("cos", "sin"))
+        if cos is not None and not packing:
+            exact = rotate(exact, cos, sin, interleaved)
+        elif cos is not None:
+            exact = exact.clone()
+            ends = packing[i].tolist()
+            for b, (start, end) in enumerate(pairwise(ends)):
+                own = (b if len(cos) > 1 else 0) if cos.dim() == 3 else ...
+                rows = exact[None, start:end].transpose(1, 2)
+                rows = rotate(rows, cos[own], sin[own], interleaved)
+                exact[start:end] = rows[0].transpose(0, 1)
         sides.append(exact.to(dtype))
     return *sides, {name: value for name, value in options.items() if "rotary" not in name}
 
@@ -56,115 +63,90 @@ def differentiate(attend, q, k, v, dout, dlse):
     return torch.autograd.grad(loss, leaves)
 
 
-def oracle_gradients(q, k, v, dout, dlse, options):
-    """In float64, with respect to what the product sees: the rotated q and k."""
-    q, k, options = rotated(q, k, options, torch.float64)
-    return differentiate(
-        lambda *qkv: attention(*qkv, **options, compute_dtype=torch.float64),
-        *(q, k, v.double(), dout, dlse),
-    )
+def reference_gradients(q, k, v, dout, dlse, options, dtype=torch.float64, packing=()):
+    """In `dtype`, with respect to what the product sees: the rotated q and k.
 
-
-def composed_errors(q, k, v, dout, dlse, options, oracle):
-    """Of attention composed of torch's operations on float32, for the inputs' dtype."""
-    q, k, options = rotated(q, k, options, q.dtype)
+    Below float64 they are those of torch's operations on float32, for the inputs' dtype.
+    """
+    q, k, options = rotated(q, k, options, dtype, packing)
+    attend = partial(varlen_attention if packing else attention, **options)
+    compute_dtype = dtype if dtype == torch.float64 else None
     with as_multiplied():
-        composed = differentiate(lambda *qkv: attention(*qkv, **options), q, k, v, dout, dlse)
-    return [largest(a.double() - b) for a, b in zip(composed, oracle, strict=True)]
+        return differentiate(
+            lambda *qkv: attend(*qkv, *packing, compute_dtype=compute_dtype),
+            *(q, k, v.to(dtype), dout, dlse),
+        )
 
 
 def torch_errors(q, k, v, dout, options):
     """Of torch's own attention in the inputs' dtype.
 
     It has visibility and scale only: biases, caps, sinks and the log-sum-exp's gradient are left
-    out of its problem, which is otherwise the same. A query that sees nothing sees all, for no
-    gradient.
+    out of its problem, which is otherwise the same.
     """
-    visible = visible_keys(q, k, options)
-    hidden = ~visible.any(-1, keepdim=True)
-    problem = {"attn_mask": visible | hidden, "softmax_scale": options.get("softmax_scale")}
-    dout = dout.masked_fill(hidden, 0.0)
-    if 0 in visible.shape:
+    if not q.numel() or not k.numel():
         return [0.0] * 3
-    exact_q, exact_k, _ = rotated(q, k, options, torch.float64)
-    oracle = oracle_gradients(exact_q, exact_k, v, dout, None, problem)
-    rounded_q, rounded_k, _ = rotated(q, k, options, q.dtype)
-    with as_multiplied():
-        found = differentiate(
-            lambda *qkv: (
-                torch_sdpa(
-                    *qkv,
-                    attn_mask=problem["attn_mask"],
-                    scale=problem["softmax_scale"],
-                    enable_gqa=True,
-                ),
-                None,
-            ),
-            *(rounded_q, rounded_k, v, dout, None),
-        )
-    return [largest(a.double() - b) for a, b in zip(found, oracle, strict=True)]
+    q, k, options = rotated(q, k, options, q.dtype)
+    return torch_gradient_errors(q, k, v.nan_to_num(), dout, options)
 
 
-def largest(tensor):
-    return tensor.abs().max().item() if tensor.numel() else 0.0
+def judge(q, k, v, dout, dlse, options, packing=()):
+    """The oracle's gradients and the larger of torch's errors for each.
 
-
-def largest_terms(q, k, v, dout, options):
-    """Bounds of one term of dq, dk and dv; of those of dq and dk, every sum may cancel to 0."""
-    scale = options.get("softmax_scale")
-    scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
-    q, k, v, dout = (
-        largest(tensor.double().nan_to_num().norm(dim=-1)) for tensor in (q, k, v, dout)
-    )
-    return scale * dout * v * k, scale * dout * v * q, dout
+    Of packed sequences torch's own errors are those of each sequence alone, seen whole.
+    """
+    given = (q, k, v, dout, dlse, options)
+    oracle = reference_gradients(*given, packing=packing)
+    composed = reference_gradients(*given, q.dtype, packing)
+    errors = [worst_of([pair]) for pair in zip(composed, oracle, strict=True)]
+    if packing:
+        scale = {"softmax_scale": options.get("softmax_scale")}
+        alone = [
+            torch_errors(q, k, v, dout, scale)
+            for q, dout, k, v in unpacked([q, dout], k, v, packing)
+        ]
+    else:
+        alone = [torch_errors(q, k, v, dout, options)]
+    return oracle, [max(of_one) for of_one in zip(errors, *alone, strict=True)]
 
 
 def assert_gradients(found, oracle, errors, inputs, dout, options):
     """Each gradient of its input's shape and dtype, within twice torch's error of the oracle."""
-    terms = largest_terms(*inputs, dout, options)
+    scale = options.get("softmax_scale")
+    scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
+    terms = largest_terms(*(x.nan_to_num() for x in inputs), dout, scale)
     for name, gradient, exact, error, term, tensor in zip(
         NAMES, found, oracle, errors, terms, inputs, strict=True
     ):
         assert gradient.dtype == tensor.dtype
-        assert gradient.shape == tensor.shape
-        if tensor.numel() == 0:
-            continue
-        slack = ROUNDING[tensor.dtype] * exact.abs() + ACCUMULATION * exact.abs().max()
         # A term is rounded in float32 once at least, and the sum of all may cancel.
-        slack = slack + ROUNDING[torch.float32] * term
-        excess = (gradient.double() - exact).abs() - slack
-        assert (excess <= 2 * error).all(), (
-            f"{name}: error {excess.max().item():.2e} beyond rounding, torch's {error:.2e}"
-        )
+        hold([near(name, gradient, exact, error, ROUNDING[torch.float32] * term)])
 
 
 def assert_delta(delta, dlse, dout, out, v):
     """delta = rowsum(dout * out) - dlse, to the rounding of out and of sums over the keys."""
     products = dout.double() * out.double()
-    exact, size = products.sum(-1), products.abs().sum(-1)
-    if out.dim() == 3:
-        exact, size = exact.t(), size.t()
+    # Summed over the keys, dout . v may cancel.
+    terms = dout.double().abs().sum(-1) * largest(v)
+    exact, size, terms = (
+        x.t() if out.dim() == 3 else x for x in (products.sum(-1), products.abs().sum(-1), terms)
+    )
     if dlse is not None:
         exact, size = exact - dlse.double(), size + dlse.double().abs()
-    # Rotated q and k are rounded before out is.
-    rounding = 2 * operand_rounding(out.dtype)
     assert delta.dtype == torch.float32
     assert delta.shape == exact.shape
-    # Summed over the keys, dout . v may cancel.
-    terms = dout.double().abs().sum(-1) * largest(v.nan_to_num())
-    terms = terms.t() if out.dim() == 3 else terms
+    # Rotated q and k are rounded before out is.
+    rounding = 2**-20 + 2 * operand_rounding(out.dtype)
     of_terms = max(2**-23, 2 * operand_rounding(out.dtype, rounded=False))
-    assert ((delta.double() - exact).abs() <= (2**-20 + rounding) * size + of_terms * terms).all()
+    assert ((delta.double() - exact).abs() <= rounding * size + of_terms * terms).all()
 
 
 def assert_zero_where_unseen(found, visible, kv_heads):
     """Queries that see no key, and keys that no query sees: zero, not merely small."""
     dq, dk, dv = found
     assert (dq[~visible.any(-1)] == 0).all()
-    batch, heads, _, kv_length = visible.shape
     if kv_heads:
-        members = visible.any(2).view(batch, kv_heads, heads // kv_heads, kv_length)
-        unseen = ~members.any(2)
+        unseen = ~visible.any(2).unflatten(1, (kv_heads, -1)).any(2)
         assert (dk[unseen] == 0).all()
         assert (dv[unseen] == 0).all()
 
@@ -175,38 +157,22 @@ def exact_forward(q, k, v, options, packing=()):
     Of rows that are rotated and rounded as the kernels' are. Of scores so large that their rounding
     shows, a backward takes only what the forward kernel made of them: tests pass `own_forward`.
     """
-    if packing:
-        ends = [packing[0].tolist(), packing[1].tolist()]
-        q, k, options = rotated_packed(q, k, ends, options, q.dtype)
-    else:
-        q, k, options = rotated(q, k, options, q.dtype)
+    q, k, options = rotated(q, k, options, q.dtype, packing)
     attend = varlen_attention if packing else attention
     out, lse = attend(q, k, v, *packing, **options, compute_dtype=torch.float64)
     return out.to(q.dtype), lse.float().contiguous()
 
 
-def backward(q, k, v, dout, dlse, device, options, exact_delta=True, own_forward=False):
+def backward(q, k, v, dout, dlse, device, options, exact_delta=True, own_forward=False, packing=()):
     """out, dq, dk, dv and delta, on the CPU."""
+    name = "flash_varlen" if packing else "flash"
     if own_forward:
-        out, lse = run("flash_fwd", device, q, k, v, **options)
+        out, lse = run(f"{name}_fwd", device, q, k, v, *packing, **options)
     else:
-        out, lse = exact_forward(q, k, v, options)
-    statistics = (q, k, v, out, lse)
-    *results, _ = run(
-        "flash_bwd", device, dout, dlse, *statistics, exact_delta=exact_delta, **options
-    )
+        out, lse = exact_forward(q, k, v, options, packing)
+    arguments = (dout, dlse, q, k, v, out, lse, *packing)
+    *results, _ = run(f"{name}_bwd", device, *arguments, exact_delta=exact_delta, **options)
     return [tensor.cpu() for tensor in (out, *results)]
-
-
-def judge(q, k, v, dout, dlse, options):
-    """The oracle's gradients and the larger of torch's errors for each."""
-    oracle = oracle_gradients(q, k, v, dout, dlse, options)
-    errors = zip(
-        composed_errors(q, k, v, dout, dlse, options, oracle),
-        torch_errors(q, k, v, dout, options),
-        strict=True,
-    )
-    return oracle, [max(pair) for pair in errors]
 
 
 def check_flash_bwd(q, k, v, *, device, dlse=True, exact_delta=True, own_forward=False, **options):
@@ -222,81 +188,23 @@ def check_flash_bwd(q, k, v, *, device, dlse=True, exact_delta=True, own_forward
     return *found, delta
 
 
-def packed_rows(tensor, ends, b):
-    """Rows of packed sequence b as (1, H, L, D)."""
-    return tensor[None, ends[b] : ends[b + 1]].transpose(1, 2)
-
-
-def rotated_packed(q, k, ends, options, dtype):
-    """`rotated` for packed sequences: row i of a table is row i of every sequence."""
-    sides = []
-    for side, tensor, rows in zip("qk", (q, k), ends, strict=True):
-        exact = tensor.double() if dtype == torch.float64 else tensor.float()
-        if options.get(f"{side}_rotary_cos") is not None:
-            cos, sin = options[f"{side}_rotary_cos"], options[f"{side}_rotary_sin"]
-            exact = exact.clone()
-            for b in range(len(rows) - 1):
-                own = (b if cos.dim() == 3 and len(cos) > 1 else 0,) if cos.dim() == 3 else ...
-                sequence = rotate(
-                    packed_rows(exact, rows, b),
-                    cos[own],
-                    sin[own],
-                    options.get("rotary_interleaved", False),
-                )
-                exact[rows[b] : rows[b + 1]] = sequence[0].transpose(0, 1)
-        sides.append(exact.to(dtype))
-    return *sides, {name: value for name, value in options.items() if "rotary" not in name}
-
-
-def judge_packed(q, k, v, packing, dout, dlse, options):
-    """The oracle's gradients; torch's errors are of each sequence alone, seen whole, and composed.
-
-    What lies in rows of no sequence is nobody's.
-    """
-    ends = [packing[0].tolist(), packing[1].tolist()]
-    q, k, v = (
-        tensor.masked_fill((torch.arange(len(tensor)) >= rows[-1])[:, None, None], 0.0)
-        for tensor, rows in zip((q, k, v), (ends[0], ends[1], ends[1]), strict=True)
-    )
-
-    def gradients(dtype, compute_dtype):
-        rotated_q, rotated_k, plain = rotated_packed(q, k, ends, options, dtype)
-        return differentiate(
-            lambda *qkv: varlen_attention(*qkv, *packing, **plain, compute_dtype=compute_dtype),
-            *(rotated_q, rotated_k, v.to(dtype), dout, dlse),
-        )
-
-    oracle = gradients(torch.float64, torch.float64)
-    with as_multiplied():
-        composed = gradients(q.dtype, None)
-    errors = [largest(a.double() - b) for a, b in zip(composed, oracle, strict=True)]
-    scale = {"softmax_scale": options.get("softmax_scale")}
-    for b in range(len(ends[0]) - 1):
-        sequence = [
-            packed_rows(tensor, rows, b)
-            for tensor, rows in zip((q, k, v), (ends[0], ends[1], ends[1]), strict=True)
-        ]
-        alone = torch_errors(*sequence, packed_rows(dout, ends[0], b), scale)
-        errors = [max(pair) for pair in zip(errors, alone, strict=True)]
-    return oracle, errors
-
-
 def check_flash_varlen_bwd(q, k, v, *packing, device, dlse=True, own_forward=False, **options):
     """`check_flash_bwd` for packed sequences, and zeros behind the last of them."""
     dout, lse_gradient = make_gradients(q, v, (q.shape[1], q.shape[0]), dlse=dlse)
-    if own_forward:
-        out, lse = run("flash_varlen_fwd", device, q, k, v, *packing, **options)
-    else:
-        out, lse = exact_forward(q, k, v, options, packing)
-    arguments = (dout, lse_gradient, q, k, v, out, lse, *packing)
-    results = run("flash_varlen_bwd", device, *arguments, exact_delta=True, **options)
-    *found, delta, _ = (tensor.cpu() for tensor in results)
-    oracle, errors = judge_packed(q, k, v, packing, dout, lse_gradient, options)
+    given = (dout, lse_gradient, device, options, True, own_forward, packing)
+    out, *found, delta = backward(q, k, v, *given)
+    ends = [packing[i][-1] for i in (0, 1, 1)]
+    # What lies in rows of no sequence is nobody's.
+    owned = [
+        x.masked_fill((torch.arange(len(x)) >= end)[:, None, None], 0.0)
+        for x, end in zip((q, k, v), ends, strict=True)
+    ]
+    oracle, errors = judge(*owned, dout, lse_gradient, options, packing)
     assert_gradients(found, oracle, errors, (q, k, v), dout, options)
-    rows = packing[0][-1]
+    rows = ends[0]
     of_rows = None if lse_gradient is None else lse_gradient[:, :rows]
-    assert_delta(delta[:, :rows], of_rows, dout[:rows], out.cpu()[:rows], v)
+    assert_delta(delta[:, :rows], of_rows, dout[:rows], out[:rows], v)
     assert (delta[:, rows:] == 0).all()
-    for gradient, ends in zip(found, (packing[0], packing[1], packing[1]), strict=True):
-        assert (gradient[ends[-1] :] == 0).all()
+    for gradient, end in zip(found, ends, strict=True):
+        assert (gradient[end:] == 0).all()
     return *found, delta

@@ -1,14 +1,13 @@
 """Gradients of attention as autograd asks for them; other ways are in test_autograd_ways.py.
 
-How near the kernels' gradients are to float64 is in test_flash_bwd*.py; here it is that each
-argument gets its own, and that none is dropped.
+How near the kernels' gradients are to float64 is in test_values.py; here it is that the CPU without
+the simulator has the same, that each argument gets its own, and that none is dropped.
 """
 
 import math
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 
 from tests.attention.autograd_check import (
     OPTIONS,
@@ -25,8 +24,10 @@ from tests.attention.autograd_check import (
     rotary,
     tables,
 )
+from tests.helpers.cases import each_case
 from torch_metal_attn import flash_attn_varlen_func, simulate
 from torch_metal_attn.reference import attention, varlen_attention
+from torch_metal_attn.testing.judge import ROUNDING
 
 flash_fwd = torch.ops.metal_attn.flash_fwd
 flash_varlen_fwd = torch.ops.metal_attn.flash_varlen_fwd
@@ -34,63 +35,42 @@ flash_bwd = torch.ops.metal_attn.flash_bwd
 flash_varlen_bwd = torch.ops.metal_attn.flash_varlen_bwd
 
 
-def merged(options, cases):
-    return {name: value for case in cases for name, value in options[case].items()}
-
-
-# OPTIONS for the simulator, which compiles three kernels for each case.
-TOGETHER = [
-    ("plain",),
-    ("top left", "softcap", "bias", "rotary of q"),
-    ("window", "scale", "alibi", "mask", "rotary of mixed tables"),
-    ("chunk", "lengths", "dropout", "floating mask", "rotary of k"),
-]
-PACKED_TOGETHER = ("causal", "lengths", "rotary of each")
-
-
-def test_every_option_is_in_a_case_of_the_kernels():
-    apart = {"causal", "rotary"}  # in test_some_only
-    assert {case for cases in TOGETHER for case in cases} >= OPTIONS.keys() - apart
-
-
 class TestValues:
-    @pytest.mark.parametrize("case", OPTIONS)
-    def test_options(self, case):
-        actual = gradients(flash_fwd, make_qkv(), **OPTIONS[case])
-        check(actual, expected_gradients(make_qkv(), **OPTIONS[case]))
+    """Of the CPU without the simulator, and with it where `backend` is asked for."""
 
-    @pytest.mark.parametrize("cases", TOGETHER, ids=" and ".join)
-    def test_options_together(self, cases):
-        options = merged(OPTIONS, cases)
-        with simulate(check=True):
-            actual = gradients(flash_fwd, make_qkv(), **options)
-        check(actual, expected_gradients(make_qkv(), **options))
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_half(self, dtype):
-        """Of the kernels: test_flash_bwd_sharp.py."""
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+    @each_case("case", OPTIONS)
+    def test_options(self, case, dtype):
         qkv = [x.to(dtype) for x in make_qkv()]
-        options = OPTIONS["rotary"] | {"causal": True}
-        actual = gradients(flash_fwd, qkv, **options)
+        actual = gradients(flash_fwd, qkv, **OPTIONS[case])
         assert {x.dtype for x in actual} == {dtype}
-        rounding = 2.0**-11 if dtype == torch.float16 else 2.0**-8
-        check(actual, expected_gradients(qkv, **options), tolerance=8 * rounding)
+        tolerance = max(8 * ROUNDING[dtype], 2e-5)
+        check(actual, expected_gradients(qkv, **OPTIONS[case]), tolerance)
+
+    @each_case("case", PACKED)
+    def test_packed(self, case):
+        qkv, packing = make_packed()
+        expected = expected_gradients(qkv, *packing, function=varlen_attention, **PACKED[case])
+        actual = gradients(flash_varlen_fwd, qkv, *packing, **PACKED[case])
+        check(actual, expected)
+        assert (actual[0][17:] == 0).all()
+        assert (actual[1][23:] == 0).all()
 
     @pytest.mark.parametrize("sink_dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("case", ["plain", "lengths", "mask"])
+    @each_case("case", ["plain", "lengths", "mask", "packed"])
     def test_sink(self, case, sink_dtype):
-        """Of the kernels: TestPacked.test_sink."""
-        sink = normal(4).to(sink_dtype)
+        qkv, packing = make_packed() if case == "packed" else (make_qkv(), ())
+        options = PACKED["rotary of one batch"] if case == "packed" else VISIBLE[case]
+        attends = (flash_varlen_fwd, varlen_attention) if packing else (flash_fwd, attention)
+        tensors = (*qkv, normal(4).to(sink_dtype))
 
         def with_sink(attend):
-            return lambda *tensors, **options: attend(
-                *tensors[:3], learnable_sink=tensors[3], **options
+            return lambda *tensors, **more: attend(
+                *tensors[:3], *packing, learnable_sink=tensors[3], **options, **more
             )
 
-        actual = gradients(with_sink(flash_fwd), (*make_qkv(), sink), **VISIBLE[case])
-        expected = expected_gradients(
-            (*make_qkv(), sink), function=with_sink(attention), **VISIBLE[case]
-        )
+        actual = gradients(with_sink(attends[0]), tensors)
+        expected = expected_gradients(tensors, function=with_sink(attends[1]))
         assert actual[3].dtype == sink_dtype
         check(actual[:3], expected[:3])
         check(actual[3:], expected[3:], 2e-5 if sink_dtype == torch.float32 else 2**-8)
@@ -101,14 +81,6 @@ class TestValues:
         results = flash_fwd(*make_qkv(), learnable_sink=sink, **VISIBLE["lengths"])
         (gradient,) = torch.autograd.grad(loss_of(*results), sink)
         assert (gradient == 0).all()
-
-    def test_fully_masked_rows(self, backend):
-        options = OPTIONS["rotary"] | {"causal": True, "q_offset": -4}
-        dq, dk, dv = gradients(flash_fwd, make_qkv(), **options)
-        assert (dq[:, :, :4] == 0).all()
-        assert (dk[:, :, 5:] == 0).all()
-        assert (dv[:, :, 5:] == 0).all()
-        check((dq, dk, dv), expected_gradients(make_qkv(), **options))
 
     @pytest.mark.parametrize("which", ["out", "lse"])
     def test_of_one_result(self, which, backend):
@@ -153,58 +125,7 @@ class TestValues:
         check(found[:5], [torch.zeros_like(x) for x in leaves[:5]])
         assert found[5].isfinite().all()  # without keys the sink has all the weight
 
-    def test_strides_of_results(self, backend):
-        """A gradient lies in memory as its tensor does."""
-        leaves = [make_qkv()[0], *(x.transpose(1, 2).contiguous() for x in make_qkv()[1:])]
-        leaves = [leaves[0], *(x.transpose(1, 2) for x in leaves[1:])]
-        for x in leaves:
-            x.requires_grad_()
-        for x, gradient in zip(
-            leaves, torch.autograd.grad(flash_fwd(*leaves)[0].sum(), leaves), strict=True
-        ):
-            assert gradient.stride() == x.stride()
-
-    def test_same_bits(self, backend):
-        options = OPTIONS["rotary"] | {"causal": True}
-        first, second = (gradients(flash_fwd, make_qkv(), **options) for _ in range(2))
-        assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-class TestPacked:
-    @pytest.mark.parametrize(
-        "backend, cases",
-        [
-            *(("reference", (case,)) for case in PACKED),
-            ("simulator", PACKED_TOGETHER),
-        ],
-        indirect=["backend"],
-    )
-    def test_options(self, cases, backend):
-        qkv, packing = make_packed()
-        options = merged(PACKED, cases)
-        expected = expected_gradients(qkv, *packing, function=varlen_attention, **options)
-        actual = gradients(flash_varlen_fwd, qkv, *packing, **options)
-        check(actual, expected)
-        assert (actual[0][17:] == 0).all()
-        assert (actual[1][23:] == 0).all()
-
-    def test_sink(self, backend):
-        qkv, packing = make_packed()
-
-        def with_sink(attend):
-            given = PACKED["rotary of one batch"] | {"causal": True}
-            return lambda *tensors, **options: attend(
-                *tensors[:3], *packing, learnable_sink=tensors[3], **given, **options
-            )
-
-        tensors = (*qkv, normal(4).bfloat16())
-        expected = expected_gradients(tensors, function=with_sink(varlen_attention))
-        actual = gradients(with_sink(flash_varlen_fwd), tensors)
-        assert actual[3].dtype == torch.bfloat16
-        check(actual[:3], expected[:3])
-        check(actual[3:], expected[3:], 2**-8)
-
-    def test_empty(self, backend):
+    def test_empty_packed(self, backend):
         """No token, by the functions too, whose gradients are those of sum()."""
         nothing = torch.zeros(3, dtype=torch.int32)
         leaves = make_leaves((normal(0, 4, 16), normal(0, 2, 16), normal(0, 2, 8)))
@@ -212,31 +133,6 @@ class TestPacked:
             out = attend(*leaves, nothing, nothing, 0, 0)
             out = out if isinstance(out, torch.Tensor) else out[0]
             check(torch.autograd.grad(out.sum(), leaves), leaves)
-
-    def test_no_sequence(self, backend):
-        qkv, _ = make_packed()
-        nothing = torch.zeros(1, dtype=torch.int32)
-        options = rotary(None, tables(1, 8, batch=1)) | {"causal": True}
-
-        def attend(*tensors):
-            packed = (*tensors[:3], nothing, nothing, 0, 0)
-            return flash_varlen_fwd(*packed, learnable_sink=tensors[3], **options)
-
-        actual = gradients(attend, (*qkv, normal(4).bfloat16()))
-        assert all((gradient == 0).all() for gradient in actual)
-
-
-BAD = {
-    "dout": (0, lambda x: x[..., :4], "dout has shape"),
-    "dout's strides": (0, lambda x: x[..., :1].expand(x.shape), "dout has strides"),
-    "dout's dtype": (0, lambda x: x.half(), "dout has dtype"),
-    "dlse": (1, lambda x: x[:1], "dlse has shape"),
-    "dlse's dtype": (1, lambda x: x.half(), "dlse has dtype"),
-    "out": (5, lambda x: x[:1], "out has shape"),
-    "lse": (6, lambda x: x[..., :1], "softmax_lse has shape"),
-    "lse's strides": (6, lambda x: x.mT.contiguous().mT, "softmax_lse has strides"),
-    "k": (3, lambda x: x[..., :8], "k has a head dim of 8"),
-}
 
 
 class TestOps:
@@ -251,9 +147,8 @@ class TestOps:
         torch.library.opcheck(flash_bwd, (dout, dlse if with_dlse else None, *rest))
 
     def test_opcheck_packed(self, backend):
-        """With options of TestPacked.test_options, whose kernels it shares."""
         qkv, packing = make_packed()
-        options = merged(PACKED, PACKED_TOGETHER)
+        options = PACKED["lengths"] | PACKED["rotary of each"] | {"causal": True}
         out, lse = flash_varlen_fwd(*qkv, *packing, **options)
         gradients = normal(*out.shape), normal(*lse.shape)
         arguments = (*gradients, *qkv, out, lse, *packing)
@@ -280,22 +175,6 @@ class TestOps:
         check((parts[0][0] + parts[1][0],), (dq,))
         check((torch.cat([p[1] for p in parts], 2), torch.cat([p[2] for p in parts], 2)), (dk, dv))
         check((parts[0][3],), (delta,))
-
-    @pytest.mark.parametrize("case", BAD)
-    def test_bad_input(self, case, backend):
-        """The kernels' checks, the reference's and the fakes' say the same."""
-        arguments = list(self.arguments())
-        index, spoil, message = BAD[case]
-        arguments[index] = spoil(arguments[index])
-        with pytest.raises(ValueError, match=message) as error:
-            flash_bwd(*arguments)
-        with pytest.raises(ValueError, match=message) as of_fake:
-            with FakeTensorMode() as mode:
-                flash_bwd(*(mode.from_tensor(x) for x in arguments))
-        said, said_of_fake = (
-            str(e.value).replace("torch.", "").split(";")[0] for e in (error, of_fake)
-        )
-        assert said.replace("[", "(").replace("]", ")") == said_of_fake
 
 
 def test_rows_of_nothing_but_the_lowest_float_have_no_gradient():

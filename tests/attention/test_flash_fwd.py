@@ -1,26 +1,30 @@
-"""The kernel `flash_fwd` against the float64 oracle, through the op, on the best device.
+"""flash_fwd: layouts of every operand, bits, masked rows, sinks, and what is not finite.
 
-Without an Apple GPU the shader text runs in the simulator, with every check on.
+Its values by length, head dim and feature are rows of test_values.py. Without an Apple GPU the
+shader text runs in the simulator, with every check on.
 """
 
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.attention.flash_fwd_check import DTYPES, check_flash_fwd, make_qkv
-from tests.attention.head_dims import DIFFERENT, DIFFERENT_FORWARD, HOME
+from tests.attention.flash_fwd_check import DTYPES, PAIRS_OF_DTYPES, check_flash_fwd, make_qkv
+from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
+from tests.attention.head_dims import HOME
+from tests.attention.test_flash_bwd import LAYOUTS, assert_same
+from tests.helpers.cases import each_case
 from torch_metal_attn.reference import attention
+from torch_metal_attn.testing.judge import ROUNDING, normal, on
+
+SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 35, "kv_length": 70, "head_dim": HOME}
+WHOLE = (2, 4, 35, 70)
+CAUSAL = {"causal": True}
 
 
-@pytest.mark.parametrize("q_length", [1, 7, 31, 33, 65])
-@pytest.mark.parametrize("kv_length", [1, 7, 31, 33, 65])
-def test_odd_lengths(q_length, kv_length, device):
-    q, k, v = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=HOME, dtype=torch.float16)
-    check_flash_fwd(q, k, v, device=device)
-    check_flash_fwd(q, k, v, causal=True, device=device)
+def run(device, *qkv, **options):
+    qkv = [x.to(device) for x in qkv]
+    return [x.cpu() for x in torch.ops.metal_attn.flash_fwd(*qkv, **on(device, options))]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -29,189 +33,291 @@ def test_error_does_not_grow_with_the_keys(dtype, device):
     check_flash_fwd(q, k, v, device=device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_long_odd_sequence(dtype, device):
-    q, k, v = make_qkv(heads=1, q_length=129, kv_length=1023, head_dim=64, dtype=dtype)
-    check_flash_fwd(q, k, v, causal=True, q_offset=1023 - 129, device=device)
+# --- memory ---
+
+
+@each_case("dims, lay_out", LAYOUTS)
+def test_any_memory(dims, lay_out, device):
+    """Any strides whose last is 1: no copy, the same bits."""
+    head_dim, v_head_dim, dtype = dims
+    qkv = make_qkv(2, 4, 2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
+    expected = run(device, *qkv, **CAUSAL)
+    for which in ((0,), (1, 2), (0, 1, 2)):
+        laid_out = [lay_out(x) if i in which else x for i, x in enumerate(qkv)]
+        assert_same(run(device, *laid_out, **CAUSAL), expected)
+
+
+def test_rows_that_repeat_or_overlap(device):
+    """A broadcast batch and head, and a window over one sequence: strides below a row's length."""
+    q, k, v = make_qkv(heads=4, kv_heads=1, head_dim=HOME, dtype=torch.bfloat16)
+    expanded = q.expand(3, -1, -1, -1), *(x.expand(3, 2, -1, -1) for x in (k, v))
+    assert_same(run(device, *expanded), [x.expand(3, *x.shape[1:]) for x in run(device, q, k, v)])
+    line = normal(200)
+    overlapping = [line[i:].as_strided((1, 1, 33, 16), (0, 0, 3, 1)) for i in (0, 1, 7)]
+    compact = run(device, *(x.contiguous() for x in overlapping), **CAUSAL)
+    torch.testing.assert_close(run(device, *overlapping, **CAUSAL), compact)
+
+
+@pytest.mark.parametrize("head_dim, v_head_dim", [(8, 257), (64, 512)])
+def test_slices_read_their_own_columns_only(head_dim, v_head_dim, device):
+    q, k, v = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, dtype=torch.bfloat16)
+    out, _ = run(device, q, k, v, **CAUSAL)
+    for column in (0, 100, 129, 136, 150, v_head_dim - head_dim):
+        columns = slice(column, column + head_dim)
+        alone, _ = run(device, q, k, v[..., columns].contiguous(), **CAUSAL)
+        # Another tile may sum in another order.
+        torch.testing.assert_close(out[..., columns], alone, rtol=2**-7, atol=1e-5)
+
+
+def test_no_keys_of_a_tensor_without_memory(device):
+    q, empty = torch.randn(1, 1, 3, 16), torch.empty(1, 1, 0, 16)
+    out, _ = run(device, q, empty, empty, attn_mask=torch.empty(3, 0) > 0)
+    assert (out == 0).all()
+
+
+def test_two_runs_have_the_same_bits(device):
+    qkv = make_qkv(**SHAPE, dtype=torch.float16)
+    assert_same(run(device, *qkv, **CAUSAL), run(device, *qkv, **CAUSAL))
+
+
+# Of a contiguous (B, H, Lq, Lk) mask, and of another's values to put where nothing may look.
+MASK_LAYOUTS = {
+    "expanded batch": lambda m, other: m[:1].expand(WHOLE),
+    "expanded head": lambda m, other: m[:, :1].expand(WHOLE),
+    "expanded queries": lambda m, other: m[:, :, :1].expand(WHOLE),
+    "expanded keys": lambda m, other: m[..., :1].expand(WHOLE),
+    "all expanded": lambda m, other: m[:1, :1, :1, :1].expand(WHOLE),
+    "of keys": lambda m, other: m[0, 0, 0],
+    "of queries": lambda m, other: m[0, 0, :, :1],
+    "of heads": lambda m, other: m[0],
+    "every other key": lambda m, other: torch.stack([m, other], -1).flatten(-2)[..., ::2],
+    "every other head": lambda m, other: torch.stack([m, other], 2).flatten(1, 2)[:, ::2],
+    "rows of odd length": lambda m, other: torch.cat([m, other[..., :3]], -1)[..., :70],
+    "odd offset": lambda m, other: torch.cat([other[..., :2], m], -1)[..., 2:],
+    "even offset": lambda m, other: torch.cat([other[..., :1], m, other], -1)[..., 1:71],
+    "odd storage offset": lambda m, other: torch.cat([other.flatten()[:1], m.flatten()])[1:].view(
+        WHOLE
+    ),
+    "the last key alone": lambda m, other: m[1:, 3:, 34:].clone(),
+}
 
 
 @pytest.mark.parametrize(
-    "q_offset",
-    [-(2**31) + 1024, -1000, -65, -64, -32, -1, 0, 1, 31, 32, 63, 64, 1000, 2**31 - 1024],
+    "dtype, mask_dtype",
+    [
+        (torch.float32, torch.bool),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.float32),
+    ],
 )
-def test_causal_offsets(q_offset, device):
-    q, k, v = make_qkv(q_length=65, kv_length=65, head_dim=HOME, dtype=torch.float16)
-    check_flash_fwd(q, k, v, causal=True, q_offset=q_offset, device=device)
+@each_case("layout", MASK_LAYOUTS)
+def test_masks_in_any_memory(layout, dtype, mask_dtype, device):
+    q, k, v = make_qkv(**SHAPE, dtype=dtype)
+    mask = random_mask(*WHOLE, dtype=mask_dtype)
+    other = ~mask if mask_dtype == torch.bool else torch.full_like(mask, 50.0)
+    check_flash_fwd(q, k, v, attn_mask=MASK_LAYOUTS[layout](mask, other), device=device)
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(4, 1), (6, 2), (8, 8), (5, 1)])
-def test_grouped_queries(heads, kv_heads, device):
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": HOME}
-    q, k, v = make_qkv(batch=2, **shape, dtype=torch.float16)
-    check_flash_fwd(q, k, v, causal=True, q_offset=32, device=device)
+SLOPES = normal(2, 9).abs()
 
 
-@pytest.mark.parametrize("softmax_scale", [None, 0.0, 1.0, -0.7, 3.5])
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_scale(softmax_scale, dtype, device):
-    q, k, v = make_qkv(head_dim=HOME, dtype=dtype)
-    check_flash_fwd(q, k, v, softmax_scale=softmax_scale, causal=True, q_offset=3, device=device)
+@each_case("slopes", [SLOPES[:, 3:7], SLOPES[:1, 3:7].expand(2, 4), SLOPES[0, 5:], -SLOPES[0, :4]])
+def test_slopes_in_any_memory(slopes, device):
+    check_flash_fwd(*make_qkv(**SHAPE), alibi_slopes=slopes / 8, device=device)
 
 
-def test_large_scores_do_not_overflow(device):
-    q, k, v = make_qkv(head_dim=HOME)
-    check_flash_fwd(q * 100, k * 100, v, causal=True, q_offset=0, device=device)
+def tables(pairs=8, dtype=torch.float32, **batch):
+    """For both sides of SHAPE."""
+    options = {}
+    for seed, (side, length) in enumerate((("q", 35), ("k", 70))):
+        cos, sin = rotary_tables(length, pairs, seed=seed, dtype=dtype, **batch)
+        options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
+    return options
 
 
-class TestStrides:
-    """Any strides whose last is 1: no copy, the same result."""
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_batch_length_head_order(self, dtype, device):
-        tensors = make_qkv(head_dim=HOME, dtype=dtype)
-        q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in tensors)
-        out, _ = check_flash_fwd(q, k, v, device=device)
-        assert out.transpose(1, 2).is_contiguous()
-
-    def test_packed_projection(self, device):
-        packed = torch.randn(2, 33, 3, 4, HOME, generator=torch.Generator().manual_seed(0)).half()
-        q, k, v = (t.transpose(1, 2) for t in packed.to(device).unbind(2))
-        out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
-        expected, _ = attention(q.cpu(), k.cpu(), v.cpu(), compute_dtype=torch.float64)
-        torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=2e-3)
-
-    def test_expanded_batch_and_head(self, device):
-        q, k, v = make_qkv(batch=1, heads=4, kv_heads=1, head_dim=HOME, dtype=torch.bfloat16)
-        k, v = k.to(device).expand(3, 2, -1, -1), v.to(device).expand(3, 2, -1, -1)
-        q = q.to(device).expand(3, -1, -1, -1)
-        out, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
-        single, _ = torch.ops.metal_attn.flash_fwd(q[:1], k[:1, :1], v[:1, :1])
-        for batch in range(3):
-            assert torch.equal(out[batch], single[0])
-
-    @pytest.mark.parametrize("dtype", DTYPES[:2])
-    @pytest.mark.parametrize("offset", [1, 3])
-    def test_rows_off_16_bytes(self, offset, dtype, device):
-        """Views into rows of odd length: loads fall back from 16 bytes to single elements."""
-        wide = [torch.randn(1, 2, 33, HOME + 2 * offset + 1).to(dtype) for _ in range(3)]
-        q, k, v = (t.to(device)[..., offset : offset + HOME] for t in wide)
-        out, lse = torch.ops.metal_attn.flash_fwd(q, k, v, causal=True, q_offset=0)
-        aligned = torch.ops.metal_attn.flash_fwd(
-            q.contiguous(), k.contiguous(), v.contiguous(), causal=True, q_offset=0
-        )
-        assert torch.equal(out, aligned[0])
-        assert torch.equal(lse, aligned[1])
+@pytest.mark.parametrize("dtype, table_dtype", PAIRS_OF_DTYPES)
+def test_dtypes_of_tables(dtype, table_dtype, device):
+    qkv = make_qkv(**SHAPE, dtype=dtype)
+    check_flash_fwd(*qkv, **tables(dtype=table_dtype), device=device)
 
 
-def test_surroundings_are_not_read(device):
-    """Inputs cut out of memory full of NaN: none of it reaches the result."""
-    shape = (2, 3, 37, HOME)
-    views = []
-    for seed in range(3):
-        poisoned = torch.full((4, 5, 80, 48), math.nan)
-        view = poisoned[1:3, 1:4, 20:57, 8 : 8 + HOME]
-        view.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
-        views.append(poisoned.to(device)[1:3, 1:4, 20:57, 8 : 8 + HOME])
-    out, lse = torch.ops.metal_attn.flash_fwd(*views, causal=True, q_offset=5)
-    assert out.isfinite().all()
-    assert lse.isfinite().all()
+@pytest.mark.parametrize("dtype, interleaved", [(torch.float32, False), (torch.float16, True)])
+def test_tables_in_any_memory(dtype, interleaved, device):
+    """Off 16 bytes k is rotated element by element: to the same bits. And rows cut out of NaN."""
+    qkv = make_qkv(**SHAPE, dtype=dtype)
+    options = tables() | {"rotary_interleaved": interleaved}
+    expected = check_flash_fwd(*qkv, **options, device=device)
+    for name in ("q_rotary_cos", "k_rotary_sin"):
+        table = options[name]
+        shifted = torch.cat([table.new_full((1,), math.nan), table.flatten()])[1:]
+        assert_same(run(device, *qkv, **options | {name: shifted.view(table.shape)}), expected)
+    cut = dict(options)
+    for name in list(tables()):
+        wide = torch.full((len(options[name]) + 3, 13), math.nan)
+        wide[:-3, 2:10] = options[name]
+        cut[name] = wide[:, 2:10]
+    assert_same(run(device, *qkv, **cut), expected)
 
 
-class TestEmpty:
-    @pytest.mark.parametrize("shape", [{"batch": 0}, {"q_length": 0}, {"heads": 0, "kv_heads": 0}])
-    def test_no_queries(self, shape, device):
-        q, k, v = make_qkv(**shape)
-        out, lse = torch.ops.metal_attn.flash_fwd(q.to(device), k.to(device), v.to(device))
-        assert out.shape == q.shape
-        assert lse.shape == q.shape[:3]
-
-    @pytest.mark.parametrize("q_offset", [None, 0])
-    def test_no_keys(self, q_offset, device):
-        q, k, v = make_qkv(kv_length=0, head_dim=HOME)
-        out, lse = check_flash_fwd(
-            q, k, v, causal=q_offset is not None, q_offset=q_offset, device=device
-        )
-        assert (out == 0).all()
-        assert (lse == -math.inf).all()
+def test_tables_whose_batches_differ(device):
+    """Of each sequence on one side, of one for all on the other, of the same row for all."""
+    options = tables() | dict(list(tables(batch=2).items())[:2]) | {"rotary_interleaved": True}
+    check_flash_fwd(*make_qkv(**SHAPE), **options, device=device)
+    options["q_rotary_cos"] = options["q_rotary_cos"][:, :1].expand(2, 35, 8)
+    check_flash_fwd(*make_qkv(**SHAPE), **options, device=device)
 
 
-class TestNonFinite:
-    def test_nan_in_a_key_reaches_the_rows_that_see_it(self, device):
+# --- rows and keys without weight ---
+
+
+@pytest.mark.parametrize(
+    "options", [CAUSAL, {"window_size_left": 9, "window_size_right": 14}, tables(batch=2)], ids=str
+)
+def test_what_lies_outside_the_keys_never_shows(options, device):
+    """NaN there, in tables too, changes no bit."""
+    q, k, v = make_qkv(**SHAPE)
+    options = options | {"seqused_k": ints(61, 40), "leftpad_k": ints(3, 33)}
+    expected = check_flash_fwd(q, k, v, **options, device=device)
+    for b, (first, end) in enumerate([(3, 61), (33, 40)]):
+        of_keys = [k, v, *(x[:, None] for n, x in options.items() if n.startswith("k_rotary"))]
+        for tensor in of_keys:
+            tensor[b, :, :first] = tensor[b, :, end:] = math.nan
+    assert_same(run(device, q, k, v, **options), expected)
+
+
+@pytest.mark.parametrize("dtype, mask_dtype", [(torch.float32, torch.bool), *PAIRS_OF_DTYPES])
+def test_fully_masked_rows(dtype, mask_dtype, device):
+    """Whole rows, a head and a batch; and a first visible key in a later block."""
+    q, k, v = make_qkv(**SHAPE, dtype=dtype)
+    hides = False if mask_dtype == torch.bool else -math.inf
+    mask = random_mask(*WHOLE, dtype=mask_dtype)
+    mask[0, 2] = mask[:, :, 5:17] = hides
+    for row, hidden_until in enumerate((1, 31, 32, 33, 64)):
+        mask[:, :, row, :hidden_until] = hides
+    out, lse = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
+    assert (out[0, 2] == 0).all()
+    assert (lse[:, :, 5:17] == -math.inf).all()
+    mask[1] = hides
+    out, _ = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
+    assert (out[1] == 0).all()
+
+
+@pytest.mark.parametrize("dtype, mask_dtype", PAIRS_OF_DTYPES)
+def test_the_lowest_number_hides_and_a_row_of_it_is_uniform(dtype, mask_dtype, device):
+    """As in every softmax of finite scores; Hugging Face masks are made of it."""
+    q, k, v = make_qkv(**SHAPE, dtype=dtype)
+    lowest = torch.finfo(mask_dtype).min
+    mask = torch.zeros(2, 1, 35, 70, dtype=mask_dtype)
+    mask.masked_fill_(~random_mask(2, 1, 35, 70), lowest)
+    out, lse = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
+    mask[:, :, 4:9] = lowest
+    q[:, :, 4:9] = 0.0  # it absorbs the scores in float32, but not in float64
+    uniform, uniform_lse = run(device, q, k, v, attn_mask=mask)
+    mean = v.double().mean(2, keepdim=True).repeat_interleave(2, 1).expand(-1, -1, 5, -1)
+    close = dict.fromkeys(("atol", "rtol"), 2 * ROUNDING[dtype])
+    torch.testing.assert_close(uniform[:, :, 4:9].double(), mean, **close)
+    assert uniform_lse[:, :, 4:9].isfinite().all()
+    assert (uniform_lse[:, :, 4:9] < lowest / 2).all()
+    assert_same((uniform[:, :, 9:], uniform_lse[:, :, 9:]), (out[:, :, 9:], lse[:, :, 9:]))
+
+
+def test_numbers_are_added_and_not_taken_for_truth(device):
+    """mps-flash-attn turned 0 and 1 into False and True. And numbers that decide all."""
+    large = torch.full((35, 70), -3000.0)
+    large[:, 33] = 3000.0
+    for mask in (torch.zeros(35, 70), torch.ones(35, 70), (normal(35, 70) > 0).float(), large):
+        check_flash_fwd(*make_qkv(**SHAPE), attn_mask=mask, device=device)
+
+
+# --- sinks ---
+
+
+SINKS = [
+    (0.0, 1.0, -2.0, 3.0),
+    (-math.inf, 0.5, -math.inf, 9.0),
+    (60.0, -60.0, 1e4, -1e4),
+    (-1e30, 1e30, 80.0, -80.0),
+    (3e5, 1e7, -1e12, 2e38),
+]
+
+
+@each_case("sink", SINKS)
+def test_sinks(sink, device):
+    """Without a key the output is 0, and the log-sum-exp is the sink."""
+    qkv, sink = make_qkv(**SHAPE), torch.tensor(sink)
+    check_flash_fwd(*qkv, learnable_sink=sink, device=device)
+    options = {"learnable_sink": sink, "causal": True}
+    _, lse = check_flash_fwd(*qkv, **options, q_offset=-5, device=device)
+    torch.testing.assert_close(lse[:, :, :5], sink[:, None].expand(2, 4, 5))
+
+
+def test_sinks_that_overflow_in_base_2_or_are_none(device):
+    qkv = make_qkv(**SHAPE)
+    without = run(device, *qkv)
+    sink = torch.tensor([3e38, -3e38, 3e38, -3e38])
+    out, _ = run(device, *qkv, learnable_sink=sink)
+    assert (out[:, 0::2] == 0).all()
+    assert torch.equal(out[:, 1::2], without[0][:, 1::2])
+    assert_same(run(device, *qkv, learnable_sink=torch.full((4,), -math.inf)), without)
+
+
+def test_hidden_values_do_not_show_where_there_is_only_the_sink(device):
+    q, k, v = make_qkv(**SHAPE)
+    v[:, :, :20] = math.inf
+    mask = torch.ones(35, 70, dtype=torch.bool)
+    mask[:, :20] = mask[3:9] = False
+    out, _ = run(device, q, k, v, attn_mask=mask, learnable_sink=torch.zeros(4), softcap=20.0)
+    assert (out[:, :, 3:9] == 0).all()
+
+
+def test_small_weights_beside_a_large_sink(device):
+    """A weight that the sum of weights does not notice is small, and not zero."""
+    qkv = make_qkv(heads=1, q_length=3, kv_length=40, head_dim=HOME)
+    sink = torch.tensor([30.0])
+    out, _ = run(device, *qkv, learnable_sink=sink)
+    expected, _ = attention(*qkv, learnable_sink=sink, compute_dtype=torch.float64)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-18)
+
+
+# --- large and not finite ---
+
+
+@each_case(
+    "factor, dtype, softcap",
+    [(100, "float32", c) for c in (0.0, 0.3, 5.0, 30.0)] + [(300, "float16", 20.0)],
+)
+def test_large_scores(factor, dtype, softcap, device):
+    """tanh of the cap saturates: every score is the cap or its negative."""
+    q, k, v = make_qkv(**SHAPE, dtype=getattr(torch, dtype))
+    _, lse = check_flash_fwd(factor * q, factor * k, v, softcap=softcap, device=device)
+    assert not softcap or (lse <= softcap + math.log(70)).all()
+
+
+def test_nan_reaches_what_sees_it(device):
+    for name in ("q", "k", "bias"):
         q, k, v = make_qkv(q_length=65, kv_length=65, head_dim=HOME)
-        k[:, :, 40] = math.nan
-        out, lse = torch.ops.metal_attn.flash_fwd(
-            q.to(device), k.to(device), v.to(device), causal=True, q_offset=0
+        bias = torch.zeros(65, 65)
+        {"q": q, "k": k, "bias": bias[None, None]}[name][:, :, 40, 40 if name == "bias" else 0] = (
+            math.nan
         )
-        assert out[:, :, 40:].isnan().all()
-        assert lse[:, :, 40:].isnan().all()
-        assert out[:, :, :32].isfinite().all()
-        assert lse[:, :, :40].isfinite().all()
-
-    def test_nan_in_a_query_stays_in_its_row(self, device):
-        q, k, v = make_qkv(q_length=33, kv_length=33, head_dim=HOME)
-        q[:, :, 5] = math.nan
-        out, _ = torch.ops.metal_attn.flash_fwd(q.to(device), k.to(device), v.to(device))
-        assert out[:, :, 5].isnan().all()
-        out[:, :, 5] = 0
-        assert out.isfinite().all()
-
-    def test_infinite_score_is_nan_as_in_softmax(self, device):
-        q, k, v = make_qkv(q_length=8, kv_length=40, head_dim=HOME)
-        q[:] = 1.0
-        k[:, :, 3] = math.inf
-        out, _ = torch.ops.metal_attn.flash_fwd(q.to(device), k.to(device), v.to(device))
-        assert out.isnan().all()
-
-    def test_key_at_minus_infinity_has_no_weight(self, device):
-        q, k, v = make_qkv(q_length=8, kv_length=40, head_dim=HOME)
-        q[:] = 1.0
-        k[:, :, 3] = -math.inf
-        out, _ = torch.ops.metal_attn.flash_fwd(q.to(device), k.to(device), v.to(device))
-        keep = [j for j in range(40) if j != 3]
-        expected, _ = attention(q, k[:, :, keep], v[:, :, keep], compute_dtype=torch.float64)
-        torch.testing.assert_close(out.cpu().double(), expected, rtol=1e-5, atol=1e-6)
-
-    def test_infinite_value_in_the_last_row_of_a_partial_block(self, device):
-        q, k, v = make_qkv(q_length=8, kv_length=33, head_dim=HOME)
-        v[:, :, 32] = math.inf
-        out, _ = torch.ops.metal_attn.flash_fwd(q.to(device), k.to(device), v.to(device))
-        assert (out == math.inf).all()
+        bias[5, 50] = math.inf  # behind the diagonal
+        out, lse = run(device, q, k, v, attn_bias=bias, causal=True)
+        seen = slice(40, None) if name == "k" else slice(40, 41)
+        for result in (out, lse):
+            assert result[:, :, seen].isnan().all()
+            result[:, :, seen] = 0
+            assert result.isfinite().all()
 
 
-@given(
-    batch=st.integers(1, 2),
-    kv_heads=st.integers(1, 2),
-    group=st.integers(1, 3),
-    q_length=st.integers(0, 70),
-    kv_length=st.integers(0, 70),
-    case=st.sampled_from([case for case in DIFFERENT + DIFFERENT_FORWARD if max(case[:2]) <= 264]),
-    q_offset=st.integers(-80, 80),
-    seed=st.integers(0, 2**31),
-)
-def test_any_problem(
-    device,
-    batch,
-    kv_heads,
-    group,
-    q_length,
-    kv_length,
-    case,
-    q_offset,
-    seed,
-):
-    head_dim, v_head_dim, dtype = case
-    q, k, v = make_qkv(
-        batch, kv_heads * group, kv_heads, q_length, kv_length, head_dim, v_head_dim, dtype, seed
-    )
-    # Where nothing is hidden kernels are others: test_causal_offsets has such offsets.
-    offset = min(q_offset, kv_length - 2)
-    check_flash_fwd(q, k, v, causal=True, q_offset=offset, device=device)
-
-
-def test_two_runs_give_the_same_bits(device):
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": HOME}
-    q, k, v = (t.to(device) for t in make_qkv(batch=2, **shape, dtype=torch.float16))
-    first = torch.ops.metal_attn.flash_fwd(q, k, v, causal=True, q_offset=32)
-    second = torch.ops.metal_attn.flash_fwd(q, k, v, causal=True, q_offset=32)
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(first[1], second[1])
+def test_infinite_keys_and_values(device):
+    """An infinite score is NaN as in softmax, and one of -inf has no weight."""
+    q, k, v = make_qkv(q_length=8, kv_length=33, head_dim=HOME)
+    q[:] = 1.0
+    k[:, :, 3] = math.inf
+    assert run(device, q, k, v)[0].isnan().all()
+    k[:, :, 3] = -math.inf
+    keep = [j for j in range(33) if j != 3]
+    expected, _ = attention(q, k[:, :, keep], v[:, :, keep], compute_dtype=torch.float64)
+    torch.testing.assert_close(run(device, q, k, v)[0].double(), expected, rtol=1e-5, atol=1e-6)
+    v[:, :, 32] = math.inf  # in the last row of a partial block
+    assert (run(device, q, k, v)[0] == math.inf).all()

@@ -10,8 +10,7 @@ from tests.attention.flash_fwd_check import (
     make_packed,
     make_qkv,
 )
-from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
-from tests.cache.kv_caches import in_pages, with_nan_tails
+from tests.attention.flash_fwd_options import ints
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import (
     explain,
@@ -31,41 +30,6 @@ SHAPE = {"heads": 4, "kv_heads": 2, "q_length": 3, "kv_length": 70, "head_dim": 
 def operands(dtype=torch.float16, **shape):
     q, k, v = make_qkv(**SHAPE | shape)
     return q, k.to(dtype), v.to(dtype)
-
-
-@pytest.mark.parametrize("op, dtype", list(zip(CHECKS, HALVES, strict=True)))
-def test_contiguous(op, dtype, device):
-    """Includes two chains of products, and columns that fill neither spans nor slices."""
-    CHECKS[op](*operands(dtype, head_dim=136, v_head_dim=264), causal=True, device=device)
-
-
-@pytest.mark.parametrize("op", CHECKS)
-def test_pages_and_features(op, device):
-    lengths = [0, 33, 70]
-    q, k, v = operands(batch=3, head_dim=64, v_head_dim=32)
-    k, v = (with_nan_tails(x, lengths) for x in (k, v))
-    cache = in_pages((k, v, {"k_scale": None}), lengths, 5)
-    cos, sin = rotary_tables(3, 16)
-    CHECKS[op](
-        *(q, k, v),
-        cache=cache,
-        seqused_k=ints(*lengths),
-        softcap=5.0,
-        learnable_sink=torch.randn(4),
-        alibi_slopes=torch.rand(4) / 8,
-        q_rotary_cos=cos,
-        q_rotary_sin=sin,
-        device=device,
-    )
-
-
-@pytest.mark.parametrize("op", CHECKS)
-def test_rows_that_are_not_aligned(op, device):
-    """In a cache with an index, with a mask and a bias."""
-    q, k, v = operands(torch.bfloat16, batch=2, head_dim=11, v_head_dim=5)
-    options = {"attn_mask": random_mask(3, 70), "window_size_left": 50}
-    cache = k.flip(0), v.flip(0), {"cache_batch_idx": ints(1, 0)}
-    CHECKS[op](q, k, v, cache=cache, **options, device=device)
 
 
 def test_values_in_keys(device):

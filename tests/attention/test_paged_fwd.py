@@ -1,11 +1,12 @@
-"""flash_fwd and flash_varlen_fwd of keys and values in the pages, or by the index, of a cache."""
+"""flash_fwd of a cache in pages or by an index: what is shared, missing, wrong, and what it costs.
+
+Values by page size, layout and feature are rows of test_values.py.
+"""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.attention.flash_fwd_check import (
     check_flash_fwd,
@@ -13,50 +14,13 @@ from tests.attention.flash_fwd_check import (
     make_packed,
     make_qkv,
 )
-from tests.attention.flash_fwd_options import (
-    any_options,
-    few_examples,
-    ints,
-    random_mask,
-    rotary_tables,
-)
+from tests.attention.flash_fwd_options import ints
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.cache.kv_caches import LAYOUTS, paged, with_nan_tails
+from tests.cache.kv_caches import paged
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention, cached
 
-LENGTHS = [0, 1, 7, 31, 33, 65, 1023]
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": torch.float16}
-
-
-def check(lengths, page, device, *, q_length=33, layout="heads first", shape=None, **options):
-    shape = SHAPE | (shape or {})
-    q, k, v = make_qkv(batch=len(lengths), q_length=q_length, kv_length=max(lengths), **shape)
-    k, v = (with_nan_tails(x, lengths) for x in (k, v))
-    cache = paged(k, v, lengths, page, layout=layout)
-    used = {"seqused_k": ints(*lengths)}
-    return check_flash_fwd(q, k, v, cache=cache, device=device, **used, **options)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("page", [1, 3, 256])
-def test_page_sizes(page, layout, device):
-    check(LENGTHS, page, device, layout=layout, causal=True)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"dtype": torch.float32, "v_head_dim": 64},
-        {"dtype": torch.bfloat16, "head_dim": 128},
-        {"head_dim": 11, "v_head_dim": 5},  # no wide loads, no whole fragments
-        {"head_dim": 20, "v_head_dim": 264},  # values in slices; a tile that threads do not divide
-    ],
-    ids=str,
-)
-def test_shapes(shape, device):
-    check([40, 3, 700], 16, device, shape=shape, causal=True)
-    check([5, 300], 16, device, shape=shape, q_length=70, causal=True)
 
 
 def test_shared_pages(device):
@@ -105,93 +69,21 @@ def test_cache_batch_idx(device):
     check_flash_fwd(q, k[index], v[index], cache=cache, device=device, causal=True, **lengths)
 
 
-@pytest.mark.parametrize("kept", ["pages", "index"])
-def test_chunked_prefill(kept, device):
+def test_only_differences_of_cu_seqlens_k_count(device):
     """The last queries of packed sequences, some of them none, over all their keys so far."""
-    q_lengths, kv_lengths = [16, 1, 0, 70, 9], [100, 33, 5, 300, 0]
-    q, k, v, *packing = make_packed(q_lengths, kv_lengths, **SHAPE)
-    q = torch.cat([q, q[:9]])
-    dense = []
-    for x in (k, v):
-        rows = [part.transpose(0, 1) for part in x.split(kv_lengths)]
-        whole = x.new_full((5, x.shape[1], 304, x.shape[2]), math.nan)
-        for b, part in enumerate(rows):
-            whole[b, :, : part.shape[1]] = part
-        dense.append(whole)
-    cache = paged(*dense, kv_lengths, 16)
-    if kept == "index":
-        order = torch.tensor([3, 1, 4, 0, 2])
-        stored = [torch.empty_like(x).index_copy_(0, order, x) for x in dense]
-        cache = *stored, {"cache_batch_idx": order.int()}
-    options = {"causal": True, "window_size_left": 150, "seqused_k": ints(90, 33, 2, 300, 0)}
-    out, lse = check_flash_varlen_fwd(q, k, v, *packing, cache=cache, device=device, **options)
-    assert (out[-9:] == 0).all()
-    # Only differences of cu_seqlens_k count.
+    lengths = [100, 33, 5, 300]
+    q, k, v, *packing = make_packed([16, 1, 0, 70], lengths, **SHAPE)
+    whole = torch.full((2, 4, 2, 304, 32), math.nan).half()
+    for dense, x in zip(whole, (k, v), strict=True):
+        for b, part in enumerate(x.split(lengths)):
+            dense[b, :, : lengths[b]] = part.transpose(0, 1)
+    cache = paged(*whole, lengths, 16)
+    options = {"cache": cache, "device": device, "causal": True, "window_size_left": 150}
+    expected = check_flash_varlen_fwd(q, k, v, *packing, **options)
     packing[1] += 1000
-    again = check_flash_varlen_fwd(
-        q, *_shifted(k, v), *packing, cache=cache, device=device, **options
-    )
-    assert torch.equal(out, again[0])
-    assert torch.equal(lse, again[1])
-
-
-def _shifted(*tensors):
-    """Packed rows that begin at 1000."""
-    return [torch.cat([x.new_zeros(1000, *x.shape[1:]), x]) for x in tensors]
-
-
-FEATURES = {
-    "scores, rotary": lambda: (
-        {
-            "window_size_left": 90,
-            "window_size_right": 20,
-            "softcap": 5.0,
-            "alibi_slopes": torch.rand(3, 4) / 8,
-            "learnable_sink": torch.randn(4),
-        }
-        | {
-            f"{side}_rotary_{name}": table
-            for side, length in (("q", 33), ("k", 352))
-            for name, table in zip(("cos", "sin"), rotary_tables(length, 16), strict=True)
-        }
-    ),
-    "masks": lambda: {
-        "attn_mask": random_mask(3, 1, 33, 352),
-        "attn_bias": random_mask(4, 33, 352, dtype=torch.float16, hidden=0.1),
-        "leftpad_k": ints(3, 40, 0),
-        "attention_chunk": 50,
-    },
-}
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_features(feature, device):
-    """The capacity is 352 keys, 22 pages of 16."""
-    lengths = [65, 300, 320]
-    q, k, v = make_qkv(batch=3, kv_length=352, **SHAPE)
-    k, v = (with_nan_tails(x, lengths) for x in (k, v))
-    cache = paged(k, v, lengths, 16)
-    options = FEATURES[feature]() | {"seqused_k": ints(*lengths)}
-    check_flash_fwd(q, k, v, cache=cache, device=device, **options)
-
-
-@few_examples
-@given(data=st.data())
-def test_any_options(device, data):
-    lengths = data.draw(st.lists(st.integers(1, 120), min_size=1, max_size=3))
-    q_length = data.draw(st.sampled_from([1, 31, 65]))
-    page = data.draw(st.sampled_from([5, 24]))
-    q, k, v = make_qkv(batch=len(lengths), q_length=q_length, kv_length=max(lengths), **SHAPE)
-    keys, values, where = paged(k, v, lengths, page, layout=data.draw(st.sampled_from(LAYOUTS)))
-    capacity = where["block_table"].shape[1] * page
-    k, v = (with_nan_tails(_padded(x, capacity), lengths) for x in (k, v))
-    options = any_options(data.draw, len(lengths), 4, q_length, capacity, 32, lengths)
-    options.setdefault("seqused_k", ints(*lengths))
-    check_flash_fwd(q, k, v, cache=(keys, values, where), device=device, **options)
-
-
-def _padded(x, length):
-    return torch.nn.functional.pad(x, (0, 0, 0, length - x.shape[2]))
+    shifted = [torch.cat([x.new_zeros(1000, *x.shape[1:]), x]) for x in (k, v)]
+    found = check_flash_varlen_fwd(q, *shifted, *packing, **options)
+    assert all(map(torch.equal, found, expected))
 
 
 def test_pages_before_the_window_need_not_exist(device):

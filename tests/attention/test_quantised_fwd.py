@@ -1,11 +1,12 @@
-"""flash_fwd of quantised keys and values: q8_0, q4_0 and fp8_e4m3, in pages and without."""
+"""flash_fwd of quantised keys and values: every code, scales, rows that are not aligned.
+
+Values by format, dtype, page and feature are rows of test_values.py.
+"""
 
 import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.attention.flash_fwd_check import (
     check_flash_fwd,
@@ -13,17 +14,10 @@ from tests.attention.flash_fwd_check import (
     make_packed,
     make_qkv,
 )
-from tests.attention.flash_fwd_options import (
-    any_options,
-    few_examples,
-    ints,
-    random_mask,
-    rotary_tables,
-)
-from tests.cache.kv_caches import FORMATS, LAYOUTS, in_pages, quantised, with_nan_tails
+from tests.attention.flash_fwd_options import ints
+from tests.cache.kv_caches import FORMATS, quantised
 from torch_metal_attn.quantisation import dequantise, quantise
 
-LENGTHS = [0, 1, 7, 31, 33, 65, 257]
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 32}
 HALF = SHAPE | {"dtype": torch.float16}
 # float16 is in the other tests of each format.
@@ -35,32 +29,6 @@ def scale_of(kv_format, *shape, seed=0):
     if kv_format != "fp8_e4m3":
         return None
     return 0.3 + torch.rand(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def check(kv_format, lengths, device, *, page=None, layout=None, shape=HALF, scale=None, **options):
-    q, k, v = make_qkv(batch=len(lengths), kv_length=max(lengths), **shape)
-    k, v = (with_nan_tails(x, lengths) for x in (k, v))
-    k, v, cache = quantised(k, v, kv_format, scale=scale)
-    if page is not None:
-        cache = in_pages(cache, lengths, page, layout=layout or LAYOUTS[0])
-    used = {"seqused_k": ints(*lengths)}
-    return check_flash_fwd(q, k, v, cache=cache, device=device, **used, **options)
-
-
-@pytest.mark.parametrize("kv_format, dtype", FORMATS_AND_DTYPES)
-def test_formats(kv_format, dtype, device):
-    check(kv_format, LENGTHS, device, shape=SHAPE | {"dtype": dtype}, scale=scale_of(kv_format, 2))
-
-
-# Block scales of either format go the same way; pages of the third are in test_features.
-SCALED_APART = ("q4_0", "fp8_e4m3")
-
-
-@pytest.mark.parametrize("kv_format", SCALED_APART)
-def test_in_pages(kv_format, device):
-    for layout in LAYOUTS:
-        scale = scale_of(kv_format, 7, 2)
-        check(kv_format, LENGTHS, device, page=5, layout=layout, scale=scale, causal=True)
 
 
 def every_code(kv_format):
@@ -131,11 +99,6 @@ def test_rows_that_are_not_aligned(kv_format, dtype, device):
     check_flash_fwd(q, k, v, cache=(*wider, scales), device=device)
 
 
-def test_any_head_dim_of_fp8(device):
-    shape = {"heads": 2, "head_dim": 11, "v_head_dim": 5, "dtype": torch.float16}
-    check("fp8_e4m3", [40, 13], device, shape=shape, scale=scale_of("fp8_e4m3", 2))
-
-
 def test_a_block_of_nan_shows_where_it_is_seen(device):
     q, k, v = make_qkv(batch=2, kv_length=40, **HALF)
     k[0, 1, 30, 40] = math.inf
@@ -151,66 +114,13 @@ def test_a_block_of_nan_shows_where_it_is_seen(device):
     assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("kv_format", SCALED_APART)
+@pytest.mark.parametrize("kv_format", ["q4_0", "fp8_e4m3"])
 def test_packed(kv_format, device):
     """Keys and values packed one sequence after the other, quantised as they are."""
     lengths = [40, 0, 65]
     q, k, v, *packing = make_packed([33, 7, 1], lengths, **HALF)
     k, v, cache = quantised(k, v, kv_format, scale=scale_of(kv_format, 2))
     check_flash_varlen_fwd(q, k, v, *packing, cache=cache, device=device, causal=True)
-
-
-FEATURES = {
-    "q8_0": lambda: {
-        "attn_mask": random_mask(3, 1, 33, 352),
-        "attn_bias": random_mask(4, 33, 352, dtype=torch.float16, hidden=0.1),
-        "leftpad_k": ints(3, 40, 0),
-        "attention_chunk": 50,
-    },
-    "q4_0": lambda: {
-        "window_size_left": 90,
-        "window_size_right": 20,
-        "softcap": 5.0,
-        "learnable_sink": torch.randn(4),
-    },
-    "fp8_e4m3": lambda: {
-        "causal": True,
-        "alibi_slopes": torch.rand(3, 4) / 8,
-        "q_rotary_cos": rotary_tables(33, 16)[0],
-        "q_rotary_sin": rotary_tables(33, 16)[1],
-    },
-}
-
-
-@pytest.mark.parametrize("kv_format", FORMATS)
-def test_features(kv_format, device):
-    """In pages, with a capacity of 352 keys."""
-    lengths = [65, 300, 320]
-    q, k, v = make_qkv(batch=3, kv_length=352, **HALF)
-    k, v = (with_nan_tails(x, lengths) for x in (k, v))
-    k, v, cache = quantised(k, v, kv_format, scale=scale_of(kv_format, 3, 2))
-    cache = in_pages(cache, lengths, 16)
-    options = FEATURES[kv_format]() | {"seqused_k": ints(*lengths)}
-    check_flash_fwd(q, k, v, cache=cache, device=device, **options)
-
-
-@few_examples
-@given(data=st.data())
-def test_any_options(device, data):
-    """With the index of a cache, or with its own batches."""
-    batch, q_length = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 31, 65]))
-    kv_length = data.draw(st.sampled_from([1, 33, 90]))
-    kv_format = data.draw(st.sampled_from(FORMATS))
-    q, k, v = make_qkv(batch=batch, q_length=q_length, kv_length=kv_length, **HALF)
-    k, v, (*stored, where) = quantised(k, v, kv_format, scale=scale_of(kv_format, 2))
-    if data.draw(st.booleans()):
-        index = torch.randint(batch, (batch,), generator=torch.Generator().manual_seed(batch))
-        k, v, where = k[index], v[index], where | {"cache_batch_idx": index.int()}
-    options = any_options(data.draw, batch, 4, q_length, kv_length, 64)
-    for name in ("k_rotary_cos", "k_rotary_sin"):
-        options.pop(name, None)
-    options["rotary_interleaved"] &= "q_rotary_cos" in options
-    check_flash_fwd(q, k, v, cache=(*stored, where), device=device, **options)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.helpers.cases import each_case
 from torch_metal_attn import flash_attn_with_kvcache, quantisation, reference
 from torch_metal_attn.kv_cache import CacheFull, PagedKVCache, StaticKVCache, pages
 from torch_metal_attn.kv_cache.storage import Storage
@@ -413,59 +414,59 @@ def some_rows(batch=1, heads=HEADS, length=3, columns=HEAD_DIM, **options):
     return torch.zeros(batch, heads, length, columns, **options)
 
 
-REFUSED = {
-    "no pages": (lambda c: make(0), "num_pages is 0; it must be at least 1"),
-    "page": (lambda c: PagedKVCache(4, 0, 1, 8), "page_size is 0; it must be at least 1"),
-    "layout": (lambda c: make(layout="BHD"), "layout is 'BHD'; it must be NHD or HND"),
-    "format": (lambda c: make(format="q5"), "format is 'q5'; it must be one of q8_0"),
-    "columns": (lambda c: make(format="q8_0"), "head_dim is 8; q8_0 needs a multiple of 32"),
-    "scale": (lambda c: make(k_scale=torch.ones(2)), "k_scale or v_scale is given and format is"),
-    "id": (lambda c: c.append([7], some_rows(), some_rows()), "there is no sequence 7"),
-    "twice": (lambda c: c.seqlens([0, 0]), r"ids are \[0, 0\]; each sequence may be there once"),
-    "layer": (lambda c: c.append([0], some_rows(), some_rows(), 2), "layer is 2; it must be in 0"),
-    "rank": (lambda c: c.append([0], some_rows()[0], some_rows()), r"k has shape \(2, 3, 8\)"),
-    "heads": (
+REFUSED = [
+    (lambda c: make(0), "num_pages is 0; it must be at least 1"),
+    (lambda c: PagedKVCache(4, 0, 1, 8), "page_size is 0; it must be at least 1"),
+    (lambda c: make(layout="BHD"), "layout is 'BHD'; it must be NHD or HND"),
+    (lambda c: make(format="q5"), "format is 'q5'; it must be one of q8_0"),
+    (lambda c: make(format="q8_0"), "head_dim is 8; q8_0 needs a multiple of 32"),
+    (lambda c: make(k_scale=torch.ones(2)), "k_scale or v_scale is given and format is"),
+    (lambda c: c.append([7], some_rows(), some_rows()), "there is no sequence 7"),
+    (lambda c: c.seqlens([0, 0]), r"ids are \[0, 0\]; each sequence may be there once"),
+    (lambda c: c.append([0], some_rows(), some_rows(), 2), "layer is 2; it must be in 0"),
+    (lambda c: c.append([0], some_rows()[0], some_rows()), r"k has shape \(2, 3, 8\)"),
+    (
         lambda c: c.append([0], some_rows(), some_rows(heads=3)),
         r"v has shape \(1, 3, 3, 8\); it must be \(1, 2, 3, 8\)",
     ),
-    "batch": (
+    (
         lambda c: c.append([0], some_rows(2), some_rows(2)),
         r"k has shape \(2, 2, 3, 8\); it must be \(1, 2, 3, 8\)",
     ),
-    "dtype": (
+    (
         lambda c: c.append([0], some_rows(dtype=torch.float16), some_rows()),
         r"k is torch.float16 on cpu; it must be torch.float32 on cpu",
     ),
-    "dtype of half": (
+    (
         lambda c: PagedKVCache(1, 1, 2, 8).append([], some_rows(0).double(), some_rows(0)),
         r"k is torch.float64 on cpu; it must be torch.float16 or torch.float32 on cpu",
     ),
-    "tokens": (
+    (
         lambda c: c.append([0], some_rows(), some_rows(), token_ids=[[1, 2]]),
         r"token_ids has rows of \[2\] tokens; it must have 1 rows of 3",
     ),
-    "truncate": (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
-    "advance": (lambda c: c.advance([0], 1), "length is 1; call reserve for as many rows first"),
-    "freed": (lambda c: (c.free(0), c.fork(0)), "there is no sequence 0: it was freed, or never"),
-    "beams": (lambda c: TestStatic().make().reorder([0, 3, 1]), "beam_idx is 3; it must be in 0"),
-    "static rows": (
+    (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
+    (lambda c: c.advance([0], 1), "length is 1; call reserve for as many rows first"),
+    (lambda c: (c.free(0), c.fork(0)), "there is no sequence 0: it was freed, or never"),
+    (lambda c: TestStatic().make().reorder([0, 3, 1]), "beam_idx is 3; it must be in 0"),
+    (
         lambda c: TestStatic().make().advance(11),
         r"length is 11; a sequence has 0 of 10 rows, so it must be in 0\.\.10",
     ),
-    "fewer rows": (lambda c: c.advance([0], -1), "length is -1; it must be at least 0"),
-    "stored dtype": (
+    (lambda c: c.advance([0], -1), "length is -1; it must be at least 0"),
+    (
         lambda c: PagedKVCache(1, 1, 2, 8, dtype=torch.int8),
         r"dtype is torch.int8; it must be float32, float16 or bfloat16",
     ),
-    "scale of a head": (
+    (
         lambda c: make(format="fp8_e4m3", k_scale=torch.ones(3)),
         r"k_scale has shape \(3,\) and dtype torch.float32; it must be \(2,\) and float32",
     ),
-    "few beams": (lambda c: TestStatic().make().reorder([0]), "beam_idx has 1 entries; it must"),
-}
+    (lambda c: TestStatic().make().reorder([0]), "beam_idx has 1 entries; it must"),
+]
 
 
-@pytest.mark.parametrize(
+@each_case(
     "call, message",
     [
         (lambda c: PagedKVCache(1, 4.5, 2, 8), "page_size is 4.5; it must be an int"),
@@ -492,10 +493,7 @@ REFUSED = {
         (lambda c: TestStatic().make().truncate("a", 1), "index is 'a'; it must be an int"),
         (lambda c: TestStatic().make().reset(2), "indices is 2; it must be a sequence of ints"),
         (lambda c: TestStatic().make().reorder("a"), "beam_idx is 'a'; it must be a sequence"),
-        (
-            lambda c: make(format="fp8_e4m3", v_scale=2.0),
-            "v_scale is a float; it must be a tensor",
-        ),
+        (lambda c: make(format="fp8_e4m3", v_scale=2.0), "v_scale is a float; it must be a tensor"),
     ],
 )
 def test_types(call, message):
@@ -562,11 +560,10 @@ def test_a_refused_append_changes_nothing(case, shared):
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+@each_case("call, message", REFUSED)
+def test_refused(call, message):
     cache = make()
     cache.allocate()
-    call, message = REFUSED[name]
     with pytest.raises(ValueError, match=message):
         call(cache)
     if 0 in cache._sequences:

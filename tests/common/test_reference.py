@@ -13,6 +13,7 @@ from tests.common.slow_attention import slow_attention, slow_varlen_attention, t
 from tests.helpers.cases import each_case
 from torch_metal_attn import reference
 from torch_metal_attn.reference import attention, varlen_attention
+from torch_metal_attn.testing.judge import ints
 
 FURTHEST = 2**31 - 1024
 
@@ -37,45 +38,61 @@ def check(q, k, v, **options):
     return out, lse
 
 
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
+# Shapes that broadcast to (2, 4, 5, 7).
+BROADCASTS = [(7,), (1,), (5, 7), (5, 1), (1, 7), (4, 1, 1), (4, 5, 7), (2, 1, 5, 7), (2, 4, 1, 1)]
+LENGTHS = [((7, 3), (0, 0)), ((7, 7), (0, 5)), ((0, 6), (0, 2)), ((2, 7), (4, 7))]
+CASES = [
+    *({"causal": True, "q_offset": n} for n in (None, 0, 2, -2, -9, 9, FURTHEST, -FURTHEST)),
+    *(
+        {"window_size_left": left, "window_size_right": right, "q_offset": offset}
+        for left, right in ((0, -1), (2, -1), (-1, 0), (-1, 2), (1, 1))
+        for offset in (None, 0, -3, 6)
+    ),
+    *(
+        {"attention_chunk": chunk, "causal": causal, "q_offset": offset} | padding
+        for chunk, causal, offset in product([1, 2, 3, 100], [False, True], [None, -4, 6])
+        for padding in ({}, {"leftpad_k": ints(1, 4)})
+    ),
+    *(
+        {"seqused_k": ints(*used), "leftpad_k": ints(*first), "causal": causal, "q_offset": offset}
+        for (used, first), causal, offset in product(LENGTHS, (False, True), (None, 3))
+    ),
+    *({"attn_mask": normal(*shape) > 0, "causal": True} for shape in BROADCASTS),
+    *(
+        {"attn_bias": normal(*shape).to(dtype), "attn_mask": normal(5, 7, seed=4) > 0}
+        for shape, dtype in product(BROADCASTS, (torch.float64, torch.float16))
+    ),
+    *({"attn_mask": normal(*shape, seed=3), "window_size_left": 3} for shape in BROADCASTS),
+    *({"softcap": cap, "softmax_scale": scale} for cap in (0.01, 0.7, 30.0) for scale in (4, -0.7)),
+    {"softcap": 0.7, "attn_bias": normal(5, 7)},
+    *(
+        {"alibi_slopes": normal(*shape).abs(), "q_offset": offset, "seqused_k": ints(7, 4)}
+        for shape, offset in product(((4,), (2, 4)), (None, 0, -3, 6))
+    ),
+    *(
+        {"learnable_sink": torch.tensor(sink), "causal": causal, "q_offset": -2}
+        for sink in ((0.0, 1.0, -2.0, 3.0), (-math.inf, 0.5, -math.inf, 20.0))
+        for causal in (False, True)
+    ),
+    *(
+        {
+            f"{side}_rotary_{name}": x
+            for side in sides
+            for name, x in zip(("cos", "sin"), of, strict=True)
+        }
+        | {"rotary_interleaved": interleaved}
+        for interleaved, sides in product((False, True), ("q", "k", "qk"))
+        for of in (tables(7, 4), tables(7, 3), tables(7, 1, batch=1), tables(7, 4, batch=2))
+    ),
+]
+
+
+@each_case("options", CASES)
+def test_each_option(options):
+    check(*qkv(), **options)
 
 
 class TestVisibility:
-    @pytest.mark.parametrize("q_offset", [None, 0, 2, -2, -9, 9, FURTHEST, -FURTHEST])
-    def test_causal(self, q_offset):
-        check(*qkv(), softmax_scale=0.3, causal=True, q_offset=q_offset)
-
-    @pytest.mark.parametrize("window", [(-1, -1), (0, -1), (2, -1), (-1, 0), (-1, 2), (1, 1)])
-    @pytest.mark.parametrize("q_offset", [None, 0, -3, 6])
-    def test_windows(self, window, q_offset):
-        left, right = window
-        check(*qkv(), window_size_left=left, window_size_right=right, q_offset=q_offset)
-        if right <= 0:
-            check(
-                *qkv(),
-                window_size_left=left,
-                window_size_right=right,
-                causal=True,
-                q_offset=q_offset,
-            )
-
-    @pytest.mark.parametrize("causal", [False, True])
-    @each_case("chunk, q_offset", product([1, 2, 3, 100], [None, 0, -4, 6]))
-    def test_chunks(self, chunk, causal, q_offset):
-        options = {"attention_chunk": chunk, "causal": causal, "q_offset": q_offset}
-        check(*qkv(), **options)
-        check(*qkv(), **options, leftpad_k=ints(1, 4))
-
-    @pytest.mark.parametrize("causal", [False, True])
-    @pytest.mark.parametrize("q_offset", [None, 0, 3])
-    def test_lengths(self, causal, q_offset):
-        options = {"causal": causal, "q_offset": q_offset}
-        check(*qkv(), seqused_k=ints(7, 3), **options)
-        check(*qkv(), leftpad_k=ints(0, 5), **options)
-        check(*qkv(), seqused_k=ints(0, 6), leftpad_k=ints(0, 2), **options)
-        check(*qkv(), seqused_k=ints(2, 7), leftpad_k=ints(4, 7), **options)
-
     def test_a_longer_left_padding_hides_and_does_not_shift(self):
         q, k, v = qkv(batch=1, heads=1, kv_heads=1, q_length=1)
         out, _ = attention(q, k, v, q_offset=4, window_size_left=2, leftpad_k=ints(3), causal=True)
@@ -95,24 +112,7 @@ class TestVisibility:
         assert torch.equal(lse, expected[1])
 
 
-# Shapes that broadcast to (2, 4, 5, 7).
-BROADCASTS = [(7,), (1,), (5, 7), (5, 1), (1, 7), (4, 1, 1), (4, 5, 7), (2, 1, 5, 7), (2, 4, 1, 1)]
-
-
 class TestScores:
-    @pytest.mark.parametrize("shape", BROADCASTS, ids=str)
-    def test_bool_masks(self, shape):
-        check(*qkv(), attn_mask=normal(*shape) > 0, causal=True)
-
-    @pytest.mark.parametrize("shape", BROADCASTS, ids=str)
-    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-    def test_biases(self, shape, dtype):
-        bias = normal(*shape, seed=3).to(dtype)
-        out, _ = check(*qkv(), attn_bias=bias, window_size_left=3)
-        assert torch.equal(out, attention(*qkv(), attn_mask=bias, window_size_left=3)[0])
-        visible = normal(5, 7, seed=4) > 0
-        check(*qkv(), attn_bias=bias, attn_mask=visible)
-
     def test_bias_of_minus_infinity_hides(self):
         bias = normal(5, 7)
         bias[2] = -math.inf
@@ -120,20 +120,6 @@ class TestScores:
         out, lse = check(*qkv(), attn_bias=bias)
         assert (out[:, :, 2] == 0).all()
         assert (lse[:, :, 2] == -math.inf).all()
-
-    @pytest.mark.parametrize("softcap", [0.01, 0.7, 30.0])
-    def test_softcap(self, softcap):
-        q, k, v = qkv()
-        check(q * 4, k * 4, v, softcap=softcap)
-        bias = normal(5, 7)
-        check(q * 4, k * 4, v, softcap=softcap, attn_bias=bias, softmax_scale=-0.7)
-
-    @pytest.mark.parametrize("slopes", [(4,), (2, 4)], ids=str)
-    @pytest.mark.parametrize("q_offset", [None, 0, -3, 6])
-    def test_alibi(self, slopes, q_offset):
-        slopes = normal(*slopes, seed=5).abs()
-        check(*qkv(), alibi_slopes=slopes, q_offset=q_offset)
-        check(*qkv(), alibi_slopes=slopes, q_offset=q_offset, seqused_k=ints(7, 4))
 
     def test_alibi_prefers_near_keys(self):
         """Press et al. 2021: a penalty that grows with the distance."""
@@ -145,30 +131,11 @@ class TestScores:
             weights[0, 0, 3], torch.softmax(torch.tensor([-1.5, -1.0, -0.5, 0.0]), 0)
         )
 
-    @pytest.mark.parametrize(
-        "sink", [(0.0, 1.0, -2.0, 3.0), (-math.inf, 0.5, -math.inf, 20.0)], ids=str
-    )
-    def test_sinks(self, sink):
-        sink = torch.tensor(sink, dtype=torch.float64)
-        check(*qkv(), learnable_sink=sink)
-        _, lse = check(*qkv(), learnable_sink=sink, causal=True, q_offset=-2)
-        assert torch.equal(lse[:, :, 0], sink.expand(2, 4))
-
     def test_a_large_sink_does_not_overflow(self):
         q, k, v = (tensor.float() for tensor in qkv())
         out, lse = attention(q, k, v, learnable_sink=torch.full((4,), 3e4))
         assert (out == 0).all()
         assert (lse == 3e4).all()
-
-    @pytest.mark.parametrize("interleaved", [False, True])
-    @each_case("pairs, sides, batch", product([1, 3, 4], ["q", "k", "qk"], [None, 1, 2]))
-    def test_rotary(self, interleaved, pairs, sides, batch):
-        options = {"rotary_interleaved": interleaved}
-        for seed, (side, length) in enumerate({"q": 6, "k": 7}.items()):
-            if side in sides:
-                cos, sin = tables(length, pairs, batch=batch, seed=seed)
-                options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
-        check(*qkv(), **options)
 
     def test_rotary_scores_depend_on_the_distance_alone(self):
         """Su et al. 2021: what makes it a relative embedding."""

@@ -38,9 +38,8 @@ WIDTH = 110
 
 def text():
     """The page."""
-    parts = [INTRODUCTION, *map(_module, MODULES), OPS]
-    parts += [_code(schema) for schema in public_ops().values()]
-    return "\n".join(parts)
+    ops = [_item(f"`{schema}`") for schema in public_ops().values()]
+    return "\n".join([INTRODUCTION, *map(_module, MODULES), OPS, *ops]) + "\n"
 
 
 def public_ops():
@@ -66,16 +65,16 @@ def _module(path):
         own = getattr(module, name)
         if name.startswith("_") or not (inspect.isclass(own) or inspect.isfunction(own)):
             continue
-        parts += _entry(name, own)
+        parts.append(_entry(name, own))
         if inspect.isclass(own) and not issubclass(own, Exception):
             for method, function in vars(own).items():
                 if inspect.isfunction(function) and not method.startswith("_"):
-                    parts += _entry(f"{name}.{method}", function)
-    return "\n".join(parts)
+                    parts.append(_entry(f"{name}.{method}", function))
+    return "\n".join(parts) + "\n"
 
 
 def _entry(name, own):
-    return [_code(name + _signature(own)), f"{_first_line(own)}\n"]
+    return _item(f"`{name}{_signature(own)}`: {_first_line(own)}")
 
 
 def _signature(own):
@@ -96,9 +95,10 @@ def _first_line(own):
     return inspect.getdoc(own).split("\n")[0].replace("*", r"\*")
 
 
-def _code(line):
-    wrapped = textwrap.wrap(line, WIDTH, subsequent_indent=" " * 4, break_on_hyphens=False)
-    return textwrap.indent("\n".join(wrapped), " " * 4) + "\n"
+def _item(text):
+    return textwrap.fill(
+        f"- {text}", WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False
+    )
 
 
 if __name__ == "__main__":

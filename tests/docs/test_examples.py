@@ -223,13 +223,3 @@ def test_image_pipeline(tmp_path):
     # 4 heads of 4 x 4 queries and keys, in float32
     assert (found.scores, found.statistics) == (4 * 16 * 16 * 4, 4 * 16 * 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metal_attn.png", "native.png"]
-
-
-@pytest.mark.parametrize("mistake, kind", [("bounds", "out_of_bounds"), ("barrier", "partial")])
-def test_metal_kernel_with_a_mistake(mistake, kind):
-    assert kind in example("metal_kernel").main(["--plant", mistake])
-
-
-def test_metal_kernel(capsys):
-    assert example("metal_kernel").main([]) == ""
-    assert capsys.readouterr().out.count(" from float64") == 3

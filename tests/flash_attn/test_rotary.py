@@ -1,52 +1,61 @@
 """flash-attn's rotary functions and module, against the oracle of tests/rope/rope_check.py."""
 
-import itertools
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
+from tests.helpers.cases import each_case
 from tests.rope.rope_check import check_close, make_tables, normal, oracle
 from torch_metal_attn import simulate
 from torch_metal_attn.flash_attn.layers import rotary
 
+EMB, QKV, KV = rotary.apply_rotary_emb, rotary.apply_rotary_emb_qkv_, rotary.apply_rotary_emb_kv_
 
-class TestApplyRotaryEmb:
-    """flash-attn's function: what its own tests hold it to."""
+# A function, the shape and options of a call, and the parts that it rotates and that it keeps.
+FORMS = {
+    "x": (EMB, (2, 17, 3, 24), {}, lambda x: ([x], [])),
+    "x in place": (EMB, (2, 17, 3, 24), {"inplace": True}, lambda x: ([x], [])),
+    "qkv": (QKV, (2, 17, 3, 4, 24), {}, lambda x: (x.unbind(2)[:2], x.unbind(2)[2:])),
+    "heads of qkv": (
+        *(QKV, (2, 17, 8, 24), {"num_heads_q": 4}),
+        lambda x: (x.split((4, 2, 2), 2)[:2], [x[:, :, 6:]]),
+    ),
+    "kv": (KV, (2, 17, 2, 3, 24), {}, lambda x: (x.unbind(2)[:1], x.unbind(2)[1:])),
+}
+OFFSETS = [0, 7, torch.tensor([3, 0]), torch.tensor([3, 9], dtype=torch.int32)]
 
-    @pytest.mark.parametrize("inplace", [False, True])
-    @pytest.mark.parametrize("interleaved", [False, True])
-    @pytest.mark.parametrize(
-        "offsets",
-        [0, 7, torch.tensor([3, 0]), torch.tensor([3, 9], dtype=torch.int32)],
-        ids=["none", "int", "int64", "int32"],
-    )
-    def test_dense(self, offsets, interleaved, inplace, device):
-        cos, sin = make_tables(30, 16)
-        x = normal(2, 17, 3, 24)
-        given = x.to(device, copy=True)
-        out = rotary.apply_rotary_emb(
-            given,
-            cos.to(device),
-            sin.to(device),
-            interleaved,
-            inplace,
-            offsets.to(device) if torch.is_tensor(offsets) else offsets,
-        )
-        assert (out is given) == inplace
-        assert out.shape == x.shape
-        assert out.is_contiguous()
-        assert torch.equal(given.cpu(), x) != inplace
-        name = "seqlen_offsets" if torch.is_tensor(offsets) else "seqlen_offset"
-        options = {name: offsets, "interleaved": interleaved}
-        check_close(out.cpu().transpose(1, 2), x.transpose(1, 2), cos, sin, **options)
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("offsets", OFFSETS, ids=["none", "int", "int64", "int32"])
+@pytest.mark.parametrize("form", FORMS)
+def test_dense(form, offsets, interleaved, device):
+    """v and the columns behind the tables stay."""
+    function, shape, options, parts = FORMS[form]
+    cos, sin = make_tables(30, 16)
+    x = normal(*shape)
+    given = x.to(device, copy=True)
+    of_each = torch.is_tensor(offsets)
+    options = options | {
+        "interleaved": interleaved,
+        "seqlen_offsets": offsets.to(device) if of_each else offsets,
+    }
+    out = function(given, cos.to(device), sin.to(device), **options)
+    assert (out is given) == (form != "x")
+    assert out.is_contiguous()
+    assert torch.equal(given.cpu(), x) == (form == "x")
+    meant = {"seqlen_offsets" if of_each else "seqlen_offset": offsets, "interleaved": interleaved}
+    rotated_parts, kept = parts(out.cpu())
+    for ours, old in zip(rotated_parts, parts(x)[0], strict=True):
+        check_close(ours.transpose(1, 2), old.transpose(1, 2), cos, sin, **meant)
+    for ours, old in zip(kept, parts(x)[1], strict=True):
+        assert torch.equal(ours, old)
+
+
+class TestPacked:
     @pytest.mark.parametrize("inplace", [False, True])
     @pytest.mark.parametrize(
         "offsets", [0, 4, torch.tensor([3, 0, 1, 9])], ids=["none", "int", "tensor"]
     )
-    def test_packed(self, offsets, inplace, device):
+    def test_sequences(self, offsets, inplace, device):
         cos, sin = make_tables(30, 16)
         lengths = [5, 0, 11, 1]
         cu_seqlens = torch.tensor([0, 5, 5, 16, 17], dtype=torch.int32)
@@ -80,92 +89,12 @@ class TestApplyRotaryEmb:
         none = rotary.apply_rotary_emb(x, cos, sin, cu_seqlens=torch.tensor([0]))
         torch.testing.assert_close(none[4], out[4])
 
-    def test_gradient(self):
-        cos, sin = make_tables(30, 16)
-        x = normal(2, 17, 3, 24).requires_grad_()
-        weight = normal(2, 17, 3, 24, seed=1)
-        (rotary.apply_rotary_emb(x, cos, sin) * weight).sum().backward()
-        x64 = x.detach().double().requires_grad_()
-        (oracle(x64.transpose(1, 2), cos, sin).transpose(1, 2) * weight).sum().backward()
-        torch.testing.assert_close(x.grad.double(), x64.grad, rtol=1e-5, atol=1e-5)
-
-    @pytest.mark.parametrize(
-        "change, message",
-        [
-            (
-                {"x": torch.zeros(17, 3, 16)},
-                r"x has shape \(17, 3, 16\); it must be \(B, L, H, D\)",
-            ),
-            (
-                {"cu_seqlens": torch.tensor([0, 2])},
-                r"x has shape \(2, 17, 3, 16\); with cu_seqlens it must be \(T, H, D\)",
-            ),
-            ({"seqlen_offsets": 14}, "seqlen_offsets is 14 and x has a length of 17"),
-            (
-                {"seqlen_offsets": torch.tensor([0.0, 1.0])},
-                "seqlen_offsets has dtype torch.float32; it must be int32 or int64",
-            ),
-            (
-                {"seqlen_offsets": torch.tensor([0])},
-                r"seqlen_offsets has shape \(1,\); it must be \(2,\)",
-            ),
-            (
-                {"seqlen_offsets": torch.tensor([0, 2**40])},
-                "seqlen_offsets asks for rows 0 to 10995",
-            ),
-        ],
-        ids=["rank", "cu_seqlens rank", "offset", "dtype", "shape", "row"],
-    )
-    def test_refusals(self, change, message):
-        cos, sin = make_tables(30, 16)
-        arguments = {"x": torch.zeros(2, 17, 3, 16), "cos": cos, "sin": sin} | change
-        with pytest.raises(ValueError, match=message):
-            rotary.apply_rotary_emb(**arguments)
-
-    @pytest.mark.parametrize(
-        "cu_seqlens, options, message",
-        [
-            (torch.tensor([0.0, 5.0]), {}, "cu_seqlens has dtype torch.float32"),
-            (torch.tensor([[0, 5]]), {}, r"cu_seqlens has shape \(1, 2\)"),
-            (torch.tensor([1, 5]), {}, r"cu_seqlens is \[1, 5\]; it must rise from 0"),
-            (torch.tensor([0, 4, 3]), {}, r"cu_seqlens is \[0, 4, 3\]; it must rise"),
-            (torch.tensor([0, 6]), {}, r"cu_seqlens is \[0, 6\]; .* at most at the 5 tokens"),
-            (
-                torch.tensor([0, 5]),
-                {"max_seqlen": 29, "seqlen_offsets": 2},
-                "max_seqlen is 29 and seqlen_offsets 2; they must stay within the 30 rows",
-            ),
-        ],
-        ids=["dtype", "shape", "first", "falling", "beyond", "max_seqlen"],
-    )
-    def test_refused_sequences(self, cu_seqlens, options, message):
-        cos, sin = make_tables(30, 16)
-        x = torch.zeros(5, 3, 16)
-        with pytest.raises(ValueError, match=message):
-            rotary.apply_rotary_emb(x, cos, sin, cu_seqlens=cu_seqlens, **options)
-
-
-@given(lengths=st.lists(st.integers(0, 9), max_size=6), spare=st.integers(0, 3))
-def test_packed_is_dense_one_by_one(lengths, spare):
-    cos, sin = make_tables(12, 8)
-    ends = [0, *itertools.accumulate(lengths)]
-    x = normal(ends[-1] + spare, 2, 8)
-    out = rotary.apply_rotary_emb(x, cos, sin, cu_seqlens=torch.tensor(ends))
-    for start, end in itertools.pairwise(ends):
-        alone = rotary.apply_rotary_emb(x[None, start:end], cos, sin)
-        assert torch.equal(out[start:end], alone[0])
-
 
 LEAVES = {
-    "x": (rotary.apply_rotary_emb, (2, 17, 3, 24), {"inplace": True}),
-    "packed x": (
-        *(rotary.apply_rotary_emb, (17, 3, 24)),
-        {"inplace": True, "cu_seqlens": torch.tensor([0, 5, 17])},
-    ),
-    "qkv": (rotary.apply_rotary_emb_qkv_, (2, 17, 3, 3, 24), {"seqlen_offsets": 3}),
-    "heads of qkv": (rotary.apply_rotary_emb_qkv_, (2, 17, 5, 24), {"num_heads_q": 3}),
-    "kv": (rotary.apply_rotary_emb_kv_, (2, 17, 2, 3, 24), {"interleaved": True}),
-}
+    name: (function, shape, options | {"seqlen_offsets": 3, "interleaved": True})
+    for name, (function, shape, options, _) in FORMS.items()
+    if name != "x"
+} | {"packed x": (EMB, (17, 3, 24), {"inplace": True, "cu_seqlens": torch.tensor([0, 5, 17])})}
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -224,135 +153,101 @@ class TestApplyRotaryEmbTorch:
                 rotary.apply_rotary_emb_torch(x, **tables)
 
 
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"x": [1.0]}, TypeError, "x is a list; it must be a tensor"),
-        ({"cos": None}, TypeError, "cos is a NoneType; it must be a tensor"),
-        ({"interleaved": "a"}, TypeError, "interleaved is 'a'; it must be a bool"),
-        ({"inplace": 2}, TypeError, "inplace is 2; it must be a bool"),
-        ({"seqlen_offsets": 1.5}, TypeError, "seqlen_offsets is 1.5; it must be an int"),
-        ({"cos": torch.ones(30, 13)}, ValueError, "cos has 13 columns and x a head dim of 24"),
-        (
-            {"x": torch.ones(1, 17, 3, 24).expand(2, 17, 3, 24), "inplace": True},
-            ValueError,
-            r"x has shape \(2, 17, 3, 24\) and strides \(0, 72, 24, 1\): .* call x.clone\(\)",
-        ),
-    ],
-)
-def test_errors_name_the_arguments(change, error, message):
-    """Also their shapes, which the op has in another order."""
-    cos, sin = make_tables(30, 16)
-    with pytest.raises(error, match=message):
-        rotary.apply_rotary_emb(**{"x": normal(2, 17, 3, 24), "cos": cos, "sin": sin} | change)
-
-
 def rotated(x, cos, sin, **options):
     """The oracle for heads behind the length, in x's dtype."""
     return oracle(x.transpose(1, 2), cos, sin, **options).transpose(1, 2).to(x.dtype)
 
 
-class TestPackedProjections:
-    @pytest.mark.parametrize("interleaved", [False, True])
-    @pytest.mark.parametrize("offset", [0, 5, torch.tensor([3, 9], dtype=torch.int32)])
-    @pytest.mark.parametrize("kv_heads", [None, 1, 2])
-    def test_qkv(self, kv_heads, offset, interleaved, device):
-        """v and the columns behind the tables stay; kv_heads None: three of one size."""
-        cos, sin = make_tables(30, 16)
-        heads = {} if kv_heads is None else {"num_heads_q": 4}
-        shape = (3, 4) if kv_heads is None else (4 + 2 * kv_heads,)
-        x = normal(2, 17, *shape, 24)
-        given = x.to(device, copy=True)
-        on_device = offset.to(device) if torch.is_tensor(offset) else offset
-        out = rotary.apply_rotary_emb_qkv_(
-            *(given, cos.to(device), sin.to(device)),
-            interleaved=interleaved,
-            seqlen_offsets=on_device,
-            **heads,
-        )
-        assert out is given
-        name = "seqlen_offsets" if torch.is_tensor(offset) else "seqlen_offset"
-        options = {name: offset, "interleaved": interleaved}
-        split = (4, 4, 4) if kv_heads is None else (4, kv_heads, kv_heads)
-        q, k, v = x.flatten(2, -2).split(split, 2)
-        new_q, new_k, new_v = out.cpu().flatten(2, -2).split(split, 2)
-        check_close(new_q.transpose(1, 2), q.transpose(1, 2), cos, sin, **options)
-        check_close(new_k.transpose(1, 2), k.transpose(1, 2), cos, sin, **options)
-        assert torch.equal(new_v, v)
+def test_qkv_is_one_dispatch():
+    cos, sin = make_tables(30, 16)
+    with simulate(record=True) as run:
+        rotary.apply_rotary_emb_qkv_(normal(2, 17, 3, 4, 24), cos, sin)
+    assert [launch.kernel for launch in run.recorded] == ["rope"]
 
-    def test_qkv_is_one_dispatch(self):
-        cos, sin = make_tables(30, 16)
-        with simulate(record=True) as run:
-            rotary.apply_rotary_emb_qkv_(normal(2, 17, 3, 4, 24), cos, sin)
-        assert [launch.kernel for launch in run.recorded] == ["rope"]
 
-    def test_k_has_tables_of_its_own(self, device):
-        cos, sin = make_tables(30, 16)
-        cos_k, sin_k = cos.flip(0), sin.flip(0)
-        x = normal(2, 17, 3, 4, 24)
-        tables = [table.to(device) for table in (cos, sin, cos_k, sin_k)]
-        out = rotary.apply_rotary_emb_qkv_(x.to(device, copy=True), *tables).cpu()
-        check_close(out[:, :, 0].transpose(1, 2), x[:, :, 0].transpose(1, 2), cos, sin)
-        check_close(out[:, :, 1].transpose(1, 2), x[:, :, 1].transpose(1, 2), cos_k, sin_k)
+def test_k_has_tables_of_its_own(device):
+    cos, sin = make_tables(30, 16)
+    cos_k, sin_k = cos.flip(0), sin.flip(0)
+    x = normal(2, 17, 3, 4, 24)
+    tables = [table.to(device) for table in (cos, sin, cos_k, sin_k)]
+    out = rotary.apply_rotary_emb_qkv_(x.to(device, copy=True), *tables).cpu()
+    check_close(out[:, :, 0].transpose(1, 2), x[:, :, 0].transpose(1, 2), cos, sin)
+    check_close(out[:, :, 1].transpose(1, 2), x[:, :, 1].transpose(1, 2), cos_k, sin_k)
 
-    def test_kv(self, device):
-        cos, sin = make_tables(30, 16)
-        x = normal(2, 17, 2, 4, 24)
-        given = x.to(device, copy=True)
-        out = rotary.apply_rotary_emb_kv_(
-            given, cos.to(device), sin.to(device), interleaved=True, seqlen_offsets=3
-        )
-        assert out is given
-        options = {"seqlen_offset": 3, "interleaved": True}
-        out = out.cpu()
-        check_close(out[:, :, 0].transpose(1, 2), x[:, :, 0].transpose(1, 2), cos, sin, **options)
-        assert torch.equal(out[:, :, 1], x[:, :, 1])
 
-    @pytest.mark.parametrize("name, parts", [("qkv", 3), ("kv", 2)])
-    def test_gradient(self, name, parts):
-        """The tensor is not a leaf, as in a model."""
-        cos, sin = make_tables(30, 16)
-        function = getattr(rotary, f"apply_rotary_emb_{name}_")
-        x = normal(2, 17, parts, 3, 24).requires_grad_()
-        weight = normal(2, 17, parts, 3, 24, seed=1)
-        (function(x * 2, cos, sin) * weight).sum().backward()
-        expected = weight.double() * 2
-        for part in range(parts - 1):
-            expected[:, :, part] = rotated(expected[:, :, part], cos, sin, conjugate=True)
-        torch.testing.assert_close(x.grad.double(), expected, rtol=1e-5, atol=1e-5)
+X, PACKED = normal(2, 17, 3, 24), normal(5, 3, 16)  # x of the calls without one
 
-    @pytest.mark.parametrize(
-        "shape, options, message",
-        [
-            ((2, 17, 4, 3, 24), {}, r"qkv has shape \(2, 17, 4, 3, 24\); it must be"),
-            ((2, 17, 24), {}, r"qkv has shape \(2, 17, 24\); it must be"),
-            ((2, 17, 6, 24), {}, "num_heads_q is None; it must leave an even"),
-            ((2, 17, 6, 24), {"num_heads_q": 3}, "num_heads_q is 3; it must leave an even"),
-            ((2, 17, 6, 24), {"num_heads_q": 8}, "num_heads_q is 8; it must leave an even"),
-            ((2, 17, 3, 4, 24), {"num_heads_q": 4}, "num_heads_q is 4; it must be None"),
-            ((2, 17, 3, 4, 24), {"cos_k": torch.zeros(30, 8)}, "sin_k is None; give both"),
-            (
-                (2, 17, 3, 4, 24),
-                {"cos_k": torch.zeros(30, 8), "sin_k": torch.zeros(30, 4)},
-                r"sin_k has shape \(30, 4\) and dtype torch.float32; it must match cos",
-            ),
-            (
-                (2, 17, 3, 4, 24),
-                {"seqlen_offsets": 14},
-                r"seqlen_offsets is 14 and qkv\[:, :, 0\] has a length",
-            ),
-        ],
-    )
-    def test_refusals(self, shape, options, message):
-        cos, sin = make_tables(30, 16)
-        x = normal(*shape)
-        with pytest.raises(ValueError, match=message):
-            rotary.apply_rotary_emb_qkv_(x, cos, sin, **options)
-        assert torch.equal(x, normal(*shape))
 
-    def test_kv_refuses_another_shape(self):
-        with pytest.raises(ValueError, match=r"kv has shape \(2, 17, 3, 4, 24\); it must be"):
-            rotary.apply_rotary_emb_kv_(normal(2, 17, 3, 4, 24), *make_tables(30, 16))
+def ends(*values):
+    return {"x": PACKED, "cu_seqlens": torch.tensor(values)}
+
+
+REFUSED = [
+    (EMB, {"x": PACKED}, r"x has shape \(5, 3, 16\); it must be \(B, L, H, D\)"),
+    (EMB, ends(0, 2) | {"x": X}, r"x has shape \(2, 17, 3, 24\); with cu_seqlens .* \(T, H, D\)"),
+    (EMB, {"seqlen_offsets": 14}, "seqlen_offsets is 14 and x has a length of 17"),
+    (
+        EMB,
+        {"seqlen_offsets": torch.tensor([0.0, 1.0])},
+        "seqlen_offsets has dtype torch.float32; it must be int32 or int64",
+    ),
+    (EMB, {"seqlen_offsets": torch.tensor([0])}, r"seqlen_offsets has shape \(1,\); .* \(2,\)"),
+    (EMB, {"seqlen_offsets": torch.tensor([0, 2**40])}, "seqlen_offsets asks for rows 0 to 10995"),
+    (EMB, ends(0.0, 5.0), "cu_seqlens has dtype torch.float32"),
+    (EMB, ends([0, 5]), r"cu_seqlens has shape \(1, 2\)"),
+    (EMB, ends(1, 5), r"cu_seqlens is \[1, 5\]; it must rise from 0"),
+    (EMB, ends(0, 4, 3), r"cu_seqlens is \[0, 4, 3\]; it must rise"),
+    (EMB, ends(0, 6), r"cu_seqlens is \[0, 6\]; .* at most at the 5 tokens"),
+    (
+        EMB,
+        ends(0, 5) | {"max_seqlen": 29, "seqlen_offsets": 2},
+        "max_seqlen is 29 and seqlen_offsets 2; they must stay within the 30 rows",
+    ),
+    (EMB, {"x": [1.0]}, "x is a list; it must be a tensor"),
+    (EMB, {"cos": None}, "cos is a NoneType; it must be a tensor"),
+    (EMB, {"interleaved": "a"}, "interleaved is 'a'; it must be a bool"),
+    (EMB, {"inplace": 2}, "inplace is 2; it must be a bool"),
+    (EMB, {"seqlen_offsets": 1.5}, "seqlen_offsets is 1.5; it must be an int"),
+    (EMB, {"cos": torch.ones(30, 13)}, "cos has 13 columns and x a head dim of 24"),
+    (
+        EMB,
+        {"x": X[:1].expand(2, 17, 3, 24), "inplace": True},
+        r"x has shape \(2, 17, 3, 24\) and strides .*: .* call x.clone\(\)",
+    ),
+    (QKV, {"qkv": normal(2, 17, 4, 3, 24)}, r"qkv has shape \(2, 17, 4, 3, 24\); it must be"),
+    (QKV, {"qkv": normal(2, 17, 24)}, r"qkv has shape \(2, 17, 24\); it must be"),
+    (QKV, {"qkv": normal(2, 17, 6, 24)}, "num_heads_q is None; it must leave an even"),
+    *(
+        (QKV, {"qkv": normal(2, 17, 6, 24), "num_heads_q": n}, f"num_heads_q is {n}; it must leave")
+        for n in (3, 8)
+    ),
+    (QKV, {"num_heads_q": 4}, "num_heads_q is 4; it must be None"),
+    (QKV, {"cos_k": torch.zeros(30, 8)}, "sin_k is None; give both"),
+    (
+        QKV,
+        {"cos_k": torch.zeros(30, 8), "sin_k": torch.zeros(30, 4)},
+        r"sin_k has shape \(30, 4\) and dtype torch.float32; it must match cos",
+    ),
+    (QKV, {"seqlen_offsets": 14}, r"seqlen_offsets is 14 and qkv\[:, :, 0\] has a length"),
+    (KV, {"kv": normal(2, 17, 3, 4, 24)}, r"kv has shape \(2, 17, 3, 4, 24\); it must be"),
+    *(
+        (rotary.RotaryEmbedding, options, "must be")
+        for options in ({"dim": 15}, {"dim": 16, "base": 0}, {"dim": 16, "scale_base": 0})
+    ),
+]
+
+
+@each_case("function, changes, message", REFUSED)
+def test_refused(function, changes, message):
+    """By the caller's names and shapes, which the op has in another order."""
+    cos, sin = make_tables(30, 16)
+    given = {EMB: {"x": X}, QKV: {"qkv": normal(2, 17, 3, 4, 24)}}.get(function, {})
+    tables = {} if function is rotary.RotaryEmbedding else {"cos": cos, "sin": sin}
+    arguments = given | tables | changes
+    before = {n: x.clone() for n, x in arguments.items() if torch.is_tensor(x)}
+    with pytest.raises((TypeError, ValueError), match=message):
+        function(**arguments)
+    assert all(torch.equal(arguments[n], x) for n, x in before.items())
 
 
 class TestRotaryEmbedding:
@@ -435,10 +330,3 @@ class TestRotaryEmbedding:
         for row, position in ((0, 3), (1, 7)):
             alone = module(x[row : row + 1].clone(), seqlen_offset=position)
             torch.testing.assert_close(out[row : row + 1], alone, rtol=0, atol=0)
-
-    @pytest.mark.parametrize(
-        "options", [{"dim": 15}, {"dim": 16, "base": 0}, {"dim": 16, "scale_base": 0}]
-    )
-    def test_refusals(self, options):
-        with pytest.raises(ValueError, match="must be"):
-            rotary.RotaryEmbedding(**options)

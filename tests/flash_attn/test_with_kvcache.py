@@ -4,11 +4,10 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.attention.flash_fwd_options import few_examples, ints, rotary_tables
+from tests.attention.flash_fwd_options import ints, rotary_tables
 from tests.cache.kv_caches import FORMATS, LAYOUTS, in_pages, paged, quantised
+from tests.helpers.cases import each_case
 from tests.helpers.home import PAGE
 from torch_metal_attn import flash_attn_with_kvcache, simulate
 from torch_metal_attn.reference import attention, cached, rotate
@@ -232,30 +231,6 @@ def test_formats(format, q_length, pages, device):
     torch.testing.assert_close(out.cpu(), oracle.float(), rtol=3e-6, atol=3e-6)
 
 
-@st.composite
-def calls(draw):
-    q_length = draw(st.sampled_from([1, 2, 4, MANY]))
-    new = draw(st.sampled_from([None, q_length, 3]))
-    lengths = ints(*(draw(st.integers(0, 64 - (new or 0))) for _ in "ab"))
-    options = {
-        "causal": draw(st.booleans()),
-        "window_size": draw(st.sampled_from([(-1, -1), (5, 0), (0, 0), (12, -1)])),
-        "softcap": draw(st.sampled_from([0.0, 3.0])),
-        "num_splits": draw(st.integers(0, 3)),
-    }
-    if new is not None and draw(st.booleans()):
-        options["tables"] = rotary_tables(70, 8)
-        options["interleaved"] = draw(st.booleans())
-    return make(q_length=q_length, new=new, seed=draw(st.integers(0, 50))), lengths, options
-
-
-@few_examples
-@given(calls())
-def test_any_call(device, call):
-    tensors, lengths, options = call
-    check(tensors, lengths, device, **options)
-
-
 @pytest.mark.parametrize(
     "q_length, num_splits, kernels",
     [
@@ -283,99 +258,58 @@ def test_q_stays_as_it_is(device):
         assert torch.equal(q, before)
 
 
-REFUSED = {
-    "v alone": ({"k": None}, ValueError, "only one of k and v"),
-    "a length beyond int32": ({"cache_seqlens": 2**31}, ValueError, "is 2147483648; it must fit"),
-    "no lengths": ({"cache_seqlens": None}, ValueError, "cache_seqlens is None"),
-    "length too long": ({"cache_seqlens": 64}, ValueError, r"cache_seqlens\[0\] is 64"),
-    "a float length": (
-        {"cache_seqlens": 4.0},
-        TypeError,
-        "cache_seqlens is 4.0; it must be an int or a tensor",
-    ),
-    "q of three dimensions": ({"q": torch.zeros(2, 4, 32)}, ValueError, "q has shape"),
-    "tables without new keys": (
-        {"k": None, "v": None, "rotary_cos": torch.ones(40, 8), "rotary_sin": torch.ones(40, 8)},
-        ValueError,
-        "rotary_cos or rotary_sin is given without k and v",
-    ),
-    "splits": ({"num_splits": -1}, ValueError, "num_splits is -1"),
-    "too many splits": ({"num_splits": 1025}, ValueError, r"num_splits is 1025; .* in 1\.\.1024"),
-    "splits of no number": ({"num_splits": "a"}, TypeError, "num_splits is 'a'; it must be an int"),
-    "a scale that is a list": ({"k_scale": [1.0]}, TypeError, "k_scale is a list; it must be a"),
-    "tables that are lists": (
+def tables_of(rows):
+    return {"rotary_cos": torch.ones(rows, 8), "rotary_sin": torch.ones(rows, 8)}
+
+
+OLD = {"k": None, "v": None}  # without new keys
+SHORT_TABLE = {"block_table": ints(0, 1).view(2, 1)}
+REFUSED = [
+    ({"k": None}, "only one of k and v"),
+    ({"cache_seqlens": 2**31}, "is 2147483648; it must fit"),
+    ({"cache_seqlens": None}, "cache_seqlens is None"),
+    ({"cache_seqlens": 64}, r"cache_seqlens\[0\] is 64"),
+    ({"cache_seqlens": 4.0}, "cache_seqlens is 4.0; it must be an int or a tensor"),
+    ({"q": torch.zeros(2, 4, 32)}, "q has shape"),
+    (OLD | tables_of(40), "rotary_cos or rotary_sin is given without k and v"),
+    ({"num_splits": -1}, "num_splits is -1"),
+    ({"num_splits": 1025}, r"num_splits is 1025; .* in 1\.\.1024"),
+    ({"num_splits": "a"}, "num_splits is 'a'; it must be an int"),
+    ({"k_scale": [1.0]}, "k_scale is a list; it must be a"),
+    (
         {"rotary_cos": [1.0], "rotary_sin": [1.0]},
-        TypeError,
         "rotary_cos is a list; it must be a tensor or None",
     ),
-    "dtype of the padding": (
-        {"cache_leftpad": torch.tensor([1, 2])},
-        ValueError,
-        "cache_leftpad has dtype int64",
-    ),
-    "rows behind the tables, which padding does not move": (
-        {
-            "rotary_cos": torch.ones(5, 8),
-            "rotary_sin": torch.ones(5, 8),
-            "cache_leftpad": ints(3, 3),
-        },
-        ValueError,
+    ({"cache_leftpad": torch.tensor([1, 2])}, "cache_leftpad has dtype int64"),
+    (  # padding does not move the rows
+        tables_of(5) | {"cache_leftpad": ints(3, 3)},
         r"rows 5 to 5 of rotary_cos \(from cache_seqlens on\); they must be in 0\.\.4",
     ),
-    "a cache of one batch": (
+    (
         {"k_cache": torch.zeros(1, 64, 2, 32).expand(2, 64, 2, 32)},
-        ValueError,
         r"k_cache has shape \(2, 64, 2, 32\) and strides \(0, 64, 32, 1\)",
     ),
-    "more keys than pages": (
-        {"block_table": ints(0, 1).view(2, 1), "cache_seqlens": 64},
-        ValueError,
+    (
+        SHORT_TABLE | {"cache_seqlens": 64},
         r"cache_seqlens\[0\] is 64 .* in 0\.\.64, the rows in the pages that block_table has for",
     ),
-    **{
-        f"without new keys, {name}": ({"k": None, "v": None} | changes, error, message)
-        for name, (changes, error, message) in {
-            "too many": ({"cache_seqlens": 65}, ValueError, r"cache_seqlens\[0\] is 65; .*0\.\.64"),
-            "more than pages": (
-                {"block_table": ints(0, 1).view(2, 1), "cache_seqlens": 65},
-                ValueError,
-                r"cache_seqlens\[0\] is 65; .* the keys in the pages that block_table has for",
-            ),
-            "int64 lengths": (
-                {"cache_seqlens": torch.tensor([5, 5])},
-                ValueError,
-                "cache_seqlens has dtype int64",
-            ),
-            "dtype of the cache": (
-                {"k_cache": torch.zeros(2, 40, 2, 32).half()},
-                ValueError,
-                "v_cache has dtype float32 and k_cache float16; they must be alike",
-            ),
-            "heads of the cache": (
-                {"k_cache": torch.zeros(2, 40, 1, 32)},
-                ValueError,
-                "v_cache has .* 2 and k_cache of 1",
-            ),
-            "dtype of the padding": (
-                {"cache_leftpad": torch.tensor([1, 2])},
-                ValueError,
-                "cache_leftpad has dtype int64",
-            ),
-        }.items()
-    },
-    "a cap": ({"softcap": -1.0}, ValueError, "softcap is -1"),
-    "sinks of other heads": (
-        {"learnable_sink": torch.zeros(5)},
-        ValueError,
-        r"learnable_sink has shape \(5,\); it must be \(4,\)",
+    (OLD | {"cache_seqlens": 65}, r"cache_seqlens\[0\] is 65; .*0\.\.64"),
+    (
+        OLD | SHORT_TABLE | {"cache_seqlens": 65},
+        r"cache_seqlens\[0\] is 65; .* the keys in the pages that block_table has for",
     ),
-    "window": ({"window_size": 3}, TypeError, "window_size is 3"),
-    "a page number too high": (
-        {"block_table": ints(0, 9).view(2, 1), "cache_seqlens": 3},
-        ValueError,
-        r"block_table\[1, 0\] is 9",
+    (OLD | {"cache_seqlens": torch.tensor([5, 5])}, "cache_seqlens has dtype int64"),
+    (
+        OLD | {"k_cache": torch.zeros(2, 40, 2, 32).half()},
+        "v_cache has dtype float32 and k_cache float16; they must be alike",
     ),
-}
+    (OLD | {"k_cache": torch.zeros(2, 40, 1, 32)}, "v_cache has .* 2 and k_cache of 1"),
+    (OLD | {"cache_leftpad": torch.tensor([1, 2])}, "cache_leftpad has dtype int64"),
+    ({"softcap": -1.0}, "softcap is -1"),
+    ({"learnable_sink": torch.zeros(5)}, r"learnable_sink has shape \(5,\); it must be \(4,\)"),
+    ({"window_size": 3}, "window_size is 3"),
+    ({"block_table": ints(0, 9).view(2, 1), "cache_seqlens": 3}, r"block_table\[1, 0\] is 9"),
+]
 
 
 @pytest.mark.parametrize("q_length", [1, MANY])
@@ -445,14 +379,13 @@ def test_no_new_rows(empty, q_length, device):
 
 
 @pytest.mark.parametrize("q_length", [1, MANY])
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case, q_length, device):
-    changes, error, message = REFUSED[case]
+@each_case("changes, message", REFUSED)
+def test_refused(changes, message, q_length, device):
     q, k_cache, v_cache, k, v = make(q_length=q_length, new=1)
     arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     arguments |= {"cache_seqlens": 5} | changes
     arguments = {n: x.to(device) if torch.is_tensor(x) else x for n, x in arguments.items()}
     before = arguments["k_cache"].clone()
-    with pytest.raises(error, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         flash_attn_with_kvcache(**arguments)
     assert torch.equal(arguments["k_cache"], before), "rows were written"

@@ -9,8 +9,9 @@ from torch.nn.attention.flex_attention import _create_empty_block_mask, _identit
 
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of, make_leaves
-from tests.attention.flash_fwd_check import ACCUMULATION, ROUNDING, make_qkv
+from tests.attention.flash_fwd_check import make_qkv
 from torch_metal_attn import simulate
+from torch_metal_attn.testing.judge import near, worst_of
 
 # Every head dim, dtype and size of the tests here, so that kernels of one text are shared.
 HOME = {"heads": 2, "q_length": 80, "kv_length": 96, "head_dim": 16, "dtype": torch.float16}
@@ -32,12 +33,9 @@ def torch_flex(query, key, value, score_mod=None, block_mask=None, scale=None):
 
 def assert_within_twice(found, exact, rounded):
     """`found` has at most twice the error of `rounded`, torch's result in the same dtype."""
-    assert found.shape == exact.shape
     assert found.dtype == rounded.dtype
-    error = (rounded.double() - exact).abs().max().item() if exact.numel() else 0.0
-    slack = ROUNDING[found.dtype] * exact.abs() + ACCUMULATION * exact.abs().max()
-    worst = ((found.double() - exact).abs() - slack).max().item()
-    assert worst <= 2 * error, f"{worst} over the rounding; torch's own error is {error}"
+    measure = near("the result", found, exact, worst_of([(rounded, exact)]))
+    assert measure.ok, measure
 
 
 def check_flex(

@@ -90,7 +90,16 @@ def composed(bias):
     return mod
 
 
+def odd_indices(table, flipped, by_token):
+    def mod(score, b, h, q_idx, kv_idx):
+        score = score + table[h, b, 0] * table[b, h, -1] + flipped[kv_idx, q_idx].half().float()
+        return score + torch.where(kv_idx < 10, by_token[TOKENS[q_idx]], by_token[0] * 0.1)
+
+    return mod
+
+
 CAPTURED = {
+    odd_indices: (normal(2, 2, 3), normal(96, 80), normal(5)),
     everything: (
         normal(2).half(), normal(13, 2), normal(2, 2, 80, 96).bfloat16(), normal(5, seed=1)
     ),

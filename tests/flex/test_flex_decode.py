@@ -175,19 +175,19 @@ MUTANTS = {
     check_full_and_partial: {
         "full blocks are masked": ("masked = next_entry < partial.count;", "masked = true;"),
         "partial blocks are not": (
-            "#define BLOCK_MASKED listed.masked",
-            "#define BLOCK_MASKED false",
+            "blocks.masked,",
+            "false,",
         ),
         "off by one in the list": (
             "next_entry = place / BLOCK;",
             "next_entry = place / BLOCK + 1;",
         ),
         "off by one row": ("first_row + place % BLOCK", "first_row + place % BLOCK + 1"),
-        "a split's first block": ("int kv_begin = begin +", "int kv_begin = STEP_K + begin +"),
+        "a split's first block": ("own.begin = keys.begin +", "own.begin = STEP_K + keys.begin +"),
         "a split too short": ("min((split + 1) * split_steps", "min((split + 1) * split_steps - 1"),
         "a shorter list": (
-            "const int end = listed.count *",
-            "const int end = (listed.count - 1) *",
+            "return {0, count * BLOCK}",
+            "return {0, (count - 1) * BLOCK}",
         ),
     },
 }

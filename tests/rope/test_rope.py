@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbeddin
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
+from tests.helpers.cases import each_case
 from tests.rope.rope_check import check_close, normal
 from torch_metal_attn import rope
 
@@ -263,35 +264,35 @@ class TestAgainstThePapers:
 
 
 L4096 = {"original_max_position_embeddings": 4096}
-REFUSALS = {
-    "odd dim": (lambda: rope.default(7), "dim is 7; it must be an even int"),
-    "no dim": (lambda: rope.default(0), "dim is 0; it must be an even int"),
-    "float dim": (lambda: rope.default(8.0), r"dim is 8\.0; it must be an even int"),
-    "base": (lambda: rope.default(8, 0.0), r"base is 0\.0; it must be a positive, finite"),
-    "nan base": (lambda: rope.default(8, math.nan), "base is nan; it must be a positive"),
-    "linear": (lambda: rope.linear(8, factor=0), "factor is 0; it must be a positive"),
-    "ntk dim": (lambda: rope.ntk_aware(2, factor=2.0), "dim is 2; a scaled base needs more"),
-    "ntk factor": (lambda: rope.ntk_aware(8, factor=-1), "factor is -1; it must be a positive"),
-    "yarn betas": (
+REFUSALS = [
+    (lambda: rope.default(7), "dim is 7; it must be an even int"),
+    (lambda: rope.default(0), "dim is 0; it must be an even int"),
+    (lambda: rope.default(8.0), r"dim is 8\.0; it must be an even int"),
+    (lambda: rope.default(8, 0.0), r"base is 0\.0; it must be a positive, finite"),
+    (lambda: rope.default(8, math.nan), "base is nan; it must be a positive"),
+    (lambda: rope.linear(8, factor=0), "factor is 0; it must be a positive"),
+    (lambda: rope.ntk_aware(2, factor=2.0), "dim is 2; a scaled base needs more"),
+    (lambda: rope.ntk_aware(8, factor=-1), "factor is -1; it must be a positive"),
+    (
         lambda: rope.yarn(8, factor=2.0, beta_fast=1, beta_slow=2, **L4096),
         "beta_fast is 1 and beta_slow 2; it must be greater",
     ),
-    "yarn dim": (lambda: rope.yarn(None, factor=2.0, **L4096), "dim is None; it must be an even"),
-    "llama3 high": (
+    (lambda: rope.yarn(None, factor=2.0, **L4096), "dim is None; it must be an even"),
+    (
         lambda: rope.llama3(8, factor=2.0, low_freq_factor=4, high_freq_factor=None, **L4096),
         "high_freq_factor is None; it must be a positive",
     ),
-    "yarn base": (lambda: rope.yarn(8, 1.0, factor=2.0, **L4096), r"base is 1\.0; with yarn"),
-    "llama3": (
+    (lambda: rope.yarn(8, 1.0, factor=2.0, **L4096), r"base is 1\.0; with yarn"),
+    (
         lambda: rope.llama3(8, factor=2.0, low_freq_factor=4, high_freq_factor=4, **L4096),
         "high_freq_factor is 4 and low_freq_factor 4; it must be greater",
     ),
-}
+    (lambda: rope.tables(torch.ones(4), -1), "positions is -1; it must be at least 0"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(name):
-    call, message = REFUSALS[name]
+@each_case("call, message", REFUSALS)
+def test_refusals(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -333,8 +334,3 @@ def test_tables_of_a_model_with_three_positions_a_token(model, config, section, 
 def test_types(call, message):
     with pytest.raises(TypeError, match=message):
         call(torch.ones(4))
-
-
-def test_a_negative_length():
-    with pytest.raises(ValueError, match="positions is -1; it must be at least 0"):
-        rope.tables(torch.ones(4), -1)

@@ -20,23 +20,23 @@ def test_prefill(dtype, options):
     row = traffic(128, dtype, **options)
     assert row.stores == 128 / 4
     assert row.loads == 128 / 4 * (1 + 1 / 8)
-    assert row.store_bytes == row.least_bytes
-    assert row.load_bytes == row.least_bytes + 128 * 4 / 8
+    assert row.store_bytes == row.least_store_bytes
+    assert row.load_bytes == row.least_store_bytes + 128 * 4 / 8
 
 
 def test_in_place_leaves_the_other_columns_alone():
     row = traffic(128, torch.float16, rotary_dim=32, inplace=True, length=32)
     assert row.stores == 32 / 4
-    assert row.store_bytes == row.least_bytes == 32 * 2
+    assert row.store_bytes == row.least_store_bytes == 32 * 2
 
 
 def test_other_columns_are_copied_in_whole_vectors():
     row = traffic(128, torch.float16, rotary_dim=32, length=32)
     assert row.stores == 128 / 4
-    assert row.store_bytes == row.least_bytes
+    assert row.store_bytes == row.least_store_bytes
 
 
 def test_rows_off_their_alignment_move_no_more_bytes():
     row = traffic(64, torch.float16, aligned=False, length=32)
     assert row.stores == 64
-    assert row.store_bytes == row.least_bytes
+    assert row.store_bytes == row.least_store_bytes

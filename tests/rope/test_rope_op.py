@@ -3,18 +3,13 @@
 Without an Apple GPU the shader text runs in the simulator, with every check on.
 """
 
+import itertools
 import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.rope.rope_check import (
-    ARITHMETIC,
-    DTYPES,
-    LAYOUTS,
-    ROUNDING,
     check_close,
     check_rope,
     make_problem,
@@ -24,7 +19,7 @@ from tests.rope.rope_check import (
 )
 from torch_metal_attn import rope as rope_functions
 from torch_metal_attn import simulate
-from torch_metal_attn.runtime import extension
+from torch_metal_attn.testing.judge import DTYPES, ints, near, worst_of
 
 rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 rope_tables = torch.ops.metal_attn.rope_tables
@@ -49,61 +44,6 @@ def test_head_dims(head_dim, rotary_dim, dtype, interleaved, device):
     check_rope(q, k, cos, sin, interleaved=interleaved, device=device)
 
 
-@pytest.mark.parametrize("table_dtype", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_dtypes_of_the_tables(dtype, table_dtype, device):
-    q, k, cos, sin = make_problem(dtype=dtype, table_dtype=table_dtype)
-    check_rope(q, k, cos, sin, seqlen_offset=2, device=device)
-
-
-@pytest.mark.parametrize("length", [1, 7, 31, 33, 65, 1023])
-def test_lengths(length, device):
-    q, k, cos, sin = make_problem(batch=1, length=length, dtype=torch.float16)
-    check_rope(q, k, cos, sin, seqlen_offset=4, device=device)
-
-
-@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 4), (9, 3), (16, 1), (1, 5), (0, 2)])
-def test_heads(heads, kv_heads, device):
-    """q's and k's heads in the same groups of heads a thread, in none and in several."""
-    q, k, cos, sin = make_problem(heads=heads, kv_heads=kv_heads)
-    check_rope(q, k, cos, sin, device=device)
-
-
-def test_many_heads_a_thread(device):
-    """Enough threads that heads are shared out: the tables are loaded once for several."""
-    q, k, cos, sin = make_problem(batch=1, heads=17, kv_heads=3, length=1500, head_dim=64)
-    (explained,) = extension.launches(torch.ops.metal_attn_explain.rope(q, k, cos, sin))
-    assert explained["defines"]["HEADS"] == "3"
-    check_rope(q, k, cos, sin, device=device)
-
-
-@pytest.mark.parametrize("conjugate", [False, True])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotating_back(conjugate, interleaved, device):
-    q, k, cos, sin = make_problem()
-    options = {"interleaved": interleaved, "device": device}
-    rotated, _ = check_rope(q, k, cos, sin, conjugate=conjugate, **options)
-    back, _ = check_rope(rotated.cpu(), None, cos, sin, conjugate=not conjugate, **options)
-    torch.testing.assert_close(back.cpu(), q, rtol=1e-5, atol=1e-5)
-
-
-def test_relative_positions(device):
-    """What rotary embeddings are for: products depend on the difference of positions only."""
-    q, k, _, _ = make_problem(length=1, kv_heads=4, head_dim=64)
-    inv_freq, _ = rope_functions.default(64)
-    cos, sin = rope_functions.tables(inv_freq, 100)
-
-    def product(q_position, k_position):
-        (q_rotated, _), (k_rotated, _) = (
-            rope(x.to(device), None, cos.to(device), sin.to(device), seqlen_offset=position)
-            for x, position in ((q, q_position), (k, k_position))
-        )
-        return (q_rotated * k_rotated).sum(-1).cpu()
-
-    torch.testing.assert_close(product(40, 33), product(7, 0), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(product(40, 33), product(8, 0), atol=0.1)
-
-
 def positions_of(kind, batch, length, rows, dtype):
     generator = torch.Generator().manual_seed(3)
 
@@ -120,32 +60,59 @@ def positions_of(kind, batch, length, rows, dtype):
     }[kind]
 
 
-class TestPositions:
-    KINDS = ("L", "1 L", "B L", "transposed", "every second", "one for all")
+KINDS = ("L", "1 L", "B L", "transposed", "every second", "one for all")
+EMPTY = [{"batch": 0}, {"length": 0}, {"heads": 0}, {"kv_heads": 0}, {"heads": 0, "kv_heads": 0}]
 
-    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_shapes(self, kind, dtype, device):
-        q, k, cos, sin = make_problem(rows=40)
-        positions = positions_of(kind, 2, 9, 40, dtype)
-        check_rope(q, k, cos, sin, positions=positions, device=device)
 
-    def test_offset_of_each_sequence(self, device):
-        q, k, cos, sin = make_problem(batch=3, rows=40)
-        for offsets in ([0, 31, 7], [5, 5, 0]):
-            seqlen_offsets = torch.tensor(offsets, dtype=torch.int32)
-            check_rope(q, k, cos, sin, seqlen_offsets=seqlen_offsets, device=device)
-        offsets = torch.tensor([9, 0, -1, 0, 3, 0], dtype=torch.int32)[::2]
-        check_rope(q, k, cos, sin, seqlen_offset=4, seqlen_offsets=offsets, device=device)
+def values():
+    """The sizes of a problem, and the options of its call."""
+    for dtype, table_dtype in itertools.product(DTYPES, DTYPES):
+        yield {"dtype": dtype, "table_dtype": table_dtype}, {"seqlen_offset": 2}
+    for length in (1, 7, 31, 33, 65, 1023):
+        yield {"batch": 1, "length": length, "dtype": torch.float16}, {"seqlen_offset": 4}
+    # q's and k's heads in the same groups of heads a thread, in none and in several.
+    for heads, kv_heads in ((1, 1), (4, 4), (9, 3), (16, 1), (1, 5)):
+        yield {"heads": heads, "kv_heads": kv_heads}, {}
+    for conjugate, interleaved in itertools.product((False, True), repeat=2):
+        yield {}, {"conjugate": conjugate, "interleaved": interleaved}
+    for kind, dtype in itertools.product(KINDS, (torch.int32, torch.int64)):
+        yield {"rows": 40}, {"positions": positions_of(kind, 2, 9, 40, dtype)}
+    for offsets in (ints(0, 31, 7), ints(5, 5, 0)):
+        yield {"batch": 3, "rows": 40}, {"seqlen_offsets": offsets}
+    strided = ints(9, 0, -1, 0, 3, 0)[::2]
+    yield {"batch": 3, "rows": 40}, {"seqlen_offset": 4, "seqlen_offsets": strided}
+    for sizes in EMPTY:
+        batch, length = sizes.get("batch", 2), sizes.get("length", 9)
+        yield sizes, {}
+        yield sizes, {"positions": torch.arange(length)}
+        yield sizes, {"positions": torch.zeros(batch, length).int()}
+        yield sizes, {"seqlen_offsets": torch.zeros(batch).int()}
+    yield {"length": 0, "rows": 0}, {}
+    for interleaved in (False, True):
+        yield {"rotary_dim": 0}, {"interleaved": interleaved}
 
-    @pytest.mark.parametrize("batch", [1, 2])
-    def test_tables_of_each_sequence(self, batch, device):
-        q, k, _, _ = make_problem()
-        cos, sin = make_tables(30, 16, batch=batch)
-        positions = positions_of("B L", 2, 9, 30, torch.int64)
-        check_rope(q, k, cos, sin, device=device)
-        check_rope(q, k, cos, sin, positions=positions, device=device)
 
+@pytest.mark.parametrize("sizes, options", [*values()])
+def test_values(sizes, options, device):
+    check_rope(*make_problem(**sizes), device=device, **options)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_tables_of_each_sequence(batch, device):
+    q, k, _, _ = make_problem()
+    cos, sin = make_tables(30, 16, batch=batch)
+    positions = positions_of("B L", 2, 9, 30, torch.int64)
+    check_rope(q, k, cos, sin, device=device)
+    check_rope(q, k, cos, sin, positions=positions, device=device)
+
+
+def test_no_k(device):
+    q, _, cos, sin = make_problem(dtype=torch.float16)
+    _, nothing = check_rope(q, None, cos, sin, device=device)
+    assert (nothing.dtype, nothing.device.type) == (q.dtype, device.type)
+
+
+class TestRowsOutside:
     @pytest.mark.parametrize("bad", [-1, 13, 2**40, -(2**63)])
     def test_a_row_outside_is_nan_on_the_gpu(self, bad):
         """The kernel itself, in the simulator, which faults on an access outside."""
@@ -218,104 +185,6 @@ def test_nan_and_infinity_stay_in_their_pair(device):
     assert out[~touched].isfinite().all()
 
 
-class TestEmpty:
-    @pytest.mark.parametrize(
-        "shape",
-        [{"batch": 0}, {"length": 0}, {"heads": 0}, {"kv_heads": 0}, {"heads": 0, "kv_heads": 0}],
-        ids=str,
-    )
-    def test_of_q_and_k(self, shape, device):
-        q, k, cos, sin = make_problem(**shape)
-        check_rope(q, k, cos, sin, device=device)
-        length = q.shape[2]
-        for positions in (torch.arange(length), torch.zeros(q.shape[0], length).int()):
-            check_rope(q, k, cos, sin, positions=positions, device=device)
-        offsets = torch.zeros(q.shape[0], dtype=torch.int32)
-        check_rope(q, k, cos, sin, seqlen_offsets=offsets, device=device)
-
-    def test_of_the_tables(self, device):
-        q, k, cos, sin = make_problem(length=0, rows=0)
-        check_rope(q, k, cos, sin, device=device)
-        q, k, _, _ = make_problem()
-        cos, sin = make_tables(9, 0)
-        check_rope(q, k, cos, sin, device=device)
-        check_rope(q, k, cos, sin, interleaved=True, device=device)
-
-    def test_no_k(self, device):
-        q, _, cos, sin = make_problem(dtype=torch.float16)
-        _, nothing = check_rope(q, None, cos, sin, device=device)
-        assert (nothing.dtype, nothing.device.type) == (q.dtype, device.type)
-
-
-@settings(max_examples=settings.default.max_examples // 2)  # most have kernels of their own
-@given(
-    batch=st.integers(1, 3),
-    heads=st.integers(1, 5),
-    kv_heads=st.none() | st.integers(1, 3),
-    length=st.integers(0, 40),
-    head_dim=st.integers(1, 80),
-    rotary=st.floats(0, 1),
-    interleaved=st.booleans(),
-    conjugate=st.booleans(),
-    rows=st.sampled_from(["offset", "offsets", *TestPositions.KINDS]),
-    table_batched=st.booleans(),
-    layout=st.sampled_from(sorted(LAYOUTS)),
-    dtype=st.sampled_from(DTYPES),
-    table_dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 2**31),
-)
-def test_any_problem(
-    device,
-    batch,
-    heads,
-    kv_heads,
-    length,
-    head_dim,
-    rotary,
-    interleaved,
-    conjugate,
-    rows,
-    table_batched,
-    layout,
-    dtype,
-    table_dtype,
-    seed,
-):
-    rotary_dim = int(rotary * head_dim) // 2 * 2
-    q = LAYOUTS[layout](normal(batch, heads, length, head_dim, dtype=dtype, seed=seed))
-    k = None
-    if kv_heads is not None:
-        k = LAYOUTS[layout](normal(batch, kv_heads, length, head_dim, dtype=dtype, seed=seed + 1))
-    table_rows = length + 1 + seed % 13
-    cos, sin = make_tables(table_rows, rotary_dim, table_dtype, batch if table_batched else None)
-    generator = torch.Generator().manual_seed(seed)
-    spare = table_rows - length
-    if rows == "offset":
-        options = {"seqlen_offset": seed % (spare + 1)}
-    elif rows == "offsets":
-        offsets = torch.randint(0, spare + 1, (batch,), generator=generator, dtype=torch.int32)
-        options = {"seqlen_offset": -3, "seqlen_offsets": offsets + 3}
-    else:
-        options = {"positions": positions_of(rows, batch, length, table_rows, torch.int64)}
-    options |= {"interleaved": interleaved, "conjugate": conjugate}
-    check_rope(q, k, cos, sin, device=device, **options)
-
-
-def test_q_and_k_are_one_dispatch():
-    q, k, cos, sin = make_problem()
-    with simulate(record=True) as run:
-        rope(q, k, cos, sin)
-        rope_(q, k, cos, sin)
-    assert [launch.kernel for launch in run.recorded] == ["rope", "rope"]
-
-
-def test_two_runs_give_the_same_bits(device):
-    q, k, cos, sin = (x.to(device) for x in make_problem(dtype=torch.float16))
-    first, second = rope(q, k, cos, sin), rope(q, k, cos, sin)
-    assert torch.equal(first[0], second[0])
-    assert torch.equal(first[1], second[1])
-
-
 class TestTables:
     @pytest.mark.parametrize("dtype", [None, *DTYPES])
     @pytest.mark.parametrize("shape", [(1,), (33,), (1, 65), (2, 9), (3, 2, 7), (0,), (2, 0)])
@@ -336,9 +205,8 @@ class TestTables:
         for table, function in ((cos, torch.cos), (sin, torch.sin)):
             expected = 1.3 * function(angles)
             own = (1.3 * function(rounded)).to(table.dtype)
-            bound = 2 * (own - expected).abs().max() if own.numel() else 0
-            slack = ROUNDING[table.dtype] * expected.abs() + ARITHMETIC
-            assert ((table.double() - expected).abs() <= bound + slack).all()
+            measure = near("table", table, expected, worst_of([(own, expected)]))
+            assert measure.ok, measure
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
     def test_positions_of_each_dtype_and_stride(self, dtype, device):
@@ -387,7 +255,8 @@ def test_precompute_rope_tables(length, head_dim, device):
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     angles = torch.arange(length, dtype=torch.float64)[:, None] * 10000.0**-exponents
     assert cos.shape == sin.shape == (length, head_dim // 2)
-    own = (torch.arange(length)[:, None] * inv_freq).cos().double() - angles.cos()
-    bound = 2 * own.abs().max() + ARITHMETIC
-    assert (cos.cpu().double() - angles.cos()).abs().max() <= bound
-    assert (sin.cpu().double() - angles.sin()).abs().max() <= bound
+    own = torch.arange(length)[:, None] * inv_freq
+    for table, function in ((cos, torch.cos), (sin, torch.sin)):
+        error = worst_of([(function(own), function(angles))])
+        measure = near("table", table, function(angles), error)
+        assert measure.ok, measure

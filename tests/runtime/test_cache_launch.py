@@ -5,8 +5,7 @@ import torch
 
 from tests.cache.append_check import same_memory
 from tests.decode.test_decode_step import problem
-from tests.runtime.test_launch import any_fake, fake, fakes, libraries, pytestmark, words  # noqa: F401
-from tests.runtime.test_rope_launch import run_what_was_launched, served  # noqa: F401
+from tests.runtime.test_rope_launch import run_what_was_launched
 
 CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 KEPT = {
@@ -17,7 +16,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_append_kv(served, kept):  # noqa: F811
+def test_append_kv(served, kept):
     tensors = problem(rotary_dim=32, **KEPT[kept])
     expected = {name: same_memory(x) for name, x in tensors.items()}
     torch.ops.metal_attn.append_kv(**expected)
@@ -29,7 +28,7 @@ def test_append_kv(served, kept):  # noqa: F811
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_decode_step(served, kept):  # noqa: F811
+def test_decode_step(served, kept):
     tensors = problem(rotary_dim=32, **KEPT[kept])
     theirs = {name: same_memory(x) for name, x in tensors.items()}
     expected = torch.ops.metal_attn.decode_step(**theirs, causal=True, num_splits=1)
@@ -39,7 +38,7 @@ def test_decode_step(served, kept):  # noqa: F811
         torch.testing.assert_close(result, value, rtol=2e-3, atol=2e-3)
 
 
-def test_splits_are_merged_in_a_second_dispatch(served):  # noqa: F811
+def test_splits_are_merged_in_a_second_dispatch(served):
     served.ops.decode_step(**problem(rotary_dim=32), num_splits=2)
     dispatches = [line for line in served.log() if line.startswith("dispatch")]
     assert len(dispatches) == 2

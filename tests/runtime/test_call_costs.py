@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.runtime.fake_mps.build import build_malloc_counter
-from tests.runtime.test_launch import libraries, pytestmark  # noqa: F401
 
 ROOT = Path(__file__).parents[2]
 
@@ -154,7 +153,7 @@ for name, call in calls.items():
 
 
 @pytest.fixture(scope="module")
-def outcome(libraries):  # noqa: F811
+def outcome(libraries):
     """`rows` and `found`, of a process that loads the counter first."""
     counter = build_malloc_counter(libraries["bytes"].parent)
     program = SETUP + COUNT + COMPARE + "print(json.dumps([rows, found]))"

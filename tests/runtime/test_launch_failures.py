@@ -13,15 +13,7 @@ import torch
 
 from tests.helpers.forks import run_alone
 from tests.runtime.fake_mps.build import build_malloc_counter
-from tests.runtime.test_launch import (  # noqa: F401
-    TEXT,
-    any_fake,
-    fake,
-    fakes,
-    launch,
-    libraries,
-    pytestmark,
-)
+from tests.runtime.test_launch import TEXT, launch
 from torch_metal_attn import simulate
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +91,7 @@ DISPATCHES = {"flash_decode": 2, "flash_bwd": 3}
 
 
 @pytest.fixture(scope="module")
-def counted(libraries):  # noqa: F811
+def counted(libraries):
     """How often launches allocate: by op, and by table of tiles and op."""
     counter = build_malloc_counter(libraries["bytes"].parent)
     # Not by a fork: the counter is to be loaded first.
@@ -142,7 +134,7 @@ int twelve;
 """
 
 
-def test_a_shader_that_does_not_compile(any_fake, tmp_path, monkeypatch):  # noqa: F811
+def test_a_shader_that_does_not_compile(any_fake, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     any_fake.add_family("broken", BROKEN)
     any_fake.fail("create_shader_library", LOG)
@@ -165,7 +157,7 @@ def test_a_shader_that_does_not_compile(any_fake, tmp_path, monkeypatch):  # noq
 
 
 def test_a_text_that_does_not_compile_is_compiled_once(
-    any_fake,  # noqa: F811
+    any_fake,
     tmp_path,
     monkeypatch,
 ):
@@ -193,7 +185,7 @@ def test_a_text_that_does_not_compile_is_compiled_once(
 
 
 def test_a_shader_that_does_not_compile_and_no_folder_for_its_text(
-    any_fake,  # noqa: F811
+    any_fake,
     monkeypatch,
 ):
     monkeypatch.setenv("TMPDIR", "/nowhere")
@@ -204,7 +196,7 @@ def test_a_shader_that_does_not_compile_and_no_folder_for_its_text(
     assert BROKEN in str(raised.value)
 
 
-def test_a_torch_that_keeps_no_error_text(fakes):  # noqa: F811
+def test_a_torch_that_keeps_no_error_text(fakes):
     """Before 2.13 the reason is on stderr, and the message says so."""
     silent = fakes["tensor"]  # the variant of the oldest torch
     silent.clear()
@@ -217,7 +209,7 @@ def test_a_torch_that_keeps_no_error_text(fakes):  # noqa: F811
 HUGE = 2**40
 
 
-def test_out_of_memory(any_fake):  # noqa: F811
+def test_out_of_memory(any_fake):
     """torch's words, with the size; and what comes after is as if nothing had been."""
     any_fake.add_family("flash_fwd", "kernel void flash_fwd() {}")
     q = torch.randn(1, 1, 1, 64)
@@ -241,7 +233,7 @@ def simulated(*operands):
         return torch.ops.metal_attn.flash_fwd(*operands)
 
 
-def test_out_of_memory_between_two_dispatches(any_fake):  # noqa: F811
+def test_out_of_memory_between_two_dispatches(any_fake):
     """The second dispatch fails as a whole; both can be done again."""
     any_fake.add_family("flash_decode", "kernel void flash_decode() {}")
     any_fake.add_family("merge", "kernel void merge_splits() {}")
@@ -258,30 +250,7 @@ def test_out_of_memory_between_two_dispatches(any_fake):  # noqa: F811
     assert any_fake.log().count("library") == 0, "both libraries were kept"
 
 
-def test_many_threads_compile_a_specialisation_once(fake):  # noqa: F811
-    fake.add_family("first_use", TEXT)
-    start = threading.Barrier(8)
-    errors = []
-
-    def work():
-        try:
-            start.wait()
-            launch(fake, family="first_use")
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert fake.log().count("library") == fake.log().count("kernel scale") == 1
-    assert fake.log().count("end") == 8
-    assert not fake.overlapped()
-
-
-def test_other_kernels_run_while_one_compiles(any_fake):  # noqa: F811
+def test_other_kernels_run_while_one_compiles(any_fake):
     """Metal may take minutes for one text, or for ever."""
     any_fake.add_family("slow", TEXT + "// slow\n")
     any_fake.add_family("quick", TEXT)
@@ -304,7 +273,7 @@ def test_other_kernels_run_while_one_compiles(any_fake):  # noqa: F811
     assert any_fake.log().count("end") == 2
 
 
-def test_every_launch_asks_for_the_stream_anew(any_fake):  # noqa: F811
+def test_every_launch_asks_for_the_stream_anew(any_fake):
     """A stream or encoder held over calls would be another's once the current stream changes."""
     any_fake.add_family("streams", TEXT)
     launch(any_fake, family="streams")
@@ -413,7 +382,7 @@ print(*set(seen))
 
 
 @pytest.mark.parametrize("where", ["simulator", "mps"])
-def test_interrupts_at_any_time_are_keyboard_interrupts(libraries, where):  # noqa: F811
+def test_interrupts_at_any_time_are_keyboard_interrupts(libraries, where):
     """And none is lost as another error, nor leaves a lock behind: a launch after them works."""
     library = libraries["bytes"] if where == "mps" else where
     assert run_alone(STRESS, library).split() == ["KeyboardInterrupt"]

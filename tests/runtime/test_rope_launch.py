@@ -4,19 +4,12 @@ import pytest
 import torch
 
 from tests.rope.rope_check import make_problem
-from tests.runtime.test_launch import any_fake, fake, fakes, libraries, pytestmark, words  # noqa: F401
+from tests.runtime.test_launch import words
 from torch_metal_attn import rope
-from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator import compile_shader
 
 
-@pytest.fixture
-def served(fake):  # noqa: F811
-    shaders.serve(fake.library)
-    return fake
-
-
-def run_what_was_launched(fake, kernel, tensors):  # noqa: F811
+def run_what_was_launched(fake, kernel, tensors):
     """Runs the last text that the shim was given, with the buffers and the grid it was given."""
     by_address = {tensor.data_ptr(): tensor for tensor in tensors}
     buffers = {int(slot): by_address[int(address)] for _, slot, address in words(fake, "tensor")}
@@ -71,7 +64,7 @@ def test_rope_tables(served):
     torch.testing.assert_close(tables, expected)
 
 
-def test_a_slot_without_memory_holds_another(any_fake):  # noqa: F811
+def test_a_slot_without_memory_holds_another(any_fake):
     any_fake.add_family("rope", "kernel void rope() {}")
     q, k, cos, sin = make_problem(heads=0)
     q_out, k_out = any_fake.ops.rope(q, k, cos, sin)
@@ -84,7 +77,7 @@ def test_a_slot_without_memory_holds_another(any_fake):  # noqa: F811
 @pytest.mark.parametrize(
     "empty", [{"batch": 0}, {"length": 0}, {"heads": 0, "kv_heads": 0}], ids=str
 )
-def test_nothing_to_rotate_launches_nothing(any_fake, empty):  # noqa: F811
+def test_nothing_to_rotate_launches_nothing(any_fake, empty):
     q, k, cos, sin = make_problem(**empty)
     any_fake.ops.rope(q, k, cos, sin)
     any_fake.ops.rope_(q, k, cos, sin)

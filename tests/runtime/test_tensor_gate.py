@@ -5,11 +5,12 @@ import re
 
 import pytest
 
+from tests.helpers.cases import each_case
 from tests.helpers.forks import run_alone
-from tests.runtime.test_launch import libraries, pytestmark  # noqa: F401
 
-# Forks a child for each case, in which nothing has been decided yet, and prints what they return.
-CASES = """
+# Runs the cases that it is given, each in a child in which nothing has been decided yet, and prints
+# what they return.
+PROGRAM = """
 import contextlib, ctypes, functools, io, json, os, sys, tempfile, threading, time
 import torch
 
@@ -230,65 +231,18 @@ def info():
     return first + told()
 
 multiply = ("mode::multiply_accumulate", "mode::multiply")
-def of_float32():
-    '''Before there is a record of it.'''
-    return {
-        "TF32 differs": tf32(float32={"flash_fwd": 1.01}),
-        "TF32's backward differs": tf32(float32={"flash_bwd_dkv": 1.01}),
-        "TF32 does not compile": tf32(then=lambda: fake.refuse("void flash_fwd_tensor(")),
-        "TF32's probe does not compile": tf32(then=lambda: fake.refuse("#define FLOAT32 1")),
-        "TF32's probe is wrong": tf32(change=("products + SIZE, true,", "products + SIZE, false,")),
-    }
-
-found = {
-    "differ": case(numbers=(1.0, 1.01)),
-    "nan": case(numbers=(float("nan"), 1.0)),
-    "no self-check yet": os.path.exists(record),
-    "new": case(),
-    "remembered": case(numbers=(1.0, 2.0)),
-    "M4": case(name="Apple M4"),
-    "unnamed": case(name=""),
-    "off": case(setting="off"),
-    "auto": case(setting="auto"),
-    "M4, on": case(name="Apple M4", setting="on", lane_map="apple9"),
-    "wrong": case(setting="yes"),
-    "macOS 26.1": case(macos=0),
-    "Metal 3.2": case(language="3.2"),
-    "random": case(lane_map=5),
-    "no accumulation": case(change=multiply),
-    "probe does not compile": case(then=lambda: fake.refuse("void probe_tensor(")),
-    "kernel does not compile": case(then=lambda: fake.refuse("void flash_fwd_tensor(")),
-    "no pipeline": case(then=lambda: fake.fail("get_kernel_function", "no pipeline", after=2)),
-    "backwards differ": backward(gradients=(1.0, 1.1)),
-    "parts of dq differ": backward(exchanged={"flash_bwd_dq_tensor": 1.1}),
-    "parts of dk and dv differ": backward(exchanged={"flash_bwd_dkv_tensor": 1.1}),
-    "new backward": backward(),
-    "remembered backward": backward(gradients=(1.0, 2.0)),
-    "hangs": [hangs(kernel) for kernel in ("probe_tensor", "flash_fwd_tensor")],
-    "late": in_child(late),
-    "side by side": side_by_side(),
-    "no place": case(note=os.path.join(record, "under a file")),
-    "flex": in_child(flex),
-    "backward does not compile": backward(then=lambda: fake.refuse("void flash_bwd_dkv_tensor(")),
-    "no forward": backward(lane_map=5),
-    "float32": in_child(float32),
-    **of_float32(),
-    "TF32": tf32(),
-    "TF32, remembered": tf32(float32={"flash_fwd": 2.0, "flash_bwd_dq": 2.0}),
-    "no half precision": tf32(lane_map=5),
-    "info": in_child(info),
-}
-print(json.dumps(found))
+short = ("products + SIZE, true,", "products + SIZE, false,")
+print(json.dumps({call: eval(call) for call in json.loads(sys.argv[2])}))
 """
 
 PROBES = ["probe", "probe_tensor"]
 FLOAT32_PROBES = [*PROBES, "probe_tensor"]
+MATRIX = ["flash_fwd"] * 2
+TENSOR = ["flash_fwd_tensor"] * 2
 BOTH = ["flash_fwd_tensor", "flash_fwd"]
-
-
-@pytest.fixture(scope="module")
-def cases(libraries):  # noqa: F811
-    return json.loads(run_alone(CASES, libraries["bytes"]))
+GRADIENTS = ["flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"]
+TENSOR_GRADIENTS = ["flash_bwd_delta", "flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"]
+COMPARED = ["flash_fwd", *TENSOR_GRADIENTS, *GRADIENTS]
 
 
 def compares(what, more=""):
@@ -301,16 +255,118 @@ def compares(what, more=""):
 
 
 COMPARES = compares("attention", "; `python -m torch_metal_attn verify --full` compares many more")
-TWICE = ["flash_fwd_tensor"] * 2
-NEW = ["launched", "launched", "", [*PROBES, *BOTH * 3, *TWICE], COMPARES]
-REMEMBERED = ["launched", "launched", "", [*PROBES, *TWICE], ""]
+NEW = ["launched", "launched", "", [*PROBES, *BOTH * 3, *TENSOR], COMPARES]
+REMEMBERED = ["launched", "launched", "", [*PROBES, *TENSOR], ""]
+REFUSED = ".*told to be refused"
+
+# Cases in their order, as each finds what those before it left in the record; of those that find
+# why tensor tiles are not used: why, and what is tried before 8x8 tiles are used.
+DIFFER = "case(numbers=(1.0, 1.01))"
+BROKEN = {
+    DIFFER: (
+        r"a small problem, float16, gave 1 with tensor tiles and 1\.0\d* with 8x8 tiles",
+        [*PROBES, *BOTH],
+    ),
+    'case(numbers=(float("nan"), 1.0))': (
+        "a small problem, float16, gave nan with tensor tiles and 1 with 8x8 tiles",
+        [*PROBES, *BOTH],
+    ),
+    'case(name="Apple M4", setting="on", lane_map="apple9")': (
+        "slot 2 of lane 0 of the left operand of a tensor operation is at row 0, column 8, "
+        "where row 0, column 2 was expected",
+        PROBES,
+    ),
+    "case(lane_map=5)": (
+        "slot .* of lane .* of the left operand of a tensor operation is at .*",
+        PROBES,
+    ),
+    "case(change=multiply)": ("a tensor operation gave .* where .* is right", PROBES),
+    'case(then=lambda: fake.refuse("void probe_tensor("))': (
+        f"a small kernel on it failed: compiling probe_tensor FLOAT32=0 failed: {REFUSED}",
+        ["probe"],
+    ),
+    'case(then=lambda: fake.refuse("void flash_fwd_tensor("))': (
+        f"compiling flash_fwd_tensor .* failed: {REFUSED}",
+        PROBES,
+    ),
+    'case(then=lambda: fake.fail("get_kernel_function", "no pipeline", after=2))': (
+        "finding the kernel 'flash_fwd_tensor' in flash_fwd_tensor failed: no pipeline",
+        None,  # 8x8 tiles get no pipeline either
+    ),
+}
+NOT_TRIED = {
+    'case(name="Apple M4")': "M5 is the first GPU with matrix units, and this is an Apple M4",
+    'case(name="")': "M5 is the first GPU with matrix units, and this is none that torch names",
+    'case(setting="off")': "TORCH_METAL_ATTN_TENSOR_TILES is off",
+    "case(macos=0)": "they need macOS 26.2",
+}
+BROKEN_BACKWARDS = {
+    "backward(gradients=(1.0, 1.1))": (
+        "a small problem, the dq of float16, gave 1 with tensor tiles and 1\\.\\d* with 8x8 tiles",
+        COMPARED,
+    ),
+    'backward(exchanged={"flash_bwd_dq_tensor": 1.1})': (
+        "a small problem, the dq of float16 with a head dim of 192, "
+        r"gave 1\.\d* with tensor tiles and 1 with 8x8 tiles",
+        COMPARED * 3,
+    ),
+    'backward(exchanged={"flash_bwd_dkv_tensor": 1.1})': (
+        "a small problem, the dk of float16 with a head dim of 192, "
+        r"gave 1\.\d* with tensor tiles and 1 with 8x8 tiles",
+        COMPARED * 3,
+    ),
+}
+LATER_BACKWARD = {
+    'backward(then=lambda: fake.refuse("void flash_bwd_dkv_tensor("))': (
+        f"compiling flash_bwd_dkv_tensor .* failed: {REFUSED}",
+        TENSOR_GRADIENTS[:2],
+    )
+}
+BROKEN_FLOAT32 = {
+    'tf32(float32={"flash_fwd": 1.01})': (
+        r"a small problem, float32, gave 1 with tensor tiles and 1\.01 with 8x8 tiles",
+        [*FLOAT32_PROBES, *BOTH],
+    ),
+    'tf32(then=lambda: fake.refuse("void flash_fwd_tensor("))': (
+        f"compiling flash_fwd_tensor .* failed: {REFUSED}",
+        FLOAT32_PROBES,
+    ),
+    'tf32(then=lambda: fake.refuse("#define FLOAT32 1"))': (
+        "a small kernel on it failed: compiling probe_tensor FLOAT32=1 failed: .*refused",
+        PROBES,
+    ),
+    "tf32(change=short)": ("a tensor operation gave .* where .* is right", FLOAT32_PROBES),
+}
+NO_RECORD, NEW_BACKWARD, TF32 = "os.path.exists(record)", "backward()", "tf32()"
+REMEMBERED_BACKWARD = "backward(gradients=(1.0, 2.0))"
+NO_FORWARD = "backward(lane_map=5)"
+TF32_BACKWARD = 'tf32(float32={"flash_bwd_dkv": 1.01})'
+REMEMBERED_TF32 = 'tf32(float32={"flash_fwd": 2.0, "flash_bwd_dq": 2.0})'
+NO_HALF = "tf32(lane_map=5)"
+SETTINGS = ["case(numbers=(1.0, 2.0))", 'case(setting="auto")']
+WRONG, METAL_3_2 = 'case(setting="yes")', 'case(language="3.2")'
+NO_PLACE = 'case(note=os.path.join(record, "under a file"))'
+HANGS = ['hangs("probe_tensor")', 'hangs("flash_fwd_tensor")']
+CALLS = [
+    *(*list(BROKEN)[:2], NO_RECORD, "case()", *SETTINGS, *NOT_TRIED, WRONG, METAL_3_2),
+    *(*list(BROKEN)[2:], *BROKEN_BACKWARDS, NEW_BACKWARD, REMEMBERED_BACKWARD, *HANGS),
+    *("in_child(late)", "side_by_side()", NO_PLACE, "in_child(flex)", *LATER_BACKWARD, NO_FORWARD),
+    *("in_child(float32)", *list(BROKEN_FLOAT32)[:1], TF32_BACKWARD, *list(BROKEN_FLOAT32)[1:]),
+    *(TF32, REMEMBERED_TF32, NO_HALF),
+    "in_child(info)",
+]
+
+
+@pytest.fixture(scope="module")
+def cases(libraries):
+    return json.loads(run_alone(PROGRAM, libraries["bytes"], json.dumps(CALLS)))
 
 
 def test_both_kinds_of_tile_are_compared_once(cases):
     """In three problems; a later process finds the record of that, and only probes."""
-    assert cases["no self-check yet"] is False
-    assert cases["new"] == NEW
-    assert cases["remembered"] == cases["auto"] == REMEMBERED
+    assert cases[NO_RECORD] is False
+    assert cases["case()"] == NEW
+    assert [cases[call] for call in SETTINGS] == [REMEMBERED] * 2
 
 
 def not_used(why):
@@ -326,166 +382,86 @@ def not_used(why):
 )
 def test_a_trial_that_hangs(cases, number, why, tried, said):
     """8x8 tiles are used while it does, and in later processes without a trial."""
-    first, noted, second, other_version, insisting, left, last = cases["hangs"][number]
-    assert first[:4] == ["launched", "launched", why, [*tried, "flash_fwd", "flash_fwd"]]
+    first, noted, second, other_version, insisting, left, last = cases[HANGS[number]]
+    assert first[:4] == ["launched", "launched", why, [*tried, *MATRIX]]
     assert first[4].startswith(said + not_used(why))
     assert noted == [f"{('probe_tensor', 'flash_fwd_tensor')[number]}_begun"]
     why = (
         "an earlier process began to try them and did not get to the end; "
         "TORCH_METAL_ATTN_TENSOR_TILES=on tries them again, and =off silences this line"
     )
-    assert second == ["launched"] * 2 + [why, ["probe", "flash_fwd", "flash_fwd"], not_used(why)]
+    assert second == ["launched"] * 2 + [why, ["probe", *MATRIX], not_used(why)]
     assert other_version == insisting == NEW
     assert left == []
     assert last == REMEMBERED
 
 
-def test_a_trial_that_ends_late(cases):
-    """The next process tries again."""
-    assert cases["late"] == ["launched", ["late_begun"], []]
+def test_other_processes(cases):
+    """A trial that ends late is repeated by the next process, and one that runs is waited for.
+
+    Without a place for notes each process tries them.
+    """
+    assert cases["in_child(late)"] == ["launched", ["late_begun"], []]
+    assert cases["side_by_side()"] == REMEMBERED
+    assert cases[NO_PLACE] == NEW
 
 
-def test_two_processes_try_them_at_once(cases):
-    """One waits for the other, and uses what it found."""
-    assert cases["side by side"] == REMEMBERED
-
-
-def test_no_place_for_notes(cases):
-    """Each process tries them."""
-    assert cases["no place"] == NEW
-
-
-@pytest.mark.parametrize(
-    "name, why",
-    [
-        ("M4", "M5 is the first GPU with matrix units, and this is an Apple M4"),
-        ("unnamed", "M5 is the first GPU with matrix units, and this is none that torch names"),
-        ("off", "TORCH_METAL_ATTN_TENSOR_TILES is off"),
-        ("macOS 26.1", "they need macOS 26.2"),
-    ],
-)
-def test_nothing_is_tried(cases, name, why):
-    assert cases[name] == ["launched", "launched", why, ["probe", "flash_fwd", "flash_fwd"], ""]
+@each_case("call", NOT_TRIED)
+def test_nothing_is_tried(cases, call):
+    assert cases[call] == ["launched", "launched", NOT_TRIED[call], ["probe", *MATRIX], ""]
 
 
 def test_an_old_language_is_no_fault(cases):
     why = "torch compiles a version of Metal before 4.0, which has no tensor operations"
-    assert cases["Metal 3.2"] == ["launched"] * 2 + [why, [*PROBES, "flash_fwd", "flash_fwd"], ""]
+    assert cases[METAL_3_2] == ["launched"] * 2 + [why, [*PROBES, *MATRIX], ""]
 
 
-@pytest.mark.parametrize(
-    "name, why, tried",
-    [
-        (
-            "M4, on",
-            "slot 2 of lane 0 of the left operand of a tensor operation is at row 0, column 8, "
-            "where row 0, column 2 was expected",
-            PROBES,
-        ),
-        ("random", "slot .* of lane .* of the left operand of a tensor operation is at .*", PROBES),
-        ("no accumulation", "a tensor operation gave .* where .* is right", PROBES),
-        (
-            "differ",
-            r"a small problem, float16, gave 1 with tensor tiles and 1\.0\d* with 8x8 tiles",
-            [*PROBES, *BOTH],
-        ),
-        (
-            "nan",
-            "a small problem, float16, gave nan with tensor tiles and 1 with 8x8 tiles",
-            [*PROBES, *BOTH],
-        ),
-        (
-            "probe does not compile",
-            "a small kernel on it failed: compiling probe_tensor FLOAT32=0 failed: .*be refused",
-            ["probe"],
-        ),
-        (
-            "kernel does not compile",
-            "compiling flash_fwd_tensor .* failed: .*told to be refused",
-            PROBES,
-        ),
-        (
-            "no pipeline",
-            "finding the kernel 'flash_fwd_tensor' in flash_fwd_tensor failed: no pipeline",
-            PROBES,
-        ),
-    ],
-)
-def test_what_does_not_work_is_said_once(cases, name, why, tried):
+@each_case("call", BROKEN)
+def test_what_does_not_work_is_said_once(cases, call):
     """And 8x8 tiles are used for the rest of the process."""
-    first, second, problem, ran, said = cases[name]
-    if name != "no pipeline":  # of which 8x8 tiles get none either
+    first, second, problem, ran, said = cases[call]
+    why, tried = BROKEN[call]
+    if tried is not None:
         assert first == second == "launched"
-        assert ran == [*tried, "flash_fwd", "flash_fwd"]
+        assert ran == [*tried, *MATRIX]
     assert re.fullmatch(why, problem)
     assert said.count("attention uses 8x8 tiles, not tensor tiles") == 1
     assert problem in said
     assert "please report this" in said
-    if "compile" in name:
+    if "compil" in why:
         assert "The shader's text is in" in said
-
-
-GRADIENTS = ["flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"]
-TENSOR_GRADIENTS = ["flash_bwd_delta", "flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"]
-COMPARED = ["flash_fwd", *TENSOR_GRADIENTS, *GRADIENTS]
 
 
 def test_backwards_are_compared_once(cases):
     """After the forward, which earlier cases have compared, and with a record of their own."""
     ran = [*PROBES, *COMPARED * 3, *TENSOR_GRADIENTS * 2]
-    assert cases["new backward"] == ["", "", ran, compares("attention's backward")]
+    assert cases[NEW_BACKWARD] == ["", "", ran, compares("attention's backward")]
     ran = [*PROBES, *TENSOR_GRADIENTS * 2]
-    assert cases["remembered backward"] == ["", "", ran, ""]
+    assert cases[REMEMBERED_BACKWARD] == ["", "", ran, ""]
 
 
-@pytest.mark.parametrize(
-    "name, why, tried",
-    [
-        (
-            "backwards differ",
-            "a small problem, the dq of float16, "
-            r"gave 1 with tensor tiles and 1\.\d* with 8x8 tiles",
-            COMPARED,
-        ),
-        (
-            "parts of dq differ",
-            "a small problem, the dq of float16 with a head dim of 192, "
-            r"gave 1\.\d* with tensor tiles and 1 with 8x8 tiles",
-            COMPARED * 3,
-        ),
-        (
-            "parts of dk and dv differ",
-            "a small problem, the dk of float16 with a head dim of 192, "
-            r"gave 1\.\d* with tensor tiles and 1 with 8x8 tiles",
-            COMPARED * 3,
-        ),
-        (
-            "backward does not compile",
-            "compiling flash_bwd_dkv_tensor .* failed: .*told to be refused",
-            TENSOR_GRADIENTS[:2],
-        ),
-    ],
-)
-def test_a_backward_that_does_not_work(cases, name, why, tried):
+@each_case("call, expected", [*BROKEN_BACKWARDS.items(), *LATER_BACKWARD.items()])
+def test_a_backward_that_does_not_work(cases, call, expected):
     """The forward keeps its tensor tiles."""
-    forward, problem, ran, said = cases[name]
+    forward, problem, ran, said = cases[call]
+    why, tried = expected
     assert forward == ""
     assert re.fullmatch(why, problem)
-    assert ran == [*PROBES, *tried, *GRADIENTS, *GRADIENTS]
+    assert ran == [*PROBES, *tried, *GRADIENTS * 2]
     assert said.count("attention's backward uses 8x8 tiles, not tensor tiles") == 1
     assert problem in said
 
 
 def test_a_backward_needs_the_forwards_tensor_tiles(cases):
-    forward, problem, ran, said = cases["no forward"]
+    forward, problem, ran, said = cases[NO_FORWARD]
     assert forward == problem != ""
-    assert ran == [*PROBES, *GRADIENTS, *GRADIENTS]
+    assert ran == [*PROBES, *GRADIENTS * 2]
     assert said.count("8x8 tiles, not tensor tiles") == 1
 
 
 def test_a_score_mod_that_does_not_compile(cases):
     """Gives up tensor tiles for itself, and for none if it compiles on no tile."""
-    *results, bad, good, problem, ran, reason, said = cases["flex"]
+    *results, bad, good, problem, ran, reason, said = cases["in_child(flex)"]
     assert results == ["launched"] * 5
     assert re.match("metal_attn: compiling flash_fwd .*score [+] 3.0.* failed: ", bad)
     assert (good, problem) == ("launched", "")
@@ -501,62 +477,39 @@ def test_a_score_mod_that_does_not_compile(cases):
 
 def test_a_setting_that_is_none(cases):
     text = "TORCH_METAL_ATTN_TENSOR_TILES is 'yes'; it must be off, auto or on"
-    assert cases["wrong"] == f'ValueError("{text}")'
+    assert cases[WRONG] == f'ValueError("{text}")'
 
 
 def test_float32_needs_no_trial(cases):
-    assert cases["float32"] == ["launched", ["probe", "flash_fwd"]]
+    assert cases["in_child(float32)"] == ["launched", ["probe", "flash_fwd"]]
 
 
 def test_float32_is_compared_once_where_tf32_is_allowed(cases):
     """In two problems, and its gradients in two; the records of half precision do not count."""
-    *_, ran, _, said = cases["TF32's backward differs"]
-    assert ran[: len(FLOAT32_PROBES) + 6] == [*FLOAT32_PROBES, *BOTH * 2, *TWICE]
+    *_, ran, _, said = cases[TF32_BACKWARD]
+    assert ran[: len(FLOAT32_PROBES) + 6] == [*FLOAT32_PROBES, *BOTH * 2, *TENSOR]
     assert said.startswith(compares("attention in float32"))
-    ran = [*FLOAT32_PROBES, *TWICE, *COMPARED * 2, *TENSOR_GRADIENTS]
+    ran = [*FLOAT32_PROBES, *TENSOR, *COMPARED * 2, *TENSOR_GRADIENTS]
     said = compares("attention's backward in float32")
-    assert cases["TF32"] == ["launched", "launched", "", "", ran, "", said]
-    ran = [*FLOAT32_PROBES, *TWICE, *TENSOR_GRADIENTS]
-    assert cases["TF32, remembered"] == ["launched", "launched", "", "", ran, "", ""]
+    assert cases[TF32] == ["launched", "launched", "", "", ran, "", said]
+    ran = [*FLOAT32_PROBES, *TENSOR, *TENSOR_GRADIENTS]
+    assert cases[REMEMBERED_TF32] == ["launched", "launched", "", "", ran, "", ""]
 
 
-@pytest.mark.parametrize(
-    "name, why, ran",
-    [
-        (
-            "TF32 differs",
-            r"a small problem, float32, gave 1 with tensor tiles and 1\.01 with 8x8 tiles",
-            [*FLOAT32_PROBES, *BOTH, "flash_fwd", "flash_fwd", *GRADIENTS],
-        ),
-        (
-            "TF32 does not compile",
-            "compiling flash_fwd_tensor .* failed: .*told to be refused",
-            [*FLOAT32_PROBES, "flash_fwd", "flash_fwd", *GRADIENTS],
-        ),
-        (
-            "TF32's probe does not compile",
-            "a small kernel on it failed: compiling probe_tensor FLOAT32=1 failed: .*refused",
-            [*PROBES, "flash_fwd", "flash_fwd", *GRADIENTS],
-        ),
-        (
-            "TF32's probe is wrong",
-            "a tensor operation gave .* where .* is right",
-            [*FLOAT32_PROBES, "flash_fwd", "flash_fwd", *GRADIENTS],
-        ),
-    ],
-)
-def test_float32_that_does_not_work(cases, name, why, ran):
+@each_case("call", BROKEN_FLOAT32)
+def test_float32_that_does_not_work(cases, call):
     """Half precision keeps its tensor tiles; the gradients of float32 need its forward's."""
-    *_, forward, backward, found, half, said = cases[name]
+    *_, forward, backward, found, half, said = cases[call]
+    why, tried = BROKEN_FLOAT32[call]
     assert re.fullmatch(why, forward)
     assert backward == forward
-    assert found == ran
+    assert found == [*tried, *MATRIX, *GRADIENTS]
     assert half == ""
     assert said.count("attention in float32 uses 8x8 tiles, not tensor tiles") == 1
 
 
 def test_gradients_of_float32_that_do_not_work(cases):
-    _, _, forward, backward, ran, half, said = cases["TF32's backward differs"]
+    _, _, forward, backward, ran, half, said = cases[TF32_BACKWARD]
     assert forward == half == ""
     assert "the dk of float32, gave 1 with tensor tiles and 1.01 with 8x8 tiles" in backward
     assert ran[-3:] == GRADIENTS
@@ -564,14 +517,14 @@ def test_gradients_of_float32_that_do_not_work(cases):
 
 
 def test_float32_needs_half_precisions_tensor_tiles(cases):
-    _, _, forward, backward, ran, half, said = cases["no half precision"]
+    _, _, forward, backward, ran, half, said = cases[NO_HALF]
     assert forward == backward == half != ""
-    assert ran == [*PROBES, "flash_fwd", "flash_fwd", *GRADIENTS]
+    assert ran == [*PROBES, *MATRIX, *GRADIENTS]
     assert said.count("8x8 tiles, not tensor tiles") == 1
 
 
 def test_info(cases):
-    used, off = (line.split(maxsplit=2)[2] for line in cases["info"])
+    used, off = (line.split(maxsplit=2)[2] for line in cases["in_child(info)"])
     why = "tensor operations cut float32 to 11 bits, and TF32 is not allowed"
     assert used == f"used in float16 and bfloat16; not in float32: {why}"
     assert off == "not used: TORCH_METAL_ATTN_TENSOR_TILES is off"

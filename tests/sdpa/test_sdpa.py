@@ -5,12 +5,9 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from tests.attention.flash_fwd_check import DTYPES
 from tests.helpers.cases import each_case
 from tests.sdpa.sdpa_check import check, normal
 from torch_metal_attn import (
@@ -19,6 +16,7 @@ from torch_metal_attn import (
     flash_attn_with_kvcache,
 )
 from torch_metal_attn import scaled_dot_product_attention as sdpa
+from torch_metal_attn.testing.judge import DTYPES
 
 SIZES = [1, 7, 31, 33, 65]
 
@@ -222,33 +220,6 @@ class TestMasks:
         k, v = normal(2, 2, 2, 33, 16, seed=1, dtype=dtype)
         mask = MASK_STRIDES[layout](random_mask((2, 2, 9, 33), kind))
         check(q, k, v, mask, device=device)
-
-    @given(data=st.data())
-    def test_anything(self, data):
-        """Random ranks, broadcasts, dtypes, strides, groups and lengths."""
-        lengths = data.draw(st.tuples(*[st.sampled_from([1, 2, 5, 9, 33])] * 2), label="lengths")
-        batch = data.draw(st.lists(st.integers(1, 3), max_size=3), label="batch")
-        kv_heads = data.draw(st.integers(1, 3), label="kv_heads")
-        group = data.draw(st.integers(1, 3), label="group")
-        head_dim = data.draw(st.sampled_from([1, 5, 8, 16]), label="head_dim")
-        dtype = data.draw(st.sampled_from(DTYPES), label="dtype")
-        kind = data.draw(st.sampled_from([torch.bool, torch.float32, dtype]), label="kind")
-        q = normal(*batch, kv_heads * group, lengths[0], head_dim, dtype=dtype)
-        k, v = normal(2, *batch, kv_heads, lengths[1], head_dim, seed=1, dtype=dtype)
-        full = (*batch, kv_heads * group, *lengths)
-        shape = [size if data.draw(st.booleans(), label="keep") else 1 for size in full]
-        shape = shape[data.draw(st.integers(0, len(full)), label="fewer") :]
-        mask = random_mask(shape, kind, seed=data.draw(st.integers(0, 99), label="seed"))
-        if mask.dim() > 0:
-            mask = MASK_STRIDES[data.draw(st.sampled_from(sorted(MASK_STRIDES)))](mask)
-        if len(batch) > 1:
-            try:
-                sdpa(q, k, v, mask, enable_gqa=True)
-            except ValueError:
-                with pytest.raises(ValueError, match=r"^attn_mask of shape .* merged into one"):
-                    sdpa(q, k, v, mask, enable_gqa=True)
-                mask = mask.expand(full).contiguous()
-        check(q, k, v, mask, enable_gqa=True)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(

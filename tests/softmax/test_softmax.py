@@ -3,36 +3,29 @@
 Without an Apple GPU the shader text runs in the simulator, with every check on.
 """
 
+import itertools
 import math
 import mmap
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bench import bench_softmax
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.runtime.device import best_device
-from torch_metal_attn.testing.judge import ROUNDING
+from torch_metal_attn.testing.judge import DTYPES, near, worst_of
+from torch_metal_attn.testing.judge import normal as standard_normal
 
 softmax = torch.ops.metal_attn.softmax
 softmax_ = torch.ops.metal_attn.softmax_
 apply_causal_mask_ = torch.ops.metal_attn.apply_causal_mask_
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = [1, 7, 31, 32, 33, 65, 128, 1023, 1024, 1025, 4097]
-# Unit roundoff, and half the distance of the smallest numbers.
-TINIEST = {torch.float32: 2**-126, torch.float16: 2**-25, torch.bfloat16: 2**-126}
-# Rounding of float32 arithmetic, relative to the largest result: torch's own error can be exactly
-# zero on small inputs.
-ARITHMETIC = 2**-22
 
 
 def normal(*shape, dtype=torch.float32, seed=0, spread=3.0):
-    generator = torch.Generator().manual_seed(seed)
-    return (spread * torch.randn(*shape, generator=generator)).to(dtype)
+    return (spread * standard_normal(*shape, seed=seed)).to(dtype)
 
 
 def oracle_of(x, dim):
@@ -45,16 +38,10 @@ def check_close(y, x, dim):
     """At most twice torch's own error in the same dtype, beyond rounding."""
     assert y.dtype == x.dtype
     assert y.shape == x.shape
-    if x.numel() == 0:
-        return
-    oracle = oracle_of(x, dim)
-    assert torch.equal(y.isnan(), oracle.isnan())
-    assert (y[oracle == 0] == 0).all()
-    error = (y.double() - oracle).nan_to_num().abs()
-    oracle = oracle.nan_to_num()
-    torch_error = (torch._safe_softmax(x, dim).double().nan_to_num() - oracle).abs().max()
-    slack = ROUNDING[x.dtype] * oracle + ARITHMETIC * oracle.max() + TINIEST[x.dtype]
-    assert (error <= 2 * torch_error + slack).all()
+    exact = oracle_of(x, dim)
+    measure = near("weights", y, exact, worst_of([(torch._safe_softmax(x, dim), exact)]))
+    assert measure.ok, measure
+    assert (y[exact == 0] == 0).all()
 
 
 def check_softmax(x, dim=-1, *, device):
@@ -102,44 +89,40 @@ def test_apply_causal_mask(shape, device):
     check_close(y, normal(*shape).masked_fill(~torch.ones(shape).bool().tril(), -math.inf), -1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_lengths(length, dtype, device):
-    check_softmax(normal(3, length, dtype=dtype), device=device)
+def values():
+    """Tensors, and the dimension of the call."""
+    for dtype, length in itertools.product(DTYPES, LENGTHS):
+        yield normal(3, length, dtype=dtype), -1
+        yield normal(length, 3, dtype=dtype), 0
+    yield from ((normal(2, length), -1) for length in (16384, 100_000))
+    # The maximum is subtracted before anything is rounded.
+    for spread in (1e-3, 30.0, 1e4, 1e37):
+        yield normal(5, 257, spread=spread), -1
+        yield normal(5, 257) + spread, -1
+    # Each block raises the maximum, so each rescales the sum.
+    yield torch.linspace(-40, 40, 5000).expand(2, 5000).clone(), -1
+    yield from ((normal(3, 5, 7, 9), dim) for dim in range(-4, 4))
+    # More threadgroups than one dimension of the grid holds.
+    yield normal(8 * 4096 + 9, 2), -1
+    for expanded in (
+        normal(3, 1, 17).expand(3, 4, 17),
+        normal(5, 1).expand(5, 9),
+        normal(9).expand(5, 9),
+    ):
+        yield from ((expanded, dim) for dim in (-1, 0))
+    yield normal(9, 130)[::2, ::2], -1
+    many = normal(2**9, 3).view(*[2] * 9, 3).permute(8, 1, 6, 3, 0, 7, 2, 5, 4, 9)
+    yield from ((many, dim) for dim in (-1, 4))
+    for shape in ((0,), (0, 5), (5, 0), (2, 0, 3)):
+        yield from ((torch.empty(shape), dim) for dim in range(len(shape)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_strided_axis(length, dtype, device):
-    y = check_softmax(normal(length, 3, dtype=dtype), 0, device=device)
-    assert y.is_contiguous()
-
-
-@pytest.mark.parametrize("length", [16384, 100_000])
-def test_long_row(length, device):
-    check_softmax(normal(2, length), device=device)
-
-
-@pytest.mark.parametrize("spread", [1e-3, 30.0, 1e4, 1e37])
-def test_any_magnitude(spread, device):
-    """The maximum is subtracted before anything is rounded."""
-    check_softmax(normal(5, 257, spread=spread), device=device)
-    check_softmax(normal(5, 257) + spread, device=device)
-
-
-def test_rising_row(device):
-    """Each block raises the maximum, so each rescales the sum."""
-    check_softmax(torch.linspace(-40, 40, 5000).expand(2, 5000).clone(), device=device)
-
-
-@pytest.mark.parametrize("dim", range(-4, 4))
-def test_every_dim(dim, device):
-    check_softmax(normal(3, 5, 7, 9), dim, device=device)
-
-
-def test_many_rows(device):
-    """More threadgroups than one dimension of the grid holds."""
-    check_softmax(normal(8 * 4096 + 9, 2), device=device)
+@pytest.mark.parametrize(
+    "x, dim", [*values()], ids=lambda x: "x".join(map(str, getattr(x, "shape", [x])))
+)
+def test_values(x, dim, device):
+    y = check_softmax(x, dim, device=device)
+    assert 0 in x.stride() or not x.is_contiguous() or y.is_contiguous()
 
 
 class TestLayouts:
@@ -165,29 +148,10 @@ class TestLayouts:
         outside[start : start + 66] = False
         assert given[:, outside].isnan().all()
 
-    def test_expanded(self, device):
-        x = normal(3, 1, 17)
-        for expanded in (x.expand(3, 4, 17), normal(5, 1).expand(5, 9), normal(9).expand(5, 9)):
-            check_softmax(expanded, device=device)
-            check_softmax(expanded, 0, device=device)
-
-    def test_steps_of_two(self, device):
-        check_softmax(normal(9, 130)[::2, ::2], device=device)
-
     def test_number(self, device):
         for dim in (-1, 0):
             assert softmax(torch.tensor(3.0, device=device), dim) == 1
             assert softmax_(torch.tensor(-math.inf, device=device), dim) == 0
-
-    def test_more_dimensions_than_anyone_has(self, device):
-        x = normal(2**9, 3).view(*[2] * 9, 3).permute(8, 1, 6, 3, 0, 7, 2, 5, 4, 9)
-        check_softmax(x, device=device)
-        check_softmax(x, 4, device=device)
-
-    @pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (2, 0, 3)])
-    def test_empty(self, shape, device):
-        for dim in range(len(shape)):
-            check_softmax(torch.empty(shape), dim, device=device)
 
 
 class TestNonFinite:
@@ -217,27 +181,6 @@ class TestNonFinite:
         assert y.tolist() == [[1, 0, 0], [0.5, 0.5, 0]]
 
 
-@given(
-    shape=st.lists(st.integers(0, 9), min_size=1, max_size=4),
-    axis=st.integers(0, 300),
-    order=st.permutations(range(5)),
-    dim=st.integers(0, 4),
-    step=st.integers(1, 3),
-    dtype=st.sampled_from(DTYPES),
-    seed=st.integers(0, 2**31),
-)
-def test_any_problem(device, shape, axis, order, dim, step, dtype, seed):
-    rank = len(shape) + 1
-    x = normal(*shape, axis * step, dtype=dtype, seed=seed)[..., ::step]
-    x = x.permute([d for d in order if d < rank])
-    check_softmax(x, dim % rank, device=device)
-
-
-def test_two_runs_give_the_same_bits(device):
-    x = normal(5, 5000).to(device)
-    assert torch.equal(softmax(x), softmax(x))
-
-
 def sparse_half(elements):
     """Zeros that take no memory until they are written."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -265,6 +208,14 @@ def test_offsets_beyond_32_bits(unchecked):
         x.copy_(values)
         apply_causal_mask_(x, 3)
         assert torch.equal(x, values.masked_fill(~torch.ones(2, 33).bool().tril(3), -math.inf))
+
+
+def test_masked_gradient_is_zero_even_of_nan(device):
+    x = normal(3, 5).to(device).requires_grad_()
+    apply_causal_mask_(x * 1).backward(torch.full_like(x, math.nan))
+    visible = torch.ones(3, 5, dtype=torch.bool).tril()
+    assert x.grad.cpu()[visible].isnan().all()
+    assert (x.grad.cpu()[~visible] == 0).all()
 
 
 class TestCausalMask:
@@ -319,16 +270,6 @@ class TestCausalMask:
             apply_causal_mask_(torch.zeros(5, 7), 5)
             assert [launch.kernel for launch in run.launches] == ["apply_causal_mask"]
 
-    @given(
-        shape=st.lists(st.integers(0, 40), min_size=2, max_size=4),
-        q_offset=st.integers(-50, 50),
-        swap=st.tuples(st.integers(0, 3), st.integers(0, 3)),
-        dtype=st.sampled_from(DTYPES),
-    )
-    def test_any_problem(self, device, shape, q_offset, swap, dtype):
-        scores = normal(*shape, dtype=dtype).transpose(*(d % len(shape) for d in swap))
-        check_causal_mask(scores, q_offset, device=device)
-
 
 class TestCounts:
     """The inner loops do no more than they were designed to: counts an element, not times."""
@@ -366,15 +307,3 @@ class TestChoice:
         padded = torch.zeros(4, 68)[:, :66]  # its result has rows of 66
         assert defines(padded)["WIDE_LOADS"] == "0"
         assert defines(padded, op="softmax_")["WIDE_LOADS"] == "1"
-
-    @pytest.mark.parametrize("shape", [(4, 64), (4, 65), (2, 17000), (40000, 1)])
-    def test_says_what_runs(self, shape):
-        x = torch.zeros(shape)
-        (explanation,) = extension.launches(torch.ops.metal_attn_explain.softmax(x))
-        with simulate() as run:
-            softmax(x)
-        (launch,) = run.launches
-        assert (launch.kernel, launch.defines) == ("softmax", explanation["defines"])
-        assert launch.grid == tuple(
-            n * size for n, size in zip(explanation["grid"], explanation["threads"], strict=True)
-        )

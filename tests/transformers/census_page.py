@@ -65,11 +65,12 @@ def summary(entries: list[Entry], total: int, tolerance: float) -> str:
         *_counts(entries, total, tolerance),
         "",
         f"Made at {made}. `make census` writes a row for each class to build/census.md.",
-        "A model type is under each outcome that one of its classes has. The advice of a refusal",
-        "was followed, and its answer compared; none: load the model as it is.",
+        "A model type is under each outcome that one of its classes has; those that are under none",
+        "are equal in all classes. The advice of a refusal was followed, and its answer compared;",
+        "none: load the model as it is.",
     ]
     for name in OUTCOMES:
-        if groups[name] and name != "refused":
+        if groups[name] and name not in ("equal", "refused"):
             lines += ["", f"## {name.capitalize()}", "", *_model_types(groups[name])]
         for (reason, advised), refused in _refused_for(groups[name], name == "refused").items():
             number = f"{len(refused)} class" + "es" * (len(refused) > 1)

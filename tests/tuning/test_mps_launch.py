@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.runtime.test_launch import any_fake, fakes, libraries, pytestmark  # noqa: F401
+from tests.runtime.conftest import any_fake, fakes, libraries  # noqa: F401
 from torch_metal_attn.runtime import extension, shaders
 from torch_metal_attn.tools.tune import tiles
 

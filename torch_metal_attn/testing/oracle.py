@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from torch_metal_attn.reference import attention, rotate
-from torch_metal_attn.testing.judge import ACCUMULATION, largest, worst_of
+from torch_metal_attn.testing.judge import largest, worst_of
 from torch_metal_attn.testing.tf32 import as_multiplied
 
 _VISIBILITY = (
@@ -21,7 +21,7 @@ _VISIBILITY = (
 
 def torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> float:
     """The largest error of torch's own attention in q's dtype, with the same mask and rotation."""
-    visible = _visible(q, k, options)
+    visible = visible_keys(q, k, options)
     sees = visible.any(-1)
     scale = options.get("softmax_scale")
     k, v = k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0)
@@ -39,7 +39,7 @@ def torch_gradient_errors(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]
 ) -> list[float]:
     """The same for dq, dk and dv. A query that sees nothing sees everything, without gradient."""
-    visible = _visible(q, k, options)
+    visible = visible_keys(q, k, options)
     hidden = ~visible.any(-1, keepdim=True)
     mask, dout = visible | hidden, dout.masked_fill(hidden, 0.0)
     scale = options.get("softmax_scale")
@@ -75,7 +75,7 @@ def _rotated(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Tensor, Ten
     return sides[0], sides[1]
 
 
-def _visible(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+def visible_keys(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
     """Bool (B, Hq, Lq, Lk), from the reference: where the weights of equal scores are not 0."""
     seen = {name: options[name] for name in _VISIBILITY if name in options}
     zeros = torch.zeros(*q.shape[:3], 1)
@@ -94,14 +94,3 @@ def largest_terms(
         abs(scale) * norms[3] * norms[2] * norms[0],
         norms[3],
     )
-
-
-def sink_rounding(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]) -> Tensor:
-    """Bounds for the gradient of each sink (Hq,), from the rounding of float32 sums.
-
-    That gradient is the sum over queries of the sink's weight times <dout, out>, which may cancel.
-    """
-    out, lse = attention(q, k, v, **options, compute_dtype=torch.float64)
-    weight = (options["learnable_sink"].double()[:, None] - lse).exp()
-    terms = weight * (dout.double() * out).abs().sum(-1)
-    return ACCUMULATION * terms.sum((0, 2))

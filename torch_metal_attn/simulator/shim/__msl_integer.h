@@ -96,10 +96,6 @@ template <class T>
 METAL_FUNC __integer<T> mad24(T a, T b, T c) {
   return a * b + c;
 }
-template <class T>
-METAL_FUNC __integer<T> mul24(T a, T b) {
-  return a * b;
-}
 // Unsigned, as MSL has it.
 template <class T>
 METAL_FUNC auto absdiff(T x, T y) {
@@ -114,22 +110,17 @@ METAL_FUNC auto absdiff(T x, T y) {
     return (R)(x > y ? (U)x - (U)y : (U)y - (U)x);
   }
 }
-template <class T>
-METAL_FUNC __integer<T> addsat(T x, T y) {
-  return __builtin_elementwise_add_sat(x, y);
-}
-template <class T>
-METAL_FUNC __integer<T> subsat(T x, T y) {
-  return __builtin_elementwise_sub_sat(x, y);
-}
+#define __MSL_OF_TWO(name, ...)            \
+  template <class T>                       \
+  METAL_FUNC __integer<T> name(T x, T y) { \
+    return __VA_ARGS__;                    \
+  }
+__MSL_OF_TWO(mul24, x* y)
+__MSL_OF_TWO(addsat, __builtin_elementwise_add_sat(x, y))
+__MSL_OF_TWO(subsat, __builtin_elementwise_sub_sat(x, y))
 // The mean, rounded down (hadd) or up (rhadd), without overflow.
-template <class T>
-METAL_FUNC __integer<T> hadd(T x, T y) {
-  return (x & y) + ((x ^ y) >> 1);
-}
-template <class T>
-METAL_FUNC __integer<T> rhadd(T x, T y) {
-  return (x | y) - ((x ^ y) >> 1);
-}
+__MSL_OF_TWO(hadd, (x & y) + ((x ^ y) >> 1))
+__MSL_OF_TWO(rhadd, (x | y) - ((x ^ y) >> 1))
+#undef __MSL_OF_TWO
 
 }  // namespace metal

@@ -229,30 +229,19 @@ __MSL_EXTREME(fmin, __floating_common, __MSL_MINNUM, __builtin_elementwise_min)
 #undef __MSL_EXTREME
 #undef __MSL_MAXNUM
 #undef __MSL_MINNUM
-template <class T>
-METAL_FUNC __number<T> max3(T a, T b, T c) {
-  return metal::max(metal::max(a, b), c);
-}
-template <class T>
-METAL_FUNC __number<T> min3(T a, T b, T c) {
-  return metal::min(metal::min(a, b), c);
-}
-template <class T>
-METAL_FUNC __number<T> median3(T a, T b, T c) {
-  return metal::max(metal::min(a, b), metal::min(metal::max(a, b), c));
-}
-template <class T>
-METAL_FUNC __floating<T> fmax3(T a, T b, T c) {
-  return metal::max3(a, b, c);
-}
-template <class T>
-METAL_FUNC __floating<T> fmin3(T a, T b, T c) {
-  return metal::min3(a, b, c);
-}
-template <class T>
-METAL_FUNC __floating<T> fmedian3(T a, T b, T c) {
-  return metal::median3(a, b, c);
-}
+#define __MSL_OF_THREE(name, result, ...)    \
+  template <class T>                         \
+  METAL_FUNC result<T> name(T a, T b, T c) { \
+    return __VA_ARGS__;                      \
+  }
+__MSL_OF_THREE(max3, __number, metal::max(metal::max(a, b), c))
+__MSL_OF_THREE(min3, __number, metal::min(metal::min(a, b), c))
+__MSL_OF_THREE(median3, __number, metal::max(metal::min(a, b), metal::min(metal::max(a, b), c)))
+__MSL_OF_THREE(fmax3, __floating, metal::max3(a, b, c))
+__MSL_OF_THREE(fmin3, __floating, metal::min3(a, b, c))
+__MSL_OF_THREE(fmedian3, __floating, metal::median3(a, b, c))
+__MSL_OF_THREE(fma, __floating, __builtin_elementwise_fma(a, b, c))
+#undef __MSL_OF_THREE
 template <class X, class A, class B, class T = __common<__common<X, A>, B>>
 METAL_FUNC T clamp(X x, A low, B high) {
   return metal::min(metal::max((T)x, (T)low), (T)high);
@@ -260,10 +249,6 @@ METAL_FUNC T clamp(X x, A low, B high) {
 template <class T>
 METAL_FUNC __floating<T> saturate(T x) {
   return metal::min(metal::max(x, (T)(__element<T>)0), (T)(__element<T>)1);
-}
-template <class T>
-METAL_FUNC __floating<T> fma(T a, T b, T c) {
-  return __builtin_elementwise_fma(a, b, c);
 }
 
 #define __MSL_BINARY(name, ...)                                                \
@@ -502,77 +487,24 @@ METAL_FUNC vec<T, 3> cross(vec<T, 3> a, vec<T, 3> b) {
   return a.yzx * b.zxy - a.zxy * b.yzx;
 }
 
-#define __MSL_BOTH(name) \
-  namespace fast {       \
-  using metal::name;     \
-  }                      \
-  namespace precise {    \
-  using metal::name;     \
-  }
-__MSL_BOTH(abs)
-__MSL_BOTH(acos)
-__MSL_BOTH(acosh)
-__MSL_BOTH(asin)
-__MSL_BOTH(asinh)
-__MSL_BOTH(atan)
-__MSL_BOTH(atan2)
-__MSL_BOTH(atanh)
-__MSL_BOTH(ceil)
-__MSL_BOTH(clamp)
-__MSL_BOTH(copysign)
-__MSL_BOTH(cos)
-__MSL_BOTH(cosh)
-__MSL_BOTH(cospi)
-__MSL_BOTH(divide)
-__MSL_BOTH(exp)
-__MSL_BOTH(exp10)
-__MSL_BOTH(exp2)
-__MSL_BOTH(fabs)
-__MSL_BOTH(fdim)
-__MSL_BOTH(floor)
-__MSL_BOTH(fma)
-__MSL_BOTH(fmax)
-__MSL_BOTH(fmax3)
-__MSL_BOTH(fmedian3)
-__MSL_BOTH(fmin)
-__MSL_BOTH(fmin3)
-__MSL_BOTH(fmod)
-__MSL_BOTH(fract)
-__MSL_BOTH(frexp)
-__MSL_BOTH(isfinite)
-__MSL_BOTH(isinf)
-__MSL_BOTH(isnan)
-__MSL_BOTH(ldexp)
-__MSL_BOTH(length)
-__MSL_BOTH(log)
-__MSL_BOTH(log10)
-__MSL_BOTH(log2)
-__MSL_BOTH(max)
-__MSL_BOTH(max3)
-__MSL_BOTH(median3)
-__MSL_BOTH(min)
-__MSL_BOTH(min3)
-__MSL_BOTH(mix)
-__MSL_BOTH(modf)
-__MSL_BOTH(normalize)
-__MSL_BOTH(pow)
-__MSL_BOTH(powr)
-__MSL_BOTH(rint)
-__MSL_BOTH(round)
-__MSL_BOTH(rsqrt)
-__MSL_BOTH(saturate)
-__MSL_BOTH(sign)
-__MSL_BOTH(sin)
-__MSL_BOTH(sincos)
-__MSL_BOTH(sinh)
-__MSL_BOTH(sinpi)
-__MSL_BOTH(smoothstep)
-__MSL_BOTH(sqrt)
-__MSL_BOTH(step)
-__MSL_BOTH(tan)
-__MSL_BOTH(tanh)
-__MSL_BOTH(tanpi)
-__MSL_BOTH(trunc)
+#define __MSL_BOTH                                                                                 \
+  using metal::abs, metal::acos, metal::acosh, metal::asin, metal::asinh, metal::atan,             \
+      metal::atan2, metal::atanh, metal::ceil, metal::clamp, metal::copysign, metal::cos,          \
+      metal::cosh, metal::cospi, metal::divide, metal::exp, metal::exp10, metal::exp2,             \
+      metal::fabs, metal::fdim, metal::floor, metal::fma, metal::fmax, metal::fmax3,               \
+      metal::fmedian3, metal::fmin, metal::fmin3, metal::fmod, metal::fract, metal::frexp,         \
+      metal::isfinite, metal::isinf, metal::isnan, metal::ldexp, metal::length, metal::log,        \
+      metal::log10, metal::log2, metal::max, metal::max3, metal::median3, metal::min, metal::min3, \
+      metal::mix, metal::modf, metal::normalize, metal::pow, metal::powr, metal::rint,             \
+      metal::round, metal::rsqrt, metal::saturate, metal::sign, metal::sin, metal::sincos,         \
+      metal::sinh, metal::sinpi, metal::smoothstep, metal::sqrt, metal::step, metal::tan,          \
+      metal::tanh, metal::tanpi, metal::trunc;
+namespace fast {
+__MSL_BOTH
+}
+namespace precise {
+__MSL_BOTH
+}
 #undef __MSL_BOTH
 
 }  // namespace metal

@@ -32,64 +32,51 @@ METAL_FUNC void __set_slot(__msl_slot& slot, T x) {
   __builtin_memcpy(&slot, &x, sizeof(T));
 }
 
+// `exchange(value, words)` of a scalar or a short vector, and of each element of a longer one.
+template <class T, class F>
+METAL_FUNC T __in_words(T x, F exchange) {
+  if constexpr (sizeof(T) > 16) {
+    for (int i = 0; i < __length<T>; ++i) x[i] = __in_words((__element<T>)x[i], exchange);
+    return x;
+  } else {
+    return __from_words<T>(exchange(x, __to_words(x)));
+  }
+}
+
 template <class T>
 METAL_FUNC T __shuffle(T x, uint direction, uint argument) {
   static_assert(
       __vector_of<T>::is_vector || __is_scalar(T) || __is_floating_point(T) || __is_same(T, bfloat),
       "SIMD functions take scalars and vectors");
-  if constexpr (sizeof(T) > 16) {
-    for (int i = 0; i < __length<T>; ++i) x[i] = __shuffle((__element<T>)x[i], direction, argument);
-    return x;
-  } else {
-    __msl_words words = __to_words(x);
-    return __from_words<T>(__msl_shuffle(words.low, words.high, direction, argument));
-  }
+  return __in_words(x, [=](auto, __msl_words words) {
+    return __msl_shuffle(words.low, words.high, direction, argument);
+  });
 }
 
 // The value of one lane for all of each run of `width` lanes.
 template <class T>
 METAL_FUNC T __broadcast(T x, uint lane, uint width) {
 #ifdef MSL_CHECKED
-  if constexpr (sizeof(T) > 16) {
-    for (int i = 0; i < __length<T>; ++i) x[i] = __broadcast((__element<T>)x[i], lane, width);
-    return x;
-  } else {
-    __msl_words words = __to_words(x);
-    return __from_words<T>(__msl_broadcast(words.low, words.high, lane, width));
-  }
+  return __in_words(x, [=](auto, __msl_words words) {
+    return __msl_broadcast(words.low, words.high, lane, width);
+  });
 #else
   return __shuffle(x, MSL_TO_LANE, (__msl_lane() & ~(width - 1)) + lane % width);
 #endif
 }
 
-template <class T>
-METAL_FUNC T simd_shuffle(T x, ushort lane) {
-  return __shuffle(x, MSL_TO_LANE, lane);
-}
-template <class T>
-METAL_FUNC T simd_broadcast(T x, ushort lane) {
-  return __broadcast(x, lane, MSL_SIMD_WIDTH);
-}
-template <class T>
-METAL_FUNC T simd_shuffle_xor(T x, ushort mask) {
-  return __shuffle(x, MSL_XOR, mask);
-}
-template <class T>
-METAL_FUNC T simd_shuffle_up(T x, ushort delta) {
-  return __shuffle(x, MSL_UP, delta);
-}
-template <class T>
-METAL_FUNC T simd_shuffle_down(T x, ushort delta) {
-  return __shuffle(x, MSL_DOWN, delta);
-}
-template <class T>
-METAL_FUNC T simd_shuffle_rotate_up(T x, ushort delta) {
-  return __shuffle(x, MSL_ROTATE_UP, delta);
-}
-template <class T>
-METAL_FUNC T simd_shuffle_rotate_down(T x, ushort delta) {
-  return __shuffle(x, MSL_ROTATE_DOWN, delta);
-}
+#define __MSL_SHUFFLE(name, ...)         \
+  template <class T>                     \
+  METAL_FUNC T name(T x, ushort which) { \
+    return __VA_ARGS__;                  \
+  }
+__MSL_SHUFFLE(simd_shuffle, __shuffle(x, MSL_TO_LANE, which))
+__MSL_SHUFFLE(simd_broadcast, __broadcast(x, which, MSL_SIMD_WIDTH))
+__MSL_SHUFFLE(simd_shuffle_xor, __shuffle(x, MSL_XOR, which))
+__MSL_SHUFFLE(simd_shuffle_up, __shuffle(x, MSL_UP, which))
+__MSL_SHUFFLE(simd_shuffle_down, __shuffle(x, MSL_DOWN, which))
+__MSL_SHUFFLE(simd_shuffle_rotate_up, __shuffle(x, MSL_ROTATE_UP, which))
+__MSL_SHUFFLE(simd_shuffle_rotate_down, __shuffle(x, MSL_ROTATE_DOWN, which))
 // Lanes that would read past an end of their run of `modulo` lanes read `fill` instead, from its
 // other end.
 template <class T>
@@ -129,42 +116,10 @@ MSL_INTERNAL void __combine_reduction(void* deposits, unsigned mask) {
 }
 template <class T, template <class> class Op>
 METAL_FUNC T __reduce(T x) {
-  if constexpr (sizeof(T) > 16) {
-    for (int i = 0; i < __length<T>; ++i) x[i] = __reduce<__element<T>, Op>(x[i]);
-    return x;
-  } else {
-    __msl_words words = __to_words(x);
-    return __from_words<T>(
-        __msl_reduce(&__combine_reduction<T, Op>, words.low, words.high, MSL_REDUCTION));
-  }
-}
-template <class T>
-METAL_FUNC T simd_sum(T x) {
-  return __reduce<T, __add>(x);
-}
-template <class T>
-METAL_FUNC T simd_product(T x) {
-  return __reduce<T, __multiply>(x);
-}
-template <class T>
-METAL_FUNC T simd_max(T x) {
-  return __reduce<T, __largest>(x);
-}
-template <class T>
-METAL_FUNC T simd_min(T x) {
-  return __reduce<T, __smallest>(x);
-}
-template <class T>
-METAL_FUNC T simd_and(T x) {
-  return __reduce<T, __and>(x);
-}
-template <class T>
-METAL_FUNC T simd_or(T x) {
-  return __reduce<T, __or>(x);
-}
-template <class T>
-METAL_FUNC T simd_xor(T x) {
-  return __reduce<T, __xor>(x);
+  return __in_words(x, [](auto value, __msl_words words) {
+    return __msl_reduce(&__combine_reduction<decltype(value), Op>, words.low, words.high,
+                        MSL_REDUCTION);
+  });
 }
 
 template <class T, template <class> class Op, bool inclusive>
@@ -180,29 +135,9 @@ MSL_INTERNAL void __combine_scan(void* deposits, unsigned mask) {
 }
 template <class T, template <class> class Op, bool inclusive>
 METAL_FUNC T __scan(T x) {
-  if constexpr (sizeof(T) > 16) {
-    for (int i = 0; i < __length<T>; ++i) x[i] = __scan<__element<T>, Op, inclusive>(x[i]);
-    return x;
-  } else {
-    __msl_words words = __to_words(x);
-    return __from_words<T>(__msl_scan(&__combine_scan<T, Op, inclusive>, words.low, words.high));
-  }
-}
-template <class T>
-METAL_FUNC T simd_prefix_inclusive_sum(T x) {
-  return __scan<T, __add, true>(x);
-}
-template <class T>
-METAL_FUNC T simd_prefix_exclusive_sum(T x) {
-  return __scan<T, __add, false>(x);
-}
-template <class T>
-METAL_FUNC T simd_prefix_inclusive_product(T x) {
-  return __scan<T, __multiply, true>(x);
-}
-template <class T>
-METAL_FUNC T simd_prefix_exclusive_product(T x) {
-  return __scan<T, __multiply, false>(x);
+  return __in_words(x, [](auto value, __msl_words words) {
+    return __msl_scan(&__combine_scan<decltype(value), Op, inclusive>, words.low, words.high);
+  });
 }
 
 // Leaves the ballot in the low word and the lanes that take part in the high one.
@@ -246,40 +181,30 @@ METAL_FUNC void __check_quad_lane(uint lane) {
   __msl_check_lane(lane, 4);
 #endif
 }
+// The lane at `place` of this lane's quad.
+template <class T>
+METAL_FUNC T __quad_lane(T x, uint place) {
+  return __shuffle(x, MSL_TO_LANE, (__msl_lane() & ~3u) + (place & 3));
+}
 template <class T>
 METAL_FUNC T quad_shuffle(T x, ushort lane) {
   __check_quad_lane(lane);
-  return __shuffle(x, MSL_TO_LANE, (__msl_lane() & ~3u) + (lane & 3));
-}
-template <class T>
-METAL_FUNC T quad_broadcast(T x, ushort lane) {
-  return __broadcast(x, lane, 4);
+  return __quad_lane(x, lane);
 }
 template <class T>
 METAL_FUNC T quad_shuffle_xor(T x, ushort mask) {
   __check_quad_lane(mask);
   return __shuffle(x, MSL_XOR, mask & 3);
 }
-template <class T>
-METAL_FUNC T quad_shuffle_up(T x, ushort delta) {
-  uint lane = __msl_lane();
-  return __shuffle(x, MSL_TO_LANE, (lane & 3) >= delta ? lane - delta : lane);
-}
-template <class T>
-METAL_FUNC T quad_shuffle_down(T x, ushort delta) {
-  uint lane = __msl_lane();
-  return __shuffle(x, MSL_TO_LANE, (lane & 3) + delta < 4 ? lane + delta : lane);
-}
-template <class T>
-METAL_FUNC T quad_shuffle_rotate_up(T x, ushort delta) {
-  uint lane = __msl_lane();
-  return __shuffle(x, MSL_TO_LANE, (lane & ~3u) + ((lane - delta) & 3));
-}
-template <class T>
-METAL_FUNC T quad_shuffle_rotate_down(T x, ushort delta) {
-  uint lane = __msl_lane();
-  return __shuffle(x, MSL_TO_LANE, (lane & ~3u) + ((lane + delta) & 3));
-}
+METAL_FUNC uint __place_in_quad() { return __msl_lane() & 3; }
+__MSL_SHUFFLE(quad_broadcast, __broadcast(x, which, 4))
+__MSL_SHUFFLE(quad_shuffle_up,
+              __quad_lane(x, __place_in_quad() - (__place_in_quad() >= which ? which : 0)))
+__MSL_SHUFFLE(quad_shuffle_down,
+              __quad_lane(x, __place_in_quad() + (__place_in_quad() + which < 4 ? which : 0)))
+__MSL_SHUFFLE(quad_shuffle_rotate_up, __quad_lane(x, __place_in_quad() - which))
+__MSL_SHUFFLE(quad_shuffle_rotate_down, __quad_lane(x, __place_in_quad() + which))
+#undef __MSL_SHUFFLE
 
 template <class T, template <class> class Op>
 MSL_INTERNAL void __combine_quads(void* deposits, unsigned mask) {
@@ -298,42 +223,33 @@ MSL_INTERNAL void __combine_quads(void* deposits, unsigned mask) {
 }
 template <class T, template <class> class Op>
 METAL_FUNC T __quad_reduce(T x) {
-  if constexpr (sizeof(T) > 16) {
-    for (int i = 0; i < __length<T>; ++i) x[i] = __quad_reduce<__element<T>, Op>(x[i]);
-    return x;
-  } else {
-    __msl_words words = __to_words(x);
-    return __from_words<T>(__msl_scan(&__combine_quads<T, Op>, words.low, words.high));
+  return __in_words(x, [](auto value, __msl_words words) {
+    return __msl_scan(&__combine_quads<decltype(value), Op>, words.low, words.high);
+  });
+}
+
+#define __MSL_REDUCTION(name, ...) \
+  template <class T>               \
+  METAL_FUNC T name(T x) {         \
+    return __VA_ARGS__(x);         \
   }
-}
-template <class T>
-METAL_FUNC T quad_sum(T x) {
-  return __quad_reduce<T, __add>(x);
-}
-template <class T>
-METAL_FUNC T quad_product(T x) {
-  return __quad_reduce<T, __multiply>(x);
-}
-template <class T>
-METAL_FUNC T quad_max(T x) {
-  return __quad_reduce<T, __largest>(x);
-}
-template <class T>
-METAL_FUNC T quad_min(T x) {
-  return __quad_reduce<T, __smallest>(x);
-}
-template <class T>
-METAL_FUNC T quad_and(T x) {
-  return __quad_reduce<T, __and>(x);
-}
-template <class T>
-METAL_FUNC T quad_or(T x) {
-  return __quad_reduce<T, __or>(x);
-}
-template <class T>
-METAL_FUNC T quad_xor(T x) {
-  return __quad_reduce<T, __xor>(x);
-}
+#define __MSL_REDUCTIONS(name, Op)              \
+  __MSL_REDUCTION(simd_##name, __reduce<T, Op>) \
+  __MSL_REDUCTION(quad_##name, __quad_reduce<T, Op>)
+__MSL_REDUCTIONS(sum, __add)
+__MSL_REDUCTIONS(product, __multiply)
+__MSL_REDUCTIONS(max, __largest)
+__MSL_REDUCTIONS(min, __smallest)
+__MSL_REDUCTIONS(and, __and)
+__MSL_REDUCTIONS(or, __or)
+__MSL_REDUCTIONS(xor, __xor)
+__MSL_REDUCTION(simd_prefix_inclusive_sum, __scan<T, __add, true>)
+__MSL_REDUCTION(simd_prefix_exclusive_sum, __scan<T, __add, false>)
+__MSL_REDUCTION(simd_prefix_inclusive_product, __scan<T, __multiply, true>)
+__MSL_REDUCTION(simd_prefix_exclusive_product, __scan<T, __multiply, false>)
+#undef __MSL_REDUCTIONS
+#undef __MSL_REDUCTION
+
 METAL_FUNC bool quad_all(bool x) {
   __msl_words vote = __vote(x);
   return ((vote.low ^ vote.high) >> (__msl_lane() & ~3u) & 15) == 0;

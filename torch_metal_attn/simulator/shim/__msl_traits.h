@@ -35,55 +35,29 @@ struct remove_addrspace<constant T> {
 template <class T>
 using remove_addrspace_t = typename remove_addrspace<T>::type;
 
-template <class T>
-struct remove_const {
-  typedef __remove_const(T) type;
-};
-template <class T>
-using remove_const_t = typename remove_const<T>::type;
-template <class T>
-struct remove_volatile {
-  typedef __remove_volatile(T) type;
-};
-template <class T>
-using remove_volatile_t = typename remove_volatile<T>::type;
+// A trait and its alias. By way of the struct: clang 19 and older crash on some of these in a
+// generic lambda.
+#define __MSL_TYPE(name, ...) \
+  template <class T>          \
+  struct name {               \
+    typedef __VA_ARGS__ type; \
+  };                          \
+  template <class T>          \
+  using name##_t = typename name<T>::type;
+__MSL_TYPE(remove_const, __remove_const(T))
+__MSL_TYPE(remove_volatile, __remove_volatile(T))
 // Address spaces are qualifiers, so they go as well.
-template <class T>
-struct remove_cv {
-  typedef __remove_cv(remove_addrspace_t<T>) type;
-};
-template <class T>
-using remove_cv_t = typename remove_cv<T>::type;
-template <class T>
-struct remove_reference {
-  typedef __remove_reference_t(T) type;
-};
-template <class T>
-using remove_reference_t = __remove_reference_t(T);
-template <class T>
-struct remove_pointer {
-  typedef __remove_pointer(T) type;
-};
-template <class T>
-using remove_pointer_t = __remove_pointer(T);
-template <class T>
-struct remove_extent {
-  typedef __remove_extent(T) type;
-};
-template <class T>
-using remove_extent_t = __remove_extent(T);
-template <class T>
-using decay_t = __decay(T);
-template <class T>
-struct decay {
-  typedef __decay(T) type;
-};
-template <class T>
-struct add_const {
-  typedef const T type;
-};
-template <class T>
-using add_const_t = const T;
+__MSL_TYPE(remove_cv, __remove_cv(remove_addrspace_t<T>))
+__MSL_TYPE(remove_reference, __remove_reference_t(T))
+__MSL_TYPE(remove_pointer, __remove_pointer(T))
+__MSL_TYPE(remove_extent, __remove_extent(T))
+__MSL_TYPE(decay, __decay(T))
+__MSL_TYPE(add_const, const T)
+__MSL_TYPE(make_unsigned, __make_unsigned(T))
+__MSL_TYPE(make_signed, __make_signed(T))
+__MSL_TYPE(underlying_type, __underlying_type(T))
+__MSL_TYPE(type_identity, T)
+#undef __MSL_TYPE
 
 template <bool b, class T = void>
 struct enable_if {};
@@ -103,10 +77,6 @@ struct conditional<false, T, F> {
 };
 template <bool b, class T, class F>
 using conditional_t = typename conditional<b, T, F>::type;
-template <class T>
-struct type_identity {
-  typedef T type;
-};
 
 template <class... B>
 struct _disjunction : bool_constant<(B::value || ...)> {};
@@ -153,25 +123,6 @@ __MSL_IS(is_assignable, __is_assignable(A, B))
 
 template <class T, class... A>
 constexpr constant bool is_constructible_v = __is_constructible(T, A...);
-template <class T>
-struct make_unsigned {
-  typedef __make_unsigned(T) type;
-};
-// Through the struct: clang 19 and older crash on __make_unsigned itself in a generic lambda.
-template <class T>
-using make_unsigned_t = typename make_unsigned<T>::type;
-template <class T>
-struct make_signed {
-  typedef __make_signed(T) type;
-};
-template <class T>
-using make_signed_t = __make_signed(T);
-template <class T>
-struct underlying_type {
-  typedef __underlying_type(T) type;
-};
-template <class T>
-using underlying_type_t = __underlying_type(T);
 
 template <class T>
 __remove_reference_t(T) declval();

@@ -1,0 +1,35 @@
+"""Cases of attention as data, and the driver that holds them to the policy of docs/numerics.md."""
+
+import dataclasses
+
+from tests.attention.head_dims import HOME
+from torch_metal_attn import testing
+from torch_metal_attn.testing import Attention
+
+DTYPES = ("float32", "float16", "bfloat16")
+# Of the inputs, and of what is added to them: each dtype once on both sides.
+PAIRS_OF_DTYPES = tuple(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
+FORWARD = {"backward": False, "through_lse": False}
+
+
+def case(**fields):
+    """Odd lengths, in float16; with gradients, if the call has them and FORWARD is not given."""
+    given = {"dtype": "float16", "heads": 2, "q_length": 33, "kv_length": 65, "head_dim": HOME}
+    given |= fields
+    given.setdefault("v_head_dim", given["head_dim"])
+    made = Attention(strict=True, **given)
+    if made.differentiable and "backward" not in fields:
+        ops = ("flash_fwd", "flash_varlen_fwd")  # a case has through_lse for these alone
+        made = dataclasses.replace(made, backward=True, through_lse=made.call in ops)
+    return made
+
+
+def hold(cases, device):
+    """Every case's results are within their bounds, and nothing else was written."""
+    wrong = []
+    for made in cases:
+        assert not made.meaningless(), f"{made}: {made.meaningless()}"
+        outcome = testing.run(made, device)
+        if outcome.status != "ok":
+            wrong.append(f"{made}: {outcome.status}: {outcome.message or outcome.worst}")
+    assert not wrong, "\n".join([f"{len(wrong)} of {len(cases)} cases failed:", *wrong])

@@ -1,0 +1,116 @@
+"""Packed sequences, forward and backward: the bits of each sequence alone, and rows of nobody.
+
+Their values by lengths and features are rows of test_values.py.
+"""
+
+import math
+
+import pytest
+import torch
+
+from tests.attention.flash_bwd_check import (
+    backward,
+    check_flash_varlen_bwd,
+    exact_forward,
+    make_gradients,
+    run,
+)
+from tests.attention.flash_fwd_check import check_flash_varlen_fwd, make_packed, unpacked
+from tests.attention.flash_fwd_options import ints
+from tests.attention.head_dims import HOME
+
+LENGTHS = ([33, 0, 7, 70], [65, 0, 31, 40])
+CAUSAL = {"causal": True}
+
+
+def packed(q_lengths=LENGTHS[0], kv_lengths=LENGTHS[1], kv_heads=2):
+    return make_packed(q_lengths, kv_lengths, heads=4, kv_heads=kv_heads, head_dim=HOME)
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.cpu(), other.cpu())
+
+
+def gradients(q, k, v, packing, device, options):
+    """dq, dk, dv and delta."""
+    given = make_gradients(q, v, (4, len(q)))
+    return backward(q, k, v, *given, device, options, packing=packing)[1:]
+
+
+def test_no_sequence(device):
+    q, k, v = (torch.full((length, 2, 16), math.nan) for length in (9, 5, 5))
+    nothing = (ints(0), ints(0), 0, 0)
+    out, lse = run("flash_varlen_fwd", device, q, k, v, *nothing)
+    assert (out == 0).all()
+    assert (lse == -math.inf).all()
+    zeros = torch.zeros(9, 2, 16)
+    arguments = (zeros, zeros[..., 0].t(), q, k, v, zeros, lse, *nothing)
+    *found, _ = run("flash_varlen_bwd", device, *arguments, exact_delta=True)
+    assert all((gradient == 0).all() for gradient in found)
+    out, lse = run("flash_varlen_fwd", device, q[:0], k, v, *nothing)
+    assert (out.shape, lse.shape) == ((0, 2, 16), (2, 0))
+
+
+@pytest.mark.parametrize("options", [CAUSAL, {"learnable_sink": torch.tensor([1.0, 2, 3, -9])}])
+def test_rows_behind_the_last_sequence(options, device):
+    """NaN there: queries get 0 and -inf, and every gradient is written, with 0."""
+    q, k, v, *packing = packed()
+    packing[2:] = [packing[2] + 5, packing[3] + 80]
+    spare = [torch.cat([x, x.new_full((n, *x.shape[1:]), math.nan)]) for x, n in ((q, 70), (k, 9))]
+    operands = *spare, torch.cat([v, v.new_full((9, *v.shape[1:]), math.nan)])
+    out, lse = check_flash_varlen_fwd(*operands, *packing, **options, device=device)
+    assert (out[len(q) :] == 0).all()
+    assert (lse[:, len(q) :] == -math.inf).all()
+    check_flash_varlen_bwd(*operands, *packing, **options, device=device)
+
+
+def test_equals_each_sequence_alone(device):
+    """To the bit: where a sequence lies in the tensors changes nothing."""
+    q, k, v, *packing = packed()
+    out, lse = run("flash_varlen_fwd", device, q, k, v, *packing, **CAUSAL)
+    dq, dk, dv, delta = gradients(q, k, v, packing, device, CAUSAL)
+    dout, dlse = make_gradients(q, v, (4, len(q)))
+    exact_out, exact_lse = exact_forward(q, k, v, CAUSAL, packing)
+    rows_of = [q, out, dq, dout, exact_out, *(x.t()[..., None] for x in (lse, delta, dlse))]
+    rows_of.append(exact_lse.t()[..., None])
+    whole_k, whole_v = torch.cat([k, dk.cpu()], -1), torch.cat([v, dv.cpu()], -1)
+    for *parts, keys, values in unpacked([x.cpu() for x in rows_of], whole_k, whole_v, packing):
+        q, out, dq, dout, exact_out, *statistics = parts
+        lse, delta, dlse, exact_lse = (x[..., 0].contiguous() for x in statistics)
+        (k, dk), (v, dv) = (x.split(HOME, -1) for x in (keys.contiguous(), values.contiguous()))
+        assert_same(run("flash_fwd", device, q, k, v, **CAUSAL), (out, lse))
+        given = (dout, dlse, q, k, v, exact_out, exact_lse)
+        *found, _ = run("flash_bwd", device, *given, exact_delta=True, **CAUSAL)
+        assert_same(found, (dq, dk, dv, delta))
+
+
+def test_strides(device):
+    """q, k and v of one packed projection; heads outermost."""
+    q, k, v, *packing = packed([33, 20], [33, 20], kv_heads=4)
+    expected = run("flash_varlen_fwd", device, q, k, v, *packing)
+    of_expected = gradients(q, k, v, packing, device, {})
+    projection = torch.stack([q, k, v], 1).unbind(1)
+    outermost = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (q, k, v)]
+    for views in (projection, outermost):
+        found = run("flash_varlen_fwd", device, *views, *packing)
+        assert_same(found, expected)
+        assert found[0].transpose(0, 1).is_contiguous() == (views is outermost)
+        assert_same(gradients(*views, packing, device, {}), of_expected)
+
+
+def test_what_lies_outside_a_sequences_keys_never_shows(device):
+    q, k, v, *packing = packed()
+    first, end = (33, 0, 2, 5), (60, 0, 31, 30)
+    options = {"seqused_k": ints(*end), "leftpad_k": ints(*first), "causal": True}
+    expected = check_flash_varlen_fwd(q, k, v, *packing, **options, device=device)
+    of_expected = check_flash_varlen_bwd(q, k, v, *packing, **options, device=device)
+    outside = torch.ones(len(k), dtype=torch.bool)
+    for b, start in enumerate(packing[1].tolist()[:-1]):
+        outside[start + first[b] : start + end[b]] = False
+    k[outside] = v[outside] = math.nan
+    assert_same(run("flash_varlen_fwd", device, q, k, v, *packing, **options), expected)
+    found = gradients(q, k, v, packing, device, options)
+    assert_same(found, of_expected)
+    assert (found[1][outside] == 0).all()
+    assert (found[2][outside] == 0).all()

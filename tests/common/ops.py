@@ -1,0 +1,248 @@
+"""Calls of the ops as data: what every op must do in PyTorch is tested over this table."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.cache import append_check
+from tests.rope.rope_check import LAYOUTS, make_problem, oracle
+from torch_metal_attn.rope import default
+from torch_metal_attn.testing.judge import ints, normal
+from torch_metal_attn.testing.merges import union
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Example:
+    """Calls of one op.
+
+    make: arguments by name, on the CPU, of a length and of the dtype of what is not float32 alone.
+    written: those that are written in place. differentiable: those that have gradients.
+    definition: the op in plain torch; its results, or what `written` holds afterwards. Without one,
+        gradients have tests of their own.
+    """
+
+    op: str
+    make: Callable[..., Arguments]
+    written: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] = ()
+    definition: Callable[..., tuple[torch.Tensor, ...]] | None = None
+
+    @property
+    def has_results(self) -> bool:
+        """Whether the op returns anything, also what it wrote; else torch knows less to do."""
+        return len(getattr(torch.ops.metal_attn, self.op).default._schema.returns) > 0
+
+
+def call(arguments: Arguments, example: Example, namespace=torch.ops.metal_attn):
+    """The results of a call; of an op in place, the tensors that it wrote."""
+    results = getattr(namespace, example.op)(**arguments)
+    if example.written:
+        return tuple(arguments[name] for name in example.written)
+    return results if isinstance(results, tuple) else (results,)
+
+
+def on(device, arguments: Arguments) -> Arguments:
+    """The arguments with copies of their tensors on the device, of the same strides."""
+
+    def there(x):
+        if not torch.is_tensor(x):
+            return x
+        memory = torch.empty(0, dtype=x.dtype, device=device)
+        copy = memory.set_(x.untyped_storage().clone()) if x.device == device else None
+        if copy is None:
+            return x.to(device)
+        return copy.as_strided(x.shape, x.stride(), x.storage_offset())
+
+    return {name: there(x) for name, x in arguments.items()}
+
+
+def _rope(layout="contiguous", without_k=False, **options):
+    def make(length=9, dtype=torch.float32):
+        q, k, cos, sin = make_problem(length=length, head_dim=20, rotary_dim=16, dtype=dtype)
+        q, k = LAYOUTS[layout](q), LAYOUTS[layout](k)
+        given = {"q": q, "k": None if without_k else k, "cos": cos, "sin": sin} | options
+        if "positions" in given:
+            given["positions"] = given["positions"][..., :length]
+        return given
+
+    return make
+
+
+def _rotated(q, k, cos, sin, **options):
+    return tuple(oracle(x, cos, sin, **options) for x in (q, k) if x is not None)
+
+
+_OFFSET = {"seqlen_offset": 3, "interleaved": True}
+_POSITIONS = {"positions": torch.arange(24).view(2, 12) % 13, "conjugate": True}
+_ROPE = {"differentiable": ("q", "k"), "definition": _rotated}
+_ROPE_ = _ROPE | {"written": ("q", "k")}
+
+
+def _tables(length=9, dtype=torch.float32):
+    positions = torch.arange(2 * length).view(2, length)
+    return {"inv_freq": default(16)[0], "positions": positions, "dtype": dtype}
+
+
+def _states(packed=False, transposed=False, **options):
+    """Some rows of each state have no keys, and NaN as their out; some of both have none."""
+
+    def make(length=5, dtype=torch.float32):
+        rows = (length, 3) if packed else (2, 3, length)
+        given = {}
+        for seed, part in enumerate("ab"):
+            out, lse = normal(*rows, 16, seed=seed, dtype=dtype), 3 * normal(*rows, seed=seed + 2)
+            lse.flatten()[seed : seed + 2] = -math.inf
+            out[lse == -math.inf] = math.nan
+            if transposed:
+                out = out.transpose(0, 1).contiguous().transpose(0, 1)
+            given |= {f"out_{part}": out, f"lse_{part}": lse.t().contiguous() if packed else lse}
+        if "mask" in options:
+            options["mask"] = torch.arange(2 * length).view(2, length) % 3 > 0
+        return given | options
+
+    return make
+
+
+def _merged(out_a, lse_a, out_b, lse_b):
+    packed = lse_a.dim() == 2
+    lses = torch.stack([lse.t() if packed else lse for lse in (lse_a, lse_b)], -1)
+    out, lse = union(torch.stack([out_a, out_b], -2), lses, None)
+    return out, lse.t() if packed else lse
+
+
+_STATES = ("out_a", "lse_a", "out_b", "lse_b")
+_MERGE = {"differentiable": _STATES, "definition": _merged}
+
+
+def _partials(sink=False):
+    def make(length=5, dtype=torch.float32):
+        outs, lses = normal(2, 3, length, 7, 16), 3 * normal(2, 3, length, 7, seed=1)
+        lses[..., ::3] = -math.inf
+        sinks = {"learnable_sink": torch.zeros(3)} if sink else {}
+        return {"partial_out": outs, "partial_lse": lses, "out_dtype": dtype} | sinks
+
+    return make
+
+
+def _scores(name="x", layout=lambda x: x, **options):
+    def make(length=5, dtype=torch.float32):
+        x = normal(2, length, 7, dtype=dtype)
+        x[0, 0] = -math.inf
+        return {name: layout(x)} | options
+
+    return make
+
+
+def _weights(x, dim=-1):
+    return (torch._safe_softmax(x, dim),)
+
+
+def _masked(scores, q_offset=0):
+    visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+    return (scores.masked_fill(~visible.tril(q_offset), -math.inf),)
+
+
+_SOFTMAX = {"differentiable": ("x",), "definition": _weights}
+
+
+def _append(**options):
+    def make(length=5, dtype=torch.float16):
+        tensors = append_check.make(length=length, dtype=dtype, **options).tensors
+        for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+            # opcheck compares what NaN would hide, and multiplies, which float8 has no kernel for.
+            if name in tensors and tensors[name].is_floating_point():
+                tensors[name] = tensors[name].clone().zero_()
+            if name in tensors and tensors[name].dtype == torch.float8_e4m3fn:
+                tensors[name] = tensors[name].view(torch.uint8)
+        return tensors
+
+    return make
+
+
+_CACHES = ("k_cache", "v_cache")
+
+
+def _attention(layout=lambda q: q, **options):
+    def make(length=8, dtype=torch.float32):
+        q = normal(2, length, 4, 16, dtype=dtype).transpose(1, 2)
+        k, v = normal(2, 2, 13, 16, seed=1, dtype=dtype), normal(2, 2, 13, 8, seed=2, dtype=dtype)
+        return {"q": layout(q), "k": k, "v": v} | options
+
+    return make
+
+
+_FLASH = {"differentiable": ("q", "k", "v")}
+
+
+def _pages(length=8, dtype=torch.float32):
+    pages = {"src": torch.tensor([0, 1]), "dst": torch.tensor([4, 5])}
+    return {"cache": normal(6, 2, length, dtype=dtype), **pages}
+
+
+EXAMPLES = {
+    "flash_fwd": Example("flash_fwd", _attention(), **_FLASH),
+    "flash_fwd causal": Example(
+        "flash_fwd", _attention(causal=True, q_offset=4, softmax_scale=0.3), **_FLASH
+    ),
+    "flash_decode": Example("flash_decode", _attention(causal=True, num_splits=1)),
+    "rope": Example("rope", _rope(), **_ROPE),
+    "rope at an offset": Example("rope", _rope(**_OFFSET), **_ROPE),
+    "rope by positions": Example("rope", _rope(**_POSITIONS), **_ROPE),
+    "rope by offsets": Example("rope", _rope(seqlen_offsets=ints(4, 0)), **_ROPE),
+    "rope without k": Example("rope", _rope(without_k=True), (), ("q",), _rotated),
+    "rope_": Example("rope_", _rope(), **_ROPE_),
+    "rope_ at an offset": Example("rope_", _rope(**_OFFSET), **_ROPE_),
+    "rope_ by positions": Example("rope_", _rope(**_POSITIONS), **_ROPE_),
+    "rope_tables": Example("rope_tables", _tables),
+    "merge_state": Example("merge_state", _states(), **_MERGE),
+    "merge_state packed": Example("merge_state", _states(packed=True), **_MERGE),
+    "merge_state_": Example("merge_state_", _states(), ("out_a", "lse_a")),
+    "merge_state_ masked": Example("merge_state_", _states(mask=None), ("out_a", "lse_a")),
+    "merge_splits": Example("merge_splits", _partials()),
+    "merge_splits and a sink": Example("merge_splits", _partials(sink=True)),
+    "softmax": Example("softmax", _scores(dim=1), **_SOFTMAX),
+    "softmax_": Example("softmax_", _scores(dim=1), ("x",), **_SOFTMAX),
+    "apply_causal_mask_": Example(
+        *("apply_causal_mask_", _scores("scores", q_offset=1), ("scores",), ("scores",), _masked)
+    ),
+    "append_kv": Example("append_kv", _append(), _CACHES),
+    "append_kv rotated": Example(
+        "append_kv",
+        _append(seqlens=[3, 4], rotary_dim=64, q_heads=3, leftpad=[1, 2]),
+        (*_CACHES, "q"),
+    ),
+    "append_kv in pages": Example(
+        "append_kv", _append(format="q8_0", page=16), (*_CACHES, "k_scale", "v_scale")
+    ),
+    "append_kv of fp8": Example(
+        "append_kv", _append(format="fp8_e4m3", cache_batch_idx=[1, 0]), _CACHES
+    ),
+    "copy_pages": Example("copy_pages", _pages, ("cache",)),
+}
+
+_QUERIES = {
+    "contiguous": lambda q: q.contiguous(),
+    "length batch head": lambda q: q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "expanded batch": lambda q: q[:1].expand(2, -1, -1, -1),
+    "expanded head": lambda q: q[:, :1].expand(-1, 4, -1, -1),
+    "one head": lambda q: q[:, :2][:, ::2].expand(-1, 2, -1, -1),
+    "slice of a wider tensor": lambda q: torch.cat([q, q], 3)[..., :16],
+    "empty": lambda q: q[:, :, :0],
+}
+# Operands of other strides, whose results must have the same ones on every device.
+STRIDED = {
+    **{
+        f"flash_fwd: {name}": Example("flash_fwd", _attention(layout))
+        for name, layout in _QUERIES.items()
+    },
+    **{f"rope: {name}": Example("rope", _rope(name)) for name in LAYOUTS if name != "contiguous"},
+    "merge_state: transposed": Example("merge_state", _states(transposed=True)),
+    "softmax: permuted": Example("softmax", _scores(layout=lambda x: x.permute(2, 0, 1))),
+    "softmax: expanded": Example("softmax", _scores(layout=lambda x: x[:, :1].expand(2, 5, 7))),
+    "softmax: sliced": Example("softmax", _scores(layout=lambda x: x[:, ::2, 1:])),
+}

@@ -1,0 +1,306 @@
+"""What PyTorch expects of every op: the same tests for all rows of `ops.EXAMPLES`."""
+
+import random
+
+import pytest
+import torch
+
+import torch_metal_attn
+from tests.common.ops import EXAMPLES, STRIDED, call, on
+from tests.helpers.refused import without_data
+from torch_metal_attn.runtime import extension
+from torch_metal_attn.runtime.device import best_device
+from torch_metal_attn.testing import running
+from torch_metal_attn.testing.families import FAMILIES, draw_of
+
+CPU = torch.device("cpu")
+NAMESPACES = [torch.ops.metal_attn, torch.ops.metal_attn_simulator]
+
+
+def examples(condition=lambda example: True, rows=EXAMPLES):
+    """The rows for which the condition holds, as parameters of a test."""
+    chosen = {name: example for name, example in rows.items() if condition(example)}
+    return pytest.mark.parametrize("example", chosen.values(), ids=chosen)
+
+
+def differentiable(example):
+    return example.differentiable
+
+
+def in_place(example):
+    return example.written
+
+
+@pytest.fixture(params=["reference", "device"])
+def where(request):
+    """The CPU's kernel in torch, and the shader."""
+    if request.param == "reference":
+        yield CPU
+        return
+    with best_device(check=True) as device:
+        yield device
+
+
+def equal(found, expected):
+    """Bits, or NaN for NaN."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@examples()
+def test_opcheck(example, where):
+    """Schema, fake kernel, autograd's registration, and compiling with static and dynamic sizes."""
+    op = getattr(torch.ops.metal_attn, example.op)
+    torch.library.opcheck(op, (), on(where, example.make()))
+    if example.differentiable and not example.written:
+        arguments = on(where, example.make())
+        arguments[example.differentiable[0]].requires_grad_()
+        torch.library.opcheck(op, (), arguments)
+
+
+@examples(rows=EXAMPLES | STRIDED)
+def test_fake_reference_and_shader_agree(example):
+    """In shape, dtype and strides; the latter two in their numbers."""
+    arguments = example.make()
+    expected = call(on(CPU, arguments), example)
+    with best_device(check=True) as device:
+        found = call(on(device, arguments), example)
+    mode = torch._subclasses.FakeTensorMode()
+    fakes = {n: mode.from_tensor(x) if torch.is_tensor(x) else x for n, x in arguments.items()}
+    with mode:
+        fake = call(fakes, example)
+    meta = call(without_data(arguments), example)
+    for ours, reference, *others in zip(found, expected, fake, meta, strict=True):
+        for other in others:
+            assert (ours.shape, ours.dtype) == (other.shape, other.dtype)
+            assert ours.stride() == reference.stride() == other.stride()
+        bound = 2**-7 if reference.dtype.itemsize < 4 else 1e-5
+        torch.testing.assert_close(ours.cpu(), reference, rtol=bound, atol=bound, equal_nan=True)
+
+
+@examples()
+def test_explanation_says_what_runs(example):
+    """One launch, of the same kernel, defines and grid."""
+    arguments = example.make()
+    packed = getattr(torch.ops.metal_attn_explain, example.op)(**arguments)
+    (explained,) = extension.launches(packed)
+    with torch_metal_attn.simulate(record=True) as run:
+        call(arguments, example)
+    (launch,) = run.recorded
+    assert (launch.kernel, launch.defines) == (explained["kernel"], explained["defines"])
+    assert launch.group_size == tuple(explained["threads"])
+    assert launch.grid == tuple(
+        n * size for n, size in zip(explained["grid"], explained["threads"], strict=True)
+    )
+
+
+@examples()
+def test_two_runs_give_the_same_bits(example, device):
+    first, second = (call(on(device, example.make()), example) for _ in range(2))
+    equal(first, second)
+
+
+@examples()
+def test_modes_change_nothing(example, where):
+    """Autocast, inference mode, and views whose sign is a flag and not in memory."""
+    arguments = example.make()
+    expected = call(on(where, arguments), example)
+    with torch.autocast(where.type, dtype=torch.bfloat16):
+        equal(call(on(where, arguments), example), expected)
+    with torch.inference_mode():
+        equal(call(on(where, arguments), example), expected)
+    if not example.has_results:
+        return  # torch cannot negate what an op without results has written
+    for name in {*example.differentiable, *example.written}:
+        given = on(where, arguments)
+        if given[name] is not None and given[name].is_floating_point():
+            given[name] = torch._neg_view(-given[name])
+            equal(call(given, example), expected)
+
+
+def cases_of_compile():
+    for name, example in EXAMPLES.items():
+        yield pytest.param(example, False, id=name)
+        if example.differentiable:
+            yield pytest.param(example, True, id=f"{name}, with gradients")
+
+
+@pytest.mark.parametrize("example, grad", [*cases_of_compile()])
+def test_compile(example, grad, device):
+    """On inputs of the graph, or on results in it, for a static and then for a dynamic length."""
+    torch._dynamo.reset()
+    leaves = [n for n in example.differentiable if grad]
+
+    def step(arguments):
+        made = arguments | {n: arguments[n] * 1 for n in leaves}
+        results = call(made, example)
+        return [x * 2 for x in results] if grad else [x.view(torch.uint8).sum() for x in results]
+
+    def run(function, length):
+        arguments = on(device, example.make(length))
+        inputs = [arguments[n].requires_grad_() for n in leaves]
+        results = function(arguments)
+        finite = [x.masked_fill(~x.isfinite(), 0).square().sum() for x in results if grad]
+        grads = torch.autograd.grad(sum(finite), inputs) if grad else ()
+        return *results, *grads, *(arguments[n] for n in example.written)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for length in (9, 11, 12):
+        torch.testing.assert_close(run(compiled, length), run(step, length), equal_nan=True)
+
+
+def derivatives(example, function, device, dtype, seed, order):
+    """First or second derivatives of a sum over results; in place, through views of one tensor."""
+    arguments = on(device, example.make(dtype=torch.float32 if dtype == torch.float64 else dtype))
+    if dtype == torch.float64:
+        arguments = {
+            n: x.double() if torch.is_tensor(x) and x.is_floating_point() else x
+            for n, x in arguments.items()
+        }
+    leaves = [arguments[n].requires_grad_() for n in example.differentiable]
+    given = dict(arguments)
+    if example.written:
+        joint = torch.cat([arguments[n].flatten() for n in example.written]) * 1
+        for name in example.written:
+            size = arguments[name].numel()
+            given[name], joint = joint[:size].view(arguments[name].shape), joint[size:]
+    loss = 0
+    for i, result in enumerate(function(given)):
+        weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed + i))
+        curved = result.masked_fill(result.isinf(), 0).atan()
+        loss = loss + (curved * weights.to(device)).sum()
+    found = torch.autograd.grad(loss, leaves, create_graph=order == 2)
+    if order == 2:
+        total = sum(grad.square().sum() for grad in found)
+        found = torch.autograd.grad(total, leaves)
+    return [x.detach().cpu().double() for x in found]
+
+
+@pytest.mark.parametrize(
+    "dtype, order", [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 1)], ids=str
+)
+@examples(lambda example: example.definition)
+def test_gradients(example, dtype, order, device):
+    """Against autograd through the definition in float64."""
+    exact = derivatives(
+        example, lambda given: example.definition(**given), CPU, torch.float64, 3, order
+    )
+    found = derivatives(example, lambda given: call(given, example), device, dtype, 3, order)
+    bound = 1e-4 if dtype == torch.float32 else 2**-5
+    for ours, right in zip(found, exact, strict=True):
+        torch.testing.assert_close(ours, right.nan_to_num(0.0), rtol=bound, atol=bound)
+        assert ours.any()
+
+
+def floats(example):
+    return [n for n, x in example.make().items() if torch.is_tensor(x) and x.is_floating_point()]
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@examples()
+def test_no_forward_mode(example, namespace):
+    """Raises for every argument; none gives zero."""
+    for name in floats(example):
+        arguments = example.make()
+
+        def function(x, name=name, arguments=arguments):
+            return call(arguments | {name: x}, example, namespace)
+
+        with pytest.raises(NotImplementedError, match=f"{example.op} has no forward-mode"):
+            torch.func.jvp(function, (arguments[name],), (arguments[name],))
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@examples(lambda example: example.has_results)
+def test_vmap(example, namespace):
+    batch = [example.make() for _ in range(3)]
+    tensors = [n for n, x in batch[0].items() if torch.is_tensor(x)]
+    batch[1] |= {n: batch[1][n] * 2 for n in example.differentiable}
+    stacked = [torch.stack([arguments[n] for arguments in batch]) for n in tensors]
+    expected = [call(arguments, example, namespace) for arguments in batch]
+
+    def one(*parts):
+        return call(batch[0] | dict(zip(tensors, parts, strict=True)), example, namespace)
+
+    equal(torch.vmap(one)(*stacked), tuple(map(torch.stack, zip(*expected, strict=True))))
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@examples(differentiable)
+def test_gradients_by_torch_func(example, namespace):
+    """Right, or refused: by softmax, and in place, where the argument is a leaf."""
+    for name in example.differentiable:
+        arguments = example.make()
+
+        def loss(x, arguments=arguments, name=name):
+            return call(arguments | {name: x}, example, namespace)[0].nan_to_num(0, 0, 0).sum()
+
+        if example.written or example.op == "softmax":
+            with pytest.raises((RuntimeError, ValueError)):
+                torch.func.grad(loss)(arguments[name])
+            continue
+        found = torch.func.grad(loss)(arguments[name])
+        leaf = arguments[name].requires_grad_()
+        equal(found, torch.autograd.grad(loss(leaf), leaf, materialize_grads=True)[0])
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@examples(in_place)
+def test_a_leaf_is_not_written(example, namespace):
+    """Nor anything else by that call."""
+    for name in set(example.written) & set(floats(example)):
+        arguments, before = example.make(), example.make()
+        leaf = arguments[name].requires_grad_()
+        for given in (leaf, leaf[:]) if example.has_results else (leaf,):
+            with pytest.raises((ValueError, RuntimeError), match=r"leaf .*that requires grad"):
+                call(arguments | {name: given}, example, namespace)
+            equal([arguments[n] for n in example.written], [before[n] for n in example.written])
+        with torch.no_grad():
+            call(arguments, example, namespace)
+        assert not torch.equal(leaf, before[name])
+
+
+@examples(in_place)
+def test_what_backward_saved_is_not_written_silently(example, where):
+    for name in set(example.written) & set(floats(example)):
+        arguments = on(where, example.make())
+        weight = torch.ones_like(arguments[name], requires_grad=True)
+        product = arguments[name] * weight
+        call(arguments, example)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+@examples()
+def test_what_has_no_gradient(example):
+    """An error names the argument; at the call, or in place in the backward of what was written."""
+    if example.written and not set(example.written) & set(floats(example)):
+        return  # bytes have no backward
+    for name in set(floats(example)) - {*example.differentiable, *example.written}:
+        arguments = example.make()
+        arguments[name].requires_grad_()
+        with pytest.raises(
+            NotImplementedError, match=rf"no gradient.* {name}|{name} requires grad"
+        ):
+            sum(x.nan_to_num(0, 0, 0).sum() for x in call(arguments, example)).backward()
+
+
+@examples()
+def test_a_device_without_a_kernel_is_named(example):
+    op = getattr(torch.ops.metal_attn, example.op).default
+    elsewhere = torch._C.DispatchKey.CompositeExplicitAutograd
+    message = f"metal_attn::{example.op} has no kernel for cpu: import"
+    with pytest.raises(RuntimeError, match=message):
+        op._op_dk(elsewhere, **example.make())
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    [("Merge", 30), ("Softmax", 30), ("Rotation", 8), ("Copy", 20), ("Quantised", 40)],
+)
+def test_drawn_cases(name, count, device):
+    """Random cases as `fuzz` draws them: values, gradients, refusals, and memory around."""
+    (family,) = (family for family in FAMILIES if family.__name__ == name)
+    for seed in range(count):
+        case = draw_of(family, random.Random(seed))
+        outcome = running.run(case, device)
+        assert outcome.ok, f"{case}: {outcome}"

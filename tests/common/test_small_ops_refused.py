@@ -1,0 +1,362 @@
+"""What the small ops refuse: a ValueError that says what is wrong, and nothing is written."""
+
+import math
+
+import pytest
+import torch
+
+from tests.cache.append_check import make, memory_of
+from tests.common.ops import EXAMPLES
+from tests.helpers.cases import each_case
+from tests.helpers.refused import refused, refused_alike, without_data
+from torch_metal_attn.testing.judge import ints
+from torch_metal_attn.testing.spoiling import spoil
+
+F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
+
+
+def zeros(*shape, dtype=F32):
+    return torch.zeros(shape, dtype=dtype)
+
+
+def halves(*shape):
+    return torch.zeros(shape, dtype=F16)
+
+
+def shrunk():
+    x = zeros(4, 4)
+    x.untyped_storage().resize_(32)
+    return x
+
+
+def calls(example, arguments):
+    """The op, its simulator's, and the one that explains it."""
+    name, options = example.explain
+    yield lambda: getattr(torch.ops.metal_attn, example.op)(**arguments)
+    yield lambda: getattr(torch.ops.metal_attn_simulator, example.op)(**arguments)
+    yield lambda: getattr(torch.ops.metal_attn, name)(**arguments, **options)
+
+
+def check(message, example, arguments, meta=True):
+    """The same words everywhere, also without data; nothing is written."""
+    given = {name: x for name, x in arguments.items() if x is not None or name == "k"}
+    written = [memory_of(given[n]) for n in example.written if given.get(n) is not None]
+    before = [x.clone() for x in written]
+    everywhere = [*calls(example, given)]
+    if meta:
+        nothing = without_data(given)
+        everywhere.append(lambda: getattr(torch.ops.metal_attn, example.op)(**nothing))
+    refused_alike(message, *everywhere)
+    assert all(map(torch.equal, written, before))
+
+
+# Any dtype, number of dimensions and device is right for these.
+FREE = {"dimensions of x", "device of x", "dimensions of scores", "device of scores"}
+FREE |= {"dtype of cache", "dimensions of cache"}
+
+
+def each_spoilt():
+    """A wrong dtype, number of dimensions and device of every tensor of every op."""
+    for example in EXAMPLES.values():
+        for name, x in example.make().items():
+            for way in ("dtype", "dimensions", "device"):
+                if torch.is_tensor(x) and f"{way} of {name}" not in FREE:
+                    yield example, way, name
+
+
+@each_case("example, way, name", each_spoilt())
+def test_a_spoilt_tensor_is_named(example, way, name):
+    message = rf"^(\w+ (has dtype \w+|is on \w+) and )?{name} (has|is) .*(it|they) must (be|have) "
+    message = (
+        rf"{message}|^{name} is on |^\w+ is on cpu and {name} on meta"
+        if way == "device"
+        else message
+    )
+    spoilt = spoil(example.make(), f"{way} of {name}")
+    if way == "device":
+        for call in calls(example, spoilt):
+            with refused(message):
+                call()
+    else:
+        check(message, example, spoilt)
+
+
+# For an example: what is changed, and the message.
+REFUSED = {
+    "rope": [
+        ({"k": zeros(1, 2, 9, 20)}, r"k has a batch of 1 and q of 2; .*equal"),
+        ({"k": zeros(2, 2, 8, 20)}, r"k has a length of 8 and q of 9; .*equal"),
+        ({"k": zeros(2, 2, 9, 8)}, r"k has a head dim of 8 and q of 20; .*equal"),
+        ({"q": zeros(2, 4, 9, 0), "k": None}, "q has a head dim of 0; it must be at least 1"),
+        ({"cos": zeros(8), "sin": zeros(8)}, r"cos has 1 dimensions, shape \(8,\); .*have 2 or 3"),
+        (
+            {"cos": zeros(3, 13, 8), "sin": zeros(3, 13, 8)},
+            r"cos has a batch of 3 and q of 2; it must be 1 or equal",
+        ),
+        (
+            {"cos": zeros(13, 11), "sin": zeros(13, 11)},
+            r"cos has 11 columns and q a head dim of 20; they must be at most half",
+        ),
+        ({"sin": zeros(12, 8)}, r"sin has shape \(12, 8\) and cos \(13, 8\); they must be equal"),
+        (
+            {"positions": torch.arange(8)},
+            r"positions has shape \(8,\); it must be \(9,\), \(1, 9\) or \(2, 9\)",
+        ),
+        ({"positions": zeros(3, 9).int()}, r"positions has shape \(3, 9\)"),
+        ({"positions": zeros(1, 1, 9).int()}, r"positions has shape"),
+        (
+            {"positions": torch.arange(9), "seqlen_offset": 1},
+            "seqlen_offset is 1 and positions is given",
+        ),
+        (
+            {"positions": torch.arange(9), "seqlen_offsets": ints(0, 0)},
+            "seqlen_offsets is given and so is positions",
+        ),
+        ({"seqlen_offsets": torch.zeros(2).long()}, r"seqlen_offsets has dtype int64; .*be int32"),
+        ({"seqlen_offsets": ints(0, 0, 0)}, r"seqlen_offsets has shape \(3,\); it must be \(2,\)"),
+        (
+            {"seqlen_offset": 2**40, "seqlen_offsets": ints(0, 0)},
+            "seqlen_offset is 1099511627776; it must be in -2147482624..2147482624",
+        ),
+        ({"seqlen_offset": 5}, "seqlen_offset is 5 and q has a length of 9; .* the 13 rows of cos"),
+        ({"seqlen_offset": -1}, "seqlen_offset is -1 and q has a length of 9"),
+        ({"seqlen_offset": 2**63 - 1}, "seqlen_offset is 9223372036854775807 and"),
+    ],
+    "rope_tables": [
+        ({"positions": torch.tensor(3)}, "positions has 0 dimensions"),
+        ({"attention_factor": math.nan}, "attention_factor is nan; it must be finite"),
+        ({"attention_factor": 1e39}, "attention_factor is 1e.39; it must be finite"),
+        ({"dtype": F64}, "dtype is (Double|float64); it must be float32, float16 or bfloat16"),
+    ],
+    "merge_state": [
+        ({"out_b": zeros(2, 2, 5, 16)}, r"out_b has shape .* 16\); it must be \(2, 3, 5, 16\)"),
+        ({"lse_a": zeros(2, 5, 3)}, r"lse_a has shape \(2, 5, 3\); it must be \(2, 3, 5\)"),
+        (
+            {"out_b": zeros(2, 3, 5, 32)[..., ::2]},
+            r"out_b has strides .*; the last must be 1: call out_b\.contiguous\(\) first",
+        ),
+        ({"out_a": zeros(2, 3, 5, 528)}, r"out_a has a head dim of 528; it must be in 1\.\.512"),
+    ],
+    "merge_state_ masked": [
+        ({"mask": torch.ones(2, 3).bool()}, r"mask has shape \(2, 3\); it must be \(2, 5\)"),
+    ],
+    "merge_splits and a sink": [
+        (
+            {"partial_out": zeros(2, 3, 7, 5, 16).transpose(2, 3)},
+            r"partial_out has strides .*; it must be contiguous",
+        ),
+        (
+            {"partial_out": zeros(2, 3, 5, 0, 16), "partial_lse": zeros(2, 3, 5, 0)},
+            "partial_out has 0 splits; there must be 1 to 1024",
+        ),
+        (
+            {"partial_lse": zeros(2, 3, 5, 3)},
+            r"partial_lse has shape \(2, 3, 5, 3\); it must be \(2, 3, 5, 7\)",
+        ),
+        ({"out_dtype": F64}, r"out_dtype is float64; it must be float32, float16 or bfloat16"),
+        ({"learnable_sink": zeros(4)}, r"learnable_sink has shape \(4,\); it must be \(3,\)"),
+    ],
+    "softmax": [
+        ({"x": zeros(3).int()}, "x has dtype int32; it must be float32"),
+        ({"dim": 3}, r"dim is 3; x has 3 dimensions, .* -3\.\.2"),
+        ({"dim": -4}, r"dim is -4; x has 3 dimensions"),
+        ({"x": torch.tensor(1.0)}, r"dim is 1; x has 0 .* -1\.\.0"),
+        (
+            {"x": zeros(1).expand(2**31), "dim": 0},
+            r"x has a length along dim of 2147483648; it must be in 0\.\.2147482624",
+        ),
+        (
+            {"x": zeros(1, 1, 3).expand(2**20, 2**12, 3), "dim": 2},
+            "x has .*, in which more than 2147482624 rows of 3 values lie",
+        ),
+    ],
+    "apply_causal_mask_": [
+        ({"scores": zeros(3)}, r"scores has 1 dimensions, shape \(3,\)"),
+        ({"q_offset": 2**31}, r"q_offset is 2147483648; it"),
+        ({"q_offset": -(2**40)}, "q_offset is -10995"),
+    ],
+    "append_kv": [
+        ({"k": zeros(2, 2, 5, 64, dtype=F64)}, r"k has dtype float64"),
+        ({"v": halves(2, 2, 4, 64)}, "v has shape"),
+        ({"k": halves(2, 2, 64, 5).transpose(2, 3)}, "k has strides"),
+        ({"k_cache": halves(2, 3, 32, 64)}, "k_cache has shape"),
+        ({"v_cache": halves(2, 2, 32, 63)}, "v_cache has shape"),
+        ({"v_cache": halves(2, 2, 31, 64)}, "v_cache has shape"),
+        (
+            {"k_cache": halves(3, 2, 32, 64), "v_cache": halves(3, 2, 32, 64)},
+            "k_cache has a batch of 3 and k of 2",
+        ),
+        (
+            {"k_cache": zeros(2, 2, 32, 64)},
+            "k_cache has dtype .*float32 and k .*float16; they must be alike",
+        ),
+        ({"k_scale": halves(2, 2, 32, 2), "v_scale": halves(2, 2, 32, 2)}, "k_scale is given"),
+        ({"k": halves(2, 2, 33, 64), "v": halves(2, 2, 33, 64)}, "k has a length of 33 .* for 32"),
+        ({"cache_seqlens": ints(1)}, "cache_seqlens has shape"),
+        ({"leftpad_k": ints(1)}, "leftpad_k has shape"),
+        ({"cache_batch_idx": ints(1, 0).long()}, "cache_batch_idx has dtype"),
+        (
+            {
+                "k_cache": halves(4, 2, 0, 64),
+                "v_cache": halves(4, 2, 0, 64),
+                "block_table": ints(1, 0)[:, None],
+            },
+            "k_cache has pages of 0 keys; with block_table they must have at least 1",
+        ),
+        ({"q": halves(2, 3, 5, 64)}, "q is given and rotary_cos is not"),
+        ({"rotary_cos": zeros(0, 4), "rotary_sin": zeros(0, 4)}, "rotary_cos has no rows"),
+        ({"rotary_cos": zeros(9, 33), "rotary_sin": zeros(9, 33)}, "rotary_cos has 33 columns"),
+        ({"rotary_interleaved": True}, "rotary_interleaved is True"),
+    ],
+    "append_kv rotated": [
+        ({"rotary_sin": None}, "only one of rotary_cos and rotary_sin"),
+        ({"rotary_sin": zeros(9, 4)}, "rotary_sin has shape"),
+        ({"q": halves(2, 3, 5, 32)}, "q has shape"),
+        ({"q": zeros(2, 3, 5, 64)}, "q has dtype"),
+    ],
+    "append_kv in pages": [
+        ({"v_cache": halves(7, 2, 16, 64)}, "v_scale is given and v_cache has dtype float16"),
+        ({"k_scale": None, "v_scale": None}, "k_cache has dtype int8 and k_scale is None"),
+        ({"k_scale": halves(7, 2, 16, 1)}, "k_scale has shape"),
+        ({"cache_batch_idx": ints(1, 0)}, "cache_batch_idx is given with block_table"),
+        ({"block_table": ints(1, 0)}, "block_table has shape"),
+    ],
+    "copy_pages": [
+        ({"cache": torch.tensor(1.0)}, "cache has no dimensions"),
+        ({"dst": ints(4, 5)}, "dst has dtype .* and src"),
+        ({"dst": torch.tensor([4])}, "dst has shape"),
+    ],
+}
+# What has the same checks.
+ALSO = {"rope": ["rope_"], "merge_state": ["merge_state_"], "softmax": ["softmax_"]}
+
+
+@each_case(
+    "name, changes, message",
+    [
+        (example, changes, message)
+        for name, rows in REFUSED.items()
+        for example in (name, *ALSO.get(name, ()))
+        for changes, message in rows
+    ],
+)
+def test_refused(name, changes, message):
+    check(f"^{message}", EXAMPLES[name], EXAMPLES[name].make() | changes)
+
+
+def test_an_append_of_float32_rows_to_caches_of_different_dtypes():
+    message = "v_cache has dtype .*bfloat16 and k_cache .*float32; they must be alike"
+    arguments = make(dtype=F32).tensors | {"v_cache": zeros(2, 2, 32, 64, dtype=BF16)}
+    check(message, EXAMPLES["append_kv"], arguments)
+
+
+OVERLAPPING = zeros(9).as_strided((3, 3), (2, 1))
+IN_MEMORY = r".* elements may share memory"
+# Which of the values and the memory of tensors is wrong.
+REFUSED_DATA = {
+    "rope_": [
+        ({"q": zeros(2, 4, 1, 20).expand(2, 4, 9, 20)}, rf"q has{IN_MEMORY}.*q\.clone\(\)"),
+        ({"q": zeros(2, 4, 9, 1).expand(2, 4, 9, 20)}, rf"q has{IN_MEMORY}"),
+        ({"q": zeros(1, 1, 9, 20).expand(2, 4, 9, 20)}, rf"q has{IN_MEMORY}"),
+        ({"q": zeros(999).as_strided((2, 4, 9, 20), (400, 99, 11, 1))}, rf"q has{IN_MEMORY}"),
+        ({"q": zeros(999).as_strided((2, 4, 9, 20), (1, 200, 20, 1))}, rf"q has{IN_MEMORY}"),
+        ({"k": zeros(2, 1, 9, 20).expand(2, 3, 9, 20)}, rf"k has{IN_MEMORY}"),
+    ],
+    "merge_state_": [
+        ({"lse_a": zeros(1, 3, 5).expand(2, 3, 5)}, rf"lse_a has shape{IN_MEMORY}"),
+    ],
+    "softmax": [
+        ({"x": shrunk()}, "storage of 32 bytes"),
+    ],
+    "softmax_": [
+        (
+            {"x": zeros(1, 3).expand(2, 3)},
+            r"x has shape \(2, 3\) and strides \(0, 1\); .* call x\.clone\(\) first",
+        ),
+        ({"x": OVERLAPPING}, "no two elements may share memory"),
+    ],
+    "apply_causal_mask_": [
+        (
+            {"scores": zeros(1, 3, 3).expand(2, 3, 3)},
+            rf"scores has shape{IN_MEMORY}|scores has shape .* share memory: call scores\.clone",
+        ),
+    ],
+    "append_kv": [
+        ({"cache_seqlens": ints(0, 28)}, r"cache_seqlens\[1\] is 28 .* 0..32"),
+        ({"cache_seqlens": ints(-1, 0)}, r"cache_seqlens\[0\] is -1"),
+        ({"cache_batch_idx": ints(0, 2)}, r"cache_batch_idx\[1\] is 2"),
+        ({"cache_batch_idx": ints(1, 1)}, "sequences 0 and 1 both write row 0 of batch 1"),
+        ({"leftpad_k": ints(0, -1)}, r"leftpad_k\[1\] is -1"),
+        ({"k_cache": halves(1, 2, 32, 64).expand(2, 2, 32, 64)}, "k_cache has .* may share memory"),
+    ],
+    "append_kv in pages": [
+        ({"block_table": ints(0, 99)[:, None].repeat(1, 2)}, r"block_table\[1, 0\] is 99"),
+        (
+            {"block_table": ints(3, 3)[:, None].repeat(1, 2)},
+            "sequences 0 and 1 both write row 0 of page 3",
+        ),
+    ],
+    "append_kv rotated": [
+        ({"leftpad_k": ints(0, 5)}, "sequence 1 asks for rows -1 to 3 of rotary_cos"),
+        ({"q": halves(2, 1, 36, 64)}, "sequence 0 asks for rows 2 to 37"),
+    ],
+    "copy_pages": [
+        ({"cache": zeros(1, 4).expand(6, 4)}, "cache has .* may share memory"),
+        ({"src": torch.tensor([0, 6])}, r"src\[1\] is 6; it must be in 0..5"),
+        ({"dst": torch.tensor([-1, 4])}, r"dst\[0\] is -1; it must be in 0..5"),
+        ({"dst": torch.tensor([4, 4])}, r"dst\[1\] is 4, and so is dst\[0\]"),
+        ({"dst": torch.tensor([4, 1])}, r"src\[1\] is 1, and so is dst\[1\]"),
+    ],
+}
+
+
+@each_case(
+    "name, changes, message",
+    [(name, *row) for name, rows in REFUSED_DATA.items() for row in rows],
+)
+def test_refused_data(name, changes, message):
+    check(message, EXAMPLES[name], EXAMPLES[name].make() | changes, meta=False)
+
+
+def inside(memory, x):
+    """A tensor like x in the memory of another one."""
+    return memory_of(memory)[: x.nbytes].view(x.dtype).view(x.shape).zero_()
+
+
+# For an op in place: what it writes, and the arguments that may not lie in that memory.
+SHARING = {
+    "rope_": ("q", ["k", "cos", "sin"]),
+    "rope_ by positions": ("q", ["positions"]),
+    "merge_state_": ("out_a", ["out_b"]),
+    "merge_state_ masked": ("lse_a", ["lse_b", "mask"]),
+    "append_kv rotated": ("q", ["k", "v"]),
+    "append_kv in pages": ("k_cache", ["v_cache", "k_scale", "block_table"]),
+    "copy_pages": ("cache", ["src"]),
+}
+
+
+@each_case(
+    "name, written, other",
+    [(name, written, other) for name, (written, others) in SHARING.items() for other in others],
+)
+def test_shared_memory_is_refused(name, written, other):
+    arguments = EXAMPLES[name].make()
+    arguments[other] = inside(arguments[written], arguments[other])
+    with refused(rf"{other} (may share elements with|lies in the memory of) {written}"):
+        getattr(torch.ops.metal_attn, EXAMPLES[name].op)(**arguments)
+
+
+@each_case("example", EXAMPLES.values())
+def test_sparse_tensors_are_refused(example):
+    for name in example.differentiable or example.written:
+        arguments = example.make()
+        if arguments[name] is not None:
+            arguments[name] = arguments[name].to_sparse()
+            with refused(rf"{name} is sparse.*{name}\.to_dense\(\)"):
+                getattr(torch.ops.metal_attn, example.op)(**arguments)
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax_", "apply_causal_mask_"])
+def test_none_is_refused(name, backend):
+    with refused(r"(x|scores) is None; it must be a tensor"):
+        getattr(torch.ops.metal_attn, name)(None)

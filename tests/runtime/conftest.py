@@ -1,0 +1,46 @@
+"""The fake of torch's shims for mps, which takes a minute to build."""
+
+import os
+import sys
+
+import pytest
+
+from tests.runtime.fake_mps.build import VARIANTS, FakeMps, build, compiler
+from torch_metal_attn.runtime import shaders
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    if sys.platform != "linux" or compiler() is None:
+        pytest.skip("the fake shim is built by a C++ compiler on Linux")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # one build for all workers
+    with pytest.MonkeyPatch.context() as patch:
+        texts = folder / "texts"
+        texts.mkdir(exist_ok=True)
+        patch.setenv("TMPDIR", str(texts))  # for texts that do not compile
+        yield build(folder / "fake_mps")
+
+
+@pytest.fixture(scope="session")
+def fakes(libraries):
+    return {variant: FakeMps(variant, library) for variant, library in libraries.items()}
+
+
+@pytest.fixture(params=list(VARIANTS))
+def fake(request, fakes):
+    fakes[request.param].clear()
+    return fakes[request.param]
+
+
+@pytest.fixture
+def any_fake(fakes):
+    fakes["bytes"].clear()
+    return fakes["bytes"]
+
+
+@pytest.fixture
+def served(fake):
+    shaders.serve(fake.library)
+    return fake

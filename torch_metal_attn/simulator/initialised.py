@@ -46,7 +46,7 @@ FILL = re.compile(
     rf"^  %\S+ = (?:tail )?call ptr @__tsan_mem(?:set|cpy)\(ptr (?:[a-z]+ )*({NAME}), "
     r"(?:i32 |i8 |ptr (?:[a-z]+ )*(?=@))([^,]+), i64 ([^)]+)\)"
 )
-# Of private memory, or to it: the target, the source and the length.
+# A copy from or to private memory: the target, the source and the length.
 COPY = re.compile(
     r"^  %\S+ = (?:tail )?call ptr @__tsan_mem(?:cpy|move)\(ptr (?:[a-z]+ )*([^ ,]+), "
     rf"ptr (?:[a-z]+ )*({NAME}), i64 ([^)]+)\)"
@@ -148,7 +148,7 @@ class _Function(Flags):
                         found.append(match.group(1))
                 elif match is None:
                     self.use(private, name, number)
-        # Of a choice of addresses, all must be of this variable.
+        # A choice of addresses is of this variable only if all its operands are.
         for name in found[1:]:
             for number in self.users[name]:
                 match = POINTERS.match(self.body[number])
@@ -384,7 +384,7 @@ class _Function(Flags):
             self.unmark_padding(name)
 
     def unmark_padding(self, variable: str) -> None:
-        """What is between a struct's fields is never written, and copied with them."""
+        """Clear the marks of a struct's padding: nothing writes it, and copies take it along."""
         for begin, end in padding(self.types[variable], self.structs):
             mark = f"getelementptr i8, ptr %msl.marks.{variable[1:]}, i64 {begin}"
             self.fill(self.emit(mark), 0, end - begin)

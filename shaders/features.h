@@ -49,6 +49,11 @@
 #define BLOCK_LISTS 1
 #endif
 
+// Whether score_mod has another slope than 1.
+#ifdef FLEX_SLOPE
+#define FLEX_SLOPED 1
+#endif
+
 #define FEATURE(name) \
   FEATURE_JOIN(FEATURE_DROP_, IS_GIVEN(name))(constant constexpr bool name = false;)
 
@@ -63,7 +68,10 @@ FEATURE(MASK)
 FEATURE(MASK_PAIRS)
 FEATURE(MASK_BLOCKS)
 // Scores and weights.
+FEATURE(FLEX_SLOPED)
 FEATURE(SOFTCAP)
+// The options by which d score / d product is not constant: the backward multiplies by it.
+constant constexpr bool SCORE_SLOPES = SOFTCAP || FLEX_SLOPED;
 FEATURE(ALIBI)
 FEATURE(BIAS)
 FEATURE(BIAS_PAIRS)

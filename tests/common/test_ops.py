@@ -60,11 +60,6 @@ def test_strides_agree(layout):
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_batch_length_head_result_is_contiguous():
-    q, k, v = make_qkv()
-    assert flash_fwd(q, k, v)[0].transpose(1, 2).is_contiguous()
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile(device, dynamic):
     def step(q, k, v):
@@ -172,39 +167,14 @@ def test_meta_tensors_have_shapes():
     assert (out.shape, lse.shape, out.device.type) == ((2, 4, 9, 8), (2, 4, 9), "meta")
 
 
-class TestExplain:
-    def test_what_would_run(self, device):
-        q, k, v = (tensor.to(device) for tensor in make_qkv(q_length=300))
-        explanation = torch_metal_attn.explain(q, k, v, causal=True, q_offset=0)
-        assert explanation.refusal is None
-        assert explanation.backend == ("mps" if device.type == "mps" else "simulator")
-        assert explanation.kernel == "flash_fwd"
-        defines = explanation.specialisation
-        sizes = [defines[name] for name in ("HEAD_DIM_QK", "HEAD_DIM_V", "BAND")]
-        assert sizes == ["16", "8", "1"]
-        block_q = 8 * int(defines["ROW_FRAGMENTS"]) * int(defines["SIMDGROUPS"])
-        assert explanation.grid == (-(-300 // block_q), 4, 2)
-        assert explanation.threads == (32 * int(defines["SIMDGROUPS"]), 1, 1)
-        assert 0 < explanation.threadgroup_bytes <= 32768
-        for text in ("HEAD_DIM_QK=16", "threadgroups", str(explanation.threadgroup_bytes)):
-            assert text in str(explanation)
-
-    def test_says_what_ran(self):
-        q, k, v = make_qkv()
-        with torch_metal_attn.simulate() as run:
-            explanation = torch_metal_attn.explain(q, k, v)
-            assert not run.launches
-            flash_fwd(q, k, v)
-        assert run.launches[0].defines == explanation.specialisation
-
-    def test_refusal(self):
-        q, k, v = make_qkv()
-        explanation = torch_metal_attn.explain(q, k[:, :, :, :8], v)
-        assert explanation.kernel == ""
-        assert "head dim of 8" in explanation.refusal
-        assert str(explanation) == f"refused: {explanation.refusal}"
-
-    def test_reference(self):
-        explanation = torch_metal_attn.explain(*make_qkv())
-        assert explanation.backend == "reference"
-        assert "simulate()" in str(explanation)
+def test_explain_says_what_ran():
+    q, k, v = make_qkv()
+    with torch_metal_attn.simulate() as run:
+        explanation = torch_metal_attn.explain(q, k, v)
+        assert not run.launches
+        flash_fwd(q, k, v)
+    assert run.launches[0].defines == explanation.specialisation
+    refused = torch_metal_attn.explain(q, k[:, :, :, :8], v)
+    assert refused.kernel == ""
+    assert "head dim of 8" in refused.refusal
+    assert str(refused) == f"refused: {refused.refusal}"

@@ -69,7 +69,7 @@ struct ListedBlocks {
   }
 
   METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlexParams& params, int batch,
-                        int head, int list, Range seen) thread {
+                        int head, int list, thread const Range& seen) thread {
     reset(inputs, params, batch, head, list, seen.end);
   }
 
@@ -123,7 +123,7 @@ struct AllBlocks {
   bool impossible;
 
   METAL_FUNC void reset(thread const FlashInputs&, constant FlexParams&, int, int, int,
-                        Range other_rows) thread {
+                        thread const Range& other_rows) thread {
     seen = other_rows;
     seen.begin = seen.begin / BLOCK * BLOCK;
     masked = true;

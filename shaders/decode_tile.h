@@ -1,16 +1,12 @@
-// What flash_decode works on: the sizes of its tile, the rows of q in it, and a block of keys.
+// What flash_decode works on: the sizes of its tile, the rows of q in it, and where a lane works.
 #pragma once
 
-#include "inputs.h"
+#include "blocks.h"
+#include "flex.h"
 #include "output.h"
+#include "softmax.h"
 #include "spans.h"
 
-#ifndef V_IN_K
-#define V_IN_K 0
-#endif
-#ifndef V_FIRST
-#define V_FIRST 0
-#endif
 // The rows of q whose values are summed up without the matrix unit, and lanes that share a value's
 // row then (decode_vector.h). 0: all rows, with it.
 #ifndef VECTOR_ROWS
@@ -25,11 +21,7 @@ constant constexpr int OWN_QK_SPANS = (QK_SPANS + COLUMN_SIMDGROUPS - 1) / COLUM
 constant constexpr int OWN_V_SPANS = (V_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_FRAGMENTS = OWN_V_SPANS * SPAN_FRAGMENTS;
 // Each span of codes has a scale of its own.
-#if KV_BLOCK_SCALES
-constant constexpr int CHAIN_SPANS = 1;
-#else
-constant constexpr int CHAIN_SPANS = CHAIN_COLUMNS / SPAN_COLUMNS;
-#endif
+constant constexpr int CHAIN_SPANS = KV_BLOCK_SCALES ? 1 : CHAIN_COLUMNS / SPAN_COLUMNS;
 constant constexpr int ROWS = VECTOR_ROWS ? VECTOR_ROWS : ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_K = KEY_FRAGMENTS * FRAGMENT;
 constant constexpr int STEP_K = KEY_SIMDGROUPS * BLOCK_K;
@@ -60,16 +52,43 @@ static_assert((SCORES + WEIGHTS + 2 * OUT_PAIRS + 2 * STATES) * sizeof(float) +
                   THREADGROUP_MEMORY_BYTES,
               "queries, scores, states and out fit in 32 KiB of threadgroup memory");
 
-#if SPLIT
-using Result = float;
-#else
-using Result = ELEMENT;
-#endif
+using Result = conditional_t<SPLIT, float, ELEMENT>;
 using QueryTile = RegisterTile<ELEMENT, OWN_QK_SPANS * SPAN_FRAGMENTS, ROW_FRAGMENTS>;
 using ProductTile = RegisterTile<float, KEY_FRAGMENTS, ROW_FRAGMENTS>;
 using ScoreRow = RegisterTile<float, 1, KEY_FRAGMENTS>;
 using OutTile = RegisterTile<float, ROW_FRAGMENTS, OWN_V_FRAGMENTS>;
 using OutRow = Output<Result, HEAD_DIM_V, VECTOR_ROWS ? V_PADDED : V_SPANS * SPAN_COLUMNS>;
+
+// Where a lane works: in which fragments' elements, and in which SIMD group's keys or spans.
+struct DecodeLane {
+  int lane;
+  int simdgroup;
+  int row;
+  int column;
+  int unit_column;
+  int key_simdgroup;
+  int first_span;
+
+  METAL_FUNC void reset(ushort own_simdgroup, ushort own_lane) thread {
+    lane = own_lane;
+    simdgroup = own_simdgroup;
+    row = fragment_row(lane);
+    column = fragment_column(lane);
+    unit_column = first_unit_column(column);
+    key_simdgroup = simdgroup / COLUMN_SIMDGROUPS;
+    first_span = simdgroup % COLUMN_SIMDGROUPS;
+  }
+
+  // The SIMD group's s-th span of those of a row, which may be behind the last.
+  METAL_FUNC int span(short s) const thread {
+    return COLUMN_SIMDGROUPS == 1 ? s : first_span + s * COLUMN_SIMDGROUPS;
+  }
+};
+
+// Whether one of the SIMD groups' spans exists, of so many in a row.
+METAL_FUNC bool span_exists(int span, int row_spans) {
+  return row_spans % COLUMN_SIMDGROUPS == 0 || span < row_spans;
+}
 
 // Which query of which head a row of the tile is.
 struct TileRow {
@@ -85,153 +104,39 @@ struct TileRow {
   }
 };
 
-// The SIMD group's part of the products of one block of keys.
-struct BlockKeys {
-  // The lane's rows of k and v: past the last they repeat it.
-  typename Keys::Place k_places[KEY_FRAGMENTS];
-  typename Values::Place v_places[KEY_FRAGMENTS];
-  bool exist[KEY_FRAGMENTS];
-  Unit<KvTileElement> v_units[KEY_FRAGMENTS][OWN_V_SPANS];
-#if KV_BLOCK_SCALES
-  uint2 v_codes[KEY_FRAGMENTS][OWN_V_SPANS];
-  float v_scales[KEY_FRAGMENTS][OWN_V_SPANS];
-#endif
+// Where the results of one split go.
+struct SplitResult {
+  device Result* out;
+  device float* lse;
+  int batch;
 
-  METAL_FUNC void reset(thread const Keys& keys, thread const Values& values, int first_row,
-                        thread const Sequence& sequence) thread {
-    UNROLL
-    for (short j = 0; j < KEY_FRAGMENTS; j++) {
-      const int row = first_row + j * FRAGMENT;
-      k_places[j] = keys.find(min(row, sequence.kv_length - 1));
-      v_places[j] = values.find(min(row, sequence.kv_length - 1));
-      exist[j] = row >= sequence.first_key && row < sequence.kv_length;
-    }
+  METAL_FUNC void reset(device Result* all, device float* all_lse, int split, int own_batch,
+                        constant FlashDecodeParams& params) thread {
+    out = all + split * params.out_split_stride;
+    lse = all_lse + own_batch * params.lse_strides.batch + split * params.lse_split_stride;
+    batch = own_batch;
   }
 
-  // What is still to be read for the values of span `span`, the SIMD group's s-th. Rows that do not
-  // exist are zero: their weight is zero, and zero times whatever lies there must stay zero.
-  METAL_FUNC void load_values(short s, int span, thread const Values& values,
-                              int unit_column) thread {
-    UNROLL
-    for (short j = 0; j < KEY_FRAGMENTS; j++) {
-#if KV_BLOCK_SCALES
-      const float scale = values.span_scale(v_places[j], span);
-      v_scales[j][s] = exist[j] ? scale : 0.0f;
-#if !V_IN_K
-      v_codes[j][s] = values.codes(v_places[j], span * SPAN_COLUMNS + unit_column);
-#endif
-#elif !V_IN_K
-      v_units[j][s].load<HEAD_DIM_V>(values, v_places[j], span * SPAN_COLUMNS + unit_column,
-                                     exist[j]);
-#endif
-    }
+  METAL_FUNC void place(thread OutRow& row, int head,
+                        constant FlashDecodeParams& params) const thread {
+    row.reset(out, params.out_strides, batch, head, 0, 0);
   }
 
-#if KV_BLOCK_SCALES
-  // Makes ELEMENT of the codes of the s-th span, and scales the weights that they meet: a lane has
-  // the scales of its own row, and needs those of the keys of its two columns.
-  METAL_FUNC void scale_span(thread ScoreRow* span_weights, short s, ushort column) thread {
-    UNROLL
-    for (short j = 0; j < KEY_FRAGMENTS; j++) {
-#if !V_IN_K
-      v_units[j][s].expand_codes(v_codes[j][s]);
-#endif
-      const Fragment<float> scales =
-          Fragment<float>(simd_shuffle(v_scales[j][s], row_lane(column)),
-                          simd_shuffle(v_scales[j][s], row_lane(column + 1)));
-      UNROLL
-      for (short i = 0; i < ROW_FRAGMENTS; i++) {
-        span_weights[i].fragments[0][j] *= scales;
-      }
-    }
-  }
-#endif
-
-  // products = k q^T of the SIMD group's columns.
-  METAL_FUNC void multiply(thread ProductTile& products, thread const QueryTile& q_tile,
-                           thread const Keys& keys, int first_span, int unit_column) thread {
-    products.fill(0.0f);
-    UNROLL
-    for (short j = 0; j < KEY_FRAGMENTS; j++) {
-      UNROLL
-      for (short first = 0; first < OWN_QK_SPANS; first += CHAIN_SPANS) {
-        RegisterTile<float, 1, ROW_FRAGMENTS> chain;
-        chain.fill(0.0f);
-        UNROLL
-        for (short s = first; s < min(OWN_QK_SPANS, first + CHAIN_SPANS); s++) {
-          const int span = first_span + s * COLUMN_SIMDGROUPS;
-          if (QK_SPANS % COLUMN_SIMDGROUPS == 0 || span < QK_SPANS) {
-            Unit<KvTileElement> unit;
-#if KV_BLOCK_SCALES
-            unit.expand_codes(keys.codes(k_places[j], span * SPAN_COLUMNS + unit_column));
-#else
-            unit.load<HEAD_DIM_QK>(keys, k_places[j], span * SPAN_COLUMNS + unit_column,
-                                   !V_IN_K || exist[j]);
-#endif
-#if V_IN_K
-            if (s < OWN_V_SPANS) {
-              v_units[j][s] = unit;
-            }
-#endif
-            UNROLL
-            for (short f = 0; f < SPAN_FRAGMENTS; f++) {
-              // Shipped kernels multiply float by half or bfloat with the float on the left only.
-              const Fragment<ELEMENT> key_fragment =
-                  Fragment<ELEMENT>(ELEMENT(unit.fragments[f].x), ELEMENT(unit.fragments[f].y));
-              UNROLL
-              for (short i = 0; i < ROW_FRAGMENTS; i++) {
-                mma<ELEMENT, ELEMENT>(chain.fragments[0][i], key_fragment,
-                                      q_tile.fragments[s * SPAN_FRAGMENTS + f][i]);
-              }
-            }
-          }
-        }
-#if KV_BLOCK_SCALES
-        const int chain_span = min(first_span + first * COLUMN_SIMDGROUPS, QK_SPANS - 1);
-        chain.scale(keys.span_scale(k_places[j], chain_span));
-#endif
-        UNROLL
-        for (short i = 0; i < ROW_FRAGMENTS; i++) {
-          products.fragments[j][i] += chain.fragments[0][i];
-        }
-      }
-    }
-  }
-
-  // o = o * corrections + weights v of the SIMD group's columns.
-  METAL_FUNC void accumulate(thread OutTile& o, thread const float* corrections,
-                             thread const ScoreRow* weights, thread const Values& values,
-                             int first_span, int unit_column, ushort column) thread {
-    UNROLL
-    for (short s = 0; s < OWN_V_SPANS; s++) {
-      const int span = first_span + s * COLUMN_SIMDGROUPS;
-      if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {
-#if !V_FIRST
-        load_values(s, span, values, unit_column);
-#endif
-        ScoreRow span_weights[ROW_FRAGMENTS];
-        UNROLL
-        for (short i = 0; i < ROW_FRAGMENTS; i++) {
-          span_weights[i] = weights[i];
-        }
-#if KV_BLOCK_SCALES
-        scale_span(span_weights, s, column);
-#endif
-        UNROLL
-        for (short f = 0; f < SPAN_FRAGMENTS; f++) {
-          UNROLL
-          for (short i = 0; i < ROW_FRAGMENTS; i++) {
-            Fragment<float> block = Fragment<float>(0.0f, 0.0f);
-            UNROLL
-            for (short j = 0; j < KEY_FRAGMENTS; j++) {
-              mma<float, KvTileElement>(block, span_weights[i].fragments[0][j],
-                                        v_units[j][s].fragments[f]);
-            }
-            thread Fragment<float>& sum = o.fragments[i][s * SPAN_FRAGMENTS + f];
-            sum = sum * corrections[i] + block;
-          }
-        }
-      }
-    }
+  METAL_FUNC void store_lse(thread const TileRow& own, float value,
+                            constant FlashDecodeParams& params) const thread {
+    lse[own.head * params.lse_strides.head + own.query * params.lse_strides.row] = value;
   }
 };
+
+// A split's share of the steps over keys that any query sees. The last split has all steps with new
+// keys, and it alone writes them.
+METAL_FUNC Range keys_of_split(thread const Range& keys, int old_length, int split, int splits) {
+  const int shared_steps = APPEND ? max(old_length - keys.begin, 0) / STEP_K
+                                  : (max(keys.end - keys.begin, 0) + STEP_K - 1) / STEP_K;
+  const int split_steps = (shared_steps + splits - 1) / splits;
+  const int shared_end = keys.begin + min((split + 1) * split_steps, shared_steps) * STEP_K;
+  Range own;
+  own.begin = keys.begin + min(split * split_steps, shared_steps) * STEP_K;
+  own.end = split == splits - 1 ? keys.end : min(keys.end, shared_end);
+  return own;
+}

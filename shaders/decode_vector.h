@@ -5,161 +5,146 @@
 // its own keys contribute to its columns of every row of out; lanes meet only at the end.
 #pragma once
 
-#include "decode_tile.h"
+#include "decode_products.h"
 
-#if VECTOR_ROWS
-
-constant constexpr int LOAD_KEYS = SIMD_LANES / KEY_LANES;
-constant constexpr int LOADS = BLOCK_K / LOAD_KEYS;
-constant constexpr int V_UNITS = V_PADDED / (UNIT_COLUMNS * KEY_LANES);
-// Whether no lane has a unit behind a row's end.
-constant constexpr bool WHOLE_UNITS = HEAD_DIM_V == V_PADDED;
-// A lane's columns of a unit, once the sums of all keys are shared out.
-constant constexpr int OUT_COLUMNS = UNIT_COLUMNS / LOAD_KEYS;
-
-// The first column of a lane's unit u.
-METAL_FUNC int value_column(short u, ushort lane) {
-  return (u * KEY_LANES + lane % KEY_LANES) * UNIT_COLUMNS;
-}
-
-// A lane's sums for [ROWS, Dv].
+// What MatrixOut does, of a lane's columns: [ROWS, Dv].
+template <int LANES>
 struct VectorOut {
-  Fragment<float> pairs[ROWS][V_UNITS][SPAN_FRAGMENTS];
+  static constant constexpr int LOAD_KEYS = SIMD_LANES / LANES;
+  static constant constexpr int LOADS = BLOCK_K / LOAD_KEYS;
+  static constant constexpr int UNITS = V_PADDED / (UNIT_COLUMNS * LANES);
+  // Whether no lane has a unit behind a row's end.
+  static constant constexpr bool WHOLE_UNITS = HEAD_DIM_V == V_PADDED;
+  // A lane's columns of a unit, once the sums of all keys are shared out.
+  static constant constexpr int OUT_COLUMNS = UNIT_COLUMNS / LOAD_KEYS;
 
-  METAL_FUNC void fill(float value) thread {
+  Fragment<float> pairs[ROWS][UNITS][SPAN_FRAGMENTS];
+  Unit<KvTileElement> units[LOADS][UNITS];  // of the values of a block
+  uint2 codes[LOADS][UNITS];                // KV_BLOCK_SCALES
+  float scales[LOADS][UNITS];               // KV_BLOCK_SCALES
+  threadgroup float* weights;               // [BLOCK_K + 1, ROWS]: corrections follow weights
+  threadgroup float* shares;                // [ROWS], where the last block's scores were
+  DecodeLane own;
+
+  METAL_FUNC void reset(threadgroup float* score_tiles, threadgroup float* weight_tiles,
+                        thread const DecodeLane& lane) thread {
+    own = lane;
+    weights = weight_tiles + own.simdgroup * SIMDGROUP_WEIGHTS;
+    shares = score_tiles + own.simdgroup * SCORE_TILE;
     UNROLL
     for (short r = 0; r < ROWS; r++) {
       UNROLL
-      for (short u = 0; u < V_UNITS; u++) {
+      for (short u = 0; u < UNITS; u++) {
         UNROLL
         for (short f = 0; f < SPAN_FRAGMENTS; f++) {
-          pairs[r][u][f] = Fragment<float>(value, value);
+          pairs[r][u][f] = Fragment<float>(0.0f, 0.0f);
         }
       }
     }
   }
 
-  // Adds up the sums of lanes with other keys, and writes each row's times its share. A negative
-  // share is that of a row that sees nothing.
-  METAL_FUNC void store(threadgroup float* rows, const threadgroup float* shares,
-                        ushort lane) const thread {
-    UNROLL
-    for (short r = 0; r < ROWS; r++) {
-      const float share = shares[r];
-      UNROLL
-      for (short u = 0; u < V_UNITS; u++) {
-        float sums[UNIT_COLUMNS];
-        UNROLL
-        for (short f = 0; f < SPAN_FRAGMENTS; f++) {
-          sums[2 * f] = pairs[r][u][f].x;
-          sums[2 * f + 1] = pairs[r][u][f].y;
-        }
-        // Of a pair of lanes each keeps half of the columns, and gives the other half away.
-        short count = UNIT_COLUMNS;
-        short first = 0;
-        UNROLL
-        for (ushort bit = KEY_LANES; bit < SIMD_LANES; bit *= 2) {
-          count /= 2;
-          const bool upper = (lane & bit) != 0;
-          first += upper ? count : short(0);
-          UNROLL
-          for (short n = 0; n < count; n++) {
-            const float given = upper ? sums[n] : sums[n + count];
-            const float kept = upper ? sums[n + count] : sums[n];
-            sums[n] = kept + simd_shuffle_xor(given, bit);
-          }
-        }
-        threadgroup float* place = rows + r * V_PADDED + value_column(u, lane) + first;
-        UNROLL
-        for (short n = 0; n < OUT_COLUMNS; n++) {
-          place[n] = share < 0.0f ? 0.0f : sums[n] * share;
-        }
-      }
+  // The first column of the lane's unit u.
+  METAL_FUNC int value_column(short u) const thread {
+    return (u * LANES + own.lane % LANES) * UNIT_COLUMNS;
+  }
+
+  METAL_FUNC void begin_block(thread const BlockKeys&, thread const Values& values, int first_key,
+                              thread const Sequence& sequence) thread {
+    if (V_FIRST) {
+      load(values, first_key, sequence);
     }
   }
-};
 
-// A lane's units of the values of a block of keys.
-struct VectorValues {
-  Unit<KvTileElement> units[LOADS][V_UNITS];
-#if KV_BLOCK_SCALES
-  uint2 codes[LOADS][V_UNITS];
-  float scales[LOADS][V_UNITS];
-#endif
-
-  METAL_FUNC void load(thread const Values& values, int first_key, thread const Sequence& sequence,
-                       ushort lane) thread {
+  METAL_FUNC void load(thread const Values& values, int first_key,
+                       thread const Sequence& sequence) thread {
     UNROLL
     for (short n = 0; n < LOADS; n++) {
-      const int key = first_key + n * LOAD_KEYS + lane / KEY_LANES;
+      const int key = first_key + n * LOAD_KEYS + own.lane / LANES;
       const typename Values::Place place = values.find(min(key, sequence.kv_length - 1));
       UNROLL
-      for (short u = 0; u < V_UNITS; u++) {
-        const int column = value_column(u, lane);
-#if KV_BLOCK_SCALES
-        const bool inside = WHOLE_UNITS || column < HEAD_DIM_V;
-        scales[n][u] = inside ? values.span_scale(place, column / SPAN_COLUMNS) : 0.0f;
-        codes[n][u] = inside ? values.codes(place, column) : uint2(0);
-#else
-        units[n][u].template load<HEAD_DIM_V, WHOLE_UNITS>(values, place, column, true);
-#endif
+      for (short u = 0; u < UNITS; u++) {
+        const int column = value_column(u);
+        if (KV_BLOCK_SCALES) {
+          const bool inside = WHOLE_UNITS || column < HEAD_DIM_V;
+          scales[n][u] = inside ? values.span_scale(place, column / SPAN_COLUMNS) : 0.0f;
+          codes[n][u] = inside ? values.codes(place, column) : uint2(0);
+        } else {
+          units[n][u].template load<HEAD_DIM_V, WHOLE_UNITS>(values, place, column, true);
+        }
       }
     }
     if (first_key < sequence.first_key || first_key + BLOCK_K > sequence.kv_length) {
-      clear(first_key, sequence, lane);
+      clear(first_key, sequence);
     }
   }
 
   // Values that do not exist: their weight is zero, and zero times whatever lies there must stay
   // zero.
-  METAL_FUNC void clear(int first_key, thread const Sequence& sequence, ushort lane) thread {
+  METAL_FUNC void clear(int first_key, thread const Sequence& sequence) thread {
     UNROLL
     for (short n = 0; n < LOADS; n++) {
-      const int key = first_key + n * LOAD_KEYS + lane / KEY_LANES;
+      const int key = first_key + n * LOAD_KEYS + own.lane / LANES;
       if (key < sequence.first_key || key >= sequence.kv_length) {
         UNROLL
-        for (short u = 0; u < V_UNITS; u++) {
-#if KV_BLOCK_SCALES
-          scales[n][u] = 0.0f;
-#else
-          units[n][u].fill(KvTileElement(0));
-#endif
+        for (short u = 0; u < UNITS; u++) {
+          if (KV_BLOCK_SCALES) {
+            scales[n][u] = 0.0f;
+          } else {
+            units[n][u].fill(KvTileElement(0));
+          }
         }
       }
     }
   }
 
-  // o = o * corrections + weights v; the weights are [BLOCK_K, ROWS], and corrections follow them.
-  METAL_FUNC void accumulate(thread VectorOut& o, const threadgroup float* weights,
-                             ushort lane) thread {
+  // out = out * corrections + weights v
+  METAL_FUNC void accumulate(thread const BlockKeys&, thread const float* corrections,
+                             thread const ScoreRow* scores, thread const Values& values,
+                             int first_key, thread const Sequence& sequence) thread {
+    if (own.row < ROWS) {
+      UNROLL
+      for (short j = 0; j < KEY_FRAGMENTS; j++) {
+        threadgroup float* place = weights + (j * FRAGMENT + own.column) * ROWS + own.row;
+        place[0] = scores[0].fragments[0][j].x;
+        place[ROWS] = scores[0].fragments[0][j].y;
+      }
+      if (own.column == 0) {
+        weights[BLOCK_K * ROWS + own.row] = corrections[0];
+      }
+    }
+    if (!V_FIRST) {
+      load(values, first_key, sequence);
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    add_block();
+  }
+
+  METAL_FUNC void add_block() thread {
     float corrections[ROWS];
     UNROLL
     for (short r = 0; r < ROWS; r++) {
       corrections[r] = weights[BLOCK_K * ROWS + r];
     }
-    float own[LOADS][ROWS];
+    float key_weights[LOADS][ROWS];
     UNROLL
     for (short n = 0; n < LOADS; n++) {
       UNROLL
       for (short r = 0; r < ROWS; r++) {
-        own[n][r] = weights[(n * LOAD_KEYS + lane / KEY_LANES) * ROWS + r];
+        key_weights[n][r] = weights[(n * LOAD_KEYS + own.lane / LANES) * ROWS + r];
       }
     }
     UNROLL
-    for (short u = 0; u < V_UNITS; u++) {
+    for (short u = 0; u < UNITS; u++) {
       float unit_weights[LOADS][ROWS];
       UNROLL
       for (short n = 0; n < LOADS; n++) {
-#if KV_BLOCK_SCALES
-        units[n][u].expand_codes(codes[n][u]);
-#endif
+        if (KV_BLOCK_SCALES) {
+          units[n][u].expand_codes(codes[n][u]);
+        }
         UNROLL
         for (short r = 0; r < ROWS; r++) {
-#if KV_BLOCK_SCALES
-          unit_weights[n][r] = own[n][r] * scales[n][u];
-#else
-          unit_weights[n][r] = own[n][r];
-#endif
+          unit_weights[n][r] =
+              KV_BLOCK_SCALES ? key_weights[n][r] * scales[n][u] : key_weights[n][r];
         }
       }
       UNROLL
@@ -177,11 +162,76 @@ struct VectorValues {
         }
         UNROLL
         for (short r = 0; r < ROWS; r++) {
-          o.pairs[r][u][f] = o.pairs[r][u][f] * corrections[r] + block[r];
+          pairs[r][u][f] = pairs[r][u][f] * corrections[r] + block[r];
+        }
+      }
+    }
+  }
+
+  // A negative share is that of a row that sees nothing.
+  METAL_FUNC void scale_row(short, float share, bool sees_nothing) thread {
+    if (own.column == 0 && own.row < ROWS) {
+      shares[own.row] = sees_nothing ? -1.0f : share;
+    }
+  }
+
+  // Each row's sums times its share, over lanes and SIMD groups with other keys.
+  METAL_FUNC void write_rows(threadgroup Fragment<float>* sums, int first_row, int rows,
+                             int kv_head, thread const TileRow*, thread const SplitResult& result,
+                             constant FlashDecodeParams& params) const thread {
+    constexpr int PAIRS = V_PADDED / LANE_COLUMNS;  // of a row
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    sum_lanes(reinterpret_cast<threadgroup float*>(sums) + own.simdgroup * ROWS * V_PADDED);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int n = own.simdgroup * SIMD_LANES + own.lane; n < ROWS * PAIRS; n += THREADS) {
+      if (first_row + n / PAIRS < rows) {
+        Fragment<float> sum = sums[n];
+        UNROLL
+        for (short part = 1; part < SIMDGROUPS; part++) {
+          sum += sums[part * ROWS * PAIRS + n];
+        }
+        TileRow one;
+        one.reset(first_row + n / PAIRS, kv_head, params.problem);
+        OutRow out_row;
+        result.place(out_row, one.head, params);
+        out_row.store(one.query, n % PAIRS * LANE_COLUMNS, sum);
+      }
+    }
+  }
+
+  METAL_FUNC void sum_lanes(threadgroup float* rows) const thread {
+    UNROLL
+    for (short r = 0; r < ROWS; r++) {
+      const float share = shares[r];
+      UNROLL
+      for (short u = 0; u < UNITS; u++) {
+        float sums[UNIT_COLUMNS];
+        UNROLL
+        for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+          sums[2 * f] = pairs[r][u][f].x;
+          sums[2 * f + 1] = pairs[r][u][f].y;
+        }
+        // Of a pair of lanes each keeps half of the columns, and gives the other half away.
+        short count = UNIT_COLUMNS;
+        short first = 0;
+        UNROLL
+        for (ushort bit = LANES; bit < SIMD_LANES; bit *= 2) {
+          count /= 2;
+          const bool upper = (own.lane & bit) != 0;
+          first += upper ? count : short(0);
+          UNROLL
+          for (short n = 0; n < count; n++) {
+            const float given = upper ? sums[n] : sums[n + count];
+            const float kept = upper ? sums[n + count] : sums[n];
+            sums[n] = kept + simd_shuffle_xor(given, bit);
+          }
+        }
+        threadgroup float* place = rows + r * V_PADDED + value_column(u) + first;
+        UNROLL
+        for (short n = 0; n < OUT_COLUMNS; n++) {
+          place[n] = share < 0.0f ? 0.0f : sums[n] * share;
         }
       }
     }
   }
 };
-
-#endif

@@ -30,25 +30,28 @@
   UNLESS(feature, threadgroup type* const name = nullptr;)
 
 // Numbers that are 0 where they are not given, and the features that follow from them.
-#ifndef PAGE_SIZE
+#ifdef PAGE_SIZE
+#define PAGED 1
+#else
 #define PAGE_SIZE 0
 #endif
-#ifndef KV_FORMAT
+#ifdef KV_FORMAT
+#define QUANTISED 1
+#else
 #define KV_FORMAT 0
 #endif
 #ifndef FLEX_Q_BLOCK
 #define FLEX_Q_BLOCK 0
 #define FLEX_KV_BLOCK 0
 #endif
-#if PAGE_SIZE
-#define PAGED 1
-#endif
-#if KV_FORMAT
-#define QUANTISED 1
-#endif
 // Whether tiles walk along lists of blocks (blocks.h).
 #if FLEX_Q_BLOCK || MASK_BLOCKS
 #define BLOCK_LISTS 1
+#endif
+
+// Whether score_mod has another slope than 1.
+#ifdef FLEX_SLOPE
+#define FLEX_SLOPED 1
 #endif
 
 #define FEATURE(name) \
@@ -65,7 +68,10 @@ FEATURE(MASK)
 FEATURE(MASK_PAIRS)
 FEATURE(MASK_BLOCKS)
 // Scores and weights.
+FEATURE(FLEX_SLOPED)
 FEATURE(SOFTCAP)
+// The options by which d score / d product is not constant: the backward multiplies by it.
+constant constexpr bool SCORE_SLOPES = SOFTCAP || FLEX_SLOPED;
 FEATURE(ALIBI)
 FEATURE(BIAS)
 FEATURE(BIAS_PAIRS)

@@ -7,7 +7,27 @@
 #include "scores.h"
 #include "tile.h"
 
-#if FLEX
+// The texts of what does nothing.
+#ifndef FLEX_SCORE
+#define FLEX_SCORE return score;
+#else
+#define FLEX_SCORED 1
+#endif
+#ifdef FLEX_SLOPE
+#define FLEX_SLOPE_TEXT FLEX_SLOPE
+#else
+#define FLEX_SLOPE_TEXT return 1.0f;
+#endif
+#ifndef FLEX_MASK
+#define FLEX_MASK return true;
+#endif
+#ifndef FLEX_SHARE
+#define FLEX_SHARE return 0.0f;
+#define FLEX_PLACE return 0;
+#endif
+
+FEATURE(FLEX_SCORED)
+
 // Along a dimension of `size`, where -1 is the last. What is out of range is not read: the score is
 // NaN instead.
 METAL_FUNC int64_t flex_index(int64_t index, int size, thread bool& impossible) {
@@ -175,22 +195,17 @@ METAL_FUNC T flex_left_shift(T a, T bits) {
   thread const FlashInputs &inputs, constant FlexParams &params, int batch, int head, int query, \
       int key, thread bool &impossible
 
-#ifdef FLEX_SCORE
 METAL_FUNC float flex_score(float score, FLEX_ARGUMENTS){FLEX_SCORE}
-#endif
-#ifdef FLEX_SLOPE
-METAL_FUNC float flex_slope(float score, FLEX_ARGUMENTS){FLEX_SLOPE}
-#endif
-#ifdef FLEX_SHARE
+
+METAL_FUNC float flex_slope(float score, FLEX_ARGUMENTS){FLEX_SLOPE_TEXT}
+
 METAL_FUNC float flex_share(float score, FLEX_ARGUMENTS){FLEX_SHARE}
 
 METAL_FUNC int64_t flex_place(float score, FLEX_ARGUMENTS){FLEX_PLACE}
-#endif
-#ifdef FLEX_MASK
+
 METAL_FUNC bool flex_mask(FLEX_ARGUMENTS) {
   FLEX_MASK
 }
-#endif
 
 // The rules of one (sequence, head). A row of the tile is a query and a column a key, or with
 // TRANSPOSED the other way round.
@@ -221,27 +236,19 @@ struct FlexRules {
     const int query = min(TRANSPOSED ? column : row, last_query);
     const int key = min(TRANSPOSED ? row : column, last_key);
     bool impossible = false;
-    slope = 1.0f;
-#ifdef FLEX_SCORE
     const float scaled = product * params.softmax_scale;
-    float score =
-        base_2(flex_score(scaled, inputs, params.flex, batch, head, query, key, impossible));
-#else
     float score = product * params.scale_log2;
-#endif
-#ifdef FLEX_SLOPE
+    if (FLEX_SCORED) {
+      score = base_2(flex_score(scaled, inputs, params.flex, batch, head, query, key, impossible));
+    }
     slope = flex_slope(scaled, inputs, params.flex, batch, head, query, key, impossible);
-#endif
-#ifdef FLEX_MASK
     if (masked && !flex_mask(inputs, params.flex, batch, head, query, key, impossible)) {
       score = -INFINITY;
       slope = 0.0f;
     }
-#endif
     return impossible ? NAN : score;
   }
 
-#ifdef FLEX_SHARE
   // The element of the captured tensor that row `fragment` of the lane loads for a key, and the
   // derivative of score_mod by it. INT_MAX, which is no element, for an index that is out of range:
   // its score is NaN.
@@ -256,7 +263,6 @@ struct FlexRules {
     const int64_t found = flex_place(scaled, inputs, params.flex, batch, head, query, key, outside);
     return outside || found < 0 || found > INT_MAX ? INT_MAX : int(found);
   }
-#endif
 
   // Products become scores in base 2, and `slopes` what gradients of scores are multiplied by, for
   // columns from `first_column` on. masked: whether mask_mod is applied.
@@ -265,12 +271,10 @@ struct FlexRules {
                                   thread RegisterTile<float, ROWS, COLUMNS>& slopes,
                                   int first_column, bool masked, thread const FlashInputs& inputs,
                                   constant FlashParams& params) const thread {
-#ifndef FLEX_SCORE
-    if (!masked) {
+    if (!FLEX_SCORED && !masked) {
       scores.scale(params.scale_log2);
       return;
     }
-#endif
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       UNROLL
@@ -298,8 +302,4 @@ struct FlexRules {
 };
 
 template <int ROWS, bool TRANSPOSED>
-using Rules = FlexRules<ROWS, TRANSPOSED>;
-#else
-template <int ROWS, bool TRANSPOSED>
-using Rules = ScoreRules<ROWS, TRANSPOSED>;
-#endif
+using Rules = conditional_t<FLEX, FlexRules<ROWS, TRANSPOSED>, ScoreRules<ROWS, TRANSPOSED>>;

@@ -41,7 +41,9 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   X(BLOCK_LISTS, const device int*, block_indices, FLEX_BLOCK_INDICES)                \
   X(FLEX_FULL_BLOCKS, const device int*, full_block_counts, FLEX_FULL_BLOCK_COUNTS)   \
   X(FLEX_FULL_BLOCKS, const device int*, full_block_indices, FLEX_FULL_BLOCK_INDICES) \
-  X(FLEX_ORDER, const device int*, block_order, FLEX_BLOCK_ORDER)
+  X(FLEX_ORDER, const device int*, block_order, FLEX_BLOCK_ORDER)                     \
+  X(APPEND, const device ELEMENT*, new_k, FLASH_DECODE_NEW_K)                         \
+  X(APPEND, const device ELEMENT*, new_v, FLASH_DECODE_NEW_V)
 
 // A kernel's parameters, the fields that hold them, and how they get there. A field without a
 // buffer is null. score_mod's tensors, FLEX_CAPTURES, have no feature of their own.

@@ -33,7 +33,9 @@ struct Operand {
     row_stride = strides.row;
   }
 
-  // What rows of a cache need (cache.h).
+  // What rows of a cache have and need (cache.h).
+  METAL_FUNC uint2 codes(thread const Place&, int) const thread { return uint2(0); }
+  METAL_FUNC float span_scale(thread const Place&, int) const thread { return 1.0f; }
   METAL_FUNC void reset_pages(const device int*, int, int) const thread {}
   template <typename Scale>
   METAL_FUNC void reset_scale(const device Scale*, constant RowStrides&, int, int, int,

@@ -25,21 +25,14 @@ METAL_FUNC uint row_of(uint3 threadgroup_position, uint3 threadgroups, ushort th
 
 // The position in the row of a thread's item of the block that starts at `block`.
 METAL_FUNC uint item_position(uint block, ushort row_thread, short item) {
-#if WIDE_LOADS
-  return block + uint(row_thread) * ITEMS + item;
-#else
-  return block + uint(item) * ROW_THREADS + row_thread;
-#endif
+  return WIDE_LOADS ? block + uint(row_thread) * ITEMS + item
+                    : block + uint(item) * ROW_THREADS + row_thread;
 }
 
 // Whether the thread's items are one chunk, inside the row and none before `begin`.
 METAL_FUNC bool is_whole_chunk(uint block, ushort row_thread, uint begin, uint length) {
-#if WIDE_LOADS
   const uint first = item_position(block, row_thread, 0);
-  return first >= begin && first + ITEMS <= length;
-#else
-  return false;
-#endif
+  return WIDE_LOADS && first >= begin && first + ITEMS <= length;
 }
 
 // The thread's items of a block in float32; -inf, which has no weight, past the end of the row.

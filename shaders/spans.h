@@ -40,7 +40,6 @@ struct Unit {
     }
   }
 
-#if KV_BLOCK_SCALES
   METAL_FUNC void expand_codes(uint2 codes) thread {
     T values[UNIT_COLUMNS];
     expand<T, UNIT_COLUMNS>(values, codes, values);
@@ -49,7 +48,6 @@ struct Unit {
       fragments[j] = Fragment<T>(values[2 * j], values[2 * j + 1]);
     }
   }
-#endif
 
   // From `column` on; 0 behind the row's COLUMNS, and everywhere unless it `exists`. WHOLE: no unit
   // begins behind them.

@@ -62,13 +62,7 @@ using Fragment = vec<T, LANE_COLUMNS>;
 constexpr int span_offset(short j) { return j / 4 * SPAN_COLUMNS + j % 4 * LANE_COLUMNS; }
 
 // The same in its row of a tile, which with tensor tiles is made of spans.
-constexpr int column_offset(short j) {
-#if TENSOR_TILES
-  return span_offset(j);
-#else
-  return j * FRAGMENT;
-#endif
-}
+constexpr int column_offset(short j) { return TENSOR_TILES ? span_offset(j) : j * FRAGMENT; }
 
 METAL_FUNC ushort fragment_row(ushort lane) { return ((lane / 4) & 4) + ((lane / 2) % 4); }
 
@@ -161,16 +155,15 @@ METAL_FUNC uint load_word(const device T* row, int column) {
 // start on a 16-byte boundary are read element by element.
 template <int COLUMNS, typename T>
 METAL_FUNC uint4 load_chunk(const device T* row, int column) {
-#if WIDE_LOADS
-  return *reinterpret_cast<const device uint4*>(row + column);
-#else
+  if (WIDE_LOADS) {
+    return *reinterpret_cast<const device uint4*>(row + column);
+  }
   uint4 chunk;
   UNROLL
   for (short i = 0; i < 4; i++) {
     chunk[i] = load_word<COLUMNS>(row, column + i * int(sizeof(uint) / sizeof(T)));
   }
   return chunk;
-#endif
 }
 
 // Zips two rows' chunks, a0 a1 .. and b0 b1 .., into low:high = a0 b0 a1 b1 ..

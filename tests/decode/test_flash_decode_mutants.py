@@ -6,10 +6,10 @@ from tests.helpers.mutants import mutant_tests, repeated
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 DEVICE_BARRIER = "threadgroup_barrier(mem_flags::mem_device);"
 SIMD_BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);\n"
-Q_COLUMN = "span * SPAN_COLUMNS + span_column(row, n % SPAN_FRAGMENTS)"
-HIDES = "kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end"
-SHARE = "fast::exp2(softmax[i].row_max - total.row_max) / total_sum"
-FIRST_SPLIT_KEY = "begin + min(split * split_steps, shared_steps)"
+Q_COLUMN = "own.span(n / SPAN_FRAGMENTS) * SPAN_COLUMNS + span_column"
+HIDES = "kv_block < seen_by_last.begin || kv_block + BLOCK_K > seen_by_first.end"
+SHARE = "fast::exp2(tile.softmax[i].row_max - total.row_max) / total_sum"
+FIRST_SPLIT_KEY = "keys.begin + min(split * split_steps, shared_steps)"
 LAST_SPLIT_KEY = "min((split + 1) * split_steps, shared_steps)"
 PRODUCTS = """place = tile + (i * FRAGMENT + column) * SCORE_STRIDE + j * FRAGMENT + row;
       place[0] = products.fragments[j][i].x;
@@ -28,18 +28,21 @@ MUTANTS = {
             "UNIT_COLUMNS + 2 * (3 - f) +",
         ),
         "units of q reversed": ("row / 2 * UNIT_COLUMNS", "(3 - row / 2) * UNIT_COLUMNS"),
-        "spans of q swapped": (Q_COLUMN, Q_COLUMN.replace("span *", "(span ^ 1) *")),
+        "spans of q swapped": (
+            Q_COLUMN,
+            Q_COLUMN.replace("own.span(n / SPAN_FRAGMENTS)", "(own.span(n / SPAN_FRAGMENTS) ^ 1)"),
+        ),
         "one unit of k for all": (
-            "span * SPAN_COLUMNS + unit_column,\n                                   !V_IN_K",
-            "span * SPAN_COLUMNS,\n                                   !V_IN_K",
+            "load_key(unit, j, keys, own.span(s) * SPAN_COLUMNS + own.unit_column)",
+            "load_key(unit, j, keys, own.span(s) * SPAN_COLUMNS)",
         ),
         "one unit of v for all": (
-            repeated("v_places[j], span * SPAN_COLUMNS + unit_column"),
-            "v_places[j], span * SPAN_COLUMNS",
+            "column = span * SPAN_COLUMNS + unit_column",
+            "column = span * SPAN_COLUMNS",
         ),
         "units of out swapped": (
-            "span * SPAN_COLUMNS + unit_column + d %",
-            "span * SPAN_COLUMNS + (unit_column ^ 8) + d %",
+            "span * SPAN_COLUMNS + own.unit_column + d %",
+            "span * SPAN_COLUMNS + (own.unit_column ^ 8) + d %",
             (None, "out_of_bounds"),
         ),
         "pairs of a unit swapped": (
@@ -85,8 +88,8 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "keys of the first SIMD group for all": (
-            "kv_begin + key_simdgroup * BLOCK_K",
-            "kv_begin",
+            "places.begin + own.key_simdgroup * BLOCK_K",
+            "places.begin",
         ),
         "scores not transposed": (
             PRODUCTS,
@@ -95,41 +98,47 @@ MUTANTS = {
             .replace("[SCORE_STRIDE]", "[1]"),
         ),
         "scores of all SIMD groups in one tile": (
-            repeated("tiles + simdgroup * SCORE_TILE"),
-            "tiles",
+            "tile = tiles + simdgroup * SCORE_TILE",
+            "tile = tiles",
             "race",
         ),
-        "correction dropped": ("sum * corrections[i] + block", "sum + block"),
+        "correction dropped": ("sum * corrections[i] + products", "sum + products"),
         "visibility never applied": ("if (hides) {", "if (false) {"),
-        "visibility in the block at 0": ("own[i].query, kv_block + column", "own[i].query, column"),
+        "visibility in the block at 0": (
+            "rows[i].query, kv_block + column",
+            "rows[i].query, column",
+        ),
         "visibility of the first query": (
-            "visible.apply<false>(scores[i], own[i].query,",
+            "visible.apply<false>(scores[i], rows[i].query,",
             "visible.apply<false>(scores[i], 0,",
         ),
         "a SIMD group's state left out": (
-            "n < KEY_SIMDGROUPS; n++) {\n          const float2 state",
-            "n < KEY_SIMDGROUPS - 1; n++) {\n          const float2 state",
+            "n < KEY_SIMDGROUPS; n++) {\n      const float2 state",
+            "n < KEY_SIMDGROUPS - 1; n++) {\n      const float2 state",
         ),
         "states joined as they are": (
-            "state.y * fast::exp2(state.x - total.row_max)",
+            "state.y * fast::exp2(state.x - row_max)",
             "state.y",
         ),
-        "states of the first rows": ("states + min(i * FRAGMENT + row, ROWS - 1)", "states"),
+        "states of the first rows": (
+            repeated("states + min(i * FRAGMENT + row, ROWS - 1)"),
+            "states",
+        ),
         "shares not normalised": (SHARE, SHARE.replace(" / total_sum", "")),
         "shares without their maximum": (SHARE, "1.0f / total_sum"),
         "a SIMD group's out left out": (
-            "o.fragments[i][d] += sum;",
-            "o.fragments[i][d] += giver == 1 ? Fragment<float>(0.0f, 0.0f) : sum;",
+            "tile.fragments[i][d] += sum;",
+            "tile.fragments[i][d] += giver == 1 ? Fragment<float>(0.0f, 0.0f) : sum;",
         ),
         "out of the fragment before": (
-            "tile[(i * OWN_V_FRAGMENTS + d) * SIMD_LANES + lane]",
-            "tile[(i * OWN_V_FRAGMENTS + d / 2) * SIMD_LANES + lane]",
+            "sums[(i * OWN_V_FRAGMENTS + d) * SIMD_LANES + own.lane]",
+            "sums[(i * OWN_V_FRAGMENTS + d / 2) * SIMD_LANES + own.lane]",
         ),
-        "sum of one lane": (repeated("softmax[i].row_sum()"), "softmax[i].lane_sum"),
+        "sum of one lane": ("tile.softmax[i].row_sum()", "tile.softmax[i].lane_sum"),
         "logarithm in base 2": ("log2(row_sum)) * M_LN2_F", "log2(row_sum))"),
         "q not shared": (
-            "share(q_tile, q_pairs, key_simdgroup, lane);",
-            "q_tile.fill(ELEMENT(0)); share(q_tile, q_pairs, key_simdgroup, lane);",
+            "share(q_tile, pairs, own.key_simdgroup",
+            "q_tile.fill(ELEMENT(0)); share(q_tile, pairs, own.key_simdgroup",
         ),
         "no barrier after q is shared": (
             "  }\n  " + BARRIER + "  UNROLL\n  for (short n",
@@ -152,7 +161,7 @@ MUTANTS = {
             "uninitialised",
         ),
         "no barrier between givers of out": (
-            "if (giver > 0) {\n      " + BARRIER,
+            "if (giver > 0) {\n        " + BARRIER,
             "if (giver > 0) {\n",
             ("race", "uninitialised"),
         ),
@@ -166,10 +175,10 @@ MUTANTS = {
             LAST_SPLIT_KEY,
             LAST_SPLIT_KEY.replace("split_steps,", "split_steps - 1,"),
         ),
-        "every split from the first key": (FIRST_SPLIT_KEY, "begin + 0"),
+        "every split from the first key": (FIRST_SPLIT_KEY, "keys.begin + 0"),
         "a split's out where the first has its own": (
-            "out + split * params.out_split_stride",
-            "out",
+            "all + split * params.out_split_stride",
+            "all",
             "race",
         ),
         "a split's lse where the first has its own": (
@@ -206,23 +215,23 @@ MUTANTS = {
     },
     problems.values_first: {
         "values of one span loaded": (
-            "block.load_values(s, span",
-            "block.load_values(0, span",
+            repeated("block.load_values(s, own"),
+            "block.load_values(0, own",
             "uninitialised",
         ),
     },
     problems.vectors: {
         "units of one lane for all": (
-            "u * KEY_LANES + lane % KEY_LANES",
-            "u * KEY_LANES",
+            "u * LANES + own.lane % LANES",
+            "u * LANES",
             (None, "race", "uninitialised"),
         ),
         "values of the first keys": (
-            "first_key + n * LOAD_KEYS + lane / KEY_LANES;\n      const typename",
+            "first_key + n * LOAD_KEYS + own.lane / LANES;\n      const typename",
             "first_key + n * LOAD_KEYS;\n      const typename",
         ),
         "weights of the first keys": (
-            "weights[(n * LOAD_KEYS + lane / KEY_LANES) * ROWS + r]",
+            "weights[(n * LOAD_KEYS + own.lane / LANES) * ROWS + r]",
             "weights[n * LOAD_KEYS * ROWS + r]",
         ),
         "values outside the lengths not cleared": (
@@ -258,13 +267,13 @@ MUTANTS = {
         ),
         "share of the first row": ("share = shares[r]", "share = shares[0]"),
         "no barrier after the weights": (
-            "#endif\n      " + SIMD_BARRIER + "      block_values",
-            "#endif\n      block_values",
+            SIMD_BARRIER + "    add_block",
+            "add_block",
             ("race", "uninitialised"),
         ),
         "no barrier after out": (
-            "lane);\n    " + BARRIER,
-            "lane);\n",
+            "V_PADDED);\n    " + BARRIER,
+            "V_PADDED);\n",
             ("race", "uninitialised"),
         ),
         "a SIMD group's sums left out": (
@@ -282,30 +291,30 @@ MUTANTS = {
             "products.fragments[j][i] = chain",
         ),
         "span past the last stored": (
-            "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n            out_row",
-            "if (true) {\n            out_row",
+            "if (span_exists(span, V_SPANS))",
+            "if (true)",
             "race",
         ),
         "span past the last read": (
-            "QK_SPANS % COLUMN_SIMDGROUPS == 0 || span < QK_SPANS",
+            "span_exists(own.span(s), QK_SPANS)",
             "true",
             "out_of_bounds",
         ),
         "span past the last of v read": (
-            "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n#if !V_FIRST",
-            "if (true) {\n#if !V_FIRST",
+            "if (span_exists(own.span(s), V_SPANS)) {\n        if (!V_FIRST)",
+            "if (true) {\n        if (!V_FIRST)",
             "uninitialised",
         ),
         "span past the last of v read first": (
-            "if (V_SPANS % COLUMN_SIMDGROUPS == 0 || span < V_SPANS) {\n          block.load",
-            "if (true) {\n          block.load",
+            "if (span_exists(own.span(s), V_SPANS)) {\n        block.load",
+            "if (true) {\n        block.load",
             "out_of_bounds",
         ),
     },
     problems.tiles: {
         "every tile the first": (
-            "own[i].reset(first_row + min(",
-            "own[i].reset(min(",
+            "rows[i].reset(first_row + min(",
+            "rows[i].reset(min(",
             "race",
         ),
         "q of the first tile": (
@@ -326,25 +335,25 @@ MUTANTS = {
     },
     problems.windows: {
         "window begins a block late": (
-            "begin / FRAGMENT * FRAGMENT",
-            "begin / FRAGMENT * FRAGMENT + FRAGMENT",
+            "seen.begin / BLOCK * BLOCK",
+            "seen.begin / BLOCK * BLOCK + BLOCK",
         ),
         "window ends at the first query's": (
             "keys_of(problem.q_length - 1).end",
             "keys_of(0).end",
         ),
-        "left edge never applied": (HIDES, "kv_block + BLOCK_K > of_first.end"),
-        "right edge never applied": (HIDES, "kv_block < of_last.begin"),
-        "left edge of the first query": (HIDES, HIDES.replace("of_last", "of_first")),
-        "right edge of the last query": (HIDES, HIDES.replace("of_first", "of_last")),
+        "left edge never applied": (HIDES, "kv_block + BLOCK_K > seen_by_first.end"),
+        "right edge never applied": (HIDES, "kv_block < seen_by_last.begin"),
+        "left edge of the first query": (HIDES, HIDES.replace("seen_by_last", "seen_by_first")),
+        "right edge of the last query": (HIDES, HIDES.replace("seen_by_first", "seen_by_last")),
     },
     problems.nothing: {
         "nothing seen, something shared": ("row_sums[i] == 0.0f;", "false;"),
     },
     problems.sinks: {
-        "sink dropped": ("#if SINK && !SPLIT", "#if 0"),
-        "sink counted by every split": ("#if SINK && !SPLIT", "#if SINK"),
-        "sink of the KV head": ("sink_weight(own[i].head,", "sink_weight(kv_head,"),
+        "sink dropped": ("if (SINK && !SPLIT)", "if (false)"),
+        "sink counted by every split": ("if (SINK && !SPLIT)", "if (SINK)"),
+        "sink of the KV head": ("sink_weight(head, total", "sink_weight(kv_head, total"),
         "sum not lowered to the sink": (
             "total_sum * fast::exp2(keys_max - total.row_max) +",
             "total_sum +",
@@ -358,12 +367,12 @@ MUTANTS = {
     },
     problems.rules: {
         "rules of the first query": (
-            "batch, own[i].head, own[i].query, column",
-            "batch, own[i].head, 0, column",
+            "batch, rows[i].head, rows[i].query, own.column",
+            "batch, rows[i].head, 0, own.column",
         ),
         "rules of the KV head": (
-            "batch, own[i].head, own[i].query, column",
-            "batch, kv_head, own[i].query, column",
+            "batch, rows[i].head, rows[i].query, own.column",
+            "batch, kv_head, rows[i].query, own.column",
         ),
         "rules dropped": (repeated("apply_bias_and_mask(scores, first_column, masked);"), ""),
     },
@@ -411,7 +420,7 @@ MUTANTS = {
     },
     problems.scales_of_spans: {
         "products of one scale": (
-            "span_scale(k_places[j], chain_span)",
+            "span_scale(k_places[j], min(own.span(first), QK_SPANS - 1))",
             "span_scale(k_places[j], 0)",
         ),
         "weights of one scale": ("span_scale(v_places[j], span)", "span_scale(v_places[j], 0)"),
@@ -441,13 +450,17 @@ MUTANTS = {
         ),
     },
     problems.impossible: {
-        "impossible sequences as clamped": ("if (sequence.impossible) {", "if (false) {"),
+        "impossible sequences as clamped": ("&& sequence.impossible)", "&& false)"),
         "out of the first head alone": (
-            "out_row.reset(split_out, params.out_strides, batch, own.head, 0, 0);",
-            "out_row.reset(split_out, params.out_strides, batch, kv_head, 0, 0);",
+            "result.place(out_row, one.head, params);\n      out_row.fill",
+            "result.place(out_row, kv_head, params);\n      out_row.fill",
         ),
         "as many rows as threads": ("n < rows; n += step", "n < 1; n += step"),
-        "lse left": ("+ own.query * params.lse_strides.row] = NAN;", "] = NAN;", "race"),
+        "lse left": (
+            "result.store_lse(one, NAN",
+            "one.query = 0;\n      result.store_lse(one, NAN",
+            "race",
+        ),
     },
     problems.step: {
         "no barrier after the new keys": (DEVICE_BARRIER, "", "race"),
@@ -489,7 +502,10 @@ MUTANTS = {
             "rows[row * row_stride + column]",
         ),
         "q rotated at the first row": ("start_at(first_rotary,", "start_at(0,"),
-        "q rotated as if without a padding": ("start_at(first_rotary,", "start_at(old_length,"),
+        "q rotated as if without a padding": (
+            "start_at(first_rotary,",
+            "start_at(first_rotary + sequence.first_key,",
+        ),
         "q's tokens always counted": (
             "start_at(first_rotary, params.q_advances != 0)",
             "start_at(first_rotary, true)",
@@ -514,15 +530,15 @@ MUTANTS = {
         "lengths below nothing counted from": ("used < 0 ? used :", ""),
     },
     problems.step_of_splits: {
-        "last split does not take the rest": ("split == splits - 1 ? end : min", "min"),
+        "last split does not take the rest": ("split == splits - 1 ? keys.end : min", "min"),
         "new keys in a step that is shared": (
-            "max(old_length - begin, 0) / STEP_K",
-            "(max(old_length - begin, 0) + STEP_K - 1) / STEP_K",
+            "max(old_length - keys.begin, 0) / STEP_K",
+            "(max(old_length - keys.begin, 0) + STEP_K - 1) / STEP_K",
             "race",
         ),
         "appended by the first split": (
-            "if (split == splits - 1) {\n    append",
-            "if (split == 0) {\n    append",
+            "if (split == splits - 1) {\n      append",
+            "if (split == 0) {\n      append",
             "race",
         ),
     },
@@ -534,7 +550,7 @@ MUTANTS = {
     },
     problems.step_of_indices: {
         "appended to the sequence's own batch": (
-            "place.cache_batch = inputs.cache_batch_idx[batch];",
+            "place.cache_batch = CACHE_BATCH_IDX ? inputs.cache_batch_idx[batch] : batch;",
             "place.cache_batch = batch;",
             "race",
         ),

@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from tests.flex.flex_check import (
     assert_within_twice,
+    block_mask,
     check_flex,
     check_flex_gradients,
     home,
@@ -40,7 +41,7 @@ def few(**options):
 
 
 def mask_of(mod=banded, batch=None, heads=None, block=BLOCK):
-    return create_block_mask(mod, batch, heads, QUERIES, KEYS, device="cpu", BLOCK_SIZE=block)
+    return block_mask(mod, batch, heads, (QUERIES, KEYS), block)
 
 
 def explained(*call, **options):
@@ -101,7 +102,7 @@ def test_rows_without_one_list_run_elsewhere():
     call = (None, mask_of(heads=4))
     assert explained(q, k, v, *call, enable_gqa=True).kernel == "flash_fwd"
     nine = torch.cat([q, q], 2)[:, :, :9]
-    mask = create_block_mask(banded, None, None, 9, KEYS, device="cpu", BLOCK_SIZE=BLOCK)
+    mask = block_mask(banded, sizes=(9, KEYS), block=BLOCK)
     assert explained(nine, k, v, None, mask, enable_gqa=True).kernel == "flash_fwd"
 
 
@@ -175,19 +176,19 @@ MUTANTS = {
     check_full_and_partial: {
         "full blocks are masked": ("masked = next_entry < partial.count;", "masked = true;"),
         "partial blocks are not": (
-            "#define BLOCK_MASKED listed.masked",
-            "#define BLOCK_MASKED false",
+            "blocks.masked,",
+            "false,",
         ),
         "off by one in the list": (
             "next_entry = place / BLOCK;",
             "next_entry = place / BLOCK + 1;",
         ),
         "off by one row": ("first_row + place % BLOCK", "first_row + place % BLOCK + 1"),
-        "a split's first block": ("int kv_begin = begin +", "int kv_begin = STEP_K + begin +"),
+        "a split's first block": ("own.begin = keys.begin +", "own.begin = STEP_K + keys.begin +"),
         "a split too short": ("min((split + 1) * split_steps", "min((split + 1) * split_steps - 1"),
         "a shorter list": (
-            "const int end = listed.count *",
-            "const int end = (listed.count - 1) *",
+            "return {0, count * BLOCK}",
+            "return {0, (count - 1) * BLOCK}",
         ),
     },
 }

@@ -1,4 +1,4 @@
-"""Calls of the small ops as data: what every op must do in PyTorch is tested over this table."""
+"""Calls of the ops as data: what every op must do in PyTorch is tested over this table."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,8 @@ class Example:
 
     make: arguments by name, on the CPU, of a length and of the dtype of what is not float32 alone.
     written: those that are written in place. differentiable: those that have gradients.
-    definition: the op in plain torch; its results, or what `written` holds afterwards.
+    definition: the op in plain torch; its results, or what `written` holds afterwards. Without one,
+        gradients have tests of their own.
     """
 
     op: str
@@ -32,9 +33,10 @@ class Example:
     definition: Callable[..., tuple[torch.Tensor, ...]] | None = None
 
     @property
-    def has_results(self) -> bool:
-        """Whether the op returns anything, also what it wrote; else torch knows less to do."""
-        return len(getattr(torch.ops.metal_attn, self.op).default._schema.returns) > 0
+    def returns_what_it_writes(self) -> bool:
+        """Or writes nothing: torch's vmap and its views with a sign know no other ops."""
+        returns = getattr(torch.ops.metal_attn, self.op).default._schema.returns
+        return len(returns) > 0 and (not self.written or returns[0].alias_info is not None)
 
     @property
     def explain(self) -> tuple[str, Arguments]:
@@ -44,11 +46,12 @@ class Example:
 
 
 def call(arguments: Arguments, example: Example, namespace=torch.ops.metal_attn):
-    """The results of a call; of an op in place, the tensors that it wrote."""
+    """The results of a call, and the tensors that it wrote."""
     results = getattr(namespace, example.op)(**arguments)
-    if example.written:
-        return tuple(arguments[name] for name in example.written)
-    return results if isinstance(results, tuple) else (results,)
+    written = tuple(arguments[name] for name in example.written)
+    if isinstance(results, tuple):
+        return *results, *written
+    return written or (results,)
 
 
 def on(device, arguments: Arguments) -> Arguments:
@@ -155,21 +158,33 @@ def _masked(scores, q_offset=0):
 _SOFTMAX = {"differentiable": ("x",), "definition": _weights}
 
 
-def _append(**options):
+def _append(options=(), **sizes):
     def make(length=5, dtype=torch.float16):
-        tensors = append_check.make(length=length, dtype=dtype, **options).tensors
+        tensors = append_check.make(length=length, dtype=dtype, **sizes).tensors
         for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
             # opcheck compares what NaN would hide, and multiplies, which float8 has no kernel for.
             if name in tensors and tensors[name].is_floating_point():
                 tensors[name] = tensors[name].clone().zero_()
             if name in tensors and tensors[name].dtype == torch.float8_e4m3fn:
                 tensors[name] = tensors[name].view(torch.uint8)
-        return tensors
+        return tensors | dict(options)
 
     return make
 
 
 _CACHES = ("k_cache", "v_cache")
+
+
+def _attention(layout=lambda q: q, **options):
+    def make(length=8, dtype=torch.float32):
+        q = normal(2, length, 4, 16, dtype=dtype).transpose(1, 2)
+        k, v = normal(2, 2, 13, 16, seed=1, dtype=dtype), normal(2, 2, 13, 8, seed=2, dtype=dtype)
+        return {"q": layout(q), "k": k, "v": v} | options
+
+    return make
+
+
+_FLASH = {"differentiable": ("q", "k", "v")}
 
 
 def _pages(length=8, dtype=torch.float32):
@@ -178,6 +193,11 @@ def _pages(length=8, dtype=torch.float32):
 
 
 EXAMPLES = {
+    "flash_fwd": Example("flash_fwd", _attention(), **_FLASH),
+    "flash_fwd causal": Example(
+        "flash_fwd", _attention(causal=True, q_offset=4, softmax_scale=0.3), **_FLASH
+    ),
+    "flash_decode": Example("flash_decode", _attention(causal=True, num_splits=1)),
     "rope": Example("rope", _rope(), **_ROPE),
     "rope at an offset": Example("rope", _rope(**_OFFSET), **_ROPE),
     "rope by positions": Example("rope", _rope(**_POSITIONS), **_ROPE),
@@ -210,15 +230,36 @@ EXAMPLES = {
     "append_kv of fp8": Example(
         "append_kv", _append(format="fp8_e4m3", cache_batch_idx=[1, 0]), _CACHES
     ),
+    "decode_step": Example(
+        "decode_step",
+        _append(
+            {"causal": True, "num_splits": 1},
+            seqlens=[13, 12],
+            rotary_dim=32,
+            q_heads=4,
+            kv_heads=2,
+        ),
+        _CACHES,
+    ),
     "copy_pages": Example("copy_pages", _pages, ("cache",)),
 }
 
+_QUERIES = {
+    "contiguous": lambda q: q.contiguous(),
+    "length batch head": lambda q: q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "expanded batch": lambda q: q[:1].expand(2, -1, -1, -1),
+    "expanded head": lambda q: q[:, :1].expand(-1, 4, -1, -1),
+    "one head": lambda q: q[:, :2][:, ::2].expand(-1, 2, -1, -1),
+    "slice of a wider tensor": lambda q: torch.cat([q, q], 3)[..., :16],
+    "empty": lambda q: q[:, :, :0],
+}
 # Operands of other strides, whose results must have the same ones on every device.
 STRIDED = {
-    f"rope: {layout}": Example("rope", _rope(layout))
-    for layout in LAYOUTS
-    if layout != "contiguous"
-} | {
+    **{
+        f"flash_fwd: {name}": Example("flash_fwd", _attention(layout))
+        for name, layout in _QUERIES.items()
+    },
+    **{f"rope: {name}": Example("rope", _rope(name)) for name in LAYOUTS if name != "contiguous"},
     "merge_state: transposed": Example("merge_state", _states(transposed=True)),
     "softmax: permuted": Example("softmax", _scores(layout=lambda x: x.permute(2, 0, 1))),
     "softmax: expanded": Example("softmax", _scores(layout=lambda x: x[:, :1].expand(2, 5, 7))),

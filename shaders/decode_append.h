@@ -1,0 +1,31 @@
+// New keys and values that a decoding kernel writes to the cache before it reads it.
+#pragma once
+
+#include "cache_write.h"
+#include "inputs.h"
+
+// Writes the new rows of one (sequence, KV head) after its `length` keys. Only with APPEND, where
+// the cache and its scales are not const.
+METAL_FUNC void append(thread const FlashInputs& inputs, int length, int batch, int kv_head,
+                       int thread_index, int threads, constant AppendParams& params) {
+  AppendBuffers buffers;
+  buffers.k = inputs.new_k;
+  buffers.v = inputs.new_v;
+  buffers.k_cache = const_cast<device KV_ELEMENT*>(inputs.k);
+  buffers.v_cache = const_cast<device KV_ELEMENT*>(inputs.v);
+  buffers.k_scale = const_cast<device KV_SCALE_ELEMENT*>(inputs.k_scale);
+  buffers.v_scale = const_cast<device KV_SCALE_ELEMENT*>(inputs.v_scale);
+  buffers.cos_table = inputs.q_cos;
+  buffers.sin_table = inputs.q_sin;
+  AppendPlace place;
+  place.first = length;
+  place.first_rotary = length;
+  if (LEFTPAD_K) {
+    place.first_rotary -= params.rotary_from_leftpad != 0 ? inputs.leftpad_k[batch] : 0;
+  }
+  if (PAGED) {
+    place.block_table = inputs.block_table + batch * params.block_table_stride;
+  }
+  place.cache_batch = CACHE_BATCH_IDX ? inputs.cache_batch_idx[batch] : batch;
+  append_rows(buffers, place, batch, kv_head, 0, params.length, thread_index, threads, params);
+}

@@ -1,0 +1,242 @@
+// A block of keys and values, multiplied by the matrix unit. Lanes load K and V straight into
+// fragments (spans.h).
+#pragma once
+
+#include "decode_tile.h"
+
+// The SIMD group's part of the products of one block of keys.
+struct BlockKeys {
+  // The lane's rows of k and v: past the last they repeat it.
+  typename Keys::Place k_places[KEY_FRAGMENTS];
+  typename Values::Place v_places[KEY_FRAGMENTS];
+  bool exist[KEY_FRAGMENTS];
+  Unit<KvTileElement> v_units[KEY_FRAGMENTS][OWN_V_SPANS];
+  uint2 v_codes[KEY_FRAGMENTS][OWN_V_SPANS];   // KV_BLOCK_SCALES
+  float v_scales[KEY_FRAGMENTS][OWN_V_SPANS];  // KV_BLOCK_SCALES
+
+  METAL_FUNC void reset(thread const Keys& keys, thread const Values& values, int first_row,
+                        thread const Sequence& sequence) thread {
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      const int row = first_row + j * FRAGMENT;
+      k_places[j] = keys.find(min(row, sequence.kv_length - 1));
+      v_places[j] = values.find(min(row, sequence.kv_length - 1));
+      exist[j] = row >= sequence.first_key && row < sequence.kv_length;
+    }
+  }
+
+  // What is still to be read for the values of span `span`, the SIMD group's s-th. Rows that do not
+  // exist are zero: their weight is zero, and zero times whatever lies there must stay zero.
+  METAL_FUNC void load_values(short s, int span, thread const Values& values,
+                              int unit_column) thread {
+    const int column = span * SPAN_COLUMNS + unit_column;
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      if (KV_BLOCK_SCALES) {
+        const float scale = values.span_scale(v_places[j], span);
+        v_scales[j][s] = exist[j] ? scale : 0.0f;
+      }
+      if (KV_BLOCK_SCALES && !V_IN_K) {
+        v_codes[j][s] = values.codes(v_places[j], column);
+      } else if (!V_IN_K) {
+        v_units[j][s].load<HEAD_DIM_V>(values, v_places[j], column, exist[j]);
+      }
+    }
+  }
+
+  // Makes ELEMENT of the codes of the s-th span, and scales the weights that they meet: a lane has
+  // the scales of its own row, and needs those of the keys of its two columns.
+  METAL_FUNC void scale_span(thread ScoreRow* span_weights, short s, ushort column) thread {
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      if (!V_IN_K) {
+        v_units[j][s].expand_codes(v_codes[j][s]);
+      }
+      const Fragment<float> scales =
+          Fragment<float>(simd_shuffle(v_scales[j][s], row_lane(column)),
+                          simd_shuffle(v_scales[j][s], row_lane(column + 1)));
+      UNROLL
+      for (short i = 0; i < ROW_FRAGMENTS; i++) {
+        span_weights[i].fragments[0][j] *= scales;
+      }
+    }
+  }
+
+  // The lane's unit of key fragment j, unscaled.
+  METAL_FUNC void load_key(thread Unit<KvTileElement>& unit, short j, thread const Keys& keys,
+                           int column) const thread {
+    if (KV_BLOCK_SCALES) {
+      unit.expand_codes(keys.codes(k_places[j], column));
+    } else {
+      unit.load<HEAD_DIM_QK>(keys, k_places[j], column, !V_IN_K || exist[j]);
+    }
+  }
+
+  // products = k q^T of the SIMD group's columns.
+  METAL_FUNC void multiply(thread ProductTile& products, thread const QueryTile& q_tile,
+                           thread const Keys& keys, thread const DecodeLane& own) thread {
+    products.fill(0.0f);
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      UNROLL
+      for (short first = 0; first < OWN_QK_SPANS; first += CHAIN_SPANS) {
+        RegisterTile<float, 1, ROW_FRAGMENTS> chain;
+        chain.fill(0.0f);
+        UNROLL
+        for (short s = first; s < min(OWN_QK_SPANS, first + CHAIN_SPANS); s++) {
+          if (span_exists(own.span(s), QK_SPANS)) {
+            Unit<KvTileElement> unit;
+            load_key(unit, j, keys, own.span(s) * SPAN_COLUMNS + own.unit_column);
+            if (V_IN_K && s < OWN_V_SPANS) {
+              v_units[j][s] = unit;
+            }
+            multiply_unit(chain, unit, q_tile, s);
+          }
+        }
+        if (KV_BLOCK_SCALES) {
+          chain.scale(keys.span_scale(k_places[j], min(own.span(first), QK_SPANS - 1)));
+        }
+        UNROLL
+        for (short i = 0; i < ROW_FRAGMENTS; i++) {
+          products.fragments[j][i] += chain.fragments[0][i];
+        }
+      }
+    }
+  }
+
+  // chain += unit q^T, for the SIMD group's s-th span.
+  METAL_FUNC static void multiply_unit(thread RegisterTile<float, 1, ROW_FRAGMENTS>& chain,
+                                       thread const Unit<KvTileElement>& unit,
+                                       thread const QueryTile& q_tile, short s) {
+    UNROLL
+    for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+      // Shipped kernels multiply float by half or bfloat with the float on the left only.
+      const Fragment<ELEMENT> key_fragment =
+          Fragment<ELEMENT>(ELEMENT(unit.fragments[f].x), ELEMENT(unit.fragments[f].y));
+      UNROLL
+      for (short i = 0; i < ROW_FRAGMENTS; i++) {
+        mma<ELEMENT, ELEMENT>(chain.fragments[0][i], key_fragment,
+                              q_tile.fragments[s * SPAN_FRAGMENTS + f][i]);
+      }
+    }
+  }
+};
+
+// The SIMD group's columns of out, [ROWS, Dv].
+struct MatrixOut {
+  OutTile tile;
+  DecodeLane own;
+
+  METAL_FUNC void reset(threadgroup float*, threadgroup float*,
+                        thread const DecodeLane& lane) thread {
+    own = lane;
+    tile.fill(0.0f);
+  }
+
+  // Before the scores, so that a block waits for memory once and not twice.
+  METAL_FUNC void begin_block(thread BlockKeys& block, thread const Values& values, int,
+                              thread const Sequence&) const thread {
+    if (!V_FIRST) {
+      return;
+    }
+    UNROLL
+    for (short s = 0; s < OWN_V_SPANS; s++) {
+      if (span_exists(own.span(s), V_SPANS)) {
+        block.load_values(s, own.span(s), values, own.unit_column);
+      }
+    }
+  }
+
+  // out = out * corrections + weights v
+  METAL_FUNC void accumulate(thread BlockKeys& block, thread const float* corrections,
+                             thread const ScoreRow* weights, thread const Values& values, int,
+                             thread const Sequence&) thread {
+    UNROLL
+    for (short s = 0; s < OWN_V_SPANS; s++) {
+      if (span_exists(own.span(s), V_SPANS)) {
+        if (!V_FIRST) {
+          block.load_values(s, own.span(s), values, own.unit_column);
+        }
+        ScoreRow span_weights[ROW_FRAGMENTS];
+        UNROLL
+        for (short i = 0; i < ROW_FRAGMENTS; i++) {
+          span_weights[i] = weights[i];
+        }
+        if (KV_BLOCK_SCALES) {
+          block.scale_span(span_weights, s, own.column);
+        }
+        UNROLL
+        for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+          UNROLL
+          for (short i = 0; i < ROW_FRAGMENTS; i++) {
+            Fragment<float> products = Fragment<float>(0.0f, 0.0f);
+            UNROLL
+            for (short j = 0; j < KEY_FRAGMENTS; j++) {
+              mma<float, KvTileElement>(products, span_weights[i].fragments[0][j],
+                                        block.v_units[j][s].fragments[f]);
+            }
+            thread Fragment<float>& sum = tile.fragments[i][s * SPAN_FRAGMENTS + f];
+            sum = sum * corrections[i] + products;
+          }
+        }
+      }
+    }
+  }
+
+  // Row i times its share of the row's sum, or 0.
+  METAL_FUNC void scale_row(short i, float share, bool sees_nothing) thread {
+    UNROLL
+    for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
+      tile.fragments[i][d] =
+          sees_nothing ? Fragment<float>(0.0f, 0.0f) : tile.fragments[i][d] * share;
+    }
+  }
+
+  // Adds up the SIMD groups that walked over different keys, and stores the sums.
+  METAL_FUNC void write_rows(threadgroup Fragment<float>* sums, int first_row, int rows, int,
+                             thread const TileRow* tile_rows, thread const SplitResult& result,
+                             constant FlashDecodeParams& params) thread {
+    sum_over_keys(sums);
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      if (own.key_simdgroup == 0 && first_row + i * FRAGMENT + own.row < rows) {
+        const int query = tile_rows[i].query;
+        OutRow out_row;
+        result.place(out_row, tile_rows[i].head, params);
+        UNROLL
+        for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
+          const int span = own.span(d / SPAN_FRAGMENTS);
+          if (span_exists(span, V_SPANS)) {
+            out_row.store(query,
+                          span * SPAN_COLUMNS + own.unit_column + d % SPAN_FRAGMENTS * LANE_COLUMNS,
+                          tile.fragments[i][d]);
+          }
+        }
+      }
+    }
+  }
+
+  // In the first of them.
+  METAL_FUNC void sum_over_keys(threadgroup Fragment<float>* sums) thread {
+    UNROLL
+    for (short giver = KEY_SIMDGROUPS - 1; giver >= 0; giver--) {
+      UNROLL
+      for (short i = 0; i < ROW_FRAGMENTS; i++) {
+        UNROLL
+        for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
+          threadgroup Fragment<float>& sum =
+              sums[(i * OWN_V_FRAGMENTS + d) * SIMD_LANES + own.lane];
+          if (own.simdgroup == giver && giver < KEY_SIMDGROUPS - 1) {
+            tile.fragments[i][d] += sum;
+          }
+          if (own.simdgroup == giver && giver > 0) {
+            sum = tile.fragments[i][d];
+          }
+        }
+      }
+      if (giver > 0) {
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+    }
+  }
+};

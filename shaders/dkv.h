@@ -20,8 +20,8 @@ constant constexpr int OWN_DV_COLUMNS = DV_SLICE / COLUMN_SIMDGROUPS;
 using DkTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DK_COLUMNS / FRAGMENT>;
 using DvTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DV_COLUMNS / FRAGMENT>;
 
-// BLOCK_K keys of one KV head, a slice of the columns of dk and dv, a part of the query heads, and
-// the SIMD group's own of them.
+// BLOCK_K keys of one KV head with a slice of the columns of dk and dv and a part of the query
+// heads, and a SIMD group's share of keys and columns.
 struct DkvKeys {
   int batch;
   int kv_head;

@@ -22,7 +22,7 @@ constant constexpr short PASSES = EXACT_DELTA ? 2 : 1;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using DqTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DQ_COLUMNS / FRAGMENT>;
 
-// BLOCK_Q queries of one head and a slice of dq's columns, and the SIMD group's own of them.
+// BLOCK_Q queries of one head with a slice of dq's columns, and a SIMD group's share of both.
 struct DqQueries {
   QueryTilePlace<BLOCK_Q, DQ_SLICES> place;
   Sequence sequence;
@@ -96,8 +96,9 @@ struct DqQueries {
     Range range;
     range.begin = visible.keys_of(place.first_query).begin;
     range.end = visible.keys_of(min(place.first_query + BLOCK_Q - 1, last_query)).end;
+    // Blocks begin at multiples of BLOCK_K, so that of an empty range could begin before its end.
     if (!BLOCK_LISTS && range.begin >= range.end) {
-      range.end = 0;  // no block, also of those that begin before
+      range.end = 0;
     }
     return range;
   }
@@ -119,10 +120,10 @@ struct DqQueries {
   METAL_FUNC bool exists(short i) const thread { return first_query + i * FRAGMENT <= last_query; }
 };
 
-// What a lane keeps of its rows' statistics, and with EXACT_DELTA of sums over their keys.
+// The statistics of a lane's rows, and with EXACT_DELTA sums over their keys.
 struct DqRows {
   float origins[ROW_FRAGMENTS];
-  float deltas[ROW_FRAGMENTS];  // in the second pass what is subtracted of dq
+  float deltas[ROW_FRAGMENTS];  // in the second pass the error of delta
   RowSums sums[ROW_FRAGMENTS];
   float weight_factors[ROW_FRAGMENTS];  // NORMALISED
 
@@ -156,8 +157,8 @@ struct DqRows {
     }
   }
 
-  // What the sums of the first pass show. `writes`: of the lanes that have a row one writes it.
-  // Whether the error of delta shows in dq, in any row of the SIMD group.
+  // After the first pass: stores what the sums show, and returns whether the error of delta shows
+  // in dq, in any row of the SIMD group. writes: whether it is this lane that stores its rows.
   METAL_FUNC bool check_delta(thread const DqQueries& queries, float sink, bool writes) thread {
     bool shows = false;
     UNROLL

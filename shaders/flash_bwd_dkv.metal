@@ -212,7 +212,7 @@ struct BlockStatistics {
         multiply_transposed<ELEMENT, V_COLUMNS>(gradients, v_tile, dout_lane);
         dropout.apply(gradients, kept);
         differentiate(gradients, weights, block_statistics);
-        if (SOFTCAP || FLEX_SLOPED) {
+        if (SCORE_SLOPES) {
           gradients.multiply(slopes);
         }
 #if COLUMNS_SPLIT

@@ -161,7 +161,7 @@ struct BlockStatistics {
       const uint kept = dropout.kept<true, TENSOR_ROWS, SPAN_FRAGMENTS>(lane_key, lane_query);
       dropout.apply(gradients, kept);
       differentiate(gradients, weights, block_statistics);
-      if (SOFTCAP) {
+      if (SCORE_SLOPES) {
         gradients.multiply(slopes);
       }
       dropout.apply(weights, kept);

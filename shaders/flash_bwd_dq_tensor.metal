@@ -121,7 +121,7 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
         gradients.fill(0.0f);
       }
       rows.differentiate(gradients, scores);
-      if (SOFTCAP) {
+      if (SCORE_SLOPES) {
         gradients.multiply(slopes);
       }
       round_to_cut(gradients);

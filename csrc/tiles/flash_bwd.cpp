@@ -77,7 +77,7 @@ int FlashBwdSpecialisation::registers() const {
   // Weights and their gradients; with a cap its slope too. With dropout dk and dv have weights of
   // their own, and random numbers.
   const bool drops = dkv && features.dropout;
-  const int score_tiles = 2 + second_chains(*this) + (features.softcap ? 1 : 0) + drops;
+  const int score_tiles = 2 + second_chains(*this) + (features.score_slopes() ? 1 : 0) + drops;
   const int shared = exchanges_weights() ? column_simdgroups : 1;
   const int scores = row_fragments * score_tiles * block / 8 * pair / shared;
   // A thread's share of the staged tiles.
@@ -115,7 +115,7 @@ int FlashBwdSpecialisation::registers() const {
             : again           ? 2 * row_fragments
                               : -1) +
            (uneven ? 14 : 0) + (wide ? std::max(head_dim_qk - 192, 0) / 7 : 0) + 16 * drops +
-           (features.softcap ? 2 : 0) + (features.sink && rows_in_threadgroup ? 6 : 0) +
+           (features.score_slopes() ? 2 : 0) + (features.sink && rows_in_threadgroup ? 6 : 0) +
            (features.rotary && again ? 20 : 0) + added;
   }
   const double tiles = 0.57 * gradients + 0.79 * held + 0.5 * scores + 0.22 * staged + 0.3 * many;

@@ -33,7 +33,7 @@ struct DkvKeys {
   bool any;       // whether any of the threadgroup's exists
   Sequence sequence;
   Visibility visible;
-  SeenKeys seen;  // the queries that see the SIMD group's keys
+  SeenRows seen;  // the queries that see the SIMD group's keys
   Output<Result, HEAD_DIM_QK, DK_SLICE, SLICES> dk_rows;
   Output<Result, HEAD_DIM_V, DV_SLICE, SLICES> dv_rows;
 

@@ -27,7 +27,7 @@ struct DqQueries {
   QueryTilePlace<BLOCK_Q, DQ_SLICES> place;
   Sequence sequence;
   Visibility visible;
-  SeenKeys seen;  // by the SIMD group
+  SeenRows seen;  // by the SIMD group
   QueryStatistics statistics;
   Output<ELEMENT, HEAD_DIM_QK, DQ_SLICE> dq_rows;
   Output<float, 1, 1> delta_rows;       // EXACT_DELTA

@@ -263,7 +263,7 @@ struct DbiasTile {
 
     const int simdgroup_query = tile_query + simdgroup * SIMDGROUP_ROWS;
     const int lane_query = simdgroup_query + row;
-    SeenKeys seen;
+    SeenRows seen;
     seen.reset(visible, simdgroup_query, SIMDGROUP_ROWS, last_query);
     if (!seen.any_in(block, BLOCK_K)) {
       continue;

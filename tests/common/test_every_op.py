@@ -108,7 +108,7 @@ def test_modes_change_nothing(example, where):
         equal(call(on(where, arguments), example), expected)
     with torch.inference_mode():
         equal(call(on(where, arguments), example), expected)
-    if not example.has_results:
+    if not example.returns_what_it_writes:
         return  # torch cannot negate what an op without results has written
     for name in {*example.differentiable, *example.written}:
         given = on(where, arguments)
@@ -210,7 +210,7 @@ def test_no_forward_mode(example, namespace):
 
 
 @pytest.mark.parametrize("namespace", NAMESPACES)
-@examples(lambda example: example.has_results)
+@examples(lambda example: example.returns_what_it_writes)
 def test_vmap(example, namespace):
     batch = [example.make() for _ in range(3)]
     tensors = [n for n, x in batch[0].items() if torch.is_tensor(x)]
@@ -250,7 +250,7 @@ def test_a_leaf_is_not_written(example, namespace):
     for name in set(example.written) & set(floats(example)):
         arguments, before = example.make(), example.make()
         leaf = arguments[name].requires_grad_()
-        for given in (leaf, leaf[:]) if example.has_results else (leaf,):
+        for given in (leaf, leaf[:]) if example.returns_what_it_writes else (leaf,):
             with pytest.raises((ValueError, RuntimeError), match=r"leaf .*that requires grad"):
                 call(arguments | {name: given}, example, namespace)
             equal([arguments[n] for n in example.written], [before[n] for n in example.written])

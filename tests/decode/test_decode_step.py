@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.autograd import forward_ad
 
 from tests.attention.flash_fwd_options import ints, random_mask
 from tests.cache.append_check import check_equal, make, normal, place_of, same_memory
@@ -284,40 +283,3 @@ def test_gradients(name):
             result.nan_to_num().sum().backward()
     assert tensors["k_cache"].requires_grad == (name == "k")
     assert not tensors["v_cache"].requires_grad
-
-
-def test_opcheck():
-    tensors = problem(rotary_dim=32)
-    names = ("q", "k", "v", "k_cache", "v_cache", "cache_seqlens")
-    options = {name: x for name, x in tensors.items() if name not in names}
-    for name in ("k_cache", "v_cache"):
-        tensors[name] = tensors[name].nan_to_num()
-    torch.library.opcheck(ops.decode_step, tuple(tensors[name] for name in names), options)
-
-
-def test_compiled(device):
-    """Whole graphs, with the writes to the caches in them."""
-    tensors = {name: x.to(device) for name, x in problem(rotary_dim=32).items()}
-    eager = {name: same_memory(x) for name, x in tensors.items()}
-    step = torch.compile(
-        lambda t: ops.decode_step(**t, causal=True), backend="aot_eager", fullgraph=True
-    )
-    out, lse = step(tensors)
-    expected, expected_lse = ops.decode_step(**eager, causal=True)
-    assert torch.equal(out, expected)
-    assert torch.equal(lse, expected_lse)
-    check_equal(tensors, eager, ("k_cache", "v_cache"))
-
-
-@pytest.mark.parametrize("op", ["decode_step", "append_kv", "flash_decode"])
-def test_no_forward_mode(op):
-    """A tangent would be dropped."""
-    tensors = problem()
-    if op == "append_kv":
-        del tensors["q"]
-    if op == "flash_decode":
-        tensors = {"q": tensors["q"], "k": tensors["k"], "v": tensors["v"]}
-    with forward_ad.dual_level():
-        tensors["k"] = forward_ad.make_dual(tensors["k"], torch.ones_like(tensors["k"]))
-        with pytest.raises(NotImplementedError, match=r"forward-mode derivative .*k"):
-            getattr(ops, op)(**tensors)

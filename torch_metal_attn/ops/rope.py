@@ -15,6 +15,7 @@ from torch_metal_attn.ops.differentiation import (
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel, unmarked
+from torch_metal_attn.reference import rotate_pairs
 from torch_metal_attn.runtime import session
 
 
@@ -72,17 +73,6 @@ def _rows(
     return rows
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The first R columns of x, rotated: (B, H, L, R) float32. cos: (B or 1, 1, L, R / 2)."""
-    rotated = x[..., : 2 * cos.shape[-1]].float()
-    if interleaved:
-        first, second = rotated[..., 0::2], rotated[..., 1::2]
-    else:
-        first, second = rotated.chunk(2, dim=-1)
-    pair = (first * cos - second * sin, second * cos + first * sin)
-    return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-
-
 def _reference(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, options: dict[str, Any]
 ) -> list[Tensor]:
@@ -101,7 +91,12 @@ def _reference(
     interleaved = options.get("interleaved", False)
     if cos.shape[-1] == 0:
         return [x[..., :0].float() for x in (q, k) if x is not None]
-    return [_rotated(x, cos, sin, interleaved) for x in (q, k) if x is not None]
+    columns = 2 * cos.shape[-1]
+    return [
+        rotate_pairs(x[..., :columns].float(), cos, sin, interleaved)
+        for x in (q, k)
+        if x is not None
+    ]
 
 
 def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:

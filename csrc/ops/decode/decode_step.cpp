@@ -6,7 +6,9 @@
 
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/cache/append_kv.h"
+#include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/flash_decode.h"
 
 namespace metal_attn {
@@ -26,7 +28,9 @@ Tensor lengths_after(const Tensor& cache_seqlens, int32_t new_keys) {
   if (before == nullptr) {
     return cache_seqlens;
   }
-  Tensor after = torch::stable::empty_like(cache_seqlens);  // with data, also while recording
+  // With data, also while launches are recorded.
+  Tensor after =
+      is_recording() ? torch::stable::empty_like(cache_seqlens) : new_empty_like(cache_seqlens);
   std::transform(before, before + cache_seqlens.numel(),
                  static_cast<int32_t*>(after.mutable_data_ptr()),
                  [new_keys](int32_t length) { return length + new_keys; });

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.bench_flash_fwd import FEATURES
+from bench.tables import print_table
 from bench.targets import Registers, compile_amdgpu, source_of
 from tests.outside import peers
 from torch_metal_attn.quantisation import FORMATS, quantise
@@ -28,24 +29,11 @@ LENGTH, HEADS = 64, 32
 KV_HEADS = (32, 2, 1)
 KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv", "flash_decode")
 # What a thread keeps in each, as the chooser's defines call it.
-TILES: tuple[str, ...] = (
-    "SIMDGROUPS",
-    "ROW_FRAGMENTS",
-    "BLOCK_K",
-    "BLOCK_Q",
-    "KEY_FRAGMENTS",
-    "V_SLICE",
-    "DQ_SLICE",
-    "DK_SLICE",
+TILES = (
+    *("SIMDGROUPS", "ROW_FRAGMENTS", "BLOCK_K", "BLOCK_Q", "KEY_FRAGMENTS"),
+    *("V_SLICE", "DQ_SLICE", "DK_SLICE", "KV_STAGED", "Q_IN_REGISTERS", "Q_IN_THREADGROUP"),
+    *("ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP", "KEY_SIMDGROUPS", "COLUMN_SIMDGROUPS"),
 )
-TILES += (
-    "KV_STAGED",
-    "Q_IN_REGISTERS",
-    "Q_IN_THREADGROUP",
-    "ROWS_IN_REGISTERS",
-    "ROWS_IN_THREADGROUP",
-)
-TILES += ("KEY_SIMDGROUPS", "COLUMN_SIMDGROUPS")
 
 Options = Callable[[int, int, torch.dtype], dict[str, Any]]
 
@@ -67,7 +55,8 @@ class Specialisation:
 
     @property
     def name(self) -> str:
-        return f"{self.kernel} {_short(self.dtype)} D{self.head_dim} {self.feature}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.kernel} {dtype} D{self.head_dim} {self.feature}"
 
     def compiled(self) -> Registers:
         """What the back end makes of it."""
@@ -78,10 +67,6 @@ class Specialisation:
         return " ".join(
             f"{name.lower()} {self.defines[name]}" for name in TILES if name in self.defines
         )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _operands(head_dim: int, dtype: torch.dtype, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,38 +187,49 @@ def peer_kernels() -> Iterator[tuple[str, torch.dtype, int, dict[str, Any]]]:
             yield "torch 2.15.0 prefill_attention", dtype, head_dim, prefill
 
 
+class Tally:
+    """Rows of the specialisations, and how many spill or are reckoned wrong."""
+
+    def __init__(self, only: str) -> None:
+        self.only = only
+        self.count = self.spilling = self.reckoned_badly = 0
+
+    def rows(self) -> Iterator[list[Any]]:
+        seen = set()
+        for one in specialisations():
+            key = (one.kernel, tuple(one.defines.items()))
+            if self.only not in one.name or key in seen:
+                continue
+            seen.add(key)
+            found = one.compiled()
+            self.count += 1
+            self.spilling += found.spilled > 0
+            self.reckoned_badly += abs(one.reckoned - found.needed) > 0.1 * found.needed
+            yield [
+                *(one.kernel, one.dtype, one.head_dim, one.feature, one.tile()),
+                *(one.reckoned, found.used, found.spilled, found.scratch),
+            ]
+
+
+def peer_rows() -> Iterator[list[Any]]:
+    for name, dtype, head_dim, arguments in peer_kernels():
+        found = compile_amdgpu(**arguments)
+        yield [name, dtype, head_dim, found.used, found.spilled, found.scratch]
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="specialisations whose name has this text")
-    only = parser.parse_args().only
+    tally = Tally(parser.parse_args().only)
+    found = ("registers", "spilled", "scratch bytes")
+    print_table(("kernel", "dtype", "D", "feature", "tile", "reckoned", *found), tally.rows())
     print(
-        "| kernel | dtype | D | feature | tile | reckoned | registers | spilled | scratch bytes |"
+        f"{tally.spilling} of {tally.count} spill; {tally.reckoned_badly} are reckoned wrong by "
+        "over 10 %.\n"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    spilling = reckoned_badly = count = 0
-    seen = set()
-    for one in specialisations():
-        key = (one.kernel, tuple(one.defines.items()))
-        if only not in one.name or key in seen:
-            continue
-        seen.add(key)
-        found = one.compiled()
-        count += 1
-        spilling += found.spilled > 0
-        reckoned_badly += abs(one.reckoned - found.needed) > 0.1 * found.needed
-        cells = [one.kernel, _short(one.dtype), one.head_dim, one.feature, one.tile()]
-        cells += [one.reckoned, found.used, found.spilled, found.scratch]
-        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
-    print(f"\n{spilling} of {count} spill; {reckoned_badly} are reckoned wrong by over 10 %.\n")
-    if only:
-        return
-    print("| peer | dtype | D | registers | spilled | scratch bytes |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for name, dtype, head_dim, arguments in peer_kernels():
-        found = compile_amdgpu(**arguments)
-        cells = [name, _short(dtype), head_dim, found.used, found.spilled, found.scratch]
-        print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    if not tally.only:
+        print_table(("peer", "dtype", "D", *found), peer_rows())
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torch_metal_attn.simulator.runs import Run
+from torch_metal_attn.tools.text_table import markdown
 
 _HEADINGS = {"load_bytes": "(bytes)", "store_bytes": "(bytes)"}
 
@@ -63,10 +64,8 @@ def headings(columns: Sequence[str]) -> list[str]:
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Print a table in Markdown, each row when it is there."""
-    print(f"| {' | '.join(headings)} |")
-    print("| --- " * len(headings) + "|")
-    for row in rows:
-        print(f"| {' | '.join(map(_cell, row))} |", flush=True)
+    for line in markdown(headings, (list(map(_cell, row)) for row in rows)):
+        print(line, flush=True)
     print()
 
 

@@ -1,9 +1,29 @@
-// What the backward kernels share: weights and their gradient from saved row statistics.
+// What the backward kernels share: their own buffers, and weights and gradients of scores from
+// saved row statistics.
 #pragma once
 
 #include "inputs.h"
 
 using OutGradients = Operand<ELEMENT, HEAD_DIM_V>;
+
+// Buffers of every backward kernel, as inputs.h lists those of attention.
+#define SAVED_INPUTS(X)                             \
+  X(1, const device ELEMENT*, dout, FLASH_BWD_DOUT) \
+  X(1, const device float*, lse, FLASH_BWD_LSE)     \
+  X(1, const device float*, delta, FLASH_BWD_DELTA)
+// And of those that take flash_bwd_dq's normalisers.
+#define SAVED_NORMALISERS(X) X(NORMALISED, const device float*, normalisers, FLASH_BWD_NORMALISERS)
+
+#define FLASH_BWD_PARAMETERS         \
+  FLASH_PARAMETERS                   \
+  SAVED_INPUTS(FLASH_PARAMETER_WHEN) \
+  SAVED_NORMALISERS(FLASH_PARAMETER_WHEN)
+#define FLASH_BWD_SET_INPUTS      \
+  FLASH_SET_INPUTS                \
+  SAVED_INPUTS(SET_SAVED_OR_NULL) \
+  SAVED_NORMALISERS(SET_SAVED_OR_NULL)
+#define SET_SAVED_OR_NULL(feature, type, name, slot) \
+  saved.name = WHEN(feature, name) UNLESS(feature, nullptr);
 
 // Only rows that hold nothing but the lowest float, or nearly so, have a lower log-sum-exp.
 constant constexpr float LOWEST_LSE = -2e38f;
@@ -18,9 +38,43 @@ METAL_FUNC float origin_correction(float lse, float origin) {
   return fma(-M_LN2_F, rounded_off(lse, origin), 1.0f);
 }
 
-#if NORMALISED
-// By what weights exp2(score - origin) are multiplied, so that a row's add up to 1.
-METAL_FUNC float weight_factor(float normaliser, float lse) {
-  return normaliser * origin_correction(lse, weight_origin(lse));
-}
-#endif
+// Saved statistics of the queries of one (sequence, head).
+struct QueryStatistics {
+  const device float* lse;
+  const device float* delta;
+  const device float* normalisers;  // NORMALISED
+  int64_t first;
+
+  METAL_FUNC float lse_of(int query) const thread { return lse[first + query]; }
+  METAL_FUNC float delta_of(int query) const thread { return delta[first + query]; }
+  METAL_FUNC float origin(int query) const thread { return weight_origin(lse_of(query)); }
+
+  // By what weights exp2(score - origin) are multiplied, so that a row's add up to 1.
+  METAL_FUNC float weight_factor(int query) const thread {
+    return normalisers[first + query] * origin_correction(lse_of(query), origin(query));
+  }
+};
+
+// What forward and backward have saved for the backward kernels.
+struct SavedInputs {
+  SAVED_INPUTS(FLASH_FIELD_ALWAYS)
+  SAVED_NORMALISERS(FLASH_FIELD_ALWAYS)
+
+  METAL_FUNC OutGradients out_gradients(constant RowStrides& strides, int batch, int head,
+                                        thread const Sequence& sequence) const thread {
+    OutGradients operand;
+    operand.rows = first_row(dout, strides, batch, head, sequence.q_start);
+    operand.row_stride = strides.row;
+    return operand;
+  }
+
+  METAL_FUNC QueryStatistics statistics(constant RowStrides& strides, int batch, int head,
+                                        thread const Sequence& sequence) const thread {
+    QueryStatistics rows;
+    rows.lse = lse;
+    rows.delta = delta;
+    rows.normalisers = normalisers;
+    rows.first = batch * strides.batch + head * strides.head + sequence.q_start;
+    return rows;
+  }
+};

@@ -12,12 +12,6 @@ constexpr int listed_rows(int tile_rows, int flex_rows) {
   return FLEX_Q_BLOCK && !MASK_BLOCKS ? flex_rows : tile_rows;
 }
 
-#if BLOCK_LISTS
-#define BLOCK_MASKED listed.masked
-#else
-#define BLOCK_MASKED true
-#endif
-
 // One list, which comes from the caller's memory: nothing outside of it is read.
 struct BlockList {
   const device int* entries;

@@ -81,8 +81,7 @@ struct Dropout {
           const uint word = simd_shuffle_xor(word_of(words, other), ushort(2 * step));
           bits |= bit(word, 2 * pair + other);
         }
-      } else {
-#if TENSOR_TILES
+      } else if (TENSOR_TILES) {
         // A lane has all four keys of a draw, in two fragments.
         const uint4 words =
             draw(row + pair / COLUMNS * FRAGMENT, column + column_offset(pair % COLUMNS));
@@ -90,7 +89,7 @@ struct Dropout {
         for (short i = 0; i < 4; i++) {
           bits |= bit(words[i], 2 * pair + i);
         }
-#else
+      } else {
         // Two lanes have two each of four neighbouring keys: in two fragments two draws.
         const ushort lane = column % 4 / 2;
         const short fragment = pair + lane;
@@ -102,7 +101,6 @@ struct Dropout {
         const short exchanged = pair + 1 - lane;
         bits |= bit(simd_shuffle_xor(others.x, ushort(1)), 2 * exchanged) |
                 bit(simd_shuffle_xor(others.y, ushort(1)), 2 * exchanged + 1);
-#endif
       }
     }
     return bits;

@@ -49,6 +49,11 @@
 #define BLOCK_LISTS 1
 #endif
 
+// Whether score_mod has another slope than 1.
+#ifdef FLEX_SLOPE
+#define FLEX_SLOPED 1
+#endif
+
 #define FEATURE(name) \
   FEATURE_JOIN(FEATURE_DROP_, IS_GIVEN(name))(constant constexpr bool name = false;)
 
@@ -70,6 +75,7 @@ FEATURE(BIAS_PAIRS)
 FEATURE(SINK)
 FEATURE(DROPOUT)
 FEATURE(FLEX)
+FEATURE(FLEX_SLOPED)
 FEATURE(FLEX_FULL_BLOCKS)
 FEATURE(FLEX_ORDER)
 FEATURE(BLOCK_LISTS)

@@ -4,33 +4,15 @@
 // A threadgroup walks over tiles of queries as flash_bwd_dq does, and each SIMD group adds in its
 // own order to its own copy of the tensor. Copies are added up afterwards, so that every sum has a
 // fixed order without atomics.
-#include "backward.h"
 #include "blocks.h"
 #include "flex.h"
-#include "products.h"
+#include "score_gradients.h"
 #include "softmax.h"
 
 // The specialisation: as flash_bwd_bias's, with FLEX and NORMALISED; QUERIES_OWNED, whether
 // different queries have different elements; and PLACES_DIFFER, whether keys do too.
-constant constexpr int QK_FRAGMENTS = fragments(HEAD_DIM_QK);
-constant constexpr int QK_COLUMNS = QK_FRAGMENTS * FRAGMENT;
-constant constexpr int V_FRAGMENTS = fragments(HEAD_DIM_V);
-constant constexpr int V_COLUMNS = V_FRAGMENTS * FRAGMENT;
-constant constexpr int KEY_FRAGMENTS = BLOCK_K / FRAGMENT;
-constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
-constant constexpr int BLOCK_Q = SIMDGROUPS * SIMDGROUP_ROWS;
-constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
-constant constexpr int K_PAIRS_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(ELEMENT);
-constant constexpr int V_PAIRS_BYTES = BLOCK_K * padded(V_COLUMNS) * sizeof(ELEMENT);
-
 static_assert(K_PAIRS_BYTES + V_PAIRS_BYTES <= THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
-
-using Pair = Fragment<ELEMENT>;
-using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
-using QueryTile = OperandTile<ELEMENT, Queries, ROW_FRAGMENTS, QK_FRAGMENTS, ROWS_IN_REGISTERS>;
-using GradientTile =
-    OperandTile<ELEMENT, OutGradients, ROW_FRAGMENTS, V_FRAGMENTS, ROWS_IN_REGISTERS>;
 
 // Adds to the SIMD group's copy of the captured tensor. A lane first adds what goes to one element.
 struct OrderedSums {
@@ -57,13 +39,12 @@ struct OrderedSums {
   }
 
   METAL_FUNC void flush(ushort lane) thread {
-#if PLACES_DIFFER
-    if (place != INT_MAX) {
+    if (PLACES_DIFFER && place != INT_MAX) {
       copy[place] += sum;
     }
-#else
-    // One element after the other. One lane writes them all, which orders its writes.
-    for (int lowest = simd_min(place); lowest != INT_MAX; lowest = simd_min(place)) {
+    // Else one element after the other. One lane writes them all, which orders its writes.
+    for (int lowest = PLACES_DIFFER ? INT_MAX : simd_min(place); lowest != INT_MAX;
+         lowest = simd_min(place)) {
       const bool own = place == lowest;
       const float total = simd_sum(own ? sum : 0.0f);
       if (lane == 0) {
@@ -71,7 +52,6 @@ struct OrderedSums {
       }
       place = own ? INT_MAX : place;
     }
-#endif
     place = INT_MAX;
     sum = 0.0f;
   }
@@ -85,13 +65,7 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
 }
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_captures(
-    FLASH_PARAMETERS const device ELEMENT* dout [[buffer(FLASH_BWD_DOUT)]],
-    const device float* lse [[buffer(FLASH_BWD_LSE)]],
-    const device float* delta [[buffer(FLASH_BWD_DELTA)]],
-#if NORMALISED
-    const device float* normalisers [[buffer(FLASH_BWD_NORMALISERS)]],
-#endif
-    device float* copies [[buffer(FLASH_BWD_DBIAS)]],
+    FLASH_BWD_PARAMETERS device float* copies [[buffer(FLASH_BWD_DBIAS)]],
     constant FlashBwdCaptureParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
@@ -101,20 +75,17 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
   threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, Dv] pairs of keys
 
   FlashInputs inputs;
-  FLASH_SET_INPUTS
+  SavedInputs saved;
+  FLASH_BWD_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
   const ushort row = fragment_row(lane);
   const ushort column = fragment_column(lane);
-  const threadgroup Pair* k_pairs_lane = lane_of_pairs<ELEMENT, QK_COLUMNS>(k_pairs, row, column);
-  const threadgroup Pair* v_pairs_lane = lane_of_pairs<ELEMENT, V_COLUMNS>(v_pairs, row, column);
+  const threadgroup Pair* k_lane = lane_of_pairs<ELEMENT, QK_COLUMNS>(k_pairs, row, column);
+  const threadgroup Pair* v_lane = lane_of_pairs<ELEMENT, V_COLUMNS>(v_pairs, row, column);
 
   const int64_t split = threadgroup_position.x;
-#if QUERIES_OWNED
-  const int64_t own_copy = split;
-#else
-  const int64_t own_copy = split * SIMDGROUPS + simdgroup;
-#endif
+  const int64_t own_copy = QUERIES_OWNED ? split : split * SIMDGROUPS + simdgroup;
   OrderedSums sums;
   sums.reset(copies + own_copy * params.elements);
 
@@ -123,11 +94,8 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
   for (int64_t tile = first_tile; tile < last_tile; tile++) {
     int64_t owned = threadgroup_position.y;
     int64_t shared = tile;
-#if QUERIES_OWNED
-    const int tile_query = taken(owned, params.q_tiles) * BLOCK_Q;
-#else
-    const int tile_query = taken(shared, params.q_tiles) * BLOCK_Q;
-#endif
+    const int tile_query =
+        (QUERIES_OWNED ? taken(owned, params.q_tiles) : taken(shared, params.q_tiles)) * BLOCK_Q;
     const int head = params.heads_owned ? taken(owned, params.heads) : taken(shared, params.heads);
     const int batch = int(params.batches_owned ? owned : shared);
     const int kv_head = head / problem.queries_per_kv;
@@ -138,59 +106,37 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
     Visibility visible;
     visible.reset(sequence, problem);
 
-    QueryTile q_tile;        // [ROW_FRAGMENTS * 8, D]
-    GradientTile dout_tile;  // [ROW_FRAGMENTS * 8, Dv]
-    OutGradients out_gradients;
-    out_gradients.rows = first_row(dout, params.dout_strides, batch, head, sequence.q_start);
-    out_gradients.row_stride = params.dout_strides.row;
-    q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, last_query, column);
-    dout_tile.load(out_gradients, lane_query, last_query, column);
-    float origins[ROW_FRAGMENTS];
-    float deltas[ROW_FRAGMENTS];
-#if NORMALISED
-    float weight_factors[ROW_FRAGMENTS];
-#endif
-    const int64_t statistics =
-        batch * params.lse_strides.batch + head * params.lse_strides.head + sequence.q_start;
-    UNROLL
-    for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      const int query = min(lane_query + i * FRAGMENT, last_query);
-      origins[i] = weight_origin(lse[statistics + query]);
-      deltas[i] = delta[statistics + query];
-#if NORMALISED
-      weight_factors[i] = weight_factor(normalisers[statistics + query], lse[statistics + query]);
-#endif
-    }
+    OwnQueries queries;
+    queries.load(inputs, saved, params, batch, head, sequence, lane_query, column);
     FlexRules<ROW_FRAGMENTS, false> flex;
     flex.reset(inputs, batch, head, lane_query, column, visible, sequence, problem);
     const Keys keys = inputs.keys(batch, kv_head, sequence, problem);
     const Values values = inputs.values(batch, kv_head, sequence, problem);
-#if BLOCK_LISTS
-    ListedBlocks<LIST_KV_BLOCK> listed;
-    listed.reset(inputs, problem.flex, batch, head, tile_query / LIST_Q_BLOCK, sequence.kv_length);
-    for (int kv_block = listed.first(); !listed.done; kv_block = listed.next(kv_block + BLOCK_K)) {
-#else
-    for (int kv_block = 0; kv_block < sequence.kv_length; kv_block += BLOCK_K) {
-#endif
+    Blocks<LIST_KV_BLOCK> blocks;
+    Range existing;
+    existing.begin = 0;
+    existing.end = sequence.kv_length;
+    blocks.reset(inputs, problem.flex, batch, head, tile_query / LIST_Q_BLOCK, existing);
+    for (int block = blocks.first(); !blocks.done; block = blocks.next(block + BLOCK_K)) {
       // Every SIMD group has read the tiles of the block before.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
-          k_pairs, keys, kv_block, sequence.first_key, sequence.kv_length, thread_index);
+          k_pairs, keys, block, sequence.first_key, sequence.kv_length, thread_index);
       stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
-          v_pairs, values, kv_block, sequence.first_key, sequence.kv_length, thread_index);
+          v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
       // The tiles are whole.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       if (simdgroup_query > last_query) {
         continue;
       }
       ScoreTile products;  // [ROW_FRAGMENTS * 8, BLOCK_K]
-      multiply_transposed<ELEMENT, QK_COLUMNS>(products, q_tile, k_pairs_lane);
+      multiply_transposed<ELEMENT, QK_COLUMNS>(products, queries.q_tile, k_lane);
       ScoreTile scores = products;
       ScoreTile slopes;
-      flex.value_and_slope(scores, slopes, kv_block, BLOCK_MASKED, inputs, problem);
-      visible.apply<false>(scores, lane_query, kv_block + column);
+      flex.value_and_slope(scores, slopes, block, blocks.masked, inputs, problem);
+      visible.apply<false>(scores, lane_query, block + column);
       ScoreTile gradients;  // d loss / d weight: [ROW_FRAGMENTS * 8, BLOCK_K]
-      multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);
+      multiply_transposed<ELEMENT, V_COLUMNS>(gradients, queries.dout_tile, v_lane);
       UNROLL
       for (short i = 0; i < ROW_FRAGMENTS; i++) {
         // Rows past the last, which repeat it, must not be summed.
@@ -199,12 +145,9 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
         for (short j = 0; j < KEY_FRAGMENTS; j++) {
           const Fragment<float> score = scores.fragments[i][j];
           const Fragment<float> product = products.fragments[i][j];
-          Fragment<float> weight = fast::exp2(score - origins[i]);
-#if NORMALISED
-          weight *= weight_factors[i];
-#endif
-          const Fragment<float> gradient = weight * (gradients.fragments[i][j] - deltas[i]);
-          const int key = kv_block + column + j * FRAGMENT;
+          const Fragment<float> gradient =
+              queries.differentiate(i, score, gradients.fragments[i][j]);
+          const int key = block + column + j * FRAGMENT;
           float share;
           int place = flex.place(product.x, i, key, inputs, problem, share);
           sums.add(exists && score.x != -INFINITY && place < params.elements, place,

@@ -13,10 +13,8 @@
 #else
 #define FLEX_SCORED 1
 #endif
-#ifdef FLEX_SLOPE
-#define FLEX_SLOPE_TEXT FLEX_SLOPE
-#else
-#define FLEX_SLOPE_TEXT return 1.0f;
+#ifndef FLEX_SLOPE
+#define FLEX_SLOPE return 1.0f;
 #endif
 #ifndef FLEX_MASK
 #define FLEX_MASK return true;
@@ -197,7 +195,7 @@ METAL_FUNC T flex_left_shift(T a, T bits) {
 
 METAL_FUNC float flex_score(float score, FLEX_ARGUMENTS){FLEX_SCORE}
 
-METAL_FUNC float flex_slope(float score, FLEX_ARGUMENTS){FLEX_SLOPE_TEXT}
+METAL_FUNC float flex_slope(float score, FLEX_ARGUMENTS){FLEX_SLOPE}
 
 METAL_FUNC float flex_share(float score, FLEX_ARGUMENTS){FLEX_SHARE}
 

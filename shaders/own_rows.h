@@ -1,13 +1,15 @@
-// What the backward kernels on 8x8 tiles own.
+// What the backward kernels on 8x8 tiles own, and their rows in pairs.
 #pragma once
 
 #include "products.h"
 
+constant constexpr int QK_COLUMNS = fragments(HEAD_DIM_QK) * FRAGMENT;
+constant constexpr int V_COLUMNS = fragments(HEAD_DIM_V) * FRAGMENT;
+
+using Pair = Fragment<ELEMENT>;
+
 // The rows that a SIMD group owns of an operand, as the left factor.
-#if ROWS_IN_THREADGROUP
 template <typename Source, int COLUMNS, int ROWS = ROW_FRAGMENTS>
-using OwnRows = KeptOperandTile<ELEMENT, Source, ROWS, COLUMNS / FRAGMENT>;
-#else
-template <typename Source, int COLUMNS, int ROWS = ROW_FRAGMENTS>
-using OwnRows = OperandTile<ELEMENT, Source, ROWS, COLUMNS / FRAGMENT, ROWS_IN_REGISTERS>;
-#endif
+using OwnRows =
+    conditional_t<ROWS_IN_THREADGROUP, KeptOperandTile<ELEMENT, Source, ROWS, COLUMNS / FRAGMENT>,
+                  OperandTile<ELEMENT, Source, ROWS, COLUMNS / FRAGMENT, ROWS_IN_REGISTERS>>;

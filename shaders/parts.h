@@ -5,16 +5,20 @@
 
 #ifndef COLUMN_SIMDGROUPS
 #define COLUMN_SIMDGROUPS 1
-#elif COLUMN_SIMDGROUPS > 1
+#endif
+#if COLUMN_SIMDGROUPS > 1
 #define COLUMNS_SPLIT 1
+#else
+#define ROWS_STAGED 1
 #endif
 
 FEATURE(COLUMNS_SPLIT)
+FEATURE(ROWS_STAGED)  // rows of q and dout once more, beside pairs (flash_bwd_dkv)
 
-// Leaves the SIMD group's part of a tile for the others that share its rows, in `tiles`,
+// Stores the SIMD group's part of a tile for the others that share its rows, in `tiles`,
 // [SIMDGROUPS, ROWS * OTHERS, SIMD_LANES]. After a barrier they read it.
 template <int ROWS, int OTHERS>
-METAL_FUNC void leave_part(thread const RegisterTile<float, ROWS, OTHERS>& tile,
+METAL_FUNC void store_part(thread const RegisterTile<float, ROWS, OTHERS>& tile,
                            threadgroup Fragment<float>* tiles, ushort simdgroup, ushort lane) {
   UNROLL
   for (short i = 0; i < ROWS; i++) {

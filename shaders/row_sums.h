@@ -54,19 +54,20 @@ struct RowSums {
     error.factor = 1.0f;
     sizes = fragment_row_sum(sizes);
     float sum = fragment_row_sum(gradients);
-#if NORMALISED
-    const float correction = origin_correction(row_lse, origin);
-    float row_sum = fragment_row_sum(weights) * correction;
-    sum *= correction;
-#if SINK
-    const float sink_weight = origin == INFINITY ? 0.0f : fast::exp2((sink - row_lse) * M_LOG2E_F);
-    sum -= sink_weight * row_delta;
-    row_sum += sink_weight;
-#endif
-    error.normaliser = row_sum > 0.0f ? 1.0f / row_sum : 1.0f;
-    error.factor = error.normaliser * correction;
-    sum *= error.normaliser;
-#endif
+    if (NORMALISED) {
+      const float correction = origin_correction(row_lse, origin);
+      float row_sum = fragment_row_sum(weights) * correction;
+      sum *= correction;
+      if (SINK) {
+        const float sink_weight =
+            origin == INFINITY ? 0.0f : fast::exp2((sink - row_lse) * M_LOG2E_F);
+        sum -= sink_weight * row_delta;
+        row_sum += sink_weight;
+      }
+      error.normaliser = row_sum > 0.0f ? 1.0f / row_sum : 1.0f;
+      error.factor = error.normaliser * correction;
+      sum *= error.normaliser;
+    }
     // A row without a key has no weights.
     error.of_delta = origin == INFINITY ? 0.0f : sum - dlse;
     return error;

@@ -116,7 +116,7 @@ struct StagedKv {
     }
     if (COLUMNS_SPLIT) {
       if (seen) {
-        leave_part(scores, score_parts, simdgroup, lane);
+        store_part(scores, score_parts, simdgroup, lane);
       }
       // Every SIMD group has read the tile of K and written its part of the scores.
       threadgroup_barrier(mem_flags::mem_threadgroup);

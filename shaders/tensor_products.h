@@ -7,8 +7,6 @@
 #include "spans.h"
 #include "tensor_tile.h"
 
-#if TENSOR_TILES
-
 // A lane's rows of 32 keys, renamed as columns are in tensor_tile.h: key 2 h + i of these is row
 // 16 h + r + 8 i of a transposed right operand, and row r + 8 i of the right operand of half h.
 constant constexpr int LANE_KEYS = 4;
@@ -254,5 +252,3 @@ struct CutWeights {
 
   METAL_FUNC float row_sum() const thread { return fragment_row_sum(lane_sum); }
 };
-
-#endif

@@ -1,6 +1,6 @@
-// What fences order. Metal's atomic operations are relaxed: alone they order no other access. If
-// thread A passes a fence and then writes an atomic, and thread B reads that value and then passes
-// a fence, A's accesses before its fence happen before B's accesses after its fence.
+// The order that fences impose. Metal's atomic operations are relaxed: alone they order no other
+// access. If thread A passes a fence and then writes an atomic, and thread B reads that value and
+// then passes a fence, A's accesses before its fence happen before B's accesses after its fence.
 #pragma once
 
 #include <atomic>

@@ -6,12 +6,12 @@
 namespace metal_attn::simulator {
 namespace {
 
-// Of matrices whose map is not known: some permutation, so that no kernel can rely on it.
+// Seed for matrices whose map is not known: a permutation that no kernel can rely on.
 constexpr uint64_t kUnknown = 0x7E45;
 
 uint32_t element(uint32_t row, uint32_t column) { return row << 16 | column; }
 
-// Both families: a lane has two rows of each 16, this one and the one 8 further.
+// Both families: of each 16 rows a lane has two, this one and the row 8 below it.
 uint32_t first_row(uint32_t lane) { return (lane >> 2 & 4) | (lane >> 1 & 3); }
 
 // Tiles of 16x16 in row-major order of the stored matrix. A lane has four neighbours of each row.

@@ -64,7 +64,7 @@ bool GuardedMemory::copy_in(const SimulatorBuffer* buffers, uint32_t count) {
     if (last && slots_[i].bytes && slots_[i].source < last->source + last->bytes) {
       uint64_t end =
           std::max(last->source + last->bytes, slots_[i].source + slots_[i].bytes) - last->source;
-      // Of storages that only overlap, nobody says what is initialised.
+      // Storages that overlap without being equal have no table of initialised bytes.
       if (slots_[i].source != last->source || slots_[i].bytes != end) last->initialised = nullptr;
       last->bytes = end;
       last->writable |= slots_[i].writable;

@@ -48,7 +48,7 @@ class GuardedMemory {
   bool copy_in(const SimulatorBuffer* buffers, uint32_t count);
   // Copies what changed back.
   void copy_out();
-  // Where an argument's pointer goes.
+  // The address that the kernel gets for an argument.
   char* address(const SimulatorBuffer& buffer) const;
   const Slot* find(const char* address) const {
     for (uint32_t i = 0; i < count_; ++i)

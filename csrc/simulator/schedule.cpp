@@ -411,7 +411,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     group.arrived = group.at_barrier = 0;
     group.strays = 0;
     for (uint32_t& interval : group.intervals) interval = 0;
-    // What lanes that do not exist would have deposited: NaN.
+    // Lanes that do not exist deposit NaN.
     if (!whole) {
       memset(group.exchanges, 0xFF, sizeof group.exchanges);
       memset(group.matrices, 0xFF, sizeof group.matrices);

@@ -157,7 +157,7 @@ inline ConflictReport Shadow::check(const Page& page, uint32_t begin, uint32_t e
   for (uint32_t kinds = kConflicting[now.kind]; kinds; kinds &= kinds - 1) {
     uint32_t kind = static_cast<uint32_t>(__builtin_ctz(kinds));
     const Touch* last = page.last[kind];
-    // Where the last is settled, the one far from it is.
+    // If the last access is settled, so is the far one.
     if (!last || all_settled(last, begin, end, now.clock.settled())) continue;
     for (const Touch* touches : {last, static_cast<const Touch*>(page.far[kind])}) {
       for (uint32_t i = begin; touches && i < end; ++i)

@@ -49,14 +49,13 @@ class Shadow {
 
   // False if there is no memory.
   bool init(uint64_t bytes);
-  // As if nothing had been accessed.
+  // Forgets all accesses.
   void forget();
   // Records an access to the bytes from `offset`, or says what it conflicts with. Threadgroup
   // memory that the threadgroup has not written is uninitialised.
   ConflictReport access(uint64_t offset, uint32_t bytes, const Access& access);
-  // The same for what is by far most common: threads without fences that read or write whole
-  // entries of which nothing conflicts since the last barrier. False if it is anything else, or if
-  // it may be.
+  // A fast path of `access` for the most common case: no fences, whole entries, and no conflicting
+  // access since the last barrier. False if the case does not apply or may not apply.
   bool access_settled(uint32_t offset, uint32_t bytes, bool write, const Touch& now, uint32_t since,
                       const Clock& clock);
   // Records it whatever it conflicts with. False if there is no memory.
@@ -112,7 +111,8 @@ inline bool Shadow::access_settled(uint32_t offset, uint32_t bytes, bool write, 
   for (uint32_t i = begin; i < end; ++i)
     if (written[i].interval - first >= epoch) return false;
   for (uint32_t i = begin; i < end; ++i) {
-    // As keep_far does: the last one stays if it is as far from this one as the far one is.
+    // The rule of keep_far: the last access becomes the far one if it is at least as far from this
+    // access as the far one is.
     bool other_group = read[i].simdgroup() != now.simdgroup();
     if (read[i].interval >= (other_group ? settled : since) && read[i].thread != now.thread) {
       if (!far_read) return false;

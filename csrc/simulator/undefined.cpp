@@ -7,7 +7,7 @@
 namespace metal_attn::simulator {
 namespace {
 
-// What is left of a fiber's stack for the engine and the functions of libraries.
+// Bytes at a stack's end that are reserved for the engine and for library functions.
 constexpr uint64_t kStackReserve = 32 * 1024;
 
 // Types as clang's undefined behaviour sanitizer describes them.

@@ -1,9 +1,9 @@
-// What checked images report of a kernel's own arithmetic, private memory and control flow.
+// Reports of checked images about a kernel's own arithmetic, private memory and control flow.
 #pragma once
 
 namespace metal_attn::simulator {
 
-// Of __msl_engine (abi.h).
+// Entries of __msl_engine (abi.h).
 void engine_undefined(unsigned what, const void* about, unsigned long a, unsigned long b,
                       unsigned site);
 unsigned engine_private_access(const char* address, unsigned bytes, unsigned lanes,

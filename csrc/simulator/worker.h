@@ -101,7 +101,7 @@ struct Worker : __msl_worker {
   const void* barrier_site;
   uint32_t barrier_fiber;
   uint32_t barrier_flags;
-  // Of a tensor operation of all SIMD groups, which waits as a barrier does; null: a barrier.
+  // Set if the threads wait at a tensor operation of all SIMD groups; null at a plain barrier.
   __msl_combine barrier_combine;
   __msl_slot deposits[kMaxThreads];
   bool spinning;  // threads poll memory, and since then nothing else has happened
@@ -112,7 +112,7 @@ struct Worker : __msl_worker {
   uint32_t free_stack[kMaxThreads];
   char* stacks;
   uint64_t step_limit;
-  // Of the host thread's signal handler.
+  // Set and read by the host thread's signal handler.
   volatile bool in_fiber;
   volatile int stopped_by;  // a signal, or 0
   void* volatile stopped_at;

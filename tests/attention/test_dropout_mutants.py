@@ -51,13 +51,13 @@ MUTANTS = {
         "dk of all products": (DKV, "dropout.apply(gradients, kept);", ""),
         "dq of all products": (
             DQ,
-            "#if DROPOUT\n        dropout.apply(gradients",
-            "#if 0\n        dropout.apply(gradients",
+            "if (DROPOUT) {\n          dropout.apply(gradients",
+            "if (false) {\n          dropout.apply(gradients",
         ),
         "dk of dropped weights": (
             DKV,
-            "weights.fragments[i][j] * (gradients",
-            "dropped.fragments[i][j] * (gradients",
+            "differentiate(gradients, weights, block_statistics)",
+            "differentiate(gradients, dropped, block_statistics)",
         ),
     },
 }

@@ -67,20 +67,20 @@ def packed():
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 MUTANTS = {
     whole: {
-        "delta left out": ("(gradients.fragments[i][j] - deltas[i])", "gradients.fragments[i][j]"),
+        "delta left out": ("(weight_gradient - deltas[i])", "weight_gradient"),
         "weights not from the log-sum-exp": ("score - origins[i]", "score"),
         "band never applied": (
-            "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)",
+            "if (!seen.all_in(block, BLOCK_K))",
             "if (false)",
         ),
         "query past the last stored": (
-            "if (query >= problem.q_length) {",
+            "if (query >= params.problem.q_length) {",
             "if (false) {",
             "race",
         ),
         "key past the last stored": (
-            "if (key + 1 < problem.kv_length)",
-            "if (true)",
+            "if (!DBIAS_PAIRS && key + 1 < params.problem.kv_length)",
+            "if (!DBIAS_PAIRS)",
             # Into the next row, until there is none.
             ("out_of_bounds", "race"),
         ),
@@ -90,10 +90,8 @@ MUTANTS = {
             "race",
         ),
         "no barrier after staging": (
-            "v_pairs, inputs.values(batch, kv_head, sequence, problem), kv_block, "
-            "sequence.first_key,\n          sequence.kv_length, thread_index);\n      " + BARRIER,
-            "v_pairs, inputs.values(batch, kv_head, sequence, problem), kv_block, "
-            "sequence.first_key,\n          sequence.kv_length, thread_index);\n",
+            "// The tiles are whole.\n      " + BARRIER,
+            "",
             ("uninitialised", "race"),
         ),
     },
@@ -138,14 +136,14 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "column sum over half the rows": ("x += simd_shuffle_xor(x, ushort(4));", ""),
-        "one row fragment of two": ("of_rows += sum.fragments[i][j];", ""),
+        "one row fragment of two": ("of_rows += tile.fragments[i][j];", ""),
         "one SIMD group left out": (
-            "for (short i = 0; i < SIMDGROUPS; i++) {\n      total",
-            "for (short i = 1; i < SIMDGROUPS; i++) {\n      total",
+            "for (short i = 0; i < SIMDGROUPS; i++) {\n        total",
+            "for (short i = 1; i < SIMDGROUPS; i++) {\n        total",
         ),
         "no barrier before the sum": (
-            "  }\n  " + BARRIER + "#if KEYS_SHARED",
-            "  }\n#if KEYS_SHARED",
+            BARRIER + "    result.write_columns",
+            "result.write_columns",
             ("race", "uninitialised"),
         ),
         "split one tile short": (
@@ -161,7 +159,7 @@ MUTANTS = {
             ("out_of_bounds", None),
         ),
         "row sum of one lane": ("fragment_row_sum(of_columns.x + of_columns.y)", "of_columns.x"),
-        "one column fragment": ("of_columns += sum.fragments[i][j];", ""),
+        "one column fragment": ("of_columns += tile.fragments[i][j];", ""),
         "keys of the tile before": ("|| at.kv_tile != staged_kv_tile", ""),
     },
     of_everything: {
@@ -170,16 +168,16 @@ MUTANTS = {
     slopes: {
         "sign of the distance": ("gradient *= -Fragment", "gradient *= Fragment"),
         "distance of the first key": ("fabs(distance - 1.0f)", "fabs(distance)"),
-        "distance in the block at 0": ("rules.distance - kv_block", "rules.distance"),
+        "distance in the block at 0": ("rules.distance - block", "rules.distance"),
     },
     packed: {
         "rows of the first sequence": (
-            "batch, head, sequence.q_start);\n      out_gradients",
-            "batch, head, 0);\n      out_gradients",
+            "first_row(dout, strides, batch, head, sequence.q_start)",
+            "first_row(dout, strides, batch, head, 0)",
         ),
         "statistics of the first sequence": (
-            "head * params.lse_strides.head + sequence.q_start",
-            "head * params.lse_strides.head",
+            "head * strides.head + sequence.q_start",
+            "head * strides.head",
         ),
     },
 }

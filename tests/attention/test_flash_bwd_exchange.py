@@ -12,7 +12,7 @@ from tests.attention.head_dims import HOME
 from tests.flex import gallery
 from tests.flex.flex_check import check_flex_gradients, home
 from tests.flex.test_blocks import block_mask
-from tests.helpers.mutants import mutant_tests, repeated
+from tests.helpers.mutants import mutant_tests
 
 CPU = torch.device("cpu")
 # Four SIMD groups divide the queries of a block, and the keys too: two of each. Two such groups.
@@ -70,26 +70,30 @@ MUTANTS = {
             "simdgroup / COLUMN_SIMDGROUPS * COLUMN_SIMDGROUPS",
             "0",
         ),
-        "queries of the first part": ("part % QUERY_PARTS * OWN_QUERY", "0 * OWN_QUERY", "race"),
-        "keys of the first part": ("part / QUERY_PARTS * OWN_ROW", "0 * OWN_ROW"),
-        "keys of one part loaded": ("part_query == 0", "part == 0", "uninitialised"),
+        "queries of the first part": (
+            "keys.part % QUERY_PARTS * OWN_QUERY",
+            "0 * OWN_QUERY",
+            "race",
+        ),
+        "keys of the first part": ("keys.part / QUERY_PARTS * OWN_ROW", "0 * OWN_ROW"),
+        "keys of one part loaded": ("part_query == 0", "keys.part == 0", "uninitialised"),
         "columns of the first part": (
-            "slice * DK_SLICE + part * OWN_DK_COLUMNS",
-            "slice * DK_SLICE",
+            "keys.slice * DK_SLICE + first_dk",
+            "keys.slice * DK_SLICE",
         ),
         "the other row of a pair": ("rows.odd ? Fragment", "!rows.odd ? Fragment"),
         "no barrier before parts are read": (
-            "// The parts are there.\n      threadgroup_barrier(mem_flags::mem_threadgroup);",
+            "// The parts are there.\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
             "",
             ("race", "uninitialised"),
         ),
         "score of another query's statistics": (
-            repeated("short query = part_query + j"),
-            "short query = j",
+            "block_statistics.lane_query = part_query + column",
+            "block_statistics.lane_query = column",
         ),
         "visibility of the first part": (
-            repeated("lane_key, block + column"),
-            "lane_key, q_block + column",
+            "lane_query = block + part_query + column",
+            "lane_query = block + column",
         ),
     },
     **{

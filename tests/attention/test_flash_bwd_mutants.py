@@ -22,12 +22,10 @@ CPU = torch.device("cpu")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 # By numbers, or as a fault: which comes first depends on the schedule.
 SEEN = ("race", "uninitialised", None)
-PARTS_LEFT = "// The parts are there.\n      "
+PARTS_LEFT = "// The parts are there.\n        "
 WHOLE = "// The tiles are whole.\n      "
-HIDES_DQ = "if (kv_block < of_last.begin || kv_block + BLOCK_K > of_first.end)"
-HIDES_DKV = "if (q_block < of_last.begin || q_block + BLOCK_Q > of_first.end)"
-SKIPS_DQ = "kv_block >= seen_end || kv_block + BLOCK_K <= seen_begin"
-SKIPS_DKV = "q_block >= seen_end || q_block + BLOCK_Q <= seen_begin"
+SEEN_BY_ANY = "block < by_any.end && block + count > by_any.begin"
+SEEN_BY_ALL = "block >= by_all.begin && block + count <= by_all.end"
 
 
 def nan_outside(device):
@@ -78,12 +76,20 @@ def shared_rows(device):
 MUTANTS = {
     shared_rows: {
         "own part twice": ("dq", "other = simdgroup ^ 1", "other = simdgroup"),
-        "columns of q or k of the first": ("dq", "part * OWN_QK_COLUMNS", "0 * OWN_QK_COLUMNS"),
-        "columns of v or dout of the first": ("dq", "part * OWN_V_COLUMNS", "0 * OWN_V_COLUMNS"),
+        "columns of q or k of the first": (
+            "dq",
+            "queries.part * OWN_QK_COLUMNS",
+            "0 * OWN_QK_COLUMNS",
+        ),
+        "columns of v or dout of the first": (
+            "dq",
+            "queries.part * OWN_V_COLUMNS",
+            "0 * OWN_V_COLUMNS",
+        ),
         "no barrier before the sum": ("dq", PARTS_LEFT + BARRIER, "", SEEN),
         "columns of dq of the first": (
             "dq",
-            "part * OWN_DQ_COLUMNS",
+            "queries.part * OWN_DQ_COLUMNS",
             "0 * OWN_DQ_COLUMNS",
             SEEN,
         ),
@@ -96,13 +102,13 @@ MUTANTS = {
         ),
         "dk without the scale": (
             "dkv",
-            "dk_tile.fragments[i][d] * problem.softmax_scale",
+            "dk_tile.fragments[i][d] * params.softmax_scale",
             "dk_tile.fragments[i][d]",
         ),
         "dv with the scale": (
             "dkv",
             "exists ? dv_tile.fragments[i][d]",
-            "exists ? dv_tile.fragments[i][d] * problem.softmax_scale",
+            "exists ? dv_tile.fragments[i][d] * params.softmax_scale",
         ),
         "dq without delta": (
             "dq",
@@ -111,7 +117,7 @@ MUTANTS = {
         ),
         "dk without delta": (
             "dkv",
-            "(gradients.fragments[i][j] - row_delta)",
+            "(gradients.fragments[i][j] - delta)",
             "gradients.fragments[i][j]",
         ),
         "delta added": (
@@ -128,36 +134,36 @@ MUTANTS = {
         "log-sum-exp taken for base 2": ("dq", "lse * M_LOG2E_F", "lse"),
         "log-sum-exp of another head": (
             "dq",
-            "head * params.lse_strides.head",
-            "kv_head * params.lse_strides.head",
+            "saved.statistics(params.lse_strides, place.batch, place.head, sequence)",
+            "saved.statistics(params.lse_strides, place.batch, place.kv_head, sequence)",
         ),
         "log-sum-exp of another query": (
             "dkv",
-            "weight_origin(lse[statistics + query])",
-            "weight_origin(lse[statistics + max(query - 1, 0)])",
+            "exists ? statistics.origin(query)",
+            "exists ? statistics.origin(max(query - 1, 0))",
         ),
         "delta of another query": (
             "dkv",
-            "delta[statistics + query]",
-            "delta[statistics + max(query - 1, 0)]",
+            "exists ? statistics.delta_of(query)",
+            "exists ? statistics.delta_of(max(query - 1, 0))",
         ),
         "a query head skipped": ("dkv", "int member = 0;", "int member = 1;"),
         "only one query head": ("dkv", "member < members", "member < 1"),
         "the first query head each time": (
             "dkv",
-            "split * members + member",
-            "split * members",
+            "keys.split * members + member",
+            "keys.split * members",
         ),
         "heads of another group": (
             "dkv",
-            "kv_head * problem.queries_per_kv + split * members + member",
-            "kv_head + member * 2",
+            "keys.kv_head * problem.queries_per_kv + keys.split * members + member",
+            "keys.kv_head + member * 2",
         ),
-        "wrong KV head": ("dq", "head / problem.queries_per_kv", "head % problem.queries_per_kv"),
+        "wrong KV head": ("dq", "head / params.queries_per_kv", "head % params.queries_per_kv"),
         "dout of another head": (
             "dkv",
-            "first_row(dout, params.dout_strides, batch, head,",
-            "first_row(dout, params.dout_strides, batch, kv_head,",
+            "saved.out_gradients(params.dout_strides, batch, head, sequence)",
+            "saved.out_gradients(params.dout_strides, batch, keys.kv_head, sequence)",
         ),
         "q in k's place": (
             "dkv",
@@ -171,8 +177,8 @@ MUTANTS = {
         ),
         "statistics past the end": (
             "dkv",
-            "exists ? weight_origin(lse[statistics + query]) : INFINITY",
-            "weight_origin(lse[statistics + query])",
+            "exists ? statistics.origin(query) : INFINITY",
+            "statistics.origin(query)",
             "out_of_bounds",
         ),
         "no barrier before staging": (
@@ -226,11 +232,11 @@ MUTANTS = {
         ),
         "query past the end stored": (
             "dq",
-            "if (query > last_query)",
+            "if (!queries.exists(i))",
             "if (false)",
             "race",
         ),
-        "key past the end stored": ("dkv", "if (key >= rows)", "if (false)", "race"),
+        "key past the end stored": ("dkv", "if (key >= sequence.kv_rows)", "if (false)", "race"),
         "half a tile staged": (
             "dkv",
             repeated("i < (UNITS + THREADS - 1) / THREADS"),
@@ -252,8 +258,8 @@ MUTANTS = {
         ),
     },
     "causal, top left": {
-        "band never applied": ("dq", HIDES_DQ, "if (false)"),
-        "band never applied, dkv": ("dkv", HIDES_DKV, "if (false)"),
+        "band never applied": ("dq", SEEN_BY_ALL, "true"),
+        "band never applied, dkv": ("dkv", SEEN_BY_ALL, "true"),
         "diagonal hidden from keys": (
             "dkv",
             "key - q_offset - window_right)",
@@ -271,35 +277,35 @@ MUTANTS = {
         ),
         "tile begins at the last key of all": (
             "dkv",
-            "visible.queries_of(max(tile_key, first_key)).begin",
-            "visible.queries_of(last_key).begin",
+            "visible.queries_of(max(tile_key, sequence.first_key)).begin",
+            "visible.queries_of(last()).begin",
         ),
         "visibility of the next key": (
             "dkv",
-            "visible.apply<true>(weights, lane_key,",
-            "visible.apply<true>(weights, lane_key + 1,",
+            "visible.apply<true>(scores, lane_key,",
+            "visible.apply<true>(scores, lane_key + 1,",
         ),
         "visibility not transposed": (
             "dkv",
-            "visible.apply<true>(weights",
-            "visible.apply<false>(weights",
+            "visible.apply<true>(scores",
+            "visible.apply<false>(scores",
         ),
     },
     "window, causal": {
         "last visible queries skipped": (
             "dkv",
-            SKIPS_DKV,
-            SKIPS_DKV.replace("q_block >=", "q_block + 8 >="),
+            SEEN_BY_ANY,
+            SEEN_BY_ANY.replace("block <", "block + 8 <"),
         ),
         "first visible queries skipped": (
             "dkv",
-            SKIPS_DKV,
-            SKIPS_DKV.replace("<= seen_begin", "<= seen_begin + 8"),
+            SEEN_BY_ANY,
+            SEEN_BY_ANY.replace("by_any.begin", "by_any.begin + 8"),
         ),
         "last visible keys skipped": (
             "dq",
-            SKIPS_DQ,
-            SKIPS_DQ.replace("kv_block >=", "kv_block + 8 >="),
+            SEEN_BY_ANY,
+            SEEN_BY_ANY.replace("block <", "block + 8 <"),
         ),
     },
     "window": {
@@ -325,17 +331,17 @@ MUTANTS = {
         ),
         "left edge never applied": (
             "dkv",
-            HIDES_DKV,
-            "if (q_block < of_last.begin)",
+            SEEN_BY_ALL,
+            "block >= by_all.begin",
         ),
         "right edge never applied": (
             "dkv",
-            HIDES_DKV,
-            "if (q_block + BLOCK_Q > of_first.end)",
+            SEEN_BY_ALL,
+            "block + count <= by_all.end",
         ),
         "tile ends at its first key": (
             "dkv",
-            "visible.queries_of(min(tile_key + BLOCK_K - 1, last_key)).end : 0",
+            "visible.queries_of(min(tile_key + BLOCK_K - 1, last())).end : 0",
             "visible.queries_of(tile_key).end : 0",
         ),
     },
@@ -357,7 +363,11 @@ MUTANTS = {
         ),
     },
     "seqused_k": {
-        "dk and dv behind the keys unwritten": ("dkv", "if (key >= rows)", "if (key > last_key)"),
+        "dk and dv behind the keys unwritten": (
+            "dkv",
+            "if (key >= sequence.kv_rows)",
+            "if (key > last())",
+        ),
     },
     nan_outside: {
         "keys behind the last not zeroed": ("dq", "if (ZEROED)", "if (false)"),
@@ -368,13 +378,13 @@ MUTANTS = {
         ),
         "gradients of keys that do not exist": (
             "dkv",
-            "key >= first_key && key <= last_key;",
+            "key >= sequence.first_key && key <= last();",
             "true;",
         ),
         "gradients of keys before the first": (
             "dkv",
-            "key >= first_key && key <= last_key;",
-            "key <= last_key;",
+            "key >= sequence.first_key && key <= last();",
+            "key <= last();",
         ),
     },
     "mask": {
@@ -388,7 +398,7 @@ MUTANTS = {
         "mask of the KV head": (
             "dkv",
             "rules.reset(inputs, batch, head,",
-            "rules.reset(inputs, batch, kv_head,",
+            "rules.reset(inputs, batch, keys.kv_head,",
         ),
         "mask's key past the end read": (
             "dkv",
@@ -439,7 +449,7 @@ MUTANTS = {
         "slope of the KV head": (
             "dkv",
             "rules.reset(inputs, batch, head,",
-            "rules.reset(inputs, batch, kv_head,",
+            "rules.reset(inputs, batch, keys.kv_head,",
         ),
         "distance of the even column": ("dkv", "fabs(first - 1.0f)", "fabs(first)"),
     },
@@ -472,9 +482,9 @@ MUTANTS = {
             "start * strides.row",
             "race",
         ),
-        "slice of k not moved": ("dq", "slice * DQ_SLICE + first_dq", "first_dq"),
-        "slice of q not moved": ("dkv", "slice * DK_SLICE + part", "part"),
-        "slice of dout not moved": ("dkv", "slice * DV_SLICE + part", "part"),
+        "slice of k not moved": ("dq", "queries.place.slice * DQ_SLICE + first_dq", "first_dq"),
+        "slice of q not moved": ("dkv", "keys.slice * DK_SLICE + first_dk", "first_dk"),
+        "slice of dout not moved": ("dkv", "keys.slice * DV_SLICE + first_dv", "first_dv"),
         "fragment behind the last column": (
             "dq",
             "WHOLE ? d : min(d, rows.last)",
@@ -501,46 +511,44 @@ MUTANTS = {
     packed: {
         "delta of no sequence unwritten": (
             "dq",
-            "    if (slice == 0) {\n      exact_rows.fill",
-            "    if (false) {\n      exact_rows.fill",
+            "if (EXACT_DELTA && place.slice == 0) {\n      delta_rows.fill",
+            "if (false) {\n      delta_rows.fill",
         ),
         "first query of the first sequence": (
             "dkv",
-            "first_row(dout, params.dout_strides, batch, head, sequence.q_start)",
-            "first_row(dout, params.dout_strides, batch, head, 0)",
+            "first_row(dout, strides, batch, head, sequence.q_start)",
+            "first_row(dout, strides, batch, head, 0)",
         ),
         "dq of the first sequence": (
             "dq",
-            "dq_rows.reset(dq, params.dq_strides, batch, head, sequence.q_start, slice)",
-            "dq_rows.reset(dq, params.dq_strides, batch, head, 0, slice)",
+            "dq_rows.reset(buffers.dq, params.dq_strides, batch, head, first, place.slice)",
+            "dq_rows.reset(buffers.dq, params.dq_strides, batch, head, 0, place.slice)",
             "race",
         ),
         "dk of the first sequence": (
             "dkv",
-            "params.dk_strides, batch, kv_head,\n                sequence.kv_start, slice)",
+            "params.dk_strides, batch, kv_head,\n                  sequence.kv_start, slice)",
             "params.dk_strides, batch, kv_head, 0, slice)",
             "race",
         ),
         "log-sum-exp of the first sequence": (
             "dq",
-            "head * params.lse_strides.head + sequence.q_start",
-            "head * params.lse_strides.head",
+            "head * strides.head + sequence.q_start",
+            "head * strides.head",
         ),
         "statistics of the first sequence": (
             "dkv",
-            "head * params.lse_strides.head + sequence.q_start",
-            "head * params.lse_strides.head",
+            "head * strides.head + sequence.q_start",
+            "head * strides.head",
         ),
         "rows of no sequence unwritten": (
             "dkv",
-            "dk_rows.fill(value, first, rows, threadgroups.x * THREADS);",
+            "dk_rows.fill(value, first, sequence.kv_rows, step);",
             "",
         ),
         "queries of no sequence unwritten": (
             "dq",
-            "dq_rows.fill(sequence.impossible ? NAN : 0.0f, "
-            "place.tile * THREADS + thread_index,\n                 "
-            "sequence.q_length, threadgroups.x * THREADS);",
+            "dq_rows.fill(value, first, sequence.q_length, step);",
             "",
         ),
     },

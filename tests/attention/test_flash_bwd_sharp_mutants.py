@@ -23,29 +23,33 @@ def sharp(name, only=None):
 # do not show it the fault that the simulator reports.
 MUTANTS = {
     sharp("offset values"): {
-        "no second walk": ("dq", "if (any_again == 0.0f)", "if (true)"),
-        "second walk of one SIMD group": (
+        "no second pass": (
             "dq",
-            "(walk > 0 && !again)",
-            "(walk > 0 && simdgroup > 0)",
+            "if (!any_simdgroup(second_pass, votes, simdgroup, lane))",
+            "if (true)",
         ),
-        "second walk adds": ("dq", "deltas[i] = error.of_delta;", "deltas[i] = -error.of_delta;"),
-        "second walk with values": (
+        "second pass of one SIMD group": (
+            "dq",
+            "(pass > 0 && !second_pass)",
+            "(pass > 0 && simdgroup > 0)",
+        ),
+        "second pass adds": ("dq", "deltas[i] = error.of_delta;", "deltas[i] = -error.of_delta;"),
+        "second pass with values": (
             "dq",
             "gradients.fill(0.0f);",
-            "multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_pairs_lane);",
+            "multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_lane);",
         ),
         "no barrier after the vote": (
             "dq",
-            BARRIER + "    float any_again",
-            "float any_again",
+            BARRIER + "  float any",
+            "float any",
             ("race", "uninitialised"),
         ),
     },
     sharp("values to 9", torch.float32): {
         "weights not divided by their sum": (
             "dkv",
-            "exists ? weight_factor(normalisers[statistics + query], lse[statistics + query])",
+            "exists ? statistics.weight_factor(query)",
             "exists ? 1.0f",
         ),
     },

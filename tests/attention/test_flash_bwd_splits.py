@@ -121,7 +121,7 @@ def test_parts_are_listed():
 MUTANTS = {
     dense: {
         "all parts in one place": ("dkv", "split * params.dk_split_stride", "0", "race"),
-        "all parts of the first heads": ("dkv", "split * members + member", "member"),
+        "all parts of the first heads": ("dkv", "keys.split * members + member", "member"),
         "a part left out": ("sum", "int split = 1;", "int split = 2;"),
         "sums of the first head": ("sum", "head * params.part_strides.head +", ""),
         "sums of the first sequence": ("sum", "batch * params.part_strides.batch +", ""),
@@ -130,7 +130,7 @@ MUTANTS = {
 TENSOR_MUTANTS = {
     partial(dense, shape=TENSOR_SHAPE): {
         "all parts in one place": ("split * params.dv_split_stride", "0", "race"),
-        "all parts of the first heads": ("split * members + member", "member"),
+        "all parts of the first heads": ("keys.split * members + member", "member"),
     },
 }
 

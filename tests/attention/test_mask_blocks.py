@@ -116,8 +116,8 @@ def same_results():
 # The tile that a kernel walks for, in blocks of the lists.
 TILES = {
     "flash_fwd": "tile.place.first_query / LIST_Q_BLOCK",
-    "flash_bwd_dq": "tile_query / LIST_Q_BLOCK",
-    "flash_bwd_dkv": "tile_key / LIST_KV_BLOCK",
+    "flash_bwd_dq": "queries.place.first_query / LIST_Q_BLOCK",
+    "flash_bwd_dkv": "keys.tile_key / LIST_KV_BLOCK",
 }
 PARTIAL = "masked = mask_block_is_partial(block)"
 # Of the kernel that makes the lists, and of those that walk along them.

@@ -123,13 +123,13 @@ def impossible(device):
 SHARP = named("sharp", check_sharp, "everything", F16)
 SHARED_ROWS = wide(136, 32)
 SLICES = wide(288, 40, BF16)
-SECOND_WALK = named("second walk", check_sharp, "offset values", F16)
+SECOND_PASS = named("second pass", check_sharp, "offset values", F16)
 PROBLEMS = [
     feature("plain"),
     feature("causal, rows without a key", "window at an offset", "window past the keys"),
     feature("both lengths, causal, rotary, interleaved"),
     feature("softcap, all, rotary, odd"),
-    *(masked, packed, nan_outside, sizes, SHARED_ROWS, SLICES, SECOND_WALK, SHARP),
+    *(masked, packed, nan_outside, sizes, SHARED_ROWS, SLICES, SECOND_PASS, SHARP),
 ]
 
 
@@ -285,13 +285,13 @@ MUTANTS = {
         ),
         "dkv: statistics of the lane's first column": (
             "dkv",
-            "columns_of(origin_of_query, column + column_offset(j))",
-            "columns_of(origin_of_query, column)",
+            "columns_of(own_origin, column + column_offset(j))",
+            "columns_of(own_origin, column)",
         ),
         "dkv: delta of another query": (
             "dkv",
-            "columns_of(delta_of_query, column + column_offset(j))",
-            "columns_of(delta_of_query, (column + column_offset(j)) ^ 2)",
+            "columns_of(own_delta, column + column_offset(j))",
+            "columns_of(own_delta, (column + column_offset(j)) ^ 2)",
         ),
         "dkv: q in k's place": (
             "dkv",
@@ -300,26 +300,26 @@ MUTANTS = {
         ),
         "dkv: a SIMD group leaves early": (
             "dkv",
-            "if (unseen) {\n        continue;",
-            "if (unseen) {\n        return;",
+            "if (!seen) {\n        continue;",
+            "if (!seen) {\n        return;",
             "divergent_barrier",
         ),
         "dq: a SIMD group leaves early": (
             "dq",
-            "if (unseen || (walk > 0 && !again)) {\n        continue;",
-            "if (unseen || (walk > 0 && !again)) {\n        return;",
+            "if (!seen || (pass > 0 && !second_pass)) {\n        continue;",
+            "if (!seen || (pass > 0 && !second_pass)) {\n        return;",
             "divergent_barrier",
         ),
         "dq: lanes leave early": (
             "dq",
-            "if (unseen || (walk > 0",
-            "if (unseen || lane_query + 8 > last_query || (walk > 0",
+            "if (!seen || (pass > 0",
+            "if (!seen || !queries.exists(1) || (pass > 0",
             ("partial_simd", "divergent_barrier"),
         ),
         "dq: columns of 8x8 tiles": (
             "dq",
-            "first_dq + column_offset(d)",
-            "first_dq + d * FRAGMENT",
+            "column + column_offset(d)",
+            "column + d * FRAGMENT",
             ("race", None),
         ),
         "dq: without delta": (
@@ -329,16 +329,20 @@ MUTANTS = {
         ),
     },
     CAUSAL: {
-        "dkv: mask of the other side": ("dkv", "visible.apply<true>", "visible.apply<false>"),
+        "dkv: mask of the other side": (
+            "dkv",
+            "visible.apply<true>(scores",
+            "visible.apply<false>(scores",
+        ),
         "dkv: blocks of the last key skipped": (
             "dkv",
-            "q_block >= seen_end ||",
-            "q_block + BLOCK_Q >= seen_end ||",
+            "block < by_any.end",
+            "block + count < by_any.end",
         ),
         "dq: edges not masked": (
             "dq",
-            "kv_block + BLOCK_K > of_first.end",
-            "kv_block > of_first.end",
+            "block + count <= by_all.end",
+            "block <= by_all.end",
         ),
     },
     nan_outside: {
@@ -351,16 +355,16 @@ MUTANTS = {
     impossible: {
         f"{kernel}: impossible lengths as clamped": (
             kernel,
-            "if (sequence.impossible || batch == problem.batch) {",
-            "if (batch == problem.batch) {",
+            "(impossible || batch == params.batch)",
+            "(batch == params.batch)",
         )
         for kernel in ("dq", "dkv")
     },
     packed: {
         f"{kernel}: rows of no sequence as of a short one": (
             kernel,
-            "if (sequence.impossible || batch == problem.batch) {",
-            "if (sequence.impossible) {",
+            "(impossible || batch == params.batch)",
+            "impossible",
         )
         for kernel in ("dq", "dkv")
     },
@@ -375,7 +379,7 @@ MUTANTS = {
         "dkv: own part twice": ("dkv", "other = simdgroup ^ 1", "other = simdgroup"),
         "dkv: columns of k of the first": (
             "dkv",
-            "part * OWN_QK_COLUMNS",
+            "keys.part * OWN_QK_COLUMNS",
             "0 * OWN_QK_COLUMNS",
         ),
         "dkv: columns behind the row": (
@@ -386,13 +390,13 @@ MUTANTS = {
         ),
         "dkv: no barrier before the sum": (
             "dkv",
-            "// The parts are there.\n      " + BARRIER,
+            "// The parts are there.\n        " + BARRIER,
             "",
             ("race", "uninitialised", None),
         ),
         "dkv: no barrier before the next parts": (
             "dkv",
-            "// Both have read the parts of the block before.\n      " + BARRIER,
+            "// Both have read the parts of the block before.\n        " + BARRIER,
             "",
             ("race", None),
         ),
@@ -411,7 +415,11 @@ MUTANTS = {
             "short(first + CHAIN)",
         ),
         "dq: own part twice": ("dq", "other = simdgroup ^ 1", "other = simdgroup"),
-        "dq: columns of q of the first": ("dq", "part * OWN_QK_COLUMNS", "0 * OWN_QK_COLUMNS"),
+        "dq: columns of q of the first": (
+            "dq",
+            "queries.part * OWN_QK_COLUMNS",
+            "0 * OWN_QK_COLUMNS",
+        ),
     },
     either_precision: {
         "dq: gradients not rounded": ("dq", "round_to_cut(gradients);", ""),
@@ -429,9 +437,13 @@ MUTANTS = {
         ),
         "dkv: weights kept": ("dkv", "dropout.apply(weights, kept);", ""),
     },
-    SECOND_WALK: {
-        "dq: no second walk": ("dq", "if (any_again == 0.0f)", "if (true)"),
-        "dq: second walk adds": (
+    SECOND_PASS: {
+        "dq: no second pass": (
+            "dq",
+            "if (!any_simdgroup(second_pass, votes, simdgroup, lane))",
+            "if (true)",
+        ),
+        "dq: second pass adds": (
             "dq",
             "deltas[i] = error.of_delta;",
             "deltas[i] = -error.of_delta;",

@@ -170,7 +170,7 @@ def other_statistics(device):
     assert_gradients(results[:3], oracle, errors, (q, k, v), dout, {})
 
 
-def second_walk(device):
+def second_pass(device):
     """Values with a mean, of 11 bits, so that dout's rounding alone shows: it is not in delta."""
     q, k, v = make_qkv(q_length=21, kv_length=70, head_dim=HOME)
     v = rounded_to_tf32(v + 1000)
@@ -188,7 +188,7 @@ FORWARDS = [
 ]
 BACKWARDS = [
     *(everything_but_a_bias, masked_gradients, packed_gradients, wide_gradients),
-    *(other_statistics, second_walk),
+    *(other_statistics, second_pass),
 ]
 
 
@@ -451,12 +451,16 @@ MUTANTS = {
         ),
         "dkv: factors of another query": (
             "bwd_dkv",
-            "columns_of(factor_of_query, column + column_offset(j))",
-            "columns_of(factor_of_query, (column + column_offset(j)) ^ 2)",
+            "columns_of(own_weight_factor, column + column_offset(j))",
+            "columns_of(own_weight_factor, (column + column_offset(j)) ^ 2)",
         ),
     },
-    second_walk: {
-        "dq: no second walk": ("bwd_dq", "if (any_again == 0.0f)", "if (true)"),
+    second_pass: {
+        "dq: no second pass": (
+            "bwd_dq",
+            "if (!any_simdgroup(second_pass, votes, simdgroup, lane))",
+            "if (true)",
+        ),
     },
 }
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(

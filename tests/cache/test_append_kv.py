@@ -14,15 +14,92 @@ from torch_metal_attn.testing.judge import DTYPES
 pytestmark = pytest.mark.usefixtures("backend")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("format", [None, *FORMATS])
-def test_formats(format, dtype):
-    for layout in ("heads", "rows"):
-        for seed, length in enumerate((1, 5, 31)):
-            problem = make(
-                format=format, dtype=dtype, length=length, seqlens=[0, 1], layout=layout, seed=seed
-            )
-            check(problem)
+BOTH = ("heads", "rows")  # layouts
+ROUNDED = [
+    {"dtype": torch.float32, "cache_dtype": dtype, "seqlens": [3, 11]}
+    for dtype in (torch.float16, torch.bfloat16)
+]
+PADDED = {"seqlens": [3, 11], "leftpad": [2, 11], "rotary_dim": 64, "q_heads": 4}
+ROTARY = [
+    {"rotary_dim": 64},
+    {"rotary_dim": 64, "rotary_interleaved": True},
+    {"rotary_dim": 32, "table_dtype": torch.bfloat16},
+    {"rotary_dim": 6, "rotary_interleaved": True},
+    {"rotary_dim": 18},
+]
+# Options of `make`.
+PROBLEMS = {
+    **{
+        f"{format} of {dtype}": [
+            {"format": format, "dtype": dtype, "layout": layout, "length": length, "seed": seed}
+            | {"seqlens": [0, 1]}
+            for layout in BOTH
+            for seed, length in enumerate((1, 5, 31))
+        ]
+        for format in (None, *FORMATS)
+        for dtype in DTYPES
+    },
+    "fp8 without scales": [{"format": "fp8_e4m3", "scale": False}],
+    "head dims": [
+        {"head_dim": 1, "head_dim_v": 7, "seqlens": [3, 20]},
+        {"head_dim": 33, "head_dim_v": 80, "seqlens": [3, 20]},
+        {"head_dim": 128, "head_dim_v": 40, "seqlens": [3, 20]},
+        {"head_dim": 33, "head_dim_v": 7, "format": "fp8_e4m3"},
+    ],
+    "rows off their alignment": [
+        {"format": format, "layout": "gaps", "head_dim_v": 32} for format in (None, "q8_0", "q4_0")
+    ],
+    # Rows that cross none, one and many borders of pages.
+    "pages": [
+        {"page": page, "length": length, "seqlens": lengths, "capacity": 96, "layout": layout}
+        for page in (1, 3, 16, 100)
+        for layout in BOTH
+        for length, lengths in ((1, [7, 0]), (13, [5, 23]), (65, [0, 31]))
+    ],
+    "quantised pages": [
+        {"page": 5, "length": 21, "seqlens": [3, 11], "format": format, "layout": layout}
+        for format in ("q8_0", "fp8_e4m3")
+        for layout in BOTH
+    ],
+    # Rounded once, after rotation.
+    "half-precision caches": [r | {"page": 5, "rotary_dim": 64, "q_heads": 3} for r in ROUNDED],
+    "lengths": [
+        options | {"length": length}
+        for length in (1, 7, 31, 32)
+        for options in ({}, {"batch": 3, "seqlens": [0, 32 - length, 0]})
+    ],
+    # More rows than a threadgroup takes, in more pages than a SIMD group holds.
+    "many blocks": [{"batch": 1, "length": 301, "seqlens": [3], "page": 8, "capacity": 320}],
+    # One batch of the cache for two sequences, which do not write the same rows.
+    "indices": [
+        {"batch": 3, "cache_batch_idx": [4, 0, 2], "seqlens": [1, 2, 3]},
+        {"cache_batch_idx": [1, 1], "seqlens": [3, 8]},
+    ],
+    # Equal to rope and then append, to the bit.
+    "rotary": [
+        *({"seqlens": [3, 0], "dtype": torch.bfloat16, "q_heads": 3} | r for r in ROTARY),
+        {"dtype": torch.float32, "rotary_dim": 64, "rotary_interleaved": True, "q_heads": 1},
+        {"rotary_dim": 0, "q_heads": 2},
+        # Rows not counted from the padding, and the same for each token of q.
+        PADDED | {"rotate_q_by_token": False, "rotary_from_leftpad": False},
+        *(PADDED | {"format": "q8_0", "dtype": dtype, "page": 16} for dtype in DTYPES),
+    ],
+    "queries of another length": [
+        {"seqlens": [3, 0], "rotary_dim": 64, "q_heads": 3, "q_length": n} for n in (0, 1, 9)
+    ],
+    "nothing to write": [
+        empty | options
+        for empty in ({"batch": 0}, {"kv_heads": 0}, {"length": 0})
+        for options in ({}, {"page": 8}, {"rotary_dim": 64, "q_heads": 2, "q_length": 3})
+    ],
+    "no room": [{"length": 0, "capacity": 0, "rotary_dim": 6, "q_heads": 2, "q_length": 3}],
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_values(name):
+    for options in PROBLEMS[name]:
+        check(make(**options))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -43,10 +120,6 @@ def test_values_that_are_special(format):
     check(problem)
 
 
-def test_fp8_without_scales():
-    check(make(format="fp8_e4m3", scale=False))
-
-
 def test_fp8_as_bytes():
     problem = make(format="fp8_e4m3", seqlens=[0, 1])
     for name in ("k_cache", "v_cache"):
@@ -54,39 +127,9 @@ def test_fp8_as_bytes():
     check(problem)
 
 
-@pytest.mark.parametrize("head_dim, head_dim_v", [(1, 7), (33, 80), (128, 40)])
-def test_head_dims(head_dim, head_dim_v):
-    check(make(head_dim=head_dim, head_dim_v=head_dim_v, seqlens=[3, 20]))
-
-
-def test_head_dims_of_fp8():
-    check(make(head_dim=33, head_dim_v=7, format="fp8_e4m3"))
-
-
-@pytest.mark.parametrize("format", [None, "q8_0", "q4_0"])
-def test_rows_off_their_alignment(format):
-    check(make(format=format, layout="gaps", head_dim_v=32))
-
-
-@pytest.mark.parametrize("page", [1, 3, 16, 100])
-def test_pages(page):
-    """Both layouts, and rows that cross none, one and many borders of pages."""
-    for layout in ("heads", "rows"):
-        for length, seqlens in ((1, [7, 0]), (13, [5, 23]), (65, [0, 31])):
-            check(make(page=page, length=length, seqlens=seqlens, capacity=96, layout=layout))
-
-
-@pytest.mark.parametrize("format", ["q8_0", "fp8_e4m3"])
-def test_quantised_pages(format):
-    for layout in ("heads", "rows"):
-        check(make(page=5, length=21, seqlens=[3, 11], format=format, layout=layout))
-
-
-@pytest.mark.parametrize("cache_dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_caches_of_float32_rows(cache_dtype):
-    """Rounded once, after rotation; what passes float16 is infinite there."""
-    rounded = {"dtype": torch.float32, "cache_dtype": cache_dtype, "seqlens": [3, 11]}
-    check(make(**rounded, page=5, rotary_dim=64, q_heads=3))
+@pytest.mark.parametrize("rounded", ROUNDED, ids=str)
+def test_half_precision_caches_of_special_values(rounded):
+    """What passes float16 is infinite there."""
     problem = make(**rounded, head_dim_v=33, layout="gaps")
     for name in ("k", "v"):
         x = problem.tensors[name]
@@ -95,17 +138,6 @@ def test_half_precision_caches_of_float32_rows(cache_dtype):
         x[:, :, 2, 7], x[:, :, 2, 8] = torch.inf, -torch.inf
         x[:, :, 3] = 1.0 + torch.arange(x.shape[3]) * 2.0**-11
     check(problem)
-
-
-@pytest.mark.parametrize("length", [1, 7, 31, 32])
-def test_lengths(length):
-    check(make(length=length))
-    check(make(length=length, batch=3, seqlens=[0, 32 - length, 0]))
-
-
-def test_many_blocks_of_rows():
-    """More rows than a threadgroup takes, in more pages than a SIMD group holds."""
-    check(make(batch=1, length=301, seqlens=[3], page=8, capacity=320))
 
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded", "sliced"])
@@ -121,15 +153,6 @@ def test_strides_of_new_rows(layout):
     check(problem)
 
 
-def test_indices_into_the_batch():
-    check(make(batch=3, cache_batch_idx=[4, 0, 2], seqlens=[1, 2, 3]))
-
-
-def test_one_batch_for_two_sequences():
-    """They may share it where they do not write the same rows."""
-    check(make(cache_batch_idx=[1, 1], seqlens=[3, 8]))
-
-
 def test_a_page_of_two_sequences():
     problem = make(page=16, seqlens=[1, 6], length=5)
     problem.tensors["block_table"][1, 0] = problem.tensors["block_table"][0, 0]
@@ -141,46 +164,6 @@ def test_entries_that_are_not_written_are_not_looked_at():
     problem.tensors["block_table"][:, 0] = -1
     problem.tensors["block_table"][:, 2:] = 10**9
     check(problem)
-
-
-ROTARY = [
-    {"rotary_dim": 64},
-    {"rotary_dim": 64, "rotary_interleaved": True},
-    {"rotary_dim": 32, "table_dtype": torch.bfloat16},
-    {"rotary_dim": 6, "rotary_interleaved": True},
-    {"rotary_dim": 18},
-]
-
-
-@pytest.mark.parametrize("options", ROTARY, ids=str)
-def test_rotary(options):
-    """Equal to rope and then append, to the bit."""
-    check(make(seqlens=[3, 0], dtype=torch.bfloat16, q_heads=3, **options))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary_of_quantised(dtype):
-    options = {"format": "q8_0", "rotary_dim": 64, "q_heads": 4, "dtype": dtype, "page": 16}
-    check(make(seqlens=[3, 11], leftpad=[2, 11], **options))
-
-
-def test_rotary_rows_of_the_cache():
-    """Not counted from the padding, and the same for each token of q."""
-    options = {"rotate_q_by_token": False, "rotary_from_leftpad": False}
-    check(make(seqlens=[3, 11], leftpad=[2, 11], rotary_dim=64, q_heads=4, **options))
-
-
-def test_rotary_of_float_rows():
-    check(make(dtype=torch.float32, rotary_dim=64, rotary_interleaved=True, q_heads=1))
-
-
-def test_rotary_where_nothing_is_rotated():
-    check(make(rotary_dim=0, q_heads=2))
-
-
-@pytest.mark.parametrize("q_length", [0, 1, 9])
-def test_queries_of_another_length(q_length):
-    check(make(seqlens=[3, 0], rotary_dim=64, q_heads=3, q_length=q_length))
 
 
 def test_queries_in_a_packed_projection():
@@ -199,17 +182,6 @@ def test_many_queries():
     explained = torch.ops.metal_attn.append_kv_explain(**problem.tensors)
     assert extension.told(explained)["defines"]["HEADS"] == "3"
     check(problem)
-
-
-@pytest.mark.parametrize("empty", [{"batch": 0}, {"kv_heads": 0}, {"length": 0}], ids=str)
-def test_nothing_to_write(empty):
-    check(make(**empty))
-    check(make(rotary_dim=64, q_heads=2, q_length=3, **empty))
-    check(make(**empty, page=8))
-
-
-def test_no_room_and_nothing_to_write():
-    check(make(length=0, capacity=0, rotary_dim=6, q_heads=2, q_length=3))
 
 
 @settings(max_examples=settings.default.max_examples // 2)  # most have kernels of their own

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cache.append_check import make, memory_of
-from tests.common.small_ops import EXAMPLES
+from tests.common.ops import EXAMPLES
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused, refused_alike, without_data
 from torch_metal_attn.testing.judge import ints

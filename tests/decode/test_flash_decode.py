@@ -223,33 +223,6 @@ def test_more_rows_than_the_shader_counts():
             torch.ops.metal_attn.flash_decode_explain(q, k, k)
 
 
-def test_no_gradient(device):
-    q, k, v = (x.to(device) for x in make_qkv(q_length=1, **HOME))
-    expected = decode(q, k, v)
-    results = decode(q, k.requires_grad_(), v)
-    for result, plain in zip(results, expected, strict=True):
-        assert torch.equal(result, plain)
-        with pytest.raises(NotImplementedError, match="k requires grad"):
-            result.sum().backward()
-
-
-@pytest.mark.parametrize("num_splits", [0, 2])
-def test_opcheck(num_splits, device):
-    operands = [x.to(device) for x in make_qkv(2, q_length=1, kv_length=40, **HOME)]
-    torch.library.opcheck(decode, operands, {"causal": True, "num_splits": num_splits})
-
-
-def test_compiled(device):
-    """Whole graphs, for any number of keys."""
-    compiled = torch.compile(
-        lambda *operands: decode(*operands, causal=True), backend="aot_eager", fullgraph=True
-    )
-    for kv_length in (40, 41, 77):
-        operands = [x.to(device) for x in make_qkv(q_length=1, kv_length=kv_length, **HOME)]
-        results = zip(compiled(*operands), decode(*operands, causal=True), strict=True)
-        assert all(torch.equal(one, other) for one, other in results)
-
-
 @pytest.mark.parametrize(
     "kv_heads, head_dim, pages", [(8, 64, (8, 256)), (8, 128, (8,)), (1, 128, (8,))]
 )

@@ -64,12 +64,12 @@ MUTANTS = {
     check: {
         "keys that do not exist": (
             "flash_bwd_dq",
-            "visible.apply<false>(slopes, lane_query, kv_block + column, 0.0f);",
+            "visible.apply<false>(slopes, first_query, block + column, 0.0f);",
             "",
         ),
         "queries that do not exist": (
             "flash_bwd_dkv",
-            "visible.apply<true>(slopes, lane_key, block + column, 0.0f);",
+            "visible.apply<true>(slopes, lane_key, lane_query, 0.0f);",
             "",
         ),
         "masked keys of dq": ("flash_bwd_dq", "slope = 0.0f;", ""),

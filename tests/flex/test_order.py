@@ -16,11 +16,14 @@ NUMBER = (
     "float(threadgroup_position.x + threadgroups.x * (threadgroup_position.y + "
     "threadgroups.y * threadgroup_position.z))"
 )
-# What each kernel stores, which is its threadgroup's number instead.
+# How each kernel stores a result, and its threadgroup's number instead.
 STORED = {
-    "flash_fwd": "softmax.rows[i].logsumexp(row_sum)",
-    "flash_bwd_dq": "dq_tile.fragments[i][d] * scale",
-    "flash_bwd_dkv": "exists ? dv_tile.fragments[i][d] : Fragment<float>(0.0f, 0.0f)",
+    "flash_fwd": ("softmax.rows[i].logsumexp(row_sum)", NUMBER),
+    "flash_bwd_dq": (
+        "rows.write(dq_tile, queries, column + first_dq, problem.softmax_scale)",
+        f"dq_tile.fill({NUMBER}); rows.write(dq_tile, queries, column + first_dq, 1.0f)",
+    ),
+    "flash_bwd_dkv": ("keys.write(", f"dv_tile.fill({NUMBER}); keys.write("),
 }
 
 
@@ -63,8 +66,7 @@ def check_starts(mask, monkeypatch):
     """Threadgroups in the order of their numbers have shorter and shorter lists."""
     with monkeypatch.context() as planted:
         for kernel, stored in STORED.items():
-            number = NUMBER if kernel == "flash_fwd" else f"Fragment<float>({NUMBER})"
-            plant(planted, kernel, stored, number)
+            plant(planted, kernel, *stored)
         _, lse, dq, _, dv = results(mask)
     by_group = lengths(mask, "q").unflatten(1, (2, -1)).sum(2)
     for numbers, work in (

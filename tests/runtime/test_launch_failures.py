@@ -250,29 +250,6 @@ def test_out_of_memory_between_two_dispatches(any_fake):
     assert any_fake.log().count("library") == 0, "both libraries were kept"
 
 
-def test_many_threads_compile_a_specialisation_once(fake):
-    fake.add_family("first_use", TEXT)
-    start = threading.Barrier(8)
-    errors = []
-
-    def work():
-        try:
-            start.wait()
-            launch(fake, family="first_use")
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-    assert fake.log().count("library") == fake.log().count("kernel scale") == 1
-    assert fake.log().count("end") == 8
-    assert not fake.overlapped()
-
-
 def test_other_kernels_run_while_one_compiles(any_fake):
     """Metal may take minutes for one text, or for ever."""
     any_fake.add_family("slow", TEXT + "// slow\n")

@@ -5,10 +5,12 @@ import re
 
 import pytest
 
+from tests.helpers.cases import each_case
 from tests.helpers.forks import run_alone
 
-# Forks a child for each case, in which nothing has been decided yet, and prints what they return.
-CASES = """
+# Runs the cases that it is given, each in a child in which nothing has been decided yet, and prints
+# what they return.
+PROGRAM = """
 import contextlib, ctypes, io, json, os, sys, threading, time
 import torch
 
@@ -52,67 +54,43 @@ def attend():
 def kernels():
     return fake_mac.kernels(fake)
 
-def both():
-    return [mps.problem(), attend(), mps.problem(), kernels()]
+def both(gpu=None, then=lambda: None, limit=None, copy=None):
+    '''Why mps is not used, what becomes of an op, why it is not used after that, and what ran.
 
-def works():
-    fake.set_gpu(only_the_probe)
-    return both()
+    copy: what torch copies between devices by, in the place of its own function.
+    '''
+    def asked():
+        if gpu:
+            fake.set_gpu(gpu)
+        if limit:
+            fake.library.fake_mps_set_probe_limit(limit)
+        if copy:
+            library = torch.library.Library("aten", "IMPL")
+            library.impl("copy_", copy, "CPU", allow_override=True)
+        then()
+        return [mps.problem(), attend(), mps.problem(), kernels()]
+    return in_child(asked)
 
 def op_first():
     fake.set_gpu(only_the_probe)
     return [attend(), kernels()]
 
-def allocation_fails():
-    # Of which no torch on Linux has memory.
+def on_a_device_without_memory():  # of which no torch on Linux has any
     fake.library.fake_mps_set_device_type(fake.library.aoti_torch_device_type_mps())
-    return both()
 
-def gives_zeros():
-    fake.set_gpu(zeros)
-    return both()
+def gives_right(text, address):
+    if "void probe(" in text:
+        memory(address).copy_(right)
 
-def writes_nothing():
-    return both()
+def hangs(*arguments, **options):
+    time.sleep(600)
 
-def gives_one_wrong():
-    fake.set_gpu(one_wrong)
-    return both()
-
-def does_not_compile():
-    fake.fail("create_shader_library", "unlowered function call to air.simd_sum\\nsecond line")
-    return both()
-
-def does_not_launch():
-    fake.fail("dispatch", "the device refuses")
-    return both()
-
-def hangs():
-    fake.set_gpu(lambda text, address: time.sleep(600))
-    fake.library.fake_mps_set_probe_limit(100)
-    return both()
-
-def never_idle():
-    def copy_(to, source, non_blocking=False):
-        time.sleep(600)
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("copy_", copy_, "CPU", allow_override=True)
-    fake.library.fake_mps_set_probe_limit(10)
-    return both()
-
-def is_busy():
-    '''The first copy waits for what is queued, for longer than the probe may take.'''
-    fake.set_gpu(lambda text, address: "void probe(" in text and memory(address).copy_(right))
-    fake.library.fake_mps_set_probe_limit(500)
-    waits = [0.8]
-    def copy_(to, source, non_blocking=False):
-        if waits:
-            time.sleep(waits.pop())
-        ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
-        return to
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("copy_", copy_, "CPU", allow_override=True)
-    return both()
+waits = [0.8]  # the first copy waits for what is queued, for longer than the probe may take
+def waits_once(to, source, non_blocking=False):
+    if waits:
+        time.sleep(waits.pop())
+    ctypes.memmove(to.data_ptr(), source.data_ptr(), source.nbytes)
+    return to
 
 def named(name):
     fake.set_gpu(only_the_probe)
@@ -128,7 +106,7 @@ def insisted_on():
     os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"
     fake.set_gpu(zeros)
     with best_device() as device:
-        return [*both(), str(device)]
+        return [mps.problem(), attend(), mps.problem(), kernels(), str(device)]
 
 def virtual():
     fake.library.metal_attn_set_gpu_name(b"Apple Paravirtual device")
@@ -147,20 +125,16 @@ def devices():
             found.append([str(device), torch_metal_attn.runtime.session.active()])
     return found
 
-def falls_to_the_simulator():
-    virtual()
-    found = []
-    said = output(lambda: found.extend(devices()), contextlib.redirect_stderr)
-    told = output(lambda: main(["info"]), contextlib.redirect_stdout)
-    return [found, said, [line for line in told.splitlines() if line.startswith("backend")],
-            torch_metal_attn.runtime.machine.describe(torch.device("cpu"))["backend"]]
-
-def is_best():
-    fake.set_gpu(only_the_probe)
-    found = []
-    said = output(lambda: found.extend(devices()), contextlib.redirect_stderr)
-    told = output(lambda: main(["info"]), contextlib.redirect_stdout)
-    return [found, said, [line for line in told.splitlines() if line.startswith("backend")]]
+def best(then):
+    '''The best device, twice, what is said on stderr, and of the backend by `info`.'''
+    def asked():
+        then()
+        found = []
+        said = output(lambda: found.extend(devices()), contextlib.redirect_stderr)
+        told = output(lambda: main(["info"]), contextlib.redirect_stdout)
+        return [found, said, [line for line in told.splitlines() if line.startswith("backend")],
+                torch_metal_attn.runtime.machine.describe(torch.device("cpu"))["backend"]]
+    return in_child(asked)
 
 def forked_after_a_good_trial():
     fake.set_gpu(only_the_probe)
@@ -209,55 +183,57 @@ def eight_threads():
         thread.join()
     return [sorted(answers), kernels().count("probe"), kernels().count("flash_fwd")]
 
-print(json.dumps({case.__name__: in_child(case) for case in (
-    works, op_first, allocation_fails, gives_zeros, writes_nothing, gives_one_wrong,
-    does_not_compile, does_not_launch, hangs, never_idle, is_busy, names, insisted_on,
-    falls_to_the_simulator, is_best,
-    forked_after_a_good_trial, forked_after_a_launch_without_trial, forked_after_a_bad_trial,
-    forked_during_a_trial, eight_threads)}))
+print(json.dumps({call: eval(call) for call in json.loads(sys.argv[2])}))
 """
+WORKS = "both(only_the_probe)"
+BUSY = "both(gives_right, limit=500, copy=waits_once)"
+# Ways to fail: the reason, and what was started.
+FAILURES = {
+    "both(then=on_a_device_without_memory)": (
+        r"the first allocation on it failed: .*'MPS' backend.*",
+        [],
+    ),
+    "both(zeros)": ("a small kernel on it gave zeros", ["probe"]),
+    "both()": ("a small kernel on it gave 1 where 141 is right", ["probe"]),
+    "both(one_wrong)": ("a small kernel on it gave 10425 where 10424 is right", ["probe"]),
+    r'both(then=lambda: fake.fail("create_shader_library", "unlowered air.simd_sum\nmore"))': (
+        r"a small kernel on it failed: compiling probe failed: unlowered air\.simd_sum",
+        [],
+    ),
+    'both(then=lambda: fake.fail("dispatch", "the device refuses"))': (
+        "a small kernel on it failed: dispatching 'probe' failed: the device refuses",
+        ["probe"],
+    ),
+    "both(hangs, limit=100)": ("a small kernel on it did not end within 100 ms", ["probe"]),
+    "both(copy=hangs, limit=10)": (
+        "what the GPU was given before did not end within 200 ms",
+        [],
+    ),
+}
+CALLS = [*FAILURES, WORKS, BUSY, "best(virtual)", "best(lambda: fake.set_gpu(only_the_probe))"]
+OTHERS = ["op_first", "names", "insisted_on", "eight_threads", "forked_after_a_good_trial"]
+OTHERS += ["forked_after_a_launch_without_trial", "forked_after_a_bad_trial"]
+OTHERS += ["forked_during_a_trial"]
 
 
 @pytest.fixture(scope="module")
 def cases(libraries):
-    return json.loads(run_alone(CASES, libraries["bytes"]))
+    calls = [*CALLS, *(f"in_child({case})" for case in OTHERS)]
+    found = json.loads(run_alone(PROGRAM, libraries["bytes"], json.dumps(calls)))
+    return found | {case: found[f"in_child({case})"] for case in OTHERS}
 
 
 def test_an_mps_that_works(cases):
     """In the child of a fork too, as every case is, where the parent has not used it."""
-    assert cases["works"] == ["", "launched", "", ["probe", "flash_fwd"]]
+    assert cases[WORKS] == ["", "launched", "", ["probe", "flash_fwd"]]
     assert cases["op_first"] == ["launched", ["probe", "flash_fwd"]]
 
 
-@pytest.mark.parametrize(
-    "case, why, kernels",
-    [
-        ("allocation_fails", r"the first allocation on it failed: .*'MPS' backend.*", []),
-        ("gives_zeros", "a small kernel on it gave zeros", ["probe"]),
-        ("writes_nothing", "a small kernel on it gave 1 where 141 is right", ["probe"]),
-        (
-            "gives_one_wrong",
-            "a small kernel on it gave 10425 where 10424 is right",
-            ["probe"],
-        ),
-        (
-            "does_not_compile",
-            "a small kernel on it failed: compiling probe failed: "
-            r"unlowered function call to air\.simd_sum",
-            [],
-        ),
-        (
-            "does_not_launch",
-            "a small kernel on it failed: dispatching 'probe' failed: the device refuses",
-            ["probe"],
-        ),
-        ("hangs", "a small kernel on it did not end within 100 ms", ["probe"]),
-        ("never_idle", "what the GPU was given before did not end within 200 ms", []),
-    ],
-)
-def test_each_way_to_fail_has_its_reason(cases, case, why, kernels):
+@each_case("call", FAILURES)
+def test_each_way_to_fail_has_its_reason(cases, call):
     """An op reports it too, without launching its kernel."""
-    problem, raised, again, started = cases[case]
+    problem, raised, again, started = cases[call]
+    why, kernels = FAILURES[call]
     assert re.fullmatch(why, problem)  # in one line
     assert again == problem
     assert started == kernels
@@ -268,7 +244,7 @@ def test_each_way_to_fail_has_its_reason(cases, case, why, kernels):
 
 def test_a_busy_gpu_is_waited_for(cases):
     """The time of the trial begins when the GPU has done what was queued before."""
-    assert cases["is_busy"] == cases["works"]
+    assert cases[BUSY] == cases[WORKS]
 
 
 def test_names(cases):
@@ -285,7 +261,7 @@ def test_insisting_skips_the_trial(cases):
 
 
 def test_the_simulator_takes_the_place_of_an_mps_that_does_not_work(cases):
-    devices, said, backend, described = cases["falls_to_the_simulator"]
+    devices, said, backend, described = cases["best(virtual)"]
     assert devices == [["cpu", True]] * 2
     (line,) = said.splitlines()  # of two calls
     assert line.startswith("torch_metal_attn: the kernels run in the simulator; mps cannot be used")
@@ -296,7 +272,7 @@ def test_the_simulator_takes_the_place_of_an_mps_that_does_not_work(cases):
 
 
 def test_an_mps_that_works_is_the_best_device(cases):
-    devices, said, backend = cases["is_best"]
+    devices, said, backend, _ = cases[CALLS[-1]]
     assert devices == [["mps", False]] * 2
     assert said == ""
     assert backend[0].split() == ["backend", "mps"]

@@ -1,25 +1,20 @@
 """How the engine runs a dispatch: its grid, order, counters, atomics and host threads."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from torch_metal_attn.simulator import Counters, SimulatorFault, compile_shader
+from torch_metal_attn.simulator import Counters, SimulatorFault
 from torch_metal_attn.simulator.arithmetic import COUNTS
 
-HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
-BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+from . import planted
+
+BARRIER = "BARRIER(threadgroup)"
 
 
-def compiled(
-    body: str,
-    parameters: str = "device float* o [[buffer(0)]]",
-    check: bool = False,
-    count: bool = False,
-):
-    text = f"{HEAD}kernel void k({parameters}) {{ {body} }}"
-    return compile_shader(text, check=check, count=count)
+def compiled(body, parameters="device float* o [[buffer(0)]]", check=False, count=False):
+    return planted.compiled(body, parameters, check=check, count=count)
 
 
 ATTRIBUTES = {
@@ -337,21 +332,14 @@ def test_two_python_threads_run_at_once(check):
            uint i [[thread_index_in_threadgroup]], uint g [[threadgroup_position_in_grid]]""",
         check,
     )
-    wrong: list[int] = []
 
-    def work(number: int) -> None:
-        for _ in range(20):
-            out = torch.zeros(640)
-            library.k(out, float(number), threads=640, group_size=64)
-            if not (out == 32.0 * number).all():
-                wrong.append(number)
+    def right(number: int) -> bool:
+        out = torch.zeros(640)
+        library.k(out, float(number), threads=640, group_size=64)
+        return bool((out == 32.0 * number).all())
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(1, 4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(right, [1, 2, 3] * 20))
 
 
 def test_loops_and_branches_around_uniform_operations():

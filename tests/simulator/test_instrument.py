@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.helpers.cases import each_case
 from torch_metal_attn.simulator.arithmetic import operation
 from torch_metal_attn.simulator.instrument import Frame, InstrumentError, instrument
 
@@ -48,36 +49,52 @@ def run(body, group="#0", declarations="", count_all=False):
     return inside.split("\n"), sites, out
 
 
-def test_access_gets_length_direction_and_site():
-    lines, sites, out = run("  call void @__tsan_read4(ptr %0), !dbg !20")
-    assert lines == ["  call void @__msl_access(ptr %0, i32 4, i32 0, i32 0), !dbg !20"]
+def access(address, size, flags):
+    return f"  call void @__msl_access(ptr {address}, i32 {size}, i32 {flags}, i32 0), !dbg !20"
+
+
+LOAD = "\n  %2 = load <4 x float>, ptr %0, align"
+
+
+@each_case(
+    "body, expected",
+    [
+        ("call void @__tsan_read4(ptr %0)", [access("%0", 4, 0)]),
+        ("call void @__tsan_write8(ptr %0)", [access("%0", 8, 1)]),
+        ("call void @__tsan_unaligned_read8(ptr %0)", [access("%0", 8, 2)]),
+        ("call void @__tsan_unaligned_write8(ptr %0)", [access("%0", 8, 3)]),
+        ("call void @__tsan_read_write8(ptr %0)", [access("%0", 8, 0), access("%0", 8, 1)]),
+        ("tail call void @__tsan_write8(ptr noundef nonnull %0)", [access("%0", 8, 1)]),
+        # A block's length may be known only when the kernel runs.
+        (
+            "%8 = call ptr @__tsan_memcpy(ptr %0, ptr %1, i64 36)",
+            [
+                access("%1", 36, 2),
+                access("%0", 36, 3),
+                "  %8 = call ptr @memcpy(ptr %0, ptr %1, i64 36), !dbg !20",
+            ],
+        ),
+        (
+            "%8 = call ptr @__tsan_memset(ptr %0, i32 0, i64 %n)",
+            [
+                "  %msl.bytes.1 = trunc i64 %n to i32",
+                access("%0", "%msl.bytes.1", 3),
+                "  %8 = call ptr @memset(ptr %0, i32 0, i64 %n), !dbg !20",
+            ],
+        ),
+    ],
+)
+def test_accesses_have_length_direction_and_site(body, expected):
+    lines, sites, out = run(f"  {body}, !dbg !20")
+    assert lines == expected
     assert sites == [(Frame("a.metal", 5, "k"),)]
     assert "declare void @__msl_access(ptr, i32, i32, i32)" in out
 
 
-@pytest.mark.parametrize(
-    ("call", "flags"),
-    [
-        ("call void @__tsan_write8(ptr %0)", [1]),
-        ("call void @__tsan_unaligned_read8(ptr %0)", [2]),
-        ("call void @__tsan_unaligned_write8(ptr %0)", [3]),
-        ("call void @__tsan_read_write8(ptr %0)", [0, 1]),
-        ("tail call void @__tsan_write8(ptr noundef nonnull %0)", [1]),
-    ],
-)
-def test_kinds_of_access(call, flags):
-    lines, _, _ = run(f"  {call}, !dbg !20")
-    expected = [
-        f"  call void @__msl_access(ptr %0, i32 8, i32 {f}, i32 0), !dbg !20" for f in flags
-    ]
-    assert lines == expected
-
-
 def test_alignment_below_the_length_is_told():
-    body = "  call void @__tsan_read16(ptr %0), !dbg !20\n  %2 = load <4 x float>, ptr %0, align 8"
-    lines, _, _ = run(body)
-    assert "i32 16, i32 2, i32 0" in lines[0]
-    assert "i32 16, i32 0, i32 0" in run(body.replace("align 8", "align 16"))[0][0]
+    body = f"  call void @__tsan_read16(ptr %0), !dbg !20{LOAD} "
+    assert run(f"{body}8")[0][0] == access("%0", 16, 2)
+    assert run(f"{body}16")[0][0] == access("%0", 16, 0)
 
 
 def test_sites_follow_inlining_and_leave_the_shim_out():
@@ -109,25 +126,6 @@ def test_argument_fetches_of_an_entry_are_no_accesses():
     assert sites == []
     assert "__tsan" not in out
     assert "__msl_access" not in out
-
-
-def test_block_copies_are_accesses_of_their_length():
-    lines, _, out = run("  %8 = call ptr @__tsan_memcpy(ptr %0, ptr %1, i64 36), !dbg !20")
-    assert lines == [
-        "  call void @__msl_access(ptr %1, i32 36, i32 2, i32 0), !dbg !20",
-        "  call void @__msl_access(ptr %0, i32 36, i32 3, i32 0), !dbg !20",
-        "  %8 = call ptr @memcpy(ptr %0, ptr %1, i64 36), !dbg !20",
-    ]
-    assert "declare ptr @memcpy(ptr, ptr, i64)" in out
-
-
-def test_block_fill_of_a_length_known_later():
-    lines, _, _ = run("  %8 = call ptr @__tsan_memset(ptr %0, i32 0, i64 %n), !dbg !20")
-    assert lines == [
-        "  %msl.bytes.1 = trunc i64 %n to i32",
-        "  call void @__msl_access(ptr %0, i32 %msl.bytes.1, i32 3, i32 0), !dbg !20",
-        "  %8 = call ptr @memset(ptr %0, i32 0, i64 %n), !dbg !20",
-    ]
 
 
 def test_engine_calls_get_their_site():
@@ -171,8 +169,8 @@ def test_all_arithmetic_is_counted_if_asked():
     assert not any("__msl_count" in line for line in run(body)[0])
 
 
-@pytest.mark.parametrize(
-    ("line", "counted"),
+@each_case(
+    "line, counted",
     [
         ("fdiv fast half %a, %b", ("float_operations", 1)),
         ("fneg <2 x half> %a", None),

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from tests.helpers.cases import each_case
 from torch_metal_attn.simulator import Counters, SimulatorFault, compile_shader
 
 SOURCE = """
@@ -133,53 +134,30 @@ def test_library_lists_its_kernels(library):
     assert repr(library.scale).startswith("<kernel scale(device float *")
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "words"),
+ONE = torch.ones(1)
+
+
+@each_case(
+    "kernel, args, error, words",
     [
-        (lambda k: k.scale(torch.ones(1)), TypeError, "no argument for buffer(1) `constant float"),
-        (lambda k: k.scale(torch.ones(1), 1.0, 2.0), TypeError, "argument 2 has no parameter"),
-        (lambda k: k.scale(torch.ones(1), None), TypeError, "no argument for buffer(1)"),
-        (lambda k: k.scale(torch.ones(1), "a"), TypeError, "argument 1 is or holds a str"),
-        (lambda k: k.scale(torch.ones(1), object()), TypeError, "argument 1 is or holds a object"),
-        (lambda k: k.pick(torch.ones(1), []), ValueError, "argument 1 is empty"),
-        (lambda k: k.pick(torch.ones(1), [1, 2.0]), TypeError, "argument 1"),
-        (lambda k: k.pick(torch.ones(1), [torch.ones(1)]), TypeError, "holds a Tensor"),
-        (lambda k: k.full(torch.ones(1), 2**63), OverflowError, "argument 1 does not fit an int64"),
-        (lambda k: k.scale(torch.ones(1, device="meta"), 1.0), ValueError, "a tensor on meta"),
-        (
-            lambda k: k.scale(torch.ones(2).to_sparse(), 1.0),
-            ValueError,
-            "argument 0 is a tensor torch.sparse_coo",
-        ),
-        (lambda k: k.scale(torch.ones(1), 1.0, threads="4"), TypeError, "threads is '4'"),
-        (lambda k: k.scale(torch.ones(1), 1.0, threads=(1, 1, 1, 1)), TypeError, "1 to 3 ints"),
-        (lambda k: k.scale(torch.ones(1), 1.0, threads=-1), ValueError, "threads is -1"),
-        (lambda k: k.scale(1.0, 1.0), ValueError, "give threads"),
-        (
-            lambda k: k.scale(torch.ones(1), 1.0, threads=(1, 1), group_size=1),
-            ValueError,
-            "group_size has 1 dimensions and threads 2",
-        ),
-        (
-            lambda k: k.scale(torch.ones(1), 1.0, group_size=1025),
-            ValueError,
-            "is 1025 threads; 1 to 1024 fit",
-        ),
-        (lambda k: k.scale(torch.ones(1), 1.0, group_size=0), ValueError, "is 0 threads"),
-        (lambda k: k.scale(torch.ones(1), 1.0, arg_casts="fp8"), ValueError, "arg_casts has 'fp8'"),
-        (lambda k: k.scale(torch.ones(1), 1.0, arg_casts=3), TypeError, "arg_casts is a int"),
-        (lambda k: k.scale(torch.ones(1), 1.0, seed=-1), ValueError, "seed is -1"),
-        (lambda k: k.reverse(torch.ones(1)), TypeError, "length of threadgroup(0) scratch"),
-        (
-            lambda k: k.scale(torch.ones(1), 1.0, threadgroup_bytes={0: 4}),
-            ValueError,
-            "there is no threadgroup(0)",
-        ),
+        ("scale", (ONE,), TypeError, "no argument for buffer(1) `constant float"),
+        ("scale", (ONE, 1.0, 2.0), TypeError, "argument 2 has no parameter"),
+        ("scale", (ONE, None), TypeError, "no argument for buffer(1)"),
+        ("scale", (ONE, "a"), TypeError, "argument 1 is or holds a str"),
+        ("scale", (ONE, object()), TypeError, "argument 1 is or holds a object"),
+        ("scale", (1.0, 1.0), ValueError, "give threads"),
+        ("scale", (ONE.to("meta"), 1.0), ValueError, "a tensor on meta"),
+        ("scale", (ONE.to_sparse(), 1.0), ValueError, "argument 0 is a tensor torch.sparse_coo"),
+        ("pick", (ONE, []), ValueError, "argument 1 is empty"),
+        ("pick", (ONE, [1, 2.0]), TypeError, "argument 1"),
+        ("pick", (ONE, [ONE]), TypeError, "holds a Tensor"),
+        ("full", (ONE, 2**63), OverflowError, "argument 1 does not fit an int64"),
+        ("reverse", (ONE,), TypeError, "length of threadgroup(0) scratch"),
     ],
 )
-def test_wrong_calls(library, call, error, words):
+def test_wrong_calls(library, kernel, args, error, words):
     with pytest.raises(error, match=re.escape(words)):
-        call(library)
+        getattr(library, kernel)(*args)
 
 
 def test_counters_of_the_last_kernel():
@@ -402,22 +380,32 @@ def test_autograd_sees_what_a_kernel_writes(library):
         library.scale(torch.ones(4), 2.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
+@each_case(
+    "options, error, message",
     [
         ({"arg_casts": {5: "fp16"}}, ValueError, r"arg_casts\[5\]: there is no argument 5"),
         ({"arg_casts": {-1: "fp16"}}, ValueError, r"arg_casts\[-1\]: there is no argument -1"),
         ({"arg_casts": {"1": "fp16"}}, ValueError, r"arg_casts\['1'\]: there is no argument"),
         ({"arg_casts": {0: "fp16"}}, ValueError, "argument 0 is a tensor; only scalars are cast"),
         ({"arg_casts": {1: ["fp16"]}}, ValueError, r"arg_casts has \['fp16'\]; it knows fp16"),
+        ({"arg_casts": "fp8"}, ValueError, "arg_casts has 'fp8'"),
+        ({"arg_casts": 3}, TypeError, "arg_casts is a int"),
+        ({"threads": "4"}, TypeError, "threads is '4'"),
+        ({"threads": (1, 1, 1, 1)}, TypeError, "1 to 3 ints"),
+        ({"threads": -1}, ValueError, "threads is -1"),
         ({"threads": 8.0}, TypeError, r"threads is 8\.0; it must be an int or 1 to 3 ints"),
         ({"threads": torch.tensor(8)}, TypeError, r"threads is tensor\(8\)"),
+        ({"threads": (1, 1), "group_size": 1}, ValueError, "has 1 dimensions and threads 2"),
         ({"group_size": 4.0}, TypeError, r"group_size is 4\.0; it must be an int"),
+        ({"group_size": 1025}, ValueError, "is 1025 threads; 1 to 1024 fit"),
+        ({"group_size": 0}, ValueError, "is 0 threads"),
         ({"threadgroup_bytes": 5}, TypeError, "threadgroup_bytes is a int"),
+        ({"threadgroup_bytes": {0: 4}}, ValueError, r"there is no threadgroup\(0\)"),
         ({"threadgroup_bytes": {"0": 5}}, ValueError, r"threadgroup_bytes\['0'\]: there is no"),
         ({"workers": 0}, ValueError, "workers is 0; it must be an int from 1 to 1024"),
         ({"workers": 10**6}, ValueError, "workers is 1000000; it must be an int from 1 to 1024"),
         ({"step_limit": 0}, ValueError, r"step_limit is 0; .* from 1 to 2\*\*63 - 1"),
+        ({"seed": -1}, ValueError, "seed is -1"),
         ({"seed": 2**63}, ValueError, r"seed is 9223372036854775808; .* 0 to 2\*\*63 - 1"),
     ],
 )

@@ -1,8 +1,8 @@
 """replacing_compile_shader: in a block, and only there, torch's function compiles for the CPU."""
 
 import sys
-import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,18 +34,9 @@ def checks():
 
 def in_thread(function):
     """What the function returns, or the error that it raises, in a new thread."""
-    results = []
-
-    def run():
-        try:
-            results.append(function())
-        except RuntimeError as error:
-            results.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(function)
+        return done.exception() or done.result()
 
 
 def is_torchs(result):

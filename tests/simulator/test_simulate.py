@@ -1,10 +1,12 @@
 """simulate(): what it turns on, records and refuses, by the op and by threads."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import torch
 
+from tests.helpers.cases import each_case
 from torch_metal_attn import flash_attn_func
 from torch_metal_attn.runtime import session, shaders
 from torch_metal_attn.simulator import SimulatorFault, compile_shader, simulate
@@ -127,43 +129,25 @@ def test_error_of_the_op_itself_stays():
 
 
 def test_another_thread_has_its_own():
-    seen = []
-    with simulate() as run:
-        thread = threading.Thread(target=lambda: (seen.append(session.active()), attend()))
-        thread.start()
-        thread.join()
-        assert seen == [False]
+    with simulate() as run, ThreadPoolExecutor(1) as other:
+        assert not other.submit(session.active).result()
+        other.submit(attend).result()
         assert run.launches == []
 
 
 def test_threads_side_by_side():
-    errors = []
+    def launches(seed):
+        with simulate(seed=seed) as run:
+            for _ in range(3):
+                attend()
+        return len(run.launches)
 
-    def work(seed):
-        try:
-            torch.manual_seed(0)
-            with simulate(seed=seed) as run:
-                for _ in range(3):
-                    attend()
-            assert len(run.launches) == 3
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(launches, range(3))) == [3, 3, 3]
 
 
-@pytest.mark.parametrize("name", ["seed", "workers"])
-@pytest.mark.parametrize("value", [-1, 1.5, "2", 2**32])
+@each_case("name, value", [*product(["seed", "workers"], [-1, 1.5, "2", 2**32]), ("workers", 0)])
 def test_wrong_settings(name, value):
-    with pytest.raises(ValueError, match=name), simulate(**{name: value}):
-        pass
-
-
-def test_no_workers():
-    with pytest.raises(ValueError, match=r"workers is 0; .* from 1 to 1024"), simulate(workers=0):
-        pass
+    with pytest.raises(ValueError, match=f"{name} is {value!r}; .* from [01] to"):
+        with simulate(**{name: value}):
+            pass

@@ -196,23 +196,18 @@ def _definitions(tokens: TokenList) -> list[tuple[int, int, str]]:
     while index < len(tokens):
         token = tokens[index]
         if token.text == "(" and index and tokens[index - 1].kind == "name":
-            body = tokens.close(index) + 1
-            while tokens.text(body) in ("const", "thread", "device", "constant", "noexcept"):
-                body += 1
+            qualifiers = ("const", "thread", "device", "constant", "noexcept")
+            body = tokens.skip(tokens.close(index) + 1, qualifiers)
             if tokens.text(body) == "{":
                 end = tokens.close(body)
                 found.append((index, end, tokens.text(index - 1)))
                 index = end
         elif token.text in ("struct", "class", "union") and tokens[index + 1].kind == "name":
-            body = index + 2
-            while tokens.text(body) not in ("{", ";", ")", ">", ",", "=", ""):
-                body += 1
+            body = tokens.next(index + 2, ("{", ";", ")", ">", ",", "="))
             if tokens.text(body) == "{":
                 found.append((body, tokens.close(body), tokens.text(index + 1)))
         elif token.text == "=" and _initialises(tokens, index):
-            end = index
-            while tokens.text(end) not in (";", "{", "}", ""):
-                end += 1
+            end = tokens.next(index, (";", "{", "}"))
             found.append((index, end, tokens.text(index - 1)))
         index += 1
     return found

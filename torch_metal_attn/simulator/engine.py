@@ -19,27 +19,11 @@ MAX_ARGUMENTS = 31
 SPACES = ("device", "threadgroup", "constant", "thread")
 NO_SITE = 2**32 - 1
 
-FAULT_KINDS = (
-    "none",
-    "out_of_bounds",
-    "threadgroup_out_of_bounds",
-    "uninitialised",
-    "race",
-    "divergent_barrier",
-    "partial_simd",
-    "threadgroup_memory",
-    "constant_write",
-    "misaligned",
-    "no_progress",
-    "private_out_of_bounds",
-    "integer_division",
-    "float_to_integer",
-    "shift",
-    "simd_lane",
-    "endless_loop",
-    "stack_overflow",
-    "missing_return",
-    "tensor",
+FAULT_KINDS = tuple(
+    """none out_of_bounds threadgroup_out_of_bounds uninitialised race divergent_barrier
+    partial_simd threadgroup_memory constant_write misaligned no_progress private_out_of_bounds
+    integer_division float_to_integer shift simd_lane endless_loop stack_overflow missing_return
+    tensor""".split()
 )
 
 
@@ -86,23 +70,17 @@ class Dispatch(ctypes.Structure):
     )
 
 
+OF_GROUPS = """threadgroups matrix_operations tensor_operations tensor_multiplications shuffles
+    reductions votes simdgroup_barriers threadgroup_barriers""".split()
+OF_SPACES = "loads load_bytes stores store_bytes".split()
+
+
 class CounterValues(ctypes.Structure):
     """SimulatorCounters."""
 
     _fields_ = (
-        ("threadgroups", ctypes.c_uint64),
-        ("matrix_operations", ctypes.c_uint64),
-        ("tensor_operations", ctypes.c_uint64),
-        ("tensor_multiplications", ctypes.c_uint64),
-        ("shuffles", ctypes.c_uint64),
-        ("reductions", ctypes.c_uint64),
-        ("votes", ctypes.c_uint64),
-        ("simdgroup_barriers", ctypes.c_uint64),
-        ("threadgroup_barriers", ctypes.c_uint64),
-        ("loads", ctypes.c_uint64 * len(SPACES)),
-        ("load_bytes", ctypes.c_uint64 * len(SPACES)),
-        ("stores", ctypes.c_uint64 * len(SPACES)),
-        ("store_bytes", ctypes.c_uint64 * len(SPACES)),
+        *((name, ctypes.c_uint64) for name in OF_GROUPS),
+        *((name, ctypes.c_uint64 * len(SPACES)) for name in OF_SPACES),
         ("operations", ctypes.c_uint64 * len(COUNTS)),
         ("threadgroup_bytes", ctypes.c_uint64),
     )

@@ -131,7 +131,7 @@ class _Function:
             if number in needless:
                 continue
             if number in self.special:
-                self.line(line)
+                self.add_line(line)
             else:
                 self.out.append(line)
         return self.out
@@ -247,7 +247,7 @@ class _Function:
         """Every value that may be undefined, from those that were not written on."""
         found = list(self.unset)
         for variable, number in self.patterns:
-            found += self.leave_unset(variable, number)
+            found += self.note_unset(variable, number)
         for name in found:
             for number in self.users[name]:
                 found += self.follow(name, number)
@@ -260,9 +260,9 @@ class _Function:
         if store and store.group(2) in self.root:
             if typed(store.group(1))[1] != name:
                 return []
-            return self.leave_unset(self.root[store.group(2)], number)
+            return self.note_unset(self.root[store.group(2)], number)
         if (fill := FILL.match(line)) and fill.group(1) in self.root and fill.group(2) == name:
-            return self.leave_unset(self.root[fill.group(1)], number)
+            return self.note_unset(self.root[fill.group(1)], number)
         match = INSTRUCTION.match(line)
         if not match or match.group(1) in self.unset:
             return []
@@ -274,16 +274,16 @@ class _Function:
         self.unset[match.group(1)] = self.unset[name]
         return [match.group(1)]
 
-    def leave_unset(self, variable: str, number: int) -> list[str]:
-        """Note a line after which a variable has bytes without a value: it has marks, if it can.
+    def note_unset(self, variable: str, number: int) -> list[str]:
+        """Note that after a line some bytes of a variable have no value, so it needs marks.
 
-        Returns the values that are read from it, if they were not noted before.
+        Returns the values that are read from the variable, unless they were noted before.
         """
         private = self.private[variable]
         if private.unset or self.overwritten(variable, number):
             return []
         private.unset = True
-        return self.find_loads(variable) if self.shadowed(variable) else []
+        return self.find_loads(variable) if self.has_marks(variable) else []
 
     def bytes_written(self, variable: str, line: str) -> set[int]:
         """The bytes of a variable that a line writes in any case."""
@@ -297,8 +297,7 @@ class _Function:
         return set(range(low, low + size)) if low == high else set()
 
     def overwritten(self, variable: str, number: int) -> bool:
-        """Whether the lines after one write over all that it wrote, before anything reads the
-        variable and before its block ends."""
+        """Whether later lines of the block overwrite all that a line wrote, before it is read."""
         if self.private[variable].captured or self.private[variable].bytes > MOST_MARKED:
             return False
         left = self.bytes_written(variable, self.body[number])
@@ -325,7 +324,7 @@ class _Function:
             for number in self.users[address]:
                 copy = COPY.match(self.body[number])
                 if copy and copy.group(2) == address and copy.group(1) in self.root:
-                    found += self.leave_unset(self.root[copy.group(1)], number)
+                    found += self.note_unset(self.root[copy.group(1)], number)
                 match = LOAD.match(self.body[number])
                 if not match or match.group(3) != address or match.group(1) in self.unset:
                     continue
@@ -335,7 +334,7 @@ class _Function:
                     found.append(match.group(1))
         return found
 
-    def shadowed(self, address: str) -> bool:
+    def has_marks(self, address: str) -> bool:
         """Whether the variable at an address has marks."""
         private = self.private.get(self.root.get(address, ""))
         if private is None or private.captured or private.bytes > MOST_MARKED:
@@ -466,7 +465,7 @@ class _Function:
         either = self.emit(f"or i1 {decides[0]}, {decides[1]}")
         return [self.emit(f"or i1 {either}, {part}") for part in parts]
 
-    def line(self, line: str) -> None:
+    def add_line(self, line: str) -> None:
         """Add a line and what it needs."""
         if match := UNSET.match(line):
             name = match.group(1)
@@ -474,7 +473,7 @@ class _Function:
             self.out.append(f"  {name} = bitcast i{bits} -1 to {match.group(2)}")
             self.out.append(f"  %msl.defined.{name[1:]} = and i1 false, false")
             return
-        if (match := ALLOCA.match(line)) and self.shadowed(match.group(1)):
+        if (match := ALLOCA.match(line)) and self.has_marks(match.group(1)):
             size = self.private[match.group(1)].bytes
             mark = f"%msl.marks.{match.group(1)[1:]}"
             self.out += [line, f"  {mark} = alloca [{size} x i8], align 1"]
@@ -485,7 +484,7 @@ class _Function:
             return
         if (match := FILL.match(line)) and match.group(1) in self.root:
             address, value, length = match.groups()
-            marked = value in self.unset and self.shadowed(address)
+            marked = value in self.unset and self.has_marks(address)
             self.use_values(line, [name for name in VALUE.findall(line) if name != value])
             stored = self.emit(f"zext i1 {self.flag(value, 0)} to i32") if marked else "-1"
             self.fill_part(address, length, stored, line)
@@ -520,7 +519,7 @@ class _Function:
         assert match
         name, size = match.group(1), int(match.group(3))
         self.fill(name, int(match.group(2)), size)
-        if self.shadowed(name):
+        if self.has_marks(name):
             self.fill(f"%msl.marks.{name[1:]}", 1, size)
             self.unmark_padding(name)
 
@@ -532,7 +531,7 @@ class _Function:
 
     def fill_part(self, address: str, size: str, stored: str, line: str) -> None:
         """A fill that the compiler made of the kernel's own stores."""
-        if self.shadowed(address):
+        if self.has_marks(address):
             self.check(address, self.as_int(size), 1, WRITE, stored, line)
             self.unmark_padding(self.root[address])
         self.out.append(line)
@@ -545,13 +544,13 @@ class _Function:
         target, source, length = match.groups()
         self.use_values(line, VALUE.findall(length))
         size = self.as_int(length)
-        if self.shadowed(source):
+        if self.has_marks(source):
             bits = self.check(source, size, 1, READ, "-1", line)
             if target not in self.root:
-                self.tell(self.emit(f"and i32 {bits}, 1"), "null", line)
-        if self.shadowed(target):
+                self.report_use(self.emit(f"and i32 {bits}, 1"), "null", line)
+        if self.has_marks(target):
             self.check(target, size, 1, WRITE, "-1", line)
-            if self.shadowed(source):
+            if self.has_marks(source):
                 marks = f"ptr {self.mark_of(target)}, ptr {self.mark_of(source)}"
                 self.out.append(f"  call void @__msl_copy({marks}, i32 {size})")
         self.out.append(line)
@@ -568,7 +567,7 @@ class _Function:
         variable = self.choices.variable_of(address)
         assert variable
         base, whole = variable
-        marks = f"%msl.marks.{base[1:]}" if self.shadowed(address) else "null"
+        marks = f"%msl.marks.{base[1:]}" if self.has_marks(address) else "null"
         return self.emit(
             f"call i32 @__msl_private(ptr {address}, i32 {size}, i32 {lanes}, ptr {base}, "
             f"i32 {whole}, ptr {marks}, i32 {flags}, i32 {stored}, i32 {SITE})" + debug(line)
@@ -578,10 +577,10 @@ class _Function:
         self, result: str, type_text: str, value: str, address: str, flags: int, line: str
     ) -> None:
         """Check an access to a variable in memory: the thread sanitizer leaves most of them out."""
-        shadowed = self.shadowed(address)
+        has_marks = self.has_marks(address)
         lanes = max(lanes_of(type_text), 1)
         size = layout(type_text, self.structs)[0]
-        checked = shadowed or not (address in self.private or self.inside(address, size))
+        checked = has_marks or not (address in self.private or self.inside(address, size))
         if not self.choices.variable_of(address) or not size or not checked:
             self.out.append(line)
             return
@@ -593,22 +592,22 @@ class _Function:
             defined = self.emit(f"zext i{lanes} {flag} to i32")
         called = self.check(address, str(size), lanes, flags, defined, line)
         self.out.append(line)
-        if result and shadowed:
+        if result and has_marks:
             bits = self.emit(f"trunc i32 {called} to i{lanes}")
             vector = lanes_of(type_text)
             to = f"bitcast i{lanes} {bits} to <{lanes} x i1>" if vector else f"or i1 {bits}, {bits}"
             self.out.append(f"  %msl.defined.{result[1:]} = {to}")
 
     def use_values(self, line: str, names: list[str]) -> None:
-        """Tell the engine of the values that decide something."""
+        """Report the values that a line uses to decide something."""
         for name in dict.fromkeys(names):
             if name in self.unset and not line.startswith(f"  {name} = "):
                 lanes = lanes_of(self.types[name])
                 one = self.all_lanes(self.flag(name, lanes), lanes)
-                self.tell(self.emit(f"zext i1 {one} to i32"), self.unset[name], line)
+                self.report_use(self.emit(f"zext i1 {one} to i32"), self.unset[name], line)
 
-    def tell(self, number: str, variable: str, line: str) -> None:
-        """Tell the engine whether what a line uses is defined."""
+    def report_use(self, number: str, variable: str, line: str) -> None:
+        """Call the engine with the flag of a value that a line uses."""
         self.out.append(
             f"  call void @__msl_defined(i32 {number}, ptr {variable}, i32 {SITE})" + debug(line)
         )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from . import unsupported
 from .lexer import TokenList
+from .objects import ADDRESS_SPACES, structs
 
 ATTRIBUTES = frozenset(
     """thread_position_in_grid threadgroup_position_in_grid thread_position_in_threadgroup
@@ -18,6 +19,10 @@ MAX_BUFFERS = 31
 ENTRY_PREFIX = "__msl_kernel_"
 ENABLED_PREFIX = "__msl_enabled_"
 TYPES_PREFIX = "__msl_types_"
+ARGUMENT_BUFFER = (
+    "an argument buffer holds pointers, which tensors cannot: pass each buffer as an argument "
+    "of the kernel"
+)
 
 
 @dataclass
@@ -193,13 +198,9 @@ def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str, str] |
     """At `template [[host_name("x")]] ... f<args>...;`: remove it and return what it names."""
     if tokens.text(index) != "template" or tokens.text(index + 1) != "[":
         return None
-    end = index
-    while tokens.text(end) != ";":
-        if tokens.text(end) in ("(", "[", "{"):
-            end = tokens.close(end)
-        end += 1
-        if end >= len(tokens):
-            raise tokens.error(index, "template instantiation without an end")
+    end = tokens.seek(index, (";",))
+    if end >= len(tokens):
+        raise tokens.error(index, "template instantiation without an end")
     attributes, stop = _take_attributes(tokens, index, end)
     name = _host_name(attributes)
     if not name:
@@ -240,9 +241,7 @@ def _signature(
     tokens: TokenList, index: int, enumerators: _Enumerators
 ) -> tuple[int, list[Parameter]]:
     """Parse `void name(parameters)` from its return type on; strips the attributes."""
-    opening = index
-    while tokens.text(opening) not in ("(", ";", "{", ""):
-        opening += 1
+    opening = tokens.next(index, ("(", ";", "{"))
     if tokens.text(opening) != "(" or tokens[opening - 1].kind != "name":
         raise tokens.error(index, "`kernel` is not followed by a function")
     name = tokens.text(opening - 1)
@@ -342,9 +341,7 @@ def _enumerators(tokens: TokenList) -> _Enumerators:
     """The text's enumerators, by name; None where the value is an expression."""
     values: _Enumerators = {}
     for index in tokens.where(("enum",)):
-        opening = index
-        while tokens.text(opening) not in ("{", ";", ""):
-            opening += 1
+        opening = tokens.next(index, ("{", ";"))
         if tokens.text(opening) != "{":
             continue
         value: int | None = -1
@@ -356,6 +353,32 @@ def _enumerators(tokens: TokenList) -> _Enumerators:
                 value += 1
             values[name] = value
     return values
+
+
+def refuse_argument_buffers(tokens: TokenList, kernels: list[Kernel]) -> None:
+    """Raise MetalSourceError for `[[id(n)]]`, and for a kernel's struct that has pointers."""
+    for index in tokens.find("id"):
+        if tokens.text(index - 2) == "[" == tokens.text(index - 1):
+            raise tokens.error(
+                index, f"the attribute id({tokens.text(index + 2)}): {ARGUMENT_BUFFER}"
+            )
+    buffers = (p for kernel in kernels for p in kernel.parameters if p.kind == "buffer")
+    used = {word for parameter in buffers for word in re.findall(r"\w+", parameter.type)}
+    for name, body, end in structs(tokens):
+        if name not in used:
+            continue
+        for index in range(body + 1, end):
+            if tokens.text(index) in ADDRESS_SPACES and _declares_pointer(tokens, index):
+                raise tokens.error(
+                    index, f"struct {name} of a kernel's argument: {ARGUMENT_BUFFER}"
+                )
+
+
+def _declares_pointer(tokens: TokenList, index: int) -> bool:
+    """Whether a field that is a pointer or a reference is declared at `index`."""
+    end = tokens.next(index, (";", "(", ")", "{"))
+    words = {tokens.text(at) for at in range(index, end)}
+    return tokens.text(end) == ";" and bool(words & {"*", "&"})
 
 
 def entries(kernels: list[Kernel]) -> str:

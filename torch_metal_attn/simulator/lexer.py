@@ -212,6 +212,32 @@ class TokenList:
                     return at
         raise self.error(index, f"`{self.text(index)}` closes nothing")
 
+    def after(self, index: int) -> int:
+        """The index after the token, or after the brackets that it opens."""
+        return (self.close(index) if self.text(index) in OPENERS else index) + 1
+
+    def before(self, index: int) -> int:
+        """The index before the token, or before the brackets that it closes."""
+        return (self.open(index) if self.text(index) in CLOSERS else index) - 1
+
+    def seek(self, index: int, words: Collection[str]) -> int:
+        """As `next`, but what is in brackets that begin on the way does not count."""
+        while index < len(self) and self.text(index) not in words:
+            index = self.after(index)
+        return index
+
+    def seek_back(self, index: int, words: Collection[str]) -> int:
+        """The same towards the text's begin; -1 if there is none."""
+        while index >= 0 and self.text(index) not in words:
+            index = self.before(index)
+        return index
+
+    def skip(self, index: int, words: Collection[str], step: int = 1) -> int:
+        """The first index from `index` on, or back, whose token is none of `words`."""
+        while self.text(index) in words:
+            index += step
+        return index
+
     def close_angle(self, index: int) -> int:
         """The index of the `>` of a template argument list that begins at `index`."""
         depth, at = 0, index

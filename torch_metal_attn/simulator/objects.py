@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from .lexer import CLOSERS, OPENERS, TokenList
+from .lexer import TokenList
 from .vectors import ELEMENTS, VECTORS, in_conditional
 
 ADDRESS_SPACES = frozenset({"threadgroup", "device", "constant"})
@@ -91,11 +91,10 @@ def structs(tokens: TokenList) -> Iterator[tuple[str, int, int]]:
 
 def _has_constructor(tokens: TokenList, name: str, body: int, end: int) -> bool:
     at = body + 1
-    while at < end:
-        text = tokens.text(at)
-        if text == name and tokens.text(at + 1) == "(" and tokens.text(at - 1) != "~":
+    while (at := tokens.seek(at, (name, "}"))) < end:
+        if tokens.text(at + 1) == "(" and tokens.text(at - 1) != "~":
             return True
-        at = tokens.close(at) + 1 if text in ("(", "[", "{") else at + 1
+        at += 1
     return False
 
 
@@ -118,10 +117,7 @@ def sole_constructors(tokens: TokenList) -> None:
         spaces = []
         for index in range(body + 1, end):
             if tokens.tokens[index].text == name and tokens.text(index + 1) == "(":
-                after = tokens.close(index + 1) + 1
-                while tokens.text(after) in QUALIFIERS:
-                    after += 1
-                spaces.append(after)
+                spaces.append(tokens.skip(tokens.close(index + 1) + 1, QUALIFIERS))
         if not spaces or not all(tokens.text(at) in ADDRESS_SPACES for at in spaces):
             continue
         for index in range(end, body, -1):
@@ -155,10 +151,7 @@ def _constant_object(tokens: TokenList, index: int, declared: _Declared) -> None
 
     C++ constructs no object in an address space, so x becomes a plain constant.
     """
-    at = index + 1
-    while tokens.text(at) in QUALIFIERS:
-        at += 1
-    start = at
+    start = at = tokens.skip(index + 1, QUALIFIERS)
     while tokens.text(at + 1) == "::":
         at += 2
     kind = tokens.text(at)
@@ -245,9 +238,7 @@ def _around(tokens: TokenList, start: int, end: int, casts: AbstractSet[str]) ->
 
 def _scope_end(tokens: TokenList, index: int) -> int:
     """Where the scope ends of what is declared at `index`: with its function, block or struct."""
-    at = index
-    while tokens.text(at) not in (")", "}", ""):
-        at = tokens.close(at) + 1 if tokens.text(at) in OPENERS else at + 1
+    at = tokens.seek(index, (")", "}"))
     if tokens.text(at) == ")":
         at = tokens.next(at, ("{", ";"))
         at = tokens.close(at) if tokens.text(at) == "{" else at
@@ -277,21 +268,15 @@ def _returns_reference(tokens: TokenList, index: int) -> bool:
     """Whether the function around `index` has a `&` before its parameters."""
     at = head = index
     while at > 0:
-        at = tokens.open(at) - 1 if tokens.text(at) in CLOSERS else at - 1
-        if tokens.text(at) != "{":
-            continue
-        head = at - 1
-        while tokens.text(head) in QUALIFIERS or tokens.text(head) == "thread":
-            head -= 1
+        at = tokens.seek_back(tokens.before(at), ("{",))
+        head = tokens.skip(at - 1, QUALIFIERS | {"thread"}, -1)
         if tokens.text(head) == ")":
             head = tokens.open(head) - 1
             if tokens.text(head) not in ("if", "for", "while", "switch"):
                 break
-    while tokens.text(head) not in (";", "{", "}", ":", ""):
-        if tokens.text(head) == "&":
-            return True
+    while tokens.text(head) not in (";", "{", "}", ":", "&", ""):
         head -= 1
-    return False
+    return tokens.text(head) == "&"
 
 
 def _wrap(tokens: TokenList, first: int, last: int, before: str, after: str) -> None:

@@ -15,16 +15,17 @@ from dataclasses import dataclass
 
 from . import versions
 from .constants import ConstantValue, FunctionConstant, needed, specialise
-from .kernels import Kernel, extract_kernels
-from .lexer import CLOSERS, MetalSourceError, TokenList, join, lex
+from .kernels import Kernel, extract_kernels, refuse_argument_buffers
+from .lexer import MetalSourceError, TokenList, join, lex
 from .objects import ADDRESS_SPACES, rewrite_objects, sole_constructors
 from .shifts import check_shifts, find_shifts
 from .unset import unset_variables
-from .unsupported import METHOD, refuse_argument_buffers, refuse_stages
+from .unsupported import METHOD, refuse_stages
 from .vectors import name_bool_vectors, rewrite_vectors, type_names
 
 UNSUFFIXED = re.compile(r"(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|\d+[eE][+-]?\d+")
 UNROLL_NAME = re.compile(r"(#[ \t]*pragma[ \t]+unroll)[ \t]*\([ \t]*([A-Za-z_]\w*)[ \t]*\)")
+METHOD_QUALIFIERS = ("const", "volatile", "noexcept")
 
 
 @dataclass
@@ -232,9 +233,7 @@ def array_parameters(tokens: TokenList) -> None:
 
 
 def _array_parameter(tokens: TokenList, index: int) -> None:
-    start = index - 1
-    while tokens.text(start) == "const":
-        start -= 1
+    start = tokens.skip(index - 1, ("const",), -1)
     if tokens.text(start) not in ("(", ","):
         return
     at = index + 1
@@ -261,24 +260,12 @@ def drop_qualified_methods(tokens: TokenList) -> None:
 
 
 def _drop_method(tokens: TokenList, index: int) -> int:
-    before = index - 1
-    while tokens.text(before) in ("const", "volatile", "noexcept"):
-        before -= 1
-    after = index + 1
-    while tokens.text(after) in ("const", "volatile", "noexcept"):
-        after += 1
+    before = tokens.skip(index - 1, METHOD_QUALIFIERS, -1)
+    after = tokens.skip(index + 1, METHOD_QUALIFIERS)
     if tokens.text(before) != ")" or tokens.text(after) not in ("{", ":", "=", ";", "->"):
         return index
-    start = before
-    while start > 0 and tokens.text(start - 1) not in (";", "{", "}", ":"):
-        start -= 1
-        if tokens.text(start) in (")", "]") and tokens[start].kind == "mark":
-            start = tokens.open(start)
-    end = after
-    while tokens.text(end) not in ("{", ";"):
-        if tokens.text(end) == "(":
-            end = tokens.close(end)
-        end += 1
+    start = tokens.seek_back(before, (";", "{", "}", ":")) + 1
+    end = tokens.seek(after, ("{", ";"))
     if tokens.text(end) == "{":
         end = tokens.close(end)
         if tokens.text(end + 1) == ";":
@@ -301,9 +288,7 @@ def _is_sole_method(tokens: TokenList, start: int, opening: int) -> bool:
     before = tokens.text(opening - 2)
     if tokens[opening - 1].kind != "name" or before in ("operator", "::", "~", "{", ";", "}", ":"):
         return False
-    first = start
-    while first > 0 and tokens.text(first - 1) != "{":
-        first = tokens.open(first - 1) if tokens.text(first - 1) in CLOSERS else first - 1
+    first = tokens.seek_back(start - 1, ("{",)) + 1
     span = range(first, tokens.close(first - 1)) if first else range(0)
     called = (at for at in span if tokens.text(at) == name and tokens.text(at + 1) == "(")
     return list(called) == [opening - 1]
@@ -314,15 +299,11 @@ def _check_conversion(tokens: TokenList, start: int, opening: int, body: int, en
     if "operator" not in (tokens.text(opening - 2), tokens.text(opening - 3)):
         return
     head = tokens.source(opening - 2, opening)
-    first = start
-    while first > 0 and tokens.text(first - 1) != "{":
-        first = tokens.open(first - 1) if tokens.text(first - 1) in CLOSERS else first - 1
+    first = tokens.seek_back(start - 1, ("{",)) + 1
     for index in range(first, tokens.close(first - 1)):
         if index == opening or tokens.text(index) != "(":
             continue
-        other = tokens.close(index) + 1
-        while tokens.text(other) in ("const", "thread", "volatile", "noexcept"):
-            other += 1
+        other = tokens.skip(tokens.close(index) + 1, {*METHOD_QUALIFIERS, "thread"})
         if tokens.text(other) == "{" and tokens.source(index - 2, index) == head:
             if tokens.source(other, tokens.close(other) + 1) != tokens.source(body, end + 1):
                 message = f"conversions `{head}` differ by address space: the simulator has one"

@@ -1,7 +1,7 @@
 """Private variables that are declared without a value: `float x;` is followed by a call that marks
 it so, for checked builds (`::metal::__unset`)."""
 
-from .lexer import OPENERS, TokenList
+from .lexer import TokenList
 
 ENDS = frozenset({";", "{", "}"})
 # What begins a statement that declares no private variable, or one that has a value.
@@ -39,11 +39,9 @@ def _in_function(tokens: TokenList, index: int, kinds: list[bool]) -> bool:
     before = tokens.text(index - 1)
     if before in (")", "else", "do", "const", "noexcept"):
         return True
-    at = index - 1
-    while at >= 0 and tokens.text(at) not in ENDS:
-        if tokens.text(at) in ("struct", "class", "union", "enum", "namespace", "="):
-            return False
-        at = tokens.open(at) - 1 if tokens.text(at) in (")", "]") else at - 1
+    declares = ("struct", "class", "union", "enum", "namespace", "=")
+    if tokens.text(tokens.seek_back(index - 1, {*ENDS, *declares})) in declares:
+        return False
     return before in ENDS | {":"} and bool(kinds) and kinds[-1]
 
 
@@ -76,8 +74,8 @@ def _declared(tokens: TokenList, index: int) -> list[str]:
         has_value = tokens.text(at) == "="
         if not has_value:
             names.append(name)
-        while has_value and tokens.text(at) not in (",", ";", ""):
-            at = tokens.close(at) + 1 if tokens.text(at) in OPENERS else at + 1
+        if has_value:
+            at = tokens.seek(at, (",", ";"))
         if tokens.text(at) == ";":
             return names
         if tokens.text(at) != ",":

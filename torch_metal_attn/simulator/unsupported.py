@@ -1,16 +1,7 @@
 """What the simulator does not support, and the words by which a text uses it."""
 
-from __future__ import annotations
-
-import re
-from typing import TYPE_CHECKING
-
 from . import versions
 from .lexer import TokenList
-from .objects import ADDRESS_SPACES, structs
-
-if TYPE_CHECKING:
-    from .kernels import Kernel
 
 # Types, attributes, qualifiers, and headers without `metal_`.
 WORDS = {
@@ -37,10 +28,6 @@ METHOD = (
     "methods of objects in device, threadgroup or constant memory are not supported by the "
     "simulator: copy the object to a variable and call the method of that"
 )
-ARGUMENT_BUFFER = (
-    "an argument buffer holds pointers, which tensors cannot: pass each buffer as an argument "
-    "of the kernel"
-)
 
 
 def reason(word: str) -> str | None:
@@ -57,34 +44,3 @@ def refuse_stages(tokens: TokenList) -> None:
     for index in tokens.find(*STAGES):
         if tokens.text(index - 2) == "[" == tokens.text(index - 1):
             raise tokens.error(index, str(reason(tokens.text(index))))
-
-
-def refuse_argument_buffers(tokens: TokenList, kernels: list[Kernel]) -> None:
-    """Raise MetalSourceError for `[[id(n)]]`, and for a kernel's struct that has pointers."""
-    for index in tokens.find("id"):
-        if tokens.text(index - 2) == "[" == tokens.text(index - 1):
-            raise tokens.error(
-                index, f"the attribute id({tokens.text(index + 2)}): {ARGUMENT_BUFFER}"
-            )
-    used = {
-        word
-        for kernel in kernels
-        for parameter in kernel.parameters
-        if parameter.kind == "buffer"
-        for word in re.findall(r"\w+", parameter.type)
-    }
-    for name, body, end in structs(tokens):
-        if name not in used:
-            continue
-        for index in range(body + 1, end):
-            if tokens.text(index) in ADDRESS_SPACES and _declares_pointer(tokens, index):
-                raise tokens.error(
-                    index, f"struct {name} of a kernel's argument: {ARGUMENT_BUFFER}"
-                )
-
-
-def _declares_pointer(tokens: TokenList, index: int) -> bool:
-    """Whether a field that is a pointer or a reference is declared at `index`."""
-    end = tokens.next(index, (";", "(", ")", "{"))
-    words = {tokens.text(at) for at in range(index, end)}
-    return tokens.text(end) == ";" and bool(words & {"*", "&"})

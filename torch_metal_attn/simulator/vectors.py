@@ -1,6 +1,6 @@
 """Vector construction and conversion, which C++ spells differently or not at all."""
 
-from .lexer import OPENERS, TokenList
+from .lexer import TokenList
 
 ELEMENTS = "char uchar short ushort int uint long ulong half bfloat float bool".split()
 VECTORS = frozenset(f"{element}{count}" for element in ELEMENTS for count in (2, 3, 4))
@@ -66,12 +66,9 @@ def _braced_arguments(tokens: TokenList) -> None:
 
 def _is_argument(tokens: TokenList, index: int) -> bool:
     """Whether what is at `index` is in the parentheses of a call."""
-    at = index - 1
-    while tokens.text(at) != "(":
-        if tokens.text(at) in ("{", "[", ";", ""):
-            return False
-        at = tokens.open(at) - 1 if tokens.text(at) in (")", "]", "}") else at - 1
-    return tokens[at - 1].kind == "name" or tokens.text(at - 1) in (">", "]", ")")
+    at = tokens.seek_back(index - 1, ("(", "{", "[", ";"))
+    is_call = tokens[at - 1].kind == "name" or tokens.text(at - 1) in (">", "]", ")")
+    return tokens.text(at) == "(" and is_call
 
 
 def type_names(tokens: TokenList) -> set[str]:
@@ -85,9 +82,7 @@ def type_names(tokens: TokenList) -> set[str]:
         elif text == "using" and tokens.text(index + 2) == "=":
             found.add(tokens.text(index + 1))
         elif text == "typedef":
-            end = index
-            while tokens.text(end) not in (";", "{", "(", ""):
-                end += 1
+            end = tokens.next(index, (";", "{", "("))
             if tokens.text(end) == ";" and tokens[end - 1].kind == "name":
                 found.add(tokens.text(end - 1))
     return found - VECTORS - {"vec"}
@@ -129,8 +124,7 @@ def _directly_initialised(tokens: TokenList, start: int, end: int) -> list[int]:
         after = at + 1
         if tokens.text(after) == "(" and tokens.text(after + 1) != ")":
             found.append(at)
-        while tokens.text(after) not in (",", ";", ")", "{", ":", ""):
-            after = tokens.close(after) + 1 if tokens.text(after) in OPENERS else after + 1
+        after = tokens.seek(after, (",", ";", ")", "{", ":"))
         if tokens.text(after) != ",":
             break
         at = after + 1
@@ -143,9 +137,7 @@ def _in_function(tokens: TokenList, start: int) -> bool:
     if tokens.text(before) not in (*STATEMENT_ENDS, "("):
         return False
     # In a class or a namespace it is a function, and its braces follow no parenthesis.
-    at = before
-    while at > 0 and tokens.text(at) != "{":
-        at = tokens.open(at) - 1 if tokens.text(at) in (")", "}") else at - 1
+    at = tokens.seek_back(before, ("{",))
     body = tokens.text(at - 1)
     return at > 0 and (body in (")", "const", "thread", "else", "do") or body in STATEMENT_ENDS)
 

@@ -19,9 +19,9 @@ _DENSE_FUNCTIONS = ("flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_q
 _FUNCTIONS = (*_DENSE_FUNCTIONS, *_PACKED_FUNCTIONS)
 _FORWARDS = ("flash_fwd", "flash_varlen_fwd")
 _BACKWARDS = ("flash_bwd", "flash_varlen_bwd")
-_OPS = (*_FORWARDS, "flash_decode", *_BACKWARDS)
+OPS = (*_FORWARDS, "flash_decode", *_BACKWARDS)
 _WITH_KVCACHE, _SDPA = "flash_attn_with_kvcache", "scaled_dot_product_attention"
-CALLS = (*_OPS, *_FUNCTIONS, _WITH_KVCACHE, _SDPA)
+CALLS = (*OPS, *_FUNCTIONS, _WITH_KVCACHE, _SDPA)
 
 _PACKED = ("flash_varlen_fwd", "flash_varlen_bwd", *_PACKED_FUNCTIONS)
 _DENSE = tuple(call for call in CALLS if call not in _PACKED)
@@ -126,7 +126,7 @@ class Attention(Case):
     """
 
     # The ops twice as often as each function.
-    call: str = field("flash_fwd", one_of(*_OPS, *CALLS))
+    call: str = field("flash_fwd", one_of(*OPS, *CALLS))
     batch: int = field(1, one_of(*[1, 1, 2, 3] * 12, 0), calls=_DENSE, varied=True)
     kv_heads: int = field(1, one_of(1, 1, 1, 2, 2))
     heads: int = field(
@@ -153,18 +153,18 @@ class Attention(Case):
         None,
         lambda r, case: r.randint(-case.longest[1] // 2 - 2, case.longest[1] + 2),
         share=0.25,
-        calls=_OPS,
+        calls=OPS,
         varied=True,
     )
     softcap: float = field(0.0, one_of(0.0, 0.0, 0.0, 1.5, 30.0), calls=_SCORED)
     seqused_k: tuple[int, ...] | None = field(
-        None, _some_keys, share=0.3, calls=(*_OPS, *_PACKED_FUNCTIONS, _WITH_KVCACHE), varied=True
+        None, _some_keys, share=0.3, calls=(*OPS, *_PACKED_FUNCTIONS, _WITH_KVCACHE), varied=True
     )
     leftpad_k: tuple[int, ...] | None = field(
-        None, _some_keys, share=0.2, calls=(*_OPS, _WITH_KVCACHE), varied=True
+        None, _some_keys, share=0.2, calls=(*OPS, _WITH_KVCACHE), varied=True
     )
-    attn_mask: str = field("", _mask("bool", "bool", *DTYPES), share=0.25, calls=(*_OPS, _SDPA))
-    attn_bias: str = field("", _mask(*DTYPES), share=0.2, calls=_OPS)
+    attn_mask: str = field("", _mask("bool", "bool", *DTYPES), share=0.25, calls=(*OPS, _SDPA))
+    attn_bias: str = field("", _mask(*DTYPES), share=0.2, calls=OPS)
     alibi_slopes: str = field("", one_of("h", "bh"), share=0.15, calls=_SCORED)
     learnable_sink: str = field("", one_of(*DTYPES), share=0.15, calls=_SCORED)
     rotary: str = field("", one_of("q", "k", "qk"), share=0.2, calls=_ROTATED)
@@ -219,7 +219,7 @@ class Attention(Case):
     v_layout: tuple[str, ...] = _operand_layout(lambda case: case.cache)
     mask_layout: tuple[str, ...] = layout(
         *(("padded 3",), ("order 0132",), ("order 3210", "padded 1")),
-        calls=(*_OPS, _SDPA),
+        calls=(*OPS, _SDPA),
         when=lambda case: case.attn_mask or case.attn_bias,
     )
 
@@ -334,7 +334,7 @@ class Attention(Case):
             "rotated columns": self.rotary and not 2 <= self.rotary_columns <= self.head_dim,
             "two limits on the right": self.causal
             and self.window_size_right > 0
-            and self.call in _OPS,
+            and self.call in OPS,
             "a mask that is added, and a bias": self.attn_bias
             and self.attn_mask
             and not self.attn_mask.startswith("bool"),

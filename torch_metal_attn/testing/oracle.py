@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from torch_metal_attn.reference import attention, rotate
-from torch_metal_attn.testing.judge import ACCUMULATION, largest, worst_of
+from torch_metal_attn.testing.judge import largest, worst_of
 from torch_metal_attn.testing.tf32 import as_multiplied
 
 _VISIBILITY = (
@@ -94,14 +94,3 @@ def largest_terms(
         abs(scale) * norms[3] * norms[2] * norms[0],
         norms[3],
     )
-
-
-def sink_rounding(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]) -> Tensor:
-    """Bounds for the gradient of each sink (Hq,), from the rounding of float32 sums.
-
-    That gradient is the sum over queries of the sink's weight times <dout, out>, which may cancel.
-    """
-    out, lse = attention(q, k, v, **options, compute_dtype=torch.float64)
-    weight = (options["learnable_sink"].double()[:, None] - lse).exp()
-    terms = weight * (dout.double() * out).abs().sum(-1)
-    return ACCUMULATION * terms.sum((0, 2))

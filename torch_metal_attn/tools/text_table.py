@@ -1,7 +1,8 @@
-"""Tables for a terminal."""
+"""Tables for a terminal, and in Markdown."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from textwrap import wrap
+from typing import Any
 
 WIDTH = 100
 
@@ -28,3 +29,16 @@ def aligned(
             wrapped = wrap(note, WIDTH - indent, break_on_hyphens=False)
             lines += [" " * indent + line for line in wrapped]
     return lines
+
+
+def markdown(
+    headings: Sequence[str], rows: Iterable[Sequence[Any]], numbers: Collection[int] = ()
+) -> Iterator[str]:
+    """The lines of a table in Markdown, each as soon as its row is there.
+
+    numbers: the columns that are aligned on the right.
+    """
+    yield f"| {' | '.join(headings)} |"
+    yield f"| {' | '.join('---:' if i in numbers else '---' for i in range(len(headings)))} |"
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"

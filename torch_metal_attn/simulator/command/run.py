@@ -28,19 +28,23 @@ and 2 if the command cannot be run as it is given.
 def add_options(parser: argparse.ArgumentParser) -> None:
     source.add_options(parser)
     parser.add_argument("kernel", metavar="KERNEL", help="its name in FILE")
-    parser.add_argument(
+    source.repeated(
+        parser,
         "--arg",
-        action="append",
-        default=[],
         metavar="[NAME=]VALUE",
         help="an argument of the kernel, by the name or index of its buffer; without, in order",
     )
-    parser.add_argument(
+    source.repeated(
+        parser,
         "--threadgroup-bytes",
-        action="append",
-        default=[],
         metavar="NAME=BYTES",
         help="the length of a [[threadgroup(i)]] argument, by its name or index",
+    )
+    source.repeated(
+        parser,
+        "--save",
+        metavar="NAME=FILE",
+        help="save an argument after the run to a .npy or .pt file instead of printing it",
     )
     parser.add_argument(
         "--threads",
@@ -50,13 +54,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--group-size", metavar="SIZES", help="threads of a threadgroup; default: as torch chooses"
-    )
-    parser.add_argument(
-        "--save",
-        action="append",
-        default=[],
-        metavar="NAME=FILE",
-        help="save an argument after the run to a .npy or .pt file instead of printing it",
     )
     parser.add_argument("--no-check", action="store_true", help="run without checks, but faster")
     parser.add_argument("--count", action="store_true", help="print what the kernel did")

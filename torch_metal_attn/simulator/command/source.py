@@ -3,6 +3,7 @@
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 from .. import versions
 from ..build import SOURCE_NAME
@@ -12,33 +13,24 @@ from ..lint import Finding, lint_source
 from .values import BadRequest
 
 
+def repeated(parser: argparse.ArgumentParser, *names: str, help: str, **about: Any) -> None:
+    """An option that can be given several times."""
+    words = f"{help}; can be repeated"
+    parser.add_argument(*names, action="append", default=[], help=words, **about)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of every command that compiles a file."""
     parser.add_argument("file", type=Path, metavar="FILE", help="a Metal source")
-    parser.add_argument(
-        "-D",
-        "--define",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        help="a macro, 1 if it has no value; can be repeated",
-    )
-    parser.add_argument(
+    repeated(parser, "-D", "--define", metavar="NAME[=VALUE]", help="a macro; 1 without a value")
+    repeated(
+        parser,
         "--constant",
-        action="append",
-        default=[],
         metavar="NAME=VALUE",
-        help="a function constant, by name or index: true, false or a number; can be repeated",
+        help="a function constant, by name or index: true, false or a number",
     )
-    parser.add_argument(
-        "-I",
-        "--include",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FOLDER",
-        help="where #include looks, after the folder of FILE; can be repeated",
-    )
+    include = "where #include looks, after the folder of FILE"
+    repeated(parser, "-I", "--include", type=Path, metavar="FOLDER", help=include)
     parser.add_argument(
         "--language",
         choices=list(versions.NUMBERS),

@@ -111,14 +111,14 @@ MSL_ENTRY __msl_words __msl_broadcast(ulong low, ulong high, uint lane, uint wid
 }
 #endif
 
-// What `combine` leaves in the box's result.
+// The result that `combine` leaves in the box.
 MSL_ENTRY __msl_words __msl_reduce(__msl_combine combine, ulong low, ulong high, uint operation) {
   const __msl_exchange* box =
       __msl_table->exchange(combine, low, high, operation, __builtin_return_address(0));
   return __builtin_bit_cast(__msl_words, box->result);
 }
 
-// What `combine` leaves in this lane's own slot.
+// The value that `combine` leaves in this lane's slot.
 MSL_ENTRY __msl_words __msl_scan(__msl_combine combine, ulong low, ulong high) {
   const __msl_exchange* box =
       __msl_table->exchange(combine, low, high, MSL_REDUCTION, __builtin_return_address(0));
@@ -200,7 +200,7 @@ __cyg_profile_func_enter_bare() {
 namespace metal {
 template <class T>
 constexpr ulong __width = 8 * sizeof(__element<T>);
-// That an amount is in range for the elements of a vector of type T.
+// Checks that an amount is in range for the elements of a vector of type T.
 template <class T, class Amount>
 METAL_FUNC constexpr void __check_amount(Amount by) {
   if (__builtin_is_constant_evaluated()) return;

@@ -1,4 +1,4 @@
-// What a kernel's entry thunk calls to fill its parameters.
+// Functions by which a kernel's entry fills its parameters.
 #pragma once
 #include <__msl_engine.h>
 #include <__msl_parameters.h>

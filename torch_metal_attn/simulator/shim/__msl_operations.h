@@ -1,5 +1,5 @@
-// What barriers, reductions and votes are of: the part of metal_simdgroup that does not depend on
-// what a SIMD group runs on.
+// The operations of reductions, the flags of barriers and the type of votes: the part of
+// metal_simdgroup that does not depend on the engine.
 #pragma once
 #include <__msl_math.h>
 #include <__msl_traits.h>
@@ -52,27 +52,18 @@ using __bits = conditional_t<
     conditional_t<sizeof(T) == 2, ushort,
                   conditional_t<sizeof(T) == 4, uint,
                                 conditional_t<sizeof(T) == 8, ulong, unsigned __int128>>>>;
-template <class T>
-struct __and {
-  METAL_FUNC static T apply(T a, T b) {
-    return __builtin_bit_cast(
-        T, (__bits<T>)(__builtin_bit_cast(__bits<T>, a) & __builtin_bit_cast(__bits<T>, b)));
-  }
-};
-template <class T>
-struct __or {
-  METAL_FUNC static T apply(T a, T b) {
-    return __builtin_bit_cast(
-        T, (__bits<T>)(__builtin_bit_cast(__bits<T>, a) | __builtin_bit_cast(__bits<T>, b)));
-  }
-};
-template <class T>
-struct __xor {
-  METAL_FUNC static T apply(T a, T b) {
-    return __builtin_bit_cast(
-        T, (__bits<T>)(__builtin_bit_cast(__bits<T>, a) ^ __builtin_bit_cast(__bits<T>, b)));
-  }
-};
+#define __MSL_BITWISE(name, operation)                                                      \
+  template <class T>                                                                        \
+  struct name {                                                                             \
+    METAL_FUNC static T apply(T a, T b) {                                                   \
+      __bits<T> x = __builtin_bit_cast(__bits<T>, a), y = __builtin_bit_cast(__bits<T>, b); \
+      return __builtin_bit_cast(T, (__bits<T>)(x operation y));                             \
+    }                                                                                       \
+  };
+__MSL_BITWISE(__and, &)
+__MSL_BITWISE(__or, |)
+__MSL_BITWISE(__xor, ^)
+#undef __MSL_BITWISE
 template <class T>
 struct __largest {
   METAL_FUNC static T apply(T a, T b) { return metal::max(a, b); }

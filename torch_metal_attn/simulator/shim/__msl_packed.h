@@ -30,8 +30,8 @@ METAL_FUNC constexpr V __mk(__packed3<T> a) {
   return __mk<V>(__unpack(a));
 }
 
-// What the rewriter makes of the left side of `p[i] = v`: an object in device or threadgroup memory
-// is stored field by field, as it can have no assignment operator.
+// The rewriter's form of the left side of `p[i] = v`. An object in device or threadgroup memory can
+// have no assignment operator, so it is stored field by field.
 template <class Pointer, class S, int N>
 struct __stored {
   Pointer at;

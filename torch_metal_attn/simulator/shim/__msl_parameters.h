@@ -1,4 +1,4 @@
-// What the parameters of kernels point to, so that the host can check its arguments.
+// The types that kernel parameters point to, for the host's check of its arguments.
 #pragma once
 #include <__msl_atomic.h>
 #include <__msl_packed.h>

@@ -1,4 +1,4 @@
-// What the rewriter makes of shifts in checked builds:
+// The rewriter's form of shifts in checked builds:
 //   a << 16    a << __by<16>()
 //   a << b     a << __checked << b
 //   a <<= b    a <<= decltype(__amount_of(a)){} = b

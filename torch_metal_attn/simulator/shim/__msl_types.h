@@ -37,7 +37,7 @@ __truncsfbf2(float x) {
   return __builtin_bit_cast(bfloat, (ushort)rounded);
 }
 
-// Nor is its conversion of double, which Metal does not have, but the compiler's folding may.
+// Nor is its conversion of double. Metal has no double, but the compiler may fold constants in it.
 extern "C" __attribute__((used, weak, visibility("hidden"), no_instrument_function,
                           disable_sanitizer_instrumentation)) inline half
 __truncdfhf2(double x) {
@@ -232,7 +232,7 @@ METAL_FUNC constexpr A __unpack(A a) {
   return a;
 }
 
-// What the rewriter turns `float4(a, b.xyz)` into: any mix of scalars and vectors, converted to the
+// The rewriter's form of `float4(a, b.xyz)`: any mix of scalars and vectors, each converted to the
 // element type.
 template <class V>
 METAL_FUNC constexpr V __mk() {
@@ -309,7 +309,7 @@ METAL_FUNC constexpr V __mk(A a, B b, Rest... rest) {
   }
 }
 
-// What it turns `T(...)` into where T may be a vector type or any other.
+// The rewriter's form of `T(...)` where T may be a vector type or any other.
 template <class T, class... A>
 METAL_FUNC constexpr T __construct(A... a) {
   if constexpr (__is_vector<__remove_cv(T)>) {
@@ -323,7 +323,7 @@ METAL_FUNC constexpr T __construct(A... a) {
     return value;
   }
 }
-// And `(float4)x` into, as `__vector_cast<float4>() ->* x`.
+// The rewriter's form of `(float4)x` is `__vector_cast<float4>() ->* x`.
 template <class V>
 struct __cast_to {};
 template <class V>
@@ -335,7 +335,8 @@ METAL_FUNC constexpr V operator->*(__cast_to<V>, A a) {
   return __mk<V>(a);
 }
 
-// And `{a, b}` as an argument into, which the compiler passes as a struct but not as a vector.
+// The rewriter's form of an argument `{a, b}`, which the compiler passes as a struct but not as a
+// vector.
 template <int count, class A, class B, class C, class D>
 struct __list {
   A a;

@@ -1,5 +1,5 @@
-// What a host-compiled Metal image and the execution engine share: plain C++ with no headers,
-// included by both.
+// The interface between a compiled Metal image and the engine: plain C++ without headers, included
+// by both.
 //
 // Every GPU thread runs on a stack inside its worker's region, which is MSL_REGION_BYTES long and
 // aligned to it, and whose first word points to the thread that runs now. So any code finds its
@@ -29,7 +29,7 @@ enum __msl_access_flags : unsigned {
   MSL_UNCOUNTED = 16,
 };
 
-// What is undefined in a kernel's own code.
+// Kinds of undefined behaviour in a kernel's own code.
 enum __msl_undefined_what : unsigned {
   MSL_INDEX,  // this and the four that follow: found by clang's sanitizer, which describes it
   MSL_DIVISION,
@@ -87,7 +87,7 @@ enum __msl_operand : unsigned {
   MSL_ROWS,     // a reduction's destination: one element for each row
   MSL_COLUMNS,  // likewise
 };
-// What the engine knows of a tensor operation.
+// A tensor operation, for the engine.
 struct __msl_tensor_operation {
   unsigned simdgroups;            // of the scope: 1, or all of the threadgroup
   unsigned long multiplications;  // of elements
@@ -131,8 +131,8 @@ struct __msl_product {
   int accumulator;  // the product of the batch whose result is its `c`, or -1
 };
 
-// What the engine offers an image. `site` is an address that tells one operation of the source from
-// another.
+// The engine's functions for an image. `site` is an address that tells one operation of the source
+// from another.
 struct __msl_engine {
   unsigned version;
   __msl_pair (*matrix)(__msl_combine combine, __msl_pair a, __msl_pair b, __msl_pair c,
@@ -165,7 +165,7 @@ struct __msl_engine {
   unsigned (*private_access)(const char* address, unsigned bytes, unsigned lanes, const char* base,
                              unsigned size, char* marks, unsigned flags, unsigned stored,
                              unsigned site);
-  // Where the threads of a tensor operation keep a matrix of `rows` by `columns`, as it is stored.
+  // The lane map of a matrix of `rows` by `columns`, as stored.
   const __msl_lane_map* (*lane_map)(unsigned operand, unsigned is_transposed, unsigned rows,
                                     unsigned columns, unsigned simdgroups);
   // Once all threads of the scope are here, `combine` gets a slot of each, with the two pointers.

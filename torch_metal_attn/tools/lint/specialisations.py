@@ -95,6 +95,7 @@ def _attention(
 _Make = Callable[..., dict[str, str]]
 _FWD: _Defines = {"ROW_FRAGMENTS": 2, "SIMDGROUPS": 4, "Q_IN_REGISTERS": 1}
 _BWD: _Defines = {"ROW_FRAGMENTS": 1, "SIMDGROUPS": 4, "ROWS_IN_REGISTERS": 1}
+_TENSOR: _Defines = {"ROW_FRAGMENTS": 2}
 _DECODE: _Defines = {"ROW_FRAGMENTS": 1, "KEY_FRAGMENTS": 2, "KEY_SIMDGROUPS": 4}
 _flash_fwd: _Make = partial(_attention, _FWD | {"BLOCK_K": 16}, ("V_SLICE",))
 _flash_fwd_tensor: _Make = partial(_attention, _FWD | {"BLOCK_K": 32}, ("V_SLICE",))
@@ -195,18 +196,18 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         ),
     ],
     "flash_bwd_dq_tensor": [
-        _dq("half", 64, _LISTED_MASK),
-        _dq("float", 64, _on("EXACT_DELTA", "NORMALISED")),
+        _dq("half", 64, _TENSOR, _LISTED_MASK),
+        _dq("float", 64, _TENSOR, _on("EXACT_DELTA", "NORMALISED")),
         _dq(
-            *("bfloat", 136, _on("EXACT_DELTA", "NORMALISED", "DLSE"), _EVERYTHING),
+            *("bfloat", 136, _TENSOR, _on("EXACT_DELTA", "NORMALISED", "DLSE"), _EVERYTHING),
             {"DQ_SLICE": 128, "ROWS_IN_REGISTERS": 0, "COLUMN_SIMDGROUPS": 2, "WIDE_LOADS": 0},
         ),
     ],
     "flash_bwd_dkv_tensor": [
-        _dkv("half", 64, _LISTED_MASK),
-        _dkv("float", 64, {"NORMALISED": 1, "COLUMN_SIMDGROUPS": 2}),
+        _dkv("half", 64, _TENSOR, _LISTED_MASK),
+        _dkv("float", 64, _TENSOR, {"NORMALISED": 1, "COLUMN_SIMDGROUPS": 2}),
         _dkv(
-            *("bfloat", 136, _EVERYTHING),
+            *("bfloat", 136, _TENSOR, _EVERYTHING),
             {"DK_SLICE": 128, "DV_SLICE": 128, "SLICES": 2, "HEAD_SPLITS": 2},
             {"ROWS_IN_REGISTERS": 0, "COLUMN_SIMDGROUPS": 2, "WIDE_LOADS": 0},
         ),

@@ -1,10 +1,12 @@
 """What `tune` prints: a block for each shape, and a report for an issue."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
+from torch_metal_attn.tools import text_table
+from torch_metal_attn.tools.bench.shapes import KINDS
 from torch_metal_attn.tools.bench.versus import OURS, TORCHS
 from torch_metal_attn.tools.tune.measure import Beside, Tried
-from torch_metal_attn.tuned.tables import Table, counted
+from torch_metal_attn.tuned.tables import Row, Table, counted
 
 
 def lines_of(found: Tried | Beside, chosen: str = "") -> list[str]:
@@ -42,30 +44,26 @@ def markdown(table: Table, ran: Sequence[str], left: int) -> str:
 
     ran: keys of the rows. left: shapes that were not measured.
     """
-    lines = ["# torch_metal_attn: tune", "", *_machine(table.about), ""]
+    lines = [
+        "# torch_metal_attn: tune",
+        "",
+        *text_table.markdown(("", ""), table.about.items()),
+        "",
+    ]
     if left:
         lines += [f"Not measured: {counted(left, 'shape')}.", ""]
-    lines += [
-        "Times are relative to the default tile's, and torch's to ours.",
-        "",
-        "| kernel, dtype, head dims, features, lengths | tile | time | torch |",
-        "| --- | --- | ---: | --- |",
+    lines += ["Times are relative to the default tile's, and torch's to ours.", ""]
+    headings = ("kernel, dtype, head dims, features, lengths", "tile", "time", "torch")
+    rows = (cells for key in ran for cells in _rows(table.rows[key]))
+    return "\n".join([*lines, *text_table.markdown(headings, rows, numbers=(2,))]) + "\n"
+
+
+def _rows(row: Row) -> Iterator[tuple[str, ...]]:
+    shares = [
+        one.share(row.tile) for one in row.timed if {row.tile, one.reckoned} <= one.seconds.keys()
     ]
-    for key in ran:
-        row = table.rows[key]
-        shares = [
-            one.share(row.tile)
-            for one in row.timed
-            if {row.tile, one.reckoned} <= one.seconds.keys()
-        ]
-        time = f"{min(shares):.2f}" if shares else "-"
-        ratios = {kind: row.ratio(kind) for kind in ("forward", "training", "decode")}
-        torchs = ", ".join(f"{kind} {x:.2f}" for kind, x in ratios.items() if x is not None)
-        lines.append(f"| {key} | {row.tile} | {time} | {torchs or '-'} |")
-        for one in row.timed:
-            lines += [f"| | {tile} | left out | {why} |" for tile, why in one.left_out.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _machine(about: Mapping[str, str]) -> list[str]:
-    return ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in about.items())]
+    ratios = {kind: row.ratio(kind) for kind in KINDS}
+    torchs = ", ".join(f"{kind} {x:.2f}" for kind, x in ratios.items() if x is not None)
+    yield row.key, row.tile, f"{min(shares):.2f}" if shares else "-", torchs or "-"
+    for one in row.timed:
+        yield from (("", tile, "left out", why) for tile, why in one.left_out.items())

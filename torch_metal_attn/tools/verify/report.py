@@ -1,13 +1,15 @@
 """The Markdown report of `verify --full`, to be attached to an issue."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch_metal_attn.testing.judge import Measure
 from torch_metal_attn.testing.running import SKIPPED, Outcome
 from torch_metal_attn.testing.storage import snippet
+from torch_metal_attn.tools import text_table
 from torch_metal_attn.tools.verify.cases import Listed
 
+_FAMILY = ("family", "cases", "failed", "worst share", "of", "in")
 _MESSAGE_LINES = 60  # of one error: a compiler's log can have hundreds
 
 
@@ -30,15 +32,13 @@ def markdown(
         case = cases[len(results)]
         lines += [f"It ended after {len(results)} of {len(cases)} cases, in this one:", ""]
         lines += [f"{case} ({case.dtype})", ""]
-    lines += ["| | |", "| --- | --- |", *(f"| {n} | {x} |" for n, x in machine.items()), ""]
+    lines += [*text_table.markdown(("", ""), machine.items()), ""]
     lines += [
         "Errors are against float64. A bound is twice the error of torch's own attention in the",
         "same dtype on the same problem, plus the rounding of the result. The worst share is the",
         "largest error as a part of its bound. Caches and repeated runs are compared bit for bit.",
         "",
-        "| family | cases | failed | worst share | of | in |",
-        "| --- | ---: | ---: | ---: | --- | --- |",
-        *_family_rows(results),
+        *text_table.markdown(_FAMILY, _family_rows(results), numbers=(1, 2, 3)),
         "",
     ]
     if bad:
@@ -58,11 +58,10 @@ def _summary(passed: int, bad: Sequence[Result], skipped: Sequence[Result]) -> s
     return ", ".join(words + ([f"{len(skipped)} skipped"] if skipped else []))
 
 
-def _family_rows(results: Sequence[Result]) -> list[str]:
+def _family_rows(results: Sequence[Result]) -> Iterator[list[Any]]:
     families: dict[str, list[Result]] = {}
     for result in results:
         families.setdefault(result.case.family, []).append(result)
-    rows = []
     for family, members in families.items():
         failed = sum(not member.outcome.ok for member in members)
         measured = [(member, m) for member in members for m in member.outcome.measures]
@@ -73,8 +72,7 @@ def _family_rows(results: Sequence[Result]) -> list[str]:
             cells = [share_text(worst), worst.what, words]
             if worst.error == 0:
                 cells[1:] = ["every bit", "all"]
-        rows.append(f"| {family} | {len(members)} | {failed} | {' | '.join(cells)} |")
-    return rows
+        yield [family, len(members), failed, *cells]
 
 
 def share_text(measure: Measure) -> str:
@@ -94,9 +92,10 @@ def _failure(result: Result) -> list[str]:
         lines += [f"... {left_out} more lines"] if left_out > 0 else []
         lines += ["```", ""]
     if outcome.measures:
-        lines += ["| result | error | bound | |", "| --- | ---: | ---: | --- |"]
-        for m in outcome.measures:
-            verdict = "ok" if m.ok else "FAILED"
-            lines.append(f"| {m.what} | {m.error:.2e} | {m.bound:.2e} | {verdict} |")
-        lines.append("")
+        rows = (
+            (m.what, f"{m.error:.2e}", f"{m.bound:.2e}", "ok" if m.ok else "FAILED")
+            for m in outcome.measures
+        )
+        headings = ("result", "error", "bound", "")
+        lines += [*text_table.markdown(headings, rows, numbers=(1, 2)), ""]
     return [*lines, "```python", *snippet(case.case).splitlines(), "```", ""]

@@ -5,7 +5,7 @@
 
 namespace metal {
 
-// Where a cooperative tensor keeps its elements. `Operation` is what it belongs to.
+// The places of a cooperative tensor's elements. `Operation`: the operation it belongs to.
 template <class Operation, uint Operand, bool IsTransposed, int Rows, int Columns, int SimdGroups>
 struct __spread {
   typedef Operation operation;
@@ -15,13 +15,14 @@ struct __spread {
   static constexpr int simdgroups = SimdGroups;
   static constexpr bool reduces = Operand == MSL_ROWS || Operand == MSL_COLUMNS;
   static constexpr int threads = 32 * SimdGroups;
-  // Of a reduction the most that any lane map needs.
+  // For a reduction, the most that any lane map needs.
   static constexpr int slots = reduces ? Rows * Columns : (Rows * Columns + threads - 1) / threads;
   static constexpr __tensor_part part = {true, Operand, IsTransposed, Rows, Columns, SimdGroups};
 
   METAL_FUNC static const __msl_lane_map* map() { return __msl_map(&part); }
   METAL_FUNC static uint element(uint slot) { return __msl_element(map(), SimdGroups, slot); }
-  // Of a slot below `slots`: where those of all threads are more than the elements, some lack one.
+  // Whether a slot below `slots` has an element: all threads together may have more slots than the
+  // tensor has elements.
   METAL_FUNC static bool has_element(uint slot) {
     return Rows * Columns == slots * threads || element(slot) != MSL_NO_ELEMENT;
   }
@@ -95,7 +96,7 @@ class cooperative_tensor {
   METAL_FUNC const_iterator end() const { return {this, get_capacity()}; }
   METAL_FUNC iterator get_iterator(uint slot) { return {this, slot}; }
   METAL_FUNC const_iterator get_iterator(uint slot) const { return {this, slot}; }
-  // Of the element here that another tensor's iterator stands for: one in its row or column.
+  // The element of this tensor in the row or column of another tensor's iterator.
   template <class Other>
   METAL_FUNC iterator map_iterator(__tensor_iterator<Other> other) {
     return {this, slot_of(other)};

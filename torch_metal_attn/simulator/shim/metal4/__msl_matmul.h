@@ -71,7 +71,7 @@ constexpr int __simdgroups<metal::execution_simdgroup> = 1;
 template <int Count>
 constexpr int __simdgroups<metal::execution_simdgroups<Count>> = Count;
 
-// What the cooperative tensors of a product have in common: all of its descriptor but the mode.
+// Cooperative tensors belong to a product by all of its descriptor but the mode.
 template <ulong Descriptor, class Scope, class LeftElement, class RightElement>
 struct __matmul {};
 
@@ -127,7 +127,7 @@ class matmul2d {
   using Spread = metal::cooperative_tensor<
       Element, metal::extents<int, Columns, Rows>,
       metal::__spread<Operation, Operand, IsTransposed, Rows, Columns, simdgroups>>;
-  // As they are stored.
+  // The operands' tensors, as stored.
   template <class Operation, class Element, int Inner>
   using LeftOf =
       Spread<Operation, Element, MSL_LEFT, about.transpose_left,
@@ -159,75 +159,48 @@ class matmul2d {
   using cooperative_tensor_column_reduction_destination_t =
       Spread<MatmulOf<Left, Right>, Element, MSL_COLUMNS, false, 1, about.n>;
 
-  template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int>
-  METAL_FUNC auto get_left_input_cooperative_tensor() const {
-    check_input<LeftElement, RightElement, ResultElement>();
-    cooperative_tensor_left_input_t<LeftElement, RightElement, ResultElement> unset;
-    return unset;
+#define __MSL_DESTINATION(kind)                                             \
+  template <class Left, class Right, class Element, class Coordinate = int> \
+  METAL_FUNC auto get_##kind##_cooperative_tensor() const {                 \
+    check_destination<Left, Right, Element>();                              \
+    cooperative_tensor_##kind##_t<Left, Right, Element> unset;              \
+    return unset;                                                           \
   }
-  template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int>
-  METAL_FUNC auto get_right_input_cooperative_tensor() const {
-    check_input<LeftElement, RightElement, ResultElement>();
-    cooperative_tensor_right_input_t<LeftElement, RightElement, ResultElement> unset;
-    return unset;
-  }
-  template <class Left, class Right, class Element, class Coordinate = int>
-  METAL_FUNC auto get_destination_cooperative_tensor() const {
-    check_destination<Left, Right, Element>();
-    cooperative_tensor_destination_t<Left, Right, Element> unset;
-    return unset;
-  }
-  template <class Left, class Right, class Element, class Coordinate = int>
-  METAL_FUNC auto get_row_reduction_destination_cooperative_tensor() const {
-    check_destination<Left, Right, Element>();
-    cooperative_tensor_row_reduction_destination_t<Left, Right, Element> unset;
-    return unset;
-  }
-  template <class Left, class Right, class Element, class Coordinate = int>
-  METAL_FUNC auto get_column_reduction_destination_cooperative_tensor() const {
-    check_destination<Left, Right, Element>();
-    cooperative_tensor_column_reduction_destination_t<Left, Right, Element> unset;
-    return unset;
-  }
+  __MSL_DESTINATION(destination)
+  __MSL_DESTINATION(row_reduction_destination)
+  __MSL_DESTINATION(column_reduction_destination)
+#undef __MSL_DESTINATION
 
-  // Whether a destination of another product can be an input as it is, slot by slot.
-  template <class LeftElement, class RightElement, class ResultElement, class Element,
-            class Extents, class Layout>
-  METAL_FUNC bool is_compatible_as_left_input(
-      const metal::cooperative_tensor<Element, Extents, Layout>&) const {
-    return is_same_spread<cooperative_tensor_left_input_t<LeftElement, RightElement, ResultElement>,
-                          LeftElement, Element, Layout>(about.transpose_left);
+  // An input, whether a destination of another product can be it as it is, slot by slot, and the
+  // input made of one.
+#define __MSL_INPUT(side, OwnElement)                                                              \
+  template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int>    \
+  METAL_FUNC auto get_##side##_input_cooperative_tensor() const {                                  \
+    check_input<LeftElement, RightElement, ResultElement>();                                       \
+    cooperative_tensor_##side##_input_t<LeftElement, RightElement, ResultElement> unset;           \
+    return unset;                                                                                  \
+  }                                                                                                \
+  template <class LeftElement, class RightElement, class ResultElement, class Element,             \
+            class Extents, class Layout>                                                           \
+  METAL_FUNC bool is_compatible_as_##side##_input(                                                 \
+      const metal::cooperative_tensor<Element, Extents, Layout>&) const {                          \
+    typedef cooperative_tensor_##side##_input_t<LeftElement, RightElement, ResultElement> Input;   \
+    return is_same_spread<Input, OwnElement, Element, Layout>(about.transpose_##side);             \
+  }                                                                                                \
+  template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int,    \
+            class Element, class Extents, class Layout>                                            \
+  METAL_FUNC auto get_##side##_input_cooperative_tensor(                                           \
+      const metal::cooperative_tensor<Element, Extents, Layout>& source) const {                   \
+    auto input = get_##side##_input_cooperative_tensor<LeftElement, RightElement, ResultElement,   \
+                                                       Coordinate>();                              \
+    if (!is_compatible_as_##side##_input<LeftElement, RightElement, ResultElement>(source))        \
+      __msl_refuse_tensor("a " #side " input is made of a tensor that is not compatible with it"); \
+    copy_slots(input, source);                                                                     \
+    return input;                                                                                  \
   }
-  template <class LeftElement, class RightElement, class ResultElement, class Element,
-            class Extents, class Layout>
-  METAL_FUNC bool is_compatible_as_right_input(
-      const metal::cooperative_tensor<Element, Extents, Layout>&) const {
-    return is_same_spread<
-        cooperative_tensor_right_input_t<LeftElement, RightElement, ResultElement>, RightElement,
-        Element, Layout>(about.transpose_right);
-  }
-  template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int,
-            class Element, class Extents, class Layout>
-  METAL_FUNC auto get_left_input_cooperative_tensor(
-      const metal::cooperative_tensor<Element, Extents, Layout>& source) const {
-    auto input =
-        get_left_input_cooperative_tensor<LeftElement, RightElement, ResultElement, Coordinate>();
-    if (!is_compatible_as_left_input<LeftElement, RightElement, ResultElement>(source))
-      __msl_refuse_tensor("a left input is made of a tensor that is not compatible with it");
-    copy_slots(input, source);
-    return input;
-  }
-  template <class LeftElement, class RightElement, class ResultElement, class Coordinate = int,
-            class Element, class Extents, class Layout>
-  METAL_FUNC auto get_right_input_cooperative_tensor(
-      const metal::cooperative_tensor<Element, Extents, Layout>& source) const {
-    auto input =
-        get_right_input_cooperative_tensor<LeftElement, RightElement, ResultElement, Coordinate>();
-    if (!is_compatible_as_right_input<LeftElement, RightElement, ResultElement>(source))
-      __msl_refuse_tensor("a right input is made of a tensor that is not compatible with it");
-    copy_slots(input, source);
-    return input;
-  }
+  __MSL_INPUT(left, LeftElement)
+  __MSL_INPUT(right, RightElement)
+#undef __MSL_INPUT
 
   template <class Left, class Right, class Destination>
   METAL_FUNC void run(Left& left, Right& right, Destination& destination) const {
@@ -303,17 +276,7 @@ class matmul2d {
         accumulates,
         relaxed && __is_same(LeftElement, float),
         relaxed && __is_same(RightElement, float)};
-    static constexpr metal::__tensor_product further = {
-        {simdgroups, (ulong)about.m * about.n * inner},
-        about.m,
-        about.n,
-        inner,
-        first.left,
-        first.right,
-        first.destination,
-        true,
-        first.cuts_left,
-        first.cuts_right};
+    static constexpr metal::__tensor_product further = first.added();
     static_assert(about.m * inner <= MSL_MOST_LEFT && inner * about.n <= MSL_MOST_RIGHT &&
                       about.m * about.n <= MSL_MOST_DESTINATION,
                   "the simulator has no product of this size");

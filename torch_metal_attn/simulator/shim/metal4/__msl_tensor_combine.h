@@ -1,4 +1,4 @@
-// What the last thread of a tensor operation does with the elements that all threads have left.
+// A tensor operation itself, done by the last of its threads with the elements of all.
 #pragma once
 #include <__msl_product.h>
 #include <__msl_tensor_engine.h>
@@ -11,6 +11,13 @@ struct __tensor_product : __msl_tensor_operation {
   __tensor_part left, right, destination;
   bool accumulates;
   bool cuts_left, cuts_right;  // relaxed precision, and float operands
+
+  // The same product, added to the destination.
+  constexpr __tensor_product added() const {
+    __tensor_product other = *this;
+    other.accumulates = true;
+    return other;
+  }
 };
 
 MSL_INTERNAL inline uint __slots(const __tensor_part& part) {

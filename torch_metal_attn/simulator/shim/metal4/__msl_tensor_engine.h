@@ -29,7 +29,7 @@ MSL_ENTRY METAL_CONST uint __msl_thread_in_scope(uint simdgroups) {
 MSL_INTERNAL inline const uint* __msl_elements(const __msl_lane_map* map, uint simdgroups) {
   return map->elements + __msl_thread_in_scope(simdgroups) * map->capacity;
 }
-// What this thread keeps in a slot.
+// The element that this thread keeps in a slot.
 MSL_ENTRY METAL_CONST uint __msl_element(const __msl_lane_map* map, uint simdgroups, uint slot) {
   return slot < map->capacity ? __msl_elements(map, simdgroups)[slot] : MSL_NO_ELEMENT;
 }

@@ -1,4 +1,4 @@
-"""What PyTorch expects of every small op: the same tests for all rows of `small_ops.EXAMPLES`."""
+"""What PyTorch expects of every op: the same tests for all rows of `ops.EXAMPLES`."""
 
 import random
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torch_metal_attn
-from tests.common.small_ops import EXAMPLES, STRIDED, call, on
+from tests.common.ops import EXAMPLES, STRIDED, call, on
 from tests.helpers.refused import without_data
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.runtime.device import best_device
@@ -178,7 +178,7 @@ def derivatives(example, function, device, dtype, seed, order):
 @pytest.mark.parametrize(
     "dtype, order", [(torch.float32, 1), (torch.float32, 2), (torch.bfloat16, 1)], ids=str
 )
-@examples(differentiable)
+@examples(lambda example: example.definition)
 def test_gradients(example, dtype, order, device):
     """Against autograd through the definition in float64."""
     exact = derivatives(

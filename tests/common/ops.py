@@ -1,4 +1,4 @@
-"""Calls of the small ops as data: what every op must do in PyTorch is tested over this table."""
+"""Calls of the ops as data: what every op must do in PyTorch is tested over this table."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,8 @@ class Example:
 
     make: arguments by name, on the CPU, of a length and of the dtype of what is not float32 alone.
     written: those that are written in place. differentiable: those that have gradients.
-    definition: the op in plain torch; its results, or what `written` holds afterwards.
+    definition: the op in plain torch; its results, or what `written` holds afterwards. Without one,
+        gradients have tests of their own.
     """
 
     op: str
@@ -172,12 +173,29 @@ def _append(**options):
 _CACHES = ("k_cache", "v_cache")
 
 
+def _attention(layout=lambda q: q, **options):
+    def make(length=8, dtype=torch.float32):
+        q = normal(2, length, 4, 16, dtype=dtype).transpose(1, 2)
+        k, v = normal(2, 2, 13, 16, seed=1, dtype=dtype), normal(2, 2, 13, 8, seed=2, dtype=dtype)
+        return {"q": layout(q), "k": k, "v": v} | options
+
+    return make
+
+
+_FLASH = {"differentiable": ("q", "k", "v")}
+
+
 def _pages(length=8, dtype=torch.float32):
     pages = {"src": torch.tensor([0, 1]), "dst": torch.tensor([4, 5])}
     return {"cache": normal(6, 2, length, dtype=dtype), **pages}
 
 
 EXAMPLES = {
+    "flash_fwd": Example("flash_fwd", _attention(), **_FLASH),
+    "flash_fwd causal": Example(
+        "flash_fwd", _attention(causal=True, q_offset=4, softmax_scale=0.3), **_FLASH
+    ),
+    "flash_decode": Example("flash_decode", _attention(causal=True, num_splits=1)),
     "rope": Example("rope", _rope(), **_ROPE),
     "rope at an offset": Example("rope", _rope(**_OFFSET), **_ROPE),
     "rope by positions": Example("rope", _rope(**_POSITIONS), **_ROPE),
@@ -213,12 +231,22 @@ EXAMPLES = {
     "copy_pages": Example("copy_pages", _pages, ("cache",)),
 }
 
+_QUERIES = {
+    "contiguous": lambda q: q.contiguous(),
+    "length batch head": lambda q: q.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "expanded batch": lambda q: q[:1].expand(2, -1, -1, -1),
+    "expanded head": lambda q: q[:, :1].expand(-1, 4, -1, -1),
+    "one head": lambda q: q[:, :2][:, ::2].expand(-1, 2, -1, -1),
+    "slice of a wider tensor": lambda q: torch.cat([q, q], 3)[..., :16],
+    "empty": lambda q: q[:, :, :0],
+}
 # Operands of other strides, whose results must have the same ones on every device.
 STRIDED = {
-    f"rope: {layout}": Example("rope", _rope(layout))
-    for layout in LAYOUTS
-    if layout != "contiguous"
-} | {
+    **{
+        f"flash_fwd: {name}": Example("flash_fwd", _attention(layout))
+        for name, layout in _QUERIES.items()
+    },
+    **{f"rope: {name}": Example("rope", _rope(name)) for name in LAYOUTS if name != "contiguous"},
     "merge_state: transposed": Example("merge_state", _states(transposed=True)),
     "softmax: permuted": Example("softmax", _scores(layout=lambda x: x.permute(2, 0, 1))),
     "softmax: expanded": Example("softmax", _scores(layout=lambda x: x[:, :1].expand(2, 5, 7))),

@@ -1,0 +1,233 @@
+// What flash_bwd_dq and its tensor twin share: the queries of a threadgroup, the gradients of their
+// scores, the check of delta, and where results go.
+#pragma once
+
+#include "backward.h"
+#include "blocks.h"
+#include "flex.h"
+#include "grid.h"
+#include "output.h"
+#include "parts.h"
+#include "row_sums.h"
+
+constant constexpr int DQ_SLICES = (HEAD_DIM_QK + DQ_SLICE - 1) / DQ_SLICE;
+constant constexpr int KEY_FRAGMENTS = BLOCK_K / FRAGMENT;
+constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
+constant constexpr int BLOCK_Q = SIMDGROUPS / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
+constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
+// A SIMD group's share of the columns.
+constant constexpr int OWN_DQ_COLUMNS = DQ_SLICE / COLUMN_SIMDGROUPS;
+constant constexpr short PASSES = EXACT_DELTA ? 2 : 1;
+
+using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
+using DqTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DQ_COLUMNS / FRAGMENT>;
+
+#define DQ_BUFFERS(X)                                               \
+  X(1, device ELEMENT*, dq, FLASH_BWD_DQ)                           \
+  X(EXACT_DELTA, device float*, exact_delta, FLASH_BWD_EXACT_DELTA) \
+  X(NORMALISED, device float*, normalisers, FLASH_BWD_NORMALISERS)  \
+  X(DLSE, const device float*, dlse, FLASH_BWD_DLSE)
+#define DQ_PARAMETERS                \
+  FLASH_PARAMETERS                   \
+  SAVED_INPUTS(FLASH_PARAMETER_WHEN) \
+  DQ_BUFFERS(FLASH_PARAMETER_WHEN)
+#define SET_DQ_OR_NULL(feature, type, name, slot) \
+  buffers.name = WHEN(feature, name) UNLESS(feature, nullptr);
+#define DQ_SET_INPUTS             \
+  FLASH_SET_INPUTS                \
+  SAVED_INPUTS(SET_SAVED_OR_NULL) \
+  DQ_BUFFERS(SET_DQ_OR_NULL)
+
+struct DqBuffers {
+  DQ_BUFFERS(FLASH_FIELD_ALWAYS)
+};
+
+// BLOCK_Q queries of one head and a slice of dq's columns, and the SIMD group's own of them.
+struct DqQueries {
+  QueryTilePlace<BLOCK_Q, DQ_SLICES> place;
+  Sequence sequence;
+  Visibility visible;
+  SeenKeys seen;  // by the SIMD group
+  QueryStatistics statistics;
+  Output<ELEMENT, HEAD_DIM_QK, DQ_SLICE> dq_rows;
+  Output<float, 1, 1> delta_rows;       // EXACT_DELTA
+  Output<float, 1, 1> normaliser_rows;  // NORMALISED
+  const device float* dlse_rows;        // DLSE
+  int64_t dlse_stride;
+  int last_query;
+  int first_query;  // of the lane: of its row fragment 0
+  int part;         // of the columns, where SIMD groups share rows
+
+  // Whether there is something to compute; else what there is to write is written.
+  METAL_FUNC bool begin(thread const FlashInputs& inputs, thread const SavedInputs& saved,
+                        thread const DqBuffers& buffers, constant FlashBwdParams& params,
+                        uint3 position, uint3 grid, ushort thread_index, ushort simdgroup,
+                        ushort lane) thread {
+    place.reset(inputs, params.problem, position, grid);
+    sequence = inputs.sequence(place.batch, params.problem);
+    reset_rows(buffers, params);
+    if (sequence.is_left_out(place.batch, params.problem)) {
+      fill(place.number * THREADS + thread_index, grid.x * THREADS);
+      return false;
+    }
+    last_query = sequence.q_length - 1;
+    if ((VARLEN || FLEX_ORDER) && place.first_query > last_query) {
+      return false;
+    }
+    const int simdgroup_query = place.first_query + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
+    first_query = simdgroup_query + fragment_row(lane);
+    part = simdgroup % COLUMN_SIMDGROUPS;
+    visible.reset(sequence, params.problem);
+    seen.reset(visible, simdgroup_query, SIMDGROUP_ROWS, last_query);
+    statistics = saved.statistics(params.lse_strides, place.batch, place.head, sequence);
+    return true;
+  }
+
+  METAL_FUNC void reset_rows(thread const DqBuffers& buffers,
+                             constant FlashBwdParams& params) thread {
+    const int batch = place.batch;
+    const int head = place.head;
+    const int first = sequence.q_start;
+    dq_rows.reset(buffers.dq, params.dq_strides, batch, head, first, place.slice);
+    if (EXACT_DELTA) {
+      delta_rows.reset(buffers.exact_delta, params.lse_strides, batch, head, first, 0);
+    }
+    if (NORMALISED) {
+      normaliser_rows.reset(buffers.normalisers, params.lse_strides, batch, head, first, 0);
+    }
+    if (DLSE) {
+      dlse_rows = first_row(buffers.dlse, params.dlse_strides, batch, head, first);
+      dlse_stride = params.dlse_strides.row;
+    }
+  }
+
+  // Rows `first`, `first + step`, ... of a sequence that is left out.
+  METAL_FUNC void fill(int first, int step) const thread {
+    const float value = sequence.impossible ? NAN : 0.0f;
+    dq_rows.fill(value, first, sequence.q_length, step);
+    if (EXACT_DELTA && place.slice == 0) {
+      delta_rows.fill(value, first, sequence.q_length, step);
+    }
+    if (NORMALISED && place.slice == 0) {
+      normaliser_rows.fill(1.0f, first, sequence.q_length, step);
+    }
+  }
+
+  // The keys that any query of the threadgroup sees.
+  METAL_FUNC Range keys() const thread {
+    Range range;
+    range.begin = visible.keys_of(place.first_query).begin;
+    range.end = visible.keys_of(min(place.first_query + BLOCK_Q - 1, last_query)).end;
+    if (!BLOCK_LISTS && range.begin >= range.end) {
+      range.end = 0;  // no block, also of those that begin before
+    }
+    return range;
+  }
+
+  METAL_FUNC void hide_unseen(thread ScoreTile& scores, thread ScoreTile& slopes, int block,
+                              int column) const thread {
+    if (seen.all_in(block, BLOCK_K)) {
+      return;
+    }
+    visible.apply<false>(scores, first_query, block + column);
+    if (FLEX_SLOPED) {
+      // It may be infinite at the score 0 of keys that do not exist.
+      visible.apply<false>(slopes, first_query, block + column, 0.0f);
+    }
+  }
+
+  // Of the lane's row fragment i.
+  METAL_FUNC int query(short i) const thread { return existing_row(first_query, i, last_query); }
+  METAL_FUNC bool exists(short i) const thread { return first_query + i * FRAGMENT <= last_query; }
+};
+
+// What a lane keeps of its rows' statistics, and with EXACT_DELTA of sums over their keys.
+struct DqRows {
+  float origins[ROW_FRAGMENTS];
+  float deltas[ROW_FRAGMENTS];  // in the second pass what is subtracted of dq
+  RowSums sums[ROW_FRAGMENTS];
+  float weight_factors[ROW_FRAGMENTS];  // NORMALISED
+
+  METAL_FUNC void load(thread const DqQueries& queries) thread {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      origins[i] = queries.statistics.origin(queries.query(i));
+      deltas[i] = queries.statistics.delta_of(queries.query(i));
+      sums[i].reset();
+      weight_factors[i] = 1.0f;
+    }
+  }
+
+  // From d loss / d weight to d loss / d score.
+  METAL_FUNC void differentiate(thread ScoreTile& gradients,
+                                thread const ScoreTile& scores) thread {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      Fragment<float> block_weights = Fragment<float>(0.0f, 0.0f);
+      UNROLL
+      for (short j = 0; j < KEY_FRAGMENTS; j++) {
+        const Fragment<float> weight = fast::exp2(scores.fragments[i][j] - origins[i]);
+        gradients.fragments[i][j] = weight * (gradients.fragments[i][j] - deltas[i]);
+        if (NORMALISED) {
+          block_weights += weight;
+        }
+      }
+      if (EXACT_DELTA) {
+        sums[i].add<KEY_FRAGMENTS>(gradients.fragments[i], block_weights);
+      }
+    }
+  }
+
+  // What the sums of the first pass show. `writes`: of the lanes that have a row one writes it.
+  // Whether the error of delta shows in dq, in any row of the SIMD group.
+  METAL_FUNC bool check_delta(thread const DqQueries& queries, float sink, bool writes) thread {
+    bool shows = false;
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      const int query = queries.query(i);
+      const float dlse = DLSE ? queries.dlse_rows[query * queries.dlse_stride] : 0.0f;
+      const RowError error =
+          sums[i].merge_lanes(queries.statistics.lse_of(query), origins[i], deltas[i], sink, dlse);
+      weight_factors[i] = error.factor;
+      shows = shows || fabs(error.of_delta) > TOLERATED * sums[i].sizes;
+      if (writes && queries.exists(i)) {
+        queries.delta_rows.store(query, 0, Fragment<float>(deltas[i] + error.of_delta, 0.0f));
+        if (NORMALISED) {
+          queries.normaliser_rows.store(query, 0, Fragment<float>(error.normaliser, 0.0f));
+        }
+      }
+      deltas[i] = error.of_delta;
+    }
+    return simd_max(shows ? 1.0f : 0.0f) > 0.0f;
+  }
+
+  METAL_FUNC void write(thread const DqTile& dq_tile, thread const DqQueries& queries, int column,
+                        float softmax_scale) const thread {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      if (!queries.exists(i)) {
+        continue;
+      }
+      const float scale = NORMALISED ? softmax_scale * weight_factors[i] : softmax_scale;
+      UNROLL
+      for (short d = 0; d < OWN_DQ_COLUMNS / FRAGMENT; d++) {
+        queries.dq_rows.store(queries.first_query + i * FRAGMENT, column + column_offset(d),
+                              dq_tile.fragments[i][d] * scale);
+      }
+    }
+  }
+};
+
+// Whether any SIMD group of the threadgroup says yes. votes: EXACT_DELTA, one of each SIMD group.
+METAL_FUNC bool any_simdgroup(bool vote, threadgroup float* votes, ushort simdgroup, ushort lane) {
+  if (lane == 0) {
+    votes[simdgroup] = vote ? 1.0f : 0.0f;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  float any = 0.0f;
+  UNROLL
+  for (short i = 0; i < SIMDGROUPS; i++) {
+    any = max(any, votes[i]);
+  }
+  return any > 0.0f;
+}

@@ -132,38 +132,33 @@ struct ScoreRules {
   // Products become scores, of columns from `first_column` on. masked: whether attn_mask hides any.
   template <int COLUMNS, typename Inputs>
   METAL_FUNC void value(thread RegisterTile<float, ROWS, COLUMNS>& scores, int first_column,
-                        bool masked, thread const Inputs&,
+                        bool masked, thread const Inputs& inputs,
                         constant FlashParams& params) const thread {
-    if (SOFTCAP) {
-      tanh(scores, params);
-      scores.scale(params.cap_log2);
-    } else {
-      scores.scale(params.scale_log2);
-    }
-    apply_bias_and_mask(scores, first_column, masked);
+    RegisterTile<float, ROWS, COLUMNS> slopes;
+    value_and_slope(scores, slopes, first_column, masked, inputs, params);
   }
 
   // The same, and with a cap `slopes` is d score / d product, but for the scale.
   template <int COLUMNS, typename Inputs>
   METAL_FUNC void value_and_slope(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                                   thread RegisterTile<float, ROWS, COLUMNS>& slopes,
-                                  int first_column, bool masked, thread const Inputs& inputs,
+                                  int first_column, bool masked, thread const Inputs&,
                                   constant FlashParams& params) const thread {
-    if (!SOFTCAP) {
-      value(scores, first_column, masked, inputs, params);
-      return;
-    }
-    // d tanh(x) / dx = 1 - tanh(x)^2
-    tanh(scores, params);
-    UNROLL
-    for (short i = 0; i < ROWS; i++) {
+    if (SOFTCAP) {
+      tanh(scores, params);
       UNROLL
-      for (short j = 0; j < COLUMNS; j++) {
-        const Fragment<float> capped = scores.fragments[i][j];
-        slopes.fragments[i][j] = 1.0f - capped * capped;
+      for (short i = 0; i < ROWS; i++) {
+        UNROLL
+        for (short j = 0; j < COLUMNS; j++) {
+          // d tanh(x) / dx = 1 - tanh(x)^2
+          const Fragment<float> capped = scores.fragments[i][j];
+          slopes.fragments[i][j] = 1.0f - capped * capped;
+        }
       }
+      scores.scale(params.cap_log2);
+    } else {
+      scores.scale(params.scale_log2);
     }
-    scores.scale(params.cap_log2);
     apply_bias_and_mask(scores, first_column, masked);
   }
 

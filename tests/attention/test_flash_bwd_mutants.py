@@ -436,8 +436,8 @@ MUTANTS = {
         ),
         "cap ignored": (
             "dq",
-            "    scores.scale(params.cap_log2);\n    apply_bias",
-            "    scores.scale(params.scale_log2);\n    apply_bias",
+            "scores.scale(params.cap_log2)",
+            "scores.scale(params.scale_log2)",
         ),
     },
     "alibi at an offset": {

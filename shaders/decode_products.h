@@ -25,8 +25,8 @@ struct BlockKeys {
     }
   }
 
-  // What is still to be read for the values of span `span`, the SIMD group's s-th. Rows that do not
-  // exist are zero: their weight is zero, and zero times whatever lies there must stay zero.
+  // Reads the values of span `span`, the SIMD group's s-th, or with V_IN_K only their scales. Rows
+  // that do not exist are zero: their weight is zero, and 0 * inf or 0 * NaN would be NaN.
   METAL_FUNC void load_values(short s, int span, thread const Values& values,
                               int unit_column) thread {
     const int column = span * SPAN_COLUMNS + unit_column;
@@ -192,7 +192,7 @@ struct MatrixOut {
     }
   }
 
-  // Adds up what SIMD groups have of different keys, and stores it.
+  // Adds up the sums of SIMD groups with different keys, and stores the result.
   METAL_FUNC void write_rows(threadgroup Fragment<float>* sums, int first_row, int rows, int,
                              thread const TileRow* tile_rows, thread const SplitResult& result,
                              constant FlashDecodeParams& params) thread {

@@ -47,7 +47,7 @@ struct SpanOperandTile {
   }
 };
 
-// What StagedKv does, by each SIMD group for itself.
+// The interface of StagedKv. Each SIMD group reads its own fragments of K and V.
 template <int ROWS, int KEYS>
 struct DirectKv {
   static_assert(COLUMN_SIMDGROUPS == 1 && HEAD_DIM_QK % KEY_SPAN == 0 &&

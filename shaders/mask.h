@@ -129,7 +129,12 @@ struct SeenKeys {
     return block < by_any.end && block + count > by_any.begin;
   }
 
-  // Whether all queries see all of these keys.
+  // Whether any of these keys is hidden from any query. `if (hides_in())` takes up to 11 registers
+  // fewer than `if (!all_in())` in flash_fwd.
+  METAL_FUNC bool hides_in(int block, int count) const thread {
+    return block < by_all.begin || block + count > by_all.end;
+  }
+
   METAL_FUNC bool all_in(int block, int count) const thread {
     return block >= by_all.begin && block + count <= by_all.end;
   }

@@ -134,37 +134,43 @@ struct ScoreRules {
   METAL_FUNC void value(thread RegisterTile<float, ROWS, COLUMNS>& scores, int first_column,
                         bool masked, thread const Inputs&,
                         constant FlashParams& params) const thread {
-    if (SOFTCAP) {
-      tanh(scores, params);
-      scores.scale(params.cap_log2);
-    } else {
-      scores.scale(params.scale_log2);
-    }
+    transform<false>(scores, scores, params);
     apply_bias_and_mask(scores, first_column, masked);
   }
 
-  // The same, and with a cap `slopes` is d score / d product, but for the scale.
+  // The same, and with SCORE_SLOPES `slopes` is d score / d product, but for the scale.
   template <int COLUMNS, typename Inputs>
   METAL_FUNC void value_and_slope(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                                   thread RegisterTile<float, ROWS, COLUMNS>& slopes,
-                                  int first_column, bool masked, thread const Inputs& inputs,
+                                  int first_column, bool masked, thread const Inputs&,
                                   constant FlashParams& params) const thread {
+    transform<SCORE_SLOPES>(scores, slopes, params);
+    apply_bias_and_mask(scores, first_column, masked);
+  }
+
+  // Products become scores by the options that are functions of a score. Slopes are those of
+  // value_and_slope, if there are any.
+  template <bool WITH_SLOPES, int COLUMNS>
+  METAL_FUNC void transform(thread RegisterTile<float, ROWS, COLUMNS>& scores,
+                            thread RegisterTile<float, ROWS, COLUMNS>& slopes,
+                            constant FlashParams& params) const thread {
     if (!SOFTCAP) {
-      value(scores, first_column, masked, inputs, params);
+      scores.scale(params.scale_log2);
       return;
     }
-    // d tanh(x) / dx = 1 - tanh(x)^2
     tanh(scores, params);
-    UNROLL
-    for (short i = 0; i < ROWS; i++) {
+    if (WITH_SLOPES) {
+      // d tanh(x) / dx = 1 - tanh(x)^2
       UNROLL
-      for (short j = 0; j < COLUMNS; j++) {
-        const Fragment<float> capped = scores.fragments[i][j];
-        slopes.fragments[i][j] = 1.0f - capped * capped;
+      for (short i = 0; i < ROWS; i++) {
+        UNROLL
+        for (short j = 0; j < COLUMNS; j++) {
+          const Fragment<float> capped = scores.fragments[i][j];
+          slopes.fragments[i][j] = 1.0f - capped * capped;
+        }
       }
     }
     scores.scale(params.cap_log2);
-    apply_bias_and_mask(scores, first_column, masked);
   }
 
   // cap * tanh(product * scale / cap) of Gemma 2 (2024), but for the cap. tanh sees natural units.

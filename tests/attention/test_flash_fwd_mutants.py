@@ -185,15 +185,15 @@ MUTANTS = {
     },
     problems.softcap: {
         "softcap dropped": (
-            "tanh(scores, params);\n      scores.scale(params.cap_log2);",
-            "scores.scale(params.scale_over_cap * params.cap_log2);",
+            "    tanh(scores, params);\n",
+            "    scores.scale(params.scale_over_cap);\n",
         ),
         "cap of scores in base 2": (
             "tanh(scores.fragments[i][j] * params.scale_over_cap)",
             "tanh(scores.fragments[i][j] * params.scale_over_cap * M_LOG2E_F)",
         ),
         "capped scores not in base 2": (
-            repeated("scores.scale(params.cap_log2)"),
+            "scores.scale(params.cap_log2)",
             "scores.scale(params.cap_log2 / M_LOG2E_F)",
         ),
     },

@@ -268,8 +268,8 @@ FAULTS = {
     ),
     "softcap dropped": (
         "flash_fwd",
-        "tanh(scores, params);\n      scores.scale(params.cap_log2);",
-        "scores.scale(params.scale_over_cap * params.cap_log2);",
+        "    tanh(scores, params);\n",
+        "    scores.scale(params.scale_over_cap);\n",
         *(400, "softmax_lse"),
     ),
     "wrong stride of pages": (

@@ -6,24 +6,21 @@
 
 using OutGradients = Operand<ELEMENT, HEAD_DIM_V>;
 
-// Buffers of every backward kernel, as inputs.h lists those of attention.
-#define SAVED_INPUTS(X)                             \
-  X(1, const device ELEMENT*, dout, FLASH_BWD_DOUT) \
-  X(1, const device float*, lse, FLASH_BWD_LSE)     \
-  X(1, const device float*, delta, FLASH_BWD_DELTA)
-// And of those that take flash_bwd_dq's normalisers.
-#define SAVED_NORMALISERS(X) X(NORMALISED, const device float*, normalisers, FLASH_BWD_NORMALISERS)
+// The backward's own buffers, as inputs.h lists those of attention. With EXACT_DELTA flash_bwd_dq
+// writes the normalisers that the other kernels read.
+#define NORMALISERS UNLESS(EXACT_DELTA, const) device float*
+#define FLASH_BWD_BUFFERS(X)                                        \
+  X(1, const device ELEMENT*, dout, FLASH_BWD_DOUT)                 \
+  X(1, const device float*, lse, FLASH_BWD_LSE)                     \
+  X(1, const device float*, delta, FLASH_BWD_DELTA)                 \
+  X(NORMALISED, NORMALISERS, normalisers, FLASH_BWD_NORMALISERS)    \
+  X(EXACT_DELTA, device float*, exact_delta, FLASH_BWD_EXACT_DELTA) \
+  X(DLSE, const device float*, dlse, FLASH_BWD_DLSE)
 
-#define FLASH_BWD_PARAMETERS         \
-  FLASH_PARAMETERS                   \
-  SAVED_INPUTS(FLASH_PARAMETER_WHEN) \
-  SAVED_NORMALISERS(FLASH_PARAMETER_WHEN)
-#define FLASH_BWD_SET_INPUTS      \
-  FLASH_SET_INPUTS                \
-  SAVED_INPUTS(SET_SAVED_OR_NULL) \
-  SAVED_NORMALISERS(SET_SAVED_OR_NULL)
-#define SET_SAVED_OR_NULL(feature, type, name, slot) \
-  saved.name = WHEN(feature, name) UNLESS(feature, nullptr);
+#define FLASH_BWD_PARAMETERS FLASH_PARAMETERS FLASH_BWD_BUFFERS(FLASH_PARAMETER_WHEN)
+#define FLASH_BWD_SET_OR_NULL(feature, type, name, slot) \
+  buffers.name = WHEN(feature, name) UNLESS(feature, nullptr);
+#define FLASH_BWD_SET_INPUTS FLASH_SET_INPUTS FLASH_BWD_BUFFERS(FLASH_BWD_SET_OR_NULL)
 
 // Only rows that hold nothing but the lowest float, or nearly so, have a lower log-sum-exp.
 constant constexpr float LOWEST_LSE = -2e38f;
@@ -55,10 +52,8 @@ struct QueryStatistics {
   }
 };
 
-// What forward and backward have saved for the backward kernels.
-struct SavedInputs {
-  SAVED_INPUTS(FLASH_FIELD_ALWAYS)
-  SAVED_NORMALISERS(FLASH_FIELD_ALWAYS)
+struct BackwardBuffers {
+  FLASH_BWD_BUFFERS(FLASH_FIELD_ALWAYS)
 
   METAL_FUNC OutGradients out_gradients(constant RowStrides& strides, int batch, int head,
                                         thread const Sequence& sequence) const thread {

@@ -20,8 +20,8 @@ constant constexpr int OWN_DV_COLUMNS = DV_SLICE / COLUMN_SIMDGROUPS;
 using DkTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DK_COLUMNS / FRAGMENT>;
 using DvTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DV_COLUMNS / FRAGMENT>;
 
-// BLOCK_K keys of one KV head, a slice of the columns of dk and dv, a part of the query heads, and
-// the SIMD group's own of them.
+// BLOCK_K keys of one KV head with a slice of the columns of dk and dv and a part of the query
+// heads, and a SIMD group's share of keys and columns.
 struct DkvKeys {
   int batch;
   int kv_head;
@@ -33,7 +33,7 @@ struct DkvKeys {
   bool any;       // whether any of the threadgroup's exists
   Sequence sequence;
   Visibility visible;
-  SeenKeys seen;  // the queries that see the SIMD group's keys
+  SeenRows seen;  // the queries that see the SIMD group's keys
   Output<Result, HEAD_DIM_QK, DK_SLICE, SLICES> dk_rows;
   Output<Result, HEAD_DIM_V, DV_SLICE, SLICES> dv_rows;
 

@@ -22,32 +22,12 @@ constant constexpr short PASSES = EXACT_DELTA ? 2 : 1;
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using DqTile = RegisterTile<float, ROW_FRAGMENTS, OWN_DQ_COLUMNS / FRAGMENT>;
 
-#define DQ_BUFFERS(X)                                               \
-  X(1, device ELEMENT*, dq, FLASH_BWD_DQ)                           \
-  X(EXACT_DELTA, device float*, exact_delta, FLASH_BWD_EXACT_DELTA) \
-  X(NORMALISED, device float*, normalisers, FLASH_BWD_NORMALISERS)  \
-  X(DLSE, const device float*, dlse, FLASH_BWD_DLSE)
-#define DQ_PARAMETERS                \
-  FLASH_PARAMETERS                   \
-  SAVED_INPUTS(FLASH_PARAMETER_WHEN) \
-  DQ_BUFFERS(FLASH_PARAMETER_WHEN)
-#define SET_DQ_OR_NULL(feature, type, name, slot) \
-  buffers.name = WHEN(feature, name) UNLESS(feature, nullptr);
-#define DQ_SET_INPUTS             \
-  FLASH_SET_INPUTS                \
-  SAVED_INPUTS(SET_SAVED_OR_NULL) \
-  DQ_BUFFERS(SET_DQ_OR_NULL)
-
-struct DqBuffers {
-  DQ_BUFFERS(FLASH_FIELD_ALWAYS)
-};
-
-// BLOCK_Q queries of one head and a slice of dq's columns, and the SIMD group's own of them.
+// BLOCK_Q queries of one head with a slice of dq's columns, and a SIMD group's share of both.
 struct DqQueries {
   QueryTilePlace<BLOCK_Q, DQ_SLICES> place;
   Sequence sequence;
   Visibility visible;
-  SeenKeys seen;  // by the SIMD group
+  SeenRows seen;  // by the SIMD group
   QueryStatistics statistics;
   Output<ELEMENT, HEAD_DIM_QK, DQ_SLICE> dq_rows;
   Output<float, 1, 1> delta_rows;       // EXACT_DELTA
@@ -59,13 +39,12 @@ struct DqQueries {
   int part;         // of the columns, where SIMD groups share rows
 
   // Whether there is something to compute; else what there is to write is written.
-  METAL_FUNC bool begin(thread const FlashInputs& inputs, thread const SavedInputs& saved,
-                        thread const DqBuffers& buffers, constant FlashBwdParams& params,
-                        uint3 position, uint3 grid, ushort thread_index, ushort simdgroup,
-                        ushort lane) thread {
+  METAL_FUNC bool begin(thread const FlashInputs& inputs, thread const BackwardBuffers& buffers,
+                        device ELEMENT* dq, constant FlashBwdParams& params, uint3 position,
+                        uint3 grid, ushort thread_index, ushort simdgroup, ushort lane) thread {
     place.reset(inputs, params.problem, position, grid);
     sequence = inputs.sequence(place.batch, params.problem);
-    reset_rows(buffers, params);
+    reset_rows(buffers, dq, params);
     if (sequence.is_left_out(place.batch, params.problem)) {
       fill(place.number * THREADS + thread_index, grid.x * THREADS);
       return false;
@@ -79,22 +58,21 @@ struct DqQueries {
     part = simdgroup % COLUMN_SIMDGROUPS;
     visible.reset(sequence, params.problem);
     seen.reset(visible, simdgroup_query, SIMDGROUP_ROWS, last_query);
-    statistics = saved.statistics(params.lse_strides, place.batch, place.head, sequence);
+    statistics = buffers.statistics(params.lse_strides, place.batch, place.head, sequence);
     return true;
   }
 
-  METAL_FUNC void reset_rows(thread const DqBuffers& buffers,
+  METAL_FUNC void reset_rows(thread const BackwardBuffers& buffers, device ELEMENT* dq,
                              constant FlashBwdParams& params) thread {
     const int batch = place.batch;
     const int head = place.head;
     const int first = sequence.q_start;
-    dq_rows.reset(buffers.dq, params.dq_strides, batch, head, first, place.slice);
+    dq_rows.reset(dq, params.dq_strides, batch, head, first, place.slice);
     if (EXACT_DELTA) {
       delta_rows.reset(buffers.exact_delta, params.lse_strides, batch, head, first, 0);
     }
-    if (NORMALISED) {
-      normaliser_rows.reset(buffers.normalisers, params.lse_strides, batch, head, first, 0);
-    }
+    WHEN(NORMALISED,
+         normaliser_rows.reset(buffers.normalisers, params.lse_strides, batch, head, first, 0));
     if (DLSE) {
       dlse_rows = first_row(buffers.dlse, params.dlse_strides, batch, head, first);
       dlse_stride = params.dlse_strides.row;
@@ -118,8 +96,9 @@ struct DqQueries {
     Range range;
     range.begin = visible.keys_of(place.first_query).begin;
     range.end = visible.keys_of(min(place.first_query + BLOCK_Q - 1, last_query)).end;
+    // Blocks begin at multiples of BLOCK_K, so that of an empty range could begin before its end.
     if (!BLOCK_LISTS && range.begin >= range.end) {
-      range.end = 0;  // no block, also of those that begin before
+      range.end = 0;
     }
     return range;
   }
@@ -141,10 +120,10 @@ struct DqQueries {
   METAL_FUNC bool exists(short i) const thread { return first_query + i * FRAGMENT <= last_query; }
 };
 
-// What a lane keeps of its rows' statistics, and with EXACT_DELTA of sums over their keys.
+// The statistics of a lane's rows, and with EXACT_DELTA sums over their keys.
 struct DqRows {
   float origins[ROW_FRAGMENTS];
-  float deltas[ROW_FRAGMENTS];  // in the second pass what is subtracted of dq
+  float deltas[ROW_FRAGMENTS];  // in the second pass the error of delta
   RowSums sums[ROW_FRAGMENTS];
   float weight_factors[ROW_FRAGMENTS];  // NORMALISED
 
@@ -178,8 +157,8 @@ struct DqRows {
     }
   }
 
-  // What the sums of the first pass show. `writes`: of the lanes that have a row one writes it.
-  // Whether the error of delta shows in dq, in any row of the SIMD group.
+  // After the first pass: stores what the sums show, and returns whether the error of delta shows
+  // in dq, in any row of the SIMD group. writes: whether it is this lane that stores its rows.
   METAL_FUNC bool check_delta(thread const DqQueries& queries, float sink, bool writes) thread {
     bool shows = false;
     UNROLL

@@ -24,9 +24,9 @@ METAL_FUNC uint word_of(uint4 words, ushort index) {
   return index < 2 ? low : high;
 }
 
-// Which weights of one (batch, head) are dropped. The four words of one draw decide for keys 4i to
-// 4i + 3 of a query. A draw costs as much as many exchanges between lanes, so lanes that need words
-// of the same draws make one each and exchange them.
+// Which weights of one (batch, head) are dropped; without DROPOUT none. The four words of one draw
+// decide for keys 4i to 4i + 3 of a query. A draw costs as much as many exchanges between lanes, so
+// lanes that need words of the same draws make one each and exchange them.
 struct Dropout {
   uint2 key;
   uint head;
@@ -36,6 +36,9 @@ struct Dropout {
 
   // rng_state: a seed and an offset, of 64 bits each, mixed into Philox's key.
   METAL_FUNC void reset(const device int64_t* rng_state, constant FlashParams& params) thread {
+    if (!DROPOUT) {
+      return;
+    }
     const ulong seed = ulong(rng_state[0]);
     const ulong offset = ulong(rng_state[1]);
     key = philox(uint4(uint(offset), uint(offset >> 32), 0, 0), uint2(uint(seed), uint(seed >> 32)))
@@ -64,6 +67,9 @@ struct Dropout {
   METAL_FUNC uint kept(int row, int column) const thread {
     static_assert(!DROPOUT || ROWS * COLUMNS < 16, "a bit an element, and a fragment to spare");
     uint bits = 0;
+    if (!DROPOUT) {
+      return bits;
+    }
     // Two fragments at a time; if their number is odd, the last one is not used.
     UNROLL
     for (short pair = 0; pair < ROWS * COLUMNS; pair += 2) {
@@ -124,7 +130,9 @@ struct Dropout {
   // Multiplies kept weights by 1 / (1 - dropout_p), and sets the others to 0.
   template <int ROWS, int COLUMNS>
   METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& tile, uint bits) const thread {
-    tile.scale(keep_scale);
-    drop(tile, bits);
+    if (DROPOUT) {
+      tile.scale(keep_scale);
+      drop(tile, bits);
+    }
   }
 };

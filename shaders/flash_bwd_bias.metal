@@ -185,7 +185,7 @@ struct DbiasTile {
   THREADGROUP_ARRAY(QUERIES_SHARED, float, column_sums, COLUMN_SUMS)  // [SIMDGROUPS, BLOCK_K]
 
   FlashInputs inputs;
-  SavedInputs saved;
+  BackwardBuffers buffers;
   FLASH_BWD_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
@@ -212,9 +212,7 @@ struct DbiasTile {
   const threadgroup Pair* v_lane = lane_of_pairs<ELEMENT, V_COLUMNS>(v_pairs, row, column);
 
   Dropout dropout;
-  if (DROPOUT) {
-    dropout.reset(inputs.rng_state, problem);
-  }
+  dropout.reset(inputs.rng_state, problem);
   OwnQueries queries;
   ScoreTile sum;
   sum.fill(0.0f);
@@ -265,13 +263,13 @@ struct DbiasTile {
 
     const int simdgroup_query = tile_query + simdgroup * SIMDGROUP_ROWS;
     const int lane_query = simdgroup_query + row;
-    SeenKeys seen;
+    SeenRows seen;
     seen.reset(visible, simdgroup_query, SIMDGROUP_ROWS, last_query);
     if (!seen.any_in(block, BLOCK_K)) {
       continue;
     }
     if (batch != loaded_batch || head != loaded_head || at.q_tile != loaded_q_tile) {
-      queries.load(inputs, saved, params, batch, head, sequence, lane_query, column);
+      queries.load(inputs, buffers, params, batch, head, sequence, lane_query, column);
       loaded_batch = batch;
       loaded_head = head;
       loaded_q_tile = at.q_tile;
@@ -288,11 +286,9 @@ struct DbiasTile {
 
     ScoreTile gradients;  // d loss / d weight, then d loss / d score: [ROW_FRAGMENTS * 8, BLOCK_K]
     multiply_transposed<ELEMENT, V_COLUMNS>(gradients, queries.dout_tile, v_lane);
-    if (DROPOUT) {
-      dropout.move_to(batch, head);
-      dropout.apply(gradients,
-                    dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(lane_query, block + column));
-    }
+    dropout.move_to(batch, head);
+    dropout.apply(gradients,
+                  dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(lane_query, block + column));
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       // Rows past the last, which repeat it, must not be summed.

@@ -75,7 +75,7 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
   threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, Dv] pairs of keys
 
   FlashInputs inputs;
-  SavedInputs saved;
+  BackwardBuffers buffers;
   FLASH_BWD_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
@@ -107,7 +107,7 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
     visible.reset(sequence, problem);
 
     OwnQueries queries;
-    queries.load(inputs, saved, params, batch, head, sequence, lane_query, column);
+    queries.load(inputs, buffers, params, batch, head, sequence, lane_query, column);
     FlexRules<ROW_FRAGMENTS, false> flex;
     flex.reset(inputs, batch, head, lane_query, column, visible, sequence, problem);
     const Keys keys = inputs.keys(batch, kv_head, sequence, problem);

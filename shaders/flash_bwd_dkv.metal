@@ -98,7 +98,7 @@ struct BlockStatistics {
   THREADGROUP_ARRAY(NORMALISED, float, weight_factors, BLOCK_Q)
 
   FlashInputs inputs;
-  SavedInputs saved;
+  BackwardBuffers buffers;
   FLASH_BWD_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
@@ -155,9 +155,7 @@ struct BlockStatistics {
   dk_tile.fill(0.0f);
   dv_tile.fill(0.0f);
   Dropout dropout;
-  if (DROPOUT) {
-    dropout.reset(inputs.rng_state, problem);
-  }
+  dropout.reset(inputs.rng_state, problem);
   const Range seeing = keys.queries();
 
   // HEAD_SPLITS divides the query heads.
@@ -166,13 +164,12 @@ struct BlockStatistics {
     const int head = keys.kv_head * problem.queries_per_kv + keys.split * members + member;
     const Queries queries = inputs.queries(batch, head, sequence, problem);
     const OutGradients out_gradients =
-        saved.out_gradients(params.dout_strides, batch, head, sequence);
-    const QueryStatistics statistics = saved.statistics(params.lse_strides, batch, head, sequence);
+        buffers.out_gradients(params.dout_strides, batch, head, sequence);
+    const QueryStatistics statistics =
+        buffers.statistics(params.lse_strides, batch, head, sequence);
     Rules<OWN_ROW_FRAGMENTS, true> rules;
     rules.reset(inputs, batch, head, lane_key, column, keys.visible, sequence, problem);
-    if (DROPOUT) {
-      dropout.move_to(batch, head);
-    }
+    dropout.move_to(batch, head);
     Blocks<LIST_Q_BLOCK> blocks;
     blocks.reset(inputs, problem.flex, batch, head, keys.tile_key / LIST_KV_BLOCK, seeing);
 
@@ -203,11 +200,9 @@ struct BlockStatistics {
         keys.hide_unseen(weights, slopes, block, lane_key, lane_query);
         exponentiate(weights, block_statistics);
         ScoreTile dropped = weights;
-        uint kept = 0;
-        if (DROPOUT) {
-          kept = dropout.kept<true, OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(lane_key, lane_query);
-          dropout.apply(dropped, kept);
-        }
+        const uint kept =
+            dropout.kept<true, OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(lane_key, lane_query);
+        dropout.apply(dropped, kept);
 #if COLUMNS_SPLIT
         store_part(dropped, weight_parts, simdgroup, lane);
 #else
@@ -215,11 +210,9 @@ struct BlockStatistics {
 #endif
         ScoreTile gradients;  // d loss / d weight, then d loss / d score
         multiply_transposed<ELEMENT, V_COLUMNS>(gradients, v_tile, dout_lane);
-        if (DROPOUT) {
-          dropout.apply(gradients, kept);
-        }
+        dropout.apply(gradients, kept);
         differentiate(gradients, weights, block_statistics);
-        if (SOFTCAP || FLEX_SLOPED) {
+        if (SCORE_SLOPES) {
           gradients.multiply(slopes);
         }
 #if COLUMNS_SPLIT

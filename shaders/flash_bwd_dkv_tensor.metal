@@ -67,7 +67,7 @@ struct BlockStatistics {
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, gradient_parts, TENSOR_FRAGMENTS * THREADS)
 
   FlashInputs inputs;
-  SavedInputs saved;
+  BackwardBuffers buffers;
   FLASH_BWD_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
@@ -97,9 +97,7 @@ struct BlockStatistics {
   dk_tile.fill(0.0f);
   dv_tile.fill(0.0f);
   Dropout dropout;
-  if (DROPOUT) {
-    dropout.reset(inputs.rng_state, problem);
-  }
+  dropout.reset(inputs.rng_state, problem);
   BlockStatistics block_statistics;
   block_statistics.column = column;
   const Range seeing = keys.queries();
@@ -110,13 +108,12 @@ struct BlockStatistics {
     const int head = keys.kv_head * problem.queries_per_kv + keys.split * members + member;
     const Queries queries = inputs.queries(batch, head, sequence, problem);
     const OutGradients out_gradients =
-        saved.out_gradients(params.dout_strides, batch, head, sequence);
-    const QueryStatistics statistics = saved.statistics(params.lse_strides, batch, head, sequence);
+        buffers.out_gradients(params.dout_strides, batch, head, sequence);
+    const QueryStatistics statistics =
+        buffers.statistics(params.lse_strides, batch, head, sequence);
     Rules<ROW_FRAGMENTS, true> rules;
     rules.reset(inputs, batch, head, lane_key, column, keys.visible, sequence, problem);
-    if (DROPOUT) {
-      dropout.move_to(batch, head);
-    }
+    dropout.move_to(batch, head);
     Blocks<LIST_Q_BLOCK> blocks;
     blocks.reset(inputs, problem.flex, batch, head, keys.tile_key / LIST_KV_BLOCK, seeing);
 
@@ -161,18 +158,13 @@ struct BlockStatistics {
       if (!COLUMNS_SPLIT) {
         multiply_transposed<ELEMENT, HEAD_DIM_V>(gradients, v_tile, out_gradients, dout_places);
       }
-      uint kept = 0;
-      if (DROPOUT) {
-        kept = dropout.kept<true, TENSOR_ROWS, SPAN_FRAGMENTS>(lane_key, lane_query);
-        dropout.apply(gradients, kept);
-      }
+      const uint kept = dropout.kept<true, TENSOR_ROWS, SPAN_FRAGMENTS>(lane_key, lane_query);
+      dropout.apply(gradients, kept);
       differentiate(gradients, weights, block_statistics);
-      if (SOFTCAP) {
+      if (SCORE_SLOPES) {
         gradients.multiply(slopes);
       }
-      if (DROPOUT) {
-        dropout.apply(weights, kept);
-      }
+      dropout.apply(weights, kept);
       round_to_cut(weights);
       accumulate<ELEMENT, HEAD_DIM_V, OWN_DV_COLUMNS, SLICES * DV_SLICE>(
           dv_tile, weights, out_gradients, dout_places, first_dv, column);

@@ -30,7 +30,8 @@ using QueryTile = OwnRows<Queries, OWN_QK_COLUMNS>;
 using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dq(
-    DQ_PARAMETERS constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
+    FLASH_BWD_PARAMETERS device ELEMENT* dq [[buffer(FLASH_BWD_DQ)]],
+    constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
     uint3 threadgroups [[threadgroups_per_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
@@ -45,14 +46,13 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
   THREADGROUP_ARRAY(EXACT_DELTA, float, votes, SIMDGROUPS)
 
   FlashInputs inputs;
-  SavedInputs saved;
-  DqBuffers buffers;
-  DQ_SET_INPUTS
+  BackwardBuffers buffers;
+  FLASH_BWD_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
   DqQueries queries;
-  if (!queries.begin(inputs, saved, buffers, params, threadgroup_position, threadgroups,
-                     thread_index, simdgroup, lane)) {
+  if (!queries.begin(inputs, buffers, dq, params, threadgroup_position, threadgroups, thread_index,
+                     simdgroup, lane)) {
     return;
   }
   const int batch = queries.place.batch;
@@ -79,16 +79,14 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
   dout_tile.keep_in(dout_chunks, simdgroup, lane);
   q_tile.load(inputs.queries(batch, head, sequence, problem), queries.first_query,
               queries.last_query, column + first_qk);
-  dout_tile.load(saved.out_gradients(params.dout_strides, batch, head, sequence),
+  dout_tile.load(buffers.out_gradients(params.dout_strides, batch, head, sequence),
                  queries.first_query, queries.last_query, column + first_v);
 
   Rules<ROW_FRAGMENTS, false> rules;
   rules.reset(inputs, batch, head, queries.first_query, column, queries.visible, sequence, problem);
   Dropout dropout;
-  if (DROPOUT) {
-    dropout.reset(inputs.rng_state, problem);
-    dropout.move_to(batch, head);
-  }
+  dropout.reset(inputs.rng_state, problem);
+  dropout.move_to(batch, head);
   DqRows rows;
   rows.load(queries);
   DqTile dq_tile;
@@ -142,15 +140,13 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
         } else {
           multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_lane);
         }
-        if (DROPOUT) {
-          dropout.apply(gradients, dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(
-                                       queries.first_query, block + column));
-        }
+        dropout.apply(gradients, dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(
+                                     queries.first_query, block + column));
       } else {
         gradients.fill(0.0f);
       }
       rows.differentiate(gradients, scores);
-      if (SOFTCAP || FLEX_SLOPED) {
+      if (SCORE_SLOPES) {
         gradients.multiply(slopes);
       }
       accumulate<ELEMENT, DQ_SLICE, OWN_DQ_COLUMNS>(dq_tile, gradients, k_rows_lane);

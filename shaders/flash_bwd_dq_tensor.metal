@@ -21,7 +21,8 @@ using QueryTile = QueryRows<ELEMENT, Queries, HEAD_DIM_QK, ROWS_IN_REGISTERS>;
 using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGISTERS>;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dq_tensor(
-    DQ_PARAMETERS constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
+    FLASH_BWD_PARAMETERS device ELEMENT* dq [[buffer(FLASH_BWD_DQ)]],
+    constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
     uint3 threadgroup_position [[threadgroup_position_in_grid]],
     uint3 threadgroups [[threadgroups_per_grid]],
     ushort thread_index [[thread_index_in_threadgroup]],
@@ -32,14 +33,13 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
   THREADGROUP_ARRAY(EXACT_DELTA, float, votes, SIMDGROUPS)
 
   FlashInputs inputs;
-  SavedInputs saved;
-  DqBuffers buffers;
-  DQ_SET_INPUTS
+  BackwardBuffers buffers;
+  FLASH_BWD_SET_INPUTS
   constant FlashParams& problem = params.problem;
 
   DqQueries queries;
-  if (!queries.begin(inputs, saved, buffers, params, threadgroup_position, threadgroups,
-                     thread_index, simdgroup, lane)) {
+  if (!queries.begin(inputs, buffers, dq, params, threadgroup_position, threadgroups, thread_index,
+                     simdgroup, lane)) {
     return;
   }
   const int batch = queries.place.batch;
@@ -55,16 +55,14 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
   GradientTile dout_tile;  // [16, own columns of Dv]
   q_tile.load(inputs.queries(batch, head, sequence, problem), queries.first_query,
               queries.last_query, column + queries.part * OWN_QK_COLUMNS);
-  dout_tile.load(saved.out_gradients(params.dout_strides, batch, head, sequence),
+  dout_tile.load(buffers.out_gradients(params.dout_strides, batch, head, sequence),
                  queries.first_query, queries.last_query, column + queries.part * OWN_V_COLUMNS);
 
   Rules<ROW_FRAGMENTS, false> rules;
   rules.reset(inputs, batch, head, queries.first_query, column, queries.visible, sequence, problem);
   Dropout dropout;
-  if (DROPOUT) {
-    dropout.reset(inputs.rng_state, problem);
-    dropout.move_to(batch, head);
-  }
+  dropout.reset(inputs.rng_state, problem);
+  dropout.move_to(batch, head);
   DqRows rows;
   rows.load(queries);
   DqTile dq_tile;
@@ -117,15 +115,13 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
         } else {
           multiply_transposed<ELEMENT, HEAD_DIM_V>(gradients, dout_tile, values, value_places);
         }
-        if (DROPOUT) {
-          dropout.apply(gradients, dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(
-                                       queries.first_query, block + column));
-        }
+        dropout.apply(gradients, dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(
+                                     queries.first_query, block + column));
       } else {
         gradients.fill(0.0f);
       }
       rows.differentiate(gradients, scores);
-      if (SOFTCAP) {
+      if (SCORE_SLOPES) {
         gradients.multiply(slopes);
       }
       round_to_cut(gradients);

@@ -60,7 +60,7 @@ using QueryTile = KeysValues::QueryTile;
   const int simdgroup_query =
       tile.place.first_query + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
   const int lane_query = simdgroup_query + row;
-  SeenKeys seen_keys;
+  SeenRows seen_keys;
   seen_keys.reset(tile.visible, simdgroup_query, SIMDGROUP_ROWS, tile.last_query);
 
   KeysValues kv;

@@ -44,7 +44,7 @@ static_assert(V_SLICE % SPAN_COLUMNS == 0, "a slice of V is a multiple of 32 col
   const ushort column = tensor_column(lane);
   const int simdgroup_query = tile.place.first_query + simdgroup * SIMDGROUP_ROWS;
   const int lane_query = simdgroup_query + row;
-  SeenKeys seen_keys;
+  SeenRows seen_keys;
   seen_keys.reset(tile.visible, simdgroup_query, SIMDGROUP_ROWS, tile.last_query);
 
   Keys keys = inputs.keys(batch, tile.place.kv_head, sequence, problem);

@@ -108,8 +108,8 @@ struct Visibility {
   }
 };
 
-// The keys that queries of one SIMD group see.
-struct SeenKeys {
+// The keys that queries of one SIMD group see, or the queries that see its keys.
+struct SeenRows {
   Range by_any;
   Range by_all;
 
@@ -124,7 +124,7 @@ struct SeenKeys {
     by_all.end = of_first.end;
   }
 
-  // Whether any query sees any of the keys [block, block + count).
+  // Whether any row sees any of the rows [block, block + count) of the other side.
   METAL_FUNC bool any_in(int block, int count) const thread {
     return block < by_any.end && block + count > by_any.begin;
   }
@@ -135,6 +135,7 @@ struct SeenKeys {
     return block < by_all.begin || block + count > by_all.end;
   }
 
+  // Whether all rows see all of these.
   METAL_FUNC bool all_in(int block, int count) const thread {
     return block >= by_all.begin && block + count <= by_all.end;
   }

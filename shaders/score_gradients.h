@@ -26,15 +26,16 @@ struct OwnQueries {
 
   // Params: what flash_bwd_bias or flash_bwd_captures has.
   template <typename Params>
-  METAL_FUNC void load(thread const FlashInputs& inputs, thread const SavedInputs& saved,
+  METAL_FUNC void load(thread const FlashInputs& inputs, thread const BackwardBuffers& buffers,
                        constant Params& params, int batch, int head,
                        thread const Sequence& sequence, int lane_query, int column) thread {
     const int last_query = sequence.q_length - 1;
     q_tile.load(inputs.queries(batch, head, sequence, params.problem), lane_query, last_query,
                 column);
-    dout_tile.load(saved.out_gradients(params.dout_strides, batch, head, sequence), lane_query,
+    dout_tile.load(buffers.out_gradients(params.dout_strides, batch, head, sequence), lane_query,
                    last_query, column);
-    const QueryStatistics statistics = saved.statistics(params.lse_strides, batch, head, sequence);
+    const QueryStatistics statistics =
+        buffers.statistics(params.lse_strides, batch, head, sequence);
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       const int query = existing_row(lane_query, i, last_query);

@@ -132,37 +132,48 @@ struct ScoreRules {
   // Products become scores, of columns from `first_column` on. masked: whether attn_mask hides any.
   template <int COLUMNS, typename Inputs>
   METAL_FUNC void value(thread RegisterTile<float, ROWS, COLUMNS>& scores, int first_column,
-                        bool masked, thread const Inputs& inputs,
+                        bool masked, thread const Inputs&,
                         constant FlashParams& params) const thread {
-    RegisterTile<float, ROWS, COLUMNS> slopes;
-    value_and_slope(scores, slopes, first_column, masked, inputs, params);
+    transform<false>(scores, scores, params);
+    apply_bias_and_mask(scores, first_column, masked);
   }
 
-  // The same. With a cap, `slopes` is d score / d product without the scale.
+  // The same, and with SCORE_SLOPES `slopes` is d score / d product, but for the scale.
   template <int COLUMNS, typename Inputs>
   METAL_FUNC void value_and_slope(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                                   thread RegisterTile<float, ROWS, COLUMNS>& slopes,
                                   int first_column, bool masked, thread const Inputs&,
                                   constant FlashParams& params) const thread {
-    if (SOFTCAP) {
-      tanh(scores, params);
+    transform<SCORE_SLOPES>(scores, slopes, params);
+    apply_bias_and_mask(scores, first_column, masked);
+  }
+
+  // Products become scores by the options that are functions of a score. Slopes are those of
+  // value_and_slope, if there are any.
+  template <bool WITH_SLOPES, int COLUMNS>
+  METAL_FUNC void transform(thread RegisterTile<float, ROWS, COLUMNS>& scores,
+                            thread RegisterTile<float, ROWS, COLUMNS>& slopes,
+                            constant FlashParams& params) const thread {
+    if (!SOFTCAP) {
+      scores.scale(params.scale_log2);
+      return;
+    }
+    tanh(scores, params);
+    if (WITH_SLOPES) {
+      // d tanh(x) / dx = 1 - tanh(x)^2
       UNROLL
       for (short i = 0; i < ROWS; i++) {
         UNROLL
         for (short j = 0; j < COLUMNS; j++) {
-          // d tanh(x) / dx = 1 - tanh(x)^2
           const Fragment<float> capped = scores.fragments[i][j];
           slopes.fragments[i][j] = 1.0f - capped * capped;
         }
       }
-      scores.scale(params.cap_log2);
-    } else {
-      scores.scale(params.scale_log2);
     }
-    apply_bias_and_mask(scores, first_column, masked);
+    scores.scale(params.cap_log2);
   }
 
-  // tanh(product * scale / cap) of Gemma 2 (2024), of natural units; the caller multiplies by cap.
+  // cap * tanh(product * scale / cap) of Gemma 2 (2024), but for the cap. tanh sees natural units.
   template <int COLUMNS>
   METAL_FUNC void tanh(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                        constant FlashParams& params) const thread {

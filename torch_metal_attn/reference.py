@@ -167,10 +167,11 @@ def attention(
     with (
         torch.autocast(q.device.type, enabled=False) if autocasts(q.device.type) else nullcontext()
     ):
-        # Autocast would do the products in half precision, whatever the dtypes here are.
+        # Autocast would do the products in half precision, whatever the dtypes here are, and on the
+        # CPU its torch.cat refuses float16.
         blocks = [run(block, slice(start, min(start + rows, q_length))) for start in starts]
-    out = torch.cat([out.to(out_dtype) for out, _ in blocks], 2)
-    return out, torch.cat([lse for _, lse in blocks], 2)
+        out = torch.cat([out.to(out_dtype) for out, _ in blocks], 2)
+        return out, torch.cat([lse for _, lse in blocks], 2)
 
 
 def scores(

@@ -117,6 +117,9 @@ struct FlashFwdFeatures {
   CacheFeatures cache;
   std::optional<FlexFeatures> flex;
 
+  // Whether the backward multiplies by d score / d product, as an option makes it no constant.
+  bool score_slopes() const { return softcap; }
+
   // Rows of a BlockMask's blocks, which tiles must divide; any tile divides 0.
   int q_block() const { return flex ? flex->q_block : 0; }
   int kv_block() const { return flex ? flex->kv_block : 0; }

@@ -50,7 +50,7 @@ int tensor_slice(const FlashBwdSpecialisation& s, int columns) {
 int tensor_registers(const FlashBwdSpecialisation& s) {
   constexpr int kOthers = 36;  // the forward's, without its running softmax
   const int held = s.rows_in_registers ? operand_spans(s) * tensor_operand(s.element) : 0;
-  const int results = 2 + (s.dkv ? 1 : 0) + (s.features.softcap ? 1 : 0);
+  const int results = 2 + (s.dkv ? 1 : 0) + (s.features.score_slopes() ? 1 : 0);
   return kOthers + (gradient_spans(s) + results) * kTensorResult + held +
          2 * tensor_operand(s.element) + feature_registers(s.features);
 }

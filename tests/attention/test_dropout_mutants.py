@@ -51,8 +51,8 @@ MUTANTS = {
         "dk of all products": (DKV, "dropout.apply(gradients, kept);", ""),
         "dq of all products": (
             DQ,
-            "if (DROPOUT) {\n          dropout.apply(gradients",
-            "if (false) {\n          dropout.apply(gradients",
+            "dropout.apply(gradients, dropout.kept<",
+            "(void)(dropout.kept<",
         ),
         "dk of dropped weights": (
             DKV,

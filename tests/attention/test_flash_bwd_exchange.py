@@ -10,8 +10,7 @@ from tests.attention.flash_bwd_features import exchanging
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.head_dims import HOME
 from tests.flex import gallery
-from tests.flex.flex_check import check_flex_gradients, home
-from tests.flex.test_blocks import block_mask
+from tests.flex.flex_check import block_mask, check_flex_gradients, home
 from tests.helpers.mutants import mutant_tests
 
 CPU = torch.device("cpu")

@@ -134,8 +134,8 @@ MUTANTS = {
         "log-sum-exp taken for base 2": ("dq", "lse * M_LOG2E_F", "lse"),
         "log-sum-exp of another head": (
             "dq",
-            "saved.statistics(params.lse_strides, place.batch, place.head, sequence)",
-            "saved.statistics(params.lse_strides, place.batch, place.kv_head, sequence)",
+            "buffers.statistics(params.lse_strides, place.batch, place.head, sequence)",
+            "buffers.statistics(params.lse_strides, place.batch, place.kv_head, sequence)",
         ),
         "log-sum-exp of another query": (
             "dkv",
@@ -162,8 +162,8 @@ MUTANTS = {
         "wrong KV head": ("dq", "head / params.queries_per_kv", "head % params.queries_per_kv"),
         "dout of another head": (
             "dkv",
-            "saved.out_gradients(params.dout_strides, batch, head, sequence)",
-            "saved.out_gradients(params.dout_strides, batch, keys.kv_head, sequence)",
+            "buffers.out_gradients(params.dout_strides, batch, head, sequence)",
+            "buffers.out_gradients(params.dout_strides, batch, keys.kv_head, sequence)",
         ),
         "q in k's place": (
             "dkv",
@@ -521,8 +521,8 @@ MUTANTS = {
         ),
         "dq of the first sequence": (
             "dq",
-            "dq_rows.reset(buffers.dq, params.dq_strides, batch, head, first, place.slice)",
-            "dq_rows.reset(buffers.dq, params.dq_strides, batch, head, 0, place.slice)",
+            "dq_rows.reset(dq, params.dq_strides, batch, head, first, place.slice)",
+            "dq_rows.reset(dq, params.dq_strides, batch, head, 0, place.slice)",
             "race",
         ),
         "dk of the first sequence": (

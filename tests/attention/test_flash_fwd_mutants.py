@@ -185,8 +185,8 @@ MUTANTS = {
     },
     problems.softcap: {
         "softcap dropped": (
-            "tanh(scores, params);\n      UNROLL",
-            "scores.scale(params.scale_over_cap);\n      UNROLL",
+            "    tanh(scores, params);\n",
+            "    scores.scale(params.scale_over_cap);\n",
         ),
         "cap of scores in base 2": (
             "tanh(scores.fragments[i][j] * params.scale_over_cap)",

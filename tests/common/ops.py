@@ -33,23 +33,19 @@ class Example:
     definition: Callable[..., tuple[torch.Tensor, ...]] | None = None
 
     @property
-    def has_results(self) -> bool:
-        """Whether the op returns anything, also what it wrote; else torch knows less to do."""
-        return len(getattr(torch.ops.metal_attn, self.op).default._schema.returns) > 0
-
-    @property
-    def explain(self) -> tuple[str, Arguments]:
-        """The op that says what would run, and its own options."""
-        both_forms = self.op in ("softmax_", "rope_", "merge_state_")
-        return f"{self.op.rstrip('_')}_explain", {"inplace": True} if both_forms else {}
+    def returns_what_it_writes(self) -> bool:
+        """Or writes nothing: torch's vmap and its views with a sign know no other ops."""
+        returns = getattr(torch.ops.metal_attn, self.op).default._schema.returns
+        return len(returns) > 0 and (not self.written or returns[0].alias_info is not None)
 
 
 def call(arguments: Arguments, example: Example, namespace=torch.ops.metal_attn):
-    """The results of a call; of an op in place, the tensors that it wrote."""
+    """The results of a call, and the tensors that it wrote."""
     results = getattr(namespace, example.op)(**arguments)
-    if example.written:
-        return tuple(arguments[name] for name in example.written)
-    return results if isinstance(results, tuple) else (results,)
+    written = tuple(arguments[name] for name in example.written)
+    if isinstance(results, tuple):
+        return *results, *written
+    return written or (results,)
 
 
 def on(device, arguments: Arguments) -> Arguments:
@@ -156,16 +152,16 @@ def _masked(scores, q_offset=0):
 _SOFTMAX = {"differentiable": ("x",), "definition": _weights}
 
 
-def _append(**options):
+def _append(options=(), **sizes):
     def make(length=5, dtype=torch.float16):
-        tensors = append_check.make(length=length, dtype=dtype, **options).tensors
+        tensors = append_check.make(length=length, dtype=dtype, **sizes).tensors
         for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
             # opcheck compares what NaN would hide, and multiplies, which float8 has no kernel for.
             if name in tensors and tensors[name].is_floating_point():
                 tensors[name] = tensors[name].clone().zero_()
             if name in tensors and tensors[name].dtype == torch.float8_e4m3fn:
                 tensors[name] = tensors[name].view(torch.uint8)
-        return tensors
+        return tensors | dict(options)
 
     return make
 
@@ -227,6 +223,17 @@ EXAMPLES = {
     ),
     "append_kv of fp8": Example(
         "append_kv", _append(format="fp8_e4m3", cache_batch_idx=[1, 0]), _CACHES
+    ),
+    "decode_step": Example(
+        "decode_step",
+        _append(
+            {"causal": True, "num_splits": 1},
+            seqlens=[13, 12],
+            rotary_dim=32,
+            q_heads=4,
+            kv_heads=2,
+        ),
+        _CACHES,
     ),
     "copy_pages": Example("copy_pages", _pages, ("cache",)),
 }

@@ -2,9 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch.autograd import forward_ad
 
 from tests.attention.flash_fwd_options import ints, random_mask
 from tests.cache.append_check import check_equal, make, normal, place_of, same_memory
@@ -175,37 +172,6 @@ def test_any_strides_and_head_dims(device):
     check(tensors, device, causal=True)
 
 
-@st.composite
-def problems(draw):
-    length = draw(st.integers(1, 6))
-    seqlens = [draw(st.integers(0, 32 - length)) for _ in "ab"]
-    shape = {
-        "page": draw(st.sampled_from([None, PAGE])),
-        "format": draw(st.sampled_from([None, *FORMATS])),
-        "rotary_dim": draw(st.sampled_from([None, 64])),
-        "layout": draw(st.sampled_from(["heads", "rows"])),
-        "leftpad": draw(st.sampled_from([None, [0, min(seqlens[1], 3)]])),
-        "q_length": draw(st.integers(1, 6)),
-        "seed": draw(st.integers(0, 99)),
-    }
-    options = {"causal": draw(st.booleans()), "window_size_left": draw(st.integers(-1, 20))}
-    if shape["rotary_dim"]:
-        options["rotary_interleaved"] = draw(st.booleans())
-    return problem(length=length, seqlens=seqlens, **shape), draw(st.integers(1, 3)), options
-
-
-@settings(max_examples=settings.default.max_examples // 5)  # three kernels each
-@given(problems())
-def test_any_combination(device, drawn):
-    tensors, num_splits, options = drawn
-    mine = {name: same_memory(x).to(device) for name, x in tensors.items()}
-    theirs = {name: same_memory(x).to(device) for name, x in tensors.items()}
-    out, _ = ops.decode_step(**mine, num_splits=num_splits, **options)
-    expected, _ = separately(theirs, num_splits=num_splits, **options)
-    check_equal({n: x.cpu() for n, x in mine.items()}, {n: x.cpu() for n, x in theirs.items()})
-    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
-
-
 @pytest.mark.parametrize("num_splits, launches", [(1, 1), (4, 2)])
 def test_dispatches(num_splits, launches):
     """One, or two with splits, where the ops take two or three."""
@@ -284,40 +250,3 @@ def test_gradients(name):
             result.nan_to_num().sum().backward()
     assert tensors["k_cache"].requires_grad == (name == "k")
     assert not tensors["v_cache"].requires_grad
-
-
-def test_opcheck():
-    tensors = problem(rotary_dim=32)
-    names = ("q", "k", "v", "k_cache", "v_cache", "cache_seqlens")
-    options = {name: x for name, x in tensors.items() if name not in names}
-    for name in ("k_cache", "v_cache"):
-        tensors[name] = tensors[name].nan_to_num()
-    torch.library.opcheck(ops.decode_step, tuple(tensors[name] for name in names), options)
-
-
-def test_compiled(device):
-    """Whole graphs, with the writes to the caches in them."""
-    tensors = {name: x.to(device) for name, x in problem(rotary_dim=32).items()}
-    eager = {name: same_memory(x) for name, x in tensors.items()}
-    step = torch.compile(
-        lambda t: ops.decode_step(**t, causal=True), backend="aot_eager", fullgraph=True
-    )
-    out, lse = step(tensors)
-    expected, expected_lse = ops.decode_step(**eager, causal=True)
-    assert torch.equal(out, expected)
-    assert torch.equal(lse, expected_lse)
-    check_equal(tensors, eager, ("k_cache", "v_cache"))
-
-
-@pytest.mark.parametrize("op", ["decode_step", "append_kv", "flash_decode"])
-def test_no_forward_mode(op):
-    """A tangent would be dropped."""
-    tensors = problem()
-    if op == "append_kv":
-        del tensors["q"]
-    if op == "flash_decode":
-        tensors = {"q": tensors["q"], "k": tensors["k"], "v": tensors["v"]}
-    with forward_ad.dual_level():
-        tensors["k"] = forward_ad.make_dual(tensors["k"], torch.ones_like(tensors["k"]))
-        with pytest.raises(NotImplementedError, match=r"forward-mode derivative .*k"):
-            getattr(ops, op)(**tensors)

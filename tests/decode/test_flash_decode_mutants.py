@@ -374,7 +374,7 @@ MUTANTS = {
             "batch, rows[i].head, rows[i].query, own.column",
             "batch, kv_head, rows[i].query, own.column",
         ),
-        "rules dropped": ("apply_bias_and_mask(scores, first_column, masked);", ""),
+        "rules dropped": (repeated("apply_bias_and_mask(scores, first_column, masked);"), ""),
     },
     problems.latent: {
         "values from another span": ("v_units[j][s].fragments", "v_units[j][0].fragments"),

@@ -5,11 +5,16 @@ import math
 
 import torch
 from torch._higher_order_ops.flex_attention import math_attention
-from torch.nn.attention.flex_attention import _create_empty_block_mask, _identity
+from torch.nn.attention.flex_attention import (
+    _create_empty_block_mask,
+    _identity,
+    create_block_mask,
+)
 
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of, make_leaves
 from tests.attention.flash_fwd_check import make_qkv
+from tests.flex import gallery
 from torch_metal_attn import simulate
 from torch_metal_attn.testing.judge import near, worst_of
 
@@ -19,6 +24,14 @@ HOME = {"heads": 2, "q_length": 80, "kv_length": 96, "head_dim": 16, "dtype": to
 
 def home(**options):
     return make_qkv(**HOME | options)
+
+
+SIZES = gallery.Q_LENGTH, gallery.KV_LENGTH
+BLOCK = (16, 32)  # of tests about something else
+
+
+def block_mask(mod=gallery.causal, batch=None, heads=None, sizes=SIZES, block=BLOCK, **options):
+    return create_block_mask(mod, batch, heads, *sizes, device="cpu", BLOCK_SIZE=block, **options)
 
 
 def torch_flex(query, key, value, score_mod=None, block_mask=None, scale=None):

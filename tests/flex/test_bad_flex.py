@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest
 
-from tests.flex import gallery
-from tests.flex.flex_check import home
+from tests.flex.flex_check import block_mask, home
 from tests.helpers.cases import each_case
 from torch_metal_attn import flex_attention, simulate
 from torch_metal_attn.flex.program import compiled
@@ -132,11 +131,6 @@ def changed(**options):
     return {"query": q, "key": k, "value": v} | options
 
 
-def mask_of(q_length=80, kv_length=96, block=16):
-    sizes = (1, 1, q_length, kv_length)
-    return create_block_mask(gallery.causal, *sizes, device="cpu", BLOCK_SIZE=block)
-
-
 Q, K, V = home()
 CALLS = [
     ({"query": Q[0]}, ValueError, r"query has shape \(2, 80, 16\)"),
@@ -147,11 +141,15 @@ CALLS = [
     ({"value": V[:, :, :9]}, ValueError, "value has a length of 9 and key of 96"),
     ({"query": "q"}, TypeError, "query is a str"),
     ({"scale": float("inf")}, ValueError, "scale is inf"),
-    ({"block_mask": mask_of(64)}, ValueError, "made for 64 queries and 96 keys, and query has 80"),
-    ({"block_mask": mask_of(80, 128)}, ValueError, "made for 80 queries and 128 keys"),
-    ({"block_mask": mask_of(block=20)}, ValueError, "Q_BLOCK_SIZE of 20; .* multiple of 8"),
-    ({"block_mask": mask_of(block=1032)}, ValueError, "Q_BLOCK_SIZE of 1032"),
-    ({"block_mask": mask_of(block=(16, 4))}, ValueError, "KV_BLOCK_SIZE of 4"),
+    (
+        {"block_mask": block_mask(sizes=(64, 96))},
+        ValueError,
+        "made for 64 queries and 96 keys, and query has 80",
+    ),
+    ({"block_mask": block_mask(sizes=(80, 128))}, ValueError, "made for 80 queries and 128 keys"),
+    ({"block_mask": block_mask(block=20)}, ValueError, "Q_BLOCK_SIZE of 20; .* multiple of 8"),
+    ({"block_mask": block_mask(block=1032)}, ValueError, "Q_BLOCK_SIZE of 1032"),
+    ({"block_mask": block_mask(block=(16, 4))}, ValueError, "KV_BLOCK_SIZE of 4"),
     ({"block_mask": torch.ones(80, 96).bool()}, TypeError, "block_mask is a Tensor; .*BlockMask"),
     ({"scale": "a"}, TypeError, "scale is 'a'; it must be a number"),
     ({"scale": torch.ones((), requires_grad=True)}, NotImplementedError, "scale requires grad"),
@@ -175,7 +173,7 @@ def test_calls(backend, options, error, message):
 
 
 def test_a_mask_on_another_device():
-    mask = mask_of().to("meta")
+    mask = block_mask().to("meta")
     with pytest.raises(
         ValueError, match=r"block_mask is on meta and query on cpu; call .*to\('cpu'"
     ):
@@ -184,9 +182,9 @@ def test_a_mask_on_another_device():
 
 def test_options_that_change_no_result():
     kept = {"ROWS_GUARANTEED_SAFE": True, "bwd_WRITE_DQ": False, "BACKEND": "AUTO"}
-    plain = flex_attention(*home(), block_mask=mask_of())
+    plain = flex_attention(*home(), block_mask=block_mask())
     out, aux = flex_attention(
-        *home(), block_mask=mask_of(), kernel_options=kept, return_aux=AuxRequest(lse=True)
+        *home(), block_mask=block_mask(), kernel_options=kept, return_aux=AuxRequest(lse=True)
     )
     assert torch.equal(out, plain)
     assert aux.lse.shape == (1, 2, 80)
@@ -206,9 +204,9 @@ def test_indices_out_of_range(simulated):
         return flex_attention(*home(), past_the_end, mask)
 
     with pytest.raises(IndexError, match=r"BIAS, of shape \(96,\): index 96 is out of bounds"):
-        attend(mask_of())
+        attend(block_mask())
     if simulated:
-        mask = mask_of()
+        mask = block_mask()
         first = torch.arange(5) < 2
         for name in ("kv_num_blocks", "full_kv_num_blocks"):
             setattr(mask, name, getattr(mask, name) * first.int())
@@ -239,9 +237,7 @@ def test_parts_of_no_share(part):
 )
 def test_orders(order, message):
     """Their values are not checked: see test_order.py."""
-    mask = create_block_mask(
-        lambda b, h, q, k: q >= k, None, None, 80, 96, device="cpu", BLOCK_SIZE=16
-    )
+    mask = block_mask(block=16)
     given = {"kv_order": torch.zeros(2, 1, 1, 5).int()}
     if order is not None:
         lists = {name: getattr(mask, name) for name in ("kv_num_blocks", "kv_indices")}
@@ -252,36 +248,46 @@ def test_orders(order, message):
 
 # A text, and the part of it that flex_attention would never write.
 TEXTS = {
-    "return score; } void other() {": "}",
+    "return score; } void other() {": " }",
     "return score;\n#include <x>": "\n",
     'return "a";': '"',
     "return other;": "other",
     "return t0 = score;": "=",
     "score; return score;": "score",
-    "return score": "",
-    "return inputs.q[0];": "q",
-    "return inputs.capture_1[0];": "capture_1",
+    "return score": "'",
+    "return inputs.q[0];": "inputs.q",
+    "return inputs.capture_1[0];": "1[0]",
     "return inputs.capture_0[key];": "key",
-    "return params.capture_strides[0];": "capture_strides",
+    "return params.capture_strides[0];": "params.capture_strides",
     "return params.capture_sizes[24];": "24",
     "return precise::other(score);": "other",
-    "return 0x1;": "0x1",
+    "return 0x1;": "x1",
     "return (score;": ";",
     "const device t0 = score; return t0;": "device",
+    "return *(&key + 99999);": "*",
+    "return (int64_t&)key;": "int64_t&",
+    "const int t0 = key": "'",
+    "const int* t0 = 0; return t0;": "* t0",
+    "return head &*key;": "*",
 }
-LOAD = "return inputs.capture_0[flex_index(key, params.capture_sizes[{}], impossible){}];"
+LOAD = "return inputs.capture_0[flex_index({}, params.capture_sizes[{}], impossible){}];"
+STRIDE = " * params.capture_strides[0]"
+INNER = LOAD.format("key", 0, STRIDE).removeprefix("return ").removesuffix(";")
+TEXTS |= {
+    LOAD.format("key", 1, STRIDE): ") *",
+    LOAD.format("key", 0, ""): "]",
+    LOAD.format("key", 0, STRIDE + " + 99999999"): " + 99999999",
+    LOAD.format(INNER, 0, STRIDE): "0[flex_index(key",
+}
 
 
 def test_texts_of_others():
     """The ops take no text that flex_attention does not write."""
     q, k, v = home()
-    stride = " * params.capture_strides[0]"
-    for text, part in (
-        TEXTS.items() | {LOAD.format(1, stride): ",", LOAD.format(0, ""): "]"}.items()
-    ):
+    for text, part in TEXTS.items():
         with simulate(record=True), pytest.raises(ValueError, match=r"score has '") as error:
             torch.ops.metal_attn.flex_fwd(q, k, v, captures=[BIAS], score=text)
-        assert f"has '{part}' at" in str(error.value)
+        assert f"has '{part}" in str(error.value), text
     with simulate(record=True):
-        good = LOAD.format(0, stride)
+        good = LOAD.format("key", 0, STRIDE)
         torch.ops.metal_attn.flex_fwd(q, k, v, captures=[BIAS], score=good)

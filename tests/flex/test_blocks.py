@@ -2,22 +2,22 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.flex import gallery
-from tests.flex.flex_check import check_flex, check_flex_gradients, home
+from tests.flex.flex_check import (
+    BLOCK,
+    SIZES,
+    block_mask,
+    check_flex,
+    check_flex_gradients,
+    home,
+)
 from tests.helpers.mutants import mutant_tests, plant
 from torch_metal_attn import simulate
-
-SIZES = gallery.Q_LENGTH, gallery.KV_LENGTH
-BLOCK = (16, 32)  # of tests about something else
-
-
-def block_mask(mod=gallery.causal, batch=None, heads=None, sizes=SIZES, block=BLOCK, **options):
-    return create_block_mask(mod, batch, heads, *sizes, device="cpu", BLOCK_SIZE=block, **options)
 
 
 @pytest.mark.parametrize("block", [(1016, 8), (8, 1024)])

@@ -4,11 +4,9 @@ import contextlib
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.attention.autograd_check import loss_of, make_leaves, normal
-from tests.flex import gallery
-from tests.flex.flex_check import assert_within_twice, home, torch_flex
+from tests.flex.flex_check import assert_within_twice, block_mask, home, torch_flex
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import flex_attention, scores, simulate
 from torch_metal_attn.flex import reference
@@ -114,12 +112,6 @@ CAPTURED = {
 }  # fmt: skip
 
 
-def mask_of(q_length=80):
-    return create_block_mask(
-        gallery.causal, None, None, q_length, 96, device="cpu", BLOCK_SIZE=(16, 32)
-    )
-
-
 def gradients(function, qkv, make, captured, mask, dtype, captured_dtype=None, **options):
     """Of q, k, v and what `make` captures."""
     leaves = make_leaves(qkv, dtype)
@@ -147,7 +139,7 @@ def check(qkv, make, captured, mask=None, simulated=True, ours=None):
 
 def test_in_the_kernels():
     """Every way to own elements, in blocks, with two heads of keys' one."""
-    given = home(batch=2, kv_heads=1), everything, CAPTURED[everything], mask_of()
+    given = home(batch=2, kv_heads=1), everything, CAPTURED[everything], block_mask()
     found = check(*given)
     # The same bits, whichever threadgroup runs first.
     with simulate(check=True, seed=5):
@@ -163,12 +155,14 @@ def test_float32_without_blocks(dtype):
 
 @pytest.mark.parametrize("make", CAPTURED, ids=lambda make: make.__name__)
 def test_reference(make):
-    check(home(batch=2), make, CAPTURED[make], mask_of(), simulated=False)
+    check(home(batch=2), make, CAPTURED[make], block_mask(), simulated=False)
 
 
 def test_whole_rows():
     captured = normal(80, 3), normal(96, 2, 3, seed=1), normal(3).double()
-    check(home(batch=2), element_by_element, captured, mask_of(), simulated=False, ours=whole_rows)
+    check(
+        home(batch=2), element_by_element, captured, block_mask(), simulated=False, ours=whole_rows
+    )
 
 
 def test_only_what_requires_grad():
@@ -182,7 +176,7 @@ def test_only_what_requires_grad():
     def mod(score, b, h, q_idx, kv_idx):
         return score + bias[kv_idx]
 
-    mask = create_block_mask(mask_mod, None, None, 80, 96, device="cpu", BLOCK_SIZE=16)
+    mask = block_mask(mask_mod)
     flex_attention(q, k, v, mod, mask).sin().sum().backward()
     assert bias.grad is not None
     assert hidden.grad is None
@@ -228,7 +222,7 @@ def gradient_of_the_table():
     def make(table):
         return everything(scales, table, bias, offsets)
 
-    check(home(batch=2, kv_heads=1, q_length=77), make, [table], mask_of(77))
+    check(home(batch=2, kv_heads=1, q_length=77), make, [table], block_mask(sizes=(77, 96)))
 
 
 MUTANTS = {

@@ -4,26 +4,23 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from tests.flex.flex_check import HOME, check_flex, check_flex_gradients, home, torch_flex
+from tests.flex.flex_check import BLOCK, SIZES, check_flex, check_flex_gradients, home, torch_flex
 from torch_metal_attn import block_mask
-
-LENGTHS = HOME["q_length"], HOME["kv_length"]
-BLOCK = (16, 32)
 
 
 def dense(*leading):
     """Hidden, partial and full blocks."""
-    q_idx, kv_idx = torch.arange(LENGTHS[0])[:, None], torch.arange(LENGTHS[1])
+    q_idx, kv_idx = torch.arange(SIZES[0])[:, None], torch.arange(SIZES[1])
     mask = (kv_idx <= q_idx) & (q_idx - kv_idx < 50) | (kv_idx // 32 == 2)
     return mask & (torch.arange(1, 1 + max(1, *leading, 0)).view(*leading, 1, 1) * kv_idx % 7 != 5)
 
 
 def test_lists_are_those_of_create_block_mask():
-    mask = dense(2, 1) | (torch.arange(LENGTHS[1]) // 32 == 1)
+    mask = dense(2, 1) | (torch.arange(SIZES[1]) // 32 == 1)
     found = block_mask(mask, BLOCK)
     right = create_block_mask(
         lambda b, h, q_idx, kv_idx: mask[b, 0, q_idx, kv_idx],
-        *(2, None, *LENGTHS),
+        *(2, None, *SIZES),
         device="cpu",
         BLOCK_SIZE=BLOCK,
     )
@@ -44,14 +41,12 @@ def test_results(leading):
 
 
 def test_broadcast_queries_and_keys():
-    keys = torch.arange(LENGTHS[1]) % 40 < 33
-    column = torch.arange(LENGTHS[0])[:, None] % 3 > 0
+    keys = torch.arange(SIZES[1]) % 40 < 33
+    column = torch.arange(SIZES[0])[:, None] % 3 > 0
     q, k, v = home()
     for small in (keys, keys[None, None, None], column, column.expand(2, 1, -1, -1)[:1]):
-        found, _ = torch_flex(q, k, v, None, block_mask(small, BLOCK, LENGTHS))
-        right, _ = torch_flex(
-            q, k, v, None, block_mask(small.expand(1, 1, *LENGTHS).clone(), BLOCK)
-        )
+        found, _ = torch_flex(q, k, v, None, block_mask(small, BLOCK, SIZES))
+        right, _ = torch_flex(q, k, v, None, block_mask(small.expand(1, 1, *SIZES).clone(), BLOCK))
         assert torch.equal(found, right)
 
 

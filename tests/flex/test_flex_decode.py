@@ -3,10 +3,11 @@
 import pytest
 import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 
 from tests.flex.flex_check import (
     assert_within_twice,
+    block_mask,
     check_flex,
     check_flex_gradients,
     home,
@@ -40,7 +41,7 @@ def few(**options):
 
 
 def mask_of(mod=banded, batch=None, heads=None, block=BLOCK):
-    return create_block_mask(mod, batch, heads, QUERIES, KEYS, device="cpu", BLOCK_SIZE=block)
+    return block_mask(mod, batch, heads, (QUERIES, KEYS), block)
 
 
 def explained(*call, **options):
@@ -101,7 +102,7 @@ def test_rows_without_one_list_run_elsewhere():
     call = (None, mask_of(heads=4))
     assert explained(q, k, v, *call, enable_gqa=True).kernel == "flash_fwd"
     nine = torch.cat([q, q], 2)[:, :, :9]
-    mask = create_block_mask(banded, None, None, 9, KEYS, device="cpu", BLOCK_SIZE=BLOCK)
+    mask = block_mask(banded, sizes=(9, KEYS), block=BLOCK)
     assert explained(nine, k, v, None, mask, enable_gqa=True).kernel == "flash_fwd"
 
 

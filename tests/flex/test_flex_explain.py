@@ -1,15 +1,14 @@
 """explain(flex_attention, ...): the texts, the share of blocks that are skipped, the cost."""
 
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.flex import gallery
-from tests.flex.flex_check import home
+from tests.flex.flex_check import block_mask, home
 from torch_metal_attn import explain, flex_attention, simulate
 
 
 def test_texts_blocks_and_cost():
-    mask = create_block_mask(gallery.causal, None, None, 80, 96, device="cpu", BLOCK_SIZE=16)
+    mask = block_mask(block=16)
     shown = explain(flex_attention, *home(), gallery.tanh_softcap, mask)
     assert shown.kernel == "flash_fwd"
     assert "precise::tanh(t0)" in shown.specialisation["FLEX_SCORE"]

@@ -9,8 +9,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex
 import torch_metal_attn
 from tests.attention.autograd_check import loss_of, normal
 from tests.flex import gallery
-from tests.flex.flex_check import home
-from tests.flex.test_captured_gradients import mask_of
+from tests.flex.flex_check import block_mask, home
 from torch_metal_attn import flex_replaced, simulate
 
 
@@ -52,7 +51,7 @@ def test_compiled(backend):
         return function(q * 2, k, v, mod, mask, return_lse=True)
 
     leaves = [x.requires_grad_() for x in (*home(), bias)]
-    mask = mask_of()
+    mask = block_mask()
     # Ours and torch's are one graph, but for the function's name.
     function = torch_flex if backend == "aot_eager" else torch_metal_attn.flex_attention
     with simulate(), flex_replaced():
@@ -93,7 +92,7 @@ def test_refused_in_a_graph():
             ({"score_mod": lambda score, b, h, q, kv: torch.erfinv(score)}, "mod uses erfinv"),
             ({"score_mod": lambda score, b, h, q, kv: score.half()}, "returns torch.float16"),
             ({"kernel_options": {"BLOCK_M": 64}}, "BLOCK_M=64, which tunes"),
-            ({"block_mask": mask_of(64)}, "block_mask was made for 64 queries"),
+            ({"block_mask": block_mask(sizes=(64, 96))}, "block_mask was made for 64 queries"),
         ):
             with pytest.raises(Exception, match=message):
                 attend(q, k, v, **options)

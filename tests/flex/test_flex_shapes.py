@@ -5,36 +5,29 @@ import contextlib
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.attention.autograd_check import loss_of
 from tests.flex import gallery
-from tests.flex.flex_check import check_flex, check_flex_gradients, home
-from tests.flex.test_blocks import block_mask, only_in_partial_blocks
+from tests.flex.flex_check import block_mask, check_flex, check_flex_gradients, home
+from tests.flex.test_blocks import only_in_partial_blocks
 from torch_metal_attn import flex_attention, simulate
-
-
-def causal_mask(q_length=80, kv_length=96):
-    return create_block_mask(
-        gallery.causal, None, None, q_length, kv_length, device="cpu", BLOCK_SIZE=(16, 32)
-    )
 
 
 def test_float32():
     qkv = home(dtype=torch.float32, head_dim=65, v_head_dim=33)
-    check_flex(*qkv, gallery.tanh_softcap, causal_mask())
-    check_flex_gradients(*qkv, gallery.tanh_softcap, causal_mask())
+    check_flex(*qkv, gallery.tanh_softcap, block_mask())
+    check_flex_gradients(*qkv, gallery.tanh_softcap, block_mask())
 
 
 def test_bfloat16():
-    check_flex(*home(dtype=torch.bfloat16, head_dim=128), gallery.tanh_softcap, causal_mask())
+    check_flex(*home(dtype=torch.bfloat16, head_dim=128), gallery.tanh_softcap, block_mask())
 
 
 @pytest.mark.parametrize("simulated", [True, False])
 def test_scale_and_strides(simulated):
     """A result has the memory order of query, so that heads can be joined by a view."""
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in home())
-    out, _ = check_flex(q, k, v, None, causal_mask(), simulated=simulated, scale=0.3)
+    out, _ = check_flex(q, k, v, None, block_mask(), simulated=simulated, scale=0.3)
     assert out.stride() == q.stride()
     assert out.transpose(1, 2).view(1, 80, -1).shape == (1, 80, 32)
 
@@ -42,8 +35,8 @@ def test_scale_and_strides(simulated):
 def test_last_dimensions_that_are_strided():
     """As torch's own function; the copies are differentiable."""
     q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in home())
-    check_flex(q, k, v, None, causal_mask(), scale=0.3)
-    check_flex_gradients(q, k, v, None, causal_mask(), simulated=False)
+    check_flex(q, k, v, None, block_mask(), scale=0.3)
+    check_flex_gradients(q, k, v, None, block_mask(), simulated=False)
 
 
 @pytest.mark.parametrize("q_length", [80, 8])
@@ -110,7 +103,7 @@ def test_transforms_of_torch_func():
 def test_autocast():
     with simulate(check=True), torch.autocast("cpu", torch.bfloat16):
         qkv = home(dtype=torch.float32, head_dim=128)
-        out = flex_attention(*qkv, gallery.tanh_softcap, causal_mask())
+        out = flex_attention(*qkv, gallery.tanh_softcap, block_mask())
     assert out.dtype == torch.bfloat16
 
 

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.flex import gallery
-from tests.flex.flex_check import check_flex, home
-from tests.flex.test_blocks import LIST_MUTANTS, SEEN, SIZES, block_mask, contradictory
+from tests.flex.flex_check import block_mask, check_flex, home
+from tests.flex.test_blocks import LIST_MUTANTS, SEEN, contradictory
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import allow_tf32, explain, flex_attention, simulate
 
@@ -56,7 +55,7 @@ def test_other_lane_maps_are_wrong(lane_map):
 
 @pytest.mark.parametrize("block", [(24, 32), (16, 24)])
 def test_blocks_that_no_tensor_tile_fits(block):
-    mask = create_block_mask(gallery.causal, None, None, *SIZES, device="cpu", BLOCK_SIZE=block)
+    mask = block_mask(block=block)
     shown = explain(flex_attention, *home(), None, mask)
     assert shown.kernel == "flash_fwd"
     assert "would span two blocks of the BlockMask" in shown.reason

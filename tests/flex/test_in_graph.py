@@ -6,8 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask
 
 from tests.attention.autograd_check import normal
-from tests.flex.flex_check import home
-from tests.flex.test_blocks import BLOCK
+from tests.flex.flex_check import BLOCK, home
 from torch_metal_attn import flex_attention, simulate
 
 TABLE, OTHER = normal(2, 200), normal(2, 200, seed=1)  # one shape and dtype

@@ -1,10 +1,9 @@
 """Where a score does not exist or is masked, an infinite derivative of score_mod gives no NaN."""
 
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.attention.autograd_check import normal
-from tests.flex.flex_check import assert_within_twice, home, torch_flex
+from tests.flex.flex_check import assert_within_twice, block_mask, home, torch_flex
 from tests.flex.test_captured_gradients import gradients
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import flex_attention, simulate
@@ -35,8 +34,7 @@ def problem():
 def check():
     """Against torch's function of the keys that are seen alone."""
     (q, k, v), factors = problem()
-    sizes = (None, None, QUERIES, KEYS)
-    mask = create_block_mask(shown, *sizes, device="cpu", BLOCK_SIZE=(16, 32))
+    mask = block_mask(shown, sizes=(QUERIES, KEYS))
     found = gradients(flex_attention, (q, k, v), roots, [factors], mask, q.dtype, return_lse=True)
     few = (q, k[:, :, SEEN], v[:, :, SEEN]), roots, [factors[SEEN]], None
     exact = gradients(torch_flex, *few, torch.float64, torch.float64)

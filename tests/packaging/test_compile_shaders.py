@@ -2,6 +2,7 @@
 
 import platform
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -39,186 +40,162 @@ INSTALLS = 'rm "$MISSING"; echo "Done downloading: Metal Toolchain 17C7003j."'
 DOES_NOT_INSTALL = 'echo "xcodebuild: error: Failed fetching catalog for assetType"; exit 70'
 
 
-@pytest.fixture
-def xcrun(tmp_path, monkeypatch):
-    """Where the stand-in notes what it is called with."""
-    program("xcrun", XCRUN, tmp_path)
-    program("xcodebuild", "#!/bin/sh\nexit 64\n", tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    monkeypatch.setenv("REFUSED", "none")
-    monkeypatch.setenv("SDK", "26.4")
-    monkeypatch.setenv("MISSING", str(tmp_path / "missing"))
-    monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
-    return tmp_path / "calls"
+@dataclass
+class Outcome:
+    """Of a run: its exit status, what xcrun and torch were given, and what was said."""
+
+    status: int
+    calls: list[str]
+    given_to_torch: list[str]
+    folder: Path
+    log: str
+    out: str
 
 
 @pytest.fixture
-def macos_26(monkeypatch):
-    monkeypatch.setattr(platform, "mac_ver", lambda: ("26.2", ("", "", ""), "arm64"))
+def run(tmp_path, monkeypatch, capsys):
+    """Compiles on a machine with these stand-ins.
+
+    sdk: what xcrun says. macos: the version. xcodebuild: its text, on a machine without the
+    Metal toolchain. refused: the text that xcrun refuses. torch_takes: what torch does with a text;
+    None: it has no mps. xcode: whether there is xcrun.
+    """
+    calls, folder = tmp_path / "calls", tmp_path / "metal"
+
+    def program(name, text):
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def run(sdk="26.4", macos="15.6", xcodebuild="", refused="none", torch_takes=list, xcode=True):
+        texts = []
+        if xcode:
+            program("xcrun", XCRUN)
+            program("xcodebuild", f'#!/bin/sh\necho "xcodebuild $@" >> "$CALLS"\n{xcodebuild}\n')
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":" if xcode else None)
+        if xcodebuild:
+            (tmp_path / "missing").touch()
+        settings = {"CALLS": calls, "MISSING": tmp_path / "missing", "REFUSED": refused, "SDK": sdk}
+        for name, value in settings.items():
+            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("GITHUB_ACTIONS", "true")
+        monkeypatch.setattr(platform, "mac_ver", lambda: (macos, ("", "", ""), "arm64"))
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: torch_takes is not None)
+        compile_text = lambda text: (texts.append(text), torch_takes(text))  # noqa: E731
+        monkeypatch.setattr(torch.mps, "compile_shader", compile_text)
+        status = compile_shaders.main([str(folder)])
+        called = calls.read_text().splitlines() if calls.exists() else []
+        log, out = (folder / "log.txt").read_text(), capsys.readouterr().out
+        return Outcome(status, called, texts, folder, log, out)
+
+    return run
 
 
-def program(name, text, tmp_path):
-    path = tmp_path / "bin" / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
+def refuse(text):
+    raise SyntaxError("program_source:9:1: error: no such thing")
 
 
-def without_toolchain(xcodebuild, tmp_path):
-    (tmp_path / "missing").touch()
-    program("xcodebuild", f'#!/bin/sh\necho "xcodebuild $@" >> "$CALLS"\n{xcodebuild}\n', tmp_path)
-
-
-@pytest.fixture
-def given_to_torch(monkeypatch):
-    """What torch.mps.compile_shader is given, on a machine that has it."""
-    texts = []
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch.mps, "compile_shader", texts.append)
-    return texts
-
-
-def test_both_compilers_get_every_specialisation_of_every_family(xcrun, given_to_torch, tmp_path):
-    folder = tmp_path / "metal"
-    assert compile_shaders.main([str(folder)]) == 0
-    version, sdk, *calls = xcrun.read_text().splitlines()
+def test_both_compilers_get_every_specialisation_of_every_family(run):
+    done = run()
+    assert done.status == 0
+    version, sdk, *calls = done.calls
     assert version == "-sdk macosx metal --version"
     assert sdk == "-sdk macosx --show-sdk-version"
-    assert len(calls) == len(given_to_torch) == TEXTS
+    assert len(calls) == len(done.given_to_torch) == TEXTS
     assert all("-sdk macosx metal -std=metal3.1 " in call for call in calls)
     compiled = [re.search(r" -c (\S+/(\w+)_\d+\.metal) -o \S+\.air$", call) for call in calls]
     assert {match[2] for match in compiled} == set(shaders.families()) - NEWER
-    assert [Path(match[1]).read_text() for match in compiled] == given_to_torch
+    assert [Path(match[1]).read_text() for match in compiled] == done.given_to_torch
     defines = "".join(f"#define {n} {v}\n" for n, v in SPECIALISATIONS["flash_fwd"][1].items())
-    assert defines + shaders.source("flash_fwd") in given_to_torch
-    log = (folder / "log.txt").read_text()
-    assert "Apple metal version 0" in log
-    assert log.count("warning: unused variable") == TEXTS
-    assert f"0 of {2 * TEXTS} compilations failed" in log
-    assert "flash_fwd_tensor is left out: it needs macOS 26" in log
+    assert defines + shaders.source("flash_fwd") in done.given_to_torch
+    assert "Apple metal version 0" in done.log
+    assert done.log.count("warning: unused variable") == TEXTS
+    assert f"0 of {2 * TEXTS} compilations failed" in done.log
+    assert "flash_fwd_tensor is left out: it needs macOS 26" in done.log
 
 
 @pytest.mark.parametrize(
-    ("sdk", "oldest"), [("26.4", "26.2"), ("26.2.1", "26.2"), ("26.1", "26.1"), ("27", "26.2")]
+    ("sdk", "oldest"),
+    [("26.4", "26.2"), ("26.2.1", "26.2"), ("26.1", "26.1"), ("27", "26.2"), ("15.5", None)],
 )
-def test_newer_languages_for_the_newest_macos_that_the_sdk_knows(
-    sdk, oldest, xcrun, given_to_torch, macos_26, tmp_path, monkeypatch
-):
-    monkeypatch.setenv("SDK", sdk)
-    assert compile_shaders.main([str(tmp_path / "metal")]) == 0
-    calls = re.findall(
-        r"-std=metal4.0 -mmacosx-version-min=([\d.]+) .*/(\w+)_\d+\.metal", xcrun.read_text()
-    )
-    assert set(calls) == {(oldest, name) for name in NEWER}
-    assert len(given_to_torch) == sum(map(len, SPECIALISATIONS.values()))
+def test_newer_languages_for_the_newest_macos_that_the_sdk_knows(run, sdk, oldest):
+    done = run(sdk=sdk, macos="26.2")
+    assert done.status == 0
+    found = r"-std=metal4.0 -mmacosx-version-min=([\d.]+) .*/(\w+)_\d+\.metal"
+    calls = re.findall(found, "\n".join(done.calls))
+    assert set(calls) == {(oldest, name) for name in NEWER if oldest}
+    assert len(done.given_to_torch) == sum(map(len, SPECIALISATIONS.values()))
+    alone = f"compiled by torch alone, not by Xcode's metal: {', '.join(sorted(NEWER))}"
+    assert (f"warning: {alone}" in done.log) == (oldest is None)
 
 
-def test_an_sdk_without_the_newer_language(
-    xcrun, given_to_torch, macos_26, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("SDK", "15.5")
-    assert compile_shaders.main([str(tmp_path / "metal")]) == 0
-    assert "-std=metal4.0" not in xcrun.read_text()
-    assert len(given_to_torch) == sum(map(len, SPECIALISATIONS.values()))
-    names = ", ".join(sorted(NEWER))
-    out = capsys.readouterr().out
-    assert f"warning: compiled by torch alone, not by Xcode's metal: {names}" in out
-    assert f"0 of {TEXTS + len(given_to_torch)} compilations failed" in out
-
-
-def test_the_toolchain_is_installed_where_it_is_missing(xcrun, given_to_torch, tmp_path):
-    without_toolchain(INSTALLS, tmp_path)
-    assert compile_shaders.main([str(tmp_path / "metal")]) == 0
-    before, download, after, _, *calls = xcrun.read_text().splitlines()
+def test_the_toolchain_is_installed_where_it_is_missing(run):
+    done = run(xcodebuild=INSTALLS)
+    before, download, after, _, *calls = done.calls
+    assert done.status == 0
     assert before == after == "-sdk macosx metal --version"
     assert download == "xcodebuild -downloadComponent MetalToolchain"
-    assert len(calls) == len(given_to_torch) == TEXTS
-    log = (tmp_path / "metal" / "log.txt").read_text()
-    assert "Done downloading: Metal Toolchain" in log
-    assert "torch alone" not in log
+    assert len(calls) == len(done.given_to_torch) == TEXTS
+    assert "Done downloading: Metal Toolchain" in done.log
+    assert "torch alone" not in done.log
 
 
 @pytest.mark.parametrize(
-    ("xcodebuild", "reason"),
+    ("machine", "reason"),
     [
-        (DOES_NOT_INSTALL, "MetalToolchain failed:\nxcodebuild: error: Failed fetching catalog"),
-        ("exit 0", "metal --version failed:\nerror: cannot execute tool 'metal'"),
-        ("exec sleep 60", "xcodebuild -downloadComponent MetalToolchain took more than 0.1 s"),
+        (
+            {"xcodebuild": DOES_NOT_INSTALL},
+            "MetalToolchain failed:\nxcodebuild: error: Failed fetching catalog",
+        ),
+        ({"xcodebuild": "exit 0"}, "metal --version failed:\nerror: cannot execute tool 'metal'"),
+        (
+            {"xcodebuild": "exec sleep 60"},
+            "xcodebuild -downloadComponent MetalToolchain took more than 0.1 s",
+        ),
+        ({"xcode": False}, "warning: there is no xcrun here: this needs a Mac with Xcode"),
+        (
+            {"sdk": "xcrun: unknown"},
+            "xcrun -sdk macosx --show-sdk-version printed no version:\nxcrun: unknown",
+        ),
     ],
-    ids=["fails", "installs nothing", "hangs"],
+    ids=["fails", "installs nothing", "hangs", "no Xcode", "no version"],
 )
-def test_torch_alone_judges_where_the_toolchain_cannot_be_installed(
-    xcodebuild, reason, xcrun, given_to_torch, tmp_path, monkeypatch, capsys
-):
-    without_toolchain(xcodebuild, tmp_path)
-    monkeypatch.setattr(compile_shaders, "DOWNLOAD_SECONDS", 0.1 if "sleep" in xcodebuild else 60)
-    monkeypatch.setenv("GITHUB_ACTIONS", "true")
-    assert compile_shaders.main([str(tmp_path / "metal")]) == 0
-    assert len(given_to_torch) == TEXTS
-    log = (tmp_path / "metal" / "log.txt").read_text()
-    assert reason in log
+def test_torch_alone_judges_where_xcode_cannot(run, monkeypatch, machine, reason):
+    seconds = 0.1 if "sleep" in machine.get("xcodebuild", "") else 60
+    monkeypatch.setattr(compile_shaders, "DOWNLOAD_SECONDS", seconds)
+    done = run(**machine)
+    assert done.status == 0
+    assert len(done.given_to_torch) == TEXTS
+    assert reason in done.log
     alone = "compiled by torch alone, not by Xcode's metal: append_kv, "
-    assert f"\nwarning: {alone}" in log
-    assert log.endswith(f"0 of {TEXTS} compilations failed\n")
-    assert f"\n::warning::{alone}" in capsys.readouterr().out
+    assert f"\nwarning: {alone}" in done.log
+    assert done.log.endswith(f"0 of {TEXTS} compilations failed\n")
+    assert f"\n::warning::{alone}" in done.out
 
 
-def test_what_torch_alone_refuses_fails(xcrun, given_to_torch, tmp_path, monkeypatch):
-    without_toolchain(DOES_NOT_INSTALL, tmp_path)
-
-    def refuse(text):
-        raise SyntaxError("program_source:9:1: error: no such thing")
-
-    monkeypatch.setattr(torch.mps, "compile_shader", refuse)
-    assert compile_shaders.main([str(tmp_path / "metal")]) == 1
+def test_what_torch_alone_refuses_fails(run):
+    assert run(xcodebuild=DOES_NOT_INSTALL, torch_takes=refuse).status == 1
 
 
-def test_what_one_compiler_refuses_fails_and_the_rest_is_compiled_too(
-    xcrun, given_to_torch, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("REFUSED", "rope_1.metal")
-
-    def refuse(text):
-        given_to_torch.append(text)
-        if "void softmax(" in text:
-            raise SyntaxError("program_source:9:1: error: no such thing")
-
-    monkeypatch.setattr(torch.mps, "compile_shader", refuse)
-    assert compile_shaders.main([str(tmp_path / "metal")]) == 1
-    assert len(given_to_torch) == TEXTS
-    log = (tmp_path / "metal" / "log.txt").read_text()
-    assert "rope_1.metal:7:3: error: unknown type name 'haf'" in log
-    assert log.count("program_source:9:1: error: no such thing") == 3
-    failed = log.partition("compilations failed\n")[2].split("\n")
+def test_what_one_compiler_refuses_fails_and_the_rest_is_compiled_too(run):
+    done = run(
+        refused="rope_1.metal",
+        torch_takes=lambda text: refuse(text) if "void softmax(" in text else None,
+    )
+    assert done.status == 1
+    assert len(done.given_to_torch) == TEXTS
+    assert "rope_1.metal:7:3: error: unknown type name 'haf'" in done.log
+    assert done.log.count("program_source:9:1: error: no such thing") == 3
+    failed = done.log.partition("compilations failed\n")[2].split("\n")
     names = [line.split()[0] for line in failed if line]
     assert names == ["rope_1", "softmax_0", "softmax_1", "softmax_2"]
-    assert f"4 of {2 * TEXTS} compilations failed" in capsys.readouterr().out
+    assert f"4 of {2 * TEXTS} compilations failed" in done.out
 
 
-def test_without_xcode_torch_alone_judges_and_the_log_says_what_is_missing(
-    given_to_torch, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert compile_shaders.main([str(tmp_path / "metal")]) == 0
-    assert len(given_to_torch) == TEXTS
-    out = capsys.readouterr().out
-    assert "\nwarning: there is no xcrun here: this needs a Mac with Xcode" in out
-    assert "\nwarning: compiled by torch alone, not by Xcode's metal: append_kv, " in out
-
-
-def test_xcrun_that_prints_no_version_of_the_sdk(xcrun, given_to_torch, tmp_path, monkeypatch):
-    monkeypatch.setenv("SDK", "xcrun: unknown")
-    assert compile_shaders.main([str(tmp_path / "metal")]) == 0
-    log = (tmp_path / "metal" / "log.txt").read_text()
-    assert "xcrun -sdk macosx --show-sdk-version printed no version:\nxcrun: unknown" in log
-    assert len(given_to_torch) == TEXTS
-
-
-def test_a_torch_without_mps(xcrun, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert compile_shaders.main([str(tmp_path / "metal")]) == 2
-    assert len(list((tmp_path / "metal").glob("*.metal"))) == TEXTS
-    out = capsys.readouterr().out
-    assert "xcrun -sdk macosx metal -std=metal3.1" in out
-    assert "error: torch.backends.mps is not available" in out
+def test_a_torch_without_mps(run):
+    done = run(torch_takes=None)
+    assert done.status == 2
+    assert len(list(done.folder.glob("*.metal"))) == TEXTS
+    assert "xcrun -sdk macosx metal -std=metal3.1" in done.out
+    assert "error: torch.backends.mps is not available" in done.out

@@ -86,25 +86,35 @@ def test_a_command_of_source_code_beside_an_installed_package(module, imported, 
     assert imported(*code, path=installed.parent, folder=tmp_path) == (0, [])
 
 
-def test_source_code_that_is_not_built(imported):
-    root = imported.package.parent
-    assert imported("-m", "torch_metal_attn") == (
-        2,
-        [
-            f"error: {imported.package} is source code that is not built: run "
-            f"`pip install 'torch>=2.10' 'setuptools>=77' ninja` and {BUILD.format(root)}"
-        ],
-    )
-
-
-def test_an_installed_package_without_its_extension(imported):
-    assert imported("-m", "torch_metal_attn", setup=False) == (
-        2,
-        [
-            f"error: {imported.package} has no _C.abi3.so, so it is not complete: install the "
-            "package again"
-        ],
-    )
+@pytest.mark.parametrize(
+    ("is_source", "has_extension", "message"),
+    [
+        (
+            True,
+            False,
+            "{package} is source code that is not built: run "
+            "`pip install 'torch>=2.10' 'setuptools>=77' ninja` and {build}",
+        ),
+        (
+            False,
+            False,
+            "{package} has no _C.abi3.so, so it is not complete: install the package again",
+        ),
+        # As with another Python than that of the environment.
+        (
+            True,
+            True,
+            "torch_metal_attn needs torch, which {python} does not have: "
+            "pip install -U 'torch>=2.10'",
+        ),
+    ],
+)
+def test_a_package_that_cannot_work(imported, is_source, has_extension, message):
+    if has_extension:
+        (imported.package / "_C.abi3.so").write_bytes(b"")
+    build = BUILD.format(imported.package.parent)
+    said = message.format(package=imported.package, build=build, python=sys.executable)
+    assert imported("-m", "torch_metal_attn", setup=is_source) == (2, [f"error: {said}"])
 
 
 OLDER = """
@@ -123,18 +133,6 @@ def test_a_build_that_is_older_than_the_source_code():
     assert last.startswith(f"ImportError: {extension.PATH} was built from other source code than ")
     assert "build it again with `pip install --no-build-isolation -e " in last
     assert "('metal_attn' object has no attribute " in last
-
-
-def test_no_torch(imported):
-    """As with another Python than that of the environment."""
-    (imported.package / "_C.abi3.so").write_bytes(b"")
-    assert imported("-m", "torch_metal_attn") == (
-        2,
-        [
-            f"error: torch_metal_attn needs torch, which {sys.executable} does not have: "
-            "pip install -U 'torch>=2.10'"
-        ],
-    )
 
 
 def test_built_for_another_machine(tmp_path, monkeypatch):
@@ -189,17 +187,17 @@ def flex_texts():
     """A string, and lists of them."""
     text = f"return {' && '.join(['true'] * 500)};"
     q = torch.zeros(1, 1, 8, 8)
-    return lambda: torch.ops.metal_attn.flex_fwd_explain(
+    return lambda: torch.ops.metal_attn_explain.flex_fwd(
         q, q, q, captures=[], mask=text, shares=[text] * 2, places=[text]
     )
 
 
-def a_plan():
+def an_explanation():
     q = torch.zeros(1, 1, 8, 8)
-    return lambda: torch.ops.metal_attn.flash_bwd_plan(q, q, q)
+    return lambda: torch.ops.metal_attn_explain.flash_fwd(q, q, q)
 
 
-@pytest.mark.parametrize("make", [flex_texts, a_plan])
+@pytest.mark.parametrize("make", [flex_texts, an_explanation])
 def test_ops_free_the_strings_that_they_take_and_return(make):
     """Torch's own conversions (2.13) leak a copy of each, 2,000 to 16,000 bytes a call."""
     call = make()

@@ -81,27 +81,27 @@ class Agreement:
         if error is None:
             same = {"the function called": self._function}
             same |= {name: str(value) for name, value in self.same.items()}
-            told: dict[str, Any] = {"same": same, "number": self.number}
+            message: dict[str, Any] = {"same": same, "number": self.number}
         else:
-            told = {"error": str(error)[:_ERROR_CHARACTERS]}
-        text = json.dumps(told).encode().ljust(_MESSAGE_BYTES)
+            message = {"error": str(error)[:_ERROR_CHARACTERS]}
+        text = json.dumps(message).encode().ljust(_MESSAGE_BYTES)
         gathered = self._ring.gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         if error is None:
             self._compare([json.loads(bytes(each.tolist())) for each in gathered])
 
-    def _compare(self, told: list[dict[str, Any]]) -> None:
-        for rank, each in enumerate(told):
+    def _compare(self, messages: list[dict[str, Any]]) -> None:
+        for rank, each in enumerate(messages):
             if "error" in each:
                 raise ValueError(f"{self._function} was refused on rank {rank}: {each['error']}")
-        first = told[0]["same"]
-        for rank, each in enumerate(told):
+        first = messages[0]["same"]
+        for rank, each in enumerate(messages):
             for name, value in each["same"].items():
                 if value != first[name]:
                     raise ValueError(
                         f"{name} is {value} on rank {rank} and {first[name]} on rank 0; "
                         f"{self._function} needs the same on every process"
                     )
-        self.numbers = [each["number"] for each in told]
+        self.numbers = [each["number"] for each in messages]
 
 
 def ring(group: Any) -> Ring:

@@ -134,9 +134,12 @@ def _changes(name: str) -> bool:
     value = getattr(torch, name, None)
     if isinstance(value, types.ModuleType):
         return value not in (*_MODULES, torch.nn, torch.functional)
-    told = torch.overrides.get_overridable_functions()[torch]
+    overridable = torch.overrides.get_overridable_functions()[torch]
     return (
-        name not in _PURE and callable(value) and not isinstance(value, type) and value not in told
+        name not in _PURE
+        and callable(value)
+        and not isinstance(value, type)
+        and value not in overridable
     )
 
 

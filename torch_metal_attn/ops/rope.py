@@ -15,6 +15,7 @@ from torch_metal_attn.ops.differentiation import (
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel, unmarked
+from torch_metal_attn.reference import rotate_pairs
 from torch_metal_attn.runtime import session
 
 
@@ -72,17 +73,6 @@ def _rows(
     return rows
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The first R columns of x, rotated: (B, H, L, R) float32. cos: (B or 1, 1, L, R / 2)."""
-    rotated = x[..., : 2 * cos.shape[-1]].float()
-    if interleaved:
-        first, second = rotated[..., 0::2], rotated[..., 1::2]
-    else:
-        first, second = rotated.chunk(2, dim=-1)
-    pair = (first * cos - second * sin, second * cos + first * sin)
-    return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-
-
 def _reference(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, options: dict[str, Any]
 ) -> list[Tensor]:
@@ -101,12 +91,17 @@ def _reference(
     interleaved = options.get("interleaved", False)
     if cos.shape[-1] == 0:
         return [x[..., :0].float() for x in (q, k) if x is not None]
-    return [_rotated(x, cos, sin, interleaved) for x in (q, k) if x is not None]
+    columns = 2 * cos.shape[-1]
+    return [
+        rotate_pairs(x[..., :columns].float(), cos, sin, interleaved)
+        for x in (q, k)
+        if x is not None
+    ]
 
 
 def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
     """The shader if the simulator is on, else plain torch, with the same checks."""
-    torch.ops.metal_attn.rope_explain(q, k, cos, sin, **options)
+    torch.ops.metal_attn_explain.rope(q, k, cos, sin, **options)
     if session.active():
         _rows(q, cos.shape[-2], **options)
         with session.raising():
@@ -121,7 +116,7 @@ def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) 
 
 
 def _cpu_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
-    torch.ops.metal_attn.rope_explain(q, k, cos, sin, **options, inplace=True)
+    torch.ops.metal_attn_explain.rope_(q, k, cos, sin, **options)
     if session.active():
         _rows(q, cos.shape[-2], **options)
         with session.raising():
@@ -146,7 +141,7 @@ def _cpu_tables(
                 inv_freq, positions, **options
             )
             return tables
-    torch.ops.metal_attn.rope_tables_explain(inv_freq, positions, **options)
+    torch.ops.metal_attn_explain.rope_tables(inv_freq, positions, **options)
     angles = positions[..., None].float() * inv_freq
     table_dtype = dtype or torch.float32
     cos = (angles.cos() * attention_factor).to(table_dtype)
@@ -301,7 +296,7 @@ def _autograd_inplace(namespace: str) -> Callable[..., Any]:
                 op(q, k, cos, sin, positions=positions, seqlen_offsets=seqlen_offsets, **numbers)
             return
         # All checks before anything is written.
-        explain = torch.ops.metal_attn.rope_explain
+        explain = torch.ops.metal_attn_explain.rope_
         if not torch.compiler.is_compiling() and q.device.type in ("cpu", "mps"):
             with torch._C._AutoDispatchBelowAutograd():
                 explain(
@@ -309,7 +304,6 @@ def _autograd_inplace(namespace: str) -> Callable[..., Any]:
                     positions=positions,
                     seqlen_offsets=seqlen_offsets,
                     **numbers,
-                    inplace=True,
                 )
         for name, x in (("q", q), ("k", k)):
             if x is not None and x.is_leaf and x.requires_grad:

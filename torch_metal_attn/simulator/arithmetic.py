@@ -1,4 +1,4 @@
-"""What a line of LLVM IR computes: the kinds of operation that counted builds count.
+"""The kinds of operation that counted builds count, for each line of LLVM IR.
 
 Moves are none of them: loads, addresses at a constant distance, casts of bits or between integers,
 and parts of vectors. Nor are the negation and the absolute value of a float, which GPUs apply to an
@@ -9,7 +9,7 @@ import re
 
 from .ir import FLAGS, INSTRUCTION, element, lanes_of, typed
 
-# As in abi.h, by the names of the counters.
+# The counters' names, in the order of abi.h.
 COUNTS = (
     "converts",
     "exps",
@@ -28,7 +28,7 @@ _INSTRUCTIONS = {
     "integer_operations": "add sub mul sdiv udiv srem urem shl lshr ashr and or xor",
     "selects": "select icmp fcmp",
 }
-# Of LLVM or of the C library, whose names for float end in f.
+# Functions of LLVM, or of the C library, whose names for float end in f.
 _FUNCTIONS = {
     "converts": "fptosi fptoui",
     "exps": "exp exp2 exp10",

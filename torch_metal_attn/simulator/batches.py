@@ -30,7 +30,7 @@ PURE = frozenset(
 # Calls of LLVM's own that read no memory and whose arguments may be results.
 PURE_CALL = re.compile(r"@llvm\.(?:fma|fmuladd|fabs|maxnum|minnum|maximum|minimum|exp2?|log2?)\.")
 NOT_PASSED = frozenset({"phi", "alloca", "invoke", "atomicrmw", "cmpxchg"})
-# What neither ends a block nor meets other lanes.
+# Instructions that neither end a block nor meet other lanes.
 PASSED = re.compile(r"^  (?:store |(?:tail )?call \S+ @llvm\.)")
 
 

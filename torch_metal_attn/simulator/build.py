@@ -29,7 +29,7 @@ SHIM = HERE / "shim"
 SOURCE_NAME = "program_source"  # as Metal's own compiler calls a source that has no file
 TEXT = "program.cpp"
 PRECOMPILED = "shim.pch"
-# As a GPU's compiler does it, and cheaper than to let LLVM weigh each call.
+# All functions are inlined, as a GPU's compiler does. LLVM's own choice would take longer.
 INLINED = (
     "#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n",
     "\n#pragma clang attribute pop\n",
@@ -117,7 +117,7 @@ class Image:
         return [bool(flag) for flag in table]
 
     def types(self, kernel: Kernel) -> list[ParameterType]:
-        """What the kernel's parameters point to."""
+        """The types that the kernel's parameters point to."""
         return parameter_types.read(self.library, kernel)
 
 

@@ -43,7 +43,7 @@ class Choices:
         return self.beginning(typed(split(rest)[1])[1]) if op == "getelementptr" else address
 
     def variables(self, name: str) -> list[Variable]:
-        """What a choice chooses from."""
+        """The operands of a choice."""
         return [self.variable_of(address) for address in self.addresses[name]]
 
     def variable_of(self, address: str) -> Variable:
@@ -58,7 +58,7 @@ class Choices:
         return f"%msl.base.{name[1:]}", f"%msl.size.{name[1:]}"
 
     def lines(self, name: str) -> list[str]:
-        """What chooses the variable, to stand after the choice of an address."""
+        """The choice of the variable, to stand after the choice of an address."""
         if name not in self.addresses:
             return []
         op, rest = self.ranges.instruction(name)

@@ -18,7 +18,7 @@ _NAMES = "|".join(NOT_IN_METAL)
 UNKNOWN = re.compile(
     rf"undeclared identifier '({_NAMES})'|no member named '({_NAMES})' in namespace 'metal"
 )
-# What clang says of a name that nothing declares, and of a header that there is not.
+# Clang's messages for an undeclared name and for a missing header.
 UNDECLARED = re.compile(
     r"(?:unknown type name|use of undeclared identifier|no template named"
     r"|no (?:member|type|template) named) '(?:metal::)?(\w+)'"
@@ -56,7 +56,7 @@ _HOST_WORDS = [(re.compile(pattern), metal) for pattern, metal in HOST_WORDS]
 
 
 class KernelError(RuntimeError):
-    """What is wrong with a Metal text, or with what its kernel does."""
+    """An error of a Metal text, or of a kernel while it runs."""
 
 
 def in_metal(said: str) -> str:

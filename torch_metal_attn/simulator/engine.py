@@ -160,7 +160,7 @@ class Counters:
             elif item.name == "threadgroup_bytes":
                 total.threadgroup_bytes = max(mine, theirs)
             elif mine is None or theirs is None:
-                # What was not counted in any launch is not known of their sum.
+                # The sum is unknown if any launch has not counted it.
                 known = [n for side, n in ((self, mine), (other, theirs)) if side.launches]
                 setattr(total, item.name, None if not known or None in known else sum(known))
             else:

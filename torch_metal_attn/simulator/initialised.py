@@ -13,11 +13,9 @@ import re
 from dataclasses import dataclass
 
 from .choices import Choices, Variable
+from .flags import Flags, parse
 from .ir import (
     ALLOCA,
-    ARITHMETIC,
-    CASTS,
-    FLAGS,
     INSTRUCTION,
     LOAD,
     METADATA,
@@ -26,12 +24,10 @@ from .ir import (
     STORE,
     VALUE,
     debug,
-    element,
     lanes_of,
     layout,
     padding,
     scalars,
-    split,
     typed,
 )
 from .ranges import Ranges
@@ -50,7 +46,7 @@ FILL = re.compile(
     rf"^  %\S+ = (?:tail )?call ptr @__tsan_mem(?:set|cpy)\(ptr (?:[a-z]+ )*({NAME}), "
     r"(?:i32 |i8 |ptr (?:[a-z]+ )*(?=@))([^,]+), i64 ([^)]+)\)"
 )
-# Of private memory, or to it: the target, the source and the length.
+# A copy from or to private memory: the target, the source and the length.
 COPY = re.compile(
     r"^  %\S+ = (?:tail )?call ptr @__tsan_mem(?:cpy|move)\(ptr (?:[a-z]+ )*([^ ,]+), "
     rf"ptr (?:[a-z]+ )*({NAME}), i64 ([^)]+)\)"
@@ -80,18 +76,11 @@ class _Private:
     unset: bool = False  # there are times at which it has not been written
 
 
-@dataclass
-class _Value:
-    """An instruction that computes a value from others."""
+class _Function(Flags):
+    """A function's values, and its variables in memory."""
 
-    type: str
-    operands: list[tuple[str, str]]
-    op: str
-    rest: str
-
-
-class _Function:
     def __init__(self, body: list[str], structs: dict[str, str], keep_counts: bool) -> None:
+        super().__init__()
         self.body = body
         self.structs = structs
         self.keep_counts = keep_counts
@@ -99,14 +88,9 @@ class _Function:
         self.private: dict[str, _Private] = {}
         self.root: dict[str, str] = {}  # of addresses: the variable
         self.mixed: set[str] = set()  # addresses of one variable or another
-        self.values: dict[str, _Value] = {}  # that may be undefined, and are computed
-        self.unset: dict[str, str] = {}  # values that may be undefined: the name of a variable
-        self.types: dict[str, str] = {}
         self.special: set[int] = set()  # lines to look at
         self.watched: list[tuple[int, str, int]] = []  # line, address, bytes of a reported access
         self.patterns: list[tuple[str, int]] = []  # variables, and lines that give them a pattern
-        self.names = 0
-        self.out: list[str] = []
 
     def run(self) -> list[str]:
         """The body with the flags."""
@@ -164,7 +148,7 @@ class _Function:
                         found.append(match.group(1))
                 elif match is None:
                     self.use(private, name, number)
-        # Of a choice of addresses, all must be of this variable.
+        # A choice of addresses is of this variable only if all its operands are.
         for name in found[1:]:
             for number in self.users[name]:
                 match = POINTERS.match(self.body[number])
@@ -266,7 +250,7 @@ class _Function:
         match = INSTRUCTION.match(line)
         if not match or match.group(1) in self.unset:
             return []
-        value = self.parse(match.group(2), METADATA.sub("", METADATA.sub("", match.group(3))))
+        value = parse(match.group(2), METADATA.sub("", METADATA.sub("", match.group(3))))
         if not value or all(operand != name for _, operand in value.operands):
             return []
         self.values[match.group(1)] = value
@@ -341,130 +325,6 @@ class _Function:
             return False
         return private.unset
 
-    def parse(self, op: str, rest: str) -> _Value | None:
-        """What an instruction computes; None if it is no arithmetic."""
-        rest = FLAGS.sub("", rest)
-        if op in ARITHMETIC or op in ("icmp", "fcmp", "fneg", "freeze"):
-            if op in ("icmp", "fcmp"):
-                rest = rest.partition(" ")[2]
-            first, *others = split(rest)
-            of_type, value = typed(first)
-            lanes = lanes_of(of_type)
-            result = of_type if op not in ("icmp", "fcmp") else f"<{lanes} x i1>" if lanes else "i1"
-            return _Value(result, [(of_type, v) for v in [value, *others]], op, rest)
-        if op in CASTS:
-            source, _, target = rest.rpartition(" to ")
-            return _Value(target, [typed(source)], op, rest)
-        if op == "phi":
-            of_type, pairs = typed(rest)
-            values = [(of_type, split(pair[1:-1])[0]) for pair in split(pairs)]
-            return _Value(of_type, values, op, rest)
-        if op in ("select", "insertelement", "extractelement", "shufflevector"):
-            operands = [typed(part) for part in split(rest)]
-            at = 1 if op == "select" else 0
-            of_type = operands[at][0]
-            if op == "extractelement":
-                of_type = element(of_type)
-            elif op == "shufflevector":
-                of_type = f"<{lanes_of(operands[2][0])} x {element(of_type)}>"
-            return _Value(of_type, operands, op, rest)
-        if op == "getelementptr":
-            return _Value("ptr", [typed(part) for part in split(rest)[1:]], op, rest)
-        if op == "call" and "@llvm." in rest:
-            of_type = typed(rest)[0]
-            inside = rest[rest.index("(") + 1 : rest.rindex(")")]
-            return _Value(of_type, [typed(part) for part in split(inside)], op, rest)
-        return None
-
-    def fresh(self) -> str:
-        self.names += 1
-        return f"%msl.flag.{self.names}"
-
-    def emit(self, text: str) -> str:
-        name = self.fresh()
-        self.out.append(f"  {name} = {text}")
-        return name
-
-    def flag(self, value: str, lanes: int) -> str:
-        """The flag of a value, or that of a constant."""
-        if value in self.unset:
-            return f"%msl.defined.{value[1:]}"
-        return f"<{', '.join(['i1 true'] * lanes)}>" if lanes else "true"
-
-    def all_lanes(self, flag: str, lanes: int) -> str:
-        if not lanes:
-            return flag
-        bits = self.emit(f"bitcast <{lanes} x i1> {flag} to i{lanes}")
-        return self.emit(f"icmp eq i{lanes} {bits}, -1")
-
-    def fitted(self, flag: str, lanes: int, wanted: int) -> str:
-        """A flag for another number of lanes."""
-        if lanes == wanted:
-            return flag
-        one = self.all_lanes(flag, lanes)
-        if not wanted:
-            return one
-        first = self.emit(f"insertelement <{wanted} x i1> poison, i1 {one}, i32 0")
-        return self.emit(
-            f"shufflevector <{wanted} x i1> {first}, <{wanted} x i1> poison, "
-            f"<{wanted} x i32> zeroinitializer"
-        )
-
-    def define(self, name: str, value: _Value) -> None:
-        """Compute the flag of a value."""
-        lanes = lanes_of(value.type)
-        flags = f"<{lanes} x i1>" if lanes else "i1"
-        result = f"  %msl.defined.{name[1:]} = "
-        operands = value.operands
-
-        def of(index: int) -> str:
-            return self.flag(operands[index][1], lanes_of(operands[index][0]))
-
-        if value.op == "phi":
-            _, pairs = typed(value.rest)
-            sources = [split(pair[1:-1])[1] for pair in split(pairs)]
-            parts = [f"[ {of(i)}, {source} ]" for i, source in enumerate(sources)]
-            self.out.append(f"{result}phi {flags} {', '.join(parts)}")
-        elif value.op == "select":
-            condition = f"{operands[0][0]} {operands[0][1]}"
-            chosen = f"select {condition}, {flags} {of(1)}, {flags} {of(2)}"
-            if operands[0][1] in self.unset:
-                both = self.fitted(of(0), lanes_of(operands[0][0]), lanes)
-                self.out.append(f"{result}and {flags} {self.emit(chosen)}, {both}")
-            else:
-                self.out.append(result + chosen)
-        elif value.op == "extractelement":
-            vector = f"<{lanes_of(operands[0][0])} x i1> {of(0)}"
-            self.out.append(f"{result}extractelement {vector}, {' '.join(operands[1])}")
-        elif value.op == "insertelement":
-            inserted = f"i1 {of(1)}, {' '.join(operands[2])}"
-            self.out.append(f"{result}insertelement {flags} {of(0)}, {inserted}")
-        elif value.op == "shufflevector":
-            source = f"<{lanes_of(operands[0][0])} x i1>"
-            mask = " ".join(operands[2])
-            self.out.append(f"{result}shufflevector {source} {of(0)}, {source} {of(1)}, {mask}")
-        else:
-            undefined = [i for i, operand in enumerate(operands) if operand[1] in self.unset]
-            parts = [self.fitted(of(i), lanes_of(operands[i][0]), lanes) for i in undefined]
-            if value.op in ("and", "or") and value.type == "i1":
-                parts = self.decided(value, parts, undefined)
-            total = parts[0]
-            for part in parts[1:]:
-                total = self.emit(f"and {flags} {total}, {part}")
-            one = f"<{', '.join(['i1 true'] * lanes)}>" if lanes else "true"
-            self.out.append(f"{result}and {flags} {total}, {one}")
-
-    def decided(self, value: _Value, parts: list[str], undefined: list[int]) -> list[str]:
-        """An `and` with a false operand is defined whatever the other is, and an `or` likewise."""
-        decides = []
-        for at, (_, operand) in enumerate(value.operands):
-            settled = operand if value.op == "or" else self.emit(f"xor i1 {operand}, true")
-            if at in undefined:
-                settled = self.emit(f"and i1 {settled}, {parts[undefined.index(at)]}")
-            decides.append(settled)
-        either = self.emit(f"or i1 {decides[0]}, {decides[1]}")
-        return [self.emit(f"or i1 {either}, {part}") for part in parts]
-
     def add_line(self, line: str) -> None:
         """Add a line and what it needs."""
         if match := UNSET.match(line):
@@ -524,7 +384,7 @@ class _Function:
             self.unmark_padding(name)
 
     def unmark_padding(self, variable: str) -> None:
-        """What is between a struct's fields is never written, and copied with them."""
+        """Clear the marks of a struct's padding: nothing writes it, and copies take it along."""
         for begin, end in padding(self.types[variable], self.structs):
             mark = f"getelementptr i8, ptr %msl.marks.{variable[1:]}, i64 {begin}"
             self.fill(self.emit(mark), 0, end - begin)
@@ -597,17 +457,3 @@ class _Function:
             vector = lanes_of(type_text)
             to = f"bitcast i{lanes} {bits} to <{lanes} x i1>" if vector else f"or i1 {bits}, {bits}"
             self.out.append(f"  %msl.defined.{result[1:]} = {to}")
-
-    def use_values(self, line: str, names: list[str]) -> None:
-        """Report the values that a line uses to decide something."""
-        for name in dict.fromkeys(names):
-            if name in self.unset and not line.startswith(f"  {name} = "):
-                lanes = lanes_of(self.types[name])
-                one = self.all_lanes(self.flag(name, lanes), lanes)
-                self.report_use(self.emit(f"zext i1 {one} to i32"), self.unset[name], line)
-
-    def report_use(self, number: str, variable: str, line: str) -> None:
-        """Call the engine with the flag of a value that a line uses."""
-        self.out.append(
-            f"  call void @__msl_defined(i32 {number}, ptr {variable}, i32 {SITE})" + debug(line)
-        )

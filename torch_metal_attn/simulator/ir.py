@@ -13,7 +13,7 @@ METADATA = re.compile(r", ![a-z].*$| #\d+$")
 ALLOCA = re.compile(rf"^  ({NAME}) = alloca (.+?), align \d+")
 LOAD = re.compile(rf"^  ({NAME}) = load (?:volatile )?(.+?), ptr ({NAME}), align")
 STORE = re.compile(rf"^  store (?:volatile )?(.+), ptr ({NAME}), align")
-# What stands before an operand's type and value, and between them.
+# Attributes, which stand before an operand's type and between type and value.
 FLAGS = re.compile(
     r"^(?:(?:fast|nnan|ninf|nsz|arcp|contract|afn|reassoc|nuw|nsw|nusw|exact|disjoint|inbounds|nneg"
     r"|samesign|noundef|signext|zeroext|nonnull|volatile) )+"
@@ -106,7 +106,7 @@ def parse(text: str) -> Module:
 
 
 def debug(line: str) -> str:
-    """Where a line comes from, to be added to another: `, !dbg !7`, or nothing."""
+    """A line's debug location, to be added to another line: `, !dbg !7`, or nothing."""
     match = DEBUG.search(line)
     return match.group() if match else ""
 

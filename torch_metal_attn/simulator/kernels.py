@@ -75,7 +75,7 @@ class Kernel:
         return self.symbol.replace(ENTRY_PREFIX, TYPES_PREFIX, 1)
 
 
-# What a kernel's declaration or its instantiation may begin with.
+# The words that a kernel's declaration or its instantiation may begin with.
 KERNEL_BEGINS = frozenset({"template", "kernel", "["})
 
 _Enumerators = dict[str, int | None]
@@ -411,7 +411,7 @@ def entries(kernels: list[Kernel]) -> str:
 
 
 def arguments(kernel: Kernel) -> str:
-    """What an entry passes to its kernel, from `launch` and `thread_state`."""
+    """The arguments that an entry passes to its kernel, made of `launch` and `thread_state`."""
     return ", ".join(
         _argument(parameter, position) for position, parameter in enumerate(kernel.parameters)
     )

@@ -221,7 +221,7 @@ class TokenList:
         return (self.open(index) if self.text(index) in CLOSERS else index) - 1
 
     def seek(self, index: int, words: Collection[str]) -> int:
-        """As `next`, but what is in brackets that begin on the way does not count."""
+        """As `next`, but skips what is in brackets that open on the way."""
         while index < len(self) and self.text(index) not in words:
             index = self.after(index)
         return index

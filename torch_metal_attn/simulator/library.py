@@ -89,7 +89,7 @@ def compile_shader(
 
 
 def torch_headers(source: str) -> list[str]:
-    """Where a text finds the headers of torch that it names."""
+    """The folders for the headers of torch that a text names."""
     return [str(Path(torch.__file__).parent / "include")] if "c10/metal/" in source else []
 
 

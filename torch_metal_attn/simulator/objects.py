@@ -230,14 +230,14 @@ def _rewrite_use(
 
 
 def _around(tokens: TokenList, start: int, end: int, casts: AbstractSet[str]) -> tuple[str, ...]:
-    """What to put around an object that is stored to or read as a whole; nothing if it is not."""
+    """The text around an object that is stored or read as a whole; nothing if it is neither."""
     if tokens.text(end + 1) == "=" and tokens.text(start - 1) in BEFORE_STATEMENT:
         return "::metal::__target(", ")"
     return ("::metal::__read(", ", 0)") if _is_value(tokens, start, end, casts) else ()
 
 
 def _scope_end(tokens: TokenList, index: int) -> int:
-    """Where the scope ends of what is declared at `index`: with its function, block or struct."""
+    """The end of the scope of a declaration at `index`: that of its function, block or struct."""
     at = tokens.seek(index, (")", "}"))
     if tokens.text(at) == ")":
         at = tokens.next(at, ("{", ";"))

@@ -11,7 +11,7 @@ from .diagnostics import hides_frames
 from .kernels import Kernel, Parameter
 
 __tracebackhide__ = hides_frames
-# By their numbers in shim/__msl_parameters.h; "" is any other type, such as a struct.
+# In the order of shim/__msl_parameters.h; "" is any other type, such as a struct.
 SCALARS = ("", "bool", *INTEGER_RANGES, *FLOATS)
 
 # The Metal scalar of each torch dtype that has one.
@@ -34,7 +34,7 @@ SCALAR_OF = {
 # The dtype to suggest for each scalar.
 DTYPE_OF = {scalar: dtype for dtype, scalar in SCALAR_OF.items() if not dtype.is_complex}
 
-# What `arg_casts` can ask for, as in torch.
+# The names that `arg_casts` takes, as in torch.
 CASTS = {
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
@@ -59,7 +59,7 @@ class _Entry(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ParameterType:
-    """What a parameter points to, after templates and aliases."""
+    """The type that a parameter points to, with templates and aliases resolved."""
 
     scalar: str  # one of SCALARS: a vector's element, an atomic's value
     bytes: int  # 0 if it has no size
@@ -135,7 +135,7 @@ def _is_lone_integer(expected: ParameterType) -> bool:
 
 
 def _range(scalar: str) -> tuple[int, int]:
-    """What fits an integer of that size, signed or not."""
+    """The values that an integer of that size can hold, signed or unsigned."""
     if scalar == "bool":
         return 0, 1
     name = scalar.removeprefix("u")

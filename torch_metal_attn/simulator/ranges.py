@@ -1,5 +1,7 @@
-"""What LLVM IR says about the values of integers and addresses: so that an access to a private
-variable that is always inside of it needs no check when the kernel runs."""
+"""Ranges of integers and addresses in LLVM IR.
+
+An access that is always inside of its private variable needs no check when the kernel runs.
+"""
 
 import re
 
@@ -30,7 +32,7 @@ MOST_DEEP = 40  # values that are computed from others
 
 
 class Ranges:
-    """Of the values in a function's body."""
+    """The ranges of the values in a function's body."""
 
     def __init__(self, body: list[str], structs: dict[str, str]) -> None:
         self.body = body
@@ -130,7 +132,7 @@ class Ranges:
         return self.counter(name, value, block, self.of(first, bits), bits)
 
     def step(self, value: str, counter: str) -> int | None:
-        """What is added to a loop's counter; None if the value is something else."""
+        """The step of a loop's counter; None if the value is something else."""
         op, rest = self.instruction(value)
         if op != "add":
             return None
@@ -188,7 +190,7 @@ class Ranges:
         return next(f"%{label}" for begin, label in reversed(self.blocks) if begin < number)
 
     def places_of(self, address: str) -> dict[str, Range] | None:
-        """By variable, the bytes at which an address can begin; None if that is not known."""
+        """For each variable the range of bytes that an address can be at; None if not known."""
         if address not in self.places:
             if address in self.open or len(self.open) > MOST_DEEP:
                 return None
@@ -240,7 +242,7 @@ class Ranges:
 
 
 def addresses_of(op: str, rest: str) -> list[str]:
-    """What a choice of addresses chooses from; none if an instruction is no choice."""
+    """The operands of a choice of addresses; none if an instruction is no choice."""
     if op == "phi":
         of_type, pairs = typed(rest)
         return [split(pair[1:-1])[0] for pair in split(pairs)] if of_type == "ptr" else []

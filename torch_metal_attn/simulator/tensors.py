@@ -1,4 +1,4 @@
-"""What is not the same on every GPU in Metal 4's tensor operations, as arguments choose it."""
+"""The choices in which GPUs differ about Metal 4's tensor operations."""
 
 from dataclasses import dataclass, replace
 

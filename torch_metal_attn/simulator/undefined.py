@@ -1,4 +1,4 @@
-"""What is undefined in a kernel's own code, found in checked builds: the IR is made to call the
+"""Undefined behaviour of a kernel's own code, found in checked builds. The IR is made to call the
 engine where clang's undefined behaviour sanitizer would, at each division that can overflow, at
 each round of a loop and at the start of each function.
 

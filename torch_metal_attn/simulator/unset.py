@@ -4,7 +4,7 @@ it so, for checked builds (`::metal::__unset`)."""
 from .lexer import TokenList
 
 ENDS = frozenset({";", "{", "}"})
-# What begins a statement that declares no private variable, or one that has a value.
+# The first words of statements that declare no private variable, or one with a value.
 OTHERS = frozenset(
     """return goto break continue typedef using typename struct class union enum static constexpr
     extern const volatile else case default delete new throw template public private protected

@@ -1,4 +1,4 @@
-"""What the simulator does not support, and the words by which a text uses it."""
+"""Features that the simulator does not support, and the words that use them."""
 
 from . import versions
 from .lexer import TokenList

@@ -10,7 +10,7 @@ DEFAULT = "3.1"
 LATEST = "4.0"
 METAL_4 = Path(__file__).parent / "shim" / "metal4"  # headers that earlier versions do not have
 
-# What headers declare for later versions only, and those headers without `metal_`.
+# Names that headers declare for later versions only, and such headers without `metal_`.
 DECLARED = {
     **dict.fromkeys("os_log atomic_thread_fence".split(), "3.2"),
     **dict.fromkeys(
@@ -21,7 +21,7 @@ DECLARED = {
 }
 # Words that only one construct has, with the version that introduced it.
 WORDS = {"coherent": "3.2", "tensor_handle": "4.0", "cooperative_tensor": "4.0"}
-# What may precede the brackets of a lambda, and never a subscript or an attribute.
+# Tokens that may precede the brackets of a lambda, but never a subscript or an attribute.
 BEFORE_LAMBDA = frozenset("( , = return { ; } ? : && || !".split())
 
 

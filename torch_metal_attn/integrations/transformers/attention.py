@@ -126,10 +126,10 @@ def metal_attention(
         "max_length_q": max_length_q,
         "max_length_k": max_length_k,
     }
-    told = packing_of(attention_mask, q.shape[2], key.shape[2])
+    packing = packing_of(attention_mask, q.shape[2], key.shape[2])
     can_pack = position_bias is None and sinks is None
-    if told is not None and not _given(bounds) and can_pack and q.shape[0] == 1:
-        bounds = told.bounds()
+    if packing is not None and not _given(bounds) and can_pack and q.shape[0] == 1:
+        bounds = packing.bounds()
     positions = others.get("position_ids")
     if not _given(bounds) and falls_back(given_mask, positions):
         raise ValueError(
@@ -161,8 +161,8 @@ def metal_attention(
 
     if query.shape[0] == 1 and key.shape[0] > 1:
         query = query.expand(key.shape[0], -1, -1, -1)
-    route, seen, detail = _visibility(module, query, key, attention_mask, causal, sliding_window)
-    options |= seen | rotary
+    route, visible, detail = _visibility(module, query, key, attention_mask, causal, sliding_window)
+    options |= visible | rotary
     if position_bias is not None:
         route, detail = "dense", f"{detail} with bias {tuple(position_bias.shape)}"
         # A floating mask and a bias are the same thing to the kernel, which takes one.
@@ -308,16 +308,16 @@ def _packed(
             "packed sequences come in a batch of 1"
         )
     left, right = -1, 0 if causal else -1
-    told = packing_of(mask, query.shape[2], key.shape[2])
+    packing = packing_of(mask, query.shape[2], key.shape[2])
     if mask is None:
         _check_window(module, sliding_window, int(bounds["max_length_k"]))
-    elif told is not None:
-        if not told.agrees(bounds["cu_seq_lens_q"], bounds["cu_seq_lens_k"]):
+    elif packing is not None:
+        if not packing.agrees(bounds["cu_seq_lens_q"], bounds["cu_seq_lens_k"]):
             raise ValueError(
                 f"{_shown(bounds)} in {name} and position_ids say that different tokens begin "
                 "sequences; pass one of them only, or the same bounds in both"
             )
-        left, right = told.window_size_left, told.window_size_right
+        left, right = packing.window_size_left, packing.window_size_right
     else:
         band = bands.unpack(mask) if bands.is_descriptor(mask, key.shape[2]) else None
         if band is None or band.attention_chunk or band.q_offset or _is_padded(band):

@@ -205,7 +205,7 @@ def _tensors(options: argparse.Namespace, buffers: dict[int, _Slot]) -> dict[int
 def _saved(
     options: argparse.Namespace, buffers: dict[int, _Slot], tensors: dict[int, torch.Tensor]
 ) -> dict[int, Path]:
-    """Where to save which arguments. What cannot be saved is refused before the kernel runs."""
+    """The files to save arguments to. A file that cannot be written is refused before the run."""
     saved = {}
     for text in options.save:
         index, name = _pair("--save", text, buffers)

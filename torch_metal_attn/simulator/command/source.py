@@ -65,7 +65,7 @@ def compiled(options: argparse.Namespace, *, check: bool, count: bool = False) -
 
 
 def findings(options: argparse.Namespace, *, strict: bool) -> list[Finding]:
-    """What Apple's compiler would reject; with `strict` also what this project's rules do."""
+    """Findings that Apple's compiler would reject; with `strict`, also those of project rules."""
     found = lint_source(
         read(options.file),
         include_dirs=[str(folder) for folder in include_dirs(options)],

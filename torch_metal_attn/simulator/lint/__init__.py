@@ -20,7 +20,7 @@ from .token_rules import check_tokens
 from .tree_rules import HostText, check_tree
 
 __tracebackhide__ = diagnostics.hides_frames
-# What C++17 or clang's extensions allow and Metal does not, beyond what the simulator refuses.
+# Errors for features of C++17 and clang that Metal lacks and the simulator does not refuse.
 STRICT_FLAGS = [*build.DIAGNOSTICS, "-Werror=pre-c++17-compat", "-Werror=return-type"]
 TREE_FLAGS = ["-ferror-limit=0", "-fsyntax-only", "-Xclang", "-ast-dump=json"]
 

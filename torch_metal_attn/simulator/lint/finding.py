@@ -1,4 +1,4 @@
-"""What the shader lint reports."""
+"""Findings of the shader lint."""
 
 from typing import NamedTuple
 

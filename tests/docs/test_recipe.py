@@ -1,0 +1,91 @@
+"""The recipe for a new score option in docs/adding-a-kernel.md works as it is written."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from torch.utils import cpp_extension
+
+from tests.docs import recipe
+from tests.docs.doc_pages import ROOT
+
+MOST_PLACES = 15
+INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
+
+
+def test_a_new_score_option(tmp_path):
+    """In a copy of the sources, of which what an edit reaches is compiled again."""
+    assert len(recipe.EDITS) <= MOST_PLACES
+    copy = tmp_path / "copy"
+    for folder in ("csrc", "shaders", "torch_metal_attn"):
+        shutil.copytree(
+            ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
+    build(copy, recipe.apply(copy))
+    (copy / "case.py").write_text(recipe.CASE, encoding="utf-8")
+    # The program's folder comes first among those in which Python looks for modules.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, copy / "case.py"], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def build(copy, changed):
+    """The extension of `copy`: the objects of files that no edit reaches are the checkout's own."""
+    arguments = ["-std=c++20", "-fPIC", "-O0", "-fvisibility=hidden", f"-I{copy}"]
+    arguments += ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    arguments += [f"-I{path}" for path in cpp_extension.include_paths()]
+    rules = [
+        f"rule compile\n  command = {cpp_extension.get_cxx_compiler()} {' '.join(arguments)} -c "
+        "$in -o $out",
+        f"rule link\n  command = {cpp_extension.get_cxx_compiler()} -shared $in -o $out "
+        f"-L{cpp_extension.library_paths()[0]} -ltorch_cpu -lc10",
+    ]
+    objects = []
+    for source in sorted((copy / "csrc").rglob("*.cpp")):
+        name = source.relative_to(copy).with_suffix(".o")
+        built = None if reaches(copy, source, changed) else built_object(name)
+        objects.append(str(built or copy / name))
+        if built is None:
+            rules.append(f"build {copy / name}: compile {source}")
+    library = copy / "torch_metal_attn" / "_C.abi3.so"
+    rules.append(f"build {library}: link {' '.join(objects)}")
+    (copy / "build.ninja").write_text("\n".join(rules) + "\n", encoding="utf-8")
+    jobs = os.environ.get("MAX_JOBS", "2")
+    subprocess.run(
+        [sys.executable, "-m", "ninja", "-C", copy, "-j", jobs, "-k", "0"],
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def built_object(name):
+    """The object of an unchanged file that the checkout's own build has kept, if it has."""
+    source = ROOT / name.with_suffix(".cpp")
+    kept = [path for path in ROOT.glob(f"build/*/{name}") if path.stat().st_mtime > newest(source)]
+    return kept[0] if kept else None
+
+
+def newest(source):
+    return max(path.stat().st_mtime for path in included(ROOT, source))
+
+
+def reaches(root, source, changed):
+    return any(str(path.relative_to(root)) in changed for path in included(root, source))
+
+
+def included(root, source):
+    """A file and all of the project's files that it includes."""
+    found, waiting = set(), [Path(source)]
+    while waiting:
+        path = waiting.pop()
+        if path not in found:
+            found.add(path)
+            names = INCLUDE.findall(path.read_text(encoding="utf-8"))
+            candidates = [folder / name for name in names for folder in (root, path.parent)]
+            waiting += [each for each in candidates if each.is_file()]
+    return found

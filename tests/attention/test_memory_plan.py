@@ -9,6 +9,7 @@ from tests.attention.flash_fwd_check import make_packed
 from tests.attention.head_dims import HOME
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.tools.explain.ops import backward_launches
 
 CPU = torch.device("cpu")
 LIMIT = 170e6  # bytes, of the issue
@@ -161,12 +162,12 @@ def test_the_kernels_are_those_that_run():
 
 def test_the_plan_is_what_explain_of_the_backward_says():
     (q, k, v), options = problem("softcap, all, rotary, odd")
-    plan = torch.ops.metal_attn.flash_bwd_plan(q, k, v, **options)
+    plan = backward_launches("flash_fwd", {"q": q, "k": k, "v": v} | options)
     dout, _ = make_gradients(q, v, q.shape[:3], dlse=False)
     lse = torch.zeros(q.shape[:3])
     arguments = (dout, None, q, k, v, dout, lse)
-    whole = torch.ops.metal_attn.flash_bwd_explain(*arguments, exact_delta=True, **options)
-    assert extension.told(plan) == extension.told(whole)
+    whole = torch.ops.metal_attn_explain.flash_bwd(*arguments, exact_delta=True, **options)
+    assert plan == extension.launches(whole)
 
 
 def test_text():

@@ -191,9 +191,13 @@ def test_no_spill(head_dim):
 
     def registers(dtype):
         q, k, v = make_qkv(head_dim=head_dim, dtype=dtype)
-        forward = extension.told(ops.flash_fwd_explain(q, k, v))
-        told = ops.flash_bwd_explain(q, None, q, k, v, q, torch.zeros(q.shape[:3]))
-        return [forward["registers"], *(of["registers"] for of in extension.told(told).values())]
+        explain = torch.ops.metal_attn_explain
+        packed = [
+            explain.flash_fwd(q, k, v),
+            explain.flash_bwd(q, None, q, k, v, q, torch.zeros(q.shape[:3])),
+        ]
+        launches = [launch for one in packed for launch in extension.launches(one)]
+        return [launch["registers"] for launch in launches if "registers" in launch]
 
     wide = registers(F32)
     assert max(wide) <= 168
@@ -282,7 +286,8 @@ def test_blocks_nest():
 
 def reason(**more):
     q, k, v = make_qkv(head_dim=64)
-    return extension.told(ops.flash_fwd_explain(q, k, v, **more))["reason"]
+    packed = torch.ops.metal_attn_explain.flash_fwd(q, k, v, **more)
+    return extension.launches(packed)[-1]["reason"]
 
 
 def test_explanations():

@@ -81,8 +81,8 @@ def test_fake_reference_and_shader_agree(example):
 def test_explanation_says_what_runs(example):
     """One launch, of the same kernel, defines and grid."""
     arguments = example.make()
-    name, options = example.explain
-    explained = extension.told(getattr(torch.ops.metal_attn, name)(**arguments, **options))
+    packed = getattr(torch.ops.metal_attn_explain, example.op)(**arguments)
+    (explained,) = extension.launches(packed)
     with torch_metal_attn.simulate(record=True) as run:
         call(arguments, example)
     (launch,) = run.recorded
@@ -250,7 +250,7 @@ def test_a_leaf_is_not_written(example, namespace):
     for name in set(example.written) & set(floats(example)):
         arguments, before = example.make(), example.make()
         leaf = arguments[name].requires_grad_()
-        for given in (leaf, leaf[:]) if example.returns_what_it_writes else (leaf,):
+        for given in (leaf, leaf[:]) if example.differentiable else (leaf,):
             with pytest.raises((ValueError, RuntimeError), match=r"leaf .*that requires grad"):
                 call(arguments | {name: given}, example, namespace)
             equal([arguments[n] for n in example.written], [before[n] for n in example.written])

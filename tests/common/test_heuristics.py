@@ -1,4 +1,4 @@
-"""The choice of flash_fwd's specialisation, a pure function seen through flash_fwd_explain."""
+"""The choice of flash_fwd's specialisation, a pure function seen through metal_attn_explain."""
 
 import itertools
 
@@ -7,6 +7,7 @@ import torch
 
 from tests.helpers.cases import each_case
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.tools.explain.ops import backward_launches
 
 DTYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 F32, F16, BF16 = DTYPES
@@ -16,9 +17,8 @@ FURTHEST = 2**31 - 1024
 
 def explain(q, k=None, v=None, **options):
     k = q if k is None else k
-    return extension.told(
-        torch.ops.metal_attn.flash_fwd_explain(q, k, k if v is None else v, **options)
-    )
+    packed = torch.ops.metal_attn_explain.flash_fwd(q, k, k if v is None else v, **options)
+    return extension.launches(packed)[-1]
 
 
 def choose(dtype, head_dim_qk, head_dim_v=None, q_length=100, kv_length=100, **options):
@@ -102,8 +102,8 @@ def test_short_problems_are_cut_finer_on_large_gpus(cores):
 @pytest.mark.parametrize("head_dims", [(512, 64), (64, 512), (256, 256), (384, 384)])
 def test_gradients_of_wide_heads_have_enough_registers(head_dims):
     q, v = (torch.empty(1, 1, 16, head_dim) for head_dim in head_dims)
-    plan = extension.told(torch.ops.metal_attn.flash_bwd_plan(q, q.clone(), v))
-    assert max(plan[f"flash_bwd_{kernel}"]["registers"] for kernel in ("dq", "dkv")) <= REGISTERS
+    launches = backward_launches("flash_fwd", {"q": q, "k": q.clone(), "v": v})
+    assert max(launch.get("registers", 0) for launch in launches) <= REGISTERS
 
 
 FAMILIES = {
@@ -145,12 +145,12 @@ def test_what_is_off_is_not_compiled_in():
 
 
 def test_packed_grid_has_a_row_for_queries_of_no_sequence():
-    explain_packed = torch.ops.metal_attn.flash_varlen_fwd_explain
+    explain_packed = torch.ops.metal_attn_explain.flash_varlen_fwd
     q = torch.empty(50, 6, 64, dtype=F16)
     ends = torch.tensor([0, 20, 20, 45], dtype=torch.int32)
-    explanation = extension.told(explain_packed(q, q, q, ends, ends, 40, 25))
+    (explanation,) = extension.launches(explain_packed(q, q, q, ends, ends, 40, 25))
     assert explanation["grid"] == [-(-40 // block_rows(numbers(explanation))), 6, 3 + 1]
-    nothing = extension.told(explain_packed(q, q, q, ends[:1], ends[:1], 0, 0))
+    (nothing,) = extension.launches(explain_packed(q, q, q, ends[:1], ends[:1], 0, 0))
     assert nothing["grid"] == [1, 6, 1], "rows of no sequence are written too"
 
 

@@ -63,7 +63,8 @@ def row(kv_heads: int, head_dims: tuple[int, int]) -> list[str]:
     """The table's row of one shape."""
     short, long = (count(kv_heads, head_dims, length) for length in LENGTHS)
     q, k, v = operands(kv_heads, head_dims, LENGTHS[0])
-    explained = extension.told(torch.ops.metal_attn.flash_decode_explain(q, k, v, num_splits=1))
+    packed = torch.ops.metal_attn_explain.flash_decode(q, k, v, num_splits=1)
+    (explained,) = extension.launches(packed)
     simdgroups = explained["threads"][0] // 32
     # Keys of 32 that a SIMD group meets: where SIMD groups split the columns, all of them do.
     split_columns = int(explained["defines"]["COLUMN_SIMDGROUPS"]) > 1

@@ -19,6 +19,7 @@ from bench.targets import Registers, compile_amdgpu, source_of
 from tests.outside import peers
 from torch_metal_attn.quantisation import FORMATS, quantise
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.tools.explain.ops import backward_launches
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -91,15 +92,16 @@ def attention(
     q, k, v = _operands(head_dim, dtype, HEADS)
     given = options(LENGTH, head_dim, dtype)
     k, v = given.pop("k", k), given.pop("v", v)
-    explained = extension.told(torch.ops.metal_attn.flash_fwd_explain(q, k, v, **given))
+    explained = extension.launches(torch.ops.metal_attn_explain.flash_fwd(q, k, v, **given))[-1]
     yield _chosen("flash_fwd", dtype, head_dim, feature, explained)
     if feature not in CACHES:
         try:
-            plan = extension.told(torch.ops.metal_attn.flash_bwd_plan(q, k, v, **given))
+            launches = backward_launches("flash_fwd", {"q": q, "k": k, "v": v} | given)
         except ValueError:
             return  # no tile fits in threadgroup memory
-        for kernel in ("flash_bwd_dq", "flash_bwd_dkv"):
-            yield _chosen(kernel, dtype, head_dim, feature, plan[kernel])
+        for launch in launches:
+            if launch["kernel"] in ("flash_bwd_dq", "flash_bwd_dkv"):
+                yield _chosen(launch["kernel"], dtype, head_dim, feature, launch)
 
 
 def decoding(
@@ -112,9 +114,8 @@ def decoding(
     for name in ("q_rotary_cos", "q_rotary_sin", "attn_mask", "attn_bias"):
         if name in given:
             given[name] = given[name][:1]
-    explained = extension.told(
-        torch.ops.metal_attn.flash_decode_explain(q[:, :, :1], k, v, num_splits=1, **given)
-    )
+    packed = torch.ops.metal_attn_explain.flash_decode(q[:, :, :1], k, v, num_splits=1, **given)
+    (explained,) = extension.launches(packed)
     feature = f"{kv_heads} KV heads, {feature}"
     return _chosen("flash_decode", dtype, head_dim, feature, explained)
 

@@ -196,17 +196,17 @@ class Problem:
     def refusal(self) -> str | None:
         """The message of the ValueError that `run` would raise, or None."""
         try:
-            self.explained()
+            self.launches()
         except ValueError as error:
             return NAMES.text(str(error))
         return None
 
-    def explained(self) -> dict[str, Any]:
-        """The op's explanation. Raises ValueError with the op's own names."""
+    def launches(self) -> list[dict[str, Any]]:
+        """What the op would launch. Raises ValueError with the op's own names."""
         # Any state will do, and drawing one would advance the generator.
         rng_state = self.query.new_zeros(2, dtype=torch.int64) if self.dropout_p else None
         with as_value_errors():
-            return extension.told(self._call(torch.ops.metal_attn.flash_fwd_explain, rng_state))
+            return extension.launches(self._call(torch.ops.metal_attn_explain.flash_fwd, rng_state))
 
     def _call(self, op: Callable[..., Any], rng_state: Tensor | None) -> Any:
         return op(

@@ -26,6 +26,9 @@ class Backend {
 
   // Whether it is a GPU, of which a probe must tell what it can do.
   virtual bool is_gpu() const { return false; }
+
+  // Whether launches are kept instead of run: csrc/ops/common/recorder.h.
+  virtual bool records() const { return false; }
 };
 
 Backend& simulator_backend();

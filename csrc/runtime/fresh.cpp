@@ -46,14 +46,12 @@ void remember_fresh(const torch::stable::Tensor& tensor) {
   int64_t bytes = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
   if (bytes > 0) {
+    const void* storage = tensor.const_data_ptr();
     for (Fresh& freed : t_fresh) {
-      if (freed.storage == tensor.const_data_ptr()) {
-        freed.storage = nullptr;  // its memory is this tensor's now
+      if (freed.storage == storage) {
+        freed.storage = nullptr;  // its memory is this tensor's now; t_ops counts it still
       }
     }
-    // Of a tensor that is gone, another may have the memory.
-    const void* storage = tensor.const_data_ptr();
-    std::erase_if(t_fresh, [&](const Fresh& fresh) { return fresh.storage == storage; });
     t_fresh.push_back({storage, static_cast<std::size_t>(bytes), nullptr});
   }
 }

@@ -94,6 +94,18 @@ class Params {
 class TileRow;  // csrc/tiles/tuned.h
 
 struct Launch {
+  Launch() = default;
+  Launch(const char* family, const char* kernel, const Defines& defines)
+      : program{family, defines}, kernel(kernel) {}
+  // Of the family of the kernel's name.
+  Launch(const char* kernel, const Defines& defines) : Launch(kernel, kernel, defines) {}
+
+  template <typename Structure>
+  void set_params(uint32_t slot, const Structure& structure) {
+    params_slot = slot;
+    params.set(structure);
+  }
+
   Program program;
   const TileRow* tile_row = nullptr;  // of a table, if the specialisation's tile is from one
   const char* kernel;

@@ -65,8 +65,8 @@ bool FlashBwdSpecialisation::normalised() const {
   return exact_delta && (element == Element::kFloat || (!dkv && others));
 }
 
-// Fitted to bench/results/registers.md: of the tiles that a kernel holds a part is not alive when
-// most registers are in use.
+// Fitted to bench/results/registers.md. The factors below 1 are of tiles that are only partly alive
+// where most registers are in use.
 int FlashBwdSpecialisation::registers() const {
   if (tensor_tiles) {
     return tensor_registers(*this);
@@ -84,54 +84,56 @@ int FlashBwdSpecialisation::registers() const {
   const int own_columns = stages_rows(*this) ? qk_slice() + v_slice() : 0;
   const int columns = head_dim_qk + head_dim_v + own_columns;
   const int staged = block * columns * element_bytes(element) / 4 / threads();
-  const bool wide = element == Element::kFloat;
-  // Gradients that leave little room for the rest.
-  const int many = wide ? std::max(gradients - 32, 0) : 0;
+  const bool is_float32 = element == Element::kFloat;
+  // Of float32 gradients, what leaves little room for the rest.
+  const int crowding = is_float32 ? std::max(gradients - 32, 0) : 0;
   // Chunks that do not divide evenly among threads.
   const bool uneven =
       head_dim_qk % 32 != 0 || head_dim_v % 32 != 0 || (block == 24 && simdgroups > kSimdgroups);
   const int held = held_registers(*this) / (dkv ? row_parts() : column_simdgroups);
-  const bool again = !rows_in_registers && !rows_in_threadgroup;
-  // What a feature holds has no room beside fragments that are loaded early.
-  const bool busy = features.mask || features.bias || features.alibi || features.sink ||
-                    features.dropout || (wide && block == 24);
+  const bool rereads_rows = !rows_in_registers && !rows_in_threadgroup;
+  // Features of scores hold registers beside the fragments that are loaded ahead.
+  const bool adds_to_scores = features.mask || features.bias || features.alibi || features.sink ||
+                              features.dropout || (is_float32 && block == 24);
   const bool rotates = dkv && features.rotary;
-  const int early = rows_in_threadgroup ? (busy ? 7 : 0) + (rotates ? 14 : 0)
-                    : wide && busy      ? 3
-                                        : 0;
-  const int added = feature_registers(features) + early;
+  const int loaded_ahead = rows_in_threadgroup ? (adds_to_scores ? 7 : 0) + (rotates ? 14 : 0)
+                           : is_float32 && adds_to_scores ? 3
+                                                          : 0;
+  const int added = feature_registers(features) + loaded_ahead;
   if (exchanges_weights()) {
     const int gathered = row_fragments * block / 8 * pair;
     // Rows that are read again leave no room for loads of what is staged.
-    const double loads = again ? (simdgroups > kSimdgroups ? 9 : -2) : 0.68 * staged;
+    const double loads = rereads_rows ? (simdgroups > kSimdgroups ? 9 : -2) : 0.68 * staged;
     const double tiles = 0.84 * gradients + 0.9 * held + 1.17 * scores + 0.31 * gathered;
-    return int(std::lround(48 + tiles + loads + 0.3 * many)) + (uneven ? 2 : 0) + (wide ? 4 : 0) +
-           (busy ? 3 : 0) + 8 * drops + added;
+    return int(std::lround(48 + tiles + loads + 0.3 * crowding)) + (uneven ? 2 : 0) +
+           (is_float32 ? 4 : 0) + (adds_to_scores ? 3 : 0) + 8 * drops + added;
   }
   if (dkv) {
-    const double tiles = 0.68 * gradients + 0.6 * held + 0.75 * scores + 0.34 * staged + 1.2 * many;
+    const double tiles =
+        0.68 * gradients + 0.6 * held + 0.75 * scores + 0.34 * staged + 1.2 * crowding;
     return int(std::lround(70 + tiles)) +
            (rows_in_registers ? 12
-            : again           ? 2 * row_fragments
+            : rereads_rows    ? 2 * row_fragments
                               : -1) +
-           (uneven ? 14 : 0) + (wide ? std::max(head_dim_qk - 192, 0) / 7 : 0) + 16 * drops +
+           (uneven ? 14 : 0) + (is_float32 ? std::max(head_dim_qk - 192, 0) / 7 : 0) + 16 * drops +
            (features.score_slopes() ? 2 : 0) + (features.sink && rows_in_threadgroup ? 6 : 0) +
-           (features.rotary && again ? 20 : 0) + added;
+           (features.rotary && rereads_rows ? 20 : 0) + added;
   }
-  const double tiles = 0.57 * gradients + 0.79 * held + 0.5 * scores + 0.22 * staged + 0.3 * many;
+  const double tiles =
+      0.57 * gradients + 0.79 * held + 0.5 * scores + 0.22 * staged + 0.3 * crowding;
   const int rotated = features.rotary ? (features.rotary->k ? 12 : 3) : 0;
   return int(std::lround(62 + tiles)) +
-         (again                 ? 7 * row_fragments
+         (rereads_rows          ? 7 * row_fragments
           : rows_in_threadgroup ? 8
                                 : 0) +
          (uneven ? (rows_in_threadgroup || block == 24 ? 9 : 2) : 0) +
-         (wide ? (again                 ? 5
-                  : rows_in_threadgroup ? (row_fragments > 1 ? 11 : 0)
-                                        : 16)
-               : 0) +
-         (again && second_chains(*this) > 0 && block > 8 ? 15 : 0) + 11 * (row_fragments - 1) +
-         (rows_in_registers && busy ? 4 : 0) + std::max(head_dim_qk - 256, 0) / 24 + rotated +
-         added;
+         (is_float32 ? (rereads_rows          ? 5
+                        : rows_in_threadgroup ? (row_fragments > 1 ? 11 : 0)
+                                              : 16)
+                     : 0) +
+         (rereads_rows && second_chains(*this) > 0 && block > 8 ? 15 : 0) +
+         11 * (row_fragments - 1) + (rows_in_registers && adds_to_scores ? 4 : 0) +
+         std::max(head_dim_qk - 256, 0) / 24 + rotated + added;
 }
 
 int FlashBwdSpecialisation::threadgroup_bytes() const {

@@ -31,7 +31,7 @@ struct FlashBwdSpecialisation {
   bool exact_delta;     // see flash_bwd_dq.metal
   int head_splits = 1;  // threadgroups that share the query heads of a KV head; no part of the tile
   FlashFwdFeatures features;
-  const TileRow* row;  // of a table that has the tile; null: it is reckoned
+  const TileRow* row;  // of a table that has the tile; null: it is estimated
 
   int block_rows() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }

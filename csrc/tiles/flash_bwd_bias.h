@@ -23,7 +23,7 @@ struct FlashBwdBiasSpecialisation {
   bool wide_loads;
   bool wide_rotary;
   FlashFwdFeatures features;
-  const TileRow* row;  // of a table that has the tile; null: it is reckoned
+  const TileRow* row;  // of a table that has the tile; null: it is estimated
 
   int block_q() const { return 8 * row_fragments * simdgroups; }
   int threads() const { return 32 * simdgroups; }

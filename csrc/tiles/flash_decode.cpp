@@ -21,7 +21,7 @@ constexpr int64_t kMaxDecodeRows = 32;
 // Waves of threadgroups among which a number of splits is looked for.
 constexpr int kMostWaves = 4;
 
-// Splits are merged by a launch of its own, which is reckoned as so many keys of a threadgroup.
+// Splits are merged by a launch of its own, which is estimated as so many keys of a threadgroup.
 constexpr int64_t kMergeKeys = 64;
 
 // 8-key fragments of a block whose values are loaded before its scores; and from how many spans of
@@ -198,7 +198,7 @@ void for_each_tile(const FlashDecodeSpecialisation& like,
   constexpr int kMostFragments = static_cast<int>(kMaxDecodeRows / 8);
   FlashDecodeSpecialisation s = like;
   const int all_spans = std::max(spans(s.head_dim_qk), spans(s.head_dim_v));
-  // Fewer rows than the reckoned tile's read the keys more often, and more are of no use.
+  // Fewer rows than the estimated tile's read the keys more often, and more are of no use.
   const auto cost = [&like](int fragments) {
     return fragments > like.row_fragments ? kHopeless : double(like.row_fragments - fragments);
   };

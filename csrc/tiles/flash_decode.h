@@ -27,7 +27,7 @@ struct FlashDecodeSpecialisation {
   int vector_rows;  // of which values are summed up without the matrix unit; 0: of none
   int key_lanes;    // that share a value's row then
   FlashFwdFeatures features;
-  const TileRow* row;  // of a table that has the tile; null: it is reckoned
+  const TileRow* row;  // of a table that has the tile; null: it is estimated
 
   int rows() const { return vector_rows > 0 ? vector_rows : 8 * row_fragments; }
   // Tiles that so many rows fill; the keys are read for each.

@@ -20,7 +20,8 @@ constexpr int kMaxSlice = 256;
 // A block takes barriers and a rescaling of the output.
 constexpr int kBlockLoads = 12;
 
-// A load of two neighbours of Q from device memory takes as long as so many of threadgroup memory.
+// Loads of threadgroup memory that take as long as one load of two neighbours of Q from device
+// memory.
 int row_load_cost(const FlashFwdSpecialisation& s) {
   return (s.element == Element::kFloat ? 1 : 2) * row_loads(s);
 }

@@ -1,8 +1,6 @@
 // How flash_fwd is specialised for a problem and a GPU: pure functions of plain data.
 #pragma once
 
-#include <array>
-#include <cstdint>
 #include <string>
 
 #include "csrc/problem/attention.h"
@@ -29,7 +27,7 @@ struct FlashFwdSpecialisation {
   bool wide_rotary;       // and of k while it is rotated
   bool row_pairs;         // two neighbouring elements of q at a time
   FlashFwdFeatures features;
-  const TileRow* row;  // of a table that has the tile; null: it is reckoned
+  const TileRow* row;  // of a table that has the tile; null: it is estimated
 
   int block_q() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }

@@ -59,8 +59,8 @@ Specialisation remembered_tile(TileRequest request, int64_t queries, int64_t key
   request.table_changes = tile_table_changes();
   std::optional<Remembered>& place = all[hash_of(request) % kPlaces];
   if (!place || place->request != request) {
-    const Specialisation reckoned = choose();
-    place = Remembered{request, tuned(reckoned, reckoned.kernel(), queries, keys)};
+    const Specialisation estimated = choose();
+    place = Remembered{request, tuned(estimated, estimated.kernel(), queries, keys)};
   }
   return place->tile;
 }

@@ -32,9 +32,9 @@ double idle_factor(double simdgroups, bool banded, const Gpu& gpu) {
 }
 
 int feature_registers(const FlashFwdFeatures& f) {
-  const bool lone_keys = (f.mask && !f.mask->pairs) || (f.bias && !f.bias->pairs);
+  const bool unpaired_keys = (f.mask && !f.mask->pairs) || (f.bias && !f.bias->pairs);
   // What score_mod and mask_mod hold is not known; by judgement.
-  return (f.band || f.chunk ? 3 : 0) + (lone_keys ? 14 : 0) + (f.flex ? 16 : 0);
+  return (f.band || f.chunk ? 3 : 0) + (unpaired_keys ? 14 : 0) + (f.flex ? 16 : 0);
 }
 
 void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rotary) {

@@ -33,7 +33,7 @@ __attribute__((visibility("default"))) uint64_t metal_attn_tiles_tried();
 namespace metal_attn {
 
 // How a tile was chosen, unless a table has it.
-inline constexpr const char* kReckoned = "default";
+inline constexpr const char* kEstimated = "default";
 
 // What of a specialisation is chosen, by name. Whatever else it has follows from the problem.
 struct TileValue {
@@ -49,7 +49,7 @@ std::string tile_text(const Tile& tile);
 template <class Specialisation>
 using TileVisitor = std::function<bool(const Specialisation&, double cost)>;
 
-// Of a tile that is worse than others in some way and better in none.
+// The cost of a tile that some other tile equals or beats in every respect.
 inline constexpr double kHopeless = std::numeric_limits<double>::infinity();
 
 // What the choice of a tile depends on, in words: "flash_fwd half 128 128 band q<=2048 k<=2048".
@@ -93,7 +93,7 @@ class TileRow {
   bool dropped() const { return dropped_; }
 
   const std::string key;
-  const std::string source;  // how it was chosen, as kReckoned is
+  const std::string source;  // how it was chosen, as kEstimated is
 
  private:
   std::string text() const;
@@ -116,7 +116,7 @@ class TileTable {
   std::vector<std::unique_ptr<const TileRow>> rows_;  // by key
 };
 
-// What launches look tiles up in; null: nothing, and all tiles are reckoned.
+// What launches look tiles up in; null: nothing, and all tiles are estimated.
 const TileTable* tile_table();
 void use_tile_table(const TileTable* table);
 
@@ -130,27 +130,27 @@ int length_class(int64_t length);
 // Tiles of which the choosers asked whether they fit, in this thread.
 inline thread_local uint64_t t_tiles_tried = 0;
 
-// The tile that the table in use has for this problem, or else the reckoned one.
+// The tile that the table in use has for this problem, or else the estimated one.
 template <class Specialisation>
-Specialisation tuned(const Specialisation& reckoned, const char* kernel, int64_t queries,
+Specialisation tuned(const Specialisation& estimated, const char* kernel, int64_t queries,
                      int64_t keys) {
   const TileTable* table = tile_table();
   if (table == nullptr) {
-    return reckoned;
+    return estimated;
   }
-  const TileKey key = tile_key(kernel, reckoned, queries, keys);
+  const TileKey key = tile_key(kernel, estimated, queries, keys);
   const TileRow* row = table->find(kernel);
   row = row != nullptr ? row : table->find(key.text());
   if (row == nullptr || row->dropped()) {
-    return reckoned;
+    return estimated;
   }
   struct Search {
     const TileRow& row;
     Specialisation found;
     bool done;
-  } search{*row, reckoned, row->is(reckoned.tile())};
+  } search{*row, estimated, row->is(estimated.tile())};
   if (!search.done) {
-    for_each_tile(reckoned, [&search](const Specialisation& one, double) {
+    for_each_tile(estimated, [&search](const Specialisation& one, double) {
       search.done = search.row.is(one.tile());
       search.found = search.done ? one : search.found;
       return search.done;
@@ -158,27 +158,27 @@ Specialisation tuned(const Specialisation& reckoned, const char* kernel, int64_t
   }
   if (!search.done) {
     row->refuse(key.text());
-    return reckoned;
+    return estimated;
   }
   search.found.row = row;
   return search.found;
 }
 
-// What is worth a measurement: the reckoned tile, then others from the cheapest on. A register
+// What is worth a measurement: the estimated tile, then others from the cheapest on. A register
 // count is an estimate and a spill is sometimes cheap, so a few more than the limit are let in.
 inline constexpr std::size_t kMostCandidates = 8;
 inline constexpr int kMoreRegisters = 48;
 
 template <class Specialisation>
-std::vector<std::string> tile_candidates(const Specialisation& reckoned, const Gpu& gpu) {
-  const int most = std::max(register_limit(gpu), reckoned.registers()) + kMoreRegisters;
+std::vector<std::string> tile_candidates(const Specialisation& estimated, const Gpu& gpu) {
+  const int most = std::max(register_limit(gpu), estimated.registers()) + kMoreRegisters;
   struct Other {
     double cost;
     std::size_t number;  // of equals the first comes first
     Tile tile;
   };
   std::vector<Other> others;
-  for_each_tile(reckoned, [&](const Specialisation& one, double cost) {
+  for_each_tile(estimated, [&](const Specialisation& one, double cost) {
     if (one.registers() <= most && cost < kHopeless) {
       others.push_back({cost, others.size(), one.tile()});
     }
@@ -187,7 +187,7 @@ std::vector<std::string> tile_candidates(const Specialisation& reckoned, const G
   std::sort(others.begin(), others.end(), [](const Other& a, const Other& b) {
     return std::pair(a.cost, a.number) < std::pair(b.cost, b.number);
   });
-  std::vector<std::string> found{tile_text(reckoned.tile())};
+  std::vector<std::string> found{tile_text(estimated.tile())};
   for (std::size_t i = 0; i < others.size() && found.size() < kMostCandidates; ++i) {
     const std::string text = tile_text(others[i].tile);
     if (std::find(found.begin(), found.end(), text) == found.end()) {

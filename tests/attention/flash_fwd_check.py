@@ -7,6 +7,7 @@ import torch
 from torch_metal_attn.reference import attention, varlen_attention
 from torch_metal_attn.testing.judge import (
     ACCUMULATION,
+    DTYPES,
     ROUNDING,
     near,
     near_statistic,
@@ -16,7 +17,6 @@ from torch_metal_attn.testing.judge import (
 from torch_metal_attn.testing.oracle import torch_error, visible_keys
 from torch_metal_attn.testing.tf32 import as_multiplied, tf32_rounding
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # Of the inputs, and of a bias, a mask or a sink: each dtype once on both sides.
 PAIRS_OF_DTYPES = list(zip(DTYPES, [*DTYPES[1:], DTYPES[0]], strict=True))
 

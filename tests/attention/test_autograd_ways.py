@@ -83,10 +83,6 @@ class TestWays:
                 results.append(torch.autograd.grad(loss, leaves))
             check(*results, tolerance=1e-6)
 
-    def test_func_grad(self):
-        actual = torch.func.grad(self.loss, argnums=(0, 1, 2))(*make_qkv())
-        check(actual, self.expected(), tolerance=1e-6)
-
     @pytest.mark.filterwarnings("ignore:There is a performance drop")
     def test_vmap(self):
         """vmap of the gradient, and the gradient of vmap."""
@@ -165,19 +161,6 @@ class TestWays:
     def test_simulators_own_op(self):
         op = torch.ops.metal_attn_simulator.flash_fwd
         check(gradients(op, make_qkv(), **self.OPTIONS), self.expected(), tolerance=1e-5)
-
-    @pytest.mark.parametrize("packed", ["kvpacked", "qkvpacked"])
-    def test_packed_functions(self, packed):
-        q, k, v = (x.transpose(1, 2) for x in make_qkv(heads=2, q_length=13, v_head_dim=16))
-        stacked = torch.stack([k, v] if packed == "kvpacked" else [q, k, v], 2).requires_grad_()
-        arguments = (q, stacked) if packed == "kvpacked" else (stacked,)
-        attend = getattr(torch_metal_attn, f"flash_attn_{packed}_func")
-        weight = normal(2, 13, 2, 16, seed=5)
-        (attend(*arguments, causal=True) * weight).sum().backward()
-        leaves = make_leaves((q, k, v))
-        loss = (torch_metal_attn.flash_attn_func(*leaves, causal=True) * weight).sum()
-        expected = torch.stack(torch.autograd.grad(loss, leaves)[-stacked.shape[2] :], 2)
-        check((stacked.grad,), (expected,), tolerance=1e-6)
 
 
 class TestMemory:

@@ -47,11 +47,10 @@ slopes = partial(added, "alibi_slopes", torch.zeros(4))
 
 
 def call(where, arguments):
-    namespace, suffix = NAMESPACES[where]
     name = "flash_varlen_bwd" if "cu_seqlens_q" in arguments else "flash_bwd"
     if "delta" in arguments:
         name += "_slopes" if "alibi_slopes" in arguments else "_bias"
-    return getattr(namespace, name + suffix)(**arguments)
+    return getattr(NAMESPACES[where], name)(**arguments)
 
 
 # Rows of (argument, what is done to it, how the error goes on after its name).

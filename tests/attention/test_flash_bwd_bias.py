@@ -110,8 +110,8 @@ def test_no_rows(device):
 def explained(q, k, v, **options):
     lse = torch.zeros(q.shape[:3])
     dout = v.new_empty(1, 1, 1, v.shape[3]).expand(*q.shape[:3], v.shape[3])
-    op = torch.ops.metal_attn.flash_bwd_bias_explain
-    return extension.told(op(dout, q, k, v, lse, lse, **options))
+    op = torch.ops.metal_attn_explain.flash_bwd_bias
+    return extension.launches(op(dout, q, k, v, lse, lse, **options))[0]
 
 
 @pytest.mark.parametrize("sizes", [(33,), (1,), (8, 1, 1)])

@@ -51,8 +51,8 @@ def test_every_feature_is_counted():
 def reckoned():
     """The tiles of plain attention."""
     q = torch.zeros(1, 1, 64, 64, dtype=torch.float16)
-    told = torch.ops.metal_attn.flash_bwd_explain(q, None, q, q, q, q, torch.zeros(1, 1, 64))
-    kernels = extension.told(told)
+    packed = torch.ops.metal_attn_explain.flash_bwd(q, None, q, q, q, q, torch.zeros(1, 1, 64))
+    kernels = {launch["kernel"]: launch for launch in extension.launches(packed)}
     return {kernel: kernels[kernel]["tuning"]["candidates"][0] for kernel in KERNELS}
 
 

@@ -16,7 +16,7 @@ from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.head_dims import HOME
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
-from torch_metal_attn.runtime import extension
+from torch_metal_attn.tools.explain.ops import backward_launches
 
 CPU = torch.device("cpu")
 # Far more than any grid here fills. Grids of fewer than 512 keys are never split.
@@ -28,8 +28,8 @@ TENSOR_SHAPE = SHAPE | {"kv_heads": 1, "batch": 1}
 
 def splits(q_heads, kv_heads, length):
     q, k = (torch.empty(1, heads, length, 64).half() for heads in (q_heads, kv_heads))
-    plans = extension.told(torch.ops.metal_attn.flash_bwd_plan(q, k, k.clone()))
-    (plan,) = (plan for name, plan in plans.items() if "dkv" in name)
+    launches = backward_launches("flash_fwd", {"q": q, "k": k, "v": k.clone()})
+    (plan,) = (launch for launch in launches if "dkv" in launch["kernel"])
     assert int(plan["defines"].get("HEAD_SPLITS", 1)) == plan["head_splits"]
     return plan["head_splits"]
 

@@ -1,4 +1,4 @@
-"""Lengths that only the device can see: nothing is read outside, and invalid ones give NaN.
+"""Lengths and places that only the device sees: nothing is read outside, invalid ones give NaN.
 
 On mps the host does not read them. Here they become invalid between the op's checks and the kernel.
 """
@@ -8,6 +8,7 @@ import torch
 
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.head_dims import HOME
+from tests.cache.kv_caches import paged
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import engine
 
@@ -25,19 +26,49 @@ def after_the_checks(monkeypatch, tensor, values):
     monkeypatch.setattr(engine, "run", run_with_bad_values)
 
 
-@pytest.mark.parametrize("bad", [-1, 66, INT_MIN, INT_MAX])
-@pytest.mark.parametrize("name", ["seqused_k", "leftpad_k"])
-def test_per_sequence_length(name, bad, monkeypatch):
+# Numbers of each sequence that are good, and the first that is not.
+NUMBERS = {
+    "seqused_k": ([60, 30, 65], 66),
+    "leftpad_k": ([60, 30, 65], 66),
+    "cache_batch_idx": ([2, 0, 1], 3),
+}
+
+
+@pytest.mark.parametrize("bad", [-1, None, INT_MIN, INT_MAX])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_number_of_a_sequence(name, bad, monkeypatch):
     q, k, v = make_qkv(batch=3, head_dim=HOME, dtype=torch.float16)
-    lengths = torch.tensor([60, 30, 65]).int()
+    good, first_bad = NUMBERS[name]
+    numbers = torch.tensor(good).int()
     with simulate(check=True):
-        expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, k, v, **{name: lengths})
-        after_the_checks(monkeypatch, lengths, [60, bad, 65])
-        out, lse = torch.ops.metal_attn.flash_fwd(q, k, v, **{name: lengths})
+        expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, k, v, **{name: numbers})
+        bad = first_bad if bad is None else bad
+        after_the_checks(monkeypatch, numbers, [good[0], bad, good[2]])
+        out, lse = torch.ops.metal_attn.flash_fwd(q, k, v, **{name: numbers})
     assert out[1].isnan().all()
     assert lse[1].isnan().all()
     assert torch.equal(out[::2], expected[::2])
     assert torch.equal(lse[::2], expected_lse[::2])
+
+
+@pytest.mark.parametrize("bad", [-1, 9, INT_MIN, INT_MAX])
+def test_number_of_a_page(bad, monkeypatch):
+    """Queries that see such a page are NaN: those alone."""
+    q, k, v = make_qkv(batch=2, q_length=40, kv_length=40, head_dim=32, dtype=torch.float16)
+    keys, values, where = paged(k, v, [40, 40], 16, spare=3)
+    table = where["block_table"]
+    broken = table.clone()
+    broken[0, 1] = bad  # keys 16..31
+    options = {"causal": True, "seqused_k": torch.tensor([40, 40]).int(), "block_table": table}
+    with simulate(check=True):
+        expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, keys, values, **options)
+        after_the_checks(monkeypatch, table, broken.tolist())
+        out, lse = torch.ops.metal_attn.flash_fwd(q, keys, values, **options)
+    assert out[0, :, 16:].isnan().all()
+    assert lse[0, :, 16:].isnan().all()
+    assert torch.equal(out[0, :, :16], expected[0, :, :16])
+    assert torch.equal(out[1], expected[1])
+    assert torch.equal(lse[1], expected_lse[1])
 
 
 # Sequences of 20, 40 and 10 queries, and of 30, 5 and 60 keys; which of them must be NaN.
@@ -71,16 +102,3 @@ def test_packed_sequences(case, monkeypatch):
         assert out[start:end].isnan().all()
         assert lse[:, start:end].isnan().all()
     assert not out.isnan().all()
-
-
-def test_queries_of_no_sequence_are_zero(device):
-    q, k, v, *packing = make_packed([20, 0, 40], [30, 5, 60], head_dim=HOME, dtype=torch.float16)
-    q = torch.cat([q, torch.ones(9, *q.shape[1:]).half()])
-    arguments = [value.to(device) if torch.is_tensor(value) else value for value in (q, k, v)]
-    packing = [value.to(device) if torch.is_tensor(value) else value for value in packing]
-    out, lse = torch.ops.metal_attn.flash_varlen_fwd(
-        *arguments, *packing, learnable_sink=torch.ones(2).to(device)
-    )
-    assert (out[60:] == 0).all()
-    assert (lse[:, 60:] == -torch.inf).all()
-    assert out[:60].isfinite().all()

@@ -28,10 +28,8 @@ def later(gpu):
 
 def tiles(op, *arguments, **options):
     """The kernels' defines."""
-    explain = getattr(torch.ops.metal_attn, f"{op}_explain")
-    explanation = extension.told(explain(*arguments, **options))
-    kernels = [explanation, *(x for x in explanation.values() if isinstance(x, dict))]
-    return [kernel["defines"] for kernel in kernels if "defines" in kernel]
+    explain = getattr(torch.ops.metal_attn_explain, op)
+    return [launch["defines"] for launch in extension.launches(explain(*arguments, **options))]
 
 
 @pytest.mark.parametrize("head_dim, dtype", FORWARD)

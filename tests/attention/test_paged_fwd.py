@@ -15,7 +15,6 @@ from tests.attention.flash_fwd_check import (
     make_qkv,
 )
 from tests.attention.flash_fwd_options import ints
-from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.cache.kv_caches import paged
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention, cached
@@ -95,39 +94,6 @@ def test_pages_before_the_window_need_not_exist(device):
     where["block_table"][1, : 95 // 16] = 10**6
     options = {"window_size_left": 50, "causal": True, "seqused_k": ints(200, 150)}
     check_flash_fwd(q, k, v, cache=(keys, values, where), device=device, **options)
-
-
-@pytest.mark.parametrize("bad", [-1, 9, -(2**31), 2**31 - 1])
-def test_pages_that_only_the_device_knows(bad, monkeypatch):
-    """Nothing is read, and queries that see such a page are NaN: those alone."""
-    q, k, v = make_qkv(batch=2, q_length=40, kv_length=40, **SHAPE)
-    keys, values, where = paged(k, v, [40, 40], 16, spare=3)
-    table = where["block_table"]
-    broken = table.clone()
-    broken[0, 1] = bad  # keys 16..31
-    options = {"causal": True, "seqused_k": ints(40, 40), "block_table": table}
-    with simulate(check=True):
-        expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, keys, values, **options)
-        after_the_checks(monkeypatch, table, broken.tolist())
-        out, lse = torch.ops.metal_attn.flash_fwd(q, keys, values, **options)
-    assert out[0, :, 16:].isnan().all()
-    assert lse[0, :, 16:].isnan().all()
-    assert torch.equal(out[0, :, :16], expected[0, :, :16])
-    assert torch.equal(out[1], expected[1])
-    assert torch.equal(lse[1], expected_lse[1])
-
-
-@pytest.mark.parametrize("bad", [-1, 3, -(2**31), 2**31 - 1])
-def test_indices_that_only_the_device_knows(bad, monkeypatch):
-    q, k, v = make_qkv(batch=3, kv_length=40, **SHAPE)
-    index = ints(2, 0, 1)
-    with simulate(check=True):
-        expected, _ = torch.ops.metal_attn.flash_fwd(q, k, v, cache_batch_idx=index)
-        after_the_checks(monkeypatch, index, [2, bad, 1])
-        out, lse = torch.ops.metal_attn.flash_fwd(q, k, v, cache_batch_idx=index)
-    assert out[1].isnan().all()
-    assert lse[1].isnan().all()
-    assert torch.equal(out[::2], expected[::2])
 
 
 @pytest.mark.parametrize("name", ["flash_fwd", "flash_varlen_fwd"])

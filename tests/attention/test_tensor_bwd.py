@@ -216,8 +216,9 @@ def test_explanations(monkeypatch):
 def test_no_spill(head_dim, shared):
     """Of dk and dv, by what the chooser reckons."""
     q, k, v = make_qkv(head_dim=head_dim, dtype=F16)
-    told = torch.ops.metal_attn.flash_bwd_explain(q, None, q, k, v, q, torch.zeros(q.shape[:3]))
-    kernel = extension.told(told)["flash_bwd_dkv_tensor"]
+    packed = torch.ops.metal_attn_explain.flash_bwd(q, None, q, k, v, q, torch.zeros(q.shape[:3]))
+    kernels = {launch["kernel"]: launch for launch in extension.launches(packed)}
+    kernel = kernels["flash_bwd_dkv_tensor"]
     assert kernel["registers"] <= 168
     assert int(kernel["defines"].get("COLUMN_SIMDGROUPS", 1)) == shared
     assert kernel["threadgroup_bytes"] == (16384 if shared > 1 else 0)

@@ -133,7 +133,7 @@ def test_what_has_no_tensor_tiles(monkeypatch, gpu):
 def test_explanations(monkeypatch):
     def reason(dtype):
         q, k, v = make_qkv(head_dim=64, dtype=dtype)
-        return extension.told(torch.ops.metal_attn.flash_fwd_explain(q, k, v))["reason"]
+        return extension.launches(torch.ops.metal_attn_explain.flash_fwd(q, k, v))[0]["reason"]
 
     assert reason(F16).startswith("tensor tiles: 16 queries a SIMD group")
     assert reason(torch.float32).endswith(

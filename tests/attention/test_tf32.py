@@ -6,14 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from tests.attention import flash_bwd_features as features
-from tests.attention import flash_fwd_problems as problems
-from tests.attention.dropout_check import dropout
+from tests.attention import held_cases
 from tests.attention.flash_bwd_check import (
     assert_gradients,
     backward,
-    check_flash_bwd,
-    check_flash_varlen_bwd,
     exact_forward,
     judge,
     make_gradients,
@@ -23,13 +19,10 @@ from tests.attention.flash_bwd_check import (
 from tests.attention.flash_bwd_sharp import check_sharp
 from tests.attention.flash_fwd_check import (
     ACCUMULATION,
-    check_flash_fwd,
-    make_packed,
     make_qkv,
 )
-from tests.attention.flash_fwd_options import ints, random_mask
 from tests.attention.head_dims import HOME
-from tests.cache.kv_caches import in_pages, with_nan_tails
+from tests.attention.held_cases import FORWARD, hold
 from tests.helpers.mutants import mutant_tests, repeated
 from torch_metal_attn import allow_tf32, explain, simulate, testing, tf32_allowed
 from torch_metal_attn.reference import attention
@@ -42,53 +35,8 @@ from torch_metal_attn.tools.verify import cases as listed
 F32 = torch.float32
 ops = torch.ops.metal_attn
 CPU = torch.device("cpu")
-FORWARD = {"flash_fwd_tensor"}
-# What the gradients have kernels of their own for.
-ADDED = ("attn_bias", "alibi_slopes")
+FORWARD_KERNELS = {"flash_fwd_tensor"}
 GRADIENTS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
-
-
-def named(name, function, *arguments, **options):
-    """function(*arguments, device=...) as a problem of this name."""
-    problem = partial(function, *arguments, **options)
-    problem.__name__ = name
-    return problem
-
-
-def visible(device):
-    """Chunks, both lengths and a diagonal off the corner, in the batches of a cache."""
-    q, k, v = make_qkv(**problems.SHAPE)
-    options = {"attention_chunk": 21, "leftpad_k": ints(7, 40), "seqused_k": ints(90, 70)}
-    cache = k.flip(0), v.flip(0), {"cache_batch_idx": ints(1, 0)}
-    check_flash_fwd(q, k, v, cache=cache, **options, causal=True, q_offset=0, device=device)
-
-
-def scores(device):
-    """All that changes scores and weights, masked blocks, and a logit without a key."""
-    options = {"softcap": 1.5, "softmax_scale": 0.5, "causal": True, "q_offset": -2} | dropout()
-    options |= {
-        "attn_mask": random_mask(2, 4, 77, 101),
-        "attn_bias": random_mask(77, 101, dtype=torch.float16),
-        "alibi_slopes": torch.tensor([0.05, 0.1, 0.2, 0.25]),
-        "learnable_sink": torch.tensor([3.0, 1.0, -1.0, 5.0]),
-    }
-    problems.dense(device, F32, **options)
-
-
-def wide_rows(device):
-    """Two chains of scores, Q read again, and a last slice of V that passes its end by a span."""
-    shape = {"batch": 1, "heads": 2, "head_dim": 136, "v_head_dim": 288}
-    problems.dense(device, F32, shape, causal=True)
-
-
-def half_caches(device):
-    """Keys and values of 16 bits, in pages and contiguous."""
-    for dtype, page in ((torch.float16, 5), (torch.bfloat16, 0)):
-        lengths = [33, 70]
-        q, k, v = make_qkv(2, 4, 2, 20, 70, HOME)
-        k, v = (with_nan_tails(x.to(dtype), lengths) for x in (k, v))
-        cache = in_pages((k, v, {"k_scale": None}), lengths, page) if page else None
-        check_flash_fwd(q, k, v, cache=cache, seqused_k=ints(*lengths), device=device)
 
 
 def nan_and_infinity(device):
@@ -123,33 +71,6 @@ def either_precision(device):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def everything_but_a_bias(device):
-    """Both lengths, a cap, a sink, dropped weights and rotated rows of an odd number of pairs."""
-    qkv, options = features.problem("both lengths", F32)
-    options |= {"softcap": 5.0, "causal": True} | features.tables(7) | dropout()
-    options |= {"learnable_sink": torch.tensor([3.0, 1.0, -torch.inf, 5.0]).half()}
-    check_flash_bwd(*qkv, **options, device=device)
-
-
-def masked_gradients(device):
-    """A mask with chunks, padding and odd head dims."""
-    qkv = make_qkv(**features.SHAPE | features.FEATURES["odd head dim"])
-    options = features.FEATURES["chunk, causal, padded"] | features.FEATURES["mask"]
-    check_flash_bwd(*qkv, **options, device=device)
-
-
-def packed_gradients(device):
-    """With rows of no sequence on both sides, and an empty sequence."""
-    q, k, v, *packing = make_packed([40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=HOME)
-    q, k, v = torch.cat([q, q[:9]]), torch.cat([k, k[:5]]), torch.cat([v, v[:5]])
-    check_flash_varlen_bwd(q, k, v, *packing, window_size_left=40, causal=True, device=device)
-
-
-def wide_gradients(device):
-    """Rows that two SIMD groups share, and slices."""
-    check_flash_bwd(*make_qkv(1, 2, 1, 40, 50, 200, 40), causal=True, device=device)
-
-
 def one_key(device):
     """Its weight is 1: what comes out is the value, to the nearest number of 11 bits."""
     q, k, v = make_qkv(q_length=1, kv_length=1, head_dim=HOME)
@@ -180,15 +101,35 @@ def second_pass(device):
     assert (dq - oracle).abs().max() <= 2 * torch_errors(q, k, v, dout, {})[0]
 
 
+def case(**fields):
+    return held_cases.case(tiles="TF32", dtype="float32", **fields)
+
+
+GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101}
+LENGTHS = {"seqused_k": (90, 70), "leftpad_k": (7, 40)}
+ODD = {"head_dim": 11, "v_head_dim": 13}
+# All that changes scores, but for a bias, whose gradients are float32's own.
+SCORES = {"softcap": 1.5, "softmax_scale": 0.5, "learnable_sink": "float32", "dropout_p": 0.3}
+PACKED = {"heads": 4, "kv_heads": 2, "q_length": 1, "kv_length": 1, "causal": True}
+PACKED |= {"packed": ((40, 50), (0, 3), (77, 64)), "spare_rows": 9, "call": "flash_varlen_fwd"}
 FORWARDS = [
-    *(named(f.__name__, f, dtype=F32) for f in (problems.plain, problems.odd_head_dims)),
-    *(named(f.__name__, f, dtype=F32) for f in (problems.packed, problems.formats)),
-    named("packed pages", problems.pages_of_packed, dtype=F32),
-    *(visible, scores, wide_rows, half_caches, nan_and_infinity, equal_values),
+    case(**GROUPED, causal=True, cache="indexed", attention_chunk=21, q_offset=0, **LENGTHS),
+    case(**GROUPED, **SCORES, **FORWARD, causal=True, attn_mask="bool bhqk", alibi_slopes="h"),
+    case(**GROUPED, **FORWARD, causal=True, attn_bias="float16 qk", q_offset=-2),
+    # Two chains of scores, Q read again, a last slice of V that passes its end by a span.
+    case(kv_length=101, q_length=77, head_dim=136, v_head_dim=288, causal=True, **FORWARD),
+    case(**GROUPED, cache="paged", page=5, cache_dtype="float16", seqused_k=(33, 70)),
+    case(**GROUPED, cache_dtype="bfloat16", seqused_k=(33, 70)),
+    case(**GROUPED | {"head_dim": 64}, cache="paged", format="q8_0"),
+    case(**GROUPED | {"head_dim": 64}, cache="paged", format="fp8_e4m3"),
+    case(**PACKED, cache="paged", page=24, window_size_left=30),
 ]
 BACKWARDS = [
-    *(everything_but_a_bias, masked_gradients, packed_gradients, wide_gradients),
-    *(other_statistics, second_pass),
+    case(**GROUPED, **SCORES, **LENGTHS, causal=True, rotary="qk", rotary_columns=14),
+    case(**GROUPED, **ODD, attn_mask="bool bhqk", attention_chunk=21, causal=True, q_offset=0),
+    case(**PACKED, window_size_left=40, rotary="qk", rotary_columns=8),
+    # Rows that two SIMD groups share, and slices.
+    case(heads=2, kv_heads=1, q_length=40, kv_length=50, head_dim=200, v_head_dim=40, causal=True),
 ]
 
 
@@ -199,24 +140,12 @@ def m5(gpu):
         yield
 
 
-def name_of(problem):
-    return problem.__name__
-
-
-@pytest.mark.parametrize("problem", FORWARDS, ids=name_of)
-def test_forward(problem):
+@pytest.mark.parametrize("kernels, cases", [(FORWARD_KERNELS, FORWARDS), (GRADIENTS, BACKWARDS)])
+def test_values(kernels, cases):
     with simulate(check=True) as run:
-        problem(device=CPU)
-    assert FORWARD <= set(run.counters)
-    assert "flash_fwd" not in run.counters
-
-
-@pytest.mark.parametrize("problem", BACKWARDS, ids=name_of)
-def test_backward(problem):
-    with simulate(check=True) as run:
-        problem(device=CPU)
-    assert set(run.counters) >= GRADIENTS
-    assert not {"flash_bwd_dq", "flash_bwd_dkv"} & set(run.counters)
+        hold(cases, CPU)
+    assert kernels <= set(run.counters)
+    assert not {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"} & set(run.counters)
 
 
 def test_a_bias_has_float32s_own_gradients():
@@ -227,7 +156,7 @@ def test_a_bias_has_float32s_own_gradients():
     assert not GRADIENTS & set(run.counters)
 
 
-@pytest.mark.parametrize("problem", [either_precision, one_key], ids=name_of)
+@pytest.mark.parametrize("problem", [either_precision, one_key, nan_and_infinity, equal_values])
 def test_bits(problem):
     with simulate(check=True):
         problem(CPU)
@@ -262,9 +191,13 @@ def test_no_spill(head_dim):
 
     def registers(dtype):
         q, k, v = make_qkv(head_dim=head_dim, dtype=dtype)
-        forward = extension.told(ops.flash_fwd_explain(q, k, v))
-        told = ops.flash_bwd_explain(q, None, q, k, v, q, torch.zeros(q.shape[:3]))
-        return [forward["registers"], *(of["registers"] for of in extension.told(told).values())]
+        explain = torch.ops.metal_attn_explain
+        packed = [
+            explain.flash_fwd(q, k, v),
+            explain.flash_bwd(q, None, q, k, v, q, torch.zeros(q.shape[:3])),
+        ]
+        launches = [launch for one in packed for launch in extension.launches(one)]
+        return [launch["registers"] for launch in launches if "registers" in launch]
 
     wide = registers(F32)
     assert max(wide) <= 168
@@ -275,7 +208,7 @@ def test_no_spill(head_dim):
 @pytest.mark.parametrize("lane_map", ["apple9", 7])
 def test_other_lane_maps_are_wrong(lane_map):
     """Finite and wrong, so a probe must keep them out: tests/runtime/test_tensor_gate.py."""
-    for problem in (FORWARDS[0], other_statistics):
+    for problem in (partial(hold, FORWARDS[:1]), other_statistics):
         with simulate(check=True, lane_map=lane_map), pytest.raises(AssertionError):
             problem(device=CPU)
 
@@ -296,10 +229,10 @@ def same(found, others):
 def test_nothing_but_the_caller_allows_it(gpu, monkeypatch):
     """Unless it is allowed, and on a GPU without matrix units, not a bit of float32 changes."""
     tf32, kernels = results()
-    assert kernels >= FORWARD | GRADIENTS
+    assert kernels >= FORWARD_KERNELS | GRADIENTS
     gpu("Apple M4")
     precise, kernels = results()
-    assert not kernels & (FORWARD | GRADIENTS)
+    assert not kernels & (FORWARD_KERNELS | GRADIENTS)
     gpu("Apple M5")
     assert not same(tf32[1:], precise[1:])
     monkeypatch.setenv("TORCH_METAL_ATTN_TF32", "on")
@@ -353,7 +286,8 @@ def test_blocks_nest():
 
 def reason(**more):
     q, k, v = make_qkv(head_dim=64)
-    return extension.told(ops.flash_fwd_explain(q, k, v, **more))["reason"]
+    packed = torch.ops.metal_attn_explain.flash_fwd(q, k, v, **more)
+    return extension.launches(packed)[-1]["reason"]
 
 
 def test_explanations():
@@ -398,12 +332,12 @@ def test_autograd_and_compiled_graphs_follow(gpu):
             attend(*qkv).backward()
         return set(run.counters)
 
-    assert kernels() >= FORWARD | GRADIENTS
+    assert kernels() >= FORWARD_KERNELS | GRADIENTS
     with allow_tf32(False):
-        assert not kernels() & (FORWARD | GRADIENTS)
+        assert not kernels() & (FORWARD_KERNELS | GRADIENTS)
         with ThreadPoolExecutor(1) as other:
             assert not other.submit(tf32_allowed).result()
-    assert kernels() >= FORWARD | GRADIENTS
+    assert kernels() >= FORWARD_KERNELS | GRADIENTS
 
 
 NEAREST = "scale * unit_roundoff<half>() + x"
@@ -482,7 +416,7 @@ def test_verify_has_tf32(gpu):
         by_family.setdefault(case.family, []).append(case)
     for family in ("flash_fwd in TF32", "flash_bwd in TF32"):
         assert len(by_family[family]) == len(FEATURES)
-    assert ran(by_family["flash_fwd in TF32"][0]) == FORWARD
+    assert ran(by_family["flash_fwd in TF32"][0]) == FORWARD_KERNELS
     assert ran(next(case for case in listed.QUICK if case.dtype == "float32")) == {"flash_fwd"}
     gpu("Apple M4")
     assert "flash_fwd in TF32" not in {case.family for case in listed.full()}

@@ -179,8 +179,8 @@ def test_queries_in_a_packed_projection():
 def test_many_queries():
     """So many that a thread rotates several heads."""
     problem = make(batch=1, length=1, rotary_dim=64, q_heads=17, q_length=1500, capacity=1500)
-    explained = torch.ops.metal_attn.append_kv_explain(**problem.tensors)
-    assert extension.told(explained)["defines"]["HEADS"] == "3"
+    (explained,) = extension.launches(torch.ops.metal_attn_explain.append_kv(**problem.tensors))
+    assert explained["defines"]["HEADS"] == "3"
     check(problem)
 
 

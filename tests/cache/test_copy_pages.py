@@ -10,7 +10,7 @@ from torch_metal_attn import simulate
 from torch_metal_attn.runtime import extension
 
 copy_pages = torch.ops.metal_attn.copy_pages
-explain = torch.ops.metal_attn.copy_pages_explain
+explain = torch.ops.metal_attn_explain.copy_pages
 
 
 def random_bytes(count, seed=0):
@@ -34,8 +34,8 @@ def check(cache, src, dst, index=torch.int32):
 
 
 def word_of(cache):
-    pages = torch.arange(0)
-    return extension.told(explain(cache, pages, pages))["defines"]["WORD"]
+    (launch,) = extension.launches(explain(cache, torch.tensor([0]), torch.tensor([1])))
+    return launch["defines"]["WORD"]
 
 
 DTYPES = [

@@ -38,12 +38,6 @@ class Example:
         returns = getattr(torch.ops.metal_attn, self.op).default._schema.returns
         return len(returns) > 0 and (not self.written or returns[0].alias_info is not None)
 
-    @property
-    def explain(self) -> tuple[str, Arguments]:
-        """The op that says what would run, and its own options."""
-        both_forms = self.op in ("softmax_", "rope_", "merge_state_")
-        return f"{self.op.rstrip('_')}_explain", {"inplace": True} if both_forms else {}
-
 
 def call(arguments: Arguments, example: Example, namespace=torch.ops.metal_attn):
     """The results of a call, and the tensors that it wrote."""

@@ -1,6 +1,5 @@
 """Attention one number at a time, in Python floats, to test the reference itself."""
 
-import cmath
 import math
 
 import torch
@@ -114,18 +113,6 @@ def _rotated(row, b, position, cos, sin, interleaved):
         product = complex(row[x], row[y]) * angle
         rotated[x], rotated[y] = product.real, product.imag
     return rotated
-
-
-def tables(length, pairs, *, batch=None, dtype=torch.float64, seed=0):
-    """cos and sin of random angles: (length, pairs), or (batch, length, pairs)."""
-    shape = (length, pairs) if batch is None else (batch, length, pairs)
-    angles = 6.3 * torch.rand(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
-    rotations = [cmath.exp(1j * angle) for angle in angles.flatten().tolist()]
-    cos = torch.tensor([rotation.real for rotation in rotations], dtype=torch.float64).view(shape)
-    sin = torch.tensor([rotation.imag for rotation in rotations], dtype=torch.float64).view(shape)
-    return cos.to(dtype), sin.to(dtype)
 
 
 def slow_varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **options):

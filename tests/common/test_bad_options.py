@@ -15,18 +15,17 @@ from tests.helpers.refused import refused, refused_alike, without_data
 from torch_metal_attn import simulate
 
 NAMESPACES = {
-    "op": (torch.ops.metal_attn, ""),
-    "explain": (torch.ops.metal_attn, "_explain"),
-    "simulator": (torch.ops.metal_attn_simulator, ""),
+    "op": torch.ops.metal_attn,
+    "explain": torch.ops.metal_attn_explain,
+    "simulator": torch.ops.metal_attn_simulator,
 }
 LONGEST = 2**31 - 1024
 
 
 def call(where, tensors, options):
     """The dense op, or with cu_seqlens_q among the tensors the packed one."""
-    namespace, suffix = NAMESPACES[where]
     name = "flash_varlen_fwd" if "cu_seqlens_q" in tensors else "flash_fwd"
-    return getattr(namespace, name + suffix)(*tensors.values(), **options)
+    return getattr(NAMESPACES[where], name)(*tensors.values(), **options)
 
 
 def ints(*values):

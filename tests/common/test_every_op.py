@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import torch_metal_attn
+from tests.attention.held_cases import hold
 from tests.common.ops import EXAMPLES, STRIDED, call, on
 from tests.helpers.refused import without_data
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.runtime.device import best_device
-from torch_metal_attn.testing import running
 from torch_metal_attn.testing.families import FAMILIES, draw_of
 
 CPU = torch.device("cpu")
@@ -81,8 +81,8 @@ def test_fake_reference_and_shader_agree(example):
 def test_explanation_says_what_runs(example):
     """One launch, of the same kernel, defines and grid."""
     arguments = example.make()
-    name, options = example.explain
-    explained = extension.told(getattr(torch.ops.metal_attn, name)(**arguments, **options))
+    packed = getattr(torch.ops.metal_attn_explain, example.op)(**arguments)
+    (explained,) = extension.launches(packed)
     with torch_metal_attn.simulate(record=True) as run:
         call(arguments, example)
     (launch,) = run.recorded
@@ -250,7 +250,7 @@ def test_a_leaf_is_not_written(example, namespace):
     for name in set(example.written) & set(floats(example)):
         arguments, before = example.make(), example.make()
         leaf = arguments[name].requires_grad_()
-        for given in (leaf, leaf[:]) if example.returns_what_it_writes else (leaf,):
+        for given in (leaf, leaf[:]) if example.differentiable else (leaf,):
             with pytest.raises((ValueError, RuntimeError), match=r"leaf .*that requires grad"):
                 call(arguments | {name: given}, example, namespace)
             equal([arguments[n] for n in example.written], [before[n] for n in example.written])
@@ -300,7 +300,4 @@ def test_a_device_without_a_kernel_is_named(example):
 def test_drawn_cases(name, count, device):
     """Random cases as `fuzz` draws them: values, gradients, refusals, and memory around."""
     (family,) = (family for family in FAMILIES if family.__name__ == name)
-    for seed in range(count):
-        case = draw_of(family, random.Random(seed))
-        outcome = running.run(case, device)
-        assert outcome.ok, f"{case}: {outcome}"
+    hold([draw_of(family, random.Random(seed)) for seed in range(count)], device)

@@ -15,7 +15,7 @@ MESSAGE = "q has 2 heads and k 3; k's must divide q's"
 def renamed():
     """What torch 2.15 raises where the op refuses; for another torch its text in that type."""
     try:
-        torch.ops.metal_attn.flash_fwd_explain(Q, K, K)
+        torch.ops.metal_attn_explain.flash_fwd(Q, K, K)
     except (ValueError, RuntimeError) as error:
         return RuntimeError(str(error))
 

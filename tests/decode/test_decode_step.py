@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.attention.flash_fwd_options import ints, random_mask
 from tests.cache.append_check import check_equal, make, normal, place_of, same_memory
@@ -172,37 +170,6 @@ def test_more_rows_than_a_tile(device):
 def test_any_strides_and_head_dims(device):
     tensors = problem(length=2, head_dim=40, head_dim_v=11, rotary_dim=6, layout="gaps")
     check(tensors, device, causal=True)
-
-
-@st.composite
-def problems(draw):
-    length = draw(st.integers(1, 6))
-    seqlens = [draw(st.integers(0, 32 - length)) for _ in "ab"]
-    shape = {
-        "page": draw(st.sampled_from([None, PAGE])),
-        "format": draw(st.sampled_from([None, *FORMATS])),
-        "rotary_dim": draw(st.sampled_from([None, 64])),
-        "layout": draw(st.sampled_from(["heads", "rows"])),
-        "leftpad": draw(st.sampled_from([None, [0, min(seqlens[1], 3)]])),
-        "q_length": draw(st.integers(1, 6)),
-        "seed": draw(st.integers(0, 99)),
-    }
-    options = {"causal": draw(st.booleans()), "window_size_left": draw(st.integers(-1, 20))}
-    if shape["rotary_dim"]:
-        options["rotary_interleaved"] = draw(st.booleans())
-    return problem(length=length, seqlens=seqlens, **shape), draw(st.integers(1, 3)), options
-
-
-@settings(max_examples=settings.default.max_examples // 5)  # three kernels each
-@given(problems())
-def test_any_combination(device, drawn):
-    tensors, num_splits, options = drawn
-    mine = {name: same_memory(x).to(device) for name, x in tensors.items()}
-    theirs = {name: same_memory(x).to(device) for name, x in tensors.items()}
-    out, _ = ops.decode_step(**mine, num_splits=num_splits, **options)
-    expected, _ = separately(theirs, num_splits=num_splits, **options)
-    check_equal({n: x.cpu() for n, x in mine.items()}, {n: x.cpu() for n, x in theirs.items()})
-    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("num_splits, launches", [(1, 1), (4, 2)])

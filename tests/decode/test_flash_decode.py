@@ -220,7 +220,7 @@ def test_more_rows_than_the_shader_counts():
     for queries in (2**25, 2**25 - 512):
         q = k.expand(1, 64, queries, 8)
         with pytest.raises(ValueError, match=rf"{queries} queries of 64 heads .* up to 1073741824"):
-            torch.ops.metal_attn.flash_decode_explain(q, k, k)
+            torch.ops.metal_attn_explain.flash_decode(q, k, k)
 
 
 @pytest.mark.parametrize(

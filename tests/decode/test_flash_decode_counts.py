@@ -107,7 +107,7 @@ def explained(batch=1, heads=32, kv_heads=8, q_length=1, kv_length=32768, head_d
         torch.empty(1, 1, 1, head_dim, dtype=torch.float16).expand(batch, *size, head_dim)
         for size in ((heads, q_length), (kv_heads, kv_length), (kv_heads, kv_length))
     )
-    return extension.told(torch.ops.metal_attn.flash_decode_explain(q, k, v, **options))
+    return extension.launches(torch.ops.metal_attn_explain.flash_decode(q, k, v, **options))[0]
 
 
 def splits(**options):
@@ -160,10 +160,8 @@ def test_tiles_of_rows_after_new_keys_share_a_threadgroup(cores):
     cores(8)
     q, cache = torch.zeros(1, 32, 16, 128).half(), torch.zeros(1, 1, 4096, 128).half()
     new = torch.zeros(1, 1, 16, 128).half()
-    found = extension.told(
-        torch.ops.metal_attn.decode_step_explain(q, new, new, cache, cache.clone(), ints(4080))
-    )
-    assert found["grid"] == [24, 1, 1]
+    packed = torch.ops.metal_attn_explain.decode_step(q, new, new, cache, cache.clone(), ints(4080))
+    assert extension.launches(packed)[0]["grid"] == [24, 1, 1]
 
 
 def test_a_gpu_that_nobody_knows_is_not_a_small_one():

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import torch_metal_attn
 import torch_metal_attn.flash_attn as ours
+from tests.helpers.cases import each_case
 from tests.helpers.forks import run_alone
 from torch_metal_attn import install_flash_attn
 from torch_metal_attn.flash_attn import bert_padding
@@ -87,6 +88,26 @@ def test_functions_are_the_librarys():
     assert rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
 
 
+HIDDEN, MASK = normal(2, 3, 4), torch.ones(2, 3)
+CONCATENATED, LENGTHS = "unpad_input_for_concatenated_sequences", "attention_mask_in_length"
+REFUSED = [
+    ("unpad_input", ([1.0], MASK), "^hidden_states is a list; it must be a tensor"),
+    ("unpad_input", (HIDDEN, None), "^attention_mask is a NoneType; it must be a tensor"),
+    ("unpad_input", (HIDDEN, MASK, [1.0]), "^unused_mask is a list; it must be a tensor"),
+    ("pad_input", (HIDDEN[0], [0, 1, 2], 1, 3), "^indices is a list; it must be a tensor"),
+    *(
+        (CONCATENATED, (HIDDEN, lengths), f"^{LENGTHS} {message}")
+        for lengths, message in (
+            ([2, 1], "is a list; it must be a tensor"),
+            (torch.ones(3, 2).long(), r"has shape \(3, 2\); it must be \(2, 3\)"),
+            (torch.ones(2, 3), r"has dtype torch.float32; it must be integers"),
+            (torch.tensor([[3, 1, 0], [1, 0, 0]]), ".*a row of more than its 3 tokens"),
+            (torch.tensor([[2, -1, 0], [1, 0, 0]]), ".*has a negative length"),
+        )
+    ),
+]
+
+
 class TestPadding:
     @given(data=st.data(), batch=st.integers(0, 4), seqlen=st.integers(0, 9))
     def test_is_the_loop(self, data, batch, seqlen):
@@ -152,40 +173,16 @@ class TestPadding:
         assert cu_seqlens.dtype == torch.int32
         assert longest == max(each, default=0)
 
-    @pytest.mark.parametrize(
-        "lengths, message",
-        [
-            (torch.ones(3, 2).long(), r"has shape \(3, 2\); it must be \(2, 3\)"),
-            (torch.ones(2, 3), r"has dtype torch.float32; it must be integers"),
-            (torch.tensor([[3, 1, 0], [1, 0, 0]]), "a row of more than its 3 tokens"),
-            (torch.tensor([[2, -1, 0], [1, 0, 0]]), "has a negative length"),
-        ],
-        ids=["shape", "dtype", "too long", "negative"],
-    )
-    def test_refuses_impossible_lengths(self, lengths, message):
-        with pytest.raises(ValueError, match=f"attention_mask_in_length.*{message}"):
-            bert_padding.unpad_input_for_concatenated_sequences(normal(2, 3, 4), lengths)
-
-    def test_refuses_other_types(self):
-        hidden, mask = normal(2, 3, 4), torch.ones(2, 3)
-        calls = {
-            "hidden_states": lambda: bert_padding.unpad_input([1.0], mask),
-            "attention_mask": lambda: bert_padding.unpad_input(hidden, None),
-            "unused_mask": lambda: bert_padding.unpad_input(hidden, mask, [1.0]),
-            "attention_mask_in_length": lambda: bert_padding.unpad_input_for_concatenated_sequences(
-                hidden, [2, 1]
-            ),
-            "indices": lambda: bert_padding.pad_input(hidden[0], [0, 1, 2], 1, 3),
-        }
-        for name, call in calls.items():
-            with pytest.raises(TypeError, match=f"^{name} is a .*; it must be a tensor"):
-                call()
-
     @pytest.mark.parametrize("name", ["attention_mask", "unused_mask"])
     def test_refuses_another_shape(self, name):
         masks = {"attention_mask": torch.ones(2, 3), name: torch.ones(3, 2)}
         with pytest.raises(ValueError, match=rf"{name} has shape \(3, 2\); it must be \(2, 3\)"):
             bert_padding.unpad_input(normal(2, 3, 4), **masks)
+
+    @each_case("function, arguments, message", REFUSED)
+    def test_refused(self, function, arguments, message):
+        with pytest.raises((TypeError, ValueError), match=message):
+            getattr(bert_padding, function)(*arguments)
 
 
 class TestInstall:

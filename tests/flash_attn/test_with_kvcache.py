@@ -1,20 +1,21 @@
 """flash_attn_with_kvcache: flash-attn's arguments, compared with the reference in torch."""
 
-import itertools
-
 import pytest
 import torch
 
 from tests.attention.flash_fwd_options import ints, rotary_tables
-from tests.cache.kv_caches import FORMATS, LAYOUTS, in_pages, paged, quantised
+from tests.attention.held_cases import hold
 from tests.helpers.cases import each_case
 from tests.helpers.home import PAGE
 from torch_metal_attn import flash_attn_with_kvcache, simulate
-from torch_metal_attn.reference import attention, cached, rotate
+from torch_metal_attn.quantisation import FORMATS
+from torch_metal_attn.reference import rotate
+from torch_metal_attn.testing import Attention, Step
 from torch_metal_attn.testing.judge import normal
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 MANY = DECODE_QUERIES + 1
+CALL = "flash_attn_with_kvcache"
 
 
 def make(*, batch=2, q_length=1, kv_length=64, heads=4, kv_heads=2, head_dim=32, new=None, seed=0):
@@ -27,116 +28,59 @@ def make(*, batch=2, q_length=1, kv_length=64, heads=4, kv_heads=2, head_dim=32,
     return q, *caches, *rows
 
 
-def expected(q, k_cache, v_cache, k, v, seqlens, *, tables=None, interleaved=True, **options):
-    """In float64, over caches (B, L, Hkv, D); without new keys they are as they were."""
-    causal, window = options.pop("causal", False), options.pop("window_size", (-1, -1))
-    leftpad = options.pop("cache_leftpad", None)
-    q, k_cache, v_cache = (x.double().transpose(1, 2).clone() for x in (q, k_cache, v_cache))
-    lengths = seqlens.tolist()
-    if k is not None:
-        k, v = (x.double().transpose(1, 2) for x in (k, v))
-        for b, length in enumerate(lengths):
-            rotated_k, rotated_q = k[b : b + 1], q[b : b + 1]
-            if tables is not None:
-                cos, sin = (table[length:].double() for table in tables)  # also with padding
-                by_token = causal or window != (-1, -1)
-                rows = slice(None) if by_token else torch.zeros(q.shape[2]).long()
-                rotated_k = rotate(rotated_k, cos, sin, interleaved)
-                rotated_q = rotate(rotated_q, cos[rows], sin[rows], interleaved)
-            q[b] = rotated_q[0]
-            k_cache[b, :, length : length + k.shape[2]] = rotated_k[0]
-            v_cache[b, :, length : length + k.shape[2]] = v[b]
-        seqlens = seqlens + k.shape[2]
-    out, lse = attention(
-        *(q, k_cache, v_cache),
-        causal=causal,
-        window_size_left=window[0],
-        window_size_right=-1 if causal else window[1],
-        seqused_k=seqlens,
-        leftpad_k=leftpad,
-        compute_dtype=torch.float64,
-        **options,
-    )
-    return out.transpose(1, 2), lse, k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+# Attention to what a cache holds: options, and the numbers of queries.
+OLD_KEYS = [
+    ({}, (1, MANY)),
+    ({"num_splits": 3}, (1, MANY)),
+    ({"causal": True}, (1, MANY)),
+    ({"window_size_left": 9, "window_size_right": 3}, (1, MANY)),
+    ({"softcap": 2.0, "softmax_scale": 0.4, "alibi_slopes": "h"}, (1, MANY)),
+    ({"leftpad_k": (3, 0), "causal": True}, (4, MANY)),
+    ({"attention_chunk": 8, "learnable_sink": "float32", "alibi_slopes": "bh"}, (4, MANY)),
+]
+# With new keys, which are rotated or not.
+NEW_KEYS = [
+    {},
+    {"num_splits": 3},
+    {"causal": True},
+    {"window_size_left": 9},
+    {"leftpad_k": (3, 0), "causal": True},
+]
+ROTARY = [
+    {},
+    {"rotary_columns": 16},
+    {"rotary_columns": 16, "rotary_interleaved": True},
+]
+CACHES = [
+    *({"cache": "paged", "page": PAGE, "cache_layout": x} for x in ((), ("order 021",))),
+    {"cache": "indexed"},
+    *({"format": format} for format in FORMATS),
+    *({"format": format, "cache": "paged", "page": PAGE} for format in FORMATS),
+    {"cache_dtype": "bfloat16"},
+]
+HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 32, "v_head_dim": 32, "strict": True}
 
 
-def check(tensors, seqlens, device, *, tables=None, interleaved=True, num_splits=0, **options):
-    q, k_cache, v_cache, k, v = tensors
-    out, lse, keys, values = expected(
-        *tensors, seqlens, tables=tables, interleaved=interleaved, **options
-    )
-    given = [x if x is None else x.to(device) for x in (q, k_cache.clone(), v_cache.clone(), k, v)]
-    rotary = {}
-    if tables is not None:
-        rotary = {"rotary_cos": tables[0].to(device), "rotary_sin": tables[1].to(device)}
-        rotary["rotary_interleaved"] = interleaved
-    on_device = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
-    found, found_lse = flash_attn_with_kvcache(
-        *given,
-        cache_seqlens=seqlens.to(device),
-        num_splits=num_splits,
-        return_softmax_lse=True,
-        **rotary,
-        **on_device,
-    )
-    close = {"rtol": 3e-6, "atol": 3e-6}
-    torch.testing.assert_close(found.cpu(), out.float(), **close)
-    torch.testing.assert_close(found_lse.cpu(), lse.float(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(given[1].cpu(), keys.float(), **close)
-    torch.testing.assert_close(given[2].cpu(), values.float(), **close)
-
-
-CASES = {
-    "plain": {},
-    "splits": {"num_splits": 3},
-    "causal": {"causal": True},
-    "window": {"window_size": (9, 3)},
-    "leftpad": {"cache_leftpad": ints(3, 0), "causal": True},
-    "softcap, scale, alibi": {
-        "softcap": 2.0,
-        "softmax_scale": 0.4,
-        "alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4]),
-    },
-    "chunk, sink, alibi of a batch": {
-        "attention_chunk": 8,
-        "learnable_sink": torch.tensor([1.0, 0.0, -1.0, 2.0]),
-        "alibi_slopes": torch.rand(2, 4),
-    },
-}
-
-
-@pytest.mark.parametrize(
-    "case, q_length",
-    [
-        *itertools.product(["plain", "splits", "causal"], [1, MANY]),
-        *itertools.product(["window", "softcap, scale, alibi"], [1, MANY]),
-        *itertools.product(["leftpad", "chunk, sink, alibi of a batch"], [4, MANY]),
-    ],
-)
-def test_without_new_keys(case, q_length, device):
+def cases():
     """Up to DECODE_QUERIES by flash_decode, more by flash_fwd."""
-    check(make(q_length=q_length), ints(37, 21), device, **CASES[case])
+    sizes = {"batch": 2, "kv_length": 64, "seqused_k": (37, 21)}
+    for options, lengths in OLD_KEYS:
+        for q_length in lengths:
+            yield Attention(CALL, q_length=q_length, **HEADS | sizes | options)
+    for i, options in enumerate(NEW_KEYS):
+        by_token = "causal" in options or "window_size_left" in options
+        for j, (q_length, new) in enumerate(((1, 1), (3, 5), (4, 4), (MANY, MANY))):
+            more = {"q_length": q_length, "length": new, "by_token": by_token}
+            yield Step(CALL, lengths=(17, 9), **HEADS | options | more | ROTARY[(i + j) % 3])
+    for cache in CACHES:
+        for n in (1, MANY):
+            more = {"q_length": n, "length": n, "causal": True, "by_token": True}
+            yield Step(CALL, lengths=(17, 26), **HEADS | cache | more)
 
 
-@pytest.mark.parametrize(
-    "case, q_length, new, rotary",
-    [
-        (case, *lengths, (None, False, True)[(i + j) % 3])
-        for i, case in enumerate(["plain", "splits", "causal", "window", "leftpad"])
-        for *lengths, j in [(1, 1, 0), (3, 5, 0), (4, 4, 0), (MANY, MANY, 1)]
-    ],
-)
-def test_with_new_keys(case, q_length, new, rotary, device):
-    """rotary: none, of halves, interleaved."""
-    tables = None if rotary is None else rotary_tables(64, 8)
-    check(
-        make(q_length=q_length, new=new),
-        ints(17, 9),
-        device,
-        tables=tables,
-        interleaved=bool(rotary),
-        **CASES[case],
-    )
+@pytest.mark.parametrize("case", [*cases()], ids=str)
+def test_values(case, device):
+    hold([case], device)
 
 
 def test_lengths_of_any_form(device):
@@ -146,89 +90,6 @@ def test_lengths_of_any_form(device):
         found = flash_attn_with_kvcache(*tensors, cache_seqlens=length)
         same = flash_attn_with_kvcache(*tensors, cache_seqlens=meant.to(device))
         assert torch.equal(found, same)
-
-
-@pytest.mark.parametrize("q_length", [1, MANY])
-def test_cache_batch_idx(q_length, device):
-    q, k_cache, v_cache, k, v = (x.to(device) for x in make(q_length=q_length, new=q_length))
-    idx = ints(1, 0).to(device)
-    swapped = [x[idx.long()].clone() for x in (k_cache, v_cache)]
-    seqlens = ints(17, 9).to(device)
-    found = flash_attn_with_kvcache(
-        q, k_cache, v_cache, k, v, cache_seqlens=seqlens, cache_batch_idx=idx
-    )
-    same = flash_attn_with_kvcache(q, *swapped, k, v, cache_seqlens=seqlens)
-    assert torch.equal(found, same)
-    assert torch.equal(k_cache[idx.long()], swapped[0])
-    assert torch.equal(v_cache[idx.long()], swapped[1])
-
-
-@pytest.mark.parametrize("q_length", [1, MANY])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_pages(layout, q_length, device):
-    """flash-attn's (pages, page, Hkv, D), as it is or as a view of (pages, Hkv, page, D)."""
-    tensors = make(q_length=q_length, new=q_length, kv_length=64)
-    q, k_cache, v_cache, k, v = tensors
-    lengths = [17, 26]
-    heads_first = [x.transpose(1, 2) for x in (k_cache, v_cache)]
-    keys, values, where = paged(*heads_first, [64, 64], PAGE, layout=layout)
-    options = {"causal": True, "return_softmax_lse": True}
-    caches = [x.to(device).transpose(1, 2) for x in (keys, values)]
-    table = where["block_table"].to(device)
-    out, lse = flash_attn_with_kvcache(
-        q.to(device),
-        *caches,
-        *(k.to(device), v.to(device)),
-        cache_seqlens=ints(*lengths).to(device),
-        block_table=table[:, : 64 // PAGE],
-        **options,
-    )
-    oracle, oracle_lse, *after = expected(*tensors, ints(*lengths), causal=True)
-    torch.testing.assert_close(out.cpu(), oracle.float(), rtol=3e-6, atol=3e-6)
-    torch.testing.assert_close(lse.cpu(), oracle_lse.float(), rtol=1e-5, atol=1e-5)
-    for cache, meant in zip(caches, after, strict=True):
-        rows = cached(cache.cpu().transpose(1, 2), where["block_table"][:, : 64 // PAGE], None)
-        assert torch.equal(rows.transpose(1, 2), meant.float())
-
-
-@pytest.mark.parametrize(
-    "format, q_length, pages",
-    zip(FORMATS, [1, MANY, 1], [True, False, False], strict=True),
-)
-def test_formats(format, q_length, pages, device):
-    """The cache afterwards is the quantised one, and attention is to its values."""
-    q, k_cache, v_cache, k, v = make(q_length=q_length, new=q_length, kv_length=64)
-    scale = torch.tensor([0.02, 0.03]) if format == "fp8_e4m3" else None
-    after = []
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        whole = cache.clone()
-        for b, length in enumerate((17, 9)):
-            whole[b, length : length + q_length] = new[b]
-        after.append(whole.transpose(1, 2))
-    *exact, _ = quantised(*after, format, scale=scale)
-    exact = [x.transpose(1, 2) for x in exact]
-    oracle, *_ = expected(q, *exact, None, None, ints(17, 9) + q_length, causal=True)
-    *_, (keys, values, scales) = quantised(
-        *(x.transpose(1, 2) for x in (k_cache, v_cache)), format, scale=scale
-    )
-    where = {}
-    cache = (keys, values, scales)
-    if pages:
-        cache = in_pages(cache, [64, 64], PAGE)
-        where["block_table"] = cache[2].pop("block_table")[:, : 64 // PAGE].to(device)
-    as_given = {
-        name: (x.transpose(1, 2) if x.dim() == 4 else x).to(device) for name, x in cache[2].items()
-    }
-    out = flash_attn_with_kvcache(
-        q.to(device),
-        *(x.to(device).transpose(1, 2) for x in cache[:2]),
-        *(k.to(device), v.to(device)),
-        cache_seqlens=ints(17, 9).to(device),
-        causal=True,
-        **as_given,
-        **where,
-    )
-    torch.testing.assert_close(out.cpu(), oracle.float(), rtol=3e-6, atol=3e-6)
 
 
 @pytest.mark.parametrize(

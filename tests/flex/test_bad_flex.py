@@ -248,36 +248,46 @@ def test_orders(order, message):
 
 # A text, and the part of it that flex_attention would never write.
 TEXTS = {
-    "return score; } void other() {": "}",
+    "return score; } void other() {": " }",
     "return score;\n#include <x>": "\n",
     'return "a";': '"',
     "return other;": "other",
     "return t0 = score;": "=",
     "score; return score;": "score",
-    "return score": "",
-    "return inputs.q[0];": "q",
-    "return inputs.capture_1[0];": "capture_1",
+    "return score": "'",
+    "return inputs.q[0];": "inputs.q",
+    "return inputs.capture_1[0];": "1[0]",
     "return inputs.capture_0[key];": "key",
-    "return params.capture_strides[0];": "capture_strides",
+    "return params.capture_strides[0];": "params.capture_strides",
     "return params.capture_sizes[24];": "24",
     "return precise::other(score);": "other",
-    "return 0x1;": "0x1",
+    "return 0x1;": "x1",
     "return (score;": ";",
     "const device t0 = score; return t0;": "device",
+    "return *(&key + 99999);": "*",
+    "return (int64_t&)key;": "int64_t&",
+    "const int t0 = key": "'",
+    "const int* t0 = 0; return t0;": "* t0",
+    "return head &*key;": "*",
 }
-LOAD = "return inputs.capture_0[flex_index(key, params.capture_sizes[{}], impossible){}];"
+LOAD = "return inputs.capture_0[flex_index({}, params.capture_sizes[{}], impossible){}];"
+STRIDE = " * params.capture_strides[0]"
+INNER = LOAD.format("key", 0, STRIDE).removeprefix("return ").removesuffix(";")
+TEXTS |= {
+    LOAD.format("key", 1, STRIDE): ") *",
+    LOAD.format("key", 0, ""): "]",
+    LOAD.format("key", 0, STRIDE + " + 99999999"): " + 99999999",
+    LOAD.format(INNER, 0, STRIDE): "0[flex_index(key",
+}
 
 
 def test_texts_of_others():
     """The ops take no text that flex_attention does not write."""
     q, k, v = home()
-    stride = " * params.capture_strides[0]"
-    for text, part in (
-        TEXTS.items() | {LOAD.format(1, stride): ",", LOAD.format(0, ""): "]"}.items()
-    ):
+    for text, part in TEXTS.items():
         with simulate(record=True), pytest.raises(ValueError, match=r"score has '") as error:
             torch.ops.metal_attn.flex_fwd(q, k, v, captures=[BIAS], score=text)
-        assert f"has '{part}' at" in str(error.value)
+        assert f"has '{part}" in str(error.value), text
     with simulate(record=True):
-        good = LOAD.format(0, stride)
+        good = LOAD.format("key", 0, STRIDE)
         torch.ops.metal_attn.flex_fwd(q, k, v, captures=[BIAS], score=good)

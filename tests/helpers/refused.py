@@ -11,7 +11,7 @@ from torch_metal_attn.ops.refusals import as_value_errors
 
 @contextmanager
 def refused(message: str) -> Iterator[pytest.ExceptionInfo[ValueError]]:
-    """Expect a refusal whose message matches, also from an `_explain` op."""
+    """Expect a refusal whose message matches, also from an op of `metal_attn_explain`."""
     with pytest.raises(ValueError, match=message) as caught:
         with as_value_errors():
             yield caught

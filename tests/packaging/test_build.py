@@ -47,26 +47,11 @@ def test_only_torchs_stable_c_functions_are_used():
 def test_what_others_call_is_exported():
     exported = symbols("-gU") if sys.platform == "darwin" else symbols("-D", "--defined-only")
     mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
-    assert mine - {"metal_attn_mps_problem"} == {  # which is macOS' only
-        "metal_attn_allow_tf32",
-        "metal_attn_hold_tensor",
-        "metal_attn_make_tiles",
-        "metal_attn_params_text",
-        "metal_attn_refusal",
-        "metal_attn_release_tensor",
-        "metal_attn_set_gpu_cores",
-        "metal_attn_set_gpu_name",
-        "metal_attn_set_shader_text",
-        "metal_attn_set_simulator",
-        "metal_attn_set_tensor_record",
-        "metal_attn_simulator_run",
-        "metal_attn_tensor_tiles_problem",
-        "metal_attn_tf32_allowed",
-        "metal_attn_tf32_reason",
-        "metal_attn_tiles_tried",
-        "metal_attn_track_fresh",
-        "metal_attn_use_tiles",
-    }
+    names = """allow_tf32 hold_tensor make_tiles params_text refusal release_tensor set_gpu_cores
+        set_gpu_name set_shader_text set_simulator set_tensor_record simulator_run
+        tensor_tiles_problem tf32_allowed tf32_reason tiles_tried track_fresh use_tiles""".split()
+    # metal_attn_mps_problem is macOS' only.
+    assert mine - {"metal_attn_mps_problem"} == {f"metal_attn_{name}" for name in names}
 
 
 @needs_checkout

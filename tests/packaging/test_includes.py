@@ -47,24 +47,6 @@ def test_a_folder_includes_lower_ones_only(page, includes):
     assert upward == []
 
 
-def test_a_step_includes_no_later_one_of_its_family(page, includes):
-    steps = re.findall(r"^\| `(\w+)\.h` \|", page, re.M)
-    assert len(steps) == 4
-
-    def family_and_step(file):
-        """check_append_kv.cpp is a part of the step `check`; ops are no step."""
-        family, _, name = file.rpartition("/")
-        step = re.match("[a-z]+", name)[0]
-        return family, steps.index(step) if step in steps else None
-
-    for file, others in includes.items():
-        family, step = family_and_step(file)
-        for other in others:
-            other_family, other_step = family_and_step(other)
-            if family == other_family and step is not None and other_step is not None:
-                assert other_step <= step, f"{file} includes {other}"
-
-
 def test_headers_include_each_other_in_no_circle(includes):
     headers = {file: others for file, others in includes.items() if file.endswith(".h")}
     assert len(list(TopologicalSorter(headers).static_order())) == len(headers)

@@ -34,7 +34,7 @@ def shared_heads():
     q, k, cos, sin = make_problem(
         batch=2, heads=5, kv_heads=2, length=300, head_dim=128, rotary_dim=126
     )
-    explained = extension.told(torch.ops.metal_attn.rope_explain(q, k, cos, sin))
+    (explained,) = extension.launches(torch.ops.metal_attn_explain.rope(q, k, cos, sin))
     assert explained["defines"]["HEADS"] == "4"
     check_rope(q, k, cos, sin, device="cpu")
 

@@ -187,17 +187,17 @@ def flex_texts():
     """A string, and lists of them."""
     text = f"return {' && '.join(['true'] * 500)};"
     q = torch.zeros(1, 1, 8, 8)
-    return lambda: torch.ops.metal_attn.flex_fwd_explain(
+    return lambda: torch.ops.metal_attn_explain.flex_fwd(
         q, q, q, captures=[], mask=text, shares=[text] * 2, places=[text]
     )
 
 
-def a_plan():
+def an_explanation():
     q = torch.zeros(1, 1, 8, 8)
-    return lambda: torch.ops.metal_attn.flash_bwd_plan(q, q, q)
+    return lambda: torch.ops.metal_attn_explain.flash_fwd(q, q, q)
 
 
-@pytest.mark.parametrize("make", [flex_texts, a_plan])
+@pytest.mark.parametrize("make", [flex_texts, an_explanation])
 def test_ops_free_the_strings_that_they_take_and_return(make):
     """Torch's own conversions (2.13) leak a copy of each, 2,000 to 16,000 bytes a call."""
     call = make()

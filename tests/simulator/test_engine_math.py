@@ -155,22 +155,8 @@ INTEGER = {
 
 
 def test_integer_functions():
-    numbers = [
-        0,
-        1,
-        2,
-        5,
-        17,
-        -1,
-        -2,
-        -17,
-        12345,
-        -98765,
-        2**30,
-        2**31 - 1,
-        -(2**31) + 1,
-        0x12345678,
-    ]
+    numbers = [0, 1, 2, 5, 17, -1, -2, -17, 12345, -98765, 0x12345678]
+    numbers += [2**30, 2**31 - 1, -(2**31) + 1]
     out = evaluate(list(INTEGER), torch.tensor(numbers, dtype=torch.int32), "int")
     for row, (name, model) in zip(out.tolist(), INTEGER.items(), strict=True):
         assert row == [model(n) for n in numbers], name

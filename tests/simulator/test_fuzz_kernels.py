@@ -11,18 +11,8 @@ from torch_metal_attn.simulator import SimulatorFault
 from .planted import Planted
 
 KERNELS = 12
-KINDS = {
-    "uninitialised",
-    "private_out_of_bounds",
-    "out_of_bounds",
-    "integer_division",
-    "float_to_integer",
-    "shift",
-    "simd_lane",
-    "endless_loop",
-    "partial_simd",
-    "divergent_barrier",
-}
+KINDS = """uninitialised private_out_of_bounds out_of_bounds integer_division float_to_integer shift
+    simd_lane endless_loop partial_simd divergent_barrier""".split()
 
 
 class Generator:

@@ -5,11 +5,13 @@ import torch
 
 from torch_metal_attn.simulator import SimulatorFault, compile_shader
 
-from .planted import check_refused
+from .planted import Planted, check_refused
 from .test_tensor_views import HEAD
 
-# Each kernel has one fault, at the line that says so, if `planted` is not 0.
-FAULTS = """
+FUNCTIONS = """
+#include <metal_tensor>
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+using namespace mpp::tensor_ops;
 constant constexpr auto ACCUMULATE = matmul2d_descriptor::mode::multiply_accumulate;
 #define PRODUCT                                                                                \\
   constexpr auto shape = matmul2d_descriptor(16, 32, 16, false, false, true, ACCUMULATE);      \\
@@ -22,61 +24,67 @@ constant constexpr auto ACCUMULATE = matmul2d_descriptor::mode::multiply_accumul
   for (ushort i = 0; i < left.get_capacity(); ++i) left[i] = 1.0f;                             \\
   for (ushort i = 0; i < right.get_capacity(); ++i) right[i] = 1.0h;                           \\
   for (ushort i = 0; i < out.get_capacity(); ++i) out[i] = 0.0f;
-#define KERNEL(name)                                                                           \\
-  kernel void name(device float* a, constant int& planted,                                     \\
-                   uint thread_index [[thread_index_in_threadgroup]],                          \\
-                   uint lane [[thread_index_in_simdgroup]],                                    \\
-                   uint simdgroup [[simdgroup_index_in_threadgroup]])
-
-KERNEL(some_lanes) {
+"""
+PARAMETERS = """device float* a [[buffer(0)]], const device int* n [[buffer(1)]],
+  constant int& which [[buffer(2)]], uint thread_index [[thread_index_in_threadgroup]],
+  uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]"""
+CASES = """
+some_lanes: partial_simd: tensor operation reached by lanes 0000ffff of ffffffff
   FILLED
-  if (!planted || lane < 16) op.run(left, right, out);  // fault in some_lanes
+  {~if (lane < 16) =>~} op.run(left, right, out);  //!
   if (thread_index == 0) a[0] = out[0];
-}
-KERNEL(slot_left_out) {
+slot_left_out: uninitialised: use of an element of a private array
   PRODUCT
   for (ushort i = 0; i < left.get_capacity(); ++i) left[i] = 1.0f;
-  for (ushort i = planted; i < right.get_capacity(); ++i) right.set(i, 1.0h);
+  for (ushort i = n[{~1 => 0~}]; i < right.get_capacity(); ++i) right.set(i, 1.0h);
   for (ushort i = 0; i < out.get_capacity(); ++i) out[i] = 0.0f;
-  op.run(left, right, out);  // fault in slot_left_out
-}
-KERNEL(slot_past_the_last) {
+  op.run(left, right, out);  //!
+slot_past_the_last: private_out_of_bounds: byte 32 of 32
   FILLED
   left.set(8, left.get(8) + 1.0f);  // checked, unlike the next one
-  left[7 + planted] = 1.0f;  // fault in slot_past_the_last
+  left[n[{~8 => 7~}]] = 1.0f;  //!
   op.run(left, right, out);
-}
-KERNEL(outside_of_extents) {
+outside_of_extents: uninitialised: use of an element of a private array
   FILLED
-  left.load(tensor(a, dextents<int, 2>(16, 16 - planted)));
-  op.run(left, right, out);  // fault in outside_of_extents
-}
-KERNEL(no_barrier) {
+  left.load(tensor(a, dextents<int, 2>(16, n[{~15 => 16~}])));
+  op.run(left, right, out);  //!
+no_barrier: uninitialised: threadgroup variable shared
   threadgroup float shared[16 * 32];
   FILLED
   out.store(tensor(shared, dextents<int, 2>(32, 16)));
-  if (!planted) simdgroup_barrier(mem_flags::mem_threadgroup);
-  if (thread_index == 0) a[0] = shared[1] + shared[9] + shared[17];  // fault in no_barrier
-}
-KERNEL(group_that_leaves) {
+  {~=> SIMD_BARRIER(threadgroup)~}
+  if (thread_index == 0) a[0] = shared[1] + shared[9] + shared[17];  //!
+"""
+TWO_GROUPS = """
+group_that_leaves: divergent_barrier: tensor operation reached by 32 of the threadgroup's 64
   constexpr auto shape = matmul2d_descriptor(16, 32, 16, false, false, false);
   matmul2d<shape, execution_simdgroups<2>> op;
   auto left = tensor(a, dextents<int, 2>(16, 16));
   auto right = tensor(a, dextents<int, 2>(32, 16));
   auto out = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
-  if (planted && simdgroup == 1) return;
-  op.run(left, right, out);  // fault in group_that_leaves
+  {~if (simdgroup == 1) return; =>~}
+  op.run(left, right, out);  //!
   if (thread_index == 1000) a[0] = out[0];
-}
 """
-KINDS = {
-    "some_lanes": ("partial_simd", "tensor operation reached by lanes 0000ffff of ffffffff"),
-    "slot_left_out": ("uninitialised", "use of an element of a private array"),
-    "slot_past_the_last": ("private_out_of_bounds", "byte 32 of 32"),
-    "outside_of_extents": ("uninitialised", "use of an element of a private array"),
-    "no_barrier": ("uninitialised", "threadgroup variable shared"),
-    "group_that_leaves": ("divergent_barrier", "tensor operation reached by 32 of the .* 64"),
-}
+
+
+def planted(table, **options):
+    def arguments():
+        return torch.ones(512), torch.arange(64).int()
+
+    return Planted(table, FUNCTIONS, PARAMETERS, arguments, "4.0", **options)
+
+
+PLANTED = planted(CASES)
+test_fault_is_reported, test_clean_twin_is_not = PLANTED.tests()
+test_fault_of_two_groups_is_reported, test_twin_of_two_groups = planted(
+    TWO_GROUPS, threads=64, group_size=64
+).tests()
+
+
+def test_a_simd_group_must_be_whole():
+    with pytest.raises(SimulatorFault, match="SIMD group 0, which has lanes 00ffffff only"):
+        PLANTED.run("some_lanes", True, threads=24, group_size=24)
 
 
 # The element of an operand of 16 x 32 that thread t of T stages as its i-th.
@@ -143,31 +151,6 @@ def test_a_missing_barrier_beside_a_product_of_staged_operands_is_found(threads)
                 run(planted, pattern)
             # Before the product some elements may not be there at all.
             assert caught.value.kind in ("race", "uninitialised"), (name, planted)
-
-
-@pytest.fixture(scope="module")
-def faults():
-    return compile_shader(HEAD + FAULTS, check=True, language="4.0")
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_each_fault_is_found_and_its_twin_is_clean(faults, name):
-    def run(planted, threads):
-        a = torch.ones(512)
-        getattr(faults, name)(a, planted, threads=threads, group_size=threads, arg_casts="int32")
-
-    threads = 64 if name == "group_that_leaves" else 32
-    run(0, threads)
-    kind, message = KINDS[name]
-    with pytest.raises(SimulatorFault, match=message) as caught:
-        run(1, threads)
-    line = (HEAD + FAULTS)[: (HEAD + FAULTS).index(f"// fault in {name}")].count("\n") + 1
-    assert (caught.value.kind, caught.value.line) == (kind, line)
-
-
-def test_a_simd_group_must_be_whole(faults):
-    with pytest.raises(SimulatorFault, match="SIMD group 0, which has lanes 00ffffff only"):
-        faults.some_lanes(torch.ones(512), 0, threads=24, group_size=24, arg_casts="int32")
 
 
 # A statement, and the error at its line.

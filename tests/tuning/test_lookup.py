@@ -9,6 +9,7 @@ from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.tuning.places import AGAIN, HELD
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.tools.explain.ops import backward_launches
 from torch_metal_attn.tools.tune import tiles
 
 ops = torch.ops.metal_attn
@@ -26,8 +27,12 @@ def operands(head_dim=64, v_head_dim=None, lengths=(100, 100), dtype=torch.float
 def told(kernel, *qkv, **options):
     """What explains a kernel."""
     if kernel.startswith("flash_bwd"):
-        return extension.told(ops.flash_bwd_plan(*qkv, **options))[kernel]
-    return extension.told(getattr(ops, f"{kernel}_explain")(*qkv, **options))
+        launches = backward_launches("flash_fwd", dict(zip("qkv", qkv, strict=True)) | options)
+    else:
+        launches = extension.launches(
+            getattr(torch.ops.metal_attn_explain, kernel)(*qkv, **options)
+        )
+    return next(launch for launch in launches if launch["kernel"] == kernel)
 
 
 def key(kernel="flash_fwd", options=None, **sizes):

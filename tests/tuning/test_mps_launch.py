@@ -41,9 +41,9 @@ KERNELS = pytest.mark.parametrize(
 
 def key_and_tile(op, arguments, kernel, word):
     """Of a call, and a tile with this word that its kernel can run."""
-    told = extension.told(getattr(ops, f"{op}_explain")(*arguments))
-    told = told.get(kernel, told)["tuning"]
-    return told["key"], next(tile for tile in told["candidates"] if f"{word} " in f"{tile} ")
+    launches = extension.launches(getattr(torch.ops.metal_attn_explain, op)(*arguments))
+    (tuning,) = (launch["tuning"] for launch in launches if launch["kernel"] == kernel)
+    return tuning["key"], next(tile for tile in tuning["candidates"] if f"{word} " in f"{tile} ")
 
 
 @KERNELS

@@ -182,10 +182,10 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict
                 "same share of a sequence"
             )
     operands = [(x[None] if packed else x).transpose(1, 2) for x in (q, k, v)]
-    _NAMES.run(torch.ops.metal_attn.flash_fwd_explain, tuple(operands), options)
+    _NAMES.run(torch.ops.metal_attn_explain.flash_fwd, tuple(operands), options)
     if _differentiated(q, k, v, options.pop("learnable_sink", None)):
         # Of no rows, as only the head dims matter, and lse must be
         empty = [x.detach()[:, :, :0] for x in operands]
         out = empty[0].new_empty(*empty[0].shape[:3], v.shape[-1])
         lse = out.new_empty(out.shape[:3], dtype=torch.float32)
-        _NAMES.run(torch.ops.metal_attn.flash_bwd_explain, (out, None, *empty, out, lse), options)
+        _NAMES.run(torch.ops.metal_attn_explain.flash_bwd, (out, None, *empty, out, lse), options)

@@ -65,7 +65,7 @@ class Call:
         options = self.options()
         on_cpu = self.query.device.type == "cpu"
         if on_cpu and not session.active():
-            NAMES.run(torch.ops.metal_attn.flex_fwd_explain, self.operands, options)
+            NAMES.run(torch.ops.metal_attn_explain.flex_fwd, self.operands, options)
             given = (*self.operands, self.scale, self.program, self.blocks)
             if self.query.dtype == self.key.dtype or not torch.is_grad_enabled():
                 return reference.attention(*given)

@@ -421,7 +421,7 @@ def _refusal_of_gradients(head_dim: int, v_head_dim: int) -> str | None:
     lse = torch.empty(1, 1, 0)
     try:
         with as_value_errors():
-            torch.ops.metal_attn.flash_bwd_explain(out, None, q, q, out, out, lse, exact_delta=True)
+            torch.ops.metal_attn_explain.flash_bwd(out, None, q, q, out, out, lse, exact_delta=True)
     except ValueError as error:
         return NAMES.text(str(error))
     return None

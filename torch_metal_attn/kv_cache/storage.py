@@ -142,7 +142,7 @@ class Storage:
         self, layer: int, k: Tensor, v: Tensor, cache_seqlens: Tensor, **options: Any
     ) -> None:
         """Raise what `append` would raise, and write nothing."""
-        self._append(torch.ops.metal_attn.append_kv_explain, layer, k, v, cache_seqlens, options)
+        self._append(torch.ops.metal_attn_explain.append_kv, layer, k, v, cache_seqlens, options)
 
     def _append(
         self,

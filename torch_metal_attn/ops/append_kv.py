@@ -94,7 +94,7 @@ def reference(
 
 def _cpu(*tensors: Tensor | None, **options: Any) -> None:
     """The shader if the simulator is on, else plain torch, with the same checks."""
-    torch.ops.metal_attn.append_kv_explain(*tensors, **options)
+    torch.ops.metal_attn_explain.append_kv(*tensors, **options)
     if session.active():
         with session.raising():
             torch.ops.metal_attn_simulator.append_kv(*tensors, **options)

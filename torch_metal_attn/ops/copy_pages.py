@@ -21,7 +21,7 @@ def _fake(*_: Any) -> None:
 
 def _cpu(cache: Tensor, src: Tensor, dst: Tensor) -> None:
     """The shader if the simulator is on, else plain torch, with the same checks."""
-    torch.ops.metal_attn.copy_pages_explain(cache, src, dst)
+    torch.ops.metal_attn_explain.copy_pages(cache, src, dst)
     if session.active():
         with session.raising():
             torch.ops.metal_attn_simulator.copy_pages(cache, src, dst)

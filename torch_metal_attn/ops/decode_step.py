@@ -63,7 +63,7 @@ def _cpu(*tensors: Tensor, **options: Any) -> FlashFwdResult:
         with session.raising():
             result: FlashFwdResult = torch.ops.metal_attn_simulator.decode_step(*tensors, **options)
             return result
-    torch.ops.metal_attn.decode_step_explain(*tensors, **options)
+    torch.ops.metal_attn_explain.decode_step(*tensors, **options)
     out, lse = reference(*tensors, **options)
     return empty_like_query(tensors[0], out.shape[-1]).copy_(out), lse
 

@@ -40,36 +40,24 @@ def _checked(name: str, results: Callable[..., Any]) -> Callable[..., Any]:
     return offsets_kept(fake) if mutates else fake
 
 
-def explainer(name: str) -> tuple[Any, dict[str, Any]] | None:
-    """The op that explains `name`, and its extra arguments; None if there is no such op."""
-    found = getattr(torch.ops.metal_attn, f"{name.rstrip('_')}_explain", None)
-    if found is None:
-        return None
-    has_both = "inplace" in {argument.name for argument in found.default._schema.arguments}
-    return found.default, {"inplace": name.endswith("_")} if has_both else {}
-
-
 def check(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Raise what op `name` raises for these arguments, as far as that needs no data."""
     tensors = dict(_tensors(name, arguments, options))
     if any(map(_symbolic, (*arguments, *options.values(), *tensors.values()))):
         return
     _check_one_device(tensors)
-    found = explainer(name)
-    assert found is not None, name
-    op, which = found
     # FakeTensors would be made from meta tensors, and dispatch to this fake kernel again.
     with as_value_errors(), torch._C._DisableTorchDispatch():
-        op(
+        getattr(torch.ops.metal_attn_explain, name)(
             *map(_without_data, arguments),
             **{option: _without_data(value) for option, value in options.items()},
-            **which,
         )
 
 
 def _tensors(
     name: str, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
+    """The op's tensors by the names of its arguments."""
     schema = getattr(torch.ops.metal_attn, name).default._schema
     names = [argument.name for argument in schema.arguments]
     for argument, value in (*zip(names, arguments, strict=False), *options.items()):
@@ -85,7 +73,7 @@ def _symbolic(value: Any) -> bool:
 
 
 def _check_one_device(tensors: dict[str, Tensor]) -> None:
-    """All are on meta for the checks of csrc/, which say the same of real tensors."""
+    """What the checks of csrc/ say of real tensors, for those that are on meta there."""
     first = "q" if "q" in tensors else next(iter(tensors))
     device = tensors[first].device
     for name, tensor in tensors.items():

@@ -212,7 +212,7 @@ def _register_cpu(name: str, oracle: Callable[..., tuple[Tensor, Tensor]]) -> No
                     *arguments, **options
                 )
                 return result
-        getattr(torch.ops.metal_attn, f"{name}_explain")(*arguments, **options)
+        getattr(torch.ops.metal_attn_explain, name)(*arguments, **options)
         return _reference_gradients(oracle, *arguments, **options)
 
     python_kernel(f"metal_attn::{name}", "CPU")(flash_bwd)

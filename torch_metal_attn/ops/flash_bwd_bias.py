@@ -44,7 +44,7 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
                 op = getattr(torch.ops.metal_attn_simulator, name)
                 gradient: Tensor = op(*arguments, **options)
                 return gradient
-        getattr(torch.ops.metal_attn, f"{name}_explain")(*arguments, **options)
+        getattr(torch.ops.metal_attn_explain, name)(*arguments, **options)
         return _reference_gradient(oracle, option_of(options), arguments, options)
 
     for namespace in NAMESPACES:

@@ -40,7 +40,7 @@ def register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
                     *arguments, **options
                 )
                 return result
-        getattr(torch.ops.metal_attn, f"{name}_explain")(*arguments, **options)
+        getattr(torch.ops.metal_attn_explain, name)(*arguments, **options)
         with torch.no_grad():
             out, lse = oracle(*arguments, **options)
         return empty_like_query(arguments[0], out.shape[-1]).copy_(out), lse

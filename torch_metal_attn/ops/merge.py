@@ -80,7 +80,7 @@ def _merge_state_cpu(*state: Tensor, infinity_is_empty: bool = False) -> State:
     if session.active():
         result: State = _simulated("merge_state", *state, infinity_is_empty=infinity_is_empty)
         return result
-    torch.ops.metal_attn.merge_state_explain(*state, infinity_is_empty=infinity_is_empty)
+    torch.ops.metal_attn_explain.merge_state(*state, infinity_is_empty=infinity_is_empty)
     return _merged_state(*state, infinity_is_empty=infinity_is_empty)
 
 
@@ -91,8 +91,8 @@ def _merge_state_inplace_cpu(
     if session.active():
         _simulated("merge_state_", *state, infinity_is_empty=infinity_is_empty, mask=mask)
         return
-    explain = torch.ops.metal_attn.merge_state_explain
-    explain(*state, infinity_is_empty=infinity_is_empty, inplace=True, mask=mask)
+    options: dict[str, Any] = {"infinity_is_empty": infinity_is_empty, "mask": mask}
+    torch.ops.metal_attn_explain.merge_state_(*state, **options)
     out, lse = _merged_state(*state, infinity_is_empty=infinity_is_empty)
     if mask is not None:
         rows = mask[:, None] if mask.dim() == 1 else mask[:, None, :]
@@ -132,7 +132,7 @@ def _merge_splits_cpu(
     if session.active():
         result: State = _simulated("merge_splits", partial_out, partial_lse, **options)
         return result
-    torch.ops.metal_attn.merge_splits_explain(partial_out, partial_lse, **options)
+    torch.ops.metal_attn_explain.merge_splits(partial_out, partial_lse, **options)
     sink = learnable_sink
     if sink is not None:
         sink = sink.float()[:, None, None].expand(*partial_lse.shape[:3], 1)

@@ -108,7 +108,7 @@ def _torch_hides_value_errors() -> bool:
     """Whether this torch raises C++'s refusals as RuntimeErrors, found out by trying."""
     extension.load()
     try:
-        torch.ops.metal_attn.softmax_explain(torch.empty(0), 1)
+        torch.ops.metal_attn_explain.softmax(torch.empty(0), 1)
     except ValueError:
         return False
     except RuntimeError:

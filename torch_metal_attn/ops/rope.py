@@ -101,7 +101,7 @@ def _reference(
 
 def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
     """The shader if the simulator is on, else plain torch, with the same checks."""
-    torch.ops.metal_attn.rope_explain(q, k, cos, sin, **options)
+    torch.ops.metal_attn_explain.rope(q, k, cos, sin, **options)
     if session.active():
         _rows(q, cos.shape[-2], **options)
         with session.raising():
@@ -116,7 +116,7 @@ def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) 
 
 
 def _cpu_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
-    torch.ops.metal_attn.rope_explain(q, k, cos, sin, **options, inplace=True)
+    torch.ops.metal_attn_explain.rope_(q, k, cos, sin, **options)
     if session.active():
         _rows(q, cos.shape[-2], **options)
         with session.raising():
@@ -141,7 +141,7 @@ def _cpu_tables(
                 inv_freq, positions, **options
             )
             return tables
-    torch.ops.metal_attn.rope_tables_explain(inv_freq, positions, **options)
+    torch.ops.metal_attn_explain.rope_tables(inv_freq, positions, **options)
     angles = positions[..., None].float() * inv_freq
     table_dtype = dtype or torch.float32
     cos = (angles.cos() * attention_factor).to(table_dtype)
@@ -296,7 +296,7 @@ def _autograd_inplace(namespace: str) -> Callable[..., Any]:
                 op(q, k, cos, sin, positions=positions, seqlen_offsets=seqlen_offsets, **numbers)
             return
         # All checks before anything is written.
-        explain = torch.ops.metal_attn.rope_explain
+        explain = torch.ops.metal_attn_explain.rope_
         if not torch.compiler.is_compiling() and q.device.type in ("cpu", "mps"):
             with torch._C._AutoDispatchBelowAutograd():
                 explain(
@@ -304,12 +304,16 @@ def _autograd_inplace(namespace: str) -> Callable[..., Any]:
                     positions=positions,
                     seqlen_offsets=seqlen_offsets,
                     **numbers,
-                    inplace=True,
                 )
         for name, x in (("q", q), ("k", k)):
-            if x is not None and x.is_leaf and x.requires_grad:
+            if x is None or not x.requires_grad:
+                continue
+            # Autograd refuses a view of a leaf too, but only when it has been written.
+            base = x._base
+            if (x if base is None else base).is_leaf:
+                what = "is a leaf" if base is None else "is a view of a leaf"
                 raise RuntimeError(
-                    f"{name} is a leaf that requires grad, so rope_ cannot rotate it in place: "
+                    f"{name} {what} that requires grad, so rope_ cannot rotate it in place: "
                     "call rope"
                 )
         for x in (q, k):

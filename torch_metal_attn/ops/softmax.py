@@ -38,7 +38,7 @@ def _in_simulator(name: str, tensor: Tensor, argument: int) -> Tensor:
 def _softmax_cpu(x: Tensor, dim: int = -1) -> Tensor:
     if session.active():
         return _in_simulator("softmax", x, dim)
-    torch.ops.metal_attn.softmax_explain(x, dim)
+    torch.ops.metal_attn_explain.softmax(x, dim)
     return torch.empty_like(x).copy_(torch._safe_softmax(x, dim))
 
 
@@ -46,7 +46,7 @@ def _softmax_cpu(x: Tensor, dim: int = -1) -> Tensor:
 def _softmax_inplace_cpu(x: Tensor, dim: int = -1) -> Tensor:
     if session.active():
         return _in_simulator("softmax_", x, dim)
-    torch.ops.metal_attn.softmax_explain(x, dim, inplace=True)
+    torch.ops.metal_attn_explain.softmax_(x, dim)
     return x.copy_(torch._safe_softmax(x, dim))
 
 
@@ -54,7 +54,7 @@ def _softmax_inplace_cpu(x: Tensor, dim: int = -1) -> Tensor:
 def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
     if session.active():
         return _in_simulator("apply_causal_mask_", scores, q_offset)
-    torch.ops.metal_attn.apply_causal_mask_explain(scores, q_offset)
+    torch.ops.metal_attn_explain.apply_causal_mask_(scores, q_offset)
     visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(q_offset)
     return scores.masked_fill_(~visible, -torch.inf)
 

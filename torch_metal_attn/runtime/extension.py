@@ -10,6 +10,8 @@ import re
 import shlex
 import sys
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -142,7 +144,21 @@ def tell_gpu(library: ctypes.CDLL) -> None:
         library.metal_attn_set_gpu_cores(torch.backends.mps.get_core_count())
 
 
-def told(packed: list[int]) -> dict[str, Any]:
-    """What an `_explain` or `_plan` op returned, JSON in ints: csrc/ops/common/json.h packs it."""
-    found: dict[str, Any] = json.loads(array("q", packed).tobytes())
+@contextmanager
+def meta_passes() -> Iterator[None]:
+    """The ops of `metal_attn_explain` take tensors on meta for ones on any device meanwhile."""
+    load().metal_attn_let_meta_pass(1)
+    try:
+        yield
+    finally:
+        load().metal_attn_let_meta_pass(0)
+
+
+def launches(packed: list[int]) -> list[dict[str, Any]]:
+    """What an op of `metal_attn_explain` returned: csrc/ops/common/recorder.h packs JSON in ints.
+
+    Of each launch of the op: kernel, defines, grid, threads, the bytes that it may write, and what
+    csrc/ notes beside it.
+    """
+    found: list[dict[str, Any]] = json.loads(array("q", packed).tobytes())
     return found

@@ -4,11 +4,10 @@
 #include <cmath>
 #include <limits>
 #include <numbers>
-#include <string>
 
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/cache/check.h"
-#include "csrc/ops/cache/choose.h"
+#include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "shaders/params.h"
 
@@ -30,8 +29,6 @@ void check_equal(ArgumentName name, int64_t size, ArgumentName other_name, int64
 // Shapes, dtypes and strides of q, k and v, and how the latter are kept.
 Element check_operands(const FlashFwdArguments& a, KvFormat& format) {
   check_device("q", a.q);
-  check_device("k", a.k);
-  check_device("v", a.v);
   check_same_device("k", a.k, "q", a.q);
   check_same_device("v", a.v, "q", a.q);
   const Element element = check_element("q", a.q);
@@ -121,7 +118,6 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   const Packing& packing = *a.packing;
   for (const auto& [name, tensor] : {std::pair{ArgumentName("cu_seqlens_q"), &packing.cu_seqlens_q},
                                      {"cu_seqlens_k", &packing.cu_seqlens_k}}) {
-    check_device(name, *tensor);
     check_same_device(name, *tensor, "q", a.q);
     check_index(name, *tensor);
     check(tensor->numel() > 0, name, " is empty; it must hold a 0 and each sequence's end");
@@ -189,7 +185,6 @@ void check_lengths(ArgumentName name, const std::optional<Tensor>& lengths,
   if (!lengths) {
     return;
   }
-  check_device(name, *lengths);
   check_same_device(name, *lengths, "q", a.q);
   check_index(name, *lengths);
   check_shape(name, *lengths, {{call.batch}});
@@ -209,24 +204,14 @@ void check_lengths(ArgumentName name, const std::optional<Tensor>& lengths,
 
 // Whether keys 2i and 2i + 1 always lie in one aligned vector of two elements.
 bool has_aligned_pairs(const Tensor& mask, int32_t kv_length) {
-  const int64_t dim = mask.dim();
-  const int64_t bytes = static_cast<int64_t>(mask.element_size());
-  if (kv_length % 2 != 0 || mask.size(dim - 1) != kv_length || mask.stride(dim - 1) != 1) {
-    return false;
-  }
-  const uint64_t first = mask.is_cpu() ? reinterpret_cast<uintptr_t>(mask.const_data_ptr())
-                                       : static_cast<uint64_t>(mask.storage_offset() * bytes);
-  bool aligned = first % static_cast<uint64_t>(2 * bytes) == 0;
-  for (int64_t i = 0; i + 1 < dim; ++i) {
-    aligned = aligned && (mask.size(i) == 1 || mask.stride(i) % 2 == 0);
-  }
-  return aligned;
+  const int64_t last = mask.dim() - 1;
+  return kv_length % 2 == 0 && mask.size(last) == kv_length && mask.stride(last) == 1 &&
+         rows_aligned(mask, 2 * static_cast<int>(mask.element_size()));
 }
 
 // A mask's or a bias's shape and memory; `element` is that of a bias.
 MaskOperand check_mask_operand(ArgumentName name, const Tensor& mask, Element element,
                                const FlashFwdArguments& a, const FlashFwdCall& call) {
-  check_device(name, mask);
   check_same_device(name, mask, "q", a.q);
   check_broadcasts(name, mask, {call.batch, call.heads, call.q_length, call.kv_length});
   check_storage(name, mask);
@@ -260,11 +245,8 @@ void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeature
 void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
                     FlashFwdFeatures& features) {
   if (const std::optional<Tensor>& slopes = a.options.alibi_slopes) {
-    check_device("alibi_slopes", *slopes);
     check_same_device("alibi_slopes", *slopes, "q", a.q);
-    check_known_dtype("alibi_slopes", *slopes, "float32");
-    check(dtype_of(*slopes) == ScalarType::Float, "`alibi_slopes` has dtype ", dtype_text(*slopes),
-          "; it must be float32");
+    check_dtype("alibi_slopes", *slopes, ScalarType::Float);
     check_shape("alibi_slopes", *slopes, {{call.heads}, {call.batch, call.heads}});
     check(call.heads < 2 || slopes->stride(slopes->dim() - 1) == 1, "`alibi_slopes` has strides ",
           stride_text(*slopes), "; the last must be 1: call `alibi_slopes`.contiguous() first");
@@ -302,7 +284,6 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
       continue;
     }
     const Tensor& tensor = *table.tensor;
-    check_device(table.name, tensor);
     check_same_device(table.name, tensor, "q", a.q);
     check_element(table.name, tensor);
     const int64_t rank = tensor.dim();
@@ -354,11 +335,8 @@ void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
     return;
   }
   const Tensor& state = *o.rng_state;
-  check_device("rng_state", state);
   check_same_device("rng_state", state, "q", a.q);
-  check_known_dtype("rng_state", state, "int64");
-  check(dtype_of(state) == ScalarType::Long, "`rng_state` has dtype ", dtype_text(state),
-        "; it must be int64");
+  check_dtype("rng_state", state, ScalarType::Long);
   check_shape("rng_state", state, {{2}});
   check_last_stride("rng_state", state);
   check_storage("rng_state", state);
@@ -464,6 +442,32 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   call.problem = problem;
   check_output_size(call);
   return call;
+}
+
+void check_differentiable(const FlashFwdArguments& f) {
+  check_same_dtype("k", f.k, "q", f.q);
+  check_same_dtype("v", f.v, "q", f.q);
+}
+
+void check_like_out(ArgumentName name, const Tensor& tensor, const FlashFwdArguments& f) {
+  Dims sizes = sizes_of(f.q);
+  sizes.back() = f.v.size(f.v.dim() - 1);
+  check_same_device(name, tensor, "q", f.q);
+  check_same_dtype(name, tensor, "q", f.q);
+  check_shape(name, tensor, {sizes});
+  check_last_stride(name, tensor);
+  check_storage(name, tensor);
+}
+
+void check_statistics(ArgumentName name, const Tensor& tensor, const FlashFwdArguments& f) {
+  const Tensor& q = f.q;
+  const Dims sizes = f.packing ? Dims{q.size(1), q.size(0)} : Dims{q.size(0), q.size(1), q.size(2)};
+  check_statistics(name, tensor, "q", q, sizes);
+}
+
+void check_contiguous(ArgumentName name, const Tensor& tensor) {
+  check(tensor.is_contiguous(), name, " has strides ", stride_text(tensor),
+        "; it must be contiguous: pass what the op returned, or call ", name, ".contiguous()");
 }
 
 }  // namespace metal_attn

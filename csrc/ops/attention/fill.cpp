@@ -8,7 +8,7 @@
 
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/flex.h"
-#include "csrc/ops/cache/fill.h"
+#include "csrc/ops/cache/check.h"
 #include "csrc/problem/strides.h"
 
 namespace metal_attn {

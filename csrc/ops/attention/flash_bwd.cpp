@@ -1,10 +1,9 @@
 #include "csrc/ops/attention/flash_bwd.h"
 
 #include <algorithm>
-#include <array>
 #include <optional>
 
-#include "csrc/ops/attention/check_bwd.h"
+#include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
@@ -14,7 +13,7 @@
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
@@ -141,20 +140,16 @@ FlashBwdParams params_of(const FlashBwdCall& call, const FlashBwdArguments& a, c
 Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
                     const FlashBwdParams& params) {
   const FlashFwdProblem& problem = call.forward.problem;
-  Launch launch;
-  launch.program.family = "flash_bwd_delta";
-  launch.kernel = "flash_bwd_delta";
-  launch.program.defines = {{"ELEMENT", element_name(problem.element)},
-                            {"HEAD_DIM_V", problem.head_dim_v},
-                            {"SIMDGROUPS", kRowSimdgroups}};
+  Launch launch("flash_bwd_delta", {{"ELEMENT", element_name(problem.element)},
+                                    {"HEAD_DIM_V", problem.head_dim_v},
+                                    {"SIMDGROUPS", kRowSimdgroups}});
   launch.buffers = {{FLASH_BWD_OUT, a.out, false}, {FLASH_BWD_DOUT, a.dout, false}};
   if (a.dlse) {
     launch.program.defines.push_back({"DLSE", 1});
     launch.buffers.push_back({FLASH_BWD_DLSE, *a.dlse, false});
   }
   launch.buffers.push_back({FLASH_BWD_DELTA, delta, true});
-  launch.params_slot = FLASH_PARAMS;
-  launch.params.set(params);
+  launch.set_params(FLASH_PARAMS, params);
   const uint32_t rows = static_cast<uint32_t>(params.problem.q_total);
   const bool packed = a.forward.packing.has_value();
   launch.threadgroups = {(rows + kRowSimdgroups - 1) / kRowSimdgroups,
@@ -180,15 +175,11 @@ Launch sum_launch(const FlashBwdCall& call, const Tensor& parts, const Tensor& s
   params.split_stride = sums.numel();
   params.splits = call.kernels.dkv.head_splits;
   params.rows = static_cast<int32_t>(sums.size(packed ? 0 : 2));
-  Launch launch;
-  launch.program.family = "flash_bwd_sum";
-  launch.kernel = "flash_bwd_sum";
-  launch.program.defines = {{"ELEMENT", element_name(problem.element)},
-                            {"HEAD_DIM", static_cast<int>(sums.size(sums.dim() - 1))},
-                            {"SIMDGROUPS", kRowSimdgroups}};
+  Launch launch("flash_bwd_sum", {{"ELEMENT", element_name(problem.element)},
+                                  {"HEAD_DIM", static_cast<int>(sums.size(sums.dim() - 1))},
+                                  {"SIMDGROUPS", kRowSimdgroups}});
   launch.buffers = {{FLASH_BWD_SUM_PARTS, parts, false}, {FLASH_BWD_SUM_RESULT, sums, true}};
-  launch.params_slot = FLASH_PARAMS;
-  launch.params.set(params);
+  launch.set_params(FLASH_PARAMS, params);
   launch.threadgroups = {static_cast<uint32_t>((params.rows + kRowSimdgroups - 1) / kRowSimdgroups),
                          static_cast<uint32_t>(call.forward.kv_heads),
                          packed ? 1u : static_cast<uint32_t>(sums.size(0))};
@@ -200,11 +191,8 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
                        const FlashBwdArguments& a, const Tensor& delta,
                        const std::optional<MaskBlocks>& lists, FlashBwdParams params) {
   const FlexWalk walk = s.dkv ? FlexWalk::kOverQueries : FlexWalk::kOverKeys;
-  Launch launch;
-  launch.program.family = s.kernel();
+  Launch launch(s.kernel(), flash_bwd_defines(s));
   launch.tile_row = s.row;
-  launch.kernel = s.kernel();
-  launch.program.defines = flash_bwd_defines(s);
   launch.buffers = flash_inputs(call.forward, a.forward);
   append_block_lists(launch.buffers, a.forward, walk);
   if (a.forward.flex) {
@@ -218,35 +206,22 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
   read(FLASH_BWD_DOUT, a.dout);
   read(FLASH_BWD_LSE, a.softmax_lse);
   read(FLASH_BWD_DELTA, delta);
-  launch.params_slot = FLASH_PARAMS;
-  launch.params.set(params);
+  launch.set_params(FLASH_PARAMS, params);
   launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
   return launch;
 }
 
-// problem: why none are used on this machine, or "".
-JsonObject explain(const FlashFwdCall& call, const Kernels& kernels, const std::string& problem) {
-  const std::string missing = missing_tensor_tiles(no_tensor_gradients(call.problem), problem);
-  const auto kernel = [&](const FlashBwdSpecialisation& s) {
-    std::string reason;
-    for (const std::string& more : {missing, describe_tf32(s.element, s.tensor_tiles),
-                                    describe_mask_blocks(call, mask_tile(s))}) {
-      reason += reason.empty() || more.empty() ? more : "; " + more;
-    }
-    JsonObject explanation;
-    explanation.add("defines", flash_bwd_defines(s))
-        .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
-        .add("threadgroup_bytes", s.threadgroup_bytes())
-        .add("registers", s.registers())
-        .add("head_splits", s.head_splits)
-        .add("mask_blocks_bytes",
-             s.features.mask_blocks ? mask_blocks_bytes(call, mask_tile(s)) : 0)
-        .add("reason", reason);
-    return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length);
-  };
-  return JsonObject()
-      .add(kernels.dq.kernel(), kernel(kernels.dq))
-      .add(kernels.dkv.kernel(), kernel(kernels.dkv));
+JsonObject note_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s, const Tensor& q) {
+  const std::string problem = tensor_tiles_problem(q, Pass::kBackward);
+  std::string reason;
+  for (const std::string& more :
+       {missing_tensor_tiles(no_tensor_gradients(call.problem), problem),
+        describe_tf32(s.element, s.tensor_tiles), describe_mask_blocks(call, mask_tile(s))}) {
+    reason += reason.empty() || more.empty() ? more : "; " + more;
+  }
+  return tile_note(s, call.q_length, call.kv_length)
+      .add("head_splits", s.head_splits)
+      .add("reason", reason);
 }
 
 }  // namespace
@@ -296,6 +271,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
                            static_cast<uint32_t>(call.forward.heads * call.kernels.dq.slices),
                            sequences_of(call.forward)};
     append_block_order(launch, f, FlexWalk::kOverKeys);
+    note(backend, [&] { return note_of(call.forward, call.kernels.dq, f.q); });
     backend.run(launch);
   }
   if (dk.numel() > 0) {
@@ -321,6 +297,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
         static_cast<uint32_t>(call.forward.kv_heads * call.kernels.dkv.slices * splits),
         sequences_of(call.forward)};
     append_block_order(launch, f, FlexWalk::kOverQueries);
+    note(backend, [&] { return note_of(call.forward, call.kernels.dkv, f.q); });
     backend.run(launch);
     if (splits > 1) {
       backend.run(sum_launch(call, dk_parts, dk));
@@ -348,22 +325,5 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   }
   return flash_bwd(a, backend, false);
 }
-
-PackedText flash_bwd_explain(const FlashBwdArguments& a) {
-  const std::string problem = tensor_tiles_problem(a.forward.q, Pass::kBackward);
-  const FlashBwdCall call = analyse(a, problem.empty());
-  return explain(call.forward, call.kernels, problem).packed();
-}
-
-JsonObject plan_gradients(const FlashFwdArguments& a) {
-  const std::string problem = tensor_tiles_problem(a.q, Pass::kBackward);
-  const FlashFwdCall call = analyse_differentiable(a);
-  if (a.flex) {
-    check_flex_gradients(*a.flex);
-  }
-  return explain(call, choose_kernels(call, a, true, true, problem.empty()), problem);
-}
-
-PackedText flash_bwd_plan(const FlashFwdArguments& a) { return plan_gradients(a).packed(); }
 
 }  // namespace metal_attn

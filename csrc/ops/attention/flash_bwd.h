@@ -3,10 +3,8 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <string>
 #include <tuple>
 
-#include "csrc/ops/common/json.h"
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 
@@ -29,12 +27,5 @@ using FlashGradients =
 FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend);
 // With or without tensor tiles, whatever the backend's are worth.
 FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend, bool tensor_tiles);
-
-// As JSON by kernel, without running or allocating anything but the first trial of tensor tiles.
-PackedText flash_bwd_explain(const FlashBwdArguments& arguments);
-
-// The same before there is a forward to differentiate: for a dout whose rows are aligned.
-JsonObject plan_gradients(const FlashFwdArguments& arguments);
-PackedText flash_bwd_plan(const FlashFwdArguments& arguments);
 
 }  // namespace metal_attn

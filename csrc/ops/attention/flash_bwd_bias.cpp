@@ -5,15 +5,13 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <string>
-#include <vector>
 
-#include "csrc/ops/attention/check_bwd.h"
+#include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd_bias.h"
@@ -150,7 +148,7 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
   const FlashBwdBiasCall call = analyse(a, slopes);
   const Tensor& like = call.like;
   if (!call.launches()) {
-    return torch::stable::new_zeros(like, like.sizes());
+    return new_zeros(like, sizes_of(like), like.scalar_type());
   }
   Dims sizes;
   if (!call.direct()) {
@@ -158,10 +156,7 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
   }
   sizes.append(like.sizes().begin(), like.sizes().end());
   Tensor result = new_empty(like, sizes, call.direct() ? like.scalar_type() : ScalarType::Float);
-  Launch launch;
-  launch.program.family = "flash_bwd_bias";
-  launch.kernel = "flash_bwd_bias";
-  launch.program.defines = defines_of(call);
+  Launch launch("flash_bwd_bias", defines_of(call));
   launch.buffers = flash_inputs(call.forward, a.forward);
   launch.buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
   launch.buffers.push_back({FLASH_BWD_DOUT, a.dout, false});
@@ -170,10 +165,11 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
     launch.buffers.push_back({FLASH_BWD_NORMALISERS, *a.normalisers, false});
   }
   launch.buffers.push_back({FLASH_BWD_DBIAS, result, true});
-  launch.params_slot = FLASH_PARAMS;
-  launch.params.set(params_of(call, a));
+  launch.set_params(FLASH_PARAMS, params_of(call, a));
   launch.threadgroups = call.threadgroups;
   launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
+  note(backend,
+       [&] { return score_gradient_note(call.specialisation).add("splits", call.splits); });
   backend.run(launch);
   if (call.direct()) {
     return result;
@@ -183,23 +179,13 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
                            like.scalar_type());
 }
 
-PackedText explain(const FlashBwdBiasArguments& a, bool slopes) {
-  const FlashBwdBiasCall call = analyse(a, slopes);
-  const FlashBwdBiasSpecialisation& s = call.specialisation;
-  const bool launches = call.launches();
-  return JsonObject()
-      .add("kernel", "flash_bwd_bias")
-      .add("defines", defines_of(call))
-      .add("grid", launches ? call.threadgroups : std::array<uint32_t, 3>{})
-      .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
-      .add("threadgroup_bytes", s.threadgroup_bytes())
-      .add("registers", s.registers())
-      .add("splits", call.splits)
-      .add("backend", a.forward.q.is_cpu() ? "simulator" : "mps")
-      .packed();
-}
-
 }  // namespace
+
+JsonObject score_gradient_note(const FlashBwdBiasSpecialisation& s) {
+  return JsonObject()
+      .add("threadgroup_bytes", s.threadgroup_bytes())
+      .add("registers", s.registers());
+}
 
 FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& a) {
   const FlashFwdArguments& f = a.forward;
@@ -232,9 +218,5 @@ Tensor flash_bwd_bias(const FlashBwdBiasArguments& a, Backend& backend) {
 Tensor flash_bwd_slopes(const FlashBwdBiasArguments& a, Backend& backend) {
   return run(a, true, backend);
 }
-
-PackedText flash_bwd_bias_explain(const FlashBwdBiasArguments& a) { return explain(a, false); }
-
-PackedText flash_bwd_slopes_explain(const FlashBwdBiasArguments& a) { return explain(a, true); }
 
 }  // namespace metal_attn

@@ -4,7 +4,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/tiles/flash_bwd_bias.h"
@@ -18,14 +18,14 @@ FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& arguments);
 FlashBwdBiasSpecialisation choose_score_gradient(const FlashFwdProblem& problem,
                                                  const torch::stable::Tensor& q, const char* of);
 
+// What is told of its launch.
+JsonObject score_gradient_note(const FlashBwdBiasSpecialisation& specialisation);
+
 // The gradient of attn_bias, or of a floating attn_mask: of its shape and dtype, contiguous, summed
 // over the dimensions of size 1 that it broadcasts.
 torch::stable::Tensor flash_bwd_bias(const FlashBwdBiasArguments& arguments, Backend& backend);
 
 // That of alibi_slopes: of its shape, float32, contiguous.
 torch::stable::Tensor flash_bwd_slopes(const FlashBwdBiasArguments& arguments, Backend& backend);
-
-PackedText flash_bwd_bias_explain(const FlashBwdBiasArguments& arguments);
-PackedText flash_bwd_slopes_explain(const FlashBwdBiasArguments& arguments);
 
 }  // namespace metal_attn

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <array>
 #include <limits>
-#include <string>
 #include <utility>
 
 #include "csrc/ops/attention/fill.h"
@@ -13,7 +12,7 @@
 #include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "shaders/params.h"
 
@@ -100,32 +99,9 @@ std::array<uint32_t, 3> threadgroups_of(const Share& share) {
   return {static_cast<uint32_t>(share.splits), static_cast<uint32_t>(share.owned), 1};
 }
 
-// The kernel of each share, by its name and number.
-void add_shares(JsonObject& explanation, const FlashFwdCall& call, const FlashFwdArguments& f,
-                bool normalised) {
-  for (std::size_t i = 0; i < f.flex->shares.size(); ++i) {
-    const Share share = analyse_share(call, f, i);
-    const FlashBwdBiasSpecialisation& s = share.specialisation;
-    explanation.add(
-        "flash_bwd_captures[" + std::to_string(i) + "]",
-        JsonObject()
-            .add("defines", defines_of(share, normalised))
-            .add("grid", f.k.numel() > 0 ? threadgroups_of(share) : std::array<uint32_t, 3>{})
-            .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
-            .add("threadgroup_bytes", s.threadgroup_bytes())
-            .add("registers", s.registers())
-            .add("copies", share.copies)
-            .add("copies_bytes",
-                 share.copies * share.capture.numel() * static_cast<int64_t>(sizeof(float))));
-  }
-}
-
 Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const Share& share,
                  const Tensor& copies) {
-  Launch launch;
-  launch.program.family = "flash_bwd_captures";
-  launch.kernel = "flash_bwd_captures";
-  launch.program.defines = defines_of(share, a.normalisers.has_value());
+  Launch launch("flash_bwd_captures", defines_of(share, a.normalisers.has_value()));
   launch.buffers = flash_inputs(call, a.forward);
   append_block_lists(launch.buffers, a.forward, FlexWalk::kOverKeys);
   launch.buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
@@ -147,8 +123,7 @@ Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const
   params.q_tiles = static_cast<int32_t>(share.q_tiles);
   params.batches_owned = share.owns(kOwnBatch);
   params.heads_owned = share.owns(kOwnHead);
-  launch.params_slot = FLASH_PARAMS;
-  launch.params.set(params);
+  launch.set_params(FLASH_PARAMS, params);
   launch.threadgroups = threadgroups_of(share);
   launch.threads = {static_cast<uint32_t>(share.specialisation.threads()), 1, 1};
   return launch;
@@ -161,10 +136,12 @@ std::vector<Tensor> flash_bwd_captures(const FlashBwdBiasArguments& a, Backend& 
   std::vector<Tensor> gradients;
   for (std::size_t i = 0; i < a.forward.flex->shares.size(); ++i) {
     const Share share = analyse_share(call, a.forward, i);
-    const std::array<int64_t, 2> sizes{share.copies, share.capture.numel()};
     const Tensor copies =
-        torch::stable::new_zeros(share.capture, IntHeaderOnlyArrayRef(sizes), ScalarType::Float);
+        new_zeros(share.capture, {share.copies, share.capture.numel()}, ScalarType::Float);
     if (a.forward.q.numel() > 0 && a.forward.k.numel() > 0) {
+      note(backend, [&] {
+        return score_gradient_note(share.specialisation).add("share", static_cast<int64_t>(i));
+      });
       backend.run(launch_of(call, a, share, copies));
     }
     const std::array<int64_t, 1> each{0};
@@ -172,22 +149,6 @@ std::vector<Tensor> flash_bwd_captures(const FlashBwdBiasArguments& a, Backend& 
     gradients.push_back(torch::stable::view(sum, share.capture.sizes()));
   }
   return gradients;
-}
-
-PackedText flash_bwd_captures_explain(const FlashBwdBiasArguments& a) {
-  const FlashFwdCall call = analyse_call(a);
-  JsonObject explanation;
-  add_shares(explanation, call, a.forward, a.normalisers.has_value());
-  return explanation.packed();
-}
-
-PackedText flex_bwd_plan(const FlashFwdArguments& f) {
-  JsonObject plan = plan_gradients(f);
-  const FlashFwdCall call = analyse_differentiable(f);
-  check_shares(*f.flex);
-  // Of these features only float32 has normalisers.
-  add_shares(plan, call, f, call.problem.element == Element::kFloat);
-  return plan.packed();
 }
 
 }  // namespace metal_attn

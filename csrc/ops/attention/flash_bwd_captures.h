@@ -5,7 +5,6 @@
 
 #include <vector>
 
-#include "csrc/ops/common/json.h"
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 
@@ -15,11 +14,5 @@ namespace metal_attn {
 // float32, contiguous. With lse, delta and normalisers of flash_bwd.
 std::vector<torch::stable::Tensor> flash_bwd_captures(const FlashBwdBiasArguments& arguments,
                                                       Backend& backend);
-
-// As JSON by kernel and number of the load, without running anything.
-PackedText flash_bwd_captures_explain(const FlashBwdBiasArguments& arguments);
-
-// The kernels of all gradients of flex attention, before there is a forward to differentiate.
-PackedText flex_bwd_plan(const FlashFwdArguments& arguments);
 
 }  // namespace metal_attn

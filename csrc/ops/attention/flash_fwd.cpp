@@ -11,7 +11,7 @@
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_fwd_tensor.h"
@@ -87,16 +87,24 @@ Tensor new_lse(const FlashFwdArguments& a) {
 
 namespace {
 
+JsonObject note_of(const FlashFwdCall& call, const FlashFwdSpecialisation& s, const Tensor& q) {
+  std::string reason = describe_choice(s, gpu());
+  for (const std::string& more :
+       {describe_tf32(s.element, s.tensor_tiles),
+        missing_tensor_tiles(own_problem(call.problem), tensor_tiles_problem(q, Pass::kForward)),
+        describe_mask_blocks(call, mask_tile(s))}) {
+    reason += more.empty() ? "" : "; " + more;
+  }
+  return tile_note(s, call.q_length, call.kv_length).add("reason", reason);
+}
+
 std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, bool tensor_tiles) {
   const auto [call, s, threadgroups] = analyse(a, tensor_tiles);
   Tensor out = new_out(a, s.head_dim_v);
   Tensor lse = new_lse(a);
   if (call.launches()) {
-    Launch launch;
-    launch.program.family = s.kernel();
+    Launch launch(s.kernel(), flash_fwd_defines(s));
     launch.tile_row = s.row;
-    launch.kernel = s.kernel();
-    launch.program.defines = flash_fwd_defines(s);
     launch.buffers = flash_inputs(call, a);
     append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
     FlashParams problem = flash_problem(call, a);
@@ -104,11 +112,12 @@ std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, boo
     walk_along(lists, launch.buffers, problem);
     launch.buffers.push_back({FLASH_FWD_OUT, out, true});
     launch.buffers.push_back({FLASH_FWD_LSE, lse, true});
-    launch.params_slot = FLASH_PARAMS;
-    launch.params.set(FlashFwdParams{problem, row_strides(out), statistics_strides(lse)});
+    launch.set_params(FLASH_PARAMS,
+                      FlashFwdParams{problem, row_strides(out), statistics_strides(lse)});
     launch.threadgroups = threadgroups;
     launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
     append_block_order(launch, a, FlexWalk::kOverKeys);
+    note(backend, [&] { return note_of(call, s, a.q); });
     backend.run(launch);
   }
   return {out, lse};
@@ -137,32 +146,6 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
     give_up_tensor_tiles(a.q, Pass::kForward, error.what());
   }
   return flash_fwd(a, backend, false);
-}
-
-PackedText flash_fwd_explain(const FlashFwdArguments& a) {
-  const std::string problem = tensor_tiles_problem(a.q, Pass::kForward);
-  const auto [call, s, threadgroups] = analyse(a, problem.empty());
-  const bool launches = call.launches();
-  std::string reason = describe_choice(s, gpu());
-  for (const std::string& more : {describe_tf32(s.element, s.tensor_tiles),
-                                  missing_tensor_tiles(own_problem(call.problem), problem),
-                                  describe_mask_blocks(call, mask_tile(s))}) {
-    reason += more.empty() ? "" : "; " + more;
-  }
-  JsonObject explanation;
-  explanation.add("kernel", s.kernel())
-      .add("defines", flash_fwd_defines(s))
-      .add("grid", launches ? threadgroups : std::array<uint32_t, 3>{})
-      .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
-      .add("threadgroup_bytes", s.threadgroup_bytes())
-      .add("registers", s.registers())
-      .add("backend", a.q.is_cpu() ? "simulator" : "mps")
-      .add("reason",
-           launches ? reason : "nothing to compute: q is empty, so no kernel is launched");
-  if (launches && s.features.mask_blocks) {
-    explanation.add("pre_pass", explain_mask_blocks(call, mask_tile(s)));
-  }
-  return add_choice(explanation, s, s.kernel(), call.q_length, call.kv_length).packed();
 }
 
 }  // namespace metal_attn

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <tuple>
 
-#include "csrc/ops/common/json.h"
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/tiles/flash_fwd.h"
@@ -36,9 +35,5 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_fwd(
 // With or without tensor tiles, whatever the backend's are worth.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_fwd(
     const FlashFwdArguments& arguments, Backend& backend, bool tensor_tiles);
-
-// The same checks and choice as JSON, without running or allocating anything but the first trial of
-// tensor tiles.
-PackedText flash_fwd_explain(const FlashFwdArguments& arguments);
 
 }  // namespace metal_attn

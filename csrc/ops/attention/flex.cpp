@@ -8,7 +8,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "csrc/ops/attention/check_bwd.h"
+#include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/flex_text.h"
 #include "csrc/ops/common/check.h"
 
@@ -86,7 +86,6 @@ std::string check_captures(const FlexOptions& flex, const Tensor& q) {
   for (std::size_t i = 0; i < flex.captures.size(); ++i) {
     const Tensor& tensor = flex.captures[i];
     const std::string name = "captures[" + std::to_string(i) + "]";
-    check_device(name.c_str(), tensor);
     check_same_device(name.c_str(), tensor, "q", q);
     const std::string number = std::to_string(i);
     declarations += std::string("X(const device ") + capture_element(name, tensor) + "*, capture_" +
@@ -124,11 +123,8 @@ int64_t blocks_of(int64_t rows, int64_t block) { return (rows + block - 1) / blo
 
 void check_list_shape(ArgumentName name, const Tensor& tensor, int64_t rank, int64_t rows,
                       const Tensor& q, const FlashFwdCall& call) {
-  check_device(name, tensor);
   check_same_device(name, tensor, "q", q);
-  check_known_dtype(name, tensor, "int32");
-  check(tensor.scalar_type() == ScalarType::Int, name, " has dtype ", dtype_text(tensor),
-        "; it must be int32");
+  check_dtype(name, tensor, ScalarType::Int);
   check(tensor.dim() == rank && (tensor.size(0) == 1 || tensor.size(0) == call.batch) &&
             (tensor.size(1) == 1 || tensor.size(1) == call.heads) && tensor.size(2) == rows,
         name, " has shape ", shape_text(tensor), "; it must be (1 or ", call.batch, ", 1 or ",
@@ -207,13 +203,10 @@ void check_order(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
   ArgumentName name = over_keys ? "kv_order" : "q_order";
   check(lists_of(flex, walk)[0].counts.has_value(), name, " is given and ",
         lists_of(flex, walk)[0].counts_name, " is not; an order is that of a BlockMask's lists");
-  check_device(name, *order);
   check_same_device(name, *order, "q", q);
-  check_known_dtype(name, *order, "int32");
+  check_dtype(name, *order, ScalarType::Int);
   const int64_t heads = over_keys ? call.heads : call.kv_heads;
   const int64_t rows = lists_of(flex, walk)[0].counts->size(2);
-  check(order->scalar_type() == ScalarType::Int, name, " has dtype ", dtype_text(*order),
-        "; it must be int32");
   check(order->dim() == 4 && order->size(0) == 2 &&
             (order->size(1) == 1 || order->size(1) == call.batch) &&
             (order->size(2) == 1 || order->size(2) == heads) && order->size(3) == rows,

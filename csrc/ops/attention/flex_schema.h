@@ -122,13 +122,6 @@ auto run_flex_fwd(FlexTensor q, FlexTensor k, FlexTensor v, std::optional<double
   return run(flex_arguments(q, k, v, softmax_scale, over_keys(without_shares(options))));
 }
 
-// What a backward will be given, all of it.
-template <auto run>
-auto run_flex_bwd_plan(FlexTensor q, FlexTensor k, FlexTensor v,
-                       std::optional<double> softmax_scale, const FlexOptions& options) {
-  return run(flex_arguments(q, k, v, softmax_scale, options));
-}
-
 template <auto run>
 auto run_flex_bwd(FlexTensor dout, FlexOptionalTensor dlse, FlexTensor q, FlexTensor k,
                   FlexTensor v, FlexTensor out, FlexTensor lse, std::optional<double> softmax_scale,
@@ -148,8 +141,6 @@ auto run_flex_bwd_captures(FlexTensor dout, FlexTensor q, FlexTensor k, FlexTens
 
 template <auto run>
 using FlexFwd = FlexOp<run_flex_fwd<run>, FlexTensor, FlexTensor, FlexTensor>;
-template <auto run>
-using FlexBwdPlan = FlexOp<run_flex_bwd_plan<run>, FlexTensor, FlexTensor, FlexTensor>;
 template <auto run>
 using FlexBwd = FlexOp<run_flex_bwd<run>, FlexTensor, FlexOptionalTensor, FlexTensor, FlexTensor,
                        FlexTensor, FlexTensor, FlexTensor>;

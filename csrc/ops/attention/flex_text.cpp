@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <numeric>
 #include <string_view>
+#include <utility>
 
 #include "csrc/ops/common/check.h"
 #include "shaders/params.h"
@@ -11,245 +13,165 @@
 namespace metal_attn {
 namespace {
 
-constexpr std::array<std::string_view, 12> kTypes{"bool",     "char", "uchar",   "short",
-                                                  "ushort",   "int",  "int64_t", "uint",
-                                                  "uint64_t", "half", "bfloat",  "float"};
+// What a value may be made of, besides tN, numbers and captured tensors.
+constexpr std::string_view kTypes =
+    " bool char uchar short ushort int int64_t uint uint64_t half bfloat float ";
+constexpr std::string_view kWords =
+    " score batch head query key impossible true false NAN INFINITY fabs floor ceil trunc rint max "
+    "min isnan flex_index flex_floor_divide flex_truncating_divide flex_remainder "
+    "flex_truncating_remainder flex_int flex_long flex_sign flex_max flex_min flex_log1p "
+    "flex_expm1 flex_erf flex_left_shift flex_right_shift ";
+constexpr std::string_view kPrecise =
+    " exp exp2 log log2 log10 tanh sin cos sqrt rsqrt pow asin acos atan atan2 sinh cosh asinh "
+    "acosh atanh ";
+constexpr std::array<std::string_view, 18> kOperators{
+    "==", "!=", "<=", ">=", "&&", "||", "+", "-", "/", "<", ">", "|", "^", "!", "~", "?", ":", ","};
 
-// Everything that a value may be made of, besides types, tN, numbers and captured tensors. Those of
-// precise:: have a table of their own.
-constexpr std::array<std::string_view, 33> kWords{"score",
-                                                  "batch",
-                                                  "head",
-                                                  "query",
-                                                  "key",
-                                                  "impossible",
-                                                  "true",
-                                                  "false",
-                                                  "NAN",
-                                                  "INFINITY",
-                                                  "fabs",
-                                                  "floor",
-                                                  "ceil",
-                                                  "trunc",
-                                                  "rint",
-                                                  "max",
-                                                  "min",
-                                                  "isnan",
-                                                  "flex_index",
-                                                  "flex_floor_divide",
-                                                  "flex_truncating_divide",
-                                                  "flex_remainder",
-                                                  "flex_truncating_remainder",
-                                                  "flex_int",
-                                                  "flex_long",
-                                                  "flex_sign",
-                                                  "flex_max",
-                                                  "flex_min",
-                                                  "flex_log1p",
-                                                  "flex_expm1",
-                                                  "flex_erf",
-                                                  "flex_left_shift",
-                                                  "flex_right_shift"};
-
-constexpr std::array<std::string_view, 20> kPrecise{
-    "exp", "exp2", "log",  "log2", "log10", "tanh", "sin",  "cos",   "sqrt",  "rsqrt",
-    "pow", "asin", "acos", "atan", "atan2", "sinh", "cosh", "asinh", "acosh", "atanh"};
-
-constexpr std::array<std::string_view, 23> kOperators{"==", "!=", "<=", ">=", "&&", "||", "+", "-",
-                                                      "*",  "/",  "%",  "<",  ">",  "&",  "|", "^",
-                                                      "!",  "~",  "?",  ":",  "(",  ")",  ","};
-
-template <std::size_t N>
-bool among(const std::array<std::string_view, N>& words, std::string_view word) {
-  return std::find(words.begin(), words.end(), word) != words.end();
+bool among(std::string_view words, std::string_view word) {
+  return words.find(' ' + std::string(word) + ' ') != std::string_view::npos;
 }
 
-bool is_word(unsigned char letter) { return std::isalnum(letter) != 0 || letter == '_'; }
+bool is_digit(char letter) { return std::isdigit(static_cast<unsigned char>(letter)) != 0; }
 
-// `word` is `prefix` and digits.
-bool numbered(std::string_view word, std::string_view prefix) {
-  constexpr std::size_t kMostDigits = 6;
-  return word.size() > prefix.size() && word.size() <= prefix.size() + kMostDigits &&
-         word.substr(0, prefix.size()) == prefix &&
-         std::all_of(word.begin() + static_cast<std::ptrdiff_t>(prefix.size()), word.end(),
-                     [](unsigned char letter) { return std::isdigit(letter) != 0; });
+bool is_number(std::string_view word) {
+  return !word.empty() && std::all_of(word.begin(), word.end(), is_digit);
 }
 
-// One pass over the words of a text.
+bool is_of_word(char letter) {
+  return std::isalnum(static_cast<unsigned char>(letter)) != 0 || letter == '_';
+}
+
+// Reads a text from its start on. A compiler may still refuse it, but it reads and writes nothing
+// but what is the call's: there are no pointers or references, as `*` and `&` stand after a value
+// and types before a parenthesis, and brackets are only those of `captured`.
 class Reader {
  public:
   Reader(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks)
-      : name_(name), text_(text), ranks_(ranks) {
-    advance();
-  }
+      : name_(name), text_(text), rest_(text), ranks_(ranks) {}
 
   void read() {
-    while (word_ == "const") {
-      advance();
-      expect(among(kTypes, word_));
-      advance();
-      expect(numbered(word_, "t"));
-      advance();
-      skip("=");
-      value(";");
-      skip(";");
+    while (skip("const ")) {
+      word([](const std::string& word) { return among(kTypes, word); });
+      need(skip(" t"));
+      index(kNames);
+      need(skip(" = "));
+      value("; ");
     }
-    skip("return");
+    need(skip("return "));
     value(";");
-    skip(";");
-    expect(word_.empty());
+    need(rest_.empty());
   }
 
  private:
-  void refuse() const {
-    check(false, name_, " has '", word_, "' at ", begin_,
+  static constexpr int64_t kNames = 1000000;
+
+  void need(bool condition) const {
+    constexpr std::size_t kShown = 40;
+    check(condition, name_, " has '", rest_.substr(0, kShown), "' at ", text_.size() - rest_.size(),
           "; it must be a text that torch_metal_attn.flex made");
   }
-  void expect(bool condition) const {
-    if (!condition) {
-      refuse();
-    }
+
+  bool skip(std::string_view exact) {
+    const bool found = rest_.starts_with(exact);
+    rest_.remove_prefix(found ? exact.size() : 0);
+    return found;
   }
 
-  // The next word, number or operator.
-  void advance() {
-    begin_ = end_;
-    while (begin_ < text_.size() && text_[begin_] == ' ') {
-      ++begin_;
-    }
-    end_ = begin_;
-    const std::string_view rest = std::string_view(text_).substr(begin_);
-    if (rest.empty()) {
-      word_ = {};
-      return;
-    }
-    std::size_t length = 1;
-    if (std::isdigit(static_cast<unsigned char>(rest[0])) != 0) {
-      // 1, 1L, 1.5f, 1e+20f
-      const auto in_number = [&](std::size_t i) {
-        const bool sign = (rest[i] == '+' || rest[i] == '-') && rest[i - 1] == 'e';
-        return is_word(static_cast<unsigned char>(rest[i])) || rest[i] == '.' || sign;
-      };
-      while (length < rest.size() && in_number(length)) {
-        ++length;
-      }
-    } else if (is_word(static_cast<unsigned char>(rest[0]))) {
-      while (length < rest.size() && is_word(static_cast<unsigned char>(rest[length]))) {
-        ++length;
-      }
-    } else if (rest.size() > 1 &&
-               (among(kOperators, rest.substr(0, 2)) || rest.substr(0, 2) == "::")) {
-      length = 2;
-    }
-    word_ = rest.substr(0, length);
-    end_ = begin_ + length;
+  template <class Belongs>
+  std::string_view take(const Belongs& belongs) {
+    const auto end = std::find_if_not(rest_.begin(), rest_.end(), belongs);
+    const std::string_view taken = rest_.substr(0, static_cast<std::size_t>(end - rest_.begin()));
+    rest_.remove_prefix(taken.size());
+    return taken;
   }
 
-  void skip(std::string_view word) {
-    expect(word_ == word);
-    advance();
+  // A word that is `allowed`.
+  template <class Allowed>
+  std::string word(const Allowed& allowed) {
+    const std::string_view rest = rest_;
+    const std::string taken(take(is_of_word));
+    const bool good = allowed(taken);
+    rest_ = good ? rest_ : rest;
+    need(good);
+    return taken;
   }
 
-  // Everything up to `end`, which is outside of brackets.
+  int64_t index(int64_t limit) {
+    constexpr std::size_t kMostDigits = 9;
+    return std::stoll(word([limit](const std::string& digits) {
+      return is_number(digits) && digits.size() <= kMostDigits && std::stoll(digits) < limit;
+    }));
+  }
+
+  // Everything up to `end`, which stands outside of all parentheses.
   void value(std::string_view end) {
     int open = 0;
-    for (bool first = true; open > 0 || word_ != end; first = false) {
-      expect(!word_.empty() && !(first && word_ == ")"));
-      open += word_ == "(" ? 1 : word_ == ")" ? -1 : 0;
-      expect(open >= 0);
-      part();
-    }
-  }
-
-  void part() {
-    if (word_ == "inputs") {
-      captured();
-    } else if (word_ == "params") {
-      size();
-    } else if (word_ == "precise") {
-      advance();
-      skip("::");
-      expect(among(kPrecise, word_));
-      advance();
-    } else {
-      expect(among(kOperators, word_) || among(kWords, word_) || among(kTypes, word_) ||
-             numbered(word_, "t") || number());
-      advance();
-    }
-  }
-
-  bool number() const {
-    return std::isdigit(static_cast<unsigned char>(word_[0])) != 0 &&
-           std::all_of(word_.begin(), word_.end(), [](unsigned char letter) {
-             return std::isdigit(letter) != 0 ||
-                    std::string_view(".e+-fL").find(letter) != std::string_view::npos;
-           });
-  }
-
-  // [i], of a dimension of the captured tensors; returns i.
-  int64_t dimension() {
-    skip("[");
-    expect(numbered(word_, ""));
-    const int64_t i = std::stoll(std::string(word_));
-    expect(i < FLEX_DIMENSIONS_MAX);
-    advance();
-    skip("]");
-    return i;
-  }
-
-  // params.capture_sizes[i]
-  int64_t size() {
-    skip("params");
-    skip(".");
-    skip("capture_sizes");
-    return dimension();
-  }
-
-  // inputs.capture_N[flex_index(..., params.capture_sizes[i], impossible) *
-  // params.capture_strides[i] + ...], for each of its dimensions.
-  void captured() {
-    skip("inputs");
-    skip(".");
-    constexpr std::string_view kName = "capture_";
-    expect(numbered(word_, kName));
-    const std::size_t number = std::stoull(std::string(word_.substr(kName.size())));
-    expect(number < ranks_.size());
-    int64_t first = 0;
-    for (std::size_t i = 0; i < number; ++i) {
-      first += ranks_[i];
-    }
-    advance();
-    skip("[");
-    if (ranks_[number] == 0) {
-      skip("0");
-    }
-    for (int64_t dim = 0; dim < ranks_[number]; ++dim) {
-      if (dim > 0) {
-        skip("+");
+    bool after_value = false;
+    while (open > 0 || !skip(end)) {
+      if (skip(" ")) {
+        continue;
       }
-      skip("flex_index");
-      skip("(");
-      value(",");
-      skip(",");
-      expect(size() == first + dim);
-      skip(",");
-      skip("impossible");
-      skip(")");
-      skip("*");
-      skip("params");
-      skip(".");
-      skip("capture_strides");
-      expect(dimension() == first + dim);
+      const bool opens = skip("(");
+      const bool closes = open > 0 && !opens && skip(")");
+      open += opens ? 1 : closes ? -1 : 0;
+      const bool is_operand = !opens && !closes && !rest_.empty() && is_of_word(rest_[0]);
+      if (is_operand) {
+        operand();
+      } else if (!opens && !closes) {
+        need(std::any_of(kOperators.begin(), kOperators.end(),
+                         [this](std::string_view sign) { return skip(sign); }) ||
+             (after_value && (skip("*") || skip("&"))));
+      }
+      after_value = closes || is_operand;
     }
-    skip("]");
   }
 
-  ArgumentName name_;
+  void operand() {
+    if (skip("inputs.capture_")) {
+      captured();
+    } else if (skip("params.capture_sizes[")) {
+      index(FLEX_DIMENSIONS_MAX);
+      need(skip("]"));
+    } else if (skip("precise::")) {
+      word([](const std::string& word) { return among(kPrecise, word); });
+    } else if (is_digit(rest_[0])) {  // 1, 1L, 1.5f, 1e+20f
+      char before = 0;
+      take([&before](char letter) {
+        const bool sign = (letter == '+' || letter == '-') && before == 'e';
+        before = letter;
+        return sign || is_digit(letter) || letter == '.' || letter == 'e' || letter == 'f' ||
+               letter == 'L';
+      });
+    } else {
+      word([this](const std::string& word) {
+        return (word[0] == 't' && is_number(word.substr(1))) || among(kWords, word) ||
+               (among(kTypes, word) && rest_.starts_with('('));
+      });
+    }
+  }
+
+  // N[flex_index(..., params.capture_sizes[i], impossible) * params.capture_strides[i] + ...], for
+  // each dimension i of the tensor N.
+  void captured() {
+    need(!std::exchange(within_index_, true));
+    const auto own = ranks_.begin() + index(static_cast<int64_t>(ranks_.size()));
+    const int64_t first = std::accumulate(ranks_.begin(), own, int64_t{0});
+    need(skip(*own > 0 ? "[" : "[0"));
+    for (int64_t i = first; i < first + *own; ++i) {
+      const std::string dimension = "[" + std::to_string(i) + "]";
+      need((i == first || skip(" + ")) && skip("flex_index("));
+      value(", params.capture_sizes" + dimension + ", impossible)");
+      need(skip(" * params.capture_strides" + dimension));
+    }
+    need(skip("]"));
+    within_index_ = false;
+  }
+
+  const ArgumentName name_;
   const std::string& text_;
+  std::string_view rest_;  // what is not read yet
   const std::vector<int64_t>& ranks_;
-  std::string_view word_;
-  std::size_t begin_ = 0;
-  std::size_t end_ = 0;
+  bool within_index_ = false;
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/grid.h"
+#include "csrc/ops/common/recorder.h"
 
 namespace metal_attn {
 namespace {
@@ -71,15 +72,18 @@ ListShape shape_of(const FlashFwdCall& call, const MaskTile& tile) {
           over_keys ? key_tiles : query_tiles};
 }
 
+// What the lists take.
+int64_t mask_blocks_bytes(const FlashFwdCall& call, const MaskTile& tile) {
+  const ListShape shape = shape_of(call, tile);
+  return shape.rows() * (shape.blocks + 1) * int64_t{sizeof(int32_t)};
+}
+
 Launch launch_of(const FlashFwdCall& call, const MaskTile& tile) {
   const ListShape shape = shape_of(call, tile);
   const MaskStrides s = mask_strides(call.mask);
-  Launch launch;
-  launch.program.family = "mask_blocks";
-  launch.kernel = "mask_blocks";
-  launch.program.defines = {{"WORD", reads_words(call) ? "uint2" : "uchar"}};
-  launch.params_slot = MASK_BLOCKS_PARAMS;
-  launch.params.set(MaskBlocksParams{s.batch, s.head, s.query, s.key, call.q_length, call.kv_length,
+  Launch launch("mask_blocks", {{"WORD", reads_words(call) ? "uint2" : "uchar"}});
+  launch.set_params(MASK_BLOCKS_PARAMS,
+                    MaskBlocksParams{s.batch, s.head, s.query, s.key, call.q_length, call.kv_length,
                                      tile.queries, tile.keys, tile.walk == FlexWalk::kOverKeys,
                                      static_cast<int32_t>(shape.blocks)});
   launch.threadgroups = {static_cast<uint32_t>(shape.lists), static_cast<uint32_t>(shape.heads),
@@ -127,6 +131,9 @@ std::optional<MaskBlocks> list_mask_blocks(const FlashFwdCall& call,
   launch.buffers = {{MASK_BLOCKS_MASK, *call.mask, false},
                     {MASK_BLOCKS_COUNTS, lists.counts, true},
                     {MASK_BLOCKS_ENTRIES, lists.entries, true}};
+  note(backend, [] {
+    return JsonObject().add("threadgroup_bytes", int64_t{kSimdgroupThreads * sizeof(uint32_t)});
+  });
   backend.run(launch);
   return lists;
 }
@@ -138,22 +145,6 @@ void walk_along(const std::optional<MaskBlocks>& lists, Buffers& buffers, FlashP
   buffers.push_back({FLEX_BLOCK_COUNTS, lists->counts, false});
   buffers.push_back({FLEX_BLOCK_INDICES, lists->entries, false});
   problem.flex.partial = block_list_params(lists->counts, lists->entries);
-}
-
-int64_t mask_blocks_bytes(const FlashFwdCall& call, const MaskTile& tile) {
-  const ListShape shape = shape_of(call, tile);
-  return shape.rows() * (shape.blocks + 1) * int64_t{sizeof(int32_t)};
-}
-
-JsonObject explain_mask_blocks(const FlashFwdCall& call, const MaskTile& tile) {
-  const Launch launch = launch_of(call, tile);
-  JsonObject explanation;
-  explanation.add("kernel", launch.kernel)
-      .add("defines", launch.program.defines)
-      .add("grid", launch.threadgroups)
-      .add("threads", launch.threads)
-      .add("threadgroup_bytes", int64_t{kSimdgroupThreads * sizeof(uint32_t)});
-  return explanation;
 }
 
 std::string describe_mask_blocks(const FlashFwdCall& call, const MaskTile& tile) {

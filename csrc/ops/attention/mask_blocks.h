@@ -9,7 +9,6 @@
 #include <string>
 
 #include "csrc/ops/attention/flex.h"
-#include "csrc/ops/common/json.h"
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/launch.h"
@@ -41,12 +40,6 @@ std::optional<MaskBlocks> list_mask_blocks(const FlashFwdCall& call,
 
 // Binds the lists, if there are any, which must live until the launch has run.
 void walk_along(const std::optional<MaskBlocks>& lists, Buffers& buffers, FlashParams& problem);
-
-// What the lists take.
-int64_t mask_blocks_bytes(const FlashFwdCall& call, const MaskTile& tile);
-
-// The kernel that makes them, for an explanation.
-JsonObject explain_mask_blocks(const FlashFwdCall& call, const MaskTile& tile);
 
 // One sentence on what is skipped, or why nothing is; "" without a bool mask.
 std::string describe_mask_blocks(const FlashFwdCall& call, const MaskTile& tile);

@@ -33,8 +33,10 @@
   "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor softmax_lse, Tensor delta" PACKING \
   ", *, Tensor? normalisers=None" FLASH_SCHEMA
 
-#define FLASH_PARAMETERS FLASH_OPTIONS(OPTION_PARAMETER)
-#define FLASH_VALUES FLASH_OPTIONS(OPTION_VALUE)
+#define FLASH_OPTION_PARAMETERS FLASH_OPTIONS(OPTION_PARAMETER)
+#define FLASH_OPTION_VALUES FLASH_OPTIONS(OPTION_VALUE)
+#define FLASH_FIRST_PARAMETERS FLASH_FIRST_OPTIONS(OPTION_PARAMETER)
+#define FLASH_FIRST_VALUES FLASH_FIRST_OPTIONS(OPTION_VALUE)
 #define PACKING_PARAMETERS                                                              \
   const torch::stable::Tensor &cu_seqlens_q, const torch::stable::Tensor &cu_seqlens_k, \
       int64_t max_seqlen_q, int64_t max_seqlen_k
@@ -51,20 +53,20 @@ namespace metal_attn {
 template <auto run>
 struct FlashFwd {
   using Tensor = torch::stable::Tensor;
-  static auto dense(const Tensor& q, const Tensor& k, const Tensor& v FLASH_PARAMETERS) {
-    return run(FlashFwdArguments{q, k, v, std::nullopt, {FLASH_VALUES}, {}});
+  static auto dense(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS) {
+    return run(FlashFwdArguments{q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, {}});
   }
   static auto varlen(const Tensor& q, const Tensor& k, const Tensor& v,
-                     PACKING_PARAMETERS FLASH_PARAMETERS) {
-    return run(FlashFwdArguments{q, k, v, PACKING_VALUES, {FLASH_VALUES}, {}});
+                     PACKING_PARAMETERS FLASH_OPTION_PARAMETERS) {
+    return run(FlashFwdArguments{q, k, v, PACKING_VALUES, {FLASH_OPTION_VALUES}, {}});
   }
-  static auto dense_cached(const Tensor& q, const Tensor& k, const Tensor& v FLASH_PARAMETERS,
-                           CACHE_PARAMETERS) {
-    return run(FlashFwdArguments{q, k, v, std::nullopt, {FLASH_VALUES}, CACHE_VALUES});
+  static auto dense_cached(const Tensor& q, const Tensor& k,
+                           const Tensor& v FLASH_OPTION_PARAMETERS, CACHE_PARAMETERS) {
+    return run(FlashFwdArguments{q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, CACHE_VALUES});
   }
   static auto varlen_cached(const Tensor& q, const Tensor& k, const Tensor& v,
-                            PACKING_PARAMETERS FLASH_PARAMETERS, CACHE_PARAMETERS) {
-    return run(FlashFwdArguments{q, k, v, PACKING_VALUES, {FLASH_VALUES}, CACHE_VALUES});
+                            PACKING_PARAMETERS FLASH_OPTION_PARAMETERS, CACHE_PARAMETERS) {
+    return run(FlashFwdArguments{q, k, v, PACKING_VALUES, {FLASH_OPTION_VALUES}, CACHE_VALUES});
   }
 };
 
@@ -73,15 +75,15 @@ struct FlashBwd {
   using Tensor = torch::stable::Tensor;
   static auto dense(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
                     const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                    bool exact_delta FLASH_PARAMETERS) {
+                    bool exact_delta FLASH_OPTION_PARAMETERS) {
     return run(FlashBwdArguments{
-        dout, dlse, out, lse, exact_delta, {q, k, v, std::nullopt, {FLASH_VALUES}, {}}});
+        dout, dlse, out, lse, exact_delta, {q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, {}}});
   }
   static auto varlen(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
                      const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                     PACKING_PARAMETERS, bool exact_delta FLASH_PARAMETERS) {
+                     PACKING_PARAMETERS, bool exact_delta FLASH_OPTION_PARAMETERS) {
     return run(FlashBwdArguments{
-        dout, dlse, out, lse, exact_delta, {q, k, v, PACKING_VALUES, {FLASH_VALUES}, {}}});
+        dout, dlse, out, lse, exact_delta, {q, k, v, PACKING_VALUES, {FLASH_OPTION_VALUES}, {}}});
   }
 };
 
@@ -90,15 +92,15 @@ struct FlashBwdBias {
   using Tensor = torch::stable::Tensor;
   static auto dense(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                     const Tensor& lse, const Tensor& delta,
-                    const OptionalTensor& normalisers FLASH_PARAMETERS) {
+                    const OptionalTensor& normalisers FLASH_OPTION_PARAMETERS) {
     return run(FlashBwdBiasArguments{
-        dout, lse, delta, normalisers, {q, k, v, std::nullopt, {FLASH_VALUES}, {}}});
+        dout, lse, delta, normalisers, {q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, {}}});
   }
   static auto varlen(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
                      const Tensor& lse, const Tensor& delta, PACKING_PARAMETERS,
-                     const OptionalTensor& normalisers FLASH_PARAMETERS) {
+                     const OptionalTensor& normalisers FLASH_OPTION_PARAMETERS) {
     return run(FlashBwdBiasArguments{
-        dout, lse, delta, normalisers, {q, k, v, PACKING_VALUES, {FLASH_VALUES}, {}}});
+        dout, lse, delta, normalisers, {q, k, v, PACKING_VALUES, {FLASH_OPTION_VALUES}, {}}});
   }
 };
 

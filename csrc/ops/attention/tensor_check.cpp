@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <sstream>
 #include <vector>
 
@@ -56,7 +55,7 @@ std::vector<float> values_of(const Tensor& tensor, const Sizes& sizes) {
 struct Problem {
   const char* name;
   int32_t dtype;
-  float rounding;  // of results, and no finer one of operands that are rounded
+  float rounding;  // the coarser one of results and operands
   int64_t head_dim;
   Sizes queries() const { return {1, 2, 70, head_dim}; }
   Sizes keys() const { return {1, 1, 100, head_dim}; }

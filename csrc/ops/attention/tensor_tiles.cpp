@@ -238,6 +238,9 @@ std::string problem_on(bool on_mps, Trial trial) {
 }  // namespace
 
 bool uses_tensor_tiles(const torch::stable::Tensor& q, Backend& backend, Pass pass) {
+  if (backend.records()) {
+    return q.defined() && tensor_tiles_problem(q, pass).empty();
+  }
   const bool float32 = is_float32(q);
   // What is no tensor is refused by the checks.
   return q.defined() && wanted(float32) &&

@@ -27,7 +27,8 @@ struct Trial {
 };
 
 // Whether a pass on it uses tensor tiles for these queries. The first call tries them; in the
-// simulator only the GPU that was told and the environment count. Throws std::invalid_argument for
+// simulator only the GPU that was told and the environment count; while launches are recorded, what
+// tensor_tiles_problem says. Throws std::invalid_argument for
 // a setting that has no such value.
 bool uses_tensor_tiles(const torch::stable::Tensor& q, Backend& backend, Pass pass);
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
@@ -13,15 +13,17 @@
 
 namespace metal_attn {
 
-// Adds "choice", and "tuning": the key of a table's row, and the tiles that are worth a
-// measurement, the chosen one first.
+// What is told of a launch whose tile was chosen: what it takes, how it was chosen, the key of a
+// table's row, and the tiles that are worth a measurement, the chosen one first.
 template <class Specialisation>
-JsonObject& add_choice(JsonObject& object, const Specialisation& s, const char* kernel,
-                       int64_t queries, int64_t keys) {
+JsonObject tile_note(const Specialisation& s, int64_t queries, int64_t keys) {
   JsonObject tuning;
-  tuning.add("key", std::string(tile_key(kernel, s, queries, keys).text()))
+  tuning.add("key", std::string(tile_key(s.kernel(), s, queries, keys).text()))
       .add("candidates", tile_candidates(s, gpu()));
-  return object.add("choice", s.row == nullptr ? kReckoned : s.row->source.c_str())
+  return JsonObject()
+      .add("threadgroup_bytes", s.threadgroup_bytes())
+      .add("registers", s.registers())
+      .add("choice", s.row == nullptr ? kEstimated : s.row->source.c_str())
       .add("tuning", tuning);
 }
 

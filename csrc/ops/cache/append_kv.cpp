@@ -1,36 +1,469 @@
 #include "csrc/ops/cache/append_kv.h"
 
+#include <algorithm>
 #include <array>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <vector>
 
-#include "csrc/ops/cache/check_append_kv.h"
-#include "csrc/ops/cache/choose.h"
-#include "csrc/ops/cache/fill.h"
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/cache/check.h"
+#include "csrc/ops/common/check.h"
+#include "csrc/ops/common/grid.h"
+#include "csrc/ops/common/overlap.h"
+#include "csrc/ops/common/recorder.h"
+#include "csrc/ops/rope/rotation.h"
+#include "csrc/problem/rope.h"
+#include "csrc/problem/strides.h"
+#include "shaders/params.h"
 
 namespace metal_attn {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// --- What the op refuses. ---
+
+constexpr char kNewLayout[] = "(batch, heads, length, head_dim)";
+
+struct Named {
+  ArgumentName name;
+  const Tensor* tensor;
+};
+
+// The tensors that are given.
+std::vector<Named> given(
+    std::initializer_list<std::pair<ArgumentName, const OptionalTensor*>> all) {
+  std::vector<Named> result;
+  for (const auto& [name, tensor] : all) {
+    if (tensor->has_value()) {
+      result.push_back({name, &**tensor});
+    }
+  }
+  return result;
+}
+
+void check_both(ArgumentName name, const OptionalTensor& tensor, ArgumentName other_name,
+                const OptionalTensor& other) {
+  check(tensor.has_value() == other.has_value(), "only one of ", name, " and ", other_name,
+        " is given; give both or neither");
+}
+
+void check_rows(ArgumentName name, const Tensor& tensor, const char* layout) {
+  check_rank(name, tensor, 4, layout);
+  check_last_stride(name, tensor);
+  check_storage(name, tensor);
+}
+
+void check_new_rows(const AppendKvArguments& a, AppendKvProblem& p) {
+  check_device("k", a.k);
+  p.element = check_element("k", a.k);
+  check_same_device("v", a.v, "k", a.k);
+  check_same_dtype("v", a.v, "k", a.k);
+  check_rows("k", a.k, kNewLayout);
+  check_rows("v", a.v, kNewLayout);
+  p.batch = check_length("k", a.k, 0, "batch");
+  p.kv_heads = check_length("k", a.k, 1, "number of heads");
+  p.length = check_length("k", a.k, 2, "length");
+  check_shape("v", a.v, {{p.batch, p.kv_heads, p.length, a.v.size(3)}});
+  p.head_dim_qk = check_head_dim("k", a.k.size(3), kMaxLength);
+  p.head_dim_v = check_head_dim("v", a.v.size(3), kMaxLength);
+}
+
+void check_caches(const AppendKvArguments& a, AppendKvProblem& p) {
+  check_same_device("k_cache", a.k_cache, "k", a.k);
+  check_same_device("v_cache", a.v_cache, "k", a.k);
+  p.format = check_kv_format(a.cache, a.k, a.k_cache, a.v_cache);
+  p.cache_element = own_element(p.format, p.element, a.k_cache);
+  const char* layout = cache_layout(a.cache);
+  check_rows("k_cache", a.k_cache, layout);
+  check_rows("v_cache", a.v_cache, layout);
+  p.capacity = check_cache_capacity(a.cache, a.k_cache, a.k, p.batch);
+  p.cache_size = static_cast<int32_t>(a.k_cache.size(0));
+  p.page_size = a.cache.block_table ? static_cast<int32_t>(a.k_cache.size(2)) : 0;
+  const int64_t packed = p.format == KvFormat::kQ4_0 ? 2 : 1;
+  for (const auto& [name, cache, head_dim] :
+       {std::tuple{"k_cache", &a.k_cache, p.head_dim_qk}, {"v_cache", &a.v_cache, p.head_dim_v}}) {
+    check_shape(name, *cache, {{p.cache_size, p.kv_heads, a.k_cache.size(2), head_dim / packed}});
+  }
+  check_scales(a.cache, p.format, a.k_cache, a.v_cache, p.batch);
+}
+
+void check_indices(const AppendKvArguments& a, AppendKvProblem& p) {
+  for (const auto& [name, tensor] :
+       given({{"cache_seqlens", &a.cache_seqlens}, {"leftpad_k", &a.leftpad_k}})) {
+    check_same_device(name, *tensor, "k", a.k);
+    check_index(name, *tensor);
+    check_shape(name, *tensor, {{p.batch}});
+  }
+  check(a.cache.indexed() || p.cache_size == p.batch, "`k_cache` has a batch of ", p.cache_size,
+        " and `k` of ", p.batch, "; without `cache_batch_idx` they must be equal");
+  check(p.length <= p.capacity, "`k` has a length of ", p.length, " and `k_cache` room for ",
+        p.capacity, " rows of a sequence");
+}
+
+void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
+  check_both("rotary_cos", a.rotary_cos, "rotary_sin", a.rotary_sin);
+  if (!a.rotary_cos) {
+    check(!a.q, "`q` is given and `rotary_cos` is not, which is all that `q` is for");
+    check(!a.rotary_interleaved, "`rotary_interleaved` is True and `rotary_cos` is not given");
+    return;
+  }
+  const Tensor& cos = *a.rotary_cos;
+  const Tensor& sin = *a.rotary_sin;
+  for (const auto& [name, table] : {Named{"rotary_cos", &cos}, Named{"rotary_sin", &sin}}) {
+    check_same_device(name, *table, "k", a.k);
+    check_element(name, *table);
+    check_rank(name, *table, 2, "(rows, R / 2)");
+    check_last_stride(name, *table);
+    check_storage(name, *table);
+  }
+  check_same_dtype("rotary_sin", sin, "rotary_cos", cos);
+  check_shape("rotary_sin", sin, {{cos.size(0), cos.size(1)}});
+  p.table_element = check_element("rotary_cos", cos);
+  p.table_rows = check_length("rotary_cos", cos, 0, "number of rows");
+  check(p.table_rows > 0, "`rotary_cos` has no rows");
+  check(2 * cos.size(1) <= p.head_dim_qk, "`rotary_cos` has ", cos.size(1),
+        " columns and `k` a head dim of ", p.head_dim_qk, "; they must be at most half of it");
+  p.pairs = static_cast<int32_t>(cos.size(1));
+  if (a.q) {
+    check_same_device("q", *a.q, "k", a.k);
+    check_same_dtype("q", *a.q, "k", a.k);
+    check_rows("q", *a.q, kNewLayout);
+    p.q_heads = check_length("q", *a.q, 1, "number of heads");
+    p.q_length = check_length("q", *a.q, 2, "length");
+    check_shape("q", *a.q, {{p.batch, p.q_heads, p.q_length, p.head_dim_qk}});
+  }
+}
+
+void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
+  std::vector<Named> written{{"k_cache", &a.k_cache}, {"v_cache", &a.v_cache}};
+  std::vector<Named> read{{"k", &a.k}, {"v", &a.v}};
+  std::vector<Named> tables = given({{"cache_seqlens", &a.cache_seqlens},
+                                     {"block_table", &a.cache.block_table},
+                                     {"cache_batch_idx", &a.cache.cache_batch_idx},
+                                     {"leftpad_k", &a.leftpad_k},
+                                     {"rotary_cos", &a.rotary_cos},
+                                     {"rotary_sin", &a.rotary_sin}});
+  for (const Named& scale : given({{"k_scale", &a.cache.k_scale}, {"v_scale", &a.cache.v_scale}})) {
+    (p.block_scales() ? written : tables).push_back(scale);
+  }
+  if (a.q) {
+    written.push_back({"q", &*a.q});
+  }
+  for (std::size_t i = 0; i < written.size(); ++i) {
+    const Named& target = written[i];
+    check_no_overlap(target.name, *target.tensor);
+    for (std::size_t j = 0; j < i; ++j) {
+      check(!may_overlap(*target.tensor, *written[j].tensor), target.name,
+            " may share elements with ", written[j].name, ", and both are written");
+    }
+    for (const Named& source : read) {
+      check(!may_overlap(*source.tensor, *target.tensor), source.name, " may share elements with ",
+            target.name, ", which is written in place; call ", source.name, ".clone() first");
+    }
+    for (const Named& table : tables) {
+      check(!spans_overlap(*table.tensor, *target.tensor), table.name, " lies in the memory of ",
+            target.name, ", which is written in place; call ", table.name, ".clone() first");
+    }
+  }
+}
+
+// Neighbouring rows of one batch or page that a sequence writes.
+struct WrittenRows {
+  int64_t place;
+  int64_t begin;
+  int64_t end;
+  int64_t sequence;
+};
+
+void check_written_once(const AppendKvArguments& a, const AppendKvProblem& p,
+                        const std::vector<SeenKeys>& new_keys) {
+  std::vector<WrittenRows> rows;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const SeenKeys& keys = new_keys[static_cast<std::size_t>(b)];
+    if (!a.cache.block_table) {
+      const int64_t place =
+          a.cache.cache_batch_idx ? values_on_cpu(*a.cache.cache_batch_idx)[b] : b;
+      rows.push_back({place, keys.begin, keys.end, b});
+      continue;
+    }
+    const Tensor& table = *a.cache.block_table;
+    const int32_t* pages = values_on_cpu(table) + b * table.stride(0);
+    for (int64_t block = keys.begin / p.page_size; block * p.page_size < keys.end; ++block) {
+      const int64_t first = block * p.page_size;
+      rows.push_back({pages[block], std::max<int64_t>(keys.begin - first, 0),
+                      std::min<int64_t>(keys.end - first, p.page_size), b});
+    }
+  }
+  std::sort(rows.begin(), rows.end(), [](const WrittenRows& one, const WrittenRows& other) {
+    return std::tie(one.place, one.begin) < std::tie(other.place, other.begin);
+  });
+  for (std::size_t i = 1; i < rows.size(); ++i) {
+    const WrittenRows& one = rows[i - 1];
+    const WrittenRows& other = rows[i];
+    check(one.place != other.place || one.end <= other.begin, "sequences ",
+          std::min(one.sequence, other.sequence), " and ", std::max(one.sequence, other.sequence),
+          " both write row ", other.begin, " of ", a.cache.block_table ? "page " : "batch ",
+          one.place, " of `k_cache`");
+  }
+}
+
+// What only the values of indices show, where the host can read them.
+void check_values(const AppendKvArguments& a, const AppendKvProblem& p) {
+  const auto values = [](const OptionalTensor& tensor) {
+    return tensor ? values_on_cpu(*tensor) : nullptr;
+  };
+  const int32_t* seqlens = values(a.cache_seqlens);
+  const int32_t* leftpad = values(a.leftpad_k);
+  const int64_t q_rows = a.rotate_q_by_token ? p.q_length : std::min(p.q_length, 1);
+  const int64_t rotary_rows = std::max<int64_t>(p.length, q_rows);
+  const bool subtracts = leftpad != nullptr && a.rotary_from_leftpad;
+  std::vector<SeenKeys> new_keys;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t first = seqlens != nullptr ? seqlens[b] : 0;
+    check(first >= 0 && first + p.length <= p.capacity, "`cache_seqlens`[", b, "] is ", first,
+          " and `k` has ", p.length, " new rows; together they must be in 0..", p.capacity,
+          ", the rows ",
+          a.cache.block_table ? "in the pages that `block_table` has" : "that `k_cache` has",
+          " for sequence ", b);
+    new_keys.push_back({first, first + p.length});
+    const int64_t padding = leftpad != nullptr ? leftpad[b] : 0;
+    check(padding >= 0, "`leftpad_k`[", b, "] is ", padding, "; it must be at least 0");
+    const int64_t begin = first - (subtracts ? padding : 0);
+    check(!a.rotary_cos || rotary_rows == 0 || (begin >= 0 && begin + rotary_rows <= p.table_rows),
+          "sequence ", b, " asks for rows ", begin, " to ", begin + rotary_rows - 1,
+          " of `rotary_cos` (from ",
+          subtracts ? "`cache_seqlens` - `leftpad_k`" : "`cache_seqlens`",
+          " on); they must be in 0..", p.table_rows - 1);
+  }
+  if (p.length > 0) {
+    check_cache_values(a.cache, a.k_cache, new_keys);
+    check_written_once(a, p, new_keys);
+  }
+}
+
+}  // namespace
+
+AppendKvProblem check_append_kv(const AppendKvArguments& a) {
+  AppendKvProblem p{};
+  check_new_rows(a, p);
+  check_caches(a, p);
+  check_indices(a, p);
+  check_rotary(a, p);
+  check_memory(a, p);
+  if (a.k.is_cpu()) {
+    check_values(a, p);
+  }
+  return p;
+}
+
+// Columns of new rows that a thread moves at a time.
+constexpr int kUnitColumns = 8;
+
+AppendWidths append_widths(const AppendKvArguments& a, const AppendKvProblem& p) {
+  const bool whole_units = p.head_dim_qk % kUnitColumns == 0 && p.head_dim_v % kUnitColumns == 0;
+  const int store_bytes = kv_load_bytes(Element::kHalf, p.format);
+  AppendWidths widths{};
+  widths.loads = whole_units && rows_aligned_16(a.k) && rows_aligned_16(a.v);
+  widths.stores =
+      whole_units && rows_aligned(a.k_cache, store_bytes) && rows_aligned(a.v_cache, store_bytes);
+  widths.rotary = widths.loads && a.rotary_cos && rows_aligned_16(*a.rotary_cos) &&
+                  rows_aligned_16(*a.rotary_sin) &&
+                  rotates_by_chunks(p.element, 2 * p.pairs, a.rotary_interleaved);
+  return widths;
+}
+
+AppendParams append_params(const AppendKvArguments& a, const AppendKvProblem& p) {
+  AppendParams params{};
+  params.k_strides = row_strides(a.k);
+  params.v_strides = row_strides(a.v);
+  params.k_cache_strides = row_strides(a.k_cache);
+  params.v_cache_strides = row_strides(a.v_cache);
+  params.k_scale_strides = scale_strides(a.cache.k_scale);
+  params.v_scale_strides = scale_strides(a.cache.v_scale);
+  if (a.rotary_cos) {
+    params.cos_strides.row = a.rotary_cos->stride(0);
+    params.sin_strides.row = a.rotary_sin->stride(0);
+  }
+  params.block_table_stride = a.cache.block_table ? a.cache.block_table->stride(0) : 0;
+  params.length = p.length;
+  params.capacity = p.capacity;
+  params.cache_size = p.cache_size;
+  params.table_rows = p.table_rows;
+  params.rotary_from_leftpad = a.rotary_from_leftpad;
+  return params;
+}
+
+namespace {
+
+// --- How the kernel is specialised, and its grid. ---
+
+struct AppendKvSpecialisation {
+  AppendWidths widths;
+  int vector;  // pairs of q that a thread rotates
+  HeadShares q_shares;
+  int32_t block_rows;
+  int32_t block_tokens;
+  std::array<uint32_t, 3> threadgroups;
+  uint32_t threads;
+};
+
+// Times that a thread moves something, where there is so much: more threadgroups would only start
+// more often.
+constexpr int64_t kPasses = 4;
+
+int choose_vector(const AppendKvArguments& a, const AppendKvProblem& p) {
+  int64_t vector = std::min({kMaxVector, aligned_vector(*a.q), aligned_vector(*a.rotary_cos),
+                             aligned_vector(*a.rotary_sin)});
+  while (p.pairs % vector != 0) {
+    vector /= 2;
+  }
+  return static_cast<int>(vector);
+}
+
+// Throws std::invalid_argument for a grid that Metal cannot count.
+AppendKvSpecialisation choose_append_kv(const AppendKvArguments& a, const AppendKvProblem& p) {
+  AppendKvSpecialisation s{};
+  s.widths = append_widths(a, p);
+  const int64_t row_units = divide_up(std::max(p.head_dim_qk, p.head_dim_v), kUnitColumns);
+  int64_t work = p.writes() ? p.length * row_units : 0;
+  s.block_rows = static_cast<int32_t>(std::max<int64_t>(kPasses * APPEND_THREADS / row_units, 1));
+  int64_t blocks = divide_up(p.writes() ? p.length : 0, s.block_rows);
+  int64_t head_groups = p.writes() ? p.kv_heads : 0;
+  if (p.rotates_q()) {
+    s.vector = choose_vector(a, p);
+    const int64_t units = p.pairs / s.vector;
+    s.q_shares = share_heads(static_cast<double>(p.batch) * p.q_length * units, p.q_heads);
+    s.block_tokens = static_cast<int32_t>(std::max<int64_t>(APPEND_THREADS / units, 1));
+    work = std::max(work, p.q_length * units);
+    blocks = std::max(blocks, divide_up(p.q_length, s.block_tokens));
+    head_groups += s.q_shares.groups;
+  }
+  s.threads = static_cast<uint32_t>(
+      std::min<int64_t>(divide_up(work, kSimdgroupThreads) * kSimdgroupThreads, APPEND_THREADS));
+  check(blocks * s.threads <= std::numeric_limits<uint32_t>::max(), "`k` has a length of ",
+        p.length, " and `q` of ", p.q_length, "; Metal counts at most 2^32 - 1 threads");
+  s.threadgroups = {static_cast<uint32_t>(blocks), static_cast<uint32_t>(head_groups),
+                    static_cast<uint32_t>(p.batch)};
+  return s;
+}
+
+Defines append_kv_defines(const AppendKvArguments& a, const AppendKvProblem& p,
+                          const AppendKvSpecialisation& s) {
+  Defines defines{{"ELEMENT", element_name(p.element)},
+                  {"HEAD_DIM_QK", p.head_dim_qk},
+                  {"HEAD_DIM_V", p.head_dim_v},
+                  {"WIDE_LOADS", s.widths.loads},
+                  {"WIDE_STORES", s.widths.stores}};
+  // What is off is not defined, which the preprocessor takes for 0.
+  const auto define = [&defines](const char* name, int value) {
+    if (value != 0) {
+      defines.push_back({name, value});
+    }
+  };
+  define("PAGE_SIZE", p.page_size);
+  if (p.cache_element) {
+    defines.push_back({"KV_ELEMENT", element_name(*p.cache_element)});
+  }
+  define("CACHE_BATCH_IDX", a.cache.cache_batch_idx.has_value());
+  define("CACHE_SEQLENS", a.cache_seqlens.has_value());
+  define("LEFTPAD_K", a.leftpad_k && a.rotary_from_leftpad);
+  define("KV_FORMAT", static_cast<int>(p.format));
+  define("K_SCALE", a.cache.k_scale.has_value());
+  define("V_SCALE", a.cache.v_scale.has_value());
+  if (p.pairs > 0) {
+    define("NEW_K_ROTARY", 1);
+    defines.push_back({"ROTARY_ELEMENT", element_name(p.table_element)});
+    define("ROTARY_DIM", 2 * p.pairs);
+    defines.push_back({"ROTARY_INTERLEAVED", a.rotary_interleaved});
+    define("WIDE_ROTARY", s.widths.rotary);
+  }
+  define("Q_ROTARY", p.rotates_q());
+  define("VECTOR", p.rotates_q() ? s.vector : 1);
+  define("HEADS", p.rotates_q() ? s.q_shares.heads : 1);
+  return defines;
+}
+
+// --- The launch. ---
+
+RopeParams rotated_q(const AppendKvArguments& a, const AppendKvProblem& p,
+                     const AppendKvSpecialisation& s) {
+  RopeParams params{};
+  if (p.rotates_q()) {
+    const RowStrides q = row_strides(*a.q);
+    params.q_strides = {q.batch, q.head, q.row, 1};
+    params.cos_strides = {0, a.rotary_cos->stride(0), 1};
+    params.sin_strides = {0, a.rotary_sin->stride(0), 1};
+    params.table_rows = p.table_rows;
+    params.q_heads = p.q_heads;
+    params.length = p.q_length;
+    params.pairs = p.pairs;
+    params.pair_units = p.pairs / s.vector;
+    params.sine_sign = 1.0f;
+  }
+  return params;
+}
+
+Launch append_kv_launch(const AppendKvArguments& a, const AppendKvProblem& p,
+                        const AppendKvSpecialisation& s) {
+  AppendKvParams params{};
+  params.append = append_params(a, p);
+  params.q = rotated_q(a, p, s);
+  params.kv_heads = p.writes() ? p.kv_heads : 0;
+  params.block_rows = s.block_rows;
+  params.block_tokens = s.block_tokens;
+  params.q_advances = a.rotate_q_by_token;
+
+  Launch launch("append_kv", append_kv_defines(a, p, s));
+  const auto add = [&](uint32_t slot, const Tensor& tensor, bool writable) {
+    // Where no row is written a tensor may have no memory, and q stands for it.
+    launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : *a.q, writable});
+  };
+  const auto add_given = [&](uint32_t slot, const std::optional<Tensor>& tensor, bool writable) {
+    if (tensor) {
+      add(slot, *tensor, writable);
+    }
+  };
+  add(APPEND_K, a.k, false);
+  add(APPEND_V, a.v, false);
+  add(APPEND_K_CACHE, a.k_cache, true);
+  add(APPEND_V_CACHE, a.v_cache, true);
+  add_given(APPEND_K_SCALE, a.cache.k_scale, p.block_scales());
+  add_given(APPEND_V_SCALE, a.cache.v_scale, p.block_scales());
+  add_given(APPEND_SEQLENS, a.cache_seqlens, false);
+  add_given(APPEND_BLOCK_TABLE, a.cache.block_table, false);
+  add_given(APPEND_CACHE_BATCH_IDX, a.cache.cache_batch_idx, false);
+  if (a.rotary_from_leftpad) {
+    add_given(APPEND_LEFTPAD_K, a.leftpad_k, false);
+  }
+  if (p.rotates_q()) {
+    add(APPEND_Q, *a.q, true);
+  }
+  if (p.pairs > 0) {
+    add(APPEND_COS, *a.rotary_cos, false);
+    add(APPEND_SIN, *a.rotary_sin, false);
+  }
+  launch.set_params(APPEND_PARAMS, params);
+  launch.threadgroups = s.threadgroups;
+  launch.threads = {s.threads, 1, 1};
+  return launch;
+}
+
+}  // namespace
 
 void append_kv(const AppendKvArguments& a, Backend& backend) {
   const AppendKvProblem p = check_append_kv(a);
   if (p.writes() || p.rotates_q()) {
-    backend.run(append_kv_launch(a, p, choose_append_kv(a, p)));
+    const AppendKvSpecialisation s = choose_append_kv(a, p);
+    note(backend, [&s] {
+      return JsonObject().add(
+          "reason", std::to_string(s.block_rows) + " new rows of a KV head a threadgroup");
+    });
+    backend.run(append_kv_launch(a, p, s));
   }
-}
-
-PackedText append_kv_explain(const AppendKvArguments& a) {
-  const AppendKvProblem p = check_append_kv(a);
-  const AppendKvSpecialisation s = choose_append_kv(a, p);
-  const bool launches = p.writes() || p.rotates_q();
-  return JsonObject()
-      .add("kernel", "append_kv")
-      .add("defines", append_kv_defines(a, p, s))
-      .add("grid", s.threadgroups)
-      .add("threads", std::array<uint32_t, 3>{s.threads, 1, 1})
-      .add("threadgroup_bytes", int64_t{0})
-      .add("backend", a.k.is_cpu() ? "simulator" : "mps")
-      .add("reason", launches
-                         ? std::to_string(s.block_rows) + " new rows of a KV head a threadgroup"
-                         : "nothing to write or to rotate: no kernel is launched")
-      .packed();
 }
 
 }  // namespace metal_attn

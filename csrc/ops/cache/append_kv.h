@@ -1,9 +1,9 @@
 // metal_attn::append_kv: new keys and values into a cache, quantised if it is, and rotated.
 #pragma once
 
-#include "csrc/ops/common/json.h"
 #include "csrc/problem/cache.h"
 #include "csrc/runtime/backend.h"
+#include "shaders/params.h"
 
 namespace metal_attn {
 
@@ -13,7 +13,18 @@ namespace metal_attn {
 // exist become NaN.
 void append_kv(const AppendKvArguments& arguments, Backend& backend);
 
-// The same checks and choice as JSON, without running anything.
-PackedText append_kv_explain(const AppendKvArguments& arguments);
+// For decode_step, which appends in a kernel of its own: the checks, which loads and stores are
+// whole, and the params of shaders/cache_write.h.
+AppendKvProblem check_append_kv(const AppendKvArguments& arguments);
+
+struct AppendWidths {
+  bool loads;
+  bool stores;
+  bool rotary;  // if loads are
+};
+
+AppendWidths append_widths(const AppendKvArguments& arguments, const AppendKvProblem& problem);
+
+AppendParams append_params(const AppendKvArguments& arguments, const AppendKvProblem& problem);
 
 }  // namespace metal_attn

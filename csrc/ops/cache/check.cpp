@@ -4,6 +4,7 @@
 
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/problem/strides.h"
 
 namespace metal_attn {
 
@@ -44,7 +45,6 @@ KvFormat format_of(const QuantisedOperand& operand, ArgumentName q_name, const T
   check_known_dtype(name, data, kKvNames);
   std::optional<ScalarType> kind;
   if (scale) {
-    check_device(scale_name, *scale);
     check_same_device(scale_name, *scale, q_name, q);
     check_known_dtype(scale_name, *scale, "float16 or float32");
     kind = dtype_of(*scale);
@@ -85,11 +85,8 @@ KvFormat format_of(const QuantisedOperand& operand, ArgumentName q_name, const T
 
 void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, int32_t batch) {
   const Tensor& table = *o.block_table;
-  check_device("block_table", table);
   check_same_device("block_table", table, o.names.q, q);
-  check_known_dtype("block_table", table, "int32");
-  check(dtype_of(table) == ScalarType::Int, "`block_table` has dtype ", dtype_text(table),
-        "; it must be int32");
+  check_dtype("block_table", table, ScalarType::Int);
   check(table.dim() == 2 && table.size(0) == batch, "`block_table` has shape ", shape_text(table),
         "; it must be (", batch, ", max_blocks)");
   check_last_stride("block_table", table);
@@ -156,7 +153,6 @@ int32_t check_cache_capacity(const CacheOptions& o, const Tensor& k, const Tenso
     return static_cast<int32_t>(o.block_table->size(1) * k.size(2));
   }
   if (o.cache_batch_idx) {
-    check_device("cache_batch_idx", *o.cache_batch_idx);
     check_same_device("cache_batch_idx", *o.cache_batch_idx, o.names.q, q);
     check_index("cache_batch_idx", *o.cache_batch_idx);
     check_shape("cache_batch_idx", *o.cache_batch_idx, {{batch}});
@@ -205,6 +201,28 @@ CacheFeatures cache_features(const CacheOptions& o, KvFormat format, Element q_e
   features.k_scale = o.k_scale.has_value();
   features.v_scale = o.v_scale.has_value();
   return features;
+}
+
+// By block or by head.
+RowStrides scale_strides(const std::optional<Tensor>& scale) {
+  if (!scale) {
+    return {};
+  }
+  if (scale->dim() < 3) {
+    return {scale->dim() == 2 ? scale->stride(0) : 0, scale->stride(scale->dim() - 1), 0};
+  }
+  return row_strides(*scale);
+}
+
+void fill_cache_params(const CacheOptions& o, const Tensor& k, FlashParams& params) {
+  if (o.indexed()) {
+    params.cache_size = static_cast<int32_t>(k.size(0));
+  }
+  if (o.block_table) {
+    params.block_table_stride = o.block_table->stride(0);
+  }
+  params.k_scale_strides = scale_strides(o.k_scale);
+  params.v_scale_strides = scale_strides(o.v_scale);
 }
 
 }  // namespace metal_attn

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "csrc/problem/cache.h"
+#include "shaders/params.h"
 
 namespace metal_attn {
 
@@ -39,5 +40,11 @@ std::optional<Element> own_element(KvFormat format, Element q_element,
 
 CacheFeatures cache_features(const CacheOptions& options, KvFormat format, Element q_element,
                              const torch::stable::Tensor& k);
+
+RowStrides scale_strides(const std::optional<torch::stable::Tensor>& scale);
+
+// The fields of `params` that are the options'.
+void fill_cache_params(const CacheOptions& options, const torch::stable::Tensor& k,
+                       FlashParams& params);
 
 }  // namespace metal_attn

@@ -1,38 +1,226 @@
 #include "csrc/ops/cache/copy_pages.h"
 
+#include <algorithm>
 #include <array>
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
 
-#include "csrc/ops/cache/check_copy_pages.h"
-#include "csrc/ops/cache/choose.h"
-#include "csrc/ops/cache/fill.h"
-#include "csrc/ops/common/json.h"
+#include "csrc/ops/common/check.h"
+#include "csrc/ops/common/grid.h"
+#include "csrc/ops/common/overlap.h"
+#include "csrc/ops/common/recorder.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
+namespace {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// --- What the op refuses. ---
+
+void check_pages(ArgumentName name, const Tensor& pages, const Tensor& cache) {
+  check_same_device(name, pages, "cache", cache);
+  check_known_dtype(name, pages, "int32 or int64");
+  const ScalarType dtype = pages.scalar_type();
+  check(dtype == ScalarType::Int || dtype == ScalarType::Long, name, " has dtype ",
+        dtype_text(pages), "; it must be int32 or int64");
+  check_rank(name, pages, 1, "(copies)");
+  check_length(name, pages, 0, "length");
+  check_storage(name, pages);
+  check(!spans_overlap(pages, cache), name,
+        " lies in the memory of `cache`, which is written; call ", name, ".clone() first");
+}
+
+// The numbers, where the host can read them.
+std::vector<int64_t> page_numbers(ArgumentName name, const Tensor& pages, int64_t count) {
+  std::vector<int64_t> numbers;
+  for (int64_t i = 0; i < pages.size(0); ++i) {
+    const int64_t at = i * pages.stride(0);
+    const void* data = pages.const_data_ptr();
+    numbers.push_back(pages.scalar_type() == ScalarType::Long
+                          ? static_cast<const int64_t*>(data)[at]
+                          : static_cast<const int32_t*>(data)[at]);
+    check(numbers.back() >= 0 && numbers.back() < count, name, "[", i, "] is ", numbers.back(),
+          "; it must be in 0..", count - 1, ", the pages of `cache`");
+  }
+  return numbers;
+}
+
+void check_order_does_not_matter(const std::vector<int64_t>& src, const std::vector<int64_t>& dst) {
+  std::unordered_map<int64_t, std::size_t> written;
+  for (std::size_t i = 0; i < dst.size(); ++i) {
+    const auto [at, first] = written.emplace(dst[i], i);
+    check(first, "`dst`[", i, "] is ", dst[i], ", and so is `dst`[", at->second,
+          "]; no page may be written twice");
+  }
+  for (std::size_t i = 0; i < src.size(); ++i) {
+    const auto at = written.find(src[i]);
+    check(at == written.end(), "`src`[", i, "] is ", src[i], ", and so is `dst`[",
+          at == written.end() ? 0 : at->second, "]; no page that is read may be written");
+  }
+}
+
+void check_copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst) {
+  check_device("cache", cache);
+  check(cache.dim() >= 1, "`cache` has no dimensions; it must be (pages, ...)");
+  check_storage("cache", cache);
+  check_no_overlap("cache", cache);
+  check_pages("src", src, cache);
+  check_pages("dst", dst, cache);
+  check_same_dtype("dst", dst, "src", src);
+  check_shape("dst", dst, {{src.size(0)}});
+  if (cache.is_cpu()) {
+    check_order_does_not_matter(page_numbers("src", src, cache.size(0)),
+                                page_numbers("dst", dst, cache.size(0)));
+  }
+}
+
+// --- How the kernel is specialised, and its grid. ---
+
+// The widest word that a thread copies.
+constexpr int64_t kMaxWordBytes = 16;
+
+struct Run {
+  int64_t stride;
+  int64_t size;
+};
+
+// What of a page lies side by side, innermost first: neighbours in memory are joined.
+std::vector<Run> page_runs(const Tensor& cache) {
+  std::vector<Run> dims;
+  for (int64_t dim = 1; dim < cache.dim(); ++dim) {
+    if (cache.size(dim) != 1) {
+      dims.push_back({cache.stride(dim), cache.size(dim)});
+    }
+  }
+  std::sort(dims.begin(), dims.end(),
+            [](const Run& one, const Run& other) { return one.stride < other.stride; });
+  std::vector<Run> runs{{1, 1}};
+  for (const Run& dim : dims) {
+    if (dim.stride == runs.back().stride * runs.back().size) {
+      runs.back().size *= dim.size;
+    } else {
+      runs.push_back(dim);
+    }
+  }
+  return runs;
+}
+
+// The widest power of two that every run of a page starts at and consists of.
+int64_t word_bytes(const Tensor& cache, const std::vector<Run>& runs) {
+  const int64_t element = static_cast<int64_t>(cache.element_size());
+  int64_t bytes = std::min(kMaxWordBytes, element);
+  const auto fits = [&](int64_t word) {
+    bool fits = runs[0].size * element % word == 0 &&
+                (cache.size(0) <= 1 || cache.stride(0) * element % word == 0);
+    for (std::size_t i = 1; i < runs.size(); ++i) {
+      fits = fits && runs[i].stride * element % word == 0;
+    }
+    return fits && first_byte(cache) % static_cast<uint64_t>(word) == 0;
+  };
+  while (bytes < kMaxWordBytes && fits(2 * bytes)) {
+    bytes *= 2;
+  }
+  return bytes;
+}
+
+struct CopyPagesSpecialisation {
+  int64_t copies;
+  int64_t word_bytes;
+  bool long_indices;
+  RowDims words;  // of a page
+  uint32_t page_words;
+
+  bool launches() const { return copies > 0 && page_words > 0; }
+};
+
+// Throws std::invalid_argument for pages of more words than Metal can count.
+CopyPagesSpecialisation choose_copy_pages(const Tensor& cache, const Tensor& src) {
+  CopyPagesSpecialisation s{};
+  s.copies = src.size(0);
+  s.long_indices = src.scalar_type() == ScalarType::Long;
+  s.word_bytes = 1;
+  if (cache.numel() == 0) {
+    return s;
+  }
+  std::vector<Run> runs = page_runs(cache);
+  s.word_bytes = word_bytes(cache, runs);
+  const int64_t element = static_cast<int64_t>(cache.element_size());
+  runs[0].size = runs[0].size * element / s.word_bytes;
+  int64_t words = 1;
+  for (std::size_t i = 0; i < runs.size(); ++i) {
+    const bool fits = !__builtin_mul_overflow(words, runs[i].size, &words);
+    check(fits && words <= kMaxLength, "`cache` has shape ", shape_text(cache),
+          "; a page may be at most ", kMaxLength, " words of ", s.word_bytes, " bytes");
+    s.words.sizes[i] = static_cast<uint32_t>(runs[i].size);
+    s.words.strides[i] = i == 0 ? 1 : runs[i].stride * element / s.word_bytes;
+  }
+  s.words.count = static_cast<int32_t>(runs.size());
+  s.page_words = static_cast<uint32_t>(words);
+  return s;
+}
+
+Defines copy_pages_defines(const CopyPagesSpecialisation& s) {
+  const char* word = "uchar";
+  switch (s.word_bytes) {
+    case 16:
+      word = "uint4";
+      break;
+    case 8:
+      word = "uint2";
+      break;
+    case 4:
+      word = "uint";
+      break;
+    case 2:
+      word = "ushort";
+      break;
+    default:
+      break;
+  }
+  return {{"WORD", word}, {"INDEX", s.long_indices ? "long" : "int"}};
+}
+
+std::array<uint32_t, 3> copy_pages_threadgroups(const CopyPagesSpecialisation& s) {
+  const int64_t block = COPY_PAGES_THREADS * COPY_PAGES_WORDS;
+  return {static_cast<uint32_t>(divide_up(s.page_words, block)), static_cast<uint32_t>(s.copies),
+          1};
+}
+
+// --- The launch. ---
+
+Launch copy_pages_launch(const Tensor& cache, const Tensor& src, const Tensor& dst,
+                         const CopyPagesSpecialisation& s) {
+  CopyPagesParams params{};
+  params.words = s.words;
+  params.page_stride = cache.stride(0) * static_cast<int64_t>(cache.element_size()) / s.word_bytes;
+  params.src_stride = src.stride(0);
+  params.dst_stride = dst.stride(0);
+  params.pages = cache.size(0);
+  params.page_words = s.page_words;
+
+  Launch launch("copy_pages", copy_pages_defines(s));
+  launch.buffers = {
+      {COPY_PAGES_CACHE, cache, true}, {COPY_PAGES_SRC, src, false}, {COPY_PAGES_DST, dst, false}};
+  launch.set_params(COPY_PAGES_PARAMS, params);
+  launch.threadgroups = copy_pages_threadgroups(s);
+  launch.threads = {COPY_PAGES_THREADS, 1, 1};
+  return launch;
+}
+
+}  // namespace
 
 void copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst, Backend& backend) {
   check_copy_pages(cache, src, dst);
   const CopyPagesSpecialisation s = choose_copy_pages(cache, src);
   if (s.launches()) {
+    note(backend, [&s] {
+      return JsonObject().add("reason", std::to_string(s.word_bytes) + " bytes at a time");
+    });
     backend.run(copy_pages_launch(cache, src, dst, s));
   }
-}
-
-PackedText copy_pages_explain(const Tensor& cache, const Tensor& src, const Tensor& dst) {
-  check_copy_pages(cache, src, dst);
-  const CopyPagesSpecialisation s = choose_copy_pages(cache, src);
-  return JsonObject()
-      .add("kernel", "copy_pages")
-      .add("defines", copy_pages_defines(s))
-      .add("grid", s.launches() ? copy_pages_threadgroups(s) : std::array<uint32_t, 3>{})
-      .add("threads", std::array<uint32_t, 3>{COPY_PAGES_THREADS, 1, 1})
-      .add("threadgroup_bytes", int64_t{0})
-      .add("backend", cache.is_cpu() ? "simulator" : "mps")
-      .add("reason", s.launches() ? std::to_string(s.word_bytes) + " bytes at a time"
-                                  : "nothing to copy: no kernel is launched")
-      .packed();
 }
 
 }  // namespace metal_attn

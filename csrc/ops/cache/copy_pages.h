@@ -3,7 +3,6 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include "csrc/ops/common/json.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
@@ -15,9 +14,5 @@ namespace metal_attn {
 // what lies outside is skipped.
 void copy_pages(const torch::stable::Tensor& cache, const torch::stable::Tensor& src,
                 const torch::stable::Tensor& dst, Backend& backend);
-
-// The same checks and choice as JSON, without running anything.
-PackedText copy_pages_explain(const torch::stable::Tensor& cache, const torch::stable::Tensor& src,
-                              const torch::stable::Tensor& dst);
 
 }  // namespace metal_attn

@@ -9,22 +9,15 @@
   "Tensor? block_table=None, Tensor? cache_batch_idx=None, " \
   "Tensor? k_scale=None, Tensor? v_scale=None"
 
-#define APPEND_KV_OPTIONS \
-  "Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? leftpad_k=None, "
 #define APPEND_KV_ROTARY                               \
   "Tensor? rotary_cos=None, Tensor? rotary_sin=None, " \
   "bool rotary_interleaved=False, bool rotate_q_by_token=True, bool rotary_from_leftpad=True"
-
-#define APPEND_KV_ARGUMENTS                                               \
-  "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "         \
-  "Tensor? cache_seqlens=None, *, Tensor(c!)? q=None, " APPEND_KV_OPTIONS \
+#define APPEND_KV_ARGUMENTS                                                          \
+  "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "                    \
+  "Tensor? cache_seqlens=None, *, Tensor(c!)? q=None, "                              \
+  "Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? leftpad_k=None, " \
   "Tensor(d!)? k_scale=None, Tensor(e!)? v_scale=None, " APPEND_KV_ROTARY
-#define APPEND_KV_EXPLAIN_ARGUMENTS                                   \
-  "(Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, "             \
-  "Tensor? cache_seqlens=None, *, Tensor? q=None, " APPEND_KV_OPTIONS \
-  "Tensor? k_scale=None, Tensor? v_scale=None, " APPEND_KV_ROTARY
 #define COPY_PAGES_ARGUMENTS "(Tensor(a!) cache, Tensor src, Tensor dst"
-#define COPY_PAGES_EXPLAIN_ARGUMENTS "(Tensor cache, Tensor src, Tensor dst"
 
 namespace metal_attn {
 

@@ -11,6 +11,7 @@
 #include <stdexcept>
 
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/runtime/fresh.h"
 #include "csrc/runtime/optional_shims.h"
 #include "csrc/runtime/torch_call.h"
@@ -99,15 +100,19 @@ Tensor swapped(const Tensor& tensor, int64_t one, int64_t other) {
 
 Tensor new_empty_strided(const Tensor& like, const Dims& sizes, const Dims& strides,
                          ScalarType dtype) {
-  if (in_simulator(like)) {
+  if (!is_recording() && in_simulator(like)) {
     Tensor tensor = dispatched(like, sizes, strides, dtype);
     remember_fresh(tensor);
     return tensor;
   }
   int32_t device = 0;
   int32_t index = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  if (is_recording()) {
+    device = aoti_torch_device_type_meta();
+  } else {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+  }
   AtenTensorHandle handle = nullptr;
   if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
                                shim_dtype(dtype), device, index, &handle) != AOTI_TORCH_SUCCESS) {
@@ -124,6 +129,11 @@ Tensor new_empty(const Tensor& like, const Dims& sizes, ScalarType dtype) {
     stride *= std::max<int64_t>(sizes[i], 1);
   }
   return new_empty_strided(like, sizes, strides, dtype);
+}
+
+Tensor new_zeros(const Tensor& like, const Dims& sizes, ScalarType dtype) {
+  return is_recording() ? new_empty(like, sizes, dtype)
+                        : torch::stable::new_zeros(like, IntHeaderOnlyArrayRef(sizes), dtype);
 }
 
 Tensor new_empty_like(const Tensor& like) {

@@ -1,4 +1,4 @@
-// Tensors that ops return or work in.
+// Tensors that ops return or work in: on meta while launches are recorded (recorder.h).
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -28,6 +28,8 @@ torch::stable::Tensor new_empty_strided(const torch::stable::Tensor& like, const
                                         const Dims& strides, torch::headeronly::ScalarType dtype);
 // Contiguous.
 torch::stable::Tensor new_empty(const torch::stable::Tensor& like, const Dims& sizes,
+                                torch::headeronly::ScalarType dtype);
+torch::stable::Tensor new_zeros(const torch::stable::Tensor& like, const Dims& sizes,
                                 torch::headeronly::ScalarType dtype);
 // As `like` in dtype and sizes, dense, and with its order of dimensions.
 torch::stable::Tensor new_empty_like(const torch::stable::Tensor& like);

@@ -13,8 +13,11 @@ namespace {
 
 thread_local std::string t_refusal;
 thread_local std::string t_marked;
+thread_local bool t_meta_passes = false;
 
 }  // namespace
+
+void metal_attn_let_meta_pass(int32_t pass) { t_meta_passes = pass != 0; }
 
 const char* metal_attn_refusal(const char* text) {
   return t_refusal == text ? t_marked.c_str() : nullptr;
@@ -207,8 +210,10 @@ void check_device(ArgumentName name, const Tensor& tensor) {
 
 void check_same_device(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                        const Tensor& other) {
-  check(place_of(tensor) == place_of(other), name, " is on ", device_text(tensor), " and ",
-        other_name, " on ", device_text(other), "; they must be on one device");
+  check_device(name, tensor);
+  check(place_of(tensor) == place_of(other) || (t_meta_passes && is_meta(tensor)), name, " is on ",
+        device_text(tensor), " and ", other_name, " on ", device_text(other),
+        "; they must be on one device");
 }
 
 // The stable ABI has no name for every dtype: it throws for quantized, 4-bit and shell ones.
@@ -224,6 +229,15 @@ void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allo
     check(false, name, " has a dtype without a name here (number ", number, "); it must be ",
           allowed);
   }
+}
+
+void check_dtype(ArgumentName name, const Tensor& tensor, ScalarType dtype) {
+  if (likely_dtype(tensor) == dtype) {
+    return;
+  }
+  const std::string allowed = dtype_name(dtype);
+  check_known_dtype(name, tensor, allowed.c_str());
+  check(false, name, " has dtype ", dtype_text(tensor), "; it must be ", allowed);
 }
 
 Element check_element(ArgumentName name, const Tensor& tensor) {
@@ -305,9 +319,7 @@ const int32_t* values_on_cpu(const Tensor& tensor) {
 }
 
 void check_index(ArgumentName name, const Tensor& tensor) {
-  check_known_dtype(name, tensor, "int32");
-  check(dtype_of(tensor) == ScalarType::Int, name, " has dtype ", dtype_text(tensor),
-        "; it must be int32");
+  check_dtype(name, tensor, ScalarType::Int);
   check(tensor.dim() == 1 && (tensor.numel() < 2 || tensor.stride(0) == 1), name, " has shape ",
         shape_text(tensor), " and strides ", stride_text(tensor),
         "; it must be contiguous with 1 dimension");
@@ -316,18 +328,14 @@ void check_index(ArgumentName name, const Tensor& tensor) {
 
 void check_statistics(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                       const Tensor& other, IntHeaderOnlyArrayRef shape) {
-  check_device(name, tensor);
   check_same_device(name, tensor, other_name, other);
-  check_known_dtype(name, tensor, "float32");
-  check(dtype_of(tensor) == ScalarType::Float, name, " has dtype ", dtype_text(tensor),
-        "; it must be float32");
+  check_dtype(name, tensor, ScalarType::Float);
   check_shape(name, tensor, {shape});
   check_storage(name, tensor);
 }
 
 Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name,
                    const Tensor& other) {
-  check_device("learnable_sink", sink);
   check_same_device("learnable_sink", sink, other_name, other);
   const Element element = check_element("learnable_sink", sink);
   check_shape("learnable_sink", sink, {{heads}});
@@ -370,14 +378,16 @@ void check_storage(ArgumentName name, const Tensor& tensor) {
 
 bool rows_aligned_16(const Tensor& tensor) { return rows_aligned(tensor, 16); }
 
+uint64_t first_byte(const Tensor& tensor) {
+  return tensor.is_cpu() ? reinterpret_cast<uintptr_t>(tensor.const_data_ptr())
+                         : static_cast<uint64_t>(tensor.storage_offset()) * tensor.element_size();
+}
+
 bool rows_aligned(const Tensor& tensor, int multiple) {
   const int64_t bytes = static_cast<int64_t>(tensor.element_size());
-  // A Metal buffer begins at a page; a CPU storage may begin anywhere.
-  const uint64_t first = tensor.is_cpu() ? reinterpret_cast<uintptr_t>(tensor.const_data_ptr())
-                                         : static_cast<uint64_t>(tensor.storage_offset() * bytes);
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
-  bool aligned = first % static_cast<uint64_t>(multiple) == 0;
+  bool aligned = first_byte(tensor) % static_cast<uint64_t>(multiple) == 0;
   for (std::size_t dim = 0; dim + 1 < sizes.size(); ++dim) {
     aligned = aligned && (sizes[dim] <= 1 || strides[dim] * bytes % multiple == 0);
   }

@@ -19,6 +19,9 @@ extern "C" {
 // The last refusal of this thread with its marks (see refuse), if `text` is what it said; else
 // null.
 __attribute__((visibility("default"))) const char* metal_attn_refusal(const char* text);
+// Whether tensors on meta pass for ones on any device in this thread: `explain` of a backward has
+// no results of a forward. Only launches that are recorded may come of it.
+__attribute__((visibility("default"))) void metal_attn_let_meta_pass(int32_t pass);
 
 }  // extern "C"
 
@@ -91,6 +94,7 @@ bool same_sizes(const torch::stable::Tensor& tensor,
 
 // Not None, on mps, the CPU or meta (fake kernels check without data), and strided.
 void check_device(ArgumentName name, const torch::stable::Tensor& tensor);
+// The same, and on the other's device.
 void check_same_device(ArgumentName name, const torch::stable::Tensor& tensor,
                        ArgumentName other_name, const torch::stable::Tensor& other);
 
@@ -98,6 +102,9 @@ inline constexpr char kElementNames[] = "float32, float16 or bfloat16";
 
 // The same as tensor.scalar_type(), which asks torch for the number of one dtype after the other.
 torch::headeronly::ScalarType dtype_of(const torch::stable::Tensor& tensor);
+
+void check_dtype(ArgumentName name, const torch::stable::Tensor& tensor,
+                 torch::headeronly::ScalarType dtype);
 
 // Before anything asks for a dtype, which throws for some dtypes. `allowed` is in the
 // message.
@@ -150,6 +157,9 @@ void check_last_stride(ArgumentName name, const torch::stable::Tensor& tensor);
 
 // Every element lies in the storage, which a caller may have shrunk under the tensor.
 void check_storage(ArgumentName name, const torch::stable::Tensor& tensor);
+
+// Where the tensor's first element is: a Metal buffer begins at a page, a CPU storage anywhere.
+uint64_t first_byte(const torch::stable::Tensor& tensor);
 
 // Whether the tensor's first element and all its rows begin at a multiple of so many bytes.
 bool rows_aligned(const torch::stable::Tensor& tensor, int multiple);

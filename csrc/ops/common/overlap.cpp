@@ -83,6 +83,12 @@ bool may_overlap_itself(const Tensor& tensor) {
   return !nested(std::move(dims));
 }
 
+void check_no_overlap(ArgumentName name, const Tensor& tensor) {
+  check(!may_overlap_itself(tensor), name, " has shape ", shape_text(tensor), " and strides ",
+        stride_text(tensor), ": elements may share memory, so it cannot be written in place: call ",
+        name, ".clone() first");
+}
+
 bool spans_overlap(const Tensor& a, const Tensor& b) {
   if (is_empty(a) || is_empty(b) || is_meta(a)) {
     return false;
@@ -101,13 +107,14 @@ bool may_overlap(const Tensor& a, const Tensor& b) {
   const Tensor& high = in_order ? b : a;
   const int64_t bytes = static_cast<int64_t>(low.element_size());
   const int64_t difference = span_of(high).first - span_of(low).first;
-  if (difference % bytes != 0 || low.dim() != high.dim()) {
+  if (a.element_size() != b.element_size() || difference % bytes != 0 || low.dim() != high.dim()) {
     return true;
   }
 
-  // With equal strides, elements of the two meet where index vectors of the two differ by
-  // `difference`. They cannot if `difference` steps over what the low one spans in the smaller
-  // strides, and the larger strides over `difference` and what the high one spans in those.
+  // Both have these strides, so an element of one is an element of the other where
+  // sum(low_index * stride) = shift + sum(high_index * stride). There is none if
+  // - the strides up to `shift` reach less than `shift` in the low one, and
+  // - every larger stride is larger than what the smaller ones and `shift` reach together.
   const int64_t shift = difference / bytes;
   std::vector<Dimension> dims;
   for (int64_t dim = 0; dim < low.dim(); ++dim) {

@@ -3,11 +3,16 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include "csrc/ops/common/check.h"
+
 namespace metal_attn {
 
 // Some two elements may lie in one place. True for a few odd layouts where none do: each stride
 // must step over everything that the smaller ones span.
 bool may_overlap_itself(const torch::stable::Tensor& tensor);
+
+// No two may, in what is written in place.
+void check_no_overlap(ArgumentName name, const torch::stable::Tensor& tensor);
 
 // Some element of `a` may lie where one of `b` does, neither overlapping itself. False for parts of
 // one packed tensor, as the q and k of a joint projection are; true for a few odd layouts beyond.

@@ -1,15 +1,12 @@
 #include "csrc/ops/decode/decode_step.h"
 
+#include <torch/csrc/stable/ops.h>
+
 #include <algorithm>
 
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/cache/append_kv.h"
-#include "csrc/ops/cache/choose.h"
-#include "csrc/ops/cache/fill.h"
-#include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/decode/check.h"
-#include "csrc/ops/decode/choose.h"
 #include "csrc/ops/decode/flash_decode.h"
 
 namespace metal_attn {
@@ -29,7 +26,7 @@ Tensor lengths_after(const Tensor& cache_seqlens, int32_t new_keys) {
   if (before == nullptr) {
     return cache_seqlens;
   }
-  Tensor after = new_empty_like(cache_seqlens);
+  Tensor after = torch::stable::empty_like(cache_seqlens);  // with data, also while recording
   std::transform(before, before + cache_seqlens.numel(),
                  static_cast<int32_t*>(after.mutable_data_ptr()),
                  [new_keys](int32_t length) { return length + new_keys; });
@@ -45,6 +42,16 @@ Defines append_defines(const AppendKvArguments& a, const AppendWidths& widths, b
     }
   }
   return defines;
+}
+
+// Of the new rows.
+AppendKvProblem check_decode_step(const DecodeStepArguments& a) {
+  const AppendKvProblem problem = check_append_kv(a.append);
+  check(problem.writes(), "`k` has shape ", shape_text(a.append.k),
+        ", no new rows; decode_step appends some: use flash_decode");
+  // The kernel reads both as one element, and a quantised cache takes new rows of any.
+  check_same_dtype("q", a.decode.forward.q, "k", a.append.k);
+  return problem;
 }
 
 DecodeStepCall analyse(const DecodeStepArguments& a) {
@@ -78,11 +85,6 @@ std::tuple<Tensor, Tensor> decode_step(const DecodeStepArguments& a, Backend& ba
     }
     return run(call.decode, call.forward, &call.append, backend);
   });
-}
-
-PackedText decode_step_explain(const DecodeStepArguments& a) {
-  const DecodeStepCall call = analyse(a);
-  return explain(call.decode, call.forward, &call.append);
 }
 
 }  // namespace metal_attn

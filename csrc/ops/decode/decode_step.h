@@ -5,7 +5,6 @@
 
 #include <tuple>
 
-#include "csrc/ops/common/json.h"
 #include "csrc/problem/decode.h"
 #include "csrc/runtime/backend.h"
 
@@ -14,7 +13,5 @@ namespace metal_attn {
 // The same result as the three ops.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> decode_step(
     const DecodeStepArguments& arguments, Backend& backend);
-
-PackedText decode_step_explain(const DecodeStepArguments& arguments);
 
 }  // namespace metal_attn

@@ -1,22 +1,116 @@
 #include "csrc/ops/decode/flash_decode.h"
 
-#include <array>
+#include <algorithm>
+#include <cstdint>
 
+#include "csrc/ops/attention/check.h"
+#include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/json.h"
-#include "csrc/ops/decode/check.h"
-#include "csrc/ops/decode/fill.h"
+#include "csrc/ops/common/check.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/merge/merge.h"
+#include "csrc/problem/merge.h"
+#include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
+#include "csrc/tiles/remember.h"
 #include "csrc/tiles/shared.h"
+#include "shaders/params.h"
 
 namespace metal_attn {
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// Of a KV head. The kernel's steps over rows, of all row groups, must not pass the end of int32.
+constexpr int64_t kMaxRows = int64_t{1} << 30;
+
+// Whether two tensors begin at one element and step alike, the second no wider.
+bool begins(const Tensor& whole, const Tensor& part) {
+  const int64_t last = part.dim() - 1;
+  bool same = part.numel() > 0 && part.const_data_ptr() == whole.const_data_ptr() &&
+              part.dim() == whole.dim() && part.size(last) <= whole.size(last);
+  for (int64_t dim = 0; same && dim < last; ++dim) {
+    same = part.stride(dim) == whole.stride(dim);
+  }
+  return same;
+}
+
+// Whether v is the first columns of k, as in the latent caches of DeepSeek's MLA: one read serves
+// both.
+bool v_in_k(const FlashFwdArguments& a) {
+  const bool scaled = a.cache.k_scale && a.cache.v_scale;
+  return begins(a.k, a.v) && (!scaled || begins(*a.cache.k_scale, *a.cache.v_scale));
+}
+
+// Keys that the queries of one sequence read, at most.
+int64_t keys_read(const FlashFwdArguments& f, const FlashFwdCall& call) {
+  const FlashFwdOptions& o = f.options;
+  int64_t keys = call.kv_length;
+  if (f.flex && f.flex->kv_num_blocks) {
+    keys = std::min(keys, listed_keys(*f.flex));
+  }
+  const int64_t right = o.causal ? 0 : o.window_size_right;
+  if (o.window_size_left >= 0 && right >= 0) {
+    // Either may be near 2^63.
+    keys =
+        std::min(keys, std::min(o.window_size_left, keys) + std::min(right, keys) + call.q_length);
+  }
+  if (o.q_offset && window_right(o) != NO_WINDOW) {
+    keys = std::clamp<int64_t>(*o.q_offset + call.q_length + window_right(o), 0, keys);
+  }
+  if (o.attention_chunk > 0) {
+    keys = std::min(keys, o.attention_chunk + call.q_length);
+  }
+  return keys;
+}
+
+// Of a sequence: that many fill any GPU, and its grid stays far from the end of 32 bits.
+constexpr int64_t kMostGroups = 1 << 16;
+
+Defines flash_decode_defines(const FlashDecodeCall& call, const FlashDecodeAppend* append) {
+  Defines defines = flash_decode_defines(call.specialisation, call.splits > 1);
+  if (append != nullptr) {
+    defines.append(append->defines.begin(), append->defines.end());
+  }
+  return defines;
+}
+
+Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments& a,
+                           const FlashDecodeAppend* append, const Tensor& out, const Tensor& lse) {
+  const bool split = call.splits > 1;
+  FlashDecodeParams params{};
+  params.problem = flash_problem(call.forward, a);
+  params.out_strides = row_strides(out);
+  params.lse_strides = split ? row_strides(lse) : statistics_strides(lse);
+  params.out_split_stride = split ? out.stride(3) : 0;
+  params.lse_split_stride = split ? lse.stride(3) : 0;
+  params.row_groups = static_cast<int32_t>(call.row_groups);
+  Launch launch("flash_decode", flash_decode_defines(call, append));
+  launch.tile_row = call.specialisation.row;
+  launch.buffers = flash_inputs(call.forward, a);
+  append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
+  if (append != nullptr) {
+    for (BufferArgument& buffer : launch.buffers) {
+      buffer.writable = buffer.slot == FLASH_K || buffer.slot == FLASH_V ||
+                        buffer.slot == FLASH_K_SCALE || buffer.slot == FLASH_V_SCALE;
+    }
+    launch.buffers.push_back({FLASH_DECODE_NEW_K, append->k, false});
+    launch.buffers.push_back({FLASH_DECODE_NEW_V, append->v, false});
+    params.append = append->params;
+    params.q_advances = append->q_advances;
+    params.problem.new_keys = append->params.length;
+  }
+  launch.buffers.push_back({FLASH_DECODE_OUT, out, true});
+  launch.buffers.push_back({FLASH_DECODE_LSE, lse, true});
+  launch.set_params(FLASH_PARAMS, params);
+  launch.threadgroups = call.threadgroups;
+  launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
+  return launch;
+}
 
 // A tensor of flash_decode's results, with a dimension of splits behind that of queries.
 Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t columns) {
@@ -30,6 +124,53 @@ Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t co
 
 }  // namespace
 
+FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
+  const FlashFwdArguments& f = a.forward;
+  const FlashFwdCall call = analyse(f).call;
+  check(0 <= a.num_splits && a.num_splits <= kMaxSplits, "`num_splits` is ", a.num_splits,
+        "; it must be 0 (chosen for you) or in 1..", kMaxSplits);
+  check(!call.problem.features.dropout, "`dropout_p` is ", f.options.dropout_p,
+        "; flash_decode has no dropout: use flash_fwd");
+  check(!f.options.k_rotary_cos,
+        "`k_rotary_cos` is given; flash_decode has no rotation of `k`: rotate it as it enters the "
+        "cache, or use flash_fwd");
+  const int64_t heads = call.kv_heads > 0 ? call.heads / call.kv_heads : 0;
+  check(int64_t{call.q_length} * heads <= kMaxRows, "`q` has shape ", shape_text(f.q), ", ",
+        call.q_length, " queries of ", heads, " heads a KV head; flash_decode takes up to ",
+        kMaxRows, " of them together: use flash_fwd");
+  return call;
+}
+
+FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDecodeArguments& a,
+                                    bool appends) {
+  const FlashFwdArguments& f = a.forward;
+  FlashDecodeCall call{forward, {}, 0, 1, 1, {}};
+  if (!forward.launches()) {
+    return call;
+  }
+  call.keys = keys_read(f, forward);
+  const Gpu on = gpu();
+  TileRequest request{forward.problem};
+  request.problem.keys = 0;  // does not count, and may grow with each call
+  request.v_in_k = v_in_k(f);
+  request.rows = call.rows();
+  call.specialisation = remembered_tile<FlashDecodeSpecialisation>(
+      request, call.rows(), call.keys, on,
+      [&] { return choose_flash_decode(forward.problem, request.rows, request.v_in_k, on); });
+  const FlashDecodeSpecialisation& s = call.specialisation;
+  // Only the threadgroups that write new keys see them.
+  const int64_t most = std::max<int64_t>(kMostGroups / forward.kv_heads, 1);
+  call.row_groups = appends ? 1 : std::min(s.passes(call.rows()), most);
+  const int64_t groups = int64_t{forward.batch} * forward.kv_heads * call.row_groups;
+  const int64_t own_rows = (call.rows() + call.row_groups - 1) / call.row_groups;
+  call.splits = a.num_splits > 0 ? a.num_splits
+                                 : flash_decode_splits(s, groups, own_rows, call.keys, gpu().cores);
+  call.threadgroups = {static_cast<uint32_t>(call.splits),
+                       static_cast<uint32_t>(forward.kv_heads * call.row_groups),
+                       static_cast<uint32_t>(forward.batch)};
+  return call;
+}
+
 std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArguments& a,
                                const FlashDecodeAppend* append, Backend& backend) {
   Tensor out = new_out(a, call.forward.problem.head_dim_v);
@@ -37,6 +178,12 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
   if (!call.forward.launches()) {
     return {out, lse};
   }
+  note(backend, [&] {
+    const FlashDecodeSpecialisation& s = call.specialisation;
+    return tile_note(s, call.rows(), call.keys)
+        .add("splits", call.splits)
+        .add("reason", describe_choice(s, call.rows(), call.row_groups, call.splits, gpu()));
+  });
   if (call.splits == 1) {
     backend.run(flash_decode_launch(call, a, append, out, lse));
   } else {
@@ -48,36 +195,10 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
   return {out, lse};
 }
 
-PackedText explain(const FlashDecodeCall& call, const FlashFwdArguments& a,
-                   const FlashDecodeAppend* append) {
-  if (!call.forward.launches()) {
-    return JsonObject()
-        .add("kernel", "flash_decode")
-        .add("reason", "nothing to compute: q is empty, so no kernel is launched")
-        .packed();
-  }
-  const FlashDecodeSpecialisation& s = call.specialisation;
-  JsonObject explanation;
-  explanation.add("kernel", "flash_decode")
-      .add("defines", flash_decode_defines(call, append))
-      .add("grid", call.threadgroups)
-      .add("threads", std::array<uint32_t, 3>{static_cast<uint32_t>(s.threads()), 1, 1})
-      .add("threadgroup_bytes", s.threadgroup_bytes())
-      .add("registers", s.registers())
-      .add("splits", call.splits)
-      .add("backend", a.q.is_cpu() ? "simulator" : "mps")
-      .add("reason", describe_choice(s, call.rows(), call.row_groups, call.splits, gpu()));
-  return add_choice(explanation, s, "flash_decode", call.rows(), call.keys).packed();
-}
-
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& a, Backend& backend) {
   return without_bad_rows([&] {
     return run(choose_flash_decode(check_flash_decode(a), a, false), a.forward, nullptr, backend);
   });
-}
-
-PackedText flash_decode_explain(const FlashDecodeArguments& a) {
-  return explain(choose_flash_decode(check_flash_decode(a), a, false), a.forward, nullptr);
 }
 
 }  // namespace metal_attn

@@ -3,12 +3,13 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
+#include <cstdint>
 #include <tuple>
 
-#include "csrc/ops/common/json.h"
-#include "csrc/ops/decode/choose.h"
 #include "csrc/problem/decode.h"
 #include "csrc/runtime/backend.h"
+#include "csrc/tiles/flash_decode.h"
 
 namespace metal_attn {
 
@@ -16,15 +17,40 @@ namespace metal_attn {
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_decode(
     const FlashDecodeArguments& arguments, Backend& backend);
 
-PackedText flash_decode_explain(const FlashDecodeArguments& arguments);
+// Throws std::invalid_argument.
+FlashFwdCall check_flash_decode(const FlashDecodeArguments& arguments);
 
-// The same of a call that was checked, which may append new rows first.
+// One call of flash_decode or decode_step, checked, and the kernel that was chosen for it.
+struct FlashDecodeCall {
+  FlashFwdCall forward;
+  FlashDecodeSpecialisation specialisation;
+  int64_t keys;  // that the queries of one sequence read, at most
+  int64_t splits;
+  int64_t row_groups;  // threadgroups among which the rows of a KV head are dealt out
+  std::array<uint32_t, 3> threadgroups;
+
+  // Queries of all heads that share a KV head.
+  int64_t rows() const { return int64_t{forward.q_length} * (forward.heads / forward.kv_heads); }
+};
+
+// New keys and values that the launch appends first: none without defines.
+struct FlashDecodeAppend {
+  Defines defines;
+  torch::stable::Tensor k;
+  torch::stable::Tensor v;
+  AppendParams params;
+  bool q_advances;
+};
+
+// `forward` as checked. `appends`: the launch writes new keys first. Nothing is chosen where
+// nothing is launched.
+FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward,
+                                    const FlashDecodeArguments& arguments, bool appends);
+
+// flash_decode of a call that was checked, which may append new rows first.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> run(const FlashDecodeCall& call,
                                                              const FlashFwdArguments& arguments,
                                                              const FlashDecodeAppend* append,
                                                              Backend& backend);
-
-PackedText explain(const FlashDecodeCall& call, const FlashFwdArguments& arguments,
-                   const FlashDecodeAppend* append);
 
 }  // namespace metal_attn

@@ -7,7 +7,6 @@
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/tuning.h"
-#include "csrc/ops/decode/choose.h"
 #include "csrc/ops/decode/flash_decode.h"
 
 namespace metal_attn {
@@ -52,11 +51,6 @@ std::tuple<Tensor, Tensor> flex_fwd(const FlashFwdArguments& a, Backend& backend
     const std::optional<FlashDecodeCall> decoding = decoding_of(a);
     return decoding ? run(*decoding, a, nullptr, backend) : flash_fwd(a, backend);
   });
-}
-
-PackedText flex_fwd_explain(const FlashFwdArguments& a) {
-  const std::optional<FlashDecodeCall> decoding = decoding_of(a);
-  return decoding ? explain(*decoding, a, nullptr) : flash_fwd_explain(a);
 }
 
 }  // namespace metal_attn

@@ -5,7 +5,6 @@
 
 #include <tuple>
 
-#include "csrc/ops/common/json.h"
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
 
@@ -13,7 +12,5 @@ namespace metal_attn {
 
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> flex_fwd(
     const FlashFwdArguments& arguments, Backend& backend);
-
-PackedText flex_fwd_explain(const FlashFwdArguments& arguments);
 
 }  // namespace metal_attn

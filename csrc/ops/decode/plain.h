@@ -48,19 +48,15 @@ template <Backend& (*backend)()>
 struct Plain {
   using Tensor = torch::stable::Tensor;
 
-  static std::tuple<Tensor, Tensor> flash_fwd(const Tensor& q, const Tensor& k, const Tensor& v,
-                                              std::optional<double> softmax_scale, bool causal,
-                                              int64_t left, int64_t right) {
-    return metal_attn::flash_fwd(
-        {q, k, v, std::nullopt, first_options(softmax_scale, causal, left, right), {}}, backend());
+  static std::tuple<Tensor, Tensor> flash_fwd(const Tensor& q, const Tensor& k,
+                                              const Tensor& v FLASH_FIRST_PARAMETERS) {
+    return metal_attn::flash_fwd({q, k, v, std::nullopt, {FLASH_FIRST_VALUES}, {}}, backend());
   }
 
-  static std::tuple<Tensor, Tensor> flash_decode(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                 std::optional<double> softmax_scale, bool causal,
-                                                 int64_t left, int64_t right) {
-    return metal_attn::flash_decode(
-        {{q, k, v, std::nullopt, first_options(softmax_scale, causal, left, right), {}}, 0},
-        backend());
+  static std::tuple<Tensor, Tensor> flash_decode(const Tensor& q, const Tensor& k,
+                                                 const Tensor& v FLASH_FIRST_PARAMETERS) {
+    return metal_attn::flash_decode({{q, k, v, std::nullopt, {FLASH_FIRST_VALUES}, {}}, 0},
+                                    backend());
   }
 
   // torch's shapes and its diagonal, without broadcasting: of what it refuses, flash_fwd takes
@@ -70,30 +66,24 @@ struct Plain {
     check(q.dim() == 4 && same_sizes(k, v.sizes()) && k.dim() == 4 && q.size(1) == k.size(1) &&
               dtype_of(q) == dtype_of(k),
           "`q`, `k` and `v` are no plain operands of scaled_dot_product_attention");
-    FlashFwdOptions options = first_options(softmax_scale, causal, -1, -1);
+    FlashFwdOptions options{softmax_scale, causal};
     options.q_offset = causal ? std::optional<int64_t>(0) : std::nullopt;
     return std::get<0>(metal_attn::flash_fwd({q, k, v, std::nullopt, options, {}}, backend()));
   }
 
-  static Tensor flash_attn(const Tensor& q, const Tensor& k, const Tensor& v,
-                           std::optional<double> softmax_scale, bool causal, int64_t left,
-                           int64_t right) {
+  static Tensor flash_attn(const Tensor& q, const Tensor& k,
+                           const Tensor& v FLASH_FIRST_PARAMETERS) {
     check_same_dtype("k", k, "q", q);  // which flash_fwd does not ask of half precision
     check_same_dtype("v", v, "q", q);
-    return heads_third(metal_attn::flash_fwd({heads_second(q),
-                                              heads_second(k),
-                                              heads_second(v),
-                                              std::nullopt,
-                                              first_options(softmax_scale, causal, left, right),
-                                              {}},
-                                             backend()));
+    return heads_third(metal_attn::flash_fwd(
+        {heads_second(q), heads_second(k), heads_second(v), std::nullopt, {FLASH_FIRST_VALUES}, {}},
+        backend()));
   }
 
   static Tensor flash_attn_cached(const Tensor& q, const Tensor& k, const Tensor& v,
-                                  OptionalTensor seqused_k, OptionalTensor block_table,
-                                  std::optional<double> softmax_scale, bool causal, int64_t left,
-                                  int64_t right) {
-    FlashFwdOptions options = first_options(softmax_scale, causal, left, right);
+                                  OptionalTensor seqused_k,
+                                  OptionalTensor block_table FLASH_FIRST_PARAMETERS) {
+    FlashFwdOptions options{FLASH_FIRST_VALUES};
     options.seqused_k = seqused_k;
     CacheOptions cache{};
     cache.block_table = block_table;
@@ -104,16 +94,16 @@ struct Plain {
 
   static Tensor flash_attn_step(const Tensor& q, const Tensor& k, const Tensor& v,
                                 const Tensor& k_cache, const Tensor& v_cache,
-                                const Tensor& cache_seqlens, OptionalTensor block_table,
-                                std::optional<double> softmax_scale, bool causal, int64_t left,
-                                int64_t right, OptionalTensor rotary_cos, OptionalTensor rotary_sin,
+                                const Tensor& cache_seqlens,
+                                OptionalTensor block_table FLASH_FIRST_PARAMETERS,
+                                OptionalTensor rotary_cos, OptionalTensor rotary_sin,
                                 bool rotary_interleaved, bool rotate_q_by_token,
                                 bool rotary_from_leftpad) {
     return heads_third(DecodeStep<run_step>::step(
         heads_second(q), heads_second(k), heads_second(v), heads_second(k_cache),
         heads_second(v_cache), cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved,
-        rotate_q_by_token, rotary_from_leftpad, first_options(softmax_scale, causal, left, right),
-        {.block_table = block_table}, 0));
+        rotate_q_by_token, rotary_from_leftpad, {FLASH_FIRST_VALUES}, {.block_table = block_table},
+        0));
   }
 
   // Gives each op to `impl`, by name.
@@ -130,14 +120,6 @@ struct Plain {
  private:
   static std::tuple<Tensor, Tensor> run_step(const DecodeStepArguments& arguments) {
     return metal_attn::decode_step(arguments, backend());
-  }
-
-  static FlashFwdOptions first_options(std::optional<double> softmax_scale, bool causal,
-                                       int64_t left, int64_t right) {
-    return {.softmax_scale = softmax_scale,
-            .causal = causal,
-            .window_size_left = left,
-            .window_size_right = right};
   }
 
   // (B, H, L, D) of (B, L, H, D): a view.

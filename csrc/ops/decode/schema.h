@@ -19,17 +19,11 @@
   STEP_##STEP(OPTION_PARAMETER(TYPE, NAME, DEFAULT, STEP))
 #define STEP_SET(TYPE, NAME, DEFAULT, STEP) STEP_##STEP(options.NAME = NAME;)
 
-#define DECODE_STEP_OPTIONS       \
-  APPEND_KV_ROTARY FLASH_OPTIONS( \
-      STEP_SCHEMA) ", Tensor? block_table=None, Tensor? cache_batch_idx=None, "
-#define DECODE_STEP_ARGUMENTS                                               \
+#define DECODE_STEP_ARGUMENTS \
   "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, " \
-  "Tensor cache_seqlens, *, " DECODE_STEP_OPTIONS                           \
+  "Tensor cache_seqlens, *, " APPEND_KV_ROTARY FLASH_OPTIONS(STEP_SCHEMA)     \
+  ", Tensor? block_table=None, Tensor? cache_batch_idx=None, "              \
   "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, SymInt num_splits=0"
-#define DECODE_STEP_EXPLAIN_ARGUMENTS                               \
-  "(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, " \
-  "Tensor cache_seqlens, *, " DECODE_STEP_OPTIONS                   \
-  "Tensor? k_scale=None, Tensor? v_scale=None, SymInt num_splits=0"
 
 namespace metal_attn {
 
@@ -37,10 +31,10 @@ namespace metal_attn {
 template <auto run>
 struct FlashDecode {
   using Tensor = torch::stable::Tensor;
-  static auto call(const Tensor& q, const Tensor& k, const Tensor& v FLASH_PARAMETERS,
+  static auto call(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS,
                    CACHE_PARAMETERS, int64_t num_splits) {
-    return run(
-        FlashDecodeArguments{{q, k, v, std::nullopt, {FLASH_VALUES}, CACHE_VALUES}, num_splits});
+    return run(FlashDecodeArguments{{q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, CACHE_VALUES},
+                                    num_splits});
   }
 };
 

@@ -1,11 +1,22 @@
 #include "csrc/ops/merge/merge.h"
 
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/json.h"
-#include "csrc/ops/merge/check.h"
-#include "csrc/ops/merge/choose.h"
-#include "csrc/ops/merge/fill.h"
+#include "csrc/ops/common/grid.h"
+#include "csrc/ops/common/overlap.h"
+#include "csrc/ops/common/recorder.h"
+#include "csrc/problem/merge.h"
+#include "csrc/problem/strides.h"
+#include "csrc/runtime/launch.h"
+#include "shaders/params.h"
 
 namespace metal_attn {
 namespace {
@@ -13,26 +24,270 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-PackedText explanation(const char* kernel, const MergeProblem& p, const MergeSpecialisation& s,
-                       const Tensor& first, const char* unit) {
-  const std::string loads =
-      s.wide_loads ? "16-byte loads" : "element-wise loads, as some row is not 16-byte aligned";
-  return JsonObject()
-      .add("kernel", kernel)
-      .add("defines", merge_defines(p, s))
-      .add("grid", s.grid.threadgroups)
-      .add("threads", s.grid.threads)
-      .add("threadgroup_bytes", int64_t{0})
-      .add("backend", first.is_cpu() ? "simulator" : "mps")
-      .add("reason", s.grid.threadgroups[1] > 0 ? loads + ", " + unit
-                                                : "there are no rows, so no kernel is launched")
-      .packed();
+struct MergeSpecialisation {
+  bool wide_loads;
+  Grid grid;
+};
+
+// --- What the ops refuse. ---
+
+// Rows of `columns` columns, counted through batch, head and row of a head.
+MergeShape merge_shape(ArgumentName name, const Tensor& tensor, int64_t batch, int64_t heads,
+                       int64_t length, int columns) {
+  int64_t rows = 0;
+  const bool countable = !__builtin_mul_overflow(batch, heads, &rows) &&
+                         !__builtin_mul_overflow(rows, length, &rows) && rows <= kMaxLength;
+  check(countable || batch == 0 || heads == 0 || length == 0, name, " has shape ",
+        shape_text(tensor), ", in which more than ", kMaxLength,
+        " rows lie; there may be at most that many");
+  return {countable ? static_cast<uint32_t>(rows) : 0u, static_cast<uint32_t>(heads),
+          static_cast<uint32_t>(length), columns};
+}
+
+void check_state(ArgumentName name, const Tensor& out, ArgumentName lse_name, const Tensor& lse) {
+  check_last_stride(name, out);
+  check_storage(name, out);
+  const bool packed = out.dim() == 3;
+  check_statistics(
+      lse_name, lse, name, out,
+      packed ? Dims{out.size(1), out.size(0)} : Dims{out.size(0), out.size(1), out.size(2)});
+}
+
+MergeProblem check_operands(const MergeStateArguments& a) {
+  MergeProblem p{};
+  const Tensor& out = a.out_a;
+  check_device("out_a", out);
+  p.element = check_element("out_a", out);
+  const int64_t rank = out.dim();
+  check(rank == 3 || rank == 4, "`out_a` has ", rank, " dimensions, shape ", shape_text(out),
+        "; it must have 4, (batch, heads, length, head_dim), or 3, (tokens, heads, head_dim)");
+  const bool packed = rank == 3;
+  const int columns = check_head_dim("out_a", out.size(rank - 1), kMaxHeadDimV);
+  p.shape = packed ? merge_shape("out_a", out, 1, out.size(1), out.size(0), columns)
+                   : merge_shape("out_a", out, out.size(0), out.size(1), out.size(2), columns);
+  check_state("out_a", out, "lse_a", a.lse_a);
+  check_same_device("out_b", a.out_b, "out_a", out);
+  check_same_dtype("out_b", a.out_b, "out_a", out);
+  check_shape("out_b", a.out_b, {out.sizes()});
+  check_state("out_b", a.out_b, "lse_b", a.lse_b);
+  p.out_dtype = out.scalar_type();
+  p.infinity_is_empty = a.infinity_is_empty;
+  return p;
+}
+
+void check_mask(const Tensor& mask, const Tensor& out) {
+  check_same_device("mask", mask, "out_a", out);
+  check_dtype("mask", mask, ScalarType::Bool);
+  check_shape("mask", mask, {out.dim() == 3 ? Dims{out.size(0)} : Dims{out.size(0), out.size(2)}});
+  check_storage("mask", mask);
+}
+
+// What the result is written into.
+void check_written(const MergeStateArguments& a, const std::optional<Tensor>& mask) {
+  std::vector<std::pair<ArgumentName, const Tensor*>> tensors{
+      {"out_a", &a.out_a}, {"lse_a", &a.lse_a}, {"out_b", &a.out_b}, {"lse_b", &a.lse_b}};
+  if (mask) {
+    tensors.push_back({"mask", &*mask});
+  }
+  for (std::size_t i = 0; i < 2; ++i) {
+    const auto& [name, written] = tensors[i];
+    check_no_overlap(name, *written);
+    for (std::size_t j = i + 1; j < tensors.size(); ++j) {
+      const auto& [other_name, other] = tensors[j];
+      check(!may_overlap(*other, *written), other_name, " may share elements with ", name,
+            ", which is written in place; call ", other_name, ".clone() first");
+    }
+  }
+}
+
+void check_partial(ArgumentName name, const Tensor& tensor) {
+  check(tensor.is_contiguous(), name, " has strides ", stride_text(tensor),
+        "; it must be contiguous: call ", name, ".contiguous() first");
+}
+
+MergeProblem check_merge_state(const MergeStateArguments& a, bool inplace,
+                               const std::optional<Tensor>& mask) {
+  MergeProblem p = check_operands(a);
+  check(inplace || !mask, "`mask` is given; only merge_state_ has one");
+  if (mask) {
+    check_mask(*mask, a.out_a);
+  }
+  if (inplace) {
+    check_written(a, mask);
+  }
+  p.in_place = inplace;
+  p.some_rows = mask.has_value();
+  return p;
+}
+
+MergeProblem check_merge_splits(const MergeSplitsArguments& a) {
+  MergeProblem p{};
+  const Tensor& partial_out = a.partial_out;
+  check_device("partial_out", partial_out);
+  check_rank("partial_out", partial_out, 5, "(batch, heads, length, splits, head_dim)");
+  const auto sizes = partial_out.sizes();
+  check_statistics("partial_out", partial_out, "partial_out", partial_out, sizes);
+  check_partial("partial_out", partial_out);
+  const int columns = check_head_dim("partial_out", sizes[4], kMaxHeadDimV);
+  check(sizes[3] >= 1 && sizes[3] <= kMaxSplits, "`partial_out` has ", sizes[3],
+        " splits; there must be 1 to ", kMaxSplits);
+  p.shape = merge_shape("partial_out", partial_out, sizes[0], sizes[1], sizes[2], columns);
+  check_statistics("partial_lse", a.partial_lse, "partial_out", partial_out,
+                   {sizes.data(), sizes.size() - 1});
+  check_partial("partial_lse", a.partial_lse);
+
+  p.out_dtype = a.out_dtype.value_or(ScalarType::Float);
+  p.element = check_element("out_dtype", p.out_dtype);
+  if (a.learnable_sink) {
+    p.sink = check_sink(*a.learnable_sink, sizes[1], "partial_out", partial_out);
+  }
+  p.infinity_is_empty = a.infinity_is_empty;
+  return p;
+}
+
+// --- How kernels are specialised, and their grids. ---
+
+constexpr int kChunkBytes = 16;
+constexpr int64_t kStateThreads = 256;  // of a threadgroup, at least where rows are narrow
+
+Grid state_grid(const MergeProblem& p, bool wide_loads) {
+  const int64_t chunk_columns = wide_loads ? kChunkBytes / element_bytes(p.element) : 1;
+  const int64_t across = p.shape.columns / chunk_columns;
+  const int64_t down = std::max<int64_t>(kStateThreads / across, 1);
+  return {{1, static_cast<uint32_t>(divide_up(p.shape.rows, down)), p.shape.rows > 0 ? 1u : 0u},
+          {static_cast<uint32_t>(across), static_cast<uint32_t>(down), 1}};
+}
+
+Grid splits_grid(const MergeProblem& p, bool wide_loads) {
+  const int64_t lane_columns = wide_loads ? kChunkBytes / sizeof(float) : 1;
+  const int64_t slices = divide_up(p.shape.columns, lane_columns * MERGE_SPLITS_COLUMN_LANES);
+  const int64_t down = divide_up(p.shape.rows, MERGE_SPLITS_SIMDGROUPS);
+  return {{static_cast<uint32_t>(slices), static_cast<uint32_t>(down), down > 0 ? 1u : 0u},
+          {MERGE_SPLITS_SIMDGROUPS * 32, 1, 1}};
+}
+
+// Whether rows of a dense out are aligned to 16 bytes.
+bool dense_rows_aligned_16(const MergeProblem& p) {
+  return p.shape.columns * element_bytes(p.element) % kChunkBytes == 0;
+}
+
+MergeSpecialisation choose_merge_state(const MergeStateArguments& a, const MergeProblem& p) {
+  // The result's rows are dense, so aligned if whole chunks make one.
+  const bool wide_loads =
+      rows_aligned_16(a.out_a) && rows_aligned_16(a.out_b) && dense_rows_aligned_16(p);
+  return {wide_loads, state_grid(p, wide_loads)};
+}
+
+// `out_aligned`: every row of out begins at a multiple of 16 bytes.
+MergeSpecialisation choose_merge_splits(const Tensor& partial_out, const MergeProblem& p,
+                                        bool out_aligned) {
+  // Four columns of a split, and those of out that come of them, are one vector.
+  const bool wide_loads =
+      out_aligned && rows_aligned_16(partial_out) && partial_out.size(4) % 4 == 0;
+  return {wide_loads, splits_grid(p, wide_loads)};
+}
+
+Defines merge_defines(const MergeProblem& p, const MergeSpecialisation& s) {
+  Defines defines{{"ELEMENT", element_name(p.element)}, {"WIDE_LOADS", s.wide_loads}};
+  if (p.sink) {
+    defines.push_back({"SINK", 1});
+    defines.push_back({"SINK_ELEMENT", element_name(*p.sink)});
+  }
+  if (p.infinity_is_empty) {
+    defines.push_back({"INFINITY_IS_EMPTY", 1});
+  }
+  if (p.in_place) {
+    defines.push_back({"IN_PLACE", 1});
+  }
+  if (p.some_rows) {
+    defines.push_back({"SOME_ROWS", 1});
+  }
+  return defines;
+}
+
+// --- Launches: params and buffers. ---
+
+RowStrides mask_strides(const Tensor& mask) {
+  return mask.dim() == 1 ? RowStrides{0, 0, mask.stride(0)}
+                         : RowStrides{mask.stride(0), 0, mask.stride(1)};
+}
+
+Launch launch_of(const char* kernel, const MergeProblem& p, const MergeSpecialisation& s) {
+  Launch launch("merge", kernel, merge_defines(p, s));
+  launch.threadgroups = s.grid.threadgroups;
+  launch.threads = s.grid.threads;
+  return launch;
+}
+
+// `out` and `lse`: in place those of a.
+Launch merge_state_launch(const MergeStateArguments& a, const std::optional<Tensor>& mask,
+                          const MergeProblem& p, const MergeSpecialisation& s, const Tensor& out,
+                          const Tensor& lse) {
+  MergeStateParams params{};
+  params.out_a_strides = row_strides(a.out_a);
+  params.lse_a_strides = statistics_strides(a.lse_a);
+  params.out_b_strides = row_strides(a.out_b);
+  params.lse_b_strides = statistics_strides(a.lse_b);
+  params.out_strides = row_strides(out);
+  params.lse_strides = statistics_strides(lse);
+  if (mask) {
+    params.mask_strides = mask_strides(*mask);
+  }
+  params.shape = p.shape;
+
+  Launch launch = launch_of("merge_state", p, s);
+  if (!p.in_place) {
+    launch.buffers.push_back({MERGE_STATE_OUT_A, a.out_a, false});
+    launch.buffers.push_back({MERGE_STATE_LSE_A, a.lse_a, false});
+  }
+  launch.buffers.push_back({MERGE_STATE_OUT_B, a.out_b, false});
+  launch.buffers.push_back({MERGE_STATE_LSE_B, a.lse_b, false});
+  launch.buffers.push_back({MERGE_STATE_OUT, out, true});
+  launch.buffers.push_back({MERGE_STATE_LSE, lse, true});
+  if (mask) {
+    launch.buffers.push_back({MERGE_STATE_MASK, *mask, false});
+  }
+  launch.set_params(MERGE_STATE_PARAMS, params);
+  return launch;
+}
+
+Launch merge_splits_launch(const Tensor& partial_out, const Tensor& partial_lse,
+                           const std::optional<Tensor>& sink, const MergeProblem& p,
+                           const MergeSpecialisation& s, const Tensor& out, const Tensor& lse) {
+  MergeSplitsParams params{};
+  params.out_strides = row_strides(out);
+  params.lse_strides = statistics_strides(lse);
+  params.shape = p.shape;
+  params.splits = static_cast<int32_t>(partial_out.size(3));
+
+  Launch launch = launch_of("merge_splits", p, s);
+  launch.buffers = {{MERGE_SPLITS_PARTIAL_OUT, partial_out, false},
+                    {MERGE_SPLITS_PARTIAL_LSE, partial_lse, false},
+                    {MERGE_SPLITS_OUT, out, true},
+                    {MERGE_SPLITS_LSE, lse, true}};
+  if (sink) {
+    launch.buffers.push_back({MERGE_SPLITS_SINK, *sink, false});
+  }
+  launch.set_params(MERGE_SPLITS_PARAMS, params);
+  return launch;
+}
+
+// --- The ops. ---
+
+void run(const Launch& launch, const MergeSpecialisation& s, const char* unit, Backend& backend) {
+  note(backend, [&] {
+    const std::string loads =
+        s.wide_loads ? "16-byte loads" : "element-wise loads, as some row is not 16-byte aligned";
+    return JsonObject().add("reason", loads + ", " + unit);
+  });
+  backend.run(launch);
 }
 
 void run_state(const MergeStateArguments& a, const std::optional<Tensor>& mask,
                const MergeProblem& p, const Tensor& out, const Tensor& lse, Backend& backend) {
   if (p.shape.rows > 0) {
-    backend.run(merge_state_launch(a, mask, p, choose_merge_state(a, p), out, lse));
+    const MergeSpecialisation s = choose_merge_state(a, p);
+    run(merge_state_launch(a, mask, p, s, out, lse), s, "one a thread", backend);
   }
 }
 
@@ -41,7 +296,8 @@ void run_splits(const Tensor& partial_out, const Tensor& partial_lse,
                 const Tensor& out, const Tensor& lse, Backend& backend) {
   if (p.shape.rows > 0) {
     const MergeSpecialisation s = choose_merge_splits(partial_out, p, out_aligned);
-    backend.run(merge_splits_launch(partial_out, partial_lse, sink, p, s, out, lse));
+    run(merge_splits_launch(partial_out, partial_lse, sink, p, s, out, lse), s,
+        "32 splits at a time", backend);
   }
 }
 
@@ -74,21 +330,11 @@ std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& 
 
 void merge_splits(const Tensor& partial_out, const Tensor& partial_lse,
                   const std::optional<Tensor>& sink, Tensor& out, Tensor& lse, Backend& backend) {
+  // While launches are recorded, the partial results are on meta.
+  const auto beside = backend.records() && sink ? std::optional(new_empty_like(*sink)) : sink;
   const MergeProblem p =
-      check_merge_splits({partial_out, partial_lse, out.scalar_type(), sink, false});
+      check_merge_splits({partial_out, partial_lse, out.scalar_type(), beside, false});
   run_splits(partial_out, partial_lse, sink, p, rows_aligned_16(out), out, lse, backend);
-}
-
-PackedText merge_state_explain(const MergeStateArguments& a, bool inplace,
-                               const std::optional<Tensor>& mask) {
-  const MergeProblem p = check_merge_state(a, inplace, mask);
-  return explanation("merge_state", p, choose_merge_state(a, p), a.out_a, "one a thread");
-}
-
-PackedText merge_splits_explain(const MergeSplitsArguments& a) {
-  const MergeProblem p = check_merge_splits(a);
-  const MergeSpecialisation s = choose_merge_splits(a.partial_out, p, dense_rows_aligned_16(p));
-  return explanation("merge_splits", p, s, a.partial_out, "32 splits at a time");
 }
 
 }  // namespace metal_attn

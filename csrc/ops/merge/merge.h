@@ -6,7 +6,6 @@
 #include <optional>
 #include <tuple>
 
-#include "csrc/ops/common/json.h"
 #include "csrc/problem/merge.h"
 #include "csrc/runtime/backend.h"
 
@@ -36,10 +35,5 @@ void merge_splits(const torch::stable::Tensor& partial_out,
                   const torch::stable::Tensor& partial_lse,
                   const std::optional<torch::stable::Tensor>& sink, torch::stable::Tensor& out,
                   torch::stable::Tensor& lse, Backend& backend);
-
-// The same checks and choice as JSON, without running or allocating anything.
-PackedText merge_state_explain(const MergeStateArguments& arguments, bool inplace,
-                               const std::optional<torch::stable::Tensor>& mask);
-PackedText merge_splits_explain(const MergeSplitsArguments& arguments);
 
 }  // namespace metal_attn

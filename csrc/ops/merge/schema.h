@@ -12,8 +12,6 @@
 #define MERGE_STATE_ARGUMENTS "(Tensor out_a, Tensor lse_a" MERGE_STATE_OPTIONS
 #define MERGE_STATE_INPLACE_ARGUMENTS \
   "(Tensor(a!) out_a, Tensor(b!) lse_a" MERGE_STATE_OPTIONS ", Tensor? mask=None"
-#define MERGE_STATE_EXPLAIN_ARGUMENTS \
-  MERGE_STATE_ARGUMENTS ", bool inplace=False, Tensor? mask=None"
 #define MERGE_SPLITS_ARGUMENTS                                              \
   "(Tensor partial_out, Tensor partial_lse, *, ScalarType? out_dtype=None," \
   " Tensor? learnable_sink=None, bool infinity_is_empty=False"
@@ -35,8 +33,6 @@ template <auto run>
 using MergeState = MergeStateOp<run>;
 template <auto run>
 using MergeStateInplace = MergeStateOp<run, std::optional<torch::stable::Tensor>>;
-template <auto run>
-using MergeStateExplain = MergeStateOp<run, bool, std::optional<torch::stable::Tensor>>;
 
 template <auto run>
 struct MergeSplits {

@@ -1,27 +1,407 @@
 #include "csrc/ops/rope/rope.h"
 
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <utility>
+#include <vector>
+
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/json.h"
-#include "csrc/ops/rope/check.h"
-#include "csrc/ops/rope/choose.h"
-#include "csrc/ops/rope/fill.h"
+#include "csrc/ops/common/check.h"
+#include "csrc/ops/common/grid.h"
+#include "csrc/ops/common/overlap.h"
+#include "csrc/ops/common/recorder.h"
+#include "csrc/ops/rope/rotation.h"
+#include "csrc/problem/rope.h"
+#include "csrc/runtime/launch.h"
+#include "shaders/params.h"
 
 namespace metal_attn {
 namespace {
 
+using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-PackedText explanation(const char* kernel, const Defines& defines, const Grid& grid,
-                       const Tensor& first, const std::string& reason) {
-  return JsonObject()
-      .add("kernel", kernel)
-      .add("defines", defines)
-      .add("grid", grid.threadgroups)
-      .add("threads", grid.threads)
-      .add("threadgroup_bytes", int64_t{0})
-      .add("backend", first.is_cpu() ? "simulator" : "mps")
-      .add("reason", reason)
-      .packed();
+struct RopeSpecialisation {
+  int vector;  // pairs of columns that a thread rotates
+  HeadShares shares;
+  int32_t pair_units;  // vectors of a row's pairs
+  int32_t units;       // and of the columns that are copied
+  Grid grid;
+};
+
+// Throws std::invalid_argument for a grid that Metal cannot count.
+// --- What the ops refuse. ---
+
+// (P, R / 2), (1, P, R / 2) or (B, P, R / 2).
+void check_table(ArgumentName name, const Tensor& table, int32_t batch, int32_t head_dim) {
+  const int64_t rank = table.dim();
+  check(rank == 2 || rank == 3, name, " has ", rank, " dimensions, shape ", shape_text(table),
+        "; it must have 2 or 3: (positions, R / 2) or (batch, positions, R / 2)");
+  check(rank == 2 || table.size(0) == 1 || table.size(0) == batch, name, " has a batch of ",
+        table.size(0), " and `q` of ", batch, "; it must be 1 or equal");
+  check(2 * table.size(rank - 1) <= head_dim, name, " has ", table.size(rank - 1),
+        " columns and `q` a head dim of ", head_dim, "; they must be at most half of it");
+  check_storage(name, table);
+}
+
+// Returns Metal's name of the dtype.
+const char* check_row_index(ArgumentName name, const Tensor& tensor, bool long_allowed) {
+  const ScalarType dtype = tensor.scalar_type();
+  check(dtype == ScalarType::Int || (long_allowed && dtype == ScalarType::Long), name,
+        " has dtype ", dtype_text(tensor), "; it must be ",
+        long_allowed ? "int32 or int64" : "int32");
+  check_storage(name, tensor);
+  return dtype == ScalarType::Int ? "int" : "long";
+}
+
+void check_rows(const RopeArguments& a, RopeProblem& p) {
+  if (a.positions.has_value()) {
+    const Tensor& positions = *a.positions;
+    check_same_device("positions", positions, "q", a.q);
+    p.row_element = check_row_index("positions", positions, true);
+    p.rows_are_positions = true;
+    const int64_t rank = positions.dim();
+    const bool fits =
+        (rank == 1 || (rank == 2 && (positions.size(0) == 1 || positions.size(0) == p.batch))) &&
+        positions.size(rank - 1) == p.length;
+    check(fits, "`positions` has shape ", shape_text(positions), "; it must be (", p.length,
+          ",), (1, ", p.length, ") or (", p.batch, ", ", p.length, ")");
+    check(a.seqlen_offset == 0, "`seqlen_offset` is ", a.seqlen_offset,
+          " and `positions` is given, which says everything: leave `seqlen_offset` 0");
+    check(
+        !a.seqlen_offsets.has_value(),
+        "`seqlen_offsets` is given and so is `positions`, which says everything: give one of them");
+    return;
+  }
+  if (a.seqlen_offsets.has_value()) {
+    const Tensor& offsets = *a.seqlen_offsets;
+    check_same_device("seqlen_offsets", offsets, "q", a.q);
+    p.row_element = check_row_index("seqlen_offsets", offsets, false);
+    check(offsets.dim() == 1 && offsets.size(0) == p.batch, "`seqlen_offsets` has shape ",
+          shape_text(offsets), "; it must be (", p.batch, ",)");
+    check(a.seqlen_offset >= -kMaxLength && a.seqlen_offset <= kMaxLength, "`seqlen_offset` is ",
+          a.seqlen_offset, "; it must be in -", kMaxLength, "..", kMaxLength);
+    return;
+  }
+  const int64_t most = int64_t{p.table_rows} - p.length;
+  check(p.length == 0 || (a.seqlen_offset >= 0 && a.seqlen_offset <= most), "`seqlen_offset` is ",
+        a.seqlen_offset, " and `q` has a length of ", p.length, "; they must stay within the ",
+        p.table_rows, " rows of `cos`");
+}
+
+void check_in_place(const RopeArguments& a) {
+  std::vector<std::pair<ArgumentName, const Tensor*>> written{{"q", &a.q}};
+  if (a.k.has_value()) {
+    written.push_back({"k", &*a.k});
+  }
+  for (const auto& [name, tensor] : written) {
+    check_no_overlap(name, *tensor);
+  }
+  if (a.k.has_value()) {
+    check(
+        !may_overlap(a.q, *a.k),
+        "`k` may share elements with `q`, so they cannot be rotated in place together; if they do "
+        "not, call rope_ for each of them");
+  }
+  std::vector<std::pair<ArgumentName, const Tensor*>> read{{"cos", &a.cos}, {"sin", &a.sin}};
+  if (a.positions.has_value()) {
+    read.push_back({"positions", &*a.positions});
+  }
+  if (a.seqlen_offsets.has_value()) {
+    read.push_back({"seqlen_offsets", &*a.seqlen_offsets});
+  }
+  for (const auto& [name, tensor] : read) {
+    for (const auto& [written_name, written_tensor] : written) {
+      check(!spans_overlap(*tensor, *written_tensor), name, " lies in the memory of ", written_name,
+            ", which is written in place; call ", name, ".clone() first");
+    }
+  }
+}
+
+void check_output_size(ArgumentName name, const Tensor& tensor) {
+  double bytes = static_cast<double>(tensor.element_size());
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    bytes *= static_cast<double>(tensor.size(dim));
+  }
+  check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), name, " has shape ",
+        shape_text(tensor), "; the result would be over 2^63 bytes");
+}
+
+RopeProblem check_rope(const RopeArguments& a, bool in_place) {
+  RopeProblem p{};
+  p.in_place = in_place;
+  p.interleaved = a.interleaved;
+  const char* layout = "(batch, heads, length, head_dim)";
+  check_device("q", a.q);
+  p.element = check_element("q", a.q);
+  check_rank("q", a.q, 4, layout);
+  p.batch = check_length("q", a.q, 0, "batch");
+  p.q_heads = check_length("q", a.q, 1, "number of heads");
+  p.length = check_length("q", a.q, 2, "length");
+  p.head_dim = check_length("q", a.q, 3, "head dim");
+  check(p.head_dim > 0, "`q` has a head dim of 0; it must be at least 1");
+  check_storage("q", a.q);
+  int64_t heads = p.q_heads;
+  if (a.k.has_value()) {
+    const Tensor& k = *a.k;
+    check_same_device("k", k, "q", a.q);
+    check_same_dtype("k", k, "q", a.q);
+    check_rank("k", k, 4, layout);
+    check(k.size(0) == p.batch, "`k` has a batch of ", k.size(0), " and `q` of ", p.batch,
+          "; they must be equal");
+    check(k.size(2) == p.length, "`k` has a length of ", k.size(2), " and `q` of ", p.length,
+          "; they must be equal");
+    check(k.size(3) == p.head_dim, "`k` has a head dim of ", k.size(3), " and `q` of ", p.head_dim,
+          "; they must be equal");
+    heads += check_length("k", k, 1, "number of heads");
+    check(heads <= kMaxLength, "`q` and `k` have ", heads, " heads together; it must be at most ",
+          kMaxLength);
+    check_storage("k", k);
+  }
+  p.heads = static_cast<int32_t>(heads);
+
+  check_same_device("cos", a.cos, "q", a.q);
+  check_same_device("sin", a.sin, "q", a.q);
+  p.table_element = check_element("cos", a.cos);
+  check_same_dtype("sin", a.sin, "cos", a.cos);
+  check_table("cos", a.cos, p.batch, p.head_dim);
+  check_storage("sin", a.sin);
+  check(same_sizes(a.sin, a.cos.sizes()), "`sin` has shape ", shape_text(a.sin), " and `cos` ",
+        shape_text(a.cos), "; they must be equal");
+  p.table_rows = check_length("cos", a.cos, a.cos.dim() - 2, "number of rows");
+  p.pairs = static_cast<int32_t>(a.cos.size(a.cos.dim() - 1));
+  check_rows(a, p);
+  if (in_place) {
+    check_in_place(a);
+  } else {
+    check_output_size("q", a.q);
+    if (a.k.has_value()) {
+      check_output_size("k", *a.k);
+    }
+  }
+  return p;
+}
+
+RopeTablesProblem check_rope_tables(const RopeTablesArguments& a) {
+  RopeTablesProblem p{};
+  check_device("inv_freq", a.inv_freq);
+  check(check_element("inv_freq", a.inv_freq) == Element::kFloat, "`inv_freq` has dtype ",
+        dtype_text(a.inv_freq), "; it must be float32, which fewer digits than that would spoil");
+  check_rank("inv_freq", a.inv_freq, 1, "(R / 2)");
+  p.columns = check_length("inv_freq", a.inv_freq, 0, "length");
+  check_storage("inv_freq", a.inv_freq);
+  check_same_device("positions", a.positions, "inv_freq", a.inv_freq);
+  switch (a.positions.scalar_type()) {
+    case ScalarType::Int:
+      p.position_element = "int";
+      break;
+    case ScalarType::Long:
+      p.position_element = "long";
+      break;
+    case ScalarType::Float:
+      p.position_element = "float";
+      break;
+    default:
+      check(false, "`positions` has dtype ", dtype_text(a.positions),
+            "; it must be int32, int64 or float32");
+  }
+  const int64_t rank = a.positions.dim();
+  check(rank >= 1 && rank <= 3, "`positions` has ", rank, " dimensions, shape ",
+        shape_text(a.positions), "; it must have 1 to 3: (section, batch, length)");
+  p.sizes = {1, 1, 1};
+  for (int64_t dim = 0; dim < rank; ++dim) {
+    p.sizes[3 - rank + dim] = check_length("positions", a.positions, dim, "size");
+  }
+  check_storage("positions", a.positions);
+  check(std::isfinite(static_cast<float>(a.attention_factor)), "`attention_factor` is ",
+        a.attention_factor, "; it must be finite in float32");
+  p.dtype = a.dtype.value_or(ScalarType::Float);
+  p.element = check_element("dtype", p.dtype);
+  const double bytes = static_cast<double>(p.sizes[0]) * static_cast<double>(p.sizes[1]) *
+                       static_cast<double>(p.sizes[2]) * p.columns * element_bytes(p.element);
+  check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "`positions` has shape ",
+        shape_text(a.positions), "; the tables would be over 2^63 bytes");
+  return p;
+}
+
+// --- How kernels are specialised, and their grids. ---
+
+// `sizes` threads in threadgroups of up to ROPE_THREADS, filled from the first dimension on.
+Grid checked_grid(const char* name, std::array<int64_t, 3> sizes) {
+  Grid grid{};
+  int64_t room = ROPE_THREADS;
+  for (int i = 0; i < 3; ++i) {
+    const int64_t threads = std::clamp<int64_t>(sizes[i], 1, room);
+    const int64_t groups = divide_up(sizes[i], threads);
+    room /= threads;
+    check(groups * threads <= std::numeric_limits<uint32_t>::max(), name, " needs a grid of ",
+          sizes[0], " x ", sizes[1], " x ", sizes[2],
+          " threads, and Metal counts at most 2^32 - 1 in each dimension");
+    grid.threadgroups[i] = static_cast<uint32_t>(groups);
+    grid.threads[i] = static_cast<uint32_t>(threads);
+  }
+  return grid;
+}
+
+// The outputs are dense, so a multiple of the vector in columns aligns them.
+int choose_vector(const RopeArguments& a, const RopeProblem& p) {
+  int64_t vector = std::min(
+      {int64_t{kMaxVector}, aligned_vector(a.q), aligned_vector(a.cos), aligned_vector(a.sin)});
+  if (a.k.has_value()) {
+    vector = std::min(vector, aligned_vector(*a.k));
+  }
+  while (vector > 1 && (p.pairs % vector != 0 || (!p.in_place && p.head_dim % vector != 0))) {
+    vector /= 2;
+  }
+  return static_cast<int>(vector);
+}
+
+RopeSpecialisation choose_rope(const RopeArguments& a, const RopeProblem& p) {
+  RopeSpecialisation s{};
+  s.vector = choose_vector(a, p);
+  s.pair_units = p.pairs / s.vector;
+  s.units = s.pair_units;
+  if (!p.in_place) {
+    s.units += static_cast<int32_t>(divide_up(p.head_dim - 2 * p.pairs, 2 * s.vector));
+  }
+  s.shares = share_heads(static_cast<double>(p.batch) * p.length * s.units, p.heads);
+  if (p.launches()) {
+    s.grid = checked_grid("q", {s.units, p.length, int64_t{p.batch} * s.shares.groups});
+  }
+  return s;
+}
+
+Defines rope_defines(const RopeProblem& p, const RopeSpecialisation& s) {
+  return {
+      {"ELEMENT", element_name(p.element)},
+      {"TABLE_ELEMENT", element_name(p.table_element)},
+      {"VECTOR", s.vector},
+      {"HEADS", s.shares.heads},
+      {"INTERLEAVED", p.interleaved},
+      {"IN_PLACE", p.in_place},
+      {"HAS_ROWS", p.row_element != nullptr},
+      {"ROWS_ARE_POSITIONS", p.rows_are_positions},
+      {"ROW_ELEMENT", p.row_element == nullptr ? "int" : p.row_element},
+  };
+}
+
+Grid rope_tables_grid(const RopeTablesProblem& p) {
+  if (!p.launches()) {
+    return {};
+  }
+  return checked_grid("positions", {p.columns, p.sizes[2], p.sizes[0] * p.sizes[1]});
+}
+
+Defines rope_tables_defines(const RopeTablesProblem& p) {
+  return {{"TABLE_ELEMENT", element_name(p.element)}, {"POSITION_ELEMENT", p.position_element}};
+}
+
+// --- Launches: params and buffers. ---
+
+ColumnStrides column_strides(const Tensor& tensor) {
+  return {tensor.stride(0), tensor.stride(1), tensor.stride(2), tensor.stride(3)};
+}
+
+RotaryStrides table_strides(const Tensor& table) {
+  const int64_t rank = table.dim();
+  const bool batched = rank == 3 && table.size(0) > 1;
+  return {batched ? table.stride(0) : 0, table.stride(rank - 2), table.stride(rank - 1)};
+}
+
+Launch rope_launch(const RopeArguments& a, const RopeProblem& p, const RopeSpecialisation& s,
+                   const Tensor& q_out, const Tensor& k_out) {
+  // A slot whose tensor is missing or has no memory holds another one, and no thread reads it.
+  const bool only_k = p.q_heads == 0;
+  const bool only_q = p.heads == p.q_heads;
+  const Tensor& q = only_k ? *a.k : a.q;
+  const Tensor& k = only_q ? a.q : *a.k;
+  const Tensor& q_result = only_k ? k_out : q_out;
+  const Tensor& k_result = only_q ? q_out : k_out;
+  const bool has_table = p.pairs > 0 && p.table_rows > 0;
+  RopeParams params{};
+  params.q_strides = column_strides(q);
+  params.k_strides = column_strides(k);
+  params.q_out_strides = column_strides(q_result);
+  params.k_out_strides = column_strides(k_result);
+  params.cos_strides = table_strides(a.cos);
+  params.sin_strides = table_strides(a.sin);
+  params.seqlen_offset = a.seqlen_offset;
+  params.table_rows = p.table_rows;
+  params.batch = p.batch;
+  params.q_heads = p.q_heads;
+  params.heads = p.heads;
+  params.head_groups = s.shares.groups;
+  params.length = p.length;
+  params.head_dim = p.head_dim;
+  params.pairs = p.pairs;
+  params.pair_units = s.pair_units;
+  params.units = s.units;
+  params.sine_sign = a.conjugate ? -1.0f : 1.0f;
+
+  Launch launch("rope", rope_defines(p, s));
+  launch.buffers = {{ROPE_Q, q, p.in_place},
+                    {ROPE_K, k, p.in_place},
+                    {ROPE_COS, has_table ? a.cos : q, false},
+                    {ROPE_SIN, has_table ? a.sin : q, false}};
+  if (!p.in_place) {
+    launch.buffers.push_back({ROPE_Q_OUT, q_result, true});
+    launch.buffers.push_back({ROPE_K_OUT, k_result, true});
+  }
+  if (a.positions.has_value()) {
+    const Tensor& positions = *a.positions;
+    const int64_t rank = positions.dim();
+    params.rows_batch_stride = rank == 2 && positions.size(0) > 1 ? positions.stride(0) : 0;
+    params.rows_token_stride = positions.stride(rank - 1);
+    launch.buffers.push_back({ROPE_ROWS, positions, false});
+  } else if (a.seqlen_offsets.has_value()) {
+    params.rows_batch_stride = a.seqlen_offsets->stride(0);
+    launch.buffers.push_back({ROPE_ROWS, *a.seqlen_offsets, false});
+  }
+  launch.set_params(ROPE_PARAMS, params);
+  launch.threadgroups = s.grid.threadgroups;
+  launch.threads = s.grid.threads;
+  return launch;
+}
+
+Launch rope_tables_launch(const RopeTablesArguments& a, const RopeTablesProblem& p,
+                          const Grid& grid, const Tensor& cos, const Tensor& sin) {
+  const int64_t rank = a.positions.dim();
+  RopeTablesParams params{};
+  params.section_stride = rank > 2 ? a.positions.stride(rank - 3) : 0;
+  params.batch_stride = rank > 1 ? a.positions.stride(rank - 2) : 0;
+  params.token_stride = a.positions.stride(rank - 1);
+  params.inv_freq_stride = a.inv_freq.stride(0);
+  params.sections = static_cast<int32_t>(p.sizes[0]);
+  params.batch = static_cast<int32_t>(p.sizes[1]);
+  params.length = static_cast<int32_t>(p.sizes[2]);
+  params.columns = p.columns;
+  params.attention_factor = static_cast<float>(a.attention_factor);
+
+  Launch launch("rope_tables", rope_tables_defines(p));
+  launch.buffers = {{ROPE_TABLES_INV_FREQ, a.inv_freq, false},
+                    {ROPE_TABLES_POSITIONS, a.positions, false},
+                    {ROPE_TABLES_COS, cos, true},
+                    {ROPE_TABLES_SIN, sin, true}};
+  launch.set_params(ROPE_TABLES_PARAMS, params);
+  launch.threadgroups = grid.threadgroups;
+  launch.threads = grid.threads;
+  return launch;
+}
+
+// --- The ops. ---
+
+void run(const Launch& launch, const RopeSpecialisation& s, Backend& backend) {
+  note(backend, [&s] {
+    return JsonObject().add("reason", std::to_string(s.vector) +
+                                          " pairs of columns a thread, for " +
+                                          std::to_string(s.shares.heads) + " heads");
+  });
+  backend.run(launch);
 }
 
 }  // namespace
@@ -32,7 +412,7 @@ std::tuple<Tensor, Tensor> rope(const RopeArguments& a, Backend& backend) {
   Tensor q_out = new_empty_like(a.q);
   Tensor k_out = a.k.has_value() ? new_empty_like(*a.k) : new_empty(a.q, {0}, a.q.scalar_type());
   if (p.launches()) {
-    backend.run(rope_launch(a, p, s, q_out, k_out));
+    run(rope_launch(a, p, s, q_out, k_out), s, backend);
   }
   return {q_out, k_out};
 }
@@ -41,7 +421,7 @@ void rope_inplace(const RopeArguments& a, Backend& backend) {
   const RopeProblem p = check_rope(a, true);
   const RopeSpecialisation s = choose_rope(a, p);
   if (p.launches()) {
-    backend.run(rope_launch(a, p, s, a.q, a.k.has_value() ? *a.k : a.q));
+    run(rope_launch(a, p, s, a.q, a.k.has_value() ? *a.k : a.q), s, backend);
   }
 }
 
@@ -53,26 +433,10 @@ std::tuple<Tensor, Tensor> rope_tables(const RopeTablesArguments& a, Backend& ba
   Tensor cos = new_empty(a.inv_freq, sizes, p.dtype);
   Tensor sin = new_empty(a.inv_freq, sizes, p.dtype);
   if (p.launches()) {
+    note(backend, [] { return JsonObject().add("reason", "one cos and sin a thread"); });
     backend.run(rope_tables_launch(a, p, grid, cos, sin));
   }
   return {cos, sin};
-}
-
-PackedText rope_explain(const RopeArguments& a, bool in_place) {
-  const RopeProblem p = check_rope(a, in_place);
-  const RopeSpecialisation s = choose_rope(a, p);
-  const std::string reason = p.launches()
-                                 ? std::to_string(s.vector) + " pairs of columns a thread, for " +
-                                       std::to_string(s.shares.heads) + " heads"
-                                 : "nothing to rotate: no kernel is launched";
-  return explanation("rope", rope_defines(p, s), s.grid, a.q, reason);
-}
-
-PackedText rope_tables_explain(const RopeTablesArguments& a) {
-  const RopeTablesProblem p = check_rope_tables(a);
-  return explanation(
-      "rope_tables", rope_tables_defines(p), rope_tables_grid(p), a.inv_freq,
-      p.launches() ? "one cos and sin a thread" : "the tables are empty: no kernel is launched");
 }
 
 }  // namespace metal_attn

@@ -5,7 +5,6 @@
 
 #include <tuple>
 
-#include "csrc/ops/common/json.h"
 #include "csrc/problem/rope.h"
 #include "csrc/runtime/backend.h"
 
@@ -26,9 +25,5 @@ void rope_inplace(const RopeArguments& arguments, Backend& backend);
 // contiguous, float32 unless dtype says float16 or bfloat16.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> rope_tables(
     const RopeTablesArguments& arguments, Backend& backend);
-
-// The same checks and choice as JSON, without running or allocating anything.
-PackedText rope_explain(const RopeArguments& arguments, bool in_place);
-PackedText rope_tables_explain(const RopeTablesArguments& arguments);
 
 }  // namespace metal_attn

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/grid.h"
 
 namespace metal_attn {
@@ -26,9 +27,7 @@ int64_t aligned_vector(const Tensor& tensor) {
     return 1;
   }
   const uint64_t bytes = tensor.element_size();
-  // A Metal buffer begins at a page; a CPU storage may begin anywhere.
-  uint64_t steps = tensor.is_cpu() ? reinterpret_cast<uintptr_t>(tensor.const_data_ptr())
-                                   : static_cast<uint64_t>(tensor.storage_offset()) * bytes;
+  uint64_t steps = first_byte(tensor);
   for (int64_t dim = 0; dim < last; ++dim) {
     if (tensor.size(dim) > 1) {
       steps |= static_cast<uint64_t>(tensor.stride(dim)) * bytes;

@@ -15,31 +15,24 @@
   "Tensor? seqlen_offsets=None, bool interleaved=False, bool conjugate=False"
 #define ROPE_ARGUMENTS "(Tensor q, Tensor? k, " ROPE_OPTIONS
 #define ROPE_INPLACE_ARGUMENTS "(Tensor(a!) q, Tensor(b!)? k, " ROPE_OPTIONS
-#define ROPE_EXPLAIN_ARGUMENTS ROPE_ARGUMENTS ", bool inplace=False"
 #define ROPE_TABLES_ARGUMENTS                                                       \
   "(Tensor inv_freq, Tensor positions, *, float attention_factor=1.0, ScalarType? " \
   "dtype=None"
 
 namespace metal_attn {
 
-// The ops' arguments, one by one as the dispatcher gives them, as RopeArguments; `more` follow.
-template <auto run, typename... More>
-struct RopeOp {
+// The ops' arguments, one by one as the dispatcher gives them, as RopeArguments.
+template <auto run>
+struct Rope {
   static auto call(const torch::stable::Tensor& q, std::optional<torch::stable::Tensor> k,
                    const torch::stable::Tensor& cos, const torch::stable::Tensor& sin,
                    std::optional<torch::stable::Tensor> positions, int64_t seqlen_offset,
                    std::optional<torch::stable::Tensor> seqlen_offsets, bool interleaved,
-                   bool conjugate, More... more) {
+                   bool conjugate) {
     return run(RopeArguments{q, k, cos, sin, positions, seqlen_offset, seqlen_offsets, interleaved,
-                             conjugate},
-               more...);
+                             conjugate});
   }
 };
-
-template <auto run>
-using Rope = RopeOp<run>;
-template <auto run>
-using RopeExplain = RopeOp<run, bool>;
 
 template <auto run>
 struct RopeTables {

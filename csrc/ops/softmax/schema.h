@@ -7,7 +7,6 @@
 
 #define SOFTMAX_ARGUMENTS "(Tensor x, int dim=-1"
 #define SOFTMAX_INPLACE_ARGUMENTS "(Tensor(a!) x, int dim=-1"
-#define SOFTMAX_EXPLAIN_ARGUMENTS SOFTMAX_ARGUMENTS ", *, bool inplace=False"
 #define CAUSAL_MASK_ARGUMENTS "(Tensor scores, SymInt q_offset=0"
 #define CAUSAL_MASK_INPLACE_ARGUMENTS "(Tensor(a!) scores, SymInt q_offset=0"
 // What apply_causal_mask_ is in a graph without mutations: applied to a copy.
@@ -15,17 +14,10 @@
 
 namespace metal_attn {
 
-// `run` of a tensor and a number, and `more`.
-template <auto run, typename... More>
-struct SoftmaxOp {
-  static auto call(const torch::stable::Tensor& x, int64_t number, More... more) {
-    return run(x, number, more...);
-  }
+// `run` of a tensor and a number.
+template <auto run>
+struct Softmax {
+  static auto call(const torch::stable::Tensor& x, int64_t number) { return run(x, number); }
 };
-
-template <auto run>
-using Softmax = SoftmaxOp<run>;
-template <auto run>
-using SoftmaxExplain = SoftmaxOp<run, bool>;
 
 }  // namespace metal_attn

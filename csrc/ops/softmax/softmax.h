@@ -5,7 +5,6 @@
 
 #include <cstdint>
 
-#include "csrc/ops/common/json.h"
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
@@ -25,9 +24,5 @@ torch::stable::Tensor softmax_inplace(const torch::stable::Tensor& x, int64_t di
 // touches nothing else. Throws also where scores may overlap itself.
 torch::stable::Tensor apply_causal_mask_inplace(const torch::stable::Tensor& scores,
                                                 int64_t q_offset, Backend& backend);
-
-// The same checks and choice as JSON, without running or allocating anything.
-PackedText softmax_explain(const torch::stable::Tensor& x, int64_t dim, bool in_place);
-PackedText apply_causal_mask_explain(const torch::stable::Tensor& scores, int64_t q_offset);
 
 }  // namespace metal_attn

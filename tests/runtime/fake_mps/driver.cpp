@@ -16,6 +16,7 @@
 #include "csrc/ops/cache/append_kv.h"
 #include "csrc/ops/cache/copy_pages.h"
 #include "csrc/ops/cache/schema.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/plain.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/ops/rope/rope.h"
@@ -85,48 +86,54 @@ void launch(std::string family, std::string kernel, std::string defines,
   backend().run(launch);
 }
 
+// The ops on the fake, as OP(name, arguments and the parenthesis still open, result, how the
+// dispatcher's arguments become a function's, that function). Those that take the package's place
+// come first.
+#define FLASH_OPS(OP)                                                                          \
+  OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, dense_cached, flash_fwd) \
+  OP(flash_decode, FLASH_DECODE_ARGUMENTS, FLASH_FWD_RESULT, FlashDecode, call, flash_decode)  \
+  OP(decode_step, DECODE_STEP_ARGUMENTS, FLASH_FWD_RESULT, DecodeStep, call, decode_step)
+#define OTHER_OPS(OP)                                                                           \
+  OP(flash_varlen_fwd, FLASH_CACHED_ARGUMENTS(PACKING_SCHEMA), FLASH_FWD_RESULT, FlashFwd,      \
+     varlen_cached, flash_fwd)                                                                  \
+  OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, call, flash_fwd)                  \
+  OP(flash_bwd, FLASH_BWD_ARGUMENTS(), FLASH_BWD_RESULT, FlashBwd, dense, flash_bwd)            \
+  OP(flash_bwd_bias, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, dense, flash_bwd_bias) \
+  OP(append_kv, APPEND_KV_ARGUMENTS, "()", AppendKv, call, append_kv)                           \
+  OP(rope, ROPE_ARGUMENTS, "(Tensor q_rotated, Tensor k_rotated)", Rope, call, rope)            \
+  OP(rope_, ROPE_INPLACE_ARGUMENTS, "()", Rope, call, rope_inplace)                             \
+  OP(rope_tables, ROPE_TABLES_ARGUMENTS, "(Tensor cos, Tensor sin)", RopeTables, call,          \
+     rope_tables)                                                                               \
+  OP(copy_pages, COPY_PAGES_ARGUMENTS, "()", CopyPages, call, copy_pages)
+
+#define DEFINE(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN) m.def(#NAME ARGUMENTS ") -> " RESULT);
+#define IMPLEMENT(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN)                 \
+  m.impl(#NAME, TORCH_BOX((&metal_attn::FROM<[](const auto&... arguments) { \
+           return metal_attn::RUN(arguments..., backend());                 \
+         }>::FORM)));
+
+metal_attn::PackedText explain(const metal_attn::FlashFwdArguments& arguments) {
+  metal_attn::Recorder recorder;
+  metal_attn::flash_fwd(arguments, recorder);
+  return recorder.packed();
+}
+
 void define_ops(StableLibrary& m) {
   m.def(
       "launch(str family, str kernel, str defines, Tensor[] buffers, int[] slots, Tensor params, "
       "int params_slot, int[] threadgroups, int[] threads) -> ()");
-  m.def("flash_fwd" FLASH_CACHED_ARGUMENTS() ") -> " FLASH_FWD_RESULT);
-  m.def("flash_varlen_fwd" FLASH_CACHED_ARGUMENTS(PACKING_SCHEMA) ") -> " FLASH_FWD_RESULT);
-  m.def("flex_fwd" FLEX_FWD_ARGUMENTS ") -> " FLASH_FWD_RESULT);
   m.def("flex_fwd_explain" FLEX_FWD_ARGUMENTS ") -> int[]");
-  m.def("flash_decode" FLASH_DECODE_ARGUMENTS ") -> " FLASH_FWD_RESULT);
-  m.def("decode_step" DECODE_STEP_ARGUMENTS ") -> " FLASH_FWD_RESULT);
-  m.def("flash_bwd" FLASH_BWD_ARGUMENTS() ") -> " FLASH_BWD_RESULT);
-  m.def("flash_bwd_bias" FLASH_BWD_BIAS_ARGUMENTS() ") -> Tensor");
-  m.def("append_kv" APPEND_KV_ARGUMENTS ") -> ()");
-  m.def("rope" ROPE_ARGUMENTS ") -> (Tensor q_rotated, Tensor k_rotated)");
-  m.def("rope_" ROPE_INPLACE_ARGUMENTS ") -> ()");
-  m.def("rope_tables" ROPE_TABLES_ARGUMENTS ") -> (Tensor cos, Tensor sin)");
-  m.def("copy_pages" COPY_PAGES_ARGUMENTS ") -> ()");
+  FLASH_OPS(DEFINE)
+  OTHER_OPS(DEFINE)
 }
 
-// An op's function on the fake.
-#define ON_FAKE(FUNCTION) \
-  [](const auto&... arguments) { return metal_attn::FUNCTION(arguments..., backend()); }
-
-void implement_flash(StableLibrary& m) {
-  m.impl("flash_fwd", TORCH_BOX((&metal_attn::FlashFwd<ON_FAKE(flash_fwd)>::dense_cached)));
-  m.impl("flash_decode", TORCH_BOX((&metal_attn::FlashDecode<ON_FAKE(flash_decode)>::call)));
-  m.impl("decode_step", TORCH_BOX((&metal_attn::DecodeStep<ON_FAKE(decode_step)>::call)));
-}
+void implement_flash(StableLibrary& m) { FLASH_OPS(IMPLEMENT) }
 
 void implement_ops(StableLibrary& m) {
   m.impl("launch", TORCH_BOX(&launch));
-  implement_flash(m);
-  m.impl("flash_varlen_fwd", TORCH_BOX((&metal_attn::FlashFwd<ON_FAKE(flash_fwd)>::varlen_cached)));
-  m.impl("flex_fwd", TORCH_BOX((&metal_attn::FlexFwd<ON_FAKE(flash_fwd)>::call)));
-  m.impl("flex_fwd_explain", TORCH_BOX(&metal_attn::FlexFwd<metal_attn::flash_fwd_explain>::call));
-  m.impl("flash_bwd", TORCH_BOX((&metal_attn::FlashBwd<ON_FAKE(flash_bwd)>::dense)));
-  m.impl("flash_bwd_bias", TORCH_BOX((&metal_attn::FlashBwdBias<ON_FAKE(flash_bwd_bias)>::dense)));
-  m.impl("append_kv", TORCH_BOX((&metal_attn::AppendKv<ON_FAKE(append_kv)>::call)));
-  m.impl("rope", TORCH_BOX((&metal_attn::Rope<ON_FAKE(rope)>::call)));
-  m.impl("rope_", TORCH_BOX((&metal_attn::Rope<ON_FAKE(rope_inplace)>::call)));
-  m.impl("rope_tables", TORCH_BOX((&metal_attn::RopeTables<ON_FAKE(rope_tables)>::call)));
-  m.impl("copy_pages", TORCH_BOX((&metal_attn::CopyPages<ON_FAKE(copy_pages)>::call)));
+  m.impl("flex_fwd_explain", TORCH_BOX(&metal_attn::FlexFwd<explain>::call));
+  FLASH_OPS(IMPLEMENT)
+  OTHER_OPS(IMPLEMENT)
 }
 
 // What STABLE_TORCH_LIBRARY expands to, for a namespace that is not known here: this file takes

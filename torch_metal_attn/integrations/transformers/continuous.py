@@ -94,9 +94,9 @@ def metal_flash_attention(
     *,
     cache: Any = None,
     cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: dict[str, Tensor] | None = None,
+    cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
     max_length_q: int | None = None,
-    max_length_k: dict[str, int] | None = None,
+    max_length_k: int | dict[str, int] | None = None,
     read_index: list[Tensor] | None = None,
     write_index: list[Tensor] | None = None,
     sliding_window: int | None = None,
@@ -107,10 +107,12 @@ def metal_flash_attention(
 
     Args: module: the attention module. query: (1, Hq, T, D). key, value: (1, Hkv, T, D) of the new
         tokens. cache: transformers' PagedAttentionCache, which stores them and returns those of
-        all requests, concatenated. cu_seq_lens_q: int32 (requests + 1,). cu_seq_lens_k,
-        max_length_k: by type of layer. read_index, write_index: int64, by group of layers: rows of
-        the cache. sliding_window: only checked, because the cache knows how many tokens it keeps.
-        others: scaling, softcap, s_aux and dropout as in `metal_attention`.
+        all requests, concatenated. From 5.24 on the layer itself does that: cache is None, key and
+        value are those of all requests, and the lengths are the layer's. cu_seq_lens_q: int32
+        (requests + 1,). cu_seq_lens_k, max_length_k: with a cache by type of layer. read_index,
+        write_index: int64, by group of layers: rows of the cache. sliding_window: only checked if
+        there is a cache, which knows how many tokens it keeps. others: scaling, softcap, s_aux and
+        dropout as in `metal_attention`.
 
     Returns:
         out (1, T, Hq, D), contiguous, and None.
@@ -122,10 +124,12 @@ def metal_flash_attention(
         query = query.rotated()
     name = type(module).__name__
     context = _entered.get(id(module.config))
-    if cache is None or context is None:
+    updated = cache is None and read_index is not None and isinstance(cu_seq_lens_k, Tensor)
+    paged = cache is not None or updated
+    if not paged or context is None:
         raise NotImplementedError(
             f"{name} has attn_implementation={FLASH_NAME!r} and got "
-            f"{'no paged cache' if cache is None else 'here outside of continuous_batching(model)'}"
+            f"{'here outside of continuous_batching(model)' if paged else 'no paged cache'}"
             ": within continuous_batching(model) use generate_batch, and enable(model) for forward "
             "and generate"
         )
@@ -133,13 +137,6 @@ def metal_flash_attention(
         raise NotImplementedError(
             f"attention_mask and is_causal=False in {name}: in continuous batching every token "
             "sees the tokens up to itself"
-        )
-    group = cache.layer_to_allocator[module.layer_idx]
-    window = getattr(group, "sliding_window", None)
-    if sliding_window not in (None, window):
-        raise NotImplementedError(
-            f"sliding_window={sliding_window} in {name}, layer {module.layer_idx}, whose cache "
-            f"keeps {'every token' if window is None else f'a window of {window}'}"
         )
     options = score_options(module, query.device, **others)
     packed = {
@@ -150,10 +147,18 @@ def metal_flash_attention(
         "read_index": read_index,
         "write_index": write_index,
     }
-    # It replaces the lengths by type of layer by those of this layer.
-    key, value = cache.update(
-        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=packed
-    )
+    window = sliding_window
+    if not updated:
+        window = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)
+        if sliding_window not in (None, window):
+            raise NotImplementedError(
+                f"sliding_window={sliding_window} in {name}, layer {module.layer_idx}, whose cache "
+                f"keeps {'every token' if window is None else f'a window of {window}'}"
+            )
+        # It replaces the lengths by type of layer by those of this layer.
+        key, value = cache.update(
+            key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=packed
+        )
     options |= {
         "window_size_left": -1 if window is None else window - 1,
         "window_size_right": 0,

@@ -21,6 +21,7 @@ from torch_metal_attn.integrations.transformers.unrotated import Tables, Unrotat
 from torch_metal_attn.reference import rotate
 
 _FUNCTION = "apply_rotary_pos_emb"
+_RENAMING = "transformers.utils.deprecation"  # since 5.24 it decorates most forwards
 _POSITIONS = (3, 17, 101)
 
 
@@ -79,7 +80,8 @@ def _bare(kind: type, repeats: str, interleaved: bool) -> Any:
 @functools.cache
 def fused_class(kind: type, tables: Tables) -> type:
     """`kind` with a forward that does not rotate its queries."""
-    forward = kind.forward  # type: ignore[attr-defined]
+    forward = _undecorated(kind)
+    assert forward is not None
     code = forward.__code__
     replaced: dict[str, Any] = {_FUNCTION: _key_rotation(kind.__name__, tables)}
     if "cat" in code.co_names:
@@ -96,7 +98,7 @@ def fused_class(kind: type, tables: Tables) -> type:
     fused.__annotations__, fused.__doc__ = forward.__annotations__, forward.__doc__
     fused.__qualname__ = forward.__qualname__
     body = {
-        "forward": fused,
+        "forward": _decorated(kind.forward, fused),  # type: ignore[attr-defined]
         "_metal_attn_own": kind,
         "_metal_attn_tables": tables,
         "__module__": kind.__module__,
@@ -104,6 +106,32 @@ def fused_class(kind: type, tables: Tables) -> type:
         "__doc__": kind.__doc__,
     }
     return type(kind.__name__, (_Fused, kind), body)
+
+
+def _undecorated(kind: type) -> Any:
+    """The forward of `kind` below the decorators that rename arguments; None below any other."""
+    forward = kind.forward  # type: ignore[attr-defined]
+    while hasattr(forward, "__wrapped__"):
+        if forward.__globals__["__name__"] != _RENAMING:
+            return None
+        forward = forward.__wrapped__
+    return forward
+
+
+def _decorated(like: Any, function: Any) -> Any:
+    """`function` below the decorators of `like`, which hold what they call in their closures."""
+    if not hasattr(like, "__wrapped__"):
+        return function
+    inner = _decorated(like.__wrapped__, function)
+    closure = tuple(
+        types.CellType(inner) if cell.cell_contents is like.__wrapped__ else cell
+        for cell in like.__closure__
+    )
+    wrapper = types.FunctionType(
+        like.__code__, like.__globals__, like.__name__, like.__defaults__, closure
+    )
+    wrapper.__kwdefaults__ = like.__kwdefaults__
+    return functools.wraps(inner)(wrapper)
 
 
 class _Torch:
@@ -149,9 +177,8 @@ def _rotations(kind: type) -> list[str]:
 def _probe(model: PreTrainedModel, kind: type) -> Tables:
     """How modules of `kind` rotate, from what their function does with the model's tables."""
     where = f"fuse_rope=True for {type(model).__name__}: {kind.__name__}"
-    forward = kind.forward  # type: ignore[attr-defined]
-    names = _rotations(kind)
-    if names != [_FUNCTION] or hasattr(forward, "__wrapped__"):
+    forward, names = _undecorated(kind), _rotations(kind)
+    if names != [_FUNCTION] or forward is None:
         raise NotImplementedError(
             f"{where} rotates its queries by {', '.join(names)}, which is not known; use "
             "enable(model)"

@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from torch_metal_attn.integrations import copies
-from torch_metal_attn.ops.fake import explainer
 from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.costs import Cost
 from torch_metal_attn.tools.explain import table
 from torch_metal_attn.tools.explain.layer_call import LayerCall, known_cost
-from torch_metal_attn.tools.explain.ops import bound, explain_op, short_name
+from torch_metal_attn.tools.explain.ops import bound, explain_op, recording_op, short_name
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 # In torch.ops.aten: attention as one op, and ops that only attention uses.
@@ -135,7 +134,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = short_name(func)
-        if name is not None and not name.endswith(("_explain", "_plan")) and explainer(name):
+        if name is not None and recording_op(name) is not None:
             return self._explain(name, func, args, kwargs)
         result = func(*args, **kwargs)
         if func.namespace == "aten":

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops import flash_bwd
-from torch_metal_attn.ops.fake import explainer
 from torch_metal_attn.ops.refusals import as_value_errors
-from torch_metal_attn.quantisation import columns
 from torch_metal_attn.runtime import extension, session
 from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.costs import Cost, scaled
+
+_NOTHING = "nothing to compute, so no kernel is launched"
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Kernel:
 
     Attributes: specialisation: the defines that the source is compiled with. threads: threads of a
         threadgroup in x, y and z. threadgroup_bytes: threadgroup memory of one threadgroup. grid:
-        threadgroups in x, y and z; empty for the kernels of `flash_bwd`, which does not report it.
+        threadgroups in x, y and z.
         choice: how its tile was chosen: "default", "tuned on this machine", "table for Apple M2
         Max"; "" for a kernel without a choice. reason: of a kernel of a backward, why it has no
         tensor tiles where the GPU has, and whether it skips blocks that a bool mask hides; or else
@@ -179,35 +179,53 @@ def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dic
     return dict(zip(names, arguments, strict=False)) | options
 
 
+def recording_op(name: str) -> Any:
+    """The op that returns what `name` would launch; None if `name` has no kernel of its own."""
+    return getattr(torch.ops.metal_attn_explain, name, None)
+
+
 def explain_op(
     name: str, arguments: tuple[Any, ...], options: dict[str, Any], *, backward: bool = False
 ) -> Explanation:
     """Explain `torch.ops.metal_attn.<name>`; see `torch_metal_attn.explain`."""
-    found = explainer(name)
-    if found is None:
+    op = recording_op(name)
+    if op is None:
         raise TypeError(f"metal_attn::{name} cannot be explained: it runs no kernel of its own")
-    op, which = found
+    given = bound(name, arguments, options)
     try:
-        plan = None
         with as_value_errors():
-            launch = extension.told(op(*arguments, **options, **which))
-            if backward:
-                plan_op = getattr(torch.ops.metal_attn, f"{name.removesuffix('fwd')}bwd_plan")
-                plan = extension.told(plan_op(*arguments, **options))
+            launches = extension.launches(op(*arguments, **options))
+            of_backward = backward_launches(name, given) if backward else []
     except (TypeError, ValueError, NotImplementedError) as error:
         return Explanation(op=name, refusal=str(error))
-    given = bound(name, arguments, options)
-    training = None
-    if plan is not None:
-        training = _training(plan, name, given)
+    reasons = [one["reason"] for one in launches if one.get("reason") and "bwd" not in name]
     return Explanation(
         op=name,
         backend=_backend(given),
-        kernels=_kernels(launch.get("pre_pass", {})) | _kernels(launch) | _merge(launch, given),
-        reason=launch.get("reason", ""),
+        kernels=_kernels(launches, of_gradients="bwd" in name),
+        reason=reasons[0] if reasons else "" if launches else _NOTHING,
         cost=costs.cost(name, given),
-        training=training,
+        training=_training(of_backward, name, given) if backward else None,
     )
+
+
+def backward_launches(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the backward of a forward op would launch, before there is anything to differentiate."""
+    q, v = given["q"], given["v"]
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), device="meta")
+    rows = q.shape[:-1][::-1] if q.dim() == 3 else q.shape[:-1]
+    lse = out.new_empty(rows, dtype=torch.float32)
+    backward = name.removesuffix("fwd") + "bwd"
+    forward = {"dout": out, "softmax_lse": lse} | given
+    exact = {"exact_delta": True} if backward != "flex_bwd" else {}
+    op = recording_op(backward)
+    with extension.meta_passes():
+        launches = extension.launches(op(**forward, out=out, dlse=None, **exact))
+        if given.get("shares"):
+            normalisers = lse if flash_bwd.normalised(q, given) else None
+            op = recording_op("flex_bwd_captures")
+            launches += extension.launches(op(**forward, delta=lse, normalisers=normalisers))
+    return launches
 
 
 def _backend(given: dict[str, Any]) -> str:
@@ -217,50 +235,28 @@ def _backend(given: dict[str, Any]) -> str:
     return "simulator" if session.active() else "reference"
 
 
-def _kernels(launch: dict[str, Any]) -> dict[str, Kernel]:
-    """The kernels of one explanation, which has one kernel or several by name."""
-    by_name = {launch["kernel"]: launch} if "kernel" in launch else launch
+def _kernels(launches: list[dict[str, Any]], *, of_gradients: bool) -> dict[str, Kernel]:
+    """The kernels by their names. of_gradients: without those that prepare and add up."""
+    shown = [one for one in launches if not of_gradients or "registers" in one]
     return {
-        name: Kernel(
-            specialisation={define: str(value) for define, value in one["defines"].items()},
+        one["kernel"] + (f"[{one['share']}]" if "share" in one else ""): Kernel(
+            specialisation=one["defines"],
             threads=tuple(one["threads"]),
-            threadgroup_bytes=one["threadgroup_bytes"],
-            grid=tuple(one.get("grid", ())),
+            threadgroup_bytes=one.get("threadgroup_bytes", 0),
+            grid=tuple(one["grid"]),
             choice=one.get("choice", ""),
-            reason=one.get("reason", "") if "kernel" not in launch else "",
+            reason=one.get("reason", "") if of_gradients else "",
             key=one.get("tuning", {}).get("key", ""),
             candidates=tuple(one.get("tuning", {}).get("candidates", ())),
         )
-        for name, one in by_name.items()
-        if "defines" in one  # an empty call has only a reason
+        for one in shown
     }
-
-
-def _merge(launch: dict[str, Any], given: dict[str, Any]) -> dict[str, Kernel]:
-    """The kernel that merges partial results, if the keys are split."""
-    if launch.get("splits", 1) == 1 or launch["kernel"] != "flash_decode":
-        return {}
-    q = given["q"]
-    v_scale = given.get("v_scale")
-    v_columns = columns(given.get("v_cache", given["v"]), v_scale)
-    parts = q.new_empty((*q.shape[:3], launch["splits"], v_columns), dtype=torch.float32)
-    sink = given.get("learnable_sink")
-    packed = torch.ops.metal_attn.merge_splits_explain(
-        parts, parts[..., 0].contiguous(), out_dtype=q.dtype, learnable_sink=sink
-    )
-    return _kernels(extension.told(packed))
 
 
 def _row_statistics(given: dict[str, Any]) -> tuple[str, ...]:
     """What a backward of autograd's allocates with a number a row."""
     normalisers = ("normalisers",) if flash_bwd.normalised(given["q"], given) else ()
     return ("delta", "rounded_delta", *normalisers)
-
-
-def _head_splits(plan: dict[str, Any]) -> int:
-    """Of dk and dv, on either kind of tile."""
-    splits: int = max(kernel.get("head_splits", 1) for kernel in plan.values())
-    return splits
 
 
 def _parts(splits: int, tensors: dict[str, Tensor]) -> dict[str, int]:
@@ -271,7 +267,7 @@ def _parts(splits: int, tensors: dict[str, Tensor]) -> dict[str, int]:
     return {f"d{name}_parts": tensors[name].numel() * size for name in "kv"}
 
 
-def _training(plan: dict[str, Any], name: str, given: dict[str, Any]) -> Training:
+def _training(launches: list[dict[str, Any]], name: str, given: dict[str, Any]) -> Training:
     q, v = given["q"], given["v"]
     rows = q.shape[:-1].numel()
     out = rows * v.shape[-1] * q.itemsize
@@ -279,18 +275,20 @@ def _training(plan: dict[str, Any], name: str, given: dict[str, Any]) -> Trainin
     tensors = {name: given[name] for name in ("q", "k", "v")}
     inputs = {name: value.nbytes for name, value in given.items() if isinstance(value, Tensor)}
     inputs |= {f"captures[{i}]": x.nbytes for i, x in enumerate(given.get("captures", ()))}
-    copies = sum(kernel.get("copies_bytes", 0) for kernel in plan.values())
-    mask_blocks = max(kernel.get("mask_blocks_bytes", 0) for kernel in plan.values())
+    head_splits = max((one.get("head_splits", 1) for one in launches), default=1)
+    copies = sum(one["written_bytes"] for one in launches if "share" in one)
+    lists = [one["written_bytes"] for one in launches if one["kernel"] == "mask_blocks"]
+    mask_blocks = max(lists, default=0)
     cost = costs.cost(f"{name.removesuffix('fwd')}bwd", given)
     if "shares" in given:
         cost += costs.cost("flex_bwd_captures", given)
     return Training(
-        kernels=_kernels(plan),
+        kernels=_kernels(launches, of_gradients=True),
         inputs=inputs | {"dout": out},
         allocated=dict.fromkeys(("softmax_lse", *_row_statistics(given)), statistics)
         | {"out": out}
         | {f"d{name}": tensor.nbytes for name, tensor in tensors.items()}
-        | _parts(_head_splits(plan), tensors)
+        | _parts(head_splits, tensors)
         | ({"copies": copies} if copies else {})
         | ({"mask_blocks": mask_blocks} if mask_blocks else {}),
         cost=cost,

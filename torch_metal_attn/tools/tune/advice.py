@@ -36,7 +36,7 @@ def faster_in_torch(problem: Problem) -> str | None:
 
 
 def _key(problem: Problem, tensors: tuple[torch.Tensor | None, ...]) -> str:
-    """What a row for the call is found by; "" if the op refuses the call."""
+    """What a row for the call is found by; "" if the op refuses or launches nothing."""
     layouts = tuple(
         x if x is None else (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device)
         for x in tensors
@@ -48,7 +48,8 @@ def _key(problem: Problem, tensors: tuple[torch.Tensor | None, ...]) -> str:
         if len(_keys) >= _MOST_KEYS:
             _keys.clear()
         try:
-            _keys[signature] = problem.explained()["tuning"]["key"]
+            tuned = [one["tuning"]["key"] for one in problem.launches() if "tuning" in one]
+            _keys[signature] = "".join(tuned)
         except ValueError:
             _keys[signature] = ""
     return _keys[signature]

@@ -1,4 +1,5 @@
-// The little JSON that the ops' explanations need.
+// What `explain` and the fake kernels run ops on: launches are kept instead of run, and what ops
+// allocate has no data.
 #pragma once
 
 #include <array>
@@ -7,13 +8,20 @@
 #include <string>
 #include <vector>
 
-#include "csrc/runtime/launch.h"
+#include "csrc/runtime/backend.h"
 
 namespace metal_attn {
 
 // A text as ops return it: eight bytes an int, filled up with spaces. Torch (2.13) leaks each
 // string that an op returns. torch_metal_attn/runtime/extension.py reads it.
 using PackedText = std::vector<int64_t>;
+
+inline PackedText packed_text(const std::string& text) {
+  constexpr int64_t kSpaces = 0x2020202020202020;
+  PackedText words((text.size() + sizeof(int64_t) - 1) / sizeof(int64_t), kSpaces);
+  std::memcpy(words.data(), text.data(), text.size());
+  return words;
+}
 
 // Names and strings hold neither quotes, backslashes nor control characters.
 class JsonObject {
@@ -49,18 +57,15 @@ class JsonObject {
     return field(name, "[" + list + "]");
   }
 
-  std::string text() const { return "{" + fields_ + "}"; }
-
-  PackedText packed() const {
-    const std::string whole = text();
-    PackedText words((whole.size() + sizeof(int64_t) - 1) / sizeof(int64_t), kSpaces);
-    std::memcpy(words.data(), whole.data(), whole.size());
-    return words;
+  // The fields of another one.
+  JsonObject& append(const JsonObject& other) {
+    fields_ += (fields_.empty() || other.fields_.empty() ? "" : ", ") + other.fields_;
+    return *this;
   }
 
- private:
-  static constexpr int64_t kSpaces = 0x2020202020202020;
+  std::string text() const { return "{" + fields_ + "}"; }
 
+ private:
   static std::string quoted(const std::string& text) { return '"' + text + '"'; }
 
   JsonObject& field(const std::string& name, const std::string& value) {
@@ -70,5 +75,39 @@ class JsonObject {
 
   std::string fields_;
 };
+
+// While one lives in this thread, tensors that ops make are on meta.
+class Recorder final : public Backend {
+ public:
+  Recorder();
+  ~Recorder() override;
+  Recorder(const Recorder&) = delete;
+  Recorder& operator=(const Recorder&) = delete;
+
+  void run(const Launch& launch) override;
+  bool records() const override { return true; }
+
+  // What is told of the next launch beside it.
+  void note(const JsonObject& more) { note_ = more; }
+
+  // The launches as a list.
+  PackedText packed() const { return packed_text("[" + launches_ + "]"); }
+
+ private:
+  std::string launches_;
+  JsonObject note_;
+  const bool outer_;  // whether another one lived before
+};
+
+// Whether tensors that ops make in this thread have no data.
+bool is_recording();
+
+// Adds what `tell` returns, a JsonObject, to the next launch. Where launches run it is not called.
+template <class Tell>
+void note(Backend& backend, const Tell& tell) {
+  if (backend.records()) {
+    static_cast<Recorder&>(backend).note(tell());
+  }
+}
 
 }  // namespace metal_attn

@@ -1,0 +1,33 @@
+#include "csrc/ops/common/recorder.h"
+
+#include <utility>
+
+namespace metal_attn {
+namespace {
+
+thread_local bool t_recording = false;
+
+}  // namespace
+
+bool is_recording() { return t_recording; }
+
+Recorder::Recorder() : outer_(std::exchange(t_recording, true)) {}
+
+Recorder::~Recorder() { t_recording = outer_; }
+
+void Recorder::run(const Launch& launch) {
+  int64_t written = 0;
+  for (const BufferArgument& buffer : launch.buffers) {
+    written += buffer.writable ? buffer.tensor->numel() * buffer.tensor->element_size() : 0;
+  }
+  JsonObject object;
+  object.add("kernel", launch.kernel)
+      .add("defines", launch.program.defines)
+      .add("grid", launch.threadgroups)
+      .add("threads", launch.threads)
+      .add("written_bytes", written)
+      .append(std::exchange(note_, {}));
+  launches_ += (launches_.empty() ? "" : ", ") + object.text();
+}
+
+}  // namespace metal_attn

@@ -12,12 +12,6 @@ constexpr int listed_rows(int tile_rows, int flex_rows) {
   return FLEX_Q_BLOCK && !MASK_BLOCKS ? flex_rows : tile_rows;
 }
 
-#if BLOCK_LISTS
-#define BLOCK_MASKED listed.masked
-#else
-#define BLOCK_MASKED true
-#endif
-
 // One list, which comes from the caller's memory: nothing outside of it is read.
 struct BlockList {
   const device int* entries;
@@ -55,7 +49,7 @@ struct ListedBlocks {
   bool impossible;
 
   METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlexParams& params, int batch,
-                        int head, int list, int other_rows) thread {
+                        int head, int list, thread const Range& seen) thread {
     partial.reset(inputs.block_counts, inputs.block_indices, params.partial, batch, head, list);
     count = partial.count;
     impossible = partial.impossible;
@@ -65,12 +59,7 @@ struct ListedBlocks {
       count += full.count;
       impossible = impossible || full.impossible;
     }
-    rows = other_rows;
-  }
-
-  METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlexParams& params, int batch,
-                        int head, int list, thread const Range& seen) thread {
-    reset(inputs, params, batch, head, list, seen.end);
+    rows = seen.end;
   }
 
   // The places of their rows, one block after the other.

@@ -25,8 +25,8 @@ struct BlockKeys {
     }
   }
 
-  // What is still to be read for the values of span `span`, the SIMD group's s-th. Rows that do not
-  // exist are zero: their weight is zero, and zero times whatever lies there must stay zero.
+  // Reads the values of span `span`, the SIMD group's s-th, or with V_IN_K only their scales. Rows
+  // that do not exist are zero: their weight is zero, and 0 * inf or 0 * NaN would be NaN.
   METAL_FUNC void load_values(short s, int span, thread const Values& values,
                               int unit_column) thread {
     const int column = span * SPAN_COLUMNS + unit_column;
@@ -192,7 +192,7 @@ struct MatrixOut {
     }
   }
 
-  // Adds up the SIMD groups that walked over different keys, and stores the sums.
+  // Adds up the sums of SIMD groups with different keys, and stores the result.
   METAL_FUNC void write_rows(threadgroup Fragment<float>* sums, int first_row, int rows, int,
                              thread const TileRow* tile_rows, thread const SplitResult& result,
                              constant FlashDecodeParams& params) thread {
@@ -207,6 +207,9 @@ struct MatrixOut {
         for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
           const int span = own.span(d / SPAN_FRAGMENTS);
           if (span_exists(span, V_SPANS)) {
+            if (KEY_SIMDGROUPS > 1) {
+              tile.fragments[i][d] += sums[sum_place(i, d)];
+            }
             out_row.store(query,
                           span * SPAN_COLUMNS + own.unit_column + d % SPAN_FRAGMENTS * LANE_COLUMNS,
                           tile.fragments[i][d]);
@@ -216,27 +219,25 @@ struct MatrixOut {
     }
   }
 
-  // In the first of them.
+  // Each but the first leaves its sum with those of the SIMD groups after it.
   METAL_FUNC void sum_over_keys(threadgroup Fragment<float>* sums) thread {
     UNROLL
-    for (short giver = KEY_SIMDGROUPS - 1; giver >= 0; giver--) {
+    for (short giver = KEY_SIMDGROUPS - 1; giver > 0; giver--) {
       UNROLL
-      for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      for (short i = 0; own.simdgroup == giver && i < ROW_FRAGMENTS; i++) {
         UNROLL
         for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
-          threadgroup Fragment<float>& sum =
-              sums[(i * OWN_V_FRAGMENTS + d) * SIMD_LANES + own.lane];
-          if (own.simdgroup == giver && giver < KEY_SIMDGROUPS - 1) {
-            tile.fragments[i][d] += sum;
+          if (giver < KEY_SIMDGROUPS - 1) {
+            tile.fragments[i][d] += sums[sum_place(i, d)];
           }
-          if (own.simdgroup == giver && giver > 0) {
-            sum = tile.fragments[i][d];
-          }
+          sums[sum_place(i, d)] = tile.fragments[i][d];
         }
       }
-      if (giver > 0) {
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-      }
+      threadgroup_barrier(mem_flags::mem_threadgroup);  // for the next one
     }
+  }
+
+  METAL_FUNC int sum_place(short i, short d) const thread {
+    return (i * OWN_V_FRAGMENTS + d) * SIMD_LANES + own.lane;
   }
 };

@@ -7,7 +7,7 @@
 
 #include "decode_products.h"
 
-// What MatrixOut does, of a lane's columns: [ROWS, Dv].
+// The interface of MatrixOut, for a lane's columns of out, [ROWS, Dv].
 template <int LANES>
 struct VectorOut {
   static constant constexpr int LOAD_KEYS = SIMD_LANES / LANES;
@@ -78,8 +78,7 @@ struct VectorOut {
     }
   }
 
-  // Values that do not exist: their weight is zero, and zero times whatever lies there must stay
-  // zero.
+  // Zeroes values that do not exist: their weight is zero, and 0 * inf or 0 * NaN would be NaN.
   METAL_FUNC void clear(int first_key, thread const Sequence& sequence) thread {
     UNROLL
     for (short n = 0; n < LOADS; n++) {

@@ -89,13 +89,16 @@ using QueryTile = KeysValues::QueryTile;
   for (int kv_block = blocks.first(); !blocks.done; kv_block = blocks.next(kv_block + BLOCK_K)) {
     kv.begin_block(kv_block);
     const bool seen = seen_keys.any_in(kv_block, BLOCK_K);
+    if (!seen && !COLUMNS_SPLIT) {
+      continue;
+    }
     KeysValues::Scores scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
     kv.multiply_keys(scores, q_tile, seen);
     if (!seen) {
       continue;
     }
     rules.value(scores, kv_block, blocks.masked, inputs, problem);
-    if (!seen_keys.all_in(kv_block, BLOCK_K)) {
+    if (seen_keys.hides_in(kv_block, BLOCK_K)) {
       tile.visible.apply<false>(scores, lane_query, kv_block + column);
     }
 

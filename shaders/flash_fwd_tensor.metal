@@ -84,7 +84,7 @@ static_assert(V_SLICE % SPAN_COLUMNS == 0, "a slice of V is a multiple of 32 col
     BlockTile scores;  // [16, BLOCK_K]
     multiply_transposed<KvTileElement, HEAD_DIM_QK>(scores, q_tile, keys, key_places);
     rules.value(scores, kv_block, blocks.masked, inputs, problem);
-    if (!seen_keys.all_in(kv_block, BLOCK_K)) {
+    if (seen_keys.hides_in(kv_block, BLOCK_K)) {
       tile.visible.apply<false>(scores, lane_query, kv_block + column);
     }
 

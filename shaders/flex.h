@@ -1,22 +1,20 @@
 // score_mod and mask_mod: FLEX_SCORE, FLEX_SLOPE and FLEX_MASK are the bodies of functions, written
-// by torch_metal_attn/flex from what they do in Python. FLEX_SLOPE is d score_mod / d score.
-// FLEX_SHARE is its derivative by one element of a captured tensor, and FLEX_PLACE which one.
+// by torch_metal_attn/flex from the Python functions. FLEX_SLOPE is d score_mod / d score.
+// FLEX_SHARE is d score_mod / d element of a captured tensor, and FLEX_PLACE the element's index.
 #pragma once
 
 #include "inputs.h"
 #include "scores.h"
 #include "tile.h"
 
-// The texts of what does nothing.
+// Texts that change nothing stand for those that are not given.
 #ifndef FLEX_SCORE
 #define FLEX_SCORE return score;
 #else
 #define FLEX_SCORED 1
 #endif
-#ifdef FLEX_SLOPE
-#define FLEX_SLOPE_TEXT FLEX_SLOPE
-#else
-#define FLEX_SLOPE_TEXT return 1.0f;
+#ifndef FLEX_SLOPE
+#define FLEX_SLOPE return 1.0f;
 #endif
 #ifndef FLEX_MASK
 #define FLEX_MASK return true;
@@ -28,8 +26,8 @@
 
 FEATURE(FLEX_SCORED)
 
-// Along a dimension of `size`, where -1 is the last. What is out of range is not read: the score is
-// NaN instead.
+// An index along a dimension of `size`, where -1 is the last element. Elements out of range are not
+// read, and make the score NaN.
 METAL_FUNC int64_t flex_index(int64_t index, int size, thread bool& impossible) {
   const int64_t wrapped = index < 0 ? index + size : index;
   const bool outside = wrapped < 0 || wrapped >= size;
@@ -37,8 +35,8 @@ METAL_FUNC int64_t flex_index(int64_t index, int size, thread bool& impossible) 
   return outside ? 0 : wrapped;
 }
 
-// Quotients as in Python: towards minus infinity, with the divisor's sign for what remains. What
-// is divided by zero has no value.
+// Quotients as in Python: rounded towards minus infinity, with the divisor's sign for the
+// remainder. A division by zero makes the score NaN.
 template <typename T>
 METAL_FUNC T flex_floor_divide(T a, T b, thread bool& impossible) {
   impossible = impossible || b == 0;
@@ -190,14 +188,14 @@ METAL_FUNC T flex_left_shift(T a, T bits) {
   return outside ? T(0) : T(uint64_t(a) << bits);
 }
 
-// What the texts name.
+// The names that the texts may use.
 #define FLEX_ARGUMENTS                                                                           \
   thread const FlashInputs &inputs, constant FlexParams &params, int batch, int head, int query, \
       int key, thread bool &impossible
 
 METAL_FUNC float flex_score(float score, FLEX_ARGUMENTS){FLEX_SCORE}
 
-METAL_FUNC float flex_slope(float score, FLEX_ARGUMENTS){FLEX_SLOPE_TEXT}
+METAL_FUNC float flex_slope(float score, FLEX_ARGUMENTS){FLEX_SLOPE}
 
 METAL_FUNC float flex_share(float score, FLEX_ARGUMENTS){FLEX_SHARE}
 

@@ -21,7 +21,7 @@ struct ForwardTile {
   Output<ELEMENT, HEAD_DIM_V, V_SLICE> out_rows;
   device float* lse_rows;
 
-  // Whether there is something to compute; else what there is to write is written.
+  // Returns whether there is anything to compute. If not, it has written the tile's results.
   METAL_FUNC bool begin(thread const FlashInputs& inputs, constant FlashFwdParams& params,
                         device ELEMENT* out, device float* softmax_lse, uint3 position, uint3 grid,
                         ushort thread_index) thread {
@@ -70,11 +70,7 @@ struct RowsSoftmax {
   METAL_FUNC void reset(thread const FlashInputs& inputs, int head) thread {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
-      if (SINK) {
-        rows[i].reset(inputs.sink_log2(head));
-      } else {
-        rows[i].reset();
-      }
+      rows[i].reset(SINK ? inputs.sink_log2(head) : MASKED_ROW_MAX);
     }
   }
 
@@ -83,7 +79,7 @@ struct RowsSoftmax {
     return SINK ? inputs.sink_weight(head, rows[i].row_max) : 0.0f;
   }
 
-  // Scores become weights; `corrections`: what each row's sums of the blocks before shrink by.
+  // Scores become weights. corrections[i]: the factor of row i's earlier sums.
   template <int COLUMNS>
   METAL_FUNC void update(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                          thread float* corrections) thread {

@@ -129,6 +129,12 @@ struct SeenRows {
     return block < by_any.end && block + count > by_any.begin;
   }
 
+  // Whether any of these keys is hidden from any query. `if (hides_in())` takes up to 11 registers
+  // fewer than `if (!all_in())` in flash_fwd.
+  METAL_FUNC bool hides_in(int block, int count) const thread {
+    return block < by_all.begin || block + count > by_all.end;
+  }
+
   // Whether all rows see all of these.
   METAL_FUNC bool all_in(int block, int count) const thread {
     return block >= by_all.begin && block + count <= by_all.end;

@@ -33,7 +33,7 @@ struct Operand {
     row_stride = strides.row;
   }
 
-  // What rows of a cache have and need (cache.h).
+  // The same functions as CacheOperand's, which do nothing here.
   METAL_FUNC uint2 codes(thread const Place&, int) const thread { return uint2(0); }
   METAL_FUNC float span_scale(thread const Place&, int) const thread { return 1.0f; }
   METAL_FUNC void reset_pages(const device int*, int, int) const thread {}
@@ -89,7 +89,7 @@ struct OperandTile {
   int lane_column;
   RegisterTile<T, ROWS, HELD ? FRAGMENTS : 1> held;
 
-  // As KeptOperandTile's: it has none.
+  // For KeptOperandTile's sake: nothing is kept in threadgroup memory.
   METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
 
   METAL_FUNC Fragment<T> read(short i, short d) const thread {
@@ -197,8 +197,8 @@ METAL_FUNC void stage_pairs(threadgroup uint4* tile, thread const Source& source
 }
 
 // Stages columns [first_column, first_column + COLUMNS) of rows [first, first + BLOCK), which have
-// ROW_COLUMNS, as they are. Rows outside [begin, end) are zero: their weight is zero, and zero
-// times whatever lies there must stay zero. GRID_SLICES: as Output's.
+// ROW_COLUMNS, as they are. Rows outside [begin, end) are zero: their weight is zero, and 0 * inf
+// or 0 * NaN would be NaN. GRID_SLICES: as in Output.
 template <typename T, int BLOCK, int COLUMNS, int THREADS, int ROW_COLUMNS,
           int GRID_SLICES = (ROW_COLUMNS + COLUMNS - 1) / COLUMNS, typename Source>
 METAL_FUNC void stage_rows(threadgroup uint4* tile, thread const Source& source, int first,
@@ -264,8 +264,8 @@ struct PairedRows {
   short last;  // fragment of the slice that exists
 };
 
-// first: the slice's first column, a multiple of 8. It may be behind the last of all: row_fragment
-// goes back to the last fragment then.
+// first: the slice's first column, a multiple of 8. If it is behind the row's last column,
+// row_fragment reads the last fragment.
 template <typename T, int COLUMNS, bool WHOLE>
 METAL_FUNC PairedRows<T, COLUMNS, WHOLE> lane_of_paired_rows(const threadgroup uint4* tile,
                                                              ushort row, ushort column, int first) {
@@ -274,7 +274,7 @@ METAL_FUNC PairedRows<T, COLUMNS, WHOLE> lane_of_paired_rows(const threadgroup u
           row % 2 != 0, short((COLUMNS - first) / FRAGMENT - 1)};
 }
 
-// As of rows that are staged by themselves. Fragments that do not exist repeat the last; their
+// The same of rows that are staged in pairs. Fragments that do not exist repeat the last; their
 // results are not stored.
 template <typename T, int SLICE, int COLUMNS, bool WHOLE>
 METAL_FUNC Fragment<T> row_fragment(PairedRows<T, COLUMNS, WHOLE> rows, short j, short d) {

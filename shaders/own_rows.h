@@ -1,4 +1,4 @@
-// What the backward kernels on 8x8 tiles own, and their rows in pairs.
+// Rows of q, k, v and dout in the backward kernels on 8x8 tiles.
 #pragma once
 
 #include "products.h"

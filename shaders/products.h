@@ -49,9 +49,10 @@ METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, OTHERS>& re
   }
 }
 
-// sum = sum * corrections + weights rows, a row fragment's correction being each lane's own row's,
-// for PART columns of rows of COLUMNS, which lie as `row_fragment` reads them. A block's products
-// are summed separately first, so the rounding error grows with the number of blocks, not of rows.
+// sum = sum * corrections + weights rows, for PART columns of rows of COLUMNS, which lie as
+// `row_fragment` reads them. corrections[i] is the factor of the lane's row in row fragment i. A
+// block's products are summed separately first, so the rounding error grows with the number of
+// blocks, not of rows.
 template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int OTHERS, typename Rows>
 METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, PART / FRAGMENT>& sum,
                            thread const float* corrections,

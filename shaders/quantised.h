@@ -58,7 +58,7 @@ METAL_FUNC float e4m3(uint code) {
   return (code & 0x80) != 0 ? -value : value;
 }
 
-// What code i stands for, before it is scaled.
+// The number of code i, before it is scaled.
 METAL_FUNC float number(uint2 codes, short i) {
   const uint code = codes[i * KV_BITS / 32] >> (i * KV_BITS % 32);
   if (KV_FORMAT == KV_Q8_0) {
@@ -70,7 +70,7 @@ METAL_FUNC float number(uint2 codes, short i) {
   return e4m3(code);
 }
 
-// What COUNT codes stand for, before they are scaled, exactly.
+// The numbers of COUNT codes, before they are scaled, exactly.
 template <typename T, int COUNT>
 METAL_FUNC void expand(thread T* values, uint2 codes, thread const T*) {
   UNROLL

@@ -19,18 +19,18 @@ METAL_FUNC float base_2(T logit) {
   return overflows ? (value < 0.0f ? LOWEST_FLOAT : -LOWEST_FLOAT) : scaled;
 }
 
-// What M_LOG2E_F lacks of log2(e).
+// log2(e) - M_LOG2E_F.
 constant constexpr float LOG2E_REST = 1.92596299e-8f;
 
-// What was rounded off `value` in base 2 to give `scaled`. Taken to be 0 where it is not small:
-// there values are so large that no weight can be told from another's.
+// value * log2(e) - scaled: the rounding error of `scaled`, the value in base 2. It counts as 0
+// where it is not small: values there are so large that float32 weights cannot resolve it.
 METAL_FUNC float rounded_off(float value, float scaled) {
   const float rest = fma(value, M_LOG2E_F, -scaled) + value * LOG2E_REST;
   return fabs(rest) < 0.5f ? rest : 0.0f;
 }
 
-// `logit` in base 2 less `other`, without the rounding of the logit alone: that would change the
-// weights of every row in the same way, which sums over rows show.
+// logit * log2(e) - other, in which the product is not rounded by itself. Such a rounding would
+// change the weights of every row in the same way, and sums over rows would add it up.
 template <typename T>
 METAL_FUNC float base_2_less(T logit, float other) {
   const float scaled = base_2(logit);

@@ -7,8 +7,8 @@
 
 #include "tile.h"
 
-// No higher than any finite score, and finite: exp2(-inf - row_max) is then 0 where -inf - -inf is
-// NaN.
+// Not above any finite score, and finite: with -inf here, exp2(-inf - row_max) would be NaN and not
+// 0.
 constant constexpr float MASKED_ROW_MAX = LOWEST_FLOAT;
 
 METAL_FUNC float fragment_row_max(float x) {
@@ -26,20 +26,15 @@ struct OnlineSoftmax {
   // The lane's own columns only: the row's sum is taken once, at the end.
   float lane_sum;
 
-  METAL_FUNC void reset() thread {
-    row_max = MASKED_ROW_MAX;
-    lane_sum = 0.0f;
-  }
-
-  // With a logit that has no key (gpt-oss, 2025). Its weight is added to the sum at the end, so
-  // that the sum of the keys' weights stays known, even if it is much smaller.
-  METAL_FUNC void reset(float sink_log2) thread {
+  // sink_log2: a logit that has no key (gpt-oss, 2025). Its weight is added to the sum at the end,
+  // so that the sum of the keys' weights stays known, even if it is much smaller.
+  METAL_FUNC void reset(float sink_log2 = MASKED_ROW_MAX) thread {
     row_max = max(sink_log2, MASKED_ROW_MAX);
     lane_sum = 0.0f;
   }
 
-  // Turns a row's scores, [8, FRAGMENTS * 8], into weights relative to the running maximum; returns
-  // the factor by which what was accumulated before must shrink.
+  // Turns a row's scores, [8, FRAGMENTS * 8], into weights relative to the running maximum. Returns
+  // the factor of the sums that were accumulated before.
   template <int FRAGMENTS>
   METAL_FUNC float update(thread Fragment<float>* scores) thread {
     float block_max = max(scores[0].x, scores[0].y);
@@ -83,7 +78,7 @@ struct SoftmaxNormaliser {
   // exp(x - row_max)
   METAL_FUNC float weight(float x) const thread { return fast::exp2((x - row_max) * M_LOG2E_F); }
 
-  // Moves to a maximum that is not lower; returns the factor by which sums of weights shrink.
+  // Moves to a maximum that is not lower. Returns the factor of the earlier sums of weights.
   METAL_FUNC float raise(float new_max) thread {
     const float correction = fast::exp2((row_max - new_max) * M_LOG2E_F);
     row_sum *= correction;

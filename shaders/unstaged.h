@@ -47,91 +47,7 @@ struct SpanOperandTile {
   }
 };
 
-// scores = q k^T, [ROWS * 8, KEYS * 8], for the keys from `first` on. Keys past the last repeat it.
-template <typename T, int ROWS, int KEYS, typename Left>
-METAL_FUNC void multiply_direct(thread RegisterTile<float, ROWS, KEYS>& scores,
-                                thread const Left& left, thread const Keys& keys, int first,
-                                int end, ushort row, ushort column) {
-  constexpr short SPANS = HEAD_DIM_QK / KEY_SPAN;
-  constexpr short CHAIN = CHAIN_COLUMNS / KEY_SPAN;
-  scores.fill(0.0f);
-  UNROLL
-  for (short j = 0; j < KEYS; j++) {
-    const int key = first + j * FRAGMENT + column;
-    const typename Keys::Place even = keys.find(min(key, end - 1));
-    const typename Keys::Place odd = keys.find(min(key + 1, end - 1));
-    UNROLL
-    for (short begin = 0; begin < SPANS; begin += CHAIN) {
-      RegisterTile<float, ROWS, 1> chain;
-      chain.fill(0.0f);
-      UNROLL
-      for (short s = begin; s < min(SPANS, short(begin + CHAIN)); s++) {
-        const int key_column = s * KEY_SPAN + row * KEY_CHUNK;
-        ChunkPair<T> pair;
-        pair.zip(keys.chunk(even, key_column), keys.chunk(odd, key_column));
-        UNROLL
-        for (short d = 0; d < KEY_CHUNK; d++) {
-          UNROLL
-          for (short i = 0; i < ROWS; i++) {
-            mma<ELEMENT, T>(chain.fragments[i][0], left.held.fragments[i][s * KEY_CHUNK + d],
-                            pair.fragment(d));
-          }
-        }
-      }
-      UNROLL
-      for (short i = 0; i < ROWS; i++) {
-        scores.fragments[i][j] += chain.fragments[i][0];
-      }
-    }
-  }
-}
-
-// sum = sum * corrections + weights v, for COLUMNS columns of v from first_column on: a block's
-// products are summed separately first. Values that do not exist count as zero.
-template <typename T, int COLUMNS, int ROWS, int KEYS>
-METAL_FUNC void accumulate_direct(thread RegisterTile<float, ROWS, COLUMNS / FRAGMENT>& sum,
-                                  thread const float* corrections,
-                                  thread const RegisterTile<float, ROWS, KEYS>& weights,
-                                  thread const Values& values, int first,
-                                  thread const Sequence& sequence, int first_column, ushort row) {
-  constexpr bool WHOLE = HEAD_DIM_V % COLUMNS == 0;  // the last slice does not pass a row's end
-  typename Values::Place places[KEYS];
-  bool exist[KEYS];
-  UNROLL
-  for (short j = 0; j < KEYS; j++) {
-    const int key = first + j * FRAGMENT + row;
-    places[j] = values.find(min(key, sequence.kv_length - 1));
-    exist[j] = key >= sequence.first_key && key < sequence.kv_length;
-  }
-  UNROLL
-  for (short s = 0; s < COLUMNS / SPAN_COLUMNS; s++) {
-    RegisterTile<float, ROWS, SPAN_FRAGMENTS> block;
-    block.fill(0.0f);
-    UNROLL
-    for (short j = 0; j < KEYS; j++) {
-      Unit<T> unit;
-      unit.template load<HEAD_DIM_V, WHOLE>(values, places[j], first_column + s * SPAN_COLUMNS,
-                                            exist[j]);
-      UNROLL
-      for (short f = 0; f < SPAN_FRAGMENTS; f++) {
-        UNROLL
-        for (short i = 0; i < ROWS; i++) {
-          mma<float, T>(block.fragments[i][f], weights.fragments[i][j], unit.fragments[f]);
-        }
-      }
-    }
-    UNROLL
-    for (short i = 0; i < ROWS; i++) {
-      UNROLL
-      for (short f = 0; f < SPAN_FRAGMENTS; f++) {
-        thread Fragment<float>& part = sum.fragments[i][s * SPAN_FRAGMENTS + f];
-        part = part * corrections[i] + block.fragments[i][f];
-      }
-    }
-  }
-}
-
-// What StagedKv does, by each SIMD group for itself.
+// The interface of StagedKv. Each SIMD group reads its own fragments of K and V.
 template <int ROWS, int KEYS>
 struct DirectKv {
   static_assert(COLUMN_SIMDGROUPS == 1 && HEAD_DIM_QK % KEY_SPAN == 0 &&
@@ -145,6 +61,8 @@ struct DirectKv {
   Sequence sequence;
   int first_key;
   int first_value_column;
+  ushort row;
+  ushort column;
   ushort lane;
 
   METAL_FUNC void reset(threadgroup uint4*, threadgroup Fragment<float>*,
@@ -156,12 +74,14 @@ struct DirectKv {
     sequence = own_sequence;
     first_value_column = slice * V_SLICE;
     lane = own_lane;
+    row = fragment_row(lane);
+    column = fragment_column(lane);
   }
 
   METAL_FUNC int query_column() const thread { return 0; }
 
   METAL_FUNC int out_column(short d) const thread {
-    return first_unit_column(fragment_column(lane)) + span_offset(d);
+    return first_unit_column(column) + span_offset(d);
   }
 
   METAL_FUNC void begin_block(int kv_block) thread {
@@ -169,18 +89,84 @@ struct DirectKv {
     move_to(keys, values, first_key, BLOCK_K, lane);
   }
 
+  // Keys past the last repeat it.
   METAL_FUNC void multiply_keys(thread Scores& scores, thread const QueryTile& q,
                                 bool seen) const thread {
-    if (seen) {
-      multiply_direct<KvTileElement>(scores, q, keys, first_key, sequence.kv_length,
-                                     fragment_row(lane), fragment_column(lane));
+    constexpr short SPANS = HEAD_DIM_QK / KEY_SPAN;
+    constexpr short CHAIN = CHAIN_COLUMNS / KEY_SPAN;
+    if (!seen) {
+      return;
+    }
+    scores.fill(0.0f);
+    UNROLL
+    for (short j = 0; j < KEYS; j++) {
+      const int key = first_key + j * FRAGMENT + column;
+      const typename Keys::Place even = keys.find(min(key, sequence.kv_length - 1));
+      const typename Keys::Place odd = keys.find(min(key + 1, sequence.kv_length - 1));
+      UNROLL
+      for (short begin = 0; begin < SPANS; begin += CHAIN) {
+        RegisterTile<float, ROWS, 1> chain;
+        chain.fill(0.0f);
+        UNROLL
+        for (short s = begin; s < min(SPANS, short(begin + CHAIN)); s++) {
+          const int key_column = s * KEY_SPAN + row * KEY_CHUNK;
+          ChunkPair<KvTileElement> pair;
+          pair.zip(keys.chunk(even, key_column), keys.chunk(odd, key_column));
+          UNROLL
+          for (short d = 0; d < KEY_CHUNK; d++) {
+            UNROLL
+            for (short i = 0; i < ROWS; i++) {
+              mma<ELEMENT, KvTileElement>(chain.fragments[i][0],
+                                          q.held.fragments[i][s * KEY_CHUNK + d], pair.fragment(d));
+            }
+          }
+        }
+        UNROLL
+        for (short i = 0; i < ROWS; i++) {
+          scores.fragments[i][j] += chain.fragments[i][0];
+        }
+      }
     }
   }
 
+  // A block's products are summed separately first. Values that do not exist count as zero.
   METAL_FUNC void accumulate_values(thread Out& o, thread const float* corrections,
                                     thread const Scores& weights) const thread {
-    accumulate_direct<KvTileElement, V_SLICE>(
-        o, corrections, weights, values, first_key, sequence,
-        first_value_column + first_unit_column(fragment_column(lane)), fragment_row(lane));
+    constexpr bool WHOLE = HEAD_DIM_V % V_SLICE == 0;  // the last slice does not pass a row's end
+    typename Values::Place places[KEYS];
+    bool exist[KEYS];
+    UNROLL
+    for (short j = 0; j < KEYS; j++) {
+      const int key = first_key + j * FRAGMENT + row;
+      places[j] = values.find(min(key, sequence.kv_length - 1));
+      exist[j] = key >= sequence.first_key && key < sequence.kv_length;
+    }
+    UNROLL
+    for (short s = 0; s < V_SLICE / SPAN_COLUMNS; s++) {
+      const int first = first_value_column + first_unit_column(column) + s * SPAN_COLUMNS;
+      RegisterTile<float, ROWS, SPAN_FRAGMENTS> block;
+      block.fill(0.0f);
+      UNROLL
+      for (short j = 0; j < KEYS; j++) {
+        Unit<KvTileElement> unit;
+        unit.template load<HEAD_DIM_V, WHOLE>(values, places[j], first, exist[j]);
+        UNROLL
+        for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+          UNROLL
+          for (short i = 0; i < ROWS; i++) {
+            mma<float, KvTileElement>(block.fragments[i][f], weights.fragments[i][j],
+                                      unit.fragments[f]);
+          }
+        }
+      }
+      UNROLL
+      for (short i = 0; i < ROWS; i++) {
+        UNROLL
+        for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+          thread Fragment<float>& part = o.fragments[i][s * SPAN_FRAGMENTS + f];
+          part = part * corrections[i] + block.fragments[i][f];
+        }
+      }
+    }
   }
 };

@@ -2,10 +2,10 @@
 
 import torch
 
-from tests.attention.flash_fwd_check import ACCUMULATION, ROUNDING, check_flash_fwd, make_qkv, on
+from tests.attention.held_cases import case, hold
 from torch_metal_attn import dropout_mask
-from torch_metal_attn.reference import attention
 from torch_metal_attn.runtime import session
+from torch_metal_attn.testing.judge import on
 
 STATE = (2**40 + 12345, -7)  # all four words differ, and matter
 
@@ -67,52 +67,7 @@ def check_masks(device, **how):
         assert torch.equal(mask, expected), f"{name} drops other weights"
 
 
-def in_torchs_operations(q, k, v, *, dropout_p, rng_state):
-    """Plain attention as torch's math backend composes it, every step in the inputs' dtype."""
-    kept = dropout_mask(rng_state, dropout_p, *q.shape[:3], k.shape[2])
-    k, v = (side.repeat_interleave(q.shape[1] // k.shape[1], 1) for side in (k, v))
-    weights = torch.softmax(q @ k.mT * q.shape[-1] ** -0.5, -1)
-    return (weights * kept.to(q.dtype) / (1 - dropout_p)) @ v
-
-
-def gradients_of(attend, q, k, v, dout):
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (q, k, v)]
-    out = attend(*leaves)
-    return torch.autograd.grad(out, leaves, dout.to(out.dtype))
-
-
-def assert_near(name, gradient, oracle, error):
-    """Within twice torch's error and the rounding of the result."""
-    slack = ROUNDING[gradient.dtype] * oracle.abs() + ACCUMULATION * oracle.abs().max()
-    excess = (gradient.double() - oracle).abs() - slack
-    assert (excess <= 2 * error).all(), f"{name}: {excess.max():.2e} beyond {error:.2e}"
-
-
-def check_dropout(device, *, dtype=torch.float32, p=0.3, shape=None, **options):
-    """Forward and gradients within twice torch's error of float64, with the same mask."""
-    options |= dropout(p)
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": 48} | (shape or {})
-    q, k, v = make_qkv(**shape, dtype=dtype)
-    out, lse = check_flash_fwd(q, k, v, device=device, **options)
-    generator = torch.Generator().manual_seed(5)
-    dout = torch.randn(out.shape, generator=generator).to(dtype)
-    statistics = (q, k, v, out, lse)
-    found = run("flash_bwd", device, dout, None, *statistics, exact_delta=True, **options)[:3]
-    exact = gradients_of(
-        lambda *qkv: attention(*qkv, **options, compute_dtype=torch.float64)[0],
-        *(q.double(), k.double(), v.double(), dout),
-    )
-    plain = gradients_of(
-        lambda *qkv: attention(*qkv, **dropout(p), compute_dtype=torch.float64)[0],
-        *(q.double(), k.double(), v.double(), dout),
-    )
-    torchs = gradients_of(lambda *qkv: in_torchs_operations(*qkv, **dropout(p)), q, k, v, dout)
-    composed = gradients_of(lambda *qkv: attention(*qkv, **options)[0], q, k, v, dout)
-    for name, gradient, oracle, plain_oracle, low, other in zip(
-        ("dq", "dk", "dv"), found, exact, plain, torchs, composed, strict=True
-    ):
-        error = max(
-            (low.double() - plain_oracle).abs().max().item(),
-            (other.double() - oracle).abs().max().item(),
-        )
-        assert_near(name, gradient, oracle, error)
+def check_dropout(device, *, p=0.3, shape=None):
+    """Forward and gradients are within twice torch's error of float64, with the same mask."""
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 48, "dtype": "float32"} | (shape or {})
+    hold([case(**shape, dropout_p=p)], device)

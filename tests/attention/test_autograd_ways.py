@@ -83,10 +83,6 @@ class TestWays:
                 results.append(torch.autograd.grad(loss, leaves))
             check(*results, tolerance=1e-6)
 
-    def test_func_grad(self):
-        actual = torch.func.grad(self.loss, argnums=(0, 1, 2))(*make_qkv())
-        check(actual, self.expected(), tolerance=1e-6)
-
     @pytest.mark.filterwarnings("ignore:There is a performance drop")
     def test_vmap(self):
         """vmap of the gradient, and the gradient of vmap."""

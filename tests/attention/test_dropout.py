@@ -13,7 +13,6 @@ from tests.attention.head_dims import HOME
 from torch_metal_attn import dropout_mask
 from torch_metal_attn.call import philox
 from torch_metal_attn.reference import attention
-from torch_metal_attn.runtime import extension
 
 # Of kat_vectors in the Random123 library of the paper's authors: counter, key, words.
 KNOWN_ANSWERS = [
@@ -126,26 +125,6 @@ class TestMask:
     @pytest.mark.parametrize(("head_dim", "v_head_dim", "dtype"), TILES)
     def test_the_same_in_every_kernel_and_tile(self, device, head_dim, v_head_dim, dtype):
         check_masks(device, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
-
-    def test_the_tiles_differ(self):
-        """So that the test above compares what differs: rows, blocks and slices of each kernel."""
-        chosen = {"flash_fwd": set(), "flash_bwd_dq": set(), "flash_bwd_dkv": set()}
-        for head_dim, v_head_dim, dtype in TILES:
-            q, k, v = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
-            out = q.new_zeros(*q.shape[:3], v_head_dim)
-            forward = torch.ops.metal_attn_explain.flash_fwd(q, k, v, **dropout())
-            backward = torch.ops.metal_attn_explain.flash_bwd(
-                out, None, q, k, v, out, torch.zeros(q.shape[:3]), **dropout()
-            )
-            for launch in extension.launches(forward) + extension.launches(backward):
-                kernel, defines = launch["kernel"], launch["defines"]
-                if kernel not in chosen:
-                    continue
-                block = defines.get("BLOCK_K") or defines.get("BLOCK_Q")
-                slices = defines.get("V_SLICE") == str(v_head_dim), defines.get("SLICES")
-                simdgroups = defines["SIMDGROUPS"], defines.get("COLUMN_SIMDGROUPS")
-                chosen[kernel].add((defines["ROW_FRAGMENTS"], block, *simdgroups, *slices))
-        assert all(len(tiles) >= 3 for tiles in chosen.values()), chosen
 
     @pytest.mark.parametrize("p", [1e-9, 0.05, 0.95])
     def test_rates(self, device, p):

@@ -7,7 +7,7 @@ from tests.attention.flash_fwd_check import make_qkv
 from tests.helpers.mutants import mutant_tests, plant, repeated
 from torch_metal_attn import simulate
 
-SEES_ALL = "block >= by_all.begin && block + count <= by_all.end"
+HIDES = "block < by_all.begin || block + count > by_all.end"
 TILE_END = "visible.keys_of(min(place.first_query + BLOCK - 1, last_query))"
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n    "
 PARTS_WRITTEN = "and written its part of the scores.\n      "
@@ -32,7 +32,7 @@ MUTANTS = {
             "existing.end = sequence.kv_length",
             "existing.end = sequence.kv_length + 1",
         ),
-        "band never applied": ("if (!seen_keys.all_in(kv_block, BLOCK_K))", "if (false)"),
+        "band never applied": ("if (seen_keys.hides_in(kv_block, BLOCK_K))", "if (false)"),
         "last visible keys skipped": ("block < by_any.end", "block + 8 < by_any.end"),
         "tile ends a query early": (f"{TILE_END}.end", "visible.keys_of(place.first_query).end"),
         "output not rescaled": ("sum.fragments[i][d] * corrections[i] +", "sum.fragments[i][d] +"),
@@ -96,8 +96,8 @@ MUTANTS = {
         "right window dropped": (repeated("BAND && window_right != NO_WINDOW"), "false"),
         "top-left where bottom-right": ("params.bottom_right ?", "false ?"),
         "bottom-right where an offset": ("params.bottom_right ?", "true ?"),
-        "left edge never applied": (SEES_ALL, "block + count <= by_all.end"),
-        "right edge never applied": (SEES_ALL, "block >= by_all.begin"),
+        "left edge never applied": (HIDES, "block + count > by_all.end"),
+        "right edge never applied": (HIDES, "block < by_all.begin"),
         "left edge of the first query": ("by_all.begin = of_last", "by_all.begin = of_first"),
         "first visible keys skipped": (
             "block + count > by_any.begin",

@@ -129,7 +129,7 @@ MUTANTS = {
             "exist[j] = key < sequence.kv_length",
         ),
         "key past the end read": (
-            "keys.find(min(key + 1, end - 1))",
+            "keys.find(min(key + 1, sequence.kv_length - 1))",
             "keys.find(key + 1)",
             "out_of_bounds",
         ),
@@ -147,10 +147,10 @@ MUTANTS = {
             "source.element(position, first + 1)",
         ),
         "one chain": ("begin < SPANS; begin += CHAIN", "begin < CHAIN; begin += CHAIN"),
-        "first span of v": ("first_column + s * SPAN_COLUMNS", "first_column"),
+        "first span of v": ("column) + s * SPAN_COLUMNS", "column)"),
         "columns of out in order": (
-            "first_unit_column(fragment_column(lane)) + span_offset(d)",
-            "first_unit_column(fragment_column(lane)) + d * FRAGMENT",
+            "first_unit_column(column) + span_offset(d)",
+            "first_unit_column(column) + d * FRAGMENT",
             "race",
         ),
         "not rescaled": ("part = part * corrections[i] +", "part = part +"),

@@ -65,6 +65,9 @@ def cases(call):
             lengths = dict(zip(("q_length", "kv_length"), pairs[i % 4], strict=True))
             lengths["batch"] = 2
         yield case(call=call, **sizes, **lengths, **feature)
+    if call == "flash_attn_with_kvcache":
+        for cache in ("", "paged"):
+            yield case(call=call, **sizes, cache=cache, cache_dtype="float16", causal=True)
     if call == "flash_attn_varlen_func":
         used = {"packed": ((7, 9), (0, 5), (33, 40)), "q_length": 1, "kv_length": 1}
         used |= {"seqused_k": (9, 2, 33)}

@@ -1,8 +1,8 @@
 """Values and gradients of attention, by subject, held to the policy of docs/numerics.md.
 
-A row is a case of torch_metal_attn.testing: its operands lie in memory of NaN, as do keys that do
-not exist, and no byte around them may change. Gradients are those of q, k, v and of whatever is
-added to the scores, through out and the log-sum-exp.
+A row is a case of torch_metal_attn.testing: keys that do not exist are NaN, and no byte outside the
+results may change. Gradients are those of q, k, v and of whatever is added to the scores, through
+out and the log-sum-exp.
 """
 
 from itertools import product
@@ -55,6 +55,8 @@ EVERYTHING = (
     | {"attention_chunk": 60, "seqused_k": (90, 101), "leftpad_k": (0, 20), "softcap": 2.0}
     | {"attn_mask": "bool bqk", "learnable_sink": "float16", "softmax_scale": 0.4}
     | {"rotary": "qk", "rotary_columns": 8}
+    # Rows and tensors with NaN between them.
+    | {"q_layout": ("padded 3",), "k_layout": ("order 021", "padded 3"), "v_layout": ("padded 8",)}
 )
 DENSE = {
     "lengths": [

@@ -18,7 +18,6 @@ from tests.helpers.cases import each_case
 from torch_metal_attn import allow_tf32, explain, mps, simulate
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime import machine
-from torch_metal_attn.simulator import Counters
 from torch_metal_attn.tools import bench as benchmark
 from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.bench import ceilings, counts, plot, report, run, shapes, timing, versus
@@ -98,10 +97,6 @@ class TestTiming:
         assert found["a"].error == "OutOfMemoryError: MPS backend out of memory"
         assert found["a"].seconds == ()
         assert found["b"].seconds == pytest.approx([1.0, 1.0])
-
-    def test_spread(self):
-        assert timing.Times((1.0, 2.0, 3.0, 4.0, 5.0)).spread == pytest.approx(2 / 3)
-        assert timing.Times((1.0,)).spread == 0.0
 
     def test_ceilings(self):
         """They are the work of a product and of a copy, divided by the clock's time."""
@@ -294,14 +289,6 @@ class TestCounts:
         # 4 key fragments of 4 columns each for scores, and as many for values.
         assert found.per_block()["matrix operations"] == 32
 
-    def test_flops_of_both_kinds_of_tile(self):
-        """A product of 8x8 has 2 * 8^3 FLOPs, and a tensor product two for each multiplication."""
-        kernels = {
-            "eights": Counters(matrix_operations=3),
-            "tensor": Counters(tensor_multiplications=8192),
-        }
-        assert counts.Counted(Shape(**SMALL), Shape(**SMALL), kernels).flops == 3 * 1024 + 16384
-
     def test_training_counts_every_kernel(self):
         found = counts.count(small("training"))
         assert set(found.kernels) == TRAINING_KERNELS
@@ -366,12 +353,14 @@ class TestBothKindsOfTile:
     HALF = small(dtype="float16", head_dim=64)
     ON_8X8 = dataclasses.replace(HALF, tiles="8x8")
 
-    def test_each_shape_that_has_both(self):
+    def test_each_shape_that_has_both(self, monkeypatch):
         others = [small(), small("decode", dtype="float16")]
         with simulate():
             found = shapes.with_8x8_tiles([self.HALF, *others])
             assert found == [self.HALF, self.ON_8X8, *others]
             assert shapes.with_8x8_tiles(found[1:2]) == [self.ON_8X8]
+            monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
+            assert shapes.with_8x8_tiles([self.HALF]) == [self.HALF]
         assert "8x8" in str(self.ON_8X8)
         assert "8x8" not in str(self.HALF)
 
@@ -382,15 +371,11 @@ class TestBothKindsOfTile:
             rows = [counts.count(shape) for shape in both]
         assert [list(row.kernels) for row in rows] == [["flash_fwd_tensor"], ["flash_fwd"]]
 
-    def test_without_tensor_tiles(self, monkeypatch):
-        monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
-        with simulate():
-            assert shapes.with_8x8_tiles([self.HALF]) == [self.HALF]
-
     def test_each_row_is_of_its_kernel(self):
         with simulate():
             rows = [counts.count(shape) for shape in (self.HALF, self.ON_8X8)]
         assert [list(row.kernels) for row in rows] == [["flash_fwd_tensor"], ["flash_fwd"]]
+        assert [row.flops_share for row in rows] == [1.0, 1.0]  # both fill their tiles
 
     @pytest.mark.skipif(mps.usable(), reason="mps measures times")
     def test_the_command(self, capsys):
@@ -416,10 +401,6 @@ class TestBothKindsOfTile:
             assert main(["explain", "--shapes", str(path)]) == 0
             kernels.append("flash_fwd_tensor" in capsys.readouterr().out)
         assert kernels == [True, False]
-
-    def test_other_tiles_are_refused(self):
-        with pytest.raises(BadShape, match="tiles is '16x16'; it must be one of best, 8x8"):
-            small(tiles="16x16")
 
 
 class TestPlots:
@@ -521,6 +502,7 @@ class TestShapes:
             ('[{"causal": 3}]', "causal is 3; it must be true or false"),
             ('[{"window": "a"}]', "window is 'a'; it must be the number of keys"),
             ('[{"dtype": []}]', "dtype is []; it must be one of float32"),
+            ('[{"tiles": "16x16"}]', "tiles is '16x16'; it must be one of best, 8x8"),
         ],
     )
     def test_bad_files(self, content, words, tmp_path):

@@ -59,6 +59,7 @@ def test_info_without_a_terminal_and_of_a_user_without_a_home():
 
 
 def test_info_shows_the_cache(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv(cache.LIMIT, raising=False)
     monkeypatch.setenv(cache.OVERRIDE, str(tmp_path))
     (tmp_path / "image").write_bytes(bytes(3 * 2**20))
     assert main(["info"]) == 0
@@ -70,6 +71,7 @@ def test_info_shows_the_cache(tmp_path, monkeypatch, capsys):
 
 
 def test_info_while_another_process_evicts(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv(cache.LIMIT, raising=False)
     monkeypatch.setenv(cache.OVERRIDE, str(tmp_path))
     (tmp_path / "image").write_bytes(bytes(2**20))
     (tmp_path / "evicted").symlink_to(tmp_path / "nothing")

@@ -1,16 +1,16 @@
-"""Real training through the kernels: the same losses as with eager attention, step by step."""
+"""Real training through the kernels: the same losses as with eager attention, step by step.
+
+`demo` trains a Llama (test_cli.py).
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-import torch_metal_attn
 from torch_metal_attn.runtime.device import best_device
 
-ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-4
 
 
@@ -39,78 +39,6 @@ def assert_same_course(actual, expected):
     assert max(abs(a - e) for a, e in zip(actual, expected, strict=True)) <= TOLERANCE
     fifth = max(1, len(expected) // 5)
     assert sum(expected[-fifth:]) < 0.9 * sum(expected[:fifth])
-
-
-class CharacterModel(nn.Module):
-    """Two layers of causal attention and a feed-forward net over characters."""
-
-    WIDTH, HEADS, CONTEXT = 32, 2, 32
-
-    def __init__(self, characters, attention):
-        super().__init__()
-        self.attention = attention
-        self.tokens = nn.Embedding(characters, self.WIDTH)
-        self.positions = nn.Embedding(self.CONTEXT, self.WIDTH)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "norm": nn.LayerNorm(self.WIDTH),
-                    "qkv": nn.Linear(self.WIDTH, 3 * self.WIDTH),
-                    "out": nn.Linear(self.WIDTH, self.WIDTH),
-                    "mlp": nn.Sequential(
-                        nn.LayerNorm(self.WIDTH),
-                        nn.Linear(self.WIDTH, 4 * self.WIDTH),
-                        nn.GELU(),
-                        nn.Linear(4 * self.WIDTH, self.WIDTH),
-                    ),
-                }
-            )
-            for _ in range(2)
-        )
-        self.head = nn.Linear(self.WIDTH, characters)
-
-    def forward(self, tokens):
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for layer in self.layers:
-            qkv = layer["qkv"](layer["norm"](x)).unflatten(-1, (3, self.HEADS, -1))
-            q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
-            x = x + layer["out"](self.attention(q, k, v).transpose(1, 2).flatten(-2))
-            x = x + layer["mlp"](x)
-        return self.head(x)
-
-
-def eager(q, k, v):
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-    hidden = torch.ones(q.shape[2], q.shape[2], device=q.device).triu(1).bool()
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v
-
-
-def metal(q, k, v):
-    return torch_metal_attn.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def test_character_model(device):
-    """30 steps on the README."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    alphabet = sorted(set(text))
-    data = torch.tensor([alphabet.index(character) for character in text])
-    generator = torch.Generator().manual_seed(0)
-    length = CharacterModel.CONTEXT + 1
-    starts = torch.randint(len(data) - length, (30, 4), generator=generator)
-    batches = [torch.stack([data[s : s + length] for s in row]) for row in starts.tolist()]
-
-    def train(attention, device):
-        torch.manual_seed(0)
-        model = CharacterModel(len(alphabet), attention).to(device)
-        optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
-
-        def loss_of(model, batch):
-            batch = batch.to(device)
-            return cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-        return losses_of(model, optimiser, batches, loss_of)
-
-    assert_same_course(train(metal, device), train(eager, "cpu"))
 
 
 def test_fine_tuning_minilm(device):

@@ -127,12 +127,12 @@ MUTANTS = {
         "shares not normalised": (SHARE, SHARE.replace(" / total_sum", "")),
         "shares without their maximum": (SHARE, "1.0f / total_sum"),
         "a SIMD group's out left out": (
-            "tile.fragments[i][d] += sum;",
-            "tile.fragments[i][d] += giver == 1 ? Fragment<float>(0.0f, 0.0f) : sum;",
+            "if (giver < KEY_SIMDGROUPS - 1) {",
+            "if (giver < KEY_SIMDGROUPS - 1 && giver != 1) {",
         ),
         "out of the fragment before": (
-            "sums[(i * OWN_V_FRAGMENTS + d) * SIMD_LANES + own.lane]",
-            "sums[(i * OWN_V_FRAGMENTS + d / 2) * SIMD_LANES + own.lane]",
+            "return (i * OWN_V_FRAGMENTS + d) * SIMD_LANES",
+            "return (i * OWN_V_FRAGMENTS + d / 2) * SIMD_LANES",
         ),
         "sum of one lane": ("tile.softmax[i].row_sum()", "tile.softmax[i].lane_sum"),
         "logarithm in base 2": ("log2(row_sum)) * M_LN2_F", "log2(row_sum))"),
@@ -161,8 +161,8 @@ MUTANTS = {
             "uninitialised",
         ),
         "no barrier between givers of out": (
-            "if (giver > 0) {\n        " + BARRIER,
-            "if (giver > 0) {\n",
+            BARRIER.strip() + "  // for the next one",
+            "",
             ("race", "uninitialised"),
         ),
     },

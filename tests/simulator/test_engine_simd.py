@@ -6,28 +6,40 @@ import operator
 import pytest
 import torch
 
-from torch_metal_attn.simulator import compile_shader
+from .planted import result
 
-HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
 LANES = range(32)
 
 
-def compiled(body: str, parameters: str = "", check: bool = True):
-    return compile_shader(
-        f"{HEAD}kernel void k({parameters} uint lane [[thread_index_in_simdgroup]]) {{ {body} }}",
+def on_lanes(body, out, *inputs, types="float", check=True, lanes=32):
+    """`out` after a kernel of this body has run on one SIMD group.
+
+    It is o, and the inputs are a, b and c; types: of the elements of all, or of each.
+    """
+    each = types.split() if " " in types else [types] * 4
+    parameters = [
+        f"{space} {of_type}* {name} [[buffer({n})]]"
+        for n, (space, of_type, name) in enumerate(
+            zip(["device", *["const device"] * len(inputs)], each, "oabc", strict=False)
+        )
+    ]
+    return result(
+        body,
+        *(inputs or [None]),
+        size=out,
+        parameters=", ".join([*parameters, "uint lane [[thread_index_in_simdgroup]]"]),
         check=check,
+        threads=lanes,
+        group_size=lanes,
+        arg_casts=None,
     )
 
 
 def lane_values(expressions, values: torch.Tensor, type_name: str = "float") -> dict[str, list]:
     """What each of 32 lanes gets from each of `expressions`, in which x is the lane's value."""
     stores = [f"o[{32 * n} + lane] = {expression};" for n, expression in enumerate(expressions)]
-    library = compiled(
-        f"{type_name} x = a[lane]; {' '.join(stores)}",
-        f"device {type_name}* o [[buffer(0)]], const device {type_name}* a [[buffer(1)]],",
-    )
-    out = values.new_zeros(len(stores), 32)
-    library.k(out, values, threads=32, group_size=32)
+    body = f"{type_name} x = a[lane]; {' '.join(stores)}"
+    out = on_lanes(body, values.new_zeros(len(stores), 32), values, types=type_name)
     return dict(zip(expressions, out.tolist(), strict=True))
 
 
@@ -132,29 +144,23 @@ def test_products():
     [("float4", torch.float32, 4), ("long4", torch.int64, 4), ("half2", torch.float16, 2)],
 )
 def test_vectors_go_element_by_element(type_name, dtype, size):
-    library = compiled(
-        "o[lane] = simd_sum(a[lane]); o[lane + 32] = simd_shuffle_xor(a[lane], 9);",
-        f"device {type_name}* o [[buffer(0)]], const device {type_name}* a [[buffer(1)]],",
-    )
     values = (torch.arange(32 * size) % 7).to(dtype).view(32, size)
-    out = torch.zeros(64, size, dtype=dtype)
-    library.k(out, values, threads=32, group_size=32)
+    body = "o[lane] = simd_sum(a[lane]); o[lane + 32] = simd_shuffle_xor(a[lane], 9);"
+    out = on_lanes(body, torch.zeros(64, size, dtype=dtype), values, types=type_name)
     assert torch.equal(out[:32], values.sum(0, keepdim=True).expand(32, size).to(dtype))
     assert torch.equal(out[32:], values[[i ^ 9 for i in LANES]])
 
 
 def test_votes():
-    library = compiled(
+    body = (
         "bool x = lane % 3 == 0; o[lane] = ulong(simd_ballot(x));"
         " o[32] = simd_all(x); o[33] = simd_any(x); o[34] = simd_all(true);"
         " o[35] = simd_any(false); o[36] = ulong(simd_active_threads_mask());"
         " o[37 + lane] = simd_is_first(); o[69 + lane] = quad_any(lane == 5);"
-        " o[101 + lane] = quad_all(lane / 4 == 3); o[133] = simd_ballot(true).all();",
-        "device long* o [[buffer(0)]],",
-        check=False,  # every lane writes some of the places
+        " o[101 + lane] = quad_all(lane / 4 == 3); o[133] = simd_ballot(true).all();"
     )
-    out = torch.zeros(134, dtype=torch.int64)
-    library.k(out, threads=32, group_size=32)
+    # Unchecked, as every lane writes some of the places.
+    out = on_lanes(body, torch.zeros(134, dtype=torch.int64), types="long", check=False)
     o = out.tolist()
     assert o[:32] == [sum(1 << i for i in LANES if i % 3 == 0)] * 32
     assert o[32:37] == [0, 1, 1, 0, 2**32 - 1]
@@ -165,9 +171,7 @@ def test_votes():
 
 
 def test_a_partial_simdgroup_reduces_over_the_lanes_it_has():
-    library = compiled("o[lane] = simd_sum(1.0f);", "device float* o [[buffer(0)]],")
-    out = torch.zeros(32)
-    library.k(out, threads=20, group_size=20)
+    out = on_lanes("o[lane] = simd_sum(1.0f);", torch.zeros(32), lanes=20)
     assert out.tolist() == [20.0] * 20 + [0.0] * 12
 
 
@@ -205,22 +209,18 @@ def model_of_multiply(a, b, c):
 @pytest.mark.parametrize("d,a,b", COMBINATIONS)
 @pytest.mark.parametrize("check", (False, True))
 def test_matrix_multiply_accumulate(d, a, b, check):
-    library = compiled(
-        f"simdgroup_matrix<{a}, 8, 8> A; simdgroup_matrix<{b}, 8, 8> B;"
-        f" simdgroup_matrix<{d}, 8, 8> C; simdgroup_load(A, a); simdgroup_load(B, b);"
-        " simdgroup_load(C, c); simdgroup_multiply_accumulate(C, A, B, C); simdgroup_store(C, o);",
-        f"device {d}* o [[buffer(0)]], const device {a}* a [[buffer(1)]],"
-        f" const device {b}* b [[buffer(2)]], const device {d}* c [[buffer(3)]],",
-        check,
-    )
     generator = torch.Generator().manual_seed(1)
     left, right, add = (
         torch.randn(8, 8, generator=generator).to(TYPES[name]) for name in (a, b, d)
     )
+    body = (
+        f"simdgroup_matrix<{a}, 8, 8> A; simdgroup_matrix<{b}, 8, 8> B;"
+        f" simdgroup_matrix<{d}, 8, 8> C; simdgroup_load(A, a); simdgroup_load(B, b);"
+        " simdgroup_load(C, c); simdgroup_multiply_accumulate(C, A, B, C); simdgroup_store(C, o);"
+    )
     out = torch.zeros(8, 8, dtype=TYPES[d])
-    library.k(out, left, right, add, threads=32, group_size=32)
+    on_lanes(body, out, left, right, add, types=f"{d} {a} {b} {d}", check=check)
     assert torch.equal(out, model_of_multiply(left, right, add))
-    assert library.last_counters.matrix_operations == 1
 
 
 @pytest.mark.parametrize("element", TYPES)
@@ -232,19 +232,17 @@ def test_matrix_load_and_store(element, source, target):
     copy = "for (uint n = lane; n < 400; n += 32) o[n] = t[n];"
     barrier = "threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);"
     source, target = "a" if source == "device" else "s", "o" if target == "device" else "t"
-    library = compiled(
+    body = (
         f"threadgroup {element} s[400]; threadgroup {element} t[400]; {fill} {barrier}"
         f" simdgroup_matrix<{element}, 8, 8> m;"
         f" simdgroup_load(m, {source}, 20, ulong2(3, 5), false);"
         f" simdgroup_store(m, {target}, 17, ulong2(1, 2));"
         f" simdgroup_load(m, {source}, 20, ulong2(3, 5), true);"
         f" simdgroup_store(m, {target}, 17, ulong2(1, 12));"
-        f" {barrier} {copy if target == 't' else ''}",
-        f"device {element}* o [[buffer(0)]], const device {element}* a [[buffer(1)]],",
+        f" {barrier} {copy if target == 't' else ''}"
     )
     values = torch.arange(400).to(TYPES[element])
-    out = torch.zeros(400, dtype=TYPES[element])
-    library.k(out, values, threads=32, group_size=32)
+    out = on_lanes(body, torch.zeros(400, dtype=TYPES[element]), values, types=element)
     block = values.view(20, 20)[5:13, 3:11]
     expected = torch.zeros(400, dtype=TYPES[element])
     rows = expected[: 17 * 23].view(23, 17)
@@ -253,23 +251,17 @@ def test_matrix_load_and_store(element, source, target):
 
 
 def test_transposed_stores():
-    library = compiled(
-        "simdgroup_float8x8 m; simdgroup_load(m, a); simdgroup_store(m, o, 8, 0, true);",
-        "device float* o [[buffer(0)]], const device float* a [[buffer(1)]],",
-    )
-    values, out = torch.arange(64.0).view(8, 8), torch.zeros(8, 8)
-    library.k(out, values, threads=32, group_size=32)
-    assert torch.equal(out, values.T)
+    values = torch.arange(64.0).view(8, 8)
+    body = "simdgroup_float8x8 m; simdgroup_load(m, a); simdgroup_store(m, o, 8, 0, true);"
+    assert torch.equal(on_lanes(body, torch.zeros(8, 8), values), values.T)
 
 
 def test_lanes_hold_apples_elements():
-    library = compiled(
+    body = (
         "simdgroup_float8x8 m; simdgroup_load(m, a); o[2 * lane] = m.thread_elements()[0];"
-        " o[2 * lane + 1] = m.thread_elements()[1];",
-        "device float* o [[buffer(0)]], const device float* a [[buffer(1)]],",
+        " o[2 * lane + 1] = m.thread_elements()[1];"
     )
-    out = torch.zeros(32, 2)
-    library.k(out, torch.arange(64.0), threads=32, group_size=32)
+    out = on_lanes(body, torch.zeros(32, 2), torch.arange(64.0))
     for lane in LANES:
         quad = lane // 4
         row, column = (quad & 4) + lane // 2 % 4, (quad & 2) * 2 + lane % 2 * 2
@@ -277,13 +269,11 @@ def test_lanes_hold_apples_elements():
 
 
 def test_filled_and_diagonal_matrices():
-    library = compiled(
+    body = (
         "simdgroup_half8x8 d(2.0h), p; simdgroup_half8x8 f ="
         " make_filled_simdgroup_matrix<half, 8, 8>(3.0h); simdgroup_multiply(p, d, f);"
-        " simdgroup_store(d, o); simdgroup_store(p, o + 64);",
-        "device half* o [[buffer(0)]],",
+        " simdgroup_store(d, o); simdgroup_store(p, o + 64);"
     )
-    out = torch.zeros(2, 8, 8, dtype=torch.float16)
-    library.k(out, threads=32, group_size=32)
-    assert torch.equal(out[0], 2 * torch.eye(8, dtype=torch.float16))
-    assert torch.equal(out[1], torch.full((8, 8), 6, dtype=torch.float16))
+    out = on_lanes(body, torch.zeros(2, 8, 8).half(), types="half")
+    assert torch.equal(out[0], 2 * torch.eye(8).half())
+    assert torch.equal(out[1], torch.full((8, 8), 6).half())

@@ -35,10 +35,8 @@ INDICES = "selects keys by indices.* would answer wrongly"
 MASKS = "prepares its masks only for attention implementations.* would answer wrongly"
 REFUSED = {
     "BloomConfig": ("BloomForCausalLM", IGNORES),
-    "CodeGenConfig": ("CodeGenForCausalLM", IGNORES),
     "DeepseekV32Config": ("DeepseekV32ForCausalLM", INDICES),
     "FalconConfig": ("FalconForCausalLM", IGNORES),
-    "GPTJConfig": ("GPTJForCausalLM", IGNORES),
     "GPTNeoConfig": ("GPTNeoForCausalLM", IGNORES),
     "Gemma4Config": ("Gemma4ForConditionalGeneration", MASKS),
     "GlmMoeDsaConfig": ("GlmMoeDsaForCausalLM", INDICES),

@@ -79,37 +79,27 @@ def test_tf32_has_rows_of_its_own(gpu):
         assert attend() == 0
 
 
-def test_training_is_judged_by_whole_steps():
-    timed(forward=0.5, training=2.0)
+@pytest.mark.parametrize(
+    "ratios, replaced",
+    [
+        ({"forward": 0.5, "training": 2.0}, 1),
+        ({"forward": 2.0, "training": 0.5}, 0),
+        ({"forward": 0.5}, 1),  # no times of training
+    ],
+)
+def test_training_is_judged_by_whole_steps(ratios, replaced):
+    timed(**ratios)
     q, k, v = (x.requires_grad_() for x in qkv())
     with simulate(record=True), sdpa_replaced(prefer="fastest") as calls:
         F.scaled_dot_product_attention(q, k, v)
-        assert calls.replaced == 1
+        assert calls.replaced == replaced
         with torch.no_grad():
             F.scaled_dot_product_attention(q, k, v)
-    assert calls.replaced == 1
-    timed(forward=2.0, training=0.5)
-    with simulate(record=True), sdpa_replaced(prefer="fastest") as calls:
-        F.scaled_dot_product_attention(q, k, v)
-    assert calls.replaced == 0
-
-
-def test_training_without_times_of_training():
-    timed(forward=0.5)
-    q, k, v = (x.requires_grad_() for x in qkv())
-    with simulate(record=True), sdpa_replaced(prefer="fastest") as calls:
-        F.scaled_dot_product_attention(q, k, v)
-    assert calls.replaced == 1
-
-
-def test_the_default_stays_ours():
-    timed(forward=0.1)
-    with simulate(record=True), sdpa_replaced() as calls:
-        F.scaled_dot_product_attention(*qkv())
-    assert calls.replaced == 1
+    assert calls.replaced - replaced == (ratios["forward"] > 1)
 
 
 def test_the_innermost_block_decides():
+    """Without `prefer` all calls are ours."""
     timed(forward=0.1)
     with simulate(record=True), sdpa_replaced(prefer="fastest") as outer:
         with sdpa_replaced() as inner:

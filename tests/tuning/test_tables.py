@@ -67,38 +67,37 @@ def of_shape(shape, share, error=0.0):
     return Timed(shape, A, {A: 1.0, B: share}, {}, {B: Again(share, error)})
 
 
+# What was timed, and the tile that is chosen.
+CHOSEN = {
+    "the shortest time": ([of_shape("x", 0.9)], B),
+    "a tile that was not timed again": ([Timed("x", A, {A: 1.0, B: 0.5})], A),
+    "the second time decides": ([Timed("x", A, {A: 1.0, B: 0.5}, {}, {B: Again(1.0, 0.0)})], A),
+    "a small gain is noise": ([of_shape("x", 0.99)], A),
+    "a gain": ([of_shape("x", 0.98)], B),
+    "above two standard errors": ([of_shape("x", 0.9, 0.049)], B),
+    "below two standard errors": ([of_shape("x", 0.9, 0.051)], A),
+    "the error of a mean is smaller": (
+        [of_shape("x", 0.9, 0.051), of_shape("y", 0.9, 0.051)],
+        B,
+    ),
+    "shapes count alike, however long they take": (
+        [of_shape("x", 0.5), Timed("y", A, {A: 100.0, B: 110.0})],
+        B,
+    ),
+    "a loss that is larger than the gain": (
+        [of_shape("x", 0.5), Timed("y", A, {A: 100.0, B: 110.0}), Timed("z", A, {A: 1.0, B: 9.0})],
+        A,
+    ),
+    "a tile that failed for a shape": ([of_shape("x", 0.5), Timed("y", A, {A: 1.0})], A),
+    "the reckoned tile cannot run": ([Timed("x", A, {B: 9.0})], B),
+}
+
+
 class TestFastest:
-    def test_the_shortest_time(self):
-        assert tables.fastest([of_shape("x", 0.9)]) == B
-
-    def test_a_tile_that_was_not_timed_again_is_not_chosen(self):
-        assert tables.fastest([Timed("x", A, {A: 1.0, B: 0.5})]) == A
-
-    def test_the_second_time_decides(self):
-        assert tables.fastest([Timed("x", A, {A: 1.0, B: 0.5}, {}, {B: Again(1.0, 0.0)})]) == A
-
-    def test_a_small_gain_is_noise(self):
-        assert tables.fastest([of_shape("x", 0.99)]) == A
-        assert tables.fastest([of_shape("x", 0.98)]) == B
-
-    def test_a_gain_is_above_two_standard_errors(self):
-        assert tables.fastest([of_shape("x", 0.9, 0.049)]) == B
-        assert tables.fastest([of_shape("x", 0.9, 0.051)]) == A
-        # That of a mean of two shapes is smaller.
-        assert tables.fastest([of_shape("x", 0.9, 0.051), of_shape("y", 0.9, 0.051)]) == B
-
-    def test_shapes_count_alike_however_long_they_take(self):
-        """B wins by half on one shape and loses a tenth on the other, which takes much longer."""
-        shapes = [of_shape("x", 0.5), Timed("y", A, {A: 100.0, B: 110.0})]
-        assert tables.fastest(shapes) == B
-        assert tables.fastest([*shapes, Timed("z", A, {A: 1.0, B: 9.0})]) == A
-
-    def test_a_tile_that_failed_for_a_shape_is_not_chosen(self):
-        shapes = [of_shape("x", 0.5), Timed("y", A, {A: 1.0})]
-        assert tables.fastest(shapes) == A
-
-    def test_if_the_reckoned_one_cannot_run_another_is_taken(self):
-        assert tables.fastest([Timed("x", A, {B: 9.0})]) == B
+    @pytest.mark.parametrize("name", CHOSEN)
+    def test_what_is_chosen(self, name):
+        timed, tile = CHOSEN[name]
+        assert tables.fastest(timed) == tile
 
     def test_a_shape_measured_again_replaces_its_times(self):
         own = Table(M2_MAX)

@@ -306,9 +306,14 @@ def _autograd_inplace(namespace: str) -> Callable[..., Any]:
                     **numbers,
                 )
         for name, x in (("q", q), ("k", k)):
-            if x is not None and x.is_leaf and x.requires_grad:
+            if x is None or not x.requires_grad:
+                continue
+            # Autograd refuses a view of a leaf too, but only when it has been written.
+            base = x._base
+            if (x if base is None else base).is_leaf:
+                what = "is a leaf" if base is None else "is a view of a leaf"
                 raise RuntimeError(
-                    f"{name} is a leaf that requires grad, so rope_ cannot rotate it in place: "
+                    f"{name} {what} that requires grad, so rope_ cannot rotate it in place: "
                     "call rope"
                 )
         for x in (q, k):

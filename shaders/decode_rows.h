@@ -1,0 +1,171 @@
+// The rows of q of flash_decode's tile: how they are loaded, and how products become their weights.
+#pragma once
+
+#include "decode_tile.h"
+
+// scores = products^T, through the SIMD group's tile in threadgroup memory; where SIMD groups split
+// the columns, summed over them.
+METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTile& products,
+                                 threadgroup float* tiles, ushort simdgroup, ushort lane) {
+  const ushort row = fragment_row(lane);
+  const ushort column = fragment_column(lane);
+  threadgroup float* tile = tiles + simdgroup * SCORE_TILE;
+  if (COLUMN_SIMDGROUPS == 1) {
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  UNROLL
+  for (short j = 0; j < KEY_FRAGMENTS; j++) {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      threadgroup float* place = tile + (i * FRAGMENT + column) * SCORE_STRIDE + j * FRAGMENT + row;
+      place[0] = products.fragments[j][i].x;
+      place[SCORE_STRIDE] = products.fragments[j][i].y;
+    }
+  }
+  if (COLUMN_SIMDGROUPS == 1) {
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+  } else {
+    threadgroup float* sums = tiles + SIMDGROUPS * SCORE_TILE;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int n = simdgroup * SIMD_LANES + lane; n < ROWS * BLOCK_K; n += THREADS) {
+      const int place = n / BLOCK_K * SCORE_STRIDE + n % BLOCK_K;
+      float sum = 0.0f;
+      UNROLL
+      for (short part = 0; part < COLUMN_SIMDGROUPS; part++) {
+        sum += tiles[part * SCORE_TILE + place];
+      }
+      sums[place] = sum;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    tile = sums;
+  }
+  UNROLL
+  for (short i = 0; i < ROW_FRAGMENTS; i++) {
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      scores[i].fragments[0][j] = *reinterpret_cast<threadgroup Fragment<float>*>(
+          tile + (i * FRAGMENT + row) * SCORE_STRIDE + j * FRAGMENT + column);
+    }
+  }
+}
+
+// Gives each SIMD group the fragments of q that others have loaded.
+METAL_FUNC void share(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* pairs,
+                      int key_simdgroup, ushort lane) {
+  if (KEY_SIMDGROUPS == 1) {
+    return;
+  }
+  UNROLL
+  for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      if (n % KEY_SIMDGROUPS == key_simdgroup) {
+        pairs[(n * ROW_FRAGMENTS + i) * SIMD_LANES + lane] = q_tile.fragments[n][i];
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL
+  for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      q_tile.fragments[n][i] = pairs[(n * ROW_FRAGMENTS + i) * SIMD_LANES + lane];
+    }
+  }
+}
+
+// A tile of rows of q, whose scores arrive block by block.
+struct DecodeRows {
+  TileRow rows[ROW_FRAGMENTS];  // the lane's
+  Rules<1, false> rules[ROW_FRAGMENTS];
+  OnlineSoftmax softmax[ROW_FRAGMENTS];
+  Range seen_by_first;  // keys
+  Range seen_by_last;
+
+  METAL_FUNC void reset(thread const FlashInputs& inputs, int first_row, int batch, int kv_head,
+                        thread const DecodeLane& own, thread const Visibility& visible,
+                        thread const Sequence& sequence, constant FlashParams& problem) thread {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      softmax[i].reset();
+      rows[i].reset(first_row + min(i * FRAGMENT + own.row, ROWS - 1), kv_head, problem);
+      rules[i].reset(inputs, batch, rows[i].head, rows[i].query, own.column, visible, sequence,
+                     problem);
+    }
+    const int last_row = min(first_row + ROWS, problem.q_length * problem.queries_per_kv) - 1;
+    seen_by_first = visible.keys_of(first_row / problem.queries_per_kv);
+    seen_by_last = visible.keys_of(last_row / problem.queries_per_kv);
+  }
+
+  // Products become weights, exp(score - row_max). `corrections`: as OnlineSoftmax::update's.
+  METAL_FUNC void weigh(thread ScoreRow* scores, thread float* corrections, int kv_block,
+                        bool masked, ushort column, thread const Visibility& visible,
+                        thread const FlashInputs& inputs, constant FlashParams& problem) thread {
+    const bool hides = kv_block < seen_by_last.begin || kv_block + BLOCK_K > seen_by_first.end;
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      rules[i].value(scores[i], kv_block, masked, inputs, problem);
+      if (hides) {
+        visible.apply<false>(scores[i], rows[i].query, kv_block + column);
+      }
+      corrections[i] = softmax[i].update<KEY_FRAGMENTS>(scores[i].fragments[0]);
+    }
+  }
+
+  // The maximum of row i over all SIMD groups. `states`: of each, the row's maximum and sum.
+  METAL_FUNC float joined_max(short i, const threadgroup float2* states, ushort row) const thread {
+    const threadgroup float2* row_states = states + min(i * FRAGMENT + row, ROWS - 1);
+    float row_max = softmax[i].row_max;
+    UNROLL
+    for (short n = 0; KEY_SIMDGROUPS > 1 && n < KEY_SIMDGROUPS; n++) {
+      row_max = max(row_max, row_states[n * ROWS].x);
+    }
+    return row_max;
+  }
+
+  // The row's sum over all SIMD groups, relative to that maximum.
+  METAL_FUNC float joined_sum(short i, float own_sum, float row_max,
+                              const threadgroup float2* states, ushort row) const thread {
+    if (KEY_SIMDGROUPS == 1) {
+      return own_sum;
+    }
+    const threadgroup float2* row_states = states + min(i * FRAGMENT + row, ROWS - 1);
+    float sum = 0.0f;
+    UNROLL
+    for (short n = 0; n < KEY_SIMDGROUPS; n++) {
+      const float2 state = row_states[n * ROWS];
+      sum += state.y * fast::exp2(state.x - row_max);
+    }
+    return sum;
+  }
+};
+
+// q transposed, [D, ROWS]. SIMD groups that have the same columns load, and rotate, a share each.
+METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* pairs,
+                             thread const FlashInputs& inputs, int first_row, int batch,
+                             int kv_head, thread const DecodeLane& own,
+                             thread const Sequence& sequence, int64_t first_rotary,
+                             constant FlashDecodeParams& params) {
+  UNROLL
+  for (short i = 0; i < ROW_FRAGMENTS; i++) {
+    UNROLL
+    for (short e = 0; e < LANE_COLUMNS; e++) {
+      TileRow other;
+      other.reset(first_row + i * FRAGMENT + own.column + e, kv_head, params.problem);
+      Queries queries = inputs.queries(batch, other.head, sequence, params.problem);
+      if (APPEND && Q_ROTARY) {
+        queries.rotary.start_at(first_rotary, params.q_advances != 0);
+      }
+      UNROLL
+      for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
+        const int d =
+            own.span(n / SPAN_FRAGMENTS) * SPAN_COLUMNS + span_column(own.row, n % SPAN_FRAGMENTS);
+        if (n % KEY_SIMDGROUPS == own.key_simdgroup) {
+          q_tile.fragments[n][i][e] =
+              d < HEAD_DIM_QK ? queries.element(other.query, d) : ELEMENT(0);
+        }
+      }
+    }
+  }
+  share(q_tile, pairs, own.key_simdgroup, own.lane);
+}

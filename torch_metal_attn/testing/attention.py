@@ -98,14 +98,17 @@ _LAYOUTS = one_of(
 _ROW_LAYOUTS = one_of((), ("padded 3",), ("order 10",), ("order 10", "padded 8"), ("repeated 1",))
 
 
-def _operand_layout(is_stored: Callable[["Attention"], Any] = lambda case: False) -> Any:
+def _operand_layout(
+    is_stored: Callable[["Attention"], Any] = lambda case: False,
+    when: Callable[["Attention"], Any] = lambda case: True,
+) -> Any:
     def draw(r: random.Random, case: "Attention") -> tuple[str, ...]:
         drawn: tuple[str, ...] = (
             _ROW_LAYOUTS if case.is_packed and not is_stored(case) else _LAYOUTS
         )(r, case)
         return drawn
 
-    return field((), draw, calls=_APART)
+    return field((), draw, calls=_APART, when=when)
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,9 @@ class Attention(Case):
     )
     q_layout: tuple[str, ...] = _operand_layout()
     k_layout: tuple[str, ...] = _operand_layout(lambda case: case.cache)
-    v_layout: tuple[str, ...] = _operand_layout(lambda case: case.cache)
+    v_layout: tuple[str, ...] = _operand_layout(
+        lambda case: case.cache, when=lambda case: not case.values_in_keys
+    )
     mask_layout: tuple[str, ...] = layout(
         *(("padded 3",), ("order 0132",), ("order 3210", "padded 1")),
         calls=(*OPS, _SDPA),

@@ -64,13 +64,13 @@ def build(case: Attention) -> Problem:
     q = expanded(made(*q_shape, case.head_dim, seed=1, dtype=dtype), case.q_layout)
     k = made(*kv_shape, case.head_dim, seed=2, dtype=kv_dtype)
     v = made(*kv_shape, case.v_head_dim, seed=3, dtype=kv_dtype, values=True)
-    if case.values_in_keys:
-        v = k[..., : case.v_head_dim]
     if plain and case.is_packed:
         for x in (k, v):
             x[sum(lengths) :] = math.nan
     if plain:
         k, v = expanded(k, case.k_layout), expanded(v, case.v_layout)
+    if case.values_in_keys:
+        v = k[..., : case.v_head_dim]
     if "qkvpacked" in case.call:  # one tensor holds all three
         q = q[: len(k)]
     options = options_of(case, batch, longest, rows)
@@ -168,7 +168,10 @@ def _poison(
 
 def _hide(case: Attention, k: Tensor, v: Tensor) -> None:
     """Put NaN into the rows that belong to no sequence and must not be read."""
-    for x, layout in ((k, case.k_layout), (v, case.v_layout)):
+    rows = [(k, case.k_layout)]
+    if not case.values_in_keys:
+        rows.append((v, case.v_layout))
+    for x, layout in rows:
         if any(word.startswith("repeated") for word in layout):
             continue
         for b, (_, length) in enumerate(case.sequences):

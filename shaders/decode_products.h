@@ -223,14 +223,16 @@ struct MatrixOut {
   METAL_FUNC void sum_over_keys(threadgroup Fragment<float>* sums) thread {
     UNROLL
     for (short giver = KEY_SIMDGROUPS - 1; giver > 0; giver--) {
-      UNROLL
-      for (short i = 0; own.simdgroup == giver && i < ROW_FRAGMENTS; i++) {
+      if (own.simdgroup == giver) {
         UNROLL
-        for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
-          if (giver < KEY_SIMDGROUPS - 1) {
-            tile.fragments[i][d] += sums[sum_place(i, d)];
+        for (short i = 0; i < ROW_FRAGMENTS; i++) {
+          UNROLL
+          for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
+            if (giver < KEY_SIMDGROUPS - 1) {
+              tile.fragments[i][d] += sums[sum_place(i, d)];
+            }
+            sums[sum_place(i, d)] = tile.fragments[i][d];
           }
-          sums[sum_place(i, d)] = tile.fragments[i][d];
         }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);  // for the next one

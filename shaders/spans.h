@@ -12,10 +12,10 @@
 #pragma once
 
 #include "operand.h"
+#include "quantised.h"
 #include "tile.h"
 
 constant constexpr int UNIT_COLUMNS = 8;
-constant constexpr int SPAN_FRAGMENTS = SPAN_COLUMNS / FRAGMENT;
 
 // Spans that hold `columns` columns.
 constexpr int spans(int columns) { return (columns + SPAN_COLUMNS - 1) / SPAN_COLUMNS; }

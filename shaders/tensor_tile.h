@@ -18,7 +18,7 @@
 // columns do not depend on the order, if both factors have it.
 #pragma once
 
-#include "spans.h"
+#include "tile.h"
 
 #if TENSOR_TILES
 

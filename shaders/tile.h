@@ -31,6 +31,7 @@ constant constexpr int LANE_COLUMNS = 2;
 constant constexpr int SIMD_LANES = 32;
 // Columns of which a lane may have 8 neighbours: see spans.h.
 constant constexpr int SPAN_COLUMNS = 32;
+constant constexpr int SPAN_FRAGMENTS = SPAN_COLUMNS / FRAGMENT;
 
 constant constexpr float LOWEST_FLOAT = -3.402823466e+38f;
 

@@ -12,6 +12,10 @@
 constant constexpr int KEY_CHUNK = chunk_elements<KvTileElement>();
 constant constexpr int KEY_SPAN = FRAGMENT * KEY_CHUNK;
 
+static_assert(KV_STAGED || (COLUMN_SIMDGROUPS == 1 && HEAD_DIM_QK % KEY_SPAN == 0 &&
+                            V_SLICE % SPAN_COLUMNS == 0),
+              "without staging, a SIMD group reads whole spans of all columns");
+
 // Fragments of two chunks side by side: fragment d has element d of both.
 template <typename T>
 struct ChunkPair {
@@ -50,9 +54,6 @@ struct SpanOperandTile {
 // The interface of StagedKv. Each SIMD group reads its own fragments of K and V.
 template <int ROWS, int KEYS>
 struct DirectKv {
-  static_assert(COLUMN_SIMDGROUPS == 1 && HEAD_DIM_QK % KEY_SPAN == 0 &&
-                    V_SLICE % SPAN_COLUMNS == 0,
-                "without staging, a SIMD group reads whole spans of all columns");
   using QueryTile = SpanOperandTile<ELEMENT, Queries, ROWS, QK_COLUMNS>;
   using Scores = RegisterTile<float, ROWS, KEYS>;
   using Out = RegisterTile<float, ROWS, OWN_V_FRAGMENTS>;

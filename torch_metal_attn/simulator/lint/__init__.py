@@ -21,18 +21,19 @@ from .tree_rules import HostText, check_tree
 
 __tracebackhide__ = diagnostics.hides_frames
 # Errors for features of C++17 and clang that Metal lacks and the simulator does not refuse.
-STRICT_FLAGS = [*build.DIAGNOSTICS, "-Werror=pre-c++17-compat", "-Werror=return-type"]
+NEWER = ["-Werror=pre-c++17-compat", "-Werror=c++20-extensions"]
+STRICT_FLAGS = [*build.DIAGNOSTICS, *NEWER, "-Werror=return-type"]
 TREE_FLAGS = ["-ferror-limit=0", "-fsyntax-only", "-Xclang", "-ast-dump=json"]
 
 # Rules that only this project has: Apple's compiler accepts what they reject, or may accept it.
 PROJECT_RULES = frozenset(
-    """ascii cpp17 extern function-pointer implicit-float kernel-parameter lambda output
-    pointer-reference static-local struct-copy threadgroup-initialiser""".split()
+    """ascii cpp17 cpp20 extern function-pointer implicit-float kernel-parameter lambda output
+    pointer-reference static-local struct-copy template-assert threadgroup-initialiser""".split()
 )
 
 DIAGNOSTIC = re.compile(r"^(.*?):(\d+):\d+: (?:fatal )?(error|note): (.*)$", re.M)
 # Parts of clang's messages, by our rule; every other error is of the rule "compile".
-DIAGNOSED_RULES = {"variable length array": "vla", "C++17": "cpp17"}
+DIAGNOSED_RULES = {"variable length array": "vla", "C++17": "cpp17", "C++20": "cpp20"}
 
 
 def lint_source(

@@ -83,6 +83,30 @@ def threadgroup_variables(tokens: TokenList) -> Iterator[Place]:
             yield index, "threadgroup-initialiser", message
 
 
+def template_asserts(tokens: TokenList) -> Iterator[Place]:
+    """Asserts in templates that do not depend on their parameters: a clang before 17 judges them
+    even where the template is never used, and later ones do not."""
+    parameters: dict[int, set[str]] = {}  # of all templates around an assert
+    for index in tokens.find("template"):
+        if tokens.text(index + 1) != "<" or tokens.text(index + 2) == ">":
+            continue
+        end = at = tokens.close_angle(index + 1)
+        while at < len(tokens) - 1 and tokens.text(at) not in (";", "{"):
+            at = tokens.close(at) if tokens.text(at) in ("(", "[") else at
+            at += 1
+        declared = tokens.split(index + 2, end)
+        names = {tokens.text(tokens.next(start, ("=", ",", ">")) - 1) for start, _ in declared}
+        last = tokens.close(at) if tokens.text(at) == "{" else at
+        for inside in range(at, last):
+            if tokens.text(inside) == "static_assert":
+                parameters.setdefault(inside, set()).update(names)
+    for index, names in parameters.items():
+        condition = range(index + 2, tokens.close(index + 1))
+        if names.isdisjoint(tokens.text(i) for i in condition):
+            message = "this does not depend on the template: some compilers judge it regardless"
+            yield index, "template-assert", message
+
+
 def _variable_end(tokens: TokenList, index: int) -> int | None:
     """Where the declarator of the variable declared at `index` ends; None: it declares no variable
     that lives in threadgroup memory (a pointer to it, a parameter, a cast)."""
@@ -150,4 +174,5 @@ TOKEN_RULES: list[Callable[[TokenList], Iterator[Place]]] = [
     long_long,
     kernel_signatures,
     threadgroup_variables,
+    template_asserts,
 ]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from torch_metal_attn.ops.differentiation import (
     apply,
@@ -295,9 +296,10 @@ def _autograd_inplace(namespace: str) -> Callable[..., Any]:
             with torch._C._AutoDispatchBelowAutograd():
                 op(q, k, cos, sin, positions=positions, seqlen_offsets=seqlen_offsets, **numbers)
             return
-        # All checks before anything is written.
+        # All checks before anything is written; where compiled, the fake kernel makes them.
         explain = torch.ops.metal_attn_explain.rope_
-        if not torch.compiler.is_compiling() and q.device.type in ("cpu", "mps"):
+        compiling = torch.compiler.is_compiling() or is_fake(q)
+        if not compiling and q.device.type in ("cpu", "mps"):
             with torch._C._AutoDispatchBelowAutograd():
                 explain(
                     *(q, k, cos, sin),

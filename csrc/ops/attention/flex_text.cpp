@@ -28,7 +28,7 @@ constexpr std::array<std::string_view, 18> kOperators{
     "==", "!=", "<=", ">=", "&&", "||", "+", "-", "/", "<", ">", "|", "^", "!", "~", "?", ":", ","};
 
 bool among(std::string_view words, std::string_view word) {
-  return words.find(' ' + std::string(word) + ' ') != std::string_view::npos;
+  return words.find(" " + std::string(word) + " ") != std::string_view::npos;
 }
 
 bool is_digit(char letter) { return std::isdigit(static_cast<unsigned char>(letter)) != 0; }

@@ -1,7 +1,7 @@
 """A new score option, place by place: `temperature`, a factor of each head's scores.
 
 docs/adding-a-kernel.md explains the places. `apply` makes the edits in a copy of the sources, and
-test_recipe.py builds and runs what comes of it. So a place that moves, or that a new option needs
+test_recipe.py builds and runs that copy. So a place that moves, or that a new option needs
 too, shows here first. The option is a tensor (H,) of float32 with a gradient; it is an example, and
 shares a buffer slot with the gradient of a bias, which it therefore refuses.
 """

@@ -14,12 +14,12 @@ from torch_metal_attn.ops.differentiation import (
     apply,
     batched,
     below_autograd,
+    needs_gradient,
     nothing_to_differentiate,
-    refuse_tangents,
     without_gradient,
 )
 from torch_metal_attn.ops.fake import NAMESPACES
-from torch_metal_attn.ops.refusals import python_kernel, unmarked
+from torch_metal_attn.ops.refusals import python_kernel
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -161,18 +161,9 @@ def _register(namespace: str, name: str) -> None:
         names = (*positional[: len(arguments)], *options)
         values = (*arguments, *options.values())
         call = _Call(namespace, name, names, len(arguments))
-        # None passes here and is refused below, by the op's own checks.
         given = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
-        refuse_tangents(call, given)
-        if not torch.is_grad_enabled() or not any(t.requires_grad for t in given.values()):
+        if not needs_gradient(call, given, _CONSTANTS):
             return call.run(values)
-        for argument in _CONSTANTS:
-            if argument in given and given[argument].requires_grad:
-                raise NotImplementedError(
-                    unmarked(
-                        f"{call} has no gradient for `{argument}`, which requires grad: detach it"
-                    )
-                )
         cache = [n for n in _CACHE if n in given]
         # These need no scale.
         cache += [n for n, t in given.items() if t.dtype == torch.float8_e4m3fn]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
     below_autograd,
@@ -19,7 +20,6 @@ from torch_metal_attn.ops.differentiation import (
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.flash_bwd import Gradients, empty_gradients, register_autograd
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.runtime import session
 
 # The lists of a BlockMask, by the names of its attributes and of the op's options.
 LISTS = tuple(
@@ -46,18 +46,13 @@ def _flex_bwd_captures_fake(*_: Any, **options: Any) -> list[Tensor]:
 
 
 def _register_cpu(name: str) -> None:
-    """The shaders in the simulator. The reference needs functions, which the op does not get."""
-
+    @cpu_kernel(name)
     def flex(*arguments: Any, **options: Any) -> Any:
-        if session.active():
-            with session.raising():
-                return getattr(torch.ops.metal_attn_simulator, name)(*arguments, **options)
+        # The reference needs functions, which the op does not get.
         raise NotImplementedError(
             f"metal_attn::{name} runs on CPU tensors in the simulator only: use "
             "torch_metal_attn.simulate(), or flex_attention outside of torch.compile"
         )
-
-    python_kernel(f"metal_attn::{name}", "CPU")(flex)
 
 
 class _FlexFwd(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """Derivatives of a score_mod as graphs: from the result back to its inputs."""
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_metal_attn.flex.captured import Captured
 from torch_metal_attn.flex.graph import Graph, Node, ordered
@@ -49,8 +50,8 @@ def by_autograd(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, 
     """The arguments' gradients, which PyTorch's own backward of the op computes of scalars."""
     row = node.value if node.op == "composed" else OPS[node.op]
     tracer = _Backward("score_mod", row.evaluate, graph, Captured(), torch.device("cpu"))
-    # Whatever the call itself is in, such as inference_mode.
-    with torch.inference_mode(False), torch.enable_grad():
+    # Whatever the call is in, such as inference_mode, or a mode whose tensors have no values.
+    with torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():
         leaves = []
         for argument in node.args:
             floating = argument.dtype.is_floating_point

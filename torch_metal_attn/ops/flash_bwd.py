@@ -51,6 +51,13 @@ def empty_gradients(
     )
 
 
+def gradient_of(out: Tensor, dout: Tensor | None) -> Tensor:
+    """The gradient of out as the kernels take it: of whole rows, which that of sum() has not."""
+    if dout is None:
+        return out.new_zeros(out.shape[-1]).expand(out.shape)
+    return dout if dout.shape[-1] <= 1 or dout.stride(-1) == 1 else dout.contiguous()
+
+
 @register_fake("flash_bwd", "flash_varlen_bwd")
 def _flash_bwd_fake(*arguments: Any, exact_delta: bool = False, **options: Any) -> Gradients:
     _, _, q, k, v, _, softmax_lse, *_ = arguments

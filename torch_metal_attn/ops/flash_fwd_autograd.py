@@ -107,11 +107,7 @@ def _gradients(
     options = {n: v for n, v in arguments.items() if n not in (*_OPERANDS, *_PACKING, *_CACHE)}
     operands = [arguments[name] for name in _OPERANDS]
     packing = [arguments[name] for name in _PACKING] if packed else []
-    if dout is None:
-        dout = out.new_zeros(out.shape[-1]).expand(out.shape)
-    elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
-        # The only copy: the kernels need contiguous rows, which a gradient of sum() does not have.
-        dout = dout.contiguous()
+    dout = flash_bwd.gradient_of(out, dout)
     bwd = "flash_varlen_bwd" if packed else "flash_bwd"
     # With create_graph this is recorded, as what raises when it is differentiated.
     dq, dk, dv, delta, normalisers = getattr(ops, bwd)(

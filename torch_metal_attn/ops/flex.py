@@ -18,7 +18,12 @@ from torch_metal_attn.ops.differentiation import (
     without_gradient,
 )
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
-from torch_metal_attn.ops.flash_bwd import Gradients, empty_gradients, register_autograd
+from torch_metal_attn.ops.flash_bwd import (
+    Gradients,
+    empty_gradients,
+    gradient_of,
+    register_autograd,
+)
 from torch_metal_attn.ops.refusals import python_kernel
 
 # The lists of a BlockMask, by the names of its attributes and of the op's options.
@@ -80,11 +85,7 @@ class _FlexFwd(torch.autograd.Function):
         nothing = (None,) * (2 + 3 + len(tensors))
         if dout is None and dlse is None:
             return nothing
-        if dout is None:
-            dout = out.new_zeros(out.shape[-1]).expand(out.shape)
-        elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
-            # The only copy, as in flash_fwd's autograd.
-            dout = dout.contiguous()
+        dout = gradient_of(out, dout)
         ops, options = getattr(torch.ops, ctx.namespace), _with(ctx.options, tensors)
         *gradients, delta, normalisers = ops.flex_bwd(dout, dlse, q, k, v, out, lse, **options)
         needed = ctx.needs_input_grad[2:5]

@@ -2,9 +2,10 @@
 
 import multiprocessing
 import os
-import re
+import resource
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -24,10 +25,8 @@ DRIVER = Path(os.environ.get("AGX_LENS") or default_dir() / "agx" / "agx_lens")
 # Of a core, as measured by others: 52 to 60 KB (docs/design/tiles.md has the sources).
 THREADGROUP_MEMORY = 60 * 1024
 REGISTERS = 128  # of a thread, of 32 bits
-STATISTICS = re.compile(
-    r"(\d+) inst, .* (\d+) bytes, \d+ regs, .* (\d+) scratch, (\d+) threads, "
-    r"\d+ loops, (\d+):(\d+) spills:fills"
-)
+# Of a run of the driver, which takes a few seconds and less than 100 MB.
+TIMEOUT_SECONDS, MEMORY = 600, 2**30
 
 
 class LensError(RuntimeError):
@@ -41,7 +40,8 @@ class Compiled:
     Attributes: demand: registers of 32 bits that a thread needs to spill nothing. threads: that a
     core holds with the registers given. threads_per_group: of a threadgroup. spills, fills: stores
     and loads of spilled values. scratch: bytes of private memory of a thread. code: bytes.
-    threadgroup: bytes of threadgroup memory. loops: all of them.
+    threadgroup: bytes of threadgroup memory. main: the outermost loop with matrix products, which
+    is that over the keys or over the queries.
     """
 
     demand: float
@@ -51,9 +51,8 @@ class Compiled:
     fills: int
     scratch: int
     code: int
-    instructions: int
     threadgroup: int
-    loops: list[Loop]
+    main: Loop | None
 
     @property
     def resident(self) -> int:
@@ -64,22 +63,15 @@ class Compiled:
         return groups * self.threads_per_group // LANES
 
     @property
-    def main(self) -> Loop | None:
-        """The outermost loop with matrix products: that over the keys, or over the queries."""
-        found = [loop for loop in self.loops if loop.products]
-        return max(found, key=lambda loop: (loop.products, len(loop.blocks)), default=None)
-
-    @property
     def loop_code(self) -> int:
-        """Bytes of the main loop's code, by its part of the instructions."""
-        return self.code * self.main.instructions // self.instructions if self.main else 0
+        """Bytes of the main loop's code."""
+        return self.main.code if self.main else 0
 
     @property
     def spills_in_loop(self) -> int:
         """Stores and loads of spilled values in the main loop."""
-        return (
-            sum(self.main.opcodes[f"stack_{way}"] for way in ("load", "store")) if self.main else 0
-        )
+        opcodes = self.main.opcodes if self.main else Counter[str]()
+        return opcodes["stack_load"] + opcodes["stack_store"]
 
     @property
     def cycles(self) -> float:
@@ -102,9 +94,21 @@ def compile_agx(
     threads: of a threadgroup. defines, constants: macros, and values of function constants.
     Raises ShaderCompileError with clang's message, or LensError.
     """
-    given = {"defines": defines, "constants": constants, "include_dirs": include_dirs}
-    ir, symbol = spirv.llvm_ir(text, kernel, threads, **given)
-    return _statistics(run_driver(ir, symbol, threads), threads)
+    ir, symbol = spirv.llvm_ir(text, kernel, threads, defines, constants, include_dirs)
+    found = listing.parse(run_driver(ir, symbol, threads))
+    opcodes = found.opcodes()
+    with_products = [loop for loop in found.loops() if loop.products]
+    return Compiled(
+        demand=found.halves / 2,
+        threads=found.threads,
+        threads_per_group=threads,
+        spills=opcodes["stack_store"],
+        fills=opcodes["stack_load"],
+        scratch=found.scratch,
+        code=found.code,
+        threadgroup=found.threadgroup,
+        main=max(with_products, key=lambda loop: (loop.products, len(loop.blocks)), default=None),
+    )
 
 
 class Job(NamedTuple):
@@ -134,40 +138,28 @@ def compile_all(
         yield from pool.map(compile_job, jobs)
 
 
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
 def run_driver(ir: str, symbol: str, threads: int, **environment: str) -> str:
-    """What the driver prints for LLVM IR. Raises LensError."""
+    """What the driver prints for LLVM IR, with variables that it knows. Raises LensError."""
     if not DRIVER.exists():
         raise LensError(f"{DRIVER} is not there: build it with bench/agx/setup.sh")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.spv")
         file.write_bytes(spirv.compile_spirv(ir))
-        done = subprocess.run(
-            [DRIVER, file, symbol, str(threads)],
-            env=os.environ | {"AGX_MESA_DEBUG": "shaders", "LENS_DEMAND": "1"} | environment,
-            capture_output=True,
-            text=True,
-        )
+        try:
+            done = subprocess.run(
+                [DRIVER, file, symbol, str(threads)],
+                env=os.environ | environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_SECONDS,
+                preexec_fn=_limit_memory,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise LensError(str(error)) from None
     if done.returncode:
         raise LensError((done.stderr or done.stdout)[-600:])
     return done.stdout
-
-
-def _statistics(printed: str, threads: int) -> Compiled:
-    found = STATISTICS.search(printed)
-    assert found, printed[-600:]
-    before = printed[: found.start()]
-    instructions, code, scratch, resident, spills, fills = (int(n) for n in found.groups())
-    (demand,) = re.findall(r"^demand (\d+) of", before, re.M)
-    (threadgroup,) = re.findall(r"^threadgroup memory (\d+)", printed, re.M)
-    return Compiled(
-        demand=int(demand) / 2,
-        threads=resident,
-        threads_per_group=threads,
-        spills=spills,
-        fills=fills,
-        scratch=scratch,
-        code=code,
-        instructions=instructions,
-        threadgroup=int(threadgroup),
-        loops=listing.loops(before[before.rindex("\nblock0 {") + 1 :]),
-    )

@@ -99,7 +99,6 @@ def llvm_ir(
     text: str,
     kernel: str,
     threads: int,
-    *,
     defines: Mapping[str, object] | None = None,
     constants: Mapping[int | str, ConstantValue] | None = None,
     include_dirs: Sequence[str | Path] = (),

@@ -185,5 +185,5 @@ def run_driver(ir: str, symbol: str, threads: int, **environment: str) -> str:
         except subprocess.TimeoutExpired as error:
             raise LensError(str(error)) from None
     if done.returncode:
-        raise LensError((done.stderr or done.stdout)[-600:])
+        raise LensError(f"exit status {done.returncode}: {(done.stderr or done.stdout)[-600:]}")
     return done.stdout

@@ -1,4 +1,4 @@
-"""Kernels through Mesa's compiler for Apple's G13: how its listing is read, and what it makes of ours.
+"""Our kernels through Mesa's compiler for G13: how its listing is read, and what it says.
 
 Tests that compile skip where bench/agx/setup.sh has not built the driver.
 """
@@ -12,26 +12,28 @@ from torch_metal_attn.simulator.build import ShaderCompileError
 TEXT = """
 #include <metal_simdgroup_matrix>
 #include <metal_stdlib>
+#define UNROLL _Pragma("clang loop unroll(full)")
 using namespace metal;
 kernel void products(device const ELEMENT* a [[buffer(0)]], device float* out [[buffer(3)]],
                      constant int& steps [[buffer(1)]],
-                     ushort thread_index [[thread_index_in_threadgroup]]) {
+                     uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup float tile[256];
   simdgroup_matrix<float, 8, 8> sums[COUNT];
   simdgroup_matrix<ELEMENT, 8, 8> left;
-  for (int i = 0; i < COUNT; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  UNROLL for (int i = 0; i < COUNT; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   for (int step = 0; step < steps; step++) {
     simdgroup_load(left, a + 64 * step);
-    for (int i = 0; i < COUNT; i++) simdgroup_multiply_accumulate(sums[i], left, left, sums[i]);
+    UNROLL for (int i = 0; i < COUNT; i++)
+      simdgroup_multiply_accumulate(sums[i], left, left, sums[i]);
   }
   tile[thread_index] = simd_sum(float(thread_index));
   threadgroup_barrier(mem_flags::mem_threadgroup);
   out[thread_index] = tile[thread_index ^ 33];
-  for (int i = 0; i < COUNT; i++) simdgroup_store(sums[i], out + 64 * i);
+  UNROLL for (int i = 0; i < COUNT; i++) simdgroup_store(sums[i], out + 64 * i);
 }
 """
 # Two loops, one inside the other, as the driver prints them.
-LISTING = """SPIR-V WARNING:
+LISTING = """\
 halves 101
 threads 1024
 scratch 8

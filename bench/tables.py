@@ -63,7 +63,8 @@ def headings(columns: Sequence[str]) -> list[str]:
 
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Print a table in Markdown, each row when it is there."""
+    """Print a table in Markdown, each row when it is there. Bytes stand beside what they are of."""
+    headings = ["(bytes)" if name.endswith("(bytes)") else name for name in headings]
     for line in markdown(headings, (list(map(_cell, row)) for row in rows)):
         print(line, flush=True)
     print()

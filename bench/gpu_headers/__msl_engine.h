@@ -9,38 +9,52 @@
 // Atomic operations of the shim tell the engine of checked builds, which these never are.
 extern "C" const __msl_engine* __msl_table;
 
-#if defined(__AMDGCN__)
+#if defined(__SPIRV__)
 
-// The back end is asked for registers only, so the lanes of a matrix need not be where AMD has
-// them.
-METAL_FUNC uint __gpu_lane() { return __builtin_amdgcn_mbcnt_lo(~0u, 0u); }
+// Calls that bench/agx/driver/calls.c makes instructions of Apple's GPU of.
+#define __AGX_PURE __attribute__((const, nothrow))
+#define __AGX_GROUP __attribute__((convergent, const, nothrow))
+#define __AGX_BARRIER __attribute__((convergent, nothrow))
+extern "C" {
+__AGX_PURE uint agx_lane();
+__AGX_PURE uint agx_simdgroup();
+__AGX_PURE uint agx_thread(uint axis);
+__AGX_PURE uint agx_threadgroup(uint axis);
+__AGX_PURE uint agx_threads(uint axis);
+__AGX_PURE uint agx_threadgroups(uint axis);
+__AGX_GROUP uint agx_shuffle(uint word, uint lane);
+__AGX_GROUP uint agx_shuffle_xor(uint word, uint mask);
+__AGX_GROUP uint agx_ballot(uint vote);
+__AGX_BARRIER void agx_barrier();
+__AGX_BARRIER void agx_simdgroup_barrier();
+__AGX_GROUP metal::vec<float, 2> agx_product_ff(metal::vec<float, 2>, metal::vec<float, 2>,
+                                                metal::vec<float, 2>);
+__AGX_GROUP metal::vec<float, 2> agx_product_fh(metal::vec<float, 2>, metal::vec<half, 2>,
+                                                metal::vec<float, 2>);
+__AGX_GROUP metal::vec<float, 2> agx_product_hh(metal::vec<half, 2>, metal::vec<half, 2>,
+                                                metal::vec<float, 2>);
+__AGX_PURE float agx_exp2(float);
+__AGX_PURE float agx_log2(float);
+__AGX_PURE float agx_sin(float);
+__AGX_PURE float agx_cos(float);
+__AGX_PURE float agx_sqrt(float);
+}
+
+METAL_FUNC uint __gpu_lane() { return agx_lane(); }
 METAL_FUNC uint __msl_apple_lane(uint lane) { return lane; }
 METAL_FUNC uint __gpu_lane_of(uint apple_lane) { return apple_lane; }
-METAL_FUNC uint __gpu_shuffle(uint word, uint lane) {
-  return (uint)__builtin_amdgcn_ds_bpermute((int)(lane << 2), (int)word);
-}
-METAL_FUNC uint __gpu_shuffle_xor(uint word, uint mask) {
-  return __gpu_shuffle(word, __gpu_lane() ^ mask);
-}
-METAL_FUNC uint __gpu_ballot(bool vote) { return __builtin_amdgcn_ballot_w32(vote); }
-// One register of a SIMD group, as Apple's compiler knows of the group's index.
-METAL_FUNC uint __gpu_uniform(uint word) { return __builtin_amdgcn_readfirstlane(word); }
-METAL_FUNC void __msl_threadgroup_barrier(uint) {
-  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "workgroup");
-  __builtin_amdgcn_s_barrier();
-  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "workgroup");
-}
-METAL_FUNC void __msl_simdgroup_barrier(uint) {
-  __builtin_amdgcn_fence(__ATOMIC_RELEASE, "wavefront");
-  __builtin_amdgcn_wave_barrier();
-  __builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "wavefront");
-}
-#define __GPU_BUILT_IN(what, i) (uint) __builtin_amdgcn_##what##_##i()
-#define __GPU_THREAD(i) __GPU_BUILT_IN(workitem_id, i)
-#define __GPU_THREADGROUP(i) __GPU_BUILT_IN(workgroup_id, i)
-#define __GPU_THREADS(i) __GPU_BUILT_IN(workgroup_size, i)
-#define __GPU_GRID(i) __GPU_BUILT_IN(grid_size, i)
-#define __GPU_THREADGROUPS(i) (__GPU_GRID(i) / __GPU_THREADS(i))
+METAL_FUNC uint __gpu_shuffle(uint word, uint lane) { return agx_shuffle(word, lane); }
+METAL_FUNC uint __gpu_shuffle_xor(uint word, uint mask) { return agx_shuffle_xor(word, mask); }
+METAL_FUNC uint __gpu_ballot(bool vote) { return agx_ballot(vote); }
+METAL_FUNC void __msl_threadgroup_barrier(uint) { agx_barrier(); }
+METAL_FUNC void __msl_simdgroup_barrier(uint) { agx_simdgroup_barrier(); }
+#define __GPU_AXIS(axis) (#axis[0] - 'x')
+#define __GPU_THREAD(i) agx_thread(__GPU_AXIS(i))
+#define __GPU_THREADGROUP(i) agx_threadgroup(__GPU_AXIS(i))
+#define __GPU_THREADS(i) agx_threads(__GPU_AXIS(i))
+#define __GPU_THREADGROUPS(i) agx_threadgroups(__GPU_AXIS(i))
+#define __GPU_GRID(i) (__GPU_THREADGROUPS(i) * __GPU_THREADS(i))
+#define __GPU_SIMDGROUP(thread) agx_simdgroup()
 
 #elif defined(__NVPTX__)
 
@@ -64,7 +78,6 @@ METAL_FUNC uint __gpu_shuffle(uint word, uint lane) {
 METAL_FUNC uint __gpu_shuffle_xor(uint word, uint mask) {
   return (uint)__nvvm_shfl_sync_bfly_i32(~0u, (int)word, (int)mask, 31);
 }
-METAL_FUNC uint __gpu_uniform(uint word) { return word; }
 METAL_FUNC uint __gpu_ballot(bool vote) { return (uint)__nvvm_vote_ballot_sync(~0u, vote); }
 METAL_FUNC void __msl_threadgroup_barrier(uint) { __nvvm_bar_sync(0); }
 METAL_FUNC void __msl_simdgroup_barrier(uint) { __nvvm_bar_warp_sync(~0u); }
@@ -74,9 +87,10 @@ METAL_FUNC void __msl_simdgroup_barrier(uint) { __nvvm_bar_warp_sync(~0u); }
 #define __GPU_THREADS(i) __GPU_BUILT_IN(ntid, i)
 #define __GPU_THREADGROUPS(i) __GPU_BUILT_IN(nctaid, i)
 #define __GPU_GRID(i) (__GPU_THREADGROUPS(i) * __GPU_THREADS(i))
+#define __GPU_SIMDGROUP(thread) ((thread) / 32)
 
 #else
-#error "the target is neither AMDGPU nor NVPTX"
+#error "the target is neither SPIR-V nor NVPTX"
 #endif
 
 METAL_FUNC uint __msl_lane() { return __msl_apple_lane(__gpu_lane()); }
@@ -101,7 +115,7 @@ METAL_FUNC void __gpu_place(__msl_launch& launch, __msl_thread& place) {
   const uint physical =
       __GPU_THREAD(x) + threads[0] * (__GPU_THREAD(y) + threads[1] * __GPU_THREAD(z));
   place.lane = __msl_lane();
-  place.simdgroup = __gpu_uniform(physical / 32);
+  place.simdgroup = __GPU_SIMDGROUP(physical);
   place.index = place.simdgroup * 32 + place.lane;
   place.position[0] = place.index % threads[0];
   place.position[1] = place.index / threads[0] % threads[1];

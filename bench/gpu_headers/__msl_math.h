@@ -1,18 +1,19 @@
 // metal_math, with instructions of a GPU where the simulator's header calls the C library.
 #pragma once
-#include <__msl_types.h>
+#include <__msl_engine.h>
 
-#if defined(__AMDGCN__)
-METAL_FUNC float __gpu_exp2(float x) { return __builtin_amdgcn_exp2f(x); }
-METAL_FUNC float __gpu_log2(float x) { return __builtin_amdgcn_logf(x); }
-// Its instructions take turns of a circle.
-METAL_FUNC float __gpu_sin(float x) { return __builtin_amdgcn_sinf(x * 0.1591549431f); }
-METAL_FUNC float __gpu_cos(float x) { return __builtin_amdgcn_cosf(x * 0.1591549431f); }
+#if defined(__SPIRV__)
+METAL_FUNC float __gpu_exp2(float x) { return agx_exp2(x); }
+METAL_FUNC float __gpu_log2(float x) { return agx_log2(x); }
+METAL_FUNC float __gpu_sin(float x) { return agx_sin(x); }
+METAL_FUNC float __gpu_cos(float x) { return agx_cos(x); }
+METAL_FUNC float __gpu_sqrt(float x) { return agx_sqrt(x); }
 #else
 METAL_FUNC float __gpu_exp2(float x) { return __nvvm_ex2_approx_ftz_f(x); }
 METAL_FUNC float __gpu_log2(float x) { return __nvvm_lg2_approx_f(x); }
 METAL_FUNC float __gpu_sin(float x) { return __nvvm_sin_approx_f(x); }
 METAL_FUNC float __gpu_cos(float x) { return __nvvm_cos_approx_f(x); }
+METAL_FUNC float __gpu_sqrt(float x) { return __builtin_sqrtf(x); }
 #endif
 METAL_FUNC float __gpu_exp(float x) { return __gpu_exp2(x * 1.44269504f); }
 METAL_FUNC float __gpu_log(float x) { return __gpu_log2(x) * 0.693147181f; }
@@ -42,6 +43,7 @@ __GPU_EACH(log10)
 __GPU_EACH(sin)
 __GPU_EACH(cos)
 __GPU_EACH(pow)
+__GPU_EACH(sqrt)
 #undef __GPU_EACH
 
 #define __builtin_elementwise_exp __gpu_each_exp
@@ -52,5 +54,6 @@ __GPU_EACH(pow)
 #define __builtin_elementwise_sin __gpu_each_sin
 #define __builtin_elementwise_cos __gpu_each_cos
 #define __builtin_elementwise_pow __gpu_each_pow
+#define __builtin_elementwise_sqrt __gpu_each_sqrt
 #define __builtin_tanhf __gpu_tanh
 #include_next <__msl_math.h>

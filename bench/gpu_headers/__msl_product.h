@@ -4,30 +4,27 @@
 
 namespace metal {
 
-#if defined(__AMDGCN__)
+#if defined(__SPIRV__)
 
-// One instruction that the compiler cannot look into, with the registers that Apple's has: a pair
-// of floats or one word of two 16-bit elements for each operand, and a pair for the result, which
-// is also what it adds to. A product that adds to nothing reads none (Metal's simdgroup_multiply).
-#define __GPU_OPERANDS(...)                                                         \
-  if (__builtin_constant_p(x) && __builtin_constant_p(y) && x == 0.0f && y == 0.0f) \
-    __asm__("; first product %0 %1 %2" : "=&v"(x), "=&v"(y) : __VA_ARGS__);         \
-  else                                                                              \
-    __asm__("; product %0 %1 %2" : "+v"(x), "+v"(y) : __VA_ARGS__)
+// One instruction of Apple's GPU, with a pair of elements a lane for each operand. M1 and M2
+// multiply halves and floats; a bfloat becomes a float where it is multiplied.
+METAL_FUNC vec<float, 2> __agx_floats(float x, float y) {
+  vec<float, 2> pair;
+  pair.x = x;
+  pair.y = y;
+  return pair;
+}
 template <class A, class B>
 METAL_FUNC void __gpu_product(float2& d, vec<A, 2> a, vec<B, 2> b) {
-  float x = d.x, y = d.y;
-  if constexpr (sizeof(A) == 2 && sizeof(B) == 2) {
-    __GPU_OPERANDS("v"(__builtin_bit_cast(uint, a)), "v"(__builtin_bit_cast(uint, b)));
-  } else if constexpr (sizeof(B) == 2) {
-    __GPU_OPERANDS("v"((float)a.x), "v"((float)a.y), "v"(__builtin_bit_cast(uint, b)));
+  if constexpr (__is_same(A, half) && __is_same(B, half)) {
+    d = agx_product_hh(a, b, d);
+  } else if constexpr (__is_same(B, half)) {
+    d = agx_product_fh(__agx_floats((float)a.x, (float)a.y), b, d);
   } else {
-    __GPU_OPERANDS("v"((float)a.x), "v"((float)a.y), "v"((float)b.x), "v"((float)b.y));
+    d = agx_product_ff(__agx_floats((float)a.x, (float)a.y), __agx_floats((float)b.x, (float)b.y),
+                       d);
   }
-  d.x = x;
-  d.y = y;
 }
-#undef __GPU_OPERANDS
 
 #else
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from bench.targets import compile_ptx, source_of
+from bench.front_end import source_of
 from torch_metal_attn.simulator import RecordedLaunch
 from torch_metal_attn.simulator.constants import ConstantValue
 
 from . import vector_loads
 from .manifest import NO_LIMIT, Dispatch, Manifest, Program
+from .ptx import compile_ptx
 
 # An argument of a launch: a tensor, or the bytes of a constant. None: it is not given.
 Argument = Tensor | bytes | None

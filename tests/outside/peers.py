@@ -140,10 +140,10 @@ def steel_kernel(
     step: int | None = None,
     column_simdgroups: int = 1,
 ) -> dict[str, Any]:
-    """MLX's kernel, as `bench.targets` compiles one. aligned: whether blocks are whole, of q and k.
+    """MLX's kernel, as `compile_agx` and `compile_ptx` take one.
 
-    mask: its dtype, if there is one. step: keys per block, MLX's choice if not given.
-    column_simdgroups: how many SIMD groups share 8 rows.
+    aligned: whether blocks are whole, of q and k. mask: its dtype, if there is one. step: keys per
+    block, MLX's choice if not given. column_simdgroups: how many SIMD groups share 8 rows.
     """
     return {
         "text": STEEL,

@@ -1,8 +1,8 @@
-"""Metal text compiled for AMD's and NVIDIA's back ends."""
+"""Metal text compiled for NVIDIA's back end."""
 
 import pytest
 
-from bench.targets import compile_amdgpu, compile_ptx
+from bench.replay.ptx import compile_ptx
 from torch_metal_attn.simulator.build import ShaderCompileError
 
 # Adds COUNT products to as many accumulators, all alive at once.
@@ -29,14 +29,6 @@ kernel void products(device const half* a [[buffer(0)]], device float* out [[buf
 """
 
 
-@pytest.mark.parametrize(("count", "spills"), [(40, False), (80, True)])
-def test_accumulators_take_a_pair_of_registers_each(count: int, spills: bool) -> None:
-    found = compile_amdgpu(TEXT, "products", 64, defines={"COUNT": count})
-    assert (found.spilled > 0) == (found.scratch > 0) == spills
-    if not spills:
-        assert 2 * count < found.used < 2 * count + 20
-
-
 def test_ptx_has_the_buffers_and_limits() -> None:
     ptx = compile_ptx(TEXT, "products", 64, defines={"COUNT": 2}, registers=96)
     assert ptx.buffers == [0, 1, 3]
@@ -47,9 +39,9 @@ def test_ptx_has_the_buffers_and_limits() -> None:
 
 def test_a_fault_of_the_text_is_its_compilers_message() -> None:
     with pytest.raises(ShaderCompileError, match="COUNT"):
-        compile_amdgpu(TEXT, "products", 64)
+        compile_ptx(TEXT, "products", 64)
 
 
 def test_a_kernel_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="no kernel sums; it has products"):
-        compile_amdgpu(TEXT, "sums", 64, defines={"COUNT": 2})
+        compile_ptx(TEXT, "sums", 64, defines={"COUNT": 2})

@@ -1,10 +1,5 @@
-"""Registers of the default specialisations beside what the chooser reckons, and the peers'.
+"""The default specialisations of the attention kernels on M1, and their peers' kernels."""
 
-Every kernel is compiled by the same back end (bench/targets.py) with the registers that a thread
-has on M1 and M2. Nothing runs.
-"""
-
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -14,8 +9,6 @@ import torch
 from torch import Tensor
 
 from bench.bench_flash_fwd import FEATURES
-from bench.tables import print_table
-from bench.targets import Registers, compile_amdgpu, source_of
 from tests.outside import peers
 from torch_metal_attn.quantisation import FORMATS, quantise
 from torch_metal_attn.runtime import extension
@@ -41,10 +34,7 @@ Options = Callable[[int, int, torch.dtype], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Specialisation:
-    """One kernel as the chooser gives it.
-
-    Attributes: reckoned: registers of a thread, by the chooser.
-    """
+    """One kernel as the chooser gives it."""
 
     kernel: str
     dtype: torch.dtype
@@ -52,16 +42,11 @@ class Specialisation:
     feature: str
     defines: dict[str, Any]
     threads: int
-    reckoned: int
 
     @property
     def name(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.kernel} {dtype} D{self.head_dim} {self.feature}"
-
-    def compiled(self) -> Registers:
-        """What the back end makes of it."""
-        return compile_amdgpu(source_of(self.kernel, self.defines), self.kernel, self.threads)
 
     def tile(self) -> str:
         """The defines that say what a thread holds."""
@@ -80,8 +65,7 @@ def _chosen(
     kernel: str, dtype: torch.dtype, head_dim: int, feature: str, explained: dict[str, Any]
 ) -> Specialisation:
     return Specialisation(
-        *(kernel, dtype, head_dim, feature, explained["defines"]),
-        *(explained["threads"][0], explained["registers"]),
+        kernel, dtype, head_dim, feature, explained["defines"], explained["threads"][0]
     )
 
 
@@ -179,59 +163,10 @@ def specialisations() -> Iterator[Specialisation]:
 
 
 def peer_kernels() -> Iterator[tuple[str, torch.dtype, int, dict[str, Any]]]:
-    """Name, dtype, head dim, and the arguments of compile_amdgpu."""
+    """Name, dtype, head dim, and the arguments of compile_agx."""
     for dtype, head_dim in product(DTYPES, (64, 80, 128, 256)):
         steel = peers.steel_kernel(dtype, head_dim)
         yield "MLX 0.32.4 steel_attention", dtype, head_dim, steel
         if head_dim <= 128:
             prefill = peers.prefill_kernel(dtype, head_dim)
             yield "torch 2.15.0 prefill_attention", dtype, head_dim, prefill
-
-
-class Tally:
-    """Rows of the specialisations, and how many spill or are reckoned wrong."""
-
-    def __init__(self, only: str) -> None:
-        self.only = only
-        self.count = self.spilling = self.reckoned_badly = 0
-
-    def rows(self) -> Iterator[list[Any]]:
-        seen = set()
-        for one in specialisations():
-            key = (one.kernel, tuple(one.defines.items()))
-            if self.only not in one.name or key in seen:
-                continue
-            seen.add(key)
-            found = one.compiled()
-            self.count += 1
-            self.spilling += found.spilled > 0
-            self.reckoned_badly += abs(one.reckoned - found.needed) > 0.1 * found.needed
-            yield [
-                *(one.kernel, one.dtype, one.head_dim, one.feature, one.tile()),
-                *(one.reckoned, found.used, found.spilled, found.scratch),
-            ]
-
-
-def peer_rows() -> Iterator[list[Any]]:
-    for name, dtype, head_dim, arguments in peer_kernels():
-        found = compile_amdgpu(**arguments)
-        yield [name, dtype, head_dim, found.used, found.spilled, found.scratch]
-
-
-def main() -> None:
-    """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="specialisations whose name has this text")
-    tally = Tally(parser.parse_args().only)
-    found = ("registers", "spilled", "scratch bytes")
-    print_table(("kernel", "dtype", "D", "feature", "tile", "reckoned", *found), tally.rows())
-    print(
-        f"{tally.spilling} of {tally.count} spill; {tally.reckoned_badly} are reckoned wrong by "
-        "over 10 %.\n"
-    )
-    if not tally.only:
-        print_table(("peer", "dtype", "D", *found), peer_rows())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,165 @@
+"""What Mesa's compiler for Apple's G13 (M1; M2's G14 is alike) makes of a kernel of Metal text."""
+
+import multiprocessing
+import os
+import resource
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from bench.front_end import source_of
+from torch_metal_attn.simulator.build import ShaderCompileError
+from torch_metal_attn.simulator.cache import default_dir
+from torch_metal_attn.simulator.constants import ConstantValue
+
+from . import listing, spirv
+from .listing import LANES, Loop
+
+# Where setup.sh puts the driver; AGX_LENS names another place.
+DRIVER = Path(os.environ.get("AGX_LENS") or default_dir() / "agx" / "agx_lens")
+# Of a core, as measured by others: 52 to 60 KB (docs/design/tiles.md has the sources).
+THREADGROUP_MEMORY = 60 * 1024
+REGISTERS = 128  # of a thread, of 32 bits
+# Of a run of the driver, which takes a few seconds and less than 100 MB.
+TIMEOUT_SECONDS, MEMORY = 600, 2**30
+
+
+class LensError(RuntimeError):
+    """The driver is not built, or Mesa cannot compile the kernel."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of a kernel.
+
+    Attributes: demand: registers of 32 bits that a thread needs to spill nothing. threads: that a
+    core holds with the registers given. threads_per_group: of a threadgroup. spills, fills: stores
+    and loads of spilled values. scratch: bytes of private memory of a thread. code: bytes.
+    threadgroup: bytes of threadgroup memory. main: the outermost loop with matrix products, which
+    is that over the keys or over the queries.
+    """
+
+    demand: float
+    threads: int
+    threads_per_group: int
+    spills: int
+    fills: int
+    scratch: int
+    code: int
+    threadgroup: int
+    main: Loop | None
+
+    @property
+    def resident(self) -> int:
+        """SIMD groups that a core holds, by registers and threadgroup memory."""
+        groups = self.threads // self.threads_per_group
+        if self.threadgroup:
+            groups = min(groups, THREADGROUP_MEMORY // self.threadgroup)
+        return groups * self.threads_per_group // LANES
+
+    @property
+    def loop_code(self) -> int:
+        """Bytes of the main loop's code."""
+        return self.main.code if self.main else 0
+
+    @property
+    def spills_in_loop(self) -> int:
+        """Stores and loads of spilled values in the main loop."""
+        opcodes = self.main.opcodes if self.main else Counter[str]()
+        return opcodes["stack_load"] + opcodes["stack_store"]
+
+    @property
+    def cycles(self) -> float:
+        """Of the main loop's busiest unit, a matrix product."""
+        return self.main.cycles / self.main.products if self.main else 0.0
+
+
+def compile_agx(
+    text: str,
+    kernel: str,
+    threads: int,
+    *,
+    defines: Mapping[str, object] | None = None,
+    constants: Mapping[int | str, ConstantValue] | None = None,
+    include_dirs: Sequence[str | Path] = (),
+) -> Compiled:
+    """Compile one kernel of a Metal text.
+
+    text: Metal, as `source_of` gives this project's. kernel: its name (host_name, if it has one).
+    threads: of a threadgroup. defines, constants: macros, and values of function constants.
+    Raises ShaderCompileError with clang's message, or LensError.
+    """
+    ir, symbol = spirv.llvm_ir(text, kernel, threads, defines, constants, include_dirs)
+    found = listing.parse(run_driver(ir, symbol, threads))
+    opcodes = found.opcodes()
+    with_products = [loop for loop in found.loops() if loop.products]
+    return Compiled(
+        demand=found.halves / 2,
+        threads=found.threads,
+        threads_per_group=threads,
+        spills=opcodes["stack_store"],
+        fills=opcodes["stack_load"],
+        scratch=found.scratch,
+        code=found.code,
+        threadgroup=found.threadgroup,
+        main=max(with_products, key=lambda loop: (loop.products, len(loop.blocks)), default=None),
+    )
+
+
+class Job(NamedTuple):
+    """One specialisation of this project's kernels."""
+
+    kernel: str
+    defines: Mapping[str, object]
+    threads: int
+
+
+def compile_job(job: Job) -> Compiled | LensError | ShaderCompileError:
+    """A failure is returned, not raised: most tiles of a table's candidates do not compile."""
+    try:
+        return compile_agx(source_of(job.kernel, job.defines), job.kernel, job.threads)
+    except (LensError, ShaderCompileError) as error:
+        return error
+
+
+def compile_all(
+    jobs: Iterable[Job], workers: int = 1
+) -> Iterator[Compiled | LensError | ShaderCompileError]:
+    """Compile many, `workers` at a time, and yield them in their order."""
+    if workers == 1:
+        yield from map(compile_job, jobs)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+        yield from pool.map(compile_job, jobs)
+
+
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
+def run_driver(ir: str, symbol: str, threads: int, **environment: str) -> str:
+    """What the driver prints for LLVM IR, with variables that it knows. Raises LensError."""
+    if not DRIVER.exists():
+        raise LensError(f"{DRIVER} is not there: build it with bench/agx/setup.sh")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.spv")
+        file.write_bytes(spirv.compile_spirv(ir))
+        try:
+            done = subprocess.run(
+                [DRIVER, file, symbol, str(threads)],
+                env=os.environ | environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_SECONDS,
+                preexec_fn=_limit_memory,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise LensError(str(error)) from None
+    if done.returncode:
+        raise LensError((done.stderr or done.stdout)[-600:])
+    return done.stdout

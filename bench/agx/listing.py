@@ -1,0 +1,148 @@
+"""Loops of a listing of Apple's instructions, as Mesa prints one, and their cycles by unit."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+PRODUCT = "simd_matrix_fmadd"
+# Cycles that an instruction of a SIMD group keeps the unit for floats and simple integers, by
+# Mesa's agx_performance.c; one that is not named takes one. A product of 8x8 matrices is 16 cycles
+# of multiply-adds, and takes about 20 as measured on M1 (docs/design/tiles.md has the source).
+PRODUCT_CYCLES = 20
+CYCLES = {
+    PRODUCT: PRODUCT_CYCLES,
+    "get_sr": 2,
+    "shuffle": 2,
+    "shuffle_xor": 2,
+    "icmp_ballot": 2,
+    "fcmp_ballot": 2,
+    "simd_prefix": 18,
+    "simd_reduce": 24,
+}
+# Memory and control flow have units of their own.
+FREE = re.compile(
+    r"(local|device|stack)_(load|store)$|wait$|stop$|begin_cf$|(threadgroup|memory)_barrier$|"
+    r"(jmp_exec_any|jmp_exec_none|pop_exec)$|if_|else_|while_|break"
+)
+# Of the unit for other integers and functions, which works beside the first.
+COMPLEX_CYCLES = {
+    **dict.fromkeys(("imad", "bfi", "bfeil", "extr", "asr", "floor", "log2", "exp2"), 4),
+    **dict.fromkeys(("sin_pt_1", "sin_pt_2"), 4),
+    "rcp": 6,
+    "rsqrt": 8,
+    "srsqrt": 8,
+}
+THREADGROUP_BYTES = 64  # that a core's threadgroup memory moves a cycle
+SIMD_UNITS = 4  # of a core
+LANES = 32
+
+
+@dataclass
+class Block:
+    """Instructions with one way in and one way out.
+
+    Attributes: start: where its code begins, in bytes. followers: the blocks that may be next.
+    opcodes: how often each instruction is in it. lane_bytes: that a lane moves, by local_load,
+    local_store, device_load and so on.
+    """
+
+    start: int
+    followers: list[int]
+    opcodes: Counter[str] = field(default_factory=Counter)
+    lane_bytes: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop, with all that is inside it.
+
+    Attributes: blocks: their numbers. code: bytes. opcodes, lane_bytes: as of Block.
+    """
+
+    blocks: range
+    code: int
+    opcodes: Counter[str]
+    lane_bytes: Counter[str]
+
+    @property
+    def instructions(self) -> int:
+        return sum(self.opcodes.values())
+
+    @property
+    def products(self) -> int:
+        """Products of 8x8 matrices."""
+        return self.opcodes[PRODUCT]
+
+    @property
+    def arithmetic(self) -> int:
+        """Cycles of the unit for floats and simple integers, which also computes products."""
+        return sum(n * CYCLES.get(op, 1) for op, n in self.opcodes.items() if not FREE.match(op))
+
+    @property
+    def complex(self) -> int:
+        """Cycles of the unit for other integers and functions."""
+        return sum(n * COMPLEX_CYCLES.get(op, 0) for op, n in self.opcodes.items())
+
+    @property
+    def threadgroup(self) -> float:
+        """Cycles of threadgroup memory, when each SIMD unit of a core runs such a loop."""
+        moved = self.lane_bytes["local_load"] + self.lane_bytes["local_store"]
+        return SIMD_UNITS * LANES * moved / THREADGROUP_BYTES
+
+    @property
+    def cycles(self) -> float:
+        """Of the busiest unit."""
+        return max(self.arithmetic, self.complex, self.threadgroup)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What the driver says of a kernel.
+
+    Attributes: halves: registers of 16 bits that a thread needs to spill nothing. threads: that a
+    core holds with the registers given. scratch: bytes of private memory of a thread. threadgroup:
+    bytes of threadgroup memory. code: bytes.
+    """
+
+    halves: int
+    threads: int
+    scratch: int
+    threadgroup: int
+    code: int
+    blocks: list[Block]
+
+    def opcodes(self) -> Counter[str]:
+        """Of the whole kernel."""
+        return sum((block.opcodes for block in self.blocks), Counter[str]())
+
+    def loops(self) -> Iterator[Loop]:
+        """Each from the block where it is entered to the one that goes back there."""
+        starts = [*(block.start for block in self.blocks), self.blocks[0].start + self.code]
+        for last, block in enumerate(self.blocks):
+            for first in block.followers:
+                if first <= last:
+                    inside = self.blocks[first : last + 1]
+                    yield Loop(
+                        blocks=range(first, last + 1),
+                        code=starts[last + 1] - starts[first],
+                        opcodes=sum((one.opcodes for one in inside), Counter[str]()),
+                        lane_bytes=sum((one.lane_bytes for one in inside), Counter[str]()),
+                    )
+
+
+def parse(text: str) -> Listing:
+    """What the driver prints: numbers by name, blocks, and their instructions, indented."""
+    numbers: dict[str, int] = {}
+    blocks: list[Block] = []
+    for line in text.split("\n"):
+        words = line.split()
+        if line.startswith("block "):
+            blocks.append(Block(int(words[3]), [int(word) for word in words[4:]]))
+        elif line.startswith(" "):
+            blocks[-1].opcodes[words[0]] += 1
+            if len(words) > 1:
+                blocks[-1].lane_bytes[words[0]] += int(words[1])
+        elif len(words) == 2:
+            numbers[words[0]] = int(words[1])
+    return Listing(blocks=blocks, **numbers)

@@ -1,0 +1,125 @@
+"""Metal text to SPIR-V, by the project's front end and clang's SPIR-V back end.
+
+What is Apple's own (a matrix product, a shuffle, a barrier, exp2) stays a call of a function
+without a body, which the driver makes an instruction of.
+"""
+
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bench.front_end import clang, front_end
+from torch_metal_attn.simulator.constants import ConstantValue
+
+TARGET = ["--target=spirv64-unknown-unknown", "-D__int128=long"]
+# An index in a register of Metal's has 32 bits: none becomes one of 64.
+OPTIMISE = ["-O3", "-fno-vectorize", "-fno-slp-vectorize", "-mllvm", "-indvars-widen-indvars=false"]
+
+TO_BFLOAT = "call i16 @agx_to_bfloat(float {})"
+FROM_BFLOAT = "call float @agx_from_bfloat(i16 {})"
+# M1 and M2 have no bfloat: a conversion is integer operations, to the nearest even.
+CONVERSIONS = """
+define internal i16 @agx_to_bfloat(float %x) alwaysinline {
+  %bits = bitcast float %x to i32
+  %high = lshr i32 %bits, 16
+  %odd = and i32 %high, 1
+  %round = add i32 %odd, 32767
+  %sum = add i32 %bits, %round
+  %kept = lshr i32 %sum, 16
+  %word = trunc i32 %kept to i16
+  ret i16 %word
+}
+define internal float @agx_from_bfloat(i16 %x) alwaysinline {
+  %wide = zext i16 %x to i32
+  %bits = shl i32 %wide, 16
+  %value = bitcast i32 %bits to float
+  ret float %value
+}
+"""
+CONVERSION = re.compile(
+    r"(?P<result>\s*%\S+ =) (?P<what>fptrunc|fpext)(?: \w+)* (?:<(?P<length>\d+) x )?b?float>? "
+    r"(?P<value>\S+) to (?:<\d+ x )?b?float>?(?:, .*)?$"
+)
+ARITHMETIC = re.compile(
+    r"^.*= (fadd|fsub|fmul|fdiv|fcmp|fneg|sitofp|uitofp|fptosi|fptoui)\b[^\n]*bfloat.*$", re.M
+)
+
+
+def _converted(found: re.Match[str], serial: int) -> list[str]:
+    """One conversion, of a bfloat or of each in a vector."""
+    narrows = found["what"] == "fptrunc"
+    call = TO_BFLOAT if narrows else FROM_BFLOAT
+    if not found["length"]:
+        return [f"{found['result']} {call.format(found['value'])}"]
+    source, target = ("float", "i16") if narrows else ("i16", "float")
+    length, vector = int(found["length"]), "poison"
+    lines = []
+    for i in range(length):
+        name = f"%agx.{serial}.{i}"
+        lines.append(f"  {name}.e = extractelement <{length} x {source}> {found['value']}, i32 {i}")
+        lines.append(f"  {name}.c = {call.format(f'{name}.e')}")
+        result = found["result"] if i == length - 1 else f"  {name}.v ="
+        insert = f"insertelement <{length} x {target}> {vector}, {target} {name}.c, i32 {i}"
+        lines.append(f"{result} {insert}")
+        vector = f"{name}.v"
+    return lines
+
+
+def without_bfloat(ir: str) -> str:
+    """LLVM IR with words of 16 bits in the place of bfloats, and conversions as calls."""
+    # 0xR3F80, a bfloat's bits.
+    ir = re.sub(r"0xR([0-9A-F]{4})", lambda found: str(int(found[1], 16)), ir)
+    lines = []
+    for serial, line in enumerate(ir.split("\n")):
+        found = CONVERSION.match(line) if "bfloat" in line else None
+        lines += _converted(found, serial) if found else [line]
+    ir = "\n".join(lines)
+    arithmetic = ARITHMETIC.search(ir)
+    if arithmetic:
+        raise ValueError(f"arithmetic on bfloats, which M1 has not: {arithmetic[0].strip()}")
+    return re.sub(r"(?<![\w@.])bfloat\b", "i16", ir) + CONVERSIONS
+
+
+def with_constant_parameters(ir: str) -> str:
+    """Buffers in constant memory as such from the start: SPIR-V converts no pointer to one."""
+    for cast in re.finditer(r"(%\d+) = ptrtoint ptr addrspace\(1\) (%\d+) to i64", ir):
+        whole, integer, parameter = cast[0], re.escape(cast[1]), cast[2]
+        back = rf"inttoptr i64 {integer} to ptr addrspace\(2\)"
+        if not re.search(back, ir):
+            continue
+        ir = re.sub(back, f"getelementptr i8, ptr addrspace(2) {parameter}, i64 0", ir)
+        ir = ir.replace(whole, whole.replace("addrspace(1)", "addrspace(2)"))
+        declared = rf"ptr addrspace\(1\)((?: [\w()]+)* {parameter}[,)])"
+        ir = re.sub(declared, r"ptr addrspace(2)\1", ir, count=1)
+    return ir
+
+
+def llvm_ir(
+    text: str,
+    kernel: str,
+    threads: int,
+    defines: Mapping[str, object] | None = None,
+    constants: Mapping[int | str, ConstantValue] | None = None,
+    include_dirs: Sequence[str | Path] = (),
+) -> tuple[str, str]:
+    """Optimised LLVM IR of a kernel, and its function's name; arguments as of `compile_agx`."""
+    attributes = f"device_kernel, flatten, reqd_work_group_size({threads}, 1, 1)"
+    ir, entry = front_end(text, kernel, attributes, TARGET, defines, constants, include_dirs)
+    ir = re.sub(r"^@llvm\.(compiler\.)?used = .*\n", "", ir, flags=re.M)
+    linkage = r"^(@_Z\S+ = )(local_unnamed_addr |unnamed_addr )?constant"
+    ir = re.sub(linkage, r"\1internal constant", ir, flags=re.M)
+    optimise = [*TARGET, *OPTIMISE, "-x", "ir", "-S", "-emit-llvm", "-", "-o", "-"]
+    ir = clang(optimise, ir)
+    if "bfloat" in ir:
+        ir = clang(optimise, without_bfloat(ir))
+    return with_constant_parameters(ir).replace("= or disjoint ", "= add "), entry.symbol
+
+
+def compile_spirv(ir: str) -> bytes:
+    """The SPIR-V of LLVM IR as it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "kernel.spv")
+        as_it_is = ["-O1", "-Xclang", "-disable-llvm-passes"]
+        clang([*TARGET, "-x", "ir", *as_it_is, "-c", "-", "-o", str(out)], ir)
+        return out.read_bytes()

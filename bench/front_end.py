@@ -1,0 +1,135 @@
+"""Metal text to LLVM IR for GPUs that clang has a back end for: NVIDIA's, and SPIR-V's.
+
+The simulator's front end prepares the text (preprocess and rewrite); `bench/gpu_headers` takes the
+place of the headers that call the simulator's engine. ziglang's clang has both back ends.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from torch_metal_attn.runtime import shaders
+from torch_metal_attn.simulator import build, toolchain, versions
+from torch_metal_attn.simulator.build import PREDEFINED, SHIM, ShaderCompileError
+from torch_metal_attn.simulator.constants import ConstantValue
+from torch_metal_attn.simulator.kernels import Kernel, arguments
+from torch_metal_attn.simulator.rewrite import rewrite
+
+HEADERS = Path(__file__).parent / "gpu_headers"
+
+LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -ffreestanding -fno-exceptions -fno-rtti
+    -fno-math-errno -ffp-contract=on -fconvergent-functions -Wno-everything -fno-sanitize=all
+    -Xclang -cl-single-precision-constant -Xclang -ffloat16-excess-precision=none
+    -Xclang -fbfloat16-excess-precision=none
+    -Xclang -fdenormal-fp-math-f32=preserve-sign,preserve-sign""".split()
+# Only after the headers are expanded, as they use these words otherwise.
+KEYWORDS = [
+    *build.KEYWORDS,
+    "-D__msl_threadgroup_memory(name,bytes,alignment)=({ static "
+    "__attribute__((loader_uninitialized, aligned(alignment))) threadgroup char memory[bytes]; "
+    "&memory[0]; })",
+]
+
+
+def source_of(family: str, specialisation: Mapping[str, object]) -> str:
+    """The text that a specialisation of this project's kernels is compiled from."""
+    defines = "".join(f"#define {name} {value}\n" for name, value in specialisation.items())
+    return defines + shaders.source(family)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The function that a GPU starts.
+
+    Attributes: buffers: the Metal buffer slots that are its parameters, in their order.
+    """
+
+    symbol: str
+    buffers: list[int]
+    text: str
+
+
+def _entry(kernel: Kernel, attributes: str) -> Entry:
+    """The function that a GPU starts, which calls the kernel with its buffers."""
+    symbol = "gpu_" + re.sub(r"\W", "_", kernel.name)
+    buffers = sorted(p.index for p in kernel.parameters if p.kind == "buffer" and not p.condition)
+    given = ", ".join(f"device char* __restrict buffer{slot}" for slot in buffers)
+    places = "".join(
+        f"launch_state.buffers[{slot}] = (void*)(ulong)buffer{slot}; " for slot in buffers
+    )
+    text = (
+        f'\n# 1 "<entry>" 1 3\nextern "C" __attribute__(({attributes})) void {symbol}({given}) {{ '
+        "__msl_launch launch_state; __msl_thread state; __gpu_place(launch_state, state); "
+        "const __msl_launch* launch = &launch_state; const __msl_thread* thread_state = &state; "
+        f"{places}typedef ::metal::__signature<{kernel.type}> S; "
+        f"{kernel.callee}({arguments(kernel)}); }}\n"
+    )
+    return Entry(symbol, buffers, text)
+
+
+def front_end(
+    text: str,
+    kernel: str,
+    attributes: str,
+    target: list[str],
+    defines: Mapping[str, object] | None,
+    constants: Mapping[int | str, ConstantValue] | None,
+    include_dirs: Iterable[str | Path],
+    lines: bool = False,
+) -> tuple[str, Entry]:
+    """The LLVM IR of one kernel of a Metal text, not optimised yet, and its entry.
+
+    text: Metal, as `source_of` gives this project's. kernel: its name (host_name, if it has one).
+    attributes, target: of the entry, and the options of clang that say what to compile for.
+    defines, constants: macros, and values of function constants. lines: with line numbers.
+    Raises ShaderCompileError with the compiler's message.
+    """
+    macros = "".join(f"#define {name} {value}\n" for name, value in (defines or {}).items())
+    command = [*target, *LANGUAGE, *PREDEFINED, *versions.flags(versions.DEFAULT)]
+    command += ["-isystem", str(HEADERS), "-isystem", str(SHIM), "-include", "metal_stdlib"]
+    command += [f"-I{directory}" for directory in include_dirs]
+    options = [f"-D{name}={value}" for name, value in (defines or {}).items() if "MSL_" in name]
+    expanded = clang([*command, *options, "-E", "-"], f'{macros}#line 1 "program_source"\n{text}\n')
+    rewritten = rewrite(expanded, constants or {})
+    named = {one.name: one for one in rewritten.kernels}
+    if kernel not in named:
+        raise ValueError(f"the text has no kernel {kernel}; it has {', '.join(sorted(named))}")
+    entry = _entry(named[kernel], attributes)
+    command = [*target, *LANGUAGE, *KEYWORDS, *(["-gline-tables-only"] if lines else [])]
+    command += ["-O3", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-", "-o", "-"]
+    ir = clang(command, rewritten.text + entry.text)
+    # One caller each: what is not the entry is inlined there or dropped.
+    ir = re.sub(r"^\$.*= comdat any\n", "", ir, flags=re.M)
+    ir = re.sub(r",? comdat(\([^)]*\))?", "", ir)
+    ir = re.sub(
+        r"^(@.*? = |define )(?:dso_local )?(?:linkonce_odr|weak_odr|weak)( hidden| protected)?",
+        r"\1internal",
+        ir,
+        flags=re.M,
+    )
+    return ir, entry
+
+
+def clang(arguments_: list[str], text: str) -> str:
+    """What clang prints. Raises ShaderCompileError."""
+    done = subprocess.run(
+        [*compiler(), *arguments_],
+        input=text.encode(),
+        capture_output=True,
+        cwd=tempfile.gettempdir(),
+    )
+    if done.returncode:
+        raise ShaderCompileError(done.stderr.decode(errors="replace"))
+    return done.stdout.decode()
+
+
+def compiler() -> list[str]:
+    """ziglang's clang: others seldom have both back ends."""
+    spec = find_spec("ziglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise toolchain.ToolchainError("clang's GPU back ends are ziglang's: pip install ziglang")
+    return [str(Path(next(iter(spec.submodule_search_locations))) / "zig"), "clang"]

@@ -45,8 +45,9 @@ MOST_REGISTERS = lens.REGISTERS - 10
 RESIDENT = {"FLASH_FWD": 16, "FLASH_BWD_DQ": 12, "FLASH_BWD_DKV": 12, "FLASH_DECODE": 16}
 RESIDENT_NARROW = 24  # of a forward of up to 64 columns
 EXPONENT = 0.35
-AT_ONCE = 3  # tiles of a class that are compiled with all of its features at a time
-ROUNDS = 4
+AT_ONCE = 2  # tiles of a class that are compiled with all of its features at a time
+ROUNDS = 5
+UNKNOWN = 999.0  # registers of what does not compile
 
 HEAD = """\
 // The default tiles, written by `python -m bench.agx.table`, and read as csrc/tiles/table.h says.
@@ -143,8 +144,10 @@ def classes(macros: Iterable[str]) -> Iterator[Class]:
         decode = macro == "FLASH_DECODE"
         every = (ELEMENTS, QUERIES if decode else (0,), COLUMNS)
         for element, queries, columns in product(*every):
-            for load, ragged in product(("Light", "Heavy"), (False,) if decode else (False, True)):
-                yield Class(macro, element, columns, queries, load, ragged)
+            for load in ("Light", "Heavy"):
+                yield Class(macro, element, columns, queries, load, ragged=False)
+            if not decode and (columns > 64 or macro == "FLASH_BWD_DKV"):
+                yield Class(macro, element, columns, queries, "Heavy", ragged=True)
 
 
 def candidates(one: Class) -> Iterator[Tile]:
@@ -163,21 +166,22 @@ def candidates(one: Class) -> Iterator[Tile]:
     elif one.macro == "FLASH_DECODE":
         spans = -(-one.head_dim // 32)
         fragments = -(-one.queries // 8)
-        own = sorted({min(n, spans) for n in (1, 2, 3, 4, 8, spans)})
-        for keys, share, first, vectors in product((1, 2, 4), own, (0, 1), (0, 1)):
+        own = sorted({min(n, spans) for n in (1, 2, 4, spans)})
+        blocks = ((1, 0), (2, 0), (4, 0), (1, 1), (2, 1))
+        for (keys, first), share, vectors in product(blocks, own, (0, 1)):
             if not vectors or (one.queries <= 2 and share == spans):
                 own_keys = 4 if share == spans else 1
                 decode = (fragments, keys, own_keys, share, first, 2 * vectors)
                 yield dict(zip(DECODE, decode, strict=True))
     else:
         dkv = one.macro == "FLASH_BWD_DKV"
-        slices = (1,) if one.columns <= 128 else (1, 2) if one.columns <= 256 else (2, 3, 4, 8)
+        slices = (1,) if one.columns <= 192 else (1, 2) if one.columns <= 256 else (2, 4)
         groups = [(1, 4, n) for n in shares] + [(1, 8, n) for n in shares]
         if dkv and not one.ragged:
             groups += [(2, 4, 2), (2, 4, 4), (4, 4, 4), (2, 8, 4), (1, 4, 4)]
-        for cut, block, group, place in product(slices, (8, 16, 24, 32), groups, places):
+        for cut, block, group, place in product(slices, (8, 16, 32), groups, places):
             # Four SIMD groups that share rows have as many parts of the scores.
-            if group[2] == 4 and (block == 24 or group[0] * block < 32):
+            if group[2] == 4 and group[0] * block < 32:
                 continue
             yield dict(zip(BACKWARD, (cut, block, *group, *place), strict=True))
 
@@ -320,7 +324,7 @@ def choose(every: Sequence[Class], store: Store) -> dict[Class, Choice]:
             of_features = by_tile.get((one, tuple(tile.values())), [])
             if not of_features:
                 continue
-            registers = max(f.registers or 999.0 for f in of_features)
+            registers = max(f.registers or UNKNOWN for f in of_features)
             choice = Choice(tile, registers, all(f.fits for f in of_features))
             before = found.get(one)
             if before is None or (
@@ -331,22 +335,24 @@ def choose(every: Sequence[Class], store: Store) -> dict[Class, Choice]:
 
 
 def _ordered(every: Sequence[Class], store: Store) -> dict[Class, list[Tile]]:
-    """Tiles of each class, those that fit with its first feature first, then by their time."""
+    """Tiles of each class by their time with its first light feature; those that spill come last.
+
+    Heavy features have the order of the light ones.
+    """
+    light = {one: one if one.ragged else one._replace(load="Light") for one in every}
     jobs = [
         (one, tile, job)
-        for one in every
+        for one in dict.fromkeys(light.values())
         for tile in candidates(one)
-        if (job := specialisation(one, one.features[0], tile)) is not None
+        if (job := specialisation(one, LIGHT[0], tile)) is not None
     ]
     print(f"{len(every)} classes, {len(jobs)} candidates", flush=True)
-    ranks: dict[Class, list[tuple[bool, float, int]]] = {}
-    tiles_of: dict[Class, list[Tile]] = {}
+    ranked: dict[Class, list[tuple[bool, float, int, Tile]]] = {}
     for (one, tile, _), figures in zip(jobs, store.figures([job for *_, job in jobs]), strict=True):
-        own = tiles_of.setdefault(one, [])
-        measure = time_of(one, tile, figures) if figures.fits else figures.registers or 999.0
-        ranks.setdefault(one, []).append((not figures.fits, measure, len(own)))
-        own.append(tile)
-    return {one: [tiles_of[one][n] for *_, n in sorted(ranks[one])] for one in ranks}
+        own = ranked.setdefault(one, [])
+        measure = time_of(one, tile, figures) if figures.fits else figures.registers or UNKNOWN
+        own.append((not figures.fits, measure, len(own), tile))
+    return {one: [tile for *_, tile in sorted(ranked[light[one]])] for one in every}
 
 
 Row = tuple[str, int, int, str, str, float, tuple[int, ...]]

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Left out by --first-cases, as is the fake of torch's shims: builds, processes, generated code.
-SLOW = ("/packaging/", "simulator/test_cache.py", "test_export.py", "test_view_offsets.py", "ring_")
+SLOW = (
+    "/packaging/",
+    "docs/test_recipe.py",
+    "ring_",
+    "simulator/test_cache.py",
+    "test_export.py",
+    "test_view_offsets.py",
+)
 
 WHERE = "kernels run in"
 PLACES = pytest.StashKey[set[str]]()

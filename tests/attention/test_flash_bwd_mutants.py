@@ -456,18 +456,18 @@ MUTANTS = {
     "rotary": {
         "q not rotated in pairs": (
             "dkv",
-            repeated("return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);"),
-            "return load_chunk<COLUMNS>(place.row, column);",
+            "return rotary.rotated_chunk<COLUMNS>(tensor, place.row, place.position, column);",
+            "return load_chunk<COLUMNS>(tensor, place.row, column);",
         ),
         "k not rotated": (
             "dkv",
-            "? rotary.rotated(rows + row * row_stride, row, column)",
-            "? rows[row * row_stride + column]",
+            "? rotary.rotated(tensor, offset(row), row, column)",
+            "? tensor[offset(row) + column]",
         ),
         "q not rotated": (
             "dq",
-            "? rotary.rotated(rows + row * row_stride, row, column)",
-            "? rows[row * row_stride + column]",
+            "? rotary.rotated(tensor, offset(row), row, column)",
+            "? tensor[offset(row) + column]",
         ),
         "rows of the first table": (
             "dkv",
@@ -516,8 +516,8 @@ MUTANTS = {
         ),
         "first query of the first sequence": (
             "dkv",
-            "first_row(dout, strides, batch, head, sequence.q_start)",
-            "first_row(dout, strides, batch, head, 0)",
+            "operand.reset(dout, strides, batch, head, sequence.q_start)",
+            "operand.reset(dout, strides, batch, head, 0)",
         ),
         "dq of the first sequence": (
             "dq",
@@ -533,13 +533,13 @@ MUTANTS = {
         ),
         "log-sum-exp of the first sequence": (
             "dq",
-            "head * strides.head + sequence.q_start",
-            "head * strides.head",
+            "row_offset(strides, batch, head, 0) + sequence.q_start",
+            "row_offset(strides, batch, head, 0)",
         ),
         "statistics of the first sequence": (
             "dkv",
-            "head * strides.head + sequence.q_start",
-            "head * strides.head",
+            "row_offset(strides, batch, head, 0) + sequence.q_start",
+            "row_offset(strides, batch, head, 0)",
         ),
         "rows of no sequence unwritten": (
             "dkv",

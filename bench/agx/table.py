@@ -7,6 +7,7 @@ run that was ended goes on where it was.
 import argparse
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +24,7 @@ from bench.front_end import source_of
 from torch_metal_attn.simulator.cache import default_dir
 from torch_metal_attn.tools.tune import tiles
 
-from . import lens
+from . import lens, model
 
 TABLE = Path(__file__).parents[2] / "csrc" / "tiles" / "table.inc"
 ELEMENTS = {"Half": torch.float16, "Bfloat": torch.bfloat16, "Float": torch.float32}
@@ -39,12 +40,14 @@ HEAVY = ("dropout", "rotary of q and k", "bias")
 HEAVY_FORWARD = (*HEAVY, "q8_0 cache")
 HEAVY_DECODE = ("bias", "pages of 16", "q8_0 cache")
 # The lens may be off by 10 registers, so a tile that needs more is at risk.
-MOST_REGISTERS = lens.REGISTERS - 10
-# SIMD groups of a core with which a loop waits for nothing but its busiest unit. How much longer it
-# takes with fewer is a judgement.
-RESIDENT = {"FLASH_FWD": 16, "FLASH_BWD_DQ": 12, "FLASH_BWD_DKV": 12, "FLASH_DECODE": 16}
+MOST_REGISTERS = 118  # of 128
+# A tile with this many SIMD groups of a core and this many cycles a product at most is taken before
+# a faster one that has fewer: the model of time knows little of what else they hide.
+RESIDENT = {"FLASH_FWD": 16, "FLASH_BWD_DQ": 12, "FLASH_BWD_DKV": 12, "FLASH_DECODE": 0}
 RESIDENT_NARROW = 24  # of a forward of up to 64 columns
-EXPONENT = 0.35
+CYCLES = {"FLASH_FWD": 23.0, "FLASH_BWD_DQ": 24.0, "FLASH_BWD_DKV": 24.0, "FLASH_DECODE": 0.0}
+MORE_CYCLES = 1.5  # of bfloat16, which is converted
+ALIKE = 1.01  # times within 1 %: then more SIMD groups are better
 AT_ONCE = 2  # tiles of a class that are compiled with all of its features at a time
 ROUNDS = 5
 UNKNOWN = 999.0  # registers of what does not compile
@@ -225,13 +228,13 @@ def _has(defines: Mapping[str, object], tile: Tile) -> bool:
 
 @dataclass(frozen=True)
 class Figures:
-    """What counts of a compiled kernel. cycles: of its loop, a product; 0 if it did not compile."""
+    """What counts of a compiled kernel, by the model of time; no cycles if it did not compile."""
 
     registers: float = 0.0
     spills: int = 0
     resident: int = 0
-    cycles: float = 0.0
-    products: int = 0
+    cycles: float = 0.0  # a product
+    iteration: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -257,12 +260,12 @@ class Store:
         path = self._folder / hashlib.sha256(key).hexdigest()
         if path.exists():
             return Figures(**json.loads(path.read_text()))
-        found = lens.compile_job(job)
+        found = job.compiled()
         figures = Figures()
         if isinstance(found, lens.Compiled) and found.main:
             figures = Figures(
                 *(found.demand, found.spills, found.resident),
-                *(found.cycles, found.main.products),
+                *(model.cycles_a_product(found), model.iteration(found)),
             )
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(json.dumps(figures.__dict__))
@@ -270,21 +273,27 @@ class Store:
         return figures
 
 
-def time_of(one: Class, tile: Tile, figures: Figures) -> float:
-    """Cycles of a core for the same work, by the busiest unit and what too few SIMD groups hide."""
+def rank(one: Class, tile: Tile, figures: Figures) -> tuple[bool, bool, float, int]:
+    """Tiles in the order in which they are better; those that spill by their registers."""
+    if not figures.fits:
+        return True, True, figures.registers or UNKNOWN, 0
     wanted = RESIDENT_NARROW if one.macro == "FLASH_FWD" and one.columns <= 64 else 0
-    wanted = wanted or RESIDENT[one.macro]
-    waits = min(figures.resident / wanted, 1) ** EXPONENT if figures.resident else 1e-9
-    cycles = figures.cycles
+    cycles = CYCLES[one.macro] + (MORE_CYCLES if one.element == "Bfloat" else 0.0)
+    aim = figures.resident >= (wanted or RESIDENT[one.macro]) and figures.cycles <= cycles
+    return False, not aim, round(math.log(time_of(one, tile, figures), ALIKE)), -figures.resident
+
+
+def time_of(one: Class, tile: Tile, figures: Figures) -> float:
+    """Cycles of a core for the same work."""
     if one.macro == "FLASH_DECODE":
-        # For 8 keys, of which each of the SIMD groups has other columns.
-        spans = -(-one.head_dim // 32)
-        cycles *= figures.products / tile["KEY_FRAGMENTS"] * -(-spans // tile["SPANS"])
-    elif "SLICES" in tile:
+        # For 8 keys, of which each of the SIMD groups that share them has other columns.
+        shared = -(-one.head_dim // (32 * tile["SPANS"]))
+        return figures.iteration / tile["KEY_FRAGMENTS"] * shared
+    if "SLICES" in tile:
         # Each slice computes the scores again, and the gradients of the weights.
         own = 1 if one.macro == "FLASH_BWD_DQ" else 2
-        cycles *= (2 * tile["SLICES"] + own) / (2 + own)
-    return cycles / waits
+        return figures.cycles * (2 * tile["SLICES"] + own) / (2 + own)
+    return figures.cycles
 
 
 class Choice(NamedTuple):
@@ -347,11 +356,10 @@ def _ordered(every: Sequence[Class], store: Store) -> dict[Class, list[Tile]]:
         if (job := specialisation(one, LIGHT[0], tile)) is not None
     ]
     print(f"{len(every)} classes, {len(jobs)} candidates", flush=True)
-    ranked: dict[Class, list[tuple[bool, float, int, Tile]]] = {}
+    ranked: dict[Class, list[tuple[tuple[bool, bool, float, int], int, Tile]]] = {}
     for (one, tile, _), figures in zip(jobs, store.figures([job for *_, job in jobs]), strict=True):
         own = ranked.setdefault(one, [])
-        measure = time_of(one, tile, figures) if figures.fits else figures.registers or UNKNOWN
-        own.append((not figures.fits, measure, len(own), tile))
+        own.append((rank(one, tile, figures), len(own), tile))
     return {one: [tile for *_, tile in sorted(ranked[light[one]])] for one in every}
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from bench.front_end import source_of
 from torch_metal_attn.simulator.build import ShaderCompileError
@@ -24,7 +23,7 @@ from .listing import LANES, Loop
 DRIVER = Path(os.environ.get("AGX_LENS") or default_dir() / "agx" / "agx_lens")
 # Of a core, as measured by others: 52 to 60 KB (docs/design/tiles.md has the sources).
 THREADGROUP_MEMORY = 60 * 1024
-REGISTERS = 128  # of a thread, of 32 bits
+MOST_RESIDENT = 32  # SIMD groups, as many as their registers allow
 # Of a run of the driver, which takes a few seconds and less than 100 MB.
 TIMEOUT_SECONDS, MEMORY = 600, 2**30
 
@@ -55,12 +54,22 @@ class Compiled:
     main: Loop | None
 
     @property
+    def resident_by_registers(self) -> int:
+        """SIMD groups that a core holds in whole threadgroups, by registers alone."""
+        return self.threads // self.threads_per_group * self.threads_per_group // LANES
+
+    @property
+    def resident_by_threadgroup_memory(self) -> int:
+        """Likewise, by threadgroup memory alone."""
+        if not self.threadgroup:
+            return MOST_RESIDENT
+        groups = THREADGROUP_MEMORY // self.threadgroup
+        return min(groups * self.threads_per_group // LANES, MOST_RESIDENT)
+
+    @property
     def resident(self) -> int:
-        """SIMD groups that a core holds, by registers and threadgroup memory."""
-        groups = self.threads // self.threads_per_group
-        if self.threadgroup:
-            groups = min(groups, THREADGROUP_MEMORY // self.threadgroup)
-        return groups * self.threads_per_group // LANES
+        """SIMD groups that a core holds."""
+        return min(self.resident_by_registers, self.resident_by_threadgroup_memory)
 
     @property
     def loop_code(self) -> int:
@@ -111,31 +120,46 @@ def compile_agx(
     )
 
 
-class Job(NamedTuple):
-    """One specialisation of this project's kernels."""
+Failure = LensError | ShaderCompileError
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile.
+
+    Attributes: defines: this project's specialisation, or macros of `text`. text: of others.
+    """
 
     kernel: str
     defines: Mapping[str, object]
     threads: int
+    text: str | None = None
+    constants: Mapping[int | str, ConstantValue] | None = None
+    include_dirs: Sequence[str | Path] = ()
+
+    def compiled(self) -> Compiled | Failure:
+        """A failure is returned, not raised: some candidates of a table do not compile."""
+        given: Mapping[str, object] = {} if self.text is None else self.defines
+        try:
+            return compile_agx(
+                source_of(self.kernel, self.defines) if self.text is None else self.text,
+                self.kernel,
+                self.threads,
+                defines=given,
+                constants=self.constants,
+                include_dirs=self.include_dirs,
+            )
+        except (LensError, ShaderCompileError) as error:
+            return error
 
 
-def compile_job(job: Job) -> Compiled | LensError | ShaderCompileError:
-    """A failure is returned, not raised: most tiles of a table's candidates do not compile."""
-    try:
-        return compile_agx(source_of(job.kernel, job.defines), job.kernel, job.threads)
-    except (LensError, ShaderCompileError) as error:
-        return error
-
-
-def compile_all(
-    jobs: Iterable[Job], workers: int = 1
-) -> Iterator[Compiled | LensError | ShaderCompileError]:
+def compile_all(jobs: Iterable[Job], workers: int = 1) -> Iterator[Compiled | Failure]:
     """Compile many, `workers` at a time, and yield them in their order."""
     if workers == 1:
-        yield from map(compile_job, jobs)
+        yield from map(Job.compiled, jobs)
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(compile_job, jobs)
+        yield from pool.map(Job.compiled, jobs)
 
 
 def _limit_memory() -> None:
@@ -161,5 +185,5 @@ def run_driver(ir: str, symbol: str, threads: int, **environment: str) -> str:
         except subprocess.TimeoutExpired as error:
             raise LensError(str(error)) from None
     if done.returncode:
-        raise LensError((done.stderr or done.stdout)[-600:])
+        raise LensError(f"exit status {done.returncode}: {(done.stderr or done.stdout)[-600:]}")
     return done.stdout

@@ -33,7 +33,8 @@ COMPLEX_CYCLES = {
     "rsqrt": 8,
     "srsqrt": 8,
 }
-THREADGROUP_BYTES = 64  # that a core's threadgroup memory moves a cycle
+# That a core moves a cycle, in threadgroup memory and in its cache of device memory.
+THREADGROUP_BYTES = DEVICE_BYTES = 64
 SIMD_UNITS = 4  # of a core
 LANES = 32
 
@@ -91,9 +92,19 @@ class Loop:
         return SIMD_UNITS * LANES * moved / THREADGROUP_BYTES
 
     @property
+    def device(self) -> float:
+        """Cycles of the cache of device memory, likewise; spilled values go there too."""
+        moved = sum(
+            self.lane_bytes[f"{memory}_{way}"]
+            for memory in ("device", "stack")
+            for way in ("load", "store")
+        )
+        return SIMD_UNITS * LANES * moved / DEVICE_BYTES
+
+    @property
     def cycles(self) -> float:
         """Of the busiest unit."""
-        return max(self.arithmetic, self.complex, self.threadgroup)
+        return max(self.arithmetic, self.complex, self.threadgroup, self.device)
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,6 @@ def compile_spirv(ir: str) -> bytes:
     """The SPIR-V of LLVM IR as it is."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "kernel.spv")
-        as_it_is = ["-O1", "-Xclang", "-disable-llvm-passes"]
+        as_it_is = ["-O1", "-Xclang", "-disable-llvm-passes", "-mllvm", "-disable-lsr"]
         clang([*TARGET, "-x", "ir", *as_it_is, "-c", "-", "-o", str(out)], ir)
         return out.read_bytes()

@@ -80,7 +80,7 @@ bench: build
 census: build
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.transformers.census --keep build/census.jsonl \
-	  --results bench/results/census.md --tables build/census.md
+	  --results bench/results/census.md
 
 # Into dist/, checked: for this machine, and, on Linux, for Macs.
 wheel: build

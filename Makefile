@@ -17,7 +17,7 @@ endif
 PYTEST_ARGS ?= -n auto --maxprocesses 8 --dist worksteal
 
 BIN := $(VENV)/bin
-CPP_SOURCES := $(shell find csrc shaders tests -name '*.h' -o -name '*.cpp' -o -name '*.metal')
+CPP_SOURCES := $(shell find bench/agx csrc shaders tests -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.metal')
 SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim bench/gpu_headers -type f)
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
@@ -80,7 +80,7 @@ bench: build
 census: build
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.transformers.census --keep build/census.jsonl \
-	  --results bench/results/census.md --tables build/census.md
+	  --results bench/results/census.md
 
 # Into dist/, checked: for this machine, and, on Linux, for Macs.
 wheel: build
@@ -126,7 +126,7 @@ $(VENV)/.tools: | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.tools pyproject.toml $(wildcard setup.py) \
-		$(shell find csrc shaders -name '*.h' -o -name '*.cpp' -o -name '*.metal')
+		$(shell find csrc shaders -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.metal')
 	@echo "== Building and installing torch_metal_attn"
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install --no-build-isolation --editable '.[dev,demo]'
 	touch $@

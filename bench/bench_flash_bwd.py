@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, HEADINGS
-from bench.inner_loop import InnerLoop, measure
+from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, HEADINGS, ROWS
+from bench.inner_loop import LENGTHS, slopes
 from bench.tables import print_table
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
@@ -46,7 +46,7 @@ def lengths(kernel: str, walked: int) -> tuple[int, int]:
 
 def ours(
     kernel: str, head_dim: int, dtype: torch.dtype, options: Options = lambda *_: {}
-) -> InnerLoop:
+) -> dict[str, float]:
     """Counts of the specialisation that the op chooses.
 
     options: a feature's arguments, from the numbers of queries and keys, the head dim and the
@@ -57,7 +57,7 @@ def ours(
         sizes = (*lengths(kernel, walked), head_dim, dtype)
         return run(kernel, *sizes, **options(*sizes))[0]
 
-    return measure(counters, OWNED)
+    return slopes(map(counters, LENGTHS), OWNED / ROWS)
 
 
 def tile(kernel: str, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
@@ -102,13 +102,13 @@ def kernel_rows() -> Iterator[list[Any]]:
     for head_dim, dtype, kernel in product(HEAD_DIMS, DTYPES, KERNELS):
         owned, block, slices = tile(kernel, head_dim, dtype)
         name = f"{kernel}, {owned} rows, blocks of {block}, {slices} slices"
-        yield [name, head_dim, dtype, *ours(kernel, head_dim, dtype).cells()]
+        yield [name, head_dim, dtype, *ours(kernel, head_dim, dtype).values()]
 
 
 def feature_rows() -> Iterator[list[Any]]:
     """Each feature by itself, where the head dim is 64."""
     for kernel, name in product(KERNELS, FEATURES):
-        cells = ours(kernel, 64, torch.float16, FEATURES[name]).cells()
+        cells = ours(kernel, 64, torch.float16, FEATURES[name]).values()
         yield [f"{kernel.removeprefix('flash_bwd_')}: {name}", 64, torch.float16, *cells]
 
 

@@ -11,38 +11,29 @@ import torch
 
 from bench import bench_flash_bwd
 from bench.bench_flash_fwd import DTYPES, HEAD_DIMS
-from bench.bench_flash_fwd_tensor import HEADINGS, ROWS, on_m5, slopes
-from bench.inner_loop import KEYS, LENGTHS
+from bench.bench_flash_fwd_tensor import COLUMNS, ROWS, on_m5
+from bench.inner_loop import LENGTHS, slopes
 from bench.tables import print_table
 from torch_metal_attn.simulator import Counters
 
 KERNELS = {"flash_bwd_dq_tensor": "flash_bwd_dq", "flash_bwd_dkv_tensor": "flash_bwd_dkv"}
-THREADGROUP: tuple[str, ...] = ("threadgroup loads", "threadgroup stores")
-SIMD_LANES = 32
+SHARED = ("tg loads", "tg stores")
 
 
-def row(kernel: str, head_dim: int, dtype: torch.dtype) -> list[float]:
-    """Counts in the order of HEADINGS, and of THREADGROUP."""
+def row(kernel: str, head_dim: int, dtype: torch.dtype) -> dict[str, float]:
+    """Counts by COLUMNS, and those of threadgroup memory."""
 
     def counters(walked: int) -> Counters:
         sizes = bench_flash_bwd.lengths(KERNELS[kernel], walked)
         with on_m5():
             return bench_flash_bwd.run(kernel, *sizes, head_dim, dtype)[0]
 
-    short, long = (counters(walked) for walked in LENGTHS)
-    blocks = (LENGTHS[1] - LENGTHS[0]) / KEYS
-    threads = bench_flash_bwd.OWNED / ROWS * SIMD_LANES
-    shared = [
-        (getattr(long, name)["threadgroup"] - getattr(short, name)["threadgroup"])
-        / (blocks * threads)
-        for name in ("loads", "stores")
-    ]
-    return [*slopes(short, long), *shared]
+    return slopes(map(counters, LENGTHS), bench_flash_bwd.OWNED / ROWS, (*COLUMNS, *SHARED))
 
 
 if __name__ == "__main__":
     cases = product(HEAD_DIMS, (*DTYPES, torch.float32), KERNELS)
     print_table(
-        ["kernel", "D", "dtype", *HEADINGS, *THREADGROUP],
-        ([kernel, dim, dtype, *row(kernel, dim, dtype)] for dim, dtype, kernel in cases),
+        ["kernel", "D", "dtype", *COLUMNS, *SHARED],
+        ([kernel, dim, dtype, *row(kernel, dim, dtype).values()] for dim, dtype, kernel in cases),
     )

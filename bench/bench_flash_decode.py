@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.inner_loop import counted
+from bench.inner_loop import BLOCK, slopes
 from bench.tables import print_table
 from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import quantise
@@ -25,11 +25,12 @@ KV_HEADS = (1, 2, 4, 8, 32)
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (576, 512))
 LENGTHS = (1024, 2048)
 
-HEADINGS = (
-    *("KV heads", "D", "Dv", "SIMD groups", "bytes / cache", "bytes a key / cache"),
-    *("MMA", "device loads", "tg loads", "tg stores", "converts", "exps"),
-    *("floats", "integers", "selects", "shuffles", "barriers"),
+COLUMNS = (
+    *("MMA", "device loads", "tg loads", "tg stores", "converts", "exps", "floats", "integers"),
+    *("selects", "shuffles", "barriers"),
 )
+SHARES = ("bytes / cache", "bytes a key / cache")
+HEADINGS = ("KV heads", "D", "Dv", "SIMD groups", *SHARES, *COLUMNS)
 
 
 def operands(kv_heads: int, head_dims: tuple[int, int], length: int) -> tuple[torch.Tensor, ...]:
@@ -59,8 +60,8 @@ def read_share(kv_heads: int, head_dims: tuple[int, int], length: int) -> float:
     return count(kv_heads, head_dims, length).load_bytes["device"] / cache_bytes(k, v)
 
 
-def row(kv_heads: int, head_dims: tuple[int, int]) -> list[str]:
-    """The table's row of one shape."""
+def row(kv_heads: int, head_dims: tuple[int, int]) -> dict[str, float]:
+    """One shape, by HEADINGS."""
     short, long = (count(kv_heads, head_dims, length) for length in LENGTHS)
     q, k, v = operands(kv_heads, head_dims, LENGTHS[0])
     packed = torch.ops.metal_attn_explain.flash_decode(q, k, v, num_splits=1)
@@ -68,42 +69,20 @@ def row(kv_heads: int, head_dims: tuple[int, int]) -> list[str]:
     simdgroups = explained["threads"][0] // 32
     # Keys of 32 that a SIMD group meets: where SIMD groups split the columns, all of them do.
     split_columns = int(explained["defines"]["COLUMN_SIMDGROUPS"]) > 1
-    walks = (LENGTHS[1] - LENGTHS[0]) / 32 * kv_heads * (simdgroups if split_columns else 1)
-
-    def per_simdgroup(short: int, long: int) -> float:
-        return (long - short) / walks
-
-    def per_thread(short: int, long: int) -> float:
-        return per_simdgroup(short, long) / 32
-
+    walking = kv_heads * (simdgroups if split_columns else 1)
     read = long.load_bytes["device"] - short.load_bytes["device"]
-    values = (
-        per_simdgroup(short.matrix_operations, long.matrix_operations),
-        per_thread(short.loads["device"], long.loads["device"]),
-        per_thread(short.loads["threadgroup"], long.loads["threadgroup"]),
-        per_thread(short.stores["threadgroup"], long.stores["threadgroup"]),
-        per_thread(short.converts, long.converts),
-        per_thread(short.exps, long.exps),
-        per_thread(counted(short.float_operations), counted(long.float_operations)),
-        per_thread(counted(short.integer_operations), counted(long.integer_operations)),
-        per_thread(counted(short.selects), counted(long.selects)),
-        per_simdgroup(short.shuffles, long.shuffles),
-        (long.threadgroup_barriers - short.threadgroup_barriers)
-        / ((LENGTHS[1] - LENGTHS[0]) / 32 * kv_heads),
-    )
-    return [
-        *(str(value) for value in (kv_heads, *head_dims, simdgroups)),
-        f"{read_share(kv_heads, head_dims, LENGTHS[0]):.3f}",
-        f"{read / cache_bytes(k, v):.3f}",
-        *(f"{value:.4g}" for value in values),
-    ]
+    shares = (read_share(kv_heads, head_dims, LENGTHS[0]), read / cache_bytes(k, v))
+    return {
+        **dict(zip(HEADINGS, (kv_heads, *head_dims, simdgroups, *shares), strict=False)),
+        **slopes((short, long), walking, COLUMNS, (LENGTHS[1] - LENGTHS[0]) / BLOCK),
+    }
 
 
-def rows() -> Iterator[list[str]]:
+def rows() -> Iterator[list[Any]]:
     """Every shape; one KV head only for MLA."""
     for kv_heads, head_dims in product(KV_HEADS, HEAD_DIMS):
         if head_dims[0] == head_dims[1] or kv_heads == 1:
-            yield row(kv_heads, head_dims)
+            yield [*row(kv_heads, head_dims).values()]
 
 
 def step_operands(format: str | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.inner_loop import InnerLoop, measure
+from bench.inner_loop import COLUMNS, LENGTHS, slopes
 from bench.tables import print_table
 from tests.outside.peers import PeerUnavailable, mlx_steel_attention, torch_prefill_attention
 from torch_metal_attn import simulate
@@ -19,6 +19,7 @@ from torch_metal_attn.tools.tune import tiles
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
 Q_LENGTH = 64  # a multiple of every kernel's query tile
+ROWS = 8  # whose counts are shown
 
 
 def operands(kv_length: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -32,7 +33,7 @@ def ours(
     dtype: torch.dtype,
     options: Callable[[int, int, torch.dtype], dict[str, Any]] = lambda *_: {},
     q_dtype: torch.dtype | None = None,
-) -> InnerLoop:
+) -> dict[str, float]:
     """Counts of the specialisation that the op chooses.
 
     options: a feature's arguments, from the number of keys, the head dim and the dtype. q_dtype:
@@ -46,22 +47,25 @@ def ours(
             torch.ops.metal_attn.flash_fwd(q, k, v, **options(kv_length, head_dim, dtype))
         return session.counters["flash_fwd"]
 
-    return measure(run, Q_LENGTH)
+    return slopes(map(run, LENGTHS), Q_LENGTH / ROWS)
 
 
-def unstaged(head_dim: int, dtype: torch.dtype) -> InnerLoop:
+def unstaged(head_dim: int, dtype: torch.dtype) -> dict[str, float]:
     """Counts of a tile whose SIMD groups read K and V themselves, with registers for M1 and M2."""
-    tile = f"V_SLICE={head_dim} BLOCK_K=32 ROW_FRAGMENTS={2 if head_dim <= 64 else 1} SIMDGROUPS=4"
-    places = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 Q_IN_THREADGROUP=0 KV_STAGED=0"
+    tile = f"V_SLICE={head_dim} BLOCK_K=32 SIMDGROUPS=4"
+    places = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
     with tiles.forced({"flash_fwd": f"{tile} {places}"}):
         return ours(head_dim, dtype)
 
 
-def peers(kernel: Callable[..., tuple[torch.Tensor, Counters]]) -> Callable[..., InnerLoop]:
+def peers(kernel: Callable[..., tuple[torch.Tensor, Counters]]) -> Callable[..., dict[str, float]]:
     """The same counts of another project's kernel."""
-    return lambda head_dim, dtype: measure(
-        lambda kv_length: kernel(*operands(kv_length, head_dim, dtype), count=True)[1], Q_LENGTH
-    )
+
+    def counts(head_dim: int, dtype: torch.dtype) -> dict[str, float]:
+        problems = (operands(length, head_dim, dtype) for length in LENGTHS)
+        return slopes((kernel(*qkv, count=True)[1] for qkv in problems), Q_LENGTH / ROWS)
+
+    return counts
 
 
 KERNELS = {
@@ -114,14 +118,14 @@ FEATURES: dict[str, Callable[[int, int, torch.dtype], dict[str, Any]]] = {
 }
 
 
-HEADINGS = ("D", "dtype", *InnerLoop.HEADINGS)
+HEADINGS = ("D", "dtype", *COLUMNS)
 
 
 def kernel_rows() -> Iterator[list[Any]]:
     """Full attention, by every kernel."""
     for head_dim, dtype, name in product(HEAD_DIMS, DTYPES, KERNELS):
         try:
-            cells = KERNELS[name](head_dim, dtype).cells()
+            cells: list[Any] = [*KERNELS[name](head_dim, dtype).values()]
         except PeerUnavailable as error:
             cells = [f"not counted: {error}"]
         yield [name, head_dim, dtype, *cells]
@@ -131,7 +135,7 @@ def feature_rows() -> Iterator[list[Any]]:
     """Each feature by itself."""
     for head_dim, name in product(HEAD_DIMS, FEATURES):
         loop = ours(head_dim, torch.float16, FEATURES[name])
-        yield [name, head_dim, torch.float16, *loop.cells()]
+        yield [name, head_dim, torch.float16, *loop.values()]
 
 
 if __name__ == "__main__":

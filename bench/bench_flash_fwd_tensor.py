@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, Q_LENGTH, operands
-from bench.inner_loop import KEYS, LENGTHS, counted
+from bench.inner_loop import LENGTHS, slopes
 from bench.tables import print_table
 from tests.outside.peers import PeerUnavailable
 from tests.outside.tensor_peers import mlx_nax_attention, torch_mpp_attention
@@ -21,9 +21,9 @@ from torch_metal_attn.runtime import extension
 from torch_metal_attn.simulator import Counters
 
 ROWS = 16
-HEADINGS = (
-    *("products", "device loads", "(bytes)", "converts", "exps", "floats", "integers"),
-    *("addresses", "selects", "shuffles", "barriers"),
+COLUMNS = (
+    *("products", "device loads", "device loads (bytes)", "converts", "exps", "floats"),
+    *("integers", "addresses", "selects", "shuffles", "barriers"),
 )
 
 
@@ -53,38 +53,10 @@ KERNELS: dict[str, Callable[..., Counters]] = {
 }
 
 
-def row(kernel: Callable[..., Counters], head_dim: int, dtype: torch.dtype) -> list[float]:
-    """What a thread of one kernel does, in the order of HEADINGS."""
-    return slopes(*(kernel(*operands(length, head_dim, dtype)) for length in LENGTHS))
-
-
-def slopes(short: Counters, long: Counters) -> list[float]:
-    """What one more block of the walked side costs, of counts at two of its lengths.
-
-    What is done once a launch cancels. The other side has 64 rows.
-    """
-    blocks = (LENGTHS[1] - LENGTHS[0]) / KEYS
-    simdgroups = Q_LENGTH / ROWS
-
-    def slope(count: Callable[[Counters], int], instances: float) -> float:
-        return (count(long) - count(short)) / (blocks * instances)
-
-    by_thread: list[Callable[[Counters], int]] = [
-        lambda c: c.loads["device"],
-        lambda c: c.load_bytes["device"],
-        lambda c: c.converts,
-        lambda c: c.exps,
-        lambda c: counted(c.float_operations),
-        lambda c: counted(c.integer_operations),
-        lambda c: counted(c.addresses),
-        lambda c: counted(c.selects),
-    ]
-    return [
-        slope(lambda c: c.tensor_operations, simdgroups),
-        *(slope(count, simdgroups * 32) for count in by_thread),
-        slope(lambda c: c.shuffles, simdgroups),
-        slope(lambda c: c.threadgroup_barriers, long.threadgroups),
-    ]
+def row(kernel: Callable[..., Counters], head_dim: int, dtype: torch.dtype) -> dict[str, float]:
+    """What a thread of one kernel does, by COLUMNS."""
+    found = (kernel(*operands(length, head_dim, dtype)) for length in LENGTHS)
+    return slopes(found, Q_LENGTH / ROWS, COLUMNS)
 
 
 def rows() -> Iterator[list[Any]]:
@@ -93,10 +65,10 @@ def rows() -> Iterator[list[Any]]:
     cases += [(head_dim, torch.float32, "flash_fwd_tensor") for head_dim in HEAD_DIMS]
     for head_dim, dtype, name in cases:
         try:
-            yield [name, head_dim, dtype, *row(KERNELS[name], head_dim, dtype)]
+            yield [name, head_dim, dtype, *row(KERNELS[name], head_dim, dtype).values()]
         except PeerUnavailable as error:
             yield [name, head_dim, dtype, f"not counted: {error}"]
 
 
 if __name__ == "__main__":
-    print_table(["kernel", "D", "dtype", *HEADINGS], rows())
+    print_table(["kernel", "D", "dtype", *COLUMNS], rows())

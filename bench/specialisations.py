@@ -95,6 +95,7 @@ def decoding(
     q, k, v = _operands(head_dim, dtype, kv_heads)
     given = options(LENGTH, head_dim, dtype)
     k, v = (given.pop(name, x)[:, :kv_heads] for name, x in (("k", k), ("v", v)))
+    given |= {name: given[name][:, :kv_heads] for name in ("k_scale", "v_scale") if name in given}
     for name in ("q_rotary_cos", "q_rotary_sin", "attn_mask", "attn_bias"):
         if name in given:
             given[name] = given[name][:1]

@@ -8,7 +8,18 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Left out by --first-cases, as is the fake of torch's shims: builds, processes, generated code.
-SLOW = ("/packaging/", "simulator/test_cache.py", "test_export.py", "test_view_offsets.py", "ring_")
+SLOW = (
+    "/packaging/",
+    "commands/test_fuzz.py::test_workers_that_die",
+    "docs/test_recipe.py",
+    "ring_",
+    "runtime/test_extension.py",
+    "simulator/test_alone.py",
+    "simulator/test_cache.py",
+    "test_export.py",
+    "test_view_offsets.py",
+    "tuning/test_tune.py::test_end_to_end",
+)
 
 WHERE = "kernels run in"
 PLACES = pytest.StashKey[set[str]]()

@@ -5,7 +5,7 @@ Arguments of any shape that torch supports become views (B, H, L, D) for the op,
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -435,34 +435,31 @@ def _fold(
     As many as possible go into B. A mask like (B, 1, 1, 1, Lk) cannot have B and the next dimension
     merged, so then the next dimension goes into the heads.
     """
-    views = [
-        ("query", query, query.expand((*batch, heads[0], *query.shape[-2:]))),
-        ("key", key, key.expand((*batch, heads[1], *key.shape[-2:]))),
-        ("value", value, value.expand((*batch, heads[2], *value.shape[-2:]))),
-    ]
-    if attn_mask is not None:
-        ones = (1,) * (len(batch) + 3 - attn_mask.dim())
-        views.append(("attn_mask", attn_mask, attn_mask.expand((*ones, *attn_mask.shape))))
+    given = {"query": query, "key": key, "value": value}
+    views = {
+        name: x.expand((*batch, count, *x.shape[-2:]))
+        for (name, x), count in zip(given.items(), heads, strict=True)
+    }
     leading = (*batch, heads[0])
+
+    def folded_at(split: int) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        for name, view in views.items():
+            yield name, view, _folded(view, split)
+        if attn_mask is not None:
+            mask = attn_mask[(None,) * (len(leading) + 2 - attn_mask.dim())]
+            mask = _repeated(mask, split, leading)
+            yield "attn_mask", mask, _folded(mask, split)
+
     for split in reversed(range(len(batch) + 1)):
-        folded = [
-            _folded(_repeated(view, split, leading) if name == "attn_mask" else view, split)
-            for name, _, view in views
-        ]
-        q, k, v = folded[:3]
-        mask = folded[3] if attn_mask is not None else None
-        if (
-            q is not None
-            and k is not None
-            and v is not None
-            and len(views) == 3 + (mask is not None)
-        ):
-            return q, k, v, mask
-    for name, given, view in views:
-        if name == "attn_mask":
-            view = _repeated(view, len(batch), leading)
-        if _folded(view, len(batch)) is None:
-            raise ValueError(_unfoldable(name, given, tuple(view.shape), batch))
+        found = [x for _, _, x in folded_at(split) if x is not None]
+        if len(found) == len(views) + (attn_mask is not None):
+            q, k, v, *mask = found
+            return q, k, v, mask[0] if mask else None
+    for name, view, folded in folded_at(len(batch)):
+        if folded is None:
+            x = given.get(name, attn_mask)
+            assert x is not None
+            raise ValueError(_unfoldable(name, x, tuple(view.shape), batch))
     raise ValueError(
         f"query, key, value and attn_mask cannot all have their leading dimensions {batch} merged "
         "in the same way without a copy: call .contiguous() on each first"

@@ -44,8 +44,33 @@ def reshape_and_cache_flash(
     """
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_rank(name, cache, _FLASH_SHAPE)
-    rows = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
-    _write(key, value, *rows, slot_mapping, kv_cache_dtype, k_scale, v_scale)
+    keys, values = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
+    for name, tensor in (("key", key), ("value", value)):
+        check_rank(name, tensor, "(tokens, kv_heads, head_size)")
+    check_rank("slot_mapping", slot_mapping, "(tokens)")
+    if slot_mapping.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"slot_mapping has dtype {slot_mapping.dtype}; it must be int32 or int64")
+    if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
+        raise ValueError(
+            f"key has {key.shape[0]} tokens, value {value.shape[0]} and slot_mapping "
+            f"{slot_mapping.shape[0]}; they must be the same"
+        )
+    keys, values, scales = _format(kv_cache_dtype, keys, values, k_scale, v_scale)
+    block_size = keys.shape[2]
+    if slot_mapping.device.type == "cpu":
+        slots = keys.shape[0] * block_size
+        if (slot_mapping >= slots).any():
+            raise ValueError(
+                f"slot_mapping has {slot_mapping.max().item()}; key_cache has {slots} slots"
+            )
+        # On mps the kernel skips them: their block is -1.
+        written = slot_mapping >= 0
+        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    # Each token is a sequence of one new row, in a cache of which it sees one block.
+    slot_mapping = slot_mapping.int()
+    options = {"block_table": (slot_mapping // block_size)[:, None], **scales}
+    arguments = (key[:, :, None], value[:, :, None], keys, values, slot_mapping % block_size)
+    _NAMES.run(torch.ops.metal_attn.append_kv, arguments, options)
 
 
 def _format(
@@ -74,41 +99,3 @@ def _format(
         # The ops have a scale per head.
         scales[f"{name}_scale"] = scale.reshape(1).repeat(cache.shape[1])
     return keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn), scales
-
-
-def _write(
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slot_mapping: Tensor,
-    kv_cache_dtype: str,
-    k_scale: Tensor,
-    v_scale: Tensor,
-) -> None:
-    """Each token is a sequence of one new row, in a cache of which it sees one block."""
-    for name, tensor in (("key", key), ("value", value)):
-        check_rank(name, tensor, "(tokens, kv_heads, head_size)")
-    check_rank("slot_mapping", slot_mapping, "(tokens)")
-    if slot_mapping.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"slot_mapping has dtype {slot_mapping.dtype}; it must be int32 or int64")
-    if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
-        raise ValueError(
-            f"key has {key.shape[0]} tokens, value {value.shape[0]} and slot_mapping "
-            f"{slot_mapping.shape[0]}; they must be the same"
-        )
-    keys, values, scales = _format(kv_cache_dtype, keys, values, k_scale, v_scale)
-    block_size = keys.shape[2]
-    if slot_mapping.device.type == "cpu":
-        slots = keys.shape[0] * block_size
-        if (slot_mapping >= slots).any():
-            raise ValueError(
-                f"slot_mapping has {slot_mapping.max().item()}; key_cache has {slots} slots"
-            )
-        # On mps the kernel skips them: their block is -1.
-        written = slot_mapping >= 0
-        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
-    slot_mapping = slot_mapping.int()
-    options = {"block_table": (slot_mapping // block_size)[:, None], **scales}
-    arguments = (key[:, :, None], value[:, :, None], keys, values, slot_mapping % block_size)
-    _NAMES.run(torch.ops.metal_attn.append_kv, arguments, options)

@@ -125,15 +125,10 @@ def flash_attn_with_kvcache(
     ):
         try:
             out = _plain_with_kvcache(
-                q,
-                k_cache,
-                v_cache,
-                k,
-                v,
-                rotary_cos,
-                rotary_sin,
-                cache_seqlens,
-                block_table,
+                (q, k_cache, v_cache),
+                () if k is None and v is None else (k, v),
+                () if rotary_cos is None and rotary_sin is None else (rotary_cos, rotary_sin),
+                *(cache_seqlens, block_table),
                 first_options(softmax_scale, causal, window_size),
                 rotary_interleaved,
             )
@@ -216,26 +211,19 @@ def flash_attn_with_kvcache(
 
 
 def _plain_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
+    caches: tuple[Tensor, ...],
+    new: tuple[Any, ...],
+    tables: tuple[Any, ...],
     cache_seqlens: int | Tensor | None,
     block_table: Tensor | None,
     first: tuple[Any, ...],
     rotary_interleaved: bool,
 ) -> Tensor | None:
-    """The call by a plain op; None if it is not plain."""
-    tables: tuple[Any, ...] = (
-        () if rotary_cos is None and rotary_sin is None else (rotary_cos, rotary_sin)
-    )
-    new: tuple[Any, ...] = () if k is None and v is None else (k, v)
+    """The call by a plain op; None if it is not plain. caches: q, k_cache and v_cache."""
+    q, k_cache, v_cache = caches
     pages = () if block_table is None else (block_table,)
     if (
-        not plain.applies(q, k_cache, v_cache, *new, *tables, *pages)
+        not plain.applies(*caches, *new, *tables, *pages)
         or q.dim() != 4
         or q.size(1) > DECODE_QUERIES
         or (tables and not new)
@@ -246,7 +234,7 @@ def _plain_with_kvcache(
     if type(seqlens) is not Tensor:
         seqlens = lengths_tensor(cache_seqlens, q)
     if not new:
-        out: Tensor = plain.flash_attn_cached(q, k_cache, v_cache, seqlens, block_table, *first)
+        out: Tensor = plain.flash_attn_cached(*caches, seqlens, block_table, *first)
         return out
     if tables:
         interleaved = flag("rotary_interleaved", rotary_interleaved)

@@ -2,14 +2,14 @@
 
 import multiprocessing
 import os
-import re
+import resource
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from bench.front_end import source_of
 from torch_metal_attn.simulator.build import ShaderCompileError
@@ -23,11 +23,9 @@ from .listing import LANES, Loop
 DRIVER = Path(os.environ.get("AGX_LENS") or default_dir() / "agx" / "agx_lens")
 # Of a core, as measured by others: 52 to 60 KB (docs/design/tiles.md has the sources).
 THREADGROUP_MEMORY = 60 * 1024
-REGISTERS = 128  # of a thread, of 32 bits
-STATISTICS = re.compile(
-    r"(\d+) inst, .* (\d+) bytes, \d+ regs, .* (\d+) scratch, (\d+) threads, "
-    r"\d+ loops, (\d+):(\d+) spills:fills"
-)
+MOST_RESIDENT = 32  # SIMD groups, as many as their registers allow
+# Of a run of the driver, which takes a few seconds and less than 100 MB.
+TIMEOUT_SECONDS, MEMORY = 600, 2**30
 
 
 class LensError(RuntimeError):
@@ -41,7 +39,8 @@ class Compiled:
     Attributes: demand: registers of 32 bits that a thread needs to spill nothing. threads: that a
     core holds with the registers given. threads_per_group: of a threadgroup. spills, fills: stores
     and loads of spilled values. scratch: bytes of private memory of a thread. code: bytes.
-    threadgroup: bytes of threadgroup memory. loops: all of them.
+    threadgroup: bytes of threadgroup memory. main: the outermost loop with matrix products, which
+    is that over the keys or over the queries.
     """
 
     demand: float
@@ -51,35 +50,37 @@ class Compiled:
     fills: int
     scratch: int
     code: int
-    instructions: int
     threadgroup: int
-    loops: list[Loop]
+    main: Loop | None
+
+    @property
+    def resident_by_registers(self) -> int:
+        """SIMD groups that a core holds in whole threadgroups, by registers alone."""
+        return self.threads // self.threads_per_group * self.threads_per_group // LANES
+
+    @property
+    def resident_by_threadgroup_memory(self) -> int:
+        """Likewise, by threadgroup memory alone."""
+        if not self.threadgroup:
+            return MOST_RESIDENT
+        groups = THREADGROUP_MEMORY // self.threadgroup
+        return min(groups * self.threads_per_group // LANES, MOST_RESIDENT)
 
     @property
     def resident(self) -> int:
-        """SIMD groups that a core holds, by registers and threadgroup memory."""
-        groups = self.threads // self.threads_per_group
-        if self.threadgroup:
-            groups = min(groups, THREADGROUP_MEMORY // self.threadgroup)
-        return groups * self.threads_per_group // LANES
-
-    @property
-    def main(self) -> Loop | None:
-        """The outermost loop with matrix products: that over the keys, or over the queries."""
-        found = [loop for loop in self.loops if loop.products]
-        return max(found, key=lambda loop: (loop.products, len(loop.blocks)), default=None)
+        """SIMD groups that a core holds."""
+        return min(self.resident_by_registers, self.resident_by_threadgroup_memory)
 
     @property
     def loop_code(self) -> int:
-        """Bytes of the main loop's code, by its part of the instructions."""
-        return self.code * self.main.instructions // self.instructions if self.main else 0
+        """Bytes of the main loop's code."""
+        return self.main.code if self.main else 0
 
     @property
     def spills_in_loop(self) -> int:
         """Stores and loads of spilled values in the main loop."""
-        return (
-            sum(self.main.opcodes[f"stack_{way}"] for way in ("load", "store")) if self.main else 0
-        )
+        opcodes = self.main.opcodes if self.main else Counter[str]()
+        return opcodes["stack_load"] + opcodes["stack_store"]
 
     @property
     def cycles(self) -> float:
@@ -102,72 +103,87 @@ def compile_agx(
     threads: of a threadgroup. defines, constants: macros, and values of function constants.
     Raises ShaderCompileError with clang's message, or LensError.
     """
-    given = {"defines": defines, "constants": constants, "include_dirs": include_dirs}
-    ir, symbol = spirv.llvm_ir(text, kernel, threads, **given)
-    return _statistics(run_driver(ir, symbol, threads), threads)
+    ir, symbol = spirv.llvm_ir(text, kernel, threads, defines, constants, include_dirs)
+    found = listing.parse(run_driver(ir, symbol, threads))
+    opcodes = found.opcodes()
+    with_products = [loop for loop in found.loops() if loop.products]
+    return Compiled(
+        demand=found.halves / 2,
+        threads=found.threads,
+        threads_per_group=threads,
+        spills=opcodes["stack_store"],
+        fills=opcodes["stack_load"],
+        scratch=found.scratch,
+        code=found.code,
+        threadgroup=found.threadgroup,
+        main=max(with_products, key=lambda loop: (loop.products, len(loop.blocks)), default=None),
+    )
 
 
-class Job(NamedTuple):
-    """One specialisation of this project's kernels."""
+Failure = LensError | ShaderCompileError
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile.
+
+    Attributes: defines: this project's specialisation, or macros of `text`. text: of others.
+    """
 
     kernel: str
     defines: Mapping[str, object]
     threads: int
+    text: str | None = None
+    constants: Mapping[int | str, ConstantValue] | None = None
+    include_dirs: Sequence[str | Path] = ()
+
+    def compiled(self) -> Compiled | Failure:
+        """A failure is returned, not raised: some candidates of a table do not compile."""
+        given: Mapping[str, object] = {} if self.text is None else self.defines
+        try:
+            return compile_agx(
+                source_of(self.kernel, self.defines) if self.text is None else self.text,
+                self.kernel,
+                self.threads,
+                defines=given,
+                constants=self.constants,
+                include_dirs=self.include_dirs,
+            )
+        except (LensError, ShaderCompileError) as error:
+            return error
 
 
-def compile_job(job: Job) -> Compiled | LensError | ShaderCompileError:
-    """A failure is returned, not raised: most tiles of a table's candidates do not compile."""
-    try:
-        return compile_agx(source_of(job.kernel, job.defines), job.kernel, job.threads)
-    except (LensError, ShaderCompileError) as error:
-        return error
-
-
-def compile_all(
-    jobs: Iterable[Job], workers: int = 1
-) -> Iterator[Compiled | LensError | ShaderCompileError]:
+def compile_all(jobs: Iterable[Job], workers: int = 1) -> Iterator[Compiled | Failure]:
     """Compile many, `workers` at a time, and yield them in their order."""
     if workers == 1:
-        yield from map(compile_job, jobs)
+        yield from map(Job.compiled, jobs)
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(compile_job, jobs)
+        yield from pool.map(Job.compiled, jobs)
+
+
+def _limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def run_driver(ir: str, symbol: str, threads: int, **environment: str) -> str:
-    """What the driver prints for LLVM IR. Raises LensError."""
+    """What the driver prints for LLVM IR, with variables that it knows. Raises LensError."""
     if not DRIVER.exists():
         raise LensError(f"{DRIVER} is not there: build it with bench/agx/setup.sh")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.spv")
         file.write_bytes(spirv.compile_spirv(ir))
-        done = subprocess.run(
-            [DRIVER, file, symbol, str(threads)],
-            env=os.environ | {"AGX_MESA_DEBUG": "shaders", "LENS_DEMAND": "1"} | environment,
-            capture_output=True,
-            text=True,
-        )
+        try:
+            done = subprocess.run(
+                [DRIVER, file, symbol, str(threads)],
+                env=os.environ | environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT_SECONDS,
+                preexec_fn=_limit_memory,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise LensError(str(error)) from None
     if done.returncode:
-        raise LensError((done.stderr or done.stdout)[-600:])
+        raise LensError(f"exit status {done.returncode}: {(done.stderr or done.stdout)[-600:]}")
     return done.stdout
-
-
-def _statistics(printed: str, threads: int) -> Compiled:
-    found = STATISTICS.search(printed)
-    assert found, printed[-600:]
-    before = printed[: found.start()]
-    instructions, code, scratch, resident, spills, fills = (int(n) for n in found.groups())
-    (demand,) = re.findall(r"^demand (\d+) of", before, re.M)
-    (threadgroup,) = re.findall(r"^threadgroup memory (\d+)", printed, re.M)
-    return Compiled(
-        demand=int(demand) / 2,
-        threads=resident,
-        threads_per_group=threads,
-        spills=spills,
-        fills=fills,
-        scratch=scratch,
-        code=code,
-        instructions=instructions,
-        threadgroup=int(threadgroup),
-        loops=listing.loops(before[before.rindex("\nblock0 {") + 1 :]),
-    )

@@ -33,29 +33,36 @@ COMPLEX_CYCLES = {
     "rsqrt": 8,
     "srsqrt": 8,
 }
-THREADGROUP_BYTES = 64  # that a core's threadgroup memory moves a cycle
+# That a core moves a cycle, in threadgroup memory and in its cache of device memory.
+THREADGROUP_BYTES = DEVICE_BYTES = 64
 SIMD_UNITS = 4  # of a core
 LANES = 32
 
 
 @dataclass
 class Block:
-    """Instructions with one way in and one way out, and the blocks that may follow."""
+    """Instructions with one way in and one way out.
 
+    Attributes: start: where its code begins, in bytes. followers: the blocks that may be next.
+    opcodes: how often each instruction is in it. lane_bytes: that a lane moves, by local_load,
+    local_store, device_load and so on.
+    """
+
+    start: int
+    followers: list[int]
     opcodes: Counter[str] = field(default_factory=Counter)
     lane_bytes: Counter[str] = field(default_factory=Counter)
-    followers: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Loop:
     """One loop, with all that is inside it.
 
-    Attributes: blocks: their numbers. opcodes: how often each instruction is in the text.
-    lane_bytes: that a lane moves, by local_load, local_store, device_load and so on.
+    Attributes: blocks: their numbers. code: bytes. opcodes, lane_bytes: as of Block.
     """
 
     blocks: range
+    code: int
     opcodes: Counter[str]
     lane_bytes: Counter[str]
 
@@ -85,42 +92,68 @@ class Loop:
         return SIMD_UNITS * LANES * moved / THREADGROUP_BYTES
 
     @property
+    def device(self) -> float:
+        """Cycles of the cache of device memory, likewise; spilled values go there too."""
+        moved = sum(
+            self.lane_bytes[f"{memory}_{way}"]
+            for memory in ("device", "stack")
+            for way in ("load", "store")
+        )
+        return SIMD_UNITS * LANES * moved / DEVICE_BYTES
+
+    @property
     def cycles(self) -> float:
         """Of the busiest unit."""
-        return max(self.arithmetic, self.complex, self.threadgroup)
+        return max(self.arithmetic, self.complex, self.threadgroup, self.device)
 
 
-def blocks(text: str) -> Iterator[Block]:
-    """The blocks of a listing, in their order."""
-    block = None
+@dataclass(frozen=True)
+class Listing:
+    """What the driver says of a kernel.
+
+    Attributes: halves: registers of 16 bits that a thread needs to spill nothing. threads: that a
+    core holds with the registers given. scratch: bytes of private memory of a thread. threadgroup:
+    bytes of threadgroup memory. code: bytes.
+    """
+
+    halves: int
+    threads: int
+    scratch: int
+    threadgroup: int
+    code: int
+    blocks: list[Block]
+
+    def opcodes(self) -> Counter[str]:
+        """Of the whole kernel."""
+        return sum((block.opcodes for block in self.blocks), Counter[str]())
+
+    def loops(self) -> Iterator[Loop]:
+        """Each from the block where it is entered to the one that goes back there."""
+        starts = [*(block.start for block in self.blocks), self.blocks[0].start + self.code]
+        for last, block in enumerate(self.blocks):
+            for first in block.followers:
+                if first <= last:
+                    inside = self.blocks[first : last + 1]
+                    yield Loop(
+                        blocks=range(first, last + 1),
+                        code=starts[last + 1] - starts[first],
+                        opcodes=sum((one.opcodes for one in inside), Counter[str]()),
+                        lane_bytes=sum((one.lane_bytes for one in inside), Counter[str]()),
+                    )
+
+
+def parse(text: str) -> Listing:
+    """What the driver prints: numbers by name, blocks, and their instructions, indented."""
+    numbers: dict[str, int] = {}
+    blocks: list[Block] = []
     for line in text.split("\n"):
-        if line.startswith("block"):
-            block = Block()
-        elif line.startswith("}") and block is not None:
-            followers = line.partition(" -> ")[2].partition(" from")[0]
-            block.followers = [int(n) for n in re.findall(r"block(\d+)", followers)]
-            yield block
-            block = None
-        elif block is not None and line.strip():
-            result, _, instruction = line.strip().rpartition(" = ")
-            opcode, *operands = instruction.replace(",", "").split(" ")
-            block.opcodes[opcode] += 1
-            if opcode.endswith(("_load", "_store")):
-                register = result or operands[0]
-                (elements,) = (word for word in operands if re.fullmatch("[xyzw]+", word))
-                each = 2 if re.match(r"r\d+[lh]", register) else 4
-                block.lane_bytes[opcode] += each * len(elements)
-
-
-def loops(text: str) -> list[Loop]:
-    """The loops of a listing, each from where it is entered to where it is repeated."""
-    found = list(blocks(text))
-    of_loops = []
-    for last, block in enumerate(found):
-        for first in block.followers:
-            if first <= last:
-                inside = found[first : last + 1]
-                opcodes = sum((one.opcodes for one in inside), Counter[str]())
-                lane_bytes = sum((one.lane_bytes for one in inside), Counter[str]())
-                of_loops.append(Loop(range(first, last + 1), opcodes, lane_bytes))
-    return of_loops
+        words = line.split()
+        if line.startswith("block "):
+            blocks.append(Block(int(words[3]), [int(word) for word in words[4:]]))
+        elif line.startswith(" "):
+            blocks[-1].opcodes[words[0]] += 1
+            if len(words) > 1:
+                blocks[-1].lane_bytes[words[0]] += int(words[1])
+        elif len(words) == 2:
+            numbers[words[0]] = int(words[1])
+    return Listing(blocks=blocks, **numbers)

@@ -99,7 +99,6 @@ def llvm_ir(
     text: str,
     kernel: str,
     threads: int,
-    *,
     defines: Mapping[str, object] | None = None,
     constants: Mapping[int | str, ConstantValue] | None = None,
     include_dirs: Sequence[str | Path] = (),
@@ -121,6 +120,6 @@ def compile_spirv(ir: str) -> bytes:
     """The SPIR-V of LLVM IR as it is."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "kernel.spv")
-        as_it_is = ["-O1", "-Xclang", "-disable-llvm-passes"]
+        as_it_is = ["-O1", "-Xclang", "-disable-llvm-passes", "-mllvm", "-disable-lsr"]
         clang([*TARGET, "-x", "ir", *as_it_is, "-c", "-", "-o", str(out)], ir)
         return out.read_bytes()

@@ -138,12 +138,10 @@ struct FlashFwdProblem {
   Element element;
   int head_dim_qk;
   int head_dim_v;
-  bool aligned;    // every row of k and v is aligned to its loads, see kv_load_bytes
-  bool q_pairs;    // columns 2i and 2i + 1 of q lie in one aligned vector
-  bool q_aligned;  // every row of q is 16-byte aligned
-  // Of all heads and sequences, where sequences have kManyRows or more; or else 0.
-  int64_t queries;
-  int64_t keys;
+  bool aligned;        // every row of k and v is aligned to its loads, see kv_load_bytes
+  bool q_pairs;        // columns 2i and 2i + 1 of q lie in one aligned vector
+  bool q_aligned;      // every row of q is 16-byte aligned
+  int64_t keys;        // of all heads and sequences, if a sequence has kManyRows or more; or else 0
   int64_t q_length;    // packed: at most, of any sequence
   int queries_per_kv;  // query heads that share a KV head
   FlashFwdFeatures features;

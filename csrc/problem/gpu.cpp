@@ -11,14 +11,6 @@ constexpr int kNewestFamily = 10;
 // Of M1, M2 and so on.
 constexpr std::array<int, 5> kFamilies{7, 8, 9, 9, 10};
 
-// A thread of M1 and M2 has 128 registers. The back end that tiles are measured with allots 120.
-constexpr int kFixedRegisters = 120;
-
-// From M3 on registers are a part of the cache, so a larger tile costs cache and not occupancy. How
-// large it may be is a judgement: nobody here could measure it.
-constexpr int kCachedRegisters = 168;
-constexpr int kFirstCachedFamily = 9;
-
 }  // namespace
 
 int gpu_family(const std::string& name) {
@@ -36,10 +28,6 @@ int gpu_family(const std::string& name) {
     return kOldestFamily;
   }
   return generation <= kFamilies.size() ? kFamilies[generation - 1] : kNewestFamily;
-}
-
-int register_limit(const Gpu& gpu) {
-  return gpu.family >= kFirstCachedFamily ? kCachedRegisters : kFixedRegisters;
 }
 
 }  // namespace metal_attn

@@ -19,7 +19,4 @@ struct Gpu {
 // name, or none: what fits there fits everywhere.
 int gpu_family(const std::string& name);
 
-// 32-bit registers that a thread's tiles and addresses may take.
-int register_limit(const Gpu& gpu);
-
 }  // namespace metal_attn

@@ -2,28 +2,33 @@
 #pragma once
 
 #include <optional>
+#include <span>
 
 #include "csrc/problem/attention.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/runtime/launch.h"
-#include "csrc/tiles/tuned.h"
+#include "csrc/tiles/table.h"
 
 namespace metal_attn {
 
+// What is chosen.
+struct FlashBwdTile {
+  int slices;         // over the grid, of the gradients' columns
+  int block;          // rows of the other side staged at a time
+  int row_fragments;  // 8-row fragments that a SIMD group owns
+  int simdgroups;
+  int column_simdgroups = 1;  // that share rows, with a part of the gradients' columns each
+  int rows_in_registers;
+  int rows_in_threadgroup;  // if in neither, they are read again for every block
+};
+
 // A gradient kernel: a threadgroup owns rows of one side (queries for dq, keys for dk and dv) and
 // walks over blocks of the other.
-struct FlashBwdSpecialisation {
+struct FlashBwdSpecialisation : FlashBwdTile {
   bool tensor_tiles;  // those of csrc/tiles/flash_bwd_tensor.cpp
   Element element;
   int head_dim_qk;
   int head_dim_v;
-  int slices;         // over the grid, of the gradients' columns
-  int row_fragments;  // 8-row fragments that a SIMD group owns
-  int block;          // rows of the other side staged at a time
-  int simdgroups;
-  int column_simdgroups = 1;  // that share rows, with a part of the gradients' columns each
-  bool rows_in_registers;
-  bool rows_in_threadgroup;  // if in neither, they are read again for every block
   bool wide_loads;
   bool wide_rotary;
   bool row_pairs;       // two neighbouring elements of the own rows at a time
@@ -31,7 +36,8 @@ struct FlashBwdSpecialisation {
   bool exact_delta;     // see flash_bwd_dq.metal
   int head_splits = 1;  // threadgroups that share the query heads of a KV head; no part of the tile
   FlashFwdFeatures features;
-  const TileRow* row;  // of a table that has the tile; null: it is estimated
+  const TileConditions* defaults;  // of the default tile that this is, or null
+  const TileRow* row;              // of a tuned table that has the tile, or null
 
   int block_rows() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }
@@ -44,21 +50,21 @@ struct FlashBwdSpecialisation {
   // Whether the rounding of the log-sum-exp would show in the weights: in float32, and in what the
   // other gradients that are float32's are computed from.
   bool normalised() const;
-  Tile tile() const;
-  int registers() const;
+  int registers() const;  // of a thread, 32 bits each; 0: not known
   int threadgroup_bytes() const;
   const char* kernel() const;
+
+  static std::span<const Knob<FlashBwdTile>> knobs();
+  std::span<const DefaultRow<FlashBwdTile>> table() const;
+  TileQuestion question(int family) const;
+  // Takes a row's tile, cut to this problem. Returns whether the kernel can run it.
+  bool take(const FlashBwdTile& tile);
+  bool can_run() const;
 };
 
-// Every tile that fits in threadgroup memory, whatever registers it takes.
-void for_each_tile(const FlashBwdSpecialisation& like,
-                   const TileVisitor<FlashBwdSpecialisation>& visit);
-
 // On 8x8 tiles. Nothing if no tile fits in threadgroup memory.
-std::optional<FlashBwdSpecialisation> choose_flash_bwd_dq(const FlashFwdProblem& problem,
-                                                          bool exact_delta, const Gpu& gpu);
-std::optional<FlashBwdSpecialisation> choose_flash_bwd_dkv(const FlashFwdProblem& problem,
-                                                           bool exact_delta, const Gpu& gpu);
+std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, bool dkv,
+                                                       bool exact_delta, const Gpu& gpu);
 
 // How many threadgroups of this tile should share the query heads of a KV head, which they divide.
 int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,

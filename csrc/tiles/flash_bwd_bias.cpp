@@ -11,14 +11,12 @@ namespace {
 // Threadgroups that keep the largest GPU, of 80 cores, busy.
 constexpr int64_t kBusyThreadgroups = 80 * kSimdgroupsPerCore / kSimdgroups;
 
-}  // namespace
+constexpr DefaultRow<FlashBwdBiasTile> kRows[] = {
+#define FLASH_BWD_BIAS(...) TILE_ROW(__VA_ARGS__)
+#include "csrc/tiles/table.inc"
+};
 
-int FlashBwdBiasSpecialisation::registers() const {
-  // Scores, their gradients, and the sum of those.
-  const int score_tiles = 3 + second_chains(*this);
-  const int scores = row_fragments * score_tiles * block_k / 8 * fragment_registers(sizeof(float));
-  return 54 + held_registers(*this) + scores + feature_registers(features);
-}
+}  // namespace
 
 int FlashBwdBiasSpecialisation::threadgroup_bytes() const {
   const int pairs = pair_columns(*this);
@@ -26,27 +24,24 @@ int FlashBwdBiasSpecialisation::threadgroup_bytes() const {
   return block_k * pairs * element_bytes(element) + column_sums;
 }
 
-// Rows in registers first, and two row fragments, which halve the loads a matrix operation; then
-// the largest block. Tiles are within the blocks of a BlockMask.
+std::span<const DefaultRow<FlashBwdBiasTile>> FlashBwdBiasSpecialisation::table() { return kRows; }
+
+TileQuestion FlashBwdBiasSpecialisation::question(int family) const {
+  return {element, std::max(head_dim_qk, head_dim_v), 0, load_of(features), family};
+}
+
+bool FlashBwdBiasSpecialisation::take(const FlashBwdBiasTile& tile) {
+  static_cast<FlashBwdBiasTile&>(*this) = tile;
+  block_k = 8 * parts_within(features.kv_block(), 8, block_k / 8);
+  simdgroups = parts_within(features.q_block(), 8 * row_fragments, simdgroups);
+  return simdgroups > 0 && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
+}
+
 std::optional<FlashBwdBiasSpecialisation> choose_flash_bwd_bias(const FlashFwdProblem& problem,
                                                                 const Gpu& gpu) {
   auto s = specialisation_for<FlashBwdBiasSpecialisation>(problem);
-  s.simdgroups = simdgroups_for(s.features.q_block());
   s.wide_rotary = wide_rotary(problem);
-  for (bool held : {true, false}) {
-    for (int row_fragments : {2, 1}) {
-      for (int block : {32, 16, 8}) {
-        s.rows_in_registers = held;
-        s.row_fragments = row_fragments;
-        s.block_k = block;
-        if ((held || row_fragments == 1) && fits(s, gpu) &&
-            within_blocks(s.features, s.block_q(), s.block_k)) {
-          return s;
-        }
-      }
-    }
-  }
-  return std::nullopt;
+  return default_tile(s, gpu);
 }
 
 Defines flash_bwd_bias_defines(const FlashBwdBiasSpecialisation& s) {

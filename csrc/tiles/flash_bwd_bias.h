@@ -3,32 +3,43 @@
 
 #include <cstdint>
 #include <optional>
+#include <span>
 
 #include "csrc/problem/attention.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/runtime/launch.h"
+#include "csrc/tiles/table.h"
 
 namespace metal_attn {
 
-// The kernel of what is added to scores: a threadgroup owns a tile of the bias in registers, and
-// walks over the tiles of scores that share it.
-struct FlashBwdBiasSpecialisation {
-  Element element;
-  int head_dim_qk;
-  int head_dim_v;
+// What is chosen.
+struct FlashBwdBiasTile {
   int row_fragments;  // 8-row fragments of queries that a SIMD group owns
   int block_k;        // keys of a tile
   int simdgroups;
-  bool rows_in_registers;
+  int rows_in_registers;
+};
+
+// The kernel of what is added to scores: a threadgroup owns a tile of the bias in registers, and
+// walks over the tiles of scores that share it.
+struct FlashBwdBiasSpecialisation : FlashBwdBiasTile {
+  Element element;
+  int head_dim_qk;
+  int head_dim_v;
   bool wide_loads;
   bool wide_rotary;
   FlashFwdFeatures features;
-  const TileRow* row;  // of a table that has the tile; null: it is estimated
+  const TileConditions* defaults;  // of the default tile that this is
 
   int block_q() const { return 8 * row_fragments * simdgroups; }
   int threads() const { return 32 * simdgroups; }
-  int registers() const;
+  int registers() const { return recorded_registers(defaults); }
   int threadgroup_bytes() const;
+
+  static std::span<const DefaultRow<FlashBwdBiasTile>> table();
+  TileQuestion question(int family) const;
+  // Takes a row's tile, cut to this problem. Returns whether the kernel can run it.
+  bool take(const FlashBwdBiasTile& tile);
 };
 
 // Nothing if no tile fits in threadgroup memory.

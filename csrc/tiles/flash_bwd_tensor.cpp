@@ -63,7 +63,7 @@ int tensor_threadgroup_bytes(const FlashBwdSpecialisation& s) {
 }
 
 FlashBwdSpecialisation choose_flash_bwd_tensor(const FlashFwdProblem& problem, bool dkv,
-                                               bool exact_delta, const Gpu& gpu) {
+                                               bool exact_delta) {
   auto s = specialisation_for<FlashBwdSpecialisation>(problem);
   s.tensor_tiles = true;
   s.simdgroups = kSimdgroups;
@@ -82,7 +82,7 @@ FlashBwdSpecialisation choose_flash_bwd_tensor(const FlashFwdProblem& problem, b
       s.column_simdgroups = column_simdgroups;
       for (bool held : {true, false}) {
         s.rows_in_registers = held;
-        if ((fits_tensor_registers(s, gpu) || s.slices == most) &&
+        if ((tensor_registers(s) <= kTensorRegisters || s.slices == most) &&
             (!best || cost(s) < cost(*best))) {
           best = s;
         }

@@ -6,7 +6,7 @@
 namespace metal_attn {
 
 FlashBwdSpecialisation choose_flash_bwd_tensor(const FlashFwdProblem& problem, bool dkv,
-                                               bool exact_delta, const Gpu& gpu);
+                                               bool exact_delta);
 
 // Columns of a gradient of so many that a threadgroup owns.
 int tensor_slice(const FlashBwdSpecialisation& specialisation, int columns);

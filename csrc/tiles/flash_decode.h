@@ -3,46 +3,56 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "csrc/problem/attention.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/runtime/launch.h"
-#include "csrc/tiles/tuned.h"
+#include "csrc/tiles/table.h"
 
 namespace metal_attn {
 
-// Decoding: a threadgroup owns query heads of one KV head and a part of the keys.
-struct FlashDecodeSpecialisation {
-  Element element;
-  int head_dim_qk;
-  int head_dim_v;
+// What is chosen.
+struct FlashDecodeTile {
   int row_fragments;      // 8-row fragments of queries that are worked on at a time
   int key_fragments;      // 8-key fragments of a SIMD group's block
   int key_simdgroups;     // per threadgroup, with different keys
-  int column_simdgroups;  // with the same keys and different columns
-  bool wide_loads;
-  bool v_in_k;      // v is the first columns of k
-  bool v_first;     // loaded before the scores
-  int vector_rows;  // of which values are summed up without the matrix unit; 0: of none
-  int key_lanes;    // that share a value's row then
-  FlashFwdFeatures features;
-  const TileRow* row;  // of a table that has the tile; null: it is estimated
+  int column_simdgroups;  // with the same keys and different columns; of a table's row: at most so
+                          // many spans of 32 columns for each
+  int v_first;            // loaded before the scores
+  int vector_rows;        // of which values are summed up without the matrix unit; 0: of none
+};
 
-  int rows() const { return vector_rows > 0 ? vector_rows : 8 * row_fragments; }
+// Decoding: a threadgroup owns query heads of one KV head and a part of the keys.
+struct FlashDecodeSpecialisation : FlashDecodeTile {
+  Element element;
+  int head_dim_qk;
+  int head_dim_v;
+  int64_t all_rows;  // queries of all heads that share a KV head
+  bool wide_loads;
+  bool v_in_k;  // v is the first columns of k
+  FlashFwdFeatures features;
+  const TileConditions* defaults;  // of the default tile that this is, or null
+  const TileRow* row;              // of a tuned table that has the tile, or null
+
+  int rows_at_once() const { return vector_rows > 0 ? vector_rows : 8 * row_fragments; }
   // Tiles that so many rows fill; the keys are read for each.
-  int64_t passes(int64_t all_rows) const { return (all_rows + rows() - 1) / rows(); }
+  int64_t passes(int64_t rows) const { return (rows + rows_at_once() - 1) / rows_at_once(); }
   static const char* kernel() { return "flash_decode"; }
   int step_keys() const { return 8 * key_fragments * key_simdgroups; }
   int threads() const { return 32 * key_simdgroups * column_simdgroups; }
-  Tile tile() const;
-  int registers() const;
+  int key_lanes() const;  // that share a value's row, where values are summed up without the unit
+  int registers() const { return recorded_registers(defaults); }
   int threadgroup_bytes() const;
-};
 
-// Every tile that fits in threadgroup memory, whatever registers it takes.
-void for_each_tile(const FlashDecodeSpecialisation& like,
-                   const TileVisitor<FlashDecodeSpecialisation>& visit);
+  static std::span<const Knob<FlashDecodeTile>> knobs();
+  static std::span<const DefaultRow<FlashDecodeTile>> table();
+  TileQuestion question(int family) const;
+  // Takes a row's tile, cut to this problem. Returns whether the kernel can run it.
+  bool take(const FlashDecodeTile& tile);
+  bool can_run() const;
+};
 
 // `rows`: queries of all heads that share a KV head.
 FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, int64_t rows,
@@ -56,7 +66,7 @@ int64_t flash_decode_splits(const FlashDecodeSpecialisation& specialisation, int
 
 Defines flash_decode_defines(const FlashDecodeSpecialisation& specialisation, bool split);
 
-std::string describe_choice(const FlashDecodeSpecialisation& specialisation, int64_t rows,
-                            int64_t row_groups, int64_t splits, const Gpu& gpu);
+std::string describe_choice(const FlashDecodeSpecialisation& specialisation, int64_t row_groups,
+                            int64_t splits);
 
 }  // namespace metal_attn

@@ -29,10 +29,10 @@ int tensor_registers(const FlashFwdSpecialisation& s) {
          2 * tensor_operand(kv_element(s)) + feature_registers(s.features);
 }
 
-FlashFwdSpecialisation choose_flash_fwd_tensor(const FlashFwdProblem& problem, const Gpu& gpu) {
+FlashFwdSpecialisation choose_flash_fwd_tensor(const FlashFwdProblem& problem) {
   auto s = specialisation_for<FlashFwdSpecialisation>(problem);
   s.tensor_tiles = true;
-  s.simdgroups = simdgroups_for(s.features.q_block() * 8 / kTensorRows);
+  s.simdgroups = parts_within(s.features.q_block(), kTensorRows, kSimdgroups);
   s.row_fragments = 2;
   s.block_k = kTensorSpan;
   s.wide_loads = s.wide_loads && problem.q_aligned;
@@ -44,7 +44,7 @@ FlashFwdSpecialisation choose_flash_fwd_tensor(const FlashFwdProblem& problem, c
     s.v_slice = kTensorSpan * ((spans(problem.head_dim_v) + slices - 1) / slices);
     for (bool held : {true, false}) {
       s.q_in_registers = held;
-      if ((fits_tensor_registers(s, gpu) || s.v_slice == kTensorSpan) &&
+      if ((tensor_registers(s) <= kTensorRegisters || s.v_slice == kTensorSpan) &&
           (!best || cost(s) < cost(*best))) {
         best = s;
       }

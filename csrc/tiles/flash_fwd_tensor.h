@@ -6,7 +6,7 @@
 
 namespace metal_attn {
 
-FlashFwdSpecialisation choose_flash_fwd_tensor(const FlashFwdProblem& problem, const Gpu& gpu);
+FlashFwdSpecialisation choose_flash_fwd_tensor(const FlashFwdProblem& problem);
 
 // Of a thread: an estimate.
 int tensor_registers(const FlashFwdSpecialisation& specialisation);

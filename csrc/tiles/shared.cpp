@@ -1,8 +1,5 @@
 #include "csrc/tiles/shared.h"
 
-#include <algorithm>
-#include <cmath>
-
 #include "csrc/problem/rope.h"
 
 namespace metal_attn {
@@ -20,21 +17,24 @@ bool wide_rotary(const FlashFwdProblem& problem) {
          rotates_by_chunks(problem.element, rotary.dim, rotary.interleaved);
 }
 
-double idle_factor(double simdgroups, bool banded, const Gpu& gpu) {
-  if (simdgroups == 0.0) {
-    return 1.0;
-  }
-  // Two thirds of the SIMD groups still do more than two thirds of the work (replay.md).
-  constexpr double kExponent = 0.85;
-  const double waves = simdgroups / double(kSimdgroupsPerCore * gpu.cores);
-  const double uneven = banded ? 1.0 + std::max(2.0 - waves, 0.0) / 2 : 1.0;
-  return uneven / std::pow(std::min(waves, 1.0), kExponent);
+Load load_of(const FlashFwdFeatures& f) {
+  const bool unpaired_keys = (f.mask && !f.mask->pairs) || (f.bias && !f.bias->pairs);
+  const bool heavy = f.dropout || f.bias || f.rotary || f.flex || unpaired_keys ||
+                     f.cache.page_size > 0 || f.cache.format != KvFormat::kPlain;
+  return heavy ? Load::kHeavy : Load::kLight;
 }
 
-int feature_registers(const FlashFwdFeatures& f) {
-  const bool unpaired_keys = (f.mask && !f.mask->pairs) || (f.bias && !f.bias->pairs);
-  // What score_mod and mask_mod hold is not known; by judgement.
-  return (f.band || f.chunk ? 3 : 0) + (unpaired_keys ? 14 : 0) + (f.flex ? 16 : 0);
+std::string row_text(const TileConditions* row) {
+  if (row == nullptr) {
+    return "a tile of a tuned table";
+  }
+  std::string text = std::to_string(recorded_registers(row)) +
+                     " of 128 registers a thread on M1, by the row for " +
+                     element_name(row->element) + ", head dims up to " +
+                     std::to_string(row->columns);
+  text += row->queries != kAny ? ", " + std::to_string(row->queries) + " queries" : "";
+  text += row->load == Load::kLight ? ", light features" : "";
+  return text + (row->family > kM1 ? ", M3 and later" : "");
 }
 
 void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rotary) {

@@ -1,10 +1,7 @@
 // What the choosers of kernels on tensor tiles share.
 #pragma once
 
-#include <algorithm>
-
 #include "csrc/problem/attention.h"
-#include "csrc/problem/gpu.h"
 #include "csrc/tiles/shared.h"
 
 namespace metal_attn {
@@ -43,10 +40,23 @@ inline const char* no_tensor_gradients(const FlashFwdProblem& problem) {
   return no_tensor_tiles(problem);
 }
 
-// Tiles are those of the first GPU that has matrix units, on earlier ones too.
+// Loads of a fragment of rows that are read again. Alignment, which may double them, must not
+// change the tile: it would change the bits of results.
 template <class Specialisation>
-bool fits_tensor_registers(const Specialisation& s, const Gpu& gpu) {
-  return s.registers() <= register_limit({std::max(gpu.family, kTensorFamily), gpu.cores});
+int row_loads(const Specialisation& s) {
+  // A rotated element is made of two, a cosine and a sine.
+  return s.features.rotary ? 8 : 1;
 }
+
+// What features hold beside tiles.
+inline int feature_registers(const FlashFwdFeatures& f) {
+  const bool unpaired_keys = (f.mask && !f.mask->pairs) || (f.bias && !f.bias->pairs);
+  // What score_mod and mask_mod hold is not known; by judgement.
+  return (f.band || f.chunk ? 3 : 0) + (unpaired_keys ? 14 : 0) + (f.flex ? 16 : 0);
+}
+
+// Registers are a part of the cache since M3, so a larger tile costs cache and not occupancy. How
+// large it may be is a judgement: nobody here could measure it.
+inline constexpr int kTensorRegisters = 168;
 
 }  // namespace metal_attn

@@ -17,8 +17,6 @@ void metal_attn_use_tiles(const void* table) {
   metal_attn::use_tile_table(static_cast<const metal_attn::TileTable*>(table));
 }
 
-uint64_t metal_attn_tiles_tried() { return metal_attn::t_tiles_tried; }
-
 namespace metal_attn {
 namespace {
 
@@ -53,17 +51,8 @@ std::vector<std::pair<std::string, int>> tile_of(const std::string& text) {
 }
 
 std::atomic<const TileTable*> g_table{nullptr};
-std::atomic<uint64_t> g_changes{0};
 
 }  // namespace
-
-std::string tile_text(const Tile& tile) {
-  std::string text;
-  for (const TileValue& one : tile) {
-    text += (text.empty() ? "" : " ") + std::string(one.name) + "=" + std::to_string(one.value);
-  }
-  return text;
-}
 
 TileKey::TileKey(const char* kernel, Element element, int head_dim_qk, int head_dim_v,
                  const FlashFwdFeatures& f, int64_t queries, int64_t keys) {
@@ -118,19 +107,16 @@ void TileKey::add_word(std::string_view word) {
 }
 
 void TileKey::add_class(const char* of, int64_t length) {
-  const auto found = static_cast<std::size_t>(length_class(length));
+  const auto found = std::lower_bound(kClasses.begin(), kClasses.end(), length);
   add_word(of);
-  add(found < kClasses.size() ? "<=" : ">");
-  add(found < kClasses.size() ? kClasses[found] : kClasses.back());
+  add(found != kClasses.end() ? "<=" : ">");
+  add(found != kClasses.end() ? *found : kClasses.back());
 }
 
-bool TileRow::is(const Tile& tile) const {
-  return tile.size() == tile_.size() &&
-         std::all_of(tile.begin(), tile.end(), [this](const TileValue& one) {
-           return std::any_of(tile_.begin(), tile_.end(), [&one](const auto& own) {
-             return own.first == one.name && own.second == one.value;
-           });
-         });
+const int* TileRow::find(std::string_view name) const {
+  const auto found = std::find_if(tile_.begin(), tile_.end(),
+                                  [name](const auto& own) { return own.first == name; });
+  return found == tile_.end() ? nullptr : &found->second;
 }
 
 void TileRow::refuse(std::string_view wanted) const {
@@ -146,7 +132,6 @@ void TileRow::refuse(std::string_view wanted) const {
 bool TileRow::drop(const std::string& why) const {
   const bool for_one_key = key.find(' ') != std::string::npos;
   if (for_one_key && !dropped_.exchange(true)) {
-    tile_table_has_changed();
     std::fprintf(stderr,
                  "torch_metal_attn: a table of tiles has%s for %s, which does not compile: the "
                  "row is ignored (%s). `python -m torch_metal_attn tune` measures the tiles anew\n",
@@ -185,14 +170,5 @@ const TileRow* TileTable::find(std::string_view key) const {
 const TileTable* tile_table() { return g_table; }
 
 void use_tile_table(const TileTable* table) { g_table = table; }
-
-uint64_t tile_table_changes() { return g_changes; }
-
-void tile_table_has_changed() { ++g_changes; }
-
-int length_class(int64_t length) {
-  return static_cast<int>(std::lower_bound(kClasses.begin(), kClasses.end(), length) -
-                          kClasses.begin());
-}
 
 }  // namespace metal_attn

@@ -2,12 +2,10 @@
 // launch, which allocates nothing and waits for nobody.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <limits>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -15,8 +13,6 @@
 #include <vector>
 
 #include "csrc/problem/attention.h"
-#include "csrc/problem/gpu.h"
-#include "csrc/runtime/fixed_vector.h"
 
 extern "C" {
 
@@ -25,8 +21,6 @@ extern "C" {
 __attribute__((visibility("default"))) const void* metal_attn_make_tiles(const char* rows);
 // Launches that begin from now on look their tiles up there; null: nowhere.
 __attribute__((visibility("default"))) void metal_attn_use_tiles(const void* table);
-// Tiles that the choosers have tried in this thread: a call like an earlier one tries none.
-__attribute__((visibility("default"))) uint64_t metal_attn_tiles_tried();
 
 }  // extern "C"
 
@@ -35,22 +29,13 @@ namespace metal_attn {
 // How a tile was chosen, unless a table has it.
 inline constexpr const char* kEstimated = "default";
 
-// What of a specialisation is chosen, by name. Whatever else it has follows from the problem.
-struct TileValue {
+// One number of a tile, by its name in tables. Optional: left out where it is 0.
+template <class Tile>
+struct Knob {
   const char* name;
-  int value;
+  int Tile::* value;
+  bool optional = false;
 };
-using Tile = FixedVector<TileValue, 8>;
-
-// "BLOCK_K=16 ROW_FRAGMENTS=2"
-std::string tile_text(const Tile& tile);
-
-// Told of every tile that a kernel can run for a problem, and what it costs, until it returns true.
-template <class Specialisation>
-using TileVisitor = std::function<bool(const Specialisation&, double cost)>;
-
-// The cost of a tile that some other tile equals or beats in every respect.
-inline constexpr double kHopeless = std::numeric_limits<double>::infinity();
 
 // What the choice of a tile depends on, in words: "flash_fwd half 128 128 band q<=2048 k<=2048".
 // Alignment is not in it, as it must not change the bits of results, nor is what changes neither
@@ -84,7 +69,20 @@ class TileRow {
   TileRow(std::string key, std::vector<std::pair<std::string, int>> tile, std::string source)
       : key(std::move(key)), source(std::move(source)), tile_(std::move(tile)) {}
 
-  bool is(const Tile& tile) const;
+  // Gives a specialisation this row's tile. Returns false if it has other knobs.
+  template <class Specialisation>
+  bool give(Specialisation& s) const {
+    std::size_t given = 0;
+    for (const auto& knob : Specialisation::knobs()) {
+      const int* number = find(knob.name);
+      if (number == nullptr && !knob.optional) {
+        return false;
+      }
+      s.*knob.value = number != nullptr ? *number : 0;
+      given += number != nullptr ? 1 : 0;
+    }
+    return given == tile_.size();
+  }
   // Says once on stderr that the kernel cannot run this tile.
   void refuse(std::string_view wanted) const;
   // Is used no more, which is said once on stderr, as its kernel does not compile. Returns whether
@@ -96,6 +94,7 @@ class TileRow {
   const std::string source;  // how it was chosen, as kEstimated is
 
  private:
+  const int* find(std::string_view name) const;
   std::string text() const;
 
   const std::vector<std::pair<std::string, int>> tile_;
@@ -116,85 +115,8 @@ class TileTable {
   std::vector<std::unique_ptr<const TileRow>> rows_;  // by key
 };
 
-// What launches look tiles up in; null: nothing, and all tiles are estimated.
+// What launches look tiles up in; null: nothing, and all tiles are the default ones.
 const TileTable* tile_table();
 void use_tile_table(const TileTable* table);
-
-// How often a table that is in use has changed: what was found in it before may be another now.
-uint64_t tile_table_changes();
-void tile_table_has_changed();
-
-// The class of lengths that a table tells apart which this one is in.
-int length_class(int64_t length);
-
-// Tiles of which the choosers asked whether they fit, in this thread.
-inline thread_local uint64_t t_tiles_tried = 0;
-
-// The tile that the table in use has for this problem, or else the estimated one.
-template <class Specialisation>
-Specialisation tuned(const Specialisation& estimated, const char* kernel, int64_t queries,
-                     int64_t keys) {
-  const TileTable* table = tile_table();
-  if (table == nullptr) {
-    return estimated;
-  }
-  const TileKey key = tile_key(kernel, estimated, queries, keys);
-  const TileRow* row = table->find(kernel);
-  row = row != nullptr ? row : table->find(key.text());
-  if (row == nullptr || row->dropped()) {
-    return estimated;
-  }
-  struct Search {
-    const TileRow& row;
-    Specialisation found;
-    bool done;
-  } search{*row, estimated, row->is(estimated.tile())};
-  if (!search.done) {
-    for_each_tile(estimated, [&search](const Specialisation& one, double) {
-      search.done = search.row.is(one.tile());
-      search.found = search.done ? one : search.found;
-      return search.done;
-    });
-  }
-  if (!search.done) {
-    row->refuse(key.text());
-    return estimated;
-  }
-  search.found.row = row;
-  return search.found;
-}
-
-// What is worth a measurement: the estimated tile, then others from the cheapest on. A register
-// count is an estimate and a spill is sometimes cheap, so a few more than the limit are let in.
-inline constexpr std::size_t kMostCandidates = 8;
-inline constexpr int kMoreRegisters = 48;
-
-template <class Specialisation>
-std::vector<std::string> tile_candidates(const Specialisation& estimated, const Gpu& gpu) {
-  const int most = std::max(register_limit(gpu), estimated.registers()) + kMoreRegisters;
-  struct Other {
-    double cost;
-    std::size_t number;  // of equals the first comes first
-    Tile tile;
-  };
-  std::vector<Other> others;
-  for_each_tile(estimated, [&](const Specialisation& one, double cost) {
-    if (one.registers() <= most && cost < kHopeless) {
-      others.push_back({cost, others.size(), one.tile()});
-    }
-    return false;
-  });
-  std::sort(others.begin(), others.end(), [](const Other& a, const Other& b) {
-    return std::pair(a.cost, a.number) < std::pair(b.cost, b.number);
-  });
-  std::vector<std::string> found{tile_text(estimated.tile())};
-  for (std::size_t i = 0; i < others.size() && found.size() < kMostCandidates; ++i) {
-    const std::string text = tile_text(others[i].tile);
-    if (std::find(found.begin(), found.end(), text) == found.end()) {
-      found.push_back(text);
-    }
-  }
-  return found;
-}
 
 }  // namespace metal_attn

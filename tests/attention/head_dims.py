@@ -13,21 +13,20 @@ from torch import float32 as F32
 HOME = 16
 
 ALIKE = [
-    *((1, BF16), (12, F32), (64, F32), (64, F16), (65, F16)),
-    *((128, F32), (128, BF16), (256, BF16)),
+    *((1, BF16), (12, F32), (64, F32), (64, F16), (128, BF16), (256, BF16)),
 ]
 # Of q and k, and of v; slices of gradients, of which the last is narrower, or many are empty.
 # float32 has the smallest blocks.
 DIFFERENT = [
-    *((576, 512, F16), (192, 128, BF16), (511, 511, F16)),
-    *((575, 3, F16), (40, 385, BF16), (448, 448, F32)),
+    *((576, 512, F16), (192, 128, BF16), (575, 3, F16), (40, 385, BF16), (448, 448, F32)),
 ]
 # Of them, rows that end before their tile's last column.
 ODD = [(1, 1, BF16), (12, 12, F32), (40, 385, BF16)]
 # What the forward has besides, whose kernels are fewer.
 ALIKE_FORWARD = [
     *((33, F32), (64, BF16), (96, BF16), (104, F32), (129, BF16), (192, F32), (257, F32)),
+    *((65, F16), (128, F32)),
 ]
 DIFFERENT_FORWARD = [
-    *((512, 64, F32), (64, 512, BF16), (8, 256, F32), (8, 257, BF16), (384, 384, F16)),
+    *((512, 64, F32), (64, 512, BF16), (8, 256, F32), (8, 257, BF16), (511, 511, F16)),
 ]

@@ -7,8 +7,6 @@ from torch_metal_attn import testing
 from torch_metal_attn.testing import Attention
 
 DTYPES = ("float32", "float16", "bfloat16")
-# Of the inputs, and of what is added to them: each dtype once on both sides.
-PAIRS_OF_DTYPES = tuple(zip(DTYPES, (*DTYPES[1:], DTYPES[0]), strict=True))
 FORWARD = {"backward": False, "through_lse": False}
 
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench.bench_flash_fwd_tensor import HEADINGS, ours, row
+from bench.bench_flash_fwd_tensor import ours, row
 from tests.attention import flash_fwd_problems as problems
 from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
@@ -75,11 +75,11 @@ def scores(device):
 
 ROTARY = partial(problems.rotary, dtype=F16, tables=((True, 8),))
 PACKED_PAGES = partial(problems.pages_of_packed, dtype=BF16)
+# Problems without mutants; the unchanged kernel passes the others.
 PROBLEMS = [
-    *(problems.plain, problems.windows, problems.chunks, problems.lengths),
-    *(problems.odd_head_dims, problems.packed, problems.pages, problems.indices),
-    *(problems.formats, added, scores, ROTARY, PACKED_PAGES),
-    *(sizes, wide_rows, equal_values, infinite_value),
+    *(problems.windows, problems.chunks, problems.lengths, problems.odd_head_dims),
+    *(problems.packed, problems.pages, problems.indices, problems.formats),
+    *(added, ROTARY, PACKED_PAGES, sizes),
 ]
 
 
@@ -97,10 +97,6 @@ def test_feature(problem):
     with simulate(check=True) as run:
         problem(CPU)
     assert set(run.counters) == {KERNEL}
-
-
-def test_both_precisions_give_the_same_bits():
-    either_precision(CPU)
 
 
 @pytest.mark.parametrize("lane_map", ["apple9", 7])
@@ -165,7 +161,7 @@ LIMITS = {64: (8, 16), 128: (16, 40)}
 def test_inner_loop(head_dim):
     """MLX's and PyTorch's have 160 and 320 loads, and 16 shuffles: bench/results."""
     products, loads = LIMITS[head_dim]
-    counts = dict(zip(HEADINGS, row(ours, head_dim, F16), strict=True))
+    counts = row(ours, head_dim, F16)
     assert counts["products"] == products
     assert counts["device loads"] <= loads
     assert counts["converts"] == 0

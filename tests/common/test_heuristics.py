@@ -1,37 +1,41 @@
-"""The choice of flash_fwd's specialisation, a pure function seen through metal_attn_explain."""
+"""The default tiles, rows of csrc/tiles/table.inc, seen through metal_attn_explain."""
 
-import itertools
+import math
+import re
+from contextlib import suppress
+from pathlib import Path
 
-import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.helpers.cases import each_case
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tools.explain.ops import backward_launches
+from torch_metal_attn.tools.tune import tiles
 
+ROOT = Path(__file__).parents[2]
 DTYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 F32, F16, BF16 = DTYPES
-REGISTERS = 120  # of a thread's 128 on M1 and M2, what the back end of bench/targets.py allots
 FURTHEST = 2**31 - 1024
+ops = torch.ops.metal_attn_explain
 
 
-def explain(q, k=None, v=None, **options):
-    k = q if k is None else k
-    packed = torch.ops.metal_attn_explain.flash_fwd(q, k, k if v is None else v, **options)
-    return extension.launches(packed)[-1]
+def operands(dtype, head_dim_qk, head_dim_v=None, q_length=100, kv_length=100, heads=(2, 2)):
+    q = torch.empty(1, heads[0], q_length, head_dim_qk, dtype=dtype)
+    k = torch.empty(1, heads[1], kv_length, head_dim_qk, dtype=dtype)
+    return q, k, k.new_empty(1, heads[1], kv_length, head_dim_v or head_dim_qk)
 
 
-def choose(dtype, head_dim_qk, head_dim_v=None, q_length=100, kv_length=100, **options):
-    q = torch.empty(1, 1, q_length, head_dim_qk, dtype=dtype)
-    k = torch.empty(1, 1, kv_length, head_dim_qk, dtype=dtype)
-    v = torch.empty(1, 1, kv_length, head_dim_v or head_dim_qk, dtype=dtype)
-    return explain(q, k, v, **options)
+def choose(dtype, *sizes, q_length=100, kv_length=100, **options):
+    q, k, v = operands(dtype, *sizes, q_length=q_length, kv_length=kv_length)
+    return extension.launches(ops.flash_fwd(q, k, v, **options))[-1]
 
 
 def numbers(explanation):
-    """The defines but for names of types."""
+    """The defines but for names of types and texts."""
     defines = explanation["defines"].items()
-    return {name: int(value) for name, value in defines if not name.endswith("ELEMENT")}
+    return {name: int(value) for name, value in defines if re.fullmatch(r"\d+", value)}
 
 
 def block_rows(defines):
@@ -39,86 +43,84 @@ def block_rows(defines):
     return 8 * defines["ROW_FRAGMENTS"] * defines["SIMDGROUPS"] // shares
 
 
-@each_case(
-    "dtype, head_dim_qk, head_dim_v",
-    itertools.product(DTYPES, (1, 7, 64, 80, 127, 192, 256, 576), (3, 8, 136, 255, 257, 512)),
+LENGTH = 120
+FEATURES = [
+    {},
+    {"causal": True},
+    {"attn_bias": torch.empty(LENGTH, LENGTH)},
+    {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])},
+]
+
+
+def block_lists(q_block, kv_block):
+    """Of a BlockMask that shows everything."""
+    rows, columns = -(-LENGTH // q_block), -(-LENGTH // kv_block)
+    lists = {"q_block_size": q_block, "kv_block_size": kv_block}
+    for name, size, others in (("kv", rows, columns), ("q", columns, rows)):
+        lists[f"{name}_num_blocks"] = torch.zeros(1, 1, size).int()
+        lists[f"{name}_indices"] = torch.zeros(1, 1, size, others).int()
+    return lists
+
+
+def gradients(call, given):
+    """Launches of a backward; none if there is too little threadgroup memory."""
+    if given["q"].shape[-1] + given["v"].shape[-1] > 500:
+        with suppress(ValueError):
+            return backward_launches(call, given)
+        return []
+    return backward_launches(call, given)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from(list(DTYPES)),
+    head_dim_qk=st.integers(1, 576),
+    head_dim_v=st.integers(1, 512),
+    options=st.sampled_from(FEATURES),
+    heads=st.sampled_from([(1, 1), (2, 1), (5, 1), (24, 2), (40, 1)]),
 )
-def test_every_choice_fits(dtype, head_dim_qk, head_dim_v):
-    explanation = choose(dtype, head_dim_qk, head_dim_v)
-    defines = numbers(explanation)
-    assert explanation["defines"]["ELEMENT"] == DTYPES[dtype]
-    assert (defines["HEAD_DIM_QK"], defines["HEAD_DIM_V"]) == (head_dim_qk, head_dim_v)
-    slices = -(-head_dim_v // defines["V_SLICE"])
-    assert defines["V_SLICE"] <= 256
-    assert explanation["grid"] == [-(-100 // block_rows(defines)), slices, 1]
-    assert explanation["threads"] == [32 * defines["SIMDGROUPS"], 1, 1]
-    assert explanation["threadgroup_bytes"] <= 32768
-    assert 0 < explanation["registers"] <= REGISTERS
+def test_the_table_covers_every_problem(dtype, head_dim_qk, head_dim_v, options, heads):
+    q, k, v = operands(dtype, head_dim_qk, head_dim_v, LENGTH, LENGTH, heads)
+    launches = extension.launches(ops.flash_fwd(q, k, v, **options))
+    launches += gradients("flash_fwd", {"q": q, "k": k, "v": v} | options)
+    if "dropout_p" not in options:
+        row = {name: x[:1] if name == "attn_bias" else x for name, x in options.items()}
+        launches += extension.launches(ops.flash_decode(q[:, :, :1], k, v, num_splits=1, **row))
+    for launch in launches:
+        assert launch.get("threadgroup_bytes", 0) <= 32768
+        assert math.prod(launch["threads"]) <= 1024
+        assert 0 < launch.get("registers", 1)
 
 
-# (dtype, D, Dv) -> (ROW_FRAGMENTS, BLOCK_K, SIMDGROUPS, COLUMN_SIMDGROUPS, where Q is, V_SLICE) on
-# M1 and where nobody knows the GPU, and on M3 and later.
-CHOSEN = {
-    (BF16, 128, 128): ((2, 24, 4, 1, "threadgroup", 128), (2, 32, 4, 1, "registers", 128)),
-    (F16, 192, 128): ((2, 16, 8, 2, "registers", 128), (2, 32, 8, 2, "registers", 128)),
-    (F16, 256, 256): ((2, 16, 4, 2, "threadgroup", 256), (2, 24, 8, 2, "registers", 256)),
-    (F32, 64, 64): ((2, 32, 4, 1, "again", 64), (2, 32, 4, 1, "registers", 64)),
-    (F32, 128, 128): ((2, 16, 8, 2, "registers", 128), (2, 24, 4, 1, "again", 128)),
-    (F32, 256, 256): ((2, 8, 8, 2, "again", 256), (2, 8, 8, 2, "registers", 256)),
-    (F16, 576, 512): ((1, 8, 8, 2, "registers", 256), (1, 8, 8, 1, "registers", 256)),
-    (F32, 64, 512): ((1, 16, 8, 1, "again", 256), (2, 16, 8, 2, "registers", 256)),
-}
+@settings(max_examples=40, deadline=None)
+@given(
+    dtype=st.sampled_from(list(DTYPES)),
+    head_dim=st.integers(1, 256),
+    q_block=st.integers(1, 17).map(lambda n: 8 * n),
+    kv_block=st.integers(1, 17).map(lambda n: 8 * n),
+)
+def test_tiles_lie_within_the_blocks_of_a_block_mask(dtype, head_dim, q_block, kv_block):
+    q, k, v = operands(dtype, head_dim, None, LENGTH, LENGTH)
+    given = {"q": q, "k": k, "v": v, "captures": [], **block_lists(q_block, kv_block)}
+    launches = extension.launches(ops.flex_fwd(**given)) + gradients("flex_fwd", given)
+    kernels = {launch["kernel"]: numbers(launch) for launch in launches}
+    for kernel in ("flash_fwd", "flash_bwd_dq"):
+        assert q_block % block_rows(kernels[kernel]) == 0
+        assert kv_block % kernels[kernel]["BLOCK_K"] == 0
+    assert kv_block % block_rows(kernels["flash_bwd_dkv"]) == 0
+    assert q_block % kernels["flash_bwd_dkv"]["BLOCK_Q"] == 0
 
 
-def tile(explanation):
-    defines = numbers(explanation)
-    place = "threadgroup" if defines.get("Q_IN_THREADGROUP") else "again"
-    return (
-        *(defines[n] for n in ("ROW_FRAGMENTS", "BLOCK_K", "SIMDGROUPS")),
-        defines.get("COLUMN_SIMDGROUPS", 1),
-        "registers" if defines["Q_IN_REGISTERS"] else place,
-        defines["V_SLICE"],
-    )
-
-
-@pytest.mark.parametrize("problem", CHOSEN, ids=str)
-def test_pinned_choices(problem, gpu):
-    assert tile(choose(*problem)) == CHOSEN[problem][0]
-    gpu("Apple M3 Pro")
-    assert tile(choose(*problem)) == CHOSEN[problem][1]
-
-
-def test_short_problems_are_cut_finer_on_large_gpus(cores):
-    """So that all cores work. Where a launch takes longer than the kernel it does not matter."""
-
-    def tiles(q_length, count):
-        cores(count)
-        return choose(F16, 128, q_length=q_length, kv_length=512, causal=True)["grid"][0]
-
-    assert tiles(512, 76) >= 2 * tiles(512, 1)
-    assert tiles(511, 76) == tiles(512, 1)
-
-
-@pytest.mark.parametrize("head_dims", [(512, 64), (64, 512), (256, 256), (384, 384)])
-def test_gradients_of_wide_heads_have_enough_registers(head_dims):
-    q, v = (torch.empty(1, 1, 16, head_dim) for head_dim in head_dims)
-    launches = backward_launches("flash_fwd", {"q": q, "k": q.clone(), "v": v})
-    assert max(launch.get("registers", 0) for launch in launches) <= REGISTERS
-
-
-FAMILIES = {
-    **dict.fromkeys(("Apple M1", "Apple M1 Ultra", "Apple M2"), 120),
-    **dict.fromkeys(("Apple M3 Pro", "Apple M4 Max", "Apple M5", "Apple M12"), 168),
-    # What nobody knows is taken for the oldest.
-    **dict.fromkeys(("", "Apple M", "Apple Mx", "Apple M1x", "Apple M0", "apple m3"), 120),
-    **dict.fromkeys(("Apple A17 Pro", "AMD Radeon Pro 580", "Apple Paravirtual device"), 120),
-}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_registers_are_known_by_the_name(name, gpu):
-    gpu(name)
-    assert f"of {FAMILIES[name]} registers a thread" in choose(F32, 128)["reason"]
+def test_the_tables_form():
+    """Each row has the numbers that its kernel's line of names says, and stands once."""
+    text = (ROOT / "csrc/tiles/table.inc").read_text()
+    names = {kernel: line.split() for kernel, line in re.findall(r"^// (\w+): (.*)$", text, re.M)}
+    rows = re.findall(r"^(\w+)\((.*)\)$", text, re.M)
+    assert len(rows) == len(set(rows)) > 50
+    assert {kernel for kernel, _ in rows} == names.keys()
+    for kernel, row in rows:
+        conditions = 6 if kernel == "FLASH_DECODE" else 5
+        assert len(row.split(",")) == conditions + len(names[kernel])
 
 
 # Options of 100 queries and 100 keys, and whether they hide a key.
@@ -145,7 +147,7 @@ def test_what_is_off_is_not_compiled_in():
 
 
 def test_packed_grid_has_a_row_for_queries_of_no_sequence():
-    explain_packed = torch.ops.metal_attn_explain.flash_varlen_fwd
+    explain_packed = ops.flash_varlen_fwd
     q = torch.empty(50, 6, 64, dtype=F16)
     ends = torch.tensor([0, 20, 20, 45], dtype=torch.int32)
     (explanation,) = extension.launches(explain_packed(q, q, q, ends, ends, 40, 25))
@@ -154,9 +156,13 @@ def test_packed_grid_has_a_row_for_queries_of_no_sequence():
     assert nothing["grid"] == [1, 6, 1], "rows of no sequence are written too"
 
 
-def test_reason_gives_the_figures():
-    reason = choose(BF16, 128)["reason"]
-    assert "120 of 120 registers a thread" in reason
-    assert "29440 of 32768 bytes of threadgroup memory" in reason
-    assert "16 queries a SIMD group and Q in threadgroup memory" in reason
+def test_reason_gives_the_row():
+    reason = choose(F16, 128)["reason"]
+    assert re.search(
+        r"\d+ of 128 registers a thread on M1, by the row for half, head dims up to 128", reason
+    )
+    assert "of 32768 bytes of threadgroup memory" in reason
+    assert "8 queries a SIMD group and Q in registers" in reason
     assert "two SIMD groups, half the columns each" in choose(BF16, 256)["reason"]
+    with tiles.forced({"flash_fwd": choose(F16, 128)["tuning"]["candidates"][1]}):
+        assert "a tile of a tuned table" in choose(F16, 128)["reason"]

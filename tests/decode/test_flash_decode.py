@@ -102,11 +102,14 @@ SUBJECTS = {
         case(**LENGTHS, q_length=2, cache="indexed", num_splits=2),
         *(
             case(**LENGTHS, format=kv_format, dtype=dtype, q_length=2, num_splits=splits, **where)
-            for kv_format in FORMATS
-            for dtype, splits, where in (
-                ("float32", 1, {"cache": "paged"}),
-                ("float16", 2, {}),
-                ("bfloat16", 1, {"cache": "paged", **ROWS_FIRST}),
+            for kv_format, (dtype, splits, where) in zip(
+                FORMATS,
+                (
+                    ("float32", 1, {"cache": "paged"}),
+                    ("float16", 2, {}),
+                    ("bfloat16", 1, {"cache": "paged", **ROWS_FIRST}),
+                ),
+                strict=True,
             )
         ),
         case(cache="paged", page=5, cache_dtype="float16", dtype="float32", q_length=3),

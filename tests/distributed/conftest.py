@@ -5,6 +5,7 @@ import torch
 
 from tests.distributed import refusals, ring_cases, training
 from tests.helpers.processes import run_in_processes
+from tests.helpers.shared import folder_of_all_workers
 
 PROCESSES = 4
 
@@ -27,4 +28,6 @@ def every_case(rank):
 
 @pytest.fixture(scope="session")
 def processes(tmp_path_factory):
-    return run_in_processes(every_case, PROCESSES, tmp_path_factory.mktemp("processes"))
+    return run_in_processes(
+        every_case, PROCESSES, folder_of_all_workers(tmp_path_factory) / "processes"
+    )

@@ -1,6 +1,5 @@
 """Each op of the table: its Metal text and its derivative, against torch's."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -11,7 +10,7 @@ import torch
 from tests.flex import mods
 from tests.helpers.mutants import expect_caught, use_fault
 from tests.helpers.switched import switched
-from torch_metal_attn.flex import table, text
+from torch_metal_attn.flex import derivative, table, text
 from torch_metal_attn.flex.captured import Captured
 from torch_metal_attn.flex.derivative import slope
 from torch_metal_attn.flex.graph import Graph, ordered
@@ -121,8 +120,7 @@ MODS = {
     "infinity": lambda s, b, h, q, kv: torch.where(s > 9, s, -float("inf")),
 }  # fmt: skip
 
-# Functions of the score alone: rows of the table without a derivative of their own, and what
-# PyTorch composes of rows.
+# Functions of the score alone: rows of the table, and what PyTorch composes of rows.
 OF_SCORE = {
     name: getattr(torch, name)
     for name in "log1p expm1 erf asin acos atan sinh cosh asinh acosh atanh frac square".split()
@@ -327,13 +325,14 @@ def test_every_op_is_tested():
 def test_a_wrong_sign_of_a_derivative_is_caught(name, monkeypatch):
     """The derivative of one op, negated, differs from torch's by far."""
     row = {"clamp": "clamp_min", "rsub": "sub"}.get(name, name)
-    right = table.OPS[row]
+    right = derivative.parts_of
 
-    def negated(d, g, *arguments):
-        parts = right.derivative(d, g, *arguments)
-        return tuple(None if part is None else d.neg(part) for part in parts)
+    def negated(graph, node, gradient):
+        sign = "neg" if node.op == row else "detach"
+        parts = right(graph, node, gradient)
+        return tuple(x if x is None else graph.node(sign, [x], torch.float32) for x in parts)
 
-    monkeypatch.setitem(table.OPS, row, dataclasses.replace(right, derivative=negated))
+    monkeypatch.setattr(derivative, "parts_of", negated)
     graph, captured = Graph(), Captured()
     result = trace("score_mod", MODS[name], graph, captured, torch.device("cpu"))
     traced = Program(result, None, {}, captured)

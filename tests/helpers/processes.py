@@ -7,10 +7,19 @@ from datetime import timedelta
 import torch
 
 from tests.helpers import forks
+from tests.helpers.shared import locked
 
 
 def run_in_processes(function, processes, path):
-    """What `function(rank)` returns in each of them; `path` is an empty folder for that."""
+    """What `function(rank)` returned in each of them, once for all workers; `path` is for that."""
+    results = [path / f"{rank}.pt" for rank in range(processes)]
+    with locked(path):
+        if not all(result.exists() for result in results):
+            _start(function, processes, path)
+    return [torch.load(result) for result in results]
+
+
+def _start(function, processes, path):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
@@ -20,7 +29,6 @@ def run_in_processes(function, processes, path):
         nprocs=processes,
         start_method=forks.context.get_start_method(),
     )
-    return [torch.load(path / f"{rank}.pt") for rank in range(processes)]
 
 
 def _run(rank, function, processes, port, path):

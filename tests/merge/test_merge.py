@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from bench import bench_merge
+from bench import bench_memory
 from torch_metal_attn import reference
 from torch_metal_attn.testing.judge import DTYPES, ROUNDING, near, near_statistic, worst_of
 from torch_metal_attn.testing.judge import normal as standard_normal
@@ -333,16 +333,17 @@ class TestCounts:
     """No more moves than what has to, 16 bytes at a time: counts an element, not times."""
 
     def test_state(self, dtype):
-        counts = bench_merge.state(64, dtype)
+        counts = bench_memory.merge("merge_state", 2, 64, str(dtype).removeprefix("torch."))
         chunk = 16 / dtype.itemsize
-        assert counts.loads == 2 / chunk + 2 / chunk  # and both log-sum-exps, once a chunk
-        assert counts.store_bytes == counts.least_store_bytes
-        assert counts.barriers == counts.shuffles == 0
+        assert counts["loads"] == 2 / chunk + 2 / chunk  # and both log-sum-exps, once a chunk
+        assert counts["stores (bytes)"] == dtype.itemsize + 4 / 64
+        assert counts["barriers"] == counts["shuffles"] == 0
 
     @pytest.mark.parametrize("splits", [8, 128])
     def test_splits(self, splits, dtype):
-        counts = bench_merge.splits(128, splits, dtype)
-        assert counts.loads == splits / 4 + splits / 32
-        assert counts.load_bytes <= 1.025 * counts.least_load_bytes
-        assert counts.store_bytes == counts.least_store_bytes
-        assert counts.barriers == 0
+        name = str(dtype).removeprefix("torch.")
+        counts = bench_memory.merge("merge_splits", splits, 128, name)
+        assert counts["loads"] == splits / 4 + splits / 32
+        assert counts["loads (bytes)"] <= 1.025 * splits * (4 + 4 / 128)
+        assert counts["stores (bytes)"] == dtype.itemsize + 4 / 128
+        assert counts["barriers"] == 0

@@ -50,7 +50,7 @@ def test_what_others_call_is_exported():
     names = """allow_tf32 hold_tensor let_meta_pass make_tiles params_text refusal
         release_tensor set_gpu_cores set_gpu_name set_shader_text set_simulator
         set_tensor_record simulator_run tensor_tiles_problem tf32_allowed tf32_reason
-        tiles_tried track_fresh use_tiles""".split()
+        track_fresh use_tiles""".split()
     # metal_attn_mps_problem is macOS' only.
     assert mine - {"metal_attn_mps_problem"} == {f"metal_attn_{name}" for name in names}
 

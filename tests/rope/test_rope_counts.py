@@ -1,42 +1,41 @@
 """rope moves each byte once, in whole vectors, and shares the tables: counts, not times."""
 
 import pytest
-import torch
 
-from bench.bench_rope import traffic
+from bench.bench_memory import rotation
 
 
 @pytest.mark.parametrize(
-    "dtype, options",
+    "dtype, size, options",
     [
-        (torch.bfloat16, {}),
-        (torch.float32, {"interleaved": True}),
-        (torch.bfloat16, {"inplace": True}),
+        ("bfloat16", 2, {}),
+        ("float32", 4, {"interleaved": True}),
+        ("bfloat16", 2, {"call": "rope_"}),
     ],
     ids=str,
 )
-def test_prefill(dtype, options):
+def test_prefill(dtype, size, options):
     """cos and sin are loaded once for the eight heads of a thread."""
-    row = traffic(128, dtype, **options)
-    assert row.stores == 128 / 4
-    assert row.loads == 128 / 4 * (1 + 1 / 8)
-    assert row.store_bytes == row.least_store_bytes
-    assert row.load_bytes == row.least_store_bytes + 128 * 4 / 8
+    row = rotation(128, dtype, **options)
+    assert row["stores"] == 128 / 4
+    assert row["loads"] == 128 / 4 * (1 + 1 / 8)
+    assert row["stores (bytes)"] == 128 * size
+    assert row["loads (bytes)"] == 128 * size + 128 * 4 / 8
 
 
 def test_in_place_leaves_the_other_columns_alone():
-    row = traffic(128, torch.float16, rotary_dim=32, inplace=True, length=32)
-    assert row.stores == 32 / 4
-    assert row.store_bytes == row.least_store_bytes == 32 * 2
+    row = rotation(128, "float16", length=32, quarter=True, call="rope_")
+    assert row["stores"] == 32 / 4
+    assert row["stores (bytes)"] == 32 * 2
 
 
 def test_other_columns_are_copied_in_whole_vectors():
-    row = traffic(128, torch.float16, rotary_dim=32, length=32)
-    assert row.stores == 128 / 4
-    assert row.store_bytes == row.least_store_bytes
+    row = rotation(128, "float16", length=32, quarter=True)
+    assert row["stores"] == 128 / 4
+    assert row["stores (bytes)"] == 128 * 2
 
 
 def test_rows_off_their_alignment_move_no_more_bytes():
-    row = traffic(64, torch.float16, aligned=False, length=32)
-    assert row.stores == 64
-    assert row.store_bytes == row.least_store_bytes
+    row = rotation(64, "float16", length=32, layout=("padded 3",))
+    assert row["stores"] == 64
+    assert row["stores (bytes)"] == 64 * 2

@@ -1,10 +1,10 @@
 """The fake of torch's shims for mps, which takes a minute to build."""
 
-import os
 import sys
 
 import pytest
 
+from tests.helpers.shared import folder_of_all_workers
 from tests.runtime.fake_mps.build import VARIANTS, FakeMps, build, compiler
 from torch_metal_attn.runtime import shaders
 
@@ -13,9 +13,7 @@ from torch_metal_attn.runtime import shaders
 def libraries(tmp_path_factory):
     if sys.platform != "linux" or compiler() is None:
         pytest.skip("the fake shim is built by a C++ compiler on Linux")
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # one build for all workers
+    folder = folder_of_all_workers(tmp_path_factory)
     with pytest.MonkeyPatch.context() as patch:
         texts = folder / "texts"
         texts.mkdir(exist_ok=True)

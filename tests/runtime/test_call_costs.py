@@ -30,7 +30,7 @@ COUNT = """
 from bench.bench_launch import MODES, calls
 
 here = ctypes.CDLL(None)
-sources = [here.counted_empty, here.counted_views, fake.library.metal_attn_tiles_tried]
+sources = [here.counted_empty, here.counted_views]
 for source in sources:
     source.restype = ctypes.c_uint64
 
@@ -56,16 +56,16 @@ for group in calls():
                 rows.setdefault(name, {})[mode] = counted(run)
 """
 
-# New tensors, views of them, tiles tried, and the package's Python frames. Without its Autograd
+# New tensors, views of them, and the package's Python frames. Without its Autograd
 # kernel an op has no frame.
-OP = [2, 0, 0, 3]
+OP = [2, 0, 3]
 EXPECTED = {
     "torch.ops.metal_attn.flash_fwd": OP,
     "torch.ops.metal_attn.flash_decode": OP,
-    "scaled_dot_product_attention": [2, 0, 0, 3],
-    "flash_attn_func": [2, 4, 0, 3],
-    "flash_attn_with_kvcache": [2, 4, 0, 4],
-    "flash_attn_with_kvcache, new keys": [3, 6, 0, 5],
+    "scaled_dot_product_attention": [2, 0, 3],
+    "flash_attn_func": [2, 4, 3],
+    "flash_attn_with_kvcache": [2, 4, 4],
+    "flash_attn_with_kvcache, new keys": [3, 6, 5],
 }
 
 
@@ -172,7 +172,7 @@ def test_what_a_call_costs(outcome):
     for name, modes in outcome[0].items():
         for mode, counts in modes.items():
             frameless = EXPECTED[name] is OP and mode == "inference_mode"
-            assert counts == ([*EXPECTED[name][:3], 0] if frameless else EXPECTED[name]), (
+            assert counts == ([*EXPECTED[name][:2], 0] if frameless else EXPECTED[name]), (
                 name,
                 mode,
             )

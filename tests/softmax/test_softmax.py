@@ -10,7 +10,7 @@ import mmap
 import pytest
 import torch
 
-from bench import bench_softmax
+from bench import bench_memory
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.runtime.device import best_device
@@ -275,21 +275,21 @@ class TestCounts:
     """The inner loops do no more than they were designed to: counts an element, not times."""
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("length", bench_softmax.LENGTHS)
+    @pytest.mark.parametrize("length", bench_memory.LENGTHS)
     def test_softmax(self, length, dtype):
         items = 16 // dtype.itemsize
-        counts = bench_softmax.softmax(length, dtype, wide=True)
-        assert counts.loads == 2 / items  # two passes of 16 bytes a load
-        assert counts.stores == 1 / items
+        counts = bench_memory.softmax(length, str(dtype).removeprefix("torch."), "contiguous")
+        assert counts["loads"] == 2 / items  # two passes of 16 bytes a load
+        assert counts["stores"] == 1 / items
         # A weight an element in each pass, a rescaling a load, and the merging's once a lane.
-        assert counts.exps <= 2 + 1 / items + 0.07
-        assert counts.barriers == (length > 1024)
+        assert counts["exps"] <= 2 + 1 / items + 0.07
+        assert counts["barriers"] == (length > 1024)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_causal_mask(self, dtype):
-        counts = bench_softmax.causal_mask(512, dtype, wide=True)
-        assert counts.store_bytes == dtype.itemsize
-        assert counts.stores <= 1.1 * dtype.itemsize / 16
+        counts = bench_memory.causal_mask(512, str(dtype).removeprefix("torch."), "contiguous")
+        assert counts["stores (bytes)"] == dtype.itemsize
+        assert counts["stores"] <= 1.1 * dtype.itemsize / 16
 
 
 class TestChoice:

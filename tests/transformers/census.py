@@ -380,7 +380,6 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help="model types or classes; all of them if none")
     parser.add_argument("--keep", type=Path, help="entries as JSON lines; those in it are not run")
     parser.add_argument("--results", type=Path, help="the Markdown file for the summary")
-    parser.add_argument("--tables", type=Path, help="the Markdown file for a row of each class")
     arguments = parser.parse_args()
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
@@ -409,12 +408,8 @@ def main() -> None:
         )
         gc.collect()
     listed = [entries[kind] for _, kind in classes() if kind in entries]
-    for path, page in (
-        (arguments.results, census_page.summary),
-        (arguments.tables, census_page.tables),
-    ):
-        if path:
-            path.write_text(page(listed, len(classes()), TOLERANCE))
+    if arguments.results:
+        arguments.results.write_text(census_page.summary(listed, len(classes()), TOLERANCE))
     if any(entry.faults for entry in entries.values()):
         raise SystemExit(1)
 

@@ -1,7 +1,5 @@
 """The lookup of tiles in C++: keys, candidates, what a table changes, and what is refused."""
 
-import ctypes
-
 import pytest
 import torch
 
@@ -112,7 +110,7 @@ KERNELS = ("flash_fwd", "flash_decode", "flash_bwd_dq", "flash_bwd_dkv")
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["Apple M1", "Apple M4 Max"])
-def test_candidates_begin_with_the_reckoned_tile_and_can_all_run(kernel, name, gpu):
+def test_candidates_begin_with_the_default_tile_and_can_all_run(kernel, name, gpu):
     gpu(name)
     for dtype in DTYPES:
         for head_dim in (1, 40, 64, 96, 128, 256, 320, 488):
@@ -121,7 +119,7 @@ def test_candidates_begin_with_the_reckoned_tile_and_can_all_run(kernel, name, g
             )
             found = told(kernel, *qkv)
             candidates = found["tuning"]["candidates"]
-            assert 2 <= len(candidates) <= 8
+            assert (2 if head_dim <= 128 else 1) <= len(candidates) <= 8
             assert len(set(candidates)) == len(candidates)
             assert found["choice"] == "default"
             for number, tile in enumerate(candidates):
@@ -129,12 +127,11 @@ def test_candidates_begin_with_the_reckoned_tile_and_can_all_run(kernel, name, g
                     forced = told(kernel, *qkv)
                 assert forced["choice"] == "forced"
                 assert forced["threadgroup_bytes"] <= 32768
-                assert forced["registers"] <= max(found["registers"], 168) + 48
                 assert (forced["defines"] == found["defines"]) == (number == 0)
 
 
 # Tiles that the chooser never takes for D 16 or 32: eight and two SIMD groups, and other blocks.
-UNUSUAL = ["BLOCK_K=16 ROW_FRAGMENTS=1 SIMDGROUPS=8", "BLOCK_K=8 ROW_FRAGMENTS=2 SIMDGROUPS=2"]
+UNUSUAL = ["BLOCK_K=16 SIMDGROUPS=6", "BLOCK_K=8 SIMDGROUPS=2"]
 
 
 @pytest.mark.parametrize("tile", UNUSUAL)
@@ -159,7 +156,7 @@ def test_values_first_where_the_chooser_does_not(device):
 SHAPE = {"head_dim": 64, "lengths": (100, 100)}
 
 
-def in_use(kernel="flash_fwd", number=3, **options):
+def in_use(kernel="flash_fwd", number=1, **options):
     """Puts a table in use that has another candidate for a problem; returns its defines."""
     qkv = operands(**SHAPE)
     found = told(kernel, *qkv, **options)["tuning"]
@@ -182,48 +179,6 @@ def test_a_row_is_for_its_key_only(kernel):
     assert told(kernel, *qkv)["choice"] == "default"
 
 
-def tried(run):
-    """Tiles that the choosers try in a call."""
-    count = extension.load().metal_attn_tiles_tried
-    count.restype = ctypes.c_uint64
-    before = count()
-    run()
-    return count() - before
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_a_call_like_the_one_before_tries_no_tile(kernel, cores, gpu):
-    """What the choice depends on is chosen anew, and found as if it had never been remembered."""
-    sizes = {"head_dim": 88, "lengths": (9, 40)}  # of no other test
-    qkv = operands(**sizes)
-    assert tried(lambda: told(kernel, *qkv)) > 0
-    first = told(kernel, *qkv)
-    assert tried(lambda: told(kernel, *qkv)) == 0
-    for change in (
-        lambda: cores(3),
-        lambda: gpu("Apple M4 Max"),
-        lambda: tiles.use(
-            tiles.make([(first["tuning"]["key"], first["tuning"]["candidates"][1], "a table")])
-        ),
-    ):
-        change()
-        assert tried(lambda: told(kernel, *qkv)) > 0
-        assert tried(lambda: told(kernel, *qkv)) == 0
-    assert told(kernel, *qkv)["choice"] == "a table"
-    for others in ({"dtype": torch.float32}, {"head_dim": 96}, {"v_head_dim": 80}):
-        assert tried(lambda: told(kernel, *operands(**sizes | others))) > 0  # noqa: B023
-    assert tried(lambda: told(kernel, *qkv, softcap=3.0)) > 0
-
-
-@pytest.mark.parametrize("kernel", ["flash_fwd", "flash_decode"])
-def test_one_more_key_tries_no_tile(kernel):
-    """As each step of a decode with a growing cache has; a class of lengths is another choice."""
-    sizes = {"head_dim": 88, "dtype": torch.bfloat16}
-    told(kernel, *operands(lengths=(1, 600), **sizes))
-    assert tried(lambda: told(kernel, *operands(lengths=(1, 601), **sizes))) == 0
-    assert tried(lambda: told(kernel, *operands(lengths=(1, 3000), **sizes))) > 0
-
-
 def test_launches_have_the_tile():
     tile, _ = in_use()
     q = torch.zeros(1, 1, 40, 64, dtype=torch.float16)
@@ -231,17 +186,17 @@ def test_launches_have_the_tile():
         ops.flash_fwd(q, q, q)
     (launch,) = run.recorded
     words = dict(word.split("=") for word in tile.split())
-    off = {"COLUMN_SIMDGROUPS": "1", "Q_IN_THREADGROUP": "0", "KV_STAGED": "1"}  # without defines
+    off = {"COLUMN_SIMDGROUPS": "1", "KV_STAGED": "1"}  # without defines
     assert words.items() - off.items() <= launch.defines.items()
 
 
 @pytest.mark.parametrize(
     "tile",
     [
-        f"V_SLICE=64 BLOCK_K=64 ROW_FRAGMENTS=2 SIMDGROUPS=4 {HELD}",
-        f"V_SLICE=20 BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 {HELD}",
+        f"V_SLICE=64 BLOCK_K=64 SIMDGROUPS=4 {HELD}",
+        f"V_SLICE=20 BLOCK_K=32 SIMDGROUPS=4 {HELD}",
         "BLOCK_K=32",
-        f"V_SLICE=64 BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 {HELD} NEW=1",
+        f"V_SLICE=64 BLOCK_K=32 SIMDGROUPS=4 {HELD} NEW=1",
     ],
 )
 def test_a_tile_that_cannot_run_is_ignored_with_one_line(tile, capfd):

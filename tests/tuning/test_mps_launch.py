@@ -31,10 +31,10 @@ def arguments_of(op, head_dim=64):
 KERNELS = pytest.mark.parametrize(
     "op, kernel, word, define",
     [
-        ("flash_fwd", "flash_fwd", "BLOCK_K=24", "BLOCK_K 24"),
-        ("flash_decode", "flash_decode", "KEY_FRAGMENTS=4", "KEY_FRAGMENTS 4"),
-        ("decode_step", "flash_decode", "KEY_FRAGMENTS=4", "KEY_FRAGMENTS 4"),
-        ("flash_bwd", "flash_bwd_dkv", "BLOCK=24", "BLOCK_Q 24"),
+        ("flash_fwd", "flash_fwd", "BLOCK_K=8", "BLOCK_K 8"),
+        ("flash_decode", "flash_decode", "KEY_FRAGMENTS=1", "KEY_FRAGMENTS 1"),
+        ("decode_step", "flash_decode", "KEY_FRAGMENTS=1", "KEY_FRAGMENTS 1"),
+        ("flash_bwd", "flash_bwd_dkv", "BLOCK=8", "BLOCK_Q 8"),
     ],
 )
 

@@ -11,7 +11,6 @@ import torch
 from tests.helpers.cases import each_case
 from tests.helpers.forks import run_alone
 from tests.tuning.fake_gpu import CPU, M2_MAX
-from tests.tuning.places import AGAIN, HELD
 from torch_metal_attn import explain, mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.testing.judge import Measure
@@ -37,6 +36,12 @@ def shapes(tmp_path):
     return write
 
 
+def candidates(**options):
+    """The tiles of flash_fwd for FORWARD, the default one first."""
+    q, k = torch.zeros(1, 2, 100, 16), torch.zeros(1, 1, 200, 16)
+    return explain(q, k, k, **options).kernels["flash_fwd"].candidates
+
+
 def written(folder):
     return tables.read(folder / "tuned" / "apple-m2-max-38-cores.json")
 
@@ -44,12 +49,13 @@ def written(folder):
 class TestOnAFakeClock:
     def test_the_fastest_tile_is_kept_and_used(self, fake_gpu, shapes, tmp_path, capsys):
         """The transcript: each tile's time, torch's, the report; and what the chooser then does."""
-        fake_gpu.seconds = {f"BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 {AGAIN}": 0.25}
+        tiles = candidates(causal=True)
+        tile = tiles[2]
+        fake_gpu.seconds = {tile: 0.25}
         fake_gpu.torch = 0.5
         assert main(["tune", "--shapes", shapes({"causal": True}), "--rounds", "3"]) == 0
         out = capsys.readouterr().out
         shape = "forward 100 x 200, B1 H2/1 D16 float32 causal"
-        tile = f"V_SLICE=16 BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 {AGAIN}"
         key = "flash_fwd float 16 16 band q<=512 k<=512"
         assert re.search(rf"^{shape}\n  flash_fwd\n    V_SLICE.* 1000\.000 ms  default$", out, re.M)
         again = r"again 0\.250 \+- 0\.000 of the default tile's time"
@@ -61,7 +67,7 @@ class TestOnAFakeClock:
         assert table.machine == M2_MAX
         assert table.rows[key].tile == tile
         assert table.rows[key].compared == (tables.Compared(shape, "forward", 0.25, 0.5),)
-        assert len(table.rows[key].timed[0].seconds) == 8
+        assert tuple(table.rows[key].timed[0].seconds) == tiles
         q, k = torch.zeros(1, 2, 100, 16), torch.zeros(1, 1, 200, 16)
         assert explain(q, k, k, causal=True).kernels["flash_fwd"].choice == loading.OWN
         assert explain(q, k, k).kernels["flash_fwd"].choice == loading.RECKONED
@@ -85,31 +91,35 @@ class TestOnAFakeClock:
         def lucky(before):
             return 0.5 if before < first else seconds(before - first)
 
-        fake_gpu.seconds = {" SIMDGROUPS=2": lucky}
+        tiles = candidates()
+        fake_gpu.seconds = {tiles[-1]: lucky}
         main(["tune", "--shapes", shapes({}), "--rounds", str(rounds)])
         (row,) = written(tmp_path).rows.values()
         (timed,) = row.timed
         assert (row.tile != timed.reckoned) == chosen
-        assert all(" SIMDGROUPS=2" in tile for tile in timed.again)
-        turns = fake_gpu.calls[8 * first : 8 * first + 2 * first]
+        assert [*timed.again] == [tiles[-1]]
+        turns = fake_gpu.calls[len(tiles) * first :][: 2 * first]
         assert len(set(turns)) == 2
-        again = 1 if chosen else sum(" SIMDGROUPS=2" in tile for tile in timed.seconds)
-        assert len(timed.again) == again
 
     def test_tiles_take_turns_and_run_as_forced(self, fake_gpu, shapes):
         main(["tune", "--shapes", shapes({}), "--rounds", "2"])
         tiles = list(dict.fromkeys(fake_gpu.calls))
-        assert len(tiles) == 8
-        assert fake_gpu.calls[16:32] == [*tiles, *tiles[::-1]]  # after two calls of each
+        count = len(candidates())
+        assert len(tiles) == count
+        # After two calls of each.
+        assert fake_gpu.calls[2 * count : 4 * count] == [*tiles, *tiles[::-1]]
 
     def test_training_has_three_kernels_each_with_its_best(self, fake_gpu, shapes, tmp_path):
-        fake_gpu.seconds = {"flash_bwd_dq SLICES=1 BLOCK=24": 0.5}
+        q, k = torch.zeros(1, 2, 100, 16), torch.zeros(1, 1, 200, 16)
+        kernels = explain(q, k, k, backward=True).training.kernels
+        tile = kernels["flash_bwd_dq"].candidates[1]
+        fake_gpu.seconds = {f"flash_bwd_dq {tile}": 0.5}
         fake_gpu.torch = 0.75
         main(["tune", "--shapes", shapes({"kind": "training"}), "--rounds", "1"])
         rows = written(tmp_path).rows
         assert [key.split()[0] for key in rows] == ["flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"]
         forward, dq, dkv = rows.values()
-        assert "BLOCK=24" in dq.tile
+        assert dq.tile == tile
         assert dkv.tile == dkv.timed[0].reckoned
         # The whole step, with the best tile of each.
         assert fake_gpu.calls[-1].count("; ") == 2
@@ -122,11 +132,12 @@ class TestOnAFakeClock:
 
     def test_another_run_adds_to_the_table(self, fake_gpu, shapes, tmp_path):
         main(["tune", "--shapes", shapes({}), "--rounds", "1"])
-        fake_gpu.seconds = {"SIMDGROUPS=2": 0.5}
+        tile = candidates(causal=True)[1]
+        fake_gpu.seconds = {tile: 0.5}
         main(["tune", "--shapes", shapes({"causal": True}), "--rounds", "1"])
         first, second = written(tmp_path).rows.values()
         assert first.tile == first.timed[0].reckoned
-        assert "SIMDGROUPS=2" in second.tile
+        assert second.tile == tile
 
     def test_a_table_of_another_version_is_replaced(self, fake_gpu, shapes, tmp_path, capsys):
         old = replace(M2_MAX, package="0.0.1")
@@ -139,7 +150,7 @@ class TestOnAFakeClock:
         assert [key.split()[0] for key in written(tmp_path).rows] == ["flash_fwd"]
 
     def test_an_interrupt_keeps_what_was_measured(self, fake_gpu, shapes, tmp_path, capsys):
-        launch, limit = fake_gpu.launch, 30
+        launch, limit = fake_gpu.launch, 24
 
         def interrupted():
             if len(fake_gpu.calls) == limit:
@@ -175,7 +186,7 @@ class TestOnAFakeClock:
             return outcome
 
         monkeypatch.setattr(measure, "run", planted)
-        fake_gpu.seconds = {f"BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 {HELD}": 0.1}
+        fake_gpu.seconds = {candidates()[0]: 0.1}
         assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 1
         out = capsys.readouterr().out
         assert "left out: its result is wrong: out is off by 1.0e+00, allowed 1.0e-03" in out
@@ -185,18 +196,18 @@ class TestOnAFakeClock:
         assert row.timed[0].reckoned not in row.timed[0].seconds
 
     def test_a_tile_that_raises_when_it_is_timed(self, fake_gpu, shapes, tmp_path, capsys):
-        launch = fake_gpu.launch
+        launch, tile = fake_gpu.launch, candidates()[1]
 
         def full():
             launch()
-            if " SIMDGROUPS=2" in fake_gpu.calls[-1]:
+            if tile in fake_gpu.calls[-1]:
                 raise torch.OutOfMemoryError("MPS backend out of memory\nmore")
 
         fake_gpu.launch = full
         assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 0
         assert "left out: OutOfMemoryError: MPS backend out of memory\n" in capsys.readouterr().out
         (row,) = written(tmp_path).rows.values()
-        assert not any(" SIMDGROUPS=2" in tile for tile in row.timed[0].seconds)
+        assert tile not in row.timed[0].seconds
 
     def test_a_shape_without_memory_is_named(self, fake_gpu, shapes, capsys, monkeypatch):
         def none(*arguments):
@@ -232,7 +243,7 @@ class TestMetalsCompiler:
 
         def compile_shader(text):
             texts.append(text)
-            if "#define BLOCK_K 24\n" in text and most.get("broken"):
+            if "#define BLOCK_K 16\n" in text and most.get("broken"):
                 raise SyntaxError("failed to compile: program_source:3: error: no\nmore")
             kernel = types.SimpleNamespace(
                 max_threads_per_threadgroup=most["max_total_threads_per_threadgroup" in text],
@@ -273,26 +284,31 @@ class TestMetalsCompiler:
         self, threads, fake_gpu, shapes, tmp_path, capsys, monkeypatch
     ):
         monkeypatch.setattr(measure, "_compiled_by_metal", lambda device: True)
-        threads |= {False: 96, True: 96, "broken": True}
+        threads |= {False: 128, True: 128, "broken": True}
         assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 0
         out = capsys.readouterr().out
-        many = "a threadgroup of it has 128 threads and can have at most 96"
+        many = "a threadgroup of it has 256 threads and can have at most 128"
         error = "it does not compile: failed to compile: program_source:3: error: no"
-        assert len(re.findall(rf"SIMDGROUPS=4 {AGAIN} +left out: {many}$", out, re.M)) == 1
-        assert out.count(f"left out: {error}\n") == 2
-        assert "1000.000 ms  at most 96 threads, SIMD groups of 32" in out
+        tiles = candidates()
+        broken = [tile for tile in tiles if " BLOCK_K=16 " in tile]
+        large = [tile for tile in tiles if " SIMDGROUPS=8 " in tile and tile not in broken]
+        assert len(broken) > 0 < len(large)
+        assert (out.count(f"left out: {error}\n"), out.count(f"left out: {many}\n")) == (
+            len(broken),
+            len(large),
+        )
+        assert "at most 128 threads, SIMD groups of 32" in out
         (row,) = written(tmp_path).rows.values()
-        assert " SIMDGROUPS=2 " in row.tile
-        assert len(row.timed[0].seconds) == 3
-        assert set(row.timed[0].left_out.values()) == {many, error}
+        assert row.timed[0].left_out == dict.fromkeys(broken, error) | dict.fromkeys(large, many)
+        assert len(row.timed[0].seconds) == len(tiles) - len(broken) - len(large)
 
     def test_info(self, threads, monkeypatch):
         explained = info.explained
         monkeypatch.setattr(info, "explained", lambda shape, device: explained(shape, CPU))
         found = "flash_fwd in float16 at head dim 128: at most 1024 threads, SIMD groups of 32"
         assert info._pipeline().startswith(found)
-        threads["broken"] = threads[False] = threads[True] = 64
-        assert "has 128 threads and can have at most 64" in info._pipeline()
+        threads[False] = threads[True] = 64
+        assert "has 256 threads and can have at most 64" in info._pipeline()
 
 
 class TestBadInput:
@@ -369,7 +385,7 @@ def test_end_to_end_in_the_simulator(shapes, tmp_path, capsys):
     assert main(["tune", *arguments]) == 0
     (row,) = tables.read(out).rows.values()
     assert row.key == "flash_fwd half 16 16 plain q<=8 k<=8"
-    assert len(row.timed[0].seconds) == 8
+    assert len(row.timed[0].seconds) > 2
     assert all(seconds > 0 for seconds in row.timed[0].seconds.values())
     assert not row.timed[0].left_out
     assert row.ratio("forward") > 0

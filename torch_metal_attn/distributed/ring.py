@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch_metal_attn.distributed.calls import Call, Visible, calls
 from torch_metal_attn.distributed.group import Ring
 from torch_metal_attn.distributed.layout import Spans, rows
-from torch_metal_attn.ops.flash_bwd import sink_gradient
+from torch_metal_attn.ops.flash_bwd import gradient_of, sink_gradient
 
 _KEYS, _GRADIENTS = 0, 1  # tags of what travels
 
@@ -86,12 +86,9 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, out, lse, *with_sink = ctx.saved_tensors
-        if dout is None:
-            dout = out.new_zeros(out.shape[-1]).expand(out.shape)
-        elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
-            dout = dout.contiguous()
+        dout = gradient_of(out, dout)
         dsink = _sink_gradient(dout, dlse, lse, *with_sink) if with_sink else None
-        return None, *_gradients(ctx.problem, dout, dlse, q, k, v, out, lse), dsink
+        return None, *_gradients(ctx.problem, [dout, dlse, q, out, lse], k, v), dsink
 
 
 def _visits(problem: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
@@ -111,23 +108,20 @@ def _visits(problem: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[
 
 
 def _gradients(
-    problem: Problem,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    problem: Problem, of_queries: list[Tensor | None], k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, accumulated in float32 in the order of the ring: always the same bits."""
-    ring = problem.ring
+    """dq, dk and dv, accumulated in float32 in the order of the ring: always the same bits.
+
+    of_queries: dout, dlse, q, out and the log-sum-exp.
+    """
+    ring, q = problem.ring, of_queries[2]
+    assert q is not None
     dq = torch.zeros_like(q, dtype=torch.float32)
     coming = None
     for owner, (visiting_k, visiting_v) in _visits(problem, k, v):
         found = [torch.zeros_like(x, dtype=torch.float32) for x in (visiting_k, visiting_v)]
         for call in problem.calls(owner, q.device):
-            part = _backward(problem, call, dout, dlse, q, visiting_k, visiting_v, out, lse)
+            part = _backward(problem, call, of_queries, visiting_k, visiting_v)
             dq[:, :, call.q] += part[0]
             for total, each in zip(found, part[1:], strict=True):
                 total[:, :, call.k] += each
@@ -174,37 +168,24 @@ def _forward(
 
 
 def _backward(
-    problem: Problem,
-    call: Call,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of the call's rows, as dq, dk and dv. lse is that of all keys."""
+    problem: Problem, call: Call, of_queries: list[Tensor | None], k: Tensor, v: Tensor
+) -> list[Tensor]:
+    """dq, dk and dv of the call's rows, where the log-sum-exp is that of all keys."""
     options = problem.options_of(call)
-    if call.packing is not None:
-        packed = [x[0].transpose(0, 1) for x in (dout, q, k, v, out)]
-        statistics = dlse if dlse is None else dlse[0]
-        found = torch.ops.metal_attn.flash_varlen_bwd(
-            packed[0], statistics, *packed[1:], lse[0], *call.packing, **options
+    dout, dlse, q, out, lse = (x if x is None else x[:, :, call.q] for x in of_queries)
+    k, v = k[:, :, call.k], v[:, :, call.k]
+    assert lse is not None
+    if call.packing is None:
+        found = torch.ops.metal_attn.flash_bwd(
+            *(dout, dlse, q, k, v, out, lse.contiguous()), **options
         )
-        dq, dk, dv = (x.transpose(0, 1)[None] for x in found[:3])
-        return dq, dk, dv
-    found = torch.ops.metal_attn.flash_bwd(
-        dout[:, :, call.q],
-        dlse if dlse is None else dlse[:, :, call.q],
-        q[:, :, call.q],
-        k[:, :, call.k],
-        v[:, :, call.k],
-        out[:, :, call.q],
-        lse[:, :, call.q].contiguous(),
-        **options,
+        return list(found[:3])
+    dout, q, k, v, out = (x[0].transpose(0, 1) for x in (dout, q, k, v, out) if x is not None)
+    statistics = dlse if dlse is None else dlse[0]
+    found = torch.ops.metal_attn.flash_varlen_bwd(
+        *(dout, statistics, q, k, v, out, lse[0], *call.packing), **options
     )
-    return found[0], found[1], found[2]
+    return [x.transpose(0, 1)[None] for x in found[:3]]
 
 
 def _packed_flat(k: Tensor, v: Tensor) -> Tensor:

@@ -4,12 +4,15 @@ Arguments are in flash-attn 2.8's order. The caller computes gradients, with `bw
 A query without keys has the log-sum-exp -inf, not flash-attn's +inf.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import Window, flag, only_given, whole, window
+from torch_metal_attn.call.arguments import flag, only_given, whole, window
 from torch_metal_attn.call.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.call.options import op_options
@@ -21,183 +24,132 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, softmax_d
 
 _OPS = torch.ops.metal_attn
 _NAMES = ArgumentNames(heads_third=True)
+_SCORES = "is_causal window_size_left window_size_right softcap"
 
 
-def fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: None,
-    alibi_slopes: Tensor | None,
-    p_dropout: float,
-    softmax_scale: float | None,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    return_softmax: bool,
-    gen: None,
-) -> Forward:
+def in_order(names: str, **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function of keywords these parameters, by position or by name."""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(name, kind, default=defaults.get(name, inspect.Parameter.empty))
+            for name in names.split()
+        ]
+    )
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            given = signature.bind(*arguments, **options)
+            given.apply_defaults()
+            return function(**given.arguments)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+@in_order(f"q k v out alibi_slopes p_dropout softmax_scale {_SCORES} return_softmax gen")
+def fwd(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **given: Any) -> Forward:
     """flash-attn's forward of q (B, Lq, Hq, D), k and v (B, Lk, Hkv, D).
 
     Returns: out; softmax_lse (B, Hq, Lq); S_dmask, empty unless return_softmax with dropout, as
         `flash_attn_func` returns it; rng_state (2,) int64, for `bwd`.
     """
-    _not_given(out=out, gen=gen)
-    limits = (window_size_left, window_size_right)
-    options = _options(q, p_dropout, softmax_scale, is_causal, limits, softcap, alibi_slopes)
+    options = _options(q, given, "out", "gen")
     result, lse = _NAMES.run(heads_second, (_OPS.flash_fwd.default, q, k, v), options)
     weights = dense_weights(q, k, options) if return_softmax else None
     return _forward(q, result, lse, weights, options)
 
 
+@in_order(
+    "q k v out cu_seqlens_q cu_seqlens_k seqused_k leftpad_k block_table alibi_slopes "
+    f"max_seqlen_q max_seqlen_k p_dropout softmax_scale zero_tensors {_SCORES} return_softmax gen"
+)
 def varlen_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_k: Tensor | None,
-    leftpad_k: Tensor | None,
     block_table: Tensor | None,
-    alibi_slopes: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    p_dropout: float,
-    softmax_scale: float | None,
-    zero_tensors: bool,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
     return_softmax: bool,
-    gen: None,
+    **given: Any,
 ) -> Forward:
     """`fwd` for packed sequences, q (Tq, Hq, D), as `flash_attn_varlen_func` takes them.
 
     zero_tensors: accepted; rows that belong to no sequence are always 0.
     """
-    _not_given(out=out, gen=gen)
+    options = _options(q, given, "out", "gen") | only_given(
+        seqused_k=given["seqused_k"], leftpad_k=given["leftpad_k"], block_table=block_table
+    )
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    limits = (window_size_left, window_size_right)
-    options = _options(q, p_dropout, softmax_scale, is_causal, limits, softcap, alibi_slopes)
-    options |= only_given(seqused_k=seqused_k, leftpad_k=leftpad_k, block_table=block_table)
-    packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packing = _packing(given)
     result, lse = _NAMES.run(_OPS.flash_varlen_fwd.default, (q, k, v, *packing), options)
     weights = varlen_weights(q, k, *packing, options) if return_softmax else None
     return _forward(q, result, lse, weights, options)
 
 
-def bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    alibi_slopes: Tensor | None,
-    p_dropout: float,
-    softmax_scale: float | None,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    deterministic: bool,
-    gen: None,
-    rng_state: Tensor | None,
-) -> Gradients:
+@in_order(
+    "dout q k v out softmax_lse dq dk dv alibi_slopes p_dropout softmax_scale "
+    f"{_SCORES} deterministic gen rng_state"
+)
+def bwd(dout: Tensor, q: Tensor, softmax_lse: Tensor, **given: Any) -> Gradients:
     """The gradients of `fwd`, whose rng_state says which weights were dropped.
 
     Returns: dq, dk, dv: copied into those that are given; softmax_d (B, Hq, Lq).
     """
-    _not_given(gen=gen)
-    limits = (window_size_left, window_size_right)
-    options = _options(q, 0.0, softmax_scale, is_causal, limits, softcap, alibi_slopes)
-    options |= _dropout(p_dropout, rng_state)
-    dout, *operands = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-    arguments = (dout, None, *operands, softmax_lse)
+    options = _options_of_backward(q, given)
+    operands = (x.transpose(1, 2) for x in (q, given["k"], given["v"], given["out"]))
+    arguments = (dout.transpose(1, 2), None, *operands, softmax_lse)
     *gradients, delta, _ = _NAMES.run(_OPS.flash_bwd.default, arguments, options)
-    found = tuple(x.transpose(1, 2) for x in gradients)
-    return (*_into({"dq": dq, "dk": dk, "dv": dv}, found), delta)
+    return (*_into(given, [x.transpose(1, 2) for x in gradients]), delta)
 
 
-def varlen_bwd(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    alibi_slopes: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    p_dropout: float,
-    softmax_scale: float | None,
-    zero_tensors: bool,
-    is_causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    deterministic: bool,
-    gen: None,
-    rng_state: Tensor | None,
-) -> Gradients:
+@in_order(
+    "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k alibi_slopes max_seqlen_q "
+    f"max_seqlen_k p_dropout softmax_scale zero_tensors {_SCORES} deterministic gen rng_state"
+)
+def varlen_bwd(dout: Tensor, q: Tensor, softmax_lse: Tensor, **given: Any) -> Gradients:
     """`bwd` for packed sequences; softmax_d is (Hq, Tq)."""
-    _not_given(gen=gen)
-    limits = (window_size_left, window_size_right)
-    options = _options(q, 0.0, softmax_scale, is_causal, limits, softcap, alibi_slopes)
-    options |= _dropout(p_dropout, rng_state)
-    packing = _packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    arguments = (dout, None, q, k, v, out, softmax_lse, *packing)
+    options = _options_of_backward(q, given)
+    operands = (q, given["k"], given["v"], given["out"])
+    arguments = (dout, None, *operands, softmax_lse, *_packing(given))
     *gradients, delta, _ = _NAMES.run(_OPS.flash_varlen_bwd.default, arguments, options)
-    return (*_into({"dq": dq, "dk": dk, "dv": dv}, tuple(gradients)), delta)
+    return (*_into(given, gradients), delta)
 
 
+@in_order(
+    "q kcache vcache k v seqlens_k rotary_cos rotary_sin cache_batch_idx leftpad_k block_table "
+    f"alibi_slopes out softmax_scale {_SCORES} is_rotary_interleaved num_splits"
+)
 def fwd_kvcache(
     q: Tensor,
-    kcache: Tensor,
-    vcache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    seqlens_k: Tensor | None,
-    rotary_cos: Tensor | None,
-    rotary_sin: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    leftpad_k: Tensor | None,
-    block_table: Tensor | None,
-    alibi_slopes: Tensor | None,
-    out: None,
-    softmax_scale: float | None,
-    is_causal: bool,
     window_size_left: int,
     window_size_right: int,
-    softcap: float,
-    is_rotary_interleaved: bool,
-    num_splits: int,
+    out: None,
+    **given: Any,
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn_with_kvcache`: out (B, Lq, Hq, D) and softmax_lse (B, Hq, Lq)."""
-    _not_given(out=out)
-    result = flash_attn_with_kvcache(
-        *(q, kcache, vcache, k, v, rotary_cos, rotary_sin, seqlens_k),
-        *(cache_batch_idx, leftpad_k, block_table, softmax_scale, is_causal),
-        (window_size_left, window_size_right),
-        *(softcap, is_rotary_interleaved, alibi_slopes, num_splits, True),
+    _check_none(out=out)
+    renamed = {
+        "kcache": "k_cache",
+        "vcache": "v_cache",
+        "seqlens_k": "cache_seqlens",
+        "leftpad_k": "cache_leftpad",
+        "is_causal": "causal",
+        "is_rotary_interleaved": "rotary_interleaved",
+    }
+    result: tuple[Tensor, Tensor] = flash_attn_with_kvcache(  # type: ignore[assignment]
+        q,
+        window_size=(window_size_left, window_size_right),
+        return_softmax_lse=True,
+        **{renamed.get(name, name): value for name, value in given.items()},
     )
-    assert isinstance(result, tuple)
     return result
 
 
-def _not_given(**arguments: Any) -> None:
+def _check_none(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(
@@ -206,28 +158,35 @@ def _not_given(**arguments: Any) -> None:
             )
 
 
-def _options(
-    q: Tensor,
-    p_dropout: float,
-    softmax_scale: float | None,
-    is_causal: bool,
-    window_size: Window,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-) -> dict[str, Any]:
-    score = {"softcap": softcap, "alibi_slopes": alibi_slopes}
-    causal, limits = flag("is_causal", is_causal), window(window_size)
-    return op_options(q, p_dropout, softmax_scale, causal, limits, score)
-
-
-def _packing(
-    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int
-) -> tuple[Tensor, Tensor, int, int]:
-    return (
-        *(cu_seqlens_q, cu_seqlens_k),
-        whole("max_seqlen_q", max_seqlen_q),
-        whole("max_seqlen_k", max_seqlen_k),
+def _options(q: Tensor, given: dict[str, Any], *must_be_none: str) -> dict[str, Any]:
+    """The op's options without packing and caches."""
+    _check_none(**{name: given[name] for name in must_be_none})
+    return op_options(
+        q,
+        given["p_dropout"],
+        given["softmax_scale"],
+        flag("is_causal", given["is_causal"]),
+        window((given["window_size_left"], given["window_size_right"])),
+        {name: given[name] for name in ("softcap", "alibi_slopes")},
     )
+
+
+def _options_of_backward(q: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+    """Those of `_options`, with the dropout of the forward."""
+    options = _options(q, given | {"p_dropout": 0.0}, "gen")
+    p_dropout, rng_state = given["p_dropout"], given["rng_state"]
+    if p_dropout == 0.0:
+        return options
+    if rng_state is None:
+        raise ValueError(
+            f"rng_state is None and p_dropout {p_dropout}; give the rng_state of the forward"
+        )
+    return options | {"dropout_p": p_dropout, "rng_state": rng_state}
+
+
+def _packing(given: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
+    longest_q, longest_k = (whole(name, given[name]) for name in ("max_seqlen_q", "max_seqlen_k"))
+    return given["cu_seqlens_q"], given["cu_seqlens_k"], longest_q, longest_k
 
 
 def _forward(
@@ -242,19 +201,9 @@ def _forward(
     )
 
 
-def _dropout(p_dropout: float, rng_state: Tensor | None) -> dict[str, Any]:
-    if p_dropout == 0.0:
-        return {}
-    if rng_state is None:
-        raise ValueError(
-            f"rng_state is None and p_dropout {p_dropout}; give the rng_state of the forward"
-        )
-    return {"dropout_p": p_dropout, "rng_state": rng_state}
-
-
-def _into(
-    targets: dict[str, Tensor | None], gradients: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
+def _into(given: dict[str, Any], gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients, copied into those of dq, dk and dv that are given."""
+    targets = {name: given[name] for name in ("dq", "dk", "dv")}
     for (name, target), gradient in zip(targets.items(), gradients, strict=True):
         if target is not None and target.shape != gradient.shape:
             raise ValueError(

@@ -4,9 +4,10 @@ It also has the private functions that other packages import: sequence and ring 
 the results of `_flash_attn_forward` and `_flash_attn_backward` themselves.
 """
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
-
-from torch import Tensor
 
 from torch_metal_attn.call.attention_weights import block_size
 from torch_metal_attn.flash_attn import flash_attn_gpu
@@ -36,114 +37,55 @@ def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: b
     return block_size(head_dim, is_dropout)
 
 
-def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    return_softmax: bool,
-) -> flash_attn_gpu.Forward:
-    """`flash_attn_gpu.fwd`: out, softmax_lse, S_dmask and rng_state."""
-    return flash_attn_gpu.fwd(
-        *(q, k, v, None, alibi_slopes, dropout_p, softmax_scale, causal),
-        *(window_size_left, window_size_right, softcap, return_softmax, None),
-    )
+# By flash_attn_gpu's names, what its functions call these functions' arguments.
+_RENAMED = {"p_dropout": "dropout_p", "is_causal": "causal"}
 
 
-def _flash_attn_varlen_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    return_softmax: bool = False,
-    block_table: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> flash_attn_gpu.Forward:
-    """`flash_attn_gpu.varlen_fwd`: out, softmax_lse, S_dmask and rng_state."""
-    return flash_attn_gpu.varlen_fwd(
-        *(q, k, v, None, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table),
-        *(alibi_slopes, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors),
-        *(causal, window_size_left, window_size_right, softcap, return_softmax, None),
-    )
+def _private(function: Callable[..., Any], names: str, **defaults: Any) -> Callable[..., Any]:
+    """A function of flash_attn_gpu with flash-attn's names and order of its own interface."""
+    needed = inspect.signature(function).parameters
+
+    @flash_attn_gpu.in_order(names, **defaults)
+    def call(**given: Any) -> Any:
+        # Only out and gen are missing, which must be None.
+        return function(**{name: given.get(_RENAMED.get(name, name)) for name in needed})
+
+    call.__doc__ = function.__doc__
+    return call
 
 
-def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-) -> Tensor:
-    """`flash_attn_gpu.bwd` into dq, dk and dv; returns softmax_d."""
-    *_, softmax_d = flash_attn_gpu.bwd(
-        *(dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes, dropout_p, softmax_scale),
-        *(causal, window_size_left, window_size_right, softcap, deterministic, None, rng_state),
-    )
-    return softmax_d
+def _softmax_d_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward of flash_attn_gpu that only returns softmax_d, as dq, dk and dv are given."""
+
+    @functools.wraps(function)
+    def call(**given: Any) -> Any:
+        return function(**given)[-1]
+
+    return call
 
 
-def _flash_attn_varlen_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float,
-    softmax_scale: float,
-    causal: bool,
-    window_size_left: int,
-    window_size_right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    rng_state: Tensor | None = None,
-    zero_tensors: bool = False,
-) -> Tensor:
-    """`flash_attn_gpu.varlen_bwd` into dq, dk and dv; returns softmax_d."""
-    *_, softmax_d = flash_attn_gpu.varlen_bwd(
-        *(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes),
-        *(max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal),
-        *(window_size_left, window_size_right, softcap, deterministic),
-        gen=None,
-        rng_state=rng_state,
-    )
-    return softmax_d
+_SCORES = "dropout_p softmax_scale causal window_size_left window_size_right softcap alibi_slopes"
+_LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+_OF_BACKWARD = "dout q k v out softmax_lse dq dk dv"
+
+_flash_attn_forward = _private(flash_attn_gpu.fwd, f"q k v {_SCORES} return_softmax")
+_flash_attn_varlen_forward = _private(
+    flash_attn_gpu.varlen_fwd,
+    f"q k v {_LENGTHS} {_SCORES} return_softmax block_table leftpad_k seqused_k zero_tensors",
+    **dict.fromkeys(("window_size_left", "window_size_right"), -1),
+    **dict.fromkeys(("alibi_slopes", "block_table", "leftpad_k", "seqused_k")),
+    softcap=0.0,
+    return_softmax=False,
+    zero_tensors=False,
+)
+_flash_attn_backward = _private(
+    _softmax_d_of(flash_attn_gpu.bwd),
+    f"{_OF_BACKWARD} {_SCORES} deterministic rng_state",
+    rng_state=None,
+)
+_flash_attn_varlen_backward = _private(
+    _softmax_d_of(flash_attn_gpu.varlen_bwd),
+    f"{_OF_BACKWARD} {_LENGTHS} {_SCORES} deterministic rng_state zero_tensors",
+    rng_state=None,
+    zero_tensors=False,
+)

@@ -1,10 +1,13 @@
 """Derivatives of a score_mod as graphs: from the result back to its inputs."""
 
+import functools
+
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_metal_attn.flex.captured import Captured
 from torch_metal_attn.flex.graph import Graph, Node, ordered
-from torch_metal_attn.flex.table import OPS, Calculus
+from torch_metal_attn.flex.table import OPS
 from torch_metal_attn.flex.tracing import Tracer
 
 
@@ -15,41 +18,84 @@ def slope(graph: Graph, result: Node) -> Node:
 
 def derivative(graph: Graph, result: Node, by: Node) -> Node:
     """d result / d by, float32; constant 0 where `by` has no part in it."""
-    calculus = Calculus(graph)
     nodes = list(ordered(result))
     varies = {id(by)}  # nodes that depend on it through floating numbers
     for node in nodes:
         if node.dtype.is_floating_point and any(id(a) in varies for a in node.args):
             varies.add(id(node))
-    gradients = {id(result): calculus.number(1.0)}
+    zero = graph.constant(0.0, torch.float32)
+    gradients = {id(result): graph.constant(1.0, torch.float32)}
     for node in reversed(nodes):
         gradient = gradients.get(id(node))
         if gradient is None or id(node) not in varies:
             continue
         if node is by:
             return gradient
-        parts: tuple[Node | None, ...]
-        if node.op == "cast":
-            parts = (gradient,)
-        else:
-            row = None if node.op == "composed" else OPS[node.op].derivative
-            if row is None:
-                parts = by_autograd(graph, node, gradient)
-            else:
-                parts = row(calculus, gradient, *node.args, node)
+        parts = parts_of(graph, node, gradient)
         for argument, part in zip(node.args, parts, strict=True):
-            if part is not None and id(argument) in varies:
-                before = gradients.get(id(argument))
-                gradients[id(argument)] = part if before is None else calculus.add(before, part)
-    return calculus.number(0.0)
+            if part is None or part is zero or id(argument) not in varies:
+                continue
+            before = gradients.get(id(argument))
+            gradients[id(argument)] = (
+                part if before is None else graph.node("add", (before, part), torch.float32)
+            )
+    return zero
+
+
+def parts_of(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, ...]:
+    """The arguments' gradients, from that of the node."""
+    if node.op == "cast":
+        return (gradient,)
+    if node.op == "composed":
+        return by_autograd(graph, node, gradient)
+    given = (*node.args, gradient)
+
+    def here(part: Node) -> Node:
+        made: dict[int, Node] = {}
+        for each in ordered(part, bodies=True):
+            if each.op == "composed":
+                made[id(each)] = made[id(each.value.body)]
+                continue
+            args = [made[id(a)] for a in each.args]
+            if each.op == "input":
+                made[id(each)] = given[each.value]
+            elif each.op == "cast":
+                made[id(each)] = graph.cast(args[0], each.dtype)
+            else:
+                made[id(each)] = graph.node(each.op, args, each.dtype, each.value)
+        return made[id(part)]
+
+    known = _of_row(node.op, tuple(a.dtype for a in node.args), node.dtype)
+    return tuple(None if part is None else here(part) for part in known)
+
+
+@functools.cache
+def _of_row(
+    op: str, dtypes: tuple[torch.dtype, ...], result: torch.dtype
+) -> tuple[Node | None, ...]:
+    """`by_autograd` of an op whose inputs are numbered. The gradient is the last one.
+
+    Autograd takes milliseconds, and functions that may depend on anything are traced in each call.
+    """
+    graph = Graph()
+    *args, gradient = (
+        graph.node("input", (), dtype, i) for i, dtype in enumerate((*dtypes, torch.float32))
+    )
+    return by_autograd(graph, graph.node(op, args, result), gradient)
+
+
+class _Backward(Tracer):
+    """Traces autograd, which detaches the results that it has saved."""
+
+    same_value = Tracer.same_value | {"detach"}
 
 
 def by_autograd(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, ...]:
     """The arguments' gradients, which PyTorch's own backward of the op computes of scalars."""
     row = node.value if node.op == "composed" else OPS[node.op]
-    tracer = Tracer("score_mod", row.evaluate, graph, Captured(), torch.device("cpu"))
-    # Whatever the call itself is in, such as inference_mode.
-    with torch.inference_mode(False), torch.enable_grad():
+    tracer = _Backward("score_mod", row.evaluate, graph, Captured(), torch.device("cpu"))
+    # Whatever the call is in, such as inference_mode, or a mode whose tensors have no values.
+    with torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():
         leaves = []
         for argument in node.args:
             floating = argument.dtype.is_floating_point
@@ -58,6 +104,8 @@ def by_autograd(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, 
         upstream = tracer.scalar(gradient)
         with tracer:
             result = row.evaluate(*leaves)
+            if not result.requires_grad:
+                return (None,) * len(leaves)
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             try:
                 found = iter(torch.autograd.grad(result, wanted, upstream, allow_unused=True))

@@ -40,11 +40,6 @@ _NAMES = {
     "__lshift__": "bitwise_left_shift",
     "__rshift__": "bitwise_right_shift",
 }
-# They return their argument, in another dtype or place of memory.
-_SAME = frozenset(
-    "_to_copy clone alias lift_fresh lift_fresh_copy view reshape squeeze expand to "
-    "convert_element_type real".split()
-)
 _FILLED = {"ones_like": 1, "zeros_like": 0, "new_ones": 1, "new_zeros": 0}
 _SUMS = ("sum", "mean", "dot")
 _CONVERSIONS = frozenset(("__bool__", "__int__", "__float__", "__index__", "item", "tolist"))
@@ -90,6 +85,12 @@ class Tracer(Traced, TorchDispatchMode):
     name, function: what is traced, for errors. captured: where the tensors that it indexes go,
     which must be on `device`.
     """
+
+    # Ops that return their argument, in another dtype or place of memory.
+    same_value = frozenset(
+        "_to_copy clone alias lift_fresh lift_fresh_copy view reshape squeeze expand to "
+        "convert_element_type real".split()
+    )
 
     def __init__(
         self,
@@ -190,7 +191,7 @@ class Tracer(Traced, TorchDispatchMode):
         """The node of one op on scalars, or the nodes of its results."""
         values = self.arguments(func, args, kwargs)
         name = _NAMES.get(name, name)
-        if name in _SAME:
+        if name in self.same_value:
             return self.same(name, func, args, kwargs)
         if name == "clamp":
             low, high = values.get("min"), values.get("max")

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import integers, natural, whole
+from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
-from torch_metal_attn.kv_cache.storage import LayerCache, Layout, Storage
+from torch_metal_attn.kv_cache.storage import LayerCache, Storage
 
 TokenIds = Tensor | Sequence[Sequence[int]]
 
@@ -48,39 +48,12 @@ class PagedKVCache:
         `CacheFull` if there are too few pages. Nothing is changed then.
     """
 
-    def __init__(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        v_head_dim: int | None = None,
-        num_layers: int = 1,
-        dtype: torch.dtype = torch.float16,
-        device: torch.device | str = "cpu",
-        format: str | None = None,
-        layout: Layout = "NHD",
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> None:
+    @options_of(Storage.__init__, 3)
+    def __init__(self, num_pages: int, page_size: int, *sizes: Any, **options: Any) -> None:
         natural("num_pages", num_pages, 1)
         natural("page_size", page_size, 1)
         self.page_size = page_size
-        self._storage = Storage(
-            num_pages,
-            page_size,
-            num_kv_heads,
-            head_dim,
-            v_head_dim,
-            num_layers,
-            dtype,
-            device,
-            format,
-            layout,
-            k_scale,
-            v_scale,
-        )
+        self._storage = Storage(num_pages, page_size, *sizes, **options)
         self._pool = PagePool(num_pages)
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import integers, natural, whole
+from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull
-from torch_metal_attn.kv_cache.storage import LayerCache, Layout, Storage
+from torch_metal_attn.kv_cache.storage import LayerCache, Storage
 
 
 class StaticKVCache:
@@ -22,42 +22,15 @@ class StaticKVCache:
         if a sequence would exceed max_length; nothing is changed then.
     """
 
-    def __init__(
-        self,
-        batch_size: int,
-        max_length: int,
-        num_kv_heads: int,
-        head_dim: int,
-        v_head_dim: int | None = None,
-        num_layers: int = 1,
-        dtype: torch.dtype = torch.float16,
-        device: torch.device | str = "cpu",
-        format: str | None = None,
-        layout: Layout = "NHD",
-        *,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-    ) -> None:
+    @options_of(Storage.__init__, 3)
+    def __init__(self, batch_size: int, max_length: int, *sizes: Any, **options: Any) -> None:
         natural("batch_size", batch_size, 1)
         natural("max_length", max_length, 1)
         self.batch_size = batch_size
         self.max_length = max_length
-        self._storage = Storage(
-            batch_size,
-            max_length,
-            num_kv_heads,
-            head_dim,
-            v_head_dim,
-            num_layers,
-            dtype,
-            device,
-            format,
-            layout,
-            k_scale,
-            v_scale,
-        )
+        self._storage = Storage(batch_size, max_length, *sizes, **options)
         self._rows = list(range(batch_size))  # of the tensors, by sequence
-        self._lengths = [[0] * batch_size for _ in range(num_layers)]
+        self._lengths = [[0] * batch_size for _ in self._storage.layers]
 
     @property
     def layers(self) -> list[LayerCache]:

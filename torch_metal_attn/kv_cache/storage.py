@@ -44,14 +44,15 @@ class Storage:
         rows: int,
         num_kv_heads: int,
         head_dim: int,
-        v_head_dim: int | None,
-        num_layers: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        format: str | None,
-        layout: Layout,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
+        v_head_dim: int | None = None,
+        num_layers: int = 1,
+        dtype: torch.dtype = torch.float16,
+        device: torch.device | str = "cpu",
+        format: str | None = None,
+        layout: Layout = "NHD",
+        *,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         counts = {

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import count_writes, refuse
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
-from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.quantisation import ELEMENTS, format_of, quantise
-from torch_metal_attn.runtime import session
 
 
 @register_fake("append_kv")
@@ -49,6 +48,7 @@ def _write(new: Tensor, cache: Tensor, scale: Tensor | None, places: tuple[Tenso
         scale[batch, :, row] = block_scales.transpose(1, 2)
 
 
+@cpu_kernel("append_kv")
 def reference(
     k: Tensor,
     v: Tensor,
@@ -92,16 +92,6 @@ def reference(
     _write(v, v_cache, v_scale, places)
 
 
-def _cpu(*tensors: Tensor | None, **options: Any) -> None:
-    """The shader if the simulator is on, else plain torch, with the same checks."""
-    torch.ops.metal_attn_explain.append_kv(*tensors, **options)
-    if session.active():
-        with session.raising():
-            torch.ops.metal_attn_simulator.append_kv(*tensors, **options)
-        return
-    reference(*tensors, **options)  # type: ignore[arg-type]
-
-
 _TABLES = ("rotary_cos", "rotary_sin")
 
 
@@ -122,7 +112,6 @@ def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 
 
 _libraries = []
-python_kernel("metal_attn::append_kv", "CPU")(_cpu)
 for _namespace in NAMESPACES:
     refuse(_namespace, "append_kv", "detach it, as a cache keeps no graph", _written)
     _libraries.append(count_writes(_namespace, "append_kv", _written))

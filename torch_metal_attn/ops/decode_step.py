@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops import append_kv
+from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import count_writes, refuse
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult
 from torch_metal_attn.ops.layout import empty_like_query
-from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.quantisation import columns
 from torch_metal_attn.reference import attention
-from torch_metal_attn.runtime import session
 
 _ROTARY = (
     *("rotary_cos", "rotary_sin"),
@@ -37,6 +36,7 @@ def _fake(
     return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
+@cpu_kernel("decode_step")
 def reference(
     q: Tensor,
     k: Tensor,
@@ -54,22 +54,11 @@ def reference(
         q = q.clone()
         append["q"] = q
     append_kv.reference(k, v, k_cache, v_cache, cache_seqlens, **append)
-    return attention(q, k_cache, v_cache, seqused_k=cache_seqlens + k.shape[2], **attend)
-
-
-def _cpu(*tensors: Tensor, **options: Any) -> FlashFwdResult:
-    """The shader if the simulator is on, else plain torch, with the same checks."""
-    if session.active():
-        with session.raising():
-            result: FlashFwdResult = torch.ops.metal_attn_simulator.decode_step(*tensors, **options)
-            return result
-    torch.ops.metal_attn_explain.decode_step(*tensors, **options)
-    out, lse = reference(*tensors, **options)
-    return empty_like_query(tensors[0], out.shape[-1]).copy_(out), lse
+    out, lse = attention(q, k_cache, v_cache, seqused_k=cache_seqlens + k.shape[2], **attend)
+    return empty_like_query(q, out.shape[-1]).copy_(out), lse
 
 
 _libraries = []
-python_kernel("metal_attn::decode_step", "CPU")(_cpu)
 for _namespace in NAMESPACES:
     refuse(
         _namespace,

@@ -130,6 +130,24 @@ def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
             )
 
 
+def needs_gradient(op: object, arguments: Mapping[str, Any], constants: Iterable[str] = ()) -> bool:
+    """Whether a call of `op` asks for gradients; `arguments` by name, `constants` have none.
+
+    Raises NotImplementedError for derivatives that there are not.
+    """
+    refuse_tangents(op, arguments)
+    # None passes here and is refused by the op's own checks.
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    if not torch.is_grad_enabled():
+        return False
+    for name in constants:
+        if name in tensors and tensors[name].requires_grad:
+            raise NotImplementedError(
+                unmarked(f"{op} has no gradient for `{name}`, which requires grad: detach it")
+            )
+    return any(tensor.requires_grad for tensor in tensors.values())
+
+
 class _Undifferentiable(torch.autograd.Function):
     """The results of a call whose derivative raises only when it is requested."""
 
@@ -201,23 +219,31 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor._base if tensor._is_view() and tensor._base is not None else tensor
 
 
+def check_not_a_leaf(op: str, name: str, tensor: Tensor, instead: str) -> None:
+    """Raise before the write, as torch does in its own ops; autograd itself raises after it."""
+    if any(each.is_leaf and each.requires_grad for each in (tensor, _whole(tensor))):
+        raise NotImplementedError(
+            unmarked(
+                f"`{name}` is a leaf that requires grad, or a view of one, so {op} cannot write it "
+                f"in place: {instead}"
+            )
+        )
+
+
 def _check_may_be_overwritten(op: str, name: str, tensor: Tensor, source: str) -> None:
     """Raise NotImplementedError, before the write, if autograd cannot track it."""
-    if any(each.is_leaf and each.requires_grad for each in (tensor, _whole(tensor))):
-        why = f"`{name}` is a leaf that requires grad, or a view of one, and is written in place"
-    elif (
+    check_not_a_leaf(op, name, tensor, "detach it, or call the op under torch.no_grad()")
+    if (
         tensor._is_view()
         and torch._C._autograd._get_creation_meta(tensor) != torch._C._autograd.CreationMeta.DEFAULT
     ):
-        why = (
-            f"`{source}` requires grad and `{name}` is a view that autograd cannot follow, made "
-            "under torch.no_grad() or as one of several"
+        raise NotImplementedError(
+            unmarked(
+                f"{op} has no gradient: `{source}` requires grad and `{name}` is a view that "
+                "autograd cannot follow, made under torch.no_grad() or as one of several. Call it "
+                "under torch.no_grad()"
+            )
         )
-    else:
-        return
-    raise NotImplementedError(
-        unmarked(f"{op} has no gradient: {why}. Call it under torch.no_grad()")
-    )
 
 
 def _mark_overwritten(tensor: Tensor, message: str) -> None:

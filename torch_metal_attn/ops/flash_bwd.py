@@ -5,18 +5,18 @@ Also the other gradients of attention: `rotated_back` for rotary tables, and `si
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from torch_metal_attn.ops.differentiation import apply, below_autograd
+from torch_metal_attn.ops.cpu import cpu_kernel
+from torch_metal_attn.ops.differentiation import apply, below_autograd, needs_gradient
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.reference import attention, rotate, varlen_attention
-from torch_metal_attn.runtime import session
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, delta, normalisers
 
@@ -49,6 +49,13 @@ def empty_gradients(
         softmax_lse.new_empty(softmax_lse.shape),
         softmax_lse.new_empty(shape),
     )
+
+
+def gradient_of(out: Tensor, dout: Tensor | None) -> Tensor:
+    """The gradient of out as the kernels take it: of whole rows, which that of sum() has not."""
+    if dout is None:
+        return out.new_zeros(out.shape[-1]).expand(out.shape)
+    return dout if dout.shape[-1] <= 1 or dout.stride(-1) == 1 else dout.contiguous()
 
 
 @register_fake("flash_bwd", "flash_varlen_bwd")
@@ -202,22 +209,6 @@ def _reference_gradients(
     return gradients
 
 
-def _register_cpu(name: str, oracle: Callable[..., tuple[Tensor, Tensor]]) -> None:
-    """The shaders if the simulator is on, else the reference, with the same checks."""
-
-    def flash_bwd(*arguments: Any, **options: Any) -> Gradients:
-        if session.active():
-            with session.raising():
-                result: Gradients = getattr(torch.ops.metal_attn_simulator, name)(
-                    *arguments, **options
-                )
-                return result
-        getattr(torch.ops.metal_attn_explain, name)(*arguments, **options)
-        return _reference_gradients(oracle, *arguments, **options)
-
-    python_kernel(f"metal_attn::{name}", "CPU")(flash_bwd)
-
-
 class _FlashBwd(torch.autograd.Function):
     """The op for autograd. It runs; its derivative raises only when it is requested.
 
@@ -248,21 +239,18 @@ def register_autograd(namespace: str, name: str) -> None:
 
     def flash_bwd(*arguments: Any, **options: Any) -> Any:
         values = (*arguments, *options.values())
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-            raise NotImplementedError(
-                f"{namespace}::{name} has no forward-mode derivative (jvp): detach its tensors"
-            )
+        names = [argument.name for argument in op.default._schema.arguments]
+        given = dict(zip(names, arguments, strict=False)) | options
         call = (op, tuple(options), len(arguments), *values)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if needs_gradient(f"{namespace}::{name}", given):
             return apply(_FlashBwd, *call)
         return _FlashBwd.forward(*call)
 
     python_kernel(f"{namespace}::{name}", "Autograd")(flash_bwd)
 
 
-_register_cpu("flash_bwd", attention)
-_register_cpu("flash_varlen_bwd", varlen_attention)
+cpu_kernel("flash_bwd")(partial(_reference_gradients, attention))
+cpu_kernel("flash_varlen_bwd")(partial(_reference_gradients, varlen_attention))
 for _namespace in NAMESPACES:
     for _name in ("flash_bwd", "flash_varlen_bwd"):
         register_autograd(_namespace, _name)

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.flash_bwd import differentiating, register_autograd
-from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.reference import attention, varlen_attention
-from torch_metal_attn.runtime import session
 
 _Reference = Callable[..., tuple[Tensor, Tensor]]
 
@@ -38,18 +37,12 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
         value: Tensor = options[option_of(options)]
         return value.new_empty(value.shape)
 
+    @cpu_kernel(name)
     def cpu(*arguments: Any, **options: Any) -> Tensor:
-        if session.active():
-            with session.raising():
-                op = getattr(torch.ops.metal_attn_simulator, name)
-                gradient: Tensor = op(*arguments, **options)
-                return gradient
-        getattr(torch.ops.metal_attn_explain, name)(*arguments, **options)
         return _reference_gradient(oracle, option_of(options), arguments, options)
 
     for namespace in NAMESPACES:
         register_autograd(namespace, name)
-    python_kernel(f"metal_attn::{name}", "CPU")(cpu)
 
 
 def _reference_gradient(

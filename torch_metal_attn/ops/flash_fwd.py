@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.layout import empty_like_query
-from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.quantisation import columns
 from torch_metal_attn.reference import attention, varlen_attention
-from torch_metal_attn.runtime import session
 
 FlashFwdResult = tuple[Tensor, Tensor]
 
@@ -31,21 +30,13 @@ def _flash_varlen_fwd_fake(
 
 
 def register_cpu(name: str, oracle: Callable[..., FlashFwdResult]) -> None:
-    """The shader if the simulator is on, else the reference, with the same checks."""
+    """Make `oracle` the op's CPU kernel, with results in the op's layout."""
 
+    @cpu_kernel(name)
     def flash_fwd(*arguments: Any, **options: Any) -> FlashFwdResult:
-        if session.active():
-            with session.raising():
-                result: FlashFwdResult = getattr(torch.ops.metal_attn_simulator, name)(
-                    *arguments, **options
-                )
-                return result
-        getattr(torch.ops.metal_attn_explain, name)(*arguments, **options)
         with torch.no_grad():
             out, lse = oracle(*arguments, **options)
         return empty_like_query(arguments[0], out.shape[-1]).copy_(out), lse
-
-    python_kernel(f"metal_attn::{name}", "CPU")(flash_fwd)
 
 
 register_cpu("flash_fwd", attention)

@@ -14,12 +14,12 @@ from torch_metal_attn.ops.differentiation import (
     apply,
     batched,
     below_autograd,
+    needs_gradient,
     nothing_to_differentiate,
-    refuse_tangents,
     without_gradient,
 )
 from torch_metal_attn.ops.fake import NAMESPACES
-from torch_metal_attn.ops.refusals import python_kernel, unmarked
+from torch_metal_attn.ops.refusals import python_kernel
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -107,11 +107,7 @@ def _gradients(
     options = {n: v for n, v in arguments.items() if n not in (*_OPERANDS, *_PACKING, *_CACHE)}
     operands = [arguments[name] for name in _OPERANDS]
     packing = [arguments[name] for name in _PACKING] if packed else []
-    if dout is None:
-        dout = out.new_zeros(out.shape[-1]).expand(out.shape)
-    elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
-        # The only copy: the kernels need contiguous rows, which a gradient of sum() does not have.
-        dout = dout.contiguous()
+    dout = flash_bwd.gradient_of(out, dout)
     bwd = "flash_varlen_bwd" if packed else "flash_bwd"
     # With create_graph this is recorded, as what raises when it is differentiated.
     dq, dk, dv, delta, normalisers = getattr(ops, bwd)(
@@ -161,18 +157,9 @@ def _register(namespace: str, name: str) -> None:
         names = (*positional[: len(arguments)], *options)
         values = (*arguments, *options.values())
         call = _Call(namespace, name, names, len(arguments))
-        # None passes here and is refused below, by the op's own checks.
         given = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
-        refuse_tangents(call, given)
-        if not torch.is_grad_enabled() or not any(t.requires_grad for t in given.values()):
+        if not needs_gradient(call, given, _CONSTANTS):
             return call.run(values)
-        for argument in _CONSTANTS:
-            if argument in given and given[argument].requires_grad:
-                raise NotImplementedError(
-                    unmarked(
-                        f"{call} has no gradient for `{argument}`, which requires grad: detach it"
-                    )
-                )
         cache = [n for n in _CACHE if n in given]
         # These need no scale.
         cache += [n for n, t in given.items() if t.dtype == torch.float8_e4m3fn]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
     below_autograd,
@@ -17,9 +18,13 @@ from torch_metal_attn.ops.differentiation import (
     without_gradient,
 )
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
-from torch_metal_attn.ops.flash_bwd import Gradients, empty_gradients, register_autograd
+from torch_metal_attn.ops.flash_bwd import (
+    Gradients,
+    empty_gradients,
+    gradient_of,
+    register_autograd,
+)
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.runtime import session
 
 # The lists of a BlockMask, by the names of its attributes and of the op's options.
 LISTS = tuple(
@@ -46,18 +51,13 @@ def _flex_bwd_captures_fake(*_: Any, **options: Any) -> list[Tensor]:
 
 
 def _register_cpu(name: str) -> None:
-    """The shaders in the simulator. The reference needs functions, which the op does not get."""
-
+    @cpu_kernel(name)
     def flex(*arguments: Any, **options: Any) -> Any:
-        if session.active():
-            with session.raising():
-                return getattr(torch.ops.metal_attn_simulator, name)(*arguments, **options)
+        # The reference needs functions, which the op does not get.
         raise NotImplementedError(
             f"metal_attn::{name} runs on CPU tensors in the simulator only: use "
             "torch_metal_attn.simulate(), or flex_attention outside of torch.compile"
         )
-
-    python_kernel(f"metal_attn::{name}", "CPU")(flex)
 
 
 class _FlexFwd(torch.autograd.Function):
@@ -85,11 +85,7 @@ class _FlexFwd(torch.autograd.Function):
         nothing = (None,) * (2 + 3 + len(tensors))
         if dout is None and dlse is None:
             return nothing
-        if dout is None:
-            dout = out.new_zeros(out.shape[-1]).expand(out.shape)
-        elif dout.shape[-1] > 1 and dout.stride(-1) != 1:
-            # The only copy, as in flash_fwd's autograd.
-            dout = dout.contiguous()
+        dout = gradient_of(out, dout)
         ops, options = getattr(torch.ops, ctx.namespace), _with(ctx.options, tensors)
         *gradients, delta, normalisers = ops.flex_bwd(dout, dlse, q, k, v, out, lse, **options)
         needed = ctx.needs_input_grad[2:5]

@@ -6,17 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
     below_autograd,
     count_writes,
+    needs_gradient,
     refuse,
-    refuse_tangents,
 )
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.runtime import session
 
 State = tuple[Tensor, Tensor]  # out, lse
 
@@ -67,33 +67,11 @@ def _lse_meant(lse: Tensor, infinity_is_empty: bool = False) -> Tensor:
     return lse.masked_fill(lse == torch.inf, -torch.inf) if infinity_is_empty else lse
 
 
-def _simulated(name: str, *arguments: Any, **options: Any) -> Any:
-    with session.raising():
-        return getattr(torch.ops.metal_attn_simulator, name)(*arguments, **options)
-
-
-# The CPU kernels: the shader if the simulator is on, else plain torch, with the same checks.
-
-
-@python_kernel("metal_attn::merge_state", "CPU")
-def _merge_state_cpu(*state: Tensor, infinity_is_empty: bool = False) -> State:
-    if session.active():
-        result: State = _simulated("merge_state", *state, infinity_is_empty=infinity_is_empty)
-        return result
-    torch.ops.metal_attn_explain.merge_state(*state, infinity_is_empty=infinity_is_empty)
-    return _merged_state(*state, infinity_is_empty=infinity_is_empty)
-
-
-@python_kernel("metal_attn::merge_state_", "CPU")
+@cpu_kernel("merge_state_")
 def _merge_state_inplace_cpu(
     *state: Tensor, infinity_is_empty: bool = False, mask: Tensor | None = None
 ) -> None:
-    if session.active():
-        _simulated("merge_state_", *state, infinity_is_empty=infinity_is_empty, mask=mask)
-        return
-    options: dict[str, Any] = {"infinity_is_empty": infinity_is_empty, "mask": mask}
-    torch.ops.metal_attn_explain.merge_state_(*state, **options)
-    out, lse = _merged_state(*state, infinity_is_empty=infinity_is_empty)
+    out, lse = _merge_state_cpu(*state, infinity_is_empty=infinity_is_empty)
     if mask is not None:
         rows = mask[:, None] if mask.dim() == 1 else mask[:, None, :]
         out = torch.where(rows[..., None], out, state[0])
@@ -102,7 +80,8 @@ def _merge_state_inplace_cpu(
     state[1].copy_(lse)
 
 
-def _merged_state(*state: Tensor, infinity_is_empty: bool) -> State:
+@cpu_kernel("merge_state")
+def _merge_state_cpu(*state: Tensor, infinity_is_empty: bool = False) -> State:
     out_a, lse_a, out_b, lse_b = state
     rows_a, rows_b = (_lse_of(_lse_meant(lse, infinity_is_empty)) for lse in (lse_a, lse_b))
     merged, lse = _merged(
@@ -118,7 +97,7 @@ def _merged_state(*state: Tensor, infinity_is_empty: bool) -> State:
     return out, _lse_of(lse).contiguous()
 
 
-@python_kernel("metal_attn::merge_splits", "CPU")
+@cpu_kernel("merge_splits")
 def _merge_splits_cpu(
     partial_out: Tensor,
     partial_lse: Tensor,
@@ -127,12 +106,6 @@ def _merge_splits_cpu(
     learnable_sink: Tensor | None = None,
     infinity_is_empty: bool = False,
 ) -> State:
-    options: dict[str, Any] = {"out_dtype": out_dtype, "learnable_sink": learnable_sink}
-    options["infinity_is_empty"] = infinity_is_empty
-    if session.active():
-        result: State = _simulated("merge_splits", partial_out, partial_lse, **options)
-        return result
-    torch.ops.metal_attn_explain.merge_splits(partial_out, partial_lse, **options)
     sink = learnable_sink
     if sink is not None:
         sink = sink.float()[:, None, None].expand(*partial_lse.shape[:3], 1)
@@ -191,10 +164,7 @@ def _register_autograd(namespace: str) -> None:
         out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, **options: bool
     ) -> State:
         states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-        refuse_tangents(f"{namespace}::merge_state", states)
-        # None passes here and is refused below, by the op's own checks.
-        wanted = any(t is not None and t.requires_grad for t in states.values())
-        if torch.is_grad_enabled() and wanted:
+        if needs_gradient(f"{namespace}::merge_state", states):
             result: State = apply(_MergeState, ops.merge_state, options, *states.values())
             return result
         with below_autograd():

@@ -1,23 +1,23 @@
 """`metal_attn::rope`, `rope_` and `rope_tables` in Python: fake, CPU and autograd kernels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 
+from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
     below_autograd,
+    check_not_a_leaf,
     count_writes,
-    refuse_tangents,
+    needs_gradient,
 )
-from torch_metal_attn.ops.fake import NAMESPACES, register_fake
+from torch_metal_attn.ops.fake import NAMESPACES, check, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel, unmarked
 from torch_metal_attn.reference import rotate_pairs
-from torch_metal_attn.runtime import session
 
 
 def _empty_rotated(x: Tensor) -> Tensor:
@@ -46,39 +46,38 @@ def _fake_tables(
 
 def _rows(
     q: Tensor,
-    table_rows: int,
-    *,
     positions: Tensor | None = None,
     seqlen_offset: int = 0,
     seqlen_offsets: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """The row of cos and sin of each token: (1, L) or (B, L) int64. ValueError if it is missing."""
+    """The row of cos and sin of each token: (1, L) or (B, L) int64."""
     if positions is not None:
-        name, rows = "positions", positions.long()
-        rows = rows if rows.dim() == 2 else rows[None]
-    else:
-        name, rows = "seqlen_offset", torch.arange(q.shape[2], device=q.device)[None]
-        rows = rows + seqlen_offset
-        if seqlen_offsets is not None:
-            name, rows = "seqlen_offsets", rows + seqlen_offsets.long()[:, None]
-    if rows.numel() > 0:
-        low, high = (int(bound) for bound in rows.aminmax())
-        if low < 0 or high >= table_rows:
-            raise ValueError(
-                unmarked(
-                    f"`{name}` asks for rows {low} to {high} of cos; they must be in "
-                    f"0..{table_rows - 1}"
-                )
+        rows = positions.long()
+        return rows if rows.dim() == 2 else rows[None]
+    rows = torch.arange(q.shape[2], device=q.device)[None] + seqlen_offset
+    return rows if seqlen_offsets is None else rows + seqlen_offsets.long()[:, None]
+
+
+def _check_rows(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
+    """Raise ValueError for a row that the tables do not have; the shader skips it."""
+    rows = _rows(q, **options)
+    if rows.numel() == 0:
+        return
+    low, high = (int(bound) for bound in rows.aminmax())
+    if low < 0 or high >= cos.shape[-2]:
+        asked = [n for n in ("positions", "seqlen_offsets") if options.get(n) is not None]
+        raise ValueError(
+            unmarked(
+                f"`{asked[0] if asked else 'seqlen_offset'}` asks for rows {low} to {high} of cos; "
+                f"they must be in 0..{cos.shape[-2] - 1}"
             )
-    return rows
+        )
 
 
-def _reference(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, options: dict[str, Any]
-) -> list[Tensor]:
-    """The rotated columns of q and, if there is one, of k, in float32."""
-    rows = _rows(q, cos.shape[-2], **options)
+@cpu_kernel("rope_", _check_rows)
+def _cpu_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
+    rows = _rows(q, **options)
 
     def gather(table: Tensor) -> Tensor:
         if table.dim() == 3 and table.shape[0] > 1:
@@ -86,48 +85,31 @@ def _reference(
             return table[batch, rows][:, None].float()
         return (table[0] if table.dim() == 3 else table)[rows][:, None].float()
 
+    columns = 2 * cos.shape[-1]
+    if columns == 0:
+        return
     cos, sin = gather(cos), gather(sin)
     if options.get("conjugate", False):
         sin = -sin
-    interleaved = options.get("interleaved", False)
-    if cos.shape[-1] == 0:
-        return [x[..., :0].float() for x in (q, k) if x is not None]
-    columns = 2 * cos.shape[-1]
-    return [
-        rotate_pairs(x[..., :columns].float(), cos, sin, interleaved)
-        for x in (q, k)
-        if x is not None
-    ]
+    for x in (q, k):
+        if x is not None:
+            rotated = x[..., :columns]
+            rotated.copy_(
+                rotate_pairs(rotated.float(), cos, sin, options.get("interleaved", False))
+            )
 
 
-def _cpu(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
-    """The shader if the simulator is on, else plain torch, with the same checks."""
-    torch.ops.metal_attn_explain.rope(q, k, cos, sin, **options)
-    if session.active():
-        _rows(q, cos.shape[-2], **options)
-        with session.raising():
-            return torch.ops.metal_attn_simulator.rope(q, k, cos, sin, **options)
-    results = []
-    tensors = [x for x in (q, k) if x is not None]
-    for x, rotated in zip(tensors, _reference(q, k, cos, sin, options), strict=True):
-        result = _empty_rotated(x).copy_(x)
-        result[..., : rotated.shape[-1]] = rotated
-        results.append(result)
-    return results[0], results[1] if k is not None else q.new_empty(0)
+@cpu_kernel("rope", _check_rows)
+def _cpu(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    q = _empty_rotated(q).copy_(q)
+    k = None if k is None else _empty_rotated(k).copy_(k)
+    _cpu_inplace(q, k, cos, sin, **options)
+    return q, q.new_empty(0) if k is None else k
 
 
-def _cpu_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
-    torch.ops.metal_attn_explain.rope_(q, k, cos, sin, **options)
-    if session.active():
-        _rows(q, cos.shape[-2], **options)
-        with session.raising():
-            torch.ops.metal_attn_simulator.rope_(q, k, cos, sin, **options)
-        return
-    tensors = [x for x in (q, k) if x is not None]
-    for x, rotated in zip(tensors, _reference(q, k, cos, sin, options), strict=True):
-        x[..., : rotated.shape[-1]] = rotated
-
-
+@cpu_kernel("rope_tables")
 def _cpu_tables(
     inv_freq: Tensor,
     positions: Tensor,
@@ -135,129 +117,67 @@ def _cpu_tables(
     attention_factor: float = 1.0,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    options: dict[str, Any] = {"attention_factor": attention_factor, "dtype": dtype}
-    if session.active():
-        with session.raising():
-            tables: tuple[Tensor, Tensor] = torch.ops.metal_attn_simulator.rope_tables(
-                inv_freq, positions, **options
-            )
-            return tables
-    torch.ops.metal_attn_explain.rope_tables(inv_freq, positions, **options)
     angles = positions[..., None].float() * inv_freq
-    table_dtype = dtype or torch.float32
-    cos = (angles.cos() * attention_factor).to(table_dtype)
-    return cos, (angles.sin() * attention_factor).to(table_dtype)
+    cos, sin = (
+        (table * attention_factor).to(dtype or torch.float32)
+        for table in (angles.cos(), angles.sin())
+    )
+    return cos, sin
 
 
 class _Rope(torch.autograd.Function):
-    """The op for autograd. A rotation is orthogonal, so its gradient is the inverse rotation."""
+    """`rope` of q and k, or `rope_` of q alone: of two views autograd would refuse the second.
+
+    A rotation is orthogonal, so its gradient is the inverse rotation.
+    """
 
     @staticmethod
     def forward(
-        op: Callable[..., Any],
+        namespace: str,
+        in_place: bool,
+        numbers: dict[str, Any],
         q: Tensor,
         k: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        seqlen_offsets: Tensor | None,
-        numbers: dict[str, Any],
-    ) -> tuple[Tensor, Tensor]:
+        *tables: Tensor | None,
+    ) -> Any:
+        ops = getattr(torch.ops, namespace)
         with below_autograd():
-            result: tuple[Tensor, Tensor] = op(
-                q, k, cos, sin, positions=positions, seqlen_offsets=seqlen_offsets, **numbers
-            )
-            return result
+            result = _call(ops.rope_ if in_place else ops.rope, q, k, tables, numbers)
+        return q if in_place else result
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.op, _, k, cos, sin, positions, seqlen_offsets, ctx.numbers = inputs
-        ctx.save_for_backward(cos, sin, positions, seqlen_offsets)
-        if k is None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        namespace, in_place, numbers, q, k, *tables = inputs
+        ctx.rope = getattr(torch.ops, namespace).rope
+        ctx.numbers = {**numbers, "conjugate": not numbers.get("conjugate", False)}
+        ctx.save_for_backward(*tables)
+        if in_place:
+            ctx.mark_dirty(q)
+        elif k is None:
             ctx.mark_non_differentiable(output[1])
 
     @staticmethod
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> Any:
-        cos, sin, positions, seqlen_offsets = ctx.saved_tensors
-        options = {
-            **ctx.numbers,
-            "positions": positions,
-            "seqlen_offsets": seqlen_offsets,
-            "conjugate": not ctx.numbers.get("conjugate", False),
-        }
-        for_q, for_k = ctx.needs_input_grad[1:3]
-        if for_q and for_k:
-            grad_q, grad_k = ctx.op(grad_q, grad_k, cos, sin, **options)
-        elif for_q:
-            grad_q, _ = ctx.op(grad_q, None, cos, sin, **options)
-        elif for_k:
-            grad_k, _ = ctx.op(grad_k, None, cos, sin, **options)
-        return (
-            None,
-            grad_q if for_q else None,
-            grad_k if for_k else None,
-            *(None,) * 5,
-        )
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        needed = ctx.needs_input_grad[3:5]
+        q, *k = [x for x, need in zip(gradients, needed, strict=False) if need]
+        found = iter(_call(ctx.rope, q, k[0] if k else None, ctx.saved_tensors, ctx.numbers))
+        return (*(None,) * 3, *(next(found) if need else None for need in needed), *(None,) * 4)
 
 
-class _RopeInplace(torch.autograd.Function):
-    """`rope_` for one tensor. With two, autograd would refuse those that are views."""
-
-    @staticmethod
-    def forward(
-        op: Callable[..., Any],
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor | None,
-        seqlen_offsets: Tensor | None,
-        numbers: dict[str, Any],
-    ) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            op(x, None, cos, sin, positions=positions, seqlen_offsets=seqlen_offsets, **numbers)
-        return x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        op, x, cos, sin, positions, seqlen_offsets, ctx.numbers = inputs
-        ctx.rope = torch.ops.metal_attn.rope
-        if op is torch.ops.metal_attn_simulator.rope_:
-            ctx.rope = torch.ops.metal_attn_simulator.rope
-        ctx.mark_dirty(x)
-        ctx.save_for_backward(cos, sin, positions, seqlen_offsets)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        cos, sin, positions, seqlen_offsets = ctx.saved_tensors
-        numbers = {**ctx.numbers, "conjugate": not ctx.numbers.get("conjugate", False)}
-        grad, _ = ctx.rope(
-            grads[0],
-            None,
-            cos,
-            sin,
-            positions=positions,
-            seqlen_offsets=seqlen_offsets,
-            **numbers,
-        )
-        return (None, grad, *(None,) * 5)
+def _call(
+    op: Callable[..., Any],
+    q: Tensor,
+    k: Tensor | None,
+    tables: Sequence[Tensor | None],
+    numbers: dict[str, Any],
+) -> Any:
+    cos, sin, positions, seqlen_offsets = tables
+    return op(*(q, k, cos, sin), positions=positions, seqlen_offsets=seqlen_offsets, **numbers)
 
 
-def _refuse_derivatives(op: str, tensors: dict[str, Any], constants: tuple[str, ...]) -> bool:
-    """Whether gradients are requested. Raises NotImplementedError for missing ones."""
-    given = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
-    refuse_tangents(op, given)
-    if not torch.is_grad_enabled():
-        return False
-    for name in constants:
-        if name in given and given[name].requires_grad:
-            raise NotImplementedError(
-                unmarked(f"{op} has no gradient for `{name}`, which requires grad: detach it")
-            )
-    return any(tensor.requires_grad for tensor in given.values())
-
-
-def _autograd(namespace: str) -> Callable[..., Any]:
-    op = getattr(torch.ops, namespace).rope
+def _register_autograd(namespace: str) -> None:
+    ops = getattr(torch.ops, namespace)
+    constants = ("cos", "sin", "positions")
 
     def rope(
         q: Tensor,
@@ -269,17 +189,11 @@ def _autograd(namespace: str) -> Callable[..., Any]:
         seqlen_offsets: Tensor | None = None,
         **numbers: Any,
     ) -> Any:
-        arguments = (op, q, k, cos, sin, positions, seqlen_offsets, numbers)
-        tensors = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
-        if _refuse_derivatives(f"{namespace}::rope", tensors, ("cos", "sin", "positions")):
+        arguments = (namespace, False, numbers, q, k, cos, sin, positions, seqlen_offsets)
+        given = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
+        if needs_gradient(f"{namespace}::rope", given, constants):
             return apply(_Rope, *arguments)
         return _Rope.forward(*arguments)
-
-    return rope
-
-
-def _autograd_inplace(namespace: str) -> Callable[..., Any]:
-    op = getattr(torch.ops, namespace).rope_
 
     def rope_(
         q: Tensor,
@@ -291,62 +205,37 @@ def _autograd_inplace(namespace: str) -> Callable[..., Any]:
         seqlen_offsets: Tensor | None = None,
         **numbers: Any,
     ) -> None:
-        tensors = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
-        if not _refuse_derivatives(f"{namespace}::rope_", tensors, ("cos", "sin", "positions")):
+        op = f"{namespace}::rope_"
+        tables = (cos, sin, positions, seqlen_offsets)
+        given = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
+        if not needs_gradient(op, given, constants):
             with torch._C._AutoDispatchBelowAutograd():
-                op(q, k, cos, sin, positions=positions, seqlen_offsets=seqlen_offsets, **numbers)
+                _call(ops.rope_, q, k, tables, numbers)
             return
-        # All checks before anything is written; where compiled, the fake kernel makes them.
-        explain = torch.ops.metal_attn_explain.rope_
-        compiling = torch.compiler.is_compiling() or is_fake(q)
-        if not compiling and q.device.type in ("cpu", "mps"):
-            with torch._C._AutoDispatchBelowAutograd():
-                explain(
-                    *(q, k, cos, sin),
-                    positions=positions,
-                    seqlen_offsets=seqlen_offsets,
-                    **numbers,
-                )
-        for name, x in (("q", q), ("k", k)):
-            if x is None or not x.requires_grad:
-                continue
-            # Autograd refuses a view of a leaf too, but only when it has been written.
-            base = x._base
-            if (x if base is None else base).is_leaf:
-                what = "is a leaf" if base is None else "is a view of a leaf"
-                raise RuntimeError(
-                    f"{name} {what} that requires grad, so rope_ cannot rotate it in place: "
-                    "call rope"
-                )
-        for x in (q, k):
-            if x is not None:
-                _RopeInplace.apply(op, x, cos, sin, positions, seqlen_offsets, numbers)
-
-    return rope_
-
-
-def _autograd_tables(namespace: str) -> Callable[..., Any]:
-    op = getattr(torch.ops, namespace).rope_tables
+        # All checks before anything is written.
+        others = {"positions": positions, "seqlen_offsets": seqlen_offsets, **numbers}
+        check("rope_", (q, k, cos, sin), others)
+        rotated = {n: x for n, x in (("q", q), ("k", k)) if x is not None}
+        for name, x in rotated.items():
+            check_not_a_leaf("rope_", name, x, "call rope")
+        for x in rotated.values():
+            _Rope.apply(namespace, True, numbers, x, None, *tables)
 
     def rope_tables(inv_freq: Tensor, positions: Tensor, **options: Any) -> Any:
-        tensors = {"inv_freq": inv_freq, "positions": positions}
-        _refuse_derivatives(f"{namespace}::rope_tables", tensors, ("inv_freq", "positions"))
+        given = {"inv_freq": inv_freq, "positions": positions}
+        needs_gradient(f"{namespace}::rope_tables", given, tuple(given))
         with torch._C._AutoDispatchBelowAutograd():
-            return op(inv_freq, positions, **options)
+            return ops.rope_tables(inv_freq, positions, **options)
 
-    return rope_tables
+    for kernel in (rope, rope_, rope_tables):
+        python_kernel(f"{namespace}::{kernel.__name__}", "Autograd")(kernel)
 
 
 def _written(given: dict[str, Any]) -> list[str]:
     return ["q", "k"] if given["k"] is not None else ["q"]
 
 
-python_kernel("metal_attn::rope", "CPU")(_cpu)
-python_kernel("metal_attn::rope_", "CPU")(_cpu_inplace)
-python_kernel("metal_attn::rope_tables", "CPU")(_cpu_tables)
 _libraries = []
 for _namespace in NAMESPACES:
-    python_kernel(f"{_namespace}::rope", "Autograd")(_autograd(_namespace))
-    python_kernel(f"{_namespace}::rope_", "Autograd")(_autograd_inplace(_namespace))
-    python_kernel(f"{_namespace}::rope_tables", "Autograd")(_autograd_tables(_namespace))
+    _register_autograd(_namespace)
     _libraries.append(count_writes(_namespace, "rope_", _written))

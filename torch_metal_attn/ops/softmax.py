@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from torch_metal_attn.ops.cpu import cpu_kernel
+from torch_metal_attn.ops.differentiation import check_not_a_leaf, needs_gradient
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.runtime import session
 
 
 @register_fake("softmax")
@@ -25,36 +25,18 @@ def _in_place_fake(x: Tensor, *_: Any) -> Tensor:
     return x
 
 
-def _in_simulator(name: str, tensor: Tensor, argument: int) -> Tensor:
-    with session.raising():
-        result: Tensor = getattr(torch.ops.metal_attn_simulator, name)(tensor, argument)
-        return result
-
-
-# The CPU kernels: the shader if the simulator is on, else torch's own, with the same checks.
-
-
-@python_kernel("metal_attn::softmax", "CPU")
+@cpu_kernel("softmax")
 def _softmax_cpu(x: Tensor, dim: int = -1) -> Tensor:
-    if session.active():
-        return _in_simulator("softmax", x, dim)
-    torch.ops.metal_attn_explain.softmax(x, dim)
     return torch.empty_like(x).copy_(torch._safe_softmax(x, dim))
 
 
-@python_kernel("metal_attn::softmax_", "CPU")
+@cpu_kernel("softmax_")
 def _softmax_inplace_cpu(x: Tensor, dim: int = -1) -> Tensor:
-    if session.active():
-        return _in_simulator("softmax_", x, dim)
-    torch.ops.metal_attn_explain.softmax_(x, dim)
     return x.copy_(torch._safe_softmax(x, dim))
 
 
-@python_kernel("metal_attn::apply_causal_mask_", "CPU")
+@cpu_kernel("apply_causal_mask_")
 def _apply_causal_mask_cpu(scores: Tensor, q_offset: int = 0) -> Tensor:
-    if session.active():
-        return _in_simulator("apply_causal_mask_", scores, q_offset)
-    torch.ops.metal_attn_explain.apply_causal_mask_(scores, q_offset)
     visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(q_offset)
     return scores.masked_fill_(~visible, -torch.inf)
 
@@ -112,16 +94,6 @@ class _ApplyCausalMask(torch.autograd.Function):
         return None, gradient.tril(ctx.q_offset), None
 
 
-def _check_no_leaf(name: str, tensor: Tensor) -> None:
-    """Refuse a leaf before it is written; autograd itself only refuses it afterwards."""
-    base = tensor._base if tensor._is_view() else tensor
-    if base is not None and base.is_leaf and base.requires_grad:
-        raise ValueError(
-            f"{name} is a leaf that requires grad, or a view of one, and may not be written in "
-            f"place: pass {name}.clone(), or run under torch.no_grad()"
-        )
-
-
 def _bump_version(tensor: Tensor | None) -> None:
     """Make a backward that has saved the tensor raise; the op's checks refuse None."""
     if tensor is not None:
@@ -131,39 +103,28 @@ def _bump_version(tensor: Tensor | None) -> None:
 def _register_autograd(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
 
-    def needs_gradient(op: Any, tensor: Tensor | None) -> bool:
-        # None passes here and is refused below, by the op's own checks.
-        if tensor is None:
-            return False
-        if forward_ad.unpack_dual(tensor).tangent is not None:
-            name, argument = op._qualified_op_name, op.default._schema.arguments[0].name
-            raise NotImplementedError(
-                f"{name} has no forward-mode derivative (jvp): detach {argument}"
-            )
-        return torch.is_grad_enabled() and tensor.requires_grad
-
     def below(op: Any, tensor: Tensor, argument: int) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             result: Tensor = op(tensor, argument)
             return result
 
     def softmax(x: Tensor, dim: int = -1) -> Tensor:
-        if needs_gradient(ops.softmax, x):
+        if needs_gradient(f"{namespace}::softmax", {"x": x}):
             result: Tensor = _Softmax.apply(ops.softmax, False, x, dim)
             return result
         return below(ops.softmax, x, dim)
 
     def softmax_(x: Tensor, dim: int = -1) -> Tensor:
-        if needs_gradient(ops.softmax_, x):
-            _check_no_leaf("x", x)
+        if needs_gradient(f"{namespace}::softmax_", {"x": x}):
+            check_not_a_leaf("softmax_", "x", x, "pass x.clone()")
             result: Tensor = _Softmax.apply(ops.softmax_, True, x, dim)
             return result
         _bump_version(x)
         return below(ops.softmax_, x, dim)
 
     def apply_causal_mask_(scores: Tensor, q_offset: int = 0) -> Tensor:
-        if needs_gradient(ops.apply_causal_mask_, scores):
-            _check_no_leaf("scores", scores)
+        if needs_gradient(f"{namespace}::apply_causal_mask_", {"scores": scores}):
+            check_not_a_leaf("apply_causal_mask_", "scores", scores, "pass scores.clone()")
             result: Tensor = _ApplyCausalMask.apply(ops.apply_causal_mask_, scores, q_offset)
             return result
         _bump_version(scores)

@@ -57,25 +57,16 @@ def _load_embedder() -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def embed(
-    model: Any,
-    tokenizer: Any,
-    sentences: tuple[str, ...],
-    progress: Callable[[str], None] = lambda line: None,
-) -> Tensor:
+def embed(model: Any, tokenizer: Any, sentences: tuple[str, ...]) -> Tensor:
     """Mean-pooled, normalised embeddings (sentences, hidden), BATCH sentences at a time."""
     rows = []
     for first in range(0, len(sentences), BATCH):
-        start = time.perf_counter()
         batch = list(sentences[first : first + BATCH])
         tokens = tokenizer(batch, padding=True, return_tensors="pt").to(model.device)
         hidden = model(**tokens).last_hidden_state
         present = tokens["attention_mask"][..., None]
         pooled = (hidden * present).sum(1) / present.sum(1)
         rows.append(torch.nn.functional.normalize(pooled, dim=-1).cpu())
-        seconds = time.perf_counter() - start
-        lengths = ", ".join(str(length) for length in present.sum((1, 2)).tolist())
-        progress(f"  {len(batch)} sentences of {lengths} tokens, {seconds:.2f} s")
     return torch.cat(rows)
 
 
@@ -95,44 +86,32 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def demo_embeddings(device: torch.device) -> bool:
-    """Embed SENTENCES with eager and metal_attn; True if they agree and every call ran a kernel."""
+def _on_the_kernels(model: Any, device: torch.device, run: Callable[[], Any]) -> tuple[Any, Any]:
+    """What `run` gives with the model on the kernels, and the routes of its attention calls."""
     from torch_metal_attn.integrations.transformers import enable, record_routes
-
-    _say("Sentence embeddings: all-MiniLM-L6-v2 (BERT, 6 layers, 12 heads, head dim 32), float32")
-    tokenizer, model = _load_embedder()
-    embed(model, tokenizer, SENTENCES)  # the first run pays for torch's own start-up
-    start = time.perf_counter()
-    expected = embed(model, tokenizer, SENTENCES)
-    eager_seconds = time.perf_counter() - start
 
     enable(model)
     model.to(device)
-    _say("  attn_implementation='metal_attn', sentences padded to one length")
     start = time.perf_counter()
     with record_routes() as routes:
-        embeddings = embed(model, tokenizer, SENTENCES, _say)
-    seconds = time.perf_counter() - start
+        found = run()
+    _say(_calls(routes))
+    _say(f"Time: {time.perf_counter() - start:.2f} s, kernel compilation included")
+    return found, routes
 
-    _print_similarities(embeddings, SENTENCES)
-    difference = (embeddings - expected).abs().max().item()
-    print(_calls(routes))
+
+def demo_embeddings(device: torch.device) -> bool:
+    """Embed SENTENCES with eager and metal_attn; True if they agree and every call ran a kernel."""
+    _say("Sentence embeddings: all-MiniLM-L6-v2 (BERT, 6 layers, 12 heads, head dim 32), float32")
+    tokenizer, model = _load_embedder()
+    expected = embed(model, tokenizer, SENTENCES)
+    found, routes = _on_the_kernels(model, device, lambda: embed(model, tokenizer, SENTENCES))
+    _print_similarities(found, SENTENCES)
     ran = _kernels_that_ran()
-    if ran is not None:
-        for kernel, count in ran.items():
-            print(f"  ran {count} x {kernel}")
-    print(
-        f"Time: {seconds:.2f} s, kernel compilation included "
-        f"({eager_seconds:.2f} s with eager attention on the CPU)"
-    )
-    ok = difference <= TOLERANCE and not routes.dense
-    if ran is not None:
-        ok = ok and sum(ran.values()) == sum(routes.kernel.values())
-    print(
-        f"Largest difference from eager attention: {difference:.1e} (tolerance {TOLERANCE:.0e})",
-        _verdict(ok),
-    )
-    return ok
+    for kernel, count in (ran or {}).items():
+        print(f"  ran {count} x {kernel}")
+    all_ran = ran is None or sum(ran.values()) == sum(routes.kernel.values())
+    return _agree(expected, found, TOLERANCE, all_ran and not routes.dense)
 
 
 def tiny_llama() -> Any:
@@ -161,50 +140,34 @@ def tiny_llama() -> Any:
 
 def demo_generation(device: torch.device) -> bool:
     """Generate greedily with eager and metal_attn; True if the tokens agree."""
-    from torch_metal_attn.integrations.transformers import enable, record_routes
-
     _say(
         "\nGeneration: a tiny random Llama (2 layers, 4 query and 2 KV heads), greedy, "
         "dynamic cache"
     )
     model = tiny_llama()
     model.set_attn_implementation("eager")
-    prompt = torch.arange(3, 12)[None]
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[
-        0, prompt.shape[1] :
-    ]
 
-    enable(model)
-    model.to(device)
-    prompt = prompt.to(device)
-    start = time.perf_counter()
-    with record_routes() as routes:
-        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[
-            0, prompt.shape[1] :
-        ]
-    seconds = time.perf_counter() - start
-    ok = tokens.tolist() == expected.tolist() and not routes.dense
-    print(f"  eager       {expected.tolist()}")
-    print(f"  metal_attn  {tokens.tolist()}")
-    print(_calls(routes))
-    print(f"Time: {seconds:.2f} s for {NEW_TOKENS} tokens", _verdict(ok))
-    return ok
+    def generate() -> Tensor:
+        prompt = torch.arange(3, 12, device=model.device)[None]
+        tokens: Tensor = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        return tokens[0, prompt.shape[1] :].cpu()
+
+    expected = generate()
+    found, routes = _on_the_kernels(model, device, generate)
+    _print_both(expected, found, "d")
+    return _agree(expected, found, 0, not routes.dense)
 
 
 def demo_training(device: torch.device) -> bool:
     """Train with eager and metal_attn; True if the losses agree at every step."""
-    from torch_metal_attn.integrations.transformers import enable
-
     _say(f"\nTraining: the same Llama, {TRAINING_STEPS} steps of gradient descent")
     tokens = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
 
-    def losses(implementation: Callable[[Any], Any], device: torch.device) -> list[float]:
-        model = tiny_llama()
-        implementation(model)
-        model.to(device).train()
+    def losses(model: Any) -> Tensor:
+        model.train()
         optimiser = torch.optim.SGD(model.parameters(), lr=0.02)
-        batch = tokens.to(device)
+        batch = tokens.to(model.device)
         values = []
         for _ in range(TRAINING_STEPS):
             optimiser.zero_grad()
@@ -212,20 +175,28 @@ def demo_training(device: torch.device) -> bool:
             loss.backward()
             optimiser.step()
             values.append(loss.item())
-        return values
+        return torch.tensor(values)
 
-    expected = losses(lambda model: model.set_attn_implementation("eager"), torch.device("cpu"))
-    start = time.perf_counter()
-    actual = losses(enable, device)
-    seconds = time.perf_counter() - start
-    difference = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
-    ok = difference <= TRAINING_TOLERANCE and actual[-1] < actual[0]
-    print("  eager       " + " ".join(f"{loss:.4f}" for loss in expected))
-    print("  metal_attn  " + " ".join(f"{loss:.4f}" for loss in actual))
+    eager, model = tiny_llama(), tiny_llama()
+    eager.set_attn_implementation("eager")
+    expected = losses(eager)
+    found, _ = _on_the_kernels(model, device, lambda: losses(model))
+    _print_both(expected, found, ".4f")
+    return _agree(expected, found, TRAINING_TOLERANCE, bool(found[-1] < found[0]))
+
+
+def _print_both(expected: Tensor, found: Tensor, form: str) -> None:
+    for name, values in (("eager", expected), ("metal_attn", found)):
+        print(f"  {name:<11} " + " ".join(f"{value:{form}}" for value in values.tolist()))
+
+
+def _agree(expected: Tensor, found: Tensor, tolerance: float, others: bool) -> bool:
+    """Print and return whether the results are as near as they must be, and `others` holds."""
+    difference = (found - expected).abs().max().item()
+    ok = difference <= tolerance and others
     print(
-        f"Time: {seconds:.2f} s; largest difference of a loss: {difference:.1e} "
-        f"(tolerance {TRAINING_TOLERANCE:.0e})",
-        _verdict(ok),
+        f"Largest difference from eager attention: {difference:.1e} (tolerance {tolerance:.0e})",
+        "ok" if ok else "FAILED",
     )
     return ok
 
@@ -249,10 +220,6 @@ def _kernels_that_ran() -> Counter[str] | None:
         " ".join([launch.kernel, *(f"{name}={value}" for name, value in launch.defines.items())])
         for launch in run.launches
     )
-
-
-def _verdict(ok: bool) -> str:
-    return "ok" if ok else "FAILED"
 
 
 def demo() -> bool:

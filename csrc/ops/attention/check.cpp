@@ -425,12 +425,8 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
       problem.head_dim_qk % 2 == 0 && rows_aligned(a.q, 2 * element_bytes(problem.element));
   problem.q_aligned = rows_aligned_16(a.q);
 
-  const auto rows = [&a](const Tensor& x, int64_t length) {
-    const int64_t all = a.packing ? x.size(0) : x.size(0) * x.size(2);
-    return length < kManyRows ? 0 : x.size(1) * all;
-  };
-  problem.queries = rows(a.q, call.q_length);
-  problem.keys = rows(a.k, call.kv_length);
+  const int64_t all_keys = a.packing ? a.k.size(0) : a.k.size(0) * a.k.size(2);
+  problem.keys = call.kv_length < kManyRows ? 0 : a.k.size(1) * all_keys;
   problem.q_length = call.q_length;
   problem.queries_per_kv = call.kv_heads > 0 ? call.heads / call.kv_heads : 1;
 

@@ -18,7 +18,6 @@
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
 #include "csrc/tiles/flash_bwd_tensor.h"
-#include "csrc/tiles/remember.h"
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
@@ -50,24 +49,14 @@ MaskTile mask_tile(const FlashBwdSpecialisation& s) {
 // The tile of dq's kernel, or of dk's and dv's.
 FlashBwdSpecialisation choose_tile(const FlashFwdProblem& problem, const FlashFwdCall& call,
                                    const Tensor& q, bool exact_delta, bool tensor_tiles, bool dkv) {
-  const Gpu on = gpu();
-  TileRequest request{problem};
-  request.tensor_tiles = tensor_tiles;
-  request.exact_delta = exact_delta;
-  request.dkv = dkv;
-  const auto choose = [&] {
-    const std::optional<FlashBwdSpecialisation> found =
-        tensor_tiles ? choose_flash_bwd_tensor(problem, dkv, exact_delta, on)
-        : dkv        ? choose_flash_bwd_dkv(problem, exact_delta, on)
-                     : choose_flash_bwd_dq(problem, exact_delta, on);
-    check(found.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
-          problem.head_dim_v, "; in ", dtype_text(q),
-          " their gradients need more threadgroup memory than there is: use smaller head dims or "
-          "a 16-bit dtype");
-    return *found;
-  };
-  return remembered_tile<FlashBwdSpecialisation>(request, call.q_length, call.kv_length, on,
-                                                 choose);
+  const std::optional<FlashBwdSpecialisation> found =
+      tensor_tiles ? choose_flash_bwd_tensor(problem, dkv, exact_delta)
+                   : choose_flash_bwd(problem, dkv, exact_delta, gpu());
+  check(found.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
+        problem.head_dim_v, "; in ", dtype_text(q),
+        " their gradients need more threadgroup memory than there is: use smaller head dims or "
+        "a 16-bit dtype");
+  return tuned(*found, call.q_length, call.kv_length);
 }
 
 Kernels choose_tiles(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned,

@@ -15,7 +15,6 @@
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_fwd_tensor.h"
-#include "csrc/tiles/remember.h"
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
@@ -62,14 +61,10 @@ MaskTile mask_tile(const FlashFwdSpecialisation& s) {
 
 ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
   const FlashFwdCall call = check_flash_fwd(a);
-  const Gpu on = gpu();
-  TileRequest request{call.problem};
-  request.problem.keys = 0;  // counts for the gradients alone, and may grow with each call
-  request.tensor_tiles = tensor_tiles && own_problem(call.problem) == nullptr;
-  auto s = remembered_tile<FlashFwdSpecialisation>(request, call.q_length, call.kv_length, on, [&] {
-    return request.tensor_tiles ? choose_flash_fwd_tensor(call.problem, on)
-                                : choose_flash_fwd(call.problem, on);
-  });
+  const bool tensor = tensor_tiles && own_problem(call.problem) == nullptr;
+  auto s =
+      tuned(tensor ? choose_flash_fwd_tensor(call.problem) : choose_flash_fwd(call.problem, gpu()),
+            call.q_length, call.kv_length);
   s.features.mask_blocks = skips_mask_blocks(call);
   return {call, s, threadgroups_of(call, s)};
 }
@@ -88,7 +83,7 @@ Tensor new_lse(const FlashFwdArguments& a) {
 namespace {
 
 JsonObject note_of(const FlashFwdCall& call, const FlashFwdSpecialisation& s, const Tensor& q) {
-  std::string reason = describe_choice(s, gpu());
+  std::string reason = describe_choice(s);
   for (const std::string& more :
        {describe_tf32(s.element, s.tensor_tiles),
         missing_tensor_tiles(own_problem(call.problem), tensor_tiles_problem(q, Pass::kForward)),

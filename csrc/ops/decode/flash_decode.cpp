@@ -15,7 +15,6 @@
 #include "csrc/problem/merge.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
-#include "csrc/tiles/remember.h"
 #include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
@@ -149,14 +148,8 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
     return call;
   }
   call.keys = keys_read(f, forward);
-  const Gpu on = gpu();
-  TileRequest request{forward.problem};
-  request.problem.keys = 0;  // does not count, and may grow with each call
-  request.v_in_k = v_in_k(f);
-  request.rows = call.rows();
-  call.specialisation = remembered_tile<FlashDecodeSpecialisation>(
-      request, call.rows(), call.keys, on,
-      [&] { return choose_flash_decode(forward.problem, request.rows, request.v_in_k, on); });
+  call.specialisation = tuned(choose_flash_decode(forward.problem, call.rows(), v_in_k(f), gpu()),
+                              call.rows(), call.keys);
   const FlashDecodeSpecialisation& s = call.specialisation;
   // Only the threadgroups that write new keys see them.
   const int64_t most = std::max<int64_t>(kMostGroups / forward.kv_heads, 1);
@@ -182,7 +175,7 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
     const FlashDecodeSpecialisation& s = call.specialisation;
     return tile_note(s, call.rows(), call.keys)
         .add("splits", call.splits)
-        .add("reason", describe_choice(s, call.rows(), call.row_groups, call.splits, gpu()));
+        .add("reason", describe_choice(s, call.row_groups, call.splits));
   });
   if (call.splits == 1) {
     backend.run(flash_decode_launch(call, a, append, out, lse));

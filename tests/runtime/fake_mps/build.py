@@ -1,7 +1,6 @@
 """Compiles csrc/runtime/mps.cpp and the ops against the fake shim, for tests and bench."""
 
 import ctypes
-import fcntl
 import os
 import shutil
 import subprocess
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
+
+from tests.helpers.shared import locked
 
 ROOT = Path(__file__).parents[3]
 FOLDER = Path(__file__).parent
@@ -149,19 +150,11 @@ def build_quiet(folder: Path) -> Path:
 
 def build_malloc_counter(folder: Path) -> Path:
     library = folder / "libcount_malloc.so"
-    with _locked(folder):
+    with locked(folder):
         if not library.exists():
             source = FOLDER / "count_malloc.cpp"
             _run([compiler(), "-shared", "-fPIC", "-O1", source, "-o", library])
     return library
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _build(
@@ -174,7 +167,7 @@ def _build(
 
     All have the launch layer's sources too.
     """
-    with _locked(folder):
+    with locked(folder):
         if not all(library.exists() for library in libraries):
             _compile_and_link(folder, libraries, common, optimisation)
 

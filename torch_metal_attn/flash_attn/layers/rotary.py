@@ -62,8 +62,21 @@ class _RotateLeaf(torch.autograd.Function):
         return grad, None
 
 
-def _in_place(x: Tensor, rotate: Rotate) -> Tensor:
-    """Rotate x in place. Returns x, or for a leaf that requires grad a tensor with the graph."""
+def _in_place(
+    x: Tensor,
+    names: ArgumentNames,
+    options: dict[str, Any],
+    calls: Callable[[Tensor], list[tuple[Tensor | None, ...]]],
+) -> Tensor:
+    """Rotate x in place. Returns x, or for a leaf that requires grad a tensor with the graph.
+
+    calls: the positional arguments of each call of the op that rotates a tensor like x.
+    """
+
+    def rotate(target: Tensor, back: bool) -> None:
+        for arguments in calls(target):
+            names.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
+
     base = x if x._base is None else x._base
     if torch.is_grad_enabled() and base.is_leaf and base.requires_grad:
         rotated: Tensor = _RotateLeaf.apply(x, rotate)
@@ -127,18 +140,22 @@ def apply_rotary_emb(
     if cu_seqlens is None:
         options = _offset_options(seqlen_offsets, x.shape[0], x.shape[1])
     else:
-        options = _packed_options(x.shape[0], cu_seqlens, seqlen_offsets, max_seqlen, cos)
+        rows, offset = cos.shape[-2], seqlen_offsets
+        if not isinstance(offset, Tensor):
+            offset = whole("seqlen_offsets", offset)
+            if max_seqlen is not None and whole("max_seqlen", max_seqlen) + offset > rows:
+                raise ValueError(
+                    f"max_seqlen is {max_seqlen} and seqlen_offsets {offset}; they must stay "
+                    f"within the {rows} rows of cos"
+                )
+        options = {"positions": _packed_positions(x.shape[0], cu_seqlens, offset)}
     options["interleaved"] = flag("interleaved", interleaved)
 
     def heads_first(tensor: Tensor) -> Tensor:
         return (tensor[None] if packed else tensor).transpose(1, 2)
 
-    def rotate(target: Tensor, back: bool) -> None:
-        arguments = (heads_first(target), None, cos, sin)
-        _X_NAMES.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
-
     if flag("inplace", inplace):
-        return _in_place(x, rotate)
+        return _in_place(x, _X_NAMES, options, lambda x: [(heads_first(x), None, cos, sin)])
     rotated, _ = _X_NAMES.run(_ROPE, (heads_first(x), None, cos, sin), options)
     result: Tensor = rotated.transpose(1, 2)
     return result[0] if packed else result
@@ -178,15 +195,13 @@ def apply_rotary_emb_qkv_(
     options["interleaved"] = flag("interleaved", interleaved)
     names = _QKV_NAMES if num_heads_q is None else _HEADS_NAMES
 
-    def rotate(target: Tensor, back: bool) -> None:
+    def calls(target: Tensor) -> list[tuple[Tensor | None, ...]]:
         q, k = (x.transpose(1, 2) for x in _q_and_k(target, num_heads_q))
-        calls: list[tuple[Tensor | None, ...]] = [(q, k, cos, sin)]
-        if cos_k is not None:
-            calls = [(q, None, cos, sin), (k, None, cos_k, sin_k)]
-        for arguments in calls:
-            names.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
+        if cos_k is None:
+            return [(q, k, cos, sin)]
+        return [(q, None, cos, sin), (k, None, cos_k, sin_k)]
 
-    return _in_place(qkv, rotate)
+    return _in_place(qkv, names, options, calls)
 
 
 def apply_rotary_emb_kv_(
@@ -208,11 +223,9 @@ def apply_rotary_emb_kv_(
     options = _offset_options(seqlen_offsets, kv.shape[0], kv.shape[1])
     options["interleaved"] = flag("interleaved", interleaved)
 
-    def rotate(target: Tensor, back: bool) -> None:
-        arguments = (target[:, :, 0].transpose(1, 2), None, cos, sin)
-        _KV_NAMES.run(_ROPE_INPLACE, arguments, {**options, "conjugate": back})
-
-    return _in_place(kv, rotate)
+    return _in_place(
+        kv, _KV_NAMES, options, lambda kv: [(kv[:, :, 0].transpose(1, 2), None, cos, sin)]
+    )
 
 
 class RotaryEmbedding(nn.Module):
@@ -386,27 +399,9 @@ def _check_offsets(seqlen_offsets: Tensor, batch: int) -> None:
         )
 
 
-def _packed_options(
-    tokens: int,
-    cu_seqlens: Tensor,
-    seqlen_offsets: int | Tensor,
-    max_seqlen: int | None,
-    cos: Tensor,
-) -> dict[str, Any]:
-    check_tensor("cu_seqlens", cu_seqlens)
-    if not isinstance(seqlen_offsets, Tensor):
-        seqlen_offsets = whole("seqlen_offsets", seqlen_offsets)
-        rows = cos.shape[-2]
-        if max_seqlen is not None and whole("max_seqlen", max_seqlen) + seqlen_offsets > rows:
-            raise ValueError(
-                f"max_seqlen is {max_seqlen} and seqlen_offsets {seqlen_offsets}; they must "
-                f"stay within the {rows} rows of cos"
-            )
-    return {"positions": _packed_positions(tokens, cu_seqlens, seqlen_offsets)}
-
-
 def _packed_positions(tokens: int, cu_seqlens: Tensor, seqlen_offsets: int | Tensor) -> Tensor:
     """Position of each packed token: (T) int64."""
+    check_tensor("cu_seqlens", cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}; it must be int32 or int64")
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
@@ -427,7 +422,6 @@ def _packed_positions(tokens: int, cu_seqlens: Tensor, seqlen_offsets: int | Ten
     position = token - bounds[last]
     if isinstance(seqlen_offsets, Tensor):
         _check_offsets(seqlen_offsets, batch)
-        position = position + seqlen_offsets.long()[last]
-    else:
-        position = position + seqlen_offsets
+        seqlen_offsets = seqlen_offsets.long()[last]
+    position = position + seqlen_offsets
     return torch.where(sequence < batch, position, 0)

@@ -23,6 +23,7 @@ FUNCTIONS = {"FunctionDecl", "CXXMethodDecl", "CXXConstructorDecl", "CXXConversi
 VARIABLES = {"VarDecl", "ParmVarDecl", "FieldDecl"}
 ALIASES = {"TypedefDecl", "TypeAliasDecl"}
 CASTS = {"CStyleCastExpr", "CXXReinterpretCastExpr", "CXXStaticCastExpr", "CXXConstCastExpr"}
+CONVERSIONS = CASTS | {"ImplicitCastExpr", "CXXFunctionalCastExpr"}
 ADDRESS_SPACE = re.compile(r"\b(?:device|constant|threadgroup|thread)\b")
 FUNCTION_POINTER = re.compile(r"\([*&]+[^()]*\)\s*\(")
 SCALAR_OR_VECTOR = re.compile(
@@ -87,7 +88,7 @@ def check_tree(tree: str, host: HostText) -> Iterator[Finding]:
     """Findings in clang's tree of `host`, which is JSON."""
     visits = [visit for node in _shader_declarations(tree, host) for visit in _walk(node, host)]
     for visit in visits:
-        for rule in TREE_RULES:
+        for rule in TREE_RULES.get(visit.node.get("kind"), ()):
             for name, message in rule(visit):
                 yield from _finding(visit.node, host, name, message)
     for node, name, message in recursion(visits):
@@ -95,8 +96,7 @@ def check_tree(tree: str, host: HostText) -> Iterator[Finding]:
 
 
 def lambdas(visit: Visit) -> Iterator[Message]:
-    if visit.kind == "LambdaExpr":
-        yield "lambda", "lambdas are not in Metal 3.1: write a function"
+    yield "lambda", "lambdas are not in Metal 3.1: write a function"
 
 
 def function_pointers(visit: Visit) -> Iterator[Message]:
@@ -110,13 +110,13 @@ def function_pointers(visit: Visit) -> Iterator[Message]:
 
 
 def static_locals(visit: Visit) -> Iterator[Message]:
-    if visit.kind == "VarDecl" and visit.parent.get("kind") == "DeclStmt":
-        if visit.node.get("storageClass") == "static":
-            yield "static-local", f"local variable `{visit.node.get('name')}` cannot be static"
+    is_static = visit.node.get("storageClass") == "static"
+    if is_static and visit.parent.get("kind") == "DeclStmt":
+        yield "static-local", f"local variable `{visit.node.get('name')}` cannot be static"
 
 
 def globals_are_constant(visit: Visit) -> Iterator[Message]:
-    if visit.kind != "VarDecl" or visit.function or visit.parent.get("kind") == "DeclStmt":
+    if visit.function or visit.parent.get("kind") == "DeclStmt":
         return
     if "__constant" not in visit.type and "::metal::__in_constant" not in visit.written():
         name = visit.node.get("name")
@@ -129,12 +129,10 @@ def address_spaces(visit: Visit) -> Iterator[Message]:
         return
     if visit.kind in VARIABLES | FUNCTIONS:
         written = visit.written(_offset(visit.node.get("loc")))
-    elif visit.kind in ALIASES:
-        written = visit.written()
     elif visit.kind in CASTS:
         written = _cast_target(visit.written())
     else:
-        return
+        written = visit.written()
     written = _declarator(written)
     pointers = len(re.findall(r"\*|&&?", written))
     if visit.kind in VARIABLES:
@@ -150,9 +148,9 @@ def address_spaces(visit: Visit) -> Iterator[Message]:
 
 
 def address_space_casts(visit: Visit) -> Iterator[Message]:
-    host_form_of_a_variable = "__msl_threadgroup_memory" in visit.written()
-    if visit.node.get("castKind") == "AddressSpaceConversion" and not host_form_of_a_variable:
-        yield "address-space-cast", f"conversion to `{visit.type}` changes the address space"
+    if visit.node.get("castKind") == "AddressSpaceConversion":
+        if "__msl_threadgroup_memory" not in visit.written():  # the host form of a variable
+            yield "address-space-cast", f"conversion to `{visit.type}` changes the address space"
 
 
 def implicit_floats(visit: Visit) -> Iterator[Message]:
@@ -171,7 +169,7 @@ def implicit_floats(visit: Visit) -> Iterator[Message]:
 
 def struct_copies(visit: Visit) -> Iterator[Message]:
     """A struct that is read or stored as a whole, by a call that the rewriter has made."""
-    if visit.kind != "CallExpr" or not visit.written().startswith(STRUCT_CALLS):
+    if not visit.written().startswith(STRUCT_CALLS):
         return
     copied = _type(visit.node["inner"][1])
     known = "dependent" not in visit.type and not visit.type.endswith("*")
@@ -209,16 +207,22 @@ def recursion(visits: list[Visit]) -> Iterator[tuple[Node, str, str]]:
             yield node, "recursion", f"function `{node.get('name')}` calls itself"
 
 
-TREE_RULES: list[Callable[[Visit], Iterator[Message]]] = [
-    lambdas,
-    function_pointers,
-    static_locals,
-    globals_are_constant,
-    address_spaces,
-    address_space_casts,
-    implicit_floats,
-    struct_copies,
+Rule = Callable[[Visit], Iterator[Message]]
+# A tree has a quarter of a million nodes, so a rule is called for the kinds that it is about.
+_KINDS: list[tuple[Rule, set[str]]] = [
+    (lambdas, {"LambdaExpr"}),
+    (function_pointers, VARIABLES | CONVERSIONS),
+    (static_locals, {"VarDecl"}),
+    (globals_are_constant, {"VarDecl"}),
+    (address_spaces, VARIABLES | FUNCTIONS | ALIASES | CASTS),
+    (address_space_casts, CONVERSIONS),
+    (implicit_floats, {"ImplicitCastExpr", "CompoundAssignOperator"}),
+    (struct_copies, {"CallExpr"}),
 ]
+TREE_RULES: dict[Any, list[Rule]] = {
+    kind: [rule for rule, kinds in _KINDS if kind in kinds]
+    for kind in set().union(*(kinds for _, kinds in _KINDS))
+}
 
 
 def _shader_declarations(tree: str, host: HostText) -> Iterator[Node]:

@@ -1,0 +1,47 @@
+"""What a loop takes on a core of M1 and M2: one page of docs/design/tiles.md has the reasons.
+
+A SIMD unit of a core has `resident / 4` SIMD groups. Their loops take the cycles of the busiest
+unit, unless a SIMD group by itself takes so long that the others cannot fill its waits.
+"""
+
+from .lens import Compiled
+from .listing import LANES, PRODUCT_CYCLES, SIMD_UNITS, Loop
+
+# Cycles of one instruction that the next one needs, in mixes as they are in these loops: 1.02 of
+# throughput, and 2.75 to 4.5 with one SIMD group a unit and 3 to 4 independent instructions.
+DEPENDENT_CYCLES = 4
+# Of memory, waited for once after each barrier and once an iteration. An assumption.
+MEMORY_WAIT = 400
+
+
+def alone(loop: Loop) -> float:
+    """Cycles of one iteration, when a SIMD group has a SIMD unit to itself."""
+    products = PRODUCT_CYCLES * loop.products
+    waits = MEMORY_WAIT * (1 + loop.opcodes["threadgroup_barrier"])
+    return products + DEPENDENT_CYCLES * (loop.arithmetic - products) + waits
+
+
+def iteration(compiled: Compiled) -> float:
+    """Cycles of a SIMD unit for one iteration of the main loop of one SIMD group."""
+    loop = compiled.main
+    assert loop is not None, "the kernel has no matrix product in a loop"
+    groups = max(compiled.resident / SIMD_UNITS, 1 / SIMD_UNITS)
+    return max(loop.cycles, alone(loop) / groups)
+
+
+def cycles_a_product(compiled: Compiled) -> float:
+    """Cycles of a SIMD unit for a product of 8x8 matrices, with all that belongs to it."""
+    assert compiled.main is not None
+    return iteration(compiled) / compiled.main.products
+
+
+def share_of_limit(compiled: Compiled) -> float:
+    """Of the speed of products alone."""
+    return PRODUCT_CYCLES / cycles_a_product(compiled)
+
+
+def bytes_a_cycle(compiled: Compiled) -> float:
+    """Of device memory, that the main loop reads a cycle and core if memory gives them."""
+    assert compiled.main is not None
+    loaded = SIMD_UNITS * LANES * compiled.main.lane_bytes["device_load"]
+    return loaded / iteration(compiled)

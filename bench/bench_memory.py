@@ -1,0 +1,178 @@
+"""What kernels that are bound by memory move, counted in the simulator, and the least there is.
+
+Memory instructions, exponentials and conversions are those of the source after -O1, by thread;
+shuffles and reductions are per SIMD group and barriers per threadgroup. The least is reading each
+input and writing each result once, in bytes (`torch_metal_attn.tools.costs`).
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from bench.tables import print_table
+from torch_metal_attn import simulate
+from torch_metal_attn.testing import Copy, Merge, Rotation, Softmax, Step
+from torch_metal_attn.testing.case import Case
+from torch_metal_attn.testing.families import FAMILIES
+from torch_metal_attn.testing.tensors import DTYPES
+from torch_metal_attn.tools.costs import cost
+
+MOVED = ("loads", "loads (bytes)", "stores", "stores (bytes)", "least")
+OTHERS = ("exps", "converts", "shuffles", "reductions", "barriers")
+
+
+def traffic(case: Case, kernel: str, per: float, rows: float | None = None) -> dict[str, float]:
+    """Counts of a case's launch by MOVED and OTHERS, divided by `per` elements or rows.
+
+    rows: what reductions and barriers are divided by.
+    """
+    prepared = FAMILIES[type(case)].prepare(case, torch.device("cpu"))
+    with simulate(count=True) as session:
+        prepared.function(**prepared.arguments)
+    counters = session.counters[kernel]
+    assert counters.launches == 1
+    moved = (counters.loads, counters.load_bytes, counters.stores, counters.store_bytes)
+    least = cost(case.call, prepared.arguments).bytes
+    counts = (*(x["device"] for x in moved), least)
+    found = {name: count / per for name, count in zip(MOVED, counts, strict=True)}
+    for name in OTHERS[:3]:
+        found[name] = getattr(counters, name) / per
+    found["reductions"] = counters.reductions / (rows or per)
+    found["barriers"] = counters.threadgroup_barriers / (rows or per)
+    return found
+
+
+# softmax and apply_causal_mask_: per element of a row, or per masked one; the last two per row.
+ROWS = 8
+LENGTHS = (1024, 8192, 65536)  # one SIMD group a row, one threadgroup, one of the largest
+
+
+def softmax(length: int, dtype: str, layout: str) -> dict[str, float]:
+    """Softmax of contiguous rows, or of strided ones: along the first dimension."""
+    if layout == "contiguous":
+        case = Softmax(shape=(ROWS, length), dim=1, dtype=dtype)
+    else:
+        case = Softmax(shape=(length, ROWS), dim=0, dtype=dtype)
+    return traffic(case, "softmax", ROWS * length, ROWS)
+
+
+def causal_mask(length: int, dtype: str, layout: str) -> dict[str, float]:
+    """The mask of square scores."""
+    order = () if layout == "contiguous" else ("order 10",)
+    call = "apply_causal_mask_"
+    case = Softmax(call=call, shape=(length, length), dtype=dtype, layout=order)
+    return traffic(case, "apply_causal_mask", length * (length - 1) // 2, length)
+
+
+# merge_state and merge_splits: per element of out. Barriers are those of the whole.
+SPLITS = (8, 32, 128)
+OUT_ROWS: dict[str, Any] = {"batch": 1, "heads": 4, "length": 16}
+
+
+def merge(call: str, splits: int, head_dim: int, dtype: str) -> dict[str, float]:
+    """Two states, or splits."""
+    parts: dict[str, Any] = {"splits": splits} if call == "merge_splits" else {}
+    case = Merge(call=call, head_dim=head_dim, dtype=dtype, **OUT_ROWS, **parts)
+    return traffic(case, call, 64 * head_dim, 1)
+
+
+# rope: per token and head of a grouped-query layer, whose q and k are rotated in one dispatch.
+HEADS, KV_HEADS = 32, 8
+ROTATIONS: dict[str, dict[str, Any]] = {
+    "halves": {},
+    "interleaved": {"interleaved": True},
+    "in place": {"call": "rope_"},
+    "bfloat16 tables": {"table_dtype": "bfloat16"},
+    "a quarter of the columns": {"quarter": True},
+    "a quarter, in place": {"quarter": True, "call": "rope_"},
+    "rows off their alignment": {"layout": ("padded 3",)},
+}
+
+
+def rotation(
+    head_dim: int, dtype: str, length: int = 1024, quarter: bool = False, **fields: Any
+) -> dict[str, float]:
+    """q and k; quarter: only so many of the columns are rotated."""
+    sizes: dict[str, Any] = {
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+        "length": length,
+        "head_dim": head_dim,
+    }
+    columns = head_dim // 4 if quarter else head_dim
+    case = Rotation(dtype=dtype, columns=columns, **sizes, **fields)
+    return traffic(case, "rope", (HEADS + KV_HEADS) * length)
+
+
+# append_kv and copy_pages: per row of one KV head, on average of k and v.
+PAGE = 16
+APPENDED: dict[str, dict[str, Any]] = {
+    "append": {},
+    "append one row": {"length": 1},
+    "append to pages of 16": {"cache": "paged"},
+    "append, halves rotated": {"rotary": True},
+    "append, pairs rotated": {"rotary": True, "rotary_interleaved": True},
+    "append to q8_0": {"format": "q8_0"},
+    "append to q4_0": {"format": "q4_0"},
+    "append to fp8_e4m3": {"format": "fp8_e4m3"},
+}
+
+
+def append(
+    head_dim: int, dtype: str, length: int = 256, rotary: bool = False, **fields: Any
+) -> dict[str, float]:
+    """New rows after the first three of a sequence."""
+    sizes: dict[str, Any] = {
+        "heads": KV_HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": head_dim,
+        "v_head_dim": head_dim,
+    }
+    rotated: dict[str, Any] = {"rotary_columns": head_dim, "by_token": False} if rotary else {}
+    capacity = -(-(length + 3) // PAGE) * PAGE
+    rows: dict[str, Any] = {"lengths": (3,), "length": length, "capacity": capacity}
+    case = Step(dtype=dtype, **sizes, **rows, **rotated, **fields)
+    return traffic(case, "append_kv", 2 * KV_HEADS * length)
+
+
+def copy(head_dim: int, dtype: str) -> dict[str, float]:
+    """Half of eight pages."""
+    copies = tuple((i, i + 4) for i in range(4))
+    case = Copy(dtype=dtype, shape=(8, KV_HEADS, PAGE, head_dim), copies=copies)
+    return traffic(case, "copy_pages", 4 * KV_HEADS * PAGE)
+
+
+def softmax_rows() -> Iterator[list[Any]]:
+    """Each kernel, length, dtype and layout."""
+    cases = [("softmax", softmax, length) for length in LENGTHS]
+    cases.append(("apply_causal_mask", causal_mask, 512))
+    for (name, count, length), dtype, layout in product(cases, DTYPES, ("contiguous", "strided")):
+        yield [name, layout, length, dtype, *count(length, dtype, layout).values()]
+
+
+def merge_rows() -> Iterator[list[Any]]:
+    """Each kernel, number of splits, head dim and dtype."""
+    cases = [("merge_state", 2), *(("merge_splits", n) for n in SPLITS)]
+    for head_dim, dtype, (call, splits) in product((64, 128), DTYPES, cases):
+        yield [call, splits, head_dim, dtype, *merge(call, splits, head_dim, dtype).values()]
+
+
+def moved_rows() -> Iterator[list[Any]]:
+    """Each case of rope, append_kv and copy_pages, head dim and dtype."""
+    cases: list[tuple[str, Callable[..., dict[str, float]]]] = [
+        (name, partial(rotation, **fields)) for name, fields in ROTATIONS.items()
+    ]
+    cases += [(name, partial(append, **fields)) for name, fields in APPENDED.items()]
+    cases.append(("copy_pages", copy))
+    for (name, count), head_dim, dtype in product(cases, (64, 128), ("bfloat16", "float32")):
+        found = count(head_dim, dtype)
+        yield [name, head_dim, dtype, *(found[column] for column in MOVED)]
+
+
+if __name__ == "__main__":
+    print_table(["kernel", "rows", "length", "dtype", *MOVED, *OTHERS], softmax_rows())
+    print_table(["kernel", "splits", "head dim", "dtype", *MOVED, *OTHERS], merge_rows())
+    print_table(["case", "head dim", "dtype", *MOVED], moved_rows())

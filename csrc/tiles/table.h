@@ -1,0 +1,173 @@
+// How a tile is chosen: by the rows of csrc/tiles/table.inc, and by tables that `tune` measured.
+//
+// A row has conditions, a tile, and the registers that it was measured with. A problem takes the
+// first row of its kernel whose conditions hold and whose tile the kernel can run for it. The last
+// rows are small tiles that every problem can run that has enough threadgroup memory.
+//
+// What rows cannot know is settled when one is taken: slices of wide rows, no more row fragments
+// than a decode has queries for, and tiles within the blocks of a BlockMask. The number of splits,
+// of a decode's keys or of the query heads of dk and dv, depends on the GPU's cores and is no part
+// of a tile.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "csrc/problem/attention.h"
+#include "csrc/problem/gpu.h"
+#include "csrc/tiles/tuned.h"
+
+namespace metal_attn {
+
+// What features add to a kernel, in registers and in the work of each score.
+enum class Load {
+  kLight,  // at most a band, a mask, slopes, a cap or a sink
+  kHeavy,  // anything
+  kNever,  // of a row that only `tune` tries
+};
+
+Load load_of(const FlashFwdFeatures& features);
+
+// The first of Apple's families that a row is for.
+inline constexpr int kM1 = 7;
+inline constexpr int kM3 = 9;
+
+// A row of a kernel without a condition on queries.
+#define TILE_ROW(ELEMENT, COLUMNS, LOAD, FAMILY, REGISTERS, ...) \
+  {{Element::k##ELEMENT, COLUMNS, kAny, Load::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
+
+inline constexpr int kAny = std::numeric_limits<int>::max();
+
+// For which problems a row is.
+struct TileConditions {
+  Element element;
+  int columns;       // of a row of q, k or v, at most; v may be cut into slices
+  int queries;       // of a decode that share a KV head, at most
+  Load load;         // at most
+  int family;        // at least
+  double registers;  // that a thread of M1 needs, of 32 bits (bench/agx)
+};
+
+template <class Tile>
+struct DefaultRow {
+  TileConditions conditions;
+  Tile tile;
+};
+
+// A problem, as the conditions see it.
+struct TileQuestion {
+  Element element;
+  int columns;
+  int64_t queries;
+  Load load;
+  int family;
+
+  bool meets(const TileConditions& row) const {
+    return could_meet(row) && queries <= row.queries && load <= row.load && family >= row.family;
+  }
+  // Whether the row's tile is for such operands.
+  bool could_meet(const TileConditions& row) const {
+    return element == row.element && columns <= row.columns;
+  }
+};
+
+// The most parts, up to `most`, of which each of `rows` divides a BlockMask's block; 0: there is no
+// such number. Any rows divide a block of 0, as there is without a BlockMask.
+inline int parts_within(int block, int rows, int most) {
+  while (most > 0 && block % (rows * most) != 0) {
+    --most;
+  }
+  return most;
+}
+
+// The tile of the first row that the problem meets and can run.
+template <class Specialisation>
+std::optional<Specialisation> default_tile(const Specialisation& problem, const Gpu& gpu) {
+  const TileQuestion question = problem.question(gpu.family);
+  for (const auto& row : problem.table()) {
+    Specialisation s = problem;
+    if (question.meets(row.conditions) && s.take(row.tile)) {
+      s.defaults = &row.conditions;
+      return s;
+    }
+  }
+  return std::nullopt;
+}
+
+// Registers of a thread for `explain`: 0 if nobody has measured the tile.
+inline int recorded_registers(const TileConditions* row) {
+  return row == nullptr ? 0 : static_cast<int>(row->registers + 0.5);
+}
+
+// "102 of 128 registers a thread on M1, by the row for half, head dims up to 64 and light features"
+std::string row_text(const TileConditions* row);
+
+template <class Specialisation>
+std::string tile_text(const Specialisation& s) {
+  std::string text;
+  for (const auto& knob : Specialisation::knobs()) {
+    if (!knob.optional || s.*knob.value != 0) {
+      text +=
+          (text.empty() ? "" : " ") + std::string(knob.name) + "=" + std::to_string(s.*knob.value);
+    }
+  }
+  return text;
+}
+
+template <class Specialisation>
+bool same_tile(const Specialisation& a, const Specialisation& b) {
+  const auto knobs = Specialisation::knobs();
+  return std::all_of(knobs.begin(), knobs.end(),
+                     [&](const auto& knob) { return a.*knob.value == b.*knob.value; });
+}
+
+// The tile that the tuned table in use has for this problem, or else the default one.
+template <class Specialisation>
+Specialisation tuned(const Specialisation& chosen, int64_t queries, int64_t keys) {
+  const TileTable* table = tile_table();
+  if (table == nullptr) {
+    return chosen;
+  }
+  const TileKey key = tile_key(chosen.kernel(), chosen, queries, keys);
+  const TileRow* row = table->find(chosen.kernel());
+  row = row != nullptr ? row : table->find(key.text());
+  if (row == nullptr || row->dropped()) {
+    return chosen;
+  }
+  Specialisation found = chosen;
+  if (!row->give(found) || !found.can_run()) {
+    row->refuse(key.text());
+    return chosen;
+  }
+  found.row = row;
+  found.defaults = same_tile(found, chosen) ? chosen.defaults : nullptr;
+  return found;
+}
+
+// What is worth a measurement: the chosen tile, and those of other rows for such operands. They
+// differ in kind: fewer keys a block, rows that are held or read again, shared columns.
+inline constexpr std::size_t kMostCandidates = 8;
+
+template <class Specialisation>
+std::vector<std::string> tile_candidates(const Specialisation& chosen, const Gpu& gpu) {
+  std::vector<std::string> found{tile_text(chosen)};
+  const TileQuestion question = chosen.question(gpu.family);
+  for (const auto& row : chosen.table()) {
+    Specialisation other = chosen;
+    if (found.size() < kMostCandidates && question.could_meet(row.conditions) &&
+        other.take(row.tile)) {
+      const std::string text = tile_text(other);
+      if (std::find(found.begin(), found.end(), text) == found.end()) {
+        found.push_back(text);
+      }
+    }
+  }
+  return found;
+}
+
+}  // namespace metal_attn

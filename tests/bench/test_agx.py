@@ -1,0 +1,159 @@
+"""Our kernels through Mesa's compiler for G13: how its listing is read, and what it says.
+
+Tests that compile skip where bench/agx/setup.sh has not built the driver.
+"""
+
+import pytest
+
+from bench.agx import lens, listing, model, spirv
+from torch_metal_attn.simulator.build import ShaderCompileError
+
+# Adds COUNT products to as many accumulators, all alive at once.
+TEXT = """
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
+#define UNROLL _Pragma("clang loop unroll(full)")
+using namespace metal;
+kernel void products(device const ELEMENT* a [[buffer(0)]], device float* out [[buffer(3)]],
+                     constant int& steps [[buffer(1)]],
+                     uint thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup float tile[256];
+  simdgroup_matrix<float, 8, 8> sums[COUNT];
+  simdgroup_matrix<ELEMENT, 8, 8> left;
+  UNROLL for (int i = 0; i < COUNT; i++) sums[i] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+  for (int step = 0; step < steps; step++) {
+    simdgroup_load(left, a + 64 * step);
+    UNROLL for (int i = 0; i < COUNT; i++)
+      simdgroup_multiply_accumulate(sums[i], left, left, sums[i]);
+  }
+  tile[thread_index] = simd_sum(float(thread_index));
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  out[thread_index] = tile[thread_index ^ 33];
+  UNROLL for (int i = 0; i < COUNT; i++) simdgroup_store(sums[i], out + 64 * i);
+}
+"""
+# Two loops, one inside the other, as the driver prints them.
+LISTING = """\
+halves 101
+threads 1024
+scratch 8
+block 0 at 128 1
+ mov_imm
+block 1 at 136 2
+ device_load 8
+ threadgroup_barrier
+block 2 at 160 2 3
+ local_load 4
+ simd_matrix_fmadd
+ simd_matrix_fmadd
+ exp2
+block 3 at 200 1 4
+ ffma
+ stack_load 4
+ while_icmp
+block 4 at 230
+ stop
+code 110
+threadgroup 2048
+"""
+built = pytest.mark.skipif(not lens.DRIVER.exists(), reason="bench/agx/setup.sh was not run")
+
+
+def compiled(loop: listing.Loop, threads: int = 1024, threadgroup: int = 0) -> lens.Compiled:
+    return lens.Compiled(50.5, threads, 128, 0, 0, 0, 110, threadgroup, loop)
+
+
+def test_a_listing_has_its_loops():
+    found = listing.parse(LISTING)
+    assert (found.halves, found.threads, found.scratch) == (101, 1024, 8)
+    assert (found.code, found.threadgroup) == (110, 2048)
+    inner, outer = found.loops()
+    assert (inner.blocks, inner.code, inner.products) == (range(2, 3), 40, 2)
+    assert (outer.blocks, outer.code, outer.instructions) == (range(1, 4), 94, 9)
+
+
+def test_each_unit_has_its_cycles():
+    _, outer = listing.parse(LISTING).loops()
+    # Two products, an exp2 and an ffma; memory, barriers and control flow are free.
+    assert outer.arithmetic == 2 * listing.PRODUCT_CYCLES + 2
+    assert outer.complex == 4
+    # Four SIMD groups of 32 lanes at 64 bytes a cycle; what was spilled is device memory.
+    assert outer.threadgroup == 4 * 32 * 4 / 64
+    assert outer.device == 4 * 32 * (8 + 4) / 64
+    assert outer.cycles == outer.arithmetic
+
+
+def test_threadgroup_memory_limits_what_a_core_holds():
+    _, outer = listing.parse(LISTING).loops()
+    assert compiled(outer).resident == 32
+    assert compiled(outer, threads=448).resident == 12
+    assert compiled(outer, threadgroup=29 * 1024).resident == 8
+    assert compiled(outer, threadgroup=2048).resident_by_threadgroup_memory == 32
+
+
+def test_other_groups_fill_the_waits_of_one():
+    """And where they are too few for that, the waits are seen."""
+    _, outer = listing.parse(LISTING).loops()
+    by_itself = model.alone(outer)
+    assert by_itself == 2 * listing.PRODUCT_CYCLES + 2 * 4 + 2 * model.MEMORY_WAIT
+    crowded, sparse = compiled(outer), compiled(outer, threads=128)
+    assert model.iteration(crowded) == by_itself / 8
+    assert model.iteration(sparse) == by_itself
+    assert model.share_of_limit(crowded) == pytest.approx(8 * model.share_of_limit(sparse))
+    assert model.bytes_a_cycle(sparse) == pytest.approx(4 * 32 * 8 / by_itself)
+
+
+def test_bfloats_become_words():
+    ir = """define void @f(<2 x bfloat> %p, float %x) {
+  %1 = fpext <2 x bfloat> %p to <2 x float>
+  %2 = fptrunc float %x to bfloat
+  %3 = fadd float %x, 1.0
+  %4 = fpext bfloat 0xR3F80 to float
+}"""
+    words = spirv.without_bfloat(ir)
+    assert "bfloat " not in words.replace("bfloat(", "")
+    assert "%2 = call i16 @agx_to_bfloat(float %x)" in words
+    assert "%4 = call float @agx_from_bfloat(i16 16256)" in words
+    assert words.count("call float @agx_from_bfloat") == 3
+    assert "%1 = insertelement <2 x float> %agx.1.0.v, float %agx.1.1.c, i32 1" in words
+    with pytest.raises(ValueError, match="arithmetic on bfloats"):
+        spirv.without_bfloat("  %1 = fadd bfloat %x, %y")
+
+
+@built
+@pytest.mark.parametrize(("count", "spills"), [(40, False), (80, True)])
+def test_accumulators_take_a_pair_of_registers_each(count: int, spills: bool) -> None:
+    found = lens.compile_agx(TEXT, "products", 64, defines={"COUNT": count, "ELEMENT": "half"})
+    assert (found.spills > 0) == (found.scratch > 0) == spills
+    assert 2 * count < found.demand < 2 * count + 12
+    assert found.main is not None
+    assert found.main.products == count
+    assert found.threadgroup == 1024
+
+
+@built
+@pytest.mark.parametrize("element", ["float", "bfloat"])
+def test_other_elements(element: str) -> None:
+    found = lens.compile_agx(TEXT, "products", 64, defines={"COUNT": 2, "ELEMENT": element})
+    assert found.main is not None
+    assert found.main.products == 2
+
+
+@built
+def test_faults_are_told_apart():
+    """Those of the text, those of its name, and those of one job among many."""
+    with pytest.raises(ShaderCompileError, match="COUNT"):
+        lens.compile_agx(TEXT, "products", 64)
+    with pytest.raises(ValueError, match="no kernel sums; it has products"):
+        lens.compile_agx(TEXT, "sums", 64, defines={"COUNT": 2, "ELEMENT": "half"})
+    right = lens.Job("products", {"COUNT": 2, "ELEMENT": "half"}, 64, TEXT)
+    wrong = lens.Job("products", {}, 64, TEXT)
+    first, second, third = lens.compile_all([right, wrong, right], workers=2)
+    assert isinstance(second, ShaderCompileError)
+    assert first == third
+
+
+def test_a_driver_that_is_not_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(lens, "DRIVER", tmp_path / "agx_lens")
+    with pytest.raises(lens.LensError, match=r"build it with bench/agx/setup\.sh"):
+        lens.run_driver("", "gpu_products", 64)

@@ -1,0 +1,19 @@
+"""What the suite's workers share: the first that needs it makes it, the others wait."""
+
+import fcntl
+import os
+from contextlib import contextmanager
+
+
+def folder_of_all_workers(tmp_path_factory):
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@contextmanager
+def locked(folder):
+    """Makes the folder; one process at a time is inside."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

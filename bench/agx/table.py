@@ -79,22 +79,22 @@ BACKWARD = (
     *("ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"),
 )
 FORWARD = (
-    *("V_SLICE", "BLOCK_K", "ROW_FRAGMENTS", "SIMDGROUPS", "COLUMN_SIMDGROUPS"),
-    *("Q_IN_REGISTERS", "Q_IN_THREADGROUP", "KV_STAGED"),
+    *("V_SLICE", "BLOCK_K", "SIMDGROUPS", "COLUMN_SIMDGROUPS"),
+    *("Q_IN_REGISTERS", "KV_STAGED"),
 )
 DECODE = ("ROW_FRAGMENTS", "KEY_FRAGMENTS", "KEY_SIMDGROUPS", "SPANS", "V_FIRST", "VECTOR_ROWS")
 # K and V read straight from device memory, as metal-flash-attention reads them from M3 on, with 16
 # rows a threadgroup (AttentionDescriptor+Parameters.swift at 5b07c27). MLX stages them there too,
 # and reaches 88 to 97 % of an M3 Ultra's matrix peak. So it is `tune` that decides.
 UNSTAGED = (
-    (256, "Never", (256, 32, 1, 4, 1, 1, 0, 0)),
-    (256, "Never", (256, 16, 1, 4, 1, 1, 0, 0)),
+    (256, "Never", (256, 32, 4, 1, 1, 0)),
+    (256, "Never", (256, 16, 4, 1, 1, 0)),
 )
 KERNELS = {
     "FLASH_FWD": Kernel(
         "flash_fwd",
         FORWARD,
-        (*UNSTAGED, (576, "Heavy", (256, 8, 1, 4, 1, 0, 0, 1))),
+        (*UNSTAGED, (576, "Heavy", (256, 8, 4, 1, 0, 1))),
     ),
     "FLASH_BWD_DQ": Kernel(
         "flash_bwd_dq",
@@ -164,7 +164,7 @@ def candidates(one: Class) -> Iterator[Tile]:
         held_or_not = (1, 0) if wide else (1,)
         every = product((8, 16, 24, 32), (4, 8), shares, held_or_not)
         for block, simdgroups, shared, held in every:
-            values = (256, block, 1, simdgroups, shared, held, 0, 1)
+            values = (256, block, simdgroups, shared, held, 1)
             yield dict(zip(FORWARD, values, strict=True))
     elif one.macro == "FLASH_DECODE":
         spans = -(-one.head_dim // 32)

@@ -11,9 +11,10 @@
 void lens_lower_calls(nir_shader* nir);
 void lens_narrow_threadgroup_addresses(nir_shader* nir);
 void lens_fold_threadgroup_constants(nir_shader* nir);
+void lens_fold_device_constants(nir_shader* nir);
 
 /* NIR, just before instructions are selected. */
-void lens_move_uniforms_to_uses(nir_shader* nir);
+void lens_compute_at_uses(nir_shader* nir);
 
 /* Instructions, before registers are allocated. */
 void lens_schedule(agx_context* ctx);

@@ -102,6 +102,7 @@ static void lower_memory(nir_shader* nir) {
     optimise(nir);
   }
   lens_fold_threadgroup_constants(nir);
+  lens_fold_device_constants(nir);
   optimise(nir);
 }
 

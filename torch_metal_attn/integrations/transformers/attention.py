@@ -17,6 +17,8 @@ from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 from torch_metal_attn.ops.differentiation import refuse_gradient
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
+# Where packed sequences begin, and how long they are.
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # What leaks through to attention functions from a model's **kwargs and changes nothing in the
 # attention itself; `deterministic` asks for what every kernel here is. CTC models hand on the
 # options of `generate`, and LFM3-VL the grid of a picture's patches, which its convolutions need.
@@ -57,18 +59,10 @@ def metal_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    dropout: float = 0.0,
-    scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
     sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | None = None,
-    max_length_k: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute what transformers' `eager_attention_forward` does, or raise NotImplementedError.
@@ -99,15 +93,8 @@ def metal_attention(
         out's.
     """
     q = query.q if isinstance(query, Unrotated) else query
-    options = score_options(
-        module,
-        q.device,
-        dropout=dropout,
-        scaling=scaling,
-        softcap=softcap,
-        s_aux=s_aux,
-        **others,
-    )
+    bounds = {name: others.pop(name, None) for name in BOUNDS}
+    options = score_options(module, q.device, **others)
     if sinks is not None and (sinks.dim() != 4 or sinks.shape[3] != 1):
         raise NotImplementedError(
             f"{_shown({'sinks': sinks})} in {type(module).__name__}: it must be (B, Hq, Sq, 1), a "
@@ -120,12 +107,6 @@ def metal_attention(
             made_for = f"{attention_mask.shape[2]} queries"
             raise _wrong_size(module, q.shape[2], key.shape[2], made_for)
         attention_mask, causal = None, True
-    bounds = {
-        "cu_seq_lens_q": cu_seq_lens_q,
-        "cu_seq_lens_k": cu_seq_lens_k,
-        "max_length_q": max_length_q,
-        "max_length_k": max_length_k,
-    }
     packing = packing_of(attention_mask, q.shape[2], key.shape[2])
     can_pack = position_bias is None and sinks is None
     if packing is not None and not _given(bounds) and can_pack and q.shape[0] == 1:

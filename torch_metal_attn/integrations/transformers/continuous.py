@@ -16,7 +16,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-from torch_metal_attn.integrations.transformers.attention import flash_varlen, score_options
+from torch_metal_attn.integrations.transformers.attention import (
+    BOUNDS,
+    flash_varlen,
+    score_options,
+)
 from torch_metal_attn.integrations.transformers.refusals import checked_parts, unwrapped
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 
@@ -93,12 +97,6 @@ def metal_flash_attention(
     attention_mask: Tensor | None,
     *,
     cache: Any = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | dict[str, Tensor] | None = None,
-    max_length_q: int | None = None,
-    max_length_k: int | dict[str, int] | None = None,
-    read_index: list[Tensor] | None = None,
-    write_index: list[Tensor] | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
     **others: Any,
@@ -124,7 +122,9 @@ def metal_flash_attention(
         query = query.rotated()
     name = type(module).__name__
     context = _entered.get(id(module.config))
-    updated = cache is None and read_index is not None and isinstance(cu_seq_lens_k, Tensor)
+    packed = {name: others.pop(name, None) for name in (*BOUNDS, "read_index", "write_index")}
+    has_lengths = isinstance(packed["cu_seq_lens_k"], Tensor)
+    updated = cache is None and packed["read_index"] is not None and has_lengths
     paged = cache is not None or updated
     if not paged or context is None:
         raise NotImplementedError(
@@ -139,14 +139,6 @@ def metal_flash_attention(
             "sees the tokens up to itself"
         )
     options = score_options(module, query.device, **others)
-    packed = {
-        "cu_seq_lens_q": cu_seq_lens_q,
-        "cu_seq_lens_k": cu_seq_lens_k,
-        "max_length_q": max_length_q,
-        "max_length_k": max_length_k,
-        "read_index": read_index,
-        "write_index": write_index,
-    }
     window = sliding_window
     if not updated:
         window = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)

@@ -137,6 +137,8 @@ class Class(NamedTuple):
     def features(self) -> tuple[str, ...]:
         if self.load == "Light":
             return LIGHT
+        if self.ragged:  # quantised rows are whole spans
+            return HEAVY
         special = {"FLASH_FWD": HEAVY_FORWARD, "FLASH_DECODE": HEAVY_DECODE}
         return special.get(self.macro, HEAVY)
 

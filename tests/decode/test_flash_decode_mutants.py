@@ -388,7 +388,7 @@ MUTANTS = {
         ),
         "q's row of the first query": (
             "queries.element(other.query, d)",
-            "queries.rotary.rotated(queries.rows + other.query * queries.row_stride, 0, d)",
+            "queries.rotary.rotated(queries.tensor, queries.offset(other.query), 0, d)",
         ),
     },
     problems.pages: {

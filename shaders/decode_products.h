@@ -80,17 +80,24 @@ struct BlockKeys {
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
       UNROLL
       for (short first = 0; first < OWN_QK_SPANS; first += CHAIN_SPANS) {
+        const short end = min(OWN_QK_SPANS, first + CHAIN_SPANS);
+        // All loads of a chain together, so that rows in pages are tested once.
+        Unit<KvTileElement> units[CHAIN_SPANS];
+        UNROLL
+        for (short s = first; s < end; s++) {
+          if (span_exists(own.span(s), QK_SPANS)) {
+            load_key(units[s - first], j, keys, own.span(s) * SPAN_COLUMNS + own.unit_column);
+          }
+        }
         RegisterTile<float, 1, ROW_FRAGMENTS> chain;
         chain.fill(0.0f);
         UNROLL
-        for (short s = first; s < min(OWN_QK_SPANS, first + CHAIN_SPANS); s++) {
+        for (short s = first; s < end; s++) {
           if (span_exists(own.span(s), QK_SPANS)) {
-            Unit<KvTileElement> unit;
-            load_key(unit, j, keys, own.span(s) * SPAN_COLUMNS + own.unit_column);
             if (V_IN_K && s < OWN_V_SPANS) {
-              v_units[j][s] = unit;
+              v_units[j][s] = units[s - first];
             }
-            multiply_unit(chain, unit, q_tile, s);
+            multiply_unit(chain, units[s - first], q_tile, s);
           }
         }
         if (KV_BLOCK_SCALES) {

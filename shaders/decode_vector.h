@@ -48,13 +48,6 @@ struct VectorOut {
     return (u * LANES + own.lane % LANES) * UNIT_COLUMNS;
   }
 
-  METAL_FUNC void begin_block(thread const BlockKeys&, thread const Values& values, int first_key,
-                              thread const Sequence& sequence) thread {
-    if (V_FIRST) {
-      load(values, first_key, sequence);
-    }
-  }
-
   // Values that do not exist are zero: their weight is zero, and 0 * inf or 0 * NaN would be NaN.
   METAL_FUNC void load(thread const Values& values, int first_key,
                        thread const Sequence& sequence) thread {
@@ -93,9 +86,7 @@ struct VectorOut {
         weights[BLOCK_K * ROWS + own.row] = corrections[0];
       }
     }
-    if (!V_FIRST) {
-      load(values, first_key, sequence);
-    }
+    load(values, first_key, sequence);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     add_block();
   }

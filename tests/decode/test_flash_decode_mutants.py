@@ -213,13 +213,6 @@ MUTANTS = {
             ("race", "uninitialised"),
         ),
     },
-    problems.values_first: {
-        "values of one span loaded": (
-            repeated("block.load_values(s, own"),
-            "block.load_values(0, own",
-            "uninitialised",
-        ),
-    },
     problems.vectors: {
         "units of one lane for all": (
             "u * LANES + own.lane % LANES",
@@ -297,14 +290,14 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "span past the last of v read": (
-            "if (span_exists(own.span(s), V_SPANS)) {\n        if (!V_FIRST)",
-            "if (true) {\n        if (!V_FIRST)",
-            "uninitialised",
-        ),
-        "span past the last of v read first": (
             "if (span_exists(own.span(s), V_SPANS)) {\n        block.load",
             "if (true) {\n        block.load",
             "out_of_bounds",
+        ),
+        "values of one span loaded": (
+            "block.load_values(s, own",
+            "block.load_values(0, own",
+            "uninitialised",
         ),
     },
     problems.tiles: {
@@ -384,7 +377,7 @@ MUTANTS = {
         ),
         "q's row of the first query": (
             "queries.element(other.query, d)",
-            "queries.rotary.rotated(queries.rows + other.query * queries.row_stride, 0, d)",
+            "queries.rotary.rotated(queries.tensor, queries.offset(other.query), 0, d)",
         ),
     },
     problems.pages: {

@@ -33,6 +33,10 @@ __AGX_GROUP metal::vec<float, 2> agx_product_fh(metal::vec<float, 2>, metal::vec
                                                 metal::vec<float, 2>);
 __AGX_GROUP metal::vec<float, 2> agx_product_hh(metal::vec<half, 2>, metal::vec<half, 2>,
                                                 metal::vec<float, 2>);
+__AGX_GROUP metal::vec<float, 2> agx_product_bb(metal::vec<bfloat, 2>, metal::vec<bfloat, 2>,
+                                                metal::vec<float, 2>);
+__AGX_GROUP metal::vec<float, 2> agx_product_fb(metal::vec<float, 2>, metal::vec<bfloat, 2>,
+                                                metal::vec<float, 2>);
 __AGX_PURE float agx_exp2(float);
 __AGX_PURE float agx_log2(float);
 __AGX_PURE float agx_sin(float);

@@ -7,7 +7,7 @@ namespace metal {
 #if defined(__SPIRV__)
 
 // One instruction of Apple's GPU, with a pair of elements a lane for each operand. M1 and M2
-// multiply halves and floats; a bfloat becomes a float where it is multiplied.
+// multiply halves and floats; the driver makes floats of bfloats where they are multiplied.
 METAL_FUNC vec<float, 2> __agx_floats(float x, float y) {
   vec<float, 2> pair;
   pair.x = x;
@@ -18,8 +18,12 @@ template <class A, class B>
 METAL_FUNC void __gpu_product(float2& d, vec<A, 2> a, vec<B, 2> b) {
   if constexpr (__is_same(A, half) && __is_same(B, half)) {
     d = agx_product_hh(a, b, d);
+  } else if constexpr (__is_same(A, bfloat) && __is_same(B, bfloat)) {
+    d = agx_product_bb(a, b, d);
   } else if constexpr (__is_same(B, half)) {
     d = agx_product_fh(__agx_floats((float)a.x, (float)a.y), b, d);
+  } else if constexpr (__is_same(B, bfloat)) {
+    d = agx_product_fb(__agx_floats((float)a.x, (float)a.y), b, d);
   } else {
     d = agx_product_ff(__agx_floats((float)a.x, (float)a.y), __agx_floats((float)b.x, (float)b.y),
                        d);

@@ -390,8 +390,8 @@ MUTANTS = {
     "mask": {
         "mask not transposed": (
             "dkv",
-            "row_stride = TRANSPOSED ? strides.key : strides.query",
-            "row_stride = strides.query",
+            "Offset(TRANSPOSED ? strides.key : strides.query)",
+            "Offset(strides.query)",
             "out_of_bounds",
         ),
         "mask of the even query": ("dkv", "shown.y ? score.y", "shown.x ? score.y"),
@@ -402,8 +402,8 @@ MUTANTS = {
         ),
         "mask's key past the end read": (
             "dkv",
-            "rows[i] = first + min(row + i * FRAGMENT, last_row) * row_stride;",
-            "rows[i] = first + (row + i * FRAGMENT) * row_stride;",
+            "Offset(min(row + i * FRAGMENT, last_row)) * row_stride",
+            "Offset(row + i * FRAGMENT) * row_stride",
             "out_of_bounds",
         ),
         "mask's query past the end read": (
@@ -478,8 +478,8 @@ MUTANTS = {
     "slices": {
         "slice of dq not moved": (
             "dq",
-            "start * strides.row + slice * SLICE",
-            "start * strides.row",
+            "row_offset(strides, batch, head, start) + slice * SLICE",
+            "row_offset(strides, batch, head, start)",
             "race",
         ),
         "slice of k not moved": ("dq", "queries.place.slice * DQ_SLICE + first_dq", "first_dq"),

@@ -325,14 +325,14 @@ def test_every_op_is_tested():
 def test_a_wrong_sign_of_a_derivative_is_caught(name, monkeypatch):
     """The derivative of one op, negated, differs from torch's by far."""
     row = {"clamp": "clamp_min", "rsub": "sub"}.get(name, name)
-    right = derivative.by_autograd
+    right = derivative.parts_of
 
     def negated(graph, node, gradient):
         sign = "neg" if node.op == row else "detach"
         parts = right(graph, node, gradient)
         return tuple(x if x is None else graph.node(sign, [x], torch.float32) for x in parts)
 
-    monkeypatch.setattr(derivative, "by_autograd", negated)
+    monkeypatch.setattr(derivative, "parts_of", negated)
     graph, captured = Graph(), Captured()
     result = trace("score_mod", MODS[name], graph, captured, torch.device("cpu"))
     traced = Program(result, None, {}, captured)

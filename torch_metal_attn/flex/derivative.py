@@ -1,5 +1,7 @@
 """Derivatives of a score_mod as graphs: from the result back to its inputs."""
 
+import functools
+
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -29,7 +31,7 @@ def derivative(graph: Graph, result: Node, by: Node) -> Node:
             continue
         if node is by:
             return gradient
-        parts = (gradient,) if node.op == "cast" else by_autograd(graph, node, gradient)
+        parts = parts_of(graph, node, gradient)
         for argument, part in zip(node.args, parts, strict=True):
             if part is None or part is zero or id(argument) not in varies:
                 continue
@@ -38,6 +40,48 @@ def derivative(graph: Graph, result: Node, by: Node) -> Node:
                 part if before is None else graph.node("add", (before, part), torch.float32)
             )
     return zero
+
+
+def parts_of(graph: Graph, node: Node, gradient: Node) -> tuple[Node | None, ...]:
+    """The arguments' gradients, from that of the node."""
+    if node.op == "cast":
+        return (gradient,)
+    if node.op == "composed":
+        return by_autograd(graph, node, gradient)
+    given = (*node.args, gradient)
+
+    def here(part: Node) -> Node:
+        made: dict[int, Node] = {}
+        for each in ordered(part, bodies=True):
+            if each.op == "composed":
+                made[id(each)] = made[id(each.value.body)]
+                continue
+            args = [made[id(a)] for a in each.args]
+            if each.op == "input":
+                made[id(each)] = given[each.value]
+            elif each.op == "cast":
+                made[id(each)] = graph.cast(args[0], each.dtype)
+            else:
+                made[id(each)] = graph.node(each.op, args, each.dtype, each.value)
+        return made[id(part)]
+
+    known = _of_row(node.op, tuple(a.dtype for a in node.args), node.dtype)
+    return tuple(None if part is None else here(part) for part in known)
+
+
+@functools.cache
+def _of_row(
+    op: str, dtypes: tuple[torch.dtype, ...], result: torch.dtype
+) -> tuple[Node | None, ...]:
+    """`by_autograd` of an op whose inputs are numbered. The gradient is the last one.
+
+    Autograd takes milliseconds, and functions that may depend on anything are traced in each call.
+    """
+    graph = Graph()
+    *args, gradient = (
+        graph.node("input", (), dtype, i) for i, dtype in enumerate((*dtypes, torch.float32))
+    )
+    return by_autograd(graph, graph.node(op, args, result), gradient)
 
 
 class _Backward(Tracer):

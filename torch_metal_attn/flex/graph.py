@@ -37,13 +37,17 @@ class Node:
 
 
 class Graph:
-    """Makes nodes; equal ones are the same."""
+    """Makes nodes; equal ones are the same, and a product with 1.0 is the other factor."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[Any, ...], Node] = {}
 
     def node(self, op: str, args: Iterable[Node], dtype: torch.dtype, value: object = None) -> Node:
         args = tuple(args)
+        if op == "mul" and dtype.is_floating_point:
+            for one, other in (args, args[::-1]):
+                if one.op == "constant" and one.value == 1.0:
+                    return other
         # The text of a number tells 1 from True and 0.0 from -0.0, and NaN is itself.
         key = (op, *map(id, args), dtype, repr(value))
         return self._nodes.setdefault(key, Node(op, args, dtype, value))

@@ -287,10 +287,6 @@ class Tracer(Traced, TorchDispatchMode):
         first = nodes[:1] if name == "where" else []
         condition = [self.graph.cast(x, torch.bool) for x in first]
         rest = [self.graph.cast(x, common) for x in nodes[len(first) :]]
-        if name == "mul" and common.is_floating_point:
-            for one, other in (rest, rest[::-1]):
-                if one.op == "constant" and one.value == 1.0:
-                    return other
         return self.graph.node(name, condition + rest, result)
 
     def power(self, base: Node, exponent: Node, result: torch.dtype) -> Node:

@@ -18,6 +18,19 @@ static nir_def* shuffled_xor(nir_builder* b, nir_def* word, nir_src mask) {
                                 : nir_shuffle_xor(b, word, mask.ssa);
 }
 
+/* A pair of floats from one of bfloats, if the letter says so. */
+static nir_def* factor(nir_builder* b, nir_def* pair, char element) {
+  if (element != 'b') return pair;
+  nir_def* word = nir_pack_32_2x16(b, pair);
+  return nir_vec2(b, nir_ishl_imm(b, word, 16), nir_iand_imm(b, word, 0xffff0000));
+}
+
+static nir_def* product(nir_builder* b, const char* elements, nir_src* given) {
+  nir_def* left = factor(b, given[0].ssa, elements[0]);
+  nir_def* right = factor(b, given[1].ssa, elements[1]);
+  return nir_simd_matrix_fmadd_agx(b, left, right, given[2].ssa);
+}
+
 static nir_def* value_of(nir_builder* b, const char* name, nir_src* given) {
 #define IS(function) (!strcmp(name, "agx_" function))
   if (IS("lane")) return nir_load_subgroup_invocation(b);
@@ -31,8 +44,7 @@ static nir_def* value_of(nir_builder* b, const char* name, nir_src* given) {
   if (IS("shuffle")) return shuffled(b, given[0].ssa, given[1]);
   if (IS("shuffle_xor")) return shuffled_xor(b, given[0].ssa, given[1]);
   if (IS("ballot")) return nir_ballot(b, 1, 32, nir_ine_imm(b, given[0].ssa, 0));
-  if (!strncmp(name, "agx_product_", 12))
-    return nir_simd_matrix_fmadd_agx(b, given[0].ssa, given[1].ssa, given[2].ssa);
+  if (!strncmp(name, "agx_product_", 12)) return product(b, name + 12, given);
   if (IS("exp2")) return nir_fexp2(b, given[0].ssa);
   if (IS("log2")) return nir_flog2(b, given[0].ssa);
   if (IS("sin")) return nir_fsin(b, given[0].ssa);

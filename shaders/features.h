@@ -102,7 +102,6 @@ FEATURE(APPEND)
 FEATURE(SPLIT)
 FEATURE(ROW_LOOP)  // a threadgroup owns more than one tile of rows
 FEATURE(V_IN_K)
-FEATURE(V_FIRST)
 // The backward kernels.
 FEATURE(DLSE)
 FEATURE(EXACT_DELTA)

@@ -134,6 +134,7 @@ static void lower_arithmetic(nir_shader* nir) {
   nir_lower_alu_to_scalar(nir, NULL, NULL);
   nir_shader_alu_pass(nir, lower_extreme, nir_metadata_control_flow, NULL);
   /* What is needed only after a loop is computed there. */
+  nir_divergence_analysis(nir);
   nir_opt_sink(nir, nir_move_alu | nir_move_copies | nir_move_comparisons);
 }
 

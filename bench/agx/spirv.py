@@ -41,6 +41,9 @@ CONVERSION = re.compile(
     r"(?P<result>\s*%\S+ =) (?P<what>fptrunc|fpext)(?: \w+)* (?:<(?P<length>\d+) x )?b?float>? "
     r"(?P<value>\S+) to (?:<\d+ x )?b?float>?(?:, .*)?$"
 )
+COMPARISON = re.compile(
+    r"(?P<result>\s*%\S+ = fcmp(?: \w+)*) bfloat (?P<left>[^,\s]+), (?P<right>[^,\s]+)(?P<rest>.*)$"
+)
 ARITHMETIC = re.compile(
     r"^.*= (fadd|fsub|fmul|fdiv|fcmp|fneg|sitofp|uitofp|fptosi|fptoui)\b[^\n]*bfloat.*$", re.M
 )
@@ -66,14 +69,32 @@ def _converted(found: re.Match[str], serial: int) -> list[str]:
     return lines
 
 
+def _compared(found: re.Match[str], serial: int) -> list[str]:
+    """A comparison of bfloats, as one of floats."""
+    wide = [f"%agx.{serial}.{side}" for side in ("left", "right")]
+    return [
+        *(
+            f"  {name} = {FROM_BFLOAT.format(found[side])}"
+            for name, side in zip(wide, ("left", "right"), strict=True)
+        ),
+        f"{found['result']} float {wide[0]}, {wide[1]}{found['rest']}",
+    ]
+
+
 def without_bfloat(ir: str) -> str:
     """LLVM IR with words of 16 bits in the place of bfloats, and conversions as calls."""
     # 0xR3F80, a bfloat's bits.
     ir = re.sub(r"0xR([0-9A-F]{4})", lambda found: str(int(found[1], 16)), ir)
     lines = []
     for serial, line in enumerate(ir.split("\n")):
-        found = CONVERSION.match(line) if "bfloat" in line else None
-        lines += _converted(found, serial) if found else [line]
+        converted = CONVERSION.match(line) if "bfloat" in line else None
+        compared = COMPARISON.match(line)
+        if converted:
+            lines += _converted(converted, serial)
+        elif compared:
+            lines += _compared(compared, serial)
+        else:
+            lines.append(line)
     ir = "\n".join(lines)
     arithmetic = ARITHMETIC.search(ir)
     if arithmetic:

@@ -52,8 +52,8 @@ def ours(
 
 def unstaged(head_dim: int, dtype: torch.dtype) -> dict[str, float]:
     """Counts of a tile whose SIMD groups read K and V themselves, with registers for M1 and M2."""
-    tile = f"V_SLICE={head_dim} BLOCK_K=32 ROW_FRAGMENTS={2 if head_dim <= 64 else 1} SIMDGROUPS=4"
-    places = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 Q_IN_THREADGROUP=0 KV_STAGED=0"
+    tile = f"V_SLICE={head_dim} BLOCK_K=32 SIMDGROUPS=4"
+    places = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
     with tiles.forced({"flash_fwd": f"{tile} {places}"}):
         return ours(head_dim, dtype)
 

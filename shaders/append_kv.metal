@@ -1,6 +1,7 @@
 // Writes new keys and values into a cache and rotates q in place, in one dispatch.
 //
 // The first threadgroups of a sequence have a KV head each, the others HEADS heads of q.
+#define LONG_OFFSETS 1
 #define TABLE_ELEMENT ROTARY_ELEMENT
 #define INTERLEAVED ROTARY_INTERLEAVED
 

@@ -40,7 +40,7 @@ struct QueryStatistics {
   const device float* lse;
   const device float* delta;
   const device float* normalisers;  // NORMALISED
-  int64_t first;
+  Offset first;
 
   METAL_FUNC float lse_of(int query) const thread { return lse[first + query]; }
   METAL_FUNC float delta_of(int query) const thread { return delta[first + query]; }
@@ -58,8 +58,7 @@ struct BackwardBuffers {
   METAL_FUNC OutGradients out_gradients(constant RowStrides& strides, int batch, int head,
                                         thread const Sequence& sequence) const thread {
     OutGradients operand;
-    operand.rows = first_row(dout, strides, batch, head, sequence.q_start);
-    operand.row_stride = strides.row;
+    operand.reset(dout, strides, batch, head, sequence.q_start);
     return operand;
   }
 
@@ -69,7 +68,7 @@ struct BackwardBuffers {
     rows.lse = lse;
     rows.delta = delta;
     rows.normalisers = normalisers;
-    rows.first = batch * strides.batch + head * strides.head + sequence.q_start;
+    rows.first = row_offset(strides, batch, head, 0) + sequence.q_start;
     return rows;
   }
 };

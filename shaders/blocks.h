@@ -15,22 +15,24 @@ constexpr int listed_rows(int tile_rows, int flex_rows) {
 // One list, which comes from the caller's memory: nothing outside of it is read.
 struct BlockList {
   const device int* entries;
-  int64_t stride;
+  Offset first;
+  Offset stride;
   int count;
   bool impossible;
 
   METAL_FUNC void reset(const device int* counts, const device int* indices,
                         constant BlockListParams& params, int batch, int head, int list) thread {
-    entries = indices + batch * params.index_strides.batch + head * params.index_strides.head +
-              list * params.index_strides.query;
-    stride = params.index_strides.key;
-    const int given = counts[batch * params.count_strides.batch + head * params.count_strides.head +
-                             list * params.count_strides.row];
+    entries = indices;
+    first = Offset(batch) * Offset(params.index_strides.batch) +
+            Offset(head) * Offset(params.index_strides.head) +
+            Offset(list) * Offset(params.index_strides.query);
+    stride = Offset(params.index_strides.key);
+    const int given = counts[row_offset(params.count_strides, batch, head, list)];
     count = clamp(given, 0, params.longest);
     impossible = count != given;
   }
 
-  METAL_FUNC int entry(int place) const thread { return entries[place * stride]; }
+  METAL_FUNC int entry(int place) const thread { return entries[first + Offset(place) * stride]; }
 };
 
 // A tile's blocks of BLOCK rows of the other side: those that mask_mod is applied to, then full

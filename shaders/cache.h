@@ -9,19 +9,21 @@
 // Rows at a fixed stride in pages at a fixed stride. A cache without pages is all in page 0.
 template <typename T>
 struct PagedRows {
-  const device T* first;
-  int64_t page_stride;
-  int64_t row_stride;
+  const device T* tensor;
+  Offset first;
+  Offset page_stride;
+  Offset row_stride;
 
-  METAL_FUNC void reset(const device T* tensor, constant RowStrides& strides, int batch, int head,
-                        int row) thread {
-    first = first_row(tensor, strides, batch, head, row);
-    page_stride = strides.batch;
-    row_stride = strides.row;
+  METAL_FUNC void reset(const device T* own_tensor, constant RowStrides& strides, int batch,
+                        int head, int row) thread {
+    tensor = own_tensor;
+    first = row_offset(strides, batch, head, row);
+    page_stride = Offset(strides.batch);
+    row_stride = Offset(strides.row);
   }
 
-  METAL_FUNC const device T* row(int page, int page_row) const thread {
-    return first + page * page_stride + page_row * row_stride;
+  METAL_FUNC Offset row(int page, int page_row) const thread {
+    return first + Offset(page) * page_stride + Offset(page_row) * row_stride;
   }
 };
 
@@ -36,8 +38,8 @@ struct CacheOperand {
   RotaryTables rotary;
 
   struct Place {
-    const device KV_ELEMENT* row;
-    const device KV_SCALE_ELEMENT* scales;
+    Offset row;
+    Offset scales;
     int position;
     bool exists;
   };
@@ -91,11 +93,11 @@ struct CacheOperand {
   // For kernels that multiply by the scale of a span themselves: 8 codes from `column` on, and the
   // scale of their span. Those of a missing row are 0, and MISSING.
   METAL_FUNC uint2 codes(thread const Place& place, int column) const thread {
-    return place.exists ? load_codes<COLUMNS, FRAGMENT>(place.row, column) : uint2(0);
+    return place.exists ? load_codes<COLUMNS, FRAGMENT>(data.tensor, place.row, column) : uint2(0);
   }
 
   METAL_FUNC float span_scale(thread const Place& place, int span) const thread {
-    return place.exists ? float(place.scales[span]) : as_type<float>(MISSING);
+    return place.exists ? float(scales.tensor[place.scales + span]) : as_type<float>(MISSING);
   }
 
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
@@ -103,12 +105,13 @@ struct CacheOperand {
       return uint4(MISSING);
     }
     if (QUANTISED) {
-      const float own = KV_BLOCK_SCALES ? float(place.scales[column / SCALE_COLUMNS]) : scale;
-      return dequantised_chunk<ELEMENT, COLUMNS>(place.row, column, own);
+      const float own =
+          KV_BLOCK_SCALES ? float(scales.tensor[place.scales + column / SCALE_COLUMNS]) : scale;
+      return dequantised_chunk<ELEMENT, COLUMNS>(data.tensor, place.row, column, own);
     }
     if (ROTATED) {
-      return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);
+      return rotary.rotated_chunk<COLUMNS>(data.tensor, place.row, place.position, column);
     }
-    return load_chunk<COLUMNS>(place.row, column);
+    return load_chunk<COLUMNS>(data.tensor, place.row, column);
   }
 };

@@ -81,7 +81,7 @@ struct AppendRows {
       const bool in_table = rotary_row >= 0 && rotary_row < table_rows;
       UNROLL
       for (short i = 0; i < CACHE_UNIT / CHUNK; i++) {
-        chunks[i] = rotary.rotated_chunk<COLUMNS>(new_row, in_table ? int(rotary_row) : 0,
+        chunks[i] = rotary.rotated_chunk<COLUMNS>(new_row, 0, in_table ? int(rotary_row) : 0,
                                                   column + i * CHUNK);
       }
       // The tables have no such row, so the result is NaN.
@@ -93,7 +93,7 @@ struct AppendRows {
     }
     UNROLL
     for (short i = 0; i < CACHE_UNIT / CHUNK; i++) {
-      chunks[i] = load_chunk<COLUMNS>(new_row, column + i * CHUNK);
+      chunks[i] = load_chunk<COLUMNS>(new_row, 0, column + i * CHUNK);
     }
   }
 

@@ -32,8 +32,9 @@ struct DqQueries {
   Output<ELEMENT, HEAD_DIM_QK, DQ_SLICE> dq_rows;
   Output<float, 1, 1> delta_rows;       // EXACT_DELTA
   Output<float, 1, 1> normaliser_rows;  // NORMALISED
-  const device float* dlse_rows;        // DLSE
-  int64_t dlse_stride;
+  const device float* dlse;             // DLSE
+  Offset first_dlse;
+  Offset dlse_stride;
   int last_query;
   int first_query;  // of the lane: of its row fragment 0
   int part;         // of the columns, where SIMD groups share rows
@@ -74,8 +75,9 @@ struct DqQueries {
     WHEN(NORMALISED,
          normaliser_rows.reset(buffers.normalisers, params.lse_strides, batch, head, first, 0));
     if (DLSE) {
-      dlse_rows = first_row(buffers.dlse, params.dlse_strides, batch, head, first);
-      dlse_stride = params.dlse_strides.row;
+      dlse = buffers.dlse;
+      first_dlse = row_offset(params.dlse_strides, batch, head, first);
+      dlse_stride = Offset(params.dlse_strides.row);
     }
   }
 
@@ -164,7 +166,8 @@ struct DqRows {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       const int query = queries.query(i);
-      const float dlse = DLSE ? queries.dlse_rows[query * queries.dlse_stride] : 0.0f;
+      const float dlse =
+          DLSE ? queries.dlse[queries.first_dlse + Offset(query) * queries.dlse_stride] : 0.0f;
       const RowError error =
           sums[i].merge_lanes(queries.statistics.lse_of(query), origins[i], deltas[i], sink, dlse);
       weight_factors[i] = error.factor;

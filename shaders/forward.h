@@ -30,8 +30,8 @@ struct ForwardTile {
     sequence = inputs.sequence(place.batch, problem);
     last_query = sequence.q_length - 1;
     out_rows.reset(out, params.out_strides, place.batch, place.head, sequence.q_start, place.slice);
-    lse_rows = softmax_lse + place.batch * params.lse_strides.batch +
-               place.head * params.lse_strides.head + sequence.q_start;
+    lse_rows = softmax_lse +
+               (row_offset(params.lse_strides, place.batch, place.head, 0) + sequence.q_start);
     if (sequence.is_left_out(place.batch, problem)) {
       fill(place.number * THREADS + thread_index, grid.x * THREADS);
       return false;

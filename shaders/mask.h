@@ -96,12 +96,14 @@ struct Visibility {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       const Range range = TRANSPOSED ? queries_of(row + i * FRAGMENT) : keys_of(row + i * FRAGMENT);
+      const int begin = range.begin - column;
+      const int end = range.end - column;
       UNROLL
       for (short j = 0; j < COLUMNS; j++) {
         thread Fragment<float>& score = scores.fragments[i][j];
-        const int first = column + column_offset(j);
-        const bool first_hidden = first < range.begin || first >= range.end;
-        const bool second_hidden = first + 1 < range.begin || first + 1 >= range.end;
+        const int first = column_offset(j);
+        const bool first_hidden = first < begin || first >= end;
+        const bool second_hidden = first + 1 < begin || first + 1 >= end;
         score = Fragment<float>(first_hidden ? hidden : score.x, second_hidden ? hidden : score.y);
       }
     }

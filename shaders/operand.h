@@ -4,17 +4,14 @@
 #include "rotary.h"
 #include "tile.h"
 
-// Row `row` of one (batch, head).
-template <typename T>
-METAL_FUNC const device T* first_row(const device T* tensor, constant RowStrides& strides,
-                                     int batch, int head, int row) {
-  return tensor + batch * strides.batch + head * strides.head + row * strides.row;
+// Where row `row` of one (batch, head) lies.
+METAL_FUNC Offset row_offset(constant RowStrides& strides, Offset batch, Offset head, Offset row) {
+  return batch * Offset(strides.batch) + head * Offset(strides.head) + row * Offset(strides.row);
 }
 
 // Where a row lies, and which one it is.
-template <typename T>
 struct RowPlace {
-  const device T* row;
+  Offset row;
   int position;
 };
 
@@ -22,16 +19,20 @@ struct RowPlace {
 // finds a row first, in uniform control flow, and then gives chunks of it.
 template <typename T, int COLUMNS, bool ROTATED = false>
 struct Operand {
-  using Place = RowPlace<T>;
-  const device T* rows;
-  int64_t row_stride;
+  using Place = RowPlace;
+  const device T* tensor;
+  Offset first;
+  Offset row_stride;
   RotaryTables rotary;  // ROTATED
 
-  METAL_FUNC void reset(const device T* tensor, constant RowStrides& strides, int batch, int head,
-                        int first) thread {
-    rows = first_row(tensor, strides, batch, head, first);
-    row_stride = strides.row;
+  METAL_FUNC void reset(const device T* own_tensor, constant RowStrides& strides, int batch,
+                        int head, int first_row) thread {
+    tensor = own_tensor;
+    first = row_offset(strides, batch, head, first_row);
+    row_stride = Offset(strides.row);
   }
+
+  METAL_FUNC Offset offset(int row) const thread { return first + Offset(row) * row_stride; }
 
   // The same functions as CacheOperand's, which do nothing here.
   METAL_FUNC uint2 codes(thread const Place&, int) const thread { return uint2(0); }
@@ -48,29 +49,29 @@ struct Operand {
   METAL_FUNC T element(int row, int column) const thread {
     const bool exists = COLUMNS % FRAGMENT == 0 || column < COLUMNS;
     if (ROTATED) {
-      return exists ? rotary.rotated(rows + row * row_stride, row, column) : T(0);
+      return exists ? rotary.rotated(tensor, offset(row), row, column) : T(0);
     }
-    return exists ? rows[row * row_stride + column] : T(0);
+    return exists ? tensor[offset(row) + column] : T(0);
   }
 
   // Two neighbours from an even column on.
   METAL_FUNC Fragment<T> pair(int row, int column) const thread {
     if (ROW_PAIRS && !ROTATED) {
       return COLUMNS % FRAGMENT == 0 || column < COLUMNS
-                 ? *reinterpret_cast<const device Fragment<T>*>(rows + row * row_stride + column)
+                 ? *reinterpret_cast<const device Fragment<T>*>(tensor + (offset(row) + column))
                  : Fragment<T>(T(0), T(0));
     }
     return Fragment<T>(element(row, column), element(row, column + 1));
   }
 
-  METAL_FUNC Place find(int row) const thread { return {rows + row * row_stride, row}; }
+  METAL_FUNC Place find(int row) const thread { return {offset(row), row}; }
 
   // 16 bytes from `column` on, 0 behind the row's end.
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
     if (ROTATED) {
-      return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);
+      return rotary.rotated_chunk<COLUMNS>(tensor, place.row, place.position, column);
     }
-    return load_chunk<COLUMNS>(place.row, column);
+    return load_chunk<COLUMNS>(tensor, place.row, column);
   }
 };
 
@@ -78,6 +79,14 @@ struct Operand {
 METAL_FUNC int existing_row(int row, short i, int last_row) {
   return min(row + i * FRAGMENT, last_row);
 }
+
+// The same pair, where a compiler does not know that `zero` is 0.
+template <typename T>
+METAL_FUNC Fragment<T> hidden(Fragment<T> pair, uint zero) {
+  return as_type<Fragment<T>>(as_type<uint>(pair) | zero);
+}
+
+METAL_FUNC Fragment<float> hidden(Fragment<float> pair, uint) { return pair; }
 
 // A SIMD group's rows of an operand, [ROWS * 8, FRAGMENTS * 8], as the left factor of products:
 // held in registers, or read again for each product if those do not suffice.
@@ -88,9 +97,16 @@ struct OperandTile {
   int positions[ROWS];  // of the lane's rows
   int lane_column;
   RegisterTile<T, ROWS, HELD ? FRAGMENTS : 1> held;
+  uint block_zero;
 
   // For KeptOperandTile's sake: nothing is kept in threadgroup memory.
   METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
+
+  // Before the products of a block. M1 and M2 multiply bfloats as floats. If a compiler sees that
+  // fragments are the same in all blocks, it widens them once, and they take twice the registers.
+  METAL_FUNC void begin_block(int block, ushort lane) thread {
+    block_zero = uint(block) & uint(lane / SIMD_LANES);
+  }
 
   METAL_FUNC Fragment<T> read(short i, short d) const thread {
     return source.pair(positions[i], lane_column + d * FRAGMENT);
@@ -112,7 +128,11 @@ struct OperandTile {
   }
 
   METAL_FUNC Fragment<T> fragment(short i, short d) const thread {
-    return HELD ? held.fragments[i][HELD ? d : 0] : read(i, d);
+    if (!HELD) {
+      return read(i, d);
+    }
+    const Fragment<T> found = held.fragments[i][HELD ? d : 0];
+    return is_same_v<T, bfloat> ? hidden(found, block_zero) : found;
   }
 };
 
@@ -124,6 +144,8 @@ struct KeptOperandTile {
   static constant constexpr int CHUNKS = (FRAGMENTS + CHUNK_FRAGMENTS - 1) / CHUNK_FRAGMENTS;
   static constant constexpr int SIZE = ROWS * CHUNKS * SIMD_LANES;
   threadgroup uint4* chunks;  // [ROWS, CHUNKS, SIMD_LANES], from the lane's first on
+
+  METAL_FUNC void begin_block(int, ushort) const thread {}
 
   // memory: of the threadgroup's SIMD groups, SIZE each.
   METAL_FUNC void keep_in(threadgroup uint4* memory, ushort simdgroup, ushort lane) thread {

@@ -1,28 +1,28 @@
 // Where the rows of one (sequence, head) of a result go.
 #pragma once
 
-#include "params.h"
-#include "tile.h"
+#include "operand.h"
 
 // Rows of COLUMNS columns, of which a threadgroup owns a slice of SLICE. GRID_SLICES: of the grid,
 // which may be more than these rows have.
 template <typename T, int COLUMNS, int SLICE, int GRID_SLICES = (COLUMNS + SLICE - 1) / SLICE>
 struct Output {
-  device T* rows;  // at the slice's first column
-  int64_t row_stride;
+  device T* tensor;
+  Offset first;  // of the rows, at the slice's first column
+  Offset row_stride;
   int columns;  // of the slice that exist
 
-  METAL_FUNC void reset(device T* tensor, constant RowStrides& strides, int batch, int head,
+  METAL_FUNC void reset(device T* own_tensor, constant RowStrides& strides, int batch, int head,
                         int start, int slice) thread {
-    rows =
-        tensor + batch * strides.batch + head * strides.head + start * strides.row + slice * SLICE;
-    row_stride = strides.row;
+    tensor = own_tensor;
+    first = row_offset(strides, batch, head, start) + slice * SLICE;
+    row_stride = Offset(strides.row);
     columns = clamp(COLUMNS - slice * SLICE, 0, SLICE);
   }
 
   // Columns `column` and `column + 1` of a row.
   METAL_FUNC void store(int row, int column, Fragment<float> values) const thread {
-    device T* destination = rows + row * row_stride + column;
+    device T* destination = tensor + (first + Offset(row) * row_stride) + column;
     if (COLUMNS % 2 == 0) {
       if (COLUMNS == GRID_SLICES * SLICE || column < columns) {
         *reinterpret_cast<device Fragment<T>*>(destination) = Fragment<T>(T(values.x), T(values.y));
@@ -37,11 +37,11 @@ struct Output {
     }
   }
 
-  // Rows `first`, `first + step`, ... before `end`, alike.
-  METAL_FUNC void fill(float value, int first, int end, int step) const thread {
-    for (int row = first; row < end; row += step) {
+  // Rows `begin`, `begin + step`, ... before `end`, alike.
+  METAL_FUNC void fill(float value, int begin, int end, int step) const thread {
+    for (int row = begin; row < end; row += step) {
       for (int column = 0; column < columns; column++) {
-        rows[row * row_stride + column] = T(value);
+        tensor[first + Offset(row) * row_stride + column] = T(value);
       }
     }
   }

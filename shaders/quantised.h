@@ -25,9 +25,10 @@ constant constexpr int KV_BITS = KV_FORMAT == KV_Q4_0 ? 4 : 8;
 // The codes of COUNT neighbouring columns, the first in the lowest bits; 0 for columns from COLUMNS
 // on. Rows that do not start at a multiple of such a load are read byte by byte.
 template <int COLUMNS, int COUNT>
-METAL_FUNC uint2 load_codes(const device KV_ELEMENT* row, int column) {
+METAL_FUNC uint2 load_codes(const device KV_ELEMENT* tensor, Offset row, int column) {
   constexpr int BYTES = COUNT * KV_BITS / 8;
-  const device uchar* first = reinterpret_cast<const device uchar*>(row) + column * KV_BITS / 8;
+  const device uchar* first =
+      reinterpret_cast<const device uchar*>(tensor) + (row + column * KV_BITS / 8);
   if (WIDE_LOADS && BYTES == 8) {
     return *reinterpret_cast<const device uint2*>(first);
   }
@@ -100,9 +101,10 @@ METAL_FUNC void expand(thread half* values, uint2 codes, thread const half*) {
 
 // 16 bytes of T of a row of COLUMNS columns, from `column` on, and 0 behind its end.
 template <typename T, int COLUMNS>
-METAL_FUNC uint4 dequantised_chunk(const device KV_ELEMENT* row, int column, float scale) {
+METAL_FUNC uint4 dequantised_chunk(const device KV_ELEMENT* tensor, Offset row, int column,
+                                   float scale) {
   constexpr int COUNT = chunk_elements<T>();
-  const uint2 codes = load_codes<COLUMNS, COUNT>(row, column);
+  const uint2 codes = load_codes<COLUMNS, COUNT>(tensor, row, column);
   uint4 chunk;
   thread T* values = reinterpret_cast<thread T*>(&chunk);
   UNROLL

@@ -31,43 +31,58 @@ METAL_FUNC void load_entries(const device ROTARY_ELEMENT* table, thread float* e
 struct RotaryTables {
   const device ROTARY_ELEMENT* cosines;
   const device ROTARY_ELEMENT* sines;
-  int64_t cosines_stride;
-  int64_t sines_stride;
+  Offset first_cosines;
+  Offset first_sines;
+  Offset cosines_stride;
+  Offset sines_stride;
 
   METAL_FUNC void reset(const device ROTARY_ELEMENT* cos_table, constant TableStrides& cos_strides,
                         const device ROTARY_ELEMENT* sin_table, constant TableStrides& sin_strides,
                         int batch) thread {
-    cosines = cos_table + batch * cos_strides.batch;
-    sines = sin_table + batch * sin_strides.batch;
-    cosines_stride = cos_strides.row;
-    sines_stride = sin_strides.row;
+    cosines = cos_table;
+    sines = sin_table;
+    first_cosines = Offset(batch) * Offset(cos_strides.batch);
+    first_sines = Offset(batch) * Offset(sin_strides.batch);
+    cosines_stride = Offset(cos_strides.row);
+    sines_stride = Offset(sin_strides.row);
   }
 
   // Row i then means row `first` + i of the tables, or without `advances` always row `first`.
   METAL_FUNC void start_at(int64_t first, bool advances) thread {
-    cosines += first * cosines_stride;
-    sines += first * sines_stride;
+    first_cosines += Offset(first) * cosines_stride;
+    first_sines += Offset(first) * sines_stride;
     cosines_stride = advances ? cosines_stride : 0;
     sines_stride = advances ? sines_stride : 0;
   }
 
-  // One column of row `position`, rotated and rounded to its own type.
+  // Where in the tables the entries of row `position` begin.
+  METAL_FUNC Offset cosines_of(int position) const thread {
+    return first_cosines + Offset(position) * cosines_stride;
+  }
+
+  METAL_FUNC Offset sines_of(int position) const thread {
+    return first_sines + Offset(position) * sines_stride;
+  }
+
+  // One column of row `position`, which lies at `row`, rotated and rounded to its own type.
   template <typename T>
-  METAL_FUNC T rotated(const device T* row, int position, int column) const thread {
+  METAL_FUNC T rotated(const device T* tensor, Offset row, int position, int column) const thread {
     if (column >= ROTARY_DIM) {
-      return row[column];
+      return tensor[row + column];
     }
     const int pair = rotary_pair(column, ROTARY_PAIRS, ROTARY_INTERLEAVED);
     const int partner = rotary_partner(column, ROTARY_PAIRS, ROTARY_INTERLEAVED);
-    return T(rotate_column(float(row[column]), float(row[partner]),
-                           float(cosines[position * cosines_stride + pair]),
-                           float(sines[position * sines_stride + pair]),
+    return T(rotate_column(float(tensor[row + column]), float(tensor[row + partner]),
+                           float(cosines[cosines_of(position) + pair]),
+                           float(sines[sines_of(position) + pair]),
                            rotary_is_x(column, ROTARY_PAIRS, ROTARY_INTERLEAVED)));
   }
 
-  // 16 bytes of row `position`, which is COLUMNS long, from `column` on; 0 behind its end.
+  // 16 bytes of row `position`, which lies at `row` and is COLUMNS long, from `column` on; 0 behind
+  // its end.
   template <int COLUMNS, typename T>
-  METAL_FUNC uint4 rotated_chunk(const device T* row, int position, int column) const thread {
+  METAL_FUNC uint4 rotated_chunk(const device T* tensor, Offset row, int position,
+                                 int column) const thread {
     constexpr int CHUNK = chunk_elements<T>();
     uint4 chunk = uint4(0);
     thread T* values = reinterpret_cast<thread T*>(&chunk);
@@ -75,25 +90,25 @@ struct RotaryTables {
       UNROLL
       for (short i = 0; i < CHUNK; i++) {
         if (COLUMNS % FRAGMENT == 0 || column + i < COLUMNS) {
-          values[i] = rotated(row, position, column + i);
+          values[i] = rotated(tensor, row, position, column + i);
         }
       }
       return chunk;
     }
-    chunk = load_chunk<COLUMNS>(row, column);
+    chunk = load_chunk<COLUMNS>(tensor, row, column);
     if (column >= ROTARY_DIM) {
       return chunk;
     }
-    const device ROTARY_ELEMENT* cosines_row = cosines + position * cosines_stride;
-    const device ROTARY_ELEMENT* sines_row = sines + position * sines_stride;
     const int pair = rotary_pair(column, ROTARY_PAIRS, ROTARY_INTERLEAVED);
+    const device ROTARY_ELEMENT* first_cosine = cosines + (cosines_of(position) + pair);
+    const device ROTARY_ELEMENT* first_sine = sines + (sines_of(position) + pair);
     if (ROTARY_INTERLEAVED) {
       constexpr int PAIRS = CHUNK / 2;
       constexpr int WIDTH = PAIRS < 4 ? PAIRS : 4;
       float cosine[PAIRS];
       float sine[PAIRS];
-      load_entries<PAIRS, WIDTH>(cosines_row + pair, cosine);
-      load_entries<PAIRS, WIDTH>(sines_row + pair, sine);
+      load_entries<PAIRS, WIDTH>(first_cosine, cosine);
+      load_entries<PAIRS, WIDTH>(first_sine, sine);
       UNROLL
       for (short i = 0; i < PAIRS; i++) {
         const float2 xy =
@@ -105,12 +120,12 @@ struct RotaryTables {
     }
     const bool is_x = column < ROTARY_PAIRS;
     uint4 partners =
-        load_chunk<COLUMNS>(row, rotary_partner(column, ROTARY_PAIRS, ROTARY_INTERLEAVED));
+        load_chunk<COLUMNS>(tensor, row, rotary_partner(column, ROTARY_PAIRS, ROTARY_INTERLEAVED));
     const thread T* partner = reinterpret_cast<const thread T*>(&partners);
     float cosine[CHUNK];
     float sine[CHUNK];
-    load_entries<CHUNK, 4>(cosines_row + pair, cosine);
-    load_entries<CHUNK, 4>(sines_row + pair, sine);
+    load_entries<CHUNK, 4>(first_cosine, cosine);
+    load_entries<CHUNK, 4>(first_sine, sine);
     UNROLL
     for (short i = 0; i < CHUNK; i++) {
       values[i] = T(rotate_column(float(values[i]), float(partner[i]), cosine[i], sine[i], is_x));

@@ -68,32 +68,35 @@ METAL_FUNC Fragment<uchar> load_pair(const device uchar* first) {
 // 2i + 1 are one aligned vector.
 template <typename T, int ROWS, bool PAIRS>
 struct MaskRows {
-  const device T* rows[ROWS];
-  int64_t column_stride;
+  const device T* tensor;
+  Offset rows[ROWS];
+  Offset column_stride;
   int last_column;
 
   // TRANSPOSED: a row is a key's. Rows past the last repeat it.
   template <bool TRANSPOSED>
   METAL_FUNC void reset(const device T* mask, constant MaskStrides& strides, int batch, int head,
                         int row, int last_query, int last_key) thread {
-    const device T* first = mask + batch * strides.batch + head * strides.head;
+    tensor = mask;
+    const Offset first =
+        Offset(batch) * Offset(strides.batch) + Offset(head) * Offset(strides.head);
     const int last_row = TRANSPOSED ? last_key : last_query;
-    const int64_t row_stride = TRANSPOSED ? strides.key : strides.query;
+    const Offset row_stride = Offset(TRANSPOSED ? strides.key : strides.query);
     UNROLL
     for (short i = 0; i < ROWS; i++) {
-      rows[i] = first + min(row + i * FRAGMENT, last_row) * row_stride;
+      rows[i] = first + Offset(min(row + i * FRAGMENT, last_row)) * row_stride;
     }
-    column_stride = TRANSPOSED ? strides.query : strides.key;
+    column_stride = Offset(TRANSPOSED ? strides.query : strides.key);
     last_column = TRANSPOSED ? last_query : last_key;
   }
 
   // Columns `column` and `column + 1` of a row; those past the last repeat it.
   METAL_FUNC Fragment<T> pair(short row, int column) const thread {
     if (PAIRS) {
-      return load_pair(rows[row] + min(column, last_column - 1));
+      return load_pair(tensor + (rows[row] + min(column, last_column - 1)));
     }
-    return Fragment<T>(rows[row][min(column, last_column) * column_stride],
-                       rows[row][min(column + 1, last_column) * column_stride]);
+    return Fragment<T>(tensor[rows[row] + Offset(min(column, last_column)) * column_stride],
+                       tensor[rows[row] + Offset(min(column + 1, last_column)) * column_stride]);
   }
 };
 

@@ -33,6 +33,10 @@ constant constexpr int SIMD_LANES = 32;
 constant constexpr int SPAN_COLUMNS = 32;
 constant constexpr int SPAN_FRAGMENTS = SPAN_COLUMNS / FRAGMENT;
 
+// An offset in a tensor, in elements. With 32 bits it takes one register, and a load adds it to the
+// tensor's address by itself.
+using Offset = conditional_t<LONG_OFFSETS, int64_t, uint>;
+
 constant constexpr float LOWEST_FLOAT = -3.402823466e+38f;
 
 // Fragments that hold `columns` columns.
@@ -137,32 +141,33 @@ constexpr int chunk_elements() {
   return int(sizeof(uint4) / sizeof(T));
 }
 
-// The 32-bit word of a row's elements from `column` on; 0 for columns from COLUMNS on.
+// The 32-bit word of the elements from `column` on of the row at `row`; 0 for columns from COLUMNS
+// on.
 template <int COLUMNS>
-METAL_FUNC uint load_word(const device float* row, int column) {
-  return COLUMNS % FRAGMENT == 0 || column < COLUMNS ? as_type<uint>(row[column]) : 0;
+METAL_FUNC uint load_word(const device float* tensor, Offset row, int column) {
+  return COLUMNS % FRAGMENT == 0 || column < COLUMNS ? as_type<uint>(tensor[row + column]) : 0;
 }
 
 template <int COLUMNS, typename T>
-METAL_FUNC uint load_word(const device T* row, int column) {
-  const device ushort* bits = reinterpret_cast<const device ushort*>(row);
+METAL_FUNC uint load_word(const device T* tensor, Offset row, int column) {
+  const device ushort* bits = reinterpret_cast<const device ushort*>(tensor);
   const bool whole = COLUMNS % FRAGMENT == 0;
-  const uint low = whole || column < COLUMNS ? bits[column] : 0;
-  const uint high = whole || column + 1 < COLUMNS ? bits[column + 1] : 0;
+  const uint low = whole || column < COLUMNS ? bits[row + column] : 0;
+  const uint high = whole || column + 1 < COLUMNS ? bits[row + column + 1] : 0;
   return low | (high << 16);
 }
 
-// 16 bytes of a row of COLUMNS elements, from `column` on, and 0 behind its end. Rows that do not
-// start on a 16-byte boundary are read element by element.
+// 16 bytes from `column` on of the row at `row`, which has COLUMNS elements, and 0 behind its end.
+// Rows that do not start on a 16-byte boundary are read element by element.
 template <int COLUMNS, typename T>
-METAL_FUNC uint4 load_chunk(const device T* row, int column) {
+METAL_FUNC uint4 load_chunk(const device T* tensor, Offset row, int column) {
   if (WIDE_LOADS) {
-    return *reinterpret_cast<const device uint4*>(row + column);
+    return *reinterpret_cast<const device uint4*>(tensor + (row + column));
   }
   uint4 chunk;
   UNROLL
   for (short i = 0; i < 4; i++) {
-    chunk[i] = load_word<COLUMNS>(row, column + i * int(sizeof(uint) / sizeof(T)));
+    chunk[i] = load_word<COLUMNS>(tensor, row, column + i * int(sizeof(uint) / sizeof(T)));
   }
   return chunk;
 }

@@ -48,7 +48,7 @@ RESIDENT_NARROW = 24  # of a forward of up to 64 columns
 CYCLES = {"FLASH_FWD": 23.0, "FLASH_BWD_DQ": 24.0, "FLASH_BWD_DKV": 24.0, "FLASH_DECODE": 0.0}
 MORE_CYCLES = 1.5  # of bfloat16, which is converted
 ALIKE = 1.01  # times within 1 %: then more SIMD groups are better
-AT_ONCE = 2  # tiles of a class that are compiled with all of its features at a time
+AT_ONCE = 3  # tiles of a class that are compiled with all of its features at a time
 ROUNDS = 5
 UNKNOWN = 999.0  # registers of what does not compile
 
@@ -79,22 +79,22 @@ BACKWARD = (
     *("ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"),
 )
 FORWARD = (
-    *("V_SLICE", "BLOCK_K", "ROW_FRAGMENTS", "SIMDGROUPS", "COLUMN_SIMDGROUPS"),
-    *("Q_IN_REGISTERS", "Q_IN_THREADGROUP", "KV_STAGED"),
+    *("V_SLICE", "BLOCK_K", "SIMDGROUPS", "COLUMN_SIMDGROUPS"),
+    *("Q_IN_REGISTERS", "KV_STAGED"),
 )
 DECODE = ("ROW_FRAGMENTS", "KEY_FRAGMENTS", "KEY_SIMDGROUPS", "SPANS", "V_FIRST", "VECTOR_ROWS")
 # K and V read straight from device memory, as metal-flash-attention reads them from M3 on, with 16
 # rows a threadgroup (AttentionDescriptor+Parameters.swift at 5b07c27). MLX stages them there too,
 # and reaches 88 to 97 % of an M3 Ultra's matrix peak. So it is `tune` that decides.
 UNSTAGED = (
-    (256, "Never", (256, 32, 1, 4, 1, 1, 0, 0)),
-    (256, "Never", (256, 16, 1, 4, 1, 1, 0, 0)),
+    (256, "Never", (256, 32, 4, 1, 1, 0)),
+    (256, "Never", (256, 16, 4, 1, 1, 0)),
 )
 KERNELS = {
     "FLASH_FWD": Kernel(
         "flash_fwd",
         FORWARD,
-        (*UNSTAGED, (576, "Heavy", (256, 8, 1, 4, 1, 0, 0, 1))),
+        (*UNSTAGED, (576, "Heavy", (256, 8, 4, 1, 0, 1))),
     ),
     "FLASH_BWD_DQ": Kernel(
         "flash_bwd_dq",
@@ -137,6 +137,8 @@ class Class(NamedTuple):
     def features(self) -> tuple[str, ...]:
         if self.load == "Light":
             return LIGHT
+        if self.ragged:  # quantised rows are whole spans
+            return HEAVY
         special = {"FLASH_FWD": HEAVY_FORWARD, "FLASH_DECODE": HEAVY_DECODE}
         return special.get(self.macro, HEAVY)
 
@@ -164,13 +166,13 @@ def candidates(one: Class) -> Iterator[Tile]:
         held_or_not = (1, 0) if wide else (1,)
         every = product((8, 16, 24, 32), (4, 8), shares, held_or_not)
         for block, simdgroups, shared, held in every:
-            values = (256, block, 1, simdgroups, shared, held, 0, 1)
+            values = (256, block, simdgroups, shared, held, 1)
             yield dict(zip(FORWARD, values, strict=True))
     elif one.macro == "FLASH_DECODE":
         spans = -(-one.head_dim // 32)
         fragments = -(-one.queries // 8)
-        own = sorted({min(n, spans) for n in (1, 2, 4, spans)})
-        blocks = ((1, 0), (2, 0), (4, 0), (1, 1), (2, 1))
+        own = sorted({min(n, spans) for n in (1, 2, 3, 4, 8, spans)})
+        blocks = ((1, 0), (2, 0), (4, 0), (1, 1), (2, 1), (4, 1))
         for (keys, first), share, vectors in product(blocks, own, (0, 1)):
             if not vectors or (one.queries <= 2 and share == spans):
                 own_keys = 4 if share == spans else 1
@@ -178,13 +180,13 @@ def candidates(one: Class) -> Iterator[Tile]:
                 yield dict(zip(DECODE, decode, strict=True))
     else:
         dkv = one.macro == "FLASH_BWD_DKV"
-        slices = (1,) if one.columns <= 192 else (1, 2) if one.columns <= 256 else (2, 4)
+        slices = (1,) if one.columns <= 128 else (1, 2) if one.columns <= 256 else (2, 3, 4, 8)
         groups = [(1, 4, n) for n in shares] + [(1, 8, n) for n in shares]
         if dkv and not one.ragged:
             groups += [(2, 4, 2), (2, 4, 4), (4, 4, 4), (2, 8, 4), (1, 4, 4)]
-        for cut, block, group, place in product(slices, (8, 16, 32), groups, places):
+        for cut, block, group, place in product(slices, (8, 16, 24, 32), groups, places):
             # Four SIMD groups that share rows have as many parts of the scores.
-            if group[2] == 4 and group[0] * block < 32:
+            if group[2] == 4 and (block == 24 or group[0] * block < 32):
                 continue
             yield dict(zip(BACKWARD, (cut, block, *group, *place), strict=True))
 
@@ -360,7 +362,8 @@ def _ordered(every: Sequence[Class], store: Store) -> dict[Class, list[Tile]]:
     for (one, tile, _), figures in zip(jobs, store.figures([job for *_, job in jobs]), strict=True):
         own = ranked.setdefault(one, [])
         own.append((rank(one, tile, figures), len(own), tile))
-    return {one: [tile for *_, tile in sorted(ranked[light[one]])] for one in every}
+    # Of a class that no candidate can run there is no row.
+    return {one: [tile for *_, tile in sorted(ranked.get(light[one], ()))] for one in every}
 
 
 Row = tuple[str, int, int, str, str, float, tuple[int, ...]]

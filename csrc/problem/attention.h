@@ -94,15 +94,17 @@ struct FlexFeatures {
 // - band: a window or the diagonal hides some key from some query.
 // - chunk: queries see their own chunk.
 // - mask_blocks: tiles walk along the blocks that the mask shows; no problem differs by it.
-#define FLASH_FLAGS(X)        \
-  X(band, BAND)               \
-  X(chunk, CHUNKED)           \
-  X(varlen, VARLEN)           \
-  X(seqused_k, SEQUSED_K)     \
-  X(leftpad_k, LEFTPAD_K)     \
-  X(mask_blocks, MASK_BLOCKS) \
-  X(softcap, SOFTCAP)         \
-  X(alibi, ALIBI)             \
+// - long_offsets: some tensor ends past 2^31 elements.
+#define FLASH_FLAGS(X)          \
+  X(band, BAND)                 \
+  X(chunk, CHUNKED)             \
+  X(varlen, VARLEN)             \
+  X(seqused_k, SEQUSED_K)       \
+  X(leftpad_k, LEFTPAD_K)       \
+  X(mask_blocks, MASK_BLOCKS)   \
+  X(long_offsets, LONG_OFFSETS) \
+  X(softcap, SOFTCAP)           \
+  X(alibi, ALIBI)               \
   X(dropout, DROPOUT)
 
 // What is compiled in only where a call needs it.

@@ -12,11 +12,9 @@ namespace {
 constexpr Knob<FlashFwdTile> kKnobs[] = {
     {"V_SLICE", &FlashFwdTile::v_slice},
     {"BLOCK_K", &FlashFwdTile::block_k},
-    {"ROW_FRAGMENTS", &FlashFwdTile::row_fragments},
     {"SIMDGROUPS", &FlashFwdTile::simdgroups},
     {"COLUMN_SIMDGROUPS", &FlashFwdTile::column_simdgroups},
     {"Q_IN_REGISTERS", &FlashFwdTile::q_in_registers},
-    {"Q_IN_THREADGROUP", &FlashFwdTile::q_in_threadgroup},
     {"KV_STAGED", &FlashFwdTile::kv_staged},
 };
 
@@ -29,11 +27,6 @@ constexpr DefaultRow<FlashFwdTile> kRows[] = {
 // over the grid, each of which computes the scores again: 512 columns of accumulators alone would
 // take all 128 registers that a thread of M1 can have.
 constexpr int kMostSlice = 256;
-
-// 16-byte chunks that a lane keeps of a row fragment of Q in threadgroup memory.
-int q_chunks(const FlashFwdSpecialisation& s) {
-  return kept_chunks(fragments(s.head_dim_qk) / s.column_simdgroups, s.element);
-}
 
 // Whether two SIMD groups can share rows, with as many columns each.
 bool divides(const FlashFwdSpecialisation& s) {
@@ -72,8 +65,8 @@ bool FlashFwdSpecialisation::take(const FlashFwdTile& tile) {
 bool FlashFwdSpecialisation::can_run() const {
   return !tensor_tiles && between(v_slice, 8, kMostSlice) &&
          v_slice == slice_columns(head_dim_v, v_slices()) && is_block(block_k) &&
-         between(row_fragments, 1, 2) && between(simdgroups, 1, 2 * kSimdgroups) &&
-         divides(*this) && is_place(q_in_registers, q_in_threadgroup) && between(kv_staged, 0, 1) &&
+         between(simdgroups, 1, 2 * kSimdgroups) && divides(*this) &&
+         between(q_in_registers, 0, 1) && between(kv_staged, 0, 1) &&
          (kv_staged || reads_unstaged(*this)) && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
          within_blocks(features, block_q(), block_k);
 }
@@ -91,9 +84,7 @@ int FlashFwdSpecialisation::threadgroup_bytes() const {
   const bool shared = column_simdgroups > 1;  // V is staged where K was
   const int columns = shared ? std::max(k_columns, v_columns) : k_columns + v_columns;
   const int tiles = block_k * columns * element_bytes(kv_element(*this));
-  const int lanes = threads() * row_fragments;
-  return tiles + (q_in_threadgroup ? lanes * q_chunks(*this) * 16 : 0) +
-         (shared ? lanes * block_k / 8 * 2 * int(sizeof(float)) : 0);
+  return tiles + (shared ? threads() * block_k / 8 * 2 * int(sizeof(float)) : 0);
 }
 
 FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu) {
@@ -109,9 +100,6 @@ Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
       {"SIMDGROUPS", s.simdgroups}, {"Q_IN_REGISTERS", s.q_in_registers},
       {"ROW_PAIRS", s.row_pairs},
   };
-  if (s.q_in_threadgroup) {
-    own.push_back({"Q_IN_THREADGROUP", 1});
-  }
   if (s.column_simdgroups > 1) {
     own.push_back({"COLUMN_SIMDGROUPS", s.column_simdgroups});
   }
@@ -141,9 +129,7 @@ std::string describe_choice(const FlashFwdSpecialisation& s) {
   if (s.features.rotary && s.features.rotary->k && !s.wide_rotary) {
     loads += "; k rotated element by element";
   }
-  const char* q = s.q_in_registers     ? "in registers"
-                  : s.q_in_threadgroup ? "in threadgroup memory"
-                                       : "read again for every block";
+  const char* q = s.q_in_registers ? "in registers" : "read again for every block";
   const std::string rows =
       std::to_string(8 * s.row_fragments) + " queries " +
       (s.column_simdgroups > 1 ? "two SIMD groups, half the columns each," : "a SIMD group");

@@ -13,14 +13,12 @@ namespace metal_attn {
 
 // What is chosen.
 struct FlashFwdTile {
-  int v_slice;        // columns of v and out that a threadgroup owns; of a table's row: at most
-  int block_k;        // keys staged at a time
-  int row_fragments;  // 8-row fragments of queries that a SIMD group owns
-  int simdgroups;     // per threadgroup
+  int v_slice;     // columns of v and out that a threadgroup owns; of a table's row: at most
+  int block_k;     // keys staged at a time
+  int simdgroups;  // per threadgroup
   int column_simdgroups = 1;  // that share rows, with a part of the columns each
-  int q_in_registers;
-  int q_in_threadgroup;  // if in neither, it is read again for every block
-  int kv_staged = 1;     // in threadgroup memory; else each SIMD group reads K and V itself
+  int q_in_registers;         // else it is read again for every block
+  int kv_staged = 1;          // in threadgroup memory; else each SIMD group reads K and V itself
 };
 
 struct FlashFwdSpecialisation : FlashFwdTile {
@@ -28,9 +26,10 @@ struct FlashFwdSpecialisation : FlashFwdTile {
   Element element;
   int head_dim_qk;
   int head_dim_v;
-  bool wide_loads;   // as many columns of k and v at a time as make 16 bytes
-  bool wide_rotary;  // and of k while it is rotated
-  bool row_pairs;    // two neighbouring elements of q at a time
+  int row_fragments = 1;  // 8-row fragments of queries that a SIMD group owns: two of tensor tiles
+  bool wide_loads;        // as many columns of k and v at a time as make 16 bytes
+  bool wide_rotary;       // and of k while it is rotated
+  bool row_pairs;         // two neighbouring elements of q at a time
   FlashFwdFeatures features;
   const TileConditions* defaults;  // of the default tile that this is, or null
   const TileRow* row;              // of a tuned table that has the tile, or null

@@ -160,7 +160,8 @@ class TestWays:
 
     def test_simulators_own_op(self):
         op = torch.ops.metal_attn_simulator.flash_fwd
-        check(gradients(op, make_qkv(), **self.OPTIONS), self.expected(), tolerance=1e-5)
+        with simulate(check=True):
+            check(gradients(op, make_qkv(), **self.OPTIONS), self.expected(), tolerance=1e-5)
 
 
 class TestMemory:

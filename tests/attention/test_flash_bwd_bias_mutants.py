@@ -172,12 +172,12 @@ MUTANTS = {
     },
     packed: {
         "rows of the first sequence": (
-            "first_row(dout, strides, batch, head, sequence.q_start)",
-            "first_row(dout, strides, batch, head, 0)",
+            "operand.reset(dout, strides, batch, head, sequence.q_start)",
+            "operand.reset(dout, strides, batch, head, 0)",
         ),
         "statistics of the first sequence": (
-            "head * strides.head + sequence.q_start",
-            "head * strides.head",
+            "row_offset(strides, batch, head, 0) + sequence.q_start",
+            "row_offset(strides, batch, head, 0)",
         ),
     },
 }

@@ -390,8 +390,8 @@ MUTANTS = {
     "mask": {
         "mask not transposed": (
             "dkv",
-            "row_stride = TRANSPOSED ? strides.key : strides.query",
-            "row_stride = strides.query",
+            "Offset(TRANSPOSED ? strides.key : strides.query)",
+            "Offset(strides.query)",
             "out_of_bounds",
         ),
         "mask of the even query": ("dkv", "shown.y ? score.y", "shown.x ? score.y"),
@@ -402,8 +402,8 @@ MUTANTS = {
         ),
         "mask's key past the end read": (
             "dkv",
-            "rows[i] = first + min(row + i * FRAGMENT, last_row) * row_stride;",
-            "rows[i] = first + (row + i * FRAGMENT) * row_stride;",
+            "Offset(min(row + i * FRAGMENT, last_row)) * row_stride",
+            "Offset(row + i * FRAGMENT) * row_stride",
             "out_of_bounds",
         ),
         "mask's query past the end read": (
@@ -456,18 +456,18 @@ MUTANTS = {
     "rotary": {
         "q not rotated in pairs": (
             "dkv",
-            repeated("return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column);"),
-            "return load_chunk<COLUMNS>(place.row, column);",
+            "return rotary.rotated_chunk<COLUMNS>(tensor, place.row, place.position, column);",
+            "return load_chunk<COLUMNS>(tensor, place.row, column);",
         ),
         "k not rotated": (
             "dkv",
-            "? rotary.rotated(rows + row * row_stride, row, column)",
-            "? rows[row * row_stride + column]",
+            "? rotary.rotated(tensor, offset(row), row, column)",
+            "? tensor[offset(row) + column]",
         ),
         "q not rotated": (
             "dq",
-            "? rotary.rotated(rows + row * row_stride, row, column)",
-            "? rows[row * row_stride + column]",
+            "? rotary.rotated(tensor, offset(row), row, column)",
+            "? tensor[offset(row) + column]",
         ),
         "rows of the first table": (
             "dkv",
@@ -478,8 +478,8 @@ MUTANTS = {
     "slices": {
         "slice of dq not moved": (
             "dq",
-            "start * strides.row + slice * SLICE",
-            "start * strides.row",
+            "row_offset(strides, batch, head, start) + slice * SLICE",
+            "row_offset(strides, batch, head, start)",
             "race",
         ),
         "slice of k not moved": ("dq", "queries.place.slice * DQ_SLICE + first_dq", "first_dq"),
@@ -516,8 +516,8 @@ MUTANTS = {
         ),
         "first query of the first sequence": (
             "dkv",
-            "first_row(dout, strides, batch, head, sequence.q_start)",
-            "first_row(dout, strides, batch, head, 0)",
+            "operand.reset(dout, strides, batch, head, sequence.q_start)",
+            "operand.reset(dout, strides, batch, head, 0)",
         ),
         "dq of the first sequence": (
             "dq",
@@ -533,13 +533,13 @@ MUTANTS = {
         ),
         "log-sum-exp of the first sequence": (
             "dq",
-            "head * strides.head + sequence.q_start",
-            "head * strides.head",
+            "row_offset(strides, batch, head, 0) + sequence.q_start",
+            "row_offset(strides, batch, head, 0)",
         ),
         "statistics of the first sequence": (
             "dkv",
-            "head * strides.head + sequence.q_start",
-            "head * strides.head",
+            "row_offset(strides, batch, head, 0) + sequence.q_start",
+            "row_offset(strides, batch, head, 0)",
         ),
         "rows of no sequence unwritten": (
             "dkv",

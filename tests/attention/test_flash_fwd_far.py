@@ -1,4 +1,4 @@
-"""Offsets beyond 2**31 elements, in sparse mappings: pages that nothing touches cost no memory."""
+"""Offsets beyond 2**32 elements, in sparse mappings: pages that nothing touches cost no memory."""
 
 import mmap
 import sys
@@ -13,7 +13,7 @@ from tests.helpers.mutants import plant
 from torch_metal_attn import SimulatorFault, simulate
 from torch_metal_attn.simulator import engine
 
-FAR = 2**31  # elements
+FAR = 2**32  # elements, which 32 bits do not hold
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0x40
 
 pytestmark = pytest.mark.skipif(sys.maxsize < 2**40, reason="needs 64-bit addresses")
@@ -87,7 +87,7 @@ def test_columns_of_a_mask():
 
 
 def test_packed_rows():
-    """The last sequence's first row is beyond 2**31 elements too."""
+    """The last sequence's first row is beyond 2**32 elements too."""
     q, k, v, *packing = make_packed([3, 0, 4], [20, 5, 9], head_dim=16, dtype=torch.float16)
     with simulate():
         expected = torch.ops.metal_attn.flash_varlen_fwd(q, k, v, *packing, causal=True)
@@ -120,6 +120,7 @@ def test_results(dim, monkeypatch):
             )
         return run(image, kernel, list(by_slot.values()), **arguments)
 
+    plant(monkeypatch, "flash_fwd", "<LONG_OFFSETS, int64_t", "<true, int64_t")
     with simulate():
         out, lse = torch.ops.metal_attn.flash_fwd(q, k, v, causal=True)
         far |= {"out": spread(torch.zeros_like(out), DIMS[dim])}
@@ -132,10 +133,10 @@ def test_results(dim, monkeypatch):
 
 @pytest.mark.parametrize("wide", ["int64_t", "int"])
 def test_checked(wide, monkeypatch):
-    """Guards on both sides of a storage of over 2**31 elements, and a stride that needs 32 bits."""
+    """Guards on both sides of a storage of over 2**32 elements, and a stride that needs 32 bits."""
     q, k, v = make_qkv(1, 1, 1, 5, 34, 16, dtype=torch.float16)
-    row = "return {rows + row * row_stride"
-    of_width = row.replace("row * row_stride", f"{wide}(row) * {wide}(row_stride)")
+    row = "return first + Offset(row) * row_stride"
+    of_width = f"return first + {wide}(row) * {wide}(row_stride)"
     with simulate(check=True):
         expected, _ = torch.ops.metal_attn.flash_fwd(q, k, v)
         far = spread(k, 2)

@@ -13,9 +13,9 @@ BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n    "
 PARTS_WRITTEN = "and written its part of the scores.\n      "
 READ = "// Every SIMD group has read the tiles of the block before.\n    "
 WHOLE = "// The tiles are whole.\n    "
-MASK_START = "mask + batch * strides.batch + head * strides.head"
+MASK_START = "Offset(batch) * Offset(strides.batch) + Offset(head) * Offset(strides.head);"
 IN_WINDOW = "uint(row) / PAGE_ROWS - window"
-Q_ROTATED = "rotary.rotated(rows + row * row_stride, row, column)"
+Q_ROTATED = "rotary.rotated(tensor, offset(row), row, column)"
 
 # By the problem that shows them: what a fault changes in the shader's text, and where numbers do
 # not show it the fault that the simulator reports.
@@ -146,14 +146,14 @@ MUTANTS = {
         ),
         "mask inverted": ("shown.x ? score.x : -INFINITY", "shown.x ? -INFINITY : score.x"),
         "mask of the even key": ("shown.y ? score.y", "shown.x ? score.y"),
-        "mask's query stride ignored": ("last_row) * row_stride", "last_row)"),
-        "mask's key stride ignored": (repeated("last_column) * column_stride"), "last_column)"),
-        "mask of the first batch": (MASK_START, "mask + head * strides.head"),
-        "mask of the first head": (MASK_START, "mask + batch * strides.batch"),
+        "mask's query stride ignored": ("last_row)) * row_stride", "last_row))"),
+        "mask's key stride ignored": (repeated("last_column)) * column_stride"), "last_column))"),
+        "mask of the first batch": (MASK_START, "Offset(head) * Offset(strides.head);"),
+        "mask of the first head": (MASK_START, "Offset(batch) * Offset(strides.batch);"),
         "pair's second byte lost": ("uchar(both >> 8)", "uchar(both & 0xff)"),
         "mask's query past the end read": (
-            "min(row + i * FRAGMENT, last_row) * row_stride",
-            "(row + i * FRAGMENT) * row_stride",
+            "Offset(min(row + i * FRAGMENT, last_row)) * row_stride",
+            "Offset(row + i * FRAGMENT) * row_stride",
             "out_of_bounds",
         ),
         "mask's key past the end read": (
@@ -181,7 +181,7 @@ MUTANTS = {
             "+= Fragment<float>(base_2(added.x)",
             "-= Fragment<float>(base_2(added.x)",
         ),
-        "bias of the first head": (MASK_START, "mask + batch * strides.batch"),
+        "bias of the first head": (MASK_START, "Offset(batch) * Offset(strides.batch);"),
     },
     problems.softcap: {
         "softcap dropped": (
@@ -255,29 +255,29 @@ MUTANTS = {
         "partner of an interleaved column": ("return column ^ 1;", "return column;"),
         "q's row of the first query": (Q_ROTATED, Q_ROTATED.replace("row, column", "0, column")),
         "row of every other key": (
-            "cosines + position * cosines_stride",
-            "cosines + position / 2 * cosines_stride",
+            "Offset(position) * cosines_stride",
+            "Offset(position / 2) * cosines_stride",
         ),
         "sine's row of every other key": (
-            "sines + position * sines_stride",
-            "sines + position / 2 * sines_stride",
+            "Offset(position) * sines_stride",
+            "Offset(position / 2) * sines_stride",
         ),
         "q's tables of the first sequence": (
             "q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, batch",
             "q_cos, params.q_cos_strides, q_sin, params.q_sin_strides, 0",
         ),
-        "k's tables of the first sequence": ("sin_table + batch * sin_strides.batch", "sin_table"),
+        "k's tables of the first sequence": ("Offset(batch) * Offset(sin_strides.batch)", "0"),
         "q not rotated": (
             Q_ROTATED,
-            "rows[row * row_stride + column]",
+            "tensor[offset(row) + column]",
         ),
         "k not rotated": (
-            repeated("return rotary.rotated_chunk<COLUMNS>(place.row, place.position, column)"),
-            "return load_chunk<COLUMNS>(place.row, column)",
+            "return rotary.rotated_chunk<COLUMNS>(tensor, place.row, place.position, column)",
+            "return load_chunk<COLUMNS>(tensor, place.row, column)",
         ),
         "columns behind the rotated ones rotated": (
-            "if (column >= ROTARY_DIM) {\n      return row[column];",
-            "if (false) {\n      return row[column];",
+            "if (column >= ROTARY_DIM) {\n      return tensor[row + column];",
+            "if (false) {\n      return tensor[row + column];",
             "out_of_bounds",
         ),
     },
@@ -287,8 +287,8 @@ MUTANTS = {
             "first_value_column = 0",
         ),
         "slice of out not moved": (
-            "start * strides.row + slice * SLICE",
-            "start * strides.row",
+            "row_offset(strides, batch, head, start) + slice * SLICE",
+            "row_offset(strides, batch, head, start)",
             "race",
         ),
         "read behind the last slice": (
@@ -317,20 +317,20 @@ MUTANTS = {
     },
     problems.odd_head_dims: {
         "q's columns behind the last not zeroed": (
-            "exists ? rows[row * row_stride + column]",
-            "true ? rows[row * row_stride + column]",
+            "exists ? tensor[offset(row) + column]",
+            "true ? tensor[offset(row) + column]",
         ),
         "rotated q's columns behind the last not zeroed": (
             f"exists ? {Q_ROTATED}",
             f"true ? {Q_ROTATED}",
         ),
         "k's even columns behind the last not zeroed": (
-            "whole || column < COLUMNS ? bits[column]",
-            "true ? bits[column]",
+            "whole || column < COLUMNS ? bits[row + column]",
+            "true ? bits[row + column]",
         ),
         "k's odd columns behind the last not zeroed": (
-            "whole || column + 1 < COLUMNS ? bits[column + 1]",
-            "true ? bits[column + 1]",
+            "whole || column + 1 < COLUMNS ? bits[row + column + 1]",
+            "true ? bits[row + column + 1]",
         ),
         "column behind the last stored": (
             "if (column + 1 < columns)",
@@ -357,8 +357,8 @@ MUTANTS = {
             "race",
         ),
         "lse of the first sequence": (
-            "params.lse_strides.head + sequence.q_start",
-            "params.lse_strides.head",
+            "place.batch, place.head, 0) + sequence.q_start",
+            "place.batch, place.head, 0)",
             "race",
         ),
         "queries of no sequence left out": ("none ? params.q_total :", "none ? q_begin :"),
@@ -366,14 +366,17 @@ MUTANTS = {
             "kv_length = none ? 0 : kv_rows;",
             "kv_length = none ? 0 : kv_rows + 1;",
         ),
-        "mask of the first sequence": (MASK_START, "mask + head * strides.head"),
+        "mask of the first sequence": (MASK_START, "Offset(head) * Offset(strides.head);"),
         "tables from the first packed row": (
             Q_ROTATED,
             Q_ROTATED.replace("row, column", "0, column"),
         ),
     },
     problems.pages: {
-        "page's stride of rows": ("page * page_stride", "page * PAGE_SIZE * row_stride"),
+        "page's stride of rows": (
+            "Offset(page) * page_stride",
+            "Offset(page) * PAGE_SIZE * row_stride",
+        ),
         "page of every second": (IN_WINDOW, "uint(row) / PAGE_ROWS / 2 - window", "simd_lane"),
         "page by another divisor": (
             IN_WINDOW,
@@ -434,10 +437,13 @@ MUTANTS = {
         ),
         "nibbles from 0 up": ("float(int(code & 15) - 8)", "float(int(code & 15))"),
         "bytes without a sign": ("float(as_type<char>(uchar(code & 0xff)))", "float(code & 0xff)"),
-        "scale of the first block": ("place.scales[column / SCALE_COLUMNS]", "place.scales[0]"),
+        "scale of the first block": (
+            "scales.tensor[place.scales + column / SCALE_COLUMNS]",
+            "scales.tensor[place.scales]",
+        ),
         "scale of blocks of 16": (
-            "place.scales[column / SCALE_COLUMNS]",
-            "place.scales[min(column / 16, 1)]",
+            "place.scales + column / SCALE_COLUMNS",
+            "place.scales + min(column / 16, 1)",
         ),
         "scales of the first page": ("scales.row(page, page_row)", "scales.row(0, page_row)"),
         "scales of a page's first row": ("scales.row(page, page_row)", "scales.row(page, 0)"),

@@ -15,11 +15,11 @@ from tests.helpers.mutants import mutant_tests
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tools.tune import tiles
 
-UNSTAGED = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 Q_IN_THREADGROUP=0 KV_STAGED=0"
+UNSTAGED = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
 
 
-def unstaged(v_slice, block_k=16, row_fragments=1):
-    tile = f"V_SLICE={v_slice} BLOCK_K={block_k} ROW_FRAGMENTS={row_fragments} SIMDGROUPS=4"
+def unstaged(v_slice, block_k=16):
+    tile = f"V_SLICE={v_slice} BLOCK_K={block_k} SIMDGROUPS=4"
     return tiles.forced({"flash_fwd": f"{tile} {UNSTAGED}"})
 
 
@@ -56,7 +56,7 @@ def padded(device):
     """Two chains of columns; keys before the first, which are NaN, and after the last."""
     q, k, v = make_qkv(kv_heads=1, q_length=40, head_dim=160, v_head_dim=64)
     k[:, :, :3], v[:, :, :3] = torch.nan, torch.nan
-    with unstaged(64, row_fragments=2):
+    with unstaged(64):
         check_flash_fwd(q, k, v, causal=True, leftpad_k=ints(3), device=device)
 
 
@@ -99,7 +99,7 @@ def test_packed_and_rotated(device):
     tables = {
         f"{side}_rotary_{name}": x for side in "qk" for name, x in (("cos", cos), ("sin", sin))
     }
-    with unstaged(128, row_fragments=2):
+    with unstaged(128):
         check_flash_varlen_fwd(*packed, device=device, softcap=3.0, **tables)
 
 
@@ -111,7 +111,7 @@ def test_values_that_do_not_exist_count_as_zero(device):
 def _values_after_the_last(device):
     q, k, v = (x.to(device) for x in make_qkv(kv_heads=1, q_length=40, head_dim=160, v_head_dim=64))
     v[:, :, -1] = torch.inf
-    with unstaged(64, row_fragments=2):
+    with unstaged(64):
         out, _ = torch.ops.metal_attn.flash_fwd(q, k, v, causal=True, leftpad_k=ints(0).to(device))
     assert not out[:, :, -1].isnan().any()
 

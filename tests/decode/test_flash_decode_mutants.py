@@ -383,12 +383,12 @@ MUTANTS = {
     },
     problems.rotary: {
         "q not rotated": (
-            "rotary.rotated(rows + row * row_stride, row, column)",
-            "rows[row * row_stride + column]",
+            "rotary.rotated(tensor, offset(row), row, column)",
+            "tensor[offset(row) + column]",
         ),
         "q's row of the first query": (
             "queries.element(other.query, d)",
-            "queries.rotary.rotated(queries.rows + other.query * queries.row_stride, 0, d)",
+            "queries.rotary.rotated(queries.tensor, queries.offset(other.query), 0, d)",
         ),
     },
     problems.pages: {
@@ -498,8 +498,8 @@ MUTANTS = {
             "sequence.first_key",
         ),
         "q not rotated": (
-            "rotary.rotated(rows + row * row_stride, row, column)",
-            "rows[row * row_stride + column]",
+            "rotary.rotated(tensor, offset(row), row, column)",
+            "tensor[offset(row) + column]",
         ),
         "q rotated at the first row": ("start_at(first_rotary,", "start_at(0,"),
         "q rotated as if without a padding": (

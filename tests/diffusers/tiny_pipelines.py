@@ -1,4 +1,7 @@
-"""A tiny pipeline of each family of diffusers, from the prompt's embedding to pixels."""
+"""Tiny pipelines of diffusers, from the prompt's embedding to pixels: one of each kind of decoder.
+
+Every family's model alone is in tiny_models.py.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -123,7 +126,6 @@ def with_negative(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return given | {f"negative_{name}": x for name, x in negative.items()}
 
 
-MASK = "prompt_attention_mask"
 PIPELINES = {
     "Stable Diffusion 1.5": Pipeline(
         diffusers.StableDiffusionPipeline,
@@ -132,56 +134,11 @@ PIPELINES = {
         lambda: with_negative(embedded(32, tokens=77)),
         scheduler=diffusers.DDIMScheduler,
     ),
-    "Stable Diffusion XL": Pipeline(
-        diffusers.StableDiffusionXLPipeline,
-        "UNet XL",
-        vae(),
-        lambda: with_negative(embedded(32, pooled=32)),
-        scheduler=diffusers.EulerDiscreteScheduler,
-    ),
-    "Stable Diffusion 3": Pipeline(
-        diffusers.StableDiffusion3Pipeline,
-        "Stable Diffusion 3",
-        vae(shift_factor=0.0),
-        lambda: with_negative(embedded(32, pooled=32)),
-    ),
     "Flux": Pipeline(
         diffusers.FluxPipeline,
         "Flux",
         vae(latent_channels=1, shift_factor=0.0),
         lambda: embedded(32, pooled=32),
-    ),
-    "PixArt": Pipeline(
-        diffusers.PixArtAlphaPipeline,
-        "PixArt",
-        vae(),
-        lambda: (
-            with_negative(embedded(32, mask=MASK))
-            | {"negative_prompt": None, "use_resolution_binning": False}
-        ),
-        scheduler=diffusers.DPMSolverMultistepScheduler,
-    ),
-    "AuraFlow": Pipeline(
-        diffusers.AuraFlowPipeline,
-        "AuraFlow",
-        vae(),
-        lambda: with_negative(embedded(32, mask=MASK)),
-    ),
-    "Z-Image": Pipeline(
-        diffusers.ZImagePipeline,
-        "Z-Image",
-        vae(latent_channels=16, shift_factor=0.0),
-        lambda: {
-            name: [torch.randn(TEXT, 16)] for name in ("prompt_embeds", "negative_prompt_embeds")
-        },
-    ),
-    # Its latents are an eighth of the sizes, whatever the decoder does.
-    "Lumina 2": Pipeline(
-        diffusers.Lumina2Pipeline,
-        "Lumina 2",
-        vae(shift_factor=0.0),
-        lambda: with_negative(embedded(32, mask=MASK)) | {"height": 64, "width": 64},
-        passes=2,
     ),
     "QwenImage": Pipeline(
         diffusers.QwenImagePipeline,
@@ -211,7 +168,7 @@ PIPELINES = {
             "HunyuanVideo{}Block3D",
             spatial_compression_ratio=2,
         ),
-        lambda: embedded(16, pooled=8, mask=MASK) | FRAMES,
+        lambda: embedded(16, pooled=8, mask="prompt_attention_mask") | FRAMES,
     ),
     "CogVideoX": Pipeline(
         diffusers.CogVideoXPipeline,
@@ -224,22 +181,5 @@ PIPELINES = {
         lambda: with_negative(embedded(8)) | FRAMES,
         decoded=0,
         scheduler=diffusers.CogVideoXDDIMScheduler,
-    ),
-    "LTX": Pipeline(
-        diffusers.LTXPipeline,
-        "LTX",
-        seeded(
-            diffusers.AutoencoderKLLTXVideo,
-            latent_channels=4,
-            block_out_channels=(8, 8),
-            decoder_block_out_channels=(8, 8),
-            down_block_types=("LTXVideoDownBlock3D",) * 2,
-            layers_per_block=(1, 1, 1),
-            decoder_layers_per_block=(1, 1, 1),
-            spatio_temporal_scaling=(True, False),
-            decoder_spatio_temporal_scaling=(True, False),
-        ),
-        lambda: with_negative(embedded(16, mask=MASK)) | FRAMES | {"height": 32, "width": 32},
-        decoded=0,
     ),
 }

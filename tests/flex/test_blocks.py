@@ -155,7 +155,7 @@ LIST_MUTANTS = {
     "off by one in the list": ("full.entry(next_entry", "full.entry(1 + next_entry"),
     "off by one block": ("return block * BLOCK;", "return max(block - 1, 0) * BLOCK;"),
     "one block too few": ("while (next_entry < count)", "while (next_entry < count - 1)"),
-    "another row's list": ("list * params.index_strides.query", "0 * params.index_strides.query"),
+    "another row's list": ("Offset(list) * Offset(params.index_strides.query)", "0"),
 }
 MUTANTS = {
     check_full_and_partial: LIST_MUTANTS,

@@ -14,7 +14,7 @@ from torch_metal_attn.tuned import loading
 from torch_metal_attn.tuned.tables import Compared, Row
 
 PLAIN, BAND = (f"flash_fwd float 8 8 {feature} q<=16 k<=16" for feature in ("plain", "band"))
-TILE = f"V_SLICE=8 BLOCK_K=32 ROW_FRAGMENTS=2 SIMDGROUPS=4 {HELD}"
+TILE = f"V_SLICE=8 BLOCK_K=32 SIMDGROUPS=4 {HELD}"
 
 
 @pytest.fixture(autouse=True)

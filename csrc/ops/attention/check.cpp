@@ -202,6 +202,22 @@ void check_lengths(ArgumentName name, const std::optional<Tensor>& lengths,
   }
 }
 
+// Of what kernels read, and of out.
+bool reads_long_offsets(const FlashFwdArguments& a, const FlashFwdCall& call) {
+  const FlashFwdProblem& p = call.problem;
+  const FlashFwdOptions& o = a.options;
+  bool found = a.q.numel() / std::max(p.head_dim_qk, 1) > kMaxLength / std::max(p.head_dim_v, 1);
+  for (const Tensor* tensor : {&a.q, &a.k, &a.v}) {
+    found = found || has_long_offsets(*tensor);
+  }
+  for (const std::optional<Tensor>* given :
+       {&call.mask, &call.bias, &o.q_rotary_cos, &o.q_rotary_sin, &o.k_rotary_cos, &o.k_rotary_sin,
+        &a.cache.k_scale, &a.cache.v_scale}) {
+    found = found || has_long_offsets(*given);
+  }
+  return found || (a.flex && has_long_lists(*a.flex));
+}
+
 // Whether keys 2i and 2i + 1 always lie in one aligned vector of two elements.
 bool has_aligned_pairs(const Tensor& mask, int32_t kv_length) {
   const int64_t last = mask.dim() - 1;
@@ -436,6 +452,7 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
 
   features.band = hides_keys(o, features, call);
   call.problem = problem;
+  call.problem.features.long_offsets = reads_long_offsets(a, call);
   check_output_size(call);
   return call;
 }

@@ -96,6 +96,8 @@ FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
     check_statistics("dlse", *a.dlse, f);
   }
 
+  bool& long_offsets = call.forward.problem.features.long_offsets;
+  long_offsets = long_offsets || has_long_offsets(a.dout) || has_long_offsets(a.dlse);
   call.kernels =
       choose_kernels(call.forward, f, rows_aligned_16(a.dout), a.exact_delta, tensor_tiles);
   return call;

@@ -189,8 +189,10 @@ JsonObject score_gradient_note(const FlashBwdBiasSpecialisation& s) {
 
 FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& a) {
   const FlashFwdArguments& f = a.forward;
-  const FlashFwdCall call = analyse_differentiable(f);
+  FlashFwdCall call = analyse_differentiable(f);
   check_like_out("dout", a.dout, f);
+  bool& long_offsets = call.problem.features.long_offsets;
+  long_offsets = long_offsets || has_long_offsets(a.dout);
   check_statistics("softmax_lse", a.softmax_lse, f);
   check_contiguous("softmax_lse", a.softmax_lse);
   check_statistics("delta", a.delta, f);

@@ -294,6 +294,16 @@ bool starts_in_order(const FlexOptions& flex, FlexWalk walk) {
   return order_of(flex, walk).has_value();
 }
 
+bool has_long_lists(const FlexOptions& flex) {
+  bool found = false;
+  for (const FlexWalk walk : {FlexWalk::kOverKeys, FlexWalk::kOverQueries}) {
+    for (const List& list : lists_of(flex, walk)) {
+      found = found || has_long_offsets(list.counts) || has_long_offsets(list.indices);
+    }
+  }
+  return found;
+}
+
 int64_t listed_keys(const FlexOptions& flex) {
   int64_t longest = 0;
   for (const auto* indices : {&flex.kv_indices, &flex.full_kv_indices}) {

@@ -31,6 +31,9 @@ FlexFeatures with_share(FlexFeatures features, const FlexOptions& flex, std::siz
 // Whether threadgroups of the walk's rows start in the order that is given.
 bool starts_in_order(const FlexOptions& flex, FlexWalk walk);
 
+// Whether a list ends past 2^31 elements of its tensor.
+bool has_long_lists(const FlexOptions& flex);
+
 // Keys that any list of a BlockMask has room for, which may be more than there are.
 int64_t listed_keys(const FlexOptions& flex);
 

@@ -394,4 +394,18 @@ bool rows_aligned(const Tensor& tensor, int multiple) {
   return aligned;
 }
 
+bool has_long_offsets(const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  int64_t last = 0;
+  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
+    last += (sizes[dim] - 1) * strides[dim];
+  }
+  return tensor.numel() > 0 && std::max(last + 1, tensor.numel()) > kMaxLength;
+}
+
+bool has_long_offsets(const std::optional<Tensor>& tensor) {
+  return tensor && has_long_offsets(*tensor);
+}
+
 }  // namespace metal_attn

@@ -165,4 +165,8 @@ uint64_t first_byte(const torch::stable::Tensor& tensor);
 bool rows_aligned(const torch::stable::Tensor& tensor, int multiple);
 bool rows_aligned_16(const torch::stable::Tensor& tensor);
 
+// Whether the tensor, or a dense one of its shape, ends past 2^31 elements.
+bool has_long_offsets(const torch::stable::Tensor& tensor);
+bool has_long_offsets(const std::optional<torch::stable::Tensor>& tensor);
+
 }  // namespace metal_attn

@@ -121,8 +121,8 @@ def tiled(case: Case, tile: str) -> Case:
 
 def forward_tiles() -> Iterator[Case]:
     """K and V read without staging, as only `tune` chooses, with partial blocks and pages."""
-    tile = "V_SLICE=64 BLOCK_K=16 ROW_FRAGMENTS=1 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1"
-    tile += " Q_IN_REGISTERS=1 Q_IN_THREADGROUP=0 KV_STAGED=0"
+    tile = "V_SLICE=64 BLOCK_K=16 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1"
+    tile += " Q_IN_REGISTERS=1 KV_STAGED=0"
     yield tiled(attention("causal", qkv(HALF, 64, 50, 70), causal=True), tile)
     paged = {"q": torch.randn(1, 4, 20, 64).half(), **pages(64, 41)}
     yield tiled(attention("pages", paged), tile)

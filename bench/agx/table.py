@@ -71,7 +71,7 @@ class Kernel(NamedTuple):
 
     name: str
     knobs: tuple[str, ...]
-    fallbacks: tuple[tuple[int, str, tuple[int, ...]], ...]
+    fallbacks: tuple[tuple[int, str, str, tuple[int, ...]], ...]
 
 
 BACKWARD = (
@@ -87,32 +87,32 @@ DECODE = ("ROW_FRAGMENTS", "KEY_FRAGMENTS", "KEY_SIMDGROUPS", "SPANS", "VECTOR_R
 # rows a threadgroup (AttentionDescriptor+Parameters.swift at 5b07c27). MLX stages them there too,
 # and reaches 88 to 97 % of an M3 Ultra's matrix peak. So it is `tune` that decides.
 UNSTAGED = (
-    (256, "Never", (256, 32, 4, 1, 1, 0)),
-    (256, "Never", (256, 16, 4, 1, 1, 0)),
+    (256, "Never", "M3", (256, 32, 4, 1, 1, 0)),
+    (256, "Never", "M3", (256, 16, 4, 1, 1, 0)),
 )
 KERNELS = {
     "FLASH_FWD": Kernel(
         "flash_fwd",
         FORWARD,
-        (*UNSTAGED, (576, "Heavy", (256, 8, 4, 1, 0, 1))),
+        (*UNSTAGED, (576, "Heavy", "M1", (256, 8, 4, 1, 0, 1))),
     ),
     "FLASH_BWD_DQ": Kernel(
         "flash_bwd_dq",
         BACKWARD,
-        tuple((576, "Heavy", (slices, 8, 1, 4, 1, 0, 0)) for slices in (1, 4)),
+        tuple((576, "Heavy", "M1", (slices, 8, 1, 4, 1, 0, 0)) for slices in (1, 4)),
     ),
     "FLASH_BWD_DKV": Kernel(
         "flash_bwd_dkv",
         BACKWARD,
-        tuple((576, "Heavy", (slices, 8, 1, 4, 1, 0, 0)) for slices in (4, 16, 72)),
+        tuple((576, "Heavy", "M1", (slices, 8, 1, 4, 1, 0, 0)) for slices in (4, 16, 72)),
     ),
     "FLASH_BWD_BIAS": Kernel(
         "flash_bwd_bias",
         ("ROW_FRAGMENTS", "BLOCK_K", "SIMDGROUPS", "ROWS_IN_REGISTERS"),
         (
-            (64, "Heavy", (1, 32, 4, 1)),
-            (128, "Heavy", (1, 16, 4, 0)),
-            (576, "Heavy", (1, 8, 4, 0)),
+            (64, "Heavy", "M1", (1, 32, 4, 1)),
+            (128, "Heavy", "M1", (1, 16, 4, 0)),
+            (576, "Heavy", "M1", (1, 8, 4, 0)),
         ),
     ),
     "FLASH_DECODE": Kernel("flash_decode", DECODE, ()),
@@ -380,8 +380,8 @@ def rows_of(macro: str, chosen: Mapping[Class, Choice]) -> list[Row]:
                     (element, one.columns, one.queries, one.load, "M1", choice.registers, tile)
                 )
         own += [
-            (element, columns, 0, load, "M1", 0.0, tile)
-            for columns, load, tile in KERNELS[macro].fallbacks
+            (element, columns, 0, load, family, 0.0, tile)
+            for columns, load, family, tile in KERNELS[macro].fallbacks
         ]
         rows += _merged(own)
     return rows

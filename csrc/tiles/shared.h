@@ -1,4 +1,4 @@
-// What the choosers of all kernels of attention share, decoding among them: how tiles are counted,
+// What the tiles of all kernels of attention share, decoding among them: how they are counted,
 // and the defines of features.
 #pragma once
 

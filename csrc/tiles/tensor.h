@@ -1,4 +1,4 @@
-// What the choosers of kernels on tensor tiles share.
+// What kernels on tensor tiles share.
 #pragma once
 
 #include "csrc/problem/attention.h"

@@ -213,7 +213,7 @@ def test_explanations(monkeypatch):
 
 @pytest.mark.parametrize("head_dim, shared", [(64, 1), (80, 2), (128, 2), (256, 2)])
 def test_no_spill(head_dim, shared):
-    """Of dk and dv, by what the chooser reckons."""
+    """Of dk and dv, by an estimate."""
     q, k, v = make_qkv(head_dim=head_dim, dtype=F16)
     packed = torch.ops.metal_attn_explain.flash_bwd(q, None, q, k, v, q, torch.zeros(q.shape[:3]))
     kernels = {launch["kernel"]: launch for launch in extension.launches(packed)}

@@ -187,7 +187,7 @@ def test_bound():
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 def test_no_spill(head_dim):
-    """By what the chooser reckons: rows that are held take twice the registers of 16 bits."""
+    """By an estimate: rows that are held take twice the registers of 16 bits."""
 
     def registers(dtype):
         q, k, v = make_qkv(head_dim=head_dim, dtype=dtype)

@@ -43,10 +43,11 @@ HEAVY_DECODE = ("bias", "pages of 16", "q8_0 cache")
 MOST_REGISTERS = 118  # of 128
 # A tile with this many SIMD groups of a core and this many cycles a product at most is taken before
 # a faster one that has fewer: the model of time knows little of what else they hide.
-RESIDENT = {"FLASH_FWD": 16, "FLASH_BWD_DQ": 12, "FLASH_BWD_DKV": 12, "FLASH_DECODE": 0}
+RESIDENT = {"FLASH_FWD": 16, "FLASH_BWD_DQ": 12, "FLASH_BWD_DKV": 12}
 RESIDENT_NARROW = 24  # of a forward of up to 64 columns
-CYCLES = {"FLASH_FWD": 23.0, "FLASH_BWD_DQ": 24.0, "FLASH_BWD_DKV": 24.0, "FLASH_DECODE": 0.0}
+CYCLES = {"FLASH_FWD": 23.0, "FLASH_BWD_DQ": 24.0, "FLASH_BWD_DKV": 24.0}
 MORE_CYCLES = 1.5  # of bfloat16, which is converted
+BYTES = 16  # a cycle and core that a decode aims at: M1 to M2 Ultra have 7 to 10
 ALIKE = 1.01  # times within 1 %: then more SIMD groups are better
 AT_ONCE = 3  # tiles of a class that are compiled with all of its features at a time
 ROUNDS = 5
@@ -235,7 +236,7 @@ class Figures:
     spills: int = 0
     resident: int = 0
     cycles: float = 0.0  # a product
-    iteration: float = 0.0
+    bytes: float = 0.0  # of device memory a cycle and core
 
     @property
     def fits(self) -> bool:
@@ -266,7 +267,7 @@ class Store:
         if isinstance(found, lens.Compiled) and found.main:
             figures = Figures(
                 *(found.demand, found.spills, found.resident),
-                *(model.cycles_a_product(found), model.iteration(found)),
+                *(model.cycles_a_product(found), model.bytes_a_cycle(found)),
             )
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(json.dumps(figures.__dict__))
@@ -274,27 +275,22 @@ class Store:
         return figures
 
 
-def rank(one: Class, tile: Tile, figures: Figures) -> tuple[bool, bool, float, int]:
+def rank(one: Class, tile: Tile, figures: Figures) -> tuple[bool, bool, float, float]:
     """Tiles in the order in which they are better; those that spill by their registers."""
     if not figures.fits:
         return True, True, figures.registers or UNKNOWN, 0
-    wanted = RESIDENT_NARROW if one.macro == "FLASH_FWD" and one.columns <= 64 else 0
-    cycles = CYCLES[one.macro] + (MORE_CYCLES if one.element == "Bfloat" else 0.0)
-    aim = figures.resident >= (wanted or RESIDENT[one.macro]) and figures.cycles <= cycles
-    return False, not aim, round(math.log(time_of(one, tile, figures), ALIKE)), -figures.resident
-
-
-def time_of(one: Class, tile: Tile, figures: Figures) -> float:
-    """Cycles of a core for the same work."""
     if one.macro == "FLASH_DECODE":
-        # For 8 keys, of which each of the SIMD groups that share them has other columns.
-        shared = -(-one.head_dim // (32 * tile["SPANS"]))
-        return figures.iteration / tile["KEY_FRAGMENTS"] * shared
+        # Memory is the limit: more than it gives is of no use, but fewer registers are.
+        return False, figures.bytes < BYTES, -min(figures.bytes, BYTES), figures.registers
+    wanted = RESIDENT_NARROW if one.macro == "FLASH_FWD" and one.columns <= 64 else 0
+    most = CYCLES[one.macro] + (MORE_CYCLES if one.element == "Bfloat" else 0.0)
+    aim = figures.resident >= (wanted or RESIDENT[one.macro]) and figures.cycles <= most
+    cycles = figures.cycles
     if "SLICES" in tile:
         # Each slice computes the scores again, and the gradients of the weights.
         own = 1 if one.macro == "FLASH_BWD_DQ" else 2
-        return figures.cycles * (2 * tile["SLICES"] + own) / (2 + own)
-    return figures.cycles
+        cycles *= (2 * tile["SLICES"] + own) / (2 + own)
+    return False, not aim, round(math.log(cycles, ALIKE)), -figures.resident
 
 
 class Choice(NamedTuple):
@@ -357,7 +353,7 @@ def _ordered(every: Sequence[Class], store: Store) -> dict[Class, list[Tile]]:
         if (job := specialisation(one, LIGHT[0], tile)) is not None
     ]
     print(f"{len(every)} classes, {len(jobs)} candidates", flush=True)
-    ranked: dict[Class, list[tuple[tuple[bool, bool, float, int], int, Tile]]] = {}
+    ranked: dict[Class, list[tuple[tuple[bool, bool, float, float], int, Tile]]] = {}
     for (one, tile, _), figures in zip(jobs, store.figures([job for *_, job in jobs]), strict=True):
         own = ranked.setdefault(one, [])
         own.append((rank(one, tile, figures), len(own), tile))

@@ -18,9 +18,6 @@ inline constexpr int kSimdgroups = 4;
 
 inline int fragments(int columns) { return (columns + 7) / 8; }
 
-// A thread holds two of a fragment's 64 elements.
-inline int fragment_registers(int bytes) { return 2 * bytes / 4; }
-
 // That a core of M1 or M2 has room for, if a thread has 128 registers.
 inline constexpr int64_t kSimdgroupsPerCore = 12;
 

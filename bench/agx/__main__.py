@@ -55,12 +55,18 @@ class Row:
         return [*about, *cells, f"{found.cycles:.1f}", _cycles(found), loop.code]
 
     def summary(self) -> str:
-        """Cycles by the model, share of the limit, SIMD groups of a core, and spills if any."""
-        if not isinstance(self.found, Compiled) or self.found.main is None:
+        """Time by the model, registers, SIMD groups of a core, and spills if any.
+
+        Of products: cycles and the share of the limit. Of decoding: bytes a cycle and core.
+        """
+        found = self.found
+        if not isinstance(found, Compiled) or found.main is None:
             return "not compiled"
-        share = f"{100 * model.share_of_limit(self.found):.0f} %"
-        words = [_cycles(self.found), share, f"{self.found.demand:g}", f"{self.found.resident}"]
-        return ", ".join([*words, *([f"spills {self.found.spills}"] if self.found.spills else [])])
+        time = f"{_cycles(found)}, {100 * model.share_of_limit(found):.0f} %"
+        if self.kernel == "flash_decode":
+            time = f"{model.bytes_a_cycle(found):.1f} bytes"
+        spills = [f"spills {found.spills}"] if found.spills else []
+        return ", ".join([time, f"{found.demand:g}", str(found.resident), *spills])
 
 
 def _cycles(found: Compiled) -> str:
@@ -108,7 +114,10 @@ def print_summary(found: list[Row]) -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.float32)
         for head_dim in SUMMARY_HEAD_DIMS
     ]
-    print("Cycles a product by the model, share of the limit, registers, SIMD groups a core.\n")
+    print(
+        "Cycles a product by the model and share of the limit, or of decoding bytes of device\n"
+        "memory a cycle and core; registers of a thread; SIMD groups of a core.\n"
+    )
     forward = [("flash_fwd", "none"), *((name, "none") for name in PEERS)]
     print_table(("dtype", "D", "flash_fwd", *PEERS), (cells(*one, *forward) for one in problems))
     others = [("flash_fwd", "causal"), ("flash_bwd_dq", "none"), ("flash_bwd_dkv", "none")]

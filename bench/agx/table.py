@@ -43,12 +43,13 @@ HEAVY_DECODE = ("bias", "pages of 16", "q8_0 cache")
 MOST_REGISTERS = 118  # of 128
 # A tile with this many SIMD groups of a core and this many cycles a product at most is taken before
 # a faster one that has fewer: the model of time knows little of what else they hide.
-RESIDENT = {"FLASH_FWD": 16, "FLASH_BWD_DQ": 12, "FLASH_BWD_DKV": 12, "FLASH_DECODE": 0}
+RESIDENT = {"FLASH_FWD": 16, "FLASH_BWD_DQ": 12, "FLASH_BWD_DKV": 12}
 RESIDENT_NARROW = 24  # of a forward of up to 64 columns
-CYCLES = {"FLASH_FWD": 23.0, "FLASH_BWD_DQ": 24.0, "FLASH_BWD_DKV": 24.0, "FLASH_DECODE": 0.0}
+CYCLES = {"FLASH_FWD": 23.0, "FLASH_BWD_DQ": 24.0, "FLASH_BWD_DKV": 24.0}
 MORE_CYCLES = 1.5  # of bfloat16, which is converted
+BYTES = 16  # a cycle and core that a decode aims at: M1 to M2 Ultra have 7 to 10
 ALIKE = 1.01  # times within 1 %: then more SIMD groups are better
-AT_ONCE = 2  # tiles of a class that are compiled with all of its features at a time
+AT_ONCE = 3  # tiles of a class that are compiled with all of its features at a time
 ROUNDS = 5
 UNKNOWN = 999.0  # registers of what does not compile
 
@@ -71,7 +72,7 @@ class Kernel(NamedTuple):
 
     name: str
     knobs: tuple[str, ...]
-    fallbacks: tuple[tuple[int, str, tuple[int, ...]], ...]
+    fallbacks: tuple[tuple[int, str, str, tuple[int, ...]], ...]
 
 
 BACKWARD = (
@@ -82,37 +83,37 @@ FORWARD = (
     *("V_SLICE", "BLOCK_K", "SIMDGROUPS", "COLUMN_SIMDGROUPS"),
     *("Q_IN_REGISTERS", "KV_STAGED"),
 )
-DECODE = ("ROW_FRAGMENTS", "KEY_FRAGMENTS", "KEY_SIMDGROUPS", "SPANS", "V_FIRST", "VECTOR_ROWS")
+DECODE = ("ROW_FRAGMENTS", "KEY_FRAGMENTS", "KEY_SIMDGROUPS", "SPANS", "VECTOR_ROWS")
 # K and V read straight from device memory, as metal-flash-attention reads them from M3 on, with 16
 # rows a threadgroup (AttentionDescriptor+Parameters.swift at 5b07c27). MLX stages them there too,
 # and reaches 88 to 97 % of an M3 Ultra's matrix peak. So it is `tune` that decides.
 UNSTAGED = (
-    (256, "Never", (256, 32, 4, 1, 1, 0)),
-    (256, "Never", (256, 16, 4, 1, 1, 0)),
+    (256, "Never", "M3", (256, 32, 4, 1, 1, 0)),
+    (256, "Never", "M3", (256, 16, 4, 1, 1, 0)),
 )
 KERNELS = {
     "FLASH_FWD": Kernel(
         "flash_fwd",
         FORWARD,
-        (*UNSTAGED, (576, "Heavy", (256, 8, 4, 1, 0, 1))),
+        (*UNSTAGED, (576, "Heavy", "M1", (256, 8, 4, 1, 0, 1))),
     ),
     "FLASH_BWD_DQ": Kernel(
         "flash_bwd_dq",
         BACKWARD,
-        tuple((576, "Heavy", (slices, 8, 1, 4, 1, 0, 0)) for slices in (1, 4)),
+        tuple((576, "Heavy", "M1", (slices, 8, 1, 4, 1, 0, 0)) for slices in (1, 4)),
     ),
     "FLASH_BWD_DKV": Kernel(
         "flash_bwd_dkv",
         BACKWARD,
-        tuple((576, "Heavy", (slices, 8, 1, 4, 1, 0, 0)) for slices in (4, 16, 72)),
+        tuple((576, "Heavy", "M1", (slices, 8, 1, 4, 1, 0, 0)) for slices in (4, 16, 72)),
     ),
     "FLASH_BWD_BIAS": Kernel(
         "flash_bwd_bias",
         ("ROW_FRAGMENTS", "BLOCK_K", "SIMDGROUPS", "ROWS_IN_REGISTERS"),
         (
-            (64, "Heavy", (1, 32, 4, 1)),
-            (128, "Heavy", (1, 16, 4, 0)),
-            (576, "Heavy", (1, 8, 4, 0)),
+            (64, "Heavy", "M1", (1, 32, 4, 1)),
+            (128, "Heavy", "M1", (1, 16, 4, 0)),
+            (576, "Heavy", "M1", (1, 8, 4, 0)),
         ),
     ),
     "FLASH_DECODE": Kernel("flash_decode", DECODE, ()),
@@ -137,6 +138,8 @@ class Class(NamedTuple):
     def features(self) -> tuple[str, ...]:
         if self.load == "Light":
             return LIGHT
+        if self.ragged:  # quantised rows are whole spans
+            return HEAVY
         special = {"FLASH_FWD": HEAVY_FORWARD, "FLASH_DECODE": HEAVY_DECODE}
         return special.get(self.macro, HEAVY)
 
@@ -169,22 +172,21 @@ def candidates(one: Class) -> Iterator[Tile]:
     elif one.macro == "FLASH_DECODE":
         spans = -(-one.head_dim // 32)
         fragments = -(-one.queries // 8)
-        own = sorted({min(n, spans) for n in (1, 2, 4, spans)})
-        blocks = ((1, 0), (2, 0), (4, 0), (1, 1), (2, 1))
-        for (keys, first), share, vectors in product(blocks, own, (0, 1)):
+        own = sorted({min(n, spans) for n in (1, 2, 3, 4, 8, spans)})
+        for keys, share, vectors in product((1, 2, 4), own, (0, 1)):
             if not vectors or (one.queries <= 2 and share == spans):
                 own_keys = 4 if share == spans else 1
-                decode = (fragments, keys, own_keys, share, first, 2 * vectors)
+                decode = (fragments, keys, own_keys, share, 2 * vectors)
                 yield dict(zip(DECODE, decode, strict=True))
     else:
         dkv = one.macro == "FLASH_BWD_DKV"
-        slices = (1,) if one.columns <= 192 else (1, 2) if one.columns <= 256 else (2, 4)
+        slices = (1,) if one.columns <= 128 else (1, 2) if one.columns <= 256 else (2, 3, 4, 8)
         groups = [(1, 4, n) for n in shares] + [(1, 8, n) for n in shares]
         if dkv and not one.ragged:
             groups += [(2, 4, 2), (2, 4, 4), (4, 4, 4), (2, 8, 4), (1, 4, 4)]
-        for cut, block, group, place in product(slices, (8, 16, 32), groups, places):
+        for cut, block, group, place in product(slices, (8, 16, 24, 32), groups, places):
             # Four SIMD groups that share rows have as many parts of the scores.
-            if group[2] == 4 and group[0] * block < 32:
+            if group[2] == 4 and (block == 24 or group[0] * block < 32):
                 continue
             yield dict(zip(BACKWARD, (cut, block, *group, *place), strict=True))
 
@@ -234,7 +236,7 @@ class Figures:
     spills: int = 0
     resident: int = 0
     cycles: float = 0.0  # a product
-    iteration: float = 0.0
+    bytes: float = 0.0  # of device memory a cycle and core
 
     @property
     def fits(self) -> bool:
@@ -265,7 +267,7 @@ class Store:
         if isinstance(found, lens.Compiled) and found.main:
             figures = Figures(
                 *(found.demand, found.spills, found.resident),
-                *(model.cycles_a_product(found), model.iteration(found)),
+                *(model.cycles_a_product(found), model.bytes_a_cycle(found)),
             )
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_text(json.dumps(figures.__dict__))
@@ -273,27 +275,22 @@ class Store:
         return figures
 
 
-def rank(one: Class, tile: Tile, figures: Figures) -> tuple[bool, bool, float, int]:
+def rank(one: Class, tile: Tile, figures: Figures) -> tuple[bool, bool, float, float]:
     """Tiles in the order in which they are better; those that spill by their registers."""
     if not figures.fits:
         return True, True, figures.registers or UNKNOWN, 0
-    wanted = RESIDENT_NARROW if one.macro == "FLASH_FWD" and one.columns <= 64 else 0
-    cycles = CYCLES[one.macro] + (MORE_CYCLES if one.element == "Bfloat" else 0.0)
-    aim = figures.resident >= (wanted or RESIDENT[one.macro]) and figures.cycles <= cycles
-    return False, not aim, round(math.log(time_of(one, tile, figures), ALIKE)), -figures.resident
-
-
-def time_of(one: Class, tile: Tile, figures: Figures) -> float:
-    """Cycles of a core for the same work."""
     if one.macro == "FLASH_DECODE":
-        # For 8 keys, of which each of the SIMD groups that share them has other columns.
-        shared = -(-one.head_dim // (32 * tile["SPANS"]))
-        return figures.iteration / tile["KEY_FRAGMENTS"] * shared
+        # Memory is the limit: more than it gives is of no use, but fewer registers are.
+        return False, figures.bytes < BYTES, -min(figures.bytes, BYTES), figures.registers
+    wanted = RESIDENT_NARROW if one.macro == "FLASH_FWD" and one.columns <= 64 else 0
+    most = CYCLES[one.macro] + (MORE_CYCLES if one.element == "Bfloat" else 0.0)
+    aim = figures.resident >= (wanted or RESIDENT[one.macro]) and figures.cycles <= most
+    cycles = figures.cycles
     if "SLICES" in tile:
         # Each slice computes the scores again, and the gradients of the weights.
         own = 1 if one.macro == "FLASH_BWD_DQ" else 2
-        return figures.cycles * (2 * tile["SLICES"] + own) / (2 + own)
-    return figures.cycles
+        cycles *= (2 * tile["SLICES"] + own) / (2 + own)
+    return False, not aim, round(math.log(cycles, ALIKE)), -figures.resident
 
 
 class Choice(NamedTuple):
@@ -356,11 +353,12 @@ def _ordered(every: Sequence[Class], store: Store) -> dict[Class, list[Tile]]:
         if (job := specialisation(one, LIGHT[0], tile)) is not None
     ]
     print(f"{len(every)} classes, {len(jobs)} candidates", flush=True)
-    ranked: dict[Class, list[tuple[tuple[bool, bool, float, int], int, Tile]]] = {}
+    ranked: dict[Class, list[tuple[tuple[bool, bool, float, float], int, Tile]]] = {}
     for (one, tile, _), figures in zip(jobs, store.figures([job for *_, job in jobs]), strict=True):
         own = ranked.setdefault(one, [])
         own.append((rank(one, tile, figures), len(own), tile))
-    return {one: [tile for *_, tile in sorted(ranked[light[one]])] for one in every}
+    # Of a class that no candidate can run there is no row.
+    return {one: [tile for *_, tile in sorted(ranked.get(light[one], ()))] for one in every}
 
 
 Row = tuple[str, int, int, str, str, float, tuple[int, ...]]
@@ -378,8 +376,8 @@ def rows_of(macro: str, chosen: Mapping[Class, Choice]) -> list[Row]:
                     (element, one.columns, one.queries, one.load, "M1", choice.registers, tile)
                 )
         own += [
-            (element, columns, 0, load, "M1", 0.0, tile)
-            for columns, load, tile in KERNELS[macro].fallbacks
+            (element, columns, 0, load, family, 0.0, tile)
+            for columns, load, family, tile in KERNELS[macro].fallbacks
         ]
         rows += _merged(own)
     return rows

@@ -68,11 +68,12 @@ struct TileQuestion {
   int family;
 
   bool meets(const TileConditions& row) const {
-    return could_meet(row) && queries <= row.queries && load <= row.load && family >= row.family;
+    return could_meet(row) && queries <= row.queries && load <= row.load &&
+           row.load != Load::kNever;
   }
-  // Whether the row's tile is for such operands.
+  // Whether the row's tile is for such operands on this GPU.
   bool could_meet(const TileConditions& row) const {
-    return element == row.element && columns <= row.columns;
+    return element == row.element && columns <= row.columns && family >= row.family;
   }
 };
 

@@ -162,12 +162,12 @@ def device_loads(head_dim, page, kv_length=1024):
 
 
 @pytest.mark.parametrize("head_dim, pages", [(64, (8, 256)), (128, (32,))])
-def test_paging_costs_at_most_5_percent_more_loads(head_dim, pages):
+def test_paging_costs_at_most_6_percent_more_loads(head_dim, pages):
     contiguous = device_loads(head_dim, None)
     for page in pages:
-        assert device_loads(head_dim, page) <= 1.05 * contiguous
+        assert device_loads(head_dim, page) <= 1.06 * contiguous
 
 
 def test_pages_of_one_key_cost_a_number_for_each():
-    """Each of four SIMD groups loads the number of each key."""
-    assert device_loads(64, 1, 1024) - device_loads(64, None, 1024) <= 4 * 1024
+    """Each of eight SIMD groups loads the number of each key."""
+    assert device_loads(64, 1, 1024) - device_loads(64, None, 1024) <= 8 * 1024

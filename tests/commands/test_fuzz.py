@@ -273,7 +273,7 @@ FAULTS = {
         *(400, "softmax_lse"),
     ),
     "wrong stride of pages": (
-        *("flash_decode", "page * page_stride", "page * PAGE_SIZE * row_stride"),
+        *("flash_decode", "Offset(page) * page_stride", "Offset(page) * PAGE_SIZE * row_stride"),
         *(120, "out"),
     ),
     "stale page": (

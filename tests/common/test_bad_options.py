@@ -136,7 +136,7 @@ OPERANDS = [
     (wide(batch=2**31), r"q has a batch of 2147483648; it must be in 0\.\."),
     (
         wide(q=2**30, columns=256),
-        r"q has a length of 1073741824; with head dims 256 and 256 it must be at most 1073741792",
+        r"q has a length of 1073741824; with head dims 256 and 256 it must be at most 536870880",
     ),
     (
         wide(q=2**20, heads=2**20, batch=2**19),

@@ -166,3 +166,15 @@ def test_reason_gives_the_row():
     assert "two SIMD groups, half the columns each" in choose(BF16, 256)["reason"]
     with tiles.forced({"flash_fwd": choose(F16, 128)["tuning"]["candidates"][1]}):
         assert "a tile of a tuned table" in choose(F16, 128)["reason"]
+
+
+def test_m3_and_later_may_read_keys_and_values_unstaged(gpu):
+    """Only `tune` tries it. What nobody knows is taken for the oldest GPU."""
+    for name in ("Apple M1 Ultra", "Apple M2", "", "Apple Mx", "apple m3", "Apple A17 Pro"):
+        gpu(name)
+        assert not any("KV_STAGED=0" in tile for tile in choose(F16, 128)["tuning"]["candidates"])
+    for name in ("Apple M3 Pro", "Apple M4 Max"):
+        gpu(name)
+        default, *others = choose(F16, 128)["tuning"]["candidates"]
+        assert "KV_STAGED=1" in default
+        assert any("KV_STAGED=0" in tile for tile in others)

@@ -144,8 +144,8 @@ def entries_after_the_checks():
 KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
 # With this the kernels read an entry that is out of range.
 OUT_OF_RANGE = (
-    "return entries[place * stride]",
-    "return 1000 + entries[place * stride]",
+    "return entries[first + Offset(place) * stride]",
+    "return 1000 + entries[first + Offset(place) * stride]",
 )
 # Which kernels see: numbers, or entries of the lists behind their end.
 SEEN = (None, "out_of_bounds")

@@ -44,6 +44,26 @@ static nir_shader* read_kernel(const char* path, const char* function, unsigned 
   return nir;
 }
 
+/* A value that has none before a loop: Mesa makes structured loops of LLVM's branches, and then
+ * carries what one iteration has computed into the next ones, which never read it. */
+static bool drop_stale(nir_builder* b, nir_instr* instr, void* unused) {
+  if (instr->type != nir_instr_type_phi) return false;
+  nir_phi_instr* phi = nir_instr_as_phi(instr);
+  nir_cf_node* around = instr->block->cf_node.parent;
+  if (around->type != nir_cf_node_loop) return false;
+  nir_loop* loop = nir_cf_node_as_loop(around);
+  if (instr->block != nir_loop_first_block(loop)) return false;
+  nir_block* before = nir_cf_node_as_block(nir_cf_node_prev(around));
+  nir_foreach_phi_src(source, phi) {
+    if (source->pred != before || source->src.ssa->parent_instr->type != nir_instr_type_undef)
+      continue;
+    b->cursor = nir_before_impl(b->impl);
+    nir_def_replace(&phi->def, nir_undef(b, phi->def.num_components, phi->def.bit_size));
+    return true;
+  }
+  return false;
+}
+
 static void optimise(nir_shader* nir) {
   bool progress;
   do {
@@ -52,6 +72,8 @@ static void optimise(nir_shader* nir) {
     NIR_PASS(progress, nir, nir_split_struct_vars, nir_var_function_temp);
     NIR_PASS(progress, nir, nir_lower_var_copies);
     NIR_PASS(progress, nir, nir_lower_vars_to_ssa);
+    NIR_PASS(progress, nir, nir_shader_instructions_pass, drop_stale, nir_metadata_control_flow,
+             NULL);
     NIR_PASS(progress, nir, nir_copy_prop);
     NIR_PASS(progress, nir, nir_opt_remove_phis);
     NIR_PASS(progress, nir, nir_lower_phis_to_scalar, true);
@@ -134,6 +156,7 @@ static void lower_arithmetic(nir_shader* nir) {
   nir_lower_alu_to_scalar(nir, NULL, NULL);
   nir_shader_alu_pass(nir, lower_extreme, nir_metadata_control_flow, NULL);
   /* What is needed only after a loop is computed there. */
+  nir_divergence_analysis(nir);
   nir_opt_sink(nir, nir_move_alu | nir_move_copies | nir_move_comparisons);
 }
 

@@ -172,7 +172,7 @@ def _build(
             _compile_and_link(folder, libraries, common, optimisation)
 
 
-def _of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
+def of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
     """The extension's own objects of those sources that are the same on the fake shim.
 
     Only if ninja finds them up to date, and made against this torch.
@@ -209,7 +209,7 @@ def _compile_and_link(
         *ROOT.glob("csrc/tiles/*.cpp"),
         *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),
     ]
-    objects = _of_the_extension(shared)
+    objects = of_the_extension(shared)
     jobs = {
         folder / f"{source.parent.name}_{source.stem}.o": (source, [f"-D{FAKE}"])
         for source in shared

@@ -11,8 +11,9 @@ struct BlockKeys {
   typename Values::Place v_places[KEY_FRAGMENTS];
   bool exist[KEY_FRAGMENTS];
   Unit<KvTileElement> v_units[KEY_FRAGMENTS][OWN_V_SPANS];
-  uint2 v_codes[KEY_FRAGMENTS][OWN_V_SPANS];   // KV_BLOCK_SCALES
-  float v_scales[KEY_FRAGMENTS][OWN_V_SPANS];  // KV_BLOCK_SCALES
+  // With KV_BLOCK_SCALES, of the span at hand.
+  uint2 v_codes[KEY_FRAGMENTS];
+  float v_scales[KEY_FRAGMENTS];
 
   METAL_FUNC void reset(thread const Keys& keys, thread const Values& values, int first_row,
                         thread const Sequence& sequence) thread {
@@ -34,10 +35,10 @@ struct BlockKeys {
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
       if (KV_BLOCK_SCALES) {
         const float scale = values.span_scale(v_places[j], span);
-        v_scales[j][s] = exist[j] ? scale : 0.0f;
+        v_scales[j] = exist[j] ? scale : 0.0f;
       }
       if (KV_BLOCK_SCALES && !V_IN_K) {
-        v_codes[j][s] = values.codes(v_places[j], column);
+        v_codes[j] = values.codes(v_places[j], column);
       } else if (!V_IN_K) {
         v_units[j][s].load<HEAD_DIM_V>(values, v_places[j], column, exist[j]);
       }
@@ -50,11 +51,11 @@ struct BlockKeys {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
       if (!V_IN_K) {
-        v_units[j][s].expand_codes(v_codes[j][s]);
+        v_units[j][s].expand_codes(v_codes[j]);
       }
       const Fragment<float> scales =
-          Fragment<float>(simd_shuffle(v_scales[j][s], row_lane(column)),
-                          simd_shuffle(v_scales[j][s], row_lane(column + 1)));
+          Fragment<float>(simd_shuffle(v_scales[j], row_lane(column)),
+                          simd_shuffle(v_scales[j], row_lane(column + 1)));
       UNROLL
       for (short i = 0; i < ROW_FRAGMENTS; i++) {
         span_weights[i].fragments[0][j] *= scales;
@@ -80,17 +81,24 @@ struct BlockKeys {
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
       UNROLL
       for (short first = 0; first < OWN_QK_SPANS; first += CHAIN_SPANS) {
+        const short end = min(OWN_QK_SPANS, first + CHAIN_SPANS);
+        // All loads of a chain together, so that rows in pages are tested once.
+        Unit<KvTileElement> units[CHAIN_SPANS];
+        UNROLL
+        for (short s = first; s < end; s++) {
+          if (span_exists(own.span(s), QK_SPANS)) {
+            load_key(units[s - first], j, keys, own.span(s) * SPAN_COLUMNS + own.unit_column);
+          }
+        }
         RegisterTile<float, 1, ROW_FRAGMENTS> chain;
         chain.fill(0.0f);
         UNROLL
-        for (short s = first; s < min(OWN_QK_SPANS, first + CHAIN_SPANS); s++) {
+        for (short s = first; s < end; s++) {
           if (span_exists(own.span(s), QK_SPANS)) {
-            Unit<KvTileElement> unit;
-            load_key(unit, j, keys, own.span(s) * SPAN_COLUMNS + own.unit_column);
             if (V_IN_K && s < OWN_V_SPANS) {
-              v_units[j][s] = unit;
+              v_units[j][s] = units[s - first];
             }
-            multiply_unit(chain, unit, q_tile, s);
+            multiply_unit(chain, units[s - first], q_tile, s);
           }
         }
         if (KV_BLOCK_SCALES) {
@@ -133,20 +141,6 @@ struct MatrixOut {
     tile.fill(0.0f);
   }
 
-  // Before the scores, so that a block waits for memory once and not twice.
-  METAL_FUNC void begin_block(thread BlockKeys& block, thread const Values& values, int,
-                              thread const Sequence&) const thread {
-    if (!V_FIRST) {
-      return;
-    }
-    UNROLL
-    for (short s = 0; s < OWN_V_SPANS; s++) {
-      if (span_exists(own.span(s), V_SPANS)) {
-        block.load_values(s, own.span(s), values, own.unit_column);
-      }
-    }
-  }
-
   // out = out * corrections + weights v
   METAL_FUNC void accumulate(thread BlockKeys& block, thread const float* corrections,
                              thread const ScoreRow* weights, thread const Values& values, int,
@@ -154,9 +148,7 @@ struct MatrixOut {
     UNROLL
     for (short s = 0; s < OWN_V_SPANS; s++) {
       if (span_exists(own.span(s), V_SPANS)) {
-        if (!V_FIRST) {
-          block.load_values(s, own.span(s), values, own.unit_column);
-        }
+        block.load_values(s, own.span(s), values, own.unit_column);
         ScoreRow span_weights[ROW_FRAGMENTS];
         UNROLL
         for (short i = 0; i < ROW_FRAGMENTS; i++) {

@@ -48,49 +48,24 @@ struct VectorOut {
     return (u * LANES + own.lane % LANES) * UNIT_COLUMNS;
   }
 
-  METAL_FUNC void begin_block(thread const BlockKeys&, thread const Values& values, int first_key,
-                              thread const Sequence& sequence) thread {
-    if (V_FIRST) {
-      load(values, first_key, sequence);
-    }
-  }
-
+  // Values that do not exist are zero: their weight is zero, and 0 * inf or 0 * NaN would be NaN.
   METAL_FUNC void load(thread const Values& values, int first_key,
                        thread const Sequence& sequence) thread {
     UNROLL
     for (short n = 0; n < LOADS; n++) {
       const int key = first_key + n * LOAD_KEYS + own.lane / LANES;
       const typename Values::Place place = values.find(min(key, sequence.kv_length - 1));
+      const bool exists = key >= sequence.first_key && key < sequence.kv_length;
       UNROLL
       for (short u = 0; u < UNITS; u++) {
         const int column = value_column(u);
         if (KV_BLOCK_SCALES) {
           const bool inside = WHOLE_UNITS || column < HEAD_DIM_V;
-          scales[n][u] = inside ? values.span_scale(place, column / SPAN_COLUMNS) : 0.0f;
+          const float scale = inside ? values.span_scale(place, column / SPAN_COLUMNS) : 0.0f;
+          scales[n][u] = exists ? scale : 0.0f;
           codes[n][u] = inside ? values.codes(place, column) : uint2(0);
         } else {
-          units[n][u].template load<HEAD_DIM_V, WHOLE_UNITS>(values, place, column, true);
-        }
-      }
-    }
-    if (first_key < sequence.first_key || first_key + BLOCK_K > sequence.kv_length) {
-      clear(first_key, sequence);
-    }
-  }
-
-  // Zeroes values that do not exist: their weight is zero, and 0 * inf or 0 * NaN would be NaN.
-  METAL_FUNC void clear(int first_key, thread const Sequence& sequence) thread {
-    UNROLL
-    for (short n = 0; n < LOADS; n++) {
-      const int key = first_key + n * LOAD_KEYS + own.lane / LANES;
-      if (key < sequence.first_key || key >= sequence.kv_length) {
-        UNROLL
-        for (short u = 0; u < UNITS; u++) {
-          if (KV_BLOCK_SCALES) {
-            scales[n][u] = 0.0f;
-          } else {
-            units[n][u].fill(KvTileElement(0));
-          }
+          units[n][u].template load<HEAD_DIM_V, WHOLE_UNITS>(values, place, column, exists);
         }
       }
     }
@@ -111,9 +86,7 @@ struct VectorOut {
         weights[BLOCK_K * ROWS + own.row] = corrections[0];
       }
     }
-    if (!V_FIRST) {
-      load(values, first_key, sequence);
-    }
+    load(values, first_key, sequence);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     add_block();
   }

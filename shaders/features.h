@@ -100,8 +100,8 @@ FEATURE(TENSOR_TILES)  // tiles are those of tensor operations, as tensor_tile.h
 // The decoding kernels.
 FEATURE(APPEND)
 FEATURE(SPLIT)
+FEATURE(ROW_LOOP)  // a threadgroup owns more than one tile of rows
 FEATURE(V_IN_K)
-FEATURE(V_FIRST)
 // The backward kernels.
 FEATURE(DLSE)
 FEATURE(EXACT_DELTA)

@@ -16,9 +16,10 @@
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS,
 // KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, WIDE_LOADS; SPLIT if there is more than one
-// split, V_IN_K if v is the first columns of k, or V_FIRST to load v before the scores; the
-// features of flash_fwd but DROPOUT and K_ROTARY, or FLEX; and to append new keys first APPEND,
-// WIDE_STORES and NEW_K_ROTARY.
+// split, V_IN_K if v is the first columns of k; the
+// features of flash_fwd but DROPOUT and K_ROTARY, or FLEX; to append new keys first APPEND,
+// WIDE_STORES and NEW_K_ROTARY; and ROW_LOOP if threadgroups own more than one tile of rows.
+// Without it nothing that a tile begins with has to last, in registers, until the next one.
 using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_decode(
@@ -111,7 +112,6 @@ using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>
       BlockKeys block;
       move_to(keys, values, kv_block, BLOCK_K, lane);
       block.reset(keys, values, kv_block + own.row, sequence);
-      o.begin_block(block, values, kv_block, sequence);
       ProductTile products;  // [BLOCK_K, ROWS]
       block.multiply(products, q_tile, keys, own);
       ScoreRow scores[ROW_FRAGMENTS];  // [8, BLOCK_K] each
@@ -160,5 +160,8 @@ using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>
       }
     }
     o.write_rows(out_tile, first_row, rows, kv_head, tile.rows, result, params);
+    if (!ROW_LOOP) {
+      break;
+    }
   }
 }

@@ -83,7 +83,7 @@ FORWARD = (
     *("V_SLICE", "BLOCK_K", "SIMDGROUPS", "COLUMN_SIMDGROUPS"),
     *("Q_IN_REGISTERS", "KV_STAGED"),
 )
-DECODE = ("ROW_FRAGMENTS", "KEY_FRAGMENTS", "KEY_SIMDGROUPS", "SPANS", "V_FIRST", "VECTOR_ROWS")
+DECODE = ("ROW_FRAGMENTS", "KEY_FRAGMENTS", "KEY_SIMDGROUPS", "SPANS", "VECTOR_ROWS")
 # K and V read straight from device memory, as metal-flash-attention reads them from M3 on, with 16
 # rows a threadgroup (AttentionDescriptor+Parameters.swift at 5b07c27). MLX stages them there too,
 # and reaches 88 to 97 % of an M3 Ultra's matrix peak. So it is `tune` that decides.
@@ -173,11 +173,10 @@ def candidates(one: Class) -> Iterator[Tile]:
         spans = -(-one.head_dim // 32)
         fragments = -(-one.queries // 8)
         own = sorted({min(n, spans) for n in (1, 2, 3, 4, 8, spans)})
-        blocks = ((1, 0), (2, 0), (4, 0), (1, 1), (2, 1), (4, 1))
-        for (keys, first), share, vectors in product(blocks, own, (0, 1)):
+        for keys, share, vectors in product((1, 2, 4), own, (0, 1)):
             if not vectors or (one.queries <= 2 and share == spans):
                 own_keys = 4 if share == spans else 1
-                decode = (fragments, keys, own_keys, share, first, 2 * vectors)
+                decode = (fragments, keys, own_keys, share, 2 * vectors)
                 yield dict(zip(DECODE, decode, strict=True))
     else:
         dkv = one.macro == "FLASH_BWD_DKV"

@@ -15,7 +15,6 @@ constexpr Knob<FlashDecodeTile> kKnobs[] = {
     {"KEY_FRAGMENTS", &FlashDecodeTile::key_fragments},
     {"KEY_SIMDGROUPS", &FlashDecodeTile::key_simdgroups},
     {"COLUMN_SIMDGROUPS", &FlashDecodeTile::column_simdgroups},
-    {"V_FIRST", &FlashDecodeTile::v_first},
     {"VECTOR_ROWS", &FlashDecodeTile::vector_rows, true},
 };
 
@@ -102,7 +101,6 @@ bool FlashDecodeSpecialisation::take(const FlashDecodeTile& tile) {
   while (features.kv_block() % (8 * key_fragments) != 0) {
     key_fragments /= 2;
   }
-  v_first = v_first && !v_in_k;
   return can_run();
 }
 
@@ -131,8 +129,8 @@ bool FlashDecodeSpecialisation::can_run() const {
                            row_fragments == 1 && column_simdgroups == 1 && !v_in_k);
   return between(row_fragments, 1, kMostDecodeRows / 8) && between(key_fragments, 1, 4) &&
          key_fragments != 3 && between(column_simdgroups, 1, most_spans) &&
-         key_simdgroups == (column_simdgroups > 1 ? 1 : kSimdgroups) && between(v_first, 0, 1) &&
-         !(v_first && v_in_k) && vectors_suit && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
+         key_simdgroups == (column_simdgroups > 1 ? 1 : kSimdgroups) && vectors_suit &&
+         threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
          features.kv_block() % (8 * key_fragments) == 0;
 }
 
@@ -187,9 +185,6 @@ Defines flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
   }
   if (s.v_in_k) {
     own.push_back({"V_IN_K", 1});
-  }
-  if (s.v_first) {
-    own.push_back({"V_FIRST", 1});
   }
   if (s.vector_rows > 0) {
     own.push_back({"VECTOR_ROWS", s.vector_rows});

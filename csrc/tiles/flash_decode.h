@@ -20,7 +20,6 @@ struct FlashDecodeTile {
   int key_simdgroups;     // per threadgroup, with different keys
   int column_simdgroups;  // with the same keys and different columns; of a table's row: at most so
                           // many spans of 32 columns for each
-  int v_first;            // loaded before the scores
   int vector_rows;        // of which values are summed up without the matrix unit; 0: of none
 };
 

@@ -136,7 +136,6 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "column sum over half the rows": ("x += simd_shuffle_xor(x, ushort(4));", ""),
-        "one row fragment of two": ("of_rows += tile.fragments[i][j];", ""),
         "one SIMD group left out": (
             "for (short i = 0; i < SIMDGROUPS; i++) {\n        total",
             "for (short i = 1; i < SIMDGROUPS; i++) {\n        total",

@@ -85,9 +85,9 @@ MUTANTS = {
     "flash_fwd": {
         "queries rounded": (
             "flash_fwd",
-            "set_chunk_pair<T>(chunk, f, rows.pair(position, first));",
-            "const Fragment<T> pair = rows.pair(position, first);"
-            "set_chunk_pair<T>(chunk, f, Fragment<T>(T(half(pair.x)), pair.y));",
+            "held.fragments[i][HELD ? d : 0] = read(i, d);",
+            "const Fragment<T> pair = read(i, d);"
+            "held.fragments[i][HELD ? d : 0] = Fragment<T>(T(half(pair.x)), pair.y);",
         ),
     },
     "flash_decode": {

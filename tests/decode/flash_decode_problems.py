@@ -42,11 +42,6 @@ def columns():
     dense({"batch": 1, "heads": 32, "kv_heads": 1, "q_length": 1, "head_dim": 128})
 
 
-def values_first():
-    """Loaded before the scores, four spans of them."""
-    dense({"batch": 1, "q_length": 2, "kv_length": 70, "head_dim": 128})
-
-
 def vectors():
     """One and two rows, summed up by lanes, with units of values that are not all there."""
     dense({"batch": 1, "q_length": 1})
@@ -80,7 +75,7 @@ def vector_scales():
 
 
 def columns_unevenly():
-    """Eleven spans of three SIMD groups, with values first; fifteen and eight of three."""
+    """Eleven spans of three SIMD groups; fifteen and eight of four."""
     shape = {"batch": 1, "q_length": 1, "kv_length": 70}
     dense(shape | {"head_dim": 352})
     dense(shape | {"head_dim": 480, "v_head_dim": 256})
@@ -207,6 +202,12 @@ def step_of_splits():
         tensors = problem(length=5, capacity=300, seqlens=[170, 250])
         with simulate(check=True, seed=seed, workers=1):
             check(tensors, "cpu", causal=True, num_splits=num_splits)
+
+
+def step_of_tiles():
+    """Four tiles of rows, which share a threadgroup."""
+    tensors = problem(length=16, q_heads=8, kv_heads=1, rotary_dim=32, capacity=64)
+    check(tensors, "cpu", causal=True)
 
 
 def step_in_pages():

@@ -166,25 +166,3 @@ def test_tiles_of_rows_after_new_keys_share_a_threadgroup(cores):
 
 def test_a_gpu_that_nobody_knows_is_not_a_small_one():
     assert splits() == UNKNOWN_CORES * 3 // 8
-
-
-@pytest.mark.parametrize(
-    ("head_dim", "kv_heads", "first", "key_fragments"),
-    [(128, 8, True, 2), (128, 1, True, 2), (64, 1, True, 2), (64, 8, False, 4), (256, 8, True, 2)],
-)
-def test_values_are_loaded_before_the_scores(head_dim, kv_heads, first, key_fragments):
-    """Where that was faster (bench/results/replay.md) and fits in the registers."""
-    q = torch.empty(1, 32, 1, head_dim, dtype=torch.float16)
-    k = torch.empty(1, kv_heads, 64, head_dim, dtype=torch.float16)
-    defines = chosen_defines(q, k, k.clone())
-    assert defines.get("V_FIRST", "0") == str(int(first))
-    assert defines["KEY_FRAGMENTS"] == str(key_fragments)
-    assert "V_FIRST" not in chosen_defines(q, k, k[..., : head_dim // 2])
-
-
-def chosen_defines(q, k, v):
-    """The defines of the kernel that the op would run."""
-    with simulate(record=True) as run:
-        torch.ops.metal_attn.flash_decode(q, k, v, num_splits=1)
-    (launch,) = run.recorded
-    return launch.defines

@@ -33,8 +33,8 @@ MUTANTS = {
             Q_COLUMN.replace("own.span(n / SPAN_FRAGMENTS)", "(own.span(n / SPAN_FRAGMENTS) ^ 1)"),
         ),
         "one unit of k for all": (
-            "load_key(unit, j, keys, own.span(s) * SPAN_COLUMNS + own.unit_column)",
-            "load_key(unit, j, keys, own.span(s) * SPAN_COLUMNS)",
+            "load_key(units[s - first], j, keys, own.span(s) * SPAN_COLUMNS + own.unit_column)",
+            "load_key(units[s - first], j, keys, own.span(s) * SPAN_COLUMNS)",
         ),
         "one unit of v for all": (
             "column = span * SPAN_COLUMNS + unit_column",
@@ -213,13 +213,6 @@ MUTANTS = {
             ("race", "uninitialised"),
         ),
     },
-    problems.values_first: {
-        "values of one span loaded": (
-            repeated("block.load_values(s, own"),
-            "block.load_values(0, own",
-            "uninitialised",
-        ),
-    },
     problems.vectors: {
         "units of one lane for all": (
             "u * LANES + own.lane % LANES",
@@ -235,16 +228,12 @@ MUTANTS = {
             "weights[n * LOAD_KEYS * ROWS + r]",
         ),
         "values outside the lengths not cleared": (
-            "if (key < sequence.first_key || key >= sequence.kv_length) {",
-            "if (false) {",
+            "exists = key >= sequence.first_key && key < sequence.kv_length",
+            "exists = true",
         ),
         "values behind the length not cleared": (
-            "if (key < sequence.first_key || key >= sequence.kv_length) {",
-            "if (key < sequence.first_key) {",
-        ),
-        "blocks with the last key not cleared": (
-            "if (first_key < sequence.first_key || first_key + BLOCK_K > sequence.kv_length) {",
-            "if (first_key < sequence.first_key) {",
+            "exists = key >= sequence.first_key && key < sequence.kv_length",
+            "exists = key >= sequence.first_key",
         ),
         "nothing seen where a share is 0": ("share < 0.0f", "share <= 0.0f"),
         "nothing seen, something shared": (
@@ -282,33 +271,33 @@ MUTANTS = {
         ),
     },
     problems.vector_scales: {
-        "scale of another span": ("column / SPAN_COLUMNS) : 0.0f", "0) : 0.0f"),
-        "scales not cleared": ("scales[n][u] = 0.0f;", ""),
-    },
-    problems.columns_unevenly: {
         "first chain of products dropped": (
             "products.fragments[j][i] += chain",
             "products.fragments[j][i] = chain",
         ),
+        "scale of another span": ("column / SPAN_COLUMNS) : 0.0f", "0) : 0.0f"),
+        "scales not cleared": ("scales[n][u] = exists ? scale : 0.0f", "scales[n][u] = scale"),
+    },
+    problems.columns_unevenly: {
         "span past the last stored": (
             "if (span_exists(span, V_SPANS))",
             "if (true)",
             "race",
         ),
         "span past the last read": (
-            "span_exists(own.span(s), QK_SPANS)",
+            repeated("span_exists(own.span(s), QK_SPANS)"),
             "true",
             "out_of_bounds",
         ),
         "span past the last of v read": (
-            "if (span_exists(own.span(s), V_SPANS)) {\n        if (!V_FIRST)",
-            "if (true) {\n        if (!V_FIRST)",
-            "uninitialised",
-        ),
-        "span past the last of v read first": (
             "if (span_exists(own.span(s), V_SPANS)) {\n        block.load",
             "if (true) {\n        block.load",
             "out_of_bounds",
+        ),
+        "values of one span loaded": (
+            "block.load_values(s, own",
+            "block.load_values(0, own",
+            "uninitialised",
         ),
     },
     problems.tiles: {
@@ -541,6 +530,9 @@ MUTANTS = {
             "if (split == 0) {\n      append",
             "race",
         ),
+    },
+    problems.step_of_tiles: {
+        "one tile of rows a threadgroup": ("if (!ROW_LOOP)", "if (true)"),
     },
     problems.step_in_pages: {
         "appended to the first sequence's pages": (

@@ -143,16 +143,6 @@ def test_other_numbers_of_simd_groups(tile, device):
         check_flash_fwd(*qkv, causal=True, q_offset=-9, device=device)
 
 
-def test_values_first_where_the_chooser_does_not(device):
-    q, k, v = make_qkv(q_length=1, kv_length=65)
-    options = "ROW_FRAGMENTS=1 KEY_FRAGMENTS=2 KEY_SIMDGROUPS=4 COLUMN_SIMDGROUPS=1"
-    with tiles.forced({"flash_decode": f"{options} V_FIRST=1"}):
-        found = told("flash_decode", q, k, v)
-        assert (found["choice"], found["defines"]["V_FIRST"]) == ("forced", "1")
-        first = ops.flash_decode(q.to(device), k.to(device), v.to(device))[0]
-    torch.testing.assert_close(first.cpu(), ops.flash_fwd(q, k, v)[0], rtol=1e-5, atol=1e-5)
-
-
 SHAPE = {"head_dim": 64, "lengths": (100, 100)}
 
 

@@ -72,6 +72,9 @@ constexpr int64_t kMostGroups = 1 << 16;
 
 Defines flash_decode_defines(const FlashDecodeCall& call, const FlashDecodeAppend* append) {
   Defines defines = flash_decode_defines(call.specialisation, call.splits > 1);
+  if (call.row_groups < call.specialisation.passes(call.rows())) {
+    defines.push_back({"ROW_LOOP", 1});
+  }
   if (append != nullptr) {
     defines.append(append->defines.begin(), append->defines.end());
   }

@@ -158,7 +158,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_decode("half", 64),
         _flash_decode("half", 64, _FLEX),
         _flash_decode(
-            *("half", 100, _on("SPLIT", "V_FIRST")),
+            *("half", 100, _on("SPLIT")),
             {"KEY_FRAGMENTS": 1, "VECTOR_ROWS": 2, "KEY_LANES": 8},
         ),
         _flash_decode(
@@ -168,7 +168,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         ),
         _flash_decode(
             *("bfloat", 100, _DECODED),
-            {"WIDE_LOADS": 0, "PAGE_SIZE": 24, "KV_FORMAT": 1, "V_FIRST": 1},
+            {"WIDE_LOADS": 0, "PAGE_SIZE": 24, "KV_FORMAT": 1},
         ),
     ],
     "flash_bwd_delta": [

@@ -95,8 +95,7 @@ using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>
   Values values = inputs.values(batch, kv_head, sequence, problem);
 
   // With new keys there is one row group, whose threadgroups alone see them written.
-  int first_row = row_group * ROWS;
-  do {
+  for (int first_row = row_group * ROWS; first_row < rows; first_row += params.row_groups * ROWS) {
     DecodeRows tile;
     tile.reset(inputs, first_row, batch, kv_head, own, visible, sequence, problem);
     OutRows o;  // [ROWS, Dv]
@@ -161,6 +160,8 @@ using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>
       }
     }
     o.write_rows(out_tile, first_row, rows, kv_head, tile.rows, result, params);
-    first_row += params.row_groups * ROWS;
-  } while (ROW_LOOP && first_row < rows);
+    if (!ROW_LOOP) {
+      break;
+    }
+  }
 }

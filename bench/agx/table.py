@@ -262,7 +262,11 @@ class Store:
         path = self._folder / hashlib.sha256(key).hexdigest()
         if path.exists():
             return Figures(**json.loads(path.read_text()))
-        found = job.compiled()
+        try:
+            found = job.compiled()
+        except ValueError as error:  # what the lens does not know
+            print(job.kernel, error, flush=True)
+            found = None
         figures = Figures()
         if isinstance(found, lens.Compiled) and found.main:
             figures = Figures(
@@ -328,9 +332,10 @@ def choose(every: Sequence[Class], store: Store) -> dict[Class, Choice]:
                 by_tile.setdefault((one, tuple(tile.values())), []).append(next(figures))
         for one, tile in tried:
             of_features = by_tile.get((one, tuple(tile.values())), [])
+            of_features = [figures for figures in of_features if figures.cycles]
             if not of_features:
                 continue
-            registers = max(f.registers or UNKNOWN for f in of_features)
+            registers = max(f.registers for f in of_features)
             choice = Choice(tile, registers, all(f.fits for f in of_features))
             before = found.get(one)
             if before is None or (

@@ -10,7 +10,7 @@ from torch_metal_attn.runtime import shaders
 HALVES = (torch.float16, torch.bfloat16)
 # Loads of either address space, converts and barriers at most; matrix operations exactly. At head
 # dim 128 blocks of bfloat16 have 16 keys. Q is held.
-LIMITS = {64: (66, 0, 2, 64), 128: (132, 0, 4, 128)}
+LIMITS = {64: (66, 0, 2.7, 64), 128: (132, 0, 2.7, 128)}
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,12 @@ def step_of_splits():
             check(tensors, "cpu", causal=True, num_splits=num_splits)
 
 
+def step_of_tiles():
+    """Four tiles of rows, which share a threadgroup."""
+    tensors = problem(length=16, q_heads=8, kv_heads=1, rotary_dim=32, capacity=64)
+    check(tensors, "cpu", causal=True)
+
+
 def step_in_pages():
     check(problem(length=3, page=5, seqlens=[6, 23]), "cpu", causal=True)
 

@@ -531,6 +531,9 @@ MUTANTS = {
             "race",
         ),
     },
+    problems.step_of_tiles: {
+        "one tile of rows a threadgroup": ("if (!ROW_LOOP)", "if (true)"),
+    },
     problems.step_in_pages: {
         "appended to the first sequence's pages": (
             "inputs.block_table + batch * params.block_table_stride",

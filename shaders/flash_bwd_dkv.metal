@@ -195,8 +195,6 @@ struct BlockStatistics {
         const int lane_query = block + part_query + column;
         ScoreTile weights;  // scores, then weights: [keys, queries]
         ScoreTile slopes;
-        k_tile.begin_block(block, lane);
-        v_tile.begin_block(block, lane);
         multiply_transposed<ELEMENT, QK_COLUMNS>(weights, k_tile, q_lane);
         rules.value_and_slope(weights, slopes, block + part_query, blocks.masked, inputs, problem);
         keys.hide_unseen(weights, slopes, block, lane_key, lane_query);

@@ -109,8 +109,6 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
       // The tiles are whole.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const bool seen = queries.seen.any_in(block, BLOCK_K);
-      q_tile.begin_block(block, lane);
-      dout_tile.begin_block(block, lane);
       ScoreTile scores;
       ScoreTile gradients;  // d loss / d weight, then d loss / d score
       if (COLUMNS_SPLIT) {

@@ -93,7 +93,6 @@ using QueryTile = KeysValues::QueryTile;
       continue;
     }
     KeysValues::Scores scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
-    q_tile.begin_block(kv_block, lane);
     kv.multiply_keys(scores, q_tile, seen);
     if (!seen) {
       continue;

@@ -80,14 +80,6 @@ METAL_FUNC int existing_row(int row, short i, int last_row) {
   return min(row + i * FRAGMENT, last_row);
 }
 
-// The same pair, where a compiler does not know that `zero` is 0.
-template <typename T>
-METAL_FUNC Fragment<T> hidden(Fragment<T> pair, uint zero) {
-  return as_type<Fragment<T>>(as_type<uint>(pair) | zero);
-}
-
-METAL_FUNC Fragment<float> hidden(Fragment<float> pair, uint) { return pair; }
-
 // A SIMD group's rows of an operand, [ROWS * 8, FRAGMENTS * 8], as the left factor of products:
 // held in registers, or read again for each product if those do not suffice.
 template <typename T, typename Source, int ROWS, int FRAGMENTS, bool HELD>
@@ -97,16 +89,9 @@ struct OperandTile {
   int positions[ROWS];  // of the lane's rows
   int lane_column;
   RegisterTile<T, ROWS, HELD ? FRAGMENTS : 1> held;
-  uint block_zero;
 
   // For KeptOperandTile's sake: nothing is kept in threadgroup memory.
   METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
-
-  // Before the products of a block. M1 and M2 multiply bfloats as floats. If a compiler sees that
-  // fragments are the same in all blocks, it widens them once, and they take twice the registers.
-  METAL_FUNC void begin_block(int block, ushort lane) thread {
-    block_zero = uint(block) & uint(lane / SIMD_LANES);
-  }
 
   METAL_FUNC Fragment<T> read(short i, short d) const thread {
     return source.pair(positions[i], lane_column + d * FRAGMENT);
@@ -128,11 +113,7 @@ struct OperandTile {
   }
 
   METAL_FUNC Fragment<T> fragment(short i, short d) const thread {
-    if (!HELD) {
-      return read(i, d);
-    }
-    const Fragment<T> found = held.fragments[i][HELD ? d : 0];
-    return is_same_v<T, bfloat> ? hidden(found, block_zero) : found;
+    return HELD ? held.fragments[i][HELD ? d : 0] : read(i, d);
   }
 };
 
@@ -144,8 +125,6 @@ struct KeptOperandTile {
   static constant constexpr int CHUNKS = (FRAGMENTS + CHUNK_FRAGMENTS - 1) / CHUNK_FRAGMENTS;
   static constant constexpr int SIZE = ROWS * CHUNKS * SIMD_LANES;
   threadgroup uint4* chunks;  // [ROWS, CHUNKS, SIMD_LANES], from the lane's first on
-
-  METAL_FUNC void begin_block(int, ushort) const thread {}
 
   // memory: of the threadgroup's SIMD groups, SIZE each.
   METAL_FUNC void keep_in(threadgroup uint4* memory, ushort simdgroup, ushort lane) thread {

@@ -36,7 +36,6 @@ struct SpanOperandTile {
   RegisterTile<T, ROWS, COLUMNS / FRAGMENT> held;
 
   METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
-  METAL_FUNC void begin_block(int, ushort) const thread {}
 
   METAL_FUNC void load(thread const Source& source, int row, int last_row, int column) thread {
     UNROLL

@@ -111,7 +111,7 @@ KERNELS = {
         "flash_bwd_bias",
         ("ROW_FRAGMENTS", "BLOCK_K", "SIMDGROUPS", "ROWS_IN_REGISTERS"),
         (
-            (64, "Heavy", "M1", (1, 32, 4, 1)),
+            (64, "Heavy", "M1", (2, 32, 4, 1)),
             (128, "Heavy", "M1", (1, 16, 4, 0)),
             (576, "Heavy", "M1", (1, 8, 4, 0)),
         ),

@@ -44,6 +44,9 @@ CONVERSION = re.compile(
 COMPARISON = re.compile(
     r"(?P<result>\s*%\S+ = fcmp(?: \w+)*) bfloat (?P<left>[^,\s]+), (?P<right>[^,\s]+)(?P<rest>.*)$"
 )
+FROM_INTEGER = re.compile(
+    r"(?P<result>\s*%\S+ =) (?P<what>[su]itofp(?: \w+)* i\d+ \S+) to bfloat(?:, .*)?$"
+)
 ARITHMETIC = re.compile(
     r"^.*= (fadd|fsub|fmul|fdiv|fcmp|fneg|sitofp|uitofp|fptosi|fptoui)\b[^\n]*bfloat.*$", re.M
 )
@@ -81,20 +84,33 @@ def _compared(found: re.Match[str], serial: int) -> list[str]:
     ]
 
 
+def _from_integer(found: re.Match[str], serial: int) -> list[str]:
+    """An integer as a float, which is rounded."""
+    wide = f"%agx.{serial}.wide"
+    return [
+        f"  {wide} = {found['what']} to float",
+        f"{found['result']} {TO_BFLOAT.format(wide)}",
+    ]
+
+
+REWRITTEN = ((CONVERSION, _converted), (COMPARISON, _compared), (FROM_INTEGER, _from_integer))
+
+
 def without_bfloat(ir: str) -> str:
     """LLVM IR with words of 16 bits in the place of bfloats, and conversions as calls."""
     # 0xR3F80, a bfloat's bits.
     ir = re.sub(r"0xR([0-9A-F]{4})", lambda found: str(int(found[1], 16)), ir)
     lines = []
     for serial, line in enumerate(ir.split("\n")):
-        converted = CONVERSION.match(line) if "bfloat" in line else None
-        compared = COMPARISON.match(line)
-        if converted:
-            lines += _converted(converted, serial)
-        elif compared:
-            lines += _compared(compared, serial)
-        else:
-            lines.append(line)
+        found = next(
+            (
+                rewrite(match, serial)
+                for pattern, rewrite in REWRITTEN
+                if "bfloat" in line and (match := pattern.match(line))
+            ),
+            [line],
+        )
+        lines += found
     ir = "\n".join(lines)
     arithmetic = ARITHMETIC.search(ir)
     if arithmetic:

@@ -1,5 +1,6 @@
 """Compiles candidates for the default tiles, and writes the best ones to csrc/tiles/table.inc.
 
+With --measure it keeps the tiles that are there, and writes only the registers that each needs.
 Needs the driver that bench/agx/setup.sh builds. What was compiled is kept in a folder, so that a
 run that was ended goes on where it was.
 """
@@ -9,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -54,13 +56,15 @@ ROUNDS = 5
 UNKNOWN = 999.0  # registers of what does not compile
 
 HEAD = """\
-// The default tiles, written by `python -m bench.agx.table`, and read as csrc/tiles/table.h says.
+// The default tiles, read as csrc/tiles/table.h says. `python -m bench.agx.table` proposes tiles,
+// and with --measure it writes the registers of those that are here.
 //
-// A row has its conditions, the registers that a thread of M1 needs at most for such problems, and
-// the tile. The conditions are the ELEMENT, the most COLUMNS of a row of q, k or v, of a decode the
-// most QUERIES that share a KV head, the heaviest LOAD of features, and the first GPU FAMILY.
-// V_SLICE is the most columns of a slice, and SPANS are the most spans of 32 columns that a SIMD
-// group of a decode owns. A row of `Never` is one that `tune` tries and no default tile.
+// A row has its conditions, the REGISTERS that a thread of M1 needs at most for the widest of such
+// problems (0: not measured), and the tile. The conditions are the ELEMENT, the most COLUMNS of a
+// row of q, k or v, of a decode the most QUERIES that share a KV head, the heaviest LOAD of features,
+// and the first GPU FAMILY. V_SLICE is the most columns of a slice, and SPANS are the most spans of
+// 32 columns that a SIMD group of a decode owns. A row of `Never` is one that `tune` tries and no
+// default tile.
 //
 """
 
@@ -425,13 +429,51 @@ def text_of(macro: str, rows: Sequence[Row]) -> str:
     return "".join(f"{macro}({line})\n" for line in lines)
 
 
-def table(chosen: Mapping[Class, Choice]) -> str:
+def table(rows: Mapping[str, Sequence[Row]]) -> str:
     """The whole file."""
     names = "".join(f"// {macro}: {' '.join(k.knobs)}\n" for macro, k in KERNELS.items())
     defaults = "".join(f"#ifndef {macro}\n#define {macro}(...)\n#endif\n" for macro in KERNELS)
-    parts = "\n".join(text_of(macro, rows_of(macro, chosen)) for macro in KERNELS)
+    parts = "\n".join(text_of(macro, own) for macro, own in rows.items())
     undefined = "".join(f"#undef {macro}\n" for macro in KERNELS)
     return f"{HEAD}{names}\n{defaults}\n{parts}\n{undefined}"
+
+
+ROW = re.compile(r"^(?P<macro>FLASH_\w+)\((?P<cells>.*)\)$", re.M)
+
+
+def read_rows(text: str) -> dict[str, list[Row]]:
+    """The rows of a table, by kernel."""
+    rows: dict[str, list[Row]] = {macro: [] for macro in KERNELS}
+    for found in ROW.finditer(text):
+        macro, cells = found["macro"], [cell.strip() for cell in found["cells"].split(",")]
+        element, columns = cells[0], int(cells[1])
+        queries = int(cells[2]) if macro == "FLASH_DECODE" else 0
+        load, family, registers, *tile = cells[3 if queries else 2 :]
+        own = (element, columns, queries, load, family, float(registers), tuple(map(int, tile)))
+        rows[macro].append(own)
+    return rows
+
+
+def measured(macro: str, rows: Sequence[Row], store: Store) -> list[Row]:
+    """The rows with the most registers that their tiles need; 0 of what is not measured."""
+    jobs: list[list[lens.Job]] = []
+    for element, columns, queries, load, _, _, values in rows:
+        tile = dict(zip(KERNELS[macro].knobs, values, strict=True))
+        of_row: list[lens.Job] = []
+        for ragged in (False, True):
+            one = Class(macro, element, columns, queries, load, ragged)
+            features = LIGHT if load == "Light" else (*LIGHT, *one.features)
+            if load != "Never" and macro != "FLASH_BWD_BIAS" and not of_row:
+                every = (specialisation(one, feature, tile) for feature in features)
+                of_row = [job for job in every if job is not None]
+        jobs.append(of_row)
+    figures = iter(store.figures([job for of_row in jobs for job in of_row]))
+    found = []
+    for row, of_row in zip(rows, jobs, strict=True):
+        registers = [next(figures).registers for _ in of_row]
+        most = max(registers, default=0.0) if all(registers) else 0.0
+        found.append((*row[:5], most, row[6]))
+    return found
 
 
 def main() -> None:
@@ -440,11 +482,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--cache", type=Path, default=default_dir() / "agx" / "tiles")
     parser.add_argument("--out", type=Path, default=TABLE)
+    parser.add_argument("--measure", action="store_true", help="keep the tiles, write registers")
     given = parser.parse_args()
     store = Store(given.cache, given.workers)
-    measured = [macro for macro in KERNELS if macro != "FLASH_BWD_BIAS"]
-    chosen = choose(list(classes(measured)), store)
-    given.out.write_text(table(chosen))
+    if given.measure:
+        rows = {m: measured(m, own, store) for m, own in read_rows(TABLE.read_text()).items()}
+        given.out.write_text(table(rows))
+        return
+    every = [macro for macro in KERNELS if macro != "FLASH_BWD_BIAS"]
+    chosen = choose(list(classes(every)), store)
+    given.out.write_text(table({macro: rows_of(macro, chosen) for macro in KERNELS}))
     for one, choice in chosen.items():
         if not choice.fits:
             print(*one, f"{choice.registers:g} registers")

@@ -24,8 +24,8 @@ EDITS = [
     # The feature, whose define selects the kernel, and whether it changes d score / d product.
     (
         "csrc/problem/attention.h",
-        "  X(alibi, ALIBI)             \\\n",
-        "  X(alibi, ALIBI)             \\\n  X(temperature, TEMPERATURE) \\\n",
+        "  X(alibi, ALIBI)               \\\n",
+        "  X(alibi, ALIBI)               \\\n  X(temperature, TEMPERATURE)   \\\n",
     ),
     (
         "csrc/problem/attention.h",

@@ -62,9 +62,9 @@ HEAD = """\
 // A row has its conditions, the REGISTERS that a thread of M1 needs at most for the widest of such
 // problems (0: not measured), and the tile. The conditions are the ELEMENT, the most COLUMNS of a
 // row of q, k or v, of a decode the most QUERIES that share a KV head, the heaviest LOAD of
-// features, and the first GPU FAMILY. V_SLICE is the most columns of a slice, and SPANS are the most
-// spans of 32 columns that a SIMD group of a decode owns. A row of `Never` is one that `tune` tries
-// and no default tile.
+// features, and the first GPU FAMILY. V_SLICE is the most columns of a slice, and SPANS are the
+// most spans of 32 columns that a SIMD group of a decode owns. A row of `Never` is one that `tune`
+// tries and no default tile.
 //
 """
 

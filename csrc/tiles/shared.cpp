@@ -28,10 +28,12 @@ std::string row_text(const TileConditions* row) {
   if (row == nullptr) {
     return "a tile of a tuned table";
   }
-  std::string text = std::to_string(recorded_registers(row)) +
-                     " of 128 registers a thread on M1, by the row for " +
-                     element_name(row->element) + ", head dims up to " +
-                     std::to_string(row->columns);
+  const int registers = recorded_registers(row);
+  std::string text = registers == 0 ? "registers not measured"
+                                    : "at most " + std::to_string(registers) +
+                                          " registers a thread, of which M1 has 128";
+  text += std::string(", by the row for ") + element_name(row->element) + ", head dims up to " +
+          std::to_string(row->columns);
   text += row->queries != kAny ? ", " + std::to_string(row->queries) + " queries" : "";
   text += row->load == Load::kLight ? ", light features" : "";
   return text + (row->family > kM1 ? ", M3 and later" : "");

@@ -105,7 +105,7 @@ inline int recorded_registers(const TileConditions* row) {
   return row == nullptr ? 0 : static_cast<int>(row->registers + 0.5);
 }
 
-// "102 of 128 registers a thread on M1, by the row for half, head dims up to 64 and light features"
+// "at most 102 registers a thread, of which M1 has 128, by the row for half, head dims up to 64"
 std::string row_text(const TileConditions* row);
 
 template <class Specialisation>

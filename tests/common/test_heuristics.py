@@ -89,7 +89,6 @@ def test_the_table_covers_every_problem(dtype, head_dim_qk, head_dim_v, options,
     for launch in launches:
         assert launch.get("threadgroup_bytes", 0) <= 32768
         assert math.prod(launch["threads"]) <= 1024
-        assert 0 < launch.get("registers", 1)
 
 
 @settings(max_examples=40, deadline=None)
@@ -159,7 +158,9 @@ def test_packed_grid_has_a_row_for_queries_of_no_sequence():
 def test_reason_gives_the_row():
     reason = choose(F16, 128)["reason"]
     assert re.search(
-        r"\d+ of 128 registers a thread on M1, by the row for half, head dims up to 128", reason
+        r"at most \d+ registers a thread, of which M1 has 128, by the row for half, "
+        "head dims up to 128",
+        reason,
     )
     assert "of 32768 bytes of threadgroup memory" in reason
     assert "8 queries a SIMD group and Q in registers" in reason

@@ -150,7 +150,7 @@ class TestOnAFakeClock:
         assert [key.split()[0] for key in written(tmp_path).rows] == ["flash_fwd"]
 
     def test_an_interrupt_keeps_what_was_measured(self, fake_gpu, shapes, tmp_path, capsys):
-        launch, limit = fake_gpu.launch, 24
+        launch, limit = fake_gpu.launch, 28
 
         def interrupted():
             if len(fake_gpu.calls) == limit:

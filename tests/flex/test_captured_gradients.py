@@ -233,7 +233,7 @@ MUTANTS = {
     gradient_of_the_table: {
         "another's copy": (
             "split * SIMDGROUPS + simdgroup",
-            "split * SIMDGROUPS",
+            "simdgroup",
             (None, "race"),
         ),
         "no last flush": ("      sums.flush(lane);\n    }", "    }"),

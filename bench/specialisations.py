@@ -25,7 +25,7 @@ KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv", "flash_decode")
 # What a thread keeps in each, as the chooser's defines call it.
 TILES = (
     *("SIMDGROUPS", "ROW_FRAGMENTS", "BLOCK_K", "BLOCK_Q", "KEY_FRAGMENTS"),
-    *("V_SLICE", "DQ_SLICE", "DK_SLICE", "KV_STAGED", "Q_IN_REGISTERS", "Q_IN_THREADGROUP"),
+    *("V_SLICE", "DQ_SLICE", "DK_SLICE", "KV_STAGED", "Q_IN_REGISTERS"),
     *("ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP", "KEY_SIMDGROUPS", "COLUMN_SIMDGROUPS"),
 )
 
@@ -144,23 +144,23 @@ CACHES: dict[str, Options] = {
 PLAIN = ("none", "causal")
 # With as many heads as there are here.
 PER_HEAD: dict[str, Options] = {"ALiBi": _slopes, "sink": _sinks}
+ALL_FEATURES = FEATURES | PER_HEAD | CACHES
 # Those of training alone, or of keys that are not in a cache.
 NOT_DECODED = ("dropout", "rotary of q and k", "rotary, interleaved", *PLAIN)
 
 
 def specialisations() -> Iterator[Specialisation]:
     """Every kernel, dtype and head dim, plain and causal; then each feature by itself."""
-    features = FEATURES | PER_HEAD | CACHES
     for dtype, head_dim in product(DTYPES, HEAD_DIMS):
         for feature in PLAIN:
             yield from attention(dtype, head_dim, feature, FEATURES[feature])
         for kv_heads in KV_HEADS:
             yield decoding(dtype, head_dim, kv_heads, "none", FEATURES["none"])
-    for head_dim, feature in product(FEATURE_HEAD_DIMS, features):
+    for head_dim, feature in product(FEATURE_HEAD_DIMS, ALL_FEATURES):
         if feature not in PLAIN:
-            yield from attention(FEATURE_DTYPE, head_dim, feature, features[feature])
+            yield from attention(FEATURE_DTYPE, head_dim, feature, ALL_FEATURES[feature])
         if feature not in NOT_DECODED:
-            yield decoding(FEATURE_DTYPE, head_dim, 32, feature, features[feature])
+            yield decoding(FEATURE_DTYPE, head_dim, 32, feature, ALL_FEATURES[feature])
 
 
 def peer_kernels() -> Iterator[tuple[str, torch.dtype, int, dict[str, Any]]]:

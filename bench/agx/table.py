@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 
 from bench import specialisations
-from bench.bench_flash_fwd import FEATURES
 from bench.front_end import source_of
 from torch_metal_attn.simulator.cache import default_dir
 from torch_metal_attn.tools.tune import tiles
@@ -35,7 +34,6 @@ COLUMNS = (64, 96, 128, 192, 256, 576)
 MOST_COLUMNS = 512
 QUERIES = (2, 8, 16, 32)
 HEADS = 32  # of bench.specialisations
-ALL_FEATURES = FEATURES | specialisations.PER_HEAD | specialisations.CACHES
 # What a class is compiled with: the features that need the most registers.
 LIGHT = ("causal", "bool mask", "ALiBi")
 HEAVY = ("dropout", "rotary of q and k", "bias")
@@ -198,7 +196,7 @@ def candidates(one: Class) -> Iterator[Tile]:
 def specialisation(one: Class, feature: str, tile: Tile) -> lens.Job | None:
     """What the tile makes of the class's problem with a feature; None if it cannot run."""
     given, kernel = dict(tile), KERNELS[one.macro].name
-    dtype, options = ELEMENTS[one.element], ALL_FEATURES[feature]
+    dtype, options = ELEMENTS[one.element], specialisations.ALL_FEATURES[feature]
     if one.macro == "FLASH_FWD":
         slices = -(-one.head_dim // given["V_SLICE"])
         given["V_SLICE"] = 8 * -(-one.head_dim // (8 * slices))

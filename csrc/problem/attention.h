@@ -122,6 +122,9 @@ struct FlashFwdFeatures {
   // Whether the backward multiplies by d score / d product, as an option makes it no constant.
   bool score_slopes() const { return softcap; }
 
+  // Whether a lane's two keys of a mask or of a bias are loaded one by one.
+  bool unpaired_keys() const { return (mask && !mask->pairs) || (bias && !bias->pairs); }
+
   // Rows of a BlockMask's blocks, which tiles must divide; any tile divides 0.
   int q_block() const { return flex ? flex->q_block : 0; }
   int kv_block() const { return flex ? flex->kv_block : 0; }

@@ -18,8 +18,7 @@ bool wide_rotary(const FlashFwdProblem& problem) {
 }
 
 Load load_of(const FlashFwdFeatures& f) {
-  const bool unpaired_keys = (f.mask && !f.mask->pairs) || (f.bias && !f.bias->pairs);
-  const bool heavy = f.dropout || f.bias || f.rotary || f.flex || unpaired_keys ||
+  const bool heavy = f.dropout || f.bias || f.rotary || f.flex || f.unpaired_keys() ||
                      f.cache.page_size > 0 || f.cache.format != KvFormat::kPlain;
   return heavy ? Load::kHeavy : Load::kLight;
 }

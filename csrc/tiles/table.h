@@ -91,8 +91,11 @@ template <class Specialisation>
 std::optional<Specialisation> default_tile(const Specialisation& problem, const Gpu& gpu) {
   const TileQuestion question = problem.question(gpu.family);
   for (const auto& row : problem.table()) {
+    if (!question.meets(row.conditions)) {
+      continue;
+    }
     Specialisation s = problem;
-    if (question.meets(row.conditions) && s.take(row.tile)) {
+    if (s.take(row.tile)) {
       s.defaults = &row.conditions;
       return s;
     }
@@ -159,9 +162,11 @@ std::vector<std::string> tile_candidates(const Specialisation& chosen, const Gpu
   std::vector<std::string> found{tile_text(chosen)};
   const TileQuestion question = chosen.question(gpu.family);
   for (const auto& row : chosen.table()) {
+    if (found.size() == kMostCandidates || !question.could_meet(row.conditions)) {
+      continue;
+    }
     Specialisation other = chosen;
-    if (found.size() < kMostCandidates && question.could_meet(row.conditions) &&
-        other.take(row.tile)) {
+    if (other.take(row.tile)) {
       const std::string text = tile_text(other);
       if (std::find(found.begin(), found.end(), text) == found.end()) {
         found.push_back(text);

@@ -50,9 +50,8 @@ int row_loads(const Specialisation& s) {
 
 // What features hold beside tiles.
 inline int feature_registers(const FlashFwdFeatures& f) {
-  const bool unpaired_keys = (f.mask && !f.mask->pairs) || (f.bias && !f.bias->pairs);
   // What score_mod and mask_mod hold is not known; by judgement.
-  return (f.band || f.chunk ? 3 : 0) + (unpaired_keys ? 14 : 0) + (f.flex ? 16 : 0);
+  return (f.band || f.chunk ? 3 : 0) + (f.unpaired_keys() ? 14 : 0) + (f.flex ? 16 : 0);
 }
 
 // Registers are a part of the cache since M3, so a larger tile costs cache and not occupancy. How

@@ -94,7 +94,6 @@ FEATURE(V_SCALE)
 FEATURE(WIDE_LOADS)
 FEATURE(LONG_OFFSETS)  // some tensor ends past 2^31 elements
 FEATURE(ROW_PAIRS)     // two neighbouring elements of a row that OperandTile reads are aligned
-FEATURE(Q_IN_THREADGROUP)
 FEATURE(ROWS_IN_THREADGROUP)
 FEATURE(TENSOR_TILES)  // tiles are those of tensor operations, as tensor_tile.h describes them
 // The decoding kernels.

@@ -14,13 +14,13 @@
 #include "unstaged.h"
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS,
-// BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, ROW_PAIRS, WIDE_LOADS; Q_IN_THREADGROUP to keep Q there, and
-// COLUMN_SIMDGROUPS 2 if two SIMD groups share rows; KV_STAGED 0 without staging; and of the
-// features that are on BAND, CHUNKED, VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS,
-// BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI, SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY,
-// ROTARY_ELEMENT, ROTARY_DIM, ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT,
-// KV_FORMAT, K_SCALE, V_SCALE; or FLEX with FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK,
-// FLEX_KV_BLOCK, FLEX_FULL_BLOCKS, FLEX_ORDER.
+// BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, ROW_PAIRS, WIDE_LOADS; COLUMN_SIMDGROUPS 2 if two SIMD
+// groups share rows; KV_STAGED 0 without staging; and of the features that are on BAND, CHUNKED,
+// VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI,
+// SINK, SINK_ELEMENT, Q_ROTARY, K_ROTARY, WIDE_ROTARY, ROTARY_ELEMENT, ROTARY_DIM,
+// ROTARY_INTERLEAVED, DROPOUT, PAGE_SIZE, CACHE_BATCH_IDX, KV_ELEMENT, KV_FORMAT, K_SCALE, V_SCALE;
+// or FLEX with FLEX_CAPTURES, FLEX_SCORE, FLEX_MASK, FLEX_Q_BLOCK, FLEX_KV_BLOCK, FLEX_FULL_BLOCKS,
+// FLEX_ORDER.
 constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_Q = SIMDGROUPS / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
 constant constexpr int SCORE_PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD_LANES;
@@ -39,7 +39,6 @@ using QueryTile = KeysValues::QueryTile;
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
   THREADGROUP_ARRAY(KV_STAGED, uint4, tiles, TILE_BYTES / sizeof(uint4))
-  THREADGROUP_ARRAY(Q_IN_THREADGROUP, uint4, q_chunks, SIMDGROUPS * QueryTile::SIZE)
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, score_parts, SCORE_PARTS)
 
   FlashInputs inputs;
@@ -68,7 +67,6 @@ using QueryTile = KeysValues::QueryTile;
            inputs.values(batch, tile.place.kv_head, sequence, problem), sequence, slice,
            thread_index, simdgroup, lane);
   QueryTile q_tile;  // [ROW_FRAGMENTS * 8, D]
-  q_tile.keep_in(q_chunks, simdgroup, lane);
   q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, tile.last_query,
               column + kv.query_column());
   Rules<ROW_FRAGMENTS, false> rules;

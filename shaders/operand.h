@@ -154,11 +154,6 @@ struct KeptOperandTile {
   }
 };
 
-template <typename T, typename Source, int ROWS, int FRAGMENTS, bool IN_THREADGROUP,
-          bool IN_REGISTERS>
-using RowsTile = conditional_t<IN_THREADGROUP, KeptOperandTile<T, Source, ROWS, FRAGMENTS>,
-                               OperandTile<T, Source, ROWS, FRAGMENTS, IN_REGISTERS>>;
-
 // Stages rows [first, first + BLOCK) as pairs: tile[row / 2][column] holds the elements
 // (row, column) and (row + 1, column) side by side, so that a lane's two neighbouring rows of a
 // transposed fragment are one load. Rows outside [begin, end) are zero if ZEROED, and else repeat

@@ -34,8 +34,7 @@ static_assert(!KV_STAGED || TILE_BYTES <= THREADGROUP_MEMORY_BYTES,
 template <int ROWS, int KEYS>
 struct StagedKv {
   using Pair = Fragment<KvTileElement>;
-  using QueryTile =
-      RowsTile<ELEMENT, Queries, ROWS, OWN_QK_FRAGMENTS, Q_IN_THREADGROUP, Q_IN_REGISTERS>;
+  using QueryTile = OperandTile<ELEMENT, Queries, ROWS, OWN_QK_FRAGMENTS, Q_IN_REGISTERS>;
   using Scores = RegisterTile<float, ROWS, KEYS>;
   using Out = RegisterTile<float, ROWS, OWN_V_FRAGMENTS>;
   Keys keys;

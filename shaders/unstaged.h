@@ -35,8 +35,6 @@ template <typename T, typename Source, int ROWS, int COLUMNS>
 struct SpanOperandTile {
   RegisterTile<T, ROWS, COLUMNS / FRAGMENT> held;
 
-  METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
-
   METAL_FUNC void load(thread const Source& source, int row, int last_row, int column) thread {
     UNROLL
     for (short i = 0; i < ROWS; i++) {

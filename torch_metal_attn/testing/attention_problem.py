@@ -154,7 +154,7 @@ def _mask(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:
 def _poison(
     case: Attention, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[int, ...] | None:
-    """Put NaN or infinity into one element."""
+    """Put NaN or infinity into one element. Its place in v, if v has it."""
     if not case.poison:
         return None
     bad, name = case.poison.split(" in ")
@@ -163,7 +163,8 @@ def _poison(
     generator = torch.Generator().manual_seed(case.seed)
     place = tuple(int(torch.randint(size, (1,), generator=generator)) for size in x.shape)
     x[place] = math.nan if bad == "nan" else math.inf
-    return place if name == "v" else None
+    in_v = name == "v" or (name == "k" and case.values_in_keys and place[-1] < case.v_head_dim)
+    return place if in_v else None
 
 
 def _hide(case: Attention, k: Tensor, v: Tensor) -> None:

@@ -301,6 +301,12 @@ def _table_bytes(table: Tensor, length: int, batch: int) -> int:
     return batch * length * table.shape[-1] * table.itemsize
 
 
+def _rope_in_place(given: dict[str, Any]) -> Cost:
+    """Columns that are not rotated are neither read nor written."""
+    columns = 2 * given["cos"].shape[-1]
+    return _rope(given | {x: given[x][..., :columns] for x in ("q", "k") if x in given})
+
+
 def _rope(given: dict[str, Any]) -> Cost:
     q = given["q"]
     moved = sum(2 * given[name].nbytes for name in ("q", "k") if name in given)
@@ -377,7 +383,7 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "flash_bwd_slopes": _slopes_gradient,
     "flash_varlen_bwd_slopes": _slopes_gradient,
     "rope": _rope,
-    "rope_": _rope,
+    "rope_": _rope_in_place,
     "rope_tables": _rope_tables,
     "softmax": _softmax,
     "softmax_": _softmax,

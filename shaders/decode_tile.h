@@ -95,10 +95,10 @@ struct TileRow {
   int query;
   int head;
 
-  // Rows past the last repeat it.
-  METAL_FUNC void reset(int row, int kv_head, constant FlashParams& params) thread {
+  // One of so many rows of a KV head; those past the last repeat it.
+  METAL_FUNC void reset(int row, int rows, int kv_head, constant FlashParams& params) thread {
     const int heads = params.queries_per_kv;
-    const int existing = min(row, params.q_length * heads - 1);
+    const int existing = min(row, rows - 1);
     query = existing / heads;
     head = kv_head * heads + existing % heads;
   }
@@ -109,17 +109,20 @@ struct SplitResult {
   device Result* out;
   device float* lse;
   int batch;
+  int first;  // the sequence's first row (PACKED_Q)
 
   METAL_FUNC void reset(device Result* all, device float* all_lse, int split, int own_batch,
-                        constant FlashDecodeParams& params) thread {
+                        int first_row, constant FlashDecodeParams& params) thread {
     out = all + split * params.out_split_stride;
-    lse = all_lse + own_batch * params.lse_strides.batch + split * params.lse_split_stride;
+    lse = all_lse + own_batch * params.lse_strides.batch + first_row * params.lse_strides.row +
+          split * params.lse_split_stride;
     batch = own_batch;
+    first = first_row;
   }
 
   METAL_FUNC void place(thread OutRow& row, int head,
                         constant FlashDecodeParams& params) const thread {
-    row.reset(out, params.out_strides, batch, head, 0, 0);
+    row.reset(out, params.out_strides, batch, head, first, 0);
   }
 
   METAL_FUNC void store_lse(thread const TileRow& own, float value,

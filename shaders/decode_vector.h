@@ -163,7 +163,7 @@ struct VectorOut {
           sum += sums[part * ROWS * PAIRS + n];
         }
         TileRow one;
-        one.reset(first_row + n / PAIRS, kv_head, params.problem);
+        one.reset(first_row + n / PAIRS, rows, kv_head, params.problem);
         OutRow out_row;
         result.place(out_row, one.head, params);
         out_row.store(one.query, n % PAIRS * LANE_COLUMNS, sum);

@@ -20,7 +20,7 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   X(1, const device ELEMENT*, q, FLASH_Q)                                             \
   X(1, CACHE_ACCESS KV_ELEMENT*, k, FLASH_K)                                          \
   X(1, CACHE_ACCESS KV_ELEMENT*, v, FLASH_V)                                          \
-  X(VARLEN, const device int*, cu_seqlens_q, FLASH_CU_SEQLENS_Q)                      \
+  X(PACKED_Q, const device int*, cu_seqlens_q, FLASH_CU_SEQLENS_Q)                    \
   X(VARLEN, const device int*, cu_seqlens_k, FLASH_CU_SEQLENS_K)                      \
   X(SEQUSED_K, const device int*, seqused_k, FLASH_SEQUSED_K)                         \
   X(LEFTPAD_K, const device int*, leftpad_k, FLASH_LEFTPAD_K)                         \
@@ -43,7 +43,8 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   X(FLEX_FULL_BLOCKS, const device int*, full_block_indices, FLEX_FULL_BLOCK_INDICES) \
   X(FLEX_ORDER, const device int*, block_order, FLEX_BLOCK_ORDER)                     \
   X(APPEND, const device ELEMENT*, new_k, FLASH_DECODE_NEW_K)                         \
-  X(APPEND, const device ELEMENT*, new_v, FLASH_DECODE_NEW_V)
+  X(APPEND, const device ELEMENT*, new_v, FLASH_DECODE_NEW_V)                         \
+  X(PACKED_NEW_K, const device int*, cu_seqlens_k_new, FLASH_DECODE_CU_SEQLENS_K_NEW)
 
 // A kernel's parameters, the fields that hold them, and how they get there. A field without a
 // buffer is null. score_mod's tensors, FLEX_CAPTURES, have no feature of their own.
@@ -83,8 +84,11 @@ struct FlashInputs {
   METAL_FUNC Sequence sequence(int batch, constant FlashParams& params) const thread {
     Sequence result;
     result.reset(params);
-    if (VARLEN) {
-      result.unpack(cu_seqlens_q, cu_seqlens_k, batch, params);
+    if (PACKED_Q) {
+      result.unpack_queries(cu_seqlens_q, batch, params);
+      if (VARLEN) {
+        result.unpack_keys(cu_seqlens_k, batch, params);
+      }
       if (batch == params.batch) {
         return result;
       }
@@ -96,7 +100,9 @@ struct FlashInputs {
     const int keys = result.kv_length;
     if (APPEND) {
       const int used = seqused_k[batch];
-      result.end_keys(used < 0 ? used : used + params.new_keys);
+      const Range added = new_rows(batch, params);
+      result.impossible = result.impossible || (PACKED_NEW_K && added.end < 0);
+      result.end_keys(used < 0 ? used : used + max(added.end - added.begin, 0));
     } else if (SEQUSED_K) {
       result.end_keys(seqused_k[batch]);
     }
@@ -104,6 +110,21 @@ struct FlashInputs {
       result.begin_keys(leftpad_k[batch], keys);
     }
     return result;
+  }
+
+  // The rows of new_k and new_v that the sequence has (APPEND): [0, -1) if the lengths are invalid.
+  METAL_FUNC Range new_rows(int batch, constant FlashParams& params) const thread {
+    Range rows;
+    rows.begin = 0;
+    rows.end = params.new_keys;
+    if (PACKED_NEW_K) {
+      const int begin = cu_seqlens_k_new[batch];
+      const int end = cu_seqlens_k_new[batch + 1];
+      const bool valid = begin >= 0 && begin <= end && end <= params.new_keys;
+      rows.begin = valid ? begin : 0;
+      rows.end = valid ? end : -1;
+    }
+    return rows;
   }
 
   METAL_FUNC Queries queries(int batch, int head, thread const Sequence& sequence,

@@ -149,12 +149,12 @@ struct FlashParams {
   int64_t window_left;   // keys before a query's position that it sees, or NO_WINDOW
   int64_t window_right;  // and keys after it
   int32_t batch;
-  int32_t q_length;        // VARLEN: at most, of any sequence
+  int32_t q_length;        // PACKED_Q: at most, of any sequence
   int32_t kv_length;       // VARLEN: at most, of any sequence
-  int32_t q_total;         // rows of q in all sequences (VARLEN)
+  int32_t q_total;         // rows of q in all sequences (PACKED_Q)
   int32_t kv_total;        // rows of k in all sequences (VARLEN), or of a cache's at most
   int32_t cache_size;      // pages of k (PAGE_SIZE), or its batch (CACHE_BATCH_IDX)
-  int32_t new_keys;        // keys after those that seqused_k counts (APPEND)
+  int32_t new_keys;        // after those that seqused_k counts (APPEND); PACKED_NEW_K: of all
   int32_t queries_per_kv;  // query heads that share one KV head
   int32_t chunk;           // a query sees only keys of its own chunk (CHUNKED)
   int32_t bottom_right;    // the last query stands at the last key
@@ -358,7 +358,7 @@ struct AppendParams {
   TableStrides cos_strides;
   TableStrides sin_strides;
   int64_t block_table_stride;
-  int32_t length;               // new rows of each sequence
+  int32_t length;               // new rows of each sequence, or of all (PACKED_NEW_K)
   int32_t capacity;             // rows that a sequence may have
   int32_t cache_size;           // batches or pages of the cache
   int32_t table_rows;           // of cos and sin
@@ -371,6 +371,7 @@ enum FlashDecodeBuffer {
   FLASH_DECODE_LSE = 17,
   FLASH_DECODE_NEW_K = 18,
   FLASH_DECODE_NEW_V = 19,
+  FLASH_DECODE_CU_SEQLENS_K_NEW = 20,
 };
 
 struct FlashDecodeParams {

@@ -98,6 +98,14 @@ struct SeenKeys {
 // rotary_cos and rotary_sin (rows, R / 2) rotate row i of k by their row cache_seqlens[b] + i, less
 // leftpad_k[b] if rotary_from_leftpad. Token i of q (B, Hq, Lq, D) is rotated in place by the same
 // row, or unless rotate_q_by_token by that of i = 0. Indices are int32, (B) or (B, blocks).
+// Where each sequence's queries and new rows begin, where they are packed: (B + 1) int32.
+struct PackedRows {
+  torch::stable::Tensor cu_seqlens_q;
+  torch::stable::Tensor cu_seqlens_k_new;
+  const char* k_new_name;  // of the latter in messages, as it may be the former
+};
+
+// With `packed`, k, v and q have packed rows, (T, H, D), and sequences differ in their number.
 struct AppendKvArguments {
   torch::stable::Tensor k;
   torch::stable::Tensor v;
@@ -112,6 +120,7 @@ struct AppendKvArguments {
   bool rotary_interleaved;
   bool rotate_q_by_token;
   bool rotary_from_leftpad;
+  std::optional<PackedRows> packed = std::nullopt;
 };
 
 struct AppendKvProblem {
@@ -120,7 +129,7 @@ struct AppendKvProblem {
   std::optional<Element> cache_element;  // where it is not k's, and they are not quantised
   int32_t batch;
   int32_t kv_heads;
-  int32_t length;
+  int32_t length;  // new rows of each sequence, or packed ones of all
   int32_t head_dim_qk;
   int32_t head_dim_v;
   int32_t capacity;    // rows that a sequence may have
@@ -130,7 +139,7 @@ struct AppendKvProblem {
   int32_t table_rows;
   Element table_element;
   int32_t q_heads;
-  int32_t q_length;
+  int32_t q_length;  // likewise
 
   bool block_scales() const { return format == KvFormat::kQ8_0 || format == KvFormat::kQ4_0; }
   bool writes() const { return batch > 0 && kv_heads > 0 && length > 0; }

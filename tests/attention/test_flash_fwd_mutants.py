@@ -361,7 +361,7 @@ MUTANTS = {
             "place.batch, place.head, 0)",
             "race",
         ),
-        "queries of no sequence left out": ("none ? params.q_total :", "none ? q_begin :"),
+        "queries of no sequence left out": ("none ? params.q_total :", "none ? begin :"),
         "one key of the next sequence": (
             "kv_length = none ? 0 : kv_rows;",
             "kv_length = none ? 0 : kv_rows + 1;",

@@ -8,17 +8,26 @@ from torch import Tensor
 from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import refuse
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult, register_cpu
-from torch_metal_attn.reference import attention
+from torch_metal_attn.reference import attention, varlen_attention
 
 
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, *, num_splits: int = 0, **options: Any
+def decoded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    num_splits: int = 0,
+    **options: Any,
 ) -> FlashFwdResult:
     """The reference, which does not depend on the number of splits."""
-    return attention(q, k, v, **options)
+    if cu_seqlens_q is None:
+        return attention(q, k, v, **options)
+    return varlen_attention(q, k, v, cu_seqlens_q, None, max_seqlen_q, **options)
 
 
-register_cpu("flash_decode", _attention)
+register_cpu("flash_decode", decoded)
 _ADVICE = "use flash_fwd, or call it under torch.no_grad()"
 refuse("metal_attn", "flash_decode", _ADVICE, shorter=partial(plain.instead, plain.flash_decode))
 refuse("metal_attn_simulator", "flash_decode", _ADVICE)

@@ -36,21 +36,23 @@ Element check_operands(const FlashFwdArguments& a, KvFormat& format) {
   const bool packed = a.packing.has_value();
   const bool indexed = a.cache.indexed();
   const int64_t rank = packed ? 3 : 4;
-  const int64_t kv_rank = indexed ? 4 : rank;
+  const int64_t kv_rank = indexed || !a.packs_keys() ? 4 : 3;
   const char* q_layout =
       packed ? "(tokens, heads, head_dim)" : "(batch, heads, q_length, head_dim)";
-  const char* kv_layout = indexed  ? cache_layout(a.cache)
-                          : packed ? "(tokens, kv_heads, head_dim)"
-                                   : "(batch, kv_heads, kv_length, head_dim)";
+  const char* kv_layout = indexed          ? cache_layout(a.cache)
+                          : a.packs_keys() ? "(tokens, kv_heads, head_dim)"
+                                           : "(batch, kv_heads, kv_length, head_dim)";
   check_rank("q", a.q, rank, q_layout);
   check_rank("k", a.k, kv_rank, kv_layout);
   check_rank("v", a.v, kv_rank, kv_layout);
   if (indexed) {
     check_equal("v", a.v.size(0), "k", a.k.size(0),
                 a.cache.block_table ? "a number of pages" : "a batch");
-  } else if (!packed) {
-    check_equal("k", a.k.size(0), "q", a.q.size(0), "a batch");
-    check_equal("v", a.v.size(0), "q", a.q.size(0), "a batch");
+  } else if (!a.packs_keys()) {
+    const int64_t batch = packed ? a.packing->cu_seqlens_q.numel() - 1 : a.q.size(0);
+    const ArgumentName batch_name = packed ? "cu_seqlens_q" : "q";
+    check_equal("k", a.k.size(0), batch_name, batch, "a batch");
+    check_equal("v", a.v.size(0), batch_name, batch, "a batch");
   }
   const int64_t length_dim = kv_rank == 3 ? 0 : 2;
   check_equal("v", a.v.size(1), "k", a.k.size(1), "a number of heads");
@@ -88,42 +90,15 @@ void check_numbers(const FlashFwdOptions& o, double scale) {
         "; it must be in -", kMaxLength, "..", kMaxLength);
 }
 
-// Every sequence's length is in 0..longest.
-void check_steps(ArgumentName name, const Tensor& cu_seqlens, int64_t longest,
-                 ArgumentName longest_name) {
-  const int32_t* ends = values_on_cpu(cu_seqlens);
-  for (int64_t i = 1; ends != nullptr && i < cu_seqlens.numel(); ++i) {
-    const int64_t length = int64_t{ends[i]} - ends[i - 1];
-    check(length >= 0, name, "[", i, "] is ", ends[i], " and the one before ", ends[i - 1],
-          "; they must not decrease");
-    check(length <= longest, name, " has a sequence of ", length, " rows and ", longest_name,
-          " is ", longest, "; no sequence may be longer");
-  }
-}
-
-void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total, int64_t longest,
-                      ArgumentName longest_name) {
-  const int32_t* ends = values_on_cpu(cu_seqlens);
-  if (ends == nullptr) {
-    return;
-  }
-  check(ends[0] == 0, name, "[0] is ", ends[0], "; it must be 0");
-  check_steps(name, cu_seqlens, longest, longest_name);
-  const int32_t end = ends[cu_seqlens.numel() - 1];
-  check(end <= total, name, " ends at ", end, " of ", total, " rows; it must not pass them");
-}
-
 // Fills the sizes of `call`.
 void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   const Packing& packing = *a.packing;
-  for (const auto& [name, tensor] : {std::pair{ArgumentName("cu_seqlens_q"), &packing.cu_seqlens_q},
-                                     {"cu_seqlens_k", &packing.cu_seqlens_k}}) {
-    check_same_device(name, *tensor, "q", a.q);
-    check_index(name, *tensor);
-    check(tensor->numel() > 0, name, " is empty; it must hold a 0 and each sequence's end");
+  check_ends("cu_seqlens_q", packing.cu_seqlens_q, a.q);
+  if (packing.cu_seqlens_k) {
+    check_ends("cu_seqlens_k", *packing.cu_seqlens_k, a.q);
+    check_equal("cu_seqlens_k", packing.cu_seqlens_k->numel(), "cu_seqlens_q",
+                packing.cu_seqlens_q.numel(), "a length");
   }
-  check_equal("cu_seqlens_k", packing.cu_seqlens_k.numel(), "cu_seqlens_q",
-              packing.cu_seqlens_q.numel(), "a length");
   for (const auto& [name, size] : {std::pair{ArgumentName("max_seqlen_q"), packing.max_seqlen_q},
                                    {"max_seqlen_k", packing.max_seqlen_k}}) {
     check(0 <= size && size <= kMaxLength, name, " is ", size, "; it must be in 0..", kMaxLength);
@@ -131,17 +106,22 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   call.batch = check_length("cu_seqlens_q", packing.cu_seqlens_q, 0, "length") - 1;
   call.q_total = check_length("q", a.q, 0, "length");
   call.q_length = static_cast<int32_t>(packing.max_seqlen_q);
-  call.kv_length = static_cast<int32_t>(packing.max_seqlen_k);
   check_cu_seqlens("cu_seqlens_q", packing.cu_seqlens_q, call.q_total, packing.max_seqlen_q,
                    "max_seqlen_q");
-  if (a.cache.indexed()) {
-    call.kv_total = check_cache_capacity(a.cache, a.k, a.q, call.batch);
-    check_steps("cu_seqlens_k", packing.cu_seqlens_k, packing.max_seqlen_k, "max_seqlen_k");
-    check_steps("cu_seqlens_k", packing.cu_seqlens_k, call.kv_total,
+  const bool in_cache = a.cache.indexed() || !packing.cu_seqlens_k;
+  call.kv_total = in_cache ? check_cache_capacity(a.cache, a.k, a.q, call.batch)
+                           : check_length("k", a.k, 0, "length");
+  if (!packing.cu_seqlens_k) {
+    call.kv_length = call.kv_total;
+    return;
+  }
+  call.kv_length = static_cast<int32_t>(packing.max_seqlen_k);
+  if (in_cache) {
+    check_steps("cu_seqlens_k", *packing.cu_seqlens_k, packing.max_seqlen_k, "max_seqlen_k");
+    check_steps("cu_seqlens_k", *packing.cu_seqlens_k, call.kv_total,
                 a.cache.block_table ? "the length of block_table's pages" : "the cache's length");
   } else {
-    call.kv_total = check_length("k", a.k, 0, "length");
-    check_cu_seqlens("cu_seqlens_k", packing.cu_seqlens_k, call.kv_total, packing.max_seqlen_k,
+    check_cu_seqlens("cu_seqlens_k", *packing.cu_seqlens_k, call.kv_total, packing.max_seqlen_k,
                      "max_seqlen_k");
   }
 }
@@ -153,7 +133,7 @@ std::vector<SeenKeys> seen_keys(const FlashFwdArguments& a, const FlashFwdCall& 
     return tensor ? values_on_cpu(*tensor) : nullptr;
   };
   const int32_t* q_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_q) : nullptr;
-  const int32_t* kv_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_k) : nullptr;
+  const int32_t* kv_ends = a.packs_keys() ? values_on_cpu(*a.packing->cu_seqlens_k) : nullptr;
   const int32_t* used = values(o.seqused_k);
   const int32_t* padding = values(o.leftpad_k);
   std::vector<SeenKeys> seen;
@@ -192,7 +172,7 @@ void check_lengths(ArgumentName name, const std::optional<Tensor>& lengths,
   if (values == nullptr) {
     return;
   }
-  const int32_t* ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_k) : nullptr;
+  const int32_t* ends = a.packs_keys() ? values_on_cpu(*a.packing->cu_seqlens_k) : nullptr;
   for (int64_t b = 0; b < call.batch; ++b) {
     const int32_t keys = ends != nullptr ? ends[b + 1] - ends[b] : call.kv_length;
     check(0 <= values[b] && values[b] <= keys, name, "[", b, "] is ", values[b],
@@ -364,7 +344,7 @@ bool hides_keys(const FlashFwdOptions& o, const FlashFwdFeatures& features,
                 const FlashFwdCall& call) {
   const bool left = o.window_size_left >= 0;
   const bool right = o.causal || o.window_size_right >= 0;
-  if (features.varlen || o.seqused_k) {
+  if (features.packs_queries() || o.seqused_k) {
     return left || right;
   }
   const int64_t offset = o.q_offset.value_or(int64_t{call.kv_length} - call.q_length);
@@ -377,7 +357,8 @@ bool hides_keys(const FlashFwdOptions& o, const FlashFwdFeatures& features,
 // out and softmax_lse must have sizes in bytes that int64 holds: with zero strides, q's need not.
 void check_output_size(const FlashFwdCall& call) {
   const FlashFwdProblem& p = call.problem;
-  const double rows = p.features.varlen ? double(call.q_total) : double(call.batch) * call.q_length;
+  const double rows =
+      p.features.packs_queries() ? double(call.q_total) : double(call.batch) * call.q_length;
   const double bytes =
       rows * call.heads * std::max<double>(p.head_dim_v * element_bytes(p.element), sizeof(float));
   check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "`q` has ",
@@ -408,7 +389,8 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   call.kv_heads = check_length("k", a.k, 1, "number of heads");
   if (a.packing) {
     check_packing(a, call);
-    features.varlen = true;
+    features.varlen = a.packs_keys();
+    features.packed_q = !a.packs_keys();
   } else {
     call.batch = check_length("q", a.q, 0, "batch");
     call.q_length = check_length("q", a.q, 2, "length");
@@ -425,7 +407,7 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
       problem.head_dim_qk % 2 == 0 && rows_aligned(a.q, 2 * element_bytes(problem.element));
   problem.q_aligned = rows_aligned_16(a.q);
 
-  const int64_t all_keys = a.packing ? a.k.size(0) : a.k.size(0) * a.k.size(2);
+  const int64_t all_keys = a.packs_keys() ? a.k.size(0) : a.k.size(0) * a.k.size(2);
   problem.keys = call.kv_length < kManyRows ? 0 : a.k.size(1) * all_keys;
   problem.q_length = call.q_length;
   problem.queries_per_kv = call.kv_heads > 0 ? call.heads / call.kv_heads : 1;

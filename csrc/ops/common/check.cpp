@@ -326,6 +326,36 @@ void check_index(ArgumentName name, const Tensor& tensor) {
   check_storage(name, tensor);
 }
 
+void check_ends(ArgumentName name, const Tensor& cu_seqlens, const Tensor& q) {
+  check_same_device(name, cu_seqlens, "q", q);
+  check_index(name, cu_seqlens);
+  check(cu_seqlens.numel() > 0, name, " is empty; it must hold a 0 and each sequence's end");
+}
+
+void check_steps(ArgumentName name, const Tensor& cu_seqlens, int64_t longest,
+                 ArgumentName longest_name) {
+  const int32_t* ends = values_on_cpu(cu_seqlens);
+  for (int64_t i = 1; ends != nullptr && i < cu_seqlens.numel(); ++i) {
+    const int64_t length = int64_t{ends[i]} - ends[i - 1];
+    check(length >= 0, name, "[", i, "] is ", ends[i], " and the one before ", ends[i - 1],
+          "; they must not decrease");
+    check(length <= longest, name, " has a sequence of ", length, " rows and ", longest_name,
+          " is ", longest, "; no sequence may be longer");
+  }
+}
+
+void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total, int64_t longest,
+                      ArgumentName longest_name) {
+  const int32_t* ends = values_on_cpu(cu_seqlens);
+  if (ends == nullptr) {
+    return;
+  }
+  check(ends[0] == 0, name, "[0] is ", ends[0], "; it must be 0");
+  check_steps(name, cu_seqlens, longest, longest_name);
+  const int32_t end = ends[cu_seqlens.numel() - 1];
+  check(end <= total, name, " ends at ", end, " of ", total, " rows; it must not pass them");
+}
+
 void check_statistics(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                       const Tensor& other, IntHeaderOnlyArrayRef shape) {
   check_same_device(name, tensor, other_name, other);

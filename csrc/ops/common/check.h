@@ -144,6 +144,18 @@ const int32_t* values_on_cpu(const torch::stable::Tensor& tensor);
 // int32, contiguous, of one dimension.
 void check_index(ArgumentName name, const torch::stable::Tensor& tensor);
 
+// Where each of packed sequences begins, and the end of the last: on q's device, not empty.
+void check_ends(ArgumentName name, const torch::stable::Tensor& cu_seqlens,
+                const torch::stable::Tensor& q);
+
+// Every sequence's length is in 0..longest, where the host can read it.
+void check_steps(ArgumentName name, const torch::stable::Tensor& cu_seqlens, int64_t longest,
+                 ArgumentName longest_name);
+
+// The same, and they begin at 0 and end within so many rows.
+void check_cu_seqlens(ArgumentName name, const torch::stable::Tensor& cu_seqlens, int64_t total,
+                      int64_t longest, ArgumentName longest_name);
+
 // float32 of this shape on `other`'s device: a number a row, as softmax_lse is.
 void check_statistics(ArgumentName name, const torch::stable::Tensor& tensor,
                       ArgumentName other_name, const torch::stable::Tensor& other,

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <tuple>
@@ -29,8 +30,10 @@ struct FlashDecodeCall {
   int64_t row_groups;  // threadgroups among which the rows of a KV head are dealt out
   std::array<uint32_t, 3> threadgroups;
 
-  // Queries of all heads that share a KV head.
-  int64_t rows() const { return int64_t{forward.q_length} * (forward.heads / forward.kv_heads); }
+  // Queries of all heads that share a KV head; of a sequence, at most.
+  int64_t rows() const {
+    return std::max<int64_t>(forward.q_length, 1) * (forward.heads / forward.kv_heads);
+  }
 };
 
 // New keys and values that the launch appends first: none without defines.
@@ -38,6 +41,7 @@ struct FlashDecodeAppend {
   Defines defines;
   torch::stable::Tensor k;
   torch::stable::Tensor v;
+  OptionalTensor cu_seqlens_k_new;
   AppendParams params;
   bool q_advances;
 };

@@ -9,7 +9,8 @@
 #include "csrc/ops/attention/schema.h"
 #include "csrc/problem/decode.h"
 
-#define FLASH_DECODE_ARGUMENTS FLASH_CACHED_ARGUMENTS() ", SymInt num_splits=0"
+#define FLASH_DECODE_ARGUMENTS \
+  FLASH_CACHED_ARGUMENTS() ", SymInt num_splits=0" DECODE_OPTIONS(OPTION_SCHEMA)
 
 // What is made of the options that decode_step has, too.
 #define STEP_IN(MADE) MADE
@@ -23,7 +24,11 @@
   "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, " \
   "Tensor cache_seqlens, *, " APPEND_KV_ROTARY FLASH_OPTIONS(STEP_SCHEMA)     \
   ", Tensor? block_table=None, Tensor? cache_batch_idx=None, "              \
-  "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, SymInt num_splits=0"
+  "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, SymInt num_splits=0" \
+  DECODE_OPTIONS(OPTION_SCHEMA) ", Tensor? cu_seqlens_k_new=None"
+
+#define DECODE_PARAMETERS DECODE_OPTIONS(OPTION_PARAMETER)
+#define DECODE_VALUES {DECODE_OPTIONS(OPTION_VALUE)}
 
 namespace metal_attn {
 
@@ -32,9 +37,10 @@ template <auto run>
 struct FlashDecode {
   using Tensor = torch::stable::Tensor;
   static auto call(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS,
-                   CACHE_PARAMETERS, int64_t num_splits) {
-    return run(FlashDecodeArguments{{q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, CACHE_VALUES},
-                                    num_splits});
+                   CACHE_PARAMETERS, int64_t num_splits DECODE_PARAMETERS) {
+    const DecodeOptions decode DECODE_VALUES;
+    return run(FlashDecodeArguments{
+        {q, k, v, decode.packing(), {FLASH_OPTION_VALUES}, CACHE_VALUES}, num_splits, decode});
   }
 };
 
@@ -45,12 +51,12 @@ struct DecodeStep {
                    const Tensor& v_cache, const Tensor& cache_seqlens, OptionalTensor rotary_cos,
                    OptionalTensor rotary_sin, bool rotary_interleaved, bool rotate_q_by_token,
                    bool rotary_from_leftpad FLASH_OPTIONS(STEP_PARAMETER), CACHE_PARAMETERS,
-                   int64_t num_splits) {
+                   int64_t num_splits DECODE_PARAMETERS, OptionalTensor cu_seqlens_k_new) {
     FlashFwdOptions options;
     FLASH_OPTIONS(STEP_SET)
     return step(q, k, v, k_cache, v_cache, cache_seqlens, rotary_cos, rotary_sin,
                 rotary_interleaved, rotate_q_by_token, rotary_from_leftpad, options, CACHE_VALUES,
-                num_splits);
+                num_splits, DECODE_VALUES, cu_seqlens_k_new);
   }
 
   // `options` are attention's, but leftpad_k, which is the append's.
@@ -58,7 +64,9 @@ struct DecodeStep {
                    const Tensor& v_cache, const Tensor& cache_seqlens,
                    const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
                    bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad,
-                   FlashFwdOptions options, CacheOptions cache, int64_t num_splits) {
+                   FlashFwdOptions options, CacheOptions cache, int64_t num_splits,
+                   const DecodeOptions& decode = {},
+                   const OptionalTensor& cu_seqlens_k_new = std::nullopt) {
     cache.names = kAppendNames;
     AppendKvArguments append{k,
                              v,
@@ -73,9 +81,16 @@ struct DecodeStep {
                              rotary_interleaved,
                              rotate_q_by_token,
                              rotary_from_leftpad};
+    if (decode.cu_seqlens_q) {
+      append.packed =
+          PackedRows{*decode.cu_seqlens_q, cu_seqlens_k_new.value_or(*decode.cu_seqlens_q),
+                     cu_seqlens_k_new ? "cu_seqlens_k_new" : "cu_seqlens_q"};
+    }
     options.leftpad_k.reset();
     return run(DecodeStepArguments{
-        append, {{q, k_cache, v_cache, std::nullopt, options, cache}, num_splits}});
+        append,
+        {{q, k_cache, v_cache, decode.packing(), options, cache}, num_splits, decode},
+        cu_seqlens_k_new.has_value()});
   }
 };
 

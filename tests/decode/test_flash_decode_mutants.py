@@ -182,8 +182,8 @@ MUTANTS = {
             "race",
         ),
         "a split's lse where the first has its own": (
-            "+ split * params.lse_split_stride",
-            "",
+            "split * params.lse_split_stride",
+            "0",
             "race",
         ),
     },
@@ -463,8 +463,8 @@ MUTANTS = {
     },
     problems.impossible_packed: {
         "impossible ends as clamped": (
-            "impossible = begin != q_start || end != q_start + q_length ||",
-            "impossible =",
+            "begin != q_start || end != q_start + q_length ||",
+            "",
         ),
         "ends not clamped": (
             "q_length = max(clamp(end, 0, params.q_total) - q_start, 0)",

@@ -8,7 +8,7 @@ from tests.cache.kv_caches import FORMATS
 from tests.decode import flash_decode_problems as problems
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused_alike
-from torch_metal_attn import flash_attn_with_kvcache
+from torch_metal_attn import flash_attn_with_kvcache, simulate
 from torch_metal_attn.testing.judge import on
 
 ops = torch.ops.metal_attn
@@ -17,7 +17,8 @@ PROBLEMS = (problems.packed, problems.packed_alone, problems.packed_steps)
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
 def test_packed(problem):
-    problem()
+    with simulate(check=True):
+        problem()
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 4), (8, 1)])
@@ -29,7 +30,8 @@ def test_ratios_of_heads(heads, kv_heads, device):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_steps_on_quantised_caches(format):
-    problems.packed_step({"format": format, "page": 16}, causal=True)
+    with simulate(check=True):
+        problems.packed_step({"format": format, "page": 16}, causal=True)
 
 
 def test_no_queries(device):

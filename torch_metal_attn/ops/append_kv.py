@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.cpu import cpu_kernel
-from torch_metal_attn.ops.differentiation import count_writes, refuse
-from torch_metal_attn.ops.fake import NAMESPACES, register_fake
+from torch_metal_attn.ops.differentiation import refuse
+from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.quantisation import ELEMENTS, format_of, quantise
 
 
@@ -118,7 +118,4 @@ def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     return q | written_caches(given)
 
 
-_libraries = []
-for _namespace in NAMESPACES:
-    refuse(_namespace, "append_kv", "detach it, as a cache keeps no graph", _written)
-    _libraries.append(count_writes(_namespace, "append_kv", _written))
+refuse("append_kv", "detach it, as a cache keeps no graph", _written)

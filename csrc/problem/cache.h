@@ -89,15 +89,6 @@ struct SeenKeys {
   int64_t end;
 };
 
-// k: (B, Hkv, L, D) and v: (B, Hkv, L, Dv) in float32, float16 or bfloat16, the last stride 1.
-// Row i of sequence b becomes row cache_seqlens[b] + i of what is sequence b's in
-//   k_cache (Bc, Hkv, capacity, D) and v_cache alike: batch cache_batch_idx[b], or b;
-//   k_cache (pages, Hkv, page, D): row r is row r % page of page block_table[b, r / page].
-// Caches have k's dtype, or half precision where that is float32, or one of
-// torch_metal_attn/quantisation.py's formats with its scales.
-// rotary_cos and rotary_sin (rows, R / 2) rotate row i of k by their row cache_seqlens[b] + i, less
-// leftpad_k[b] if rotary_from_leftpad. Token i of q (B, Hq, Lq, D) is rotated in place by the same
-// row, or unless rotate_q_by_token by that of i = 0. Indices are int32, (B) or (B, blocks).
 // Where each sequence's queries and new rows begin, where they are packed: (B + 1) int32.
 struct PackedRows {
   torch::stable::Tensor cu_seqlens_q;
@@ -105,6 +96,17 @@ struct PackedRows {
   const char* k_new_name;  // of the latter in messages, as it may be the former
 };
 
+// k: (B, Hkv, L, D) and v: (B, Hkv, L, Dv) in float32, float16 or bfloat16, the last stride 1.
+// Row i of sequence b becomes row cache_seqlens[b] + i of what is sequence b's in
+//   k_cache (Bc, Hkv, capacity, D) and v_cache alike: batch cache_batch_idx[b], or b;
+//   k_cache (pages, Hkv, page, D): row r is row r % page of page block_table[b, r / page].
+// Caches have k's dtype, or half precision where that is float32, or one of
+// torch_metal_attn/quantisation.py's formats with its scales.
+// rotary_cos and rotary_sin (rows, R / 2) rotate row i of k by their row cache_seqlens[b] + i, less
+// leftpad_k[b] if rotary_from_leftpad: its columns [rotary_first_column, rotary_first_column + R).
+// v_cache may be the first columns of k_cache, as far as none of them is rotated; then v must be
+// those of k. Token i of q (B, Hq, Lq, D) is rotated in place by the same
+// row, or unless rotate_q_by_token by that of i = 0. Indices are int32, (B) or (B, blocks).
 // With `packed`, k, v and q have packed rows, (T, H, D), and sequences differ in their number.
 struct AppendKvArguments {
   torch::stable::Tensor k;
@@ -120,6 +122,7 @@ struct AppendKvArguments {
   bool rotary_interleaved;
   bool rotate_q_by_token;
   bool rotary_from_leftpad;
+  int64_t rotary_first_column;
   std::optional<PackedRows> packed = std::nullopt;
 };
 
@@ -136,6 +139,8 @@ struct AppendKvProblem {
   int32_t cache_size;  // batches or pages of the caches
   int32_t page_size;   // 0: not paged
   int32_t pairs;       // columns of rotary_cos
+  int32_t first_rotated;
+  bool v_in_k;  // v_cache is the first columns of k_cache, and v those of k
   int32_t table_rows;
   Element table_element;
   int32_t q_heads;

@@ -79,6 +79,9 @@ DecodeStepCall analyse(const DecodeStepArguments& a) {
   check(!append.packed || forward.launches(), "`q` has shape ", shape_text(a.decode.forward.q),
         ", no queries; decode_step takes packed new rows only with some");
   forward.problem.aligned = forward.problem.aligned && widths.loads;
+  if (forward.problem.features.rotary) {
+    forward.problem.features.rotary->first = problem.first_rotated;
+  }
   DecodeStepCall call{choose_flash_decode(forward, decode, true), decode.forward, {}};
   // The kernel adds the new keys itself.
   call.forward.options.seqused_k = append.cache_seqlens;

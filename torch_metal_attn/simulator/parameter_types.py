@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .constants import FLOATS, INTEGER_RANGES
 from .diagnostics import hides_frames
-from .kernels import Kernel, Parameter
+from .metal.constants import FLOATS, INTEGER_RANGES
+from .metal.kernels import Kernel, Parameter
 
 __tracebackhide__ = hides_frames
 # In the order of shim/__msl_parameters.h; "" is any other type, such as a struct.

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import versions
 from .diagnostics import hides_frames
 from .engine import Counters
+from .metal import versions
 from .recording import RecordedLaunch
 from .tensors import DEFAULT_MODEL, TensorModel, tensor_model
 

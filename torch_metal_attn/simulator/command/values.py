@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..constants import FLOATS, INTEGER_RANGES
-from ..kernels import Parameter
+from ..metal.constants import FLOATS, INTEGER_RANGES
+from ..metal.kernels import Parameter
 from ..parameter_types import DTYPE_OF, SCALAR_OF, ParameterType
 
 SYNTAX = """values of --arg:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from ..lexer import TokenList
+from ..metal.lexer import TokenList
 from .finding import Finding
 
 BANNED_WORDS = {

@@ -18,8 +18,9 @@
 // KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, WIDE_LOADS; SPLIT if there is more than one
 // split, V_IN_K if v is the first columns of k; the
 // features of flash_fwd but DROPOUT and K_ROTARY, or FLEX; to append new keys first APPEND,
-// WIDE_STORES and NEW_K_ROTARY; INDEX_BLOCK if keys are listed; and ROW_LOOP if threadgroups own more than one tile of rows.
-// Without it nothing that a tile begins with has to last, in registers, until the next one.
+// WIDE_STORES and NEW_K_ROTARY; INDEX_BLOCK if keys are listed; and ROW_LOOP if threadgroups own
+// more than one tile of rows. Without it nothing that a tile begins with has to last, in registers,
+// until the next one.
 using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_decode(
@@ -88,8 +89,9 @@ using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>
   share.reset(row_group, rows, params);
   Range seen;
   seen.begin = visible.keys_of(INDICES ? share.begin / problem.queries_per_kv : 0).begin;
-  seen.end = visible.keys_of(INDICES ? (share.end - 1) / problem.queries_per_kv
-                                     : problem.q_length - 1).end;
+  seen.end =
+      visible.keys_of(INDICES ? (share.end - 1) / problem.queries_per_kv : problem.q_length - 1)
+          .end;
   // One list for all rows: steps are counted along its blocks.
   DecodeBlocks blocks;
   blocks.reset(inputs, problem.flex, batch, INDICES ? kv_head : kv_head * problem.queries_per_kv,
@@ -159,7 +161,8 @@ using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>
       const bool sees_nothing = row_sums[i] == 0.0f;
       o.scale_row(i, fast::exp2(tile.softmax[i].row_max - total.row_max) / total_sum, sees_nothing);
       const int tile_row = i * FRAGMENT + own.row;
-      if (simdgroup == 0 && own.column == 0 && tile_row < ROWS && first_row + tile_row < share.end) {
+      if (simdgroup == 0 && own.column == 0 && tile_row < ROWS &&
+          first_row + tile_row < share.end) {
         result.store_lse(tile.rows[i], total.logsumexp(total_sum), params);
       }
     }

@@ -93,11 +93,12 @@ def attention(
         the keys'. See `rotate`. dropout_p: in 0..1. rng_state: (2,) int64, a seed and an offset, if
         dropout_p > 0. block_table (B, max_blocks) or cache_batch_idx (B,): where in a cache each
         sequence's keys and values are, see `cached`; Lk is then what the table or the cache holds.
-        k_scale, v_scale: of quantised k and v, see `quantisation.dequantise`. indices: (B or 1,
-        Hkv or 1, lists, entries): list i // q_block_size is query i's, and entry e the keys from
-        e * kv_block_size on; -1 is none (DeepSeek-V3.2, 2025). first_batch: the index that dropout counts the batch from. transform: the options of `transformed`.
-        compute_dtype: dtype of every intermediate and of both results. Without it, float32 (float64
-        for float64 inputs) inside, and `out` rounded to q's dtype at the end.
+        k_scale, v_scale: of quantised k and v, see `quantisation.dequantise`. indices: (B or 1, Hkv
+        or 1, lists, entries): list i // q_block_size is query i's, and entry e the keys from e *
+        kv_block_size on; -1 is none (DeepSeek-V3.2, 2025). first_batch: the index that dropout
+        counts the batch from. transform: the options of `transformed`. compute_dtype: dtype of
+        every intermediate and of both results. Without it, float32 (float64 for float64 inputs)
+        inside, and `out` rounded to q's dtype at the end.
 
     Returns:
         out (B, Hq, Lq, Dv) and lse (B, Hq, Lq), natural logarithm.

@@ -230,7 +230,7 @@ def test_any_order_of_lanes(seed):
         ({"learnable_sink": torch.zeros(3)}, "learnable_sink has shape"),
         (
             {"indices": torch.zeros(1, 2, 2, 4).int()},
-            r"indices has shape \(1, 2, 2, 4\); it must be \(1 or 1, 1 or 2, 1, entries\): lists of 1",
+            r"indices has shape \(1, 2, 2, 4\); it must be \(1 or 1, 1 or 2, 1, entr",
         ),
         (
             {"indices": torch.zeros(1, 2, 4).int()},

@@ -8,6 +8,7 @@
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/tuning.h"
+#include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/grid.h"
@@ -28,24 +29,6 @@ using torch::stable::Tensor;
 
 // Of a KV head. The kernel's steps over rows, of all row groups, must not pass the end of int32.
 constexpr int64_t kMaxRows = int64_t{1} << 30;
-
-// Whether two tensors begin at one element and step alike, the second no wider.
-bool begins(const Tensor& whole, const Tensor& part) {
-  const int64_t last = part.dim() - 1;
-  bool same = part.numel() > 0 && part.const_data_ptr() == whole.const_data_ptr() &&
-              part.dim() == whole.dim() && part.size(last) <= whole.size(last);
-  for (int64_t dim = 0; same && dim < last; ++dim) {
-    same = part.stride(dim) == whole.stride(dim);
-  }
-  return same;
-}
-
-// Whether v is the first columns of k, as in the latent caches of DeepSeek's MLA: one read serves
-// both.
-bool v_in_k(const FlashFwdArguments& a) {
-  const bool scaled = a.cache.k_scale && a.cache.v_scale;
-  return begins(a.k, a.v) && (!scaled || begins(*a.cache.k_scale, *a.cache.v_scale));
-}
 
 // Keys that the queries of one sequence read, at most.
 int64_t keys_read(const FlashDecodeArguments& a, const FlashFwdCall& call) {
@@ -172,11 +155,11 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
   call.keys = keys_read(a, forward);
   const int64_t rows = call.list_rows();
   call.specialisation =
-      tuned(choose_flash_decode(forward.problem, rows, v_in_k(f), gpu()), rows, call.keys);
+      tuned(choose_flash_decode(forward.problem, rows, v_in_k(f.cache, f.k, f.v), gpu()), rows,
+            call.keys);
   const FlashDecodeSpecialisation& s = call.specialisation;
   // Only the threadgroups that write new keys see them.
-  const int64_t most =
-      std::max<int64_t>(kMostGroups / (forward.kv_heads * call.list_count()), 1);
+  const int64_t most = std::max<int64_t>(kMostGroups / (forward.kv_heads * call.list_count()), 1);
   const int64_t list_groups = appends ? 1 : std::min(s.passes(rows), most);
   call.row_groups = call.list_count() * list_groups;
   check(forward.kv_heads * call.row_groups <= kMaxLength, "`indices` has ", call.list_count(),

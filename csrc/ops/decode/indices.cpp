@@ -38,8 +38,8 @@ void check_entries(const Tensor& indices, int64_t blocks) {
   for (int64_t b = 0; b < indices.size(0); ++b) {
     for (int64_t h = 0; h < indices.size(1); ++h) {
       for (int64_t list = 0; list < indices.size(2); ++list) {
-        const int32_t* entry = values + b * indices.stride(0) + h * indices.stride(1) +
-                               list * indices.stride(2);
+        const int32_t* entry =
+            values + b * indices.stride(0) + h * indices.stride(1) + list * indices.stride(2);
         for (int64_t i = 0; i < indices.size(3); ++i, entry += indices.stride(3)) {
           check(-1 <= *entry && *entry < blocks, "`indices`[", b, ", ", h, ", ", list, ", ", i,
                 "] is ", *entry, "; it must be in 0..", blocks - 1, ", or -1 for none");
@@ -68,9 +68,8 @@ void check_indices(const KeyLists& a, const FlashFwdArguments& f, const FlashFwd
         "`indices` has shape ", shape_text(indices), "; it must be (1 or ", call.batch, ", 1 or ",
         call.kv_heads, ", ", lists, ", entries): lists of ", call.q_length, " queries by ",
         a.q_block_size);
-  check(indices.size(3) <= kMaxLength / a.kv_block_size, "`indices` has lists of ",
-        indices.size(3), " blocks of ", a.kv_block_size, " keys; it must be at most ", kMaxLength,
-        " keys");
+  check(indices.size(3) <= kMaxLength / a.kv_block_size, "`indices` has lists of ", indices.size(3),
+        " blocks of ", a.kv_block_size, " keys; it must be at most ", kMaxLength, " keys");
   check_storage("indices", indices);
   check_entries(indices, divide_up(call.kv_length, a.kv_block_size));
 }
@@ -81,9 +80,9 @@ void fill_list_params(const KeyLists& a, const FlashFwdCall& call, FlexParams& p
   const auto stride = [&](int64_t dim) {
     return a.indices->size(dim) == 1 ? 0 : a.indices->stride(dim);
   };
-  params.partial = {
-      {}, {stride(0), stride(1), stride(2), a.indices->stride(3)},
-      static_cast<int32_t>(a.indices->size(3))};
+  params.partial = {{},
+                    {stride(0), stride(1), stride(2), a.indices->stride(3)},
+                    static_cast<int32_t>(a.indices->size(3))};
   params.existing_blocks = static_cast<int32_t>(divide_up(call.kv_length, a.kv_block_size));
 }
 

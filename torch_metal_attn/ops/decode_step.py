@@ -16,7 +16,7 @@ from torch_metal_attn.reference import attention
 
 _ROTARY = (
     *("rotary_cos", "rotary_sin"),
-    *("rotary_interleaved", "rotate_q_by_token", "rotary_from_leftpad"),
+    *("rotary_interleaved", "rotate_q_by_token", "rotary_from_leftpad", "rotary_first_column"),
 )
 # Options of both the append and the attention.
 _CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale")

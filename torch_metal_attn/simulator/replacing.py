@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from . import lint, versions
+from . import lint
 from .diagnostics import hides_frames
 from .library import ShaderLibrary, compile_shader
+from .metal import versions
 from .renaming import Renaming
 
 __tracebackhide__ = hides_frames

@@ -136,8 +136,8 @@ class CascadePlan:
 
         Args: q: (B, q_length, Hq, D). k_cache, v_cache: (pages, page_size, Hkv, D) and Dv; they may
             be quantised, with k_scale and v_scale. learnable_sink: (Hq,), counted once. num_splits:
-            of each call. The other options of `flash_attn_with_kvcache` depend on a key's position, or on its sequence, and
-            are not here.
+            of each call. The other options of `flash_attn_with_kvcache` depend on a key's position,
+            or on its sequence, and are not here.
 
         Returns: (B, q_length, Hq, Dv), in q's dtype.
 

@@ -31,9 +31,17 @@ struct DecodeOptions {
   }
 };
 
+// The keys, or blocks of neighbouring keys, that each block of queries sees alone.
+struct KeyLists {
+  OptionalTensor indices;  // (B or 1, Hkv or 1, lists, entries) int32; -1: none
+  int64_t kv_block_size = 1;
+  int64_t q_block_size = 1;
+};
+
 struct FlashDecodeArguments {
   FlashFwdArguments forward;  // k and v are never packed
   int64_t num_splits;         // 0: chosen from the sizes and the GPU's cores
+  KeyLists lists = {};
   DecodeOptions options = {};
 };
 

@@ -194,6 +194,11 @@ def _packed_step(length=5, dtype=torch.float16):
     return given | {"cu_seqlens_q": ends, "max_seqlen_q": length}
 
 
+def _listed(length=8, dtype=torch.float32):
+    entries = (torch.arange(2 * length * 6) * 5 % 14 - 1).int().view(1, 2, length, 6)
+    return _attention(causal=True, indices=entries)(length, dtype)
+
+
 _FLASH = {"differentiable": ("q", "k", "v")}
 
 
@@ -209,6 +214,7 @@ EXAMPLES = {
     ),
     "flash_decode": Example("flash_decode", _attention(causal=True, num_splits=1)),
     "flash_decode packed": Example("flash_decode", _packed_queries),
+    "flash_decode by lists": Example("flash_decode", _listed),
     "rope": Example("rope", _rope(), **_ROPE),
     "rope at an offset": Example("rope", _rope(**_OFFSET), **_ROPE),
     "rope by positions": Example("rope", _rope(**_POSITIONS), **_ROPE),

@@ -9,8 +9,10 @@
 #include "csrc/ops/attention/schema.h"
 #include "csrc/problem/decode.h"
 
-#define FLASH_DECODE_ARGUMENTS \
-  FLASH_CACHED_ARGUMENTS() ", SymInt num_splits=0" DECODE_OPTIONS(OPTION_SCHEMA)
+#define FLASH_DECODE_ARGUMENTS                    \
+  FLASH_CACHED_ARGUMENTS()                        \
+  ", SymInt num_splits=0, Tensor? indices=None, " \
+  "SymInt kv_block_size=1, SymInt q_block_size=1" DECODE_OPTIONS(OPTION_SCHEMA)
 
 // What is made of the options that decode_step has, too.
 #define STEP_IN(MADE) MADE
@@ -37,10 +39,14 @@ template <auto run>
 struct FlashDecode {
   using Tensor = torch::stable::Tensor;
   static auto call(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS,
-                   CACHE_PARAMETERS, int64_t num_splits DECODE_PARAMETERS) {
+                   CACHE_PARAMETERS, int64_t num_splits, OptionalTensor indices,
+                   int64_t kv_block_size, int64_t q_block_size DECODE_PARAMETERS) {
     const DecodeOptions decode DECODE_VALUES;
-    return run(FlashDecodeArguments{
-        {q, k, v, decode.packing(), {FLASH_OPTION_VALUES}, CACHE_VALUES}, num_splits, decode});
+    return run(
+        FlashDecodeArguments{{q, k, v, decode.packing(), {FLASH_OPTION_VALUES}, CACHE_VALUES},
+                             num_splits,
+                             {indices, kv_block_size, q_block_size},
+                             decode});
   }
 };
 
@@ -91,7 +97,7 @@ struct DecodeStep {
     options.leftpad_k.reset();
     return run(DecodeStepArguments{
         append,
-        {{q, k_cache, v_cache, decode.packing(), options, cache}, num_splits, decode},
+        {{q, k_cache, v_cache, decode.packing(), options, cache}, num_splits, {}, decode},
         cu_seqlens_k_new.has_value()});
   }
 };

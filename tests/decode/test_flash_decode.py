@@ -12,12 +12,11 @@ import torch
 from tests.attention import held_cases
 from tests.attention.flash_fwd_check import check_flash_decode, make_qkv
 from tests.attention.held_cases import DTYPES
-from tests.cache.kv_caches import paged, quantised
+from tests.cache.kv_caches import FORMATS, paged, quantised
 from tests.helpers.cases import each_case
 from tests.helpers.home import HOME
 from tests.helpers.refused import refused_alike
 from torch_metal_attn import simulate
-from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import on
 

@@ -9,11 +9,10 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor, natural, whole
 from torch_metal_attn.call.names import ArgumentNames
-from torch_metal_attn.quantisation import ELEMENTS, sizes
+from torch_metal_attn.quantisation import DTYPES, ELEMENTS, sizes
 
 Layout = Literal["NHD", "HND"]
 ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved")  # options of `append`
-_FORMAT_DTYPES = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,7 @@ class Storage:
         *,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        v_format: str | None = None,
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         counts = {
@@ -67,10 +67,13 @@ class Storage:
             raise ValueError(f"dtype is {dtype!r}; it must be float32, float16 or bfloat16")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout is {layout!r}; it must be NHD or HND")
-        if format != "fp8_e4m3" and (k_scale is not None or v_scale is not None):
-            raise ValueError(f"k_scale or v_scale is given and format is {format}; leave them out")
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if format is None and v_format is not None:
+            raise ValueError(f"v_format is {v_format!r} and format is None; give both or neither")
+        v_format = format if v_format is None else v_format
+        for name, scale, own in (("k_scale", k_scale, format), ("v_scale", v_scale, v_format)):
             if scale is not None:
+                if own != "fp8_e4m3":
+                    raise ValueError(f"{name} is given and its format is {own}; leave it out")
                 _check_scale(name, scale, num_kv_heads)
         self._new_dtypes = [dtype]
         if format is None and dtype != torch.float32:
@@ -86,11 +89,13 @@ class Storage:
             shape = (blocks, num_kv_heads, rows, columns)
             return torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)
 
-        def operand(columns: int, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        def operand(
+            columns: int, format: str | None, scale: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
             if format is None:
                 return empty(columns, dtype), None
             data_columns, scale_columns = sizes(format, columns)
-            data = empty(data_columns, _FORMAT_DTYPES[format])
+            data = empty(data_columns, DTYPES[format])
             if format == "fp8_e4m3":
                 ones = torch.ones(num_kv_heads, device=device)
                 return data, ones if scale is None else scale
@@ -98,8 +103,8 @@ class Storage:
 
         self.layers = []
         for _ in range(num_layers):
-            k, own_k_scale = operand(head_dim, k_scale)
-            v, own_v_scale = operand(v_head_dim, v_scale)
+            k, own_k_scale = operand(head_dim, format, k_scale)
+            v, own_v_scale = operand(v_head_dim, v_format, v_scale)
             self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale))
 
     def check_layer(self, layer: int) -> None:

@@ -193,15 +193,17 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
 def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
     """The values that k and v (B, H, L, D) stand for, their storage, and the options for it.
 
-    case: has cache, format, page and seed.
+    case: has cache, format, v_format, page and seed.
     """
     exact, kept = [k, v], {"k": k, "v": v}
     scales: dict[str, Tensor] = {}
     if case.format:
-        by_head = case.format == "fp8_e4m3"
-        for i, (name, x) in enumerate((("k", k), ("v", v))):
+        for i, (name, x, format) in enumerate(
+            (("k", k, case.format), ("v", v, case.v_format or case.format))
+        ):
+            by_head = format == "fp8_e4m3"
             given = torch.linspace(0.02, 0.03, k.shape[1]) if by_head else None
-            data, scale = quantise(x, case.format, given)
+            data, scale = quantise(x, format, given)
             exact[i] = dequantise(data, scale, torch.float32)
             # As bytes, which every device has.
             kept[name] = data.view(torch.uint8) if by_head else data

@@ -40,9 +40,9 @@ bool begins(const Tensor& whole, const Tensor& part) {
 
 // Whether v is the first columns of k, as in the latent caches of DeepSeek's MLA: one read serves
 // both.
-bool v_in_k(const FlashFwdArguments& a) {
+bool v_in_k(const FlashFwdArguments& a, bool same_format) {
   const bool scaled = a.cache.k_scale && a.cache.v_scale;
-  return begins(a.k, a.v) && (!scaled || begins(*a.cache.k_scale, *a.cache.v_scale));
+  return same_format && begins(a.k, a.v) && (!scaled || begins(*a.cache.k_scale, *a.cache.v_scale));
 }
 
 // Keys that the queries of one sequence read, at most.
@@ -151,8 +151,10 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
     return call;
   }
   call.keys = keys_read(f, forward);
-  call.specialisation = tuned(choose_flash_decode(forward.problem, call.rows(), v_in_k(f), gpu()),
-                              call.rows(), call.keys);
+  const KvFormats& formats = forward.problem.features.cache.formats;
+  call.specialisation = tuned(
+      choose_flash_decode(forward.problem, call.rows(), v_in_k(f, formats.k == formats.v), gpu()),
+      call.rows(), call.keys);
   const FlashDecodeSpecialisation& s = call.specialisation;
   // Only the threadgroups that write new keys see them.
   const int64_t most = std::max<int64_t>(kMostGroups / forward.kv_heads, 1);

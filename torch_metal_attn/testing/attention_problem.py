@@ -21,8 +21,8 @@ class Problem:
         reference: without a cache, dequantised, and in the dtype of q. packing: cu_seqlens_q,
         cu_seqlens_k and the longest lengths, or empty. options: the ops' options, without those of
         caches. stored: k and v as the op takes them. where: the options that say where and how they
-        are stored. dout, dlse: gradients of the results. unseen_nan: the element of v that is NaN,
-        as (batch or row, head, key, column).
+        are stored. dout, dlse: gradients of the results. poisoned_v: the element of v that is NaN
+        or infinite, as (batch or row, head, key, column); None if there is none.
     """
 
     q: Tensor

@@ -110,6 +110,8 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   if (!a.rotary_cos) {
     check(!a.q, "`q` is given and `rotary_cos` is not, which is all that `q` is for");
     check(!a.rotary_interleaved, "`rotary_interleaved` is True and `rotary_cos` is not given");
+    check(a.rotary_first_column == 0, "`rotary_first_column` is ", a.rotary_first_column,
+          " and `rotary_cos` is not given");
     return;
   }
   const Tensor& cos = *a.rotary_cos;
@@ -129,6 +131,11 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   check(2 * cos.size(1) <= p.head_dim_qk, "`rotary_cos` has ", cos.size(1),
         " columns and `k` a head dim of ", p.head_dim_qk, "; they must be at most half of it");
   p.pairs = static_cast<int32_t>(cos.size(1));
+  const int64_t last = p.head_dim_qk - 2 * p.pairs;
+  check(0 <= a.rotary_first_column && a.rotary_first_column <= last, "`rotary_first_column` is ",
+        a.rotary_first_column, "; it must be in 0..", last, ", as `k` has a head dim of ",
+        p.head_dim_qk, " and `rotary_cos` rotates ", 2 * p.pairs, " columns");
+  p.first_rotated = static_cast<int32_t>(a.rotary_first_column);
   if (a.q) {
     check_same_device("q", *a.q, "k", a.k);
     check_same_dtype("q", *a.q, "k", a.k);
@@ -139,8 +146,26 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   }
 }
 
+// One write serves both caches, so both must be given the same rows.
+void check_v_in_k(const AppendKvArguments& a, AppendKvProblem& p) {
+  p.v_in_k = v_in_k(a.cache, p.formats, a.k_cache, a.v_cache);
+  if (!p.v_in_k || !p.writes()) {
+    return;
+  }
+  check(begins(a.k, a.v),
+        "`v_cache` is the first columns of `k_cache`, and `v` is not those of `k`; pass "
+        "k[..., :",
+        p.head_dim_v, "] as `v`");
+  check(p.pairs == 0 || p.first_rotated >= p.head_dim_v, "`rotary_first_column` is ",
+        p.first_rotated, " and `v_cache` the first ", p.head_dim_v,
+        " columns of `k_cache`; values are not rotated, so it must be at least ", p.head_dim_v);
+}
+
 void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
-  std::vector<Named> written{{"k_cache", &a.k_cache}, {"v_cache", &a.v_cache}};
+  std::vector<Named> written{{"k_cache", &a.k_cache}};
+  if (!p.v_in_k) {
+    written.push_back({"v_cache", &a.v_cache});
+  }
   std::vector<Named> read{{"k", &a.k}, {"v", &a.v}};
   std::vector<Named> tables = given({{"cache_seqlens", &a.cache_seqlens},
                                      {"block_table", &a.cache.block_table},
@@ -150,7 +175,7 @@ void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
                                      {"rotary_sin", &a.rotary_sin}});
   for (const auto& [name, scale, format] : {std::tuple{"k_scale", &a.cache.k_scale, p.formats.k},
                                             {"v_scale", &a.cache.v_scale, p.formats.v}}) {
-    if (*scale) {
+    if (*scale && (!p.v_in_k || scale == &a.cache.k_scale)) {
       (has_row_scales(format) ? written : tables).push_back({name, &**scale});
     }
   }
@@ -257,6 +282,7 @@ AppendKvProblem check_append_kv(const AppendKvArguments& a) {
   check_caches(a, p);
   check_indices(a, p);
   check_rotary(a, p);
+  check_v_in_k(a, p);
   check_memory(a, p);
   if (a.k.is_cpu()) {
     check_values(a, p);
@@ -276,7 +302,7 @@ AppendWidths append_widths(const AppendKvArguments& a, const AppendKvProblem& p)
                   rows_aligned(a.v_cache, kv_load_bytes(Element::kHalf, p.formats.v));
   widths.rotary = widths.loads && a.rotary_cos && rows_aligned_16(*a.rotary_cos) &&
                   rows_aligned_16(*a.rotary_sin) &&
-                  rotates_by_chunks(p.element, 2 * p.pairs, a.rotary_interleaved);
+                  rotates_by_chunks(p.element, p.first_rotated, 2 * p.pairs, a.rotary_interleaved);
   return widths;
 }
 
@@ -322,7 +348,7 @@ constexpr int64_t kPasses = 4;
 int choose_vector(const AppendKvArguments& a, const AppendKvProblem& p) {
   int64_t vector = std::min({kMaxVector, aligned_vector(*a.q), aligned_vector(*a.rotary_cos),
                              aligned_vector(*a.rotary_sin)});
-  while (p.pairs % vector != 0) {
+  while (p.pairs % vector != 0 || p.first_rotated % vector != 0) {
     vector /= 2;
   }
   return static_cast<int>(vector);
@@ -379,10 +405,12 @@ Defines append_kv_defines(const AppendKvArguments& a, const AppendKvProblem& p,
   define("V_FORMAT", p.formats.v == p.formats.k ? 0 : static_cast<int>(p.formats.v));
   define("K_SCALE", a.cache.k_scale.has_value());
   define("V_SCALE", a.cache.v_scale.has_value());
+  define("V_IN_K", p.v_in_k);
   if (p.pairs > 0) {
     define("NEW_K_ROTARY", 1);
     defines.push_back({"ROTARY_ELEMENT", element_name(p.table_element)});
     define("ROTARY_DIM", 2 * p.pairs);
+    define("ROTARY_FIRST", p.first_rotated);
     defines.push_back({"ROTARY_INTERLEAVED", a.rotary_interleaved});
     define("WIDE_ROTARY", s.widths.rotary);
   }

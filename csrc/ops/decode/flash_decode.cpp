@@ -8,6 +8,7 @@
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/tuning.h"
+#include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
@@ -26,24 +27,6 @@ using torch::stable::Tensor;
 
 // Of a KV head. The kernel's steps over rows, of all row groups, must not pass the end of int32.
 constexpr int64_t kMaxRows = int64_t{1} << 30;
-
-// Whether two tensors begin at one element and step alike, the second no wider.
-bool begins(const Tensor& whole, const Tensor& part) {
-  const int64_t last = part.dim() - 1;
-  bool same = part.numel() > 0 && part.const_data_ptr() == whole.const_data_ptr() &&
-              part.dim() == whole.dim() && part.size(last) <= whole.size(last);
-  for (int64_t dim = 0; same && dim < last; ++dim) {
-    same = part.stride(dim) == whole.stride(dim);
-  }
-  return same;
-}
-
-// Whether v is the first columns of k, as in the latent caches of DeepSeek's MLA: one read serves
-// both.
-bool v_in_k(const FlashFwdArguments& a, bool same_format) {
-  const bool scaled = a.cache.k_scale && a.cache.v_scale;
-  return same_format && begins(a.k, a.v) && (!scaled || begins(*a.cache.k_scale, *a.cache.v_scale));
-}
 
 // Keys that the queries of one sequence read, at most.
 int64_t keys_read(const FlashFwdArguments& f, const FlashFwdCall& call) {
@@ -153,7 +136,7 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
   call.keys = keys_read(f, forward);
   const KvFormats& formats = forward.problem.features.cache.formats;
   call.specialisation = tuned(
-      choose_flash_decode(forward.problem, call.rows(), v_in_k(f, formats.k == formats.v), gpu()),
+      choose_flash_decode(forward.problem, call.rows(), v_in_k(f.cache, formats, f.k, f.v), gpu()),
       call.rows(), call.keys);
   const FlashDecodeSpecialisation& s = call.specialisation;
   // Only the threadgroups that write new keys see them.

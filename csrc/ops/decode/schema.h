@@ -44,13 +44,14 @@ struct DecodeStep {
   static auto call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
                    const Tensor& v_cache, const Tensor& cache_seqlens, OptionalTensor rotary_cos,
                    OptionalTensor rotary_sin, bool rotary_interleaved, bool rotate_q_by_token,
-                   bool rotary_from_leftpad FLASH_OPTIONS(STEP_PARAMETER), CACHE_PARAMETERS,
+                   bool rotary_from_leftpad,
+                   int64_t rotary_first_column FLASH_OPTIONS(STEP_PARAMETER), CACHE_PARAMETERS,
                    int64_t num_splits) {
     FlashFwdOptions options;
     FLASH_OPTIONS(STEP_SET)
     return step(q, k, v, k_cache, v_cache, cache_seqlens, rotary_cos, rotary_sin,
-                rotary_interleaved, rotate_q_by_token, rotary_from_leftpad, options, CACHE_VALUES,
-                num_splits);
+                rotary_interleaved, rotate_q_by_token, rotary_from_leftpad, rotary_first_column,
+                options, CACHE_VALUES, num_splits);
   }
 
   // `options` are attention's, but leftpad_k, which is the append's.
@@ -58,7 +59,8 @@ struct DecodeStep {
                    const Tensor& v_cache, const Tensor& cache_seqlens,
                    const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
                    bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad,
-                   FlashFwdOptions options, CacheOptions cache, int64_t num_splits) {
+                   int64_t rotary_first_column, FlashFwdOptions options, CacheOptions cache,
+                   int64_t num_splits) {
     cache.names = kAppendNames;
     AppendKvArguments append{k,
                              v,
@@ -72,7 +74,8 @@ struct DecodeStep {
                              rotary_sin,
                              rotary_interleaved,
                              rotate_q_by_token,
-                             rotary_from_leftpad};
+                             rotary_from_leftpad,
+                             rotary_first_column};
     options.leftpad_k.reset();
     return run(DecodeStepArguments{
         append, {{q, k_cache, v_cache, std::nullopt, options, cache}, num_splits}});

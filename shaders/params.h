@@ -430,6 +430,27 @@ struct AppendKvParams {
   int32_t q_advances;    // token i of q is rotated by i rows more than token 0
 };
 
+// [[buffer(i)]] slots of index_scores.
+enum IndexScoresBuffer {
+  INDEX_SCORES_Q = 0,
+  INDEX_SCORES_K = 1,
+  INDEX_SCORES_WEIGHTS = 2,
+  INDEX_SCORES_OUT = 3,
+  INDEX_SCORES_PARAMS = 4,
+};
+
+// A row is a head, and a head of the strides a query.
+struct IndexScoresParams {
+  RowStrides q_strides;
+  RowStrides k_strides;
+  RowStrides weight_strides;
+  int64_t q_offset;  // the key index at which query 0 stands (CAUSAL)
+  int32_t heads;
+  int32_t q_length;
+  int32_t kv_length;
+  float softmax_scale;
+};
+
 // Dimensions other than the softmax's axis, at most: each has two positions or more, and the rows
 // are counted in 31 bits.
 #define MAX_ROW_DIMS 31

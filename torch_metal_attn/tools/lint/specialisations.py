@@ -244,6 +244,16 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _strings({"ELEMENT": "bfloat", "WIDE_LOADS": 1, "SINK": 1, "SINK_ELEMENT": "half"}),
         _strings({"ELEMENT": "float", "WIDE_LOADS": 0, "SINK": 1, "SINK_ELEMENT": "float"}),
     ],
+    "index_scores": [
+        _strings(
+            {"ELEMENT": "half", "WEIGHT_ELEMENT": "float", "HEAD_DIM": 128, "BLOCK_K": 32},
+            {"SIMDGROUPS": 4, "WIDE_LOADS": 1, "ROW_PAIRS": 1, "CAUSAL": 1},
+        ),
+        _strings(
+            {"ELEMENT": "bfloat", "WEIGHT_ELEMENT": "bfloat", "HEAD_DIM": 33, "BLOCK_K": 32},
+            {"SIMDGROUPS": 1, "WIDE_LOADS": 0, "ROW_PAIRS": 0},
+        ),
+    ],
     "copy_pages": [{"WORD": "uint4", "INDEX": "int"}, {"WORD": "uchar", "INDEX": "long"}],
     "append_kv": [
         _append_kv("half", 64, {"CACHE_BATCH_IDX": 1}),

@@ -279,13 +279,14 @@ def refuse(
         count_writes(name, written)
     for namespace in NAMESPACES:
         own = plain if namespace == "metal_attn" else None
-        kernel = _undifferentiated(namespace, name, advice, written or (lambda _: {}), own)
+        kernel = undifferentiated(namespace, name, advice, written or (lambda _: {}), own)
         python_kernel(f"{namespace}::{name}", "Autograd")(kernel)
 
 
-def _undifferentiated(
+def undifferentiated(
     namespace: str, name: str, advice: str, written: Written, plain: Callable[..., Any] | None
 ) -> Callable[..., Any]:
+    """The kernel that `refuse` registers."""
     op = getattr(getattr(torch.ops, namespace), name).default
     full_name = f"{namespace}::{name}"
     names = [argument.name for argument in op._schema.arguments]

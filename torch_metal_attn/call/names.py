@@ -36,7 +36,8 @@ class ArgumentNames:
     ) -> Any:
         """Run an op, or a function whose first argument is one; errors have the function's names.
 
-        Raises TypeError for arguments that are not of the types in the op's schema.
+        Raises TypeError for arguments that are not of the types in the op's schema, and ValueError
+        for ints beyond int64.
         """
         try:
             return call(op, arguments, options)
@@ -81,12 +82,14 @@ class ArgumentNames:
             allowed, wanted = _KINDS.get(
                 (kind.getElementType() if optional else kind).kind(), (object, "")
             )
+            name = self.names.get(argument.name, argument.name)
+            if isinstance(value, int) and not -(2**63) <= value < 2**63 and wanted == "an int":
+                raise ValueError(f"{name} is {value}; it must fit int64") from None
             if argument.name not in values or isinstance(value, allowed):
                 continue
             if optional:
                 if value is None:
                     continue
                 wanted += " or None"
-            name = self.names.get(argument.name, argument.name)
             found = f"a {type(value).__name__}" if allowed is Tensor else repr(value)
             raise TypeError(f"{name} is {found}; it must be {wanted}") from None

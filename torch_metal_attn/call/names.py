@@ -44,7 +44,7 @@ class ArgumentNames:
         except (ValueError, NotImplementedError) as error:
             raise self.error(error) from None
         except RuntimeError:
-            self._check_types(op, arguments, options)
+            self.check_types(op, arguments, options)
             raise
 
     def error(self, error: Exception) -> Exception:
@@ -67,9 +67,10 @@ class ArgumentNames:
             return f"({', '.join(sizes)})"
         return word
 
-    def _check_types(
+    def check_types(
         self, op: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
     ) -> None:
+        """Raise TypeError or ValueError for arguments whose types are not those of `op`'s schema."""
         called: Any = op
         if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             called, *arguments = arguments

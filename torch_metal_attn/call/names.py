@@ -70,7 +70,7 @@ class ArgumentNames:
     def check_types(
         self, op: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
     ) -> None:
-        """Raise TypeError or ValueError for arguments whose types are not those of `op`'s schema."""
+        """Raise TypeError or ValueError for what is not of the types in the schema of `op`."""
         called: Any = op
         if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             called, *arguments = arguments

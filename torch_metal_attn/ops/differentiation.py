@@ -354,7 +354,9 @@ def _counted(
 
     def with_new_versions(keyset: Any, *values: Any, **options: Any) -> Any:
         given = dict(zip(names, values, strict=False), **options)
-        torch.autograd.graph.increment_version([given[name] for name in written(given)])
+        tensors = (given[name] for name in written(given))
+        # The op's checks refuse None.
+        torch.autograd.graph.increment_version([x for x in tensors if x is not None])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return op.redispatch(
                 keyset & torch._C._after_ADInplaceOrView_keyset, *values, **options

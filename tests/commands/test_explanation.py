@@ -119,6 +119,10 @@ CALLS = {
         lambda: ((torch.randn(1, 2, 3, 5, 16), torch.zeros(1, 2, 3, 5)), {}),
         ["merge_splits"],
     ),
+    "index_scores": (
+        lambda: ((torch.randn(1, 4, 3, 16), torch.randn(1, 9, 16), torch.randn(1, 4, 3)), {}),
+        ["index_scores"],
+    ),
     "softmax": (lambda: (SQUARE, {"dim": 1}), ["softmax"]),
     "softmax_": (lambda: (SQUARE, {}), ["softmax"]),
     "apply_causal_mask_": (lambda: (SQUARE, {"q_offset": 2}), ["apply_causal_mask"]),

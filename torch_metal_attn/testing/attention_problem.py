@@ -135,12 +135,33 @@ def options_of(case: Attention, batch: int, longest: int, rows: int) -> dict[str
             angles = 3 * normal(*sizes, seed=case.seed + seed)
             options |= {f"{side}_rotary_cos": angles.cos(), f"{side}_rotary_sin": angles.sin()}
             options["rotary_interleaved"] = case.rotary_interleaved
+    if case.listed is not None:
+        options |= _lists(case, batch, keys)
     if case.dropout_p:
         options["dropout_p"] = case.dropout_p
         # As the functions draw it.
         torch.manual_seed(case.seed)
         options["rng_state"] = torch.randint(2**31 - 1, (2,), dtype=torch.int64)
     return options
+
+
+def _lists(case: Attention, batch: int, keys: int) -> dict[str, Any]:
+    """Lists of any keys, some of them more than once."""
+    sizes = (
+        batch if "b" in case.list_dims else 1,
+        case.kv_heads if "h" in case.list_dims else 1,
+        -(-case.q_length // max(case.q_block_size, 1)),
+        case.listed,
+    )
+    generator = torch.Generator().manual_seed(case.seed + 14)
+    blocks = max(-(-keys // max(case.kv_block_size, 1)), 1)
+    entries = torch.randint(blocks, sizes, generator=generator)
+    none = torch.rand(sizes, generator=generator) < 0.2
+    return {
+        "indices": entries.masked_fill(none, -1).int(),
+        "kv_block_size": case.kv_block_size,
+        "q_block_size": case.q_block_size,
+    }
 
 
 def _mask(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:

@@ -9,7 +9,10 @@
 #include "csrc/ops/attention/schema.h"
 #include "csrc/problem/decode.h"
 
-#define FLASH_DECODE_ARGUMENTS FLASH_CACHED_ARGUMENTS() ", SymInt num_splits=0"
+#define FLASH_DECODE_ARGUMENTS                    \
+  FLASH_CACHED_ARGUMENTS()                        \
+  ", SymInt num_splits=0, Tensor? indices=None, " \
+  "SymInt kv_block_size=1, SymInt q_block_size=1"
 
 // What is made of the options that decode_step has, too.
 #define STEP_IN(MADE) MADE
@@ -32,9 +35,11 @@ template <auto run>
 struct FlashDecode {
   using Tensor = torch::stable::Tensor;
   static auto call(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS,
-                   CACHE_PARAMETERS, int64_t num_splits) {
+                   CACHE_PARAMETERS, int64_t num_splits, OptionalTensor indices,
+                   int64_t kv_block_size, int64_t q_block_size) {
     return run(FlashDecodeArguments{{q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, CACHE_VALUES},
-                                    num_splits});
+                                    num_splits,
+                                    {indices, kv_block_size, q_block_size}});
   }
 };
 

@@ -170,6 +170,11 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             *("bfloat", 100, _DECODED),
             {"WIDE_LOADS": 0, "PAGE_SIZE": 24, "KV_FORMAT": 1},
         ),
+        _flash_decode("half", 64, _on("BAND", "SPLIT"), {"INDEX_BLOCK": 1, "PAGE_SIZE": 16}),
+        _flash_decode(
+            *("half", 64, {"INDEX_BLOCK": 5, "KEY_FRAGMENTS": 1}),
+            {"VECTOR_ROWS": 2, "KEY_LANES": 8},
+        ),
     ],
     "flash_bwd_delta": [
         {"ELEMENT": "half", "HEAD_DIM_V": "64", "SIMDGROUPS": "4", "DLSE": "1"},
@@ -238,6 +243,16 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _strings({"ELEMENT": "half", "WIDE_LOADS": 1}),
         _strings({"ELEMENT": "bfloat", "WIDE_LOADS": 1, "SINK": 1, "SINK_ELEMENT": "half"}),
         _strings({"ELEMENT": "float", "WIDE_LOADS": 0, "SINK": 1, "SINK_ELEMENT": "float"}),
+    ],
+    "index_scores": [
+        _strings(
+            {"ELEMENT": "half", "WEIGHT_ELEMENT": "float", "HEAD_DIM": 128, "BLOCK_K": 32},
+            {"SIMDGROUPS": 4, "WIDE_LOADS": 1, "ROW_PAIRS": 1, "CAUSAL": 1},
+        ),
+        _strings(
+            {"ELEMENT": "bfloat", "WEIGHT_ELEMENT": "bfloat", "HEAD_DIM": 33, "BLOCK_K": 32},
+            {"SIMDGROUPS": 1, "WIDE_LOADS": 0, "ROW_PAIRS": 0},
+        ),
     ],
     "copy_pages": [{"WORD": "uint4", "INDEX": "int"}, {"WORD": "uchar", "INDEX": "long"}],
     "append_kv": [

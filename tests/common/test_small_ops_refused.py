@@ -3,7 +3,6 @@
 import math
 from functools import partial
 
-import pytest
 import torch
 
 from tests.cache.append_check import make, memory_of

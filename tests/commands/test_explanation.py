@@ -188,6 +188,8 @@ def test_refusals():
     assert "num_splits" in found.refusal
     assert found.cost is None
     assert str(found).startswith("refused: ")
+    assert explain(q, "k", v).refusal == "k is a str; it must be a tensor"
+    assert explain(q, k, v, causal="yes").refusal == "causal is 'yes'; it must be a bool"
 
 
 def test_nothing_to_do_is_no_kernel():

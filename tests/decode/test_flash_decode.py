@@ -75,6 +75,11 @@ SUBJECTS = {
     "latent caches": [
         case(heads=heads, dtype=dtype, num_splits=splits, **LATENT)
         for heads, dtype, splits in zip((1, 9, 32), DTYPES, (2, 1, 2), strict=True)
+    ]
+    # Four tiles of rows, and 64 queries of 16 heads.
+    + [
+        case(dtype="float16", causal=True, num_splits=2, **{"kv_length": 70} | shape, **LATENT)
+        for shape in ({"heads": 128, "kv_length": 40}, {"heads": 16, "q_length": 64})
     ],
     "features": [
         case(**{"batch": 2, "q_length": 5, "kv_length": 101, "num_splits": 1 + i % 2 * 2} | feature)

@@ -290,7 +290,7 @@ def _captures_gradient(given: dict[str, Any]) -> Cost:
 def _append(given: dict[str, Any]) -> Cost:
     """Reads new rows and writes them in the cache's format; with tables it rotates q in place."""
     moved = 0
-    for name in ("k", "v"):
+    for name in ("k",) if in_keys(given["k_cache"], given["v_cache"]) else ("k", "v"):
         new, cache = given[name], given[f"{name}_cache"]
         moved += new.nbytes + _rows(new) * row_bytes(cache, given.get(f"{name}_scale"))
     if "q" in given and "rotary_cos" in given:

@@ -263,6 +263,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _append_kv("float", 64, {"KV_ELEMENT": "bfloat"}),
         _append_kv("half", 64, _NEW_ROTARY),
         _append_kv("bfloat", 64, _NEW_ROTARY, {"WIDE_ROTARY": 1}),
+        _append_kv("half", 128, _NEW_ROTARY, {"ROTARY_FIRST": 64, "HEAD_DIM_V": 64, "V_IN_K": 1}),
     ],
     "rope": [
         _rope({"ELEMENT": "half", "TABLE_ELEMENT": "float"}, _NO_ROWS),

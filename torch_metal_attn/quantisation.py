@@ -173,6 +173,8 @@ def format_of(data: Tensor, scale: Tensor | None) -> str:
 def columns(data: Tensor, scale: Tensor | None) -> int:
     """The number of columns D of the values; data may also be unquantised."""
     _check_tensors(data=data, scale=scale)
+    if data.dim() == 0:
+        raise ValueError("data has no dimensions; it must have columns")
     is_q4_0 = data.dtype == torch.uint8 and scale is not None and scale.dtype == torch.float16
     return data.shape[-1] * (2 if is_q4_0 else 1)
 
@@ -192,8 +194,13 @@ def sizes(format: str, head_dim: int) -> tuple[int, int]:
 def _check_tensors(scale: Tensor | None, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         arguments.check_tensor(name, tensor)
-    if scale is not None:
-        arguments.check_tensor("scale", scale)
+        if scale is not None:
+            arguments.check_tensor("scale", scale)
+            if scale.device != tensor.device:
+                raise ValueError(
+                    f"scale is on {scale.device} and {name} on {tensor.device}; they must be on "
+                    "one device"
+                )
 
 
 def _packed(nibbles: Tensor) -> Tensor:

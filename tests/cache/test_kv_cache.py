@@ -509,6 +509,8 @@ REFUSED = [
     (lambda c: c.append(0, some_rows(), some_rows()), "ids is 0; it must be a sequence of int"),
     (lambda c: c.append([0], None, some_rows()), "k is a NoneType; it must be a tensor"),
     (lambda c: c.reserve([0], 1.5), "length is 1.5; it must be an int"),
+    (lambda c: c.free([0]), r"ids\[0\] is \[0\]; it must be an int"),
+    (lambda c: PagedKVCache(2**63, 4, 2, 8), "num_pages is 9223372036854775808; it must fit int64"),
     (lambda c: c.seqlens([0], "1"), "layer is '1'; it must be an int"),
     (
         lambda c: TestStatic().make().append(some_rows(3), some_rows(3), rotary_cos="a"),

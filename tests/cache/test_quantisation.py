@@ -282,6 +282,11 @@ def test_strides(format):
         (lambda x: quantise(x, "fp8_e4m3", torch.ones(3), heads_dim=None), "heads_dim is None; it"),
         (lambda x: sizes("q8_0", None), "head_dim is None; it must be an int"),
         (lambda x: columns(None, None), "data is a NoneType; it must be a tensor"),
+        (lambda x: columns(x.sum(), None), "data has no dimensions"),
+        (
+            lambda x: quantise(x.to("meta"), "fp8_e4m3", torch.ones(3)),
+            "scale is on cpu and x on meta; they must be on one device",
+        ),
     ],
 )
 def test_refusals(call, message):

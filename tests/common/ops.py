@@ -203,7 +203,7 @@ EXAMPLES = {
         "flash_fwd", _attention(causal=True, q_offset=4, softmax_scale=0.3), **_FLASH
     ),
     "flash_decode": Example("flash_decode", _attention(causal=True, num_splits=1)),
-    "flash_decode by lists": Example("flash_decode", _listed),
+    "flash_decode by lists": Example("flash_decode", _listed, **_FLASH),
     "index_scores": Example("index_scores", _indexed),
     "rope": Example("rope", _rope(), **_ROPE),
     "rope at an offset": Example("rope", _rope(**_OFFSET), **_ROPE),

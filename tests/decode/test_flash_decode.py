@@ -139,6 +139,8 @@ SUBJECTS = {
                 {"q_length": 2, "cache": "indexed", "attention_chunk": 30},
                 {"q_length": 2, "heads": 16, "q_offset": -1, **LATENT},
                 {"q_length": 1, "listed": 0},
+                {"q_length": 9, "backward": True, "learnable_sink": "float32"},
+                {"q_length": 5, "kv_block_size": 8, "q_block_size": 2, "backward": True},
             )
         )
     ],

@@ -430,8 +430,7 @@ class PagedKVCache:
         return self._storage.indices([one for row in table for one in row]).view(len(table), -1)
 
     def _of(self, ids: Sequence[int]) -> list[_Sequence]:
-        if not isinstance(ids, Sequence):
-            raise TypeError(f"ids is {ids!r}; it must be a sequence of ints")
+        ids = integers("ids", ids)
         for id in ids:
             if id not in self._sequences:
                 raise ValueError(f"there is no sequence {id}: it was freed, or never allocated")

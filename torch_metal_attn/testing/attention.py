@@ -278,7 +278,7 @@ class Attention(Case):
     def differentiable(self) -> bool:
         """Whether the call has gradients; if not, `backward` raises."""
         cached = self.cache or self.format or self.cache_dtype
-        return not cached and self.call not in _DECODES
+        return not cached and (self.call not in _DECODES or self.listed is not None)
 
     def conflicts(self) -> dict[str, Any]:
         layouts = (*self.q_layout, *self.k_layout, *self.v_layout)

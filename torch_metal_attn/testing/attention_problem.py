@@ -151,7 +151,7 @@ def _lists(case: Attention, batch: int, keys: int) -> dict[str, Any]:
         batch if "b" in case.list_dims else 1,
         case.kv_heads if "h" in case.list_dims else 1,
         -(-case.q_length // max(case.q_block_size, 1)),
-        case.listed,
+        case.listed or 0,
     )
     generator = torch.Generator().manual_seed(case.seed + 14)
     blocks = max(-(-keys // max(case.kv_block_size, 1)), 1)

@@ -18,13 +18,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kMaxHeadDimQk = 576;
-constexpr char kMaskNames[] = "bool, float32, float16 or bfloat16";
-
-void check_equal(ArgumentName name, int64_t size, ArgumentName other_name, int64_t other,
-                 const char* what) {
-  check(size == other, name, " has ", what, " of ", size, " and ", other_name, " of ", other,
-        "; they must be equal");
-}
 
 // Shapes, dtypes and strides of q, k and v, and how the latter are kept.
 Element check_operands(const FlashFwdArguments& a, KvFormat& format) {
@@ -238,14 +231,13 @@ void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeature
   call.bias = a.options.attn_bias;
   ArgumentName bias_name = "attn_bias";
   if (const std::optional<Tensor>& mask = a.options.attn_mask) {
-    check_known_dtype("attn_mask", *mask, kMaskNames);
-    if (dtype_of(*mask) == ScalarType::Bool) {
+    const ScalarType dtype =
+        check_dtype("attn_mask", *mask,
+                    {ScalarType::Bool, ScalarType::Float, ScalarType::Half, ScalarType::BFloat16});
+    if (dtype == ScalarType::Bool) {
       features.mask = check_mask_operand("attn_mask", *mask, Element::kHalf, a, call);
       call.mask = mask;
     } else {
-      check(dtype_of(*mask) == ScalarType::Float || dtype_of(*mask) == ScalarType::Half ||
-                dtype_of(*mask) == ScalarType::BFloat16,
-            "`attn_mask` has dtype ", dtype_text(*mask), "; it must be ", kMaskNames);
       check(!call.bias,
             "`attn_mask` is floating and `attn_bias` is given too; add the two yourself");
       call.bias = mask;
@@ -262,10 +254,9 @@ void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
                     FlashFwdFeatures& features) {
   if (const std::optional<Tensor>& slopes = a.options.alibi_slopes) {
     check_same_device("alibi_slopes", *slopes, "q", a.q);
-    check_dtype("alibi_slopes", *slopes, ScalarType::Float);
+    check_dtype("alibi_slopes", *slopes, {ScalarType::Float});
     check_shape("alibi_slopes", *slopes, {{call.heads}, {call.batch, call.heads}});
-    check(call.heads < 2 || slopes->stride(slopes->dim() - 1) == 1, "`alibi_slopes` has strides ",
-          stride_text(*slopes), "; the last must be 1: call `alibi_slopes`.contiguous() first");
+    check_last_stride("alibi_slopes", *slopes);
     check_storage("alibi_slopes", *slopes);
     features.alibi = true;
   }
@@ -353,7 +344,7 @@ void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
   }
   const Tensor& state = *o.rng_state;
   check_same_device("rng_state", state, "q", a.q);
-  check_dtype("rng_state", state, ScalarType::Long);
+  check_dtype("rng_state", state, {ScalarType::Long});
   check_shape("rng_state", state, {{2}});
   check_last_stride("rng_state", state);
   check_storage("rng_state", state);
@@ -477,11 +468,6 @@ void check_statistics(ArgumentName name, const Tensor& tensor, const FlashFwdArg
   const Tensor& q = f.q;
   const Dims sizes = f.packing ? Dims{q.size(1), q.size(0)} : Dims{q.size(0), q.size(1), q.size(2)};
   check_statistics(name, tensor, "q", q, sizes);
-}
-
-void check_contiguous(ArgumentName name, const Tensor& tensor) {
-  check(tensor.is_contiguous(), name, " has strides ", stride_text(tensor),
-        "; it must be contiguous: pass what the op returned, or call ", name, ".contiguous()");
 }
 
 }  // namespace metal_attn

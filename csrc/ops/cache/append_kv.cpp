@@ -28,23 +28,6 @@ using torch::stable::Tensor;
 
 constexpr char kNewLayout[] = "(batch, heads, length, head_dim)";
 
-struct Named {
-  ArgumentName name;
-  const Tensor* tensor;
-};
-
-// The tensors that are given.
-std::vector<Named> given(
-    std::initializer_list<std::pair<ArgumentName, const OptionalTensor*>> all) {
-  std::vector<Named> result;
-  for (const auto& [name, tensor] : all) {
-    if (tensor->has_value()) {
-      result.push_back({name, &**tensor});
-    }
-  }
-  return result;
-}
-
 void check_both(ArgumentName name, const OptionalTensor& tensor, ArgumentName other_name,
                 const OptionalTensor& other) {
   check(tensor.has_value() == other.has_value(), "only one of ", name, " and ", other_name,
@@ -165,7 +148,6 @@ void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
   if (!p.v_in_k) {
     written.push_back({"v_cache", &a.v_cache});
   }
-  std::vector<Named> read{{"k", &a.k}, {"v", &a.v}};
   std::vector<Named> tables = given({{"cache_seqlens", &a.cache_seqlens},
                                      {"block_table", &a.cache.block_table},
                                      {"cache_batch_idx", &a.cache.cache_batch_idx},
@@ -180,22 +162,7 @@ void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
   if (a.q) {
     written.push_back({"q", &*a.q});
   }
-  for (std::size_t i = 0; i < written.size(); ++i) {
-    const Named& target = written[i];
-    check_no_overlap(target.name, *target.tensor);
-    for (std::size_t j = 0; j < i; ++j) {
-      check(!may_overlap(*target.tensor, *written[j].tensor), target.name,
-            " may share elements with ", written[j].name, ", and both are written");
-    }
-    for (const Named& source : read) {
-      check(!may_overlap(*source.tensor, *target.tensor), source.name, " may share elements with ",
-            target.name, ", which is written in place; call ", source.name, ".clone() first");
-    }
-    for (const Named& table : tables) {
-      check(!spans_overlap(*table.tensor, *target.tensor), table.name, " lies in the memory of ",
-            target.name, ", which is written in place; call ", table.name, ".clone() first");
-    }
-  }
+  check_written(written, {{"k", &a.k}, {"v", &a.v}}, tables);
 }
 
 // Neighbouring rows of one batch or page that a sequence writes.

@@ -86,7 +86,7 @@ KvFormat format_of(const QuantisedOperand& operand, ArgumentName q_name, const T
 void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, int32_t batch) {
   const Tensor& table = *o.block_table;
   check_same_device("block_table", table, o.names.q, q);
-  check_dtype("block_table", table, ScalarType::Int);
+  check_dtype("block_table", table, {ScalarType::Int});
   check(table.dim() == 2 && table.size(0) == batch, "`block_table` has shape ", shape_text(table),
         "; it must be (", batch, ", max_blocks)");
   check_last_stride("block_table", table);

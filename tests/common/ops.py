@@ -186,6 +186,12 @@ def _listed(length=8, dtype=torch.float32):
 _FLASH = {"differentiable": ("q", "k", "v")}
 
 
+def _indexed(length=8, dtype=torch.float32):
+    q, k = normal(2, 3, length, 16, dtype=dtype), normal(2, 13, 16, seed=1, dtype=dtype)
+    weights = normal(2, length, 3, seed=2, dtype=dtype).transpose(1, 2)
+    return {"q": q, "k": k, "weights": weights, "causal": True}
+
+
 def _pages(length=8, dtype=torch.float32):
     pages = {"src": torch.tensor([0, 1]), "dst": torch.tensor([4, 5])}
     return {"cache": normal(6, 2, length, dtype=dtype), **pages}
@@ -197,7 +203,8 @@ EXAMPLES = {
         "flash_fwd", _attention(causal=True, q_offset=4, softmax_scale=0.3), **_FLASH
     ),
     "flash_decode": Example("flash_decode", _attention(causal=True, num_splits=1)),
-    "flash_decode by lists": Example("flash_decode", _listed),
+    "flash_decode by lists": Example("flash_decode", _listed, **_FLASH),
+    "index_scores": Example("index_scores", _indexed),
     "rope": Example("rope", _rope(), **_ROPE),
     "rope at an offset": Example("rope", _rope(**_OFFSET), **_ROPE),
     "rope by positions": Example("rope", _rope(**_POSITIONS), **_ROPE),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops.differentiation import refuse_gradient, refuse_nested
+from torch_metal_attn.ops.differentiation import refuse_gradient, refuse_layout
 from torch_metal_attn.ops.refusals import unmarked
 
 # A limit on each side; negative or None (flash-attn 4) is no limit.
@@ -21,13 +21,24 @@ NO_WINDOW = (-1, -1)
 def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
-    refuse_nested(name, value)
+    refuse_layout(name, value)
+
+
+def check_tensors(**values: object) -> None:
+    for name, value in values.items():
+        check_tensor(name, value)
 
 
 def check_rank(name: str, tensor: Tensor, layout: str) -> None:
     check_tensor(name, tensor)
     if tensor.dim() != layout.count(",") + 1:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
+
+
+def check_integers(name: str, tensor: Tensor, layout: str) -> None:
+    check_rank(name, tensor, layout)
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be int32 or int64")
 
 
 def check_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -69,6 +80,8 @@ def natural(name: str, value: Any, least: int = 0) -> Any:
     number = whole(name, value)
     if number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
+    if number >= 2**63:
+        raise ValueError(f"{name} is {number}; it must fit int64")
     return number
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import integers, natural, whole
 from torch_metal_attn.call.options import options_of
+from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
 from torch_metal_attn.kv_cache.storage import LayerCache, Storage
 from torch_metal_attn.kv_cache.trees import Rows, checked_paths, each, moves, rows_of_ints
@@ -47,11 +48,11 @@ class PagedKVCache:
     Args: num_pages, page_size: pages, and rows of each. num_kv_heads, head_dim: Hkv and D;
         v_head_dim: Dv, D if None. dtype: of new keys and values (float32, float16 or bfloat16), and
         of the cache if format is None. A cache in half precision also takes float32 keys and
-        values, and rounds them. format: None, "q8_0", "q4_0" or "fp8_e4m3", see
-        `torch_metal_attn.quantisation`. layout: "NHD", in memory (pages, page_size, Hkv, D) as
-        in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale, v_scale: (Hkv,) float32, for
-        fp8_e4m3 only; None is 1. values_in_keys: values are the first Dv columns of the keys, and
-        stored once, as in `LatentCache`.
+        values, and rounds them. format: None, or one of `torch_metal_attn.quantisation`'s, such as
+        "q8_0" or "q3_g64"; v_format: that of values, if it is another. layout: "NHD", in memory
+        (pages, page_size, Hkv, D) as in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale,
+        v_scale: (Hkv,) float32, for fp8_e4m3 only; None is 1. values_in_keys: values are the first
+        Dv columns of the keys, and stored once, as in `LatentCache`.
 
     Raises: ValueError for an unknown id or layer and for wrong shapes, naming what is wrong;
         `CacheFull` if there are too few pages. Nothing is changed then.
@@ -354,6 +355,26 @@ class PagedKVCache:
             self._table = list(ids), table.view(len(rows), width)
         return self._table[1]
 
+    def cascade(
+        self, ids: Sequence[int], q_length: int = 1, layer: int = 0, **options: Any
+    ) -> CascadePlan:
+        """Which pages these sequences share, for a step that attends to rows already written.
+
+        Made once for all layers, if each has as many rows as `layer`. q_length: queries of each
+        sequence. options: causal, window_size and min_pages of `CascadePlan`.
+        """
+        self._storage.check_layer(layer)
+        sequences = self._of(ids)
+        width = max([0, *(len(sequence.pages) for sequence in sequences)])
+        return CascadePlan(
+            [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences],
+            [sequence.lengths[layer] for sequence in sequences],
+            self.page_size,
+            q_length,
+            device=self._storage.device,
+            **options,
+        )
+
     def seqlens(self, ids: Sequence[int], layer: int = 0) -> Tensor:
         """(B,) int32 on the cache's device: the rows of each sequence in a layer."""
         self._storage.check_layer(layer)
@@ -409,8 +430,7 @@ class PagedKVCache:
         return self._storage.indices([one for row in table for one in row]).view(len(table), -1)
 
     def _of(self, ids: Sequence[int]) -> list[_Sequence]:
-        if not isinstance(ids, Sequence):
-            raise TypeError(f"ids is {ids!r}; it must be a sequence of ints")
+        ids = integers("ids", ids)
         for id in ids:
             if id not in self._sequences:
                 raise ValueError(f"there is no sequence {id}: it was freed, or never allocated")

@@ -290,7 +290,7 @@ def _captures_gradient(given: dict[str, Any]) -> Cost:
 def _append(given: dict[str, Any]) -> Cost:
     """Reads new rows and writes them in the cache's format; with tables it rotates q in place."""
     moved = 0
-    for name in ("k", "v"):
+    for name in ("k",) if in_keys(given["k_cache"], given["v_cache"]) else ("k", "v"):
         new, cache = given[name], given[f"{name}_cache"]
         moved += new.nbytes + _rows(new) * row_bytes(cache, given.get(f"{name}_scale"))
     if "q" in given and "rotary_cos" in given:
@@ -384,6 +384,19 @@ def scaled(value: float) -> str:
     return f"{value:.3g}{prefix}"
 
 
+def _index_scores(given: dict[str, Any]) -> Cost:
+    q, k, weights = (given[name] for name in ("q", "k", "weights"))
+    pairs = seen(
+        q.shape[2],
+        k.shape[1],
+        causal=given.get("causal", False),
+        q_offset=given.get("q_offset"),
+    ).pairs
+    scores = q.shape[0] * q.shape[2] * k.shape[1]
+    flops = attention_flops(q.shape[0] * q.shape[1] * pairs, q.shape[3], 0)
+    return Cost(flops, q.nbytes + k.nbytes + weights.nbytes + scores * _STATISTIC)
+
+
 _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "flash_fwd": _forward,
     "flex_fwd": _forward,
@@ -401,6 +414,7 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "rope": _rope,
     "rope_": _rope_in_place,
     "rope_tables": _rope_tables,
+    "index_scores": _index_scores,
     "softmax": _softmax,
     "softmax_": _softmax,
     "apply_causal_mask_": _causal_mask,

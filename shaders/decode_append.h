@@ -13,10 +13,10 @@ METAL_FUNC void append(thread const FlashInputs& inputs, int length, int batch, 
   AppendBuffers buffers;
   buffers.k = inputs.new_k + rows.begin * params.k_strides.row;
   buffers.v = inputs.new_v + rows.begin * params.v_strides.row;
-  buffers.k_cache = const_cast<device KV_ELEMENT*>(inputs.k);
-  buffers.v_cache = const_cast<device KV_ELEMENT*>(inputs.v);
-  buffers.k_scale = const_cast<device KV_SCALE_ELEMENT*>(inputs.k_scale);
-  buffers.v_scale = const_cast<device KV_SCALE_ELEMENT*>(inputs.v_scale);
+  buffers.k_cache = const_cast<device KeyElement*>(inputs.k);
+  buffers.v_cache = const_cast<device ValueElement*>(inputs.v);
+  buffers.k_scale = const_cast<device ScaleElement<KV_FORMAT>*>(inputs.k_scale);
+  buffers.v_scale = const_cast<device ScaleElement<V_FORMAT>*>(inputs.v_scale);
   buffers.cos_table = inputs.q_cos;
   buffers.sin_table = inputs.q_sin;
   AppendPlace place;

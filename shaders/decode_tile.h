@@ -21,7 +21,7 @@ constant constexpr int OWN_QK_SPANS = (QK_SPANS + COLUMN_SIMDGROUPS - 1) / COLUM
 constant constexpr int OWN_V_SPANS = (V_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_FRAGMENTS = OWN_V_SPANS * SPAN_FRAGMENTS;
 // Each span of codes has a scale of its own.
-constant constexpr int CHAIN_SPANS = KV_BLOCK_SCALES ? 1 : CHAIN_COLUMNS / SPAN_COLUMNS;
+constant constexpr int CHAIN_SPANS = K_SPAN_SCALES ? 1 : CHAIN_COLUMNS / SPAN_COLUMNS;
 constant constexpr int ROWS = VECTOR_ROWS ? VECTOR_ROWS : ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_K = KEY_FRAGMENTS * FRAGMENT;
 constant constexpr int STEP_K = KEY_SIMDGROUPS * BLOCK_K;

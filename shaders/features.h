@@ -40,6 +40,9 @@
 #else
 #define KV_FORMAT 0
 #endif
+#ifndef V_FORMAT
+#define V_FORMAT KV_FORMAT
+#endif
 #ifndef FLEX_Q_BLOCK
 #define FLEX_Q_BLOCK 0
 #define FLEX_KV_BLOCK 0

@@ -18,8 +18,8 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
 // Every buffer once, as X(feature, type, name, slot): it is bound where its feature is on.
 #define FLASH_INPUTS(X)                                                               \
   X(1, const device ELEMENT*, q, FLASH_Q)                                             \
-  X(1, CACHE_ACCESS KV_ELEMENT*, k, FLASH_K)                                          \
-  X(1, CACHE_ACCESS KV_ELEMENT*, v, FLASH_V)                                          \
+  X(1, CACHE_ACCESS KeyElement*, k, FLASH_K)                                          \
+  X(1, CACHE_ACCESS ValueElement*, v, FLASH_V)                                        \
   X(PACKED_Q, const device int*, cu_seqlens_q, FLASH_CU_SEQLENS_Q)                    \
   X(VARLEN, const device int*, cu_seqlens_k, FLASH_CU_SEQLENS_K)                      \
   X(SEQUSED_K, const device int*, seqused_k, FLASH_SEQUSED_K)                         \
@@ -35,8 +35,8 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   X(DROPOUT, const device int64_t*, rng_state, FLASH_RNG_STATE)                       \
   X(PAGED, const device int*, block_table, FLASH_BLOCK_TABLE)                         \
   X(CACHE_BATCH_IDX, const device int*, cache_batch_idx, FLASH_CACHE_BATCH_IDX)       \
-  X(K_SCALE, CACHE_ACCESS KV_SCALE_ELEMENT*, k_scale, FLASH_K_SCALE)                  \
-  X(V_SCALE, CACHE_ACCESS KV_SCALE_ELEMENT*, v_scale, FLASH_V_SCALE)                  \
+  X(K_SCALE, CACHE_ACCESS ScaleElement<KV_FORMAT>*, k_scale, FLASH_K_SCALE)           \
+  X(V_SCALE, CACHE_ACCESS ScaleElement<V_FORMAT>*, v_scale, FLASH_V_SCALE)            \
   X(BLOCK_LISTS, const device int*, block_counts, FLEX_BLOCK_COUNTS)                  \
   X(BLOCK_LISTS, const device int*, block_indices, FLEX_BLOCK_INDICES)                \
   X(FLEX_FULL_BLOCKS, const device int*, full_block_counts, FLEX_FULL_BLOCK_COUNTS)   \
@@ -65,9 +65,10 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   WHEN(FLEX, FLEX_CAPTURES(FLASH_SET_FIELD))
 
 using Queries = Operand<ELEMENT, HEAD_DIM_QK, Q_ROTARY>;
-using Keys = conditional_t<PAGED || QUANTISED, CacheOperand<HEAD_DIM_QK, K_ROTARY, 0xffffffff>,
-                           Operand<KV_ELEMENT, HEAD_DIM_QK, K_ROTARY>>;
-using Values = conditional_t<PAGED || QUANTISED, CacheOperand<HEAD_DIM_V, false, 0>,
+using Keys =
+    conditional_t<PAGED || QUANTISED, CacheOperand<KV_FORMAT, HEAD_DIM_QK, K_ROTARY, 0xffffffff>,
+                  Operand<KV_ELEMENT, HEAD_DIM_QK, K_ROTARY>>;
+using Values = conditional_t<PAGED || QUANTISED, CacheOperand<V_FORMAT, HEAD_DIM_V, false, 0>,
                              Operand<KV_ELEMENT, HEAD_DIM_V>>;
 
 // Call it before looking up rows [first, first + rows) of either. Uniform in the SIMD group.
@@ -169,8 +170,8 @@ struct FlashInputs {
   }
 
   // Where the rows of K or V lie.
-  template <typename Source>
-  METAL_FUNC void place(thread Source& operand, const device KV_ELEMENT* tensor,
+  template <typename Source, typename Element>
+  METAL_FUNC void place(thread Source& operand, const device Element* tensor,
                         constant RowStrides& strides, int batch, int kv_head,
                         thread const Sequence& sequence,
                         constant FlashParams& params) const thread {

@@ -337,7 +337,7 @@ def cached(x: Tensor, block_table: Tensor | None, cache_batch_idx: Tensor | None
 
 def _values(x: Tensor, scale: Tensor | None) -> Tensor:
     """K or V, in float32 if they are quantised."""
-    quantised = x.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
+    quantised = not x.is_floating_point() or x.dtype == torch.float8_e4m3fn
     return dequantise(x, scale, torch.float32) if quantised else x
 
 

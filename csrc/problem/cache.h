@@ -19,6 +19,12 @@ enum class KvFormat {
   kQ8_0 = KV_Q8_0,
   kQ4_0 = KV_Q4_0,
   kFp8E4m3 = KV_FP8_E4M3,
+  kQ2G32 = KV_GROUPED(2, 32),
+  kQ2G64 = KV_GROUPED(2, 64),
+  kQ3G32 = KV_GROUPED(3, 32),
+  kQ3G64 = KV_GROUPED(3, 64),
+  kQ4G32 = KV_GROUPED(4, 32),
+  kQ4G64 = KV_GROUPED(4, 64),
 };
 
 // In messages and in the keys of tuned tables.
@@ -32,21 +38,39 @@ constexpr const char* format_name(KvFormat format) {
       return "q4_0";
     case KvFormat::kFp8E4m3:
       return "fp8_e4m3";
+    case KvFormat::kQ2G32:
+      return "q2_g32";
+    case KvFormat::kQ2G64:
+      return "q2_g64";
+    case KvFormat::kQ3G32:
+      return "q3_g32";
+    case KvFormat::kQ3G64:
+      return "q3_g64";
+    case KvFormat::kQ4G32:
+      return "q4_g32";
+    case KvFormat::kQ4G64:
+      return "q4_g64";
   }
   return "";
 }
 
-// Bytes that 16 bytes of `element` are made of: those of one load of k or v.
-constexpr int kv_load_bytes(Element element, KvFormat format) {
-  const int columns = 16 / element_bytes(element);
-  switch (format) {
-    case KvFormat::kPlain:
-      return 16;
-    case KvFormat::kQ4_0:
-      return columns / 2;
-    default:
-      return columns;
+// How k is kept, and how v is.
+struct KvFormats {
+  KvFormat k = KvFormat::kPlain;
+  KvFormat v = KvFormat::kPlain;
+
+  bool quantised() const { return k != KvFormat::kPlain; }
+  bool operator==(const KvFormats&) const = default;
+};
+
+// Bytes of one load of k or v: those that 16 bytes of `element` are made of, or of grouped formats
+// an element, which is 8 codes or a third of them.
+constexpr int kv_load_bytes(Element element, KvFormat kv_format) {
+  const int format = static_cast<int>(kv_format);
+  if (kv_grouped(format)) {
+    return kv_bits(format) == 3 ? 1 : kv_bits(format);
   }
+  return kv_format == KvFormat::kPlain ? 16 : 16 / element_bytes(element) * kv_bits(format) / 8;
 }
 
 // What a cache is beyond one tensor of q's dtype.
@@ -54,7 +78,7 @@ struct CacheFeatures {
   std::optional<Element> element;  // of k and v where it is not q's, and they are not quantised
   int page_size = 0;               // keys of a page; 0 without pages
   bool batch_idx = false;
-  KvFormat format = KvFormat::kPlain;
+  KvFormats formats;
   bool k_scale = false;
   bool v_scale = false;
 
@@ -128,7 +152,7 @@ struct AppendKvArguments {
 
 struct AppendKvProblem {
   Element element;
-  KvFormat format;
+  KvFormats formats;
   std::optional<Element> cache_element;  // where it is not k's, and they are not quantised
   int32_t batch;
   int32_t kv_heads;
@@ -146,7 +170,6 @@ struct AppendKvProblem {
   int32_t q_heads;
   int32_t q_length;  // likewise
 
-  bool block_scales() const { return format == KvFormat::kQ8_0 || format == KvFormat::kQ4_0; }
   bool writes() const { return batch > 0 && kv_heads > 0 && length > 0; }
   bool rotates_q() const { return batch > 0 && q_heads > 0 && q_length > 0 && pairs > 0; }
 };

@@ -220,7 +220,7 @@ EXAMPLES = {
     ),
     "flash_decode": Example("flash_decode", _attention(causal=True, num_splits=1)),
     "flash_decode packed": Example("flash_decode", _packed_queries),
-    "flash_decode by lists": Example("flash_decode", _listed),
+    "flash_decode by lists": Example("flash_decode", _listed, **_FLASH),
     "index_scores": Example("index_scores", _indexed),
     "rope": Example("rope", _rope(), **_ROPE),
     "rope at an offset": Example("rope", _rope(**_OFFSET), **_ROPE),

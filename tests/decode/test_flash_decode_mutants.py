@@ -417,8 +417,8 @@ MUTANTS = {
         "scale of the lane's own row": ("row_lane(column)", "row_lane(fragment_row(column))"),
         "scales of the padding not zeroed": ("exist[j] ? scale : 0.0f", "scale"),
         "odd codes before even ones": (
-            "codes[i] >> (j * KV_BITS)",
-            "codes[i] >> (8 - j * KV_BITS)",
+            "codes[i] >> (j * BITS)",
+            "codes[i] >> (8 - j * BITS)",
         ),
     },
     problems.codes_of_odd_rows: {

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import flag, number
+from torch_metal_attn.call.arguments import check_tensor, flag, number
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.flex import reference
 from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
-from torch_metal_attn.ops.differentiation import refuse_nested, transforming
+from torch_metal_attn.ops.differentiation import transforming
 from torch_metal_attn.ops.flex import of_two_dtypes
 from torch_metal_attn.runtime import session
 from torch_metal_attn.sdpa import NAMES
@@ -100,9 +100,7 @@ def plan(
 ) -> Call:
     """The call with these arguments, or its error. Runs nothing."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
-        refuse_nested(name, tensor)
+        check_tensor(name, tensor)
     if transforming():
         _refuse_vmap()
     _check_options(kernel_options)

@@ -1,4 +1,4 @@
-"""`metal_attn::flash_decode` in Python: its CPU kernel. It has no gradient."""
+"""`metal_attn::flash_decode` in Python: its CPU kernel, and autograd of lists of keys alone."""
 
 from functools import partial
 from typing import Any
@@ -6,8 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from torch_metal_attn.ops import plain
-from torch_metal_attn.ops.differentiation import refuse
+from torch_metal_attn.ops.differentiation import undifferentiated
+from torch_metal_attn.ops.fake import NAMESPACES
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult, register_cpu
+from torch_metal_attn.ops.flash_fwd_autograd import differentiable
+from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.reference import attention, varlen_attention
 
 
@@ -27,9 +30,20 @@ def decoded(
     return varlen_attention(q, k, v, cu_seqlens_q, None, max_seqlen_q, **options)
 
 
+def _register(namespace: str) -> None:
+    own = partial(plain.instead, plain.flash_decode) if namespace == "metal_attn" else None
+    advice = "use flash_fwd, or call it under torch.no_grad()"
+    refused = undifferentiated(namespace, "flash_decode", advice, lambda _: {}, own)
+    listed = differentiable(namespace, "flash_decode")
+
+    def flash_decode(*arguments: Any, **options: Any) -> FlashFwdResult:
+        kernel = refused if options.get("indices") is None else listed
+        result: FlashFwdResult = kernel(*arguments, **options)
+        return result
+
+    python_kernel(f"{namespace}::flash_decode", "Autograd")(flash_decode)
+
+
 register_cpu("flash_decode", decoded)
-refuse(
-    "flash_decode",
-    "use flash_fwd, or call it under torch.no_grad()",
-    plain=partial(plain.instead, plain.flash_decode),
-)
+for _namespace in NAMESPACES:
+    _register(_namespace)

@@ -18,21 +18,14 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kMaxHeadDimQk = 576;
-constexpr char kMaskNames[] = "bool, float32, float16 or bfloat16";
-
-void check_equal(ArgumentName name, int64_t size, ArgumentName other_name, int64_t other,
-                 const char* what) {
-  check(size == other, name, " has ", what, " of ", size, " and ", other_name, " of ", other,
-        "; they must be equal");
-}
 
 // Shapes, dtypes and strides of q, k and v, and how the latter are kept.
-Element check_operands(const FlashFwdArguments& a, KvFormat& format) {
+Element check_operands(const FlashFwdArguments& a, KvFormats& formats) {
   check_device("q", a.q);
   check_same_device("k", a.k, "q", a.q);
   check_same_device("v", a.v, "q", a.q);
   const Element element = check_element("q", a.q);
-  format = check_kv_format(a.cache, a.q, a.k, a.v);
+  formats = check_kv_formats(a.cache, a.q, a.k, a.v);
   const bool packed = a.packing.has_value();
   const bool indexed = a.cache.indexed();
   const int64_t rank = packed ? 3 : 4;
@@ -57,7 +50,7 @@ Element check_operands(const FlashFwdArguments& a, KvFormat& format) {
   const int64_t length_dim = kv_rank == 3 ? 0 : 2;
   check_equal("v", a.v.size(1), "k", a.k.size(1), "a number of heads");
   check_equal("v", a.v.size(length_dim), "k", a.k.size(length_dim), "a length");
-  check_equal("k", kv_columns(a.k, format), "q", a.q.size(rank - 1), "a head dim");
+  check_equal("k", kv_columns(a.k, formats.k), "q", a.q.size(rank - 1), "a head dim");
   const int64_t heads = a.q.size(1);
   const int64_t kv_heads = a.k.size(1);
   check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "`q` has ", heads, " heads and `k` ",
@@ -218,14 +211,13 @@ void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeature
   call.bias = a.options.attn_bias;
   ArgumentName bias_name = "attn_bias";
   if (const std::optional<Tensor>& mask = a.options.attn_mask) {
-    check_known_dtype("attn_mask", *mask, kMaskNames);
-    if (dtype_of(*mask) == ScalarType::Bool) {
+    const ScalarType dtype =
+        check_dtype("attn_mask", *mask,
+                    {ScalarType::Bool, ScalarType::Float, ScalarType::Half, ScalarType::BFloat16});
+    if (dtype == ScalarType::Bool) {
       features.mask = check_mask_operand("attn_mask", *mask, Element::kHalf, a, call);
       call.mask = mask;
     } else {
-      check(dtype_of(*mask) == ScalarType::Float || dtype_of(*mask) == ScalarType::Half ||
-                dtype_of(*mask) == ScalarType::BFloat16,
-            "`attn_mask` has dtype ", dtype_text(*mask), "; it must be ", kMaskNames);
       check(!call.bias,
             "`attn_mask` is floating and `attn_bias` is given too; add the two yourself");
       call.bias = mask;
@@ -242,10 +234,9 @@ void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
                     FlashFwdFeatures& features) {
   if (const std::optional<Tensor>& slopes = a.options.alibi_slopes) {
     check_same_device("alibi_slopes", *slopes, "q", a.q);
-    check_dtype("alibi_slopes", *slopes, ScalarType::Float);
+    check_dtype("alibi_slopes", *slopes, {ScalarType::Float});
     check_shape("alibi_slopes", *slopes, {{call.heads}, {call.batch, call.heads}});
-    check(call.heads < 2 || slopes->stride(slopes->dim() - 1) == 1, "`alibi_slopes` has strides ",
-          stride_text(*slopes), "; the last must be 1: call `alibi_slopes`.contiguous() first");
+    check_last_stride("alibi_slopes", *slopes);
     check_storage("alibi_slopes", *slopes);
     features.alibi = true;
   }
@@ -305,7 +296,7 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
   check(first != nullptr || !o.rotary_interleaved,
         "`rotary_interleaved` is True and no rotary table is given");
   if (first != nullptr) {
-    check(!o.k_rotary_cos || features.cache.format == KvFormat::kPlain,
+    check(!o.k_rotary_cos || !features.cache.formats.quantised(),
           "`k_rotary_cos` is given and `k` is quantised; rotate keys before they are quantised");
     check(!o.k_rotary_cos || !features.cache.element, "`k_rotary_cos` is given and `k` has dtype ",
           dtype_text(a.k), " and `q` ", dtype_text(a.q), "; rotate keys before they are rounded");
@@ -333,7 +324,7 @@ void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
   }
   const Tensor& state = *o.rng_state;
   check_same_device("rng_state", state, "q", a.q);
-  check_dtype("rng_state", state, ScalarType::Long);
+  check_dtype("rng_state", state, {ScalarType::Long});
   check_shape("rng_state", state, {{2}});
   check_last_stride("rng_state", state);
   check_storage("rng_state", state);
@@ -383,8 +374,8 @@ int64_t window_right(const FlashFwdOptions& o) {
 FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   FlashFwdCall call{};
   FlashFwdProblem problem{};
-  KvFormat format;
-  problem.element = check_operands(a, format);
+  KvFormats formats;
+  problem.element = check_operands(a, formats);
   FlashFwdFeatures& features = problem.features;
   call.heads = check_length("q", a.q, 1, "number of heads");
   call.kv_heads = check_length("k", a.k, 1, "number of heads");
@@ -399,11 +390,11 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
     call.kv_total = call.kv_length;
   }
   problem.head_dim_qk = check_head_dim("q", a.q.size(a.q.dim() - 1), kMaxHeadDimQk);
-  problem.head_dim_v = check_head_dim("v", kv_columns(a.v, format), kMaxHeadDimV);
-  check_scales(a.cache, format, a.k, a.v, call.batch);
-  features.cache = cache_features(a.cache, format, problem.element, a.k);
-  const int load = kv_load_bytes(problem.element, format);
-  problem.aligned = rows_aligned(a.k, load) && rows_aligned(a.v, load);
+  problem.head_dim_v = check_head_dim("v", kv_columns(a.v, formats.v), kMaxHeadDimV);
+  check_scales(a.cache, formats, a.k, a.v, call.batch);
+  features.cache = cache_features(a.cache, formats, problem.element, a.k);
+  problem.aligned = rows_aligned(a.k, kv_load_bytes(problem.element, formats.k)) &&
+                    rows_aligned(a.v, kv_load_bytes(problem.element, formats.v));
   problem.q_pairs =
       problem.head_dim_qk % 2 == 0 && rows_aligned(a.q, 2 * element_bytes(problem.element));
   problem.q_aligned = rows_aligned_16(a.q);
@@ -459,11 +450,6 @@ void check_statistics(ArgumentName name, const Tensor& tensor, const FlashFwdArg
   const Tensor& q = f.q;
   const Dims sizes = f.packing ? Dims{q.size(1), q.size(0)} : Dims{q.size(0), q.size(1), q.size(2)};
   check_statistics(name, tensor, "q", q, sizes);
-}
-
-void check_contiguous(ArgumentName name, const Tensor& tensor) {
-  check(tensor.is_contiguous(), name, " has strides ", stride_text(tensor),
-        "; it must be contiguous: pass what the op returned, or call ", name, ".contiguous()");
 }
 
 }  // namespace metal_attn

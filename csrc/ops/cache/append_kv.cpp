@@ -30,23 +30,6 @@ using torch::stable::Tensor;
 constexpr char kNewLayout[] = "(batch, heads, length, head_dim)";
 constexpr char kPackedLayout[] = "(tokens, heads, head_dim)";
 
-struct Named {
-  ArgumentName name;
-  const Tensor* tensor;
-};
-
-// The tensors that are given.
-std::vector<Named> given(
-    std::initializer_list<std::pair<ArgumentName, const OptionalTensor*>> all) {
-  std::vector<Named> result;
-  for (const auto& [name, tensor] : all) {
-    if (tensor->has_value()) {
-      result.push_back({name, &**tensor});
-    }
-  }
-  return result;
-}
-
 void check_both(ArgumentName name, const OptionalTensor& tensor, ArgumentName other_name,
                 const OptionalTensor& other) {
   check(tensor.has_value() == other.has_value(), "only one of ", name, " and ", other_name,
@@ -103,20 +86,21 @@ void check_new_rows(const AppendKvArguments& a, AppendKvProblem& p) {
 void check_caches(const AppendKvArguments& a, AppendKvProblem& p) {
   check_same_device("k_cache", a.k_cache, "k", a.k);
   check_same_device("v_cache", a.v_cache, "k", a.k);
-  p.format = check_kv_format(a.cache, a.k, a.k_cache, a.v_cache);
-  p.cache_element = own_element(p.format, p.element, a.k_cache);
+  p.formats = check_kv_formats(a.cache, a.k, a.k_cache, a.v_cache);
+  p.cache_element = own_element(p.formats, p.element, a.k_cache);
   const char* layout = cache_layout(a.cache);
   check_rows("k_cache", a.k_cache, 4, layout);
   check_rows("v_cache", a.v_cache, 4, layout);
   p.capacity = check_cache_capacity(a.cache, a.k_cache, a.k, p.batch);
   p.cache_size = static_cast<int32_t>(a.k_cache.size(0));
   p.page_size = a.cache.block_table ? static_cast<int32_t>(a.k_cache.size(2)) : 0;
-  const int64_t packed = p.format == KvFormat::kQ4_0 ? 2 : 1;
-  for (const auto& [name, cache, head_dim] :
-       {std::tuple{"k_cache", &a.k_cache, p.head_dim_qk}, {"v_cache", &a.v_cache, p.head_dim_v}}) {
-    check_shape(name, *cache, {{p.cache_size, p.kv_heads, a.k_cache.size(2), head_dim / packed}});
+  for (const auto& [name, cache, head_dim, format] :
+       {std::tuple{"k_cache", &a.k_cache, p.head_dim_qk, p.formats.k},
+        {"v_cache", &a.v_cache, p.head_dim_v, p.formats.v}}) {
+    const int64_t size = kv_last_size(head_dim, format);
+    check_shape(name, *cache, {{p.cache_size, p.kv_heads, a.k_cache.size(2), size}});
   }
-  check_scales(a.cache, p.format, a.k_cache, a.v_cache, p.batch);
+  check_scales(a.cache, p.formats, a.k_cache, a.v_cache, p.batch);
 }
 
 void check_indices(const AppendKvArguments& a, AppendKvProblem& p) {
@@ -178,7 +162,7 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
 
 // One write serves both caches, so both must be given the same rows.
 void check_v_in_k(const AppendKvArguments& a, AppendKvProblem& p) {
-  p.v_in_k = v_in_k(a.cache, a.k_cache, a.v_cache);
+  p.v_in_k = v_in_k(a.cache, p.formats, a.k_cache, a.v_cache);
   if (!p.v_in_k || !p.writes()) {
     return;
   }
@@ -196,7 +180,6 @@ void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
   if (!p.v_in_k) {
     written.push_back({"v_cache", &a.v_cache});
   }
-  std::vector<Named> read{{"k", &a.k}, {"v", &a.v}};
   std::vector<Named> tables = given({{"cache_seqlens", &a.cache_seqlens},
                                      {"block_table", &a.cache.block_table},
                                      {"cache_batch_idx", &a.cache.cache_batch_idx},
@@ -207,30 +190,16 @@ void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
     tables.push_back({"cu_seqlens_q", &a.packed->cu_seqlens_q});
     tables.push_back({a.packed->k_new_name, &a.packed->cu_seqlens_k_new});
   }
-  for (const Named& scale : given({{"k_scale", &a.cache.k_scale}, {"v_scale", &a.cache.v_scale}})) {
-    if (!p.v_in_k || scale.tensor == &*a.cache.k_scale) {
-      (p.block_scales() ? written : tables).push_back(scale);
+  for (const auto& [name, scale, format] : {std::tuple{"k_scale", &a.cache.k_scale, p.formats.k},
+                                            {"v_scale", &a.cache.v_scale, p.formats.v}}) {
+    if (*scale && (!p.v_in_k || scale == &a.cache.k_scale)) {
+      (has_row_scales(format) ? written : tables).push_back({name, &**scale});
     }
   }
   if (a.q) {
     written.push_back({"q", &*a.q});
   }
-  for (std::size_t i = 0; i < written.size(); ++i) {
-    const Named& target = written[i];
-    check_no_overlap(target.name, *target.tensor);
-    for (std::size_t j = 0; j < i; ++j) {
-      check(!may_overlap(*target.tensor, *written[j].tensor), target.name,
-            " may share elements with ", written[j].name, ", and both are written");
-    }
-    for (const Named& source : read) {
-      check(!may_overlap(*source.tensor, *target.tensor), source.name, " may share elements with ",
-            target.name, ", which is written in place; call ", source.name, ".clone() first");
-    }
-    for (const Named& table : tables) {
-      check(!spans_overlap(*table.tensor, *target.tensor), table.name, " lies in the memory of ",
-            target.name, ", which is written in place; call ", table.name, ".clone() first");
-    }
-  }
+  check_written(written, {{"k", &a.k}, {"v", &a.v}}, tables);
 }
 
 // Neighbouring rows of one batch or page that a sequence writes.
@@ -335,11 +304,11 @@ constexpr int kUnitColumns = 8;
 
 AppendWidths append_widths(const AppendKvArguments& a, const AppendKvProblem& p) {
   const bool whole_units = p.head_dim_qk % kUnitColumns == 0 && p.head_dim_v % kUnitColumns == 0;
-  const int store_bytes = kv_load_bytes(Element::kHalf, p.format);
   AppendWidths widths{};
   widths.loads = whole_units && rows_aligned_16(a.k) && rows_aligned_16(a.v);
-  widths.stores =
-      whole_units && rows_aligned(a.k_cache, store_bytes) && rows_aligned(a.v_cache, store_bytes);
+  widths.stores = whole_units &&
+                  rows_aligned(a.k_cache, kv_load_bytes(Element::kHalf, p.formats.k)) &&
+                  rows_aligned(a.v_cache, kv_load_bytes(Element::kHalf, p.formats.v));
   widths.rotary = widths.loads && a.rotary_cos && rows_aligned_16(*a.rotary_cos) &&
                   rows_aligned_16(*a.rotary_sin) &&
                   rotates_by_chunks(p.element, p.first_rotated, 2 * p.pairs, a.rotary_interleaved);
@@ -441,7 +410,8 @@ Defines append_kv_defines(const AppendKvArguments& a, const AppendKvProblem& p,
   define("CACHE_BATCH_IDX", a.cache.cache_batch_idx.has_value());
   define("CACHE_SEQLENS", a.cache_seqlens.has_value());
   define("LEFTPAD_K", a.leftpad_k && a.rotary_from_leftpad);
-  define("KV_FORMAT", static_cast<int>(p.format));
+  define("KV_FORMAT", static_cast<int>(p.formats.k));
+  define("V_FORMAT", p.formats.v == p.formats.k ? 0 : static_cast<int>(p.formats.v));
   define("K_SCALE", a.cache.k_scale.has_value());
   define("V_SCALE", a.cache.v_scale.has_value());
   define("V_IN_K", p.v_in_k);
@@ -503,8 +473,8 @@ Launch append_kv_launch(const AppendKvArguments& a, const AppendKvProblem& p,
   add(APPEND_V, a.v, false);
   add(APPEND_K_CACHE, a.k_cache, true);
   add(APPEND_V_CACHE, a.v_cache, true);
-  add_given(APPEND_K_SCALE, a.cache.k_scale, p.block_scales());
-  add_given(APPEND_V_SCALE, a.cache.v_scale, p.block_scales());
+  add_given(APPEND_K_SCALE, a.cache.k_scale, has_row_scales(p.formats.k));
+  add_given(APPEND_V_SCALE, a.cache.v_scale, has_row_scales(p.formats.v));
   add_given(APPEND_SEQLENS, a.cache_seqlens, false);
   add_given(APPEND_BLOCK_TABLE, a.cache.block_table, false);
   add_given(APPEND_CACHE_BATCH_IDX, a.cache.cache_batch_idx, false);

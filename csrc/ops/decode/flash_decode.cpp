@@ -166,9 +166,10 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
   }
   call.keys = keys_read(a, forward);
   const int64_t rows = call.list_rows();
+  const KvFormats& formats = forward.problem.features.cache.formats;
   call.specialisation =
-      tuned(choose_flash_decode(forward.problem, rows, v_in_k(f.cache, f.k, f.v), gpu()), rows,
-            call.keys);
+      tuned(choose_flash_decode(forward.problem, rows, v_in_k(f.cache, formats, f.k, f.v), gpu()),
+            rows, call.keys);
   const FlashDecodeSpecialisation& s = call.specialisation;
   // Only the threadgroups that write new keys see them.
   const int64_t most = std::max<int64_t>(kMostGroups / (forward.kv_heads * call.list_count()), 1);

@@ -21,8 +21,9 @@ using torch::stable::Tensor;
 
 constexpr int kMaxHeadDim = 256;
 constexpr int kMostSimdgroups = 4;
-// Of a tile of keys; of wide rows in float32 half as many fit in threadgroup memory.
-constexpr int kBlockKeys = 32;
+// Keys of a tile, whose rows may have so many bytes in all: wider ones would spill on M1.
+constexpr int kMostBlockKeys = 32;
+constexpr int kBlockBytes = 8192;
 
 struct IndexScoresCall {
   Element element;
@@ -35,11 +36,16 @@ struct IndexScoresCall {
   float scale;
 
   int simdgroups() const { return q_length == 1 ? 1 : q_length == 2 ? 2 : kMostSimdgroups; }
-  int threadgroup_bytes(int keys) const {
-    return keys * padded((head_dim + 7) / 8 * 8) * element_bytes(element);
-  }
+  int columns() const { return (head_dim + 7) / 8 * 8; }
   int block_keys() const {
-    return threadgroup_bytes(kBlockKeys) <= THREADGROUP_MEMORY_BYTES ? kBlockKeys : kBlockKeys / 2;
+    int keys = kMostBlockKeys;
+    while (keys > 8 && keys * columns() * element_bytes(element) > kBlockBytes) {
+      keys /= 2;
+    }
+    return keys;
+  }
+  int threadgroup_bytes() const {
+    return block_keys() * padded(columns()) * element_bytes(element);
   }
   bool launches() const { return batch > 0 && q_length > 0 && kv_length > 0; }
 };
@@ -132,7 +138,7 @@ Tensor index_scores(const IndexScoresArguments& a, Backend& backend) {
     note(backend, [&call] {
       const int keys = call.block_keys();
       return JsonObject()
-          .add("threadgroup_bytes", call.threadgroup_bytes(keys))
+          .add("threadgroup_bytes", call.threadgroup_bytes())
           .add("reason", "a SIMD group for each query, with its heads as rows, and " +
                              std::to_string(keys) + " keys");
     });

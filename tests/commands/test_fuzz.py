@@ -299,7 +299,7 @@ FAULTS = {
     ),
     "padding ignored": (
         *("flash_decode", "first_key = clamp(padding, 0, kv_length)", "first_key = 0"),
-        *(10066, "out"),
+        *(1465, "out"),
     ),
     "sum of one lane": (
         *("softmax", "row_sum = simd_sum(row_sum)", "row_sum = row_sum"),
@@ -343,7 +343,7 @@ def test_a_diagonal_of_the_other_corner_is_found(monkeypatch):
 def test_a_gradient_that_gets_lost_is_found(monkeypatch):
     """Of a call that has none, and whose result does not say so."""
     monkeypatch.setattr(differentiation, "without_gradient", lambda message, tensors, run: run())
-    case = draw(SEED, 1095)
+    case = draw(SEED, 1465)
     assert case.backward
     assert not case.differentiable
     with simulate(check=True):

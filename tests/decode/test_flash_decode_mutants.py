@@ -78,12 +78,12 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "key past the last read": (
-            "keys.find(min(row, sequence.kv_length - 1))",
+            "keys.find(readable_row(row, sequence))",
             "keys.find(row)",
             "out_of_bounds",
         ),
         "value past the last read": (
-            "values.find(min(row, sequence.kv_length - 1))",
+            "values.find(readable_row(row, sequence))",
             "values.find(row)",
             "out_of_bounds",
         ),
@@ -220,8 +220,8 @@ MUTANTS = {
             (None, "race", "uninitialised"),
         ),
         "values of the first keys": (
-            "first_key + n * LOAD_KEYS + own.lane / LANES;\n      const typename",
-            "first_key + n * LOAD_KEYS;\n      const typename",
+            "blocks.row(kv_block + n * LOAD_KEYS + own.lane / LANES)",
+            "blocks.row(kv_block + n * LOAD_KEYS)",
         ),
         "weights of the first keys": (
             "weights[(n * LOAD_KEYS + own.lane / LANES) * ROWS + r]",
@@ -328,8 +328,8 @@ MUTANTS = {
             "seen.begin / BLOCK * BLOCK + BLOCK",
         ),
         "window ends at the first query's": (
-            "keys_of(sequence.q_length - 1).end",
-            "keys_of(0).end",
+            ": sequence.q_length - 1)",
+            ": 0)",
         ),
         "left edge never applied": (HIDES, "kv_block + BLOCK_K > seen_by_first.end"),
         "right edge never applied": (HIDES, "kv_block < seen_by_last.begin"),
@@ -413,8 +413,14 @@ MUTANTS = {
             "span_scale(k_places[j], 0)",
         ),
         "weights of one scale": ("span_scale(v_places[j], span)", "span_scale(v_places[j], 0)"),
-        "scale of the even key for both": ("row_lane(column + 1)", "row_lane(column)"),
-        "scale of the lane's own row": ("row_lane(column)", "row_lane(fragment_row(column))"),
+        "scale of the even key for both": (
+            "simd_shuffle(v_scales[j], row_lane(column + 1))",
+            "simd_shuffle(v_scales[j], row_lane(column))",
+        ),
+        "scale of the lane's own row": (
+            "simd_shuffle(v_scales[j], row_lane(column))",
+            "simd_shuffle(v_scales[j], row_lane(fragment_row(column)))",
+        ),
         "scales of the padding not zeroed": ("exist[j] ? scale : 0.0f", "scale"),
         "odd codes before even ones": (
             "codes[i] >> (j * BITS)",

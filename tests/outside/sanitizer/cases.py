@@ -332,7 +332,7 @@ def caches() -> Iterator[Case]:
 
 
 def others() -> Iterator[Case]:
-    """softmax, rope and merge."""
+    """softmax, rope, merge and the indexer."""
     for name, dtype, shape, dim in (
         ("softmax", FLOAT, (7, 1000), 1),
         ("softmax half", HALF, (3, 8200), 1),
@@ -368,6 +368,16 @@ def others() -> Iterator[Case]:
         return ops.merge_state(*given.values())
 
     yield Case("merge", merge, named)
+    indexer = {
+        "q": torch.randn(2, 4, 9, 64).half(),
+        "k": torch.randn(2, 37, 64).half(),
+        "weights": torch.randn(2, 4, 9),
+    }
+
+    def index_scores(q: Tensor, k: Tensor, weights: Tensor) -> Any:
+        return ops.index_scores(q, k, weights, causal=True)
+
+    yield Case("index scores", index_scores, indexer)
 
 
 def cases() -> Iterator[Case]:

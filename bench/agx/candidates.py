@@ -1,0 +1,185 @@
+"""The classes of problems that have a row in the table of tiles, and the tiles that are tried."""
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from bench import specialisations
+from torch_metal_attn.runtime import extension
+from torch_metal_attn.tools.tune import tiles
+
+from .lens import Job
+
+# A row is for all dtypes of so many bits.
+DTYPES = {16: (torch.float16, torch.bfloat16), 32: (torch.float32,)}
+# The widest problem of each class is compiled, but no v has more than 512 columns.
+COLUMNS = (64, 96, 128, 192, 256, 576)
+MOST_COLUMNS = 512
+QUERIES = (2, 8, 16, 32)
+HEADS = 32  # of bench.specialisations
+# What a class is compiled with: no feature, then that which needs the most registers, and others.
+LIGHT = ("none", "chunk", "ALiBi")
+HEAVY = {
+    "FLASH_FWD": ("dropout", "rotary of q and k", "bias", "pages of 16"),
+    "FLASH_BWD_DQ": ("rotary of q and k", "dropout", "bias"),
+    "FLASH_BWD_DKV": ("rotary of q and k", "dropout", "bias"),
+    "FLASH_DECODE": ("pages of 16", "bias", "q8_0 cache"),
+}
+BIAS = ("bias", "bias and dropout", "bias and rotary of q and k")
+NAMES = {
+    "FLASH_FWD": "flash_fwd",
+    "FLASH_BWD_DQ": "flash_bwd_dq",
+    "FLASH_BWD_DKV": "flash_bwd_dkv",
+    "FLASH_BWD_BIAS": "flash_bwd_bias",
+    "FLASH_DECODE": "flash_decode",
+}
+BACKWARD = (
+    *("SLICES", "BLOCK", "ROW_FRAGMENTS", "SIMDGROUPS", "COLUMN_SIMDGROUPS"),
+    *("ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"),
+)
+KNOBS = {
+    "FLASH_FWD": (
+        *("V_SLICE", "BLOCK_K", "SIMDGROUPS", "COLUMN_SIMDGROUPS"),
+        *("Q_IN_REGISTERS", "KV_STAGED"),
+    ),
+    "FLASH_BWD_DQ": BACKWARD,
+    "FLASH_BWD_DKV": BACKWARD,
+    "FLASH_BWD_BIAS": ("ROW_FRAGMENTS", "BLOCK_K", "SIMDGROUPS", "ROWS_IN_REGISTERS"),
+    "FLASH_DECODE": ("ROW_FRAGMENTS", "KEY_FRAGMENTS", "SPANS", "VECTOR_ROWS"),
+}
+BLOCKS = (8, 16, 24, 32)
+
+# Of each knob, in their order.
+Tile = tuple[int, ...]
+
+
+class Class(NamedTuple):
+    """Problems that have one row. ragged: head dims that SIMD groups cannot divide."""
+
+    macro: str
+    bits: int
+    columns: int
+    queries: int
+    load: str
+    ragged: bool
+
+    @property
+    def head_dim(self) -> int:
+        return min(self.columns, MOST_COLUMNS) - (8 if self.ragged else 0)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        if self.macro == "FLASH_BWD_BIAS":
+            return BIAS
+        return LIGHT if self.load == "Light" else (LIGHT[0], *HEAVY[self.macro], *LIGHT[1:])
+
+    def named(self, tile: Tile) -> dict[str, int]:
+        return dict(zip(KNOBS[self.macro], tile, strict=True))
+
+
+def classes() -> Iterator[Class]:
+    """All classes, in the order of their rows."""
+    for macro, bits in product(NAMES, DTYPES):
+        if macro == "FLASH_DECODE":
+            for queries, load, columns in product(QUERIES, ("Light", "Heavy"), COLUMNS):
+                yield Class(macro, bits, columns, queries, load, ragged=False)
+        elif macro == "FLASH_BWD_BIAS":
+            for columns in COLUMNS:
+                yield Class(macro, bits, columns, 0, "Heavy", ragged=False)
+        else:
+            for columns in COLUMNS:
+                yield Class(macro, bits, columns, 0, "Light", ragged=False)
+                yield Class(macro, bits, columns, 0, "Heavy", ragged=False)
+                if columns > 64:
+                    yield Class(macro, bits, columns, 0, "Heavy", ragged=True)
+
+
+def candidates(one: Class) -> Iterator[Tile]:
+    """Tiles that differ in kind; some of them cannot run."""
+    shares = (1,) if one.ragged or one.columns <= 64 else (1, 2)
+    wide = one.columns > 256
+    if one.macro == "FLASH_FWD":
+        slices = (256, 128) if one.columns > 128 and one.ragged else (256,)
+        held = (1, 0) if one.columns > 128 else (1,)
+        for cut, block, simdgroups, shared, q in product(slices, BLOCKS, (4, 8), shares, held):
+            yield cut, block, simdgroups, shared, q, 1
+    elif one.macro == "FLASH_DECODE":
+        spans, fragments = -(-one.head_dim // 32), -(-one.queries // 8)
+        rows = (fragments, fragments // 2) if fragments > 1 else (fragments,)
+        # Those that have all spans of a row, with keys of their own, are written as 4, 8 or 16.
+        whole = next(n for n in (4, 8, 16) if n >= spans)
+        own = [*(n for n in (1, 2, 3, 4, 8) if n < spans), whole]
+        for row_fragments, keys, share, vectors in product(rows, (1, 2, 4), own, (0, 2)):
+            if not vectors or (one.queries <= vectors and share == whole):
+                yield row_fragments, keys, share, vectors
+    elif one.macro == "FLASH_BWD_BIAS":
+        yield from product((1, 2), BLOCKS, (4,), (1, 0))
+    else:
+        dkv = one.macro == "FLASH_BWD_DKV"
+        slices = (2, 4, 9) if wide else (1, 2, 4) if one.columns > 128 else (1, 2)
+        slices = (1,) if one.columns <= 64 else slices
+        groups = [(1, simdgroups, shared) for simdgroups in (4, 8) for shared in shares]
+        if dkv and not one.ragged:
+            groups += [(2, 4, 2), (2, 4, 4), (4, 4, 4), (2, 8, 4), (1, 4, 4)]
+        places = ((1, 0), (0, 1), (0, 0))
+        for cut, block, group, place in product(slices, BLOCKS, groups, places):
+            # Four SIMD groups that share rows have as many parts of the scores.
+            if group[2] < 4 or (block != 24 and group[0] * block >= 32):
+                yield cut, block, *group, *place
+
+
+def specialisation(one: Class, dtype: torch.dtype, feature: str, tile: Tile) -> Job | None:
+    """What the tile makes of the class's problem with a feature; None if it cannot run."""
+    given, kernel = one.named(tile), NAMES[one.macro]
+    if one.macro == "FLASH_BWD_BIAS":
+        return _of_bias(one, dtype, feature, given)
+    options = specialisations.ALL_FEATURES[feature]
+    if one.macro == "FLASH_FWD":
+        slices = -(-one.head_dim // given["V_SLICE"])
+        given["V_SLICE"] = 8 * -(-one.head_dim // (8 * slices))
+    if one.macro == "FLASH_DECODE":
+        given["COLUMN_SIMDGROUPS"] = -(-one.head_dim // (32 * given.pop("SPANS")))
+        given["KEY_SIMDGROUPS"] = 1 if given["COLUMN_SIMDGROUPS"] > 1 else 4
+        given = {name: n for name, n in given.items() if n or name != "VECTOR_ROWS"}
+    text = " ".join(f"{name}={n}" for name, n in given.items())
+    with tiles.forced({kernel: text}):
+        if one.macro == "FLASH_DECODE":
+            kv_heads = HEADS // one.queries
+            every = iter(
+                [specialisations.decoding(dtype, one.head_dim, kv_heads, feature, options)]
+            )
+        else:
+            every = specialisations.attention(dtype, one.head_dim, feature, options)
+        found = next((x for x in every if x.kernel == kernel), None)
+    if found is None or not _has(found.defines, given):
+        return None
+    return Job(kernel, found.defines, found.threads)
+
+
+def _has(defines: Mapping[str, object], tile: Mapping[str, int]) -> bool:
+    """Whether the tile was taken, not refused."""
+    absent = {"COLUMN_SIMDGROUPS": 1, "KV_STAGED": 1}
+    names = {"BLOCK": "BLOCK_Q" if "BLOCK_Q" in defines else "BLOCK_K"}
+    return all(
+        int(str(defines.get(names.get(name, name), absent.get(name, 0)))) == number
+        for name, number in tile.items()
+        if name != "SLICES"
+    ) and int(str(defines.get("SLICES", tile.get("SLICES", 1)))) == tile.get("SLICES", 1)
+
+
+def _of_bias(one: Class, dtype: torch.dtype, feature: str, given: Mapping[str, int]) -> Job | None:
+    """Of the gradient of a bias, whose tiles no table of `tune` has."""
+    q = torch.empty(1, HEADS, specialisations.LENGTH, one.head_dim, dtype=dtype)
+    lse = torch.empty(q.shape[:-1])
+    options: dict[str, object] = {}
+    for name in feature.split(" and ", maxsplit=1):
+        options |= specialisations.ALL_FEATURES[name](specialisations.LENGTH, one.head_dim, dtype)
+    op = torch.ops.metal_attn_explain.flash_bwd_bias
+    given_to = {"q": q, "k": q, "v": q, "softmax_lse": lse, "delta": lse, "normalisers": lse}
+    try:
+        explained = extension.launches(op(q, **given_to, **options))[-1]
+    except ValueError:
+        return None  # no tile fits in threadgroup memory
+    return Job("flash_bwd_bias", explained["defines"] | given, 32 * given["SIMDGROUPS"])

@@ -1,7 +1,10 @@
 """The classes of problems that have a row in the table of tiles, and the tiles that are tried."""
 
+import re
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -35,24 +38,20 @@ NAMES = {
     "FLASH_BWD_BIAS": "flash_bwd_bias",
     "FLASH_DECODE": "flash_decode",
 }
-BACKWARD = (
-    *("SLICES", "BLOCK", "ROW_FRAGMENTS", "SIMDGROUPS", "COLUMN_SIMDGROUPS"),
-    *("ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"),
-)
-KNOBS = {
-    "FLASH_FWD": (
-        *("V_SLICE", "BLOCK_K", "SIMDGROUPS", "COLUMN_SIMDGROUPS"),
-        *("Q_IN_REGISTERS", "KV_STAGED"),
-    ),
-    "FLASH_BWD_DQ": BACKWARD,
-    "FLASH_BWD_DKV": BACKWARD,
-    "FLASH_BWD_BIAS": ("ROW_FRAGMENTS", "BLOCK_K", "SIMDGROUPS", "ROWS_IN_REGISTERS"),
-    "FLASH_DECODE": ("ROW_FRAGMENTS", "KEY_FRAGMENTS", "SPANS", "VECTOR_ROWS"),
-}
-BLOCKS = (8, 16, 24, 32)
+LISTS = Path(__file__).parents[2] / "csrc" / "tiles" / "knobs.h"
 
 # Of each knob, in their order.
 Tile = tuple[int, ...]
+
+
+@cache
+def knobs(macro: str) -> dict[str, range]:
+    """What each number of a kernel's tile may be, by its name, as csrc/tiles/knobs.h says."""
+    name = re.sub("_D(Q|KV)$", "", macro) + "_KNOBS"
+    of_kernel = re.search(rf"#define {name}\(X\)((?:.*\\\n)*.*)", LISTS.read_text())
+    assert of_kernel is not None
+    every = re.findall(r"X\((\w+), \w+, (\d+), (\d+), (\d+)\)", of_kernel[1])
+    return {name: range(int(low), int(high) + 1, int(step)) for name, low, high, step in every}
 
 
 class Class(NamedTuple):
@@ -76,7 +75,7 @@ class Class(NamedTuple):
         return LIGHT if self.load == "Light" else (LIGHT[0], *HEAVY[self.macro], *LIGHT[1:])
 
     def named(self, tile: Tile) -> dict[str, int]:
-        return dict(zip(KNOBS[self.macro], tile, strict=True))
+        return dict(zip(knobs(self.macro), tile, strict=True))
 
 
 def classes() -> Iterator[Class]:
@@ -100,10 +99,13 @@ def candidates(one: Class) -> Iterator[Tile]:
     """Tiles that differ in kind; some of them cannot run."""
     shares = (1,) if one.ragged or one.columns <= 64 else (1, 2)
     wide = one.columns > 256
+    allowed = knobs(one.macro)
     if one.macro == "FLASH_FWD":
         slices = (256, 128) if one.columns > 128 and one.ragged else (256,)
         held = (1, 0) if one.columns > 128 else (1,)
-        for cut, block, simdgroups, shared, q in product(slices, BLOCKS, (4, 8), shares, held):
+        for cut, block, simdgroups, shared, q in product(
+            slices, allowed["BLOCK_K"], (4, 8), shares, held
+        ):
             yield cut, block, simdgroups, shared, q, 1
     elif one.macro == "FLASH_DECODE":
         spans, fragments = -(-one.head_dim // 32), -(-one.queries // 8)
@@ -115,7 +117,7 @@ def candidates(one: Class) -> Iterator[Tile]:
             if not vectors or (one.queries <= vectors and share == whole):
                 yield row_fragments, keys, share, vectors
     elif one.macro == "FLASH_BWD_BIAS":
-        yield from product((1, 2), BLOCKS, (4,), (1, 0))
+        yield from product(allowed["ROW_FRAGMENTS"], allowed["BLOCK_K"], (4,), (1, 0))
     else:
         dkv = one.macro == "FLASH_BWD_DKV"
         slices = (2, 4, 9) if wide else (1, 2, 4) if one.columns > 128 else (1, 2)
@@ -124,7 +126,7 @@ def candidates(one: Class) -> Iterator[Tile]:
         if dkv and not one.ragged:
             groups += [(2, 4, 2), (2, 4, 4), (4, 4, 4), (2, 8, 4), (1, 4, 4)]
         places = ((1, 0), (0, 1), (0, 0))
-        for cut, block, group, place in product(slices, BLOCKS, groups, places):
+        for cut, block, group, place in product(slices, allowed["BLOCK"], groups, places):
             # Four SIMD groups that share rows have as many parts of the scores.
             if group[2] < 4 or (block != 24 and group[0] * block >= 32):
                 yield cut, block, *group, *place
@@ -139,34 +141,15 @@ def specialisation(one: Class, dtype: torch.dtype, feature: str, tile: Tile) -> 
     if one.macro == "FLASH_FWD":
         slices = -(-one.head_dim // given["V_SLICE"])
         given["V_SLICE"] = 8 * -(-one.head_dim // (8 * slices))
-    if one.macro == "FLASH_DECODE":
-        given["COLUMN_SIMDGROUPS"] = -(-one.head_dim // (32 * given.pop("SPANS")))
-        given["KEY_SIMDGROUPS"] = 1 if given["COLUMN_SIMDGROUPS"] > 1 else 4
-        given = {name: n for name, n in given.items() if n or name != "VECTOR_ROWS"}
     text = " ".join(f"{name}={n}" for name, n in given.items())
     with tiles.forced({kernel: text}):
         if one.macro == "FLASH_DECODE":
-            kv_heads = HEADS // one.queries
-            every = iter(
-                [specialisations.decoding(dtype, one.head_dim, kv_heads, feature, options)]
-            )
+            heads = HEADS // one.queries
+            every = [specialisations.decoding(dtype, one.head_dim, heads, feature, options)]
         else:
-            every = specialisations.attention(dtype, one.head_dim, feature, options)
-        found = next((x for x in every if x.kernel == kernel), None)
-    if found is None or not _has(found.defines, given):
-        return None
-    return Job(kernel, found.defines, found.threads)
-
-
-def _has(defines: Mapping[str, object], tile: Mapping[str, int]) -> bool:
-    """Whether the tile was taken, not refused."""
-    absent = {"COLUMN_SIMDGROUPS": 1, "KV_STAGED": 1}
-    names = {"BLOCK": "BLOCK_Q" if "BLOCK_Q" in defines else "BLOCK_K"}
-    return all(
-        int(str(defines.get(names.get(name, name), absent.get(name, 0)))) == number
-        for name, number in tile.items()
-        if name != "SLICES"
-    ) and int(str(defines.get("SLICES", tile.get("SLICES", 1)))) == tile.get("SLICES", 1)
+            every = [*specialisations.attention(dtype, one.head_dim, feature, options)]
+    taken = (x for x in every if x.kernel == kernel and x.choice == tiles.FORCED)
+    return next((Job(kernel, x.defines, x.threads) for x in taken), None)
 
 
 def _of_bias(one: Class, dtype: torch.dtype, feature: str, given: Mapping[str, int]) -> Job | None:

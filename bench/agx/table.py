@@ -13,21 +13,20 @@ from pathlib import Path
 from torch_metal_attn.simulator.cache import default_dir
 
 from . import lens
-from .candidates import DTYPES, KNOBS, Class, Tile, classes
+from .candidates import DTYPES, NAMES, Class, Tile, classes, knobs
 from .choose import Candidate, choose, measured
 
 TABLE = Path(__file__).parents[2] / "csrc" / "tiles" / "table.inc"
 HEAD = """\
 // The default tiles, read as csrc/tiles/table.h says. Written by `python -m bench.agx.table`:
 // change what it tries or how it ranks that, not the rows.
-//
+#pragma once
+
 // A row has its conditions, the REGISTERS that a thread of M1 needs at most for the widest of such
 // problems (0: not measured), and the tile. The conditions are the BITS of an element, the most
 // COLUMNS of a row of q, k or v, of a decode the most QUERIES that share a KV head, the heaviest
-// LOAD of features, and the first GPU FAMILY. V_SLICE is the most columns of a slice, and SPANS are
-// the most spans of 32 columns that a SIMD group of a decode owns. A row of `Never` is one that
-// `tune` tries and no default tile.
-//
+// LOAD of features, and the first GPU FAMILY. A row of `Never` is one that `tune` tries and no
+// default tile.
 """
 # K and V read straight from device memory, as metal-flash-attention reads them from M3 on, with 16
 # rows a threadgroup (AttentionDescriptor+Parameters.swift at 5b07c27). MLX stages them there too,
@@ -90,7 +89,7 @@ def _covers(wide: Row, narrow: Row) -> bool:
 
 
 def text_of(macro: str, rows: Sequence[Row]) -> str:
-    """The rows as C++, in columns."""
+    """The rows as a macro of C++, in columns."""
     cells = [
         [
             *(str(bits), str(columns), *([str(queries)] if queries else []), load, family),
@@ -100,16 +99,13 @@ def text_of(macro: str, rows: Sequence[Row]) -> str:
     ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = (", ".join(map(str.rjust, row, widths)) for row in cells)
-    return "".join(f"{macro}({line})\n" for line in lines)
+    head = f"// {' '.join(knobs(macro))}\n#define {macro}_ROWS(ROW)"
+    return " \\\n".join([head, *(f"  ROW({line})" for line in lines)]) + "\n"
 
 
 def table(rows: Mapping[str, Sequence[Row]]) -> str:
     """The whole file."""
-    names = "".join(f"// {macro}: {' '.join(knobs)}\n" for macro, knobs in KNOBS.items())
-    defaults = "".join(f"#ifndef {macro}\n#define {macro}(...)\n#endif\n" for macro in KNOBS)
-    parts = "\n".join(text_of(macro, own) for macro, own in rows.items())
-    undefined = "".join(f"#undef {macro}\n" for macro in KNOBS)
-    return f"{HEAD}{names}\n{defaults}\n{parts}\n{undefined}"
+    return "\n".join([HEAD, *(text_of(macro, own) for macro, own in rows.items())])
 
 
 def main() -> None:
@@ -123,9 +119,9 @@ def main() -> None:
     chosen = choose(list(classes()), compile_)
     smallest = {
         one: measured(one, SMALLEST[one.macro], compile_)
-        for one in (Class(m, bits, 576, 0, "Heavy", ragged=True) for m in KNOBS for bits in DTYPES)
+        for one in (Class(m, bits, 576, 0, "Heavy", ragged=True) for m in NAMES for bits in DTYPES)
     }
-    rows = {macro: rows_of(macro, chosen.values(), smallest) for macro in KNOBS}
+    rows = {macro: rows_of(macro, chosen.values(), smallest) for macro in NAMES}
     given.out.write_text(table(rows))
     for one, choice in chosen.items():
         if not choice.fits:

@@ -5,30 +5,16 @@
 
 #include "csrc/tiles/flash_bwd_tensor.h"
 #include "csrc/tiles/shared.h"
+#include "csrc/tiles/table.inc"
 #include "shaders/params.h"
 
 namespace metal_attn {
 namespace {
 
-constexpr Knob<FlashBwdTile> kKnobs[] = {
-    {"SLICES", &FlashBwdTile::slices},
-    {"BLOCK", &FlashBwdTile::block},
-    {"ROW_FRAGMENTS", &FlashBwdTile::row_fragments},
-    {"SIMDGROUPS", &FlashBwdTile::simdgroups},
-    {"COLUMN_SIMDGROUPS", &FlashBwdTile::column_simdgroups},
-    {"ROWS_IN_REGISTERS", &FlashBwdTile::rows_in_registers},
-    {"ROWS_IN_THREADGROUP", &FlashBwdTile::rows_in_threadgroup},
-};
-
-constexpr DefaultRow<FlashBwdTile> kDqRows[] = {
-#define FLASH_BWD_DQ(...) TILE_ROW(__VA_ARGS__)
-#include "csrc/tiles/table.inc"
-};
-
-constexpr DefaultRow<FlashBwdTile> kDkvRows[] = {
-#define FLASH_BWD_DKV(...) TILE_ROW(__VA_ARGS__)
-#include "csrc/tiles/table.inc"
-};
+using Tile = FlashBwdTile;
+constexpr Knob<Tile> kKnobs[] = {FLASH_BWD_KNOBS(KNOB_ENTRY)};
+constexpr DefaultRow<Tile> kDqRows[] = {FLASH_BWD_DQ_ROWS(TILE_ROW)};
+constexpr DefaultRow<Tile> kDkvRows[] = {FLASH_BWD_DKV_ROWS(TILE_ROW)};
 
 // Whether rows of the other side are staged as they are, beside pairs.
 bool stages_rows(const FlashBwdSpecialisation& s) { return s.dkv && s.column_simdgroups == 1; }
@@ -125,7 +111,7 @@ bool divides(const FlashBwdSpecialisation& s) {
     return s.row_fragments <= 2;
   }
   const int own = 8 * parts;
-  if ((parts != 2 && parts != 4) || s.simdgroups % parts != 0 || s.qk_slice() % own != 0 ||
+  if (parts == 3 || s.simdgroups % parts != 0 || s.qk_slice() % own != 0 ||
       s.v_slice() % own != 0) {
     return false;
   }
@@ -152,7 +138,7 @@ std::span<const DefaultRow<FlashBwdTile>> FlashBwdSpecialisation::table() const 
 }
 
 TileQuestion FlashBwdSpecialisation::question(int family) const {
-  return {element, std::max(head_dim_qk, head_dim_v), 0, load_of(features), family};
+  return {bits_of(element), std::max(head_dim_qk, head_dim_v), 0, load_of(features), family};
 }
 
 bool FlashBwdSpecialisation::take(const FlashBwdTile& tile) {
@@ -169,10 +155,8 @@ bool FlashBwdSpecialisation::take(const FlashBwdTile& tile) {
 bool FlashBwdSpecialisation::can_run() const {
   const int queries = dkv ? block : block_rows();
   const int keys = dkv ? block_rows() : block;
-  return !tensor_tiles && between(slices, 1, most_slices(*this)) && is_block(block) &&
-         between(row_fragments, 1, 4) && row_fragments != 3 &&
-         between(simdgroups, 1, 2 * kSimdgroups) && divides(*this) &&
-         is_place(rows_in_registers, rows_in_threadgroup) &&
+  return !tensor_tiles && within_limits(*this) && slices <= most_slices(*this) &&
+         row_fragments != 3 && divides(*this) && !(rows_in_registers && rows_in_threadgroup) &&
          threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES && within_blocks(features, queries, keys);
 }
 

@@ -11,15 +11,8 @@
 
 namespace metal_attn {
 
-// What is chosen.
 struct FlashBwdTile {
-  int slices;         // over the grid, of the gradients' columns
-  int block;          // rows of the other side staged at a time
-  int row_fragments;  // 8-row fragments that a SIMD group owns
-  int simdgroups;
-  int column_simdgroups = 1;  // that share rows, with a part of the gradients' columns each
-  int rows_in_registers;
-  int rows_in_threadgroup;  // if in neither, they are read again for every block
+  FLASH_BWD_KNOBS(KNOB_MEMBER)
 };
 
 // A gradient kernel: a threadgroup owns rows of one side (queries for dq, keys for dk and dv) and

@@ -4,34 +4,23 @@
 
 #include "csrc/tiles/flash_fwd_tensor.h"
 #include "csrc/tiles/shared.h"
+#include "csrc/tiles/table.inc"
 #include "shaders/params.h"
 
 namespace metal_attn {
 namespace {
 
-constexpr Knob<FlashFwdTile> kKnobs[] = {
-    {"V_SLICE", &FlashFwdTile::v_slice},
-    {"BLOCK_K", &FlashFwdTile::block_k},
-    {"SIMDGROUPS", &FlashFwdTile::simdgroups},
-    {"COLUMN_SIMDGROUPS", &FlashFwdTile::column_simdgroups},
-    {"Q_IN_REGISTERS", &FlashFwdTile::q_in_registers},
-    {"KV_STAGED", &FlashFwdTile::kv_staged},
-};
+using Tile = FlashFwdTile;
+constexpr Knob<Tile> kKnobs[] = {FLASH_FWD_KNOBS(KNOB_ENTRY)};
+constexpr DefaultRow<Tile> kRows[] = {FLASH_FWD_ROWS(TILE_ROW)};
 
-constexpr DefaultRow<FlashFwdTile> kRows[] = {
-#define FLASH_FWD(...) TILE_ROW(__VA_ARGS__)
-#include "csrc/tiles/table.inc"
-};
-
-// Columns of the output that a threadgroup accumulates at most. Wider values are cut into slices
-// over the grid, each of which computes the scores again: 512 columns of accumulators alone would
-// take all 128 registers that a thread of M1 can have.
-constexpr int kMostSlice = 256;
+// Columns of the output that a threadgroup accumulates at most.
+constexpr int kMostSlice = kKnobs[0].most;
 
 // Whether two SIMD groups can share rows, with as many columns each.
 bool divides(const FlashFwdSpecialisation& s) {
   const int parts = s.column_simdgroups;
-  return (parts == 1 || parts == 2) && s.simdgroups % parts == 0 &&
+  return s.simdgroups % parts == 0 &&
          fragments(s.head_dim_qk) % parts == 0 && s.v_slice / 8 % parts == 0;
 }
 
@@ -50,7 +39,7 @@ std::span<const DefaultRow<FlashFwdTile>> FlashFwdSpecialisation::table() { retu
 
 TileQuestion FlashFwdSpecialisation::question(int family) const {
   const int columns = std::max(head_dim_qk, std::min(head_dim_v, kMostSlice));
-  return {element, columns, 0, load_of(features), family};
+  return {bits_of(element), columns, 0, load_of(features), family};
 }
 
 bool FlashFwdSpecialisation::take(const FlashFwdTile& tile) {
@@ -63,10 +52,8 @@ bool FlashFwdSpecialisation::take(const FlashFwdTile& tile) {
 }
 
 bool FlashFwdSpecialisation::can_run() const {
-  return !tensor_tiles && between(v_slice, 8, kMostSlice) &&
-         v_slice == slice_columns(head_dim_v, v_slices()) && is_block(block_k) &&
-         between(simdgroups, 1, 2 * kSimdgroups) && divides(*this) &&
-         between(q_in_registers, 0, 1) && between(kv_staged, 0, 1) &&
+  return !tensor_tiles && within_limits(*this) &&
+         v_slice == slice_columns(head_dim_v, v_slices()) && divides(*this) &&
          (kv_staged || reads_unstaged(*this)) && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
          within_blocks(features, block_q(), block_k);
 }

@@ -11,14 +11,8 @@
 
 namespace metal_attn {
 
-// What is chosen.
 struct FlashFwdTile {
-  int v_slice;     // columns of v and out that a threadgroup owns; of a table's row: at most
-  int block_k;     // keys staged at a time
-  int simdgroups;  // per threadgroup
-  int column_simdgroups = 1;  // that share rows, with a part of the columns each
-  int q_in_registers;         // else it is read again for every block
-  int kv_staged = 1;          // in threadgroup memory; else each SIMD group reads K and V itself
+  FLASH_FWD_KNOBS(KNOB_MEMBER)
 };
 
 struct FlashFwdSpecialisation : FlashFwdTile {

@@ -35,6 +35,7 @@ FlashFwdSpecialisation choose_flash_fwd_tensor(const FlashFwdProblem& problem) {
   s.simdgroups = parts_within(s.features.q_block(), kTensorRows, kSimdgroups);
   s.row_fragments = 2;
   s.block_k = kTensorSpan;
+  s.kv_staged = 1;
   s.wide_loads = s.wide_loads && problem.q_aligned;
   s.wide_rotary = s.wide_loads && wide_rotary(problem);
 

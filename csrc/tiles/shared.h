@@ -58,12 +58,7 @@ Specialisation specialisation_for(const FlashFwdProblem& problem) {
   return s;
 }
 
-// Of what a table may have for a knob.
-inline bool between(int value, int least, int most) { return least <= value && value <= most; }
-inline bool is_block(int rows) { return rows % 8 == 0 && between(rows, 8, 32); }
-inline bool is_place(int in_registers, int in_threadgroup) {
-  return between(in_registers, 0, 1) && between(in_threadgroup, 0, 1 - in_registers);
-}
+inline int bits_of(Element element) { return 8 * element_bytes(element); }
 
 // Columns that a lane's loads of 8 neighbours are spread over (shaders/spans.h).
 inline constexpr int kSpanColumns = 32;

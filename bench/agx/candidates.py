@@ -72,15 +72,15 @@ class Class(NamedTuple):
     def features(self) -> tuple[str, ...]:
         if self.macro == "FLASH_BWD_BIAS":
             return BIAS
-        return LIGHT if self.load == "Light" else (LIGHT[0], *HEAVY[self.macro], *LIGHT[1:])
+        return LIGHT if self.load == "Light" else (LIGHT[0], *HEAVY[self.macro])
 
     def named(self, tile: Tile) -> dict[str, int]:
         return dict(zip(knobs(self.macro), tile, strict=True))
 
 
-def classes() -> Iterator[Class]:
-    """All classes, in the order of their rows."""
-    for macro, bits in product(NAMES, DTYPES):
+def classes(macro: str) -> Iterator[Class]:
+    """Those of a kernel, in the order of their rows."""
+    for bits in DTYPES:
         if macro == "FLASH_DECODE":
             for queries, load, columns in product(QUERIES, ("Light", "Heavy"), COLUMNS):
                 yield Class(macro, bits, columns, queries, load, ragged=False)

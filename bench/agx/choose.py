@@ -25,9 +25,9 @@ BYTES, MEMORY_BYTES = 16, 10
 # Of times within 1 % that is taken which suits more problems, or keeps more SIMD groups.
 ALIKE = 1.01
 # What does not fit without a feature, or takes so many times the best, is not compiled with others.
-WORTH = 1.3
+WORTH = 1.2
 # Tiles that fit with the heaviest feature, and are compiled with all of them at a time.
-AT_ONCE, ROUNDS = 6, 4
+AT_ONCE, ROUNDS = 5, 3
 
 Compile = Callable[[Iterable[Job]], Iterator[Compiled | Failure]]
 # A dtype and a feature.

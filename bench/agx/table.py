@@ -116,16 +116,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=TABLE)
     given = parser.parse_args()
     compile_ = partial(lens.compile_all, workers=given.workers, store=given.store)
-    chosen = choose(list(classes()), compile_)
-    smallest = {
-        one: measured(one, SMALLEST[one.macro], compile_)
-        for one in (Class(m, bits, 576, 0, "Heavy", ragged=True) for m in NAMES for bits in DTYPES)
-    }
-    rows = {macro: rows_of(macro, chosen.values(), smallest) for macro in NAMES}
+    rows = {}
+    for macro in NAMES:
+        chosen = choose(list(classes(macro)), compile_)
+        widest = (Class(macro, bits, 576, 0, "Heavy", ragged=True) for bits in DTYPES)
+        smallest = {one: measured(one, SMALLEST[macro], compile_) for one in widest}
+        rows[macro] = rows_of(macro, chosen.values(), smallest)
+        print(text_of(macro, rows[macro]), flush=True)
+        for one, choice in chosen.items():
+            if not choice.fits:
+                print(*one, f"{choice.registers:g} registers")
     given.out.write_text(table(rows))
-    for one, choice in chosen.items():
-        if not choice.fits:
-            print(*one, f"{choice.registers:g} registers")
 
 
 if __name__ == "__main__":

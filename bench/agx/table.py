@@ -5,7 +5,9 @@ run that was ended goes on where it was.
 """
 
 import argparse
+import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from .choose import Candidate, choose, measured
 TABLE = Path(__file__).parents[2] / "csrc" / "tiles" / "table.inc"
 HEAD = """\
 // The default tiles, read as csrc/tiles/table.h says. Written by `python -m bench.agx.table`:
-// change what it tries or how it ranks that, not the rows.
+// change what it tries or how it ranks that, not the rows. Their checksum: {checksum}
 #pragma once
 
 // A row has its conditions, the REGISTERS that a thread of M1 needs at most for the widest of such
@@ -105,7 +107,31 @@ def text_of(macro: str, rows: Sequence[Row]) -> str:
 
 def table(rows: Mapping[str, Sequence[Row]]) -> str:
     """The whole file."""
-    return "\n".join([HEAD, *(text_of(macro, own) for macro, own in rows.items())])
+    lists = "\n".join(text_of(macro, own) for macro, own in rows.items())
+    return f"{HEAD.format(checksum=checksum(lists))}\n{lists}"
+
+
+def checksum(lists: str) -> str:
+    """Of the rows as they stand in the file: others were not written by this program."""
+    return hashlib.sha256(lists.encode()).hexdigest()[:16]
+
+
+# The rows of a kernel in the table's text.
+LIST = re.compile(r"^#define (FLASH_\w+)_ROWS\(ROW\) \\\n((?:  ROW.*\n)+)", re.M)
+
+
+def read_rows(text: str) -> dict[str, list[Row]]:
+    """The rows of a table, by kernel."""
+    found: dict[str, list[Row]] = {}
+    for macro, lines in LIST.findall(text):
+        own = found[macro] = []
+        for line in re.findall(r"ROW\((.*)\)", lines):
+            cells = [cell.strip() for cell in line.split(",")]
+            queries = int(cells.pop(2)) if macro == "FLASH_DECODE" else 0
+            bits, columns, load, family, registers, *tile = cells
+            numbers = tuple(int(n) for n in tile)
+            own.append((int(bits), int(columns), queries, load, family, float(registers), numbers))
+    return found
 
 
 def main() -> None:

@@ -89,7 +89,7 @@ CHOSEN = {
         A,
     ),
     "a tile that failed for a shape": ([of_shape("x", 0.5), Timed("y", A, {A: 1.0})], A),
-    "the reckoned tile cannot run": ([Timed("x", A, {B: 9.0})], B),
+    "the default tile cannot run": ([Timed("x", A, {B: 9.0})], B),
 }
 
 

@@ -47,7 +47,7 @@ Tile = tuple[int, ...]
 @cache
 def knobs(macro: str) -> dict[str, range]:
     """What each number of a kernel's tile may be, by its name, as csrc/tiles/knobs.h says."""
-    name = re.sub("_D(Q|KV)$", "", macro) + "_KNOBS"
+    name = re.sub("(_DQ|_DKV)?(_TENSOR)?$", "", macro) + "_KNOBS"
     of_kernel = re.search(rf"#define {name}\(X\)((?:.*\\\n)*.*)", LISTS.read_text())
     assert of_kernel is not None
     every = re.findall(r"X\((\w+), \w+, (\d+), (\d+), (\d+)\)", of_kernel[1])

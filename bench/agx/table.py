@@ -43,6 +43,19 @@ SMALLEST: Mapping[str, tuple[Tile, ...]] = {
     "FLASH_DECODE": (),
 }
 
+# Of M5's matrix units, for which there is no such compiler: by judgement of the registers that a
+# thread may have where they are a part of the cache, at most 168 by an estimate. Bits, the most
+# columns, and of the forward V_SLICE and Q_IN_REGISTERS, of the others SLICES, COLUMN_SIMDGROUPS
+# and ROWS_IN_REGISTERS.
+TENSOR_FORWARD = ((16, 96, 256, 1), (16, 160, 256, 0), (16, 576, 160, 0))
+TENSOR_FORWARD += ((32, 64, 256, 1), (32, 576, 128, 0))
+TENSOR_DQ = ((16, 64, 1, 1, 1), (16, 160, 1, 1, 0), (16, 320, 1, 2, 0), (16, 576, 2, 2, 0))
+TENSOR_DQ += ((32, 32, 1, 1, 1), (32, 128, 1, 1, 0), (32, 256, 1, 2, 0), (32, 512, 2, 2, 0))
+TENSOR_DQ += ((32, 576, 3, 2, 0),)
+TENSOR_DKV = ((16, 32, 1, 1, 1), (16, 64, 1, 1, 0), (32, 32, 1, 1, 1), (32, 64, 1, 2, 0))
+TENSOR_DKV += tuple((16, 128 * slices, slices, 2, 0) for slices in (1, 2, 3, 4))
+TENSOR_DKV += ((16, 576, 5, 2, 0), *((32, 64 * slices, slices, 2, 0) for slices in range(2, 10)))
+
 # Bits, columns, queries, load, family, registers and tile.
 Row = tuple[int, int, int, str, str, float, Tile]
 
@@ -59,6 +72,22 @@ def rows_of(
         own += [_row(c) for one, every in smallest.items() for c in every if one[:2] == (macro, bits)]
         rows += _merged(own)
     return rows
+
+
+def tensor_rows() -> dict[str, list[Row]]:
+    """By kernel."""
+    forward: list[Row] = [
+        (bits, columns, 0, "Heavy", "M1", 0.0, (v_slice, 32, 4, 1, held, 1))
+        for bits, columns, v_slice, held in TENSOR_FORWARD
+    ]
+    dq, dkv = (
+        [
+            (bits, columns, 0, "Heavy", "M1", 0.0, (slices, 32, 2, 4, shared, held, 0))
+            for bits, columns, slices, shared, held in rows
+        ]
+        for rows in (TENSOR_DQ, TENSOR_DKV)
+    )
+    return {"FLASH_FWD_TENSOR": forward, "FLASH_BWD_DQ_TENSOR": dq, "FLASH_BWD_DKV_TENSOR": dkv}
 
 
 def _row(candidate: Candidate) -> Row:
@@ -152,7 +181,7 @@ def main() -> None:
         for one, choice in chosen.items():
             if not choice.fits:
                 print(*one, f"{choice.registers:g} registers")
-    given.out.write_text(table(rows))
+    given.out.write_text(table(rows | tensor_rows()))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "csrc/tiles/flash_fwd_tensor.h"
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
+#include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -13,6 +13,7 @@ namespace {
 using Tile = FlashFwdTile;
 constexpr Knob<Tile> kKnobs[] = {FLASH_FWD_KNOBS(KNOB_ENTRY)};
 constexpr DefaultRow<Tile> kRows[] = {FLASH_FWD_ROWS(TILE_ROW)};
+constexpr DefaultRow<Tile> kRowsOfTensorTiles[] = {FLASH_FWD_TENSOR_ROWS(TILE_ROW)};
 
 // Columns of the output that a threadgroup accumulates at most.
 constexpr int kMostSlice = kKnobs[0].most;
@@ -35,7 +36,12 @@ bool reads_unstaged(const FlashFwdSpecialisation& s) {
 
 std::span<const Knob<FlashFwdTile>> FlashFwdSpecialisation::knobs() { return kKnobs; }
 
-std::span<const DefaultRow<FlashFwdTile>> FlashFwdSpecialisation::table() { return kRows; }
+std::span<const DefaultRow<FlashFwdTile>> FlashFwdSpecialisation::table() const {
+  if (tensor_tiles) {
+    return kRowsOfTensorTiles;
+  }
+  return kRows;
+}
 
 TileQuestion FlashFwdSpecialisation::question(int family) const {
   const int columns = std::max(head_dim_qk, std::min(head_dim_v, kMostSlice));
@@ -44,7 +50,8 @@ TileQuestion FlashFwdSpecialisation::question(int family) const {
 
 bool FlashFwdSpecialisation::take(const FlashFwdTile& tile) {
   static_cast<FlashFwdTile&>(*this) = tile;
-  v_slice = slice_columns(head_dim_v, (head_dim_v + tile.v_slice - 1) / tile.v_slice);
+  v_slice = slice_columns(head_dim_v, (head_dim_v + tile.v_slice - 1) / tile.v_slice,
+                          tensor_tiles ? kTensorSpan : 8);
   block_k = 8 * parts_within(features.kv_block(), 8, block_k / 8);
   simdgroups = column_simdgroups *
                parts_within(features.q_block(), 8 * row_fragments, simdgroups / column_simdgroups);
@@ -52,14 +59,15 @@ bool FlashFwdSpecialisation::take(const FlashFwdTile& tile) {
 }
 
 bool FlashFwdSpecialisation::can_run() const {
-  return !tensor_tiles && within_limits(*this) &&
-         v_slice == slice_columns(head_dim_v, v_slices()) && divides(*this) &&
-         (kv_staged || reads_unstaged(*this)) && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
-         within_blocks(features, block_q(), block_k);
-}
-
-int FlashFwdSpecialisation::registers() const {
-  return tensor_tiles ? tensor_registers(*this) : recorded_registers(defaults);
+  if (!within_limits(*this) || !within_blocks(features, block_q(), block_k)) {
+    return false;
+  }
+  if (tensor_tiles) {
+    return v_slice % kTensorSpan == 0 && block_k == kTensorSpan && column_simdgroups == 1 &&
+           kv_staged;
+  }
+  return v_slice == slice_columns(head_dim_v, v_slices(), 8) && divides(*this) &&
+         (kv_staged || reads_unstaged(*this)) && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
 }
 
 int FlashFwdSpecialisation::threadgroup_bytes() const {
@@ -74,10 +82,14 @@ int FlashFwdSpecialisation::threadgroup_bytes() const {
   return tiles + (shared ? threads() * block_k / 8 * 2 * int(sizeof(float)) : 0);
 }
 
-FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu) {
+FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, bool tensor_tiles,
+                                        const Gpu& gpu) {
   auto s = specialisation_for<FlashFwdSpecialisation>(problem);
-  s.wide_rotary = wide_rotary(problem);
-  s.row_pairs = problem.q_pairs;
+  s.tensor_tiles = tensor_tiles;
+  s.row_fragments = tensor_tiles ? 2 : 1;
+  s.wide_loads = s.wide_loads && (!tensor_tiles || problem.q_aligned);
+  s.wide_rotary = s.wide_loads && wide_rotary(problem);
+  s.row_pairs = !tensor_tiles && problem.q_pairs;
   return default_tile(s, gpu).value();
 }
 
@@ -121,9 +133,7 @@ std::string describe_choice(const FlashFwdSpecialisation& s) {
       std::to_string(8 * s.row_fragments) + " queries " +
       (s.column_simdgroups > 1 ? "two SIMD groups, half the columns each," : "a SIMD group");
   return (s.tensor_tiles ? "tensor tiles: " : "") + rows + " and Q " + q + ": " +
-         (s.tensor_tiles ? std::to_string(tensor_registers(s)) + " registers a thread"
-                         : row_text(s.defaults)) +
-         "; " + std::to_string(s.block_k) + " keys a block" + staged + slices + loads;
+         row_text(s.defaults) + "; " + std::to_string(s.block_k) + " keys a block" + staged + slices + loads;
 }
 
 }  // namespace metal_attn

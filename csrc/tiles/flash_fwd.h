@@ -16,7 +16,7 @@ struct FlashFwdTile {
 };
 
 struct FlashFwdSpecialisation : FlashFwdTile {
-  bool tensor_tiles;  // flash_fwd_tensor.metal's, of csrc/tiles/flash_fwd_tensor.cpp
+  bool tensor_tiles;  // flash_fwd_tensor.metal's
   Element element;
   int head_dim_qk;
   int head_dim_v;
@@ -31,19 +31,20 @@ struct FlashFwdSpecialisation : FlashFwdTile {
   int block_q() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }
   int v_slices() const { return (head_dim_v + v_slice - 1) / v_slice; }
-  int registers() const;          // of a thread, 32 bits each; 0: not known
+  int registers() const { return recorded_registers(defaults); }
   int threadgroup_bytes() const;  // exact: what the shader declares
   const char* kernel() const { return tensor_tiles ? "flash_fwd_tensor" : "flash_fwd"; }
 
   static std::span<const Knob<FlashFwdTile>> knobs();
-  static std::span<const DefaultRow<FlashFwdTile>> table();
+  std::span<const DefaultRow<FlashFwdTile>> table() const;
   TileQuestion question(int family) const;
   // Takes a row's tile, cut to this problem. Returns whether the kernel can run it.
   bool take(const FlashFwdTile& tile);
   bool can_run() const;
 };
 
-FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu);
+FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, bool tensor_tiles,
+                                        const Gpu& gpu);
 
 Defines flash_fwd_defines(const FlashFwdSpecialisation& specialisation);
 

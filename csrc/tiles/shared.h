@@ -32,9 +32,10 @@ inline int64_t tiles_of(int64_t rows, int64_t tile, int block, bool ordered) {
   return ordered ? (rows + block - 1) / block * (block / tile) : (rows + tile - 1) / tile;
 }
 
-// Columns of a slice, a multiple of 8.
-inline int slice_columns(int columns, int slices) {
-  return 8 * ((fragments(columns) + slices - 1) / slices);
+// Columns of a slice, a multiple of `unit`.
+inline int slice_columns(int columns, int slices, int unit) {
+  const int units = (columns + unit - 1) / unit;
+  return unit * ((units + slices - 1) / slices);
 }
 
 // What tiles and fragments of k and v hold.

@@ -25,11 +25,13 @@ HEADS = 32  # of bench.specialisations
 # What a class is compiled with: no feature, then that which needs the most registers, and others.
 LIGHT = ("none", "chunk", "ALiBi")
 HEAVY = {
-    "FLASH_FWD": ("dropout", "rotary of q and k", "bias", "pages of 16"),
-    "FLASH_BWD_DQ": ("rotary of q and k", "dropout", "bias"),
-    "FLASH_BWD_DKV": ("rotary of q and k", "dropout", "bias"),
+    "FLASH_FWD": ("dropout", "pages of 16", "bias"),
+    "FLASH_BWD_DQ": ("dropout", "bias"),
+    "FLASH_BWD_DKV": ("dropout", "bias"),
     "FLASH_DECODE": ("pages of 16", "bias", "q8_0 cache"),
 }
+ROTARY = ("none", "rotary of q and k")
+LOADS = ("Light", "Heavy", "Rotary")
 BIAS = ("bias", "bias and dropout", "bias and rotary of q and k")
 NAMES = {
     "FLASH_FWD": "flash_fwd",
@@ -55,7 +57,11 @@ def knobs(macro: str) -> dict[str, range]:
 
 
 class Class(NamedTuple):
-    """Problems that have one row. ragged: head dims that SIMD groups cannot divide."""
+    """Problems that have one row.
+
+    Attributes: macro, bits, columns, queries, load: as in the table. ragged: head dims that SIMD
+        groups cannot divide.
+    """
 
     macro: str
     bits: int
@@ -72,7 +78,11 @@ class Class(NamedTuple):
     def features(self) -> tuple[str, ...]:
         if self.macro == "FLASH_BWD_BIAS":
             return BIAS
-        return LIGHT if self.load == "Light" else (LIGHT[0], *HEAVY[self.macro])
+        if self.load == "Light":
+            return LIGHT
+        # A decode rotates its queries once.
+        heavy = self.load == "Heavy" or self.macro == "FLASH_DECODE"
+        return (LIGHT[0], *HEAVY[self.macro]) if heavy else ROTARY
 
     def named(self, tile: Tile) -> dict[str, int]:
         return dict(zip(knobs(self.macro), tile, strict=True))
@@ -82,17 +92,15 @@ def classes(macro: str) -> Iterator[Class]:
     """Those of a kernel, in the order of their rows."""
     for bits in DTYPES:
         if macro == "FLASH_DECODE":
-            for queries, load, columns in product(QUERIES, ("Light", "Heavy"), COLUMNS):
+            for queries, load, columns in product(QUERIES, ("Light", "Rotary"), COLUMNS):
                 yield Class(macro, bits, columns, queries, load, ragged=False)
         elif macro == "FLASH_BWD_BIAS":
             for columns in COLUMNS:
-                yield Class(macro, bits, columns, 0, "Heavy", ragged=False)
+                yield Class(macro, bits, columns, 0, "Rotary", ragged=False)
         else:
-            for columns in COLUMNS:
-                yield Class(macro, bits, columns, 0, "Light", ragged=False)
-                yield Class(macro, bits, columns, 0, "Heavy", ragged=False)
-                if columns > 64:
-                    yield Class(macro, bits, columns, 0, "Heavy", ragged=True)
+            for columns, ragged, load in product(COLUMNS, (False, True), LOADS):
+                if not ragged or (columns > 64 and load != "Light"):
+                    yield Class(macro, bits, columns, 0, load, ragged)
 
 
 def candidates(one: Class) -> Iterator[Tile]:
@@ -112,7 +120,8 @@ def candidates(one: Class) -> Iterator[Tile]:
         rows = (fragments, fragments // 2) if fragments > 1 else (fragments,)
         # Those that have all spans of a row, with keys of their own, are written as 4, 8 or 16.
         whole = next(n for n in (4, 8, 16) if n >= spans)
-        own = [*(n for n in (1, 2, 3, 4, 8) if n < spans), whole]
+        parts = {-(-spans // n): n for n in (8, 4, 3, 2, 1) if n < spans}
+        own = [*parts.values(), whole]
         for row_fragments, keys, share, vectors in product(rows, (1, 2, 4), own, (0, 2)):
             if not vectors or (one.queries <= vectors and share == whole):
                 yield row_fragments, keys, share, vectors

@@ -9,7 +9,6 @@ import torch
 from . import model
 from .candidates import DTYPES, Class, Tile, candidates, specialisation
 from .lens import Compiled, Failure, Job
-from .listing import Loop
 
 # The lens may be off by 10 registers, so a tile that needs more is at risk.
 MOST_REGISTERS = 118  # of 128
@@ -24,8 +23,10 @@ MORE_CYCLES = 1.5  # of bfloat16, which is converted
 BYTES, MEMORY_BYTES = 16, 10
 # Of times within 1 % that is taken which suits more problems, or keeps more SIMD groups.
 ALIKE = 1.01
-# What does not fit without a feature, or takes so many times the best, is not compiled with others.
-WORTH = 1.2
+# What takes so many times the best without a feature is not compiled with others, but for those
+# that need the fewest registers.
+WORTH, FEWEST = 1.35, 4
+LENGTH = 512  # of which a block may leave a part over
 # Tiles that fit with the heaviest feature, and are compiled with all of them at a time.
 AT_ONCE, ROUNDS = 5, 3
 
@@ -63,7 +64,8 @@ class Candidate(NamedTuple):
         macro = self.one.macro
         plain = [(dtype, one) for (dtype, feature), one in self.found.items() if feature == "none"]
         if macro == "FLASH_DECODE":
-            return all(model.bytes_a_cycle(one) >= BYTES for _, one in plain)
+            few = self.one.queries <= 8
+            return not few or all(model.bytes_a_cycle(one) >= BYTES for _, one in plain)
         if macro == "FLASH_BWD_BIAS":
             return True
         narrow = macro == "FLASH_FWD" and self.one.columns <= 64
@@ -77,14 +79,18 @@ class Candidate(NamedTuple):
     def preference(self) -> tuple[float, ...]:
         """Of tiles that take as long, the least is taken."""
         given = self.one.named(self.tile)
-        odd = 24 in (given.get("BLOCK"), given.get("BLOCK_K"))  # divides no common length
-        decode = self.one.macro == "FLASH_DECODE"
-        waits = max(loop.opcodes["threadgroup_barrier"] for loop in self._loops) if decode else 0
-        return (odd, waits, -given.get("VECTOR_ROWS", 0), -self.resident, self.registers)
+        # The fewer SIMD groups share a decode's columns, the fewer wait for each other.
+        return (-given.get("VECTOR_ROWS", 0), -given.get("SPANS", 0), -self.resident, self.registers)
 
     @property
-    def _loops(self) -> Iterator[Loop]:
-        return (compiled.main for compiled in self.found.values() if compiled.main)
+    def again(self) -> bool:
+        """Whether its own rows are read again for every block.
+
+        The model takes them for reads of a core's cache, but all rows of a core are more than that.
+        """
+        given = self.one.named(self.tile)
+        held = {"Q_IN_REGISTERS", "ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"} & given.keys()
+        return bool(held) and not any(given[name] for name in held)
 
 
 def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
@@ -93,14 +99,16 @@ def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
     if one.macro == "FLASH_DECODE":
         # Memory is the limit: more than it gives is of no use. Each pass reads the keys again.
         passes = -(-one.queries // (8 * given["ROW_FRAGMENTS"]))
-        return 1024 * passes / min(model.bytes_a_cycle(compiled), MEMORY_BYTES)
+        most = BYTES if passes == 1 else MEMORY_BYTES
+        return 1024 * passes / min(model.bytes_a_cycle(compiled), most)
     rows, shared = given.get("ROW_FRAGMENTS", 1), given.get("COLUMN_SIMDGROUPS", 1)
     # Each slice computes the scores again.
     slices = given.get("SLICES", 1)
     if one.macro == "FLASH_FWD":
         slices = -(-one.head_dim // given["V_SLICE"])
     block = given.get("BLOCK") or given["BLOCK_K"]
-    return slices * shared * model.iteration(compiled) / (rows * block / 8)
+    rounded = -(-LENGTH // block) * block / LENGTH
+    return slices * shared * model.iteration(compiled) * rounded / (rows * block / 8)
 
 
 def best(every: Sequence[Candidate]) -> Candidate:
@@ -108,7 +116,8 @@ def best(every: Sequence[Candidate]) -> Candidate:
     fitting = [one for one in every if one.fits]
     if not fitting:
         return min(every, key=lambda one: one.registers)
-    among = [one for one in fitting if one.aimed] or fitting
+    held = [one for one in fitting if not one.again] or fitting
+    among = [one for one in held if one.aimed] or held
     least = min(one.cost for one in among)
     return min((one for one in among if one.cost <= ALIKE * least), key=lambda one: one.preference)
 
@@ -162,9 +171,10 @@ def _worth(own: Sequence[Candidate]) -> list[Candidate]:
     fitting = [one for one in own if one.fits]
     if not fitting:
         return sorted(own, key=lambda one: one.registers)
-    fitting.sort(key=lambda one: (not one.aimed, one.cost, one.preference))
+    fitting.sort(key=lambda one: (one.again, not one.aimed, one.cost, one.preference))
     least = min(one.cost for one in fitting)
-    return [one for one in fitting if one.cost <= WORTH * least]
+    fewest = sorted(fitting, key=lambda one: one.registers)[:FEWEST]
+    return [one for one in fitting if one.cost <= WORTH * least or one in fewest]
 
 
 def _compiled(

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch_metal_attn.simulator.cache import default_dir
 
 from . import lens
-from .candidates import DTYPES, NAMES, Class, Tile, classes, knobs
+from .candidates import DTYPES, LOADS, NAMES, Class, Tile, classes, knobs
 from .choose import Candidate, choose, measured
 
 TABLE = Path(__file__).parents[2] / "csrc" / "tiles" / "table.inc"
@@ -77,12 +77,12 @@ def rows_of(
 def tensor_rows() -> dict[str, list[Row]]:
     """By kernel."""
     forward: list[Row] = [
-        (bits, columns, 0, "Heavy", "M1", 0.0, (v_slice, 32, 4, 1, held, 1))
+        (bits, columns, 0, "Rotary", "M1", 0.0, (v_slice, 32, 4, 1, held, 1))
         for bits, columns, v_slice, held in TENSOR_FORWARD
     ]
     dq, dkv = (
         [
-            (bits, columns, 0, "Heavy", "M1", 0.0, (slices, 32, 2, 4, shared, held, 0))
+            (bits, columns, 0, "Rotary", "M1", 0.0, (slices, 32, 2, 4, shared, held, 0))
             for bits, columns, slices, shared, held in rows
         ]
         for rows in (TENSOR_DQ, TENSOR_DKV)
@@ -110,12 +110,11 @@ def _merged(rows: Iterable[Row]) -> list[Row]:
 
 
 def _covers(wide: Row, narrow: Row) -> bool:
-    loads = ("Light", "Heavy")
     return (
-        {wide[3], narrow[3]} <= set(loads)
+        {wide[3], narrow[3]} <= set(LOADS)
         and wide[1] >= narrow[1]
         and wide[2] >= narrow[2]
-        and loads.index(wide[3]) >= loads.index(narrow[3])
+        and LOADS.index(wide[3]) >= LOADS.index(narrow[3])
     )
 
 
@@ -174,7 +173,7 @@ def main() -> None:
     rows = {}
     for macro in NAMES:
         chosen = choose(list(classes(macro)), compile_)
-        widest = (Class(macro, bits, 576, 0, "Heavy", ragged=True) for bits in DTYPES)
+        widest = (Class(macro, bits, 576, 0, "Rotary", ragged=True) for bits in DTYPES)
         smallest = {one: measured(one, SMALLEST[macro], compile_) for one in widest}
         rows[macro] = rows_of(macro, chosen.values(), smallest)
         print(text_of(macro, rows[macro]), flush=True)

@@ -18,7 +18,10 @@ bool wide_rotary(const FlashFwdProblem& problem) {
 }
 
 Load load_of(const FlashFwdFeatures& f) {
-  const bool heavy = f.dropout || f.bias || f.rotary || f.flex || f.unpaired_keys() ||
+  if (f.rotary) {
+    return Load::kRotary;
+  }
+  const bool heavy = f.dropout || f.bias || f.flex || f.unpaired_keys() ||
                      f.cache.page_size > 0 || f.cache.format != KvFormat::kPlain;
   return heavy ? Load::kHeavy : Load::kLight;
 }

@@ -28,7 +28,8 @@ namespace metal_attn {
 // What features add to a kernel, in registers and in the work of each score.
 enum class Load {
   kLight,  // at most a band, a mask, slopes, a cap or a sink
-  kHeavy,  // anything
+  kHeavy,   // anything but rotary embeddings
+  kRotary,  // anything
   kNever,  // of a row that only `tune` tries
 };
 

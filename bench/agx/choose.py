@@ -1,4 +1,4 @@
-"""Which candidate becomes the tile of a class of problems, by what Mesa's compiler makes of each."""
+"""Which candidate is the tile of a class of problems, by what Mesa's compiler makes of each."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -80,7 +80,8 @@ class Candidate(NamedTuple):
         """Of tiles that take as long, the least is taken."""
         given = self.one.named(self.tile)
         # The fewer SIMD groups share a decode's columns, the fewer wait for each other.
-        return (-given.get("VECTOR_ROWS", 0), -given.get("SPANS", 0), -self.resident, self.registers)
+        own = (given.get("VECTOR_ROWS", 0), given.get("SPANS", 0), self.resident)
+        return (*(-number for number in own), self.registers)
 
     @property
     def again(self) -> bool:

@@ -60,16 +60,14 @@ TENSOR_DKV += ((16, 576, 5, 2, 0), *((32, 64 * slices, slices, 2, 0) for slices 
 Row = tuple[int, int, int, str, str, float, Tile]
 
 
-def rows_of(
-    macro: str, chosen: Iterable[Candidate], smallest: Mapping[Class, Iterable[Candidate]]
-) -> list[Row]:
+def rows_of(macro: str, chosen: Iterable[Candidate], smallest: Iterable[Candidate]) -> list[Row]:
     """A kernel's rows: alike neighbours are one row, for the widest of them."""
     rows: list[Row] = []
     for bits in DTYPES:
         own = [_row(c) for c in chosen if (c.one.macro, c.one.bits) == (macro, bits)]
         if macro == "FLASH_FWD":
             own += [(bits, 256, 0, "Never", "M3", 0.0, tile) for tile in UNSTAGED]
-        own += [_row(c) for one, every in smallest.items() for c in every if one[:2] == (macro, bits)]
+        own += [_row(c) for c in smallest if c.one[:2] == (macro, bits)]
         rows += _merged(own)
     return rows
 
@@ -174,7 +172,7 @@ def main() -> None:
     for macro in NAMES:
         chosen = choose(list(classes(macro)), compile_)
         widest = (Class(macro, bits, 576, 0, "Rotary", ragged=True) for bits in DTYPES)
-        smallest = {one: measured(one, SMALLEST[macro], compile_) for one in widest}
+        smallest = [c for one in widest for c in measured(one, SMALLEST[macro], compile_)]
         rows[macro] = rows_of(macro, chosen.values(), smallest)
         print(text_of(macro, rows[macro]), flush=True)
         for one, choice in chosen.items():

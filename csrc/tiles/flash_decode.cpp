@@ -95,6 +95,7 @@ int FlashDecodeSpecialisation::key_simdgroups() const {
 
 bool FlashDecodeSpecialisation::take(const FlashDecodeTile& tile) {
   static_cast<FlashDecodeTile&>(*this) = tile;
+  spans = (most_spans(*this) + column_simdgroups() - 1) / column_simdgroups();
   row_fragments = static_cast<int>(std::clamp<int64_t>((all_rows + 7) / 8, 1, row_fragments));
   vector_rows = vector_rows > 0 ? power_of_2(all_rows) : 0;
   while (features.kv_block() % (8 * key_fragments) != 0) {
@@ -130,8 +131,7 @@ bool FlashDecodeSpecialisation::can_run() const {
   const bool vectors_suit =
       vector_rows == 0 || (vector_rows == power_of_2(all_rows) && row_fragments == 1 &&
                            column_simdgroups() == 1 && !v_in_k);
-  return key_fragments != 3 && vectors_suit &&
-         threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
+  return key_fragments != 3 && vectors_suit && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
          features.kv_block() % (8 * key_fragments) == 0;
 }
 
@@ -199,9 +199,9 @@ std::string describe_choice(const FlashDecodeSpecialisation& s, int64_t row_grou
   return std::to_string(splits) + " splits of the keys; " + std::to_string(s.all_rows) +
          " queries of a KV head in " + std::to_string(s.passes(s.all_rows)) +
          " passes over its keys" + (row_groups > 1 ? ", each by threadgroups of its own" : "") +
-         (s.v_in_k ? ", which hold the values too" : "") + "; " + std::to_string(s.key_simdgroups()) +
-         " SIMD groups with their own keys, " + std::to_string(s.column_simdgroups()) +
-         " with their own columns" +
+         (s.v_in_k ? ", which hold the values too" : "") + "; " +
+         std::to_string(s.key_simdgroups()) + " SIMD groups with their own keys, " +
+         std::to_string(s.column_simdgroups()) + " with their own columns" +
          (s.vector_rows > 0 ? ", values without the matrix unit: " : ": ") + row_text(s.defaults);
 }
 

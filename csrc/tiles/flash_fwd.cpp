@@ -21,8 +21,8 @@ constexpr int kMostSlice = kKnobs[0].most;
 // Whether two SIMD groups can share rows, with as many columns each.
 bool divides(const FlashFwdSpecialisation& s) {
   const int parts = s.column_simdgroups;
-  return s.simdgroups % parts == 0 &&
-         fragments(s.head_dim_qk) % parts == 0 && s.v_slice / 8 % parts == 0;
+  return s.simdgroups % parts == 0 && fragments(s.head_dim_qk) % parts == 0 &&
+         s.v_slice / 8 % parts == 0;
 }
 
 // Whether SIMD groups can read K and V themselves, in chunks of 16 bytes (shaders/unstaged.h).
@@ -133,7 +133,8 @@ std::string describe_choice(const FlashFwdSpecialisation& s) {
       std::to_string(8 * s.row_fragments) + " queries " +
       (s.column_simdgroups > 1 ? "two SIMD groups, half the columns each," : "a SIMD group");
   return (s.tensor_tiles ? "tensor tiles: " : "") + rows + " and Q " + q + ": " +
-         row_text(s.defaults) + "; " + std::to_string(s.block_k) + " keys a block" + staged + slices + loads;
+         row_text(s.defaults) + "; " + std::to_string(s.block_k) + " keys a block" + staged +
+         slices + loads;
 }
 
 }  // namespace metal_attn

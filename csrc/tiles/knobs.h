@@ -11,24 +11,24 @@ namespace metal_attn {
 // BLOCK_K: keys staged at a time. COLUMN_SIMDGROUPS: SIMD groups that share rows, with a part of
 // the columns each. Q_IN_REGISTERS: else it is read again for every block. KV_STAGED: in
 // threadgroup memory; else each SIMD group reads K and V itself.
-#define FLASH_FWD_KNOBS(X)                        \
-  X(V_SLICE, v_slice, 8, 256, 8)                  \
-  X(BLOCK_K, block_k, 8, 32, 8)                   \
-  X(SIMDGROUPS, simdgroups, 1, 8, 1)              \
+#define FLASH_FWD_KNOBS(X)                         \
+  X(V_SLICE, v_slice, 8, 256, 8)                   \
+  X(BLOCK_K, block_k, 8, 32, 8)                    \
+  X(SIMDGROUPS, simdgroups, 1, 8, 1)               \
   X(COLUMN_SIMDGROUPS, column_simdgroups, 1, 2, 1) \
-  X(Q_IN_REGISTERS, q_in_registers, 0, 1, 1)      \
+  X(Q_IN_REGISTERS, q_in_registers, 0, 1, 1)       \
   X(KV_STAGED, kv_staged, 0, 1, 1)
 
 // SLICES: over the grid, of the gradients' columns. BLOCK: rows of the other side staged at a time.
 // ROW_FRAGMENTS: of 8 rows that a SIMD group owns. Rows that are neither in registers nor in
 // threadgroup memory are read again for every block.
-#define FLASH_BWD_KNOBS(X)                              \
-  X(SLICES, slices, 1, 72, 1)                           \
-  X(BLOCK, block, 8, 32, 8)                             \
-  X(ROW_FRAGMENTS, row_fragments, 1, 4, 1)              \
-  X(SIMDGROUPS, simdgroups, 1, 8, 1)                    \
-  X(COLUMN_SIMDGROUPS, column_simdgroups, 1, 4, 1)      \
-  X(ROWS_IN_REGISTERS, rows_in_registers, 0, 1, 1)      \
+#define FLASH_BWD_KNOBS(X)                         \
+  X(SLICES, slices, 1, 72, 1)                      \
+  X(BLOCK, block, 8, 32, 8)                        \
+  X(ROW_FRAGMENTS, row_fragments, 1, 4, 1)         \
+  X(SIMDGROUPS, simdgroups, 1, 8, 1)               \
+  X(COLUMN_SIMDGROUPS, column_simdgroups, 1, 4, 1) \
+  X(ROWS_IN_REGISTERS, rows_in_registers, 0, 1, 1) \
   X(ROWS_IN_THREADGROUP, rows_in_threadgroup, 0, 1, 1)
 
 #define FLASH_BWD_BIAS_KNOBS(X)            \

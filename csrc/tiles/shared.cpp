@@ -21,8 +21,8 @@ Load load_of(const FlashFwdFeatures& f) {
   if (f.rotary) {
     return Load::kRotary;
   }
-  const bool heavy = f.dropout || f.bias || f.flex || f.unpaired_keys() ||
-                     f.cache.page_size > 0 || f.cache.format != KvFormat::kPlain;
+  const bool heavy = f.dropout || f.bias || f.flex || f.unpaired_keys() || f.cache.page_size > 0 ||
+                     f.cache.format != KvFormat::kPlain;
   return heavy ? Load::kHeavy : Load::kLight;
 }
 

@@ -27,10 +27,10 @@ namespace metal_attn {
 
 // What features add to a kernel, in registers and in the work of each score.
 enum class Load {
-  kLight,  // at most a band, a mask, slopes, a cap or a sink
+  kLight,   // at most a band, a mask, slopes, a cap or a sink
   kHeavy,   // anything but rotary embeddings
   kRotary,  // anything
-  kNever,  // of a row that only `tune` tries
+  kNever,   // of a row that only `tune` tries
 };
 
 Load load_of(const FlashFwdFeatures& features);

@@ -5,13 +5,13 @@ queries. flash_bwd_dkv owns keys and walks over queries: per 32 queries and 8 ke
 many scores. Every query sees every key.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
 import torch
 
-from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, HEADINGS, ROWS
+from bench.bench_flash_fwd import DTYPES, HEAD_DIMS, HEADINGS, OF_LENGTHS, ROWS, Options
 from bench.inner_loop import LENGTHS, slopes
 from bench.tables import print_table
 from torch_metal_attn import simulate
@@ -20,8 +20,6 @@ from torch_metal_attn.simulator import Counters
 
 OWNED = 64  # rows of the side that a kernel owns: a multiple of every tile
 KERNELS = ("flash_bwd_dq", "flash_bwd_dkv")
-
-Options = Callable[[int, int, int, torch.dtype], dict[str, Any]]
 
 
 def run(
@@ -69,31 +67,12 @@ def tile(kernel: str, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]
     return 8 * int(defines["ROW_FRAGMENTS"]), block, -(-head_dim // columns)
 
 
-def rotary(q_length: int, kv_length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Tables of q and k in q's dtype, over the whole head dim."""
-    return {
-        f"{side}_rotary_{name}": torch.rand(length, head_dim // 2).to(dtype)
-        for side, length in (("q", q_length), ("k", kv_length))
-        for name in ("cos", "sin")
-    }
-
-
-FEATURES: dict[str, Options] = {
-    "none": lambda *_: {},
-    "causal": lambda q_length, kv_length, *_: {"causal": True, "q_offset": kv_length},
-    "window": lambda q_length, kv_length, *_: {"window_size_left": kv_length + q_length},
-    "chunk": lambda *_: {"attention_chunk": 4096, "q_offset": 0},
-    "seqused_k": lambda _, kv_length, *__: {"seqused_k": torch.tensor([kv_length]).int()},
-    "bool mask": lambda q_length, kv_length, *_: {
-        "attn_mask": torch.rand(q_length, kv_length) > 0.5
-    },
-    "bias": lambda q_length, kv_length, _, dtype: {
-        "attn_bias": torch.rand(q_length, kv_length).to(dtype)
-    },
-    "softcap": lambda *_: {"softcap": 30.0},
-    "ALiBi": lambda *_: {"alibi_slopes": torch.tensor([0.001])},
-    "sink": lambda *_: {"learnable_sink": torch.tensor([0.5])},
-    "rotary of q and k": rotary,
+FEATURES = {
+    name: OF_LENGTHS[name]
+    for name in (
+        *("none", "causal", "window", "chunk", "seqused_k", "bool mask", "bias", "softcap"),
+        *("ALiBi", "sink", "rotary of q and k"),
+    )
 }
 
 

@@ -4,6 +4,7 @@ Each row is what a thread executes per 32 keys and 8 query rows, all of which ar
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -79,11 +80,14 @@ KERNELS = {
 }
 
 
-def rotary(*sides: str, interleaved: bool = False) -> Callable[..., dict[str, Any]]:
+Options = Callable[[int, int, int, torch.dtype], dict[str, Any]]
+
+
+def rotary(*sides: str, interleaved: bool = False) -> Options:
     """Tables in q's dtype for q, k or both, over the whole head dim."""
 
-    def options(kv_length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-        lengths = {"q": Q_LENGTH, "k": kv_length}
+    def options(q_length: int, kv_length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+        lengths = {"q": q_length, "k": kv_length}
         tables = {
             f"{side}_rotary_{name}": torch.rand(lengths[side], head_dim // 2).to(dtype)
             for side in sides
@@ -94,28 +98,29 @@ def rotary(*sides: str, interleaved: bool = False) -> Callable[..., dict[str, An
     return options
 
 
-# Every query sees every key: these are the costs in blocks that are not cut.
-FEATURES: dict[str, Callable[[int, int, torch.dtype], dict[str, Any]]] = {
+# Arguments from the numbers of queries and keys, the head dim and the dtype. All but a row sees
+# every key: these are the costs in blocks that are not cut.
+OF_LENGTHS: dict[str, Options] = {
     "none": lambda *_: {},
-    "causal": lambda kv_length, *_: {"causal": True, "q_offset": kv_length - 2},
-    "window": lambda kv_length, *_: {"window_size_left": kv_length + Q_LENGTH - 2},
-    "chunk": lambda *_: {"attention_chunk": 4096},
-    "seqused_k": lambda kv_length, *_: {"seqused_k": torch.tensor([kv_length]).int()},
+    "causal": lambda q, kv, *_: {"causal": True, "q_offset": kv - 2},
+    "window": lambda q, kv, *_: {"window_size_left": kv + q - 2},
+    "chunk": lambda *_: {"attention_chunk": 4096, "q_offset": 0},
+    "seqused_k": lambda q, kv, *_: {"seqused_k": torch.tensor([kv]).int()},
     "leftpad_k": lambda *_: {"leftpad_k": torch.tensor([0]).int()},
-    "bool mask": lambda kv_length, *_: {"attn_mask": torch.rand(Q_LENGTH, kv_length) > 0.5},
-    "bool mask, odd stride": lambda kv_length, *_: {
-        "attn_mask": (torch.rand(Q_LENGTH, kv_length + 1) > 0.5)[:, :kv_length]
-    },
-    "bias": lambda kv_length, _, dtype: {"attn_bias": torch.rand(Q_LENGTH, kv_length).to(dtype)},
-    "float32 bias": lambda kv_length, *_: {"attn_bias": torch.rand(Q_LENGTH, kv_length)},
+    "bool mask": lambda q, kv, *_: {"attn_mask": torch.rand(q, kv) > 0.5},
+    "bool mask, odd stride": lambda q, kv, *_: {"attn_mask": (torch.rand(q, kv + 1) > 0.5)[:, :kv]},
+    "bias": lambda q, kv, _, dtype: {"attn_bias": torch.rand(q, kv).to(dtype)},
+    "float32 bias": lambda q, kv, *_: {"attn_bias": torch.rand(q, kv)},
     "softcap": lambda *_: {"softcap": 30.0},
-    "ALiBi": lambda *_: {"alibi_slopes": torch.tensor([0.5])},
+    "ALiBi": lambda *_: {"alibi_slopes": torch.tensor([0.001])},
     "sink": lambda *_: {"learnable_sink": torch.tensor([0.5])},
     "rotary of q": rotary("q"),
     "rotary of q and k": rotary("q", "k"),
     "rotary, interleaved": rotary("q", "k", interleaved=True),
     "dropout": lambda *_: {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])},
 }
+# The same for Q_LENGTH queries.
+FEATURES = {name: partial(options, Q_LENGTH) for name, options in OF_LENGTHS.items()}
 
 
 HEADINGS = ("D", "dtype", *COLUMNS)

@@ -11,7 +11,8 @@
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS, WIDE_STORES;
 // and of what is on PAGE_SIZE, CACHE_BATCH_IDX, CACHE_SEQLENS, LEFTPAD_K, KV_ELEMENT, KV_FORMAT,
-// K_SCALE, V_SCALE, NEW_K_ROTARY with ROTARY_ELEMENT, ROTARY_DIM, ROTARY_INTERLEAVED and
+// K_SCALE, V_SCALE, V_IN_K, NEW_K_ROTARY with ROTARY_ELEMENT, ROTARY_DIM, ROTARY_FIRST,
+// ROTARY_INTERLEAVED and
 // WIDE_ROTARY; and if q is rotated Q_ROTARY, VECTOR and HEADS, which else are 1.
 FEATURE(CACHE_SEQLENS)
 
@@ -33,7 +34,7 @@ METAL_FUNC void rotate_queries(device ELEMENT* q, thread const AppendBuffers& bu
     for (short h = 0; h < HEADS; h++) {
       const int head = first_head + h;
       if (head < rope.q_heads) {
-        device ELEMENT* row = q_token + head * rope.q_strides.head;
+        device ELEMENT* row = q_token + head * rope.q_strides.head + ROTARY_FIRST;
         rotate_pairs(row, 1, row, 1, columns, angles, rope);
       }
     }

@@ -1,5 +1,5 @@
 // The blocks that a tile walks along: all that it may see, or those that a BlockMask lists, or with
-// MASK_BLOCKS those that mask_blocks.metal has listed.
+// MASK_BLOCKS those that mask_blocks.metal has listed; or with INDICES keys that lie anywhere.
 #pragma once
 
 #include "inputs.h"
@@ -9,8 +9,14 @@
 #define LIST_KV_BLOCK listed_rows(BLOCK_K, FLEX_KV_BLOCK)
 
 constexpr int listed_rows(int tile_rows, int flex_rows) {
-  return FLEX_Q_BLOCK && !MASK_BLOCKS ? flex_rows : tile_rows;
+  return INDICES ? INDEX_BLOCK : FLEX_Q_BLOCK && !MASK_BLOCKS ? flex_rows : tile_rows;
 }
+
+// With INDICES, a place where nothing is listed that any query sees, and one where a block is
+// listed that does not exist.
+constant constexpr int NO_ROW = -1;
+constant constexpr int IMPOSSIBLE_ROW = INT_MAX;
+constant constexpr int NO_ENTRY = -1;
 
 // One list, which comes from the caller's memory: nothing outside of it is read.
 struct BlockList {
@@ -27,7 +33,8 @@ struct BlockList {
             Offset(head) * Offset(params.index_strides.head) +
             Offset(list) * Offset(params.index_strides.query);
     stride = Offset(params.index_strides.key);
-    const int given = counts[row_offset(params.count_strides, batch, head, list)];
+    const int given =
+        INDICES ? params.longest : counts[row_offset(params.count_strides, batch, head, list)];
     count = clamp(given, 0, params.longest);
     impossible = count != given;
   }
@@ -44,6 +51,8 @@ struct ListedBlocks {
   BlockList full;  // FLEX_FULL_BLOCKS
   int count;       // of both lists
   int rows;        // of the other side
+  Range seen;      // of these (INDICES)
+  int existing;    // blocks (INDICES)
   int next_entry;
   int end;      // of the block that the walk is in
   bool masked;  // whether attn_mask or mask_mod is applied to this block
@@ -51,8 +60,9 @@ struct ListedBlocks {
   bool impossible;
 
   METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlexParams& params, int batch,
-                        int head, int list, thread const Range& seen) thread {
-    partial.reset(inputs.block_counts, inputs.block_indices, params.partial, batch, head, list);
+                        int head, int list, thread const Range& other_rows) thread {
+    partial.reset(inputs.block_counts, INDICES ? inputs.indices : inputs.block_indices,
+                  params.partial, batch, head, list);
     count = partial.count;
     impossible = partial.impossible;
     if (FLEX_FULL_BLOCKS) {
@@ -61,17 +71,40 @@ struct ListedBlocks {
       count += full.count;
       impossible = impossible || full.impossible;
     }
-    rows = seen.end;
+    rows = other_rows.end;
+    if (INDICES) {
+      seen = other_rows;
+      existing = params.existing_blocks;
+      // Rows that do not exist are read as the first one.
+      count = seen.begin < seen.end ? count : 0;
+    }
   }
 
   // The places of their rows, one block after the other.
   METAL_FUNC Range places() const thread { return {0, count * BLOCK}; }
 
-  // The row at `place`; not below `rows` where it does not exist.
+  // The row at `place`, with which a tile begins; not below `rows` where it does not exist. With
+  // INDICES the place itself, whose rows `row` finds one by one.
   METAL_FUNC int row_at(int place) thread {
+    if (INDICES) {
+      return place;
+    }
     next_entry = place / BLOCK;
     const int first_row = next_block();
     return done ? rows : first_row + place % BLOCK;
+  }
+
+  // The row at a place behind one that row_at was asked for, in the same tile.
+  METAL_FUNC int row(int place) const thread {
+    if (!INDICES) {
+      return place;
+    }
+    const int entry = place < count * BLOCK ? partial.entry(uint(place) / BLOCK) : NO_ENTRY;
+    if (entry < NO_ENTRY || entry >= existing) {
+      return IMPOSSIBLE_ROW;
+    }
+    const int found = entry * BLOCK + int(uint(place) % BLOCK);
+    return found >= seen.begin && found < seen.end ? found : NO_ROW;
   }
 
   // The walk's first row, unless it is `done` already.
@@ -123,6 +156,7 @@ struct AllBlocks {
 
   METAL_FUNC Range places() const thread { return seen; }
   METAL_FUNC int row_at(int place) const thread { return place; }
+  METAL_FUNC int row(int place) const thread { return place; }
   METAL_FUNC int first() thread { return next(seen.begin); }
 
   METAL_FUNC int next(int row) thread {
@@ -132,4 +166,4 @@ struct AllBlocks {
 };
 
 template <int BLOCK>
-using Blocks = conditional_t<BLOCK_LISTS, ListedBlocks<BLOCK>, AllBlocks<BLOCK>>;
+using Blocks = conditional_t<BLOCK_LISTS || INDICES, ListedBlocks<BLOCK>, AllBlocks<BLOCK>>;

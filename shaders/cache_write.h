@@ -2,8 +2,8 @@
 //
 // The kernel that includes this says ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS (which then holds
 // for the new rows too) and WIDE_STORES, and of what is on PAGE_SIZE, KV_ELEMENT, KV_FORMAT,
-// K_SCALE, V_SCALE and NEW_K_ROTARY with what rotary.h asks for. Buffers and their slots are the
-// kernel's.
+// K_SCALE, V_SCALE, V_IN_K and NEW_K_ROTARY with what rotary.h asks for. Buffers and their slots
+// are the kernel's.
 #pragma once
 
 #include "features.h"
@@ -86,8 +86,8 @@ struct AppendRows {
       }
       // The tables have no such row, so the result is NaN.
       thread ELEMENT* elements = reinterpret_cast<thread ELEMENT*>(chunks);
-      for (short i = 0; !in_table && i < CACHE_UNIT && column + i < ROTARY_DIM; i++) {
-        elements[i] = ELEMENT(NAN);
+      for (short i = 0; !in_table && i < CACHE_UNIT; i++) {
+        elements[i] = is_rotated(column + i) ? ELEMENT(NAN) : elements[i];
       }
       return;
     }
@@ -202,5 +202,7 @@ METAL_FUNC void append_rows(thread const AppendBuffers& buffers, thread const Ap
   }
   const int fitting = place.first < 0 ? 0 : min(end, params.capacity - place.first);
   k.append(place, begin, fitting, thread_index, threads, params);
-  v.append(place, begin, fitting, thread_index, threads, params);
+  if (!V_IN_K) {
+    v.append(place, begin, fitting, thread_index, threads, params);
+  }
 }

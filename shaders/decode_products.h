@@ -10,20 +10,31 @@ struct BlockKeys {
   typename Keys::Place k_places[KEY_FRAGMENTS];
   typename Values::Place v_places[KEY_FRAGMENTS];
   bool exist[KEY_FRAGMENTS];
+  int rows[KEY_FRAGMENTS];  // INDICES
   Unit<KvTileElement> v_units[KEY_FRAGMENTS][OWN_V_SPANS];
   // With KV_BLOCK_SCALES, of the span at hand.
   uint2 v_codes[KEY_FRAGMENTS];
   float v_scales[KEY_FRAGMENTS];
 
-  METAL_FUNC void reset(thread const Keys& keys, thread const Values& values, int first_row,
+  METAL_FUNC void reset(thread const Keys& keys, thread const Values& values,
+                        thread const DecodeBlocks& blocks, int first_place,
                         thread const Sequence& sequence) thread {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
-      const int row = first_row + j * FRAGMENT;
-      k_places[j] = keys.find(min(row, sequence.kv_length - 1));
-      v_places[j] = values.find(min(row, sequence.kv_length - 1));
+      const int row = blocks.row(first_place + j * FRAGMENT);
+      k_places[j] = keys.find(readable_row(row, sequence));
+      v_places[j] = values.find(readable_row(row, sequence));
       exist[j] = row >= sequence.first_key && row < sequence.kv_length;
+      if (INDICES) {
+        rows[j] = row;
+      }
     }
+  }
+
+  // Of the lane's columns of a tile of scores, the keys' rows in fragment j.
+  METAL_FUNC vec<int, 2> column_rows(short j, ushort column) const thread {
+    return vec<int, 2>(simd_shuffle(rows[j], row_lane(column)),
+                       simd_shuffle(rows[j], row_lane(column + 1)));
   }
 
   // Reads the values of span `span`, the SIMD group's s-th, or with V_IN_K only their scales. Rows
@@ -143,8 +154,8 @@ struct MatrixOut {
 
   // out = out * corrections + weights v
   METAL_FUNC void accumulate(thread BlockKeys& block, thread const float* corrections,
-                             thread const ScoreRow* weights, thread const Values& values, int,
-                             thread const Sequence&) thread {
+                             thread const ScoreRow* weights, thread const Values& values,
+                             thread const DecodeBlocks&, int, thread const Sequence&) thread {
     UNROLL
     for (short s = 0; s < OWN_V_SPANS; s++) {
       if (span_exists(own.span(s), V_SPANS)) {

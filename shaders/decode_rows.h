@@ -1,7 +1,7 @@
 // The rows of q of flash_decode's tile: how they are loaded, and how products become their weights.
 #pragma once
 
-#include "decode_tile.h"
+#include "decode_products.h"
 
 // scores = products^T, through the SIMD group's tile in threadgroup memory; where SIMD groups split
 // the columns, summed over them.
@@ -98,17 +98,36 @@ struct DecodeRows {
   }
 
   // Products become weights, exp(score - row_max). `corrections`: as OnlineSoftmax::update's.
-  METAL_FUNC void weigh(thread ScoreRow* scores, thread float* corrections, int kv_block,
-                        bool masked, ushort column, thread const Visibility& visible,
-                        thread const FlashInputs& inputs, constant FlashParams& problem) thread {
+  METAL_FUNC void weigh(thread ScoreRow* scores, thread float* corrections,
+                        thread const BlockKeys& block, int kv_block, bool masked, ushort column,
+                        thread const Visibility& visible, thread const FlashInputs& inputs,
+                        constant FlashParams& problem) thread {
     const bool hides = kv_block < seen_by_last.begin || kv_block + BLOCK_K > seen_by_first.end;
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       rules[i].value(scores[i], kv_block, masked, inputs, problem);
-      if (hides) {
+      if (INDICES) {
+        hide_listed(scores[i], block, column, visible.keys_of(rows[i].query));
+      } else if (hides) {
         visible.apply<false>(scores[i], rows[i].query, kv_block + column);
       }
       corrections[i] = softmax[i].update<KEY_FRAGMENTS>(scores[i].fragments[0]);
+    }
+  }
+
+  // Of listed keys, which lie anywhere: masks out those that a query does not see. One that does
+  // not exist is NaN.
+  METAL_FUNC static void hide_listed(thread ScoreRow& scores, thread const BlockKeys& block,
+                                     ushort column, thread const Range& seen) {
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      const vec<int, 2> keys = block.column_rows(j, column);
+      UNROLL
+      for (short e = 0; e < LANE_COLUMNS; e++) {
+        const float hidden = keys[e] == IMPOSSIBLE_ROW ? NAN : -INFINITY;
+        const bool shown = keys[e] >= seen.begin && keys[e] < seen.end;
+        scores.fragments[0][j][e] = shown ? scores.fragments[0][j][e] : hidden;
+      }
     }
   }
 

@@ -90,6 +90,31 @@ METAL_FUNC bool span_exists(int span, int row_spans) {
   return row_spans % COLUMN_SIMDGROUPS == 0 || span < row_spans;
 }
 
+// Blocks of keys that a threadgroup walks along: one list for all of its rows.
+using DecodeBlocks = Blocks<listed_rows(FRAGMENT, FLEX_KV_BLOCK)>;
+
+// A row of k and v in place of one that does not exist.
+METAL_FUNC int readable_row(int row, thread const Sequence& sequence) {
+  return min(INDICES ? max(row, 0) : row, sequence.kv_length - 1);
+}
+
+// The rows of q that are dealt out to a threadgroup: a tile from `begin` on, and every `step` rows.
+struct RowShare {
+  int begin;
+  int step;
+  int end;  // of all rows, or of those that have its list of keys
+  int list;
+
+  METAL_FUNC void reset(int row_group, int rows, constant FlashDecodeParams& params) thread {
+    list = INDICES ? row_group / params.list_groups : 0;
+    const int first = INDICES ? list * params.list_rows : 0;
+    const int list_group = INDICES ? row_group % params.list_groups : row_group;
+    begin = first + list_group * ROWS;
+    step = (INDICES ? params.list_groups : params.row_groups) * ROWS;
+    end = INDICES ? min(first + params.list_rows, rows) : rows;
+  }
+};
+
 // Which query of which head a row of the tile is.
 struct TileRow {
   int query;

@@ -49,12 +49,12 @@ struct VectorOut {
   }
 
   // Values that do not exist are zero: their weight is zero, and 0 * inf or 0 * NaN would be NaN.
-  METAL_FUNC void load(thread const Values& values, int first_key,
+  METAL_FUNC void load(thread const Values& values, thread const DecodeBlocks& blocks, int kv_block,
                        thread const Sequence& sequence) thread {
     UNROLL
     for (short n = 0; n < LOADS; n++) {
-      const int key = first_key + n * LOAD_KEYS + own.lane / LANES;
-      const typename Values::Place place = values.find(min(key, sequence.kv_length - 1));
+      const int key = blocks.row(kv_block + n * LOAD_KEYS + own.lane / LANES);
+      const typename Values::Place place = values.find(readable_row(key, sequence));
       const bool exists = key >= sequence.first_key && key < sequence.kv_length;
       UNROLL
       for (short u = 0; u < UNITS; u++) {
@@ -74,7 +74,8 @@ struct VectorOut {
   // out = out * corrections + weights v
   METAL_FUNC void accumulate(thread const BlockKeys&, thread const float* corrections,
                              thread const ScoreRow* scores, thread const Values& values,
-                             int first_key, thread const Sequence& sequence) thread {
+                             thread const DecodeBlocks& blocks, int kv_block,
+                             thread const Sequence& sequence) thread {
     if (own.row < ROWS) {
       UNROLL
       for (short j = 0; j < KEY_FRAGMENTS; j++) {
@@ -86,7 +87,7 @@ struct VectorOut {
         weights[BLOCK_K * ROWS + own.row] = corrections[0];
       }
     }
-    load(values, first_key, sequence);
+    load(values, blocks, kv_block, sequence);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     add_block();
   }

@@ -44,6 +44,11 @@
 #define FLEX_Q_BLOCK 0
 #define FLEX_KV_BLOCK 0
 #endif
+#ifdef INDEX_BLOCK
+#define INDICES 1
+#else
+#define INDEX_BLOCK 0
+#endif
 // Whether tiles walk along lists of blocks (blocks.h).
 #if FLEX_Q_BLOCK || MASK_BLOCKS
 #define BLOCK_LISTS 1
@@ -81,6 +86,7 @@ FEATURE(FLEX)
 FEATURE(FLEX_FULL_BLOCKS)
 FEATURE(FLEX_ORDER)
 FEATURE(BLOCK_LISTS)
+FEATURE(INDICES)  // lists of keys, or of blocks of INDEX_BLOCK keys, that lie anywhere
 // Rows of q, k and v.
 FEATURE(Q_ROTARY)
 FEATURE(K_ROTARY)

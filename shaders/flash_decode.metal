@@ -18,8 +18,9 @@
 // KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, WIDE_LOADS; SPLIT if there is more than one
 // split, V_IN_K if v is the first columns of k; the
 // features of flash_fwd but DROPOUT and K_ROTARY, or FLEX; to append new keys first APPEND,
-// WIDE_STORES and NEW_K_ROTARY; and ROW_LOOP if threadgroups own more than one tile of rows.
-// Without it nothing that a tile begins with has to last, in registers, until the next one.
+// WIDE_STORES and NEW_K_ROTARY; INDEX_BLOCK if keys are listed; and ROW_LOOP if threadgroups own
+// more than one tile of rows. Without it nothing that a tile begins with has to last, in registers,
+// until the next one.
 using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_decode(
@@ -84,18 +85,23 @@ using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>
   own.reset(simdgroup, lane);
   Visibility visible;
   visible.reset(sequence, problem);
+  RowShare share;
+  share.reset(row_group, rows, params);
   Range seen;
-  seen.begin = visible.keys_of(0).begin;
-  seen.end = visible.keys_of(problem.q_length - 1).end;
+  seen.begin = visible.keys_of(INDICES ? share.begin / problem.queries_per_kv : 0).begin;
+  seen.end =
+      visible.keys_of(INDICES ? (share.end - 1) / problem.queries_per_kv : problem.q_length - 1)
+          .end;
   // One list for all rows: steps are counted along its blocks.
-  Blocks<listed_rows(FRAGMENT, FLEX_KV_BLOCK)> blocks;
-  blocks.reset(inputs, problem.flex, batch, kv_head * problem.queries_per_kv, 0, seen);
+  DecodeBlocks blocks;
+  blocks.reset(inputs, problem.flex, batch, INDICES ? kv_head : kv_head * problem.queries_per_kv,
+               share.list, seen);
   const Range places = keys_of_split(blocks.places(), old_length, split, splits);
   Keys keys = inputs.keys(batch, kv_head, sequence, problem);
   Values values = inputs.values(batch, kv_head, sequence, problem);
 
   // With new keys there is one row group, whose threadgroups alone see them written.
-  for (int first_row = row_group * ROWS; first_row < rows; first_row += params.row_groups * ROWS) {
+  for (int first_row = share.begin; first_row < share.end; first_row += share.step) {
     DecodeRows tile;
     tile.reset(inputs, first_row, batch, kv_head, own, visible, sequence, problem);
     OutRows o;  // [ROWS, Dv]
@@ -111,16 +117,16 @@ using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>
       }
       BlockKeys block;
       move_to(keys, values, kv_block, BLOCK_K, lane);
-      block.reset(keys, values, kv_block + own.row, sequence);
+      block.reset(keys, values, blocks, kv_block + own.row, sequence);
       ProductTile products;  // [BLOCK_K, ROWS]
       block.multiply(products, q_tile, keys, own);
       ScoreRow scores[ROW_FRAGMENTS];  // [8, BLOCK_K] each
       transpose_scores(scores, products, score_tiles, simdgroup, lane);
       // From here on `scores` holds weights.
       float corrections[ROW_FRAGMENTS];
-      tile.weigh(scores, corrections, kv_block, blocks.masked, own.column, visible, inputs,
+      tile.weigh(scores, corrections, block, kv_block, blocks.masked, own.column, visible, inputs,
                  problem);
-      o.accumulate(block, corrections, scores, values, kv_block, sequence);
+      o.accumulate(block, corrections, scores, values, blocks, kv_block, sequence);
     }
 
     float row_sums[ROW_FRAGMENTS];
@@ -155,11 +161,12 @@ using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>
       const bool sees_nothing = row_sums[i] == 0.0f;
       o.scale_row(i, fast::exp2(tile.softmax[i].row_max - total.row_max) / total_sum, sees_nothing);
       const int tile_row = i * FRAGMENT + own.row;
-      if (simdgroup == 0 && own.column == 0 && tile_row < ROWS && first_row + tile_row < rows) {
+      if (simdgroup == 0 && own.column == 0 && tile_row < ROWS &&
+          first_row + tile_row < share.end) {
         result.store_lse(tile.rows[i], total.logsumexp(total_sum), params);
       }
     }
-    o.write_rows(out_tile, first_row, rows, kv_head, tile.rows, result, params);
+    o.write_rows(out_tile, first_row, share.end, kv_head, tile.rows, result, params);
     if (!ROW_LOOP) {
       break;
     }

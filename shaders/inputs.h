@@ -42,6 +42,7 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   X(FLEX_FULL_BLOCKS, const device int*, full_block_counts, FLEX_FULL_BLOCK_COUNTS)   \
   X(FLEX_FULL_BLOCKS, const device int*, full_block_indices, FLEX_FULL_BLOCK_INDICES) \
   X(FLEX_ORDER, const device int*, block_order, FLEX_BLOCK_ORDER)                     \
+  X(INDICES, const device int*, indices, FLASH_INDICES)                               \
   X(APPEND, const device ELEMENT*, new_k, FLASH_DECODE_NEW_K)                         \
   X(APPEND, const device ELEMENT*, new_v, FLASH_DECODE_NEW_V)
 

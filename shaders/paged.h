@@ -26,9 +26,17 @@ struct PageTable {
     held = NO_PAGE;
   }
 
+  // Of a page's number in the table, which comes from the caller's memory.
+  METAL_FUNC int existing(int number) const thread {
+    return number < cache_size ? max(number, NO_PAGE) : NO_PAGE;
+  }
+
   // Loads the page numbers for rows [first, first + rows), 32 pages at most. Uniform in the SIMD
   // group.
   METAL_FUNC void move_to(int first, int rows, ushort lane) thread {
+    if (INDICES) {
+      return;
+    }
     const int first_place = uint(first) / PAGE_ROWS;
     const int last_place = uint(first + rows - 1) / PAGE_ROWS;
     if (first_place >= window && last_place < window + SIMD_LANES) {
@@ -36,14 +44,17 @@ struct PageTable {
     }
     window = first_place;
     const int place = window + lane;
-    const int number = place < count ? numbers[place] : NO_PAGE;
-    held = number < cache_size ? max(number, NO_PAGE) : NO_PAGE;
+    held = existing(place < count ? numbers[place] : NO_PAGE);
   }
 
   // Every lane of the SIMD group calls it.
   METAL_FUNC int page_of(int row) const thread {
     if (!PAGED) {
       return 0;
+    }
+    if (INDICES) {
+      // Rows lie apart: each lane looks up its own.
+      return existing(numbers[uint(row) / PAGE_ROWS]);
     }
     return simd_shuffle(held, ushort(uint(row) / PAGE_ROWS - window));
   }

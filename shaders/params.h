@@ -69,6 +69,7 @@ enum FlashBuffer {
   FLASH_CACHE_BATCH_IDX = 26,
   FLASH_K_SCALE = 27,
   FLASH_V_SCALE = 28,
+  FLASH_INDICES = 29,
   FLASH_RNG_STATE = 30,  // the last of the slots
 };
 
@@ -127,6 +128,7 @@ struct FlexParams {
   int32_t capture_sizes[FLEX_DIMENSIONS_MAX];
   int32_t order_batches;  // of block_order: 1, or as many as there are (FLEX_ORDER)
   int32_t order_heads;
+  int32_t existing_blocks;  // of keys (INDICES)
 };
 
 // The problem that forward and backward solve.
@@ -380,6 +382,8 @@ struct FlashDecodeParams {
   int64_t out_split_stride;
   int64_t lse_split_stride;
   int32_t row_groups;   // threadgroups among which the rows of a KV head are dealt out
+  int32_t list_groups;  // of one list of keys; without lists, all of them
+  int32_t list_rows;    // queries of a KV head's heads that have one list (INDICES)
   AppendParams append;  // APPEND
   int32_t q_advances;   // query i is rotated by i rows more than query 0 (APPEND)
 };

@@ -11,7 +11,16 @@
 #define ROTARY_ELEMENT float
 #endif
 
+// The first column that is rotated.
+#ifndef ROTARY_FIRST
+#define ROTARY_FIRST 0
+#endif
+
 constant constexpr int ROTARY_PAIRS = ROTARY_DIM / 2;
+
+METAL_FUNC bool is_rotated(int column) {
+  return (ROTARY_FIRST == 0 || column >= ROTARY_FIRST) && column < ROTARY_FIRST + ROTARY_DIM;
+}
 
 // COUNT neighbouring entries of a table, as float, WIDTH at a time.
 template <int COUNT, int WIDTH>
@@ -67,15 +76,16 @@ struct RotaryTables {
   // One column of row `position`, which lies at `row`, rotated and rounded to its own type.
   template <typename T>
   METAL_FUNC T rotated(const device T* tensor, Offset row, int position, int column) const thread {
-    if (column >= ROTARY_DIM) {
+    if (!is_rotated(column)) {
       return tensor[row + column];
     }
-    const int pair = rotary_pair(column, ROTARY_PAIRS, ROTARY_INTERLEAVED);
-    const int partner = rotary_partner(column, ROTARY_PAIRS, ROTARY_INTERLEAVED);
+    const int own = column - ROTARY_FIRST;
+    const int pair = rotary_pair(own, ROTARY_PAIRS, ROTARY_INTERLEAVED);
+    const int partner = ROTARY_FIRST + rotary_partner(own, ROTARY_PAIRS, ROTARY_INTERLEAVED);
     return T(rotate_column(float(tensor[row + column]), float(tensor[row + partner]),
                            float(cosines[cosines_of(position) + pair]),
                            float(sines[sines_of(position) + pair]),
-                           rotary_is_x(column, ROTARY_PAIRS, ROTARY_INTERLEAVED)));
+                           rotary_is_x(own, ROTARY_PAIRS, ROTARY_INTERLEAVED)));
   }
 
   // 16 bytes of row `position`, which lies at `row` and is COLUMNS long, from `column` on; 0 behind
@@ -96,10 +106,11 @@ struct RotaryTables {
       return chunk;
     }
     chunk = load_chunk<COLUMNS>(tensor, row, column);
-    if (column >= ROTARY_DIM) {
+    if (!is_rotated(column)) {
       return chunk;
     }
-    const int pair = rotary_pair(column, ROTARY_PAIRS, ROTARY_INTERLEAVED);
+    const int own = column - ROTARY_FIRST;
+    const int pair = rotary_pair(own, ROTARY_PAIRS, ROTARY_INTERLEAVED);
     const device ROTARY_ELEMENT* first_cosine = cosines + (cosines_of(position) + pair);
     const device ROTARY_ELEMENT* first_sine = sines + (sines_of(position) + pair);
     if (ROTARY_INTERLEAVED) {
@@ -118,9 +129,9 @@ struct RotaryTables {
       }
       return chunk;
     }
-    const bool is_x = column < ROTARY_PAIRS;
-    uint4 partners =
-        load_chunk<COLUMNS>(tensor, row, rotary_partner(column, ROTARY_PAIRS, ROTARY_INTERLEAVED));
+    const bool is_x = own < ROTARY_PAIRS;
+    uint4 partners = load_chunk<COLUMNS>(
+        tensor, row, ROTARY_FIRST + rotary_partner(own, ROTARY_PAIRS, ROTARY_INTERLEAVED));
     const thread T* partner = reinterpret_cast<const thread T*>(&partners);
     float cosine[CHUNK];
     float sine[CHUNK];

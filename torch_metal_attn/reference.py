@@ -51,6 +51,9 @@ def attention(
     cache_batch_idx: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    indices: Tensor | None = None,
+    kv_block_size: int = 1,
+    q_block_size: int = 1,
     compute_dtype: torch.dtype | None = None,
     first_batch: int = 0,
     **transform: float,
@@ -77,7 +80,8 @@ def attention(
     V_i holds the keys j for which all of these are true: leftpad_k <= j < seqused_k;
     p - window_size_left <= j <= p + window_size_right, where a negative size is no limit; with
     causal j <= p; with attention_chunk c > 0 floor((j - leftpad_k) / c) = floor((p - leftpad_k) /
-    c) (Llama 4); attn_mask is not False.
+    c) (Llama 4); attn_mask is not False; and with indices some entry of query i's list names j's
+    block. A key that is listed twice counts twice, as two keys that are alike.
 
     Args: q: (B, Hq, Lq, D). k: (B, Hkv, Lk, D); Hkv divides Hq. v: (B, Hkv, Lk, Dv). softmax_scale:
         D ** -0.5 if None. q_offset: None aligns bottom-right: seqused_k - Lq; 0 is top-left.
@@ -89,10 +93,12 @@ def attention(
         the keys'. See `rotate`. dropout_p: in 0..1. rng_state: (2,) int64, a seed and an offset, if
         dropout_p > 0. block_table (B, max_blocks) or cache_batch_idx (B,): where in a cache each
         sequence's keys and values are, see `cached`; Lk is then what the table or the cache holds.
-        k_scale, v_scale: of quantised k and v, see `quantisation.dequantise`. first_batch: the
-        index that dropout counts the batch from. transform: the options of `transformed`.
-        compute_dtype: dtype of every intermediate and of both results. Without it, float32 (float64
-        for float64 inputs) inside, and `out` rounded to q's dtype at the end.
+        k_scale, v_scale: of quantised k and v, see `quantisation.dequantise`. indices: (B or 1, Hkv
+        or 1, lists, entries): list i // q_block_size is query i's, and entry e the keys from e *
+        kv_block_size on; -1 is none (DeepSeek-V3.2, 2025). first_batch: the index that dropout
+        counts the batch from. transform: the options of `transformed`. compute_dtype: dtype of
+        every intermediate and of both results. Without it, float32 (float64 for float64 inputs)
+        inside, and `out` rounded to q's dtype at the end.
 
     Returns:
         out (B, Hq, Lq, Dv) and lse (B, Hq, Lq), natural logarithm.
@@ -147,6 +153,12 @@ def attention(
         if attn_mask is not None:
             visible = visible & _rows(attn_mask, rows, q_length)
         bias = _alibi(alibi_slopes, position, keys, dtype)
+        if indices is not None:
+            times = times_listed(indices, kv_block_size, q_block_size, rows, q_length, kv_length)
+            if times.shape[1] > 1:
+                times = times.repeat_interleave(heads // kv_heads, 1)
+            visible = visible & (times > 0)
+            bias = bias + times.clamp(min=1).to(dtype).log()
         if attn_bias is not None:
             bias = bias + _rows(attn_bias, rows, q_length)
         return _query_block(
@@ -331,6 +343,24 @@ def _recomputed(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
         block, rows, use_reentrant=False, preserve_rng_state=False
     )
     return result
+
+
+def times_listed(
+    indices: Tensor,
+    kv_block_size: int,
+    q_block_size: int,
+    rows: slice,
+    q_length: int,
+    kv_length: int,
+) -> Tensor:
+    """How often each key is in each query's list: (B or 1, Hkv or 1, rows, Lk) int32."""
+    queries = torch.arange(q_length, device=indices.device)[rows]
+    entries = indices[:, :, queries // q_block_size].long()
+    keys = entries[..., None] * kv_block_size + torch.arange(kv_block_size, device=indices.device)
+    # What is behind the last key, or none, is counted there.
+    keys = keys.where(keys >= 0, kv_length).clamp(max=kv_length).flatten(3)
+    times = torch.zeros(*keys.shape[:3], kv_length + 1, dtype=torch.int32, device=indices.device)
+    return times.scatter_add_(3, keys, torch.ones_like(keys, dtype=torch.int32))[..., :kv_length]
 
 
 def _existing_keys(

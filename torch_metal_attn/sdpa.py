@@ -193,6 +193,16 @@ class Problem:
         whole: Tensor = out.view(*self.leading, *out.shape[-2:])
         return whole
 
+    def run_or_refusal(self) -> tuple[Tensor, None] | tuple[None, str]:
+        """The result, or why the op refuses the call."""
+        try:
+            return self.run(), None
+        except ValueError:
+            reason = self.refusal()
+            if reason is None:
+                raise
+            return None, reason
+
     def refusal(self) -> str | None:
         """The message of the ValueError that `run` would raise, or None."""
         try:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from . import manifest as manifests
@@ -20,14 +19,6 @@ class AssemblyError(RuntimeError):
     """ptxas refuses a program."""
 
 
-@dataclass(frozen=True)
-class Registers:
-    """What ptxas says of a program: registers, and bytes that it stores because they ran out."""
-
-    used: int
-    spilled_bytes: int
-
-
 def limited(ptx: str, limit: int) -> str:
     """The text with a limit in it: ptxas ignores its own option where .maxntid is given."""
     if limit == manifests.NO_LIMIT:
@@ -35,21 +26,17 @@ def limited(ptx: str, limit: int) -> str:
     return re.sub(r"(\.maxntid [^\n]*)", rf"\1\n.maxnreg {limit}", ptx)
 
 
-def assemble(ptx: str, limit: int, output: Path | None = None) -> Registers:
+def assemble(ptx: str, limit: int, output: Path) -> None:
     """Assemble a text for at most `limit` registers; raises AssemblyError with ptxas's message."""
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch, "program.ptx")
         source.write_text(limited(ptx, limit))
-        target = output or Path(scratch, "program.cubin")
-        command = ["ptxas", f"-arch={ARCHITECTURE}", "-v", str(source), "-o", str(target)]
+        command = ["ptxas", f"-arch={ARCHITECTURE}", str(source), "-o", str(output)]
         if ".loc" in ptx:
             command.insert(1, "-lineinfo")
         done = subprocess.run(command, capture_output=True, text=True)
-    used = re.search(r"Used (\d+) registers", done.stderr)
-    spilled = re.search(r"(\d+) bytes spill stores", done.stderr)
-    if done.returncode or not used:
+    if done.returncode:
         raise AssemblyError((done.stdout + done.stderr).strip()[-600:])
-    return Registers(int(used[1]), int(spilled[1]) if spilled else 0)
 
 
 def main() -> None:

@@ -15,8 +15,9 @@ from torch_metal_attn import simulate
 from torch_metal_attn.runtime import extension
 
 from . import peers
-from .collect import Collection, Names, Source
+from .collect import Collection, Names
 from .manifest import LIMITS, NO_LIMIT, OURS, OURS_FLOAT, Candidate, Problem
+from .ptx import Source
 
 FLOAT_PRODUCTS = {"MSL_HALF_PRODUCTS": 0}
 

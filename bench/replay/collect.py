@@ -1,50 +1,20 @@
 """From recorded launches and kernels' texts to a folder of PTX with its manifest."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from torch import Tensor
 
 from bench.front_end import source_of
 from torch_metal_attn.simulator import RecordedLaunch
-from torch_metal_attn.simulator.constants import ConstantValue
 
-from . import vector_loads
 from .manifest import NO_LIMIT, Dispatch, Manifest, Program
-from .ptx import compile_ptx
+from .ptx import Source, compile_ptx
 
 # An argument of a launch: a tensor, or the bytes of a constant. None: it is not given.
 Argument = Tensor | bytes | None
-
-
-@dataclass(frozen=True)
-class Source:
-    """What a program is compiled from, for `compile_ptx`.
-
-    threads: of a threadgroup. lines: for compute-sanitizer, with line numbers and every load as it
-    is in the text. Otherwise neighbouring loads are joined, to as many as joined_bytes: see
-    `vector_loads`.
-    """
-
-    text: str
-    kernel: str
-    threads: int
-    defines: Mapping[str, object] = field(default_factory=dict)
-    constants: Mapping[int | str, ConstantValue] = field(default_factory=dict)
-    include_dirs: Sequence[Path] = ()
-    lines: bool = False
-    joined_bytes: int = vector_loads.MOST_BYTES
-
-    @property
-    def name(self) -> str:
-        """The kernel's name and what tells this source from others."""
-        known = (self.text, self.threads, self.defines, self.constants, self.include_dirs)
-        digest = hashlib.sha256(repr((known, self.lines, self.joined_bytes)).encode())
-        return f"{self.kernel}-{digest.hexdigest()[:10]}"
 
 
 class Names:
@@ -143,18 +113,7 @@ class Collection:
         folder.mkdir(parents=True, exist_ok=True)
 
         def compiled(source: Source) -> None:
-            ptx = compile_ptx(
-                source.text,
-                source.kernel,
-                source.threads,
-                defines=source.defines,
-                constants=source.constants,
-                include_dirs=source.include_dirs,
-                lines=source.lines,
-                transform=None
-                if source.lines
-                else partial(vector_loads.joined, most_bytes=source.joined_bytes),
-            )
+            ptx = compile_ptx(source)
             (folder / f"{source.name}.ptx").write_text(ptx.text)
             program = self.manifest.programs[source.name]
             program.entry, program.slots = ptx.symbol, ptx.buffers

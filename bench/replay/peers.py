@@ -11,8 +11,9 @@ from torch import Tensor
 from tests.outside import peers
 from torch_metal_attn.simulator.constants import ConstantValue
 
-from .collect import Argument, Collection, Names, Source
+from .collect import Argument, Collection, Names
 from .manifest import LIMITS, Candidate
+from .ptx import Source
 
 STEEL_PARTY = "MLX steel_attention"
 PREFILL_PARTY = "torch prefill_attention"

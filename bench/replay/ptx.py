@@ -1,12 +1,15 @@
 """Metal text to PTX, for NVIDIA's driver."""
 
+import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.front_end import clang, front_end
 from torch_metal_attn.simulator.constants import ConstantValue
+
+from . import vector_loads
 
 PTX = ["--target=nvptx64-nvidia-cuda", "-march=sm_90", "-nocudalib"]
 PTX += ["-Xclang", "-target-feature", "-Xclang", "+ptx80"]
@@ -25,40 +28,54 @@ class Ptx:
     buffers: list[int]
 
 
-def compile_ptx(
-    text: str,
-    kernel: str,
-    threads: int,
-    *,
-    defines: Mapping[str, object] | None = None,
-    constants: Mapping[int | str, ConstantValue] | None = None,
-    include_dirs: Sequence[str | Path] = (),
-    registers: int | None = None,
-    lines: bool = False,
-    transform: Callable[[str], str] | None = None,
-) -> Ptx:
-    """Compile a kernel of a Metal text to PTX for sm_90.
+@dataclass(frozen=True)
+class Source:
+    """What a program is compiled from: a kernel of a Metal text; see `front_end`.
 
-    threads: of a threadgroup. registers: the limit of a thread (`.maxnreg`; ptxas ignores its own
-    option beside `.maxntid`). lines: with line numbers of the Metal text, for compute-sanitizer.
-    Defines that say how matrix products are computed are those of
-    `gpu_headers/__msl_product.h`. Other arguments are those of `front_end`. transform: changes the
-    optimised LLVM IR before code is made of it.
+    threads: of a threadgroup. defines: those that say how matrix products are computed are of
+    `gpu_headers/__msl_product.h`. lines: for compute-sanitizer, with line numbers and every load as
+    it is in the text. Otherwise neighbouring loads are joined, to as many as joined_bytes: see
+    `vector_loads`.
     """
+
+    text: str
+    kernel: str
+    threads: int
+    defines: Mapping[str, object] = field(default_factory=dict)
+    constants: Mapping[int | str, ConstantValue] = field(default_factory=dict)
+    include_dirs: Sequence[Path] = ()
+    lines: bool = False
+    joined_bytes: int = vector_loads.MOST_BYTES
+
+    @property
+    def name(self) -> str:
+        """The kernel's name and what tells this source from others."""
+        known = (self.text, self.threads, self.defines, self.constants, self.include_dirs)
+        digest = hashlib.sha256(repr((known, self.lines, self.joined_bytes)).encode())
+        return f"{self.kernel}-{digest.hexdigest()[:10]}"
+
+
+def compile_ptx(source: Source) -> Ptx:
+    """Compile a kernel to PTX for sm_90."""
     ir, entry = front_end(
-        text, kernel, "nvptx_kernel, flatten", PTX, defines, constants, include_dirs, lines
+        source.text,
+        source.kernel,
+        "nvptx_kernel, flatten",
+        PTX,
+        source.defines,
+        source.constants,
+        source.include_dirs,
+        source.lines,
     )
     # Buffers in constant memory are passed by address, like the others.
     ir = ir.replace("addrspace(4)", "addrspace(1)")
-    if transform is not None:
-        ir = transform(clang([*PTX, "-x", "ir", "-O3", "-S", "-emit-llvm", "-", "-o", "-"], ir))
+    if not source.lines:
+        ir = clang([*PTX, "-x", "ir", "-O3", "-S", "-emit-llvm", "-", "-o", "-"], ir)
+        ir = vector_loads.joined(ir, source.joined_bytes)
     ptx = clang([*PTX, "-x", "ir", "-O3", "-S", "-", "-o", "-"], ir)
-    limits = f".maxntid {threads}, 1, 1\n"
-    if registers is not None:
-        limits += f".maxnreg {registers}\n"
     ptx, found = re.subn(
         rf"(\.entry {entry.symbol}\([^)]*\)\s*(?://[^\n]*\n\s*)?)\{{",
-        lambda match: f"{match.group(1)}\n{limits}{{",
+        lambda match: f"{match.group(1)}\n.maxntid {source.threads}, 1, 1\n{{",
         ptx,
     )
     assert found == 1, "the entry of the kernel"

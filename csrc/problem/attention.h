@@ -56,6 +56,7 @@ struct FlashBwdBiasArguments {
 // Rotary tables that are applied while q or k is loaded.
 struct FusedRotary {
   Element element;  // of the tables
+  int first;        // column that is rotated
   int dim;          // columns that are rotated
   bool interleaved;
   bool q;

@@ -96,7 +96,9 @@ struct SeenKeys {
 // Caches have k's dtype, or half precision where that is float32, or one of
 // torch_metal_attn/quantisation.py's formats with its scales.
 // rotary_cos and rotary_sin (rows, R / 2) rotate row i of k by their row cache_seqlens[b] + i, less
-// leftpad_k[b] if rotary_from_leftpad. Token i of q (B, Hq, Lq, D) is rotated in place by the same
+// leftpad_k[b] if rotary_from_leftpad: its columns [rotary_first_column, rotary_first_column + R).
+// v_cache may be the first columns of k_cache, as far as none of them is rotated; then v must be
+// those of k. Token i of q (B, Hq, Lq, D) is rotated in place by the same
 // row, or unless rotate_q_by_token by that of i = 0. Indices are int32, (B) or (B, blocks).
 struct AppendKvArguments {
   torch::stable::Tensor k;
@@ -112,6 +114,7 @@ struct AppendKvArguments {
   bool rotary_interleaved;
   bool rotate_q_by_token;
   bool rotary_from_leftpad;
+  int64_t rotary_first_column;
 };
 
 struct AppendKvProblem {
@@ -127,6 +130,8 @@ struct AppendKvProblem {
   int32_t cache_size;  // batches or pages of the caches
   int32_t page_size;   // 0: not paged
   int32_t pairs;       // columns of rotary_cos
+  int32_t first_rotated;
+  bool v_in_k;  // v_cache is the first columns of k_cache, and v those of k
   int32_t table_rows;
   Element table_element;
   int32_t q_heads;

@@ -10,9 +10,17 @@
 
 namespace metal_attn {
 
+// The keys, or blocks of neighbouring keys, that each block of queries sees alone.
+struct KeyLists {
+  OptionalTensor indices;  // (B or 1, Hkv or 1, lists, entries) int32; -1: none
+  int64_t kv_block_size = 1;
+  int64_t q_block_size = 1;
+};
+
 struct FlashDecodeArguments {
   FlashFwdArguments forward;  // dense
   int64_t num_splits;         // 0: chosen from the sizes and the GPU's cores
+  KeyLists lists = {};
 };
 
 // `append` as for append_kv, with cache_seqlens; its q is the queries if they are rotated. `decode`

@@ -13,9 +13,9 @@
 namespace metal_attn {
 
 // Whether every 16-byte chunk of the columns that are rotated meets its partners in one chunk.
-constexpr bool rotates_by_chunks(Element element, int rotary_dim, bool interleaved) {
+constexpr bool rotates_by_chunks(Element element, int first, int rotary_dim, bool interleaved) {
   const int chunk = 16 / element_bytes(element);
-  return rotary_dim % (interleaved ? chunk : 2 * chunk) == 0;
+  return first % chunk == 0 && rotary_dim % (interleaved ? chunk : 2 * chunk) == 0;
 }
 
 // q: (B, Hq, L, D) and k, if there is one: (B, Hkv, L, D), alike in device and dtype: float32,

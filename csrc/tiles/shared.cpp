@@ -14,7 +14,7 @@ bool wide_rotary(const FlashFwdProblem& problem) {
   }
   const FusedRotary& rotary = *problem.features.rotary;
   return wide_loads(problem) && rotary.aligned &&
-         rotates_by_chunks(problem.element, rotary.dim, rotary.interleaved);
+         rotates_by_chunks(problem.element, rotary.first, rotary.dim, rotary.interleaved);
 }
 
 Load load_of(const FlashFwdFeatures& f) {
@@ -72,6 +72,9 @@ void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
     feature("K_ROTARY", f.rotary->k);
     define("ROTARY_ELEMENT", element_name(f.rotary->element));
     define("ROTARY_DIM", f.rotary->dim);
+    if (f.rotary->first > 0) {
+      define("ROTARY_FIRST", f.rotary->first);
+    }
     define("ROTARY_INTERLEAVED", f.rotary->interleaved);
     feature("WIDE_ROTARY", wide_rotary);
   }

@@ -115,9 +115,9 @@ def test_results(dim, monkeypatch):
             strides = getattr(params, f"{name}_strides")
             strides.batch, strides.head, strides.row = result.stride()[:3]
             assert name == "out" or strides.row == 1, "rows of softmax_lse lie side by side"
-            by_slot[slots[name]] = engine.BufferArgument(
-                slots[name], result.data_ptr(), result.untyped_storage().nbytes()
-            )
+            buffer = by_slot[slots[name]]
+            buffer.storage, buffer.offset = result.data_ptr(), 0
+            buffer.bytes = result.untyped_storage().nbytes()
         return run(image, kernel, list(by_slot.values()), **arguments)
 
     plant(monkeypatch, "flash_fwd", "<LONG_OFFSETS, int64_t", "<true, int64_t")

@@ -276,7 +276,7 @@ MUTANTS = {
             "return load_chunk<COLUMNS>(tensor, place.row, column)",
         ),
         "columns behind the rotated ones rotated": (
-            "if (column >= ROTARY_DIM) {\n      return tensor[row + column];",
+            "if (!is_rotated(column)) {\n      return tensor[row + column];",
             "if (false) {\n      return tensor[row + column];",
             "out_of_bounds",
         ),

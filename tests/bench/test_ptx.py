@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.replay.ptx import compile_ptx
+from bench.replay.ptx import Source, compile_ptx
 from torch_metal_attn.simulator.build import ShaderCompileError
 
 # Adds COUNT products to as many accumulators, all alive at once.
@@ -29,19 +29,19 @@ kernel void products(device const half* a [[buffer(0)]], device float* out [[buf
 """
 
 
-def test_ptx_has_the_buffers_and_limits() -> None:
-    ptx = compile_ptx(TEXT, "products", 64, defines={"COUNT": 2}, registers=96)
+def test_ptx_has_the_buffers_and_threads() -> None:
+    ptx = compile_ptx(Source(TEXT, "products", 64, {"COUNT": 2}))
     assert ptx.buffers == [0, 1, 3]
     assert ptx.symbol == "gpu_products"
-    for part in (".maxntid 64, 1, 1", ".maxnreg 96", "bar.sync", "shfl.sync.bfly", "f32.f16.f16"):
+    for part in (".maxntid 64, 1, 1", "bar.sync", "shfl.sync.bfly", "f32.f16.f16"):
         assert part in ptx.text
 
 
 def test_a_fault_of_the_text_is_its_compilers_message() -> None:
     with pytest.raises(ShaderCompileError, match="COUNT"):
-        compile_ptx(TEXT, "products", 64)
+        compile_ptx(Source(TEXT, "products", 64))
 
 
 def test_a_kernel_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="no kernel sums; it has products"):
-        compile_ptx(TEXT, "sums", 64, defines={"COUNT": 2})
+        compile_ptx(Source(TEXT, "sums", 64, {"COUNT": 2}))

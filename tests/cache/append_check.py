@@ -133,11 +133,14 @@ def expected(problem):
         )
         tables = problem.tensors["rotary_cos"], problem.tensors["rotary_sin"]
         interleaved = problem.options.get("rotary_interleaved", False)
+        first_column = problem.options.get("rotary_first_column", 0)
 
         def rotated(x, by_token=True):
             rows = starts[:, None] + torch.arange(x.shape[2]) * by_token
+            before, after = x[..., :first_column], x[..., first_column:]
             rope = torch.ops.metal_attn.rope
-            return rope(x, None, *tables, positions=rows, interleaved=interleaved)[0]
+            turned, _ = rope(after, None, *tables, positions=rows, interleaved=interleaved)
+            return torch.cat([before, turned], -1)
 
         new["k"] = rotated(new["k"])
         if "q" in after:

@@ -26,6 +26,8 @@ ROTARY = [
     {"rotary_dim": 32, "table_dtype": torch.bfloat16},
     {"rotary_dim": 6, "rotary_interleaved": True},
     {"rotary_dim": 18},
+    {"rotary_dim": 32, "rotary_first_column": 32},
+    {"rotary_dim": 18, "rotary_first_column": 13, "rotary_interleaved": True},
 ]
 # Options of `make`.
 PROBLEMS = {

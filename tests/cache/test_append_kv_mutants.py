@@ -102,6 +102,19 @@ MUTANTS = {
         "q's tokens not counted": ("params.q_advances != 0 ? token : 0", "0"),
         "q's last tokens left out": ("rope.length - first_token", "rope.length - 1 - first_token"),
     },
+    "last columns rotated": {
+        "first columns rotated too": (
+            "(ROTARY_FIRST == 0 || column >= ROTARY_FIRST) && column",
+            "column",
+            "out_of_bounds",
+        ),
+        "as many columns fewer": ("column < ROTARY_FIRST + ROTARY_DIM", "column < ROTARY_DIM"),
+        "q's first columns rotated": ("rope.q_strides.head + ROTARY_FIRST", "rope.q_strides.head"),
+        "partner in the first columns": (
+            "row, ROTARY_FIRST + rotary_partner(own,",
+            "row, rotary_partner(own,",
+        ),
+    },
     "no table row": {
         "table row that is none": ("rotary_row < table_rows", "true", "out_of_bounds"),
     },
@@ -181,6 +194,9 @@ CHECKS = {
     "indexed": lambda: check(make(cache_batch_idx=[2, 0])),
     "rotated": lambda: check(make(**ROTATED)),
     "rotated at once": lambda: check(make(**ROTATED, rotate_q_by_token=False)),
+    "last columns rotated": lambda: check(
+        make(seqlens=[3, 11], head_dim=96, rotary_dim=32, rotary_first_column=64, q_heads=3)
+    ),
     "q8_0": lambda: special("q8_0"),
     "q4_0": lambda: special("q4_0"),
     "fp8": lambda: special("fp8_e4m3"),

@@ -37,6 +37,31 @@ def append(cache, tokens_by_id, new_by_id, known=True):
         cache.append(ids, k, v, layer, token_ids=tokens)
 
 
+def branch(tree, node):
+    """The nodes from a root to `node`."""
+    path = []
+    while node >= 0:
+        path.insert(0, node)
+        node = tree[node]
+    return path
+
+
+def verify(cache, before, trees, paths, tell=False):
+    """Appends a tree (parents, tokens) to each sequence and accepts a path; what they hold then."""
+    parents, tokens = ({id: tree[i] for id, tree in trees.items()} for i in (0, 1))
+    for id, tree in parents.items():
+        for layer in range(LAYERS):
+            cache.reserve([id], len(tree), layer)
+            for node in range(len(tree)):
+                path = [tokens[id][n] for n in branch(tree, node)]
+                cache.append(
+                    [id], *rows(before[id] + path, len(before[id] + path) - 1, layer), layer
+                )
+    given = {"token_ids": [tokens[id] for id in parents]} if tell else {}
+    cache.accept([*parents], [paths[id] for id in parents], [*parents.values()], **given)
+    return {id: before[id] + [tokens[id][node] for node in paths[id]] for id in parents}
+
+
 def contents(cache, id, layer):
     """k and v (1, H, length, D) of a sequence, through its table."""
     (table,), (length,) = cache.block_table([id]).tolist(), cache.seqlens([id], layer).tolist()
@@ -123,6 +148,23 @@ class Paged(RuleBasedStateMachine):
         length = data.draw(st.integers(0, len(self.expected[id])))
         self.cache.truncate(id, length)
         self.expected[id] = self.expected[id][:length]
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), tell=st.booleans())
+    def accept(self, data, tell):
+        ids = data.draw(
+            st.lists(st.sampled_from(sorted(self.expected)), unique=True, min_size=1, max_size=2)
+        )
+        if self.cache.num_free_pages < 4 * len(ids):
+            return
+        trees, paths = {}, {}
+        for id in ids:
+            size = data.draw(st.integers(0, 5))
+            tree = [data.draw(st.integers(-1, node - 1)) for node in range(size)]
+            trees[id] = tree, [data.draw(st.integers(0, 1)) for _ in range(size)]
+            paths[id] = branch(tree, data.draw(st.integers(-1, size - 1)))
+        before = {id: self.expected[id] for id in ids}
+        self.expected |= verify(self.cache, before, trees, paths, tell)
 
     @rule(tokens=st.lists(st.integers(0, 1), max_size=2), pages=st.integers(0, 3))
     def match_prefix(self, tokens, pages):
@@ -443,7 +485,7 @@ REFUSED = [
     ),
     (
         lambda c: c.append([0], some_rows(), some_rows(), token_ids=[[1, 2]]),
-        r"token_ids has rows of \[2\] tokens; it must have 1 rows of 3",
+        r"token_ids has rows of \[2\] tokens; they must have \[3\]",
     ),
     (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
     (lambda c: c.advance([0], 1), "length is 1; call reserve for as many rows first"),

@@ -20,7 +20,7 @@ from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime import machine
 from torch_metal_attn.tools import bench as benchmark
 from torch_metal_attn.tools import costs
-from torch_metal_attn.tools.bench import ceilings, counts, plot, report, run, shapes, timing, versus
+from torch_metal_attn.tools.bench import ceilings, counts, plot, run, shapes, timing, versus
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 
 CPU = torch.device("cpu")
@@ -139,19 +139,18 @@ class TestVersus:
         monkeypatch.setattr(versus, "_ours", lambda shape, operands: operands[0] * 2)
         found = versus.compare(small(), CPU, timing.timer_of(CPU), 1)
         assert not found.agree
-        assert "the results differ by" in run.line_of_times(found, None)
+        assert "the results differ by" in str(found)
 
     def test_shares_of_the_ceilings(self):
         shape = small()
         times = {"metal_attn": timing.Times((0.5,)), "torch": timing.Times(error="no memory")}
-        found = versus.Compared(shape, times, None)
         known = ceilings.Ceilings(flops=shape.cost.flops, bytes=4 * shape.cost.bytes)
-        assert found.shares("metal_attn", known) == {"matrix": 2.0, "memory": 0.5}
-        assert found.shares("torch", known) is None
+        found = versus.Compared(shape, times, None, known)
+        assert found.shares("metal_attn") == {"matrix": 2.0, "memory": 0.5}
+        assert found.shares("torch") is None
         assert found.ratio is None
-        line = run.line_of_times(found, known)
-        assert "200%" in line
-        assert "torch: no memory" in line
+        assert "200%" in str(found)
+        assert "torch: no memory" in str(found)
 
     def test_the_ratio_is_torchs_time_by_ours(self):
         times = {"metal_attn": timing.Times((0.5, 0.5)), "torch": timing.Times((1.0, 3.0))}
@@ -170,10 +169,11 @@ def tiny_ceilings(dtype, device, timer, rounds):
     return MEASURE(dtype, CPU, timer, rounds, size=8, copied=4096)
 
 
-def timed(some, **options):
-    return run.time_shapes(
-        some, CPU, timing.timer_of(CPU), 2, lambda line: None, tiny_ceilings, **options
-    )
+def timed(some, monkeypatch, measure_ceilings=tiny_ceilings):
+    """The results, and what compared the shapes."""
+    monkeypatch.setattr(ceilings, "measure", measure_ceilings)
+    compare = versus.Comparison(CPU, timing.timer_of(CPU), 2)
+    return run.measured(some, compare), compare
 
 
 SOME = (
@@ -185,11 +185,11 @@ SOME = (
 
 
 class TestRun:
-    def test_times_as_plain_data(self):
-        data = report.of_times(timed(SOME), machine.describe(CPU))
-        data = json.loads(json.dumps(data))
+    def test_times_as_plain_data(self, monkeypatch):
+        found, compare = timed(SOME, monkeypatch)
+        data = json.loads(json.dumps(found.as_dict("times", machine.describe(CPU), rounds=2)))
         assert (data["what"], data["rounds"], data["interrupted"]) == ("times", 2, False)
-        assert set(data["ceilings"]) == {"float32", "bfloat16"}
+        assert set(compare.ceilings) == {"float32", "bfloat16"}
         for shape, result in zip(SOME, data["results"], strict=True):
             assert Shape(**result["shape"]) == shape
             assert result["least"] == dataclasses.asdict(shape.cost)
@@ -197,21 +197,18 @@ class TestRun:
             assert len(result["torch"]["seconds"]) == 2
             shares = result["metal_attn"]["shares"]
             expected = shape.cost.flops / result["metal_attn"]["median"]
-            assert shares["matrix"] == pytest.approx(
-                expected / data["ceilings"][shape.dtype]["flops"]
-            )
+            assert shares["matrix"] == pytest.approx(expected / compare.ceilings[shape.dtype].flops)
 
-    def test_ceilings_that_cannot_be_measured(self):
+    def test_ceilings_that_cannot_be_measured(self, monkeypatch):
         def none(*arguments):
             raise RuntimeError("no product of this dtype")
 
-        found = run.time_shapes(SOME[:1], CPU, timing.timer_of(CPU), 1, print, none)
-        assert found.trouble == {"float32": "no product of this dtype"}
-        data = report.of_times(found, machine.describe(CPU))
-        assert data["results"][0]["metal_attn"]["shares"] is None
+        found, compare = timed(SOME[:1], monkeypatch, none)
+        assert compare.trouble == {"float32": "no product of this dtype"}
+        assert found.rows[0].as_dict()["metal_attn"]["shares"] is None
 
     def test_an_interrupt_keeps_what_was_measured(self, monkeypatch):
-        compare, calls = run.compare, []
+        compare, calls = versus.compare, []
 
         def interrupted(shape, *arguments):
             calls.append(shape)
@@ -219,10 +216,10 @@ class TestRun:
                 raise KeyboardInterrupt
             return compare(shape, *arguments)
 
-        monkeypatch.setattr(run, "compare", interrupted)
-        found = timed(SOME)
+        monkeypatch.setattr(versus, "compare", interrupted)
+        found, _ = timed(SOME, monkeypatch)
         assert found.interrupted
-        assert [one.shape for one in found.compared] == [SOME[0]]
+        assert [one.shape for one in found.rows] == [SOME[0]]
 
     def test_an_interrupted_command(self, monkeypatch, tmp_path, capsys):
         """It writes what was measured, and ends as an interrupted process."""
@@ -230,7 +227,7 @@ class TestRun:
         def interrupted(shape):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(run, "count", interrupted)
+        monkeypatch.setattr(counts, "count", interrupted)
         assert main(["bench", "--length", "8", "--out", str(tmp_path)]) == 130
         assert json.loads((tmp_path / "torch_metal_attn-bench.json").read_text())["interrupted"]
         assert capsys.readouterr().err.endswith("interrupted\n")
@@ -243,10 +240,11 @@ class TestRun:
         monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 24 * 2**30)
         monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append(True))
         monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(True))
+        compare = versus.compare
         monkeypatch.setattr(
-            run, "compare", lambda shape, device, *rest: versus.compare(shape, CPU, *rest)
+            versus, "compare", lambda shape, device, *rest: compare(shape, CPU, *rest)
         )
-        monkeypatch.setattr(run.ceilings, "measure", tiny_ceilings)
+        monkeypatch.setattr(ceilings, "measure", tiny_ceilings)
         emptied, waits = [], []
         path = tmp_path / "shapes.json"
         path.write_text(json.dumps([dataclasses.asdict(shape) for shape in SOME]))
@@ -301,18 +299,18 @@ class TestCounts:
         assert found.shape == shape
         assert (found.on.batch, found.on.heads, found.on.kv_heads) == (1, 2, 1)
         assert (found.on.length, found.on.kv_length) == (16, 32)
-        (line,) = run.line_of_counts(found).splitlines()
+        (line,) = str(found).splitlines()
         assert line.startswith(str(found.on))
         assert line.endswith(f"reduced from {shape}")
 
     def test_a_refusal_is_a_line(self):
         found = counts.count(small(head_dim=600))
         assert "600" in found.error
-        assert "600" in run.line_of_counts(found)
+        assert "600" in str(found)
 
     def test_plain_data(self):
-        found = run.CountedShapes([counts.count(small()), counts.count(small(head_dim=600))])
-        data = json.loads(json.dumps(report.of_counts(found, machine.describe(CPU))))
+        found = run.Results([counts.count(small()), counts.count(small(head_dim=600))])
+        data = json.loads(json.dumps(found.as_dict("counts", machine.describe(CPU))))
         good, refused = data["results"]
         assert good["kernels"]["flash_fwd"]["loads"]["device"] > 0
         assert good["error"] is None
@@ -332,7 +330,7 @@ class TestCounts:
         assert main(["bench", *arguments, "--out", str(tmp_path / "new")]) == 0
         captured = capsys.readouterr()
         assert "No Apple GPU here, so nothing is timed" in captured.out
-        for column in run.HEADING_OF_COUNTS.split()[1:]:
+        for column in counts.HEADING.split()[1:]:
             assert f"\n{column} " in captured.out or column == "/least"
         assert (captured.out + captured.err).count("forward 16 x 16, B1 H2/2") == 1
         written = {path.name for path in (tmp_path / "new").iterdir()}
@@ -405,8 +403,8 @@ class TestBothKindsOfTile:
 
 class TestPlots:
     @pytest.fixture
-    def data(self):
-        return report.of_times(timed(SOME), machine.describe(CPU))
+    def data(self, monkeypatch):
+        return timed(SOME, monkeypatch)[0].as_dict("times", machine.describe(CPU))
 
     def test_they_are_pictures(self, data, tmp_path):
         pytest.importorskip("matplotlib")
@@ -425,8 +423,8 @@ class TestPlots:
 
     def test_a_smaller_shape_is_drawn_as_what_it_is(self, monkeypatch):
         monkeypatch.setattr(counts, "LIMIT", 1)
-        found = run.CountedShapes([counts.count(small(length=4, kv_length=4))])
-        data = report.of_counts(found, machine.describe(CPU))
+        found = run.Results([counts.count(small(length=4, kv_length=4))])
+        data = found.as_dict("counts", machine.describe(CPU))
         (series,) = plot._series(data, "forward")
         assert series.startswith("B1 H2/1 ")
 

@@ -178,6 +178,11 @@ def _attention(layout=lambda q: q, **options):
     return make
 
 
+def _listed(length=8, dtype=torch.float32):
+    entries = (torch.arange(2 * length * 6) * 5 % 14 - 1).int().view(1, 2, length, 6)
+    return _attention(causal=True, indices=entries)(length, dtype)
+
+
 _FLASH = {"differentiable": ("q", "k", "v")}
 
 
@@ -192,6 +197,7 @@ EXAMPLES = {
         "flash_fwd", _attention(causal=True, q_offset=4, softmax_scale=0.3), **_FLASH
     ),
     "flash_decode": Example("flash_decode", _attention(causal=True, num_splits=1)),
+    "flash_decode by lists": Example("flash_decode", _listed),
     "rope": Example("rope", _rope(), **_ROPE),
     "rope at an offset": Example("rope", _rope(**_OFFSET), **_ROPE),
     "rope by positions": Example("rope", _rope(**_POSITIONS), **_ROPE),

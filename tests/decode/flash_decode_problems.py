@@ -189,6 +189,68 @@ def indices():
     check_flash_decode(q, k, v, cache=cache, device="cpu")
 
 
+def lists():
+    """Of keys in any order, twice and not at all, by KV head and sequence; two rows of tiles."""
+    entries = torch.randint(-1, 300, (2, 2, 3, 70)).int()
+    dense(indices=entries, causal=True, q_offset=200)
+    entries[:, :, 1] = -1
+    dense({"heads": 2}, num_splits=2, indices=entries[:1, :1])
+    # More rows of a list than a tile has.
+    dense({"heads": 80}, indices=entries[:, :1])
+
+
+def lists_of_blocks():
+    """For two queries each, of which the second sees more; the last block is not full."""
+    entries = torch.randint(-1, 38, (1, 1, 2, 9)).int()
+    entries[0, 0, :, 0] = 37
+    entries[0, 0, :, 1] = 13  # with the first query's first key
+    options = {"indices": entries, "kv_block_size": 8, "q_block_size": 2}
+    dense(causal=True, **options)
+    dense(window_size_left=40, q_offset=150, **options)
+
+
+def lists_in_pages():
+    """Of lengths that differ, with NaN in all other rows."""
+    used = [31, 290]
+    q, k, v = make_qkv(**SHAPE, **HALF)
+    k, v = (with_nan_tails(x, used) for x in (k, v))
+    options = {"seqused_k": ints(*used), "indices": torch.randint(-1, 290, (2, 1, 3, 40)).int()}
+    for page in (3, 16):
+        cache = paged(k, v, used, page)
+        check_flash_decode(q, k, v, cache=cache, device="cpu", **options)
+
+
+def lists_of_hidden_keys():
+    """Their values are NaN, and so are those of the first key; one list has nothing else."""
+    q, k, v = make_qkv(**SHAPE, **HALF)
+    v[:, :, 0] = v[:, :, 299] = math.nan
+    entries = torch.tensor([[299, -1, -1], [299, 7, -1], [5, -1, 299]]).int()[None, None]
+    out, lse = ops.flash_decode(q, k, v, indices=entries, causal=True, q_offset=200)
+    assert (out[:, :, 0] == 0).all()
+    assert (lse[:, :, 0] == -math.inf).all()
+    for query, key in ((1, 7), (2, 5)):
+        assert torch.equal(out[:, :, query], v[:, :, key].repeat_interleave(2, 1))
+
+
+def impossible_entries():
+    """One that only the kernel sees is NaN, of that list's rows alone; nothing else is read."""
+    q, k, v = make_qkv(**SHAPE, **HALF)
+    entries = torch.randint(0, 38, (1, 1, 3, 9)).int()
+    for num_splits in (1, 2):
+        run = partial(ops.flash_decode, q, k, v, kv_block_size=8, num_splits=num_splits)
+        good, bad = entries.clone(), entries.clone()
+        expected = run(indices=good)
+        for entry in (38, -2, 2**31 - 1, -(2**31)):
+            bad[0, 0, 1, 4] = entry
+            given = entries.clone()
+            with pytest.MonkeyPatch.context() as patch:
+                after_the_checks(patch, given, bad.tolist())
+                found = run(indices=given)
+            for result, right in zip(found, expected, strict=True):
+                assert result[:, :, 1].isnan().all()
+                assert torch.equal(result[:, :, 0::2], right[:, :, 0::2])
+
+
 def step():
     """New keys of two sequences, behind a padding, q and k rotated."""
     shape = {"rotary_dim": 32, "length": 3, "leftpad": [2, 5]}

@@ -52,6 +52,7 @@ def separately(
     rotary_interleaved=False,
     rotate_q_by_token=True,
     rotary_from_leftpad=True,
+    rotary_first_column=0,
     **options,
 ):
     """The three ops: two dispatches, or three with splits."""
@@ -69,6 +70,7 @@ def separately(
         rotated |= {"rotary_interleaved": rotary_interleaved}
         rotated |= {"rotate_q_by_token": rotate_q_by_token}
         rotated |= {"rotary_from_leftpad": rotary_from_leftpad}
+        rotated |= {"rotary_first_column": rotary_first_column}
     caches = t["k_cache"], t["v_cache"]
     ops.append_kv(t["k"], t["v"], *caches, t["cache_seqlens"], **rotated, **cache)
     used = t["cache_seqlens"] + new_keys
@@ -144,6 +146,7 @@ def test_half_precision_caches(cache_dtype, shape, device):
 FEATURES = {
     "neither causal nor a window": {"rotate_q_by_token": False},
     "rows of the cache": {"rotary_from_leftpad": False},
+    "the last columns": {"rotary_first_column": 32},
     "window, sink and mask": {"window_size_left": 7, "causal": True}
     | {"learnable_sink": torch.tensor([1.0, 0.0, -1.0, 2.0])}
     | {"attn_mask": random_mask(2, 4, 5, 32)},
@@ -199,7 +202,7 @@ REFUSED = {
     ),
     "past the end": ({"cache_seqlens": ints(13, 30)}, r"cache_seqlens\[1\] is 30"),
     "before the beginning": ({"cache_seqlens": ints(-1, 3)}, r"cache_seqlens\[0\] is -1"),
-    "two caches in one": ({"v_cache": None}, "v_cache may share elements with k_cache"),
+    "two caches in one": ({"v_cache": None}, "v_cache is the first columns of k_cache"),
     "q of another head dim": ({"q": torch.zeros(2, 4, 5, 32).half()}, "head dim"),
     "q of another dtype": (
         {"q": torch.zeros(2, 4, 5, 64)},

@@ -114,6 +114,29 @@ SUBJECTS = {
         ),
         case(cache="paged", page=5, cache_dtype="float16", dtype="float32", q_length=3),
     ],
+    # Of keys or of blocks of them, for each query or for several, with one row in a tile or many.
+    "lists": [
+        case(
+            **{"batch": 2, "kv_length": 101, "num_splits": 1 + i % 2, "dtype": DTYPES[i % 3]}
+            | {"listed": 40, "list_dims": ("bh", "b", "h", "")[i % 4], "causal": True}
+            | fields
+        )
+        for i, fields in enumerate(
+            (
+                {"q_length": 5},
+                {"q_length": 7, "kv_block_size": 5, "q_block_size": 2},
+                {"q_length": 3, "heads": 2, "kv_block_size": 32, "listed": 4},
+                {"q_length": 40, "heads": 2, "window_size_left": 50, "q_block_size": 16},
+                {"q_length": 3, "cache": "paged", "page": 16, "seqused_k": (90, 13)},
+                {"q_length": 2, "heads": 2, "cache": "paged", "page": 3, "format": "q8_0"},
+                {"q_length": 2, "format": "fp8_e4m3", "leftpad_k": (7, 100), "q_offset": 80},
+                {"q_length": 3, "softcap": 2.0, "learnable_sink": "float32", "q_offset": 60},
+                {"q_length": 2, "cache": "indexed", "attention_chunk": 30},
+                {"q_length": 2, "heads": 16, "q_offset": -1, **LATENT},
+                {"q_length": 1, "listed": 0},
+            )
+        )
+    ],
 }
 
 
@@ -205,6 +228,38 @@ def test_any_order_of_lanes(seed):
             "k_rotary_cos is given; flash_decode has no rotation of k",
         ),
         ({"learnable_sink": torch.zeros(3)}, "learnable_sink has shape"),
+        (
+            {"indices": torch.zeros(1, 2, 2, 4).int()},
+            r"indices has shape \(1, 2, 2, 4\); it must be \(1 or 1, 1 or 2, 1, entr",
+        ),
+        (
+            {"indices": torch.zeros(1, 2, 4).int()},
+            r"indices has shape \(1, 2, 4\); it must be \(1 or 1",
+        ),
+        ({"indices": torch.zeros(1, 2, 1, 4)}, "indices has dtype float32; it must be int32"),
+        (
+            {"indices": torch.zeros(1, 1, 1, 4).int(), "kv_block_size": 129},
+            "kv_block_size is 129; it must be in 1..128",
+        ),
+        (
+            {"indices": torch.zeros(1, 1, 1, 4).int(), "q_block_size": 0},
+            "q_block_size is 0; it must be in 1..",
+        ),
+        (
+            {"kv_block_size": 8},
+            "kv_block_size is 8 and q_block_size 1 without indices; leave them at 1",
+        ),
+        *(
+            (
+                {"indices": torch.zeros(1, 1, 1, 4).int(), name: value},
+                f"{name} is given with indices; they have none",
+            )
+            for name, value in (
+                ("attn_mask", torch.ones(65, dtype=torch.bool)),
+                ("attn_bias", torch.zeros(65)),
+                ("alibi_slopes", torch.zeros(2)),
+            )
+        ),
     ],
 )
 def test_refused(options, message, device):
@@ -215,6 +270,16 @@ def test_refused(options, message, device):
         return lambda: decode(*(x.to(place) for x in qkv), **on(place, options))
 
     refused_alike(message, call(device), call("meta"))
+
+
+@each_case("entry", [-2, 9, 2**31 - 1, -(2**31)])
+def test_listed_blocks_that_do_not_exist(entry):
+    q, k, v = make_qkv(q_length=3, head_dim=16)
+    indices = torch.zeros(1, 1, 3, 4).int()
+    indices[0, 0, 2, 1] = entry
+    message = rf"indices\[0, 0, 2, 1\] is {entry}; it must be in 0..8, or -1 for none"
+    with pytest.raises(ValueError, match=message):
+        decode(q, k, v, indices=indices, kv_block_size=8)
 
 
 def test_more_rows_than_the_shader_counts():

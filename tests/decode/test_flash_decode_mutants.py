@@ -438,6 +438,79 @@ MUTANTS = {
             "CACHE_BATCH_IDX ? cache_batch_idx[0]",
         ),
     },
+    problems.lists: {
+        "list of the first query": ("row_group / params.list_groups", "0", (None, "race")),
+        "list of the first KV head": (
+            "batch, INDICES ? kv_head : kv_head * problem.queries_per_kv",
+            "batch, INDICES ? 0 : kv_head * problem.queries_per_kv",
+        ),
+        "list of the first sequence": (
+            "first = Offset(batch) * Offset(params.index_strides.batch)",
+            "first = 0 * Offset(params.index_strides.batch)",
+        ),
+        "rows of the next list written": (
+            "min(first + params.list_rows, rows)",
+            "rows",
+            (None, "race"),
+        ),
+        "first tile of a list only": ("row_group % params.list_groups", "0", (None, "race")),
+        "listed rows as neighbours": (
+            "blocks.row(first_place + j * FRAGMENT)",
+            "blocks.row(first_place) + j * FRAGMENT",
+        ),
+        "values of neighbours": (
+            "blocks.row(kv_block + n * LOAD_KEYS + own.lane / LANES)",
+            "blocks.row(kv_block) + n * LOAD_KEYS + own.lane / LANES",
+            (None, "out_of_bounds"),
+        ),
+        "places behind the list read": (
+            "place < count * BLOCK ?",
+            "true ?",
+            (None, "out_of_bounds"),
+        ),
+        "-1 as the first key": ("max(row, 0) : row", "row : row", (None, "out_of_bounds")),
+        "rows of columns swapped": (
+            "simd_shuffle(rows[j], row_lane(column + 1))",
+            "simd_shuffle(rows[j], row_lane(column))",
+        ),
+    },
+    problems.lists_of_blocks: {
+        "rows of a block": ("int(uint(place) % BLOCK)", "0"),
+        "blocks of one key": ("entry * BLOCK + int", "entry + int"),
+        "one query's keys for all of a list": (
+            "hide_listed(scores[i], block, column, visible.keys_of(rows[i].query))",
+            "hide_listed(scores[i], block, column, visible.keys_of(0))",
+        ),
+        "keys of the list's first query": (
+            "keys_of(INDICES ? (share.end - 1) / problem.queries_per_kv",
+            "keys_of(INDICES ? share.begin / problem.queries_per_kv",
+        ),
+        "keys of the list's last query": (
+            "keys_of(INDICES ? share.begin / problem.queries_per_kv : 0)",
+            "keys_of(INDICES ? (share.end - 1) / problem.queries_per_kv : 0)",
+        ),
+        "hidden keys of a query shown": (
+            "keys[e] >= seen.begin && keys[e] < seen.end",
+            "true",
+        ),
+    },
+    problems.lists_in_pages: {
+        "page of the list's place": (
+            "existing(numbers[uint(row) / PAGE_ROWS])",
+            "existing(numbers[0])",
+        ),
+    },
+    problems.lists_of_hidden_keys: {
+        "hidden keys shown": ("found >= seen.begin && found < seen.end ?", "true ?"),
+        "rows that are not listed as the first": ("? found : NO_ROW", "? found : 0"),
+    },
+    problems.impossible_entries: {
+        "impossible entries as none": ("keys[e] == IMPOSSIBLE_ROW ? NAN : -INFINITY", "-INFINITY"),
+        "impossible entries read": (
+            "entry < NO_ENTRY || entry >= existing",
+            "false",
+        ),
+    },
     problems.impossible: {
         "impossible sequences as clamped": ("&& sequence.impossible)", "&& false)"),
         "out of the first head alone": (

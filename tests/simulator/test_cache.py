@@ -169,6 +169,24 @@ def test_store_keeps_the_entry_that_is_there(empty_cache):
     assert cache.lookup("ffff") is None
 
 
+def test_an_entry_stored_during_a_lookup_stays(empty_cache, monkeypatch):
+    def is_dir(path):
+        monkeypatch.undo()
+        monkeypatch.setenv(cache.OVERRIDE, str(empty_cache))
+        cache.store("abcd", {"file": b"another process'"})
+        return path.is_dir()
+
+    monkeypatch.setattr(Path, "is_dir", is_dir)
+    cache.lookup("abcd")
+    assert (cache.lookup("abcd") / "file").read_bytes() == b"another process'"
+
+
+def test_the_same_content_is_not_replaced(monkeypatch):
+    entry = cache.store("abcd", {"file": b"same"})
+    monkeypatch.setattr(cache, "_discard", lambda _: pytest.fail("removed"))
+    assert cache.replace("abcd", {"file": b"same"}) == entry
+
+
 def test_parts_of_a_key_do_not_run_together():
     assert cache.digest(["ab", "c"]) != cache.digest(["a", "bc"])
 

@@ -59,7 +59,7 @@ def ring_attention(
         group: a ProcessGroup whose backend sends CPU tensors (gloo), or a DeviceMesh with one
             dimension. None is the default group.
         causal: a query sees its own key and earlier ones.
-        layout: "contiguous" or "zigzag", the same that `shard_sequence` was  With causal,
+        layout: "contiguous" or "zigzag", as in the call of `shard_sequence`. With causal,
             "zigzag" gives each process the same work; "contiguous" leaves the first idle.
         cu_seqlens: (sequences + 1,), the bounds of WHOLE concatenated sequences, the same on every
             process. Each sequence is split over the processes. The host waits for its values.
@@ -184,7 +184,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict
     operands = [(x[None] if packed else x).transpose(1, 2) for x in (q, k, v)]
     _NAMES.run(torch.ops.metal_attn_explain.flash_fwd, tuple(operands), options)
     if _differentiated(q, k, v, options.pop("learnable_sink", None)):
-        # Of no rows, as only the head dims matter, and lse must be
+        # Of no rows, as only the head dims matter.
         empty = [x.detach()[:, :, :0] for x in operands]
         out = empty[0].new_empty(*empty[0].shape[:3], v.shape[-1])
         lse = out.new_empty(out.shape[:3], dtype=torch.float32)

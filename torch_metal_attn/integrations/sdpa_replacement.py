@@ -153,7 +153,6 @@ class SdpaReplaced(TorchFunctionMode):
         self.replaced = 0
         self.left_alone: dict[str, int] = {}
         self._process_wide = process_wide
-        self._reasons: dict[str, str] = {}  # the key of left_alone by the reason without numbers
 
     def __enter__(self) -> "SdpaReplaced":
         if self.fastest and not loading.loaded().rows:
@@ -194,9 +193,8 @@ class SdpaReplaced(TorchFunctionMode):
         """Count a call that ran here, or that torch ran for a reason. Needs the lock."""
         if reason is None:
             self.replaced += 1
-            return
-        reason = self._reasons.setdefault(without_numbers(reason), reason)
-        self.left_alone[reason] = self.left_alone.get(reason, 0) + 1
+        else:
+            count_reason(self.left_alone, reason)
 
     def _warn_of_no_call(self) -> None:
         if _blocks.compiled:  # a compiled function may have run, which does not count
@@ -323,18 +321,11 @@ def _decide(
         if slower is not None:
             _note(slower, contexts, warns=False)
             return original(*args, **kwargs)
+        out = None
         if problem is not None:
-            try:
-                out = problem.run()
-            except ValueError:
-                reason = problem.refusal()
-                if reason is None:
-                    raise
-            else:
-                _note(None, contexts)
-                return out
+            out, reason = problem.run_or_refusal()
         _note(reason, contexts)
-        return original(*args, **kwargs)
+        return original(*args, **kwargs) if out is None else out
     finally:
         _blocks.this_thread.deciding = False
 
@@ -451,6 +442,14 @@ def _note(
             context._count(reason)
     if reason is not None and warns:
         _warn(f"sdpa_replaced() leaves calls of scaled_dot_product_attention to torch: {reason}")
+
+
+def count_reason(left_alone: dict[str, int], reason: str) -> bool:
+    """Count a reason; those that differ only in numbers are one. Returns whether it is new."""
+    kind = without_numbers(reason)
+    reason = next((known for known in left_alone if without_numbers(known) == kind), reason)
+    left_alone[reason] = left_alone.get(reason, 0) + 1
+    return left_alone[reason] == 1
 
 
 def without_numbers(text: str) -> str:

@@ -3,11 +3,20 @@
 `PagedKVCache` stores sequences of any length in pages, which forks and equal prefixes share.
 `StaticKVCache` has one row of fixed length per sequence. `flash_attn_with_kvcache` and
 `flash_attn_varlen_func` take the tensors of both. New rows are written by `append_kv`.
+`LatentCache` and `StaticLatentCache` are the same for multi-head latent attention (MLA).
 """
 
+from torch_metal_attn.kv_cache.latent import LatentCache, StaticLatentCache
 from torch_metal_attn.kv_cache.paged import PagedKVCache
 from torch_metal_attn.kv_cache.pages import CacheFull
 from torch_metal_attn.kv_cache.static import StaticKVCache
 from torch_metal_attn.kv_cache.storage import LayerCache
 
-__all__ = ["CacheFull", "LayerCache", "PagedKVCache", "StaticKVCache"]
+__all__ = [
+    "CacheFull",
+    "LatentCache",
+    "LayerCache",
+    "PagedKVCache",
+    "StaticKVCache",
+    "StaticLatentCache",
+]

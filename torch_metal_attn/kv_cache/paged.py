@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch_metal_attn.call.arguments import integers, natural, whole
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
 from torch_metal_attn.kv_cache.storage import LayerCache, Storage
-
-TokenIds = Tensor | Sequence[Sequence[int]]
+from torch_metal_attn.kv_cache.trees import Rows, checked_paths, each, moves, rows_of_ints
 
 
 @dataclass
@@ -29,6 +28,15 @@ class _Sequence:
         return max(self.lengths)
 
 
+@dataclass
+class _Rows:
+    """Rows of a sequence that are about to be written, from `start` on."""
+
+    sequence: _Sequence
+    start: int
+    length: int
+
+
 class PagedKVCache:
     """Keys and values of many sequences in pages (Kwon et al. 2023, "PagedAttention").
 
@@ -42,7 +50,8 @@ class PagedKVCache:
         values, and rounds them. format: None, "q8_0", "q4_0" or "fp8_e4m3", see
         `torch_metal_attn.quantisation`. layout: "NHD", in memory (pages, page_size, Hkv, D) as
         in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale, v_scale: (Hkv,) float32, for
-        fp8_e4m3 only; None is 1.
+        fp8_e4m3 only; None is 1. values_in_keys: values are the first Dv columns of the keys, and
+        stored once, as in `LatentCache`.
 
     Raises: ValueError for an unknown id or layer and for wrong shapes, naming what is wrong;
         `CacheFull` if there are too few pages. Nothing is changed then.
@@ -78,48 +87,99 @@ class PagedKVCache:
         self,
         ids: Sequence[int],
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None = None,
         layer: int = 0,
         *,
-        token_ids: TokenIds | None = None,
+        token_ids: Rows | None = None,
         **rotary: Any,
     ) -> None:
         """Append k (B, Hkv, L, D) and v (B, Hkv, L, Dv) to the B sequences.
 
-        token_ids: (B, L), the rows' tokens, for `match_prefix` to find. Give them with any layer;
-        the first ones given count. rotary: q, rotary_cos, rotary_sin and rotary_interleaved of
-        `append_kv`.
+        v may be None with values_in_keys. token_ids: (B, L), the rows' tokens, for `match_prefix`
+        to find. Give them with any layer; the first ones given count. rotary: q, rotary_cos,
+        rotary_sin, rotary_interleaved and rotary_first_column of `append_kv`.
         """
         self._storage.check_layer(layer)
         sequences = self._of(ids)
+        v = self._storage.values_of(k, v)
         length = self._storage.check_new(k, v, len(sequences), rotary)
-        tokens = _as_lists(token_ids, len(ids), length)
+        tokens = _as_lists(token_ids, [length] * len(ids))
         if ids and length > 0:
-            seqlens = self.seqlens(ids, layer)
-            if any(self._reserves(sequence, length, layer) for sequence in sequences):
-                # What append_kv refuses must leave the pages as they are.
-                table = self._table_of_any_pages(sequences, length, layer)
-                self._storage.check_append(layer, k, v, seqlens, block_table=table, **rotary)
-            self.reserve(ids, length, layer)
-            table = self.block_table(ids)
-            self._storage.append(layer, k, v, seqlens, block_table=table, **rotary)
+            self._write(ids, layer, length, "append_kv", (k, v), rotary)
         self.advance(ids, length, layer, token_ids=tokens)
 
-    def reserve(self, ids: Sequence[int], length: int, layer: int = 0) -> None:
-        """Reserve unshared pages for `length` more rows of each sequence.
+    def decode_step(
+        self,
+        ids: Sequence[int],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None = None,
+        layer: int = 0,
+        *,
+        token_ids: Rows | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Append the new rows and attend to the cache, by `metal_attn::decode_step`.
+
+        Args: q: (B, Hq, L, D). k, v, token_ids: as in `append`, L of 1 or more. options: those of
+            the op, such as causal, softmax_scale and rotary_cos. With values_in_keys softmax_scale
+            must be given: D is not what the model scales by.
+
+        Returns: (B, Hq, L, Dv), in q's dtype.
+
+        Raises: as `append`.
+        """
+        self._storage.check_layer(layer)
+        v = self._storage.values_of(k, v)
+        length = self._storage.check_new(k, v, len(self._of(ids)), ())
+        tokens = _as_lists(token_ids, [length] * len(ids))
+        self._storage.check_scale(options)
+        out: Tensor = self._write(ids, layer, length, "decode_step", (q, k, v), options)[0]
+        self.advance(ids, length, layer, token_ids=tokens)
+        return out
+
+    def _write(
+        self,
+        ids: Sequence[int],
+        layer: int,
+        length: int,
+        op: str,
+        new: tuple[Tensor, ...],
+        options: dict[str, Any],
+    ) -> Any:
+        """Run an op that writes `length` rows of each sequence, in pages of its own."""
+        seqlens = self.seqlens(ids, layer)
+        written = [_Rows(s, s.lengths[layer], length) for s in self._of(ids)]
+        if any(self._reserves(rows) for rows in written):
+            # What the op refuses must leave the pages as they are.
+            table = self._table_of_any_pages(written)
+            self._storage.run(
+                op, layer, new, seqlens, check_only=True, block_table=table, **options
+            )
+        self._own(written)
+        table = self.block_table(ids)
+        return self._storage.run(op, layer, new, seqlens, block_table=table, **options)
+
+    def reserve(self, ids: Sequence[int], length: int | Sequence[int], layer: int = 0) -> None:
+        """Reserve unshared pages for `length` more rows of each sequence, or one number for each.
 
         For ops that write rows themselves, such as `flash_attn_with_kvcache` with k and v; then
         call `advance`. Raises CacheFull before anything changes.
         """
         self._storage.check_layer(layer)
-        natural("length", length)
         sequences = self._of(ids)
-        missing = self._missing_pages(sequences, length, layer)
+        lengths = each(length, len(ids))
+        self._own([_Rows(s, s.lengths[layer], n) for s, n in zip(sequences, lengths, strict=True)])
+
+    def _own(self, written: list[_Rows]) -> None:
+        """Let each sequence have pages of its own for these rows, whose tokens are not known."""
+        missing = self._missing_pages(written)
         if missing > 0:
             self._table = None
         copies: dict[int, int] = {}  # by the copy
-        for sequence in sequences:
-            held, new = self._written(sequence, length, layer)
+        for rows in written:
+            sequence = rows.sequence
+            held, new = self._written(rows)
             for i in held:
                 page = sequence.pages[i]
                 if self._pool.references[page] > 1:
@@ -133,30 +193,93 @@ class PagedKVCache:
         self._storage.copy(list(copies.values()), list(copies))
 
     def advance(
-        self, ids: Sequence[int], length: int, layer: int = 0, *, token_ids: TokenIds | None = None
+        self,
+        ids: Sequence[int],
+        length: int | Sequence[int],
+        layer: int = 0,
+        *,
+        token_ids: Rows | None = None,
     ) -> None:
-        """Count `length` rows that were written to reserved pages; arguments as in `reserve`."""
+        """Count `length` rows that were written to reserved pages; arguments as in `reserve`.
+
+        Leave out the token_ids of a tree, whose rows do not follow each other; `accept` takes them.
+        """
         self._storage.check_layer(layer)
-        natural("length", length)
         sequences = self._of(ids)
-        tokens = _as_lists(token_ids, len(ids), length)
-        for sequence in sequences:
-            if self._pages_of(sequence.lengths[layer] + length) > len(sequence.pages):
-                raise ValueError(f"length is {length}; call reserve for as many rows first")
-        for i, sequence in enumerate(sequences):
+        lengths = each(length, len(ids))
+        tokens = _as_lists(token_ids, lengths)
+        for sequence, more in zip(sequences, lengths, strict=True):
+            if self._pages_of(sequence.lengths[layer] + more) > len(sequence.pages):
+                raise ValueError(f"length is {more}; call reserve for as many rows first")
+        for i, (sequence, more) in enumerate(zip(sequences, lengths, strict=True)):
             if tokens is not None and len(sequence.tokens) == sequence.lengths[layer]:
                 sequence.tokens += tokens[i]
-            sequence.lengths[layer] += length
+            sequence.lengths[layer] += more
+            self._publish(sequence)
+
+    def accept(
+        self,
+        ids: Sequence[int],
+        paths: Rows,
+        parents: Rows,
+        *,
+        token_ids: Rows | None = None,
+    ) -> None:
+        """Keep one path of each sequence's tree of new tokens, and take the rest back.
+
+        The path's rows are moved together in all layers, so that they are the last of the sequence.
+        If a fork shares them, they are copied first.
+
+        Args: paths: for each sequence the tokens of its tree to keep, counted from the first of the
+            tree: a root, then a child of it, and so on; empty to take back the whole tree. parents:
+            for each sequence the parent of each token of its tree, which are its last rows: an
+            earlier token, or -1 for a root. token_ids: for each sequence the tokens of its tree;
+            those of the path are then known to `match_prefix`.
+
+        Raises: ValueError: parents is no tree, or a path is no path of it; the layers differ in
+            length, as before the end of a step. CacheFull: no page is left for the copy of a shared
+            one. Nothing is changed then.
+        """
+        sequences = self._of(ids)
+        for id, sequence in zip(ids, sequences, strict=True):
+            _check_layers_agree(id, sequence, "accept")
+        kept, sizes = checked_paths(paths, parents, [sequence.length for sequence in sequences])
+        tokens = _as_lists(token_ids, sizes)
+        starts = [sequence.length - size for sequence, size in zip(sequences, sizes, strict=True)]
+        rounds = [moves(path) for path in kept]
+        firsts = [
+            steps[0][0][1] if steps else len(path) for steps, path in zip(rounds, kept, strict=True)
+        ]
+        # A page that a fork shares is copied, and its rows are then read from the copy.
+        self._own(
+            [
+                _Rows(sequence, start + first, len(path) - first)
+                for sequence, start, first, path in zip(
+                    sequences, starts, firsts, kept, strict=True
+                )
+            ]
+        )
+        for copies in zip_longest(*rounds, fillvalue=()):
+            places = [
+                [self._place(sequence, start + row) for row in move]
+                for sequence, start, of_one in zip(sequences, starts, copies, strict=True)
+                for move in of_one
+            ]
+            self._storage.move_rows(places)
+        for i, (id, sequence, path) in enumerate(zip(ids, sequences, kept, strict=True)):
+            start = starts[i]
+            known = sequence.tokens[start:] if tokens is None else tokens[i]
+            follows = len(sequence.tokens) >= start and len(known) == sizes[i]
+            self.truncate(id, start + len(path))
+            del sequence.tokens[start:]
+            sequence.tokens += [known[token] for token in path] if follows else []
+            del sequence.prefixes[len(sequence.tokens) // self.page_size :]
             self._publish(sequence)
 
     def fork(self, id: int) -> int:
         """Create a sequence that shares this one's pages, which are copied before a write."""
         (sequence,) = self._of([id])
-        if len(set(sequence.lengths)) > 1:
-            raise ValueError(
-                f"sequence {id} has layers of {min(sequence.lengths)} and of {sequence.length} "
-                "rows; append to all of them before fork"
-            )
+        _check_layers_agree(id, sequence, "fork")
         pages = sequence.pages[: self._pages_of(sequence.length)]
         for page in pages:
             self._pool.share(page)
@@ -236,50 +359,54 @@ class PagedKVCache:
         self._storage.check_layer(layer)
         return self._storage.indices([sequence.lengths[layer] for sequence in self._of(ids)])
 
+    def _place(self, sequence: _Sequence, row: int) -> tuple[int, int]:
+        """The page of a row, and which of its rows it is."""
+        return sequence.pages[row // self.page_size], row % self.page_size
+
     def _pages_of(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def _written(self, sequence: _Sequence, length: int, layer: int) -> tuple[range, int]:
-        """Which of its pages `length` more rows change, and how many additional pages they need."""
-        start = sequence.lengths[layer]
-        end, count = self._pages_of(start + length), len(sequence.pages)
-        first = start // self.page_size if length > 0 else end
+    def _written(self, rows: _Rows) -> tuple[range, int]:
+        """Which pages of the sequence the rows change, and how many additional ones they need."""
+        end, count = self._pages_of(rows.start + rows.length), len(rows.sequence.pages)
+        first = rows.start // self.page_size if rows.length > 0 else end
         return range(first, min(end, count)), max(end - count, 0)
 
-    def _reserves(self, sequence: _Sequence, length: int, layer: int) -> bool:
+    def _reserves(self, rows: _Rows) -> bool:
         """Whether `reserve` changes anything: it takes, copies or stops finding a page."""
-        held, new = self._written(sequence, length, layer)
-        pages = (sequence.pages[i] for i in held)
+        held, new = self._written(rows)
+        pages = (rows.sequence.pages[i] for i in held)
         return new > 0 or any(self._pool.is_shared_or_found(page) for page in pages)
 
-    def _missing_pages(self, sequences: list[_Sequence], length: int, layer: int) -> int:
-        """How many pages `length` more rows must take. Raises CacheFull if fewer are free."""
+    def _missing_pages(self, written: list[_Rows]) -> int:
+        """How many pages the rows must take. Raises CacheFull if fewer are free."""
         missing = 0
         users: Counter[int] = Counter()
-        for sequence in sequences:
-            held, new = self._written(sequence, length, layer)
+        for rows in written:
+            held, new = self._written(rows)
             missing += new
-            users.update(sequence.pages[i] for i in held)
+            users.update(rows.sequence.pages[i] for i in held)
         # Of those that share a page, the last one left keeps it.
         missing += sum(min(n, self._pool.references[p] - 1) for p, n in users.items())
         if missing > self._pool.available:
             raise CacheFull(
-                f"{length} rows more of {len(sequences)} sequences need {missing} pages, and "
-                f"{self._pool.available} of {len(self._pool.references)} are free"
+                f"{sum(rows.length for rows in written)} rows of {len(written)} sequences need "
+                f"{missing} more pages, and {self._pool.available} of "
+                f"{len(self._pool.references)} are free"
             )
         return missing
 
-    def _table_of_any_pages(self, sequences: list[_Sequence], length: int, layer: int) -> Tensor:
-        """A block table for `length` more rows, as valid as the one after `reserve`."""
-        self._missing_pages(sequences, length, layer)
-        ends = [self._pages_of(s.lengths[layer] + length) for s in sequences]
+    def _table_of_any_pages(self, written: list[_Rows]) -> Tensor:
+        """A block table for the rows, as valid as the one after `reserve`."""
+        self._missing_pages(written)
+        ends = [self._pages_of(rows.start + rows.length) for rows in written]
         page = count()
-        rows = [
-            [next(page) if i >= s.lengths[layer] // self.page_size else 0 for i in range(end)]
+        table = [
+            [next(page) if i >= rows.start // self.page_size else 0 for i in range(end)]
             + [0] * (max(ends) - end)
-            for s, end in zip(sequences, ends, strict=True)
+            for rows, end in zip(written, ends, strict=True)
         ]
-        return self._storage.indices([one for row in rows for one in row]).view(len(rows), -1)
+        return self._storage.indices([one for row in table for one in row]).view(len(table), -1)
 
     def _of(self, ids: Sequence[int]) -> list[_Sequence]:
         if not isinstance(ids, Sequence):
@@ -316,16 +443,19 @@ class PagedKVCache:
             sequence.prefixes.append(prefix)
 
 
-def _as_lists(token_ids: TokenIds | None, batch: int, length: int) -> list[list[int]] | None:
+def _as_lists(token_ids: Rows | None, lengths: list[int]) -> list[list[int]] | None:
     if token_ids is None:
         return None
-    rows: Any = token_ids.tolist() if isinstance(token_ids, Tensor) else token_ids
-    if isinstance(rows, str) or not isinstance(rows, Sequence):
-        raise TypeError(f"token_ids is {token_ids!r}; it must be a row of ints for each sequence")
-    lists = [integers(f"token_ids[{b}]", row) for b, row in enumerate(rows)]
+    lists = rows_of_ints("token_ids", token_ids, len(lengths))
     given = [len(row) for row in lists]
-    if given != [length] * batch:
-        raise ValueError(
-            f"token_ids has rows of {given} tokens; it must have {batch} rows of {length}"
-        )
+    if given != lengths:
+        raise ValueError(f"token_ids has rows of {given} tokens; they must have {lengths}")
     return lists
+
+
+def _check_layers_agree(id: int, sequence: _Sequence, method: str) -> None:
+    if len(set(sequence.lengths)) > 1:
+        raise ValueError(
+            f"sequence {id} has layers of {min(sequence.lengths)} and of {sequence.length} "
+            f"rows; append to all of them before {method}"
+        )

@@ -1,6 +1,7 @@
 """`StaticKVCache`: one row of fixed length per sequence, at addresses that never change."""
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch_metal_attn.call.arguments import integers, natural, whole
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull
 from torch_metal_attn.kv_cache.storage import LayerCache, Storage
+from torch_metal_attn.kv_cache.trees import Rows, checked_paths, each, moves
 
 
 class StaticKVCache:
@@ -37,33 +39,90 @@ class StaticKVCache:
         """Each layer's tensors, as `flash_attn_with_kvcache` takes them."""
         return self._storage.layers
 
-    def append(self, k: Tensor, v: Tensor, layer: int = 0, **rotary: Any) -> None:
+    def append(self, k: Tensor, v: Tensor | None = None, layer: int = 0, **rotary: Any) -> None:
         """Append k (B, Hkv, L, D) and v (B, Hkv, L, Dv) to the sequences.
 
-        rotary: q, rotary_cos, rotary_sin and rotary_interleaved of `append_kv`.
+        v may be None with values_in_keys. rotary: q, rotary_cos, rotary_sin, rotary_interleaved and
+        rotary_first_column of `append_kv`.
         """
         self._storage.check_layer(layer)
+        v = self._storage.values_of(k, v)
         length = self._storage.check_new(k, v, self.batch_size, rotary)
+        self._check_room(length, layer)
+        if length > 0:
+            self._write(layer, "append_kv", (k, v), rotary)
+        self.advance(length, layer)
+
+    def decode_step(
+        self, q: Tensor, k: Tensor, v: Tensor | None = None, layer: int = 0, **options: Any
+    ) -> Tensor:
+        """Append the new rows and attend to the cache, as `PagedKVCache.decode_step`."""
+        self._storage.check_layer(layer)
+        v = self._storage.values_of(k, v)
+        length = self._storage.check_new(k, v, self.batch_size, ())
+        self._check_room(length, layer)
+        self._storage.check_scale(options)
+        out: Tensor = self._write(layer, "decode_step", (q, k, v), options)[0]
+        self.advance(length, layer)
+        return out
+
+    def _check_room(self, length: int, layer: int) -> None:
         longest = max(self._lengths[layer])
         if longest + length > self.max_length:
             raise CacheFull(
                 f"{length} rows more do not fit: a sequence has {longest} of {self.max_length}"
             )
-        if length > 0:
-            seqlens, rows = self.seqlens(layer), self.cache_batch_idx()
-            self._storage.append(layer, k, v, seqlens, cache_batch_idx=rows, **rotary)
-        self.advance(length, layer)
 
-    def advance(self, length: int, layer: int = 0) -> None:
-        """Count rows that an op such as `flash_attn_with_kvcache` has written itself."""
+    def _write(self, layer: int, op: str, new: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
+        seqlens, rows = self.seqlens(layer), self.cache_batch_idx()
+        return self._storage.run(op, layer, new, seqlens, cache_batch_idx=rows, **options)
+
+    def advance(self, length: int | Sequence[int], layer: int = 0) -> None:
+        """Count rows that an op such as `flash_attn_with_kvcache` has written itself.
+
+        length: how many of each sequence, or one number for each.
+        """
         self._storage.check_layer(layer)
-        left = self.max_length - max(self._lengths[layer])
-        if natural("length", length) > left:
-            raise ValueError(
-                f"length is {length}; a sequence has {self.max_length - left} of "
-                f"{self.max_length} rows, so it must be in 0..{left}"
+        lengths = each(length, self.batch_size)
+        for more, before in zip(lengths, self._lengths[layer], strict=True):
+            if before + more > self.max_length:
+                raise ValueError(
+                    f"length is {more}; a sequence has {before} of {self.max_length} rows, so it "
+                    f"must be in 0..{self.max_length - before}"
+                )
+        self._lengths[layer] = [
+            before + more for before, more in zip(self._lengths[layer], lengths, strict=True)
+        ]
+
+    def accept(self, indices: Sequence[int], paths: Rows, parents: Rows) -> None:
+        """Keep one path of the tree of new tokens of these sequences, and take the rest back.
+
+        Arguments and errors are those of `PagedKVCache.accept`.
+        """
+        chosen = integers("indices", indices)
+        self._check_indices("indices", chosen)
+        if len(set(chosen)) < len(chosen):
+            raise ValueError(f"indices are {chosen}; each sequence may be there once")
+        lengths = [max(lengths[b] for lengths in self._lengths) for b in chosen]
+        for b, length in zip(chosen, lengths, strict=True):
+            least = min(lengths[b] for lengths in self._lengths)
+            if least < length:
+                raise ValueError(
+                    f"sequence {b} has layers of {least} and of {length} rows; append to all of "
+                    "them before accept"
+                )
+        kept, sizes = checked_paths(paths, parents, lengths)
+        starts = [length - size for length, size in zip(lengths, sizes, strict=True)]
+        for copies in zip_longest(*map(moves, kept), fillvalue=()):
+            self._storage.move_rows(
+                [
+                    [(self._rows[b], start + row) for row in move]
+                    for b, start, of_one in zip(chosen, starts, copies, strict=True)
+                    for move in of_one
+                ]
             )
-        self._lengths[layer] = [n + length for n in self._lengths[layer]]
+        for b, start, path in zip(chosen, starts, kept, strict=True):
+            self.truncate(b, start + len(path))
 
     def reset(self, indices: Sequence[int] | None = None) -> None:
         """Empty these sequences, or all."""

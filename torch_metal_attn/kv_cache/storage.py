@@ -1,18 +1,19 @@
 """The tensors of a cache, in blocks: pages, or whole sequences."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_tensor, natural, whole
+from torch_metal_attn.call.arguments import check_tensor, flag, natural, whole
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.quantisation import ELEMENTS, sizes
 
 Layout = Literal["NHD", "HND"]
-ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved")  # options of `append`
+# Options of `append`.
+ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
 _FORMAT_DTYPES = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.uint8}
 
 
@@ -21,17 +22,21 @@ class LayerCache:
     """One layer's tensors, as `flash_attn_with_kvcache` takes them.
 
     k_cache: (blocks, rows, Hkv, D), v_cache: the same with Dv; `torch_metal_attn.quantisation`
-    describes quantised ones and their scales, which are None without quantisation.
+    describes quantised ones and their scales, which are None without quantisation. With
+    values_in_keys v_cache is a view of k_cache, and v_scale of k_scale.
     """
 
     k_cache: Tensor
     v_cache: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
+    values_in_keys: bool = False
 
     def by_block(self) -> list[Tensor]:
-        """The tensors that have blocks: all but fp8_e4m3's scales, which are per head."""
-        tensors = (self.k_cache, self.v_cache, self.k_scale, self.v_scale)
+        """The tensors that have blocks, each element once: not fp8_e4m3's scales per head."""
+        tensors = [self.k_cache, self.k_scale]
+        if not self.values_in_keys:
+            tensors += [self.v_cache, self.v_scale]
         return [t for t in tensors if t is not None and t.dim() == 4]
 
 
@@ -53,6 +58,7 @@ class Storage:
         *,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        values_in_keys: bool = False,
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         counts = {
@@ -69,6 +75,15 @@ class Storage:
             raise ValueError(f"layout is {layout!r}; it must be NHD or HND")
         if format != "fp8_e4m3" and (k_scale is not None or v_scale is not None):
             raise ValueError(f"k_scale or v_scale is given and format is {format}; leave them out")
+        if flag("values_in_keys", values_in_keys):
+            if v_head_dim > head_dim:
+                raise ValueError(
+                    f"v_head_dim is {v_head_dim} and head_dim {head_dim}; with values_in_keys it "
+                    f"must be in 1..{head_dim}"
+                )
+            if v_scale is not None:
+                raise ValueError("v_scale is given with values_in_keys; k_scale is for both")
+        self.values_in_keys = values_in_keys
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if scale is not None:
                 _check_scale(name, scale, num_kv_heads)
@@ -78,6 +93,7 @@ class Storage:
             self._new_dtypes.append(torch.float32)
         self.device = torch.device(device)
         self._new_shapes = {"k": (num_kv_heads, head_dim), "v": (num_kv_heads, v_head_dim)}
+        self._rows, self._layout = rows, layout
 
         def empty(columns: int, dtype: torch.dtype) -> Tensor:
             if layout == "NHD":
@@ -99,13 +115,27 @@ class Storage:
         self.layers = []
         for _ in range(num_layers):
             k, own_k_scale = operand(head_dim, k_scale)
-            v, own_v_scale = operand(v_head_dim, v_scale)
-            self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale))
+            if values_in_keys:
+                v, own_v_scale = k[..., : _columns(v_head_dim, format)], own_k_scale
+                if own_k_scale is not None and format != "fp8_e4m3":
+                    own_v_scale = own_k_scale[..., : sizes(str(format), v_head_dim)[1]]
+            else:
+                v, own_v_scale = operand(v_head_dim, v_scale)
+            self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale, values_in_keys))
 
     def check_layer(self, layer: int) -> None:
         """Raise ValueError if there is no such layer."""
         if not 0 <= whole("layer", layer) < len(self.layers):
             raise ValueError(f"layer is {layer}; it must be in 0..{len(self.layers) - 1}")
+
+    def values_of(self, k: Tensor, v: Tensor | None) -> Tensor:
+        """v, or with values_in_keys the first columns of k, if v is None."""
+        if v is not None:
+            return v
+        if not self.values_in_keys:
+            raise ValueError("v is None; only a cache with values_in_keys takes k alone")
+        check_tensor("k", k)
+        return k[..., : self._new_shapes["v"][1]]
 
     def check_new(self, k: Tensor, v: Tensor, batch: int, rotary: Iterable[str]) -> int:
         """The number of new rows of k (batch, Hkv, L, D) and v (batch, Hkv, L, Dv).
@@ -133,40 +163,70 @@ class Storage:
                 )
         return length
 
-    def append(
-        self, layer: int, k: Tensor, v: Tensor, cache_seqlens: Tensor, **options: Any
-    ) -> None:
-        """Append to a layer with `append_kv`, which takes the options."""
-        self._append(torch.ops.metal_attn.append_kv, layer, k, v, cache_seqlens, options)
+    def check_scale(self, options: dict[str, Any]) -> None:
+        """Raise ValueError if attention would scale by the columns of a latent row."""
+        if self.values_in_keys and options.get("softmax_scale") is None:
+            raise ValueError(
+                "softmax_scale is None; with values_in_keys it must be given, as keys have other "
+                "columns than the heads whose products are scaled"
+            )
 
-    def check_append(
-        self, layer: int, k: Tensor, v: Tensor, cache_seqlens: Tensor, **options: Any
-    ) -> None:
-        """Raise what `append` would raise, and write nothing."""
-        self._append(torch.ops.metal_attn_explain.append_kv, layer, k, v, cache_seqlens, options)
-
-    def _append(
+    def run(
         self,
-        op: Callable[..., Any],
+        op: str,
         layer: int,
-        k: Tensor,
-        v: Tensor,
+        new: tuple[Tensor, ...],
         cache_seqlens: Tensor,
-        options: dict[str, Any],
-    ) -> None:
+        *,
+        check_only: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Run `append_kv` or `decode_step` on a layer, which takes `new` before the caches.
+
+        check_only: raise what the op would raise, and write nothing.
+        """
+        ops = torch.ops.metal_attn_explain if check_only else torch.ops.metal_attn
+        caches, scales = self.operands(layer)
+        if self.values_in_keys and options.get("rotary_cos") is not None:
+            options = {"rotary_first_column": self._new_shapes["v"][1]} | options
+        arguments = (*new, *caches, cache_seqlens)
+        return ArgumentNames().run(getattr(ops, op), arguments, scales | options)
+
+    def operands(self, layer: int) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor | None]]:
+        """k_cache and v_cache of a layer, heads second as the ops take them, and its scales."""
         cache = self.layers[layer]
         scales = {
             name: scale.transpose(1, 2) if scale is not None and scale.dim() == 4 else scale
             for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale))
         }
-        arguments = (
-            k,
-            v,
-            cache.k_cache.transpose(1, 2),
-            cache.v_cache.transpose(1, 2),
-            cache_seqlens,
-        )
-        ArgumentNames().run(op, arguments, scales | options)
+        return (cache.k_cache.transpose(1, 2), cache.v_cache.transpose(1, 2)), scales
+
+    def move_rows(self, moves: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """Copy rows (block, row), the first of each pair to the second, in all layers.
+
+        No row that is written is read. One dispatch for each tensor of a layer.
+        """
+        if not moves:
+            return
+        numbers: dict[int, list[Tensor]] = {}  # by heads: of the rows read, and of those written
+        for layer in self.layers:
+            for tensor in layer.by_block():
+                # The heads of a row lie side by side, or each by itself.
+                by_row = self._layout == "NHD"
+                heads = 1 if by_row else tensor.shape[2]
+                rows = tensor.flatten(0, 1) if by_row else tensor.transpose(1, 2).flatten(0, 2)
+                if heads not in numbers:
+                    numbers[heads] = [
+                        self.indices(
+                            [
+                                (b * heads + h) * self._rows + r
+                                for b, r in side
+                                for h in range(heads)
+                            ]
+                        )
+                        for side in zip(*moves, strict=True)
+                    ]
+                torch.ops.metal_attn.copy_pages(rows, *numbers[heads])
 
     def copy(self, source: list[int], destination: list[int]) -> None:
         """Blocks `source` become blocks `destination`, of which none is a source, in all layers."""
@@ -180,6 +240,11 @@ class Storage:
     def indices(self, values: list[int]) -> Tensor:
         """As int32 on the cache's device."""
         return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+def _columns(head_dim: int, format: str | None) -> int:
+    """Elements of the cache that a row of `head_dim` columns has."""
+    return head_dim if format is None else sizes(format, head_dim)[0]
 
 
 def _check_scale(name: str, scale: Tensor, heads: int) -> None:

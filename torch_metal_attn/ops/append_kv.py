@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.cpu import cpu_kernel
-from torch_metal_attn.ops.differentiation import count_writes, refuse
-from torch_metal_attn.ops.fake import NAMESPACES, register_fake
+from torch_metal_attn.ops.differentiation import refuse
+from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.quantisation import ELEMENTS, format_of, quantise
 
 
@@ -67,6 +67,7 @@ def reference(
     rotary_interleaved: bool = False,
     rotate_q_by_token: bool = True,
     rotary_from_leftpad: bool = True,
+    rotary_first_column: int = 0,
 ) -> None:
     """The op composed of `rope`, `quantise` and an indexed copy."""
     first = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
@@ -84,9 +85,15 @@ def reference(
 
         tables = (rotary_cos, rotary_sin)
         options: dict[str, Any] = {"interleaved": rotary_interleaved}
-        k, _ = ops.rope(k, None, *tables, positions=rows(k, True), **options)
+
+        def rotate_(x: Tensor, advance: bool) -> None:
+            columns = x[..., rotary_first_column:]
+            ops.rope_(columns, None, *tables, positions=rows(x, advance), **options)
+
+        k = k.clone()
+        rotate_(k, True)
         if q is not None:
-            ops.rope_(q, None, *tables, positions=rows(q, rotate_q_by_token), **options)
+            rotate_(q, rotate_q_by_token)
     places = _places(k, k_cache, first, block_table, cache_batch_idx)
     _write(k, k_cache, k_scale, places)
     _write(v, v_cache, v_scale, places)
@@ -111,7 +118,4 @@ def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     return q | written_caches(given)
 
 
-_libraries = []
-for _namespace in NAMESPACES:
-    refuse(_namespace, "append_kv", "detach it, as a cache keeps no graph", _written)
-    _libraries.append(count_writes(_namespace, "append_kv", _written))
+refuse("append_kv", "detach it, as a cache keeps no graph", _written)

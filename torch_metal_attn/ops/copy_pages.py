@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.cpu import cpu_kernel
-from torch_metal_attn.ops.differentiation import count_writes, refuse
-from torch_metal_attn.ops.fake import NAMESPACES, register_fake
+from torch_metal_attn.ops.differentiation import refuse
+from torch_metal_attn.ops.fake import register_fake
 
 # Integer types to copy the bits of any dtype.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -24,11 +24,4 @@ def _cpu(cache: Tensor, src: Tensor, dst: Tensor) -> None:
     bits[dst.long()] = bits[src.long()]
 
 
-def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    return {"cache": ()}
-
-
-_libraries = []
-for _namespace in NAMESPACES:
-    refuse(_namespace, "copy_pages", "detach it, as a cache keeps no graph", _written)
-    _libraries.append(count_writes(_namespace, "copy_pages", _written))
+refuse("copy_pages", "detach it, as a cache keeps no graph", lambda given: {"cache": ()})

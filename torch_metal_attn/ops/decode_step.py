@@ -7,8 +7,8 @@ from torch import Tensor
 
 from torch_metal_attn.ops import append_kv
 from torch_metal_attn.ops.cpu import cpu_kernel
-from torch_metal_attn.ops.differentiation import count_writes, refuse
-from torch_metal_attn.ops.fake import NAMESPACES, register_fake
+from torch_metal_attn.ops.differentiation import refuse
+from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.quantisation import columns
@@ -16,7 +16,7 @@ from torch_metal_attn.reference import attention
 
 _ROTARY = (
     *("rotary_cos", "rotary_sin"),
-    *("rotary_interleaved", "rotate_q_by_token", "rotary_from_leftpad"),
+    *("rotary_interleaved", "rotate_q_by_token", "rotary_from_leftpad", "rotary_first_column"),
 )
 # Options of both the append and the attention.
 _CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale")
@@ -58,12 +58,4 @@ def reference(
     return empty_like_query(q, out.shape[-1]).copy_(out), lse
 
 
-_libraries = []
-for _namespace in NAMESPACES:
-    refuse(
-        _namespace,
-        "decode_step",
-        "detach it, as a cache keeps no graph",
-        append_kv.written_caches,
-    )
-    _libraries.append(count_writes(_namespace, "decode_step", append_kv.written_caches))
+refuse("decode_step", "detach it, as a cache keeps no graph", append_kv.written_caches)

@@ -11,7 +11,14 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from torch_metal_attn.ops.fake import NAMESPACES
 from torch_metal_attn.ops.refusals import as_value_error, python_kernel, unmarked
+
+# By the arguments of a call: the names of those that it writes in place, each with the names of the
+# arguments that it writes there.
+Written = Callable[[dict[str, Any]], Mapping[str, Iterable[str]]]
+
+_libraries: list[torch.library.Library] = []  # a registration ends with its library
 
 
 def transforming() -> bool:
@@ -255,27 +262,36 @@ def _mark_overwritten(tensor: Tensor, message: str) -> None:
 
 
 def refuse(
-    namespace: str,
     name: str,
     advice: str,
-    written: Callable[[dict[str, Any]], Mapping[str, Iterable[str]]] = lambda given: {},
-    shorter: Callable[..., Any] = lambda values, options: None,
+    written: Written | None = None,
+    plain: Callable[..., Any] | None = None,
 ) -> None:
     """Give an op an Autograd kernel without a derivative: backward raises NotImplementedError.
 
-    `written`: the names of the arguments that the call writes in place, each with the names of the
-    arguments that it writes there. If one of those requires grad, the written tensor requires it
-    afterwards, as with torch's own operators.
+    `written`: if an argument of those that are written requires grad, or one that is written there,
+    the written tensor requires it afterwards, as with torch's own operators. Writes are counted.
 
-    `shorter`: returns what a shorter way to the op returns, or None if it cannot be gone.
+    `plain`: returns what a plain op returns for the arguments, or None if the call is not plain.
+    Plain ops belong to the namespace metal_attn.
     """
+    if written is not None:
+        count_writes(name, written)
+    for namespace in NAMESPACES:
+        own = plain if namespace == "metal_attn" else None
+        kernel = _undifferentiated(namespace, name, advice, written or (lambda _: {}), own)
+        python_kernel(f"{namespace}::{name}", "Autograd")(kernel)
+
+
+def _undifferentiated(
+    namespace: str, name: str, advice: str, written: Written, plain: Callable[..., Any] | None
+) -> Callable[..., Any]:
     op = getattr(getattr(torch.ops, namespace), name).default
     full_name = f"{namespace}::{name}"
     names = [argument.name for argument in op._schema.arguments]
 
     def undifferentiated(*values: Any, **options: Any) -> Any:
-        found = shorter(values, options)
-        if found is not None:
+        if plain is not None and (found := plain(values, options)) is not None:
             return found
         if nothing_to_differentiate(values, options):
             with torch._C._AutoDispatchBelowAutograd():
@@ -311,18 +327,25 @@ def refuse(
             _mark_overwritten(tensors[target], refusal)
         return result
 
-    python_kernel(full_name, "Autograd")(undifferentiated)
+    return undifferentiated
 
 
-def count_writes(
-    namespace: str, name: str, written: Callable[[dict[str, Any]], Iterable[str]]
-) -> torch.library.Library:
-    """Let autograd count an op's writes, as versions of the tensors. The caller keeps the library.
+def count_writes(name: str, written: Callable[[dict[str, Any]], Iterable[str]]) -> None:
+    """Let autograd count an op's writes, as versions of the tensors.
 
     torch's own in-place operators do this themselves. `written`: the names of the arguments that
     the call writes.
     """
-    op = getattr(getattr(torch.ops, namespace), name).default
+    for namespace in NAMESPACES:
+        op = getattr(getattr(torch.ops, namespace), name).default
+        library = torch.library.Library(namespace, "IMPL")
+        library.impl(name, _counted(op, written), "ADInplaceOrView", with_keyset=True)
+        _libraries.append(library)
+
+
+def _counted(
+    op: torch._ops.OpOverload, written: Callable[[dict[str, Any]], Iterable[str]]
+) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
 
     def with_new_versions(keyset: Any, *values: Any, **options: Any) -> Any:
@@ -333,6 +356,4 @@ def count_writes(
                 keyset & torch._C._after_ADInplaceOrView_keyset, *values, **options
             )
 
-    library = torch.library.Library(namespace, "IMPL")
-    library.impl(name, with_new_versions, "ADInplaceOrView", with_keyset=True)
-    return library
+    return with_new_versions

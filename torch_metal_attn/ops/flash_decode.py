@@ -19,6 +19,8 @@ def _attention(
 
 
 register_cpu("flash_decode", _attention)
-_ADVICE = "use flash_fwd, or call it under torch.no_grad()"
-refuse("metal_attn", "flash_decode", _ADVICE, shorter=partial(plain.instead, plain.flash_decode))
-refuse("metal_attn_simulator", "flash_decode", _ADVICE)
+refuse(
+    "flash_decode",
+    "use flash_fwd, or call it under torch.no_grad()",
+    plain=partial(plain.instead, plain.flash_decode),
+)

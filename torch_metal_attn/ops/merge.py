@@ -10,7 +10,6 @@ from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
     below_autograd,
-    count_writes,
     needs_gradient,
     refuse,
 )
@@ -152,10 +151,6 @@ class _MergeState(torch.autograd.Function):
         return None, None, dout_a, dlse_a, dout_b, dlse_b
 
 
-def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    return {"out_a": ("lse_a", "out_b", "lse_b"), "lse_a": ("lse_b",)}
-
-
 def _register_autograd(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
 
@@ -170,11 +165,12 @@ def _register_autograd(namespace: str) -> None:
         with below_autograd():
             return ops.merge_state(*states.values(), **options)
 
-    refuse(namespace, "merge_state_", "detach its arguments, or use merge_state", _written)
-    refuse(namespace, "merge_splits", "detach its arguments, or join states with merge_state")
 
-
-_libraries = []
 for _namespace in NAMESPACES:
     _register_autograd(_namespace)
-    _libraries.append(count_writes(_namespace, "merge_state_", _written))
+refuse(
+    "merge_state_",
+    "detach its arguments, or use merge_state",
+    lambda given: {"out_a": ("lse_a", "out_b", "lse_b"), "lse_a": ("lse_b",)},
+)
+refuse("merge_splits", "detach its arguments, or join states with merge_state")

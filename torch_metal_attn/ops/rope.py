@@ -175,46 +175,37 @@ def _call(
     return op(*(q, k, cos, sin), positions=positions, seqlen_offsets=seqlen_offsets, **numbers)
 
 
+def _tables_apart(
+    cos: Tensor, sin: Tensor, options: dict[str, Any]
+) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """The tensors that say how to rotate, in `_call`'s order, and the options that are numbers."""
+    chosen = ("positions", "seqlen_offsets")
+    numbers = {name: x for name, x in options.items() if name not in chosen}
+    return (cos, sin, *map(options.get, chosen)), numbers
+
+
 def _register_autograd(namespace: str) -> None:
     ops = getattr(torch.ops, namespace)
     constants = ("cos", "sin", "positions")
 
-    def rope(
-        q: Tensor,
-        k: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        seqlen_offsets: Tensor | None = None,
-        **numbers: Any,
-    ) -> Any:
-        arguments = (namespace, False, numbers, q, k, cos, sin, positions, seqlen_offsets)
-        given = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
-        if needs_gradient(f"{namespace}::rope", given, constants):
-            return apply(_Rope, *arguments)
-        return _Rope.forward(*arguments)
+    def needs(name: str, q: Tensor, k: Tensor | None, tables: Sequence[Tensor | None]) -> bool:
+        given = dict(zip(("q", "k", *constants), (q, k, *tables), strict=False))
+        return needs_gradient(f"{namespace}::{name}", given, constants)
 
-    def rope_(
-        q: Tensor,
-        k: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        positions: Tensor | None = None,
-        seqlen_offsets: Tensor | None = None,
-        **numbers: Any,
-    ) -> None:
-        op = f"{namespace}::rope_"
-        tables = (cos, sin, positions, seqlen_offsets)
-        given = {"q": q, "k": k, "cos": cos, "sin": sin, "positions": positions}
-        if not needs_gradient(op, given, constants):
+    def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
+        tables, numbers = _tables_apart(cos, sin, options)
+        arguments: tuple[Any, ...] = (namespace, False, numbers, q, k, *tables)
+        return (
+            apply(_Rope, *arguments) if needs("rope", q, k, tables) else _Rope.forward(*arguments)
+        )
+
+    def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
+        tables, numbers = _tables_apart(cos, sin, options)
+        if not needs("rope_", q, k, tables):
             with torch._C._AutoDispatchBelowAutograd():
-                _call(ops.rope_, q, k, tables, numbers)
+                ops.rope_(q, k, cos, sin, **options)
             return
-        # All checks before anything is written.
-        others = {"positions": positions, "seqlen_offsets": seqlen_offsets, **numbers}
-        check("rope_", (q, k, cos, sin), others)
+        check("rope_", (q, k, cos, sin), options)  # before anything is written, as the leaves are
         rotated = {n: x for n, x in (("q", q), ("k", k)) if x is not None}
         for name, x in rotated.items():
             check_not_a_leaf("rope_", name, x, "call rope")
@@ -231,11 +222,6 @@ def _register_autograd(namespace: str) -> None:
         python_kernel(f"{namespace}::{kernel.__name__}", "Autograd")(kernel)
 
 
-def _written(given: dict[str, Any]) -> list[str]:
-    return ["q", "k"] if given["k"] is not None else ["q"]
-
-
-_libraries = []
 for _namespace in NAMESPACES:
     _register_autograd(_namespace)
-    _libraries.append(count_writes(_namespace, "rope_", _written))
+count_writes("rope_", lambda given: ["q"] if given["k"] is None else ["q", "k"])

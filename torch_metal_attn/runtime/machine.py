@@ -15,24 +15,8 @@ from torch_metal_attn.runtime.version import VERSION
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-def installed(package: str) -> str:
-    """The version of a package, or that it is not installed."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def system() -> str:
-    """The operating system and the architecture."""
-    mac = macos.version()
-    name = f"macOS {mac}" if mac else platform.system()
-    return f"{name} {platform.machine()}"
-
-
 def describe(device: torch.device) -> dict[str, str]:
     """Chip, system, memory and versions, by name, for a report about `device`."""
-
     on_mps = device.type == "mps"
     rows = {"chip": _chip(), "system": system()}
     if on_mps and hasattr(torch.backends.mps, "get_core_count"):
@@ -45,7 +29,7 @@ def describe(device: torch.device) -> dict[str, str]:
         "tensor tiles": tensor_tiles.description(),
         "torch_metal_attn": VERSION,
         "torch": torch.__version__,
-        "transformers": installed("transformers"),
+        "transformers": _transformers(),
         "python": platform.python_version(),
     }
 
@@ -55,6 +39,20 @@ def without_paths(text: str) -> str:
     text = text.replace(_PACKAGE, "torch_metal_attn")
     home = os.path.expanduser("~")  # as it is for a user without one
     return text if home == "/" else text.replace(home, "~")
+
+
+def _transformers() -> str:
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def system() -> str:
+    """The operating system and the architecture."""
+    mac = macos.version()
+    name = f"macOS {mac}" if mac else platform.system()
+    return f"{name} {platform.machine()}"
 
 
 def _chip() -> str:

@@ -3,9 +3,8 @@
 import ctypes
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from torch_metal_attn.runtime import extension, recording, shaders
@@ -69,7 +68,7 @@ def _launch(
     family: str,
     kernel_name: str,
     defines: dict[str, str],
-    buffers: list[engine.BufferArgument],
+    buffers: Sequence[engine.Buffer],
     threadgroups: tuple[int, ...],
     threads: tuple[int, ...],
 ) -> None:
@@ -92,11 +91,14 @@ def _launch(
     # What the kernel declares counts. A buffer that no parameter names is never accessed.
     declared = {p.index: p for p in kernel.parameters if p.kind == "buffer"}
     buffers = [
-        replace(
-            b,
-            space=p.space,
+        engine.Buffer(
+            index=b.index,
+            space=engine.SPACES.index(p.space),
             writable=b.writable and p.writable,
-            initialised=b.initialised or run.initialised(b.storage),
+            storage=b.storage,
+            bytes=b.bytes,
+            offset=b.offset,
+            initialised=b.initialised or run.initialised(b.storage or 0),
         )
         for b in buffers
         if (p := declared.get(b.index)) is not None
@@ -147,22 +149,11 @@ def _simulate(
             )
             status[0] = _DONE
             return
-        arguments = [
-            engine.BufferArgument(
-                b.index,
-                b.storage or 0,
-                b.bytes,
-                b.offset,
-                writable=bool(b.writable),
-                initialised=b.initialised or 0,
-            )
-            for b in buffers[:count]
-        ]
         _launch(
             family.decode(),
             kernel.decode(),
             dict(pairs),
-            arguments,
+            buffers[:count],
             tuple(threadgroups[:3]),
             tuple(threads[:3]),
         )

@@ -76,6 +76,9 @@ def lookup(key: str) -> Path | None:
     """The entry's directory if every file is as it was stored. Raises CacheError."""
     limit()  # a wrong setting is an error, also when nothing has to be stored
     entry = cache_dir() / key[:2] / key
+    # Asked before the files are read: another process may store the entry now, and it is whole.
+    if not entry.is_dir():
+        return None
     try:
         seal = json.loads((entry / SEAL).read_text())
         for name, expected in seal.items():
@@ -83,9 +86,6 @@ def lookup(key: str) -> Path | None:
                 raise ValueError(name)
         if not seal:
             raise ValueError(SEAL)
-    except FileNotFoundError:
-        if not entry.is_dir():
-            return None
     except (OSError, ValueError, AttributeError):
         pass
     else:
@@ -114,15 +114,18 @@ def store(key: str, files: dict[str, bytes]) -> Path:
     return entry
 
 
+def _seal(files: dict[str, bytes]) -> dict[str, str]:
+    return {name: digest([data]) for name, data in files.items()}
+
+
 def _store(key: str, files: dict[str, bytes]) -> Path:
     entry = cache_dir() / key[:2] / key
     entry.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".new-", dir=entry.parent))
     try:
-        seal = {name: digest([data]) for name, data in files.items()}
         for name, data in files.items():
             (scratch / name).write_bytes(data)
-        (scratch / SEAL).write_text(json.dumps(seal))
+        (scratch / SEAL).write_text(json.dumps(_seal(files)))
         scratch.chmod(0o755)
         try:
             scratch.rename(entry)
@@ -195,8 +198,13 @@ def _discard(entry: Path) -> None:
 
 
 def replace(key: str, files: dict[str, bytes]) -> Path:
-    """Store an entry whose content may differ from the existing one."""
-    entry = cache_dir() / key[:2] / key
-    if entry.is_dir():
+    """Store an entry whose content may differ from the existing one.
+
+    One with the same content stays: another process may have stored it just now, and reads it.
+    """
+    entry = lookup(key)
+    if entry is not None:
+        if json.loads((entry / SEAL).read_text()) == _seal(files):
+            return entry
         _discard(entry)
     return store(key, files)

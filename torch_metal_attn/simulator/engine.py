@@ -28,7 +28,12 @@ FAULT_KINDS = tuple(
 
 
 class Buffer(ctypes.Structure):
-    """SimulatorBuffer."""
+    """SimulatorBuffer: the memory of one [[buffer(index)]].
+
+    storage, bytes: of the tensor's storage, which bounds every access. offset: of the argument in
+    it. space: an index of SPACES. initialised: the address of a byte for each byte of the storage,
+    0 where nothing has been written; null if all of it has been. tensor: the caller's.
+    """
 
     _fields_ = (
         ("index", ctypes.c_uint32),
@@ -226,23 +231,6 @@ def _place(site: Site) -> str:
     return "\n    inlined into ".join(frames)
 
 
-@dataclass(frozen=True)
-class BufferArgument:
-    """Memory for one [[buffer(index)]]: the storage, which bounds it, and the offset in it.
-
-    initialised: address of a byte for each byte of the storage, 0 where nothing has been written;
-        0 if all of it has been.
-    """
-
-    index: int
-    storage: int
-    bytes: int
-    offset: int = 0
-    space: str = "device"
-    writable: bool = True
-    initialised: int = 0
-
-
 _load: Callable[[], ctypes.CDLL] | None = None
 
 
@@ -286,7 +274,7 @@ def _interruptible() -> tuple[Any, Interpreter]:
 def run(
     image: Image,
     kernel: Kernel,
-    buffers: Sequence[BufferArgument],
+    buffers: Sequence[Buffer],
     *,
     threads_per_grid: Sequence[int],
     threads_per_threadgroup: Sequence[int],
@@ -303,16 +291,10 @@ def run(
     KeyboardInterrupt stops it, which leaves the results unfinished.
     """
     engine_run, interpreter = _interruptible()
-    array = (Buffer * max(len(buffers), 1))()
-    for slot, buffer in zip(array, buffers, strict=False):
-        slot.index, slot.writable = buffer.index, int(buffer.writable)
-        slot.space = SPACES.index(buffer.space)
-        slot.storage, slot.bytes, slot.offset = buffer.storage, buffer.bytes, buffer.offset
-        slot.initialised = buffer.initialised
     dispatch = Dispatch(
         entry=image.address(kernel.symbol),
         bind=image.address("__msl_bind"),
-        buffers=array,
+        buffers=(Buffer * max(len(buffers), 1))(*buffers),
         buffer_count=len(buffers),
         checked=int(checked),
         seed=seed,

@@ -241,37 +241,21 @@ class TokenList:
     def close_angle(self, index: int) -> int:
         """The index of the `>` of a template argument list that begins at `index`."""
         depth, at = 0, index
-        while at < len(self.tokens):
-            token = self.tokens[at]
-            if token.kind == "mark":
-                if token.text == "<":
-                    depth += 1
-                elif token.text == ">":
-                    depth -= 1
-                    if depth == 0:
-                        return at
-                elif token.text in OPENERS:
-                    at = self.close(at)
-                elif token.text in ";{}":
-                    break
-            at += 1
+        while self.text(at) in ("<", ">"):
+            depth += 1 if self.text(at) == "<" else -1
+            if depth == 0:
+                return at
+            at = self.seek(at + 1, ("<", ">", ";", "}"))
         raise self.error(index, "template argument list is never closed")
 
     def open_angle(self, index: int) -> int:
         """The index of the `<` of a template argument list that ends at `index`."""
         depth, at = 0, index
-        while at >= 0:
-            token = self.tokens[at]
-            if token.kind == "mark":
-                if token.text == ">":
-                    depth += 1
-                elif token.text == "<":
-                    depth -= 1
-                    if depth == 0:
-                        return at
-                elif token.text in CLOSERS:
-                    at = self.open(at)
-            at -= 1
+        while self.text(at) in ("<", ">"):
+            depth += 1 if self.text(at) == ">" else -1
+            if depth == 0:
+                return at
+            at = self.seek_back(at - 1, ("<", ">"))
         raise self.error(index, "template argument list has no beginning")
 
     def split(self, start: int, end: int) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from . import engine, parameter_types, runs, versions
 from .build import Program, build
 from .constants import ConstantValue
 from .diagnostics import hides_frames
-from .engine import BufferArgument, Counters
+from .engine import Buffer, Counters
 from .kernels import Kernel, Parameter
 from .parameter_types import CASTS, ParameterType
 from .tensors import DEFAULT_MODEL, tensor_model
@@ -362,7 +362,7 @@ def _bind(
     parameters: Sequence[Parameter],
     held: Sequence[torch.Tensor | None],
     checked: bool,
-) -> list[BufferArgument]:
+) -> list[Buffer]:
     """The memory of each argument, for the parameter at its index."""
     expected: dict[int, Parameter] = {}
     for parameter in parameters:
@@ -373,7 +373,7 @@ def _bind(
                 raise ValueError(f"{kernel.name}: {both} are both buffer({parameter.index})")
     run = runs.current() or runs.Run()
     absent = {p.index for p in kernel.parameters if p.kind == "buffer"} - set(expected)
-    buffers: list[BufferArgument] = []
+    buffers: list[Buffer] = []
     for index, tensor in enumerate(held):
         if tensor is None or index in absent:
             continue
@@ -391,13 +391,13 @@ def _bind(
                 "does not check; give compile_shader check=True"
             )
         buffers.append(
-            BufferArgument(
+            Buffer(
                 index=index,
+                space=engine.SPACES.index(expected[index].space),
+                writable=expected[index].writable,
                 storage=storage.data_ptr(),
                 bytes=storage.nbytes(),
                 offset=int(tensor.storage_offset()) * tensor.element_size(),
-                space=expected[index].space,
-                writable=expected[index].writable,
                 initialised=initialised,
             )
         )

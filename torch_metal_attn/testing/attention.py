@@ -87,6 +87,14 @@ def _mask(*dtypes: str) -> Draw:
     return draw
 
 
+def _entries(r: random.Random, case: "Attention") -> int:
+    return r.choice((0, 1, 3, 8, 17, 40, 70))
+
+
+def _has_lists(case: Any) -> bool:
+    return case.listed is not None
+
+
 def _columns(r: random.Random, case: "Attention") -> int:
     return max(2, r.choice((2, case.head_dim // 4 * 2, case.head_dim // 2 * 2)))
 
@@ -121,7 +129,8 @@ class Attention(Case):
         not 1, as "bool hqk". alibi_slopes: "h" or "bh". learnable_sink: a dtype. rotary: what is
         rotated: "q", "k" or "qk". cache: "", "paged" or "indexed"; format: "" or the format of a
         quantised cache; cache_dtype: "", or the dtype of k and v if it is not that of q.
-        values_in_keys: v is the first columns of k, as in MLA.
+        values_in_keys: v is the first columns of k, as in MLA. listed: entries of each list of
+        keys, of which one in five is -1; list_dims: those of "bh" in which lists differ.
         causal_bias: "", "upper_left" or "lower_right", an attn_mask of torch.nn.attention.bias.
         backward: also check the gradients, or that `backward` raises if the call has none. values:
         one of `tensors.KINDS`. poison: NaN or infinity in one element of a tensor. layouts: those
@@ -197,6 +206,12 @@ class Attention(Case):
         when=lambda case: case.dtype == "float32" and not case.format,
     )
     values_in_keys: bool = field(False, chance(0.1), calls=("flash_decode",))
+    listed: int | None = field(None, _entries, share=0.3, calls=("flash_decode",))
+    kv_block_size: int = field(
+        1, one_of(1, 1, 1, 5, 8, 32, 128), calls=("flash_decode",), when=_has_lists
+    )
+    q_block_size: int = field(1, one_of(1, 1, 2, 7), calls=("flash_decode",), when=_has_lists)
+    list_dims: str = field("", one_of("bh", "b", "h"), calls=("flash_decode",), when=_has_lists)
     backward: bool = field(
         False,
         lambda r, case: "bwd" in case.call or r.random() < (0.5 if case.differentiable else 0.1),
@@ -291,6 +306,7 @@ class Attention(Case):
             "values are columns of dense keys": self.values_in_keys
             and (self.v_head_dim > self.head_dim or not dense or poisoned == "v"),
             "there is one attn_mask": self.causal_bias and self.attn_mask,
+            "lists are of some keys": (self.listed or 0) > 0 and min(self.longest) == 0,
             f"{self.format} has blocks of {BLOCK} columns": self.format not in ("", "fp8_e4m3")
             and (self.head_dim % BLOCK or self.v_head_dim % BLOCK),
             "torch's masks are of bool, float32 or the queries' dtype": self.call == _SDPA
@@ -344,6 +360,10 @@ class Attention(Case):
             and self.attn_mask
             and not self.attn_mask.startswith("bool"),
             "a rotation of stored keys": (self.format or self.cache_dtype) and "k" in self.rotary,
+            "listed keys in a mask or a bias": self.listed is not None
+            and (self.attn_mask or self.attn_bias or self.alibi_slopes),
+            "blocks of keys or of queries": not 1 <= self.kv_block_size <= 128
+            or self.q_block_size < 1,
             "a rotation of keys in a decode": self.call == "flash_decode" and "k" in self.rotary,
             "a mask with is_causal": self.call == _SDPA
             and self.causal
@@ -380,6 +400,10 @@ class Attention(Case):
             {"causal": True, "attn_mask": "bool qk"},
             {"causal": True, "causal_bias": "upper_left"},
             {"cache_dtype": "float16", "rotary": "k"},
+            {"listed": 3, "attn_mask": "bool qk"},
+            {"listed": 3, "alibi_slopes": "h"},
+            {"listed": 3, "kv_block_size": 129},
+            {"listed": 3, "q_block_size": 0},
             {"rotary": "k"},
             *(of_each(name, n) for name in ("seqused_k", "leftpad_k") for n in (-1, 100000)),
         ]

@@ -21,8 +21,8 @@ class Problem:
         reference: without a cache, dequantised, and in the dtype of q. packing: cu_seqlens_q,
         cu_seqlens_k and the longest lengths, or empty. options: the ops' options, without those of
         caches. stored: k and v as the op takes them. where: the options that say where and how they
-        are stored. dout, dlse: gradients of the results. unseen_nan: the element of v that is NaN,
-        as (batch or row, head, key, column).
+        are stored. dout, dlse: gradients of the results. poisoned_v: the element of v that is NaN
+        or infinite, as (batch or row, head, key, column); None if there is none.
     """
 
     q: Tensor
@@ -135,12 +135,33 @@ def options_of(case: Attention, batch: int, longest: int, rows: int) -> dict[str
             angles = 3 * normal(*sizes, seed=case.seed + seed)
             options |= {f"{side}_rotary_cos": angles.cos(), f"{side}_rotary_sin": angles.sin()}
             options["rotary_interleaved"] = case.rotary_interleaved
+    if case.listed is not None:
+        options |= _lists(case, batch, keys)
     if case.dropout_p:
         options["dropout_p"] = case.dropout_p
         # As the functions draw it.
         torch.manual_seed(case.seed)
         options["rng_state"] = torch.randint(2**31 - 1, (2,), dtype=torch.int64)
     return options
+
+
+def _lists(case: Attention, batch: int, keys: int) -> dict[str, Any]:
+    """Lists of any keys, some of them more than once."""
+    sizes = (
+        batch if "b" in case.list_dims else 1,
+        case.kv_heads if "h" in case.list_dims else 1,
+        -(-case.q_length // max(case.q_block_size, 1)),
+        case.listed,
+    )
+    generator = torch.Generator().manual_seed(case.seed + 14)
+    blocks = max(-(-keys // max(case.kv_block_size, 1)), 1)
+    entries = torch.randint(blocks, sizes, generator=generator)
+    none = torch.rand(sizes, generator=generator) < 0.2
+    return {
+        "indices": entries.masked_fill(none, -1).int(),
+        "kv_block_size": case.kv_block_size,
+        "q_block_size": case.q_block_size,
+    }
 
 
 def _mask(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -154,7 +175,7 @@ def _mask(*sizes: int, dtype: torch.dtype, seed: int) -> Tensor:
 def _poison(
     case: Attention, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
 ) -> tuple[int, ...] | None:
-    """Put NaN or infinity into one element."""
+    """Put NaN or infinity into one element. Its place in v, if v has it."""
     if not case.poison:
         return None
     bad, name = case.poison.split(" in ")
@@ -163,7 +184,8 @@ def _poison(
     generator = torch.Generator().manual_seed(case.seed)
     place = tuple(int(torch.randint(size, (1,), generator=generator)) for size in x.shape)
     x[place] = math.nan if bad == "nan" else math.inf
-    return place if name == "v" else None
+    in_v = name == "v" or (name == "k" and case.values_in_keys and place[-1] < case.v_head_dim)
+    return place if in_v else None
 
 
 def _hide(case: Attention, k: Tensor, v: Tensor) -> None:

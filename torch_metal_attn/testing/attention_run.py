@@ -1,7 +1,7 @@
 """Calls a case of attention, and compares its results with the bounds of docs/numerics.md."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -266,7 +266,6 @@ def _judge_gradients(
         attend: Callable[..., Any],
         dtype: torch.dtype,
         options: dict[str, Any],
-        added: Sequence[str] = added,
     ) -> dict[str, Tensor]:
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in operands]
         mine = {n: options[n].clone().requires_grad_() for n in added}

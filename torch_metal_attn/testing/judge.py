@@ -1,4 +1,4 @@
-"""What the self-test measures, and the bounds on it."""
+"""Errors of results, measured against the bounds of docs/numerics.md."""
 
 import math
 from collections.abc import Iterable

@@ -15,7 +15,7 @@ from torch_metal_attn.testing.tf32 import as_multiplied
 
 _VISIBILITY = (
     *("causal", "window_size_left", "window_size_right", "attention_chunk", "q_offset"),
-    *("seqused_k", "leftpad_k", "attn_mask"),
+    *("seqused_k", "leftpad_k", "attn_mask", "indices", "kv_block_size", "q_block_size"),
 )
 
 
@@ -79,8 +79,8 @@ def visible_keys(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
     """Bool (B, Hq, Lq, Lk), from the reference: where the weights of equal scores are not 0."""
     seen = {name: options[name] for name in _VISIBILITY if name in options}
     zeros = torch.zeros(*q.shape[:3], 1)
-    keys = torch.zeros(k.shape[0], 1, k.shape[2], 1)
-    values = torch.eye(k.shape[2]).expand(k.shape[0], 1, -1, -1)
+    keys = torch.zeros(*k.shape[:3], 1)
+    values = torch.eye(k.shape[2]).expand(*k.shape[:2], -1, -1)
     return attention(zeros, keys, values, **seen)[0] > 0
 
 

@@ -40,9 +40,9 @@ class Step(Case):
 
     Attributes: lengths: the rows that each sequence has before the call. length: the number of new
         rows. capacity: rows of each sequence, a multiple of page if the cache is paged.
-        rotary_columns: 0 for no rotation. by_token: rotate each query by its own row. backward: the
-        new rows and the queries require grad, and `backward` must raise. The others are those of
-        `Attention`.
+        rotary_columns: 0 for no rotation. rotary_last: of the last columns. by_token: rotate each
+        query by its own row. backward: the new rows and the queries require grad, and `backward`
+        must raise. The others are those of `Attention`.
     """
 
     call: str = field("append_kv", one_of(*_OPS, _FUNCTION))
@@ -74,6 +74,7 @@ class Step(Case):
     rotary_from_leftpad: bool = field(
         True, chance(0.5), calls=_OPS, when=lambda case: case.rotary_columns
     )
+    rotary_last: bool = field(False, chance(0.3), calls=_OPS, when=lambda c: c.rotary_columns)
     q_length: int = field(1, lambda r, c: r.choice((*[c.length] * 3, 1, 17)), calls=_ATTENDING)
     causal: bool = field(False, chance(0.6), calls=_ATTENDING)
     window_size_left: int = field(-1, one_of(-1, -1, 5, 40), calls=_ATTENDING)
@@ -240,6 +241,10 @@ def _caches(case: Step, dense: list[Tensor]) -> dict[str, Tensor]:
     return {"k_cache": k, "v_cache": v, **where}
 
 
+def first_rotated(case: Step) -> int:
+    return case.head_dim - case.rotary_columns if case.rotary_last else 0
+
+
 def _rotated(
     case: Step, device: torch.device, tables: dict[str, Tensor], *rows: Tensor
 ) -> list[Tensor]:
@@ -253,10 +258,16 @@ def _rotated(
     rotated = []
     for x, by_token in zip(rows, (case.by_token, True), strict=True):
         positions = (first[:, None] + torch.arange(x.shape[2]) * by_token).to(device)
-        result, _ = torch.ops.metal_attn.rope(
-            x.to(device), None, cos, sin, positions=positions, interleaved=case.rotary_interleaved
+        x = x.to(device, copy=True)
+        torch.ops.metal_attn.rope_(
+            x[..., first_rotated(case) :],
+            None,
+            cos,
+            sin,
+            positions=positions,
+            interleaved=case.rotary_interleaved,
         )
-        rotated.append(result.cpu())
+        rotated.append(x.cpu())
     return rotated
 
 
@@ -310,6 +321,7 @@ def _call(case: Step, placed: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
         arguments["rotary_interleaved"] = case.rotary_interleaved
         arguments["rotate_q_by_token"] = case.by_token
         arguments["rotary_from_leftpad"] = case.rotary_from_leftpad
+        arguments["rotary_first_column"] = first_rotated(case)
     if case.call == "append_kv":
         return torch.ops.metal_attn.append_kv, arguments
     names = ("causal", "window_size_left", "softcap", "num_splits")

@@ -6,7 +6,8 @@ gradients need 2 (4 D + 3 Dv): the seven products of the two kernels (`flash_bwd
 `flash_bwd_dkv` four). The gradient of a bias or slopes, and that of each load of a tensor that
 score_mod captures, needs 2 (D + Dv) more: it computes scores and dP again. A mask or bias saves no
 products. Repeated work is not counted: scores that are computed once for each slice of a wide head
-dim, and tiles that reach over an edge. Of flex attention every pair in a listed block counts.
+dim, and tiles that reach over an edge. Of flex attention every pair in a listed block counts, and
+of `indices` every entry.
 
 Bytes are those that must move between device memory and the kernel: every input once (of keys and
 values only the rows that some query sees) and every result once. Partial results of splits are not
@@ -197,6 +198,8 @@ def _work(given: dict[str, Any]) -> _Work:
         pairs += found[sizes].pairs * heads
         keys += found[sizes].keys * kv_heads
     pairs = round(pairs * listed_share(given))
+    if "indices" in given:
+        pairs, keys = _listed(given, keys)
     scales = given.get("k_scale"), given.get("v_scale")
     by_row = row_bytes(k, scales[0]) + (0 if in_keys(k, v) else row_bytes(v, scales[1]))
     by_head = sum(scale.nbytes for scale in scales if scale is not None and scale.dim() < 3)
@@ -224,6 +227,19 @@ def listed_share(given: Mapping[str, Any]) -> float:
     blocks = -(-given["k"].shape[2] // given["kv_block_size"])
     share = counts.double().mean() + (0.0 if full is None else full.double().mean())
     return float(share) / blocks if counts.numel() and blocks else 0.0
+
+
+def _listed(given: Mapping[str, Any], keys: int) -> tuple[int, int]:
+    """Pairs of all heads, and rows of all KV heads of which there are `keys`, by `indices`."""
+    q, indices = given["q"], given["indices"]
+    shared = q.shape[0] * given["k"].shape[1] / max(indices.shape[:2].numel(), 1)
+    block, rows = given.get("kv_block_size", 1), _rows(q) / max(indices.shape[:3].numel(), 1)
+    if not _has_data(indices):
+        return round(indices.numel() * block * rows), keys
+    lists = indices.flatten(0, 1).flatten(1)
+    distinct = sum(len(one[one >= 0].unique()) for one in lists) * block
+    entries = int((indices >= 0).sum())
+    return round(entries * block * rows), min(keys, round(distinct * shared))
 
 
 def _rows(q: Tensor) -> int:
@@ -299,6 +315,12 @@ def _step(given: dict[str, Any]) -> Cost:
 
 def _table_bytes(table: Tensor, length: int, batch: int) -> int:
     return batch * length * table.shape[-1] * table.itemsize
+
+
+def _rope_in_place(given: dict[str, Any]) -> Cost:
+    """Columns that are not rotated are neither read nor written."""
+    columns = 2 * given["cos"].shape[-1]
+    return _rope(given | {x: given[x][..., :columns] for x in ("q", "k") if x in given})
 
 
 def _rope(given: dict[str, Any]) -> Cost:
@@ -377,7 +399,7 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "flash_bwd_slopes": _slopes_gradient,
     "flash_varlen_bwd_slopes": _slopes_gradient,
     "rope": _rope,
-    "rope_": _rope,
+    "rope_": _rope_in_place,
     "rope_tables": _rope_tables,
     "softmax": _softmax,
     "softmax_": _softmax,

@@ -1,15 +1,12 @@
-"""`python -m torch_metal_attn info`: versions, backend, compiler and cache."""
+"""`python -m torch_metal_attn info`: machine, versions, backend, compiler and cache."""
 
 import argparse
 import os
-import platform
 from pathlib import Path
 
 import torch
 
-from torch_metal_attn.runtime import mps, session, tensor_tiles
-from torch_metal_attn.runtime.machine import installed, system
-from torch_metal_attn.runtime.version import VERSION
+from torch_metal_attn.runtime import machine, mps, session
 from torch_metal_attn.simulator import cache, toolchain
 from torch_metal_attn.tools.bench.shapes import Shape
 from torch_metal_attn.tools.explain.command import explained
@@ -59,17 +56,10 @@ def _pipeline() -> str:
 
 
 def info(_: argparse.Namespace) -> bool:
-    """Print versions, backend, compiler and cache."""
-    problem = mps.problem()
-    rows = {
-        "torch_metal_attn": VERSION,
-        "torch": torch.__version__,
-        "transformers": installed("transformers"),
-        "python": platform.python_version(),
-        "system": system(),
-        "backend": f"simulator (mps cannot be used: {problem})" if problem else "mps",
-        "tensor tiles": tensor_tiles.description(),
-        **({} if problem else {"pipeline": _pipeline()}),
+    """Print machine, versions, backend, compiler and cache."""
+    usable = mps.usable()
+    rows = machine.describe(torch.device("mps" if usable else "cpu")) | {
+        **({"pipeline": _pipeline()} if usable else {}),
         "tiles": loading.loaded().words,
         "cpu tensors": _cpu_tensors(),
         "compiler": toolchain.describe(),

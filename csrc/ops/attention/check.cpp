@@ -331,6 +331,7 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
           dtype_text(a.k), " and `q` ", dtype_text(a.q), "; rotate keys before they are rounded");
     const Tensor& table = *first->tensor;
     features.rotary = FusedRotary{check_element(first->name, table),
+                                  0,
                                   static_cast<int>(2 * table.size(table.dim() - 1)),
                                   o.rotary_interleaved,
                                   o.q_rotary_cos.has_value(),

@@ -109,6 +109,8 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   if (!a.rotary_cos) {
     check(!a.q, "`q` is given and `rotary_cos` is not, which is all that `q` is for");
     check(!a.rotary_interleaved, "`rotary_interleaved` is True and `rotary_cos` is not given");
+    check(a.rotary_first_column == 0, "`rotary_first_column` is ", a.rotary_first_column,
+          " and `rotary_cos` is not given");
     return;
   }
   const Tensor& cos = *a.rotary_cos;
@@ -128,6 +130,11 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   check(2 * cos.size(1) <= p.head_dim_qk, "`rotary_cos` has ", cos.size(1),
         " columns and `k` a head dim of ", p.head_dim_qk, "; they must be at most half of it");
   p.pairs = static_cast<int32_t>(cos.size(1));
+  const int64_t last = p.head_dim_qk - 2 * p.pairs;
+  check(0 <= a.rotary_first_column && a.rotary_first_column <= last, "`rotary_first_column` is ",
+        a.rotary_first_column, "; it must be in 0..", last, ", as `k` has a head dim of ",
+        p.head_dim_qk, " and `rotary_cos` rotates ", 2 * p.pairs, " columns");
+  p.first_rotated = static_cast<int32_t>(a.rotary_first_column);
   if (a.q) {
     check_same_device("q", *a.q, "k", a.k);
     check_same_dtype("q", *a.q, "k", a.k);
@@ -138,8 +145,26 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   }
 }
 
+// One write serves both caches, so both must be given the same rows.
+void check_v_in_k(const AppendKvArguments& a, AppendKvProblem& p) {
+  p.v_in_k = v_in_k(a.cache, a.k_cache, a.v_cache);
+  if (!p.v_in_k || !p.writes()) {
+    return;
+  }
+  check(begins(a.k, a.v),
+        "`v_cache` is the first columns of `k_cache`, and `v` is not those of `k`; pass "
+        "k[..., :",
+        p.head_dim_v, "] as `v`");
+  check(p.pairs == 0 || p.first_rotated >= p.head_dim_v, "`rotary_first_column` is ",
+        p.first_rotated, " and `v_cache` the first ", p.head_dim_v,
+        " columns of `k_cache`; values are not rotated, so it must be at least ", p.head_dim_v);
+}
+
 void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
-  std::vector<Named> written{{"k_cache", &a.k_cache}, {"v_cache", &a.v_cache}};
+  std::vector<Named> written{{"k_cache", &a.k_cache}};
+  if (!p.v_in_k) {
+    written.push_back({"v_cache", &a.v_cache});
+  }
   std::vector<Named> read{{"k", &a.k}, {"v", &a.v}};
   std::vector<Named> tables = given({{"cache_seqlens", &a.cache_seqlens},
                                      {"block_table", &a.cache.block_table},
@@ -148,7 +173,9 @@ void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
                                      {"rotary_cos", &a.rotary_cos},
                                      {"rotary_sin", &a.rotary_sin}});
   for (const Named& scale : given({{"k_scale", &a.cache.k_scale}, {"v_scale", &a.cache.v_scale}})) {
-    (p.block_scales() ? written : tables).push_back(scale);
+    if (!p.v_in_k || scale.tensor == &*a.cache.k_scale) {
+      (p.block_scales() ? written : tables).push_back(scale);
+    }
   }
   if (a.q) {
     written.push_back({"q", &*a.q});
@@ -253,6 +280,7 @@ AppendKvProblem check_append_kv(const AppendKvArguments& a) {
   check_caches(a, p);
   check_indices(a, p);
   check_rotary(a, p);
+  check_v_in_k(a, p);
   check_memory(a, p);
   if (a.k.is_cpu()) {
     check_values(a, p);
@@ -272,7 +300,7 @@ AppendWidths append_widths(const AppendKvArguments& a, const AppendKvProblem& p)
       whole_units && rows_aligned(a.k_cache, store_bytes) && rows_aligned(a.v_cache, store_bytes);
   widths.rotary = widths.loads && a.rotary_cos && rows_aligned_16(*a.rotary_cos) &&
                   rows_aligned_16(*a.rotary_sin) &&
-                  rotates_by_chunks(p.element, 2 * p.pairs, a.rotary_interleaved);
+                  rotates_by_chunks(p.element, p.first_rotated, 2 * p.pairs, a.rotary_interleaved);
   return widths;
 }
 
@@ -318,7 +346,7 @@ constexpr int64_t kPasses = 4;
 int choose_vector(const AppendKvArguments& a, const AppendKvProblem& p) {
   int64_t vector = std::min({kMaxVector, aligned_vector(*a.q), aligned_vector(*a.rotary_cos),
                              aligned_vector(*a.rotary_sin)});
-  while (p.pairs % vector != 0) {
+  while (p.pairs % vector != 0 || p.first_rotated % vector != 0) {
     vector /= 2;
   }
   return static_cast<int>(vector);
@@ -374,10 +402,12 @@ Defines append_kv_defines(const AppendKvArguments& a, const AppendKvProblem& p,
   define("KV_FORMAT", static_cast<int>(p.format));
   define("K_SCALE", a.cache.k_scale.has_value());
   define("V_SCALE", a.cache.v_scale.has_value());
+  define("V_IN_K", p.v_in_k);
   if (p.pairs > 0) {
     define("NEW_K_ROTARY", 1);
     defines.push_back({"ROTARY_ELEMENT", element_name(p.table_element)});
     define("ROTARY_DIM", 2 * p.pairs);
+    define("ROTARY_FIRST", p.first_rotated);
     defines.push_back({"ROTARY_INTERLEAVED", a.rotary_interleaved});
     define("WIDE_ROTARY", s.widths.rotary);
   }

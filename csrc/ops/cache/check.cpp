@@ -203,6 +203,21 @@ CacheFeatures cache_features(const CacheOptions& o, KvFormat format, Element q_e
   return features;
 }
 
+bool begins(const Tensor& whole, const Tensor& part) {
+  const int64_t last = part.dim() - 1;
+  bool same = part.numel() > 0 && part.const_data_ptr() == whole.const_data_ptr() &&
+              part.dim() == whole.dim() && part.size(last) <= whole.size(last);
+  for (int64_t dim = 0; same && dim < last; ++dim) {
+    same = part.stride(dim) == whole.stride(dim);
+  }
+  return same;
+}
+
+bool v_in_k(const CacheOptions& o, const Tensor& k, const Tensor& v) {
+  const bool scaled = o.k_scale && o.v_scale;
+  return begins(k, v) && (!scaled || begins(*o.k_scale, *o.v_scale));
+}
+
 // By block or by head.
 RowStrides scale_strides(const std::optional<Tensor>& scale) {
   if (!scale) {

@@ -41,6 +41,14 @@ std::optional<Element> own_element(KvFormat format, Element q_element,
 CacheFeatures cache_features(const CacheOptions& options, KvFormat format, Element q_element,
                              const torch::stable::Tensor& k);
 
+// Whether v's rows are the first columns of k's, as in the latent caches of DeepSeek's MLA, so that
+// one read or write serves both.
+bool v_in_k(const CacheOptions& options, const torch::stable::Tensor& k,
+            const torch::stable::Tensor& v);
+
+// Whether two tensors begin at one element and step alike, the second no wider.
+bool begins(const torch::stable::Tensor& whole, const torch::stable::Tensor& part);
+
 RowStrides scale_strides(const std::optional<torch::stable::Tensor>& scale);
 
 // The fields of `params` that are the options'.

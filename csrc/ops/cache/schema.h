@@ -9,9 +9,10 @@
   "Tensor? block_table=None, Tensor? cache_batch_idx=None, " \
   "Tensor? k_scale=None, Tensor? v_scale=None"
 
-#define APPEND_KV_ROTARY                               \
-  "Tensor? rotary_cos=None, Tensor? rotary_sin=None, " \
-  "bool rotary_interleaved=False, bool rotate_q_by_token=True, bool rotary_from_leftpad=True"
+#define APPEND_KV_ROTARY                                                                        \
+  "Tensor? rotary_cos=None, Tensor? rotary_sin=None, "                                          \
+  "bool rotary_interleaved=False, bool rotate_q_by_token=True, bool rotary_from_leftpad=True, " \
+  "SymInt rotary_first_column=0"
 #define APPEND_KV_ARGUMENTS                                                          \
   "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "                    \
   "Tensor? cache_seqlens=None, *, Tensor(c!)? q=None, "                              \
@@ -29,7 +30,8 @@ struct AppendKv {
                    OptionalTensor cache_seqlens, OptionalTensor q, OptionalTensor block_table,
                    OptionalTensor cache_batch_idx, OptionalTensor leftpad_k, OptionalTensor k_scale,
                    OptionalTensor v_scale, OptionalTensor rotary_cos, OptionalTensor rotary_sin,
-                   bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad) {
+                   bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad,
+                   int64_t rotary_first_column) {
     return run(AppendKvArguments{k,
                                  v,
                                  k_cache,
@@ -42,7 +44,8 @@ struct AppendKv {
                                  rotary_sin,
                                  rotary_interleaved,
                                  rotate_q_by_token,
-                                 rotary_from_leftpad});
+                                 rotary_from_leftpad,
+                                 rotary_first_column});
   }
 };
 

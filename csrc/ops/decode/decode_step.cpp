@@ -71,6 +71,9 @@ DecodeStepCall analyse(const DecodeStepArguments& a) {
   options.seqused_k = lengths_after(*append.cache_seqlens, problem.length);
   FlashFwdCall forward = check_flash_decode(decode);
   forward.problem.aligned = forward.problem.aligned && widths.loads;
+  if (forward.problem.features.rotary) {
+    forward.problem.features.rotary->first = problem.first_rotated;
+  }
   DecodeStepCall call{choose_flash_decode(forward, decode, true), decode.forward, {}};
   // The kernel adds the new keys itself.
   call.forward.options.seqused_k = append.cache_seqlens;

@@ -8,9 +8,12 @@
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/tuning.h"
+#include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/recorder.h"
+#include "csrc/ops/decode/indices.h"
 #include "csrc/ops/merge/merge.h"
 #include "csrc/problem/merge.h"
 #include "csrc/problem/strides.h"
@@ -27,26 +30,12 @@ using torch::stable::Tensor;
 // Of a KV head. The kernel's steps over rows, of all row groups, must not pass the end of int32.
 constexpr int64_t kMaxRows = int64_t{1} << 30;
 
-// Whether two tensors begin at one element and step alike, the second no wider.
-bool begins(const Tensor& whole, const Tensor& part) {
-  const int64_t last = part.dim() - 1;
-  bool same = part.numel() > 0 && part.const_data_ptr() == whole.const_data_ptr() &&
-              part.dim() == whole.dim() && part.size(last) <= whole.size(last);
-  for (int64_t dim = 0; same && dim < last; ++dim) {
-    same = part.stride(dim) == whole.stride(dim);
-  }
-  return same;
-}
-
-// Whether v is the first columns of k, as in the latent caches of DeepSeek's MLA: one read serves
-// both.
-bool v_in_k(const FlashFwdArguments& a) {
-  const bool scaled = a.cache.k_scale && a.cache.v_scale;
-  return begins(a.k, a.v) && (!scaled || begins(*a.cache.k_scale, *a.cache.v_scale));
-}
-
 // Keys that the queries of one sequence read, at most.
-int64_t keys_read(const FlashFwdArguments& f, const FlashFwdCall& call) {
+int64_t keys_read(const FlashDecodeArguments& a, const FlashFwdCall& call) {
+  if (a.lists.indices) {
+    return listed_keys(a.lists);  // each as often as it is listed
+  }
+  const FlashFwdArguments& f = a.forward;
   const FlashFwdOptions& o = f.options;
   int64_t keys = call.kv_length;
   if (f.flex && f.flex->kv_num_blocks) {
@@ -72,8 +61,11 @@ constexpr int64_t kMostGroups = 1 << 16;
 
 Defines flash_decode_defines(const FlashDecodeCall& call, const FlashDecodeAppend* append) {
   Defines defines = flash_decode_defines(call.specialisation, call.splits > 1);
-  if (call.row_groups < call.specialisation.passes(call.rows())) {
+  if (call.row_groups / call.list_count() < call.specialisation.passes(call.list_rows())) {
     defines.push_back({"ROW_LOOP", 1});
+  }
+  if (call.lists.indices) {
+    defines.push_back({"INDEX_BLOCK", static_cast<int>(call.lists.kv_block_size)});
   }
   if (append != nullptr) {
     defines.append(append->defines.begin(), append->defines.end());
@@ -91,10 +83,16 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
   params.out_split_stride = split ? out.stride(3) : 0;
   params.lse_split_stride = split ? lse.stride(3) : 0;
   params.row_groups = static_cast<int32_t>(call.row_groups);
+  params.list_groups = static_cast<int32_t>(call.row_groups / call.list_count());
+  params.list_rows = static_cast<int32_t>(call.list_rows());
   Launch launch("flash_decode", flash_decode_defines(call, append));
   launch.tile_row = call.specialisation.row;
   launch.buffers = flash_inputs(call.forward, a);
   append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
+  if (call.lists.indices) {
+    fill_list_params(call.lists, call.forward, params.problem.flex);
+    launch.buffers.push_back({FLASH_INDICES, *call.lists.indices, false});
+  }
   if (append != nullptr) {
     for (BufferArgument& buffer : launch.buffers) {
       buffer.writable = buffer.slot == FLASH_K || buffer.slot == FLASH_V ||
@@ -128,7 +126,7 @@ Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t co
 
 FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
   const FlashFwdArguments& f = a.forward;
-  const FlashFwdCall call = analyse(f).call;
+  FlashFwdCall call = analyse(f).call;
   check(0 <= a.num_splits && a.num_splits <= kMaxSplits, "`num_splits` is ", a.num_splits,
         "; it must be 0 (chosen for you) or in 1..", kMaxSplits);
   check(!call.problem.features.dropout, "`dropout_p` is ", f.options.dropout_p,
@@ -140,25 +138,35 @@ FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
   check(int64_t{call.q_length} * heads <= kMaxRows, "`q` has shape ", shape_text(f.q), ", ",
         call.q_length, " queries of ", heads, " heads a KV head; flash_decode takes up to ",
         kMaxRows, " of them together: use flash_fwd");
+  check_indices(a.lists, f, call);
+  if (a.lists.indices && has_long_offsets(*a.lists.indices)) {
+    call.problem.features.long_offsets = true;
+  }
   return call;
 }
 
 FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDecodeArguments& a,
                                     bool appends) {
   const FlashFwdArguments& f = a.forward;
-  FlashDecodeCall call{forward, {}, 0, 1, 1, {}};
+  FlashDecodeCall call{forward, a.lists, {}, 0, 1, 1, {}};
   if (!forward.launches()) {
     return call;
   }
-  call.keys = keys_read(f, forward);
-  call.specialisation = tuned(choose_flash_decode(forward.problem, call.rows(), v_in_k(f), gpu()),
-                              call.rows(), call.keys);
+  call.keys = keys_read(a, forward);
+  const int64_t rows = call.list_rows();
+  call.specialisation =
+      tuned(choose_flash_decode(forward.problem, rows, v_in_k(f.cache, f.k, f.v), gpu()), rows,
+            call.keys);
   const FlashDecodeSpecialisation& s = call.specialisation;
   // Only the threadgroups that write new keys see them.
-  const int64_t most = std::max<int64_t>(kMostGroups / forward.kv_heads, 1);
-  call.row_groups = appends ? 1 : std::min(s.passes(call.rows()), most);
+  const int64_t most = std::max<int64_t>(kMostGroups / (forward.kv_heads * call.list_count()), 1);
+  const int64_t list_groups = appends ? 1 : std::min(s.passes(rows), most);
+  call.row_groups = call.list_count() * list_groups;
+  check(forward.kv_heads * call.row_groups <= kMaxLength, "`indices` has ", call.list_count(),
+        " lists a KV head; with ", forward.kv_heads, " heads it may have ",
+        kMaxLength / (forward.kv_heads * list_groups));
   const int64_t groups = int64_t{forward.batch} * forward.kv_heads * call.row_groups;
-  const int64_t own_rows = (call.rows() + call.row_groups - 1) / call.row_groups;
+  const int64_t own_rows = divide_up(rows, list_groups);
   call.splits = a.num_splits > 0 ? a.num_splits
                                  : flash_decode_splits(s, groups, own_rows, call.keys, gpu().cores);
   call.threadgroups = {static_cast<uint32_t>(call.splits),
@@ -176,9 +184,10 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
   }
   note(backend, [&] {
     const FlashDecodeSpecialisation& s = call.specialisation;
-    return tile_note(s, call.rows(), call.keys)
+    return tile_note(s, call.list_rows(), call.keys)
         .add("splits", call.splits)
-        .add("reason", describe_choice(s, call.row_groups, call.splits));
+        .add("reason", describe_choice(s, call.row_groups / call.list_count(), call.splits) +
+                           describe_indices(call.lists, call.forward));
   });
   if (call.splits == 1) {
     backend.run(flash_decode_launch(call, a, append, out, lse));

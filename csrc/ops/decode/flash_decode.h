@@ -3,10 +3,12 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <tuple>
 
+#include "csrc/ops/common/grid.h"
 #include "csrc/problem/decode.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/tiles/flash_decode.h"
@@ -23,14 +25,25 @@ FlashFwdCall check_flash_decode(const FlashDecodeArguments& arguments);
 // One call of flash_decode or decode_step, checked, and the kernel that was chosen for it.
 struct FlashDecodeCall {
   FlashFwdCall forward;
+  KeyLists lists;
   FlashDecodeSpecialisation specialisation;
-  int64_t keys;  // that the queries of one sequence read, at most
+  int64_t keys;  // that the queries of one sequence, or of one list, read, at most
   int64_t splits;
   int64_t row_groups;  // threadgroups among which the rows of a KV head are dealt out
   std::array<uint32_t, 3> threadgroups;
 
   // Queries of all heads that share a KV head.
   int64_t rows() const { return int64_t{forward.q_length} * (forward.heads / forward.kv_heads); }
+  // Of them, those that have one list of keys.
+  int64_t list_rows() const {
+    return lists.indices ? list_queries() * (forward.heads / forward.kv_heads) : rows();
+  }
+  int64_t list_count() const {
+    return lists.indices ? divide_up(forward.q_length, list_queries()) : 1;
+  }
+
+ private:
+  int64_t list_queries() const { return std::min<int64_t>(lists.q_block_size, forward.q_length); }
 };
 
 // New keys and values that the launch appends first: none without defines.

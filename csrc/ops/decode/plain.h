@@ -98,12 +98,12 @@ struct Plain {
                                 OptionalTensor block_table FLASH_FIRST_PARAMETERS,
                                 OptionalTensor rotary_cos, OptionalTensor rotary_sin,
                                 bool rotary_interleaved, bool rotate_q_by_token,
-                                bool rotary_from_leftpad) {
+                                bool rotary_from_leftpad, int64_t rotary_first_column) {
     return heads_third(DecodeStep<run_step>::step(
         heads_second(q), heads_second(k), heads_second(v), heads_second(k_cache),
         heads_second(v_cache), cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved,
-        rotate_q_by_token, rotary_from_leftpad, {FLASH_FIRST_VALUES}, {.block_table = block_table},
-        0));
+        rotate_q_by_token, rotary_from_leftpad, rotary_first_column, {FLASH_FIRST_VALUES},
+        {.block_table = block_table}, 0));
   }
 
   // Gives each op to `impl`, by name.

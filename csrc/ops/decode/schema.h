@@ -9,7 +9,10 @@
 #include "csrc/ops/attention/schema.h"
 #include "csrc/problem/decode.h"
 
-#define FLASH_DECODE_ARGUMENTS FLASH_CACHED_ARGUMENTS() ", SymInt num_splits=0"
+#define FLASH_DECODE_ARGUMENTS                    \
+  FLASH_CACHED_ARGUMENTS()                        \
+  ", SymInt num_splits=0, Tensor? indices=None, " \
+  "SymInt kv_block_size=1, SymInt q_block_size=1"
 
 // What is made of the options that decode_step has, too.
 #define STEP_IN(MADE) MADE
@@ -32,9 +35,11 @@ template <auto run>
 struct FlashDecode {
   using Tensor = torch::stable::Tensor;
   static auto call(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS,
-                   CACHE_PARAMETERS, int64_t num_splits) {
+                   CACHE_PARAMETERS, int64_t num_splits, OptionalTensor indices,
+                   int64_t kv_block_size, int64_t q_block_size) {
     return run(FlashDecodeArguments{{q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, CACHE_VALUES},
-                                    num_splits});
+                                    num_splits,
+                                    {indices, kv_block_size, q_block_size}});
   }
 };
 
@@ -44,13 +49,14 @@ struct DecodeStep {
   static auto call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
                    const Tensor& v_cache, const Tensor& cache_seqlens, OptionalTensor rotary_cos,
                    OptionalTensor rotary_sin, bool rotary_interleaved, bool rotate_q_by_token,
-                   bool rotary_from_leftpad FLASH_OPTIONS(STEP_PARAMETER), CACHE_PARAMETERS,
+                   bool rotary_from_leftpad,
+                   int64_t rotary_first_column FLASH_OPTIONS(STEP_PARAMETER), CACHE_PARAMETERS,
                    int64_t num_splits) {
     FlashFwdOptions options;
     FLASH_OPTIONS(STEP_SET)
     return step(q, k, v, k_cache, v_cache, cache_seqlens, rotary_cos, rotary_sin,
-                rotary_interleaved, rotate_q_by_token, rotary_from_leftpad, options, CACHE_VALUES,
-                num_splits);
+                rotary_interleaved, rotate_q_by_token, rotary_from_leftpad, rotary_first_column,
+                options, CACHE_VALUES, num_splits);
   }
 
   // `options` are attention's, but leftpad_k, which is the append's.
@@ -58,7 +64,8 @@ struct DecodeStep {
                    const Tensor& v_cache, const Tensor& cache_seqlens,
                    const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
                    bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad,
-                   FlashFwdOptions options, CacheOptions cache, int64_t num_splits) {
+                   int64_t rotary_first_column, FlashFwdOptions options, CacheOptions cache,
+                   int64_t num_splits) {
     cache.names = kAppendNames;
     AppendKvArguments append{k,
                              v,
@@ -72,7 +79,8 @@ struct DecodeStep {
                              rotary_sin,
                              rotary_interleaved,
                              rotate_q_by_token,
-                             rotary_from_leftpad};
+                             rotary_from_leftpad,
+                             rotary_first_column};
     options.leftpad_k.reset();
     return run(DecodeStepArguments{
         append, {{q, k_cache, v_cache, std::nullopt, options, cache}, num_splits}});

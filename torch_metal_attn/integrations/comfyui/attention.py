@@ -4,13 +4,13 @@ ComfyUI gives an override the function that it would have called, and that funct
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.integrations.sdpa_replacement import problem_or_reason, without_numbers
+from torch_metal_attn.integrations.sdpa_replacement import count_reason, problem_or_reason
+from torch_metal_attn.sdpa import Problem
 
 LOG = logging.getLogger(__name__)
 OVERRIDE = "optimized_attention_override"  # among a model's transformer_options
@@ -30,38 +30,29 @@ class Attention:
 
     def __init__(self) -> None:
         self.replaced = 0
-        self.left_alone: Counter[str] = Counter()
-        self._reasons: dict[str, str] = {}  # by the reason without its numbers
+        self.left_alone: dict[str, int] = {}
 
     def __call__(self, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Run a call of ComfyUI's attention, or leave it to `function` and say why, once."""
         try:
-            call = Call(*args, **kwargs)
+            problem, reason, by_heads = planned(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError) as error:
-            reason: str | None = str(error)
-        else:
-            reason = call.reason
-        if reason is None:
-            try:
-                out = call.run()
-            except ValueError:
-                reason = call.refusal()
-                if reason is None:
-                    raise
-            else:
+            problem, reason, by_heads = None, str(error), False
+        if problem is not None:
+            out, reason = problem.run_or_refusal()
+            if out is not None:
                 self.replaced += 1
-                return out
-        kind = without_numbers(reason)
-        if kind not in self._reasons:
+                return out if by_heads else out.transpose(1, 2).flatten(2)
+        assert reason is not None
+        if count_reason(self.left_alone, reason):
             LOG.warning("metal_attn leaves calls of attention to ComfyUI: %s", reason)
-        self.left_alone[self._reasons.setdefault(kind, reason)] += 1
         return function(*args, **kwargs)
 
     def of_run(self, executor: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a sampler, and log what became of its attention."""
-        before, alone = self.replaced, self.left_alone.total()
+        before, alone = self.replaced, sum(self.left_alone.values())
         result = executor(*args, **kwargs)
-        replaced, alone = self.replaced - before, self.left_alone.total() - alone
+        replaced, alone = self.replaced - before, sum(self.left_alone.values()) - alone
         if replaced:
             LOG.info("metal_attn ran %d attentions, ComfyUI %d", replaced, alone)
         else:
@@ -76,73 +67,57 @@ class Attention:
         return result
 
 
-class Call:
-    """A call of one of ComfyUI's attention functions, which runs nothing before `run`.
+def planned(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    mask: Tensor | None = None,
+    attn_precision: Any = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **options: Any,
+) -> tuple[Problem | None, str | None, bool]:
+    """A call of ComfyUI's attention as the kernels can run it, or why not. Runs nothing.
 
-    Attributes: reason: why the kernels cannot run it, as far as that is known before; or None.
+    Args:
+        q: (B, Lq, heads * D); with skip_reshape (B, heads, Lq, D).
+        k, v: likewise. With enable_gqa they may have fewer heads.
+        mask: (Lq, Lk), (B, Lq, Lk) or (B, heads, Lq, Lk), or 1 in place of any but the last.
+            Bool: False hides the key. Floating: added to the scores.
+        options: scale, enable_gqa, and what ComfyUI passes to its wrappers.
+
+    Returns: the problem or the reason, and whether the result is (B, heads, Lq, D) and not
+        (B, Lq, heads * D).
+
+    Raises:
+        TypeError: an option that is not known here.
+        ValueError: tensors of other numbers of dimensions, or of other heads.
     """
-
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        heads: int,
-        mask: Tensor | None = None,
-        attn_precision: Any = None,
-        skip_reshape: bool = False,
-        skip_output_reshape: bool = False,
-        **options: Any,
-    ) -> None:
-        """Take the arguments of ComfyUI's attention functions.
-
-        Args:
-            q: (B, Lq, heads * D); with skip_reshape (B, heads, Lq, D).
-            k, v: likewise. With enable_gqa they may have fewer heads.
-            mask: (Lq, Lk), (B, Lq, Lk) or (B, heads, Lq, Lk), or 1 in place of any but the last.
-                Bool: False hides the key. Floating: added to the scores.
-            options: scale, enable_gqa, and what ComfyUI passes to its wrappers.
-
-        Raises:
-            TypeError: an option that is not known here.
-            ValueError: tensors of other numbers of dimensions, or of other heads.
-        """
-        unknown = sorted(set(options).difference(_PASSED_ON, _PRECISION, _OF_COMFYUI))
-        if unknown:
-            raise TypeError(f"attention has no option {', '.join(unknown)}")
-        dimensions = 4 if skip_reshape else 3
+    unknown = sorted(set(options).difference(_PASSED_ON, _PRECISION, _OF_COMFYUI))
+    if unknown:
+        raise TypeError(f"attention has no option {', '.join(unknown)}")
+    dimensions = 4 if skip_reshape else 3
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != dimensions:
+            raise ValueError(f"{name} has {x.dim()} dimensions; it must have {dimensions}")
+    if not skip_reshape:
+        width = q.shape[-1] // heads
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.dim() != dimensions:
-                raise ValueError(f"{name} has {x.dim()} dimensions; it must have {dimensions}")
-        if not skip_reshape:
-            width = q.shape[-1] // heads
-            for name, x in (("q", q), ("k", k), ("v", v)):
-                columns = x.shape[-1]
-                grouped = name != "q" and options.get("enable_gqa", False)
-                if columns != heads * width and (not grouped or columns % width):
-                    allowed = f"a multiple of {width}" if grouped else heads * width
-                    raise ValueError(
-                        f"{name} has {columns} columns; with {heads} heads of {width} it must have "
-                        f"{allowed}"
-                    )
-            q, k, v = (x.unflatten(-1, (-1, width)).transpose(1, 2) for x in (q, k, v))
-        if mask is not None:
-            mask = mask[(None,) * (3 - mask.dim())]
-            mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
-        passed_on = {name: options[name] for name in _PASSED_ON if name in options}
-        self._problem, self.reason = problem_or_reason((q, k, v, mask), passed_on)
-        self._by_heads = skip_output_reshape
-
-    def run(self) -> Tensor:
-        """(B, Lq, heads * D); with skip_output_reshape (B, heads, Lq, D)."""
-        assert self._problem is not None
-        out = self._problem.run()
-        return out if self._by_heads else out.transpose(1, 2).flatten(2)
-
-    def refusal(self) -> str | None:
-        """Why `run` raised ValueError; None if the kernels do not refuse the call."""
-        assert self._problem is not None
-        return self._problem.refusal()
+            columns = x.shape[-1]
+            grouped = name != "q" and options.get("enable_gqa", False)
+            if columns != heads * width and (not grouped or columns % width):
+                allowed = f"a multiple of {width}" if grouped else heads * width
+                raise ValueError(
+                    f"{name} has {columns} columns; with {heads} heads of {width} it must have "
+                    f"{allowed}"
+                )
+        q, k, v = (x.unflatten(-1, (-1, width)).transpose(1, 2) for x in (q, k, v))
+    if mask is not None:
+        mask = mask[(None,) * (3 - mask.dim())]
+        mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
+    passed_on = {name: options[name] for name in _PASSED_ON if name in options}
+    return (*problem_or_reason((q, k, v, mask), passed_on), skip_output_reshape)
 
 
 def patch(model: Any) -> Any:

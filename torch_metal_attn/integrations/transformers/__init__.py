@@ -40,6 +40,7 @@ from torch_metal_attn.integrations.transformers.continuous import (  # noqa: E40
     metal_flash_attention,
 )
 from torch_metal_attn.integrations.transformers.enable import enable  # noqa: E402
+from torch_metal_attn.integrations.transformers.latent import latent_cache  # noqa: E402
 from torch_metal_attn.integrations.transformers.masks import metal_attention_mask  # noqa: E402
 from torch_metal_attn.integrations.transformers.refusals import NAME, guard_models  # noqa: E402
 from torch_metal_attn.integrations.transformers.routes import Routes, record_routes  # noqa: E402
@@ -56,6 +57,7 @@ __all__ = [
     "Routes",
     "continuous_batching",
     "enable",
+    "latent_cache",
     "metal_attention",
     "metal_attention_mask",
     "metal_flash_attention",

@@ -10,6 +10,7 @@ from torch_metal_attn.call import philox
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.integrations.copies import with_contiguous_rows
 from torch_metal_attn.integrations.transformers import band as bands
+from torch_metal_attn.integrations.transformers.latent import Latents
 from torch_metal_attn.integrations.transformers.packing import falls_back, packing_of
 from torch_metal_attn.integrations.transformers.refusals import refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
@@ -55,8 +56,8 @@ _HARMLESS = frozenset(
 def metal_attention(
     module: nn.Module,
     query: Tensor | Unrotated,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Latents,
+    value: Tensor | Latents,
     attention_mask: Tensor | None,
     *,
     is_causal: bool | None = None,
@@ -71,7 +72,7 @@ def metal_attention(
         module: the attention module.
         query: (B, Hq, Sq, D), or (1, Hq, Sq, D) for queries shared by the batch; an `Unrotated` if
             a fused module leaves the rotation to the kernel.
-        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv).
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); a `Latents` of an absorbed module.
         attention_mask: what `metal_attention_mask` returns, or a bool or additive mask
             broadcastable to (B, Hq, Sq, Sk), causality included. None masks nothing out, as in
             eager attention, whatever the module's `is_causal` is.
@@ -92,6 +93,20 @@ def metal_attention(
         query, key, value and what is added to the scores are cast to its dtype, which is also
         out's.
     """
+    if isinstance(key, Latents):
+        is_packed = _given({name: others.get(name) for name in BOUNDS})
+        latents, is_few = key, query.shape[2] <= DECODE_QUERIES and not is_packed
+        assert isinstance(query, Tensor)
+        tensors = latents.absorbed(query) if is_few else (query, *latents.expanded())
+        others |= {
+            "is_causal": is_causal,
+            "sliding_window": sliding_window,
+            "sinks": sinks,
+            "position_bias": position_bias,
+        }
+        out, _ = metal_attention(module, *tensors, attention_mask, **others)
+        return (latents.values(out) if is_few else out), None
+    assert isinstance(value, Tensor)
     q = query.q if isinstance(query, Unrotated) else query
     bounds = {name: others.pop(name, None) for name in BOUNDS}
     options = score_options(module, q.device, **others)

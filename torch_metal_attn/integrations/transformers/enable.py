@@ -4,13 +4,13 @@ from typing import TypeVar
 
 from torch import nn
 
-from torch_metal_attn.integrations.transformers import fusion
+from torch_metal_attn.integrations.transformers import fusion, latent
 from torch_metal_attn.integrations.transformers.refusals import NAME, checked_parts, unwrapped
 
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-def enable(model: _Model, *, fuse_rope: bool = False) -> _Model:
+def enable(model: _Model, *, fuse_rope: bool = False, absorb: bool = False) -> _Model:
     """Switch `model` to this attention, in place, and return it.
 
     Args: model: a transformers model, or a part of one, such as the language model of a multimodal
@@ -20,17 +20,20 @@ def enable(model: _Model, *, fuse_rope: bool = False) -> _Model:
         (bench/results/transformers.md has both counts). It needs a model whose attention calls
         `apply_rotary_pos_emb` and does not change q afterwards. `metal_attn::rope` still rotates k
         as it enters the cache, and q in packed sequences and continuous batching. enable(model)
-        undoes it.
+        undoes it. absorb: keep the latent rows of multi-head latent attention (DeepSeek-V3 and its
+        relatives) as they are instead of expanding them to keys and values of every head in each
+        step; `latent_cache` makes a cache that holds them side by side. enable(model) undoes it.
 
     Raises: TypeError: `model` is not a transformers model. NotImplementedError: a part of the model
         ignores the attention interface, or depends on the implementation's name, so that its
         results would be wrong or not come from this library; or, with fuse_rope, it rotates its
-        queries in an unknown way. The message names the part and what works instead, and the model
-        is not changed.
+        queries in an unknown way; or, with absorb, it has no such attention. The message names the
+        part and what works instead, and the model is not changed.
     """
     inner = unwrapped(model)
     parts = checked_parts(inner, NAME)
-    fused = fusion.plan(inner) if fuse_rope else []
+    replaced = fusion.plan(inner) if fuse_rope else []
+    replaced += latent.plan(inner) if absorb else []
     before = [part.config._attn_implementation for _, part in parts]
     inner.set_attn_implementation(NAME)
     for name, part in parts:
@@ -41,7 +44,7 @@ def enable(model: _Model, *, fuse_rope: bool = False) -> _Model:
             raise NotImplementedError(
                 f"{type(part).__name__} at {name!r} kept attn_implementation={chosen!r}"
             )
-    fusion.unfuse(inner)
-    for module, kind in fused:
+    fusion.restore(inner)
+    for module, kind in replaced:
         module.__class__ = kind
     return model

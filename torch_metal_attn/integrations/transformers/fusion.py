@@ -25,11 +25,11 @@ _RENAMING = "transformers.utils.deprecation"  # since 5.24 it decorates most for
 _POSITIONS = (3, 17, 101)
 
 
-def unfuse(model: nn.Module) -> None:
-    """Give every fused module of `model` its own class back."""
+def restore(model: nn.Module) -> None:
+    """Give every module of `model` whose class was replaced, here or in `latent`, its own back."""
     for module in model.modules():
-        if isinstance(module, _Fused):
-            module.__class__ = _own(module)
+        if own_class(module) is not type(module):
+            module.__class__ = own_class(module)
 
 
 def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
@@ -38,7 +38,9 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
     Raises: NotImplementedError: a module of `model` rotates q in an unknown way, or none of
         them rotates q.
     """
-    found = [(module, _own(module)) for module in model.modules() if _rotations(_own(module))]
+    found = [
+        (module, own_class(module)) for module in model.modules() if _rotations(own_class(module))
+    ]
     if not found:
         raise NotImplementedError(
             f"fuse_rope=True for {type(model).__name__}, which has no attention that calls "
@@ -67,7 +69,7 @@ class _Fused:
         return _bare, (self._metal_attn_own, tables.repeats, tables.interleaved), self.__dict__
 
 
-def _own(module: nn.Module) -> type:
+def own_class(module: nn.Module) -> type:
     own: type = getattr(type(module), "_metal_attn_own", type(module))
     return own
 

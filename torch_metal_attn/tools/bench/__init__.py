@@ -7,6 +7,8 @@ writes a JSON file and, if matplotlib is installed, plots.
 
 import argparse
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +16,13 @@ import torch
 
 from torch_metal_attn.runtime import machine
 from torch_metal_attn.runtime.device import best_device
-from torch_metal_attn.tools.bench import plot, report
-from torch_metal_attn.tools.bench.counts import LIMIT
-from torch_metal_attn.tools.bench.run import (
-    HEADING_OF_COUNTS,
-    HEADING_OF_TIMES,
-    LEGEND_OF_COUNTS,
-    LEGEND_OF_TIMES,
-    count_shapes,
-    time_shapes,
-)
+from torch_metal_attn.tools.bench import counts, plot, versus
+from torch_metal_attn.tools.bench.run import measured
 from torch_metal_attn.tools.bench.shapes import (
     IN_THE_SIMULATOR,
     ON_A_GPU,
     BadShape,
+    Shape,
     add_arguments,
     chosen,
     with_8x8_tiles,
@@ -89,31 +84,38 @@ def bench(options: argparse.Namespace) -> bool:
 
 
 def _times(
-    shapes: Any, device: torch.device, rounds: int, described: dict[str, str]
+    shapes: Sequence[Shape], device: torch.device, rounds: int, described: dict[str, str]
 ) -> tuple[dict[str, Any], bool]:
     print(f"metal_attn and torch's scaled_dot_product_attention on {described['chip']}.")
     print(f"Each time is the median of {rounds} samples; the two take turns.\n")
-    print(f"{LEGEND_OF_TIMES}\n")
-    print(HEADING_OF_TIMES, flush=True)
-    timed = time_shapes(shapes, device, timer_of(device), rounds, _say)
+    print(f"{versus.LEGEND}\n\n{versus.HEADING}", flush=True)
+    compare = versus.Comparison(device, timer_of(device), rounds)
+    found = measured(shapes, compare)
     print()
-    for dtype, found in timed.ceilings.items():
-        print(f"ceilings in {dtype}: {scaled(found.flops)}FLOP/s, {scaled(found.bytes)}byte/s")
-    for dtype, why in timed.trouble.items():
+    for dtype, ceilings in compare.ceilings.items():
+        print(
+            f"ceilings in {dtype}: {scaled(ceilings.flops)}FLOP/s, {scaled(ceilings.bytes)}byte/s"
+        )
+    for dtype, why in compare.trouble.items():
         print(f"no ceilings in {dtype}: {why}")
-    good = all(one.agree and not one.times["metal_attn"].error for one in timed.compared)
-    return report.of_times(timed, described), good and not timed.interrupted
+    good = all(one.agree and not one.times[versus.OURS].error for one in found.rows)
+    data = found.as_dict(
+        "times",
+        described,
+        rounds=rounds,
+        ceilings={dtype: asdict(ceilings) for dtype, ceilings in compare.ceilings.items()},
+        ceilings_missing=compare.trouble,
+    )
+    return data, good
 
 
-def _counts(shapes: Any, described: dict[str, str]) -> tuple[dict[str, Any], bool]:
+def _counts(shapes: Sequence[Shape], described: dict[str, str]) -> tuple[dict[str, Any], bool]:
     print("No Apple GPU here, so nothing is timed: the simulator counts what the kernels do.")
-    print(f"A shape of more than {scaled(LIMIT)}FLOP is reduced first, and its row says so.\n")
-    print(f"{LEGEND_OF_COUNTS}\n")
-    print(HEADING_OF_COUNTS, flush=True)
-    found = count_shapes(shapes, _say)
+    print(f"A shape of more than {scaled(counts.LIMIT)}FLOP is reduced first, and its row says so.")
+    print(f"\n{counts.LEGEND}\n\n{counts.HEADING}", flush=True)
+    found = measured(shapes, counts.count)
     print()
-    good = not any(one.error for one in found.counted)
-    return report.of_counts(found, described), good and not found.interrupted
+    return found.as_dict("counts", described), not any(one.error for one in found.rows)
 
 
 def _write(data: dict[str, Any], folder: Path) -> None:
@@ -125,7 +127,3 @@ def _write(data: dict[str, Any], folder: Path) -> None:
             print(f"wrote {picture}")
     except plot.NoPlots as error:
         print(f"no plots: {error}; pip install 'torch_metal_attn[bench]'")
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -1,17 +1,32 @@
 """What the kernels do for a shape, by the simulator's counters, when there is no Apple GPU."""
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from torch_metal_attn.simulator import Counters, simulate
-from torch_metal_attn.tools.bench.shapes import Shape
+from torch_metal_attn.tools.bench.shapes import WIDTH, Shape
 from torch_metal_attn.tools.costs import attention_flops, gradient_flops
 
 # Limit for one shape, so that the simulator takes seconds.
 LIMIT = 2e9  # FLOPs
 _FLOPS = 2 * 8 * 8 * 8  # of a matrix operation
 _BLOCK = 32 * 8  # pairs of a query and a key in a block, as most kernels process them
+
+
+LEGEND = """\
+GFLOP   of matrix operations, and that divided by the least that the shape needs
+MB      moved to and from device memory, and that divided by the least
+For each 32 keys and 8 queries of a head:
+MMA     8x8 matrix operations of a SIMD group
+device  a thread's loads from device memory
+tg      a thread's loads from threadgroup memory
+exps    a thread's exponentials"""
+HEADING = (
+    f"{'shape':<{WIDTH}} {'GFLOP':>8} {'/least':>6} {'MB':>8} {'/least':>6}  "
+    f"{'MMA':>5} {'device':>6} {'tg':>5} {'exps':>5}"
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +78,41 @@ class Counted:
             "converts": total.converts / blocks / 32,
             "shuffles": total.shuffles / blocks,
         }
+
+    def __str__(self) -> str:
+        """Operations and bytes, relative to the fewest too, and counts of a block, as in HEADING.
+
+        A shape that is too large shows the smaller one that was counted, and says so.
+        """
+        if self.error:
+            return f"{self.shape!s:<{WIDTH}} {self.error.splitlines()[0]}"
+        block = self.per_block()
+        line = (
+            f"{self.on!s:<{WIDTH}} {self.flops / 1e9:8.3f} {self.flops_share:6.2f} "
+            f"{self.device_bytes / 1e6:8.3f} {self.bytes_share:6.2f}  "
+            f"{block['matrix operations']:5.0f} {block['device loads']:6.1f} "
+            f"{block['threadgroup loads']:5.1f} {block['exps']:5.1f}"
+        )
+        return line if self.on == self.shape else f"{line}  reduced from {self.shape}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Counters by kernel, also relative to the fewest operations that the shape needs."""
+        counts: dict[str, Any] = {
+            "shape": asdict(self.shape),
+            "counted": asdict(self.on),
+            "least": asdict(self.on.cost),
+            "error": self.error or None,
+        }
+        if not self.error:
+            counts |= {
+                "flops": self.flops,
+                "flops_share": self.flops_share,
+                "device_bytes": self.device_bytes,
+                "bytes_share": self.bytes_share,
+                "per_32_keys_and_8_queries": self.per_block(),
+                "kernels": {name: c.as_dict() for name, c in self.kernels.items()},
+            }
+        return counts
 
     @property
     def _flops_a_pair(self) -> int:

@@ -17,7 +17,7 @@ class NoPlots(RuntimeError):
 
 
 def plots(data: dict[str, Any], folder: Path, stem: str) -> list[Path]:
-    """Write PNG plots of the data that `report` made; returns their paths.
+    """Write PNG plots of the data in the JSON file; returns their paths.
 
     Raises NoPlots without matplotlib.
     """

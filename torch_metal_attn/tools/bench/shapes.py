@@ -19,6 +19,7 @@ from torch_metal_attn.tools.costs import Cost
 
 KINDS = ("forward", "training", "decode")
 TILES = ("best", "8x8")
+WIDTH = 56  # of a shape in a table
 MOST = 2**31 - 1  # of a size
 MOST_ELEMENTS = 2**61 - 1  # torch counts bytes in int64, and float32 has 4 of them
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -17,6 +17,7 @@ class LayerCall:
         raise. elsewhere: what runs instead of our op, "" for an op of ours. cost: the fewest FLOPs
         and bytes that the call needs, or None if they are not known. copied: tensors that were
         copied for the call because their rows were not contiguous; the cost includes the copies.
+        notes: what the caller remarks, such as the bytes of another form.
     """
 
     layer: str
@@ -26,6 +27,7 @@ class LayerCall:
     elsewhere: str
     cost: Cost | None
     copied: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def kernels(self) -> dict[str, Kernel]:

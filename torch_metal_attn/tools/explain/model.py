@@ -111,11 +111,16 @@ class _Recorder(TorchDispatchMode):
         self.rows: list[LayerCall] = []
         self._layers = layers
         self._weights: Tensor | None = None  # of the last softmax of three dimensions
-        self._copied: list[tuple[str, int]] = []  # for the next op of ours: words, bytes
+        # For the next op of ours: words and bytes, and remarks.
+        self._copied: list[tuple[str, int]] = []
+        self._notes: list[str] = []
 
     @contextmanager
     def told_of_copies(self) -> Iterator[None]:
-        def listener(name: str, tensor: Tensor) -> None:
+        def listener(name: str, tensor: Tensor | None) -> None:
+            if tensor is None:
+                self._notes.append(name)
+                return
             words = f"{name}, whose strides were {tuple(tensor.stride())}"
             self._copied.append((words, tensor.numel() * tensor.element_size()))
 
@@ -150,11 +155,13 @@ class _Recorder(TorchDispatchMode):
             tensors.append(given.get("k_cache", keys))
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         copied, self._copied = self._copied, []
+        notes, self._notes = tuple(self._notes), []
         cost = explanation.cost
         if cost is not None:
             cost += Cost(0, sum(2 * size for _, size in copied))
         words = tuple(word for word, _ in copied)
-        self.rows.append(LayerCall(self._layers[-1], name, shapes, explanation, "", cost, words))
+        layer = self._layers[-1]
+        self.rows.append(LayerCall(layer, name, shapes, explanation, "", cost, words, notes))
         if explanation.refusal is not None:
             return _refused_result(name, given, explanation.refusal)
         return _blank_result(func, args, kwargs)

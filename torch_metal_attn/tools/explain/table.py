@@ -55,7 +55,8 @@ def _groups(rows: Sequence[LayerCall]) -> list[list[LayerCall]]:
         kernels = tuple(
             (name, tuple(kernel.specialisation.items())) for name, kernel in row.kernels.items()
         )
-        key = (_NUMBER.sub("#", row.layer), row.op, row.elsewhere, row.refusal, kernels, row.copied)
+        where = _NUMBER.sub("#", row.layer), row.op, row.elsewhere, row.refusal
+        key = (*where, kernels, row.copied, row.notes)
         groups.setdefault(key, []).append(row)
     return list(groups.values())
 
@@ -83,6 +84,7 @@ def _line(alike: list[LayerCall]) -> tuple[tuple[str, ...], list[str]]:
     if first.elsewhere:
         notes.append(f"not metal_attn: {first.elsewhere}")
     notes += [f"copied first: {copied}" for copied in first.copied]
+    notes += first.notes
     if first.refusal is not None:
         notes.append(f"refused: {first.refusal}")
     return cells, notes

@@ -40,6 +40,8 @@ class Report:
     @property
     def summary(self) -> str:
         """How many cases ran, and how many failed."""
+        if not self.ran:
+            return f"no case ended within {self.seconds:.0f} s: give more --minutes"
         cases = f"{self.ran.total()} cases ran in {self.seconds:.0f} s, seed {self.seed}"
         return f"{cases}: {len(self.failures) or 'none'} failed"
 

@@ -170,6 +170,11 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             *("bfloat", 100, _DECODED),
             {"WIDE_LOADS": 0, "PAGE_SIZE": 24, "KV_FORMAT": 1},
         ),
+        _flash_decode("half", 64, _on("BAND", "SPLIT"), {"INDEX_BLOCK": 1, "PAGE_SIZE": 16}),
+        _flash_decode(
+            *("half", 64, {"INDEX_BLOCK": 5, "KEY_FRAGMENTS": 1}),
+            {"VECTOR_ROWS": 2, "KEY_LANES": 8},
+        ),
     ],
     "flash_bwd_delta": [
         {"ELEMENT": "half", "HEAD_DIM_V": "64", "SIMDGROUPS": "4", "DLSE": "1"},

@@ -1,0 +1,102 @@
+#include "csrc/ops/decode/indices.h"
+
+#include "csrc/ops/common/allocate.h"
+#include "csrc/ops/common/check.h"
+#include "csrc/ops/common/grid.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kLargestBlock = 128;
+
+void check_block_sizes(const KeyLists& a) {
+  check(1 <= a.kv_block_size && a.kv_block_size <= kLargestBlock, "`kv_block_size` is ",
+        a.kv_block_size, "; it must be in 1..", kLargestBlock, ", 1 for lists of single keys");
+  check(1 <= a.q_block_size && a.q_block_size <= kMaxLength, "`q_block_size` is ", a.q_block_size,
+        "; it must be in 1..", kMaxLength, ", 1 for a list of each query");
+}
+
+// What counts keys by their neighbours in a tile.
+void check_options(const FlashFwdOptions& o) {
+  for (const auto& [name, given] : {std::pair{ArgumentName("attn_mask"), &o.attn_mask},
+                                    {"attn_bias", &o.attn_bias},
+                                    {"alibi_slopes", &o.alibi_slopes}}) {
+    check(!*given, name,
+          " is given with `indices`; they have none: leave keys that are hidden out of the lists");
+  }
+}
+
+// Entries that are on the CPU are in range.
+void check_entries(const Tensor& indices, int64_t blocks) {
+  const int32_t* const values = values_on_cpu(indices);
+  if (values == nullptr) {
+    return;
+  }
+  for (int64_t b = 0; b < indices.size(0); ++b) {
+    for (int64_t h = 0; h < indices.size(1); ++h) {
+      for (int64_t list = 0; list < indices.size(2); ++list) {
+        const int32_t* entry =
+            values + b * indices.stride(0) + h * indices.stride(1) + list * indices.stride(2);
+        for (int64_t i = 0; i < indices.size(3); ++i, entry += indices.stride(3)) {
+          check(-1 <= *entry && *entry < blocks, "`indices`[", b, ", ", h, ", ", list, ", ", i,
+                "] is ", *entry, "; it must be in 0..", blocks - 1, ", or -1 for none");
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void check_indices(const KeyLists& a, const FlashFwdArguments& f, const FlashFwdCall& call) {
+  if (!a.indices) {
+    check(a.kv_block_size == 1 && a.q_block_size == 1, "`kv_block_size` is ", a.kv_block_size,
+          " and `q_block_size` ", a.q_block_size, " without `indices`; leave them at 1");
+    return;
+  }
+  const Tensor& indices = *a.indices;
+  check_block_sizes(a);
+  check_options(f.options);
+  check_same_device("indices", indices, "q", f.q);
+  check_dtype("indices", indices, ScalarType::Int);
+  const int64_t lists = divide_up(call.q_length, a.q_block_size);
+  check(indices.dim() == 4 && (indices.size(0) == 1 || indices.size(0) == call.batch) &&
+            (indices.size(1) == 1 || indices.size(1) == call.kv_heads) && indices.size(2) == lists,
+        "`indices` has shape ", shape_text(indices), "; it must be (1 or ", call.batch, ", 1 or ",
+        call.kv_heads, ", ", lists, ", entries): lists of ", call.q_length, " queries by ",
+        a.q_block_size);
+  check(indices.size(3) <= kMaxLength / a.kv_block_size, "`indices` has lists of ", indices.size(3),
+        " blocks of ", a.kv_block_size, " keys; it must be at most ", kMaxLength, " keys");
+  check_storage("indices", indices);
+  check_entries(indices, divide_up(call.kv_length, a.kv_block_size));
+}
+
+int64_t listed_keys(const KeyLists& a) { return a.indices->size(3) * a.kv_block_size; }
+
+void fill_list_params(const KeyLists& a, const FlashFwdCall& call, FlexParams& params) {
+  const auto stride = [&](int64_t dim) {
+    return a.indices->size(dim) == 1 ? 0 : a.indices->stride(dim);
+  };
+  params.partial = {{},
+                    {stride(0), stride(1), stride(2), a.indices->stride(3)},
+                    static_cast<int32_t>(a.indices->size(3))};
+  params.existing_blocks = static_cast<int32_t>(divide_up(call.kv_length, a.kv_block_size));
+}
+
+std::string describe_indices(const KeyLists& a, const FlashFwdCall& call) {
+  if (!a.indices) {
+    return "";
+  }
+  std::ostringstream text;
+  text << "; keys are those of " << divide_up(call.q_length, a.q_block_size) << " lists of "
+       << a.indices->size(3);
+  if (a.kv_block_size > 1) {
+    text << " blocks of " << a.kv_block_size << " keys";
+  }
+  return text.str();
+}
+
+}  // namespace metal_attn

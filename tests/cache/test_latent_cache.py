@@ -1,0 +1,260 @@
+"""MLA's latent caches: values are the first columns of the keys, and stored and read once."""
+
+import pytest
+import torch
+
+from tests.helpers.cases import each_case
+from torch_metal_attn import reference
+from torch_metal_attn.kv_cache import CacheFull, LatentCache, PagedKVCache, StaticLatentCache
+from torch_metal_attn.quantisation import FORMATS, dequantise
+from torch_metal_attn.simulator import simulate
+
+LATENT, ROTARY, HEADS, SCALE = 64, 32, 4, 0.125
+# Of rounding in float16: values are up to 4, weights sum to 1, and codes are compared as stored.
+TOLERANCE = 4e-3
+
+
+def normal(*shape, seed=0, dtype=torch.float16):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def tables(rows=64):
+    angles = normal(rows, ROTARY // 2, seed=9, dtype=torch.float32)
+    return {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+
+
+def rotated(x, first, options):
+    """The last columns of x (B, H, L, D), of which token i of sequence b is at first[b] + i."""
+    positions = torch.tensor(first)[:, None] + torch.arange(x.shape[2])
+    tail, _ = torch.ops.metal_attn.rope(
+        x[..., LATENT:],
+        None,
+        options["rotary_cos"],
+        options["rotary_sin"],
+        positions=positions,
+        interleaved=options.get("rotary_interleaved", False),
+    )
+    return torch.cat([x[..., :LATENT], tail], -1)
+
+
+def stored(cache, b, length):
+    """Rows (1, length, D) of sequence b in float64."""
+    layer = cache.layers[0]
+    k, scale = layer.k_cache, layer.k_scale
+    if isinstance(cache, LatentCache):
+        pages = cache.block_table([b])[0].long()
+        k = k[pages].flatten(0, 1)
+        scale = scale[pages].flatten(0, 1) if scale is not None and scale.dim() == 4 else scale
+    else:
+        row = int(cache.cache_batch_idx()[b])
+        k, scale = k[row], scale[row] if scale is not None and scale.dim() == 4 else scale
+    k = k[:length].transpose(0, 1).cpu()
+    if scale is None:
+        return k.double()
+    scale = scale[None, :length].transpose(1, 2) if scale.dim() == 3 else scale
+    return dequantise(k[None], scale.cpu(), torch.float32)[0].double()
+
+
+def append(cache, ids, rows, **options):
+    cache.append(*([ids, rows] if isinstance(cache, LatentCache) else [rows]), **options)
+
+
+def step(cache, ids, *tensors, **options):
+    first = [ids] if isinstance(cache, LatentCache) else []
+    return cache.decode_step(*first, *tensors, **options)
+
+
+def made(kind, device="cpu", **options):
+    if kind == "paged":
+        cache = LatentCache(12, 4, LATENT, ROTARY, device=device, **options)
+        return cache, [cache.allocate(), cache.allocate()]
+    return StaticLatentCache(2, 24, LATENT, ROTARY, device=device, **options), [0, 1]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", ["paged", "static"])
+@pytest.mark.parametrize("format", [None, *FORMATS])
+def test_decode_steps(kind, format, interleaved, device):
+    """Prompts of one length, then steps of 1 and 3 tokens, by what float64 says of the rows."""
+    cache, ids = made(kind, device, format=format)
+    options = tables() | {"rotary_interleaved": interleaved}
+    given = {name: x.to(device) if torch.is_tensor(x) else x for name, x in options.items()}
+    prompt = normal(2, 1, 10, LATENT + ROTARY)
+    append(cache, ids, prompt.to(device), **given)
+    length = 10
+    for n, new in enumerate((1, 3)):
+        rows = normal(2, 1, new, LATENT + ROTARY, seed=n + 1)
+        q = normal(2, HEADS, new, LATENT + ROTARY, seed=n + 5)
+        out = step(
+            cache, ids, q.to(device), rows.to(device), softmax_scale=SCALE, causal=True, **given
+        )
+        first, length = length, length + new
+        turned = rotated(q, [first] * 2, options)
+        fresh = rotated(rows, [first] * 2, options)
+        for b in range(2):
+            held = stored(cache, ids[b], length)
+            if format is None:
+                assert (held[:, first:] - fresh[b]).abs().max() <= 2e-3
+            expected, _ = reference.attention(
+                turned[b : b + 1].double(),
+                held[None],
+                held[None, ..., :LATENT],
+                softmax_scale=SCALE,
+                causal=True,
+            )
+            assert (out[b].cpu().double() - expected[0]).abs().max() <= TOLERANCE
+
+
+def test_one_copy_is_kept():
+    for format in (None, *FORMATS):
+        layer = made("paged", format=format)[0].layers[0]
+        assert layer.v_cache.data_ptr() == layer.k_cache.data_ptr()
+        plain = PagedKVCache(12, 4, 1, LATENT + ROTARY, format=format).layers[0]
+        assert layer.k_cache.untyped_storage().nbytes() == plain.k_cache.nbytes
+
+
+def test_values_are_written_once():
+    """An append stores the bytes of its rows; a step no more than that and its results."""
+    cache, ids = made("paged")
+    rows = normal(2, 1, 20, LATENT + ROTARY)
+    with simulate(count=True) as run:
+        cache.append(ids, rows)
+    assert run.counters["append_kv"].store_bytes["device"] == 2 * 20 * (LATENT + ROTARY) * 2
+    q = normal(2, HEADS, 1, LATENT + ROTARY)
+    with simulate(count=True) as run:
+        cache.decode_step(ids, q, rows[:, :, :1], softmax_scale=SCALE, num_splits=1)
+    results = 2 * HEADS * (LATENT * 2 + 4)
+    stored = run.counters["flash_decode"].store_bytes["device"]
+    assert stored == 2 * (LATENT + ROTARY) * 2 + results
+
+
+def test_same_as_expanded_keys():
+    """The absorbed form is the formula of DeepSeek-V2's paper, in float64."""
+    up_k, up_v = normal(2, HEADS, LATENT, 24, seed=3, dtype=torch.float64)
+    q = normal(1, HEADS, 1, 24 + ROTARY, seed=4, dtype=torch.float64)
+    rows = normal(1, 1, 9, LATENT + ROTARY, seed=5, dtype=torch.float64)
+    latents, k_rotated = rows.split([LATENT, ROTARY], -1)
+    k = torch.cat([latents @ up_k, k_rotated.expand(-1, HEADS, -1, -1)], -1)
+    expected, _ = reference.attention(q, k, latents @ up_v, softmax_scale=SCALE)
+    cache = StaticLatentCache(1, 9, LATENT, ROTARY, dtype=torch.float32)
+    cache.append(rows[:, :, :8].float())
+    absorbed = torch.cat([q[..., :24] @ up_k.transpose(1, 2), q[..., 24:]], -1)
+    out = cache.decode_step(absorbed.float(), rows[:, :, 8:].float(), softmax_scale=SCALE)
+    assert (out.double() @ up_v - expected).abs().max() <= 1e-4
+
+
+def test_fork_truncate_and_accept():
+    """What PagedKVCache does with pages holds for latents too."""
+    cache, (a, b) = made("paged")
+    rows = normal(2, 1, 6, LATENT + ROTARY)
+    cache.append([a, b], rows)
+    c = cache.fork(a)
+    cache.append([c], rows[1:, :, :2])
+    cache.truncate(b, 3)
+    for id, wanted in (
+        (a, rows[:1]),
+        (b, rows[1:, :, :3]),
+        (c, torch.cat([rows[:1], rows[1:, :, :2]], 2)),
+    ):
+        assert torch.equal(stored(cache, id, wanted.shape[2]), wanted[0].double())
+
+
+def one(**options):
+    return LatentCache(2, 4, LATENT, ROTARY, **options)
+
+
+ROWS = torch.zeros(1, 1, 1, LATENT + ROTARY).half()
+QUERY = torch.zeros(1, HEADS, 1, LATENT + ROTARY).half()
+
+
+def shifted(layer):
+    """The cache's tensors for the op, and the same memory from column 8 on."""
+    k_cache = layer.k_cache[:1].transpose(1, 2)
+    return k_cache, k_cache[..., 8:72]
+
+
+REFUSED = [
+    (lambda c: one(format="q5"), "format is 'q5'; it must be one of"),
+    (lambda c: LatentCache(2, 4, 48, 16, format="q8_0"), "head_dim is 48; q8_0 needs a multiple"),
+    (lambda c: LatentCache(2, 4, 0, 16), "latent_dim is 0; it must be at least 1"),
+    (lambda c: LatentCache(2, 4, 8, -1), "rotary_dim is -1; it must be at least 0"),
+    (
+        lambda c: PagedKVCache(2, 4, 1, 8, 9, values_in_keys=True),
+        "v_head_dim is 9 and head_dim 8; with values_in_keys",
+    ),
+    (
+        lambda c: one(format="fp8_e4m3", v_scale=torch.ones(1)),
+        "v_scale is given with values_in_keys",
+    ),
+    (lambda c: PagedKVCache(2, 4, 1, 8).append([], ROWS), "v is None; only a cache with"),
+    (lambda c: c.append([0], ROWS, ROWS), r"v has shape \(1, 1, 1, 96\); it must be \(1, 1, 1, 64"),
+    (
+        lambda c: c.append([0], ROWS, ROWS[..., :LATENT].clone()),
+        r"v_cache is the first columns of k_cache, and v is not those of k; pass k\[..., :64\]",
+    ),
+    (
+        lambda c: torch.ops.metal_attn.append_kv(ROWS, ROWS[..., 8:72], *shifted(c.layers[0])),
+        "v_cache may share elements with k_cache, and both are written",
+    ),
+    (
+        lambda c: c.append([0], ROWS, **tables(), rotary_first_column=60),
+        "rotary_first_column is 60 and v_cache the first 64 columns of k_cache",
+    ),
+    (
+        lambda c: c.append([0], ROWS, **tables(), rotary_first_column=65),
+        r"rotary_first_column is 65; it must be in 0\.\.64",
+    ),
+    (
+        lambda c: c.append([0], ROWS, rotary_first_column=64),
+        "rotary_first_column is 64 and rotary_cos is not given",
+    ),
+    (lambda c: c.decode_step([0], QUERY, ROWS), "softmax_scale is None; with values_in_keys"),
+    (
+        lambda c: c.decode_step([0], QUERY[..., :8], ROWS, softmax_scale=1.0),
+        "k has a head dim of 96 and q of 8",
+    ),
+    (
+        lambda c: c.decode_step([0], QUERY, ROWS, softmax_scale=1.0, block_table=None),
+        "block_table",
+    ),
+    (lambda c: c.decode_step([0], QUERY, ROWS, softmax_scale=1.0, layer=1), "layer is 1"),
+    (
+        lambda c: c.decode_step([0], QUERY, ROWS[:, :, :0], softmax_scale=1.0),
+        "no new rows; decode_step appends some",
+    ),
+]
+
+
+@each_case("call, message", REFUSED)
+def test_refused(call, message):
+    cache = one()
+    cache.allocate()
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(cache)
+    assert cache.num_free_pages == 2
+    assert cache.seqlens([0]).tolist() == [0]
+    assert not cache.layers[0].k_cache.any()
+
+
+def test_full():
+    cache = one()
+    id = cache.allocate()
+    cache.append([id], ROWS.expand(-1, -1, 8, -1))
+    with pytest.raises(CacheFull):
+        cache.decode_step([id], QUERY, ROWS, softmax_scale=1.0)
+    assert cache.seqlens([id]).tolist() == [8]
+    static = StaticLatentCache(1, 8, LATENT, ROTARY)
+    static.append(ROWS.expand(-1, -1, 8, -1))
+    with pytest.raises(CacheFull, match="1 rows more do not fit: a sequence has 8 of 8"):
+        static.decode_step(QUERY, ROWS, softmax_scale=1.0)
+
+
+def test_kernels_are_checked():
+    """A step with every check of the simulator: rows are keys and values at once."""
+    cache, ids = made("paged", format="q8_0")
+    with simulate(check=True):
+        append(cache, ids, normal(2, 1, 5, LATENT + ROTARY), **tables())
+        new = normal(2, 1, 1, LATENT + ROTARY)
+        q = normal(2, HEADS, 1, LATENT + ROTARY)
+        step(cache, ids, q, new, softmax_scale=SCALE, num_splits=2, **tables())

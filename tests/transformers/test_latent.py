@@ -1,0 +1,191 @@
+"""enable(model, absorb=True): DeepSeek's attention on the latent rows that are cached."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.24")
+
+import torch_metal_attn  # noqa: E402
+from tests.transformers import tiny_models as tiny  # noqa: E402
+from tests.transformers.model_check import TOLERANCE, difference  # noqa: E402
+from torch_metal_attn.integrations.transformers import (  # noqa: E402
+    enable,
+    latent_cache,
+    record_routes,
+)
+from torch_metal_attn.integrations.transformers.latent import Latents  # noqa: E402
+from torch_metal_attn.simulator import runs  # noqa: E402
+
+NAMES = ["DeepSeek-V3", "DeepSeek-V2"]
+GREEDY = {"disable_compile": True, "max_new_tokens": 6}
+COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
+
+
+def generated(model, given, **options):
+    return tiny.generate(model, given, **GREEDY | options)
+
+
+@pytest.mark.parametrize("side", ["none", "left"])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("own_cache", [False, True])
+def test_tokens_are_those_of_eager(name, side, own_cache):
+    model, given = tiny.build(name), tiny.inputs(name, side)
+    tokens, scores = generated(model, given)
+    enable(model, absorb=True)
+    options = {"cache": latent_cache(model, 64)} if own_cache else {}
+    with record_routes() as routes:
+        actual, own_scores = generated(model, given, **options)
+    assert actual.tolist() == tokens.tolist()
+    assert difference(own_scores, scores) <= TOLERANCE
+    # The prompt is expanded for its own attention, and no later step is.
+    steps = [call for call in routes.kernel if " q (2, 4, 1, " in call]
+    assert len(steps) == GREEDY["max_new_tokens"] - 1
+    assert all(f"q (2, 4, 1, {COLUMNS}) k (2, 1, " in call for call in steps)
+
+
+def test_on_device(device):
+    """The cache holds latents alone, and the kernel reads each row once."""
+    model, given = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
+    tokens, scores = generated(model, given, max_new_tokens=3)
+    enable(model, absorb=True).to(device)
+    cache = latent_cache(model, 40)
+    actual, own_scores = generated(model, given, max_new_tokens=3, cache=cache)
+    assert actual.tolist() == tokens.tolist()
+    assert difference(own_scores, scores) <= TOLERANCE
+    for layer in cache.layers:
+        (held,) = layer.cache.layers[0].by_block()
+        assert held.shape == (2, 40, 1, COLUMNS)
+    if (run := runs.current()) is not None:
+        decoding = [one for one in run.launches if one.kernel == "flash_decode"]
+        assert len(decoding) == 2 * 2
+        assert all(one.defines["V_IN_K"] == "1" for one in decoding)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"do_sample": True, "top_k": 3}],
+    ids=str,
+)
+def test_ways_to_generate(options):
+    """Beams reorder the cache, and prompt lookup takes rejected tokens back."""
+    torch.manual_seed(0)
+    ids = tiny.tokens(6, batch=1).repeat(1, 4)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    results = []
+    for absorb in (False, True):
+        model = tiny.build("DeepSeek-V3")
+        cache = {}
+        if absorb:
+            enable(model, absorb=True)
+            cache = {"cache": latent_cache(model, 64)}
+        torch.manual_seed(1)
+        results.append(model.generate(**given, **GREEDY | options, **cache))
+    assert results[0].tolist() == results[1].tolist()
+
+
+FAULTS = {
+    "rotated keys dropped": (
+        "rows",
+        lambda self: torch.cat([self.latents, 0 * self.k_rotated], -1),
+    ),
+    "values of the first head": (
+        "values",
+        lambda self, out: self.__class__.unbroken(self, out[:, :, :1].expand_as(out)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name, monkeypatch):
+    method, fault = FAULTS[name]
+    monkeypatch.setattr(Latents, "unbroken", getattr(Latents, method), raising=False)
+    monkeypatch.setattr(Latents, method, fault)
+    model, given = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
+    _, scores = generated(model, given, max_new_tokens=2)
+    _, own_scores = generated(enable(model, absorb=True), given, max_new_tokens=2)
+    assert difference(own_scores, scores) > 10 * TOLERANCE
+
+
+def test_gradients_are_those_of_eager():
+    """With few queries too, which are absorbed."""
+    found = []
+    for absorb in (False, True):
+        model = tiny.build("DeepSeek-V3")
+        if absorb:
+            enable(model, absorb=True)
+        logits = model(tiny.tokens(7), use_cache=False).logits
+        (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    largest = max(gradient.abs().max() for gradient in found[0].values())
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(
+            found[1][name], gradient, rtol=1e-4, atol=1e-5 * largest, msg=name
+        )
+
+
+def test_explain_shows_the_bytes():
+    model = enable(tiny.build("DeepSeek-V3"), absorb=True)
+    ids = tiny.tokens(8, batch=1)
+    text = str(
+        torch_metal_attn.explain(
+            model.generate, ids, max_new_tokens=2, cache=latent_cache(model, 16)
+        )
+    )
+    # float32: 24 columns, or of 4 heads 24 for the key and 16 for the value.
+    assert (
+        "latent rows of 96 bytes a token; keys and values expanded to 4 heads would be 640" in text
+    )
+
+
+def test_enable_undoes_it():
+    model = tiny.build("DeepSeek-V3")
+    kinds = [type(module) for module in model.modules()]
+    enable(model, absorb=True)
+    assert [type(module) for module in model.modules()] != kinds
+    again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    given = tiny.inputs("DeepSeek-V3")
+    assert torch.equal(tiny.answer(again, **given), tiny.answer(model, **given))
+    enable(model)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_another_attention_is_told():
+    model = enable(tiny.build("DeepSeek-V3"), absorb=True)
+    model.set_attn_implementation("eager")
+    with pytest.raises(NotImplementedError, match="was given absorb=True, so only metal_attn"):
+        model(tiny.tokens(4))
+
+
+class TestRefused:
+    def test_models_without_latents(self):
+        model = tiny.build("Llama")
+        with pytest.raises(NotImplementedError, match="absorb=True for LlamaForCausalLM, which"):
+            enable(model, absorb=True)
+        assert model.config._attn_implementation == "eager"
+
+    def test_a_projection_that_is_more_than_a_weight(self):
+        class Adapted(torch.nn.Linear):
+            pass
+
+        model = tiny.build("DeepSeek-V3")
+        model.model.layers[1].self_attn.kv_b_proj.__class__ = Adapted
+        with pytest.raises(NotImplementedError, match="kv_b_proj of a DeepseekV3Attention is a Ad"):
+            enable(model, absorb=True)
+
+    def test_latent_cache(self):
+        model = tiny.build("DeepSeek-V3")
+        with pytest.raises(NotImplementedError, match="0 have absorbed latent attention; call en"):
+            latent_cache(model, 16)
+        enable(model, absorb=True)
+        with pytest.raises(ValueError, match="max_length is 0; it must be at least 1"):
+            latent_cache(model, 0)
+        cache = latent_cache(model, 4)
+        with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="5 rows more do not fit"):
+            model(tiny.tokens(5), cache=cache)
+        llama = tiny.build("Llama")
+        with pytest.raises(ValueError, match="it must be latents"):
+            llama(tiny.tokens(3), past_key_values=cache)

@@ -1,0 +1,65 @@
+"""`LatentCache` and `StaticLatentCache`: one latent row per token, for all heads (MLA)."""
+
+from typing import Any
+
+from torch_metal_attn.call.arguments import natural
+from torch_metal_attn.kv_cache.paged import PagedKVCache
+from torch_metal_attn.kv_cache.static import StaticKVCache
+
+
+class LatentCache(PagedKVCache):
+    """Latent rows in pages, as DeepSeek's multi-head latent attention (MLA) keeps them.
+
+    A row has latent_dim columns, then rotary_dim columns that are rotated. All of them are the
+    token's key, and the first latent_dim its value, so both are stored and read once. The queries
+    are absorbed: those of a head are its unrotated columns times the keys' up-projection
+    (latent_dim), then its rotated columns. What comes out, (B, Hq, L, latent_dim), is multiplied by
+    the values' up-projection.
+
+    The methods are those of `PagedKVCache`: `append(ids, rows)` and `decode_step(ids, q, rows,
+    softmax_scale=...)` take rows (B, 1, L, latent_dim + rotary_dim). With rotary_cos and rotary_sin
+    (table rows, rotary_dim / 2) the last rotary_dim columns are rotated.
+
+    Args: num_pages, page_size: as in `PagedKVCache`. latent_dim, rotary_dim: kv_lora_rank and
+        qk_rope_head_dim of DeepSeek's configs. options: num_layers, dtype, device, format, layout
+        and k_scale of `PagedKVCache`; q8_0 and q4_0 need multiples of 32 columns.
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        latent_dim: int = 512,
+        rotary_dim: int = 64,
+        **options: Any,
+    ) -> None:
+        super().__init__(num_pages, page_size, *_sizes(latent_dim, rotary_dim), **_latent(options))
+
+
+class StaticLatentCache(StaticKVCache):
+    """The same with one row of tensors per sequence: `append(rows)`, `decode_step(q, rows, ...)`.
+
+    Args: batch_size, max_length: as in `StaticKVCache`. The others are those of `LatentCache`.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        max_length: int,
+        latent_dim: int = 512,
+        rotary_dim: int = 64,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            batch_size, max_length, *_sizes(latent_dim, rotary_dim), **_latent(options)
+        )
+
+
+def _sizes(latent_dim: int, rotary_dim: int) -> tuple[int, int, int]:
+    """num_kv_heads, head_dim and v_head_dim."""
+    natural("latent_dim", latent_dim, 1)
+    return 1, latent_dim + natural("rotary_dim", rotary_dim), latent_dim
+
+
+def _latent(options: dict[str, Any]) -> dict[str, Any]:
+    return {"values_in_keys": True} | options

@@ -1,0 +1,89 @@
+"""Trees of new tokens, as speculative decoding verifies them, and the paths that it accepts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torch_metal_attn.call.arguments import integers, natural
+
+Rows = Tensor | Sequence[Sequence[int]]
+
+
+def rows_of_ints(name: str, rows: Any, count: int) -> list[list[int]]:
+    """A list of ints for each of `count` sequences."""
+    given = rows.tolist() if isinstance(rows, Tensor) else rows
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise TypeError(f"{name} is {rows!r}; it must be a row of ints for each sequence")
+    lists = [integers(f"{name}[{b}]", row) for b, row in enumerate(given)]
+    if len(lists) != count:
+        raise ValueError(f"{name} has {len(lists)} rows; it must have {count}, one a sequence")
+    return lists
+
+
+def each(length: int | Sequence[int], count: int) -> list[int]:
+    """The length of each of `count` sequences."""
+    if not isinstance(length, Sequence):
+        return [natural("length", length)] * count
+    lengths = integers("length", length)
+    if len(lengths) != count:
+        raise ValueError(f"length has {len(lengths)} numbers; it must have {count}, one a sequence")
+    return [natural("length", one) for one in lengths]
+
+
+def checked_paths(
+    paths: Rows, parents: Rows, lengths: Sequence[int]
+) -> tuple[list[list[int]], list[int]]:
+    """The paths, and the sizes of the trees, whose tokens are the last of `lengths` rows.
+
+    Raises: ValueError: a tree is no tree (a parent is not an earlier token), it has more tokens
+        than its sequence has rows, or a path does not go from a root to its children.
+    """
+    found = rows_of_ints("paths", paths, len(lengths))
+    trees = rows_of_ints("parents", parents, len(lengths))
+    for b, (path, tree, length) in enumerate(zip(found, trees, lengths, strict=True)):
+        if len(tree) > length:
+            raise ValueError(
+                f"parents[{b}] has {len(tree)} tokens, and the sequence {length} rows; its last "
+                "rows must be those of the tree"
+            )
+        for i, parent in enumerate(tree):
+            if not -1 <= parent < i:
+                raise ValueError(
+                    f"parents[{b}][{i}] is {parent}; it must be -1, for a root, or an earlier "
+                    f"token, so it must be in -1..{i - 1}"
+                )
+        before = -1
+        for step, token in enumerate(path):
+            if not 0 <= token < len(tree):
+                raise ValueError(
+                    f"paths[{b}][{step}] is {token}; it must be in 0..{len(tree) - 1}, the tokens "
+                    "of the tree"
+                )
+            if tree[token] != before:
+                must = "a root" if step == 0 else f"a child of token {before}"
+                raise ValueError(
+                    f"paths[{b}] is {path}, and the parent of token {token} is {tree[token]}; "
+                    f"paths[{b}][{step}] must be {must}"
+                )
+            before = token
+    return found, [len(tree) for tree in trees]
+
+
+def moves(path: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """The (from, to) that put the path's rows first, in rounds.
+
+    The copies of a round may run in any order: none writes what another reads. A path increases, so
+    later rounds write only what earlier ones have read.
+    """
+    rounds: list[list[tuple[int, int]]] = []
+    read: set[int] = set()
+    for to, origin in enumerate(path):
+        if origin == to:
+            continue
+        if not rounds or to in read:
+            rounds.append([])
+            read = set()
+        rounds[-1].append((origin, to))
+        read.add(origin)
+    return rounds

@@ -26,6 +26,7 @@ ALIKE = 1.01
 # What takes so many times the best without a feature is not compiled with others, but for those
 # that need the fewest registers.
 WORTH, FEWEST = 1.35, 4
+MUCH = 1.15  # for rows that are held, and for more SIMD groups
 LENGTH = 512  # of which a block may leave a part over
 # Tiles that fit with the heaviest feature, and are compiled with all of them at a time.
 AT_ONCE, ROUNDS = 5, 3
@@ -117,8 +118,7 @@ def best(every: Sequence[Candidate]) -> Candidate:
     fitting = [one for one in every if one.fits]
     if not fitting:
         return min(every, key=lambda one: one.registers)
-    held = [one for one in fitting if not one.again] or fitting
-    among = [one for one in held if one.aimed] or held
+    among = min(_by_aim(fitting).items())[1]
     least = min(one.cost for one in among)
     return min((one for one in among if one.cost <= ALIKE * least), key=lambda one: one.preference)
 
@@ -172,10 +172,22 @@ def _worth(own: Sequence[Candidate]) -> list[Candidate]:
     fitting = [one for one in own if one.fits]
     if not fitting:
         return sorted(own, key=lambda one: one.registers)
-    fitting.sort(key=lambda one: (one.again, not one.aimed, one.cost, one.preference))
-    least = min(one.cost for one in fitting)
     fewest = sorted(fitting, key=lambda one: one.registers)[:FEWEST]
-    return [one for one in fitting if one.cost <= WORTH * least or one in fewest]
+    found = []
+    for _, alike in sorted(_by_aim(fitting).items()):
+        found += sorted(alike, key=lambda one: (one.cost, one.preference))
+    least = min(one.cost for one in fitting)
+    return [one for one in found if one.cost <= WORTH * least or one in fewest]
+
+
+def _by_aim(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candidate]]:
+    """The best kind first: what takes much longer than the fastest is the last, whatever it holds."""
+    least = min(one.cost for one in fitting)
+    found: dict[tuple[bool, ...], list[Candidate]] = {}
+    for one in fitting:
+        kind = (one.cost > MUCH * least, one.again, not one.aimed)
+        found.setdefault(kind, []).append(one)
+    return found
 
 
 def _compiled(

@@ -13,11 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from torch_metal_attn.runtime import shaders
-from torch_metal_attn.simulator import build, toolchain, versions
+from torch_metal_attn.simulator import build, toolchain
 from torch_metal_attn.simulator.build import PREDEFINED, SHIM, ShaderCompileError
-from torch_metal_attn.simulator.constants import ConstantValue
-from torch_metal_attn.simulator.kernels import Kernel, arguments
-from torch_metal_attn.simulator.rewrite import rewrite
+from torch_metal_attn.simulator.metal import versions
+from torch_metal_attn.simulator.metal.constants import ConstantValue
+from torch_metal_attn.simulator.metal.kernels import Kernel, arguments
+from torch_metal_attn.simulator.metal.rewrite import rewrite
 
 HEADERS = Path(__file__).parent / "gpu_headers"
 

@@ -20,7 +20,7 @@ from torch_metal_attn.call.arguments import (
     check_one_dtype,
     check_packed,
     check_rank,
-    check_tensor,
+    check_tensors,
     first_options,
     flag,
     only_given,
@@ -220,8 +220,7 @@ def flash_attn_varlen_func(
     kv_layout = "(T, H, D)" if block_table is None else "(pages, page, H, D)"
     for name, tensor, layout in (("q", q, "(T, H, D)"), ("k", k, kv_layout), ("v", v, kv_layout)):
         check_rank(name, tensor, layout)
-    for name, tensor in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_tensor(name, tensor)
+    check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if deterministic is not False:
         flag("deterministic", deterministic)
     q, k, v = autocast(q, k, v)
@@ -283,7 +282,7 @@ def flash_attn_varlen_qkvpacked_func(
         longest sequence. The other arguments are those of `flash_attn_varlen_func`.
     """
     check_packed("qkv", qkv, "(T, 3, H, D)")
-    check_tensor("cu_seqlens", cu_seqlens)
+    check_tensors(cu_seqlens=cu_seqlens)
     max_seqlen = whole("max_seqlen", max_seqlen)
     packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     operands = (qkv[:, 0], qkv[:, 1], qkv[:, 2], *packing)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_tensor, natural, whole
+from torch_metal_attn.call.arguments import check_integers, natural, whole
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -48,7 +48,7 @@ def sliding_window(left: int, right: int = 0) -> Mask:
 
 def prefix_lm(lengths: Tensor) -> Mask:
     """Causal, and every query sees the first lengths[b] keys. lengths: (B,), integers."""
-    _check_integers("lengths", lengths, 1)
+    check_integers("lengths", lengths, "(B)")
     return Mask(partial(_prefix_lm, lengths))
 
 
@@ -58,7 +58,7 @@ def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
     cu_seqlens: (documents + 1,), where each begins and the last ends. length: of the packed
     sequence, if tokens of no document follow; they see nothing.
     """
-    _check_integers("cu_seqlens", cu_seqlens, 1)
+    check_integers("cu_seqlens", cu_seqlens, "(documents + 1)")
     bounds = cu_seqlens.tolist() or [0]
     if bounds[0] != 0 or bounds != sorted(bounds):
         raise ValueError(f"cu_seqlens is {bounds}; it must begin with 0 and never decrease")
@@ -111,7 +111,7 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
     For speculative decoding. parents: (nodes,), the number of each node's parent, lower than its
     own, or -1 for a root. Read once, on the host.
     """
-    _check_integers("parents", parents, 1)
+    check_integers("parents", parents, "(nodes)")
     context = natural("context", context)
     of_node = parents.tolist()
     ancestors = torch.eye(len(of_node), dtype=torch.bool)
@@ -201,12 +201,3 @@ def _sizes(name: str, values: object) -> list[int]:
 def _check_function(operator: str, other: object) -> None:
     if not callable(other):
         raise TypeError(f"{operator} has {other!r}; it must be a mask_mod, a function")
-
-
-def _check_integers(name: str, tensor: Tensor, rank: int) -> None:
-    check_tensor(name, tensor)
-    if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != rank:
-        raise ValueError(
-            f"{name} has shape {tuple(tensor.shape)} and dtype {tensor.dtype}; it must have "
-            f"{rank} dimension of int32 or int64"
-        )

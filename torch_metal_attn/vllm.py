@@ -7,7 +7,7 @@ vLLM itself is not needed. Attention to such a cache is `flash_attn_with_kvcache
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_rank, check_tensor
+from torch_metal_attn.call.arguments import check_integers, check_rank, check_tensor
 from torch_metal_attn.call.names import ArgumentNames
 
 _FP8 = ("fp8", "fp8_e4m3")
@@ -47,9 +47,7 @@ def reshape_and_cache_flash(
     keys, values = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
     for name, tensor in (("key", key), ("value", value)):
         check_rank(name, tensor, "(tokens, kv_heads, head_size)")
-    check_rank("slot_mapping", slot_mapping, "(tokens)")
-    if slot_mapping.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"slot_mapping has dtype {slot_mapping.dtype}; it must be int32 or int64")
+    check_integers("slot_mapping", slot_mapping, "(tokens)")
     if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
         raise ValueError(
             f"key has {key.shape[0]} tokens, value {value.shape[0]} and slot_mapping "

@@ -17,7 +17,7 @@ from pathlib import Path
 from bench.front_end import source_of
 from torch_metal_attn.simulator.build import ShaderCompileError
 from torch_metal_attn.simulator.cache import default_dir
-from torch_metal_attn.simulator.constants import ConstantValue
+from torch_metal_attn.simulator.metal.constants import ConstantValue
 
 from . import listing, spirv
 from .listing import LANES, Loop

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.front_end import clang, front_end
-from torch_metal_attn.simulator.constants import ConstantValue
+from torch_metal_attn.simulator.metal.constants import ConstantValue
 
 TARGET = ["--target=spirv64-unknown-unknown", "-D__int128=long"]
 # An index in a register of Metal's has 32 bits: none becomes one of 64.

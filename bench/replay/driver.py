@@ -11,7 +11,7 @@ from typing import Any
 from .manifest import Dispatch, Manifest
 
 # CUfunction_attribute of cuda.h.
-_SHARED_BYTES, _LOCAL_BYTES, _REGISTERS = 1, 3, 4
+_LOCAL_BYTES, _REGISTERS = 3, 4
 # CUdevResource: its size, and where an SM resource has its count.
 _RESOURCE_BYTES, _SM_COUNT_AT, _SM_RESOURCE = 144, 96, 1
 # More than any argument that no test gives is read of.
@@ -108,7 +108,6 @@ class Use:
 
     registers: int
     local_bytes: int
-    shared_bytes: int
     groups: int
 
 
@@ -149,14 +148,13 @@ class Launch:
 
         x, y, z = self.group_size
         registers, local_bytes = attribute(_REGISTERS), attribute(_LOCAL_BYTES)
-        shared_bytes = attribute(_SHARED_BYTES)
         _check(
             cuda().cuOccupancyMaxActiveBlocksPerMultiprocessor(
                 ctypes.byref(value), function, x * y * z, ctypes.c_size_t(0)
             ),
             "occupancy",
         )
-        return Use(registers, local_bytes, shared_bytes, value.value)
+        return Use(registers, local_bytes, value.value)
 
 
 class Programs:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.outside import peers
-from torch_metal_attn.simulator.constants import ConstantValue
+from torch_metal_attn.simulator.metal.constants import ConstantValue
 
 from .collect import Argument, Collection, Names
 from .manifest import LIMITS, Candidate

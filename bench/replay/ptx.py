@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.front_end import clang, front_end
-from torch_metal_attn.simulator.constants import ConstantValue
+from torch_metal_attn.simulator.metal.constants import ConstantValue
 
 from . import vector_loads
 

@@ -62,7 +62,7 @@ struct SimulatorDispatch {
   uint64_t lane_map_seed;
 };
 
-// The operations that images count, in the order of torch_metal_attn/simulator/arithmetic.py.
+// The operations that images count, in the order of torch_metal_attn/simulator/llvm/operations.py.
 enum SimulatorOperation : uint32_t {
   OPERATION_CONVERT,
   OPERATION_EXP,

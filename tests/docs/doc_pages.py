@@ -19,8 +19,9 @@ from pathlib import Path
 
 from tests.docs.doc_commands import check_commands, check_yaml
 from tests.helpers.forks import run_program
-from torch_metal_attn.simulator import compile_shader, versions
+from torch_metal_attn.simulator import compile_shader
 from torch_metal_attn.simulator.lint import lint_source
+from torch_metal_attn.simulator.metal import versions
 
 ROOT = Path(__file__).parents[2]
 # What a page calls a model of the reader's.

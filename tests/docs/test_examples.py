@@ -101,7 +101,7 @@ class Letters:
 
 
 @contextmanager
-def served(tokenizer=None):
+def served(tokenizer=None, lookup=0):
     """Asks a server: the status and the answer to each request."""
     serve = example("serve")
 
@@ -113,7 +113,7 @@ def served(tokenizer=None):
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)["error"]
 
-    with serve.server(tiny_llama(), tokenizer, 0, 16) as http:
+    with serve.server(tiny_llama(), tokenizer, 0, 16, lookup) as http:
         running = threading.Thread(target=http.serve_forever)
         running.start()
         try:
@@ -146,6 +146,54 @@ def test_serve():
             assert answer.result()[0] == 400
             assert said in answer.result()[1]
     assert answers == [(200, {"tokens": continued(prompt, 3)}) for prompt in PROMPTS]
+
+
+def test_serve_with_lookup():
+    """Greedy's tokens, also of requests that wait for each other, and refused ones between them."""
+    with served(lookup=4) as asked, ThreadPoolExecutor() as pool:
+        requests = [{"tokens": prompt, "most": 8} for prompt in PROMPTS]
+        assert asked({"tokens": [1, 256]})[0] == 400
+        answers = list(pool.map(asked, requests))
+    assert answers == [(200, {"tokens": continued(prompt, 8)}) for prompt in PROMPTS]
+
+
+def test_lookup_reads_prefixes_once_and_several_tokens_at_a_time():
+    lookup = example("serve").Lookup(tiny_llama(), 4)
+    prompt = [7, 8, 9, 10] * 4
+    first = lookup.generate(prompt, 12)
+    assert first == continued(prompt, 12)
+    assert lookup.read[0] > len(prompt)  # with a draft
+    forwards = len(lookup.read)
+    assert forwards < 12
+    longer = [*prompt, *first[:6], 3]
+    assert lookup.generate(longer, 5) == continued(longer, 5)
+    # Of the second request only its last token was not read before, and a draft follows it.
+    assert lookup.read[forwards] <= 1 + 4
+    other = [7, 8, 1]
+    assert lookup.generate(other, 2) == continued(other, 2)
+
+
+def test_serve_shares_prefixes(monkeypatch):
+    """The second of two prompts that begin alike finds a page of the first."""
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    found = []
+    search = PagedAttentionCache.search_prefix_match
+    monkeypatch.setattr(
+        PagedAttentionCache,
+        "search_prefix_match",
+        lambda self, *given: found.append(search(self, *given)) or found[-1],
+    )
+    serve = example("serve")
+    config = serve.ContinuousBatchingConfig
+    monkeypatch.setattr(
+        serve, "ContinuousBatchingConfig", lambda **given: config(**given, page_size=16)
+    )
+    prompt = [*range(40)]
+    with served() as asked:
+        for tokens in (prompt, [*prompt[:35], 9]):
+            assert asked({"tokens": tokens, "most": 2}) == (200, {"tokens": continued(tokens, 2)})
+    assert found == [0, 32]
 
 
 def test_serve_text():

@@ -155,7 +155,7 @@ BAD = {
     "size is 0": lambda: masks.chunked(0),
     "dilation is 0": lambda: masks.dilated(1, 0),
     "length is 19; it must be at least 20": lambda: masks.document(DOCUMENTS, 19),
-    r"lengths has shape \(2,\) and dtype torch.float32": lambda: masks.prefix_lm(SLOPES),
+    "lengths has dtype torch.float32; it must be int32 or int64": lambda: masks.prefix_lm(SLOPES),
     "same 1 to 3 dimensions": lambda: masks.neighbourhood((4, 4), (3,)),
     "window times dilation is 6": lambda: masks.neighbourhood((5,), (3,), (2,)),
     r"parents\[1\] is 1": lambda: masks.tree(torch.tensor([-1, 1])),

@@ -5,7 +5,7 @@ import re
 import torch
 
 from torch_metal_attn.simulator import compile_shader
-from torch_metal_attn.simulator.batches import MOST, batch_products
+from torch_metal_attn.simulator.llvm.batches import MOST, batch_products
 
 
 def products(*calls, between=""):

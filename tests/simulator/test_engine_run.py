@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_metal_attn.simulator import Counters, SimulatorFault
-from torch_metal_attn.simulator.arithmetic import COUNTS
+from torch_metal_attn.simulator.llvm.operations import COUNTS
 
 from . import planted
 

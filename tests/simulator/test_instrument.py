@@ -5,8 +5,8 @@ import re
 import pytest
 
 from tests.helpers.cases import each_case
-from torch_metal_attn.simulator.arithmetic import operation
-from torch_metal_attn.simulator.instrument import Frame, InstrumentError, instrument
+from torch_metal_attn.simulator.llvm.instrument import Frame, InstrumentError, instrument
+from torch_metal_attn.simulator.llvm.operations import operation
 
 METADATA = """
 !llvm.module.flags = !{!0}

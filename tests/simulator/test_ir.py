@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_metal_attn.simulator import ir
+from torch_metal_attn.simulator.llvm import ir
 
 STRUCTS = {
     "%struct.P": "{ i8, float, <3 x float> }",

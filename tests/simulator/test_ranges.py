@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from torch_metal_attn.simulator.ranges import Ranges
+from torch_metal_attn.simulator.llvm.ranges import Ranges
 
 
 def of(body, value="%x", bits=32):

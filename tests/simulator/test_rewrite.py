@@ -5,8 +5,8 @@ import re
 import pytest
 
 from tests.helpers.cases import each_case
-from torch_metal_attn.simulator.lexer import MetalSourceError, join, lex
-from torch_metal_attn.simulator.rewrite import rewrite
+from torch_metal_attn.simulator.metal.lexer import MetalSourceError, join, lex
+from torch_metal_attn.simulator.metal.rewrite import rewrite
 
 
 def rewritten(text, **options):

@@ -24,10 +24,21 @@ def check_tensor(name: str, value: object) -> None:
     refuse_nested(name, value)
 
 
+def check_tensors(**values: object) -> None:
+    for name, value in values.items():
+        check_tensor(name, value)
+
+
 def check_rank(name: str, tensor: Tensor, layout: str) -> None:
     check_tensor(name, tensor)
     if tensor.dim() != layout.count(",") + 1:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
+
+
+def check_integers(name: str, tensor: Tensor, layout: str) -> None:
+    check_rank(name, tensor, layout)
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} has dtype {tensor.dtype}; it must be int32 or int64")
 
 
 def check_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_metal_attn.call.arguments import (
     Window,
     check_rank,
-    check_tensor,
+    check_tensors,
     flag,
     number,
     only_given,
@@ -150,8 +150,7 @@ def _added(
 ) -> dict[str, Tensor]:
     """Both as options of flash_fwd, of one sequence where they are packed."""
     added = only_given(alibi_slopes=alibi_slopes, learnable_sink=learnable_sink)
-    for name, tensor in added.items():
-        check_tensor(name, tensor)
+    check_tensors(**added)
     if alibi_slopes is not None:
         if _differentiated(alibi_slopes):
             raise NotImplementedError(

@@ -4,7 +4,6 @@ Only public functions of torch.distributed are used. Tensors travel through the 
 that gloo serves tensors on mps too.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
-
-# Of the message in which a process describes its arguments, and of an error's text in it.
-_MESSAGE_BYTES = 4096
-_ERROR_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -83,11 +78,11 @@ class Agreement:
             same |= {name: str(value) for name, value in self.same.items()}
             message: dict[str, Any] = {"same": same, "number": self.number}
         else:
-            message = {"error": str(error)[:_ERROR_CHARACTERS]}
-        text = json.dumps(message).encode().ljust(_MESSAGE_BYTES)
-        gathered = self._ring.gather(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            message = {"error": str(error)}
+        messages: list[Any] = [None] * self._ring.processes
+        distributed.all_gather_object(messages, message, group=self._ring.group)
         if error is None:
-            self._compare([json.loads(bytes(each.tolist())) for each in gathered])
+            self._compare(messages)
 
     def _compare(self, messages: list[dict[str, Any]]) -> None:
         for rank, each in enumerate(messages):

@@ -9,10 +9,9 @@ import hashlib
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_rank
+from torch_metal_attn.call.arguments import check_integers
 
 Spans = list[list[range]]  # of each sequence, the rows that a process holds, counted in it
 
@@ -24,9 +23,7 @@ def check_layout(layout: object) -> None:
 
 def bounds_of(cu_seqlens: Tensor) -> list[int]:
     """The values of cu_seqlens, checked."""
-    check_rank("cu_seqlens", cu_seqlens, "(sequences + 1)")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}; it must be int32 or int64")
+    check_integers("cu_seqlens", cu_seqlens, "(sequences + 1)")
     bounds: list[int] = cu_seqlens.tolist()
     if not bounds or bounds[0] != 0:
         raise ValueError(f"cu_seqlens starts with {bounds[:1]}; it must start with 0")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torch_metal_attn.call.arguments import check_tensor
+from torch_metal_attn.call.arguments import check_tensor, check_tensors
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -74,8 +74,7 @@ def unpad_input_for_concatenated_sequences(
         ValueError: another shape; lengths that are not integers, negative, or longer than the row.
     """
     lengths = attention_mask_in_length
-    check_tensor("hidden_states", hidden_states)
-    check_tensor("attention_mask_in_length", lengths)
+    check_tensors(hidden_states=hidden_states, attention_mask_in_length=lengths)
     shape = hidden_states.shape[:2]
     if lengths.shape != shape:
         raise ValueError(
@@ -98,7 +97,6 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undo `unpad_input`: (T, ...) and `indices` (T,) to (batch, seqlen, ...), padding 0."""
-    check_tensor("hidden_states", hidden_states)
-    check_tensor("indices", indices)
+    check_tensors(hidden_states=hidden_states, indices=indices)
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *hidden_states.shape[1:])

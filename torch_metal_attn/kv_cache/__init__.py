@@ -4,8 +4,10 @@
 `StaticKVCache` has one row of fixed length per sequence. `flash_attn_with_kvcache` and
 `flash_attn_varlen_func` take the tensors of both. New rows are written by `append_kv`.
 `LatentCache` and `StaticLatentCache` are the same for multi-head latent attention (MLA).
+`CascadePlan` lets a batch read the pages that its sequences share once.
 """
 
+from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.latent import LatentCache, StaticLatentCache
 from torch_metal_attn.kv_cache.paged import PagedKVCache
 from torch_metal_attn.kv_cache.pages import CacheFull
@@ -14,6 +16,7 @@ from torch_metal_attn.kv_cache.storage import LayerCache
 
 __all__ = [
     "CacheFull",
+    "CascadePlan",
     "LatentCache",
     "LayerCache",
     "PagedKVCache",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import integers, natural, whole
 from torch_metal_attn.call.options import options_of
+from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
 from torch_metal_attn.kv_cache.storage import LayerCache, Storage
 from torch_metal_attn.kv_cache.trees import Rows, checked_paths, each, moves, rows_of_ints
@@ -353,6 +354,26 @@ class PagedKVCache:
             table = self._storage.indices([page for row in rows for page in row])
             self._table = list(ids), table.view(len(rows), width)
         return self._table[1]
+
+    def cascade(
+        self, ids: Sequence[int], q_length: int = 1, layer: int = 0, **options: Any
+    ) -> CascadePlan:
+        """Which pages these sequences share, for a step that attends to rows already written.
+
+        Made once for all layers, if each has as many rows as `layer`. q_length: queries of each
+        sequence. options: causal, window_size and min_pages of `CascadePlan`.
+        """
+        self._storage.check_layer(layer)
+        sequences = self._of(ids)
+        width = max([0, *(len(sequence.pages) for sequence in sequences)])
+        return CascadePlan(
+            [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences],
+            [sequence.lengths[layer] for sequence in sequences],
+            self.page_size,
+            q_length,
+            device=self._storage.device,
+            **options,
+        )
 
     def seqlens(self, ids: Sequence[int], layer: int = 0) -> Tensor:
         """(B,) int32 on the cache's device: the rows of each sequence in a layer."""

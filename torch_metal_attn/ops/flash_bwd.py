@@ -153,6 +153,31 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, how
     return rotate(heads_first, cos[rows], sin[rows], how)[0].transpose(0, 1)
 
 
+def weighted_loss(
+    dout: Tensor,
+    results: tuple[Tensor, Tensor],
+    softmax_lse: Tensor,
+    delta: Tensor,
+    normalisers: Tensor | float,
+    packed: bool,
+) -> Tensor:
+    """A loss with the kernels' gradients: P = exp(scores - softmax_lse) for the given softmax_lse.
+
+    results: the reference's own out and lse. With w = exp(lse - softmax_lse), which is 1 if the two
+    are the same, the derivatives of sum(w * (dout . out - delta)) are those: of a score
+    P * (dout . v - delta), of v P * dout, and with normalisers these times a row's.
+    """
+    out, lse = results
+    excess = (lse - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
+    return (excess.exp() * normalisers * (row_sums(dout, out, packed) - delta)).sum()
+
+
+def row_sums(a: Tensor, b: Tensor, packed: bool) -> Tensor:
+    """rowsum(a * b) in the layout of softmax_lse."""
+    sums = (a.float() * b.float()).sum(-1)
+    return sums.T if packed else sums
+
+
 def _reference_gradients(
     oracle: Callable[..., tuple[Tensor, Tensor]],
     dout: Tensor,
@@ -166,18 +191,8 @@ def _reference_gradients(
     exact_delta: bool = False,
     **options: Any,
 ) -> Gradients:
-    """What the kernels compute, with P = exp(scores - softmax_lse) for the softmax_lse given.
-
-    With the reference's own out and lse and w = exp(lse - softmax_lse), which is 1 if the two are
-    the same, the derivatives of sum(w * (dout . out - delta)) are those: of a score P * (dout . v -
-    delta), of v P * dout. With exact_delta `delta` is that of the reference's out, in float32, and
-    P is multiplied by the normalisers.
-    """
-
-    def row_sums(a: Tensor, b: Tensor) -> Tensor:
-        sums = (a.float() * b.float()).sum(-1)
-        return sums.T if packing else sums
-
+    """What the kernels compute. With exact_delta `delta` is that of the reference's float32 out."""
+    packed = bool(packing)
     options = {n: x.detach() if isinstance(x, Tensor) else x for n, x in options.items()}
     leaves = [x.detach().float() for x in (q, k, v)]
     interleaved = options.pop("rotary_interleaved", False)
@@ -189,15 +204,13 @@ def _reference_gradients(
     with differentiating():
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         own_out, own_lse = oracle(*leaves, *packing, **options)
-        delta = row_sums(dout, own_out.detach() if exact_delta else out)
+        delta = row_sums(dout, own_out.detach() if exact_delta else out, packed)
         if dlse is not None:
             delta = delta - dlse
-        excess = (own_lse - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
-        weight = excess.exp()
-        normalisers = 1 / weight.detach()
-        if exact_delta:
-            weight = weight * normalisers
-        loss = (weight * (row_sums(dout, own_out) - delta)).sum()
+        excess = (own_lse.detach() - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
+        normalisers = 1 / excess.exp()
+        scale = normalisers if exact_delta else 1.0
+        loss = weighted_loss(dout, (own_out, own_lse), softmax_lse, delta, scale, packed)
         if loss.requires_grad:
             found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         else:  # packed, and no sequence

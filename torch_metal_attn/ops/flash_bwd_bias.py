@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.fake import NAMESPACES, register_fake
-from torch_metal_attn.ops.flash_bwd import differentiating, register_autograd
+from torch_metal_attn.ops.flash_bwd import differentiating, register_autograd, weighted_loss
 from torch_metal_attn.reference import attention, varlen_attention
 
 _Reference = Callable[..., tuple[Tensor, Tensor]]
@@ -25,10 +25,6 @@ def _bias_name(options: dict[str, Any]) -> str:
     """The name of the option that is the bias."""
     mask = options.get("attn_mask")
     return "attn_mask" if mask is not None and mask.is_floating_point() else "attn_bias"
-
-
-def _slopes_name(options: dict[str, Any]) -> str:
-    return "alibi_slopes"
 
 
 def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]], str]) -> None:
@@ -48,12 +44,7 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
 def _reference_gradient(
     oracle: _Reference, option: str, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Tensor:
-    """What the kernel computes, with P = exp(scores - softmax_lse) for the softmax_lse given.
-
-    With the reference's own out and lse and w = exp(lse - softmax_lse), which is 1 if the two are
-    the same, the derivative of sum(w * (dout . out - delta)) is that: of a score
-    P * (dout . v - delta), and with normalisers that times a row's.
-    """
+    """What the kernel computes."""
     dout, q, k, v, softmax_lse, delta, *packing = (
         x.detach() if isinstance(x, Tensor) else x for x in arguments
     )
@@ -63,11 +54,9 @@ def _reference_gradient(
     with differentiating():
         # In float32: torch would add up the shares of blocks of queries in the option's dtype.
         leaf = value.to(torch.float32, copy=True).requires_grad_()
-        out, lse = oracle(q.float(), k.float(), v.float(), *packing, **(options | {option: leaf}))
-        product = (dout.float() * out).sum(-1)
-        excess = (lse - softmax_lse).masked_fill(softmax_lse == -torch.inf, 0.0)
-        weight = excess.exp() * (1.0 if normalisers is None else normalisers)
-        loss = (weight * ((product.T if packing else product) - delta)).sum()
+        found = oracle(q.float(), k.float(), v.float(), *packing, **(options | {option: leaf}))
+        scale = 1.0 if normalisers is None else normalisers
+        loss = weighted_loss(dout, found, softmax_lse, delta, scale, bool(packing))
         if not loss.requires_grad:  # packed, and no sequence
             return torch.zeros_like(value, memory_format=torch.contiguous_format)
         (gradient,) = torch.autograd.grad(loss, leaf)
@@ -79,4 +68,4 @@ for _prefix, _oracle in (
     ("flash_varlen_", varlen_attention),
 ):
     _register(f"{_prefix}bwd_bias", _oracle, _bias_name)
-    _register(f"{_prefix}bwd_slopes", _oracle, _slopes_name)
+    _register(f"{_prefix}bwd_slopes", _oracle, lambda options: "alibi_slopes")

@@ -13,15 +13,16 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from . import cache, diagnostics, parameter_types, toolchain, versions
-from .batches import batch_products
-from .constants import ConstantValue, FunctionConstant
-from .instrument import Frame, Site, instrument, with_padded_variables
-from .ir import with_bool_elements
-from .kernels import Kernel, Parameter, entries
-from .lexer import END_OF_SHIM, MARKER, MetalSourceError
+from . import cache, diagnostics, parameter_types, toolchain
+from .llvm.batches import batch_products
+from .llvm.instrument import Frame, Site, instrument, with_padded_variables
+from .llvm.ir import with_bool_elements
+from .metal import versions
+from .metal.constants import ConstantValue, FunctionConstant
+from .metal.kernels import Kernel, Parameter, entries
+from .metal.lexer import END_OF_SHIM, MARKER, MetalSourceError
+from .metal.rewrite import rewrite
 from .parameter_types import ParameterType
-from .rewrite import rewrite
 
 __tracebackhide__ = diagnostics.hides_frames
 HERE = Path(__file__).parent
@@ -66,8 +67,8 @@ PLAIN = """-O2 -fsanitize=return,local-bounds -fno-sanitize-recover=return
 CHECKED = """-O1 -gline-tables-only -gno-column-info -fno-vectorize -fno-slp-vectorize
     -fsanitize=thread -mllvm -tsan-instrument-func-entry-exit=0
     -mllvm -tsan-instrument-read-before-write=1 -mllvm -disable-vector-combine""".split()
-# undefined.py turns the sanitizer's calls into calls to the engine. Builds that only count leave
-# this out, as it would be counted.
+# llvm/undefined.py turns the sanitizer's calls into calls to the engine. Builds that only count
+# leave this out, as it would be counted.
 UNDEFINED = """-DMSL_UNDEFINED -fsanitize=array-bounds,integer-divide-by-zero,float-cast-overflow
     -fsanitize=shift-exponent,return,unreachable
     -fno-sanitize-recover=array-bounds,integer-divide-by-zero,float-cast-overflow,shift-exponent
@@ -176,7 +177,8 @@ class Program:
 @lru_cache(maxsize=1)
 def _own_digest() -> str:
     """A digest that changes whenever the pipeline or the shim does."""
-    ours = sorted([*HERE.glob("*.py"), *SHIM.rglob("*")])
+    python = (path for folder in (".", "metal", "llvm") for path in HERE.glob(f"{folder}/*.py"))
+    ours = sorted([*python, *SHIM.rglob("*")])
     return cache.digest(part for p in ours if p.is_file() for part in (p.name, p.read_bytes()))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from . import unsupported
+from .metal import unsupported
 
 MOST_LINES = 60
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from .arithmetic import ALWAYS, COUNTS
 from .build import Image
 from .diagnostics import KernelError, hides_frames, in_metal
-from .instrument import Site
-from .kernels import Kernel
+from .llvm.instrument import Site
+from .llvm.operations import ALWAYS, COUNTS
+from .metal.kernels import Kernel
 from .tensors import DEFAULT_MODEL, LANE_MAPS, TensorModel
 
 __tracebackhide__ = hides_frames

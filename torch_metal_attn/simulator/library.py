@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from . import engine, parameter_types, runs, versions
+from . import engine, parameter_types, runs
 from .build import Program, build
-from .constants import ConstantValue
 from .diagnostics import hides_frames
 from .engine import Buffer, Counters
-from .kernels import Kernel, Parameter
+from .metal import versions
+from .metal.constants import ConstantValue
+from .metal.kernels import Kernel, Parameter
 from .parameter_types import CASTS, ParameterType
 from .tensors import DEFAULT_MODEL, tensor_model
 from .threadgroup_memory import threadgroup_bytes

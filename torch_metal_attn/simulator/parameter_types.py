@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .constants import FLOATS, INTEGER_RANGES
 from .diagnostics import hides_frames
-from .kernels import Kernel, Parameter
+from .metal.constants import FLOATS, INTEGER_RANGES
+from .metal.kernels import Kernel, Parameter
 
 __tracebackhide__ = hides_frames
 # In the order of shim/__msl_parameters.h; "" is any other type, such as a struct.
@@ -96,8 +96,8 @@ def check_tensor(
         wanted = DTYPE_OF[expected.scalar]
         convert = "torch.view_as_real(tensor)" if complex else f".to({wanted})"
         raise TypeError(
-            f"{kernel}: argument {parameter.index} is a tensor of {_name(tensor.dtype)}; "
-            f"{parameter.declared} needs {_name(wanted)}. Convert it with {convert}, or pass "
+            f"{kernel}: argument {parameter.index} is a tensor of {name_of(tensor.dtype)}; "
+            f"{parameter.declared} needs {name_of(wanted)}. Convert it with {convert}, or pass "
             ".view(torch.uint8) to reinterpret its bytes"
         )
 
@@ -119,8 +119,8 @@ def check_numbers(
         return
     if scalar and not _alike(given, scalar):
         raise TypeError(
-            f"{what}, passed as {_name(numbers.dtype)}; {parameter.declared} needs "
-            f"{_name(DTYPE_OF[scalar])}: {_advice(parameter.index, scalar)}"
+            f"{what}, passed as {name_of(numbers.dtype)}; {parameter.declared} needs "
+            f"{name_of(DTYPE_OF[scalar])}: {_advice(parameter.index, scalar)}"
         )
     size = numbers.numel() * numbers.element_size()
     if expected.is_reference and size not in (expected.bytes, expected.unpadded_bytes):
@@ -155,5 +155,5 @@ def _advice(index: int, scalar: str) -> str:
     return f"pass {'a float' if scalar == 'float' else 'an int'} without a cast"
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

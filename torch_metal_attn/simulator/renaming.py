@@ -10,13 +10,22 @@ _OWN_PACKAGES = ("torch", __name__.partition(".")[0])
 
 
 class Renaming:
-    """Replaces a function in all modules but torch's and this package's, until `undo`."""
+    """Replaces a function in all modules but torch's and this package's, until `undo`.
 
-    def __init__(self, original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    owner: a module of torch whose name for it is replaced too.
+    """
+
+    def __init__(
+        self,
+        original: Callable[..., Any],
+        replacement: Callable[..., Any],
+        owner: ModuleType | None = None,
+    ) -> None:
         self._original, self._replacement = original, replacement
         self._places: list[tuple[dict[str, Any], str]] = []  # a module's names, and one of them
         for module_name, module in list(sys.modules.items()):
-            if not isinstance(module, ModuleType) or module_name.split(".")[0] in _OWN_PACKAGES:
+            is_own = module_name.split(".")[0] in _OWN_PACKAGES and module is not owner
+            if not isinstance(module, ModuleType) or is_own:
                 continue
             names = vars(module)
             for name, value in list(names.items()):

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from . import lint, versions
+from . import lint
 from .diagnostics import hides_frames
 from .library import ShaderLibrary, compile_shader
+from .metal import versions
 from .renaming import Renaming
 
 __tracebackhide__ = hides_frames
-_ATTRIBUTE = "compile_shader"  # of torch.mps
 
 
 @dataclass(eq=False)
@@ -30,7 +30,6 @@ class _Block:
 _lock = threading.Lock()  # of all that follows but _of_thread
 _open = 0  # in all threads
 _process_wide: tuple[_Block, ...] = ()
-_replacement: Any = None
 _renaming: Renaming | None = None
 _of_thread: ContextVar[_Block | None] = ContextVar("torch_metal_attn_compile_shader", default=None)
 
@@ -71,31 +70,24 @@ def replacing_compile_shader(
 
 
 def _install(block: _Block, process_wide: bool) -> None:
-    global _open, _process_wide, _replacement, _renaming
+    global _open, _process_wide, _renaming
     with _lock:
         if process_wide:
             _process_wide = (*_process_wide, block)
         _open += 1
-        if _open == 1:
-            original = getattr(torch.mps, _ATTRIBUTE)
-            _replacement = _replacement_of(original)
-            setattr(torch.mps, _ATTRIBUTE, _replacement)
-            _renaming = Renaming(original, _replacement)
+        if _renaming is None:
+            original = torch.mps.compile_shader
+            _renaming = Renaming(original, _replacement_of(original), torch.mps)
 
 
 def _uninstall(block: _Block) -> None:
-    global _open, _process_wide, _replacement, _renaming
+    global _open, _process_wide, _renaming
     with _lock:
         _process_wide = tuple(other for other in _process_wide if other is not block)
         _open -= 1
-        if _open > 0:
-            return
-        # Other code may have wrapped our function meanwhile: then it stays.
-        if getattr(torch.mps, _ATTRIBUTE) is _replacement:
-            setattr(torch.mps, _ATTRIBUTE, _replacement.__wrapped__)
-        if _renaming is not None:
+        if _open == 0 and _renaming is not None:
             _renaming.undo()
-        _replacement = _renaming = None
+            _renaming = None
 
 
 def _replacement_of(original: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from . import versions
 from .diagnostics import hides_frames
 from .engine import Counters
+from .metal import versions
 from .recording import RecordedLaunch
 from .tensors import DEFAULT_MODEL, TensorModel, tensor_model
 
@@ -28,6 +28,10 @@ class LaunchRecord:
     grid: tuple[int, ...]  # threads
     group_size: tuple[int, ...]
     seconds: float
+
+
+# What has no effect on launches that are only recorded.
+_OF_KERNELS = ("count", "check", "seed", "workers", "step_limit", "language", "tensors")
 
 
 @dataclass
@@ -51,20 +55,12 @@ class Run:
     def __post_init__(self) -> None:
         if self.uninitialised and not self.checked:
             raise ValueError("uninitialised is given without check=True, which finds the reads")
-        for name in ("count", "check", "seed", "workers", "step_limit"):
-            if self.record and getattr(self, name):
+        for name in _OF_KERNELS if self.record else ():
+            if getattr(self, name) != getattr(Run, name):
+                given = name if name != "tensors" else "lane_map or relaxed_precision"
                 raise ValueError(
-                    f"record=True runs no kernel, so {name} has no effect; leave it out"
+                    f"record=True runs no kernel, so {given} has no effect; leave it out"
                 )
-        if self.record and self.language != versions.DEFAULT:
-            raise ValueError(
-                "record=True compiles nothing, so language has no effect; leave it out"
-            )
-        if self.record and self.tensors != DEFAULT_MODEL:
-            raise ValueError(
-                "record=True runs no kernel, so lane_map and relaxed_precision have no effect; "
-                "leave them out"
-            )
         for index, tensor in enumerate(self.uninitialised):
             _forget(f"uninitialised[{index}]", tensor, self._initialised)
 

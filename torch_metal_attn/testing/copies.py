@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_metal_attn.quantisation import BLOCK, FORMATS, dequantise, quantise
 from torch_metal_attn.testing.case import Case, Prepared, field, layout, one_of
-from torch_metal_attn.testing.judge import Measure, same_bits
+from torch_metal_attn.testing.judge import Measure, same_bits, worst
 from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of, numbers
 
 
@@ -142,7 +142,4 @@ def _judge(case: Quantised, x: Tensor, found: Tensor) -> list[Measure]:
             bound = amax / 16 * (1 + 2**-7) + 2**-22
             bound = torch.where(alike, bound, 2 * bound)
         bound = bound.expand_as(blocks).flatten(-2)
-    if not x.numel():
-        return [Measure("values", 0.0, 0.0)]
-    place = (error / bound).argmax()
-    return [Measure("values", error.flatten()[place].item(), bound.flatten()[place].item())]
+    return [worst("values", error, bound)]

@@ -68,14 +68,12 @@ def near(
     """
     if found.shape != exact.shape:
         raise AssertionError(f"{what} has shape {tuple(found.shape)} and not {tuple(exact.shape)}")
-    if found.numel() == 0:
-        return Measure(what, 0.0, 0.0)
     exact = exact.cpu()
     size = exact.abs().nan_to_num(0.0, 0.0, 0.0)
     info = torch.finfo(found.dtype)
     rounding = (ROUNDING[found.dtype] * size).clamp_min(info.smallest_normal * info.eps / 2)
-    bound = 2 * torchs + rounding + ACCUMULATION * size.max() + slack
-    return _worst(what, apart(found, exact), bound)
+    bound = 2 * torchs + rounding + ACCUMULATION * largest(exact) + slack
+    return worst(what, apart(found, exact), bound)
 
 
 def near_statistic(
@@ -85,11 +83,9 @@ def near_statistic(
 
     slack: what is also allowed, one number or one per element.
     """
-    if found.numel() == 0:
-        return Measure(what, 0.0, 0.0)
     exact = exact.cpu().double()
     bound = rounding * (1 + exact.abs().nan_to_num(0, 0, 0)) + slack
-    return _worst(what, apart(found, exact), bound)
+    return worst(what, apart(found, exact), bound)
 
 
 def same_bits(what: str, found: Tensor, expected: Tensor) -> Measure:
@@ -107,7 +103,10 @@ def same_bits(what: str, found: Tensor, expected: Tensor) -> Measure:
     return Measure(f"{what}, bytes that differ", differ, 0.0)
 
 
-def _worst(what: str, error: Tensor, bound: Tensor) -> Measure:
+def worst(what: str, error: Tensor, bound: Tensor) -> Measure:
+    """The element that is nearest to its bound, or furthest beyond it."""
+    if error.numel() == 0:
+        return Measure(what, 0.0, 0.0)
     place = (error / bound.clamp_min(torch.finfo(torch.float64).tiny)).argmax()
     return Measure(what, error.flatten()[place].item(), bound.flatten()[place].item())
 

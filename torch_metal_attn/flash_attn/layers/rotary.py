@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_metal_attn.rope as rope
-from torch_metal_attn.call.arguments import check_tensor, flag, whole
+from torch_metal_attn.call.arguments import check_integers, check_tensors, flag, whole
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.reference import rotate_pairs
 
@@ -95,8 +95,7 @@ def apply_rotary_emb_torch(
     Raises:
         ValueError: a table has another size.
     """
-    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
-        check_tensor(name, tensor)
+    check_tensors(x=x, cos=cos, sin=sin)
     for name, table in (("cos", cos), ("sin", sin)):
         if 2 * table.shape[-1] > x.shape[-1] or table.shape[-2:-1] != x.shape[-3:-2]:
             raise ValueError(
@@ -131,8 +130,7 @@ def apply_rotary_emb(
     Raises:
         ValueError: a shape, dtype or offset that `metal_attn::rope` does not support.
     """
-    for name, tensor in (("x", x), ("cos", cos), ("sin", sin)):
-        check_tensor(name, tensor)
+    check_tensors(x=x, cos=cos, sin=sin)
     packed = cu_seqlens is not None
     layout = "with cu_seqlens it must be (T, H, D)" if packed else "it must be (B, L, H, D)"
     if x.dim() != 4 - packed:
@@ -187,8 +185,7 @@ def apply_rotary_emb_qkv_(
         ValueError: another shape; num_heads_q is missing, not needed, or does not leave as many
             heads for k as for v; tables that differ; what `metal_attn::rope` does not support.
     """
-    for name, tensor in (("qkv", qkv), ("cos", cos), ("sin", sin)):
-        check_tensor(name, tensor)
+    check_tensors(qkv=qkv, cos=cos, sin=sin)
     _check_heads(qkv, num_heads_q)
     _check_own_tables(cos, cos_k, sin_k)
     options = _offset_options(seqlen_offsets, qkv.shape[0], qkv.shape[1])
@@ -216,8 +213,7 @@ def apply_rotary_emb_kv_(
     Raises:
         ValueError: another shape, or what `metal_attn::rope` does not support.
     """
-    for name, tensor in (("kv", kv), ("cos", cos), ("sin", sin)):
-        check_tensor(name, tensor)
+    check_tensors(kv=kv, cos=cos, sin=sin)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv has shape {tuple(kv.shape)}; it must be (B, L, 2, H, D)")
     options = _offset_options(seqlen_offsets, kv.shape[0], kv.shape[1])
@@ -389,10 +385,7 @@ def _offset_options(seqlen_offsets: int | Tensor, batch: int, length: int) -> di
 
 
 def _check_offsets(seqlen_offsets: Tensor, batch: int) -> None:
-    if seqlen_offsets.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"seqlen_offsets has dtype {seqlen_offsets.dtype}; it must be int32 or int64"
-        )
+    check_integers("seqlen_offsets", seqlen_offsets, "(B)")
     if seqlen_offsets.shape != (batch,):
         raise ValueError(
             f"seqlen_offsets has shape {tuple(seqlen_offsets.shape)}; it must be ({batch},)"
@@ -401,11 +394,9 @@ def _check_offsets(seqlen_offsets: Tensor, batch: int) -> None:
 
 def _packed_positions(tokens: int, cu_seqlens: Tensor, seqlen_offsets: int | Tensor) -> Tensor:
     """Position of each packed token: (T) int64."""
-    check_tensor("cu_seqlens", cu_seqlens)
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens has dtype {cu_seqlens.dtype}; it must be int32 or int64")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; it must be (B + 1,)")
+    check_integers("cu_seqlens", cu_seqlens, "(B + 1)")
+    if cu_seqlens.shape[0] < 1:
+        raise ValueError("cu_seqlens has shape (0,); it must be (B + 1)")
     if cu_seqlens.device.type == "cpu" and not isinstance(cu_seqlens, torch._subclasses.FakeTensor):
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends != sorted(ends) or ends[-1] > tokens:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 
 from ..build import Image
-from ..kernels import Kernel
+from ..metal.kernels import Kernel
 from ..threadgroup_memory import LIMIT, threadgroup_bytes
 from . import source
 

@@ -9,8 +9,8 @@ import torch
 
 from ..build import ShaderCompileError
 from ..engine import Counters
-from ..kernels import Parameter
 from ..library import ShaderKernel, ShaderLibrary
+from ..metal.kernels import Parameter
 from ..parameter_types import ParameterType
 from ..tensors import FAMILIES, RELAXED
 from . import source, values

@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from .. import versions
 from ..build import SOURCE_NAME
-from ..constants import ConstantValue
 from ..library import ShaderLibrary, compile_shader
 from ..lint import Finding, lint_source
+from ..metal import versions
+from ..metal.constants import ConstantValue
 from .values import BadRequest
 
 

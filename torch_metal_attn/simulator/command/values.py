@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..constants import FLOATS, INTEGER_RANGES
-from ..kernels import Parameter
-from ..parameter_types import DTYPE_OF, SCALAR_OF, ParameterType
+from ..metal.constants import FLOATS, INTEGER_RANGES
+from ..metal.kernels import Parameter
+from ..parameter_types import DTYPE_OF, SCALAR_OF, ParameterType, name_of
 
 SYNTAX = """values of --arg:
   FILL:SHAPE[:DTYPE]   a tensor: randn:5x100, arange:16, nan:5:float16, 0:4x4
@@ -21,7 +21,7 @@ SYNTAX = """values of --arg:
 A DTYPE has torch's name or Metal's. It can be left out where the kernel
 declares it."""
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_OF.values()} | DTYPE_OF
+DTYPES = {name_of(dtype): dtype for dtype in DTYPE_OF.values()} | DTYPE_OF
 SHAPE = re.compile(r"\d+(x\d+)*")
 FILE_SUFFIXES = (".npy", ".pt")
 
@@ -100,7 +100,7 @@ def _filled(text: str, expected: ParameterType) -> torch.Tensor | None:
     elif fill == "arange" or dtype in _FLOATING:
         flat = _FILLS[fill](count).to(dtype)
     else:
-        raise BadRequest(f"{fill} needs a floating-point dtype, and this is {_name(dtype)}")
+        raise BadRequest(f"{fill} needs a floating-point dtype, and this is {name_of(dtype)}")
     return flat.reshape(sizes(shape))
 
 
@@ -144,18 +144,14 @@ def _number(word: str, dtype: torch.dtype) -> int | float | bool:
         try:
             value = int(word, 0)
         except ValueError:
-            raise BadRequest(f"{word!r} must be an integer ({_name(dtype)})") from None
+            raise BadRequest(f"{word!r} must be an integer ({name_of(dtype)})") from None
         if not low <= value <= high:
-            raise BadRequest(f"{word} must be from {low} to {high} ({_name(dtype)})")
+            raise BadRequest(f"{word} must be from {low} to {high} ({name_of(dtype)})")
         return value
     try:
         number = float(word)
     except ValueError:
-        raise BadRequest(f"{word!r} must be a number ({_name(dtype)})") from None
+        raise BadRequest(f"{word!r} must be a number ({name_of(dtype)})") from None
     if FLOATS[scalar] < abs(number) < float("inf"):
-        raise BadRequest(f"{word} must be at most {FLOATS[scalar]:g} ({_name(dtype)})")
+        raise BadRequest(f"{word} must be at most {FLOATS[scalar]:g} ({name_of(dtype)})")
     return number
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

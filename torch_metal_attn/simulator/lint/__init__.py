@@ -11,10 +11,11 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
-from .. import build, diagnostics, toolchain, versions
-from ..lexer import END_OF_SHIM, MetalSourceError, TokenList, lex
+from .. import build, diagnostics, toolchain
 from ..library import torch_headers
-from ..rewrite import rewrite
+from ..metal import versions
+from ..metal.lexer import END_OF_SHIM, MetalSourceError, TokenList, lex
+from ..metal.rewrite import rewrite
 from .finding import Finding
 from .token_rules import check_tokens
 from .tree_rules import HostText, check_tree

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from ..lexer import TokenList
+from ..metal.lexer import TokenList
 from .finding import Finding
 
 BANNED_WORDS = {
@@ -55,11 +55,11 @@ def long_long(tokens: TokenList) -> Iterator[Place]:
 
 
 def kernel_signatures(tokens: TokenList) -> Iterator[Place]:
-    for kernel in _kernels(tokens):
-        words = [tokens.text(i) for i in range(kernel.declared, kernel.opening)]
+    for declared, opening in _kernels(tokens):
+        words = [tokens.text(i) for i in range(declared, opening)]
         if "void" not in words[:-1]:
-            yield kernel.opening - 1, "kernel-returns", f"kernel `{words[-1]}` must return void"
-        for start, end in tokens.split(kernel.opening + 1, tokens.close(kernel.opening)):
+            yield opening - 1, "kernel-returns", f"kernel `{words[-1]}` must return void"
+        for start, end in tokens.split(opening + 1, tokens.close(opening)):
             parameter = [tokens.text(i) for i in range(start, end)]
             if not any(pair == ("[", "[") for pair in pairwise(parameter)):
                 message = f"kernel parameter `{tokens.source(start, end)}` has no [[attribute]]"
@@ -70,12 +70,13 @@ def kernel_signatures(tokens: TokenList) -> Iterator[Place]:
 
 
 def threadgroup_variables(tokens: TokenList) -> Iterator[Place]:
-    bodies = [kernel.body(tokens) for kernel in _kernels(tokens)]
+    braces = [tokens.close(opening) + 1 for _, opening in _kernels(tokens)]
+    bodies = [range(at, tokens.close(at)) for at in braces if tokens.text(at) == "{"]
     for index in tokens.find("threadgroup"):
         declarator = _variable_end(tokens, index)
         if declarator is None:
             continue
-        if not any(start < index < end for start, end in bodies):
+        if not any(index in body for body in bodies):
             message = "a threadgroup variable must be declared in a kernel"
             yield index, "threadgroup-scope", message
         if tokens.text(declarator) != ";":
@@ -132,22 +133,8 @@ def _variable_end(tokens: TokenList, index: int) -> int | None:
     return None
 
 
-class _Kernel:
-    """Token indices of one kernel: the first after `kernel`, and the `(` of its parameters."""
-
-    def __init__(self, declared: int, opening: int) -> None:
-        self.declared = declared
-        self.opening = opening
-
-    def body(self, tokens: TokenList) -> tuple[int, int]:
-        """Indices of the braces around its body; an empty span for a declaration without one."""
-        brace = tokens.close(self.opening) + 1
-        if tokens.text(brace) != "{":
-            return brace, brace
-        return brace, tokens.close(brace)
-
-
-def _kernels(tokens: TokenList) -> Iterator[_Kernel]:
+def _kernels(tokens: TokenList) -> Iterator[tuple[int, int]]:
+    """Of each kernel the first token after `kernel`, and the `(` of its parameters."""
     for index in tokens.find("kernel"):
         at = index + 1
         if tokens.text(index - 1) in ("[", ","):  # [[kernel, ...]] void f(
@@ -159,7 +146,7 @@ def _kernels(tokens: TokenList) -> Iterator[_Kernel]:
             at = tokens.close(at) if tokens.text(at) == "[" else at
             at += 1
         if tokens.text(at) == "(":
-            yield _Kernel(declared, at)
+            yield declared, at
 
 
 def _attribute_start(tokens: TokenList, index: int) -> int:

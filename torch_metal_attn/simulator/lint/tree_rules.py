@@ -13,7 +13,7 @@ from typing import Any
 
 from ..build import in_shim
 from ..diagnostics import in_metal
-from ..lexer import MARKER
+from ..metal.lexer import MARKER
 from .finding import Finding
 
 Node = dict[str, Any]

@@ -140,7 +140,7 @@ struct __if<true, T> {
 #include <__msl_bool.h>
 
 #ifdef MSL_UNDEFINED
-// Bits that nothing has written; `initialised.py` finds what becomes of them.
+// Bits that nothing has written; `llvm/uninitialised.py` finds what becomes of them.
 extern "C" {
 __attribute__((const)) uchar __msl_unset_8(const char* variable);
 __attribute__((const)) ushort __msl_unset_16(const char* variable);

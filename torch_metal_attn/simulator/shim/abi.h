@@ -137,7 +137,7 @@ struct __msl_engine {
   unsigned version;
   __msl_pair (*matrix)(__msl_combine combine, __msl_pair a, __msl_pair b, __msl_pair c,
                        const void* site);
-  // Plain images only: where this lane leaves its elements of a batch's operands (batches.py).
+  // Plain images only: where this lane leaves its elements of a batch's operands (llvm/batches.py).
   void* (*operands)();
   void (*products)(const __msl_product* products, unsigned count, const void* site);
   const __msl_exchange* (*exchange)(__msl_combine combine, unsigned long low, unsigned long high,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torch_metal_attn.runtime.shaders import LANGUAGES, ShaderError, flatten
-from torch_metal_attn.simulator import versions
 from torch_metal_attn.simulator.exit_status import exit_status
 from torch_metal_attn.simulator.lint import Finding, lint_source
+from torch_metal_attn.simulator.metal import versions
 
 from .specialisations import SPECIALISATIONS
 

@@ -8,7 +8,7 @@ from .lexer import TokenList
 NUMBERS = {"3.1": 310, "3.2": 320, "4.0": 400}
 DEFAULT = "3.1"
 LATEST = "4.0"
-METAL_4 = Path(__file__).parent / "shim" / "metal4"  # headers that earlier versions do not have
+METAL_4 = Path(__file__).parents[1] / "shim" / "metal4"  # headers that earlier versions do not have
 
 # Names that headers declare for later versions only, and such headers without `metal_`.
 DECLARED = {

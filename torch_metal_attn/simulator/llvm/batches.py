@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .ir import INSTRUCTION, NAME, VALUE, Function, operand, parse, split
 
-ABI = (Path(__file__).parent / "shim" / "abi.h").read_text()
+ABI = (Path(__file__).parents[1] / "shim" / "abi.h").read_text()
 MOST = int(ABI.partition("#define MSL_MOST_PRODUCTS ")[2].partition("u")[0])
 PRODUCT_BYTES, OPERAND_BYTES = 1024, 256  # of abi.h's __msl_matrices
 

@@ -19,7 +19,7 @@ from .kernels import Kernel, extract_kernels, refuse_argument_buffers
 from .lexer import MetalSourceError, TokenList, join, lex
 from .objects import ADDRESS_SPACES, rewrite_objects, sole_constructors
 from .shifts import check_shifts, find_shifts
-from .unset import unset_variables
+from .unset_variables import unset_variables
 from .unsupported import METHOD, refuse_stages
 from .vectors import name_bool_vectors, rewrite_vectors, type_names
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from .arithmetic import ALWAYS, COUNTS, operation
-from .initialised import WRITE, find_unset
+from ..metal.kernels import ENTRY_PREFIX
 from .ir import DEBUG, LABEL, NAME, Function, debug, layout, parse
-from .kernels import ENTRY_PREFIX
+from .operations import ALWAYS, COUNTS, operation
 from .undefined import SITE, find_undefined
+from .uninitialised import WRITE, find_unset
 
 ALIGNMENT_UNKNOWN = 2
 

@@ -1,0 +1,304 @@
+"""CascadePlan: shared pages are read once, and the results are those of each sequence alone."""
+
+import random
+
+import pytest
+import torch
+
+from tests.helpers.cases import each_case
+from torch_metal_attn import flash_attn_with_kvcache, reference
+from torch_metal_attn.kv_cache import CascadePlan, LatentCache, PagedKVCache, cascade
+from torch_metal_attn.quantisation import FORMATS
+from torch_metal_attn.simulator import simulate
+
+PAGE, HEADS, KV_HEADS, D = 4, 4, 2, 32
+
+
+def normal(*shape, seed=0, dtype=torch.float16):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def caches(pages, page=PAGE, head_dim=D, kv_heads=KV_HEADS, dtype=torch.float16):
+    return (normal(pages, page, kv_heads, head_dim, seed=seed, dtype=dtype) for seed in (1, 2))
+
+
+# Block tables and lengths, the levels' sequences with their pages, and the keys that are read.
+TREES = {
+    "one prefix": (
+        [[5, 6, 0, 0], [5, 6, 1, 0], [5, 6, 2, 3]],
+        [9, 12, 14],
+        [[((0, 1, 2), 0, 2)]],
+        8 + 1 + 4 + 6,
+    ),
+    "a tree": (
+        [[5, 6, 0, 0], [5, 6, 0, 1], [5, 7, 2, 0], [5, 7, 2, 3], [9, 4, 0, 0]],
+        [12, 16, 10, 13, 8],
+        [[((0, 1, 2, 3), 0, 1)], [((0, 1), 1, 3), ((2, 3), 1, 2)]],
+        4 + 8 + 4 + 0 + 4 + 2 + 5 + 8,
+    ),
+    "two prefixes": (
+        [[1, 2, 3], [4, 5, 6], [1, 2, 7], [4, 5, 8]],
+        [9, 9, 12, 10],
+        [[((0, 2), 0, 2), ((1, 3), 0, 2)]],
+        8 + 1 + 4 + 8 + 1 + 2,
+    ),
+    "nothing": ([[1, 2], [3, 4]], [8, 7], [], 15),
+    "one of no keys": ([[1, 2], [1, 3], [1, 2]], [0, 8, 8], [[((1, 2), 0, 1)]], 4 + 4 + 4),
+    "a page that is not full": ([[1, 2], [1, 2]], [6, 7], [[((0, 1), 0, 1)]], 4 + 2 + 3),
+    "the same sequence twice": ([[1, 2], [1, 2]], [8, 8], [[((0, 1), 0, 2)]], 8),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_plan(name):
+    table, lengths, levels, keys = TREES[name]
+    plan = CascadePlan(torch.tensor(table), torch.tensor(lengths), PAGE)
+    found = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]
+    assert found == levels
+    assert plan.keys_read == keys
+    assert plan.keys_alone == sum(lengths)
+
+
+def expected(q, k_cache, v_cache, table, lengths, **options):
+    """Each sequence alone, in float64."""
+    rows = []
+    for b, length in enumerate(lengths):
+        pages = torch.tensor(table[b])
+        k, v = (x.cpu()[pages].flatten(0, 1)[:length].transpose(0, 1) for x in (k_cache, v_cache))
+        out, _ = reference.attention(
+            q[b : b + 1].cpu().double().transpose(1, 2),
+            k[None].double(),
+            v[None].double(),
+            **options,
+        )
+        rows.append(out.transpose(1, 2))
+    return torch.cat(rows)
+
+
+def check(table, lengths, device, q_length=1, window=(-1, -1), causal=True, sink=None, **options):
+    """At most twice the error of the call without a plan, and rounding."""
+    pages = max(max(row) for row in table) + 1
+    k_cache, v_cache = (x.to(device) for x in caches(pages))
+    q = normal(len(table), q_length, HEADS, D, seed=3).to(device)
+    given = {"causal": causal, "window_size": window}
+    table_there = torch.tensor(table, dtype=torch.int32, device=device)
+    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    plan = CascadePlan(table_there, seqlens, PAGE, q_length, **given)
+    sinks = {} if sink is None else {"learnable_sink": sink.to(device)}
+    out = plan.attend(q, k_cache, v_cache, **options, **sinks)
+    alone = flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens=seqlens,
+        block_table=table_there,
+        **given,
+        **options,
+        **sinks,
+    )
+    left, right = window
+    limits = {"window_size_left": left, "window_size_right": 0 if causal else right}
+    exact = expected(q, k_cache, v_cache, table, lengths, learnable_sink=sink, **limits, **options)
+    error, own = ((x.cpu().double() - exact).abs().max() for x in (out, alone))
+    assert error <= 2 * own + 2**-11 * exact.abs().max()
+    return plan
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_values(name, device):
+    table, lengths, _, _ = TREES[name]
+    check(table, lengths, device)
+
+
+OPTIONS = {
+    "several queries": {"q_length": 3},
+    "more queries than the last page has keys": {"q_length": 7},
+    "not causal": {"q_length": 3, "causal": False},
+    "keys to the right": {"q_length": 3, "causal": False, "window": (-1, 1)},
+    "a window that hides keys": {"window": (6, 0), "q_length": 2},
+    "a window that hides nothing": {"window": (15, 0), "q_length": 2},
+    "a sink": {"sink": torch.tensor([0.0, 1.0, -1.0, 3.0])},
+    "softcap and scale": {"softcap": 2.0, "softmax_scale": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, device):
+    table, lengths, _, _ = TREES["a tree"]
+    plan = check(table, lengths, device, **OPTIONS[name])
+    assert bool(plan.levels) == (name != "a window that hides keys" or min(lengths) < 6)
+
+
+def test_any_tree():
+    """Random trees, by the float64 of each sequence."""
+    draw = random.Random(0)
+    for _ in range(30):
+        table = [[draw.randint(0, 1) + 2 * i for i in range(5)] for _ in range(draw.randint(1, 7))]
+        q_length = draw.randint(1, 5)
+        lengths = [draw.randint(q_length, 20) for _ in table]
+        window = draw.choice([(-1, -1), (-1, -1), (draw.randint(3, 20), -1)])
+        check(table, lengths, "cpu", q_length, window, draw.random() < 0.7)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_paged_cache(format, layout, device):
+    """Of forks, quantised."""
+    cache = PagedKVCache(
+        24, PAGE, KV_HEADS, D, num_layers=2, format=format, layout=layout, device=device
+    )
+    first = cache.allocate()
+    for layer in range(2):
+        k, v = normal(2, 1, KV_HEADS, 18, D, seed=layer).to(device)
+        cache.append([first], k, v, layer)
+    ids = [first, cache.fork(first), cache.fork(first)]
+    for layer in range(2):
+        k, v = normal(2, 3, KV_HEADS, 5, D, seed=layer + 5).to(device)
+        cache.append(ids, k, v, layer)
+    plan = cache.cascade(ids, q_length=2)
+    assert [[(s.sequences, s.end) for s in level] for level in plan.levels] == [[((0, 1, 2), 4)]]
+    q = normal(3, 2, HEADS, D, seed=9).to(device)
+    for layer, tensors in enumerate(cache.layers):
+        scales = {"k_scale": tensors.k_scale, "v_scale": tensors.v_scale}
+        out = plan.attend(q, tensors.k_cache, tensors.v_cache, **scales)
+        alone = flash_attn_with_kvcache(
+            q,
+            tensors.k_cache,
+            tensors.v_cache,
+            cache_seqlens=cache.seqlens(ids, layer),
+            block_table=cache.block_table(ids),
+            causal=True,
+            **scales,
+        )
+        assert (out - alone).abs().max() <= 2e-3
+
+
+def test_latents(device):
+    """Values in the keys, 3 sequences of 4 heads over one latent head."""
+    cache = LatentCache(24, PAGE, 64, 32, device=device)
+    first = cache.allocate()
+    cache.append([first], normal(1, 1, 18, 96).to(device))
+    ids = [first, cache.fork(first), cache.fork(first)]
+    rows = normal(3, 1, 1, 96, seed=1).to(device)
+    q = normal(3, HEADS, 1, 96, seed=2).to(device)
+    layer = cache.layers[0]
+    alone = cache.decode_step(ids, q, rows, softmax_scale=0.1, causal=True)
+    out = cache.cascade(ids).attend(
+        q.transpose(1, 2), layer.k_cache, layer.v_cache, softmax_scale=0.1
+    )
+    assert (out.transpose(1, 2) - alone).abs().max() <= 2e-3
+
+
+def read(shared, sequences, heads, with_plan):
+    """Bytes that flash_decode loads for sequences of `shared` pages and 5 keys of their own."""
+    page = 16
+    k_cache, v_cache = caches(shared + sequences, page, 64, 1)
+    table = [[*range(shared), shared + b] for b in range(sequences)]
+    lengths = [shared * page + 5] * sequences
+    q = normal(sequences, 1, heads, 64)
+    plan = CascadePlan(table, lengths, page)
+    seqlens, tables = (torch.tensor(x, dtype=torch.int32) for x in (lengths, table))
+    with simulate(count=True) as run:
+        if with_plan:
+            plan.attend(q, k_cache, v_cache, num_splits=1)
+        else:
+            given = {"cache_seqlens": seqlens, "block_table": tables, "num_splits": 1}
+            flash_attn_with_kvcache(q, k_cache, v_cache, **given)
+    return run.counters["flash_decode"].load_bytes["device"]
+
+
+@pytest.mark.parametrize("sequences, heads", [(2, 4), (4, 4), (8, 4), (4, 8)])
+def test_a_prefix_is_read_once(sequences, heads):
+    """Of one KV head: 512 keys more are 128 kB more, and 5 % at most; alone, once a sequence."""
+    keys = 2 * 512 * 64 * 2
+    longer = [
+        read(64, sequences, heads, plan) - read(32, sequences, heads, plan) for plan in (1, 0)
+    ]
+    assert keys <= longer[0] <= 1.05 * keys
+    assert longer[1] >= sequences * keys
+
+
+def test_min_pages():
+    """A prefix that is too short is read with the longer ones that continue it."""
+    table = [[5, 6, 1, 0], [5, 6, 1, 2], [5, 7, 3, 0], [5, 7, 4, 0]]
+    plan = CascadePlan(table, [16] * 4, PAGE, min_pages=2)
+    found = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]
+    assert found == [[((0, 1), 0, 3), ((2, 3), 0, 2)]]
+
+
+def test_no_sequences():
+    plan = CascadePlan([], [], PAGE)
+    k_cache, v_cache = caches(2)
+    assert plan.attend(normal(0, 1, HEADS, D), k_cache, v_cache).shape == (0, 1, HEADS, D)
+
+
+def attend(plan=None, q=(3, 1), page=PAGE, **options):
+    plan = plan or CascadePlan(*TREES["one prefix"][:2], PAGE)
+    return plan.attend(normal(*q, HEADS, D), *caches(8, page), **options)
+
+
+REFUSED = [
+    (lambda: CascadePlan([[1], [1, 2]], [1, 1], PAGE), "block_table has rows of different lengths"),
+    (lambda: CascadePlan([[1]], [1, 1], PAGE), "block_table has 1 rows; it must have 2"),
+    (
+        lambda: CascadePlan([[1]], [5], PAGE),
+        r"seqlens\[0\] is 5; it must be in 0\.\.4, the keys of",
+    ),
+    (lambda: CascadePlan([[1]], [-1], PAGE), r"seqlens\[0\] is -1"),
+    (lambda: CascadePlan([[1.5]], [1], PAGE), r"block_table\[0\]\[0\] is 1.5; it must be an int"),
+    (lambda: CascadePlan([[1]], [1], 0), "page_size is 0; it must be at least 1"),
+    (lambda: CascadePlan([[1]], [1], PAGE, 0), "q_length is 0; it must be at least 1"),
+    (lambda: CascadePlan([[1]], [1], PAGE, min_pages=0), "min_pages is 0; it must be at least 1"),
+    (lambda: attend(q=(2, 1)), r"q has shape \(2, 1, 4, 32\); the plan is for \(3, 1, H, D\)"),
+    (lambda: attend(q=(3, 2)), r"q has shape \(3, 2, 4, 32\); the plan is for \(3, 1, H, D\)"),
+    (lambda: attend(page=5), "k_cache has pages of 5 keys; the plan is for 4"),
+    (lambda: attend(alibi_slopes=torch.ones(4)), "unexpected keyword argument 'alibi_slopes'"),
+    (lambda: attend(softcap=-1.0), "softcap is -1"),
+    (lambda: attend(CascadePlan([[9] * 2] * 3, [8] * 3, PAGE)), r"is 9; it must be in 0\.\.7"),
+]
+
+
+@each_case("call, message", REFUSED)
+def test_refused(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
+FAULTS = {
+    "sink in every part": "sink",
+    "keys that a query does not see": "causal",
+    "window ignored": "window",
+    "part of another sequence": "places",
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name, monkeypatch):
+    table, lengths, _, _ = TREES["a tree"]
+    options = OPTIONS["several queries"]
+    if name == "sink in every part":
+        decode = CascadePlan._decode
+        options = OPTIONS["a sink"]
+        monkeypatch.setattr(
+            CascadePlan,
+            "_decode",
+            lambda self, walk, q, caches, given: decode(
+                self, walk, q, caches, given | {"learnable_sink": options["sink"]}
+            ),
+        )
+    elif name == "part of another sequence":
+        walk = CascadePlan._shared_walk
+
+        def shifted(self, *arguments):
+            made = walk(self, *arguments)
+            made.places.copy_(made.places.roll(1))
+            return made
+
+        monkeypatch.setattr(CascadePlan, "_shared_walk", shifted)
+    else:
+        monkeypatch.setattr(cascade, "_shareable", lambda length, *_: length)
+        if name == "window ignored":
+            options = OPTIONS["a window that hides keys"]
+    with pytest.raises(AssertionError):
+        check(table, lengths, "cpu", **options)

@@ -1,0 +1,74 @@
+"""transformers' assisted generation and prompt lookup: greedy's tokens, in fewer calls."""
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.20")
+
+from tests.transformers import tiny_models as tiny  # noqa: E402
+from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
+from torch_metal_attn.simulator import runs  # noqa: E402
+
+NEW_TOKENS, LAYERS, DRAFT = 12, 2, 4
+OPTIONS = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+# Half of Gemma 2's layers have a window.
+NAMES = ["Llama", "Gemma2"]
+
+
+def prompt():
+    ids = tiny.tokens(5, batch=1).repeat(1, 3)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def counted(model):
+    """The model, and the numbers of queries of its forwards."""
+    queries = []
+    model.register_forward_hook(
+        lambda module, args, kwargs, result: queries.append(result.logits.shape[1]),
+        with_kwargs=True,
+    )
+    return model, queries
+
+
+def assistant(name, device, noise):
+    model = tiny.build(name)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=generator))
+    # Drafts of one length, however sure the assistant is.
+    model.generation_config.assistant_confidence_threshold = 0
+    model.generation_config.num_assistant_tokens = DRAFT
+    model.generation_config.num_assistant_tokens_schedule = "constant"
+    return enable(model).to(device)
+
+
+# Of the model as its own assistant every draft is accepted; of another hardly any.
+WAYS = {"assisted": 0.0, "assisted by another model": 1.0, "prompt lookup": None}
+# Greedy's: one a token.
+MOST_FORWARDS = {"assisted": 3, "assisted by another model": NEW_TOKENS, "prompt lookup": 8}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_tokens_are_those_of_greedy(name, way, device):
+    expected = tiny.build(name).generate(**prompt(), **OPTIONS)
+    model, queries = counted(enable(tiny.build(name)).to(device))
+    drafts = []
+    if WAYS[way] is None:
+        options = {"prompt_lookup_num_tokens": DRAFT}
+    else:
+        draft_model, drafts = counted(assistant(name, device, WAYS[way]))
+        options = {"assistant_model": draft_model}
+    given = {key: x.to(device) for key, x in prompt().items()}
+    with record_routes() as routes:
+        actual = model.generate(**given, **OPTIONS, **options)
+    assert actual.tolist() == expected.tolist()
+    assert len(queries) <= MOST_FORWARDS[way]
+    assert any(1 < n <= DRAFT + 1 for n in queries[1:])
+    assert routes.kernel.total() == LAYERS * (len(queries) + len(drafts))
+    assert routes.dense.total() == 0
+    if (run := runs.current()) is not None:
+        kernels = [one.kernel for one in run.launches if one.kernel.startswith("flash")]
+        # Prompts, drafts and verification: none has more than 32 queries.
+        assert kernels == ["flash_decode"] * routes.kernel.total()

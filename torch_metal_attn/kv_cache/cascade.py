@@ -1,0 +1,258 @@
+"""`CascadePlan`: a batch reads the pages that its sequences share once, not once a sequence."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.call.arguments import (
+    Window,
+    check_rank,
+    flag,
+    heads_first,
+    integers,
+    natural,
+    only_given,
+    window,
+)
+from torch_metal_attn.call.names import ArgumentNames
+from torch_metal_attn.kv_cache.trees import Rows, rows_of_ints
+
+_NAMES = ArgumentNames({"k": "k_cache", "v": "v_cache"}, heads_third=True)
+
+
+@dataclass(frozen=True)
+class SharedPages:
+    """Pages [first, end) of the block table rows of `sequences`, in which these are equal."""
+
+    sequences: tuple[int, ...]
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """One call of attention: which queries are rows together, and what they read."""
+
+    block_table: Tensor  # (N, blocks)
+    seqused_k: Tensor  # (N,)
+    gathered: Tensor | None  # (N, width): the sequences of each row; None for all, in order
+    places: Tensor | None  # (B,): where in `gathered` each sequence is
+    mask: Tensor | None  # (B, Lq): which sequences are there
+
+
+class CascadePlan:
+    """Which pages of a step's batch are read once, and by whom; made once for all layers.
+
+    Sequences whose block tables begin with the same pages share a prefix, and some of them may
+    share more: a tree of prefixes. Each level of the tree is one call of `flash_decode`, in which
+    the queries of all sequences that share pages are rows of one sequence. One more call reads the
+    rest of each sequence, and `merge_state_` joins them (FlashInfer's MultiLevelCascade, vLLM's
+    cascade attention). Only whole pages that every query of every sharing sequence sees are shared.
+
+    Args: block_table: (B, max_blocks), ints. seqlens: (B,), the keys of each sequence, those of the
+        queries included. page_size: keys of a page. q_length: queries of each sequence. causal,
+        window_size: as of `flash_attn_with_kvcache`. Sequences that are longer than a window share
+        nothing. min_pages: pages that a prefix must have to be worth a call. device: of the
+        caches; None is block_table's, or the CPU. Tensors are copied to the host here, once.
+
+    Attributes: levels: for each level its `SharedPages`. keys_read, keys_alone: keys of one KV head
+        that a layer reads, and would read without sharing.
+
+    Raises: ValueError, TypeError: sizes that do not fit, naming what is wrong.
+    """
+
+    def __init__(
+        self,
+        block_table: Rows,
+        seqlens: Tensor | Sequence[int],
+        page_size: int,
+        q_length: int = 1,
+        *,
+        causal: bool = True,
+        window_size: Window = (-1, -1),
+        min_pages: int = 1,
+        device: torch.device | str | None = None,
+    ) -> None:
+        lengths = integers("seqlens", seqlens)
+        pages = rows_of_ints("block_table", block_table, len(lengths))
+        natural("page_size", page_size, 1)
+        natural("q_length", q_length, 1)
+        natural("min_pages", min_pages, 1)
+        if len({len(row) for row in pages}) > 1:
+            raise ValueError("block_table has rows of different lengths; it must be (B, blocks)")
+        for b, (row, length) in enumerate(zip(pages, lengths, strict=True)):
+            if not 0 <= length <= len(row) * page_size:
+                raise ValueError(
+                    f"seqlens[{b}] is {length}; it must be in 0..{len(row) * page_size}, the keys "
+                    f"of {len(row)} pages"
+                )
+        if device is None:
+            device = block_table.device if isinstance(block_table, Tensor) else "cpu"
+        self.batch_size, self.q_length, self.page_size = len(lengths), q_length, page_size
+        self._options: dict[str, Any] = {}
+        left, right = window(window_size)
+        right = 0 if flag("causal", causal) else right
+        if causal:
+            self._options["causal"] = True
+        elif right >= 0:
+            self._options["window_size_right"] = right
+        if left >= 0:
+            self._options["window_size_left"] = left
+        most = [_shareable(length, q_length, left, right) // page_size for length in lengths]
+        self.levels = _levels(pages, most, min_pages)
+        starts = [0] * len(lengths)
+        for level in self.levels:
+            for shared in level:
+                for b in shared.sequences:
+                    starts[b] = shared.end
+        self.keys_alone = sum(lengths)
+        once = sum((s.end - s.first) * page_size for level in self.levels for s in level)
+        self.keys_read = once + sum(
+            length - start * page_size for length, start in zip(lengths, starts, strict=True)
+        )
+        self._walks = [self._shared_walk(level, pages, device) for level in self.levels]
+        rest = [row[start:] for row, start in zip(pages, starts, strict=True)]
+        used = [n - start * page_size for n, start in zip(lengths, starts, strict=True)]
+        self._rest = _Walk(_table(rest, device), _ints(used, device), None, None, None)
+
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        *,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+        learnable_sink: Tensor | None = None,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+        num_splits: int = 0,
+    ) -> Tensor:
+        """Attention of one layer, as `flash_attn_with_kvcache` without k and v.
+
+        Args: q: (B, q_length, Hq, D). k_cache, v_cache: (pages, page_size, Hkv, D) and Dv; they may
+            be quantised, with k_scale and v_scale. learnable_sink: (Hq,), counted once. num_splits:
+            of each call. The other options of `flash_attn_with_kvcache` depend on a key's position,
+            or on its sequence, and are not here.
+
+        Returns: (B, q_length, Hq, Dv), in q's dtype.
+
+        Raises: as `flash_attn_with_kvcache`; ValueError if q or the caches are of other sizes than
+            the plan.
+        """
+        check_rank("q", q, "(B, L, H, D)")
+        check_rank("k_cache", k_cache, "(pages, page, H, D)")
+        check_rank("v_cache", v_cache, "(pages, page, H, D)")
+        if q.shape[:2] != (self.batch_size, self.q_length):
+            raise ValueError(
+                f"q has shape {tuple(q.shape)}; the plan is for ({self.batch_size}, "
+                f"{self.q_length}, H, D)"
+            )
+        if k_cache.shape[1] != self.page_size:
+            raise ValueError(
+                f"k_cache has pages of {k_cache.shape[1]} keys; the plan is for {self.page_size}"
+            )
+        scales = only_given(
+            k_scale=heads_first("k_scale", k_scale), v_scale=heads_first("v_scale", v_scale)
+        )
+        caches = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+        score = only_given(softmax_scale=softmax_scale)
+        score |= {"softcap": softcap, "num_splits": num_splits}
+        own = self._options | only_given(learnable_sink=learnable_sink)
+        out, lse = self._decode(self._rest, q, caches, score | scales | own)
+        for walk in self._walks:
+            part, part_lse = self._decode(walk, q, caches, score | scales)
+            torch.ops.metal_attn.merge_state_(out, lse, part, part_lse, mask=walk.mask)
+        return out.transpose(1, 2)
+
+    def _decode(
+        self, walk: _Walk, q: Tensor, caches: tuple[Tensor, Tensor], options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """out (B, Hq, Lq, Dv) and its log-sum-exp over the keys of a walk."""
+        count = len(walk.block_table)
+        if walk.gathered is not None:
+            # (N, width * Lq, Hq, D)
+            q = q[walk.gathered.flatten()].reshape(count, -1, *q.shape[2:])
+        given = {"block_table": walk.block_table, "seqused_k": walk.seqused_k}
+        op = torch.ops.metal_attn.flash_decode
+        out, lse = _NAMES.run(op, (q.transpose(1, 2), *caches), options | given)
+        if walk.places is None:
+            return out, lse
+        # (N, Hq, width * Lq, ...) to (B, Hq, Lq, ...)
+        out = out.unflatten(2, (-1, self.q_length)).transpose(1, 2).flatten(0, 1)[walk.places]
+        lse = lse.unflatten(2, (-1, self.q_length)).transpose(1, 2).flatten(0, 1)[walk.places]
+        return out, lse
+
+    def _shared_walk(
+        self, level: list[SharedPages], pages: list[list[int]], device: torch.device | str
+    ) -> _Walk:
+        width = max(len(shared.sequences) for shared in level)
+        tables, used, gathered = [], [], []
+        places = [0] * self.batch_size
+        present = [False] * self.batch_size
+        for n, shared in enumerate(level):
+            tables.append(pages[shared.sequences[0]][shared.first : shared.end])
+            used.append((shared.end - shared.first) * self.page_size)
+            # Rows that are left repeat one of the sequences.
+            spare = shared.sequences[:1] * (width - len(shared.sequences))
+            gathered.append([*shared.sequences, *spare])
+            for place, b in enumerate(shared.sequences):
+                places[b], present[b] = n * width + place, True
+        mask = torch.tensor(present, device=device)[:, None].expand(-1, self.q_length)
+        return _Walk(
+            _table(tables, device),
+            _ints(used, device),
+            torch.tensor(gathered, device=device),
+            torch.tensor(places, device=device),
+            None if all(present) else mask.contiguous(),
+        )
+
+
+def _shareable(length: int, q_length: int, left: int, right: int) -> int:
+    """The first keys of a sequence that every one of its queries sees."""
+    if left >= 0 and length - 1 > left:
+        return 0
+    # The first query is at key length - q_length.
+    seen = length if right < 0 else length - q_length + 1 + right
+    return max(min(length, seen), 0)
+
+
+def _levels(pages: list[list[int]], most: list[int], min_pages: int) -> list[list[SharedPages]]:
+    """The tree of prefixes, by depth. most: pages of each sequence that may be shared."""
+    levels: list[list[SharedPages]] = []
+    # Sequences that agree in their pages before `at`, those from `first` on not in a level yet.
+    waiting = deque([(tuple(range(len(pages))), 0, 0, 0)])
+    while waiting:
+        group, first, at, depth = waiting.popleft()
+        by_page: dict[int, list[int]] = {}
+        for b in group:
+            if most[b] > at:
+                by_page.setdefault(pages[b][at], []).append(b)
+        for sharing in by_page.values():
+            if len(sharing) < 2:
+                continue
+            end = at + 1
+            while all(most[b] > end and pages[b][end] == pages[sharing[0]][end] for b in sharing):
+                end += 1
+            if end - first < min_pages:
+                waiting.append((tuple(sharing), first, end, depth))
+                continue
+            levels += [[]] if depth == len(levels) else []
+            levels[depth].append(SharedPages(tuple(sharing), first, end))
+            waiting.append((tuple(sharing), end, end, depth + 1))
+    return levels
+
+
+def _table(rows: list[list[int]], device: torch.device | str) -> Tensor:
+    """(N, blocks) int32, rows filled up with zeros."""
+    width = max([1, *map(len, rows)])
+    filled = [row + [0] * (width - len(row)) for row in rows]
+    return torch.tensor(filled, dtype=torch.int32, device=device).view(len(rows), width)
+
+
+def _ints(values: list[int], device: torch.device | str) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)

@@ -1,0 +1,1 @@
+"""Metal text to C++ for the host: tokens, and what is rewritten."""

@@ -181,7 +181,7 @@ def _worth(own: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _by_aim(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candidate]]:
-    """The best kind first: what takes much longer than the fastest is the last, whatever it holds."""
+    """The best kind first. What takes much longer than the fastest is the last, whatever it is."""
     least = min(one.cost for one in fitting)
     found: dict[tuple[bool, ...], list[Candidate]] = {}
     for one in fitting:

@@ -64,9 +64,10 @@ def rows_of(macro: str, chosen: Iterable[Candidate], smallest: Iterable[Candidat
     """A kernel's rows: alike neighbours are one row, for the widest of them."""
     rows: list[Row] = []
     for bits in DTYPES:
-        own = [_row(c) for c in chosen if (c.one.macro, c.one.bits) == (macro, bits)]
-        if macro == "FLASH_FWD":
-            own += [(bits, 256, 0, "Never", "M3", 0.0, tile) for tile in UNSTAGED]
+        # First, as `tune` tries only so many.
+        unstaged = UNSTAGED if macro == "FLASH_FWD" else ()
+        own: list[Row] = [(bits, 256, 0, "Never", "M3", 0.0, tile) for tile in unstaged]
+        own += [_row(c) for c in chosen if (c.one.macro, c.one.bits) == (macro, bits)]
         own += [_row(c) for c in smallest if c.one[:2] == (macro, bits)]
         rows += _merged(own)
     return rows

@@ -128,7 +128,7 @@ def test_splits_make_whole_waves(cores):
     assert splits(causal=True, q_offset=50) == 1
     assert splits(num_splits=7) == 7
     cores(80)
-    assert splits() == 29, "30 would make a wave, and steps do not divide so"
+    assert splits() == 30, "a wave"
     assert 230 <= splits(kv_heads=1, kv_length=2**18) <= 240, "no core is idle"
 
 

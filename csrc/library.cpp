@@ -21,6 +21,8 @@
 #include "csrc/ops/decode/flash_decode.h"
 #include "csrc/ops/decode/flex.h"
 #include "csrc/ops/decode/schema.h"
+#include "csrc/ops/indexer/index_scores.h"
+#include "csrc/ops/indexer/schema.h"
 #include "csrc/ops/merge/merge.h"
 #include "csrc/ops/merge/schema.h"
 #include "csrc/ops/rope/rope.h"
@@ -58,6 +60,7 @@
   OP(merge_state, MERGE_STATE_ARGUMENTS, MERGE_RESULT, MergeState, call, merge_state)           \
   OP(merge_state_, MERGE_STATE_INPLACE_ARGUMENTS, "()", MergeStateInplace, call,                \
      merge_state_inplace)                                                                       \
+  OP(index_scores, INDEX_SCORES_ARGUMENTS, "Tensor", IndexScores, call, index_scores)           \
   OP(softmax, SOFTMAX_ARGUMENTS, "Tensor", Softmax, call, softmax)                              \
   OP(softmax_, SOFTMAX_INPLACE_ARGUMENTS, "Tensor(a!)", Softmax, call, softmax_inplace)         \
   OP(apply_causal_mask_, CAUSAL_MASK_INPLACE_ARGUMENTS, "Tensor(a!)", Softmax, call,            \
@@ -82,6 +85,7 @@ const Tensor& first(const RopeTablesArguments& a) { return a.inv_freq; }
 const Tensor& first(const MergeStateArguments& a) { return a.out_a; }
 const Tensor& first(const MergeSplitsArguments& a) { return a.partial_out; }
 const Tensor& first(const AppendKvArguments& a) { return a.k; }
+const Tensor& first(const IndexScoresArguments& a) { return a.q; }
 
 // Each op's function, whatever its overload.
 #define RUN_OF(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN)                    \

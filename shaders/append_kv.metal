@@ -11,7 +11,7 @@
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS, WIDE_STORES;
 // and of what is on PAGE_SIZE, CACHE_BATCH_IDX, CACHE_SEQLENS, LEFTPAD_K, KV_ELEMENT, KV_FORMAT,
-// K_SCALE, V_SCALE, V_IN_K, NEW_K_ROTARY with ROTARY_ELEMENT, ROTARY_DIM, ROTARY_FIRST,
+// V_FORMAT, K_SCALE, V_SCALE, V_IN_K, NEW_K_ROTARY with ROTARY_ELEMENT, ROTARY_DIM, ROTARY_FIRST,
 // ROTARY_INTERLEAVED and
 // WIDE_ROTARY; and if q is rotated Q_ROTARY, VECTOR and HEADS, which else are 1.
 FEATURE(CACHE_SEQLENS)
@@ -43,12 +43,12 @@ METAL_FUNC void rotate_queries(device ELEMENT* q, thread const AppendBuffers& bu
 
 [[kernel, max_total_threads_per_threadgroup(APPEND_THREADS)]] void append_kv(
     const device ELEMENT* k [[buffer(APPEND_K)]], const device ELEMENT* v [[buffer(APPEND_V)]],
-    device KV_ELEMENT* k_cache [[buffer(APPEND_K_CACHE)]],
-    device KV_ELEMENT* v_cache [[buffer(APPEND_V_CACHE)]],
+    device KeyElement* k_cache [[buffer(APPEND_K_CACHE)]],
+    device ValueElement* v_cache [[buffer(APPEND_V_CACHE)]],
     constant AppendKvParams& params [[buffer(APPEND_PARAMS)]],
     // clang-format off
-    WHEN(K_SCALE, device KV_SCALE_ELEMENT* k_scale [[buffer(APPEND_K_SCALE)]],)
-    WHEN(V_SCALE, device KV_SCALE_ELEMENT* v_scale [[buffer(APPEND_V_SCALE)]],)
+    WHEN(K_SCALE, device ScaleElement<KV_FORMAT>* k_scale [[buffer(APPEND_K_SCALE)]],)
+    WHEN(V_SCALE, device ScaleElement<V_FORMAT>* v_scale [[buffer(APPEND_V_SCALE)]],)
     WHEN(CACHE_SEQLENS, const device int* cache_seqlens [[buffer(APPEND_SEQLENS)]],)
     WHEN(PAGED, const device int* block_table [[buffer(APPEND_BLOCK_TABLE)]],)
     WHEN(CACHE_BATCH_IDX, const device int* cache_batch_idx [[buffer(APPEND_CACHE_BATCH_IDX)]],)

@@ -29,12 +29,14 @@ struct PagedRows {
 
 // Rows COLUMNS long; with ROTATED, they are rotated as they are read. A row of a missing
 // page reads as MISSING bits: NaN keys reach every query that sees them, so values can be 0.
-template <int COLUMNS, bool ROTATED, uint MISSING>
+template <int FORMAT, int COLUMNS, bool ROTATED, uint MISSING>
 struct CacheOperand {
-  PagedRows<KV_ELEMENT> data;
+  using Element = CacheElement<FORMAT>;
+  using Scale = ScaleElement<FORMAT>;
+  PagedRows<Element> data;
   PageTable pages;
-  PagedRows<KV_SCALE_ELEMENT> scales;  // KV_BLOCK_SCALES
-  float scale;                         // of fp8_e4m3
+  PagedRows<Scale> scales;  // kv_row_scales
+  float scale;              // of fp8_e4m3
   RotaryTables rotary;
 
   struct Place {
@@ -44,7 +46,7 @@ struct CacheOperand {
     bool exists;
   };
 
-  METAL_FUNC void reset(const device KV_ELEMENT* tensor, constant RowStrides& strides, int batch,
+  METAL_FUNC void reset(const device Element* tensor, constant RowStrides& strides, int batch,
                         int head, int first) thread {
     data.reset(tensor, strides, batch, head, first);
     scale = 1.0f;
@@ -56,9 +58,9 @@ struct CacheOperand {
 
   // Of fp8_e4m3 one of a (batch, head); else of spans of rows, which lie as the rows do, from those
   // of (cache_batch, head) on.
-  METAL_FUNC void reset_scale(const device KV_SCALE_ELEMENT* tensor, constant RowStrides& strides,
-                              int batch, int head, int cache_batch, int first) thread {
-    if (KV_BLOCK_SCALES) {
+  METAL_FUNC void reset_scale(const device Scale* tensor, constant RowStrides& strides, int batch,
+                              int head, int cache_batch, int first) thread {
+    if (kv_row_scales(FORMAT)) {
       scales.reset(tensor, strides, cache_batch, head, first);
     } else {
       scale = float(tensor[batch * strides.batch + head * strides.head]);
@@ -82,7 +84,7 @@ struct CacheOperand {
     const int page_row = pages.row_in_page(row);
     Place place;
     place.row = data.row(page, page_row);
-    if (KV_BLOCK_SCALES) {
+    if (kv_row_scales(FORMAT)) {
       place.scales = scales.row(page, page_row);
     }
     place.position = row;
@@ -93,21 +95,33 @@ struct CacheOperand {
   // For kernels that multiply by the scale of a span themselves: 8 codes from `column` on, and the
   // scale of their span. Those of a missing row are 0, and MISSING.
   METAL_FUNC uint2 codes(thread const Place& place, int column) const thread {
-    return place.exists ? load_codes<COLUMNS, FRAGMENT>(data.tensor, place.row, column) : uint2(0);
+    return place.exists ? load_codes<FORMAT, COLUMNS, FRAGMENT>(data.tensor, place.row, column)
+                        : uint2(0);
   }
 
   METAL_FUNC float span_scale(thread const Place& place, int span) const thread {
     return place.exists ? float(scales.tensor[place.scales + span]) : as_type<float>(MISSING);
   }
 
+  METAL_FUNC GroupScale group_scale(thread const Place& place, int column) const thread {
+    GroupScale own = {scale, 0.0f};
+    if (kv_row_scales(FORMAT)) {
+      const device Scale* numbers =
+          scales.tensor +
+          (place.scales + column / kv_scale_columns(FORMAT) * kv_scale_numbers(FORMAT));
+      own.scale = float(numbers[0]);
+      own.minimum = kv_grouped(FORMAT) ? float(numbers[1]) : 0.0f;
+    }
+    return own;
+  }
+
   METAL_FUNC uint4 chunk(thread const Place& place, int column) const thread {
     if (!place.exists) {
       return uint4(MISSING);
     }
-    if (QUANTISED) {
-      const float own =
-          KV_BLOCK_SCALES ? float(scales.tensor[place.scales + column / SCALE_COLUMNS]) : scale;
-      return dequantised_chunk<ELEMENT, COLUMNS>(data.tensor, place.row, column, own);
+    if (FORMAT != 0) {
+      return dequantised_chunk<FORMAT, ELEMENT, COLUMNS>(data.tensor, place.row, column,
+                                                         group_scale(place, column));
     }
     if (ROTATED) {
       return rotary.rotated_chunk<COLUMNS>(data.tensor, place.row, place.position, column);

@@ -2,7 +2,8 @@
 //
 // The kernel that includes this says ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS (which then holds
 // for the new rows too) and WIDE_STORES, and of what is on PAGE_SIZE, KV_ELEMENT, KV_FORMAT,
-// K_SCALE, V_SCALE, V_IN_K and NEW_K_ROTARY with what rotary.h asks for. Buffers and their slots
+// V_FORMAT, K_SCALE, V_SCALE, V_IN_K and NEW_K_ROTARY with what rotary.h asks for. Buffers and
+// their slots
 // are the kernel's.
 #pragma once
 
@@ -20,10 +21,10 @@ FEATURE(WIDE_STORES)
 struct AppendBuffers {
   const device ELEMENT* k;
   const device ELEMENT* v;
-  device KV_ELEMENT* k_cache;
-  device KV_ELEMENT* v_cache;
-  device KV_SCALE_ELEMENT* k_scale;
-  device KV_SCALE_ELEMENT* v_scale;
+  device KeyElement* k_cache;
+  device ValueElement* v_cache;
+  device ScaleElement<KV_FORMAT>* k_scale;
+  device ScaleElement<V_FORMAT>* v_scale;
   const device ROTARY_ELEMENT* cos_table;
   const device ROTARY_ELEMENT* sin_table;
 };
@@ -37,14 +38,18 @@ struct AppendPlace {
 };
 
 // Rows of one head of K or V: the new rows, and where they are stored.
-template <int COLUMNS, bool ROTATED>
+template <int FORMAT, int COLUMNS, bool ROTATED>
 struct AppendRows {
+  using Stored = StoredUnit<FORMAT>;
+  using Element = typename Stored::Element;
+  using Word = typename Stored::Word;
+  using Scale = ScaleElement<FORMAT>;
   const device ELEMENT* rows;
   int64_t row_stride;
-  device KV_ELEMENT* cache;
+  device Element* cache;
   int64_t cache_batch_stride;
   int64_t cache_row_stride;
-  device KV_SCALE_ELEMENT* scales;  // KV_BLOCK_SCALES
+  device Scale* scales;  // kv_row_scales
   int64_t scale_batch_stride;
   int64_t scale_row_stride;
   float scale;          // of fp8_e4m3
@@ -52,8 +57,8 @@ struct AppendRows {
   int table_rows;
 
   METAL_FUNC void reset(const device ELEMENT* new_rows, constant RowStrides& strides,
-                        device KV_ELEMENT* whole_cache, constant RowStrides& cache_strides,
-                        int batch, int kv_head) thread {
+                        device Element* whole_cache, constant RowStrides& cache_strides, int batch,
+                        int kv_head) thread {
     rows = new_rows + batch * strides.batch + kv_head * strides.head;
     row_stride = strides.row;
     cache = whole_cache + kv_head * cache_strides.head;
@@ -62,9 +67,9 @@ struct AppendRows {
     scale = 1.0f;
   }
 
-  METAL_FUNC void reset_scale(device KV_SCALE_ELEMENT* tensor, constant RowStrides& strides,
-                              int batch, int kv_head) thread {
-    if (KV_BLOCK_SCALES) {
+  METAL_FUNC void reset_scale(device Scale* tensor, constant RowStrides& strides, int batch,
+                              int kv_head) thread {
+    if (kv_row_scales(FORMAT)) {
       scales = tensor + kv_head * strides.head;
       scale_batch_stride = strides.batch;
       scale_row_stride = strides.row;
@@ -97,21 +102,35 @@ struct AppendRows {
     }
   }
 
-  METAL_FUNC void store(device KV_ELEMENT* cache_row, int column,
-                        thread const CacheWord* words) const thread {
-    device KV_ELEMENT* destination = cache_row + column / CACHE_UNIT * UNIT_ELEMENTS;
+  METAL_FUNC void store(device Element* cache_row, int column,
+                        thread const Word* words) const thread {
+    device Element* destination = cache_row + column / CACHE_UNIT * Stored::ELEMENTS;
     if (WIDE_STORES) {
       UNROLL
-      for (short i = 0; i < UNIT_STORES; i++) {
-        reinterpret_cast<device CacheWord*>(destination)[i] = words[i];
+      for (short i = 0; i < Stored::STORES; i++) {
+        reinterpret_cast<device Word*>(destination)[i] = words[i];
       }
       return;
     }
-    const thread KV_ELEMENT* elements = reinterpret_cast<const thread KV_ELEMENT*>(words);
+    const thread Element* elements = reinterpret_cast<const thread Element*>(words);
     UNROLL
-    for (short i = 0; i < UNIT_ELEMENTS; i++) {
+    for (short i = 0; i < Stored::ELEMENTS; i++) {
       if (COLUMNS % CACHE_UNIT == 0 || column + i < COLUMNS) {
         destination[i] = elements[i];
+      }
+    }
+  }
+
+  // A scale, and of a group its minimum. The lane of the first columns stores them.
+  METAL_FUNC void store_scale(half2 numbers, int64_t batch, int64_t cache_row, int column,
+                              bool exists) const thread {
+    constexpr int SHARED = kv_scale_columns(FORMAT);
+    constexpr int NUMBERS = kv_scale_numbers(FORMAT);
+    if (exists && column % SHARED == 0) {
+      UNROLL
+      for (short i = 0; i < NUMBERS; i++) {
+        scales[batch * scale_batch_stride + cache_row * scale_row_stride +
+               column / SHARED * NUMBERS + i] = Scale(numbers[i]);
       }
     }
   }
@@ -120,28 +139,33 @@ struct AppendRows {
   // lane takes part, because lanes that share a scale exchange values.
   METAL_FUNC void round_and_store(thread const ELEMENT* elements, int64_t batch, int64_t cache_row,
                                   int column, bool exists, ushort lane) const thread {
-    CacheWord words[UNIT_STORES];
-    if (QUANTISED) {
+    Word words[Stored::STORES];
+    if (FORMAT != 0) {
       float values[CACHE_UNIT];
       UNROLL
       for (short i = 0; i < CACHE_UNIT; i++) {
         values[i] = float(elements[i]);
       }
       thread uchar* data = reinterpret_cast<thread uchar*>(words);
-      if (KV_BLOCK_SCALES) {
-        const half block_scale = quantise_unit(values, lane, data);
-        if (exists && column % SCALE_COLUMNS == 0) {
-          scales[batch * scale_batch_stride + cache_row * scale_row_stride +
-                 column / SCALE_COLUMNS] = KV_SCALE_ELEMENT(block_scale);
+      if (kv_grouped(FORMAT)) {
+        uint codes;
+        const half2 numbers = quantise_group<FORMAT>(values, codes);
+        UNROLL
+        for (short i = 0; i < Stored::BYTES; i++) {
+          data[i] = uchar(codes >> (8 * i));
         }
+        store_scale(numbers, batch, cache_row, column, exists);
+      } else if (kv_span_scaled(FORMAT)) {
+        const half block_scale = quantise_unit<FORMAT>(values, lane, data);
+        store_scale(half2(block_scale, 0), batch, cache_row, column, exists);
       } else {
         quantise_unit(values, scale, data);
       }
     } else {
-      thread KV_ELEMENT* stored = reinterpret_cast<thread KV_ELEMENT*>(words);
+      thread Element* stored = reinterpret_cast<thread Element*>(words);
       UNROLL
       for (short i = 0; i < CACHE_UNIT; i++) {
-        stored[i] = KV_ELEMENT(elements[i]);
+        stored[i] = Element(elements[i]);
       }
     }
     if (exists) {
@@ -186,8 +210,8 @@ struct AppendRows {
 METAL_FUNC void append_rows(thread const AppendBuffers& buffers, thread const AppendPlace& place,
                             int batch, int kv_head, int begin, int end, int thread_index,
                             int threads, constant AppendParams& params) {
-  AppendRows<HEAD_DIM_QK, NEW_K_ROTARY> k;
-  AppendRows<HEAD_DIM_V, false> v;
+  AppendRows<KV_FORMAT, HEAD_DIM_QK, NEW_K_ROTARY> k;
+  AppendRows<V_FORMAT, HEAD_DIM_V, false> v;
   k.reset(buffers.k, params.k_strides, buffers.k_cache, params.k_cache_strides, batch, kv_head);
   v.reset(buffers.v, params.v_strides, buffers.v_cache, params.v_cache_strides, batch, kv_head);
   if (K_SCALE) {

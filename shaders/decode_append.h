@@ -7,14 +7,16 @@
 // Writes the new rows of one (sequence, KV head) after its `length` keys. Only with APPEND, where
 // the cache and its scales are not const.
 METAL_FUNC void append(thread const FlashInputs& inputs, int length, int batch, int kv_head,
-                       int thread_index, int threads, constant AppendParams& params) {
+                       int thread_index, int threads, constant FlashParams& problem,
+                       constant AppendParams& params) {
+  const Range rows = inputs.new_rows(batch, problem);
   AppendBuffers buffers;
-  buffers.k = inputs.new_k;
-  buffers.v = inputs.new_v;
-  buffers.k_cache = const_cast<device KV_ELEMENT*>(inputs.k);
-  buffers.v_cache = const_cast<device KV_ELEMENT*>(inputs.v);
-  buffers.k_scale = const_cast<device KV_SCALE_ELEMENT*>(inputs.k_scale);
-  buffers.v_scale = const_cast<device KV_SCALE_ELEMENT*>(inputs.v_scale);
+  buffers.k = inputs.new_k + rows.begin * params.k_strides.row;
+  buffers.v = inputs.new_v + rows.begin * params.v_strides.row;
+  buffers.k_cache = const_cast<device KeyElement*>(inputs.k);
+  buffers.v_cache = const_cast<device ValueElement*>(inputs.v);
+  buffers.k_scale = const_cast<device ScaleElement<KV_FORMAT>*>(inputs.k_scale);
+  buffers.v_scale = const_cast<device ScaleElement<V_FORMAT>*>(inputs.v_scale);
   buffers.cos_table = inputs.q_cos;
   buffers.sin_table = inputs.q_sin;
   AppendPlace place;
@@ -27,5 +29,6 @@ METAL_FUNC void append(thread const FlashInputs& inputs, int length, int batch, 
     place.block_table = inputs.block_table + batch * params.block_table_stride;
   }
   place.cache_batch = CACHE_BATCH_IDX ? inputs.cache_batch_idx[batch] : batch;
-  append_rows(buffers, place, batch, kv_head, 0, params.length, thread_index, threads, params);
+  append_rows(buffers, place, batch, kv_head, 0, rows.end - rows.begin, thread_index, threads,
+              params);
 }

@@ -12,7 +12,7 @@ struct BlockKeys {
   bool exist[KEY_FRAGMENTS];
   int rows[KEY_FRAGMENTS];  // INDICES
   Unit<KvTileElement> v_units[KEY_FRAGMENTS][OWN_V_SPANS];
-  // With KV_BLOCK_SCALES, of the span at hand.
+  // With V_SPAN_SCALES, of the span at hand.
   uint2 v_codes[KEY_FRAGMENTS];
   float v_scales[KEY_FRAGMENTS];
 
@@ -44,11 +44,11 @@ struct BlockKeys {
     const int column = span * SPAN_COLUMNS + unit_column;
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
-      if (KV_BLOCK_SCALES) {
+      if (V_SPAN_SCALES) {
         const float scale = values.span_scale(v_places[j], span);
         v_scales[j] = exist[j] ? scale : 0.0f;
       }
-      if (KV_BLOCK_SCALES && !V_IN_K) {
+      if (V_SPAN_SCALES && !V_IN_K) {
         v_codes[j] = values.codes(v_places[j], column);
       } else if (!V_IN_K) {
         v_units[j][s].load<HEAD_DIM_V>(values, v_places[j], column, exist[j]);
@@ -62,7 +62,7 @@ struct BlockKeys {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
       if (!V_IN_K) {
-        v_units[j][s].expand_codes(v_codes[j]);
+        v_units[j][s].expand_codes<V_FORMAT>(v_codes[j]);
       }
       const Fragment<float> scales =
           Fragment<float>(simd_shuffle(v_scales[j], row_lane(column)),
@@ -77,8 +77,8 @@ struct BlockKeys {
   // The lane's unit of key fragment j, unscaled.
   METAL_FUNC void load_key(thread Unit<KvTileElement>& unit, short j, thread const Keys& keys,
                            int column) const thread {
-    if (KV_BLOCK_SCALES) {
-      unit.expand_codes(keys.codes(k_places[j], column));
+    if (K_SPAN_SCALES) {
+      unit.expand_codes<KV_FORMAT>(keys.codes(k_places[j], column));
     } else {
       unit.load<HEAD_DIM_QK>(keys, k_places[j], column, !V_IN_K || exist[j]);
     }
@@ -112,7 +112,7 @@ struct BlockKeys {
             multiply_unit(chain, units[s - first], q_tile, s);
           }
         }
-        if (KV_BLOCK_SCALES) {
+        if (K_SPAN_SCALES) {
           chain.scale(keys.span_scale(k_places[j], min(own.span(first), QK_SPANS - 1)));
         }
         UNROLL
@@ -165,7 +165,7 @@ struct MatrixOut {
         for (short i = 0; i < ROW_FRAGMENTS; i++) {
           span_weights[i] = weights[i];
         }
-        if (KV_BLOCK_SCALES) {
+        if (V_SPAN_SCALES) {
           block.scale_span(span_weights, s, own.column);
         }
         UNROLL

@@ -82,17 +82,18 @@ struct DecodeRows {
   Range seen_by_first;  // keys
   Range seen_by_last;
 
-  METAL_FUNC void reset(thread const FlashInputs& inputs, int first_row, int batch, int kv_head,
-                        thread const DecodeLane& own, thread const Visibility& visible,
+  // The tile from `first_row` on of a KV head's `all_rows`.
+  METAL_FUNC void reset(thread const FlashInputs& inputs, int first_row, int all_rows, int batch,
+                        int kv_head, thread const DecodeLane& own, thread const Visibility& visible,
                         thread const Sequence& sequence, constant FlashParams& problem) thread {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       softmax[i].reset();
-      rows[i].reset(first_row + min(i * FRAGMENT + own.row, ROWS - 1), kv_head, problem);
+      rows[i].reset(first_row + min(i * FRAGMENT + own.row, ROWS - 1), all_rows, kv_head, problem);
       rules[i].reset(inputs, batch, rows[i].head, rows[i].query, own.column, visible, sequence,
                      problem);
     }
-    const int last_row = min(first_row + ROWS, problem.q_length * problem.queries_per_kv) - 1;
+    const int last_row = min(first_row + ROWS, all_rows) - 1;
     seen_by_first = visible.keys_of(first_row / problem.queries_per_kv);
     seen_by_last = visible.keys_of(last_row / problem.queries_per_kv);
   }
@@ -161,8 +162,8 @@ struct DecodeRows {
 
 // q transposed, [D, ROWS]. SIMD groups that have the same columns load, and rotate, a share each.
 METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* pairs,
-                             thread const FlashInputs& inputs, int first_row, int batch,
-                             int kv_head, thread const DecodeLane& own,
+                             thread const FlashInputs& inputs, int first_row, int all_rows,
+                             int batch, int kv_head, thread const DecodeLane& own,
                              thread const Sequence& sequence, int64_t first_rotary,
                              constant FlashDecodeParams& params) {
   UNROLL
@@ -170,7 +171,7 @@ METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEM
     UNROLL
     for (short e = 0; e < LANE_COLUMNS; e++) {
       TileRow other;
-      other.reset(first_row + i * FRAGMENT + own.column + e, kv_head, params.problem);
+      other.reset(first_row + i * FRAGMENT + own.column + e, all_rows, kv_head, params.problem);
       Queries queries = inputs.queries(batch, other.head, sequence, params.problem);
       if (APPEND && Q_ROTARY) {
         queries.rotary.start_at(first_rotary, params.q_advances != 0);

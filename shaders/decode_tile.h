@@ -21,7 +21,7 @@ constant constexpr int OWN_QK_SPANS = (QK_SPANS + COLUMN_SIMDGROUPS - 1) / COLUM
 constant constexpr int OWN_V_SPANS = (V_SPANS + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_FRAGMENTS = OWN_V_SPANS * SPAN_FRAGMENTS;
 // Each span of codes has a scale of its own.
-constant constexpr int CHAIN_SPANS = KV_BLOCK_SCALES ? 1 : CHAIN_COLUMNS / SPAN_COLUMNS;
+constant constexpr int CHAIN_SPANS = K_SPAN_SCALES ? 1 : CHAIN_COLUMNS / SPAN_COLUMNS;
 constant constexpr int ROWS = VECTOR_ROWS ? VECTOR_ROWS : ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_K = KEY_FRAGMENTS * FRAGMENT;
 constant constexpr int STEP_K = KEY_SIMDGROUPS * BLOCK_K;
@@ -120,10 +120,10 @@ struct TileRow {
   int query;
   int head;
 
-  // Rows past the last repeat it.
-  METAL_FUNC void reset(int row, int kv_head, constant FlashParams& params) thread {
+  // One of so many rows of a KV head; those past the last repeat it.
+  METAL_FUNC void reset(int row, int rows, int kv_head, constant FlashParams& params) thread {
     const int heads = params.queries_per_kv;
-    const int existing = min(row, params.q_length * heads - 1);
+    const int existing = min(row, rows - 1);
     query = existing / heads;
     head = kv_head * heads + existing % heads;
   }
@@ -134,17 +134,20 @@ struct SplitResult {
   device Result* out;
   device float* lse;
   int batch;
+  int first;  // the sequence's first row (PACKED_Q)
 
   METAL_FUNC void reset(device Result* all, device float* all_lse, int split, int own_batch,
-                        constant FlashDecodeParams& params) thread {
+                        int first_row, constant FlashDecodeParams& params) thread {
     out = all + split * params.out_split_stride;
-    lse = all_lse + own_batch * params.lse_strides.batch + split * params.lse_split_stride;
+    lse = all_lse + own_batch * params.lse_strides.batch + first_row * params.lse_strides.row +
+          split * params.lse_split_stride;
     batch = own_batch;
+    first = first_row;
   }
 
   METAL_FUNC void place(thread OutRow& row, int head,
                         constant FlashDecodeParams& params) const thread {
-    row.reset(out, params.out_strides, batch, head, 0, 0);
+    row.reset(out, params.out_strides, batch, head, first, 0);
   }
 
   METAL_FUNC void store_lse(thread const TileRow& own, float value,

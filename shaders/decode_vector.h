@@ -20,8 +20,8 @@ struct VectorOut {
 
   Fragment<float> pairs[ROWS][UNITS][SPAN_FRAGMENTS];
   Unit<KvTileElement> units[LOADS][UNITS];  // of the values of a block
-  uint2 codes[LOADS][UNITS];                // KV_BLOCK_SCALES
-  float scales[LOADS][UNITS];               // KV_BLOCK_SCALES
+  uint2 codes[LOADS][UNITS];                // V_SPAN_SCALES
+  float scales[LOADS][UNITS];               // V_SPAN_SCALES
   threadgroup float* weights;               // [BLOCK_K + 1, ROWS]: corrections follow weights
   threadgroup float* shares;                // [ROWS], where the last block's scores were
   DecodeLane own;
@@ -59,7 +59,7 @@ struct VectorOut {
       UNROLL
       for (short u = 0; u < UNITS; u++) {
         const int column = value_column(u);
-        if (KV_BLOCK_SCALES) {
+        if (V_SPAN_SCALES) {
           const bool inside = WHOLE_UNITS || column < HEAD_DIM_V;
           const float scale = inside ? values.span_scale(place, column / SPAN_COLUMNS) : 0.0f;
           scales[n][u] = exists ? scale : 0.0f;
@@ -111,13 +111,12 @@ struct VectorOut {
       float unit_weights[LOADS][ROWS];
       UNROLL
       for (short n = 0; n < LOADS; n++) {
-        if (KV_BLOCK_SCALES) {
-          units[n][u].expand_codes(codes[n][u]);
+        if (V_SPAN_SCALES) {
+          units[n][u].template expand_codes<V_FORMAT>(codes[n][u]);
         }
         UNROLL
         for (short r = 0; r < ROWS; r++) {
-          unit_weights[n][r] =
-              KV_BLOCK_SCALES ? key_weights[n][r] * scales[n][u] : key_weights[n][r];
+          unit_weights[n][r] = V_SPAN_SCALES ? key_weights[n][r] * scales[n][u] : key_weights[n][r];
         }
       }
       UNROLL
@@ -164,7 +163,7 @@ struct VectorOut {
           sum += sums[part * ROWS * PAIRS + n];
         }
         TileRow one;
-        one.reset(first_row + n / PAIRS, kv_head, params.problem);
+        one.reset(first_row + n / PAIRS, rows, kv_head, params.problem);
         OutRow out_row;
         result.place(out_row, one.head, params);
         out_row.store(one.query, n % PAIRS * LANE_COLUMNS, sum);

@@ -40,9 +40,16 @@
 #else
 #define KV_FORMAT 0
 #endif
+#ifndef V_FORMAT
+#define V_FORMAT KV_FORMAT
+#endif
 #ifndef FLEX_Q_BLOCK
 #define FLEX_Q_BLOCK 0
 #define FLEX_KV_BLOCK 0
+#endif
+// Whether the queries of all sequences are packed rows; with VARLEN their keys are, too.
+#if VARLEN
+#define PACKED_Q 1
 #endif
 #ifdef INDEX_BLOCK
 #define INDICES 1
@@ -64,6 +71,7 @@
 
 // Sequences, and the keys that exist and are seen.
 FEATURE(VARLEN)
+FEATURE(PACKED_Q)
 FEATURE(SEQUSED_K)
 FEATURE(LEFTPAD_K)
 FEATURE(CACHE_BATCH_IDX)
@@ -104,6 +112,7 @@ FEATURE(ROWS_IN_THREADGROUP)
 FEATURE(TENSOR_TILES)  // tiles are those of tensor operations, as tensor_tile.h describes them
 // The decoding kernels.
 FEATURE(APPEND)
+FEATURE(PACKED_NEW_K)  // the new rows of all sequences are packed
 FEATURE(SPLIT)
 FEATURE(ROW_LOOP)  // a threadgroup owns more than one tile of rows
 FEATURE(V_IN_K)

@@ -17,11 +17,29 @@
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS,
 // KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, WIDE_LOADS; SPLIT if there is more than one
 // split, V_IN_K if v is the first columns of k; the
-// features of flash_fwd but DROPOUT and K_ROTARY, or FLEX; to append new keys first APPEND,
-// WIDE_STORES and NEW_K_ROTARY; INDEX_BLOCK if keys are listed; and ROW_LOOP if threadgroups own
-// more than one tile of rows. Without it nothing that a tile begins with has to last, in registers,
-// until the next one.
+// features of flash_fwd but VARLEN, DROPOUT and K_ROTARY, or FLEX; PACKED_Q if sequences differ in
+// their number of queries; to append new keys first APPEND, WIDE_STORES, NEW_K_ROTARY and
+// PACKED_NEW_K; INDEX_BLOCK if keys are listed; and ROW_LOOP if threadgroups own more than one tile
+// of rows. Without it nothing that a tile begins with has to last, in registers, until the next one.
+//
+// With PACKED_Q the threadgroups after those of the last sequence fill rows of no sequence.
 using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>;
+
+// Results of rows that are not computed. Splits leave the sink to their merging.
+METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashInputs& inputs,
+                          float value, int rows, int kv_head, int first, int step,
+                          constant FlashDecodeParams& params) {
+  for (int n = first; n < rows; n += step) {
+    TileRow one;
+    one.reset(n, rows, kv_head, params.problem);
+    OutRow out_row;
+    result.place(out_row, one.head, params);
+    out_row.fill(value, one.query, one.query + 1, 1);
+    float lse = isnan(value) ? value : -INFINITY;
+    WHEN(SINK, if (!SPLIT && !isnan(value)) { lse = float(inputs.learnable_sink[one.head]); })
+    result.store_lse(one, lse, params);
+  }
+}
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_decode(
     FLASH_PARAMETERS device Result* out [[buffer(FLASH_DECODE_OUT)]],
@@ -46,38 +64,37 @@ using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>
   const int kv_head = int(threadgroup_position.y) / params.row_groups;
   const int row_group = int(threadgroup_position.y) % params.row_groups;
   const int batch = threadgroup_position.z;
-  const int rows = problem.q_length * problem.queries_per_kv;
-  SplitResult result;
-  result.reset(out, softmax_lse, split, batch, params);
-
   Sequence sequence = inputs.sequence(batch, problem);
+  const int rows = sequence.q_length * problem.queries_per_kv;
+  const int fill_first = row_group * THREADS + thread_index;
+  const int fill_step = params.row_groups * THREADS;
+  SplitResult result;
+  result.reset(out, softmax_lse, split, batch, sequence.q_start, params);
+  if (PACKED_Q && batch == problem.batch) {
+    fill_rows(result, inputs, sequence.impossible ? NAN : 0.0f, rows, kv_head, fill_first,
+              fill_step, params);
+    return;
+  }
+
   int old_length = 0;  // APPEND
   int64_t first_rotary = 0;
   if (APPEND) {
     old_length = inputs.seqused_k[batch];
     // The other splits only read keys that were there before.
     if (split == splits - 1) {
-      append(inputs, old_length, batch, kv_head, thread_index, THREADS, params.append);
+      append(inputs, old_length, batch, kv_head, thread_index, THREADS, problem, params.append);
       threadgroup_barrier(mem_flags::mem_device);
     }
   }
   if (APPEND && Q_ROTARY) {
     first_rotary =
         int64_t(old_length) - (params.append.rotary_from_leftpad != 0 ? sequence.first_key : 0);
-    const int rotary_rows = params.q_advances != 0 ? problem.q_length : 1;
+    const int rotary_rows = params.q_advances != 0 ? sequence.q_length : min(sequence.q_length, 1);
     sequence.impossible = sequence.impossible || first_rotary < 0 ||
                           first_rotary + rotary_rows > params.append.table_rows;
   }
-  if ((SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX) && sequence.impossible) {
-    const int step = params.row_groups * THREADS;
-    for (int n = row_group * THREADS + thread_index; n < rows; n += step) {
-      TileRow one;
-      one.reset(n, kv_head, problem);
-      OutRow out_row;
-      result.place(out_row, one.head, params);
-      out_row.fill(NAN, one.query, one.query + 1, 1);
-      result.store_lse(one, NAN, params);
-    }
+  if ((PACKED_Q || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX) && sequence.impossible) {
+    fill_rows(result, inputs, NAN, rows, kv_head, fill_first, fill_step, params);
     return;
   }
 
@@ -90,7 +107,7 @@ using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>
   Range seen;
   seen.begin = visible.keys_of(INDICES ? share.begin / problem.queries_per_kv : 0).begin;
   seen.end =
-      visible.keys_of(INDICES ? (share.end - 1) / problem.queries_per_kv : problem.q_length - 1)
+      visible.keys_of(INDICES ? (share.end - 1) / problem.queries_per_kv : sequence.q_length - 1)
           .end;
   // One list for all rows: steps are counted along its blocks.
   DecodeBlocks blocks;
@@ -103,12 +120,12 @@ using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>
   // With new keys there is one row group, whose threadgroups alone see them written.
   for (int first_row = share.begin; first_row < share.end; first_row += share.step) {
     DecodeRows tile;
-    tile.reset(inputs, first_row, batch, kv_head, own, visible, sequence, problem);
+    tile.reset(inputs, first_row, rows, batch, kv_head, own, visible, sequence, problem);
     OutRows o;  // [ROWS, Dv]
     o.reset(score_tiles, weight_tiles, own);
     QueryTile q_tile;  // [D, ROWS]
-    load_queries(q_tile, q_pairs, inputs, first_row, batch, kv_head, own, sequence, first_rotary,
-                 params);
+    load_queries(q_tile, q_pairs, inputs, first_row, rows, batch, kv_head, own, sequence,
+                 first_rotary, params);
 
     for (int step = places.begin + own.key_simdgroup * BLOCK_K; step < places.end; step += STEP_K) {
       const int kv_block = blocks.row_at(step);

@@ -18,9 +18,9 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
 // Every buffer once, as X(feature, type, name, slot): it is bound where its feature is on.
 #define FLASH_INPUTS(X)                                                               \
   X(1, const device ELEMENT*, q, FLASH_Q)                                             \
-  X(1, CACHE_ACCESS KV_ELEMENT*, k, FLASH_K)                                          \
-  X(1, CACHE_ACCESS KV_ELEMENT*, v, FLASH_V)                                          \
-  X(VARLEN, const device int*, cu_seqlens_q, FLASH_CU_SEQLENS_Q)                      \
+  X(1, CACHE_ACCESS KeyElement*, k, FLASH_K)                                          \
+  X(1, CACHE_ACCESS ValueElement*, v, FLASH_V)                                        \
+  X(PACKED_Q, const device int*, cu_seqlens_q, FLASH_CU_SEQLENS_Q)                    \
   X(VARLEN, const device int*, cu_seqlens_k, FLASH_CU_SEQLENS_K)                      \
   X(SEQUSED_K, const device int*, seqused_k, FLASH_SEQUSED_K)                         \
   X(LEFTPAD_K, const device int*, leftpad_k, FLASH_LEFTPAD_K)                         \
@@ -35,8 +35,8 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   X(DROPOUT, const device int64_t*, rng_state, FLASH_RNG_STATE)                       \
   X(PAGED, const device int*, block_table, FLASH_BLOCK_TABLE)                         \
   X(CACHE_BATCH_IDX, const device int*, cache_batch_idx, FLASH_CACHE_BATCH_IDX)       \
-  X(K_SCALE, CACHE_ACCESS KV_SCALE_ELEMENT*, k_scale, FLASH_K_SCALE)                  \
-  X(V_SCALE, CACHE_ACCESS KV_SCALE_ELEMENT*, v_scale, FLASH_V_SCALE)                  \
+  X(K_SCALE, CACHE_ACCESS ScaleElement<KV_FORMAT>*, k_scale, FLASH_K_SCALE)           \
+  X(V_SCALE, CACHE_ACCESS ScaleElement<V_FORMAT>*, v_scale, FLASH_V_SCALE)            \
   X(BLOCK_LISTS, const device int*, block_counts, FLEX_BLOCK_COUNTS)                  \
   X(BLOCK_LISTS, const device int*, block_indices, FLEX_BLOCK_INDICES)                \
   X(FLEX_FULL_BLOCKS, const device int*, full_block_counts, FLEX_FULL_BLOCK_COUNTS)   \
@@ -44,7 +44,8 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   X(FLEX_ORDER, const device int*, block_order, FLEX_BLOCK_ORDER)                     \
   X(INDICES, const device int*, indices, FLASH_INDICES)                               \
   X(APPEND, const device ELEMENT*, new_k, FLASH_DECODE_NEW_K)                         \
-  X(APPEND, const device ELEMENT*, new_v, FLASH_DECODE_NEW_V)
+  X(APPEND, const device ELEMENT*, new_v, FLASH_DECODE_NEW_V)                         \
+  X(PACKED_NEW_K, const device int*, cu_seqlens_k_new, FLASH_DECODE_CU_SEQLENS_K_NEW)
 
 // A kernel's parameters, the fields that hold them, and how they get there. A field without a
 // buffer is null. score_mod's tensors, FLEX_CAPTURES, have no feature of their own.
@@ -64,9 +65,10 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   WHEN(FLEX, FLEX_CAPTURES(FLASH_SET_FIELD))
 
 using Queries = Operand<ELEMENT, HEAD_DIM_QK, Q_ROTARY>;
-using Keys = conditional_t<PAGED || QUANTISED, CacheOperand<HEAD_DIM_QK, K_ROTARY, 0xffffffff>,
-                           Operand<KV_ELEMENT, HEAD_DIM_QK, K_ROTARY>>;
-using Values = conditional_t<PAGED || QUANTISED, CacheOperand<HEAD_DIM_V, false, 0>,
+using Keys =
+    conditional_t<PAGED || QUANTISED, CacheOperand<KV_FORMAT, HEAD_DIM_QK, K_ROTARY, 0xffffffff>,
+                  Operand<KV_ELEMENT, HEAD_DIM_QK, K_ROTARY>>;
+using Values = conditional_t<PAGED || QUANTISED, CacheOperand<V_FORMAT, HEAD_DIM_V, false, 0>,
                              Operand<KV_ELEMENT, HEAD_DIM_V>>;
 
 // Call it before looking up rows [first, first + rows) of either. Uniform in the SIMD group.
@@ -84,8 +86,11 @@ struct FlashInputs {
   METAL_FUNC Sequence sequence(int batch, constant FlashParams& params) const thread {
     Sequence result;
     result.reset(params);
-    if (VARLEN) {
-      result.unpack(cu_seqlens_q, cu_seqlens_k, batch, params);
+    if (PACKED_Q) {
+      result.unpack_queries(cu_seqlens_q, batch, params);
+      if (VARLEN) {
+        result.unpack_keys(cu_seqlens_k, batch, params);
+      }
       if (batch == params.batch) {
         return result;
       }
@@ -97,7 +102,9 @@ struct FlashInputs {
     const int keys = result.kv_length;
     if (APPEND) {
       const int used = seqused_k[batch];
-      result.end_keys(used < 0 ? used : used + params.new_keys);
+      const Range added = new_rows(batch, params);
+      result.impossible = result.impossible || (PACKED_NEW_K && added.end < 0);
+      result.end_keys(used < 0 ? used : used + max(added.end - added.begin, 0));
     } else if (SEQUSED_K) {
       result.end_keys(seqused_k[batch]);
     }
@@ -105,6 +112,21 @@ struct FlashInputs {
       result.begin_keys(leftpad_k[batch], keys);
     }
     return result;
+  }
+
+  // The rows of new_k and new_v that the sequence has (APPEND): [0, -1) if the lengths are invalid.
+  METAL_FUNC Range new_rows(int batch, constant FlashParams& params) const thread {
+    Range rows;
+    rows.begin = 0;
+    rows.end = params.new_keys;
+    if (PACKED_NEW_K) {
+      const int begin = cu_seqlens_k_new[batch];
+      const int end = cu_seqlens_k_new[batch + 1];
+      const bool valid = begin >= 0 && begin <= end && end <= params.new_keys;
+      rows.begin = valid ? begin : 0;
+      rows.end = valid ? end : -1;
+    }
+    return rows;
   }
 
   METAL_FUNC Queries queries(int batch, int head, thread const Sequence& sequence,
@@ -148,8 +170,8 @@ struct FlashInputs {
   }
 
   // Where the rows of K or V lie.
-  template <typename Source>
-  METAL_FUNC void place(thread Source& operand, const device KV_ELEMENT* tensor,
+  template <typename Source, typename Element>
+  METAL_FUNC void place(thread Source& operand, const device Element* tensor,
                         constant RowStrides& strides, int batch, int kv_head,
                         thread const Sequence& sequence,
                         constant FlashParams& params) const thread {

@@ -97,13 +97,25 @@ enum FlexBuffer {
 // A window without a limit.
 #define NO_WINDOW (-1)
 
-// Values of KV_FORMAT: how the numbers of k and v are stored.
+// Values of KV_FORMAT and V_FORMAT: how the numbers of k and v are stored.
 #define KV_Q8_0 1
 #define KV_Q4_0 2
 #define KV_FP8_E4M3 3
+// Codes of so many bits; a group of so many columns shares a scale and a minimum.
+#define KV_GROUPED(bits, group) ((bits) * 256 + (group))
 
-// Columns of q8_0 and q4_0 that share a scale.
-#define SCALE_COLUMNS 32
+constexpr bool kv_grouped(int format) { return format > KV_FP8_E4M3; }
+constexpr int kv_bits(int format) {
+  return kv_grouped(format) ? format / 256 : format == KV_Q4_0 ? 4 : 8;
+}
+// Columns that share a scale. fp8_e4m3 has one a head.
+constexpr int kv_scale_columns(int format) { return kv_grouped(format) ? format % 256 : 32; }
+// Numbers that they share: the scale, and of grouped formats the minimum.
+constexpr int kv_scale_numbers(int format) { return kv_grouped(format) ? 2 : 1; }
+// Whether the numbers are exact codes times the scale of a span: kernels may multiply the codes.
+constexpr bool kv_span_scaled(int format) { return format == KV_Q8_0 || format == KV_Q4_0; }
+// Whether scales are written with the rows.
+constexpr bool kv_row_scales(int format) { return kv_span_scaled(format) || kv_grouped(format); }
 
 // The blocks that a BlockMask lists for each (batch, head, row of blocks); `key` strides along a
 // list.
@@ -151,12 +163,12 @@ struct FlashParams {
   int64_t window_left;   // keys before a query's position that it sees, or NO_WINDOW
   int64_t window_right;  // and keys after it
   int32_t batch;
-  int32_t q_length;        // VARLEN: at most, of any sequence
+  int32_t q_length;        // PACKED_Q: at most, of any sequence
   int32_t kv_length;       // VARLEN: at most, of any sequence
-  int32_t q_total;         // rows of q in all sequences (VARLEN)
+  int32_t q_total;         // rows of q in all sequences (PACKED_Q)
   int32_t kv_total;        // rows of k in all sequences (VARLEN), or of a cache's at most
   int32_t cache_size;      // pages of k (PAGE_SIZE), or its batch (CACHE_BATCH_IDX)
-  int32_t new_keys;        // keys after those that seqused_k counts (APPEND)
+  int32_t new_keys;        // after those that seqused_k counts (APPEND); PACKED_NEW_K: of all
   int32_t queries_per_kv;  // query heads that share one KV head
   int32_t chunk;           // a query sees only keys of its own chunk (CHUNKED)
   int32_t bottom_right;    // the last query stands at the last key
@@ -360,7 +372,7 @@ struct AppendParams {
   TableStrides cos_strides;
   TableStrides sin_strides;
   int64_t block_table_stride;
-  int32_t length;               // new rows of each sequence
+  int32_t length;               // new rows of each sequence, or of all (PACKED_NEW_K)
   int32_t capacity;             // rows that a sequence may have
   int32_t cache_size;           // batches or pages of the cache
   int32_t table_rows;           // of cos and sin
@@ -373,6 +385,7 @@ enum FlashDecodeBuffer {
   FLASH_DECODE_LSE = 17,
   FLASH_DECODE_NEW_K = 18,
   FLASH_DECODE_NEW_V = 19,
+  FLASH_DECODE_CU_SEQLENS_K_NEW = 20,
 };
 
 struct FlashDecodeParams {
@@ -416,6 +429,27 @@ struct AppendKvParams {
   int32_t block_rows;    // new rows of a threadgroup
   int32_t block_tokens;  // and of q
   int32_t q_advances;    // token i of q is rotated by i rows more than token 0
+};
+
+// [[buffer(i)]] slots of index_scores.
+enum IndexScoresBuffer {
+  INDEX_SCORES_Q = 0,
+  INDEX_SCORES_K = 1,
+  INDEX_SCORES_WEIGHTS = 2,
+  INDEX_SCORES_OUT = 3,
+  INDEX_SCORES_PARAMS = 4,
+};
+
+// A row is a head, and a head of the strides a query.
+struct IndexScoresParams {
+  RowStrides q_strides;
+  RowStrides k_strides;
+  RowStrides weight_strides;
+  int64_t q_offset;  // the key index at which query 0 stands (CAUSAL)
+  int32_t heads;
+  int32_t q_length;
+  int32_t kv_length;
+  float softmax_scale;
 };
 
 // Dimensions other than the softmax's axis, at most: each has two positions or more, and the rows

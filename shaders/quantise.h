@@ -1,7 +1,7 @@
 // Columns of new K and V rows in a cache's format, with the same bits as
 // torch_metal_attn/quantisation.py.
 //
-// A lane holds CACHE_UNIT neighbouring columns; the four lanes of a scale's 32 columns are
+// A lane holds CACHE_UNIT neighbouring columns; the lanes of columns that share a scale are
 // neighbours in a SIMD group.
 #pragma once
 
@@ -10,19 +10,26 @@
 #include "tile.h"
 
 constant constexpr int CACHE_UNIT = 8;
-constant constexpr int BLOCK_LANES = SCALE_COLUMNS / CACHE_UNIT;
-
-// The elements of a cache that a unit is, and the type that moves them: UNIT_STORES times.
-using CacheWord = conditional_t<!QUANTISED, uint4, conditional_t<KV_BITS == 4, uint, uint2>>;
-constant constexpr int UNIT_ELEMENTS = QUANTISED ? CACHE_UNIT * KV_BITS / 8 : CACHE_UNIT;
-constant constexpr int UNIT_STORES =
-    UNIT_ELEMENTS * int(sizeof(KV_ELEMENT)) / int(sizeof(CacheWord));
+// The elements of a cache that a unit is, and the type that moves them: STORES times.
+template <int FORMAT>
+struct StoredUnit {
+  using Element = CacheElement<FORMAT>;
+  static constant constexpr int BYTES =
+      FORMAT == 0 ? CACHE_UNIT * int(sizeof(Element)) : CACHE_UNIT * kv_bits(FORMAT) / 8;
+  static constant constexpr int ELEMENTS = BYTES / int(sizeof(Element));
+  using Word = conditional_t<
+      FORMAT == 0, uint4,
+      conditional_t<kv_grouped(FORMAT), Element, conditional_t<kv_bits(FORMAT) == 4, uint, uint2>>>;
+  static constant constexpr int STORES = BYTES / int(sizeof(Word));
+};
 
 // Ordered as magnitudes are, with NaN above infinity.
 METAL_FUNC uint magnitude_bits(float value) { return as_type<uint>(value) & 0x7fffffffu; }
 
 // The value of largest magnitude of the block, the first of equals. Uniform in the SIMD group.
+template <int FORMAT>
 METAL_FUNC float block_extreme(thread const float* values, ushort lane) {
+  constexpr int BLOCK_LANES = kv_scale_columns(FORMAT) / CACHE_UNIT;
   float extreme = values[0];
   UNROLL
   for (short i = 1; i < CACHE_UNIT; i++) {
@@ -41,9 +48,10 @@ METAL_FUNC float block_extreme(thread const float* values, ushort lane) {
 }
 
 // The block's scale, NaN where it is not finite, and the unit's data.
+template <int FORMAT>
 METAL_FUNC half quantise_unit(thread const float* values, ushort lane, thread uchar* data) {
-  const float extreme = block_extreme(values, lane);
-  const half scale = half(KV_BITS == 8 ? fabs(extreme) / 127.0f : extreme / -8.0f);
+  const float extreme = block_extreme<FORMAT>(values, lane);
+  const half scale = half(FORMAT == KV_Q8_0 ? fabs(extreme) / 127.0f : extreme / -8.0f);
   const bool finite = isfinite(float(scale));
   const bool usable = finite && scale != half(0);
   const float step = usable ? float(scale) : 1.0f;
@@ -53,8 +61,8 @@ METAL_FUNC half quantise_unit(thread const float* values, ushort lane, thread uc
     quotients[i] = usable ? rint(values[i] / step) : 0.0f;
   }
   UNROLL
-  for (short i = 0; i < UNIT_ELEMENTS; i++) {
-    if (KV_BITS == 8) {
+  for (short i = 0; i < StoredUnit<FORMAT>::BYTES; i++) {
+    if (FORMAT == KV_Q8_0) {
       data[i] = uchar(char(clamp(quotients[i], -127.0f, 127.0f)));
     } else {
       const uint low = uint(clamp(quotients[2 * i] + 8.0f, 0.0f, 15.0f));
@@ -63,6 +71,39 @@ METAL_FUNC half quantise_unit(thread const float* values, ushort lane, thread uc
     }
   }
   return finite ? scale : half(NAN);
+}
+
+// The group's scale and minimum, NaN where either is not finite, and the unit's codes.
+template <int FORMAT>
+METAL_FUNC half2 quantise_group(thread const float* values, thread uint& codes) {
+  constexpr int BITS = kv_bits(FORMAT);
+  constexpr float LAST = float((1 << BITS) - 1);
+  float low = INFINITY;
+  float high = -INFINITY;
+  UNROLL
+  for (short i = 0; i < CACHE_UNIT; i++) {
+    // A minimum would pass a NaN over.
+    const float value = isnan(values[i]) ? INFINITY : values[i];
+    low = min(low, value);
+    high = max(high, value);
+  }
+  UNROLL
+  for (ushort distance = 1; distance < kv_scale_columns(FORMAT) / CACHE_UNIT; distance *= 2) {
+    low = min(low, simd_shuffle_xor(low, distance));
+    high = max(high, simd_shuffle_xor(high, distance));
+  }
+  // Zeros of either sign are alike.
+  const half minimum = half(low == 0.0f ? 0.0f : low);
+  const half scale = half((high - low) / LAST);
+  const bool finite = isfinite(float(scale)) && isfinite(float(minimum));
+  const bool usable = finite && scale != half(0);
+  codes = 0;
+  UNROLL
+  for (short i = 0; i < CACHE_UNIT; i++) {
+    const float quotient = usable ? rint((values[i] - float(minimum)) / float(scale)) : 0.0f;
+    codes |= uint(clamp(quotient, 0.0f, LAST)) << (i * BITS);
+  }
+  return finite ? half2(scale, minimum) : half2(NAN);
 }
 
 // Rounds to nearest even and clamps to 448. Every NaN becomes 0x7f.

@@ -5,30 +5,54 @@
 #include "params.h"
 #include "tile.h"
 
-// The elements of K and V in memory: bytes of any number of codes if they are quantised, and
-// ELEMENT unless the host defines another, as for float32 queries on a half precision cache.
-#if KV_FORMAT
-#define KV_ELEMENT uchar
-#elif !defined(KV_ELEMENT)
+// The elements of K and V in memory if they are not quantised: ELEMENT, unless the host defines
+// another, as for float32 queries on a half precision cache.
+#ifndef KV_ELEMENT
 #define KV_ELEMENT ELEMENT
 #endif
+
+// Of grouped formats the 8 codes of a unit are a word, of 3 bits three bytes; others have bytes of
+// any number of codes.
+template <int FORMAT>
+using CodeElement = conditional_t<!kv_grouped(FORMAT) || kv_bits(FORMAT) == 3, uchar,
+                                  conditional_t<kv_bits(FORMAT) == 4, uint, ushort>>;
+template <int FORMAT>
+using CacheElement = conditional_t<FORMAT == 0, KV_ELEMENT, CodeElement<FORMAT>>;
+template <int FORMAT>
+using ScaleElement = conditional_t<kv_row_scales(FORMAT), half, float>;
+
+using KeyElement = CacheElement<KV_FORMAT>;
+using ValueElement = CacheElement<V_FORMAT>;
 
 // The elements of their tiles and fragments: codes become ELEMENT as they are read, all others stay
 // as they are, because the matrix unit multiplies float by half and by bfloat.
 using KvTileElement = conditional_t<QUANTISED, ELEMENT, KV_ELEMENT>;
 
-#define KV_BLOCK_SCALES (KV_FORMAT == KV_Q8_0 || KV_FORMAT == KV_Q4_0)
-using KV_SCALE_ELEMENT = conditional_t<KV_BLOCK_SCALES, half, float>;
+constant constexpr bool K_SPAN_SCALES = kv_span_scaled(KV_FORMAT);
+constant constexpr bool V_SPAN_SCALES = kv_span_scaled(V_FORMAT);
 
-constant constexpr int KV_BITS = KV_FORMAT == KV_Q4_0 ? 4 : 8;
+// The 8 codes of a grouped format that hold `column`'s, the first in the lowest bits.
+template <int FORMAT>
+METAL_FUNC uint code_word(const device CodeElement<FORMAT>* tensor, Offset row, int column) {
+  if (kv_bits(FORMAT) == 3) {
+    const device CodeElement<FORMAT>* bytes = tensor + (row + column / 8 * 3);
+    return uint(bytes[0]) | uint(bytes[1]) << 8 | uint(bytes[2]) << 16;
+  }
+  return uint(tensor[row + column / 8]);
+}
 
 // The codes of COUNT neighbouring columns, the first in the lowest bits; 0 for columns from COLUMNS
 // on. Rows that do not start at a multiple of such a load are read byte by byte.
-template <int COLUMNS, int COUNT>
-METAL_FUNC uint2 load_codes(const device KV_ELEMENT* tensor, Offset row, int column) {
-  constexpr int BYTES = COUNT * KV_BITS / 8;
+template <int FORMAT, int COLUMNS, int COUNT>
+METAL_FUNC uint2 load_codes(const device CacheElement<FORMAT>* tensor, Offset row, int column) {
+  if (kv_grouped(FORMAT)) {
+    const uint word =
+        code_word<FORMAT>(reinterpret_cast<const device CodeElement<FORMAT>*>(tensor), row, column);
+    return uint2(COUNT == 8 ? word : word >> (column % 8 * kv_bits(FORMAT)), 0);
+  }
+  constexpr int BYTES = COUNT * kv_bits(FORMAT) / 8;
   const device uchar* first =
-      reinterpret_cast<const device uchar*>(tensor) + (row + column * KV_BITS / 8);
+      reinterpret_cast<const device uchar*>(tensor) + (row + column * kv_bits(FORMAT) / 8);
   if (WIDE_LOADS && BYTES == 8) {
     return *reinterpret_cast<const device uint2*>(first);
   }
@@ -60,37 +84,43 @@ METAL_FUNC float e4m3(uint code) {
 }
 
 // The number of code i, before it is scaled.
+template <int FORMAT>
 METAL_FUNC float number(uint2 codes, short i) {
-  const uint code = codes[i * KV_BITS / 32] >> (i * KV_BITS % 32);
-  if (KV_FORMAT == KV_Q8_0) {
+  constexpr int BITS = kv_bits(FORMAT);
+  const uint code = codes[i * BITS / 32] >> (i * BITS % 32);
+  if (kv_grouped(FORMAT)) {
+    return float(code & ((1u << BITS) - 1));
+  }
+  if (FORMAT == KV_Q8_0) {
     return float(as_type<char>(uchar(code & 0xff)));
   }
-  if (KV_FORMAT == KV_Q4_0) {
+  if (FORMAT == KV_Q4_0) {
     return float(int(code & 15) - 8);
   }
   return e4m3(code);
 }
 
-// The numbers of COUNT codes, before they are scaled, exactly.
-template <typename T, int COUNT>
+// The numbers of COUNT codes of q8_0 or q4_0, before they are scaled, exactly.
+template <int FORMAT, typename T, int COUNT>
 METAL_FUNC void expand(thread T* values, uint2 codes, thread const T*) {
   UNROLL
   for (short i = 0; i < COUNT; i++) {
-    values[i] = T(number(codes, i));
+    values[i] = T(number<FORMAT>(codes, i));
   }
 }
 
 // To half two at a time, without conversions: 0x6400 with n in its lowest bits is 1024 + n.
-template <typename T, int COUNT>
+template <int FORMAT, typename T, int COUNT>
 METAL_FUNC void expand(thread half* values, uint2 codes, thread const half*) {
-  constexpr int WORD_CODES = 32 / KV_BITS;
+  constexpr int BITS = FORMAT == KV_Q4_0 ? 4 : 8;
+  constexpr int WORD_CODES = 32 / BITS;
   constexpr int PAIRS = WORD_CODES / 2;
   UNROLL
   for (short i = 0; i < COUNT / WORD_CODES; i++) {
     UNROLL
     for (short j = 0; j < PAIRS; j++) {
-      const uint pair = codes[i] >> (j * KV_BITS);
-      const half2 both = KV_BITS == 8
+      const uint pair = codes[i] >> (j * BITS);
+      const half2 both = BITS == 8
                              ? as_type<half2>((pair & 0x00ff00ffu) ^ 0x64806480u) - half2(1152.0h)
                              : as_type<half2>((pair & 0x000f000fu) | 0x64006400u) - half2(1032.0h);
       values[i * WORD_CODES + j] = both.x;
@@ -99,17 +129,24 @@ METAL_FUNC void expand(thread half* values, uint2 codes, thread const half*) {
   }
 }
 
+// What the numbers of neighbouring columns are multiplied by, and what is added.
+struct GroupScale {
+  float scale;
+  float minimum;  // kv_grouped
+};
+
 // 16 bytes of T of a row of COLUMNS columns, from `column` on, and 0 behind its end.
-template <typename T, int COLUMNS>
-METAL_FUNC uint4 dequantised_chunk(const device KV_ELEMENT* tensor, Offset row, int column,
-                                   float scale) {
+template <int FORMAT, typename T, int COLUMNS>
+METAL_FUNC uint4 dequantised_chunk(const device CacheElement<FORMAT>* tensor, Offset row,
+                                   int column, GroupScale group) {
   constexpr int COUNT = chunk_elements<T>();
-  const uint2 codes = load_codes<COLUMNS, COUNT>(tensor, row, column);
+  const uint2 codes = load_codes<FORMAT, COLUMNS, COUNT>(tensor, row, column);
   uint4 chunk;
   thread T* values = reinterpret_cast<thread T*>(&chunk);
   UNROLL
   for (short i = 0; i < COUNT; i++) {
-    values[i] = T(number(codes, i) * scale);
+    const float value = number<FORMAT>(codes, i) * group.scale;
+    values[i] = T(kv_grouped(FORMAT) ? value + group.minimum : value);
   }
   return chunk;
 }

@@ -25,13 +25,24 @@ struct Sequence {
     impossible = false;
   }
 
-  // Rows cu_seqlens[batch] up to cu_seqlens[batch + 1] of the packed tensors, or so many keys of a
-  // cache. One past the last sequence has the rows of no sequence, whose queries see nothing.
-  METAL_FUNC void unpack(const device int* cu_seqlens_q, const device int* cu_seqlens_k, int batch,
-                         constant FlashParams& params) thread {
+  // Rows cu_seqlens_q[batch] up to cu_seqlens_q[batch + 1] of packed queries. One past the last
+  // sequence has the rows of no sequence, which see nothing.
+  METAL_FUNC void unpack_queries(const device int* cu_seqlens_q, int batch,
+                                 constant FlashParams& params) thread {
     const bool none = batch == params.batch;
-    const int q_begin = cu_seqlens_q[batch];
-    const int q_end = none ? params.q_total : cu_seqlens_q[batch + 1];
+    const int begin = cu_seqlens_q[batch];
+    const int end = none ? params.q_total : cu_seqlens_q[batch + 1];
+    q_start = batch == 0 ? 0 : clamp(begin, 0, params.q_total);
+    q_length = max(clamp(end, 0, params.q_total) - q_start, 0);
+    kv_length = none ? 0 : kv_length;
+    impossible =
+        begin != q_start || end != q_start + q_length || (!none && q_length > params.q_length);
+  }
+
+  // The same of packed keys, or so many keys of a cache.
+  METAL_FUNC void unpack_keys(const device int* cu_seqlens_k, int batch,
+                              constant FlashParams& params) thread {
+    const bool none = batch == params.batch;
     int kv_begin = cu_seqlens_k[batch];
     int kv_end = none ? params.kv_total : cu_seqlens_k[batch + 1];
     if (PAGED || CACHE_BATCH_IDX) {
@@ -39,19 +50,16 @@ struct Sequence {
       kv_begin = 0;
       kv_end = int(min(max(keys, int64_t(-1)), int64_t(params.kv_total) + 1));
     }
-    q_start = batch == 0 ? 0 : clamp(q_begin, 0, params.q_total);
-    q_length = max(clamp(q_end, 0, params.q_total) - q_start, 0);
     kv_start = batch == 0 ? 0 : clamp(kv_begin, 0, params.kv_total);
     kv_rows = max(clamp(kv_end, 0, params.kv_total) - kv_start, 0);
     kv_length = none ? 0 : kv_rows;
-    impossible = q_begin != q_start || q_end != q_start + q_length || kv_begin != kv_start ||
-                 kv_end != kv_start + kv_rows ||
-                 (!none && (q_length > params.q_length || kv_length > params.kv_length));
+    impossible = impossible || kv_begin != kv_start || kv_end != kv_start + kv_rows ||
+                 (!none && kv_length > params.kv_length);
   }
 
   // Whether nothing is computed for it: lengths are invalid, or the rows are of no sequence.
   METAL_FUNC bool is_left_out(int batch, constant FlashParams& params) const thread {
-    return (VARLEN || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX) &&
+    return (PACKED_Q || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX) &&
            (impossible || batch == params.batch);
   }
 

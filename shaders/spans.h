@@ -40,9 +40,10 @@ struct Unit {
     }
   }
 
+  template <int FORMAT>
   METAL_FUNC void expand_codes(uint2 codes) thread {
     T values[UNIT_COLUMNS];
-    expand<T, UNIT_COLUMNS>(values, codes, values);
+    expand<FORMAT, T, UNIT_COLUMNS>(values, codes, values);
     UNROLL
     for (short j = 0; j < SPAN_FRAGMENTS; j++) {
       fragments[j] = Fragment<T>(values[2 * j], values[2 * j + 1]);

@@ -5,6 +5,16 @@
 | q8_0 | int8 (..., D) | float16 (..., D / 32) | data * scale of its 32 columns |
 | q4_0 | uint8 (..., D / 2), column 2 j in byte j's low nibble | the same | (nibble - 8) * scale |
 | fp8_e4m3 | float8_e4m3fn (..., D), or that as uint8 | float32 (heads) or (B, heads) | product |
+| q2_g32, q2_g64 | int16 (..., D / 8) | float16 (..., 2 D / G) | code * scale + minimum |
+| q3_g32, q3_g64 | uint8 (..., 3 D / 8) | the same | the same |
+| q4_g32, q4_g64 | int32 (..., D / 8) | the same | the same |
+
+The last six have codes of 2, 3 or 4 bits, and a scale and a minimum for each group of G = 32 or 64
+columns: the scale's numbers 2 g and 2 g + 1 are group g's. Codes lie in a row's bits one after the
+other, the first in the lowest bits of the first element. With a minimum each group uses all of its
+codes wherever its values lie. MLX's caches are quantised so (`mlx.core.quantize`), and so are the
+values of Liu et al., "KIVI: A Tuning-Free Asymmetric 2bit Quantization for KV Cache" (2024), which
+quantises keys by column. Keys and values may have different formats.
 
 q8_0 and q4_0 are llama.cpp's (ggml's) formats with another byte order, which `from_ggml` and
 `to_ggml` convert. Quantising computes the scale of each block of 32 columns; ggml's own
@@ -20,14 +30,20 @@ from torch import Tensor
 from torch_metal_attn.call import arguments
 
 __all__ = [
-    *("BLOCK", "FORMATS", "columns", "dequantise", "format_of", "from_ggml", "quantise", "sizes"),
-    "to_ggml",
+    *("BLOCK", "DTYPES", "FORMATS", "columns", "dequantise", "format_of", "from_ggml", "quantise"),
+    *("shared_columns", "sizes", "to_ggml"),
 ]
-
-FORMATS = ("q8_0", "q4_0", "fp8_e4m3")
 
 # Columns that share a scale in q8_0 and q4_0.
 BLOCK = 32
+# Bits of a code, and columns of a group, of the formats with a scale and a minimum per group.
+_GROUPED = {f"q{bits}_g{group}": (bits, group) for bits in (2, 3, 4) for group in (32, 64)}
+_WORDS = {2: torch.int16, 3: torch.uint8, 4: torch.int32}
+# The dtype of a format's data on any device.
+DTYPES = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.uint8} | {
+    format: _WORDS[bits] for format, (bits, _) in _GROUPED.items()
+}
+FORMATS = tuple(DTYPES)
 
 _LARGEST_FP8 = 448.0
 _NAN_FP8 = 0x7F
@@ -51,9 +67,14 @@ def quantise(
     fp8_e4m3: x / scale clamped to -448..448 and rounded to nearest even. If |x| <= 448 scale,
         |x - y| is at most the larger of 2^-4 |x| and scale * 2^-10. inf is clamped; NaN stays NaN.
 
-    2^-18 and 2^-22 come from float16's smallest steps, and matter for small blocks only. A block
-    with NaN or inf, or whose scale exceeds float16, has scale NaN and zeros as data. D must be a
-    multiple of 32 in q8_0 and q4_0.
+    2, 3 and 4 bits: minimum = float16(least value of the group); scale = float16((largest - least)
+        / n), n = 3, 7 or 15; code = (x - minimum) / scale rounded to nearest even, in 0..n. With
+        amax the largest magnitude and r = largest - least of the group,
+        |x - y| <= r / (2 n) * (1 + 2^-7) + 2^-10 amax + 2^-21.
+
+    2^-18, 2^-21 and 2^-22 come from float16's smallest steps, and matter for small blocks only. A
+    block or group with NaN or inf, or whose scale or minimum exceeds float16, has scale (and
+    minimum) NaN and zeros as data. D must be a multiple of 32 in q8_0 and q4_0, and of G.
 
     `scale` is for fp8_e4m3 only: float32 (heads) or (B, heads), where x's dimension `heads_dim` is
     the heads and dimension 0 is B. It is returned unchanged. None stands for 1. On devices without
@@ -74,12 +95,15 @@ def quantise(
         raise ValueError(
             f"scale is given and format is {format}, which finds its own: leave it out"
         )
-    if x.dim() == 0 or x.shape[-1] % BLOCK != 0:
+    shared = shared_columns(format)
+    if x.dim() == 0 or x.shape[-1] % shared != 0:
         raise ValueError(
-            f"x has shape {tuple(x.shape)}; {format} needs a last size of a multiple of {BLOCK}"
+            f"x has shape {tuple(x.shape)}; {format} needs a last size of a multiple of {shared}"
         )
     # (..., blocks, 32)
-    blocks = x.float().unflatten(-1, (x.shape[-1] // BLOCK, BLOCK))
+    blocks = x.float().unflatten(-1, (x.shape[-1] // shared, shared))
+    if format in _GROUPED:
+        return _quantise_groups(blocks, format)
     if format == "q8_0":
         steps = _steps(blocks.abs().amax(-1, keepdim=True) / 127)
         data = _quotient(blocks, steps).clamp(-127, 127).to(torch.int8).flatten(-2)
@@ -108,6 +132,12 @@ def dequantise(
             dtype
         )
     assert scale is not None
+    if format in _GROUPED:
+        codes = _codes(data, _GROUPED[format][0])
+        _check_block_scales(format, codes, scale)
+        numbers = scale.float().unflatten(-1, (-1, 2))
+        groups = codes.float().unflatten(-1, (numbers.shape[-2], -1))
+        return (groups * numbers[..., :1] + numbers[..., 1:]).flatten(-2).to(dtype)
     if format == "q4_0":
         data = _nibbles(data).to(torch.int8) - 8
     _check_block_scales(format, data, scale)
@@ -153,28 +183,51 @@ def to_ggml(data: Tensor, scale: Tensor) -> Tensor:
 
 
 def format_of(data: Tensor, scale: Tensor | None) -> str:
-    """The format, from the dtypes: uint8 is q4_0 with a float16 scale, fp8_e4m3 with float32."""
+    """The format, from the dtypes: uint8 is q4_0 with a float16 scale, fp8_e4m3 with float32.
+
+    Groups, and q4_0 from 3 bits, are told by how many float16 numbers there are for a row's data.
+    """
     _check_tensors(data=data, scale=scale)
     has = None if scale is None else scale.dtype
     if data.dtype == torch.int8 and has == torch.float16:
         return "q8_0"
-    if data.dtype == torch.uint8 and has == torch.float16:
-        return "q4_0"
+    if scale is not None and has == torch.float16 and data.dtype in _WORDS.values():
+        elements, numbers = (x.shape[-1] if x.dim() else 0 for x in (data, scale))
+        bits = next(bits for bits, dtype in _WORDS.items() if dtype == data.dtype)
+        units = elements / 3 if bits == 3 else elements
+        if bits == 3 and (units == 0 or units not in (2 * numbers, 4 * numbers)):
+            return "q4_0"
+        return f"q{bits}_g{64 if units > 0 and units == 4 * numbers else 32}"
     if data.dtype == torch.float8_e4m3fn and has in (None, torch.float32):
         return "fp8_e4m3"
     if data.dtype == torch.uint8 and has == torch.float32:
         return "fp8_e4m3"
     raise ValueError(
         f"data has dtype {data.dtype} and scale {has}; they must be int8 and float16 (q8_0), uint8 "
-        "and float16 (q4_0), or float8_e4m3fn or uint8 and float32 (fp8_e4m3)"
+        "and float16 (q4_0 and 3 bits), int16 or int32 and float16 (2 and 4 bits), or "
+        "float8_e4m3fn or uint8 and float32 (fp8_e4m3)"
     )
 
 
 def columns(data: Tensor, scale: Tensor | None) -> int:
     """The number of columns D of the values; data may also be unquantised."""
     _check_tensors(data=data, scale=scale)
-    is_q4_0 = data.dtype == torch.uint8 and scale is not None and scale.dtype == torch.float16
-    return data.shape[-1] * (2 if is_q4_0 else 1)
+    if data.dim() == 0:
+        raise ValueError("data has no dimensions; it must have columns")
+    size = data.shape[-1]
+    if scale is None or scale.dtype != torch.float16:
+        return size
+    format = format_of(data, scale)
+    if format in _GROUPED:
+        return size * 8 // 3 if data.dtype == torch.uint8 else size * 8
+    return size * 2 if format == "q4_0" else size
+
+
+def shared_columns(format: str) -> int:
+    """The columns that share a scale, of which D must be a multiple; fp8_e4m3 takes any D: 1."""
+    if format in _GROUPED:
+        return _GROUPED[format][1]
+    return 1 if format == "fp8_e4m3" else BLOCK
 
 
 def sizes(format: str, head_dim: int) -> tuple[int, int]:
@@ -184,16 +237,24 @@ def sizes(format: str, head_dim: int) -> tuple[int, int]:
     head_dim = arguments.natural("head_dim", head_dim)
     if format == "fp8_e4m3":
         return head_dim, 0
-    if head_dim % BLOCK != 0:
-        raise ValueError(f"head_dim is {head_dim}; {format} needs a multiple of {BLOCK}")
+    shared = shared_columns(format)
+    if head_dim % shared != 0:
+        raise ValueError(f"head_dim is {head_dim}; {format} needs a multiple of {shared}")
+    if format in _GROUPED:
+        return head_dim // 8 * (3 if DTYPES[format] == torch.uint8 else 1), 2 * head_dim // shared
     return head_dim if format == "q8_0" else head_dim // 2, head_dim // BLOCK
 
 
 def _check_tensors(scale: Tensor | None, **tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         arguments.check_tensor(name, tensor)
-    if scale is not None:
-        arguments.check_tensor("scale", scale)
+        if scale is not None:
+            arguments.check_tensor("scale", scale)
+            if scale.device != tensor.device:
+                raise ValueError(
+                    f"scale is on {scale.device} and {name} on {tensor.device}; they must be on "
+                    "one device"
+                )
 
 
 def _packed(nibbles: Tensor) -> Tensor:
@@ -206,12 +267,46 @@ def _nibbles(data: Tensor) -> Tensor:
 
 
 def _check_block_scales(format: str, values: Tensor, scale: Tensor) -> None:
-    size = values.shape[-1]
-    if scale.shape != (*values.shape[:-1], size // BLOCK) or size % BLOCK != 0:
+    size, shared = values.shape[-1], shared_columns(format)
+    numbers = 2 if format in _GROUPED else 1
+    if scale.shape != (*values.shape[:-1], numbers * size // shared) or size % shared != 0:
         raise ValueError(
             f"scale has shape {tuple(scale.shape)} and the values {tuple(values.shape)}; {format} "
-            f"has one scale for {BLOCK} columns"
+            f"has {'a scale and a minimum' if numbers == 2 else 'one scale'} for {shared} columns"
         )
+
+
+def _quantise_groups(groups: Tensor, format: str) -> tuple[Tensor, Tensor]:
+    """Of (..., groups, G) in float32."""
+    bits, _ = _GROUPED[format]
+    last = 2**bits - 1
+    least, largest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    # Zeros of either sign are alike.
+    minimum = least.masked_fill(least == 0, 0).to(torch.float16)
+    steps = ((largest - least) / last).to(torch.float16)
+    finite = steps.isfinite() & minimum.isfinite()
+    numbers = torch.cat((steps, minimum), -1).masked_fill(~finite, torch.nan)
+    codes = _quotient(groups - minimum.float(), numbers[..., :1]).clamp(0, last)
+    return _words(codes.flatten(-2), bits), numbers.flatten(-2)
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Codes (..., D) as one word for 8 of them: 3 bits as three bytes."""
+    shifts = torch.arange(8, device=codes.device, dtype=torch.int64) * bits
+    words = (codes.long().unflatten(-1, (codes.shape[-1] // 8, 8)) << shifts).sum(-1)
+    if bits == 3:
+        return torch.stack([(words >> n) & 255 for n in (0, 8, 16)], -1).flatten(-2).byte()
+    span = 2 ** (8 * bits)
+    return torch.where(words < span // 2, words, words - span).to(_WORDS[bits])
+
+
+def _codes(data: Tensor, bits: int) -> Tensor:
+    words = data.long()
+    if bits == 3:
+        low, middle, high = words.unflatten(-1, (words.shape[-1] // 3, 3)).unbind(-1)
+        words = low | middle << 8 | high << 16
+    shifts = torch.arange(8, device=data.device, dtype=torch.int64) * bits
+    return ((words[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
 
 
 def _ggml_block_bytes(format: str) -> int:

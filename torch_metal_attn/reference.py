@@ -221,9 +221,9 @@ def varlen_attention(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_k: int = 0,
     *,
     block_table: Tensor | None = None,
     cache_batch_idx: Tensor | None = None,
@@ -239,35 +239,43 @@ def varlen_attention(
         the sizes that masks and biases broadcast to. block_table or cache_batch_idx: k and v are a
         cache as in `attention`, and sequence b has cu_seqlens_k[b + 1] - cu_seqlens_k[b] of its
         keys. k_scale, v_scale and options: those of `attention`; positions and lengths count from
-        each sequence's first row.
+        each sequence's first row. Without cu_seqlens_k, only queries are packed: k and v are those
+        of `attention`.
 
     Returns:
-        out (Tq, Hq, Dv) and lse (Hq, Tq). Queries that belong to no sequence get 0 and -inf.
+        out (Tq, Hq, Dv) and lse (Hq, Tq). Queries that belong to no sequence get 0 and -inf, or
+        without cu_seqlens_k the sink.
     """
     out_dtype = compute_dtype or q.dtype
     out = q.new_zeros((*q.shape[:2], columns(v, v_scale)), dtype=out_dtype)
     lse_dtype = compute_dtype or torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=lse_dtype)
+    sink = options.get("learnable_sink")
+    if cu_seqlens_k is None and sink is not None:
+        lse[:] = sink[:, None]
     indexed = block_table is not None or cache_batch_idx is not None
+    k_bounds = None if cu_seqlens_k is None else cu_seqlens_k.tolist()
 
-    def of_sequence(x: Tensor, b: int, keys: slice) -> Tensor:
+    def of_sequence(x: Tensor, b: int) -> Tensor:
         if x.dim() < 3:  # a scale a head
             return x if x.dim() == 1 else x[b]
-        if not indexed:
-            return x[None, keys].transpose(1, 2)
+        if k_bounds is not None and not indexed:
+            return x[None, slice(*k_bounds[b : b + 2])].transpose(1, 2)
         place = (None if i is None else i[b : b + 1] for i in (block_table, cache_batch_idx))
-        return cached(x, *place)[:, :, : keys.stop - keys.start]
+        rows = cached(x, *place) if indexed else x[b : b + 1]
+        return rows if k_bounds is None else rows[:, :, : k_bounds[b + 1] - k_bounds[b]]
 
-    q_bounds, k_bounds = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    q_bounds = cu_seqlens_q.tolist()
     for b in range(len(q_bounds) - 1):
-        queries, keys = slice(*q_bounds[b : b + 2]), slice(*k_bounds[b : b + 2])
-        q_length, kv_length = queries.stop - queries.start, keys.stop - keys.start
+        queries = slice(*q_bounds[b : b + 2])
+        keys = of_sequence(k, b)
+        q_length, kv_length = queries.stop - queries.start, keys.shape[2]
         sequence_out, sequence_lse = attention(
             q[None, queries].transpose(1, 2),
-            of_sequence(k, b, keys),
-            of_sequence(v, b, keys),
-            k_scale=None if k_scale is None else of_sequence(k_scale, b, keys),
-            v_scale=None if v_scale is None else of_sequence(v_scale, b, keys),
+            keys,
+            of_sequence(v, b),
+            k_scale=None if k_scale is None else of_sequence(k_scale, b),
+            v_scale=None if v_scale is None else of_sequence(v_scale, b),
             compute_dtype=compute_dtype,
             first_batch=b,
             **{
@@ -329,7 +337,7 @@ def cached(x: Tensor, block_table: Tensor | None, cache_batch_idx: Tensor | None
 
 def _values(x: Tensor, scale: Tensor | None) -> Tensor:
     """K or V, in float32 if they are quantised."""
-    quantised = x.dtype in (torch.int8, torch.uint8, torch.float8_e4m3fn)
+    quantised = not x.is_floating_point() or x.dtype == torch.float8_e4m3fn
     return dequantise(x, scale, torch.float32) if quantised else x
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_tensor, natural, whole
+from torch_metal_attn.call.arguments import check_tensor, flag, natural, number, plain, whole
 
 __all__ = [
     "default",
@@ -47,7 +47,8 @@ def _wavelengths(dim: int, base: float, device: Any) -> Tensor:
 
 
 def _positive(name: str, value: float) -> None:
-    if not isinstance(value, (int, float, Tensor)) or not 0 < float(value) < math.inf:
+    found = plain(value)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
         raise ValueError(f"{name} is {value!r}; it must be a positive, finite number")
 
 
@@ -82,13 +83,14 @@ def ntk_aware(dim: int, base: float = 10000.0, *, factor: float, device: Any = N
     Scaled RoPE" (Reddit, 2023); Peng et al., "YaRN" (2023), equation 16.
     """
     _positive("factor", factor)
-    return _inv_freq(dim, base * factor ** _ntk_exponent(dim), device), 1.0
+    return _inv_freq(dim, _scaled_base(dim, base, factor), device), 1.0
 
 
-def _ntk_exponent(dim: int) -> float:
+def _scaled_base(dim: int, base: float, factor: float) -> float:
     if not isinstance(dim, int) or dim <= 2:
         raise ValueError(f"dim is {dim!r}; a scaled base needs more than 2")
-    return dim / (dim - 2)
+    _positive("base", base)
+    return base * factor ** (dim / (dim - 2))
 
 
 def dynamic_ntk(
@@ -110,7 +112,7 @@ def dynamic_ntk(
     _positive("max_position_embeddings", max_position_embeddings)
     length = max(_seq_len(seq_len), max_position_embeddings)
     stretch = (factor * length / max_position_embeddings) - (factor - 1)
-    return _inv_freq(dim, base * stretch ** _ntk_exponent(dim), device), 1.0
+    return _inv_freq(dim, _scaled_base(dim, base, stretch), device), 1.0
 
 
 def yarn(
@@ -143,6 +145,14 @@ def yarn(
     _positive("original_max_position_embeddings", original_max_position_embeddings)
     _positive("beta_fast", beta_fast)
     _positive("beta_slow", beta_slow)
+    factors = {
+        "attention_factor": attention_factor,
+        "mscale": mscale,
+        "mscale_all_dim": mscale_all_dim,
+    }
+    for name, value in factors.items():
+        if value is not None:
+            number(name, value)
     wavelengths = _wavelengths(dim, base, device)
     if beta_fast < beta_slow:
         raise ValueError(f"beta_fast is {beta_fast} and beta_slow {beta_slow}; it must be greater")
@@ -154,7 +164,7 @@ def yarn(
         return (dim * math.log(cycle)) / (2 * math.log(base))
 
     low, high = pair_that_rotates(beta_fast), pair_that_rotates(beta_slow)
-    if truncate:
+    if flag("truncate", truncate):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
@@ -230,6 +240,9 @@ def tables(
     Returns: cos and sin, (*positions.shape, R / 2).
     """
     check_tensor("inv_freq", inv_freq)
+    attention_factor = number("attention_factor", attention_factor)
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"dtype is {dtype!r}; it must be a torch.dtype or None")
     if not isinstance(positions, Tensor):
         whole("positions", positions, "an int or a tensor")
         positions = torch.arange(natural("positions", positions), device=inv_freq.device)

@@ -17,7 +17,7 @@ from torch_metal_attn.call.arguments import plain
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.ops import plain as plain_ops
-from torch_metal_attn.ops.differentiation import call, refuse_gradient, refuse_nested
+from torch_metal_attn.ops.differentiation import call, refuse_gradient, refuse_layout
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.runtime import extension
@@ -348,12 +348,7 @@ def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
     for name, tensor in [*tensors, ("attn_mask", attn_mask)]:
         if tensor is None:
             continue
-        refuse_nested(name, tensor)
-        if tensor.layout != torch.strided:
-            raise ValueError(
-                f"{name} has layout {tensor.layout}; it must be strided: call {name}.to_dense() "
-                "first"
-            )
+        refuse_layout(name, tensor)
     if query.dtype not in ELEMENTS:
         raise ValueError(f"query has dtype {query.dtype}; it must be float32, float16 or bfloat16")
     for name, tensor in tensors:

@@ -23,7 +23,7 @@ from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.call.options import NewerOptions, named_options, op_options
 from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import forward_only
-from torch_metal_attn.ops.plain import heads_second
+from torch_metal_attn.ops.plain import heads_second, swapped
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _FLASH_DECODE = torch.ops.metal_attn.flash_decode.default
@@ -39,7 +39,7 @@ _CACHED_NAMES = ArgumentNames(
 
 # With up to this many queries per sequence reading the keys takes the time: flash_decode reads each
 # key once, and splits the keys over the GPU.
-DECODE_QUERIES = 32
+DECODE_QUERIES = 64
 _MAX_SPLITS = 1024
 
 
@@ -67,11 +67,14 @@ def flash_attn_with_kvcache(
     *,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     **newer: Unpack[NewerOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to a cache, with the arguments of `flash_attn.flash_attn_with_kvcache` (2.x).
 
-    If k and v are given, they are first written IN PLACE after each sequence's keys. With up to 32
+    If k and v are given, they are first written IN PLACE after each sequence's keys. With up to 64
     queries per sequence everything is one dispatch, or two if the keys are split over the GPU. The
     last query is at the last key, new keys included: query i is at key index i + length - Lq.
 
@@ -94,14 +97,20 @@ def flash_attn_with_kvcache(
             block_table[b, i // page].
         rotary_interleaved: columns (2c, 2c + 1) form a pair, otherwise (c, c + R/2).
         num_splits: number of parts that the keys are split into, in 1..1024; 0 lets the op choose.
-            Calls with more than 32 queries per sequence are never split.
+            Calls with more than 64 queries per sequence are never split, unless q is packed.
         return_softmax_lse: also return the log-sum-exp.
         k_scale, v_scale: scales of a quantised cache: (Bc, Lk, Hkv, D/32), or for fp8_e4m3 (Hkv,)
             or (B, Hkv).
+        cu_seqlens_q: (B + 1,) int32: sequences differ in their number of queries, which are packed:
+            q is (T, Hq, D), and k and v are (Tnew, Hkv, D). Sequence b has the rows from
+            cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. It may have none.
+        cu_seqlens_k_new: (B + 1,) int32: the same of k and v. None: they are packed as q is.
+        max_seqlen_q: the most queries of a sequence, with cu_seqlens_q.
         The other arguments are those of `flash_attn_func`.
 
     Returns:
-        out (B, Lq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Lq), float32.
+        out (B, Lq, Hq, Dv); with return_softmax_lse also softmax_lse (B, Hq, Lq), float32. With
+        cu_seqlens_q they are (T, Hq, Dv) and (Hq, T).
 
     Raises: as `flash_attn_func`. There is no backward through a cache. If a tensor requires grad,
         `backward` raises NotImplementedError. The call itself raises it under torch.compile, in
@@ -110,8 +119,12 @@ def flash_attn_with_kvcache(
         indices and pages are checked on the CPU. On mps, invalid ones give NaN rows, and nothing
         outside the cache is read or written.
     """
+    packed = cu_seqlens_q is not None
     if (
         not newer
+        and not packed
+        and cu_seqlens_k_new is None
+        and max_seqlen_q is None
         and alibi_slopes is None
         and cache_batch_idx is None
         and cache_leftpad is None
@@ -137,11 +150,11 @@ def flash_attn_with_kvcache(
         except Exception as error:
             if not plain.refused(error):
                 raise
-    check_rank("q", q, "(B, L, H, D)")
+    check_rank("q", q, "(T, H, D)" if packed else "(B, L, H, D)")
     check_rank("k_cache", k_cache, "(B, L, H, D)")
     check_rank("v_cache", v_cache, "(B, L, H, D)")
     (query,) = autocast(q)
-    seqlens = lengths_tensor(cache_seqlens, q)
+    seqlens = lengths_tensor(cache_seqlens, q if cu_seqlens_q is None else cu_seqlens_q[1:])
     causal, limits = flag("causal", causal), window(window_size)
     return_softmax_lse = flag("return_softmax_lse", return_softmax_lse)
     score = {"softcap": softcap, "alibi_slopes": alibi_slopes, **newer}
@@ -154,9 +167,10 @@ def flash_attn_with_kvcache(
         v_scale=heads_first("v_scale", v_scale),
     )
     num_splits = whole("num_splits", num_splits)
-    few = q.shape[1] <= DECODE_QUERIES
+    few = packed or q.shape[1] <= DECODE_QUERIES
     if not few:
         _check_splits(num_splits)
+    options |= _packing(cu_seqlens_q, max_seqlen_q, k is not None, cu_seqlens_k_new)
     if k is not None or v is not None:
         rotary: dict[str, Any] = {}
         if rotary_cos is not None or rotary_sin is not None:
@@ -169,15 +183,15 @@ def flash_attn_with_kvcache(
             }
             if cache_leftpad is not None:
                 rotary["rotary_from_leftpad"] = False
-        new = _new_rows(k, v, seqlens)
-        if few and new[0].numel() > 0:
+        new = _new_rows(k, v, seqlens, packed)
+        if few and (packed or new[0].numel() > 0):
             rows = (query, *new, k_cache, v_cache)
             options |= rotary | cache
             if num_splits != 0:
                 options["num_splits"] = num_splits
-            arguments = (*(x.transpose(1, 2) for x in rows), seqlens)
+            arguments = (*map(swapped, rows), seqlens)
             out, lse = _CACHE_NAMES.run(_DECODE_STEP, arguments, options)
-            return _with_lse(out.transpose(1, 2), lse, return_softmax_lse)
+            return _with_lse(swapped(out), lse, return_softmax_lse)
         if rotary_cos is not None:
             query = query.clone()
             rotary["q"] = query.transpose(1, 2)
@@ -208,6 +222,25 @@ def flash_attn_with_kvcache(
         lambda: _CACHED_NAMES.run(heads_second, (op, query, k_cache, v_cache), options),
     )
     return _with_lse(out, lse, return_softmax_lse)
+
+
+def _packing(
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int | None,
+    appends: bool,
+    cu_seqlens_k_new: Tensor | None,
+) -> dict[str, Any]:
+    """The ops' options of packed queries."""
+    if cu_seqlens_k_new is not None and (cu_seqlens_q is None or not appends):
+        missing = "cu_seqlens_q" if cu_seqlens_q is None else "k and v"
+        raise ValueError(f"cu_seqlens_k_new is given without {missing}; it is of packed new rows")
+    if (cu_seqlens_q is None) != (max_seqlen_q is None):
+        raise ValueError("only one of cu_seqlens_q and max_seqlen_q is given; give both or neither")
+    if cu_seqlens_q is None or max_seqlen_q is None:
+        return {}
+    longest = whole("max_seqlen_q", max_seqlen_q)
+    options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": longest}
+    return options | only_given(cu_seqlens_k_new=cu_seqlens_k_new)
 
 
 def _plain_with_kvcache(
@@ -252,12 +285,14 @@ def _check_splits(num_splits: int) -> None:
         )
 
 
-def _new_rows(k: Tensor | None, v: Tensor | None, seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def _new_rows(
+    k: Tensor | None, v: Tensor | None, seqlens: Tensor | None, packed: bool
+) -> tuple[Tensor, Tensor]:
     """New keys and values, cast to autocast's dtype."""
     if k is None or v is None:
         raise ValueError("only one of k and v is given; give both or neither")
     for name, tensor in (("k", k), ("v", v)):
-        check_rank(name, tensor, "(B, L, H, D)")
+        check_rank(name, tensor, "(T, H, D)" if packed else "(B, L, H, D)")
     if seqlens is None:
         raise ValueError("cache_seqlens is None and k is given; say how many keys the cache holds")
     k, v = autocast(k, v)

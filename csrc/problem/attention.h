@@ -14,10 +14,11 @@
 
 namespace metal_attn {
 
-// Sequences packed one after the other.
+// Sequences packed one after the other. Without cu_seqlens_k only their queries are: k and v are
+// dense, or a cache.
 struct Packing {
   torch::stable::Tensor cu_seqlens_q;  // (B + 1) int32
-  torch::stable::Tensor cu_seqlens_k;
+  OptionalTensor cu_seqlens_k;
   int64_t max_seqlen_q;
   int64_t max_seqlen_k;
 };
@@ -34,6 +35,8 @@ struct FlashFwdArguments {
   FlashFwdOptions options;
   CacheOptions cache;
   std::optional<FlexOptions> flex = std::nullopt;
+
+  bool packs_keys() const { return packing && packing->cu_seqlens_k; }
 };
 
 struct FlashBwdArguments {
@@ -94,12 +97,14 @@ struct FlexFeatures {
 // X(feature, its define): those that are on or off.
 // - band: a window or the diagonal hides some key from some query.
 // - chunk: queries see their own chunk.
+// - varlen: queries and keys are packed; packed_q: queries alone.
 // - mask_blocks: tiles walk along the blocks that the mask shows; no problem differs by it.
 // - long_offsets: some tensor ends past 2^31 elements.
 #define FLASH_FLAGS(X)          \
   X(band, BAND)                 \
   X(chunk, CHUNKED)             \
   X(varlen, VARLEN)             \
+  X(packed_q, PACKED_Q)         \
   X(seqused_k, SEQUSED_K)       \
   X(leftpad_k, LEFTPAD_K)       \
   X(mask_blocks, MASK_BLOCKS)   \
@@ -119,6 +124,9 @@ struct FlashFwdFeatures {
   std::optional<FusedRotary> rotary;
   CacheFeatures cache;
   std::optional<FlexFeatures> flex;
+
+  // Whether q has the rows of all sequences.
+  bool packs_queries() const { return varlen || packed_q; }
 
   // Whether the backward multiplies by d score / d product, as an option makes it no constant.
   bool score_slopes() const { return softcap; }
@@ -169,7 +177,8 @@ struct FlashFwdCall {
   std::optional<torch::stable::Tensor> bias;
 
   bool launches() const {
-    return heads > 0 && (problem.features.varlen ? q_total > 0 : batch > 0 && q_length > 0);
+    return heads > 0 &&
+           (problem.features.packs_queries() ? q_total > 0 : batch > 0 && q_length > 0);
   }
 };
 

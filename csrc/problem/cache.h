@@ -19,6 +19,12 @@ enum class KvFormat {
   kQ8_0 = KV_Q8_0,
   kQ4_0 = KV_Q4_0,
   kFp8E4m3 = KV_FP8_E4M3,
+  kQ2G32 = KV_GROUPED(2, 32),
+  kQ2G64 = KV_GROUPED(2, 64),
+  kQ3G32 = KV_GROUPED(3, 32),
+  kQ3G64 = KV_GROUPED(3, 64),
+  kQ4G32 = KV_GROUPED(4, 32),
+  kQ4G64 = KV_GROUPED(4, 64),
 };
 
 // In messages and in the keys of tuned tables.
@@ -32,21 +38,39 @@ constexpr const char* format_name(KvFormat format) {
       return "q4_0";
     case KvFormat::kFp8E4m3:
       return "fp8_e4m3";
+    case KvFormat::kQ2G32:
+      return "q2_g32";
+    case KvFormat::kQ2G64:
+      return "q2_g64";
+    case KvFormat::kQ3G32:
+      return "q3_g32";
+    case KvFormat::kQ3G64:
+      return "q3_g64";
+    case KvFormat::kQ4G32:
+      return "q4_g32";
+    case KvFormat::kQ4G64:
+      return "q4_g64";
   }
   return "";
 }
 
-// Bytes that 16 bytes of `element` are made of: those of one load of k or v.
-constexpr int kv_load_bytes(Element element, KvFormat format) {
-  const int columns = 16 / element_bytes(element);
-  switch (format) {
-    case KvFormat::kPlain:
-      return 16;
-    case KvFormat::kQ4_0:
-      return columns / 2;
-    default:
-      return columns;
+// How k is kept, and how v is.
+struct KvFormats {
+  KvFormat k = KvFormat::kPlain;
+  KvFormat v = KvFormat::kPlain;
+
+  bool quantised() const { return k != KvFormat::kPlain; }
+  bool operator==(const KvFormats&) const = default;
+};
+
+// Bytes of one load of k or v: those that 16 bytes of `element` are made of, or of grouped formats
+// an element, which is 8 codes or a third of them.
+constexpr int kv_load_bytes(Element element, KvFormat kv_format) {
+  const int format = static_cast<int>(kv_format);
+  if (kv_grouped(format)) {
+    return kv_bits(format) == 3 ? 1 : kv_bits(format);
   }
+  return kv_format == KvFormat::kPlain ? 16 : 16 / element_bytes(element) * kv_bits(format) / 8;
 }
 
 // What a cache is beyond one tensor of q's dtype.
@@ -54,7 +78,7 @@ struct CacheFeatures {
   std::optional<Element> element;  // of k and v where it is not q's, and they are not quantised
   int page_size = 0;               // keys of a page; 0 without pages
   bool batch_idx = false;
-  KvFormat format = KvFormat::kPlain;
+  KvFormats formats;
   bool k_scale = false;
   bool v_scale = false;
 
@@ -89,6 +113,13 @@ struct SeenKeys {
   int64_t end;
 };
 
+// Where each sequence's queries and new rows begin, where they are packed: (B + 1) int32.
+struct PackedRows {
+  torch::stable::Tensor cu_seqlens_q;
+  torch::stable::Tensor cu_seqlens_k_new;
+  const char* k_new_name;  // of the latter in messages, as it may be the former
+};
+
 // k: (B, Hkv, L, D) and v: (B, Hkv, L, Dv) in float32, float16 or bfloat16, the last stride 1.
 // Row i of sequence b becomes row cache_seqlens[b] + i of what is sequence b's in
 //   k_cache (Bc, Hkv, capacity, D) and v_cache alike: batch cache_batch_idx[b], or b;
@@ -100,6 +131,7 @@ struct SeenKeys {
 // v_cache may be the first columns of k_cache, as far as none of them is rotated; then v must be
 // those of k. Token i of q (B, Hq, Lq, D) is rotated in place by the same
 // row, or unless rotate_q_by_token by that of i = 0. Indices are int32, (B) or (B, blocks).
+// With `packed`, k, v and q have packed rows, (T, H, D), and sequences differ in their number.
 struct AppendKvArguments {
   torch::stable::Tensor k;
   torch::stable::Tensor v;
@@ -115,15 +147,16 @@ struct AppendKvArguments {
   bool rotate_q_by_token;
   bool rotary_from_leftpad;
   int64_t rotary_first_column;
+  std::optional<PackedRows> packed = std::nullopt;
 };
 
 struct AppendKvProblem {
   Element element;
-  KvFormat format;
+  KvFormats formats;
   std::optional<Element> cache_element;  // where it is not k's, and they are not quantised
   int32_t batch;
   int32_t kv_heads;
-  int32_t length;
+  int32_t length;  // new rows of each sequence, or packed ones of all
   int32_t head_dim_qk;
   int32_t head_dim_v;
   int32_t capacity;    // rows that a sequence may have
@@ -135,9 +168,8 @@ struct AppendKvProblem {
   int32_t table_rows;
   Element table_element;
   int32_t q_heads;
-  int32_t q_length;
+  int32_t q_length;  // likewise
 
-  bool block_scales() const { return format == KvFormat::kQ8_0 || format == KvFormat::kQ4_0; }
   bool writes() const { return batch > 0 && kv_heads > 0 && length > 0; }
   bool rotates_q() const { return batch > 0 && q_heads > 0 && q_length > 0 && pairs > 0; }
 };

@@ -7,8 +7,29 @@
 
 #include "csrc/problem/attention.h"
 #include "csrc/problem/cache.h"
+#include "csrc/problem/options.h"
+
+// X(type, name, default, whether decode_step has it) of decoding's ops alone, after num_splits in
+// their schemas.
+// - cu_seqlens_q: (B + 1) int32. q, and new keys and values, are packed rows, (T, heads, columns).
+// - max_seqlen_q: the most queries of a sequence, with cu_seqlens_q.
+#define DECODE_OPTIONS(X)                   \
+  X(OptionalTensor, cu_seqlens_q, None, IN) \
+  X(Integer, max_seqlen_q, 0, IN)
 
 namespace metal_attn {
+
+struct DecodeOptions {
+#define OPTION_FIELD(TYPE, NAME, DEFAULT, STEP) TYPE NAME = DEFAULT;
+  DECODE_OPTIONS(OPTION_FIELD)
+#undef OPTION_FIELD
+
+  // What is packed, as attention is told.
+  std::optional<Packing> packing() const {
+    return cu_seqlens_q ? std::optional(Packing{*cu_seqlens_q, None, max_seqlen_q, 0})
+                        : std::nullopt;
+  }
+};
 
 // The keys, or blocks of neighbouring keys, that each block of queries sees alone.
 struct KeyLists {
@@ -18,9 +39,10 @@ struct KeyLists {
 };
 
 struct FlashDecodeArguments {
-  FlashFwdArguments forward;  // dense
+  FlashFwdArguments forward;  // k and v are never packed
   int64_t num_splits;         // 0: chosen from the sizes and the GPU's cores
   KeyLists lists = {};
+  DecodeOptions options = {};
 };
 
 // `append` as for append_kv, with cache_seqlens; its q is the queries if they are rotated. `decode`
@@ -29,6 +51,7 @@ struct FlashDecodeArguments {
 struct DecodeStepArguments {
   AppendKvArguments append;
   FlashDecodeArguments decode;
+  bool counts_new_keys = false;  // cu_seqlens_k_new is given
 };
 
 }  // namespace metal_attn

@@ -53,18 +53,23 @@ int padded_columns(const FlashDecodeSpecialisation& s) {
 }
 
 // Of 32 columns of keys or values, and of the scales that they have of their own.
-int span_bytes(const FlashDecodeSpecialisation& s) {
+int span_bytes(const FlashDecodeSpecialisation& s, KvFormat kv_format) {
   constexpr int kScaleBytes = 2;
-  switch (s.features.cache.format) {
-    case KvFormat::kPlain:
-      return kSpanColumns * element_bytes(kv_element(s));
-    case KvFormat::kQ8_0:
-      return kSpanColumns + kScaleBytes;
-    case KvFormat::kQ4_0:
-      return kSpanColumns / 2 + kScaleBytes;
-    default:
-      return kSpanColumns;
+  const int format = static_cast<int>(kv_format);
+  if (kv_format == KvFormat::kPlain) {
+    return kSpanColumns * element_bytes(kv_element(s));
   }
+  const int scales = kv_row_scales(format)
+                         ? kSpanColumns * kv_scale_numbers(format) / kv_scale_columns(format)
+                         : 0;
+  return kSpanColumns * kv_bits(format) / 8 + scales * kScaleBytes;
+}
+
+// Of a key and its value.
+int key_bytes(const FlashDecodeSpecialisation& s) {
+  const KvFormats& formats = s.features.cache.formats;
+  const int k = s.head_dim_qk * span_bytes(s, formats.k);
+  return (k + (s.v_in_k ? 0 : s.head_dim_v * span_bytes(s, formats.v))) / kSpanColumns;
 }
 
 }  // namespace
@@ -155,8 +160,7 @@ int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, 
   }
   const int64_t q_bytes = s.head_dim_qk * element_bytes(s.element);
   const int64_t own = rows * (q_bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
-  const int64_t key = s.passes(rows) * (s.head_dim_qk + (s.v_in_k ? 0 : s.head_dim_v)) *
-                      span_bytes(s) / kSpanColumns;
+  const int64_t key = s.passes(rows) * key_bytes(s);
   const int64_t most = std::clamp<int64_t>(keys * key / own, 1, std::min(steps, kMaxSplits));
   const int64_t slots = std::max<int64_t>(kSimdgroupsPerCore * cores * 32 / s.threads(), 1);
   int64_t best = 1;

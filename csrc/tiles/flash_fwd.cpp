@@ -119,8 +119,13 @@ std::string describe_choice(const FlashFwdSpecialisation& s) {
     slices = "v in " + std::to_string(s.v_slices()) + " slices of " + std::to_string(s.v_slice) +
              " columns, each with the scores computed again; ";
   }
-  const std::string bytes = std::to_string(kv_load_bytes(s.element, s.features.cache.format));
+  const KvFormats& formats = s.features.cache.formats;
+  std::string bytes = std::to_string(kv_load_bytes(s.element, formats.k));
   std::string loads = bytes + "-byte loads of k and v";
+  if (formats.v != formats.k) {
+    bytes += "- or " + std::to_string(kv_load_bytes(s.element, formats.v));
+    loads = bytes + "-byte loads of k or v";
+  }
   if (!s.wide_loads) {
     loads = "element-wise loads of k and v, as some row is not " + bytes +
             "-byte aligned or a head dim is no multiple of 8";

@@ -22,7 +22,7 @@ Load load_of(const FlashFwdFeatures& f) {
     return Load::kRotary;
   }
   const bool heavy = f.dropout || f.bias || f.flex || f.unpaired_keys() || f.cache.page_size > 0 ||
-                     f.cache.format != KvFormat::kPlain;
+                     f.cache.formats.quantised();
   return heavy ? Load::kHeavy : Load::kLight;
 }
 
@@ -85,8 +85,11 @@ void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
   if (f.cache.element) {
     define("KV_ELEMENT", element_name(*f.cache.element));
   }
-  if (f.cache.format != KvFormat::kPlain) {
-    define("KV_FORMAT", static_cast<int>(f.cache.format));
+  if (f.cache.formats.quantised()) {
+    define("KV_FORMAT", static_cast<int>(f.cache.formats.k));
+    if (f.cache.formats.v != f.cache.formats.k) {
+      define("V_FORMAT", static_cast<int>(f.cache.formats.v));
+    }
     feature("K_SCALE", f.cache.k_scale);
     feature("V_SCALE", f.cache.v_scale);
   }

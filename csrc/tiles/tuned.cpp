@@ -80,8 +80,11 @@ TileKey::TileKey(const char* kernel, Element element, int head_dim_qk, int head_
   if (f.cache.element) {
     add_word(element_name(*f.cache.element));
   }
-  if (f.cache.format != KvFormat::kPlain) {
-    add_word(format_name(f.cache.format));
+  if (f.cache.formats.quantised()) {
+    add_word(format_name(f.cache.formats.k));
+  }
+  if (f.cache.formats.v != f.cache.formats.k) {
+    add_word(format_name(f.cache.formats.v));
   }
   feature("plain", size_ == before);
   add_class("q", queries);

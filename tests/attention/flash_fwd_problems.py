@@ -170,7 +170,7 @@ def indices(device):
 def formats(device, dtype=torch.float16):
     """In pages, with scales that differ by block, head and sequence; of odd rows in fp8."""
     lengths = [90, 50]
-    for kv_format, columns in (("q8_0", 64), ("q4_0", 64), ("fp8_e4m3", 11)):
+    for kv_format, columns in (("q8_0", 64), ("q4_0", 64), ("fp8_e4m3", 11), ("q3_g32", 64)):
         shape = SHAPE | {"q_length": 20, "kv_length": 90, "head_dim": columns}
         q, k, v = make_qkv(**shape, dtype=dtype)
         k[..., :32] *= 4.0
@@ -179,6 +179,13 @@ def formats(device, dtype=torch.float16):
         k, v, cache = quantised(k, v, kv_format, scale=scale)
         cache = in_pages(cache, lengths, 16)
         check_flash_fwd(q, k, v, cache=cache, device=device, seqused_k=ints(*lengths))
+
+
+def halves_of_words(device):
+    """Float32 queries read 4 columns at a time, which are half of a word of codes."""
+    q, k, v = make_qkv(**SHAPE | {"q_length": 20, "kv_length": 40, "head_dim": 64})
+    k, v, cache = quantised(k, v, "q2_g64")
+    check_flash_fwd(q, k, v, cache=cache, device=device)
 
 
 def codes_of_fp8(device):

@@ -171,6 +171,7 @@ class TestFlashAttn:
             ({"dropout_p": 1.5}, ValueError, r"dropout_p is 1\.5; it must be in 0\.\.1"),
             ({"heads": None}, TypeError, "heads is None; it must be an int"),
             ({"q_length": -1}, ValueError, "q_length is -1; it must be at least 0"),
+            ({"batch": 2**63}, ValueError, "batch is 9223372036854775808; it must fit int64"),
         ],
     )
     def test_mask_refuses(self, changes, error, message):

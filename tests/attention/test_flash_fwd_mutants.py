@@ -361,7 +361,7 @@ MUTANTS = {
             "place.batch, place.head, 0)",
             "race",
         ),
-        "queries of no sequence left out": ("none ? params.q_total :", "none ? q_begin :"),
+        "queries of no sequence left out": ("none ? params.q_total :", "none ? begin :"),
         "one key of the next sequence": (
             "kv_length = none ? 0 : kv_rows;",
             "kv_length = none ? 0 : kv_rows + 1;",
@@ -430,20 +430,26 @@ MUTANTS = {
             "CACHE_BATCH_IDX ? cache_batch_idx[0]",
         ),
     },
+    problems.halves_of_words: {
+        "first half for the second": ("word >> (column % 8 * kv_bits(FORMAT))", "word"),
+    },
     problems.formats: {
         "nibbles swapped": (
-            ">> (i * KV_BITS % 32)",
-            ">> ((KV_BITS == 4 ? i ^ 1 : i) * KV_BITS % 32)",
+            ">> (i * BITS % 32)",
+            ">> ((BITS == 4 ? i ^ 1 : i) * BITS % 32)",
         ),
+        "a byte of 3 bits too low": ("uint(bytes[2]) << 16", "uint(bytes[2]) << 8"),
+        "no minimum": ("value + group.minimum", "value"),
+        "scale for a minimum": ("float(numbers[1])", "float(numbers[0])"),
         "nibbles from 0 up": ("float(int(code & 15) - 8)", "float(int(code & 15))"),
         "bytes without a sign": ("float(as_type<char>(uchar(code & 0xff)))", "float(code & 0xff)"),
         "scale of the first block": (
-            "scales.tensor[place.scales + column / SCALE_COLUMNS]",
-            "scales.tensor[place.scales]",
+            "place.scales + column / kv_scale_columns(FORMAT) *",
+            "place.scales + 0 *",
         ),
         "scale of blocks of 16": (
-            "place.scales + column / SCALE_COLUMNS",
-            "place.scales + min(column / 16, 1)",
+            "place.scales + column / kv_scale_columns(FORMAT) *",
+            "place.scales + min(column / 16, 1) *",
         ),
         "scales of the first page": ("scales.row(page, page_row)", "scales.row(0, page_row)"),
         "scales of a page's first row": ("scales.row(page, page_row)", "scales.row(page, 0)"),
@@ -461,7 +467,7 @@ MUTANTS = {
             "true",
             "out_of_bounds",
         ),
-        "no scale": ("number(codes, i) * scale", "number(codes, i)"),
+        "no scale": ("number<FORMAT>(codes, i) * group.scale", "number<FORMAT>(codes, i)"),
     },
     problems.codes_of_fp8: {
         "small numbers as normal ones": ("magnitude < 8 ?", "magnitude < 0 ?"),

@@ -98,6 +98,10 @@ class TestFlashAttnFunc:
         [
             ({"softcap": -1.0}, "softcap is -1; it must be 0"),
             ({"attention_chunk": -2}, "attention_chunk is -2"),
+            (
+                {"attention_chunk": 2**63},
+                "attention_chunk is 9223372036854775808; it must fit int64",
+            ),
             ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes has shape \(3,?\)"),
             ({"alibi_slopes": torch.ones(2).half()}, "alibi_slopes has dtype float16"),
             ({"learnable_sink": torch.ones(2, 1)}, "learnable_sink has shape"),
@@ -217,6 +221,12 @@ class TestFlashAttnVarlenFunc:
             (0, [1.0], TypeError, "q is a list"),
             (3, [0, 5], TypeError, "cu_seqlens_q is a list"),
             (5, None, TypeError, "max_seqlen_q is None; it must be an int"),
+            (
+                6,
+                -(2**63) - 1,
+                ValueError,
+                "max_seqlen_k is -9223372036854775809; it must fit int64",
+            ),
             (6, 40.0, TypeError, r"max_seqlen_k is 40\.0; it must be an int"),
             (1, torch.ones(1, 85, 2, 16), ValueError, r"k has shape .* be \(T, H, D\)"),
             (4, torch.tensor([0, 9, 14, 54, 85, 85]), ValueError, "cu_seqlens_k has dtype int64"),

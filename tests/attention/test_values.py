@@ -11,7 +11,7 @@ import pytest
 
 from tests.attention.head_dims import ALIKE, ALIKE_FORWARD, DIFFERENT, DIFFERENT_FORWARD
 from tests.attention.held_cases import DTYPES, FORWARD, case, hold
-from torch_metal_attn.quantisation import FORMATS
+from tests.cache.kv_caches import FORMATS
 
 FURTHEST = 2**31 - 1024
 CAUSAL = (False, True)

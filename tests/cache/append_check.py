@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from torch_metal_attn.quantisation import quantise, sizes
+from torch_metal_attn.quantisation import DTYPES, quantise, sizes
 from torch_metal_attn.testing.judge import normal
 
 append_kv = torch.ops.metal_attn.append_kv
 
-DATA = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.float8_e4m3fn}
+DATA = DTYPES | {"fp8_e4m3": torch.float8_e4m3fn}
 
 
 def poisoned(shape, dtype, layout="heads"):
@@ -46,7 +46,7 @@ class Problem:
     """Arguments of `append_kv` by name, and what they are made of."""
 
     tensors: dict[str, Any]
-    format: str | None
+    formats: dict[str, str | None]  # of k and v
     options: dict[str, Any] = field(default_factory=dict)
 
     def run(self, op=append_kv):
@@ -64,6 +64,7 @@ def make(
     page=None,
     seqlens=None,
     format=None,
+    v_format=None,
     dtype=torch.float16,
     cache_dtype=None,
     layout="heads",
@@ -96,7 +97,9 @@ def make(
     elif cache_batch_idx is not None:
         places = max(cache_batch_idx) + 2
         t["cache_batch_idx"] = torch.tensor(cache_batch_idx).int()
+    formats = {"k": format, "v": v_format or format}
     for name, columns in (("k", head_dim), ("v", head_dim_v)):
+        format = formats[name]
         data_columns, blocks = (columns, 0) if format is None else sizes(format, columns)
         shape = (places, kv_heads, rows, data_columns)
         t[f"{name}_cache"] = poisoned(shape, DATA.get(format, cache_dtype or dtype), layout)
@@ -116,7 +119,7 @@ def make(
     if q_heads is not None:
         q_length = length if q_length is None else q_length
         t["q"] = normal(batch, q_heads, q_length, head_dim, dtype=dtype, seed=seed + 9)
-    return Problem(t, format, options)
+    return Problem(t, formats, options)
 
 
 def expected(problem):
@@ -147,19 +150,19 @@ def expected(problem):
             by_token = problem.options.get("rotate_q_by_token", True)
             after["q"].copy_(rotated(problem.tensors["q"], by_token))
     for name, x in new.items():
-        data, scale = x, None
-        if problem.format is None:
+        data, scale, format = x, None, problem.formats[name]
+        if format is None:
             data = x.to(after[f"{name}_cache"].dtype)
         else:
-            by_head = after.get(f"{name}_scale") if problem.format == "fp8_e4m3" else None
-            data, scale = quantise(x, problem.format, by_head)
+            by_head = after.get(f"{name}_scale") if format == "fp8_e4m3" else None
+            data, scale = quantise(x, format, by_head)
         for b in range(batch):
             for i in range(length):
                 place, row = place_of(after, b, first[b] + i)
                 cache = after[f"{name}_cache"]
                 bits = torch.uint8 if cache.element_size() == 1 else torch.int8
                 cache[place, :, row].view(bits).copy_(data[b, :, i].view(bits))
-                if scale is not None and problem.format != "fp8_e4m3":
+                if scale is not None and format != "fp8_e4m3":
                     after[f"{name}_scale"][place, :, row] = scale[b, :, i]
     return after
 

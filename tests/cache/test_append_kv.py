@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cache.append_check import append_kv, check, check_equal, expected, make
+from tests.cache.kv_caches import FORMATS
 from torch_metal_attn import simulate
-from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.testing.judge import DTYPES
 

@@ -66,8 +66,8 @@ MUTANTS = {
     },
     "rounded": {
         "neighbours swapped as they are rounded": (
-            "KV_ELEMENT(elements[i])",
-            "KV_ELEMENT(elements[i ^ 1])",
+            " Element(elements[i])",
+            " Element(elements[i ^ 1])",
         ),
     },
     "no page": {
@@ -86,8 +86,8 @@ MUTANTS = {
     },
     "rotated": {
         "k not rotated": (
-            "AppendRows<HEAD_DIM_QK, NEW_K_ROTARY> k",
-            "AppendRows<HEAD_DIM_QK, false> k",
+            "AppendRows<KV_FORMAT, HEAD_DIM_QK, NEW_K_ROTARY> k",
+            "AppendRows<KV_FORMAT, HEAD_DIM_QK, false> k",
         ),
         "rotated at the wrong row": (
             "place.first_rotary + row, column",
@@ -123,8 +123,8 @@ MUTANTS = {
     },
     "q8_0": {
         "scale of another block": (
-            "column / SCALE_COLUMNS] = KV",
-            "(column / SCALE_COLUMNS + 1) % (COLUMNS / SCALE_COLUMNS)] = KV",
+            "column / SHARED * NUMBERS + i",
+            "(column / SHARED + 1) % (COLUMNS / SHARED) * NUMBERS + i",
         ),
         "scale of a lane": ("distance < BLOCK_LANES", "distance < 2"),
         "scale of two blocks": ("distance < BLOCK_LANES", "distance < 2 * BLOCK_LANES"),
@@ -142,6 +142,25 @@ MUTANTS = {
             "quotients[2 * i] + 8.0f, 0.0f, 16.0f",
         ),
     },
+    "q3_g32": {
+        "scale and minimum swapped": ("Scale(numbers[i])", "Scale(numbers[NUMBERS - 1 - i])"),
+        "the group's last value unseen": (
+            "high = max(high, simd_shuffle_xor(high, distance))",
+            "high = max(high, simd_shuffle_xor(high, min(distance, ushort(1))))",
+        ),
+        "the least of a lane": ("low = min(low, simd_shuffle_xor(low, distance))", ""),
+        "NaN unseen in a group": ("isnan(values[i]) ? INFINITY : values[i]", "values[i]"),
+        "a minimum that is not rounded": (
+            "(values[i] - float(minimum)) / float(scale)",
+            "(values[i] - low) / float(scale)",
+        ),
+        "zero's sign kept": ("low == 0.0f ? 0.0f : low", "low"),
+        "codes above the last": ("clamp(quotient, 0.0f, LAST)", "max(quotient, 0.0f)"),
+        "a minimum that no float16 holds": (
+            "isfinite(float(scale)) && isfinite(float(minimum))",
+            "isfinite(float(scale))",
+        ),
+    },
     "fp8": {
         "halves away from even": ("0x7ffffu + ((bits >> 20) & 1u)", "0x80000u"),
         "steps below 2^-6": ("magnitude < 0.015625f", "magnitude < 0.0078125f"),
@@ -151,9 +170,9 @@ MUTANTS = {
 }
 
 
-def special(format):
+def special(format, v_format=None):
     """Ties, equals of either sign, NaN, and numbers below the normal ones."""
-    problem = make(format=format, seqlens=[3, 11], length=9)
+    problem = make(format=format, v_format=v_format, seqlens=[3, 11], length=9)
     for name in ("k", "v"):
         x = problem.tensors[name]
         x[:, :, 1, 33], x[:, :, 1, 60] = 50, -50
@@ -161,6 +180,12 @@ def special(format):
         x[:, :, 3] = (x[:, :, 3] * 8).round() / 64
         x[:, :, 4, 5] = torch.nan
         x[:, :, 5] *= 1e-3
+        if "_g" in format:
+            x = problem.tensors[name] = x.float()
+            x[:, :, 6] = x[:, :, 6].abs()
+            x[:, :, 6, ::2] = -0.0
+            x[:, :, 7] = 1.01 * x[:, :, 7] - 4e3  # float16 has steps of 2 there
+            x[:, :, 8] = -1e5
         if format == "fp8_e4m3":
             problem.tensors[f"{name}_scale"] = torch.tensor([[0.25, 0.5], [1.0, 2.0]])
     check(problem)
@@ -199,6 +224,7 @@ CHECKS = {
     ),
     "q8_0": lambda: special("q8_0"),
     "q4_0": lambda: special("q4_0"),
+    "q3_g32": lambda: special("q3_g32", "q3_g64"),
     "fp8": lambda: special("fp8_e4m3"),
     "no room": lambda: one_written("cache_seqlens", [32, 2**31 - 1], seqlens=[0, 1]),
     "below nothing": lambda: one_written("cache_seqlens", [-40, -(2**31)], seqlens=[0, 1]),

@@ -68,6 +68,11 @@ def q8_0():
     return quantised()
 
 
+def q4_g32():
+    data, scale = torch.zeros(2, 2, 24, 4).int(), torch.ones(2, 2, 24, 2).half()
+    return quantised() | {"k": data, "v": data, "k_scale": scale, "v_scale": scale}
+
+
 def q4_0():
     return quantised(BYTE)
 
@@ -81,7 +86,7 @@ def float8():
 
 
 OPERANDS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-GOOD = (paged, indexed, half_precision, packed, q8_0, q4_0, fp8, float8)
+GOOD = (paged, indexed, half_precision, packed, q8_0, q4_0, q4_g32, fp8, float8)
 
 BAD = [
     # Pages
@@ -176,19 +181,26 @@ BAD = [
     (
         paged,
         {"k_scale": torch.ones(2).half()},
-        r"k_scale is given and k has dtype .*float16; only int8, uint8 and float8_e4m3fn have",
+        r"k_scale is given and k has dtype .*float16; only int8, uint8, int16, int32 and",
     ),
     (
         q8_0,
         {"v": torch.zeros(2, 2, 24, 64).half(), "v_scale": None},
-        r"v is not quantised and k q8_0; they must be alike",
+        r"v is not quantised and k q8_0; both or neither must be",
+    ),
+    (q8_0, {"k": torch.zeros(2, 2, 24, 32).long()}, r"k has dtype .* and q .*float16; .*alike"),
+    (q8_0, {"k": torch.zeros(2, 2, 24, 4).short()}, r"k has a head dim of 32; q2_g64 needs"),
+    (q4_g32, {"k_scale": None}, r"k has dtype .*int32 and k_scale is None; .*q4_g32 or q4_g64"),
+    (
+        q4_g32,
+        {"v": torch.zeros(2, 2, 24, 12).int(), "v_scale": torch.ones(2, 2, 24, 3).half()},
+        r"v has a head dim of 96; q4_g64 needs a multiple of 64",
     ),
     (
-        q8_0,
-        {"v": torch.zeros(2, 2, 24, 32, dtype=BYTE)},
-        r"v is q4_0 and k q8_0; they must be alike",
+        q4_g32,
+        {"v": torch.zeros(2, 2, 24, 9, dtype=BYTE), "v_scale": torch.ones(2, 2, 24, 1).half()},
+        r"v has a head dim of 18; q4_0 needs a multiple of 32",
     ),
-    (q8_0, {"k": torch.zeros(2, 2, 24, 32).short()}, r"k has dtype .* and q .*float16; .*alike"),
     (
         q4_0,
         {"k": torch.zeros(2, 2, 24, 32, dtype=BYTE)},

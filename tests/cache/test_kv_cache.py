@@ -339,7 +339,7 @@ def test_shared_pages_are_moved_once():
 @pytest.mark.parametrize(
     "paged, kept",
     [(False, kept) for kept in (torch.float16, "q8_0")]
-    + [(True, kept) for kept in (torch.float32, torch.float16, "q4_0", "fp8_e4m3")],
+    + [(True, kept) for kept in (torch.float32, torch.float16, "q4_0", "fp8_e4m3", "q4_g32")],
 )
 def test_attention_over_a_cache(paged, kept, layout, device):
     """A prompt, then rows that the attention writes itself where `reserve` made room.
@@ -350,7 +350,9 @@ def test_attention_over_a_cache(paged, kept, layout, device):
     heads, head_dim, v_head_dim, total = 2, 32, 64, 13
     shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "num_kv_heads": heads}
     dtype = torch.float32 if format else kept
+    v_format = "q3_g64" if format == "q4_g32" else format
     options = {"dtype": dtype, "device": device, "format": format, "layout": layout}
+    options["v_format"] = v_format
     k, v = (
         torch.randn(2, heads, total, d, generator=torch.Generator().manual_seed(d))
         for d in (head_dim, v_head_dim)
@@ -383,8 +385,8 @@ def test_attention_over_a_cache(paged, kept, layout, device):
     assert (cache.seqlens(ids) if paged else cache.seqlens()).tolist() == [total, total]
     if format is not None:
         k, v = (
-            quantisation.dequantise(*quantisation.quantise(t, format), torch.float32)
-            for t in (k, v)
+            quantisation.dequantise(*quantisation.quantise(t, own), torch.float32)
+            for t, own in ((k, format), (v, v_format))
         )
     k, v = (t.to(dtype) for t in (k, v))
     expected, _ = reference.attention(q.transpose(1, 2), k, v, causal=True)
@@ -462,7 +464,8 @@ REFUSED = [
     (lambda c: make(layout="BHD"), "layout is 'BHD'; it must be NHD or HND"),
     (lambda c: make(format="q5"), "format is 'q5'; it must be one of q8_0"),
     (lambda c: make(format="q8_0"), "head_dim is 8; q8_0 needs a multiple of 32"),
-    (lambda c: make(k_scale=torch.ones(2)), "k_scale or v_scale is given and format is"),
+    (lambda c: make(k_scale=torch.ones(2)), "k_scale is given and its format is None; leave"),
+    (lambda c: make(v_format="q4_g32"), "v_format is 'q4_g32' with no format; leave it"),
     (lambda c: c.append([7], some_rows(), some_rows()), "there is no sequence 7"),
     (lambda c: c.seqlens([0, 0]), r"ids are \[0, 0\]; each sequence may be there once"),
     (lambda c: c.append([0], some_rows(), some_rows(), 2), "layer is 2; it must be in 0"),
@@ -509,6 +512,8 @@ REFUSED = [
     (lambda c: c.append(0, some_rows(), some_rows()), "ids is 0; it must be a sequence of int"),
     (lambda c: c.append([0], None, some_rows()), "k is a NoneType; it must be a tensor"),
     (lambda c: c.reserve([0], 1.5), "length is 1.5; it must be an int"),
+    (lambda c: c.free([0]), r"ids\[0\] is \[0\]; it must be an int"),
+    (lambda c: PagedKVCache(2**63, 4, 2, 8), "num_pages is 9223372036854775808; it must fit int64"),
     (lambda c: c.seqlens([0], "1"), "layer is '1'; it must be an int"),
     (
         lambda c: TestStatic().make().append(some_rows(3), some_rows(3), rotary_cos="a"),

@@ -151,7 +151,8 @@ def test_zeros(format, dtype):
     assert back.dtype == dtype
     assert torch.equal(back, x)
     if format != "fp8_e4m3":
-        assert torch.equal(scale, torch.zeros(2, 3, 4, 2, dtype=torch.float16))
+        expected = torch.zeros(2, 3, 4, sizes(format, 64)[1], dtype=torch.float16)
+        assert torch.equal(scale, expected)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 3e38])
@@ -255,6 +256,10 @@ def test_strides(format):
         (lambda x: quantise(x, "q5_0"), "format is 'q5_0'"),
         (lambda x: sizes("int4", 64), "format is 'int4'"),
         (lambda x: sizes("q8_0", 48), "head_dim is 48"),
+        (lambda x: sizes("q3_g64", 96), "head_dim is 96; q3_g64 needs a multiple of 64"),
+        (lambda x: quantise(x[..., :32], "q2_g64"), "x has shape .* multiple of 64"),
+        (lambda x: dequantise(x.short(), torch.ones(2, 3, 4, 7).half(), x.dtype), "a minimum for"),
+        (lambda x: dequantise(x.int(), torch.ones(2, 3, 4, 8), x.dtype), "data has dtype"),
         (lambda x: quantise(x.double(), "q8_0"), "x has dtype torch.float64"),
         (lambda x: quantise(x[..., 1:], "q4_0"), "x has shape .* multiple of 32"),
         (lambda x: quantise(torch.tensor(1.0), "q8_0"), "x has shape"),
@@ -282,6 +287,11 @@ def test_strides(format):
         (lambda x: quantise(x, "fp8_e4m3", torch.ones(3), heads_dim=None), "heads_dim is None; it"),
         (lambda x: sizes("q8_0", None), "head_dim is None; it must be an int"),
         (lambda x: columns(None, None), "data is a NoneType; it must be a tensor"),
+        (lambda x: columns(x.sum(), None), "data has no dimensions"),
+        (
+            lambda x: quantise(x.to("meta"), "fp8_e4m3", torch.ones(3)),
+            "scale is on cpu and x on meta; they must be on one device",
+        ),
     ],
 )
 def test_refusals(call, message):

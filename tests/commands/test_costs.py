@@ -111,6 +111,14 @@ def test_a_step_moves_what_its_counters_say():
     assert 1 <= moved / costs.cost("decode_step", tensors | tables).bytes <= 1.05
 
 
+def test_latent_rows_are_appended_once():
+    """Values in the keys are neither read nor written apart."""
+    k, cache = torch.zeros(2, 1, 5, 96).half(), torch.zeros(2, 1, 16, 96).half()
+    seqlens = torch.tensor([0, 3]).int()
+    latent = {"k": k, "v": k[..., :64], "k_cache": cache, "v_cache": cache[..., :64]}
+    assert costs.cost("append_kv", latent | {"cache_seqlens": seqlens}).bytes == 2 * k.nbytes
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_rotation_of_some_columns(in_place):
     """In place it leaves the others alone; else it copies them."""

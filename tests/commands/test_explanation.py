@@ -119,6 +119,10 @@ CALLS = {
         lambda: ((torch.randn(1, 2, 3, 5, 16), torch.zeros(1, 2, 3, 5)), {}),
         ["merge_splits"],
     ),
+    "index_scores": (
+        lambda: ((torch.randn(1, 4, 3, 16), torch.randn(1, 9, 16), torch.randn(1, 4, 3)), {}),
+        ["index_scores"],
+    ),
     "softmax": (lambda: (SQUARE, {"dim": 1}), ["softmax"]),
     "softmax_": (lambda: (SQUARE, {}), ["softmax"]),
     "apply_causal_mask_": (lambda: (SQUARE, {"q_offset": 2}), ["apply_causal_mask"]),
@@ -145,7 +149,7 @@ def test_of_each_op(name):
     assert found.backend == "reference"
     assert list(found.kernels) == CALLS[name][1]
     assert found.cost.bytes > 0
-    products = name.startswith(("flash", "flex")) or name == "decode_step"
+    products = name.startswith(("flash", "flex")) or name in ("decode_step", "index_scores")
     assert (found.cost.flops > 0) == products
     for kernel in found.kernels:
         assert f"{kernel} on reference" in str(found)
@@ -184,6 +188,8 @@ def test_refusals():
     assert "num_splits" in found.refusal
     assert found.cost is None
     assert str(found).startswith("refused: ")
+    assert explain(q, "k", v).refusal == "k is a str; it must be a tensor"
+    assert explain(q, k, v, causal="yes").refusal == "causal is 'yes'; it must be a bool"
 
 
 def test_nothing_to_do_is_no_kernel():

@@ -14,6 +14,7 @@ from tests.helpers.mutants import plant, repeated
 from torch_metal_attn import sdpa, simulate, testing
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.ops import differentiation
+from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing import running, shrinking, storage
 from torch_metal_attn.testing.attention import CALLS
 from torch_metal_attn.testing.case import drawn as drawn_fields
@@ -149,7 +150,10 @@ class TestDrawing:
         for name, how in drawn_fields(testing.Attention).items():
             for call in how.calls or CALLS:
                 assert (call, name) in given, (call, name)
-        assert len({(case.cache, case.format) for case in legal}) == 12
+        formats = {"", *FORMATS}
+        assert {(case.cache, case.format) for case in legal} == {
+            (cache, format) for cache in ("", "paged", "indexed") for format in formats
+        }
         assert any(0 in pair for case in legal for pair in case.sequences)
 
     def test_one_in_ten_is_wrong(self):

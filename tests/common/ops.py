@@ -178,12 +178,34 @@ def _attention(layout=lambda q: q, **options):
     return make
 
 
+def _packed_queries(length=8, dtype=torch.float32):
+    given = _attention(causal=True, num_splits=1)(length, dtype)
+    q = given.pop("q")[0].transpose(0, 1)
+    ends = torch.tensor([0, length // 2, length]).int()
+    return {"q": q, "cu_seqlens_q": ends, "max_seqlen_q": length} | given
+
+
+def _packed_step(length=5, dtype=torch.float16):
+    sizes = {"seqlens": [13, 12], "rotary_dim": 32, "q_heads": 4, "kv_heads": 2}
+    given = _append({"causal": True, "num_splits": 1}, **sizes)(length, dtype)
+    for name in "qkv":
+        given[name] = given[name].transpose(1, 2).flatten(0, 1)
+    ends = torch.tensor([0, length, 2 * length]).int()
+    return given | {"cu_seqlens_q": ends, "max_seqlen_q": length}
+
+
 def _listed(length=8, dtype=torch.float32):
     entries = (torch.arange(2 * length * 6) * 5 % 14 - 1).int().view(1, 2, length, 6)
     return _attention(causal=True, indices=entries)(length, dtype)
 
 
 _FLASH = {"differentiable": ("q", "k", "v")}
+
+
+def _indexed(length=8, dtype=torch.float32):
+    q, k = normal(2, 3, length, 16, dtype=dtype), normal(2, 13, 16, seed=1, dtype=dtype)
+    weights = normal(2, length, 3, seed=2, dtype=dtype).transpose(1, 2)
+    return {"q": q, "k": k, "weights": weights, "causal": True}
 
 
 def _pages(length=8, dtype=torch.float32):
@@ -197,7 +219,9 @@ EXAMPLES = {
         "flash_fwd", _attention(causal=True, q_offset=4, softmax_scale=0.3), **_FLASH
     ),
     "flash_decode": Example("flash_decode", _attention(causal=True, num_splits=1)),
-    "flash_decode by lists": Example("flash_decode", _listed),
+    "flash_decode packed": Example("flash_decode", _packed_queries),
+    "flash_decode by lists": Example("flash_decode", _listed, **_FLASH),
+    "index_scores": Example("index_scores", _indexed),
     "rope": Example("rope", _rope(), **_ROPE),
     "rope at an offset": Example("rope", _rope(**_OFFSET), **_ROPE),
     "rope by positions": Example("rope", _rope(**_POSITIONS), **_ROPE),
@@ -241,6 +265,7 @@ EXAMPLES = {
         ),
         _CACHES,
     ),
+    "decode_step packed": Example("decode_step", _packed_step, _CACHES),
     "copy_pages": Example("copy_pages", _pages, ("cache",)),
 }
 

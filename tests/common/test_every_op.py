@@ -57,13 +57,16 @@ def equal(found, expected):
 
 @examples()
 def test_opcheck(example, where):
-    """Schema, fake kernel, autograd's registration, and compiling with static and dynamic sizes."""
+    """Schema, fake kernel and autograd's registration; compiled on the device by test_compile."""
     op = getattr(torch.ops.metal_attn, example.op)
-    torch.library.opcheck(op, (), on(where, example.make()))
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if where == CPU:
+        checks.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, (), on(where, example.make()), test_utils=checks)
     if example.differentiable and not example.written:
         arguments = on(where, example.make())
         arguments[example.differentiable[0]].requires_grad_()
-        torch.library.opcheck(op, (), arguments)
+        torch.library.opcheck(op, (), arguments, test_utils=checks)
 
 
 @examples(rows=EXAMPLES | STRIDED)

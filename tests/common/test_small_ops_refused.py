@@ -3,7 +3,6 @@
 import math
 from functools import partial
 
-import pytest
 import torch
 
 from tests.cache.append_check import make, memory_of
@@ -356,7 +355,10 @@ def test_sparse_tensors_are_refused(example):
                 getattr(torch.ops.metal_attn, example.op)(**arguments)
 
 
-@pytest.mark.parametrize("name", ["softmax", "softmax_", "apply_causal_mask_"])
-def test_none_is_refused(name, backend):
-    with refused(r"(x|scores) is None; it must be a tensor"):
-        getattr(torch.ops.metal_attn, name)(None)
+@each_case("example", EXAMPLES.values())
+def test_none_is_refused(example):
+    op = getattr(torch.ops.metal_attn, example.op)
+    for argument in op.default._schema.arguments:
+        if argument.type.kind() == "TensorType":
+            with refused(f"{argument.name} is None; it must be a tensor"):
+                op(**example.make() | {argument.name: None})

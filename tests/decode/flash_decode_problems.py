@@ -3,18 +3,28 @@
 import ctypes
 import math
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import check_flash_decode, check_large_sinks, make_qkv
+from tests.attention.flash_fwd_check import (
+    check_flash_decode,
+    check_large_sinks,
+    hold_results,
+    make_qkv,
+)
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
+from tests.cache.append_check import check_equal, same_memory
 from tests.cache.kv_caches import paged, quantised, with_nan_tails
 from tests.decode.test_decode_step import check, ops, problem
 from tests.helpers import shader_params
 from torch_metal_attn import simulate
+from torch_metal_attn.ops import decode_step
+from torch_metal_attn.reference import varlen_attention
 from torch_metal_attn.simulator import engine
+from torch_metal_attn.testing.judge import on, worst_of
 
 # GQA, two steps over the keys and a part of one, spans of columns that are not full.
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 3, "kv_length": 300, "head_dim": 72}
@@ -305,6 +315,131 @@ def results_of_zeros(patch):
         return run(image, kernel, buffers, **arguments)
 
     patch.setattr(engine, "run", run_on_zeros)
+
+
+def packed_q(lengths, used, shape=None, spare=2, seed=0, **given):
+    """q packed, and dense keys of so many used ones, NaN behind them: flash_decode's arguments."""
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16} | (shape or {})
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    q, *_ = make_qkv(1, **shape | {"q_length": int(ends[-1]) + spare, "kv_length": 1}, seed=seed)
+    most = max(used)
+    _, k, v = make_qkv(len(lengths), **shape | {"q_length": 1, "kv_length": most}, seed=seed + 1)
+    k, v = (with_nan_tails(x, used) for x in (k, v))
+    packing = {"cu_seqlens_q": ends, "max_seqlen_q": max(lengths)}
+    arguments = (q[0].transpose(0, 1).contiguous(), k, v)
+    return arguments, {"seqused_k": ints(*used)} | packing | given
+
+
+def check_packed(lengths, used, device="cpu", cache=None, num_splits=1, **given):
+    """flash_decode of packed queries against float64, sequence by sequence."""
+    (q, k, v), options = packed_q(lengths, used, **given)
+    keys, values, where = (k, v, {}) if cache is None else cache(k, v)
+    there = on(device, {"q": q, "k": keys, "v": values} | options | where)
+    out, lse = (x.cpu() for x in ops.flash_decode(**there, num_splits=num_splits))
+    packing = (options.pop("cu_seqlens_q"), None, options.pop("max_seqlen_q"))
+    exact, exact_lse = varlen_attention(q, k, v, *packing, **options, compute_dtype=torch.float64)
+    composed, _ = varlen_attention(q, k, v, *packing, **options)
+    error = worst_of([(composed, exact)])
+    hold_results(out, lse, exact, exact_lse, error, options, k.dtype)
+
+
+LENGTHS = (3, 0, 5, 1), (60, 5, 70, 1)
+
+
+def packed():
+    """Numbers of queries that differ, none among them, and rows of no sequence."""
+    check_packed(*LENGTHS, causal=True)
+    check_packed(*LENGTHS, causal=True, num_splits=3)
+    sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
+    for num_splits in (1, 2):
+        check_packed(*LENGTHS, learnable_sink=sink, num_splits=num_splits)
+
+
+def packed_alone():
+    """One row of a KV head at most, and tiles of rows that some sequences do not fill."""
+    one_head = {"heads": 2, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
+    check_packed((1, 0, 1), (9, 3, 40), shape=one_head)
+    check_packed((33, 2, 20), (80, 50, 60), causal=True, window_size_left=30)
+
+
+def impossible_packed():
+    """Ends that the kernel alone sees: nothing is read or written outside."""
+    arguments, options = packed_q((3, 4), (60, 70), spare=0, causal=True)
+    ends = options["cu_seqlens_q"]
+    expected, _ = ops.flash_decode(*arguments, **options)
+    for bad in ([0, 3, 900], [0, 2**31 - 1, 7], [0, -5, 7], [-3, 3, 7]):
+        with pytest.MonkeyPatch.context() as patch:
+            after_the_checks(patch, ends, bad)
+            out, _ = ops.flash_decode(*arguments, **options)
+        ends.copy_(ints(0, 3, 7))
+        assert out.isnan().any(), bad
+        if bad[1:2] == [3]:  # the first sequence's are right, if they begin where it does
+            assert bad[0] or torch.equal(out[:3], expected[:3])
+            assert out[3:].isnan().any()
+
+
+def packed_step(shape=None, new=None, **options):
+    """decode_step of packed rows leaves, and returns, what its parts do by sequence."""
+    lengths = (3, 0, 5, 1)
+    made = packed_step_of(lengths, new or lengths, **shape or {})
+    mine, theirs = ({n: same_memory(x) for n, x in made.items()} for _ in range(2))
+    sizes = {"max_seqlen_q": max(lengths)}
+    out, lse = ops.decode_step(**mine, **sizes, num_splits=1, **options)
+    expected, expected_lse = in_parts(theirs, sizes, options)
+    check_equal(mine, theirs)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+def packed_step_of(lengths, new, *, rotary_dim=32, **shape):
+    """decode_step's tensors: those of a dense problem of four sequences, with packed new rows."""
+    tensors = problem(batch=4, length=5, seqlens=(13, 20, 2, 9), rotary_dim=rotary_dim, **shape)
+    ends, new_ends = (torch.tensor([0, *n]).cumsum(0).int() for n in (lengths, new))
+    for name, rows in (("q", lengths), ("k", new), ("v", new)):
+        dense = tensors[name].transpose(1, 2)
+        tensors[name] = torch.cat([x[:n] for x, n in zip(dense, rows, strict=True)])
+    tensors["cu_seqlens_q"] = ends
+    if new != lengths:
+        tensors["cu_seqlens_k_new"] = new_ends
+    return tensors
+
+
+def in_parts(given, sizes, options):
+    """append_kv of one sequence after another, and flash_decode of all."""
+    t = dict(given)
+    ends = t["cu_seqlens_q"].tolist()
+    new_ends = t.pop("cu_seqlens_k_new", t["cu_seqlens_q"])
+    packing = sizes | {"cu_seqlens_q": t.pop("cu_seqlens_q")}
+    q, k, v = (t.pop(name) for name in "qkv")
+    queries = []
+    for b, rows in enumerate(slice(*x) for x in pairwise(new_ends.tolist())):
+        own = decode_step._of_sequence(b, t)
+        one = {"k": decode_step._dense(k, rows), "v": decode_step._dense(v, rows)}
+        queries.append(decode_step._dense(q, slice(*ends[b : b + 2])).clone())
+        ops.append_kv(**one, **own, q=queries[-1] if "rotary_cos" in own else None)
+    q = torch.cat([x[0].transpose(0, 1) for x in queries])
+    where = {n: x for n, x in t.items() if n in ("block_table", "k_scale", "v_scale")}
+    where |= {"seqused_k": t["cache_seqlens"] + new_ends.diff(), "num_splits": 1}
+    return ops.flash_decode(q, t["k_cache"], t["v_cache"], **where, **packing, **options)
+
+
+def packed_steps():
+    packed_step(causal=True)
+    packed_step({"page": 5}, causal=True)
+    packed_step(new=(1, 2, 5, 0), causal=True)
+
+
+def impossible_packed_step():
+    """Ends of new rows that the kernel alone sees: the sequence is NaN, nothing outside is read."""
+    tensors = packed_step_of((3, 0, 5, 1), (3, 1, 5, 1))
+    ends = tensors["cu_seqlens_k_new"]
+    right = ends.tolist()
+    for bad in ([0, 3, 4, 900, 901], [0, 3, 4, -1, 10], [0, 3, 5, 4, 10]):
+        with pytest.MonkeyPatch.context() as patch:
+            after_the_checks(patch, ends, bad)
+            out, _ = ops.decode_step(**tensors, max_seqlen_q=5, causal=True)
+        ends.copy_(ints(*right))
+        assert out.isnan().any(), bad
 
 
 def impossible():

@@ -30,18 +30,19 @@ def fill(made, name):
     for b, length in enumerate(tensors["cache_seqlens"].tolist()):
         old = normal(1, cache.shape[1], length, columns, dtype=tensors["k"].dtype, seed=b + 50)
         data, found = old, None
-        if made.format is None:
+        format = made.formats[name]
+        if format is None:
             data = old.to(cache.dtype)
         else:
-            given = scale if made.format == "fp8_e4m3" else None
+            given = scale if format == "fp8_e4m3" else None
             if given is not None and given.dim() == 2:
                 given = given[b : b + 1]
-            data, found = quantisation.quantise(old, made.format, given)
+            data, found = quantisation.quantise(old, format, given)
         bits = torch.uint8 if cache.element_size() == 1 else torch.int8
         for i in range(length):
             place, row = place_of(tensors, b, i)
             cache[place, :, row].view(bits).copy_(data[0, :, i].view(bits))
-            if found is not None and made.format != "fp8_e4m3":
+            if found is not None and format != "fp8_e4m3":
                 scale[place, :, row] = found[0, :, i]
 
 

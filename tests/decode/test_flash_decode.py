@@ -12,12 +12,11 @@ import torch
 from tests.attention import held_cases
 from tests.attention.flash_fwd_check import check_flash_decode, make_qkv
 from tests.attention.held_cases import DTYPES
-from tests.cache.kv_caches import paged, quantised
+from tests.cache.kv_caches import FORMATS, paged, quantised
 from tests.helpers.cases import each_case
 from tests.helpers.home import HOME
 from tests.helpers.refused import refused_alike
 from torch_metal_attn import simulate
-from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import on
 
@@ -75,6 +74,11 @@ SUBJECTS = {
     "latent caches": [
         case(heads=heads, dtype=dtype, num_splits=splits, **LATENT)
         for heads, dtype, splits in zip((1, 9, 32), DTYPES, (2, 1, 2), strict=True)
+    ]
+    # Four tiles of rows, and 64 queries of 16 heads.
+    + [
+        case(dtype="float16", causal=True, num_splits=2, **{"kv_length": 70} | shape, **LATENT)
+        for shape in ({"heads": 128, "kv_length": 40}, {"heads": 16, "q_length": 64})
     ],
     "features": [
         case(**{"batch": 2, "q_length": 5, "kv_length": 101, "num_splits": 1 + i % 2 * 2} | feature)
@@ -134,6 +138,8 @@ SUBJECTS = {
                 {"q_length": 2, "cache": "indexed", "attention_chunk": 30},
                 {"q_length": 2, "heads": 16, "q_offset": -1, **LATENT},
                 {"q_length": 1, "listed": 0},
+                {"q_length": 9, "backward": True, "learnable_sink": "float32"},
+                {"q_length": 5, "kv_block_size": 8, "q_block_size": 2, "backward": True},
             )
         )
     ],

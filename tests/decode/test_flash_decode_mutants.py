@@ -73,7 +73,7 @@ MUTANTS = {
             "inputs.values(batch, 0, sequence",
         ),
         "query past the last read": (
-            "min(row, params.q_length * heads - 1)",
+            "min(row, rows - 1)",
             "row",
             "out_of_bounds",
         ),
@@ -182,8 +182,8 @@ MUTANTS = {
             "race",
         ),
         "a split's lse where the first has its own": (
-            "+ split * params.lse_split_stride",
-            "",
+            "split * params.lse_split_stride",
+            "0",
             "race",
         ),
     },
@@ -328,7 +328,7 @@ MUTANTS = {
             "seen.begin / BLOCK * BLOCK + BLOCK",
         ),
         "window ends at the first query's": (
-            "keys_of(problem.q_length - 1).end",
+            "keys_of(sequence.q_length - 1).end",
             "keys_of(0).end",
         ),
         "left edge never applied": (HIDES, "kv_block + BLOCK_K > seen_by_first.end"),
@@ -417,8 +417,8 @@ MUTANTS = {
         "scale of the lane's own row": ("row_lane(column)", "row_lane(fragment_row(column))"),
         "scales of the padding not zeroed": ("exist[j] ? scale : 0.0f", "scale"),
         "odd codes before even ones": (
-            "codes[i] >> (j * KV_BITS)",
-            "codes[i] >> (8 - j * KV_BITS)",
+            "codes[i] >> (j * BITS)",
+            "codes[i] >> (8 - j * BITS)",
         ),
     },
     problems.codes_of_odd_rows: {
@@ -437,6 +437,53 @@ MUTANTS = {
             "CACHE_BATCH_IDX ? cache_batch_idx[batch]",
             "CACHE_BATCH_IDX ? cache_batch_idx[0]",
         ),
+    },
+    problems.packed: {
+        "q of the first sequence": (
+            "operand.reset(q, params.q_strides, batch, head, sequence.q_start)",
+            "operand.reset(q, params.q_strides, batch, head, 0)",
+        ),
+        "out of the first sequence": (
+            "row.reset(out, params.out_strides, batch, head, first, 0)",
+            "row.reset(out, params.out_strides, batch, head, 0, 0)",
+            "race",
+        ),
+        "lse of the first sequence": (
+            "batch + first_row * params.lse_strides.row +",
+            "batch + 0 * first_row +",
+            "race",
+        ),
+        "as many rows as the longest": (
+            "rows = sequence.q_length * problem.queries_per_kv",
+            "rows = problem.q_length * problem.queries_per_kv",
+            "race",
+        ),
+        "rows of no sequence left": ("sequence.impossible ? NAN : 0.0f, rows", "0.0f, 0"),
+        "sink twice": ("if (!SPLIT && !isnan(value))", "if (false)"),
+    },
+    problems.impossible_packed: {
+        "impossible ends as clamped": (
+            "begin != q_start || end != q_start + q_length ||",
+            "",
+        ),
+        "ends not clamped": (
+            "q_length = max(clamp(end, 0, params.q_total) - q_start, 0)",
+            "q_length = max(end - q_start, 0)",
+            "out_of_bounds",
+        ),
+    },
+    problems.packed_steps: {
+        "new rows of the first sequence": ("inputs.new_k + rows.begin *", "inputs.new_k + 0 *"),
+        "new values of the first sequence": ("inputs.new_v + rows.begin *", "inputs.new_v + 0 *"),
+        "ends of the queries": ("rows.end = valid ? end : -1;", "rows.end = begin + 1;"),
+    },
+    problems.impossible_packed_step: {
+        "ends of new rows not tested": (
+            "begin >= 0 && begin <= end && end <= params.new_keys",
+            "true",
+            "out_of_bounds",
+        ),
+        "impossible new rows as none": ("PACKED_NEW_K && added.end < 0", "false"),
     },
     problems.lists: {
         "list of the first query": ("row_group / params.list_groups", "0", (None, "race")),
@@ -514,13 +561,13 @@ MUTANTS = {
     problems.impossible: {
         "impossible sequences as clamped": ("&& sequence.impossible)", "&& false)"),
         "out of the first head alone": (
-            "result.place(out_row, one.head, params);\n      out_row.fill",
-            "result.place(out_row, kv_head, params);\n      out_row.fill",
+            "result.place(out_row, one.head, params);\n    out_row.fill",
+            "result.place(out_row, kv_head, params);\n    out_row.fill",
         ),
         "as many rows as threads": ("n < rows; n += step", "n < 1; n += step"),
         "lse left": (
-            "result.store_lse(one, NAN",
-            "one.query = 0;\n      result.store_lse(one, NAN",
+            "result.store_lse(one, lse",
+            "one.query = 0;\n    result.store_lse(one, lse",
             "race",
         ),
     },
@@ -536,7 +583,7 @@ MUTANTS = {
             DEVICE_BARRIER.replace("mem_device", "mem_threadgroup"),
             "race",
         ),
-        "new keys not counted": ("used + params.new_keys", "used"),
+        "new keys not counted": ("used + max(added.end - added.begin, 0)", "used"),
         "appended one key late": ("place.first = length;", "place.first = length + 1;"),
         "appended to the first KV head": (
             "append_rows(buffers, place, batch, kv_head",
@@ -544,8 +591,8 @@ MUTANTS = {
             "race",
         ),
         "half of them appended": (
-            "0, params.length, thread_index",
-            "0, params.length / 2, thread_index",
+            "0, rows.end - rows.begin, thread_index",
+            "0, (rows.end - rows.begin) / 2, thread_index",
         ),
         "padding ignored": (
             "place.first_rotary -= params.rotary_from_leftpad != 0 ? inputs.leftpad_k[batch] : 0;",

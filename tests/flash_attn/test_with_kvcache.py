@@ -5,10 +5,10 @@ import torch
 
 from tests.attention.flash_fwd_options import ints, rotary_tables
 from tests.attention.held_cases import hold
+from tests.cache.kv_caches import FORMATS
 from tests.helpers.cases import each_case
 from tests.helpers.home import PAGE
 from torch_metal_attn import flash_attn_with_kvcache, simulate
-from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.reference import rotate
 from torch_metal_attn.testing import Attention, Step
 from torch_metal_attn.testing.judge import normal

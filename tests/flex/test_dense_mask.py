@@ -54,6 +54,11 @@ def test_broadcast_queries_and_keys():
     "change, error, message",
     [
         ({"attn_mask": [True]}, TypeError, "attn_mask is a list; it must be a tensor"),
+        (
+            {"attn_mask": torch.ones(8, 8).to_sparse()},
+            ValueError,
+            "attn_mask has layout torch.spars",
+        ),
         ({"attn_mask": torch.ones(8, 8)}, ValueError, "dtype torch.float32; it must be torch.bool"),
         ({"block": 12}, ValueError, "block is 12; it must be multiples of 8 in 8..1024"),
         ({"block": (8, 2048)}, ValueError, r"block is \(8, 2048\)"),

@@ -288,6 +288,9 @@ REFUSALS = [
         "high_freq_factor is 4 and low_freq_factor 4; it must be greater",
     ),
     (lambda: rope.tables(torch.ones(4), -1), "positions is -1; it must be at least 0"),
+    (lambda: rope.default(8, torch.ones(2)), r"base is tensor\(.*; it must be a positive"),
+    (lambda: rope.ntk_aware(8, None, factor=2.0), "base is None; it must be a positive"),
+    (lambda: rope.linear(8, factor=True), "factor is True; it must be a positive"),
 ]
 
 
@@ -329,6 +332,10 @@ def test_tables_of_a_model_with_three_positions_a_token(model, config, section, 
             lambda t: rope.dynamic_ntk(8, factor=2.0, max_position_embeddings=9, seq_len=math.nan),
             "seq_len is nan; it must be an int",
         ),
+        (lambda t: rope.tables(t, 5, attention_factor=None), "attention_factor is None; it must"),
+        (lambda t: rope.tables(t, 5, dtype="half"), "dtype is 'half'; it must be a torch.dtype"),
+        (lambda t: rope.yarn(8, factor=2.0, mscale="1", **L4096), "mscale is '1'; it must be a"),
+        (lambda t: rope.yarn(8, factor=2.0, truncate=t, **L4096), "truncate is tensor.* a bool"),
     ],
 )
 def test_types(call, message):

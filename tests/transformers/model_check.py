@@ -7,8 +7,8 @@ from torch_metal_attn.integrations.transformers import enable, record_routes
 from torch_metal_attn.simulator import runs
 
 TOLERANCE = 1e-5
-# T5 adds a bias, Gemma 4 cuts masks up, PaliGemma's prefix is no band.
-DENSE = {"T5", "Gemma4", "PaliGemma"}
+# T5 adds a bias, Gemma 4 cuts masks up, PaliGemma's prefix is no band, indexers read masks.
+DENSE = {"T5", "Gemma4", "PaliGemma", "DeepSeek-V3.2", "GLM-MoE-DSA"}
 
 
 def difference(actual, expected, where=None):

@@ -35,11 +35,10 @@ INDICES = "selects keys by indices.* would answer wrongly"
 MASKS = "prepares its masks only for attention implementations.* would answer wrongly"
 REFUSED = {
     "BloomConfig": ("BloomForCausalLM", IGNORES),
-    "DeepseekV32Config": ("DeepseekV32ForCausalLM", INDICES),
     "FalconConfig": ("FalconForCausalLM", IGNORES),
     "GPTNeoConfig": ("GPTNeoForCausalLM", IGNORES),
     "Gemma4Config": ("Gemma4ForConditionalGeneration", MASKS),
-    "GlmMoeDsaConfig": ("GlmMoeDsaForCausalLM", INDICES),
+    "AXK2Config": ("AXK2ForCausalLM", INDICES),
     "MptConfig": ("MptForCausalLM", IGNORES),
     "XGLMConfig": ("XGLMForCausalLM", IGNORES),
 }

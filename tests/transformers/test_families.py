@@ -47,6 +47,8 @@ COMPILED = {
 
 # Packed batches that raise, and with what.
 REFUSES_PACKED = {
+    "DeepSeek-V3.2": (NotImplementedError, "indices together with cu_seq_lens_q"),
+    "GLM-MoE-DSA": (NotImplementedError, "indices together with cu_seq_lens_q"),
     "Gemma4": (NotImplementedError, "together with a mask"),
     "Llama4": (NotImplementedError, "together with a mask .causal chunk 10"),
     "Qwen3-Next": (ValueError, "can't keep packed sequences apart"),  # its other layers

@@ -54,6 +54,8 @@ _LATENT = TEXT | {
     "first_k_dense_replace": 1,
     "n_shared_experts": 1,
 }
+# Fewer keys than the shorter sequence has.
+_INDEXED = _LATENT | {"index_topk": 3, "index_n_heads": 2, "index_head_dim": 16}
 _TWO_TEXTS = {
     "vocab_size": 99,
     "d_model": 64,
@@ -141,6 +143,13 @@ CORE = {
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
         _LATENT,
+    ),
+    "DeepSeek-V3.2": Family("DeepseekV32ForCausalLM", "DeepseekV32Config", _INDEXED),
+    "GLM-MoE-DSA": Family(
+        "GlmMoeDsaForCausalLM",
+        "GlmMoeDsaConfig",
+        # The second layer has the first one's keys.
+        _INDEXED | {"indexer_types": ["full", "shared"]},
     ),
     "Llama4": Family(
         "Llama4ForCausalLM",

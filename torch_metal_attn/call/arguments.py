@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops.differentiation import refuse_gradient, refuse_nested
+from torch_metal_attn.ops.differentiation import refuse_gradient, refuse_layout
 from torch_metal_attn.ops.refusals import unmarked
 
 # A limit on each side; negative or None (flash-attn 4) is no limit.
@@ -21,7 +21,7 @@ NO_WINDOW = (-1, -1)
 def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
-    refuse_nested(name, value)
+    refuse_layout(name, value)
 
 
 def check_tensors(**values: object) -> None:
@@ -80,6 +80,8 @@ def natural(name: str, value: Any, least: int = 0) -> Any:
     number = whole(name, value)
     if number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
+    if number >= 2**63:
+        raise ValueError(f"{name} is {number}; it must fit int64")
     return number
 
 

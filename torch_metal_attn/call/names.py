@@ -36,14 +36,15 @@ class ArgumentNames:
     ) -> Any:
         """Run an op, or a function whose first argument is one; errors have the function's names.
 
-        Raises TypeError for arguments that are not of the types in the op's schema.
+        Raises TypeError for arguments that are not of the types in the op's schema, and ValueError
+        for ints beyond int64.
         """
         try:
             return call(op, arguments, options)
         except (ValueError, NotImplementedError) as error:
             raise self.error(error) from None
         except RuntimeError:
-            self._check_types(op, arguments, options)
+            self.check_types(op, arguments, options)
             raise
 
     def error(self, error: Exception) -> Exception:
@@ -66,9 +67,10 @@ class ArgumentNames:
             return f"({', '.join(sizes)})"
         return word
 
-    def _check_types(
+    def check_types(
         self, op: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
     ) -> None:
+        """Raise TypeError or ValueError for what is not of the types in the schema of `op`."""
         called: Any = op
         if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
             called, *arguments = arguments
@@ -81,12 +83,14 @@ class ArgumentNames:
             allowed, wanted = _KINDS.get(
                 (kind.getElementType() if optional else kind).kind(), (object, "")
             )
+            name = self.names.get(argument.name, argument.name)
+            if isinstance(value, int) and not -(2**63) <= value < 2**63 and wanted == "an int":
+                raise ValueError(f"{name} is {value}; it must fit int64") from None
             if argument.name not in values or isinstance(value, allowed):
                 continue
             if optional:
                 if value is None:
                     continue
                 wanted += " or None"
-            name = self.names.get(argument.name, argument.name)
             found = f"a {type(value).__name__}" if allowed is Tensor else repr(value)
             raise TypeError(f"{name} is {found}; it must be {wanted}") from None

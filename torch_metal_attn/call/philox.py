@@ -9,6 +9,8 @@ import math
 import torch
 from torch import Tensor
 
+from torch_metal_attn.call.arguments import check_tensor, natural
+
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -86,8 +88,7 @@ def dropout_mask(
         TypeError: an argument of another type.
         ValueError: an rng_state of another shape or dtype, dropout_p outside 0..1, negative sizes.
     """
-    if not isinstance(rng_state, Tensor):
-        raise TypeError(f"rng_state is a {type(rng_state).__name__}; it must be a tensor")
+    check_tensor("rng_state", rng_state)
     if rng_state.shape != (2,) or rng_state.dtype != torch.int64:
         raise ValueError(
             f"rng_state has shape {tuple(rng_state.shape)} and dtype {rng_state.dtype}; it must be "
@@ -95,11 +96,7 @@ def dropout_mask(
         )
     _check_probability(dropout_p)
     sizes = {"batch": batch, "heads": heads, "q_length": q_length, "kv_length": kv_length}
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
-            raise TypeError(f"{name} is {size!r}; it must be an int")
-        if size < 0:
-            raise ValueError(f"{name} is {size}; it must be at least 0")
+    batch, heads, q_length, kv_length = (natural(name, size) for name, size in sizes.items())
     return keep_mask(rng_state, dropout_p, range(batch), heads, range(q_length), kv_length)
 
 

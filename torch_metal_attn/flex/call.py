@@ -8,22 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import flag, number
+from torch_metal_attn.call.arguments import check_tensor, flag, number
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.flex import reference
 from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
-from torch_metal_attn.ops.differentiation import refuse_nested, transforming
+from torch_metal_attn.ops.differentiation import transforming
 from torch_metal_attn.ops.flex import of_two_dtypes
 from torch_metal_attn.runtime import session
 from torch_metal_attn.sdpa import NAMES
-from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 # Promises about the mask, and choices between kernels of which there is one here: results do not
 # depend on them. Everything else tunes torch's own kernels.
 _KEPT_OPTIONS = frozenset(
     ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "WRITE_DQ")
 )
+# The most that flash_decode is taken for, as in csrc/ops/decode/flex.cpp.
+_DECODE_QUERIES = 32
 _DEFAULT_OPTIONS = {"BACKEND": "AUTO", "PRESCALE_QK": False, "USE_TMA": False}
 
 
@@ -56,7 +57,7 @@ class Call:
                     "compute_q_blocks=True"
                 )
             # flash_decode's threadgroups share the lists evenly.
-            many = self.query.shape[2] > DECODE_QUERIES
+            many = self.query.shape[2] > _DECODE_QUERIES
             options |= self.blocks.ordered(over_keys=many, over_queries=differentiated)
         return options
 
@@ -99,9 +100,7 @@ def plan(
 ) -> Call:
     """The call with these arguments, or its error. Runs nothing."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
-        refuse_nested(name, tensor)
+        check_tensor(name, tensor)
     if transforming():
         _refuse_vmap()
     _check_options(kernel_options)

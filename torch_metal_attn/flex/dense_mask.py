@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.call.arguments import check_tensor
 from torch_metal_attn.flex.block_mask import LARGEST, SMALLEST
 
 
@@ -33,8 +34,7 @@ def block_mask(
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; it must be a tensor")
+    check_tensor("attn_mask", attn_mask)
     if attn_mask.dtype != torch.bool:
         raise ValueError(
             f"attn_mask has dtype {attn_mask.dtype}; it must be torch.bool, True where seen"

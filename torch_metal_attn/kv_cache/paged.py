@@ -48,11 +48,11 @@ class PagedKVCache:
     Args: num_pages, page_size: pages, and rows of each. num_kv_heads, head_dim: Hkv and D;
         v_head_dim: Dv, D if None. dtype: of new keys and values (float32, float16 or bfloat16), and
         of the cache if format is None. A cache in half precision also takes float32 keys and
-        values, and rounds them. format: None, "q8_0", "q4_0" or "fp8_e4m3", see
-        `torch_metal_attn.quantisation`. layout: "NHD", in memory (pages, page_size, Hkv, D) as
-        in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale, v_scale: (Hkv,) float32, for
-        fp8_e4m3 only; None is 1. values_in_keys: values are the first Dv columns of the keys, and
-        stored once, as in `LatentCache`.
+        values, and rounds them. format: None, or one of `torch_metal_attn.quantisation`'s, such as
+        "q8_0" or "q3_g64"; v_format: that of values, if it is another. layout: "NHD", in memory
+        (pages, page_size, Hkv, D) as in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale,
+        v_scale: (Hkv,) float32, for fp8_e4m3 only; None is 1. values_in_keys: values are the first
+        Dv columns of the keys, and stored once, as in `LatentCache`.
 
     Raises: ValueError for an unknown id or layer and for wrong shapes, naming what is wrong;
         `CacheFull` if there are too few pages. Nothing is changed then.
@@ -430,8 +430,7 @@ class PagedKVCache:
         return self._storage.indices([one for row in table for one in row]).view(len(table), -1)
 
     def _of(self, ids: Sequence[int]) -> list[_Sequence]:
-        if not isinstance(ids, Sequence):
-            raise TypeError(f"ids is {ids!r}; it must be a sequence of ints")
+        ids = integers("ids", ids)
         for id in ids:
             if id not in self._sequences:
                 raise ValueError(f"there is no sequence {id}: it was freed, or never allocated")

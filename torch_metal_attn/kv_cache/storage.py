@@ -9,12 +9,11 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor, flag, natural, whole
 from torch_metal_attn.call.names import ArgumentNames
-from torch_metal_attn.quantisation import ELEMENTS, sizes
+from torch_metal_attn.quantisation import DTYPES, ELEMENTS, sizes
 
 Layout = Literal["NHD", "HND"]
 # Options of `append`.
 ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
-_FORMAT_DTYPES = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.uint8}
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ class Storage:
         *,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        v_format: str | None = None,
         values_in_keys: bool = False,
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -73,8 +73,10 @@ class Storage:
             raise ValueError(f"dtype is {dtype!r}; it must be float32, float16 or bfloat16")
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout is {layout!r}; it must be NHD or HND")
-        if format != "fp8_e4m3" and (k_scale is not None or v_scale is not None):
-            raise ValueError(f"k_scale or v_scale is given and format is {format}; leave them out")
+        if v_format is not None and (format is None or values_in_keys):
+            beside = "values_in_keys" if values_in_keys else "no format"
+            raise ValueError(f"v_format is {v_format!r} with {beside}; leave it out")
+        v_format = format if v_format is None else v_format
         if flag("values_in_keys", values_in_keys):
             if v_head_dim > head_dim:
                 raise ValueError(
@@ -84,8 +86,10 @@ class Storage:
             if v_scale is not None:
                 raise ValueError("v_scale is given with values_in_keys; k_scale is for both")
         self.values_in_keys = values_in_keys
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        for name, scale, own in (("k_scale", k_scale, format), ("v_scale", v_scale, v_format)):
             if scale is not None:
+                if own != "fp8_e4m3":
+                    raise ValueError(f"{name} is given and its format is {own}; leave it out")
                 _check_scale(name, scale, num_kv_heads)
         self._new_dtypes = [dtype]
         if format is None and dtype != torch.float32:
@@ -102,11 +106,13 @@ class Storage:
             shape = (blocks, num_kv_heads, rows, columns)
             return torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)
 
-        def operand(columns: int, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        def operand(
+            columns: int, format: str | None, scale: Tensor | None
+        ) -> tuple[Tensor, Tensor | None]:
             if format is None:
                 return empty(columns, dtype), None
             data_columns, scale_columns = sizes(format, columns)
-            data = empty(data_columns, _FORMAT_DTYPES[format])
+            data = empty(data_columns, DTYPES[format])
             if format == "fp8_e4m3":
                 ones = torch.ones(num_kv_heads, device=device)
                 return data, ones if scale is None else scale
@@ -114,13 +120,13 @@ class Storage:
 
         self.layers = []
         for _ in range(num_layers):
-            k, own_k_scale = operand(head_dim, k_scale)
+            k, own_k_scale = operand(head_dim, format, k_scale)
             if values_in_keys:
                 v, own_v_scale = k[..., : _columns(v_head_dim, format)], own_k_scale
                 if own_k_scale is not None and format != "fp8_e4m3":
                     own_v_scale = own_k_scale[..., : sizes(str(format), v_head_dim)[1]]
             else:
-                v, own_v_scale = operand(v_head_dim, v_scale)
+                v, own_v_scale = operand(v_head_dim, v_format, v_scale)
             self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale, values_in_keys))
 
     def check_layer(self, layer: int) -> None:

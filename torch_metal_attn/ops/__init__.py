@@ -12,6 +12,7 @@ from torch_metal_attn.ops import flash_decode as flash_decode
 from torch_metal_attn.ops import flash_fwd as flash_fwd
 from torch_metal_attn.ops import flash_fwd_autograd as flash_fwd_autograd
 from torch_metal_attn.ops import flex as flex
+from torch_metal_attn.ops import index_scores as index_scores
 from torch_metal_attn.ops import merge as merge
 from torch_metal_attn.ops import rope as rope
 from torch_metal_attn.ops import softmax as softmax

@@ -9,10 +9,9 @@ from torch_metal_attn.ops import append_kv
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import refuse
 from torch_metal_attn.ops.fake import register_fake
-from torch_metal_attn.ops.flash_fwd import FlashFwdResult
+from torch_metal_attn.ops.flash_decode import decoded
+from torch_metal_attn.ops.flash_fwd import FlashFwdResult, empty_results
 from torch_metal_attn.ops.layout import empty_like_query
-from torch_metal_attn.quantisation import columns
-from torch_metal_attn.reference import attention
 
 _ROTARY = (
     *("rotary_cos", "rotary_sin"),
@@ -20,6 +19,7 @@ _ROTARY = (
 )
 # Options of both the append and the attention.
 _CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale")
+_WRITTEN = ("k_cache", "v_cache", "cache_seqlens")
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -28,12 +28,29 @@ def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return append, {n: x for n, x in options.items() if n not in _ROTARY}
 
 
+def _dense(packed: Tensor, rows: slice) -> Tensor:
+    """Rows of one sequence, (1, H, L, D): a view."""
+    return packed[rows].transpose(0, 1)[None]
+
+
+def _of_sequence(b: int, given: dict[str, Any]) -> dict[str, Any]:
+    """append_kv's arguments for sequence b alone."""
+    in_place = given.get("block_table") is None and given.get("cache_batch_idx") is None
+    own = dict(given)
+    for name, x in given.items():
+        by_sequence = name in ("cache_seqlens", "leftpad_k", "block_table", "cache_batch_idx")
+        if name in ("k_scale", "v_scale") and x is not None:
+            by_sequence = x.dim() == 2
+        if x is not None and (by_sequence or (in_place and torch.is_tensor(x) and x.dim() == 4)):
+            own[name] = x[b : b + 1]
+    return own
+
+
 @register_fake("decode_step")
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **options: Any
 ) -> FlashFwdResult:
-    out = empty_like_query(q, columns(v_cache, options.get("v_scale")))
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_results(q, k_cache, v_cache, **options)
 
 
 @cpu_kernel("decode_step")
@@ -45,16 +62,29 @@ def reference(
     v_cache: Tensor,
     cache_seqlens: Tensor,
     *,
-    num_splits: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
     **options: Any,
 ) -> FlashFwdResult:
     """The op composed of `rope`, `append_kv`, and attention to what the cache then holds."""
     append, attend = _split(options)
-    if append.get("rotary_cos") is not None:
-        q = q.clone()
-        append["q"] = q
-    append_kv.reference(k, v, k_cache, v_cache, cache_seqlens, **append)
-    out, lse = attention(q, k_cache, v_cache, seqused_k=cache_seqlens + k.shape[2], **attend)
+    rotates = append.get("rotary_cos") is not None
+    q = q.clone() if rotates else q
+    written = (k_cache, v_cache, cache_seqlens)
+    if cu_seqlens_q is None:
+        new = k.shape[2] + torch.zeros_like(cache_seqlens)
+        append_kv.reference(k, v, *written, **append | ({"q": q} if rotates else {}))
+    else:
+        ends = cu_seqlens_q if cu_seqlens_k_new is None else cu_seqlens_k_new
+        new = ends.diff()
+        attend["cu_seqlens_q"] = cu_seqlens_q
+        for b in range(len(new)):
+            rows = slice(*ends[b : b + 2].tolist())
+            own = _of_sequence(b, dict(zip(_WRITTEN, written, strict=True)) | append)
+            if rotates:
+                own["q"] = _dense(q, slice(*cu_seqlens_q[b : b + 2].tolist()))
+            append_kv.reference(_dense(k, rows), _dense(v, rows), **own)
+    out, lse = decoded(q, k_cache, v_cache, seqused_k=cache_seqlens + new, **attend)
     return empty_like_query(q, out.shape[-1]).copy_(out), lse
 
 

@@ -102,18 +102,22 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
     except NotImplementedError:
         for value in (*arguments, *options.values()):
             if isinstance(value, Tensor):
-                refuse_nested("an argument", value)
+                refuse_layout("an argument", value)
         raise
     except RuntimeError as error:
         raise as_value_error(error) from None
 
 
-def refuse_nested(name: str, tensor: Tensor) -> None:
-    """Raise NotImplementedError for a nested tensor."""
+def refuse_layout(name: str, tensor: Tensor) -> None:
+    """Raise NotImplementedError for a nested tensor, and ValueError for a sparse one."""
     if tensor.is_nested:
         raise NotImplementedError(
             f"{name} is a nested tensor: nested tensors are not implemented, use "
             "flash_attn_varlen_func"
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            f"{name} has layout {tensor.layout}; it must be strided: call {name}.to_dense() first"
         )
 
 
@@ -279,13 +283,14 @@ def refuse(
         count_writes(name, written)
     for namespace in NAMESPACES:
         own = plain if namespace == "metal_attn" else None
-        kernel = _undifferentiated(namespace, name, advice, written or (lambda _: {}), own)
+        kernel = undifferentiated(namespace, name, advice, written or (lambda _: {}), own)
         python_kernel(f"{namespace}::{name}", "Autograd")(kernel)
 
 
-def _undifferentiated(
+def undifferentiated(
     namespace: str, name: str, advice: str, written: Written, plain: Callable[..., Any] | None
 ) -> Callable[..., Any]:
+    """The kernel that `refuse` registers."""
     op = getattr(getattr(torch.ops, namespace), name).default
     full_name = f"{namespace}::{name}"
     names = [argument.name for argument in op._schema.arguments]
@@ -350,7 +355,9 @@ def _counted(
 
     def with_new_versions(keyset: Any, *values: Any, **options: Any) -> Any:
         given = dict(zip(names, values, strict=False), **options)
-        torch.autograd.graph.increment_version([given[name] for name in written(given)])
+        tensors = (given[name] for name in written(given))
+        # The op's checks refuse None.
+        torch.autograd.graph.increment_version([x for x in tensors if x is not None])
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return op.redispatch(
                 keyset & torch._C._after_ADInplaceOrView_keyset, *values, **options

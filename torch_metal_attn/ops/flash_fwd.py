@@ -15,17 +15,11 @@ from torch_metal_attn.reference import attention, varlen_attention
 FlashFwdResult = tuple[Tensor, Tensor]
 
 
-@register_fake("flash_fwd", "flash_decode", "flex_fwd")
-def _flash_fwd_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlashFwdResult:
-    out = empty_like_query(q, columns(v, options.get("v_scale")))
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
-@register_fake("flash_varlen_fwd")
-def _flash_varlen_fwd_fake(
-    q: Tensor, k: Tensor, v: Tensor, *packing: Any, **options: Any
-) -> FlashFwdResult:
-    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+@register_fake("flash_fwd", "flash_varlen_fwd", "flash_decode", "flex_fwd")
+def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any, **options: Any) -> FlashFwdResult:
+    """Results of dense or packed queries, without data."""
+    rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    lse = q.new_empty(rows, dtype=torch.float32)
     return empty_like_query(q, columns(v, options.get("v_scale"))), lse
 
 

@@ -1,8 +1,10 @@
-"""Autograd of `metal_attn::flash_fwd` and `flash_varlen_fwd`.
+"""Autograd of `metal_attn::flash_fwd` and `flash_varlen_fwd`, and of `flash_decode` by lists.
 
-It saves the arguments, out and softmax_lse: nothing that is quadratic in a length.
+It saves the arguments, out and softmax_lse: nothing that is quadratic in a length. The gradients of
+listed keys make a bias of the lists, which is.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch_metal_attn.ops.differentiation import (
 )
 from torch_metal_attn.ops.fake import NAMESPACES
 from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.reference import times_listed
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -32,6 +35,7 @@ _CONSTANTS = (
 )
 # Options of a cache, whose keys are those of other calls too.
 _CACHE = ("block_table", "cache_batch_idx", "k_scale", "v_scale")
+_LISTS = ("indices", "kv_block_size", "q_block_size")
 # What is added to the scores, and the op of its gradient.
 _ADDED = {"attn_mask": "bias", "attn_bias": "bias", "alibi_slopes": "slopes"}
 
@@ -104,7 +108,11 @@ def _gradients(
         )
     ops = getattr(torch.ops, call.namespace)
     packed = "cu_seqlens_q" in arguments
-    options = {n: v for n, v in arguments.items() if n not in (*_OPERANDS, *_PACKING, *_CACHE)}
+    named = (*_OPERANDS, *_PACKING, *_CACHE, "num_splits")
+    options = {n: v for n, v in arguments.items() if n not in named}
+    lists = {n: options.pop(n) for n in _LISTS if n in options}
+    if lists:
+        options["attn_bias"] = _bias_of(q, k, **lists)
     operands = [arguments[name] for name in _OPERANDS]
     packing = [arguments[name] for name in _PACKING] if packed else []
     dout = flash_bwd.gradient_of(out, dout)
@@ -139,7 +147,19 @@ def _gradients(
     return found
 
 
-def _register(namespace: str, name: str) -> None:
+def _bias_of(
+    q: Tensor, k: Tensor, indices: Tensor, kv_block_size: int = 1, q_block_size: int = 1
+) -> Tensor:
+    """What is added to scores of all keys so that listed ones count as often as they are listed."""
+    length, keys = q.shape[2], k.shape[2]
+    times = times_listed(indices, kv_block_size, q_block_size, slice(None), length, keys)
+    if times.shape[1] > 1:
+        times = times.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return times.float().log()
+
+
+def differentiable(namespace: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The Autograd kernel of an op that has the gradients of flash_fwd."""
     op: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), name).default
     positional = tuple(a.name for a in op._schema.arguments if not a.kwarg_only)
     has_plain = (namespace, name) == ("metal_attn", "flash_fwd")
@@ -176,9 +196,9 @@ def _register(namespace: str, name: str) -> None:
         result = apply(_FlashFwd, call, *values)
         return result
 
-    python_kernel(f"{namespace}::{name}", "Autograd")(flash_fwd)
+    return flash_fwd
 
 
 for _namespace in NAMESPACES:
     for _name in ("flash_fwd", "flash_varlen_fwd"):
-        _register(_namespace, _name)
+        python_kernel(f"{_namespace}::{_name}", "Autograd")(differentiable(_namespace, _name))

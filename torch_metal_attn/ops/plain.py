@@ -87,9 +87,14 @@ def instead(op: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
 def heads_second(
     op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """out, (B, L, H, D) like the arguments, and the log-sum-exp."""
-    out, lse = op(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
-    return out.transpose(1, 2), lse
+    """out, (B, L, H, D) or packed like the arguments, and the log-sum-exp."""
+    out, lse = op(swapped(q), swapped(k), swapped(v), **options)
+    return swapped(out), lse
+
+
+def swapped(x: Tensor) -> Tensor:
+    """(B, H, L, D) of (B, L, H, D), and the other way round; packed rows as they are."""
+    return x.transpose(1, 2) if x.dim() == 4 else x
 
 
 # The CPU kernels, which hand on to the other ops; mps has its own in csrc/plain.cpp.

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch_metal_attn.quantisation import BLOCK, FORMATS
+from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing import spoiling
 from torch_metal_attn.testing.case import Case, Draw, chance, field, kinds, layout, one_of
-from torch_metal_attn.testing.tensors import DTYPES
+from torch_metal_attn.testing.tensors import DTYPES, partial_groups
 
 _PACKED_FUNCTIONS = (
     "flash_attn_varlen_func",
@@ -198,6 +198,9 @@ class Attention(Case):
         16, one_of(1, 3, 5, 8, 16, 24, 64), calls=_CACHED, when=lambda case: case.cache
     )
     format: str = field("", one_of(*FORMATS), share=0.5, calls=_STORED)
+    v_format: str = field(
+        "", one_of(*FORMATS), share=0.3, calls=_STORED, when=lambda case: case.format
+    )
     cache_dtype: str = field(
         "",
         one_of(*DTYPES[1:]),
@@ -278,7 +281,7 @@ class Attention(Case):
     def differentiable(self) -> bool:
         """Whether the call has gradients; if not, `backward` raises."""
         cached = self.cache or self.format or self.cache_dtype
-        return not cached and self.call not in _DECODES
+        return not cached and (self.call not in _DECODES or self.listed is not None)
 
     def conflicts(self) -> dict[str, Any]:
         layouts = (*self.q_layout, *self.k_layout, *self.v_layout)
@@ -307,8 +310,7 @@ class Attention(Case):
             and (self.v_head_dim > self.head_dim or not dense or poisoned == "v"),
             "there is one attn_mask": self.causal_bias and self.attn_mask,
             "lists are of some keys": (self.listed or 0) > 0 and min(self.longest) == 0,
-            f"{self.format} has blocks of {BLOCK} columns": self.format not in ("", "fp8_e4m3")
-            and (self.head_dim % BLOCK or self.v_head_dim % BLOCK),
+            **partial_groups(self),
             "torch's masks are of bool, float32 or the queries' dtype": self.call == _SDPA
             and self.attn_mask
             and self.attn_mask.split()[0] not in ("bool", "float32", self.dtype),

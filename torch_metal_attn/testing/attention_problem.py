@@ -151,7 +151,7 @@ def _lists(case: Attention, batch: int, keys: int) -> dict[str, Any]:
         batch if "b" in case.list_dims else 1,
         case.kv_heads if "h" in case.list_dims else 1,
         -(-case.q_length // max(case.q_block_size, 1)),
-        case.listed,
+        case.listed or 0,
     )
     generator = torch.Generator().manual_seed(case.seed + 14)
     blocks = max(-(-keys // max(case.kv_block_size, 1)), 1)
@@ -214,15 +214,17 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
 def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
     """The values that k and v (B, H, L, D) stand for, their storage, and the options for it.
 
-    case: has cache, format, page and seed.
+    case: has cache, format, v_format, page and seed.
     """
     exact, kept = [k, v], {"k": k, "v": v}
     scales: dict[str, Tensor] = {}
     if case.format:
-        by_head = case.format == "fp8_e4m3"
-        for i, (name, x) in enumerate((("k", k), ("v", v))):
+        for i, (name, x, format) in enumerate(
+            (("k", k, case.format), ("v", v, case.v_format or case.format))
+        ):
+            by_head = format == "fp8_e4m3"
             given = torch.linspace(0.02, 0.03, k.shape[1]) if by_head else None
-            data, scale = quantise(x, case.format, given)
+            data, scale = quantise(x, format, given)
             exact[i] = dequantise(data, scale, torch.float32)
             # As bytes, which every device has.
             kept[name] = data.view(torch.uint8) if by_head else data

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torch_metal_attn.quantisation import BLOCK, FORMATS, dequantise, quantise
+from torch_metal_attn.quantisation import BLOCK, FORMATS, dequantise, quantise, shared_columns
 from torch_metal_attn.testing.case import Case, Prepared, field, layout, one_of
 from torch_metal_attn.testing.judge import Measure, same_bits, worst
 from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of, numbers
@@ -102,8 +102,7 @@ class Quantised(Case):
     values: str = field("normal", one_of("normal", "zeros", "constant"))
 
     def illegal(self) -> dict[str, Any]:
-        partial_block = self.call != "fp8_e4m3" and self.columns % BLOCK
-        return {"columns that fill no block": partial_block}
+        return {"columns that fill no block": self.columns % shared_columns(self.call)}
 
     def wrong(self) -> list[dict[str, Any]]:
         return [{"columns": 33}]
@@ -132,9 +131,13 @@ def _judge(case: Quantised, x: Tensor, found: Tensor) -> list[Measure]:
         bound = (x.abs() / 16).clamp_min(case.scale * 2**-10).double() * (1 + 2**-20)
         error = error.masked_fill(~kept, 0.0)
     else:
-        blocks = x.double().unflatten(-1, (-1, BLOCK))
+        blocks = x.double().unflatten(-1, (-1, shared_columns(case.call)))
         amax = blocks.abs().amax(-1, keepdim=True)
-        if case.call == "q8_0":
+        if "_g" in case.call:
+            extent = blocks.amax(-1, keepdim=True) - blocks.amin(-1, keepdim=True)
+            codes = 2 ** int(case.call[1]) - 1
+            bound = extent / (2 * codes) * (1 + 2**-7) + amax * 2**-10 + 2**-21
+        elif case.call == "q8_0":
             bound = amax / 254 * (1 + 2**-10) + 2**-18
         else:
             largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))

@@ -57,7 +57,8 @@ _LAYOUTS: dict[str, Layout] = {
 }
 # Of float32 queries only.
 HALF_CACHES = ("float16", "bfloat16")
-CACHES = ("paged", "indexed", *FORMATS, *(f"paged {format}" for format in FORMATS))
+_PAGED = ("q8_0", "q4_0", "fp8_e4m3", "q3_g64")
+CACHES = ("paged", "indexed", *FORMATS, *(f"paged {format}" for format in _PAGED))
 
 
 def _stored(cache: str) -> dict[str, str]:

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torch_metal_attn.quantisation import BLOCK, FORMATS
+from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing import attention_run, spoiling
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.attention_problem import Problem, options_of, stored
 from torch_metal_attn.testing.case import Case, Prepared, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.judge import Measure, ints, normal, on, same_bits
-from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of, numbers
+from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of, numbers, partial_groups
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 _OPS, _FUNCTION = ("append_kv", "decode_step"), "flash_attn_with_kvcache"
@@ -59,6 +59,7 @@ class Step(Case):
         None, lambda r, case: tuple(r.randint(0, n) for n in case.lengths), share=0.25, varied=True
     )
     format: str = field("", one_of(*FORMATS), share=0.4)
+    v_format: str = field("", one_of(*FORMATS), share=0.3, when=lambda case: case.format)
     cache_dtype: str = field(
         "",
         one_of(*DTYPES[1:]),
@@ -123,8 +124,7 @@ class Step(Case):
             "queries before the first row of the tables": self.rotary_columns
             and self.by_token
             and self.q_length > self.length,
-            f"{self.format} has blocks of {BLOCK} columns": self.format not in ("", "fp8_e4m3")
-            and (self.head_dim % BLOCK or self.v_head_dim % BLOCK),
+            **partial_groups(self),
             "pages are whole": self.cache == "paged"
             and (self.page < 1 or self.capacity % max(self.page, 1)),
             "there is a KV head for some heads": self.kv_heads < 1 or self.heads % self.kv_heads,
@@ -162,6 +162,7 @@ class Step(Case):
             seqused_k=tuple(n + self.length for n in self.lengths),
             leftpad_k=self.leftpad_k,
             format=self.format,
+            v_format=self.v_format,
             seed=self.seed,
             **{name: getattr(self, name) for name in _OPTIONS},
         )
@@ -201,10 +202,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
     given: dict[str, Tensor] = {n: options[n] for n in _TENSORS if n in options}
     given |= tables | {"cache_seqlens": ints(*case.lengths)}
     placed |= {n: memory.place(n, x) for n, x in given.items()}
-    scaled_by_head = case.format == "fp8_e4m3"
-    written = tuple(
-        n for n in caches if n[1:] == "_cache" or (n[1:] == "_scale" and not scaled_by_head)
-    )
+    written = tuple(n for n, x in caches.items() if n[1:] in ("_cache", "_scale") and x.dim() == 4)
     if case.call != "append_kv" or (case.rotary_columns and case.by_token):
         placed["q"] = memory.place("q", q, case.layout)
         written += ("q",) if case.call == "append_kv" else ()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.quantisation import shared_columns
 from torch_metal_attn.runtime.device import memory_of
 from torch_metal_attn.testing.judge import Measure, Skipped, normal, same_bits
 
@@ -141,3 +142,13 @@ def _nonsense(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point:
         return math.nan
     return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def partial_groups(case: Any) -> dict[str, Any]:
+    """Of a case with format and v_format: head dims that its groups of columns do not divide."""
+    operands = ((case.format, case.head_dim), (case.v_format or case.format, case.v_head_dim))
+    return {
+        f"{format} has blocks of {shared_columns(format)} columns": columns % shared_columns(format)
+        for format, columns in operands
+        if format
+    }

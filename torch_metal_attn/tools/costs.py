@@ -16,6 +16,7 @@ counted.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -165,10 +166,11 @@ def _numbers(tensor: Tensor | None) -> list[int] | None:
 def _sequences(given: dict[str, Any]) -> Iterator[tuple[int, int]]:
     """Lengths of the queries and keys of each sequence."""
     q, k = given["q"], given["k"]
-    if "cu_seqlens_q" not in given:
+    if "cu_seqlens_k" not in given:
         pages = given.get("block_table")
         kv_length = k.shape[2] if pages is None else k.shape[2] * pages.shape[1]
-        yield from [(q.shape[2], kv_length)] * q.shape[0]
+        queries = [q.shape[2]] * q.shape[0] if q.dim() == 4 else _packed_queries(given)
+        yield from [(length, kv_length) for length in queries]
         return
     bounds = [_numbers(given[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     if bounds[0] is None or bounds[1] is None:
@@ -177,6 +179,14 @@ def _sequences(given: dict[str, Any]) -> Iterator[tuple[int, int]]:
         return
     for b in range(len(bounds[0]) - 1):
         yield bounds[0][b + 1] - bounds[0][b], bounds[1][b + 1] - bounds[1][b]
+
+
+def _packed_queries(given: dict[str, Any]) -> list[int]:
+    """The number of queries of each sequence."""
+    ends = _numbers(given["cu_seqlens_q"])
+    if ends is None:
+        return [given.get("max_seqlen_q", 0)] * (len(given["cu_seqlens_q"]) - 1)
+    return [end - begin for begin, end in pairwise(ends)]
 
 
 _VISIBILITY = ("causal", "window_size_left", "window_size_right", "attention_chunk", "q_offset")
@@ -290,16 +300,15 @@ def _captures_gradient(given: dict[str, Any]) -> Cost:
 def _append(given: dict[str, Any]) -> Cost:
     """Reads new rows and writes them in the cache's format; with tables it rotates q in place."""
     moved = 0
-    for name in ("k", "v"):
+    for name in ("k",) if in_keys(given["k_cache"], given["v_cache"]) else ("k", "v"):
         new, cache = given[name], given[f"{name}_cache"]
         moved += new.nbytes + _rows(new) * row_bytes(cache, given.get(f"{name}_scale"))
     if "q" in given and "rotary_cos" in given:
         moved += 2 * given["q"].nbytes
-    length = given["k"].shape[2]
+    # Each new token has its own row of the tables; packed rows are tokens.
+    tokens = len(given["k"]) * (given["k"].shape[2] if given["k"].dim() == 4 else 1)
     tables = [given[name] for name in ("rotary_cos", "rotary_sin") if name in given]
-    moved += sum(
-        min(table.nbytes, _table_bytes(table, length, len(given["k"]))) for table in tables
-    )
+    moved += sum(min(table.nbytes, _table_bytes(table, tokens, 1)) for table in tables)
     return Cost(0, moved)
 
 
@@ -307,9 +316,11 @@ def _step(given: dict[str, Any]) -> Cost:
     """`append_kv`, then attention to what the cache holds; q is rotated on the way."""
     append = _append({name: value for name, value in given.items() if name != "q"})
     apart = {"k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin", "cache_seqlens"}
+    ends = given.get("cu_seqlens_k_new", given.get("cu_seqlens_q"))
     attention = {name: value for name, value in given.items() if name not in apart}
     attention |= {"k": given["k_cache"], "v": given["v_cache"]}
-    attention["seqused_k"] = given["cache_seqlens"] + given["k"].shape[2]
+    new = given["k"].shape[2] if ends is None else ends.diff()
+    attention["seqused_k"] = given["cache_seqlens"] + new
     return append + _forward(attention)
 
 
@@ -384,6 +395,19 @@ def scaled(value: float) -> str:
     return f"{value:.3g}{prefix}"
 
 
+def _index_scores(given: dict[str, Any]) -> Cost:
+    q, k, weights = (given[name] for name in ("q", "k", "weights"))
+    pairs = seen(
+        q.shape[2],
+        k.shape[1],
+        causal=given.get("causal", False),
+        q_offset=given.get("q_offset"),
+    ).pairs
+    scores = q.shape[0] * q.shape[2] * k.shape[1]
+    flops = attention_flops(q.shape[0] * q.shape[1] * pairs, q.shape[3], 0)
+    return Cost(flops, q.nbytes + k.nbytes + weights.nbytes + scores * _STATISTIC)
+
+
 _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "flash_fwd": _forward,
     "flex_fwd": _forward,
@@ -401,6 +425,7 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "rope": _rope,
     "rope_": _rope_in_place,
     "rope_tables": _rope_tables,
+    "index_scores": _index_scores,
     "softmax": _softmax,
     "softmax_": _softmax,
     "apply_causal_mask_": _causal_mask,

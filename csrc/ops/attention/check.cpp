@@ -18,44 +18,39 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int kMaxHeadDimQk = 576;
-constexpr char kMaskNames[] = "bool, float32, float16 or bfloat16";
-
-void check_equal(ArgumentName name, int64_t size, ArgumentName other_name, int64_t other,
-                 const char* what) {
-  check(size == other, name, " has ", what, " of ", size, " and ", other_name, " of ", other,
-        "; they must be equal");
-}
 
 // Shapes, dtypes and strides of q, k and v, and how the latter are kept.
-Element check_operands(const FlashFwdArguments& a, KvFormat& format) {
+Element check_operands(const FlashFwdArguments& a, KvFormats& formats) {
   check_device("q", a.q);
   check_same_device("k", a.k, "q", a.q);
   check_same_device("v", a.v, "q", a.q);
   const Element element = check_element("q", a.q);
-  format = check_kv_format(a.cache, a.q, a.k, a.v);
+  formats = check_kv_formats(a.cache, a.q, a.k, a.v);
   const bool packed = a.packing.has_value();
   const bool indexed = a.cache.indexed();
   const int64_t rank = packed ? 3 : 4;
-  const int64_t kv_rank = indexed ? 4 : rank;
+  const int64_t kv_rank = indexed || !a.packs_keys() ? 4 : 3;
   const char* q_layout =
       packed ? "(tokens, heads, head_dim)" : "(batch, heads, q_length, head_dim)";
-  const char* kv_layout = indexed  ? cache_layout(a.cache)
-                          : packed ? "(tokens, kv_heads, head_dim)"
-                                   : "(batch, kv_heads, kv_length, head_dim)";
+  const char* kv_layout = indexed          ? cache_layout(a.cache)
+                          : a.packs_keys() ? "(tokens, kv_heads, head_dim)"
+                                           : "(batch, kv_heads, kv_length, head_dim)";
   check_rank("q", a.q, rank, q_layout);
   check_rank("k", a.k, kv_rank, kv_layout);
   check_rank("v", a.v, kv_rank, kv_layout);
   if (indexed) {
     check_equal("v", a.v.size(0), "k", a.k.size(0),
                 a.cache.block_table ? "a number of pages" : "a batch");
-  } else if (!packed) {
-    check_equal("k", a.k.size(0), "q", a.q.size(0), "a batch");
-    check_equal("v", a.v.size(0), "q", a.q.size(0), "a batch");
+  } else if (!a.packs_keys()) {
+    const int64_t batch = packed ? a.packing->cu_seqlens_q.numel() - 1 : a.q.size(0);
+    const ArgumentName batch_name = packed ? "cu_seqlens_q" : "q";
+    check_equal("k", a.k.size(0), batch_name, batch, "a batch");
+    check_equal("v", a.v.size(0), batch_name, batch, "a batch");
   }
   const int64_t length_dim = kv_rank == 3 ? 0 : 2;
   check_equal("v", a.v.size(1), "k", a.k.size(1), "a number of heads");
   check_equal("v", a.v.size(length_dim), "k", a.k.size(length_dim), "a length");
-  check_equal("k", kv_columns(a.k, format), "q", a.q.size(rank - 1), "a head dim");
+  check_equal("k", kv_columns(a.k, formats.k), "q", a.q.size(rank - 1), "a head dim");
   const int64_t heads = a.q.size(1);
   const int64_t kv_heads = a.k.size(1);
   check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "`q` has ", heads, " heads and `k` ",
@@ -88,42 +83,15 @@ void check_numbers(const FlashFwdOptions& o, double scale) {
         "; it must be in -", kMaxLength, "..", kMaxLength);
 }
 
-// Every sequence's length is in 0..longest.
-void check_steps(ArgumentName name, const Tensor& cu_seqlens, int64_t longest,
-                 ArgumentName longest_name) {
-  const int32_t* ends = values_on_cpu(cu_seqlens);
-  for (int64_t i = 1; ends != nullptr && i < cu_seqlens.numel(); ++i) {
-    const int64_t length = int64_t{ends[i]} - ends[i - 1];
-    check(length >= 0, name, "[", i, "] is ", ends[i], " and the one before ", ends[i - 1],
-          "; they must not decrease");
-    check(length <= longest, name, " has a sequence of ", length, " rows and ", longest_name,
-          " is ", longest, "; no sequence may be longer");
-  }
-}
-
-void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total, int64_t longest,
-                      ArgumentName longest_name) {
-  const int32_t* ends = values_on_cpu(cu_seqlens);
-  if (ends == nullptr) {
-    return;
-  }
-  check(ends[0] == 0, name, "[0] is ", ends[0], "; it must be 0");
-  check_steps(name, cu_seqlens, longest, longest_name);
-  const int32_t end = ends[cu_seqlens.numel() - 1];
-  check(end <= total, name, " ends at ", end, " of ", total, " rows; it must not pass them");
-}
-
 // Fills the sizes of `call`.
 void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   const Packing& packing = *a.packing;
-  for (const auto& [name, tensor] : {std::pair{ArgumentName("cu_seqlens_q"), &packing.cu_seqlens_q},
-                                     {"cu_seqlens_k", &packing.cu_seqlens_k}}) {
-    check_same_device(name, *tensor, "q", a.q);
-    check_index(name, *tensor);
-    check(tensor->numel() > 0, name, " is empty; it must hold a 0 and each sequence's end");
+  check_ends("cu_seqlens_q", packing.cu_seqlens_q, a.q);
+  if (packing.cu_seqlens_k) {
+    check_ends("cu_seqlens_k", *packing.cu_seqlens_k, a.q);
+    check_equal("cu_seqlens_k", packing.cu_seqlens_k->numel(), "cu_seqlens_q",
+                packing.cu_seqlens_q.numel(), "a length");
   }
-  check_equal("cu_seqlens_k", packing.cu_seqlens_k.numel(), "cu_seqlens_q",
-              packing.cu_seqlens_q.numel(), "a length");
   for (const auto& [name, size] : {std::pair{ArgumentName("max_seqlen_q"), packing.max_seqlen_q},
                                    {"max_seqlen_k", packing.max_seqlen_k}}) {
     check(0 <= size && size <= kMaxLength, name, " is ", size, "; it must be in 0..", kMaxLength);
@@ -131,17 +99,22 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   call.batch = check_length("cu_seqlens_q", packing.cu_seqlens_q, 0, "length") - 1;
   call.q_total = check_length("q", a.q, 0, "length");
   call.q_length = static_cast<int32_t>(packing.max_seqlen_q);
-  call.kv_length = static_cast<int32_t>(packing.max_seqlen_k);
   check_cu_seqlens("cu_seqlens_q", packing.cu_seqlens_q, call.q_total, packing.max_seqlen_q,
                    "max_seqlen_q");
-  if (a.cache.indexed()) {
-    call.kv_total = check_cache_capacity(a.cache, a.k, a.q, call.batch);
-    check_steps("cu_seqlens_k", packing.cu_seqlens_k, packing.max_seqlen_k, "max_seqlen_k");
-    check_steps("cu_seqlens_k", packing.cu_seqlens_k, call.kv_total,
+  const bool in_cache = a.cache.indexed() || !packing.cu_seqlens_k;
+  call.kv_total = in_cache ? check_cache_capacity(a.cache, a.k, a.q, call.batch)
+                           : check_length("k", a.k, 0, "length");
+  if (!packing.cu_seqlens_k) {
+    call.kv_length = call.kv_total;
+    return;
+  }
+  call.kv_length = static_cast<int32_t>(packing.max_seqlen_k);
+  if (in_cache) {
+    check_steps("cu_seqlens_k", *packing.cu_seqlens_k, packing.max_seqlen_k, "max_seqlen_k");
+    check_steps("cu_seqlens_k", *packing.cu_seqlens_k, call.kv_total,
                 a.cache.block_table ? "the length of block_table's pages" : "the cache's length");
   } else {
-    call.kv_total = check_length("k", a.k, 0, "length");
-    check_cu_seqlens("cu_seqlens_k", packing.cu_seqlens_k, call.kv_total, packing.max_seqlen_k,
+    check_cu_seqlens("cu_seqlens_k", *packing.cu_seqlens_k, call.kv_total, packing.max_seqlen_k,
                      "max_seqlen_k");
   }
 }
@@ -153,7 +126,7 @@ std::vector<SeenKeys> seen_keys(const FlashFwdArguments& a, const FlashFwdCall& 
     return tensor ? values_on_cpu(*tensor) : nullptr;
   };
   const int32_t* q_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_q) : nullptr;
-  const int32_t* kv_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_k) : nullptr;
+  const int32_t* kv_ends = a.packs_keys() ? values_on_cpu(*a.packing->cu_seqlens_k) : nullptr;
   const int32_t* used = values(o.seqused_k);
   const int32_t* padding = values(o.leftpad_k);
   std::vector<SeenKeys> seen;
@@ -192,7 +165,7 @@ void check_lengths(ArgumentName name, const std::optional<Tensor>& lengths,
   if (values == nullptr) {
     return;
   }
-  const int32_t* ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_k) : nullptr;
+  const int32_t* ends = a.packs_keys() ? values_on_cpu(*a.packing->cu_seqlens_k) : nullptr;
   for (int64_t b = 0; b < call.batch; ++b) {
     const int32_t keys = ends != nullptr ? ends[b + 1] - ends[b] : call.kv_length;
     check(0 <= values[b] && values[b] <= keys, name, "[", b, "] is ", values[b],
@@ -238,14 +211,13 @@ void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeature
   call.bias = a.options.attn_bias;
   ArgumentName bias_name = "attn_bias";
   if (const std::optional<Tensor>& mask = a.options.attn_mask) {
-    check_known_dtype("attn_mask", *mask, kMaskNames);
-    if (dtype_of(*mask) == ScalarType::Bool) {
+    const ScalarType dtype =
+        check_dtype("attn_mask", *mask,
+                    {ScalarType::Bool, ScalarType::Float, ScalarType::Half, ScalarType::BFloat16});
+    if (dtype == ScalarType::Bool) {
       features.mask = check_mask_operand("attn_mask", *mask, Element::kHalf, a, call);
       call.mask = mask;
     } else {
-      check(dtype_of(*mask) == ScalarType::Float || dtype_of(*mask) == ScalarType::Half ||
-                dtype_of(*mask) == ScalarType::BFloat16,
-            "`attn_mask` has dtype ", dtype_text(*mask), "; it must be ", kMaskNames);
       check(!call.bias,
             "`attn_mask` is floating and `attn_bias` is given too; add the two yourself");
       call.bias = mask;
@@ -262,10 +234,9 @@ void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
                     FlashFwdFeatures& features) {
   if (const std::optional<Tensor>& slopes = a.options.alibi_slopes) {
     check_same_device("alibi_slopes", *slopes, "q", a.q);
-    check_dtype("alibi_slopes", *slopes, ScalarType::Float);
+    check_dtype("alibi_slopes", *slopes, {ScalarType::Float});
     check_shape("alibi_slopes", *slopes, {{call.heads}, {call.batch, call.heads}});
-    check(call.heads < 2 || slopes->stride(slopes->dim() - 1) == 1, "`alibi_slopes` has strides ",
-          stride_text(*slopes), "; the last must be 1: call `alibi_slopes`.contiguous() first");
+    check_last_stride("alibi_slopes", *slopes);
     check_storage("alibi_slopes", *slopes);
     features.alibi = true;
   }
@@ -325,7 +296,7 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
   check(first != nullptr || !o.rotary_interleaved,
         "`rotary_interleaved` is True and no rotary table is given");
   if (first != nullptr) {
-    check(!o.k_rotary_cos || features.cache.format == KvFormat::kPlain,
+    check(!o.k_rotary_cos || !features.cache.formats.quantised(),
           "`k_rotary_cos` is given and `k` is quantised; rotate keys before they are quantised");
     check(!o.k_rotary_cos || !features.cache.element, "`k_rotary_cos` is given and `k` has dtype ",
           dtype_text(a.k), " and `q` ", dtype_text(a.q), "; rotate keys before they are rounded");
@@ -353,7 +324,7 @@ void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
   }
   const Tensor& state = *o.rng_state;
   check_same_device("rng_state", state, "q", a.q);
-  check_dtype("rng_state", state, ScalarType::Long);
+  check_dtype("rng_state", state, {ScalarType::Long});
   check_shape("rng_state", state, {{2}});
   check_last_stride("rng_state", state);
   check_storage("rng_state", state);
@@ -365,7 +336,7 @@ bool hides_keys(const FlashFwdOptions& o, const FlashFwdFeatures& features,
                 const FlashFwdCall& call) {
   const bool left = o.window_size_left >= 0;
   const bool right = o.causal || o.window_size_right >= 0;
-  if (features.varlen || o.seqused_k) {
+  if (features.packs_queries() || o.seqused_k) {
     return left || right;
   }
   const int64_t offset = o.q_offset.value_or(int64_t{call.kv_length} - call.q_length);
@@ -378,7 +349,8 @@ bool hides_keys(const FlashFwdOptions& o, const FlashFwdFeatures& features,
 // out and softmax_lse must have sizes in bytes that int64 holds: with zero strides, q's need not.
 void check_output_size(const FlashFwdCall& call) {
   const FlashFwdProblem& p = call.problem;
-  const double rows = p.features.varlen ? double(call.q_total) : double(call.batch) * call.q_length;
+  const double rows =
+      p.features.packs_queries() ? double(call.q_total) : double(call.batch) * call.q_length;
   const double bytes =
       rows * call.heads * std::max<double>(p.head_dim_v * element_bytes(p.element), sizeof(float));
   check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "`q` has ",
@@ -402,14 +374,15 @@ int64_t window_right(const FlashFwdOptions& o) {
 FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   FlashFwdCall call{};
   FlashFwdProblem problem{};
-  KvFormat format;
-  problem.element = check_operands(a, format);
+  KvFormats formats;
+  problem.element = check_operands(a, formats);
   FlashFwdFeatures& features = problem.features;
   call.heads = check_length("q", a.q, 1, "number of heads");
   call.kv_heads = check_length("k", a.k, 1, "number of heads");
   if (a.packing) {
     check_packing(a, call);
-    features.varlen = true;
+    features.varlen = a.packs_keys();
+    features.packed_q = !a.packs_keys();
   } else {
     call.batch = check_length("q", a.q, 0, "batch");
     call.q_length = check_length("q", a.q, 2, "length");
@@ -417,16 +390,16 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
     call.kv_total = call.kv_length;
   }
   problem.head_dim_qk = check_head_dim("q", a.q.size(a.q.dim() - 1), kMaxHeadDimQk);
-  problem.head_dim_v = check_head_dim("v", kv_columns(a.v, format), kMaxHeadDimV);
-  check_scales(a.cache, format, a.k, a.v, call.batch);
-  features.cache = cache_features(a.cache, format, problem.element, a.k);
-  const int load = kv_load_bytes(problem.element, format);
-  problem.aligned = rows_aligned(a.k, load) && rows_aligned(a.v, load);
+  problem.head_dim_v = check_head_dim("v", kv_columns(a.v, formats.v), kMaxHeadDimV);
+  check_scales(a.cache, formats, a.k, a.v, call.batch);
+  features.cache = cache_features(a.cache, formats, problem.element, a.k);
+  problem.aligned = rows_aligned(a.k, kv_load_bytes(problem.element, formats.k)) &&
+                    rows_aligned(a.v, kv_load_bytes(problem.element, formats.v));
   problem.q_pairs =
       problem.head_dim_qk % 2 == 0 && rows_aligned(a.q, 2 * element_bytes(problem.element));
   problem.q_aligned = rows_aligned_16(a.q);
 
-  const int64_t all_keys = a.packing ? a.k.size(0) : a.k.size(0) * a.k.size(2);
+  const int64_t all_keys = a.packs_keys() ? a.k.size(0) : a.k.size(0) * a.k.size(2);
   problem.keys = call.kv_length < kManyRows ? 0 : a.k.size(1) * all_keys;
   problem.q_length = call.q_length;
   problem.queries_per_kv = call.kv_heads > 0 ? call.heads / call.kv_heads : 1;
@@ -477,11 +450,6 @@ void check_statistics(ArgumentName name, const Tensor& tensor, const FlashFwdArg
   const Tensor& q = f.q;
   const Dims sizes = f.packing ? Dims{q.size(1), q.size(0)} : Dims{q.size(0), q.size(1), q.size(2)};
   check_statistics(name, tensor, "q", q, sizes);
-}
-
-void check_contiguous(ArgumentName name, const Tensor& tensor) {
-  check(tensor.is_contiguous(), name, " has strides ", stride_text(tensor),
-        "; it must be contiguous: pass what the op returned, or call ", name, ".contiguous()");
 }
 
 }  // namespace metal_attn

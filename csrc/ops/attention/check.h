@@ -26,7 +26,4 @@ void check_like_out(ArgumentName name, const torch::stable::Tensor& tensor,
 void check_statistics(ArgumentName name, const torch::stable::Tensor& tensor,
                       const FlashFwdArguments& forward);
 
-// As an op of this package returned it.
-void check_contiguous(ArgumentName name, const torch::stable::Tensor& tensor);
-
 }  // namespace metal_attn

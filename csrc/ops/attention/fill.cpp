@@ -101,7 +101,7 @@ Buffers flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& a) {
   read(FLASH_V, a.v);
   if (a.packing) {
     read(FLASH_CU_SEQLENS_Q, a.packing->cu_seqlens_q);
-    read(FLASH_CU_SEQLENS_K, a.packing->cu_seqlens_k);
+    read_given(FLASH_CU_SEQLENS_K, a.packing->cu_seqlens_k);
   }
   read_given(FLASH_SEQUSED_K, o.seqused_k);
   read_given(FLASH_LEFTPAD_K, o.leftpad_k);

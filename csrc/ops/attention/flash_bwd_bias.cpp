@@ -11,6 +11,7 @@
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
@@ -77,10 +78,9 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
                         0,       {}};
 
   // Of each dimension: the tiles that there are, which all share one element, or have their own.
-  const auto tiles = [](int64_t rows, int64_t block) { return (rows + block - 1) / block; };
   const std::array<int64_t, 4> all{forward.batch, forward.heads,
-                                   tiles(forward.q_length, specialisation.block_q()),
-                                   tiles(forward.kv_length, specialisation.block_k)};
+                                   divide_up(forward.q_length, specialisation.block_q()),
+                                   divide_up(forward.kv_length, specialisation.block_k)};
   std::array<int64_t, 4> owned{};
   double shared = 1.0;
   call.shared_tiles = 1;
@@ -99,7 +99,7 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   const double owned_tiles = double(owned[0]) * owned[1] * owned[2] * owned[3];
   call.splits = flash_bwd_bias_splits(static_cast<int64_t>(std::min(owned_tiles, double{1 << 30})),
                                       call.shared_tiles);
-  call.split_tiles = (call.shared_tiles + call.splits - 1) / call.splits;
+  call.split_tiles = divide_up(call.shared_tiles, call.splits);
   // Metal's positions in the grid are 32-bit, counted in threads.
   const double columns = double(owned[3]) * call.splits * specialisation.threads();
   constexpr double kMaxGrid = std::numeric_limits<int32_t>::max();
@@ -157,14 +157,7 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
   sizes.append(like.sizes().begin(), like.sizes().end());
   Tensor result = new_empty(like, sizes, call.direct() ? like.scalar_type() : ScalarType::Float);
   Launch launch("flash_bwd_bias", defines_of(call));
-  launch.buffers = flash_inputs(call.forward, a.forward);
-  launch.buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
-  launch.buffers.push_back({FLASH_BWD_DOUT, a.dout, false});
-  launch.buffers.push_back({FLASH_BWD_DELTA, a.delta, false});
-  if (a.normalisers) {
-    launch.buffers.push_back({FLASH_BWD_NORMALISERS, *a.normalisers, false});
-  }
-  launch.buffers.push_back({FLASH_BWD_DBIAS, result, true});
+  launch.buffers = score_gradient_buffers(call.forward, a, result);
   launch.set_params(FLASH_PARAMS, params_of(call, a));
   launch.threadgroups = call.threadgroups;
   launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
@@ -202,6 +195,19 @@ FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& a) {
     check_contiguous("normalisers", *a.normalisers);
   }
   return call;
+}
+
+Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArguments& a,
+                               const Tensor& result) {
+  Buffers buffers = flash_inputs(call, a.forward);
+  buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
+  buffers.push_back({FLASH_BWD_DOUT, a.dout, false});
+  buffers.push_back({FLASH_BWD_DELTA, a.delta, false});
+  if (a.normalisers) {
+    buffers.push_back({FLASH_BWD_NORMALISERS, *a.normalisers, false});
+  }
+  buffers.push_back({FLASH_BWD_DBIAS, result, true});
+  return buffers;
 }
 
 FlashBwdBiasSpecialisation choose_score_gradient(const FlashFwdProblem& problem, const Tensor& q,

@@ -18,6 +18,10 @@ FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& arguments);
 FlashBwdBiasSpecialisation choose_score_gradient(const FlashFwdProblem& problem,
                                                  const torch::stable::Tensor& q, const char* of);
 
+// What it reads of dense or packed attention, and the result that it writes.
+Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArguments& arguments,
+                               const torch::stable::Tensor& result);
+
 // What is told of its launch.
 JsonObject score_gradient_note(const FlashBwdBiasSpecialisation& specialisation);
 

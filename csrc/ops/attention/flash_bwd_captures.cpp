@@ -12,6 +12,7 @@
 #include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "shaders/params.h"
@@ -60,7 +61,7 @@ Share analyse_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::s
   check(elements < std::numeric_limits<int32_t>::max(), "captures[", number, "] has ", elements,
         " elements; one that has a gradient must have fewer than 2^31");
   const int64_t block_q = specialisation.block_q();
-  share.q_tiles = (call.q_length + block_q - 1) / block_q;
+  share.q_tiles = divide_up(call.q_length, block_q);
   const std::array<std::pair<FlexOwner, int64_t>, 3> dims{
       {{kOwnBatch, call.batch}, {kOwnHead, call.heads}, {kOwnQuery, share.q_tiles}}};
   for (const auto& [owner, size] : dims) {
@@ -102,22 +103,15 @@ std::array<uint32_t, 3> threadgroups_of(const Share& share) {
 Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const Share& share,
                  const Tensor& copies) {
   Launch launch("flash_bwd_captures", defines_of(share, a.normalisers.has_value()));
-  launch.buffers = flash_inputs(call, a.forward);
+  launch.buffers = score_gradient_buffers(call, a, copies);
   append_block_lists(launch.buffers, a.forward, FlexWalk::kOverKeys);
-  launch.buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
-  launch.buffers.push_back({FLASH_BWD_DOUT, a.dout, false});
-  launch.buffers.push_back({FLASH_BWD_DELTA, a.delta, false});
-  if (a.normalisers) {
-    launch.buffers.push_back({FLASH_BWD_NORMALISERS, *a.normalisers, false});
-  }
-  launch.buffers.push_back({FLASH_BWD_DBIAS, copies, true});
 
   FlashBwdCaptureParams params{};
   params.problem = flash_problem(call, a.forward);
   params.dout_strides = row_strides(a.dout);
   params.lse_strides = statistics_strides(a.softmax_lse);
   params.elements = share.capture.numel();
-  params.split_tiles = (share.shared + share.splits - 1) / share.splits;
+  params.split_tiles = divide_up(share.shared, share.splits);
   params.shared_tiles = share.shared;
   params.heads = call.heads;
   params.q_tiles = static_cast<int32_t>(share.q_tiles);

@@ -11,6 +11,7 @@
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/flex_text.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/common/grid.h"
 
 namespace metal_attn {
 namespace {
@@ -119,12 +120,10 @@ std::array<List, 2> lists_of(const FlexOptions& f, FlexWalk walk) {
            {"full_q_num_blocks", "full_q_indices", f.full_q_num_blocks, f.full_q_indices}}};
 }
 
-int64_t blocks_of(int64_t rows, int64_t block) { return (rows + block - 1) / block; }
-
 void check_list_shape(ArgumentName name, const Tensor& tensor, int64_t rank, int64_t rows,
                       const Tensor& q, const FlashFwdCall& call) {
   check_same_device(name, tensor, "q", q);
-  check_dtype(name, tensor, ScalarType::Int);
+  check_dtype(name, tensor, {ScalarType::Int});
   check(tensor.dim() == rank && (tensor.size(0) == 1 || tensor.size(0) == call.batch) &&
             (tensor.size(1) == 1 || tensor.size(1) == call.heads) && tensor.size(2) == rows,
         name, " has shape ", shape_text(tensor), "; it must be (1 or ", call.batch, ", 1 or ",
@@ -170,8 +169,8 @@ void check_list_values(const List& list, int64_t others) {
 bool check_lists(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
                  const FlashFwdCall& call) {
   const bool over_keys = walk == FlexWalk::kOverKeys;
-  const int64_t queries = blocks_of(call.q_length, flex.q_block_size);
-  const int64_t keys = blocks_of(call.kv_length, flex.kv_block_size);
+  const int64_t queries = divide_up(call.q_length, flex.q_block_size);
+  const int64_t keys = divide_up(call.kv_length, flex.kv_block_size);
   const std::array<List, 2> lists = lists_of(flex, walk);
   for (const List& list : lists) {
     check(list.counts.has_value() == list.indices.has_value(), "only one of ", list.counts_name,
@@ -204,7 +203,7 @@ void check_order(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
   check(lists_of(flex, walk)[0].counts.has_value(), name, " is given and ",
         lists_of(flex, walk)[0].counts_name, " is not; an order is that of a BlockMask's lists");
   check_same_device(name, *order, "q", q);
-  check_dtype(name, *order, ScalarType::Int);
+  check_dtype(name, *order, {ScalarType::Int});
   const int64_t heads = over_keys ? call.heads : call.kv_heads;
   const int64_t rows = lists_of(flex, walk)[0].counts->size(2);
   check(order->dim() == 4 && order->size(0) == 2 &&

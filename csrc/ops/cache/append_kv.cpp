@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "csrc/ops/cache/check.h"
+#include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/overlap.h"
@@ -27,23 +28,7 @@ using torch::stable::Tensor;
 // --- What the op refuses. ---
 
 constexpr char kNewLayout[] = "(batch, heads, length, head_dim)";
-
-struct Named {
-  ArgumentName name;
-  const Tensor* tensor;
-};
-
-// The tensors that are given.
-std::vector<Named> given(
-    std::initializer_list<std::pair<ArgumentName, const OptionalTensor*>> all) {
-  std::vector<Named> result;
-  for (const auto& [name, tensor] : all) {
-    if (tensor->has_value()) {
-      result.push_back({name, &**tensor});
-    }
-  }
-  return result;
-}
+constexpr char kPackedLayout[] = "(tokens, heads, head_dim)";
 
 void check_both(ArgumentName name, const OptionalTensor& tensor, ArgumentName other_name,
                 const OptionalTensor& other) {
@@ -51,10 +36,26 @@ void check_both(ArgumentName name, const OptionalTensor& tensor, ArgumentName ot
         " is given; give both or neither");
 }
 
-void check_rows(ArgumentName name, const Tensor& tensor, const char* layout) {
-  check_rank(name, tensor, 4, layout);
+void check_rows(ArgumentName name, const Tensor& tensor, int64_t rank, const char* layout) {
+  check_rank(name, tensor, rank, layout);
   check_last_stride(name, tensor);
   check_storage(name, tensor);
+}
+
+// Of k, v or q.
+void check_new(ArgumentName name, const Tensor& tensor, const AppendKvArguments& a) {
+  check_rows(name, tensor, a.packed ? 3 : 4, a.packed ? kPackedLayout : kNewLayout);
+}
+
+// The shape of k, v or q.
+Dims new_shape(const AppendKvArguments& a, int64_t batch, int64_t heads, int64_t length,
+               int64_t columns) {
+  return a.packed ? Dims{length, heads, columns} : Dims{batch, heads, length, columns};
+}
+
+// Packed rows: sequence b has [ends[b], ends[b + 1]). Dense ones: each has as many.
+int64_t rows_of(const int32_t* ends, int64_t b, int64_t length) {
+  return ends != nullptr ? int64_t{ends[b + 1]} - ends[b] : length;
 }
 
 void check_new_rows(const AppendKvArguments& a, AppendKvProblem& p) {
@@ -62,33 +63,44 @@ void check_new_rows(const AppendKvArguments& a, AppendKvProblem& p) {
   p.element = check_element("k", a.k);
   check_same_device("v", a.v, "k", a.k);
   check_same_dtype("v", a.v, "k", a.k);
-  check_rows("k", a.k, kNewLayout);
-  check_rows("v", a.v, kNewLayout);
-  p.batch = check_length("k", a.k, 0, "batch");
+  check_new("k", a.k, a);
+  check_new("v", a.v, a);
+  const int64_t columns = a.k.dim() - 1;
   p.kv_heads = check_length("k", a.k, 1, "number of heads");
-  p.length = check_length("k", a.k, 2, "length");
-  check_shape("v", a.v, {{p.batch, p.kv_heads, p.length, a.v.size(3)}});
-  p.head_dim_qk = check_head_dim("k", a.k.size(3), kMaxLength);
-  p.head_dim_v = check_head_dim("v", a.v.size(3), kMaxLength);
+  p.length = check_length("k", a.k, a.packed ? 0 : 2, "length");
+  if (a.packed) {
+    const auto& [cu_seqlens_q, cu_seqlens_k_new, k_new_name] = *a.packed;
+    check_ends("cu_seqlens_q", cu_seqlens_q, a.k);
+    check_ends(k_new_name, cu_seqlens_k_new, a.k);
+    p.batch = check_length("cu_seqlens_q", cu_seqlens_q, 0, "length") - 1;
+    check_shape(k_new_name, cu_seqlens_k_new, {{int64_t{p.batch} + 1}});
+    check_cu_seqlens(k_new_name, cu_seqlens_k_new, p.length, p.length, "k");
+  } else {
+    p.batch = check_length("k", a.k, 0, "batch");
+  }
+  check_shape("v", a.v, {new_shape(a, p.batch, p.kv_heads, p.length, a.v.size(columns))});
+  p.head_dim_qk = check_head_dim("k", a.k.size(columns), kMaxLength);
+  p.head_dim_v = check_head_dim("v", a.v.size(columns), kMaxLength);
 }
 
 void check_caches(const AppendKvArguments& a, AppendKvProblem& p) {
   check_same_device("k_cache", a.k_cache, "k", a.k);
   check_same_device("v_cache", a.v_cache, "k", a.k);
-  p.format = check_kv_format(a.cache, a.k, a.k_cache, a.v_cache);
-  p.cache_element = own_element(p.format, p.element, a.k_cache);
+  p.formats = check_kv_formats(a.cache, a.k, a.k_cache, a.v_cache);
+  p.cache_element = own_element(p.formats, p.element, a.k_cache);
   const char* layout = cache_layout(a.cache);
-  check_rows("k_cache", a.k_cache, layout);
-  check_rows("v_cache", a.v_cache, layout);
+  check_rows("k_cache", a.k_cache, 4, layout);
+  check_rows("v_cache", a.v_cache, 4, layout);
   p.capacity = check_cache_capacity(a.cache, a.k_cache, a.k, p.batch);
   p.cache_size = static_cast<int32_t>(a.k_cache.size(0));
   p.page_size = a.cache.block_table ? static_cast<int32_t>(a.k_cache.size(2)) : 0;
-  const int64_t packed = p.format == KvFormat::kQ4_0 ? 2 : 1;
-  for (const auto& [name, cache, head_dim] :
-       {std::tuple{"k_cache", &a.k_cache, p.head_dim_qk}, {"v_cache", &a.v_cache, p.head_dim_v}}) {
-    check_shape(name, *cache, {{p.cache_size, p.kv_heads, a.k_cache.size(2), head_dim / packed}});
+  for (const auto& [name, cache, head_dim, format] :
+       {std::tuple{"k_cache", &a.k_cache, p.head_dim_qk, p.formats.k},
+        {"v_cache", &a.v_cache, p.head_dim_v, p.formats.v}}) {
+    const int64_t size = kv_last_size(head_dim, format);
+    check_shape(name, *cache, {{p.cache_size, p.kv_heads, a.k_cache.size(2), size}});
   }
-  check_scales(a.cache, p.format, a.k_cache, a.v_cache, p.batch);
+  check_scales(a.cache, p.formats, a.k_cache, a.v_cache, p.batch);
 }
 
 void check_indices(const AppendKvArguments& a, AppendKvProblem& p) {
@@ -100,8 +112,8 @@ void check_indices(const AppendKvArguments& a, AppendKvProblem& p) {
   }
   check(a.cache.indexed() || p.cache_size == p.batch, "`k_cache` has a batch of ", p.cache_size,
         " and `k` of ", p.batch, "; without `cache_batch_idx` they must be equal");
-  check(p.length <= p.capacity, "`k` has a length of ", p.length, " and `k_cache` room for ",
-        p.capacity, " rows of a sequence");
+  check(a.packed || p.length <= p.capacity, "`k` has a length of ", p.length,
+        " and `k_cache` room for ", p.capacity, " rows of a sequence");
 }
 
 void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
@@ -138,16 +150,19 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   if (a.q) {
     check_same_device("q", *a.q, "k", a.k);
     check_same_dtype("q", *a.q, "k", a.k);
-    check_rows("q", *a.q, kNewLayout);
+    check_new("q", *a.q, a);
     p.q_heads = check_length("q", *a.q, 1, "number of heads");
-    p.q_length = check_length("q", *a.q, 2, "length");
-    check_shape("q", *a.q, {{p.batch, p.q_heads, p.q_length, p.head_dim_qk}});
+    p.q_length = check_length("q", *a.q, a.packed ? 0 : 2, "length");
+    check_shape("q", *a.q, {new_shape(a, p.batch, p.q_heads, p.q_length, p.head_dim_qk)});
+    if (a.packed) {
+      check_cu_seqlens("cu_seqlens_q", a.packed->cu_seqlens_q, p.q_length, p.q_length, "q");
+    }
   }
 }
 
 // One write serves both caches, so both must be given the same rows.
 void check_v_in_k(const AppendKvArguments& a, AppendKvProblem& p) {
-  p.v_in_k = v_in_k(a.cache, a.k_cache, a.v_cache);
+  p.v_in_k = v_in_k(a.cache, p.formats, a.k_cache, a.v_cache);
   if (!p.v_in_k || !p.writes()) {
     return;
   }
@@ -165,37 +180,26 @@ void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
   if (!p.v_in_k) {
     written.push_back({"v_cache", &a.v_cache});
   }
-  std::vector<Named> read{{"k", &a.k}, {"v", &a.v}};
   std::vector<Named> tables = given({{"cache_seqlens", &a.cache_seqlens},
                                      {"block_table", &a.cache.block_table},
                                      {"cache_batch_idx", &a.cache.cache_batch_idx},
                                      {"leftpad_k", &a.leftpad_k},
                                      {"rotary_cos", &a.rotary_cos},
                                      {"rotary_sin", &a.rotary_sin}});
-  for (const Named& scale : given({{"k_scale", &a.cache.k_scale}, {"v_scale", &a.cache.v_scale}})) {
-    if (!p.v_in_k || scale.tensor == &*a.cache.k_scale) {
-      (p.block_scales() ? written : tables).push_back(scale);
+  if (a.packed) {
+    tables.push_back({"cu_seqlens_q", &a.packed->cu_seqlens_q});
+    tables.push_back({a.packed->k_new_name, &a.packed->cu_seqlens_k_new});
+  }
+  for (const auto& [name, scale, format] : {std::tuple{"k_scale", &a.cache.k_scale, p.formats.k},
+                                            {"v_scale", &a.cache.v_scale, p.formats.v}}) {
+    if (*scale && (!p.v_in_k || scale == &a.cache.k_scale)) {
+      (has_row_scales(format) ? written : tables).push_back({name, &**scale});
     }
   }
   if (a.q) {
     written.push_back({"q", &*a.q});
   }
-  for (std::size_t i = 0; i < written.size(); ++i) {
-    const Named& target = written[i];
-    check_no_overlap(target.name, *target.tensor);
-    for (std::size_t j = 0; j < i; ++j) {
-      check(!may_overlap(*target.tensor, *written[j].tensor), target.name,
-            " may share elements with ", written[j].name, ", and both are written");
-    }
-    for (const Named& source : read) {
-      check(!may_overlap(*source.tensor, *target.tensor), source.name, " may share elements with ",
-            target.name, ", which is written in place; call ", source.name, ".clone() first");
-    }
-    for (const Named& table : tables) {
-      check(!spans_overlap(*table.tensor, *target.tensor), table.name, " lies in the memory of ",
-            target.name, ", which is written in place; call ", table.name, ".clone() first");
-    }
-  }
+  check_written(written, {{"k", &a.k}, {"v", &a.v}}, tables);
 }
 
 // Neighbouring rows of one batch or page that a sequence writes.
@@ -211,6 +215,9 @@ void check_written_once(const AppendKvArguments& a, const AppendKvProblem& p,
   std::vector<WrittenRows> rows;
   for (int64_t b = 0; b < p.batch; ++b) {
     const SeenKeys& keys = new_keys[static_cast<std::size_t>(b)];
+    if (keys.begin == keys.end) {
+      continue;
+    }
     if (!a.cache.block_table) {
       const int64_t place =
           a.cache.cache_batch_idx ? values_on_cpu(*a.cache.cache_batch_idx)[b] : b;
@@ -245,18 +252,22 @@ void check_values(const AppendKvArguments& a, const AppendKvProblem& p) {
   };
   const int32_t* seqlens = values(a.cache_seqlens);
   const int32_t* leftpad = values(a.leftpad_k);
-  const int64_t q_rows = a.rotate_q_by_token ? p.q_length : std::min(p.q_length, 1);
-  const int64_t rotary_rows = std::max<int64_t>(p.length, q_rows);
+  const int32_t* k_ends = a.packed ? values_on_cpu(a.packed->cu_seqlens_k_new) : nullptr;
+  const int32_t* q_ends = a.packed ? values_on_cpu(a.packed->cu_seqlens_q) : nullptr;
   const bool subtracts = leftpad != nullptr && a.rotary_from_leftpad;
   std::vector<SeenKeys> new_keys;
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t first = seqlens != nullptr ? seqlens[b] : 0;
-    check(first >= 0 && first + p.length <= p.capacity, "`cache_seqlens`[", b, "] is ", first,
-          " and `k` has ", p.length, " new rows; together they must be in 0..", p.capacity,
+    const int64_t length = rows_of(k_ends, b, p.length);
+    const int64_t queries = a.q ? rows_of(q_ends, b, p.q_length) : 0;
+    const int64_t q_rows = a.rotate_q_by_token ? queries : std::min<int64_t>(queries, 1);
+    const int64_t rotary_rows = std::max(length, q_rows);
+    check(first >= 0 && first + length <= p.capacity, "`cache_seqlens`[", b, "] is ", first,
+          " and `k` has ", length, " new rows; together they must be in 0..", p.capacity,
           ", the rows ",
           a.cache.block_table ? "in the pages that `block_table` has" : "that `k_cache` has",
           " for sequence ", b);
-    new_keys.push_back({first, first + p.length});
+    new_keys.push_back(length > 0 ? SeenKeys{first, first + length} : SeenKeys{0, 0});
     const int64_t padding = leftpad != nullptr ? leftpad[b] : 0;
     check(padding >= 0, "`leftpad_k`[", b, "] is ", padding, "; it must be at least 0");
     const int64_t begin = first - (subtracts ? padding : 0);
@@ -293,11 +304,11 @@ constexpr int kUnitColumns = 8;
 
 AppendWidths append_widths(const AppendKvArguments& a, const AppendKvProblem& p) {
   const bool whole_units = p.head_dim_qk % kUnitColumns == 0 && p.head_dim_v % kUnitColumns == 0;
-  const int store_bytes = kv_load_bytes(Element::kHalf, p.format);
   AppendWidths widths{};
   widths.loads = whole_units && rows_aligned_16(a.k) && rows_aligned_16(a.v);
-  widths.stores =
-      whole_units && rows_aligned(a.k_cache, store_bytes) && rows_aligned(a.v_cache, store_bytes);
+  widths.stores = whole_units &&
+                  rows_aligned(a.k_cache, kv_load_bytes(Element::kHalf, p.formats.k)) &&
+                  rows_aligned(a.v_cache, kv_load_bytes(Element::kHalf, p.formats.v));
   widths.rotary = widths.loads && a.rotary_cos && rows_aligned_16(*a.rotary_cos) &&
                   rows_aligned_16(*a.rotary_sin) &&
                   rotates_by_chunks(p.element, p.first_rotated, 2 * p.pairs, a.rotary_interleaved);
@@ -399,7 +410,8 @@ Defines append_kv_defines(const AppendKvArguments& a, const AppendKvProblem& p,
   define("CACHE_BATCH_IDX", a.cache.cache_batch_idx.has_value());
   define("CACHE_SEQLENS", a.cache_seqlens.has_value());
   define("LEFTPAD_K", a.leftpad_k && a.rotary_from_leftpad);
-  define("KV_FORMAT", static_cast<int>(p.format));
+  define("KV_FORMAT", static_cast<int>(p.formats.k));
+  define("V_FORMAT", p.formats.v == p.formats.k ? 0 : static_cast<int>(p.formats.v));
   define("K_SCALE", a.cache.k_scale.has_value());
   define("V_SCALE", a.cache.v_scale.has_value());
   define("V_IN_K", p.v_in_k);
@@ -461,8 +473,8 @@ Launch append_kv_launch(const AppendKvArguments& a, const AppendKvProblem& p,
   add(APPEND_V, a.v, false);
   add(APPEND_K_CACHE, a.k_cache, true);
   add(APPEND_V_CACHE, a.v_cache, true);
-  add_given(APPEND_K_SCALE, a.cache.k_scale, p.block_scales());
-  add_given(APPEND_V_SCALE, a.cache.v_scale, p.block_scales());
+  add_given(APPEND_K_SCALE, a.cache.k_scale, has_row_scales(p.formats.k));
+  add_given(APPEND_V_SCALE, a.cache.v_scale, has_row_scales(p.formats.v));
   add_given(APPEND_SEQLENS, a.cache_seqlens, false);
   add_given(APPEND_BLOCK_TABLE, a.cache.block_table, false);
   add_given(APPEND_CACHE_BATCH_IDX, a.cache.cache_batch_idx, false);

@@ -14,18 +14,38 @@ using torch::stable::Tensor;
 namespace {
 
 constexpr char kKvNames[] =
-    "float32, float16 or bfloat16, or int8, uint8 or float8_e4m3fn with a scale";
+    "float32, float16 or bfloat16, or int8, uint8, int16, int32 or float8_e4m3fn with a scale";
 
 struct QuantisedOperand {
   ArgumentName name;
   const Tensor& data;
   ArgumentName scale_name;
   const std::optional<Tensor>& scale;
+  KvFormat format;
 };
 
 std::array<QuantisedOperand, 2> quantised_operands(const CacheOptions& o, const Tensor& k,
-                                                   const Tensor& v) {
-  return {{{o.names.k, k, "k_scale", o.k_scale}, {o.names.v, v, "v_scale", o.v_scale}}};
+                                                   const Tensor& v, KvFormats formats = {}) {
+  return {{{o.names.k, k, "k_scale", o.k_scale, formats.k},
+           {o.names.v, v, "v_scale", o.v_scale, formats.v}}};
+}
+
+int64_t last_size(const Tensor& tensor) {
+  return tensor.dim() == 0 ? 0 : tensor.size(tensor.dim() - 1);
+}
+
+// Of codes of so many bits: one with groups of 64 columns if the scales are so few.
+KvFormat grouped(int bits, const QuantisedOperand& operand) {
+  const int64_t units = last_size(operand.data) / (bits == 3 ? 3 : 1);
+  const int group = units > 0 && units == 4 * last_size(*operand.scale) ? 64 : 32;
+  return static_cast<KvFormat>(KV_GROUPED(bits, group));
+}
+
+// q4_0 has 16 bytes a scale; of q3_g32 and q3_g64 two numbers have 12 and 24.
+bool has_3_bits(const QuantisedOperand& operand) {
+  const int64_t bytes = last_size(operand.data);
+  const int64_t numbers = last_size(*operand.scale);
+  return bytes > 0 && (bytes == 6 * numbers || bytes == 12 * numbers);
 }
 
 // Half precision serves float32 queries too; nothing else is converted.
@@ -41,7 +61,7 @@ void check_stored_dtype(ArgumentName name, const Tensor& data, ArgumentName q_na
 }
 
 KvFormat format_of(const QuantisedOperand& operand, ArgumentName q_name, const Tensor& q) {
-  const auto& [name, data, scale_name, scale] = operand;
+  const auto& [name, data, scale_name, scale, unknown] = operand;
   check_known_dtype(name, data, kKvNames);
   std::optional<ScalarType> kind;
   if (scale) {
@@ -59,12 +79,24 @@ KvFormat format_of(const QuantisedOperand& operand, ArgumentName q_name, const T
       break;
     case ScalarType::Byte:
       if (kind == ScalarType::Half) {
-        return KvFormat::kQ4_0;
+        return has_3_bits(operand) ? grouped(3, operand) : KvFormat::kQ4_0;
       }
       if (kind == ScalarType::Float) {
         return KvFormat::kFp8E4m3;
       }
-      allowed = "float16 (q4_0) or float32 (fp8_e4m3)";
+      allowed = "float16 (q4_0, q3_g32 or q3_g64) or float32 (fp8_e4m3)";
+      break;
+    case ScalarType::Short:
+      if (kind == ScalarType::Half) {
+        return grouped(2, operand);
+      }
+      allowed = "float16 (q2_g32 or q2_g64)";
+      break;
+    case ScalarType::Int:
+      if (kind == ScalarType::Half) {
+        return grouped(4, operand);
+      }
+      allowed = "float16 (q4_g32 or q4_g64)";
       break;
     case ScalarType::Float8_e4m3fn:
       if (!kind || kind == ScalarType::Float) {
@@ -75,7 +107,7 @@ KvFormat format_of(const QuantisedOperand& operand, ArgumentName q_name, const T
     default:
       check_stored_dtype(name, data, q_name, q);
       check(!scale, scale_name, " is given and ", name, " has dtype ", dtype_text(data),
-            "; only int8, uint8 and float8_e4m3fn have scales");
+            "; only int8, uint8, int16, int32 and float8_e4m3fn have scales");
       return KvFormat::kPlain;
   }
   check(false, name, " has dtype ", dtype_text(data), " and ", scale_name, " is ",
@@ -86,7 +118,7 @@ KvFormat format_of(const QuantisedOperand& operand, ArgumentName q_name, const T
 void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, int32_t batch) {
   const Tensor& table = *o.block_table;
   check_same_device("block_table", table, o.names.q, q);
-  check_dtype("block_table", table, ScalarType::Int);
+  check_dtype("block_table", table, {ScalarType::Int});
   check(table.dim() == 2 && table.size(0) == batch, "`block_table` has shape ", shape_text(table),
         "; it must be (", batch, ", max_blocks)");
   check_last_stride("block_table", table);
@@ -100,25 +132,39 @@ void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, 
 
 }  // namespace
 
-KvFormat check_kv_format(const CacheOptions& o, const Tensor& q, const Tensor& k, const Tensor& v) {
+KvFormats check_kv_formats(const CacheOptions& o, const Tensor& q, const Tensor& k,
+                           const Tensor& v) {
   const auto [of_k, of_v] = quantised_operands(o, k, v);
-  const KvFormat format = format_of(of_k, o.names.q, q);
-  const KvFormat other = format_of(of_v, o.names.q, q);
-  check(format == other, of_v.name, " is ", format_name(other), " and ", of_k.name, " ",
-        format_name(format), "; they must be alike");
-  if (format == KvFormat::kPlain) {
+  const KvFormats formats{format_of(of_k, o.names.q, q), format_of(of_v, o.names.q, q)};
+  check((formats.k == KvFormat::kPlain) == (formats.v == KvFormat::kPlain), of_v.name, " is ",
+        format_name(formats.v), " and ", of_k.name, " ", format_name(formats.k),
+        "; both or neither must be quantised");
+  if (!formats.quantised()) {
     check_same_dtype(of_v.name, v, of_k.name, k);
   }
-  return format;
+  return formats;
 }
 
-int64_t kv_columns(const Tensor& tensor, KvFormat format) {
-  return tensor.size(tensor.dim() - 1) * (format == KvFormat::kQ4_0 ? 2 : 1);
+int64_t kv_last_size(int64_t columns, KvFormat kv_format) {
+  const int format = static_cast<int>(kv_format);
+  if (kv_grouped(format)) {
+    return kv_bits(format) == 3 ? columns * 3 / 8 : columns / 8;
+  }
+  return kv_format == KvFormat::kPlain ? columns : columns * kv_bits(format) / 8;
 }
 
-void check_scales(const CacheOptions& o, KvFormat format, const Tensor& k, const Tensor& v,
+int64_t kv_columns(const Tensor& tensor, KvFormat kv_format) {
+  const int64_t size = tensor.size(tensor.dim() - 1);
+  const int format = static_cast<int>(kv_format);
+  if (kv_grouped(format)) {
+    return kv_bits(format) == 3 ? size * 8 / 3 : size * 8;
+  }
+  return kv_format == KvFormat::kPlain ? size : size * 8 / kv_bits(format);
+}
+
+void check_scales(const CacheOptions& o, KvFormats formats, const Tensor& k, const Tensor& v,
                   int32_t batch) {
-  for (const auto& [name, data, scale_name, scale] : quantised_operands(o, k, v)) {
+  for (const auto& [name, data, scale_name, scale, format] : quantised_operands(o, k, v, formats)) {
     if (!scale) {
       continue;
     }
@@ -126,10 +172,11 @@ void check_scales(const CacheOptions& o, KvFormat format, const Tensor& k, const
       check_shape(scale_name, *scale, {{data.size(1)}, {batch, data.size(1)}});
     } else {
       const int64_t columns = kv_columns(data, format);
-      check(columns % SCALE_COLUMNS == 0, name, " has a head dim of ", columns, "; ",
-            format_name(format), " needs a multiple of ", SCALE_COLUMNS);
+      const int shared = kv_scale_columns(static_cast<int>(format));
+      check(columns % shared == 0, name, " has a head dim of ", columns, "; ", format_name(format),
+            " needs a multiple of ", shared);
       Dims shape = sizes_of(data);
-      shape.back() = columns / SCALE_COLUMNS;
+      shape.back() = columns / shared * kv_scale_numbers(static_cast<int>(format));
       check_shape(scale_name, *scale, {shape});
       check_last_stride(scale_name, *scale);
     }
@@ -183,21 +230,21 @@ void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vecto
   }
 }
 
-std::optional<Element> own_element(KvFormat format, Element q_element, const Tensor& k) {
-  if (format != KvFormat::kPlain) {
+std::optional<Element> own_element(KvFormats formats, Element q_element, const Tensor& k) {
+  if (formats.quantised()) {
     return std::nullopt;
   }
   const Element element = check_element("k", k);
   return element == q_element ? std::nullopt : std::optional(element);
 }
 
-CacheFeatures cache_features(const CacheOptions& o, KvFormat format, Element q_element,
+CacheFeatures cache_features(const CacheOptions& o, KvFormats formats, Element q_element,
                              const Tensor& k) {
   CacheFeatures features{};
-  features.element = own_element(format, q_element, k);
+  features.element = own_element(formats, q_element, k);
   features.page_size = o.block_table ? static_cast<int>(k.size(2)) : 0;
   features.batch_idx = o.cache_batch_idx.has_value();
-  features.format = format;
+  features.formats = formats;
   features.k_scale = o.k_scale.has_value();
   features.v_scale = o.v_scale.has_value();
   return features;
@@ -205,17 +252,19 @@ CacheFeatures cache_features(const CacheOptions& o, KvFormat format, Element q_e
 
 bool begins(const Tensor& whole, const Tensor& part) {
   const int64_t last = part.dim() - 1;
-  bool same = part.numel() > 0 && part.const_data_ptr() == whole.const_data_ptr() &&
-              part.dim() == whole.dim() && part.size(last) <= whole.size(last);
+  // Fake tensors have no address.
+  bool same = part.numel() > 0 && part.const_data_ptr() != nullptr &&
+              part.const_data_ptr() == whole.const_data_ptr() && part.dim() == whole.dim() &&
+              part.size(last) <= whole.size(last);
   for (int64_t dim = 0; same && dim < last; ++dim) {
     same = part.stride(dim) == whole.stride(dim);
   }
   return same;
 }
 
-bool v_in_k(const CacheOptions& o, const Tensor& k, const Tensor& v) {
+bool v_in_k(const CacheOptions& o, KvFormats formats, const Tensor& k, const Tensor& v) {
   const bool scaled = o.k_scale && o.v_scale;
-  return begins(k, v) && (!scaled || begins(*o.k_scale, *o.v_scale));
+  return formats.k == formats.v && begins(k, v) && (!scaled || begins(*o.k_scale, *o.v_scale));
 }
 
 // By block or by head.

@@ -13,14 +13,20 @@
 namespace metal_attn {
 
 // What the dtypes of k and v and of their scales tell, and whether they may be together.
-KvFormat check_kv_format(const CacheOptions& options, const torch::stable::Tensor& q,
-                         const torch::stable::Tensor& k, const torch::stable::Tensor& v);
+KvFormats check_kv_formats(const CacheOptions& options, const torch::stable::Tensor& q,
+                           const torch::stable::Tensor& k, const torch::stable::Tensor& v);
+
+// Whether a row has scales of its own, which are written with it.
+inline bool has_row_scales(KvFormat format) { return kv_row_scales(static_cast<int>(format)); }
+
+// The last size of k or v with so many columns.
+int64_t kv_last_size(int64_t columns, KvFormat format);
 
 // Columns of k or v.
 int64_t kv_columns(const torch::stable::Tensor& tensor, KvFormat format);
 
 // Shapes and memory of the scales.
-void check_scales(const CacheOptions& options, KvFormat format, const torch::stable::Tensor& k,
+void check_scales(const CacheOptions& options, KvFormats formats, const torch::stable::Tensor& k,
                   const torch::stable::Tensor& v, int32_t batch);
 
 // The layout of k or v in messages.
@@ -35,15 +41,15 @@ void check_cache_values(const CacheOptions& options, const torch::stable::Tensor
                         const std::vector<SeenKeys>& seen);
 
 // The element of k and v, unless they are quantised or it is q's.
-std::optional<Element> own_element(KvFormat format, Element q_element,
+std::optional<Element> own_element(KvFormats formats, Element q_element,
                                    const torch::stable::Tensor& k);
 
-CacheFeatures cache_features(const CacheOptions& options, KvFormat format, Element q_element,
+CacheFeatures cache_features(const CacheOptions& options, KvFormats formats, Element q_element,
                              const torch::stable::Tensor& k);
 
 // Whether v's rows are the first columns of k's, as in the latent caches of DeepSeek's MLA, so that
 // one read or write serves both.
-bool v_in_k(const CacheOptions& options, const torch::stable::Tensor& k,
+bool v_in_k(const CacheOptions& options, KvFormats formats, const torch::stable::Tensor& k,
             const torch::stable::Tensor& v);
 
 // Whether two tensors begin at one element and step alike, the second no wider.

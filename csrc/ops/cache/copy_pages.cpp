@@ -22,10 +22,7 @@ using torch::stable::Tensor;
 
 void check_pages(ArgumentName name, const Tensor& pages, const Tensor& cache) {
   check_same_device(name, pages, "cache", cache);
-  check_known_dtype(name, pages, "int32 or int64");
-  const ScalarType dtype = pages.scalar_type();
-  check(dtype == ScalarType::Int || dtype == ScalarType::Long, name, " has dtype ",
-        dtype_text(pages), "; it must be int32 or int64");
+  check_dtype(name, pages, {ScalarType::Int, ScalarType::Long});
   check_rank(name, pages, 1, "(copies)");
   check_length(name, pages, 0, "length");
   check_storage(name, pages);

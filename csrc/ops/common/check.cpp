@@ -231,13 +231,20 @@ void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allo
   }
 }
 
-void check_dtype(ArgumentName name, const Tensor& tensor, ScalarType dtype) {
-  if (likely_dtype(tensor) == dtype) {
-    return;
+ScalarType check_dtype(ArgumentName name, const Tensor& tensor,
+                       std::initializer_list<ScalarType> allowed) {
+  const std::optional<ScalarType> dtype = likely_dtype(tensor);
+  if (dtype && std::find(allowed.begin(), allowed.end(), *dtype) != allowed.end()) {
+    return *dtype;
   }
-  const std::string allowed = dtype_name(dtype);
-  check_known_dtype(name, tensor, allowed.c_str());
-  check(false, name, " has dtype ", dtype_text(tensor), "; it must be ", allowed);
+  std::string names;
+  for (const ScalarType* other = allowed.begin(); other != allowed.end(); ++other) {
+    names += other == allowed.begin() ? "" : other + 1 == allowed.end() ? " or " : ", ";
+    names += dtype_name(*other);
+  }
+  check_known_dtype(name, tensor, names.c_str());
+  check(false, name, " has dtype ", dtype_text(tensor), "; it must be ", names);
+  return *allowed.begin();
 }
 
 Element check_element(ArgumentName name, const Tensor& tensor) {
@@ -259,6 +266,12 @@ void check_same_dtype(ArgumentName name, const Tensor& tensor, ArgumentName othe
   check_known_dtype(name, tensor, kElementNames);
   check(dtype_of(tensor) == dtype_of(other), name, " has dtype ", dtype_text(tensor), " and ",
         other_name, " ", dtype_text(other), "; they must be alike");
+}
+
+void check_equal(ArgumentName name, int64_t size, ArgumentName other_name, int64_t other,
+                 const char* what) {
+  check(size == other, name, " has ", what, " of ", size, " and ", other_name, " of ", other,
+        "; they must be equal");
 }
 
 void check_rank(ArgumentName name, const Tensor& tensor, int64_t rank, const char* layout) {
@@ -319,17 +332,47 @@ const int32_t* values_on_cpu(const Tensor& tensor) {
 }
 
 void check_index(ArgumentName name, const Tensor& tensor) {
-  check_dtype(name, tensor, ScalarType::Int);
+  check_dtype(name, tensor, {ScalarType::Int});
   check(tensor.dim() == 1 && (tensor.numel() < 2 || tensor.stride(0) == 1), name, " has shape ",
         shape_text(tensor), " and strides ", stride_text(tensor),
         "; it must be contiguous with 1 dimension");
   check_storage(name, tensor);
 }
 
+void check_ends(ArgumentName name, const Tensor& cu_seqlens, const Tensor& q) {
+  check_same_device(name, cu_seqlens, "q", q);
+  check_index(name, cu_seqlens);
+  check(cu_seqlens.numel() > 0, name, " is empty; it must hold a 0 and each sequence's end");
+}
+
+void check_steps(ArgumentName name, const Tensor& cu_seqlens, int64_t longest,
+                 ArgumentName longest_name) {
+  const int32_t* ends = values_on_cpu(cu_seqlens);
+  for (int64_t i = 1; ends != nullptr && i < cu_seqlens.numel(); ++i) {
+    const int64_t length = int64_t{ends[i]} - ends[i - 1];
+    check(length >= 0, name, "[", i, "] is ", ends[i], " and the one before ", ends[i - 1],
+          "; they must not decrease");
+    check(length <= longest, name, " has a sequence of ", length, " rows and ", longest_name,
+          " is ", longest, "; no sequence may be longer");
+  }
+}
+
+void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total, int64_t longest,
+                      ArgumentName longest_name) {
+  const int32_t* ends = values_on_cpu(cu_seqlens);
+  if (ends == nullptr) {
+    return;
+  }
+  check(ends[0] == 0, name, "[0] is ", ends[0], "; it must be 0");
+  check_steps(name, cu_seqlens, longest, longest_name);
+  const int32_t end = ends[cu_seqlens.numel() - 1];
+  check(end <= total, name, " ends at ", end, " of ", total, " rows; it must not pass them");
+}
+
 void check_statistics(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
                       const Tensor& other, IntHeaderOnlyArrayRef shape) {
   check_same_device(name, tensor, other_name, other);
-  check_dtype(name, tensor, ScalarType::Float);
+  check_dtype(name, tensor, {ScalarType::Float});
   check_shape(name, tensor, {shape});
   check_storage(name, tensor);
 }
@@ -339,8 +382,7 @@ Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name,
   check_same_device("learnable_sink", sink, other_name, other);
   const Element element = check_element("learnable_sink", sink);
   check_shape("learnable_sink", sink, {{heads}});
-  check(heads < 2 || sink.stride(0) == 1, "`learnable_sink` has strides ", stride_text(sink),
-        "; the last must be 1: call `learnable_sink`.contiguous() first");
+  check_last_stride("learnable_sink", sink);
   check_storage("learnable_sink", sink);
   return element;
 }
@@ -351,6 +393,11 @@ void check_last_stride(ArgumentName name, const Tensor& tensor) {
   check(tensor.size(last) == 1 || tensor.stride(last) == 1 || tensor.numel() == 0, name,
         " has strides ", stride_text(tensor), "; the last must be 1: call ", name,
         ".contiguous() first");
+}
+
+void check_contiguous(ArgumentName name, const Tensor& tensor) {
+  check(tensor.is_contiguous(), name, " has strides ", stride_text(tensor),
+        "; it must be contiguous: pass what the op returned, or call ", name, ".contiguous()");
 }
 
 void check_storage(ArgumentName name, const Tensor& tensor) {
@@ -394,14 +441,18 @@ bool rows_aligned(const Tensor& tensor, int multiple) {
   return aligned;
 }
 
-bool has_long_offsets(const Tensor& tensor) {
+int64_t last_position(const Tensor& tensor) {
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   int64_t last = 0;
   for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
     last += (sizes[dim] - 1) * strides[dim];
   }
-  return tensor.numel() > 0 && std::max(last + 1, tensor.numel()) > kMaxLength;
+  return last;
+}
+
+bool has_long_offsets(const Tensor& tensor) {
+  return tensor.numel() > 0 && std::max(last_position(tensor) + 1, tensor.numel()) > kMaxLength;
 }
 
 bool has_long_offsets(const std::optional<Tensor>& tensor) {

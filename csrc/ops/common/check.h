@@ -103,8 +103,10 @@ inline constexpr char kElementNames[] = "float32, float16 or bfloat16";
 // The same as tensor.scalar_type(), which asks torch for the number of one dtype after the other.
 torch::headeronly::ScalarType dtype_of(const torch::stable::Tensor& tensor);
 
-void check_dtype(ArgumentName name, const torch::stable::Tensor& tensor,
-                 torch::headeronly::ScalarType dtype);
+// One of the dtypes; returns which.
+torch::headeronly::ScalarType check_dtype(
+    ArgumentName name, const torch::stable::Tensor& tensor,
+    std::initializer_list<torch::headeronly::ScalarType> allowed);
 
 // Before anything asks for a dtype, which throws for some dtypes. `allowed` is in the
 // message.
@@ -115,6 +117,10 @@ Element check_element(ArgumentName name, const torch::stable::Tensor& tensor);
 Element check_element(ArgumentName name, torch::headeronly::ScalarType dtype);
 void check_same_dtype(ArgumentName name, const torch::stable::Tensor& tensor,
                       ArgumentName other_name, const torch::stable::Tensor& other);
+
+// Sizes of two arguments; `what` they are, with its article: "a batch".
+void check_equal(ArgumentName name, int64_t size, ArgumentName other_name, int64_t other,
+                 const char* what);
 
 // `layout` describes the dimensions in the message: "(batch, heads, length, head_dim)".
 void check_rank(ArgumentName name, const torch::stable::Tensor& tensor, int64_t rank,
@@ -144,6 +150,18 @@ const int32_t* values_on_cpu(const torch::stable::Tensor& tensor);
 // int32, contiguous, of one dimension.
 void check_index(ArgumentName name, const torch::stable::Tensor& tensor);
 
+// Where each of packed sequences begins, and the end of the last: on q's device, not empty.
+void check_ends(ArgumentName name, const torch::stable::Tensor& cu_seqlens,
+                const torch::stable::Tensor& q);
+
+// Every sequence's length is in 0..longest, where the host can read it.
+void check_steps(ArgumentName name, const torch::stable::Tensor& cu_seqlens, int64_t longest,
+                 ArgumentName longest_name);
+
+// The same, and they begin at 0 and end within so many rows.
+void check_cu_seqlens(ArgumentName name, const torch::stable::Tensor& cu_seqlens, int64_t total,
+                      int64_t longest, ArgumentName longest_name);
+
 // float32 of this shape on `other`'s device: a number a row, as softmax_lse is.
 void check_statistics(ArgumentName name, const torch::stable::Tensor& tensor,
                       ArgumentName other_name, const torch::stable::Tensor& other,
@@ -155,6 +173,9 @@ Element check_sink(const torch::stable::Tensor& sink, int64_t heads, ArgumentNam
 
 void check_last_stride(ArgumentName name, const torch::stable::Tensor& tensor);
 
+// As an op of this package returned it.
+void check_contiguous(ArgumentName name, const torch::stable::Tensor& tensor);
+
 // Every element lies in the storage, which a caller may have shrunk under the tensor.
 void check_storage(ArgumentName name, const torch::stable::Tensor& tensor);
 
@@ -164,6 +185,9 @@ uint64_t first_byte(const torch::stable::Tensor& tensor);
 // Whether the tensor's first element and all its rows begin at a multiple of so many bytes.
 bool rows_aligned(const torch::stable::Tensor& tensor, int multiple);
 bool rows_aligned_16(const torch::stable::Tensor& tensor);
+
+// The position of the last element of a tensor that has some, counted from its first.
+int64_t last_position(const torch::stable::Tensor& tensor);
 
 // Whether the tensor, or a dense one of its shape, ends past 2^31 elements.
 bool has_long_offsets(const torch::stable::Tensor& tensor);

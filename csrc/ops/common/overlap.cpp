@@ -26,15 +26,6 @@ struct Span {
   int64_t end;  // one past the last byte
 };
 
-bool is_empty(const Tensor& tensor) {
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.size(dim) == 0) {
-      return true;
-    }
-  }
-  return false;
-}
-
 Span span_of(const Tensor& tensor) {
   const int64_t bytes = static_cast<int64_t>(tensor.element_size());
   const uintptr_t data = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
@@ -42,13 +33,7 @@ Span span_of(const Tensor& tensor) {
   Span span{};
   span.base = tensor.is_cpu() ? 0 : data - static_cast<uintptr_t>(offset);
   span.first = tensor.is_cpu() ? static_cast<int64_t>(data) : offset;
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
-  int64_t last = 0;
-  for (std::size_t dim = 0; dim < sizes.size(); ++dim) {
-    last += (sizes[dim] - 1) * strides[dim];
-  }
-  span.end = span.first + (last + 1) * bytes;
+  span.end = span.first + (last_position(tensor) + 1) * bytes;
   return span;
 }
 
@@ -69,7 +54,7 @@ bool nested(std::vector<Dimension> dims) {
 }  // namespace
 
 bool may_overlap_itself(const Tensor& tensor) {
-  if (is_empty(tensor)) {
+  if (tensor.numel() == 0) {
     return false;
   }
   const auto sizes = tensor.sizes();
@@ -90,7 +75,7 @@ void check_no_overlap(ArgumentName name, const Tensor& tensor) {
 }
 
 bool spans_overlap(const Tensor& a, const Tensor& b) {
-  if (is_empty(a) || is_empty(b) || is_meta(a)) {
+  if (a.numel() == 0 || b.numel() == 0 || is_meta(a)) {
     return false;
   }
   const Span first = span_of(a);
@@ -143,6 +128,37 @@ bool may_overlap(const Tensor& a, const Tensor& b) {
   }
   larger.push_back({1, shift + high_reach + 1, 0});
   return !nested(larger);
+}
+
+std::vector<Named> given(
+    std::initializer_list<std::pair<ArgumentName, const std::optional<Tensor>*>> all) {
+  std::vector<Named> result;
+  for (const auto& [name, tensor] : all) {
+    if (tensor->has_value()) {
+      result.push_back({name, &**tensor});
+    }
+  }
+  return result;
+}
+
+void check_written(const std::vector<Named>& written, const std::vector<Named>& read,
+                   const std::vector<Named>& read_anywhere) {
+  for (std::size_t i = 0; i < written.size(); ++i) {
+    const auto& [name, tensor] = written[i];
+    check_no_overlap(name, *tensor);
+    for (std::size_t j = 0; j < i; ++j) {
+      check(!may_overlap(*tensor, *written[j].tensor), name, " may share elements with ",
+            written[j].name, ", and both are written");
+    }
+    for (const Named& source : read) {
+      check(!may_overlap(*source.tensor, *tensor), source.name, " may share elements with ", name,
+            ", which is written in place; call ", source.name, ".clone() first");
+    }
+    for (const Named& source : read_anywhere) {
+      check(!spans_overlap(*source.tensor, *tensor), source.name, " lies in the memory of ", name,
+            ", which is written in place; call ", source.name, ".clone() first");
+    }
+  }
 }
 
 }  // namespace metal_attn

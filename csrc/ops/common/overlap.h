@@ -3,9 +3,24 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <initializer_list>
+#include <optional>
+#include <utility>
+#include <vector>
+
 #include "csrc/ops/common/check.h"
 
 namespace metal_attn {
+
+struct Named {
+  ArgumentName name;
+  const torch::stable::Tensor* tensor;
+};
+
+// Those of the tensors that are given.
+std::vector<Named> given(
+    std::initializer_list<std::pair<ArgumentName, const std::optional<torch::stable::Tensor>*>>
+        all);
 
 // Some two elements may lie in one place. True for a few odd layouts where none do: each stride
 // must step over everything that the smaller ones span.
@@ -20,5 +35,10 @@ bool may_overlap(const torch::stable::Tensor& a, const torch::stable::Tensor& b)
 
 // The spans from first to last byte of the two have a byte in common.
 bool spans_overlap(const torch::stable::Tensor& a, const torch::stable::Tensor& b);
+
+// What an op writes in place has an element a place, shares none with `read`, and no byte of its
+// spans with `read_anywhere`, whose rows are not those of what is written.
+void check_written(const std::vector<Named>& written, const std::vector<Named>& read,
+                   const std::vector<Named>& read_anywhere);
 
 }  // namespace metal_attn

@@ -2,8 +2,6 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/cache/append_kv.h"
 #include "csrc/ops/common/allocate.h"
@@ -23,7 +21,9 @@ struct DecodeStepCall {
 };
 
 // Each sequence's keys once the new ones are there, where the host can read them.
-Tensor lengths_after(const Tensor& cache_seqlens, int32_t new_keys) {
+Tensor lengths_after(const AppendKvArguments& append, int32_t new_keys) {
+  const Tensor& cache_seqlens = *append.cache_seqlens;
+  const int32_t* ends = append.packed ? values_on_cpu(append.packed->cu_seqlens_k_new) : nullptr;
   const int32_t* before = values_on_cpu(cache_seqlens);
   if (before == nullptr) {
     return cache_seqlens;
@@ -31,14 +31,18 @@ Tensor lengths_after(const Tensor& cache_seqlens, int32_t new_keys) {
   // With data, also while launches are recorded.
   Tensor after =
       is_recording() ? torch::stable::empty_like(cache_seqlens) : new_empty_like(cache_seqlens);
-  std::transform(before, before + cache_seqlens.numel(),
-                 static_cast<int32_t*>(after.mutable_data_ptr()),
-                 [new_keys](int32_t length) { return length + new_keys; });
+  auto* lengths = static_cast<int32_t*>(after.mutable_data_ptr());
+  for (int64_t b = 0; b < cache_seqlens.numel(); ++b) {
+    lengths[b] = before[b] + (ends != nullptr ? ends[b + 1] - ends[b] : new_keys);
+  }
   return after;
 }
 
 Defines append_defines(const AppendKvArguments& a, const AppendWidths& widths, bool wide_loads) {
   Defines defines{{"APPEND", 1}, {"WIDE_STORES", widths.stores}};
+  if (a.packed) {
+    defines.push_back({"PACKED_NEW_K", 1});
+  }
   if (a.rotary_cos) {
     defines.push_back({"NEW_K_ROTARY", 1});
     if (widths.rotary && wide_loads) {
@@ -50,6 +54,8 @@ Defines append_defines(const AppendKvArguments& a, const AppendWidths& widths, b
 
 // Of the new rows.
 AppendKvProblem check_decode_step(const DecodeStepArguments& a) {
+  check(a.append.packed || !a.counts_new_keys,
+        "`cu_seqlens_k_new` is given and `cu_seqlens_q` is not; give both or neither");
   const AppendKvProblem problem = check_append_kv(a.append);
   check(problem.writes(), "`k` has shape ", shape_text(a.append.k),
         ", no new rows; decode_step appends some: use flash_decode");
@@ -68,8 +74,10 @@ DecodeStepCall analyse(const DecodeStepArguments& a) {
   options.q_rotary_sin = append.rotary_sin;
   options.rotary_interleaved = append.rotary_interleaved;
   options.leftpad_k = append.leftpad_k;
-  options.seqused_k = lengths_after(*append.cache_seqlens, problem.length);
+  options.seqused_k = lengths_after(append, problem.length);
   FlashFwdCall forward = check_flash_decode(decode);
+  check(!append.packed || forward.launches(), "`q` has shape ", shape_text(a.decode.forward.q),
+        ", no queries; decode_step takes packed new rows only with some");
   forward.problem.aligned = forward.problem.aligned && widths.loads;
   if (forward.problem.features.rotary) {
     forward.problem.features.rotary->first = problem.first_rotated;
@@ -77,8 +85,12 @@ DecodeStepCall analyse(const DecodeStepArguments& a) {
   DecodeStepCall call{choose_flash_decode(forward, decode, true), decode.forward, {}};
   // The kernel adds the new keys itself.
   call.forward.options.seqused_k = append.cache_seqlens;
-  call.append = {append_defines(append, widths, call.decode.specialisation.wide_loads), append.k,
-                 append.v, append_params(append, problem), append.rotate_q_by_token};
+  call.append = {append_defines(append, widths, call.decode.specialisation.wide_loads),
+                 append.k,
+                 append.v,
+                 append.packed ? OptionalTensor(append.packed->cu_seqlens_k_new) : std::nullopt,
+                 append_params(append, problem),
+                 append.rotate_q_by_token};
   return call;
 }
 

@@ -80,6 +80,9 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
   params.problem = flash_problem(call.forward, a);
   params.out_strides = row_strides(out);
   params.lse_strides = split ? row_strides(lse) : statistics_strides(lse);
+  if (a.packing) {  // the partial results are of one batch
+    params.out_strides.batch = params.lse_strides.batch = 0;
+  }
   params.out_split_stride = split ? out.stride(3) : 0;
   params.lse_split_stride = split ? lse.stride(3) : 0;
   params.row_groups = static_cast<int32_t>(call.row_groups);
@@ -100,6 +103,9 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
     }
     launch.buffers.push_back({FLASH_DECODE_NEW_K, append->k, false});
     launch.buffers.push_back({FLASH_DECODE_NEW_V, append->v, false});
+    if (append->cu_seqlens_k_new) {
+      launch.buffers.push_back({FLASH_DECODE_CU_SEQLENS_K_NEW, *append->cu_seqlens_k_new, false});
+    }
     params.append = append->params;
     params.q_advances = append->q_advances;
     params.problem.new_keys = append->params.length;
@@ -115,7 +121,8 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
 // A tensor of flash_decode's results, with a dimension of splits behind that of queries.
 Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t columns) {
   const FlashFwdCall& f = call.forward;
-  Dims sizes{f.batch, f.heads, f.q_length, call.splits};
+  const bool packed = f.problem.features.packed_q;
+  Dims sizes{packed ? 1 : f.batch, f.heads, packed ? f.q_total : f.q_length, call.splits};
   if (columns > 0) {
     sizes.push_back(columns);
   }
@@ -135,9 +142,14 @@ FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
         "`k_rotary_cos` is given; flash_decode has no rotation of `k`: rotate it as it enters the "
         "cache, or use flash_fwd");
   const int64_t heads = call.kv_heads > 0 ? call.heads / call.kv_heads : 0;
-  check(int64_t{call.q_length} * heads <= kMaxRows, "`q` has shape ", shape_text(f.q), ", ",
-        call.q_length, " queries of ", heads, " heads a KV head; flash_decode takes up to ",
-        kMaxRows, " of them together: use flash_fwd");
+  const int64_t queries = std::max(call.q_length, call.q_total);
+  check(queries * heads <= kMaxRows, "`q` has shape ", shape_text(f.q), ", ", queries,
+        " queries of ", heads, " heads a KV head; flash_decode takes up to ", kMaxRows,
+        " of them together: use flash_fwd");
+  check(f.packing || a.options.max_seqlen_q == 0, "`max_seqlen_q` is ", a.options.max_seqlen_q,
+        " and `cu_seqlens_q` is not given; it is of packed queries only");
+  check(!f.packing || !a.lists.indices,
+        "`indices` is given with `cu_seqlens_q`; flash_decode has no lists for packed queries");
   check_indices(a.lists, f, call);
   if (a.lists.indices && has_long_offsets(*a.lists.indices)) {
     call.problem.features.long_offsets = true;
@@ -154,9 +166,10 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
   }
   call.keys = keys_read(a, forward);
   const int64_t rows = call.list_rows();
+  const KvFormats& formats = forward.problem.features.cache.formats;
   call.specialisation =
-      tuned(choose_flash_decode(forward.problem, rows, v_in_k(f.cache, f.k, f.v), gpu()), rows,
-            call.keys);
+      tuned(choose_flash_decode(forward.problem, rows, v_in_k(f.cache, formats, f.k, f.v), gpu()),
+            rows, call.keys);
   const FlashDecodeSpecialisation& s = call.specialisation;
   // Only the threadgroups that write new keys see them.
   const int64_t most = std::max<int64_t>(kMostGroups / (forward.kv_heads * call.list_count()), 1);
@@ -171,7 +184,7 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
                                  : flash_decode_splits(s, groups, own_rows, call.keys, gpu().cores);
   call.threadgroups = {static_cast<uint32_t>(call.splits),
                        static_cast<uint32_t>(forward.kv_heads * call.row_groups),
-                       static_cast<uint32_t>(forward.batch)};
+                       static_cast<uint32_t>(forward.batch + (f.packing ? 1 : 0))};
   return call;
 }
 

@@ -32,8 +32,10 @@ struct FlashDecodeCall {
   int64_t row_groups;  // threadgroups among which the rows of a KV head are dealt out
   std::array<uint32_t, 3> threadgroups;
 
-  // Queries of all heads that share a KV head.
-  int64_t rows() const { return int64_t{forward.q_length} * (forward.heads / forward.kv_heads); }
+  // Queries of all heads that share a KV head; of a sequence, at most.
+  int64_t rows() const {
+    return std::max<int64_t>(forward.q_length, 1) * (forward.heads / forward.kv_heads);
+  }
   // Of them, those that have one list of keys.
   int64_t list_rows() const {
     return lists.indices ? list_queries() * (forward.heads / forward.kv_heads) : rows();
@@ -51,6 +53,7 @@ struct FlashDecodeAppend {
   Defines defines;
   torch::stable::Tensor k;
   torch::stable::Tensor v;
+  OptionalTensor cu_seqlens_k_new;
   AppendParams params;
   bool q_advances;
 };

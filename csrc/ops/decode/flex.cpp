@@ -14,7 +14,7 @@ namespace {
 
 using torch::stable::Tensor;
 
-// The most that flash_decode is taken for, as in torch_metal_attn/functional.py.
+// The most that flash_decode is taken for, as in torch_metal_attn/flex/call.py.
 constexpr int64_t kDecodeQueries = 32;
 
 // Whether the rows of a KV head, queries of several heads, have one list together.

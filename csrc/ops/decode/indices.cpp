@@ -61,7 +61,7 @@ void check_indices(const KeyLists& a, const FlashFwdArguments& f, const FlashFwd
   check_block_sizes(a);
   check_options(f.options);
   check_same_device("indices", indices, "q", f.q);
-  check_dtype("indices", indices, ScalarType::Int);
+  check_dtype("indices", indices, {ScalarType::Int});
   const int64_t lists = divide_up(call.q_length, a.q_block_size);
   check(indices.dim() == 4 && (indices.size(0) == 1 || indices.size(0) == call.batch) &&
             (indices.size(1) == 1 || indices.size(1) == call.kv_heads) && indices.size(2) == lists,

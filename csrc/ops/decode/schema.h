@@ -12,7 +12,7 @@
 #define FLASH_DECODE_ARGUMENTS                    \
   FLASH_CACHED_ARGUMENTS()                        \
   ", SymInt num_splits=0, Tensor? indices=None, " \
-  "SymInt kv_block_size=1, SymInt q_block_size=1"
+  "SymInt kv_block_size=1, SymInt q_block_size=1" DECODE_OPTIONS(OPTION_SCHEMA)
 
 // What is made of the options that decode_step has, too.
 #define STEP_IN(MADE) MADE
@@ -26,7 +26,11 @@
   "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, " \
   "Tensor cache_seqlens, *, " APPEND_KV_ROTARY FLASH_OPTIONS(STEP_SCHEMA)     \
   ", Tensor? block_table=None, Tensor? cache_batch_idx=None, "              \
-  "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, SymInt num_splits=0"
+  "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, SymInt num_splits=0" \
+  DECODE_OPTIONS(OPTION_SCHEMA) ", Tensor? cu_seqlens_k_new=None"
+
+#define DECODE_PARAMETERS DECODE_OPTIONS(OPTION_PARAMETER)
+#define DECODE_VALUES {DECODE_OPTIONS(OPTION_VALUE)}
 
 namespace metal_attn {
 
@@ -36,10 +40,13 @@ struct FlashDecode {
   using Tensor = torch::stable::Tensor;
   static auto call(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS,
                    CACHE_PARAMETERS, int64_t num_splits, OptionalTensor indices,
-                   int64_t kv_block_size, int64_t q_block_size) {
-    return run(FlashDecodeArguments{{q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, CACHE_VALUES},
-                                    num_splits,
-                                    {indices, kv_block_size, q_block_size}});
+                   int64_t kv_block_size, int64_t q_block_size DECODE_PARAMETERS) {
+    const DecodeOptions decode DECODE_VALUES;
+    return run(
+        FlashDecodeArguments{{q, k, v, decode.packing(), {FLASH_OPTION_VALUES}, CACHE_VALUES},
+                             num_splits,
+                             {indices, kv_block_size, q_block_size},
+                             decode});
   }
 };
 
@@ -51,12 +58,12 @@ struct DecodeStep {
                    OptionalTensor rotary_sin, bool rotary_interleaved, bool rotate_q_by_token,
                    bool rotary_from_leftpad,
                    int64_t rotary_first_column FLASH_OPTIONS(STEP_PARAMETER), CACHE_PARAMETERS,
-                   int64_t num_splits) {
+                   int64_t num_splits DECODE_PARAMETERS, OptionalTensor cu_seqlens_k_new) {
     FlashFwdOptions options;
     FLASH_OPTIONS(STEP_SET)
     return step(q, k, v, k_cache, v_cache, cache_seqlens, rotary_cos, rotary_sin,
                 rotary_interleaved, rotate_q_by_token, rotary_from_leftpad, rotary_first_column,
-                options, CACHE_VALUES, num_splits);
+                options, CACHE_VALUES, num_splits, DECODE_VALUES, cu_seqlens_k_new);
   }
 
   // `options` are attention's, but leftpad_k, which is the append's.
@@ -65,7 +72,8 @@ struct DecodeStep {
                    const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
                    bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad,
                    int64_t rotary_first_column, FlashFwdOptions options, CacheOptions cache,
-                   int64_t num_splits) {
+                   int64_t num_splits, const DecodeOptions& decode = {},
+                   const OptionalTensor& cu_seqlens_k_new = std::nullopt) {
     cache.names = kAppendNames;
     AppendKvArguments append{k,
                              v,
@@ -81,9 +89,16 @@ struct DecodeStep {
                              rotate_q_by_token,
                              rotary_from_leftpad,
                              rotary_first_column};
+    if (decode.cu_seqlens_q) {
+      append.packed =
+          PackedRows{*decode.cu_seqlens_q, cu_seqlens_k_new.value_or(*decode.cu_seqlens_q),
+                     cu_seqlens_k_new ? "cu_seqlens_k_new" : "cu_seqlens_q"};
+    }
     options.leftpad_k.reset();
     return run(DecodeStepArguments{
-        append, {{q, k_cache, v_cache, std::nullopt, options, cache}, num_splits}});
+        append,
+        {{q, k_cache, v_cache, decode.packing(), options, cache}, num_splits, {}, decode},
+        cu_seqlens_k_new.has_value()});
   }
 };
 

@@ -77,32 +77,9 @@ MergeProblem check_operands(const MergeStateArguments& a) {
 
 void check_mask(const Tensor& mask, const Tensor& out) {
   check_same_device("mask", mask, "out_a", out);
-  check_dtype("mask", mask, ScalarType::Bool);
+  check_dtype("mask", mask, {ScalarType::Bool});
   check_shape("mask", mask, {out.dim() == 3 ? Dims{out.size(0)} : Dims{out.size(0), out.size(2)}});
   check_storage("mask", mask);
-}
-
-// What the result is written into.
-void check_written(const MergeStateArguments& a, const std::optional<Tensor>& mask) {
-  std::vector<std::pair<ArgumentName, const Tensor*>> tensors{
-      {"out_a", &a.out_a}, {"lse_a", &a.lse_a}, {"out_b", &a.out_b}, {"lse_b", &a.lse_b}};
-  if (mask) {
-    tensors.push_back({"mask", &*mask});
-  }
-  for (std::size_t i = 0; i < 2; ++i) {
-    const auto& [name, written] = tensors[i];
-    check_no_overlap(name, *written);
-    for (std::size_t j = i + 1; j < tensors.size(); ++j) {
-      const auto& [other_name, other] = tensors[j];
-      check(!may_overlap(*other, *written), other_name, " may share elements with ", name,
-            ", which is written in place; call ", other_name, ".clone() first");
-    }
-  }
-}
-
-void check_partial(ArgumentName name, const Tensor& tensor) {
-  check(tensor.is_contiguous(), name, " has strides ", stride_text(tensor),
-        "; it must be contiguous: call ", name, ".contiguous() first");
 }
 
 MergeProblem check_merge_state(const MergeStateArguments& a, bool inplace,
@@ -113,7 +90,11 @@ MergeProblem check_merge_state(const MergeStateArguments& a, bool inplace,
     check_mask(*mask, a.out_a);
   }
   if (inplace) {
-    check_written(a, mask);
+    std::vector<Named> read{{"out_b", &a.out_b}, {"lse_b", &a.lse_b}};
+    if (mask) {
+      read.push_back({"mask", &*mask});
+    }
+    check_written({{"out_a", &a.out_a}, {"lse_a", &a.lse_a}}, read, {});
   }
   p.in_place = inplace;
   p.some_rows = mask.has_value();
@@ -127,14 +108,14 @@ MergeProblem check_merge_splits(const MergeSplitsArguments& a) {
   check_rank("partial_out", partial_out, 5, "(batch, heads, length, splits, head_dim)");
   const auto sizes = partial_out.sizes();
   check_statistics("partial_out", partial_out, "partial_out", partial_out, sizes);
-  check_partial("partial_out", partial_out);
+  check_contiguous("partial_out", partial_out);
   const int columns = check_head_dim("partial_out", sizes[4], kMaxHeadDimV);
   check(sizes[3] >= 1 && sizes[3] <= kMaxSplits, "`partial_out` has ", sizes[3],
         " splits; there must be 1 to ", kMaxSplits);
   p.shape = merge_shape("partial_out", partial_out, sizes[0], sizes[1], sizes[2], columns);
   check_statistics("partial_lse", a.partial_lse, "partial_out", partial_out,
                    {sizes.data(), sizes.size() - 1});
-  check_partial("partial_lse", a.partial_lse);
+  check_contiguous("partial_lse", a.partial_lse);
 
   p.out_dtype = a.out_dtype.value_or(ScalarType::Float);
   p.element = check_element("out_dtype", p.out_dtype);

@@ -34,7 +34,6 @@ struct RopeSpecialisation {
   Grid grid;
 };
 
-// Throws std::invalid_argument for a grid that Metal cannot count.
 // --- What the ops refuse. ---
 
 // (P, R / 2), (1, P, R / 2) or (B, P, R / 2).
@@ -50,20 +49,18 @@ void check_table(ArgumentName name, const Tensor& table, int32_t batch, int32_t 
 }
 
 // Returns Metal's name of the dtype.
-const char* check_row_index(ArgumentName name, const Tensor& tensor, bool long_allowed) {
-  const ScalarType dtype = tensor.scalar_type();
-  check(dtype == ScalarType::Int || (long_allowed && dtype == ScalarType::Long), name,
-        " has dtype ", dtype_text(tensor), "; it must be ",
-        long_allowed ? "int32 or int64" : "int32");
+const char* check_row_index(ArgumentName name, const Tensor& tensor,
+                            std::initializer_list<ScalarType> allowed) {
+  const ScalarType dtype = check_dtype(name, tensor, allowed);
   check_storage(name, tensor);
-  return dtype == ScalarType::Int ? "int" : "long";
+  return dtype == ScalarType::Int ? "int" : dtype == ScalarType::Long ? "long" : "float";
 }
 
 void check_rows(const RopeArguments& a, RopeProblem& p) {
   if (a.positions.has_value()) {
     const Tensor& positions = *a.positions;
     check_same_device("positions", positions, "q", a.q);
-    p.row_element = check_row_index("positions", positions, true);
+    p.row_element = check_row_index("positions", positions, {ScalarType::Int, ScalarType::Long});
     p.rows_are_positions = true;
     const int64_t rank = positions.dim();
     const bool fits =
@@ -81,7 +78,7 @@ void check_rows(const RopeArguments& a, RopeProblem& p) {
   if (a.seqlen_offsets.has_value()) {
     const Tensor& offsets = *a.seqlen_offsets;
     check_same_device("seqlen_offsets", offsets, "q", a.q);
-    p.row_element = check_row_index("seqlen_offsets", offsets, false);
+    p.row_element = check_row_index("seqlen_offsets", offsets, {ScalarType::Int});
     check(offsets.dim() == 1 && offsets.size(0) == p.batch, "`seqlen_offsets` has shape ",
           shape_text(offsets), "; it must be (", p.batch, ",)");
     check(a.seqlen_offset >= -kMaxLength && a.seqlen_offset <= kMaxLength, "`seqlen_offset` is ",
@@ -95,32 +92,12 @@ void check_rows(const RopeArguments& a, RopeProblem& p) {
 }
 
 void check_in_place(const RopeArguments& a) {
-  std::vector<std::pair<ArgumentName, const Tensor*>> written{{"q", &a.q}};
-  if (a.k.has_value()) {
-    written.push_back({"k", &*a.k});
-  }
-  for (const auto& [name, tensor] : written) {
-    check_no_overlap(name, *tensor);
-  }
-  if (a.k.has_value()) {
-    check(
-        !may_overlap(a.q, *a.k),
-        "`k` may share elements with `q`, so they cannot be rotated in place together; if they do "
-        "not, call rope_ for each of them");
-  }
-  std::vector<std::pair<ArgumentName, const Tensor*>> read{{"cos", &a.cos}, {"sin", &a.sin}};
-  if (a.positions.has_value()) {
-    read.push_back({"positions", &*a.positions});
-  }
-  if (a.seqlen_offsets.has_value()) {
-    read.push_back({"seqlen_offsets", &*a.seqlen_offsets});
-  }
-  for (const auto& [name, tensor] : read) {
-    for (const auto& [written_name, written_tensor] : written) {
-      check(!spans_overlap(*tensor, *written_tensor), name, " lies in the memory of ", written_name,
-            ", which is written in place; call ", name, ".clone() first");
-    }
-  }
+  std::vector<Named> written = given({{"k", &a.k}});
+  written.insert(written.begin(), {"q", &a.q});
+  std::vector<Named> tables =
+      given({{"positions", &a.positions}, {"seqlen_offsets", &a.seqlen_offsets}});
+  tables.insert(tables.end(), {{"cos", &a.cos}, {"sin", &a.sin}});
+  check_written(written, {}, tables);
 }
 
 void check_output_size(ArgumentName name, const Tensor& tensor) {
@@ -152,12 +129,9 @@ RopeProblem check_rope(const RopeArguments& a, bool in_place) {
     check_same_device("k", k, "q", a.q);
     check_same_dtype("k", k, "q", a.q);
     check_rank("k", k, 4, layout);
-    check(k.size(0) == p.batch, "`k` has a batch of ", k.size(0), " and `q` of ", p.batch,
-          "; they must be equal");
-    check(k.size(2) == p.length, "`k` has a length of ", k.size(2), " and `q` of ", p.length,
-          "; they must be equal");
-    check(k.size(3) == p.head_dim, "`k` has a head dim of ", k.size(3), " and `q` of ", p.head_dim,
-          "; they must be equal");
+    check_equal("k", k.size(0), "q", p.batch, "a batch");
+    check_equal("k", k.size(2), "q", p.length, "a length");
+    check_equal("k", k.size(3), "q", p.head_dim, "a head dim");
     heads += check_length("k", k, 1, "number of heads");
     check(heads <= kMaxLength, "`q` and `k` have ", heads, " heads together; it must be at most ",
           kMaxLength);
@@ -196,20 +170,8 @@ RopeTablesProblem check_rope_tables(const RopeTablesArguments& a) {
   p.columns = check_length("inv_freq", a.inv_freq, 0, "length");
   check_storage("inv_freq", a.inv_freq);
   check_same_device("positions", a.positions, "inv_freq", a.inv_freq);
-  switch (a.positions.scalar_type()) {
-    case ScalarType::Int:
-      p.position_element = "int";
-      break;
-    case ScalarType::Long:
-      p.position_element = "long";
-      break;
-    case ScalarType::Float:
-      p.position_element = "float";
-      break;
-    default:
-      check(false, "`positions` has dtype ", dtype_text(a.positions),
-            "; it must be int32, int64 or float32");
-  }
+  p.position_element = check_row_index("positions", a.positions,
+                                       {ScalarType::Int, ScalarType::Long, ScalarType::Float});
   const int64_t rank = a.positions.dim();
   check(rank >= 1 && rank <= 3, "`positions` has ", rank, " dimensions, shape ",
         shape_text(a.positions), "; it must have 1 to 3: (section, batch, length)");
@@ -217,7 +179,6 @@ RopeTablesProblem check_rope_tables(const RopeTablesArguments& a) {
   for (int64_t dim = 0; dim < rank; ++dim) {
     p.sizes[3 - rank + dim] = check_length("positions", a.positions, dim, "size");
   }
-  check_storage("positions", a.positions);
   check(std::isfinite(static_cast<float>(a.attention_factor)), "`attention_factor` is ",
         a.attention_factor, "; it must be finite in float32");
   p.dtype = a.dtype.value_or(ScalarType::Float);

@@ -141,9 +141,9 @@ SoftmaxSpecialisation choose_softmax(const SoftmaxRows& rows) {
 
 std::array<uint32_t, 3> softmax_threadgroups(const SoftmaxRows& rows,
                                              const SoftmaxSpecialisation& s) {
-  const int64_t groups = (rows.count + s.threadgroup_rows - 1) / s.threadgroup_rows;
+  const int64_t groups = divide_up(rows.count, s.threadgroup_rows);
   const int64_t across = std::min(groups, kMaxGroupsAcross);
-  const int64_t down = across == 0 ? 0 : (groups + across - 1) / across;
+  const int64_t down = across == 0 ? 0 : divide_up(groups, across);
   return {static_cast<uint32_t>(across), static_cast<uint32_t>(down), down == 0 ? 0u : 1u};
 }
 

@@ -64,6 +64,7 @@ def metal_attention(
     sliding_window: int | None = None,
     sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute what transformers' `eager_attention_forward` does, or raise NotImplementedError.
@@ -83,6 +84,7 @@ def metal_attention(
         s_aux: (Hq,), attention sinks.
         sinks: (B, Hq, Sq, 1), a sink per query.
         position_bias: floating, broadcastable to (B, Hq, Sq, Sk), added to the scores.
+        indices: (B, Sq, n) integers, the keys that an indexer selected for each query, each once.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none: the bounds of
             sequences packed in a batch of 1, each attending to itself.
         others: ignored if known to be harmless, refused otherwise unless None.
@@ -103,6 +105,7 @@ def metal_attention(
             "sliding_window": sliding_window,
             "sinks": sinks,
             "position_bias": position_bias,
+            "indices": indices,
         }
         out, _ = metal_attention(module, *tensors, attention_mask, **others)
         return (latents.values(out) if is_few else out), None
@@ -123,7 +126,8 @@ def metal_attention(
             raise _wrong_size(module, q.shape[2], key.shape[2], made_for)
         attention_mask, causal = None, True
     packing = packing_of(attention_mask, q.shape[2], key.shape[2])
-    can_pack = position_bias is None and sinks is None
+    unpacked = {"sinks": sinks, "position_bias": position_bias, "indices": indices}
+    can_pack = all(given is None for given in unpacked.values())
     if packing is not None and not _given(bounds) and can_pack and q.shape[0] == 1:
         bounds = packing.bounds()
     positions = others.get("position_ids")
@@ -145,7 +149,7 @@ def metal_attention(
     key, value = with_contiguous_rows("k", key), with_contiguous_rows("v", value)
     if _given(bounds):
         if not can_pack:
-            name = "sinks" if position_bias is None else "position_bias"
+            name = next(name for name, given in unpacked.items() if given is not None)
             raise NotImplementedError(
                 f"{name} together with cu_seq_lens_q in {type(module).__name__}: pass the "
                 "sequences as a padded batch, with an attention_mask"
@@ -158,6 +162,11 @@ def metal_attention(
     if query.shape[0] == 1 and key.shape[0] > 1:
         query = query.expand(key.shape[0], -1, -1, -1)
     route, visible, detail = _visibility(module, query, key, attention_mask, causal, sliding_window)
+    if indices is not None and indices.shape[2] < key.shape[2]:
+        # A list is read by each query alone: of many queries a mask costs less.
+        by_lists = _decodes(query, key, value, **options)
+        visible = _of_selected(module, indices, key.shape[2], visible, by_lists)
+        route, detail = "dense", f"{detail}, {indices.shape[2]} keys of each query"
     options |= visible | rotary
     if position_bias is not None:
         route, detail = "dense", f"{detail} with bias {tuple(position_bias.shape)}"
@@ -208,15 +217,8 @@ def _flash(
     query, key, value = autocast(query, key, value)
     added = {name: options.get(name) for name in ("attn_mask", "attn_bias")}
     options |= {name: autocast(one)[0] for name, one in added.items() if one is not None}
-    tensors = (query, key, value, *options.values())
-    trains = torch.is_grad_enabled() and any(
-        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
-    )
-    # A graph for any number of queries must not be made one for few. Traced sizes are tensors.
-    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    few = not tracing and statically_known_true(query.shape[2] <= DECODE_QUERIES)
     ops = torch.ops.metal_attn
-    op = ops.flash_decode if few and not trains and "dropout_p" not in options else ops.flash_fwd
+    op = ops.flash_decode if _decodes(query, key, value, **options) else ops.flash_fwd
     out: Tensor
     out, lse = op(query, key, value, **options)
     if sinks is None:
@@ -224,6 +226,41 @@ def _flash(
     # exp(lse) is the sum over the keys, so this is their share of the sum with the sink.
     share = torch.sigmoid(lse[..., None] - sinks)
     return (out * share).to(out.dtype)
+
+
+def _decodes(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> bool:
+    """Whether queries are few, and nothing asks for gradients or dropout."""
+    tensors = (query, key, value, *options.values())
+    trains = torch.is_grad_enabled() and any(
+        isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
+    )
+    # A graph for any number of queries must not be made one for few. Traced sizes are tensors.
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    few = not tracing and statically_known_true(query.shape[2] <= DECODE_QUERIES)
+    return few and not trains and "dropout_p" not in options
+
+
+def _of_selected(
+    module: nn.Module, indices: Tensor, kv_length: int, visible: dict[str, Any], by_lists: bool
+) -> dict[str, Any]:
+    """The options `visible`, of which each query sees the keys in its `indices` alone."""
+    mask = visible.get("attn_mask")
+    if mask is not None and (mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1):
+        raise NotImplementedError(
+            f"indices with {_shown({'attention_mask': mask})} in {type(module).__name__}: it must "
+            "be bool, (B, 1, Sq, Sk)"
+        )
+    entries = indices.long()
+    if by_lists:
+        if mask is not None:
+            shown = mask[:, 0].expand(*indices.shape[:2], kv_length).gather(2, entries)
+            indices = indices.masked_fill(~shown, -1)
+        others = {name: value for name, value in visible.items() if name != "attn_mask"}
+        return others | {"indices": indices.int()[:, None]}
+    selected = torch.zeros(
+        (*indices.shape[:2], kv_length), dtype=torch.bool, device=indices.device
+    ).scatter(2, entries, True)[:, None]
+    return visible | {"attn_mask": selected if mask is None else mask & selected}
 
 
 def _dropout(module: nn.Module, dropout: float, device: torch.device) -> dict[str, Any]:

@@ -29,7 +29,8 @@ from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers import packing
 from torch_metal_attn.integrations.transformers.band import Band
 
-# They work on the mask itself: Gemma 4 cuts rows out of it where its last layers share keys, Doge
+# They work on the mask itself: the indexers of DeepSeek-V3.2 and GLM's DSA add it to their scores,
+# Gemma 4 cuts rows out of it where its last layers share keys, Doge
 # compares its elements, DeepSeek-V4 and T5Gemma 2 concatenate it with another, NLLB-MoE's router
 # reads it, Qwen4-Exp intersects it with the keys that its indexer selects, LASR's convolutions look
 # in it for padding, SigLIP 2 pools by torch's own attention with it, and encoders of
@@ -37,9 +38,11 @@ from torch_metal_attn.integrations.transformers.band import Band
 DENSE_MODELS = frozenset(
     {
         "bigbird_pegasus",
+        "deepseek_v32",
         "deepseek_v4",
         "doge",
         "gemma4_text",
+        "glm_moe_dsa",
         "informer",
         "lasr_encoder",
         "nllb-moe",

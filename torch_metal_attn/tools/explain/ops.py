@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.ops import flash_bwd
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.runtime import extension, session
@@ -194,7 +195,12 @@ def explain_op(
     given = bound(name, arguments, options)
     try:
         with as_value_errors():
-            launches = extension.launches(op(*arguments, **options))
+            try:
+                recorded = op(*arguments, **options)
+            except RuntimeError:
+                ArgumentNames().check_types(op, arguments, options)
+                raise
+            launches = extension.launches(recorded)
             of_backward = backward_launches(name, given) if backward else []
     except (TypeError, ValueError, NotImplementedError) as error:
         return Explanation(op=name, refusal=str(error))

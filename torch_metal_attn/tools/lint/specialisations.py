@@ -157,6 +157,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
     "flash_decode": [
         _flash_decode("half", 64),
         _flash_decode("half", 64, _FLEX),
+        _flash_decode("half", 64, _on("PACKED_Q", "SINK"), {"SINK_ELEMENT": "half"}),
         _flash_decode(
             *("half", 100, _on("SPLIT")),
             {"KEY_FRAGMENTS": 1, "VECTOR_ROWS": 2, "KEY_LANES": 8},
@@ -244,6 +245,16 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _strings({"ELEMENT": "bfloat", "WIDE_LOADS": 1, "SINK": 1, "SINK_ELEMENT": "half"}),
         _strings({"ELEMENT": "float", "WIDE_LOADS": 0, "SINK": 1, "SINK_ELEMENT": "float"}),
     ],
+    "index_scores": [
+        _strings(
+            {"ELEMENT": "half", "WEIGHT_ELEMENT": "float", "HEAD_DIM": 128, "BLOCK_K": 32},
+            {"SIMDGROUPS": 4, "WIDE_LOADS": 1, "ROW_PAIRS": 1, "CAUSAL": 1},
+        ),
+        _strings(
+            {"ELEMENT": "bfloat", "WEIGHT_ELEMENT": "bfloat", "HEAD_DIM": 33, "BLOCK_K": 32},
+            {"SIMDGROUPS": 1, "WIDE_LOADS": 0, "ROW_PAIRS": 0},
+        ),
+    ],
     "copy_pages": [{"WORD": "uint4", "INDEX": "int"}, {"WORD": "uchar", "INDEX": "long"}],
     "append_kv": [
         _append_kv("half", 64, {"CACHE_BATCH_IDX": 1}),
@@ -253,6 +264,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _append_kv("float", 64, {"KV_ELEMENT": "bfloat"}),
         _append_kv("half", 64, _NEW_ROTARY),
         _append_kv("bfloat", 64, _NEW_ROTARY, {"WIDE_ROTARY": 1}),
+        _append_kv("half", 128, _NEW_ROTARY, {"ROTARY_FIRST": 64, "HEAD_DIM_V": 64, "V_IN_K": 1}),
     ],
     "rope": [
         _rope({"ELEMENT": "half", "TABLE_ELEMENT": "float"}, _NO_ROWS),

@@ -168,6 +168,15 @@ def _decodes() -> Iterator[Listed]:
     yield from every_dtype("flash_decode: features", several, *_features(names))
     caches = ({"cache": cache, "num_splits": 2} for cache in CACHES)
     yield from every_dtype("flash_decode: caches", make, *caches)
+    yield from every_dtype(
+        "flash_decode: lists of keys",
+        partial(several, listed=70, heads=8, kv_heads=2, list_dims="bh", batch=2),
+        {},
+        {"feature": "causal"},
+        {"kv_block_size": 16, "q_block_size": 2, "listed": 9},
+        {**_MLA, "values_in_keys": True},
+        *({"cache": cache} for cache in CACHES),
+    )
 
 
 def _backwards() -> Iterator[Listed]:
@@ -185,8 +194,9 @@ def _backwards() -> Iterator[Listed]:
 
 
 def _caches() -> Iterator[Listed]:
-    formats = ("", "q8_0", "q4_0", "fp8_e4m3")
+    formats = ("", "q8_0", "q4_0", "fp8_e4m3", "q3_g32")
     caches: list[Special] = [{"format": f, "cache": c} for f in formats for c in ("", "paged")]
+    caches.append({"format": "q4_g32", "v_format": "q2_g64", "cache": "paged"})
     caches += [{"rotary_columns": 64}, {"rotary_columns": 64, "cache": "paged"}]
     yield from every_dtype("append_kv", _APPEND, *caches)
     yield from every_dtype(

@@ -1,0 +1,176 @@
+"""Formats of 2, 3 and 4 bits with a scale and a minimum per group, and K and V in two formats.
+
+The other formats' tests hold what does not depend on the format.
+"""
+
+import pytest
+import torch
+
+from tests.attention import held_cases
+from tests.cache import append_check
+from tests.decode import test_decode_step as steps
+from torch_metal_attn import quantisation, simulate
+from torch_metal_attn.quantisation import dequantise, format_of, quantise
+from torch_metal_attn.testing.judge import normal
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+GROUPED = [format for format in quantisation.FORMATS if "_g" in format]
+# Of K and V; each format is once in either.
+PAIRS = [
+    *(("q2_g32", "q3_g64"), ("q3_g32", "q4_g64"), ("q4_g32", "q2_g64"), ("q2_g64", "q8_0")),
+    *(("q3_g64", "fp8_e4m3"), ("q4_g64", "q4_0"), ("q8_0", "q4_g32"), ("q4_0", "q2_g32")),
+    *(("fp8_e4m3", "q3_g32"), ("q8_0", "q4_0")),
+]
+DTYPES = ("float16", "bfloat16", "float32")
+SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 128}
+
+
+def parts(format):
+    """Bits of a code and columns of a group."""
+    return int(format[1]), int(format[4:])
+
+
+def slowly(group, bits):
+    """Codes, scale and minimum of one group, value by value."""
+    values = [float(x) for x in group]
+    last = 2**bits - 1
+    minimum = torch.tensor(min(values)).half()
+    extent = torch.tensor(max(values)) - torch.tensor(min(values))
+    scale = (extent / last).half()
+    if scale == 0:
+        return [0] * len(values), scale, minimum
+    above = [torch.tensor(x) - minimum.float() for x in values]
+    codes = [round(float(x) / float(scale)) for x in above]
+    return [max(0, min(last, n)) for n in codes], scale, minimum
+
+
+def codes_of(data, bits):
+    """Codes of one row, from its bits."""
+    row = int.from_bytes(data.contiguous().view(torch.uint8).numpy().tobytes(), "little")
+    return [row >> (bits * n) & (2**bits - 1) for n in range(data.nbytes * 8 // bits)]
+
+
+@pytest.mark.parametrize("format", GROUPED)
+def test_the_documented_rounding_bit_for_bit(format):
+    bits, group = parts(format)
+    for seed in range(12):
+        x = normal(128, seed=seed) * 10.0 ** (seed % 6 - 4) + seed % 3
+        if seed % 2:
+            x = (x * 4).round() / 4  # ties
+        data, scale = quantise(x, format)
+        groups = [slowly(part, bits) for part in x.split(group)]
+        assert codes_of(data, bits) == [code for codes, _, _ in groups for code in codes]
+        assert torch.equal(scale, torch.stack([n for _, *pair in groups for n in pair]))
+        values = [
+            float(minimum) + float(scale) * code
+            for codes, scale, minimum in groups
+            for code in codes
+        ]
+        expected = torch.tensor(values, dtype=torch.float64).float()
+        assert torch.equal(dequantise(data, scale, torch.float32), expected)
+        assert format_of(data, scale) == format
+        assert quantisation.columns(data, scale) == 128
+        assert quantisation.sizes(format, 128) == (data.shape[-1], scale.shape[-1])
+
+
+@pytest.mark.parametrize("format", GROUPED)
+def test_bounds(format):
+    """Of any size and place, down to scales below float16's normal numbers."""
+    bits, group = parts(format)
+    for exponent in (-30, -20, -12, -3, 0, 9):
+        for shift in (0.0, -1.0, 8.0):
+            x = (normal(50, 128, seed=exponent + 99) + shift) * 2.0**exponent
+            groups = x.double().unflatten(-1, (-1, group))
+            extent = groups.amax(-1) - groups.amin(-1)
+            bound = extent / (2 * (2**bits - 1)) * (1 + 2**-7)
+            bound = bound + groups.abs().amax(-1) * 2**-10 + 2**-21
+            error = (dequantise(*quantise(x, format), torch.float32) - x).double().abs()
+            assert (error <= bound.repeat_interleave(group, -1)).all()
+
+
+@pytest.mark.parametrize("format", GROUPED)
+def test_rows_that_are_special(format):
+    """Constant rows are the constant, and no number of a group with NaN or inf is used."""
+    x = torch.full((5, 64), 0.75)
+    x[1] = 0.0
+    x[1, ::2] = -0.0
+    x[2, 3], x[3, 40], x[4, 63] = torch.nan, -torch.inf, 3e38
+    data, scale = quantise(x, format)
+    back = dequantise(data, scale, torch.float32)
+    assert torch.equal(back[:2], x[:2])
+    group = parts(format)[1]
+    bad = ~x.isfinite() | (x.abs() > 65504)
+    expected = bad.unflatten(-1, (-1, group)).any(-1)
+    assert torch.equal(back.isnan(), expected.repeat_interleave(group, -1))
+    assert (data.unflatten(-1, (64 // group, -1))[expected] == 0).all()
+
+
+# --- The kernels. ---
+
+
+@pytest.mark.parametrize("format, v_format", PAIRS)
+def test_append(format, v_format):
+    """Bit for bit, in pages too, also of rows that are special and that are not aligned."""
+    case = {"format": format, "v_format": v_format, "length": 9, "head_dim_v": 128}
+    append_check.check(append_check.make(**case, layout="gaps", seqlens=[3, 20], seed=1))
+    problem = append_check.make(**case, dtype=torch.float32, page=5, seqlens=[3, 11])
+    for name in ("k", "v"):
+        x = problem.tensors[name]
+        x[:, :, 0] = 0
+        x[:, :, 0, ::2] = -0.0
+        x[:, :, 1, 5], x[:, :, 1, 40] = torch.nan, -torch.inf
+        x[:, :, 2, 33] = 3e38
+        x[:, :, 3] *= 1e-7
+        x[:, :, 4] = x[:, :, 4] * 1e-6 - 7
+        x[:, :, 5] = -0.3
+        x[:, :, 6] = (x[:, :, 6] * 4).round() / 4
+    append_check.check(problem)
+
+
+@pytest.mark.parametrize("number", range(len(PAIRS)))
+def test_attention(number, device):
+    """Decoding, several queries and prefill, dense, indexed and in pages."""
+    format, v_format = PAIRS[number]
+    dtype = DTYPES[number % 3]
+    case = SIZES | {"format": format, "v_format": v_format, "dtype": dtype}
+    kept = {"kv_length": 75, "seqused_k": (75, 33), "batch": 2}
+    where = [{}, {"cache": "paged", "page": 5}, {"cache": "indexed"}]
+    held_cases.hold(
+        [
+            held_cases.case(
+                **case, **kept, call="flash_decode", q_length=1, num_splits=2, **where[number % 3]
+            ),
+            held_cases.case(
+                **case, **kept, call="flash_decode", q_length=7, causal=True, **where[1]
+            ),
+            held_cases.case(
+                **case, **kept, call="flash_fwd", q_length=40, **where[(number + 1) % 3]
+            ),
+        ],
+        device,
+    )
+
+
+@pytest.mark.parametrize("number", range(0, len(PAIRS), 2))
+def test_decode_step(number, device):
+    format, v_format = PAIRS[number]
+    case = {"format": format, "v_format": v_format, "dtype": getattr(torch, DTYPES[number % 3])}
+    tensors = steps.problem(**case, length=3, rotary_dim=64, page=16, layout="rows")
+    steps.check(tensors, device, causal=True)
+
+
+@pytest.mark.parametrize("format", ["q2_g64", "q3_g32", "q4_g32"])
+def test_latent_cache(format, device):
+    """Values that are the first columns of the keys, 576 and 512."""
+    k = normal(1, 1, 40, 576).half()
+    data, scale = quantise(k, format)
+    share = {"data": data.shape[-1] // 9 * 8, "scale": scale.shape[-1] // 9 * 8}
+    q = normal(1, 4, 2, 576).half()
+    arguments = (q, data, data[..., : share["data"]])
+    scales = {"k_scale": scale, "v_scale": scale[..., : share["scale"]]}
+    with simulate(check=True):
+        out, _ = torch.ops.metal_attn.flash_decode(*arguments, **scales)
+    exact = dequantise(data, scale, torch.float16)
+    expected, _ = torch.ops.metal_attn.flash_decode(q, exact, exact[..., :512])
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)

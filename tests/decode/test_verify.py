@@ -1,0 +1,115 @@
+"""Decoding of sequences that differ in their number of queries, as speculation has them."""
+
+import pytest
+import torch
+
+from tests.attention.flash_fwd_options import ints
+from tests.cache.kv_caches import FORMATS
+from tests.decode import flash_decode_problems as problems
+from tests.helpers.cases import each_case
+from tests.helpers.refused import refused_alike
+from torch_metal_attn import flash_attn_with_kvcache, simulate
+from torch_metal_attn.testing.judge import on
+
+ops = torch.ops.metal_attn
+PROBLEMS = (problems.packed, problems.packed_alone, problems.packed_steps)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
+def test_packed(problem):
+    with simulate(check=True):
+        problem()
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 4), (8, 1)])
+def test_ratios_of_heads(heads, kv_heads, device):
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64, "dtype": torch.float16}
+    check = problems.check_packed
+    check((1, 64, 16, 4), (70, 64, 100, 9), device, shape=shape, causal=True, num_splits=2)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_steps_on_quantised_caches(format):
+    with simulate(check=True):
+        problems.packed_step({"format": format, "page": 16}, causal=True)
+
+
+def test_no_queries(device):
+    """No sequence has any; and there are no sequences."""
+    for lengths, used in (((0, 0), (5, 6)), ((), ())):
+        q, (k, v) = torch.zeros(0, 4, 64), torch.zeros(2, len(lengths), 2, 8, 64)
+        given = {"cu_seqlens_q": torch.zeros(len(lengths) + 1).int(), "seqused_k": ints(*used)}
+        out, lse = ops.flash_decode(**on(device, {"q": q, "k": k, "v": v} | given))
+        assert (out.shape, lse.shape) == (q.shape, (4, 0))
+
+
+def test_with_kvcache(device):
+    """flash-attn's function gives what the ops do, with new rows and without."""
+    arguments, options = problems.packed_q((3, 0, 5), (20, 6, 33), spare=0, causal=True)
+    q, k, v = on(device, dict(zip("qkv", arguments, strict=True))).values()
+    k, v = k.nan_to_num(0), v.nan_to_num(0)
+    expected = ops.flash_decode(q, k, v, **on(device, options))
+    packing = on(device, {n: options[n] for n in ("cu_seqlens_q", "max_seqlen_q")})
+    lengths = options["seqused_k"].to(device)
+    rows = {"causal": True, "return_softmax_lse": True} | packing
+    caches = k.transpose(1, 2), v.transpose(1, 2)
+    found = flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths, **rows)
+    assert all(map(torch.equal, found, expected))
+    # The last keys as new ones.
+    before = lengths - packing["cu_seqlens_q"].diff()
+    ranges = [slice(*x) for x in zip(before.tolist(), lengths.tolist(), strict=True)]
+    new = [torch.cat([x[b, s] for b, s in enumerate(ranges)]) for x in caches]
+    for cache in caches:
+        for b, s in enumerate(ranges):
+            cache[b, s] = 7.0
+    ends = {"cu_seqlens_k_new": packing["cu_seqlens_q"]}
+    found = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=before, **rows, **ends)
+    assert all(map(torch.equal, found, expected))
+
+
+@each_case(
+    "change, message",
+    [
+        ({"cu_seqlens_q": ints(0, 3, 2)}, r"cu_seqlens_q\[2\] is 2 and the one before 3"),
+        ({"cu_seqlens_q": ints(1, 3, 7)}, r"cu_seqlens_q\[0\] is 1; it must be 0"),
+        ({"cu_seqlens_q": ints(0, 4, 8)}, "cu_seqlens_q ends at 8 of 7 rows"),
+        ({"max_seqlen_q": 3}, "cu_seqlens_q has a sequence of 4 rows and max_seqlen_q is 3"),
+        ({"cu_seqlens_q": ints(0, 7), "max_seqlen_q": 7}, "k has a batch of 2 and cu_seqlens_q"),
+        ({"cu_seqlens_q": None}, "q has 3 dimensions"),
+        ({"cu_seqlens_q": torch.tensor([0, 3, 7])}, "cu_seqlens_q has dtype int64"),
+    ],
+)
+def test_refused(change, message):
+    arguments, options = problems.packed_q((3, 4), (60, 70), spare=0)
+    with pytest.raises(ValueError, match=message):
+        ops.flash_decode(*arguments, **options | change)
+
+
+@each_case(
+    "change, message",
+    [
+        ({"cu_seqlens_k_new": ints(0, 3, 3, 8)}, "cu_seqlens_k_new has shape"),
+        ({"cu_seqlens_k_new": ints(0, 3, 2, 8, 9)}, r"cu_seqlens_k_new\[2\] is 2"),
+        ({"cu_seqlens_k_new": ints(0, 3, 3, 8, 10)}, "cu_seqlens_k_new ends at 10 of 9 rows"),
+        ({"cache_seqlens": ints(13, 20, 30, 9)}, r"cache_seqlens\[2\] is 30 and k has 5 new rows"),
+        ({"cu_seqlens_q": None, "cu_seqlens_k_new": ints(0, 3, 3, 8, 9)}, "cu_seqlens_k_new is g"),
+    ],
+)
+def test_refused_steps(change, message):
+    """And the cache is as it was."""
+    tensors = problems.packed_step_of((3, 0, 5, 1), (3, 0, 5, 1))
+    before = {n: x.clone() for n, x in tensors.items()}
+    with pytest.raises(ValueError, match=message):
+        ops.decode_step(**tensors | change, max_seqlen_q=5)
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(tensors[name].nan_to_num(-1), before[name].nan_to_num(-1))
+
+
+def test_alike_without_data():
+    arguments, options = problems.packed_q((3, 4), (60, 70), spare=0)
+    given = dict(zip("qkv", arguments, strict=True)) | options | {"max_seqlen_q": -1}
+
+    def call(place):
+        return lambda: ops.flash_decode(**on(place, given))
+
+    refused_alike("max_seqlen_q is -1; it must be in 0", call("cpu"), call("meta"))

@@ -42,6 +42,7 @@ class Specialisation:
     feature: str
     defines: dict[str, Any]
     threads: int
+    choice: str = ""  # how its tile was chosen
 
     @property
     def name(self) -> str:
@@ -65,7 +66,8 @@ def _chosen(
     kernel: str, dtype: torch.dtype, head_dim: int, feature: str, explained: dict[str, Any]
 ) -> Specialisation:
     return Specialisation(
-        kernel, dtype, head_dim, feature, explained["defines"], explained["threads"][0]
+        *(kernel, dtype, head_dim, feature),
+        *(explained["defines"], explained["threads"][0], explained["choice"]),
     )
 
 

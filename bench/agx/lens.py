@@ -1,7 +1,9 @@
 """What Mesa's compiler for Apple's G13 (M1; M2's G14 is alike) makes of a kernel of Metal text."""
 
+import hashlib
 import multiprocessing
 import os
+import pickle
 import resource
 import subprocess
 import tempfile
@@ -9,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from bench.front_end import source_of
@@ -18,6 +21,7 @@ from torch_metal_attn.simulator.metal.constants import ConstantValue
 
 from . import listing, spirv
 from .listing import LANES, Loop
+from .spirv import LensError
 
 # Where setup.sh puts the driver; AGX_LENS names another place.
 DRIVER = Path(os.environ.get("AGX_LENS") or default_dir() / "agx" / "agx_lens")
@@ -26,10 +30,6 @@ THREADGROUP_MEMORY = 60 * 1024
 MOST_RESIDENT = 32  # SIMD groups, as many as their registers allow
 # Of a run of the driver, which takes a few seconds and less than 100 MB.
 TIMEOUT_SECONDS, MEMORY = 600, 2**30
-
-
-class LensError(RuntimeError):
-    """The driver is not built, or Mesa cannot compile the kernel."""
 
 
 @dataclass(frozen=True)
@@ -153,13 +153,38 @@ class Job:
             return error
 
 
-def compile_all(jobs: Iterable[Job], workers: int = 1) -> Iterator[Compiled | Failure]:
-    """Compile many, `workers` at a time, and yield them in their order."""
+def compile_all(
+    jobs: Iterable[Job], workers: int = 1, store: Path | None = None
+) -> Iterator[Compiled | Failure]:
+    """Compile many, `workers` at a time, and yield them in their order.
+
+    store: a folder that keeps what was compiled, so that a run that was ended goes on where it was.
+    """
+    if store is None:
+        one = Job.compiled
+    else:
+        store.mkdir(parents=True, exist_ok=True)
+        one = partial(_stored, store, hashlib.sha256(DRIVER.read_bytes()).hexdigest())
     if workers == 1:
-        yield from map(Job.compiled, jobs)
+        yield from map(one, jobs)
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(Job.compiled, jobs)
+        yield from pool.map(one, jobs)
+
+
+def _stored(store: Path, driver: str, job: Job) -> Compiled | Failure:
+    text = source_of(job.kernel, job.defines) if job.text is None else repr(job)
+    key = f"{driver} {job.kernel} {job.threads}\n{text}"
+    path = store / hashlib.sha256(key.encode()).hexdigest()
+    if path.exists():
+        kept: Compiled = pickle.loads(path.read_bytes())
+        return kept
+    found = job.compiled()
+    if isinstance(found, Compiled):
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(pickle.dumps(found))
+        unfinished.replace(path)
+    return found
 
 
 def _limit_memory() -> None:

@@ -52,6 +52,10 @@ ARITHMETIC = re.compile(
 )
 
 
+class LensError(RuntimeError):
+    """The driver is not built, or it cannot compile the kernel."""
+
+
 def _converted(found: re.Match[str], serial: int) -> list[str]:
     """One conversion, of a bfloat or of each in a vector."""
     narrows = found["what"] == "fptrunc"
@@ -114,7 +118,7 @@ def without_bfloat(ir: str) -> str:
     ir = "\n".join(lines)
     arithmetic = ARITHMETIC.search(ir)
     if arithmetic:
-        raise ValueError(f"arithmetic on bfloats, which M1 has not: {arithmetic[0].strip()}")
+        raise LensError(f"arithmetic on bfloats, which M1 has not: {arithmetic[0].strip()}")
     return re.sub(r"(?<![\w@.])bfloat\b", "i16", ir) + CONVERSIONS
 
 

@@ -3,44 +3,30 @@
 #include <algorithm>
 #include <cmath>
 
-#include "csrc/tiles/flash_bwd_tensor.h"
 #include "csrc/tiles/shared.h"
+#include "csrc/tiles/table.inc"
+#include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
 namespace {
 
-constexpr Knob<FlashBwdTile> kKnobs[] = {
-    {"SLICES", &FlashBwdTile::slices},
-    {"BLOCK", &FlashBwdTile::block},
-    {"ROW_FRAGMENTS", &FlashBwdTile::row_fragments},
-    {"SIMDGROUPS", &FlashBwdTile::simdgroups},
-    {"COLUMN_SIMDGROUPS", &FlashBwdTile::column_simdgroups},
-    {"ROWS_IN_REGISTERS", &FlashBwdTile::rows_in_registers},
-    {"ROWS_IN_THREADGROUP", &FlashBwdTile::rows_in_threadgroup},
-};
-
-constexpr DefaultRow<FlashBwdTile> kDqRows[] = {
-#define FLASH_BWD_DQ(...) TILE_ROW(__VA_ARGS__)
-#include "csrc/tiles/table.inc"
-};
-
-constexpr DefaultRow<FlashBwdTile> kDkvRows[] = {
-#define FLASH_BWD_DKV(...) TILE_ROW(__VA_ARGS__)
-#include "csrc/tiles/table.inc"
-};
+using Tile = FlashBwdTile;
+constexpr Knob<Tile> kKnobs[] = {FLASH_BWD_KNOBS(KNOB_ENTRY)};
+constexpr DefaultRow<Tile> kDqRows[] = {FLASH_BWD_DQ_ROWS(TILE_ROW)};
+constexpr DefaultRow<Tile> kDkvRows[] = {FLASH_BWD_DKV_ROWS(TILE_ROW)};
+constexpr DefaultRow<Tile> kTensorDqRows[] = {FLASH_BWD_DQ_TENSOR_ROWS(TILE_ROW)};
+constexpr DefaultRow<Tile> kTensorDkvRows[] = {FLASH_BWD_DKV_TENSOR_ROWS(TILE_ROW)};
 
 // Whether rows of the other side are staged as they are, beside pairs.
 bool stages_rows(const FlashBwdSpecialisation& s) { return s.dkv && s.column_simdgroups == 1; }
 
 }  // namespace
 
-int FlashBwdSpecialisation::qk_slice() const {
-  return tensor_tiles ? tensor_slice(*this, head_dim_qk) : slice_columns(head_dim_qk, slices);
-}
-
-int FlashBwdSpecialisation::v_slice() const {
-  return tensor_tiles ? tensor_slice(*this, head_dim_v) : slice_columns(head_dim_v, slices);
+int FlashBwdSpecialisation::slice(int columns) const {
+  const int shared = column_simdgroups;
+  return tensor_tiles ? shared * slice_columns(columns, slices * shared, kTensorSpan)
+                      : slice_columns(columns, slices, 8);
 }
 
 const char* FlashBwdSpecialisation::kernel() const {
@@ -63,13 +49,11 @@ bool FlashBwdSpecialisation::normalised() const {
   return exact_delta && (element == Element::kFloat || (!dkv && others));
 }
 
-int FlashBwdSpecialisation::registers() const {
-  return tensor_tiles ? tensor_registers(*this) : recorded_registers(defaults);
-}
-
 int FlashBwdSpecialisation::threadgroup_bytes() const {
   if (tensor_tiles) {
-    return tensor_threadgroup_bytes(*this);
+    // Votes, and parts of scores and of their gradients: 16 registers of each thread.
+    const int votes = exact_delta && !dkv ? simdgroups : 0;
+    return (votes + (column_simdgroups > 1 ? 2 * threads() * 16 : 0)) * int(sizeof(float));
   }
   const int pairs = pair_columns(*this);
   const int rows = stages_rows(*this) ? padded(qk_slice()) + padded(v_slice()) : 0;
@@ -125,7 +109,7 @@ bool divides(const FlashBwdSpecialisation& s) {
     return s.row_fragments <= 2;
   }
   const int own = 8 * parts;
-  if ((parts != 2 && parts != 4) || s.simdgroups % parts != 0 || s.qk_slice() % own != 0 ||
+  if (parts == 3 || s.simdgroups % parts != 0 || s.qk_slice() % own != 0 ||
       s.v_slice() % own != 0) {
     return false;
   }
@@ -137,7 +121,8 @@ bool divides(const FlashBwdSpecialisation& s) {
 }
 
 int most_slices(const FlashBwdSpecialisation& s) {
-  return std::max(fragments(s.head_dim_qk), fragments(s.head_dim_v));
+  const int unit = s.tensor_tiles ? kTensorSpan : 8;
+  return (std::max(s.head_dim_qk, s.head_dim_v) + unit - 1) / unit;
 }
 
 }  // namespace
@@ -145,14 +130,15 @@ int most_slices(const FlashBwdSpecialisation& s) {
 std::span<const Knob<FlashBwdTile>> FlashBwdSpecialisation::knobs() { return kKnobs; }
 
 std::span<const DefaultRow<FlashBwdTile>> FlashBwdSpecialisation::table() const {
-  if (dkv) {
-    return kDkvRows;
+  using Rows = std::span<const DefaultRow<FlashBwdTile>>;
+  if (tensor_tiles) {
+    return dkv ? Rows(kTensorDkvRows) : Rows(kTensorDqRows);
   }
-  return kDqRows;
+  return dkv ? Rows(kDkvRows) : Rows(kDqRows);
 }
 
 TileQuestion FlashBwdSpecialisation::question(int family) const {
-  return {element, std::max(head_dim_qk, head_dim_v), 0, load_of(features), family};
+  return {bits_of(element), std::max(head_dim_qk, head_dim_v), 0, load_of(features), family};
 }
 
 bool FlashBwdSpecialisation::take(const FlashBwdTile& tile) {
@@ -169,11 +155,16 @@ bool FlashBwdSpecialisation::take(const FlashBwdTile& tile) {
 bool FlashBwdSpecialisation::can_run() const {
   const int queries = dkv ? block : block_rows();
   const int keys = dkv ? block_rows() : block;
-  return !tensor_tiles && between(slices, 1, most_slices(*this)) && is_block(block) &&
-         between(row_fragments, 1, 4) && row_fragments != 3 &&
-         between(simdgroups, 1, 2 * kSimdgroups) && divides(*this) &&
-         is_place(rows_in_registers, rows_in_threadgroup) &&
-         threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES && within_blocks(features, queries, keys);
+  if (!within_limits(*this) || slices > most_slices(*this) ||
+      !within_blocks(features, queries, keys)) {
+    return false;
+  }
+  if (tensor_tiles) {
+    return block == kTensorSpan && row_fragments == 2 && column_simdgroups <= 2 &&
+           simdgroups % column_simdgroups == 0 && !rows_in_threadgroup;
+  }
+  return row_fragments != 3 && divides(*this) && !(rows_in_registers && rows_in_threadgroup) &&
+         threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
 }
 
 int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,
@@ -190,10 +181,12 @@ int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem
 }
 
 std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, bool dkv,
-                                                       bool exact_delta, const Gpu& gpu) {
+                                                       bool exact_delta, bool tensor_tiles,
+                                                       const Gpu& gpu) {
   auto s = specialisation_for<FlashBwdSpecialisation>(problem);
+  s.tensor_tiles = tensor_tiles;
   s.wide_rotary = wide_rotary(problem);
-  s.row_pairs = s.wide_loads;
+  s.row_pairs = !tensor_tiles && s.wide_loads;
   s.dkv = dkv;
   s.exact_delta = exact_delta;
   return default_tile(s, gpu);

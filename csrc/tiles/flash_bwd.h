@@ -11,21 +11,14 @@
 
 namespace metal_attn {
 
-// What is chosen.
 struct FlashBwdTile {
-  int slices;         // over the grid, of the gradients' columns
-  int block;          // rows of the other side staged at a time
-  int row_fragments;  // 8-row fragments that a SIMD group owns
-  int simdgroups;
-  int column_simdgroups = 1;  // that share rows, with a part of the gradients' columns each
-  int rows_in_registers;
-  int rows_in_threadgroup;  // if in neither, they are read again for every block
+  FLASH_BWD_KNOBS(KNOB_MEMBER)
 };
 
 // A gradient kernel: a threadgroup owns rows of one side (queries for dq, keys for dk and dv) and
 // walks over blocks of the other.
 struct FlashBwdSpecialisation : FlashBwdTile {
-  bool tensor_tiles;  // those of csrc/tiles/flash_bwd_tensor.cpp
+  bool tensor_tiles;
   Element element;
   int head_dim_qk;
   int head_dim_v;
@@ -41,8 +34,9 @@ struct FlashBwdSpecialisation : FlashBwdTile {
 
   int block_rows() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }
-  int qk_slice() const;  // columns of dq, or of dk, that a threadgroup owns
-  int v_slice() const;   // columns of dv
+  int qk_slice() const { return slice(head_dim_qk); }  // of dq, or of dk, that a threadgroup owns
+  int v_slice() const { return slice(head_dim_v); }    // columns of dv
+  int slice(int columns) const;
   // Whether SIMD groups that share rows exchange finished weights; else they add up scores.
   bool exchanges_weights() const;
   // How many parts of the rows of scores such SIMD groups compute, as queries are too few.
@@ -50,7 +44,7 @@ struct FlashBwdSpecialisation : FlashBwdTile {
   // Whether the rounding of the log-sum-exp would show in the weights: in float32, and in what the
   // other gradients that are float32's are computed from.
   bool normalised() const;
-  int registers() const;  // of a thread, 32 bits each; 0: not known
+  int registers() const { return recorded_registers(defaults); }
   int threadgroup_bytes() const;
   const char* kernel() const;
 
@@ -62,9 +56,10 @@ struct FlashBwdSpecialisation : FlashBwdTile {
   bool can_run() const;
 };
 
-// On 8x8 tiles. Nothing if no tile fits in threadgroup memory.
+// Nothing if no tile fits in threadgroup memory.
 std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, bool dkv,
-                                                       bool exact_delta, const Gpu& gpu);
+                                                       bool exact_delta, bool tensor_tiles,
+                                                       const Gpu& gpu);
 
 // How many threadgroups of this tile should share the query heads of a KV head, which they divide.
 int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,

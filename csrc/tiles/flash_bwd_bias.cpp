@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "csrc/tiles/shared.h"
+#include "csrc/tiles/table.inc"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -11,10 +12,7 @@ namespace {
 // Threadgroups that keep the largest GPU, of 80 cores, busy.
 constexpr int64_t kBusyThreadgroups = 80 * kSimdgroupsPerCore / kSimdgroups;
 
-constexpr DefaultRow<FlashBwdBiasTile> kRows[] = {
-#define FLASH_BWD_BIAS(...) TILE_ROW(__VA_ARGS__)
-#include "csrc/tiles/table.inc"
-};
+constexpr DefaultRow<FlashBwdBiasTile> kRows[] = {FLASH_BWD_BIAS_ROWS(TILE_ROW)};
 
 }  // namespace
 
@@ -27,7 +25,7 @@ int FlashBwdBiasSpecialisation::threadgroup_bytes() const {
 std::span<const DefaultRow<FlashBwdBiasTile>> FlashBwdBiasSpecialisation::table() { return kRows; }
 
 TileQuestion FlashBwdBiasSpecialisation::question(int family) const {
-  return {element, std::max(head_dim_qk, head_dim_v), 0, load_of(features), family};
+  return {bits_of(element), std::max(head_dim_qk, head_dim_v), 0, load_of(features), family};
 }
 
 bool FlashBwdBiasSpecialisation::take(const FlashBwdBiasTile& tile) {

@@ -12,12 +12,8 @@
 
 namespace metal_attn {
 
-// What is chosen.
 struct FlashBwdBiasTile {
-  int row_fragments;  // 8-row fragments of queries that a SIMD group owns
-  int block_k;        // keys of a tile
-  int simdgroups;
-  int rows_in_registers;
+  FLASH_BWD_BIAS_KNOBS(KNOB_MEMBER)
 };
 
 // The kernel of what is added to scores: a threadgroup owns a tile of the bias in registers, and

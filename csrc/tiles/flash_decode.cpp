@@ -5,32 +5,27 @@
 
 #include "csrc/problem/merge.h"
 #include "csrc/tiles/shared.h"
+#include "csrc/tiles/table.inc"
 #include "shaders/params.h"
 
 namespace metal_attn {
 namespace {
 
-constexpr Knob<FlashDecodeTile> kKnobs[] = {
-    {"ROW_FRAGMENTS", &FlashDecodeTile::row_fragments},
-    {"KEY_FRAGMENTS", &FlashDecodeTile::key_fragments},
-    {"KEY_SIMDGROUPS", &FlashDecodeTile::key_simdgroups},
-    {"COLUMN_SIMDGROUPS", &FlashDecodeTile::column_simdgroups},
-    {"VECTOR_ROWS", &FlashDecodeTile::vector_rows, true},
-};
-
-constexpr DefaultRow<FlashDecodeTile> kRows[] = {
-#define FLASH_DECODE(ELEMENT, COLUMNS, QUERIES, LOAD, FAMILY, REGISTERS, ...) \
-  {{Element::k##ELEMENT, COLUMNS, QUERIES, Load::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
-#include "csrc/tiles/table.inc"
-};
+using Tile = FlashDecodeTile;
+constexpr Knob<Tile> kKnobs[] = {FLASH_DECODE_KNOBS(KNOB_ENTRY)};
+constexpr DefaultRow<Tile> kRows[] = {FLASH_DECODE_ROWS(DECODE_TILE_ROW)};
 
 // Columns of a row that one lane's load and three others' make (shaders/spans.h).
 constexpr int kSpanFragments = kSpanColumns / 8;
 
-int spans(int columns) { return (columns + kSpanColumns - 1) / kSpanColumns; }
+int spans_of(int columns) { return (columns + kSpanColumns - 1) / kSpanColumns; }
+
+int most_spans(const FlashDecodeSpecialisation& s) {
+  return std::max(spans_of(s.head_dim_qk), spans_of(s.head_dim_v));
+}
 
 // Of rows that a tile can have, so that 32 query heads of one KV head read its keys once.
-constexpr int64_t kMostDecodeRows = 32;
+constexpr int64_t kMostDecodeRows = 8 * kKnobs[0].most;
 
 // Waves of threadgroups among which a number of splits is looked for.
 constexpr int kMostWaves = 4;
@@ -39,8 +34,7 @@ constexpr int kMostWaves = 4;
 constexpr int64_t kMergeKeys = 64;
 
 // Of so few rows the matrix unit would mostly multiply zeros: lanes have units of 8 columns of the
-// values instead, 4 lanes or more a key. Three or four would not fit in the registers of M1.
-constexpr int kMostVectorRows = 2;
+// values instead, 4 lanes or more a key.
 constexpr int kUnitColumns = 8;
 constexpr int kFewestKeyLanes = 4;
 
@@ -85,7 +79,7 @@ std::span<const Knob<FlashDecodeTile>> FlashDecodeSpecialisation::knobs() { retu
 std::span<const DefaultRow<FlashDecodeTile>> FlashDecodeSpecialisation::table() { return kRows; }
 
 TileQuestion FlashDecodeSpecialisation::question(int family) const {
-  return {element, std::max(head_dim_qk, head_dim_v), std::min(all_rows, kMostDecodeRows),
+  return {bits_of(element), std::max(head_dim_qk, head_dim_v), std::min(all_rows, kMostDecodeRows),
           load_of(features), family};
 }
 
@@ -96,11 +90,17 @@ int FlashDecodeSpecialisation::key_lanes() const {
   return std::max(kFewestKeyLanes, std::min(kFewestKeyLanes * vector_rows, power_of_2(units)));
 }
 
+int FlashDecodeSpecialisation::column_simdgroups() const {
+  return (most_spans(*this) + spans - 1) / spans;
+}
+
+int FlashDecodeSpecialisation::key_simdgroups() const {
+  return column_simdgroups() > 1 ? 1 : kSimdgroups;
+}
+
 bool FlashDecodeSpecialisation::take(const FlashDecodeTile& tile) {
   static_cast<FlashDecodeTile&>(*this) = tile;
-  const int most_spans = std::max(spans(head_dim_qk), spans(head_dim_v));
-  column_simdgroups = (most_spans + tile.column_simdgroups - 1) / tile.column_simdgroups;
-  key_simdgroups = column_simdgroups > 1 ? 1 : kSimdgroups;
+  spans = (most_spans(*this) + column_simdgroups() - 1) / column_simdgroups();
   row_fragments = static_cast<int>(std::clamp<int64_t>((all_rows + 7) / 8, 1, row_fragments));
   vector_rows = vector_rows > 0 ? power_of_2(all_rows) : 0;
   while (features.kv_block() % (8 * key_fragments) != 0) {
@@ -110,32 +110,33 @@ bool FlashDecodeSpecialisation::take(const FlashDecodeTile& tile) {
 }
 
 int FlashDecodeSpecialisation::threadgroup_bytes() const {
-  const int tiles = key_simdgroups * column_simdgroups + (column_simdgroups > 1 ? 1 : 0);
+  const int own_keys = key_simdgroups();
+  const int own_columns = column_simdgroups();
+  const int tiles = own_keys * own_columns + (own_columns > 1 ? 1 : 0);
   int floats = tiles * 8 * row_fragments * padded(8 * key_fragments);
   int q_elements = 0;
   if (vector_rows > 0) {
     // Weights with their corrections, and out of each SIMD group.
-    floats += key_simdgroups * vector_rows * (8 * key_fragments + 1 + padded_columns(*this));
+    floats += own_keys * vector_rows * (8 * key_fragments + 1 + padded_columns(*this));
   }
-  if (key_simdgroups > 1) {
+  if (own_keys > 1) {
     constexpr int kFragmentElements = 64;
     const int span_elements = row_fragments * kSpanFragments * kFragmentElements;
-    floats += (vector_rows > 0 ? 0 : spans(head_dim_v) * span_elements) +
-              2 * key_simdgroups * rows_at_once();
-    q_elements = spans(head_dim_qk) * span_elements;
+    floats += (vector_rows > 0 ? 0 : spans_of(head_dim_v) * span_elements) +
+              2 * own_keys * rows_at_once();
+    q_elements = spans_of(head_dim_qk) * span_elements;
   }
   return floats * int(sizeof(float)) + q_elements * element_bytes(element);
 }
 
 bool FlashDecodeSpecialisation::can_run() const {
-  const int most_spans = std::max(spans(head_dim_qk), spans(head_dim_v));
+  if (!within_limits(*this)) {
+    return false;
+  }
   const bool vectors_suit =
-      vector_rows == 0 || (vector_rows == power_of_2(all_rows) && vector_rows <= kMostVectorRows &&
-                           row_fragments == 1 && column_simdgroups == 1 && !v_in_k);
-  return between(row_fragments, 1, kMostDecodeRows / 8) && between(key_fragments, 1, 4) &&
-         key_fragments != 3 && between(column_simdgroups, 1, most_spans) &&
-         key_simdgroups == (column_simdgroups > 1 ? 1 : kSimdgroups) && vectors_suit &&
-         threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
+      vector_rows == 0 || (vector_rows == power_of_2(all_rows) && row_fragments == 1 &&
+                           column_simdgroups() == 1 && !v_in_k);
+  return key_fragments != 3 && vectors_suit && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
          features.kv_block() % (8 * key_fragments) == 0;
 }
 
@@ -181,8 +182,8 @@ int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, 
 Defines flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
   Defines own{
       {"KEY_FRAGMENTS", s.key_fragments},
-      {"KEY_SIMDGROUPS", s.key_simdgroups},
-      {"COLUMN_SIMDGROUPS", s.column_simdgroups},
+      {"KEY_SIMDGROUPS", s.key_simdgroups()},
+      {"COLUMN_SIMDGROUPS", s.column_simdgroups()},
   };
   if (split) {
     own.push_back({"SPLIT", 1});
@@ -202,9 +203,9 @@ std::string describe_choice(const FlashDecodeSpecialisation& s, int64_t row_grou
   return std::to_string(splits) + " splits of the keys; " + std::to_string(s.all_rows) +
          " queries of a KV head in " + std::to_string(s.passes(s.all_rows)) +
          " passes over its keys" + (row_groups > 1 ? ", each by threadgroups of its own" : "") +
-         (s.v_in_k ? ", which hold the values too" : "") + "; " + std::to_string(s.key_simdgroups) +
-         " SIMD groups with their own keys, " + std::to_string(s.column_simdgroups) +
-         " with their own columns" +
+         (s.v_in_k ? ", which hold the values too" : "") + "; " +
+         std::to_string(s.key_simdgroups()) + " SIMD groups with their own keys, " +
+         std::to_string(s.column_simdgroups()) + " with their own columns" +
          (s.vector_rows > 0 ? ", values without the matrix unit: " : ": ") + row_text(s.defaults);
 }
 

@@ -13,14 +13,8 @@
 
 namespace metal_attn {
 
-// What is chosen.
 struct FlashDecodeTile {
-  int row_fragments;      // 8-row fragments of queries that are worked on at a time
-  int key_fragments;      // 8-key fragments of a SIMD group's block
-  int key_simdgroups;     // per threadgroup, with different keys
-  int column_simdgroups;  // with the same keys and different columns; of a table's row: at most so
-                          // many spans of 32 columns for each
-  int vector_rows;        // of which values are summed up without the matrix unit; 0: of none
+  FLASH_DECODE_KNOBS(KNOB_MEMBER)
 };
 
 // Decoding: a threadgroup owns query heads of one KV head and a part of the keys.
@@ -39,8 +33,10 @@ struct FlashDecodeSpecialisation : FlashDecodeTile {
   // Tiles that so many rows fill; the keys are read for each.
   int64_t passes(int64_t rows) const { return (rows + rows_at_once() - 1) / rows_at_once(); }
   static const char* kernel() { return "flash_decode"; }
-  int step_keys() const { return 8 * key_fragments * key_simdgroups; }
-  int threads() const { return 32 * key_simdgroups * column_simdgroups; }
+  int column_simdgroups() const;  // per threadgroup, with the same keys and different columns
+  int key_simdgroups() const;     // per threadgroup, with different keys
+  int step_keys() const { return 8 * key_fragments * key_simdgroups(); }
+  int threads() const { return 32 * key_simdgroups() * column_simdgroups(); }
   int key_lanes() const;  // that share a value's row, where values are summed up without the unit
   int registers() const { return recorded_registers(defaults); }
   int threadgroup_bytes() const;

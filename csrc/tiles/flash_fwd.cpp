@@ -2,37 +2,27 @@
 
 #include <algorithm>
 
-#include "csrc/tiles/flash_fwd_tensor.h"
 #include "csrc/tiles/shared.h"
+#include "csrc/tiles/table.inc"
+#include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
 namespace {
 
-constexpr Knob<FlashFwdTile> kKnobs[] = {
-    {"V_SLICE", &FlashFwdTile::v_slice},
-    {"BLOCK_K", &FlashFwdTile::block_k},
-    {"SIMDGROUPS", &FlashFwdTile::simdgroups},
-    {"COLUMN_SIMDGROUPS", &FlashFwdTile::column_simdgroups},
-    {"Q_IN_REGISTERS", &FlashFwdTile::q_in_registers},
-    {"KV_STAGED", &FlashFwdTile::kv_staged},
-};
+using Tile = FlashFwdTile;
+constexpr Knob<Tile> kKnobs[] = {FLASH_FWD_KNOBS(KNOB_ENTRY)};
+constexpr DefaultRow<Tile> kRows[] = {FLASH_FWD_ROWS(TILE_ROW)};
+constexpr DefaultRow<Tile> kRowsOfTensorTiles[] = {FLASH_FWD_TENSOR_ROWS(TILE_ROW)};
 
-constexpr DefaultRow<FlashFwdTile> kRows[] = {
-#define FLASH_FWD(...) TILE_ROW(__VA_ARGS__)
-#include "csrc/tiles/table.inc"
-};
-
-// Columns of the output that a threadgroup accumulates at most. Wider values are cut into slices
-// over the grid, each of which computes the scores again: 512 columns of accumulators alone would
-// take all 128 registers that a thread of M1 can have.
-constexpr int kMostSlice = 256;
+// Columns of the output that a threadgroup accumulates at most.
+constexpr int kMostSlice = kKnobs[0].most;
 
 // Whether two SIMD groups can share rows, with as many columns each.
 bool divides(const FlashFwdSpecialisation& s) {
   const int parts = s.column_simdgroups;
-  return (parts == 1 || parts == 2) && s.simdgroups % parts == 0 &&
-         fragments(s.head_dim_qk) % parts == 0 && s.v_slice / 8 % parts == 0;
+  return s.simdgroups % parts == 0 && fragments(s.head_dim_qk) % parts == 0 &&
+         s.v_slice / 8 % parts == 0;
 }
 
 // Whether SIMD groups can read K and V themselves, in chunks of 16 bytes (shaders/unstaged.h).
@@ -46,16 +36,22 @@ bool reads_unstaged(const FlashFwdSpecialisation& s) {
 
 std::span<const Knob<FlashFwdTile>> FlashFwdSpecialisation::knobs() { return kKnobs; }
 
-std::span<const DefaultRow<FlashFwdTile>> FlashFwdSpecialisation::table() { return kRows; }
+std::span<const DefaultRow<FlashFwdTile>> FlashFwdSpecialisation::table() const {
+  if (tensor_tiles) {
+    return kRowsOfTensorTiles;
+  }
+  return kRows;
+}
 
 TileQuestion FlashFwdSpecialisation::question(int family) const {
   const int columns = std::max(head_dim_qk, std::min(head_dim_v, kMostSlice));
-  return {element, columns, 0, load_of(features), family};
+  return {bits_of(element), columns, 0, load_of(features), family};
 }
 
 bool FlashFwdSpecialisation::take(const FlashFwdTile& tile) {
   static_cast<FlashFwdTile&>(*this) = tile;
-  v_slice = slice_columns(head_dim_v, (head_dim_v + tile.v_slice - 1) / tile.v_slice);
+  v_slice = slice_columns(head_dim_v, (head_dim_v + tile.v_slice - 1) / tile.v_slice,
+                          tensor_tiles ? kTensorSpan : 8);
   block_k = 8 * parts_within(features.kv_block(), 8, block_k / 8);
   simdgroups = column_simdgroups *
                parts_within(features.q_block(), 8 * row_fragments, simdgroups / column_simdgroups);
@@ -63,16 +59,15 @@ bool FlashFwdSpecialisation::take(const FlashFwdTile& tile) {
 }
 
 bool FlashFwdSpecialisation::can_run() const {
-  return !tensor_tiles && between(v_slice, 8, kMostSlice) &&
-         v_slice == slice_columns(head_dim_v, v_slices()) && is_block(block_k) &&
-         between(simdgroups, 1, 2 * kSimdgroups) && divides(*this) &&
-         between(q_in_registers, 0, 1) && between(kv_staged, 0, 1) &&
-         (kv_staged || reads_unstaged(*this)) && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
-         within_blocks(features, block_q(), block_k);
-}
-
-int FlashFwdSpecialisation::registers() const {
-  return tensor_tiles ? tensor_registers(*this) : recorded_registers(defaults);
+  if (!within_limits(*this) || !within_blocks(features, block_q(), block_k)) {
+    return false;
+  }
+  if (tensor_tiles) {
+    return v_slice % kTensorSpan == 0 && block_k == kTensorSpan && column_simdgroups == 1 &&
+           kv_staged;
+  }
+  return v_slice == slice_columns(head_dim_v, v_slices(), 8) && divides(*this) &&
+         (kv_staged || reads_unstaged(*this)) && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
 }
 
 int FlashFwdSpecialisation::threadgroup_bytes() const {
@@ -87,10 +82,14 @@ int FlashFwdSpecialisation::threadgroup_bytes() const {
   return tiles + (shared ? threads() * block_k / 8 * 2 * int(sizeof(float)) : 0);
 }
 
-FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu) {
+FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, bool tensor_tiles,
+                                        const Gpu& gpu) {
   auto s = specialisation_for<FlashFwdSpecialisation>(problem);
-  s.wide_rotary = wide_rotary(problem);
-  s.row_pairs = problem.q_pairs;
+  s.tensor_tiles = tensor_tiles;
+  s.row_fragments = tensor_tiles ? 2 : 1;
+  s.wide_loads = s.wide_loads && (!tensor_tiles || problem.q_aligned);
+  s.wide_rotary = s.wide_loads && wide_rotary(problem);
+  s.row_pairs = !tensor_tiles && problem.q_pairs;
   return default_tile(s, gpu).value();
 }
 
@@ -139,9 +138,8 @@ std::string describe_choice(const FlashFwdSpecialisation& s) {
       std::to_string(8 * s.row_fragments) + " queries " +
       (s.column_simdgroups > 1 ? "two SIMD groups, half the columns each," : "a SIMD group");
   return (s.tensor_tiles ? "tensor tiles: " : "") + rows + " and Q " + q + ": " +
-         (s.tensor_tiles ? std::to_string(tensor_registers(s)) + " registers a thread"
-                         : row_text(s.defaults)) +
-         "; " + std::to_string(s.block_k) + " keys a block" + staged + slices + loads;
+         row_text(s.defaults) + "; " + std::to_string(s.block_k) + " keys a block" + staged +
+         slices + loads;
 }
 
 }  // namespace metal_attn

@@ -11,18 +11,12 @@
 
 namespace metal_attn {
 
-// What is chosen.
 struct FlashFwdTile {
-  int v_slice;     // columns of v and out that a threadgroup owns; of a table's row: at most
-  int block_k;     // keys staged at a time
-  int simdgroups;  // per threadgroup
-  int column_simdgroups = 1;  // that share rows, with a part of the columns each
-  int q_in_registers;         // else it is read again for every block
-  int kv_staged = 1;          // in threadgroup memory; else each SIMD group reads K and V itself
+  FLASH_FWD_KNOBS(KNOB_MEMBER)
 };
 
 struct FlashFwdSpecialisation : FlashFwdTile {
-  bool tensor_tiles;  // flash_fwd_tensor.metal's, of csrc/tiles/flash_fwd_tensor.cpp
+  bool tensor_tiles;  // flash_fwd_tensor.metal's
   Element element;
   int head_dim_qk;
   int head_dim_v;
@@ -37,19 +31,20 @@ struct FlashFwdSpecialisation : FlashFwdTile {
   int block_q() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }
   int v_slices() const { return (head_dim_v + v_slice - 1) / v_slice; }
-  int registers() const;          // of a thread, 32 bits each; 0: not known
+  int registers() const { return recorded_registers(defaults); }
   int threadgroup_bytes() const;  // exact: what the shader declares
   const char* kernel() const { return tensor_tiles ? "flash_fwd_tensor" : "flash_fwd"; }
 
   static std::span<const Knob<FlashFwdTile>> knobs();
-  static std::span<const DefaultRow<FlashFwdTile>> table();
+  std::span<const DefaultRow<FlashFwdTile>> table() const;
   TileQuestion question(int family) const;
   // Takes a row's tile, cut to this problem. Returns whether the kernel can run it.
   bool take(const FlashFwdTile& tile);
   bool can_run() const;
 };
 
-FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, const Gpu& gpu);
+FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, bool tensor_tiles,
+                                        const Gpu& gpu);
 
 Defines flash_fwd_defines(const FlashFwdSpecialisation& specialisation);
 

@@ -18,8 +18,11 @@ bool wide_rotary(const FlashFwdProblem& problem) {
 }
 
 Load load_of(const FlashFwdFeatures& f) {
-  const bool heavy = f.dropout || f.bias || f.rotary || f.flex || f.unpaired_keys() ||
-                     f.cache.page_size > 0 || f.cache.formats.quantised();
+  if (f.rotary) {
+    return Load::kRotary;
+  }
+  const bool heavy = f.dropout || f.bias || f.flex || f.unpaired_keys() || f.cache.page_size > 0 ||
+                     f.cache.formats.quantised();
   return heavy ? Load::kHeavy : Load::kLight;
 }
 
@@ -31,7 +34,7 @@ std::string row_text(const TileConditions* row) {
   std::string text = registers == 0 ? "registers not measured"
                                     : "at most " + std::to_string(registers) +
                                           " registers a thread, of which M1 has 128";
-  text += std::string(", by the row for ") + element_name(row->element) + ", head dims up to " +
+  text += std::string(", by the row for ") + std::to_string(row->bits) + " bits, head dims up to " +
           std::to_string(row->columns);
   text += row->queries != kAny ? ", " + std::to_string(row->queries) + " queries" : "";
   text += row->load == Load::kLight ? ", light features" : "";

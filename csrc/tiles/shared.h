@@ -32,9 +32,10 @@ inline int64_t tiles_of(int64_t rows, int64_t tile, int block, bool ordered) {
   return ordered ? (rows + block - 1) / block * (block / tile) : (rows + tile - 1) / tile;
 }
 
-// Columns of a slice, a multiple of 8.
-inline int slice_columns(int columns, int slices) {
-  return 8 * ((fragments(columns) + slices - 1) / slices);
+// Columns of a slice, a multiple of `unit`.
+inline int slice_columns(int columns, int slices, int unit) {
+  const int units = (columns + unit - 1) / unit;
+  return unit * ((units + slices - 1) / slices);
 }
 
 // What tiles and fragments of k and v hold.
@@ -58,12 +59,7 @@ Specialisation specialisation_for(const FlashFwdProblem& problem) {
   return s;
 }
 
-// Of what a table may have for a knob.
-inline bool between(int value, int least, int most) { return least <= value && value <= most; }
-inline bool is_block(int rows) { return rows % 8 == 0 && between(rows, 8, 32); }
-inline bool is_place(int in_registers, int in_threadgroup) {
-  return between(in_registers, 0, 1) && between(in_threadgroup, 0, 1 - in_registers);
-}
+inline int bits_of(Element element) { return 8 * element_bytes(element); }
 
 // Columns that a lane's loads of 8 neighbours are spread over (shaders/spans.h).
 inline constexpr int kSpanColumns = 32;

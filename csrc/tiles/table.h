@@ -20,15 +20,17 @@
 
 #include "csrc/problem/attention.h"
 #include "csrc/problem/gpu.h"
+#include "csrc/tiles/knobs.h"
 #include "csrc/tiles/tuned.h"
 
 namespace metal_attn {
 
 // What features add to a kernel, in registers and in the work of each score.
 enum class Load {
-  kLight,  // at most a band, a mask, slopes, a cap or a sink
-  kHeavy,  // anything
-  kNever,  // of a row that only `tune` tries
+  kLight,   // at most a band, a mask, slopes, a cap or a sink
+  kHeavy,   // anything but rotary embeddings
+  kRotary,  // anything
+  kNever,   // of a row that only `tune` tries
 };
 
 Load load_of(const FlashFwdFeatures& features);
@@ -37,15 +39,21 @@ Load load_of(const FlashFwdFeatures& features);
 inline constexpr int kM1 = 7;
 inline constexpr int kM3 = 9;
 
-// A row of a kernel without a condition on queries.
-#define TILE_ROW(ELEMENT, COLUMNS, LOAD, FAMILY, REGISTERS, ...) \
-  {{Element::k##ELEMENT, COLUMNS, kAny, Load::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
+// What csrc/tiles/knobs.h lists becomes of a tile: members, and a table of them.
+#define KNOB_MEMBER(NAME, MEMBER, LEAST, MOST, STEP) int MEMBER = LEAST;
+#define KNOB_ENTRY(NAME, MEMBER, LEAST, MOST, STEP) {#NAME, &Tile::MEMBER, LEAST, MOST, STEP},
+
+// A row of csrc/tiles/table.inc. Of a kernel without a condition on queries:
+#define TILE_ROW(BITS, COLUMNS, LOAD, FAMILY, REGISTERS, ...) \
+  {{BITS, COLUMNS, kAny, Load::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
+#define DECODE_TILE_ROW(BITS, COLUMNS, QUERIES, LOAD, FAMILY, REGISTERS, ...) \
+  {{BITS, COLUMNS, QUERIES, Load::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
 
 inline constexpr int kAny = std::numeric_limits<int>::max();
 
 // For which problems a row is.
 struct TileConditions {
-  Element element;
+  int bits;          // of an element
   int columns;       // of a row of q, k or v, at most; v may be cut into slices
   int queries;       // of a decode that share a KV head, at most
   Load load;         // at most
@@ -61,7 +69,7 @@ struct DefaultRow {
 
 // A problem, as the conditions see it.
 struct TileQuestion {
-  Element element;
+  int bits;
   int columns;
   int64_t queries;
   Load load;
@@ -73,7 +81,7 @@ struct TileQuestion {
   }
   // Whether the row's tile is for such operands on this GPU.
   bool could_meet(const TileConditions& row) const {
-    return element == row.element && columns <= row.columns && family >= row.family;
+    return bits == row.bits && columns <= row.columns && family >= row.family;
   }
 };
 
@@ -108,19 +116,27 @@ inline int recorded_registers(const TileConditions* row) {
   return row == nullptr ? 0 : static_cast<int>(row->registers + 0.5);
 }
 
-// "at most 102 registers a thread, of which M1 has 128, by the row for half, head dims up to 64"
+// "at most 102 registers a thread, of which M1 has 128, by the row for 16 bits, head dims up to 64"
 std::string row_text(const TileConditions* row);
 
 template <class Specialisation>
 std::string tile_text(const Specialisation& s) {
   std::string text;
   for (const auto& knob : Specialisation::knobs()) {
-    if (!knob.optional || s.*knob.value != 0) {
-      text +=
-          (text.empty() ? "" : " ") + std::string(knob.name) + "=" + std::to_string(s.*knob.value);
-    }
+    text +=
+        (text.empty() ? "" : " ") + std::string(knob.name) + "=" + std::to_string(s.*knob.value);
   }
   return text;
+}
+
+// Whether each knob is within its limits.
+template <class Specialisation>
+bool within_limits(const Specialisation& s) {
+  const auto knobs = Specialisation::knobs();
+  return std::all_of(knobs.begin(), knobs.end(), [&](const auto& knob) {
+    const int value = s.*knob.value;
+    return knob.least <= value && value <= knob.most && value % knob.step == 0;
+  });
 }
 
 template <class Specialisation>

@@ -29,12 +29,14 @@ namespace metal_attn {
 // How a tile was chosen, unless a table has it.
 inline constexpr const char* kEstimated = "default";
 
-// One number of a tile, by its name in tables. Optional: left out where it is 0.
+// One number of a tile, by its name in tables, and its limits (csrc/tiles/knobs.h).
 template <class Tile>
 struct Knob {
   const char* name;
   int Tile::* value;
-  bool optional = false;
+  int least;
+  int most;
+  int step;
 };
 
 // What the choice of a tile depends on, in words: "flash_fwd half 128 128 band q<=2048 k<=2048".
@@ -72,16 +74,15 @@ class TileRow {
   // Gives a specialisation this row's tile. Returns false if it has other knobs.
   template <class Specialisation>
   bool give(Specialisation& s) const {
-    std::size_t given = 0;
-    for (const auto& knob : Specialisation::knobs()) {
+    const auto knobs = Specialisation::knobs();
+    for (const auto& knob : knobs) {
       const int* number = find(knob.name);
-      if (number == nullptr && !knob.optional) {
+      if (number == nullptr) {
         return false;
       }
-      s.*knob.value = number != nullptr ? *number : 0;
-      given += number != nullptr ? 1 : 0;
+      s.*knob.value = *number;
     }
-    return given == tile_.size();
+    return knobs.size() == tile_.size();
   }
   // Says once on stderr that the kernel cannot run this tile.
   void refuse(std::string_view wanted) const;

@@ -185,26 +185,6 @@ def test_bound():
     assert (out.double() - exact).abs().max() > bound.max() / 100
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-def test_no_spill(head_dim):
-    """By an estimate: rows that are held take twice the registers of 16 bits."""
-
-    def registers(dtype):
-        q, k, v = make_qkv(head_dim=head_dim, dtype=dtype)
-        explain = torch.ops.metal_attn_explain
-        packed = [
-            explain.flash_fwd(q, k, v),
-            explain.flash_bwd(q, None, q, k, v, q, torch.zeros(q.shape[:3])),
-        ]
-        launches = [launch for one in packed for launch in extension.launches(one)]
-        return [launch["registers"] for launch in launches if "registers" in launch]
-
-    wide = registers(F32)
-    assert max(wide) <= 168
-    if head_dim == 64:  # half precision has the same tile: q [16, 64], and [32, 32] of k or v
-        assert wide[0] - registers(torch.float16)[0] == 16 + 16
-
-
 @pytest.mark.parametrize("lane_map", ["apple9", 7])
 def test_other_lane_maps_are_wrong(lane_map):
     """Finite and wrong, so a probe must keep them out: tests/runtime/test_tensor_gate.py."""

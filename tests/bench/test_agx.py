@@ -3,9 +3,13 @@
 Tests that compile skip where bench/agx/setup.sh has not built the driver.
 """
 
-import pytest
+from dataclasses import replace
+from functools import partial
 
-from bench.agx import lens, listing, model, spirv
+import pytest
+import torch
+
+from bench.agx import candidates, choose, lens, listing, model, spirv, table
 from torch_metal_attn.simulator.build import ShaderCompileError
 
 # Adds COUNT products to as many accumulators, all alive at once.
@@ -116,7 +120,7 @@ def test_bfloats_become_words():
     assert "%4 = call float @agx_from_bfloat(i16 16256)" in words
     assert words.count("call float @agx_from_bfloat") == 3
     assert "%1 = insertelement <2 x float> %agx.1.0.v, float %agx.1.1.c, i32 1" in words
-    with pytest.raises(ValueError, match="arithmetic on bfloats"):
+    with pytest.raises(lens.LensError, match="arithmetic on bfloats"):
         spirv.without_bfloat("  %1 = fadd bfloat %x, %y")
 
 
@@ -157,3 +161,62 @@ def test_a_driver_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setattr(lens, "DRIVER", tmp_path / "agx_lens")
     with pytest.raises(lens.LensError, match=r"build it with bench/agx/setup\.sh"):
         lens.run_driver("", "gpu_products", 64)
+
+
+def candidate(*tile: int, registers: float = 50.5, macro: str = "FLASH_BWD_DQ") -> choose.Candidate:
+    one = candidates.Class(macro, 32, 64, 0, "Light", ragged=False)
+    _, outer = listing.parse(LISTING).loops()
+    found = {
+        (torch.float32, name): replace(compiled(outer), demand=registers)
+        for name in candidates.LIGHT
+    }
+    return choose.Candidate(one, tile, found)
+
+
+# Slices, block, row fragments, SIMD groups, those that share columns, places of rows.
+FAST, SLOW = (1, 32, 1, 4, 1, 1, 0), (1, 16, 1, 4, 1, 1, 0)
+
+
+def test_the_fastest_tile_that_fits_is_chosen():
+    assert choose.best([candidate(*SLOW), candidate(*FAST)]).tile == FAST
+    assert choose.best([candidate(*SLOW), candidate(*FAST, registers=118.5)]).tile == SLOW
+    # Where none fits, that with the fewest registers.
+    worse = candidate(*FAST, registers=140)
+    assert choose.best([worse, candidate(*SLOW, registers=130)]).tile == SLOW
+
+
+def test_rows_are_read_again_only_where_no_others_fit():
+    """Or where those take much longer."""
+    again = candidate(1, 32, 1, 4, 1, 0, 0)
+    assert choose.best([again, candidate(*FAST)]).tile == FAST
+    assert choose.best([again, candidate(*FAST, registers=120)]).tile == again.tile
+    assert choose.best([again, candidate(*SLOW)]).tile == again.tile
+
+
+def test_slices_and_blocks_that_leave_rows_over_cost_more():
+    def cost(*tile: int) -> float:
+        return candidate(*tile).cost
+
+    assert cost(2, 32, 1, 4, 1, 1, 0) == 2 * cost(*FAST)
+    assert cost(1, 24, 1, 4, 1, 1, 0) == pytest.approx(cost(*FAST) * 32 / 24 * 528 / 512)
+
+
+def test_each_pass_of_a_decode_reads_the_keys_again():
+    one = candidates.Class("FLASH_DECODE", 16, 64, 16, "Light", ragged=False)
+    _, outer = listing.parse(LISTING).loops()
+    costs = [choose.cost(one, (n, 1, 4, 0), compiled(outer)) for n in (1, 2)]
+    assert costs[0] == 2 * costs[1]
+
+
+@built
+def test_a_row_is_what_the_generator_finds(tmp_path):
+    """Of a small class; what is compiled twice comes from the folder."""
+    one = candidates.Class("FLASH_BWD_BIAS", 32, 64, 0, "Rotary", ragged=False)
+    compile_ = partial(lens.compile_all, store=tmp_path)
+    (found,) = choose.choose([one], compile_).values()
+    rows = table.read_rows(table.TABLE.read_text())["FLASH_BWD_BIAS"]
+    row = next(row for row in rows if row[0] == 32 and row[1] >= 64)
+    assert row[-1] == found.tile
+    kept = sorted(tmp_path.iterdir())
+    assert choose.choose([one], compile_)[one] == found
+    assert sorted(tmp_path.iterdir()) == kept

@@ -3,18 +3,17 @@
 import math
 import re
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.agx import candidates, table
 from tests.helpers.cases import each_case
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tools.explain.ops import backward_launches
 from torch_metal_attn.tools.tune import tiles
 
-ROOT = Path(__file__).parents[2]
 DTYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 F32, F16, BF16 = DTYPES
 FURTHEST = 2**31 - 1024
@@ -110,16 +109,19 @@ def test_tiles_lie_within_the_blocks_of_a_block_mask(dtype, head_dim, q_block, k
     assert q_block % kernels["flash_bwd_dkv"]["BLOCK_Q"] == 0
 
 
-def test_the_tables_form():
-    """Each row has the numbers that its kernel's line of names says, and stands once."""
-    text = (ROOT / "csrc/tiles/table.inc").read_text()
-    names = {kernel: line.split() for kernel, line in re.findall(r"^// (\w+): (.*)$", text, re.M)}
-    rows = re.findall(r"^(\w+)\((.*)\)$", text, re.M)
-    assert len(rows) == len(set(rows)) > 50
-    assert {kernel for kernel, _ in rows} == names.keys()
-    for kernel, row in rows:
-        conditions = 6 if kernel == "FLASH_DECODE" else 5
-        assert len(row.split(",")) == conditions + len(names[kernel])
+def test_the_table_is_what_the_generator_wrote():
+    """Each row has its kernel's numbers, within their limits, and nobody changed one."""
+    text = table.TABLE.read_text()
+    _, lists = text.split("default tile.\n\n")
+    assert f"Their checksum: {table.checksum(lists)}\n" in text
+    rows = table.read_rows(text)
+    assert table.table(rows) == text
+    assert rows.keys() == candidates.NAMES.keys() | table.tensor_rows().keys()
+    for kernel, own in rows.items():
+        assert len(own) == len(set(own)) > 4
+        limits = candidates.knobs(kernel).values()
+        for row in own:
+            assert all(n in limit for n, limit in zip(row[-1], limits, strict=True))
 
 
 # Options of 100 queries and 100 keys, and whether they hide a key.
@@ -158,7 +160,7 @@ def test_packed_grid_has_a_row_for_queries_of_no_sequence():
 def test_reason_gives_the_row():
     reason = choose(F16, 128)["reason"]
     assert re.search(
-        r"at most \d+ registers a thread, of which M1 has 128, by the row for half, "
+        r"at most \d+ registers a thread, of which M1 has 128, by the row for 16 bits, "
         "head dims up to 128",
         reason,
     )

@@ -18,8 +18,9 @@ MANY = DECODE_QUERIES + 1
 CALL = "flash_attn_with_kvcache"
 
 
-def make(*, batch=2, q_length=1, kv_length=64, heads=4, kv_heads=2, head_dim=32, new=None, seed=0):
+def make(*, batch=2, q_length=1, heads=4, kv_heads=2, head_dim=32, new=None, seed=0):
     """q, and a cache (B, L, Hkv, D); with `new` as many new keys and values, else None."""
+    kv_length = 64 if new is None or new < DECODE_QUERIES else 96
     q = normal(batch, q_length, heads, head_dim, seed=seed)
     caches = [normal(batch, kv_length, kv_heads, head_dim, seed=seed + i) for i in (1, 2)]
     rows = [None, None]
@@ -73,11 +74,11 @@ def cases():
     for i, options in enumerate(NEW_KEYS):
         by_token = "causal" in options or "window_size_left" in options
         for j, (q_length, new) in enumerate(((1, 1), (3, 5), (MANY, MANY))):
-            more = {"q_length": q_length, "length": new, "by_token": by_token}
+            more = {"q_length": q_length, "length": new, "by_token": by_token, "capacity": 96}
             yield Step(CALL, lengths=(17, 9), **HEADS | options | more | ROTARY[(i + j) % 3])
     for cache, lengths in CACHES:
         for n in lengths:
-            more = {"q_length": n, "length": n, "causal": True, "by_token": True}
+            more = {"q_length": n, "length": n, "causal": True, "by_token": True, "capacity": 96}
             yield Step(CALL, lengths=(17, 26), **HEADS | cache | more)
 
 
@@ -117,7 +118,7 @@ def test_q_stays_as_it_is(device):
     for q_length in (1, MANY):
         q, *rest = (x.to(device) for x in make(q_length=q_length, new=q_length))
         before = q.clone()
-        cos, sin = (table.to(device) for table in rotary_tables(64, 8))
+        cos, sin = (table.to(device) for table in rotary_tables(96, 8))
         flash_attn_with_kvcache(q, *rest, cos, sin, cache_seqlens=5, causal=True)
         assert torch.equal(q, before)
 
@@ -229,7 +230,7 @@ def test_no_new_rows(empty, q_length, device):
     q, k_cache, v_cache, k, v = (
         x.to(device) for x in make(q_length=q_length, **({"new": 0} | {empty: 0}))
     )
-    cos, sin = (table.to(device) for table in rotary_tables(64, 8))
+    cos, sin = (table.to(device) for table in rotary_tables(96, 8))
     lengths = ints(*[9] * len(q)).to(device)
     out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, lengths, causal=True)
     rotated = q.transpose(1, 2).cpu()

@@ -32,8 +32,8 @@ KERNELS = pytest.mark.parametrize(
     "op, kernel, word, define",
     [
         ("flash_fwd", "flash_fwd", "BLOCK_K=8", "BLOCK_K 8"),
-        ("flash_decode", "flash_decode", "KEY_FRAGMENTS=1", "KEY_FRAGMENTS 1"),
-        ("decode_step", "flash_decode", "KEY_FRAGMENTS=1", "KEY_FRAGMENTS 1"),
+        ("flash_decode", "flash_decode", "KEY_FRAGMENTS=2", "KEY_FRAGMENTS 2"),
+        ("decode_step", "flash_decode", "KEY_FRAGMENTS=2", "KEY_FRAGMENTS 2"),
         ("flash_bwd", "flash_bwd_dkv", "BLOCK=8", "BLOCK_Q 8"),
     ],
 )

@@ -34,7 +34,7 @@ class TestFiles:
     @pytest.mark.parametrize(
         "damage, why",
         [
-            (lambda data: data.update(format=1), "its format is 1; this version reads 2"),
+            (lambda data: data.update(format=1), "its format is 1; this version reads 3"),
             (lambda data: data.pop("gpu"), "it is damaged: KeyError: 'gpu'"),
             (lambda data: data.update(rows=7), "it is damaged: TypeError"),
             (lambda data: data["rows"].append(data["rows"][0]), "two rows have one key"),
@@ -89,7 +89,7 @@ CHOSEN = {
         A,
     ),
     "a tile that failed for a shape": ([of_shape("x", 0.5), Timed("y", A, {A: 1.0})], A),
-    "the reckoned tile cannot run": ([Timed("x", A, {B: 9.0})], B),
+    "the default tile cannot run": ([Timed("x", A, {B: 9.0})], B),
 }
 
 

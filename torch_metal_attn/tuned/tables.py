@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-FORMAT = 2  # of the file
+FORMAT = 3  # of the file
 
-# A tile replaces the reckoned one from this gain on, if it is also so many standard errors.
+# A tile replaces the default one from this gain on, if it is also so many standard errors.
 LEAST_GAIN = 0.02
 LEAST_ERRORS = 2
 
@@ -60,9 +60,9 @@ def _cores(number: int) -> str:
 
 @dataclass(frozen=True)
 class Again:
-    """A tile timed a second time, in turn with the reckoned one alone.
+    """A tile timed a second time, in turn with the default one alone.
 
-    Attributes: share: of the reckoned tile's time, the mean of the rounds. error: its standard
+    Attributes: share: of the default tile's time, the mean of the rounds. error: its standard
         error.
     """
 
@@ -82,22 +82,22 @@ class Again:
 class Timed:
     """The times of one shape.
 
-    Attributes: shape: in words. reckoned: the tile that would run without a table. seconds: a call,
+    Attributes: shape: in words. default: the tile that would run without a table. seconds: a call,
         by tile; only those that ran and were right. left_out: why others were not timed. again: of
         the fastest tiles.
     """
 
     shape: str
-    reckoned: str
+    default: str
     seconds: dict[str, float]
     left_out: dict[str, str] = field(default_factory=dict)
     again: dict[str, Again] = field(default_factory=dict)
 
     def share(self, tile: str) -> float:
-        """The tile's time, divided by the reckoned one's, or by the longest if that has none."""
+        """The tile's time, divided by the default one's, or by the longest if that has none."""
         if tile in self.again:
             return self.again[tile].share
-        return self.seconds[tile] / self.seconds.get(self.reckoned, max(self.seconds.values()))
+        return self.seconds[tile] / self.seconds.get(self.default, max(self.seconds.values()))
 
 
 @dataclass(frozen=True)
@@ -129,22 +129,22 @@ class Row:
 
 
 def fastest(timed: Sequence[Timed]) -> str:
-    """The tile with the shortest times relative to the reckoned one's, over all shapes.
+    """The tile with the shortest times relative to the default one's, over all shapes.
 
-    The reckoned one, the last shape's, unless a tile is faster also where it was timed again.
+    The default one, the last shape's, unless a tile is faster also where it was timed again.
     """
-    reckoned = timed[-1].reckoned
+    default = timed[-1].default
     common = [tile for tile in timed[0].seconds if all(tile in one.seconds for one in timed)]
     shares = {tile: _mean([one.share(tile) for one in timed]) for tile in common}
     order = sorted(shares, key=shares.__getitem__)
-    if reckoned not in shares:
-        return order[0] if order else reckoned
+    if default not in shares:
+        return order[0] if order else default
     for tile in order:
         again = [one.again[tile] for one in timed if tile in one.again]
         error = math.sqrt(sum(one.error**2 for one in again)) / len(timed)
-        if again and Again(shares[tile] / shares[reckoned], error).faster:
+        if again and Again(shares[tile] / shares[default], error).faster:
             return tile
-    return reckoned
+    return default
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -17,7 +17,6 @@
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
-#include "csrc/tiles/flash_bwd_tensor.h"
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
@@ -50,8 +49,7 @@ MaskTile mask_tile(const FlashBwdSpecialisation& s) {
 FlashBwdSpecialisation choose_tile(const FlashFwdProblem& problem, const FlashFwdCall& call,
                                    const Tensor& q, bool exact_delta, bool tensor_tiles, bool dkv) {
   const std::optional<FlashBwdSpecialisation> found =
-      tensor_tiles ? choose_flash_bwd_tensor(problem, dkv, exact_delta)
-                   : choose_flash_bwd(problem, dkv, exact_delta, gpu());
+      choose_flash_bwd(problem, dkv, exact_delta, tensor_tiles, gpu());
   check(found.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
         problem.head_dim_v, "; in ", dtype_text(q),
         " their gradients need more threadgroup memory than there is: use smaller head dims or "

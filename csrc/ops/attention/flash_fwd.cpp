@@ -14,7 +14,6 @@
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
-#include "csrc/tiles/flash_fwd_tensor.h"
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
@@ -62,9 +61,7 @@ MaskTile mask_tile(const FlashFwdSpecialisation& s) {
 ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
   const FlashFwdCall call = check_flash_fwd(a);
   const bool tensor = tensor_tiles && own_problem(call.problem) == nullptr;
-  auto s =
-      tuned(tensor ? choose_flash_fwd_tensor(call.problem) : choose_flash_fwd(call.problem, gpu()),
-            call.q_length, call.kv_length);
+  auto s = tuned(choose_flash_fwd(call.problem, tensor, gpu()), call.q_length, call.kv_length);
   s.features.mask_blocks = skips_mask_blocks(call);
   return {call, s, threadgroups_of(call, s)};
 }

@@ -48,7 +48,7 @@ class Trial:
 
 @dataclass
 class Tried:
-    """A kernel's tiles for a shape, the reckoned one first."""
+    """A kernel's tiles for a shape, the default one first."""
 
     shape: Shape
     kernel: str
@@ -218,18 +218,18 @@ def _time(
     for trial in trials:
         if not trial.left_out:
             trial.seconds = found[trial.tile].median
-    reckoned, *others = trials
-    if reckoned.seconds is None:
+    default, *others = trials
+    if default.seconds is None:
         return
-    most = (1 - tables.LEAST_GAIN) * reckoned.seconds
+    most = (1 - tables.LEAST_GAIN) * default.seconds
     faster = [t for t in others if t.seconds is not None and t.seconds <= most]
     for trial in sorted(faster, key=lambda t: t.seconds or 0.0):
-        found = timed([reckoned, trial], max(rounds, _LEAST_ROUNDS))
-        if reckoned.left_out:
+        found = timed([default, trial], max(rounds, _LEAST_ROUNDS))
+        if default.left_out:
             return
         if trial.left_out:
             continue
-        pairs = zip(found[trial.tile].seconds, found[reckoned.tile].seconds, strict=True)
+        pairs = zip(found[trial.tile].seconds, found[default.tile].seconds, strict=True)
         shares = [one / base for one, base in pairs]
         error = statistics.stdev(shares) / math.sqrt(len(shares))
         trial.again = tables.Again(statistics.mean(shares), error)

@@ -21,12 +21,12 @@ def lines_of(found: Tried | Beside, chosen: str = "") -> list[str]:
             cells.append(f"torch / ours {compared.torch / compared.ours:.2f}")
         return [f"  {'whole call':<13} {', '.join(cells)}"]
     lines = [f"  {found.kernel}"]
-    reckoned = found.trials[0]
+    default = found.trials[0]
     for trial in found.trials:
         if trial.seconds is None:
             lines.append(f"    {trial.tile:<78} left out: {trial.left_out}")
             continue
-        notes = ["default"] if trial is reckoned else []
+        notes = ["default"] if trial is default else []
         notes += [f"again {trial.again} of the default tile's time"] if trial.again else []
         notes += ["chosen"] if trial.tile == chosen else []
         notes += [str(trial.pipeline)] if trial.pipeline else []
@@ -60,7 +60,7 @@ def markdown(table: Table, ran: Sequence[str], left: int) -> str:
 
 def _rows(row: Row) -> Iterator[tuple[str, ...]]:
     shares = [
-        one.share(row.tile) for one in row.timed if {row.tile, one.reckoned} <= one.seconds.keys()
+        one.share(row.tile) for one in row.timed if {row.tile, one.default} <= one.seconds.keys()
     ]
     ratios = {kind: row.ratio(kind) for kind in KINDS}
     torchs = ", ".join(f"{kind} {x:.2f}" for kind, x in ratios.items() if x is not None)

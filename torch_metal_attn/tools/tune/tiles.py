@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from torch_metal_attn.runtime import extension
 
+# How the tile of a launch was chosen in `forced`.
+FORCED = "forced"
 # What launches look tiles up in: a table that the extension made, or None.
 _in_use: ctypes.c_void_p | None = None
 
@@ -38,9 +40,9 @@ def use(table: ctypes.c_void_p | None, library: ctypes.CDLL | None = None) -> No
 
 @contextmanager
 def forced(tiles: Mapping[str, str]) -> Iterator[None]:
-    """A context in which each of these kernels, by name, has this tile, and others are reckoned."""
+    """A context in which each of these kernels, by name, has this tile, and others their own."""
     before = _in_use
-    use(make((kernel, tile, "forced") for kernel, tile in tiles.items()))
+    use(make((kernel, tile, FORCED) for kernel, tile in tiles.items()))
     try:
         yield
     finally:

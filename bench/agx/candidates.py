@@ -1,0 +1,178 @@
+"""The classes of problems that have a row in the table of tiles, and the tiles that are tried."""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from bench import specialisations
+from torch_metal_attn.runtime import extension
+from torch_metal_attn.tools.tune import tiles
+
+from .lens import Job
+
+# A row is for all dtypes of so many bits.
+DTYPES = {16: (torch.float16, torch.bfloat16), 32: (torch.float32,)}
+# The widest problem of each class is compiled, but no v has more than 512 columns.
+COLUMNS = (64, 96, 128, 192, 256, 576)
+MOST_COLUMNS = 512
+QUERIES = (2, 8, 16, 32)
+HEADS = 32  # of bench.specialisations
+# What a class is compiled with: no feature, then that which needs the most registers, and others.
+LIGHT = ("none", "chunk", "ALiBi")
+HEAVY = {
+    "FLASH_FWD": ("dropout", "pages of 16", "bias"),
+    "FLASH_BWD_DQ": ("dropout", "bias"),
+    "FLASH_BWD_DKV": ("dropout", "bias"),
+    "FLASH_DECODE": ("pages of 16", "bias", "q8_0 cache"),
+}
+ROTARY = ("none", "rotary of q and k")
+LOADS = ("Light", "Heavy", "Rotary")
+BIAS = ("bias", "bias and dropout", "bias and rotary of q and k")
+NAMES = {
+    "FLASH_FWD": "flash_fwd",
+    "FLASH_BWD_DQ": "flash_bwd_dq",
+    "FLASH_BWD_DKV": "flash_bwd_dkv",
+    "FLASH_BWD_BIAS": "flash_bwd_bias",
+    "FLASH_DECODE": "flash_decode",
+}
+LISTS = Path(__file__).parents[2] / "csrc" / "tiles" / "knobs.h"
+
+# Of each knob, in their order.
+Tile = tuple[int, ...]
+
+
+@cache
+def knobs(macro: str) -> dict[str, range]:
+    """What each number of a kernel's tile may be, by its name, as csrc/tiles/knobs.h says."""
+    name = re.sub("(_DQ|_DKV)?(_TENSOR)?$", "", macro) + "_KNOBS"
+    of_kernel = re.search(rf"#define {name}\(X\)((?:.*\\\n)*.*)", LISTS.read_text())
+    assert of_kernel is not None
+    every = re.findall(r"X\((\w+), \w+, (\d+), (\d+), (\d+)\)", of_kernel[1])
+    return {name: range(int(low), int(high) + 1, int(step)) for name, low, high, step in every}
+
+
+class Class(NamedTuple):
+    """Problems that have one row.
+
+    Attributes: macro, bits, columns, queries, load: as in the table. ragged: head dims that SIMD
+        groups cannot divide.
+    """
+
+    macro: str
+    bits: int
+    columns: int
+    queries: int
+    load: str
+    ragged: bool
+
+    @property
+    def head_dim(self) -> int:
+        return min(self.columns, MOST_COLUMNS) - (8 if self.ragged else 0)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        if self.macro == "FLASH_BWD_BIAS":
+            return BIAS
+        if self.load == "Light":
+            return LIGHT
+        # A decode rotates its queries once.
+        heavy = self.load == "Heavy" or self.macro == "FLASH_DECODE"
+        return (LIGHT[0], *HEAVY[self.macro]) if heavy else ROTARY
+
+    def named(self, tile: Tile) -> dict[str, int]:
+        return dict(zip(knobs(self.macro), tile, strict=True))
+
+
+def classes(macro: str) -> Iterator[Class]:
+    """Those of a kernel, in the order of their rows."""
+    for bits in DTYPES:
+        if macro == "FLASH_DECODE":
+            for queries, load, columns in product(QUERIES, ("Light", "Rotary"), COLUMNS):
+                yield Class(macro, bits, columns, queries, load, ragged=False)
+        elif macro == "FLASH_BWD_BIAS":
+            for columns in COLUMNS:
+                yield Class(macro, bits, columns, 0, "Rotary", ragged=False)
+        else:
+            for columns, ragged, load in product(COLUMNS, (False, True), LOADS):
+                if not ragged or (columns > 64 and load != "Light"):
+                    yield Class(macro, bits, columns, 0, load, ragged)
+
+
+def candidates(one: Class) -> Iterator[Tile]:
+    """Tiles that differ in kind; some of them cannot run."""
+    shares = (1,) if one.ragged or one.columns <= 64 else (1, 2)
+    wide = one.columns > 256
+    allowed = knobs(one.macro)
+    if one.macro == "FLASH_FWD":
+        slices = (256, 128) if one.columns > 128 and one.ragged else (256,)
+        held = (1, 0) if one.columns > 128 else (1,)
+        # With 16 keys a float32 row of 179,592 keys had 2.5 times the error of torch's.
+        blocks = (32,) if one.bits == 32 and one.columns <= 64 else allowed["BLOCK_K"]
+        for cut, block, simdgroups, shared, q in product(slices, blocks, (4, 8), shares, held):
+            yield cut, block, simdgroups, shared, q, 1
+    elif one.macro == "FLASH_DECODE":
+        spans, fragments = -(-one.head_dim // 32), -(-one.queries // 8)
+        # In 16 bits the keys are read once; in 32 the registers are too few for 32 queries.
+        rows = (fragments, 2) if one.bits == 32 and fragments > 2 else (fragments,)
+        # Those that have all spans of a row, with keys of their own, are written as 4, 8 or 16.
+        whole = next(n for n in (4, 8, 16) if n >= spans)
+        parts = {-(-spans // n): n for n in (8, 4, 3, 2, 1) if n < spans}
+        own = [*parts.values(), whole]
+        for row_fragments, keys, share, vectors in product(rows, (1, 2, 4), own, (0, 2)):
+            if not vectors or (one.queries <= vectors and share == whole):
+                yield row_fragments, keys, share, vectors
+    elif one.macro == "FLASH_BWD_BIAS":
+        yield from product(allowed["ROW_FRAGMENTS"], allowed["BLOCK_K"], (4,), (1, 0))
+    else:
+        dkv = one.macro == "FLASH_BWD_DKV"
+        slices = (2, 4, 9) if wide else (1, 2, 4) if one.columns > 128 else (1, 2)
+        slices = (1,) if one.columns <= 64 else slices
+        groups = [(1, simdgroups, shared) for simdgroups in (4, 8) for shared in shares]
+        if dkv and not one.ragged:
+            groups += [(2, 4, 2), (2, 4, 4), (4, 4, 4), (2, 8, 4), (1, 4, 4)]
+        places = ((1, 0), (0, 1), (0, 0))
+        for cut, block, group, place in product(slices, allowed["BLOCK"], groups, places):
+            # Four SIMD groups that share rows have as many parts of the scores.
+            if group[2] < 4 or (block != 24 and group[0] * block >= 32):
+                yield cut, block, *group, *place
+
+
+def specialisation(one: Class, dtype: torch.dtype, feature: str, tile: Tile) -> Job | None:
+    """What the tile makes of the class's problem with a feature; None if it cannot run."""
+    given, kernel = one.named(tile), NAMES[one.macro]
+    if one.macro == "FLASH_BWD_BIAS":
+        return _of_bias(one, dtype, feature, given)
+    options = specialisations.ALL_FEATURES[feature]
+    if one.macro == "FLASH_FWD":
+        slices = -(-one.head_dim // given["V_SLICE"])
+        given["V_SLICE"] = 8 * -(-one.head_dim // (8 * slices))
+    text = " ".join(f"{name}={n}" for name, n in given.items())
+    with tiles.forced({kernel: text}):
+        if one.macro == "FLASH_DECODE":
+            heads = HEADS // one.queries
+            every = [specialisations.decoding(dtype, one.head_dim, heads, feature, options)]
+        else:
+            every = [*specialisations.attention(dtype, one.head_dim, feature, options)]
+    taken = (x for x in every if x.kernel == kernel and x.choice == tiles.FORCED)
+    return next((Job(kernel, x.defines, x.threads) for x in taken), None)
+
+
+def _of_bias(one: Class, dtype: torch.dtype, feature: str, given: Mapping[str, int]) -> Job | None:
+    """Of the gradient of a bias, whose tiles no table of `tune` has."""
+    q = torch.empty(1, HEADS, specialisations.LENGTH, one.head_dim, dtype=dtype)
+    lse = torch.empty(q.shape[:-1])
+    options: dict[str, object] = {}
+    for name in feature.split(" and ", maxsplit=1):
+        options |= specialisations.ALL_FEATURES[name](specialisations.LENGTH, one.head_dim, dtype)
+    op = torch.ops.metal_attn_explain.flash_bwd_bias
+    given_to = {"q": q, "k": q, "v": q, "softmax_lse": lse, "delta": lse, "normalisers": lse}
+    try:
+        explained = extension.launches(op(q, **given_to, **options))[-1]
+    except ValueError:
+        return None  # no tile fits in threadgroup memory
+    return Job("flash_bwd_bias", explained["defines"] | given, 32 * given["SIMDGROUPS"])

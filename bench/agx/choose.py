@@ -1,0 +1,216 @@
+"""Which candidate is the tile of a class of problems, by what Mesa's compiler makes of each."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from . import model
+from .candidates import DTYPES, Class, Tile, candidates, specialisation
+from .lens import Compiled, Failure, Job
+
+# The lens may be off by 10 registers, so a tile that needs more is at risk.
+MOST_REGISTERS = 118  # of 128
+# A tile with this many SIMD groups of a core and this many cycles a product at most is taken before
+# a faster one that has fewer: the model of time knows little of what else they hide.
+RESIDENT = {"FLASH_FWD": 16, "FLASH_BWD_DQ": 12, "FLASH_BWD_DKV": 12}
+RESIDENT_NARROW = 24  # of a forward of up to 64 columns
+CYCLES = {"FLASH_FWD": 23.0, "FLASH_BWD_DQ": 24.0, "FLASH_BWD_DKV": 24.0}
+MORE_CYCLES = 1.5  # of bfloat16, which is converted
+# Of device memory a cycle and core: what a decode of up to 8 queries asks for at least, if it can,
+# and what M1 to M2 Ultra have at most.
+BYTES, MEMORY_BYTES = 16, 10
+# Of times within 1 % that is taken which suits more problems, or keeps more SIMD groups.
+ALIKE = 1.01
+# What takes so many times the best without a feature is not compiled with others, but for those
+# that need the fewest registers.
+WORTH, FEWEST = 1.35, 4
+MUCH = 1.15  # for rows that are held, and for more SIMD groups
+LENGTH = 512  # of which a block may leave a part over
+# Tiles that fit with the heaviest feature, and are compiled with all of them at a time.
+AT_ONCE, ROUNDS = 5, 3
+
+Compile = Callable[[Iterable[Job]], Iterator[Compiled | Failure]]
+# A dtype and a feature.
+Probe = tuple[torch.dtype, str]
+
+
+class Candidate(NamedTuple):
+    """A tile, and what became of it with each dtype and feature so far."""
+
+    one: Class
+    tile: Tile
+    found: dict[Probe, Compiled]
+
+    @property
+    def registers(self) -> float:
+        return max(compiled.demand for compiled in self.found.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.registers <= MOST_REGISTERS
+
+    @property
+    def cost(self) -> float:
+        return sum(cost(self.one, self.tile, compiled) for compiled in self.found.values())
+
+    @property
+    def resident(self) -> int:
+        return min(compiled.resident for compiled in self.found.values())
+
+    @property
+    def aimed(self) -> bool:
+        """Whether it keeps enough SIMD groups with each feature, and is fast enough without one."""
+        macro = self.one.macro
+        plain = [(dtype, one) for (dtype, feature), one in self.found.items() if feature == "none"]
+        if macro == "FLASH_DECODE":
+            few = self.one.queries <= 8
+            return not few or all(model.bytes_a_cycle(one) >= BYTES for _, one in plain)
+        if macro == "FLASH_BWD_BIAS":
+            return True
+        narrow = macro == "FLASH_FWD" and self.one.columns <= 64
+        return self.resident >= (RESIDENT_NARROW if narrow else RESIDENT[macro]) and all(
+            model.cycles_a_product(one)
+            <= CYCLES[macro] + (MORE_CYCLES if dtype == torch.bfloat16 else 0.0)
+            for dtype, one in plain
+        )
+
+    @property
+    def preference(self) -> tuple[float, ...]:
+        """Of tiles that take as long, the least is taken."""
+        given = self.one.named(self.tile)
+        # The fewer SIMD groups share a decode's columns, the fewer wait for each other.
+        own = (given.get("VECTOR_ROWS", 0), given.get("SPANS", 0), self.resident)
+        return (*(-number for number in own), self.registers)
+
+    @property
+    def again(self) -> bool:
+        """Whether its own rows are read again for every block.
+
+        The model takes them for reads of a core's cache, but all rows of a core are more than that.
+        """
+        given = self.one.named(self.tile)
+        held = {"Q_IN_REGISTERS", "ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"} & given.keys()
+        return bool(held) and not any(given[name] for name in held)
+
+
+def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
+    """Cycles of a SIMD unit for 8 queries and 8 keys; of a decode for 1 KB of keys and values."""
+    given = one.named(tile)
+    if one.macro == "FLASH_DECODE":
+        # Memory is the limit: more than it gives is of no use. Each pass reads the keys again.
+        passes = -(-one.queries // (8 * given["ROW_FRAGMENTS"]))
+        most = BYTES if passes == 1 else MEMORY_BYTES
+        return 1024 * passes / min(model.bytes_a_cycle(compiled), most)
+    rows, shared = given.get("ROW_FRAGMENTS", 1), given.get("COLUMN_SIMDGROUPS", 1)
+    # Each slice computes the scores again.
+    slices = given.get("SLICES", 1)
+    if one.macro == "FLASH_FWD":
+        slices = -(-one.head_dim // given["V_SLICE"])
+    block = given.get("BLOCK") or given["BLOCK_K"]
+    rounded = -(-LENGTH // block) * block / LENGTH
+    return slices * shared * model.iteration(compiled) * rounded / (rows * block / 8)
+
+
+def best(every: Sequence[Candidate]) -> Candidate:
+    """The fastest that fits; where none does, that which needs the fewest registers."""
+    fitting = [one for one in every if one.fits]
+    if not fitting:
+        return min(every, key=lambda one: one.registers)
+    among = min(_by_aim(fitting).items())[1]
+    least = min(one.cost for one in among)
+    return min((one for one in among if one.cost <= ALIKE * least), key=lambda one: one.preference)
+
+
+def choose(every: Sequence[Class], compile_: Compile) -> dict[Class, Candidate]:
+    """The best tile of each class; of a class that no candidate can run there is none."""
+    plain, heaviest, others = {}, {}, {}
+    for one in every:
+        first, last = DTYPES[one.bits][0], DTYPES[one.bits][-1]
+        plain[one] = [(first, one.features[0])]
+        heaviest[one] = [(last, one.features[1])]
+        others[one] = [*product(DTYPES[one.bits], one.features)]
+    tried = [Candidate(one, tile, {}) for one in every for tile in candidates(one)]
+    order = {}
+    for probes in (plain, heaviest):
+        order = _by_class(_compiled(tried, probes, compile_))
+        print(sum(map(len, order.values())), "candidates of", len(order), "classes", flush=True)
+        tried = [candidate for own in order.values() for candidate in _worth(own)]
+    order = _by_class(tried)
+    chosen: dict[Class, Candidate] = {}
+    for number in range(ROUNDS):
+        tried = [
+            candidate
+            for one, own in order.items()
+            if one not in chosen or not chosen[one].fits
+            for candidate in own[number * AT_ONCE : (number + 1) * AT_ONCE]
+        ]
+        found = _by_class(_compiled(tried, others, compile_))
+        for one, own in found.items():
+            chosen[one] = best([*own, *([chosen[one]] if one in chosen else [])])
+    return {one: chosen[one] for one in every if one in chosen}
+
+
+def measured(one: Class, tiles: Iterable[Tile], compile_: Compile) -> list[Candidate]:
+    """Tiles with all features of a class; with none found where they do not compile."""
+    tried = [Candidate(one, tile, {}) for tile in tiles]
+    probes = {one: [*product(DTYPES[one.bits], one.features)]}
+    found = {candidate.tile: candidate for candidate in _compiled(tried, probes, compile_)}
+    return [found.get(candidate.tile, candidate) for candidate in tried]
+
+
+def _by_class(every: Iterable[Candidate]) -> dict[Class, list[Candidate]]:
+    found: dict[Class, list[Candidate]] = {}
+    for candidate in every:
+        found.setdefault(candidate.one, []).append(candidate)
+    return found
+
+
+def _worth(own: Sequence[Candidate]) -> list[Candidate]:
+    """Those that fit so far and are not much slower than the best, the fastest first."""
+    fitting = [one for one in own if one.fits]
+    if not fitting:
+        return sorted(own, key=lambda one: one.registers)
+    fewest = sorted(fitting, key=lambda one: one.registers)[:FEWEST]
+    found = []
+    for _, alike in sorted(_by_aim(fitting).items()):
+        found += sorted(alike, key=lambda one: (one.cost, one.preference))
+    least = min(one.cost for one in fitting)
+    return [one for one in found if one.cost <= WORTH * least or one in fewest]
+
+
+def _by_aim(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candidate]]:
+    """The best kind first. What takes much longer than the fastest is the last, whatever it is."""
+    least = min(one.cost for one in fitting)
+    found: dict[tuple[bool, ...], list[Candidate]] = {}
+    for one in fitting:
+        kind = (one.cost > MUCH * least, one.again, not one.aimed)
+        found.setdefault(kind, []).append(one)
+    return found
+
+
+def _compiled(
+    tried: Iterable[Candidate], probes: Mapping[Class, Sequence[Probe]], compile_: Compile
+) -> Iterator[Candidate]:
+    """The candidates with more of their probes; without those that do not compile."""
+    jobs: dict[str, Job] = {}
+    wanted: list[tuple[Candidate, dict[Probe, str]]] = []
+    for candidate in tried:
+        names: dict[Probe, str] = {}
+        for probe in probes[candidate.one]:
+            job = None
+            if probe not in candidate.found:
+                job = specialisation(candidate.one, *probe, candidate.tile)
+            if job is not None:
+                names[probe] = repr(job)
+                jobs.setdefault(names[probe], job)
+        wanted.append((candidate, names))
+    print(len(jobs), "kernels", flush=True)
+    found = dict(zip(jobs, compile_(jobs.values()), strict=True))
+    for candidate, names in wanted:
+        more = {probe: found[name] for probe, name in names.items()}
+        usable = {p: f for p, f in more.items() if isinstance(f, Compiled) and f.main}
+        together = candidate.found | usable
+        if together and usable.keys() == more.keys():
+            yield candidate._replace(found=together)

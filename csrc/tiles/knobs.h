@@ -1,0 +1,49 @@
+// What is chosen of each kernel: the knobs of its tile. `tune` and `explain` know them by their
+// names, the rows of csrc/tiles/table.inc have them in this order, and bench/agx reads these lines.
+#pragma once
+
+namespace metal_attn {
+
+// X(NAME, member, least, most, step).
+
+// V_SLICE: columns of v and out that a threadgroup owns; of a row of the table: at most. More
+// columns of accumulators would take all 128 registers that a thread of M1 can have.
+// BLOCK_K: keys staged at a time. COLUMN_SIMDGROUPS: SIMD groups that share rows, with a part of
+// the columns each. Q_IN_REGISTERS: else it is read again for every block. KV_STAGED: in
+// threadgroup memory; else each SIMD group reads K and V itself.
+#define FLASH_FWD_KNOBS(X)                         \
+  X(V_SLICE, v_slice, 8, 256, 8)                   \
+  X(BLOCK_K, block_k, 8, 32, 8)                    \
+  X(SIMDGROUPS, simdgroups, 1, 8, 1)               \
+  X(COLUMN_SIMDGROUPS, column_simdgroups, 1, 2, 1) \
+  X(Q_IN_REGISTERS, q_in_registers, 0, 1, 1)       \
+  X(KV_STAGED, kv_staged, 0, 1, 1)
+
+// SLICES: over the grid, of the gradients' columns. BLOCK: rows of the other side staged at a time.
+// ROW_FRAGMENTS: of 8 rows that a SIMD group owns. Rows that are neither in registers nor in
+// threadgroup memory are read again for every block.
+#define FLASH_BWD_KNOBS(X)                         \
+  X(SLICES, slices, 1, 72, 1)                      \
+  X(BLOCK, block, 8, 32, 8)                        \
+  X(ROW_FRAGMENTS, row_fragments, 1, 4, 1)         \
+  X(SIMDGROUPS, simdgroups, 1, 8, 1)               \
+  X(COLUMN_SIMDGROUPS, column_simdgroups, 1, 4, 1) \
+  X(ROWS_IN_REGISTERS, rows_in_registers, 0, 1, 1) \
+  X(ROWS_IN_THREADGROUP, rows_in_threadgroup, 0, 1, 1)
+
+#define FLASH_BWD_BIAS_KNOBS(X)            \
+  X(ROW_FRAGMENTS, row_fragments, 1, 2, 1) \
+  X(BLOCK_K, block_k, 8, 32, 8)            \
+  X(SIMDGROUPS, simdgroups, 1, 8, 1)       \
+  X(ROWS_IN_REGISTERS, rows_in_registers, 0, 1, 1)
+
+// ROW_FRAGMENTS: of 8 queries that are worked on at a time. KEY_FRAGMENTS: of 8 keys of a SIMD
+// group's block. SPANS: of 32 columns that a SIMD group owns, at most. VECTOR_ROWS: of which values
+// are summed up without the matrix unit; 0: of none. Three or four would not fit in M1's registers.
+#define FLASH_DECODE_KNOBS(X)              \
+  X(ROW_FRAGMENTS, row_fragments, 1, 4, 1) \
+  X(KEY_FRAGMENTS, key_fragments, 1, 4, 1) \
+  X(SPANS, spans, 1, 18, 1)                \
+  X(VECTOR_ROWS, vector_rows, 0, 2, 1)
+
+}  // namespace metal_attn

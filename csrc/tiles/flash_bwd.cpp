@@ -120,9 +120,11 @@ bool divides(const FlashBwdSpecialisation& s) {
          fragments(s.head_dim_v) % 2 == 0;
 }
 
-int most_slices(const FlashBwdSpecialisation& s) {
-  const int unit = s.tensor_tiles ? kTensorSpan : 8;
-  return (std::max(s.head_dim_qk, s.head_dim_v) + unit - 1) / unit;
+// Those of the tile's slices that have columns: of dq, or of the wider of dk and dv. The grid has no
+// others, as a slice of dq without columns would be taken for the next head.
+int used_slices(const FlashBwdSpecialisation& s) {
+  const int columns = s.dkv ? std::max(s.head_dim_qk, s.head_dim_v) : s.head_dim_qk;
+  return (columns + s.slice(columns) - 1) / s.slice(columns);
 }
 
 }  // namespace
@@ -145,7 +147,7 @@ bool FlashBwdSpecialisation::take(const FlashBwdTile& tile) {
   static_cast<FlashBwdTile&>(*this) = tile;
   const int own_side = dkv ? features.kv_block() : features.q_block();
   const int other_side = dkv ? features.q_block() : features.kv_block();
-  slices = std::min(slices, most_slices(*this));
+  slices = used_slices(*this);
   block = 8 * parts_within(other_side, 8, block / 8);
   simdgroups =
       column_simdgroups * parts_within(own_side, 8 * row_fragments, simdgroups / column_simdgroups);
@@ -155,7 +157,7 @@ bool FlashBwdSpecialisation::take(const FlashBwdTile& tile) {
 bool FlashBwdSpecialisation::can_run() const {
   const int queries = dkv ? block : block_rows();
   const int keys = dkv ? block_rows() : block;
-  if (!within_limits(*this) || slices > most_slices(*this) ||
+  if (!within_limits(*this) || slices > used_slices(*this) ||
       !within_blocks(features, queries, keys)) {
     return false;
   }

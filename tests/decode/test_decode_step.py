@@ -87,10 +87,10 @@ def check(tensors, device, *, num_splits=1, **options):
     expected, expected_lse = separately(theirs, num_splits=num_splits, **options)
     check_equal({n: x.cpu() for n, x in mine.items()}, {n: x.cpu() for n, x in theirs.items()})
     assert out.isfinite().all()
-    if num_splits == 1:
+    if num_splits == 1 and "rotary_cos" not in tensors:
         assert torch.equal(out, expected)
         assert torch.equal(lse, expected_lse)
-    else:  # the last split has all new keys, so the others may end elsewhere
+    else:  # the last split has all new keys, and a kernel that rotates q may have another tile
         close = {"rtol": 2e-3, "atol": 2e-3} if out.dtype == torch.float16 else {}
         torch.testing.assert_close(out, expected, **close)
         torch.testing.assert_close(lse, expected_lse)

@@ -120,7 +120,7 @@ bool divides(const FlashBwdSpecialisation& s) {
          fragments(s.head_dim_v) % 2 == 0;
 }
 
-// Those of the tile's slices that have columns: of dq, or of the wider of dk and dv. The grid has no
+// Slices of the tile that have columns: of dq, or of the wider of dk and dv. The grid has no
 // others, as a slice of dq without columns would be taken for the next head.
 int used_slices(const FlashBwdSpecialisation& s) {
   const int columns = s.dkv ? std::max(s.head_dim_qk, s.head_dim_v) : s.head_dim_qk;

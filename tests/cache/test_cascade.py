@@ -141,7 +141,8 @@ def test_any_tree():
         check(table, lengths, "cpu", q_length, window, draw.random() < 0.7)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+# Those whose groups divide the head dim.
+@pytest.mark.parametrize("format", [name for name in FORMATS if not name.endswith("g64")])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_paged_cache(format, layout, device):
     """Of forks, quantised."""

@@ -10,6 +10,8 @@ from torch_metal_attn.quantisation import FORMATS, dequantise
 from torch_metal_attn.simulator import simulate
 
 LATENT, ROTARY, HEADS, SCALE = 64, 32, 4, 0.125
+# Formats whose groups divide the rows.
+FITTING = [None, *(name for name in FORMATS if not name.endswith("g64"))]
 # Of rounding in float16: values are up to 4, weights sum to 1, and codes are compared as stored.
 TOLERANCE = 4e-3
 
@@ -74,7 +76,7 @@ def made(kind, device="cpu", **options):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("kind", ["paged", "static"])
-@pytest.mark.parametrize("format", [None, *FORMATS])
+@pytest.mark.parametrize("format", FITTING)
 def test_decode_steps(kind, format, interleaved, device):
     """Prompts of one length, then steps of 1 and 3 tokens, by what float64 says of the rows."""
     cache, ids = made(kind, device, format=format)
@@ -107,7 +109,7 @@ def test_decode_steps(kind, format, interleaved, device):
 
 
 def test_one_copy_is_kept():
-    for format in (None, *FORMATS):
+    for format in FITTING:
         layer = made("paged", format=format)[0].layers[0]
         assert layer.v_cache.data_ptr() == layer.k_cache.data_ptr()
         plain = PagedKVCache(12, 4, 1, LATENT + ROTARY, format=format).layers[0]

@@ -60,7 +60,7 @@ def test_the_cases_are_many_and_different():
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_cache_is_worth_what_it_holds(cache):
     """Rows that belong to nobody are not what the reference is given."""
-    case = attention(call="flash_decode", dtype="float16", q_length=3, head_dim=32, cache=cache)
+    case = attention(call="flash_decode", dtype="float16", q_length=3, head_dim=64, cache=cache)
     problem = build(case)
     (k, v), seen = problem.stored, {"seqused_k": torch.full((2,), 65, dtype=torch.int32)}
     out, _ = torch.ops.metal_attn.flash_decode(problem.q, k, v, **problem.where, **seen)

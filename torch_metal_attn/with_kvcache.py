@@ -39,7 +39,9 @@ _CACHED_NAMES = ArgumentNames(
 
 # With up to this many queries per sequence reading the keys takes the time: flash_decode reads each
 # key once, and splits the keys over the GPU.
-DECODE_QUERIES = 64
+DECODE_QUERIES = 32
+# The same of queries after a cache, as speculative decoding verifies them.
+VERIFY_QUERIES = 64
 _MAX_SPLITS = 1024
 
 
@@ -167,7 +169,7 @@ def flash_attn_with_kvcache(
         v_scale=heads_first("v_scale", v_scale),
     )
     num_splits = whole("num_splits", num_splits)
-    few = packed or q.shape[1] <= DECODE_QUERIES
+    few = packed or q.shape[1] <= VERIFY_QUERIES
     if not few:
         _check_splits(num_splits)
     options |= _packing(cu_seqlens_q, max_seqlen_q, k is not None, cu_seqlens_k_new)
@@ -258,7 +260,7 @@ def _plain_with_kvcache(
     if (
         not plain.applies(*caches, *new, *tables, *pages)
         or q.dim() != 4
-        or q.size(1) > DECODE_QUERIES
+        or q.size(1) > VERIFY_QUERIES
         or (tables and not new)
         or (new and cache_seqlens is None)
     ):

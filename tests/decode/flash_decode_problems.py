@@ -373,8 +373,8 @@ def impossible_packed():
             out, _ = ops.flash_decode(*arguments, **options)
         ends.copy_(ints(0, 3, 7))
         assert out.isnan().any(), bad
-        if bad[1:2] == [3]:  # the first sequence's are right, if they begin where it does
-            assert bad[0] or torch.equal(out[:3], expected[:3])
+        if bad[:2] == [0, 3]:  # the first sequence's
+            assert torch.equal(out[:3], expected[:3])
             assert out[3:].isnan().any()
 
 
@@ -387,8 +387,9 @@ def packed_step(shape=None, new=None, **options):
     out, lse = ops.decode_step(**mine, **sizes, num_splits=1, **options)
     expected, expected_lse = in_parts(theirs, sizes, options)
     check_equal(mine, theirs)
-    assert torch.equal(out, expected)
-    assert torch.equal(lse, expected_lse)
+    # A kernel that rotates q may have another tile.
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, expected_lse)
 
 
 def packed_step_of(lengths, new, *, rotary_dim=32, **shape):

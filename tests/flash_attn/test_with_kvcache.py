@@ -12,15 +12,15 @@ from torch_metal_attn import flash_attn_with_kvcache, simulate
 from torch_metal_attn.reference import rotate
 from torch_metal_attn.testing import Attention, Step
 from torch_metal_attn.testing.judge import normal
-from torch_metal_attn.with_kvcache import DECODE_QUERIES
+from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 
-MANY = DECODE_QUERIES + 1
+MANY = VERIFY_QUERIES + 1
 CALL = "flash_attn_with_kvcache"
 
 
 def make(*, batch=2, q_length=1, heads=4, kv_heads=2, head_dim=32, new=None, seed=0):
     """q, and a cache (B, L, Hkv, D); with `new` as many new keys and values, else None."""
-    kv_length = 64 if new is None or new < DECODE_QUERIES else 96
+    kv_length = 64 if new is None or new < VERIFY_QUERIES else 96
     q = normal(batch, q_length, heads, head_dim, seed=seed)
     caches = [normal(batch, kv_length, kv_heads, head_dim, seed=seed + i) for i in (1, 2)]
     rows = [None, None]
@@ -66,7 +66,7 @@ HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 32, "v_head_dim": 32, "strict": 
 
 
 def cases():
-    """Up to DECODE_QUERIES by flash_decode, more by flash_fwd."""
+    """Up to VERIFY_QUERIES by flash_decode, more by flash_fwd."""
     sizes = {"batch": 2, "kv_length": 64, "seqused_k": (37, 21)}
     for options, lengths in OLD_KEYS:
         for q_length in lengths:
@@ -100,7 +100,7 @@ def test_lengths_of_any_form(device):
     "q_length, num_splits, kernels",
     [
         (1, 1, ["flash_decode"]),
-        (DECODE_QUERIES, 2, ["flash_decode", "merge_splits"]),
+        (VERIFY_QUERIES, 2, ["flash_decode", "merge_splits"]),
         (MANY, 1, ["append_kv", "flash_fwd"]),
     ],
 )

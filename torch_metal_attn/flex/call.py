@@ -17,14 +17,13 @@ from torch_metal_attn.ops.differentiation import transforming
 from torch_metal_attn.ops.flex import of_two_dtypes
 from torch_metal_attn.runtime import session
 from torch_metal_attn.sdpa import NAMES
+from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 # Promises about the mask, and choices between kernels of which there is one here: results do not
 # depend on them. Everything else tunes torch's own kernels.
 _KEPT_OPTIONS = frozenset(
     ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "WRITE_DQ")
 )
-# The most that flash_decode is taken for, as in csrc/ops/decode/flex.cpp.
-_DECODE_QUERIES = 32
 _DEFAULT_OPTIONS = {"BACKEND": "AUTO", "PRESCALE_QK": False, "USE_TMA": False}
 
 
@@ -57,7 +56,7 @@ class Call:
                     "compute_q_blocks=True"
                 )
             # flash_decode's threadgroups share the lists evenly.
-            many = self.query.shape[2] > _DECODE_QUERIES
+            many = self.query.shape[2] > DECODE_QUERIES
             options |= self.blocks.ordered(over_keys=many, over_queries=differentiated)
         return options
 

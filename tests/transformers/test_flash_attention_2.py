@@ -17,7 +17,7 @@ from torch_metal_attn.simulator import runs  # noqa: E402
 NAME = "flash_attention_2"
 # transformers has no flash-attn for these, on CUDA either; of PaliGemma's prefix it tells
 # flash-attn nothing.
-WITHOUT = {"gpt-oss", "Llama4", "PaliGemma", "T5"}
+WITHOUT = {"gpt-oss", "Llama4", "PaliGemma", "T5", "DeepSeek-V3.2", "GLM-MoE-DSA"}
 FAMILIES = [name for name in CORE if name not in WITHOUT]
 
 

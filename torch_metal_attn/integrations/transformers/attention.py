@@ -118,6 +118,11 @@ def metal_attention(
             f"{_shown({'sinks': sinks})} in {type(module).__name__}: it must be (B, Hq, Sq, 1), a "
             "sink per query; those of heads are s_aux"
         )
+    if indices is not None and (indices.dim() != 3 or indices.shape[1] != q.shape[2]):
+        raise NotImplementedError(
+            f"{_shown({'indices': indices})} in {type(module).__name__}: it must be (B, Sq, n), the "
+            "keys of each query"
+        )
     causal = bool(is_causal)
     given_mask = attention_mask
     if attention_mask is not None and bands.is_causal(attention_mask):

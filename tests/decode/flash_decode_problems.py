@@ -66,8 +66,8 @@ def vectors():
     # Of a SIMD group's keys whose weights are 0 in float32. As in PyTorch, 0 * inf is NaN.
     q, k, v = make_qkv(**SHAPE | {"batch": 1, "heads": 2, "q_length": 2}, **HALF)
     v[:, :, 0] = math.inf
-    k[:, :, :32] = -50.0 * q.sum(2, keepdim=True)
-    out, _ = ops.flash_decode(q, k[:, :, :40], v[:, :, :40], num_splits=1)
+    k[:, :, :8] = -50.0 * q.sum(2, keepdim=True)
+    out, _ = ops.flash_decode(q, k[:, :, :32], v[:, :, :32], num_splits=1)
     assert out.isnan().all()
     # Of a key that the first query does not see.
     out, _ = ops.flash_decode(q, k, v, causal=True, q_offset=-1, num_splits=1)
@@ -150,7 +150,7 @@ def rules():
 
 def latent():
     """MLA: values in the rows of keys, NaN where those do not exist; columns shared or not."""
-    for heads, head_dim, v_head_dim in ((4, 96, 64), (32, 576, 512)):
+    for heads, head_dim, v_head_dim in ((4, 64, 48), (4, 96, 64), (32, 576, 512)):
         q, k, _ = make_qkv(1, heads, 1, 1, 60, head_dim, **HALF)
         k[:, :, 37:] = math.nan
         k[:, :, :5] = math.nan
@@ -205,6 +205,8 @@ def lists():
     dense(indices=entries, causal=True, q_offset=200)
     entries[:, :, 1] = -1
     dense({"heads": 2}, num_splits=2, indices=entries[:1, :1])
+    # A SIMD group has two fragments of keys.
+    dense({"heads": 16, "head_dim": 64}, indices=entries[:, :1])
     # More rows of a list than a tile has.
     dense({"heads": 80}, indices=entries[:, :1])
 

@@ -120,8 +120,8 @@ def metal_attention(
         )
     if indices is not None and (indices.dim() != 3 or indices.shape[1] != q.shape[2]):
         raise NotImplementedError(
-            f"{_shown({'indices': indices})} in {type(module).__name__}: it must be (B, Sq, n), the "
-            "keys of each query"
+            f"{_shown({'indices': indices})} in {type(module).__name__}: it must be (B, Sq, n), "
+            "the keys of each query"
         )
     causal = bool(is_causal)
     given_mask = attention_mask

@@ -43,9 +43,11 @@ REFUSED = {
     "DINOv3": "rotates its queries neither by halves nor by pairs",  # not those of its registers
     "DeepSeek-V2": OTHER,
     "DeepSeek-V3": OTHER,
+    "DeepSeek-V3.2": OTHER,
     "DistilBERT": NO_ROPE,
     "ELECTRA": NO_ROPE,
     "GPT-2": NO_ROPE,
+    "GLM-MoE-DSA": OTHER,
     "Gemma4": "calls apply_rotary_pos_emb in an unknown way",
     "HunYuan": LATER,
     "Llama4": OTHER,

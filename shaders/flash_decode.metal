@@ -20,7 +20,8 @@
 // features of flash_fwd but VARLEN, DROPOUT and K_ROTARY, or FLEX; PACKED_Q if sequences differ in
 // their number of queries; to append new keys first APPEND, WIDE_STORES, NEW_K_ROTARY and
 // PACKED_NEW_K; INDEX_BLOCK if keys are listed; and ROW_LOOP if threadgroups own more than one tile
-// of rows. Without it nothing that a tile begins with has to last, in registers, until the next one.
+// of rows. Without it nothing that a tile begins with has to last, in registers, until the next
+// one.
 //
 // With PACKED_Q the threadgroups after those of the last sequence fill rows of no sequence.
 using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>;

@@ -109,7 +109,7 @@ def candidates(one: Class) -> Iterator[Tile]:
     wide = one.columns > 256
     allowed = knobs(one.macro)
     if one.macro == "FLASH_FWD":
-        slices = (256, 128) if one.columns > 128 and one.ragged else (256,)
+        slices: tuple[int, ...] = (256, 128) if one.columns > 128 and one.ragged else (256,)
         held = (1, 0) if one.columns > 128 else (1,)
         # With 16 keys a float32 row of 179,592 keys had 2.5 times the error of torch's.
         blocks = (32,) if one.bits == 32 and one.columns <= 64 else allowed["BLOCK_K"]
@@ -130,8 +130,8 @@ def candidates(one: Class) -> Iterator[Tile]:
         yield from product(allowed["ROW_FRAGMENTS"], allowed["BLOCK_K"], (4,), (1, 0))
     else:
         dkv = one.macro == "FLASH_BWD_DKV"
-        slices = (2, 4, 9) if wide else (1, 2, 4) if one.columns > 128 else (1, 2)
-        slices = (1,) if one.columns <= 64 else slices
+        slices = (1, 2, 4) if one.columns > 128 else (1, 2)
+        slices = (2, 4, 9) if wide else (1,) if one.columns <= 64 else slices
         groups = [(1, simdgroups, shared) for simdgroups in (4, 8) for shared in shares]
         if dkv and not one.ragged:
             groups += [(2, 4, 2), (2, 4, 4), (4, 4, 4), (2, 8, 4), (1, 4, 4)]

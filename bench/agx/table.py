@@ -47,12 +47,26 @@ SMALLEST: Mapping[str, tuple[Tile, ...]] = {
 # thread may have where they are a part of the cache, at most 168 by an estimate. Bits, the most
 # columns, and of the forward V_SLICE and Q_IN_REGISTERS, of the others SLICES, COLUMN_SIMDGROUPS
 # and ROWS_IN_REGISTERS.
-TENSOR_FORWARD = ((16, 96, 256, 1), (16, 160, 256, 0), (16, 576, 160, 0))
+TENSOR_FORWARD: tuple[tuple[int, ...], ...] = (
+    (16, 96, 256, 1),
+    (16, 160, 256, 0),
+    (16, 576, 160, 0),
+)
 TENSOR_FORWARD += ((32, 64, 256, 1), (32, 576, 128, 0))
-TENSOR_DQ = ((16, 64, 1, 1, 1), (16, 160, 1, 1, 0), (16, 320, 1, 2, 0), (16, 576, 2, 2, 0))
+TENSOR_DQ: tuple[tuple[int, ...], ...] = (
+    (16, 64, 1, 1, 1),
+    (16, 160, 1, 1, 0),
+    (16, 320, 1, 2, 0),
+    (16, 576, 2, 2, 0),
+)
 TENSOR_DQ += ((32, 32, 1, 1, 1), (32, 128, 1, 1, 0), (32, 256, 1, 2, 0), (32, 512, 2, 2, 0))
 TENSOR_DQ += ((32, 576, 3, 2, 0),)
-TENSOR_DKV = ((16, 32, 1, 1, 1), (16, 64, 1, 1, 0), (32, 32, 1, 1, 1), (32, 64, 1, 2, 0))
+TENSOR_DKV: tuple[tuple[int, ...], ...] = (
+    (16, 32, 1, 1, 1),
+    (16, 64, 1, 1, 0),
+    (32, 32, 1, 1, 1),
+    (32, 64, 1, 2, 0),
+)
 TENSOR_DKV += tuple((16, 128 * slices, slices, 2, 0) for slices in (1, 2, 3, 4))
 TENSOR_DKV += ((16, 576, 5, 2, 0), *((32, 64 * slices, slices, 2, 0) for slices in range(2, 10)))
 
@@ -79,14 +93,16 @@ def tensor_rows() -> dict[str, list[Row]]:
         (bits, columns, 0, "Rotary", "M1", 0.0, (v_slice, 32, 4, 1, held, 1))
         for bits, columns, v_slice, held in TENSOR_FORWARD
     ]
-    dq, dkv = (
-        [
+    rows = {"FLASH_FWD_TENSOR": forward}
+    for macro, gradients in (
+        ("FLASH_BWD_DQ_TENSOR", TENSOR_DQ),
+        ("FLASH_BWD_DKV_TENSOR", TENSOR_DKV),
+    ):
+        rows[macro] = [
             (bits, columns, 0, "Rotary", "M1", 0.0, (slices, 32, 2, 4, shared, held, 0))
-            for bits, columns, slices, shared, held in rows
+            for bits, columns, slices, shared, held in gradients
         ]
-        for rows in (TENSOR_DQ, TENSOR_DKV)
-    )
-    return {"FLASH_FWD_TENSOR": forward, "FLASH_BWD_DQ_TENSOR": dq, "FLASH_BWD_DKV_TENSOR": dkv}
+    return rows
 
 
 def _row(candidate: Candidate) -> Row:

@@ -14,6 +14,7 @@ def fake_mac(name, cores, library):
     torch.backends.mps.is_available = lambda: True
     torch.backends.mps.get_name = lambda: name
     torch.backends.mps.get_core_count = lambda: cores
+    torch.mps.recommended_max_memory = lambda: 2**34
     from torch_metal_attn.runtime import extension, shaders
 
     fake = FakeMps("bytes", library, insist=False)

@@ -239,8 +239,8 @@ def varlen_attention(
         the sizes that masks and biases broadcast to. block_table or cache_batch_idx: k and v are a
         cache as in `attention`, and sequence b has cu_seqlens_k[b + 1] - cu_seqlens_k[b] of its
         keys. k_scale, v_scale and options: those of `attention`; positions and lengths count from
-        each sequence's first row, and indices (1, Hkv or 1, Tq, entries) has a list of each row. Without cu_seqlens_k, only queries are packed: k and v are those
-        of `attention`.
+        each sequence's first row, and indices (1, Hkv or 1, Tq, entries) has a list of each row.
+        Without cu_seqlens_k, only queries are packed: k and v are those of `attention`.
 
     Returns:
         out (Tq, Hq, Dv) and lse (Hq, Tq). Queries that belong to no sequence get 0 and -inf, or

@@ -13,9 +13,11 @@
 // their schemas.
 // - cu_seqlens_q: (B + 1) int32. q, and new keys and values, are packed rows, (T, heads, columns).
 // - max_seqlen_q: the most queries of a sequence, with cu_seqlens_q.
+// - hadamard: the cache's rows are rotated, as append_kv's.
 #define DECODE_OPTIONS(X)                   \
   X(OptionalTensor, cu_seqlens_q, None, IN) \
-  X(Integer, max_seqlen_q, 0, IN)
+  X(Integer, max_seqlen_q, 0, IN)           \
+  X(Integer, hadamard, 0, IN)
 
 namespace metal_attn {
 

@@ -181,6 +181,18 @@ class TestDrawing:
         mask = testing.Attention(call="scaled_dot_product_attention", attn_mask="bfloat16 qk")
         assert mask.meaningless() == "torch's masks are of bool, float32 or the queries' dtype"
 
+    @pytest.mark.parametrize("sizes", [(72, 64), (64, 72)])
+    def test_groups_of_columns_divide_both_head_dims(self, sizes):
+        size, v_size = sizes
+        case = testing.Attention(
+            call="flash_decode",
+            head_dim=size,
+            v_head_dim=v_size,
+            format="q2_g64",
+            v_format="q2_g64",
+        )
+        assert case.meaningless().endswith("q2_g64 has blocks of 64 columns")
+
     @pytest.mark.parametrize("q_length, kv_length", [(0, 9), (9, 0)])
     def test_strides_of_no_elements_are_not_wrong(self, q_length, kv_length):
         """Every function takes them, so they are not drawn."""

@@ -230,8 +230,9 @@ class LatentLayer(CacheLayerMixin):
         if held.k_scale is None or held.v_scale is None:
             latents, k_rotated = of_all(held.k_cache).split(columns, -1)
             return latents, k_rotated
-        tensors = (held.k_cache, held.v_cache, held.k_scale, held.v_scale)
-        rows = QuantisedRows(*map(of_all, tensors), columns=columns, dtype=key_states.dtype)
+        k, v = of_all(held.k_cache), of_all(held.v_cache)
+        scales = of_all(held.k_scale), of_all(held.v_scale)
+        rows = QuantisedRows(k, v, *scales, columns, key_states.dtype)
         return rows, rows
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:

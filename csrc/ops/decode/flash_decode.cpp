@@ -12,6 +12,7 @@
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
+#include "csrc/ops/decode/tree.h"
 #include "csrc/ops/merge/merge.h"
 #include "csrc/problem/merge.h"
 #include "csrc/problem/strides.h"
@@ -95,6 +96,18 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
     params.q_advances = append->q_advances;
     params.problem.new_keys = append->params.length;
   }
+  if (call.options.has_tree()) {  // which says more than the right side of a window
+    params.problem.window_right = NO_WINDOW;
+  }
+  if (const OptionalTensor& parents = call.options.parents) {
+    launch.buffers.push_back({FLASH_DECODE_PARENTS, *parents, false});
+    params.tree_batch_stride = parents->dim() == 2 ? parents->stride(0) : 0;
+  }
+  if (const OptionalTensor& mask = call.options.tree_mask) {
+    launch.buffers.push_back({FLASH_DECODE_TREE_MASK, *mask, false});
+    params.tree_batch_stride = mask->dim() == 3 ? mask->stride(0) : 0;
+    params.tree_row_stride = mask->stride(mask->dim() - 2);
+  }
   launch.buffers.push_back({FLASH_DECODE_OUT, out, true});
   launch.buffers.push_back({FLASH_DECODE_LSE, lse, true});
   launch.set_params(FLASH_PARAMS, params);
@@ -118,7 +131,7 @@ Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t co
 
 FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
   const FlashFwdArguments& f = a.forward;
-  const FlashFwdCall call = analyse(f).call;
+  FlashFwdCall call = analyse(f).call;
   check(0 <= a.num_splits && a.num_splits <= kMaxSplits, "`num_splits` is ", a.num_splits,
         "; it must be 0 (chosen for you) or in 1..", kMaxSplits);
   check(!call.problem.features.dropout, "`dropout_p` is ", f.options.dropout_p,
@@ -133,13 +146,14 @@ FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
         " of them together: use flash_fwd");
   check(f.packing || a.options.max_seqlen_q == 0, "`max_seqlen_q` is ", a.options.max_seqlen_q,
         " and `cu_seqlens_q` is not given; it is of packed queries only");
+  check_tree(a, call);
   return call;
 }
 
 FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDecodeArguments& a,
                                     bool appends) {
   const FlashFwdArguments& f = a.forward;
-  FlashDecodeCall call{forward, {}, 0, 1, 1, {}};
+  FlashDecodeCall call{forward, a.options, {}, 0, 1, 1, {}};
   if (!forward.launches()) {
     return call;
   }

@@ -24,6 +24,7 @@ FlashFwdCall check_flash_decode(const FlashDecodeArguments& arguments);
 // One call of flash_decode or decode_step, checked, and the kernel that was chosen for it.
 struct FlashDecodeCall {
   FlashFwdCall forward;
+  DecodeOptions options;
   FlashDecodeSpecialisation specialisation;
   int64_t keys;  // that the queries of one sequence read, at most
   int64_t splits;

@@ -74,9 +74,43 @@ METAL_FUNC void share(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* p
   }
 }
 
+// The keys that a query of a tree sees: old ones from `begin` on, and some of the new tokens. A
+// token that the query sees after n others stands n behind the first new one, whatever its index:
+// what a window or a chunk hides is counted by that.
+struct TreeRow {
+  TokenSet seen;
+  int begin;
+  int first_new;
+  bool impossible;
+
+  METAL_FUNC void reset(thread const TokenTree& tree, int query,
+                        thread const Visibility& visible) thread {
+    seen = tree.seen_by(query);
+    impossible = seen.empty();
+    first_new = visible.existing.end - tree.tokens;
+    const int first_position = visible.keys_of(seen.count_before(query)).begin;
+    begin = min(first_position, first_new);
+    seen.drop_first(first_position - first_new);
+  }
+
+  METAL_FUNC bool sees(int key) const thread {
+    return key < first_new ? key >= begin : seen.has(key - first_new);
+  }
+
+  METAL_FUNC void apply(thread ScoreRow& scores, int column) const thread {
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      thread Fragment<float>& score = scores.fragments[0][j];
+      const int key = column + column_offset(j);
+      score = Fragment<float>(sees(key) ? score.x : -INFINITY, sees(key + 1) ? score.y : -INFINITY);
+    }
+  }
+};
+
 // A tile of rows of q, whose scores arrive block by block.
 struct DecodeRows {
-  TileRow rows[ROW_FRAGMENTS];  // the lane's
+  TileRow rows[ROW_FRAGMENTS];       // the lane's
+  TreeRow tree_rows[ROW_FRAGMENTS];  // TREE
   Rules<1, false> rules[ROW_FRAGMENTS];
   OnlineSoftmax softmax[ROW_FRAGMENTS];
   Range seen_by_first;  // keys
@@ -84,18 +118,23 @@ struct DecodeRows {
 
   // The tile from `first_row` on of a KV head's `all_rows`.
   METAL_FUNC void reset(thread const FlashInputs& inputs, int first_row, int all_rows, int batch,
-                        int kv_head, thread const DecodeLane& own, thread const Visibility& visible,
-                        thread const Sequence& sequence, constant FlashParams& problem) thread {
+                        int kv_head, thread const DecodeLane& own, thread const TokenTree& tree,
+                        thread const Visibility& visible, thread const Sequence& sequence,
+                        constant FlashParams& problem) thread {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       softmax[i].reset();
       rows[i].reset(first_row + min(i * FRAGMENT + own.row, ROWS - 1), all_rows, kv_head, problem);
+      if (TREE) {
+        tree_rows[i].reset(tree, rows[i].query, visible);
+      }
       rules[i].reset(inputs, batch, rows[i].head, rows[i].query, own.column, visible, sequence,
                      problem);
     }
     const int last_row = min(first_row + ROWS, all_rows) - 1;
     seen_by_first = visible.keys_of(first_row / problem.queries_per_kv);
-    seen_by_last = visible.keys_of(last_row / problem.queries_per_kv);
+    seen_by_last = visible.keys_of(TREE ? tree.tokens - 1 : last_row / problem.queries_per_kv);
+    seen_by_first.end = TREE ? visible.existing.end - tree.tokens : seen_by_first.end;
   }
 
   // Products become weights, exp(score - row_max). `corrections`: as OnlineSoftmax::update's.
@@ -109,6 +148,8 @@ struct DecodeRows {
       rules[i].value(scores[i], kv_block, masked, inputs, problem);
       if (INDICES) {
         hide_listed(scores[i], block, column, visible.keys_of(rows[i].query));
+      } else if (TREE && hides) {
+        tree_rows[i].apply(scores[i], kv_block + column);
       } else if (hides) {
         visible.apply<false>(scores[i], rows[i].query, kv_block + column);
       }
@@ -164,8 +205,8 @@ struct DecodeRows {
 METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* pairs,
                              thread const FlashInputs& inputs, int first_row, int all_rows,
                              int batch, int kv_head, thread const DecodeLane& own,
-                             thread const Sequence& sequence, int64_t first_rotary,
-                             constant FlashDecodeParams& params) {
+                             thread const Sequence& sequence, thread const TokenTree& tree,
+                             int64_t first_rotary, constant FlashDecodeParams& params) {
   UNROLL
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
     UNROLL
@@ -174,7 +215,10 @@ METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEM
       other.reset(first_row + i * FRAGMENT + own.column + e, all_rows, kv_head, params.problem);
       Queries queries = inputs.queries(batch, other.head, sequence, params.problem);
       if (APPEND && Q_ROTARY) {
-        queries.rotary.start_at(first_rotary, params.q_advances != 0);
+        // The query's number is added to the row, and a tree's depth is what counts.
+        const int more =
+            TREE && params.q_advances != 0 ? max(tree.depth_of(other.query), 0) - other.query : 0;
+        queries.rotary.start_at(first_rotary + more, params.q_advances != 0);
       }
       UNROLL
       for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {

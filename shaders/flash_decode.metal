@@ -77,13 +77,24 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
     return;
   }
 
+  TokenTree tree;
+  if (TREE) {
+    const int64_t first = batch * params.tree_batch_stride;
+    tree.reset(
+        inputs.parents + (TREE_PARENTS ? first + sequence.q_start : 0),
+        inputs.tree_mask + (TREE_MASK ? first + sequence.q_start * params.tree_row_stride : 0),
+        params.tree_row_stride, min(sequence.q_length, problem.q_length));
+    sequence.impossible =
+        sequence.impossible || sequence.kv_length - sequence.q_length < sequence.first_key;
+  }
   int old_length = 0;  // APPEND
   int64_t first_rotary = 0;
   if (APPEND) {
     old_length = inputs.seqused_k[batch];
     // The other splits only read keys that were there before.
     if (split == splits - 1) {
-      append(inputs, old_length, batch, kv_head, thread_index, THREADS, problem, params.append);
+      append(inputs, tree, old_length, batch, kv_head, thread_index, THREADS, problem,
+             params.append);
       threadgroup_barrier(mem_flags::mem_device);
     }
   }
@@ -94,7 +105,7 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
     sequence.impossible = sequence.impossible || first_rotary < 0 ||
                           first_rotary + rotary_rows > params.append.table_rows;
   }
-  if ((PACKED_Q || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX) && sequence.impossible) {
+  if ((TREE || PACKED_Q || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX) && sequence.impossible) {
     fill_rows(result, inputs, NAN, rows, kv_head, fill_first, fill_step, params);
     return;
   }
@@ -121,11 +132,11 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
   // With new keys there is one row group, whose threadgroups alone see them written.
   for (int first_row = share.begin; first_row < share.end; first_row += share.step) {
     DecodeRows tile;
-    tile.reset(inputs, first_row, rows, batch, kv_head, own, visible, sequence, problem);
+    tile.reset(inputs, first_row, rows, batch, kv_head, own, tree, visible, sequence, problem);
     OutRows o;  // [ROWS, Dv]
     o.reset(score_tiles, weight_tiles, own);
     QueryTile q_tile;  // [D, ROWS]
-    load_queries(q_tile, q_pairs, inputs, first_row, rows, batch, kv_head, own, sequence,
+    load_queries(q_tile, q_pairs, inputs, first_row, rows, batch, kv_head, own, sequence, tree,
                  first_rotary, params);
 
     for (int step = places.begin + own.key_simdgroup * BLOCK_K; step < places.end; step += STEP_K) {
@@ -151,6 +162,9 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       row_sums[i] = blocks.impossible ? NAN : tile.softmax[i].row_sum();
+      if (TREE && tile.tree_rows[i].impossible) {
+        row_sums[i] = NAN;
+      }
       if (KEY_SIMDGROUPS > 1 && own.column == 0 && i * FRAGMENT + own.row < ROWS) {
         states[simdgroup * ROWS + i * FRAGMENT + own.row] =
             float2(tile.softmax[i].row_max, row_sums[i]);

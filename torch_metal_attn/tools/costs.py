@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from torch_metal_attn.quantisation import columns
+from torch_metal_attn.reference import tree_rows
 
 _STATISTIC = torch.float32.itemsize  # softmax_lse and delta
 
@@ -189,6 +190,20 @@ def _packed_queries(given: dict[str, Any]) -> list[int]:
     return [end - begin for begin, end in pairwise(ends)]
 
 
+def _hidden_tokens(given: dict[str, Any], b: int, tokens: int) -> int:
+    """Pairs of new tokens of sequence b of which the first does not see the second."""
+    parents, mask = given.get("parents"), given.get("tree_mask")
+    x = parents if parents is not None else mask
+    if not _has_data(x):
+        return 0
+    if "cu_seqlens_q" in given:
+        first = int(given["cu_seqlens_q"][b])
+        parents = None if parents is None else parents[first : first + tokens]
+        mask = None if mask is None else mask[first : first + tokens, :tokens]
+    seen = tree_rows(parents, mask)
+    return tokens * tokens - int(seen[b % len(seen)].sum())
+
+
 _VISIBILITY = ("causal", "window_size_left", "window_size_right", "attention_chunk", "q_offset")
 
 
@@ -196,6 +211,8 @@ def _work(given: dict[str, Any]) -> _Work:
     q, k, v = given["q"], given["k"], given["v"]
     heads, kv_heads = q.shape[1], k.shape[1]
     options = {name: given[name] for name in _VISIBILITY if name in given}
+    if "parents" in given or "tree_mask" in given:
+        options.pop("causal", None)
     used, padding = (_numbers(given.get(name)) for name in ("seqused_k", "leftpad_k"))
     found: dict[tuple[int, ...], Seen] = {}
     pairs = keys = 0
@@ -203,6 +220,8 @@ def _work(given: dict[str, Any]) -> _Work:
         length = kv_length if used is None else used[b]
         first = 0 if padding is None else padding[b]
         sizes = (q_length, kv_length, length, first)
+        if "parents" in given or "tree_mask" in given:  # of its own tokens a query sees some
+            pairs -= heads * _hidden_tokens(given, b, q_length)
         if sizes not in found:
             found[sizes] = seen(q_length, kv_length, **options, seqused_k=length, leftpad_k=first)
         pairs += found[sizes].pairs * heads

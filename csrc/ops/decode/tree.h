@@ -1,0 +1,15 @@
+// Trees of new tokens, of flash_decode and decode_step.
+#pragma once
+
+#include "csrc/problem/decode.h"
+#include "shaders/params.h"
+
+namespace metal_attn {
+
+// Sets the features of `call`, which is checked already, if there is a tree. Throws
+// std::invalid_argument.
+void check_tree(const FlashDecodeArguments& arguments, FlashFwdCall& call);
+
+void fill_tree_params(const DecodeOptions& options, FlashDecodeParams& params);
+
+}  // namespace metal_attn

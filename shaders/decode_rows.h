@@ -74,43 +74,25 @@ METAL_FUNC void share(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* p
   }
 }
 
-// The keys that a query of a tree sees: old ones from `begin` on, and some of the new tokens. A
-// token that the query sees after n others stands n behind the first new one, whatever its index:
-// what a window or a chunk hides is counted by that.
-struct TreeRow {
-  TokenSet seen;
-  int begin;
-  int first_new;
-  bool impossible;
-
-  METAL_FUNC void reset(thread const TokenTree& tree, int query,
-                        thread const Visibility& visible) thread {
-    seen = tree.seen_by(query);
-    impossible = seen.empty();
-    first_new = visible.existing.end - tree.tokens;
-    const int first_position = visible.keys_of(seen.count_before(query)).begin;
-    begin = min(first_position, first_new);
-    seen.drop_first(first_position - first_new);
+// The new tokens that `given` tells of, which the threadgroup keeps in `tokens`. Windows and chunks
+// count positions by depth. Every thread calls it, in uniform control flow.
+METAL_FUNC void load_tree(thread TokenTree& tree, threadgroup uint4* tokens,
+                          thread const GivenTree& given, int thread_index,
+                          thread const Visibility& visible) {
+  tree.tokens = tokens;
+  tree.count = given.count;
+  for (int i = thread_index; i < given.count; i += THREADS) {
+    TreeToken token = given.token(i);
+    token.begin = visible.keys_of(max(token.depth, 0)).begin;
+    token.seen.drop_first(token.begin - (visible.existing.end - given.count));
+    tokens[i] = token.words();
   }
-
-  METAL_FUNC bool sees(int key) const thread {
-    return key < first_new ? key >= begin : seen.has(key - first_new);
-  }
-
-  METAL_FUNC void apply(thread ScoreRow& scores, int column) const thread {
-    UNROLL
-    for (short j = 0; j < KEY_FRAGMENTS; j++) {
-      thread Fragment<float>& score = scores.fragments[0][j];
-      const int key = column + column_offset(j);
-      score = Fragment<float>(sees(key) ? score.x : -INFINITY, sees(key + 1) ? score.y : -INFINITY);
-    }
-  }
-};
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
 
 // A tile of rows of q, whose scores arrive block by block.
 struct DecodeRows {
-  TileRow rows[ROW_FRAGMENTS];       // the lane's
-  TreeRow tree_rows[ROW_FRAGMENTS];  // TREE
+  TileRow rows[ROW_FRAGMENTS];  // the lane's
   Rules<1, false> rules[ROW_FRAGMENTS];
   OnlineSoftmax softmax[ROW_FRAGMENTS];
   Range seen_by_first;  // keys
@@ -125,23 +107,23 @@ struct DecodeRows {
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       softmax[i].reset();
       rows[i].reset(first_row + min(i * FRAGMENT + own.row, ROWS - 1), all_rows, kv_head, problem);
-      if (TREE) {
-        tree_rows[i].reset(tree, rows[i].query, visible);
-      }
       rules[i].reset(inputs, batch, rows[i].head, rows[i].query, own.column, visible, sequence,
                      problem);
     }
     const int last_row = min(first_row + ROWS, all_rows) - 1;
     seen_by_first = visible.keys_of(first_row / problem.queries_per_kv);
-    seen_by_last = visible.keys_of(TREE ? tree.tokens - 1 : last_row / problem.queries_per_kv);
-    seen_by_first.end = TREE ? visible.existing.end - tree.tokens : seen_by_first.end;
+    seen_by_last = visible.keys_of(last_row / problem.queries_per_kv);
+    if (TREE) {  // of any path
+      seen_by_last = visible.keys_of(tree.count - 1);
+      seen_by_first.end = visible.existing.end - tree.count;
+    }
   }
 
   // Products become weights, exp(score - row_max). `corrections`: as OnlineSoftmax::update's.
   METAL_FUNC void weigh(thread ScoreRow* scores, thread float* corrections,
                         thread const BlockKeys& block, int kv_block, bool masked, ushort column,
-                        thread const Visibility& visible, thread const FlashInputs& inputs,
-                        constant FlashParams& problem) thread {
+                        thread const TokenTree& tree, thread const Visibility& visible,
+                        thread const FlashInputs& inputs, constant FlashParams& problem) thread {
     const bool hides = kv_block < seen_by_last.begin || kv_block + BLOCK_K > seen_by_first.end;
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
@@ -149,11 +131,27 @@ struct DecodeRows {
       if (INDICES) {
         hide_listed(scores[i], block, column, visible.keys_of(rows[i].query));
       } else if (TREE && hides) {
-        tree_rows[i].apply(scores[i], kv_block + column);
+        hide_tokens(scores[i], tree.token(rows[i].query), kv_block + column,
+                    visible.existing.end - tree.count);
       } else if (hides) {
         visible.apply<false>(scores[i], rows[i].query, kv_block + column);
       }
       corrections[i] = softmax[i].update<KEY_FRAGMENTS>(scores[i].fragments[0]);
+    }
+  }
+
+  // Of keys from `column` on, masks out those that a new token does not see. `first_new`: the first
+  // token's key.
+  METAL_FUNC static void hide_tokens(thread ScoreRow& scores, TreeToken token, int column,
+                                     int first_new) {
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      UNROLL
+      for (short e = 0; e < LANE_COLUMNS; e++) {
+        const int key = column + column_offset(j) + e;
+        const bool shown = key < first_new ? key >= token.begin : token.seen.has(key - first_new);
+        scores.fragments[0][j][e] = shown ? scores.fragments[0][j][e] : -INFINITY;
+      }
     }
   }
 
@@ -215,10 +213,12 @@ METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEM
       other.reset(first_row + i * FRAGMENT + own.column + e, all_rows, kv_head, params.problem);
       Queries queries = inputs.queries(batch, other.head, sequence, params.problem);
       if (APPEND && Q_ROTARY) {
-        // The query's number is added to the row, and a tree's depth is what counts.
-        const int more =
-            TREE && params.q_advances != 0 ? max(tree.depth_of(other.query), 0) - other.query : 0;
-        queries.rotary.start_at(first_rotary + more, params.q_advances != 0);
+        queries.rotary.start_at(first_rotary, params.q_advances != 0);
+        if (TREE && params.q_advances != 0) {
+          // The query's number will be added to the row, and its depth is what counts.
+          const int depth = max(tree.depth_of(other.query), 0);
+          queries.rotary.start_at(depth - other.query, true);
+        }
       }
       UNROLL
       for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {

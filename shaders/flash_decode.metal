@@ -57,6 +57,8 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
   threadgroup Fragment<ELEMENT> q_pairs[QUERY_PAIRS];  // [D, ROWS]
   threadgroup float2 states[STATES];  // [KEY_SIMDGROUPS, ROWS] of row_max and row_sum
 
+  THREADGROUP_ARRAY(TREE, uint4, tree_tokens, TREE_TOKENS)
+
   FlashInputs inputs;
   FLASH_SET_INPUTS
   constant FlashParams& problem = params.problem;
@@ -80,10 +82,14 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
   TokenTree tree;
   if (TREE) {
     const int64_t first = batch * params.tree_batch_stride;
-    tree.reset(
-        inputs.parents + (TREE_PARENTS ? first + sequence.q_start : 0),
-        inputs.tree_mask + (TREE_MASK ? first + sequence.q_start * params.tree_row_stride : 0),
-        params.tree_row_stride, min(sequence.q_length, problem.q_length));
+    GivenTree given;
+    given.parents = inputs.parents + (TREE_PARENTS ? first + sequence.q_start : 0);
+    given.row_stride = params.tree_row_stride;
+    given.rows = inputs.tree_mask + (TREE_MASK ? first + sequence.q_start * given.row_stride : 0);
+    given.count = min(sequence.q_length, problem.q_length);
+    Visibility of_depths;
+    of_depths.reset(sequence, problem);
+    load_tree(tree, tree_tokens, given, thread_index, of_depths);
     sequence.impossible =
         sequence.impossible || sequence.kv_length - sequence.q_length < sequence.first_key;
   }
@@ -153,8 +159,8 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       transpose_scores(scores, products, score_tiles, simdgroup, lane);
       // From here on `scores` holds weights.
       float corrections[ROW_FRAGMENTS];
-      tile.weigh(scores, corrections, block, kv_block, blocks.masked, own.column, visible, inputs,
-                 problem);
+      tile.weigh(scores, corrections, block, kv_block, blocks.masked, own.column, tree, visible,
+                 inputs, problem);
       o.accumulate(block, corrections, scores, values, blocks, kv_block, sequence);
     }
 
@@ -162,7 +168,7 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       row_sums[i] = blocks.impossible ? NAN : tile.softmax[i].row_sum();
-      if (TREE && tile.tree_rows[i].impossible) {
+      if (TREE && tree.depth_of(tile.rows[i].query) < 0) {
         row_sums[i] = NAN;
       }
       if (KEY_SIMDGROUPS > 1 && own.column == 0 && i * FRAGMENT + own.row < ROWS) {

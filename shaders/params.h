@@ -12,6 +12,10 @@ using namespace metal;
 // Metal's limit for one threadgroup on every Apple GPU.
 #define THREADGROUP_MEMORY_BYTES 32768
 
+// New tokens of a tree, at most, and what a threadgroup keeps of them (tree.h).
+#define TREE_TOKENS 64
+#define TREE_BYTES (TREE_TOKENS * 16)
+
 // Dot products of more columns are summed in two chains, which halves their rounding error.
 #define CHAIN_COLUMNS 128
 

@@ -1,10 +1,11 @@
 // Which of a sequence's new tokens a query sees, where they form a tree: the last keys of the
-// sequence, 64 at most, of which each has a query. Miao et al., "SpecInfer" (2024).
+// sequence, each of which has a query. Miao et al., "SpecInfer" (2024).
 #pragma once
 
 #include <metal_integer>
 
 #include "features.h"
+#include "params.h"
 #include "tile.h"
 
 // A bit a new token.
@@ -18,10 +19,8 @@ struct TokenSet {
 
   METAL_FUNC bool has(int token) const thread {
     const uint word = token < 32 ? bits.x : bits.y;
-    return token < 64 && (word >> (token % 32) & 1u) != 0;
+    return token < TREE_TOKENS && (word >> (token % 32) & 1u) != 0;
   }
-
-  METAL_FUNC bool empty() const thread { return (bits.x | bits.y) == 0; }
 
   METAL_FUNC int count_before(int token) const thread {
     const uint mask = (1u << (token % 32)) - 1u;
@@ -30,7 +29,7 @@ struct TokenSet {
   }
 
   METAL_FUNC void drop_first(int count) thread {
-    for (int i = 0; i < count && !empty(); i++) {
+    for (int i = 0; i < count && (bits.x | bits.y) != 0; i++) {
       if (bits.x != 0) {
         bits.x &= bits.x - 1u;
       } else {
@@ -40,35 +39,59 @@ struct TokenSet {
   }
 };
 
-// The new tokens of one sequence. The caller's memory tells of them: whatever it holds, nothing
-// outside the sequence's own rows of it is read.
+// What a new token's query sees.
+struct TreeToken {
+  TokenSet seen;  // new tokens
+  int begin;      // the first of the old keys
+  // How many new tokens are on its path before it: where it stands behind the first of them,
+  // whatever its index is. Below 0 if it is in no tree.
+  int depth;
+
+  METAL_FUNC uint4 words() const thread { return uint4(seen.bits, uint(begin), uint(depth)); }
+};
+
+static_assert(TREE_TOKENS * sizeof(uint4) == TREE_BYTES, "the host knows their bytes");
+
+// So far before the first new token that no table has such a row.
+constant constexpr int NO_DEPTH = -0x40000000;
+
+// The new tokens of one sequence.
 struct TokenTree {
+  const threadgroup uint4* tokens;  // words of each
+  int count;
+
+  METAL_FUNC TreeToken token(int index) const thread {
+    const uint4 words = tokens[index];
+    TreeToken result;
+    result.seen.bits = words.xy;
+    result.begin = int(words.z);
+    result.depth = int(words.w);
+    return result;
+  }
+
+  METAL_FUNC int depth_of(int token) const thread {
+    return token < count ? int(tokens[token].w) : NO_DEPTH;
+  }
+};
+
+// What the caller says of one sequence's new tokens: whatever it is, nothing outside the sequence's
+// own rows is read.
+struct GivenTree {
   const device int* parents;  // TREE_PARENTS: of each token an earlier one, or -1
   const device uchar* rows;   // TREE_MASK
   int64_t row_stride;
-  int tokens;
+  int count;
 
-  METAL_FUNC void reset(const device int* own_parents, const device uchar* own_rows,
-                        int64_t own_row_stride, int count) thread {
-    parents = own_parents;
-    rows = own_rows;
-    row_stride = own_row_stride;
-    tokens = count;
-  }
-
-  // What a token sees: itself and its ancestors, or its row of the mask. Empty if that is no tree:
-  // a token does not see itself, or sees a later one.
-  METAL_FUNC TokenSet seen_by(int token) const thread {
+  // Itself and its ancestors, or its row of the mask. `possible`: it sees itself and no later one.
+  METAL_FUNC TokenSet seen_by(int token, thread bool& possible) const thread {
     TokenSet seen;
     seen.bits = uint2(0);
-    bool possible = token < tokens;
-    if (TREE_MASK) {
-      for (int i = 0; i < tokens; i++) {
-        const bool shown = rows[token * row_stride + i] != 0;
-        possible = possible && (i == token ? shown : i < token || !shown);
-        if (shown) {
-          seen.add(i);
-        }
+    possible = true;
+    for (int i = 0; TREE_MASK && i < count; i++) {
+      const bool shown = rows[token * row_stride + i] != 0;
+      possible = possible && (i == token ? shown : i < token || !shown);
+      if (shown) {
+        seen.add(i);
       }
     }
     for (int own = token; TREE_PARENTS && possible && own >= 0;) {
@@ -77,13 +100,16 @@ struct TokenTree {
       possible = parent >= -1 && parent < own;
       own = parent;
     }
-    seen.bits = possible ? seen.bits : uint2(0);
     return seen;
   }
 
-  // How far behind the first new token it stands; below 0 without a place.
-  METAL_FUNC int depth_of(int token) const thread {
-    const TokenSet seen = seen_by(token);
-    return seen.empty() ? -0x40000000 : seen.count_before(token);
+  // Without a window.
+  METAL_FUNC TreeToken token(int index) const thread {
+    TreeToken result;
+    bool possible;
+    result.seen = seen_by(index, possible);
+    result.begin = 0;
+    result.depth = possible ? result.seen.count_before(index) : NO_DEPTH;
+    return result;
   }
 };

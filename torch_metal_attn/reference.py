@@ -145,7 +145,7 @@ def attention(
     k, v = k.to(dtype), v.to(dtype)
     positions = _positions(q_length, kv_length, q_offset, seqused_k, q.device)
     keys = torch.arange(kv_length, device=q.device)
-    seen = tree_rows(parents, tree_mask)
+    seen = tree_rows(parents, tree_mask) if q_length else None
     if seen is not None:
         new = keys - positions[:, :1]
         positions = positions[:, :1] + depths(seen)

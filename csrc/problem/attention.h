@@ -137,6 +137,8 @@ struct FlashFwdFeatures {
   // Whether a lane's two keys of a mask or of a bias are loaded one by one.
   bool unpaired_keys() const { return (mask && !mask->pairs) || (bias && !bias->pairs); }
 
+  bool has_tree() const { return tree_parents || tree_mask; }
+
   // Rows of a BlockMask's blocks, which tiles must divide; any tile divides 0.
   int q_block() const { return flex ? flex->q_block : 0; }
   int kv_block() const { return flex ? flex->kv_block : 0; }

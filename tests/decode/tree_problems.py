@@ -135,6 +135,9 @@ def large_trees():
     both = random_tree(64, 1), random_tree(40, 2)
     for form in ("parents", "tree_mask"):
         check_tree(both, (100, 60), form=form, causal=True)
+    # Paths of more tokens than one word has bits, of which a window hides the first ones.
+    deep = [-1, *(max(i - 1 - i % 5 // 4, 0) for i in range(1, 64))]
+    check_tree((deep,), (70,), window_size_left=9)
 
 
 def windows():

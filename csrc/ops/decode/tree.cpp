@@ -14,9 +14,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// The kernel holds a bit a token (tree.h).
-constexpr int64_t kMostTokens = 64;
-
 // One sequence's tokens: where its first is in packed rows, and how many there are.
 struct Tokens {
   int64_t sequence;
@@ -69,8 +66,7 @@ void check_keys(const FlashFwdArguments& f, const FlashFwdCall& call, const Toke
   const auto value = [&](const OptionalTensor& lengths, int64_t otherwise) {
     return lengths ? values_on_cpu(*lengths)[tokens.sequence] : otherwise;
   };
-  const int64_t keys =
-      value(f.options.seqused_k, call.kv_length) - value(f.options.leftpad_k, 0);
+  const int64_t keys = value(f.options.seqused_k, call.kv_length) - value(f.options.leftpad_k, 0);
   check(tokens.count <= keys, "sequence ", tokens.sequence, " has ", tokens.count,
         " queries in `q` and ", keys,
         " keys; with `parents` or `tree_mask` the queries are those of its last keys");
@@ -98,7 +94,8 @@ void check_tree_layout(ArgumentName name, const Tensor& tree, const FlashDecodeA
 // What counts keys by their index, or has no queries that are those of the last keys.
 void check_options(ArgumentName name, const FlashDecodeArguments& a) {
   const FlashFwdOptions& o = a.forward.options;
-  check(!o.q_offset, "`q_offset` is given with ", name, "; leave it out: the queries are those of "
+  check(!o.q_offset, "`q_offset` is given with ", name,
+        "; leave it out: the queries are those of "
         "the last keys");
   check(!o.alibi_slopes, "`alibi_slopes` is given with ", name,
         "; slopes count keys by their index, and a tree by depth");
@@ -116,8 +113,8 @@ void check_tree(const FlashDecodeArguments& a, FlashFwdCall& call) {
   const FlashFwdArguments& f = a.forward;
   const ArgumentName name = o.parents ? "parents" : "tree_mask";
   const Tensor& tree = o.parents ? *o.parents : *o.tree_mask;
-  check(call.q_length <= kMostTokens, name, " is given and a sequence has up to ", call.q_length,
-        " queries; a tree has at most ", kMostTokens);
+  check(call.q_length <= TREE_TOKENS, name, " is given and a sequence has up to ", call.q_length,
+        " queries; a tree has at most ", TREE_TOKENS);
   check_tree_layout(name, tree, a, call);
   check_options(name, a);
   if (tree.is_cpu() && tree.numel() > 0) {

@@ -1,0 +1,119 @@
+"""Planted faults in what the kernels do with trees: the problems must see every one of them."""
+
+from tests.decode import tree_problems as problems
+from tests.helpers.mutants import mutant_tests
+
+# As in test_flash_decode_mutants.
+MUTANTS = {
+    problems.trees: {
+        "ancestors not seen": ("      own = parent;", "      own = -1;"),
+        "a mask's row of another token": (
+            "const bool shown = rows[token * row_stride + i] != 0;",
+            "const bool shown = rows[(token > 2 ? token - 1 : token) * row_stride + i] != 0;",
+        ),
+        "tree of the first sequence": (
+            "first = batch * params.tree_batch_stride",
+            "first = 0 * params.tree_batch_stride",
+        ),
+        "parents of the first packed sequence": (
+            "(TREE_PARENTS ? first + sequence.q_start : 0)",
+            "(TREE_PARENTS ? first : 0)",
+        ),
+        "mask of the first packed sequence": (
+            "first + sequence.q_start * params.tree_row_stride",
+            "first + 0 * params.tree_row_stride",
+        ),
+        "tokens a key late": (
+            "first_new = visible.existing.end - tree.tokens",
+            "first_new = visible.existing.end - tree.tokens + 1",
+        ),
+        "the even key for both": ("sees(key + 1) ? score.y", "sees(key) ? score.y"),
+        "tree of the tile's first row": (
+            "tree_rows[i].reset(tree, rows[i].query",
+            "tree_rows[i].reset(tree, 0",
+        ),
+        "tree never applied": ("if (TREE && hides)", "if (TREE && false)"),
+        "tree of the diagonal": (
+            "TREE ? visible.existing.end - tree.tokens : seen_by_first.end",
+            "seen_by_first.end",
+        ),
+    },
+    problems.large_trees: {
+        "tokens of one word": (
+            "token < 32 ? uint2(bit, 0) : uint2(0, bit)",
+            "uint2(bit, 0)",
+        ),
+        "the first word for both": (
+            "word = token < 32 ? bits.x : bits.y",
+            "word = bits.x",
+        ),
+        "tokens of the second word counted": (
+            "int(popcount(bits.x) + popcount(bits.y & mask))",
+            "int(popcount(bits.y & mask))",
+        ),
+        "no token of the second word dropped": ("bits.y &= bits.y - 1u", "bits.y |= 0u"),
+        "tokens of both words dropped": ("if (bits.x != 0) {", "if (false) {"),
+    },
+    problems.windows: {
+        "window by the row": (
+            "visible.keys_of(seen.count_before(query)).begin",
+            "visible.keys_of(query).begin",
+        ),
+        "window without the path": (
+            "seen.drop_first(first_position - first_new);",
+            "",
+        ),
+        "window without old keys": ("key < first_new ? key >= begin", "key < first_new ? true"),
+        "a token's own place left out": (
+            "mask = (1u << (token % 32)) - 1u",
+            "mask = 1u << (token % 32)",
+        ),
+        "window of the last query": (
+            "visible.keys_of(TREE ? tree.tokens - 1 : last_row",
+            "visible.keys_of(TREE ? 0 : last_row",
+        ),
+    },
+    problems.rotated_steps: {
+        "keys rotated by their row": (
+            "TREE && ROTATED ? place.tree.depth_of(row) : row",
+            "row",
+        ),
+        "queries rotated by their row": (
+            "max(tree.depth_of(other.query), 0) - other.query",
+            "0",
+        ),
+    },
+    problems.impossible_trees: {
+        "impossible tokens as if possible": (
+            "if (TREE && tile.tree_rows[i].impossible)",
+            "if (false)",
+        ),
+        "later parents followed": (
+            "possible = parent >= -1 && parent < own;",
+            "possible = parent < own;",
+        ),
+        "a mask's later tokens": (
+            "(i == token ? shown : i < token || !shown)",
+            "(i == token ? shown : true)",
+        ),
+        "a mask's token itself": (
+            "(i == token ? shown : i < token || !shown)",
+            "(i <= token || !shown)",
+        ),
+    },
+    problems.impossible_lengths: {
+        "more tokens than keys": (
+            "sequence.kv_length - sequence.q_length < sequence.first_key;",
+            "false;",
+        ),
+    },
+    problems.impossible_step: {
+        "keys in no tree as the first": (
+            "seen.empty() ? -0x40000000 : seen.count_before(token)",
+            "seen.count_before(token)",
+        ),
+    },
+}
+
+
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "flash_decode")

@@ -2,7 +2,8 @@
 
 Bytes are those that the kernel reads of device memory, relative to what the cache holds: 1 is each
 key and value once. Counts are per thread, per 32 keys and tile, of the specialisation that the op
-chooses; a tile is all queries of a KV head, up to 32.
+chooses; a tile is all queries of a KV head, up to 32. The second table has the bytes of several
+queries.
 """
 
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ HEADS = 32
 KV_HEADS = (1, 2, 4, 8, 32)
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (576, 512))
 LENGTHS = (1024, 2048)
+# Of one KV head.
+QUERIES = (1, 4, 16, 64)
+QUERY_HEADS = (1, 4, 8, 16)
 
 COLUMNS = (
     *("MMA", "device loads", "tg loads", "tg stores", "converts", "exps", "floats", "integers"),
@@ -33,10 +37,12 @@ SHARES = ("bytes / cache", "bytes a key / cache")
 HEADINGS = ("KV heads", "D", "Dv", "SIMD groups", *SHARES, *COLUMNS)
 
 
-def operands(kv_heads: int, head_dims: tuple[int, int], length: int) -> tuple[torch.Tensor, ...]:
-    """One query of 32 heads and a half precision cache. If Dv < D, v is columns of k (MLA)."""
+def operands(
+    kv_heads: int, head_dims: tuple[int, int], length: int, heads: int = HEADS, queries: int = 1
+) -> tuple[torch.Tensor, ...]:
+    """Queries of each head and a half precision cache. If Dv < D, v is columns of k (MLA)."""
     head_dim, v_head_dim = head_dims
-    q = torch.randn(1, HEADS, 1, head_dim).half()
+    q = torch.randn(1, heads, queries, head_dim).half()
     k = torch.randn(1, kv_heads, length, head_dim).half()
     v = k[..., :v_head_dim] if v_head_dim < head_dim else torch.randn_like(k)
     return q, k, v
@@ -83,6 +89,32 @@ def rows() -> Iterator[list[Any]]:
     for kv_heads, head_dims in product(KV_HEADS, HEAD_DIMS):
         if head_dims[0] == head_dims[1] or kv_heads == 1:
             yield [*row(kv_heads, head_dims).values()]
+
+
+QUERIES_HEADINGS = ("queries", "heads", "rows", "passes", "D", "Dv", *SHARES)
+
+
+def queries_row(queries: int, heads: int, head_dims: tuple[int, int]) -> list[Any]:
+    """Queries of several heads that share a KV head, by QUERIES_HEADINGS."""
+    read = []
+    for length in LENGTHS:
+        q, k, v = operands(1, head_dims, length, heads, queries)
+        with simulate(count=True) as session:
+            torch.ops.metal_attn.flash_decode(q, k, v, causal=True, num_splits=1)
+        read.append(session.counters["flash_decode"].load_bytes["device"])
+    packed = torch.ops.metal_attn_explain.flash_decode(q, k, v, causal=True, num_splits=1)
+    defines = extension.launches(packed)[0]["defines"]
+    at_once = int(defines.get("VECTOR_ROWS", 8 * int(defines["ROW_FRAGMENTS"])))
+    rows, longest = queries * heads, cache_bytes(k, v)
+    added = longest * (1 - LENGTHS[0] / LENGTHS[1])
+    shares = (read[0] / (longest - added), (read[1] - read[0]) / added)
+    return [queries, heads, rows, -(-rows // at_once), *head_dims, *shares]
+
+
+def queries_rows() -> Iterator[list[Any]]:
+    """Every number of queries and of heads."""
+    for heads, queries in product(QUERY_HEADS, QUERIES):
+        yield queries_row(queries, heads, (128, 128))
 
 
 def step_operands(format: str | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -145,4 +177,5 @@ STEP_HEADINGS = (
 
 if __name__ == "__main__":
     print_table(HEADINGS, rows())
+    print_table(QUERIES_HEADINGS, queries_rows())
     print_table(STEP_HEADINGS, step_rows())

@@ -128,9 +128,10 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       visible.keys_of(INDICES ? (share.end - 1) / problem.queries_per_kv : sequence.q_length - 1)
           .end;
   // One list for all rows: steps are counted along its blocks.
+  const int list = PACKED_Q ? sequence.q_start + min(share.list, sequence.q_length) : share.list;
   DecodeBlocks blocks;
   blocks.reset(inputs, problem.flex, batch, INDICES ? kv_head : kv_head * problem.queries_per_kv,
-               share.list, seen);
+               list, seen);
   const Range places = keys_of_split(blocks.places(), old_length, split, splits);
   Keys keys = inputs.keys(batch, kv_head, sequence, problem);
   Values values = inputs.values(batch, kv_head, sequence, problem);

@@ -255,9 +255,9 @@ def varlen_attention(
         the sizes that masks and biases broadcast to. block_table or cache_batch_idx: k and v are a
         cache as in `attention`, and sequence b has cu_seqlens_k[b + 1] - cu_seqlens_k[b] of its
         keys. k_scale, v_scale and options: those of `attention`; positions and lengths count from
-        each sequence's first row. parents (Tq,) and tree_mask (Tq, max_seqlen_q) are packed as the
-        queries are. Without cu_seqlens_k, only queries are packed: k and v are those
-        of `attention`.
+        each sequence's first row, and indices (1, Hkv or 1, Tq, entries) has a list of each row.
+        parents (Tq,) and tree_mask (Tq, max_seqlen_q) are packed as q is. Without cu_seqlens_k,
+        only queries are packed: k and v are those of `attention`.
 
     Returns:
         out (Tq, Hq, Dv) and lse (Hq, Tq). Queries that belong to no sequence get 0 and -inf, or
@@ -286,7 +286,7 @@ def varlen_attention(
     for b in range(len(q_bounds) - 1):
         queries = slice(*q_bounds[b : b + 2])
         keys = of_sequence(k, b)
-        q_length, kv_length = queries.stop - queries.start, keys.shape[2]
+        kv_length = keys.shape[2]
         sequence_out, sequence_lse = attention(
             q[None, queries].transpose(1, 2),
             keys,
@@ -298,7 +298,7 @@ def varlen_attention(
             compute_dtype=compute_dtype,
             first_batch=b,
             **{
-                name: _of_sequence(name, value, b, q_length, kv_length)
+                name: _of_sequence(name, value, b, queries, kv_length)
                 for name, value in options.items()
             },
         )
@@ -488,10 +488,12 @@ def _rows(mask: Tensor, rows: slice, q_length: int) -> Tensor:
     return mask[..., rows, :] if mask.dim() > 1 and mask.shape[-2] == q_length != 1 else mask
 
 
-def _of_sequence(name: str, value: Any, b: int, q_length: int, kv_length: int) -> Any:
+def _of_sequence(name: str, value: Any, b: int, queries: slice, kv_length: int) -> Any:
     """An option of `varlen_attention` in the form that `attention` takes for sequence b."""
     if not isinstance(value, Tensor):
         return value
+    if name == "indices":
+        return value[:, :, queries]
     if name in ("seqused_k", "leftpad_k"):
         return value[b : b + 1]
     if name in ("attn_mask", "attn_bias"):
@@ -499,6 +501,7 @@ def _of_sequence(name: str, value: Any, b: int, q_length: int, kv_length: int) -
             value = value[b : b + 1]
         if value.shape[-1] > 1:
             value = value[..., :kv_length]
+        q_length = queries.stop - queries.start
         return value[..., :q_length, :] if value.dim() > 1 and value.shape[-2] > 1 else value
     if name == "alibi_slopes" and value.dim() == 2:
         return value[b]

@@ -41,7 +41,8 @@ struct DecodeOptions {
 
 // The keys, or blocks of neighbouring keys, that each block of queries sees alone.
 struct KeyLists {
-  OptionalTensor indices;  // (B or 1, Hkv or 1, lists, entries) int32; -1: none
+  // (B or 1, Hkv or 1, lists, entries) int32; -1: none. Each row of packed queries has its list.
+  OptionalTensor indices;
   int64_t kv_block_size = 1;
   int64_t q_block_size = 1;
 };

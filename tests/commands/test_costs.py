@@ -149,6 +149,17 @@ def test_packed_sequences_count_by_themselves():
     assert costs.cost("flash_varlen_fwd", meta).flops == 3 * 4 * 2 * 9 * 9 * 64
 
 
+def test_listed_keys_of_packed_queries_count_by_sequence():
+    """A key that two lists of a sequence have is read once."""
+    q, (k, v) = torch.empty(5, 4, 8), torch.empty(2, 2, 2, 40, 8)
+    packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": ints(0, 3, 5), "max_seqlen_q": 3}
+    entries = torch.tensor([[1, 2], [2, -1], [3, 1], [1, 2], [5, 5]]).int()[None, None]
+    found = costs.cost("flash_decode", packed | {"indices": entries})
+    assert found.flops == 2 * 16 * 4 * 9
+    other = q.nbytes * 2 + 5 * 4 * 4 + entries.nbytes + 3 * 4
+    assert found.bytes == (3 + 3) * 2 * 2 * 8 * 4 + other
+
+
 def test_pages_are_as_many_keys_as_the_table_has():
     q, pages = torch.empty(2, 4, 3, 8), torch.empty(7, 2, 16, 8)
     table = torch.zeros(2, 5, dtype=torch.int32)

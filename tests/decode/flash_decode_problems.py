@@ -364,6 +364,15 @@ def packed_alone():
     check_packed((33, 2, 20), (80, 50, 60), causal=True, window_size_left=30)
 
 
+def packed_lists():
+    """Of each query: keys and blocks of them, by KV head, with rows of no sequence behind."""
+    entries = torch.randint(-1, 70, (1, 2, 11, 30)).int()
+    check_packed((3, 0, 5, 1), (70, 70, 70, 70), indices=entries, causal=True)
+    check_packed(*LENGTHS, indices=entries % 60, num_splits=2)
+    blocks = {"indices": torch.randint(-1, 9, (1, 1, 11, 5)).int(), "kv_block_size": 8}
+    check_packed(*LENGTHS, shape={"heads": 80}, causal=True, **blocks)
+
+
 def impossible_packed():
     """Ends that the kernel alone sees: nothing is read or written outside."""
     arguments, options = packed_q((3, 4), (60, 70), spare=0, causal=True)

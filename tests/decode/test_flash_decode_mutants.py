@@ -444,6 +444,10 @@ MUTANTS = {
             "CACHE_BATCH_IDX ? cache_batch_idx[0]",
         ),
     },
+    problems.packed_lists: {
+        "lists of the first sequence": ("PACKED_Q ? sequence.q_start + min(", "PACKED_Q ? min("),
+        "one list of a sequence": ("min(share.list, sequence.q_length)", "0"),
+    },
     problems.packed: {
         "q of the first sequence": (
             "operand.reset(q, params.q_strides, batch, head, sequence.q_start)",

@@ -11,6 +11,11 @@ MUTANTS = {
             "const bool shown = rows[token * row_stride + i] != 0;",
             "const bool shown = rows[(token > 2 ? token - 1 : token) * row_stride + i] != 0;",
         ),
+        "no barrier after the tokens": (
+            "  }\n  threadgroup_barrier(mem_flags::mem_threadgroup);\n}\n\n// A tile of rows",
+            "  }\n}\n\n// A tile of rows",
+            ("race", "uninitialised"),
+        ),
         "tree of the first sequence": (
             "first = batch * params.tree_batch_stride",
             "first = 0 * params.tree_batch_stride",
@@ -24,18 +29,15 @@ MUTANTS = {
             "first + 0 * params.tree_row_stride",
         ),
         "tokens a key late": (
-            "first_new = visible.existing.end - tree.tokens",
-            "first_new = visible.existing.end - tree.tokens + 1",
+            "kv_block + column,\n                    visible.existing.end - tree.count",
+            "kv_block + column,\n                    visible.existing.end - tree.count + 1",
         ),
-        "the even key for both": ("sees(key + 1) ? score.y", "sees(key) ? score.y"),
-        "tree of the tile's first row": (
-            "tree_rows[i].reset(tree, rows[i].query",
-            "tree_rows[i].reset(tree, 0",
-        ),
-        "tree never applied": ("if (TREE && hides)", "if (TREE && false)"),
+        "the even key for both": ("column + column_offset(j) + e", "column + column_offset(j)"),
+        "tree of the tile's first row": ("tree.token(rows[i].query)", "tree.token(0)"),
+        "tree never applied": ("} else if (TREE && hides)", "} else if (TREE && false)"),
         "tree of the diagonal": (
-            "TREE ? visible.existing.end - tree.tokens : seen_by_first.end",
-            "seen_by_first.end",
+            "seen_by_first.end = visible.existing.end - tree.count;",
+            "",
         ),
     },
     problems.large_trees: {
@@ -56,22 +58,22 @@ MUTANTS = {
     },
     problems.windows: {
         "window by the row": (
-            "visible.keys_of(seen.count_before(query)).begin",
-            "visible.keys_of(query).begin",
+            "visible.keys_of(max(token.depth, 0)).begin",
+            "visible.keys_of(i).begin",
         ),
         "window without the path": (
-            "seen.drop_first(first_position - first_new);",
+            "token.seen.drop_first(token.begin - (visible.existing.end - given.count));",
             "",
         ),
-        "window without old keys": ("key < first_new ? key >= begin", "key < first_new ? true"),
+        "window without old keys": (
+            "key < first_new ? key >= token.begin",
+            "key < first_new ? true",
+        ),
         "a token's own place left out": (
             "mask = (1u << (token % 32)) - 1u",
             "mask = 1u << (token % 32)",
         ),
-        "window of the last query": (
-            "visible.keys_of(TREE ? tree.tokens - 1 : last_row",
-            "visible.keys_of(TREE ? 0 : last_row",
-        ),
+        "window of the tile's rows": ("visible.keys_of(tree.count - 1);", "visible.keys_of(0);"),
     },
     problems.rotated_steps: {
         "keys rotated by their row": (
@@ -79,13 +81,13 @@ MUTANTS = {
             "row",
         ),
         "queries rotated by their row": (
-            "max(tree.depth_of(other.query), 0) - other.query",
-            "0",
+            "queries.rotary.start_at(depth - other.query, true);",
+            "",
         ),
     },
     problems.impossible_trees: {
         "impossible tokens as if possible": (
-            "if (TREE && tile.tree_rows[i].impossible)",
+            "if (TREE && tree.depth_of(tile.rows[i].query) < 0)",
             "if (false)",
         ),
         "later parents followed": (
@@ -109,8 +111,8 @@ MUTANTS = {
     },
     problems.impossible_step: {
         "keys in no tree as the first": (
-            "seen.empty() ? -0x40000000 : seen.count_before(token)",
-            "seen.count_before(token)",
+            "possible ? result.seen.count_before(index) : NO_DEPTH",
+            "result.seen.count_before(index)",
         ),
     },
 }

@@ -12,7 +12,10 @@ from torch_metal_attn import flash_attn_with_kvcache, simulate
 from torch_metal_attn.testing.judge import on
 
 ops = torch.ops.metal_attn
-PROBLEMS = (problems.packed, problems.packed_alone, problems.packed_steps)
+PROBLEMS = (
+    *(problems.packed, problems.packed_alone, problems.packed_lists),
+    problems.packed_steps,
+)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.__name__)
@@ -77,6 +80,14 @@ def test_with_kvcache(device):
         ({"cu_seqlens_q": ints(0, 7), "max_seqlen_q": 7}, "k has a batch of 2 and cu_seqlens_q"),
         ({"cu_seqlens_q": None}, "q has 3 dimensions"),
         ({"cu_seqlens_q": torch.tensor([0, 3, 7])}, "cu_seqlens_q has dtype int64"),
+        (
+            {"indices": torch.zeros(1, 1, 4, 2).int()},
+            r"indices has shape \(1, 1, 4, 2\); it must be \(1 or 1, 1 or 2, 7, entries\)",
+        ),
+        (
+            {"indices": torch.zeros(1, 1, 4, 2).int(), "q_block_size": 2},
+            "q_block_size is 2 with cu_seqlens_q; it must be 1: packed queries have a list each",
+        ),
     ],
 )
 def test_refused(change, message):
@@ -103,6 +114,14 @@ def test_refused_steps(change, message):
         ops.decode_step(**tensors | change, max_seqlen_q=5)
     for name in ("k_cache", "v_cache"):
         assert torch.equal(tensors[name].nan_to_num(-1), before[name].nan_to_num(-1))
+
+
+def test_lists_of_packed_queries_have_no_gradient():
+    arguments, options = problems.packed_q((3, 4), (60, 70), spare=0)
+    leaves = [x.nan_to_num(0).requires_grad_() for x in arguments]
+    out, _ = ops.flash_decode(*leaves, **options, indices=torch.zeros(1, 1, 7, 2).int())
+    with pytest.raises(NotImplementedError, match="flash_decode has no gradient"):
+        out.sum().backward()
 
 
 def test_alike_without_data():

@@ -37,7 +37,8 @@ def _register(namespace: str) -> None:
     listed = differentiable(namespace, "flash_decode")
 
     def flash_decode(*arguments: Any, **options: Any) -> FlashFwdResult:
-        kernel = refused if options.get("indices") is None else listed
+        packed = options.get("cu_seqlens_q") is not None
+        kernel = refused if packed or options.get("indices") is None else listed
         result: FlashFwdResult = kernel(*arguments, **options)
         return result
 

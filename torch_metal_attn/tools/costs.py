@@ -261,11 +261,14 @@ def listed_share(given: Mapping[str, Any]) -> float:
 def _listed(given: Mapping[str, Any], keys: int) -> tuple[int, int]:
     """Pairs of all heads, and rows of all KV heads of which there are `keys`, by `indices`."""
     q, indices = given["q"], given["indices"]
-    shared = q.shape[0] * given["k"].shape[1] / max(indices.shape[:2].numel(), 1)
+    batch = 1 if "cu_seqlens_q" in given else q.shape[0]
+    shared = batch * given["k"].shape[1] / max(indices.shape[:2].numel(), 1)
     block, rows = given.get("kv_block_size", 1), _rows(q) / max(indices.shape[:3].numel(), 1)
-    if not _has_data(indices):
+    ends = _numbers(given.get("cu_seqlens_q", torch.tensor([0, indices.shape[2]])))
+    if not _has_data(indices) or ends is None:
         return round(indices.numel() * block * rows), keys
-    lists = indices.flatten(0, 1).flatten(1)
+    by_sequence = (indices[:, :, a:b].flatten(0, 1).flatten(1) for a, b in pairwise(ends))
+    lists = [one for each in by_sequence for one in each]
     distinct = sum(len(one[one >= 0].unique()) for one in lists) * block
     entries = int((indices >= 0).sum())
     return round(entries * block * rows), min(keys, round(distinct * shared))

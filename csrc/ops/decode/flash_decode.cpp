@@ -156,8 +156,6 @@ FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
         " of them together: use flash_fwd");
   check(f.packing || a.options.max_seqlen_q == 0, "`max_seqlen_q` is ", a.options.max_seqlen_q,
         " and `cu_seqlens_q` is not given; it is of packed queries only");
-  check(!f.packing || !a.lists.indices,
-        "`indices` is given with `cu_seqlens_q`; flash_decode has no lists for packed queries");
   check_indices(a.lists, f, call);
   if (a.lists.indices && has_long_offsets(*a.lists.indices)) {
     call.problem.features.long_offsets = true;

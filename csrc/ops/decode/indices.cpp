@@ -62,11 +62,15 @@ void check_indices(const KeyLists& a, const FlashFwdArguments& f, const FlashFwd
   check_options(f.options);
   check_same_device("indices", indices, "q", f.q);
   check_dtype("indices", indices, {ScalarType::Int});
-  const int64_t lists = divide_up(call.q_length, a.q_block_size);
-  check(indices.dim() == 4 && (indices.size(0) == 1 || indices.size(0) == call.batch) &&
+  check(!f.packing || a.q_block_size == 1, "`q_block_size` is ", a.q_block_size,
+        " with `cu_seqlens_q`; it must be 1: packed queries have a list each");
+  const int64_t batch = f.packing ? 1 : call.batch;
+  const int64_t queries = f.packing ? call.q_total : call.q_length;
+  const int64_t lists = divide_up(queries, a.q_block_size);
+  check(indices.dim() == 4 && (indices.size(0) == 1 || indices.size(0) == batch) &&
             (indices.size(1) == 1 || indices.size(1) == call.kv_heads) && indices.size(2) == lists,
-        "`indices` has shape ", shape_text(indices), "; it must be (1 or ", call.batch, ", 1 or ",
-        call.kv_heads, ", ", lists, ", entries): lists of ", call.q_length, " queries by ",
+        "`indices` has shape ", shape_text(indices), "; it must be (1 or ", batch, ", 1 or ",
+        call.kv_heads, ", ", lists, ", entries): lists of ", queries, " queries by ",
         a.q_block_size);
   check(indices.size(3) <= kMaxLength / a.kv_block_size, "`indices` has lists of ", indices.size(3),
         " blocks of ", a.kv_block_size, " keys; it must be at most ", kMaxLength, " keys");

@@ -243,8 +243,6 @@ def varlen_attention(
     cache_batch_idx: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-    parents: Tensor | None = None,
-    tree_mask: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -293,8 +291,6 @@ def varlen_attention(
             of_sequence(v, b),
             k_scale=None if k_scale is None else of_sequence(k_scale, b),
             v_scale=None if v_scale is None else of_sequence(v_scale, b),
-            parents=None if parents is None else parents[queries],
-            tree_mask=None if tree_mask is None else tree_mask[queries, :q_length],
             compute_dtype=compute_dtype,
             first_batch=b,
             **{
@@ -494,6 +490,9 @@ def _of_sequence(name: str, value: Any, b: int, queries: slice, kv_length: int) 
         return value
     if name == "indices":
         return value[:, :, queries]
+    if name in ("parents", "tree_mask"):
+        own = value[queries]
+        return own[:, : len(own)] if name == "tree_mask" else own
     if name in ("seqused_k", "leftpad_k"):
         return value[b : b + 1]
     if name in ("attn_mask", "attn_bias"):

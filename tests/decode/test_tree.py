@@ -10,7 +10,7 @@ from tests.decode import tree_problems as problems
 from tests.decode.test_decode_step import check, problem
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused_alike
-from torch_metal_attn import flash_attn_with_kvcache, simulate
+from torch_metal_attn import explain, flash_attn_with_kvcache, simulate
 from torch_metal_attn.testing.judge import on
 
 ops = torch.ops.metal_attn
@@ -216,6 +216,14 @@ def test_refused_packed_steps():
     tensors = problems.packed_step_of((3, 0, 5, 1), (3, 1, 5, 1))
     with pytest.raises(ValueError, match="each new row has a query, and cu_seqlens_k_new"):
         ops.decode_step(**tensors, max_seqlen_q=5, parents=ints(*[-1] * 9))
+
+
+def test_explain():
+    (q, k, v), _ = problems.packed_q((4, 4), (60, 70), spare=0)
+    given = {"q": q.unflatten(0, (2, 4)).transpose(1, 2), "k": k, "v": v, "num_splits": 1}
+    text = str(explain(ops.flash_decode, **given, **TREE))
+    assert "of its new tokens a query sees those that parents says" in text
+    assert "new tokens" not in str(explain(ops.flash_decode, **given))
 
 
 def test_alike_without_data():

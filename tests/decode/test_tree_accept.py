@@ -1,4 +1,4 @@
-"""Trees that a cache decodes and of which it keeps a path: then it is as if it never had the rest."""
+"""A cache that decodes a tree and keeps a path is then as if it never had the rest."""
 
 import pytest
 import torch

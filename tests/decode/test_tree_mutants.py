@@ -11,11 +11,6 @@ MUTANTS = {
             "const bool shown = rows[token * row_stride + i] != 0;",
             "const bool shown = rows[(token > 2 ? token - 1 : token) * row_stride + i] != 0;",
         ),
-        "no barrier after the tokens": (
-            "  }\n  threadgroup_barrier(mem_flags::mem_threadgroup);\n}\n\n// A tile of rows",
-            "  }\n}\n\n// A tile of rows",
-            ("race", "uninitialised"),
-        ),
         "tree of the first sequence": (
             "first = batch * params.tree_batch_stride",
             "first = 0 * params.tree_batch_stride",
@@ -25,8 +20,8 @@ MUTANTS = {
             "(TREE_PARENTS ? first : 0)",
         ),
         "mask of the first packed sequence": (
-            "first + sequence.q_start * params.tree_row_stride",
-            "first + 0 * params.tree_row_stride",
+            "first + sequence.q_start * given.row_stride",
+            "first + 0 * given.row_stride",
         ),
         "tokens a key late": (
             "kv_block + column,\n                    visible.existing.end - tree.count",
@@ -76,6 +71,11 @@ MUTANTS = {
         "window of the tile's rows": ("visible.keys_of(tree.count - 1);", "visible.keys_of(0);"),
     },
     problems.rotated_steps: {
+        "no barrier after the tokens": (
+            "  }\n  threadgroup_barrier(mem_flags::mem_threadgroup);\n}\n\n// A tile of rows",
+            "  }\n}\n\n// A tile of rows",
+            ("race", "uninitialised"),
+        ),
         "keys rotated by their row": (
             "TREE && ROTATED ? place.tree.depth_of(row) : row",
             "row",

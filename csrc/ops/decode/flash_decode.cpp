@@ -207,7 +207,8 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
     return tile_note(s, call.list_rows(), call.keys)
         .add("splits", call.splits)
         .add("reason", describe_choice(s, call.row_groups / call.list_count(), call.splits) +
-                           describe_indices(call.lists, call.forward));
+                           describe_indices(call.lists, call.forward) +
+                           describe_tree(call.options));
   });
   if (call.splits == 1) {
     backend.run(flash_decode_launch(call, a, append, out, lse));

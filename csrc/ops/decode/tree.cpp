@@ -130,6 +130,12 @@ void check_tree(const FlashDecodeArguments& a, FlashFwdCall& call) {
   features.band = f.options.window_size_left >= 0;
 }
 
+std::string describe_tree(const DecodeOptions& o) {
+  return !o.has_tree() ? ""
+                       : std::string("; of its new tokens a query sees those that ") +
+                             (o.parents ? "parents" : "tree_mask") + " says";
+}
+
 void fill_tree_params(const DecodeOptions& o, FlashDecodeParams& params) {
   if (!o.has_tree()) {
     return;

@@ -111,7 +111,11 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
     sequence.impossible = sequence.impossible || first_rotary < 0 ||
                           first_rotary + rotary_rows > params.append.table_rows;
   }
-  if ((TREE || PACKED_Q || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX) && sequence.impossible) {
+  // Keys of missing pages are read as those of the first page, which must exist.
+  sequence.impossible =
+      sequence.impossible || (PAGED && problem.cache_size == 0 && sequence.kv_length > 0);
+  if ((TREE || PACKED_Q || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX || PAGED) &&
+      sequence.impossible) {
     fill_rows(result, inputs, NAN, rows, kv_head, fill_first, fill_step, params);
     return;
   }
@@ -153,7 +157,7 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       }
       BlockKeys block;
       move_to(keys, values, kv_block, BLOCK_K, lane);
-      block.reset(keys, values, blocks, kv_block + own.row, sequence);
+      block.reset(keys, values, blocks, kv_block, own.row, sequence);
       ProductTile products;  // [BLOCK_K, ROWS]
       block.multiply(products, q_tile, keys, own);
       ScoreRow scores[ROW_FRAGMENTS];  // [8, BLOCK_K] each

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops.differentiation import refuse_gradient, refuse_layout
+from torch_metal_attn.ops.differentiation import refuse_gradient, refuse_layout, transforming
 from torch_metal_attn.ops.refusals import unmarked
 
 # A limit on each side; negative or None (flash-attn 4) is no limit.
@@ -22,6 +22,25 @@ def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
     refuse_layout(name, value)
+    if value.is_cpu:
+        _check_storage(name, value)
+
+
+def _check_storage(name: str, tensor: Tensor) -> None:
+    """Every element lies in the storage, which a caller may have shrunk; torch would crash."""
+    # Wrappers have a storage elsewhere, and a graph's tensors have none yet.
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+        return
+    if transforming() or tensor.numel() == 0:
+        return
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = tensor.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps)
+    held = tensor.untyped_storage().nbytes()
+    if held < elements * tensor.element_size():
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and a storage "
+            f"of {held} bytes, which must hold {elements} elements: it has been resized"
+        )
 
 
 def check_tensors(**values: object) -> None:
@@ -61,6 +80,8 @@ def plain(value: Any) -> Any:
     """A NumPy number or a tensor of one element as a Python number; else `value` itself."""
     if not isinstance(value, Tensor) and type(value).__module__ != "numpy":
         return value
+    if isinstance(value, Tensor):
+        check_tensor("a number", value)
     try:
         return value.item()
     except (RuntimeError, ValueError):  # several elements
@@ -87,6 +108,8 @@ def natural(name: str, value: Any, least: int = 0) -> Any:
 
 def integers(name: str, values: Any) -> list[int]:
     """A sequence, or a tensor or NumPy array of one dimension, as Python ints."""
+    if isinstance(values, Tensor):
+        check_tensor(name, values)
     given = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{name} is {values!r}; it must be a sequence of ints")
@@ -119,6 +142,8 @@ def window(window_size: Any) -> tuple[int, int]:
     if type(window_size) is tuple and window_size == NO_WINDOW:
         return NO_WINDOW
     limits = window_size
+    if isinstance(limits, Tensor):
+        check_tensor("window_size", limits)
     if isinstance(limits, Tensor) or type(limits).__module__ == "numpy":
         limits = limits.tolist()
     if isinstance(limits, tuple | list) and len(limits) == 2:

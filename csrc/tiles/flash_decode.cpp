@@ -128,7 +128,8 @@ int FlashDecodeSpecialisation::threadgroup_bytes() const {
   } else if (own_columns > 1 && features.cache.hadamard > 0) {
     floats += spans_of(head_dim_v) * 64;  // a fragment of each
   }
-  return floats * int(sizeof(float)) + q_elements * element_bytes(element);
+  return floats * int(sizeof(float)) + q_elements * element_bytes(element) +
+         (features.has_tree() ? TREE_BYTES : 0);
 }
 
 bool FlashDecodeSpecialisation::can_run() const {

@@ -22,6 +22,25 @@ def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
     refuse_layout(name, value)
+    _check_storage(name, value)
+
+
+def _check_storage(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that reaches past its storage: torch would read there, as csrc/ does not."""
+    count = tensor.numel()
+    if torch.compiler.is_compiling() or not isinstance(count, int) or count == 0:
+        return
+    try:
+        size = tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # of a transform of torch.func
+        return
+    steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    elements = 1 + tensor.storage_offset() + sum(steps)
+    if elements * tensor.itemsize > size:
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and a storage "
+            f"of {size} bytes, which must hold {elements} elements: it has been resized"
+        )
 
 
 def check_tensors(**values: object) -> None:
@@ -57,9 +76,11 @@ def check_packed(name: str, tensor: Tensor, layout: str) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
 
 
-def plain(value: Any) -> Any:
+def plain(name: str, value: Any) -> Any:
     """A NumPy number or a tensor of one element as a Python number; else `value` itself."""
-    if not isinstance(value, Tensor) and type(value).__module__ != "numpy":
+    if isinstance(value, Tensor):
+        check_tensor(name, value)
+    elif type(value).__module__ != "numpy":
         return value
     try:
         return value.item()
@@ -70,7 +91,7 @@ def plain(value: Any) -> Any:
 def whole(name: str, value: Any, allowed: str = "an int") -> Any:
     if type(value) is int:
         return value
-    number = plain(value)
+    number = plain(name, value)
     if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
         raise TypeError(f"{name} is {value!r}; it must be {allowed}")
     return number
@@ -85,9 +106,16 @@ def natural(name: str, value: Any, least: int = 0) -> Any:
     return number
 
 
+def on_host(name: str, values: Any) -> Any:
+    """The numbers of a tensor or NumPy array, for which the host waits; else `values` itself."""
+    if isinstance(values, Tensor):
+        check_tensor(name, values)
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
 def integers(name: str, values: Any) -> list[int]:
     """A sequence, or a tensor or NumPy array of one dimension, as Python ints."""
-    given = values.tolist() if hasattr(values, "tolist") else values
+    given = on_host(name, values)
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{name} is {values!r}; it must be a sequence of ints")
     numbers = list(given)
@@ -98,7 +126,7 @@ def integers(name: str, values: Any) -> list[int]:
 
 def number(name: str, value: Any) -> Any:
     refuse_gradient(name, value)
-    found = plain(value)
+    found = plain(name, value)
     allowed = int | float | torch.SymInt | torch.SymFloat
     if isinstance(found, bool) or not isinstance(found, allowed):
         raise TypeError(f"{name} is {value!r}; it must be a number")
@@ -108,7 +136,7 @@ def number(name: str, value: Any) -> Any:
 def flag(name: str, value: Any) -> bool:
     if value is True or value is False:
         return value
-    number = plain(value)
+    number = plain(name, value)
     if not isinstance(number, int) or number not in (0, 1):
         raise TypeError(f"{name} is {value!r}; it must be a bool")
     return bool(number)
@@ -118,11 +146,9 @@ def window(window_size: Any) -> tuple[int, int]:
     """(left, right), -1 where there is no limit."""
     if type(window_size) is tuple and window_size == NO_WINDOW:
         return NO_WINDOW
-    limits = window_size
-    if isinstance(limits, Tensor) or type(limits).__module__ == "numpy":
-        limits = limits.tolist()
+    limits = on_host("window_size", window_size)
     if isinstance(limits, tuple | list) and len(limits) == 2:
-        numbers = [plain(limit) for limit in limits]
+        numbers = [plain("window_size", limit) for limit in limits]
         if all(
             n is None or (isinstance(n, int | torch.SymInt) and not isinstance(n, bool))
             for n in numbers

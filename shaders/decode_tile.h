@@ -48,9 +48,9 @@ constant constexpr int STATES = KEY_SIMDGROUPS > 1 ? KEY_SIMDGROUPS * ROWS : 1;
 static_assert(KEY_SIMDGROUPS == 1 || COLUMN_SIMDGROUPS == 1,
               "SIMD groups split either the keys or the columns");
 static_assert((SCORES + WEIGHTS + 2 * OUT_PAIRS + 2 * STATES) * sizeof(float) +
-                      2 * QUERY_PAIRS * sizeof(ELEMENT) <=
+                      2 * QUERY_PAIRS * sizeof(ELEMENT) + (TREE ? TREE_BYTES : 0) <=
                   THREADGROUP_MEMORY_BYTES,
-              "queries, scores, states and out fit in 32 KiB of threadgroup memory");
+              "queries, scores, states, tokens and out fit in 32 KiB of threadgroup memory");
 
 using Result = conditional_t<SPLIT, float, ELEMENT>;
 using QueryTile = RegisterTile<ELEMENT, OWN_QK_SPANS * SPAN_FRAGMENTS, ROW_FRAGMENTS>;

@@ -126,7 +126,8 @@ int FlashDecodeSpecialisation::threadgroup_bytes() const {
               2 * own_keys * rows_at_once();
     q_elements = spans_of(head_dim_qk) * span_elements;
   }
-  return floats * int(sizeof(float)) + q_elements * element_bytes(element);
+  return floats * int(sizeof(float)) + q_elements * element_bytes(element) +
+         (features.has_tree() ? TREE_BYTES : 0);
 }
 
 bool FlashDecodeSpecialisation::can_run() const {

@@ -464,6 +464,10 @@ REFUSED = [
     (lambda c: PagedKVCache(4, 0, 1, 8), "page_size is 0; it must be at least 1"),
     (lambda c: make(layout="BHD"), "layout is 'BHD'; it must be NHD or HND"),
     (lambda c: make(format="q5"), "format is 'q5'; it must be one of q8_0"),
+    (
+        lambda c: make(format="fp8_e4m3", v_format="q5"),
+        "v_format is 'q5'; it must be one of q8_0",
+    ),
     (lambda c: make(format="q8_0"), "head_dim is 8; q8_0 needs a multiple of 32"),
     (lambda c: make(k_scale=torch.ones(2)), "k_scale is given and its format is None; leave"),
     (lambda c: make(v_format="q4_g32"), "v_format is 'q4_g32' with no format; leave it"),

@@ -115,6 +115,17 @@ FAULTS = {
     "append": ("append_kv", "min(end, params.capacity", "min(end - 1, params.capacity"),
     "rope": ("rope", *ANGLES),
     "softmax": ("softmax", "row_sum = simd_sum(row_sum)", "row_sum = row_sum"),
+    "latents": (
+        "flash_decode",
+        "v_units[j][s] = units[s - first];",
+        "v_units[j][s] = units[s - first]; v_units[j][s].fragments[0] *= KvTileElement(0.9f);",
+    ),
+    "last columns": (
+        "append_kv",
+        "row, ROTARY_FIRST + rotary_partner(own,",
+        "row, rotary_partner(own,",
+    ),
+    "index_scores": ("index_scores", "score < 0.0f ? 0.0f : score", "score"),
     "merge": ("merge", "weight_a * value_a + weight_b", "weight_b * value_a + weight_a"),
 }
 
@@ -125,6 +136,8 @@ FAMILY_OF = {
     "packed": "flash_varlen_fwd",
     "backward": "flash_bwd: features",
     "append": "append_kv",
+    "latents": "flash_decode: latents",
+    "last columns": "append_kv: latents",
 }
 
 

@@ -1,11 +1,12 @@
-"""What an op refuses is a ValueError, also with torch 2.15, which raises another type."""
+"""What is refused is a ValueError: by an op also with torch 2.15, which raises another type."""
 
 import pytest
 import torch
 
 import torch_metal_attn
 from tests.helpers.forks import run_alone
-from torch_metal_attn import functional, with_kvcache
+from torch_metal_attn import functional, quantisation, vllm, with_kvcache
+from torch_metal_attn.flash_attn import bert_padding
 from torch_metal_attn.ops import plain, refusals
 
 Q, K = torch.randn(1, 2, 8, 16), torch.randn(1, 3, 8, 16)
@@ -122,3 +123,43 @@ def test_calls_do_not_load_the_compiler():
 def test_where_torch_compile_skips_a_frame():
     """It then looks into the Python that the frame calls, and is kept out of the kernels."""
     run_alone(COMPILED)
+
+
+def shrunk(*shape, dtype=torch.float32):
+    """A tensor without memory: torch's own kernels crash on it."""
+    x = torch.ones(shape, dtype=dtype)
+    x.untyped_storage().resize_(0)
+    return x
+
+
+ROWS, TOKENS = torch.ones(2, 2, 8), torch.ones(2, 4, 8)
+# Functions that compute with torch before any op sees the tensor.
+WITHOUT_MEMORY = {
+    "x": lambda: quantisation.quantise(shrunk(4, 64), "q8_0"),
+    "data": lambda: quantisation.to_ggml(
+        shrunk(4, 64, dtype=torch.int8), torch.ones(4, 2, dtype=torch.float16)
+    ),
+    "scale": lambda: quantisation.dequantise(
+        torch.ones(4, 64, dtype=torch.int8), shrunk(4, 2, dtype=torch.float16), torch.float32
+    ),
+    "blocks": lambda: quantisation.from_ggml(shrunk(4, 34, dtype=torch.uint8), "q8_0"),
+    "attention_mask": lambda: bert_padding.unpad_input(TOKENS, shrunk(2, 4, dtype=torch.int32)),
+    "slot_mapping": lambda: vllm.reshape_and_cache_flash(
+        ROWS, ROWS, *torch.zeros(2, 2, 4, 2, 8), shrunk(2, dtype=torch.int64), "auto", None, None
+    ),
+    "token_ids": lambda: torch_metal_attn.kv_cache.PagedKVCache(2, 4, 1, 32).match_prefix(
+        shrunk(3, dtype=torch.int64)
+    ),
+    "window_size": lambda: torch_metal_attn.flash_attn_func(
+        *[TOKENS[:, :, None]] * 3, window_size=shrunk(2, dtype=torch.int64)
+    ),
+    "softmax_scale": lambda: torch_metal_attn.flash_attn_func(
+        *[TOKENS[:, :, None]] * 3, softmax_scale=shrunk(1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_MEMORY)
+def test_a_storage_that_was_shrunk(name):
+    with pytest.raises(ValueError, match=f"^{name} has shape .*: it has been resized"):
+        WITHOUT_MEMORY[name]()

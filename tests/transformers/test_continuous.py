@@ -152,6 +152,13 @@ class TestContext:
         ):
             pass
         assert model.config._attn_implementation == "eager"
+        model = tiny.build("DeepSeek-V3")
+        if hasattr(model.model.layers[0].self_attn, "expand_kv"):  # since transformers 5.24
+            with (
+                pytest.raises(NotImplementedError, match="DeepseekV3ForCausalLM caches latent ro"),
+                continuous_batching(model),
+            ):
+                pass
 
     def test_with_a_transformers_that_is_too_old(self, monkeypatch):
         def update(self, key_states, value_states, layer_idx, read_index, write_index):

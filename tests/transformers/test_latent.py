@@ -8,6 +8,8 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.24")
 
+from transformers.cache_utils import DynamicLayer  # noqa: E402
+
 import torch_metal_attn  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
 from tests.transformers.model_check import TOLERANCE, difference  # noqa: E402
@@ -17,9 +19,25 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
     record_routes,
 )
 from torch_metal_attn.integrations.transformers.latent import Latents  # noqa: E402
-from torch_metal_attn.simulator import runs  # noqa: E402
+from torch_metal_attn.quantisation import DTYPES, dequantise, quantise  # noqa: E402
+from torch_metal_attn.simulator import runs, simulate  # noqa: E402
 
-NAMES = ["DeepSeek-V3", "DeepSeek-V2"]
+NAMES = ["DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V3.2", "GLM-MoE-DSA"]
+# The other models that cache latent rows; of two only some layers do.
+OTHERS = [
+    "AXK1ForCausalLM",
+    "BailingHybridForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "KimiLinearForCausalLM",
+    "Kimi_K25ForConditionalGeneration",
+    "LongcatFlashForCausalLM",
+    "MiniCPM3ForCausalLM",
+    "Mistral4ForCausalLM",
+    "YoutuForCausalLM",
+]
+HYBRID = ("BailingHybridForCausalLM", "KimiLinearForCausalLM")
+# Whose code selects keys by masks of its own.
+SELECTING = ["AXK2ForCausalLM", "Dots3NoteForCausalLM", "MistralLarge4ForConditionalGeneration"]
 GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
 
@@ -44,6 +62,88 @@ def test_tokens_are_those_of_eager(name, side, own_cache):
     steps = [call for call in routes.kernel if " q (2, 4, 1, " in call]
     assert len(steps) == GREEDY["max_new_tokens"] - 1
     assert all(f"q (2, 4, 1, {COLUMNS}) k (2, 1, " in call for call in steps)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_every_model(kind):
+    model, given = tiny.smallest(kind), tiny.inputs("Llama", "left")
+    tokens, scores = generated(model, given, max_new_tokens=3)
+    enable(model, absorb=True)
+    if kind in HYBRID:
+        with pytest.raises(NotImplementedError, match="of whose layers 1 have absorbed latent"):
+            latent_cache(model, 64)
+        options = {}
+    else:
+        options = {"cache": latent_cache(model, 64)}
+    with record_routes() as routes:
+        actual, own_scores = generated(model, given, max_new_tokens=3, **options)
+    assert actual.tolist() == tokens.tolist()
+    assert difference(own_scores, scores) <= TOLERANCE * scores.abs().max()
+    assert any(" k (2, 1, " in call for call in routes.kernel)
+
+
+@pytest.mark.parametrize("kind", SELECTING)
+def test_keys_selected_by_masks(kind):
+    """enable refuses them, and says what works instead."""
+    given = tiny.inputs("Llama", "left")
+    model = tiny.smallest(kind, index_topk=3)
+    tokens, scores = generated(model, given, max_new_tokens=3)
+    with pytest.raises(NotImplementedError, match=r"selects keys by indices.*sdpa_replaced\(\)"):
+        enable(model, absorb=True)
+    model.set_attn_implementation("sdpa")
+    with simulate(), torch_metal_attn.sdpa_replaced() as calls:
+        actual, own_scores = generated(model, given, max_new_tokens=3)
+    assert calls.replaced
+    assert not calls.left_alone
+    assert actual.tolist() == tokens.tolist()
+    assert difference(own_scores, scores) <= TOLERANCE
+    _, of_all = generated(tiny.smallest(kind, index_topk=64), given, max_new_tokens=1)
+    assert difference(of_all, scores[:, :1]) > 10 * TOLERANCE
+
+
+WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str
+)
+@pytest.mark.parametrize("format", ["q8_0", "fp8_e4m3", "q4_0", "q3_g32"])
+def test_quantised_rows(format, options, monkeypatch):
+    """Tokens and scores are eager's with rows that are rounded to the format's values."""
+    update = DynamicLayer.update
+
+    def rounded(self, key_states, value_states, *arguments, **given):
+        rows = torch.cat([key_states, value_states], -1)
+        rows = dequantise(*quantise(rows, format), rows.dtype)
+        parts = rows.split([key_states.shape[-1], value_states.shape[-1]], -1)
+        return update(self, *parts, *arguments, **given)
+
+    ids = tiny.tokens(6, batch=1).repeat(1, 4)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    model = tiny.build("DeepSeek-V3", **WIDE)
+    with monkeypatch.context() as patch:
+        patch.setattr(DynamicLayer, "update", rounded)
+        tokens, scores = generated(model, given, **options)
+    enable(model, absorb=True)
+    cache = latent_cache(model, 64, format=format)
+    actual, own_scores = generated(model, given, cache=cache, **options)
+    assert actual.tolist() == tokens.tolist()
+    # A row that is rounded another way in float32 may have another code.
+    assert difference(own_scores, scores) <= 1e-3
+    held = cache.layers[0].cache.layers[0]
+    assert held.k_cache.dtype == DTYPES[format]
+
+
+def test_quantised_rows_on_device(device):
+    model, given = tiny.build("DeepSeek-V3.2", **WIDE, index_head_dim=32), tiny.inputs("Llama")
+    enable(model, absorb=True)
+    results = []
+    for place in ("cpu", device):
+        model.to(place)
+        cache = latent_cache(model, 40, format="q8_0")
+        results.append(generated(model, given, max_new_tokens=3, cache=cache))
+    assert results[0][0].tolist() == results[1][0].tolist()
+    assert difference(results[1][1], results[0][1]) <= TOLERANCE
 
 
 def test_on_device(device):
@@ -183,6 +283,10 @@ class TestRefused:
         enable(model, absorb=True)
         with pytest.raises(ValueError, match="max_length is 0; it must be at least 1"):
             latent_cache(model, 0)
+        with pytest.raises(ValueError, match="head_dim is 16; q8_0 needs a multiple of 32"):
+            latent_cache(model, 64, format="q8_0")
+        with pytest.raises(ValueError, match="format is 'q5'; it must be one of q8_0"):
+            latent_cache(model, 64, format="q5")
         cache = latent_cache(model, 4)
         with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="5 rows more do not fit"):
             model(tiny.tokens(5), cache=cache)

@@ -14,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests.transformers import tiny_configs
 from tests.transformers.tiny_families import (
     FAMILIES,
     IMAGE_TOKEN,
@@ -52,6 +53,25 @@ def build_from(config: Any, model_name: str, gain: float = 4) -> Any:
                 weight.normal_()
     model.set_attn_implementation("eager")
     return model
+
+
+def smallest(model_name: str, **changes: Any) -> Any:
+    """A model of any class by the rules of `tiny_configs`; changes: of its text's options."""
+    kind = getattr(transformers, model_name)
+    reasons = []
+    for level in tiny_configs.LEVELS:
+        try:
+            config = tiny_configs.small(kind.config_class, level, True)
+            text = getattr(config, "text_config", None) or config
+            for name, value in changes.items():
+                setattr(text, name, value)
+            config.pad_token_id = 0
+            model = build_from(config, model_name)
+            generate(model, {"input_ids": tokens()}, max_new_tokens=1, disable_compile=True)
+            return model
+        except Exception as error:
+            reasons.append(error)
+    raise reasons[-1]
 
 
 def tokens(length: int = PROMPT, batch: int = 2) -> Tensor:

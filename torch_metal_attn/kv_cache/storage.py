@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor, flag, natural, whole
 from torch_metal_attn.call.names import ArgumentNames
-from torch_metal_attn.quantisation import DTYPES, ELEMENTS, sizes
+from torch_metal_attn.quantisation import DTYPES, ELEMENTS, FORMATS, sizes
 
 Layout = Literal["NHD", "HND"]
 # Options of `append`.
@@ -81,6 +81,9 @@ class Storage:
         if v_format is not None and (format is None or values_in_keys):
             beside = "values_in_keys" if values_in_keys else "no format"
             raise ValueError(f"v_format is {v_format!r} with {beside}; leave it out")
+        for name, given in (("format", format), ("v_format", v_format)):
+            if given is not None and given not in FORMATS:
+                raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(FORMATS)}")
         v_format = format if v_format is None else v_format
         if flag("values_in_keys", values_in_keys):
             if v_head_dim > head_dim:

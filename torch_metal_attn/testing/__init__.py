@@ -8,6 +8,7 @@ from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.copies import Copy, Quantised
+from torch_metal_attn.testing.index_scores import IndexScores
 from torch_metal_attn.testing.merges import Merge
 from torch_metal_attn.testing.rotations import Rotation, Tables
 from torch_metal_attn.testing.running import Outcome, run
@@ -17,6 +18,7 @@ from torch_metal_attn.testing.steps import Step
 __all__ = [
     "Attention",
     "Copy",
+    "IndexScores",
     "Merge",
     "Quantised",
     "Rotation",

@@ -41,11 +41,15 @@ _POISONS = ("nan in q", "nan in k", "nan in v", "inf in k", "nan in attn_bias", 
 
 
 def _head_dim(r: random.Random, case: "Attention") -> int:
+    if case.values_in_keys and r.random() < 0.2:
+        return 576
     dim = r.choice(_RARE_HEAD_DIMS if r.random() < 0.15 else _HEAD_DIMS)
     return min(dim, 512) if case.in_one_tensor else dim
 
 
 def _v_head_dim(r: random.Random, case: "Attention") -> int:
+    if case.values_in_keys:
+        return min(r.choice((case.head_dim, max(case.head_dim - 32, 1))), 512)
     if r.random() < 0.1 and not case.in_one_tensor:
         return r.choice(_HEAD_DIMS)
     return min(case.head_dim, 512)
@@ -151,6 +155,7 @@ class Attention(Case):
     )
     q_length: int = field(1, _queries, calls=_DENSE, varied=True)
     kv_length: int = field(1, lambda r, c: _keys(r, c, c.q_length), calls=_DENSE, varied=True)
+    values_in_keys: bool = field(False, chance(0.1), calls=_DECODES)
     head_dim: int = field(8, _head_dim)
     v_head_dim: int = field(8, _v_head_dim)
     packed: tuple[tuple[int, int], ...] = field((), _pairs, calls=_PACKED, varied=True)
@@ -199,7 +204,11 @@ class Attention(Case):
     )
     format: str = field("", one_of(*FORMATS), share=0.5, calls=_STORED)
     v_format: str = field(
-        "", one_of(*FORMATS), share=0.3, calls=_STORED, when=lambda case: case.format
+        "",
+        one_of(*FORMATS),
+        share=0.3,
+        calls=_STORED,
+        when=lambda case: case.format and not case.values_in_keys,
     )
     cache_dtype: str = field(
         "",
@@ -208,7 +217,6 @@ class Attention(Case):
         calls=_STORED,
         when=lambda case: case.dtype == "float32" and not case.format,
     )
-    values_in_keys: bool = field(False, chance(0.1), calls=("flash_decode",))
     listed: int | None = field(None, _entries, share=0.3, calls=("flash_decode",))
     kv_block_size: int = field(
         1, one_of(1, 1, 1, 5, 8, 32, 128), calls=("flash_decode",), when=_has_lists
@@ -285,7 +293,6 @@ class Attention(Case):
 
     def conflicts(self) -> dict[str, Any]:
         layouts = (*self.q_layout, *self.k_layout, *self.v_layout)
-        dense = self.call == "flash_decode" and not (self.cache or self.format)
         poisoned = self.poison.partition(" in ")[2]
         return {
             f"no function is called {self.call}": self.call not in CALLS,
@@ -306,8 +313,8 @@ class Attention(Case):
             and self.is_packed,
             "flash_attn_varlen_func has no cache_batch_idx": self.call == "flash_attn_varlen_func"
             and self.cache == "indexed",
-            "values are columns of dense keys": self.values_in_keys
-            and (self.v_head_dim > self.head_dim or not dense or poisoned == "v"),
+            "values are columns of the keys": self.values_in_keys
+            and (self.v_head_dim > self.head_dim or poisoned == "v"),
             "there is one attn_mask": self.causal_bias and self.attn_mask,
             "lists are of some keys": (self.listed or 0) > 0 and min(self.longest) == 0,
             **partial_groups(self),
@@ -316,7 +323,9 @@ class Attention(Case):
             and self.attn_mask.split()[0] not in ("bool", "float32", self.dtype),
             "a backward op has gradients": "bwd" in self.call and not self.backward,
             "what is poisoned is not there": poisoned and not self._has_elements(poisoned),
-            "a value that is quantised or moved takes others along": poisoned == "v"
+            "a value that is quantised or moved takes others along": (
+                poisoned == "v" or (poisoned == "k" and self.values_in_keys)
+            )
             and (self.format or (self.cache and self.is_packed)),
             "what is repeated has no element of its own": poisoned
             and any(word.startswith("repeated") for word in layouts),

@@ -11,7 +11,7 @@ from torch import Tensor
 import torch_metal_attn.functional as functional
 from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.testing.attention import OPS, Attention
-from torch_metal_attn.testing.attention_problem import Problem
+from torch_metal_attn.testing.attention_problem import Problem, within_keys
 from torch_metal_attn.testing.tensors import Memory
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
@@ -51,7 +51,7 @@ def call_of(case: Attention, problem: Problem, memory: Memory) -> Call:
         given["num_splits"] = case.num_splits
     if case.call in OPS:
         op = getattr(torch.ops.metal_attn, case.call.replace("bwd", "fwd"))
-        return op, _operands(case, problem, memory) | _placed(case, memory, given)
+        return op, _arguments(case, problem, memory, given)
     function = _OTHERS.get(case.call) or getattr(functional, case.call)
     given |= {
         "window_size": (case.window_size_left, case.window_size_right),
@@ -61,7 +61,7 @@ def call_of(case: Attention, problem: Problem, memory: Memory) -> Call:
     }
     names_there, renamed = inspect.signature(function).parameters, _RENAMED.get(case.call, {})
     given = {n: x for n, x in given.items() if renamed.get(n, n) in names_there}
-    arguments = _operands(case, problem, memory) | _placed(case, memory, given)
+    arguments = _arguments(case, problem, memory, given)
     if "flash_attn" in case.call:
         arguments = {n: _heads_third(n, x) for n, x in arguments.items()}
     arguments = {renamed.get(n, n): x for n, x in arguments.items()}
@@ -96,9 +96,13 @@ def _operands(case: Attention, problem: Problem, memory: Memory) -> dict[str, An
         for name in "kv":
             layouts[name] = tuple(w for w in layouts[name] if not w.startswith("repeated"))
     placed |= {n: memory.place(n, x, layouts[n]) for n, x in tensors.items()}
-    if case.values_in_keys:
-        placed["v"] = placed["k"][..., : case.v_head_dim]
     return placed
+
+
+def _arguments(
+    case: Attention, problem: Problem, memory: Memory, given: dict[str, Any]
+) -> dict[str, Any]:
+    return within_keys(case, _operands(case, problem, memory) | _placed(case, memory, given))
 
 
 def _placed(case: Attention, memory: Memory, options: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.quantisation import dequantise, quantise
+from torch_metal_attn.quantisation import dequantise, quantise, sizes
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.judge import ints, normal
 from torch_metal_attn.testing.tensors import dtype_of, expanded, numbers
@@ -214,7 +214,7 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
 def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
     """The values that k and v (B, H, L, D) stand for, their storage, and the options for it.
 
-    case: has cache, format, v_format, page and seed.
+    case: has cache, format, v_format, values_in_keys, v_head_dim, page and seed.
     """
     exact, kept = [k, v], {"k": k, "v": v}
     scales: dict[str, Tensor] = {}
@@ -242,7 +242,23 @@ def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor],
         scales |= {name: _in_pages(scales[name], table, count, page) for name in rows}
         paged = case.cache == "paged"
         where = {"block_table": table} if paged else {"cache_batch_idx": table.flatten()}
+    if case.values_in_keys:
+        exact[1] = exact[0][..., : case.v_head_dim]
+        found = within_keys(case, kept | scales)
+        kept, scales = {n: found[n] for n in kept}, {n: found[n] for n in scales}
     return exact, list(kept.values()), scales | where
+
+
+def within_keys(case: Any, given: dict[str, Any], suffix: str = "") -> dict[str, Any]:
+    """Arguments of which, with values_in_keys, v and its scale are views of the keys'."""
+    if not case.values_in_keys:
+        return given
+    columns, scales = sizes(case.format, case.v_head_dim) if case.format else (case.v_head_dim, 0)
+    given = given | {f"v{suffix}": given[f"k{suffix}"][..., :columns]}
+    if "k_scale" in given:
+        scale = given["k_scale"]
+        given["v_scale"] = scale[..., :scales] if scale.dim() > 2 else scale
+    return given
 
 
 def _in_pages(x: Tensor, table: Tensor, count: int, page: int) -> Tensor:

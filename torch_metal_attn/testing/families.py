@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_metal_attn.testing import attention_run, copies, merges, rotations, softmaxes, steps
+from torch_metal_attn.testing import (
+    attention_run,
+    copies,
+    index_scores,
+    merges,
+    rotations,
+    softmaxes,
+    steps,
+)
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.case import Case, Prepared, drawn
 
@@ -25,6 +33,7 @@ FAMILIES: dict[type[Case], Family] = {
     rotations.Rotation: Family(8, rotations.prepare),
     softmaxes.Softmax: Family(6, softmaxes.prepare),
     merges.Merge: Family(6, merges.prepare),
+    index_scores.IndexScores: Family(3, index_scores.prepare),
     copies.Copy: Family(2, copies.prepare_copy),
     copies.Quantised: Family(3, copies.prepare_quantised),
     rotations.Tables: Family(0, rotations.prepare_tables),

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing import attention_run, spoiling
 from torch_metal_attn.testing.attention import Attention
-from torch_metal_attn.testing.attention_problem import Problem, options_of, stored
+from torch_metal_attn.testing.attention_problem import Problem, options_of, stored, within_keys
 from torch_metal_attn.testing.case import Case, Prepared, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.judge import Measure, ints, normal, on, same_bits
 from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of, numbers, partial_groups
@@ -29,6 +29,21 @@ def _layout() -> Any:
     return layout(("order 021",), ("padded 8",), ("order 021", "padded 3"))
 
 
+def _head_dim(r: random.Random, case: "Step") -> int:
+    latent = (64, 96, 160, 576)
+    return r.choice(latent if case.values_in_keys else (8, 32, 64, 64, 96, 128, 7, 40, 160))
+
+
+def _v_head_dim(r: random.Random, case: "Step") -> int:
+    if case.values_in_keys:
+        return case.head_dim - (64 if case.head_dim == 576 else 32)
+    return case.head_dim if r.random() < 0.8 else 32
+
+
+def _most_rotated(case: "Step") -> int:
+    return case.head_dim - case.v_head_dim if case.values_in_keys else case.head_dim
+
+
 def _lengths(r: random.Random, case: "Step") -> tuple[int, ...]:
     most = max(case.capacity - case.length, 0)
     return tuple(r.randint(0, most) for _ in range(r.choice((1, 2, 3))))
@@ -42,14 +57,16 @@ class Step(Case):
         rows. capacity: rows of each sequence, a multiple of page if the cache is paged.
         rotary_columns: 0 for no rotation. rotary_last: of the last columns. by_token: rotate each
         query by its own row. backward: the new rows and the queries require grad, and `backward`
-        must raise. The others are those of `Attention`.
+        must raise. values_in_keys: v and v_cache are the first columns of k and k_cache, which no
+        rotation may reach. The others are those of `Attention`.
     """
 
     call: str = field("append_kv", one_of(*_OPS, _FUNCTION))
     kv_heads: int = field(1, one_of(1, 2, 1, 2))
     heads: int = field(1, lambda r, case: r.choice((1, 1, 4, 3)) * case.kv_heads)
-    head_dim: int = field(8, one_of(8, 32, 64, 64, 96, 128, 7, 40, 160))
-    v_head_dim: int = field(8, lambda r, case: case.head_dim if r.random() < 0.8 else 32)
+    values_in_keys: bool = field(False, chance(0.15))
+    head_dim: int = field(8, _head_dim)
+    v_head_dim: int = field(8, _v_head_dim)
     cache: str = field("", one_of("", "paged", "paged", "indexed"))
     page: int = field(16, one_of(1, 3, 5, 8, 16, 24), when=lambda case: case.cache)
     length: int = field(1, one_of(1, 1, 1, 2, 5, 9, 20))
@@ -59,7 +76,12 @@ class Step(Case):
         None, lambda r, case: tuple(r.randint(0, n) for n in case.lengths), share=0.25, varied=True
     )
     format: str = field("", one_of(*FORMATS), share=0.4)
-    v_format: str = field("", one_of(*FORMATS), share=0.3, when=lambda case: case.format)
+    v_format: str = field(
+        "",
+        one_of(*FORMATS),
+        share=0.3,
+        when=lambda case: case.format and not case.values_in_keys,
+    )
     cache_dtype: str = field(
         "",
         one_of(*DTYPES[1:]),
@@ -68,14 +90,19 @@ class Step(Case):
     )
     rotary_columns: int = field(
         0,
-        lambda r, case: r.choice((2, case.head_dim // 4 * 2, case.head_dim // 2 * 2)),
+        lambda r, case: r.choice((2, _most_rotated(case) // 4 * 2, _most_rotated(case) // 2 * 2)),
         share=0.4,
     )
     rotary_interleaved: bool = field(False, chance(0.5), when=lambda case: case.rotary_columns)
     rotary_from_leftpad: bool = field(
         True, chance(0.5), calls=_OPS, when=lambda case: case.rotary_columns
     )
-    rotary_last: bool = field(False, chance(0.3), calls=_OPS, when=lambda c: c.rotary_columns)
+    rotary_last: bool = field(
+        False,
+        lambda r, case: case.values_in_keys or r.random() < 0.3,
+        calls=_OPS,
+        when=lambda case: case.rotary_columns,
+    )
     q_length: int = field(1, lambda r, c: r.choice((*[c.length] * 3, 1, 17)), calls=_ATTENDING)
     causal: bool = field(False, chance(0.6), calls=_ATTENDING)
     window_size_left: int = field(-1, one_of(-1, -1, 5, 40), calls=_ATTENDING)
@@ -124,6 +151,8 @@ class Step(Case):
             "queries before the first row of the tables": self.rotary_columns
             and self.by_token
             and self.q_length > self.length,
+            "values are columns of the keys": self.values_in_keys
+            and self.v_head_dim > self.head_dim,
             **partial_groups(self),
             "pages are whole": self.cache == "paged"
             and (self.page < 1 or self.capacity % max(self.page, 1)),
@@ -137,6 +166,9 @@ class Step(Case):
                 not 0 <= n <= self.capacity - self.length for n in self.lengths
             ),
             "rotated columns": self.rotary_columns > self.head_dim,
+            "rotated values": self.values_in_keys
+            and self.rotary_columns
+            and first_rotated(self) < self.v_head_dim,
         }
 
     def wrong(self) -> list[dict[str, Any]]:
@@ -144,6 +176,7 @@ class Step(Case):
             {"lengths": (self.capacity - self.length + 1,) * len(self.lengths)},
             {"lengths": (-1,) * len(self.lengths), "leftpad_k": None},
             {"rotary_columns": self.head_dim + 2 + self.head_dim % 2},
+            {"rotary_last": False},
         ]
 
     @property
@@ -163,6 +196,7 @@ class Step(Case):
             leftpad_k=self.leftpad_k,
             format=self.format,
             v_format=self.v_format,
+            values_in_keys=self.values_in_keys,
             seed=self.seed,
             **{name: getattr(self, name) for name in _OPTIONS},
         )
@@ -188,6 +222,8 @@ def prepare(case: Step, device: torch.device) -> Prepared:
             cache_dtype
         ),
     ]
+    if case.values_in_keys:
+        new[1], old[1] = (x[..., : case.v_head_dim] for x in (new[0], old[0]))
     q = made(batch, case.heads, case.q_length, case.head_dim, seed=7)
     tables: dict[str, Tensor] = {}
     if case.rotary_columns:
@@ -202,6 +238,9 @@ def prepare(case: Step, device: torch.device) -> Prepared:
     given: dict[str, Tensor] = {n: options[n] for n in _TENSORS if n in options}
     given |= tables | {"cache_seqlens": ints(*case.lengths)}
     placed |= {n: memory.place(n, x) for n, x in given.items()}
+    if case.values_in_keys:
+        placed["v"] = placed["k"][..., : case.v_head_dim]
+        placed = within_keys(case, placed, "_cache")
     written = tuple(n for n, x in caches.items() if n[1:] in ("_cache", "_scale") and x.dim() == 4)
     if case.call != "append_kv" or (case.rotary_columns and case.by_token):
         placed["q"] = memory.place("q", q, case.layout)
@@ -221,7 +260,8 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         measures = [same_bits(n, placed[n], after[n]) for n in written if n != "q"]
         if case.call == "append_kv":
             return measures + ([same_bits("q", placed["q"], rotated)] if "q" in placed else [])
-        if case.strict and case.call == "decode_step":
+        # Where q is rotated, another tile may be taken.
+        if case.strict and case.call == "decode_step" and not case.rotary_columns:
             parts = _in_sequence(case, device, rotated, after | options)
             both = zip(("out", "softmax_lse"), results, parts, strict=True)
             return measures + [same_bits(*each) for each in both]
@@ -274,6 +314,7 @@ def _in_sequence(
 ) -> tuple[Tensor, Tensor]:
     """What `flash_decode` gives for the caches afterwards, as `rope` and `append_kv` leave them."""
     there = on(device, {n.removesuffix("_cache"): x for n, x in given.items()})
+    there = within_keys(case, there)
     op = torch.ops.metal_attn.flash_decode
     results: tuple[Tensor, Tensor] = op(rotated.to(device), **there, num_splits=case.num_splits)
     return results

@@ -146,9 +146,13 @@ def _nonsense(dtype: torch.dtype) -> Any:
 
 def partial_groups(case: Any) -> dict[str, Any]:
     """Of a case with format and v_format: head dims that its groups of columns do not divide."""
-    operands = ((case.format, case.head_dim), (case.v_format or case.format, case.v_head_dim))
+    operands = (
+        ("k", case.format, case.head_dim),
+        ("v", case.v_format or case.format, case.v_head_dim),
+    )
     return {
-        f"{format} has blocks of {shared_columns(format)} columns": columns % shared_columns(format)
-        for format, columns in operands
+        f"{name} in {format} has blocks of {shared_columns(format)} columns": columns
+        % shared_columns(format)
+        for name, format, columns in operands
         if format
     }

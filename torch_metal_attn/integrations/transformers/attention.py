@@ -99,7 +99,12 @@ def metal_attention(
         is_packed = _given({name: others.get(name) for name in BOUNDS})
         latents, is_few = key, query.shape[2] <= DECODE_QUERIES and not is_packed
         assert isinstance(query, Tensor)
-        tensors = latents.absorbed(query) if is_few else (query, *latents.expanded())
+        scales: dict[str, Tensor] = {}
+        if is_few:
+            tensors, scales = latents.absorbed(query)
+        else:
+            tensors = (query, *latents.expanded())
+        others |= scales
         others |= {
             "is_causal": is_causal,
             "sliding_window": sliding_window,
@@ -193,6 +198,8 @@ def score_options(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     **others: Any,
 ) -> dict[str, Any]:
     """The op's options for the arguments of `metal_attention` that do not concern visibility.
@@ -209,6 +216,7 @@ def score_options(
         "softcap": softcap or 0.0,
         "learnable_sink": s_aux,
         **_dropout(module, dropout, device),
+        **({} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}),
     }
 
 

@@ -21,6 +21,7 @@ from torch_metal_attn.integrations.transformers.attention import (
     flash_varlen,
     score_options,
 )
+from torch_metal_attn.integrations.transformers.latent import EXPAND
 from torch_metal_attn.integrations.transformers.refusals import checked_parts, unwrapped
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 
@@ -46,8 +47,8 @@ def continuous_batching(model: _Model) -> Iterator[_Model]:
     wrapped as for `enable`.
 
     Raises: TypeError, NotImplementedError: as `enable`; also NotImplementedError if the model does
-        not support attention without masks. ImportError: transformers is older than 5.20, where
-        attention functions do not update the paged cache.
+        not support attention without masks, or caches latent rows. ImportError: transformers is
+        older than 5.20, where attention functions do not update the paged cache.
     """
     if "kwargs" not in inspect.signature(PagedAttentionCache.update).parameters:
         raise ImportError(
@@ -63,6 +64,11 @@ def continuous_batching(model: _Model) -> Iterator[_Model]:
                 "attention, so continuous batching would leave out what its masks say; use "
                 "enable(model) and generate"
             )
+    if any(hasattr(module, EXPAND) for module in inner.modules()):
+        raise NotImplementedError(
+            f"{type(inner).__name__} caches latent rows, for which transformers' pages have no "
+            "place; use enable(model, absorb=True) and generate"
+        )
     configs = {id(config): config for config in _configs(inner)}
     names = {key: config._attn_implementation for key, config in configs.items()}
     contexts = {key: _entered.get(key) for key in configs}

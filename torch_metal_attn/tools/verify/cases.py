@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch_metal_attn.runtime import tensor_tiles
-from torch_metal_attn.testing import Copy, Merge, Rotation, Softmax, Step, Tables
+from torch_metal_attn.testing import Copy, IndexScores, Merge, Rotation, Softmax, Step, Tables
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.features import CACHES, FEATURES, HALF_CACHES, attention
 from torch_metal_attn.testing.tensors import DTYPES
@@ -66,6 +66,7 @@ _CACHE: Special = {
 }
 _APPEND = partial(Step, call="append_kv", heads=2, length=5, **_CACHE)
 _STEP = partial(Step, call="decode_step", heads=8, causal=True, num_splits=1, **_CACHE)
+_INDEX = partial(IndexScores, heads=17, q_length=5, kv_length=65, head_dim=128, causal=True)
 _COPY = partial(Copy, copies=((0, 5), (4, 1), (6, 2)))
 
 # `verify` without --full: seconds.
@@ -95,6 +96,8 @@ QUICK: tuple[Listed, ...] = (
 
 _HEAD_DIMS = (1, 7, 65, 96, 128, 256)
 _MLA = {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
+_LATENT: Special = {**_MLA, "values_in_keys": True}
+_LATENT_STEP: Special = {**_LATENT, "heads": 16, "rotary_columns": 64, "rotary_last": True}
 # Lengths that are not a multiple of a tile, 0 and 1.
 _LENGTHS = ((1, 1), (1, 257), (7, 31), (31, 7), (65, 1023), (0, 9), (9, 0))
 _PACKED = {"packed": ((5, 70), (0, 9), (33, 33)), "causal": True}
@@ -159,7 +162,7 @@ def _decodes() -> Iterator[Listed]:
             for h, kv in ((8, 8), (32, 1))
         ),
         {"q_length": 5, "feature": "causal", "num_splits": 2},
-        {"q_length": 1, **_MLA, "values_in_keys": True, "num_splits": 2},
+        {"q_length": 1, **_LATENT, "num_splits": 2},
         *({"q_length": 1, "head_dim": d, "num_splits": 2} for d in (7, 96, 128, 256)),
     )
     # k of a decode is already rotated, and nothing is dropped.
@@ -174,8 +177,21 @@ def _decodes() -> Iterator[Listed]:
         {},
         {"feature": "causal"},
         {"kv_block_size": 16, "q_block_size": 2, "listed": 9},
-        {**_MLA, "values_in_keys": True},
+        _LATENT,
         *({"cache": cache} for cache in CACHES),
+    )
+    # MLA's absorbed form.
+    latents = partial(several, heads=16, feature="causal", **_LATENT)
+    names = ("", "paged", "indexed", "q8_0", "paged q4_0", "paged fp8_e4m3", "paged q3_g64")
+    yield from every_dtype("flash_decode: latents", latents, *({"cache": c} for c in names))
+    yield from every_dtype(
+        "index_scores",
+        _INDEX,
+        {},
+        {"heads": 64, "q_length": 1},
+        {"q_offset": 70, "head_dim": 65},
+        {"causal": False, "softmax_scale": 0.3, "q_layout": ("order 021",)},
+        {"weight_dtype": "bfloat16", "batch": 2},
     )
 
 
@@ -206,6 +222,9 @@ def _caches() -> Iterator[Listed]:
         {"rotary_columns": 64, "format": "q8_0", "num_splits": 3},
         {"length": 4, "q_length": 4, "num_splits": 2},
     )
+    latents = [{}, *({"cache": "paged", "format": f} for f in ("", "q8_0", "q4_0", "q4_g64"))]
+    for name, make in (("append_kv", _APPEND), ("decode_step", _STEP)):
+        yield from every_dtype(f"{name}: latents", partial(make, **_LATENT_STEP), *latents)
     for dtype in (*DTYPES, "int8", "uint8"):
         yield listed("copy_pages", _COPY, dtype, {"shape": (7, 2, 16, 64)})
     yield listed("copy_pages", _COPY, "float16", {"shape": (7, 3, 5, 7)})

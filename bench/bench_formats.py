@@ -1,0 +1,115 @@
+"""Errors and perplexity by the format of the cache.
+
+A tiny model of bytes is trained on the repository's own pages. Its keys and values are then rounded
+to each format, as `append_kv` rounds them, and float64 attention reads them. So these are the
+formats' own errors; kernels add those that docs/numerics.md allows.
+"""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from bench.tables import print_table
+from torch_metal_attn.quantisation import DTYPES, dequantise, quantise, sizes
+
+HEADS, HEAD_DIM, LAYERS, CONTEXT = 2, 64, 2, 128
+STEPS, BATCH = 300, 16
+# Of keys and of values.
+Formats = tuple[str | None, str | None]
+FORMATS = (
+    *((None, None), ("q8_0", "q8_0"), ("fp8_e4m3", "fp8_e4m3"), ("q4_0", "q4_0")),
+    *(("q4_g32", "q4_g32"), ("q4_g64", "q4_g64"), ("q3_g32", "q3_g32"), ("q3_g64", "q3_g64")),
+    *(("q2_g32", "q2_g32"), ("q2_g64", "q2_g64"), ("q8_0", "q3_g32"), ("q4_g32", "q2_g32")),
+)
+
+
+def rounded(x: Tensor, format: str | None) -> Tensor:
+    if format is None:
+        return x
+    data, scale = quantise(x.float(), format)
+    return dequantise(data, scale, torch.float32).to(x.dtype)
+
+
+def row_bytes(format: str | None) -> int:
+    """Bytes of a row of HEAD_DIM columns, with its scales; of float16 without a format."""
+    if format is None:
+        return 2 * HEAD_DIM
+    elements, numbers = sizes(format, HEAD_DIM)
+    return elements * DTYPES[format].itemsize + 2 * numbers
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward network, over keys and values in two formats."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+
+    def forward(self, x: Tensor, formats: Formats) -> Tensor:
+        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, HEAD_DIM)).transpose(1, 3)
+        q, k, v = qkv.unbind(2)
+        k, v = (rounded(t, f) for t, f in zip((k, v), formats, strict=True))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Model(nn.Module):
+    """Predicts the next byte from those before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = HEADS * HEAD_DIM
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(LAYERS))
+        self.head = nn.Linear(width, 256)
+
+    def loss(self, text: Tensor, formats: Formats = (None, None)) -> Tensor:
+        """Of each byte of text (B, CONTEXT + 1) but the first, in nats."""
+        x = self.bytes(text[:, :-1]) + self.places.weight
+        for layer in self.layers:
+            x = layer(x, formats)
+        return F.cross_entropy(self.head(x).flatten(0, 1), text[:, 1:].flatten())
+
+
+def trained(text: Tensor) -> Model:
+    model = Model()
+    optimiser = torch.optim.AdamW(model.parameters(), 2e-3)
+    for _ in range(STEPS):
+        starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,))
+        loss = model.loss(torch.stack([text[s : s + CONTEXT + 1] for s in starts.tolist()]))
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return model.double()
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    pages = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+    text = torch.tensor(list("".join(page.read_text() for page in pages).encode()))
+    cut = len(text) * 9 // 10
+    model = trained(text[:cut])
+    held = text[cut : cut + 40 * (CONTEXT + 1)].view(40, -1)
+    q, k, v = (torch.randn(1, 8, n, HEAD_DIM, dtype=torch.float64) for n in (16, 512, 512))
+    exact = F.scaled_dot_product_attention(q, k, v)
+    rows = []
+    for formats in FORMATS:
+        own_k, own_v = (rounded(t, f) for t, f in zip((k, v), formats, strict=True))
+        error = F.scaled_dot_product_attention(q, own_k, own_v) - exact
+        with torch.no_grad():
+            perplexity = math.exp(model.loss(held, formats))
+        share = sum(map(row_bytes, formats)) / (2 * row_bytes(None))
+        relative = (error.square().mean() / exact.square().mean()).sqrt()
+        names = [f or "float64" for f in formats]
+        rows.append((*names, f"{share:.3f}", f"{relative:.4f}", f"{perplexity:.3f}"))
+    print_table(("keys", "values", "bytes / float16's", "error", "perplexity"), rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -253,11 +253,12 @@ def format_of(data: Tensor, scale: Tensor | None) -> str:
     Groups, and q4_0 from 3 bits, are told by how many float16 numbers there are for a row's data.
     """
     _check_tensors(data=data, scale=scale)
+    _check_columns(data)
     has = None if scale is None else scale.dtype
     if data.dtype == torch.int8 and has == torch.float16:
         return "q8_0"
     if scale is not None and has == torch.float16 and data.dtype in _WORDS.values():
-        elements, numbers = (x.shape[-1] if x.dim() else 0 for x in (data, scale))
+        elements, numbers = data.shape[-1], scale.shape[-1] if scale.dim() else 0
         bits = next(bits for bits, dtype in _WORDS.items() if dtype == data.dtype)
         units = elements / 3 if bits == 3 else elements
         if bits == 3 and (units == 0 or units not in (2 * numbers, 4 * numbers)):
@@ -277,8 +278,7 @@ def format_of(data: Tensor, scale: Tensor | None) -> str:
 def columns(data: Tensor, scale: Tensor | None) -> int:
     """The number of columns D of the values; data may also be unquantised."""
     _check_tensors(data=data, scale=scale)
-    if data.dim() == 0:
-        raise ValueError("data has no dimensions; it must have columns")
+    _check_columns(data)
     size = data.shape[-1]
     if scale is None or scale.dtype != torch.float16:
         return size
@@ -320,6 +320,11 @@ def _check_tensors(scale: Tensor | None, **tensors: Tensor) -> None:
                     f"scale is on {scale.device} and {name} on {tensor.device}; they must be on "
                     "one device"
                 )
+
+
+def _check_columns(data: Tensor) -> None:
+    if data.dim() == 0:
+        raise ValueError("data has no dimensions; it must have columns")
 
 
 def _packed(nibbles: Tensor) -> Tensor:

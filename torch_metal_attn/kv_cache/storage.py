@@ -15,6 +15,9 @@ Layout = Literal["NHD", "HND"]
 # Options of `append`.
 ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
 
+# More than any model has: each takes memory, and the host's time before any is used.
+_MOST_LAYERS = 2**16
+
 
 @dataclass(frozen=True)
 class LayerCache:
@@ -72,6 +75,8 @@ class Storage:
         }
         for name, count in counts.items():
             natural(name, count, 1)
+        if num_layers > _MOST_LAYERS:
+            raise ValueError(f"num_layers is {num_layers}; it must be in 1..{_MOST_LAYERS}")
         if dtype not in ELEMENTS:
             raise ValueError(f"dtype is {dtype!r}; it must be float32, float16 or bfloat16")
         if layout not in ("NHD", "HND"):

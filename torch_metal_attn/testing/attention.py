@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing import spoiling
 from torch_metal_attn.testing.case import Case, Draw, chance, field, kinds, layout, one_of
-from torch_metal_attn.testing.tensors import DTYPES, partial_groups
+from torch_metal_attn.testing.tensors import DTYPES, partial_groups, rotated_blocks, wrong_rotation
 
 _PACKED_FUNCTIONS = (
     "flash_attn_varlen_func",
@@ -132,7 +132,8 @@ class Attention(Case):
         sequence. attn_mask, attn_bias: a dtype and the dimensions of (b, h, q, k) in which it is
         not 1, as "bool hqk". alibi_slopes: "h" or "bh". learnable_sink: a dtype. rotary: what is
         rotated: "q", "k" or "qk". cache: "", "paged" or "indexed"; format: "" or the format of a
-        quantised cache; cache_dtype: "", or the dtype of k and v if it is not that of q.
+        quantised cache, whose rows are rotated in blocks of `hadamard` columns; cache_dtype: "", or
+        the dtype of k and v if it is not that of q.
         values_in_keys: v is the first columns of k, as in MLA. listed: entries of each list of
         keys, of which one in five is -1; list_dims: those of "bh" in which lists differ. tree: ""
         or how a random tree of the queries is given; tree_by_sequence: each sequence has its own.
@@ -210,6 +211,9 @@ class Attention(Case):
         share=0.3,
         calls=_STORED,
         when=lambda case: case.format and not case.values_in_keys,
+    )
+    hadamard: int = field(
+        0, rotated_blocks, share=0.3, calls=_DECODES, when=lambda case: case.format
     )
     cache_dtype: str = field(
         "",
@@ -393,6 +397,7 @@ class Attention(Case):
             and self.attn_mask
             and not self.attn_mask.startswith("bool"),
             "a rotation of stored keys": (self.format or self.cache_dtype) and "k" in self.rotary,
+            **wrong_rotation(self),
             "listed keys in a mask or a bias": self.listed is not None
             and (self.attn_mask or self.attn_bias or self.alibi_slopes),
             "lists of keys with a tree": self.listed is not None and self.tree,
@@ -428,6 +433,8 @@ class Attention(Case):
             {"dropout_p": 1.5},
             {"num_splits": 1025},
             {"num_splits": -1},
+            {"hadamard": 16},
+            {"hadamard": 64, "format": ""},
             {"rotary": "q", "rotary_columns": 0},
             {"rotary": "q", "rotary_columns": 400, "head_dim": 64},
             {"causal": True, "window_size_right": 3},

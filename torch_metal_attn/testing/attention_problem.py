@@ -227,7 +227,8 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
 def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
     """The values that k and v (B, H, L, D) stand for, their storage, and the options for it.
 
-    case: has cache, format, v_format, values_in_keys, v_head_dim, page and seed.
+    case: has cache, format, v_format, hadamard, values_in_keys, v_head_dim,
+        page and seed.
     """
     exact, kept = [k, v], {"k": k, "v": v}
     scales: dict[str, Tensor] = {}
@@ -237,8 +238,8 @@ def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor],
         ):
             by_head = format == "fp8_e4m3"
             given = torch.linspace(0.02, 0.03, k.shape[1]) if by_head else None
-            data, scale = quantise(x, format, given)
-            exact[i] = dequantise(data, scale, torch.float32)
+            data, scale = quantise(x, format, given, hadamard=case.hadamard)
+            exact[i] = dequantise(data, scale, torch.float32, hadamard=case.hadamard)
             # As bytes, which every device has.
             kept[name] = data.view(torch.uint8) if by_head else data
             assert scale is not None
@@ -259,7 +260,8 @@ def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor],
         exact[1] = exact[0][..., : case.v_head_dim]
         found = within_keys(case, kept | scales)
         kept, scales = {n: found[n] for n in kept}, {n: found[n] for n in scales}
-    return exact, list(kept.values()), scales | where
+    rotation = {"hadamard": case.hadamard} if case.hadamard else {}
+    return exact, list(kept.values()), scales | where | rotation
 
 
 def within_keys(case: Any, given: dict[str, Any], suffix: str = "") -> dict[str, Any]:

@@ -223,6 +223,7 @@ def _caches() -> Iterator[Listed]:
     formats = ("", "q8_0", "q4_0", "fp8_e4m3", "q3_g32")
     caches: list[Special] = [{"format": f, "cache": c} for f in formats for c in ("", "paged")]
     caches.append({"format": "q4_g32", "v_format": "q2_g64", "cache": "paged"})
+    caches.append({"format": "q4_0", "hadamard": 64, "rotary_columns": 64})
     caches += [{"rotary_columns": 64}, {"rotary_columns": 64, "cache": "paged"}]
     yield from every_dtype("append_kv", _APPEND, *caches)
     yield from every_dtype(

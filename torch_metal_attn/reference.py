@@ -463,7 +463,7 @@ def _tree_keys(seen: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     seen: (B or 1, rows, L). new: (B or 1, Lk), the keys counted from the first new one. Both
     results are (B, rows, Lk).
     """
-    batch, (_, rows, length) = max(len(seen), len(new)), seen.shape
+    (batch,), (_, rows, length) = torch.broadcast_shapes(seen.shape[:1], new.shape[:1]), seen.shape
     before = seen.cumsum(-1) - seen.long()
     place = new.clamp(0, max(length - 1, 0))[:, None].expand(batch, rows, -1)
     shown, ranks = (x.expand(batch, rows, length).gather(-1, place) for x in (seen, before))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.quantisation import dequantise, quantise, sizes
+from torch_metal_attn.reference import tree_rows
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.judge import ints, normal
 from torch_metal_attn.testing.tensors import dtype_of, expanded, numbers
@@ -137,12 +138,24 @@ def options_of(case: Attention, batch: int, longest: int, rows: int) -> dict[str
             options["rotary_interleaved"] = case.rotary_interleaved
     if case.listed is not None:
         options |= _lists(case, batch, keys)
+    if case.tree:
+        trees = batch if case.tree_by_sequence else 1
+        parents = random_trees(trees, case.q_length, case.seed + 15)
+        tree = parents if case.tree == "parents" else tree_rows(parents, None)
+        assert tree is not None
+        options[case.tree] = tree if case.tree_by_sequence else tree[0]
     if case.dropout_p:
         options["dropout_p"] = case.dropout_p
         # As the functions draw it.
         torch.manual_seed(case.seed)
         options["rng_state"] = torch.randint(2**31 - 1, (2,), dtype=torch.int64)
     return options
+
+
+def random_trees(count: int, tokens: int, seed: int) -> Tensor:
+    """(count, tokens) int32: of each token any earlier one, or -1 as of a root."""
+    chosen = torch.rand(count, tokens, generator=torch.Generator().manual_seed(seed))
+    return (chosen * torch.arange(1, tokens + 1)).int() - 1
 
 
 def _lists(case: Attention, batch: int, keys: int) -> dict[str, Any]:

@@ -56,6 +56,7 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
   threadgroup Fragment<float> out_tile[OUT_PAIRS];     // [ROWS, Dv]
   threadgroup Fragment<ELEMENT> q_pairs[QUERY_PAIRS];  // [D, ROWS]
   threadgroup float2 states[STATES];  // [KEY_SIMDGROUPS, ROWS] of row_max and row_sum
+  threadgroup Fragment<KvTileElement> loaded_pairs[LOADED_PAIRS];  // BlockKeys::share_units
 
   FlashInputs inputs;
   FLASH_SET_INPUTS
@@ -120,7 +121,8 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
   Values values = inputs.values(batch, kv_head, sequence, problem);
 
   // With new keys there is one row group, whose threadgroups alone see them written.
-  for (int first_row = share.begin; first_row < share.end; first_row += share.step) {
+  for (int group_row = share.begin; group_row < share.end; group_row += share.step) {
+    const int first_row = group_row + own.row_simdgroup * ROWS;
     DecodeRows tile;
     tile.reset(inputs, first_row, rows, batch, kv_head, own, visible, sequence, problem);
     OutRows o;  // [ROWS, Dv]
@@ -137,15 +139,18 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       BlockKeys block;
       move_to(keys, values, kv_block, BLOCK_K, lane);
       block.reset(keys, values, blocks, kv_block + own.row, sequence);
+      if (ROW_SIMDGROUPS > 1) {
+        block.share_units(loaded_pairs, keys, values, own);
+      }
       ProductTile products;  // [BLOCK_K, ROWS]
-      block.multiply(products, q_tile, keys, own);
+      block.multiply(products, q_tile, keys, loaded_pairs, own);
       ScoreRow scores[ROW_FRAGMENTS];  // [8, BLOCK_K] each
       transpose_scores(scores, products, score_tiles, simdgroup, lane);
       // From here on `scores` holds weights.
       float corrections[ROW_FRAGMENTS];
       tile.weigh(scores, corrections, block, kv_block, blocks.masked, own.column, visible, inputs,
                  problem);
-      o.accumulate(block, corrections, scores, values, blocks, kv_block, sequence);
+      o.accumulate(block, corrections, scores, values, loaded_pairs, blocks, kv_block, sequence);
     }
 
     float row_sums[ROW_FRAGMENTS];
@@ -180,8 +185,8 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       const bool sees_nothing = row_sums[i] == 0.0f;
       o.scale_row(i, fast::exp2(tile.softmax[i].row_max - total.row_max) / total_sum, sees_nothing);
       const int tile_row = i * FRAGMENT + own.row;
-      if (simdgroup == 0 && own.column == 0 && tile_row < ROWS &&
-          first_row + tile_row < share.end) {
+      if ((ROW_SIMDGROUPS > 1 ? own.first_span : int(simdgroup)) == 0 && own.column == 0 &&
+          tile_row < ROWS && first_row + tile_row < share.end) {
         result.store_lse(tile.rows[i], total.logsumexp(total_sum), params);
       }
     }

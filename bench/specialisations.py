@@ -96,12 +96,13 @@ def decoding(
     """flash_decode for one query of each of 32 heads."""
     q, k, v = _operands(head_dim, dtype, kv_heads)
     given = options(LENGTH, head_dim, dtype)
+    q = given.pop("q", q[:, :, :1])
     k, v = (given.pop(name, x)[:, :kv_heads] for name, x in (("k", k), ("v", v)))
     given |= {name: given[name][:, :kv_heads] for name in ("k_scale", "v_scale") if name in given}
     for name in ("q_rotary_cos", "q_rotary_sin", "attn_mask", "attn_bias"):
         if name in given:
             given[name] = given[name][:1]
-    packed = torch.ops.metal_attn_explain.flash_decode(q[:, :, :1], k, v, num_splits=1, **given)
+    packed = torch.ops.metal_attn_explain.flash_decode(q, k, v, num_splits=1, **given)
     (explained,) = extension.launches(packed)
     feature = f"{kv_heads} KV heads, {feature}"
     return _chosen("flash_decode", dtype, head_dim, feature, explained)
@@ -115,15 +116,14 @@ def _sinks(*_: Any) -> dict[str, Any]:
     return {"learnable_sink": torch.ones(HEADS)}
 
 
-def _both(name: str, tensor: Tensor | None) -> dict[str, Tensor]:
-    """k's and v's own tensors: where v lies in k, other tiles are chosen."""
-    return {} if tensor is None else {name.format(side): tensor.clone() for side in "kv"}
-
-
-def _quantised(format: str) -> Options:
+def _quantised(k_format: str, v_format: str = "") -> Options:
     def options(length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-        data, scale = quantise(torch.ones(1, HEADS, length, head_dim), format)
-        return {**_both("{}", data), **_both("{}_scale", scale)}
+        given: dict[str, Any] = {}
+        for side, format in (("k", k_format), ("v", v_format or k_format)):
+            rows = torch.ones(1, HEADS, length, head_dim)
+            given[side], scale = quantise(rows, format)
+            given |= {} if scale is None else {f"{side}_scale": scale}
+        return given
 
     return options
 
@@ -132,10 +132,24 @@ def _pages(length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     pages = torch.empty(length // 16, HEADS, 16, head_dim, dtype=dtype)
     table = torch.arange(length // 16).int()[None]
     return {
-        **_both("{}", pages),
+        "k": pages,
+        "v": pages.clone(),  # where v lies in k, other tiles are chosen
         "block_table": table,
         "seqused_k": torch.tensor([length]).int(),
     }
+
+
+def _packed(_: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    ends = torch.tensor([0, 4]).int()
+    return {
+        "q": torch.empty(4, HEADS, head_dim, dtype=dtype),
+        "cu_seqlens_q": ends,
+        "max_seqlen_q": 4,
+    }
+
+
+def _lists(*_: Any) -> dict[str, Any]:
+    return {"indices": torch.zeros(1, 1, 1, 32).int()}
 
 
 # Groups of 32 columns differ from those of 64 by a constant.
@@ -144,11 +158,18 @@ KV_FORMATS = ("q8_0", "q4_0", "fp8_e4m3", "q2_g64", "q3_g64", "q4_g64")
 CACHES: dict[str, Options] = {
     "pages of 16": _pages,
     **{f"{format} cache": _quantised(format) for format in KV_FORMATS},
+    "q8_0 and q4_g64 cache": _quantised("q8_0", "q4_g64"),
+}
+# Those of decoding alone.
+DECODED: dict[str, Options] = {
+    "packed queries": _packed,
+    "lists of keys": _lists,
+    "lists of keys in pages": lambda *given: _lists() | _pages(*given),
 }
 PLAIN = ("none", "causal")
 # With as many heads as there are here.
 PER_HEAD: dict[str, Options] = {"ALiBi": _slopes, "sink": _sinks}
-ALL_FEATURES = FEATURES | PER_HEAD | CACHES
+ALL_FEATURES = FEATURES | PER_HEAD | CACHES | DECODED
 # Those of training alone, or of keys that are not in a cache.
 NOT_DECODED = ("dropout", "rotary of q and k", "rotary, interleaved", *PLAIN)
 
@@ -161,7 +182,7 @@ def specialisations() -> Iterator[Specialisation]:
         for kv_heads in KV_HEADS:
             yield decoding(dtype, head_dim, kv_heads, "none", FEATURES["none"])
     for head_dim, feature in product(FEATURE_HEAD_DIMS, ALL_FEATURES):
-        if feature not in PLAIN:
+        if feature not in PLAIN and feature not in DECODED:
             yield from attention(FEATURE_DTYPE, head_dim, feature, ALL_FEATURES[feature])
         if feature not in NOT_DECODED:
             yield decoding(FEATURE_DTYPE, head_dim, 32, feature, ALL_FEATURES[feature])

@@ -79,8 +79,13 @@ struct CacheOperand {
     pages = other.pages;
   }
 
-  METAL_FUNC Place find(int row) const thread {
-    const int page = pages.page_of(row);
+  METAL_FUNC Place find(int row) const thread { return find_in(pages.page_of(row), row); }
+
+  METAL_FUNC int page_among(int row, int first) const thread {
+    return pages.page_among(row, first);
+  }
+
+  METAL_FUNC Place find_in(int page, int row) const thread {
     const int page_row = pages.row_in_page(row);
     Place place;
     place.row = data.row(page, page_row);

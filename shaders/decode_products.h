@@ -6,10 +6,12 @@
 
 // The SIMD group's part of the products of one block of keys.
 struct BlockKeys {
-  // The lane's rows of k and v: past the last they repeat it.
+  // The lane's rows of k and v: past the last they repeat it, and those of missing pages lie in the
+  // first page.
   typename Keys::Place k_places[KEY_FRAGMENTS];
   typename Values::Place v_places[KEY_FRAGMENTS];
-  bool exist[KEY_FRAGMENTS];
+  bool exist[KEY_FRAGMENTS];  // values
+  int pages[KEY_FRAGMENTS];
   int rows[KEY_FRAGMENTS];  // INDICES
   Unit<KvTileElement> v_units[KEY_FRAGMENTS][OWN_V_SPANS];
   // With V_SPAN_SCALES, of the span at hand.
@@ -17,14 +19,17 @@ struct BlockKeys {
   float v_scales[KEY_FRAGMENTS];
 
   METAL_FUNC void reset(thread const Keys& keys, thread const Values& values,
-                        thread const DecodeBlocks& blocks, int first_place,
+                        thread const DecodeBlocks& blocks, int kv_block, int own_row,
                         thread const Sequence& sequence) thread {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
-      const int row = blocks.row(first_place + j * FRAGMENT);
-      k_places[j] = keys.find(readable_row(row, sequence));
-      v_places[j] = values.find(readable_row(row, sequence));
-      exist[j] = row >= sequence.first_key && row < sequence.kv_length;
+      const int first = kv_block + j * FRAGMENT;
+      const int row = blocks.row(first + own_row);
+      const int readable = readable_row(row, sequence);
+      pages[j] = keys.page_among(readable, first);
+      k_places[j] = keys.find_in(max(pages[j], 0), readable);
+      v_places[j] = values.find_in(max(pages[j], 0), readable);
+      exist[j] = pages[j] >= 0 && row >= sequence.first_key && row < sequence.kv_length;
       if (INDICES) {
         rows[j] = row;
       }
@@ -139,7 +144,6 @@ struct BlockKeys {
       UNROLL
       for (short first = 0; first < OWN_QK_SPANS; first += CHAIN_SPANS) {
         const short end = min(OWN_QK_SPANS, first + CHAIN_SPANS);
-        // All loads of a chain together, so that rows in pages are tested once.
         Unit<KvTileElement> units[CHAIN_SPANS];
         UNROLL
         for (short s = first; s < end; s++) {
@@ -167,6 +171,11 @@ struct BlockKeys {
         for (short i = 0; i < ROW_FRAGMENTS; i++) {
           products.fragments[j][i] += chain.fragments[0][i];
         }
+      }
+      UNROLL
+      for (short i = 0; PAGED && i < ROW_FRAGMENTS; i++) {
+        thread Fragment<float>& product = products.fragments[j][i];
+        product = pages[j] >= 0 ? product : Fragment<float>(NAN, NAN);
       }
     }
   }

@@ -49,13 +49,17 @@ struct VectorOut {
   }
 
   // Values that do not exist are zero: their weight is zero, and 0 * inf or 0 * NaN would be NaN.
-  METAL_FUNC void load(thread const Values& values, thread const DecodeBlocks& blocks, int kv_block,
+  METAL_FUNC void load(thread const BlockKeys& block, thread const Values& values,
+                       thread const DecodeBlocks& blocks, int kv_block,
                        thread const Sequence& sequence) thread {
     UNROLL
     for (short n = 0; n < LOADS; n++) {
       const int key = blocks.row(kv_block + n * LOAD_KEYS + own.lane / LANES);
-      const typename Values::Place place = values.find(readable_row(key, sequence));
-      const bool exists = key >= sequence.first_key && key < sequence.kv_length;
+      const int readable = readable_row(key, sequence);
+      const int page = WHOLE_FRAGMENTS ? block.pages[n * LOAD_KEYS / FRAGMENT]
+                                       : values.page_among(readable, readable);
+      const typename Values::Place place = values.find_in(max(page, 0), readable);
+      const bool exists = page >= 0 && key >= sequence.first_key && key < sequence.kv_length;
       UNROLL
       for (short u = 0; u < UNITS; u++) {
         const int column = value_column(u);
@@ -72,7 +76,7 @@ struct VectorOut {
   }
 
   // out = out * corrections + weights v
-  METAL_FUNC void accumulate(thread const BlockKeys&, thread const float* corrections,
+  METAL_FUNC void accumulate(thread const BlockKeys& block, thread const float* corrections,
                              thread const ScoreRow* scores, thread const Values& values,
                              threadgroup Fragment<KvTileElement>*,
                              thread const DecodeBlocks& blocks, int kv_block,
@@ -88,7 +92,7 @@ struct VectorOut {
         weights[BLOCK_K * ROWS + own.row] = corrections[0];
       }
     }
-    load(values, blocks, kv_block, sequence);
+    load(block, values, blocks, kv_block, sequence);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     add_block();
   }

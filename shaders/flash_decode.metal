@@ -9,19 +9,19 @@
 //
 // KEY_SIMDGROUPS walk over different keys and join their states at the end. Where a tile's
 // registers are too many for one SIMD group, COLUMN_SIMDGROUPS share the same keys instead: each
-// has its spans of q, k, v and out, and they add up their parts of the scores.
+// has its spans of q, k, v and out, and they add up their parts of the scores. ROW_SIMDGROUPS such
+// groups have other rows and the same keys: each loads a share of a block, and they exchange them.
 #include "decode_append.h"
 #include "decode_rows.h"
 #include "decode_vector.h"
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS,
-// KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, WIDE_LOADS; SPLIT if there is more than one
-// split, V_IN_K if v is the first columns of k; the
-// features of flash_fwd but VARLEN, DROPOUT and K_ROTARY, or FLEX; PACKED_Q if sequences differ in
-// their number of queries; to append new keys first APPEND, WIDE_STORES, NEW_K_ROTARY and
-// PACKED_NEW_K; INDEX_BLOCK if keys are listed; and ROW_LOOP if threadgroups own more than one tile
-// of rows. Without it nothing that a tile begins with has to last, in registers, until the next
-// one.
+// KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, ROW_SIMDGROUPS if not 1, WIDE_LOADS; SPLIT if
+// there is more than one split, V_IN_K if v is the first columns of k; the features of flash_fwd
+// but VARLEN, DROPOUT and K_ROTARY, or FLEX; PACKED_Q if sequences differ in their number of
+// queries; to append new keys first APPEND, WIDE_STORES, NEW_K_ROTARY and PACKED_NEW_K; INDEX_BLOCK
+// if keys are listed; and ROW_LOOP if threadgroups own more than one tile of rows. Without it
+// nothing that a tile begins with has to last, in registers, until the next one.
 //
 // With PACKED_Q the threadgroups after those of the last sequence fill rows of no sequence.
 using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>;
@@ -95,7 +95,10 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
     sequence.impossible = sequence.impossible || first_rotary < 0 ||
                           first_rotary + rotary_rows > params.append.table_rows;
   }
-  if ((PACKED_Q || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX) && sequence.impossible) {
+  // Keys of missing pages are read as those of the first page, which must exist.
+  sequence.impossible =
+      sequence.impossible || (PAGED && problem.cache_size == 0 && sequence.kv_length > 0);
+  if ((PACKED_Q || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX || PAGED) && sequence.impossible) {
     fill_rows(result, inputs, NAN, rows, kv_head, fill_first, fill_step, params);
     return;
   }
@@ -138,7 +141,7 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       }
       BlockKeys block;
       move_to(keys, values, kv_block, BLOCK_K, lane);
-      block.reset(keys, values, blocks, kv_block + own.row, sequence);
+      block.reset(keys, values, blocks, kv_block, own.row, sequence);
       if (ROW_SIMDGROUPS > 1) {
         block.share_units(loaded_pairs, keys, values, own);
       }

@@ -37,6 +37,8 @@ struct Operand {
   // The same functions as CacheOperand's, which do nothing here.
   METAL_FUNC uint2 codes(thread const Place&, int) const thread { return uint2(0); }
   METAL_FUNC float span_scale(thread const Place&, int) const thread { return 1.0f; }
+  METAL_FUNC int page_among(int, int) const thread { return 0; }
+  METAL_FUNC Place find_in(int, int row) const thread { return find(row); }
   METAL_FUNC void reset_pages(const device int*, int, int) const thread {}
   template <typename Scale>
   METAL_FUNC void reset_scale(const device Scale*, constant RowStrides&, int, int, int,

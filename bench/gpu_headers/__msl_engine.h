@@ -23,6 +23,7 @@ __AGX_PURE uint agx_threadgroup(uint axis);
 __AGX_PURE uint agx_threads(uint axis);
 __AGX_PURE uint agx_threadgroups(uint axis);
 __AGX_GROUP uint agx_shuffle(uint word, uint lane);
+__AGX_GROUP uint agx_broadcast(uint word, uint lane);
 __AGX_GROUP uint agx_shuffle_xor(uint word, uint mask);
 __AGX_GROUP uint agx_ballot(uint vote);
 __AGX_BARRIER void agx_barrier();
@@ -48,6 +49,7 @@ METAL_FUNC uint __gpu_lane() { return agx_lane(); }
 METAL_FUNC uint __msl_apple_lane(uint lane) { return lane; }
 METAL_FUNC uint __gpu_lane_of(uint apple_lane) { return apple_lane; }
 METAL_FUNC uint __gpu_shuffle(uint word, uint lane) { return agx_shuffle(word, lane); }
+METAL_FUNC uint __gpu_broadcast(uint word, uint lane) { return agx_broadcast(word, lane); }
 METAL_FUNC uint __gpu_shuffle_xor(uint word, uint mask) { return agx_shuffle_xor(word, mask); }
 METAL_FUNC uint __gpu_ballot(bool vote) { return agx_ballot(vote); }
 METAL_FUNC void __msl_threadgroup_barrier(uint) { agx_barrier(); }
@@ -79,6 +81,7 @@ METAL_FUNC uint __gpu_lane_of(uint l) {
 METAL_FUNC uint __gpu_shuffle(uint word, uint lane) {
   return (uint)__nvvm_shfl_sync_idx_i32(~0u, (int)word, (int)lane, 31);
 }
+METAL_FUNC uint __gpu_broadcast(uint word, uint lane) { return __gpu_shuffle(word, lane); }
 METAL_FUNC uint __gpu_shuffle_xor(uint word, uint mask) {
   return (uint)__nvvm_shfl_sync_bfly_i32(~0u, (int)word, (int)mask, 31);
 }

@@ -26,7 +26,8 @@ METAL_FUNC T simd_shuffle(T x, ushort lane) {
 }
 template <class T>
 METAL_FUNC T simd_broadcast(T x, ushort lane) {
-  return metal::simd_shuffle(x, lane);
+  const uint from = __gpu_lane_of(lane & 31);
+  return __each_word(x, [=](uint word) { return __gpu_broadcast(word, from); });
 }
 template <class T>
 METAL_FUNC T simd_broadcast_first(T x) {

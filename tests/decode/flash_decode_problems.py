@@ -52,6 +52,14 @@ def columns():
     dense({"batch": 1, "heads": 32, "kv_heads": 1, "q_length": 1, "head_dim": 128})
 
 
+def row_groups():
+    """SIMD groups with other rows: whole, in part and without any; columns that are not full."""
+    for q_length, heads in ((40, 2), (33, 4)):
+        shape = {"heads": heads, "q_length": q_length, "kv_length": 75}
+        dense(shape, causal=True, learnable_sink=torch.tensor([1.0, -2.0, 3.0, 0.5][:heads]))
+    dense({"heads": 16, "kv_heads": 1, "q_length": 4, "kv_length": 70}, num_splits=2)
+
+
 def vectors():
     """One and two rows, summed up by lanes, with units of values that are not all there."""
     dense({"batch": 1, "q_length": 1})
@@ -165,13 +173,58 @@ def rotary():
 
 def pages():
     """Pages with so few keys that a sequence has more of them than a SIMD group holds."""
-    shared_columns = {"heads": 32, "kv_heads": 1, "head_dim": 128}
-    for page, shape in ((1, {"head_dim": 64}), (3, shared_columns)):
-        used = [31, 600]
-        q, k, v = make_qkv(**SHAPE | shape | {"q_length": 1, "kv_length": 600}, **HALF)
-        k, v = (with_nan_tails(x, used) for x in (k, v))
-        cache = paged(k, v, used, page)
-        check_flash_decode(q, k, v, cache=cache, device="cpu", seqused_k=ints(*used), num_splits=1)
+    in_pages(1, {"head_dim": 64})
+    in_pages(3, SHARED_COLUMNS)
+
+
+def whole_pages():
+    """The same, in which no eight keys lie in two."""
+    in_pages(16, {"head_dim": 128})
+    in_pages(8, {"head_dim": 64})
+    in_pages(8, SHARED_COLUMNS)
+
+
+SHARED_COLUMNS = {"heads": 32, "kv_heads": 1, "head_dim": 128}
+
+
+def in_pages(page, shape):
+    used = [31, 600]
+    q, k, v = make_qkv(**SHAPE | shape | {"q_length": 1, "kv_length": 600}, **HALF)
+    k, v = (with_nan_tails(x, used) for x in (k, v))
+    cache = paged(k, v, used, page)
+    check_flash_decode(q, k, v, cache=cache, device="cpu", seqused_k=ints(*used), num_splits=1)
+
+
+def missing_pages():
+    """Before a window, in the block where it begins; and where only the kernel sees them."""
+    used = [400, 300]
+    for page, shape in ((3, {"head_dim": 64}), (3, SHARED_COLUMNS), (8, SHARED_COLUMNS)):
+        q, k, v = make_qkv(**SHAPE | shape | {"q_length": 1, "kv_length": 400}, **HALF)
+        *caches, where = paged(k, with_nan_tails(v, used), used, page)
+        # What is read in the place of a missing page is NaN.
+        caches = [torch.cat([torch.full_like(x[:1], math.nan), x]) for x in caches]
+        table = where["block_table"].add_(1)
+        for row, length in zip(table, used, strict=True):
+            row[: (length - 51) // page] = -1
+        options = {"window_size_left": 50, "seqused_k": ints(*used), "num_splits": 1}
+        check_flash_decode(*(q, k, v), cache=(*caches, where), device="cpu", causal=True, **options)
+        run = partial(ops.flash_decode, q, *caches, **where, causal=True, **options)
+        for cache in caches:
+            cache[0] = 0.0
+        bad = table[1].clone()
+        bad[299 // page] = -1
+        check_alone(run, table, bad.tolist())
+
+
+def no_pages():
+    """A cache without a page, of which the kernel alone sees that a sequence has keys."""
+    q, *_ = make_qkv(2, 2, 2, 1, 1, 64, **HALF)
+    cache = torch.empty(0, 2, 16, 64, **HALF)
+    used = ints(0, 0)
+    table = torch.full((2, 3), 7).int()
+    check_alone(
+        partial(ops.flash_decode, q, cache, cache, block_table=table, seqused_k=used), used, 5
+    )
 
 
 def scales_of_spans():
@@ -297,7 +350,7 @@ def check_alone(run, tensor, bad):
     expected = run()
     before = tensor.clone()
     with pytest.MonkeyPatch.context() as patch:
-        after_the_checks(patch, tensor, [before[0].item(), bad])
+        after_the_checks(patch, tensor, [before[0].tolist(), bad])
         found = run()
     tensor.copy_(before)
     for result, right in zip(found, expected, strict=True):

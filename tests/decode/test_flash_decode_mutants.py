@@ -213,6 +213,38 @@ MUTANTS = {
             ("race", "uninitialised"),
         ),
     },
+    problems.row_groups: {
+        "rows of the first SIMD groups": ("group_row + own.row_simdgroup * ROWS", "group_row"),
+        "sums of the first SIMD groups": (
+            "? simdgroup / COLUMN_SIMDGROUPS : 0;\n    const int first =",
+            "? 0 : 0;\n    const int first =",
+            (None, "race", "uninitialised"),
+        ),
+        "keys read before they are shared": (
+            "own));\n      }\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
+            "own));\n      }\n    }\n",
+            ("race", "uninitialised"),
+        ),
+        "values shared with the keys": (
+            "pairs + KEY_PAIRS +",
+            "pairs +",
+            (None, "race", "uninitialised"),
+        ),
+        "values of the first span": (
+            "return pairs + KEY_PAIRS +\n           ((own.first_span * KEY_FRAGMENTS",
+            "return pairs + KEY_PAIRS +\n           ((0 * KEY_FRAGMENTS",
+            (None, "race"),
+        ),
+        "log-sum-exp of the first SIMD group alone": (
+            "(ROW_SIMDGROUPS > 1 ? own.first_span : int(simdgroup)) == 0",
+            "simdgroup == 0",
+        ),
+        "tiles of one SIMD group's rows": (
+            "params.row_groups) * ROWS * ROW_SIMDGROUPS",
+            "params.row_groups) * ROWS",
+            (None, "race"),
+        ),
+    },
     problems.vectors: {
         "units of one lane for all": (
             "u * LANES + own.lane % LANES",
@@ -228,12 +260,12 @@ MUTANTS = {
             "weights[n * LOAD_KEYS * ROWS + r]",
         ),
         "values outside the lengths not cleared": (
-            "exists = key >= sequence.first_key && key < sequence.kv_length",
-            "exists = true",
+            " && key >= sequence.first_key && key < sequence.kv_length",
+            "",
         ),
         "values behind the length not cleared": (
-            "exists = key >= sequence.first_key && key < sequence.kv_length",
-            "exists = key >= sequence.first_key",
+            "key >= sequence.first_key && key < sequence.kv_length",
+            "key >= sequence.first_key",
         ),
         "nothing seen where a share is 0": ("share < 0.0f", "share <= 0.0f"),
         "nothing seen, something shared": (
@@ -391,7 +423,7 @@ MUTANTS = {
             "",
             "simd_lane",
         ),
-        "eight keys in one page": ("pages.page_of(row)", "pages.page_of(row / 8 * 8)"),
+        "eight keys in one page": (": page_of(row)", ": page_of(row / 8 * 8)"),
         "pages never looked up": (
             "move_to(keys, values, kv_block, BLOCK_K, lane);",
             "",
@@ -405,6 +437,41 @@ MUTANTS = {
         "table of the first sequence": (
             "block_table + batch * params.block_table_stride, sequence",
             "block_table, sequence",
+        ),
+    },
+    problems.whole_pages: {
+        "page window never moved": (
+            "last_place < window + SIMD_LANES",
+            "(window >= 0 || last_place < window + SIMD_LANES)",
+            "simd_lane",
+        ),
+        "page of the first lanes' window": (
+            "uint(first) / PAGE_ROWS - window",
+            "uint(first) / PAGE_ROWS",
+            "simd_lane",
+        ),
+        "one page of all keys of a block": (
+            "page_among(readable, first)",
+            "page_among(readable, kv_block)",
+        ),
+        "values in the page of the first keys": (
+            "block.pages[n * LOAD_KEYS / FRAGMENT]",
+            "block.pages[0]",
+        ),
+    },
+    problems.missing_pages: {
+        "keys of missing pages as those of the first": (
+            "pages[j] >= 0 ? product",
+            "true ? product",
+        ),
+        "values of missing pages not zeroed": ("exist[j] = pages[j] >= 0 && ", "exist[j] = "),
+        "values of missing pages, not zeroed, of lanes": ("exists = page >= 0 && ", "exists = "),
+    },
+    problems.no_pages: {
+        "the first page read where there is none": (
+            "problem.cache_size == 0",
+            "false",
+            "out_of_bounds",
         ),
     },
     problems.scales_of_spans: {

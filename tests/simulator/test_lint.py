@@ -53,10 +53,13 @@ def test_ascii() -> None:
 
 
 def test_command_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "helper.h").write_text("#pragma once\n\ninline double f() { return 1; }\n")
-    (tmp_path / "flash_fwd.metal").write_text('#include "helper.h"\nconstant int zero = 0;\n')
-    assert main([str(tmp_path)]) == 1
-    assert "shaders/helper.h:3: double: `double` is not in Metal\n" in capsys.readouterr().out
+    """Also in a text that had no finding in the run before, and each time."""
+    (tmp_path / "probe.metal").write_text('#include "helper.h"\nconstant int zero = 0;\n')
+    for result, returns in (("float", 0), ("double", 1), ("double", 1)):
+        (tmp_path / "helper.h").write_text(f"#pragma once\n\ninline {result} f() {{ return 1; }}\n")
+        assert main([str(tmp_path)]) == returns
+        said = "shaders/helper.h:3: double: `double` is not in Metal\n"
+        assert (said in capsys.readouterr().out) == bool(returns)
 
 
 def test_command_refuses_an_unknown_family(

@@ -170,14 +170,15 @@ class Program:
         """Its entry in the cache, by the text: not every define makes a difference."""
         tool = toolchain.find()
         kind = _kind(self.check, self.counted)
-        key = cache.digest([_own_digest(), tool.identity, text, kind])
+        key = cache.digest([own_digest(), tool.identity, text, kind])
         return cache.lookup(key) or cache.store(key, _compile(tool, text, self.check, self.counted))
 
 
 @lru_cache(maxsize=1)
-def _own_digest() -> str:
-    """A digest that changes whenever the pipeline or the shim does."""
-    python = (path for folder in (".", "metal", "llvm") for path in HERE.glob(f"{folder}/*.py"))
+def own_digest() -> str:
+    """A digest that changes whenever the pipeline, the lint or the shim does."""
+    folders = (".", "metal", "llvm", "lint")
+    python = (path for folder in folders for path in HERE.glob(f"{folder}/*.py"))
     ours = sorted([*python, *SHIM.rglob("*")])
     return cache.digest(part for p in ours if p.is_file() for part in (p.name, p.read_bytes()))
 
@@ -243,7 +244,7 @@ def build(
     tool = toolchain.find()
     request = cache.digest(
         [
-            _own_digest(),
+            own_digest(),
             tool.identity,
             source,
             json.dumps(list(include_dirs)),

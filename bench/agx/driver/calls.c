@@ -42,6 +42,7 @@ static nir_def* value_of(nir_builder* b, const char* name, nir_src* given) {
   if (IS("threadgroups"))
     return nir_load_preamble(b, 1, 32, .base = GRID + 2 * nir_src_as_uint(given[0]));
   if (IS("shuffle")) return shuffled(b, given[0].ssa, given[1]);
+  if (IS("broadcast")) return nir_read_invocation(b, given[0].ssa, given[1].ssa);
   if (IS("shuffle_xor")) return shuffled_xor(b, given[0].ssa, given[1]);
   if (IS("ballot")) return nir_ballot(b, 1, 32, nir_ine_imm(b, given[0].ssa, 0));
   if (!strncmp(name, "agx_product_", 12)) return product(b, name + 12, given);

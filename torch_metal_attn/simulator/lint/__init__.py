@@ -121,17 +121,18 @@ def _diagnosed(file: str, line: int, message: str) -> Finding:
     return Finding(file, line, rules[0] if rules else "compile", said)
 
 
-def _parse(tool: toolchain.Toolchain, shim: str, text: str) -> tuple[str, str]:
+def _parse(tool: toolchain.Toolchain, shim: str, text: str) -> tuple[bytes, str]:
     """Clang's syntax tree of `text`, and its messages. There is a tree even if there are errors."""
     command = [*tool.compile_command, *tool.compiler_flags(), *build.LANGUAGE, *build.KEYWORDS]
     command += STRICT_FLAGS
     with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
         header = str(build.precompiled(tool, command, shim, scratch))
         command += ["-include-pch", header, *TREE_FLAGS, "-"]
-        done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8")
+        done = subprocess.run(command, input=text.encode(), capture_output=True)
+    said = done.stderr.decode(errors="replace")
     if not done.stdout:
-        raise toolchain.ToolchainError(f"clang made no syntax tree: {done.stderr}")
-    return done.stdout, done.stderr
+        raise toolchain.ToolchainError(f"clang made no syntax tree: {said}")
+    return done.stdout, said
 
 
 __all__ = ["PROJECT_RULES", "Finding", "lint_source", "refuse"]

@@ -84,7 +84,7 @@ class Visit:
         return (thread.group() if thread else "") + self.host.text[begin : end or last + 1]
 
 
-def check_tree(tree: str, host: HostText) -> Iterator[Finding]:
+def check_tree(tree: bytes, host: HostText) -> Iterator[Finding]:
     """Findings in clang's tree of `host`, which is JSON."""
     visits = [visit for node in _shader_declarations(tree, host) for visit in _walk(node, host)]
     for visit in visits:
@@ -225,7 +225,7 @@ TREE_RULES: dict[Any, list[Rule]] = {
 }
 
 
-def _shader_declarations(tree: str, host: HostText) -> Iterator[Node]:
+def _shader_declarations(tree: bytes, host: HostText) -> Iterator[Node]:
     """The tree's top-level declarations that come from the shaders; others are clang's own."""
     for node in json.loads(tree).get("inner", []):
         if _place(node, host):
@@ -233,16 +233,17 @@ def _shader_declarations(tree: str, host: HostText) -> Iterator[Node]:
 
 
 def _walk(declaration: Node, host: HostText) -> Iterator[Visit]:
-    """Every node of a declaration, parents first."""
+    """Every node of a declaration that a rule or `recursion` is about, parents first."""
     stack: list[tuple[Node, Node, Node | None]] = [(declaration, {}, None)]
     while stack:
         node, parent, function = stack.pop()
-        yield Visit(node, parent, function, host)
-        if node.get("kind") in FUNCTIONS:
+        kind = node.get("kind")
+        if kind in TREE_RULES or "referencedDecl" in node or "referencedMemberDecl" in node:
+            yield Visit(node, parent, function, host)
+        if kind in FUNCTIONS:
             function = node
-        for child in reversed(node.get("inner", [])):
-            if child:
-                stack.append((child, node, function))
+        if "inner" in node:
+            stack += [(child, node, function) for child in reversed(node["inner"]) if child]
 
 
 def _finding(node: Node, host: HostText, rule: str, message: str) -> Iterator[Finding]:

@@ -2,17 +2,24 @@
 
 import argparse
 import gc
+import json
+import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from torch_metal_attn.runtime.shaders import LANGUAGES, ShaderError, flatten
+from torch_metal_attn.simulator import build, cache, toolchain
 from torch_metal_attn.simulator.exit_status import exit_status
 from torch_metal_attn.simulator.lint import Finding, lint_source
 from torch_metal_attn.simulator.metal import versions
 
 from .specialisations import SPECIALISATIONS
+
+MOST_WORKERS = 4  # each holds a syntax tree
+Text = tuple[str, dict[str, str], str]  # source, defines, language
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +35,24 @@ def _lint(folder: Path) -> bool:
     families = sorted(folder.glob("*.metal"))
     if not families:
         raise FileNotFoundError(f"{folder} has no .metal files")
-    findings = {finding for path in families for finding in lint_family(path)}
+    findings: set[Finding] = set()
+    texts: list[Text] = []
+    for path in families:
+        if path.stem not in SPECIALISATIONS:
+            message = "has no entry in torch_metal_attn/tools/lint/specialisations.py"
+            findings.add(Finding(str(path), 1, "specialisations", message))
+            continue
+        try:
+            source = flatten(path)
+        except ShaderError as error:
+            findings.add(Finding(str(path), 1, "flatten", str(error)))
+            continue
+        language = LANGUAGES.get(path.stem, versions.DEFAULT)
+        texts += [(source, defines, language) for defines in SPECIALISATIONS[path.stem]]
+    # Syntax trees have many nodes and no cycles: collections take a third of the time.
+    workers = min(os.cpu_count() or 1, MOST_WORKERS)
+    with ProcessPoolExecutor(workers, initializer=gc.disable) as pool:
+        findings.update(*pool.map(lint_text, texts))
     for finding in sorted(findings):
         print(finding)
     print(f"{len(families)} kernel families, {len(findings)} findings,", end=" ")
@@ -36,24 +60,18 @@ def _lint(folder: Path) -> bool:
     return not findings
 
 
-def lint_family(path: Path) -> set[Finding]:
-    """Findings in one family, in each of its representative specialisations."""
-    if path.stem not in SPECIALISATIONS:
-        message = "has no entry in torch_metal_attn/tools/lint/specialisations.py"
-        return {Finding(str(path), 1, "specialisations", message)}
-    try:
-        source = flatten(path)
-    except ShaderError as error:
-        return {Finding(str(path), 1, "flatten", str(error))}
-    language = LANGUAGES.get(path.stem, versions.DEFAULT)
-    return {
-        finding
-        for defines in SPECIALISATIONS[path.stem]
-        for finding in lint_source(source, defines=defines, language=language)
-    }
+def lint_text(text: Text) -> list[Finding]:
+    """Findings in one specialisation. That there are none is kept in the cache of kernels."""
+    source, defines, language = text
+    parts = [build.own_digest(), toolchain.find().identity, source, json.dumps(defines), language]
+    key = cache.digest(["lint", *parts])
+    if cache.lookup(key):
+        return []
+    findings = lint_source(source, defines=defines, language=language)
+    if not findings:
+        cache.store(key, {"findings.json": b"[]"})
+    return findings
 
 
 if __name__ == "__main__":
-    # Syntax trees have many nodes and no cycles: collections take a third of the time.
-    gc.disable()
     sys.exit(main())

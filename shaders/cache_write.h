@@ -13,6 +13,7 @@
 #include "quantise.h"
 #include "rotary.h"
 #include "tile.h"
+#include "tree.h"
 
 FEATURE(WIDE_STORES)
 
@@ -33,6 +34,7 @@ struct AppendBuffers {
 struct AppendPlace {
   int first;                      // position of new row 0
   int64_t first_rotary;           // the row of cos and sin that rotates it
+  TokenTree tree;                 // of the new rows, which then are rotated by their depth (TREE)
   const device int* block_table;  // of the sequence (PAGED)
   int cache_batch;                // unless PAGED
 };
@@ -196,7 +198,8 @@ struct AppendRows {
           unit < units && (PAGED ? batch != NO_PAGE : batch >= 0 && batch < params.cache_size);
       uint4 chunks[CACHE_UNIT / chunk_elements<ELEMENT>()] = {};
       if (exists) {
-        load(row, place.first_rotary + row, column, chunks);
+        const int step = TREE && ROTATED ? place.tree.depth_of(row) : row;
+        load(row, place.first_rotary + step, column, chunks);
       }
       const thread ELEMENT* elements = reinterpret_cast<const thread ELEMENT*>(chunks);
       round_and_store(elements, batch, pages.row_in_page(position), column, exists, lane);

@@ -6,9 +6,9 @@
 
 // Writes the new rows of one (sequence, KV head) after its `length` keys. Only with APPEND, where
 // the cache and its scales are not const.
-METAL_FUNC void append(thread const FlashInputs& inputs, int length, int batch, int kv_head,
-                       int thread_index, int threads, constant FlashParams& problem,
-                       constant AppendParams& params) {
+METAL_FUNC void append(thread const FlashInputs& inputs, thread const TokenTree& tree, int length,
+                       int batch, int kv_head, int thread_index, int threads,
+                       constant FlashParams& problem, constant AppendParams& params) {
   const Range rows = inputs.new_rows(batch, problem);
   AppendBuffers buffers;
   buffers.k = inputs.new_k + rows.begin * params.k_strides.row;
@@ -20,6 +20,7 @@ METAL_FUNC void append(thread const FlashInputs& inputs, int length, int batch, 
   buffers.cos_table = inputs.q_cos;
   buffers.sin_table = inputs.q_sin;
   AppendPlace place;
+  place.tree = tree;
   place.first = length;
   place.first_rotary = length;
   if (LEFTPAD_K) {

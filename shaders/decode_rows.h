@@ -78,6 +78,22 @@ METAL_FUNC void share(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* p
   }
 }
 
+// The new tokens that `given` tells of, which the threadgroup keeps in `tokens`. Windows and chunks
+// count positions by depth. Every thread calls it, in uniform control flow.
+METAL_FUNC void load_tree(thread TokenTree& tree, threadgroup uint4* tokens,
+                          thread const GivenTree& given, int thread_index,
+                          thread const Visibility& visible) {
+  tree.tokens = tokens;
+  tree.count = given.count;
+  for (int i = thread_index; i < given.count; i += THREADS) {
+    TreeToken token = given.token(i);
+    token.begin = visible.keys_of(max(token.depth, 0)).begin;
+    token.seen.drop_first(token.begin - (visible.existing.end - given.count));
+    tokens[i] = token.words();
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
 // A tile of rows of q, whose scores arrive block by block.
 struct DecodeRows {
   TileRow rows[ROW_FRAGMENTS];  // the lane's
@@ -88,8 +104,9 @@ struct DecodeRows {
 
   // The tile from `first_row` on of a KV head's `all_rows`.
   METAL_FUNC void reset(thread const FlashInputs& inputs, int first_row, int all_rows, int batch,
-                        int kv_head, thread const DecodeLane& own, thread const Visibility& visible,
-                        thread const Sequence& sequence, constant FlashParams& problem) thread {
+                        int kv_head, thread const DecodeLane& own, thread const TokenTree& tree,
+                        thread const Visibility& visible, thread const Sequence& sequence,
+                        constant FlashParams& problem) thread {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       softmax[i].reset();
@@ -100,23 +117,45 @@ struct DecodeRows {
     const int last_row = min(first_row + ROWS, all_rows) - 1;
     seen_by_first = visible.keys_of(first_row / problem.queries_per_kv);
     seen_by_last = visible.keys_of(last_row / problem.queries_per_kv);
+    if (TREE) {  // of any path
+      seen_by_last = visible.keys_of(tree.count - 1);
+      seen_by_first.end = visible.existing.end - tree.count;
+    }
   }
 
   // Products become weights, exp(score - row_max). `corrections`: as OnlineSoftmax::update's.
   METAL_FUNC void weigh(thread ScoreRow* scores, thread float* corrections,
                         thread const BlockKeys& block, int kv_block, bool masked, ushort column,
-                        thread const Visibility& visible, thread const FlashInputs& inputs,
-                        constant FlashParams& problem) thread {
+                        thread const TokenTree& tree, thread const Visibility& visible,
+                        thread const FlashInputs& inputs, constant FlashParams& problem) thread {
     const bool hides = kv_block < seen_by_last.begin || kv_block + BLOCK_K > seen_by_first.end;
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       rules[i].value(scores[i], kv_block, masked, inputs, problem);
       if (INDICES) {
         hide_listed(scores[i], block, column, visible.keys_of(rows[i].query));
+      } else if (TREE && hides) {
+        hide_tokens(scores[i], tree.token(rows[i].query), kv_block + column,
+                    visible.existing.end - tree.count);
       } else if (hides) {
         visible.apply<false>(scores[i], rows[i].query, kv_block + column);
       }
       corrections[i] = softmax[i].update<KEY_FRAGMENTS>(scores[i].fragments[0]);
+    }
+  }
+
+  // Of keys from `column` on, masks out those that a new token does not see. `first_new`: the first
+  // token's key.
+  METAL_FUNC static void hide_tokens(thread ScoreRow& scores, TreeToken token, int column,
+                                     int first_new) {
+    UNROLL
+    for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      UNROLL
+      for (short e = 0; e < LANE_COLUMNS; e++) {
+        const int key = column + column_offset(j) + e;
+        const bool shown = key < first_new ? key >= token.begin : token.seen.has(key - first_new);
+        scores.fragments[0][j][e] = shown ? scores.fragments[0][j][e] : -INFINITY;
+      }
     }
   }
 
@@ -168,8 +207,8 @@ struct DecodeRows {
 METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* pairs,
                              thread const FlashInputs& inputs, int first_row, int all_rows,
                              int batch, int kv_head, thread const DecodeLane& own,
-                             thread const Sequence& sequence, int64_t first_rotary,
-                             constant FlashDecodeParams& params) {
+                             thread const Sequence& sequence, thread const TokenTree& tree,
+                             int64_t first_rotary, constant FlashDecodeParams& params) {
   UNROLL
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
     UNROLL
@@ -179,6 +218,11 @@ METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEM
       Queries queries = inputs.queries(batch, other.head, sequence, params.problem);
       if (APPEND && Q_ROTARY) {
         queries.rotary.start_at(first_rotary, params.q_advances != 0);
+        if (TREE && params.q_advances != 0) {
+          // The query's number will be added to the row, and its depth is what counts.
+          const int depth = max(tree.depth_of(other.query), 0);
+          queries.rotary.start_at(depth - other.query, true);
+        }
       }
       UNROLL
       for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {

@@ -60,10 +60,10 @@ static_assert(KEY_SIMDGROUPS == 1 || COLUMN_SIMDGROUPS == 1,
 static_assert(ROW_SIMDGROUPS == 1 || (COLUMN_SIMDGROUPS > 1 && !V_IN_K && !QUANTISED),
               "SIMD groups with other rows share columns of K and V as they are stored");
 static_assert((SCORES + WEIGHTS + 2 * OUT_PAIRS + 2 * STATES) * sizeof(float) +
-                      2 * QUERY_PAIRS * sizeof(ELEMENT) +
-                      2 * LOADED_PAIRS * sizeof(KvTileElement) <=
+                      2 * QUERY_PAIRS * sizeof(ELEMENT) + 2 * LOADED_PAIRS * sizeof(KvTileElement) +
+                      (TREE ? TREE_BYTES : 0) <=
                   THREADGROUP_MEMORY_BYTES,
-              "queries, scores, states and out fit in 32 KiB of threadgroup memory");
+              "queries, scores, states, tokens and out fit in 32 KiB of threadgroup memory");
 
 using Result = conditional_t<SPLIT, float, ELEMENT>;
 using QueryTile = RegisterTile<ELEMENT, OWN_QK_SPANS * SPAN_FRAGMENTS, ROW_FRAGMENTS>;

@@ -56,6 +56,10 @@
 #else
 #define INDEX_BLOCK 0
 #endif
+// Whether a sequence's new tokens form a tree (tree.h).
+#if TREE_PARENTS || TREE_MASK
+#define TREE 1
+#endif
 // Whether tiles walk along lists of blocks (blocks.h).
 #if FLEX_Q_BLOCK || MASK_BLOCKS
 #define BLOCK_LISTS 1
@@ -113,6 +117,9 @@ FEATURE(TENSOR_TILES)  // tiles are those of tensor operations, as tensor_tile.h
 // The decoding kernels.
 FEATURE(APPEND)
 FEATURE(PACKED_NEW_K)  // the new rows of all sequences are packed
+FEATURE(TREE)
+FEATURE(TREE_PARENTS)
+FEATURE(TREE_MASK)
 FEATURE(SPLIT)
 FEATURE(ROW_LOOP)  // a threadgroup owns more than one tile of rows
 FEATURE(V_IN_K)

@@ -58,6 +58,8 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
   threadgroup float2 states[STATES];  // [KEY_SIMDGROUPS, ROWS] of row_max and row_sum
   threadgroup Fragment<KvTileElement> loaded_pairs[LOADED_PAIRS];  // BlockKeys::share_units
 
+  THREADGROUP_ARRAY(TREE, uint4, tree_tokens, TREE_TOKENS)
+
   FlashInputs inputs;
   FLASH_SET_INPUTS
   constant FlashParams& problem = params.problem;
@@ -78,13 +80,28 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
     return;
   }
 
+  TokenTree tree;
+  if (TREE) {
+    const int64_t first = batch * params.tree_batch_stride;
+    GivenTree given;
+    given.parents = inputs.parents + (TREE_PARENTS ? first + sequence.q_start : 0);
+    given.row_stride = params.tree_row_stride;
+    given.rows = inputs.tree_mask + (TREE_MASK ? first + sequence.q_start * given.row_stride : 0);
+    given.count = min(sequence.q_length, problem.q_length);
+    Visibility of_depths;
+    of_depths.reset(sequence, problem);
+    load_tree(tree, tree_tokens, given, thread_index, of_depths);
+    sequence.impossible =
+        sequence.impossible || sequence.kv_length - sequence.q_length < sequence.first_key;
+  }
   int old_length = 0;  // APPEND
   int64_t first_rotary = 0;
   if (APPEND) {
     old_length = inputs.seqused_k[batch];
     // The other splits only read keys that were there before.
     if (split == splits - 1) {
-      append(inputs, old_length, batch, kv_head, thread_index, THREADS, problem, params.append);
+      append(inputs, tree, old_length, batch, kv_head, thread_index, THREADS, problem,
+             params.append);
       threadgroup_barrier(mem_flags::mem_device);
     }
   }
@@ -98,7 +115,8 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
   // Keys of missing pages are read as those of the first page, which must exist.
   sequence.impossible =
       sequence.impossible || (PAGED && problem.cache_size == 0 && sequence.kv_length > 0);
-  if ((PACKED_Q || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX || PAGED) && sequence.impossible) {
+  if ((TREE || PACKED_Q || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX || PAGED) &&
+      sequence.impossible) {
     fill_rows(result, inputs, NAN, rows, kv_head, fill_first, fill_step, params);
     return;
   }
@@ -127,11 +145,11 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
   for (int group_row = share.begin; group_row < share.end; group_row += share.step) {
     const int first_row = group_row + own.row_simdgroup * ROWS;
     DecodeRows tile;
-    tile.reset(inputs, first_row, rows, batch, kv_head, own, visible, sequence, problem);
+    tile.reset(inputs, first_row, rows, batch, kv_head, own, tree, visible, sequence, problem);
     OutRows o;  // [ROWS, Dv]
     o.reset(score_tiles, weight_tiles, own);
     QueryTile q_tile;  // [D, ROWS]
-    load_queries(q_tile, q_pairs, inputs, first_row, rows, batch, kv_head, own, sequence,
+    load_queries(q_tile, q_pairs, inputs, first_row, rows, batch, kv_head, own, sequence, tree,
                  first_rotary, params);
 
     for (int step = places.begin + own.key_simdgroup * BLOCK_K; step < places.end; step += STEP_K) {
@@ -151,8 +169,8 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       transpose_scores(scores, products, score_tiles, simdgroup, lane);
       // From here on `scores` holds weights.
       float corrections[ROW_FRAGMENTS];
-      tile.weigh(scores, corrections, block, kv_block, blocks.masked, own.column, visible, inputs,
-                 problem);
+      tile.weigh(scores, corrections, block, kv_block, blocks.masked, own.column, tree, visible,
+                 inputs, problem);
       o.accumulate(block, corrections, scores, values, loaded_pairs, blocks, kv_block, sequence);
     }
 
@@ -160,6 +178,9 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       row_sums[i] = blocks.impossible ? NAN : tile.softmax[i].row_sum();
+      if (TREE && tree.depth_of(tile.rows[i].query) < 0) {
+        row_sums[i] = NAN;
+      }
       if (KEY_SIMDGROUPS > 1 && own.column == 0 && i * FRAGMENT + own.row < ROWS) {
         states[simdgroup * ROWS + i * FRAGMENT + own.row] =
             float2(tile.softmax[i].row_max, row_sums[i]);

@@ -45,7 +45,9 @@ UNLESS(SINK, using SINK_ELEMENT = float;)
   X(INDICES, const device int*, indices, FLASH_INDICES)                               \
   X(APPEND, const device ELEMENT*, new_k, FLASH_DECODE_NEW_K)                         \
   X(APPEND, const device ELEMENT*, new_v, FLASH_DECODE_NEW_V)                         \
-  X(PACKED_NEW_K, const device int*, cu_seqlens_k_new, FLASH_DECODE_CU_SEQLENS_K_NEW)
+  X(PACKED_NEW_K, const device int*, cu_seqlens_k_new, FLASH_DECODE_CU_SEQLENS_K_NEW) \
+  X(TREE_PARENTS, const device int*, parents, FLASH_DECODE_PARENTS)                   \
+  X(TREE_MASK, const device uchar*, tree_mask, FLASH_DECODE_TREE_MASK)
 
 // A kernel's parameters, the fields that hold them, and how they get there. A field without a
 // buffer is null. score_mod's tensors, FLEX_CAPTURES, have no feature of their own.

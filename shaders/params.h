@@ -12,6 +12,10 @@ using namespace metal;
 // Metal's limit for one threadgroup on every Apple GPU.
 #define THREADGROUP_MEMORY_BYTES 32768
 
+// New tokens of a tree, at most, and what a threadgroup keeps of them (tree.h).
+#define TREE_TOKENS 64
+#define TREE_BYTES (TREE_TOKENS * 16)
+
 // Dot products of more columns are summed in two chains, which halves their rounding error.
 #define CHAIN_COLUMNS 128
 
@@ -386,6 +390,8 @@ enum FlashDecodeBuffer {
   FLASH_DECODE_NEW_K = 18,
   FLASH_DECODE_NEW_V = 19,
   FLASH_DECODE_CU_SEQLENS_K_NEW = 20,
+  FLASH_DECODE_PARENTS = 21,
+  FLASH_DECODE_TREE_MASK = 22,
 };
 
 struct FlashDecodeParams {
@@ -394,11 +400,13 @@ struct FlashDecodeParams {
   RowStrides lse_strides;
   int64_t out_split_stride;
   int64_t lse_split_stride;
-  int32_t row_groups;   // threadgroups among which the rows of a KV head are dealt out
-  int32_t list_groups;  // of one list of keys; without lists, all of them
-  int32_t list_rows;    // queries of a KV head's heads that have one list (INDICES)
-  AppendParams append;  // APPEND
-  int32_t q_advances;   // query i is rotated by i rows more than query 0 (APPEND)
+  int64_t tree_batch_stride;  // TREE
+  int64_t tree_row_stride;    // TREE_MASK
+  int32_t row_groups;         // threadgroups among which the rows of a KV head are dealt out
+  int32_t list_groups;        // of one list of keys; without lists, all of them
+  int32_t list_rows;          // queries of a KV head's heads that have one list (INDICES)
+  AppendParams append;        // APPEND
+  int32_t q_advances;         // query i is rotated by i rows more than query 0 (APPEND)
 };
 
 // [[buffer(i)]] slots of append_kv. From K_SCALE on, a slot is bound if its define is on.

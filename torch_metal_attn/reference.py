@@ -54,6 +54,8 @@ def attention(
     indices: Tensor | None = None,
     kv_block_size: int = 1,
     q_block_size: int = 1,
+    parents: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
     first_batch: int = 0,
     **transform: float,
@@ -95,7 +97,9 @@ def attention(
         sequence's keys and values are, see `cached`; Lk is then what the table or the cache holds.
         k_scale, v_scale: of quantised k and v, see `quantisation.dequantise`. indices: (B or 1, Hkv
         or 1, lists, entries): list i // q_block_size is query i's, and entry e the keys from e *
-        kv_block_size on; -1 is none (DeepSeek-V3.2, 2025). first_batch: the index that dropout
+        kv_block_size on; -1 is none (DeepSeek-V3.2, 2025). parents, tree_mask: the last keys are
+        those of the queries and form a tree, see `tree_rows`. It alone says which of these keys a
+        query sees; windows and chunks count positions by depth. first_batch: the index that dropout
         counts the batch from. transform: the options of `transformed`. compute_dtype: dtype of
         every intermediate and of both results. Without it, float32 (float64 for float64 inputs)
         inside, and `out` rounded to q's dtype at the end.
@@ -141,12 +145,22 @@ def attention(
     k, v = k.to(dtype), v.to(dtype)
     positions = _positions(q_length, kv_length, q_offset, seqused_k, q.device)
     keys = torch.arange(kv_length, device=q.device)
+    seen = tree_rows(parents, tree_mask) if q_length else None
+    if seen is not None:
+        new = keys - positions[:, :1]
+        positions = positions[:, :1] + depths(seen)
 
     def block(rows: slice) -> tuple[Tensor, Tensor]:
         position = positions[:, rows, None]
-        visible = _visible(
-            position, keys, window_size_left, window_size_right, attention_chunk, leftpad_k
-        )
+        if seen is None:
+            visible = _visible(
+                position, keys, window_size_left, window_size_right, attention_chunk, leftpad_k
+            )
+        else:
+            shown, ranks = _tree_keys(seen[:, rows], new)
+            places = torch.minimum(keys - new[:, None].clamp(min=0) + ranks, position)
+            limits = (window_size_left, -1, attention_chunk, leftpad_k)
+            visible = shown & _visible(position, places, *limits)
         if exists is not None:
             visible = visible & exists[:, None]
         visible = visible[:, None]
@@ -240,7 +254,8 @@ def varlen_attention(
         cache as in `attention`, and sequence b has cu_seqlens_k[b + 1] - cu_seqlens_k[b] of its
         keys. k_scale, v_scale and options: those of `attention`; positions and lengths count from
         each sequence's first row, and indices (1, Hkv or 1, Tq, entries) has a list of each row.
-        Without cu_seqlens_k, only queries are packed: k and v are those of `attention`.
+        parents (Tq,) and tree_mask (Tq, max_seqlen_q) are packed as q is. Without cu_seqlens_k,
+        only queries are packed: k and v are those of `attention`.
 
     Returns:
         out (Tq, Hq, Dv) and lse (Hq, Tq). Queries that belong to no sequence get 0 and -inf, or
@@ -417,6 +432,43 @@ def _visible(
     return visible
 
 
+def tree_rows(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None:
+    """Which new tokens each sees: bool (B or 1, L, L), or None without a tree.
+
+    parents: (L,) or (B, L): a token sees itself and what its parent sees, an earlier token; -1 is
+    none. tree_mask: (L, L) or (B, L, L).
+    """
+    if tree_mask is not None:
+        return tree_mask if tree_mask.dim() == 3 else tree_mask[None]
+    if parents is None:
+        return None
+    given = parents.long() if parents.dim() == 2 else parents.long()[None]
+    batch, length = given.shape
+    seen = torch.eye(length, dtype=torch.bool, device=given.device).repeat(batch, 1, 1)
+    for i in range(length):
+        of_parent = seen[torch.arange(batch), given[:, i].clamp(min=0)]
+        seen[:, i] |= of_parent & (given[:, i, None] >= 0)
+    return seen
+
+
+def depths(seen: Tensor) -> Tensor:
+    """How many other tokens each sees before itself: how far it stands behind the first one."""
+    return seen.tril(-1).sum(-1)
+
+
+def _tree_keys(seen: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Of queries and all keys: which a tree shows, and how many new tokens are seen before a key.
+
+    seen: (B or 1, rows, L). new: (B or 1, Lk), the keys counted from the first new one. Both
+    results are (B, rows, Lk).
+    """
+    batch, (_, rows, length) = max(len(seen), len(new)), seen.shape
+    before = seen.cumsum(-1) - seen.long()
+    place = new.clamp(0, max(length - 1, 0))[:, None].expand(batch, rows, -1)
+    shown, ranks = (x.expand(batch, rows, length).gather(-1, place) for x in (seen, before))
+    return shown | (new[:, None] < 0), ranks * (new[:, None] >= 0)
+
+
 def _alibi(slopes: Tensor | None, position: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias of slopes (H,) or (B, H), broadcastable to (B, H, rows, Lk), for such positions.
 
@@ -438,6 +490,9 @@ def _of_sequence(name: str, value: Any, b: int, queries: slice, kv_length: int) 
         return value
     if name == "indices":
         return value[:, :, queries]
+    if name in ("parents", "tree_mask"):
+        own = value[queries]
+        return own[:, : len(own)] if name == "tree_mask" else own
     if name in ("seqused_k", "leftpad_k"):
         return value[b : b + 1]
     if name in ("attn_mask", "attn_bias"):

@@ -72,6 +72,8 @@ def flash_attn_with_kvcache(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
     max_seqlen_q: int | None = None,
+    parents: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     **newer: Unpack[NewerOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to a cache, with the arguments of `flash_attn.flash_attn_with_kvcache` (2.x).
@@ -108,6 +110,13 @@ def flash_attn_with_kvcache(
             cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1. It may have none.
         cu_seqlens_k_new: (B + 1,) int32: the same of k and v. None: they are packed as q is.
         max_seqlen_q: the most queries of a sequence, with cu_seqlens_q.
+        parents: (Lq,) or (B, Lq) int32, or packed as q is, (T,): the queries are those of the last
+            keys, new ones included, and form a tree: each query sees all keys before these, itself
+            and its ancestors. A parent is an earlier query of the sequence, or -1. At most 64
+            queries of a sequence.
+        tree_mask: (Lq, Lq) or (B, Lq, Lq) bool, or packed (T, max_seqlen_q), instead of parents:
+            which of the last keys a query sees. Its diagonal is True. New tokens of a tree are
+            rotated by their depth, and windows count by it; `causal` changes nothing.
         The other arguments are those of `flash_attn_func`.
 
     Returns:
@@ -127,6 +136,8 @@ def flash_attn_with_kvcache(
         and not packed
         and cu_seqlens_k_new is None
         and max_seqlen_q is None
+        and parents is None
+        and tree_mask is None
         and alibi_slopes is None
         and cache_batch_idx is None
         and cache_leftpad is None
@@ -169,10 +180,11 @@ def flash_attn_with_kvcache(
         v_scale=heads_first("v_scale", v_scale),
     )
     num_splits = whole("num_splits", num_splits)
-    few = packed or q.shape[1] <= VERIFY_QUERIES
+    tree = only_given(parents=parents, tree_mask=tree_mask)
+    few = packed or bool(tree) or q.shape[1] <= VERIFY_QUERIES
     if not few:
         _check_splits(num_splits)
-    options |= _packing(cu_seqlens_q, max_seqlen_q, k is not None, cu_seqlens_k_new)
+    options |= tree | _packing(cu_seqlens_q, max_seqlen_q, k is not None, cu_seqlens_k_new)
     if k is not None or v is not None:
         rotary: dict[str, Any] = {}
         if rotary_cos is not None or rotary_sin is not None:
@@ -181,12 +193,12 @@ def flash_attn_with_kvcache(
                 "rotary_cos": rotary_cos,
                 "rotary_sin": rotary_sin,
                 "rotary_interleaved": rotary_cos is not None and interleaved,
-                "rotate_q_by_token": causal or limits != NO_WINDOW,
+                "rotate_q_by_token": bool(tree) or causal or limits != NO_WINDOW,
             }
             if cache_leftpad is not None:
                 rotary["rotary_from_leftpad"] = False
         new = _new_rows(k, v, seqlens, packed)
-        if few and (packed or new[0].numel() > 0):
+        if few and (packed or tree or new[0].numel() > 0):
             rows = (query, *new, k_cache, v_cache)
             options |= rotary | cache
             if num_splits != 0:

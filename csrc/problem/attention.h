@@ -98,6 +98,7 @@ struct FlexFeatures {
 // - band: a window or the diagonal hides some key from some query.
 // - chunk: queries see their own chunk.
 // - varlen: queries and keys are packed; packed_q: queries alone.
+// - tree_parents, tree_mask: what says which new tokens a query of flash_decode sees.
 // - mask_blocks: tiles walk along the blocks that the mask shows; no problem differs by it.
 // - long_offsets: some tensor ends past 2^31 elements.
 #define FLASH_FLAGS(X)          \
@@ -105,6 +106,8 @@ struct FlexFeatures {
   X(chunk, CHUNKED)             \
   X(varlen, VARLEN)             \
   X(packed_q, PACKED_Q)         \
+  X(tree_parents, TREE_PARENTS) \
+  X(tree_mask, TREE_MASK)       \
   X(seqused_k, SEQUSED_K)       \
   X(leftpad_k, LEFTPAD_K)       \
   X(mask_blocks, MASK_BLOCKS)   \
@@ -133,6 +136,8 @@ struct FlashFwdFeatures {
 
   // Whether a lane's two keys of a mask or of a bias are loaded one by one.
   bool unpaired_keys() const { return (mask && !mask->pairs) || (bias && !bias->pairs); }
+
+  bool has_tree() const { return tree_parents || tree_mask; }
 
   // Rows of a BlockMask's blocks, which tiles must divide; any tile divides 0.
   int q_block() const { return flex ? flex->q_block : 0; }

@@ -13,9 +13,15 @@
 // their schemas.
 // - cu_seqlens_q: (B + 1) int32. q, and new keys and values, are packed rows, (T, heads, columns).
 // - max_seqlen_q: the most queries of a sequence, with cu_seqlens_q.
+// - parents: (Lq) or (B, Lq) int32, or packed as q is: the queries are those of the last keys and
+//   form a tree. Each has the number of an earlier query of its sequence, or -1.
+// - tree_mask: (Lq, Lq) or (B, Lq, Lq) bool, or packed (T, max_seqlen_q), instead of parents: which
+//   of these keys a query sees, itself and earlier ones.
 #define DECODE_OPTIONS(X)                   \
   X(OptionalTensor, cu_seqlens_q, None, IN) \
-  X(Integer, max_seqlen_q, 0, IN)
+  X(Integer, max_seqlen_q, 0, IN)           \
+  X(OptionalTensor, parents, None, IN)      \
+  X(OptionalTensor, tree_mask, None, IN)
 
 namespace metal_attn {
 
@@ -23,6 +29,8 @@ struct DecodeOptions {
 #define OPTION_FIELD(TYPE, NAME, DEFAULT, STEP) TYPE NAME = DEFAULT;
   DECODE_OPTIONS(OPTION_FIELD)
 #undef OPTION_FIELD
+
+  bool has_tree() const { return parents || tree_mask; }
 
   // What is packed, as attention is told.
   std::optional<Packing> packing() const {

@@ -107,7 +107,8 @@ int FlashDecodeSpecialisation::row_simdgroups() const {
   const bool stored = features.cache.formats.k == KvFormat::kPlain &&
                       features.cache.formats.v == KvFormat::kPlain && !v_in_k;
   return all_rows > tile_rows() && stored && columns > 1 &&
-                 32 * columns * kMostRowSimdgroups <= kMostThreads
+                 32 * columns * kMostRowSimdgroups <= kMostThreads &&
+                 threadgroup_bytes(kMostRowSimdgroups) <= THREADGROUP_MEMORY_BYTES
              ? kMostRowSimdgroups
              : 1;
 }
@@ -123,10 +124,9 @@ bool FlashDecodeSpecialisation::take(const FlashDecodeTile& tile) {
   return can_run();
 }
 
-int FlashDecodeSpecialisation::threadgroup_bytes() const {
+int FlashDecodeSpecialisation::threadgroup_bytes(int own_rows) const {
   const int own_keys = key_simdgroups();
   const int own_columns = column_simdgroups();
-  const int own_rows = row_simdgroups();
   const int tiles = own_keys * own_columns * own_rows + (own_columns > 1 ? own_rows : 0);
   int floats = tiles * 8 * row_fragments * padded(8 * key_fragments);
   int q_elements = 0;
@@ -137,8 +137,8 @@ int FlashDecodeSpecialisation::threadgroup_bytes() const {
   if (own_keys > 1) {
     constexpr int kFragmentElements = 64;
     const int span_elements = row_fragments * kSpanFragments * kFragmentElements;
-    floats += (vector_rows > 0 ? 0 : spans_of(head_dim_v) * span_elements) +
-              2 * own_keys * rows_at_once();
+    floats +=
+        (vector_rows > 0 ? 0 : spans_of(head_dim_v) * span_elements) + 2 * own_keys * tile_rows();
     q_elements = spans_of(head_dim_qk) * span_elements;
   }
   int kv_elements = 0;
@@ -148,7 +148,7 @@ int FlashDecodeSpecialisation::threadgroup_bytes() const {
     kv_elements = own_columns * key_fragments * own_spans * 8 * kSpanColumns;
   }
   return floats * int(sizeof(float)) + q_elements * element_bytes(element) +
-         kv_elements * element_bytes(kv_element(*this));
+         kv_elements * element_bytes(kv_element(*this)) + (features.has_tree() ? TREE_BYTES : 0);
 }
 
 bool FlashDecodeSpecialisation::can_run() const {

@@ -42,7 +42,8 @@ struct FlashDecodeSpecialisation : FlashDecodeTile {
   int threads() const { return 32 * key_simdgroups() * column_simdgroups() * row_simdgroups(); }
   int key_lanes() const;  // that share a value's row, where values are summed up without the unit
   int registers() const { return recorded_registers(defaults); }
-  int threadgroup_bytes() const;
+  int threadgroup_bytes(int row_simdgroups) const;
+  int threadgroup_bytes() const { return threadgroup_bytes(row_simdgroups()); }
 
   static std::span<const Knob<FlashDecodeTile>> knobs();
   static std::span<const DefaultRow<FlashDecodeTile>> table();

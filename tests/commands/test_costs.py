@@ -149,6 +149,23 @@ def test_packed_sequences_count_by_themselves():
     assert costs.cost("flash_varlen_fwd", meta).flops == 3 * 4 * 2 * 9 * 9 * 64
 
 
+def test_trees_count_what_each_token_sees():
+    """Two sequences, of which one has a window that its paths reach out of."""
+    q, (k, v) = torch.empty(7, 4, 8), torch.empty(2, 2, 2, 40, 8)
+    packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": ints(0, 4, 7), "max_seqlen_q": 4}
+    packed |= {"seqused_k": ints(30, 20)}
+    tree = {"parents": ints(-1, 0, 0, 1, -1, -1, 1)}
+    found = costs.cost("flash_decode", packed | tree)
+    assert found.flops == 2 * 16 * 4 * (4 * 26 + 1 + 2 + 2 + 3 + 3 * 17 + 1 + 1 + 2)
+    chain = costs.cost("flash_decode", packed | {"causal": True})
+    assert found.bytes == chain.bytes + 7 * 4
+    shown = torch.stack([torch.arange(4) == i for i in (0, 1, 2, 3, 0, 1, 2)])
+    shown[[1, 2, 3, 3, 6], [0, 0, 0, 1, 1]] = True
+    assert costs.cost("flash_decode", packed | {"tree_mask": shown}).flops == found.flops
+    windowed = costs.cost("flash_decode", packed | tree | {"window_size_left": 1})
+    assert windowed.flops == 2 * 16 * 4 * 7 * 2
+
+
 def test_listed_keys_of_packed_queries_count_by_sequence():
     """A key that two lists of a sequence have is read once."""
     q, (k, v) = torch.empty(5, 4, 8), torch.empty(2, 2, 2, 40, 8)

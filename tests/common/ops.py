@@ -194,6 +194,22 @@ def _packed_step(length=5, dtype=torch.float16):
     return given | {"cu_seqlens_q": ends, "max_seqlen_q": length}
 
 
+def _tree(make, form):
+    """Of each sequence: a root, whose children the other tokens are."""
+
+    def given(*arguments, **options):
+        made = make(*arguments, **options)
+        packed = "cu_seqlens_q" in made
+        sizes = made["cu_seqlens_q"].diff().tolist() if packed else [made["q"].shape[2]]
+        parents = torch.cat([(torch.arange(n) > 0).int() - 1 for n in sizes])
+        columns = torch.arange(made.get("max_seqlen_q", sizes[0]))
+        places = torch.cat([torch.arange(n) for n in sizes])[:, None]
+        shown = (columns == places) | (columns == 0)
+        return made | {form: parents if form == "parents" else shown}
+
+    return given
+
+
 def _listed(length=8, dtype=torch.float32):
     entries = (torch.arange(2 * length * 6) * 5 % 14 - 1).int().view(1, 2, length, 6)
     return _attention(causal=True, indices=entries)(length, dtype)
@@ -220,6 +236,8 @@ EXAMPLES = {
     ),
     "flash_decode": Example("flash_decode", _attention(causal=True, num_splits=1)),
     "flash_decode packed": Example("flash_decode", _packed_queries),
+    "flash_decode of trees": Example("flash_decode", _tree(_attention(num_splits=1), "parents")),
+    "flash_decode packed, of trees": Example("flash_decode", _tree(_packed_queries, "tree_mask")),
     "flash_decode by lists": Example("flash_decode", _listed, **_FLASH),
     "index_scores": Example("index_scores", _indexed),
     "rope": Example("rope", _rope(), **_ROPE),
@@ -266,6 +284,7 @@ EXAMPLES = {
         _CACHES,
     ),
     "decode_step packed": Example("decode_step", _packed_step, _CACHES),
+    "decode_step packed, of trees": Example("decode_step", _tree(_packed_step, "parents"), _CACHES),
     "copy_pages": Example("copy_pages", _pages, ("cache",)),
 }
 

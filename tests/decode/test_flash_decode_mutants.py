@@ -240,8 +240,8 @@ MUTANTS = {
             "simdgroup == 0",
         ),
         "tiles of one SIMD group's rows": (
-            "params.row_groups) * ROWS * ROW_SIMDGROUPS",
-            "params.row_groups) * ROWS",
+            "first + list_group * ROWS * ROW_SIMDGROUPS",
+            "first + list_group * ROWS",
             (None, "race"),
         ),
     },

@@ -67,9 +67,13 @@ def reference(
     rotary_interleaved: bool = False,
     rotate_q_by_token: bool = True,
     rotary_from_leftpad: bool = True,
+    steps: Tensor | None = None,
     rotary_first_column: int = 0,
 ) -> None:
-    """The op composed of `rope`, `quantise` and an indexed copy."""
+    """The op composed of `rope`, `quantise` and an indexed copy.
+
+    steps: (B or 1, L): how far behind the first new token each one is rotated, if not by its index.
+    """
     first = torch.zeros(k.shape[0], dtype=torch.int64, device=k.device)
     if cache_seqlens is not None:
         first = cache_seqlens.long()
@@ -80,8 +84,8 @@ def reference(
         ops = torch.ops.metal_attn
 
         def rows(x: Tensor, advance: bool) -> Tensor:
-            steps = torch.arange(x.shape[2], device=x.device)
-            return rotary_first[:, None] + (steps if advance else torch.zeros_like(steps))
+            each = torch.arange(x.shape[2], device=x.device) if steps is None else steps
+            return rotary_first[:, None] + (each if advance else torch.zeros_like(each))
 
         tables = (rotary_cos, rotary_sin)
         options: dict[str, Any] = {"interleaved": rotary_interleaved}

@@ -12,6 +12,7 @@ from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.flash_decode import decoded
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult, empty_results
 from torch_metal_attn.ops.layout import empty_like_query
+from torch_metal_attn.reference import depths, tree_rows
 
 _ROTARY = (
     *("rotary_cos", "rotary_sin"),
@@ -46,6 +47,12 @@ def _of_sequence(b: int, given: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
+def _steps(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None:
+    """The depths of new tokens in a tree."""
+    seen = tree_rows(parents, tree_mask)
+    return None if seen is None else depths(seen)
+
+
 @register_fake("decode_step")
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *_: Any, **options: Any
@@ -64,6 +71,8 @@ def reference(
     *,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
+    parents: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     **options: Any,
 ) -> FlashFwdResult:
     """The op composed of `rope`, `append_kv`, and attention to what the cache then holds."""
@@ -73,6 +82,7 @@ def reference(
     written = (k_cache, v_cache, cache_seqlens)
     if cu_seqlens_q is None:
         new = k.shape[2] + torch.zeros_like(cache_seqlens)
+        append["steps"] = _steps(parents, tree_mask)
         append_kv.reference(k, v, *written, **append | ({"q": q} if rotates else {}))
     else:
         ends = cu_seqlens_q if cu_seqlens_k_new is None else cu_seqlens_k_new
@@ -80,10 +90,15 @@ def reference(
         attend["cu_seqlens_q"] = cu_seqlens_q
         for b in range(len(new)):
             rows = slice(*ends[b : b + 2].tolist())
+            tree = (
+                None if parents is None else parents[rows],
+                None if tree_mask is None else tree_mask[rows, : rows.stop - rows.start],
+            )
             own = _of_sequence(b, dict(zip(_WRITTEN, written, strict=True)) | append)
             if rotates:
                 own["q"] = _dense(q, slice(*cu_seqlens_q[b : b + 2].tolist()))
-            append_kv.reference(_dense(k, rows), _dense(v, rows), **own)
+            append_kv.reference(_dense(k, rows), _dense(v, rows), steps=_steps(*tree), **own)
+    attend |= {"parents": parents, "tree_mask": tree_mask}
     out, lse = decoded(q, k_cache, v_cache, seqused_k=cache_seqlens + new, **attend)
     return empty_like_query(q, out.shape[-1]).copy_(out), lse
 

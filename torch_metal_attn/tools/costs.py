@@ -25,6 +25,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from torch_metal_attn.quantisation import columns
+from torch_metal_attn.reference import depths, tree_rows
 
 _STATISTIC = torch.float32.itemsize  # softmax_lse and delta
 
@@ -189,6 +190,22 @@ def _packed_queries(given: dict[str, Any]) -> list[int]:
     return [end - begin for begin, end in pairwise(ends)]
 
 
+def _depths(given: dict[str, Any], b: int, tokens: int) -> list[int]:
+    """Of sequence b's new tokens in a tree. Without data nobody knows it: it is a chain."""
+    name = "parents" if "parents" in given else "tree_mask"
+    tree: Tensor = given[name]
+    if not tokens or not _has_data(tree):
+        return [*range(tokens)]
+    if "cu_seqlens_q" in given:
+        first = int(given["cu_seqlens_q"][b])
+        tree = tree[first : first + tokens]
+        tree = tree[:, :tokens] if name == "tree_mask" else tree
+    shown = tree_rows(*((tree, None) if name == "parents" else (None, tree)))
+    assert shown is not None
+    found: list[int] = depths(shown)[b % len(shown)].tolist()
+    return found
+
+
 _VISIBILITY = ("causal", "window_size_left", "window_size_right", "attention_chunk", "q_offset")
 
 
@@ -196,6 +213,9 @@ def _work(given: dict[str, Any]) -> _Work:
     q, k, v = given["q"], given["k"], given["v"]
     heads, kv_heads = q.shape[1], k.shape[1]
     options = {name: given[name] for name in _VISIBILITY if name in given}
+    is_tree = "parents" in given or "tree_mask" in given
+    if is_tree:
+        options |= {"causal": True}
     used, padding = (_numbers(given.get(name)) for name in ("seqused_k", "leftpad_k"))
     found: dict[tuple[int, ...], Seen] = {}
     pairs = keys = 0
@@ -205,8 +225,14 @@ def _work(given: dict[str, Any]) -> _Work:
         sizes = (q_length, kv_length, length, first)
         if sizes not in found:
             found[sizes] = seen(q_length, kv_length, **options, seqused_k=length, leftpad_k=first)
-        pairs += found[sizes].pairs * heads
         keys += found[sizes].keys * kv_heads
+        if not is_tree:
+            pairs += found[sizes].pairs * heads
+            continue
+        # A token sees as many keys as one that stands at its depth in a chain.
+        for depth in _depths(given, b, q_length):
+            end = length - q_length + depth + 1
+            pairs += seen(1, kv_length, **options, seqused_k=end, leftpad_k=first).pairs * heads
     pairs = round(pairs * listed_share(given))
     if "indices" in given:
         pairs, keys = _listed(given, keys)

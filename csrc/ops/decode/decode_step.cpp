@@ -57,6 +57,12 @@ AppendKvProblem check_decode_step(const DecodeStepArguments& a) {
   check(a.append.packed || !a.counts_new_keys,
         "`cu_seqlens_k_new` is given and `cu_seqlens_q` is not; give both or neither");
   const AppendKvProblem problem = check_append_kv(a.append);
+  const Tensor& q = a.decode.forward.q;
+  const int64_t length_dim = a.append.packed ? 0 : 2;
+  check(!a.decode.options.has_tree() || (!a.counts_new_keys && q.dim() > length_dim &&
+                                         q.size(length_dim) == a.append.k.size(length_dim)),
+        "`q` has shape ", shape_text(q), " and `k` ", shape_text(a.append.k),
+        "; with `parents` or `tree_mask` each new row has a query, and `cu_seqlens_k_new` is None");
   check(problem.writes(), "`k` has shape ", shape_text(a.append.k),
         ", no new rows; decode_step appends some: use flash_decode");
   // The kernel reads both as one element, and a quantised cache takes new rows of any.

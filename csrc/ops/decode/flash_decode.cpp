@@ -14,6 +14,7 @@
 #include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/indices.h"
+#include "csrc/ops/decode/tree.h"
 #include "csrc/ops/merge/merge.h"
 #include "csrc/problem/merge.h"
 #include "csrc/problem/strides.h"
@@ -110,6 +111,13 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
     params.q_advances = append->q_advances;
     params.problem.new_keys = append->params.length;
   }
+  fill_tree_params(call.options, params);
+  if (call.options.parents) {
+    launch.buffers.push_back({FLASH_DECODE_PARENTS, *call.options.parents, false});
+  }
+  if (call.options.tree_mask) {
+    launch.buffers.push_back({FLASH_DECODE_TREE_MASK, *call.options.tree_mask, false});
+  }
   launch.buffers.push_back({FLASH_DECODE_OUT, out, true});
   launch.buffers.push_back({FLASH_DECODE_LSE, lse, true});
   launch.set_params(FLASH_PARAMS, params);
@@ -152,13 +160,14 @@ FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
   if (a.lists.indices && has_long_offsets(*a.lists.indices)) {
     call.problem.features.long_offsets = true;
   }
+  check_tree(a, call);
   return call;
 }
 
 FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDecodeArguments& a,
                                     bool appends) {
   const FlashFwdArguments& f = a.forward;
-  FlashDecodeCall call{forward, a.lists, {}, 0, 1, 1, {}};
+  FlashDecodeCall call{forward, a.lists, a.options, {}, 0, 1, 1, {}};
   if (!forward.launches()) {
     return call;
   }
@@ -198,7 +207,8 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
     return tile_note(s, call.list_rows(), call.keys)
         .add("splits", call.splits)
         .add("reason", describe_choice(s, call.row_groups / call.list_count(), call.splits) +
-                           describe_indices(call.lists, call.forward));
+                           describe_indices(call.lists, call.forward) +
+                           describe_tree(call.options));
   });
   if (call.splits == 1) {
     backend.run(flash_decode_launch(call, a, append, out, lse));

@@ -26,6 +26,7 @@ FlashFwdCall check_flash_decode(const FlashDecodeArguments& arguments);
 struct FlashDecodeCall {
   FlashFwdCall forward;
   KeyLists lists;
+  DecodeOptions options;
   FlashDecodeSpecialisation specialisation;
   int64_t keys;  // that the queries of one sequence, or of one list, read, at most
   int64_t splits;

@@ -158,6 +158,8 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _flash_decode("half", 64),
         _flash_decode("half", 64, _FLEX),
         _flash_decode("half", 64, _on("PACKED_Q", "SINK"), {"SINK_ELEMENT": "half"}),
+        _flash_decode("half", 64, _on("PACKED_Q", "TREE_PARENTS", "BAND")),
+        _flash_decode("half", 64, _on("TREE_MASK"), _DECODED),
         _flash_decode(
             *("half", 100, _on("SPLIT")),
             {"KEY_FRAGMENTS": 1, "VECTOR_ROWS": 2, "KEY_LANES": 8},

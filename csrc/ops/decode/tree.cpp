@@ -1,0 +1,150 @@
+#include "csrc/ops/decode/tree.h"
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "csrc/ops/common/allocate.h"
+#include "csrc/ops/common/check.h"
+
+namespace metal_attn {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// One sequence's tokens: where its first is in packed rows, and how many there are.
+struct Tokens {
+  int64_t sequence;
+  int64_t first;
+  int64_t count;
+};
+
+std::vector<Tokens> tokens_of(const FlashFwdArguments& f, const FlashFwdCall& call) {
+  const int32_t* ends = f.packing ? values_on_cpu(f.packing->cu_seqlens_q) : nullptr;
+  std::vector<Tokens> all;
+  for (int64_t b = 0; b < call.batch; ++b) {
+    all.push_back(ends != nullptr ? Tokens{b, ends[b], ends[b + 1] - ends[b]}
+                                  : Tokens{b, 0, call.q_length});
+  }
+  return all;
+}
+
+// The token's place in messages.
+std::string place_of(int64_t token, const Tokens& tokens) {
+  std::ostringstream text;
+  text << "token " << token << " of sequence " << tokens.sequence;
+  return text.str();
+}
+
+void check_parents(const Tensor& parents, const Tokens& tokens) {
+  const int64_t first = parents.dim() == 2 ? tokens.sequence * parents.stride(0) : tokens.first;
+  const int32_t* own = values_on_cpu(parents) + first;
+  for (int64_t i = 0; i < tokens.count; ++i) {
+    check(-1 <= own[i] && own[i] < i, "`parents` is ", own[i], " for ", place_of(i, tokens),
+          "; it must be an earlier token of the sequence, or -1 for none");
+  }
+}
+
+void check_mask(const Tensor& mask, const Tokens& tokens) {
+  const int64_t row = mask.stride(mask.dim() - 2);
+  const int64_t first = mask.dim() == 3 ? tokens.sequence * mask.stride(0) : tokens.first * row;
+  const auto* shown = static_cast<const uint8_t*>(mask.const_data_ptr()) + first;
+  for (int64_t i = 0; i < tokens.count; ++i, shown += row) {
+    check(shown[i] != 0, "`tree_mask` hides ", place_of(i, tokens),
+          " from itself; the diagonal must be True");
+    for (int64_t j = i + 1; j < tokens.count; ++j) {
+      check(shown[j] == 0, "`tree_mask` shows token ", j, " to ", place_of(i, tokens),
+            "; a token sees itself and earlier ones only");
+    }
+  }
+}
+
+// The tokens are the sequence's last keys.
+void check_keys(const FlashFwdArguments& f, const FlashFwdCall& call, const Tokens& tokens) {
+  const auto value = [&](const OptionalTensor& lengths, int64_t otherwise) {
+    return lengths ? values_on_cpu(*lengths)[tokens.sequence] : otherwise;
+  };
+  const int64_t keys = value(f.options.seqused_k, call.kv_length) - value(f.options.leftpad_k, 0);
+  check(tokens.count <= keys, "sequence ", tokens.sequence, " has ", tokens.count,
+        " queries in `q` and ", keys,
+        " keys; with `parents` or `tree_mask` the queries are those of its last keys");
+}
+
+void check_tree_layout(ArgumentName name, const Tensor& tree, const FlashDecodeArguments& a,
+                       const FlashFwdCall& call) {
+  const FlashFwdArguments& f = a.forward;
+  const int64_t length = call.q_length;
+  Dims packed{call.q_total};
+  Dims shared{length};
+  Dims each{call.batch, length};
+  if (a.options.tree_mask) {
+    for (Dims* shape : {&packed, &shared, &each}) {
+      shape->push_back(length);
+    }
+  }
+  check_same_device(name, tree, "q", f.q);
+  check_dtype(name, tree, {a.options.parents ? ScalarType::Int : ScalarType::Bool});
+  f.packing ? check_shape(name, tree, {packed}) : check_shape(name, tree, {shared, each});
+  check_last_stride(name, tree);
+  check_storage(name, tree);
+}
+
+// What counts keys by their index, or has no queries that are those of the last keys.
+void check_options(ArgumentName name, const FlashDecodeArguments& a) {
+  const FlashFwdOptions& o = a.forward.options;
+  check(!o.q_offset, "`q_offset` is given with ", name,
+        "; leave it out: the queries are those of "
+        "the last keys");
+  check(!o.alibi_slopes, "`alibi_slopes` is given with ", name,
+        "; slopes count keys by their index, and a tree by depth");
+  check(!a.lists.indices, "`indices` is given with ", name, "; lists of keys take no tree");
+}
+
+}  // namespace
+
+void check_tree(const FlashDecodeArguments& a, FlashFwdCall& call) {
+  const DecodeOptions& o = a.options;
+  if (!o.has_tree()) {
+    return;
+  }
+  check(!o.parents || !o.tree_mask, "`parents` and `tree_mask` are given; give one of them");
+  const FlashFwdArguments& f = a.forward;
+  const ArgumentName name = o.parents ? "parents" : "tree_mask";
+  const Tensor& tree = o.parents ? *o.parents : *o.tree_mask;
+  check(call.q_length <= TREE_TOKENS, name, " is given and a sequence has up to ", call.q_length,
+        " queries; a tree has at most ", TREE_TOKENS);
+  check_tree_layout(name, tree, a, call);
+  check_options(name, a);
+  if (tree.is_cpu() && tree.numel() > 0) {
+    for (const Tokens& tokens : tokens_of(f, call)) {
+      check_keys(f, call, tokens);
+      o.parents ? check_parents(tree, tokens) : check_mask(tree, tokens);
+    }
+  }
+  FlashFwdFeatures& features = call.problem.features;
+  features.tree_parents = o.parents.has_value();
+  features.tree_mask = o.tree_mask.has_value();
+  // The tree says which tokens after a query it does not see.
+  features.band = f.options.window_size_left >= 0;
+}
+
+std::string describe_tree(const DecodeOptions& o) {
+  return !o.has_tree() ? ""
+                       : std::string("; of its new tokens a query sees those that ") +
+                             (o.parents ? "parents" : "tree_mask") + " says";
+}
+
+void fill_tree_params(const DecodeOptions& o, FlashDecodeParams& params) {
+  if (!o.has_tree()) {
+    return;
+  }
+  params.problem.window_right = NO_WINDOW;  // a tree hides more
+  const Tensor& tree = o.parents ? *o.parents : *o.tree_mask;
+  const int64_t own_dims = o.parents ? 1 : 2;
+  params.tree_batch_stride = tree.dim() > own_dims ? tree.stride(0) : 0;
+  params.tree_row_stride = o.tree_mask ? tree.stride(tree.dim() - 2) : 0;
+}
+
+}  // namespace metal_attn

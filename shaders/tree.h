@@ -1,0 +1,115 @@
+// Which of a sequence's new tokens a query sees, where they form a tree: the last keys of the
+// sequence, each of which has a query. Miao et al., "SpecInfer" (2024).
+#pragma once
+
+#include <metal_integer>
+
+#include "features.h"
+#include "params.h"
+#include "tile.h"
+
+// A bit a new token.
+struct TokenSet {
+  uint2 bits;
+
+  METAL_FUNC void add(int token) thread {
+    const uint bit = 1u << (token % 32);
+    bits |= token < 32 ? uint2(bit, 0) : uint2(0, bit);
+  }
+
+  METAL_FUNC bool has(int token) const thread {
+    const uint word = token < 32 ? bits.x : bits.y;
+    return token < TREE_TOKENS && (word >> (token % 32) & 1u) != 0;
+  }
+
+  METAL_FUNC int count_before(int token) const thread {
+    const uint mask = (1u << (token % 32)) - 1u;
+    return token < 32 ? int(popcount(bits.x & mask))
+                      : int(popcount(bits.x) + popcount(bits.y & mask));
+  }
+
+  METAL_FUNC void drop_first(int count) thread {
+    for (int i = 0; i < count && (bits.x | bits.y) != 0; i++) {
+      if (bits.x != 0) {
+        bits.x &= bits.x - 1u;
+      } else {
+        bits.y &= bits.y - 1u;
+      }
+    }
+  }
+};
+
+// What a new token's query sees.
+struct TreeToken {
+  TokenSet seen;  // new tokens
+  int begin;      // the first of the old keys
+  // How many new tokens are on its path before it: where it stands behind the first of them,
+  // whatever its index is. Below 0 if it is in no tree.
+  int depth;
+
+  METAL_FUNC uint4 words() const thread { return uint4(seen.bits, uint(begin), uint(depth)); }
+};
+
+static_assert(TREE_TOKENS * sizeof(uint4) == TREE_BYTES, "the host knows their bytes");
+
+// So far before the first new token that no table has such a row.
+constant constexpr int NO_DEPTH = -0x40000000;
+
+// The new tokens of one sequence.
+struct TokenTree {
+  const threadgroup uint4* tokens;  // words of each
+  int count;
+
+  METAL_FUNC TreeToken token(int index) const thread {
+    const uint4 words = tokens[index];
+    TreeToken result;
+    result.seen.bits = words.xy;
+    result.begin = int(words.z);
+    result.depth = int(words.w);
+    return result;
+  }
+
+  METAL_FUNC int depth_of(int token) const thread {
+    return token < count ? int(tokens[token].w) : NO_DEPTH;
+  }
+};
+
+// What the caller says of one sequence's new tokens: whatever it is, nothing outside the sequence's
+// own rows is read.
+struct GivenTree {
+  const device int* parents;  // TREE_PARENTS: of each token an earlier one, or -1
+  const device uchar* rows;   // TREE_MASK
+  int64_t row_stride;
+  int count;
+
+  // Itself and its ancestors, or its row of the mask. `possible`: it sees itself and no later one.
+  METAL_FUNC TokenSet seen_by(int token, thread bool& possible) const thread {
+    TokenSet seen;
+    seen.bits = uint2(0);
+    possible = true;
+    for (int i = 0; TREE_MASK && i < count; i++) {
+      const bool shown = rows[token * row_stride + i] != 0;
+      possible = possible && (i == token ? shown : i < token || !shown);
+      if (shown) {
+        seen.add(i);
+      }
+    }
+    for (int own = token; TREE_PARENTS && possible && own >= 0;) {
+      seen.add(own);
+      const int parent = parents[own];
+      possible = parent >= -1 && parent < own;
+      own = parent;
+    }
+    return seen;
+  }
+
+  // Without a window.
+  METAL_FUNC TreeToken token(int index) const thread {
+    TreeToken result;
+    bool possible;
+    result.seen = seen_by(index, possible);
+    result.begin = 0;
+    result.depth = possible ? result.seen.count_before(index) : NO_DEPTH;
+    return result;
+  }
+};

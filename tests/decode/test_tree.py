@@ -1,0 +1,236 @@
+"""Decoding with trees of new tokens, as speculation drafts them."""
+
+import pytest
+import torch
+
+from tests.attention.flash_fwd_options import ints
+from tests.cache.append_check import check_equal, same_memory
+from tests.cache.kv_caches import FORMATS, paged
+from tests.decode import tree_problems as problems
+from tests.decode.test_decode_step import check, problem
+from tests.helpers.cases import each_case
+from tests.helpers.refused import refused_alike
+from torch_metal_attn import explain, flash_attn_with_kvcache, simulate
+from torch_metal_attn.testing.judge import on
+
+ops = torch.ops.metal_attn
+
+
+def copied(tensors):
+    return {name: same_memory(x) for name, x in tensors.items()}
+
+
+@pytest.mark.parametrize("problem", problems.PROBLEMS, ids=lambda problem: problem.__name__)
+def test_tree(problem):
+    with simulate(check=True):
+        problem()
+
+
+def test_reference():
+    """The CPU kernels compute the same by masks, without the simulator."""
+    problems.trees()
+    problems.windows()
+    problems.rules()
+    problems.steps()
+    problems.rotated_steps()
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 4), (8, 1)])
+def test_ratios_of_heads(heads, kv_heads, device):
+    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64, "dtype": torch.float16}
+    both = problems.random_tree(64), problems.random_tree(9)
+    problems.check_tree(both, (70, 90), device, shape=shape, num_splits=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes(dtype, device):
+    problems.check_tree(problems.TREES, problems.USED, device, shape={"dtype": dtype})
+
+
+def test_latents(device):
+    """Values that are the first columns of keys."""
+    shape = {"heads": 16, "kv_heads": 1, "head_dim": 192}
+    both = (problems.FORK, problems.FOREST)
+    problems.check_tree(both, (50, 6), device, shape=shape, latent=True)
+
+
+@pytest.mark.parametrize("page", [3, 16])
+def test_pages(page, device):
+    def in_pages(k, v):
+        return paged(k, v, problems.USED, page)
+
+    problems.check_tree(problems.TREES, problems.USED, device, cache=in_pages)
+
+
+def test_rows_of_a_cache(device):
+    def in_rows(k, v):
+        return k.flip(0), v.flip(0), {"cache_batch_idx": ints(3, 2, 1, 0)}
+
+    problems.check_tree(problems.TREES, problems.USED, device, cache=in_rows)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantised_steps(format, device):
+    """The rows are those of a dense cache that holds what was stored."""
+    trees = (problems.FORK, problems.FOREST)
+    options = problems.tree_of(trees, "parents", "each")
+    check(problem(length=6, page=16, format=format), device, **options)
+    tensors = problem(length=6, format=format, rotary_dim=64)
+    problems.check_rotated(tensors, trees, "each", **options)
+
+
+def test_strides(device):
+    """Trees that are parts of wider tensors."""
+    (q, k, v), options = problems.packed_q((6, 6), (60, 70), spare=0)
+    q = q.unflatten(0, (2, 6)).transpose(1, 2)
+    given = {"q": q, "k": k, "v": v, "seqused_k": options["seqused_k"]}
+    for form in ("parents", "tree_mask"):
+        tree = problems.tree_of((problems.FORK, problems.FOREST), form, "each")[form]
+        wide = torch.ones(2, *(size + 5 for size in tree.shape[1:]), dtype=tree.dtype)
+        part = wide[(slice(None), *(slice(2, 8) for _ in tree.shape[1:]))]
+        part.copy_(tree)
+        there = on(device, given)
+        expected = ops.flash_decode(**there, **on(device, {form: tree}))
+        found = ops.flash_decode(**there, **{form: part if device == "cpu" else part.to(device)})
+        assert all(map(torch.equal, found, expected))
+
+
+def test_no_queries(device):
+    """No sequence has any; and there are no sequences."""
+    for lengths, used in (((0, 0), (5, 6)), ((), ())):
+        q, (k, v) = torch.zeros(0, 4, 64), torch.zeros(2, len(lengths), 2, 8, 64)
+        given = {"cu_seqlens_q": torch.zeros(len(lengths) + 1).int(), "seqused_k": ints(*used)}
+        for tree in ({"parents": ints()}, {"tree_mask": torch.zeros(0, 0, dtype=torch.bool)}):
+            out, lse = ops.flash_decode(**on(device, {"q": q, "k": k, "v": v} | given | tree))
+            assert (out.shape, lse.shape) == (q.shape, (4, 0))
+
+
+def test_with_kvcache(device):
+    """flash-attn's function gives what the ops do, with new rows and then without."""
+    trees = (problems.FORK, problems.FOREST)
+    tensors = problem(length=6, q_length=6, rotary_dim=32)
+    mine, theirs = ({n: x.to(device) for n, x in copied(tensors).items()} for _ in range(2))
+    tree = on(device, problems.tree_of(trees, "parents", "each"))
+    expected, expected_lse = ops.decode_step(**theirs, **tree)
+    swapped = {n: mine.pop(n).transpose(1, 2) for n in ("q", "k_cache", "v_cache", "k", "v")}
+    options = {"rotary_interleaved": False, "return_softmax_lse": True, "causal": True} | tree
+    out, lse = flash_attn_with_kvcache(**swapped, **mine, **options)
+    assert torch.equal(out.transpose(1, 2), expected)
+    assert torch.equal(lse, expected_lse)
+    for name in ("k_cache", "v_cache"):
+        assert torch.equal(
+            *(x.nan_to_num(-1) for x in (swapped[name].transpose(1, 2), theirs[name]))
+        )
+    lengths = tensors["cache_seqlens"]
+    places = [
+        int(n) + ints(*problems.depths_of(tree)) for n, tree in zip(lengths, trees, strict=True)
+    ]
+    tables = theirs["rotary_cos"], theirs["rotary_sin"]
+    ops.rope_(theirs["q"], None, *tables, positions=torch.stack(places).to(device))
+    caches = {n: swapped[n] for n in ("k_cache", "v_cache")}
+    used = mine["cache_seqlens"] + 6
+    again = flash_attn_with_kvcache(
+        theirs["q"].transpose(1, 2), **caches, cache_seqlens=used, **tree
+    )
+    torch.testing.assert_close(again, out, rtol=2e-3, atol=2e-3)
+
+
+TREE = {"parents": ints(*problems.FORK[:4])}
+MASK = torch.eye(4, dtype=torch.bool)
+
+
+@each_case(
+    "change, message",
+    [
+        ({"parents": ints(0, 0, 0, 1)}, "parents is 0 for token 0 of sequence 0; it must be"),
+        ({"parents": ints(-1, 2, 1, 1)}, "parents is 2 for token 1 of sequence 0; it must be"),
+        ({"parents": ints(-1, 0, 0, 4)}, "parents is 4 for token 3 of sequence 0; it must be"),
+        ({"parents": ints(-1, 0, -2, 1)}, "parents is -2 for token 2 of sequence 0; it must"),
+        ({"parents": torch.tensor([-1, 0, 0, 1])}, "parents has dtype int64"),
+        ({"parents": ints(-1, 0, 0)}, r"parents has shape \(3,\)"),
+        ({"parents": ints(*[-1] * 12).view(3, 4)}, r"parents has shape \(3, 4\)"),
+        ({"parents": ints(*[-1] * 8)[::2]}, "parents has strides"),
+        ({"tree_mask": MASK}, "parents and tree_mask are given; give one of them"),
+        ({"parents": None, "tree_mask": MASK.int()}, "tree_mask has dtype int32"),
+        ({"parents": None, "tree_mask": MASK[:3]}, r"tree_mask has shape \(3, 4\)"),
+        (
+            {"parents": None, "tree_mask": MASK & (torch.arange(4) != 2)},
+            "tree_mask hides token 2 of sequence 0 from itself; the diagonal must be True",
+        ),
+        (
+            {"parents": None, "tree_mask": torch.ones(4, 4, dtype=torch.bool)},
+            "tree_mask shows token 1 to token 0 of sequence 0; a token sees itself and earlier",
+        ),
+        ({"q_offset": 3}, "q_offset is given with parents; leave it out"),
+        ({"alibi_slopes": torch.ones(4)}, "alibi_slopes is given with parents; slopes count"),
+        ({"indices": torch.zeros(1, 1, 4, 3).int()}, "indices is given with parents; lists of"),
+        ({"seqused_k": ints(60, 3)}, "sequence 1 has 4 queries in q and 3 keys; with parents or"),
+        ({"leftpad_k": ints(57, 3)}, "sequence 0 has 4 queries in q and 3 keys; with parents or"),
+        (
+            {"q": torch.zeros(2, 4, 65, 64).half(), "parents": ints(*[-1] * 65)},
+            "parents is given and a sequence has up to 65 queries; a tree has at most 64",
+        ),
+    ],
+)
+def test_refused(change, message):
+    (q, k, v), options = problems.packed_q((4, 4), (60, 70), spare=0)
+    q = q.unflatten(0, (2, 4)).transpose(1, 2)
+    given = {"q": q, "k": k, "v": v, "seqused_k": options["seqused_k"]} | TREE
+    with pytest.raises(ValueError, match=message):
+        ops.flash_decode(**given | change)
+
+
+@each_case(
+    "change, message",
+    [
+        ({"parents": ints(-1, 0, -1, 0, 0, 1)}, r"parents has shape \(6,\); it must be \(7,\)"),
+        ({"parents": ints(-1, 0, 0, -1, 3, 0, 1)}, "parents is 3 for token 1 of sequence 1"),
+        ({"parents": None, "tree_mask": MASK}, r"tree_mask has shape \(4, 4\); it must be \(7"),
+    ],
+)
+def test_refused_packed(change, message):
+    arguments, options = problems.packed_q((3, 4), (60, 70), spare=0)
+    with pytest.raises(ValueError, match=message):
+        ops.flash_decode(*arguments, **options | change)
+
+
+@each_case(
+    "change, message",
+    [
+        ({"parents": ints(-1, 0, 0, 4)}, "parents is 4 for token 3 of sequence 0"),
+        ({"q": torch.zeros(2, 4, 3, 64).half(), "parents": ints(-1, 0, 0)}, "each new row has a"),
+        ({"leftpad_k": ints(0, 22)}, "sequence 1 has 4 queries in q and 2 keys"),
+    ],
+)
+def test_refused_steps(change, message):
+    """And the cache is as it was."""
+    tensors = problem(length=4, leftpad=[0, 0])
+    before = copied(tensors)
+    with pytest.raises(ValueError, match=message):
+        ops.decode_step(**tensors | TREE | change)
+    check_equal(*({n: x[n] for n in ("k_cache", "v_cache")} for x in (tensors, before)))
+
+
+def test_refused_packed_steps():
+    """New rows that are not those of the queries."""
+    tensors = problems.packed_step_of((3, 0, 5, 1), (3, 1, 5, 1))
+    with pytest.raises(ValueError, match="each new row has a query, and cu_seqlens_k_new"):
+        ops.decode_step(**tensors, max_seqlen_q=5, parents=ints(*[-1] * 9))
+
+
+def test_explain():
+    (q, k, v), _ = problems.packed_q((4, 4), (60, 70), spare=0)
+    given = {"q": q.unflatten(0, (2, 4)).transpose(1, 2), "k": k, "v": v, "num_splits": 1}
+    text = str(explain(ops.flash_decode, **given, **TREE))
+    assert "of its new tokens a query sees those that parents says" in text
+    assert "new tokens" not in str(explain(ops.flash_decode, **given))
+
+
+def test_alike_without_data():
+    (q, k, v), _ = problems.packed_q((4, 4), (60, 70), spare=0)
+    given = {"q": q.unflatten(0, (2, 4)).transpose(1, 2), "k": k, "v": v, "parents": ints(0, 1)}
+
+    def call(place):
+        return lambda: ops.flash_decode(**on(place, given))
+
+    refused_alike(r"parents has shape \(2,\)", call("cpu"), call("meta"))

@@ -1,0 +1,262 @@
+"""Small problems that show a fault of flash_decode and decode_step with trees of new tokens.
+
+The oracle has no trees: a token's row is that of attention to the old keys and its path alone.
+"""
+
+from functools import partial
+from itertools import accumulate
+
+import pytest
+import torch
+
+from tests.attention.flash_fwd_check import hold_results
+from tests.attention.flash_fwd_options import ints
+from tests.attention.test_flash_fwd_device_lengths import after_the_checks
+from tests.cache.append_check import check_equal, same_memory
+from tests.decode.flash_decode_problems import (
+    check_alone,
+    packed_q,
+    packed_step,
+    packed_step_of,
+    results_of_zeros,
+)
+from tests.decode.test_decode_step import check, problem
+from torch_metal_attn.reference import attention
+from torch_metal_attn.testing.judge import on, worst_of
+
+ops = torch.ops.metal_attn
+
+FORK = [-1, 0, 0, 1, 2, 2]  # 0 has the children 1 and 2, these have 3, and 4 and 5
+FOREST = [-1, -1, 0, 2, 1, -1]
+
+
+def random_tree(size, seed=0):
+    """Of every token but a root, a parent that is any earlier one; some tokens are roots."""
+    generator = torch.Generator().manual_seed(seed)
+    return [int(torch.randint(-1, i, (), generator=generator)) for i in range(size)]
+
+
+def path_of(tree, token):
+    """From the root to the token itself."""
+    path = []
+    while token >= 0:
+        path.insert(0, token)
+        token = tree[token]
+    return path
+
+
+def depths_of(tree):
+    return [len(path_of(tree, token)) - 1 for token in range(len(tree))]
+
+
+def mask_of(tree, columns=None):
+    shown = torch.zeros(len(tree), columns or len(tree), dtype=torch.bool)
+    for token in range(len(tree)):
+        shown[token, path_of(tree, token)] = True
+    return shown
+
+
+def tree_of(trees, form, layout):
+    """The trees of all sequences as the ops take them. layout: packed, each, or shared."""
+    if form == "parents":
+        given = [ints(*tree) for tree in trees]
+    else:
+        given = [mask_of(tree, max(map(len, trees))) for tree in trees]
+    join = {"packed": torch.cat, "each": torch.stack, "shared": lambda x: x[0]}[layout]
+    return {form: join(given)}
+
+
+def by_paths(q, k, v, trees, used, dtype=None, leftpad_k=None, attn_bias=None, **options):
+    """Rows of packed q (T, H, D), and their log-sum-exps, (H, T): every token on its own."""
+    ends = [0, *accumulate(map(len, trees))]
+    out = torch.zeros(*q.shape[:2], v.shape[-1], dtype=dtype or q.dtype)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)
+    for b, tree in enumerate(trees):
+        old = used[b] - len(tree)
+        for token in range(len(tree)):
+            rows = [*range(old), *(old + seen for seen in path_of(tree, token))]
+            row = ends[b] + token
+            own = {} if leftpad_k is None else {"leftpad_k": leftpad_k[b : b + 1]}
+            if attn_bias is not None:
+                own["attn_bias"] = attn_bias[..., token : token + 1, rows]
+            found, found_lse = attention(
+                q[row : row + 1, :, None].contiguous(),
+                *(x[b : b + 1, :, rows] for x in (k, v)),
+                causal=True,
+                compute_dtype=dtype,
+                **own | options,
+            )
+            out[row], lse[row] = found[0, :, 0], found_lse[0, :, 0]
+    return out, lse.t()
+
+
+def check_tree(
+    trees, used, device="cpu", cache=None, form="parents", layout="packed", num_splits=1, **given
+):
+    """flash_decode of trees against float64."""
+    lengths = [len(tree) for tree in trees]
+    arguments, options = packed_q(lengths, used, spare=0, shape=given.pop("shape", None))
+    q, k, v = arguments
+    if given.pop("latent", False):
+        v = k[..., : v.shape[-1] * 3 // 4]
+    keys, values, where = (k, v, {}) if cache is None else cache(k, v)
+    queries = q
+    if layout != "packed":
+        queries = q.unflatten(0, (len(trees), -1)).transpose(1, 2)
+        del options["cu_seqlens_q"], options["max_seqlen_q"]
+    options |= tree_of(trees, form, layout) | given
+    there = on(device, {"q": queries, "k": keys, "v": values} | options | where)
+    out, lse = (x.cpu() for x in ops.flash_decode(**there, num_splits=num_splits))
+    if layout != "packed":
+        out, lse = out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 0).flatten(1)
+    k, v = k.nan_to_num(0), v.nan_to_num(0)
+    given.pop("causal", None)
+    exact, exact_lse = by_paths(q, k, v, trees, used, torch.float64, **given)
+    composed, _ = by_paths(q, k, v, trees, used, **given)
+    hold_results(out, lse, exact, exact_lse, worst_of([(composed, exact)]), given, k.dtype)
+
+
+TREES = (FORK, [], FOREST[:4], [-1])
+USED = 60, 5, 70, 1
+
+
+def trees():
+    """Of sequences that differ; roots; no old keys; and the same as a mask."""
+    for form in ("parents", "tree_mask"):
+        check_tree(TREES, USED, form=form)
+        for layout in ("each", "shared"):
+            both = (FORK, FORK if layout == "shared" else FOREST)
+            check_tree(both, (50, 6), form=form, layout=layout)
+    check_tree((FORK, FOREST), (50, 90), num_splits=3)
+
+
+def large_trees():
+    """More tokens than one word has bits, in tiles that some rows do not fill."""
+    both = random_tree(64, 1), random_tree(40, 2)
+    for form in ("parents", "tree_mask"):
+        check_tree(both, (100, 60), form=form, causal=True)
+    # Paths of more tokens than one word has bits, of which a window hides the first ones.
+    deep = [-1, *(max(i - 1 - i % 5 // 4, 0) for i in range(1, 64))]
+    check_tree((deep,), (70,), window_size_left=9)
+
+
+def windows():
+    """Count the tokens of the path, not the rows; the old keys end in the middle of a block."""
+    chain = [*range(-1, 9)]
+    deep = [-1, 0, 0, 1, 2, 3, 4, 5, 6, 7]
+    for left in (2, 5, 30):
+        check_tree((deep, chain, random_tree(10)), (47, 10, 70), window_size_left=left)
+    first = ints(3, 0, 33)
+    check_tree((deep, chain, FORK), (47, 10, 70), attention_chunk=16, leftpad_k=first)
+
+
+def rules():
+    """Score options, and a bias, whose columns are the rows of the cache."""
+    sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
+    check_tree((FORK, FOREST), (50, 6), learnable_sink=sink, softcap=3.0, num_splits=2)
+    bias = torch.randn(4, 6, 50, generator=torch.Generator().manual_seed(3))
+    check_tree((FORK,), (50,), layout="shared", attn_bias=bias)
+
+
+def steps():
+    """New rows are appended in the order of the tokens, whatever the tree is."""
+    for form in ("parents", "tree_mask"):
+        both = (FORK, FOREST)
+        check(problem(length=6, page=5), "cpu", num_splits=2, **tree_of(both, form, "each"))
+        packed = tree_of((FORK[:3], [], FOREST[:5], [-1]), form, "packed")
+        packed_step({"rotary_dim": None}, **packed)
+
+
+def check_rotated(tensors, trees, layout, **options):
+    """The step that rotates against one of rows that `rope` has rotated by the tokens' depths."""
+    mine, theirs = ({n: same_memory(x) for n, x in tensors.items()} for _ in range(2))
+    tables = [theirs.pop(name) for name in ("rotary_cos", "rotary_sin")]
+    first = tensors["cache_seqlens"]
+    if "leftpad_k" in tensors:
+        first = first - tensors["leftpad_k"]
+    places = [int(n) + ints(*depths_of(tree)) for n, tree in zip(first, trees, strict=True)]
+    q, k = theirs["q"], theirs["k"]
+    if layout == "packed":
+        q, k = (x.transpose(0, 1)[None] for x in (q, k))
+        positions = torch.cat(places)[None]
+    else:
+        positions = torch.stack(places)
+    ops.rope_(q, k, *tables, positions=positions)
+    out, lse = ops.decode_step(**mine, **options)
+    expected, expected_lse = ops.decode_step(**theirs, **options)
+    check_equal({n: x for n, x in mine.items() if n in theirs and n not in "qk"},
+                {n: x for n, x in theirs.items() if n not in "qk"})  # fmt: skip
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def rotated_steps():
+    both = (FORK, FOREST)
+    for form in ("parents", "tree_mask"):
+        tensors = problem(length=6, rotary_dim=32, leftpad=[0, 5])
+        check_rotated(tensors, both, "each", **tree_of(both, form, "each"))
+        four = (FORK[:3], [], FOREST[:5], [-1])
+        tensors = packed_step_of(*[[len(tree) for tree in four]] * 2)
+        options = tree_of(four, form, "packed") | {"max_seqlen_q": 5}
+        check_rotated(tensors, four, "packed", **options)
+
+
+def impossible_trees():
+    """That only the kernel sees: rows of a token that is in none are NaN, and no others."""
+    (q, k, v), options = packed_q((6, 3), (60, 70), spare=0)
+    two = (FORK, FORK[:3])
+    for form, changes in (
+        ("parents", ((2, -2), (2, 2), (2, 5), (2, 2**31 - 1), (2, -(2**31)))),
+        ("tree_mask", (((2, 2), False), ((2, 3), True))),
+    ):
+        given = tree_of(two, form, "packed")
+        tree = given[form]
+        run = partial(ops.flash_decode, q, k, v, **options, **given)
+        expected, _ = run()
+        for place, value in changes:
+            right, broken = tree.clone(), tree.clone()
+            broken[place] = value
+            with pytest.MonkeyPatch.context() as patch:
+                after_the_checks(patch, tree, broken.tolist())
+                out, lse = run()
+            tree.copy_(right)
+            bad = [2, 4, 5] if form == "parents" else [2]  # and tokens whose path it is on
+            others = [i for i in range(9) if i not in bad]
+            assert out[bad].isnan().all()
+            assert lse[:, bad].isnan().all()
+            assert torch.equal(out[others], expected[others])
+
+
+def impossible_lengths():
+    """More tokens than keys, which the kernel alone sees."""
+    (q, k, v), options = packed_q((6, 6), (60, 70), spare=0)
+    q = q.unflatten(0, (2, 6)).transpose(1, 2)
+    used = options["seqused_k"]
+    with pytest.MonkeyPatch.context() as patch:
+        results_of_zeros(patch)
+        run = partial(ops.flash_decode, q, k, v, seqused_k=used, parents=ints(*FORK))
+        check_alone(run, used, 5)
+
+
+def impossible_step():
+    """A token in no tree is rotated by no row of the tables: its key is NaN, and no other's."""
+    tensors = problem(length=6, rotary_dim=32)
+    lengths = tensors["cache_seqlens"].tolist()
+    tree = ints(*FORK)
+    with pytest.MonkeyPatch.context() as patch:
+        after_the_checks(patch, tree, [-1, 0, 0, 7, 2, 2])
+        out, _ = ops.decode_step(**tensors, parents=tree)
+    assert out[:, :, 3].isnan().all()
+    assert out[:, :, [0, 1, 2, 4, 5]].isfinite().all()
+    for b, length in enumerate(lengths):
+        new = tensors["k_cache"][b, :, length : length + 6]
+        assert new[:, 3, :32].isnan().all()
+        assert new[:, [0, 1, 2, 4, 5]].isfinite().all()
+        assert tensors["v_cache"][b, :, length : length + 6].isfinite().all()
+
+
+PROBLEMS = (
+    *(trees, large_trees, windows, rules, steps, rotated_steps),
+    *(impossible_trees, impossible_lengths, impossible_step),
+)

@@ -261,7 +261,7 @@ def lists():
     # A SIMD group has two fragments of keys.
     dense({"heads": 16, "head_dim": 64}, indices=entries[:, :1])
     # More rows of a list than a tile has.
-    dense({"heads": 80}, indices=entries[:, :1])
+    dense({"heads": 160}, indices=entries[:, :1])
 
 
 def lists_of_blocks():

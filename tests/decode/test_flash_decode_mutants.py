@@ -37,7 +37,7 @@ MUTANTS = {
             "load_key(units[s - first], j, keys, own.span(s) * SPAN_COLUMNS)",
         ),
         "one unit of v for all": (
-            "column = span * SPAN_COLUMNS + unit_column",
+            "column = span * SPAN_COLUMNS + own.unit_column",
             "column = span * SPAN_COLUMNS",
         ),
         "units of out swapped": (
@@ -78,13 +78,13 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "key past the last read": (
-            "keys.find(readable_row(row, sequence))",
-            "keys.find(row)",
+            "keys.find_in(max(pages[j], 0), readable)",
+            "keys.find_in(max(pages[j], 0), row)",
             "out_of_bounds",
         ),
         "value past the last read": (
-            "values.find(readable_row(row, sequence))",
-            "values.find(row)",
+            "values.find_in(max(pages[j], 0), readable)",
+            "values.find_in(max(pages[j], 0), row)",
             "out_of_bounds",
         ),
         "keys of the first SIMD group for all": (
@@ -203,8 +203,8 @@ MUTANTS = {
             "uninitialised",
         ),
         "no barrier before the sums": (
-            BARRIER + "    for (int n = simdgroup",
-            "    for (int n = simdgroup",
+            BARRIER + "    for (int n = (simdgroup",
+            "    for (int n = (simdgroup",
             ("race", "uninitialised"),
         ),
         "no barrier after the sums": (
@@ -579,8 +579,8 @@ MUTANTS = {
         ),
         "first tile of a list only": ("row_group % params.list_groups", "0", (None, "race")),
         "listed rows as neighbours": (
-            "blocks.row(first_place + j * FRAGMENT)",
-            "blocks.row(first_place) + j * FRAGMENT",
+            "blocks.row(first + own_row)",
+            "blocks.row(kv_block + own_row) + j * FRAGMENT",
         ),
         "values of neighbours": (
             "blocks.row(kv_block + n * LOAD_KEYS + own.lane / LANES)",

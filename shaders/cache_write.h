@@ -2,12 +2,12 @@
 //
 // The kernel that includes this says ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS (which then holds
 // for the new rows too) and WIDE_STORES, and of what is on PAGE_SIZE, KV_ELEMENT, KV_FORMAT,
-// V_FORMAT, K_SCALE, V_SCALE, V_IN_K and NEW_K_ROTARY with what rotary.h asks for. Buffers and
-// their slots
-// are the kernel's.
+// V_FORMAT, HADAMARD, K_SCALE, V_SCALE, V_IN_K and NEW_K_ROTARY with what rotary.h asks for.
+// Buffers and their slots are the kernel's.
 #pragma once
 
 #include "features.h"
+#include "hadamard.h"
 #include "paged.h"
 #include "params.h"
 #include "quantise.h"
@@ -147,6 +147,9 @@ struct AppendRows {
       UNROLL
       for (short i = 0; i < CACHE_UNIT; i++) {
         values[i] = float(elements[i]);
+      }
+      if (HADAMARD) {
+        hadamard_unit(values, lane);
       }
       thread uchar* data = reinterpret_cast<thread uchar*>(words);
       if (kv_grouped(FORMAT)) {

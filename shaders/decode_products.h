@@ -258,6 +258,9 @@ struct MatrixOut {
                              thread const TileRow* tile_rows, thread const SplitResult& result,
                              constant FlashDecodeParams& params) thread {
     sum_over_keys(sums);
+    if (HADAMARD && own.key_simdgroup == 0) {
+      multiply_by_hadamard(sums);
+    }
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       if (own.key_simdgroup == 0 && first_row + i * FRAGMENT + own.row < rows) {
@@ -268,7 +271,7 @@ struct MatrixOut {
         for (short d = 0; d < OWN_V_FRAGMENTS; d++) {
           const int span = own.span(d / SPAN_FRAGMENTS);
           if (span_exists(span, V_SPANS)) {
-            if (KEY_SIMDGROUPS > 1) {
+            if (KEY_SIMDGROUPS > 1 && !HADAMARD) {
               tile.fragments[i][d] += sums[sum_place(i, d)];
             }
             out_row.store(query,
@@ -297,6 +300,71 @@ struct MatrixOut {
         }
       }
       threadgroup_barrier(mem_flags::mem_threadgroup);  // for the next one
+    }
+  }
+
+  // The sums times the Hadamard matrix. `memory` has those of other keys, or is for spans of other
+  // SIMD groups.
+  METAL_FUNC void multiply_by_hadamard(threadgroup Fragment<float>* memory) thread {
+    UNROLL
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      UNROLL
+      for (short s = 0; s < OWN_V_SPANS; s++) {
+        thread Fragment<float>* span = tile.fragments[i] + s * SPAN_FRAGMENTS;
+        float values[UNIT_COLUMNS];
+        UNROLL
+        for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+          if (KEY_SIMDGROUPS > 1) {
+            span[f] += memory[sum_place(i, s * SPAN_FRAGMENTS + f)];
+          }
+          values[2 * f] = span[f].x;
+          values[2 * f + 1] = span[f].y;
+        }
+        hadamard_values<UNIT_COLUMNS>(values);
+        hadamard_lanes<UNIT_COLUMNS>(values, own.lane, column_lane(2));
+        hadamard_lanes<UNIT_COLUMNS>(values, own.lane, column_lane(4));
+        UNROLL
+        for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+          span[f] = Fragment<float>(values[2 * f], values[2 * f + 1]) * HADAMARD_SCALE;
+        }
+      }
+      UNROLL
+      for (short f = 0; HADAMARD_SPANS > 1 && f < SPAN_FRAGMENTS; f++) {
+        join_spans(tile.fragments[i] + f, memory);
+      }
+    }
+  }
+
+  // Of one fragment of each span, sums and differences over the spans of a block.
+  METAL_FUNC void join_spans(thread Fragment<float>* pairs,
+                             threadgroup Fragment<float>* memory) const thread {
+    Fragment<float> spans[COLUMN_SIMDGROUPS == 1 ? OWN_V_SPANS : 1];
+    UNROLL
+    for (short s = 0; s < OWN_V_SPANS; s++) {
+      if (COLUMN_SIMDGROUPS == 1) {
+        spans[COLUMN_SIMDGROUPS == 1 ? s : 0] = pairs[s * SPAN_FRAGMENTS];
+      } else if (span_exists(own.span(s), V_SPANS)) {
+        memory[own.span(s) * SIMD_LANES + own.lane] = pairs[s * SPAN_FRAGMENTS];
+      }
+    }
+    if (COLUMN_SIMDGROUPS > 1) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    UNROLL
+    for (short s = 0; s < OWN_V_SPANS; s++) {
+      const int span = own.span(s);
+      const int first = span / max(HADAMARD_SPANS, 1) * HADAMARD_SPANS;
+      Fragment<float> sum = Fragment<float>(0.0f, 0.0f);
+      UNROLL
+      for (short n = 0; n < HADAMARD_SPANS && span_exists(span, V_SPANS); n++) {
+        const Fragment<float> pair =
+            COLUMN_SIMDGROUPS == 1 ? spans[first + n] : memory[(first + n) * SIMD_LANES + own.lane];
+        sum += pair * hadamard_sign(n, span - first);
+      }
+      pairs[s * SPAN_FRAGMENTS] = sum;
+    }
+    if (COLUMN_SIMDGROUPS > 1) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
   }
 

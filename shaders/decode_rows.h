@@ -53,6 +53,11 @@ METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTi
   }
 }
 
+// Whether fragment n of q is the SIMD group's to load. Those of a span are multiplied together.
+METAL_FUNC bool loads_fragment(short n, int key_simdgroup) {
+  return (HADAMARD ? n / SPAN_FRAGMENTS : n) % KEY_SIMDGROUPS == key_simdgroup;
+}
+
 // Gives each SIMD group the fragments of q that others have loaded.
 METAL_FUNC void share(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* pairs,
                       int key_simdgroup, ushort lane) {
@@ -63,7 +68,7 @@ METAL_FUNC void share(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* p
   for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      if (n % KEY_SIMDGROUPS == key_simdgroup) {
+      if (loads_fragment(n, key_simdgroup)) {
         pairs[(n * ROW_FRAGMENTS + i) * SIMD_LANES + lane] = q_tile.fragments[n][i];
       }
     }
@@ -203,6 +208,28 @@ struct DecodeRows {
   }
 };
 
+// Columns of span `span` of a row of q, times the Hadamard matrix: a lane's share of its transpose.
+// Every lane takes part, each with a row of its own.
+METAL_FUNC void load_hadamard_span(thread float* values, thread const Queries& queries, int query,
+                                   int span, thread const DecodeLane& own) {
+  const int first_span = span / max(HADAMARD_SPANS, 1) * HADAMARD_SPANS;
+  UNROLL
+  for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+    values[f] = 0.0f;
+    UNROLL
+    for (short n = 0; n < HADAMARD_SPANS; n++) {
+      const int column = (first_span + n) * SPAN_COLUMNS + span_column(own.row, f);
+      const float value = column < HEAD_DIM_QK ? float(queries.element(query, column)) : 0.0f;
+      values[f] += value * hadamard_sign(n, span - first_span);
+    }
+  }
+  hadamard_values<SPAN_FRAGMENTS>(values);
+  UNROLL
+  for (ushort bit = 1; bit < FRAGMENT; bit *= 2) {
+    hadamard_lanes<SPAN_FRAGMENTS>(values, own.lane, row_lane(bit));
+  }
+}
+
 // q transposed, [D, ROWS]. SIMD groups that have the same columns load, and rotate, a share each.
 METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* pairs,
                              thread const FlashInputs& inputs, int first_row, int all_rows,
@@ -225,10 +252,21 @@ METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEM
         }
       }
       UNROLL
-      for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
+      for (short s = 0; HADAMARD && s < OWN_QK_SPANS; s++) {
+        if (loads_fragment(s * SPAN_FRAGMENTS, own.key_simdgroup)) {
+          float values[SPAN_FRAGMENTS];
+          load_hadamard_span(values, queries, other.query, own.span(s), own);
+          UNROLL
+          for (short f = 0; f < SPAN_FRAGMENTS; f++) {
+            q_tile.fragments[s * SPAN_FRAGMENTS + f][i][e] = ELEMENT(values[f] * HADAMARD_SCALE);
+          }
+        }
+      }
+      UNROLL
+      for (short n = 0; !HADAMARD && n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
         const int d =
             own.span(n / SPAN_FRAGMENTS) * SPAN_COLUMNS + span_column(own.row, n % SPAN_FRAGMENTS);
-        if (n % KEY_SIMDGROUPS == own.key_simdgroup) {
+        if (loads_fragment(n, own.key_simdgroup)) {
           q_tile.fragments[n][i][e] =
               d < HEAD_DIM_QK ? queries.element(other.query, d) : ELEMENT(0);
         }

@@ -3,6 +3,7 @@
 
 #include "blocks.h"
 #include "flex.h"
+#include "hadamard.h"
 #include "output.h"
 #include "softmax.h"
 #include "spans.h"
@@ -45,7 +46,8 @@ constant constexpr int WEIGHTS = VECTOR_ROWS ? SIMDGROUPS * SIMDGROUP_WEIGHTS : 
 constant constexpr int OUT_PAIRS = VECTOR_ROWS ? SIMDGROUPS * ROWS * V_PADDED / LANE_COLUMNS
                                    : KEY_SIMDGROUPS > 1
                                        ? ROW_FRAGMENTS * OWN_V_FRAGMENTS * SIMD_LANES
-                                       : 1;
+                                   : HADAMARD && COLUMN_SIMDGROUPS > 1 ? V_SPANS * SIMD_LANES
+                                                                       : 1;
 constant constexpr int QUERY_PAIRS =
     KEY_SIMDGROUPS > 1 ? ROW_FRAGMENTS * OWN_QK_SPANS * SPAN_FRAGMENTS * SIMD_LANES : 1;
 constant constexpr int STATES = KEY_SIMDGROUPS > 1 ? KEY_SIMDGROUPS * ROWS : 1;

@@ -157,21 +157,43 @@ struct VectorOut {
                              int kv_head, thread const TileRow*, thread const SplitResult& result,
                              constant FlashDecodeParams& params) const thread {
     constexpr int PAIRS = V_PADDED / LANE_COLUMNS;  // of a row
+    constexpr int OWN_PAIRS = HADAMARD ? UNIT_COLUMNS / LANE_COLUMNS : 1;
     simdgroup_barrier(mem_flags::mem_threadgroup);
     sum_lanes(reinterpret_cast<threadgroup float*>(sums) + own.simdgroup * ROWS * V_PADDED);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int n = own.simdgroup * SIMD_LANES + own.lane; n < ROWS * PAIRS; n += THREADS) {
-      if (first_row + n / PAIRS < rows) {
-        Fragment<float> sum = sums[n];
+    // With HADAMARD whole SIMD groups go along, as their lanes exchange sums.
+    constexpr int END =
+        HADAMARD ? (ROWS * PAIRS - 1) / (SIMD_LANES * OWN_PAIRS) * (SIMD_LANES * OWN_PAIRS) +
+                       SIMD_LANES * OWN_PAIRS
+                 : ROWS * PAIRS;
+    const int thread_index = own.simdgroup * SIMD_LANES + own.lane;
+    for (int n = thread_index * OWN_PAIRS; n < END; n += THREADS * OWN_PAIRS) {
+      const bool exists = first_row + n / PAIRS < rows && (!HADAMARD || n < ROWS * PAIRS);
+      if (HADAMARD || exists) {
+        const int place = HADAMARD ? min(n, ROWS * PAIRS - OWN_PAIRS) : n;
+        Fragment<float> sum[OWN_PAIRS];
         UNROLL
-        for (short part = 1; part < SIMDGROUPS; part++) {
-          sum += sums[part * ROWS * PAIRS + n];
+        for (short i = 0; i < OWN_PAIRS; i++) {
+          sum[i] = sums[place + i];
+          UNROLL
+          for (short part = 1; part < SIMDGROUPS; part++) {
+            sum[i] += sums[part * ROWS * PAIRS + place + i];
+          }
+        }
+        if (HADAMARD) {
+          hadamard_unit(reinterpret_cast<thread float*>(sum), own.lane);
+        }
+        if (!exists) {
+          continue;
         }
         TileRow one;
         one.reset(first_row + n / PAIRS, rows, kv_head, params.problem);
         OutRow out_row;
         result.place(out_row, one.head, params);
-        out_row.store(one.query, n % PAIRS * LANE_COLUMNS, sum);
+        UNROLL
+        for (short i = 0; i < OWN_PAIRS; i++) {
+          out_row.store(one.query, (n + i) % PAIRS * LANE_COLUMNS, sum[i]);
+        }
       }
     }
   }

@@ -76,6 +76,9 @@ METAL_FUNC ushort fragment_column(ushort lane) { return ((lane / 4) & 2) * 2 + (
 // A lane that has this row of a fragment.
 METAL_FUNC ushort row_lane(ushort row) { return (row & 4) * 4 + row % 4 * 2; }
 
+// A lane that has this column, if it is even.
+METAL_FUNC ushort column_lane(ushort column) { return (column & 4) * 2 + column % 4 / 2; }
+
 // c [8, 8] += a [8, 8] * b [8, 8], accumulated in float32 from operands of any element type.
 template <typename A, typename B>
 METAL_FUNC void mma(thread Fragment<float>& c, Fragment<A> a, Fragment<B> b) {

@@ -21,6 +21,11 @@ q8_0 and q4_0 are llama.cpp's (ggml's) formats with another byte order, which `f
 quantisation may round a value to the neighbouring code. fp8_e4m3 is vLLM's format: the caller gives
 its scale, one per head. It is stored as uint8 on mps, which has no float8.
 
+Rows may be rotated before: each block of 32, 64 or 128 columns is multiplied by the orthonormal
+Hadamard matrix, so that a column of large values is spread over its block and does not take the
+codes of its neighbours (Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs",
+2024). Scores of rotated queries and keys are those of the queries and keys.
+
 These are plain torch, on any device; `torch.ops.metal_attn.append_kv` gives the same bits.
 """
 
@@ -30,8 +35,8 @@ from torch import Tensor
 from torch_metal_attn.call import arguments
 
 __all__ = [
-    *("BLOCK", "DTYPES", "FORMATS", "columns", "dequantise", "format_of", "from_ggml", "quantise"),
-    *("shared_columns", "sizes", "to_ggml"),
+    *("BLOCK", "DTYPES", "FORMATS", "HADAMARD", "columns", "dequantise", "format_of", "from_ggml"),
+    *("hadamard", "quantise", "shared_columns", "sizes", "to_ggml"),
 ]
 
 # Columns that share a scale in q8_0 and q4_0.
@@ -45,14 +50,60 @@ DTYPES = {"q8_0": torch.int8, "q4_0": torch.uint8, "fp8_e4m3": torch.uint8} | {
 }
 FORMATS = tuple(DTYPES)
 
+# Columns of a block that is rotated.
+HADAMARD = (32, 64, 128)
+
 _LARGEST_FP8 = 448.0
 _NAN_FP8 = 0x7F
 # The dtypes of what is not quantised.
 ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def hadamard(x: Tensor, size: int) -> Tensor:
+    """Each block of `size` columns of x (..., D) times the orthonormal Hadamard matrix.
+
+    The matrix is symmetric and its own inverse, so the same call rotates back. Sums are float32 and
+    are rounded to x's dtype. `flash_fwd` over a cache whose rows are rotated takes hadamard(q) as
+    queries, and hadamard(out) is the result; `flash_decode` does both itself.
+
+    size: 32, 64 or 128, of which D must be a multiple.
+    """
+    arguments.check_tensor("x", x)
+    if x.dtype not in ELEMENTS:
+        raise ValueError(f"x has dtype {x.dtype}; it must be float32, float16 or bfloat16")
+    if not check_hadamard(size, {"x": x.shape[-1] if x.dim() else 0}):
+        raise ValueError(f"size is 0; it must be one of {', '.join(map(str, HADAMARD))}")
+    return rotated(x.float(), size).to(x.dtype)
+
+
+def check_hadamard(size: int, columns: dict[str, int], name: str = "hadamard") -> int:
+    """size, if it is 0 or a block that divides the columns; they are named in the error."""
+    size = arguments.whole(name, size)
+    if size not in (0, *HADAMARD):
+        raise ValueError(f"{name} is {size}; it must be 0 (off), 32, 64 or 128")
+    for of, count in columns.items():
+        if size and (count % size or count == 0):
+            raise ValueError(f"{of} has {count} columns; {name} of {size} needs a multiple of it")
+    return size
+
+
+def rotated(x: Tensor, size: int) -> Tensor:
+    """Of float32, or x itself if size is 0: sums and differences at distances 1, 2, 4, ..."""
+    distance = 1
+    while distance < size:
+        low, high = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
+        x = torch.stack((low + high, low - high), -2).flatten(-3)
+        distance *= 2
+    return x * size**-0.5 if size else x
+
+
 def quantise(
-    x: Tensor, format: str, scale: Tensor | None = None, *, heads_dim: int = 1
+    x: Tensor,
+    format: str,
+    scale: Tensor | None = None,
+    *,
+    heads_dim: int = 1,
+    hadamard: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Quantise x (..., D) in float32, float16 or bfloat16; returns data and scale.
 
@@ -79,12 +130,16 @@ def quantise(
     `scale` is for fp8_e4m3 only: float32 (heads) or (B, heads), where x's dimension `heads_dim` is
     the heads and dimension 0 is B. It is returned unchanged. None stands for 1. On devices without
     a float8 dtype ones are returned, because only a float32 scale tells fp8_e4m3 from q4_0.
+
+    With `hadamard` of 32, 64 or 128, x above is x rotated by `hadamard(x, ...)` in float32.
     """
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
     _check_tensors(x=x, scale=scale)
     if x.dtype not in ELEMENTS:
         raise ValueError(f"x has dtype {x.dtype}; it must be float32, float16 or bfloat16")
+    if check_hadamard(hadamard, {"x": x.shape[-1] if x.dim() else 0}):
+        x = rotated(x.float(), hadamard)
     if format == "fp8_e4m3":
         if scale is None and not _has_float8(x.device):
             scale = torch.ones(x.shape[_checked_dim(x, heads_dim)], device=x.device)
@@ -116,33 +171,43 @@ def quantise(
 
 
 def dequantise(
-    data: Tensor, scale: Tensor | None, dtype: torch.dtype, heads_dim: int = 1
+    data: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    heads_dim: int = 1,
+    *,
+    hadamard: int = 0,
 ) -> Tensor:
     """The values (..., D) of quantised data, multiplied in float32 and rounded to `dtype`.
 
     The dtypes of data and scale determine the format, see `format_of`. fp8_e4m3 has one scale per
-    head, which is dimension `heads_dim` of data.
+    head, which is dimension `heads_dim` of data. hadamard: as in `quantise`; values are rotated
+    back before they are rounded.
     """
     if dtype not in ELEMENTS:
         raise ValueError(f"dtype is {dtype}; it must be float32, float16 or bfloat16")
+    values = _values(data, scale, heads_dim)
+    return rotated(values, check_hadamard(hadamard, {"data": values.shape[-1]})).to(dtype)
+
+
+def _values(data: Tensor, scale: Tensor | None, heads_dim: int) -> Tensor:
+    """In float32."""
     format = format_of(data, scale)
     if format == "fp8_e4m3":
         values = _fp8_values(data)
-        return (values if scale is None else values * _by_head("data", data, scale, heads_dim)).to(
-            dtype
-        )
+        return values if scale is None else values * _by_head("data", data, scale, heads_dim)
     assert scale is not None
     if format in _GROUPED:
         codes = _codes(data, _GROUPED[format][0])
         _check_block_scales(format, codes, scale)
         numbers = scale.float().unflatten(-1, (-1, 2))
         groups = codes.float().unflatten(-1, (numbers.shape[-2], -1))
-        return (groups * numbers[..., :1] + numbers[..., 1:]).flatten(-2).to(dtype)
+        return (groups * numbers[..., :1] + numbers[..., 1:]).flatten(-2)
     if format == "q4_0":
         data = _nibbles(data).to(torch.int8) - 8
     _check_block_scales(format, data, scale)
     blocks = data.float().unflatten(-1, (scale.shape[-1], BLOCK))
-    return (blocks * scale.float()[..., None]).flatten(-2).to(dtype)
+    return (blocks * scale.float()[..., None]).flatten(-2)
 
 
 def from_ggml(blocks: Tensor, format: str) -> tuple[Tensor, Tensor]:
@@ -188,11 +253,12 @@ def format_of(data: Tensor, scale: Tensor | None) -> str:
     Groups, and q4_0 from 3 bits, are told by how many float16 numbers there are for a row's data.
     """
     _check_tensors(data=data, scale=scale)
+    _check_columns(data)
     has = None if scale is None else scale.dtype
     if data.dtype == torch.int8 and has == torch.float16:
         return "q8_0"
     if scale is not None and has == torch.float16 and data.dtype in _WORDS.values():
-        elements, numbers = (x.shape[-1] if x.dim() else 0 for x in (data, scale))
+        elements, numbers = data.shape[-1], scale.shape[-1] if scale.dim() else 0
         bits = next(bits for bits, dtype in _WORDS.items() if dtype == data.dtype)
         units = elements / 3 if bits == 3 else elements
         if bits == 3 and (units == 0 or units not in (2 * numbers, 4 * numbers)):
@@ -212,8 +278,7 @@ def format_of(data: Tensor, scale: Tensor | None) -> str:
 def columns(data: Tensor, scale: Tensor | None) -> int:
     """The number of columns D of the values; data may also be unquantised."""
     _check_tensors(data=data, scale=scale)
-    if data.dim() == 0:
-        raise ValueError("data has no dimensions; it must have columns")
+    _check_columns(data)
     size = data.shape[-1]
     if scale is None or scale.dtype != torch.float16:
         return size
@@ -255,6 +320,11 @@ def _check_tensors(scale: Tensor | None, **tensors: Tensor) -> None:
                     f"scale is on {scale.device} and {name} on {tensor.device}; they must be on "
                     "one device"
                 )
+
+
+def _check_columns(data: Tensor) -> None:
+    if data.dim() == 0:
+        raise ValueError("data has no dimensions; it must have columns")
 
 
 def _packed(nibbles: Tensor) -> Tensor:

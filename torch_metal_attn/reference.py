@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_metal_attn.call import philox
 from torch_metal_attn.call.autocast import autocasts
-from torch_metal_attn.quantisation import columns, dequantise
+from torch_metal_attn.quantisation import columns, dequantise, rotated
 
 # Scores held at once. 2**23 float32 scores take 32 MiB, little next to any model and enough for
 # full-speed matmuls.
@@ -51,6 +51,7 @@ def attention(
     cache_batch_idx: Tensor | None = None,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    hadamard: int = 0,
     indices: Tensor | None = None,
     kv_block_size: int = 1,
     q_block_size: int = 1,
@@ -95,7 +96,7 @@ def attention(
         the keys'. See `rotate`. dropout_p: in 0..1. rng_state: (2,) int64, a seed and an offset, if
         dropout_p > 0. block_table (B, max_blocks) or cache_batch_idx (B,): where in a cache each
         sequence's keys and values are, see `cached`; Lk is then what the table or the cache holds.
-        k_scale, v_scale: of quantised k and v, see `quantisation.dequantise`. indices: (B or 1, Hkv
+        k_scale, v_scale, hadamard: of quantised k and v, see `quantisation`. indices: (B or 1, Hkv
         or 1, lists, entries): list i // q_block_size is query i's, and entry e the keys from e *
         kv_block_size on; -1 is none (DeepSeek-V3.2, 2025). parents, tree_mask: the last keys are
         those of the queries and form a tree, see `tree_rows`. It alone says which of these keys a
@@ -142,7 +143,7 @@ def attention(
     if exists is not None:
         # 0 * NaN is NaN: what lies outside must not meet a weight, or its gradient, of 0.
         k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in (k, v))
-    k, v = k.to(dtype), v.to(dtype)
+    k, v = (rotated(x.to(dtype), hadamard) for x in (k, v))
     positions = _positions(q_length, kv_length, q_offset, seqused_k, q.device)
     keys = torch.arange(kv_length, device=q.device)
     seen = tree_rows(parents, tree_mask) if q_length else None
@@ -462,7 +463,7 @@ def _tree_keys(seen: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
     seen: (B or 1, rows, L). new: (B or 1, Lk), the keys counted from the first new one. Both
     results are (B, rows, Lk).
     """
-    batch, (_, rows, length) = max(len(seen), len(new)), seen.shape
+    (batch,), (_, rows, length) = torch.broadcast_shapes(seen.shape[:1], new.shape[:1]), seen.shape
     before = seen.cumsum(-1) - seen.long()
     place = new.clamp(0, max(length - 1, 0))[:, None].expand(batch, rows, -1)
     shown, ranks = (x.expand(batch, rows, length).gather(-1, place) for x in (seen, before))

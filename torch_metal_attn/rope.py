@@ -47,7 +47,7 @@ def _wavelengths(dim: int, base: float, device: Any) -> Tensor:
 
 
 def _positive(name: str, value: float) -> None:
-    found = plain(value)
+    found = plain(name, value)
     if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
         raise ValueError(f"{name} is {value!r}; it must be a positive, finite number")
 

@@ -238,10 +238,9 @@ def plan(arguments: Arguments) -> Problem:
     Sizes near 2^31 and numbers that are not finite are checked by the op.
     """
     for name in ("dropout_p", "scale"):
-        refuse_gradient(name, getattr(arguments, name))
-    arguments = arguments._replace(
-        dropout_p=plain(arguments.dropout_p), scale=plain(arguments.scale)
-    )
+        value = getattr(arguments, name)
+        refuse_gradient(name, value)
+        arguments = arguments._replace(**{name: plain(name, value)})
     _check_types(arguments)
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     query, key, value = autocast(query, key, value)

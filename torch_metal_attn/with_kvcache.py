@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from torch_metal_attn import quantisation
 from torch_metal_attn.call.arguments import (
     NO_WINDOW,
     Window,
@@ -74,6 +75,7 @@ def flash_attn_with_kvcache(
     max_seqlen_q: int | None = None,
     parents: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    hadamard: int = 0,
     **newer: Unpack[NewerOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to a cache, with the arguments of `flash_attn.flash_attn_with_kvcache` (2.x).
@@ -117,6 +119,8 @@ def flash_attn_with_kvcache(
         tree_mask: (Lq, Lq) or (B, Lq, Lq) bool, or packed (T, max_seqlen_q), instead of parents:
             which of the last keys a query sees. Its diagonal is True. New tokens of a tree are
             rotated by their depth, and windows count by it; `causal` changes nothing.
+        hadamard: 32, 64 or 128: rows of the quantised cache are rotated in blocks of as many
+            columns, as are new ones; see `quantisation`. 0: they are not.
         The other arguments are those of `flash_attn_func`.
 
     Returns:
@@ -143,6 +147,8 @@ def flash_attn_with_kvcache(
         and cache_leftpad is None
         and k_scale is None
         and v_scale is None
+        and type(hadamard) is int
+        and hadamard == 0
         and return_softmax_lse is False
         and type(num_splits) is int
         and num_splits == 0
@@ -179,6 +185,7 @@ def flash_attn_with_kvcache(
         k_scale=heads_first("k_scale", k_scale),
         v_scale=heads_first("v_scale", v_scale),
     )
+    rotation = only_given(hadamard=whole("hadamard", hadamard) or None)
     num_splits = whole("num_splits", num_splits)
     tree = only_given(parents=parents, tree_mask=tree_mask)
     few = packed or bool(tree) or q.shape[1] <= VERIFY_QUERIES
@@ -200,7 +207,7 @@ def flash_attn_with_kvcache(
         new = _new_rows(k, v, seqlens, packed)
         if few and (packed or tree or new[0].numel() > 0):
             rows = (query, *new, k_cache, v_cache)
-            options |= rotary | cache
+            options |= rotary | cache | rotation
             if num_splits != 0:
                 options["num_splits"] = num_splits
             arguments = (*map(swapped, rows), seqlens)
@@ -216,25 +223,32 @@ def flash_attn_with_kvcache(
             checked = (_FLASH_FWD, query[:, :0], k_cache, v_cache)
             with torch.no_grad():
                 _CACHED_NAMES.run(heads_second, checked, options | cache | {"seqused_k": seqlens})
-        _CACHE_NAMES.run(_APPEND_KV, arguments, rotary | cache)
+        _CACHE_NAMES.run(_APPEND_KV, arguments, rotary | cache | rotation)
         assert seqlens is not None
         seqlens = seqlens + new[0].shape[1]
     elif rotary_cos is not None or rotary_sin is not None:
         raise ValueError(
             "rotary_cos or rotary_sin is given without k and v; they only rotate new keys"
         )
-    options |= cache
+    options |= cache | (rotation if few else {})
     if seqlens is not None:
         options["seqused_k"] = seqlens
     if few and num_splits != 0:
         options["num_splits"] = num_splits
     op = _FLASH_DECODE if few else _FLASH_FWD
+    if rotation and not few:
+        # flash_fwd reads the rows as they are. Attention to no queries refuses what does not fit.
+        checked = (_FLASH_DECODE, query[:, :0], k_cache, v_cache)
+        _CACHED_NAMES.run(heads_second, checked, cache | rotation)
+        query = quantisation.hadamard(query, hadamard)
     out, lse = forward_only(
         "flash_attn_with_kvcache",
         "use flash_attn_func, or call it under torch.no_grad()",
         {"q": query, "k_cache": k_cache, "v_cache": v_cache, **options},
         lambda: _CACHED_NAMES.run(heads_second, (op, query, k_cache, v_cache), options),
     )
+    if rotation and not few:
+        out = quantisation.hadamard(out, hadamard)
     return _with_lse(out, lse, return_softmax_lse)
 
 

@@ -81,6 +81,7 @@ struct CacheFeatures {
   KvFormats formats;
   bool k_scale = false;
   bool v_scale = false;
+  int hadamard = 0;  // columns of the blocks in which rows are rotated
 
   bool operator==(const CacheFeatures&) const = default;
 };
@@ -129,9 +130,11 @@ struct PackedRows {
 // rotary_cos and rotary_sin (rows, R / 2) rotate row i of k by their row cache_seqlens[b] + i, less
 // leftpad_k[b] if rotary_from_leftpad: its columns [rotary_first_column, rotary_first_column + R).
 // v_cache may be the first columns of k_cache, as far as none of them is rotated; then v must be
-// those of k. Token i of q (B, Hq, Lq, D) is rotated in place by the same
-// row, or unless rotate_q_by_token by that of i = 0. Indices are int32, (B) or (B, blocks).
-// With `packed`, k, v and q have packed rows, (T, H, D), and sequences differ in their number.
+// those of k. With `hadamard` blocks of as many columns of k (rotated before) and v are multiplied
+// by a Hadamard matrix before they are quantised. Token i of q (B, Hq, Lq, D) is rotated in place
+// by the same row, or unless rotate_q_by_token by that of i = 0. Indices are int32, (B) or (B,
+// blocks). With `packed`, k, v and q have packed rows, (T, H, D), and sequences differ in their
+// number.
 struct AppendKvArguments {
   torch::stable::Tensor k;
   torch::stable::Tensor v;
@@ -147,6 +150,7 @@ struct AppendKvArguments {
   bool rotate_q_by_token;
   bool rotary_from_leftpad;
   int64_t rotary_first_column;
+  int64_t hadamard = 0;
   std::optional<PackedRows> packed = std::nullopt;
 };
 
@@ -167,6 +171,7 @@ struct AppendKvProblem {
   bool v_in_k;  // v_cache is the first columns of k_cache, and v those of k
   int32_t table_rows;
   Element table_element;
+  int hadamard;
   int32_t q_heads;
   int32_t q_length;  // likewise
 

@@ -13,6 +13,7 @@
 // their schemas.
 // - cu_seqlens_q: (B + 1) int32. q, and new keys and values, are packed rows, (T, heads, columns).
 // - max_seqlen_q: the most queries of a sequence, with cu_seqlens_q.
+// - hadamard: the cache's rows are rotated, as append_kv's.
 // - parents: (Lq) or (B, Lq) int32, or packed as q is: the queries are those of the last keys and
 //   form a tree. Each has the number of an earlier query of its sequence, or -1.
 // - tree_mask: (Lq, Lq) or (B, Lq, Lq) bool, or packed (T, max_seqlen_q), instead of parents: which
@@ -21,7 +22,8 @@
   X(OptionalTensor, cu_seqlens_q, None, IN) \
   X(Integer, max_seqlen_q, 0, IN)           \
   X(OptionalTensor, parents, None, IN)      \
-  X(OptionalTensor, tree_mask, None, IN)
+  X(OptionalTensor, tree_mask, None, IN)    \
+  X(Integer, hadamard, 0, IN)
 
 namespace metal_attn {
 

@@ -140,6 +140,8 @@ int FlashDecodeSpecialisation::threadgroup_bytes(int own_rows) const {
     floats +=
         (vector_rows > 0 ? 0 : spans_of(head_dim_v) * span_elements) + 2 * own_keys * tile_rows();
     q_elements = spans_of(head_dim_qk) * span_elements;
+  } else if (own_columns > 1 && features.cache.hadamard > 0) {
+    floats += spans_of(head_dim_v) * 64;  // a fragment of each
   }
   int kv_elements = 0;
   if (own_rows > 1) {
@@ -228,8 +230,11 @@ std::string describe_choice(const FlashDecodeSpecialisation& s, int64_t row_grou
   return std::to_string(splits) + " splits of the keys; " + std::to_string(s.all_rows) +
          " queries of a KV head in " + std::to_string(s.passes(s.all_rows)) +
          " passes over its keys" + (row_groups > 1 ? ", each by threadgroups of its own" : "") +
-         (s.v_in_k ? ", which hold the values too" : "") + "; " +
-         std::to_string(s.key_simdgroups()) + " SIMD groups with their own keys, " +
+         (s.v_in_k ? ", which hold the values too" : "") +
+         (s.features.cache.hadamard > 0
+              ? ", rotated in blocks of " + std::to_string(s.features.cache.hadamard) + " columns"
+              : "") +
+         "; " + std::to_string(s.key_simdgroups()) + " SIMD groups with their own keys, " +
          std::to_string(s.column_simdgroups()) + " with their own columns" +
          (s.vector_rows > 0 ? ", values without the matrix unit: " : ": ") + row_text(s.defaults);
 }

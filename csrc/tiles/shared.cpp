@@ -92,6 +92,9 @@ void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
     }
     feature("K_SCALE", f.cache.k_scale);
     feature("V_SCALE", f.cache.v_scale);
+    if (f.cache.hadamard > 0) {
+      define("HADAMARD", f.cache.hadamard);
+    }
   }
   if (f.flex) {
     const auto text = [&define](const char* name, const char* given) {

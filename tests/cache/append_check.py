@@ -155,7 +155,8 @@ def expected(problem):
             data = x.to(after[f"{name}_cache"].dtype)
         else:
             by_head = after.get(f"{name}_scale") if format == "fp8_e4m3" else None
-            data, scale = quantise(x, format, by_head)
+            rotation = problem.options.get("hadamard", 0)
+            data, scale = quantise(x, format, by_head, hadamard=rotation)
         for b in range(batch):
             for i in range(length):
                 place, row = place_of(after, b, first[b] + i)

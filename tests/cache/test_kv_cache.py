@@ -5,6 +5,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from tests.common.test_bad_options import resized
 from tests.helpers.cases import each_case
 from torch_metal_attn import flash_attn_with_kvcache, quantisation, reference
 from torch_metal_attn.kv_cache import CacheFull, PagedKVCache, StaticKVCache, pages
@@ -516,8 +517,18 @@ REFUSED = [
     (lambda c: c.append(0, some_rows(), some_rows()), "ids is 0; it must be a sequence of int"),
     (lambda c: c.append([0], None, some_rows()), "k is a NoneType; it must be a tensor"),
     (lambda c: c.reserve([0], 1.5), "length is 1.5; it must be an int"),
+    (lambda c: c.seqlens(resized(torch.tensor([0]), 0)), r"ids has shape \(1,\) .* of 0 bytes"),
+    (
+        lambda c: c.accept([0], resized(torch.tensor([[0]]), 0), [[-1]]),
+        r"paths has shape \(1, 1\) .* of 0 bytes",
+    ),
+    (lambda c: c.reserve([0], resized(torch.tensor(1), 0)), r"length has shape \(\) .* of 0 bytes"),
     (lambda c: c.free([0]), r"ids\[0\] is \[0\]; it must be an int"),
     (lambda c: PagedKVCache(2**63, 4, 2, 8), "num_pages is 9223372036854775808; it must fit int64"),
+    (
+        lambda c: PagedKVCache(1, 4, 2, 8, num_layers=2**62),
+        "num_layers is .*; it must be in 1..65536",
+    ),
     (lambda c: c.seqlens([0], "1"), "layer is '1'; it must be an int"),
     (
         lambda c: TestStatic().make().append(some_rows(3), some_rows(3), rotary_cos="a"),

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.common.test_bad_options import resized
 from tests.helpers.cases import each_case
 from torch_metal_attn.quantisation import (
     BLOCK,
@@ -23,6 +24,8 @@ from torch_metal_attn.testing import judge
 from torch_metal_attn.testing.judge import DTYPES
 
 BLOCKED = ["q8_0", "q4_0"]
+# Scales for 64 columns.
+HALVES = torch.ones(2, 3, 4, 2).half()
 
 
 def normal(*shape, dtype=torch.float32, seed=0, size=1.0):
@@ -292,6 +295,10 @@ def test_strides(format):
             lambda x: quantise(x.to("meta"), "fp8_e4m3", torch.ones(3)),
             "scale is on cpu and x on meta; they must be on one device",
         ),
+        (lambda x: quantise(resized(x, 6143), "q3_g32"), "x has .* must hold 1536 elements"),
+        (lambda x: dequantise(resized(x.char(), 0), HALVES, x.dtype), "data has .* of 0 bytes"),
+        (lambda x: dequantise(x.char(), resized(HALVES + 0, 7), x.dtype), "scale has .* 7 bytes"),
+        (lambda x: dequantise(x.char()[0, 0, 0, 0], HALVES, x.dtype), "data has no dimensions"),
     ],
 )
 def test_refusals(call, message):

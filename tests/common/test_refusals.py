@@ -153,7 +153,7 @@ WITHOUT_MEMORY = {
     "window_size": lambda: torch_metal_attn.flash_attn_func(
         *[TOKENS[:, :, None]] * 3, window_size=shrunk(2, dtype=torch.int64)
     ),
-    "a number": lambda: torch_metal_attn.flash_attn_func(
+    "softmax_scale": lambda: torch_metal_attn.flash_attn_func(
         *[TOKENS[:, :, None]] * 3, softmax_scale=shrunk(1)
     ),
 }

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from tests.cache.append_check import make, memory_of
-from tests.common.ops import EXAMPLES
+from tests.common.ops import EXAMPLES, call
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused, refused_alike, without_data
 from torch_metal_attn.testing.judge import ints
@@ -353,6 +353,24 @@ def test_sparse_tensors_are_refused(example):
             arguments[name] = arguments[name].to_sparse()
             with refused(rf"{name} is sparse.*{name}\.to_dense\(\)"):
                 getattr(torch.ops.metal_attn, example.op)(**arguments)
+
+
+@each_case("example", EXAMPLES.values())
+def test_negative_views_are_read_or_refused(example):
+    """What torch negates lazily, as the imaginary part of a conjugate."""
+    op = getattr(torch.ops.metal_attn, example.op)
+    for argument in op.default._schema.arguments:
+        x = example.make().get(name := argument.name)
+        if not torch.is_tensor(x) or not x.is_floating_point():
+            continue
+        arguments = example.make() | {name: torch._neg_view(-x)}
+        if argument.alias_info is None or example.returns_what_it_writes:
+            found, expected = call(arguments, example), call(example.make(), example)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        else:
+            with refused(f"^{name} is a view with its negative bit set"):
+                op(**arguments)
+            assert torch.equal(arguments[name].nan_to_num(), x.nan_to_num())
 
 
 @each_case("example", EXAMPLES.values())

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops.differentiation import refuse_gradient, refuse_layout, transforming
+from torch_metal_attn.ops.differentiation import refuse_gradient, refuse_layout
 from torch_metal_attn.ops.refusals import unmarked
 
 # A limit on each side; negative or None (flash-attn 4) is no limit.
@@ -22,24 +22,24 @@ def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
     refuse_layout(name, value)
-    if value.is_cpu:
-        _check_storage(name, value)
+    _check_storage(name, value)
 
 
 def _check_storage(name: str, tensor: Tensor) -> None:
-    """Every element lies in the storage, which a caller may have shrunk; torch would crash."""
-    # Wrappers have a storage elsewhere, and a graph's tensors have none yet.
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+    """Refuse a tensor that reaches past its storage: torch would read there, as csrc/ does not."""
+    count = tensor.numel()
+    if torch.compiler.is_compiling() or not isinstance(count, int) or count == 0:
         return
-    if transforming() or tensor.numel() == 0:
+    try:
+        size = tensor.untyped_storage().nbytes()
+    except NotImplementedError:  # of a transform of torch.func
         return
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    elements = tensor.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps)
-    held = tensor.untyped_storage().nbytes()
-    if held < elements * tensor.element_size():
+    steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    elements = 1 + tensor.storage_offset() + sum(steps)
+    if elements * tensor.itemsize > size:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and a storage "
-            f"of {held} bytes, which must hold {elements} elements: it has been resized"
+            f"of {size} bytes, which must hold {elements} elements: it has been resized"
         )
 
 
@@ -76,12 +76,12 @@ def check_packed(name: str, tensor: Tensor, layout: str) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
 
 
-def plain(value: Any) -> Any:
+def plain(name: str, value: Any) -> Any:
     """A NumPy number or a tensor of one element as a Python number; else `value` itself."""
-    if not isinstance(value, Tensor) and type(value).__module__ != "numpy":
-        return value
     if isinstance(value, Tensor):
-        check_tensor("a number", value)
+        check_tensor(name, value)
+    elif type(value).__module__ != "numpy":
+        return value
     try:
         return value.item()
     except (RuntimeError, ValueError):  # several elements
@@ -91,7 +91,7 @@ def plain(value: Any) -> Any:
 def whole(name: str, value: Any, allowed: str = "an int") -> Any:
     if type(value) is int:
         return value
-    number = plain(value)
+    number = plain(name, value)
     if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
         raise TypeError(f"{name} is {value!r}; it must be {allowed}")
     return number
@@ -106,11 +106,16 @@ def natural(name: str, value: Any, least: int = 0) -> Any:
     return number
 
 
-def integers(name: str, values: Any) -> list[int]:
-    """A sequence, or a tensor or NumPy array of one dimension, as Python ints."""
+def on_host(name: str, values: Any) -> Any:
+    """The numbers of a tensor or NumPy array, for which the host waits; else `values` itself."""
     if isinstance(values, Tensor):
         check_tensor(name, values)
-    given = values.tolist() if hasattr(values, "tolist") else values
+    return values.tolist() if hasattr(values, "tolist") else values
+
+
+def integers(name: str, values: Any) -> list[int]:
+    """A sequence, or a tensor or NumPy array of one dimension, as Python ints."""
+    given = on_host(name, values)
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"{name} is {values!r}; it must be a sequence of ints")
     numbers = list(given)
@@ -121,7 +126,7 @@ def integers(name: str, values: Any) -> list[int]:
 
 def number(name: str, value: Any) -> Any:
     refuse_gradient(name, value)
-    found = plain(value)
+    found = plain(name, value)
     allowed = int | float | torch.SymInt | torch.SymFloat
     if isinstance(found, bool) or not isinstance(found, allowed):
         raise TypeError(f"{name} is {value!r}; it must be a number")
@@ -131,7 +136,7 @@ def number(name: str, value: Any) -> Any:
 def flag(name: str, value: Any) -> bool:
     if value is True or value is False:
         return value
-    number = plain(value)
+    number = plain(name, value)
     if not isinstance(number, int) or number not in (0, 1):
         raise TypeError(f"{name} is {value!r}; it must be a bool")
     return bool(number)
@@ -141,13 +146,9 @@ def window(window_size: Any) -> tuple[int, int]:
     """(left, right), -1 where there is no limit."""
     if type(window_size) is tuple and window_size == NO_WINDOW:
         return NO_WINDOW
-    limits = window_size
-    if isinstance(limits, Tensor):
-        check_tensor("window_size", limits)
-    if isinstance(limits, Tensor) or type(limits).__module__ == "numpy":
-        limits = limits.tolist()
+    limits = on_host("window_size", window_size)
     if isinstance(limits, tuple | list) and len(limits) == 2:
-        numbers = [plain(limit) for limit in limits]
+        numbers = [plain("window_size", limit) for limit in limits]
         if all(
             n is None or (isinstance(n, int | torch.SymInt) and not isinstance(n, bool))
             for n in numbers

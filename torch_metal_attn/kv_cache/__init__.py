@@ -4,6 +4,7 @@
 `StaticKVCache` has one row of fixed length per sequence. `flash_attn_with_kvcache` and
 `flash_attn_varlen_func` take the tensors of both. New rows are written by `append_kv`.
 `LatentCache` and `StaticLatentCache` are the same for multi-head latent attention (MLA).
+`RecentKVCache` is a quantised `StaticKVCache` with its last rows in full precision.
 `CascadePlan` lets a batch read the pages that its sequences share once.
 """
 
@@ -11,6 +12,7 @@ from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.latent import LatentCache, StaticLatentCache
 from torch_metal_attn.kv_cache.paged import PagedKVCache
 from torch_metal_attn.kv_cache.pages import CacheFull
+from torch_metal_attn.kv_cache.recent import RecentKVCache
 from torch_metal_attn.kv_cache.static import StaticKVCache
 from torch_metal_attn.kv_cache.storage import LayerCache
 
@@ -20,6 +22,7 @@ __all__ = [
     "LatentCache",
     "LayerCache",
     "PagedKVCache",
+    "RecentKVCache",
     "StaticKVCache",
     "StaticLatentCache",
 ]

@@ -130,14 +130,15 @@ class CascadePlan:
         learnable_sink: Tensor | None = None,
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
+        hadamard: int = 0,
         num_splits: int = 0,
     ) -> Tensor:
         """Attention of one layer, as `flash_attn_with_kvcache` without k and v.
 
         Args: q: (B, q_length, Hq, D). k_cache, v_cache: (pages, page_size, Hkv, D) and Dv; they may
-            be quantised, with k_scale and v_scale. learnable_sink: (Hq,), counted once. num_splits:
-            of each call. The other options of `flash_attn_with_kvcache` depend on a key's position,
-            or on its sequence, and are not here.
+            be quantised, with k_scale, v_scale and hadamard. learnable_sink: (Hq,), counted once.
+            num_splits: of each call. The other options of `flash_attn_with_kvcache` depend on a
+            key's position, or on its sequence, and are not here.
 
         Returns: (B, q_length, Hq, Dv), in q's dtype.
 
@@ -161,7 +162,7 @@ class CascadePlan:
         )
         caches = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         score = only_given(softmax_scale=softmax_scale)
-        score |= {"softcap": softcap, "num_splits": num_splits}
+        score |= {"softcap": softcap, "num_splits": num_splits, "hadamard": hadamard}
         own = self._options | only_given(learnable_sink=learnable_sink)
         out, lse = self._decode(self._rest, q, caches, score | scales | own)
         for walk in self._walks:

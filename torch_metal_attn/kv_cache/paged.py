@@ -49,7 +49,8 @@ class PagedKVCache:
         v_head_dim: Dv, D if None. dtype: of new keys and values (float32, float16 or bfloat16), and
         of the cache if format is None. A cache in half precision also takes float32 keys and
         values, and rounds them. format: None, or one of `torch_metal_attn.quantisation`'s, such as
-        "q8_0" or "q3_g64"; v_format: that of values, if it is another. layout: "NHD", in memory
+        "q8_0" or "q3_g64"; v_format: that of values, if it is another. hadamard: 32, 64 or 128
+        columns in whose blocks quantised rows are rotated, 0 for none. layout: "NHD", in memory
         (pages, page_size, Hkv, D) as in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale,
         v_scale: (Hkv,) float32, for fp8_e4m3 only; None is 1. values_in_keys: values are the first
         Dv columns of the keys, and stored once, as in `LatentCache`.

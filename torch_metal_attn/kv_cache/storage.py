@@ -9,11 +9,14 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor, flag, natural, whole
 from torch_metal_attn.call.names import ArgumentNames
-from torch_metal_attn.quantisation import DTYPES, ELEMENTS, FORMATS, sizes
+from torch_metal_attn.quantisation import DTYPES, ELEMENTS, FORMATS, check_hadamard, sizes
 
 Layout = Literal["NHD", "HND"]
 # Options of `append`.
 ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
+
+# More than any model has: each takes memory, and the host's time before any is used.
+_MOST_LAYERS = 2**16
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class LayerCache:
 
     k_cache: (blocks, rows, Hkv, D), v_cache: the same with Dv; `torch_metal_attn.quantisation`
     describes quantised ones and their scales, which are None without quantisation. With
-    values_in_keys v_cache is a view of k_cache, and v_scale of k_scale.
+    values_in_keys v_cache is a view of k_cache, and v_scale of k_scale. hadamard: columns of the
+    blocks in which rows are rotated, or 0.
     """
 
     k_cache: Tensor
@@ -30,6 +34,7 @@ class LayerCache:
     k_scale: Tensor | None
     v_scale: Tensor | None
     values_in_keys: bool = False
+    hadamard: int = 0
 
     def by_block(self) -> list[Tensor]:
         """The tensors that have blocks, each element once: not fp8_e4m3's scales per head."""
@@ -58,6 +63,7 @@ class Storage:
         k_scale: Tensor | None = None,
         v_scale: Tensor | None = None,
         v_format: str | None = None,
+        hadamard: int = 0,
         values_in_keys: bool = False,
     ) -> None:
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
@@ -69,6 +75,8 @@ class Storage:
         }
         for name, count in counts.items():
             natural(name, count, 1)
+        if num_layers > _MOST_LAYERS:
+            raise ValueError(f"num_layers is {num_layers}; it must be in 1..{_MOST_LAYERS}")
         if dtype not in ELEMENTS:
             raise ValueError(f"dtype is {dtype!r}; it must be float32, float16 or bfloat16")
         if layout not in ("NHD", "HND"):
@@ -79,6 +87,9 @@ class Storage:
         for name, given in (("format", format), ("v_format", v_format)):
             if given is not None and given not in FORMATS:
                 raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(FORMATS)}")
+        rotated = {"head_dim": head_dim, "v_head_dim": v_head_dim}
+        if check_hadamard(hadamard, rotated) and format is None:
+            raise ValueError(f"hadamard is {hadamard} with no format; leave it out")
         v_format = format if v_format is None else v_format
         if flag("values_in_keys", values_in_keys):
             if v_head_dim > head_dim:
@@ -130,7 +141,7 @@ class Storage:
                     own_v_scale = own_k_scale[..., : sizes(str(format), v_head_dim)[1]]
             else:
                 v, own_v_scale = operand(v_head_dim, v_format, v_scale)
-            self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale, values_in_keys))
+            self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale, values_in_keys, hadamard))
 
     def check_layer(self, layer: int) -> None:
         """Raise ValueError if there is no such layer."""
@@ -195,20 +206,23 @@ class Storage:
         check_only: raise what the op would raise, and write nothing.
         """
         ops = torch.ops.metal_attn_explain if check_only else torch.ops.metal_attn
-        caches, scales = self.operands(layer)
+        caches, kept = self.operands(layer)
         if self.values_in_keys and options.get("rotary_cos") is not None:
             options = {"rotary_first_column": self._new_shapes["v"][1]} | options
         arguments = (*new, *caches, cache_seqlens)
-        return ArgumentNames().run(getattr(ops, op), arguments, scales | options)
+        return ArgumentNames().run(getattr(ops, op), arguments, kept | options)
 
-    def operands(self, layer: int) -> tuple[tuple[Tensor, Tensor], dict[str, Tensor | None]]:
-        """k_cache and v_cache of a layer, heads second as the ops take them, and its scales."""
+    def operands(self, layer: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
+        """k_cache and v_cache of a layer, heads second as the ops take them, and what tells how
+        they are kept: scales, and the rotation of rows.
+        """
         cache = self.layers[layer]
-        scales = {
+        kept: dict[str, Any] = {"hadamard": cache.hadamard} if cache.hadamard else {}
+        kept |= {
             name: scale.transpose(1, 2) if scale is not None and scale.dim() == 4 else scale
             for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale))
         }
-        return (cache.k_cache.transpose(1, 2), cache.v_cache.transpose(1, 2)), scales
+        return (cache.k_cache.transpose(1, 2), cache.v_cache.transpose(1, 2)), kept
 
     def move_rows(self, moves: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Copy rows (block, row), the first of each pair to the second, in all layers.

@@ -5,14 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import integers, natural
+from torch_metal_attn.call.arguments import integers, natural, on_host
 
 Rows = Tensor | Sequence[Sequence[int]]
 
 
 def rows_of_ints(name: str, rows: Any, count: int) -> list[list[int]]:
     """A list of ints for each of `count` sequences."""
-    given = rows.tolist() if isinstance(rows, Tensor) else rows
+    given = on_host(name, rows)
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise TypeError(f"{name} is {rows!r}; it must be a row of ints for each sequence")
     lists = [integers(f"{name}[{b}]", row) for b, row in enumerate(given)]

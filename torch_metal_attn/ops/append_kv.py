@@ -33,7 +33,13 @@ def _places(
     return cache_batch_idx.long()[:, None].expand_as(positions), positions
 
 
-def _write(new: Tensor, cache: Tensor, scale: Tensor | None, places: tuple[Tensor, Tensor]) -> None:
+def _write(
+    new: Tensor,
+    cache: Tensor,
+    scale: Tensor | None,
+    places: tuple[Tensor, Tensor],
+    hadamard: int,
+) -> None:
     """Write new rows (B, H, L, D) to their places in the cache, rounded or quantised as it is."""
     batch, row = places
     if cache.dtype in ELEMENTS:
@@ -41,7 +47,7 @@ def _write(new: Tensor, cache: Tensor, scale: Tensor | None, places: tuple[Tenso
         return
     format = format_of(cache, scale)
     given = scale if format == "fp8_e4m3" else None
-    data, block_scales = quantise(new, format, given)
+    data, block_scales = quantise(new, format, given, hadamard=hadamard)
     cache.view(data.view(torch.uint8).dtype)[batch, :, row] = data.view(torch.uint8).transpose(1, 2)
     if scale is not None and given is None:
         assert block_scales is not None
@@ -69,6 +75,7 @@ def reference(
     rotary_from_leftpad: bool = True,
     steps: Tensor | None = None,
     rotary_first_column: int = 0,
+    hadamard: int = 0,
 ) -> None:
     """The op composed of `rope`, `quantise` and an indexed copy.
 
@@ -99,8 +106,8 @@ def reference(
         if q is not None:
             rotate_(q, rotate_q_by_token)
     places = _places(k, k_cache, first, block_table, cache_batch_idx)
-    _write(k, k_cache, k_scale, places)
-    _write(v, v_cache, v_scale, places)
+    _write(k, k_cache, k_scale, places, hadamard)
+    _write(v, v_cache, v_scale, places, hadamard)
 
 
 _TABLES = ("rotary_cos", "rotary_sin")

@@ -19,7 +19,7 @@ _ROTARY = (
     *("rotary_interleaved", "rotate_q_by_token", "rotary_from_leftpad", "rotary_first_column"),
 )
 # Options of both the append and the attention.
-_CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale")
+_CACHE = ("leftpad_k", "block_table", "cache_batch_idx", "k_scale", "v_scale", "hadamard")
 _WRITTEN = ("k_cache", "v_cache", "cache_seqlens")
 
 

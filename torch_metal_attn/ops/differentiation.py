@@ -345,7 +345,30 @@ def count_writes(name: str, written: Callable[[dict[str, Any]], Iterable[str]]) 
         op = getattr(getattr(torch.ops, namespace), name).default
         library = torch.library.Library(namespace, "IMPL")
         library.impl(name, _counted(op, written), "ADInplaceOrView", with_keyset=True)
+        # Where an op returns what it writes, torch itself writes such views.
+        if not any(result.alias_info for result in op._schema.returns):
+            library.impl(name, _without_negated(op), "Negative")
         _libraries.append(library)
+
+
+def _without_negated(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """Refuses to write views that torch negates lazily, and negates those that are only read."""
+    arguments = op._schema.arguments
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+    def without_negated(*values: Any, **options: Any) -> Any:
+        given = dict(zip((a.name for a in arguments), values, strict=False)) | options
+        for name in written:
+            if isinstance(given.get(name), Tensor) and given[name].is_neg():
+                raise ValueError(
+                    unmarked(
+                        f"`{name}` is a view with its negative bit set, which {op._schema.name} "
+                        f"cannot write in place; it must be a copy: `{name}`.resolve_neg()"
+                    )
+                )
+        return op(**{n: x.resolve_neg() if isinstance(x, Tensor) else x for n, x in given.items()})
+
+    return without_negated
 
 
 def _counted(

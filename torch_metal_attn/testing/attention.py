@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing import spoiling
 from torch_metal_attn.testing.case import Case, Draw, chance, field, kinds, layout, one_of
-from torch_metal_attn.testing.tensors import DTYPES, partial_groups
+from torch_metal_attn.testing.tensors import DTYPES, partial_groups, rotated_blocks, wrong_rotation
 
 _PACKED_FUNCTIONS = (
     "flash_attn_varlen_func",
@@ -132,9 +132,11 @@ class Attention(Case):
         sequence. attn_mask, attn_bias: a dtype and the dimensions of (b, h, q, k) in which it is
         not 1, as "bool hqk". alibi_slopes: "h" or "bh". learnable_sink: a dtype. rotary: what is
         rotated: "q", "k" or "qk". cache: "", "paged" or "indexed"; format: "" or the format of a
-        quantised cache; cache_dtype: "", or the dtype of k and v if it is not that of q.
+        quantised cache, whose rows are rotated in blocks of `hadamard` columns; cache_dtype: "", or
+        the dtype of k and v if it is not that of q.
         values_in_keys: v is the first columns of k, as in MLA. listed: entries of each list of
-        keys, of which one in five is -1; list_dims: those of "bh" in which lists differ.
+        keys, of which one in five is -1; list_dims: those of "bh" in which lists differ. tree: ""
+        or how a random tree of the queries is given; tree_by_sequence: each sequence has its own.
         causal_bias: "", "upper_left" or "lower_right", an attn_mask of torch.nn.attention.bias.
         backward: also check the gradients, or that `backward` raises if the call has none. values:
         one of `tensors.KINDS`. poison: NaN or infinity in one element of a tensor. layouts: those
@@ -210,6 +212,9 @@ class Attention(Case):
         calls=_STORED,
         when=lambda case: case.format and not case.values_in_keys,
     )
+    hadamard: int = field(
+        0, rotated_blocks, share=0.3, calls=_DECODES, when=lambda case: case.format
+    )
     cache_dtype: str = field(
         "",
         one_of(*DTYPES[1:]),
@@ -223,6 +228,14 @@ class Attention(Case):
     )
     q_block_size: int = field(1, one_of(1, 1, 2, 7), calls=("flash_decode",), when=_has_lists)
     list_dims: str = field("", one_of("bh", "b", "h"), calls=("flash_decode",), when=_has_lists)
+    tree: str = field(
+        "",
+        one_of("parents", "tree_mask"),
+        share=0.3,
+        calls=_DECODES,
+        when=lambda case: not _has_lists(case) and not any(case.no_trees().values()),
+    )
+    tree_by_sequence: bool = field(False, chance(0.5), calls=_DECODES, when=lambda c: c.tree)
     backward: bool = field(
         False,
         lambda r, case: "bwd" in case.call or r.random() < (0.5 if case.differentiable else 0.1),
@@ -255,7 +268,7 @@ class Attention(Case):
     )
 
     ALSO_RAISES: ClassVar[dict[str, tuple[type[Exception], ...]]] = {_SDPA: (RuntimeError,)}
-    UNREAD_ON_MPS: ClassVar[tuple[str, ...]] = ("lengths",)
+    UNREAD_ON_MPS: ClassVar[tuple[str, ...]] = ("lengths", "a tree of more tokens than keys")
     OF_SEQUENCES: ClassVar[tuple[str, ...]] = ("batch", "packed", "seqused_k", "leftpad_k")
     SIZES: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("heads", "kv_heads"),
@@ -352,6 +365,19 @@ class Attention(Case):
             ways = tuple(way for way in ways if not way.startswith("dimensions"))
         return ways
 
+    def no_trees(self) -> dict[str, Any]:
+        """What is illegal with a tree of the queries."""
+        ends = self.seqused_k or [keys for _, keys in self.sequences]
+        pads = self.leftpad_k or [0] * len(self.sequences)
+        return {
+            "a tree of queries at an offset": self.q_offset is not None,
+            "slopes with a tree": self.alibi_slopes,
+            "a tree of too many tokens": self.q_length > 64,
+            "a tree of more tokens than keys": any(
+                end - pad < self.q_length for end, pad in zip(ends, pads, strict=False)
+            ),
+        }
+
     def illegal(self) -> dict[str, Any]:
         keys = self.longest[1]
         capacity = -(-keys // self.page) * self.page if self.cache == "paged" else keys
@@ -371,8 +397,11 @@ class Attention(Case):
             and self.attn_mask
             and not self.attn_mask.startswith("bool"),
             "a rotation of stored keys": (self.format or self.cache_dtype) and "k" in self.rotary,
+            **wrong_rotation(self),
             "listed keys in a mask or a bias": self.listed is not None
             and (self.attn_mask or self.attn_bias or self.alibi_slopes),
+            "lists of keys with a tree": self.listed is not None and self.tree,
+            **(self.no_trees() if self.tree else {}),
             "blocks of keys or of queries": not 1 <= self.kv_block_size <= 128
             or self.q_block_size < 1,
             "a rotation of keys in a decode": self.call == "flash_decode" and "k" in self.rotary,
@@ -404,6 +433,8 @@ class Attention(Case):
             {"dropout_p": 1.5},
             {"num_splits": 1025},
             {"num_splits": -1},
+            {"hadamard": 16},
+            {"hadamard": 64, "format": ""},
             {"rotary": "q", "rotary_columns": 0},
             {"rotary": "q", "rotary_columns": 400, "head_dim": 64},
             {"causal": True, "window_size_right": 3},
@@ -415,6 +446,11 @@ class Attention(Case):
             {"listed": 3, "alibi_slopes": "h"},
             {"listed": 3, "kv_block_size": 129},
             {"listed": 3, "q_block_size": 0},
+            {"tree": "parents", "q_offset": 1},
+            {"tree": "parents", "alibi_slopes": "h"},
+            {"tree": "parents", "listed": 3},
+            {"tree": "tree_mask", "q_length": 65},
+            {"tree": "tree_mask", "q_length": 9, "kv_length": 8, "seqused_k": None},
             {"rotary": "k"},
             *(of_each(name, n) for name in ("seqused_k", "leftpad_k") for n in (-1, 100000)),
         ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.quantisation import dequantise, quantise, sizes
+from torch_metal_attn.reference import tree_rows
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.judge import ints, normal
 from torch_metal_attn.testing.tensors import dtype_of, expanded, numbers
@@ -137,12 +138,24 @@ def options_of(case: Attention, batch: int, longest: int, rows: int) -> dict[str
             options["rotary_interleaved"] = case.rotary_interleaved
     if case.listed is not None:
         options |= _lists(case, batch, keys)
+    if case.tree:
+        trees = batch if case.tree_by_sequence else 1
+        parents = random_trees(trees, case.q_length, case.seed + 15)
+        tree = parents if case.tree == "parents" else tree_rows(parents, None)
+        assert tree is not None
+        options[case.tree] = tree if case.tree_by_sequence else tree[0]
     if case.dropout_p:
         options["dropout_p"] = case.dropout_p
         # As the functions draw it.
         torch.manual_seed(case.seed)
         options["rng_state"] = torch.randint(2**31 - 1, (2,), dtype=torch.int64)
     return options
+
+
+def random_trees(count: int, tokens: int, seed: int) -> Tensor:
+    """(count, tokens) int32: of each token any earlier one, or -1 as of a root."""
+    chosen = torch.rand(count, tokens, generator=torch.Generator().manual_seed(seed))
+    return (chosen * torch.arange(1, tokens + 1)).int() - 1
 
 
 def _lists(case: Attention, batch: int, keys: int) -> dict[str, Any]:
@@ -214,7 +227,8 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
 def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
     """The values that k and v (B, H, L, D) stand for, their storage, and the options for it.
 
-    case: has cache, format, v_format, values_in_keys, v_head_dim, page and seed.
+    case: has cache, format, v_format, hadamard, values_in_keys, v_head_dim,
+        page and seed.
     """
     exact, kept = [k, v], {"k": k, "v": v}
     scales: dict[str, Tensor] = {}
@@ -224,8 +238,8 @@ def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor],
         ):
             by_head = format == "fp8_e4m3"
             given = torch.linspace(0.02, 0.03, k.shape[1]) if by_head else None
-            data, scale = quantise(x, format, given)
-            exact[i] = dequantise(data, scale, torch.float32)
+            data, scale = quantise(x, format, given, hadamard=case.hadamard)
+            exact[i] = dequantise(data, scale, torch.float32, hadamard=case.hadamard)
             # As bytes, which every device has.
             kept[name] = data.view(torch.uint8) if by_head else data
             assert scale is not None
@@ -246,7 +260,8 @@ def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor],
         exact[1] = exact[0][..., : case.v_head_dim]
         found = within_keys(case, kept | scales)
         kept, scales = {n: found[n] for n in kept}, {n: found[n] for n in scales}
-    return exact, list(kept.values()), scales | where
+    rotation = {"hadamard": case.hadamard} if case.hadamard else {}
+    return exact, list(kept.values()), scales | where | rotation
 
 
 def within_keys(case: Any, given: dict[str, Any], suffix: str = "") -> dict[str, Any]:

@@ -181,7 +181,7 @@ def _score_errors(case: Attention, problem: Problem) -> Tensor:
     if "alibi_slopes" in options:
         added.append(largest(options["alibi_slopes"]) * _farthest(case))
     # Rotated and dequantised rows are rounded to q's dtype.
-    rounded = len(case.rotary) + (case.format != "")
+    rounded = len(case.rotary) + (case.format != "") + (case.hadamard > 0)
     operands = rounded * ROUNDING[problem.q.dtype] + 2 * tf32_rounding(problem.q.dtype)
     return score_errors(
         problem.q, problem.k, _scale(problem), operands, sum(added) + options["softcap"]

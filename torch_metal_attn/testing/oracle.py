@@ -16,6 +16,7 @@ from torch_metal_attn.testing.tf32 import as_multiplied
 _VISIBILITY = (
     *("causal", "window_size_left", "window_size_right", "attention_chunk", "q_offset"),
     *("seqused_k", "leftpad_k", "attn_mask", "indices", "kv_block_size", "q_block_size"),
+    *("parents", "tree_mask"),
 )
 
 

@@ -15,7 +15,15 @@ from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.attention_problem import Problem, options_of, stored, within_keys
 from torch_metal_attn.testing.case import Case, Prepared, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.judge import Measure, ints, normal, on, same_bits
-from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of, numbers, partial_groups
+from torch_metal_attn.testing.tensors import (
+    DTYPES,
+    Memory,
+    dtype_of,
+    numbers,
+    partial_groups,
+    rotated_blocks,
+    wrong_rotation,
+)
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 _OPS, _FUNCTION = ("append_kv", "decode_step"), "flash_attn_with_kvcache"
@@ -82,6 +90,7 @@ class Step(Case):
         share=0.3,
         when=lambda case: case.format and not case.values_in_keys,
     )
+    hadamard: int = field(0, rotated_blocks, share=0.3, when=lambda case: case.format)
     cache_dtype: str = field(
         "",
         one_of(*DTYPES[1:]),
@@ -169,6 +178,7 @@ class Step(Case):
             "rotated values": self.values_in_keys
             and self.rotary_columns
             and first_rotated(self) < self.v_head_dim,
+            **wrong_rotation(self),
         }
 
     def wrong(self) -> list[dict[str, Any]]:
@@ -177,6 +187,7 @@ class Step(Case):
             {"lengths": (-1,) * len(self.lengths), "leftpad_k": None},
             {"rotary_columns": self.head_dim + 2 + self.head_dim % 2},
             {"rotary_last": False},
+            {"hadamard": 48},
         ]
 
     @property
@@ -197,6 +208,7 @@ class Step(Case):
             format=self.format,
             v_format=self.v_format,
             values_in_keys=self.values_in_keys,
+            hadamard=self.hadamard,
             seed=self.seed,
             **{name: getattr(self, name) for name in _OPTIONS},
         )
@@ -276,7 +288,8 @@ def prepare(case: Step, device: torch.device) -> Prepared:
 def _caches(case: Step, dense: list[Tensor]) -> dict[str, Tensor]:
     """The arguments that hold k and v (B, H, capacity, D), by name."""
     _, (k, v), where = stored(case, *dense)
-    return {"k_cache": k, "v_cache": v, **where}
+    tensors = {n: x for n, x in where.items() if isinstance(x, Tensor)}
+    return {"k_cache": k, "v_cache": v, **tensors}
 
 
 def first_rotated(case: Step) -> int:
@@ -316,7 +329,9 @@ def _in_sequence(
     there = on(device, {n.removesuffix("_cache"): x for n, x in given.items()})
     there = within_keys(case, there)
     op = torch.ops.metal_attn.flash_decode
-    results: tuple[Tensor, Tensor] = op(rotated.to(device), **there, num_splits=case.num_splits)
+    results: tuple[Tensor, Tensor] = op(
+        rotated.to(device), **there, num_splits=case.num_splits, hadamard=case.hadamard
+    )
     return results
 
 
@@ -338,9 +353,10 @@ def _without_gradient(case: Step, function: Callable[..., Any], **given: Any) ->
 
 
 def _call(case: Step, placed: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
-    arguments: dict[str, Any] = dict(placed)
+    arguments: dict[str, Any] = placed | {"hadamard": case.hadamard}
     if case.call == _FUNCTION:
-        arguments = {n: x.transpose(1, 2) if x.dim() == 4 else x for n, x in arguments.items()}
+        arguments = {n: x.transpose(1, 2) if x.dim() == 4 else x for n, x in placed.items()}
+        arguments["hadamard"] = case.hadamard
         if "leftpad_k" in arguments:
             arguments["cache_leftpad"] = arguments.pop("leftpad_k")
         arguments |= {

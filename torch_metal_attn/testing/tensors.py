@@ -1,12 +1,13 @@
 """Values and memory of a case's tensors, from words and seeds that JSON can hold."""
 
 import math
+import random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_metal_attn.quantisation import shared_columns
+from torch_metal_attn.quantisation import HADAMARD, shared_columns
 from torch_metal_attn.runtime.device import memory_of
 from torch_metal_attn.testing.judge import Measure, Skipped, normal, same_bits
 
@@ -142,6 +143,22 @@ def _nonsense(dtype: torch.dtype) -> Any:
     if dtype.is_floating_point:
         return math.nan
     return True if dtype == torch.bool else torch.iinfo(dtype).max
+
+
+def rotated_blocks(r: random.Random, case: Any) -> int:
+    """Of a case with hadamard: columns of blocks that divide both head dims, or 0."""
+    fit = [n for n in HADAMARD if case.head_dim % n == 0 and case.v_head_dim % n == 0]
+    return r.choice(fit or [0])
+
+
+def wrong_rotation(case: Any) -> dict[str, Any]:
+    """Of a case with hadamard: what is refused."""
+    size = case.hadamard
+    return {
+        "a rotation of rows that are not quantised": size and not case.format,
+        "a rotation in blocks": size not in (0, *HADAMARD)
+        or (size and (case.head_dim % size or case.v_head_dim % size)),
+    }
 
 
 def partial_groups(case: Any) -> dict[str, Any]:

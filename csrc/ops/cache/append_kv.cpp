@@ -101,6 +101,7 @@ void check_caches(const AppendKvArguments& a, AppendKvProblem& p) {
     check_shape(name, *cache, {{p.cache_size, p.kv_heads, a.k_cache.size(2), size}});
   }
   check_scales(a.cache, p.formats, a.k_cache, a.v_cache, p.batch);
+  p.hadamard = check_hadamard(a.hadamard, a.cache.names, p.formats, p.head_dim_qk, p.head_dim_v);
 }
 
 void check_indices(const AppendKvArguments& a, AppendKvProblem& p) {
@@ -415,6 +416,7 @@ Defines append_kv_defines(const AppendKvArguments& a, const AppendKvProblem& p,
   define("K_SCALE", a.cache.k_scale.has_value());
   define("V_SCALE", a.cache.v_scale.has_value());
   define("V_IN_K", p.v_in_k);
+  define("HADAMARD", p.hadamard);
   if (p.pairs > 0) {
     define("NEW_K_ROTARY", 1);
     defines.push_back({"ROTARY_ELEMENT", element_name(p.table_element)});

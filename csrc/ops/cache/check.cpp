@@ -184,6 +184,22 @@ void check_scales(const CacheOptions& o, KvFormats formats, const Tensor& k, con
   }
 }
 
+int check_hadamard(int64_t hadamard, const CacheNames& names, KvFormats formats, int64_t columns,
+                   int64_t v_columns) {
+  if (hadamard == 0) {
+    return 0;
+  }
+  check(hadamard == 32 || hadamard == 64 || hadamard == 128, "`hadamard` is ", hadamard,
+        "; it must be 0 (off), 32, 64 or 128");
+  check(formats.quantised(), "`hadamard` is ", hadamard, " and ", ArgumentName(names.k),
+        " is not quantised; only rows that are quantised are rotated");
+  for (const auto& [name, size] : {std::pair{names.k, columns}, {names.v, v_columns}}) {
+    check(size % hadamard == 0, ArgumentName(name), " has a head dim of ", size,
+          "; with `hadamard` of ", hadamard, " it must be a multiple of that");
+  }
+  return static_cast<int>(hadamard);
+}
+
 const char* cache_layout(const CacheOptions& o) {
   return o.block_table ? "(pages, kv_heads, page, head_dim)"
                        : "(cache_batch, kv_heads, kv_length, head_dim)";

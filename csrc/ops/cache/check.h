@@ -29,6 +29,10 @@ int64_t kv_columns(const torch::stable::Tensor& tensor, KvFormat format);
 void check_scales(const CacheOptions& options, KvFormats formats, const torch::stable::Tensor& k,
                   const torch::stable::Tensor& v, int32_t batch);
 
+// What `hadamard` is, which all ops that have it refuse alike.
+int check_hadamard(int64_t hadamard, const CacheNames& names, KvFormats formats, int64_t columns,
+                   int64_t v_columns);
+
 // The layout of k or v in messages.
 const char* cache_layout(const CacheOptions& options);
 

@@ -17,7 +17,7 @@
   "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "                    \
   "Tensor? cache_seqlens=None, *, Tensor(c!)? q=None, "                              \
   "Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? leftpad_k=None, " \
-  "Tensor(d!)? k_scale=None, Tensor(e!)? v_scale=None, " APPEND_KV_ROTARY
+  "Tensor(d!)? k_scale=None, Tensor(e!)? v_scale=None, " APPEND_KV_ROTARY ", SymInt hadamard=0"
 #define COPY_PAGES_ARGUMENTS "(Tensor(a!) cache, Tensor src, Tensor dst"
 
 namespace metal_attn {
@@ -31,7 +31,7 @@ struct AppendKv {
                    OptionalTensor cache_batch_idx, OptionalTensor leftpad_k, OptionalTensor k_scale,
                    OptionalTensor v_scale, OptionalTensor rotary_cos, OptionalTensor rotary_sin,
                    bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad,
-                   int64_t rotary_first_column) {
+                   int64_t rotary_first_column, int64_t hadamard) {
     return run(AppendKvArguments{k,
                                  v,
                                  k_cache,
@@ -45,7 +45,8 @@ struct AppendKv {
                                  rotary_interleaved,
                                  rotate_q_by_token,
                                  rotary_from_leftpad,
-                                 rotary_first_column});
+                                 rotary_first_column,
+                                 hadamard});
   }
 };
 

@@ -156,6 +156,9 @@ FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
         " of them together: use flash_fwd");
   check(f.packing || a.options.max_seqlen_q == 0, "`max_seqlen_q` is ", a.options.max_seqlen_q,
         " and `cu_seqlens_q` is not given; it is of packed queries only");
+  const FlashFwdProblem& p = call.problem;
+  call.problem.features.cache.hadamard = check_hadamard(
+      a.options.hadamard, f.cache.names, p.features.cache.formats, p.head_dim_qk, p.head_dim_v);
   check_indices(a.lists, f, call);
   if (a.lists.indices && has_long_offsets(*a.lists.indices)) {
     call.problem.features.long_offsets = true;

@@ -88,7 +88,8 @@ struct DecodeStep {
                              rotary_interleaved,
                              rotate_q_by_token,
                              rotary_from_leftpad,
-                             rotary_first_column};
+                             rotary_first_column,
+                             decode.hadamard};
     if (decode.cu_seqlens_q) {
       append.packed =
           PackedRows{*decode.cu_seqlens_q, cu_seqlens_k_new.value_or(*decode.cu_seqlens_q),

@@ -178,6 +178,14 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
             *("half", 64, {"INDEX_BLOCK": 5, "KEY_FRAGMENTS": 1}),
             {"VECTOR_ROWS": 2, "KEY_LANES": 8},
         ),
+        _flash_decode(
+            *("half", 64, _quantised(2), {"KEY_FRAGMENTS": 1}),
+            {"HADAMARD": 32, "VECTOR_ROWS": 2, "KEY_LANES": 8},
+        ),
+        _flash_decode(
+            *("half", 128, _quantised(1), {"HADAMARD": 64}),
+            {"KEY_SIMDGROUPS": 1, "COLUMN_SIMDGROUPS": 2},
+        ),
     ],
     "flash_bwd_delta": [
         {"ELEMENT": "half", "HEAD_DIM_V": "64", "SIMDGROUPS": "4", "DLSE": "1"},
@@ -263,6 +271,7 @@ SPECIALISATIONS: dict[str, list[dict[str, str]]] = {
         _append_kv("bfloat", 64, _quantised(1), {"PAGE_SIZE": 16}),
         _append_kv("half", 64, _quantised(2), {"WIDE_STORES": 0}),
         _append_kv("float", 64, {"KV_FORMAT": 3, "K_SCALE": 1, "HEAD_DIM_QK": 33}),
+        _append_kv("half", 64, _quantised(2), {"HADAMARD": 64}),
         _append_kv("float", 64, {"KV_ELEMENT": "bfloat"}),
         _append_kv("half", 64, _NEW_ROTARY),
         _append_kv("bfloat", 64, _NEW_ROTARY, {"WIDE_ROTARY": 1}),

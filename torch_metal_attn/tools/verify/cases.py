@@ -180,6 +180,16 @@ def _decodes() -> Iterator[Listed]:
         _LATENT,
         *({"cache": cache} for cache in CACHES),
     )
+    yield from every_dtype(
+        "flash_decode: trees of new tokens",
+        partial(several, tree="parents", tree_by_sequence=True, batch=2, q_length=9, heads=4),
+        {},
+        {"tree": "tree_mask"},
+        {"tree": "tree_mask", "tree_by_sequence": False, "q_length": 64},
+        {"window_size_left": 4},
+        _LATENT,
+        *({"cache": cache} for cache in CACHES),
+    )
     # MLA's absorbed form.
     latents = partial(several, heads=16, feature="causal", **_LATENT)
     names = ("", "paged", "indexed", "q8_0", "paged q4_0", "paged fp8_e4m3", "paged q3_g64")
@@ -213,6 +223,7 @@ def _caches() -> Iterator[Listed]:
     formats = ("", "q8_0", "q4_0", "fp8_e4m3", "q3_g32")
     caches: list[Special] = [{"format": f, "cache": c} for f in formats for c in ("", "paged")]
     caches.append({"format": "q4_g32", "v_format": "q2_g64", "cache": "paged"})
+    caches.append({"format": "q4_0", "hadamard": 64, "rotary_columns": 64})
     caches += [{"rotary_columns": 64}, {"rotary_columns": 64, "cache": "paged"}]
     yield from every_dtype("append_kv", _APPEND, *caches)
     yield from every_dtype(

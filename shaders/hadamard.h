@@ -1,0 +1,64 @@
+// Blocks of HADAMARD columns of a row times the orthonormal Hadamard matrix (Sylvester's), which is
+// its own inverse: sums and differences of columns at distances 1, 2, 4, ... HADAMARD / 2.
+//
+// Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs" (2024). A column of large
+// values is spread over its block, whose codes then lose less. Scores of rotated q and k are those
+// of q and k.
+#pragma once
+
+#include "features.h"
+#include "tile.h"
+
+#ifndef HADAMARD
+#define HADAMARD 0
+#endif
+
+// Columns at distances 1 to 16 are in one span.
+constant constexpr int HADAMARD_SPANS = HADAMARD / 32;
+constant constexpr float HADAMARD_SCALE = HADAMARD == 32   ? 0.17677669529663687f
+                                          : HADAMARD == 64 ? 0.125f
+                                                           : 0.08838834764831845f;
+
+// Of columns whose distance is a power of 2 below COUNT in `values`.
+template <int COUNT>
+METAL_FUNC void hadamard_values(thread float* values) {
+  UNROLL
+  for (short distance = 1; distance < COUNT; distance *= 2) {
+    UNROLL
+    for (short i = 0; i < COUNT; i++) {
+      if ((i & distance) == 0) {
+        const float sum = values[i] + values[i + distance];
+        values[i + distance] = values[i] - values[i + distance];
+        values[i] = sum;
+      }
+    }
+  }
+}
+
+// Of columns in lanes that differ by `bit`.
+template <int COUNT>
+METAL_FUNC void hadamard_lanes(thread float* values, ushort lane, ushort bit) {
+  UNROLL
+  for (short i = 0; i < COUNT; i++) {
+    const float other = simd_shuffle_xor(values[i], bit);
+    values[i] = (lane & bit) != 0 ? other - values[i] : values[i] + other;
+  }
+}
+
+// The whole transform of 8 neighbouring columns a lane, in neighbouring lanes.
+METAL_FUNC void hadamard_unit(thread float* values, ushort lane) {
+  hadamard_values<8>(values);
+  UNROLL
+  for (ushort bit = 1; bit < HADAMARD / 8; bit *= 2) {
+    hadamard_lanes<8>(values, lane, bit);
+  }
+  UNROLL
+  for (short i = 0; i < 8; i++) {
+    values[i] *= HADAMARD_SCALE;
+  }
+}
+
+// The sign of span `from` in span `to`, of a block's.
+METAL_FUNC float hadamard_sign(int from, int to) {
+  return popcount(uint(from & to)) % 2 == 0 ? 1.0f : -1.0f;
+}

@@ -1,0 +1,355 @@
+"""Rows of quantised caches that are rotated by a Hadamard matrix: formula, kernels, caches."""
+
+import pytest
+import torch
+
+from tests.attention import held_cases
+from tests.cache import append_check
+from tests.helpers.cases import each_case
+from tests.helpers.mutants import mutant_tests
+from torch_metal_attn import flash_attn_with_kvcache, quantisation, simulate, testing
+from torch_metal_attn.kv_cache import LatentCache, PagedKVCache, StaticKVCache
+from torch_metal_attn.quantisation import dequantise, hadamard, quantise
+from torch_metal_attn.reference import attention
+from torch_metal_attn.testing.judge import normal
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+SIZES = quantisation.HADAMARD
+append_kv, flash_decode = torch.ops.metal_attn.append_kv, torch.ops.metal_attn.flash_decode
+
+
+def matrix(size):
+    """Sylvester's, orthonormal, in float64."""
+    signs = [[(-1) ** bin(i & j).count("1") for j in range(size)] for i in range(size)]
+    return torch.tensor(signs, dtype=torch.float64) / size**0.5
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_formula(size):
+    x = normal(7, 3 * 128)
+    exact = (x.double().unflatten(-1, (-1, size)) @ matrix(size)).flatten(-2)
+    torch.testing.assert_close(hadamard(x, size).double(), exact, rtol=0, atol=2e-6)
+    torch.testing.assert_close(hadamard(hadamard(x, size), size), x, rtol=0, atol=2e-6)
+    assert hadamard(x.half(), size).dtype == torch.float16
+    assert hadamard(x[:0], size).shape == (0, 384)
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q3_g32", "q2_g64", "fp8_e4m3"])
+def test_bounds_are_the_formats_own(format):
+    """Of the rotated rows, so of the rows' squares too: the matrix keeps lengths."""
+    x = normal(50, 128)
+    scale = torch.full((1,), 0.01) if format == "fp8_e4m3" else None
+    y = dequantise(
+        *quantise(x[None, None], format, scale, hadamard=64), torch.float32, hadamard=64
+    )[0, 0]
+    rows = hadamard(x, 64)
+    kept = dequantise(*quantise(rows[None, None], format, scale), torch.float32)[0, 0]
+    norms = (kept - rows).norm(dim=-1)
+    torch.testing.assert_close((y - x).norm(dim=-1), norms, rtol=1e-4, atol=1e-5)
+
+
+def test_columns_of_large_values_cost_less():
+    """The reason for all of it: beside one large column its neighbours keep their values."""
+    k, q = normal(1, 1, 200, 64), normal(1, 1, 9, 64)
+    k[..., 5] *= 30
+    q[..., 5] = 0
+    exact, _ = attention(q, k, k[..., :32], compute_dtype=torch.float64)
+    errors = []
+    for size in (0, 64):
+        near = dequantise(*quantise(k, "q4_0", hadamard=size), torch.float32, hadamard=size)
+        out, _ = attention(q, near, k[..., :32], compute_dtype=torch.float64)
+        errors.append((out - exact).square().mean().sqrt())
+    assert errors[1] < errors[0] / 2
+
+
+# --- The kernels. ---
+
+# Of K and V: each format in some block, and each block with some head dims.
+APPENDED = [
+    ("q8_0", "q4_0", 32, 96, 32),
+    ("q2_g32", "q3_g64", 64, 64, 128),
+    ("q4_g64", "fp8_e4m3", 128, 128, 256),
+    ("fp8_e4m3", "q3_g32", 32, 32, 64),
+]
+
+
+@pytest.mark.parametrize("format, v_format, size, head_dim, head_dim_v", APPENDED)
+def test_append(format, v_format, size, head_dim, head_dim_v):
+    """Bit for bit, rotary embeddings before, in pages too, also of rows without a number."""
+    case = {"format": format, "v_format": v_format, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    append_check.check(
+        append_check.make(
+            **case, length=9, rotary_dim=32, q_heads=2, seqlens=[3, 20], hadamard=size, seed=1
+        )
+    )
+    problem = append_check.make(
+        **case, length=5, dtype=torch.float32, page=5, seqlens=[3, 11], hadamard=size
+    )
+    for name in ("k", "v"):
+        problem.tensors[name][:, :, 1, 5] = torch.nan
+        problem.tensors[name][:, :, 2, 30] = torch.inf
+        problem.tensors[name][:, :, 3] = 0
+    append_check.check(problem)
+
+
+# Rows of q and columns choose who rotates: lanes alone, or the matrix unit's fragments, of which
+# SIMD groups have different keys or different columns.
+DECODED = {
+    "one row": {"head_dim": 64, "v_head_dim": 128, "hadamard": 64, "format": "q4_0"},
+    "one row, wide": {"head_dim": 128, "v_head_dim": 128, "hadamard": 128, "format": "q3_g64"},
+    "lanes without columns": {"head_dim": 64, "v_head_dim": 96, "hadamard": 32, "format": "q8_0"},
+    "eight rows": {"head_dim": 64, "hadamard": 64, "heads": 16, "format": "q4_g64"},
+    "columns": {"head_dim": 128, "hadamard": 128, "heads": 8, "format": "q8_0", "q_length": 4},
+    "columns, 64": {"head_dim": 192, "hadamard": 64, "heads": 4, "format": "q4_0", "q_length": 5},
+    "columns, two blocks": {"head_dim": 256, "hadamard": 64, "heads": 8, "format": "q4_0"},
+    "columns, 32": {"head_dim": 160, "hadamard": 32, "heads": 4, "format": "q2_g32", "q_length": 9},
+}
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_attention(name, device):
+    """Decoding and verification, dense, in pages and by index, split and not."""
+    number = list(DECODED).index(name)
+    dtype = ("float16", "bfloat16", "float32")[number % 3]
+    own = {"v_head_dim": DECODED[name]["head_dim"], "dtype": dtype} | DECODED[name]
+    case = {"heads": 2, "kv_heads": 2, "kv_length": 75, "causal": True, "q_length": 1} | own
+    where = [{}, {"cache": "paged", "page": 5}, {"cache": "indexed"}]
+    kept = {"batch": 2, "seqused_k": (75, 33), "call": "flash_decode"}
+    held_cases.hold(
+        [
+            held_cases.case(**case, **kept, **where[number % 3]),
+            held_cases.case(**case, **kept, num_splits=2, learnable_sink="float32"),
+        ],
+        device,
+    )
+
+
+@pytest.mark.parametrize("size, format", [(32, "q3_g32"), (64, "q4_0")])
+def test_function(size, format, device):
+    """`flash_attn_with_kvcache` appends and attends, also with queries that flash_fwd takes."""
+    common = {"format": format, "hadamard": size, "head_dim": 64, "v_head_dim": 64, "kv_heads": 1}
+    for length in (2, 70):
+        case = testing.Step(
+            call="flash_attn_with_kvcache",
+            length=length,
+            q_length=length,
+            lengths=(3, 20),
+            capacity=96,
+            causal=True,
+            rotary_columns=32,
+            heads=2,
+            **common,
+        )
+        assert testing.run(case, device).status == "ok"
+    case = testing.Attention(
+        call="flash_attn_with_kvcache", q_length=66, kv_length=90, causal=True, **common
+    )
+    assert testing.run(case, device).status == "ok"
+
+
+CACHES = {
+    "paged": lambda **o: PagedKVCache(8, 16, 2, 64, dtype=torch.float32, **o),
+    "static": lambda **o: StaticKVCache(1, 64, 2, 64, dtype=torch.float32, **o),
+    "latent": lambda **o: LatentCache(8, 16, 64, 64, dtype=torch.float32, **o),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+def test_caches(kind):
+    """append and decode_step, and the function over a layer's tensors."""
+    cache = CACHES[kind](format="q8_0", hadamard=64)
+    layer = cache.layers[0]
+    assert layer.hadamard == 64
+    ids = () if kind == "static" else ([cache.allocate()],)
+    heads, columns = (1, 128) if kind == "latent" else (2, 64)
+    k, v = normal(1, heads, 20, columns), normal(1, heads, 20, 64, seed=1)
+    q = normal(1, 4, 1, columns, seed=2)
+    if kind == "latent":
+        v = k[..., :64]
+    old, new = (slice(0, 19), slice(19, 20))
+    cache.append(*ids, k[:, :, old], None if kind == "latent" else v[:, :, old])
+    out = cache.decode_step(
+        *ids, q, k[:, :, new], None if kind == "latent" else v[:, :, new], softmax_scale=0.1
+    )
+    near = [
+        dequantise(*quantise(x, "q8_0", hadamard=64), torch.float32, hadamard=64) for x in (k, v)
+    ]
+    exact, _ = attention(q, *near, softmax_scale=0.1, compute_dtype=torch.float64)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
+    if kind != "latent":
+        where = (
+            {"block_table": cache.block_table(*ids)}
+            if kind == "paged"
+            else {"cache_batch_idx": cache.cache_batch_idx()}
+        )
+        scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
+        again = flash_attn_with_kvcache(
+            q.transpose(1, 2),
+            *(layer.k_cache, layer.v_cache),
+            cache_seqlens=cache.seqlens(*ids),
+            softmax_scale=0.1,
+            hadamard=layer.hadamard,
+            **where,
+            **scales,
+        )
+        torch.testing.assert_close(again.transpose(1, 2), out, rtol=0, atol=1e-6)
+
+
+# --- What is refused. ---
+
+
+def appended(**options):
+    sizes = {"format": "q4_0", "length": 2, "seqlens": [0, 0]} | options
+    problem = append_check.make(**sizes)
+    before = append_check.memory_of(problem.tensors["k_cache"]).clone()
+    try:
+        problem.run()
+    finally:
+        assert torch.equal(append_check.memory_of(problem.tensors["k_cache"]), before)
+
+
+def decoded(size, columns=64, format="q8_0"):
+    k = torch.zeros(1, 1, 3, columns)
+    data, scale = quantise(k, format) if format else (k, None)
+    flash_decode(k, data, data, k_scale=scale, v_scale=scale, hadamard=size)
+
+
+def prefill(**options):
+    rows = torch.zeros(1, 70, 1, 64)
+    flash_attn_with_kvcache(rows, rows, rows, **options)
+
+
+@each_case(
+    "call, message",
+    [
+        (lambda: hadamard(torch.zeros(3, 96), 64), "x has 96 columns; hadamard of 64 needs a mult"),
+        (lambda: hadamard(torch.zeros(3, 96), 0), "size is 0; it must be one of 32, 64, 128"),
+        (lambda: hadamard(torch.zeros(()), 32), "x has 0 columns"),
+        (lambda: hadamard(torch.zeros(64).int(), 32), "x has dtype torch.int32"),
+        (lambda: quantise(torch.zeros(3, 64), "q8_0", hadamard=16), "hadamard is 16; it must be 0"),
+        (lambda: appended(hadamard=48), "hadamard is 48; it must be 0 .off., 32, 64 or 128"),
+        (lambda: appended(hadamard=128), "k_cache has a head dim of 64; with hadamard of 128 it"),
+        (lambda: appended(head_dim_v=96, hadamard=64), "v_cache has a head dim of 96; with hadam"),
+        (lambda: appended(format=None, hadamard=64), "hadamard is 64 and k_cache is not quantised"),
+        (lambda: decoded(-32), "hadamard is -32; it must be 0"),
+        (lambda: decoded(2**40), "hadamard is 1099511627776; it must be 0"),
+        (lambda: decoded(64, 96), "k has a head dim of 96; with hadamard of 64"),
+        (lambda: decoded(64, format=None), "hadamard is 64 and k is not quantised"),
+        (lambda: prefill(hadamard=64), "hadamard is 64 and k_cache is not quantised"),
+        (lambda: CACHES["paged"](hadamard=64), "hadamard is 64 with no format; leave it out"),
+        (
+            lambda: CACHES["paged"](format="q8_0", hadamard=128),
+            "head_dim has 64 columns; hadamard of 128 needs a multiple",
+        ),
+    ],
+)
+def test_refused(call, message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        call()
+
+
+# --- Planted faults. ---
+
+
+def one_row():
+    _decode("one row")
+
+
+def eight_rows():
+    _decode("eight rows")
+
+
+def columns():
+    _decode("columns, two blocks")
+
+
+def _decode(name):
+    case = {"v_head_dim": DECODED[name]["head_dim"], "heads": 2, "kv_heads": 2} | DECODED[name]
+    with simulate(check=True):
+        made = testing.Attention(call="flash_decode", kv_length=40, dtype="float16", **case)
+        result = testing.run(made, torch.device("cpu"))
+    assert result.status == "ok", result
+
+
+def _append():
+    append_check.check(
+        append_check.make(
+            format="q8_0", v_format="q4_0", head_dim_v=128, seqlens=[3, 9], hadamard=64
+        )
+    )
+
+
+NOT_ROTATED = ("if (HADAMARD) {", "if (false) {")
+BARRIER = """if (COLUMN_SIMDGROUPS > 1) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    """
+test_mutants, test_unchanged = mutant_tests(
+    {
+        _append: {
+            "not rotated": ("append_kv", *NOT_ROTATED),
+            "one distance left out": (
+                "append_kv",
+                "bit = 1; bit < HADAMARD / 8",
+                "bit = 2; bit < HADAMARD / 8",
+            ),
+            "not orthonormal": ("append_kv", "HADAMARD == 64 ? 0.125f", "HADAMARD == 64 ? 0.25f"),
+            "signs of the upper lanes": ("append_kv", "other - values[i]", "values[i] - other"),
+            "distances in a lane": (
+                "append_kv",
+                "distance = 1; distance < COUNT",
+                "distance = 2; distance < COUNT",
+            ),
+        },
+        one_row: {
+            "out not rotated": (
+                "flash_decode",
+                "hadamard_unit(reinterpret_cast<thread float*>(sum), own.lane);",
+                "",
+            ),
+            "q: signs of spans": (
+                "flash_decode",
+                "value * hadamard_sign(n, span - first_span)",
+                "value",
+            ),
+            "q: columns in a lane": (
+                "flash_decode",
+                "hadamard_values<SPAN_FRAGMENTS>(values);",
+                "",
+            ),
+            "q: a lane's column": ("flash_decode", "own.lane, row_lane(bit)", "own.lane, bit"),
+        },
+        eight_rows: {
+            "sums of other keys left out": (
+                "flash_decode",
+                "span[f] += memory[sum_place(i, s * SPAN_FRAGMENTS + f)];",
+                "",
+            ),
+            "out: columns of another lane": (
+                "flash_decode",
+                "own.lane, column_lane(4)",
+                "own.lane, 4",
+            ),
+            "out: spans not joined": (
+                "flash_decode",
+                "join_spans(tile.fragments[i] + f, memory);",
+                "",
+            ),
+        },
+        columns: {
+            "out: signs of spans": (
+                "flash_decode",
+                "pair * hadamard_sign(n, span - first)",
+                "pair",
+            ),
+            "out: spans of the block before": (
+                "flash_decode",
+                "memory[(first + n) * SIMD_LANES",
+                "memory[n * SIMD_LANES",
+            ),
+            "no barrier": ("flash_decode", f"{BARRIER}UNROLL", "UNROLL"),
+        },
+    },
+    "{}",
+)

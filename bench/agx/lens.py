@@ -72,11 +72,6 @@ class Compiled:
         return min(self.resident_by_registers, self.resident_by_threadgroup_memory)
 
     @property
-    def loop_code(self) -> int:
-        """Bytes of the main loop's code."""
-        return self.main.code if self.main else 0
-
-    @property
     def spills_in_loop(self) -> int:
         """Stores and loads of spilled values in the main loop."""
         opcodes = self.main.opcodes if self.main else Counter[str]()

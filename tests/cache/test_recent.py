@@ -90,7 +90,7 @@ def test_random_steps(seed):
 def test_the_last_rows_are_exact():
     """However rows arrive, at least the last ones are in full precision."""
     cache = make()
-    for step, length in enumerate((3, 1, 9, 1, 4, 2, 1, 1, 5, 1)):
+    for step, length in enumerate((3, 1, 9, 1, 4, 2, 1, 1, 1, 1, 5, 1)):
         before = int(cache.seqlens()[0])
         cache.append(*new(length, step))
         assert cache.seqlens().tolist() == [before + length] * 2

@@ -105,6 +105,7 @@ def queries_row(queries: int, heads: int, head_dims: tuple[int, int]) -> list[An
     packed = torch.ops.metal_attn_explain.flash_decode(q, k, v, causal=True, num_splits=1)
     defines = extension.launches(packed)[0]["defines"]
     at_once = int(defines.get("VECTOR_ROWS", 8 * int(defines["ROW_FRAGMENTS"])))
+    at_once *= int(defines.get("ROW_SIMDGROUPS", 1))
     rows, longest = queries * heads, cache_bytes(k, v)
     added = longest * (1 - LENGTHS[0] / LENGTHS[1])
     shares = (read[0] / (longest - added), (read[1] - read[0]) / added)

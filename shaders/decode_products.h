@@ -45,10 +45,15 @@ struct BlockKeys {
   // Reads the values of span `span`, the SIMD group's s-th, or with V_IN_K only their scales. Rows
   // that do not exist are zero: their weight is zero, and 0 * inf or 0 * NaN would be NaN.
   METAL_FUNC void load_values(short s, int span, thread const Values& values,
-                              int unit_column) thread {
-    const int column = span * SPAN_COLUMNS + unit_column;
+                              threadgroup Fragment<KvTileElement>* pairs,
+                              thread const DecodeLane& own) thread {
+    const int column = span * SPAN_COLUMNS + own.unit_column;
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
+      if (ROW_SIMDGROUPS > 1) {
+        v_units[j][s].load(value_unit(pairs, j, s, own));
+        continue;
+      }
       if (V_SPAN_SCALES) {
         const float scale = values.span_scale(v_places[j], span);
         v_scales[j] = exist[j] ? scale : 0.0f;
@@ -79,6 +84,46 @@ struct BlockKeys {
     }
   }
 
+  // Of SIMD groups with other rows, each loads some of the keys that all of them need, and then of
+  // the values, which `transpose_scores` orders before they are read. `pairs`: [COLUMN_SIMDGROUPS,
+  // KEY_FRAGMENTS, OWN_QK_SPANS], then the same of OWN_V_SPANS, of UNIT_PAIRS.
+  METAL_FUNC void share_units(threadgroup Fragment<KvTileElement>* pairs, thread const Keys& keys,
+                              thread const Values& values,
+                              thread const DecodeLane& own) const thread {
+    Unit<KvTileElement> unit;
+    UNROLL
+    for (short n = 0; n < KEY_FRAGMENTS * OWN_QK_SPANS; n++) {
+      const short s = n % OWN_QK_SPANS;
+      if (n % ROW_SIMDGROUPS == own.row_simdgroup && span_exists(own.span(s), QK_SPANS)) {
+        load_key(unit, n / OWN_QK_SPANS, keys, own.span(s) * SPAN_COLUMNS + own.unit_column);
+        unit.store(key_unit(pairs, n / OWN_QK_SPANS, s, own));
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL
+    for (short n = 0; n < KEY_FRAGMENTS * OWN_V_SPANS; n++) {
+      const short s = n % OWN_V_SPANS;
+      if ((n + 1) % ROW_SIMDGROUPS == own.row_simdgroup && span_exists(own.span(s), V_SPANS)) {
+        const short j = n / OWN_V_SPANS;
+        unit.load<HEAD_DIM_V>(values, v_places[j], own.span(s) * SPAN_COLUMNS + own.unit_column,
+                              exist[j]);
+        unit.store(value_unit(pairs, j, s, own));
+      }
+    }
+  }
+
+  METAL_FUNC static threadgroup Fragment<KvTileElement>* key_unit(
+      threadgroup Fragment<KvTileElement>* pairs, short j, short s, thread const DecodeLane& own) {
+    return pairs + ((own.first_span * KEY_FRAGMENTS + j) * OWN_QK_SPANS + s) * UNIT_PAIRS +
+           own.lane;
+  }
+
+  METAL_FUNC static threadgroup Fragment<KvTileElement>* value_unit(
+      threadgroup Fragment<KvTileElement>* pairs, short j, short s, thread const DecodeLane& own) {
+    return pairs + KEY_PAIRS +
+           ((own.first_span * KEY_FRAGMENTS + j) * OWN_V_SPANS + s) * UNIT_PAIRS + own.lane;
+  }
+
   // The lane's unit of key fragment j, unscaled.
   METAL_FUNC void load_key(thread Unit<KvTileElement>& unit, short j, thread const Keys& keys,
                            int column) const thread {
@@ -91,7 +136,8 @@ struct BlockKeys {
 
   // products = k q^T of the SIMD group's columns.
   METAL_FUNC void multiply(thread ProductTile& products, thread const QueryTile& q_tile,
-                           thread const Keys& keys, thread const DecodeLane& own) thread {
+                           thread const Keys& keys, threadgroup Fragment<KvTileElement>* pairs,
+                           thread const DecodeLane& own) thread {
     products.fill(0.0f);
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
@@ -101,7 +147,9 @@ struct BlockKeys {
         Unit<KvTileElement> units[CHAIN_SPANS];
         UNROLL
         for (short s = first; s < end; s++) {
-          if (span_exists(own.span(s), QK_SPANS)) {
+          if (ROW_SIMDGROUPS > 1) {
+            units[s - first].load(key_unit(pairs, j, s, own));
+          } else if (span_exists(own.span(s), QK_SPANS)) {
             load_key(units[s - first], j, keys, own.span(s) * SPAN_COLUMNS + own.unit_column);
           }
         }
@@ -164,11 +212,12 @@ struct MatrixOut {
   // out = out * corrections + weights v
   METAL_FUNC void accumulate(thread BlockKeys& block, thread const float* corrections,
                              thread const ScoreRow* weights, thread const Values& values,
-                             thread const DecodeBlocks&, int, thread const Sequence&) thread {
+                             threadgroup Fragment<KvTileElement>* pairs, thread const DecodeBlocks&,
+                             int, thread const Sequence&) thread {
     UNROLL
     for (short s = 0; s < OWN_V_SPANS; s++) {
       if (span_exists(own.span(s), V_SPANS)) {
-        block.load_values(s, own.span(s), values, own.unit_column);
+        block.load_values(s, own.span(s), values, pairs, own);
         ScoreRow span_weights[ROW_FRAGMENTS];
         UNROLL
         for (short i = 0; i < ROW_FRAGMENTS; i++) {

@@ -25,14 +25,18 @@ METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTi
   if (COLUMN_SIMDGROUPS == 1) {
     simdgroup_barrier(mem_flags::mem_threadgroup);
   } else {
-    threadgroup float* sums = tiles + SIMDGROUPS * SCORE_TILE;
+    // Of the SIMD groups that share rows.
+    const int group = ROW_SIMDGROUPS > 1 ? simdgroup / COLUMN_SIMDGROUPS : 0;
+    const int first = group * COLUMN_SIMDGROUPS;
+    threadgroup float* sums = tiles + (SIMDGROUPS + group) * SCORE_TILE;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int n = simdgroup * SIMD_LANES + lane; n < ROWS * BLOCK_K; n += THREADS) {
+    for (int n = (simdgroup - first) * SIMD_LANES + lane; n < ROWS * BLOCK_K;
+         n += COLUMN_SIMDGROUPS * SIMD_LANES) {
       const int place = n / BLOCK_K * SCORE_STRIDE + n % BLOCK_K;
       float sum = 0.0f;
       UNROLL
       for (short part = 0; part < COLUMN_SIMDGROUPS; part++) {
-        sum += tiles[part * SCORE_TILE + place];
+        sum += tiles[(first + part) * SCORE_TILE + place];
       }
       sums[place] = sum;
     }

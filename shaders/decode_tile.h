@@ -8,6 +8,11 @@
 #include "softmax.h"
 #include "spans.h"
 
+// SIMD groups with the same keys and other rows.
+#ifndef ROW_SIMDGROUPS
+#define ROW_SIMDGROUPS 1
+#endif
+
 // The rows of q whose values are summed up without the matrix unit, and lanes that share a value's
 // row then (decode_vector.h). 0: all rows, with it.
 #ifndef VECTOR_ROWS
@@ -26,12 +31,12 @@ constant constexpr int CHAIN_SPANS = K_SPAN_SCALES ? 1 : CHAIN_COLUMNS / SPAN_CO
 constant constexpr int ROWS = VECTOR_ROWS ? VECTOR_ROWS : ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_K = KEY_FRAGMENTS * FRAGMENT;
 constant constexpr int STEP_K = KEY_SIMDGROUPS * BLOCK_K;
-constant constexpr int SIMDGROUPS = KEY_SIMDGROUPS * COLUMN_SIMDGROUPS;
+constant constexpr int SIMDGROUPS = KEY_SIMDGROUPS * COLUMN_SIMDGROUPS * ROW_SIMDGROUPS;
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
 constant constexpr int SCORE_STRIDE = padded(BLOCK_K);
 constant constexpr int SCORE_TILE = ROW_FRAGMENTS * FRAGMENT * SCORE_STRIDE;
-// One tile of scores a SIMD group, and one of their sums.
-constant constexpr int SCORE_TILES = SIMDGROUPS + (COLUMN_SIMDGROUPS > 1 ? 1 : 0);
+// One tile of scores a SIMD group, and one of their sums for those that share rows.
+constant constexpr int SCORE_TILES = SIMDGROUPS + (COLUMN_SIMDGROUPS > 1 ? ROW_SIMDGROUPS : 0);
 constant constexpr int SCORES = SCORE_TILES * SCORE_TILE;
 // Columns of the units of all lanes that share a value's row.
 constant constexpr int V_PADDED = (HEAD_DIM_V + UNIT_COLUMNS * KEY_LANES - 1) /
@@ -46,11 +51,19 @@ constant constexpr int OUT_PAIRS = VECTOR_ROWS ? SIMDGROUPS * ROWS * V_PADDED / 
 constant constexpr int QUERY_PAIRS =
     KEY_SIMDGROUPS > 1 ? ROW_FRAGMENTS * OWN_QK_SPANS * SPAN_FRAGMENTS * SIMD_LANES : 1;
 constant constexpr int STATES = KEY_SIMDGROUPS > 1 ? KEY_SIMDGROUPS * ROWS : 1;
+// Pairs of a block's keys and values that SIMD groups with other rows have loaded.
+constant constexpr int UNIT_PAIRS = SPAN_FRAGMENTS * SIMD_LANES;
+constant constexpr int KEY_PAIRS = COLUMN_SIMDGROUPS * KEY_FRAGMENTS * OWN_QK_SPANS * UNIT_PAIRS;
+constant constexpr int VALUE_PAIRS = COLUMN_SIMDGROUPS * KEY_FRAGMENTS * OWN_V_SPANS * UNIT_PAIRS;
+constant constexpr int LOADED_PAIRS = ROW_SIMDGROUPS > 1 ? KEY_PAIRS + VALUE_PAIRS : 1;
 
 static_assert(KEY_SIMDGROUPS == 1 || COLUMN_SIMDGROUPS == 1,
               "SIMD groups split either the keys or the columns");
+static_assert(ROW_SIMDGROUPS == 1 || (COLUMN_SIMDGROUPS > 1 && !V_IN_K && !QUANTISED),
+              "SIMD groups with other rows share columns of K and V as they are stored");
 static_assert((SCORES + WEIGHTS + 2 * OUT_PAIRS + 2 * STATES) * sizeof(float) +
-                      2 * QUERY_PAIRS * sizeof(ELEMENT) + (TREE ? TREE_BYTES : 0) <=
+                      2 * QUERY_PAIRS * sizeof(ELEMENT) + 2 * LOADED_PAIRS * sizeof(KvTileElement) +
+                      (TREE ? TREE_BYTES : 0) <=
                   THREADGROUP_MEMORY_BYTES,
               "queries, scores, states, tokens and out fit in 32 KiB of threadgroup memory");
 
@@ -61,7 +74,7 @@ using ScoreRow = RegisterTile<float, 1, KEY_FRAGMENTS>;
 using OutTile = RegisterTile<float, ROW_FRAGMENTS, OWN_V_FRAGMENTS>;
 using OutRow = Output<Result, HEAD_DIM_V, VECTOR_ROWS ? V_PADDED : V_SPANS * SPAN_COLUMNS>;
 
-// Where a lane works: in which fragments' elements, and in which SIMD group's keys or spans.
+// Where a lane works: in which fragments' elements, and in which SIMD group's keys, rows or spans.
 struct DecodeLane {
   int lane;
   int simdgroup;
@@ -69,6 +82,7 @@ struct DecodeLane {
   int column;
   int unit_column;
   int key_simdgroup;
+  int row_simdgroup;
   int first_span;
 
   METAL_FUNC void reset(ushort own_simdgroup, ushort own_lane) thread {
@@ -77,7 +91,8 @@ struct DecodeLane {
     row = fragment_row(lane);
     column = fragment_column(lane);
     unit_column = first_unit_column(column);
-    key_simdgroup = simdgroup / COLUMN_SIMDGROUPS;
+    key_simdgroup = ROW_SIMDGROUPS > 1 ? 0 : simdgroup / COLUMN_SIMDGROUPS;
+    row_simdgroup = ROW_SIMDGROUPS > 1 ? simdgroup / COLUMN_SIMDGROUPS : 0;
     first_span = simdgroup % COLUMN_SIMDGROUPS;
   }
 
@@ -111,8 +126,8 @@ struct RowShare {
     list = INDICES ? row_group / params.list_groups : 0;
     const int first = INDICES ? list * params.list_rows : 0;
     const int list_group = INDICES ? row_group % params.list_groups : row_group;
-    begin = first + list_group * ROWS;
-    step = (INDICES ? params.list_groups : params.row_groups) * ROWS;
+    begin = first + list_group * ROWS * ROW_SIMDGROUPS;
+    step = (INDICES ? params.list_groups : params.row_groups) * ROWS * ROW_SIMDGROUPS;
     end = INDICES ? min(first + params.list_rows, rows) : rows;
   }
 };

@@ -78,6 +78,7 @@ struct VectorOut {
   // out = out * corrections + weights v
   METAL_FUNC void accumulate(thread const BlockKeys& block, thread const float* corrections,
                              thread const ScoreRow* scores, thread const Values& values,
+                             threadgroup Fragment<KvTileElement>*,
                              thread const DecodeBlocks& blocks, int kv_block,
                              thread const Sequence& sequence) thread {
     if (own.row < ROWS) {

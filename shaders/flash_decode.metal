@@ -9,19 +9,19 @@
 //
 // KEY_SIMDGROUPS walk over different keys and join their states at the end. Where a tile's
 // registers are too many for one SIMD group, COLUMN_SIMDGROUPS share the same keys instead: each
-// has its spans of q, k, v and out, and they add up their parts of the scores.
+// has its spans of q, k, v and out, and they add up their parts of the scores. ROW_SIMDGROUPS such
+// groups have other rows and the same keys: each loads a share of a block, and they exchange them.
 #include "decode_append.h"
 #include "decode_rows.h"
 #include "decode_vector.h"
 
 // The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, ROW_FRAGMENTS,
-// KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, WIDE_LOADS; SPLIT if there is more than one
-// split, V_IN_K if v is the first columns of k; the
-// features of flash_fwd but VARLEN, DROPOUT and K_ROTARY, or FLEX; PACKED_Q if sequences differ in
-// their number of queries; to append new keys first APPEND, WIDE_STORES, NEW_K_ROTARY and
-// PACKED_NEW_K; INDEX_BLOCK if keys are listed; and ROW_LOOP if threadgroups own more than one tile
-// of rows. Without it nothing that a tile begins with has to last, in registers, until the next
-// one.
+// KEY_FRAGMENTS, KEY_SIMDGROUPS, COLUMN_SIMDGROUPS, ROW_SIMDGROUPS if not 1, WIDE_LOADS; SPLIT if
+// there is more than one split, V_IN_K if v is the first columns of k; the features of flash_fwd
+// but VARLEN, DROPOUT and K_ROTARY, or FLEX; PACKED_Q if sequences differ in their number of
+// queries; to append new keys first APPEND, WIDE_STORES, NEW_K_ROTARY and PACKED_NEW_K; INDEX_BLOCK
+// if keys are listed; and ROW_LOOP if threadgroups own more than one tile of rows. Without it
+// nothing that a tile begins with has to last, in registers, until the next one.
 //
 // With PACKED_Q the threadgroups after those of the last sequence fill rows of no sequence.
 using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>;
@@ -56,6 +56,7 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
   threadgroup Fragment<float> out_tile[OUT_PAIRS];     // [ROWS, Dv]
   threadgroup Fragment<ELEMENT> q_pairs[QUERY_PAIRS];  // [D, ROWS]
   threadgroup float2 states[STATES];  // [KEY_SIMDGROUPS, ROWS] of row_max and row_sum
+  threadgroup Fragment<KvTileElement> loaded_pairs[LOADED_PAIRS];  // BlockKeys::share_units
 
   THREADGROUP_ARRAY(TREE, uint4, tree_tokens, TREE_TOKENS)
 
@@ -141,7 +142,8 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
   Values values = inputs.values(batch, kv_head, sequence, problem);
 
   // With new keys there is one row group, whose threadgroups alone see them written.
-  for (int first_row = share.begin; first_row < share.end; first_row += share.step) {
+  for (int group_row = share.begin; group_row < share.end; group_row += share.step) {
+    const int first_row = group_row + own.row_simdgroup * ROWS;
     DecodeRows tile;
     tile.reset(inputs, first_row, rows, batch, kv_head, own, tree, visible, sequence, problem);
     OutRows o;  // [ROWS, Dv]
@@ -158,15 +160,18 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       BlockKeys block;
       move_to(keys, values, kv_block, BLOCK_K, lane);
       block.reset(keys, values, blocks, kv_block, own.row, sequence);
+      if (ROW_SIMDGROUPS > 1) {
+        block.share_units(loaded_pairs, keys, values, own);
+      }
       ProductTile products;  // [BLOCK_K, ROWS]
-      block.multiply(products, q_tile, keys, own);
+      block.multiply(products, q_tile, keys, loaded_pairs, own);
       ScoreRow scores[ROW_FRAGMENTS];  // [8, BLOCK_K] each
       transpose_scores(scores, products, score_tiles, simdgroup, lane);
       // From here on `scores` holds weights.
       float corrections[ROW_FRAGMENTS];
       tile.weigh(scores, corrections, block, kv_block, blocks.masked, own.column, tree, visible,
                  inputs, problem);
-      o.accumulate(block, corrections, scores, values, blocks, kv_block, sequence);
+      o.accumulate(block, corrections, scores, values, loaded_pairs, blocks, kv_block, sequence);
     }
 
     float row_sums[ROW_FRAGMENTS];
@@ -204,8 +209,8 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       const bool sees_nothing = row_sums[i] == 0.0f;
       o.scale_row(i, fast::exp2(tile.softmax[i].row_max - total.row_max) / total_sum, sees_nothing);
       const int tile_row = i * FRAGMENT + own.row;
-      if (simdgroup == 0 && own.column == 0 && tile_row < ROWS &&
-          first_row + tile_row < share.end) {
+      if ((ROW_SIMDGROUPS > 1 ? own.first_span : int(simdgroup)) == 0 && own.column == 0 &&
+          tile_row < ROWS && first_row + tile_row < share.end) {
         result.store_lse(tile.rows[i], total.logsumexp(total_sum), params);
       }
     }

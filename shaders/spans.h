@@ -40,6 +40,21 @@ struct Unit {
     }
   }
 
+  // The pairs of 32 lanes lie side by side.
+  METAL_FUNC void store(threadgroup Fragment<T>* pairs) const thread {
+    UNROLL
+    for (short j = 0; j < SPAN_FRAGMENTS; j++) {
+      pairs[j * SIMD_LANES] = fragments[j];
+    }
+  }
+
+  METAL_FUNC void load(const threadgroup Fragment<T>* pairs) thread {
+    UNROLL
+    for (short j = 0; j < SPAN_FRAGMENTS; j++) {
+      fragments[j] = pairs[j * SIMD_LANES];
+    }
+  }
+
   template <int FORMAT>
   METAL_FUNC void expand_codes(uint2 codes) thread {
     T values[UNIT_COLUMNS];

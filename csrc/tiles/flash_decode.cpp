@@ -27,6 +27,10 @@ int most_spans(const FlashDecodeSpecialisation& s) {
 // Of rows that a tile can have, so that 32 query heads of one KV head read its keys once.
 constexpr int64_t kMostDecodeRows = 8 * kKnobs[0].most;
 
+// SIMD groups that exchange the keys and values which each needs for its own rows.
+constexpr int kMostRowSimdgroups = 2;
+constexpr int kMostThreads = 384;
+
 // Waves of threadgroups among which a number of splits is looked for.
 constexpr int kMostWaves = 4;
 
@@ -98,6 +102,17 @@ int FlashDecodeSpecialisation::key_simdgroups() const {
   return column_simdgroups() > 1 ? 1 : kSimdgroups;
 }
 
+int FlashDecodeSpecialisation::row_simdgroups() const {
+  const int columns = column_simdgroups();
+  const bool stored = features.cache.formats.k == KvFormat::kPlain &&
+                      features.cache.formats.v == KvFormat::kPlain && !v_in_k;
+  return all_rows > tile_rows() && stored && columns > 1 &&
+                 32 * columns * kMostRowSimdgroups <= kMostThreads &&
+                 threadgroup_bytes(kMostRowSimdgroups) <= THREADGROUP_MEMORY_BYTES
+             ? kMostRowSimdgroups
+             : 1;
+}
+
 bool FlashDecodeSpecialisation::take(const FlashDecodeTile& tile) {
   static_cast<FlashDecodeTile&>(*this) = tile;
   spans = (most_spans(*this) + column_simdgroups() - 1) / column_simdgroups();
@@ -109,10 +124,10 @@ bool FlashDecodeSpecialisation::take(const FlashDecodeTile& tile) {
   return can_run();
 }
 
-int FlashDecodeSpecialisation::threadgroup_bytes() const {
+int FlashDecodeSpecialisation::threadgroup_bytes(int own_rows) const {
   const int own_keys = key_simdgroups();
   const int own_columns = column_simdgroups();
-  const int tiles = own_keys * own_columns + (own_columns > 1 ? 1 : 0);
+  const int tiles = own_keys * own_columns * own_rows + (own_columns > 1 ? own_rows : 0);
   int floats = tiles * 8 * row_fragments * padded(8 * key_fragments);
   int q_elements = 0;
   if (vector_rows > 0) {
@@ -122,14 +137,20 @@ int FlashDecodeSpecialisation::threadgroup_bytes() const {
   if (own_keys > 1) {
     constexpr int kFragmentElements = 64;
     const int span_elements = row_fragments * kSpanFragments * kFragmentElements;
-    floats += (vector_rows > 0 ? 0 : spans_of(head_dim_v) * span_elements) +
-              2 * own_keys * rows_at_once();
+    floats +=
+        (vector_rows > 0 ? 0 : spans_of(head_dim_v) * span_elements) + 2 * own_keys * tile_rows();
     q_elements = spans_of(head_dim_qk) * span_elements;
   } else if (own_columns > 1 && features.cache.hadamard > 0) {
     floats += spans_of(head_dim_v) * 64;  // a fragment of each
   }
+  int kv_elements = 0;
+  if (own_rows > 1) {
+    const int own_spans = (spans_of(head_dim_qk) + own_columns - 1) / own_columns +
+                          (spans_of(head_dim_v) + own_columns - 1) / own_columns;
+    kv_elements = own_columns * key_fragments * own_spans * 8 * kSpanColumns;
+  }
   return floats * int(sizeof(float)) + q_elements * element_bytes(element) +
-         (features.has_tree() ? TREE_BYTES : 0);
+         kv_elements * element_bytes(kv_element(*this)) + (features.has_tree() ? TREE_BYTES : 0);
 }
 
 bool FlashDecodeSpecialisation::can_run() const {
@@ -190,6 +211,9 @@ Defines flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
   };
   if (split) {
     own.push_back({"SPLIT", 1});
+  }
+  if (s.row_simdgroups() > 1) {
+    own.push_back({"ROW_SIMDGROUPS", s.row_simdgroups()});
   }
   if (s.v_in_k) {
     own.push_back({"V_IN_K", 1});

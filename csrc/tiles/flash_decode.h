@@ -29,17 +29,21 @@ struct FlashDecodeSpecialisation : FlashDecodeTile {
   const TileConditions* defaults;  // of the default tile that this is, or null
   const TileRow* row;              // of a tuned table that has the tile, or null
 
-  int rows_at_once() const { return vector_rows > 0 ? vector_rows : 8 * row_fragments; }
+  // Rows that a SIMD group, and that a threadgroup, works on at a time.
+  int tile_rows() const { return vector_rows > 0 ? vector_rows : 8 * row_fragments; }
+  int rows_at_once() const { return tile_rows() * row_simdgroups(); }
   // Tiles that so many rows fill; the keys are read for each.
   int64_t passes(int64_t rows) const { return (rows + rows_at_once() - 1) / rows_at_once(); }
   static const char* kernel() { return "flash_decode"; }
   int column_simdgroups() const;  // per threadgroup, with the same keys and different columns
   int key_simdgroups() const;     // per threadgroup, with different keys
+  int row_simdgroups() const;     // per threadgroup, with the same keys and different rows
   int step_keys() const { return 8 * key_fragments * key_simdgroups(); }
-  int threads() const { return 32 * key_simdgroups() * column_simdgroups(); }
+  int threads() const { return 32 * key_simdgroups() * column_simdgroups() * row_simdgroups(); }
   int key_lanes() const;  // that share a value's row, where values are summed up without the unit
   int registers() const { return recorded_registers(defaults); }
-  int threadgroup_bytes() const;
+  int threadgroup_bytes(int row_simdgroups) const;
+  int threadgroup_bytes() const { return threadgroup_bytes(row_simdgroups()); }
 
   static std::span<const Knob<FlashDecodeTile>> knobs();
   static std::span<const DefaultRow<FlashDecodeTile>> table();

@@ -52,6 +52,14 @@ def columns():
     dense({"batch": 1, "heads": 32, "kv_heads": 1, "q_length": 1, "head_dim": 128})
 
 
+def row_groups():
+    """SIMD groups with other rows: whole, in part and without any; columns that are not full."""
+    for q_length, heads in ((40, 2), (33, 4)):
+        shape = {"heads": heads, "q_length": q_length, "kv_length": 75}
+        dense(shape, causal=True, learnable_sink=torch.tensor([1.0, -2.0, 3.0, 0.5][:heads]))
+    dense({"heads": 16, "kv_heads": 1, "q_length": 4, "kv_length": 70}, num_splits=2)
+
+
 def vectors():
     """One and two rows, summed up by lanes, with units of values that are not all there."""
     dense({"batch": 1, "q_length": 1})
@@ -253,7 +261,7 @@ def lists():
     # A SIMD group has two fragments of keys.
     dense({"heads": 16, "head_dim": 64}, indices=entries[:, :1])
     # More rows of a list than a tile has.
-    dense({"heads": 80}, indices=entries[:, :1])
+    dense({"heads": 160}, indices=entries[:, :1])
 
 
 def lists_of_blocks():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.bench_flash_decode import HEAD_DIMS, HEADS, KV_HEADS, read_share, row
+from bench.bench_flash_decode import HEAD_DIMS, HEADS, KV_HEADS, queries_row, read_share, row
 from bench.replay.cases import UNKNOWN_CORES
 from tests.attention.flash_fwd_options import ints
 from torch_metal_attn import simulate
@@ -21,6 +21,13 @@ SHAPES = [
 def test_keys_and_values_are_read_once(kv_heads, head_dims):
     """32 query heads read them, also with MLA's values inside its keys."""
     assert 1 < read_share(kv_heads, head_dims, 1024) <= 1.05
+
+
+@pytest.mark.parametrize("queries, heads", [(64, 1), (16, 4), (4, 16)])
+def test_keys_and_values_of_64_rows_are_read_once(queries, heads):
+    *_, read, read_a_key = queries_row(queries, heads, (128, 128))
+    assert 1 < read <= 1.05
+    assert read_a_key == 1
 
 
 @pytest.mark.parametrize("rows, head_dim", [(1, 64), (1, 128), (2, 64)])

@@ -37,7 +37,7 @@ MUTANTS = {
             "load_key(units[s - first], j, keys, own.span(s) * SPAN_COLUMNS)",
         ),
         "one unit of v for all": (
-            "column = span * SPAN_COLUMNS + unit_column",
+            "column = span * SPAN_COLUMNS + own.unit_column",
             "column = span * SPAN_COLUMNS",
         ),
         "units of out swapped": (
@@ -78,13 +78,13 @@ MUTANTS = {
             "out_of_bounds",
         ),
         "key past the last read": (
-            "keys.find(readable_row(row, sequence))",
-            "keys.find(row)",
+            "keys.find_in(max(pages[j], 0), readable)",
+            "keys.find_in(max(pages[j], 0), row)",
             "out_of_bounds",
         ),
         "value past the last read": (
-            "values.find(readable_row(row, sequence))",
-            "values.find(row)",
+            "values.find_in(max(pages[j], 0), readable)",
+            "values.find_in(max(pages[j], 0), row)",
             "out_of_bounds",
         ),
         "keys of the first SIMD group for all": (
@@ -203,14 +203,46 @@ MUTANTS = {
             "uninitialised",
         ),
         "no barrier before the sums": (
-            BARRIER + "    for (int n = simdgroup",
-            "    for (int n = simdgroup",
+            BARRIER + "    for (int n = (simdgroup",
+            "    for (int n = (simdgroup",
             ("race", "uninitialised"),
         ),
         "no barrier after the sums": (
             BARRIER + "    tile = sums;",
             "    tile = sums;",
             ("race", "uninitialised"),
+        ),
+    },
+    problems.row_groups: {
+        "rows of the first SIMD groups": ("group_row + own.row_simdgroup * ROWS", "group_row"),
+        "sums of the first SIMD groups": (
+            "? simdgroup / COLUMN_SIMDGROUPS : 0;\n    const int first =",
+            "? 0 : 0;\n    const int first =",
+            (None, "race", "uninitialised"),
+        ),
+        "keys read before they are shared": (
+            "own));\n      }\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);",
+            "own));\n      }\n    }\n",
+            ("race", "uninitialised"),
+        ),
+        "values shared with the keys": (
+            "pairs + KEY_PAIRS +",
+            "pairs +",
+            (None, "race", "uninitialised"),
+        ),
+        "values of the first span": (
+            "return pairs + KEY_PAIRS +\n           ((own.first_span * KEY_FRAGMENTS",
+            "return pairs + KEY_PAIRS +\n           ((0 * KEY_FRAGMENTS",
+            (None, "race"),
+        ),
+        "log-sum-exp of the first SIMD group alone": (
+            "(ROW_SIMDGROUPS > 1 ? own.first_span : int(simdgroup)) == 0",
+            "simdgroup == 0",
+        ),
+        "tiles of one SIMD group's rows": (
+            "first + list_group * ROWS * ROW_SIMDGROUPS",
+            "first + list_group * ROWS",
+            (None, "race"),
         ),
     },
     problems.vectors: {
@@ -547,8 +579,8 @@ MUTANTS = {
         ),
         "first tile of a list only": ("row_group % params.list_groups", "0", (None, "race")),
         "listed rows as neighbours": (
-            "blocks.row(first_place + j * FRAGMENT)",
-            "blocks.row(first_place) + j * FRAGMENT",
+            "blocks.row(first + own_row)",
+            "blocks.row(kv_block + own_row) + j * FRAGMENT",
         ),
         "values of neighbours": (
             "blocks.row(kv_block + n * LOAD_KEYS + own.lane / LANES)",

@@ -169,7 +169,15 @@ FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, in
   auto s = specialisation_for<FlashDecodeSpecialisation>(problem);
   s.v_in_k = v_in_k;
   s.all_rows = rows;
-  return default_tile(s, gpu).value();
+  if (const auto tile = default_tile(s, gpu)) {
+    return *tile;
+  }
+  // What a rotation takes of threadgroup memory may leave room for few rows at a time only.
+  constexpr int64_t kFewRows = 8;
+  s.all_rows = kFewRows;
+  auto few = default_tile(s, gpu).value();
+  few.all_rows = rows;
+  return few;
 }
 
 // Whole waves of threadgroups: the last one takes as long as the others however few it has. Of the

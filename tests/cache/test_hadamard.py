@@ -148,6 +148,25 @@ def test_function(size, format, device):
     assert testing.run(case, device).status == "ok"
 
 
+def test_rows_that_fill_threadgroup_memory(device):
+    """20 rows of latents in float32: the rotation leaves room for fewer at a time."""
+    case = testing.Step(
+        call="decode_step",
+        heads=4,
+        values_in_keys=True,
+        head_dim=576,
+        v_head_dim=512,
+        length=5,
+        q_length=5,
+        lengths=(7, 11),
+        capacity=25,
+        format="q3_g64",
+        hadamard=64,
+        causal=True,
+    )
+    assert testing.run(case, device).status == "ok"
+
+
 CACHES = {
     "paged": lambda **o: PagedKVCache(8, 16, 2, 64, dtype=torch.float32, **o),
     "static": lambda **o: StaticKVCache(1, 64, 2, 64, dtype=torch.float32, **o),

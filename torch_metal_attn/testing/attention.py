@@ -99,6 +99,11 @@ def _has_lists(case: Any) -> bool:
     return case.listed is not None
 
 
+def _tree(r: random.Random, case: "Attention") -> str:
+    possible = not _has_lists(case) and not any(case.no_trees().values())
+    return r.choice(("parents", "tree_mask")) if possible else ""
+
+
 def _columns(r: random.Random, case: "Attention") -> int:
     return max(2, r.choice((2, case.head_dim // 4 * 2, case.head_dim // 2 * 2)))
 
@@ -228,13 +233,7 @@ class Attention(Case):
     )
     q_block_size: int = field(1, one_of(1, 1, 2, 7), calls=("flash_decode",), when=_has_lists)
     list_dims: str = field("", one_of("bh", "b", "h"), calls=("flash_decode",), when=_has_lists)
-    tree: str = field(
-        "",
-        one_of("parents", "tree_mask"),
-        share=0.3,
-        calls=_DECODES,
-        when=lambda case: not _has_lists(case) and not any(case.no_trees().values()),
-    )
+    tree: str = field("", _tree, share=0.3, calls=_DECODES)
     tree_by_sequence: bool = field(False, chance(0.5), calls=_DECODES, when=lambda c: c.tree)
     backward: bool = field(
         False,

@@ -26,7 +26,8 @@ struct BlockKeys {
       const int first = kv_block + j * FRAGMENT;
       const int row = blocks.row(first + own_row);
       const int readable = readable_row(row, sequence);
-      pages[j] = keys.page_among(readable, first);
+      // Past the last key no page of the sequence is listed.
+      pages[j] = keys.page_among(readable, readable_row(first, sequence));
       k_places[j] = keys.find_in(max(pages[j], 0), readable);
       v_places[j] = values.find_in(max(pages[j], 0), readable);
       exist[j] = pages[j] >= 0 && row >= sequence.first_key && row < sequence.kv_length;

@@ -61,8 +61,8 @@ struct PageTable {
     return simd_shuffle(held, ushort(uint(row) / PAGE_ROWS - window));
   }
 
-  // The same, of one of the 8 rows from `first` on, a multiple of 8, for which all lanes call it.
-  // On M1 such a broadcast takes a fourth of a shuffle.
+  // The same, where all lanes' rows are among 8 that begin at a multiple of 8, as `first` is: in
+  // every lane the same. On M1 such a broadcast takes a fourth of a shuffle.
   METAL_FUNC int page_among(int row, int first) const thread {
     return WHOLE_FRAGMENTS ? simd_broadcast(held, ushort(uint(first) / PAGE_ROWS - window))
                            : page_of(row);

@@ -90,11 +90,11 @@ MUTANTS = {
             "AppendRows<KV_FORMAT, HEAD_DIM_QK, false> k",
         ),
         "rotated at the wrong row": (
-            "place.first_rotary + row, column",
-            "int64_t(place.first) + row, column",
+            "place.first_rotary + step, column",
+            "int64_t(place.first) + step, column",
         ),
         "rotated at the first row": (
-            "place.first_rotary + row, column",
+            "place.first_rotary + step, column",
             "place.first_rotary, column",
         ),
         "padding of the first sequence": ("leftpad_k[batch]", "leftpad_k[0]"),

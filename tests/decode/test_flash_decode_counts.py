@@ -149,14 +149,12 @@ def test_splits_move_no_more_bytes_of_their_own_than_of_keys(cores):
 
 
 def test_each_tile_of_rows_has_its_threadgroup(cores):
-    """512 rows of a KV head are 16 tiles, which fill cores before splits of the keys do."""
+    """512 rows of a KV head are 8 tiles of 64, which fill cores before splits of the keys do."""
     cores(8)
     shape = {"kv_heads": 1, "q_length": 16, "kv_length": 4096}
-    assert explained(**shape, num_splits=1)["grid"] == [1, 16, 1]
-    assert splits(**shape) == 3, "48 threadgroups are two waves of 24"
-    assert (
-        "16 passes over its keys, each by threadgroups of its own" in explained(**shape)["reason"]
-    )
+    assert explained(**shape, num_splits=1)["grid"] == [1, 8, 1]
+    assert splits(**shape) == 3, "24 threadgroups are two waves of 12"
+    assert "8 passes over its keys, each by threadgroups of its own" in explained(**shape)["reason"]
     assert explained(**shape | {"q_length": 1})["grid"][1] == 1
     many = {"heads": 2**24, "kv_heads": 2**24, "q_length": 2**13, "head_dim": 1}
     assert explained(**many, kv_length=1)["grid"] == [1, 2**24, 1], "256 times as many are 0"
@@ -168,7 +166,7 @@ def test_tiles_of_rows_after_new_keys_share_a_threadgroup(cores):
     q, cache = torch.zeros(1, 32, 16, 128).half(), torch.zeros(1, 1, 4096, 128).half()
     new = torch.zeros(1, 1, 16, 128).half()
     packed = torch.ops.metal_attn_explain.decode_step(q, new, new, cache, cache.clone(), ints(4080))
-    assert extension.launches(packed)[0]["grid"] == [24, 1, 1]
+    assert extension.launches(packed)[0]["grid"] == [12, 1, 1]
 
 
 def test_a_gpu_that_nobody_knows_is_not_a_small_one():

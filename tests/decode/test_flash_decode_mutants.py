@@ -156,8 +156,8 @@ MUTANTS = {
             ("race", "uninitialised"),
         ),
         "no barrier before states are joined": (
-            BARRIER + "    }\n    UNROLL",
-            "    }\n    UNROLL",
+            BARRIER + "    }\n    UNROLL\n    for (short i",
+            "    }\n    UNROLL\n    for (short i",
             "uninitialised",
         ),
         "no barrier between givers of out": (
@@ -451,8 +451,8 @@ MUTANTS = {
             "simd_lane",
         ),
         "one page of all keys of a block": (
-            "page_among(readable, first)",
-            "page_among(readable, kv_block)",
+            "page_among(readable, readable_row(first, sequence))",
+            "page_among(readable, readable_row(kv_block, sequence))",
         ),
         "values in the page of the first keys": (
             "block.pages[n * LOAD_KEYS / FRAGMENT]",
@@ -636,7 +636,10 @@ MUTANTS = {
         ),
     },
     problems.impossible: {
-        "impossible sequences as clamped": ("&& sequence.impossible)", "&& false)"),
+        "impossible sequences as clamped": (
+            "|| PAGED) &&\n      sequence.impossible)",
+            "|| PAGED) &&\n      false)",
+        ),
         "out of the first head alone": (
             "result.place(out_row, one.head, params);\n    out_row.fill",
             "result.place(out_row, kv_head, params);\n    out_row.fill",

@@ -217,9 +217,7 @@ class Attention(Case):
         calls=_STORED,
         when=lambda case: case.format and not case.values_in_keys,
     )
-    hadamard: int = field(
-        0, rotated_blocks, share=0.3, calls=_DECODES, when=lambda case: case.format
-    )
+    hadamard: int = field(0, rotated_blocks, share=0.3, calls=_DECODES)
     cache_dtype: str = field(
         "",
         one_of(*DTYPES[1:]),

@@ -90,7 +90,7 @@ class Step(Case):
         share=0.3,
         when=lambda case: case.format and not case.values_in_keys,
     )
-    hadamard: int = field(0, rotated_blocks, share=0.3, when=lambda case: case.format)
+    hadamard: int = field(0, rotated_blocks, share=0.3)
     cache_dtype: str = field(
         "",
         one_of(*DTYPES[1:]),

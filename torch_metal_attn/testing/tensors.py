@@ -146,9 +146,9 @@ def _nonsense(dtype: torch.dtype) -> Any:
 
 
 def rotated_blocks(r: random.Random, case: Any) -> int:
-    """Of a case with hadamard: columns of blocks that divide both head dims, or 0."""
+    """Of a case with hadamard: columns of blocks that divide both head dims; 0 without a format."""
     fit = [n for n in HADAMARD if case.head_dim % n == 0 and case.v_head_dim % n == 0]
-    return r.choice(fit or [0])
+    return r.choice(fit) if fit and case.format else 0
 
 
 def wrong_rotation(case: Any) -> dict[str, Any]:

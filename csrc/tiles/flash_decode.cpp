@@ -134,14 +134,14 @@ int FlashDecodeSpecialisation::threadgroup_bytes(int own_rows) const {
     // Weights with their corrections, and out of each SIMD group.
     floats += own_keys * vector_rows * (8 * key_fragments + 1 + padded_columns(*this));
   }
+  constexpr int kFragmentElements = 64;
   if (own_keys > 1) {
-    constexpr int kFragmentElements = 64;
     const int span_elements = row_fragments * kSpanFragments * kFragmentElements;
     floats +=
         (vector_rows > 0 ? 0 : spans_of(head_dim_v) * span_elements) + 2 * own_keys * tile_rows();
     q_elements = spans_of(head_dim_qk) * span_elements;
   } else if (own_columns > 1 && features.cache.hadamard > 0) {
-    floats += spans_of(head_dim_v) * 64;  // a fragment of each
+    floats += spans_of(head_dim_v) * kFragmentElements;
   }
   int kv_elements = 0;
   if (own_rows > 1) {

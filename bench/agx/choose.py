@@ -49,7 +49,9 @@ class Candidate(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        return self.registers <= MOST_REGISTERS
+        # Threadgroups of over 384 threads leave a thread fewer registers.
+        spilled = any(compiled.spills for compiled in self.found.values())
+        return self.registers <= MOST_REGISTERS and not spilled
 
     @property
     def cost(self) -> float:

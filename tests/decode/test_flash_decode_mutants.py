@@ -225,6 +225,11 @@ MUTANTS = {
             "own));\n      }\n    }\n",
             ("race", "uninitialised"),
         ),
+        "spans of keys that nobody has": (
+            "if (!span_exists(own.span(s), QK_SPANS)) {",
+            "if (false) {",
+            "uninitialised",
+        ),
         "values shared with the keys": (
             "pairs + KEY_PAIRS +",
             "pairs +",
@@ -236,7 +241,7 @@ MUTANTS = {
             (None, "race"),
         ),
         "log-sum-exp of the first SIMD group alone": (
-            "(ROW_SIMDGROUPS > 1 ? own.first_span : int(simdgroup)) == 0",
+            "own.key_simdgroup == 0 && own.first_span == 0",
             "simdgroup == 0",
         ),
         "tiles of one SIMD group's rows": (

@@ -486,13 +486,15 @@ MUTANTS = {
         ),
         "weights of one scale": ("span_scale(v_places[j], span)", "span_scale(v_places[j], 0)"),
         "scale of the even key for both": (
-            "simd_shuffle(v_scales[j], row_lane(column + 1))",
-            "simd_shuffle(v_scales[j], row_lane(column))",
+            "vec<T, 2>(number, other) : vec<T, 2>(other, number)",
+            "vec<T, 2>(number, number) : vec<T, 2>(other, other)",
         ),
         "scale of the lane's own row": (
-            "simd_shuffle(v_scales[j], row_lane(column))",
-            "simd_shuffle(v_scales[j], row_lane(fragment_row(column)))",
+            "of_columns(v_scales[j], lane)",
+            "Fragment<float>(v_scales[j], v_scales[j])",
         ),
+        "scale of a key 4 rows off": ("(row & 4) == (column & 4)", "true"),
+        "scale of a key 2 rows off": ("(row & 2) == (column & 2)", "true"),
         "scales of the padding not zeroed": ("exist[j] ? scale : 0.0f", "scale"),
         "odd codes before even ones": (
             "codes[i] >> (j * BITS)",
@@ -599,16 +601,16 @@ MUTANTS = {
         ),
         "-1 as the first key": ("max(row, 0) : row", "row : row", (None, "out_of_bounds")),
         "rows of columns swapped": (
-            "simd_shuffle(rows[j], row_lane(column + 1))",
-            "simd_shuffle(rows[j], row_lane(column))",
+            "vec<T, 2>(number, other) : vec<T, 2>(other, number)",
+            "vec<T, 2>(other, number) : vec<T, 2>(number, other)",
         ),
     },
     problems.lists_of_blocks: {
         "rows of a block": ("int(uint(place) % BLOCK)", "0"),
         "blocks of one key": ("entry * BLOCK + int", "entry + int"),
         "one query's keys for all of a list": (
-            "hide_listed(scores[i], block, column, visible.keys_of(rows[i].query))",
-            "hide_listed(scores[i], block, column, visible.keys_of(0))",
+            "hide_listed(scores[i], block, lane, visible.keys_of(rows[i].query))",
+            "hide_listed(scores[i], block, lane, visible.keys_of(0))",
         ),
         "keys of the list's first query": (
             "keys_of(INDICES ? (share.end - 1) / problem.queries_per_kv",

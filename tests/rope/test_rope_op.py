@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.judged import judge
-from tests.rope.rope_check import check_close, check_rope, make_problem, normal, oracle
+from tests.rope.rope_check import check_close, check_rope, make_problem, oracle
 from torch_metal_attn import rope as rope_functions
 from torch_metal_attn import simulate
 from torch_metal_attn.testing import Rotation, Tables

@@ -91,11 +91,13 @@ MUTANTS = {
             ? {~simdgroup / COLUMN_SIMDGROUPS => 0~} : 0; const int first =
         keys read before they are shared [race or uninitialised]:
             own)); } } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+        spans of keys that nobody has [uninitialised]:
+            if ({~!span_exists(own.span(s), QK_SPANS) => false~}) {
         values shared with the keys [wrong or race or uninitialised]: pairs + {~KEY_PAIRS + =>~}
         values of the first span [wrong or race]:
             return pairs + KEY_PAIRS + (({~own.first_span => 0~} * KEY_FRAGMENTS
         log-sum-exp of the first SIMD group alone:
-            {~(ROW_SIMDGROUPS > 1 ? own.first_span : int(simdgroup)) => simdgroup~} == 0
+            {~own.key_simdgroup == 0 && own.first_span => simdgroup~} == 0
         tiles of one SIMD group's rows [wrong or race]:
             first + list_group * ROWS {~* ROW_SIMDGROUPS =>~}
     """,

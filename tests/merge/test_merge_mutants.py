@@ -1,45 +1,33 @@
 """Planted faults in the text of merge.metal: the tests' own checks must see every one of them."""
 
-import math
-
 import torch
 
+from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
-from tests.merge.test_merge import (
-    check_in_place,
-    check_masked,
-    check_splits,
-    check_state,
-    normal,
-    some_partials,
-    some_states,
-)
+from tests.merge.test_merge import check_copies, check_masked, some_states
+from torch_metal_attn.testing import Merge
+
+SIZES = {"batch": 2, "heads": 3, "length": 5, "empty": 0.3}
 
 
 def states_of_every_kind():
-    for head_dim in (32, 33):
-        states = list(some_states(2, 3, 5, head_dim, spread=100.0))
-        states[0][0], states[1][0] = math.nan, -math.inf
-        states[2][:, 1], states[3][:, 1] = math.nan, -math.inf
-        states[0][1, 1] = -0.0  # only a copy keeps the sign
-        check_state(*states, device="cpu")
-    check_state(*some_states(9, 3, 32, packed=True), device="cpu")
-    empty = list(some_states(2, 3, 33, packed=True))
-    empty[3][0] = math.inf
-    check_in_place(*empty, device="cpu", infinity_is_empty=True)
+    judge(
+        *(Merge(**SIZES, head_dim=head_dim) for head_dim in (32, 33)),
+        Merge(packed=True, heads=3, length=9, head_dim=32),
+        *(
+            Merge("merge_state_", packed=True, heads=3, length=2, head_dim=33, **options)
+            for options in ({}, {"empty": 0.3, "infinity_is_empty": True})
+        ),
+    )
+    check_copies(torch.float32, "cpu")
     check_masked(*some_states(2, 3, 5, 33), torch.arange(10).view(2, 5) % 3 > 0, device="cpu")
-    assert torch.ops.metal_attn.merge_state(*empty, infinity_is_empty=True)[0].isfinite().all()
 
 
 def splits_of_every_kind():
+    sizes = SIZES | {"call": "merge_splits", "splits": 41}
     for head_dim in (36, 31):
-        outs, lses = some_partials(2, 3, 3, 41, head_dim, spread=100.0)
-        lses[0] *= 0.01
-        lses[0, :, :, ::2] = -math.inf
-        lses[0, 1] = -math.inf
-        outs[lses == -math.inf] = math.nan
-        check_splits(outs, lses, device="cpu")
-        check_splits(outs, 0.01 * lses, sink=normal(3), device="cpu")
+        judge(*(Merge(**sizes, head_dim=head_dim, sink=sink) for sink in ("", "float32")))
+    judge(Merge(**sizes | {"splits": 2}, head_dim=36, sink="float32"))
 
 
 MUTANTS = {

@@ -1,11 +1,15 @@
 """Planted faults in the text of softmax.metal: the tests' own checks must see every one of them."""
 
+import dataclasses
 import math
 
 import torch
 
+from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
-from tests.softmax.test_softmax import check_causal_mask, check_softmax, normal
+from tests.softmax.test_softmax import check_softmax
+from torch_metal_attn.testing import Softmax
+from torch_metal_attn.testing.judge import normal
 
 
 def rows_of_every_kind():
@@ -25,8 +29,10 @@ def rows_of_every_kind():
 
 
 def masks_of_every_kind():
-    for scores in (normal(2, 33, 40), normal(9, 65), normal(65, 9).t(), normal(2, 1100)):
-        check_causal_mask(scores, 3, device="cpu")
+    mask = Softmax("apply_causal_mask_", q_offset=3)
+    for shape in ((2, 33, 40), (9, 65), (2, 1100)):
+        judge(dataclasses.replace(mask, shape=shape))
+    judge(dataclasses.replace(mask, shape=(9, 65), layout=("order 10",)))
 
 
 # What a fault changes in the shader's text, and the fault that the simulator then reports; None

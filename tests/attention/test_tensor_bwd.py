@@ -226,7 +226,7 @@ def test_simdgroups_share_wide_rows(head_dim, shared):
     [("flash_bwd_dq_tensor", 12, 24, 0), ("flash_bwd_dkv_tensor", 16, 42, 16)],
 )
 def test_inner_loop(kernel, products, loads, shuffles):
-    """bench/results/flash_bwd_tensor.md, at head dim 64."""
+    """bench/results/inner_loops.md, at head dim 64."""
     counts = bench_flash_bwd_tensor.row(kernel, 64, F16)
     assert counts["products"] == products
     assert counts["device loads"] <= loads

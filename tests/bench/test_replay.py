@@ -29,20 +29,20 @@ def pointers_missing(collection, dispatch):
     return set(collection.manifest.programs[dispatch.program].slots) - given
 
 
-def test_a_forward_from_the_op_to_ptx(tmp_path):
-    """At 4096 tokens; nothing of it is computed."""
+def test_a_decode_from_the_op_to_ptx(tmp_path):
+    """Over 4096 keys; nothing of it is computed."""
     collection = Collection()
-    t = cases.operands("float16", 64, 4096)
+    q, k = (torch.empty(1, heads, n, 64, dtype=torch.half) for heads, n in ((8, 1), (2, 4096)))
+    t = {"q": q, "k": k, "v": torch.empty_like(k)}
 
     def call():
-        return torch.ops.metal_attn.flash_fwd(**t, causal=True)
+        return torch.ops.metal_attn.flash_decode(**t, num_splits=1)
 
-    candidate = cases.ours(collection, "", t, call, ("out", "lse"), (128,))
+    candidate = cases.ours(collection, "", t, call)
     (dispatch,) = candidate.dispatches
     assert [name for name, _ in dispatch.buffers.values()] == ["q", "k", "v", "out", "lse"]
     assert candidate.scratch == {}
-    assert dispatch.threadgroups[1] == cases.HEADS
-    collection.manifest.problems = [Problem("forward", "forward", {"causal": True}, [candidate])]
+    collection.manifest.problems = [Problem("decode", "decode", {"keys": 4096}, [candidate])]
     collection.write(tmp_path, 1)
     text = (tmp_path / f"{dispatch.program}.ptx").read_text()
     program = collection.manifest.programs[dispatch.program]
@@ -201,10 +201,6 @@ def test_what_is_joined(body, expected):
     assert vectors(vector_loads.joined(ir(*body))) == expected
 
 
-def test_no_wider_than_is_allowed():
-    assert vectors(vector_loads.joined(ir(*loads(8)), 8)) == [("4", "8"), ("4", "8")]
-
-
 def test_findings_are_counted_by_problem():
     output = """========= COMPUTE-SANITIZER
 problem: first
@@ -233,7 +229,7 @@ def test_errors_of_results():
 def test_the_gpus_side_needs_torch_and_numpy_only():
     """The machine with the GPU has no torch_metal_attn, and not the rest of `bench`."""
     folder = "bench.replay"
-    sides = [f"{folder}.{name}" for name in ("assemble", "attention", "decode")]
+    sides = [f"{folder}.{name}" for name in ("assemble", "decode")]
     seen, todo = set(), [*sides, "tests.outside.sanitizer.sanitize"]
     while todo:
         module = todo.pop()

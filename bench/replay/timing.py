@@ -34,10 +34,8 @@ def limits(programs: Programs, candidate: Candidate) -> list[int]:
     return sorted(found)
 
 
-def by_clock(
-    copies: Sequence[Sequence[Launch]], stream: int, seconds: float = 0.006, rounds: int = 3
-) -> float:
-    """Microseconds on a part of the GPU: the least of some rounds, by the host's clock.
+def by_clock(copies: Sequence[Sequence[Launch]], stream: int, seconds: float = 0.006) -> float:
+    """Microseconds on a part of the GPU: the least of three rounds, by the host's clock.
 
     copies: the same work on other memory, in rotation, so that no cache has it.
     """
@@ -52,7 +50,7 @@ def by_clock(
 
     run(2)
     count = max(3, min(400, int(seconds / run(1))))
-    return min(run(count) for _ in range(rounds)) * 1e6
+    return min(run(count) for _ in range(3)) * 1e6
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -148,22 +148,18 @@ def pages_outside():
 
 
 MUTANTS = {
-    pages_inside: {
-        "the page itself": ("cache + from * params.page_stride", "cache + to * params.page_stride"),
-        "the page behind": ("from * params.page_stride", "(from - 1) * params.page_stride"),
-        "the other way": (
-            "to_page[offset] = from_page[offset]",
-            "cache[offset] = to_page[offset]",
-            "race",
-        ),
-        "first copy for all": ("src[copy * params.src_stride]", "src[0]"),
-        "wrong stride": ("to * params.page_stride", "to * (params.page_stride + 1)"),
-        "last words left out": ("word < params.page_words", "word + 1 < params.page_words"),
-    },
-    pages_outside: {
-        "pages outside read": ("from < 0 || from >= params.pages", "false", "out_of_bounds"),
-        "pages outside written": ("to < 0 || to >= params.pages", "false", "out_of_bounds"),
-    },
+    pages_inside: """
+        the page itself: cache + {~from => to~} * params.page_stride
+        the page behind: {~from => (from - 1)~} * params.page_stride
+        the other way [race]: {~to_page[offset] = from_page => cache[offset] = to_page~}[offset]
+        first copy for all: src[{~copy * params.src_stride => 0~}]
+        wrong stride: to * {~=> (~} params.page_stride{~=> + 1)~}
+        last words left out: word {~=> + 1~} < params.page_words
+    """,
+    pages_outside: """
+        pages outside read [out_of_bounds]: {~from < 0 || from >= params.pages => false~}
+        pages outside written [out_of_bounds]: {~to < 0 || to >= params.pages => false~}
+    """,
 }
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "copy_pages")

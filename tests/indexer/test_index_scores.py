@@ -110,45 +110,24 @@ def test_refused(options, message, device):
 
 
 MUTANTS = {
-    sizes: {
-        "products of a head added without their weight": ("weight * (score", "(score"),
-        "negative products added": ("score < 0.0f ? 0.0f : score", "score"),
-        "scale by 0.98": ("[e] * params.softmax_scale", "[e] * (0.98f * params.softmax_scale)"),
-        "weights of the first head": (
-            "last * Offset(params.weight",
-            "0 * Offset(params.weight",
-        ),
-        "weights of the first query": (
-            "params.weight_strides, batch, query, 0",
-            "params.weight_strides, batch, 0, 0",
-        ),
-        "heads of the first query": (
-            "params.q_strides, batch, query, 0",
-            "params.q_strides, batch, 0, 0",
-        ),
-        "keys of the first sequence": (
-            "params.k_strides, batch, 0, 0",
-            "params.k_strides, 0, 0, 0",
-        ),
-        "the last head more than once": ("head < params.heads ?", "true ?"),
-        "half of the rows summed": ("x + simd_shuffle_xor(x, ushort(16))", "x"),
-        "the diagonal hidden": ("key <= last_seen", "key < last_seen"),
-        "no barrier": (
-            "threadgroup_barrier(mem_flags::mem_threadgroup);",
-            "",
-            ("race", "uninitialised"),
-        ),
-        "queries behind the last": (
-            "if (query > last_query) {",
-            "if (false) {",
-            ("race", "out_of_bounds"),
-        ),
-        "keys behind the last": (
-            "row == 0 && key < params.kv_length",
-            "row == 0",
-            (None, "out_of_bounds", "race"),
-        ),
-    },
-    nan: {"NaN as 0": ("score < 0.0f ? 0.0f : score", "score > 0.0f ? score : 0.0f")},
+    sizes: """
+        products of a head added without their weight: {~weight * =>~} (score
+        negative products added: score {~< 0.0f ? 0.0f : score =>~}
+        scale by 0.98: [e] * {~=> (0.98f *~} params.softmax_scale{~=> )~}
+        weights of the first head: {~last => 0~} * Offset(params.weight
+        weights of the first query: params.weight_strides, batch, {~query => 0~}, 0
+        heads of the first query: params.q_strides, batch, {~query => 0~}, 0
+        keys of the first sequence: params.k_strides, {~batch => 0~}, 0, 0
+        the last head more than once: {~head < params.heads => true~} ?
+        half of the rows summed: x {~+ simd_shuffle_xor(x, ushort(16)) =>~}
+        the diagonal hidden: key {~<= => <~} last_seen
+        no barrier [race or uninitialised]: {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+        queries behind the last [race or out_of_bounds]: if ({~query > last_query => false~}) {
+        keys behind the last [wrong or out_of_bounds or race]:
+            row == 0 {~&& key < params.kv_length =>~}
+    """,
+    nan: """
+        NaN as 0: score {~< 0.0f ? 0.0f : score => > 0.0f ? score : 0.0f~}
+    """,
 }
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "index_scores")

@@ -244,15 +244,17 @@ def _caches() -> Iterator[Listed]:
         {"rotary_columns": 64, "format": "q8_0", "num_splits": 3},
         {"length": 4, "q_length": 4, "num_splits": 2},
     )
-    trees: list[Special] = [
-        {"tree": x, "length": 9, "q_length": 9} for x in ("parents", "tree_mask")
-    ]
+    rotary = {"rotary_columns": 64}
+    tree: Special = {"tree": "parents", "length": 9, "q_length": 9}
     packed: Special = {"packed": ((2, 5), (3, 3))}
-    both: Special = {"packed": ((5, 5), (9, 9)), "tree": "parents"}
-    specials = [*trees, packed, both]
-    specials += [x | {"rotary_columns": 64} for x in (trees[0], packed, both)]
-    specials += [both | cache for cache in caches]
-    yield from every_dtype("decode_step: trees and packed rows", _STEP, *specials)
+    packed_tree: Special = {"packed": ((5, 5), (9, 9)), "tree": "parents"}
+    yield from every_dtype(
+        "decode_step: trees",
+        _STEP,
+        *(tree, tree | {"tree": "tree_mask"}, tree | rotary),
+        *(packed_tree | special for special in (*caches, rotary)),
+    )
+    yield from every_dtype("decode_step: packed rows", _STEP, packed, packed | rotary)
     latents = [{}, *({"cache": "paged", "format": f} for f in ("", "q8_0", "q4_0", "q4_g64"))]
     for name, make in (("append_kv", _APPEND), ("decode_step", _STEP)):
         yield from every_dtype(f"{name}: latents", partial(make, **_LATENT_STEP), *latents)

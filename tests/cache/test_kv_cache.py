@@ -598,9 +598,10 @@ def test_ids_of_any_kind(kind):
     cache = make()
     ids = [cache.allocate(), cache.allocate()]
     rows = some_rows(batch=2)
-    cache.append(kind(ids), rows, rows, token_ids=[[1, 2, 3]] * 2)
-    cache.reserve(kind(ids), 2)
-    cache.advance(kind(ids), 2)
+    for layer in range(LAYERS):
+        cache.append(kind(ids), rows, rows, layer, token_ids=[[1, 2, 3]] * 2)
+        cache.reserve(kind(ids), 2, layer)
+        cache.advance(kind(ids), 2, layer)
     cache.accept(kind(ids), [[1], [0]], [[-1, -1], [-1, 0]])
     assert cache.seqlens(kind(ids)).tolist() == [4, 4]
     assert torch.equal(cache.block_table(kind(ids)), cache.block_table(ids))

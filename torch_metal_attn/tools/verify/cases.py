@@ -251,7 +251,7 @@ def _caches() -> Iterator[Listed]:
     yield from every_dtype(
         "decode_step: trees",
         _STEP,
-        *(tree, tree | {"tree": "tree_mask"}, tree | rotary),
+        *(tree | rotary, tree, tree | {"tree": "tree_mask"}),
         *(packed_tree | special for special in (*caches, rotary)),
     )
     yield from every_dtype("decode_step: packed rows", _STEP, packed, packed | rotary)

@@ -148,9 +148,12 @@ struct BlockKeys {
         Unit<KvTileElement> units[CHAIN_SPANS];
         UNROLL
         for (short s = first; s < end; s++) {
+          if (!span_exists(own.span(s), QK_SPANS)) {
+            continue;
+          }
           if (ROW_SIMDGROUPS > 1) {
             units[s - first].load(key_unit(pairs, j, s, own));
-          } else if (span_exists(own.span(s), QK_SPANS)) {
+          } else {
             load_key(units[s - first], j, keys, own.span(s) * SPAN_COLUMNS + own.unit_column);
           }
         }

@@ -209,8 +209,8 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       const bool sees_nothing = row_sums[i] == 0.0f;
       o.scale_row(i, fast::exp2(tile.softmax[i].row_max - total.row_max) / total_sum, sees_nothing);
       const int tile_row = i * FRAGMENT + own.row;
-      if ((ROW_SIMDGROUPS > 1 ? own.first_span : int(simdgroup)) == 0 && own.column == 0 &&
-          tile_row < ROWS && first_row + tile_row < share.end) {
+      if (own.key_simdgroup == 0 && own.first_span == 0 && own.column == 0 && tile_row < ROWS &&
+          first_row + tile_row < share.end) {
         result.store_lse(tile.rows[i], total.logsumexp(total_sum), params);
       }
     }

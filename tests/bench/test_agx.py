@@ -163,12 +163,14 @@ def test_a_driver_that_is_not_there(monkeypatch, tmp_path):
         lens.run_driver("", "gpu_products", 64)
 
 
-def candidate(*tile: int, registers: float = 50.5, macro: str = "FLASH_BWD_DQ") -> choose.Candidate:
+def candidate(
+    *tile: int, registers: float = 50.5, spills: int = 0, macro: str = "FLASH_BWD_DQ"
+) -> choose.Candidate:
     one = candidates.Class(macro, 32, 64, 0, "Light", ragged=False)
     _, outer = listing.parse(LISTING).loops()
     found = {
-        (torch.float32, name): replace(compiled(outer), demand=registers)
-        for name in candidates.LIGHT
+        (torch.float32, name): replace(compiled(outer), demand=registers, spills=spills)
+        for name in ("none", *candidates.LIGHT)
     }
     return choose.Candidate(one, tile, found)
 
@@ -180,6 +182,7 @@ FAST, SLOW = (1, 32, 1, 4, 1, 1, 0), (1, 16, 1, 4, 1, 1, 0)
 def test_the_fastest_tile_that_fits_is_chosen():
     assert choose.best([candidate(*SLOW), candidate(*FAST)]).tile == FAST
     assert choose.best([candidate(*SLOW), candidate(*FAST, registers=118.5)]).tile == SLOW
+    assert choose.best([candidate(*SLOW), candidate(*FAST, spills=2)]).tile == SLOW
     # Where none fits, that with the fewest registers.
     worse = candidate(*FAST, registers=140)
     assert choose.best([worse, candidate(*SLOW, registers=130)]).tile == SLOW
@@ -206,6 +209,8 @@ def test_each_pass_of_a_decode_reads_the_keys_again():
     _, outer = listing.parse(LISTING).loops()
     costs = [choose.cost(one, (n, 1, 4, 0), compiled(outer)) for n in (1, 2)]
     assert costs[0] == 2 * costs[1]
+    # Two SIMD groups of the four have the columns, the others as many other rows.
+    assert choose.cost(one, (1, 1, 1, 0), compiled(outer)) == costs[1]
 
 
 @built

@@ -58,6 +58,8 @@ def row_groups():
         shape = {"heads": heads, "q_length": q_length, "kv_length": 75}
         dense(shape, causal=True, learnable_sink=torch.tensor([1.0, -2.0, 3.0, 0.5][:heads]))
     dense({"heads": 16, "kv_heads": 1, "q_length": 4, "kv_length": 70}, num_splits=2)
+    # A SIMD group has a span of values, and none of the keys.
+    dense({"heads": 2, "q_length": 33, "kv_length": 20, "head_dim": 32, "v_head_dim": 33})
 
 
 def vectors():

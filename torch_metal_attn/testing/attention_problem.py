@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.call.visibility import tree_rows
 from torch_metal_attn.quantisation import dequantise, quantise, sizes
-from torch_metal_attn.reference import tree_rows
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.judge import ints, normal
 from torch_metal_attn.testing.tensors import dtype_of, expanded, numbers, wrong_rotation

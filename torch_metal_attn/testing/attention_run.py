@@ -140,7 +140,7 @@ def judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
     with as_multiplied():
         composed, _ = _attend(problem, None)
     if problem.poisoned_v is not None:
-        exact = _with_nan_where_seen(problem, found.cpu(), exact)
+        exact, composed = _with_poison_where_seen(problem, found.cpu(), exact, composed)
     if found.dtype != problem.q.dtype:
         raise AssertionError(f"out has dtype {found.dtype} and not {problem.q.dtype}")
     sequences = _alone(case, problem)
@@ -209,17 +209,24 @@ def _attend(
     return function(q, k, v, *problem.packing, **options, compute_dtype=compute_dtype)
 
 
-def _with_nan_where_seen(problem: Problem, found: Tensor, exact: Tensor) -> Tensor:
-    """NaN in the column of v's NaN: for queries that see it, and for others if they have it."""
+def _with_poison_where_seen(
+    problem: Problem, found: Tensor, exact: Tensor, composed: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What is in the column of v's NaN or infinity: for queries that see it, and for others NaN."""
     place = problem.poisoned_v
     assert place is not None
     v = problem.v.clone()
-    v[place] = 1.0
+    # Weights are positive: their product with infinity is infinity.
+    poison, v[place] = float(v[place]), 1.0
     other, _ = _attend(problem, torch.float64, (problem.q, problem.k, v))
-    may_be = torch.zeros_like(exact, dtype=torch.bool)
-    may_be[..., place[-1]] = True
     seen = (other - exact).abs() > 1e-30
-    return exact.masked_fill(seen | (may_be & found.isnan()), math.nan)
+    may_be = torch.zeros_like(seen)
+    may_be[..., place[-1]] = True
+    unclear = may_be & found.isnan() & ~seen
+    exact, composed = (
+        x.masked_fill(unclear, math.nan).masked_fill(seen, poison) for x in (exact, composed)
+    )
+    return exact, composed
 
 
 def _alone(

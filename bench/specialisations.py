@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch_metal_attn.tools.explain.ops import backward_launches
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# Features beyond causality are compiled for these only.
+# Features beyond causality are compiled for these only; those of decoding also with KV heads.
 FEATURE_HEAD_DIMS = (64, 128)
+DECODED_SIZES = ((64, 32), (128, 32), (128, 1), (512, 1))
 FEATURE_DTYPE = torch.float16
 LENGTH, HEADS = 64, 32
 KV_HEADS = (32, 2, 1)
@@ -108,6 +110,10 @@ def decoding(
     return _chosen("flash_decode", dtype, head_dim, feature, explained)
 
 
+def _in_pages(options: Options, length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    return _pages(length, head_dim, dtype) | options(length, head_dim, dtype)
+
+
 def _slopes(*_: Any) -> dict[str, Any]:
     return {"alibi_slopes": torch.ones(HEADS)}
 
@@ -140,16 +146,21 @@ def _pages(length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _packed(_: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    ends = torch.tensor([0, 4]).int()
-    return {
-        "q": torch.empty(4, HEADS, head_dim, dtype=dtype),
-        "cu_seqlens_q": ends,
-        "max_seqlen_q": 4,
-    }
+    ends = torch.tensor([0, 1]).int()
+    q = torch.empty(1, HEADS, head_dim, dtype=dtype)
+    return {"q": q, "cu_seqlens_q": ends, "max_seqlen_q": 1}
 
 
 def _lists(*_: Any) -> dict[str, Any]:
     return {"indices": torch.zeros(1, 1, 1, 32).int()}
+
+
+def _tree(*_: Any) -> dict[str, Any]:
+    return {"tree_mask": torch.ones(1, 1, dtype=torch.bool)}
+
+
+def _rotated(length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    return CACHES["q8_0 cache"](length, head_dim, dtype) | {"hadamard": 32}
 
 
 # Groups of 32 columns differ from those of 64 by a constant.
@@ -160,12 +171,11 @@ CACHES: dict[str, Options] = {
     **{f"{format} cache": _quantised(format) for format in KV_FORMATS},
     "q8_0 and q4_g64 cache": _quantised("q8_0", "q4_g64"),
 }
-# Those of decoding alone.
-DECODED: dict[str, Options] = {
-    "packed queries": _packed,
-    "lists of keys": _lists,
-    "lists of keys in pages": lambda *given: _lists() | _pages(*given),
-}
+# Those of decoding alone, which caches in pages have with the most registers.
+BY_ROW: dict[str, Options] = {"packed queries": _packed, "lists of keys": _lists, "trees": _tree}
+DECODED: dict[str, Options] = BY_ROW | {"rotated q8_0 cache": _rotated}
+for _name, _options in BY_ROW.items():
+    DECODED[f"{_name} in pages"] = partial(_in_pages, _options)
 PLAIN = ("none", "causal")
 # With as many heads as there are here.
 PER_HEAD: dict[str, Options] = {"ALiBi": _slopes, "sink": _sinks}
@@ -184,8 +194,9 @@ def specialisations() -> Iterator[Specialisation]:
     for head_dim, feature in product(FEATURE_HEAD_DIMS, ALL_FEATURES):
         if feature not in PLAIN and feature not in DECODED:
             yield from attention(FEATURE_DTYPE, head_dim, feature, ALL_FEATURES[feature])
+    for (head_dim, kv_heads), feature in product(DECODED_SIZES, ALL_FEATURES):
         if feature not in NOT_DECODED:
-            yield decoding(FEATURE_DTYPE, head_dim, 32, feature, ALL_FEATURES[feature])
+            yield decoding(FEATURE_DTYPE, head_dim, kv_heads, feature, ALL_FEATURES[feature])
 
 
 def peer_kernels() -> Iterator[tuple[str, torch.dtype, int, dict[str, Any]]]:

@@ -71,7 +71,7 @@ def hadamard(x: Tensor, size: int) -> Tensor:
     arguments.check_tensor("x", x)
     if x.dtype not in ELEMENTS:
         raise ValueError(f"x has dtype {x.dtype}; it must be float32, float16 or bfloat16")
-    if not check_hadamard(size, {"x": x.shape[-1] if x.dim() else 0}):
+    if not check_hadamard(size, {"x": x.shape[-1] if x.dim() else 0}, "size"):
         raise ValueError(f"size is 0; it must be one of {', '.join(map(str, HADAMARD))}")
     return rotated(x.float(), size).to(x.dtype)
 

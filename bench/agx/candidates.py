@@ -23,14 +23,18 @@ MOST_COLUMNS = 512
 QUERIES = (2, 8, 16, 32)
 HEADS = 32  # of bench.specialisations
 # What a class is compiled with: no feature, then that which needs the most registers, and others.
-LIGHT = ("none", "chunk", "ALiBi")
+LIGHT = ("chunk", "ALiBi")
+LIGHT_DECODE = ("packed queries", "trees", *LIGHT)
 HEAVY = {
     "FLASH_FWD": ("dropout", "pages of 16", "bias"),
     "FLASH_BWD_DQ": ("dropout", "bias"),
     "FLASH_BWD_DKV": ("dropout", "bias"),
-    "FLASH_DECODE": ("pages of 16", "bias", "q8_0 cache"),
+    "FLASH_DECODE": (
+        *("packed queries in pages", "trees in pages", "lists of keys in pages", "bias"),
+        "rotated q8_0 cache",
+    ),
 }
-ROTARY = ("none", "rotary of q and k")
+ROTARY = ("none", "rotary of q and k", "rotary, interleaved")
 LOADS = ("Light", "Heavy", "Rotary")
 BIAS = ("bias", "bias and dropout", "bias and rotary of q and k")
 NAMES = {
@@ -78,11 +82,11 @@ class Class(NamedTuple):
     def features(self) -> tuple[str, ...]:
         if self.macro == "FLASH_BWD_BIAS":
             return BIAS
+        decode = self.macro == "FLASH_DECODE"
         if self.load == "Light":
-            return LIGHT
+            return ("none", *(LIGHT_DECODE if decode else LIGHT))
         # A decode rotates its queries once.
-        heavy = self.load == "Heavy" or self.macro == "FLASH_DECODE"
-        return (LIGHT[0], *HEAVY[self.macro]) if heavy else ROTARY
+        return ("none", *HEAVY[self.macro]) if self.load == "Heavy" or decode else ROTARY
 
     def named(self, tile: Tile) -> dict[str, int]:
         return dict(zip(knobs(self.macro), tile, strict=True))
@@ -117,8 +121,10 @@ def candidates(one: Class) -> Iterator[Tile]:
             yield cut, block, simdgroups, shared, q, 1
     elif one.macro == "FLASH_DECODE":
         spans, fragments = -(-one.head_dim // 32), -(-one.queries // 8)
-        # In 16 bits the keys are read once; in 32 the registers are too few for 32 queries.
-        rows = (fragments, 2) if one.bits == 32 and fragments > 2 else (fragments,)
+        # The keys are read once. Registers are too few for 32 queries in 32 bits, and in the large
+        # threadgroups of wide rows: those may read them twice.
+        few = fragments > 2 and (one.bits == 32 or wide)
+        rows = (fragments, 2) if few else (fragments,)
         # Those that have all spans of a row, with keys of their own, are written as 4, 8 or 16.
         whole = next(n for n in (4, 8, 16) if n >= spans)
         parts = {-(-spans // n): n for n in (8, 4, 3, 2, 1) if n < spans}

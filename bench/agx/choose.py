@@ -102,7 +102,7 @@ def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
     given = one.named(tile)
     if one.macro == "FLASH_DECODE":
         # Memory is the limit: more than it gives is of no use. Each pass reads the keys again.
-        passes = -(-one.queries // (8 * given["ROW_FRAGMENTS"]))
+        passes = -(-one.queries // rows_at_once(one, given, compiled))
         most = BYTES if passes == 1 else MEMORY_BYTES
         return 1024 * passes / min(model.bytes_a_cycle(compiled), most)
     rows, shared = given.get("ROW_FRAGMENTS", 1), given.get("COLUMN_SIMDGROUPS", 1)
@@ -113,6 +113,13 @@ def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
     block = given.get("BLOCK") or given["BLOCK_K"]
     rounded = -(-LENGTH // block) * block / LENGTH
     return slices * shared * model.iteration(compiled) * rounded / (rows * block / 8)
+
+
+def rows_at_once(one: Class, given: Mapping[str, int], compiled: Compiled) -> int:
+    """Queries of a decode for which a threadgroup reads its keys once."""
+    columns = -(-one.head_dim // (32 * given["SPANS"]))
+    alike = compiled.threads_per_group // (32 * columns) if columns > 1 else 1
+    return 8 * given["ROW_FRAGMENTS"] * alike
 
 
 def best(every: Sequence[Candidate]) -> Candidate:

@@ -48,23 +48,11 @@ METAL_FUNC uint __gpu_bytes(uint a, uint b, uint which) {
           : "=f"(d0), "=f"(d1), "=f"(unused0), "=f"(unused1)                                     \
           : __VA_ARGS__)
 
-// Products of floats: MSL_FLOAT_PRODUCTS is 0 for fused multiply-adds in float32, 1 for one product
-// of tf32, 3 for three.
+// Products of floats: MSL_FLOAT_PRODUCTS is 1 for one product of tf32, 3 for three.
 #ifndef MSL_FLOAT_PRODUCTS
 #define MSL_FLOAT_PRODUCTS 1
 #endif
 METAL_FUNC void __gpu_float_product(float2& d, float2 a, float2 b) {
-#if MSL_FLOAT_PRODUCTS == 0
-  const uint lane = __gpu_lane(), row = lane & 28, column = lane & 3;
-  _Pragma("unroll") for (uint k = 0; k < 8; k++) {
-    const float left = k & 1 ? a.y : a.x;
-    const float at = as_type<float>(__gpu_shuffle(as_type<uint>(left), row + k / 2));
-    d.x = __builtin_fmaf(
-        at, as_type<float>(__gpu_shuffle(as_type<uint>((float)b.x), k * 4 + column)), d.x);
-    d.y = __builtin_fmaf(
-        at, as_type<float>(__gpu_shuffle(as_type<uint>((float)b.y), k * 4 + column)), d.y);
-  }
-#else
   const uint x = as_type<uint>((float)b.x), y = as_type<uint>((float)b.y), zero = 0;
   const uint high = __gpu_transpose(__gpu_bytes(x, y, 0x7632));
   const uint low = __gpu_transpose(__gpu_bytes(x, y, 0x5410));
@@ -89,14 +77,8 @@ METAL_FUNC void __gpu_float_product(float2& d, float2 a, float2 b) {
 #endif
   __GPU_TF32(a0, a1, b0, b1)
 #undef __GPU_TF32
-#endif
 }
 
-// MSL_HALF_PRODUCTS 0: 16-bit operands are converted to float first, where they are used, as on a
-// GPU that multiplies in float32 only.
-#ifndef MSL_HALF_PRODUCTS
-#define MSL_HALF_PRODUCTS 1
-#endif
 template <class T>
 METAL_FUNC float2 __gpu_floats(vec<T, 2> x) {
   float2 wide;
@@ -122,7 +104,7 @@ METAL_FUNC float2 __gpu_floats(vec<T, 2> x) {
 }
 template <class A, class B>
 METAL_FUNC void __gpu_product(float2& d, vec<A, 2> a, vec<B, 2> b) {
-  if constexpr (MSL_HALF_PRODUCTS && __is_same(A, B) && sizeof(A) == 2) {
+  if constexpr (__is_same(A, B) && sizeof(A) == 2) {
     const uint left = __builtin_bit_cast(uint, a), zero = 0;
     const uint right = __gpu_transpose(__builtin_bit_cast(uint, b));
     float d0, d1, unused0, unused1;

@@ -1,11 +1,9 @@
-"""The problems whose times are compared: forward, backward and decoding, one sequence each."""
+"""The problems whose times are compared: a copy, and one step of decoding for one sequence."""
 
 import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -16,28 +14,8 @@ from torch_metal_attn.runtime import extension
 
 from . import peers
 from .collect import Collection, Names
-from .manifest import LIMITS, NO_LIMIT, OURS, OURS_FLOAT, Candidate, Problem
+from .manifest import NO_LIMIT, OURS, Candidate, Problem
 from .ptx import Source
-
-FLOAT_PRODUCTS = {"MSL_HALF_PRODUCTS": 0}
-
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
-HEADS, KV_HEADS = 16, 4
-# (dtype, head dim, length, causal)
-FORWARD = [
-    *((d, n, 4096, c) for d, n, c in product(("float16", "bfloat16"), (64, 128), (False, True))),
-    *(("float16", n, 4096, False) for n in (80, 96, 256)),
-    ("float16", 80, 4096, True),
-    ("float16", 256, 4096, True),
-    ("bfloat16", 256, 4096, False),
-    *(("float32", n, 4096, c) for n, c in product((64, 128), (False, True))),
-    *(("float16", n, 1024, c) for n, c in product((64, 128), (False, True))),
-    ("bfloat16", 128, 1024, False),
-]
-BACKWARD = list(product(("float16", "bfloat16"), (64, 128), (4096,), (False, True)))
-
-# (queries, KV heads, keys), where both flash_decode and flash_fwd may be called.
-FEW = list(product((16, 24, 32), (32, 8, 1), (4096, 32768)))
 
 # Decoding: one query of each of 32 heads.
 DECODE_HEADS, DECODE_KEYS, DECODE_HEAD_DIM = 32, 32768, 128
@@ -62,7 +40,8 @@ kernel void copy(device uint4* out [[buffer(0)]], const device uint4* x [[buffer
 """
 COPY_BYTES = 2**30
 COPY_THREADS = 256
-DECODE_LIMITS = (80, 96, 128, 168, NO_LIMIT)
+# Numbers of registers a thread may use; 128 on M1 and M2.
+LIMITS = (80, 96, 128, 168, NO_LIMIT)
 PAGE = 16
 
 
@@ -82,102 +61,20 @@ def ours(
     label: str,
     tensors: Mapping[str, Tensor],
     call: Callable[[], Any],
-    results: tuple[str, ...],
-    limits: tuple[int, ...] = LIMITS,
-    party: str = OURS,
-    extra: Mapping[str, object] | None = None,
     multiprocessors: int = CORES[-1],
 ) -> Candidate:
-    """The launches of an op. results: names of the tensors that it returns, in order."""
+    """The launches of an op that returns out and lse."""
     with gpu_of(multiprocessors), simulate(record=True) as run:
         returned = call()
-    names = Names({**tensors, **dict(zip(results, returned, strict=False))})
+    names = Names({**tensors, **dict(zip(("out", "lse"), returned, strict=True))})
     # What only prepares or finishes is not worth limits of its own.
-    main = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv", "flash_decode")
     dispatches = [
-        collection.recorded(launch, names, limits if launch.kernel in main else (NO_LIMIT,), extra)
+        collection.recorded(
+            launch, names, LIMITS if launch.kernel == "flash_decode" else (NO_LIMIT,)
+        )
         for launch in run.recorded
     ]
-    return Candidate(party, label, dispatches, names.scratch)
-
-
-def operands(dtype: str, head_dim: int, length: int) -> dict[str, Tensor]:
-    """q, k and v, with nothing in them."""
-    heads = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
-    return {
-        name: torch.empty(1, count, length, head_dim, dtype=DTYPES[dtype])
-        for name, count in heads.items()
-    }
-
-
-def sizes(dtype: str, head_dim: int, length: int, causal: bool) -> dict[str, Any]:
-    """What the machine with the GPU needs to know to make the tensors and the reference."""
-    return {
-        "dtype": dtype,
-        "head_dim": head_dim,
-        "length": length,
-        "causal": causal,
-        "heads": HEADS,
-        "kv_heads": KV_HEADS,
-    }
-
-
-def forward(collection: Collection) -> Iterator[Problem]:
-    """flash_fwd beside MLX's and torch's kernels."""
-    for dtype, head_dim, length, causal in FORWARD:
-        t = operands(dtype, head_dim, length)
-        out = torch.empty_like(t["q"])
-
-        def call(t: dict[str, Tensor] = t, causal: bool = causal) -> Any:
-            return torch.ops.metal_attn.flash_fwd(**t, causal=causal)
-
-        candidates = [ours(collection, "", t, call, ("out", "lse"))]
-        if dtype != "float32":
-            candidates.append(
-                ours(collection, "", t, call, ("out", "lse"), LIMITS, OURS_FLOAT, FLOAT_PRODUCTS)
-            )
-        candidates += peers.steel(collection, **t, out=out, causal=causal)
-        candidates.append(peers.prefill(collection, **t, out=out, causal=causal))
-        kind = "causal" if causal else "full"
-        name = f"forward-{dtype}-{head_dim}-{length}-{kind}"
-        yield Problem(name, "forward", sizes(dtype, head_dim, length, causal), candidates)
-
-
-def backward(collection: Collection) -> Iterator[Problem]:
-    """The three kernels of flash_bwd. Neither MLX nor torch has a Metal kernel for it."""
-    for dtype, head_dim, length, causal in BACKWARD:
-        t = operands(dtype, head_dim, length)
-        more = {
-            "dout": torch.empty_like(t["q"]),
-            "out": torch.empty_like(t["q"]),
-            "lse": torch.empty(1, HEADS, length),
-        }
-
-        def call(
-            t: dict[str, Tensor] = t, more: dict[str, Tensor] = more, causal: bool = causal
-        ) -> Any:
-            dout, out, lse = more.values()
-            return torch.ops.metal_attn.flash_bwd(dout, None, *t.values(), out, lse, causal=causal)
-
-        one = ours(collection, "", {**t, **more}, call, ("dq", "dk", "dv", "delta"))
-        kind = "causal" if causal else "full"
-        name = f"backward-{dtype}-{head_dim}-{length}-{kind}"
-        yield Problem(name, "backward", sizes(dtype, head_dim, length, causal), [one])
-
-
-def few(collection: Collection) -> Iterator[Problem]:
-    """flash_decode beside flash_fwd for the few queries of a speculative step."""
-    for queries, kv_heads, keys in FEW:
-        q = torch.empty(1, DECODE_HEADS, queries, DECODE_HEAD_DIM, dtype=torch.float16)
-        k = torch.empty(1, kv_heads, keys, DECODE_HEAD_DIM, dtype=torch.float16)
-        t = {"q": q, "k": k, "v": torch.empty_like(k)}
-        candidates = []
-        for name in ("flash_decode", "flash_fwd"):
-            call = partial(getattr(torch.ops.metal_attn, name), **t, causal=True)
-            candidates.append(ours(collection, name, t, call, ("out", "lse")))
-        shape = sizes("float16", DECODE_HEAD_DIM, keys, True) | {"queries": queries}
-        shape |= {"heads": DECODE_HEADS, "kv_heads": kv_heads}
-        yield Problem(f"few-{queries}-{kv_heads}-{keys}", "few", shape, candidates)
+    return Candidate(OURS, label, dispatches, names.scratch)
 
 
 def copy(collection: Collection) -> Iterator[Problem]:
@@ -251,7 +148,6 @@ def _decode(
     """As the op chooses for GPUs of so many cores, and with given numbers of splits."""
     inputs = ("q", "k", "v")
     options = {name: tensor for name, tensor in tensors.items() if name not in inputs}
-    results = ("out", "lse")
 
     def call(**more: int) -> Any:
         return torch.ops.metal_attn.flash_decode(
@@ -261,14 +157,12 @@ def _decode(
     candidates = []
     for count in cores:
         label = f"chosen for {count} cores"
-        candidates.append(
-            ours(collection, label, tensors, call, results, DECODE_LIMITS, multiprocessors=count)
-        )
+        candidates.append(ours(collection, label, tensors, call, count))
     for count in splits:
 
         def split(count: int = count) -> Any:
             return call(num_splits=count)
 
         label = f"{count} splits"
-        candidates.append(ours(collection, label, tensors, split, results, DECODE_LIMITS))
+        candidates.append(ours(collection, label, tensors, split))
     return candidates

@@ -3,15 +3,12 @@
 import ctypes
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from .manifest import Dispatch, Manifest
 
-# CUfunction_attribute of cuda.h.
-_LOCAL_BYTES, _REGISTERS = 3, 4
 # CUdevResource: its size, and where an SM resource has its count.
 _RESOURCE_BYTES, _SM_COUNT_AT, _SM_RESOURCE = 144, 96, 1
 # More than any argument that no test gives is read of.
@@ -102,15 +99,6 @@ def part_of_gpu(multiprocessors: int) -> int:
     return stream.value
 
 
-@dataclass(frozen=True)
-class Use:
-    """What a program takes of a multiprocessor: bytes and registers of each thread."""
-
-    registers: int
-    local_bytes: int
-    groups: int
-
-
 class Launch:
     """A dispatch with memory for its buffers, ready to be enqueued many times."""
 
@@ -136,25 +124,6 @@ class Launch:
         of_stream = ctypes.c_void_p(stream)
         status = cuda().cuLaunchKernel(self.kernel, *self.size, 0, of_stream, self._arguments, None)
         _check(status, "launch")
-
-    def use(self) -> Use:
-        """Registers, memory and the threadgroups that fit on a multiprocessor."""
-        function, value = ctypes.c_void_p(), ctypes.c_int()
-        _check(cuda().cuKernelGetFunction(ctypes.byref(function), self.kernel), "function")
-
-        def attribute(which: int) -> int:
-            _check(cuda().cuFuncGetAttribute(ctypes.byref(value), which, function), "attribute")
-            return value.value
-
-        x, y, z = self.group_size
-        registers, local_bytes = attribute(_REGISTERS), attribute(_LOCAL_BYTES)
-        _check(
-            cuda().cuOccupancyMaxActiveBlocksPerMultiprocessor(
-                ctypes.byref(value), function, x * y * z, ctypes.c_size_t(0)
-            ),
-            "occupancy",
-        )
-        return Use(registers, local_bytes, value.value)
 
 
 class Programs:

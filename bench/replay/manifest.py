@@ -5,13 +5,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# Numbers of registers a thread may use. 128 is what a thread has on M1 and M2; 255 is no limit.
-LIMITS = (80, 96, 112, 128, 168, 255)
-NO_LIMIT = 255
+NO_LIMIT = 255  # of registers a thread may use
 
-# Parties. With float products, 16-bit operands are converted first, as on a GPU without their own.
-OURS = "this project"
-OURS_FLOAT = f"{OURS}, float products"
+OURS = "this project"  # a party
 
 
 @dataclass

@@ -1,6 +1,5 @@
-"""MLX's and PyTorch's kernels as candidates, with the tiles and grids of their own."""
+"""MLX's and PyTorch's decoding kernels as candidates, with grids of their own."""
 
-import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,78 +11,13 @@ from tests.outside import peers
 from torch_metal_attn.simulator.metal.constants import ConstantValue
 
 from .collect import Argument, Collection, Names
-from .manifest import LIMITS, Candidate
+from .manifest import Candidate
 from .ptx import Source
 
-STEEL_PARTY = "MLX steel_attention"
-PREFILL_PARTY = "torch prefill_attention"
 VECTOR_PARTY = "MLX sdpa_vector"
 DECODE_PARTY = "torch sdpa_vector"
 
 SIMD_LANES = 32
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.tolist())
-
-
-def copied_bytes(block: int, head_dim: int, threads: int, dtype: torch.dtype) -> int:
-    """The alignment, up to 16, of a thread's share of a block of keys, which both divide evenly."""
-    return math.gcd(block * head_dim // threads * dtype.itemsize, 16)
-
-
-def steel(
-    collection: Collection, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, causal: bool
-) -> list[Candidate]:
-    """MLX's full attention. At D 256 it has two SIMD groups per 8 rows and either block of keys."""
-    heads, q_length, head_dim = q.shape[1:]
-    steps = (16, 32) if head_dim == 256 else (peers.block_k(head_dim),)
-    columns = 2 if head_dim == 256 else 1
-    candidates = []
-    for step in steps:
-        aligned = (q_length % peers.BLOCK_Q == 0, k.shape[2] % step == 0)
-        kernel = peers.steel_kernel(
-            q.dtype,
-            head_dim,
-            causal=causal,
-            aligned=aligned,
-            step=step,
-            column_simdgroups=columns,
-        )
-        joined = copied_bytes(step, head_dim, kernel["threads"], q.dtype)
-        source = Source(**kernel, joined_bytes=joined)
-        names = Names({"q": q, "k": k, "v": v, "out": out})
-        dispatch = collection.launch(
-            source,
-            (-(-q_length // peers.BLOCK_Q), heads, q.shape[0]),
-            (SIMD_LANES, 4, columns),
-            (q, k, v, out, _bytes(peers.steel_params(q, k, v, out, step))),
-            names,
-            LIMITS,
-        )
-        candidates.append(Candidate(STEEL_PARTY, f"{step} keys a block", [dispatch]))
-    return candidates
-
-
-def prefill(
-    collection: Collection, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, causal: bool
-) -> Candidate:
-    """PyTorch's prefill attention."""
-    heads, q_length, head_dim = q.shape[1:]
-    kernel = peers.prefill_kernel(q.dtype, head_dim, causal=causal)
-    block_q, step = (16, 8) if head_dim == 256 else (peers.BLOCK_Q, peers.block_k(head_dim))
-    joined = copied_bytes(step, head_dim, kernel["threads"], q.dtype)
-    source = Source(**kernel, joined_bytes=joined)
-    no_mask = bytes(32)
-    dispatch = collection.launch(
-        source,
-        (-(-q_length // block_q), heads, q.shape[0]),
-        (kernel["threads"], 1, 1),
-        (q, k, v, out, _bytes(peers.prefill_params(q, k, v, out)), no_mask, no_mask),
-        Names({"q": q, "k": k, "v": v, "out": out}),
-        LIMITS,
-    )
-    return Candidate(PREFILL_PARTY, "", [dispatch])
 
 
 def mlx_vector(

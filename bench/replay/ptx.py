@@ -34,8 +34,7 @@ class Source:
 
     threads: of a threadgroup. defines: those that say how matrix products are computed are of
     `gpu_headers/__msl_product.h`. lines: for compute-sanitizer, with line numbers and every load as
-    it is in the text. Otherwise neighbouring loads are joined, to as many as joined_bytes: see
-    `vector_loads`.
+    it is in the text. Otherwise neighbouring loads are joined: see `vector_loads`.
     """
 
     text: str
@@ -45,13 +44,12 @@ class Source:
     constants: Mapping[int | str, ConstantValue] = field(default_factory=dict)
     include_dirs: Sequence[Path] = ()
     lines: bool = False
-    joined_bytes: int = vector_loads.MOST_BYTES
 
     @property
     def name(self) -> str:
         """The kernel's name and what tells this source from others."""
         known = (self.text, self.threads, self.defines, self.constants, self.include_dirs)
-        digest = hashlib.sha256(repr((known, self.lines, self.joined_bytes)).encode())
+        digest = hashlib.sha256(repr((known, self.lines)).encode())
         return f"{self.kernel}-{digest.hexdigest()[:10]}"
 
 
@@ -71,7 +69,7 @@ def compile_ptx(source: Source) -> Ptx:
     ir = ir.replace("addrspace(4)", "addrspace(1)")
     if not source.lines:
         ir = clang([*PTX, "-x", "ir", "-O3", "-S", "-emit-llvm", "-", "-o", "-"], ir)
-        ir = vector_loads.joined(ir, source.joined_bytes)
+        ir = vector_loads.joined(ir)
     ptx = clang([*PTX, "-x", "ir", "-O3", "-S", "-", "-o", "-"], ir)
     ptx, found = re.subn(
         rf"(\.entry {entry.symbol}\([^)]*\)\s*(?://[^\n]*\n\s*)?)\{{",

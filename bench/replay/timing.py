@@ -1,6 +1,5 @@
 """Times of launches on the GPU, and how they are printed."""
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 
@@ -35,25 +34,8 @@ def limits(programs: Programs, candidate: Candidate) -> list[int]:
     return sorted(found)
 
 
-def by_events(work: Sequence[Launch], repeats: int = 5) -> float:
-    """Microseconds on the whole GPU: the median, by CUDA's events, after two runs that warm up."""
-    times = []
-    for index in range(repeats + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for launch in work:
-            launch.enqueue()
-        end.record()
-        end.synchronize()
-        if index >= 2:
-            times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
-def by_clock(
-    copies: Sequence[Sequence[Launch]], stream: int, seconds: float = 0.006, rounds: int = 3
-) -> float:
-    """Microseconds on a part of the GPU: the least of some rounds, by the host's clock.
+def by_clock(copies: Sequence[Sequence[Launch]], stream: int, seconds: float = 0.006) -> float:
+    """Microseconds on a part of the GPU: the least of three rounds, by the host's clock.
 
     copies: the same work on other memory, in rotation, so that no cache has it.
     """
@@ -68,13 +50,7 @@ def by_clock(
 
     run(2)
     count = max(3, min(400, int(seconds / run(1))))
-    return min(run(count) for _ in range(rounds)) * 1e6
-
-
-def use_of(launch: Launch) -> str:
-    """Registers, bytes of local memory and threadgroups of a multiprocessor, in short."""
-    use = launch.use()
-    return f"{use.registers}r {use.local_bytes}B {use.groups}g"
+    return min(run(count) for _ in range(3)) * 1e6
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

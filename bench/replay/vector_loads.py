@@ -2,9 +2,8 @@
 
 Apple's vector loads need the alignment of one element. NVIDIA's need that of the whole vector,
 which the compiler cannot prove of a row at a stride that it does not know, so it loads each element
-by itself. `joined` assumes it: in a replay every row begins at a multiple of 16 bytes, and so does
-what a thread copies of it, if that is not said otherwise. Where that is wrong, the GPU stops with
-an error for a misaligned address.
+by itself. `joined` assumes it: in a replay every row begins at a multiple of 16 bytes. Where
+that is wrong, the GPU stops with an error for a misaligned address.
 """
 
 import re
@@ -40,20 +39,20 @@ class _Load:
     is_vector: bool
 
 
-def joined(ir: str, most_bytes: int = MOST_BYTES) -> str:
-    """The IR with every run of neighbouring loads as vector loads of up to `most_bytes`."""
+def joined(ir: str) -> str:
+    """The IR with every run of neighbouring loads as vector loads of up to MOST_BYTES."""
     lines = ir.split("\n")
     begin = None
     for number, line in enumerate(lines):
         if line.startswith("define "):
             begin = number
         elif line == "}" and begin is not None:
-            _join(lines, range(begin, number), most_bytes)
+            _join(lines, range(begin, number))
             begin = None
     return "\n".join(lines)
 
 
-def _join(lines: list[str], body: range, most_bytes: int) -> None:
+def _join(lines: list[str], body: range) -> None:
     """Replace the loads of one function, in place."""
     places: dict[str, tuple[str, int]] = {}  # an address, as another one and bytes from there
     for number in body:
@@ -80,11 +79,11 @@ def _join(lines: list[str], body: range, most_bytes: int) -> None:
         elif LABEL.match(line) or (WRITES.search(line) and not HARMLESS.search(line)):
             stretch += 1
     for (_, element, base), loads in groups.items():
-        for run in _runs(loads, SIZES[element], most_bytes):
+        for run in _runs(loads, SIZES[element]):
             _replace(lines, run, element, base)
 
 
-def _runs(loads: list[_Load], size: int, most_bytes: int) -> list[list[_Load]]:
+def _runs(loads: list[_Load], size: int) -> list[list[_Load]]:
     """The loads that one vector load can replace: a power of two of bytes, at a multiple of it."""
     runs: list[list[_Load]] = []
     rest = sorted({load.offset: load for load in loads}.values(), key=lambda load: load.offset)
@@ -96,7 +95,7 @@ def _runs(loads: list[_Load], size: int, most_bytes: int) -> list[list[_Load]]:
             run.append(load)
         while len(run) > 1:
             length = sum(load.count for load in run) * size
-            if length <= most_bytes and length & (length - 1) == 0 and run[0].offset % length == 0:
+            if length <= MOST_BYTES and length & (length - 1) == 0 and run[0].offset % length == 0:
                 runs.append(run)
                 break
             run.pop()

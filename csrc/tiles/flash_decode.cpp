@@ -124,33 +124,39 @@ bool FlashDecodeSpecialisation::take(const FlashDecodeTile& tile) {
   return can_run();
 }
 
+// The arrays of flash_decode.metal. Those that are not needed have one element, of a pair.
 int FlashDecodeSpecialisation::threadgroup_bytes(int own_rows) const {
+  constexpr int kPair = 2;
+  constexpr int kFragmentElements = 64;
   const int own_keys = key_simdgroups();
   const int own_columns = column_simdgroups();
   const int tiles = own_keys * own_columns * own_rows + (own_columns > 1 ? own_rows : 0);
-  int floats = tiles * 8 * row_fragments * padded(8 * key_fragments);
-  int q_elements = 0;
-  if (vector_rows > 0) {
-    // Weights with their corrections, and out of each SIMD group.
-    floats += own_keys * vector_rows * (8 * key_fragments + 1 + padded_columns(*this));
-  }
-  constexpr int kFragmentElements = 64;
+  const int scores = tiles * 8 * row_fragments * padded(8 * key_fragments);
+  const int span_elements = row_fragments * kSpanFragments * kFragmentElements;
+  int weights = 1;
+  int out_elements = kPair;
+  int states = kPair;
+  int q_elements = kPair;
   if (own_keys > 1) {
-    const int span_elements = row_fragments * kSpanFragments * kFragmentElements;
-    floats +=
-        (vector_rows > 0 ? 0 : spans_of(head_dim_v) * span_elements) + 2 * own_keys * tile_rows();
+    out_elements = spans_of(head_dim_v) * span_elements;
+    states = kPair * own_keys * tile_rows();
     q_elements = spans_of(head_dim_qk) * span_elements;
   } else if (own_columns > 1 && features.cache.hadamard > 0) {
-    floats += spans_of(head_dim_v) * kFragmentElements;
+    out_elements = spans_of(head_dim_v) * kFragmentElements;
   }
-  int kv_elements = 0;
+  if (vector_rows > 0) {
+    weights = own_keys * vector_rows * (8 * key_fragments + 1);
+    out_elements = own_keys * vector_rows * padded_columns(*this);
+  }
+  int kv_elements = kPair;
   if (own_rows > 1) {
     const int own_spans = (spans_of(head_dim_qk) + own_columns - 1) / own_columns +
                           (spans_of(head_dim_v) + own_columns - 1) / own_columns;
     kv_elements = own_columns * key_fragments * own_spans * 8 * kSpanColumns;
   }
-  return floats * int(sizeof(float)) + q_elements * element_bytes(element) +
-         kv_elements * element_bytes(kv_element(*this)) + (features.has_tree() ? TREE_BYTES : 0);
+  return (scores + weights + out_elements + states) * int(sizeof(float)) +
+         q_elements * element_bytes(element) + kv_elements * element_bytes(kv_element(*this)) +
+         (features.has_tree() ? TREE_BYTES : 0);
 }
 
 bool FlashDecodeSpecialisation::can_run() const {

@@ -66,119 +66,66 @@ def packed():
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 MUTANTS = {
-    whole: {
-        "delta left out": ("(weight_gradient - deltas[i])", "weight_gradient"),
-        "weights not from the log-sum-exp": ("score - origins[i]", "score"),
-        "band never applied": (
-            "if (!seen.all_in(block, BLOCK_K))",
-            "if (false)",
-        ),
-        "query past the last stored": (
-            "if (query >= params.problem.q_length) {",
-            "if (false) {",
-            "race",
-        ),
-        "key past the last stored": (
-            "if (!DBIAS_PAIRS && key + 1 < params.problem.kv_length)",
-            "if (!DBIAS_PAIRS)",
-            # Into the next row, until there is none.
-            ("out_of_bounds", "race"),
-        ),
-        "batch of the wrong place": (
-            "own_batch * params.dbias_strides.batch",
-            "own_batch * params.dbias_strides.head",
-            "race",
-        ),
-        "no barrier after staging": (
-            "// The tiles are whole.\n      " + BARRIER,
-            "",
-            ("uninitialised", "race"),
-        ),
-    },
-    pairs_of_keys: {
-        "keys of a pair swapped": (
-            "(DBIAS_ELEMENT(value.x), DBIAS_ELEMENT(value.y))",
-            "(DBIAS_ELEMENT(value.y), DBIAS_ELEMENT(value.x))",
-        ),
-    },
-    of_heads: {
-        "head of the wrong place": (
-            "own_head * params.dbias_strides.head",
-            "own_head * params.dbias_strides.query",
-            "race",
-        ),
-        "rows of the batch before": ("batch != loaded_batch || head", "head"),
-        "keys of the batch before": ("batch != staged_batch || kv_head", "kv_head"),
-        "no barrier before staging": (
-            "// Every SIMD group has read the tiles of the block before.\n      " + BARRIER,
-            "",
-            "race",
-        ),
-    },
-    of_batches: {
-        "head loop one short": (
-            "if (++head < heads.end)",
-            "if (++head < heads.end - 1)",
-            "out_of_bounds",
-        ),
-        "rows of the head before": ("|| head != loaded_head ", ""),
-        "keys of the head before": ("|| kv_head != staged_kv_head ", ""),
-        "wrong KV head": ("head / problem.queries_per_kv", "head % 2"),
-    },
-    of_keys: {
-        "rows past the last summed": (
-            "const bool exists = lane_query + i * FRAGMENT <= last_query",
-            "const bool exists = true",
-        ),
-        "query tiles one short": (
-            "if (++q_tile < q_tiles.end)",
-            "if (++q_tile < q_tiles.end - 1)",
-            "out_of_bounds",
-        ),
-        "column sum over half the rows": ("x += simd_shuffle_xor(x, ushort(4));", ""),
-        "one SIMD group left out": (
-            "for (short i = 0; i < SIMDGROUPS; i++) {\n        total",
-            "for (short i = 1; i < SIMDGROUPS; i++) {\n        total",
-        ),
-        "no barrier before the sum": (
-            BARRIER + "    result.write_columns",
-            "result.write_columns",
-            ("race", "uninitialised"),
-        ),
-        "split one tile short": (
-            "+ params.split_tiles, params",
-            "+ params.split_tiles - 1, params",
-        ),
-        "splits in one place": ("split * params.split_stride +", "0 +", ("race", None)),
-    },
-    of_queries: {
-        "key tiles one short": (
-            "if (++kv_tile < kv_tiles.end)",
-            "if (++kv_tile < kv_tiles.end - 1)",
-            ("out_of_bounds", None),
-        ),
-        "row sum of one lane": ("fragment_row_sum(of_columns.x + of_columns.y)", "of_columns.x"),
-        "one column fragment": ("of_columns += tile.fragments[i][j];", ""),
-        "keys of the tile before": ("|| at.kv_tile != staged_kv_tile", ""),
-    },
-    of_everything: {
-        "one SIMD group's sum": ("i < COLUMN_SUMS", "i < BLOCK_K"),
-    },
-    slopes: {
-        "sign of the distance": ("gradient *= -Fragment", "gradient *= Fragment"),
-        "distance of the first key": ("fabs(distance - 1.0f)", "fabs(distance)"),
-        "distance in the block at 0": ("rules.distance - block", "rules.distance"),
-    },
-    packed: {
-        "rows of the first sequence": (
-            "operand.reset(dout, strides, batch, head, sequence.q_start)",
-            "operand.reset(dout, strides, batch, head, 0)",
-        ),
-        "statistics of the first sequence": (
-            "row_offset(strides, batch, head, 0) + sequence.q_start",
-            "row_offset(strides, batch, head, 0)",
-        ),
-    },
+    whole: """
+        delta left out: {~(weight_gradient - deltas[i]) => weight_gradient~}
+        weights not from the log-sum-exp: score {~- origins[i] =>~}
+        band never applied: if ({~!seen.all_in(block, BLOCK_K) => false~})
+        query past the last stored [race]: if ({~query >= params.problem.q_length => false~}) {
+        key past the last stored [out_of_bounds or race]:
+            if (!DBIAS_PAIRS {~&& key + 1 < params.problem.kv_length =>~})
+        batch of the wrong place [race]: own_batch * params.dbias_strides.{~batch => head~}
+        no barrier after staging [uninitialised or race]:
+            {~// The tiles are whole. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+    """,
+    pairs_of_keys: """
+        keys of a pair swapped:
+            (DBIAS_ELEMENT(value.{~x), DBIAS_ELEMENT(value.y => y), DBIAS_ELEMENT(value.x~}))
+    """,
+    of_heads: """
+        head of the wrong place [race]: own_head * params.dbias_strides.{~head => query~}
+        rows of the batch before: {~batch != loaded_batch || =>~} head
+        keys of the batch before: {~batch != staged_batch || =>~} kv_head
+        no barrier before staging [race]:
+            {~// Every SIMD group has read the tiles of the block before.
+            threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+    """,
+    of_batches: """
+        head loop one short [out_of_bounds]: if (++head < heads.end{~=> - 1~})
+        rows of the head before: {~|| head != loaded_head =>~}
+        keys of the head before: {~|| kv_head != staged_kv_head =>~}
+        wrong KV head: head {~/ problem.queries_per_kv => % 2~}
+    """,
+    of_keys: """
+        rows past the last summed:
+            const bool exists = {~lane_query + i * FRAGMENT <= last_query => true~}
+        query tiles one short [out_of_bounds]: if (++q_tile < q_tiles.end{~=> - 1~})
+        column sum over half the rows: {~x += simd_shuffle_xor(x, ushort(4)); =>~}
+        one SIMD group left out: for (short i = {~0 => 1~}; i < SIMDGROUPS; i++) { total
+        no barrier before the sum [race or uninitialised]:
+            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} result.write_columns
+        split one tile short: + params.split_tiles{~=> - 1~}, params
+        splits in one place [race or wrong]: {~split * params.split_stride => 0~} +
+    """,
+    of_queries: """
+        key tiles one short [out_of_bounds or wrong]: if (++kv_tile < kv_tiles.end{~=> - 1~})
+        row sum of one lane: {~fragment_row_sum(of_columns.x + of_columns.y) => of_columns.x~}
+        one column fragment: {~of_columns += tile.fragments[i][j]; =>~}
+        keys of the tile before: {~|| at.kv_tile != staged_kv_tile =>~}
+    """,
+    of_everything: """
+        one SIMD group's sum: i < {~COLUMN_SUMS => BLOCK_K~}
+    """,
+    slopes: """
+        sign of the distance: gradient *= {~- =>~}Fragment
+        distance of the first key: fabs(distance {~- 1.0f =>~})
+        distance in the block at 0: rules.distance {~- block =>~}
+    """,
+    packed: """
+        rows of the first sequence:
+            operand.reset(dout, strides, batch, head, {~sequence.q_start => 0~})
+        statistics of the first sequence:
+            row_offset(strides, batch, head, 0) {~+ sequence.q_start =>~}
+    """,
 }
 
 

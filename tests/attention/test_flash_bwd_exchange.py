@@ -59,55 +59,32 @@ def test_lists_of_blocks():
         check_flex_gradients(*home(), gallery.tanh_softcap, block_mask(), simulated=False)
 
 
-GATHERED = "i / PART_ROWS * (OTHERS / PART_OTHERS) + j / PART_OTHERS"
 MUTANTS = {
-    causal: {
-        "all parts are the first's": (GATHERED, "0"),
-        "parts in another order": (GATHERED, "i / PART_ROWS + j / PART_OTHERS * 2"),
-        "first fragment of a part twice": ("i % PART_ROWS * PART_OTHERS", "0"),
-        "parts of the first group": (
-            "simdgroup / COLUMN_SIMDGROUPS * COLUMN_SIMDGROUPS",
-            "0",
-        ),
-        "queries of the first part": (
-            "keys.part % QUERY_PARTS * OWN_QUERY",
-            "0 * OWN_QUERY",
-            "race",
-        ),
-        "keys of the first part": ("keys.part / QUERY_PARTS * OWN_ROW", "0 * OWN_ROW"),
-        "keys of one part loaded": ("part_query == 0", "keys.part == 0", "uninitialised"),
-        "columns of the first part": (
-            "keys.slice * DK_SLICE + first_dk",
-            "keys.slice * DK_SLICE",
-        ),
-        "the other row of a pair": ("rows.odd ? Fragment", "!rows.odd ? Fragment"),
-        "no barrier before parts are read": (
-            "// The parts are there.\n        threadgroup_barrier(mem_flags::mem_threadgroup);",
-            "",
-            ("race", "uninitialised"),
-        ),
-        "score of another query's statistics": (
-            "block_statistics.lane_query = part_query + column",
-            "block_statistics.lane_query = column",
-        ),
-        "visibility of the first part": (
-            "lane_query = block + part_query + column",
-            "lane_query = block + column",
-        ),
-    },
+    causal: """
+        all parts are the first's:
+            {~i / PART_ROWS * (OTHERS / PART_OTHERS) + j / PART_OTHERS => 0~}
+        parts in another order:
+            i / PART_ROWS {~* (OTHERS / PART_OTHERS) =>~} + j / PART_OTHERS {~=> * 2~}
+        first fragment of a part twice: {~i % PART_ROWS * PART_OTHERS => 0~}
+        parts of the first group: {~simdgroup / COLUMN_SIMDGROUPS * COLUMN_SIMDGROUPS => 0~}
+        queries of the first part [race]: {~keys.part % QUERY_PARTS => 0~} * OWN_QUERY
+        keys of the first part: {~keys.part / QUERY_PARTS => 0~} * OWN_ROW
+        keys of one part loaded [uninitialised]: {~part_query => keys.part~} == 0
+        columns of the first part: keys.slice * DK_SLICE {~+ first_dk =>~}
+        the other row of a pair: {~=> !~}rows.odd ? Fragment
+        no barrier before parts are read [race or uninitialised]:
+            // The parts are there.
+            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+        score of another query's statistics:
+            block_statistics.lane_query = {~part_query + =>~} column
+        visibility of the first part: lane_query = block + {~part_query + =>~} column
+    """,
     **{
-        partial(sliced, head_dim=q, v_head_dim=v, slices=slices): {
-            "a fragment": (
-                "WHOLE ? d : min(d, rows.last)",
-                "d",
-                "threadgroup_out_of_bounds",
-            ),
-            "one more than the last": (
-                "(COLUMNS - first) / FRAGMENT - 1",
-                "(COLUMNS - first) / FRAGMENT",
-                "threadgroup_out_of_bounds",
-            ),
-        }
+        partial(sliced, head_dim=q, v_head_dim=v, slices=slices): """
+            a fragment [threadgroup_out_of_bounds]: {~WHOLE ? d : min(d, rows.last) => d~}
+            one more than the last [threadgroup_out_of_bounds]:
+                (COLUMNS - first) / FRAGMENT {~- 1 =>~}
+        """
         for q, v, slices in SLICED
     },
 }

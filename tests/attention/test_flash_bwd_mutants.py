@@ -16,16 +16,13 @@ from tests.attention.flash_bwd_features import FEATURES, check, problem
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
-from tests.helpers.mutants import mutant_tests, repeated
+from tests.helpers.mutants import mutant_tests
 
 CPU = torch.device("cpu")
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 # By numbers, or as a fault: which comes first depends on the schedule.
 SEEN = ("race", "uninitialised", None)
-PARTS_LEFT = "// The parts are there.\n        "
 WHOLE = "// The tiles are whole.\n      "
-SEEN_BY_ANY = "block < by_any.end && block + count > by_any.begin"
-SEEN_BY_ALL = "block >= by_all.begin && block + count <= by_all.end"
 
 
 def nan_outside(device):
@@ -74,484 +71,194 @@ def shared_rows(device):
 # By the problem that shows them: the kernel, what a fault changes in its text, and where numbers
 # do not show it the fault that the simulator reports.
 MUTANTS = {
-    shared_rows: {
-        "own part twice": ("dq", "other = simdgroup ^ 1", "other = simdgroup"),
-        "columns of q or k of the first": (
-            "dq",
-            "queries.part * OWN_QK_COLUMNS",
-            "0 * OWN_QK_COLUMNS",
-        ),
-        "columns of v or dout of the first": (
-            "dq",
-            "queries.part * OWN_V_COLUMNS",
-            "0 * OWN_V_COLUMNS",
-        ),
-        "no barrier before the sum": ("dq", PARTS_LEFT + BARRIER, "", SEEN),
-        "columns of dq of the first": (
-            "dq",
-            "queries.part * OWN_DQ_COLUMNS",
-            "0 * OWN_DQ_COLUMNS",
-            SEEN,
-        ),
-    },
-    "plain": {
-        "dq without the scale": (
-            "dq",
-            "dq_tile.fragments[i][d] * scale",
-            "dq_tile.fragments[i][d]",
-        ),
-        "dk without the scale": (
-            "dkv",
-            "dk_tile.fragments[i][d] * params.softmax_scale",
-            "dk_tile.fragments[i][d]",
-        ),
-        "dv with the scale": (
-            "dkv",
-            "exists ? dv_tile.fragments[i][d]",
-            "exists ? dv_tile.fragments[i][d] * params.softmax_scale",
-        ),
-        "dq without delta": (
-            "dq",
-            "(gradients.fragments[i][j] - deltas[i])",
-            "gradients.fragments[i][j]",
-        ),
-        "dk without delta": (
-            "dkv",
-            "(gradients.fragments[i][j] - delta)",
-            "gradients.fragments[i][j]",
-        ),
-        "delta added": (
-            "dq",
-            "(gradients.fragments[i][j] - deltas[i])",
-            "(gradients.fragments[i][j] + deltas[i])",
-        ),
-        "delta past the end": (
-            "delta",
-            "if (row >= params.problem.q_total)",
-            "if (false)",
-            "race",
-        ),
-        "log-sum-exp taken for base 2": ("dq", "lse * M_LOG2E_F", "lse"),
-        "log-sum-exp of another head": (
-            "dq",
-            "buffers.statistics(params.lse_strides, place.batch, place.head, sequence)",
-            "buffers.statistics(params.lse_strides, place.batch, place.kv_head, sequence)",
-        ),
-        "log-sum-exp of another query": (
-            "dkv",
-            "exists ? statistics.origin(query)",
-            "exists ? statistics.origin(max(query - 1, 0))",
-        ),
-        "delta of another query": (
-            "dkv",
-            "exists ? statistics.delta_of(query)",
-            "exists ? statistics.delta_of(max(query - 1, 0))",
-        ),
-        "a query head skipped": ("dkv", "int member = 0;", "int member = 1;"),
-        "only one query head": ("dkv", "member < members", "member < 1"),
-        "the first query head each time": (
-            "dkv",
-            "keys.split * members + member",
-            "keys.split * members",
-        ),
-        "heads of another group": (
-            "dkv",
-            "keys.kv_head * problem.queries_per_kv + keys.split * members + member",
-            "keys.kv_head + member * 2",
-        ),
-        "wrong KV head": ("dq", "head / params.queries_per_kv", "head % params.queries_per_kv"),
-        "dout of another head": (
-            "dkv",
-            "buffers.out_gradients(params.dout_strides, batch, head, sequence)",
-            "buffers.out_gradients(params.dout_strides, batch, keys.kv_head, sequence)",
-        ),
-        "q in k's place": (
-            "dkv",
-            "accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, gradients, q_rows_lane)",
-            "accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, weights, q_rows_lane)",
-        ),
-        "rows of a pair swapped": (
-            "dkv",
-            "interleave<T>(even_row, odd_row, low, high)",
-            "interleave<T>(odd_row, even_row, low, high)",
-        ),
-        "statistics past the end": (
-            "dkv",
-            "exists ? statistics.origin(query) : INFINITY",
-            "statistics.origin(query)",
-            "out_of_bounds",
-        ),
-        "no barrier before staging": (
-            "dq",
-            BARRIER + "      stage_pairs",
-            "stage_pairs",
-            "race",
-        ),
-        "no barrier after staging": (
-            "dq",
-            WHOLE + BARRIER,
-            "",
-            "uninitialised",
-        ),
-        "dkv: no barrier before staging": (
-            "dkv",
-            BARRIER + "      stage_pairs",
-            "stage_pairs",
-            "race",
-        ),
-        "dkv: no barrier after staging": (
-            "dkv",
-            WHOLE + BARRIER,
-            "",
-            "uninitialised",
-        ),
-        "dkv: barrier orders nothing": (
-            "dkv",
-            WHOLE + BARRIER,
-            BARRIER.replace("mem_threadgroup", "mem_none"),
-            "race",
-        ),
-        "row past the end staged": ("dq", "min(row + 1, end - 1)", "row + 1", "out_of_bounds"),
-        "row past the end staged, dkv": (
-            "dkv",
-            repeated("place = source.find(min(row, end - 1))"),
-            "place = source.find(row)",
-            "out_of_bounds",
-        ),
-        "query past the end read": (
-            "dq",
-            "return min(row + i * FRAGMENT, last_row)",
-            "return row + i * FRAGMENT",
-            "out_of_bounds",
-        ),
-        "key past the end read": (
-            "dkv",
-            "return min(row + i * FRAGMENT, last_row)",
-            "return row + i * FRAGMENT",
-            "out_of_bounds",
-        ),
-        "query past the end stored": (
-            "dq",
-            "if (!queries.exists(i))",
-            "if (false)",
-            "race",
-        ),
-        "key past the end stored": ("dkv", "if (key >= sequence.kv_rows)", "if (false)", "race"),
-        "half a tile staged": (
-            "dkv",
-            repeated("i < (UNITS + THREADS - 1) / THREADS"),
-            "i < UNITS / THREADS / 2",
-            "uninitialised",
-        ),
-    },
-    unrefined("dlse"): {
-        "dlse added": ("delta", "sum -= dlse", "sum += dlse"),
-        "dlse ignored": ("delta", "#if DLSE\n    sum", "#if 0\n    sum"),
-        "dlse of the first row": ("delta", "row * params.dlse_strides.row", "0"),
-        "dlse of the first head": ("delta", "head * params.dlse_strides.head", "0"),
-    },
-    "mask, whole rows": {
-        "weights of a row without a key": (
-            "dq",
-            "lse < LOWEST_LSE ? INFINITY : lse",
-            "lse == INFINITY ? INFINITY : lse",
-        ),
-    },
-    "causal, top left": {
-        "band never applied": ("dq", SEEN_BY_ALL, "true"),
-        "band never applied, dkv": ("dkv", SEEN_BY_ALL, "true"),
-        "diagonal hidden from keys": (
-            "dkv",
-            "key - q_offset - window_right)",
-            "key - q_offset - window_right + 1)",
-        ),
-        "a query before the diagonal": (
-            "dkv",
-            "key - q_offset - window_right)",
-            "key - q_offset - window_right - 1)",
-        ),
-        "offset ignored": (
-            "dkv",
-            "key - q_offset - window_right)",
-            "key - q_offset - window_right + 24)",
-        ),
-        "tile begins at the last key of all": (
-            "dkv",
-            "visible.queries_of(max(tile_key, sequence.first_key)).begin",
-            "visible.queries_of(last()).begin",
-        ),
-        "visibility of the next key": (
-            "dkv",
-            "visible.apply<true>(scores, lane_key,",
-            "visible.apply<true>(scores, lane_key + 1,",
-        ),
-        "visibility not transposed": (
-            "dkv",
-            "visible.apply<true>(scores",
-            "visible.apply<false>(scores",
-        ),
-    },
-    "window, causal": {
-        "last visible queries skipped": (
-            "dkv",
-            SEEN_BY_ANY,
-            SEEN_BY_ANY.replace("block <", "block + 8 <"),
-        ),
-        "first visible queries skipped": (
-            "dkv",
-            SEEN_BY_ANY,
-            SEEN_BY_ANY.replace("by_any.begin", "by_any.begin + 8"),
-        ),
-        "last visible keys skipped": (
-            "dq",
-            SEEN_BY_ANY,
-            SEEN_BY_ANY.replace("block <", "block + 8 <"),
-        ),
-    },
-    "window": {
-        "left window one short": (
-            "dkv",
-            "key - q_offset + window_left + 1",
-            "key - q_offset + window_left",
-        ),
-        "left window one long": (
-            "dkv",
-            "key - q_offset + window_left + 1",
-            "key - q_offset + window_left + 2",
-        ),
-        "right window one short": (
-            "dkv",
-            "key - q_offset - window_right)",
-            "key - q_offset - window_right + 1)",
-        ),
-        "right window one long": (
-            "dkv",
-            "key - q_offset - window_right)",
-            "key - q_offset - window_right - 1)",
-        ),
-        "left edge never applied": (
-            "dkv",
-            SEEN_BY_ALL,
-            "block >= by_all.begin",
-        ),
-        "right edge never applied": (
-            "dkv",
-            SEEN_BY_ALL,
-            "block + count <= by_all.end",
-        ),
-        "tile ends at its first key": (
-            "dkv",
-            "visible.queries_of(min(tile_key + BLOCK_K - 1, last())).end : 0",
-            "visible.queries_of(tile_key).end : 0",
-        ),
-    },
-    "chunk": {
-        "chunk begins one early": (
-            "dkv",
-            "max(begin, chunk_start - q_offset)",
-            "max(begin, chunk_start - q_offset - 1)",
-        ),
-        "chunk ends one late": (
-            "dkv",
-            "chunk_start - q_offset + chunk",
-            "chunk_start - q_offset + chunk + 1",
-        ),
-        "chunk ends one early": (
-            "dkv",
-            "chunk_start - q_offset + chunk",
-            "chunk_start - q_offset + chunk - 1",
-        ),
-    },
-    "seqused_k": {
-        "dk and dv behind the keys unwritten": (
-            "dkv",
-            "if (key >= sequence.kv_rows)",
-            "if (key > last())",
-        ),
-    },
-    nan_outside: {
-        "keys behind the last not zeroed": ("dq", "if (ZEROED)", "if (false)"),
-        "keys before the first not zeroed": (
-            "dq",
-            "row >= begin && row < end ? even",
-            "row < end ? even",
-        ),
-        "gradients of keys that do not exist": (
-            "dkv",
-            "key >= sequence.first_key && key <= last();",
-            "true;",
-        ),
-        "gradients of keys before the first": (
-            "dkv",
-            "key >= sequence.first_key && key <= last();",
-            "key <= last();",
-        ),
-    },
-    "mask": {
-        "mask not transposed": (
-            "dkv",
-            "Offset(TRANSPOSED ? strides.key : strides.query)",
-            "Offset(strides.query)",
-            "out_of_bounds",
-        ),
-        "mask of the even query": ("dkv", "shown.y ? score.y", "shown.x ? score.y"),
-        "mask of the KV head": (
-            "dkv",
-            "rules.reset(inputs, batch, head,",
-            "rules.reset(inputs, batch, keys.kv_head,",
-        ),
-        "mask's key past the end read": (
-            "dkv",
-            "Offset(min(row + i * FRAGMENT, last_row)) * row_stride",
-            "Offset(row + i * FRAGMENT) * row_stride",
-            "out_of_bounds",
-        ),
-        "mask's query past the end read": (
-            "dkv",
-            "min(column + 1, last_column)",
-            "(column + 1)",
-            "out_of_bounds",
-        ),
-    },
-    "bias": {
-        "bias dropped": (
-            "dkv",
-            "score += Fragment<float>(base_2(added.x), base_2(added.y));",
-            "",
-        ),
-        "bias of the next block": (
-            "dkv",
-            "first_column + lane_column + column_offset(j);",
-            "lane_column + column_offset(j);",
-        ),
-    },
-    "softcap": {
-        "slope of the cap dropped": ("dq", "gradients.multiply(slopes);", ""),
-        "slope of the cap dropped, dkv": ("dkv", "gradients.multiply(slopes);", ""),
-        "slope 1 - tanh": ("dq", "1.0f - capped * capped", "1.0f - capped"),
-        "slope of the scaled cap": (
-            "dkv",
-            "1.0f - capped * capped",
-            "1.0f - capped * capped * params.cap_log2 * params.cap_log2",
-        ),
-        "cap ignored": (
-            "dq",
-            "scores.scale(params.cap_log2)",
-            "scores.scale(params.scale_log2)",
-        ),
-    },
-    "alibi at an offset": {
-        "offset's sign not transposed": (
-            "dkv",
-            "(TRANSPOSED ? -visible.q_offset : visible.q_offset)",
-            "visible.q_offset",
-        ),
-        "slope of the KV head": (
-            "dkv",
-            "rules.reset(inputs, batch, head,",
-            "rules.reset(inputs, batch, keys.kv_head,",
-        ),
-        "distance of the even column": ("dkv", "fabs(first - 1.0f)", "fabs(first)"),
-    },
-    "rotary": {
-        "q not rotated in pairs": (
-            "dkv",
-            "return rotary.rotated_chunk<COLUMNS>(tensor, place.row, place.position, column);",
-            "return load_chunk<COLUMNS>(tensor, place.row, column);",
-        ),
-        "k not rotated": (
-            "dkv",
-            "? rotary.rotated(tensor, offset(row), row, column)",
-            "? tensor[offset(row) + column]",
-        ),
-        "q not rotated": (
-            "dq",
-            "? rotary.rotated(tensor, offset(row), row, column)",
-            "? tensor[offset(row) + column]",
-        ),
-        "rows of the first table": (
-            "dkv",
-            "params.q_cos_strides, q_sin, params.q_sin_strides, batch)",
-            "params.q_cos_strides, q_sin, params.q_sin_strides, 0)",
-        ),
-    },
-    "slices": {
-        "slice of dq not moved": (
-            "dq",
-            "row_offset(strides, batch, head, start) + slice * SLICE",
-            "row_offset(strides, batch, head, start)",
-            "race",
-        ),
-        "slice of k not moved": ("dq", "queries.place.slice * DQ_SLICE + first_dq", "first_dq"),
-        "slice of q not moved": ("dkv", "keys.slice * DK_SLICE + first_dk", "first_dk"),
-        "slice of dout not moved": ("dkv", "keys.slice * DV_SLICE + first_dv", "first_dv"),
-        "fragment behind the last column": (
-            "dq",
-            "WHOLE ? d : min(d, rows.last)",
-            "d",
-            "threadgroup_out_of_bounds",
-        ),
-    },
-    "odd head dim": {
-        "column behind the last stored": (
-            "dkv",
-            "if (column + 1 < columns)",
-            "if (true)",
-            "race",
-        ),
-    },
-    unrefined("plain"): {
-        "delta of one lane": ("delta", "sum = simd_sum(sum);", ""),
-        "delta of the first columns": (
-            "delta",
-            "column < HEAD_DIM_V; column += SIMD_LANES",
-            "column < HEAD_DIM_V / 2; column += SIMD_LANES",
-        ),
-    },
-    packed: {
-        "delta of no sequence unwritten": (
-            "dq",
-            "if (EXACT_DELTA && place.slice == 0) {\n      delta_rows.fill",
-            "if (false) {\n      delta_rows.fill",
-        ),
-        "first query of the first sequence": (
-            "dkv",
-            "operand.reset(dout, strides, batch, head, sequence.q_start)",
-            "operand.reset(dout, strides, batch, head, 0)",
-        ),
-        "dq of the first sequence": (
-            "dq",
-            "dq_rows.reset(dq, params.dq_strides, batch, head, first, place.slice)",
-            "dq_rows.reset(dq, params.dq_strides, batch, head, 0, place.slice)",
-            "race",
-        ),
-        "dk of the first sequence": (
-            "dkv",
-            "params.dk_strides, batch, kv_head,\n                  sequence.kv_start, slice)",
-            "params.dk_strides, batch, kv_head, 0, slice)",
-            "race",
-        ),
-        "log-sum-exp of the first sequence": (
-            "dq",
-            "row_offset(strides, batch, head, 0) + sequence.q_start",
-            "row_offset(strides, batch, head, 0)",
-        ),
-        "statistics of the first sequence": (
-            "dkv",
-            "row_offset(strides, batch, head, 0) + sequence.q_start",
-            "row_offset(strides, batch, head, 0)",
-        ),
-        "rows of no sequence unwritten": (
-            "dkv",
-            "dk_rows.fill(value, first, sequence.kv_rows, step);",
-            "",
-        ),
-        "queries of no sequence unwritten": (
-            "dq",
-            "dq_rows.fill(value, first, sequence.q_length, step);",
-            "",
-        ),
-    },
+    shared_rows: """
+        dq: own part twice: other = simdgroup {~^ 1 =>~}
+        dq: columns of q or k of the first: {~queries.part => 0~} * OWN_QK_COLUMNS
+        dq: columns of v or dout of the first: {~queries.part => 0~} * OWN_V_COLUMNS
+        dq: no barrier before the sum [race or uninitialised or wrong]:
+            {~// The parts are there. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+        dq: columns of dq of the first [race or uninitialised or wrong]:
+            {~queries.part => 0~} * OWN_DQ_COLUMNS
+    """,
+    "plain": """
+        dq: dq without the scale: dq_tile.fragments[i][d] {~* scale =>~}
+        dkv: dk without the scale: dk_tile.fragments[i][d] {~* params.softmax_scale =>~}
+        dkv: dv with the scale: exists ? dv_tile.fragments[i][d]{~=> * params.softmax_scale~}
+        dq: dq without delta: {~( =>~}gradients.fragments[i][j] {~- deltas[i]) =>~}
+        dkv: dk without delta: {~( =>~}gradients.fragments[i][j] {~- delta) =>~}
+        dq: delta added: (gradients.fragments[i][j] {~- => +~} deltas[i])
+        delta: delta past the end [race]: if ({~row >= params.problem.q_total => false~})
+        dq: log-sum-exp taken for base 2: lse {~* M_LOG2E_F =>~}
+        dq: log-sum-exp of another head:
+            buffers.statistics(params.lse_strides, place.batch, place.{~head => kv_head~},
+            sequence)
+        dkv: log-sum-exp of another query:
+            exists ? statistics.origin({~query => max(query - 1, 0)~})
+        dkv: delta of another query: exists ? statistics.delta_of({~query => max(query - 1, 0)~})
+        dkv: a query head skipped: int member = {~0 => 1~};
+        dkv: only one query head: member < {~members => 1~}
+        dkv: the first query head each time: keys.split * members {~+ member =>~}
+        dkv: heads of another group:
+            keys.kv_head {~* problem.queries_per_kv + keys.split * members + member => + member *
+            2~}
+        dq: wrong KV head: head {~/ => %~} params.queries_per_kv
+        dkv: dout of another head:
+            buffers.out_gradients(params.dout_strides, batch, {~head => keys.kv_head~}, sequence)
+        dkv: q in k's place:
+            accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, {~gradients => weights~},
+            q_rows_lane)
+        dkv: rows of a pair swapped:
+            interleave<T>({~even_row, odd_row => odd_row, even_row~}, low, high)
+        dkv: statistics past the end [out_of_bounds]:
+            {~exists ? =>~} statistics.origin(query) {~: INFINITY =>~}
+        dq: no barrier before staging [race]:
+            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
+        dq: no barrier after staging [uninitialised]:
+            {~// The tiles are whole. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+        dkv: no barrier before staging [race]:
+            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
+        dkv: no barrier after staging [uninitialised]:
+            {~// The tiles are whole. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+        dkv: barrier orders nothing [race]:
+            {~// The tiles are whole. =>~} threadgroup_barrier(mem_flags::{~mem_threadgroup =>
+            mem_none~});
+        dq: row past the end staged [out_of_bounds]: {~min(row + 1, end - 1) => row + 1~}
+        dkv: row past the end staged [everywhere, out_of_bounds]:
+            place = source.find({~min(row, end - 1) => row~})
+        dq: query past the end read [out_of_bounds]:
+            return {~min(row + i * FRAGMENT, last_row) => row + i * FRAGMENT~}
+        dkv: key past the end read [out_of_bounds]:
+            return {~min(row + i * FRAGMENT, last_row) => row + i * FRAGMENT~}
+        dq: query past the end stored [race]: if ({~!queries.exists(i) => false~})
+        dkv: key past the end stored [race]: if ({~key >= sequence.kv_rows => false~})
+        dkv: half a tile staged [everywhere, uninitialised]:
+            i < {~(UNITS + THREADS - 1) / THREADS => UNITS / THREADS / 2~}
+    """,
+    unrefined("dlse"): """
+        delta: dlse added: sum {~-= => +=~} dlse
+        delta: dlse ignored: {~#if DLSE => #if 0~} sum
+        delta: dlse of the first row: {~row * params.dlse_strides.row => 0~}
+        delta: dlse of the first head: {~head * params.dlse_strides.head => 0~}
+    """,
+    "mask, whole rows": """
+        dq: weights of a row without a key: lse {~< LOWEST_LSE => == INFINITY~} ? INFINITY : lse
+    """,
+    "causal, top left": """
+        dq: band never applied: {~block >= by_all.begin && block + count <= by_all.end => true~}
+        dkv: band never applied: {~block >= by_all.begin && block + count <= by_all.end => true~}
+        dkv: diagonal hidden from keys: key - q_offset - window_right{~=> + 1~})
+        dkv: a query before the diagonal: key - q_offset - window_right{~=> - 1~})
+        dkv: offset ignored: key - q_offset - window_right{~=> + 24~})
+        dkv: tile begins at the last key of all:
+            visible.queries_of({~max(tile_key, sequence.first_key => last(~})).begin
+        dkv: visibility of the next key: visible.apply<true>(scores, lane_key{~=> + 1~},
+        dkv: visibility not transposed: visible.apply<{~true => false~}>(scores
+    """,
+    "window, causal": """
+        dkv: last visible queries skipped:
+            block {~=> + 8~} < by_any.end && block + count > by_any.begin
+        dkv: first visible queries skipped:
+            block < by_any.end && block + count > by_any.begin{~=> + 8~}
+        dq: last visible keys skipped: block {~=> + 8~} < by_any.end && block + count > by_any.begin
+    """,
+    "window": """
+        dkv: left window one short: key - q_offset + window_left {~+ 1 =>~}
+        dkv: left window one long: key - q_offset + window_left + {~1 => 2~}
+        dkv: right window one short: key - q_offset - window_right{~=> + 1~})
+        dkv: right window one long: key - q_offset - window_right{~=> - 1~})
+        dkv: left edge never applied: block >= by_all.begin {~&& block + count <= by_all.end =>~}
+        dkv: right edge never applied: block {~>= by_all.begin && block =>~} + count <= by_all.end
+        dkv: tile ends at its first key:
+            visible.queries_of({~min(tile_key + BLOCK_K - 1, last()) => tile_key~}).end : 0
+    """,
+    "chunk": """
+        dkv: chunk begins one early: max(begin, chunk_start - q_offset{~=> - 1~})
+        dkv: chunk ends one late: chunk_start - q_offset + chunk{~=> + 1~}
+        dkv: chunk ends one early: chunk_start - q_offset + chunk{~=> - 1~}
+    """,
+    "seqused_k": """
+        dkv: dk and dv behind the keys unwritten: if (key {~>= sequence.kv_rows => > last()~})
+    """,
+    nan_outside: """
+        dq: keys behind the last not zeroed: if ({~ZEROED => false~})
+        dq: keys before the first not zeroed: row {~>= begin && row =>~} < end ? even
+        dkv: gradients of keys that do not exist:
+            {~key >= sequence.first_key && key <= last() => true~};
+        dkv: gradients of keys before the first: key {~>= sequence.first_key && key =>~} <= last();
+    """,
+    "mask": """
+        dkv: mask not transposed [out_of_bounds]:
+            Offset({~TRANSPOSED ? strides.key : =>~} strides.query)
+        dkv: mask of the even query: shown.{~y => x~} ? score.y
+        dkv: mask of the KV head: rules.reset(inputs, batch, {~head => keys.kv_head~},
+        dkv: mask's key past the end read [out_of_bounds]:
+            Offset({~min(row + i * FRAGMENT, last_row) => row + i * FRAGMENT~}) * row_stride
+        dkv: mask's query past the end read [out_of_bounds]:
+            {~min(column + 1, last_column => (column + 1~})
+    """,
+    "bias": """
+        dkv: bias dropped: {~score += Fragment<float>(base_2(added.x), base_2(added.y)); =>~}
+        dkv: bias of the next block: {~first_column + =>~} lane_column + column_offset(j);
+    """,
+    "softcap": """
+        dq: slope of the cap dropped: {~gradients.multiply(slopes); =>~}
+        dkv: slope of the cap dropped: {~gradients.multiply(slopes); =>~}
+        dq: slope 1 - tanh: 1.0f - capped {~* capped =>~}
+        dkv: slope of the scaled cap:
+            1.0f - capped * capped{~=> * params.cap_log2 * params.cap_log2~}
+        dq: cap ignored: scores.scale(params.{~cap_log2 => scale_log2~})
+    """,
+    "alibi at an offset": """
+        dkv: offset's sign not transposed:
+            {~(TRANSPOSED ? -visible.q_offset : visible.q_offset) => visible.q_offset~}
+        dkv: slope of the KV head: rules.reset(inputs, batch, {~head => keys.kv_head~},
+        dkv: distance of the even column: fabs(first {~- 1.0f =>~})
+    """,
+    "rotary": """
+        dkv: q not rotated in pairs:
+            return {~rotary.rotated_chunk<COLUMNS>(tensor, place.row, place.position =>
+            load_chunk<COLUMNS>(tensor, place.row~}, column);
+        dkv: k not rotated:
+            ? {~rotary.rotated(tensor, offset(row), row, column) => tensor[offset(row) + column]~}
+        dq: q not rotated:
+            ? {~rotary.rotated(tensor, offset(row), row, column) => tensor[offset(row) + column]~}
+        dkv: rows of the first table:
+            params.q_cos_strides, q_sin, params.q_sin_strides, {~batch => 0~})
+    """,
+    "slices": """
+        dq: slice of dq not moved [race]:
+            row_offset(strides, batch, head, start) {~+ slice * SLICE =>~}
+        dq: slice of k not moved: {~queries.place.slice * DQ_SLICE + =>~} first_dq
+        dkv: slice of q not moved: {~keys.slice * DK_SLICE + =>~} first_dk
+        dkv: slice of dout not moved: {~keys.slice * DV_SLICE + =>~} first_dv
+        dq: fragment behind the last column [threadgroup_out_of_bounds]:
+            {~WHOLE ? d : min(d, rows.last) => d~}
+    """,
+    "odd head dim": """
+        dkv: column behind the last stored [race]: if ({~column + 1 < columns => true~})
+    """,
+    unrefined("plain"): """
+        delta: delta of one lane: {~sum = simd_sum(sum); =>~}
+        delta: delta of the first columns: column < HEAD_DIM_V{~=> / 2~}; column += SIMD_LANES
+    """,
+    packed: """
+        dq: delta of no sequence unwritten:
+            if ({~EXACT_DELTA && place.slice == 0 => false~}) { delta_rows.fill
+        dkv: first query of the first sequence:
+            operand.reset(dout, strides, batch, head, {~sequence.q_start => 0~})
+        dq: dq of the first sequence [race]:
+            dq_rows.reset(dq, params.dq_strides, batch, head, {~first => 0~}, place.slice)
+        dkv: dk of the first sequence [race]:
+            params.dk_strides, batch, kv_head, {~sequence.kv_start => 0~}, slice)
+        dq: log-sum-exp of the first sequence:
+            row_offset(strides, batch, head, 0) {~+ sequence.q_start =>~}
+        dkv: statistics of the first sequence:
+            row_offset(strides, batch, head, 0) {~+ sequence.q_start =>~}
+        dkv: rows of no sequence unwritten:
+            {~dk_rows.fill(value, first, sequence.kv_rows, step); =>~}
+        dq: queries of no sequence unwritten:
+            {~dq_rows.fill(value, first, sequence.q_length, step); =>~}
+    """,
 }
 
 

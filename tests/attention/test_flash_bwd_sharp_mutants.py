@@ -22,64 +22,31 @@ def sharp(name, only=None):
 # By the problem that shows them: the kernel, what a fault changes in its text, and where numbers
 # do not show it the fault that the simulator reports.
 MUTANTS = {
-    sharp("offset values"): {
-        "no second pass": (
-            "dq",
-            "if (!any_simdgroup(second_pass, votes, simdgroup, lane))",
-            "if (true)",
-        ),
-        "second pass of one SIMD group": (
-            "dq",
-            "(pass > 0 && !second_pass)",
-            "(pass > 0 && simdgroup > 0)",
-        ),
-        "second pass adds": ("dq", "deltas[i] = error.of_delta;", "deltas[i] = -error.of_delta;"),
-        "second pass with values": (
-            "dq",
-            "gradients.fill(0.0f);",
-            "multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_lane);",
-        ),
-        "no barrier after the vote": (
-            "dq",
-            BARRIER + "  float any",
-            "float any",
-            ("race", "uninitialised"),
-        ),
-    },
-    sharp("values to 9", torch.float32): {
-        "weights not divided by their sum": (
-            "dkv",
-            "exists ? statistics.weight_factor(query)",
-            "exists ? 1.0f",
-        ),
-    },
-    sharp("everything"): {
-        "rounded delta": (
-            "dq",
-            "Fragment<float>(deltas[i] + error.of_delta, 0.0f)",
-            "Fragment<float>(deltas[i], 0.0f)",
-        ),
-        "sink not in the sum": ("dq", "sum -= sink_weight * row_delta;", ""),
-        "gradient of the log-sum-exp not in the sum": (
-            "dq",
-            "sum - dlse;",
-            "sum - 0.0f * dlse;",
-        ),
-    },
-    sharp("large sinks"): {
-        "sink not in the sum of weights": ("dq", "row_sum += sink_weight;", ""),
-        "rounded origin of a bias's weights": (
-            "bias",
-            "fma(-M_LN2_F, rounded_off(lse, origin), 1.0f)",
-            "1.0f",
-        ),
-        "normaliser not stored": (
-            "dq",
-            "Fragment<float>(error.normaliser, 0.0f)",
-            "Fragment<float>(1.0f, 0.0f)",
-        ),
-        "weights of a bias not divided by their sum": ("bias", "weight *= weight_factors[i];", ""),
-    },
+    sharp("offset values"): """
+        dq: no second pass: if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
+        dq: second pass of one SIMD group: (pass > 0 && {~!second_pass => simdgroup > 0~})
+        dq: second pass adds: deltas[i] = {~=> -~} error.of_delta;
+        dq: second pass with values:
+            {~gradients.fill(0.0f => multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile,
+            v_lane~});
+        dq: no barrier after the vote [race or uninitialised]:
+            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} float any
+    """,
+    sharp("values to 9", torch.float32): """
+        dkv: weights not divided by their sum: exists ? {~statistics.weight_factor(query) => 1.0f~}
+    """,
+    sharp("everything"): """
+        dq: rounded delta: Fragment<float>(deltas[i] {~+ error.of_delta =>~}, 0.0f)
+        dq: sink not in the sum: {~sum -= sink_weight * row_delta; =>~}
+        dq: gradient of the log-sum-exp not in the sum: sum - {~=> 0.0f *~} dlse;
+    """,
+    sharp("large sinks"): """
+        dq: sink not in the sum of weights: {~row_sum += sink_weight; =>~}
+        bias: rounded origin of a bias's weights:
+            {~fma(-M_LN2_F, rounded_off(lse, origin), 1.0f) => 1.0f~}
+        dq: normaliser not stored: Fragment<float>({~error.normaliser => 1.0f~}, 0.0f)
+        bias: weights of a bias not divided by their sum: {~weight *= weight_factors[i]; =>~}
+    """,
 }
 
 

@@ -119,19 +119,19 @@ def test_parts_are_listed():
 
 
 MUTANTS = {
-    dense: {
-        "all parts in one place": ("dkv", "split * params.dk_split_stride", "0", "race"),
-        "all parts of the first heads": ("dkv", "keys.split * members + member", "member"),
-        "a part left out": ("sum", "int split = 1;", "int split = 2;"),
-        "sums of the first head": ("sum", "head * params.part_strides.head +", ""),
-        "sums of the first sequence": ("sum", "batch * params.part_strides.batch +", ""),
-    },
+    dense: """
+        dkv: all parts in one place [race]: {~split * params.dk_split_stride => 0~}
+        dkv: all parts of the first heads: {~keys.split * members + =>~} member
+        sum: a part left out: int split = {~1 => 2~};
+        sum: sums of the first head: {~head * params.part_strides.head + =>~}
+        sum: sums of the first sequence: {~batch * params.part_strides.batch + =>~}
+    """,
 }
 TENSOR_MUTANTS = {
-    partial(dense, shape=TENSOR_SHAPE): {
-        "all parts in one place": ("split * params.dv_split_stride", "0", "race"),
-        "all parts of the first heads": ("keys.split * members + member", "member"),
-    },
+    partial(dense, shape=TENSOR_SHAPE): """
+        all parts in one place [race]: {~split * params.dv_split_stride => 0~}
+        all parts of the first heads: {~keys.split * members + =>~} member
+    """,
 }
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(

@@ -117,44 +117,25 @@ def _values_after_the_last(device):
 
 
 MUTANTS = {
-    _values_after_the_last: {
-        "values that do not exist": (
-            "exist[j] = key >= sequence.first_key && key < sequence.kv_length",
-            "exist[j] = key >= sequence.first_key",
-        ),
-    },
-    padded: {
-        "values before the first": (
-            "exist[j] = key >= sequence.first_key && key < sequence.kv_length",
-            "exist[j] = key < sequence.kv_length",
-        ),
-        "key past the end read": (
-            "keys.find(min(key + 1, sequence.kv_length - 1))",
-            "keys.find(key + 1)",
-            "out_of_bounds",
-        ),
-        "value past the end read": (
-            "values.find(min(key, sequence.kv_length - 1))",
-            "values.find(key)",
-            "out_of_bounds",
-        ),
-        "a key twice": (
-            "pair.zip(keys.chunk(even, key_column), keys.chunk(odd, key_column))",
-            "pair.zip(keys.chunk(even, key_column), keys.chunk(even, key_column))",
-        ),
-        "columns of q in order": (
-            "source.element(position, first + KEY_CHUNK)",
-            "source.element(position, first + 1)",
-        ),
-        "one chain": ("begin < SPANS; begin += CHAIN", "begin < CHAIN; begin += CHAIN"),
-        "first span of v": ("column) + s * SPAN_COLUMNS", "column)"),
-        "columns of out in order": (
-            "first_unit_column(column) + span_offset(d)",
-            "first_unit_column(column) + d * FRAGMENT",
-            "race",
-        ),
-        "not rescaled": ("part = part * corrections[i] +", "part = part +"),
-    },
+    _values_after_the_last: """
+        values that do not exist:
+            exist[j] = key >= sequence.first_key {~&& key < sequence.kv_length =>~}
+    """,
+    padded: """
+        values before the first:
+            exist[j] = key {~>= sequence.first_key && key =>~} < sequence.kv_length
+        key past the end read [out_of_bounds]:
+            keys.find({~min(key + 1, sequence.kv_length - 1) => key + 1~})
+        value past the end read [out_of_bounds]:
+            values.find({~min(key, sequence.kv_length - 1) => key~})
+        a key twice: pair.zip(keys.chunk(even, key_column), keys.chunk({~odd => even~}, key_column))
+        columns of q in order: source.element(position, first + {~KEY_CHUNK => 1~})
+        one chain: begin < {~SPANS => CHAIN~}; begin += CHAIN
+        first span of v: column) {~+ s * SPAN_COLUMNS =>~}
+        columns of out in order [race]:
+            first_unit_column(column) + {~span_offset(d) => d * FRAGMENT~}
+        not rescaled: part = part {~* corrections[i] =>~} +
+    """,
 }
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(

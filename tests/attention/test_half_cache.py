@@ -82,26 +82,15 @@ def test_functions_without_a_cache_want_one_dtype():
 
 
 MUTANTS = {
-    "flash_fwd": {
-        "queries rounded": (
-            "flash_fwd",
-            "held.fragments[i][HELD ? d : 0] = read(i, d);",
-            "const Fragment<T> pair = read(i, d);"
-            "held.fragments[i][HELD ? d : 0] = Fragment<T>(T(half(pair.x)), pair.y);",
-        ),
-    },
-    "flash_decode": {
-        "queries rounded": (
-            "flash_decode",
-            "queries.element(other.query, d)",
-            "ELEMENT(half(queries.element(other.query, d)))",
-        ),
-        "one of two keys' columns": (
-            "flash_decode",
-            "ELEMENT(unit.fragments[f].y)",
-            "ELEMENT(unit.fragments[f].x)",
-        ),
-    },
+    "flash_fwd": """
+        flash_fwd: queries rounded:
+            {~held.fragments[i][HELD ? d : 0] = read(i, d => const Fragment<T> pair = read(i,
+            d);held.fragments[i][HELD ? d : 0] = Fragment<T>(T(half(pair.x)), pair.y~});
+    """,
+    "flash_decode": """
+        flash_decode: queries rounded: {~=> ELEMENT(half(~}queries.element(other.query, d){~=> ))~}
+        flash_decode: one of two keys' columns: ELEMENT(unit.fragments[f].{~y => x~})
+    """,
 }
 
 

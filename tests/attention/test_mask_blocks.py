@@ -113,49 +113,29 @@ def same_results():
         assert torch.equal(ours, right)
 
 
-# The tile that a kernel walks for, in blocks of the lists.
-TILES = {
-    "flash_fwd": "tile.place.first_query / LIST_Q_BLOCK",
-    "flash_bwd_dq": "queries.place.first_query / LIST_Q_BLOCK",
-    "flash_bwd_dkv": "keys.tile_key / LIST_KV_BLOCK",
-}
-PARTIAL = "masked = mask_block_is_partial(block)"
 # Of the kernel that makes the lists, and of those that walk along them.
 MUTANTS = {
-    same_output: {
-        "last block dropped": (
-            "mask_blocks",
-            "params.blocks - first_block)",
-            "params.blocks - first_block - 1)",
-        ),
-        "partial block taken for a full one": ("mask_blocks", "(state.hides ? 2 : 1)", "1"),
-        "list of the tile before": (
-            "mask_blocks",
-            "own = threadgroup_position.x;",
-            "own = threadgroup_position.x / 2;",
-        ),
-        "head 0's list": ("mask_blocks", "threadgroup_position.y * params.head_stride", "0"),
-        "sides swapped": (
-            "mask_blocks",
-            "params.along_inner ? block : own",
-            "params.along_inner ? own : block",
-        ),
-        "entries of the last 32 blocks alone": (
-            "mask_blocks",
-            "count += int(simd_sum",
-            "count = int(simd_sum",
-        ),
-        "rows of a block skipped": ("mask_blocks", "word < rows * columns", "word < columns"),
-    },
-    same_results: {
-        f"{kernel}: {name}": (kernel, old, new)
-        for kernel, tile in TILES.items()
-        for name, old, new in (
-            ("another tile's list", f"{tile},", f"{tile} / 2,"),
-            ("another head's list", f"batch, head, {tile}", f"batch, 0, {tile}"),
-            ("full and partial swapped", PARTIAL, f"masked = !{PARTIAL.removeprefix('masked = ')}"),
-        )
-    },
+    same_output: """
+        mask_blocks: last block dropped: params.blocks - first_block{~=> - 1~})
+        mask_blocks: partial block taken for a full one: {~(state.hides ? 2 : 1) => 1~}
+        mask_blocks: list of the tile before: own = threadgroup_position.x{~=> / 2~};
+        mask_blocks: head 0's list: {~threadgroup_position.y * params.head_stride => 0~}
+        mask_blocks: sides swapped: params.along_inner ? {~block : own => own : block~}
+        mask_blocks: entries of the last 32 blocks alone: count {~+= => =~} int(simd_sum
+        mask_blocks: rows of a block skipped: word < {~rows * =>~} columns
+    """,
+    same_results: """
+        flash_fwd: another tile's list: tile.place.first_query / LIST_Q_BLOCK{~=> / 2~},
+        flash_fwd: another head's list: batch, {~head => 0~}, tile.place.first_query / LIST_Q_BLOCK
+        flash_fwd: full and partial swapped: masked = {~=> !~} mask_block_is_partial(block)
+        flash_bwd_dq: another tile's list: queries.place.first_query / LIST_Q_BLOCK{~=> / 2~},
+        flash_bwd_dq: another head's list:
+            batch, {~head => 0~}, queries.place.first_query / LIST_Q_BLOCK
+        flash_bwd_dq: full and partial swapped: masked = {~=> !~} mask_block_is_partial(block)
+        flash_bwd_dkv: another tile's list: keys.tile_key / LIST_KV_BLOCK{~=> / 2~},
+        flash_bwd_dkv: another head's list: batch, {~head => 0~}, keys.tile_key / LIST_KV_BLOCK
+        flash_bwd_dkv: full and partial swapped: masked = {~=> !~} mask_block_is_partial(block)
+    """,
 }
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(

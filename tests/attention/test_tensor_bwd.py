@@ -226,7 +226,7 @@ def test_simdgroups_share_wide_rows(head_dim, shared):
     [("flash_bwd_dq_tensor", 12, 24, 0), ("flash_bwd_dkv_tensor", 16, 42, 16)],
 )
 def test_inner_loop(kernel, products, loads, shuffles):
-    """bench/results/flash_bwd_tensor.md, at head dim 64."""
+    """bench/results/inner_loops.md, at head dim 64."""
     counts = bench_flash_bwd_tensor.row(kernel, 64, F16)
     assert counts["products"] == products
     assert counts["device loads"] <= loads
@@ -248,203 +248,87 @@ def test_verify_has_both_kinds_of_tile(gpu):
 
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
-LEFT_SLOT = "left.fragments[s / LANE_COLUMNS][s % LANE_COLUMNS]"
 # By the problem that shows them, as in test_flash_bwd_mutants.py.
 MUTANTS = {
-    small: {
-        "dkv: a unit of family 9": (
-            "dkv",
-            "fragment_column(lane) * 4",
-            "fragment_column(lane) * 2",
-            "misaligned",
-        ),
-        "dkv: queries of a lane in another order": (
-            "dkv",
-            "key / 2 * 4 + key % 2 * 16",
-            "key / 2 * 16 + key % 2 * 4",
-        ),
-        "dkv: slots of a left operand off by one": (
-            "dkv",
-            LEFT_SLOT,
-            "left.fragments[(s + 1) % TENSOR_LEFT_SLOTS / LANE_COLUMNS][(s + 1) % LANE_COLUMNS]",
-        ),
-        "dkv: sums not accumulated": ("dkv", "mode::multiply_accumulate", "mode::multiply"),
-        "dkv: scores without transposition": (
-            "dkv",
-            "tensor_mma<true>(result",
-            "tensor_mma<false>(result",
-        ),
-        "dq: gradients with a transposition": (
-            "dq",
-            "tensor_mma<false>(block",
-            "tensor_mma<true>(block",
-        ),
-        "dkv: statistics of the lane's first column": (
-            "dkv",
-            "columns_of(own_origin, column + column_offset(j))",
-            "columns_of(own_origin, column)",
-        ),
-        "dkv: delta of another query": (
-            "dkv",
-            "columns_of(own_delta, column + column_offset(j))",
-            "columns_of(own_delta, (column + column_offset(j)) ^ 2)",
-        ),
-        "dkv: q in k's place": (
-            "dkv",
-            "dk_tile, gradients, queries, q_places",
-            "dk_tile, weights, queries, q_places",
-        ),
-        "dkv: a SIMD group leaves early": (
-            "dkv",
-            "if (!seen) {\n        continue;",
-            "if (!seen) {\n        return;",
-            "divergent_barrier",
-        ),
-        "dq: a SIMD group leaves early": (
-            "dq",
-            "if (!seen || (pass > 0 && !second_pass)) {\n        continue;",
-            "if (!seen || (pass > 0 && !second_pass)) {\n        return;",
-            "divergent_barrier",
-        ),
-        "dq: lanes leave early": (
-            "dq",
-            "if (!seen || (pass > 0",
-            "if (!seen || !queries.exists(1) || (pass > 0",
-            ("partial_simd", "divergent_barrier"),
-        ),
-        "dq: columns of 8x8 tiles": (
-            "dq",
-            "column + column_offset(d)",
-            "column + d * FRAGMENT",
-            ("race", None),
-        ),
-        "dq: without delta": (
-            "dq",
-            "(gradients.fragments[i][j] - deltas[i])",
-            "gradients.fragments[i][j]",
-        ),
-    },
-    CAUSAL: {
-        "dkv: mask of the other side": (
-            "dkv",
-            "visible.apply<true>(scores",
-            "visible.apply<false>(scores",
-        ),
-        "dkv: blocks of the last key skipped": (
-            "dkv",
-            "block < by_any.end",
-            "block + count < by_any.end",
-        ),
-        "dq: edges not masked": (
-            "dq",
-            "block + count <= by_all.end",
-            "block <= by_all.end",
-        ),
-    },
-    nan_outside: {
-        "dq: rows before the first key": (
-            "dq",
-            "source.find(clamp(key, begin, end - 1))",
-            "source.find(min(key, end - 1))",
-        ),
-    },
-    impossible: {
-        f"{kernel}: impossible lengths as clamped": (
-            kernel,
-            "(impossible || batch == params.batch)",
-            "(batch == params.batch)",
-        )
-        for kernel in ("dq", "dkv")
-    },
-    packed: {
-        f"{kernel}: rows of no sequence as of a short one": (
-            kernel,
-            "(impossible || batch == params.batch)",
-            "impossible",
-        )
-        for kernel in ("dq", "dkv")
-    },
-    infinite_gradient: {
-        "dkv: queries that do not exist": (
-            "dkv",
-            "exist[i] = key >= begin && key < end",
-            "exist[i] = true",
-        ),
-    },
-    SHARED_ROWS: {
-        "dkv: own part twice": ("dkv", "other = simdgroup ^ 1", "other = simdgroup"),
-        "dkv: columns of k of the first": (
-            "dkv",
-            "keys.part * OWN_QK_COLUMNS",
-            "0 * OWN_QK_COLUMNS",
-        ),
-        "dkv: columns behind the row": (
-            "dkv",
-            "return columns == COLUMN_SIMDGROUPS * own_spans(columns) * SPAN_COLUMNS;",
-            "return true;",
-            "out_of_bounds",
-        ),
-        "dkv: no barrier before the sum": (
-            "dkv",
-            "// The parts are there.\n        " + BARRIER,
-            "",
-            ("race", "uninitialised", None),
-        ),
-        "dkv: no barrier before the next parts": (
-            "dkv",
-            "// Both have read the parts of the block before.\n        " + BARRIER,
-            "",
-            ("race", None),
-        ),
-    },
-    SLICES: {
-        "dkv: columns of the last slice behind the row": (
-            "dkv",
-            "COLUMNS == GRID_COLUMNS || column < COLUMNS",
-            "true",
-            "out_of_bounds",
-        ),
-        "dkv: second chain dropped": ("dkv", "result.add(chain);", ""),
-        "dkv: second chain past the own spans": (
-            "dkv",
-            "min(SPANS, short(first + CHAIN))",
-            "short(first + CHAIN)",
-        ),
-        "dq: own part twice": ("dq", "other = simdgroup ^ 1", "other = simdgroup"),
-        "dq: columns of q of the first": (
-            "dq",
-            "queries.part * OWN_QK_COLUMNS",
-            "0 * OWN_QK_COLUMNS",
-        ),
-    },
-    either_precision: {
-        "dq: gradients not rounded": ("dq", "round_to_cut(gradients);", ""),
-        "dkv: gradients not rounded": ("dkv", "round_to_cut(gradients);", ""),
-        "dkv: weights not rounded": ("dkv", "round_to_cut(weights);", ""),
-    },
-    one_key: {
-        "dkv: numbers of 11 bits changed": ("dkv", "CUT_CENTRE = 1.0", "CUT_CENTRE = 1.001"),
-    },
-    SHARP: {
-        "dkv: draws of 8x8 tiles": (
-            "dkv",
-            "column + column_offset(fragment % COLUMNS)",
-            "column + fragment % COLUMNS * FRAGMENT",
-        ),
-        "dkv: weights kept": ("dkv", "dropout.apply(weights, kept);", ""),
-    },
-    SECOND_PASS: {
-        "dq: no second pass": (
-            "dq",
-            "if (!any_simdgroup(second_pass, votes, simdgroup, lane))",
-            "if (true)",
-        ),
-        "dq: second pass adds": (
-            "dq",
-            "deltas[i] = error.of_delta;",
-            "deltas[i] = -error.of_delta;",
-        ),
-    },
+    small: """
+        dkv: a unit of family 9 [misaligned]: fragment_column(lane) * {~4 => 2~}
+        dkv: queries of a lane in another order: key / 2 * {~4 + key % 2 * 16 => 16 + key % 2 * 4~}
+        dkv: slots of a left operand off by one:
+            left.fragments[{~s / LANE_COLUMNS][s => (s + 1) % TENSOR_LEFT_SLOTS / LANE_COLUMNS][(s
+            + 1)~} % LANE_COLUMNS]
+        dkv: sums not accumulated: mode::{~multiply_accumulate => multiply~}
+        dkv: scores without transposition: tensor_mma<{~true => false~}>(result
+        dq: gradients with a transposition: tensor_mma<{~false => true~}>(block
+        dkv: statistics of the lane's first column:
+            columns_of(own_origin, column {~+ column_offset(j) =>~})
+        dkv: delta of another query:
+            columns_of(own_delta, {~=> (~} column + column_offset(j)){~=> ^ 2)~}
+        dkv: q in k's place: dk_tile, {~gradients => weights~}, queries, q_places
+        dkv: a SIMD group leaves early [divergent_barrier]: if (!seen) { {~continue => return~};
+        dq: a SIMD group leaves early [divergent_barrier]:
+            if (!seen || (pass > 0 && !second_pass)) { {~continue => return~};
+        dq: lanes leave early [partial_simd or divergent_barrier]:
+            if (!seen || {~=> !queries.exists(1) ||~} (pass > 0
+        dq: columns of 8x8 tiles [race or wrong]: column + {~column_offset(d) => d * FRAGMENT~}
+        dq: without delta: {~( =>~}gradients.fragments[i][j] {~- deltas[i]) =>~}
+    """,
+    CAUSAL: """
+        dkv: mask of the other side: visible.apply<{~true => false~}>(scores
+        dkv: blocks of the last key skipped: block {~=> + count~} < by_any.end
+        dq: edges not masked: block {~+ count =>~} <= by_all.end
+    """,
+    nan_outside: """
+        dq: rows before the first key: source.find({~clamp(key, begin => min(key~}, end - 1))
+    """,
+    impossible: """
+        dq: impossible lengths as clamped: ({~impossible || =>~} batch == params.batch)
+        dkv: impossible lengths as clamped: ({~impossible || =>~} batch == params.batch)
+    """,
+    packed: """
+        dq: rows of no sequence as of a short one:
+            {~(impossible || batch == params.batch) => impossible~}
+        dkv: rows of no sequence as of a short one:
+            {~(impossible || batch == params.batch) => impossible~}
+    """,
+    infinite_gradient: """
+        dkv: queries that do not exist: exist[i] = {~key >= begin && key < end => true~}
+    """,
+    SHARED_ROWS: """
+        dkv: own part twice: other = simdgroup {~^ 1 =>~}
+        dkv: columns of k of the first: {~keys.part => 0~} * OWN_QK_COLUMNS
+        dkv: columns behind the row [out_of_bounds]:
+            return {~columns == COLUMN_SIMDGROUPS * own_spans(columns) * SPAN_COLUMNS => true~};
+        dkv: no barrier before the sum [race or uninitialised or wrong]:
+            {~// The parts are there. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+        dkv: no barrier before the next parts [race or wrong]:
+            {~// Both have read the parts of the block before.
+            threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+    """,
+    SLICES: """
+        dkv: columns of the last slice behind the row [out_of_bounds]:
+            {~COLUMNS == GRID_COLUMNS || column < COLUMNS => true~}
+        dkv: second chain dropped: {~result.add(chain); =>~}
+        dkv: second chain past the own spans: {~min(SPANS, =>~} short(first + CHAIN){~) =>~}
+        dq: own part twice: other = simdgroup {~^ 1 =>~}
+        dq: columns of q of the first: {~queries.part => 0~} * OWN_QK_COLUMNS
+    """,
+    either_precision: """
+        dq: gradients not rounded: {~round_to_cut(gradients); =>~}
+        dkv: gradients not rounded: {~round_to_cut(gradients); =>~}
+        dkv: weights not rounded: {~round_to_cut(weights); =>~}
+    """,
+    one_key: """
+        dkv: numbers of 11 bits changed: CUT_CENTRE = {~1.0 => 1.001~}
+    """,
+    SHARP: """
+        dkv: draws of 8x8 tiles:
+            column + {~column_offset(fragment % COLUMNS) => fragment % COLUMNS * FRAGMENT~}
+        dkv: weights kept: {~dropout.apply(weights, kept); =>~}
+    """,
+    SECOND_PASS: """
+        dq: no second pass: if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
+        dq: second pass adds: deltas[i] = {~=> -~} error.of_delta;
+    """,
 }
 
 

@@ -169,87 +169,50 @@ def test_inner_loop(head_dim):
     assert counts["barriers"] <= 1
 
 
-LOOP = "for (int kv_block = blocks.first();"
-SEES_ANY = "seen_keys.any_in(kv_block, BLOCK_K)"
-LEFT_SLOT = "left.fragments[s / LANE_COLUMNS][s % LANE_COLUMNS]"
 # By the problem that shows them, as in test_flash_fwd_mutants.py.
 MUTANTS = {
-    problems.plain: {
-        "a unit of family 9": (
-            "fragment_column(lane) * 4",
-            "fragment_column(lane) * 2",
-            "misaligned",
-        ),
-        "keys of a lane in another order": (
-            "key / 2 * 4 + key % 2 * 16",
-            "key / 2 * 16 + key % 2 * 4",
-        ),
-        "slots of a left operand off by one": (
-            LEFT_SLOT,
-            "left.fragments[(s + 1) % TENSOR_LEFT_SLOTS / LANE_COLUMNS][(s + 1) % LANE_COLUMNS]",
-        ),
-        "halves of a left operand swapped": (
-            "TENSOR_HALF * half_span + p]",
-            "TENSOR_HALF * (1 - half_span) + p]",
-        ),
-        "halves of a result swapped": (
-            "s / SPAN_FRAGMENTS * TENSOR_HALF + s % TENSOR_HALF",
-            "(1 - s / SPAN_FRAGMENTS) * TENSOR_HALF + s % TENSOR_HALF",
-        ),
-        "sums not accumulated": ("mode::multiply_accumulate", "mode::multiply"),
-        "output not rescaled": ("total * corrections[i] +", "total +"),
-        "cut sum not rescaled": (
-            "lane_sum *= correction;\n    UNROLL\n    for (short j = 0; j < SPAN_FRAGMENTS",
-            "UNROLL\n    for (short j = 0; j < SPAN_FRAGMENTS",
-        ),
-        "a SIMD group leaves early": (
-            LOOP,
-            "if (simdgroup_query > tile.last_query) {\n    return;\n  }\n  " + LOOP,
-            "divergent_barrier",
-        ),
-        "lanes leave early": (
-            f"if (!{SEES_ANY})",
-            f"if (lane_query + 8 > tile.last_query || !{SEES_ANY})",
-            ("partial_simd", "divergent_barrier"),
-        ),
-        "key past the end read": (
-            "source.find(clamp(key, begin, end - 1))",
-            "source.find(key)",
-            "out_of_bounds",
-        ),
-    },
-    infinite_value: {
-        "values that do not exist": ("exist[i] = key >= begin && key < end", "exist[i] = true"),
-    },
-    equal_values: {
-        "divided by the sum before the cut": (
-            "(DROPOUT ? dropout.keep_scale : 1.0f) / cut_sum",
-            "1.0f / with_sink(keys_sum, sink_weight)",
-        ),
-    },
-    either_precision: {
-        "weights not cut": ("weights[j] = cut(weights[j]);", ""),
-        "weights cut to 12 bits": ("KEPT_BITS = 0xffffe000u", "KEPT_BITS = 0xfffff000u"),
-    },
-    wide_rows: {
-        "second chain dropped": ("result.add(chain);", ""),
-        "columns of the last slice behind the row": (
-            "COLUMNS == GRID_COLUMNS || column < COLUMNS",
-            "true",
-            "out_of_bounds",
-        ),
-    },
-    scores: {
-        "sink not in the sum": (
-            "with_sink(cut_weights[i].row_sum(), sink_weight)",
-            "cut_weights[i].row_sum()",
-        ),
-        "kept weights not scaled": ("DROPOUT ? dropout.keep_scale : 1.0f", "1.0f"),
-        "words of a draw reversed": (
-            "bit(words[i], 2 * pair + i)",
-            "bit(words[3 - i], 2 * pair + i)",
-        ),
-    },
+    problems.plain: """
+        a unit of family 9 [misaligned]: fragment_column(lane) * {~4 => 2~}
+        keys of a lane in another order: key / 2 * {~4 + key % 2 * 16 => 16 + key % 2 * 4~}
+        slots of a left operand off by one:
+            left.fragments[{~s / LANE_COLUMNS][s => (s + 1) % TENSOR_LEFT_SLOTS / LANE_COLUMNS][(s
+            + 1)~} % LANE_COLUMNS]
+        halves of a left operand swapped: TENSOR_HALF * {~half_span => (1 - half_span)~} + p]
+        halves of a result swapped:
+            {~s / SPAN_FRAGMENTS => (1 - s / SPAN_FRAGMENTS)~} * TENSOR_HALF + s % TENSOR_HALF
+        sums not accumulated: mode::{~multiply_accumulate => multiply~}
+        output not rescaled: total {~* corrections[i] =>~} +
+        cut sum not rescaled:
+            {~lane_sum *= correction; =>~} UNROLL for (short j = 0; j < SPAN_FRAGMENTS
+        a SIMD group leaves early [divergent_barrier]:
+            {~=> if (simdgroup_query > tile.last_query) { return; }~}for (int kv_block =
+            blocks.first();
+        lanes leave early [partial_simd or divergent_barrier]:
+            if ({~=> lane_query + 8 > tile.last_query ||~}!seen_keys.any_in(kv_block, BLOCK_K))
+        key past the end read [out_of_bounds]: source.find({~clamp(key, begin, end - 1) => key~})
+    """,
+    infinite_value: """
+        values that do not exist: exist[i] = {~key >= begin && key < end => true~}
+    """,
+    equal_values: """
+        divided by the sum before the cut:
+            {~(DROPOUT ? dropout.keep_scale : 1.0f) / cut_sum => 1.0f / with_sink(keys_sum,
+            sink_weight)~}
+    """,
+    either_precision: """
+        weights not cut: {~weights[j] = cut(weights[j]); =>~}
+        weights cut to 12 bits: KEPT_BITS = {~0xffffe000u => 0xfffff000u~}
+    """,
+    wide_rows: """
+        second chain dropped: {~result.add(chain); =>~}
+        columns of the last slice behind the row [out_of_bounds]:
+            {~COLUMNS == GRID_COLUMNS || column < COLUMNS => true~}
+    """,
+    scores: """
+        sink not in the sum: {~with_sink( =>~}cut_weights[i].row_sum(){~, sink_weight) =>~}
+        kept weights not scaled: {~DROPOUT ? dropout.keep_scale : =>~} 1.0f
+        words of a draw reversed: bit(words[{~=> 3 -~}i], 2 * pair + i)
+    """,
 }
 
 

@@ -23,7 +23,7 @@ from tests.attention.flash_fwd_check import (
 )
 from tests.attention.head_dims import HOME
 from tests.attention.held_cases import FORWARD, hold
-from tests.helpers.mutants import mutant_tests, repeated
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import allow_tf32, explain, simulate, testing, tf32_allowed
 from torch_metal_attn.reference import attention
 from torch_metal_attn.runtime import extension, tensor_tiles
@@ -320,62 +320,41 @@ def test_autograd_and_compiled_graphs_follow(gpu):
     assert kernels() >= FORWARD_KERNELS | GRADIENTS
 
 
-NEAREST = "scale * unit_roundoff<half>() + x"
 # By the problem that shows them, as in test_flash_fwd_mutants.py.
 MUTANTS = {
-    one_key: {
-        "operands cut, not rounded": ("fwd", NEAREST, "x"),
-        "dkv: operands cut, not rounded": ("bwd_dkv", NEAREST, "x"),
-        "columns of the other chunk": (
-            "fwd",
-            "fragments[i * PAIRS + j] = chunk_pair<T>(exists",
-            "fragments[(1 - i) * PAIRS + j] = chunk_pair<T>(exists",
-        ),
-    },
-    nan_and_infinity: {
-        "NaN made a number": ("fwd", NEAREST, f"fmax({NEAREST}, LOWEST_FLOAT)"),
-    },
-    equal_values: {
-        "divided by the sum before the cut": (
-            "fwd",
-            "(DROPOUT ? dropout.keep_scale : 1.0f) / cut_sum",
-            "1.0f / with_sink(keys_sum, sink_weight)",
-        ),
-    },
-    either_precision: {
-        "operands left to the GPU": (
-            "fwd",
-            "unit.fragments[j] = rounded_operand(unit.fragments[j]);",
-            "",
-        ),
-        "operands of 12 bits": ("fwd", "KEPT_BITS = 0xffffe000u", "KEPT_BITS = 0xfffff000u"),
-        "dq: gradients left to the GPU": ("bwd_dq", "round_to_cut(gradients);", ""),
-        "dkv: operands left to the GPU": (
-            "bwd_dkv",
-            "unit.fragments[j] = rounded_operand(unit.fragments[j]);",
-            "",
-        ),
-        "dkv: weights left to the GPU": ("bwd_dkv", "round_to_cut(weights);", ""),
-    },
-    other_statistics: {
-        "dkv: weights of the log-sum-exp alone": (
-            "bwd_dkv",
-            repeated("[j] *= factor;"),
-            "[j] *= 1.0f;",
-        ),
-        "dkv: factors of another query": (
-            "bwd_dkv",
-            "columns_of(own_weight_factor, column + column_offset(j))",
-            "columns_of(own_weight_factor, (column + column_offset(j)) ^ 2)",
-        ),
-    },
-    second_pass: {
-        "dq: no second pass": (
-            "bwd_dq",
-            "if (!any_simdgroup(second_pass, votes, simdgroup, lane))",
-            "if (true)",
-        ),
-    },
+    one_key: """
+        fwd: operands cut, not rounded: {~scale * unit_roundoff<half>() + =>~} x
+        bwd_dkv: operands cut, not rounded: {~scale * unit_roundoff<half>() + =>~} x
+        fwd: columns of the other chunk:
+            fragments[{~i => (1 - i)~} * PAIRS + j] = chunk_pair<T>(exists
+    """,
+    nan_and_infinity: """
+        fwd: NaN made a number: {~=> fmax(~}scale * unit_roundoff<half>() + x{~=> , LOWEST_FLOAT)~}
+    """,
+    equal_values: """
+        fwd: divided by the sum before the cut:
+            {~(DROPOUT ? dropout.keep_scale : 1.0f) / cut_sum => 1.0f / with_sink(keys_sum,
+            sink_weight)~}
+    """,
+    either_precision: """
+        fwd: operands left to the GPU:
+            {~unit.fragments[j] = rounded_operand(unit.fragments[j]); =>~}
+        fwd: operands of 12 bits: KEPT_BITS = {~0xffffe000u => 0xfffff000u~}
+        bwd_dq: gradients left to the GPU: {~round_to_cut(gradients); =>~}
+        bwd_dkv: operands left to the GPU:
+            {~unit.fragments[j] = rounded_operand(unit.fragments[j]); =>~}
+        bwd_dkv: weights left to the GPU: {~round_to_cut(weights); =>~}
+    """,
+    other_statistics: """
+        bwd_dkv: weights of the log-sum-exp alone [everywhere]: [j] *= {~factor => 1.0f~};
+        bwd_dkv: factors of another query:
+            columns_of(own_weight_factor, {~column + column_offset(j) => (column +
+            column_offset(j)) ^ 2~})
+    """,
+    second_pass: """
+        bwd_dq: no second pass:
+            if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
+    """,
 }
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, "flash_{}_tensor", run=lambda problem: problem(device=CPU), together=True

@@ -170,7 +170,7 @@ def candidate(
     _, outer = listing.parse(LISTING).loops()
     found = {
         (torch.float32, name): replace(compiled(outer), demand=registers, spills=spills)
-        for name in candidates.LIGHT
+        for name in ("none", *candidates.LIGHT)
     }
     return choose.Candidate(one, tile, found)
 
@@ -209,6 +209,8 @@ def test_each_pass_of_a_decode_reads_the_keys_again():
     _, outer = listing.parse(LISTING).loops()
     costs = [choose.cost(one, (n, 1, 4, 0), compiled(outer)) for n in (1, 2)]
     assert costs[0] == 2 * costs[1]
+    # Two SIMD groups of the four have the columns, the others as many other rows.
+    assert choose.cost(one, (1, 1, 1, 0), compiled(outer)) == costs[1]
 
 
 @built

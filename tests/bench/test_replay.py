@@ -29,20 +29,20 @@ def pointers_missing(collection, dispatch):
     return set(collection.manifest.programs[dispatch.program].slots) - given
 
 
-def test_a_forward_from_the_op_to_ptx(tmp_path):
-    """At 4096 tokens; nothing of it is computed."""
+def test_a_decode_from_the_op_to_ptx(tmp_path):
+    """Over 4096 keys; nothing of it is computed."""
     collection = Collection()
-    t = cases.operands("float16", 64, 4096)
+    q, k = (torch.empty(1, heads, n, 64, dtype=torch.half) for heads, n in ((8, 1), (2, 4096)))
+    t = {"q": q, "k": k, "v": torch.empty_like(k)}
 
     def call():
-        return torch.ops.metal_attn.flash_fwd(**t, causal=True)
+        return torch.ops.metal_attn.flash_decode(**t, num_splits=1)
 
-    candidate = cases.ours(collection, "", t, call, ("out", "lse"), (128,))
+    candidate = cases.ours(collection, "", t, call)
     (dispatch,) = candidate.dispatches
     assert [name for name, _ in dispatch.buffers.values()] == ["q", "k", "v", "out", "lse"]
     assert candidate.scratch == {}
-    assert dispatch.threadgroups[1] == cases.HEADS
-    collection.manifest.problems = [Problem("forward", "forward", {"causal": True}, [candidate])]
+    collection.manifest.problems = [Problem("decode", "decode", {"keys": 4096}, [candidate])]
     collection.write(tmp_path, 1)
     text = (tmp_path / f"{dispatch.program}.ptx").read_text()
     program = collection.manifest.programs[dispatch.program]
@@ -59,14 +59,14 @@ def test_a_forward_from_the_op_to_ptx(tmp_path):
 
 def test_lines_of_the_metal_text_are_in_the_ptx(tmp_path):
     collection, data = Collection(), {}
-    (case,) = (c for c in problems.others() if c.name == "softmax")
+    (case,) = problems.cases("^softmax: plain$")
     pack.add(collection, case, data)
     collection.write(tmp_path, 1)
     (name,) = collection.sources
     text = (tmp_path / f"{name}.ptx").read_text()
     assert re.search(r'\.file\s+\d+ "[^"]*softmax\.metal"', text)
     assert ".loc" in text
-    assert data["softmax/in/x"].nbytes == data["softmax/out/result0"].nbytes == 7 * 1000 * 4
+    assert data["softmax: plain/in/x"].nbytes == data["softmax: plain/out/result0"].nbytes > 0
 
 
 @pytest.mark.peer
@@ -110,7 +110,7 @@ def test_small_problems_have_every_kernel():
 def test_faults_are_planted_in_every_kernel(tmp_path):
     """One of each tool; those of barriers only where the compiled kernel has one."""
     collection, data = Collection(), {}
-    for case in problems.others():
+    for case in problems.cases("^(softmax|apply_causal|rope|merge|index)"):
         pack.add(collection, case, data)
     for name, source in collection.sources.items():
         has_barrier = source.kernel == "softmax" and "#define ROW_SIMDGROUPS 1\n" not in source.text
@@ -201,10 +201,6 @@ def test_what_is_joined(body, expected):
     assert vectors(vector_loads.joined(ir(*body))) == expected
 
 
-def test_no_wider_than_is_allowed():
-    assert vectors(vector_loads.joined(ir(*loads(8)), 8)) == [("4", "8"), ("4", "8")]
-
-
 def test_findings_are_counted_by_problem():
     output = """========= COMPUTE-SANITIZER
 problem: first
@@ -233,7 +229,7 @@ def test_errors_of_results():
 def test_the_gpus_side_needs_torch_and_numpy_only():
     """The machine with the GPU has no torch_metal_attn, and not the rest of `bench`."""
     folder = "bench.replay"
-    sides = [f"{folder}.{name}" for name in ("assemble", "attention", "decode")]
+    sides = [f"{folder}.{name}" for name in ("assemble", "decode")]
     seen, todo = set(), [*sides, "tests.outside.sanitizer.sanitize"]
     while todo:
         module = todo.pop()

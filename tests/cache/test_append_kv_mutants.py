@@ -11,162 +11,96 @@ from torch_metal_attn import simulate
 # What a fault changes in the shader's text, the check that must see it, and the fault that the
 # simulator then reports; None where only the bits can show it.
 MUTANTS = {
-    "plain": {
-        "one position late": ("position = place.first + row;", "position = place.first + row + 1;"),
-        "first sequence's length": ("cache_seqlens[batch]", "cache_seqlens[0]"),
-        "wrong stride of batches": (
-            "cache_batch_stride = cache_strides.batch",
-            "cache_batch_stride = cache_strides.batch + cache_strides.row",
-        ),
-        "v by k's strides": ("params.v_cache_strides", "params.k_cache_strides", "out_of_bounds"),
-        "last row left out": ("min(end, params.capacity", "min(end - 1, params.capacity"),
-        "new rows read outside": (
-            "rows + row * row_stride;",
-            "rows + row * row_stride + 100000;",
-            "out_of_bounds",
-        ),
-    },
-    "no room": {
-        "rows that do not fit": ("min(end, params.capacity - place.first)", "end", "out_of_bounds"),
-    },
-    "below nothing": {
-        "lengths below nothing": ("place.first < 0 ? 0 :", "", "out_of_bounds"),
-    },
-    "paged": {
-        "wrong stride of pages": (
-            "cache_batch_stride = cache_strides.batch",
-            "cache_batch_stride = cache_strides.head",
-            "race",
-        ),
-        "row of the sequence in a page": (
-            "uint(row) % PAGE_ROWS",
-            "uint(row) % (PAGE_ROWS / 2)",
-            "race",
-        ),
-        "row as if pages were powers of two": (
-            "uint(row) % PAGE_ROWS",
-            "row & (PAGE_ROWS - 1)",
-            "race",
-        ),
-        "eight rows in one page": (
-            "pages.page_of(position)",
-            "pages.page_of(position / 8 * 8)",
-            "simd_lane",
-        ),
-        "pages of the first sequence": (
-            "block_table + batch * params.append.block_table_stride",
-            "block_table",
-            "race",
-        ),
-        "page of the first row": (
-            "pages.page_of(position)",
-            "pages.page_of(place.first)",
-            "simd_lane",
-        ),
-    },
-    "rounded": {
-        "neighbours swapped as they are rounded": (
-            " Element(elements[i])",
-            " Element(elements[i ^ 1])",
-        ),
-    },
-    "no page": {
-        "pages that are none": ("batch != NO_PAGE", "true", "out_of_bounds"),
-        "pages past the last": (
-            "number < cache_size ? max(number, NO_PAGE) : NO_PAGE",
-            "number",
-            "out_of_bounds",
-        ),
-    },
-    "no batch": {
-        "batch that is none": ("batch >= 0 && batch < params.cache_size", "true", "out_of_bounds"),
-    },
-    "indexed": {
-        "index ignored": ("cache_batch_idx[batch]", "batch"),
-    },
-    "rotated": {
-        "k not rotated": (
-            "AppendRows<KV_FORMAT, HEAD_DIM_QK, NEW_K_ROTARY> k",
-            "AppendRows<KV_FORMAT, HEAD_DIM_QK, false> k",
-        ),
-        "rotated at the wrong row": (
-            "place.first_rotary + step, column",
-            "int64_t(place.first) + step, column",
-        ),
-        "rotated at the first row": (
-            "place.first_rotary + step, column",
-            "place.first_rotary, column",
-        ),
-        "padding of the first sequence": ("leftpad_k[batch]", "leftpad_k[0]"),
-        "q not rotated": ("head < rope.q_heads", "false"),
-        "q's tokens not counted": ("params.q_advances != 0 ? token : 0", "0"),
-        "q's last tokens left out": ("rope.length - first_token", "rope.length - 1 - first_token"),
-    },
-    "last columns rotated": {
-        "first columns rotated too": (
-            "(ROTARY_FIRST == 0 || column >= ROTARY_FIRST) && column",
-            "column",
-            "out_of_bounds",
-        ),
-        "as many columns fewer": ("column < ROTARY_FIRST + ROTARY_DIM", "column < ROTARY_DIM"),
-        "q's first columns rotated": ("rope.q_strides.head + ROTARY_FIRST", "rope.q_strides.head"),
-        "partner in the first columns": (
-            "row, ROTARY_FIRST + rotary_partner(own,",
-            "row, rotary_partner(own,",
-        ),
-    },
-    "no table row": {
-        "table row that is none": ("rotary_row < table_rows", "true", "out_of_bounds"),
-    },
-    "rotated at once": {
-        "q's tokens counted": ("params.q_advances != 0 ? token : 0", "token"),
-    },
-    "q8_0": {
-        "scale of another block": (
-            "column / SHARED * NUMBERS + i",
-            "(column / SHARED + 1) % (COLUMNS / SHARED) * NUMBERS + i",
-        ),
-        "scale of a lane": ("distance < BLOCK_LANES", "distance < 2"),
-        "scale of two blocks": ("distance < BLOCK_LANES", "distance < 2 * BLOCK_LANES"),
-        "a step that is not rounded": (
-            "usable ? float(scale) : 1.0f",
-            "usable ? fabs(extreme) / 127.0f : 1.0f",
-        ),
-        "NaN unseen": ("& 0x7fffffffu", "& 0x7f800000u"),
-    },
-    "q4_0": {
-        "nibbles swapped": ("low | (high << 4)", "high | (low << 4)"),
-        "sign of the last of equals": ("(lane & distance) != 0", "(lane & distance) == 0"),
-        "nibbles not clamped": (
-            "quotients[2 * i] + 8.0f, 0.0f, 15.0f",
-            "quotients[2 * i] + 8.0f, 0.0f, 16.0f",
-        ),
-    },
-    "q3_g32": {
-        "scale and minimum swapped": ("Scale(numbers[i])", "Scale(numbers[NUMBERS - 1 - i])"),
-        "the group's last value unseen": (
-            "high = max(high, simd_shuffle_xor(high, distance))",
-            "high = max(high, simd_shuffle_xor(high, min(distance, ushort(1))))",
-        ),
-        "the least of a lane": ("low = min(low, simd_shuffle_xor(low, distance))", ""),
-        "NaN unseen in a group": ("isnan(values[i]) ? INFINITY : values[i]", "values[i]"),
-        "a minimum that is not rounded": (
-            "(values[i] - float(minimum)) / float(scale)",
-            "(values[i] - low) / float(scale)",
-        ),
-        "zero's sign kept": ("low == 0.0f ? 0.0f : low", "low"),
-        "codes above the last": ("clamp(quotient, 0.0f, LAST)", "max(quotient, 0.0f)"),
-        "a minimum that no float16 holds": (
-            "isfinite(float(scale)) && isfinite(float(minimum))",
-            "isfinite(float(scale))",
-        ),
-    },
-    "fp8": {
-        "halves away from even": ("0x7ffffu + ((bits >> 20) & 1u)", "0x80000u"),
-        "steps below 2^-6": ("magnitude < 0.015625f", "magnitude < 0.0078125f"),
-        "scale of another head": ("kv_head * strides.head]);", "0]);"),
-        "sign lost": ("(as_type<uint>(value) >> 24) & 0x80u", "0"),
-    },
+    "plain": """
+        one position late: position = place.first + row{~=> + 1~};
+        first sequence's length: cache_seqlens[{~batch => 0~}]
+        wrong stride of batches: cache_batch_stride = cache_strides.batch{~=> + cache_strides.row~}
+        v by k's strides [out_of_bounds]: params.{~v_cache_strides => k_cache_strides~}
+        last row left out: min(end{~=> - 1~}, params.capacity
+        new rows read outside [out_of_bounds]: rows + row * row_stride{~=> + 100000~};
+    """,
+    "no room": """
+        rows that do not fit [out_of_bounds]: {~min(end, params.capacity - place.first) => end~}
+    """,
+    "below nothing": """
+        lengths below nothing [out_of_bounds]: {~place.first < 0 ? 0 : =>~}
+    """,
+    "paged": """
+        wrong stride of pages [race]: cache_batch_stride = cache_strides.{~batch => head~}
+        row of the sequence in a page [race]: uint(row) % {~PAGE_ROWS => (PAGE_ROWS / 2)~}
+        row as if pages were powers of two [race]:
+            {~uint(row) % PAGE_ROWS => row & (PAGE_ROWS - 1)~}
+        eight rows in one page [simd_lane]: pages.page_of(position{~=> / 8 * 8~})
+        pages of the first sequence [race]:
+            block_table {~+ batch * params.append.block_table_stride =>~}
+        page of the first row [simd_lane]: pages.page_of({~position => place.first~})
+    """,
+    "rounded": """
+        neighbours swapped as they are rounded: Element(elements[i{~=> ^ 1~}])
+    """,
+    "no page": """
+        pages that are none [out_of_bounds]: {~batch != NO_PAGE => true~}
+        pages past the last [out_of_bounds]:
+            number {~< cache_size ? max(number, NO_PAGE) : NO_PAGE =>~}
+    """,
+    "no batch": """
+        batch that is none [out_of_bounds]: {~batch >= 0 && batch < params.cache_size => true~}
+    """,
+    "indexed": """
+        index ignored: {~cache_batch_idx[batch] => batch~}
+    """,
+    "rotated": """
+        k not rotated: AppendRows<KV_FORMAT, HEAD_DIM_QK, {~NEW_K_ROTARY => false~}> k
+        rotated at the wrong row: {~place.first_rotary => int64_t(place.first)~} + step, column
+        rotated at the first row: place.first_rotary {~+ step =>~}, column
+        padding of the first sequence: leftpad_k[{~batch => 0~}]
+        q not rotated: {~head < rope.q_heads => false~}
+        q's tokens not counted: {~params.q_advances != 0 ? token : =>~} 0
+        q's last tokens left out: rope.length - {~=> 1 -~} first_token
+    """,
+    "last columns rotated": """
+        first columns rotated too [out_of_bounds]:
+            {~(ROTARY_FIRST == 0 || column >= ROTARY_FIRST) && =>~} column
+        as many columns fewer: column < {~ROTARY_FIRST + =>~} ROTARY_DIM
+        q's first columns rotated: rope.q_strides.head {~+ ROTARY_FIRST =>~}
+        partner in the first columns: row, {~ROTARY_FIRST + =>~} rotary_partner(own,
+    """,
+    "no table row": """
+        table row that is none [out_of_bounds]: {~rotary_row < table_rows => true~}
+    """,
+    "rotated at once": """
+        q's tokens counted: {~params.q_advances != 0 ? token : 0 => token~}
+    """,
+    "q8_0": """
+        scale of another block:
+            {~column / SHARED => (column / SHARED + 1) % (COLUMNS / SHARED)~} * NUMBERS + i
+        scale of a lane: distance < {~BLOCK_LANES => 2~}
+        scale of two blocks: distance < {~=> 2 *~} BLOCK_LANES
+        a step that is not rounded: usable ? {~float(scale) => fabs(extreme) / 127.0f~} : 1.0f
+        NaN unseen: & {~0x7fffffffu => 0x7f800000u~}
+    """,
+    "q4_0": """
+        nibbles swapped: {~low | (high => high | (low~} << 4)
+        sign of the last of equals: (lane & distance) {~!= => ==~} 0
+        nibbles not clamped: quotients[2 * i] + 8.0f, 0.0f, {~15.0f => 16.0f~}
+    """,
+    "q3_g32": """
+        scale and minimum swapped: Scale(numbers[{~=> NUMBERS - 1 -~}i])
+        the group's last value unseen:
+            high = max(high, simd_shuffle_xor(high, {~distance => min(distance, ushort(1))~}))
+        the least of a lane: {~low = min(low, simd_shuffle_xor(low, distance)) =>~}
+        NaN unseen in a group: {~isnan(values[i]) ? INFINITY : =>~} values[i]
+        a minimum that is not rounded: (values[i] - {~float(minimum) => low~}) / float(scale)
+        zero's sign kept: low {~== 0.0f ? 0.0f : low =>~}
+        codes above the last: {~clamp(quotient, 0.0f, LAST => max(quotient, 0.0f~})
+        a minimum that no float16 holds: isfinite(float(scale)) {~&& isfinite(float(minimum)) =>~}
+    """,
+    "fp8": """
+        halves away from even: {~0x7ffffu + ((bits >> 20) & 1u) => 0x80000u~}
+        steps below 2^-6: magnitude < {~0.015625f => 0.0078125f~}
+        scale of another head: {~kv_head * strides.head => 0~}]);
+        sign lost: {~(as_type<uint>(value) >> 24) & 0x80u => 0~}
+    """,
 }
 
 

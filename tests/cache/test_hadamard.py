@@ -242,7 +242,8 @@ def prefill(**options):
 @each_case(
     "call, message",
     [
-        (lambda: hadamard(torch.zeros(3, 96), 64), "x has 96 columns; hadamard of 64 needs a mult"),
+        (lambda: hadamard(torch.zeros(3, 96), 64), "x has 96 columns; size of 64 needs a multiple"),
+        (lambda: hadamard(torch.zeros(3, 64), 16), "size is 16; it must be 0 .off., 32, 64"),
         (lambda: hadamard(torch.zeros(3, 96), 0), "size is 0; it must be one of 32, 64, 128"),
         (lambda: hadamard(torch.zeros(()), 32), "x has 0 columns"),
         (lambda: hadamard(torch.zeros(64).int(), 32), "x has dtype torch.int32"),
@@ -299,76 +300,39 @@ def _append():
     )
 
 
-NOT_ROTATED = ("if (HADAMARD) {", "if (false) {")
 BARRIER = """if (COLUMN_SIMDGROUPS > 1) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     """
 test_mutants, test_unchanged = mutant_tests(
     {
-        _append: {
-            "not rotated": ("append_kv", *NOT_ROTATED),
-            "one distance left out": (
-                "append_kv",
-                "bit = 1; bit < HADAMARD / 8",
-                "bit = 2; bit < HADAMARD / 8",
-            ),
-            "not orthonormal": ("append_kv", "HADAMARD == 64 ? 0.125f", "HADAMARD == 64 ? 0.25f"),
-            "signs of the upper lanes": ("append_kv", "other - values[i]", "values[i] - other"),
-            "distances in a lane": (
-                "append_kv",
-                "distance = 1; distance < COUNT",
-                "distance = 2; distance < COUNT",
-            ),
-        },
-        one_row: {
-            "out not rotated": (
-                "flash_decode",
-                "hadamard_unit(reinterpret_cast<thread float*>(sum), own.lane);",
-                "",
-            ),
-            "q: signs of spans": (
-                "flash_decode",
-                "value * hadamard_sign(n, span - first_span)",
-                "value",
-            ),
-            "q: columns in a lane": (
-                "flash_decode",
-                "hadamard_values<SPAN_FRAGMENTS>(values);",
-                "",
-            ),
-            "q: a lane's column": ("flash_decode", "own.lane, row_lane(bit)", "own.lane, bit"),
-        },
-        eight_rows: {
-            "sums of other keys left out": (
-                "flash_decode",
-                "span[f] += memory[sum_place(i, s * SPAN_FRAGMENTS + f)];",
-                "",
-            ),
-            "out: columns of another lane": (
-                "flash_decode",
-                "own.lane, column_lane(4)",
-                "own.lane, 4",
-            ),
-            "out: spans not joined": (
-                "flash_decode",
-                "join_spans(tile.fragments[i] + f, memory);",
-                "",
-            ),
-        },
-        columns: {
-            "out: signs of spans": (
-                "flash_decode",
-                "pair * hadamard_sign(n, span - first)",
-                "pair",
-            ),
-            "out: spans of the block before": (
-                "flash_decode",
-                "memory[(first + n) * SIMD_LANES",
-                "memory[n * SIMD_LANES",
-            ),
-            "no barrier": ("flash_decode", f"{BARRIER}UNROLL", "UNROLL"),
-        },
+        _append: """
+            append_kv: not rotated: if ({~HADAMARD => false~}) {
+            append_kv: one distance left out: bit = {~1 => 2~}; bit < HADAMARD / 8
+            append_kv: not orthonormal: HADAMARD == 64 ? {~0.125f => 0.25f~}
+            append_kv: signs of the upper lanes: {~other - values[i] => values[i] - other~}
+            append_kv: distances in a lane: distance = {~1 => 2~}; distance < COUNT
+        """,
+        one_row: """
+            flash_decode: out not rotated:
+                {~hadamard_unit(reinterpret_cast<thread float*>(sum), own.lane); =>~}
+            flash_decode: q, signs of spans: value {~* hadamard_sign(n, span - first_span) =>~}
+            flash_decode: q, columns in a lane: {~hadamard_values<SPAN_FRAGMENTS>(values); =>~}
+            flash_decode: q, a lane's column: own.lane, {~row_lane(bit) => bit~}
+        """,
+        eight_rows: """
+            flash_decode: sums of other keys left out:
+                {~span[f] += memory[sum_place(i, s * SPAN_FRAGMENTS + f)]; =>~}
+            flash_decode: out, columns of another lane: own.lane, {~column_lane(4) => 4~}
+            flash_decode: out, spans not joined: {~join_spans(tile.fragments[i] + f, memory); =>~}
+        """,
+        columns: """
+            flash_decode: out, signs of spans: pair {~* hadamard_sign(n, span - first) =>~}
+            flash_decode: out, spans of the block before: memory[{~(first + n) => n~} * SIMD_LANES
+            flash_decode: no barrier:
+                {~if (COLUMN_SIMDGROUPS > 1) { threadgroup_barrier(mem_flags::mem_threadgroup); }
+                =>~} UNROLL
+        """,
     },
     "{}",
 )

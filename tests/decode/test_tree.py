@@ -12,6 +12,7 @@ from tests.helpers.cases import each_case
 from tests.helpers.refused import refused_alike
 from torch_metal_attn import explain, flash_attn_with_kvcache, simulate
 from torch_metal_attn.testing.judge import on
+from torch_metal_attn.tools.tune import tiles
 
 ops = torch.ops.metal_attn
 
@@ -45,6 +46,14 @@ def test_ratios_of_heads(heads, kv_heads, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes(dtype, device):
     problems.check_tree(problems.TREES, problems.USED, device, shape={"dtype": dtype})
+
+
+def test_room_in_threadgroup_memory(device):
+    """With the tree, keys that SIMD groups exchange would need 28 bytes more than there are."""
+    tile = "ROW_FRAGMENTS=2 KEY_FRAGMENTS=2 SPANS=1 VECTOR_ROWS=0"
+    shape = {"heads": 8, "kv_heads": 1, "head_dim": 128, "dtype": torch.float32}
+    with tiles.forced({"flash_decode": tile}):
+        problems.check_tree((problems.FORK,), (20,), device, shape=shape)
 
 
 def test_latents(device):

@@ -149,27 +149,27 @@ OUT_OF_RANGE = (
 )
 # Which kernels see: numbers, or entries of the lists behind their end.
 SEEN = (None, "out_of_bounds")
-LIST_MUTANTS = {
-    "full blocks are masked": ("masked = next_entry < partial.count;", "masked = true;"),
-    "partial blocks are not": ("blocks.masked,", "false,"),
-    "off by one in the list": ("full.entry(next_entry", "full.entry(1 + next_entry"),
-    "off by one block": ("return block * BLOCK;", "return max(block - 1, 0) * BLOCK;"),
-    "one block too few": ("while (next_entry < count)", "while (next_entry < count - 1)"),
-    "another row's list": ("Offset(list) * Offset(params.index_strides.query)", "0"),
-}
+LIST_MUTANTS = """
+    full blocks are masked: masked = {~next_entry < partial.count => true~};
+    partial blocks are not: {~blocks.masked => false~},
+    off by one in the list: full.entry({~=> 1 +~} next_entry
+    off by one block: return {~block => max(block - 1, 0)~} * BLOCK;
+    one block too few: while (next_entry < count{~=> - 1~})
+    another row's list: {~Offset(list) * Offset(params.index_strides.query) => 0~}
+"""
 MUTANTS = {
     check_full_and_partial: LIST_MUTANTS,
-    entries_after_the_checks: {
-        "entry before the first block": ("block >= 0 && block < blocks", "block < blocks"),
-        "entry behind the last block": ("block < blocks", "block <= blocks"),
-        "entries out of range skipped": ("impossible = true;", ""),
-    },
+    entries_after_the_checks: """
+        entry before the first block: {~block >= 0 && =>~} block < blocks
+        entry behind the last block: block {~< => <=~} blocks
+        entries out of range skipped: {~impossible = true; =>~}
+    """,
 }
 GRADIENT_MUTANTS = {
-    gradients_of_an_odd_block_size: {
-        f"slope forgotten in {kernel}": (kernel, "gradients.multiply(slopes);", "")
-        for kernel in KERNELS[1:]
-    },
+    gradients_of_an_odd_block_size: """
+        flash_bwd_dq: slope forgotten: {~gradients.multiply(slopes); =>~}
+        flash_bwd_dkv: slope forgotten: {~gradients.multiply(slopes); =>~}
+    """,
 }
 
 test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(

@@ -226,25 +226,17 @@ def gradient_of_the_table():
 
 
 MUTANTS = {
-    indices_out_of_range: {
-        # To element 0, which other queries own.
-        "indices are clamped": ("return outside || found", "return found", (None, "race")),
-    },
-    gradient_of_the_table: {
-        "another's copy": (
-            "split * SIMDGROUPS + simdgroup",
-            "simdgroup",
-            (None, "race"),
-        ),
-        "no last flush": ("      sums.flush(lane);\n    }", "    }"),
-        "no flush between elements": ("if (simd_max(leaves ? 1.0f : 0.0f) > 0.0f)", "if (false)"),
-        "rows past the last": ("exists && score.y", "score.y"),
-        "no share": ("gradient.x * share", "gradient.x"),
-        "the neighbour's place": (
-            "flex.place(product.y, i, key + 1",
-            "flex.place(product.y, i, key",
-        ),
-    },
+    indices_out_of_range: """
+        indices are clamped [wrong or race]: return {~outside || =>~} found
+    """,
+    gradient_of_the_table: """
+        another's copy [wrong or race]: {~split * SIMDGROUPS + =>~} simdgroup
+        no last flush: {~sums.flush(lane); =>~} }
+        no flush between elements: if ({~simd_max(leaves ? 1.0f : 0.0f) > 0.0f => false~})
+        rows past the last: {~exists && =>~} score.y
+        no share: gradient.x {~* share =>~}
+        the neighbour's place: flex.place(product.y, i, key {~+ 1 =>~}
+    """,
 }
 
 test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(

@@ -173,24 +173,15 @@ def test_full_and_partial():
 
 
 MUTANTS = {
-    check_full_and_partial: {
-        "full blocks are masked": ("masked = next_entry < partial.count;", "masked = true;"),
-        "partial blocks are not": (
-            "blocks.masked,",
-            "false,",
-        ),
-        "off by one in the list": (
-            "next_entry = place / BLOCK;",
-            "next_entry = place / BLOCK + 1;",
-        ),
-        "off by one row": ("first_row + place % BLOCK", "first_row + place % BLOCK + 1"),
-        "a split's first block": ("own.begin = keys.begin +", "own.begin = STEP_K + keys.begin +"),
-        "a split too short": ("min((split + 1) * split_steps", "min((split + 1) * split_steps - 1"),
-        "a shorter list": (
-            "return {0, count * BLOCK}",
-            "return {0, (count - 1) * BLOCK}",
-        ),
-    },
+    check_full_and_partial: """
+        full blocks are masked: masked = {~next_entry < partial.count => true~};
+        partial blocks are not: {~blocks.masked => false~},
+        off by one in the list: next_entry = place / BLOCK{~=> + 1~};
+        off by one row: first_row + place % BLOCK{~=> + 1~}
+        a split's first block: own.begin = {~=> STEP_K +~} keys.begin +
+        a split too short: min((split + 1) * split_steps{~=> - 1~}
+        a shorter list: return {0, {~count => (count - 1)~} * BLOCK}
+    """,
 }
 
 test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(

@@ -59,21 +59,15 @@ def test_reference():
 
 # By kernel: its text, and what a fault makes of it.
 MUTANTS = {
-    check: {
-        "keys that do not exist": (
-            "flash_bwd_dq",
-            "visible.apply<false>(slopes, first_query, block + column, 0.0f);",
-            "",
-        ),
-        "queries that do not exist": (
-            "flash_bwd_dkv",
-            "visible.apply<true>(slopes, lane_key, lane_query, 0.0f);",
-            "",
-        ),
-        "masked keys of dq": ("flash_bwd_dq", "slope = 0.0f;", ""),
-        "masked keys of dk": ("flash_bwd_dkv", "slope = 0.0f;", ""),
-        "captured tensors": ("flash_bwd_captures", "exists && score.y != -INFINITY", "exists"),
-    },
+    check: """
+        flash_bwd_dq: keys that do not exist:
+            {~visible.apply<false>(slopes, first_query, block + column, 0.0f); =>~}
+        flash_bwd_dkv: queries that do not exist:
+            {~visible.apply<true>(slopes, lane_key, lane_query, 0.0f); =>~}
+        flash_bwd_dq: masked keys of dq: {~slope = 0.0f; =>~}
+        flash_bwd_dkv: masked keys of dk: {~slope = 0.0f; =>~}
+        flash_bwd_captures: captured tensors: exists {~&& score.y != -INFINITY =>~}
+    """,
 }
 
 

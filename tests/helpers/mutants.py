@@ -4,7 +4,8 @@
 """
 
 import re
-from functools import lru_cache, partial
+import textwrap
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import pytest
@@ -17,23 +18,32 @@ from torch_metal_attn.simulator.build import Program
 KERNEL_NAME = re.compile(r"\[\[kernel\b[^\]]*\]\]\s*void\s+(\w+)\(")
 
 
+# {~old => new~}, either of which may be nothing.
+CHANGE = re.compile(r"\{~(.*?)=>(.*?)~\}", re.DOTALL)
+EVERYWHERE, WRONG = "everywhere", "wrong"
+
+
 class Mutant(NamedTuple):
-    """A fault that is planted where `old` stands in the text of a family of kernels.
+    """A fault that is planted in the text of a family of kernels, as a table of them says it.
 
     problem: what passes as the text is, and fails with the fault.
-    fault: the kind that the simulator reports, None if only the numbers show it, or a tuple if it
-        depends on chance which one.
+    pattern: a part of the text with its changes marked; any blanks are any other.
+    everywhere: whether it may stand at several places, which change alike.
+    fault: the kinds that the simulator may report, None among them if the numbers may show it.
     """
 
     problem: object
     family: str
-    old: str
-    new: str
-    fault: str | tuple | None = None
+    pattern: str
+    everywhere: bool
+    fault: tuple
 
     @property
     def change(self):
-        return self.old, self.new
+        """The text that the pattern finds, and what becomes of it."""
+        text = shaders.source(self.family)
+        old, new = changed(self.pattern, text) or (CHANGE.sub(r"\1", self.pattern), "")
+        return (repeated(old) if self.everywhere else old), new
 
 
 class repeated(str):
@@ -42,22 +52,72 @@ class repeated(str):
     __slots__ = ()
 
 
+@cache
+def changed(pattern, text):
+    """What a pattern finds in a text, and what becomes of it; None unless it finds one thing."""
+    parts = CHANGE.split(pattern)
+    for words in (re.escape, lambda part: r"\s+".join(map(re.escape, part.split()))):
+        expression = ""
+        for i, part in enumerate(parts):
+            if i % 3 == 0:
+                expression += f"({words(part.strip())})"
+            elif i % 3 == 1:
+                # Blanks at an end of the pattern are no part of it.
+                before, after = (r"(\s*)" if parts[j].strip() else "()" for j in (i - 1, i + 2))
+                expression += before + words(part.strip()) + after
+        found = list(re.finditer(expression, text))
+        if len({match.group() for match in found}) == 1:
+            break
+    else:
+        return None
+    groups = found[0].groups()
+    new = groups[0]
+    for before, after, kept, inserted in zip(
+        groups[1::3], groups[2::3], groups[3::3], parts[2::3], strict=True
+    ):
+        new += f"{before} {inserted.strip()} {after}{kept}"
+    return found[0].group(), new
+
+
+def read(table, family, problem, fault):
+    """{name: mutant} of a table's text, where more lines of a mutant are indented."""
+    found = {}
+    for line in textwrap.dedent(table).replace("\n    ", " ").strip().splitlines():
+        kernel, rest = line.split(": ", 1) if "{}" in family else ("", line)
+        head, pattern = rest.split(":", 1)
+        assert CHANGE.search(pattern), f"{line!r} changes nothing"
+        name, _, about = head.partition(" [")
+        words = about.rstrip("]").split(", ")
+        kinds = [word for word in words if word not in ("", EVERYWHERE)]
+        kinds = tuple(None if x == WRONG else x for x in kinds[0].split(" or ")) if kinds else fault
+        name = f"{kernel}: {name}" if kernel else name
+        assert name not in found, f"two mutants are {name!r}"
+        found[name] = Mutant(
+            problem, family.format(kernel), pattern.strip(), EVERYWHERE in words, kinds
+        )
+    return found
+
+
 def mutant_tests(
-    table, family="{}", run=lambda problem: problem(), fault=None, together=False, fixtures=()
+    table, family="{}", run=lambda problem: problem(), fault=(None,), together=False, fixtures=()
 ):
     """Two tests: each mutant is caught, and with no fault chosen its problem passes.
 
-    table: {problem: {name: mutant}}, where a mutant is (old, new) or (old, new, fault), behind what
-        fills the {} of `family` if it has one.
+    table: {problem: text}, in which a line, or several, are a mutant:
+
+        what is wrong [everywhere, race or wrong]: part of the text, {~old => new~}, and more
+
+        In the brackets stand what Mutant says of it; without them it stands once, and the numbers
+        show it. Before the name stands what fills the {} of `family` if it has one, and a colon.
     run: runs a problem.
     fault: of mutants that name none.
     together: one text has the faults of all problems, which share a specialisation; else of one.
     fixtures: names of those that the problems need.
     """
     mutants = {
-        f"{_name(problem)}: {name}": _mutant(problem, family, mutant, fault)
-        for problem, by_name in table.items()
-        for name, mutant in by_name.items()
+        f"{_name(problem)}: {name}": mutant
+        for problem, text in table.items()
+        for name, mutant in read(text, family, problem, fault).items()
     }
 
     def among(mutant):
@@ -91,12 +151,6 @@ def _name(problem):
     if isinstance(problem, partial):
         return f"{problem.func.__name__} {[*problem.args, *problem.keywords.values()]}"
     return getattr(problem, "__name__", problem)
-
-
-def _mutant(problem, family, mutant, fault):
-    if "{}" in family:
-        family, mutant = family.format(mutant[0]), mutant[1:]
-    return Mutant(problem, family, *(*mutant, fault)[:3])
 
 
 def plant(monkeypatch, families, old, new):

@@ -60,120 +60,56 @@ def all_tables():
 
 
 MUTANTS = {
-    everything: {
-        "sign flipped": ("rope", "x * cosine - y * sine", "x * cosine + y * sine"),
-        "sine of y dropped": ("rope", "y * cosine + x * sine", "y * cosine"),
-        "cos and sin swapped": (
-            "rope",
-            "angles.cosines[i], params.sine_sign * angles.sines[i]",
-            "params.sine_sign * angles.sines[i], angles.cosines[i]",
-        ),
-        "never rotated back": ("rope", "params.sine_sign * angles.sines[i]", "angles.sines[i]"),
-        "wrong partner": (
-            "rope",
-            ": rotary_y_column(pair, pairs, false)",
-            ": pair + VECTOR",
-            "race",
-        ),
-        "interleaved as halves": (
-            "rope",
-            "rotary_x_column(i, INTERLEAVED)",
-            "rotary_x_column(i, 0)",
-        ),
-        "offset ignored": ("rope", "token + params.seqlen_offset;", "token;"),
-        "offset ignored with other offsets": ("rope", "row + rows[", "token + rows["),
-        "offset of the first sequence": (
-            "rope",
-            "row + rows[batch * params.rows_batch_stride];",
-            "row + rows[0];",
-        ),
-        "positions of the first sequence": (
-            "rope",
-            "rows[batch * params.rows_batch_stride + token",
-            "rows[token",
-        ),
-        "position of the first token": ("rope", "+ token * params.rows_token_stride", ""),
-        "positions as offsets": ("rope", "row = ROWS_ARE_POSITIONS", "row = row == -1"),
-        "cos of another row": (
-            "rope",
-            "row * params.cos_strides.row",
-            "(row / 2) * params.cos_strides.row",
-        ),
-        "sin of another row": (
-            "rope",
-            "row * params.sin_strides.row",
-            "(row / 2) * params.sin_strides.row",
-        ),
-        "first table for all": ("rope", "batch * params.cos_strides.batch", "0"),
-        "first angle for all": ("rope", "pair * params.sin_strides.column", "0"),
-        "first tail columns left out": ("rope", "destination[0] = source[0];", ""),
-        "last tail columns left out": (
-            "rope",
-            "c < min(column + UNIT_COLUMNS, head_dim)",
-            "c < column",
-        ),
-        "tail columns not where they were": (
-            "rope",
-            "destination[1] = source[1]",
-            "destination[1] = source[0]",
-        ),
-        "tail columns rotated": ("rope", "unit < params.pair_units", "true", "race"),
-        "tail past the end": (
-            "rope",
-            "min(column + UNIT_COLUMNS, head_dim)",
-            "column + 64",
-            "race",
-        ),
-        "k by q's strides": (
-            "rope",
-            "k_head * params.k_strides.head",
-            "k_head * params.q_strides.head",
-            "out_of_bounds",
-        ),
-        "k's result by q's": (
-            "rope",
-            "k_out_token + k_head * params.k_out_strides.head",
-            "k_out_token + k_head * params.q_out_strides.row",
-            "race",
-        ),
-        "k left out": ("rope", "head < params.heads)", "head < params.q_heads)"),
-        "last head left out": ("rope", "head < params.heads)", "head < params.heads - 1)"),
-        "token past the end": ("rope", "token >= params.length ||", "", "race"),
-    },
-    shared_heads: {
-        "heads of a thread but one left out": ("rope", "h < HEADS", "h < 1"),
-        "heads past the last": ("rope", "head < params.heads)", "true)", "race"),
-    },
-    rows_outside: {
-        "row outside read": (
-            "rope",
-            "row >= 0 && row < params.table_rows",
-            "true",
-            "out_of_bounds",
-        ),
-        "row before the first read": ("rope", "row >= 0 &&", "", "out_of_bounds"),
-        "row after the last read": (
-            "rope",
-            "row < params.table_rows",
-            "row <= params.table_rows",
-            "out_of_bounds",
-        ),
-    },
-    all_tables: {
-        "sin for cos": ("rope_tables", "precise::cos(angle)", "precise::sin(angle)"),
-        "sign of sin": ("rope_tables", "precise::sin(angle)", "precise::sin(-angle)"),
-        "factor ignored": (
-            "rope_tables",
-            "precise::sin(angle) * params.attention_factor",
-            "precise::sin(angle)",
-        ),
-        "fast cos": ("rope_tables", "precise::cos(angle)", "1.0f - 0.5f * angle * angle"),
-        "first section for all": ("rope_tables", "section * params.section_stride", "0"),
-        "first batch for all": ("rope_tables", "batch * params.batch_stride", "0"),
-        "first position for all": ("rope_tables", "token * params.token_stride", "0"),
-        "first frequency for all": ("rope_tables", "column * params.inv_freq_stride", "0"),
-        "column past the end": ("rope_tables", "column >= params.columns ||", "", "out_of_bounds"),
-    },
+    everything: """
+        rope: sign flipped: x * cosine {~- => +~} y * sine
+        rope: sine of y dropped: y * cosine {~+ x * sine =>~}
+        rope: cos and sin swapped:
+            {~angles.cosines[i], =>~} params.sine_sign * angles.sines[i]{~=> , angles.cosines[i]~}
+        rope: never rotated back: {~params.sine_sign * =>~} angles.sines[i]
+        rope: wrong partner [race]: : {~rotary_y_column(pair, pairs, false) => pair + VECTOR~}
+        rope: interleaved as halves: rotary_x_column(i, {~INTERLEAVED => 0~})
+        rope: offset ignored: token {~+ params.seqlen_offset =>~};
+        rope: offset ignored with other offsets: {~row => token~} + rows[
+        rope: offset of the first sequence: row + rows[{~batch * params.rows_batch_stride => 0~}];
+        rope: positions of the first sequence: rows[{~batch * params.rows_batch_stride + =>~} token
+        rope: position of the first token: {~+ token * params.rows_token_stride =>~}
+        rope: positions as offsets: row = {~ROWS_ARE_POSITIONS => row == -1~}
+        rope: cos of another row: {~row => (row / 2)~} * params.cos_strides.row
+        rope: sin of another row: {~row => (row / 2)~} * params.sin_strides.row
+        rope: first table for all: {~batch * params.cos_strides.batch => 0~}
+        rope: first angle for all: {~pair * params.sin_strides.column => 0~}
+        rope: first tail columns left out: {~destination[0] = source[0]; =>~}
+        rope: last tail columns left out: c < {~min(column + UNIT_COLUMNS, head_dim) => column~}
+        rope: tail columns not where they were: destination[1] = source[{~1 => 0~}]
+        rope: tail columns rotated [race]: {~unit < params.pair_units => true~}
+        rope: tail past the end [race]: {~min(column + UNIT_COLUMNS, head_dim) => column + 64~}
+        rope: k by q's strides [out_of_bounds]: k_head * params.{~k_strides => q_strides~}.head
+        rope: k's result by q's [race]:
+            k_out_token + k_head * params.{~k_out_strides.head => q_out_strides.row~}
+        rope: k left out: head < params.{~heads => q_heads~})
+        rope: last head left out: head < params.heads{~=> - 1~})
+        rope: token past the end [race]: {~token >= params.length || =>~}
+    """,
+    shared_heads: """
+        rope: heads of a thread but one left out: h < {~HEADS => 1~}
+        rope: heads past the last [race]: {~head < params.heads => true~})
+    """,
+    rows_outside: """
+        rope: row outside read [out_of_bounds]: {~row >= 0 && row < params.table_rows => true~}
+        rope: row before the first read [out_of_bounds]: {~row >= 0 && =>~}
+        rope: row after the last read [out_of_bounds]: row {~< => <=~} params.table_rows
+    """,
+    all_tables: """
+        rope_tables: sin for cos: precise::{~cos => sin~}(angle)
+        rope_tables: sign of sin: precise::sin({~=> -~}angle)
+        rope_tables: factor ignored: precise::sin(angle) {~* params.attention_factor =>~}
+        rope_tables: fast cos: {~precise::cos(angle) => 1.0f - 0.5f * angle * angle~}
+        rope_tables: first section for all: {~section * params.section_stride => 0~}
+        rope_tables: first batch for all: {~batch * params.batch_stride => 0~}
+        rope_tables: first position for all: {~token * params.token_stride => 0~}
+        rope_tables: first frequency for all: {~column * params.inv_freq_stride => 0~}
+        rope_tables: column past the end [out_of_bounds]: {~column >= params.columns || =>~}
+    """,
 }
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS)

@@ -3,7 +3,6 @@
 Without an Apple GPU the shader text runs in the simulator, with every check on.
 """
 
-import itertools
 import math
 import mmap
 
@@ -11,174 +10,159 @@ import pytest
 import torch
 
 from bench import bench_memory
+from tests.helpers.judged import judge
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.runtime.device import best_device
-from torch_metal_attn.testing.judge import DTYPES, near, worst_of
-from torch_metal_attn.testing.judge import normal as standard_normal
+from torch_metal_attn.testing import Softmax
+from torch_metal_attn.testing.judge import DTYPES, near, normal, worst_of
+from torch_metal_attn.testing.tensors import DTYPES as NAMES
 
 softmax = torch.ops.metal_attn.softmax
 softmax_ = torch.ops.metal_attn.softmax_
 apply_causal_mask_ = torch.ops.metal_attn.apply_causal_mask_
 
-LENGTHS = [1, 7, 31, 32, 33, 65, 128, 1023, 1024, 1025, 4097]
+# Of docs/design/source-kernels.md.
+SOURCE_SHAPES = [(64, 64), (128, 128), (256, 256), (512, 512)]
+MASK = {"call": "apply_causal_mask_"}
+LAYOUTS = [("padded 1",), ("padded 8",), ("order 10",), ("order 10", "padded 5")]
+CASES = {
+    "lengths": [
+        {"shape": shape, "dim": dim, "dtype": dtype}
+        for length in (1, 7, 31, 32, 33, 65, 128, 1023, 1024, 1025, 4097)
+        for dtype in NAMES
+        for shape, dim in (((3, length), -1), ((length, 3), 0))
+    ],
+    "source shapes": [{"shape": shape} for shape in SOURCE_SHAPES],
+    "long rows": [{"shape": (2, length)} for length in (16384, 100_000)],
+    "dimensions": [{"shape": (3, 5, 7, 9), "dim": dim} for dim in range(-4, 4)],
+    # More threadgroups than one dimension of the grid holds.
+    "many rows": [{"shape": (8 * 4096 + 9, 2)}],
+    "layouts": [
+        {"shape": shape, "dim": dim, "dtype": dtype, "layout": layout}
+        for dtype in NAMES
+        for layout in LAYOUTS
+        for shape, dim in (((5, 66), -1), ((2, 3, 5, 33), 1), ((2, 3, 5, 33), -1))
+    ],
+    "many dimensions": [
+        {"shape": (2,) * 9 + (3,), "dim": dim, "layout": ("order 8163072549",)} for dim in (-1, 4)
+    ],
+    # Rows of -inf alone, too.
+    "hidden": [
+        {"shape": (3, length), "hidden": share}
+        for length in (5, 64, 2000, 40000)
+        for share in (0.3, 1.0)
+    ],
+    "nothing": [
+        {"shape": shape, "dim": dim}
+        for shape in ((0,), (0, 5), (5, 0), (2, 0, 3))
+        for dim in range(len(shape))
+    ],
+    "masks": [
+        MASK | {"shape": (2, q_length, kv_length), "q_offset": q_offset, "dtype": dtype}
+        for q_length, kv_length in ((1, 1), (7, 31), (33, 65), (65, 33), (3, 1030))
+        for q_offset in (0, 1, -1, kv_length - q_length, -q_length, kv_length)
+        for dtype in NAMES
+    ],
+    "masks of source shapes": [MASK | {"shape": shape} for shape in SOURCE_SHAPES],
+    "masks far away": [MASK | {"shape": (5, 9), "q_offset": s * (2**31 - 1024)} for s in (1, -1)],
+    "masks of long rows": [MASK | {"shape": (2, 20001), "q_offset": 4097}],
+    "masks of layouts": [
+        MASK | {"shape": (4, 2, 33, 36), "q_offset": 2, "layout": layout}
+        for layout in (*LAYOUTS, ("order 0132",), ("order 3210",), ("order 2031", "padded 1"))
+    ],
+    "masks of nothing": [MASK | {"shape": s} for s in ((0, 5), (5, 0), (0, 3, 4), (3, 1), (1, 3))],
+}
 
 
-def normal(*shape, dtype=torch.float32, seed=0, spread=3.0):
-    return (spread * standard_normal(*shape, seed=seed)).to(dtype)
+@pytest.mark.parametrize("subject", CASES)
+def test_values(subject, device):
+    """Of softmax also in place."""
+    for call in ("softmax", "softmax_"):
+        judge(*(Softmax(**{"call": call} | fields) for fields in CASES[subject]), device=device)
 
 
-def oracle_of(x, dim):
-    """float64, and 0 where a row is -inf alone."""
-    hidden = (x == -math.inf).all(dim, keepdim=True)
-    return x.double().softmax(dim).masked_fill(hidden, 0.0)
-
-
-def check_close(y, x, dim):
-    """At most twice torch's own error in the same dtype, beyond rounding."""
-    assert y.dtype == x.dtype
-    assert y.shape == x.shape
-    exact = oracle_of(x, dim)
+def check_close(y, x, dim=-1):
+    """At most twice torch's own error in the same dtype, beyond rounding; exact where it is 0."""
+    exact = torch._safe_softmax(x.double(), dim)
     measure = near("weights", y, exact, worst_of([(torch._safe_softmax(x, dim), exact)]))
     assert measure.ok, measure
     assert (y[exact == 0] == 0).all()
 
 
 def check_softmax(x, dim=-1, *, device):
-    """The op and its form in place, on a tensor of the CPU and with its strides."""
+    """The op and its form in place; its result."""
     given = x.to(device)
     y = softmax(given, dim)
-    assert y.data_ptr() != given.data_ptr() or y.numel() == 0
+    assert y.data_ptr() != given.data_ptr()
     check_close(y.cpu(), x, dim)
-    if 0 in x.stride():
-        return y
-    target = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
-    result = softmax_(target, dim)
-    assert result.data_ptr() == target.data_ptr()
-    assert target.stride() == x.stride()
-    check_close(target.cpu(), x, dim)  # not the same bits: the layouts may be summed otherwise
-    return y
+    if 0 not in x.stride():
+        target = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+        assert softmax_(target, dim).data_ptr() == target.data_ptr()
+        check_close(target.cpu(), x, dim)
+    return y.cpu()
 
 
-def check_causal_mask(scores, q_offset=0, *, device):
-    """In place, with the strides given: -inf exactly where masked, the same bits elsewhere."""
-    visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(q_offset)
-    expected = scores.masked_fill(~visible, -math.inf)
-    target = torch.empty_strided(
-        scores.shape, scores.stride(), dtype=scores.dtype, device=device
-    ).copy_(scores)
-    result = apply_causal_mask_(target, q_offset)
-    assert result.data_ptr() == target.data_ptr()
-    assert torch.equal(target.cpu(), expected)
+@pytest.mark.parametrize("spread", [1e-3, 30.0, 1e4, 1e37])
+def test_any_magnitude(spread, device):
+    """The maximum is subtracted before anything is rounded."""
+    check_softmax(spread * normal(5, 257), device=device)
+    check_softmax(3 * normal(5, 257) + spread, device=device)
 
 
-# The source documents' kernels by name, at their shapes.
-SOURCE_SHAPES = [(64, 64), (128, 128), (256, 256), (512, 512)]
-
-
-@pytest.mark.parametrize("shape", SOURCE_SHAPES)
-def test_softmax_kernel(shape, device):
-    check_softmax(normal(*shape), device=device)
-
-
-@pytest.mark.parametrize("shape", SOURCE_SHAPES)
-def test_apply_causal_mask(shape, device):
-    check_causal_mask(normal(*shape), device=device)
-    scores = normal(*shape).to(device)
-    y = softmax(apply_causal_mask_(scores)).cpu()
-    check_close(y, normal(*shape).masked_fill(~torch.ones(shape).bool().tril(), -math.inf), -1)
-
-
-def values():
-    """Tensors, and the dimension of the call."""
-    for dtype, length in itertools.product(DTYPES, LENGTHS):
-        yield normal(3, length, dtype=dtype), -1
-        yield normal(length, 3, dtype=dtype), 0
-    yield from ((normal(2, length), -1) for length in (16384, 100_000))
-    # The maximum is subtracted before anything is rounded.
-    for spread in (1e-3, 30.0, 1e4, 1e37):
-        yield normal(5, 257, spread=spread), -1
-        yield normal(5, 257) + spread, -1
-    # Each block raises the maximum, so each rescales the sum.
-    yield torch.linspace(-40, 40, 5000).expand(2, 5000).clone(), -1
-    yield from ((normal(3, 5, 7, 9), dim) for dim in range(-4, 4))
-    # More threadgroups than one dimension of the grid holds.
-    yield normal(8 * 4096 + 9, 2), -1
-    for expanded in (
-        normal(3, 1, 17).expand(3, 4, 17),
-        normal(5, 1).expand(5, 9),
-        normal(9).expand(5, 9),
-    ):
-        yield from ((expanded, dim) for dim in (-1, 0))
-    yield normal(9, 130)[::2, ::2], -1
-    many = normal(2**9, 3).view(*[2] * 9, 3).permute(8, 1, 6, 3, 0, 7, 2, 5, 4, 9)
-    yield from ((many, dim) for dim in (-1, 4))
-    for shape in ((0,), (0, 5), (5, 0), (2, 0, 3)):
-        yield from ((torch.empty(shape), dim) for dim in range(len(shape)))
+def test_rising_maxima(device):
+    """Each block raises the maximum, so each rescales the sum."""
+    check_softmax(torch.linspace(-40, 40, 5000).expand(2, 5000).clone(), device=device)
 
 
 @pytest.mark.parametrize(
-    "x, dim", [*values()], ids=lambda x: "x".join(map(str, getattr(x, "shape", [x])))
+    "x",
+    [
+        normal(3, 1, 17).expand(3, 4, 17),
+        normal(5, 1).expand(5, 9),
+        normal(9).expand(5, 9),
+        normal(9, 130)[::2, ::2],
+    ],
+    ids=["heads", "columns", "rows", "steps"],
 )
-def test_values(x, dim, device):
-    y = check_softmax(x, dim, device=device)
-    assert 0 in x.stride() or not x.is_contiguous() or y.is_contiguous()
+def test_expanded_and_steps(x, device):
+    for dim in (-1, 0):
+        check_softmax(x, dim, device=device)
 
 
-class TestLayouts:
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_permuted(self, dtype, device):
-        x = normal(2, 3, 5, 33, dtype=dtype).permute(3, 1, 0, 2)
-        for dim in range(4):
-            y = check_softmax(x, dim, device=device)
-            assert y.stride() == torch.empty_like(x).stride()
-
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("start", [0, 1, 8])
-    def test_padded_rows(self, start, dtype, device):
-        """Rows at 16 bytes with a ragged end, or off 16 bytes, cut out of NaN."""
-        memory = torch.full((5, 80), math.nan, dtype=dtype)
-        memory[:, start : start + 66] = normal(5, 66, dtype=dtype)
-        given = memory.clone().to(device)
-        view = given[:, start : start + 66]
-        x = memory[:, start : start + 66]
-        check_close(softmax(view).cpu(), x, -1)
-        check_close(softmax_(view).cpu(), x, -1)
-        outside = torch.ones(80, dtype=torch.bool)
-        outside[start : start + 66] = False
-        assert given[:, outside].isnan().all()
-
-    def test_number(self, device):
-        for dim in (-1, 0):
-            assert softmax(torch.tensor(3.0, device=device), dim) == 1
-            assert softmax_(torch.tensor(-math.inf, device=device), dim) == 0
+def test_strides_of_results(device):
+    x = normal(2, 3, 5, 33).permute(3, 1, 0, 2).to(device)
+    assert softmax(x).stride() == torch.empty_like(x).stride()
+    assert softmax(x.contiguous(), 0).is_contiguous()
 
 
-class TestNonFinite:
-    @pytest.mark.parametrize("length", [5, 64, 2000, 40000])
-    def test_rows(self, length, device):
-        x = normal(7, length)
-        x[0] = -math.inf
-        x[1, ::2] = -math.inf
-        x[2, length // 2] = math.nan
-        x[3, length - 1] = math.inf
-        x[4] = torch.finfo(torch.float32).min
-        x[5] = -math.inf
-        x[5, length // 2] = math.nan
-        x[6, : length - 1] = -math.inf
-        y = check_softmax(x, device=device).cpu()
-        assert (y[0] == 0).all()
-        assert y[2].isnan().all()
-        assert y[3].isnan().all()
-        assert (y[4] == 1 / length).all() or torch.allclose(y[4], torch.tensor(1 / length))
-        assert y[6, -1] == 1
+def test_number(device):
+    for dim in (-1, 0):
+        assert softmax(torch.tensor(3.0, device=device), dim) == 1
+        assert softmax_(torch.tensor(-math.inf, device=device), dim) == 0
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    def test_extremes(self, dtype, device):
-        largest = torch.finfo(dtype).max
-        x = torch.tensor([[largest, -largest, 0.0], [-largest, -largest, -math.inf]], dtype=dtype)
-        y = softmax(x.to(device)).cpu()
-        assert y.tolist() == [[1, 0, 0], [0.5, 0.5, 0]]
+
+@pytest.mark.parametrize("length", [5, 64, 2000, 40000])
+def test_rows_that_are_not_finite(length, device):
+    x = 3 * normal(6, length)
+    x[0, length // 2] = math.nan
+    x[1, length - 1] = math.inf
+    x[2] = torch.finfo(torch.float32).min
+    x[3] = -math.inf
+    x[3, length // 2] = math.nan
+    x[4, : length - 1] = -math.inf
+    y = check_softmax(x, device=device)
+    assert y[0].isnan().all()
+    assert y[1].isnan().all()
+    torch.testing.assert_close(y[2], torch.full((length,), 1 / length))
+    assert y[4, -1] == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_extremes(dtype, device):
+    largest = torch.finfo(dtype).max
+    x = torch.tensor([[largest, -largest, 0.0], [-largest, -largest, -math.inf]], dtype=dtype)
+    assert softmax(x.to(device)).cpu().tolist() == [[1, 0, 0], [0.5, 0.5, 0]]
 
 
 def sparse_half(elements):
@@ -204,7 +188,7 @@ def test_offsets_beyond_32_bits(unchecked):
         values = normal(2, 33, dtype=torch.float16)
         x.copy_(values)
         softmax_(x)
-        check_close(x, values, -1)
+        check_close(x, values)
         x.copy_(values)
         apply_causal_mask_(x, 3)
         assert torch.equal(x, values.masked_fill(~torch.ones(2, 33).bool().tril(3), -math.inf))
@@ -219,42 +203,6 @@ def test_masked_gradient_is_zero_even_of_nan(device):
 
 
 class TestCausalMask:
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize(
-        "q_length, kv_length", [(1, 1), (7, 31), (33, 65), (65, 33), (3, 1030)]
-    )
-    def test_shapes(self, q_length, kv_length, dtype, device):
-        for q_offset in (0, 1, -1, kv_length - q_length, -q_length, kv_length):
-            scores = normal(2, q_length, kv_length, dtype=dtype)
-            check_causal_mask(scores, q_offset, device=device)
-
-    @pytest.mark.parametrize("q_offset", [2**31 - 1024, -(2**31 - 1024)])
-    def test_largest_offsets(self, q_offset, device):
-        check_causal_mask(normal(5, 9), q_offset, device=device)
-
-    def test_long_row(self, device):
-        check_causal_mask(normal(2, 20001), 4097, device=device)
-
-    def test_layouts(self, device):
-        scores = normal(4, 2, 33, 36)
-        for order in ((0, 1, 2, 3), (1, 0, 2, 3), (0, 1, 3, 2), (3, 2, 1, 0), (2, 0, 3, 1)):
-            check_causal_mask(scores.permute(order), 2, device=device)
-
-    @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 3, 4), (3, 1), (1, 3)])
-    def test_degenerate(self, shape, device):
-        check_causal_mask(torch.zeros(shape), 0, device=device)
-
-    @pytest.mark.parametrize("start", [0, 1, 8])
-    def test_touches_nothing_else(self, start, device):
-        memory = normal(3, 9, 80)
-        memory[1, 2] = math.nan
-        given = memory.clone().to(device)
-        apply_causal_mask_(given[:, :, start : start + 66], 20)
-        expected = memory.clone()
-        hidden = ~torch.ones(9, 66, dtype=torch.bool).tril(20)
-        expected[:, :, start : start + 66].masked_fill_(hidden, -math.inf)
-        assert torch.equal(given.cpu().nan_to_num(2.0), expected.nan_to_num(2.0))
-
     def test_reads_no_score_and_stores_only_masked_ones(self):
         scores = torch.zeros(64, 64)
         with simulate(count=True) as run:

@@ -1,11 +1,15 @@
 """Planted faults in the text of softmax.metal: the tests' own checks must see every one of them."""
 
+import dataclasses
 import math
 
 import torch
 
-from tests.helpers.mutants import mutant_tests, repeated
-from tests.softmax.test_softmax import check_causal_mask, check_softmax, normal
+from tests.helpers.judged import judge
+from tests.helpers.mutants import mutant_tests
+from tests.softmax.test_softmax import check_softmax
+from torch_metal_attn.testing import Softmax
+from torch_metal_attn.testing.judge import normal
 
 
 def rows_of_every_kind():
@@ -25,68 +29,48 @@ def rows_of_every_kind():
 
 
 def masks_of_every_kind():
-    for scores in (normal(2, 33, 40), normal(9, 65), normal(65, 9).t(), normal(2, 1100)):
-        check_causal_mask(scores, 3, device="cpu")
+    mask = Softmax("apply_causal_mask_", q_offset=3)
+    for shape in ((2, 33, 40), (9, 65), (2, 1100)):
+        judge(dataclasses.replace(mask, shape=shape))
+    judge(dataclasses.replace(mask, shape=(9, 65), layout=("order 10",)))
 
 
 # What a fault changes in the shader's text, and the fault that the simulator then reports; None
 # where only the numbers can show it.
 MUTANTS = {
-    rows_of_every_kind: {
-        "sum not rescaled": ("  row_sum *= correction;", ""),
-        "maximum of one lane": ("raise(simd_max(row_max))", "raise(row_max)"),
-        "sum of one lane": ("row_sum = simd_sum(row_sum)", "row_sum = row_sum"),
-        "maximum not carried": ("float new_max = row_max;", "float new_max = MASKED_ROW_MAX;"),
-        "one value left out": (
-            "i < VALUES; i++) {\n      sum",
-            "i < VALUES - 1; i++) {\n      sum",
-        ),
-        "base 2": ("fast::exp2((x - row_max) * M_LOG2E_F)", "fast::exp2(x - row_max)"),
-        "-inf rows are not 0": ("row_sum == 0.0f ? 0.0f : 1.0f / row_sum", "1.0f / row_sum"),
-        "NaN lost": ("row_sum == 0.0f ? 0.0f", "!(row_sum > 0.0f) ? 0.0f"),
-        "scaled by 0.98": ("weight(items[i]) * factor", "weight(items[i]) * 0.98f * factor"),
-        "last block skipped": (
-            repeated("block < length; block += ROW_BLOCK) {\n    load_items"),
-            "block + ROW_BLOCK < length; block += ROW_BLOCK) {\n    load_items",
-        ),
-        "one SIMD group's part": ("row_max[lane];", "row_max[0];"),
-        "no barrier": ("threadgroup_barrier(mem_flags::mem_threadgroup);", "", "uninitialised"),
-        "barrier orders nothing": (
-            "threadgroup_barrier(mem_flags::mem_threadgroup);",
-            "threadgroup_barrier(mem_flags::mem_none);",
-            "race",
-        ),
-        "past the row read": (
-            "position < length ? float(row[position * stride])",
-            "true ? float(row[position * stride])",
-            "out_of_bounds",
-        ),
-        "past the row read, wide": ("first + ITEMS <= length", "first < length", "out_of_bounds"),
-        "past the row stored": (
-            "position >= begin && position < length",
-            "position >= begin",
-            "race",
-        ),
-        "past the last row": (repeated("if (row >= params.rows)"), "if (false)", "race"),
-    },
-    masks_of_every_kind: {
-        "diagonal hidden": ("query + params.q_offset + 1;", "query + params.q_offset;"),
-        "one key past the diagonal": (
-            "query + params.q_offset + 1;",
-            "query + params.q_offset + 2;",
-        ),
-        "offset ignored": ("query + params.q_offset + 1;", "query + 1;"),
-        "query ignored": ("query + params.q_offset + 1;", "params.q_offset + 1;"),
-        "rows of the batch counted on": ("row % params.q_length", "row"),
-        "chunk of the diagonal stored": ("first >= begin && first", "first"),
-        "visible key stored": ("position >= begin && position < length", "position < length"),
-        "last key skipped": ("block < params.kv_length;", "block + 8 < params.kv_length;"),
-        "past the row stored": (
-            "position >= begin && position < length",
-            "position >= begin",
-            "race",
-        ),
-    },
+    rows_of_every_kind: """
+        sum not rescaled: {~row_sum *= correction; =>~}
+        maximum of one lane: raise({~simd_max(row_max) => row_max~})
+        sum of one lane: row_sum = {~simd_sum(row_sum) => row_sum~}
+        maximum not carried: float new_max = {~row_max => MASKED_ROW_MAX~};
+        one value left out: i < VALUES{~=> - 1~}; i++) { sum
+        base 2: fast::exp2({~(x - row_max) * M_LOG2E_F => x - row_max~})
+        -inf rows are not 0: {~row_sum == 0.0f ? 0.0f : =>~} 1.0f / row_sum
+        NaN lost: {~row_sum == 0.0f => !(row_sum > 0.0f)~} ? 0.0f
+        scaled by 0.98: weight(items[i]) * {~=> 0.98f *~} factor
+        last block skipped [everywhere]:
+            block {~=> + ROW_BLOCK~} < length; block += ROW_BLOCK) { load_items
+        one SIMD group's part: row_max[{~lane => 0~}];
+        no barrier [uninitialised]: {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+        barrier orders nothing [race]:
+            threadgroup_barrier(mem_flags::{~mem_threadgroup => mem_none~});
+        past the row read [out_of_bounds]:
+            {~position < length => true~} ? float(row[position * stride])
+        past the row read, wide [out_of_bounds]: first {~+ ITEMS <= => <~} length
+        past the row stored [race]: position >= begin {~&& position < length =>~}
+        past the last row [everywhere, race]: if ({~row >= params.rows => false~})
+    """,
+    masks_of_every_kind: """
+        diagonal hidden: query + params.q_offset {~+ 1 =>~};
+        one key past the diagonal: query + params.q_offset + {~1 => 2~};
+        offset ignored: query + {~params.q_offset + =>~} 1;
+        query ignored: {~query + =>~} params.q_offset + 1;
+        rows of the batch counted on: row {~% params.q_length =>~}
+        chunk of the diagonal stored: first {~>= begin && first =>~}
+        visible key stored: position {~>= begin && position =>~} < length
+        last key skipped: block {~=> + 8~} < params.kv_length;
+        past the row stored [race]: position >= begin {~&& position < length =>~}
+    """,
 }
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "softmax")

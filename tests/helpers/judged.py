@@ -1,0 +1,16 @@
+"""Cases of small kernels, judged one by one; what the simulator reports passes through."""
+
+import torch
+
+from torch_metal_attn.testing.families import FAMILIES
+
+
+def judge(*cases, device="cpu"):
+    """Every case's results are within their bounds, and nothing else was written."""
+    for case in cases:
+        assert not case.meaningless(), f"{case}: {case.meaningless()}"
+        prepared = FAMILIES[type(case)].prepare(case, torch.device(device))
+        results = prepared.function(**prepared.arguments)
+        measures = [*prepared.judge(results), prepared.memory.undisturbed(prepared.written)]
+        wrong = [measure for measure in measures if not measure.ok]
+        assert not wrong, f"{case}: {wrong}"

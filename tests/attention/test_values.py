@@ -8,6 +8,7 @@ out and the log-sum-exp.
 from itertools import product
 
 import pytest
+import torch
 
 from tests.attention.head_dims import ALIKE, ALIKE_FORWARD, DIFFERENT, DIFFERENT_FORWARD
 from tests.attention.held_cases import DTYPES, FORWARD, case, hold
@@ -361,3 +362,16 @@ SUBJECTS = DENSE | PACKED | STORED
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_values(subject, device):
     hold(SUBJECTS[subject], device)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        *("keys that do not exist", "scales and caps", "masks in memory", "slopes", "sinks"),
+        *("rotations", "dropout", "empty", "everything", "features", "page sizes"),
+        *("features in a cache", "packed queries in a cache", "formats"),
+    ],
+)
+def test_values_without_the_simulator(subject):
+    """Of torch's operations on the CPU, whose gradients are formulas too."""
+    hold(SUBJECTS[subject], torch.device("cpu"))

@@ -304,7 +304,7 @@ def varlen_attention(
             compute_dtype=compute_dtype,
             first_batch=b,
             **{
-                name: _of_sequence(name, value, b, queries, kv_length)
+                name: option_of_sequence(name, value, b, queries, kv_length)
                 for name, value in options.items()
             },
         )
@@ -393,7 +393,7 @@ def _rows(mask: Tensor, rows: slice, q_length: int) -> Tensor:
     return mask[..., rows, :] if mask.dim() > 1 and mask.shape[-2] == q_length != 1 else mask
 
 
-def _of_sequence(name: str, value: Any, b: int, queries: slice, kv_length: int) -> Any:
+def option_of_sequence(name: str, value: Any, b: int, queries: slice, kv_length: int) -> Any:
     """An option of `varlen_attention` in the form that `attention` takes for sequence b."""
     if not isinstance(value, Tensor):
         return value

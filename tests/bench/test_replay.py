@@ -59,14 +59,14 @@ def test_a_decode_from_the_op_to_ptx(tmp_path):
 
 def test_lines_of_the_metal_text_are_in_the_ptx(tmp_path):
     collection, data = Collection(), {}
-    (case,) = (c for c in problems.others() if c.name == "softmax")
+    (case,) = problems.cases("^softmax: plain$")
     pack.add(collection, case, data)
     collection.write(tmp_path, 1)
     (name,) = collection.sources
     text = (tmp_path / f"{name}.ptx").read_text()
     assert re.search(r'\.file\s+\d+ "[^"]*softmax\.metal"', text)
     assert ".loc" in text
-    assert data["softmax/in/x"].nbytes == data["softmax/out/result0"].nbytes == 7 * 1000 * 4
+    assert data["softmax: plain/in/x"].nbytes == data["softmax: plain/out/result0"].nbytes > 0
 
 
 @pytest.mark.peer
@@ -110,7 +110,7 @@ def test_small_problems_have_every_kernel():
 def test_faults_are_planted_in_every_kernel(tmp_path):
     """One of each tool; those of barriers only where the compiled kernel has one."""
     collection, data = Collection(), {}
-    for case in problems.others():
+    for case in problems.cases("^(softmax|apply_causal|rope|merge|index)"):
         pack.add(collection, case, data)
     for name, source in collection.sources.items():
         has_barrier = source.kernel == "softmax" and "#define ROW_SIMDGROUPS 1\n" not in source.text

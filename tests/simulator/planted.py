@@ -134,6 +134,12 @@ def compiled(body, parameters=PARAMETERS, above="", **options):
     return compile_shader(f"{HEAD}{above}kernel void k({parameters}) {{\n{body}\n}}\n", **options)
 
 
+def choice(statements):
+    """A body of which `which` runs one statement, so that all are compiled once."""
+    cases = [f"case {which}: {text} break;" for which, text in enumerate(statements)]
+    return f"switch (which) {{ {' '.join(cases)} }}"
+
+
 def result(body, *given, size=64, parameters=PARAMETERS, above="", check=True, **options):
     """What a kernel of this body writes to its first argument; `given` are the others."""
     out, *rest = arguments()

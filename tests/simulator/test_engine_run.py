@@ -9,6 +9,7 @@ from torch_metal_attn.simulator import Counters, SimulatorFault
 from torch_metal_attn.simulator.llvm.operations import COUNTS
 
 from . import planted
+from .planted import choice
 
 BARRIER = "BARRIER(threadgroup)"
 
@@ -163,21 +164,23 @@ def test_arithmetic_is_counted_where_it_is_asked_for():
     assert checked.float_operations is checked.selects is (checked + counted).selects is None
 
 
-@pytest.mark.parametrize(
-    "pointer,bytes_each", [("float", 4), ("float4", 16), ("half4", 8), ("uchar", 1), ("ulong", 8)]
-)
-def test_a_vector_access_counts_once_with_its_bytes(pointer, bytes_each):
+POINTERS = {"float": 4, "float4": 16, "half4": 8, "uchar": 1, "ulong": 8}
+
+
+def test_a_vector_access_counts_once_with_its_bytes():
+    copies = [f"((device {p}*)o)[i] = ((const device {p}*)a)[i];" for p in POINTERS]
     library = compiled(
-        "o[i] = a[i];",
-        f"device {pointer}* o [[buffer(0)]], const device {pointer}* a [[buffer(1)]],"
-        " uint i [[thread_index_in_threadgroup]]",
+        choice(copies),
+        "device uchar* o [[buffer(0)]], const device uchar* a [[buffer(1)]],"
+        " constant int& which [[buffer(2)]], uint i [[thread_index_in_threadgroup]]",
         check=True,
     )
     out, a = (torch.zeros(512, dtype=torch.uint8) for _ in range(2))
-    library.k(out, a, threads=32, group_size=32)
-    counted = library.last_counters
-    assert counted.loads["device"] == counted.stores["device"] == 32
-    assert counted.load_bytes["device"] == counted.store_bytes["device"] == 32 * bytes_each
+    for which, bytes_each in enumerate(POINTERS.values()):
+        library.k(out, a, which, threads=32, group_size=32, arg_casts="int32")
+        counted = library.last_counters
+        assert counted.loads["device"] == counted.stores["device"] == 32
+        assert counted.load_bytes["device"] == counted.store_bytes["device"] == 32 * bytes_each
 
 
 @pytest.mark.parametrize("transpose,loads", [(False, 32), (True, 64)])
@@ -254,18 +257,23 @@ ATOMICS = {
 
 
 @pytest.mark.parametrize("check", (False, True))
-@pytest.mark.parametrize("operation,type_name,start", ATOMICS)
-def test_device_atomics_over_many_threadgroups(operation, type_name, start, check):
-    operand = "1.0f" if type_name == "float" else "i + 1"
+def test_device_atomics_over_many_threadgroups(check):
+    calls = [
+        f"atomic_fetch_{operation}_explicit((device atomic_{of_type}*)o,"
+        f" {'1.0f' if of_type == 'float' else 'i + 1'}, memory_order_relaxed);"
+        for operation, of_type, _ in ATOMICS
+    ]
     library = compiled(
-        f"atomic_fetch_{operation}_explicit(o, {operand}, memory_order_relaxed);",
-        f"device atomic_{type_name}* o [[buffer(0)]], uint i [[thread_position_in_grid]]",
+        choice(calls),
+        "device int* o [[buffer(0)]], constant int& which [[buffer(1)]],"
+        " uint i [[thread_position_in_grid]]",
         check,
     )
-    dtype = torch.float32 if type_name == "float" else torch.int32
-    out = torch.tensor([start], dtype=dtype)
-    library.k(out, threads=6400, group_size=64, workers=2, seed=3)
-    assert out.item() == ATOMICS[operation, type_name, start](start, range(1, 6401))
+    for which, ((_, of_type, start), model) in enumerate(ATOMICS.items()):
+        out = torch.tensor([start], dtype=torch.float32 if of_type == "float" else torch.int32)
+        options = {"group_size": 64, "workers": 2, "seed": 3, "arg_casts": "int32"}
+        library.k(out.view(torch.int32), which, threads=6400, **options)
+        assert out.item() == model(start, range(1, 6401)), calls[which]
 
 
 @pytest.mark.parametrize("check", (False, True))

@@ -6,7 +6,7 @@ import operator
 import pytest
 import torch
 
-from .planted import result
+from .planted import choice, compiled, result
 
 LANES = range(32)
 
@@ -194,7 +194,6 @@ COMBINATIONS = [
     ("half", "half", "half"),
     ("bfloat", "bfloat", "bfloat"),
 ]
-SPACES = ("device", "threadgroup")
 
 
 def model_of_multiply(a, b, c):
@@ -206,48 +205,70 @@ def model_of_multiply(a, b, c):
     return total.to(c.dtype)
 
 
-@pytest.mark.parametrize("d,a,b", COMBINATIONS)
+MULTIPLY = """
+template <typename D, typename A, typename B>
+void multiply(device void* o, const device void* a, const device void* b, const device void* c) {
+  simdgroup_matrix<A, 8, 8> left; simdgroup_matrix<B, 8, 8> right; simdgroup_matrix<D, 8, 8> sum;
+  simdgroup_load(left, (const device A*)a); simdgroup_load(right, (const device B*)b);
+  simdgroup_load(sum, (const device D*)c); simdgroup_multiply_accumulate(sum, left, right, sum);
+  simdgroup_store(sum, (device D*)o);
+}
+"""
+
+
 @pytest.mark.parametrize("check", (False, True))
-def test_matrix_multiply_accumulate(d, a, b, check):
+def test_matrix_multiply_accumulate(check):
+    calls = choice(f"multiply<{', '.join(names)}>(o, a, b, c);" for names in COMBINATIONS)
+    parameters = "device void* o, const device void* a, const device void* b, const device void* c,"
+    library = compiled(calls, f"{parameters} constant int& which", MULTIPLY, check=check)
     generator = torch.Generator().manual_seed(1)
-    left, right, add = (
-        torch.randn(8, 8, generator=generator).to(TYPES[name]) for name in (a, b, d)
-    )
-    body = (
-        f"simdgroup_matrix<{a}, 8, 8> A; simdgroup_matrix<{b}, 8, 8> B;"
-        f" simdgroup_matrix<{d}, 8, 8> C; simdgroup_load(A, a); simdgroup_load(B, b);"
-        " simdgroup_load(C, c); simdgroup_multiply_accumulate(C, A, B, C); simdgroup_store(C, o);"
-    )
-    out = torch.zeros(8, 8, dtype=TYPES[d])
-    on_lanes(body, out, left, right, add, types=f"{d} {a} {b} {d}", check=check)
-    assert torch.equal(out, model_of_multiply(left, right, add))
+    for which, names in enumerate(COMBINATIONS):
+        add, left, right = (
+            torch.randn(8, 8, generator=generator).to(TYPES[name]) for name in names
+        )
+        out = torch.zeros_like(add)
+        given = out, left, right, add, which
+        library.k(*given, threads=32, group_size=32, arg_casts="int32")
+        assert torch.equal(out, model_of_multiply(left, right, add)), names
+
+
+COPY = """
+template <typename T, typename Source, typename Target>
+void copy(Source source, Target target) {
+  simdgroup_matrix<T, 8, 8> m;
+  simdgroup_load(m, source, 20, ulong2(3, 5), false);
+  simdgroup_store(m, target, 17, ulong2(1, 2));
+  simdgroup_load(m, source, 20, ulong2(3, 5), true);
+  simdgroup_store(m, target, 17, ulong2(1, 12));
+}
+"""
 
 
 @pytest.mark.parametrize("element", TYPES)
-@pytest.mark.parametrize("source", SPACES)
-@pytest.mark.parametrize("target", SPACES)
-def test_matrix_load_and_store(element, source, target):
-    """As it is, and below that transposed."""
+def test_matrix_load_and_store(element):
+    """As it is, and below that transposed; from and to device and threadgroup memory."""
+    places = [(source, target) for source in "as" for target in "ot"]
     fill = "for (uint n = lane; n < 400; n += 32) { s[n] = a[n]; t[n] = o[n]; }"
-    copy = "for (uint n = lane; n < 400; n += 32) o[n] = t[n];"
+    copy = "if (which & 1) for (uint n = lane; n < 400; n += 32) o[n] = t[n];"
     barrier = "threadgroup_barrier(mem_flags::mem_device | mem_flags::mem_threadgroup);"
-    source, target = "a" if source == "device" else "s", "o" if target == "device" else "t"
-    body = (
+    calls = choice(f"copy<{element}>({source}, {target});" for source, target in places)
+    library = compiled(
         f"threadgroup {element} s[400]; threadgroup {element} t[400]; {fill} {barrier}"
-        f" simdgroup_matrix<{element}, 8, 8> m;"
-        f" simdgroup_load(m, {source}, 20, ulong2(3, 5), false);"
-        f" simdgroup_store(m, {target}, 17, ulong2(1, 2));"
-        f" simdgroup_load(m, {source}, 20, ulong2(3, 5), true);"
-        f" simdgroup_store(m, {target}, 17, ulong2(1, 12));"
-        f" {barrier} {copy if target == 't' else ''}"
+        f" {calls} {barrier} {copy}",
+        f"device {element}* o, const device {element}* a, constant int& which,"
+        " uint lane [[thread_index_in_simdgroup]]",
+        COPY,
+        check=True,
     )
     values = torch.arange(400).to(TYPES[element])
-    out = on_lanes(body, torch.zeros(400, dtype=TYPES[element]), values, types=element)
     block = values.view(20, 20)[5:13, 3:11]
     expected = torch.zeros(400, dtype=TYPES[element])
     rows = expected[: 17 * 23].view(23, 17)
     rows[2:10, 1:9], rows[12:20, 1:9] = block, block.T
-    assert torch.equal(out, expected)
+    for which, place in enumerate(places):
+        out = torch.zeros(400, dtype=TYPES[element])
+        library.k(out, values, which, threads=32, group_size=32, arg_casts="int32")
+        assert torch.equal(out, expected), place
 
 
 def test_transposed_stores():

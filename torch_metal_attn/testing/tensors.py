@@ -99,6 +99,10 @@ class Memory:
         self._held[name] = (whole, whole.clone(), part)
         return part.view(x.dtype)
 
+    def placed(self) -> dict[str, Tensor]:
+        """The tensors by name; 8-bit floats as bytes."""
+        return {name: part for name, (_, _, part) in self._held.items()}
+
     def _far(self, x: Tensor, dim: int) -> Tensor:
         """Raises Skipped where there is no memory for it."""
         memory = memory_of(self.device)

@@ -30,7 +30,7 @@ FINDING = re.compile(
     r"=========\s+(?:Error: |Warning: |Invalid |Uninitialized |Barrier error|Race )"
 )
 PROBLEM = "problem: "
-SECONDS, FAULT_SECONDS = 240, 40
+SECONDS, FAULT_SECONDS = 480, 40
 WORKERS = 8
 # Relative to the numbers, or to 1 where they are smaller.
 ALLOWED = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-3}

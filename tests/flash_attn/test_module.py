@@ -21,7 +21,7 @@ from torch_metal_attn.flash_attn import bert_padding
 from torch_metal_attn.flash_attn.layers import rotary
 from torch_metal_attn.testing.judge import normal
 
-# The parameters of flash-attn 2.8.3, read from its release; ours may add keyword-only ones.
+# The parameters of flash-attn 2.8.4, read from its release; ours may add keyword-only ones.
 TAIL = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False"

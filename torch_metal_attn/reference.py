@@ -14,6 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from torch_metal_attn.call import philox
 from torch_metal_attn.call.autocast import autocasts
+from torch_metal_attn.call.visibility import (
+    depths,
+    existing_keys,
+    in_window,
+    positions_of,
+    times_listed,
+    tree_keys,
+    tree_rows,
+)
 from torch_metal_attn.quantisation import columns, dequantise, rotated
 
 # Scores held at once. 2**23 float32 scores take 32 MiB, little next to any model and enough for
@@ -135,7 +144,7 @@ def attention(
     if causal:
         window_size_right = 0
 
-    exists = _existing_keys(seqused_k, leftpad_k, kv_length, q.device)
+    exists = existing_keys(seqused_k, leftpad_k, kv_length, q.device)
     if q_rotary_cos is not None and q_rotary_sin is not None:
         q = rotate(q.to(dtype), q_rotary_cos, q_rotary_sin, rotary_interleaved)
     if k_rotary_cos is not None and k_rotary_sin is not None:
@@ -144,7 +153,7 @@ def attention(
         # 0 * NaN is NaN: what lies outside must not meet a weight, or its gradient, of 0.
         k, v = (x.masked_fill(~exists[:, None, :, None], 0.0) for x in (k, v))
     k, v = (rotated(x.to(dtype), hadamard) for x in (k, v))
-    positions = _positions(q_length, kv_length, q_offset, seqused_k, q.device)
+    positions = positions_of(q_length, kv_length, q_offset, seqused_k, q.device)
     keys = torch.arange(kv_length, device=q.device)
     seen = tree_rows(parents, tree_mask) if q_length else None
     if seen is not None:
@@ -154,14 +163,14 @@ def attention(
     def block(rows: slice) -> tuple[Tensor, Tensor]:
         position = positions[:, rows, None]
         if seen is None:
-            visible = _visible(
+            visible = in_window(
                 position, keys, window_size_left, window_size_right, attention_chunk, leftpad_k
             )
         else:
-            shown, ranks = _tree_keys(seen[:, rows], new)
+            shown, ranks = tree_keys(seen[:, rows], new)
             places = torch.minimum(keys - new[:, None].clamp(min=0) + ranks, position)
             limits = (window_size_left, -1, attention_chunk, leftpad_k)
-            visible = shown & _visible(position, places, *limits)
+            visible = shown & in_window(position, places, *limits)
         if exists is not None:
             visible = visible & exists[:, None]
         visible = visible[:, None]
@@ -219,7 +228,7 @@ def scores(
     """
     with torch.no_grad():
         keys = torch.arange(k.shape[2], device=q.device)
-        position = _positions(q.shape[2], k.shape[2], None, None, q.device)[..., None]
+        position = positions_of(q.shape[2], k.shape[2], None, None, q.device)[..., None]
         right = 0 if causal else window_size_right
         return _scores(
             q.float(),
@@ -227,7 +236,7 @@ def scores(
             q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             {name: others[name] for name in _TRANSFORMS if name in others},
             _alibi(alibi_slopes, position, keys, torch.float32),
-            _visible(position, keys, window_size_left, right, attention_chunk, None)[:, None],
+            in_window(position, keys, window_size_left, right, attention_chunk, None)[:, None],
         )
 
 
@@ -295,7 +304,7 @@ def varlen_attention(
             compute_dtype=compute_dtype,
             first_batch=b,
             **{
-                name: _of_sequence(name, value, b, queries, kv_length)
+                name: option_of_sequence(name, value, b, queries, kv_length)
                 for name, value in options.items()
             },
         )
@@ -369,107 +378,6 @@ def _recomputed(block: _Block, rows: slice) -> tuple[Tensor, Tensor]:
     return result
 
 
-def times_listed(
-    indices: Tensor,
-    kv_block_size: int,
-    q_block_size: int,
-    rows: slice,
-    q_length: int,
-    kv_length: int,
-) -> Tensor:
-    """How often each key is in each query's list: (B or 1, Hkv or 1, rows, Lk) int32."""
-    queries = torch.arange(q_length, device=indices.device)[rows]
-    entries = indices[:, :, queries // q_block_size].long()
-    keys = entries[..., None] * kv_block_size + torch.arange(kv_block_size, device=indices.device)
-    # What is behind the last key, or none, is counted there.
-    keys = keys.where(keys >= 0, kv_length).clamp(max=kv_length).flatten(3)
-    times = torch.zeros(*keys.shape[:3], kv_length + 1, dtype=torch.int32, device=indices.device)
-    return times.scatter_add_(3, keys, torch.ones_like(keys, dtype=torch.int32))[..., :kv_length]
-
-
-def _existing_keys(
-    seqused_k: Tensor | None, leftpad_k: Tensor | None, kv_length: int, device: torch.device
-) -> Tensor | None:
-    """Bool (B, Lk), or None if every key exists."""
-    if seqused_k is None and leftpad_k is None:
-        return None
-    key = torch.arange(kv_length, device=device)
-    exists = torch.ones_like(key, dtype=torch.bool)
-    if seqused_k is not None:
-        exists = exists & (key < seqused_k[:, None])
-    if leftpad_k is not None:
-        exists = exists & (key >= leftpad_k[:, None])
-    return exists
-
-
-def _positions(
-    q_length: int,
-    kv_length: int,
-    q_offset: int | None,
-    seqused_k: Tensor | None,
-    device: torch.device,
-) -> Tensor:
-    """The key index of each query: (B or 1, Lq)."""
-    query = torch.arange(q_length, device=device)[None]
-    if q_offset is not None:
-        return query + q_offset
-    if seqused_k is not None:
-        return query + (seqused_k.to(query.dtype)[:, None] - q_length)
-    return query + (kv_length - q_length)
-
-
-def _visible(
-    position: Tensor, keys: Tensor, left: int, right: int, chunk: int, leftpad_k: Tensor | None
-) -> Tensor:
-    """Bool (B or 1, rows, Lk): what windows and chunks let positions (B or 1, rows, 1) see."""
-    visible = torch.ones_like(position - keys, dtype=torch.bool)
-    if left >= 0:
-        visible &= position - keys <= left
-    if right >= 0:
-        visible &= keys - position <= right
-    if chunk > 0:
-        origin = 0 if leftpad_k is None else leftpad_k.to(keys.dtype)[:, None, None]
-        visible = visible & ((keys - origin) // chunk == (position - origin) // chunk)
-    return visible
-
-
-def tree_rows(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None:
-    """Which new tokens each sees: bool (B or 1, L, L), or None without a tree.
-
-    parents: (L,) or (B, L): a token sees itself and what its parent sees, an earlier token; -1 is
-    none. tree_mask: (L, L) or (B, L, L).
-    """
-    if tree_mask is not None:
-        return tree_mask if tree_mask.dim() == 3 else tree_mask[None]
-    if parents is None:
-        return None
-    given = parents.long() if parents.dim() == 2 else parents.long()[None]
-    batch, length = given.shape
-    seen = torch.eye(length, dtype=torch.bool, device=given.device).repeat(batch, 1, 1)
-    for i in range(length):
-        of_parent = seen[torch.arange(batch), given[:, i].clamp(min=0)]
-        seen[:, i] |= of_parent & (given[:, i, None] >= 0)
-    return seen
-
-
-def depths(seen: Tensor) -> Tensor:
-    """How many other tokens each sees before itself: how far it stands behind the first one."""
-    return seen.tril(-1).sum(-1)
-
-
-def _tree_keys(seen: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Of queries and all keys: which a tree shows, and how many new tokens are seen before a key.
-
-    seen: (B or 1, rows, L). new: (B or 1, Lk), the keys counted from the first new one. Both
-    results are (B, rows, Lk).
-    """
-    (batch,), (_, rows, length) = torch.broadcast_shapes(seen.shape[:1], new.shape[:1]), seen.shape
-    before = seen.cumsum(-1) - seen.long()
-    place = new.clamp(0, max(length - 1, 0))[:, None].expand(batch, rows, -1)
-    shown, ranks = (x.expand(batch, rows, length).gather(-1, place) for x in (seen, before))
-    return shown | (new[:, None] < 0), ranks * (new[:, None] >= 0)
-
-
 def _alibi(slopes: Tensor | None, position: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
     """The bias of slopes (H,) or (B, H), broadcastable to (B, H, rows, Lk), for such positions.
 
@@ -485,7 +393,7 @@ def _rows(mask: Tensor, rows: slice, q_length: int) -> Tensor:
     return mask[..., rows, :] if mask.dim() > 1 and mask.shape[-2] == q_length != 1 else mask
 
 
-def _of_sequence(name: str, value: Any, b: int, queries: slice, kv_length: int) -> Any:
+def option_of_sequence(name: str, value: Any, b: int, queries: slice, kv_length: int) -> Any:
     """An option of `varlen_attention` in the form that `attention` takes for sequence b."""
     if not isinstance(value, Tensor):
         return value

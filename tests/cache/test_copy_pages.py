@@ -5,31 +5,29 @@ import torch
 
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.cache.append_check import memory_of, same_memory
+from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.testing import Copy
 
 copy_pages = torch.ops.metal_attn.copy_pages
 explain = torch.ops.metal_attn_explain.copy_pages
 
 
-def random_bytes(count, seed=0):
-    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).byte()
-
-
-def cache_of(shape, dtype=torch.float16, offset=0, seed=0):
+def cache_of(shape, dtype=torch.float16, offset=0):
     """Every byte random, in a storage that has more on both sides."""
     numel = torch.Size(shape).numel()
-    memory = random_bytes((numel + offset + 5) * dtype.itemsize, seed).view(dtype)
-    return memory[offset : offset + numel].view(shape)
+    size = ((numel + offset + 5) * dtype.itemsize,)
+    memory = torch.randint(0, 256, size, generator=torch.Generator().manual_seed(0)).byte()
+    return memory.view(dtype)[offset : offset + numel].view(shape)
 
 
-def check(cache, src, dst, index=torch.int32):
+def check(cache, src, dst):
     after = same_memory(cache)
     for one, other in zip(src, dst, strict=True):
         after[other] = cache[one]
-    src, dst = (torch.tensor(pages).to(index) for pages in (src, dst))
-    assert copy_pages(cache, src, dst) is None
+    assert copy_pages(cache, *(torch.tensor(pages).int() for pages in (src, dst))) is None
     assert torch.equal(memory_of(cache), memory_of(after))
 
 
@@ -38,35 +36,47 @@ def word_of(cache):
     return launch["defines"]["WORD"]
 
 
-DTYPES = [
-    *(torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.bool),
-    *(torch.float64, torch.int64, torch.complex64, torch.float8_e4m3fn),
-]
+PAGES = {"shape": (6, 2, 8, 16), "copies": ((0, 5), (3, 1)), "dtype": "float16"}
+CASES = {
+    "dtypes": [
+        {"dtype": dtype, "index_dtype": index}
+        for dtype in (
+            *("float32", "float16", "bfloat16", "int8", "uint8", "bool", "float64", "int64"),
+            "float8_e4m3fn",
+        )
+        for index in ("int32", "int64")
+    ],
+    "layouts": [
+        {"layout": layout}
+        for layout in (("order 021",), ("order 3012",), ("padded 3",), ("order 10", "padded 8"))
+    ],
+    "odd bytes": [{"shape": (5, 3, 7), "dtype": "uint8", "copies": ((4, 1), (0, 2))}],
+    # More words than a threadgroup copies, and more copies than one.
+    "large pages": [{"shape": (9, 4, 64, 65), "copies": ((0, 1), (2, 3), (4, 5))}],
+    "one source for many": [{"copies": ((2, 0), (2, 5), (2, 3))}],
+    "empty pages": [{"shape": (6, 0, 8), "copies": ((1, 2),)}],
+    "nothing": [{"shape": s, "copies": ()} for s in ((6, 0, 8), (6, 2, 8), (0, 2, 8))],
+}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtypes(dtype, backend):
-    cache = cache_of((6, 2, 8, 16), torch.uint8 if dtype == torch.bool else dtype)
-    if dtype == torch.bool:
-        cache = cache > 100
-    check(cache, [0, 3], [5, 1], torch.int64)
+@pytest.mark.parametrize("subject", CASES)
+def test_values(subject, backend):
+    judge(*(Copy(**PAGES | fields) for fields in CASES[subject]))
 
 
 LAYOUTS = {
-    "heads first": lambda c: c,
-    "rows first": lambda c: c.view(6, 8, 2, 32).transpose(1, 2),
-    "pages innermost": lambda c: c.flatten().view(2, 8, 32, 6).permute(3, 0, 1, 2),
     "half of the pages": lambda c: c[::2],
     "one of two tensors in a page": lambda c: c[:, 1],
     "some rows": lambda c: c[:, :, 1:6],
     "some columns": lambda c: c[..., 3:20],
     "every second column": lambda c: c[..., ::2],
     "numbers": lambda c: c.flatten()[:6],
+    "complex numbers": lambda c: c.view(torch.complex64),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(layout, backend):
+def test_parts_of_a_cache(layout, backend):
     check(LAYOUTS[layout](cache_of((6, 2, 8, 32))), [0], [2])
 
 
@@ -82,31 +92,11 @@ def test_words(offset, columns, word, backend):
     check(cache, [3], [4])
 
 
-def test_a_page_of_odd_bytes(backend):
-    cache = cache_of((5, 3, 7), torch.uint8)
-    assert word_of(cache) == "uchar"
-    check(cache, [4, 0], [1, 2])
-
-
-def test_large_pages(backend):
-    """More words than a threadgroup copies, and more copies than one."""
-    check(cache_of((9, 4, 64, 65)), [0, 2, 4], [1, 3, 5])
-
-
-def test_one_source_for_many(backend):
-    check(cache_of((6, 2, 8, 16)), [2, 2, 2], [0, 5, 3])
-
-
-@pytest.mark.parametrize("shape", [(6, 0, 8), (6, 2, 8), (0, 2, 8), (3,)], ids=str)
-def test_nothing_to_copy(shape, backend):
-    cache = cache_of(shape)
+def test_nothing_launches_nothing():
+    assert word_of(cache_of((5, 3, 7), torch.uint8)) == "uchar"
     with simulate() as run:
-        check(cache, [], [])
+        check(cache_of((3,)), [], [])
     assert run.launches == []
-
-
-def test_empty_pages(backend):
-    check(cache_of((6, 0, 8)), [1], [2])
 
 
 @pytest.mark.parametrize("step", [2, 3])

@@ -1,5 +1,6 @@
 """PagedKVCache and StaticKVCache against dictionaries of lists, whatever is done with them."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -451,6 +452,9 @@ class TestStatic:
         cache.reset([2])
         expected = self.append(cache, [expected[0], expected[1][:2], []], [[4], [5], [6]])
         self.check(cache, expected)
+        with pytest.raises(ValueError, match=r"indices is 3; it must be in 0..2"):
+            cache.reset([0, 3])
+        self.check(cache, expected)
         cache.reset()
         self.check(cache, [[], [], []])
 
@@ -542,6 +546,14 @@ REFUSED = [
         r"token_ids\[0\] is 1; it must be a sequence of ints",
     ),
     (
+        lambda c: c.append(torch.zeros(1, device="meta").int(), some_rows(), some_rows()),
+        "ids is on meta, where tensors have no values",
+    ),
+    (
+        lambda c: c.append([0], some_rows(), some_rows(), rotary_interleaved=torch.zeros(2)),
+        "rotary_interleaved is a Tensor; it must be a bool",
+    ),
+    (
         lambda c: c.append([0], some_rows(), some_rows(), token_ids=1.5),
         "token_ids is 1.5; it must be a row of ints for each sequence",
     ),
@@ -573,8 +585,26 @@ WRONG = {
         r"q has shape \(1, 2, 3, 4\)",
     ),
     "pairs of no table": ({"rotary_interleaved": True}, "rotary_interleaved is True and"),
+    "q that autograd cannot write": (
+        {"q": torch._neg_view(some_rows()), "rotary_cos": TABLE, "rotary_sin": TABLE},
+        "q is a view with its negative bit set",
+    ),
     "another option": ({"leftpad_k": torch.ones(1).int()}, "append has no argument leftpad_k; it"),
 }
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, iter], ids=lambda kind: kind.__name__)
+def test_ids_of_any_kind(kind):
+    cache = make()
+    ids = [cache.allocate(), cache.allocate()]
+    rows = some_rows(batch=2)
+    for layer in range(LAYERS):
+        cache.append(kind(ids), rows, rows, layer, token_ids=[[1, 2, 3]] * 2)
+        cache.reserve(kind(ids), 2, layer)
+        cache.advance(kind(ids), 2, layer)
+    cache.accept(kind(ids), [[1], [0]], [[-1, -1], [-1, 0]])
+    assert cache.seqlens(kind(ids)).tolist() == [4, 4]
+    assert torch.equal(cache.block_table(kind(ids)), cache.block_table(ids))
 
 
 @pytest.mark.parametrize("shared", [False, True])

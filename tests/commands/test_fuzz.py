@@ -342,6 +342,23 @@ FAULTS = {
         lambda c: c.call == "flash_decode" and c.leftpad_k and 4 < min(c.leftpad_k) < c.kv_length,
         OUT,
     ),
+    "q of the first packed sequence": (
+        "flash_decode",
+        "operand.reset(q, params.q_strides, batch, head, sequence.q_start)",
+        "operand.reset(q, params.q_strides, batch, head, 0)",
+        lambda c: isinstance(c, testing.Attention) and len(c.q_lengths) > 1 and shows_most(c),
+        OUT,
+    ),
+    "new rows of the first packed sequence": (
+        *("flash_decode", "inputs.new_k + rows.begin *", "inputs.new_k + 0 *"),
+        lambda c: isinstance(c, testing.Step) and len(c.packed) > 1 and c.call == "decode_step",
+        ("k_cache, bytes that differ",),
+    ),
+    "tree of new rows without its paths": (
+        *("flash_decode", "      own = parent;", "      own = -1;"),
+        lambda c: isinstance(c, testing.Step) and c.tree == "parents" and max(c.pairs)[0] > 4,
+        (*OUT, "k_cache, bytes that differ"),
+    ),
     "sum of one lane": (
         *("softmax", "row_sum = simd_sum(row_sum)", "row_sum = row_sum"),
         lambda c: isinstance(c, testing.Softmax) and c.shape[c.dim] > 32 and c.hidden < 1,

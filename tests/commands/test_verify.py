@@ -119,6 +119,13 @@ FAULTS = {
         "row, ROTARY_FIRST + rotary_partner(own,",
         "row, rotary_partner(own,",
     ),
+    "packed queries": (
+        "flash_decode",
+        "operand.reset(q, params.q_strides, batch, head, sequence.q_start)",
+        "operand.reset(q, params.q_strides, batch, head, 0)",
+    ),
+    "trees of new rows": ("flash_decode", "      own = parent;", "      own = -1;"),
+    "packed new rows": ("flash_decode", "inputs.new_k + rows.begin *", "inputs.new_k + 0 *"),
     "index_scores": ("index_scores", "score < 0.0f ? 0.0f : score", "score"),
     "merge": ("merge", "weight_a * value_a + weight_b", "weight_b * value_a + weight_a"),
 }
@@ -131,6 +138,9 @@ FAMILY_OF = {
     "append": "append_kv",
     "latents": "flash_decode: latents",
     "last columns": "append_kv: latents",
+    "packed queries": "flash_decode: packed queries",
+    "packed new rows": "decode_step: packed rows",
+    "trees of new rows": "decode_step: trees",
 }
 
 

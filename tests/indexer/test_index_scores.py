@@ -6,81 +6,62 @@ import pytest
 import torch
 
 from tests.helpers.cases import each_case
+from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
 from tests.helpers.refused import refused_alike
-from torch_metal_attn.ops.index_scores import index_scores
-from torch_metal_attn.testing.judge import ROUNDING, normal, on
+from torch_metal_attn.testing import IndexScores
+from torch_metal_attn.testing.judge import normal, on
 
 scores = torch.ops.metal_attn.index_scores
 
+HOME = {"batch": 2, "heads": 3, "q_length": 5, "kv_length": 37, "head_dim": 16, "dtype": "float16"}
+LAYOUTS = {"q_layout": ("order 021",), "k_layout": ("order 10", "padded 8")}
+# One query, two and more than a threadgroup has; heads and keys that fill no fragment.
+SIZES = [
+    {"q_length": q_length, "heads": heads, "kv_length": kv_length, "causal": True}
+    for q_length, heads, kv_length in ((1, 8, 65), (2, 3, 31), (7, 17, 33))
+]
+CASES = {
+    "sizes": SIZES,
+    "dtypes": [
+        {"dtype": dtype, "weight_dtype": weights, "head_dim": head_dim}
+        for dtype, weights, head_dim in (
+            ("float32", "float32", 33),
+            ("bfloat16", "float32", 128),
+            ("bfloat16", "bfloat16", 64),
+            ("float16", "float32", 1),
+            ("float32", "float16", 256),
+        )
+    ],
+    "offsets": [
+        {"causal": True, "q_offset": q_offset, "softmax_scale": 0.3}
+        for q_offset in (None, 0, -3, 40)
+    ],
+    # Heads inside rows, rows that are not aligned.
+    "layouts": [LAYOUTS, {"q_layout": ("padded 3",), "k_layout": ("padded 3",)}],
+    "empty": [{name: 0} for name in ("batch", "heads", "q_length", "kv_length")],
+}
 
-def make(
-    batch=2, heads=3, q_length=5, kv_length=37, head_dim=16, dtype=torch.float16, weights=None
-):
+
+def make(batch=2, heads=3, q_length=5, kv_length=37, head_dim=16, dtype=torch.float16):
     q = normal(batch, heads, q_length, head_dim, dtype=dtype)
     k = normal(batch, kv_length, head_dim, seed=1, dtype=dtype)
-    shares = normal(batch, q_length, heads, seed=2, dtype=weights or torch.float32)
-    return q, k, shares.transpose(1, 2)
+    return q, k, normal(batch, q_length, heads, seed=2).transpose(1, 2)
 
 
-def hold(q, k, weights, device, **options):
-    """Within float32's rounding of the largest terms, in float64; the same keys are hidden."""
-    found = scores(*(x.to(device) for x in (q, k, weights)), **options).cpu()
-    exact = index_scores(q.double(), k.double(), weights.double(), **options)
-    assert found.dtype == torch.float32
-    assert torch.equal(found == -math.inf, exact == -math.inf)
-    scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
-    norms = [x.double().norm(dim=-1) for x in (q, k)]
-    terms = torch.einsum("bhq,bhq,bk->bqk", weights.double().abs(), norms[0], norms[1])
-    seen = exact > -math.inf
-    apart = (found.double() - exact)[seen].abs()
-    assert (apart <= 4 * ROUNDING[torch.float32] * abs(scale) * terms[seen]).all()
+@pytest.mark.parametrize("subject", CASES)
+def test_values(subject, device):
+    judge(*(IndexScores(**HOME | fields) for fields in CASES[subject]), device=device)
 
 
-def sizes(device="cpu"):
-    """One query, two and more than a threadgroup has; heads and keys that fill no fragment."""
-    for q_length, heads, kv_length in ((1, 8, 65), (2, 3, 31), (7, 17, 33)):
-        hold(*make(q_length=q_length, heads=heads, kv_length=kv_length), device, causal=True)
+def test_one_key_and_one_batch_for_all(device):
+    q, k, weights = (x.to(device) for x in make())
+    k, weights = k[:, :1].expand(-1, 37, -1), weights[:1].expand(2, -1, -1)
+    assert torch.equal(scores(q, k, weights), scores(q, k.contiguous(), weights.contiguous()))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "weights", "head_dim"),
-    [
-        (torch.float32, torch.float32, 33),
-        (torch.bfloat16, torch.float32, 128),
-        (torch.bfloat16, torch.bfloat16, 64),
-        (torch.float16, torch.float32, 1),
-        (torch.float32, torch.float16, 256),
-    ],
-)
-def test_dtypes(dtype, weights, head_dim, device):
-    hold(*make(dtype=dtype, weights=weights, head_dim=head_dim), device)
-
-
-def test_sizes(device):
-    sizes(device)
-
-
-@pytest.mark.parametrize("q_offset", [None, 0, -3, 40])
-def test_offsets(q_offset, device):
-    hold(*make(), device, causal=True, q_offset=q_offset, softmax_scale=0.3)
-
-
-def test_strides(device):
-    """Heads inside rows, a broadcast key, rows that are not aligned."""
-    q, k, weights = make()
-    q = q.transpose(1, 2).contiguous().transpose(1, 2)
-    k = torch.nn.functional.pad(k, (1, 2))[..., 1:17]
-    hold(q, k[:, :1].expand(-1, 37, -1), weights[:1].expand(2, -1, -1), device)
-    hold(q, k, weights, device)
-
-
-@pytest.mark.parametrize("sizes", [{"batch": 0}, {"heads": 0}, {"q_length": 0}, {"kv_length": 0}])
-def test_empty(sizes, device):
-    q, k, weights = make(**sizes)
-    found = scores(*(x.to(device) for x in (q, k, weights)))
-    assert found.shape == (q.shape[0], q.shape[2], k.shape[1])
-    assert (found == 0).all()
+def sizes():
+    judge(*(IndexScores(**HOME | fields) for fields in SIZES))
 
 
 def nan(device="cpu"):

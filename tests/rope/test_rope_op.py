@@ -3,113 +3,111 @@
 Without an Apple GPU the shader text runs in the simulator, with every check on.
 """
 
-import itertools
 import math
 
 import pytest
 import torch
 
-from tests.rope.rope_check import (
-    check_close,
-    check_rope,
-    make_problem,
-    make_tables,
-    normal,
-    oracle,
-)
+from tests.helpers.judged import judge
+from tests.rope.rope_check import check_close, check_rope, make_problem, oracle
 from torch_metal_attn import rope as rope_functions
 from torch_metal_attn import simulate
+from torch_metal_attn.testing import Rotation, Tables
 from torch_metal_attn.testing.judge import DTYPES, ints, near, worst_of
+from torch_metal_attn.testing.tensors import DTYPES as NAMES
 
 rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 rope_tables = torch.ops.metal_attn.rope_tables
 
-
+HOME = {"batch": 2, "heads": 4, "kv_heads": 2, "length": 9, "head_dim": 16, "columns": 16}
 HEAD_DIMS = [(1, 0), (2, 2), (6, 4), (7, 6), (8, 8), (31, 30), (33, 2), (64, 64), (65, 16)]
 HEAD_DIMS += [(80, 32), (96, 96), (128, 128), (128, 0), (256, 64), (576, 64), (1023, 1022)]
-
-
-@pytest.mark.parametrize(
-    "head_dim, rotary_dim, dtype, interleaved",
-    [
-        (*dims, dtype, (i + j) % 2 == 1)
+PLACES = ("", "offset", "offsets", "positions", "positions of each")
+CASES = {
+    **{
+        f"head dim {dims}": [
+            {"length": 3, "heads": 3, "kv_heads": 1, "head_dim": dims[0], "columns": dims[1]}
+            | {"dtype": dtype, "interleaved": (i + j) % 2 == 1}
+            for j, dtype in enumerate(NAMES)
+        ]
         for i, dims in enumerate(HEAD_DIMS)
-        for j, dtype in enumerate(DTYPES)
+    },
+    "dtypes": [
+        {"dtype": dtype, "table_dtype": table_dtype, "place": "offset"}
+        for dtype in NAMES
+        for table_dtype in NAMES
     ],
-)
-def test_head_dims(head_dim, rotary_dim, dtype, interleaved, device):
-    q, k, cos, sin = make_problem(
-        length=3, head_dim=head_dim, rotary_dim=rotary_dim, dtype=dtype, heads=3, kv_heads=1
-    )
-    check_rope(q, k, cos, sin, interleaved=interleaved, device=device)
+    "lengths": [
+        {"batch": 1, "length": length, "dtype": "float16", "place": "offset"}
+        for length in (1, 7, 31, 33, 65, 1023)
+    ],
+    # q's and k's heads in the same groups of heads a thread, in none and in several.
+    "heads": [
+        {"heads": heads, "kv_heads": kv_heads}
+        for heads, kv_heads in ((1, 1), (4, 4), (9, 3), (16, 1), (1, 5))
+    ],
+    "forms": [
+        {"conjugate": conjugate, "interleaved": interleaved, "columns": columns}
+        for conjugate in (False, True)
+        for interleaved in (False, True)
+        for columns in (0, 16)
+    ],
+    "places": [
+        {"batch": 3, "place": place, "tables_by_sequence": by_sequence}
+        for place in PLACES
+        for by_sequence in (False, True)
+    ],
+    "no k": [{"dtype": "float16", "alone": True}],
+    "layouts": [
+        {"head_dim": 24, "dtype": dtype, "interleaved": interleaved, "layout": layout}
+        for dtype in NAMES
+        for interleaved in (False, True)
+        for layout in (
+            *(("order 021",), ("order 2013", "padded 4"), ("order 3012",), ("padded 4",)),
+            *(("padded 1",), ("padded 2",)),
+        )
+    ],
+    "empty": [
+        {name: 0, "place": place}
+        for name in ("batch", "length", "heads", "kv_heads")
+        for place in PLACES
+    ],
+}
+MORE = {
+    "expanded": [{"layout": (f"repeated {dim}",)} for dim in (0, 1)],
+    "gradients": [{"backward": True, "place": place, "columns": 8} for place in PLACES],
+}
 
 
-def positions_of(kind, batch, length, rows, dtype):
-    generator = torch.Generator().manual_seed(3)
+@pytest.mark.parametrize("subject", CASES)
+def test_values(subject, device):
+    for fields in CASES[subject]:
+        judge(*(Rotation(call, **HOME | fields) for call in ("rope", "rope_")), device=device)
+
+
+@pytest.mark.parametrize("subject", MORE)
+def test_values_that_are_not_in_place(subject, device):
+    judge(*(Rotation(**HOME | fields) for fields in MORE[subject]), device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_positions(dtype, device):
+    """Of any strides."""
+    q, k, cos, sin = make_problem(rows=40)
 
     def random(*shape):
-        return torch.randint(0, rows, shape, generator=generator, dtype=dtype)
+        generator = torch.Generator().manual_seed(3)
+        return torch.randint(0, 40, shape, generator=generator, dtype=dtype)
 
-    return {
-        "L": random(length),
-        "1 L": random(1, length),
-        "B L": random(batch, length),
-        "transposed": random(length, batch).T,
-        "every second": random(batch, 2 * length)[:, ::2],
-        "one for all": random(1, 1).expand(batch, length),
-    }[kind]
+    one_for_all = random(1, 1).expand(2, 9)
+    for positions in (random(9), random(1, 9), random(9, 2).T, random(2, 18)[:, ::2], one_for_all):
+        check_rope(q, k, cos, sin, positions=positions, device=device)
 
 
-KINDS = ("L", "1 L", "B L", "transposed", "every second", "one for all")
-EMPTY = [{"batch": 0}, {"length": 0}, {"heads": 0}, {"kv_heads": 0}, {"heads": 0, "kv_heads": 0}]
-
-
-def values():
-    """The sizes of a problem, and the options of its call."""
-    for dtype, table_dtype in itertools.product(DTYPES, DTYPES):
-        yield {"dtype": dtype, "table_dtype": table_dtype}, {"seqlen_offset": 2}
-    for length in (1, 7, 31, 33, 65, 1023):
-        yield {"batch": 1, "length": length, "dtype": torch.float16}, {"seqlen_offset": 4}
-    # q's and k's heads in the same groups of heads a thread, in none and in several.
-    for heads, kv_heads in ((1, 1), (4, 4), (9, 3), (16, 1), (1, 5)):
-        yield {"heads": heads, "kv_heads": kv_heads}, {}
-    for conjugate, interleaved in itertools.product((False, True), repeat=2):
-        yield {}, {"conjugate": conjugate, "interleaved": interleaved}
-    for kind, dtype in itertools.product(KINDS, (torch.int32, torch.int64)):
-        yield {"rows": 40}, {"positions": positions_of(kind, 2, 9, 40, dtype)}
-    for offsets in (ints(0, 31, 7), ints(5, 5, 0)):
-        yield {"batch": 3, "rows": 40}, {"seqlen_offsets": offsets}
-    strided = ints(9, 0, -1, 0, 3, 0)[::2]
-    yield {"batch": 3, "rows": 40}, {"seqlen_offset": 4, "seqlen_offsets": strided}
-    for sizes in EMPTY:
-        batch, length = sizes.get("batch", 2), sizes.get("length", 9)
-        yield sizes, {}
-        yield sizes, {"positions": torch.arange(length)}
-        yield sizes, {"positions": torch.zeros(batch, length).int()}
-        yield sizes, {"seqlen_offsets": torch.zeros(batch).int()}
-    yield {"length": 0, "rows": 0}, {}
-    for interleaved in (False, True):
-        yield {"rotary_dim": 0}, {"interleaved": interleaved}
-
-
-@pytest.mark.parametrize("sizes, options", [*values()])
-def test_values(sizes, options, device):
-    check_rope(*make_problem(**sizes), device=device, **options)
-
-
-@pytest.mark.parametrize("batch", [1, 2])
-def test_tables_of_each_sequence(batch, device):
-    q, k, _, _ = make_problem()
-    cos, sin = make_tables(30, 16, batch=batch)
-    positions = positions_of("B L", 2, 9, 30, torch.int64)
-    check_rope(q, k, cos, sin, device=device)
-    check_rope(q, k, cos, sin, positions=positions, device=device)
-
-
-def test_no_k(device):
-    q, _, cos, sin = make_problem(dtype=torch.float16)
-    _, nothing = check_rope(q, None, cos, sin, device=device)
-    assert (nothing.dtype, nothing.device.type) == (q.dtype, device.type)
+def test_offsets_of_any_strides(device):
+    offsets = ints(9, 0, -1, 0, 3, 0)[::2]
+    given = make_problem(batch=3, rows=40)
+    check_rope(*given, seqlen_offset=4, seqlen_offsets=offsets, device=device)
 
 
 class TestRowsOutside:
@@ -230,33 +228,20 @@ class TestTables:
 # Kernels of the source documents, by name, at their shapes and through our ops.
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", NAMES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("length", [64, 256])
 def test_apply_rope_qk_inplace(length, head_dim, dtype, device):
-    """q of 8 heads and k of 2, in place, with tables of a whole context; at an offset too."""
-    inv_freq, factor = rope_functions.default(head_dim, 10000.0)
-    cos, sin = rope_functions.tables(inv_freq, 512, attention_factor=factor)
-    for offset in (0, 200):
-        q = normal(1, 8, length, head_dim, dtype=dtype)
-        k = normal(1, 2, length, head_dim, dtype=dtype, seed=1)
-        rotated_q, rotated_k = q.to(device, copy=True), k.to(device, copy=True)
-        rope_(rotated_q, rotated_k, cos.to(device), sin.to(device), seqlen_offset=offset)
-        check_close(rotated_q.cpu(), q, cos, sin, seqlen_offset=offset)
-        check_close(rotated_k.cpu(), k, cos, sin, seqlen_offset=offset)
+    """q of 8 heads and k of 2, in place; at an offset too."""
+    sizes = {"heads": 8, "kv_heads": 2, "length": length, "head_dim": head_dim, "dtype": dtype}
+    judge(
+        *(Rotation("rope_", columns=head_dim, place=x, **sizes) for x in ("", "offset")),
+        device=device,
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("length", [64, 2048])
 def test_precompute_rope_tables(length, head_dim, device):
     """cos and sin of every position below a length, base 10000, against float64."""
-    inv_freq, _ = rope_functions.default(head_dim, 10000.0)
-    cos, sin = rope_functions.tables(inv_freq.to(device), length)
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angles = torch.arange(length, dtype=torch.float64)[:, None] * 10000.0**-exponents
-    assert cos.shape == sin.shape == (length, head_dim // 2)
-    own = torch.arange(length)[:, None] * inv_freq
-    for table, function in ((cos, torch.cos), (sin, torch.sin)):
-        error = worst_of([(function(own), function(angles))])
-        measure = near("table", table, function(angles), error)
-        assert measure.ok, measure
+    judge(Tables(length=length, head_dim=head_dim), device=device)

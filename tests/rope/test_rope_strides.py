@@ -14,22 +14,6 @@ rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 
 
 class TestStrides:
-    @pytest.mark.parametrize("interleaved", [False, True])
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_of_q_and_k(self, layout, dtype, interleaved, device):
-        q, k, cos, sin = make_problem(head_dim=24, rotary_dim=16, dtype=dtype)
-        on_device = [x.to(device) for x in (q, k, cos, sin)]
-        expected = rope(*on_device, interleaved=interleaved)
-        check_close(expected[0].cpu(), q, cos, sin, interleaved=interleaved)
-        views = [LAYOUTS[layout](x) for x in on_device[:2]]
-        results = rope(*views, *on_device[2:], interleaved=interleaved)
-        rope_(*views, *on_device[2:], interleaved=interleaved)
-        for view, result, value in zip(views, results, expected, strict=True):
-            assert torch.equal(result, value)
-            assert torch.equal(view, value)
-            assert result.stride(-1) == 1
-
     @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "columns first"])
     def test_of_the_tables(self, layout, device):
         q, k, _, _ = make_problem()
@@ -38,14 +22,6 @@ class TestStrides:
         results = rope(q.to(device), k.to(device), *views, seqlen_offset=3)
         for x, result in zip((q, k), results, strict=True):
             check_close(result.cpu(), x, cos, sin, seqlen_offset=3)
-
-    def test_expanded(self, device):
-        q, k, cos, sin = (x.to(device) for x in make_problem(batch=1, heads=1, kv_heads=1))
-        wide_q, wide_k = q.expand(3, 4, -1, -1), k.expand(3, 2, -1, -1)
-        wide_cos, wide_sin = (t.expand(3, -1, -1) for t in (cos, sin))
-        expected = rope(q, k, cos, sin)
-        for wide, one in zip(rope(wide_q, wide_k, wide_cos, wide_sin), expected, strict=True):
-            assert torch.equal(wide, one.expand_as(wide))
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_packed_projection_in_place(self, dtype, device):

@@ -1,8 +1,10 @@
 """Tiny models with attn_implementation="metal_attn" against their own eager attention."""
 
 import torch
+from transformers import DataCollatorWithFlattening
 
 from tests.transformers import tiny_models as tiny
+from tests.transformers.tiny_families import FAMILIES
 from torch_metal_attn.integrations.transformers import enable, record_routes
 from torch_metal_attn.simulator import runs
 
@@ -25,6 +27,32 @@ def compare(name, side="none", device=None, model=None, fuse_rope=False, **chang
     with record_routes() as routes:
         actual = tiny.answer(model if device is None else model.to(device), **given)
     return difference(actual, expected, tiny.present(given)), routes
+
+
+def assert_as_near_as_eager(
+    name, side, dtype=torch.float32, autocast=False, fuse_rope=False, **changes
+):
+    """To float32, with weights of the dtype, under autocast to bfloat16 or not."""
+    model, given = tiny.build(name, **changes), tiny.inputs(name, side)
+    if FAMILIES[name].generates:
+        given["use_cache"] = False  # without a cache, which promotes, keys and values differ
+    where = tiny.present(given)
+    exact = tiny.answer(model, **given)
+    model.to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        eager = difference(tiny.answer(model, **given).float(), exact, where)
+        enable(model, fuse_rope=fuse_rope)
+        ours = difference(tiny.answer(model, **given).float(), exact, where)
+    assert ours <= 2 * eager
+
+
+def packed(*lengths):
+    """A row of sequences as the collator makes it, and the sequences."""
+    parts = tiny.tokens(sum(lengths), batch=1).split(lengths, 1)
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
+    batch = collate([{"input_ids": part[0].tolist()} for part in parts])
+    del batch["labels"]
+    return batch, parts
 
 
 def compare_generated(name, side="left", fuse_rope=False, device="cpu", **options):

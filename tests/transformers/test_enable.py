@@ -167,13 +167,6 @@ class TestAttentionFunction:
         assert plain.rows[0].copied == ()
         assert copied.cost.bytes - plain.cost.bytes == 2 * k.numel() * 4
 
-    def test_scaling(self):
-        q = torch.randn(1, 2, 4, 8)
-        for mask in (metal_attention_mask(1, 4, 4), torch.ones(1, 1, 4, 4).bool().tril()):
-            out, _ = metal_attention(torch.nn.Module(), q, q, q, mask, scaling=1.0)
-            expected = attention(q, q, q, softmax_scale=1.0, causal=True, q_offset=0)[0]
-            torch.testing.assert_close(out.transpose(1, 2), expected)
-
     def test_queries_shared_by_the_batch(self):
         q, (k, v) = torch.randn(1, 2, 4, 8), torch.randn(2, 3, 2, 6, 8)
         out, _ = metal_attention(torch.nn.Module(), q, k, v, None, is_causal=False)

@@ -11,7 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
-from transformers import DataCollatorWithFlattening, DynamicCache  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
 
 from tests.transformers import tiny_models as tiny  # noqa: E402
 from tests.transformers.model_check import (  # noqa: E402
@@ -23,6 +23,7 @@ from tests.transformers.model_check import (  # noqa: E402
     difference,
     gradients,
     launches,
+    packed,
 )
 from tests.transformers.tiny_families import CORE, FAMILIES  # noqa: E402
 from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
@@ -100,15 +101,6 @@ class TestForward:
         with pytest.raises(NotImplementedError, match=r"output_attentions=True in .*'eager'"):
             tiny.answer(model, **given, output_attentions=True)
         tiny.answer(model, **given, output_attentions=False)
-
-
-def packed(*lengths):
-    """A row of sequences as the collator makes it, and the sequences."""
-    parts = tiny.tokens(sum(lengths), batch=1).split(lengths, 1)
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
-    batch = collate([{"input_ids": part[0].tolist()} for part in parts])
-    del batch["labels"]
-    return batch, parts
 
 
 class TestPacked:

@@ -1,6 +1,6 @@
 """Masks and caches that few models have, what a token costs, and faults that must be noticed.
 
-Every family in every common way is in test_transformers_families.py. The models are in
+Every family in every common way is in test_families.py. The models are in
 tests/transformers/tiny_models.py, which says why their weights are larger than usual.
 """
 
@@ -48,16 +48,6 @@ class TestMatchesEager:
         assert difference(actual, expected, tiny.present(given)) <= TOLERANCE
         assert routes.dense == routes.kernel
 
-    def test_packed_positions(self):
-        """Positions that start again: each sequence sees only itself."""
-        model = tiny.build("Llama")
-        ids = tiny.tokens(length=10, batch=1)
-        positions = torch.tensor([[*range(6), *range(4)]])
-        parts = [tiny.answer(model, input_ids=part) for part in ids.split([6, 4], 1)]
-        packed = {"input_ids": ids, "position_ids": positions, "use_cache": False}
-        actual = tiny.answer(enable(model), **packed)
-        assert difference(actual, torch.cat(parts, 1)) <= TOLERANCE
-
     @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
     def test_custom_four_dimensional_mask(self, dtype):
         model, ids = tiny.build("Llama"), tiny.tokens()
@@ -85,18 +75,6 @@ class TestMatchesEager:
             parts.append(tiny.answer(model, **part, past_key_values=cache))
             start = end
         assert difference(torch.cat(parts, 1), expected, mask.bool()) <= TOLERANCE
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    def test_half_precision(self, dtype):
-        """As near as eager attention in that dtype is to float32."""
-        for name in ("Gemma2", "T5"):
-            model, given = tiny.build(name), tiny.inputs(name, "left")
-            where = tiny.present(given)
-            exact = tiny.answer(model, **given)
-            model.to(dtype)
-            eager = difference(tiny.answer(model, **given).float(), exact, where)
-            ours = difference(tiny.answer(enable(model), **given).float(), exact, where)
-            assert ours <= 2 * eager
 
 
 class TestGeneration:

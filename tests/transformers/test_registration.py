@@ -13,7 +13,6 @@ transformers = pytest.importorskip("transformers")
 from tests.helpers.forks import run_program  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
 from torch_metal_attn.integrations import imports, registration  # noqa: E402
-from torch_metal_attn.integrations.transformers import record_routes  # noqa: E402
 
 LOADS = """
 from transformers import AutoModelForCausalLM
@@ -77,18 +76,6 @@ class TestRegisters:
         done = run_program(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{TOO_OLD}")
         assert done.stdout == "unharmed\n"
         assert "ImportError: torch_metal_attn.integrations.transformers needs" in done.stderr
-
-    def test_from_pretrained_and_from_config(self, saved):
-        expected = torch.load(saved / "answer.pt")
-        auto, given = transformers.AutoModelForCausalLM, {"attn_implementation": "metal_attn"}
-        model = auto.from_pretrained(saved, **given)
-        fresh = auto.from_config(model.config, **given).eval()
-        fresh.load_state_dict(model.state_dict())
-        for one in (model, fresh):
-            with record_routes() as routes:
-                actual = tiny.answer(one, input_ids=expected["ids"])
-            assert (actual - expected["logits"]).abs().max() <= 1e-5
-            assert sum(routes.kernel.values()) == 2
 
 
 def test_from_pretrained_refuses(tmp_path):

@@ -10,7 +10,11 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments  # noqa: E402
 
 from tests.transformers import tiny_models as tiny  # noqa: E402
-from tests.transformers.model_check import difference, gradients  # noqa: E402
+from tests.transformers.model_check import (  # noqa: E402
+    assert_as_near_as_eager,
+    difference,
+    gradients,
+)
 from tests.transformers.tiny_families import CORE  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     enable,
@@ -21,6 +25,21 @@ from torch_metal_attn.simulator import simulate  # noqa: E402
 
 # With fewer experts a token, one that is nearly a tie goes to another expert by rounding alone.
 EVERY_EXPERT = {"gpt-oss": {"num_experts_per_tok": 4}, "DeepSeek-V3": {"num_experts_per_tok": 4}}
+
+HALVES = (torch.float16, torch.bfloat16)
+PRECISIONS = [
+    (name, dtype, autocast, fuse_rope)
+    for name, dtypes, autocast in (
+        ("Gemma2", HALVES, False),
+        ("Gemma3", HALVES, False),
+        ("Gemma3", (torch.float32,), True),
+        ("Llama", HALVES, False),
+        ("Llama", HALVES, True),
+        ("T5", HALVES, False),
+    )
+    for dtype in dtypes
+    for fuse_rope in ((False,) if name == "T5" else (False, True))
+]
 
 
 class Operands(TorchDispatchMode):
@@ -47,18 +66,16 @@ class TestAutocast:
     @pytest.mark.parametrize("name", CORE)
     def test_forward(self, name):
         """As near to float32 as eager attention is under the same autocast."""
-        model, given = tiny.build(name, **EVERY_EXPERT.get(name, {})), tiny.inputs(name, "right")
-        if CORE[name].generates:
-            given["use_cache"] = False  # without a cache, which promotes, keys and values differ
-        where = tiny.present(given)
-        exact = tiny.answer(model, **given)
-        with bfloat16():
-            eager = difference(tiny.answer(model, **given).float(), exact, where)
-            enable(model)
-            with Operands() as operands:
-                ours = difference(tiny.answer(model, **given).float(), exact, where)
+        with Operands() as operands:
+            assert_as_near_as_eager(name, "right", autocast=True, **EVERY_EXPERT.get(name, {}))
         assert set(operands.dtypes) == {torch.bfloat16}
-        assert ours <= 2 * eager
+
+    @pytest.mark.parametrize("name, dtype, autocast, fuse_rope", PRECISIONS)
+    def test_half_precision(self, name, dtype, autocast, fuse_rope):
+        """Autocast's dtype counts, not the model's, whose rotary tables are in its own."""
+        with Operands() as operands:
+            assert_as_near_as_eager(name, "left", dtype, autocast, fuse_rope)
+        assert set(operands.dtypes) == {torch.bfloat16 if autocast else dtype}
 
     @pytest.mark.parametrize("fuse_rope", [False, True])
     @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
@@ -87,22 +104,6 @@ class TestAutocast:
         assert set(operands.dtypes) == {torch.bfloat16}
         # Tokens may part by rounding: the first of them have seen the same.
         assert difference(ours[:, 0], exact[:, 0]) <= 2 * difference(eager[:, 0], exact[:, 0])
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    @pytest.mark.parametrize("fuse_rope", [False, True])
-    def test_weights_of_another_dtype(self, dtype, fuse_rope):
-        """Autocast's dtype counts, not the model's, whose rotary tables are in its own."""
-        given = tiny.inputs("Llama", "left")
-        where = tiny.present(given)
-        exact = tiny.answer(tiny.build("Llama"), **given)
-        model = tiny.build("Llama").to(dtype)
-        with bfloat16():
-            eager = difference(tiny.answer(model, **given).float(), exact, where)
-            enable(model, fuse_rope=fuse_rope)
-            with Operands() as operands:
-                ours = difference(tiny.answer(model, **given).float(), exact, where)
-        assert set(operands.dtypes) == {torch.bfloat16}
-        assert ours <= 2 * eager
 
     def test_masks_are_rounded_as_torchs(self):
         """The lowest float32 is -inf in bfloat16, so a row of nothing else sees no key."""

@@ -110,6 +110,8 @@ def on_host(name: str, values: Any) -> Any:
     """The numbers of a tensor or NumPy array, for which the host waits; else `values` itself."""
     if isinstance(values, Tensor):
         check_tensor(name, values)
+        if values.is_meta:
+            raise ValueError(f"{name} is on meta, where tensors have no values")
     return values.tolist() if hasattr(values, "tolist") else values
 
 

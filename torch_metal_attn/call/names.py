@@ -92,5 +92,7 @@ class ArgumentNames:
                 if value is None:
                     continue
                 wanted += " or None"
-            found = f"a {type(value).__name__}" if allowed is Tensor else repr(value)
+            # The elements of a tensor may be nowhere.
+            unprinted = allowed is Tensor or isinstance(value, Tensor)
+            found = f"a {type(value).__name__}" if unprinted else repr(value)
             raise TypeError(f"{name} is {found}; it must be {wanted}") from None

@@ -102,7 +102,7 @@ class PagedKVCache:
         rotary_sin, rotary_interleaved and rotary_first_column of `append_kv`.
         """
         self._storage.check_layer(layer)
-        sequences = self._of(ids)
+        ids, sequences = self._of(ids)
         v = self._storage.values_of(k, v)
         length = self._storage.check_new(k, v, len(sequences), rotary)
         tokens = _as_lists(token_ids, [length] * len(ids))
@@ -132,8 +132,9 @@ class PagedKVCache:
         Raises: as `append`.
         """
         self._storage.check_layer(layer)
+        ids, sequences = self._of(ids)
         v = self._storage.values_of(k, v)
-        length = self._storage.check_new(k, v, len(self._of(ids)), ())
+        length = self._storage.check_new(k, v, len(sequences), ())
         tokens = _as_lists(token_ids, [length] * len(ids))
         self._storage.check_scale(options)
         out: Tensor = self._write(ids, layer, length, "decode_step", (q, k, v), options)[0]
@@ -142,7 +143,7 @@ class PagedKVCache:
 
     def _write(
         self,
-        ids: Sequence[int],
+        ids: list[int],
         layer: int,
         length: int,
         op: str,
@@ -151,13 +152,17 @@ class PagedKVCache:
     ) -> Any:
         """Run an op that writes `length` rows of each sequence, in pages of its own."""
         seqlens = self.seqlens(ids, layer)
-        written = [_Rows(s, s.lengths[layer], length) for s in self._of(ids)]
+        written = [_Rows(s, s.lengths[layer], length) for s in self._of(ids)[1]]
         if any(self._reserves(rows) for rows in written):
             # What the op refuses must leave the pages as they are.
             table = self._table_of_any_pages(written)
             self._storage.run(
                 op, layer, new, seqlens, check_only=True, block_table=table, **options
             )
+            if options.get("q") is not None:
+                # Autograd refuses some tensors that are written, also if nothing is written there.
+                nothing = {**options, "q": options["q"][:0], "block_table": table[:0]}
+                self._storage.run(op, layer, tuple(x[:0] for x in new), seqlens[:0], **nothing)
         self._own(written)
         table = self.block_table(ids)
         return self._storage.run(op, layer, new, seqlens, block_table=table, **options)
@@ -169,7 +174,7 @@ class PagedKVCache:
         call `advance`. Raises CacheFull before anything changes.
         """
         self._storage.check_layer(layer)
-        sequences = self._of(ids)
+        ids, sequences = self._of(ids)
         lengths = each(length, len(ids))
         self._own([_Rows(s, s.lengths[layer], n) for s, n in zip(sequences, lengths, strict=True)])
 
@@ -207,7 +212,7 @@ class PagedKVCache:
         Leave out the token_ids of a tree, whose rows do not follow each other; `accept` takes them.
         """
         self._storage.check_layer(layer)
-        sequences = self._of(ids)
+        ids, sequences = self._of(ids)
         lengths = each(length, len(ids))
         tokens = _as_lists(token_ids, lengths)
         for sequence, more in zip(sequences, lengths, strict=True):
@@ -242,7 +247,7 @@ class PagedKVCache:
             length, as before the end of a step. CacheFull: no page is left for the copy of a shared
             one. Nothing is changed then.
         """
-        sequences = self._of(ids)
+        ids, sequences = self._of(ids)
         for id, sequence in zip(ids, sequences, strict=True):
             _check_layers_agree(id, sequence, "accept")
         kept, sizes = checked_paths(paths, parents, [sequence.length for sequence in sequences])
@@ -280,7 +285,7 @@ class PagedKVCache:
 
     def fork(self, id: int) -> int:
         """Create a sequence that shares this one's pages, which are copied before a write."""
-        (sequence,) = self._of([id])
+        ((id,), (sequence,)) = self._of([id])
         _check_layers_agree(id, sequence, "fork")
         pages = sequence.pages[: self._pages_of(sequence.length)]
         for page in pages:
@@ -291,13 +296,13 @@ class PagedKVCache:
 
     def free(self, id: int) -> None:
         """End a sequence. Pages of known tokens stay as prefixes until their space is needed."""
-        (sequence,) = self._of([id])
+        ((id,), (sequence,)) = self._of([id])
         del self._sequences[id]
         self._release(sequence.pages)
 
     def truncate(self, id: int, length: int) -> None:
         """Drop the rows from `length` on, as speculative decoding does with rejected tokens."""
-        (sequence,) = self._of([id])
+        ((id,), (sequence,)) = self._of([id])
         length = whole("length", length)
         if not 0 <= length <= sequence.length:
             raise ValueError(
@@ -348,12 +353,12 @@ class PagedKVCache:
 
     def block_table(self, ids: Sequence[int]) -> Tensor:
         """(B, max_blocks) int32 on the cache's device: each sequence's pages, then zeros."""
-        sequences = self._of(ids)
-        if self._table is None or self._table[0] != list(ids):
+        ids, sequences = self._of(ids)
+        if self._table is None or self._table[0] != ids:
             width = max([1, *(len(sequence.pages) for sequence in sequences)])
             rows = [s.pages + [0] * (width - len(s.pages)) for s in sequences]
             table = self._storage.indices([page for row in rows for page in row])
-            self._table = list(ids), table.view(len(rows), width)
+            self._table = ids, table.view(len(rows), width)
         return self._table[1]
 
     def cascade(
@@ -365,7 +370,7 @@ class PagedKVCache:
         sequence. options: causal, window_size and min_pages of `CascadePlan`.
         """
         self._storage.check_layer(layer)
-        sequences = self._of(ids)
+        _, sequences = self._of(ids)
         width = max([0, *(len(sequence.pages) for sequence in sequences)])
         return CascadePlan(
             [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences],
@@ -379,7 +384,7 @@ class PagedKVCache:
     def seqlens(self, ids: Sequence[int], layer: int = 0) -> Tensor:
         """(B,) int32 on the cache's device: the rows of each sequence in a layer."""
         self._storage.check_layer(layer)
-        return self._storage.indices([sequence.lengths[layer] for sequence in self._of(ids)])
+        return self._storage.indices([sequence.lengths[layer] for sequence in self._of(ids)[1]])
 
     def _place(self, sequence: _Sequence, row: int) -> tuple[int, int]:
         """The page of a row, and which of its rows it is."""
@@ -430,14 +435,15 @@ class PagedKVCache:
         ]
         return self._storage.indices([one for row in table for one in row]).view(len(table), -1)
 
-    def _of(self, ids: Sequence[int]) -> list[_Sequence]:
+    def _of(self, ids: Sequence[int]) -> tuple[list[int], list[_Sequence]]:
+        """The ids as Python ints, and their sequences."""
         ids = integers("ids", ids)
         for id in ids:
             if id not in self._sequences:
                 raise ValueError(f"there is no sequence {id}: it was freed, or never allocated")
         if len(set(ids)) < len(ids):
-            raise ValueError(f"ids are {list(ids)}; each sequence may be there once")
-        return [self._sequences[id] for id in ids]
+            raise ValueError(f"ids are {ids}; each sequence may be there once")
+        return ids, [self._sequences[id] for id in ids]
 
     def _add(self, sequence: _Sequence) -> int:
         id = self._next_id

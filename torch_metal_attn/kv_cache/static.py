@@ -126,7 +126,9 @@ class StaticKVCache:
 
     def reset(self, indices: Sequence[int] | None = None) -> None:
         """Empty these sequences, or all."""
-        for b in range(self.batch_size) if indices is None else integers("indices", indices):
+        chosen = range(self.batch_size) if indices is None else integers("indices", indices)
+        self._check_indices("indices", chosen)
+        for b in chosen:
             self.truncate(b, 0)
 
     def truncate(self, index: int, length: int) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.call.visibility import depths, tree_rows
 from torch_metal_attn.ops import append_kv
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import refuse
@@ -12,7 +13,6 @@ from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.flash_decode import decoded
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult, empty_results
 from torch_metal_attn.ops.layout import empty_like_query
-from torch_metal_attn.reference import depths, tree_rows
 
 _ROTARY = (
     *("rotary_cos", "rotary_sin"),

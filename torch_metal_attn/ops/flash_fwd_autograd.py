@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.call.visibility import times_listed
 from torch_metal_attn.ops import flash_bwd, plain
 from torch_metal_attn.ops.differentiation import (
     apply,
@@ -22,7 +23,6 @@ from torch_metal_attn.ops.differentiation import (
 )
 from torch_metal_attn.ops.fake import NAMESPACES
 from torch_metal_attn.ops.refusals import python_kernel
-from torch_metal_attn.reference import times_listed
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

@@ -71,6 +71,10 @@ def _keys(r: random.Random, case: "Attention", queries: int) -> int:
     return r.randint(1, 300) if case.call in _DECODES and r.random() < 0.5 else _length(r)
 
 
+def _q_lengths(r: random.Random, case: "Attention") -> tuple[int, ...]:
+    return tuple(_queries(r, case) for _ in range(case.batch))
+
+
 def _pairs(r: random.Random, case: "Attention") -> tuple[tuple[int, int], ...]:
     queries = [_queries(r, case) for _ in range(r.choice((1, 1, 2, 3)))]
     return tuple((n, _keys(r, case, n)) for n in queries)
@@ -99,6 +103,14 @@ def _has_lists(case: Any) -> bool:
     return case.listed is not None
 
 
+def _q_block(r: random.Random, case: "Attention") -> int:
+    return 1 if case.q_lengths else r.choice((1, 1, 2, 7))
+
+
+def _list_dims(r: random.Random, case: "Attention") -> str:
+    return "h" if case.q_lengths else r.choice(("bh", "b", "h"))
+
+
 def _tree(r: random.Random, case: "Attention") -> str:
     possible = not _has_lists(case) and not any(case.no_trees().values())
     return r.choice(("parents", "tree_mask")) if possible else ""
@@ -116,13 +128,11 @@ _ROW_LAYOUTS = one_of((), ("padded 3",), ("order 10",), ("order 10", "padded 8")
 
 
 def _operand_layout(
-    is_stored: Callable[["Attention"], Any] = lambda case: False,
+    packed: Callable[["Attention"], Any] = lambda case: case.is_packed and not case.cache,
     when: Callable[["Attention"], Any] = lambda case: True,
 ) -> Any:
     def draw(r: random.Random, case: "Attention") -> tuple[str, ...]:
-        drawn: tuple[str, ...] = (
-            _ROW_LAYOUTS if case.is_packed and not is_stored(case) else _LAYOUTS
-        )(r, case)
+        drawn: tuple[str, ...] = (_ROW_LAYOUTS if packed(case) else _LAYOUTS)(r, case)
         return drawn
 
     return field((), draw, calls=_APART, when=when)
@@ -133,7 +143,8 @@ class Attention(Case):
     """One call of attention with normally distributed queries and keys.
 
     Attributes: packed: the queries and keys of each sequence, for calls with packed sequences; then
-        batch, q_length and kv_length are not used. spare_rows: rows of q, k and v after the last
+        batch, q_length and kv_length are not used. q_lengths: the queries of each sequence where
+        only these are packed; then q_length is not used. spare_rows: packed rows after the last
         sequence. attn_mask, attn_bias: a dtype and the dimensions of (b, h, q, k) in which it is
         not 1, as "bool hqk". alibi_slopes: "h" or "bh". learnable_sink: a dtype. rotary: what is
         rotated: "q", "k" or "qk". cache: "", "paged" or "indexed"; format: "" or the format of a
@@ -160,13 +171,16 @@ class Attention(Case):
             else r.choice((1, 1, 1, 2, 3, 8 // case.kv_heads)) * case.kv_heads
         ),
     )
-    q_length: int = field(1, _queries, calls=_DENSE, varied=True)
+    q_lengths: tuple[int, ...] = field((), _q_lengths, share=0.25, calls=_DECODES, varied=True)
+    q_length: int = field(1, _queries, calls=_DENSE, when=lambda c: not c.q_lengths, varied=True)
     kv_length: int = field(1, lambda r, c: _keys(r, c, c.q_length), calls=_DENSE, varied=True)
     values_in_keys: bool = field(False, chance(0.1), calls=_DECODES)
     head_dim: int = field(8, _head_dim)
     v_head_dim: int = field(8, _v_head_dim)
     packed: tuple[tuple[int, int], ...] = field((), _pairs, calls=_PACKED, varied=True)
-    spare_rows: int = field(0, one_of(0, 0, 3), calls=_PACKED)
+    spare_rows: int = field(
+        0, one_of(0, 0, 3), calls=(*_PACKED, *_DECODES), when=lambda case: case.packs_queries
+    )
     softmax_scale: float | None = field(None, one_of(None, None, 0.3, 1.0, 0.0, -0.2))
     causal: bool = field(False, chance(0.5))
     causal_bias: str = field("", one_of("upper_left", "lower_right"), share=0.2, calls=(_SDPA,))
@@ -229,10 +243,12 @@ class Attention(Case):
     kv_block_size: int = field(
         1, one_of(1, 1, 1, 5, 8, 32, 128), calls=("flash_decode",), when=_has_lists
     )
-    q_block_size: int = field(1, one_of(1, 1, 2, 7), calls=("flash_decode",), when=_has_lists)
-    list_dims: str = field("", one_of("bh", "b", "h"), calls=("flash_decode",), when=_has_lists)
+    q_block_size: int = field(1, _q_block, calls=("flash_decode",), when=_has_lists)
+    list_dims: str = field("", _list_dims, calls=("flash_decode",), when=_has_lists)
     tree: str = field("", _tree, share=0.3, calls=_DECODES)
-    tree_by_sequence: bool = field(False, chance(0.5), calls=_DECODES, when=lambda c: c.tree)
+    tree_by_sequence: bool = field(
+        False, chance(0.5), calls=_DECODES, when=lambda case: case.tree and not case.q_lengths
+    )
     backward: bool = field(
         False,
         lambda r, case: "bwd" in case.call or r.random() < (0.5 if case.differentiable else 0.1),
@@ -253,11 +269,9 @@ class Attention(Case):
         when=lambda case: not case.backward,
         varied=True,
     )
-    q_layout: tuple[str, ...] = _operand_layout()
-    k_layout: tuple[str, ...] = _operand_layout(lambda case: case.cache)
-    v_layout: tuple[str, ...] = _operand_layout(
-        lambda case: case.cache, when=lambda case: not case.values_in_keys
-    )
+    q_layout: tuple[str, ...] = _operand_layout(lambda case: case.packs_queries)
+    k_layout: tuple[str, ...] = _operand_layout()
+    v_layout: tuple[str, ...] = _operand_layout(when=lambda case: not case.values_in_keys)
     mask_layout: tuple[str, ...] = layout(
         *(("padded 3",), ("order 0132",), ("order 3210", "padded 1")),
         calls=(*OPS, _SDPA),
@@ -266,7 +280,9 @@ class Attention(Case):
 
     ALSO_RAISES: ClassVar[dict[str, tuple[type[Exception], ...]]] = {_SDPA: (RuntimeError,)}
     UNREAD_ON_MPS: ClassVar[tuple[str, ...]] = ("lengths", "a tree of more tokens than keys")
-    OF_SEQUENCES: ClassVar[tuple[str, ...]] = ("batch", "packed", "seqused_k", "leftpad_k")
+    OF_SEQUENCES: ClassVar[tuple[str, ...]] = (
+        *("batch", "packed", "q_lengths", "seqused_k", "leftpad_k"),
+    )
     SIZES: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("heads", "kv_heads"),
         ("head_dim", "v_head_dim", "rotary_columns"),
@@ -280,6 +296,11 @@ class Attention(Case):
         return self.call in _PACKED
 
     @property
+    def packs_queries(self) -> bool:
+        """Whether queries are packed, those of packed sequences or these alone."""
+        return self.is_packed or bool(self.q_lengths)
+
+    @property
     def in_one_tensor(self) -> bool:
         """Whether the call takes k and v, or q too, in one tensor."""
         return self.call not in _APART
@@ -287,7 +308,9 @@ class Attention(Case):
     @property
     def sequences(self) -> tuple[tuple[int, int], ...]:
         """The number of queries and keys of each sequence."""
-        return self.packed if self.is_packed else ((self.q_length, self.kv_length),) * self.batch
+        if self.is_packed:
+            return self.packed
+        return tuple((n, self.kv_length) for n in self.q_lengths or (self.q_length,) * self.batch)
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -299,7 +322,8 @@ class Attention(Case):
     def differentiable(self) -> bool:
         """Whether the call has gradients; if not, `backward` raises."""
         cached = self.cache or self.format or self.cache_dtype
-        return not cached and (self.call not in _DECODES or self.listed is not None)
+        listed = self.listed is not None and not self.q_lengths
+        return not cached and (self.call not in _DECODES or listed)
 
     def conflicts(self) -> dict[str, Any]:
         layouts = (*self.q_layout, *self.k_layout, *self.v_layout)
@@ -315,6 +339,8 @@ class Attention(Case):
                 lengths is not None and len(lengths) != len(self.sequences)
                 for lengths in (self.seqused_k, self.leftpad_k)
             ),
+            "a sequence has packed queries": self.q_lengths and len(self.q_lengths) != self.batch,
+            "packed queries are of one batch of lists": self.q_lengths and "b" in self.list_dims,
             "there is a KV head for some heads": 0 < self.heads
             and not 1 <= self.kv_heads <= self.heads,
             "a page has rows": self.page < 1,
@@ -369,9 +395,10 @@ class Attention(Case):
         return {
             "a tree of queries at an offset": self.q_offset is not None,
             "slopes with a tree": self.alibi_slopes,
-            "a tree of too many tokens": self.q_length > 64,
+            "a tree of too many tokens": self.longest[0] > 64,
             "a tree of more tokens than keys": any(
-                end - pad < self.q_length for end, pad in zip(ends, pads, strict=False)
+                end - pad < queries
+                for (queries, _), end, pad in zip(self.sequences, ends, pads, strict=False)
             ),
         }
 
@@ -400,7 +427,8 @@ class Attention(Case):
             "lists of keys with a tree": self.listed is not None and self.tree,
             **(self.no_trees() if self.tree else {}),
             "blocks of keys or of queries": not 1 <= self.kv_block_size <= 128
-            or self.q_block_size < 1,
+            or self.q_block_size < 1
+            or (self.q_lengths and self.q_block_size > 1),
             "a rotation of keys in a decode": self.call == "flash_decode" and "k" in self.rotary,
             "a mask with is_causal": self.call == _SDPA
             and self.causal

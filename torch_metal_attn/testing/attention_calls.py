@@ -46,7 +46,8 @@ def call_of(case: Attention, problem: Problem, memory: Memory) -> Call:
     """The function, which returns out and the log-sum-exp or None, and its arguments."""
     given = problem.options | problem.where
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    given |= zip(names, problem.packing, strict=False)
+    packing = zip(names, problem.packing, strict=False)
+    given |= {name: x for name, x in packing if x is not None}
     if case.num_splits:
         given["num_splits"] = case.num_splits
     if case.call in OPS:
@@ -71,7 +72,7 @@ def call_of(case: Attention, problem: Problem, memory: Memory) -> Call:
     def run(**given: Any) -> tuple[Tensor, Tensor | None]:
         torch.manual_seed(case.seed)
         out, *others = found if isinstance(found := function(**given), tuple) else (found,)
-        is_transposed = "flash_attn" in case.call and not case.is_packed
+        is_transposed = "flash_attn" in case.call and not case.packs_queries
         return out.transpose(1, 2) if is_transposed else out, others[0] if others else None
 
     return run, arguments

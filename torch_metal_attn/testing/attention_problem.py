@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.call.visibility import tree_rows
 from torch_metal_attn.quantisation import dequantise, quantise, sizes
-from torch_metal_attn.reference import tree_rows
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.judge import ints, normal
 from torch_metal_attn.testing.tensors import dtype_of, expanded, numbers, wrong_rotation
@@ -20,7 +20,8 @@ class Problem:
 
     Attributes: q, k, v: (B, H, L, D), or (T, H, D) for packed sequences; k and v in the form of the
         reference: without a cache, dequantised, and in the dtype of q. packing: cu_seqlens_q,
-        cu_seqlens_k and the longest lengths, or empty. options: the ops' options, without those of
+        cu_seqlens_k and the longest lengths, or empty. Where only queries are packed, it is
+        cu_seqlens_q, None and their longest length. options: the ops' options, without those of
         caches. stored: k and v as the op takes them. where: the options that say where and how they
         are stored. dout, dlse: gradients of the results. poisoned_v: the element of v that is NaN
         or infinite, as (batch or row, head, key, column); None if there is none.
@@ -45,16 +46,12 @@ def build(case: Attention) -> Problem:
     lengths = [k for _, k in case.sequences]
     longest = case.longest[1] if case.is_packed else case.kv_length
     rows = -(-longest // case.page) * case.page if case.cache == "paged" else longest
-    if case.is_packed:
-        q_rows = sum(q for q, _ in case.sequences) + case.spare_rows
-        k_rows = sum(lengths) + case.spare_rows
-        q_shape: tuple[int, ...] = (q_rows, case.heads)
-        kv_shape: tuple[int, ...] = (k_rows, case.kv_heads)
-        if case.cache:
-            kv_shape = (batch, case.kv_heads, rows)
-    else:
-        q_shape = (batch, case.heads, case.q_length)
-        kv_shape = (batch, case.kv_heads, rows)
+    q_shape: tuple[int, ...] = (batch, case.heads, case.q_length)
+    kv_shape: tuple[int, ...] = (batch, case.kv_heads, rows)
+    if case.packs_queries:
+        q_shape = (sum(q for q, _ in case.sequences) + case.spare_rows, case.heads)
+    if case.is_packed and not case.cache:
+        kv_shape = (sum(lengths) + case.spare_rows, case.kv_heads)
 
     def made(*shape: int, seed: int, dtype: torch.dtype, values: bool = False) -> Tensor:
         return numbers(*shape, kind=case.values, seed=case.seed + seed, dtype=dtype, values=values)
@@ -87,15 +84,22 @@ def build(case: Attention) -> Problem:
         options["seqused_k"] = ints(*lengths)
     packing: tuple[Any, ...] = ()
     if case.is_packed:
-        ends = [torch.tensor([0, *n]).cumsum(0).int() for n in zip(*case.sequences, strict=True)]
+        ends = [ends_of(lengths) for lengths in zip(*case.sequences, strict=True)]
         packing = (*ends, *case.longest)
+    elif case.q_lengths:
+        packing = (ends_of(case.q_lengths), None, case.longest[0])
     dout = dlse = None
     if case.backward:
         dout = normal(*q.shape[:-1], case.v_head_dim, seed=case.seed + 8).to(dtype)
     if case.through_lse:
-        rows_of_lse = (case.heads, len(q)) if case.is_packed else q.shape[:3]
+        rows_of_lse = (case.heads, len(q)) if case.packs_queries else q.shape[:3]
         dlse = normal(*rows_of_lse, seed=case.seed + 9)
     return Problem(q, exact_k, exact_v, packing, options, kept, where, dout, dlse, poisoned_v)
+
+
+def ends_of(lengths: tuple[int, ...]) -> Tensor:
+    """cu_seqlens of packed sequences."""
+    return torch.tensor([0, *lengths]).cumsum(0).int()
 
 
 # Options of the ops whose values are the case's.
@@ -112,7 +116,7 @@ def options_of(case: Attention, batch: int, longest: int, rows: int) -> dict[str
         given = getattr(case, name)
         if given is not None:
             options[name] = ints(*given)
-    longest_q = case.longest[0] if case.is_packed else case.q_length
+    longest_q = case.longest[0] if case.packs_queries else case.q_length
     # A cache in pages has as many keys as its table has room for.
     keys = rows if case.cache and not case.is_packed else longest
     whole = {"b": batch, "h": case.heads, "q": longest_q, "k": keys}
@@ -139,11 +143,7 @@ def options_of(case: Attention, batch: int, longest: int, rows: int) -> dict[str
     if case.listed is not None:
         options |= _lists(case, batch, keys)
     if case.tree:
-        trees = batch if case.tree_by_sequence else 1
-        parents = random_trees(trees, case.q_length, case.seed + 15)
-        tree = parents if case.tree == "parents" else tree_rows(parents, None)
-        assert tree is not None
-        options[case.tree] = tree if case.tree_by_sequence else tree[0]
+        options[case.tree] = _trees(case)
     if case.dropout_p:
         options["dropout_p"] = case.dropout_p
         # As the functions draw it.
@@ -152,10 +152,29 @@ def options_of(case: Attention, batch: int, longest: int, rows: int) -> dict[str
     return options
 
 
-def random_trees(count: int, tokens: int, seed: int) -> Tensor:
-    """(count, tokens) int32: of each token any earlier one, or -1 as of a root."""
-    chosen = torch.rand(count, tokens, generator=torch.Generator().manual_seed(seed))
+def parents_of(case: Attention) -> Tensor:
+    """(sequences or 1, tokens) int32: of each token any earlier one, or -1 as of a root."""
+    own = case.tree_by_sequence or case.q_lengths
+    count, tokens = (len(case.sequences), case.longest[0]) if own else (1, case.q_length)
+    chosen = torch.rand(count, tokens, generator=torch.Generator().manual_seed(case.seed + 15))
     return (chosen * torch.arange(1, tokens + 1)).int() - 1
+
+
+def _trees(case: Attention) -> Tensor:
+    """`parents` or `tree_mask`."""
+    parents = parents_of(case)
+    tree = parents if case.tree == "parents" else tree_rows(parents, None)
+    assert tree is not None
+    if not case.q_lengths:
+        return tree if case.tree_by_sequence else tree[0]
+    # Spare rows, and columns that a sequence has no tokens for, hold nothing that is right.
+    rows = sum(case.q_lengths) + case.spare_rows
+    packed = tree.new_full((rows, *tree.shape[2:]), -9)
+    ends = ends_of(case.q_lengths).tolist()
+    for b, length in enumerate(case.q_lengths):
+        own_rows = packed[ends[b] : ends[b + 1]]
+        own_rows[..., :length] = tree[b][(slice(length),) * (tree.dim() - 1)]
+    return packed
 
 
 def _lists(case: Attention, batch: int, keys: int) -> dict[str, Any]:
@@ -163,7 +182,9 @@ def _lists(case: Attention, batch: int, keys: int) -> dict[str, Any]:
     sizes = (
         batch if "b" in case.list_dims else 1,
         case.kv_heads if "h" in case.list_dims else 1,
-        -(-case.q_length // max(case.q_block_size, 1)),
+        sum(case.q_lengths) + case.spare_rows
+        if case.q_lengths
+        else -(-case.q_length // max(case.q_block_size, 1)),
         case.listed or 0,
     )
     generator = torch.Generator().manual_seed(case.seed + 14)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.reference import attention, varlen_attention
+from torch_metal_attn.reference import attention, option_of_sequence, varlen_attention
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.attention_calls import call_of
 from torch_metal_attn.testing.attention_problem import Problem, build
@@ -80,7 +80,7 @@ def _by_autograd(
         wanted.append(given["dlse"])
     grads = torch.autograd.grad(results, list(leaves.values()), wanted)
     named = dict(zip(leaves, grads, strict=True))
-    transposed = "flash_attn" in case.call and not case.is_packed
+    transposed = "flash_attn" in case.call and not case.packs_queries
     for together in ("qkv", "kv"):
         if together in named:
             named |= dict(zip(together, named.pop(together).unbind(-3), strict=True))
@@ -234,28 +234,28 @@ def _alone(
 ) -> list[tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, dict[str, Any]]]:
     """The arguments for torch's own attention: operands (B, H, L, D), gradient and options.
 
-    Packed sequences give one call each, without options that are tensors, except rotations.
+    Packed sequences give one call each, without dropout.
     """
     if not problem.packing:
         return [((problem.q, problem.k, problem.v), problem.dout, problem.options)]
-    numbers = {n: x for n, x in problem.options.items() if not isinstance(x, Tensor)}
-    numbers = {n: x for n, x in numbers.items() if n != "dropout_p"}
+    given = {n: x for n, x in problem.options.items() if n not in ("dropout_p", "rng_state")}
+    ends_q, ends_k = (None if x is None else x.tolist() for x in problem.packing[:2])
     asked = []
-    ends_q, ends_k = (x.tolist() for x in problem.packing[:2])
     for b, (q_length, kv_length) in enumerate(case.sequences):
         if q_length and kv_length:
-            options = dict(numbers)
-            for name, table in problem.options.items():
-                if "rotary" in name and isinstance(table, Tensor):
-                    options[name] = table[b] if table.dim() == 3 else table
+            rows = slice(ends_q[b], ends_q[b + 1])
             q, dout = (
-                None if x is None else x[None, ends_q[b] : ends_q[b + 1]].transpose(1, 2)
+                None if x is None else x[None, rows].transpose(1, 2)
                 for x in (problem.q, problem.dout)
             )
             k, v = (
-                x[None, ends_k[b] : ends_k[b + 1]].transpose(1, 2) for x in (problem.k, problem.v)
+                x[b : b + 1]
+                if ends_k is None
+                else x[None, ends_k[b] : ends_k[b + 1]].transpose(1, 2)
+                for x in (problem.k, problem.v)
             )
             assert q is not None
+            options = {n: option_of_sequence(n, x, b, rows, k.shape[2]) for n, x in given.items()}
             asked.append(((q, k, v), dout, options))
     return asked
 

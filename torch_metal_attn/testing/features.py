@@ -79,5 +79,7 @@ def attention(
     given = {"k_layout": words, "strict": True, **_stored(cache)} | given
     if given.get("packed"):
         given |= dict.fromkeys(("batch", "q_length", "kv_length"), 1)
+    if given.get("q_lengths"):
+        given |= {"batch": len(given["q_lengths"]), "q_length": 1}
     sizes = Attention(**given)
     return Attention(**(given | FEATURES[feature](sizes)))

@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.quantisation import FORMATS
+from torch_metal_attn.reference import depths, tree_rows
 from torch_metal_attn.testing import attention_run, spoiling
 from torch_metal_attn.testing.attention import Attention
-from torch_metal_attn.testing.attention_problem import Problem, options_of, stored, within_keys
+from torch_metal_attn.testing.attention_problem import (
+    Problem,
+    ends_of,
+    options_of,
+    parents_of,
+    stored,
+    within_keys,
+)
 from torch_metal_attn.testing.case import Case, Prepared, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.judge import Measure, ints, normal, on, same_bits
 from torch_metal_attn.testing.tensors import (
@@ -30,7 +38,7 @@ _OPS, _FUNCTION = ("append_kv", "decode_step"), "flash_attn_with_kvcache"
 _ATTENDING = ("decode_step", _FUNCTION)
 # The options of attention that the cases have.
 _OPTIONS = ("causal", "window_size_left", "softcap", "learnable_sink")
-_TENSORS = ("leftpad_k", "learnable_sink")
+_TENSORS = ("leftpad_k", "learnable_sink", "parents", "tree_mask")
 
 
 def _layout() -> Any:
@@ -52,9 +60,19 @@ def _most_rotated(case: "Step") -> int:
     return case.head_dim - case.v_head_dim if case.values_in_keys else case.head_dim
 
 
+def _packed(r: random.Random, case: "Step") -> tuple[tuple[int, int], ...]:
+    rows = [r.choice((0, 1, 1, 2, 5, 9, 20)) for _ in range(r.choice((1, 2, 3)))]
+    return tuple((r.choice((n, n, r.randint(0, n))), n) for n in rows)
+
+
 def _lengths(r: random.Random, case: "Step") -> tuple[int, ...]:
-    most = max(case.capacity - case.length, 0)
-    return tuple(r.randint(0, most) for _ in range(r.choice((1, 2, 3))))
+    new = [n for _, n in case.packed] or [case.length] * r.choice((1, 2, 3))
+    return tuple(r.randint(0, max(case.capacity - n, 0)) for n in new)
+
+
+def _tree(r: random.Random, case: "Step") -> str:
+    each_has_a_query = all(queries == new for queries, new in case.pairs)
+    return r.choice(("parents", "tree_mask")) if each_has_a_query else ""
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,8 @@ class Step(Case):
     """New rows for a cache, and attention to it.
 
     Attributes: lengths: the rows that each sequence has before the call. length: the number of new
-        rows. capacity: rows of each sequence, a multiple of page if the cache is paged.
+        rows. packed: the queries and new rows of each sequence, packed; then q_length and length
+        are not used. capacity: rows of each sequence, a multiple of page if the cache is paged.
         rotary_columns: 0 for no rotation. rotary_last: of the last columns. by_token: rotate each
         query by its own row. backward: the new rows and the queries require grad, and `backward`
         must raise. values_in_keys: v and v_cache are the first columns of k and k_cache, which no
@@ -77,7 +96,10 @@ class Step(Case):
     v_head_dim: int = field(8, _v_head_dim)
     cache: str = field("", one_of("", "paged", "paged", "indexed"))
     page: int = field(16, one_of(1, 3, 5, 8, 16, 24), when=lambda case: case.cache)
-    length: int = field(1, one_of(1, 1, 1, 2, 5, 9, 20))
+    packed: tuple[tuple[int, int], ...] = field(
+        (), _packed, share=0.25, calls=_ATTENDING, varied=True
+    )
+    length: int = field(1, one_of(1, 1, 1, 2, 5, 9, 20), when=lambda case: not case.packed)
     capacity: int = field(64, lambda r, case: -(-r.choice((24, 64, 160)) // case.page) * case.page)
     lengths: tuple[int, ...] = field((0,), _lengths, varied=True)
     leftpad_k: tuple[int, ...] | None = field(
@@ -112,7 +134,16 @@ class Step(Case):
         calls=_OPS,
         when=lambda case: case.rotary_columns,
     )
-    q_length: int = field(1, lambda r, c: r.choice((*[c.length] * 3, 1, 17)), calls=_ATTENDING)
+    q_length: int = field(
+        1,
+        lambda r, case: r.choice((*[case.length] * 3, 1, 17)),
+        calls=_ATTENDING,
+        when=lambda case: not case.packed,
+    )
+    tree: str = field("", _tree, share=0.4, calls=_ATTENDING)
+    tree_by_sequence: bool = field(
+        False, chance(0.5), calls=_ATTENDING, when=lambda case: case.tree and not case.packed
+    )
     causal: bool = field(False, chance(0.6), calls=_ATTENDING)
     window_size_left: int = field(-1, one_of(-1, -1, 5, 40), calls=_ATTENDING)
     softcap: float = field(0.0, one_of(0.0, 0.0, 20.0), calls=_ATTENDING)
@@ -122,8 +153,8 @@ class Step(Case):
     by_token: bool = field(
         True,
         lambda r, case: (
-            case.causal or case.window_size_left >= 0
-            if case.call == _FUNCTION
+            case.tree != "" or case.causal or case.window_size_left >= 0
+            if case.call == _FUNCTION or case.tree
             else not case.rotary_columns or r.random() < 0.7
         ),
     )
@@ -133,22 +164,33 @@ class Step(Case):
     cache_layout: tuple[str, ...] = _layout()
 
     UNREAD_ON_MPS: ClassVar[tuple[str, ...]] = ("a length without room for the new rows",)
-    OF_SEQUENCES: ClassVar[tuple[str, ...]] = ("lengths", "leftpad_k")
+    OF_SEQUENCES: ClassVar[tuple[str, ...]] = ("packed", "lengths", "leftpad_k")
     SIZES: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("heads", "kv_heads"),
         ("head_dim", "v_head_dim", "rotary_columns"),
         ("q_length", "length"),
     )
 
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """The number of queries and new rows of each sequence."""
+        return self.packed or ((self.q_length, self.length),) * len(self.lengths)
+
+    @property
+    def lengths_after(self) -> tuple[int, ...]:
+        return tuple(n + new for n, (_, new) in zip(self.lengths, self.pairs, strict=False))
+
     def ways(self) -> tuple[str, ...]:
         tensors = ("k", "v", "k_cache", "v_cache")
         return spoiling.ways(tensors, ("k", "v")) if self.head_dim > 1 else ()
 
     def conflicts(self) -> dict[str, Any]:
-        by_token = self.causal or self.window_size_left >= 0
+        by_token = self.tree != "" or self.causal or self.window_size_left >= 0
         pads = self.lengths if self.leftpad_k is None else self.leftpad_k
         return {
-            "there is one length for each sequence": len(pads) != len(self.lengths),
+            "there is one length for each sequence": len(pads) != len(self.lengths)
+            or len(self.pairs) != len(self.lengths),
+            "tokens of a tree are rotated by their depth": self.tree and not self.by_token,
             "a padding ends before the new rows": any(
                 pad > n for pad, n in zip(pads, self.lengths, strict=False)
             ),
@@ -159,7 +201,7 @@ class Step(Case):
             and not self.by_token,
             "queries before the first row of the tables": self.rotary_columns
             and self.by_token
-            and self.q_length > self.length,
+            and any(queries > new for queries, new in self.pairs),
             "values are columns of the keys": self.values_in_keys
             and self.v_head_dim > self.head_dim,
             **partial_groups(self),
@@ -171,9 +213,11 @@ class Step(Case):
 
     def illegal(self) -> dict[str, Any]:
         return {
-            "a length without room for the new rows": any(
-                not 0 <= n <= self.capacity - self.length for n in self.lengths
-            ),
+            "a length without room for the new rows": min(self.lengths, default=0) < 0
+            or any(n > self.capacity for n in self.lengths_after),
+            "no packed rows": self.packed and not all(map(sum, zip(*self.packed, strict=True))),
+            "a tree of other tokens than the new rows": self.tree
+            and any(queries != new for queries, new in self.pairs),
             "rotated columns": self.rotary_columns > self.head_dim,
             "rotated values": self.values_in_keys
             and self.rotary_columns
@@ -188,6 +232,8 @@ class Step(Case):
             {"rotary_columns": self.head_dim + 2 + self.head_dim % 2},
             {"rotary_last": False},
             {"hadamard": 48},
+            {"tree": "parents", "q_length": self.length + 1},
+            {"packed": ((0, 1),) * len(self.lengths)},
         ]
 
     @property
@@ -200,10 +246,13 @@ class Step(Case):
             heads=self.heads,
             kv_heads=self.kv_heads,
             q_length=self.q_length,
+            q_lengths=tuple(queries for queries, _ in self.packed),
+            tree=self.tree,
+            tree_by_sequence=self.tree_by_sequence,
             kv_length=self.capacity,
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
-            seqused_k=tuple(n + self.length for n in self.lengths),
+            seqused_k=self.lengths_after,
             leftpad_k=self.leftpad_k,
             format=self.format,
             v_format=self.v_format,
@@ -223,9 +272,10 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         seed += case.seed
         return numbers(*shape, kind=case.values, seed=seed, dtype=dtype, values=values)
 
+    most_queries, most_new = (max(counts) for counts in zip(*case.pairs, strict=True))
     new = [
-        made(batch, case.kv_heads, case.length, case.head_dim, seed=1),
-        made(batch, case.kv_heads, case.length, case.v_head_dim, seed=2, values=True),
+        made(batch, case.kv_heads, most_new, case.head_dim, seed=1),
+        made(batch, case.kv_heads, most_new, case.v_head_dim, seed=2, values=True),
     ]
     cache_dtype = dtype_of(case.cache_dtype or case.dtype)
     old = [
@@ -236,26 +286,36 @@ def prepare(case: Step, device: torch.device) -> Prepared:
     ]
     if case.values_in_keys:
         new[1], old[1] = (x[..., : case.v_head_dim] for x in (new[0], old[0]))
-    q = made(batch, case.heads, case.q_length, case.head_dim, seed=7)
+    q = made(batch, case.heads, most_queries, case.head_dim, seed=7)
     tables: dict[str, Tensor] = {}
     if case.rotary_columns:
         angles = 3 * normal(case.capacity, case.rotary_columns // 2, seed=case.seed + 5)
         tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
     options = options_of(attention, batch, case.capacity, case.capacity)
     caches = _caches(case, old)
+    packing: dict[str, Any] = {}
+    if case.packed:
+        ends_q, ends_k = (ends_of(counts) for counts in zip(*case.packed, strict=True))
+        packing = {"cu_seqlens_q": ends_q, "max_seqlen_q": most_queries}
 
-    placed = {n: memory.place(n, x, case.layout) for n, x in zip("kv", new, strict=True)}
+    words = tuple(w.replace("021", "10") for w in case.layout) if case.packed else case.layout
+    rows = {n: _as_given(case, x, 1) for n, x in zip("kv", new, strict=True)}
+    placed = {n: memory.place(n, x, words) for n, x in rows.items()}
     for name, x in caches.items():
         placed[name] = memory.place(name, x, case.cache_layout if x.dim() == 4 else ())
     given: dict[str, Tensor] = {n: options[n] for n in _TENSORS if n in options}
     given |= tables | {"cache_seqlens": ints(*case.lengths)}
+    if case.packed:
+        given["cu_seqlens_q"] = ends_q
+        if any(queries != new for queries, new in case.packed):
+            given["cu_seqlens_k_new"] = ends_k
     placed |= {n: memory.place(n, x) for n, x in given.items()}
     if case.values_in_keys:
         placed["v"] = placed["k"][..., : case.v_head_dim]
         placed = within_keys(case, placed, "_cache")
     written = tuple(n for n, x in caches.items() if n[1:] in ("_cache", "_scale") and x.dim() == 4)
     if case.call != "append_kv" or (case.rotary_columns and case.by_token):
-        placed["q"] = memory.place("q", q, case.layout)
+        placed["q"] = memory.place("q", _as_given(case, q, 0), words)
         written += ("q",) if case.call == "append_kv" else ()
     function, arguments = _call(case, placed)
     if case.backward:
@@ -264,25 +324,34 @@ def prepare(case: Step, device: torch.device) -> Prepared:
     @torch.no_grad()
     def judge(results: Any) -> list[Measure]:
         rotated, k = _rotated(case, device, tables, q, new[0])
+        rotated = _as_given(case, rotated, 0)
         dense = [x.clone() for x in old]
         for x, rows in zip(dense, (k, new[1]), strict=True):
-            for b, start in enumerate(case.lengths):
-                x[b, :, start : start + case.length] = rows[b].to(x.dtype)
+            for b, (start, end) in enumerate(zip(case.lengths, case.lengths_after, strict=True)):
+                x[b, :, start:end] = rows[b, :, : end - start].to(x.dtype)
         after = _caches(case, dense)
         measures = [same_bits(n, placed[n], after[n]) for n in written if n != "q"]
         if case.call == "append_kv":
             return measures + ([same_bits("q", placed["q"], rotated)] if "q" in placed else [])
         # Where q is rotated, another tile may be taken.
         if case.strict and case.call == "decode_step" and not case.rotary_columns:
-            parts = _in_sequence(case, device, rotated, after | options)
+            parts = _in_sequence(case, device, rotated, after | options | packing)
             both = zip(("out", "softmax_lse"), results, parts, strict=True)
             return measures + [same_bits(*each) for each in both]
         exact, kept, where = stored(case, *dense)
         keys, values = (x.to(dtype) if case.cache_dtype else x for x in exact)
-        problem = Problem(rotated, keys, values, (), options, kept, where, None, None, None)
+        packed = (ends_q, None, most_queries) if case.packed else ()
+        problem = Problem(rotated, keys, values, packed, options, kept, where, None, None, None)
         return measures + attention_run.judge(attention, problem, results)
 
     return Prepared(function, arguments, judge, memory, written)
+
+
+def _as_given(case: Step, x: Tensor, side: int) -> Tensor:
+    """Queries (side 0) or new keys (side 1), (B, H, L, D); packed if they are in the case."""
+    if not case.packed:
+        return x
+    return torch.cat([x[b, :, : n[side]].transpose(0, 1) for b, n in enumerate(case.packed)])
 
 
 def _caches(case: Step, dense: list[Tensor]) -> dict[str, Tensor]:
@@ -308,7 +377,13 @@ def _rotated(
     cos, sin = (x.to(device) for x in tables.values())
     rotated = []
     for x, by_token in zip(rows, (case.by_token, True), strict=True):
-        positions = (first[:, None] + torch.arange(x.shape[2]) * by_token).to(device)
+        offsets = torch.arange(x.shape[2]) * by_token
+        if case.tree:
+            seen = tree_rows(parents_of(case.attention), None)
+            assert seen is not None
+            offsets = depths(seen)
+        # No table has rows for what fills up the shorter ones of packed sequences.
+        positions = (first[:, None] + offsets).clamp(max=case.capacity - 1).to(device)
         x = x.to(device, copy=True)
         torch.ops.metal_attn.rope_(
             x[..., first_rotated(case) :],
@@ -353,10 +428,13 @@ def _without_gradient(case: Step, function: Callable[..., Any], **given: Any) ->
 
 
 def _call(case: Step, placed: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
-    arguments: dict[str, Any] = placed | {"hadamard": case.hadamard}
+    numbers = {"hadamard": case.hadamard}
+    if case.packed:
+        numbers["max_seqlen_q"] = max(queries for queries, _ in case.packed)
+    arguments: dict[str, Any] = placed | numbers
     if case.call == _FUNCTION:
         arguments = {n: x.transpose(1, 2) if x.dim() == 4 else x for n, x in placed.items()}
-        arguments["hadamard"] = case.hadamard
+        arguments |= numbers
         if "leftpad_k" in arguments:
             arguments["cache_leftpad"] = arguments.pop("leftpad_k")
         arguments |= {
@@ -369,7 +447,7 @@ def _call(case: Step, placed: dict[str, Tensor]) -> tuple[Any, dict[str, Any]]:
 
         def run(**given: Any) -> tuple[Tensor, Tensor]:
             out, lse = flash_attn_with_kvcache(**given, return_softmax_lse=True)
-            return out.transpose(1, 2), lse
+            return out if case.packed else out.transpose(1, 2), lse
 
         return run, arguments
     if case.rotary_columns:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from torch_metal_attn.call.visibility import depths, tree_rows
 from torch_metal_attn.quantisation import columns
-from torch_metal_attn.reference import depths, tree_rows
 
 _STATISTIC = torch.float32.itemsize  # softmax_lse and delta
 

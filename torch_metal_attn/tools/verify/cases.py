@@ -190,6 +190,17 @@ def _decodes() -> Iterator[Listed]:
         _LATENT,
         *({"cache": cache} for cache in CACHES),
     )
+    yield from every_dtype(
+        "flash_decode: packed queries",
+        partial(several, q_lengths=(1, 0, 16, 70), spare_rows=2, heads=4, feature="causal"),
+        {},
+        {"feature": "lengths", "num_splits": 1},
+        {"listed": 70, "list_dims": "h", "kv_heads": 2},
+        {"tree": "parents", "q_lengths": (9, 0, 64)},
+        {"tree": "tree_mask", "q_lengths": (9, 0, 64), "window_size_left": 4},
+        _LATENT,
+        *({"cache": cache} for cache in CACHES),
+    )
     # MLA's absorbed form.
     latents = partial(several, heads=16, feature="causal", **_LATENT)
     names = ("", "paged", "indexed", "q8_0", "paged q4_0", "paged fp8_e4m3", "paged q3_g64")
@@ -233,6 +244,17 @@ def _caches() -> Iterator[Listed]:
         {"rotary_columns": 64, "format": "q8_0", "num_splits": 3},
         {"length": 4, "q_length": 4, "num_splits": 2},
     )
+    rotary = {"rotary_columns": 64}
+    tree: Special = {"tree": "parents", "length": 9, "q_length": 9}
+    packed: Special = {"packed": ((2, 5), (3, 3))}
+    packed_tree: Special = {"packed": ((5, 5), (9, 9)), "tree": "parents"}
+    yield from every_dtype(
+        "decode_step: trees",
+        _STEP,
+        *(tree | rotary, tree, tree | {"tree": "tree_mask"}),
+        *(packed_tree | special for special in (*caches, rotary)),
+    )
+    yield from every_dtype("decode_step: packed rows", _STEP, packed, packed | rotary)
     latents = [{}, *({"cache": "paged", "format": f} for f in ("", "q8_0", "q4_0", "q4_g64"))]
     for name, make in (("append_kv", _APPEND), ("decode_step", _STEP)):
         yield from every_dtype(f"{name}: latents", partial(make, **_LATENT_STEP), *latents)

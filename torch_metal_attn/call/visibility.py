@@ -1,0 +1,105 @@
+"""Which keys each query sees, in plain torch operations: positions, windows, lists and trees."""
+
+import torch
+from torch import Tensor
+
+
+def existing_keys(
+    seqused_k: Tensor | None, leftpad_k: Tensor | None, kv_length: int, device: torch.device
+) -> Tensor | None:
+    """Bool (B, Lk), or None if every key exists."""
+    if seqused_k is None and leftpad_k is None:
+        return None
+    key = torch.arange(kv_length, device=device)
+    exists = torch.ones_like(key, dtype=torch.bool)
+    if seqused_k is not None:
+        exists = exists & (key < seqused_k[:, None])
+    if leftpad_k is not None:
+        exists = exists & (key >= leftpad_k[:, None])
+    return exists
+
+
+def positions_of(
+    q_length: int,
+    kv_length: int,
+    q_offset: int | None,
+    seqused_k: Tensor | None,
+    device: torch.device,
+) -> Tensor:
+    """The key index of each query: (B or 1, Lq)."""
+    query = torch.arange(q_length, device=device)[None]
+    if q_offset is not None:
+        return query + q_offset
+    if seqused_k is not None:
+        return query + (seqused_k.to(query.dtype)[:, None] - q_length)
+    return query + (kv_length - q_length)
+
+
+def in_window(
+    position: Tensor, keys: Tensor, left: int, right: int, chunk: int, leftpad_k: Tensor | None
+) -> Tensor:
+    """Bool (B or 1, rows, Lk): what windows and chunks let positions (B or 1, rows, 1) see."""
+    visible = torch.ones_like(position - keys, dtype=torch.bool)
+    if left >= 0:
+        visible &= position - keys <= left
+    if right >= 0:
+        visible &= keys - position <= right
+    if chunk > 0:
+        origin = 0 if leftpad_k is None else leftpad_k.to(keys.dtype)[:, None, None]
+        visible = visible & ((keys - origin) // chunk == (position - origin) // chunk)
+    return visible
+
+
+def times_listed(
+    indices: Tensor,
+    kv_block_size: int,
+    q_block_size: int,
+    rows: slice,
+    q_length: int,
+    kv_length: int,
+) -> Tensor:
+    """How often each key is in each query's list: (B or 1, Hkv or 1, rows, Lk) int32."""
+    queries = torch.arange(q_length, device=indices.device)[rows]
+    entries = indices[:, :, queries // q_block_size].long()
+    keys = entries[..., None] * kv_block_size + torch.arange(kv_block_size, device=indices.device)
+    # What is behind the last key, or none, is counted there.
+    keys = keys.where(keys >= 0, kv_length).clamp(max=kv_length).flatten(3)
+    times = torch.zeros(*keys.shape[:3], kv_length + 1, dtype=torch.int32, device=indices.device)
+    return times.scatter_add_(3, keys, torch.ones_like(keys, dtype=torch.int32))[..., :kv_length]
+
+
+def tree_rows(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None:
+    """Which new tokens each sees: bool (B or 1, L, L), or None without a tree.
+
+    parents: (L,) or (B, L): a token sees itself and what its parent sees, an earlier token; -1 is
+    none. tree_mask: (L, L) or (B, L, L).
+    """
+    if tree_mask is not None:
+        return tree_mask if tree_mask.dim() == 3 else tree_mask[None]
+    if parents is None:
+        return None
+    given = parents.long() if parents.dim() == 2 else parents.long()[None]
+    batch, length = given.shape
+    seen = torch.eye(length, dtype=torch.bool, device=given.device).repeat(batch, 1, 1)
+    for i in range(length):
+        of_parent = seen[torch.arange(batch), given[:, i].clamp(min=0)]
+        seen[:, i] |= of_parent & (given[:, i, None] >= 0)
+    return seen
+
+
+def depths(seen: Tensor) -> Tensor:
+    """How many other tokens each sees before itself: how far it stands behind the first one."""
+    return seen.tril(-1).sum(-1)
+
+
+def tree_keys(seen: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Of queries and all keys: which a tree shows, and how many new tokens are seen before a key.
+
+    seen: (B or 1, rows, L). new: (B or 1, Lk), the keys counted from the first new one. Both
+    results are (B, rows, Lk).
+    """
+    (batch,), (_, rows, length) = torch.broadcast_shapes(seen.shape[:1], new.shape[:1]), seen.shape
+    before = seen.cumsum(-1) - seen.long()
+    place = new.clamp(0, max(length - 1, 0))[:, None].expand(batch, rows, -1)
+    shown, ranks = (x.expand(batch, rows, length).gather(-1, place) for x in (seen, before))
+    return shown | (new[:, None] < 0), ranks * (new[:, None] >= 0)

@@ -98,6 +98,7 @@ MASK_LAYOUTS = {
     "odd storage offset": lambda m, other: torch.cat([other.flatten()[:1], m.flatten()])[1:].view(
         WHOLE
     ),
+    "one number for all": lambda m, other: m[1, 3, 2, 34],
     "the last key alone": lambda m, other: m[1:, 3:, 34:].clone(),
 }
 

@@ -38,9 +38,8 @@ struct BlockKeys {
   }
 
   // Of the lane's columns of a tile of scores, the keys' rows in fragment j.
-  METAL_FUNC vec<int, 2> column_rows(short j, ushort column) const thread {
-    return vec<int, 2>(simd_shuffle(rows[j], row_lane(column)),
-                       simd_shuffle(rows[j], row_lane(column + 1)));
+  METAL_FUNC vec<int, 2> column_rows(short j, ushort lane) const thread {
+    return of_columns(rows[j], lane);
   }
 
   // Reads the values of span `span`, the SIMD group's s-th, or with V_IN_K only their scales. Rows
@@ -69,15 +68,13 @@ struct BlockKeys {
 
   // Makes ELEMENT of the codes of the s-th span, and scales the weights that they meet: a lane has
   // the scales of its own row, and needs those of the keys of its two columns.
-  METAL_FUNC void scale_span(thread ScoreRow* span_weights, short s, ushort column) thread {
+  METAL_FUNC void scale_span(thread ScoreRow* span_weights, short s, ushort lane) thread {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
       if (!V_IN_K) {
         v_units[j][s].expand_codes<V_FORMAT>(v_codes[j]);
       }
-      const Fragment<float> scales =
-          Fragment<float>(simd_shuffle(v_scales[j], row_lane(column)),
-                          simd_shuffle(v_scales[j], row_lane(column + 1)));
+      const Fragment<float> scales = of_columns(v_scales[j], lane);
       UNROLL
       for (short i = 0; i < ROW_FRAGMENTS; i++) {
         span_weights[i].fragments[0][j] *= scales;
@@ -228,7 +225,7 @@ struct MatrixOut {
           span_weights[i] = weights[i];
         }
         if (V_SPAN_SCALES) {
-          block.scale_span(span_weights, s, own.column);
+          block.scale_span(span_weights, s, own.lane);
         }
         UNROLL
         for (short f = 0; f < SPAN_FRAGMENTS; f++) {

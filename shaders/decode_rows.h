@@ -130,15 +130,16 @@ struct DecodeRows {
 
   // Products become weights, exp(score - row_max). `corrections`: as OnlineSoftmax::update's.
   METAL_FUNC void weigh(thread ScoreRow* scores, thread float* corrections,
-                        thread const BlockKeys& block, int kv_block, bool masked, ushort column,
+                        thread const BlockKeys& block, int kv_block, bool masked, ushort lane,
                         thread const TokenTree& tree, thread const Visibility& visible,
                         thread const FlashInputs& inputs, constant FlashParams& problem) thread {
     const bool hides = kv_block < seen_by_last.begin || kv_block + BLOCK_K > seen_by_first.end;
+    const ushort column = fragment_column(lane);
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       rules[i].value(scores[i], kv_block, masked, inputs, problem);
       if (INDICES) {
-        hide_listed(scores[i], block, column, visible.keys_of(rows[i].query));
+        hide_listed(scores[i], block, lane, visible.keys_of(rows[i].query));
       } else if (TREE && hides) {
         hide_tokens(scores[i], tree.token(rows[i].query), kv_block + column,
                     visible.existing.end - tree.count);
@@ -167,10 +168,10 @@ struct DecodeRows {
   // Of listed keys, which lie anywhere: masks out those that a query does not see. One that does
   // not exist is NaN.
   METAL_FUNC static void hide_listed(thread ScoreRow& scores, thread const BlockKeys& block,
-                                     ushort column, thread const Range& seen) {
+                                     ushort lane, thread const Range& seen) {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
-      const vec<int, 2> keys = block.column_rows(j, column);
+      const vec<int, 2> keys = block.column_rows(j, lane);
       UNROLL
       for (short e = 0; e < LANE_COLUMNS; e++) {
         const float hidden = keys[e] == IMPOSSIBLE_ROW ? NAN : -INFINITY;

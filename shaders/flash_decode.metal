@@ -169,7 +169,7 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       transpose_scores(scores, products, score_tiles, simdgroup, lane);
       // From here on `scores` holds weights.
       float corrections[ROW_FRAGMENTS];
-      tile.weigh(scores, corrections, block, kv_block, blocks.masked, own.column, tree, visible,
+      tile.weigh(scores, corrections, block, kv_block, blocks.masked, own.lane, tree, visible,
                  inputs, problem);
       o.accumulate(block, corrections, scores, values, loaded_pairs, blocks, kv_block, sequence);
     }

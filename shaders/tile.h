@@ -79,6 +79,20 @@ METAL_FUNC ushort row_lane(ushort row) { return (row & 4) * 4 + row % 4 * 2; }
 // A lane that has this column, if it is even.
 METAL_FUNC ushort column_lane(ushort column) { return (column & 4) * 2 + column % 4 / 2; }
 
+// Of numbers that the 8 rows have, those of the rows that are the lane's two columns. Each step
+// takes a bit of the row from the other side; a shuffle from any lane is many instructions on M1.
+template <typename T>
+METAL_FUNC vec<T, 2> of_columns(T number, ushort lane) {
+  const ushort row = fragment_row(lane);
+  const ushort column = fragment_column(lane);
+  const T far = simd_shuffle_xor(number, row_lane(4));
+  number = (row & 4) == (column & 4) ? number : far;
+  const T near = simd_shuffle_xor(number, row_lane(2));
+  number = (row & 2) == (column & 2) ? number : near;
+  const T other = simd_shuffle_xor(number, row_lane(1));
+  return row % 2 == 0 ? vec<T, 2>(number, other) : vec<T, 2>(other, number);
+}
+
 // c [8, 8] += a [8, 8] * b [8, 8], accumulated in float32 from operands of any element type.
 template <typename A, typename B>
 METAL_FUNC void mma(thread Fragment<float>& c, Fragment<A> a, Fragment<B> b) {

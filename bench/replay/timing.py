@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from .driver import Launch, Programs, synchronise
-from .manifest import NO_LIMIT, Candidate, Dispatch
+from .manifest import NO_LIMIT, Candidate
 
 # Registers of a thread on M1 and M2.
 M1_REGISTERS = 128
@@ -16,14 +16,11 @@ def launches(
     programs: Programs, candidate: Candidate, limit: int, pointers: Mapping[str, int]
 ) -> list[Launch]:
     """The candidate's dispatches, each for `limit` registers if it is assembled for that."""
+    known = programs.manifest.programs
     return [
-        Launch(programs, dispatch, _nearest(programs, dispatch, limit), pointers)
-        for dispatch in candidate.dispatches
+        Launch(programs, d, limit if limit in known[d.program].limits else NO_LIMIT, pointers)
+        for d in candidate.dispatches
     ]
-
-
-def _nearest(programs: Programs, dispatch: Dispatch, limit: int) -> int:
-    return limit if limit in programs.manifest.programs[dispatch.program].limits else NO_LIMIT
 
 
 def limits(programs: Programs, candidate: Candidate) -> list[int]:

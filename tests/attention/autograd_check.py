@@ -43,10 +43,10 @@ def gradients(function, tensors, *arguments, **options):
     return torch.autograd.grad(loss_of(*function(*leaves, *arguments, **options)), leaves)
 
 
-def expected_gradients(tensors, *arguments, function=attention, **options):
+def expected_gradients(tensors, **options):
     """Through the oracle, in float64; the tensors' dtype does not round."""
     tensors = [x.double() for x in tensors]
-    return gradients(function, tensors, *arguments, **options, compute_dtype=torch.float64)
+    return gradients(attention, tensors, **options, compute_dtype=torch.float64)
 
 
 def check(actual, expected, tolerance=2e-5):
@@ -76,45 +76,14 @@ def rotary(q_tables=None, k_tables=None, interleaved=False):
     return options
 
 
-VISIBLE = {
-    "plain": {},
-    "causal": {"causal": True},
-    "top left": {"causal": True, "q_offset": 0},
-    "window": {"window_size_left": 3, "window_size_right": 2},
-    "chunk": {"causal": True, "attention_chunk": 4},
-    "lengths": {
-        "seqused_k": torch.tensor([13, 4], dtype=torch.int32),
-        "leftpad_k": torch.tensor([2, 4], dtype=torch.int32),
-        "causal": True,
-    },
-    "mask": {"attn_mask": normal(2, 1, 9, 13) > 0.3},
+ROTARY = rotary(tables(11, 6), tables(13, 6, seed=8))
+# Of a sequence whose keys are not all there, and of one that has none.
+LENGTHS = {
+    "seqused_k": torch.tensor([13, 4], dtype=torch.int32),
+    "leftpad_k": torch.tensor([2, 4], dtype=torch.int32),
+    "causal": True,
 }
-SCORES = {
-    "scale": {"softmax_scale": 0.7},
-    "softcap": {"softcap": 1.5},
-    "alibi": {"alibi_slopes": normal(2, 4).abs()},
-    "bias": {"attn_bias": normal(1, 4, 9, 13)},
-    "floating mask": {"attn_mask": normal(9, 13)},
-    "dropout": {"dropout_p": 0.4, "rng_state": torch.tensor([3, 5])},
-}
-ROTARY = {
-    "rotary": rotary(tables(11, 6), tables(13, 6, seed=8)),
-    "rotary of q": rotary(tables(9, 8), interleaved=True),
-    "rotary of k": rotary(None, tables(13, 8, batch=2)),
-    "rotary of mixed tables": rotary(
-        (tables(20, 3, batch=2)[0], tables(9, 3)[1]),
-        (tables(13, 3, batch=1)[0], tables(14, 3, batch=2)[1]),
-        interleaved=True,
-    ),
-}
-OPTIONS = VISIBLE | SCORES | ROTARY
-PACKED = {
-    "plain": {},
-    "causal": {"causal": True},
-    "lengths": {"seqused_k": torch.tensor([3, 0, 0, 12], dtype=torch.int32)},
-    "rotary": rotary(tables(9, 6), tables(15, 6, seed=8)),
-    "rotary of each": rotary(
-        tables(10, 8, batch=4), (tables(12, 8, batch=4)[0], tables(13, 8)[1]), interleaved=True
-    ),
-    "rotary of one batch": rotary(None, tables(12, 8, batch=1)),
-}
+# Of make_packed's sequences, whose tables are their own.
+PACKED = {"seqused_k": torch.tensor([3, 0, 0, 12], dtype=torch.int32), "causal": True} | rotary(
+    tables(10, 8, batch=4), (tables(12, 8, batch=4)[0], tables(13, 8)[1]), interleaved=True
+)

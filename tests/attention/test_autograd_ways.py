@@ -6,9 +6,9 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_metal_attn
 from tests.attention.autograd_check import (
-    OPTIONS,
+    LENGTHS,
     PACKED,
-    VISIBLE,
+    ROTARY,
     check,
     gradients,
     loss_of,
@@ -30,7 +30,7 @@ KERNELS = ["flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"]
 class TestWays:
     """The same gradients, by every way of asking."""
 
-    OPTIONS = OPTIONS["rotary"] | {"causal": True}
+    OPTIONS = ROTARY | {"causal": True}
 
     def loss(self, q, k, v):
         return loss_of(*flash_fwd(q, k, v, **self.OPTIONS))
@@ -69,11 +69,11 @@ class TestWays:
         for length in (9, 11):
             if case == "packed":
                 tensors, packing = make_packed()
-                options = PACKED["causal"] | PACKED["lengths"] | PACKED["rotary of each"]
+                options = PACKED
             else:
                 tensors, packing = make_qkv(q_length=length), ()
                 options = rotary(tables(length, 6), tables(13, 6, seed=8)) | {"causal": True}
-                options = VISIBLE["lengths"] if case == "sink and lse" else options
+                options = LENGTHS if case == "sink and lse" else options
             sink = normal(4).bfloat16() if case == "sink and lse" else None
             results = []
             for function in (compiled, step):

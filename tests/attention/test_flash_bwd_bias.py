@@ -38,7 +38,7 @@ def make_gradients_of(q, v):
 @each_case(
     "options",
     [
-        *({"attn_bias": normal(*sizes)} for sizes in ((101,), (77, 1), (4, 77, 101))),
+        *({"attn_bias": normal(*sizes)} for sizes in ((), (101,), (77, 1), (4, 77, 101))),
         {"attn_bias": normal(4, 77, 101), "dlse": False},
         {"attn_bias": normal(101, 4, 77).permute(1, 2, 0)},
         {"attn_bias": normal(77, 101).expand(WHOLE)},

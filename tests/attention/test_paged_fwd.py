@@ -17,7 +17,6 @@ from tests.attention.flash_fwd_check import (
 from tests.attention.flash_fwd_options import ints
 from tests.cache.kv_caches import paged
 from torch_metal_attn import simulate
-from torch_metal_attn.reference import attention, cached
 
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": torch.float16}
 
@@ -94,30 +93,6 @@ def test_pages_before_the_window_need_not_exist(device):
     where["block_table"][1, : 95 // 16] = 10**6
     options = {"window_size_left": 50, "causal": True, "seqused_k": ints(200, 150)}
     check_flash_fwd(q, k, v, cache=(keys, values, where), device=device, **options)
-
-
-@pytest.mark.parametrize("name", ["flash_fwd", "flash_varlen_fwd"])
-def test_the_reference_reads_the_same_cache(name):
-    """Without the simulator: the op is the reference, and its rows are those that were stored."""
-    lengths = [20, 0, 33]
-    q, k, v = make_qkv(batch=3, kv_length=33, **SHAPE)
-    keys, values, where = paged(k, v, lengths, 8)
-    rows = cached(keys, where["block_table"], None)
-    for b, length in enumerate(lengths):
-        assert torch.equal(rows[b, :, :length], k[b, :, :length])
-    if name == "flash_fwd":
-        check_flash_fwd(
-            q, k, v, cache=(keys, values, where), device="cpu", seqused_k=ints(*lengths)
-        )
-    else:
-        packed = torch.cat(list(q.transpose(1, 2)))
-        bounds = ints(0, 33, 66, 99), ints(0, 20, 20, 53), 33, 33
-        out, _ = torch.ops.metal_attn.flash_varlen_fwd(packed, keys, values, *bounds, **where)
-        for b in (0, 2):
-            expected, _ = attention(
-                q[b : b + 1], k[b : b + 1, :, : lengths[b]], v[b : b + 1, :, : lengths[b]]
-            )
-            assert torch.equal(out[33 * b : 33 * b + 33], expected[0].transpose(0, 1))
 
 
 def test_traced(device):

@@ -156,12 +156,6 @@ def test_a_bias_has_float32s_own_gradients():
     assert not GRADIENTS & set(run.counters)
 
 
-@pytest.mark.parametrize("problem", [either_precision, one_key, nan_and_infinity, equal_values])
-def test_bits(problem):
-    with simulate(check=True):
-        problem(CPU)
-
-
 def test_bound():
     """docs/numerics.md's, element by element. Sharp rows, in which rounded scores show."""
     q, k, v = (x.double() for x in make_qkv(heads=4, q_length=45, kv_length=90, head_dim=64))

@@ -1,6 +1,7 @@
 """CascadePlan: shared pages are read once, and the results are those of each sequence alone."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -10,13 +11,12 @@ from torch_metal_attn import flash_attn_with_kvcache, reference
 from torch_metal_attn.kv_cache import CascadePlan, LatentCache, PagedKVCache, cascade
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.simulator import simulate
+from torch_metal_attn.testing import judge
 
 PAGE, HEADS, KV_HEADS, D = 4, 4, 2, 32
 
 
-def normal(*shape, seed=0, dtype=torch.float16):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
+normal = partial(judge.normal, dtype=torch.float16)
 
 
 def caches(pages, page=PAGE, head_dim=D, kv_heads=KV_HEADS, dtype=torch.float16):

@@ -1,5 +1,7 @@
 """MLA's latent caches: values are the first columns of the keys, and stored and read once."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from torch_metal_attn import reference
 from torch_metal_attn.kv_cache import CacheFull, LatentCache, PagedKVCache, StaticLatentCache
 from torch_metal_attn.quantisation import FORMATS, dequantise
 from torch_metal_attn.simulator import simulate
+from torch_metal_attn.testing import judge
 
 LATENT, ROTARY, HEADS, SCALE = 64, 32, 4, 0.125
 # Formats whose groups divide the rows.
@@ -16,9 +19,7 @@ FITTING = [None, *(name for name in FORMATS if not name.endswith("g64"))]
 TOLERANCE = 4e-3
 
 
-def normal(*shape, seed=0, dtype=torch.float16):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
+normal = partial(judge.normal, dtype=torch.float16)
 
 
 def tables(rows=64):
@@ -250,13 +251,3 @@ def test_full():
     static.append(ROWS.expand(-1, -1, 8, -1))
     with pytest.raises(CacheFull, match="1 rows more do not fit: a sequence has 8 of 8"):
         static.decode_step(QUERY, ROWS, softmax_scale=1.0)
-
-
-def test_kernels_are_checked():
-    """A step with every check of the simulator: rows are keys and values at once."""
-    cache, ids = made("paged", format="q8_0")
-    with simulate(check=True):
-        append(cache, ids, normal(2, 1, 5, LATENT + ROTARY), **tables())
-        new = normal(2, 1, 1, LATENT + ROTARY)
-        q = normal(2, HEADS, 1, LATENT + ROTARY)
-        step(cache, ids, q, new, softmax_scale=SCALE, num_splits=2, **tables())

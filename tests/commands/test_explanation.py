@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-from bench.bench_flash_decode import step_operands
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.flash_fwd_options import ints
-from tests.cache.append_check import make
+from tests.common.ops import EXAMPLES
 from torch_metal_attn import explain, flash_attn_func, sdpa_replaced, simulate
 
 ops = torch.ops.metal_attn
@@ -68,27 +67,11 @@ def packed_bias(**option):
     return (q, q, k, v, lse, lse, *packing), option
 
 
-def appended():
-    problem = make(seqlens=[3, 8], rotary_dim=32)
-    return (), problem.tensors
+def example(name, *kernels, **more):
+    """The call of tests/common/ops.py, and its kernels if it is not one of the op's name."""
+    return lambda: ((), EXAMPLES[name].make() | more), list(kernels or (name,))
 
 
-def stepped():
-    tensors, tables = step_operands("q8_0")
-    return (), tensors | tables | {"num_splits": 3}
-
-
-def rotated():
-    q, k, _ = make_qkv(q_length=9, kv_length=9)
-    return (q, k, torch.ones(9, 16), torch.zeros(9, 16)), {}
-
-
-def merged():
-    out, lse = torch.randn(2, 4, 9, 16), torch.zeros(2, 4, 9)
-    return (out, lse, out.clone(), lse.clone()), {}
-
-
-SQUARE = (torch.randn(3, 9, 9),)
 # Arguments of each op, and the kernels that it runs.
 CALLS = {
     "flash_fwd": (lambda: (tuple(attention()), {"causal": True}), ["flash_fwd"]),
@@ -97,7 +80,7 @@ CALLS = {
         lambda: (tuple(attention()), {"num_splits": 2}),
         ["flash_decode", "merge_splits"],
     ),
-    "decode_step": (stepped, ["flash_decode", "merge_splits"]),
+    "decode_step": example("decode_step", "flash_decode", "merge_splits", num_splits=3),
     "flash_bwd": (bwd, ["flash_bwd_dq", "flash_bwd_dkv"]),
     "flash_varlen_bwd": (packed_bwd, ["flash_bwd_dq", "flash_bwd_dkv"]),
     "flash_bwd_bias": (bwd_bias, ["flash_bwd_bias"]),
@@ -110,27 +93,15 @@ CALLS = {
     "flex_fwd": (lambda: (tuple(attention()), {"captures": []}), ["flash_decode"]),
     "flex_bwd": (lambda: (bwd()[0], {"captures": []}), ["flash_bwd_dq", "flash_bwd_dkv"]),
     "flex_bwd_captures": (bwd_captures, ["flash_bwd_captures[0]"]),
-    "rope": (rotated, ["rope"]),
-    "rope_": (rotated, ["rope"]),
-    "rope_tables": (lambda: ((torch.ones(8), torch.arange(5)), {}), ["rope_tables"]),
-    "merge_state": (merged, ["merge_state"]),
-    "merge_state_": (merged, ["merge_state"]),
-    "merge_splits": (
-        lambda: ((torch.randn(1, 2, 3, 5, 16), torch.zeros(1, 2, 3, 5)), {}),
-        ["merge_splits"],
-    ),
-    "index_scores": (
-        lambda: ((torch.randn(1, 4, 3, 16), torch.randn(1, 9, 16), torch.randn(1, 4, 3)), {}),
-        ["index_scores"],
-    ),
-    "softmax": (lambda: (SQUARE, {"dim": 1}), ["softmax"]),
-    "softmax_": (lambda: (SQUARE, {}), ["softmax"]),
-    "apply_causal_mask_": (lambda: (SQUARE, {"q_offset": 2}), ["apply_causal_mask"]),
-    "append_kv": (appended, ["append_kv"]),
-    "copy_pages": (
-        lambda: ((torch.zeros(5, 8), torch.tensor([0]), torch.tensor([3])), {}),
-        ["copy_pages"],
-    ),
+    **{
+        name: example(name)
+        for name in ("rope", "rope_tables", "merge_state", "merge_splits", "index_scores")
+    },
+    **{name: example(name) for name in ("softmax", "append_kv", "copy_pages")},
+    **{
+        name: example(name, name.removesuffix("_"))
+        for name in ("rope_", "merge_state_", "softmax_", "apply_causal_mask_")
+    },
 }
 
 

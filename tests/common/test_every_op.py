@@ -60,7 +60,7 @@ def test_opcheck(example, where):
     """Schema, fake kernel and autograd's registration; compiled on the device by test_compile."""
     op = getattr(torch.ops.metal_attn, example.op)
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    if where == CPU:
+    if where == CPU and example is EXAMPLES[example.op]:  # takes as long as all others
         checks.append("test_aot_dispatch_dynamic")
     torch.library.opcheck(op, (), on(where, example.make()), test_utils=checks)
     if example.differentiable and not example.written:
@@ -131,7 +131,7 @@ def test_modes_change_nothing(example, where):
 
 def cases_of_compile():
     for name, example in EXAMPLES.items():
-        if example.written or not example.differentiable:
+        if not example.differentiable or name == "flash_fwd":
             yield pytest.param(example, False, id=name)
         if example.differentiable:
             yield pytest.param(example, True, id=f"{name}, with gradients")

@@ -73,26 +73,6 @@ def test_each_option(options):
     check(*qkv(), **options)
 
 
-class TestVisibility:
-    def test_a_longer_left_padding_hides_and_does_not_shift(self):
-        q, k, v = qkv(batch=1, heads=1, kv_heads=1, q_length=1)
-        out, _ = attention(q, k, v, q_offset=4, window_size_left=2, leftpad_k=ints(3), causal=True)
-        expected, _ = attention(q, k[:, :, 3:5], v[:, :, 3:5])
-        torch.testing.assert_close(out, expected)
-
-    def test_what_does_not_exist_may_be_nan(self):
-        q, k, v = qkv()
-        lengths = {"seqused_k": ints(6, 4), "leftpad_k": ints(1, 3)}
-        expected = attention(q, k, v, **lengths)
-        for b, (first, end) in enumerate([(1, 6), (3, 4)]):
-            for tensor in (k, v):
-                tensor[b, :, :first] = math.nan
-                tensor[b, :, end:] = math.nan
-        out, lse = attention(q, k, v, **lengths)
-        assert torch.equal(out, expected[0])
-        assert torch.equal(lse, expected[1])
-
-
 class TestScores:
     def test_bias_of_minus_infinity_hides(self):
         bias = normal(5, 7)

@@ -12,7 +12,7 @@ import torch
 from tests.attention import held_cases
 from tests.attention.flash_fwd_check import check_flash_decode, make_qkv
 from tests.attention.held_cases import DTYPES
-from tests.cache.kv_caches import FORMATS, paged, quantised
+from tests.cache.kv_caches import FORMATS, paged
 from tests.helpers.cases import each_case
 from tests.helpers.home import HOME
 from tests.helpers.refused import refused_alike
@@ -79,6 +79,12 @@ SUBJECTS = {
     + [
         case(dtype="float16", causal=True, num_splits=2, **{"kv_length": 70} | shape, **LATENT)
         for shape in ({"heads": 128, "kv_length": 40}, {"heads": 16, "q_length": 64})
+    ]
+    # Rows that are keys and values at once, and do not exist.
+    + [
+        case(batch=2, heads=16, seqused_k=(20, 65), cache="paged", num_splits=2, **LATENT),
+        case(seqused_k=(37,), leftpad_k=(5,), **LATENT | {"head_dim": 96, "v_head_dim": 64}),
+        *(case(kv_length=40, format=kv_format, **LATENT) for kv_format in FORMATS),
     ],
     "features": [
         case(**{"batch": 2, "q_length": 5, "kv_length": 101, "num_splits": 1 + i % 2 * 2} | feature)
@@ -149,45 +155,6 @@ SUBJECTS = {
 @pytest.mark.parametrize("subject", SUBJECTS)
 def test_values(subject, device):
     held_cases.hold(SUBJECTS[subject], device)
-
-
-def test_hidden_values_of_a_latent_cache_are_not_used(device):
-    """NaN behind the length, in the rows that are keys and values at once."""
-    q, k, _ = make_qkv(1, 4, 1, 2, 60, 96)
-    k[:, :, 37:] = k[:, :, :5] = math.nan
-    options = {"seqused_k": torch.tensor([37]).int(), "leftpad_k": torch.tensor([5]).int()}
-    check_flash_decode(q, k, k[..., :64], **options, num_splits=2, device=device)
-
-
-def test_latent_pages(device):
-    """MLA in pages: values are the first columns of the keys' rows."""
-    q, k, _ = make_qkv(2, 16, 1, 1, 70, 576, dtype=torch.float16)
-    keys, _, where = paged(k, k, [70, 70], 16)
-    where["block_table"] = where["block_table"][:, :5]
-    whole = torch.nn.functional.pad(k, (0, 0, 0, 10))
-    used = {"seqused_k": torch.tensor([20, 70]).int(), "num_splits": 2}
-    cache = keys, keys[..., :512], where
-    check_flash_decode(q, whole, whole[..., :512], cache=cache, device=device, **used)
-
-
-@pytest.mark.parametrize("kv_format", FORMATS)
-def test_quantised_latent_cache(kv_format, device):
-    q, k, _ = make_qkv(1, 4, 1, 1, 40, 576, dtype=torch.float16)
-    scale = torch.tensor([0.3]) if kv_format == "fp8_e4m3" else None
-    k, _, (data, _, scales) = quantised(k, k[..., :512], kv_format, scale=scale)
-    columns = 512 // 2 if kv_format == "q4_0" else 512
-    in_k = scales["k_scale"] if kv_format == "fp8_e4m3" else scales["k_scale"][..., :16]
-    cache = data, data[..., :columns], {"k_scale": scales["k_scale"], "v_scale": in_k}
-    check_flash_decode(q, k, k[..., :512], cache=cache, device=device)
-
-
-def test_cache_batch_idx(device):
-    """Batches of the cache in any order, more than once and not at all."""
-    q, k, v = make_qkv(batch=5, kv_length=65, q_length=2, **HOME)
-    k[1] = v[1] = torch.nan
-    idx = torch.tensor([4, 0, 0, 3, 2])
-    cache = k, v, {"cache_batch_idx": idx.int()}
-    check_flash_decode(q, k[idx], v[idx], cache=cache, device=device, num_splits=2)
 
 
 def test_nan_in_a_visible_key_comes_out(device):

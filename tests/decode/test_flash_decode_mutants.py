@@ -224,9 +224,10 @@ MUTANTS = {
     problems.scales_of_spans: """
         products of one scale: span_scale(k_places[j], {~min(own.span(first), QK_SPANS - 1) => 0~})
         weights of one scale: span_scale(v_places[j], {~span => 0~})
-        scale of the even key for both: simd_shuffle(v_scales[j], row_lane(column {~+ 1 =>~}))
-        scale of the lane's own row:
-            simd_shuffle(v_scales[j], row_lane({~column => fragment_row(column)~}))
+        scale of the even key for both: ? vec<T, 2>(number, {~other => number~})
+        scale of the lane's own row: {~of_columns(v_scales[j], lane) => v_scales[j]~}
+        scale of a key 4 rows off: {~(row & 4) == (column & 4) => true~}
+        scale of a key 2 rows off: {~(row & 2) == (column & 2) => true~}
         scales of the padding not zeroed: {~exist[j] ? scale : 0.0f => scale~}
         odd codes before even ones: codes[i] >> ({~=> 8 -~}j * BITS)
     """,
@@ -284,13 +285,13 @@ MUTANTS = {
             blocks.row(kv_block {~=> )~} + n * LOAD_KEYS + own.lane / LANES{~) =>~}
         places behind the list read [wrong or out_of_bounds]: {~place < count * BLOCK => true~} ?
         -1 as the first key [wrong or out_of_bounds]: {~max(row, 0) => row~} : row
-        rows of columns swapped: simd_shuffle(rows[j], row_lane(column {~+ 1 =>~}))
+        rows of columns swapped: ? vec<T, 2>({~number, other => other, number~})
     """,
     problems.lists_of_blocks: """
         rows of a block: {~int(uint(place) % BLOCK) => 0~}
         blocks of one key: entry {~* BLOCK =>~} + int
         one query's keys for all of a list:
-            hide_listed(scores[i], block, column, visible.keys_of({~rows[i].query => 0~}))
+            hide_listed(scores[i], block, lane, visible.keys_of({~rows[i].query => 0~}))
         keys of the list's first query:
             keys_of(INDICES ? {~(share.end - 1) => share.begin~} / problem.queries_per_kv
         keys of the list's last query:

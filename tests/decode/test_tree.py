@@ -21,10 +21,11 @@ def copied(tensors):
     return {name: same_memory(x) for name, x in tensors.items()}
 
 
-@pytest.mark.parametrize("problem", problems.PROBLEMS, ids=lambda problem: problem.__name__)
-def test_tree(problem):
+def test_rules_and_steps():
+    """The unchanged kernels of test_tree_mutants.py pass the other problems."""
     with simulate(check=True):
-        problem()
+        problems.rules()
+        problems.steps()
 
 
 def test_reference():

@@ -254,9 +254,3 @@ def impossible_step():
         assert new[:, 3, :32].isnan().all()
         assert new[:, [0, 1, 2, 4, 5]].isfinite().all()
         assert tensors["v_cache"][b, :, length : length + 6].isfinite().all()
-
-
-PROBLEMS = (
-    *(trees, large_trees, windows, rules, steps, rotated_steps),
-    *(impossible_trees, impossible_lengths, impossible_step),
-)

@@ -57,33 +57,31 @@ def test_ways(name):
     assert (way(call, "2.13.0")[1] == "") == (later == FUSED)
 
 
-def test_head_dims():
-    def fused(call, size):
-        shapes = {n: (*getattr(call, n)[:-1], size) for n in ("query", "key", "value")}
-        return way(replace(call, **shapes), "2.15.0")[0] == FUSED
+def of_head_dim(call, size):
+    names = ("query", "key", "value")
+    return replace(call, **{name: (*getattr(call, name)[:-1], size) for name in names})
 
-    assert [d for d in range(1, 300) if fused(MANY, d)] == [32, 64, 72, 80, 96, 128, 256]
-    assert [d for d in range(1, 300) if fused(FEW, d)] == [64, 96, 128, 256]
+
+def test_head_dims():
+    def fused(call):
+        return [d for d in range(1, 300) if way(of_head_dim(call, d), "2.15.0")[0] == FUSED]
+
+    assert fused(MANY) == [32, 64, 72, 80, 96, 128, 256]
+    assert fused(FEW) == [64, 96, 128, 256]
 
 
 def test_reasons_tell_for_how_many_queries_a_head_dim_is_fused():
     """So that head dim 32 is not both fused and not, in one report, without a reason."""
-
-    def narrow(call, size=32):
-        return replace(
-            call, **{n: (*getattr(call, n)[:-1], size) for n in ("query", "key", "value")}
-        )
-
     dims = "torch's fused kernels have 64, 96, 128, 256 for up to 8 queries, and 32, 64, 72, 80, "
     dims += "96, 128, 256 for more"
-    assert way(narrow(FEW), "2.13.0") == (UNFUSED, f"head dim 32: {dims}")
-    assert way(narrow(MANY), "2.13.0") == (
+    assert way(of_head_dim(FEW, 32), "2.13.0") == (UNFUSED, f"head dim 32: {dims}")
+    assert way(of_head_dim(MANY, 32), "2.13.0") == (
         FUSED,
         "at head dim 32 torch fuses more than 8 queries only",
     )
-    assert way(narrow(MANY, 40), "2.13.0") == (UNFUSED, f"head dim 40: {dims}")
+    assert way(of_head_dim(MANY, 40), "2.13.0") == (UNFUSED, f"head dim 40: {dims}")
     assert way(FEW, "2.12.1") == (FUSED, "at head dim 64 torch fuses up to 8 queries only")
-    assert way(narrow(FEW), "2.12.1")[1].endswith(
+    assert way(of_head_dim(FEW, 32), "2.12.1")[1].endswith(
         "64, 96, 128 for up to 8 queries, and none for more"
     )
 

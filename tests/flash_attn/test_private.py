@@ -16,7 +16,7 @@ from torch_metal_attn.testing.judge import normal
 GPU = interface.flash_attn_gpu
 SCALE = 0.3
 ENDS = torch.tensor([0, 3, 3, 12], dtype=torch.int32)
-# Parameters in flash-attn 2.8.3, by position.
+# Parameters in flash-attn 2.8.4, by position.
 WINDOW = "window_size_left window_size_right softcap"
 LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 SIGNATURES = {
@@ -26,7 +26,7 @@ SIGNATURES = {
     ),
     "_flash_attn_varlen_forward": (
         f"q k v {LENGTHS} dropout_p softmax_scale causal {WINDOW} alibi_slopes return_softmax "
-        "block_table leftpad_k seqused_k zero_tensors"
+        "block_table leftpad_k seqused_k zero_tensors num_splits"
     ),
     "_flash_attn_backward": (
         f"dout q k v out softmax_lse dq dk dv dropout_p softmax_scale causal {WINDOW} "
@@ -104,6 +104,7 @@ def test_caches():
         block_table=table,
         leftpad_k=torch.tensor([2, 0]).int(),
         seqused_k=torch.tensor([8, 5]).int(),
+        num_splits=1,
     )
     for b, keys in enumerate((slice(2, 8), slice(0, 5))):
         one = cache[b : b + 1, keys]
@@ -118,6 +119,12 @@ def test_refused():
         GPU.fwd(q, q, q, q, *features, None)
     with pytest.raises(NotImplementedError, match="gen is a Generator; it must be None"):
         GPU.fwd(q, q, q, None, *features, torch.Generator())
+    packing = (ENDS, ENDS, 9, 9)
+    rows = normal(12, 2, 16)
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
+        interface._flash_attn_varlen_forward(
+            rows, rows, rows, *packing, 0.0, SCALE, False, num_splits=2
+        )
     out, lse, *_ = GPU.fwd(q, q, q, None, *features, None)
     options = (SCALE, False, -1, -1, 0.0, None, False)
     with pytest.raises(ValueError, match=r"rng_state is None and p_dropout 0\.5"):

@@ -50,23 +50,13 @@ def select(name):
     return ONE_SCORE_MOD, block_mask
 
 
+@pytest.mark.parametrize("simulated", [False, True], ids=["reference", "kernels"])
+@pytest.mark.parametrize("check", [check_flex, check_flex_gradients])
 @pytest.mark.parametrize("name", NAMES)
-def test_reference(name):
+def test_examples(name, check, simulated):
     qkv, score_mod, block_mask = problem(name)
-    check_flex(*qkv, score_mod, block_mask, simulated=False)
-    check_flex_gradients(*qkv, score_mod, block_mask, simulated=False)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_forward(name):
-    qkv, score_mod, block_mask = problem(name)
-    check_flex(*qkv, score_mod, block_mask, ours=select(name))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients(name):
-    qkv, score_mod, block_mask = problem(name)
-    check_flex_gradients(*qkv, score_mod, block_mask, ours=select(name))
+    ours = select(name) if simulated else None
+    check(*qkv, score_mod, block_mask, simulated=simulated, ours=ours)
 
 
 def test_an_example_as_it_is():

@@ -136,11 +136,10 @@ def mutant_tests(
 
     @pytest.mark.parametrize("problem", table, ids=_name)
     def test_the_unchanged_kernels_pass(problem):
-        texts = {m.family: among(m) for m in mutants.values() if m.problem == problem}
-        for name, changes in texts.items():
-            for _ in each_unchanged(name, changes):
-                with simulate(check=True):
-                    run(problem)
+        changes = {m.family: among(m) for m in mutants.values() if m.problem == problem}
+        for _ in each_unchanged(changes):
+            with simulate(check=True):
+                run(problem)
 
     test_mutant_is_caught.planted = len(mutants)  # for tests/helpers/count_mutants.py
     tests = test_mutant_is_caught, test_the_unchanged_kernels_pass
@@ -175,20 +174,23 @@ def plant_among(monkeypatch, family, old, new, others):
     _require(family, old)
     for text, numbers in _switched(shaders.source(family), tuple(others)):
         if (old, new) in numbers:
-            _use(monkeypatch, family, text, numbers[old, new])
+            _use(monkeypatch, {family: text}, numbers[old, new])
             return
     plant(monkeypatch, family, old, new)
 
 
-def each_unchanged(family, others):
-    """Contexts in which `family` is each text of `plant_among`, with no fault chosen.
+def each_unchanged(changes):
+    """Contexts in which families have the texts of `plant_among`, each once, with no fault chosen.
 
-    Where all the faults are compiled alone, the text as it is.
+    changes: those of each family. Where all are compiled alone, the text is as it is.
     """
-    source = shaders.source(family)
-    for text, _ in _switched(source, tuple(others)) or [(source, {})]:
+    texts = {}
+    for family, others in changes.items():
+        source = shaders.source(family)
+        texts[family] = [text for text, _ in _switched(source, tuple(others))] or [source]
+    for i in range(max(map(len, texts.values()))):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            _use(monkeypatch, family, text, 0)
+            _use(monkeypatch, {family: of[i % len(of)] for family, of in texts.items()}, 0)
             yield
 
 
@@ -199,9 +201,9 @@ def _require(family, old):
     assert (places == 1) == once, f"{family} holds {old!r} {places} times: update the mutant"
 
 
-def _use(monkeypatch, family, text, number):
+def _use(monkeypatch, texts, number):
     source = shaders.source
-    monkeypatch.setattr(shaders, "source", lambda name: text if name == family else source(name))
+    monkeypatch.setattr(shaders, "source", lambda name: texts.get(name) or source(name))
     use_fault(monkeypatch, number)
 
 

@@ -251,8 +251,8 @@ def run(
     kernel: dict[str, Any],
     arguments: list[Tensor],
     *,
-    check: bool,
-    count: bool,
+    check: bool = False,
+    count: bool = False,
     **launch: Any,
 ) -> Counters:
     """Compiles a kernel, described as by `steel_kernel`, and calls it once."""
@@ -271,12 +271,12 @@ def mlx_steel_attention(
     *,
     causal: bool = False,
     mask: Tensor | None = None,
-    check: bool = False,
-    count: bool = False,
+    **how: bool,
 ) -> tuple[Tensor, Counters]:
     """MLX's full attention: q (B, H, Lq, D), k and v (B, Hkv, Lk, D), bottom-right causal.
 
-    mask: (B, H, Lq, Lk), bool or of q's dtype. Returns out and what the kernel did.
+    mask: (B, H, Lq, Lk), bool or of q's dtype. how: `check` and `count` of compile_shader.
+    Returns out and what the kernel did.
     """
     batch, heads, q_length, head_dim = q.shape
     kv_length, step = k.shape[2], block_k(head_dim)
@@ -290,8 +290,8 @@ def mlx_steel_attention(
     out = torch.full_like(q, torch.nan)
     arguments = steel_arguments(q, k, v, out, mask, step, BLOCK_Q)
     grid = (-(-q_length // BLOCK_Q) * 32, heads * 4, batch)
-    launch = {"threads": grid, "group_size": (32, 4, 1)}
-    return out, run(kernel, arguments, check=check, count=count, **launch)
+    launch: dict[str, Any] = {"threads": grid, "group_size": (32, 4, 1)}
+    return out, run(kernel, arguments, **launch, **how)
 
 
 def torch_prefill_attention(
@@ -301,8 +301,7 @@ def torch_prefill_attention(
     *,
     causal: bool = False,
     mask: Tensor | None = None,
-    check: bool = False,
-    count: bool = False,
+    **how: bool,
 ) -> tuple[Tensor, Counters]:
     """PyTorch 2.15's prefill attention: as above, but top-left causal."""
     batch, heads, q_length, head_dim = q.shape
@@ -311,6 +310,6 @@ def torch_prefill_attention(
     )
     out = torch.full_like(q, torch.nan)
     grid = (-(-q_length // BLOCK_Q) * 128, heads, batch)
-    launch = {"threads": grid, "group_size": (128, 1, 1)}
+    launch: dict[str, Any] = {"threads": grid, "group_size": (128, 1, 1)}
     arguments = prefill_arguments(q, k, v, out, mask)
-    return out, run(kernel, arguments, check=check, count=count, **launch)
+    return out, run(kernel, arguments, **launch, **how)

@@ -37,9 +37,8 @@ def mlx_nax_attention(
     *,
     causal: bool = False,
     mask: Tensor | None = None,
-    check: bool = False,
-    count: bool = False,
     lane_map: str | int = "apple10",
+    **how: bool,
 ) -> tuple[Tensor, Counters]:
     """MLX's attention for M5: arguments and result as of `peers.mlx_steel_attention`."""
     mask_dtype = None if mask is None else mask.dtype
@@ -59,7 +58,7 @@ def mlx_nax_attention(
     }
     out = torch.full_like(q, torch.nan)
     arguments = peers.steel_arguments(q, k, v, out, mask, BLOCK_K, BLOCK_Q)
-    return out, peers.run(kernel, arguments, check=check, count=count, **launch(q, lane_map))
+    return out, peers.run(kernel, arguments, **launch(q, lane_map), **how)
 
 
 def torch_mpp_attention(
@@ -69,10 +68,9 @@ def torch_mpp_attention(
     *,
     causal: bool = False,
     mask: Tensor | None = None,
-    check: bool = False,
-    count: bool = False,
     table: str = "apple10",
     lane_map: str | int | None = None,
+    **how: bool,
 ) -> tuple[Tensor, Counters]:
     """PyTorch 2.15's attention for macOS 26.2, as of `peers.torch_prefill_attention`.
 
@@ -91,5 +89,5 @@ def torch_mpp_attention(
     }
     out = torch.full_like(q, torch.nan)
     arguments = peers.prefill_arguments(q, k, v, out, mask)
-    how = launch(q, table if lane_map is None else lane_map)
-    return out, peers.run(kernel, arguments, check=check, count=count, **how)
+    where = launch(q, table if lane_map is None else lane_map)
+    return out, peers.run(kernel, arguments, **where, **how)

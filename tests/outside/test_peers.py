@@ -1,5 +1,6 @@
 """MLX's and PyTorch's own Metal kernels, unmodified, in the simulator: their error is torch's."""
 
+from functools import partial
 from itertools import cycle, product
 
 import pytest
@@ -102,6 +103,15 @@ def assert_as_good_as_torch(out, q, k, v, mask=None):
     assert error <= max(2 * torchs, slack), (error, torchs)
 
 
+def visible(q, k, causal, mask, corner=0):
+    """The mask, and what is causal from the corner on where rows begin with so many keys more."""
+    if not causal:
+        return mask
+    below = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(corner)
+    return below if mask is None else below & mask
+
+
+@pytest.mark.parametrize("kernel", [peers.mlx_steel_attention, peers.torch_prefill_attention])
 @in_builds(
     ("head_dim", "causal", "mask_kind", "q_length", "kv_length"),
     [
@@ -111,12 +121,12 @@ def assert_as_good_as_torch(out, q, k, v, mask=None):
         (128, False, "additive", 35, 50),
     ],
 )
-def test_mlx_steel_attention(mlx, dtype, head_dim, causal, mask_kind, q_length, kv_length, check):
+def test_prefill(mlx, aten, kernel, dtype, head_dim, causal, mask_kind, q_length, kv_length, check):
     q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=head_dim)
     mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
-    out, _ = peers.mlx_steel_attention(q, k, v, causal=causal, mask=mask, check=check)
-    visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril(kv_length - q_length)
-    assert_as_good_as_torch(out, q, k, v, visible if causal else mask)
+    out, _ = kernel(q, k, v, causal=causal, mask=mask, check=check)
+    corner = kv_length - q_length if kernel is peers.mlx_steel_attention else 0
+    assert_as_good_as_torch(out, q, k, v, visible(q, k, causal, mask, corner))
 
 
 @in_builds(("mask_kind",), [(None,), ("bool",), ("additive",), (None,)])
@@ -195,63 +205,29 @@ def test_mlx_softmax(mlx, dtype, name, columns, check):
     assert (out.double() - oracle).abs().max().item() <= max(2 * torchs, slack)
 
 
-@in_builds(
-    ("head_dim", "causal", "mask_kind"),
-    [(64, False, None), (64, True, None), (64, False, "bool"), (128, False, "additive")],
-)
-def test_torch_prefill_attention(aten, dtype, head_dim, causal, mask_kind, check):
-    q_length, kv_length = 70, 101
-    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=head_dim)
-    mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
-    out, _ = peers.torch_prefill_attention(q, k, v, causal=causal, mask=mask, check=check)
-    visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril()
-    assert_as_good_as_torch(out, q, k, v, visible if causal else mask)
-
-
-# Kernels on Metal 4's tensor operations are written for a lane map: right under it, and under no
-# other.
-@pytest.mark.parametrize(
-    ("head_dim", "causal", "mask_kind", "dtype", "check"),
-    [(64, True, None, torch.float16, False), (128, False, "bool", torch.bfloat16, True)],
-)
-def test_mlx_nax_attention(mlx, head_dim, causal, mask_kind, dtype, check):
-    q, k, v = make_qkv(dtype, q_length=70, kv_length=101, head_dim=head_dim)
-    mask = make_mask(mask_kind, dtype, 4, 70, 101)
-
-    def run(lane_map):
-        options = {"causal": causal, "mask": mask, "check": check, "lane_map": lane_map}
-        return tensor_peers.mlx_nax_attention(q, k, v, **options)[0]
-
-    visible = torch.ones(70, 101, dtype=torch.bool).tril(101 - 70) if causal else mask
-    out = run("apple10")
-    assert_as_good_as_torch(out, q, k, v, visible)
-    for other in ("apple9", 0, 1):
-        assert (run(other).double() - out.double()).abs().max() > 0.5
+NAX, MPP = tensor_peers.mlx_nax_attention, tensor_peers.torch_mpp_attention
 
 
 @pytest.mark.parametrize(
-    ("table", "head_dim", "causal", "mask_kind", "dtype", "check"),
+    ("kernel", "lane_map", "head_dim", "causal", "mask_kind", "dtype", "check"),
     [
-        ("apple10", 64, False, "additive", torch.bfloat16, False),
-        ("apple9", 96, True, "bool", torch.float16, True),
+        (NAX, "apple10", 64, True, None, torch.float16, False),
+        (NAX, "apple10", 128, False, "bool", torch.bfloat16, True),
+        (partial(MPP, table="apple10"), "apple10", 64, False, "additive", torch.bfloat16, False),
+        (partial(MPP, table="apple9"), "apple9", 96, True, "bool", torch.float16, True),
     ],
 )
-def test_torch_mpp_attention(aten, table, head_dim, causal, mask_kind, dtype, check):
+def test_tensor_operations(mlx, aten, kernel, lane_map, head_dim, causal, mask_kind, dtype, check):
+    """Such kernels are written for a lane map: right under it, and under no other."""
     q, k, v = make_qkv(dtype, q_length=70, kv_length=101, head_dim=head_dim)
     mask = make_mask(mask_kind, dtype, 4, 70, 101)
-
-    def run(lane_map):
-        options = {"causal": causal, "mask": mask, "check": check, "lane_map": lane_map}
-        return tensor_peers.torch_mpp_attention(q, k, v, table=table, **options)[0]
-
-    visible = None if mask is None else mask
-    if causal:
-        below = torch.ones(70, 101, dtype=torch.bool).tril()
-        visible = below if visible is None else below & visible
-    out = run(table)
-    assert_as_good_as_torch(out, q, k, v, visible)
-    for other in {"apple10", "apple9", 0, 1} - {table}:
-        assert (run(other).double() - out.double()).abs().max() > 0.5
+    options = {"causal": causal, "mask": mask, "check": check}
+    out, _ = kernel(q, k, v, **options, lane_map=lane_map)
+    corner = 101 - 70 if kernel is NAX else 0
+    assert_as_good_as_torch(out, q, k, v, visible(q, k, causal, mask, corner))
+    for other in {"apple10", "apple9", 0, 1} - {lane_map}:
+        under_other, _ = kernel(q, k, v, **options, lane_map=other)
+        assert (under_other.double() - out.double()).abs().max() > 0.5
 
 
 @in_builds(("passes", "mask_kind"), list(product((1, 2), (None, "causal", "bool", "additive"))))
@@ -299,8 +275,7 @@ def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
             threads=(grid[0] * 1024, grid[1], 1),
             group_size=(1024, 1, 1),
         )
-    visible = torch.ones(q_length, kv_length, dtype=torch.bool).tril()
-    assert_as_good_as_torch(out, q, k, v, visible if mask_kind == "causal" else mask)
+    assert_as_good_as_torch(out, q, k, v, visible(q, k, mask_kind == "causal", mask))
 
 
 MLX_HEADERS = "#include <mlx/backend/metal/kernels/utils.h>\n" + "".join(

@@ -5,7 +5,7 @@ import torch
 
 from tests.cache.append_check import same_memory
 from tests.decode.test_decode_step import problem
-from tests.runtime.test_rope_launch import run_what_was_launched
+from tests.runtime.test_launch import run_what_was_launched
 
 CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 KEPT = {

@@ -9,7 +9,6 @@ import torch
 from tests.helpers import shader_params
 from tests.helpers.cases import each_case
 from torch_metal_attn import reference, simulate
-from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator import compile_shader
 
 TEXT = (
@@ -211,6 +210,22 @@ def launched(fake):
     return buffers, shader_params.values(fields.problem) | own
 
 
+def run_what_was_launched(fake, kernel, tensors):
+    """Runs the last text that the shim was given, with the buffers and the grid it was given."""
+    by_address = {tensor.data_ptr(): tensor for tensor in tensors}
+    buffers = {int(slot): by_address[int(address)] for _, slot, address in words(fake, "tensor")}
+    (params,) = (line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
+    _, slot, text = params.split()
+    buffers[int(slot)] = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+    (dispatch,) = (line for line in fake.log() if line.startswith("dispatch"))
+    grid, group = dispatch.removeprefix("dispatch").split("/")
+    getattr(compile_shader(fake.last_text()), kernel)(
+        *(buffers.get(slot) for slot in range(max(buffers) + 1)),
+        threads=[int(n) for n in grid.split()],
+        group_size=[int(n) for n in group.split()],
+    )
+
+
 def at(**tensors):
     return {SLOTS[name]: tensor.data_ptr() for name, tensor in tensors.items()}
 
@@ -234,11 +249,6 @@ def every_feature(batch, heads, q_length, kv_length):
         "alibi_slopes": cut(batch, heads),
         "learnable_sink": torch.randn(heads),
     }
-
-
-def slots_of(features):
-    names = {"attn_mask": "mask", "attn_bias": "bias", "learnable_sink": "sink"}
-    return {names.get(name, name.replace("_rotary", "")): t for name, t in features.items()}
 
 
 @pytest.mark.parametrize(
@@ -288,7 +298,7 @@ def test_flash_fwd_without_keys_reads_none(any_fake):
     [(torch.float32, 56, None, False), (torch.bfloat16, 40, 20, True)],
     ids=["plain", "every feature"],
 )
-def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offset, features):
+def test_what_metal_would_get_computes_attention(served, dtype, head_dim_v, q_offset, features):
     """The text, arguments and grid given to the shim, run by the simulator's compile_shader."""
     q = torch.randn(2, 70, 6, 64).to(dtype).transpose(1, 2)
     k = torch.randn(2, 2, 90, 64).to(dtype)
@@ -297,23 +307,9 @@ def test_what_metal_would_get_computes_attention(fake, dtype, head_dim_v, q_offs
     if features:
         options |= {"dropout_p": 0.3, "rng_state": torch.tensor([5, 6])}
     options |= {"causal": q_offset is not None, "q_offset": q_offset}
-    shaders.serve(fake.library)
-    out, lse = fake.ops.flash_fwd(q, k, v, **options)
-    params = next(line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
-    grid, group = next(line for line in fake.log() if line.startswith("dispatch")).split(" / ")
-    tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse}
-    if features:
-        tensors |= slots_of({name: t for name, t in options.items() if torch.is_tensor(t)})
-    params = bytearray.fromhex(params.split()[2])
-    tensors["params"] = torch.frombuffer(params, dtype=torch.uint8)
-    by_slot = {SLOTS[name]: tensor for name, tensor in tensors.items()}
-    arguments = [by_slot.get(slot) for slot in range(max(by_slot) + 1)]
-    library = compile_shader(fake.last_text())
-    library.flash_fwd(
-        *arguments,
-        threads=[int(n) for n in grid.split()[1:]],
-        group_size=[int(n) for n in group.split()],
-    )
+    out, lse = served.ops.flash_fwd(q, k, v, **options)
+    given = [value for value in options.values() if torch.is_tensor(value)]
+    run_what_was_launched(served, "flash_fwd", [q, k, v, out, lse, *given])
     with simulate():
         expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
     assert torch.equal(out, expected)

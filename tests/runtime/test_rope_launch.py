@@ -4,25 +4,8 @@ import pytest
 import torch
 
 from tests.rope.rope_check import make_problem
-from tests.runtime.test_launch import words
+from tests.runtime.test_launch import run_what_was_launched, words
 from torch_metal_attn import rope
-from torch_metal_attn.simulator import compile_shader
-
-
-def run_what_was_launched(fake, kernel, tensors):
-    """Runs the last text that the shim was given, with the buffers and the grid it was given."""
-    by_address = {tensor.data_ptr(): tensor for tensor in tensors}
-    buffers = {int(slot): by_address[int(address)] for _, slot, address in words(fake, "tensor")}
-    (params,) = (line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
-    _, slot, text = params.split()
-    buffers[int(slot)] = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
-    (dispatch,) = (line for line in fake.log() if line.startswith("dispatch"))
-    grid, group = dispatch.removeprefix("dispatch").split("/")
-    getattr(compile_shader(fake.last_text()), kernel)(
-        *(buffers.get(slot) for slot in range(max(buffers) + 1)),
-        threads=[int(n) for n in grid.split()],
-        group_size=[int(n) for n in group.split()],
-    )
 
 
 # Specialisations that differ between the tests, as their libraries stay cached.

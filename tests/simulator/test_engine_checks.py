@@ -5,7 +5,7 @@ import torch
 
 from torch_metal_attn.simulator import SimulatorFault
 
-from .planted import PARAMETERS, Planted, arguments, result
+from .planted import PARAMETERS, Planted, arguments, choice, result
 
 CASES = """
 device_read_past_the_end: out_of_bounds: 4 bytes at byte 256 of buffer(1), which has 256
@@ -124,20 +124,18 @@ def fault(body, *given, **options):
 
 
 def test_a_race_names_both_places():
-    race = fault(
-        "threadgroup float s[64]; s[i] = 0; BARRIER(threadgroup)\ns[i] = i;\no[i] = s[63 - i];"
-    )
+    race = PLANTED.fault("write_then_read_by_another_simdgroup")
     assert abs(race.line - race.other_site[0].line) == 1
 
 
 @pytest.mark.parametrize("seed", (0, 7))
 def test_unchecked_lanes_that_wait_for_lanes_that_have_ended(seed):
-    body = "if (lane < 8) { BARRIER(threadgroup) } else { o[i] = simd_sum(1.0f); } o[i] += 1;"
-    assert fault(body, check=False, seed=seed).kind == "divergent_barrier"
+    with pytest.raises(SimulatorFault, match=r"^divergent_barrier"):
+        PLANTED.run("lanes_at_a_barrier_and_lanes_at_a_simd_operation", False, False, seed=seed)
 
 
 def test_the_fault_is_at_the_thread_that_made_it():
-    assert fault("if (i == 37) o[i + 64] = 1;").thread == (37, 0, 0)
+    assert PLANTED.fault("device_read_past_the_end").thread == (63, 0, 0)
 
 
 def test_nothing_is_written_once_there_is_a_fault():
@@ -168,12 +166,6 @@ def test_one_buffers_overrun_is_not_another_buffer():
     fault(*given, **options)
 
 
-def test_program_scope_tables_may_be_read():
-    above = "constant float table[4] = {1, 2, 3, 4};\n"
-    out = result("constant float* t = table; o[i] = t[uint(a[i]) % 4];", above=above)
-    assert out[:5].tolist() == [1, 2, 3, 4, 1]
-
-
 def test_threadgroup_memory_is_fresh_for_each_threadgroup():
     body = "threadgroup float s[64]; if (group == 0) s[i] = 1; BARRIER(threadgroup) o[i] = s[i];"
     found = fault(body, parameters=GROUP, threads=128, workers=1)
@@ -181,35 +173,28 @@ def test_threadgroup_memory_is_fresh_for_each_threadgroup():
 
 
 def test_unchecked_threadgroup_memory_starts_as_nan():
-    assert result("threadgroup float s[64]; o[i] = s[i];", check=False).isnan().all()
+    assert PLANTED.run("uninitialised_threadgroup_read", False, check=False)[63].isnan()
 
 
-@pytest.mark.parametrize(
-    ("body", "check", "expected"),
-    [
-        # Unchecked, partial operations work on the lanes that reach them.
-        (
-            "float x = 1; if (lane < 8) x = simd_sum(x); o[i] = x;",
-            False,
-            ([8.0] * 8 + [1.0] * 24) * 2,
-        ),
-        (
-            "float x = a[i]; if (lane < 8) x = simd_sum(x); else x = simd_max(x); o[i] = x;",
-            False,
-            [28.0] * 8 + [31.0] * 24 + [284.0] * 8 + [63.0] * 24,
-        ),
-        # What asks for the active lanes may be partial. Metal's mask there is of the lanes inside
-        # the innermost branch: one.
-        (
-            "float x = -1; if (lane >= 5 && lane < 9) { x = simd_broadcast_first(float(lane));"
-            " if (simd_is_first()) x = ulong(simd_active_threads_mask()); } o[i] = x;",
-            True,
-            ([-1.0] * 5 + [float(1 << 5)] + [5.0] * 3 + [-1.0] * 23) * 2,
-        ),
-    ],
-)
-def test_operations_of_some_lanes(body, check, expected):
-    assert result(body, check=check).tolist() == expected
+PARTIAL = {
+    "float x = 1; if (lane < 8) x = simd_sum(x); o[i] = x;": ([8.0] * 8 + [1.0] * 24) * 2,
+    "float x = a[i]; if (lane < 8) x = simd_sum(x); else x = simd_max(x); o[i] = x;": (
+        [28.0] * 8 + [31.0] * 24 + [284.0] * 8 + [63.0] * 24
+    ),
+    # Metal's mask of active lanes is of those inside the innermost branch: one.
+    "float x = -1; if (lane >= 5 && lane < 9) { x = simd_broadcast_first(float(lane));"
+    " if (simd_is_first()) x = ulong(simd_active_threads_mask()); } o[i] = x;": (
+        ([-1.0] * 5 + [float(1 << 5)] + [5.0] * 3 + [-1.0] * 23) * 2
+    ),
+}
+
+
+@pytest.mark.parametrize(("which", "check"), [(0, False), (1, False), (2, False), (2, True)])
+def test_operations_of_some_lanes(which, check):
+    """Unchecked on any lanes that reach them; checked only what asks for the active lanes."""
+    _, a, n = arguments()
+    found = result(choice(f"{{ {body} }}" for body in PARTIAL), a, n, which, check=check)
+    assert found.tolist() == list(PARTIAL.values())[which]
 
 
 @pytest.mark.parametrize("slow", (0, 1))

@@ -183,19 +183,20 @@ def test_a_vector_access_counts_once_with_its_bytes():
         assert counted.load_bytes["device"] == counted.store_bytes["device"] == 32 * bytes_each
 
 
-@pytest.mark.parametrize("transpose,loads", [(False, 32), (True, 64)])
-def test_a_matrix_load_is_one_access_a_lane_unless_transposed(transpose, loads):
-    flag = str(transpose).lower()
+def test_a_matrix_load_is_one_access_a_lane_unless_transposed():
+    loads = [f"simdgroup_load(m, a, 8, 0, {transpose});" for transpose in ("false", "true")]
     library = compiled(
-        f"simdgroup_half8x8 m; simdgroup_load(m, a, 8, 0, {flag}); simdgroup_store(m, o);",
-        "device half* o [[buffer(0)]], const device half* a [[buffer(1)]]",
+        f"simdgroup_half8x8 m; {choice(loads)} simdgroup_store(m, o);",
+        "device half* o [[buffer(0)]], const device half* a [[buffer(1)]],"
+        " constant int& which [[buffer(2)]]",
         check=True,
     )
-    halves = torch.arange(64).half()
-    library.k(torch.zeros(64).half(), halves, threads=32, group_size=32)
-    assert library.last_counters.loads["device"] == loads
-    assert library.last_counters.load_bytes["device"] == 128
-    assert library.last_counters.stores["device"] == 32
+    out, halves = torch.zeros(64).half(), torch.arange(64).half()
+    for transpose in (0, 1):
+        library.k(out, halves, transpose, threads=32, group_size=32, arg_casts="int32")
+        assert library.last_counters.loads["device"] == (64 if transpose else 32)
+        assert library.last_counters.load_bytes["device"] == 128
+        assert library.last_counters.stores["device"] == 32
 
 
 RACY = f"""

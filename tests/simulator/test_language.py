@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from tests.helpers.cases import each_case
 from torch_metal_attn.simulator import SimulatorFault, compile_shader, replacing_compile_shader
 from torch_metal_attn.simulator.__main__ import main
+from torch_metal_attn.simulator.build import build
 
 from .planted import HEAD, check_refused
 
@@ -168,19 +170,22 @@ def test_functions_that_metal_does_not_have_are_refused():
     check_refused(lines, below="kernel void k() {}")
 
 
+LOGGING = "#include <metal_logging>\n"
 NEWER = [
-    'constant os_log a("b", "c"); kernel void k() { a.log("d"); }',
-    "kernel void k() { atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst); }",
-    "kernel void k(device int* p) { auto f = [=](int x) { return x; }; p[0] = f(1); }",
-    "kernel void k(volatile coherent(device) device int* p) { p[0] = 1; }",
+    'constant os_log a("b", "c"); kernel void k0() { a.log("d"); }',
+    "kernel void k1() { atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst); }",
+    "kernel void k2(device int* p) { auto f = [=](int x) { return x; }; p[0] = f(1); }",
+    "kernel void k3(volatile coherent(device) device int* p) { p[0] = 1; }",
 ]
 
 
-@pytest.mark.parametrize("newer", NEWER)
+@each_case("newer", NEWER)
 def test_constructs_of_a_later_version_are_refused(newer):
-    include = "#include <metal_logging>\n"
-    check_refused({newer: "error: "}, include)
-    compile_shader(HEAD + include + newer, language="3.2")
+    check_refused({newer: "error: "}, LOGGING)
+
+
+def test_constructs_of_a_later_version_compile_in_it():
+    build(HEAD + LOGGING + "\n".join(NEWER), language="3.2").whole_image()
 
 
 @pytest.mark.parametrize(("language", "number"), [(None, 310), ("3.1", 310), ("4.0", 400)])

@@ -7,4 +7,4 @@ Use `import torch_metal_attn.flash_attn as flash_attn`, or, for code that cannot
 from torch_metal_attn.flash_attn.flash_attn_interface import *  # noqa: F403
 
 # The version of flash-attn that has these signatures, for code that asks.
-__version__ = "2.8.3"
+__version__ = "2.8.4"

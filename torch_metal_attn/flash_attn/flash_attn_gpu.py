@@ -24,6 +24,12 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, softmax_d
 
 _OPS = torch.ops.metal_attn
 _NAMES = ArgumentNames(heads_third=True)
+# flash-attn 2.8.4's own tests look for these words about the generator.
+_WHY_NONE = {
+    "out": "results are new tensors",
+    "gen": "the RNG `generator` argument is no longer supported, as dropout is drawn from torch's "
+    "default generator",
+}
 _SCORES = "is_causal window_size_left window_size_right softcap"
 
 
@@ -65,7 +71,9 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **given: Any) -> 
 
 @in_order(
     "q k v out cu_seqlens_q cu_seqlens_k seqused_k leftpad_k block_table alibi_slopes "
-    f"max_seqlen_q max_seqlen_k p_dropout softmax_scale zero_tensors {_SCORES} return_softmax gen"
+    "max_seqlen_q max_seqlen_k p_dropout softmax_scale zero_tensors "
+    f"{_SCORES} return_softmax gen num_splits",
+    num_splits=0,
 )
 def varlen_fwd(
     q: Tensor,
@@ -78,7 +86,13 @@ def varlen_fwd(
     """`fwd` for packed sequences, q (Tq, Hq, D), as `flash_attn_varlen_func` takes them.
 
     zero_tensors: accepted; rows that belong to no sequence are always 0.
+    num_splits: 0 or 1.
     """
+    if whole("num_splits", given["num_splits"]) not in (0, 1):
+        raise NotImplementedError(
+            f"num_splits is {given['num_splits']}; num_splits > 1 is not supported for packed "
+            "sequences: pass 0 or 1"
+        )
     options = _options(q, given, "out", "gen") | only_given(
         seqused_k=given["seqused_k"], leftpad_k=given["leftpad_k"], block_table=block_table
     )
@@ -153,8 +167,7 @@ def _check_none(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(
-                f"{name} is a {type(value).__name__}; it must be None: results are new tensors, "
-                "and dropout is drawn from torch's default generator"
+                f"{name} is a {type(value).__name__}; it must be None: {_WHY_NONE[name]}"
             )
 
 

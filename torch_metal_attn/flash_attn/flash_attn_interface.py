@@ -31,6 +31,9 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 
+# flash-attn's tests and others ask it whether AMD's kernels run.
+USE_TRITON_ROCM = False
+
 
 def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
     """Keys per block in S_dmask, as flash-attn has them on an A100."""
@@ -71,12 +74,14 @@ _OF_BACKWARD = "dout q k v out softmax_lse dq dk dv"
 _flash_attn_forward = _private(flash_attn_gpu.fwd, f"q k v {_SCORES} return_softmax")
 _flash_attn_varlen_forward = _private(
     flash_attn_gpu.varlen_fwd,
-    f"q k v {_LENGTHS} {_SCORES} return_softmax block_table leftpad_k seqused_k zero_tensors",
+    f"q k v {_LENGTHS} {_SCORES} return_softmax block_table leftpad_k seqused_k zero_tensors "
+    "num_splits",
     **dict.fromkeys(("window_size_left", "window_size_right"), -1),
     **dict.fromkeys(("alibi_slopes", "block_table", "leftpad_k", "seqused_k")),
     softcap=0.0,
     return_softmax=False,
     zero_tensors=False,
+    num_splits=0,
 )
 _flash_attn_backward = _private(
     _softmax_d_of(flash_attn_gpu.bwd),

@@ -18,15 +18,12 @@ def offsets_kept(fake: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fake)
     def run(*values: Any, **options: Any) -> Any:
         given = (*values, *options.values())
-        if any(isinstance(x, Tensor) and _at_dynamic_offset(x) for x in given):
+        tensors = [x for x in given if isinstance(x, Tensor)]
+        if any(isinstance(x.storage_offset(), torch.SymInt) for x in tensors):
             _teach_inductor()
         return fake(*values, **options)
 
     return run
-
-
-def _at_dynamic_offset(tensor: Tensor) -> bool:
-    return isinstance(tensor.storage_offset(), torch.SymInt)
 
 
 @functools.cache

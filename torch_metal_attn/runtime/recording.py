@@ -26,16 +26,16 @@ def recorded(
         family,
         kernel,
         defines,
-        tuple(_buffer(b) for b in buffers if b not in params),
+        tuple(
+            RecordedBuffer(b.index, _storage(b), b.offset, bool(b.writable))
+            for b in buffers
+            if b not in params
+        ),
         params[0].index if params else None,
         ctypes.string_at(params[0].storage, params[0].bytes) if params else b"",
         (threadgroups[0], threadgroups[1], threadgroups[2]),
         (threads[0], threads[1], threads[2]),
     )
-
-
-def _buffer(buffer: engine.Buffer) -> RecordedBuffer:
-    return RecordedBuffer(buffer.index, _storage(buffer), buffer.offset, bool(buffer.writable))
 
 
 def _storage(buffer: engine.Buffer) -> torch.Tensor:

@@ -239,8 +239,8 @@ def _alone(
     if not problem.packing:
         return [((problem.q, problem.k, problem.v), problem.dout, problem.options)]
     given = {n: x for n, x in problem.options.items() if n not in ("dropout_p", "rng_state")}
-    ends_q = problem.packing[0].tolist()
-    ends_k = None if problem.packing[1] is None else problem.packing[1].tolist()
+    ends_q, ends_k = (None if x is None else x.tolist() for x in problem.packing[:2])
+    assert ends_q is not None
     asked = []
     for b, (q_length, kv_length) in enumerate(case.sequences):
         if q_length and kv_length:

@@ -194,8 +194,8 @@ bool reads_long_offsets(const FlashFwdArguments& a, const FlashFwdCall& call) {
 // Whether keys 2i and 2i + 1 always lie in one aligned vector of two elements.
 bool has_aligned_pairs(const Tensor& mask, int32_t kv_length) {
   const int64_t last = mask.dim() - 1;
-  return kv_length % 2 == 0 && mask.size(last) == kv_length && mask.stride(last) == 1 &&
-         rows_aligned(mask, 2 * static_cast<int>(mask.element_size()));
+  return last >= 0 && kv_length % 2 == 0 && mask.size(last) == kv_length &&
+         mask.stride(last) == 1 && rows_aligned(mask, 2 * static_cast<int>(mask.element_size()));
 }
 
 // A mask's or a bias's shape and memory; `element` is that of a bias.

@@ -29,8 +29,9 @@ constexpr int kTileQueries = 64;
 // Whether lanes can read neighbouring keys together.
 bool reads_words(const FlashFwdCall& call) {
   const Tensor& mask = *call.mask;
-  return call.kv_length % kWord == 0 && mask.size(mask.dim() - 1) == call.kv_length &&
-         mask.stride(mask.dim() - 1) == 1 && rows_aligned(mask, kWord);
+  const int64_t last = mask.dim() - 1;
+  return last >= 0 && call.kv_length % kWord == 0 && mask.size(last) == call.kv_length &&
+         mask.stride(last) == 1 && rows_aligned(mask, kWord);
 }
 
 int64_t size_unless(int64_t stride, int64_t size) { return stride == 0 ? 1 : size; }

@@ -310,7 +310,7 @@ void check_shape(ArgumentName name, const Tensor& tensor,
 void check_broadcasts(ArgumentName name, const Tensor& tensor,
                       const std::array<int64_t, 4>& shape) {
   const int64_t rank = tensor.dim();
-  bool fits = rank >= 1 && rank <= 4;
+  bool fits = rank <= 4;
   for (int64_t dim = 0; fits && dim < rank; ++dim) {
     const int64_t size = tensor.size(dim);
     fits = size == 1 || size == shape[static_cast<std::size_t>(4 - rank + dim)];

@@ -46,12 +46,9 @@ class Call:
         except RuntimeError:  # grouped heads
             leading = torch.Size(self.query[:-2])
         # With gradients torch computes in float32, unless it is told otherwise.
-        element = torch.float32 if self.gradients and not _reduced() else self.dtype
+        reduced = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+        element = torch.float32 if self.gradients and not reduced else self.dtype
         return leading.numel() * self.query[-2] * self.key[-2] * element.itemsize
-
-
-def _reduced() -> bool:
-    return torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
 
 
 def way(call: Call, version: str | None = None) -> tuple[str, str]:

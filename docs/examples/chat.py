@@ -124,6 +124,8 @@ def main(arguments: list[str] | None = None) -> Chat:
     parser.add_argument("--length", type=int, default=128, help="of the cache (default: 128)")
     parser.add_argument("--most", type=int, default=16, help="new tokens a turn (default: 16)")
     options = parser.parse_args(arguments)
+    if min(options.length, options.most) < 1:
+        parser.error("--length and --most must be at least 1")
     model, tokenizer = chosen(options.model)
     said = typed() if options.say is None else options.say
     try:

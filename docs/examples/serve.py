@@ -270,6 +270,8 @@ def main(arguments: list[str] | None = None) -> None:
         help="answer one request at a time, and draft this many tokens by prompt lookup",
     )
     options = parser.parse_args(arguments)
+    if options.blocks < 1 or options.lookup < 0 or not 0 <= options.port < 2**16:
+        parser.error("--blocks must be at least 1, --lookup at least 0, --port in 0..65535")
     if options.model is None:
         model, tokenizer = tiny_llama(), None
     else:

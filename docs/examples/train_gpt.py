@@ -106,8 +106,13 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--batch", type=int, default=4, help="documents a step (default: 4)")
     parser.add_argument("--length", type=int, default=128, help="of a document (default: 128)")
     options = parser.parse_args(arguments)
+    if min(options.steps, options.batch, options.length) < 1:
+        parser.error("--steps, --batch and --length must be at least 1")
     file = options.text or Path(__file__)
-    text = file.read_text(encoding="utf-8")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        parser.error(f"cannot read {file}: {error}")
     if not documents(text, options.length):
         parser.error(
             f"{file} has no document of two bytes or more, cut to --length {options.length}"

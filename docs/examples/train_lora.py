@@ -33,6 +33,8 @@ def gradients_of_colour(size: int) -> Tensor:
 
 def loaded(folder: Path, size: int) -> Tensor:
     """The images of a folder (N, 3, size, size) in -1..1, squeezed into squares."""
+    if not folder.is_dir():
+        raise SystemExit(f"{folder} is not a folder")
     found = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".png", ".jpg"))
     if not found:
         raise SystemExit(f"{folder} has no .png or .jpg file")

@@ -51,6 +51,25 @@ def continued(prompt, most):
     return made[0].tolist()[len(prompt) :]
 
 
+@pytest.mark.parametrize(
+    "name, arguments, said",
+    [
+        ("chat", ["--most", "0"], "--length and --most must be at least 1"),
+        ("serve", ["--blocks", "0"], "--blocks must be at least 1"),
+        ("serve", ["--lookup", "-1"], "--lookup at least 0"),
+        ("serve", ["--port", "65536"], "--port in 0..65535"),
+        ("train_gpt", ["--batch", "0"], "must be at least 1"),
+        ("train_gpt", ["--length", "-3"], "must be at least 1"),
+        ("train_gpt", ["--text", "no such file"], "cannot read no such file: "),
+        ("train_lora", ["--images", "no such folder"], "no such folder is not a folder"),
+    ],
+)
+def test_bad_arguments(name, arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        example(name).main(arguments)
+    assert said in capsys.readouterr().err + str(ended.value)
+
+
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != SHARED])
 def test_help(name, capsys):
     with pytest.raises(SystemExit) as ended:

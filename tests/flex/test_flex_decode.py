@@ -168,10 +168,6 @@ def check_full_and_partial():
     check_flex(*few(), None, mask_of(), ours=(None, contradictory()))
 
 
-def test_full_and_partial():
-    check_full_and_partial()
-
-
 MUTANTS = {
     check_full_and_partial: """
         full blocks are masked: masked = {~next_entry < partial.count => true~};

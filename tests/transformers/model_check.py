@@ -46,6 +46,14 @@ def assert_as_near_as_eager(
     assert ours <= 2 * eager
 
 
+def bounds(*ends, dtype=torch.int32):
+    """Where packed sequences begin and end, as transformers passes it to attention."""
+    ends = torch.tensor(ends, dtype=dtype)
+    longest = int(ends.diff().max())
+    cu_seq_lens = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone()}
+    return cu_seq_lens | {"max_length_q": longest, "max_length_k": longest}
+
+
 def packed(*lengths):
     """A row of sequences as the collator makes it, and the sequences."""
     parts = tiny.tokens(sum(lengths), batch=1).split(lengths, 1)

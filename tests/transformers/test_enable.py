@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E40
 import torch_metal_attn  # noqa: E402
 from tests.transformers import census  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
+from tests.transformers.model_check import bounds  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     continuous_batching,
     enable,
@@ -234,10 +235,9 @@ class TestAttentionFunction:
         q = torch.randn(1, 2, 9, 8)
         with pytest.raises(NotImplementedError, match=r"sinks=.*\(2,\) in Module: it must be"):
             metal_attention(torch.nn.Module(), q, q, q, None, sinks=torch.zeros(2))
-        bounds = TestPacked().bounds(4, 5)
         with pytest.raises(NotImplementedError, match="sinks together with cu_seq_lens_q"):
             metal_attention(
-                torch.nn.Module(), q, q, q, None, sinks=torch.zeros(1, 2, 9, 1), **bounds
+                torch.nn.Module(), q, q, q, None, sinks=torch.zeros(1, 2, 9, 1), **bounds(0, 4, 9)
             )
 
 
@@ -245,16 +245,6 @@ class TestPacked:
     """Sequences in one row, their bounds given: DataCollatorWithFlattening's batches."""
 
     LENGTHS = (17, 1, 13)
-
-    def bounds(self, *lengths, dtype=torch.int32):
-        ends = torch.tensor([0, *lengths]).cumsum(0).to(dtype)
-        most = max(lengths, default=0)
-        return {
-            "cu_seq_lens_q": ends,
-            "cu_seq_lens_k": ends,
-            "max_length_q": most,
-            "max_length_k": most,
-        }
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     def test_on_device(self, dtype, device):
@@ -266,7 +256,7 @@ class TestPacked:
             metal_attention_mask(1, 31, 31, device=device),
             **{
                 name: value.to(device) if torch.is_tensor(value) else value
-                for name, value in self.bounds(*self.LENGTHS, dtype=dtype).items()
+                for name, value in bounds(0, 17, 18, 31, dtype=dtype).items()
             },
         )
         parts = zip(*(tensor.split(self.LENGTHS, 2) for tensor in (q, k, v)), strict=True)
@@ -275,13 +265,13 @@ class TestPacked:
 
     def test_not_causal(self):
         q = torch.randn(1, 2, 7, 8)
-        out, _ = metal_attention(torch.nn.Module(), q, q, q, None, **self.bounds(3, 4))
+        out, _ = metal_attention(torch.nn.Module(), q, q, q, None, **bounds(0, 3, 7))
         expected = torch.cat([attention(part, part, part)[0] for part in q.split([3, 4], 2)], 2)
         torch.testing.assert_close(out, expected.transpose(1, 2))
 
     def test_refusals(self):
         q, module = torch.randn(1, 2, 13, 8), torch.nn.Module()
-        bounds = self.bounds(6, 7)
+        ends = bounds(0, 6, 13)
 
         def call(match, tensor=q, mask=None, **arguments):
             with pytest.raises(NotImplementedError, match=match):
@@ -289,16 +279,16 @@ class TestPacked:
 
         call(
             r"cu_seq_lens_q=a torch\.int32 tensor of shape \(3,\) in Module without cu_seq_lens_k",
-            cu_seq_lens_q=bounds["cu_seq_lens_q"],
+            cu_seq_lens_q=ends["cu_seq_lens_q"],
         )
-        call("with a batch of 2", tensor=q.expand(2, -1, -1, -1), **bounds)
-        call("together with a mask", mask=torch.ones(13, 13, dtype=torch.bool), **bounds)
+        call("with a batch of 2", tensor=q.expand(2, -1, -1, -1), **ends)
+        call("together with a mask", mask=torch.ones(13, 13, dtype=torch.bool), **ends)
         padded = torch.ones(1, 13, dtype=torch.bool)
         padded[0, 0] = False
         descriptor = metal_attention_mask(1, 13, 13, attention_mask=padded, device="cpu")
-        call(r"together with a mask \(causal padded\)", mask=descriptor, **bounds)
-        call("position_bias together", position_bias=torch.zeros(1, 2, 13, 13), **bounds)
-        call("sliding_window=5", sliding_window=5, **bounds)
+        call(r"together with a mask \(causal padded\)", mask=descriptor, **ends)
+        call("position_bias together", position_bias=torch.zeros(1, 2, 13, 13), **ends)
+        call("sliding_window=5", sliding_window=5, **ends)
 
 
 class TestEnable:

@@ -10,6 +10,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import modeling_flash_attention_utils as lookups  # noqa: E402
 
 from tests.transformers import tiny_models as tiny  # noqa: E402
+from tests.transformers.model_check import TOLERANCE, difference  # noqa: E402
 from tests.transformers.tiny_families import CORE  # noqa: E402
 from torch_metal_attn import install_flash_attn  # noqa: E402
 from torch_metal_attn.simulator import runs  # noqa: E402
@@ -21,10 +22,6 @@ WITHOUT = {"gpt-oss", "Llama4", "PaliGemma", "T5", "DeepSeek-V3.2", "GLM-MoE-DSA
 FAMILIES = [name for name in CORE if name not in WITHOUT]
 
 
-def apart(actual, expected, where=None):
-    return (actual - expected)[... if where is None else where].abs().max()
-
-
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_matches_eager(name, side, device):
@@ -33,7 +30,7 @@ def test_matches_eager(name, side, device):
     with install_flash_attn(transformers=True):
         model.set_attn_implementation(NAME)
         actual = tiny.answer(model.to(device), **given)
-    assert apart(actual, expected, where) <= 1e-5
+    assert difference(actual, expected, where) <= TOLERANCE
     if runs.current() is not None:
         assert runs.current().counters
 
@@ -46,7 +43,7 @@ def test_generates(name, device):
         model.set_attn_implementation(NAME)
         tokens, scores = tiny.generate(model.to(device), given, max_new_tokens=4)
     assert torch.equal(tokens, expected)
-    assert apart(scores, expected_scores) <= 1e-5
+    assert difference(scores, expected_scores) <= TOLERANCE
 
 
 def refused():

@@ -23,6 +23,7 @@ from transformers.masking_utils import (  # noqa: E402
 
 from tests.transformers import census  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
+from tests.transformers.model_check import bounds  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     band,
     enable,
@@ -126,15 +127,6 @@ class TestBounds:
 
     LENGTHS = (17, 1, 13)
 
-    def given(self, *bounds):
-        bounds = torch.tensor(bounds, dtype=torch.int32)
-        return {
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds.clone(),
-            "max_length_q": 31,
-            "max_length_k": 31,
-        }
-
     def attend(self, mask, **bounds):
         q, k, v = torch.randn(3, 1, 2, 31, 8, generator=torch.Generator().manual_seed(0))
         return metal_attention(torch.nn.Module(), q, k, v, mask, **bounds)[0]
@@ -142,29 +134,29 @@ class TestBounds:
     def mask(self, function=causal_mask_function):
         return metal_attention_mask(**call_for(function, positions_of([self.LENGTHS])))
 
-    @pytest.mark.parametrize("bounds", [(0, 17, 18, 31), (0, 0, 17, 18, 18, 31, 31)])
-    def test_the_same(self, bounds):
+    @pytest.mark.parametrize("ends", [(0, 17, 18, 31), (0, 0, 17, 18, 18, 31, 31)])
+    def test_the_same(self, ends):
         """Empty sequences change nothing; the window is the mask's."""
         mask = self.mask(sliding_window_causal_mask_function(5))
         expected = self.attend(mask)
-        assert torch.equal(self.attend(mask, **self.given(*bounds)), expected)
+        assert torch.equal(self.attend(mask, **bounds(*ends)), expected)
 
     def test_tokens_of_no_sequence(self):
-        out = self.attend(self.mask(), **self.given(0, 17, 18))
+        out = self.attend(self.mask(), **bounds(0, 17, 18))
         assert torch.equal(out[:, :18], self.attend(self.mask())[:, :18])
         assert not out[:, 18:].any()
 
-    @pytest.mark.parametrize("bounds", [(0, 31), (0, 17, 31), (0, 16, 18, 31), (0, 9, 17, 18, 31)])
-    def test_others_are_refused(self, bounds):
+    @pytest.mark.parametrize("ends", [(0, 31), (0, 17, 31), (0, 16, 18, 31), (0, 9, 17, 18, 31)])
+    def test_others_are_refused(self, ends):
         with pytest.raises(ValueError, match=r"cu_seq_lens_q=.* and position_ids say that diff"):
-            self.attend(self.mask(), **self.given(*bounds))
+            self.attend(self.mask(), **bounds(*ends))
 
     def test_layers_after_the_first_do_not_wait(self, monkeypatch):
-        mask, bounds, compared = self.mask(), self.given(0, 17, 18, 31), []
+        mask, ends, compared = self.mask(), bounds(0, 17, 18, 31), []
         equal = torch.equal
         monkeypatch.setattr(packing.torch, "equal", lambda *a: compared.append(a) or equal(*a))
         for _ in range(2):
-            self.attend(mask, **bounds)
+            self.attend(mask, **ends)
             assert len(compared) == 2
         self.attend(mask)
         assert len(compared) == 2
@@ -208,8 +200,7 @@ def test_models_whose_masks_ignore_positions(model_type, kind, first):
     advice = r"use_cache=False .* If you did, .* cu_seq_lens_\* and max_length_\* as well"
     with pytest.raises(ValueError, match=advice):
         tiny.answer(enable(model), **given, position_ids=positions)
-    bounds = TestBounds().given(0, 17, 18, 31)
-    actual = tiny.answer(model, **given, position_ids=positions + first, **bounds)
+    actual = tiny.answer(model, **given, position_ids=positions + first, **bounds(0, 17, 18, 31))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
@@ -218,7 +209,7 @@ def test_bounds_beside_another_mask():
     chunks = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
     mask = metal_attention_mask(**call_for(chunks, positions_of([(17, 1, 13)])))
     with pytest.raises(NotImplementedError, match="pass position_ids and use_cache=False"):
-        TestBounds().attend(mask, **TestBounds().given(0, 17, 18, 31))
+        TestBounds().attend(mask, **bounds(0, 17, 18, 31))
 
 
 class Waits(TorchDispatchMode):

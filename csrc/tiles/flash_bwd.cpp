@@ -11,12 +11,10 @@
 namespace metal_attn {
 namespace {
 
-using Tile = FlashBwdTile;
-constexpr Knob<Tile> kKnobs[] = {FLASH_BWD_KNOBS(KNOB_ENTRY)};
-constexpr DefaultRow<Tile> kDqRows[] = {FLASH_BWD_DQ_ROWS(TILE_ROW)};
-constexpr DefaultRow<Tile> kDkvRows[] = {FLASH_BWD_DKV_ROWS(TILE_ROW)};
-constexpr DefaultRow<Tile> kTensorDqRows[] = {FLASH_BWD_DQ_TENSOR_ROWS(TILE_ROW)};
-constexpr DefaultRow<Tile> kTensorDkvRows[] = {FLASH_BWD_DKV_TENSOR_ROWS(TILE_ROW)};
+constexpr DefaultRow<FlashBwdTile> kDqRows[] = {FLASH_BWD_DQ_ROWS(TILE_ROW)};
+constexpr DefaultRow<FlashBwdTile> kDkvRows[] = {FLASH_BWD_DKV_ROWS(TILE_ROW)};
+constexpr DefaultRow<FlashBwdTile> kTensorDqRows[] = {FLASH_BWD_DQ_TENSOR_ROWS(TILE_ROW)};
+constexpr DefaultRow<FlashBwdTile> kTensorDkvRows[] = {FLASH_BWD_DKV_TENSOR_ROWS(TILE_ROW)};
 
 // Whether rows of the other side are staged as they are, beside pairs.
 bool stages_rows(const FlashBwdSpecialisation& s) { return s.dkv && s.column_simdgroups == 1; }
@@ -129,8 +127,6 @@ int used_slices(const FlashBwdSpecialisation& s) {
 
 }  // namespace
 
-std::span<const Knob<FlashBwdTile>> FlashBwdSpecialisation::knobs() { return kKnobs; }
-
 std::span<const DefaultRow<FlashBwdTile>> FlashBwdSpecialisation::table() const {
   using Rows = std::span<const DefaultRow<FlashBwdTile>>;
   if (tensor_tiles) {
@@ -139,12 +135,8 @@ std::span<const DefaultRow<FlashBwdTile>> FlashBwdSpecialisation::table() const 
   return dkv ? Rows(kDkvRows) : Rows(kDqRows);
 }
 
-TileQuestion FlashBwdSpecialisation::question(int family) const {
-  return {bits_of(element), std::max(head_dim_qk, head_dim_v), 0, load_of(features), family};
-}
-
 bool FlashBwdSpecialisation::take(const FlashBwdTile& tile) {
-  static_cast<FlashBwdTile&>(*this) = tile;
+  Tiled::tile() = tile;
   const int own_side = dkv ? features.kv_block() : features.q_block();
   const int other_side = dkv ? features.q_block() : features.kv_block();
   slices = used_slices(*this);
@@ -221,7 +213,7 @@ Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
   if (s.normalised()) {
     own.push_back({"NORMALISED", 1});
   }
-  return all_defines(s, own, s.wide_rotary);
+  return all_defines(s, own);
 }
 
 }  // namespace metal_attn

@@ -11,26 +11,16 @@
 
 namespace metal_attn {
 
-struct FlashBwdTile {
-  FLASH_BWD_KNOBS(KNOB_MEMBER)
-};
+DEFINE_TILE(FlashBwdTile, FLASH_BWD_KNOBS)
 
 // A gradient kernel: a threadgroup owns rows of one side (queries for dq, keys for dk and dv) and
 // walks over blocks of the other.
-struct FlashBwdSpecialisation : FlashBwdTile {
+struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
   bool tensor_tiles;
-  Element element;
-  int head_dim_qk;
-  int head_dim_v;
-  bool wide_loads;
-  bool wide_rotary;
   bool row_pairs;       // two neighbouring elements of the own rows at a time
   bool dkv;             // the kernel of dk and dv, or that of dq
   bool exact_delta;     // see flash_bwd_dq.metal
   int head_splits = 1;  // threadgroups that share the query heads of a KV head; no part of the tile
-  FlashFwdFeatures features;
-  const TileConditions* defaults;  // of the default tile that this is, or null
-  const TileRow* row;              // of a tuned table that has the tile, or null
 
   int block_rows() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }
@@ -44,13 +34,10 @@ struct FlashBwdSpecialisation : FlashBwdTile {
   // Whether the rounding of the log-sum-exp would show in the weights: in float32, and in what the
   // other gradients that are float32's are computed from.
   bool normalised() const;
-  int registers() const { return recorded_registers(defaults); }
   int threadgroup_bytes() const;
   const char* kernel() const;
 
-  static std::span<const Knob<FlashBwdTile>> knobs();
   std::span<const DefaultRow<FlashBwdTile>> table() const;
-  TileQuestion question(int family) const;
   // Takes a row's tile, cut to this problem. Returns whether the kernel can run it.
   bool take(const FlashBwdTile& tile);
   bool can_run() const;

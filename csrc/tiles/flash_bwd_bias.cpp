@@ -24,12 +24,8 @@ int FlashBwdBiasSpecialisation::threadgroup_bytes() const {
 
 std::span<const DefaultRow<FlashBwdBiasTile>> FlashBwdBiasSpecialisation::table() { return kRows; }
 
-TileQuestion FlashBwdBiasSpecialisation::question(int family) const {
-  return {bits_of(element), std::max(head_dim_qk, head_dim_v), 0, load_of(features), family};
-}
-
 bool FlashBwdBiasSpecialisation::take(const FlashBwdBiasTile& tile) {
-  static_cast<FlashBwdBiasTile&>(*this) = tile;
+  Tiled::tile() = tile;
   block_k = 8 * parts_within(features.kv_block(), 8, block_k / 8);
   simdgroups = parts_within(features.q_block(), 8 * row_fragments, simdgroups);
   return simdgroups > 0 && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
@@ -48,7 +44,7 @@ Defines flash_bwd_bias_defines(const FlashBwdBiasSpecialisation& s) {
       {"SIMDGROUPS", s.simdgroups},
       {"ROWS_IN_REGISTERS", s.rows_in_registers},
   };
-  return all_defines(s, own, s.wide_rotary);
+  return all_defines(s, own);
 }
 
 // No more parts than keep the GPU busy: each writes float32 of the whole bias, which is then less

@@ -12,28 +12,16 @@
 
 namespace metal_attn {
 
-struct FlashBwdBiasTile {
-  FLASH_BWD_BIAS_KNOBS(KNOB_MEMBER)
-};
+DEFINE_TILE(FlashBwdBiasTile, FLASH_BWD_BIAS_KNOBS)
 
 // The kernel of what is added to scores: a threadgroup owns a tile of the bias in registers, and
 // walks over the tiles of scores that share it.
-struct FlashBwdBiasSpecialisation : FlashBwdBiasTile {
-  Element element;
-  int head_dim_qk;
-  int head_dim_v;
-  bool wide_loads;
-  bool wide_rotary;
-  FlashFwdFeatures features;
-  const TileConditions* defaults;  // of the default tile that this is
-
+struct FlashBwdBiasSpecialisation : Tiled<FlashBwdBiasTile> {
   int block_q() const { return 8 * row_fragments * simdgroups; }
   int threads() const { return 32 * simdgroups; }
-  int registers() const { return recorded_registers(defaults); }
   int threadgroup_bytes() const;
 
   static std::span<const DefaultRow<FlashBwdBiasTile>> table();
-  TileQuestion question(int family) const;
   // Takes a row's tile, cut to this problem. Returns whether the kernel can run it.
   bool take(const FlashBwdBiasTile& tile);
 };

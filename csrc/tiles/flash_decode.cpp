@@ -11,9 +11,7 @@
 namespace metal_attn {
 namespace {
 
-using Tile = FlashDecodeTile;
-constexpr Knob<Tile> kKnobs[] = {FLASH_DECODE_KNOBS(KNOB_ENTRY)};
-constexpr DefaultRow<Tile> kRows[] = {FLASH_DECODE_ROWS(DECODE_TILE_ROW)};
+constexpr DefaultRow<FlashDecodeTile> kRows[] = {FLASH_DECODE_ROWS(DECODE_TILE_ROW)};
 
 // Columns of a row that one lane's load and three others' make (shaders/spans.h).
 constexpr int kSpanFragments = kSpanColumns / 8;
@@ -23,9 +21,6 @@ int spans_of(int columns) { return (columns + kSpanColumns - 1) / kSpanColumns; 
 int most_spans(const FlashDecodeSpecialisation& s) {
   return std::max(spans_of(s.head_dim_qk), spans_of(s.head_dim_v));
 }
-
-// Of rows that a tile can have, so that 32 query heads of one KV head read its keys once.
-constexpr int64_t kMostDecodeRows = 8 * kKnobs[0].most;
 
 // SIMD groups that exchange the keys and values which each needs for its own rows.
 constexpr int kMostRowSimdgroups = 2;
@@ -78,13 +73,13 @@ int key_bytes(const FlashDecodeSpecialisation& s) {
 
 }  // namespace
 
-std::span<const Knob<FlashDecodeTile>> FlashDecodeSpecialisation::knobs() { return kKnobs; }
-
 std::span<const DefaultRow<FlashDecodeTile>> FlashDecodeSpecialisation::table() { return kRows; }
 
 TileQuestion FlashDecodeSpecialisation::question(int family) const {
-  return {bits_of(element), std::max(head_dim_qk, head_dim_v), std::min(all_rows, kMostDecodeRows),
-          load_of(features), family};
+  // Of more the keys are read again, as for as many rows as a tile can have.
+  TileQuestion question = Tiled::question(family);
+  question.queries = std::min<int64_t>(all_rows, 8 * knobs()[0].most);
+  return question;
 }
 
 // As many lanes as leave each no more sums than the matrix unit would, but no more than have
@@ -114,7 +109,7 @@ int FlashDecodeSpecialisation::row_simdgroups() const {
 }
 
 bool FlashDecodeSpecialisation::take(const FlashDecodeTile& tile) {
-  static_cast<FlashDecodeTile&>(*this) = tile;
+  Tiled::tile() = tile;
   spans = (most_spans(*this) + column_simdgroups() - 1) / column_simdgroups();
   row_fragments = static_cast<int>(std::clamp<int64_t>((all_rows + 7) / 8, 1, row_fragments));
   vector_rows = vector_rows > 0 ? power_of_2(all_rows) : 0;
@@ -236,7 +231,7 @@ Defines flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
     own.push_back({"VECTOR_ROWS", s.vector_rows});
     own.push_back({"KEY_LANES", s.key_lanes()});
   }
-  return all_defines(s, own, false);
+  return all_defines(s, own);
 }
 
 std::string describe_choice(const FlashDecodeSpecialisation& s, int64_t row_groups,

@@ -13,21 +13,12 @@
 
 namespace metal_attn {
 
-struct FlashDecodeTile {
-  FLASH_DECODE_KNOBS(KNOB_MEMBER)
-};
+DEFINE_TILE(FlashDecodeTile, FLASH_DECODE_KNOBS)
 
 // Decoding: a threadgroup owns query heads of one KV head and a part of the keys.
-struct FlashDecodeSpecialisation : FlashDecodeTile {
-  Element element;
-  int head_dim_qk;
-  int head_dim_v;
+struct FlashDecodeSpecialisation : Tiled<FlashDecodeTile> {
   int64_t all_rows;  // queries of all heads that share a KV head
-  bool wide_loads;
-  bool v_in_k;  // v is the first columns of k
-  FlashFwdFeatures features;
-  const TileConditions* defaults;  // of the default tile that this is, or null
-  const TileRow* row;              // of a tuned table that has the tile, or null
+  bool v_in_k;       // v is the first columns of k
 
   // Rows that a SIMD group, and that a threadgroup, works on at a time.
   int tile_rows() const { return vector_rows > 0 ? vector_rows : 8 * row_fragments; }
@@ -41,11 +32,9 @@ struct FlashDecodeSpecialisation : FlashDecodeTile {
   int step_keys() const { return 8 * key_fragments * key_simdgroups(); }
   int threads() const { return 32 * key_simdgroups() * column_simdgroups() * row_simdgroups(); }
   int key_lanes() const;  // that share a value's row, where values are summed up without the unit
-  int registers() const { return recorded_registers(defaults); }
   int threadgroup_bytes(int row_simdgroups) const;
   int threadgroup_bytes() const { return threadgroup_bytes(row_simdgroups()); }
 
-  static std::span<const Knob<FlashDecodeTile>> knobs();
   static std::span<const DefaultRow<FlashDecodeTile>> table();
   TileQuestion question(int family) const;
   // Takes a row's tile, cut to this problem. Returns whether the kernel can run it.

@@ -10,13 +10,8 @@
 namespace metal_attn {
 namespace {
 
-using Tile = FlashFwdTile;
-constexpr Knob<Tile> kKnobs[] = {FLASH_FWD_KNOBS(KNOB_ENTRY)};
-constexpr DefaultRow<Tile> kRows[] = {FLASH_FWD_ROWS(TILE_ROW)};
-constexpr DefaultRow<Tile> kRowsOfTensorTiles[] = {FLASH_FWD_TENSOR_ROWS(TILE_ROW)};
-
-// Columns of the output that a threadgroup accumulates at most.
-constexpr int kMostSlice = kKnobs[0].most;
+constexpr DefaultRow<FlashFwdTile> kRows[] = {FLASH_FWD_ROWS(TILE_ROW)};
+constexpr DefaultRow<FlashFwdTile> kRowsOfTensorTiles[] = {FLASH_FWD_TENSOR_ROWS(TILE_ROW)};
 
 // Whether two SIMD groups can share rows, with as many columns each.
 bool divides(const FlashFwdSpecialisation& s) {
@@ -34,8 +29,6 @@ bool reads_unstaged(const FlashFwdSpecialisation& s) {
 
 }  // namespace
 
-std::span<const Knob<FlashFwdTile>> FlashFwdSpecialisation::knobs() { return kKnobs; }
-
 std::span<const DefaultRow<FlashFwdTile>> FlashFwdSpecialisation::table() const {
   if (tensor_tiles) {
     return kRowsOfTensorTiles;
@@ -44,14 +37,15 @@ std::span<const DefaultRow<FlashFwdTile>> FlashFwdSpecialisation::table() const 
 }
 
 TileQuestion FlashFwdSpecialisation::question(int family) const {
-  const int columns = std::max(head_dim_qk, std::min(head_dim_v, kMostSlice));
-  return {bits_of(element), columns, 0, load_of(features), family};
+  // Wider values are cut into slices.
+  TileQuestion question = Tiled::question(family);
+  question.columns = std::max(head_dim_qk, std::min(head_dim_v, knobs()[0].most));
+  return question;
 }
 
 bool FlashFwdSpecialisation::take(const FlashFwdTile& tile) {
-  static_cast<FlashFwdTile&>(*this) = tile;
-  v_slice = slice_columns(head_dim_v, (head_dim_v + tile.v_slice - 1) / tile.v_slice,
-                          tensor_tiles ? kTensorSpan : 8);
+  Tiled::tile() = tile;
+  v_slice = slice_columns(head_dim_v, v_slices(), tensor_tiles ? kTensorSpan : 8);
   block_k = 8 * parts_within(features.kv_block(), 8, block_k / 8);
   simdgroups = column_simdgroups *
                parts_within(features.q_block(), 8 * row_fragments, simdgroups / column_simdgroups);
@@ -105,7 +99,7 @@ Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
   if (!s.kv_staged) {
     own.push_back({"KV_STAGED", 0});
   }
-  return all_defines(s, own, s.wide_rotary);
+  return all_defines(s, own);
 }
 
 std::string describe_choice(const FlashFwdSpecialisation& s) {

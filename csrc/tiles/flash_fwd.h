@@ -11,31 +11,19 @@
 
 namespace metal_attn {
 
-struct FlashFwdTile {
-  FLASH_FWD_KNOBS(KNOB_MEMBER)
-};
+DEFINE_TILE(FlashFwdTile, FLASH_FWD_KNOBS)
 
-struct FlashFwdSpecialisation : FlashFwdTile {
-  bool tensor_tiles;  // flash_fwd_tensor.metal's
-  Element element;
-  int head_dim_qk;
-  int head_dim_v;
+struct FlashFwdSpecialisation : Tiled<FlashFwdTile> {
+  bool tensor_tiles;      // flash_fwd_tensor.metal's
   int row_fragments = 1;  // 8-row fragments of queries that a SIMD group owns: two of tensor tiles
-  bool wide_loads;        // as many columns of k and v at a time as make 16 bytes
-  bool wide_rotary;       // and of k while it is rotated
   bool row_pairs;         // two neighbouring elements of q at a time
-  FlashFwdFeatures features;
-  const TileConditions* defaults;  // of the default tile that this is, or null
-  const TileRow* row;              // of a tuned table that has the tile, or null
 
   int block_q() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }
   int v_slices() const { return (head_dim_v + v_slice - 1) / v_slice; }
-  int registers() const { return recorded_registers(defaults); }
   int threadgroup_bytes() const;  // exact: what the shader declares
   const char* kernel() const { return tensor_tiles ? "flash_fwd_tensor" : "flash_fwd"; }
 
-  static std::span<const Knob<FlashFwdTile>> knobs();
   std::span<const DefaultRow<FlashFwdTile>> table() const;
   TileQuestion question(int family) const;
   // Takes a row's tile, cut to this problem. Returns whether the kernel can run it.

@@ -59,8 +59,6 @@ Specialisation specialisation_for(const FlashFwdProblem& problem) {
   return s;
 }
 
-inline int bits_of(Element element) { return 8 * element_bytes(element); }
-
 // Columns that a lane's loads of 8 neighbours are spread over (shaders/spans.h).
 inline constexpr int kSpanColumns = 32;
 
@@ -80,14 +78,14 @@ void append_features(Defines& defines, const FlashFwdFeatures& features, bool wi
 
 // The defines that every kernel of attention has, its own, and those of the features.
 template <class Specialisation>
-Defines all_defines(const Specialisation& s, const Defines& own, bool wide_rotary) {
+Defines all_defines(const Specialisation& s, const Defines& own) {
   Defines defines{
       {"ELEMENT", element_name(s.element)}, {"HEAD_DIM_QK", s.head_dim_qk},
       {"HEAD_DIM_V", s.head_dim_v},         {"ROW_FRAGMENTS", s.row_fragments},
       {"WIDE_LOADS", s.wide_loads},
   };
   defines.append(own.begin(), own.end());
-  append_features(defines, s.features, wide_rotary);
+  append_features(defines, s.features, s.wide_rotary);
   return defines;
 }
 

@@ -39,9 +39,19 @@ Load load_of(const FlashFwdFeatures& features);
 inline constexpr int kM1 = 7;
 inline constexpr int kM3 = 9;
 
-// What csrc/tiles/knobs.h lists becomes of a tile: members, and a table of them.
+// A tile of the knobs that csrc/tiles/knobs.h lists.
 #define KNOB_MEMBER(NAME, MEMBER, LEAST, MOST, STEP) int MEMBER = LEAST;
 #define KNOB_ENTRY(NAME, MEMBER, LEAST, MOST, STEP) {#NAME, &Tile::MEMBER, LEAST, MOST, STEP},
+#define DEFINE_TILE(TILE, KNOBS)                                 \
+  struct TILE {                                                  \
+    KNOBS(KNOB_MEMBER)                                           \
+    static std::span<const Knob<TILE>> knobs() {                 \
+      using Tile = TILE;                                         \
+      static constexpr Knob<Tile> every[] = {KNOBS(KNOB_ENTRY)}; \
+      return every;                                              \
+    }                                                            \
+    bool operator==(const TILE&) const = default;                \
+  };
 
 // A row of csrc/tiles/table.inc. Of a kernel without a condition on queries:
 #define TILE_ROW(BITS, COLUMNS, LOAD, FAMILY, REGISTERS, ...) \
@@ -60,6 +70,11 @@ struct TileConditions {
   int family;        // at least
   double registers;  // that a thread of M1 needs, of 32 bits (bench/agx)
 };
+
+// Registers of a thread for `explain`: 0 if nobody has measured the tile.
+inline int recorded_registers(const TileConditions* row) {
+  return row == nullptr ? 0 : static_cast<int>(row->registers + 0.5);
+}
 
 template <class Tile>
 struct DefaultRow {
@@ -82,6 +97,27 @@ struct TileQuestion {
   // Whether the row's tile is for such operands on this GPU.
   bool could_meet(const TileConditions& row) const {
     return bits == row.bits && columns <= row.columns && family >= row.family;
+  }
+};
+
+// What the specialisations of all kernels of attention have.
+template <class OwnTile>
+struct Tiled : OwnTile {
+  Element element;
+  int head_dim_qk;
+  int head_dim_v;
+  bool wide_loads;   // as many columns of k and v at a time as make 16 bytes
+  bool wide_rotary;  // and while they are rotated
+  FlashFwdFeatures features;
+  const TileConditions* defaults;  // of the default tile that this is, or null
+  const TileRow* row;              // of a tuned table that has the tile, or null
+
+  OwnTile& tile() { return *this; }
+  const OwnTile& tile() const { return *this; }
+  int registers() const { return recorded_registers(defaults); }
+  TileQuestion question(int family) const {
+    return {8 * element_bytes(element), std::max(head_dim_qk, head_dim_v), 0, load_of(features),
+            family};
   }
 };
 
@@ -111,11 +147,6 @@ std::optional<Specialisation> default_tile(const Specialisation& problem, const 
   return std::nullopt;
 }
 
-// Registers of a thread for `explain`: 0 if nobody has measured the tile.
-inline int recorded_registers(const TileConditions* row) {
-  return row == nullptr ? 0 : static_cast<int>(row->registers + 0.5);
-}
-
 // "at most 102 registers a thread, of which M1 has 128, by the row for 16 bits, head dims up to 64"
 std::string row_text(const TileConditions* row);
 
@@ -139,13 +170,6 @@ bool within_limits(const Specialisation& s) {
   });
 }
 
-template <class Specialisation>
-bool same_tile(const Specialisation& a, const Specialisation& b) {
-  const auto knobs = Specialisation::knobs();
-  return std::all_of(knobs.begin(), knobs.end(),
-                     [&](const auto& knob) { return a.*knob.value == b.*knob.value; });
-}
-
 // The tile that the tuned table in use has for this problem, or else the default one.
 template <class Specialisation>
 Specialisation tuned(const Specialisation& chosen, int64_t queries, int64_t keys) {
@@ -165,7 +189,7 @@ Specialisation tuned(const Specialisation& chosen, int64_t queries, int64_t keys
     return chosen;
   }
   found.row = row;
-  found.defaults = same_tile(found, chosen) ? chosen.defaults : nullptr;
+  found.defaults = found.tile() == chosen.tile() ? chosen.defaults : nullptr;
   return found;
 }
 

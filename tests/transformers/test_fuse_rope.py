@@ -238,6 +238,26 @@ class TestQueriesAreNeverWrittenRotated:
             else:
                 assert launch.defines["Q_ROTARY"] == "1"
 
+    def test_device_memory(self):
+        """The kernels write q once less than with `rope`, and load no more."""
+        q, k = torch.randn(1, 8, 64, 64).half(), torch.randn(1, 2, 64, 64).half()
+        cos, sin = torch.randn(2, 1, 64, 32).half()
+        ops = torch.ops.metal_attn
+        with simulate(count=True) as apart:
+            ops.flash_fwd(*ops.rope(q, k, cos, sin), k, causal=True)
+        with simulate(count=True) as fused:
+            rotated, _ = ops.rope(k, None, cos, sin)
+            ops.flash_fwd(q, rotated, k, causal=True, q_rotary_cos=cos, q_rotary_sin=sin)
+        loaded, stored = (
+            [
+                sum(getattr(c, moved)["device"] for c in run.counters.values())
+                for run in (apart, fused)
+            ]
+            for moved in ("load_bytes", "store_bytes")
+        )
+        assert loaded[1] <= loaded[0]
+        assert stored[0] - stored[1] == q.nbytes
+
 
 class TestRefusals:
     @pytest.mark.parametrize("name", REFUSED)

@@ -68,6 +68,52 @@ def times_listed(
     return times.scatter_add_(3, keys, torch.ones_like(keys, dtype=torch.int32))[..., :kv_length]
 
 
+def visible_listed(
+    indices: Tensor,
+    lists: slice,
+    kv_block_size: int,
+    q_block_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    q_offset: int | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The keys of some lists of indices (B, H, all lists, entries), and which queries see them.
+
+    Returns:
+        keys (B, H, lists, K) int64, and bool (B, H, lists, q_block_size, K).
+    """
+    entries = indices[:, :, lists, :, None].long()  # -1 gives keys below 0
+    keys = (entries * kv_block_size + torch.arange(kv_block_size, device=indices.device)).flatten(3)
+    batch, heads, count, _ = keys.shape
+    queries = torch.arange(
+        lists.start * q_block_size, lists.stop * q_block_size, device=keys.device
+    )
+    first = positions_of(1, kv_length, q_offset, seqused_k, keys.device)
+    first = first if q_offset is not None else first + 1 - q_length
+    # Each list as a sequence.
+    position = (first + queries).expand(batch, -1).unflatten(1, (count, q_block_size))
+    position = position[:, None].expand(-1, heads, -1, -1).flatten(0, 2)[..., None]
+    own = keys.flatten(0, 2)[:, None]
+    ends, pads = (
+        None if x is None else x.long().repeat_interleave(heads * count)
+        for x in (seqused_k, leftpad_k)
+    )
+    right = 0 if causal else window_size_right
+    seen = in_window(position, own, window_size_left, right, attention_chunk, pads)
+    seen = seen & (own >= 0) & (own < (kv_length if ends is None else ends[:, None, None]))
+    if pads is not None:
+        seen = seen & (own >= pads[:, None, None])
+    seen = seen.view(batch, heads, count, q_block_size, keys.shape[3])
+    return keys, seen & (queries < q_length).view(count, q_block_size, 1)
+
+
 def tree_rows(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None:
     """Which new tokens each sees: bool (B or 1, L, L), or None without a tree.
 

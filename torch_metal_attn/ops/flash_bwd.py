@@ -142,7 +142,9 @@ def differentiating() -> Iterator[None]:
         yield
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, how: bool) -> Tensor:
+def rotated_rows(
+    x: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor | None, how: bool
+) -> Tensor:
     """x in float32, rotated as in flash_fwd."""
     if cu_seqlens is None:
         return rotate(x.float(), cos, sin, how)
@@ -200,7 +202,7 @@ def _reference_gradients(
         cos, sin = (options.pop(f"{side}_rotary_{table}", None) for table in ("cos", "sin"))
         if cos is not None:
             cu_seqlens = packing[i] if packing else None
-            leaves[i] = _rotated(leaves[i], cos, sin, cu_seqlens, interleaved)
+            leaves[i] = rotated_rows(leaves[i], cos, sin, cu_seqlens, interleaved)
     with differentiating():
         leaves = [leaf.detach().requires_grad_() for leaf in leaves]
         own_out, own_lse = oracle(*leaves, *packing, **options)

@@ -1,7 +1,6 @@
 """Autograd of `metal_attn::flash_fwd` and `flash_varlen_fwd`, and of `flash_decode` by lists.
 
-It saves the arguments, out and softmax_lse: nothing that is quadratic in a length. The gradients of
-listed keys make a bias of the lists, which is.
+It saves the arguments, out and softmax_lse: nothing that is quadratic in a length.
 """
 
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.visibility import times_listed
 from torch_metal_attn.ops import flash_bwd, plain
 from torch_metal_attn.ops.differentiation import (
     apply,
@@ -22,6 +20,7 @@ from torch_metal_attn.ops.differentiation import (
     without_gradient,
 )
 from torch_metal_attn.ops.fake import NAMESPACES
+from torch_metal_attn.ops.listed_bwd import listed_gradients
 from torch_metal_attn.ops.refusals import python_kernel
 
 _OPERANDS = ("q", "k", "v")
@@ -111,15 +110,16 @@ def _gradients(
     named = (*_OPERANDS, *_PACKING, *_CACHE, "num_splits")
     options = {n: v for n, v in arguments.items() if n not in named}
     lists = {n: options.pop(n) for n in _LISTS if n in options}
-    if lists:
-        options["attn_bias"] = _bias_of(q, k, **lists)
     operands = [arguments[name] for name in _OPERANDS]
     packing = [arguments[name] for name in _PACKING] if packed else []
     dout = flash_bwd.gradient_of(out, dout)
     bwd = "flash_varlen_bwd" if packed else "flash_bwd"
     # With create_graph this is recorded, as what raises when it is differentiated.
-    dq, dk, dv, delta, normalisers = getattr(ops, bwd)(
-        dout, dlse, *operands, out, softmax_lse, *packing, exact_delta=True, **options
+    given = (dout, dlse, *operands, out, softmax_lse)
+    dq, dk, dv, delta, normalisers = (
+        listed_gradients(ops.flash_bwd, *given, **lists, **options)
+        if lists
+        else getattr(ops, bwd)(*given, *packing, exact_delta=True, **options)
     )
     found = {"q": dq, "k": dk, "v": dv}
     for side, gradient in (("q", dq), ("k", dk)):
@@ -145,17 +145,6 @@ def _gradients(
             sink, softmax_lse, delta, normalisers, packed
         )
     return found
-
-
-def _bias_of(
-    q: Tensor, k: Tensor, indices: Tensor, kv_block_size: int = 1, q_block_size: int = 1
-) -> Tensor:
-    """What is added to scores of all keys so that listed ones count as often as they are listed."""
-    length, keys = q.shape[2], k.shape[2]
-    times = times_listed(indices, kv_block_size, q_block_size, slice(None), length, keys)
-    if times.shape[1] > 1:
-        times = times.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    return times.float().log()
 
 
 def differentiable(namespace: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -240,6 +240,7 @@ def _alone(
         return [((problem.q, problem.k, problem.v), problem.dout, problem.options)]
     given = {n: x for n, x in problem.options.items() if n not in ("dropout_p", "rng_state")}
     ends_q, ends_k = (None if x is None else x.tolist() for x in problem.packing[:2])
+    assert ends_q is not None
     asked = []
     for b, (q_length, kv_length) in enumerate(case.sequences):
         if q_length and kv_length:

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from torch_metal_attn.call.visibility import depths, tree_rows
 from torch_metal_attn.quantisation import FORMATS
-from torch_metal_attn.reference import depths, tree_rows
 from torch_metal_attn.testing import attention_run, spoiling
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.attention_problem import (

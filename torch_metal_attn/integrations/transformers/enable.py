@@ -17,7 +17,7 @@ def enable(model: _Model, *, fuse_rope: bool = False, absorb: bool = False) -> _
         model. It may be wrapped by torch.compile, PEFT or (Distributed)DataParallel. fuse_rope: let
         the attention kernel rotate queries as it loads them. This saves one read and write of q
         compared with `rope`, and ten compared with transformers' own operations
-        (bench/results/transformers.md has both counts). It needs a model whose attention calls
+        (bench/results/transformers.md). It needs a model whose attention calls
         `apply_rotary_pos_emb` and does not change q afterwards. `metal_attn::rope` still rotates k
         as it enters the cache, and q in packed sequences and continuous batching. enable(model)
         undoes it. absorb: keep the latent rows of multi-head latent attention (DeepSeek-V3 and its

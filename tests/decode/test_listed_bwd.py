@@ -1,0 +1,64 @@
+"""Gradients of listed keys: memory linear in the lists, whatever is gathered at once."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.attention.flash_fwd_check import make_qkv
+from torch_metal_attn.ops import listed_bwd
+from torch_metal_attn.reference import attention
+
+KEYS = ("q", "k", "v")
+
+
+def gradients(attend, operands, dtype=None, **options):
+    leaves = [x.to(dtype or x.dtype, copy=True).requires_grad_() for x in operands]
+    out, lse = attend(*leaves, **options)
+    loss = (out * out.detach().cos()).sum() + (lse.masked_fill(lse.isinf(), 0) * 0.3).sum()
+    return torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("gathered", [1, 2**13, 2**24])
+def test_some_lists_at_a_time(gathered, monkeypatch):
+    """The last list is of fewer queries, and keys behind the lengths are NaN."""
+    monkeypatch.setattr(listed_bwd, "GATHERED", gathered)
+    q, k, v = make_qkv(2, heads=4, kv_heads=2, q_length=17, kv_length=50, head_dim=16)
+    used = torch.tensor([50, 33], dtype=torch.int32)
+    entries = torch.randint(-1, 10, (2, 2, 6, 4), generator=torch.Generator().manual_seed(2)).int()
+    options = {"kv_block_size": 5, "q_block_size": 3, "causal": True, "window_size_left": 40}
+    options |= {"indices": entries, "seqused_k": used, "softcap": 2.0}
+    expected = gradients(attention, (q, k, v), torch.float64, **options)
+    for x in (k, v):
+        x[1, :, 33:] = torch.nan
+    found = gradients(torch.ops.metal_attn.flash_decode, (q, k, v), **options)
+    for name, ours, exact in zip(KEYS, found, expected, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=2e-6, msg=name)
+
+
+def test_memory_is_linear():
+    """No tensor has an element for each query and each key."""
+    length, listed, columns = 256, 4, 8
+    q, k, v = make_qkv(1, heads=1, kv_heads=1, q_length=length, kv_length=length, head_dim=columns)
+    entries = torch.randint(length, (1, 1, length, listed)).int()
+    sizes = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            results = function(*arguments, **(options or {}))
+            sizes.extend(x.numel() for x in tree_leaves(results) if isinstance(x, torch.Tensor))
+            return results
+
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, _ = torch.ops.metal_attn.flash_decode(*leaves, indices=entries)
+    with Sizes():
+        torch.autograd.grad(out.sum(), leaves)
+    assert max(sizes) <= length * listed * columns < length * length
+
+
+@pytest.mark.parametrize("batch, lists, entries", [(0, 3, 2), (1, 0, 2), (1, 3, 0)])
+def test_nothing_listed(batch, lists, entries):
+    q, k, v = make_qkv(batch, heads=2, kv_heads=1, q_length=lists, kv_length=5, head_dim=8)
+    indices = torch.zeros(batch, 1, lists, entries).int()
+    for x in gradients(torch.ops.metal_attn.flash_decode, (q, k, v), indices=indices):
+        assert torch.equal(x, torch.zeros_like(x)) or (entries and lists and batch)

@@ -1,0 +1,131 @@
+"""Gradients of attention to listed keys: `flash_bwd` of the keys of each list, gathered.
+
+Memory is linear in the listed keys: what is gathered is that of some lists at a time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.call.visibility import visible_listed
+from torch_metal_attn.ops.flash_bwd import Gradients, rotated_rows
+
+# Elements of gathered keys and values at once, unless a single list has more.
+GATHERED = 2**24
+# flash_bwd takes float32 up to this head dim.
+_LARGEST_FLOAT32 = 488
+
+
+def listed_gradients(
+    flash_bwd: Callable[..., Gradients],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    *,
+    indices: Tensor,
+    kv_block_size: int = 1,
+    q_block_size: int = 1,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    learnable_sink: Tensor | None = None,
+    q_rotary_cos: Tensor | None = None,
+    q_rotary_sin: Tensor | None = None,
+    rotary_interleaved: bool = False,
+    **visibility: Any,
+) -> Gradients:
+    """What `flash_bwd` with exact_delta gives, of dense q, k and v. visibility: what hides keys.
+
+    A list is a sequence of `flash_bwd`, whose keys are the listed ones in the list's order: those
+    that are listed twice are there twice. A mask hides what the queries do not see. It runs in
+    float32, as what several lists add to a key's gradient is to be rounded once.
+    """
+    exact = max(k.shape[-1], v.shape[-1]) <= _LARGEST_FLOAT32
+    dtype = torch.float32 if exact else q.dtype
+    dout, rotated, out = (x.to(dtype) for x in (dout, q, out))
+    batch, kv_heads, kv_length, _ = k.shape
+    q_length, group = q.shape[2], q.shape[1] // max(kv_heads, 1)
+    if q_rotary_cos is not None and q_rotary_sin is not None:
+        tables = q_rotary_cos, q_rotary_sin
+        rotated = rotated_rows(q, *tables, None, rotary_interleaved).to(q.dtype).to(dtype)
+    lists = indices.shape[2]
+    shape = (batch, kv_heads, lists, indices.shape[3] * kv_block_size)
+    # Of the first row of each head, where all rows of k, or of v, are one matrix.
+    firsts = torch.arange(batch * kv_heads, device=k.device).view(batch, 1, kv_heads, 1) * kv_length
+    options = {"softmax_scale": softmax_scale, "softcap": softcap, "learnable_sink": learnable_sink}
+    matrices = [x.reshape(-1, x.shape[-1]) for x in (k, v)]
+    sums = [q.new_zeros(x.shape, dtype=torch.float32) for x in matrices]
+    columns = k.shape[-1] + v.shape[-1]
+    step = max(GATHERED // max(batch * kv_heads * shape[3] * columns, 1), 1)
+    parts = []
+    for start in range(0, max(lists, 1), step):
+        some = slice(start, min(start + step, lists))
+        # (batch, lists, kv_heads, keys of a list), and with queries of a list before keys.
+        keys, seen = (
+            x.transpose(1, 2)
+            for x in visible_listed(
+                indices.expand(*shape[:3], -1),
+                some,
+                kv_block_size,
+                q_block_size,
+                q_length,
+                kv_length,
+                **visibility,
+            )
+        )
+        used = seen.any(3)  # other rows may be NaN
+        places = (keys.where(used, 0) + firsts).flatten()
+        gathered = [
+            x[places]
+            .to(dtype)
+            .view(*used.shape, x.shape[-1])
+            .masked_fill(~used[..., None], 0)
+            .flatten(0, 1)
+            for x in matrices
+        ]
+        rows = slice(start * q_block_size, some.stop * q_block_size)
+
+        def of_lists(x: Tensor | None, fill: float = 0.0, rows: slice = rows) -> Tensor | None:
+            """(B, H, L, ...) as (B * lists, H, q_block_size, ...)."""
+            if x is None:
+                return None
+            own = x[:, :, rows]
+            missing = rows.stop - rows.start - own.shape[2]
+            if missing > 0:
+                behind = own.new_full((*own.shape[:2], missing, *own.shape[3:]), fill)
+                own = torch.cat([own, behind], 2)
+            own = own.unflatten(2, (-1, q_block_size)).transpose(1, 2).flatten(0, 1)
+            return own.contiguous() if x is softmax_lse else own
+
+        dq, dk, dv, delta, normalisers = flash_bwd(
+            of_lists(dout),
+            of_lists(dlse),
+            of_lists(rotated),
+            *gathered,
+            of_lists(out),
+            of_lists(softmax_lse, -torch.inf),
+            exact_delta=True,
+            attn_mask=seen.flatten(0, 1).repeat_interleave(group, 1),
+            **options,
+        )
+        parts.append(
+            [
+                x.unflatten(0, (batch, some.stop - start)) if x.dim() > 1 else x
+                for x in (dq, delta, normalisers)
+            ]
+        )
+        for total, x in zip(sums, (dk, dv), strict=True):
+            total.index_add_(0, places, x.reshape(-1, x.shape[-1]).float())
+    dq, delta, normalisers = (
+        torch.cat(each, 1).transpose(1, 2).flatten(2, 3)[:, :, :q_length]
+        if each[0].dim() > 1
+        else each[0]
+        for each in zip(*parts, strict=True)
+    )
+    dk, dv = (total.view(x.shape).to(x.dtype) for total, x in zip(sums, (k, v), strict=True))
+    return dq.to(q.dtype), dk, dv, delta, normalisers

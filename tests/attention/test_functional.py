@@ -43,9 +43,12 @@ FEATURES = [
 
 
 def cases(call):
-    """Each feature at other lengths, and for dense calls every odd length, causal."""
+    """Each feature at other lengths, and for dense calls every odd length, causal.
+
+    In the dtype of test_values.py, whose kernels these are.
+    """
     alike = "qkvpacked" in call
-    sizes = {"heads": 4, "kv_heads": 4 if alike else 2, "dtype": "float32"}
+    sizes = {"heads": 4, "kv_heads": 4 if alike else 2}
     pairs = [(q, q) if alike else (q, k) for q, k in ((33, 40), (31, 65), (40, 7), (7, 9))]
     for i, feature in enumerate(FEATURES):
         if call == "flash_attn_with_kvcache":
@@ -59,7 +62,8 @@ def cases(call):
         yield case(call=call, **sizes, **lengths, **feature)
     if call == "flash_attn_with_kvcache":
         for cache in ("", "paged"):
-            yield case(call=call, **sizes, cache=cache, cache_dtype="float16", causal=True)
+            options = {"dtype": "float32", "cache_dtype": "float16", "causal": True}
+            yield case(call=call, **sizes, cache=cache, **options)
     if call == "flash_attn_varlen_func":
         used = {"packed": ((7, 9), (0, 5), (33, 40)), "q_length": 1, "kv_length": 1}
         used |= {"seqused_k": (9, 2, 33)}

@@ -11,6 +11,7 @@ from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.flash_fwd_options import ints
 from tests.common.ops import EXAMPLES
 from torch_metal_attn import explain, flash_attn_func, sdpa_replaced, simulate
+from torch_metal_attn.quantisation import quantise
 
 ops = torch.ops.metal_attn
 
@@ -388,3 +389,15 @@ class TestTransformers:
         assert [row.op for row in found.rows] == ["flash_fwd"] * 2 + ["flash_decode"] * 6
         assert "1 x 34-36" in str(found)
         assert str(found).count("model.layers.{0-1}.self_attn") == 2
+
+
+def test_rotated_rows_are_named():
+    q, k, v = make_qkv(head_dim=64)
+    (keys, k_scale), (values, v_scale) = (quantise(x, "q8_0", hadamard=32) for x in (k, v))
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    for hadamard, named in ((32, True), (0, False)):
+        with simulate():
+            found = explain(
+                torch.ops.metal_attn.flash_decode, q, keys, values, **scales, hadamard=hadamard
+            )
+        assert ("rotated in blocks of 32 columns" in str(found)) == named

@@ -11,6 +11,7 @@ from tests.decode.test_decode_step import check, problem
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused_alike
 from torch_metal_attn import explain, flash_attn_with_kvcache, simulate
+from torch_metal_attn.testing import Step, running
 from torch_metal_attn.testing.judge import on
 from torch_metal_attn.tools.tune import tiles
 
@@ -244,3 +245,14 @@ def test_alike_without_data():
         return lambda: ops.flash_decode(**on(place, given))
 
     refused_alike(r"parents has shape \(2,\)", call("cpu"), call("meta"))
+
+
+@pytest.mark.parametrize("fields", [{}, {"packed": ((5, 5), (9, 9))}], ids=["dense", "packed"])
+def test_caches_of_rotated_rows(fields):
+    """New rows of a tree are rotated by their depth, and then in blocks of columns."""
+    shape = {"head_dim": 64, "v_head_dim": 64, "heads": 2, "lengths": (3, 17), "format": "q4_0"}
+    rotation = {"hadamard": 32, "rotary_columns": 64}
+    rows = fields or {"length": 9, "q_length": 9}
+    case = Step(call="decode_step", tree="parents", **shape, **rotation, **rows)
+    with simulate(check=True):
+        assert running.run(case, torch.device("cpu")).ok

@@ -56,12 +56,16 @@ struct Operand {
     return exists ? tensor[offset(row) + column] : T(0);
   }
 
-  // Two neighbours from an even column on.
-  METAL_FUNC Fragment<T> pair(int row, int column) const thread {
+  // The lane's two columns of the fragment that begins at column `first`.
+  METAL_FUNC Fragment<T> pair(int row, int first, int lane_column) const thread {
+    const int column = first + lane_column;
     if (ROW_PAIRS && !ROTATED) {
       return COLUMNS % FRAGMENT == 0 || column < COLUMNS
                  ? *reinterpret_cast<const device Fragment<T>*>(tensor + (offset(row) + column))
                  : Fragment<T>(T(0), T(0));
+    }
+    if (ROTATED && ROTARY_WHOLE && is_rotated(first)) {
+      return rotary.rotated_pair(tensor, offset(row), row, first, lane_column);
     }
     return Fragment<T>(element(row, column), element(row, column + 1));
   }
@@ -96,7 +100,7 @@ struct OperandTile {
   METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
 
   METAL_FUNC Fragment<T> read(short i, short d) const thread {
-    return source.pair(positions[i], lane_column + d * FRAGMENT);
+    return source.pair(positions[i], d * FRAGMENT, lane_column);
   }
 
   METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
@@ -142,8 +146,8 @@ struct KeptOperandTile {
         uint4 chunk = uint4(0);
         UNROLL
         for (short f = 0; f < min(CHUNK_FRAGMENTS, FRAGMENTS - n * CHUNK_FRAGMENTS); f++) {
-          const int first = column + (n * CHUNK_FRAGMENTS + f) * FRAGMENT;
-          set_chunk_pair<T>(chunk, f, rows.pair(position, first));
+          const int first = (n * CHUNK_FRAGMENTS + f) * FRAGMENT;
+          set_chunk_pair<T>(chunk, f, rows.pair(position, first, column));
         }
         chunks[(i * CHUNKS + n) * SIMD_LANES] = chunk;
       }

@@ -17,6 +17,10 @@
 #endif
 
 constant constexpr int ROTARY_PAIRS = ROTARY_DIM / 2;
+// Whether all columns of a fragment are rotated or none, and as x or as y where pairs are halves.
+constant constexpr bool ROTARY_WHOLE =
+    ROTARY_FIRST % FRAGMENT == 0 &&
+    (ROTARY_INTERLEAVED ? ROTARY_DIM : ROTARY_PAIRS) % FRAGMENT == 0;
 
 METAL_FUNC bool is_rotated(int column) {
   return (ROTARY_FIRST == 0 || column >= ROTARY_FIRST) && column < ROTARY_FIRST + ROTARY_DIM;
@@ -86,6 +90,33 @@ struct RotaryTables {
                            float(cosines[cosines_of(position) + pair]),
                            float(sines[sines_of(position) + pair]),
                            rotary_is_x(own, ROTARY_PAIRS, ROTARY_INTERLEAVED)));
+  }
+
+  // A lane's two columns of the fragment that begins at column `first`, which is rotated, likewise.
+  // Each index is a constant and the lane's own part: a half of their sum, or a choice by it, would
+  // be kept for every fragment through a loop.
+  template <typename T>
+  METAL_FUNC vec<T, LANE_COLUMNS> rotated_pair(const device T* tensor, Offset row, int position,
+                                               int first, int lane_column) const thread {
+    const int own = first - ROTARY_FIRST;
+    const device T* x = tensor + (row + first + lane_column);
+    const device ROTARY_ELEMENT* cosine = cosines + cosines_of(position);
+    const device ROTARY_ELEMENT* sine = sines + sines_of(position);
+    if (ROTARY_INTERLEAVED) {
+      const int entry = own / 2 + lane_column / 2;
+      const float2 xy = rotate(float(x[0]), float(x[1]), float(cosine[entry]), float(sine[entry]));
+      return vec<T, LANE_COLUMNS>(T(xy.x), T(xy.y));
+    }
+    const bool is_x = own < ROTARY_PAIRS;
+    const int partner = is_x ? ROTARY_PAIRS : -ROTARY_PAIRS;
+    const int entry = (is_x ? own : own - ROTARY_PAIRS) + lane_column;
+    vec<T, LANE_COLUMNS> pair;
+    UNROLL
+    for (short i = 0; i < LANE_COLUMNS; i++) {
+      pair[i] = T(rotate_column(float(x[i]), float(x[partner + i]), float(cosine[entry + i]),
+                                float(sine[entry + i]), is_x));
+    }
+    return pair;
   }
 
   // 16 bytes of row `position`, which lies at `row` and is COLUMNS long, from `column` on; 0 behind

@@ -85,7 +85,7 @@ def large_sinks(device):
 
 
 # Interleaved or not, and pairs of columns: wide and narrow loads.
-TABLES = ((False, 4), (True, 4), (False, 7), (False, 8), (True, 8))
+TABLES = ((False, 4), (True, 4), (False, 7), (True, 7), (False, 8), (True, 8))
 
 
 def rotary(device, dtype=torch.float32, tables=TABLES):

@@ -274,7 +274,7 @@ BARRIER = READ + "threadgroup_barrier(mem_flags::mem_threadgroup);"
 COUNTER = "uint4(key_index / 4, query, head, batch)"
 IN_WINDOW = "uint(row) / PAGE_ROWS - window"
 SCALE = (repeated("scores.scale(params.scale_log2)"), "scores.scale(0.98f * params.scale_log2)")
-READ_Q = "source.pair(positions[i], lane_column + d * FRAGMENT);"
+READ_Q = "source.pair(positions[i], d * FRAGMENT, lane_column);"
 ROUNDED_Q = f"{READ_Q} return Fragment<T>(T(KV_ELEMENT(pair.x)), pair.y);"
 FORWARDS = ("flash_fwd", "flash_varlen_fwd")
 

@@ -92,6 +92,7 @@ BAD = [
     # Pages
     (paged, {"block_table": torch.zeros(2, 3)}, r"block_table has dtype .*float32; .* int32"),
     (paged, {"block_table": torch.zeros(2, 3).long()}, r"block_table has dtype .*int64; .* int32"),
+    (paged, {"seqused_k": ints(1, 2, 3)}, r"seqused_k has shape \(3,\); it must be \(2,\)"),
     (paged, {"block_table": ints(0, 1, 2)}, r"block_table has shape \(3,\); it must be \(2, max_b"),
     (
         paged,

@@ -121,10 +121,8 @@ def candidates(one: Class) -> Iterator[Tile]:
             yield cut, block, simdgroups, shared, q, 1
     elif one.macro == "FLASH_DECODE":
         spans, fragments = -(-one.head_dim // 32), -(-one.queries // 8)
-        # The keys are read once. Registers are too few for 32 queries in 32 bits, and in the large
-        # threadgroups of wide rows: those may read them twice.
-        few = fragments > 2 and (one.bits == 32 or wide)
-        rows = (fragments, 2) if few else (fragments,)
+        # In 16 bits the keys are read once; in 32 the registers are too few for 32 queries.
+        rows = (fragments, 2) if one.bits == 32 and fragments > 2 else (fragments,)
         # Those that have all spans of a row, with keys of their own, are written as 4, 8 or 16.
         whole = next(n for n in (4, 8, 16) if n >= spans)
         parts = {-(-spans // n): n for n in (8, 4, 3, 2, 1) if n < spans}

@@ -163,3 +163,9 @@ def test_refused(call, message):
     assert (cache.quantised._lengths[0], cache.rows._lengths[0]) == lengths
     now = [x for part in (cache.quantised, cache.rows) for x in part.layers[0].by_block()]
     assert all(torch.equal(x, y) for x, y in zip(held, now, strict=True))
+
+
+def test_queries_that_are_no_tensor():
+    cache, rows = RecentKVCache(1, 16, 4, 1, 32, format="q8_0"), torch.zeros(1, 1, 1, 32)
+    with pytest.raises(TypeError, match="q is a list; it must be a tensor"):
+        cache.decode_step([1.0], rows, rows)

@@ -21,16 +21,17 @@ def gradients(attend, operands, dtype=None, **options):
 
 @pytest.mark.parametrize("gathered", [1, 2**13, 2**24])
 def test_some_lists_at_a_time(gathered, monkeypatch):
-    """The last list is of fewer queries, and keys behind the lengths are NaN."""
+    """The last list is of fewer queries, and keys outside the lengths are NaN."""
     monkeypatch.setattr(listed_bwd, "GATHERED", gathered)
     q, k, v = make_qkv(2, heads=4, kv_heads=2, q_length=17, kv_length=50, head_dim=16)
     used = torch.tensor([50, 33], dtype=torch.int32)
     entries = torch.randint(-1, 10, (2, 2, 6, 4), generator=torch.Generator().manual_seed(2)).int()
     options = {"kv_block_size": 5, "q_block_size": 3, "causal": True, "window_size_left": 40}
     options |= {"indices": entries, "seqused_k": used, "softcap": 2.0}
+    options["leftpad_k"] = torch.tensor([0, 2], dtype=torch.int32)
     expected = gradients(attention, (q, k, v), torch.float64, **options)
     for x in (k, v):
-        x[1, :, 33:] = torch.nan
+        x[1, :, 33:] = x[1, :, :2] = torch.nan
     found = gradients(torch.ops.metal_attn.flash_decode, (q, k, v), **options)
     for name, ours, exact in zip(KEYS, found, expected, strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=2e-6, msg=name)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import integers, natural, whole
+from torch_metal_attn.call.arguments import check_tensor, integers, natural, whole
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull
@@ -87,6 +87,7 @@ class RecentKVCache:
                     f"decode_step has no option {name} with recent rows; it takes causal, "
                     f"{', '.join(_OPTIONS)}"
                 )
+        check_tensor("q", q)
         length = self._checked(k, v, layer)
         if not 1 <= length <= self.recent:
             raise ValueError(

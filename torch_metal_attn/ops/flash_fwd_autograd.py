@@ -110,12 +110,11 @@ def _gradients(
     named = (*_OPERANDS, *_PACKING, *_CACHE, "num_splits")
     options = {n: v for n, v in arguments.items() if n not in named}
     lists = {n: options.pop(n) for n in _LISTS if n in options}
-    operands = [arguments[name] for name in _OPERANDS]
     packing = [arguments[name] for name in _PACKING] if packed else []
     dout = flash_bwd.gradient_of(out, dout)
     bwd = "flash_varlen_bwd" if packed else "flash_bwd"
     # With create_graph this is recorded, as what raises when it is differentiated.
-    given = (dout, dlse, *operands, out, softmax_lse)
+    given = (dout, dlse, q, k, arguments["v"], out, softmax_lse)
     dq, dk, dv, delta, normalisers = (
         listed_gradients(ops.flash_bwd, *given, **lists, **options)
         if lists

@@ -99,7 +99,7 @@ def _gradients(
     needed: dict[str, bool],
 ) -> dict[str, Tensor]:
     """The gradients by argument name; at least those that are needed."""
-    q, k = arguments["q"], arguments["k"]
+    q, k, v = (arguments[name] for name in _OPERANDS)
     if k.dtype != q.dtype:
         raise NotImplementedError(
             f"{call} has no gradient with k and v in {k.dtype} and q in {q.dtype}: convert them to "
@@ -114,7 +114,7 @@ def _gradients(
     dout = flash_bwd.gradient_of(out, dout)
     bwd = "flash_varlen_bwd" if packed else "flash_bwd"
     # With create_graph this is recorded, as what raises when it is differentiated.
-    given = (dout, dlse, q, k, arguments["v"], out, softmax_lse)
+    given = (dout, dlse, q, k, v, out, softmax_lse)
     dq, dk, dv, delta, normalisers = (
         listed_gradients(ops.flash_bwd, *given, **lists, **options)
         if lists
@@ -136,7 +136,7 @@ def _gradients(
     for name, op in _ADDED.items():
         if needed.get(name, False):
             found[name] = getattr(ops, f"{bwd}_{op}")(
-                *(dout, *operands, softmax_lse, delta, *packing), normalisers=normalisers, **options
+                *(dout, q, k, v, softmax_lse, delta, *packing), normalisers=normalisers, **options
             )
     sink = options.get("learnable_sink")
     if sink is not None and needed["learnable_sink"]:

@@ -27,6 +27,7 @@ def listed_gradients(
     v: Tensor,
     out: Tensor,
     softmax_lse: Tensor,
+    /,
     *,
     indices: Tensor,
     kv_block_size: int = 1,

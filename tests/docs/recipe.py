@@ -108,12 +108,12 @@ EDITS = [
     ),
     (
         "torch_metal_attn/ops/flash_fwd_autograd.py",
-        "    return found\n\n\ndef _bias_of(",
+        "    return found\n\n\ndef differentiable(",
         '    if needed.get("temperature"):\n'
         '        products = (found["q"].float() * q.float()).sum(-1)\n'
         '        found["temperature"] = products.sum(0 if packed else (0, 2)) /'
         ' arguments["temperature"]\n'
-        "    return found\n\n\ndef _bias_of(",
+        "    return found\n\n\ndef differentiable(",
     ),
 ]
 

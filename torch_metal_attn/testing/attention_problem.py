@@ -154,8 +154,8 @@ def options_of(case: Attention, batch: int, longest: int, rows: int) -> dict[str
 
 def parents_of(case: Attention) -> Tensor:
     """(sequences or 1, tokens) int32: of each token any earlier one, or -1 as of a root."""
-    own = case.tree_by_sequence or case.q_lengths
-    count, tokens = (len(case.sequences), case.longest[0]) if own else (1, case.q_length)
+    count = len(case.sequences) if case.tree_by_sequence or case.q_lengths else 1
+    tokens = case.longest[0] if case.q_lengths else case.q_length
     chosen = torch.rand(count, tokens, generator=torch.Generator().manual_seed(case.seed + 15))
     return (chosen * torch.arange(1, tokens + 1)).int() - 1
 

@@ -124,7 +124,7 @@ SoftmaxRows check_causal_mask(const Tensor& scores, int64_t q_offset) {
 // Rows of up to this many values are one SIMD group's: a barrier would cost more than it saves.
 constexpr int64_t kShortRow = 1024;
 // Those share threadgroups of this size, and somewhat longer rows have one each.
-constexpr int kSimdgroups = 8;
+constexpr int kUsualSimdgroups = 8;
 // From here on a row has Metal's largest threadgroup, 1024 threads, each with 16 values or more.
 constexpr int64_t kLongRow = 16384;
 constexpr int kMaxSimdgroups = 32;
@@ -134,9 +134,10 @@ constexpr int64_t kMaxGroupsAcross = 4096;
 
 SoftmaxSpecialisation choose_softmax(const SoftmaxRows& rows) {
   if (rows.length <= kShortRow) {
-    return {rows.element, 1, kSimdgroups, rows.wide_loads};
+    return {rows.element, 1, kUsualSimdgroups, rows.wide_loads};
   }
-  return {rows.element, rows.length < kLongRow ? kSimdgroups : kMaxSimdgroups, 1, rows.wide_loads};
+  return {rows.element, rows.length < kLongRow ? kUsualSimdgroups : kMaxSimdgroups, 1,
+          rows.wide_loads};
 }
 
 std::array<uint32_t, 3> softmax_threadgroups(const SoftmaxRows& rows,

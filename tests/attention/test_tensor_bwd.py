@@ -316,7 +316,7 @@ MUTANTS = {
         dkv: weights not rounded: {~round_to_cut(weights); =>~}
     """,
     one_key: """
-        dkv: numbers of 11 bits changed: CUT_CENTRE = {~1.0 => 1.001~}
+        dkv: numbers of 11 bits changed: CUT_CENTRE = {~1.00048828125f => 1.0015f~}
     """,
     SHARP: """
         dkv: draws of 8x8 tiles:

@@ -51,6 +51,8 @@ def listed_gradients(
     dout, rotated, out = (x.to(dtype) for x in (dout, q, out))
     batch, kv_heads, kv_length, _ = k.shape
     q_length, group = q.shape[2], q.shape[1] // max(kv_heads, 1)
+    if kv_length == 0:
+        indices = indices[..., :0]  # there is no row that -1 could stand for
     if q_rotary_cos is not None and q_rotary_sin is not None:
         tables = q_rotary_cos, q_rotary_sin
         rotated = rotated_rows(q, *tables, None, rotary_interleaved).to(q.dtype).to(dtype)

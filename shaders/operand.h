@@ -56,7 +56,9 @@ struct Operand {
     return exists ? tensor[offset(row) + column] : T(0);
   }
 
-  // The lane's two columns of the fragment that begins at column `first`.
+  // Columns `first` + `lane_column` and the next: `first` is a fragment's first column, and
+  // `lane_column` that of the SIMD group's OWN columns and the lane's part.
+  template <int OWN>
   METAL_FUNC Fragment<T> pair(int row, int first, int lane_column) const thread {
     const int column = first + lane_column;
     if (ROW_PAIRS && !ROTATED) {
@@ -64,8 +66,9 @@ struct Operand {
                  ? *reinterpret_cast<const device Fragment<T>*>(tensor + (offset(row) + column))
                  : Fragment<T>(T(0), T(0));
     }
-    if (ROTATED && ROTARY_WHOLE && is_rotated(first)) {
-      return rotary.rotated_pair(tensor, offset(row), row, first, lane_column);
+    const int fragment_column = first + lane_column / FRAGMENT * FRAGMENT;
+    if (ROTATED && ROTARY_WHOLE && (ROTARY_DIM == COLUMNS || is_rotated(fragment_column))) {
+      return rotary.rotated_pair<OWN>(tensor, offset(row), row, first, lane_column);
     }
     return Fragment<T>(element(row, column), element(row, column + 1));
   }
@@ -100,7 +103,7 @@ struct OperandTile {
   METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
 
   METAL_FUNC Fragment<T> read(short i, short d) const thread {
-    return source.pair(positions[i], d * FRAGMENT, lane_column);
+    return source.template pair<FRAGMENTS * FRAGMENT>(positions[i], d * FRAGMENT, lane_column);
   }
 
   METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
@@ -147,7 +150,8 @@ struct KeptOperandTile {
         UNROLL
         for (short f = 0; f < min(CHUNK_FRAGMENTS, FRAGMENTS - n * CHUNK_FRAGMENTS); f++) {
           const int first = (n * CHUNK_FRAGMENTS + f) * FRAGMENT;
-          set_chunk_pair<T>(chunk, f, rows.pair(position, first, column));
+          set_chunk_pair<T>(chunk, f,
+                            rows.template pair<FRAGMENTS * FRAGMENT>(position, first, column));
         }
         chunks[(i * CHUNKS + n) * SIMD_LANES] = chunk;
       }

@@ -92,28 +92,32 @@ struct RotaryTables {
                            rotary_is_x(own, ROTARY_PAIRS, ROTARY_INTERLEAVED)));
   }
 
-  // A lane's two columns of the fragment that begins at column `first`, which is rotated, likewise.
-  // Each index is a constant and the lane's own part: a half of their sum, or a choice by it, would
-  // be kept for every fragment through a loop.
-  template <typename T>
+  // Columns `first` + `lane_column` and the next of row `position`, as of `Operand::pair`, which
+  // are rotated. Each index is a constant and the lane's own part: a half of their sum, or a choice
+  // by it, would be kept for every fragment through a loop.
+  template <int OWN, typename T>
   METAL_FUNC vec<T, LANE_COLUMNS> rotated_pair(const device T* tensor, Offset row, int position,
                                                int first, int lane_column) const thread {
-    const int own = first - ROTARY_FIRST;
-    const device T* x = tensor + (row + first + lane_column);
     const device ROTARY_ELEMENT* cosine = cosines + cosines_of(position);
     const device ROTARY_ELEMENT* sine = sines + sines_of(position);
     if (ROTARY_INTERLEAVED) {
-      const int entry = own / 2 + lane_column / 2;
+      const int entry = (first - ROTARY_FIRST) / 2 + lane_column / 2;
+      const device T* x = tensor + (row + first + lane_column);
       const float2 xy = rotate(float(x[0]), float(x[1]), float(cosine[entry]), float(sine[entry]));
       return vec<T, LANE_COLUMNS>(T(xy.x), T(xy.y));
     }
-    const bool is_x = own < ROTARY_PAIRS;
-    const int partner = is_x ? ROTARY_PAIRS : -ROTARY_PAIRS;
-    const int entry = (is_x ? own : own - ROTARY_PAIRS) + lane_column;
+    // All OWN columns may be of one half.
+    const int own = (ROTARY_PAIRS % OWN == 0 ? 0 : first) + lane_column / FRAGMENT * FRAGMENT;
+    const bool is_x = own < ROTARY_FIRST + ROTARY_PAIRS;
+    const int partner = first + (is_x ? ROTARY_PAIRS : -ROTARY_PAIRS);
+    const int entry = first - ROTARY_FIRST + (is_x ? 0 : -ROTARY_PAIRS) + lane_column;
     vec<T, LANE_COLUMNS> pair;
     UNROLL
     for (short i = 0; i < LANE_COLUMNS; i++) {
-      pair[i] = T(rotate_column(float(x[i]), float(x[partner + i]), float(cosine[entry + i]),
+      // A column and its partner are loaded once, if both indices are sums of the same form.
+      const float own_column = float(tensor[row + first + lane_column + i]);
+      const float partner_column = float(tensor[row + partner + lane_column + i]);
+      pair[i] = T(rotate_column(own_column, partner_column, float(cosine[entry + i]),
                                 float(sine[entry + i]), is_x));
     }
     return pair;

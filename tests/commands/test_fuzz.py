@@ -142,7 +142,7 @@ class TestDrawing:
 
     def test_every_function_and_option_is_drawn(self):
         r = random.Random(SEED)
-        attention = [draw_of(testing.Attention, r) for _ in range(3000)]
+        attention = [draw_of(testing.Attention, r) for _ in range(5000)]
         legal = [case for case in attention if not case.refused()]
         assert {type(case) for case in drawn()} == {n for n, f in FAMILIES.items() if f.weight}
         assert {case.call for case in legal} == set(CALLS)

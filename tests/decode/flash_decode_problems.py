@@ -160,7 +160,7 @@ def rules():
 
 def latent():
     """MLA: values in the rows of keys, NaN where those do not exist; columns shared or not."""
-    for heads, head_dim, v_head_dim in ((4, 64, 48), (4, 96, 64), (32, 576, 512)):
+    for heads, head_dim, v_head_dim in ((4, 64, 48), (12, 96, 64), (32, 576, 512)):
         q, k, _ = make_qkv(1, heads, 1, 1, 60, head_dim, **HALF)
         k[:, :, 37:] = math.nan
         k[:, :, :5] = math.nan
@@ -261,7 +261,7 @@ def lists():
     entries[:, :, 1] = -1
     dense({"heads": 2}, num_splits=2, indices=entries[:1, :1])
     # A SIMD group has two fragments of keys.
-    dense({"heads": 16, "head_dim": 64}, indices=entries[:, :1])
+    dense({"heads": 32}, indices=entries[:, :1])
     # More rows of a list than a tile has.
     dense({"heads": 160}, indices=entries[:, :1])
 

@@ -252,7 +252,7 @@ def _caches() -> Iterator[Listed]:
         "decode_step: trees",
         _STEP,
         *(tree | rotary, tree, tree | {"tree": "tree_mask"}),
-        *(packed_tree | special for special in (*caches, rotary)),
+        *(packed_tree | special for special in caches),
     )
     yield from every_dtype("decode_step: packed rows", _STEP, packed, packed | rotary)
     latents = [{}, *({"cache": "paged", "format": f} for f in ("", "q8_0", "q4_0", "q4_g64"))]

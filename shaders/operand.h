@@ -56,9 +56,7 @@ struct Operand {
     return exists ? tensor[offset(row) + column] : T(0);
   }
 
-  // Columns `first` + `lane_column` and the next: `first` is a fragment's first column, and
-  // `lane_column` that of the SIMD group's OWN columns and the lane's part.
-  template <int OWN>
+  // Two neighbours from column `first` + `lane_column` on: both are even.
   METAL_FUNC Fragment<T> pair(int row, int first, int lane_column) const thread {
     const int column = first + lane_column;
     if (ROW_PAIRS && !ROTATED) {
@@ -66,9 +64,10 @@ struct Operand {
                  ? *reinterpret_cast<const device Fragment<T>*>(tensor + (offset(row) + column))
                  : Fragment<T>(T(0), T(0));
     }
-    const int fragment_column = first + lane_column / FRAGMENT * FRAGMENT;
-    if (ROTATED && ROTARY_WHOLE && (ROTARY_DIM == COLUMNS || is_rotated(fragment_column))) {
-      return rotary.rotated_pair<OWN>(tensor, offset(row), row, first, lane_column);
+    const bool interleaved = ROTATED && ROTARY_INTERLEAVED && ROTARY_FIRST % 2 == 0;
+    const bool whole_row = ROTARY_DIM == COLUMNS && COLUMNS % FRAGMENT == 0;
+    if (interleaved && (whole_row || is_rotated(column))) {
+      return rotary.rotated_pair(tensor, offset(row), row, first, lane_column);
     }
     return Fragment<T>(element(row, column), element(row, column + 1));
   }
@@ -103,7 +102,7 @@ struct OperandTile {
   METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
 
   METAL_FUNC Fragment<T> read(short i, short d) const thread {
-    return source.template pair<FRAGMENTS * FRAGMENT>(positions[i], d * FRAGMENT, lane_column);
+    return source.pair(positions[i], d * FRAGMENT, lane_column);
   }
 
   METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
@@ -150,8 +149,7 @@ struct KeptOperandTile {
         UNROLL
         for (short f = 0; f < min(CHUNK_FRAGMENTS, FRAGMENTS - n * CHUNK_FRAGMENTS); f++) {
           const int first = (n * CHUNK_FRAGMENTS + f) * FRAGMENT;
-          set_chunk_pair<T>(chunk, f,
-                            rows.template pair<FRAGMENTS * FRAGMENT>(position, first, column));
+          set_chunk_pair<T>(chunk, f, rows.pair(position, first, column));
         }
         chunks[(i * CHUNKS + n) * SIMD_LANES] = chunk;
       }

@@ -17,10 +17,6 @@
 #endif
 
 constant constexpr int ROTARY_PAIRS = ROTARY_DIM / 2;
-// Whether all columns of a fragment are rotated or none, and as x or as y where pairs are halves.
-constant constexpr bool ROTARY_WHOLE =
-    ROTARY_FIRST % FRAGMENT == 0 &&
-    (ROTARY_INTERLEAVED ? ROTARY_DIM : ROTARY_PAIRS) % FRAGMENT == 0;
 
 METAL_FUNC bool is_rotated(int column) {
   return (ROTARY_FIRST == 0 || column >= ROTARY_FIRST) && column < ROTARY_FIRST + ROTARY_DIM;
@@ -92,35 +88,17 @@ struct RotaryTables {
                            rotary_is_x(own, ROTARY_PAIRS, ROTARY_INTERLEAVED)));
   }
 
-  // Columns `first` + `lane_column` and the next of row `position`, as of `Operand::pair`, which
-  // are rotated. Each index is a constant and the lane's own part: a half of their sum, or a choice
-  // by it, would be kept for every fragment through a loop.
-  template <int OWN, typename T>
+  // Interleaved columns `first` + `lane_column` and the next of row `position`, which are rotated.
+  // The index of their entry is a constant and the lane's own part: half of the columns' sum would
+  // be kept for every fragment through a loop.
+  template <typename T>
   METAL_FUNC vec<T, LANE_COLUMNS> rotated_pair(const device T* tensor, Offset row, int position,
                                                int first, int lane_column) const thread {
-    const device ROTARY_ELEMENT* cosine = cosines + cosines_of(position);
-    const device ROTARY_ELEMENT* sine = sines + sines_of(position);
-    if (ROTARY_INTERLEAVED) {
-      const int entry = (first - ROTARY_FIRST) / 2 + lane_column / 2;
-      const device T* x = tensor + (row + first + lane_column);
-      const float2 xy = rotate(float(x[0]), float(x[1]), float(cosine[entry]), float(sine[entry]));
-      return vec<T, LANE_COLUMNS>(T(xy.x), T(xy.y));
-    }
-    // All OWN columns may be of one half.
-    const int own = (ROTARY_PAIRS % OWN == 0 ? 0 : first) + lane_column / FRAGMENT * FRAGMENT;
-    const bool is_x = own < ROTARY_FIRST + ROTARY_PAIRS;
-    const int partner = first + (is_x ? ROTARY_PAIRS : -ROTARY_PAIRS);
-    const int entry = first - ROTARY_FIRST + (is_x ? 0 : -ROTARY_PAIRS) + lane_column;
-    vec<T, LANE_COLUMNS> pair;
-    UNROLL
-    for (short i = 0; i < LANE_COLUMNS; i++) {
-      // A column and its partner are loaded once, if both indices are sums of the same form.
-      const float own_column = float(tensor[row + first + lane_column + i]);
-      const float partner_column = float(tensor[row + partner + lane_column + i]);
-      pair[i] = T(rotate_column(own_column, partner_column, float(cosine[entry + i]),
-                                float(sine[entry + i]), is_x));
-    }
-    return pair;
+    const device T* x = tensor + (row + first + lane_column);
+    const int pair = (first - ROTARY_FIRST) / 2 + lane_column / 2;
+    const float2 xy = rotate(float(x[0]), float(x[1]), float(cosines[cosines_of(position) + pair]),
+                             float(sines[sines_of(position) + pair]));
+    return vec<T, LANE_COLUMNS>(T(xy.x), T(xy.y));
   }
 
   // 16 bytes of row `position`, which lies at `row` and is COLUMNS long, from `column` on; 0 behind

@@ -34,7 +34,7 @@ HEAVY = {
         "rotated q8_0 cache",
     ),
 }
-ROTARY = ("none", "rotary of q and k", "rotary, interleaved")
+ROTARY = ("none", "rotary of q and k")
 LOADS = ("Light", "Heavy", "Rotary")
 BIAS = ("bias", "bias and dropout", "bias and rotary of q and k")
 NAMES = {

@@ -154,18 +154,13 @@ MUTANTS = {
         partner of an interleaved column: return column {~^ 1 =>~};
         q's row of the first query: rotary.rotated(tensor, offset(row), {~row => 0~}, column)
         pairs of q not rotated:
-            return {~rotary.rotated_pair<OWN>(tensor, offset(row), row, first, lane_column) =>
+            return {~rotary.rotated_pair(tensor, offset(row), row, first, lane_column) =>
             Fragment<T>(tensor[offset(row) + column], tensor[offset(row) + column + 1])~}
         pairs of q's row of the first query:
-            rotary.rotated_pair<OWN>(tensor, offset(row), {~row => 0~}, first
-        fragments behind the rotated ones rotated [wrong or out_of_bounds]:
-            (ROTARY_DIM == COLUMNS || {~is_rotated(fragment_column) => true~})
-        interleaved entry of the fragment: (first - ROTARY_FIRST) / 2 {~+ lane_column / 2 =>~};
-        entry of x for y [wrong or out_of_bounds]: (is_x ? 0 : {~-ROTARY_PAIRS => 0~})
-        entry of the first column for both: float(cosine[entry {~+ i =>~}])
-        pair in the row before [wrong or out_of_bounds]:
-            partner = first + (is_x ? {~ROTARY_PAIRS : -ROTARY_PAIRS =>
-            -ROTARY_PAIRS : ROTARY_PAIRS~});
+            rotary.rotated_pair(tensor, offset(row), {~row => 0~}, first
+        pairs behind the rotated ones rotated [wrong or out_of_bounds]:
+            (whole_row || {~is_rotated(column) => true~})
+        entry of the fragment: (first - ROTARY_FIRST) / 2 {~+ lane_column / 2 =>~};
         row of every other key: Offset(position{~=> / 2~}) * cosines_stride
         sine's row of every other key: Offset(position{~=> / 2~}) * sines_stride
         q's tables of the first sequence:

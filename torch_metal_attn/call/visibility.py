@@ -50,6 +50,12 @@ def in_window(
     return visible
 
 
+def _listed_keys(entries: Tensor, kv_block_size: int) -> Tensor:
+    """(..., entries) as (..., keys) int64: the keys of each block; of -1 they are below 0."""
+    first = entries.long()[..., None] * kv_block_size
+    return (first + torch.arange(kv_block_size, device=entries.device)).flatten(-2)
+
+
 def times_listed(
     indices: Tensor,
     kv_block_size: int,
@@ -60,10 +66,9 @@ def times_listed(
 ) -> Tensor:
     """How often each key is in each query's list: (B or 1, Hkv or 1, rows, Lk) int32."""
     queries = torch.arange(q_length, device=indices.device)[rows]
-    entries = indices[:, :, queries // q_block_size].long()
-    keys = entries[..., None] * kv_block_size + torch.arange(kv_block_size, device=indices.device)
+    keys = _listed_keys(indices[:, :, queries // q_block_size], kv_block_size)
     # What is behind the last key, or none, is counted there.
-    keys = keys.where(keys >= 0, kv_length).clamp(max=kv_length).flatten(3)
+    keys = keys.where(keys >= 0, kv_length).clamp(max=kv_length)
     times = torch.zeros(*keys.shape[:3], kv_length + 1, dtype=torch.int32, device=indices.device)
     return times.scatter_add_(3, keys, torch.ones_like(keys, dtype=torch.int32))[..., :kv_length]
 
@@ -89,8 +94,7 @@ def visible_listed(
     Returns:
         keys (B, H, lists, K) int64, and bool (B, H, lists, q_block_size, K).
     """
-    entries = indices[:, :, lists, :, None].long()  # -1 gives keys below 0
-    keys = (entries * kv_block_size + torch.arange(kv_block_size, device=indices.device)).flatten(3)
+    keys = _listed_keys(indices[:, :, lists], kv_block_size)
     batch, heads, count, _ = keys.shape
     queries = torch.arange(
         lists.start * q_block_size, lists.stop * q_block_size, device=keys.device

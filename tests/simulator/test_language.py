@@ -5,7 +5,6 @@ import torch
 
 from tests.helpers.cases import each_case
 from torch_metal_attn.simulator import SimulatorFault, compile_shader, replacing_compile_shader
-from torch_metal_attn.simulator.__main__ import main
 from torch_metal_attn.simulator.build import build
 
 from .planted import HEAD, check_refused
@@ -197,14 +196,11 @@ def test_the_language_sets_metal_version(language, number):
     assert out.item() == number
 
 
-def test_the_command_and_the_replacement_take_a_language(tmp_path, capsys):
-    source = "kernel void k(device int* out) { out[0] = __METAL_VERSION__; }"
-    file = tmp_path / "k.metal"
-    file.write_text(source)
-    assert main(["run", str(file), "k", "--arg", "0:1", "--language", "3.2"]) == 0
-    assert "320" in capsys.readouterr().out
+def test_the_replacement_takes_a_language():
     with replacing_compile_shader(language="3.2"):
-        library = torch.mps.compile_shader(source)
+        library = torch.mps.compile_shader(
+            "kernel void k(device int* out) { out[0] = __METAL_VERSION__; }"
+        )
     out = torch.zeros(1, dtype=torch.int32)
     library.k(out, threads=1)
     assert out.item() == 320

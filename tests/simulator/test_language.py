@@ -58,6 +58,10 @@ struct Fragment {
   type value;
   thread type& at() { return value; }
 };
+struct Based { int b; Based(int a) : b(a) {} };
+template <typename B>
+struct Derived : B { int x; Derived(int a) : B(a), x(a) {} };
+float second(const threadgroup float x[32], device const float y[2][3]) { return x[1] + y[0][1]; }
 template <typename T>
 float literal(vec<T, 2> v) { return float((0.5 * v).y) + 1.0 / 3.0; }
 
@@ -135,6 +139,11 @@ kernel void constructs(device float* out [[buffer(0)]], device complex64* c [[bu
   const float4 left((1.0f + 1.0f) * 2, 2, 3, 4), right(halves), both = left + right;
   float2 unset, pair2(both.xw), same2 = pair2;
   out[n++] = same2.x + same2.y;
+  out[n++] = second(shared, (const device float(*)[3])x);
+  out[n++] = Derived<Based>(3).x + Derived<Based>(4).b;
+  float4 four[2] = {left, static_cast<float4>(halves)};
+  thread float4 (&rows)[2] = four;
+  out[n++] = rows[1].w + metal::half2(2h, 1.5h).x + 5e-1bf;
 }
 """
 )
@@ -144,6 +153,7 @@ EXPECTED = [
     *(8, 25, 1, 6, 20 + 9, 6, 1),  # conversions to the union
     *(4 + 0.75, 1, 4, 2, 21, 6, 1, 1, 1, 2, 1),
     4 + 2 + 4 + 8,  # vectors that a declaration constructs
+    *(11 + 21, 7, 8 + 2 + 0.5),  # arrays as parameters, base classes, casts
 ]
 
 

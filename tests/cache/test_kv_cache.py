@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.common.test_bad_options import resized
 from tests.helpers.cases import each_case
@@ -589,6 +590,10 @@ WRONG = {
         {"q": torch._neg_view(some_rows()), "rotary_cos": TABLE, "rotary_sin": TABLE},
         "q is a view with its negative bit set",
     ),
+    "q that is a leaf": (
+        {"q": some_rows().requires_grad_(), "rotary_cos": TABLE, "rotary_sin": TABLE},
+        "q is a leaf that requires grad, or a view of one, so metal_attn::append_kv cannot write",
+    ),
     "another option": ({"leftpad_k": torch.ones(1).int()}, "append has no argument leftpad_k; it"),
 }
 
@@ -633,10 +638,27 @@ def test_a_refused_append_changes_nothing(case, shared):
     before = state()
     assert before[-1][1] == PAGE
     for one, arguments in ((cache, ([id],)), (other, ())):
-        with pytest.raises((TypeError, ValueError), match=message):
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
             one.append(*arguments, **given)
     for expected, actual in zip(before, state(), strict=True):
         assert torch.equal(actual, expected)
+
+
+def test_a_new_page_costs_no_call():
+    """What an append would refuse is found by checks alone, before a page is taken."""
+    called = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func.name())
+            return func(*args, **kwargs or {})
+
+    cache, rows = make(), some_rows()
+    id, tables = cache.allocate(), {"rotary_cos": TABLE, "rotary_sin": TABLE}
+    with Record():
+        cache.append([id], rows, rows, q=rows.clone(), **tables)
+    ours = [name for name in called if "metal_attn" in name]
+    assert ours == ["metal_attn_explain::append_kv", "metal_attn::append_kv"]
 
 
 @each_case("call, message", REFUSED)

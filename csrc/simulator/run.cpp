@@ -106,9 +106,12 @@ int reject(SimulatorFaultReport* fault, const char* format, unsigned long long v
   return kBadRequest;
 }
 
-// Fills what all threadgroups share. kDone if the sizes are sound; the caller has checked the rest.
+// Fills what all threadgroups share. kDone if numbers and sizes are sound; the caller has checked
+// the rest.
 int prepare(Run& run, SimulatorFaultReport* fault) {
   const SimulatorDispatch& dispatch = *run.dispatch;
+  if (dispatch.buffer_count > SIMULATOR_MAX_ARGUMENTS)
+    return reject(fault, "%llu buffers given; at most 31 are allowed", dispatch.buffer_count);
   uint64_t threads = 1;
   run.threadgroups = 1;
   for (int i = 0; i < 3; ++i) {
@@ -130,6 +133,8 @@ int prepare(Run& run, SimulatorFaultReport* fault) {
   }
   for (uint32_t i = 0; i < dispatch.buffer_count; ++i) {
     const SimulatorBuffer& buffer = dispatch.buffers[i];
+    if (buffer.index >= SIMULATOR_MAX_ARGUMENTS)
+      return reject(fault, "buffer index %llu: must be 0 to 30", buffer.index);
     if (buffer.offset > buffer.bytes)
       return reject(fault, "buffer(%llu)'s offset is past its end", buffer.index);
     run.launch.buffers[buffer.index] = static_cast<char*>(buffer.storage) + buffer.offset;

@@ -10,7 +10,7 @@ import torch
 from torch_metal_attn.simulator import compile_shader, engine
 
 
-def request(grid=(64, 1, 1), group=(64, 1, 1), offset=0, arguments=()):
+def request(grid=(64, 1, 1), group=(64, 1, 1), arguments=(), count=1, **buffer):
     """Status, message and sum of the output of a request that would run, with some changes."""
     library = compile_shader(
         "kernel void k(device float* o [[buffer(0)]], uint i [[thread_position_in_grid]])"
@@ -18,12 +18,12 @@ def request(grid=(64, 1, 1), group=(64, 1, 1), offset=0, arguments=()):
     )
     kernel, image = library._program.kernels["k"], library._program.image("k")
     out = torch.zeros(64)
-    buffer = engine.Buffer(writable=1, storage=out.data_ptr(), bytes=256, offset=offset)
+    buffer = engine.Buffer(writable=1, storage=out.data_ptr(), bytes=256, **buffer)
     dispatch = engine.Dispatch(
         entry=image.address(kernel.symbol),
         bind=image.address("__msl_bind"),
         buffers=(engine.Buffer * 1)(buffer),
-        buffer_count=1,
+        buffer_count=count,
         workers=1,
     )
     dispatch.threads_per_threadgroup[:] = group
@@ -39,6 +39,8 @@ def request(grid=(64, 1, 1), group=(64, 1, 1), offset=0, arguments=()):
 @pytest.mark.parametrize(
     "changes,words",
     [
+        ({"count": 32}, "32 buffers"),
+        ({"index": 31}, "index 31"),
         ({"offset": 257}, "offset"),
         ({"group": (0, 1, 1)}, "1 to 1024"),
         ({"group": (32, 33, 1)}, "1 to 1024"),

@@ -9,7 +9,14 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tests.common.test_bad_options import resized
 from tests.helpers.cases import each_case
 from torch_metal_attn import flash_attn_with_kvcache, quantisation, reference
-from torch_metal_attn.kv_cache import CacheFull, PagedKVCache, StaticKVCache, pages
+from torch_metal_attn.kv_cache import (
+    CacheFull,
+    LatentCache,
+    PagedKVCache,
+    RecentKVCache,
+    StaticKVCache,
+    pages,
+)
 from torch_metal_attn.kv_cache.storage import Storage
 
 PAGE, HEADS, HEAD_DIM, LAYERS = 8, 2, 8, 2
@@ -463,6 +470,10 @@ def some_rows(batch=1, heads=HEADS, length=3, columns=HEAD_DIM, **options):
     return torch.zeros(batch, heads, length, columns, **options)
 
 
+SIZES = {"num_pages": 1, "page_size": 4, "num_kv_heads": 2, "head_dim": 8} | {
+    "v_head_dim": 8,
+    "num_layers": 1,
+}
 REFUSED = [
     (lambda c: make(0), "num_pages is 0; it must be at least 1"),
     (lambda c: PagedKVCache(4, 0, 1, 8), "page_size is 0; it must be at least 1"),
@@ -501,7 +512,7 @@ REFUSED = [
     ),
     (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
     (lambda c: c.advance([0], 1), "length is 1; call reserve for as many rows first"),
-    (lambda c: (c.free(0), c.fork(0)), "there is no sequence 0: it was freed, or never"),
+    (lambda c: (c.free(0), c.fork(0)), "there is no sequence 0: the id was freed, or never"),
     (lambda c: TestStatic().make().reorder([0, 3, 1]), "beam_idx is 3; it must be in 0"),
     (
         lambda c: TestStatic().make().advance(11),
@@ -527,12 +538,35 @@ REFUSED = [
         r"paths has shape \(1, 1\) .* of 0 bytes",
     ),
     (lambda c: c.reserve([0], resized(torch.tensor(1), 0)), r"length has shape \(\) .* of 0 bytes"),
-    (lambda c: c.free([0]), r"ids\[0\] is \[0\]; it must be an int"),
-    (lambda c: PagedKVCache(2**63, 4, 2, 8), "num_pages is 9223372036854775808; it must fit int64"),
-    (
-        lambda c: PagedKVCache(1, 4, 2, 8, num_layers=2**62),
-        "num_layers is .*; it must be in 1..65536",
+    (lambda c: c.free([0]), r"id is \[0\]; it must be an int"),
+    (lambda c: PagedKVCache(2**63, 4, 2, 8), r"num_pages is 9223372036854775808; it must be in 1"),
+    *(
+        (
+            lambda c, size=size: PagedKVCache(**SIZES | {size: 2**31}),
+            f"{size} is 2147483648; .*in 1",
+        )
+        for size in SIZES
     ),
+    (lambda c: StaticKVCache(2**31, 4, 2, 8), "batch_size is 2147483648; it must be in 1"),
+    (lambda c: StaticKVCache(1, 2**31, 2, 8), "max_length is 2147483648; it must be in 1"),
+    (lambda c: RecentKVCache(1, 9, 2**30, 1, 32, format="q8_0"), "recent is 1073741824; .*in 1"),
+    (lambda c: LatentCache(1, 4, 2**30), "latent_dim is 1073741824; it must be in 1"),
+    (lambda c: LatentCache(1, 4, 32, 2**30), "rotary_dim is 1073741824; it must be in 0"),
+    (lambda c: make(device="gpu"), "device is 'gpu'; it must be a device that torch knows"),
+    (lambda c: make(device="meta"), "device is meta, where tensors have no values"),
+    (
+        lambda c: make(values_in_keys=torch.zeros(2)),
+        "values_in_keys is tensor.*; it must be a bool",
+    ),
+    (
+        lambda c: LatentCache(1, 4, 32, 32).append([], torch.zeros(())),
+        r"k has shape \(\); it must be \(B, Hkv, L, D\)",
+    ),
+    (
+        lambda c: TestStatic().make().reorder(torch.zeros(1).int().expand(2**31)),
+        "beam_idx has 2147483648 numbers; it may have up to 134217728",
+    ),
+    (lambda c: c.free("a"), "id is 'a'; it must be an int"),
     (lambda c: c.seqlens([0], "1"), "layer is '1'; it must be an int"),
     (
         lambda c: TestStatic().make().append(some_rows(3), some_rows(3), rotary_cos="a"),

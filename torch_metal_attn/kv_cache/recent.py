@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_tensor, integers, natural, whole
+from torch_metal_attn.call.arguments import check_tensor, flag, integers, natural, whole
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull
 from torch_metal_attn.kv_cache.static import StaticKVCache
-from torch_metal_attn.kv_cache.storage import Storage
+from torch_metal_attn.kv_cache.storage import MOST, Storage
 from torch_metal_attn.kv_cache.trees import Rows
 
 # Of the quantised part alone.
@@ -44,16 +44,16 @@ class RecentKVCache:
         head_dim: int,
         **options: Any,
     ) -> None:
-        self.recent = natural("recent", recent, 1)
+        self.recent = natural("recent", recent, 1, MOST // 2)
         if options.get("format") is None:
             raise ValueError("format is None; without one every row is kept in full precision")
-        if options.get("values_in_keys"):
+        if flag("values_in_keys", options.get("values_in_keys", False)):
             raise ValueError("values_in_keys is True; recent rows are not kept apart for latents")
         plain = {name: x for name, x in options.items() if name not in _QUANTISED}
         sizes = num_kv_heads, head_dim
         self.quantised = StaticKVCache(batch_size, max_length, *sizes, **options)
-        self.rows = StaticKVCache(batch_size, 2 * recent, *sizes, **plain)
-        self.batch_size, self.max_length = batch_size, max_length
+        self.rows = StaticKVCache(batch_size, 2 * self.recent, *sizes, **plain)
+        self.batch_size, self.max_length = self.quantised.batch_size, self.quantised.max_length
 
     def seqlens(self, layer: int = 0) -> Tensor:
         """(B,) int32 on the cache's device: all rows of each sequence in a layer."""

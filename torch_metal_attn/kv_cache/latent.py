@@ -22,8 +22,8 @@ class LatentCache(PagedKVCache):
     (table rows, rotary_dim / 2) the last rotary_dim columns are rotated.
 
     Args: num_pages, page_size: as in `PagedKVCache`. latent_dim, rotary_dim: kv_lora_rank and
-        qk_rope_head_dim of DeepSeek's configs. options: num_layers, dtype, device, format, layout
-        and k_scale of `PagedKVCache`; q8_0 and q4_0 need multiples of 32 columns.
+        qk_rope_head_dim of DeepSeek's configs. options: num_layers, dtype, device, format, layout,
+        k_scale and recent of `PagedKVCache`; q8_0 and q4_0 need multiples of 32 columns.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from torch_metal_attn.call.arguments import integers, natural, whole
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
-from torch_metal_attn.kv_cache.storage import LayerCache, Storage
+from torch_metal_attn.kv_cache.storage import MOST, LayerCache, Storage
 from torch_metal_attn.kv_cache.trees import Rows, checked_paths, each, moves, rows_of_ints
 
 
@@ -64,10 +64,9 @@ class PagedKVCache:
 
     @options_of(Storage.__init__, 3)
     def __init__(self, num_pages: int, page_size: int, *sizes: Any, **options: Any) -> None:
-        natural("num_pages", num_pages, 1)
-        natural("page_size", page_size, 1)
-        self.page_size = page_size
-        self._storage = Storage(num_pages, page_size, *sizes, **options)
+        num_pages = natural("num_pages", num_pages, 1, MOST)
+        self.page_size = natural("page_size", page_size, 1, MOST)
+        self._storage = Storage(num_pages, self.page_size, *sizes, **options)
         self._pool = PagePool(num_pages)
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
@@ -291,7 +290,7 @@ class PagedKVCache:
 
     def fork(self, id: int) -> int:
         """Create a sequence that shares this one's pages, which are copied before a write."""
-        ((id,), (sequence,)) = self._of([id])
+        id, sequence = self._one(id)
         _check_layers_agree(id, sequence, "fork")
         pages = sequence.pages[: self._pages_of(sequence.length)]
         for page in pages:
@@ -304,7 +303,7 @@ class PagedKVCache:
 
     def free(self, id: int) -> None:
         """End a sequence. Pages of known tokens stay as prefixes until their space is needed."""
-        ((id,), (sequence,)) = self._of([id])
+        id, sequence = self._one(id)
         del self._sequences[id]
         self._release(sequence.pages)
         if self._storage.recent is not None:
@@ -312,7 +311,7 @@ class PagedKVCache:
 
     def truncate(self, id: int, length: int) -> None:
         """Drop the rows from `length` on, as speculative decoding does with rejected tokens."""
-        ((id,), (sequence,)) = self._of([id])
+        id, sequence = self._one(id)
         length = whole("length", length)
         if not 0 <= length <= sequence.length:
             raise ValueError(
@@ -459,10 +458,14 @@ class PagedKVCache:
         ids = integers("ids", ids)
         for id in ids:
             if id not in self._sequences:
-                raise ValueError(f"there is no sequence {id}: it was freed, or never allocated")
+                raise ValueError(f"there is no sequence {id}: the id was freed, or never allocated")
         if len(set(ids)) < len(ids):
             raise ValueError(f"ids are {ids}; each sequence may be there once")
         return ids, [self._sequences[id] for id in ids]
+
+    def _one(self, id: int) -> tuple[int, _Sequence]:
+        id = whole("id", id)
+        return id, self._of([id])[1][0]
 
     def _add(self, sequence: _Sequence) -> int:
         id = self._next_id

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_metal_attn.call.arguments import integers, natural, whole
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull
-from torch_metal_attn.kv_cache.storage import LayerCache, Storage
+from torch_metal_attn.kv_cache.storage import MOST, LayerCache, Storage
 from torch_metal_attn.kv_cache.trees import Rows, checked_paths, each, moves
 
 
@@ -25,15 +25,13 @@ class StaticKVCache:
 
     @options_of(Storage.__init__, 3)
     def __init__(self, batch_size: int, max_length: int, *sizes: Any, **options: Any) -> None:
-        natural("batch_size", batch_size, 1)
-        natural("max_length", max_length, 1)
-        self.batch_size = batch_size
-        self.max_length = max_length
-        self._storage = Storage(batch_size, max_length, *sizes, **options)
-        self._rows = list(range(batch_size))  # of the tensors, by sequence
-        self._lengths = [[0] * batch_size for _ in self._storage.layers]
+        self.batch_size = natural("batch_size", batch_size, 1, MOST)
+        self.max_length = natural("max_length", max_length, 1, MOST)
+        self._storage = Storage(self.batch_size, self.max_length, *sizes, **options)
+        self._rows = list(range(self.batch_size))  # of the tensors, by sequence
+        self._lengths = [[0] * self.batch_size for _ in self._storage.layers]
         if self._storage.recent is not None:
-            self._storage.recent.grow(batch_size)
+            self._storage.recent.grow(self.batch_size)
 
     @property
     def layers(self) -> list[LayerCache]:

@@ -8,7 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_tensor, flag, natural, whole
+from torch_metal_attn.call.arguments import (
+    check_rank,
+    check_tensor,
+    flag,
+    natural,
+    on_device,
+    whole,
+)
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.kv_cache.recent import RecentRows
 from torch_metal_attn.ops.differentiation import check_writes
@@ -18,6 +25,10 @@ Layout = Literal["NHD", "HND"]
 # Options of `append`.
 ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
 
+# Options of the ops that a caller must not replace: he would read or write other rows.
+_GIVEN = ("block_table", "cache_batch_idx", "cache_seqlens", "hadamard", "k_scale", "v_scale")
+# Blocks, rows, heads and columns are counted in int32.
+MOST = 2**31 - 1
 # More than any model has: each takes memory, and the host's time before any is used.
 _MOST_LAYERS = 2**16
 
@@ -70,17 +81,11 @@ class Storage:
         values_in_keys: bool = False,
         recent: int = 0,
     ) -> None:
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        counts = {
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "v_head_dim": v_head_dim,
-            "num_layers": num_layers,
-        }
-        for name, count in counts.items():
-            natural(name, count, 1)
-        if num_layers > _MOST_LAYERS:
-            raise ValueError(f"num_layers is {num_layers}; it must be in 1..{_MOST_LAYERS}")
+        num_kv_heads = natural("num_kv_heads", num_kv_heads, 1, MOST)
+        head_dim = natural("head_dim", head_dim, 1, MOST)
+        v_head_dim = head_dim if v_head_dim is None else natural("v_head_dim", v_head_dim, 1, MOST)
+        num_layers = natural("num_layers", num_layers, 1, _MOST_LAYERS)
+        values_in_keys = flag("values_in_keys", values_in_keys)
         if dtype not in ELEMENTS:
             raise ValueError(f"dtype is {dtype!r}; it must be float32, float16 or bfloat16")
         if layout not in ("NHD", "HND"):
@@ -92,10 +97,11 @@ class Storage:
             if given is not None and given not in FORMATS:
                 raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(FORMATS)}")
         rotated = {"head_dim": head_dim, "v_head_dim": v_head_dim}
-        if check_hadamard(hadamard, rotated) and format is None:
+        hadamard = check_hadamard(hadamard, rotated)
+        if hadamard and format is None:
             raise ValueError(f"hadamard is {hadamard} with no format; leave it out")
         v_format = format if v_format is None else v_format
-        if flag("values_in_keys", values_in_keys):
+        if values_in_keys:
             if v_head_dim > head_dim:
                 raise ValueError(
                     f"v_head_dim is {v_head_dim} and head_dim {head_dim}; with values_in_keys it "
@@ -104,7 +110,8 @@ class Storage:
             if v_scale is not None:
                 raise ValueError("v_scale is given with values_in_keys; k_scale is for both")
         self.values_in_keys = values_in_keys
-        if natural("recent", recent) and format is None:
+        recent = natural("recent", recent, 0, MOST // 2)
+        if recent and format is None:
             raise ValueError(
                 f"recent is {recent} with no format, so that all rows are in full precision; leave "
                 "it out"
@@ -118,7 +125,9 @@ class Storage:
         if format is None and dtype != torch.float32:
             # Half precision also takes float32 rows, which are rounded as they are written.
             self._new_dtypes.append(torch.float32)
-        self.device = torch.device(device)
+        device = self.device = on_device(device)
+        if device.type == "meta":
+            raise ValueError("device is meta, where tensors have no values")
         self._new_shapes = {"k": (num_kv_heads, head_dim), "v": (num_kv_heads, v_head_dim)}
         self._sizes = num_kv_heads, head_dim, v_head_dim, num_layers, dtype, device
         self._rows, self._layout = rows, layout
@@ -169,7 +178,7 @@ class Storage:
             return v
         if not self.values_in_keys:
             raise ValueError("v is None; only a cache with values_in_keys takes k alone")
-        check_tensor("k", k)
+        check_rank("k", k, "(B, Hkv, L, D)")
         return k[..., : self._new_shapes["v"][1]]
 
     def check_new(self, k: Tensor, v: Tensor, batch: int, rotary: Iterable[str]) -> int:
@@ -222,10 +231,13 @@ class Storage:
 
         where: the op's options that tell where the sequences are. check_only: as in `run`.
         """
+        for name in _GIVEN:
+            if name in options:
+                raise TypeError(f"{op} of a cache has no argument {name}: the cache gives it")
         if self.recent is None or op == "append_kv":
             seqlens = self.indices(lengths)
-            given = where | options
-            result = self.run(op, layer, new, seqlens, check_only=check_only, **given)
+            given = {"check_only": check_only, **where}
+            result = self.run(op, layer, new, seqlens, **given, **options)
             if self.recent is not None and not check_only:
                 self.recent.append(layer, new, lengths, slots, options)
             return result

@@ -1,7 +1,7 @@
 """What autograd Functions need to run as the Autograd kernel of an op, below the dispatcher."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -101,24 +101,43 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
                 return op(*arguments, **options)
         return op(*arguments, **options)
     except NotImplementedError:
-        for value in (*arguments, *options.values()):
+        for argument, value in by_schema(op, arguments, options):
             if isinstance(value, Tensor):
-                refuse_layout("an argument", value)
+                refuse_layout(argument.name, value)
         raise
     except RuntimeError as error:
         raise as_value_error(error) from None
+
+
+def by_schema(
+    op: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> list[tuple[Any, Any]]:
+    """The arguments in the schema of an op, each with the value that it is called with.
+
+    op: also a function whose first argument is one.
+    """
+    if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        op, *arguments = arguments
+    schema = getattr(op, "default", op)._schema.arguments
+    given = dict(zip([one.name for one in schema], arguments, strict=False)) | options
+    return [(one, given[one.name]) for one in schema if one.name in given]
 
 
 def refuse_layout(name: str, tensor: Tensor) -> None:
     """Raise NotImplementedError for a nested tensor, and ValueError for a sparse one."""
     if tensor.is_nested:
         raise NotImplementedError(
-            f"{name} is a nested tensor: nested tensors are not implemented, use "
-            "flash_attn_varlen_func"
+            unmarked(
+                f"`{name}` is a nested tensor: nested tensors are not implemented, use "
+                "flash_attn_varlen_func"
+            )
         )
     if tensor.layout != torch.strided:
         raise ValueError(
-            f"{name} has layout {tensor.layout}; it must be strided: call {name}.to_dense() first"
+            unmarked(
+                f"`{name}` has layout {tensor.layout}; it must be strided: call "
+                f"`{name}`.to_dense() first"
+            )
         )
 
 

@@ -311,15 +311,7 @@ def sizes(format: str, head_dim: int) -> tuple[int, int]:
 
 
 def _check_tensors(scale: Tensor | None, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        arguments.check_tensor(name, tensor)
-        if scale is not None:
-            arguments.check_tensor("scale", scale)
-            if scale.device != tensor.device:
-                raise ValueError(
-                    f"scale is on {scale.device} and {name} on {tensor.device}; they must be on "
-                    "one device"
-                )
+    arguments.check_one_device(**(tensors if scale is None else tensors | {"scale": scale}))
 
 
 def _check_columns(data: Tensor) -> None:

@@ -42,7 +42,7 @@ MUTANTS = {
     """,
     problems.impossible_trees: """
         impossible tokens as if possible:
-            if ({~TREE && tree.depth_of(tile.rows[i].query) < 0 => false~})
+            if ({~TREE && tree.depth_of(result_rows[i].query) < 0 => false~})
         later parents followed: possible = parent {~>= -1 && parent =>~} < own;
         a mask's later tokens: (i == token ? shown : {~i < token || !shown => true~})
         a mask's token itself: (i {~== token ? shown : i < => <=~} token || !shown)

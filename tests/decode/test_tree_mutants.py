@@ -36,7 +36,7 @@ MUTANTS = {
     """,
     problems.rotated_steps: """
         no barrier after the tokens [race or uninitialised]:
-            } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} } // A tile of rows
+            } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} } // A lane's rows
         keys rotated by their row: {~TREE && ROTATED ? place.tree.depth_of(row) : =>~} row
         queries rotated by their row: {~queries.rotary.start_at(depth - other.query, true); =>~}
     """,

@@ -60,5 +60,5 @@ def test_examples(name, simulated):
 
 def test_an_example_as_it_is():
     """Not one of many: what a user's call compiles."""
-    qkv, _, block_mask = problem("document_causal")
+    qkv, _, block_mask = problem("document_sliding_window")
     check_flex(*qkv, gallery.alibi, block_mask)

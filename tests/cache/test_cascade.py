@@ -247,6 +247,11 @@ REFUSED = [
     ),
     (lambda: CascadePlan([[1]], [-1], PAGE), r"seqlens\[0\] is -1"),
     (lambda: CascadePlan([[1.5]], [1], PAGE), r"block_table\[0\]\[0\] is 1.5; it must be an int"),
+    (
+        lambda: CascadePlan([[2**31]], [1], PAGE),
+        r"block_table\[0\] has 2147483648; it must fit int32",
+    ),
+    (lambda: CascadePlan([[1]], [1], PAGE, device="gpu"), "device is 'gpu'; it must be a device"),
     (lambda: CascadePlan([[1]], [1], 0), "page_size is 0; it must be at least 1"),
     (lambda: CascadePlan([[1]], [1], PAGE, 0), "q_length is 0; it must be at least 1"),
     (lambda: CascadePlan([[1]], [1], PAGE, min_pages=0), "min_pages is 0; it must be at least 1"),

@@ -16,6 +16,7 @@ from torch_metal_attn.quantisation import (
     format_of,
     from_ggml,
     quantise,
+    shared_columns,
     sizes,
     to_ggml,
 )
@@ -223,6 +224,7 @@ def test_strides(format):
     [
         (lambda x: quantise(x, "q5_0"), "format is 'q5_0'"),
         (lambda x: sizes("int4", 64), "format is 'int4'"),
+        (lambda x: shared_columns([]), r"format is \[\]"),
         (lambda x: sizes("q8_0", 48), "head_dim is 48"),
         (lambda x: sizes("q3_g64", 96), "head_dim is 96; q3_g64 needs a multiple of 64"),
         (lambda x: quantise(x[..., :32], "q2_g64"), "x has shape .* multiple of 64"),

@@ -99,7 +99,33 @@ REFUSED = [
         (HIDDEN, MASK, MASK.T),
         r"^unused_mask has shape \(3, 2\); it must be \(2, 3\)",
     ),
+    ("unpad_input", (HIDDEN[0, 0], MASK), r"^hidden_states has shape \(4,\); .*\(B, L, \.\.\.\)"),
+    ("unpad_input", (HIDDEN, MASK.to("meta")), "^attention_mask is on meta, where"),
+    ("unpad_input", (HIDDEN.to("meta"), MASK), "^attention_mask is on cpu and hidden_states on m"),
     ("pad_input", (HIDDEN[0], [0, 1, 2], 1, 3), "^indices is a list; it must be a tensor"),
+    ("pad_input", (HIDDEN[0], torch.tensor([0]), 1, 3), "^indices has 1 numbers and hidden_states"),
+    ("pad_input", (HIDDEN[0], torch.arange(3), -1, 3), "^batch is -1; it must be at least 0"),
+    ("pad_input", (HIDDEN[0], torch.arange(3), 1, 1.5), "^seqlen is 1.5; it must be an int"),
+    ("pad_input", (HIDDEN[0], torch.arange(3), 1, 2), r"^indices has 2; it must be in 0\.\.1, the"),
+    ("index_put_first_axis", (HIDDEN[:1], torch.tensor([0, 1]), 2), "^indices has 2 numbers and v"),
+    ("index_put_first_axis", (HIDDEN, torch.tensor([0, -1]), 2), r"^indices has -1; .*0\.\.1, the"),
+    ("index_put_first_axis", (HIDDEN, torch.tensor([0, 1]), None), "^first_axis_dim is None; it"),
+    (
+        "index_put_first_axis",
+        (torch.tensor(1.0), torch.arange(1), 2),
+        r"^values has shape \(\); it",
+    ),
+    *(
+        ("index_first_axis", (HIDDEN, indices), f"^indices {message}")
+        for indices, message in (
+            (torch.tensor([0, 2]), r"has 2; it must be in 0\.\.1, the rows of input"),
+            (torch.tensor([-1]), r"has -1; it must be in 0\.\.1, the rows of input"),
+            (torch.ones(2), "has dtype torch.float32; it must be int32 or int64"),
+            (torch.ones(2).bool(), "has dtype torch.bool; it must be int32 or int64"),
+            (torch.tensor(1), r"has shape \(\); it must be \(n\)"),
+            (torch.tensor([0]).to("meta"), "is on meta and input on cpu; .*one device"),
+        )
+    ),
     *(
         (CONCATENATED, (HIDDEN, lengths), f"^{LENGTHS} {message}")
         for lengths, message in (

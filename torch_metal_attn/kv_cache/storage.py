@@ -236,8 +236,8 @@ class Storage:
                 raise TypeError(f"{op} of a cache has no argument {name}: the cache gives it")
         if self.recent is None or op == "append_kv":
             seqlens = self.indices(lengths)
-            given = where | options
-            result = self.run(op, layer, new, seqlens, check_only=check_only, **given)
+            given = {"check_only": check_only, **where}
+            result = self.run(op, layer, new, seqlens, **given, **options)
             if self.recent is not None and not check_only:
                 self.recent.append(layer, new, lengths, slots, options)
             return result

@@ -37,8 +37,6 @@ OTHERS = [
     "YoutuForCausalLM",
 ]
 HYBRID = ("BailingHybridForCausalLM", "KimiLinearForCausalLM")
-# Whose code selects keys by masks of its own.
-SELECTING = ["AXK2ForCausalLM", "Dots3NoteForCausalLM", "MistralLarge4ForConditionalGeneration"]
 GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
 
@@ -47,11 +45,10 @@ def generated(model, given, **options):
     return tiny.generate(model, given, **GREEDY | options)
 
 
-@pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("own_cache", [None, {}, {"page_size": 5}], ids=str)
-def test_tokens_are_those_of_eager(name, side, own_cache):
-    model, given = tiny.build(name), tiny.inputs(name, side)
+def test_tokens_are_those_of_eager(name, own_cache):
+    model, given = tiny.build(name), tiny.inputs(name, "none" if own_cache is None else "left")
     tokens, scores = generated(model, given)
     enable(model, absorb=True)
     options = {} if own_cache is None else {"cache": latent_cache(model, 64, **own_cache)}
@@ -83,10 +80,10 @@ def test_every_model(kind):
     assert any(" k (2, 1, " in call for call in routes.kernel)
 
 
-@pytest.mark.parametrize("kind", SELECTING)
-def test_keys_selected_by_masks(kind):
+def test_keys_selected_by_masks():
     """enable refuses them, and says what works instead."""
     given = tiny.inputs("Llama", "left")
+    kind = "MistralLarge4ForConditionalGeneration"
     model = tiny.smallest(kind, index_topk=3)
     tokens, scores = generated(model, given, max_new_tokens=3)
     with pytest.raises(NotImplementedError, match=r"selects keys by indices.*sdpa_replaced\(\)"):
@@ -106,10 +103,13 @@ WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str
-)
-@pytest.mark.parametrize(
-    "format, page_size", [("q8_0", None), ("fp8_e4m3", None), ("q4_0", 5), ("q3_g32", 16)]
+    "format, page_size, options",
+    [
+        ("q8_0", None, {"num_beams": 2}),
+        ("fp8_e4m3", None, {"prompt_lookup_num_tokens": 3}),
+        ("q4_0", 5, {"num_beams": 2}),
+        ("q3_g32", 16, {"prompt_lookup_num_tokens": 3}),
+    ],
 )
 def test_quantised_rows(format, page_size, options, monkeypatch):
     """Tokens and scores are eager's with rows that are rounded to the format's values."""
@@ -137,9 +137,9 @@ def test_quantised_rows(format, page_size, options, monkeypatch):
     assert held.k_cache.dtype == DTYPES[format]
 
 
-@pytest.mark.parametrize("page_size", [None, 16])
 @pytest.mark.parametrize(
-    "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str
+    "page_size, options",
+    [(16, {}), (None, {"num_beams": 2}), (16, {"prompt_lookup_num_tokens": 3})],
 )
 def test_recent_rows(options, page_size, monkeypatch):
     """Tokens and scores are eager's with rows that are rounded, but for the last ones."""
@@ -342,7 +342,9 @@ class TestRefused:
         with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="5 rows more do not fit"):
             model(tiny.tokens(5), cache=cache)
         paged = latent_cache(model, 4, page_size=4)
-        with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="10 rows of 2 sequences need"):
+        with pytest.raises(
+            torch_metal_attn.kv_cache.CacheFull, match="10 rows of 2 sequences need"
+        ):
             model(tiny.tokens(5), cache=paged)
         llama = tiny.build("Llama")
         with pytest.raises(ValueError, match="it must be latents"):

@@ -154,7 +154,7 @@ def mutant_tests(
 
 
 def _name(problem):
-    if isinstance(problem, partial):
+    if isinstance(problem, partial) and not hasattr(problem, "__name__"):
         return f"{problem.func.__name__} {[*problem.args, *problem.keywords.values()]}"
     return getattr(problem, "__name__", problem)
 

@@ -11,9 +11,10 @@ import torch
 
 from bench import bench_flash_bwd
 from bench.bench_flash_fwd import DTYPES, HEAD_DIMS
-from bench.bench_flash_fwd_tensor import COLUMNS, ROWS, on_m5
+from bench.bench_flash_fwd_tensor import COLUMNS, ROWS
 from bench.inner_loop import LENGTHS, slopes
 from bench.tables import print_table
+from torch_metal_attn.runtime.tensor_tiles import on_m5
 from torch_metal_attn.simulator import Counters
 
 KERNELS = {"flash_bwd_dq_tensor": "flash_bwd_dq", "flash_bwd_dkv_tensor": "flash_bwd_dkv"}

@@ -5,7 +5,6 @@ here says what it costs on a GPU.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -16,8 +15,8 @@ from bench.inner_loop import LENGTHS, slopes
 from bench.tables import print_table
 from tests.outside.peers import PeerUnavailable
 from tests.outside.tensor_peers import mlx_nax_attention, torch_mpp_attention
-from torch_metal_attn import allow_tf32, simulate
-from torch_metal_attn.runtime import extension
+from torch_metal_attn import simulate
+from torch_metal_attn.runtime.tensor_tiles import on_m5
 from torch_metal_attn.simulator import Counters
 
 ROWS = 16
@@ -25,18 +24,6 @@ COLUMNS = (
     *("products", "device loads", "device loads (bytes)", "converts", "exps", "floats"),
     *("integers", "addresses", "selects", "shuffles", "barriers"),
 )
-
-
-@contextmanager
-def on_m5() -> Iterator[None]:
-    """A block in which the GPU is taken for an M5, and float32 has tensor tiles too."""
-    library = extension.load()
-    library.metal_attn_set_gpu_name(b"Apple M5")
-    try:
-        with allow_tf32():
-            yield
-    finally:
-        library.metal_attn_set_gpu_name(b"")
 
 
 def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Counters:

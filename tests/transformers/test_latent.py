@@ -36,8 +36,6 @@ OTHERS = [
     "YoutuForCausalLM",
 ]
 HYBRID = ("BailingHybridForCausalLM", "KimiLinearForCausalLM")
-# Whose code selects keys by masks of its own.
-SELECTING = ["AXK2ForCausalLM", "Dots3NoteForCausalLM", "MistralLarge4ForConditionalGeneration"]
 GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
 
@@ -46,11 +44,10 @@ def generated(model, given, **options):
     return tiny.generate(model, given, **GREEDY | options)
 
 
-@pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("own_cache", [False, True])
-def test_tokens_are_those_of_eager(name, side, own_cache):
-    model, given = tiny.build(name), tiny.inputs(name, side)
+def test_tokens_are_those_of_eager(name, own_cache):
+    model, given = tiny.build(name), tiny.inputs(name, "left" if own_cache else "none")
     tokens, scores = generated(model, given)
     enable(model, absorb=True)
     options = {"cache": latent_cache(model, 64)} if own_cache else {}
@@ -82,10 +79,10 @@ def test_every_model(kind):
     assert any(" k (2, 1, " in call for call in routes.kernel)
 
 
-@pytest.mark.parametrize("kind", SELECTING)
-def test_keys_selected_by_masks(kind):
+def test_keys_selected_by_masks():
     """enable refuses them, and says what works instead."""
     given = tiny.inputs("Llama", "left")
+    kind = "MistralLarge4ForConditionalGeneration"
     model = tiny.smallest(kind, index_topk=3)
     tokens, scores = generated(model, given, max_new_tokens=3)
     with pytest.raises(NotImplementedError, match=r"selects keys by indices.*sdpa_replaced\(\)"):
@@ -105,9 +102,14 @@ WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str
+    "format, options",
+    [
+        ("q8_0", {"num_beams": 2}),
+        ("fp8_e4m3", {"prompt_lookup_num_tokens": 3}),
+        ("q4_0", {"num_beams": 2}),
+        ("q3_g32", {"prompt_lookup_num_tokens": 3}),
+    ],
 )
-@pytest.mark.parametrize("format", ["q8_0", "fp8_e4m3", "q4_0", "q3_g32"])
 def test_quantised_rows(format, options, monkeypatch):
     """Tokens and scores are eager's with rows that are rounded to the format's values."""
     update = DynamicLayer.update

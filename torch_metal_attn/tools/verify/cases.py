@@ -254,6 +254,15 @@ def _caches() -> Iterator[Listed]:
         *(tree | rotary, tree, tree | {"tree": "tree_mask"}),
         *(packed_tree | special for special in caches),
     )
+    recent: Special = {"recent": 8, "format": "q4_0", "lengths": (3, 90), "capacity": 160}
+    yield from every_dtype(
+        "decode_step: recent rows",
+        _STEP,
+        recent,
+        recent | {"hadamard": 64, "cache": "paged", "rotary_columns": 64},
+        recent | {"format": "q3_g32", "cache": "paged"} | tree,
+        recent | _LATENT_STEP | {"cache": "paged", "format": "q8_0"},
+    )
     yield from every_dtype("decode_step: packed rows", _STEP, packed, packed | rotary)
     latents = [{}, *({"cache": "paged", "format": f} for f in ("", "q8_0", "q4_0", "q4_g64"))]
     for name, make in (("append_kv", _APPEND), ("decode_step", _STEP)):

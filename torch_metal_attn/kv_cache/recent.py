@@ -123,7 +123,7 @@ class RecentRows:
         check_only: bool = False,
     ) -> Any:
         """`decode_step` to rows of both kinds. where: what tells where the quantised rows are."""
-        _check_step(*new, options)
+        _check_step(new[0], new[1], options)
         held = self._after(layer, lengths, slots, new[1].shape[2])
         step = partial(self._step, layer, new, lengths, slots, held, where, options)
         if check_only or not torch.compiler.is_compiling():
@@ -260,7 +260,7 @@ class RecentRows:
         return self._rows.indices(slots)[:, None].repeat(1, pages)
 
 
-def _check_step(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+def _check_step(q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
     for name in options:
         if name not in _SHARED and name not in _OWN:
             raise TypeError(

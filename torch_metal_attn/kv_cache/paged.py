@@ -404,6 +404,10 @@ class PagedKVCache:
         self._storage.check_layer(layer)
         return self._storage.indices([sequence.lengths[layer] for sequence in self._of(ids)[1]])
 
+    def slots(self, ids: Sequence[int]) -> list[int]:
+        """Where the recent rows of these sequences are, for `RecentRows`."""
+        return [sequence.slot for sequence in self._of(ids)[1]]
+
     def _place(self, sequence: _Sequence, row: int) -> tuple[int, int]:
         """The page of a row, and which of its rows it is."""
         return sequence.pages[row // self.page_size], row % self.page_size

@@ -177,6 +177,50 @@ class RecentRows:
                 torch.ops.metal_attn.merge_state_(*result, *older)
         return result
 
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        lengths: list[int],
+        slots: list[int],
+        where: dict[str, Any],
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to rows that are there, whose last ones are those of the queries.
+
+        options: `softmax_scale`, `softcap` and `learnable_sink` of `flash_decode`, and
+        visibility that is the same for all rows before the queries': causal or window_size_right of
+        0, q_offset, leftpad_k and seqused_k.
+        """
+        held = self._after(layer, lengths, slots, 0)
+        first = self._rows.indices([first for first, _ in held])
+        pad, used = options.get("leftpad_k"), options.get("seqused_k")
+        table = self._table(held, slots)
+        own = options | {
+            "block_table": table,
+            "seqused_k": self._rows.indices(lengths) if used is None else used,
+            "leftpad_k": first if pad is None else torch.maximum(first, pad),
+        }
+        op = torch.ops.metal_attn.flash_decode
+        caches, _ = self._rows.operands(layer)
+        out, lse = ArgumentNames().run(op, (q, *caches), own | {"num_splits": 1})
+        if any(first for first, _ in held):
+            shared = {name: x for name, x in options.items() if name in _SHARED}
+            shared["seqused_k"] = first if used is None else torch.minimum(first, used)
+            if pad is not None:
+                shared["leftpad_k"] = torch.minimum(pad, first)
+            caches, kept = self._kept.operands(layer)
+            older = ArgumentNames().run(op, (q, *caches), kept | where | shared)
+            torch.ops.metal_attn.merge_state_(out, lse, *older)
+        return out, lse
+
+    def fill(self, layer: int, rows: Tensor, lengths: list[int], slots: list[int]) -> None:
+        """Put keys in full precision in their places in rows (B, H, L, D) of whole sequences."""
+        cache = self._rows.layers[layer].k_cache
+        for b, (first, end) in enumerate(self._after(layer, lengths, slots, 0)):
+            places = torch.arange(first, end, device=rows.device) % self._length
+            rows[b, :, first:end] = cache[slots[b], places].transpose(0, 1)
+
     def _after(
         self, layer: int, lengths: list[int], slots: list[int], more: int
     ) -> list[tuple[int, int]]:

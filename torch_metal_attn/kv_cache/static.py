@@ -171,6 +171,10 @@ class StaticKVCache:
         self._storage.check_layer(layer)
         return self._storage.indices(self._lengths[layer])
 
+    def slots(self, indices: Sequence[int]) -> list[int]:
+        """Where the recent rows of these sequences are, for `RecentRows`."""
+        return [self._rows[index] for index in indices]
+
     def _check_indices(self, name: str, indices: Sequence[int]) -> None:
         for index in indices:
             if not 0 <= index < self.batch_size:

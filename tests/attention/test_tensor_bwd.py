@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench import bench_flash_bwd_tensor
+from bench.bench_tensor_tiles import gradient_row
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
 from tests.attention.flash_bwd_features import FEATURES, SHAPE, check, problem
 from tests.attention.flash_bwd_sharp import check_sharp
@@ -212,7 +212,7 @@ def test_simdgroups_share_wide_rows(head_dim, shared):
 )
 def test_inner_loop(kernel, products, loads, shuffles):
     """bench/results/inner_loops.md, at head dim 64."""
-    counts = bench_flash_bwd_tensor.row(kernel, 64, F16)
+    counts = gradient_row(kernel, 64, F16)
     assert counts["products"] == products
     assert counts["device loads"] <= loads
     assert counts["shuffles"] <= shuffles

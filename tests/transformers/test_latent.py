@@ -302,6 +302,18 @@ def test_another_attention_is_told():
 
 
 class TestRefused:
+    @pytest.mark.parametrize(
+        "options, who",
+        [({"page_size": 8}, "metal_attn::flash_decode"), ({"recent": 4}, "a latent cache")],
+    )
+    def test_gradients(self, options, who):
+        model = enable(tiny.build("DeepSeek-V3", **WIDE), absorb=True)
+        cache = latent_cache(model, 128, "q4_0", **options)
+        for length in (90, 3):
+            logits = model(tiny.tokens(length, batch=1), cache=cache).logits
+        with pytest.raises(NotImplementedError, match=f"{who} has no gradient, and q requires"):
+            logits.sum().backward()
+
     def test_recent_rows_of_selected_keys(self):
         model = enable(tiny.build("DeepSeek-V3.2", **WIDE, index_head_dim=32), absorb=True)
         cache = latent_cache(model, 64, "q8_0", recent=8)

@@ -23,11 +23,15 @@ FORMS = {
     ),
     "kv": (KV, (2, 17, 2, 3, 24), {}, lambda x: (x.unbind(2)[:1], x.unbind(2)[1:])),
 }
-OFFSETS = [0, 7, torch.tensor([3, 0]), torch.tensor([3, 9], dtype=torch.int32)]
+OFFSETS = {
+    "none": (0, False),
+    "int": (7, True),
+    "int64": (torch.tensor([3, 0]), False),
+    "int32": (torch.tensor([3, 9], dtype=torch.int32), True),
+}
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("offsets", OFFSETS, ids=["none", "int", "int64", "int32"])
+@pytest.mark.parametrize("offsets, interleaved", OFFSETS.values(), ids=OFFSETS)
 @pytest.mark.parametrize("form", FORMS)
 def test_dense(form, offsets, interleaved, device):
     """v and the columns behind the tables stay."""

@@ -82,6 +82,27 @@ def test_values(case, device):
     hold([case], device)
 
 
+WINDOWS = [{}, {"causal": True}, {"window_size": (5, -1)}, {"window_size": (-1, 2)}]
+
+
+@pytest.mark.parametrize("new", [None, 3])
+@each_case("options", [*WINDOWS, {"softmax_scale": 0.4}, {"cache_batch_idx": ints(1, 0)}])
+def test_plain_calls(options, new):
+    """They have an op of their own, and the results of others."""
+    given = options | {"cache_seqlens": ints(37, 21)}
+    if "cache_batch_idx" not in options:
+        given["block_table"] = ints(1, 0).view(2, 1)
+    for interleaved in (False, True):
+        plain, other = (make(q_length=3, new=new) for _ in range(2))
+        if new:
+            tables = dict(zip(("rotary_cos", "rotary_sin"), rotary_tables(96, 8), strict=True))
+            given |= tables | {"rotary_interleaved": interleaved}
+        out = flash_attn_with_kvcache(*plain, **given)
+        expected, _ = flash_attn_with_kvcache(*other, **given, return_softmax_lse=True)
+        assert torch.equal(out, expected)
+        assert all(map(torch.equal, plain[1:3], other[1:3]))
+
+
 def test_lengths_of_any_form(device):
     """An int is every sequence's; None is the whole cache."""
     tensors = [x if x is None else x.to(device) for x in make()]

@@ -4,7 +4,6 @@ from collections import Counter
 from contextlib import contextmanager
 
 import accelerate
-import peft
 import pytest
 import torch
 
@@ -120,22 +119,6 @@ def test_nanogpts_dropout():
     with torch.no_grad():
         model.eval()
         assert modules.loss_of(model, modules.tokens()).item() != losses[0]
-
-
-def test_peft():
-    """LoRA adapters of the attention's projections; the other weights get no gradient."""
-    config = peft.LoraConfig(r=2, target_modules=["c_attn"], init_lora_weights=False)
-    model = build(lambda: peft.get_peft_model(Language(NanoGPT()), config))
-    adapters = [x for x in model.parameters() if x.requires_grad]
-    assert len(adapters) == 2
-
-    def gradients():
-        return torch.autograd.grad(modules.loss_of(model, modules.tokens()), adapters)
-
-    expected = gradients()
-    with kernels({"flash_fwd": 1} | backward_of(1)), sdpa_replaced():
-        found = gradients()
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_accelerate():

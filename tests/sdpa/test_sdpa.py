@@ -68,6 +68,14 @@ class TestOperands:
         k, v = normal(2, 1, 2, 65, 16, seed=1, dtype=dtype)
         check(q, k, v, device=device, is_causal=is_causal, scale=0.2, enable_gqa=True)
 
+    def test_diagonal_of_other_lengths_on_device(self, device):
+        """Top-left, of transposed views, with gradients and without."""
+        views = [normal(2, n, 4, 16, seed=n).transpose(1, 2) for n in (9, 11, 11)]
+        for with_gradients in (False, True):
+            q, k, v = (x.to(device).requires_grad_(with_gradients) for x in views)
+            out = sdpa(q, k, v, is_causal=True, scale=0.3).detach()
+            close(out, torch_sdpa(*views, is_causal=True, scale=0.3))
+
     @pytest.mark.parametrize(("q_shape", "k_shape"), RANKS)
     def test_ranks_and_broadcasting(self, q_shape, k_shape):
         q, k, v = normal(*q_shape), normal(*k_shape, seed=1), normal(*k_shape, seed=2)

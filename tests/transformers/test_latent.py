@@ -360,6 +360,8 @@ class TestRefused:
         model = tiny.build("DeepSeek-V3")
         with pytest.raises(NotImplementedError, match="0 have absorbed latent attention; call en"):
             latent_cache(model, 16)
+        with pytest.raises(TypeError, match="model is a NoneType; it must be a transformers"):
+            latent_cache(None, 16)
         enable(model, absorb=True)
         with pytest.raises(ValueError, match="max_length is 0; it must be at least 1"):
             latent_cache(model, 0)

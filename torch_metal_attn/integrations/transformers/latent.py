@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from torch_metal_attn.call.arguments import natural
 from torch_metal_attn.integrations import copies
 from torch_metal_attn.integrations.transformers.fusion import own_class
+from torch_metal_attn.integrations.transformers.refusals import unwrapped
 from torch_metal_attn.kv_cache import LatentCache, StaticLatentCache
 from torch_metal_attn.kv_cache.storage import Storage
 from torch_metal_attn.ops.differentiation import forward_only
@@ -378,7 +379,7 @@ def latent_cache(
     natural("max_length", max_length, 1)
     if page_size is not None:
         natural("page_size", page_size, 1)
-    layers = [module for module in model.modules() if isinstance(module, _Absorbed)]
+    layers = [module for module in unwrapped(model).modules() if isinstance(module, _Absorbed)]
     needed = max([0, *(getattr(module, "layer_idx", -1) + 1 for module in layers)])
     if not layers or needed != len(layers):
         raise NotImplementedError(

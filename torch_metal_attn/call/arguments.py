@@ -18,6 +18,9 @@ Window = tuple[int | None, int | None]
 
 NO_WINDOW = (-1, -1)
 
+# What float32 holds with all its bits.
+_LEAST, _END = 2.0**-126, 2.0**128
+
 # A list takes 8 bytes and more for a number, also for those that an expanded tensor repeats.
 _MOST_ON_HOST = 2**27
 
@@ -126,11 +129,11 @@ def plain(name: str, value: Any) -> Any:
 
 
 def whole(name: str, value: Any, allowed: str = "an int") -> Any:
-    if type(value) is int:
-        return value
-    number = plain(name, value)
+    number = value if type(value) is int else plain(name, value)
     if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
         raise TypeError(f"{name} is {value!r}; it must be {allowed}")
+    if type(number) is int and not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name} is {number}; it must fit int64")
     return number
 
 
@@ -139,15 +142,14 @@ def natural(name: str, value: Any, least: int = 0, most: int = 2**63 - 1) -> Any
     if number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
     if number > most:
-        fit = "fit int64" if most == 2**63 - 1 else f"be in {least}..{most}"
-        raise ValueError(f"{name} is {number}; it must {fit}")
+        raise ValueError(f"{name} is {number}; it must be in {least}..{most}")
     return number
 
 
 def on_device(device: Any) -> torch.device:
-    """The argument `device`; None is the CPU."""
+    """The argument `device`."""
     try:
-        return torch.device("cpu" if device is None else device)
+        return torch.device(device)
     except (RuntimeError, TypeError, ValueError):
         raise ValueError(f"device is {device!r}; it must be a device that torch knows") from None
 
@@ -178,6 +180,16 @@ def number(name: str, value: Any) -> Any:
     allowed = int | float | torch.SymInt | torch.SymFloat
     if isinstance(found, bool) or not isinstance(found, allowed):
         raise TypeError(f"{name} is {value!r}; it must be a number")
+    return found
+
+
+def positive(name: str, value: Any) -> Any:
+    """A number whose float32 is positive, normal and finite."""
+    found = plain(name, value)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not _LEAST <= found < _END:
+        raise ValueError(
+            f"{name} is {value!r}; it must be a positive, finite number, in float32 too"
+        )
     return found
 
 

@@ -95,8 +95,8 @@ class CascadePlan:
                     f"seqlens[{b}] is {length}; it must be in 0..{len(row) * page_size}, the keys "
                     f"of {len(row)} pages"
                 )
-        if device is None and isinstance(block_table, Tensor):
-            device = block_table.device
+        if device is None:
+            device = block_table.device if isinstance(block_table, Tensor) else "cpu"
         device = on_device(device)
         self.batch_size, self.q_length, self.page_size = len(lengths), q_length, page_size
         self._options: dict[str, Any] = {}

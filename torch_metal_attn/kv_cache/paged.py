@@ -13,7 +13,15 @@ from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
 from torch_metal_attn.kv_cache.storage import MOST, LayerCache, Storage
-from torch_metal_attn.kv_cache.trees import Rows, checked_paths, each, moves, rows_of_ints
+from torch_metal_attn.kv_cache.trees import (
+    Rows,
+    check_layers_agree,
+    checked_paths,
+    each,
+    length_within,
+    moves,
+    rows_of_ints,
+)
 
 
 @dataclass
@@ -257,7 +265,7 @@ class PagedKVCache:
         """
         ids, sequences = self._of(ids)
         for id, sequence in zip(ids, sequences, strict=True):
-            _check_layers_agree(id, sequence, "accept")
+            check_layers_agree(id, sequence.lengths, "accept")
         kept, sizes = checked_paths(paths, parents, [sequence.length for sequence in sequences])
         tokens = _as_lists(token_ids, sizes)
         starts = [sequence.length - size for sequence, size in zip(sequences, sizes, strict=True)]
@@ -291,7 +299,7 @@ class PagedKVCache:
     def fork(self, id: int) -> int:
         """Create a sequence that shares this one's pages, which are copied before a write."""
         id, sequence = self._one(id)
-        _check_layers_agree(id, sequence, "fork")
+        check_layers_agree(id, sequence.lengths, "fork")
         pages = sequence.pages[: self._pages_of(sequence.length)]
         for page in pages:
             self._pool.share(page)
@@ -312,12 +320,7 @@ class PagedKVCache:
     def truncate(self, id: int, length: int) -> None:
         """Drop the rows from `length` on, as speculative decoding does with rejected tokens."""
         id, sequence = self._one(id)
-        length = whole("length", length)
-        if not 0 <= length <= sequence.length:
-            raise ValueError(
-                f"length is {length}; sequence {id} has {sequence.length} rows, so it must be in "
-                f"0..{sequence.length}"
-            )
+        length = length_within(id, length, sequence.length)
         sequence.lengths = [min(n, length) for n in sequence.lengths]
         kept = self._pages_of(length)
         self._release(sequence.pages[kept:])
@@ -403,6 +406,10 @@ class PagedKVCache:
         """(B,) int32 on the cache's device: the rows of each sequence in a layer."""
         self._storage.check_layer(layer)
         return self._storage.indices([sequence.lengths[layer] for sequence in self._of(ids)[1]])
+
+    def slots(self, ids: Sequence[int]) -> list[int]:
+        """Where the recent rows of these sequences are, for `RecentRows`."""
+        return [sequence.slot for sequence in self._of(ids)[1]]
 
     def _place(self, sequence: _Sequence, row: int) -> tuple[int, int]:
         """The page of a row, and which of its rows it is."""
@@ -502,11 +509,3 @@ def _as_lists(token_ids: Rows | None, lengths: list[int]) -> list[list[int]] | N
     if given != lengths:
         raise ValueError(f"token_ids has rows of {given} tokens; they must have {lengths}")
     return lists
-
-
-def _check_layers_agree(id: int, sequence: _Sequence, method: str) -> None:
-    if len(set(sequence.lengths)) > 1:
-        raise ValueError(
-            f"sequence {id} has layers of {min(sequence.lengths)} and of {sequence.length} "
-            f"rows; append to all of them before {method}"
-        )

@@ -1,6 +1,7 @@
 """`recent` of the caches: the last rows of each sequence, also in full precision."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,22 +123,16 @@ class RecentRows:
         check_only: bool = False,
     ) -> Any:
         """`decode_step` to rows of both kinds. where: what tells where the quantised rows are."""
-        for name in options:
-            if name not in _SHARED and name not in _OWN:
-                raise TypeError(
-                    f"decode_step has no option {name} with recent rows; it takes "
-                    f"{', '.join((*_SHARED, *_OWN))}"
-                )
         _check_step(new[0], new[1], options)
-        if check_only:
-            return self._step(layer, new, lengths, slots, where, options, check_only=True)
         held = self._after(layer, lengths, slots, new[1].shape[2])
-        out, lse = forward_only(
-            "decode_step",
-            "detach it, as a cache keeps no graph",
-            dict(zip("qkv", new, strict=True)) | options,
-            lambda: self._step(layer, new, lengths, slots, where, options),
-        )
+        step = partial(self._step, layer, new, lengths, slots, held, where, options)
+        if check_only or not torch.compiler.is_compiling():
+            # What one of the ops refuses must leave the rows that another writes as they are.
+            step(check_only=True)
+        if check_only:
+            return None
+        advice, given = "detach it, as a cache keeps no graph", dict(zip("qkv", new, strict=True))
+        out, lse = forward_only("decode_step", advice, given | options, step)
         self._keep(layer, slots, held)
         return out, lse
 
@@ -147,6 +142,7 @@ class RecentRows:
         new: tuple[Tensor, ...],
         lengths: list[int],
         slots: list[int],
+        held: list[tuple[int, int]],
         where: dict[str, Any],
         options: dict[str, Any],
         *,
@@ -154,28 +150,90 @@ class RecentRows:
     ) -> Any:
         q, k, v = new
         seqlens = self._rows.indices(lengths)
-        rotary = {name: x for name, x in options.items() if name.startswith("rota")}
-        if rotary.get("rotary_cos") is not None:
-            q = rotary["q"] = q.clone()  # which append_kv rotates
-        given = {"check_only": check_only, **where}
-        self._kept.run("append_kv", layer, (k, v), seqlens, **given, **rotary)
-        held = self._after(layer, lengths, slots, k.shape[2])
-        starts = self._rows.indices([first for first, _ in held])
+        appended = {name: x for name, x in options.items() if name.startswith("rota")}
         own = {name: x for name, x in options.items() if name != "num_splits"}
-        if "q" in rotary:
+        if appended.get("rotary_cos") is not None:
+            q = appended["q"] = q.clone()  # which append_kv rotates
             own["rotary_from_leftpad"] = False
-        table = self._table(held, slots)
-        given = {"check_only": check_only, "block_table": table, "leftpad_k": starts}
-        result = self._rows.run("decode_step", layer, new, seqlens, num_splits=1, **given, **own)
-        if check_only or any(first for first, _ in held):
-            shared = {name: x for name, x in options.items() if name in _SHARED}
-            ops = torch.ops.metal_attn_explain if check_only else torch.ops.metal_attn
-            caches, kept = self._kept.operands(layer)
-            kept |= where | shared | {"seqused_k": starts}
-            older = ArgumentNames().run(ops.flash_decode, (q, *caches), kept)
-            if not check_only:
-                torch.ops.metal_attn.merge_state_(*result, *older)
+        given = {"check_only": check_only, **where}
+        self._kept.run("append_kv", layer, (k, v), seqlens, **given, **appended)
+        result = self._rows.run(
+            "decode_step",
+            layer,
+            new,
+            seqlens,
+            check_only=check_only,
+            block_table=self._table(held, slots),
+            leftpad_k=self._first(held),
+            num_splits=1,
+            **own,
+        )
+        older = self._older(layer, q, held, where, options, check_only=check_only)
+        if older is not None and not check_only:
+            torch.ops.metal_attn.merge_state_(*result, *older)
         return result
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        lengths: list[int],
+        slots: list[int],
+        where: dict[str, Any],
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to rows that are there, of queries that are no older than those kept here.
+
+        options: `softmax_scale`, `softcap` and `learnable_sink` of `flash_decode`, and visibility
+        that is the same for all older rows: causal or window_size_right of 0, q_offset, leftpad_k
+        and seqused_k.
+        """
+        held = self._after(layer, lengths, slots, 0)
+        pad, used, first = options.get("leftpad_k"), options.get("seqused_k"), self._first(held)
+        own = options | {
+            "block_table": self._table(held, slots),
+            "seqused_k": self._rows.indices(lengths) if used is None else used,
+            "leftpad_k": first if pad is None else torch.maximum(first, pad),
+            "num_splits": 1,
+        }
+        caches, _ = self._rows.operands(layer)
+        op = torch.ops.metal_attn.flash_decode
+        out, lse = ArgumentNames().run(op, (q, *caches), own)
+        older = self._older(layer, q, held, where, options)
+        if older is not None:
+            torch.ops.metal_attn.merge_state_(out, lse, *older)
+        return out, lse
+
+    def _older(
+        self,
+        layer: int,
+        q: Tensor,
+        held: list[tuple[int, int]],
+        where: dict[str, Any],
+        options: dict[str, Any],
+        *,
+        check_only: bool = False,
+    ) -> Any:
+        """Attention to the rows before those that slots have; None if there are none."""
+        if not check_only and not any(first for first, _ in held):
+            return None
+        first = self._first(held)
+        given = {name: x for name, x in options.items() if name in _SHARED}
+        given["seqused_k"] = first
+        if options.get("seqused_k") is not None:
+            given["seqused_k"] = torch.minimum(first, options["seqused_k"])
+        if options.get("leftpad_k") is not None:
+            given["leftpad_k"] = torch.minimum(first, options["leftpad_k"])
+        ops = torch.ops.metal_attn_explain if check_only else torch.ops.metal_attn
+        caches, kept = self._kept.operands(layer)
+        return ArgumentNames().run(ops.flash_decode, (q, *caches), kept | where | given)
+
+    def fill(self, layer: int, rows: Tensor, lengths: list[int], slots: list[int]) -> None:
+        """Put keys in full precision in their places in rows (B, H, L, D) of whole sequences."""
+        cache = self._rows.layers[layer].k_cache
+        for b, (first, end) in enumerate(self._after(layer, lengths, slots, 0)):
+            places = torch.arange(first, end, device=rows.device) % self._length
+            rows[b, :, first:end] = cache[slots[b], places].transpose(0, 1)
 
     def _after(
         self, layer: int, lengths: list[int], slots: list[int], more: int
@@ -189,6 +247,9 @@ class RecentRows:
             held.append((max(first, length + more - self._length), length + more))
         return held
 
+    def _first(self, held: list[tuple[int, int]]) -> Tensor:
+        return self._rows.indices([first for first, _ in held])
+
     def _keep(self, layer: int, slots: list[int], held: list[tuple[int, int]]) -> None:
         for slot, rows in zip(slots, held, strict=True):
             self._held[layer][slot] = rows
@@ -200,6 +261,12 @@ class RecentRows:
 
 
 def _check_step(q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
+    for name in options:
+        if name not in _SHARED and name not in _OWN:
+            raise TypeError(
+                f"decode_step has no option {name} with recent rows; it takes "
+                f"{', '.join((*_SHARED, *_OWN))}"
+            )
     check_tensor("q", q)
     length = k.shape[2]
     if not 1 <= length <= VERIFY_QUERIES:

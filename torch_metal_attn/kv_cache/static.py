@@ -9,7 +9,14 @@ from torch_metal_attn.call.arguments import integers, natural, whole
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull
 from torch_metal_attn.kv_cache.storage import MOST, LayerCache, Storage
-from torch_metal_attn.kv_cache.trees import Rows, checked_paths, each, moves
+from torch_metal_attn.kv_cache.trees import (
+    Rows,
+    check_layers_agree,
+    checked_paths,
+    each,
+    length_within,
+    moves,
+)
 
 
 class StaticKVCache:
@@ -105,13 +112,8 @@ class StaticKVCache:
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"indices are {chosen}; each sequence may be there once")
         lengths = [max(lengths[b] for lengths in self._lengths) for b in chosen]
-        for b, length in zip(chosen, lengths, strict=True):
-            least = min(lengths[b] for lengths in self._lengths)
-            if least < length:
-                raise ValueError(
-                    f"sequence {b} has layers of {least} and of {length} rows; append to all of "
-                    "them before accept"
-                )
+        for b in chosen:
+            check_layers_agree(b, [lengths[b] for lengths in self._lengths], "accept")
         kept, sizes = checked_paths(paths, parents, lengths)
         starts = [length - size for length, size in zip(lengths, sizes, strict=True)]
         rounds, blocks = [moves(path) for path in kept], [self._rows[b] for b in chosen]
@@ -130,14 +132,9 @@ class StaticKVCache:
 
     def truncate(self, index: int, length: int) -> None:
         """Drop the rows of sequence `index` from `length` on."""
-        index, length = whole("index", index), whole("length", length)
+        index = whole("index", index)
         self._check_indices("index", [index])
-        longest = max(lengths[index] for lengths in self._lengths)
-        if not 0 <= length <= longest:
-            raise ValueError(
-                f"length is {length}; sequence {index} has {longest} rows, so it must be in "
-                f"0..{longest}"
-            )
+        length = length_within(index, length, max(lengths[index] for lengths in self._lengths))
         for lengths in self._lengths:
             lengths[index] = min(lengths[index], length)
         if self._storage.recent is not None:
@@ -170,6 +167,10 @@ class StaticKVCache:
         """(B,) int32 on the cache's device: the rows of each sequence in a layer."""
         self._storage.check_layer(layer)
         return self._storage.indices(self._lengths[layer])
+
+    def slots(self, indices: Sequence[int]) -> list[int]:
+        """Where the recent rows of these sequences are, for `RecentRows`."""
+        return [self._rows[index] for index in indices]
 
     def _check_indices(self, name: str, indices: Sequence[int]) -> None:
         for index in indices:

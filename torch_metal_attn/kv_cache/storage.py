@@ -241,9 +241,6 @@ class Storage:
             if self.recent is not None and not check_only:
                 self.recent.append(layer, new, lengths, slots, options)
             return result
-        if not check_only and not torch.compiler.is_compiling():
-            # What one of its ops refuses must leave the rows that others write as they are.
-            self.recent.step(layer, new, lengths, slots, where, options, check_only=True)
         return self.recent.step(layer, new, lengths, slots, where, options, check_only=check_only)
 
     def run(

@@ -119,7 +119,7 @@ def by_schema(
     if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         op, *arguments = arguments
     schema = getattr(op, "default", op)._schema.arguments
-    given = dict(zip([one.name for one in schema], arguments, strict=False)) | options
+    given = dict(zip([one.name for one in schema], arguments, strict=False)) | dict(options)
     return [(one, given[one.name]) for one in schema if one.name in given]
 
 

@@ -148,8 +148,10 @@ def main() -> None:
     problems = manifest.read(folder).problems
     names = [p.name for p in problems if p.kind == "small"]
     log, bad = [], []
-    for tool in (None, *TOOLS):
-        output, code = run(folder, tool)
+    tools = (None, *TOOLS)
+    with ThreadPoolExecutor(len(tools)) as pool:
+        results = list(pool.map(lambda tool: run(folder, tool), tools))
+    for tool, (output, code) in zip(tools, results, strict=True):
         log.append(f"##### {tool or 'no tool'}\n{output}")
         found = findings(output)
         missing = [name for name in names if name not in found]

@@ -314,8 +314,9 @@ class Attention(Case):
 
     @property
     def longest(self) -> tuple[int, int]:
-        """The largest number of queries and of keys of a sequence."""
-        queries, keys = zip(*self.sequences, strict=True) if self.sequences else ((0,), (0,))
+        """The largest number of queries and of keys of a sequence, or those of a batch of none."""
+        sequences = self.sequences or ((self.q_length, self.kv_length),)
+        queries, keys = zip(*sequences, strict=True)
         return max(queries), max(keys)
 
     @property
@@ -475,6 +476,7 @@ class Attention(Case):
             {"tree": "parents", "alibi_slopes": "h"},
             {"tree": "parents", "listed": 3},
             {"tree": "tree_mask", "q_length": 65},
+            {"tree": "parents", "q_length": 65, "batch": 0},
             {"tree": "tree_mask", "q_length": 9, "kv_length": 8, "seqused_k": None},
             {"rotary": "k"},
             *(of_each(name, n) for name in ("seqused_k", "leftpad_k") for n in (-1, 100000)),

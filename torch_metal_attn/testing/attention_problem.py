@@ -44,7 +44,7 @@ def build(case: Attention) -> Problem:
     dtype = dtype_of(case.dtype)
     batch = len(case.sequences)
     lengths = [k for _, k in case.sequences]
-    longest = case.longest[1] if case.is_packed else case.kv_length
+    longest = case.longest[1]
     rows = -(-longest // case.page) * case.page if case.cache == "paged" else longest
     q_shape: tuple[int, ...] = (batch, case.heads, case.q_length)
     kv_shape: tuple[int, ...] = (batch, case.kv_heads, rows)
@@ -71,7 +71,7 @@ def build(case: Attention) -> Problem:
         v = k[..., : case.v_head_dim]
     if "qkvpacked" in case.call:  # one tensor holds all three
         q = q[: len(k)]
-    options = options_of(case, batch, longest, rows)
+    options = options_of(case, batch, rows)
     poisoned_v = _poison(case, q, k, v, options)
     if not (plain and case.is_packed):
         _hide(case, k, v)
@@ -109,14 +109,14 @@ _NUMBERS = (
 )
 
 
-def options_of(case: Attention, batch: int, longest: int, rows: int) -> dict[str, Any]:
+def options_of(case: Attention, batch: int, rows: int) -> dict[str, Any]:
     """The ops' options, without those of caches. rows: of each sequence in a cache."""
     options: dict[str, Any] = {n: getattr(case, n) for n in _NUMBERS}
     for name in ("seqused_k", "leftpad_k"):
         given = getattr(case, name)
         if given is not None:
             options[name] = ints(*given)
-    longest_q = case.longest[0] if case.packs_queries else case.q_length
+    longest_q, longest = case.longest
     # A cache in pages has as many keys as its table has room for.
     keys = rows if case.cache and not case.is_packed else longest
     whole = {"b": batch, "h": case.heads, "q": longest_q, "k": keys}
@@ -155,7 +155,7 @@ def options_of(case: Attention, batch: int, longest: int, rows: int) -> dict[str
 def parents_of(case: Attention) -> Tensor:
     """(sequences or 1, tokens) int32: of each token any earlier one, or -1 as of a root."""
     count = len(case.sequences) if case.tree_by_sequence or case.q_lengths else 1
-    tokens = case.longest[0] if case.q_lengths else case.q_length
+    tokens = case.longest[0]
     chosen = torch.rand(count, tokens, generator=torch.Generator().manual_seed(case.seed + 15))
     return (chosen * torch.arange(1, tokens + 1)).int() - 1
 

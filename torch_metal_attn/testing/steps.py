@@ -291,7 +291,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
     if case.rotary_columns:
         angles = 3 * normal(case.capacity, case.rotary_columns // 2, seed=case.seed + 5)
         tables = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
-    options = options_of(attention, batch, case.capacity, case.capacity)
+    options = options_of(attention, batch, case.capacity)
     caches = _caches(case, old)
     packing: dict[str, Any] = {}
     if case.packed:

@@ -50,7 +50,7 @@ def add(collection: Collection, case: cases.Case, data: dict[str, np.ndarray]) -
     names = Names({**results, **case.tensors})
     dispatches = []
     for launch in run.recorded:
-        is_whole = launch.group_size[0] % 32 == 0 and "flash" in launch.kernel
+        is_whole = launch.group_size[0] % 32 == 0
         products = EXACT_PRODUCTS if launch.defines.get("ELEMENT") == "float" else {}
         extra = {**products, **({} if is_whole else LANES_AS_THEY_ARE)}
         dispatches.append(collection.recorded(launch, names, extra=extra, lines=True))

@@ -23,7 +23,7 @@ import torch
 
 from torch_metal_attn.runtime import shaders
 from torch_metal_attn.runtime.tensor_tiles import OLDEST_MACOS
-from torch_metal_attn.tools.lint.specialisations import SPECIALISATIONS
+from torch_metal_attn.tools.lint.specialisations import specialisations
 
 XCRUN = ["xcrun", "-sdk", "macosx"]
 METAL = [*XCRUN, "metal"]
@@ -137,7 +137,7 @@ def families() -> list[str]:
 def write_texts(folder: Path) -> Iterator[tuple[str, str, Path]]:
     """Of each specialisation its family, its name and defines, and the file of its text."""
     for family in families():
-        for number, defines in enumerate(SPECIALISATIONS[family]):
+        for number, defines in enumerate(specialisations()[family]):
             path = folder / f"{family}_{number}.metal"
             lines = [f"#define {name} {value}\n" for name, value in defines.items()]
             path.write_text("".join(lines) + shaders.source(family), encoding="ascii")

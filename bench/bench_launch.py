@@ -3,8 +3,7 @@
 The ops run as on mps: schema, Python's Autograd kernel, and the C++ kernel down to the calls of
 torch's MPS functions. A stand-in answers these without doing anything, see tests/runtime/fake_mps.
 Both sides work on the same CPU tensors with next to no arithmetic. Rounds alternate, and the best
-of many counts. The first run compiles the stand-in, which takes some minutes. With --page the
-tables of bench/results/launch.md are replaced; what it says of them is yours to check.
+of many counts. The first run compiles the stand-in, which takes some minutes.
 """
 
 import ctypes
@@ -16,8 +15,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +27,6 @@ from torch_metal_attn.ops import plain
 from torch_metal_attn.runtime import shaders
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "bench/results/launch.md"
 ROUNDS = 60
 CALLS = 200  # of a round
 MODES = {
@@ -171,7 +167,7 @@ def print_tables() -> None:
 
 
 def main() -> None:
-    """Print the tables as Markdown, or write them into the page of results."""
+    """Print the tables as Markdown."""
     if sys.platform != "linux":
         print("Needs Linux, where a stand-in takes the place of torch's MPS functions.")
         return
@@ -181,13 +177,7 @@ def main() -> None:
     warnings.simplefilter("ignore")  # kernels of the CPU are replaced
     torch.ops.load_library(library)
     shaders.serve(ctypes.CDLL(str(library)))
-    if "--page" not in sys.argv:
-        print_tables()
-        return
-    with redirect_stdout(StringIO()) as tables:
-        print_tables()
-    first = "Microseconds of"
-    PAGE.write_text(PAGE.read_text().partition(first)[0] + tables.getvalue())
+    print_tables()
 
 
 if __name__ == "__main__":

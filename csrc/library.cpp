@@ -32,40 +32,40 @@
 
 // The ops, as OP(name, arguments and the parenthesis still open, result, how the dispatcher's
 // arguments become those of a function, that function).
-#define OPS(OP)                                                                                 \
-  OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, dense_cached, flash_fwd)  \
-  OP(flash_varlen_fwd, FLASH_CACHED_ARGUMENTS(PACKING_SCHEMA), FLASH_FWD_RESULT, FlashFwd,      \
-     varlen_cached, flash_fwd)                                                                  \
-  OP(flash_decode, FLASH_DECODE_ARGUMENTS, FLASH_FWD_RESULT, FlashDecode, call, flash_decode)   \
-  OP(flash_bwd, FLASH_BWD_ARGUMENTS(), FLASH_BWD_RESULT, FlashBwd, dense, flash_bwd)            \
-  OP(flash_varlen_bwd, FLASH_BWD_ARGUMENTS(PACKING_SCHEMA), FLASH_BWD_RESULT, FlashBwd, varlen, \
-     flash_bwd)                                                                                 \
-  OP(flash_bwd_bias, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, dense, flash_bwd_bias) \
-  OP(flash_varlen_bwd_bias, FLASH_BWD_BIAS_ARGUMENTS(PACKING_SCHEMA), "Tensor", FlashBwdBias,   \
-     varlen, flash_bwd_bias)                                                                    \
-  OP(flash_bwd_slopes, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, dense,               \
-     flash_bwd_slopes)                                                                          \
-  OP(flash_varlen_bwd_slopes, FLASH_BWD_BIAS_ARGUMENTS(PACKING_SCHEMA), "Tensor", FlashBwdBias, \
-     varlen, flash_bwd_slopes)                                                                  \
-  OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, call, flex_fwd)                   \
-  OP(flex_bwd, FLEX_BWD_ARGUMENTS, FLASH_BWD_RESULT, FlexBwd, call, flash_bwd)                  \
-  OP(flex_bwd_captures, FLEX_BWD_CAPTURES_ARGUMENTS, "Tensor[]", FlexBwdCaptures, call,         \
-     flash_bwd_captures)                                                                        \
-  OP(rope_tables, ROPE_TABLES_ARGUMENTS, "(Tensor cos, Tensor sin)", RopeTables, call,          \
-     rope_tables)                                                                               \
-  OP(merge_splits, MERGE_SPLITS_ARGUMENTS, MERGE_RESULT, MergeSplits, call, merge_splits)       \
-  OP(decode_step, DECODE_STEP_ARGUMENTS, FLASH_FWD_RESULT, DecodeStep, call, decode_step)       \
-  OP(rope, ROPE_ARGUMENTS, "(Tensor q_rotated, Tensor k_rotated)", Rope, call, rope)            \
-  OP(rope_, ROPE_INPLACE_ARGUMENTS, "()", Rope, call, rope_inplace)                             \
-  OP(merge_state, MERGE_STATE_ARGUMENTS, MERGE_RESULT, MergeState, call, merge_state)           \
-  OP(merge_state_, MERGE_STATE_INPLACE_ARGUMENTS, "()", MergeStateInplace, call,                \
-     merge_state_inplace)                                                                       \
-  OP(index_scores, INDEX_SCORES_ARGUMENTS, "Tensor", IndexScores, call, index_scores)           \
-  OP(softmax, SOFTMAX_ARGUMENTS, "Tensor", Softmax, call, softmax)                              \
-  OP(softmax_, SOFTMAX_INPLACE_ARGUMENTS, "Tensor(a!)", Softmax, call, softmax_inplace)         \
-  OP(apply_causal_mask_, CAUSAL_MASK_INPLACE_ARGUMENTS, "Tensor(a!)", Softmax, call,            \
-     apply_causal_mask_inplace)                                                                 \
-  OP(append_kv, APPEND_KV_ARGUMENTS, "()", AppendKv, call, append_kv)                           \
+#define OPS(OP)                                                                                    \
+  OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, dense, flash_fwd)            \
+  OP(flash_varlen_fwd, FLASH_CACHED_ARGUMENTS(PACKING_SCHEMA), FLASH_FWD_RESULT, FlashFwd, varlen, \
+     flash_fwd)                                                                                    \
+  OP(flash_decode, FLASH_DECODE_ARGUMENTS, FLASH_FWD_RESULT, FlashDecode, call, flash_decode)      \
+  OP(flash_bwd, FLASH_BWD_ARGUMENTS(), FLASH_BWD_RESULT, FlashBwd, dense, flash_bwd)               \
+  OP(flash_varlen_bwd, FLASH_BWD_ARGUMENTS(PACKING_SCHEMA), FLASH_BWD_RESULT, FlashBwd, varlen,    \
+     flash_bwd)                                                                                    \
+  OP(flash_bwd_bias, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, dense, flash_bwd_bias)    \
+  OP(flash_varlen_bwd_bias, FLASH_BWD_BIAS_ARGUMENTS(PACKING_SCHEMA), "Tensor", FlashBwdBias,      \
+     varlen, flash_bwd_bias)                                                                       \
+  OP(flash_bwd_slopes, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, dense,                  \
+     flash_bwd_slopes)                                                                             \
+  OP(flash_varlen_bwd_slopes, FLASH_BWD_BIAS_ARGUMENTS(PACKING_SCHEMA), "Tensor", FlashBwdBias,    \
+     varlen, flash_bwd_slopes)                                                                     \
+  OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, call, flex_fwd)                      \
+  OP(flex_bwd, FLEX_BWD_ARGUMENTS, FLASH_BWD_RESULT, FlexBwd, call, flash_bwd)                     \
+  OP(flex_bwd_captures, FLEX_BWD_CAPTURES_ARGUMENTS, "Tensor[]", FlexBwdCaptures, call,            \
+     flash_bwd_captures)                                                                           \
+  OP(rope_tables, ROPE_TABLES_ARGUMENTS, "(Tensor cos, Tensor sin)", RopeTables, call,             \
+     rope_tables)                                                                                  \
+  OP(merge_splits, MERGE_SPLITS_ARGUMENTS, MERGE_RESULT, MergeSplits, call, merge_splits)          \
+  OP(decode_step, DECODE_STEP_ARGUMENTS, FLASH_FWD_RESULT, DecodeStep, call, decode_step)          \
+  OP(rope, ROPE_ARGUMENTS, "(Tensor q_rotated, Tensor k_rotated)", Rope, call, rope)               \
+  OP(rope_, ROPE_INPLACE_ARGUMENTS, "()", Rope, call, rope_inplace)                                \
+  OP(merge_state, MERGE_STATE_ARGUMENTS, MERGE_RESULT, MergeState, call, merge_state)              \
+  OP(merge_state_, MERGE_STATE_INPLACE_ARGUMENTS, "()", MergeStateInplace, call,                   \
+     merge_state_inplace)                                                                          \
+  OP(index_scores, INDEX_SCORES_ARGUMENTS, "Tensor", IndexScores, call, index_scores)              \
+  OP(softmax, SOFTMAX_ARGUMENTS, "Tensor", Softmax, call, softmax)                                 \
+  OP(softmax_, SOFTMAX_INPLACE_ARGUMENTS, "Tensor(a!)", Softmax, call, softmax_inplace)            \
+  OP(apply_causal_mask_, CAUSAL_MASK_INPLACE_ARGUMENTS, "Tensor(a!)", Softmax, call,               \
+     apply_causal_mask_inplace)                                                                    \
+  OP(append_kv, APPEND_KV_ARGUMENTS, "()", AppendKv, call, append_kv)                              \
   OP(copy_pages, COPY_PAGES_ARGUMENTS, "()", CopyPages, call, copy_pages)
 
 namespace metal_attn {

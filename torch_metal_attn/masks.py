@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_integers, natural, whole
+from torch_metal_attn.call.arguments import check_integers, natural, on_host, whole
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -19,6 +19,7 @@ class Mask:
     """A mask_mod (b, h, q_idx, kv_idx), True where the query sees the key."""
 
     def __init__(self, mask_mod: MaskMod) -> None:
+        _check_function("mask_mod", mask_mod)
         self.mask_mod = mask_mod
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -59,11 +60,11 @@ def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
     sequence, if tokens of no document follow; they see nothing.
     """
     check_integers("cu_seqlens", cu_seqlens, "(documents + 1)")
-    bounds = cu_seqlens.tolist() or [0]
+    bounds = on_host("cu_seqlens", cu_seqlens) or [0]
     if bounds[0] != 0 or bounds != sorted(bounds):
         raise ValueError(f"cu_seqlens is {bounds}; it must begin with 0 and never decrease")
     ends, last = cu_seqlens[1:].long(), bounds[-1]
-    total = last if length is None else natural("length", length, last)
+    total = last if length is None else natural("length", length, last, 2**31 - 1)
     token = torch.arange(total, device=cu_seqlens.device)
     documents = torch.searchsorted(ends, token, right=True).int()
     return Mask(partial(_document, documents, last))
@@ -113,7 +114,7 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
     """
     check_integers("parents", parents, "(nodes)")
     context = natural("context", context)
-    of_node = parents.tolist()
+    of_node = on_host("parents", parents)
     ancestors = torch.eye(len(of_node), dtype=torch.bool)
     for node, parent in enumerate(of_node):
         if not -1 <= parent < node:
@@ -198,6 +199,6 @@ def _sizes(name: str, values: object) -> list[int]:
     return [natural(name, value, 1) for value in values]
 
 
-def _check_function(operator: str, other: object) -> None:
-    if not callable(other):
-        raise TypeError(f"{operator} has {other!r}; it must be a mask_mod, a function")
+def _check_function(name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} has {value!r}; it must be a mask_mod, a function")

@@ -133,8 +133,7 @@ def quantise(
 
     With `hadamard` of 32, 64 or 128, x above is x rotated by `hadamard(x, ...)` in float32.
     """
-    if format not in FORMATS:
-        raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+    _check_format(format)
     _check_tensors(x=x, scale=scale)
     if x.dtype not in ELEMENTS:
         raise ValueError(f"x has dtype {x.dtype}; it must be float32, float16 or bfloat16")
@@ -290,6 +289,7 @@ def columns(data: Tensor, scale: Tensor | None) -> int:
 
 def shared_columns(format: str) -> int:
     """The columns that share a scale, of which D must be a multiple; fp8_e4m3 takes any D: 1."""
+    _check_format(format)
     if format in _GROUPED:
         return _GROUPED[format][1]
     return 1 if format == "fp8_e4m3" else BLOCK
@@ -297,8 +297,7 @@ def shared_columns(format: str) -> int:
 
 def sizes(format: str, head_dim: int) -> tuple[int, int]:
     """The last sizes of data and scale for D columns; fp8_e4m3 has no scale per row, so 0."""
-    if format not in FORMATS:
-        raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+    _check_format(format)
     head_dim = arguments.natural("head_dim", head_dim)
     if format == "fp8_e4m3":
         return head_dim, 0
@@ -310,16 +309,13 @@ def sizes(format: str, head_dim: int) -> tuple[int, int]:
     return head_dim if format == "q8_0" else head_dim // 2, head_dim // BLOCK
 
 
+def _check_format(format: str) -> None:
+    if format not in FORMATS:
+        raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+
+
 def _check_tensors(scale: Tensor | None, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        arguments.check_tensor(name, tensor)
-        if scale is not None:
-            arguments.check_tensor("scale", scale)
-            if scale.device != tensor.device:
-                raise ValueError(
-                    f"scale is on {scale.device} and {name} on {tensor.device}; they must be on "
-                    "one device"
-                )
+    arguments.check_one_device(**(tensors if scale is None else tensors | {"scale": scale}))
 
 
 def _check_columns(data: Tensor) -> None:

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_tensor, flag, natural, number, plain, whole
+from torch_metal_attn.call.arguments import (
+    check_tensor,
+    flag,
+    natural,
+    number,
+    on_device,
+    positive,
+    whole,
+)
 
 __all__ = [
     "default",
@@ -38,23 +46,18 @@ def _inv_freq(dim: int, base: float, device: Any = None) -> Tensor:
 
 def _wavelengths(dim: int, base: float, device: Any) -> Tensor:
     """base ** (2 i / dim): wavelengths in tokens, divided by 2 pi."""
-    if not isinstance(dim, int) or dim < 2 or dim % 2 != 0:
-        raise ValueError(f"dim is {dim!r}; it must be an even int of at least 2")
-    _positive("base", base)
+    if type(dim) is not int or not 2 <= dim < 2**31 or dim % 2 != 0:
+        raise ValueError(f"dim is {dim!r}; it must be an even int in 2..{2**31 - 2}")
+    base = positive("base", base)
+    device = None if device is None else on_device(device)
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
     powers: Tensor = base**exponents
     return powers
 
 
-def _positive(name: str, value: float) -> None:
-    found = plain(name, value)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
-        raise ValueError(f"{name} is {value!r}; it must be a positive, finite number")
-
-
 def _seq_len(value: int | None) -> int:
     """The longest sequence, 0 if none is given."""
-    length: int = 0 if value is None else natural("seq_len", value)
+    length: int = 0 if value is None else natural("seq_len", value, 0, 2**31 - 1)
     return length
 
 
@@ -72,7 +75,7 @@ def linear(dim: int, base: float = 10000.0, *, factor: float, device: Any = None
     Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation"
     (2023), equation 4.
     """
-    _positive("factor", factor)
+    factor = positive("factor", factor)
     return _inv_freq(dim, base, device) / factor, 1.0
 
 
@@ -82,14 +85,14 @@ def ntk_aware(dim: int, base: float = 10000.0, *, factor: float, device: Any = N
     This divides the lowest frequency by `factor` and keeps the highest. bloc97, "NTK-Aware
     Scaled RoPE" (Reddit, 2023); Peng et al., "YaRN" (2023), equation 16.
     """
-    _positive("factor", factor)
+    factor = positive("factor", factor)
     return _inv_freq(dim, _scaled_base(dim, base, factor), device), 1.0
 
 
 def _scaled_base(dim: int, base: float, factor: float) -> float:
     if not isinstance(dim, int) or dim <= 2:
         raise ValueError(f"dim is {dim!r}; a scaled base needs more than 2")
-    _positive("base", base)
+    base = positive("base", base)
     return base * factor ** (dim / (dim - 2))
 
 
@@ -108,8 +111,8 @@ def dynamic_ntk(
     `max_position_embeddings`. emozilla, "Dynamically Scaled RoPE" (Reddit, 2023); Peng et al.,
     "YaRN" (2023), appendix B.2. `seq_len` None stands for m.
     """
-    _positive("factor", factor)
-    _positive("max_position_embeddings", max_position_embeddings)
+    factor = positive("factor", factor)
+    max_position_embeddings = positive("max_position_embeddings", max_position_embeddings)
     length = max(_seq_len(seq_len), max_position_embeddings)
     stretch = (factor * length / max_position_embeddings) - (factor - 1)
     return _inv_freq(dim, _scaled_base(dim, base, stretch), device), 1.0
@@ -141,18 +144,20 @@ def yarn(
     Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023),
     equations 17 to 22, whose code has the ramp over the index, as here.
     """
-    _positive("factor", factor)
-    _positive("original_max_position_embeddings", original_max_position_embeddings)
-    _positive("beta_fast", beta_fast)
-    _positive("beta_slow", beta_slow)
+    factor = positive("factor", factor)
+    original_max_position_embeddings = positive(
+        "original_max_position_embeddings", original_max_position_embeddings
+    )
+    beta_fast = positive("beta_fast", beta_fast)
+    beta_slow = positive("beta_slow", beta_slow)
     factors = {
         "attention_factor": attention_factor,
         "mscale": mscale,
         "mscale_all_dim": mscale_all_dim,
     }
     for name, value in factors.items():
-        if value is not None:
-            number(name, value)
+        if value is not None and not 0 <= number(name, value) < math.inf:
+            raise ValueError(f"{name} is {value}; it must be None, or finite and at least 0")
     wavelengths = _wavelengths(dim, base, device)
     if beta_fast < beta_slow:
         raise ValueError(f"beta_fast is {beta_fast} and beta_slow {beta_slow}; it must be greater")
@@ -203,10 +208,12 @@ def llama3(
     `original_max_position_embeddings`. Grattafiori et al., "The Llama 3 Herd of Models" (2024), in
     Meta's code of Llama 3.1 (`apply_scaling`).
     """
-    _positive("factor", factor)
-    _positive("low_freq_factor", low_freq_factor)
-    _positive("high_freq_factor", high_freq_factor)
-    _positive("original_max_position_embeddings", original_max_position_embeddings)
+    factor = positive("factor", factor)
+    low_freq_factor = positive("low_freq_factor", low_freq_factor)
+    high_freq_factor = positive("high_freq_factor", high_freq_factor)
+    original_max_position_embeddings = positive(
+        "original_max_position_embeddings", original_max_position_embeddings
+    )
     if not high_freq_factor > low_freq_factor:
         raise ValueError(
             f"high_freq_factor is {high_freq_factor} and low_freq_factor {low_freq_factor}; it "
@@ -245,7 +252,9 @@ def tables(
         raise TypeError(f"dtype is {dtype!r}; it must be a torch.dtype or None")
     if not isinstance(positions, Tensor):
         whole("positions", positions, "an int or a tensor")
-        positions = torch.arange(natural("positions", positions), device=inv_freq.device)
+        positions = torch.arange(
+            natural("positions", positions, 0, 2**31 - 1), device=inv_freq.device
+        )
     cos, sin = torch.ops.metal_attn.rope_tables(
         inv_freq, positions, attention_factor=attention_factor, dtype=dtype
     )

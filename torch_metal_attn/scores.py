@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_rank, check_tensor, flag, natural, number
+from torch_metal_attn.call.arguments import check_rank, check_tensor, flag, natural, positive
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -42,9 +42,7 @@ def relative_bias(bias: Tensor) -> ScoreMod:
 
 def soft_cap(cap: float) -> ScoreMod:
     """cap * tanh(score / cap), of Gemma 2."""
-    cap = number("cap", cap)
-    if not cap > 0.0 or math.isinf(cap):
-        raise ValueError(f"cap is {cap}; it must be positive and finite")
+    cap = float(positive("cap", cap))
     return lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap)
 
 
@@ -55,7 +53,7 @@ def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 12
     """
     check_rank("table", table, "(buckets, H)")
     bidirectional = flag("bidirectional", bidirectional)
-    max_distance = natural("max_distance", max_distance)
+    max_distance = natural("max_distance", max_distance, 0, 2**20)
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:

@@ -55,8 +55,8 @@ def reshape_and_cache_flash(
         )
     keys, values, scales = _format(kv_cache_dtype, keys, values, k_scale, v_scale)
     block_size = keys.shape[2]
+    slots = keys.shape[0] * block_size
     if slot_mapping.device.type == "cpu":
-        slots = keys.shape[0] * block_size
         if (slot_mapping >= slots).any():
             raise ValueError(
                 f"slot_mapping has {slot_mapping.max().item()}; key_cache has {slots} slots"
@@ -65,9 +65,10 @@ def reshape_and_cache_flash(
         written = slot_mapping >= 0
         key, value, slot_mapping = key[written], value[written], slot_mapping[written]
     # Each token is a sequence of one new row, in a cache of which it sees one block.
-    slot_mapping = slot_mapping.int()
-    options = {"block_table": (slot_mapping // block_size)[:, None], **scales}
-    arguments = (key[:, :, None], value[:, :, None], keys, values, slot_mapping % block_size)
+    slot_mapping = slot_mapping.long().clamp(-1, slots)
+    rows = (slot_mapping % block_size).int()
+    options = {"block_table": (slot_mapping // block_size).int()[:, None], **scales}
+    arguments = (key[:, :, None], value[:, :, None], keys, values, rows)
     _NAMES.run(torch.ops.metal_attn.append_kv, arguments, options)
 
 

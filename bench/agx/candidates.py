@@ -53,7 +53,7 @@ Tile = tuple[int, ...]
 @cache
 def knobs(macro: str) -> dict[str, range]:
     """What each number of a kernel's tile may be, by its name, as csrc/tiles/knobs.h says."""
-    name = re.sub("(_DQ|_DKV)?(_TENSOR)?$", "", macro) + "_KNOBS"
+    name = re.sub("(_DQ|_DKV|_BIAS)?(_TENSOR)?$", "", macro) + "_KNOBS"
     of_kernel = re.search(rf"#define {name}\(X\)((?:.*\\\n)*.*)", LISTS.read_text())
     assert of_kernel is not None
     every = re.findall(r"X\((\w+), \w+, (\d+), (\d+), (\d+)\)", of_kernel[1])
@@ -131,7 +131,8 @@ def candidates(one: Class) -> Iterator[Tile]:
             if not vectors or (one.queries <= vectors and share == whole):
                 yield row_fragments, keys, share, vectors
     elif one.macro == "FLASH_BWD_BIAS":
-        yield from product(allowed["ROW_FRAGMENTS"], allowed["BLOCK_K"], (4,), (1, 0))
+        for rows, block, held in product((1, 2), allowed["BLOCK"], (1, 0)):
+            yield 1, block, rows, 4, 1, held, 0
     else:
         dkv = one.macro == "FLASH_BWD_DKV"
         slices = (1, 2, 4) if one.columns > 128 else (1, 2)
@@ -179,4 +180,6 @@ def _of_bias(one: Class, dtype: torch.dtype, feature: str, given: Mapping[str, i
         explained = extension.launches(op(q, **given_to, **options))[-1]
     except ValueError:
         return None  # no tile fits in threadgroup memory
-    return Job("flash_bwd_bias", explained["defines"] | given, 32 * given["SIMDGROUPS"])
+    own = {name: n for name, n in given.items() if name in explained["defines"]}
+    own["BLOCK_K"] = given["BLOCK"]
+    return Job("flash_bwd_bias", explained["defines"] | own, 32 * given["SIMDGROUPS"])

@@ -39,7 +39,7 @@ SMALLEST: Mapping[str, tuple[Tile, ...]] = {
     "FLASH_FWD": ((256, 8, 4, 1, 0, 1),),
     "FLASH_BWD_DQ": ((1, 8, 1, 4, 1, 0, 0), (4, 8, 1, 4, 1, 0, 0)),
     "FLASH_BWD_DKV": tuple((slices, 8, 1, 4, 1, 0, 0) for slices in (4, 16, 72)),
-    "FLASH_BWD_BIAS": ((1, 8, 4, 0),),
+    "FLASH_BWD_BIAS": ((1, 8, 1, 4, 1, 0, 0),),
     "FLASH_DECODE": (),
 }
 

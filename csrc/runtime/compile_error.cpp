@@ -2,87 +2,13 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <optional>
 #include <sstream>
-#include <vector>
 
 namespace metal_attn {
 namespace {
-
-constexpr std::size_t kQuotedErrors = 3;
-constexpr int kContextLines = 2;  // on either side
-
-// What Metal calls a text that came from memory.
-constexpr char kWholeText[] = "program_source";
-
-struct Place {
-  std::string file;
-  int line;
-};
-
-// Of "file:12:3: error: ...", as clang and Metal write it.
-std::optional<Place> error_place(const std::string& log_line) {
-  const std::size_t error = log_line.find(": error:");
-  if (error == std::string::npos) {
-    return std::nullopt;
-  }
-  const std::size_t column = log_line.rfind(':', error - 1);
-  const std::size_t line = column == std::string::npos ? column : log_line.rfind(':', column - 1);
-  if (line == std::string::npos) {
-    return std::nullopt;
-  }
-  const std::size_t file = log_line.rfind(' ', line);
-  const std::size_t begin = file == std::string::npos ? 0 : file + 1;
-  return Place{log_line.substr(begin, line - begin), std::atoi(log_line.c_str() + line + 1)};
-}
-
-// The number and the file of a #line directive, which names the line after it.
-std::optional<Place> line_directive(const std::string& line) {
-  int number = 0;
-  char file[200];
-  if (std::sscanf(line.c_str(), "#line %d \"%199[^\"]\"", &number, file) != 2) {
-    return std::nullopt;
-  }
-  return Place{file, number};
-}
-
-std::string quote(const std::vector<std::string>& lines, const Place& wanted) {
-  Place at{kWholeText, 1};
-  for (std::size_t i = 0; i < lines.size(); ++i, ++at.line) {
-    const bool found = (at.file == wanted.file && at.line == wanted.line) ||
-                       (wanted.file == kWholeText && static_cast<int>(i) + 1 == wanted.line);
-    if (found) {
-      std::ostringstream quoted;
-      quoted << "\n  " << at.file << ":";
-      const int index = static_cast<int>(i);
-      for (int near = index - kContextLines; near <= index + kContextLines; ++near) {
-        if (near >= 0 && near < static_cast<int>(lines.size())) {
-          quoted << "\n  " << (near == index ? "> " : "  ") << at.line + near - index << " | "
-                 << lines[static_cast<std::size_t>(near)];
-        }
-      }
-      return quoted.str();
-    }
-    if (const auto next = line_directive(lines[i])) {
-      at = {next->file, next->line - 1};
-    }
-  }
-  return "";
-}
-
-std::vector<std::string> lines_of(const std::string& text) {
-  std::vector<std::string> lines;
-  for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = std::min(text.find('\n', begin), text.size());
-    lines.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return lines;
-}
 
 // FNV-1a: the name of a text, the same in every process.
 uint64_t hash_of(const std::string& text) {
@@ -137,15 +63,6 @@ std::string describe(const Program& program) {
 
 std::string compile_error(const Program& program, const std::string& text, const std::string& log) {
   std::string message = "metal_attn: compiling " + describe(program) + " failed: " + log;
-  const std::vector<std::string> lines = lines_of(text);
-  std::size_t quoted = 0;
-  for (const std::string& log_line : lines_of(log)) {
-    const auto place = error_place(log_line);
-    if (place && quoted < kQuotedErrors) {
-      message += quote(lines, *place);
-      ++quoted;
-    }
-  }
   const std::string path = write_text(program.family, text);
   message += path.empty() ? "\nThe shader's text, which could be written to no file:\n" + text
                           : "\nThe shader's text is in " + path;

@@ -15,8 +15,8 @@ std::string first_line(std::string_view text);  // of what is left
 // "flash_fwd ELEMENT=half HEAD_DIM_QK=64 ..."
 std::string describe(const Program& program);
 
-// Names the specialisation, quotes `log` and the lines of `text` that it is about, and says in
-// which file the whole text has been written and where to report it.
+// Names the specialisation, quotes `log`, in which Metal quotes the lines of its errors, and says
+// in which file the whole text has been written and where to report it.
 std::string compile_error(const Program& program, const std::string& text, const std::string& log);
 
 }  // namespace metal_attn

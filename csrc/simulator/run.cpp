@@ -106,12 +106,10 @@ int reject(SimulatorFaultReport* fault, const char* format, unsigned long long v
   return kBadRequest;
 }
 
-// Fills what all threadgroups share. kDone if the request is sound.
+// Fills what all threadgroups share. kDone if numbers and sizes are sound; the caller has checked
+// the rest.
 int prepare(Run& run, SimulatorFaultReport* fault) {
   const SimulatorDispatch& dispatch = *run.dispatch;
-  if (!dispatch.entry || !dispatch.bind)
-    return reject(fault, "the kernel's entry or bind function is null");
-  if (dispatch.buffer_count && !dispatch.buffers) return reject(fault, "buffers is null");
   if (dispatch.buffer_count > SIMULATOR_MAX_ARGUMENTS)
     return reject(fault, "%llu buffers given; at most 31 are allowed", dispatch.buffer_count);
   uint64_t threads = 1;
@@ -133,17 +131,10 @@ int prepare(Run& run, SimulatorFaultReport* fault) {
     run.launch.threadgroups[i] = static_cast<uint32_t>(groups);
     run.launch.grid[i] = static_cast<uint32_t>(grid);
   }
-  if (dispatch.lane_map > LANE_MAP_RANDOM)
-    return reject(fault, "there is no lane map %llu", dispatch.lane_map);
-  bool given[SIMULATOR_MAX_ARGUMENTS] = {};
   for (uint32_t i = 0; i < dispatch.buffer_count; ++i) {
     const SimulatorBuffer& buffer = dispatch.buffers[i];
     if (buffer.index >= SIMULATOR_MAX_ARGUMENTS)
       return reject(fault, "buffer index %llu: must be 0 to 30", buffer.index);
-    if (given[buffer.index]) return reject(fault, "buffer index %llu is given twice", buffer.index);
-    given[buffer.index] = true;
-    if (!buffer.storage && buffer.bytes)
-      return reject(fault, "buffer(%llu)'s storage is null", buffer.index);
     if (buffer.offset > buffer.bytes)
       return reject(fault, "buffer(%llu)'s offset is past its end", buffer.index);
     run.launch.buffers[buffer.index] = static_cast<char*>(buffer.storage) + buffer.offset;

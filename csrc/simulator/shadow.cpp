@@ -191,30 +191,7 @@ bool Shadow::keep_far(Page& page, uint32_t begin, uint32_t end, const Access& no
   return true;
 }
 
-// Most accesses are of entries that exist, and of which nothing was accessed since the last barrier
-// by a kind that conflicts.
-inline bool Shadow::is_quiet(const Page& page, uint32_t begin, uint32_t end, const Access& now) {
-  if (now.reads && now.memory == kThreadgroupMemory) {
-    const Touch* written = page.last[kWrite];
-    for (uint32_t i = begin; i < end; ++i)
-      if (!written || written[i].interval < now.clock.first()) return false;
-  }
-  for (uint32_t kinds = kConflicting[now.kind]; kinds; kinds &= kinds - 1) {
-    const Touch* last = page.last[__builtin_ctz(kinds)];
-    if (last && !all_settled(last, begin, end, now.clock.settled())) return false;
-  }
-  return true;
-}
-
 ConflictReport Shadow::access(uint64_t offset, uint32_t bytes, const Access& now) {
-  uint32_t at = static_cast<uint32_t>(offset % kPageBytes);
-  Page* page = pages_[offset / kPageBytes].load(std::memory_order_acquire);
-  if (page && at + bytes <= kPageBytes) {
-    Lock lock(now.clock.shared() ? &page->held : nullptr);
-    uint32_t begin = at >> page->shift, end = (at + bytes) >> page->shift;
-    bool whole = !((at | bytes) & ((1u << page->shift) - 1));
-    if (whole && is_quiet(*page, begin, end, now) && record(*page, begin, end, now)) return {};
-  }
   return each_page(offset, bytes, now, true);
 }
 

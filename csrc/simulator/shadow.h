@@ -82,7 +82,6 @@ class Shadow {
   ConflictReport each_page(uint64_t offset, uint32_t bytes, const Access& now, bool checked);
   static ConflictReport access_page(Page& page, uint32_t at, uint32_t bytes, const Access& now,
                                     bool checked);
-  static bool is_quiet(const Page& page, uint32_t begin, uint32_t end, const Access& now);
   static ConflictReport check(const Page& page, uint32_t begin, uint32_t end, const Access& now);
   static bool record(Page& page, uint32_t begin, uint32_t end, const Access& now);
   static bool keep_far(Page& page, uint32_t begin, uint32_t end, const Access& now);

@@ -13,11 +13,12 @@ namespace {
 
 constexpr DefaultRow<FlashBwdTile> kDqRows[] = {FLASH_BWD_DQ_ROWS(TILE_ROW)};
 constexpr DefaultRow<FlashBwdTile> kDkvRows[] = {FLASH_BWD_DKV_ROWS(TILE_ROW)};
+constexpr DefaultRow<FlashBwdTile> kScoreRows[] = {FLASH_BWD_BIAS_ROWS(TILE_ROW)};
 constexpr DefaultRow<FlashBwdTile> kTensorDqRows[] = {FLASH_BWD_DQ_TENSOR_ROWS(TILE_ROW)};
 constexpr DefaultRow<FlashBwdTile> kTensorDkvRows[] = {FLASH_BWD_DKV_TENSOR_ROWS(TILE_ROW)};
 
 // Whether rows of the other side are staged as they are, beside pairs.
-bool stages_rows(const FlashBwdSpecialisation& s) { return s.dkv && s.column_simdgroups == 1; }
+bool stages_rows(const FlashBwdSpecialisation& s) { return s.dkv() && s.column_simdgroups == 1; }
 
 }  // namespace
 
@@ -29,13 +30,13 @@ int FlashBwdSpecialisation::slice(int columns) const {
 
 const char* FlashBwdSpecialisation::kernel() const {
   if (tensor_tiles) {
-    return dkv ? "flash_bwd_dkv_tensor" : "flash_bwd_dq_tensor";
+    return dkv() ? "flash_bwd_dkv_tensor" : "flash_bwd_dq_tensor";
   }
-  return dkv ? "flash_bwd_dkv" : "flash_bwd_dq";
+  return dkv() ? "flash_bwd_dkv" : of == Gradient::kQ ? "flash_bwd_dq" : "flash_bwd_bias";
 }
 
 bool FlashBwdSpecialisation::exchanges_weights() const {
-  return dkv && column_simdgroups > 1 && !tensor_tiles;
+  return dkv() && column_simdgroups > 1 && !tensor_tiles;
 }
 
 int FlashBwdSpecialisation::row_parts() const {
@@ -44,26 +45,29 @@ int FlashBwdSpecialisation::row_parts() const {
 
 bool FlashBwdSpecialisation::normalised() const {
   const bool others = features.bias || features.alibi || features.sink;
-  return exact_delta && (element == Element::kFloat || (!dkv && others));
+  return exact_delta && (element == Element::kFloat || (!dkv() && others));
 }
 
 int FlashBwdSpecialisation::threadgroup_bytes() const {
   if (tensor_tiles) {
     // Votes, and parts of scores and of their gradients: 16 registers of each thread.
-    const int votes = exact_delta && !dkv ? simdgroups : 0;
+    const int votes = exact_delta && !dkv() ? simdgroups : 0;
     return (votes + (column_simdgroups > 1 ? 2 * threads() * 16 : 0)) * int(sizeof(float));
   }
   const int pairs = pair_columns(*this);
   const int rows = stages_rows(*this) ? padded(qk_slice()) + padded(v_slice()) : 0;
   const int row_statistics = normalised() ? 3 : 2;
-  const int statistics = dkv ? row_statistics * block : exact_delta ? simdgroups : 0;
+  const int statistics = dkv()                     ? row_statistics * block
+                         : of == Gradient::kScores ? simdgroups * block  // sums of columns
+                         : exact_delta             ? simdgroups
+                                                   : 0;
   // dq's SIMD groups that share rows keep a part of their columns each.
-  const int column_parts = dkv ? 1 : column_simdgroups;
+  const int column_parts = dkv() ? 1 : column_simdgroups;
   const int chunks = kept_chunks(fragments(head_dim_qk) / column_parts, element) +
                      kept_chunks(fragments(head_dim_v) / column_parts, element);
   const int kept = rows_in_threadgroup ? 32 * block_rows() / 8 * column_parts * chunks * 16 : 0;
   // Of scores or weights and of their gradients; dq's are parts of each.
-  const int scores = block_rows() * block * (dkv ? 1 : column_simdgroups);
+  const int scores = block_rows() * block * (dkv() ? 1 : column_simdgroups);
   const int parts = column_simdgroups > 1 ? 2 * scores * int(sizeof(float)) : 0;
   return block * (pairs + rows) * element_bytes(element) + statistics * int(sizeof(float)) + kept +
          parts;
@@ -121,7 +125,7 @@ bool divides(const FlashBwdSpecialisation& s) {
 // Slices of the tile that have columns: of dq, or of the wider of dk and dv. The grid has no
 // others, as a slice of dq without columns would be taken for the next head.
 int used_slices(const FlashBwdSpecialisation& s) {
-  const int columns = s.dkv ? std::max(s.head_dim_qk, s.head_dim_v) : s.head_dim_qk;
+  const int columns = s.dkv() ? std::max(s.head_dim_qk, s.head_dim_v) : s.head_dim_qk;
   return (columns + s.slice(columns) - 1) / s.slice(columns);
 }
 
@@ -130,15 +134,15 @@ int used_slices(const FlashBwdSpecialisation& s) {
 std::span<const DefaultRow<FlashBwdTile>> FlashBwdSpecialisation::table() const {
   using Rows = std::span<const DefaultRow<FlashBwdTile>>;
   if (tensor_tiles) {
-    return dkv ? Rows(kTensorDkvRows) : Rows(kTensorDqRows);
+    return dkv() ? Rows(kTensorDkvRows) : Rows(kTensorDqRows);
   }
-  return dkv ? Rows(kDkvRows) : Rows(kDqRows);
+  return dkv() ? Rows(kDkvRows) : of == Gradient::kQ ? Rows(kDqRows) : Rows(kScoreRows);
 }
 
 bool FlashBwdSpecialisation::take(const FlashBwdTile& tile) {
   Tiled::tile() = tile;
-  const int own_side = dkv ? features.kv_block() : features.q_block();
-  const int other_side = dkv ? features.q_block() : features.kv_block();
+  const int own_side = dkv() ? features.kv_block() : features.q_block();
+  const int other_side = dkv() ? features.q_block() : features.kv_block();
   slices = used_slices(*this);
   block = 8 * parts_within(other_side, 8, block / 8);
   simdgroups =
@@ -147,8 +151,8 @@ bool FlashBwdSpecialisation::take(const FlashBwdTile& tile) {
 }
 
 bool FlashBwdSpecialisation::can_run() const {
-  const int queries = dkv ? block : block_rows();
-  const int keys = dkv ? block_rows() : block;
+  const int queries = dkv() ? block : block_rows();
+  const int keys = dkv() ? block_rows() : block;
   if (!within_limits(*this) || slices > used_slices(*this) ||
       !within_blocks(features, queries, keys)) {
     return false;
@@ -164,7 +168,7 @@ bool FlashBwdSpecialisation::can_run() const {
 int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,
                           const Gpu& gpu) {
   int best = 1;
-  for (int splits = 2; s.dkv && problem.q_length > 0 && splits <= problem.queries_per_kv;
+  for (int splits = 2; s.dkv() && problem.q_length > 0 && splits <= problem.queries_per_kv;
        ++splits) {
     if (problem.queries_per_kv % splits == 0 &&
         grid_factor(s, splits, problem, gpu) < grid_factor(s, best, problem, gpu)) {
@@ -174,46 +178,45 @@ int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem
   return best;
 }
 
-std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, bool dkv,
+std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, Gradient of,
                                                        bool exact_delta, bool tensor_tiles,
                                                        const Gpu& gpu) {
   auto s = specialisation_for<FlashBwdSpecialisation>(problem);
   s.tensor_tiles = tensor_tiles;
   s.wide_rotary = wide_rotary(problem);
   s.row_pairs = !tensor_tiles && s.wide_loads;
-  s.dkv = dkv;
+  s.of = of;
   s.exact_delta = exact_delta;
   return default_tile(s, gpu);
 }
 
 Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
-  Defines own{
-      {s.dkv ? "DK_SLICE" : "DQ_SLICE", s.qk_slice()},
-      {s.dkv ? "BLOCK_Q" : "BLOCK_K", s.block},
-      {"SIMDGROUPS", s.simdgroups},
-      {"ROWS_IN_REGISTERS", s.rows_in_registers},
-      {"ROW_PAIRS", s.row_pairs},
-  };
-  if (s.dkv) {
-    own.push_back({"DV_SLICE", s.v_slice()});
-    own.push_back({"SLICES", s.slices});
-  }
-  if (s.rows_in_threadgroup) {
-    own.push_back({"ROWS_IN_THREADGROUP", 1});
-  }
-  if (s.column_simdgroups > 1) {
-    own.push_back({"COLUMN_SIMDGROUPS", s.column_simdgroups});
-  }
-  if (s.head_splits > 1) {
-    own.push_back({"HEAD_SPLITS", s.head_splits});
-  }
-  if (s.exact_delta && !s.dkv) {
-    own.push_back({"EXACT_DELTA", 1});
-  }
-  if (s.normalised()) {
-    own.push_back({"NORMALISED", 1});
-  }
+  const bool of_rows = s.of != Gradient::kScores;
+  Defines own;
+  define_if(of_rows, own, s.dkv() ? "DK_SLICE" : "DQ_SLICE", s.qk_slice());
+  own.push_back({s.dkv() ? "BLOCK_Q" : "BLOCK_K", s.block});
+  own.push_back({"SIMDGROUPS", s.simdgroups});
+  own.push_back({"ROWS_IN_REGISTERS", s.rows_in_registers});
+  define_if(of_rows, own, "ROW_PAIRS", s.row_pairs);
+  define_if(s.dkv(), own, "DV_SLICE", s.v_slice());
+  define_if(s.dkv(), own, "SLICES", s.slices);
+  define_if(s.rows_in_threadgroup, own, "ROWS_IN_THREADGROUP", 1);
+  define_if(s.column_simdgroups > 1, own, "COLUMN_SIMDGROUPS", s.column_simdgroups);
+  define_if(s.head_splits > 1, own, "HEAD_SPLITS", s.head_splits);
+  define_if(s.exact_delta && !s.dkv(), own, "EXACT_DELTA", 1);
+  define_if(s.normalised(), own, "NORMALISED", 1);
   return all_defines(s, own);
+}
+
+// No more parts than keep the GPU busy: each writes float32 of all that is added, which is then
+// less than twice kBusyThreadgroups tiles, however large it is.
+int64_t flash_bwd_bias_splits(int64_t owned, int64_t shared) {
+  if (owned == 0 || shared == 0) {
+    return 1;
+  }
+  // Threadgroups that keep the largest GPU, of 80 cores, busy.
+  constexpr int64_t kBusyThreadgroups = 80 * kSimdgroupsPerCore / kSimdgroups;
+  return std::min(shared, (kBusyThreadgroups + owned - 1) / owned);
 }
 
 }  // namespace metal_attn

@@ -1,6 +1,7 @@
-// How the kernels of the gradients of q, k and v are specialised: pure functions of plain data.
+// How the kernels of gradients are specialised: pure functions of plain data.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <span>
 
@@ -13,15 +14,22 @@ namespace metal_attn {
 
 DEFINE_TILE(FlashBwdTile, FLASH_BWD_KNOBS)
 
-// A gradient kernel: a threadgroup owns rows of one side (queries for dq, keys for dk and dv) and
-// walks over blocks of the other.
+enum class Gradient {
+  kQ,
+  kKv,
+  kScores,  // and of what is added to them, or captured in functions of them
+};
+
+// A gradient kernel: a threadgroup owns rows of one side (keys for dk and dv, or else queries) and
+// walks over blocks of the other; that of scores walks over tiles that share an element.
 struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
+  Gradient of;
   bool tensor_tiles;
   bool row_pairs;       // two neighbouring elements of the own rows at a time
-  bool dkv;             // the kernel of dk and dv, or that of dq
   bool exact_delta;     // see flash_bwd_dq.metal
   int head_splits = 1;  // threadgroups that share the query heads of a KV head; no part of the tile
 
+  bool dkv() const { return of == Gradient::kKv; }
   int block_rows() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }
   int qk_slice() const { return slice(head_dim_qk); }  // of dq, or of dk, that a threadgroup owns
@@ -44,13 +52,17 @@ struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
 };
 
 // Nothing if no tile fits in threadgroup memory.
-std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, bool dkv,
+std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, Gradient of,
                                                        bool exact_delta, bool tensor_tiles,
                                                        const Gpu& gpu);
 
 // How many threadgroups of this tile should share the query heads of a KV head, which they divide.
 int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,
                           const Gpu& gpu);
+
+// Into how many parts the walk over `shared` tiles of scores is split, of each of `owned` tiles of
+// what is added to them. At least 1, and at most `shared` unless that is 0.
+int64_t flash_bwd_bias_splits(int64_t owned, int64_t shared);
 
 Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
 

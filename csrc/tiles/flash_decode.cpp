@@ -170,15 +170,7 @@ FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, in
   auto s = specialisation_for<FlashDecodeSpecialisation>(problem);
   s.v_in_k = v_in_k;
   s.all_rows = rows;
-  if (const auto tile = default_tile(s, gpu)) {
-    return *tile;
-  }
-  // What a rotation takes of threadgroup memory may leave room for few rows at a time only.
-  constexpr int64_t kFewRows = 8;
-  s.all_rows = kFewRows;
-  auto few = default_tile(s, gpu).value();
-  few.all_rows = rows;
-  return few;
+  return default_tile(s, gpu).value();
 }
 
 // Whole waves of threadgroups: the last one takes as long as the others however few it has. Of the
@@ -218,19 +210,11 @@ Defines flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
       {"KEY_SIMDGROUPS", s.key_simdgroups()},
       {"COLUMN_SIMDGROUPS", s.column_simdgroups()},
   };
-  if (split) {
-    own.push_back({"SPLIT", 1});
-  }
-  if (s.row_simdgroups() > 1) {
-    own.push_back({"ROW_SIMDGROUPS", s.row_simdgroups()});
-  }
-  if (s.v_in_k) {
-    own.push_back({"V_IN_K", 1});
-  }
-  if (s.vector_rows > 0) {
-    own.push_back({"VECTOR_ROWS", s.vector_rows});
-    own.push_back({"KEY_LANES", s.key_lanes()});
-  }
+  define_if(split, own, "SPLIT", 1);
+  define_if(s.row_simdgroups() > 1, own, "ROW_SIMDGROUPS", s.row_simdgroups());
+  define_if(s.v_in_k, own, "V_IN_K", 1);
+  define_if(s.vector_rows > 0, own, "VECTOR_ROWS", s.vector_rows);
+  define_if(s.vector_rows > 0, own, "KEY_LANES", s.key_lanes());
   return all_defines(s, own);
 }
 

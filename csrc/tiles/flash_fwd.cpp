@@ -93,12 +93,8 @@ Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
       {"SIMDGROUPS", s.simdgroups}, {"Q_IN_REGISTERS", s.q_in_registers},
       {"ROW_PAIRS", s.row_pairs},
   };
-  if (s.column_simdgroups > 1) {
-    own.push_back({"COLUMN_SIMDGROUPS", s.column_simdgroups});
-  }
-  if (!s.kv_staged) {
-    own.push_back({"KV_STAGED", 0});
-  }
+  define_if(s.column_simdgroups > 1, own, "COLUMN_SIMDGROUPS", s.column_simdgroups);
+  define_if(!s.kv_staged, own, "KV_STAGED", 0);
   return all_defines(s, own);
 }
 

@@ -31,12 +31,6 @@ namespace metal_attn {
   X(ROWS_IN_REGISTERS, rows_in_registers, 0, 1, 1) \
   X(ROWS_IN_THREADGROUP, rows_in_threadgroup, 0, 1, 1)
 
-#define FLASH_BWD_BIAS_KNOBS(X)            \
-  X(ROW_FRAGMENTS, row_fragments, 1, 2, 1) \
-  X(BLOCK_K, block_k, 8, 32, 8)            \
-  X(SIMDGROUPS, simdgroups, 1, 8, 1)       \
-  X(ROWS_IN_REGISTERS, rows_in_registers, 0, 1, 1)
-
 // ROW_FRAGMENTS: of 8 queries that are worked on at a time. KEY_FRAGMENTS: of 8 keys of a SIMD
 // group's block. SPANS: of 32 columns that a SIMD group owns, at most. VECTOR_ROWS: of which values
 // are summed up without the matrix unit; 0: of none. Three or four would not fit in M1's registers.

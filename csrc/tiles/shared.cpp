@@ -1,5 +1,7 @@
 #include "csrc/tiles/shared.h"
 
+#include <utility>
+
 #include "csrc/problem/rope.h"
 
 namespace metal_attn {
@@ -45,13 +47,7 @@ void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
   const auto define = [&defines](const char* name, auto value) {
     defines.push_back({name, value});
   };
-  // A feature that is off is not defined, which the preprocessor takes for 0.
-  const auto feature = [&define](const char* name, bool on) {
-    if (on) {
-      define(name, 1);
-    }
-  };
-#define DEFINE_FLAG(NAME, DEFINE) feature(#DEFINE, f.NAME);
+#define DEFINE_FLAG(NAME, DEFINE) define_if(f.NAME, defines, #DEFINE, 1);
   FLASH_FLAGS(DEFINE_FLAG)
 #undef DEFINE_FLAG
   if (f.mask) {
@@ -68,52 +64,47 @@ void append_features(Defines& defines, const FlashFwdFeatures& f, bool wide_rota
     define("SINK_ELEMENT", element_name(*f.sink));
   }
   if (f.rotary) {
-    feature("Q_ROTARY", f.rotary->q);
-    feature("K_ROTARY", f.rotary->k);
+    define_if(f.rotary->q, defines, "Q_ROTARY", 1);
+    define_if(f.rotary->k, defines, "K_ROTARY", 1);
     define("ROTARY_ELEMENT", element_name(f.rotary->element));
     define("ROTARY_DIM", f.rotary->dim);
-    if (f.rotary->first > 0) {
-      define("ROTARY_FIRST", f.rotary->first);
-    }
+    define_if(f.rotary->first > 0, defines, "ROTARY_FIRST", f.rotary->first);
     define("ROTARY_INTERLEAVED", f.rotary->interleaved);
-    feature("WIDE_ROTARY", wide_rotary);
+    define_if(wide_rotary, defines, "WIDE_ROTARY", 1);
   }
-  if (f.cache.page_size > 0) {
-    define("PAGE_SIZE", f.cache.page_size);
+  const CacheFeatures& cache = f.cache;
+  define_if(cache.page_size > 0, defines, "PAGE_SIZE", cache.page_size);
+  define_if(cache.batch_idx, defines, "CACHE_BATCH_IDX", 1);
+  if (cache.element) {
+    define("KV_ELEMENT", element_name(*cache.element));
   }
-  feature("CACHE_BATCH_IDX", f.cache.batch_idx);
-  if (f.cache.element) {
-    define("KV_ELEMENT", element_name(*f.cache.element));
-  }
-  if (f.cache.formats.quantised()) {
-    define("KV_FORMAT", static_cast<int>(f.cache.formats.k));
-    if (f.cache.formats.v != f.cache.formats.k) {
-      define("V_FORMAT", static_cast<int>(f.cache.formats.v));
-    }
-    feature("K_SCALE", f.cache.k_scale);
-    feature("V_SCALE", f.cache.v_scale);
-    if (f.cache.hadamard > 0) {
-      define("HADAMARD", f.cache.hadamard);
-    }
+  if (cache.formats.quantised()) {
+    const auto [k, v] = cache.formats;
+    define("KV_FORMAT", static_cast<int>(k));
+    define_if(v != k, defines, "V_FORMAT", static_cast<int>(v));
+    define_if(cache.k_scale, defines, "K_SCALE", 1);
+    define_if(cache.v_scale, defines, "V_SCALE", 1);
+    define_if(cache.hadamard > 0, defines, "HADAMARD", cache.hadamard);
   }
   if (f.flex) {
-    const auto text = [&define](const char* name, const char* given) {
-      if (given != nullptr) {
-        define(name, given);
-      }
-    };
+    const FlexFeatures& flex = *f.flex;
     define("FLEX", 1);
-    define("FLEX_CAPTURES(X)", f.flex->captures);
-    text("FLEX_SCORE", f.flex->score);
-    text("FLEX_SLOPE", f.flex->slope);
-    text("FLEX_MASK", f.flex->mask);
-    text("FLEX_SHARE", f.flex->share);
-    text("FLEX_PLACE", f.flex->place);
-    if (f.flex->q_block > 0) {
-      define("FLEX_Q_BLOCK", f.flex->q_block);
-      define("FLEX_KV_BLOCK", f.flex->kv_block);
-      feature("FLEX_FULL_BLOCKS", f.flex->full_blocks);
-      feature("FLEX_ORDER", f.flex->ordered);
+    define("FLEX_CAPTURES(X)", flex.captures);
+    const std::pair<const char*, const char*> texts[] = {{"FLEX_SCORE", flex.score},
+                                                         {"FLEX_SLOPE", flex.slope},
+                                                         {"FLEX_MASK", flex.mask},
+                                                         {"FLEX_SHARE", flex.share},
+                                                         {"FLEX_PLACE", flex.place}};
+    for (const auto& [name, text] : texts) {
+      if (text != nullptr) {
+        define(name, text);
+      }
+    }
+    if (flex.q_block > 0) {
+      define("FLEX_Q_BLOCK", flex.q_block);
+      define("FLEX_KV_BLOCK", flex.kv_block);
+      define_if(flex.full_blocks, defines, "FLEX_FULL_BLOCKS", 1);
+      define_if(flex.ordered, defines, "FLEX_ORDER", 1);
     }
   }
 }

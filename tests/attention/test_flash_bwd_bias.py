@@ -165,7 +165,7 @@ def test_registration(op):
     added = {"attn_bias": normal(1, 77, 101).half(), "alibi_slopes": SLOPES.clone()}
     torch.library.opcheck(run, (dout, q, k, v, dlse, dlse), added)
     added["attn_bias"].requires_grad_()
-    with pytest.raises(NotImplementedError, match=f"flash_bwd_{op} has no derivative"):
+    with pytest.raises(NotImplementedError, match=f"flash_bwd_{op} has no gradient"):
         run(dout, q, k, v, dlse, dlse, **added).sum().backward()
 
 

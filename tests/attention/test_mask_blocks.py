@@ -69,22 +69,18 @@ def torch_results(problem, dtype):
     return results(q, k, v, problem[0], torch.nn.functional.scaled_dot_product_attention)
 
 
-def check(problem):
+def check(found, problem):
     """A result and its gradients against torch's."""
-    found, exact, rounded = (
-        simulated(problem, check=True),
-        torch_results(problem, torch.float64),
-        torch_results(problem, torch.float16),
-    )
+    exact, rounded = (torch_results(problem, dtype) for dtype in (torch.float64, torch.float16))
     for ours, right, theirs in zip(found, exact, rounded, strict=True):
         assert_within_twice(ours, right, theirs)
-    return found
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_results_have_the_bits_of_those_of_all_blocks(name, monkeypatch):
     problem = PROBLEMS[name]()
-    found = check(problem)
+    found = simulated(problem, check=True)
+    check(found, problem)
     plant(monkeypatch, "mask_blocks", *ALL_IN_PART)
     for ours, right in zip(found, simulated(problem, check=True), strict=True):
         assert torch.equal(ours, right)
@@ -249,15 +245,10 @@ def test_where_it_does_not_pay(mask, options, why):
     assert "mask_blocks" not in found.training.allocated
 
 
-def test_tensor_tiles(gpu, monkeypatch):
+def test_tensor_tiles(gpu):
     """Which list is whose is read by the same text as on 8x8 tiles."""
     gpu("Apple M5")
     problem = padded()
-    found = check(problem)
-    plant(monkeypatch, "mask_blocks", *ALL_IN_PART)
-    with simulate() as run:  # not checked, as every block takes part
-        unskipped = results(*operands(*problem), problem[0])
-    ran = {launch.kernel for launch in run.launches}
-    assert {f"{kernel}_tensor" for kernel in KERNELS} | {"mask_blocks"} <= ran
-    for ours, right in zip(found, unskipped, strict=True):
-        assert torch.equal(ours, right)
+    with simulate(check=True) as run:
+        check(results(*operands(*problem), problem[0]), problem)
+    assert {f"{kernel}_tensor" for kernel in KERNELS} | {"mask_blocks"} <= set(run.counters)

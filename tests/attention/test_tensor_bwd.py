@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench import bench_flash_bwd_tensor
+from bench.bench_tensor_tiles import gradient_row
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
 from tests.attention.flash_bwd_features import FEATURES, SHAPE, check, problem
 from tests.attention.flash_bwd_sharp import check_sharp
@@ -149,12 +149,6 @@ def test_feature(problem):
     assert not {"flash_bwd_dq", "flash_bwd_dkv"} & set(run.counters)
 
 
-@pytest.mark.parametrize("problem", [either_precision, one_key], ids=name_of)
-def test_bits(problem):
-    with simulate(check=True):
-        problem(CPU)
-
-
 def test_the_same_bits_in_any_order():
     """No atomics: threadgroups and SIMD groups may run in any order, on any number of cores."""
     q, k, v = make_qkv(1, 2, 1, 40, 50, 136, 32, F16)
@@ -165,13 +159,6 @@ def test_the_same_bits_in_any_order():
             runs.append(backward(q, k, v, dout, dlse, CPU, {"causal": True}))
     for other in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(other, runs[0], strict=True))
-
-
-@pytest.mark.parametrize("lane_map", ["apple9", 7])
-def test_other_lane_maps_are_wrong(lane_map):
-    """Finite and wrong, so a probe must keep them out: tests/runtime/test_tensor_gate.py."""
-    with simulate(check=True, lane_map=lane_map), pytest.raises(AssertionError):
-        small(CPU)
 
 
 def test_what_has_no_tensor_tiles(monkeypatch, gpu):
@@ -225,7 +212,7 @@ def test_simdgroups_share_wide_rows(head_dim, shared):
 )
 def test_inner_loop(kernel, products, loads, shuffles):
     """bench/results/inner_loops.md, at head dim 64."""
-    counts = bench_flash_bwd_tensor.row(kernel, 64, F16)
+    counts = gradient_row(kernel, 64, F16)
     assert counts["products"] == products
     assert counts["device loads"] <= loads
     assert counts["shuffles"] <= shuffles

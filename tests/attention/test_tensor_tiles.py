@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench.bench_flash_fwd_tensor import ours, row
+from bench.bench_tensor_tiles import ours, row
 from tests.attention import flash_fwd_problems as problems
 from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.cache.append_check import append_kv, check, check_equal, expected, make
 from tests.cache.kv_caches import FORMATS
@@ -183,39 +181,6 @@ def test_many_queries():
     problem = make(batch=1, length=1, rotary_dim=64, q_heads=17, q_length=1500, capacity=1500)
     (explained,) = extension.launches(torch.ops.metal_attn_explain.append_kv(**problem.tensors))
     assert explained["defines"]["HEADS"] == "3"
-    check(problem)
-
-
-@settings(max_examples=settings.default.max_examples // 2)  # most have kernels of their own
-@given(
-    batch=st.integers(1, 3),
-    kv_heads=st.integers(1, 3),
-    length=st.integers(0, 40),
-    page=st.sampled_from([None, 8]),
-    layout=st.sampled_from(["heads", "rows"]),
-    format=st.sampled_from([None, "q4_0"]),
-    leftpad=st.booleans(),
-    q_heads=st.none() | st.integers(1, 5),
-    seed=st.integers(0, 2**31),
-)
-def test_any_problem(batch, kv_heads, length, page, layout, format, leftpad, q_heads, seed):
-    generator = torch.Generator().manual_seed(seed)
-    seqlens = torch.randint(0, 49 - length, (batch,), generator=generator).tolist()
-    padding = [n // 2 for n in seqlens] if leftpad else None
-    problem = make(
-        batch=batch,
-        kv_heads=kv_heads,
-        length=length,
-        page=page,
-        layout=layout,
-        format=format,
-        seqlens=seqlens,
-        leftpad=padding,
-        rotary_dim=64,
-        q_heads=q_heads,
-        capacity=48,
-        seed=seed % 1000,
-    )
     check(problem)
 
 

@@ -16,6 +16,7 @@ from torch_metal_attn.quantisation import (
     format_of,
     from_ggml,
     quantise,
+    shared_columns,
     sizes,
     to_ggml,
 )
@@ -74,30 +75,6 @@ def test_the_documented_rounding_bit_for_bit(format):
         expected, expected_scale = slowly(x, format)
         assert torch.equal(scale, expected_scale[None])
         assert unpacked(data, format).tolist() == expected
-
-
-def test_ties_go_to_even():
-    x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, *[0.0] * 26])
-    assert quantise(x, "q8_0")[0][:6].tolist() == [127, 0, 2, 2, 0, -2]
-    x = torch.tensor([-8.0, 0.5, 1.5, 2.5, -0.5, -1.5, *[0.0] * 26])
-    assert unpacked(quantise(x, "q4_0")[0], "q4_0")[:6].tolist() == [0, 8, 10, 10, 8, 6]
-
-
-def test_the_first_of_equals_gives_the_sign():
-    x = torch.zeros(2, 32)
-    x[0, 3], x[0, 20] = 4.0, -4.0
-    x[1, 3], x[1, 20] = -4.0, 4.0
-    data, scale = quantise(x, "q4_0")
-    assert scale.tolist() == [[-0.5], [0.5]]
-    # The first is exact; the other one would be nibble 16.
-    assert unpacked(data, "q4_0")[:, [3, 20]].tolist() == [[0, 15], [0, 15]]
-
-
-def test_columns_of_a_byte():
-    x = torch.zeros(32)
-    x[0], x[1], x[2] = -8.0, 7.0, 3.0
-    data, _ = quantise(x, "q4_0")
-    assert data[:2].tolist() == [0 | 15 << 4, 11 | 8 << 4]
 
 
 def ggml_row(format, steps, codes):
@@ -247,6 +224,7 @@ def test_strides(format):
     [
         (lambda x: quantise(x, "q5_0"), "format is 'q5_0'"),
         (lambda x: sizes("int4", 64), "format is 'int4'"),
+        (lambda x: shared_columns([]), r"format is \[\]"),
         (lambda x: sizes("q8_0", 48), "head_dim is 48"),
         (lambda x: sizes("q3_g64", 96), "head_dim is 96; q3_g64 needs a multiple of 64"),
         (lambda x: quantise(x[..., :32], "q2_g64"), "x has shape .* multiple of 64"),

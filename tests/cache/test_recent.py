@@ -1,171 +1,392 @@
-"""`RecentKVCache`: the last rows in full precision, and what becomes of them."""
+"""`recent` of the caches: the last rows in full precision, whatever is done with the cache."""
 
 import random
 
 import pytest
 import torch
 
+from tests.cache.test_latent_cache import rotated
 from tests.helpers.cases import each_case
-from torch_metal_attn.kv_cache import CacheFull, RecentKVCache
+from torch_metal_attn.kv_cache import (
+    CacheFull,
+    LatentCache,
+    PagedKVCache,
+    StaticKVCache,
+    StaticLatentCache,
+)
+from torch_metal_attn.kv_cache.recent import RecentRows
 from torch_metal_attn.quantisation import dequantise, quantise
 from torch_metal_attn.reference import attention
+from torch_metal_attn.simulator import runs
 from torch_metal_attn.testing.judge import normal
+from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 
 pytestmark = pytest.mark.usefixtures("backend")
 
-RECENT, OPTIONS = 4, {"format": "q4_0", "v_format": "q3_g32", "hadamard": 32}
+RECENT, ROOM, SCALE = 4, 4 + VERIFY_QUERIES, 0.3
+KINDS = ["static", "paged", "static latent", "paged latent"]
+# Of float32 results near 1, whose rows are compared as they are stored.
+TOLERANCE = 4e-6
+ANGLES = normal(300, 8, seed=1)
+TABLES = {"rotary_cos": ANGLES.cos(), "rotary_sin": ANGLES.sin()}
 
 
-def make(**options):
-    given = {"batch_size": 2, "max_length": 60, "recent": RECENT, "num_kv_heads": 1}
-    return RecentKVCache(**given | {"head_dim": 32, "dtype": torch.float32} | OPTIONS | options)
+class Sequences:
+    """Two sequences of a cache of any kind, and the rows that they must hold."""
 
+    def __init__(self, kind, **options):
+        self.paged, self.latent = "paged" in kind, "latent" in kind
+        sizes = (64, 32) if self.latent else (1, 96, 64)
+        both = {"dtype": torch.float32, "format": "q4_0", "recent": RECENT, "hadamard": 32}
+        if self.paged:
+            self.cache = (LatentCache if self.latent else PagedKVCache)(
+                40, 16, *sizes, **both | options
+            )
+            self.ids = [self.cache.allocate(), self.cache.allocate()]
+        else:
+            self.cache = (StaticLatentCache if self.latent else StaticKVCache)(
+                2, 300, *sizes, **both | options
+            )
+            self.ids = [0, 1]
+        self.rows = [[torch.zeros(1, 0, 96), torch.zeros(1, 0, 64)] for _ in range(2)]
+        self.exact = [0, 0]  # the first row of each that must be in full precision
 
-class Model:
-    """What a cache must hold: for each sequence its rows, and how many are quantised."""
+    def given(self, *tensors):
+        """The arguments of a method: ids only for pages, keys only for latents."""
+        first = [self.ids] if self.paged else []
+        return [*first, *(tensors[:-1] if self.latent else tensors)]
 
-    def __init__(self, cache):
-        self.cache = cache
-        self.rows = [[torch.zeros(1, 0, 32), torch.zeros(1, 0, 32)] for _ in range(2)]
+    def new(self, length, seed):
+        k = normal(2, 1, length, 96, seed=seed)
+        return k, k[..., :64] if self.latent else normal(2, 1, length, 64, seed=seed + 1)
 
     def add(self, k, v):
         for b, rows in enumerate(self.rows):
             rows[:] = [torch.cat([old, new[b]], 1) for old, new in zip(rows, (k, v), strict=True)]
+            self.exact[b] = max(self.exact[b], len(rows[0][0]) - ROOM)
 
-    def stored(self, b):
-        quantised = self.cache.quantised._lengths[0][b]
-        assert len(self.rows[b][0][0]) == int(self.cache.seqlens()[b])
+    def append(self, length, seed, **rotary):
+        k, v = self.new(length, seed)
+        self.cache.append(*self.given(k, v), **rotary)
+        self.add(self.turned(k, rotary), v)
+
+    def turned(self, x, options):
+        """x, whose last columns are rotated by each sequence's own positions."""
+        options = {name: value for name, value in options.items() if "rotary" in name}
+        return rotated(x, [len(k[0]) for k, _ in self.rows], options) if options else x
+
+    def lengths(self):
+        return self.cache.seqlens(*[self.ids] if self.paged else []).tolist()
+
+    def slots(self):
+        if self.paged:
+            return [self.cache._sequences[id].slot for id in self.ids]
+        return self.cache._rows
+
+    def first(self):
+        """The first row of each sequence that is still in full precision."""
+        held = self.cache._storage.recent._held[0]
+        kept = [held[slot] for slot in self.slots()]
+        return [
+            first if end == length else length
+            for (first, end), length in zip(kept, self.lengths(), strict=True)
+        ]
+
+    def stored(self, b, before):
+        """Rows of sequence b in float64, those before `before` as codes round them."""
         near = []
-        for x, name in zip(self.rows[b], ("format", "v_format"), strict=True):
-            y = x.clone()
-            data = quantise(x[:, :quantised], OPTIONS[name], hadamard=32)
-            y[:, :quantised] = dequantise(*data, torch.float32, hadamard=32)
-            near.append(y[None])
-        return near
+        for x in self.rows[b]:
+            codes = dequantise(*quantise(x, "q4_0", hadamard=32), torch.float32, hadamard=32)
+            near.append(torch.cat([codes[:, :before], x[:, before:]], 1)[None].double())
+        return [near[0], near[0][..., :64]] if self.latent else near
 
-    def attend(self, q, b, **options):
-        return attention(q[b : b + 1], *self.stored(b), compute_dtype=torch.float64, **options)[0]
+    def step(self, length, seed, options=None):
+        """A step of the cache, checked by float64. options: of decode_step."""
+        given = {"softmax_scale": SCALE} | (options or {})
+        q = normal(2, 2, length, 96, seed=seed + 7)
+        k, v = self.new(length, seed)
+        out = self.cache.decode_step(*self.given(q, k, v), **given)
+        q = self.turned(q, given)
+        self.add(self.turned(k, given), v)
+        unseen = ("rotary", "num_splits")
+        seen = {name: x for name, x in given.items() if not name.startswith(unseen)}
+        assert self.first() == self.exact
+        for b, before in enumerate(self.exact):
+            expected, _ = attention(
+                q[b : b + 1].double(),
+                *self.stored(b, before),
+                compute_dtype=torch.float64,
+                **seen,
+            )
+            error = (out[b : b + 1].double() - expected).abs().max()
+            assert error <= TOLERANCE, f"sequence {b}: {error}"
 
+    def truncate(self, b, length):
+        self.cache.truncate(self.ids[b], length)
+        self.rows[b] = [x[:, :length] for x in self.rows[b]]
+        self.exact[b] = min(self.exact[b], length)
 
-def new(length, seed):
-    return [normal(2, 1, length, 32, seed=seed + i) for i in range(2)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_random_steps(seed):
-    """Appends, steps of several queries, truncations and reorders, against the definition."""
-    r, cache = random.Random(seed), make()
-    model = Model(cache)
-    for step in range(14):
-        kind = r.choice(("append", "step", "step", "truncate", "reorder"))
-        longest = int(cache.seqlens().max())
-        length = r.choice((1, 1, 2, RECENT, RECENT + 3) if kind == "append" else (1, 2, RECENT))
-        if kind in ("append", "step") and longest + length > 60:
-            continue
-        rows = new(length, 100 * seed + 5 * step)
-        if kind == "append":
-            cache.append(*rows)
-            model.add(*rows)
-        elif kind == "step":
-            model.add(*rows)
-            q, sink = normal(2, 2, length, 32, seed=step), normal(2, seed=step)
-            options = {"causal": True, "softmax_scale": 0.3, "learnable_sink": sink}
-            out = cache.decode_step(q, *rows, **options)
-            for b in range(2):
-                torch.testing.assert_close(
-                    out[b : b + 1].double(), model.attend(q, b, **options), rtol=0, atol=2e-6
-                )
-        elif kind == "truncate":
-            b = r.randrange(2)
-            kept = r.randint(0, int(cache.seqlens()[b]))
-            cache.truncate(b, kept)
-            model.rows[b] = [x[:, :kept] for x in model.rows[b]]
+    def swap(self, origins):
+        """Sequence b continues sequence origins[b]."""
+        if not self.paged:
+            self.cache.reorder(origins)
         else:
-            beams = [r.randrange(2) for _ in range(2)]
-            cache.reorder(beams)
-            model.rows = [list(model.rows[b]) for b in beams]
-        assert all(n <= 2 * RECENT for n in cache.rows._lengths[0])
+            copies = [self.cache.fork(self.ids[origin]) for origin in origins]
+            for id in self.ids:
+                self.cache.free(id)
+            self.ids = copies
+        self.rows = [list(self.rows[origin]) for origin in origins]
+        self.exact = [self.exact[origin] for origin in origins]
 
 
-def test_the_last_rows_are_exact():
-    """However rows arrive, at least the last ones are in full precision."""
-    cache = make()
-    for step, length in enumerate((3, 1, 9, 1, 4, 2, 1, 1, 1, 1, 5, 1)):
-        before = int(cache.seqlens()[0])
-        cache.append(*new(length, step))
-        assert cache.seqlens().tolist() == [before + length] * 2
-        assert min(cache.rows._lengths[0]) >= min(RECENT, before + length)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_steps(kind, seed):
+    """Against the definition, in float64; the last rows are exact unless they were taken back."""
+    r, held = random.Random(seed), Sequences(kind)
+    for step in range(12):
+        longest, at = max(held.lengths()), 100 * seed + 9 * step
+        what = r.choice(("append", "append", "step", "step", "step", "truncate", "swap"))
+        length = r.choice((1, 2, 9, 60, ROOM + 30) if what == "append" else (1, 3, 5))
+        if what in ("append", "step") and longest + length > 300:
+            what = "truncate"
+        if what == "append":
+            held.append(length, at)
+        elif what == "step":
+            sink = {"learnable_sink": normal(2, seed=step)}
+            held.step(length, at, {"causal": True, "softcap": 5.0, "num_splits": 2} | sink)
+        elif what == "truncate":
+            b = r.randrange(2)
+            held.truncate(b, r.randint(0, held.lengths()[b]))
+        else:
+            held.swap([r.randrange(2) for _ in range(2)])
+    held.append(ROOM + 30 if max(held.lengths()) < 190 else 1, 3)
+    held.step(2, 5, {"causal": True})
 
 
-def test_trees_are_accepted():
-    cache = make()
-    model = Model(cache)
-    first, tree = new(9, 0), new(3, 5)
-    cache.append(*first)
-    cache.append(*tree)
-    cache.accept([0, 1], [[0, 2], []], [[-1, 0, 0], [-1, 0, 1]])
-    model.add(*first)
-    model.rows[0] = [
-        torch.cat([x, y[0][:, [0, 2]]], 1) for x, y in zip(model.rows[0], tree, strict=True)
-    ]
-    q, rows = normal(2, 2, 1, 32), new(1, 9)
-    out = cache.decode_step(q, *rows)
-    model.add(*rows)
-    for b in range(2):
-        torch.testing.assert_close(out[b : b + 1].double(), model.attend(q, b), rtol=0, atol=2e-6)
-    cache.reset()
-    assert cache.seqlens().tolist() == [0, 0]
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rotation(kind, interleaved, monkeypatch):
+    """By the row's own position in both kinds of rows, and of each query."""
+    monkeypatch.setattr("tests.cache.test_latent_cache.LATENT", 80)
+    held = Sequences(kind)
+    options = TABLES | {"rotary_interleaved": interleaved, "rotary_first_column": 80}
+    held.append(90, 0, **options)
+    held.truncate(1, 85)
+    held.step(3, 5, options | {"causal": True})
+    held.step(1, 8, options)
 
 
-def filled():
-    cache = make()
-    cache.append(*new(11, 0))
-    return cache
+@pytest.mark.parametrize("kind", KINDS)
+def test_trees(kind):
+    """A step verifies a tree, and accept moves the path's rows in both kinds of rows."""
+    held, tree = Sequences(kind), [-1, 0, 0, 2]
+    held.append(90, 0)
+    parents = torch.tensor(tree).int()
+    held.step(4, 3, {"parents": parents})
+    paths = [[0, 2, 3], [0]]
+    held.cache.accept(held.ids, paths, [tree] * 2)
+    for rows, path in zip(held.rows, paths, strict=True):
+        rows[:] = [x[:, [*range(90), *(90 + token for token in path)]] for x in rows]
+    held.step(1, 9)
+    # A tree that is longer than the room leaves none of its rows in full precision.
+    held.append(ROOM + 2, 11)
+    chain = [*range(-1, ROOM + 1)]
+    lengths = held.lengths()
+    held.cache.accept(held.ids, [[0], chain[1:]], [chain] * 2)
+    held.rows[0] = [x[:, : lengths[0] - ROOM - 1] for x in held.rows[0]]
+    held.rows[1] = [x[:, :-1] for x in held.rows[1]]
+    held.exact = held.lengths()
+    held.step(1, 13)
 
 
-REFUSED = [
-    (lambda c: make(format=None), "format is None; without one"),
-    (lambda c: make(recent=0), "recent is 0"),
-    (lambda c: make(values_in_keys=True, v_format=None), "values_in_keys is True; recent rows"),
-    (lambda c: c.append(*new(50, 0)), "50 rows more do not fit: a sequence has 11 of 60"),
-    (lambda c: c.append(*new(1, 0), layer=3), "layer is 3"),
-    (lambda c: c.decode_step(normal(2, 2, 5, 32), *new(5, 0)), "k has 5 new rows; .* takes 1..4"),
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_others_wrote(kind):
+    """Rows that another op wrote are read as codes, and the next ones in full precision."""
+    held = Sequences(kind)
+    held.append(5, 0)
+    k, v = held.new(2, 3)
+    storage, lengths = held.cache._storage, held.lengths()
+    if held.paged:
+        held.cache.reserve(held.ids, 2)
+        where = {"block_table": held.cache.block_table(held.ids)}
+    else:
+        where = {"cache_batch_idx": held.cache.cache_batch_idx()}
+    storage.run("append_kv", 0, (k, v), storage.indices(lengths), **where)
+    held.cache.advance(*[held.ids] if held.paged else [], 2)
+    held.add(k, v)
+    held.exact = [7, 7]
+    held.step(1, 5)
+
+
+def test_truncated_to_before_the_window():
+    held = Sequences("static")
+    held.append(100, 0)
+    held.truncate(0, 20)
+    held.step(1, 3)
+
+
+def test_matched_prefixes_are_codes():
+    held = Sequences("paged")
+    k, v = held.new(20, 0)
+    held.cache.append(held.ids, k, v, token_ids=[[*range(20)], [*range(5, 25)]])
+    held.add(k, v)
+    id, matched = held.cache.match_prefix([*range(20)])
+    assert matched == 16
+    held.ids[0] = id
+    held.rows[0] = [x[:, :16] for x in held.rows[0]]
+    held.exact = [16, 0]
+    held.step(1, 5)
+
+
+def test_slots_are_used_again():
+    cache = Sequences("paged").cache
+    for _ in range(20):
+        cache.free(cache.allocate())
+    assert len(cache._storage.recent._held[0]) == 4
+    ids = [cache.allocate() for _ in range(9)]
+    assert len({cache._sequences[id].slot for id in ids} | {0}) >= 9
+
+
+def test_launches():
+    """A step appends the codes, then appends and attends; older rows are one call and a merge."""
+    held = Sequences("static")
+    held.append(3, 0)
+    run = runs.current()
+    if run is None:
+        pytest.skip("only kernels are launched")
+    for appended, more in ((0, []), (90, ["flash_decode", "merge_state"])):
+        held.append(appended, 1)
+        before = len(run.launches)
+        held.step(1, 3, {"num_splits": 1})
+        kernels = [one.kernel for one in run.launches[before:]]
+        assert kernels == ["append_kv", "flash_decode", *more]
+
+
+def test_backward_is_refused():
+    held = Sequences("static")
+    held.append(90, 0)
+    q, (k, v) = normal(2, 2, 1, 96).requires_grad_(), held.new(1, 3)
+    out = held.cache.decode_step(q, k.requires_grad_(), v)
+    with pytest.raises(NotImplementedError, match="decode_step has no gradient, and q requires"):
+        out.sum().backward()
+
+
+def test_compiled():
+    """As other caches, whose books are on the host: a graph breaks there, and results are equal."""
+    results = []
+    for compiled in (False, True):
+        held = Sequences("paged")
+        held.append(90, 0)
+        step = held.cache.decode_step
+        if compiled:
+            step = torch.compile(step, backend="eager")
+        results += [step(held.ids, normal(2, 2, 1, 96), *held.new(1, n)) for n in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(results[:2], results[2:], strict=True))
+
+
+def q_of(length=1, columns=96):
+    return normal(2, 2, length, columns)
+
+
+STEPS = [
+    ((q_of(), 1), {"window_size_left": 3}, "no option window_size_left with recent rows; it"),
+    ((q_of(), 1), {"leftpad_k": torch.zeros(2).int()}, "no option leftpad_k with recent rows"),
+    ((q_of(65), 65), {}, r"k has 65 new rows; .* takes 1\.\.64: append more"),
+    ((q_of(), 0), {}, r"k has 0 new rows; .* takes 1\.\.64"),
+    ((q_of(3), 1), {"causal": True}, "q has 3 queries and k 1 new rows; with recent rows causal"),
+    ((q_of(columns=64), 1), {}, "k has a head dim of 96 and q of 64"),
+    ((q_of(), 1), {"softcap": -1.0}, "softcap is -1"),
+    ((q_of(), 1), {"learnable_sink": normal(3)}, "learnable_sink has shape"),
+    ((q_of(), 1), {"num_splits": -1}, "num_splits is -1"),
+    ((q_of(2), 2), {"parents": torch.zeros(2).int()}, "parents"),
     (
-        lambda c: c.decode_step(normal(2, 2, 3, 32), *new(1, 0), causal=True),
-        "q has 3 queries and k 1 new rows",
+        (q_of(), 1),
+        {**TABLES, "parents": -torch.ones(1).int()},
+        "rotary_cos is given with parents and recent rows",
     ),
+    ((q_of(), 1), {"rotary_cos": ANGLES}, "only one of rotary_cos and rotary_sin"),
     (
-        lambda c: c.decode_step(normal(2, 2, 1, 32), *new(1, 0), window_size_left=3),
-        "decode_step has no option window_size_left with recent rows",
+        (q_of(), 1),
+        {name: x[:11] for name, x in TABLES.items()},
+        r"rows 11 to 11 of rotary_cos .* must be in 0\.\.10",
     ),
-    (lambda c: c.decode_step(normal(2, 2, 1, 64), *new(1, 0)), "head dim"),
-    (lambda c: c.decode_step(normal(2, 2, 1, 32), *new(1, 0), softcap=-1.0), "softcap"),
-    (
-        lambda c: c.decode_step(normal(2, 2, 1, 32), *new(1, 0), learnable_sink=normal(3)),
-        "learnable_sink has shape",
-    ),
-    (lambda c: c.truncate(0, 12), "length is 12; sequence 0 has 11 rows"),
-    (lambda c: c.truncate(-1, 2), "index is -1"),
-    (lambda c: c.reset([0, 2]), "indices is 2"),
-    (lambda c: c.reorder([0, 2]), "beam_idx is 2"),
-    (lambda c: c.accept([0], [[0]], [[-1, *range(7)]]), "parents"),
+    ((q_of(), 1), {"layer": 1}, "layer is 1"),
+    (([1.0], 1), {}, "q is a list; it must be a tensor"),
+    ((q_of(), 290), {}, "290 rows more do not fit|k has 290 new rows"),
 ]
 
 
-@each_case("call, message", REFUSED)
-def test_refused(call, message):
+@pytest.mark.parametrize("kind", KINDS)
+def test_refused_steps(kind):
     """With an error that names the argument, and the cache as it was."""
-    cache = filled()
-    lengths = [*cache.quantised._lengths[0]], [*cache.rows._lengths[0]]
-    held = [x.clone() for part in (cache.quantised, cache.rows) for x in part.layers[0].by_block()]
-    with pytest.raises((ValueError, RuntimeError, TypeError, CacheFull), match=message):
-        call(cache)
-    assert (cache.quantised._lengths[0], cache.rows._lengths[0]) == lengths
-    now = [x for part in (cache.quantised, cache.rows) for x in part.layers[0].by_block()]
-    assert all(torch.equal(x, y) for x, y in zip(held, now, strict=True))
+
+    @each_case("given, options, message", STEPS)
+    def refused(given, options, message):
+        held = Sequences(kind)
+        held.append(11, 0)
+        recent = held.cache._storage.recent
+        parts = [held.cache._storage, recent._rows]
+        tensors = [x for part in parts for x in part.layers[0].by_block()]
+        before, state = [x.clone() for x in tensors], (held.lengths(), [*recent._held[0]])
+        pages = held.cache.num_free_pages if held.paged else 0
+        q, length = given
+        options = {"softmax_scale": SCALE} | options
+        with pytest.raises((ValueError, RuntimeError, TypeError, CacheFull), match=message):
+            held.cache.decode_step(*held.given(q, *held.new(length, 3)), **options)
+        assert all(torch.equal(x, y) for x, y in zip(before, tensors, strict=True))
+        assert state == (held.lengths(), recent._held[0])
+        assert pages == (held.cache.num_free_pages if held.paged else 0)
+
+    refused()
 
 
-def test_queries_that_are_no_tensor():
-    cache, rows = RecentKVCache(1, 16, 4, 1, 32, format="q8_0"), torch.zeros(1, 1, 1, 32)
-    with pytest.raises(TypeError, match="q is a list; it must be a tensor"):
-        cache.decode_step([1.0], rows, rows)
+@each_case(
+    "call, message",
+    [
+        (lambda c: Sequences("static", format=None, hadamard=0), "recent is 4 with no format, so"),
+        (lambda c: Sequences("paged", recent=-1), "recent is -1; it must be at least 0"),
+        (lambda c: Sequences("paged", recent=1.5), "recent is 1.5; it must be an int"),
+        (lambda c: c.append([0, 1], *[torch.zeros(2, 1, 2, 8)] * 2), "k has shape"),
+        (lambda c: c.append([0, 7], *[torch.zeros(2, 1, 2, 8)] * 2), "there is no sequence 7"),
+        (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
+        (lambda c: c.accept([0], [[0]], [[-1]]), "parents"),
+        (lambda c: c.cascade([0, 1]), "recent is 4"),
+    ],
+)
+def test_refused(call, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        call(Sequences("paged").cache)
+
+
+FAULTS = {
+    "rows lie one on": ("_table", lambda self, held, slots: self._table_(held, slots).roll(1, 0)),
+    "the first rows stay": (
+        "_after",
+        lambda self, *given: [(max(first - 1, 0), end) for first, end in self._after_(*given)],
+    ),
+    "nothing is forgotten": ("truncate", lambda self, slot, length: None),
+    "slots are not copied": ("copy", lambda self, source, destination: None),
+    "paths are not moved": ("move_paths", lambda self, *given: None),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name, monkeypatch):
+    method, fault = FAULTS[name]
+    monkeypatch.setattr(RecentRows, f"{method}_", getattr(RecentRows, method), raising=False)
+    monkeypatch.setattr(RecentRows, method, fault)
+    with pytest.raises(AssertionError):
+        held = Sequences("static")
+        held.append(90, 0)
+        held.truncate(0, 80)
+        held.append(3, 2)
+        held.truncate(0, 80)
+        held.cache.reorder([0, 0])
+        held.rows[1], held.exact[1] = list(held.rows[0]), held.exact[0]
+        held.append(2, 4)
+        held.step(2, 5)
+        held.cache.accept([0, 1], [[1], [1]], [[-1, -1]] * 2)
+        held.rows = [[x[:, [*range(82), 83]] for x in rows] for rows in held.rows]
+        held.step(1, 7)
+        held.rows.clear()

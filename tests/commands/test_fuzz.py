@@ -272,7 +272,6 @@ class TestMemory:
 READ = "// Every SIMD group has read the tiles of the block before.\n    "
 BARRIER = READ + "threadgroup_barrier(mem_flags::mem_threadgroup);"
 COUNTER = "uint4(key_index / 4, query, head, batch)"
-IN_WINDOW = "uint(row) / PAGE_ROWS - window"
 SCALE = (repeated("scores.scale(params.scale_log2)"), "scores.scale(0.98f * params.scale_log2)")
 READ_Q = "source.pair(positions[i], d * FRAGMENT, lane_column);"
 ROUNDED_Q = f"{READ_Q} return Fragment<T>(T(KV_ELEMENT(pair.x)), pair.y);"
@@ -316,17 +315,11 @@ FAULTS = {
         lambda c: c.call == "flash_decode" and c.cache == "paged" and "padded 8" in c.k_layout,
         (*OUT, "out_of_bounds"),
     ),
-    "stale page": (
-        *("flash_fwd", IN_WINDOW, IN_WINDOW.replace("PAGE_ROWS", "PAGE_ROWS / 2")),
-        lambda c: is_forward(c, keys=24) and c.cache == "paged" and c.page in (8, 16),
-        OUT,
-    ),
     "other random numbers in backward": (
         *("flash_bwd_dq", COUNTER, COUNTER.replace("query", "query + 1")),
         lambda c: getattr(c, "dropout_p", 0) in (0.1, 0.6) and c.backward and shows_most(c),
         GRADIENTS,
     ),
-    "scale by 0.98": ("flash_fwd", *SCALE, lambda c: is_forward(c) and shows_most(c), OUT),
     "no barrier before staging": (
         *("flash_fwd", BARRIER, READ),
         lambda c: is_forward(c, queries=9, keys=66) and c.dtype == "float16",
@@ -336,28 +329,6 @@ FAULTS = {
         *("flash_decode", "min(end, params.capacity", "min(end - 1, params.capacity"),
         lambda c: c.call == "decode_step",
         ("k_cache, bytes that differ",),
-    ),
-    "padding ignored": (
-        *("flash_decode", "first_key = clamp(padding, 0, kv_length)", "first_key = 0"),
-        lambda c: c.call == "flash_decode" and c.leftpad_k and 4 < min(c.leftpad_k) < c.kv_length,
-        OUT,
-    ),
-    "q of the first packed sequence": (
-        "flash_decode",
-        "operand.reset(q, params.q_strides, batch, head, sequence.q_start)",
-        "operand.reset(q, params.q_strides, batch, head, 0)",
-        lambda c: isinstance(c, testing.Attention) and len(c.q_lengths) > 1 and shows_most(c),
-        OUT,
-    ),
-    "new rows of the first packed sequence": (
-        *("flash_decode", "inputs.new_k + rows.begin *", "inputs.new_k + 0 *"),
-        lambda c: isinstance(c, testing.Step) and len(c.packed) > 1 and c.call == "decode_step",
-        ("k_cache, bytes that differ",),
-    ),
-    "tree of new rows without its paths": (
-        *("flash_decode", "      own = parent;", "      own = -1;"),
-        lambda c: isinstance(c, testing.Step) and c.tree == "parents" and max(c.pairs)[0] > 4,
-        (*OUT, "k_cache, bytes that differ"),
     ),
     "sum of one lane": (
         *("softmax", "row_sum = simd_sum(row_sum)", "row_sum = row_sum"),

@@ -198,13 +198,26 @@ def in_pages(page, shape):
 
 
 def missing_pages():
-    """Before a window, in the block where it begins; and where only the kernel sees them."""
+    """Before a window, in the block where it begins; and where only the kernel sees them.
+
+    Also of latents: what is masked out of the products of a key is multiplied as a value.
+    """
     used = [400, 300]
-    for page, shape in ((3, {"head_dim": 64}), (3, SHARED_COLUMNS), (8, SHARED_COLUMNS)):
+    latents = {"heads": 12, "kv_heads": 1, "head_dim": 96}
+    for page, shape, v_head_dim in (
+        (3, {"head_dim": 64}, None),
+        (3, SHARED_COLUMNS, None),
+        (8, SHARED_COLUMNS, None),
+        (3, latents, 64),
+        (8, latents | {"heads": 4}, 64),
+    ):
         q, k, v = make_qkv(**SHAPE | shape | {"q_length": 1, "kv_length": 400}, **HALF)
+        v = k[..., :v_head_dim] if v_head_dim else v
         *caches, where = paged(k, with_nan_tails(v, used), used, page)
         # What is read in the place of a missing page is NaN.
         caches = [torch.cat([torch.full_like(x[:1], math.nan), x]) for x in caches]
+        if v_head_dim:
+            caches[1] = caches[0][..., :v_head_dim]
         table = where["block_table"].add_(1)
         for row, length in zip(table, used, strict=True):
             row[: (length - 51) // page] = -1

@@ -216,6 +216,7 @@ MUTANTS = {
         keys of missing pages as those of the first: {~pages[j] >= 0 => true~} ? product
         values of missing pages not zeroed: exist[j] = {~pages[j] >= 0 && =>~}
         values of missing pages, not zeroed, of lanes: exists = {~page >= 0 && =>~}
+        latents of missing pages not zeroed: {~!V_IN_K || exist[j] => true~}
     """,
     problems.no_pages: """
         the first page read where there is none [out_of_bounds]:

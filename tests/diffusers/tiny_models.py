@@ -1,4 +1,8 @@
-"""A tiny model of each family of diffusers, with random weights and inputs."""
+"""Tiny models of diffusers with random weights and inputs, of each way to call attention.
+
+Torch's function with a mask and with heads of 512 columns; diffusers' dispatcher, with a mask and
+with grouped heads.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,13 +32,6 @@ class Family:
         return self.inputs()
 
 
-def unet(**config: Any) -> Callable[[], torch.nn.Module]:
-    """A UNet whose head dims are its channels: one head a block."""
-    return lambda: diffusers.UNet2DConditionModel(
-        sample_size=8, layers_per_block=1, cross_attention_dim=32, norm_num_groups=8, **config
-    )
-
-
 def latents(*shape: int, **text: Any) -> dict[str, Any]:
     return {"hidden_states": torch.randn(*shape), "timestep": torch.tensor([500]), **text}
 
@@ -58,23 +55,12 @@ def xl_conditions() -> dict[str, Tensor]:
 
 
 FAMILIES = {
-    # Head dims 40, 80 and 160 and 77 tokens, as Stable Diffusion 1.5 has them.
-    "UNet 1.5": Family(
-        unet(
-            block_out_channels=(40, 80, 160),
-            attention_head_dim=1,
-            down_block_types=("CrossAttnDownBlock2D",) * 3,
-            up_block_types=("CrossAttnUpBlock2D",) * 3,
-        ),
-        lambda: {
-            "sample": torch.randn(1, 4, 8, 8),
-            "timestep": 500,
-            "encoder_hidden_states": torch.randn(1, 77, 32),
-        },
-        calls=20,
-    ),
     "UNet XL": Family(
-        unet(
+        lambda: diffusers.UNet2DConditionModel(
+            sample_size=8,
+            layers_per_block=1,
+            cross_attention_dim=32,
+            norm_num_groups=8,
             block_out_channels=(32, 64),
             attention_head_dim=(2, 4),
             transformer_layers_per_block=(1, 2),
@@ -100,25 +86,6 @@ FAMILIES = {
         lambda: {"sample": torch.randn(1, 3, 8, 8)},
         calls=2,
     ),
-    "Stable Diffusion 3": Family(
-        lambda: diffusers.SD3Transformer2DModel(
-            sample_size=8,
-            patch_size=1,
-            in_channels=4,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            caption_projection_dim=32,
-            joint_attention_dim=32,
-            pooled_projection_dim=32,
-            out_channels=4,
-            pos_embed_max_size=16,
-            dual_attention_layers=(0,),
-            qk_norm="rms_norm",
-        ),
-        lambda: latents(1, 4, 8, 8, **prompt(32), pooled_projections=torch.randn(1, 32)),
-        calls=3,
-    ),
     "Flux": Family(
         lambda: diffusers.FluxTransformer2DModel(
             patch_size=1,
@@ -132,45 +99,6 @@ FAMILIES = {
             axes_dims_rope=(4, 4, 8),
         ),
         flux_inputs,
-        calls=2,
-    ),
-    "PixArt": Family(
-        lambda: diffusers.PixArtTransformer2DModel(
-            sample_size=8,
-            num_layers=1,
-            patch_size=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            in_channels=4,
-            cross_attention_dim=32,
-            out_channels=8,
-            caption_channels=None,
-            use_additional_conditions=False,
-        ),
-        lambda: latents(
-            1,
-            4,
-            8,
-            8,
-            **prompt(32, "encoder_attention_mask"),
-            added_cond_kwargs={"aspect_ratio": None, "resolution": None},
-        ),
-        calls=2,
-    ),
-    "Wan": Family(
-        lambda: diffusers.WanTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=2,
-            attention_head_dim=16,
-            in_channels=4,
-            out_channels=4,
-            text_dim=16,
-            freq_dim=32,
-            ffn_dim=32,
-            num_layers=1,
-            rope_max_seq_len=32,
-        ),
-        lambda: latents(1, 4, 2, 8, 8, **prompt(16)),
         calls=2,
     ),
     "QwenImage": Family(
@@ -187,101 +115,6 @@ FAMILIES = {
         lambda: latents(
             1, 16, 16, **prompt(16, "encoder_hidden_states_mask"), img_shapes=[(1, 4, 4)]
         ),
-        calls=1,
-    ),
-    "Z-Image": Family(
-        lambda: diffusers.ZImageTransformer2DModel(
-            all_patch_size=(2,),
-            all_f_patch_size=(1,),
-            in_channels=16,
-            dim=32,
-            n_layers=1,
-            n_refiner_layers=1,
-            n_heads=2,
-            n_kv_heads=2,
-            cap_feat_dim=16,
-            axes_dims=[8, 4, 4],
-            axes_lens=[256, 32, 32],
-        ),
-        lambda: {
-            "x": [torch.randn(16, 1, 8, 8)],
-            "cap_feats": [torch.randn(TEXT, 16)],
-            "t": torch.tensor([0.5]),
-        },
-        calls=3,
-    ),
-    "HunyuanVideo": Family(
-        lambda: diffusers.HunyuanVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=1,
-            num_single_layers=1,
-            num_refiner_layers=1,
-            patch_size=1,
-            text_embed_dim=16,
-            pooled_projection_dim=8,
-            rope_axes_dim=(4, 4, 8),
-        ),
-        lambda: latents(
-            1,
-            4,
-            1,
-            8,
-            8,
-            **prompt(16, "encoder_attention_mask"),
-            pooled_projections=torch.randn(1, 8),
-            guidance=torch.tensor([500.0]),
-        ),
-        calls=3,
-    ),
-    "AuraFlow": Family(
-        lambda: diffusers.AuraFlowTransformer2DModel(
-            sample_size=8,
-            patch_size=2,
-            in_channels=4,
-            num_mmdit_layers=1,
-            num_single_dit_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            caption_projection_dim=32,
-            joint_attention_dim=32,
-            pos_embed_max_size=16,
-        ),
-        lambda: latents(1, 4, 8, 8, **prompt(32)),
-        calls=2,
-    ),
-    "LTX": Family(
-        lambda: diffusers.LTXVideoTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=16,
-            cross_attention_dim=32,
-            num_layers=1,
-            caption_channels=16,
-        ),
-        lambda: latents(
-            1, 32, 4, **prompt(16, "encoder_attention_mask"), num_frames=2, height=4, width=4
-        ),
-        calls=2,
-    ),
-    "CogVideoX": Family(
-        lambda: diffusers.CogVideoXTransformer3DModel(
-            num_attention_heads=2,
-            attention_head_dim=16,
-            in_channels=4,
-            out_channels=4,
-            time_embed_dim=2,
-            text_embed_dim=8,
-            num_layers=1,
-            sample_width=8,
-            sample_height=8,
-            sample_frames=8,
-            max_text_seq_length=TEXT,
-        ),
-        lambda: latents(1, 2, 4, 8, 8, **prompt(8)),
         calls=1,
     ),
     # Its head dim is split among queries' heads three times as many as keys' heads.

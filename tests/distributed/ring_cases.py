@@ -42,18 +42,14 @@ _BOTH_LAYOUTS = {
     "causal": {"options": CAUSAL},
     "odd": {"length": 19, "options": CAUSAL | {"softcap": 1.5, "softmax_scale": 0.3}},
     "window": {"length": 21, "options": {"window_size": (5, 3)}},
-    "packed": {"packed": True},
     "packed causal": {"packed": True, "options": CAUSAL},
-    "packed window": {"packed": True, "options": CAUSAL | {"window_size": (6, -1)}},
     "simulated": {"processes": 2, "simulated": True, "options": CAUSAL},
     "simulated packed": {"processes": 2, "simulated": True, "packed": True, "options": CAUSAL},
-    "two": {"processes": 2, "options": CAUSAL},
     "ALiBi and sink": {
         "length": 19,
         "options": CAUSAL | {"alibi_slopes": SLOPES[:2], "learnable_sink": SINK},
     },
     "packed ALiBi": {"packed": True, "options": {"alibi_slopes": SLOPES}},
-    "packed sink": {"packed": True, "options": CAUSAL | {"learnable_sink": SINK}},
 }
 CASES = {
     f"{layout} {name}": Case(layout=layout, **case)

@@ -13,7 +13,7 @@ BATCH, LENGTH, WORDS, WIDTH = 4, 16, 11, 16
 WAYS = [
     f"{wrapper} {name}"
     for wrapper in ("DDP", "FSDP2")
-    for name in ("of two", "of four", "of two with rings of two")
+    for name in ("of four", "of two with rings of two")
 ]
 
 
@@ -103,7 +103,6 @@ def every_way():
     everyone = init_device_mesh("cpu", (4,))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))["sequence"]
     meshes = {
-        "of two": (pairs,),
         "of four": (everyone,),
         "of two with rings of two": (everyone, pairs),
     }

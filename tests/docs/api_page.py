@@ -31,15 +31,30 @@ This page is written by `python -m tests.docs.api_page`, and a test compares it 
 OPS = """\
 ## torch.ops.metal_attn
 
-[Ops](ops.md) says what each op computes. `(a!)` marks an argument that the op writes to.
+[Ops](ops.md) says what each op computes. `(a!)` marks an argument that the op writes to. Two
+lists of options are those of many ops:
 """
-WIDTH = 110
+# Options by the word that stands for them: an op, and where in its schema they begin.
+SHARED = {"[attention]": ("flash_fwd", "float? "), "[flex]": ("flex_fwd", "Tensor[] captures")}
+WIDTH = 140  # as of every page
 
 
 def text():
     """The page."""
-    ops = [_item(f"`{schema}`") for schema in public_ops().values()]
-    return "\n".join([INTRODUCTION, *map(_module, MODULES), OPS, *ops]) + "\n"
+    ops = public_ops()
+    shared = {word: _options(ops[op], first) for word, (op, first) in SHARED.items()}
+    lists = [_item(f"`{word}` is `{options}`") for word, options in shared.items()]
+    items = []
+    for schema in ops.values():
+        for word, options in shared.items():
+            schema = schema.replace(options, word)
+        items.append(_item(f"`{schema}`"))
+    return "\n".join([INTRODUCTION, *map(_module, MODULES), OPS, *lists, "", *items]) + "\n"
+
+
+def _options(schema, first):
+    """From the first to the last one before those of a cache."""
+    return first + re.split(r", Tensor\? block_table|\) -> ", schema.partition(first)[2])[0]
 
 
 def public_ops():

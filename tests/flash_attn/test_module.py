@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
 
 import torch_metal_attn
 import torch_metal_attn.flash_attn as ours
@@ -100,7 +99,33 @@ REFUSED = [
         (HIDDEN, MASK, MASK.T),
         r"^unused_mask has shape \(3, 2\); it must be \(2, 3\)",
     ),
+    ("unpad_input", (HIDDEN[0, 0], MASK), r"^hidden_states has shape \(4,\); .*\(B, L, \.\.\.\)"),
+    ("unpad_input", (HIDDEN, MASK.to("meta")), "^attention_mask is on meta, where"),
+    ("unpad_input", (HIDDEN.to("meta"), MASK), "^attention_mask is on cpu and hidden_states on m"),
     ("pad_input", (HIDDEN[0], [0, 1, 2], 1, 3), "^indices is a list; it must be a tensor"),
+    ("pad_input", (HIDDEN[0], torch.tensor([0]), 1, 3), "^indices has 1 numbers and hidden_states"),
+    ("pad_input", (HIDDEN[0], torch.arange(3), -1, 3), "^batch is -1; it must be at least 0"),
+    ("pad_input", (HIDDEN[0], torch.arange(3), 1, 1.5), "^seqlen is 1.5; it must be an int"),
+    ("pad_input", (HIDDEN[0], torch.arange(3), 1, 2), r"^indices has 2; it must be in 0\.\.1, the"),
+    ("index_put_first_axis", (HIDDEN[:1], torch.tensor([0, 1]), 2), "^indices has 2 numbers and v"),
+    ("index_put_first_axis", (HIDDEN, torch.tensor([0, -1]), 2), r"^indices has -1; .*0\.\.1, the"),
+    ("index_put_first_axis", (HIDDEN, torch.tensor([0, 1]), None), "^first_axis_dim is None; it"),
+    (
+        "index_put_first_axis",
+        (torch.tensor(1.0), torch.arange(1), 2),
+        r"^values has shape \(\); it",
+    ),
+    *(
+        ("index_first_axis", (HIDDEN, indices), f"^indices {message}")
+        for indices, message in (
+            (torch.tensor([0, 2]), r"has 2; it must be in 0\.\.1, the rows of input"),
+            (torch.tensor([-1]), r"has -1; it must be in 0\.\.1, the rows of input"),
+            (torch.ones(2), "has dtype torch.float32; it must be int32 or int64"),
+            (torch.ones(2).bool(), "has dtype torch.bool; it must be int32 or int64"),
+            (torch.tensor(1), r"has shape \(\); it must be \(n\)"),
+            (torch.tensor([0]).to("meta"), "is on meta and input on cpu; .*one device"),
+        )
+    ),
     *(
         (CONCATENATED, (HIDDEN, lengths), f"^{LENGTHS} {message}")
         for lengths, message in (
@@ -229,69 +254,3 @@ class TestInstall:
         with pytest.raises(RuntimeError, match=r"installed: .*__init__\.py; uninstall it"):
             install_flash_attn()
         assert "flash_attn" not in sys.modules
-
-
-# A layer as models have them that know flash-attn alone: padded in, packed inside, padded out.
-MODEL = """
-import torch
-from flash_attn import flash_attn_varlen_qkvpacked_func
-from flash_attn.bert_padding import pad_input, unpad_input
-from flash_attn.layers.rotary import apply_rotary_emb
-
-class Layer(torch.nn.Module):
-    def __init__(self, heads, head_dim):
-        super().__init__()
-        self.heads, self.head_dim = heads, head_dim
-        self.qkv = torch.nn.Linear(heads * head_dim, 3 * heads * head_dim)
-        self.out = torch.nn.Linear(heads * head_dim, heads * head_dim)
-
-    def forward(self, x, mask, cos, sin):
-        batch, length, _ = x.shape
-        x, indices, cu_seqlens, longest, _ = unpad_input(x, mask)
-        qkv = self.qkv(x).view(-1, 3, self.heads, self.head_dim)
-        rotary = {"cu_seqlens": cu_seqlens, "max_seqlen": longest}
-        q, k = (apply_rotary_emb(qkv[:, i], cos, sin, **rotary) for i in (0, 1))
-        qkv = torch.stack([q, k, qkv[:, 2]], dim=1)
-        x = flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, longest, causal=True)
-        return pad_input(self.out(x.flatten(1)), indices, batch, length)
-"""
-
-
-def sdpa_layer(layer, x, mask, cos, sin):
-    """What Layer computes, with torch's attention: masks instead of packing."""
-    batch, length, _ = x.shape
-    q, k, v = layer.qkv(x).view(batch, length, 3, layer.heads, -1).permute(2, 0, 3, 1, 4)
-    # A sequence's positions count from its first token.
-    position = (mask.cumsum(1) - 1).clamp(min=0)
-    c, s = (table[position][:, None] for table in (cos, sin))
-
-    def rotate(x):
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
-
-    visible = mask.bool()[:, None, None, :] & torch.ones(length, length).tril().bool()
-    out = scaled_dot_product_attention(rotate(q), rotate(k), v, attn_mask=visible)
-    return layer.out(out.transpose(1, 2).flatten(2))
-
-
-def test_a_model_written_for_flash_attn(device):
-    names = {}
-    with install_flash_attn():
-        exec(MODEL, names)
-    torch.manual_seed(0)
-    layer = names["Layer"](heads=2, head_dim=16).to(device)
-    mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5, [1] * 2 + [0] * 7])
-    angles = torch.outer(torch.arange(9.0), 100.0 ** -(torch.arange(8.0) / 8))
-    arguments = [normal(3, 9, 32), mask, angles.cos(), angles.sin()]
-    weight = normal(3, 9, 32, seed=1) * mask[..., None]
-
-    on_device = [x.to(device) for x in arguments]
-    out = layer(*on_device)
-    gradients = torch.autograd.grad((out * weight.to(device)).sum(), list(layer.parameters()))
-    layer.cpu()
-    expected = sdpa_layer(layer, *arguments)
-    expected_gradients = torch.autograd.grad((expected * weight).sum(), list(layer.parameters()))
-    assert torch.equal(out.cpu() == 0, (mask == 0)[..., None].expand(3, 9, 32))
-    torch.testing.assert_close(out.cpu(), expected * mask[..., None], rtol=1e-5, atol=1e-5)
-    for found, wanted in zip(gradients, expected_gradients, strict=True):
-        torch.testing.assert_close(found.cpu(), wanted, rtol=1e-4, atol=1e-4)

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from tests.common.test_bad_options import resized
 from tests.helpers.cases import each_case
 from tests.rope.rope_check import check_close, make_tables, normal, oracle
 from torch_metal_attn import simulate
 from torch_metal_attn.flash_attn.layers import rotary
 
 EMB, QKV, KV = rotary.apply_rotary_emb, rotary.apply_rotary_emb_qkv_, rotary.apply_rotary_emb_kv_
+TORCH = rotary.apply_rotary_emb_torch
 
 # A function, the shape and options of a call, and the parts that it rotates and that it keeps.
 FORMS = {
@@ -21,11 +23,15 @@ FORMS = {
     ),
     "kv": (KV, (2, 17, 2, 3, 24), {}, lambda x: (x.unbind(2)[:1], x.unbind(2)[1:])),
 }
-OFFSETS = [0, 7, torch.tensor([3, 0]), torch.tensor([3, 9], dtype=torch.int32)]
+OFFSETS = {
+    "none": (0, False),
+    "int": (7, True),
+    "int64": (torch.tensor([3, 0]), False),
+    "int32": (torch.tensor([3, 9], dtype=torch.int32), True),
+}
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("offsets", OFFSETS, ids=["none", "int", "int64", "int32"])
+@pytest.mark.parametrize("offsets, interleaved", OFFSETS.values(), ids=OFFSETS)
 @pytest.mark.parametrize("form", FORMS)
 def test_dense(form, offsets, interleaved, device):
     """v and the columns behind the tables stay."""
@@ -231,8 +237,40 @@ REFUSED = [
     (QKV, {"seqlen_offsets": 14}, r"seqlen_offsets is 14 and qkv\[:, :, 0\] has a length"),
     (KV, {"kv": normal(2, 17, 3, 4, 24)}, r"kv has shape \(2, 17, 3, 4, 24\); it must be"),
     *(
-        (rotary.RotaryEmbedding, options, "must be")
-        for options in ({"dim": 15}, {"dim": 16, "base": 0}, {"dim": 16, "scale_base": 0})
+        (QKV, {"qkv": normal(2, 17, 6, 24), "num_heads_q": n}, f"num_heads_q {message}")
+        for n, message in (
+            ("4", "is '4'; it must be an int"),
+            (4.0, r"is 4\.0; it must be an int"),
+            (resized(torch.tensor(4), 0), "has shape .* of 0 bytes"),
+        )
+    ),
+    (QKV, {"cos_k": 1, "sin_k": 1}, "cos_k is a int; it must be a tensor"),
+    (TORCH, {"cos": torch.ones(17)}, r"cos has shape \(17,\) and x"),
+    (TORCH, {"sin": torch.ones(17, 8), "cos": torch.ones(17, 4)}, r"sin has shape \(17, 8\) and x"),
+    (
+        TORCH,
+        {name: torch.ones(17, 0) for name in ("cos", "sin")},
+        r"cos has shape \(17, 0\) and x",
+    ),
+    (TORCH, {"cos": torch.ones(17, 8).to("meta")}, "cos is on meta and x on cpu; .*one device"),
+    *(
+        (rotary.RotaryEmbedding, {"dim": 16} | options, message)
+        for options, message in (
+            ({"dim": 15}, "dim is 15; it must be an even int"),
+            ({"base": 0}, "base is 0; it must be a positive"),
+            ({"base": None}, "base is None; it must be a positive"),
+            ({"scale_base": 0}, "scale_base is 0; it must be a positive"),
+            ({"scale_base": resized(torch.tensor(4), 0)}, "scale_base has shape .* of 0 bytes"),
+        )
+    ),
+    *(
+        (rotary.RotaryEmbedding(16), {"qkv": normal(2, 17, 3, 4, 24)} | options, message)
+        for options, message in (
+            ({"qkv": None}, "qkv is a NoneType; it must be a tensor"),
+            ({"qkv": torch.tensor(1.0)}, r"qkv has shape \(\); it must have 4 or 5 dimensions"),
+            ({"seqlen_offset": None}, "seqlen_offset is None; it must be an int"),
+            ({"max_seqlen": 2**62}, r"max_seqlen is .*; it must be in 0\.\.2147483647"),
+        )
     ),
 ]
 
@@ -241,10 +279,15 @@ REFUSED = [
 def test_refused(function, changes, message):
     """By the caller's names and shapes, which the op has in another order."""
     cos, sin = make_tables(30, 16)
-    given = {EMB: {"x": X}, QKV: {"qkv": normal(2, 17, 3, 4, 24)}}.get(function, {})
-    tables = {} if function is rotary.RotaryEmbedding else {"cos": cos, "sin": sin}
+    given = {EMB: {"x": X}, TORCH: {"x": X}, QKV: {"qkv": normal(2, 17, 3, 4, 24)}}.get(
+        function, {}
+    )
+    embedding = function is rotary.RotaryEmbedding or isinstance(function, rotary.RotaryEmbedding)
+    tables = {} if embedding else {"cos": cos, "sin": sin}
     arguments = given | tables | changes
-    before = {n: x.clone() for n, x in arguments.items() if torch.is_tensor(x)}
+    before = {
+        n: x.clone() for n, x in arguments.items() if n in ("x", "qkv") and torch.is_tensor(x)
+    }
     with pytest.raises((TypeError, ValueError), match=message):
         function(**arguments)
     assert all(torch.equal(arguments[n], x) for n, x in before.items())

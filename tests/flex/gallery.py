@@ -1,4 +1,7 @@
-"""The examples of the FlexAttention gallery (PyTorch's blog and attention-gym), by name."""
+"""Examples of the FlexAttention gallery (PyTorch's blog and attention-gym), by name.
+
+One for each way to capture tensors and to compose; each op has its case in test_mods.py.
+"""
 
 import torch
 from torch.nn.attention.flex_attention import and_masks, or_masks
@@ -19,14 +22,6 @@ OFFSET = torch.tensor([5, 0], dtype=torch.int32)
 MODALITIES = torch.tensor([[0, 24], [40, 64]])
 IMAGE_OF_TEXT = torch.repeat_interleave(torch.arange(3), torch.tensor([30, 26, 40]))
 WIDTH = 8
-
-
-def identity(score, b, h, q_idx, kv_idx):
-    return score
-
-
-def relative_position(score, b, h, q_idx, kv_idx):
-    return score + (q_idx - kv_idx) * 0.1
 
 
 def relative_bias(score, b, h, q_idx, kv_idx):
@@ -50,10 +45,6 @@ def tanh_softcap(score, b, h, q_idx, kv_idx):
     return 2 * torch.tanh(score / 2)
 
 
-def squared(score, b, h, q_idx, kv_idx):
-    return score * score.abs()
-
-
 def causal_as_a_score(score, b, h, q_idx, kv_idx):
     return torch.where(q_idx >= kv_idx, score, -float("inf"))
 
@@ -63,13 +54,9 @@ def checkerboard(score, b, h, q_idx, kv_idx):
     return torch.where(torch.abs(kv_idx - q_idx) % 2 == 0, score * 2.0, score)
 
 
-def activated(score, b, h, q_idx, kv_idx):
-    return torch.sigmoid(score) * 3 - torch.log(score**2 + 1)
-
-
 SCORE_MODS = [
-    *(identity, relative_position, relative_bias, whole_bias, alibi, alibi_of_slopes),
-    *(tanh_softcap, squared, causal_as_a_score, checkerboard, activated),
+    *(relative_bias, whole_bias, alibi, alibi_of_slopes),
+    *(tanh_softcap, causal_as_a_score, checkerboard),
 ]
 
 
@@ -89,10 +76,6 @@ def prefix_lm(b, h, q_idx, kv_idx):
     return or_masks(causal, lambda b, h, q_idx, kv_idx: kv_idx <= PREFIX[b])(b, h, q_idx, kv_idx)
 
 
-def document_causal(b, h, q_idx, kv_idx):
-    return causal(b, h, q_idx, kv_idx) & (DOCUMENT[q_idx] == DOCUMENT[kv_idx])
-
-
 def document_sliding_window(b, h, q_idx, kv_idx):
     def same_document(b, h, q_idx, kv_idx):
         return DOCUMENT[q_idx] == DOCUMENT[kv_idx]
@@ -107,17 +90,6 @@ def natten(b, h, q_idx, kv_idx):
     center_x = q_x.clamp(2, LONGEST // WIDTH - 3)
     center_y = q_y.clamp(2, WIDTH - 3)
     return ((center_x - kv_x).abs() <= 2) & ((center_y - kv_y).abs() <= 2)
-
-
-def dilated_sliding_window(b, h, q_idx, kv_idx):
-    diff = torch.abs(q_idx - kv_idx)
-    return (diff <= 24) & (diff % 3 == 0)
-
-
-def stand_alone_self_attention(b, h, q_idx, kv_idx):
-    """SASA: a padded local window of pixels."""
-    x = (q_idx // WIDTH - kv_idx // WIDTH).abs() <= 1
-    return x & ((q_idx % WIDTH - kv_idx % WIDTH).abs() <= 1)
 
 
 def transfusion(b, h, q_idx, kv_idx):
@@ -145,7 +117,6 @@ def seldom_seen(b, h, q_idx, kv_idx):
 
 
 MASK_MODS = [
-    *(full, causal, sliding_window_causal, prefix_lm, document_causal, document_sliding_window),
-    *(natten, dilated_sliding_window, stand_alone_self_attention, transfusion),
+    *(full, causal, prefix_lm, document_sliding_window, natten, transfusion),
     *(flamingo_cross_attention, causal_with_offsets, seldom_seen),
 ]

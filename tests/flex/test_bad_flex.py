@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
+from tests.common.test_bad_options import resized
 from tests.flex.flex_check import block_mask, home
 from tests.helpers.cases import each_case
 from torch_metal_attn import flex_attention, simulate
@@ -132,6 +133,15 @@ def changed(**options):
 
 
 Q, K, V = home()
+
+
+def with_list(name, value):
+    """A BlockMask one of whose attributes is another."""
+    mask = block_mask()
+    setattr(mask, name, value)
+    return mask
+
+
 CALLS = [
     ({"query": Q[0]}, ValueError, r"query has shape \(2, 80, 16\)"),
     ({"query": Q.double()}, ValueError, "query has dtype float64"),
@@ -150,6 +160,18 @@ CALLS = [
     ({"block_mask": block_mask(block=20)}, ValueError, "Q_BLOCK_SIZE of 20; .* multiple of 8"),
     ({"block_mask": block_mask(block=1032)}, ValueError, "Q_BLOCK_SIZE of 1032"),
     ({"block_mask": block_mask(block=(16, 4))}, ValueError, "KV_BLOCK_SIZE of 4"),
+    *(
+        ({"block_mask": with_list(name, value)}, error, rf"block_mask\.{name}{message}")
+        for name, value, error, message in (
+            ("kv_num_blocks", "a", TypeError, " is a str; it must be a tensor"),
+            ("kv_num_blocks", torch.ones(1, 1, 1), ValueError, " has dtype torch.float32; .*int32"),
+            ("kv_num_blocks", resized(torch.ones(1, 1, 1).int(), 0), ValueError, ".*of 0 bytes"),
+            ("q_num_blocks", resized(torch.ones(1, 1, 1).int(), 0), ValueError, ".*of 0 bytes"),
+            ("BLOCK_SIZE", None, TypeError, " is None; it must be a sequence of ints"),
+            ("seq_lengths", ["a"], TypeError, r"\[0\] is 'a'; it must be an int"),
+        )
+    ),
+    ({"block_mask": with_list("seq_lengths", [80])}, ValueError, r"seq_lengths of \[80\]; they"),
     ({"block_mask": torch.ones(80, 96).bool()}, TypeError, "block_mask is a Tensor; .*BlockMask"),
     ({"scale": "a"}, TypeError, "scale is 'a'; it must be a number"),
     ({"scale": torch.ones((), requires_grad=True)}, NotImplementedError, "scale requires grad"),

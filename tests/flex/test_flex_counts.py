@@ -11,20 +11,8 @@ HEAD_DIM, BLOCK = 16, 64
 KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
 
 
-def window(b, h, q_idx, kv_idx):
-    """Of the last 256 of 4096 keys."""
-    position = q_idx + 3840
-    return (position >= kv_idx) & (position - kv_idx < 256)
-
-
 def document(b, h, q_idx, kv_idx):
     return q_idx // 150 == kv_idx // 150
-
-
-def neighbourhood(b, h, q_idx, kv_idx):
-    """7x7 on 32x32, natten's: windows at the border are as large as others."""
-    rows = ((q_idx // 32).clamp(3, 28) - kv_idx // 32).abs() <= 3
-    return rows & (((q_idx % 32).clamp(3, 28) - kv_idx % 32).abs() <= 3)
 
 
 def sparse(b, h, q_idx, kv_idx):
@@ -34,9 +22,7 @@ def sparse(b, h, q_idx, kv_idx):
 
 
 PATTERNS = {
-    "window of 256 in 4096 keys": (window, 256, 4096),
     "documents": (document, 600, 600),
-    "neighbourhood of 7x7 on 32x32": (neighbourhood, 1024, 1024),
     "block-sparse": (sparse, 1024, 1024),
 }
 

@@ -39,8 +39,7 @@ def test_cpu_tensors_outside_of_the_simulator_are_torchs():
     assert (replaced.replaced, replaced.left_alone) == (0, 1)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled(backend):
+def test_compiled():
     """In one graph, with what a function made inside of it captures, forward and backward."""
     bias = normal(96, 2)
 
@@ -52,11 +51,9 @@ def test_compiled(backend):
 
     leaves = [x.requires_grad_() for x in (*home(), bias)]
     mask = block_mask()
-    # Ours and torch's are one graph, but for the function's name.
-    function = torch_flex if backend == "aot_eager" else torch_metal_attn.flex_attention
     with simulate(), flex_replaced():
         plain = attend(*leaves, torch_metal_attn.flex_attention)
-        compiled = torch.compile(attend, backend=backend, fullgraph=True)(*leaves, function)
+        compiled = torch.compile(attend, fullgraph=True)(*leaves, torch_flex)
         found, right = (torch.autograd.grad(loss_of(*x), leaves) for x in (compiled, plain))
     torch._dynamo.reset()
     for one, other in zip((*compiled, *found), (*plain, *right), strict=True):

@@ -15,7 +15,6 @@ from torch_metal_attn import flex_attention, simulate
 
 def test_float32():
     qkv = home(dtype=torch.float32, head_dim=65, v_head_dim=33)
-    check_flex(*qkv, gallery.tanh_softcap, block_mask())
     check_flex_gradients(*qkv, gallery.tanh_softcap, block_mask())
 
 

@@ -128,16 +128,23 @@ def mutant_tests(
             if other.family == mutant.family and (together or other.problem == mutant.problem)
         )
 
+    def changes_of(problem):
+        """Those of each family that the problem's mutants are in."""
+        return {m.family: among(m) for m in mutants.values() if m.problem == problem}
+
     @pytest.mark.parametrize("mutant", mutants.values(), ids=mutants)
     def test_mutant_is_caught(mutant, monkeypatch):
-        plant_among(monkeypatch, mutant.family, *mutant.change, among(mutant))
         kernels = KERNEL_NAME.findall(shaders.source(mutant.family))
+        changes = changes_of(mutant.problem)
+        others = changes.pop(mutant.family)
+        # The problem's other kernels are those of its other mutants, with no fault chosen.
+        _use(monkeypatch, {family: _texts(family, changes[family])[0] for family in changes}, 0)
+        plant_among(monkeypatch, mutant.family, *mutant.change, others)
         expect_caught(lambda: run(mutant.problem), fault=mutant.fault, kernel=kernels)
 
     @pytest.mark.parametrize("problem", table, ids=_name)
     def test_the_unchanged_kernels_pass(problem):
-        changes = {m.family: among(m) for m in mutants.values() if m.problem == problem}
-        for _ in each_unchanged(changes):
+        for _ in each_unchanged(changes_of(problem)):
             with simulate(check=True):
                 run(problem)
 
@@ -147,7 +154,7 @@ def mutant_tests(
 
 
 def _name(problem):
-    if isinstance(problem, partial):
+    if isinstance(problem, partial) and not hasattr(problem, "__name__"):
         return f"{problem.func.__name__} {[*problem.args, *problem.keywords.values()]}"
     return getattr(problem, "__name__", problem)
 
@@ -184,14 +191,17 @@ def each_unchanged(changes):
 
     changes: those of each family. Where all are compiled alone, the text is as it is.
     """
-    texts = {}
-    for family, others in changes.items():
-        source = shaders.source(family)
-        texts[family] = [text for text, _ in _switched(source, tuple(others))] or [source]
+    texts = {family: _texts(family, others) for family, others in changes.items()}
     for i in range(max(map(len, texts.values()))):
         with pytest.MonkeyPatch.context() as monkeypatch:
             _use(monkeypatch, {family: of[i % len(of)] for family, of in texts.items()}, 0)
             yield
+
+
+def _texts(family, changes):
+    """The family's texts with the changes that can be chosen, or its text as it is."""
+    source = shaders.source(family)
+    return [text for text, _ in _switched(source, tuple(changes))] or [source]
 
 
 def _require(family, old):
@@ -204,16 +214,16 @@ def _require(family, old):
 def _use(monkeypatch, texts, number):
     source = shaders.source
     monkeypatch.setattr(shaders, "source", lambda name: texts.get(name) or source(name))
-    use_fault(monkeypatch, number)
+    use_fault(monkeypatch, number, KERNEL_NAME.findall("".join(texts.values())))
 
 
-def use_fault(monkeypatch, number):
-    """Choose this fault in each text that holds several."""
+def use_fault(monkeypatch, number, kernels=None):
+    """Choose this fault in each text that holds several, or in that of these kernels."""
     image = Program.image
 
     def chosen(program, name):
         found = image(program, name)
-        if SWITCH in program.text:
+        if SWITCH in program.text and (kernels is None or name in kernels):
             choose(found, number)
         return found
 

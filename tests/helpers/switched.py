@@ -10,6 +10,7 @@ import ctypes
 import re
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 SWITCH = "mutant_in_use"
@@ -257,12 +258,15 @@ class Text:
         return Place(self.tokens[begin].begin, self.tokens[end - 1].end, statement), new
 
 
+parsed_text = lru_cache(maxsize=8)(Text)  # each problem of a file has mutants of the same texts
+
+
 def switched(text, mutants):
     """[(text with a switch, {(old, new): number})]: the mutants that fit, in as few as possible.
 
     mutants: pairs of the text that a fault replaces, everywhere, and what by.
     """
-    parsed = Text(text)
+    parsed = parsed_text(text)
     groups = []
     for mutant in mutants:
         found = _places(parsed, *mutant)

@@ -8,8 +8,6 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
-import torch_metal_attn
-
 WIDTH, HEADS, LENGTH, WORDS = 32, 2, 9, 11
 
 
@@ -138,12 +136,6 @@ class FlashAttention(NanoChat):
         from flash_attn import flash_attn_func
 
         return flash_attn_func(*args, **options)
-
-
-class OurFunctions(NanoChat):
-    """nanochat whose `flash_attn.flash_attn_func` was set to ours."""
-
-    flash_attn_func = staticmethod(torch_metal_attn.flash_attn_func)
 
 
 class Language(nn.Module):

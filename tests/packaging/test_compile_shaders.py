@@ -10,12 +10,15 @@ import torch
 
 from tests.packaging.built_wheels import IS_CHECKOUT
 from torch_metal_attn.runtime import shaders
-from torch_metal_attn.tools.lint.specialisations import SPECIALISATIONS
 
 pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 compile_shaders = pytest.importorskip("compile_shaders", reason="no .ci folder")
 
 NEWER = set(shaders.LANGUAGES)
+# In place of the lint's, which take seconds to find.
+SPECIALISATIONS = {
+    name: [{}, {"ELEMENT": "half"}, {"ELEMENT": "float"}] for name in shaders.families()
+}
 TEXTS = sum(len(each) for name, each in SPECIALISATIONS.items() if name not in NEWER)
 
 # Notes its arguments; refuses the text whose file is named in $REFUSED and warns of each other.
@@ -80,6 +83,7 @@ def run(tmp_path, monkeypatch, capsys):
         for name, value in settings.items():
             monkeypatch.setenv(name, str(value))
         monkeypatch.setenv("GITHUB_ACTIONS", "true")
+        monkeypatch.setattr(compile_shaders, "specialisations", lambda: SPECIALISATIONS)
         monkeypatch.setattr(platform, "mac_ver", lambda: (macos, ("", "", ""), "arm64"))
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: torch_takes is not None)
         compile_text = lambda text: (texts.append(text), torch_takes(text))  # noqa: E731

@@ -100,6 +100,7 @@ def test_the_linker_refuses_what_the_oldest_torch_lacks(tmp_path, capfd):
     assert "undefined symbol: _aoti_torch_new" in capfd.readouterr().err
 
 
+OTHER = "/opt/lib/libother.dylib"
 # In two libraries, as compiling one takes seconds: what is changed in the text, and its fault.
 PLANTED = [
     [
@@ -125,6 +126,8 @@ PLANTED = [
     [
         ("metal_attn_MPS_0", "metal_attn_CPU_0", "no op is registered for mps"),
         ("template struct Op<simulator_backend>;", "", "no op is registered for the simulator"),
+        ("there();\n", "there(), other();\n", f"it depends on {OTHER}"),
+        ("torch_there() == 0", "torch_there() + other() == 0", f"_other is taken from {OTHER}"),
     ],
 ]
 
@@ -135,6 +138,7 @@ def test_planted_faults_are_found(tmp_path, planted):
     for old, new, _ in planted:
         assert SOURCE.count(old) == 1
         source = source.replace(old, new)
+    macos_cc.write_stub(tmp_path, OTHER, ["_other"])
     found = faults(built(tmp_path, source))
     for *_, fault in planted:
         assert [line for line in found if line.startswith(fault)]
@@ -167,16 +171,6 @@ def for_intel(binary):
 def test_a_wrong_header(library, tmp_path, edit, fault):
     found = faults(edited(library, tmp_path, edit))
     assert [line for line in found if line.startswith(fault)]
-
-
-def test_another_library(tmp_path):
-    macos_cc.write_stub(tmp_path, "/opt/lib/libother.dylib", ["_other"])
-    source = SOURCE.replace("aoti_torch_there() == 0", "other() + aoti_torch_there() == 0")
-    found = faults(built(tmp_path, 'extern "C" int other();\n' + source))
-    assert found == [
-        "it depends on /opt/lib/libother.dylib",
-        "_other is taken from /opt/lib/libother.dylib",
-    ]
 
 
 def test_a_library_of_linux():

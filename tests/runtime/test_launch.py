@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers import shader_params
 from tests.helpers.cases import each_case
+from tests.rope.rope_check import make_problem
 from torch_metal_attn import reference, simulate
 from torch_metal_attn.simulator import compile_shader
 
@@ -270,6 +271,26 @@ def test_which_words_drop(fake, dropout_p, last_dropped, keep_scale):
     _, params = launched(fake)
     assert params["last_dropped"] == last_dropped
     assert params["keep_scale"] == pytest.approx(keep_scale)
+
+
+def test_a_slot_of_rope_without_memory_holds_another(any_fake):
+    any_fake.add_family("rope", "kernel void rope() {}")
+    q, k, cos, sin = make_problem(heads=0)
+    q_out, k_out = any_fake.ops.rope(q, k, cos, sin)
+    addresses = [int(address) for _, _, address in words(any_fake, "tensor")]
+    assert addresses == [tensor.data_ptr() for tensor in (k, k, cos, sin, k_out, k_out)]
+    assert q_out.shape == q.shape
+
+
+@pytest.mark.parametrize(
+    "empty", [{"batch": 0}, {"length": 0}, {"heads": 0, "kv_heads": 0}], ids=str
+)
+def test_nothing_to_rotate_launches_nothing(any_fake, empty):
+    q, k, cos, sin = make_problem(**empty)
+    any_fake.ops.rope(q, k, cos, sin)
+    any_fake.ops.rope_(q, k, cos, sin)
+    any_fake.ops.rope_tables(torch.zeros(4), torch.arange(0))
+    assert any_fake.log() == []
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 8, 16), (1, 0, 8, 16), (1, 2, 0, 16)])

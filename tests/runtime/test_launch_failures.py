@@ -120,16 +120,10 @@ def test_the_lookup_of_a_tile_allocates_nothing(counted):
     assert not any(told for table in ("none", "others") for _, told in tables[table].values())
 
 
-LOG = (
-    "program_source:3:5: error: unknown type name 'haf'\n"
-    "shaders/part.h:11:1: error: expected expression\n2 errors generated."
-)
+LOG = "program_source:4:12: error: expected expression\nint eleven(;\n           ^\n"
 BROKEN = """\
 kernel void scale(device float* x [[buffer(0)]]) {}
-#line 10 "shaders/part.h"
-int ten;
 int eleven(;
-int twelve;
 """
 
 
@@ -141,11 +135,6 @@ def test_a_shader_that_does_not_compile(any_fake, tmp_path, monkeypatch):
         launch(any_fake, family="broken", defines="ELEMENT=haf\nBLOCK_K=32")
     message = str(raised.value)
     assert "compiling broken ELEMENT=haf BLOCK_K=32 failed: " + LOG in message
-    # Of the whole text, defines included, and by the #line directives.
-    assert "> 3 | kernel void scale" in message
-    assert "    1 | #define ELEMENT haf" in message
-    assert "  shaders/part.h:\n" in message
-    assert "    10 | int ten;\n  > 11 | int eleven(;\n    12 | int twelve;" in message
     path = Path(re.search(r"The shader's text is in (\S+)", message)[1])
     assert path.parent == tmp_path
     assert path.read_text() == "#define ELEMENT haf\n#define BLOCK_K 32\n" + BROKEN
@@ -309,37 +298,6 @@ with torch_metal_attn.simulate():
 
 def test_the_simulator_works_in_a_forked_child():
     assert run_alone(SIMULATOR_FORK).strip() == "0"
-
-
-INTERRUPT = """
-import signal, threading, time, torch, torch_metal_attn
-torch.manual_seed(0)
-short = torch.randn(1, 2, 8, 16)
-long = torch.randn(32, 8, 2048, 16)
-with torch_metal_attn.simulate(workers=1):
-    expected = torch.ops.metal_attn.flash_fwd(short, short, short)[0]
-    def interrupt():
-        time.sleep(0.3)
-        signal.raise_signal(signal.SIGINT)
-    threading.Thread(target=interrupt).start()
-    started = time.perf_counter()
-    try:
-        torch.ops.metal_attn.flash_fwd(long, long, long)
-        print("finished")
-    except KeyboardInterrupt:
-        print("interrupted", time.perf_counter() - started)
-    again = torch.ops.metal_attn.flash_fwd(short, short, short)[0]
-    print(torch.equal(again, expected))
-"""
-
-
-def test_a_kernel_in_the_simulator_is_interrupted():
-    """Within a threadgroup or so; alone this call takes half a minute."""
-    first, second = run_alone(INTERRUPT).splitlines()
-    word, seconds = first.split()
-    assert word == "interrupted"
-    assert float(seconds) < 15
-    assert second == "True"
 
 
 STRESS = """

@@ -4,14 +4,15 @@ import re
 
 import torch
 
+from tests.helpers.cases import each_case
 from torch_metal_attn.simulator import compile_shader
 from torch_metal_attn.simulator.llvm.batches import MOST, batch_products
 
 
-def products(*calls, between=""):
-    """IR of a function with these (result, a, b, c)."""
+def products(calls, between="", call="call double"):
+    """IR of a function with these (result, a, b, c), and a line before the last."""
     lines = [
-        f"  %{result} = tail call double @__msl_matrix(ptr noundef nonnull @f, "
+        f"  %{result} = tail {call} @__msl_matrix(ptr noundef nonnull @f, "
         f"double noundef {a}, double noundef {b}, double noundef {c}) #8"
         for result, a, b, c in calls
     ]
@@ -19,52 +20,33 @@ def products(*calls, between=""):
     return f"define void @k(double %a, double %b) #0 {{\nentry:\n{body}\n  ret void\n}}\n"
 
 
-def batches(text):
-    """The accumulators of each batch."""
-    tables = re.findall(r"@msl\.products\.\d+ = private constant \[.*", batch_products(text))
-    return [[int(n) for n in re.findall(r"ptr @f, i32 (-?\d+)", table)] for table in tables]
+TWO = (("x", "%a", "%b", "0.0"), ("y", "%a", "%b", "0.0"))
+CHAIN = [(f"x{i}", "%a", "%b", f"%x{i - 1}" if i else "0.0") for i in range(MOST + 2)]
 
 
-def test_products_that_add_to_each_other_are_one_batch():
-    text = products(("x", "%a", "%b", "0.0"), ("y", "%b", "%a", "0.0"), ("z", "%a", "%b", "%x"))
-    assert batches(text) == [[-1, -1, 0]]
-
-
-def test_results_may_have_an_attribute():
-    """As where the call was inlined into a function whose result has it."""
-    calls = (("x", "%a", "%b", "0.0"), ("y", "%b", "%a", "%x"))
-    text = products(*calls).replace("call double", "call noundef double")
-    assert batches(text) == [[-1, 0]]
-    assert batch_products(text) == batch_products(products(*calls))
-
-
-def test_a_factor_that_is_a_result_ends_a_batch():
-    assert batches(products(("x", "%a", "%b", "0.0"), ("y", "%x", "%b", "0.0"))) == [[-1], [-1]]
-
-
-def test_what_only_reads_results_waits():
-    calls = (("x", "%a", "%b", "0.0"), ("y", "%a", "%b", "0.0"))
-    text = products(*calls, between="  %n = fneg double %x")
-    assert batches(text) == [[-1, -1]]
-    out = batch_products(text)
-    assert out.index("%n = fneg") > out.index("%x = load")
-
-
-def test_what_meets_other_lanes_or_writes_a_result_ends_a_batch():
-    calls = (("x", "%a", "%b", "0.0"), ("y", "%a", "%b", "0.0"))
-    for line in (
-        "  call void @__msl_simdgroup_barrier(i32 2)",
-        "  store double %x, ptr %p, align 8",
-        "  %n = call double @other(double %a)",
-        "  br label %next\nnext:",
-    ):
-        assert batches(products(*calls, between=line)) == [[-1], [-1]], line
-    assert batches(products(*calls, between="  store double %a, ptr %p, align 8")) == [[-1, -1]]
-
-
-def test_long_batches_are_cut():
-    calls = [(f"x{i}", "%a", "%b", f"%x{i - 1}" if i else "0.0") for i in range(MOST + 2)]
-    assert batches(products(*calls)) == [[*range(-1, MOST - 1)], [-1, 0]]
+@each_case(
+    "calls, between, batches",
+    [
+        ((*TWO, ("z", "%a", "%b", "%x")), "", [[-1, -1, 0]]),
+        ((TWO[0], ("y", "%x", "%b", "0.0")), "", [[-1], [-1]]),  # a factor is a result
+        # What only reads results waits; what meets other lanes or writes a result does not.
+        (TWO, "  %n = fneg double %x", [[-1, -1]]),
+        (TWO, "  store double %a, ptr %p, align 8", [[-1, -1]]),
+        (TWO, "  call void @__msl_simdgroup_barrier(i32 2)", [[-1], [-1]]),
+        (TWO, "  store double %x, ptr %p, align 8", [[-1], [-1]]),
+        (TWO, "  %n = call double @other(double %a)", [[-1], [-1]]),
+        (TWO, "  br label %next\nnext:", [[-1], [-1]]),
+        (CHAIN, "", [[*range(-1, MOST - 1)], [-1, 0]]),  # long batches are cut
+    ],
+)
+def test_batches(calls, between, batches):
+    """The accumulators of each; an attribute of the result makes no difference."""
+    out = batch_products(products(calls, between))
+    tables = re.findall(r"@msl\.products\.\d+ = private constant \[.*", out)
+    assert [[int(n) for n in re.findall(r"ptr @f, i32 (-?\d+)", t)] for t in tables] == batches
+    assert batch_products(products(calls, between, "call noundef double")) == out
+    if "fneg" in between:
+        assert out.index("%n = fneg") > out.index("%x = load")
 
 
 KERNEL = """

@@ -1,6 +1,10 @@
-"""The cache of compiled kernels: hits, headers that change, damage, several processes at once."""
+"""The cache of compiled kernels: hits, headers that change, damage, several processes at once.
+
+And the garbage collector, which is paused while a text is rewritten.
+"""
 
 import errno
+import gc
 import os
 import sys
 import time
@@ -10,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.forks import run_alone
+from tests.helpers.forks import in_child, run_alone
 from torch_metal_attn.simulator import build, cache, compile_shader
 
 SOURCE = "kernel void k(device int* x) { x[0] = 7; }"
@@ -158,13 +162,16 @@ def test_two_processes_at_once(empty_cache):
     assert not list(empty_cache.glob("??/.new-*"))
 
 
-def test_store_keeps_the_entry_that_is_there(empty_cache):
+def test_store_keeps_the_entry_that_is_there(monkeypatch):
+    """And so does a replacement by the same content."""
     entry = cache.store("abcd", {"file": b"first"})
     assert cache.store("abcd", {"file": b"second"}) == entry
     assert (entry / "file").read_bytes() == b"first"
     assert (cache.replace("abcd", {"file": b"third"}) / "file").read_bytes() == b"third"
     assert cache.lookup("abcd") == entry
     assert cache.lookup("ffff") is None
+    monkeypatch.setattr(cache, "_discard", lambda _: pytest.fail("removed"))
+    assert cache.replace("abcd", {"file": b"third"}) == entry
 
 
 def test_an_entry_stored_during_a_lookup_stays(empty_cache, monkeypatch):
@@ -177,12 +184,6 @@ def test_an_entry_stored_during_a_lookup_stays(empty_cache, monkeypatch):
     monkeypatch.setattr(Path, "is_dir", is_dir)
     cache.lookup("abcd")
     assert (cache.lookup("abcd") / "file").read_bytes() == b"another process'"
-
-
-def test_the_same_content_is_not_replaced(monkeypatch):
-    entry = cache.store("abcd", {"file": b"same"})
-    monkeypatch.setattr(cache, "_discard", lambda _: pytest.fail("removed"))
-    assert cache.replace("abcd", {"file": b"same"}) == entry
 
 
 def test_parts_of_a_key_do_not_run_together():
@@ -253,11 +254,6 @@ def test_wrong_limit(monkeypatch, value):
         cache.lookup("0000")
 
 
-def test_default_limit_is_a_gibibyte(monkeypatch):
-    monkeypatch.delenv(cache.LIMIT, raising=False)
-    assert cache.limit() == 2**30
-
-
 def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a directory")
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -310,3 +306,30 @@ def test_place_of_the_cache(monkeypatch, tmp_path):
     assert cache.cache_dir() == tmp_path / "torch_metal_attn"
     monkeypatch.setattr(sys, "platform", "darwin")
     assert cache.cache_dir() == Path.home() / "Library" / "Caches" / "torch_metal_attn"
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_paused_in_passes_only(enabled, monkeypatch):
+    """And is as the caller had it afterwards, after an error too."""
+    seen = []
+    for name in ("rewrite", "instrument"):
+        wrapped = getattr(build, name)
+        monkeypatch.setattr(
+            build, name, lambda *a, run=wrapped: (seen.append(gc.isenabled()), run(*a))[1]
+        )
+    if not enabled:
+        gc.disable()
+    try:
+        result(check=True)
+        with pytest.raises(build.ShaderCompileError):
+            build.build("kernel void k(device int* x { }")
+        assert (seen, gc.isenabled()) == ([False] * 3, enabled)
+    finally:
+        gc.enable()
+
+
+def test_the_collector_is_on_in_a_child_of_a_process_that_paused_it():
+    with build._collector_paused():
+        assert in_child(gc.isenabled)
+        assert not gc.isenabled()
+    assert gc.isenabled()

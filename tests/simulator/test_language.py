@@ -5,7 +5,6 @@ import torch
 
 from tests.helpers.cases import each_case
 from torch_metal_attn.simulator import SimulatorFault, compile_shader, replacing_compile_shader
-from torch_metal_attn.simulator.__main__ import main
 from torch_metal_attn.simulator.build import build
 
 from .planted import HEAD, check_refused
@@ -59,6 +58,10 @@ struct Fragment {
   type value;
   thread type& at() { return value; }
 };
+struct Based { int b; Based(int a) : b(a) {} };
+template <typename B>
+struct Derived : B { int x; Derived(int a) : B(a), x(a) {} };
+float second(const threadgroup float x[32], device const float y[2][3]) { return x[1] + y[0][1]; }
 template <typename T>
 float literal(vec<T, 2> v) { return float((0.5 * v).y) + 1.0 / 3.0; }
 
@@ -136,6 +139,11 @@ kernel void constructs(device float* out [[buffer(0)]], device complex64* c [[bu
   const float4 left((1.0f + 1.0f) * 2, 2, 3, 4), right(halves), both = left + right;
   float2 unset, pair2(both.xw), same2 = pair2;
   out[n++] = same2.x + same2.y;
+  out[n++] = second(shared, (const device float(*)[3])x);
+  out[n++] = Derived<Based>(3).x + Derived<Based>(4).b;
+  float4 four[2] = {left, static_cast<float4>(halves)};
+  thread float4 (&rows)[2] = four;
+  out[n++] = rows[1].w + metal::half2(2h, 1.5h).x + 5e-1bf;
 }
 """
 )
@@ -145,6 +153,7 @@ EXPECTED = [
     *(8, 25, 1, 6, 20 + 9, 6, 1),  # conversions to the union
     *(4 + 0.75, 1, 4, 2, 21, 6, 1, 1, 1, 2, 1),
     4 + 2 + 4 + 8,  # vectors that a declaration constructs
+    *(11 + 21, 7, 8 + 2 + 0.5),  # arrays as parameters, base classes, casts
 ]
 
 
@@ -197,14 +206,11 @@ def test_the_language_sets_metal_version(language, number):
     assert out.item() == number
 
 
-def test_the_command_and_the_replacement_take_a_language(tmp_path, capsys):
-    source = "kernel void k(device int* out) { out[0] = __METAL_VERSION__; }"
-    file = tmp_path / "k.metal"
-    file.write_text(source)
-    assert main(["run", str(file), "k", "--arg", "0:1", "--language", "3.2"]) == 0
-    assert "320" in capsys.readouterr().out
+def test_the_replacement_takes_a_language():
     with replacing_compile_shader(language="3.2"):
-        library = torch.mps.compile_shader(source)
+        library = torch.mps.compile_shader(
+            "kernel void k(device int* out) { out[0] = __METAL_VERSION__; }"
+        )
     out = torch.zeros(1, dtype=torch.int32)
     library.k(out, threads=1)
     assert out.item() == 320

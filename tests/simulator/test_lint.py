@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.cases import each_case
 from torch_metal_attn.simulator.lint import lint_source
-from torch_metal_attn.tools.lint.__main__ import main
+from torch_metal_attn.tools.lint import __main__ as lint
 
 from .planted import read, twin
 
@@ -52,12 +52,18 @@ def test_ascii() -> None:
     assert lint_source("// plain\n// cafe\n") == []
 
 
+@pytest.fixture(autouse=True)
+def _few_specialisations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of all, which take seconds to find."""
+    monkeypatch.setattr(lint, "specialisations", lambda: {"probe": [{}]})
+
+
 def test_command_names_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also in a text that had no finding in the run before, and each time."""
     (tmp_path / "probe.metal").write_text('#include "helper.h"\nconstant int zero = 0;\n')
     for result, returns in (("float", 0), ("double", 1), ("double", 1)):
         (tmp_path / "helper.h").write_text(f"#pragma once\n\ninline {result} f() {{ return 1; }}\n")
-        assert main([str(tmp_path)]) == returns
+        assert lint.main([str(tmp_path)]) == returns
         said = "shaders/helper.h:3: double: `double` is not in Metal\n"
         assert (said in capsys.readouterr().out) == bool(returns)
 
@@ -66,9 +72,9 @@ def test_command_refuses_an_unknown_family(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "other.metal").write_text("constant int zero = 0;\n")
-    assert main([str(tmp_path)]) == 1
+    assert lint.main([str(tmp_path)]) == 1
     assert "other.metal:1: specialisations:" in capsys.readouterr().out
 
 
 def test_command_refuses_an_empty_folder(tmp_path: Path) -> None:
-    assert main([str(tmp_path)]) == 2
+    assert lint.main([str(tmp_path)]) == 2

@@ -55,77 +55,6 @@ def test_system_headers_are_left_alone():
     assert shim in rewrite(shim + '# 1 "a.metal" 2\nint y;\n').text
 
 
-COPY = "::metal::__assign(((threadgroup V*)(a + 1)) , ((const device V*)(b)));"
-Y = "vec < T , 4 > __tg_y[ 2 ] [ N ]"
-
-
-@each_case(
-    "metal, host",
-    [
-        ("x = 1.5h;", "x = ((half)1.5f);"),
-        ("x = 2h;", "x = ((half)2.0f);"),
-        ("x = 1e-3bf;", "x = ((bfloat)1e-3f);"),
-        ("x = 0x1fh;", "x = 0x1fh;"),
-        ("v = float4(a, b);", "v = ::metal::__mk<float4>(a, b);"),
-        ("{ const float2 v(a, b); }", "{ const float2 v = ::metal::__mk<float2>(a, b); }"),
-        ("v = metal::half2(a);", "v = ::metal::__mk<metal::half2>(a);"),
-        ("v = vec<T, 4>(a);", "v = ::metal::__mk<vec<T, 4>>(a);"),
-        ("v = (float4)h + 1;", "v = ::metal::__vector_cast<float4>() ->*h + 1;"),
-        ("v = static_cast<float4>(h);", "v = ::metal::__mk<float4>(h);"),
-        ("n = sizeof(float4) * 2;", "n = sizeof(float4) * 2;"),
-        ("float4 (&r)[2] = x;", "float4 (&r)[2] = x;"),
-        ("using V = float4; v = V(a, b);", "using V = float4; v = ::metal::__construct<V>(a, b);"),
-        ("x = y ? V(1) : z;", "x = y ? V(1) : z;"),
-        (
-            "threadgroup float x[4];",
-            "typedef float __tg_x[ 4 ]; threadgroup __tg_x& x = *(threadgroup __tg_x*)"
-            '__msl_threadgroup_memory("x", sizeof(__tg_x), 16);',
-        ),
-        (
-            "alignas(32) threadgroup vec<T, 4> y[2][N];",
-            f"typedef {Y}; threadgroup __tg_y& y = "
-            '*(threadgroup __tg_y*)__msl_threadgroup_memory("y", sizeof(__tg_y), 32);',
-        ),
-        ("threadgroup float* q = p;", "threadgroup float* q = p;"),
-        ("*((threadgroup V*)(a + 1)) = *((const device V*)(b));", COPY),
-    ],
-)
-def test_statements(metal, host):
-    assert rewritten(f"void f() {{ {metal} }}") == f"void f() {{ {host} }}"
-
-
-@each_case(
-    "metal, host",
-    [
-        (
-            "template <typename V> V f(bool b, V v) { return b ? v : V(1, 2); }",
-            "template <typename V> V f(bool b, V v) "
-            "{ return b ? v : ::metal::__construct<V>(1, 2); }",
-        ),
-        # A constructor is no construction.
-        ("template <typename B> struct S : B { int x; S(int a) : B(a), x(a) { } };", None),
-        ("struct S { threadgroup float* p; threadgroup float& r; };", None),
-        ("threadgroup float* f(threadgroup float* p) { return p; }", None),
-        (
-            "void f(threadgroup T x[8], device const float y[2][3]) { }",
-            "void f(threadgroup T *x, device const float (*y)[3]) { }",
-        ),
-        # Methods for other memory than a thread's go. A constructor without a rival is for any.
-        (
-            "struct S { int a; void set() threadgroup { } operator int() const device { return a; }"
-            " int get() const thread { return a; } };",
-            "struct S { int a; int get() const thread { return a; } };",
-        ),
-        (
-            "struct S { int a; constexpr S(constant char* b) constant : a(1) { } };",
-            "struct S { int a; constexpr S(::metal::__text b) : a(1) { } };",
-        ),
-    ],
-)
-def test_declarations(metal, host):
-    assert rewritten(metal).startswith((host or metal).removesuffix(" };"))
-
-
 def test_kernel_parameters():
     kernel = kernel_of(
         "kernel void k(device float* a [[buffer(3)]], const device half* b, constant int& n,"
@@ -275,52 +204,6 @@ struct S { void f() threadgroup {
 mark15;
 """
     assert lines_of(rewrite(text).text) == {number: number for number in (1, 7, 8, 14, 15)}
-
-
-@each_case(
-    "metal, host",
-    [
-        ("p[i + 1] = v;", "::metal::__target(p[i + 1]) = v;"),
-        ("if (a) *p = v;", "if (a) ::metal::__target(*p) = v;"),
-        ("b[0][i] = v;", "b[0][i] = v;"),
-        ("p[i].x = 1;", "p[i].x = 1;"),
-        ("x = p[i] == v;", "x = p[i] == v;"),
-        ("q[i] = v;", "q[i] = v;"),
-        ("x = p[i];", "x = ::metal::__read(p[i], 0);"),
-        ("x = p[i].x;", "x = p[i].x;"),
-        ("x = a ? p[i] : *p;", "x = a ? ::metal::__read(p[i], 0) : ::metal::__read(*p, 0);"),
-    ],
-)
-def test_whole_structs_are_stored_and_read_by_calls(metal, host):
-    head = "void f(device packed_float3* p, device bool2* const b, device float3* q) {"
-    assert rewritten(f"{head} {metal} }}").endswith(f"{{ {host} }}")
-
-
-@each_case(
-    "metal, host",
-    [
-        ("x = a << b;", "x = a << ::metal::__checked << b;"),
-        (
-            "x = a >> b + 1 << c;",
-            "x = a >> ::metal::__checked >> b + 1 << ::metal::__checked << c;",
-        ),
-        ("x = 1 + a << 9u;", "x = 1 + a << ::metal::__by<9u>();"),
-        ("x = a << 3 >> b;", "x = a << 3 >> ::metal::__checked >> b;"),
-        ("x = (T)1 << b;", "x = (T)1 << ::metal::__checked << b;"),
-        ("x = 1 << a << b;", "x = 1 << a << ::metal::__checked << b;"),
-        ("x = a >> 3 * b;", "x = a >> ::metal::__checked >> 3 * b;"),
-        ("x = i < n && j < m >> k;", "x = i < n && j < m >> ::metal::__checked >> k;"),
-        ("x = M<T>::y >> b;", "x = M<T>::y >> ::metal::__checked >> b;"),
-        ("if (c) a <<= b;", "if (c) a <<= decltype(::metal::__amount_of(a)){} = b;"),
-        ("else (*a)[1].x >>= b;", "else (*a)[1].x >>= @( * a ) [ 1 ] . x)){} = b;"),
-        ("f<T, 2>(a)->v <<= 9;", "f<T, 2>(a)->v <<= @f < T , 2 > ( a ) -> v)){} = 9;"),
-        ("**a++ <<= b;", "**a++ <<= @* * a ++)){} = b;"),
-    ],
-)
-def test_shifts_are_checked(metal, host):
-    host = host.replace("@", "decltype(::metal::__amount_of(")
-    assert rewritten(f"void f() {{ {metal} }}", check=True) == f"void f() {{ {host} }}"
-    assert rewritten(f"void f() {{ {metal} }}") == f"void f() {{ {metal} }}"
 
 
 @each_case(

@@ -25,13 +25,8 @@ def attend():
 
 def test_off_unless_asked():
     assert not session.active()
-    with simulate():
-        assert session.active()
-    assert not session.active()
-
-
-def test_off_again_after_an_error():
     with pytest.raises(KeyError), simulate():
+        assert session.active()
         raise KeyError
     assert not session.active()
 
@@ -48,17 +43,6 @@ def test_environment_with_an_unknown_backend(monkeypatch):
     monkeypatch.setenv(BACKEND, "cuda")
     with pytest.raises(ValueError, match="TORCH_METAL_ATTN_BACKEND is 'cuda'"):
         session.active()
-
-
-def test_launches_are_recorded():
-    with simulate() as run:
-        attend()
-    (launch,) = run.launches
-    assert launch.kernel == "flash_fwd"
-    assert launch.defines["HEAD_DIM_QK"] == "8"
-    assert launch.grid[1:] == (2, 1)
-    assert launch.group_size[0] % 32 == 0
-    assert launch.seconds > 0
 
 
 @pytest.mark.parametrize("options", [{"check": True}, {"count": True}])
@@ -120,12 +104,6 @@ def test_text_without_the_kernel(monkeypatch):
     monkeypatch.setattr(shaders, "source", lambda family: "kernel void other(device int* x) { }")
     with simulate(), pytest.raises(ValueError, match="no kernel flash_fwd; it has other"):
         attend()
-
-
-def test_error_of_the_op_itself_stays():
-    q = torch.randn(1, 9, 2, 8)
-    with simulate(), pytest.raises(ValueError, match="head"):
-        flash_attn_func(q, q, torch.randn(1, 9, 3, 8))
 
 
 def test_another_thread_has_its_own():

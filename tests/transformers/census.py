@@ -75,7 +75,10 @@ def examine(model_type: str, kind: str) -> Entry:
 
 def _examine(entry: Entry) -> None:
     model, config, given, expected = _eager(entry)
+    before = model.config._attn_implementation
     reason = _refusal(lambda: enable(model))
+    if reason is not None and model.config._attn_implementation != before:
+        entry.faults.append("refused, and changed all the same")
     loaded = _refusal(lambda: _from_config(type(model), copy.deepcopy(config)))
     entry.faults += [found for found in (reason, loaded) if found and found.startswith("fails")]
     if (reason is None) != (loaded is None):

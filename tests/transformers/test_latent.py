@@ -21,6 +21,7 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
 from torch_metal_attn.integrations.transformers.latent import Latents  # noqa: E402
 from torch_metal_attn.quantisation import DTYPES, dequantise, quantise  # noqa: E402
 from torch_metal_attn.simulator import runs, simulate  # noqa: E402
+from torch_metal_attn.with_kvcache import VERIFY_QUERIES  # noqa: E402
 
 NAMES = ["DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V3.2", "GLM-MoE-DSA"]
 # The other models that cache latent rows; of two only some layers do.
@@ -36,8 +37,6 @@ OTHERS = [
     "YoutuForCausalLM",
 ]
 HYBRID = ("BailingHybridForCausalLM", "KimiLinearForCausalLM")
-# Whose code selects keys by masks of its own.
-SELECTING = ["AXK2ForCausalLM", "Dots3NoteForCausalLM", "MistralLarge4ForConditionalGeneration"]
 GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
 
@@ -46,14 +45,13 @@ def generated(model, given, **options):
     return tiny.generate(model, given, **GREEDY | options)
 
 
-@pytest.mark.parametrize("side", ["none", "left"])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("own_cache", [False, True])
-def test_tokens_are_those_of_eager(name, side, own_cache):
-    model, given = tiny.build(name), tiny.inputs(name, side)
+@pytest.mark.parametrize("own_cache", [None, {}, {"page_size": 5}], ids=str)
+def test_tokens_are_those_of_eager(name, own_cache):
+    model, given = tiny.build(name), tiny.inputs(name, "none" if own_cache is None else "left")
     tokens, scores = generated(model, given)
     enable(model, absorb=True)
-    options = {"cache": latent_cache(model, 64)} if own_cache else {}
+    options = {} if own_cache is None else {"cache": latent_cache(model, 64, **own_cache)}
     with record_routes() as routes:
         actual, own_scores = generated(model, given, **options)
     assert actual.tolist() == tokens.tolist()
@@ -62,6 +60,22 @@ def test_tokens_are_those_of_eager(name, side, own_cache):
     steps = [call for call in routes.kernel if " q (2, 4, 1, " in call]
     assert len(steps) == GREEDY["max_new_tokens"] - 1
     assert all(f"q (2, 4, 1, {COLUMNS}) k (2, 1, " in call for call in steps)
+
+
+@pytest.mark.parametrize("page_size", [None, 5])
+def test_masks_with_holes(page_size):
+    """They have a column for each key, and pages may have more keys."""
+    model, given = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
+    given["attention_mask"][:, 4] = 0
+    tokens, scores = generated(model, given)
+    enable(model, absorb=True)
+    with record_routes() as routes:
+        actual, own_scores = generated(
+            model, given, cache=latent_cache(model, 64, page_size=page_size)
+        )
+    assert actual.tolist() == tokens.tolist()
+    assert difference(own_scores, scores) <= TOLERANCE
+    assert any(" q (2, 4, 1, " in call for call in routes.dense)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
@@ -82,10 +96,10 @@ def test_every_model(kind):
     assert any(" k (2, 1, " in call for call in routes.kernel)
 
 
-@pytest.mark.parametrize("kind", SELECTING)
-def test_keys_selected_by_masks(kind):
+def test_keys_selected_by_masks():
     """enable refuses them, and says what works instead."""
     given = tiny.inputs("Llama", "left")
+    kind = "MistralLarge4ForConditionalGeneration"
     model = tiny.smallest(kind, index_topk=3)
     tokens, scores = generated(model, given, max_new_tokens=3)
     with pytest.raises(NotImplementedError, match=r"selects keys by indices.*sdpa_replaced\(\)"):
@@ -105,10 +119,15 @@ WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str
+    "format, page_size, options",
+    [
+        ("q8_0", None, {"num_beams": 2}),
+        ("fp8_e4m3", None, {"prompt_lookup_num_tokens": 3}),
+        ("q4_0", 5, {"num_beams": 2}),
+        ("q3_g32", 16, {"prompt_lookup_num_tokens": 3}),
+    ],
 )
-@pytest.mark.parametrize("format", ["q8_0", "fp8_e4m3", "q4_0", "q3_g32"])
-def test_quantised_rows(format, options, monkeypatch):
+def test_quantised_rows(format, page_size, options, monkeypatch):
     """Tokens and scores are eager's with rows that are rounded to the format's values."""
     update = DynamicLayer.update
 
@@ -125,13 +144,54 @@ def test_quantised_rows(format, options, monkeypatch):
         patch.setattr(DynamicLayer, "update", rounded)
         tokens, scores = generated(model, given, **options)
     enable(model, absorb=True)
-    cache = latent_cache(model, 64, format=format)
+    cache = latent_cache(model, 64, format=format, page_size=page_size)
     actual, own_scores = generated(model, given, cache=cache, **options)
     assert actual.tolist() == tokens.tolist()
     # A row that is rounded another way in float32 may have another code.
     assert difference(own_scores, scores) <= 1e-3
     held = cache.layers[0].cache.layers[0]
     assert held.k_cache.dtype == DTYPES[format]
+
+
+@pytest.mark.parametrize(
+    "repeats, page_size, options",
+    [
+        (3, None, {}),
+        (16, 16, {}),
+        (16, None, {"num_beams": 2}),
+        (16, 16, {"prompt_lookup_num_tokens": 3}),
+    ],
+)
+def test_recent_rows(repeats, page_size, options, monkeypatch):
+    """Tokens and scores are eager's with rows that are rounded, but for the last ones."""
+    update, kept, padding = DynamicLayer.update, 8 + VERIFY_QUERIES, 3
+
+    def rounded(self, key_states, value_states, *arguments, **given):
+        k, v = update(self, key_states, value_states, *arguments, **given)
+        # Rows that drafts have pushed out are not there again.
+        old = self.old = max(getattr(self, "old", 0), k.shape[2] - kept)
+        rows = torch.cat([k, v], -1)
+        codes = dequantise(*quantise(rows[:, :, :old].contiguous(), "q4_0"), rows.dtype)
+        rows = torch.cat([codes, rows[:, :, old:]], 2)
+        return rows.split([k.shape[-1], v.shape[-1]], -1)
+
+    ids = tiny.tokens(6, batch=1).repeat(2, repeats)
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    given = {"input_ids": ids[:1], "attention_mask": mask[:1]}
+    if not options:
+        given = {"input_ids": ids, "attention_mask": mask}
+    model = tiny.build("DeepSeek-V3", **WIDE)
+    with monkeypatch.context() as patch:
+        patch.setattr(DynamicLayer, "update", rounded)
+        tokens, scores = generated(model, given, **options)
+    enable(model, absorb=True)
+    cache = latent_cache(model, 128, "q4_0", page_size=page_size, recent=8)
+    actual, own_scores = generated(model, given, cache=cache, **options)
+    assert actual.tolist() == tokens.tolist()
+    assert difference(own_scores, scores) <= 1e-3
+    exact = generated(model, given, cache=latent_cache(model, 128), **options)[1]
+    assert (difference(exact, scores) > 1e-2) == (repeats > 3)
 
 
 def test_quantised_rows_on_device(device):
@@ -146,18 +206,19 @@ def test_quantised_rows_on_device(device):
     assert difference(results[1][1], results[0][1]) <= TOLERANCE
 
 
-def test_on_device(device):
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_on_device(page_size, device):
     """The cache holds latents alone, and the kernel reads each row once."""
     model, given = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
     tokens, scores = generated(model, given, max_new_tokens=3)
     enable(model, absorb=True).to(device)
-    cache = latent_cache(model, 40)
+    cache = latent_cache(model, 40, page_size=page_size)
     actual, own_scores = generated(model, given, max_new_tokens=3, cache=cache)
     assert actual.tolist() == tokens.tolist()
     assert difference(own_scores, scores) <= TOLERANCE
     for layer in cache.layers:
         (held,) = layer.cache.layers[0].by_block()
-        assert held.shape == (2, 40, 1, COLUMNS)
+        assert held.shape == ((2, 40, 1, COLUMNS) if page_size is None else (10, 8, 1, COLUMNS))
     if (run := runs.current()) is not None:
         decoding = [one for one in run.launches if one.kernel == "flash_decode"]
         assert len(decoding) == 2 * 2
@@ -169,7 +230,8 @@ def test_on_device(device):
     [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"do_sample": True, "top_k": 3}],
     ids=str,
 )
-def test_ways_to_generate(options):
+@pytest.mark.parametrize("page_size", [None, 5])
+def test_ways_to_generate(page_size, options):
     """Beams reorder the cache, and prompt lookup takes rejected tokens back."""
     torch.manual_seed(0)
     ids = tiny.tokens(6, batch=1).repeat(1, 4)
@@ -180,7 +242,7 @@ def test_ways_to_generate(options):
         cache = {}
         if absorb:
             enable(model, absorb=True)
-            cache = {"cache": latent_cache(model, 64)}
+            cache = {"cache": latent_cache(model, 64, page_size=page_size)}
         torch.manual_seed(1)
         results.append(model.generate(**given, **GREEDY | options, **cache))
     assert results[0].tolist() == results[1].tolist()
@@ -261,6 +323,24 @@ def test_another_attention_is_told():
 
 
 class TestRefused:
+    @pytest.mark.parametrize(
+        "options, who",
+        [({"page_size": 8}, "metal_attn::flash_decode"), ({"recent": 4}, "a latent cache")],
+    )
+    def test_gradients(self, options, who):
+        model = enable(tiny.build("DeepSeek-V3", **WIDE), absorb=True)
+        cache = latent_cache(model, 128, "q4_0", **options)
+        for length in (90, 3):
+            logits = model(tiny.tokens(length, batch=1), cache=cache).logits
+        with pytest.raises(NotImplementedError, match=f"{who} has no gradient, and q requires"):
+            logits.sum().backward()
+
+    def test_recent_rows_of_selected_keys(self):
+        model = enable(tiny.build("DeepSeek-V3.2", **WIDE, index_head_dim=32), absorb=True)
+        cache = latent_cache(model, 64, "q8_0", recent=8)
+        with pytest.raises(NotImplementedError, match="indices with the recent rows of a latent"):
+            generated(model, tiny.inputs("Llama"), cache=cache)
+
     def test_models_without_latents(self):
         model = tiny.build("Llama")
         with pytest.raises(NotImplementedError, match="absorb=True for LlamaForCausalLM, which"):
@@ -280,16 +360,27 @@ class TestRefused:
         model = tiny.build("DeepSeek-V3")
         with pytest.raises(NotImplementedError, match="0 have absorbed latent attention; call en"):
             latent_cache(model, 16)
+        with pytest.raises(TypeError, match="model is a NoneType; it must be a transformers"):
+            latent_cache(None, 16)
         enable(model, absorb=True)
         with pytest.raises(ValueError, match="max_length is 0; it must be at least 1"):
             latent_cache(model, 0)
-        with pytest.raises(ValueError, match="head_dim is 16; q8_0 needs a multiple of 32"):
+        with pytest.raises(ValueError, match="head_dim is 24; q8_0 needs a multiple of 32"):
             latent_cache(model, 64, format="q8_0")
         with pytest.raises(ValueError, match="format is 'q5'; it must be one of q8_0"):
             latent_cache(model, 64, format="q5")
+        with pytest.raises(ValueError, match="page_size is 0; it must be at least 1"):
+            latent_cache(model, 64, page_size=0)
+        with pytest.raises(ValueError, match="recent is 8 with no format, so that all rows"):
+            latent_cache(model, 64, recent=8)
         cache = latent_cache(model, 4)
         with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="5 rows more do not fit"):
             model(tiny.tokens(5), cache=cache)
+        paged = latent_cache(model, 4, page_size=4)
+        with pytest.raises(
+            torch_metal_attn.kv_cache.CacheFull, match="10 rows of 2 sequences need"
+        ):
+            model(tiny.tokens(5), cache=paged)
         llama = tiny.build("Llama")
         with pytest.raises(ValueError, match="it must be latents"):
             llama(tiny.tokens(3), past_key_values=cache)

@@ -10,34 +10,14 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from tests.transformers import tiny_models as tiny  # noqa: E402
-from tests.transformers.model_check import DENSE, TOLERANCE, compare, difference, launches  # noqa: E402
-from tests.transformers.tiny_families import CORE, PROMPT  # noqa: E402
+from tests.transformers.model_check import TOLERANCE, compare, difference, launches  # noqa: E402
+from tests.transformers.tiny_families import PROMPT  # noqa: E402
 from torch_metal_attn.integrations.transformers import attention as attention_module  # noqa: E402
 from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
 from torch_metal_attn.simulator import runs, simulate  # noqa: E402
 
-GENERATORS = [name for name in CORE if CORE[name].generates]
-
 
 class TestMatchesEager:
-    @pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
-    def test_windows_of_several_sizes(self, name):
-        for window in (1, 2, PROMPT - 1, PROMPT, PROMPT + 1):
-            assert compare(name, "left", sliding_window=window)[0] <= TOLERANCE
-
-    @pytest.mark.parametrize("chunk", [3, 9, PROMPT - 1, PROMPT, PROMPT + 7])
-    @pytest.mark.parametrize("side", ["none", "left", "right"])
-    def test_chunks_of_several_sizes(self, chunk, side):
-        assert compare("Llama4", side, attention_chunk_size=chunk)[0] <= TOLERANCE
-
-    def test_mask_without_padding_is_none(self):
-        for name in ("Llama", "BERT"):
-            model = enable(tiny.build(name))
-            with record_routes() as routes:
-                tiny.answer(model, **tiny.inputs(name))
-            assert sum(routes.plain.values()) == 2
-            assert routes.plain == routes.kernel
-
     def test_padding_with_holes(self):
         given = tiny.inputs("Llama")
         given["attention_mask"][1, 5:7] = 0
@@ -60,12 +40,11 @@ class TestMatchesEager:
         actual = tiny.answer(enable(model), input_ids=ids, attention_mask=mask)
         assert difference(actual, expected) <= TOLERANCE
 
-    @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3", "Llama4"])
-    @pytest.mark.parametrize("side", ["none", "left"])
-    def test_prompt_in_three_parts(self, name, side):
+    @pytest.mark.parametrize("name", ["Gemma3", "Llama4"])
+    def test_prompt_in_three_parts(self, name):
         """Later parts meet keys of the earlier ones: other diagonals, and sliding caches."""
         model = tiny.build(name)
-        ids, mask = tiny.tokens(length=30), tiny.padding(side, length=30)
+        ids, mask = tiny.tokens(length=30), tiny.padding("left", length=30)
         expected = tiny.answer(model, input_ids=ids, attention_mask=mask)
         enable(model)
         cache = transformers.DynamicCache(config=model.config)
@@ -81,8 +60,8 @@ class TestGeneration:
     @pytest.mark.parametrize(
         "cache, name",
         [
-            *(("dynamic", name) for name in ("Llama", "Mistral", "Gemma2", "gpt-oss", "Llama4")),
-            *(("static", name) for name in ("Llama", "Mistral", "Llama4")),
+            *(("dynamic", name) for name in ("Gemma2", "gpt-oss", "Llama4")),
+            *(("static", name) for name in ("Mistral", "Llama4")),
         ],
     )
     def test_on_device(self, name, cache, device):
@@ -120,16 +99,6 @@ class TestGeneration:
         assert difference(actual, expected) <= TOLERANCE
         assert [*routes.kernel] == ["LlamaAttention q (2, 4, 33, 16) k (2, 2, 40, 16) causal"]
         assert routes.plain
-
-    @pytest.mark.parametrize("slots", [8, 9])
-    def test_first_token_of_a_static_cache(self, slots):
-        """One query never sees the slots that are still empty, with a dense mask or without."""
-        model, ids = tiny.build("Llama"), tiny.tokens(length=1)
-        expected = tiny.answer(model, input_ids=ids)
-        enable(model)
-        cache = transformers.StaticCache(config=model.config, max_cache_len=slots)
-        actual = tiny.answer(model, input_ids=ids, past_key_values=cache)
-        assert difference(actual, expected) <= TOLERANCE
 
 
 class TestDecoding:
@@ -230,9 +199,7 @@ class TestPlantedFaults:
         self.plant(monkeypatch, fault)
         assert compare(name, side)[0] > 10 * TOLERANCE
 
-    @pytest.mark.parametrize(
-        "name", [name for name in GENERATORS if name not in {"Mistral"} | DENSE - {"T5"}]
-    )
+    @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Llama4", "gpt-oss", "Whisper"])
     def test_offset(self, name, monkeypatch):
         """Ignored where a static cache decodes; dense masks and full windows carry none."""
         self.plant(monkeypatch, change("q_offset", lambda offset: 0))

@@ -250,11 +250,6 @@ class TestPositionsWithCache:
         with pytest.raises(ValueError, match="fall back to 0"):
             self.forward(position_ids=self.PACKED, past_key_values=cache)
 
-    def test_refused_in_training(self):
-        model = enable(tiny.build("Llama")).train()
-        with pytest.raises(ValueError, match="fall back to 0"):
-            model(input_ids=tiny.tokens(31, batch=1), position_ids=self.PACKED)
-
     @pytest.mark.parametrize(
         "positions",
         [

@@ -26,19 +26,14 @@ from torch_metal_attn.simulator import simulate  # noqa: E402
 # With fewer experts a token, one that is nearly a tie goes to another expert by rounding alone.
 EVERY_EXPERT = {"gpt-oss": {"num_experts_per_tok": 4}, "DeepSeek-V3": {"num_experts_per_tok": 4}}
 
-HALVES = (torch.float16, torch.bfloat16)
+# The dtype of a model, whether it runs under autocast, and whether its rotation is fused.
 PRECISIONS = [
-    (name, dtype, autocast, fuse_rope)
-    for name, dtypes, autocast in (
-        ("Gemma2", HALVES, False),
-        ("Gemma3", HALVES, False),
-        ("Gemma3", (torch.float32,), True),
-        ("Llama", HALVES, False),
-        ("Llama", HALVES, True),
-        ("T5", HALVES, False),
-    )
-    for dtype in dtypes
-    for fuse_rope in ((False,) if name == "T5" else (False, True))
+    ("Gemma2", torch.float16, False, False),
+    ("Gemma3", torch.bfloat16, False, True),
+    ("Gemma3", torch.float32, True, True),
+    ("Llama", torch.float16, True, True),
+    ("Llama", torch.bfloat16, True, False),
+    ("T5", torch.float16, False, False),
 ]
 
 

@@ -115,9 +115,6 @@ def inputs(name: str, side: str = "none") -> dict[str, Tensor]:
             "decoder_input_ids": ids.flip(0),
             "decoder_attention_mask": mask,
         },
-        "wave": lambda: {"input_values": torch.randn(2, 400, generator=generator)},
-        "picture": lambda: _picture(ids, mask, images),
-        "pictures": lambda: _picture(ids, mask, images[:, None]),
         "prefix": lambda: _picture(ids, mask, images) | {"token_type_ids": _prefix()},
     }
     return kinds[FAMILIES[name].takes]()

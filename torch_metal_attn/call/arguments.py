@@ -3,6 +3,7 @@
 Numbers may be NumPy's, or tensors of one element, for which the host waits.
 """
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,12 @@ from torch_metal_attn.ops.refusals import unmarked
 Window = tuple[int | None, int | None]
 
 NO_WINDOW = (-1, -1)
+
+# What float32 holds with all its bits.
+_LEAST, _END = 2.0**-126, 2.0**128
+
+# A list takes 8 bytes and more for a number, also for those that an expanded tensor repeats.
+_MOST_ON_HOST = 2**27
 
 
 def check_tensor(name: str, value: object) -> None:
@@ -46,6 +53,39 @@ def _check_storage(name: str, tensor: Tensor) -> None:
 def check_tensors(**values: object) -> None:
     for name, value in values.items():
         check_tensor(name, value)
+
+
+def check_one_device(**tensors: Any) -> None:
+    """They are tensors, on the device of the first."""
+    check_tensors(**tensors)
+    (first, like), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.device != like.device:
+            raise ValueError(
+                f"{name} is on {tensor.device} and {first} on {like.device}; they must be on one "
+                "device"
+            )
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """A tensor whose numbers the host reads."""
+    check_tensor(name, tensor)
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on meta, where tensors have no values")
+
+
+def at_hand(tensor: Tensor) -> bool:
+    """Whether the host can check a tensor's numbers without waiting for a device."""
+    fake = torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor)
+    return tensor.device.type == "cpu" and not fake
+
+
+def check_indices(name: str, tensor: Tensor, layout: str, count: int, what: str) -> None:
+    """Integers in 0..count - 1, as far as the host knows them."""
+    check_integers(name, tensor, layout)
+    if at_hand(tensor):
+        for index in tensor[(tensor < 0) | (tensor >= count)][:1].tolist():
+            raise ValueError(f"{name} has {index}; it must be in 0..{count - 1}, {what}")
 
 
 def check_rank(name: str, tensor: Tensor, layout: str) -> None:
@@ -89,29 +129,37 @@ def plain(name: str, value: Any) -> Any:
 
 
 def whole(name: str, value: Any, allowed: str = "an int") -> Any:
-    if type(value) is int:
-        return value
-    number = plain(name, value)
+    number = value if type(value) is int else plain(name, value)
     if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
         raise TypeError(f"{name} is {value!r}; it must be {allowed}")
+    if type(number) is int and not -(2**63) <= number < 2**63:
+        raise ValueError(f"{name} is {number}; it must fit int64")
     return number
 
 
-def natural(name: str, value: Any, least: int = 0) -> Any:
+def natural(name: str, value: Any, least: int = 0, most: int = 2**63 - 1) -> Any:
     number = whole(name, value)
     if number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
-    if number >= 2**63:
-        raise ValueError(f"{name} is {number}; it must fit int64")
+    if number > most:
+        raise ValueError(f"{name} is {number}; it must be in {least}..{most}")
     return number
+
+
+def on_device(device: Any) -> torch.device:
+    """The argument `device`."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"device is {device!r}; it must be a device that torch knows") from None
 
 
 def on_host(name: str, values: Any) -> Any:
     """The numbers of a tensor or NumPy array, for which the host waits; else `values` itself."""
     if isinstance(values, Tensor):
-        check_tensor(name, values)
-        if values.is_meta:
-            raise ValueError(f"{name} is on meta, where tensors have no values")
+        check_values(name, values)
+    if (count := math.prod(getattr(values, "shape", ()))) > _MOST_ON_HOST:
+        raise ValueError(f"{name} has {count} numbers; it may have up to {_MOST_ON_HOST}")
     return values.tolist() if hasattr(values, "tolist") else values
 
 
@@ -132,6 +180,16 @@ def number(name: str, value: Any) -> Any:
     allowed = int | float | torch.SymInt | torch.SymFloat
     if isinstance(found, bool) or not isinstance(found, allowed):
         raise TypeError(f"{name} is {value!r}; it must be a number")
+    return found
+
+
+def positive(name: str, value: Any) -> Any:
+    """A number whose float32 is positive, normal and finite."""
+    found = plain(name, value)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not _LEAST <= found < _END:
+        raise ValueError(
+            f"{name} is {value!r}; it must be a positive, finite number, in float32 too"
+        )
     return found
 
 

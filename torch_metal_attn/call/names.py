@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops.differentiation import call
+from torch_metal_attn.ops.differentiation import by_schema, call
 from torch_metal_attn.ops.refusals import marked, unmarked
 
 _MARK = re.compile("`([^`]*)`")
@@ -71,14 +71,8 @@ class ArgumentNames:
         self, op: Callable[..., Any], arguments: Sequence[Any], options: dict[str, Any]
     ) -> None:
         """Raise TypeError or ValueError for what is not of the types in the schema of `op`."""
-        called: Any = op
-        if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-            called, *arguments = arguments
-        schema = getattr(called, "default", called)._schema.arguments
-        values = dict(zip([argument.name for argument in schema], arguments, strict=False))
-        values |= options
-        for argument in schema:
-            value, kind = values.get(argument.name), argument.type
+        for argument, value in by_schema(op, arguments, options):
+            kind = argument.type
             optional = kind.kind() == "OptionalType"
             allowed, wanted = _KINDS.get(
                 (kind.getElementType() if optional else kind).kind(), (object, "")
@@ -86,7 +80,7 @@ class ArgumentNames:
             name = self.names.get(argument.name, argument.name)
             if isinstance(value, int) and not -(2**63) <= value < 2**63 and wanted == "an int":
                 raise ValueError(f"{name} is {value}; it must fit int64") from None
-            if argument.name not in values or isinstance(value, allowed):
+            if isinstance(value, allowed):
                 continue
             if optional:
                 if value is None:

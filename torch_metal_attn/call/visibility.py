@@ -10,13 +10,16 @@ def existing_keys(
     """Bool (B, Lk), or None if every key exists."""
     if seqused_k is None and leftpad_k is None:
         return None
-    key = torch.arange(kv_length, device=device)
-    exists = torch.ones_like(key, dtype=torch.bool)
-    if seqused_k is not None:
-        exists = exists & (key < seqused_k[:, None])
-    if leftpad_k is not None:
-        exists = exists & (key >= leftpad_k[:, None])
-    return exists
+    ends, pads = (None if x is None else x[:, None] for x in (seqused_k, leftpad_k))
+    return _exist(torch.arange(kv_length, device=device), ends, pads)
+
+
+def _exist(keys: Tensor, ends: Tensor | None, pads: Tensor | None) -> Tensor:
+    """Which of the keys do, of sequences that broadcast to them."""
+    exist = torch.ones_like(keys, dtype=torch.bool)
+    if ends is not None:
+        exist = exist & (keys < ends)
+    return exist if pads is None else exist & (keys >= pads)
 
 
 def positions_of(
@@ -111,9 +114,8 @@ def visible_listed(
     )
     right = 0 if causal else window_size_right
     seen = in_window(position, own, window_size_left, right, attention_chunk, pads)
-    seen = seen & (own >= 0) & (own < (kv_length if ends is None else ends[:, None, None]))
-    if pads is not None:
-        seen = seen & (own >= pads[:, None, None])
+    seen = seen & (own >= 0) & (own < kv_length)
+    seen = seen & _exist(own, *(x if x is None else x[:, None, None] for x in (ends, pads)))
     seen = seen.view(batch, heads, count, q_block_size, keys.shape[3])
     return keys, seen & (queries < q_length).view(count, q_block_size, 1)
 

@@ -4,21 +4,50 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torch_metal_attn.call.arguments import check_tensor, check_tensors
+from torch_metal_attn.call.arguments import (
+    check_indices,
+    check_one_device,
+    check_tensor,
+    check_values,
+    natural,
+)
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Rows `indices` (n,) of `input` (N, ...): (n, ...). Differentiable in input."""
+    """Rows `indices` (n,) of `input` (N, ...): (n, ...). Differentiable in input.
+
+    Raises: ValueError: indices that are not int32 or int64, or not in 0..N - 1; mps checks no
+        values.
+    """
+    _check_rows("input", input)
+    check_one_device(input=input, indices=indices)
+    check_indices("indices", indices, "(n)", input.shape[0], "the rows of input")
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Put `values` (n, ...) into rows `indices` (n,) of zeros (first_axis_dim, ...).
 
-    Each index may occur once. Differentiable in values.
+    Each index may occur once. Differentiable in values. Raises as `index_first_axis`.
     """
-    rows = values.new_zeros(first_axis_dim, *values.shape[1:])
-    return rows.index_put((indices,), values)
+    return _put("values", values, indices, natural("first_axis_dim", first_axis_dim))
+
+
+def _put(name: str, values: Tensor, indices: Tensor, count: int) -> Tensor:
+    _check_rows(name, values)
+    check_one_device(**{name: values, "indices": indices})
+    check_indices("indices", indices, "(n)", count, "the rows of the result")
+    if len(indices) != len(values):
+        raise ValueError(
+            f"indices has {len(indices)} numbers and {name} {len(values)} rows; they must be equal"
+        )
+    return values.new_zeros(count, *values.shape[1:]).index_put((indices,), values)
+
+
+def _check_rows(name: str, tensor: Tensor, layout: str = "(N, ...)") -> None:
+    check_tensor(name, tensor)
+    if tensor.dim() < layout.count(","):
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
 
 
 def unpad_input(
@@ -37,15 +66,16 @@ def unpad_input(
     Raises:
         ValueError: a mask whose shape is not (B, L).
     """
-    check_tensor("hidden_states", hidden_states)
+    _check_rows("hidden_states", hidden_states, "(B, L, ...)")
     shape = hidden_states.shape[:2]
-    for name, mask in (("attention_mask", attention_mask), ("unused_mask", unused_mask)):
-        if name == "unused_mask" and mask is None:
-            continue
-        check_tensor(name, mask)
-        assert mask is not None
+    masks = {"attention_mask": attention_mask}
+    if unused_mask is not None:
+        masks["unused_mask"] = unused_mask
+    for name, mask in masks.items():
+        check_values(name, mask)
         if mask.shape != shape:
             raise ValueError(f"{name} has shape {tuple(mask.shape)}; it must be {tuple(shape)}")
+    check_one_device(hidden_states=hidden_states, **masks)
     used = attention_mask != 0
     packed = used if unused_mask is None else used | (unused_mask != 0)
     lengths = packed.sum(dim=1, dtype=torch.int32)
@@ -74,13 +104,15 @@ def unpad_input_for_concatenated_sequences(
         ValueError: another shape; lengths that are not integers, negative, or longer than the row.
     """
     lengths = attention_mask_in_length
-    check_tensors(hidden_states=hidden_states, attention_mask_in_length=lengths)
+    _check_rows("hidden_states", hidden_states, "(B, L, ...)")
+    check_values("attention_mask_in_length", lengths)
+    check_one_device(hidden_states=hidden_states, attention_mask_in_length=lengths)
     shape = hidden_states.shape[:2]
     if lengths.shape != shape:
         raise ValueError(
             f"attention_mask_in_length has shape {tuple(lengths.shape)}; it must be {tuple(shape)}"
         )
-    if lengths.is_floating_point() or lengths.dtype == torch.bool:
+    if lengths.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
         raise ValueError(f"attention_mask_in_length has dtype {lengths.dtype}; it must be integers")
     tokens = lengths.sum(dim=1)
     if lengths.numel() and (int(lengths.min()) < 0 or int(tokens.max()) > shape[1]):
@@ -97,6 +129,6 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undo `unpad_input`: (T, ...) and `indices` (T,) to (batch, seqlen, ...), padding 0."""
-    check_tensors(hidden_states=hidden_states, indices=indices)
-    padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    batch, seqlen = natural("batch", batch), natural("seqlen", seqlen)
+    padded = _put("hidden_states", hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *hidden_states.shape[1:])

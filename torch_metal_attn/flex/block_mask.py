@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.call.arguments import check_tensor, integers
 from torch_metal_attn.flex.order import longest_first, order_shape
 from torch_metal_attn.ops.flex import LISTS
 
@@ -106,8 +107,14 @@ def mask_mod_of(block_mask: Any) -> Any:
 
 def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
     """The lists of a BlockMask that was made for these lengths; None if it has no blocks."""
-    sizes = tuple(int(size) for size in block_mask.BLOCK_SIZE)
-    if sizes == (NO_BLOCKS, NO_BLOCKS):
+    sizes = integers("block_mask.BLOCK_SIZE", block_mask.BLOCK_SIZE)
+    made_for = integers("block_mask.seq_lengths", block_mask.seq_lengths)
+    if len(sizes) != 2 or len(made_for) != 2:
+        raise ValueError(
+            f"block_mask has a BLOCK_SIZE of {sizes} and seq_lengths of {made_for}; they must be "
+            "of queries and of keys"
+        )
+    if sizes == [NO_BLOCKS, NO_BLOCKS]:
         return None
     for name, size in zip(("Q_BLOCK_SIZE", "KV_BLOCK_SIZE"), sizes, strict=True):
         if not SMALLEST <= size <= LARGEST or size % 8 != 0:
@@ -115,16 +122,20 @@ def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
                 f"block_mask has a {name} of {size}; it must be a multiple of 8 in "
                 f"{SMALLEST}..{LARGEST}"
             )
-    lengths = query.shape[2], key.shape[2]
-    if tuple(block_mask.seq_lengths) != lengths:
+    lengths = [query.shape[2], key.shape[2]]
+    if made_for != lengths:
         raise ValueError(
-            f"block_mask was made for {block_mask.seq_lengths[0]} queries and "
-            f"{block_mask.seq_lengths[1]} keys, and query has {lengths[0]} and key {lengths[1]}: "
-            "make one for these lengths"
+            f"block_mask was made for {made_for[0]} queries and {made_for[1]} keys, and query "
+            f"has {lengths[0]} and key {lengths[1]}: make one for these lengths"
         )
     given = {name: getattr(block_mask, name) for name in LISTS}
     lists = {name: tensor for name, tensor in given.items() if tensor is not None}
     for name, tensor in lists.items():
+        check_tensor(f"block_mask.{name}", tensor)
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"block_mask.{name} has dtype {tensor.dtype}; it must be int32 or int64"
+            )
         if tensor.device != query.device:
             raise ValueError(
                 f"block_mask is on {tensor.device} and query on {query.device}; call "

@@ -4,7 +4,7 @@
 `StaticKVCache` has one row of fixed length per sequence. `flash_attn_with_kvcache` and
 `flash_attn_varlen_func` take the tensors of both. New rows are written by `append_kv`.
 `LatentCache` and `StaticLatentCache` are the same for multi-head latent attention (MLA).
-`RecentKVCache` is a quantised `StaticKVCache` with its last rows in full precision.
+With `recent` a quantised cache keeps its last rows in full precision too.
 `CascadePlan` lets a batch read the pages that its sequences share once.
 """
 
@@ -12,7 +12,6 @@ from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.latent import LatentCache, StaticLatentCache
 from torch_metal_attn.kv_cache.paged import PagedKVCache
 from torch_metal_attn.kv_cache.pages import CacheFull
-from torch_metal_attn.kv_cache.recent import RecentKVCache
 from torch_metal_attn.kv_cache.static import StaticKVCache
 from torch_metal_attn.kv_cache.storage import LayerCache
 
@@ -22,7 +21,6 @@ __all__ = [
     "LatentCache",
     "LayerCache",
     "PagedKVCache",
-    "RecentKVCache",
     "StaticKVCache",
     "StaticLatentCache",
 ]

@@ -15,10 +15,12 @@ from torch_metal_attn.call.arguments import (
     heads_first,
     integers,
     natural,
+    on_device,
     only_given,
     window,
 )
 from torch_metal_attn.call.names import ArgumentNames
+from torch_metal_attn.kv_cache.storage import MOST
 from torch_metal_attn.kv_cache.trees import Rows, rows_of_ints
 
 _NAMES = ArgumentNames({"k": "k_cache", "v": "v_cache"}, heads_third=True)
@@ -79,12 +81,15 @@ class CascadePlan:
     ) -> None:
         lengths = integers("seqlens", seqlens)
         pages = rows_of_ints("block_table", block_table, len(lengths))
-        natural("page_size", page_size, 1)
-        natural("q_length", q_length, 1)
-        natural("min_pages", min_pages, 1)
+        page_size = natural("page_size", page_size, 1, MOST)
+        q_length = natural("q_length", q_length, 1, MOST)
+        min_pages = natural("min_pages", min_pages, 1)
         if len({len(row) for row in pages}) > 1:
             raise ValueError("block_table has rows of different lengths; it must be (B, blocks)")
         for b, (row, length) in enumerate(zip(pages, lengths, strict=True)):
+            for page in row:
+                if not -MOST <= page <= MOST:
+                    raise ValueError(f"block_table[{b}] has {page}; it must fit int32")
             if not 0 <= length <= len(row) * page_size:
                 raise ValueError(
                     f"seqlens[{b}] is {length}; it must be in 0..{len(row) * page_size}, the keys "
@@ -92,6 +97,7 @@ class CascadePlan:
                 )
         if device is None:
             device = block_table.device if isinstance(block_table, Tensor) else "cpu"
+        device = on_device(device)
         self.batch_size, self.q_length, self.page_size = len(lengths), q_length, page_size
         self._options: dict[str, Any] = {}
         left, right = window(window_size)
@@ -189,7 +195,7 @@ class CascadePlan:
         return out, lse
 
     def _shared_walk(
-        self, level: list[SharedPages], pages: list[list[int]], device: torch.device | str
+        self, level: list[SharedPages], pages: list[list[int]], device: torch.device
     ) -> _Walk:
         width = max(len(shared.sequences) for shared in level)
         tables, used, gathered = [], [], []
@@ -248,12 +254,12 @@ def _levels(pages: list[list[int]], most: list[int], min_pages: int) -> list[lis
     return levels
 
 
-def _table(rows: list[list[int]], device: torch.device | str) -> Tensor:
+def _table(rows: list[list[int]], device: torch.device) -> Tensor:
     """(N, blocks) int32, rows filled up with zeros."""
     width = max([1, *map(len, rows)])
     filled = [row + [0] * (width - len(row)) for row in rows]
     return torch.tensor(filled, dtype=torch.int32, device=device).view(len(rows), width)
 
 
-def _ints(values: list[int], device: torch.device | str) -> Tensor:
+def _ints(values: list[int], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)

@@ -5,6 +5,7 @@ from typing import Any
 from torch_metal_attn.call.arguments import natural
 from torch_metal_attn.kv_cache.paged import PagedKVCache
 from torch_metal_attn.kv_cache.static import StaticKVCache
+from torch_metal_attn.kv_cache.storage import MOST
 
 
 class LatentCache(PagedKVCache):
@@ -21,8 +22,8 @@ class LatentCache(PagedKVCache):
     (table rows, rotary_dim / 2) the last rotary_dim columns are rotated.
 
     Args: num_pages, page_size: as in `PagedKVCache`. latent_dim, rotary_dim: kv_lora_rank and
-        qk_rope_head_dim of DeepSeek's configs. options: num_layers, dtype, device, format, layout
-        and k_scale of `PagedKVCache`; q8_0 and q4_0 need multiples of 32 columns.
+        qk_rope_head_dim of DeepSeek's configs. options: num_layers, dtype, device, format, layout,
+        k_scale and recent of `PagedKVCache`; q8_0 and q4_0 need multiples of 32 columns.
     """
 
     def __init__(
@@ -57,8 +58,8 @@ class StaticLatentCache(StaticKVCache):
 
 def _sizes(latent_dim: int, rotary_dim: int) -> tuple[int, int, int]:
     """num_kv_heads, head_dim and v_head_dim."""
-    natural("latent_dim", latent_dim, 1)
-    return 1, latent_dim + natural("rotary_dim", rotary_dim), latent_dim
+    latent_dim = natural("latent_dim", latent_dim, 1, MOST // 2)
+    return 1, latent_dim + natural("rotary_dim", rotary_dim, 0, MOST // 2), latent_dim
 
 
 def _latent(options: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, zip_longest
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -12,8 +12,16 @@ from torch_metal_attn.call.arguments import integers, natural, whole
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
-from torch_metal_attn.kv_cache.storage import LayerCache, Storage
-from torch_metal_attn.kv_cache.trees import Rows, checked_paths, each, moves, rows_of_ints
+from torch_metal_attn.kv_cache.storage import MOST, LayerCache, Storage
+from torch_metal_attn.kv_cache.trees import (
+    Rows,
+    check_layers_agree,
+    checked_paths,
+    each,
+    length_within,
+    moves,
+    rows_of_ints,
+)
 
 
 @dataclass
@@ -22,6 +30,7 @@ class _Sequence:
     lengths: list[int]  # of each layer
     tokens: list[int]  # as far as they are known
     prefixes: list[Prefix]  # of the first pages, those that are found by their tokens
+    slot: int = -1  # of its recent rows
 
     @property
     def length(self) -> int:
@@ -53,7 +62,9 @@ class PagedKVCache:
         columns in whose blocks quantised rows are rotated, 0 for none. layout: "NHD", in memory
         (pages, page_size, Hkv, D) as in flash-attn, or "HND", (pages, Hkv, page_size, D). k_scale,
         v_scale: (Hkv,) float32, for fp8_e4m3 only; None is 1. values_in_keys: values are the first
-        Dv columns of the keys, and stored once, as in `LatentCache`.
+        Dv columns of the keys, and stored once, as in `LatentCache`. recent: as many of the last
+        rows of each sequence, or more, are also kept in dtype, and `decode_step` reads those in
+        place of the quantised ones; 0 for none.
 
     Raises: ValueError for an unknown id or layer and for wrong shapes, naming what is wrong;
         `CacheFull` if there are too few pages. Nothing is changed then.
@@ -61,10 +72,9 @@ class PagedKVCache:
 
     @options_of(Storage.__init__, 3)
     def __init__(self, num_pages: int, page_size: int, *sizes: Any, **options: Any) -> None:
-        natural("num_pages", num_pages, 1)
-        natural("page_size", page_size, 1)
-        self.page_size = page_size
-        self._storage = Storage(num_pages, page_size, *sizes, **options)
+        num_pages = natural("num_pages", num_pages, 1, MOST)
+        self.page_size = natural("page_size", page_size, 1, MOST)
+        self._storage = Storage(num_pages, self.page_size, *sizes, **options)
         self._pool = PagePool(num_pages)
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
@@ -107,8 +117,8 @@ class PagedKVCache:
         length = self._storage.check_new(k, v, len(sequences), rotary)
         tokens = _as_lists(token_ids, [length] * len(ids))
         if ids and length > 0:
-            self._write(ids, layer, length, "append_kv", (k, v), rotary)
-        self.advance(ids, length, layer, token_ids=tokens)
+            self._write(ids, sequences, layer, length, "append_kv", (k, v), rotary)
+        self._advance(sequences, [length] * len(ids), layer, tokens)
 
     def decode_step(
         self,
@@ -125,7 +135,8 @@ class PagedKVCache:
 
         Args: q: (B, Hq, L, D). k, v, token_ids: as in `append`, L of 1 or more. options: those of
             the op, such as causal, softmax_scale and rotary_cos. With values_in_keys softmax_scale
-            must be given: D is not what the model scales by.
+            must be given: D is not what the model scales by. With recent the options are those
+            that do not depend on a key's position, and L is at most 64.
 
         Returns: (B, Hq, L, Dv), in q's dtype.
 
@@ -137,13 +148,15 @@ class PagedKVCache:
         length = self._storage.check_new(k, v, len(sequences), ())
         tokens = _as_lists(token_ids, [length] * len(ids))
         self._storage.check_scale(options)
-        out: Tensor = self._write(ids, layer, length, "decode_step", (q, k, v), options)[0]
-        self.advance(ids, length, layer, token_ids=tokens)
+        new = (q, k, v)
+        out: Tensor = self._write(ids, sequences, layer, length, "decode_step", new, options)[0]
+        self._advance(sequences, [length] * len(ids), layer, tokens)
         return out
 
     def _write(
         self,
         ids: list[int],
+        sequences: list[_Sequence],
         layer: int,
         length: int,
         op: str,
@@ -151,21 +164,15 @@ class PagedKVCache:
         options: dict[str, Any],
     ) -> Any:
         """Run an op that writes `length` rows of each sequence, in pages of its own."""
-        seqlens = self.seqlens(ids, layer)
-        written = [_Rows(s, s.lengths[layer], length) for s in self._of(ids)[1]]
+        written = [_Rows(s, s.lengths[layer], length) for s in sequences]
+        lengths, slots = [rows.start for rows in written], [s.slot for s in sequences]
+        given = (op, layer, new, lengths, slots, options)
         if any(self._reserves(rows) for rows in written):
             # What the op refuses must leave the pages as they are.
             table = self._table_of_any_pages(written)
-            self._storage.run(
-                op, layer, new, seqlens, check_only=True, block_table=table, **options
-            )
-            if options.get("q") is not None:
-                # Autograd refuses some tensors that are written, also if nothing is written there.
-                nothing = {**options, "q": options["q"][:0], "block_table": table[:0]}
-                self._storage.run(op, layer, tuple(x[:0] for x in new), seqlens[:0], **nothing)
+            self._storage.write(*given, check_only=True, block_table=table)
         self._own(written)
-        table = self.block_table(ids)
-        return self._storage.run(op, layer, new, seqlens, block_table=table, **options)
+        return self._storage.write(*given, block_table=self._table_of(ids, sequences))
 
     def reserve(self, ids: Sequence[int], length: int | Sequence[int], layer: int = 0) -> None:
         """Reserve unshared pages for `length` more rows of each sequence, or one number for each.
@@ -218,6 +225,15 @@ class PagedKVCache:
         for sequence, more in zip(sequences, lengths, strict=True):
             if self._pages_of(sequence.lengths[layer] + more) > len(sequence.pages):
                 raise ValueError(f"length is {more}; call reserve for as many rows first")
+        self._advance(sequences, lengths, layer, tokens)
+
+    def _advance(
+        self,
+        sequences: list[_Sequence],
+        lengths: list[int],
+        layer: int,
+        tokens: list[list[int]] | None,
+    ) -> None:
         for i, (sequence, more) in enumerate(zip(sequences, lengths, strict=True)):
             if tokens is not None and len(sequence.tokens) == sequence.lengths[layer]:
                 sequence.tokens += tokens[i]
@@ -249,7 +265,7 @@ class PagedKVCache:
         """
         ids, sequences = self._of(ids)
         for id, sequence in zip(ids, sequences, strict=True):
-            _check_layers_agree(id, sequence, "accept")
+            check_layers_agree(id, sequence.lengths, "accept")
         kept, sizes = checked_paths(paths, parents, [sequence.length for sequence in sequences])
         tokens = _as_lists(token_ids, sizes)
         starts = [sequence.length - size for sequence, size in zip(sequences, sizes, strict=True)]
@@ -266,13 +282,10 @@ class PagedKVCache:
                 )
             ]
         )
-        for copies in zip_longest(*rounds, fillvalue=()):
-            places = [
-                [self._place(sequence, start + row) for row in move]
-                for sequence, start, of_one in zip(sequences, starts, copies, strict=True)
-                for move in of_one
-            ]
-            self._storage.move_rows(places)
+        self._storage.move_paths(rounds, starts, lambda i, row: self._place(sequences[i], row))
+        if self._storage.recent is not None:
+            slots, lengths = [s.slot for s in sequences], [s.length for s in sequences]
+            self._storage.recent.move_paths(rounds, starts, lengths, slots)
         for i, (id, sequence, path) in enumerate(zip(ids, sequences, kept, strict=True)):
             start = starts[i]
             known = sequence.tokens[start:] if tokens is None else tokens[i]
@@ -285,30 +298,29 @@ class PagedKVCache:
 
     def fork(self, id: int) -> int:
         """Create a sequence that shares this one's pages, which are copied before a write."""
-        ((id,), (sequence,)) = self._of([id])
-        _check_layers_agree(id, sequence, "fork")
+        id, sequence = self._one(id)
+        check_layers_agree(id, sequence.lengths, "fork")
         pages = sequence.pages[: self._pages_of(sequence.length)]
         for page in pages:
             self._pool.share(page)
-        return self._add(
-            _Sequence(pages, [*sequence.lengths], [*sequence.tokens], [*sequence.prefixes])
-        )
+        copied = _Sequence(pages, [*sequence.lengths], [*sequence.tokens], [*sequence.prefixes])
+        id = self._add(copied)
+        if self._storage.recent is not None:
+            self._storage.recent.copy([sequence.slot], [copied.slot])
+        return id
 
     def free(self, id: int) -> None:
         """End a sequence. Pages of known tokens stay as prefixes until their space is needed."""
-        ((id,), (sequence,)) = self._of([id])
+        id, sequence = self._one(id)
         del self._sequences[id]
         self._release(sequence.pages)
+        if self._storage.recent is not None:
+            self._storage.recent.release(sequence.slot)
 
     def truncate(self, id: int, length: int) -> None:
         """Drop the rows from `length` on, as speculative decoding does with rejected tokens."""
-        ((id,), (sequence,)) = self._of([id])
-        length = whole("length", length)
-        if not 0 <= length <= sequence.length:
-            raise ValueError(
-                f"length is {length}; sequence {id} has {sequence.length} rows, so it must be in "
-                f"0..{sequence.length}"
-            )
+        id, sequence = self._one(id)
+        length = length_within(id, length, sequence.length)
         sequence.lengths = [min(n, length) for n in sequence.lengths]
         kept = self._pages_of(length)
         self._release(sequence.pages[kept:])
@@ -316,6 +328,8 @@ class PagedKVCache:
         del sequence.tokens[length:]
         del sequence.prefixes[length // self.page_size :]
         self._table = None
+        if self._storage.recent is not None:
+            self._storage.recent.truncate(sequence.slot, length)
 
     def match_prefix(self, token_ids: Tensor | Sequence[int]) -> tuple[int, int]:
         """Create a sequence that shares the longest known prefix of `token_ids`.
@@ -353,7 +367,9 @@ class PagedKVCache:
 
     def block_table(self, ids: Sequence[int]) -> Tensor:
         """(B, max_blocks) int32 on the cache's device: each sequence's pages, then zeros."""
-        ids, sequences = self._of(ids)
+        return self._table_of(*self._of(ids))
+
+    def _table_of(self, ids: list[int], sequences: list[_Sequence]) -> Tensor:
         if self._table is None or self._table[0] != ids:
             width = max([1, *(len(sequence.pages) for sequence in sequences)])
             rows = [s.pages + [0] * (width - len(s.pages)) for s in sequences]
@@ -371,6 +387,11 @@ class PagedKVCache:
         """
         self._storage.check_layer(layer)
         _, sequences = self._of(ids)
+        if self._storage.recent is not None:
+            raise ValueError(
+                f"recent is {self._storage.recent.recent}, and a cascade reads none of these rows "
+                "in full precision; use decode_step, or a cache without recent"
+            )
         width = max([0, *(len(sequence.pages) for sequence in sequences)])
         return CascadePlan(
             [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences],
@@ -385,6 +406,10 @@ class PagedKVCache:
         """(B,) int32 on the cache's device: the rows of each sequence in a layer."""
         self._storage.check_layer(layer)
         return self._storage.indices([sequence.lengths[layer] for sequence in self._of(ids)[1]])
+
+    def slots(self, ids: Sequence[int]) -> list[int]:
+        """Where the recent rows of these sequences are, for `RecentRows`."""
+        return [sequence.slot for sequence in self._of(ids)[1]]
 
     def _place(self, sequence: _Sequence, row: int) -> tuple[int, int]:
         """The page of a row, and which of its rows it is."""
@@ -440,15 +465,21 @@ class PagedKVCache:
         ids = integers("ids", ids)
         for id in ids:
             if id not in self._sequences:
-                raise ValueError(f"there is no sequence {id}: it was freed, or never allocated")
+                raise ValueError(f"there is no sequence {id}: the id was freed, or never allocated")
         if len(set(ids)) < len(ids):
             raise ValueError(f"ids are {ids}; each sequence may be there once")
         return ids, [self._sequences[id] for id in ids]
+
+    def _one(self, id: int) -> tuple[int, _Sequence]:
+        id = whole("id", id)
+        return id, self._of([id])[1][0]
 
     def _add(self, sequence: _Sequence) -> int:
         id = self._next_id
         self._next_id += 1
         self._sequences[id] = sequence
+        if self._storage.recent is not None:
+            sequence.slot = self._storage.recent.take()
         return id
 
     def _release(self, pages: list[int]) -> None:
@@ -478,11 +509,3 @@ def _as_lists(token_ids: Rows | None, lengths: list[int]) -> list[list[int]] | N
     if given != lengths:
         raise ValueError(f"token_ids has rows of {given} tokens; they must have {lengths}")
     return lists
-
-
-def _check_layers_agree(id: int, sequence: _Sequence, method: str) -> None:
-    if len(set(sequence.lengths)) > 1:
-        raise ValueError(
-            f"sequence {id} has layers of {min(sequence.lengths)} and of {sequence.length} "
-            f"rows; append to all of them before {method}"
-        )

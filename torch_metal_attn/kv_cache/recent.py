@@ -1,201 +1,287 @@
-"""`RecentKVCache`: a quantised cache whose last rows are kept in full precision."""
+"""`recent` of the caches: the last rows of each sequence, also in full precision."""
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_tensor, integers, natural, whole
+from torch_metal_attn.call.arguments import check_tensor
 from torch_metal_attn.call.names import ArgumentNames
-from torch_metal_attn.call.options import options_of
-from torch_metal_attn.kv_cache.pages import CacheFull
-from torch_metal_attn.kv_cache.static import StaticKVCache
-from torch_metal_attn.kv_cache.storage import Storage
-from torch_metal_attn.kv_cache.trees import Rows
+from torch_metal_attn.ops.differentiation import forward_only
+from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 
-# Of the quantised part alone.
-_QUANTISED = ("format", "v_format", "hadamard", "k_scale", "v_scale")
-# Options of attention that do not depend on where a key lies.
-_OPTIONS = ("softmax_scale", "softcap", "learnable_sink", "num_splits")
+if TYPE_CHECKING:
+    from torch_metal_attn.kv_cache.storage import Storage
+
+_ROTARY = ("rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
+# Of attention to older rows too, and of the step's own rows alone: every new query sees all older
+# rows, and a sink counts once.
+_SHARED = ("softmax_scale", "softcap", "num_splits")
+_OWN = ("causal", "learnable_sink", "parents", "tree_mask", *_ROTARY, "rotate_q_by_token")
 
 
-class RecentKVCache:
-    """`StaticKVCache` in a quantised format, but for the last rows of each sequence.
+class RecentRows:
+    """Copies of each sequence's last rows in the dtype of new ones, beside the quantised rows.
 
-    Queries look at the rows just before them most. So at least the last `recent` rows are kept in
-    the cache's dtype, as in KIVI (Liu et al. 2024), and are quantised when there is no more room
-    for them: there is room for 2 * recent. Attention to both parts is two calls of the
-    ops and `merge_state_`.
-
-    Args: batch_size, max_length: as in `StaticKVCache`; max_length counts all rows. recent: 1 or
-        more. The others are those of `StaticKVCache` but values_in_keys. format must be given.
-
-    Raises: as `StaticKVCache`; nothing is changed then.
+    Queries look at the rows just before them most (KIVI, Liu et al. 2024). Each sequence has a slot
+    for `recent` rows and those of a step. Row i is row i % length of the slot: for the ops, all
+    pages of the sequence are the slot. So rows never move, and keep their positions.
     """
 
-    @options_of(Storage.__init__, 5)
-    def __init__(
+    def __init__(self, kept: "Storage", recent: int) -> None:
+        self.recent = recent
+        self._kept = kept
+        self._length = recent + VERIFY_QUERIES
+        self._rows = kept.plain(0, self._length)
+        # The rows [first, end) of its sequence that each slot has, by layer.
+        self._held: list[list[tuple[int, int]]] = [[] for _ in kept.layers]
+        self._unused: list[int] = []
+
+    def take(self) -> int:
+        """A slot for a new sequence."""
+        if not self._unused:
+            slots = len(self._held[0])
+            self.grow(max(slots, 4))
+            self._unused = [*range(slots, len(self._held[0]))]
+        return self._unused.pop()
+
+    def grow(self, more: int) -> None:
+        """Add slots, which nobody has yet."""
+        slots = len(self._held[0])
+        rows = self._kept.plain(slots + more, self._length)
+        for old, new in zip(self._rows.layers, rows.layers, strict=True):
+            for before, after in zip(old.by_block(), new.by_block(), strict=True):
+                after[:slots] = before
+        self._rows = rows
+        for held in self._held:
+            held += [(0, 0)] * more
+
+    def release(self, slot: int) -> None:
+        """End a sequence."""
+        self.truncate(slot, 0)
+        self._unused.append(slot)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget the rows from `length` on."""
+        for held in self._held:
+            first, end = held[slot]
+            held[slot] = min(first, length), min(end, length)
+
+    def copy(self, source: list[int], destination: list[int]) -> None:
+        """As `Storage.copy`, of slots."""
+        self._rows.copy(source, destination)
+        for held in self._held:
+            for old, new in zip(source, destination, strict=True):
+                held[new] = held[old]
+
+    def move_paths(
         self,
-        batch_size: int,
-        max_length: int,
-        recent: int,
-        num_kv_heads: int,
-        head_dim: int,
-        **options: Any,
+        rounds: Sequence[list[list[tuple[int, int]]]],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        slots: Sequence[int],
     ) -> None:
-        self.recent = natural("recent", recent, 1)
-        if options.get("format") is None:
-            raise ValueError("format is None; without one every row is kept in full precision")
-        if options.get("values_in_keys"):
-            raise ValueError("values_in_keys is True; recent rows are not kept apart for latents")
-        plain = {name: x for name, x in options.items() if name not in _QUANTISED}
-        sizes = num_kv_heads, head_dim
-        self.quantised = StaticKVCache(batch_size, max_length, *sizes, **options)
-        self.rows = StaticKVCache(batch_size, 2 * recent, *sizes, **plain)
-        self.batch_size, self.max_length = batch_size, max_length
+        """As `Storage.move_paths`. Of trees that are not whole here, no row is kept."""
+        moved = [*rounds]
+        for i, (start, length, slot) in enumerate(zip(starts, lengths, slots, strict=True)):
+            for held in self._held:
+                first, end = held[slot]
+                if first > start or end != length:
+                    held[slot], moved[i] = (0, 0), []
+        self._rows.move_paths(moved, starts, lambda i, row: (slots[i], row % self._length))
 
-    def seqlens(self, layer: int = 0) -> Tensor:
-        """(B,) int32 on the cache's device: all rows of each sequence in a layer."""
-        return self.quantised.seqlens(layer) + self.rows.seqlens(layer)
+    def append(
+        self,
+        layer: int,
+        new: tuple[Tensor, ...],
+        lengths: list[int],
+        slots: list[int],
+        options: dict[str, Any],
+    ) -> None:
+        """Write new rows, of which the last ones stay, after the quantised ones were."""
+        skipped = max(new[0].shape[2] - self._length, 0)
+        last = tuple(x[:, :, skipped:] for x in new)
+        options = {name: x for name, x in options.items() if name != "q"}  # rotated already
+        held = self._after(layer, lengths, slots, new[0].shape[2])
+        seqlens = self._rows.indices([n + skipped for n in lengths])
+        table = self._table(held, slots)
+        with torch.no_grad():  # only decode_step reads the copies
+            self._rows.run("append_kv", layer, last, seqlens, block_table=table, **options)
+        self._keep(layer, slots, held)
 
-    def append(self, k: Tensor, v: Tensor, layer: int = 0) -> None:
-        """Append k (B, Hkv, L, D) and v (B, Hkv, L, Dv), rotated already, to the sequences."""
-        length = self._checked(k, v, layer)
-        if length == 0:
-            return
-        first = max(length - self.recent, 0)
-        self._make_room(length, layer)
-        if first > 0:
-            # The rows that were kept are older, and have all left.
-            self.quantised.append(k[:, :, :first], v[:, :, :first], layer)
-        self.rows.append(k[:, :, first:], v[:, :, first:], layer)
+    def step(
+        self,
+        layer: int,
+        new: tuple[Tensor, ...],
+        lengths: list[int],
+        slots: list[int],
+        where: dict[str, Any],
+        options: dict[str, Any],
+        *,
+        check_only: bool = False,
+    ) -> Any:
+        """`decode_step` to rows of both kinds. where: what tells where the quantised rows are."""
+        _check_step(new[0], new[1], options)
+        held = self._after(layer, lengths, slots, new[1].shape[2])
+        step = partial(self._step, layer, new, lengths, slots, held, where, options)
+        if check_only or not torch.compiler.is_compiling():
+            # What one of the ops refuses must leave the rows that another writes as they are.
+            step(check_only=True)
+        if check_only:
+            return None
+        advice, given = "detach it, as a cache keeps no graph", dict(zip("qkv", new, strict=True))
+        out, lse = forward_only("decode_step", advice, given | options, step)
+        self._keep(layer, slots, held)
+        return out, lse
 
-    def decode_step(
-        self, q: Tensor, k: Tensor, v: Tensor, layer: int = 0, **options: Any
-    ) -> Tensor:
-        """Append up to `recent` new rows, and attend to the cache.
-
-        Args: q: (B, Hq, L, D). q and k are rotated already. options: causal, softmax_scale,
-            softcap, learnable_sink and num_splits of `flash_decode`.
-
-        Returns: (B, Hq, L, Dv), in q's dtype.
-        """
-        for name in options:
-            if name != "causal" and name not in _OPTIONS:
-                raise TypeError(
-                    f"decode_step has no option {name} with recent rows; it takes causal, "
-                    f"{', '.join(_OPTIONS)}"
-                )
-        check_tensor("q", q)
-        length = self._checked(k, v, layer)
-        if not 1 <= length <= self.recent:
-            raise ValueError(
-                f"k has {length} new rows; decode_step takes 1..{self.recent}, the recent rows: "
-                "append more with `append`"
-            )
-        if q.dim() == 4 and q.shape[2] > length and options.get("causal"):
-            raise ValueError(
-                f"q has {q.shape[2]} queries and k {length} new rows; causal queries "
-                "may be as many as the new rows"
-            )
-        shared = {name: x for name, x in options.items() if name in _OPTIONS}
-        shared.pop("learnable_sink", None)  # counted once
-        # What either call refuses must leave the cache as it is.
-        self._attend_quantised(q, layer, shared, check_only=True)
-        room = self.rows._storage
-        seqlens = torch.zeros_like(self.rows.seqlens(layer))
-        room.run("decode_step", layer, (q, k, v), seqlens, check_only=True, **options)
-        self._make_room(length, layer)
-        out, lse = self.rows._write(layer, "decode_step", (q, k, v), options)
-        self.rows.advance(length, layer)
-        if any(self.quantised._lengths[layer]):
-            part, part_lse = self._attend_quantised(q, layer, shared)
-            torch.ops.metal_attn.merge_state_(out, lse, part, part_lse)
-        result: Tensor = out
+    def _step(
+        self,
+        layer: int,
+        new: tuple[Tensor, ...],
+        lengths: list[int],
+        slots: list[int],
+        held: list[tuple[int, int]],
+        where: dict[str, Any],
+        options: dict[str, Any],
+        *,
+        check_only: bool = False,
+    ) -> Any:
+        q, k, v = new
+        seqlens = self._rows.indices(lengths)
+        appended = {name: x for name, x in options.items() if name.startswith("rota")}
+        own = {name: x for name, x in options.items() if name != "num_splits"}
+        if appended.get("rotary_cos") is not None:
+            q = appended["q"] = q.clone()  # which append_kv rotates
+            own["rotary_from_leftpad"] = False
+        given = {"check_only": check_only, **where}
+        self._kept.run("append_kv", layer, (k, v), seqlens, **given, **appended)
+        result = self._rows.run(
+            "decode_step",
+            layer,
+            new,
+            seqlens,
+            check_only=check_only,
+            block_table=self._table(held, slots),
+            leftpad_k=self._first(held),
+            num_splits=1,
+            **own,
+        )
+        older = self._older(layer, q, held, where, options, check_only=check_only)
+        if older is not None and not check_only:
+            torch.ops.metal_attn.merge_state_(*result, *older)
         return result
 
-    def accept(self, indices: Sequence[int], paths: Rows, parents: Rows) -> None:
-        """As `StaticKVCache.accept`, of trees whose rows are all in full precision still."""
-        self.rows.accept(indices, paths, parents)
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        lengths: list[int],
+        slots: list[int],
+        where: dict[str, Any],
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """Attention to rows that are there, of queries that are no older than those kept here.
 
-    def truncate(self, index: int, length: int) -> None:
-        """Drop the rows of sequence `index` from `length` on. Quantised rows stay quantised."""
-        index, length = whole("index", index), whole("length", length)
-        self.quantised._check_indices("index", [index])
-        parts = list(zip(self.quantised._lengths, self.rows._lengths, strict=True))
-        longest = max(old[index] + new[index] for old, new in parts)
-        if not 0 <= length <= longest:
-            raise ValueError(
-                f"length is {length}; sequence {index} has {longest} rows, so it must be in "
-                f"0..{longest}"
-            )
-        for old, new in parts:
-            new[index] = min(new[index], max(length - old[index], 0))
-            old[index] = min(old[index], length)
-
-    def reset(self, indices: Sequence[int] | None = None) -> None:
-        """Empty these sequences, or all."""
-        chosen = range(self.batch_size) if indices is None else integers("indices", indices)
-        self.quantised._check_indices("indices", chosen)
-        for b in chosen:
-            self.truncate(b, 0)
-
-    def reorder(self, beam_idx: Tensor | Sequence[int]) -> None:
-        """Let sequence b continue sequence beam_idx[b], as in beam search; beam_idx is (B,)."""
-        self.quantised.reorder(beam_idx)
-        self.rows.reorder(beam_idx)
-
-    def _checked(self, k: Tensor, v: Tensor, layer: int) -> int:
-        """The number of new rows, which have a place."""
-        storage = self.rows._storage
-        storage.check_layer(layer)
-        length = storage.check_new(k, v, self.batch_size, ())
-        longest = max(
-            old + new
-            for old, new in zip(
-                self.quantised._lengths[layer], self.rows._lengths[layer], strict=True
-            )
-        )
-        if longest + length > self.max_length:
-            raise CacheFull(
-                f"{length} rows more do not fit: a sequence has {longest} of {self.max_length}"
-            )
-        return length
-
-    def _make_room(self, length: int, layer: int) -> None:
-        """Quantise the oldest rows of sequences that have no room for `length` more."""
-        kept = max(self.recent - length, 0)
-        lengths, before = self.rows._lengths[layer], self.quantised._lengths[layer]
-        cache = self.rows.layers[layer]
-        for b, held in enumerate(lengths):
-            leave = held - kept
-            # With more than `recent` new rows some are quantised at once, after all before them.
-            if leave <= 0 or (held + length <= 2 * self.recent and length <= self.recent):
-                continue
-            row = self.rows._rows[b]
-            k, v = (x[row : row + 1].transpose(1, 2) for x in (cache.k_cache, cache.v_cache))
-            indices = self.quantised._storage.indices
-            self.quantised._storage.run(
-                "append_kv",
-                layer,
-                (k[:, :, :leave], v[:, :, :leave]),
-                indices([before[b]]),
-                cache_batch_idx=indices([self.quantised._rows[b]]),
-            )
-            for x in (k, v):
-                x[:, :, :kept] = x[:, :, leave:held].clone()
-            before[b] += leave
-            lengths[b] = kept
-
-    def _attend_quantised(
-        self, q: Tensor, layer: int, options: dict[str, Any], *, check_only: bool = False
-    ) -> Any:
-        """Every query sees every row that is quantised: its own rows are none of them."""
-        ops = torch.ops.metal_attn_explain if check_only else torch.ops.metal_attn
-        caches, kept = self.quantised._storage.operands(layer)
-        where = {
-            "cache_batch_idx": self.quantised.cache_batch_idx(),
-            "seqused_k": self.quantised.seqlens(layer),
+        options: `softmax_scale`, `softcap` and `learnable_sink` of `flash_decode`, and visibility
+        that is the same for all older rows: causal or window_size_right of 0, q_offset, leftpad_k
+        and seqused_k.
+        """
+        held = self._after(layer, lengths, slots, 0)
+        pad, used, first = options.get("leftpad_k"), options.get("seqused_k"), self._first(held)
+        own = options | {
+            "block_table": self._table(held, slots),
+            "seqused_k": self._rows.indices(lengths) if used is None else used,
+            "leftpad_k": first if pad is None else torch.maximum(first, pad),
+            "num_splits": 1,
         }
-        return ArgumentNames().run(ops.flash_decode, (q, *caches), kept | where | options)
+        caches, _ = self._rows.operands(layer)
+        op = torch.ops.metal_attn.flash_decode
+        out, lse = ArgumentNames().run(op, (q, *caches), own)
+        older = self._older(layer, q, held, where, options)
+        if older is not None:
+            torch.ops.metal_attn.merge_state_(out, lse, *older)
+        return out, lse
+
+    def _older(
+        self,
+        layer: int,
+        q: Tensor,
+        held: list[tuple[int, int]],
+        where: dict[str, Any],
+        options: dict[str, Any],
+        *,
+        check_only: bool = False,
+    ) -> Any:
+        """Attention to the rows before those that slots have; None if there are none."""
+        if not check_only and not any(first for first, _ in held):
+            return None
+        first = self._first(held)
+        given = {name: x for name, x in options.items() if name in _SHARED}
+        given["seqused_k"] = first
+        if options.get("seqused_k") is not None:
+            given["seqused_k"] = torch.minimum(first, options["seqused_k"])
+        if options.get("leftpad_k") is not None:
+            given["leftpad_k"] = torch.minimum(first, options["leftpad_k"])
+        ops = torch.ops.metal_attn_explain if check_only else torch.ops.metal_attn
+        caches, kept = self._kept.operands(layer)
+        return ArgumentNames().run(ops.flash_decode, (q, *caches), kept | where | given)
+
+    def fill(self, layer: int, rows: Tensor, lengths: list[int], slots: list[int]) -> None:
+        """Put keys in full precision in their places in rows (B, H, L, D) of whole sequences."""
+        cache = self._rows.layers[layer].k_cache
+        for b, (first, end) in enumerate(self._after(layer, lengths, slots, 0)):
+            places = torch.arange(first, end, device=rows.device) % self._length
+            rows[b, :, first:end] = cache[slots[b], places].transpose(0, 1)
+
+    def _after(
+        self, layer: int, lengths: list[int], slots: list[int], more: int
+    ) -> list[tuple[int, int]]:
+        """The rows that slots have when `more` are written to sequences of these lengths."""
+        held = []
+        for length, slot in zip(lengths, slots, strict=True):
+            first, end = self._held[layer][slot]
+            # Rows after `end` were written without us.
+            first = first if end == length else length
+            held.append((max(first, length + more - self._length), length + more))
+        return held
+
+    def _first(self, held: list[tuple[int, int]]) -> Tensor:
+        return self._rows.indices([first for first, _ in held])
+
+    def _keep(self, layer: int, slots: list[int], held: list[tuple[int, int]]) -> None:
+        for slot, rows in zip(slots, held, strict=True):
+            self._held[layer][slot] = rows
+
+    def _table(self, held: list[tuple[int, int]], slots: list[int]) -> Tensor:
+        """A block table in which every page of a sequence is its slot."""
+        pages = -(-max([1, *(end for _, end in held)]) // self._length)
+        return self._rows.indices(slots)[:, None].repeat(1, pages)
+
+
+def _check_step(q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
+    for name in options:
+        if name not in _SHARED and name not in _OWN:
+            raise TypeError(
+                f"decode_step has no option {name} with recent rows; it takes "
+                f"{', '.join((*_SHARED, *_OWN))}"
+            )
+    check_tensor("q", q)
+    length = k.shape[2]
+    if not 1 <= length <= VERIFY_QUERIES:
+        raise ValueError(
+            f"k has {length} new rows; with recent rows decode_step takes 1..{VERIFY_QUERIES}: "
+            "append more with `append`"
+        )
+    if q.dim() == 4 and q.shape[2] > length and options.get("causal"):
+        raise ValueError(
+            f"q has {q.shape[2]} queries and k {length} new rows; with recent rows causal queries "
+            "may be as many as the new rows"
+        )
+    tree = next((n for n in ("parents", "tree_mask") if options.get(n) is not None), None)
+    if tree is not None and options.get("rotary_cos") is not None:
+        raise ValueError(
+            f"rotary_cos is given with {tree} and recent rows, and only decode_step without those "
+            "rotates by depth; rotate q and k first"
+        )

@@ -1,7 +1,6 @@
 """`StaticKVCache`: one row of fixed length per sequence, at addresses that never change."""
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -9,8 +8,15 @@ from torch import Tensor
 from torch_metal_attn.call.arguments import integers, natural, whole
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull
-from torch_metal_attn.kv_cache.storage import LayerCache, Storage
-from torch_metal_attn.kv_cache.trees import Rows, checked_paths, each, moves
+from torch_metal_attn.kv_cache.storage import MOST, LayerCache, Storage
+from torch_metal_attn.kv_cache.trees import (
+    Rows,
+    check_layers_agree,
+    checked_paths,
+    each,
+    length_within,
+    moves,
+)
 
 
 class StaticKVCache:
@@ -26,13 +32,13 @@ class StaticKVCache:
 
     @options_of(Storage.__init__, 3)
     def __init__(self, batch_size: int, max_length: int, *sizes: Any, **options: Any) -> None:
-        natural("batch_size", batch_size, 1)
-        natural("max_length", max_length, 1)
-        self.batch_size = batch_size
-        self.max_length = max_length
-        self._storage = Storage(batch_size, max_length, *sizes, **options)
-        self._rows = list(range(batch_size))  # of the tensors, by sequence
-        self._lengths = [[0] * batch_size for _ in self._storage.layers]
+        self.batch_size = natural("batch_size", batch_size, 1, MOST)
+        self.max_length = natural("max_length", max_length, 1, MOST)
+        self._storage = Storage(self.batch_size, self.max_length, *sizes, **options)
+        self._rows = list(range(self.batch_size))  # of the tensors, by sequence
+        self._lengths = [[0] * self.batch_size for _ in self._storage.layers]
+        if self._storage.recent is not None:
+            self._storage.recent.grow(self.batch_size)
 
     @property
     def layers(self) -> list[LayerCache]:
@@ -74,8 +80,10 @@ class StaticKVCache:
             )
 
     def _write(self, layer: int, op: str, new: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
-        seqlens, rows = self.seqlens(layer), self.cache_batch_idx()
-        return self._storage.run(op, layer, new, seqlens, cache_batch_idx=rows, **options)
+        lengths, rows = self._lengths[layer], self.cache_batch_idx()
+        return self._storage.write(
+            op, layer, new, lengths, self._rows, options, cache_batch_idx=rows
+        )
 
     def advance(self, length: int | Sequence[int], layer: int = 0) -> None:
         """Count rows that an op such as `flash_attn_with_kvcache` has written itself.
@@ -104,23 +112,14 @@ class StaticKVCache:
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"indices are {chosen}; each sequence may be there once")
         lengths = [max(lengths[b] for lengths in self._lengths) for b in chosen]
-        for b, length in zip(chosen, lengths, strict=True):
-            least = min(lengths[b] for lengths in self._lengths)
-            if least < length:
-                raise ValueError(
-                    f"sequence {b} has layers of {least} and of {length} rows; append to all of "
-                    "them before accept"
-                )
+        for b in chosen:
+            check_layers_agree(b, [lengths[b] for lengths in self._lengths], "accept")
         kept, sizes = checked_paths(paths, parents, lengths)
         starts = [length - size for length, size in zip(lengths, sizes, strict=True)]
-        for copies in zip_longest(*map(moves, kept), fillvalue=()):
-            self._storage.move_rows(
-                [
-                    [(self._rows[b], start + row) for row in move]
-                    for b, start, of_one in zip(chosen, starts, copies, strict=True)
-                    for move in of_one
-                ]
-            )
+        rounds, blocks = [moves(path) for path in kept], [self._rows[b] for b in chosen]
+        self._storage.move_paths(rounds, starts, lambda i, row: (blocks[i], row))
+        if self._storage.recent is not None:
+            self._storage.recent.move_paths(rounds, starts, lengths, blocks)
         for b, start, path in zip(chosen, starts, kept, strict=True):
             self.truncate(b, start + len(path))
 
@@ -133,16 +132,13 @@ class StaticKVCache:
 
     def truncate(self, index: int, length: int) -> None:
         """Drop the rows of sequence `index` from `length` on."""
-        index, length = whole("index", index), whole("length", length)
+        index = whole("index", index)
         self._check_indices("index", [index])
-        longest = max(lengths[index] for lengths in self._lengths)
-        if not 0 <= length <= longest:
-            raise ValueError(
-                f"length is {length}; sequence {index} has {longest} rows, so it must be in "
-                f"0..{longest}"
-            )
+        length = length_within(index, length, max(lengths[index] for lengths in self._lengths))
         for lengths in self._lengths:
             lengths[index] = min(lengths[index], length)
+        if self._storage.recent is not None:
+            self._storage.recent.truncate(self._rows[index], length)
 
     def reorder(self, beam_idx: Tensor | Sequence[int]) -> None:
         """Let sequence b continue sequence beam_idx[b], as in beam search; beam_idx is (B,)."""
@@ -157,7 +153,9 @@ class StaticKVCache:
             if row in rows[:b]:
                 rows[b] = unused.pop()
                 copies[rows[b]] = row
-        self._storage.copy(list(copies.values()), list(copies))
+        for part in (self._storage, self._storage.recent):
+            if part is not None:
+                part.copy(list(copies.values()), list(copies))
         self._rows = rows
         self._lengths = [[lengths[o] for o in origins] for lengths in self._lengths]
 
@@ -169,6 +167,10 @@ class StaticKVCache:
         """(B,) int32 on the cache's device: the rows of each sequence in a layer."""
         self._storage.check_layer(layer)
         return self._storage.indices(self._lengths[layer])
+
+    def slots(self, indices: Sequence[int]) -> list[int]:
+        """Where the recent rows of these sequences are, for `RecentRows`."""
+        return [self._rows[index] for index in indices]
 
     def _check_indices(self, name: str, indices: Sequence[int]) -> None:
         for index in indices:

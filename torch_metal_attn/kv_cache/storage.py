@@ -1,20 +1,34 @@
 """The tensors of a cache, in blocks: pages, or whole sequences."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_tensor, flag, natural, whole
+from torch_metal_attn.call.arguments import (
+    check_rank,
+    check_tensor,
+    flag,
+    natural,
+    on_device,
+    whole,
+)
 from torch_metal_attn.call.names import ArgumentNames
+from torch_metal_attn.kv_cache.recent import RecentRows
+from torch_metal_attn.ops.differentiation import check_writes
 from torch_metal_attn.quantisation import DTYPES, ELEMENTS, FORMATS, check_hadamard, sizes
 
 Layout = Literal["NHD", "HND"]
 # Options of `append`.
 ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
 
+# Options of the ops that a caller must not replace: he would read or write other rows.
+_GIVEN = ("block_table", "cache_batch_idx", "cache_seqlens", "hadamard", "k_scale", "v_scale")
+# Blocks, rows, heads and columns are counted in int32.
+MOST = 2**31 - 1
 # More than any model has: each takes memory, and the host's time before any is used.
 _MOST_LAYERS = 2**16
 
@@ -65,18 +79,13 @@ class Storage:
         v_format: str | None = None,
         hadamard: int = 0,
         values_in_keys: bool = False,
+        recent: int = 0,
     ) -> None:
-        v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        counts = {
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "v_head_dim": v_head_dim,
-            "num_layers": num_layers,
-        }
-        for name, count in counts.items():
-            natural(name, count, 1)
-        if num_layers > _MOST_LAYERS:
-            raise ValueError(f"num_layers is {num_layers}; it must be in 1..{_MOST_LAYERS}")
+        num_kv_heads = natural("num_kv_heads", num_kv_heads, 1, MOST)
+        head_dim = natural("head_dim", head_dim, 1, MOST)
+        v_head_dim = head_dim if v_head_dim is None else natural("v_head_dim", v_head_dim, 1, MOST)
+        num_layers = natural("num_layers", num_layers, 1, _MOST_LAYERS)
+        values_in_keys = flag("values_in_keys", values_in_keys)
         if dtype not in ELEMENTS:
             raise ValueError(f"dtype is {dtype!r}; it must be float32, float16 or bfloat16")
         if layout not in ("NHD", "HND"):
@@ -88,10 +97,11 @@ class Storage:
             if given is not None and given not in FORMATS:
                 raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(FORMATS)}")
         rotated = {"head_dim": head_dim, "v_head_dim": v_head_dim}
-        if check_hadamard(hadamard, rotated) and format is None:
+        hadamard = check_hadamard(hadamard, rotated)
+        if hadamard and format is None:
             raise ValueError(f"hadamard is {hadamard} with no format; leave it out")
         v_format = format if v_format is None else v_format
-        if flag("values_in_keys", values_in_keys):
+        if values_in_keys:
             if v_head_dim > head_dim:
                 raise ValueError(
                     f"v_head_dim is {v_head_dim} and head_dim {head_dim}; with values_in_keys it "
@@ -100,6 +110,12 @@ class Storage:
             if v_scale is not None:
                 raise ValueError("v_scale is given with values_in_keys; k_scale is for both")
         self.values_in_keys = values_in_keys
+        recent = natural("recent", recent, 0, MOST // 2)
+        if recent and format is None:
+            raise ValueError(
+                f"recent is {recent} with no format, so that all rows are in full precision; leave "
+                "it out"
+            )
         for name, scale, own in (("k_scale", k_scale, format), ("v_scale", v_scale, v_format)):
             if scale is not None:
                 if own != "fp8_e4m3":
@@ -109,8 +125,11 @@ class Storage:
         if format is None and dtype != torch.float32:
             # Half precision also takes float32 rows, which are rounded as they are written.
             self._new_dtypes.append(torch.float32)
-        self.device = torch.device(device)
+        device = self.device = on_device(device)
+        if device.type == "meta":
+            raise ValueError("device is meta, where tensors have no values")
         self._new_shapes = {"k": (num_kv_heads, head_dim), "v": (num_kv_heads, v_head_dim)}
+        self._sizes = num_kv_heads, head_dim, v_head_dim, num_layers, dtype, device
         self._rows, self._layout = rows, layout
 
         def empty(columns: int, dtype: torch.dtype) -> Tensor:
@@ -142,6 +161,11 @@ class Storage:
             else:
                 v, own_v_scale = operand(v_head_dim, v_format, v_scale)
             self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale, values_in_keys, hadamard))
+        self.recent = RecentRows(self, recent) if recent else None
+
+    def plain(self, blocks: int, rows: int) -> "Storage":
+        """Other blocks for the same rows, without a format."""
+        return Storage(blocks, rows, *self._sizes, values_in_keys=self.values_in_keys)
 
     def check_layer(self, layer: int) -> None:
         """Raise ValueError if there is no such layer."""
@@ -154,7 +178,7 @@ class Storage:
             return v
         if not self.values_in_keys:
             raise ValueError("v is None; only a cache with values_in_keys takes k alone")
-        check_tensor("k", k)
+        check_rank("k", k, "(B, Hkv, L, D)")
         return k[..., : self._new_shapes["v"][1]]
 
     def check_new(self, k: Tensor, v: Tensor, batch: int, rotary: Iterable[str]) -> int:
@@ -191,6 +215,34 @@ class Storage:
                 "columns than the heads whose products are scaled"
             )
 
+    def write(
+        self,
+        op: str,
+        layer: int,
+        new: tuple[Tensor, ...],
+        lengths: list[int],
+        slots: list[int],
+        options: dict[str, Any],
+        *,
+        check_only: bool = False,
+        **where: Any,
+    ) -> Any:
+        """Run `append_kv` or `decode_step` on sequences of these lengths, and their recent rows.
+
+        where: the op's options that tell where the sequences are. check_only: as in `run`.
+        """
+        for name in _GIVEN:
+            if name in options:
+                raise TypeError(f"{op} of a cache has no argument {name}: the cache gives it")
+        if self.recent is None or op == "append_kv":
+            seqlens = self.indices(lengths)
+            given = {"check_only": check_only, **where}
+            result = self.run(op, layer, new, seqlens, **given, **options)
+            if self.recent is not None and not check_only:
+                self.recent.append(layer, new, lengths, slots, options)
+            return result
+        return self.recent.step(layer, new, lengths, slots, where, options, check_only=check_only)
+
     def run(
         self,
         op: str,
@@ -209,8 +261,11 @@ class Storage:
         caches, kept = self.operands(layer)
         if self.values_in_keys and options.get("rotary_cos") is not None:
             options = {"rotary_first_column": self._new_shapes["v"][1]} | options
-        arguments = (*new, *caches, cache_seqlens)
-        return ArgumentNames().run(getattr(ops, op), arguments, kept | options)
+        arguments, options = (*new, *caches, cache_seqlens), kept | options
+        result = ArgumentNames().run(getattr(ops, op), arguments, options)
+        if check_only:
+            check_writes(op, arguments, options)
+        return result
 
     def operands(self, layer: int) -> tuple[tuple[Tensor, Tensor], dict[str, Any]]:
         """k_cache and v_cache of a layer, heads second as the ops take them, and what tells how
@@ -223,6 +278,25 @@ class Storage:
             for name, scale in (("k_scale", cache.k_scale), ("v_scale", cache.v_scale))
         }
         return (cache.k_cache.transpose(1, 2), cache.v_cache.transpose(1, 2)), kept
+
+    def move_paths(
+        self,
+        rounds: Sequence[Sequence[Sequence[tuple[int, int]]]],
+        starts: Sequence[int],
+        place: Callable[[int, int], tuple[int, int]],
+    ) -> None:
+        """Move rows of several trees: `trees.moves` of each, counted from its start.
+
+        place: the block and row of a row of tree i.
+        """
+        for copies in zip_longest(*rounds, fillvalue=()):
+            self.move_rows(
+                [
+                    [place(i, starts[i] + row) for row in move]
+                    for i, of_one in enumerate(copies)
+                    for move in of_one
+                ]
+            )
 
     def move_rows(self, moves: Sequence[Sequence[tuple[int, int]]]) -> None:
         """Copy rows (block, row), the first of each pair to the second, in all layers.

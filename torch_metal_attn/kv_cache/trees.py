@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import integers, natural, on_host
+from torch_metal_attn.call.arguments import integers, natural, on_host, whole
 
 Rows = Tensor | Sequence[Sequence[int]]
 
@@ -29,6 +29,25 @@ def each(length: int | Sequence[int], count: int) -> list[int]:
     if len(lengths) != count:
         raise ValueError(f"length has {len(lengths)} numbers; it must have {count}, one a sequence")
     return [natural("length", one) for one in lengths]
+
+
+def check_layers_agree(id: int, lengths: Sequence[int], method: str) -> None:
+    """Raise ValueError in the middle of a step. lengths: of each layer."""
+    if min(lengths) < max(lengths):
+        raise ValueError(
+            f"sequence {id} has layers of {min(lengths)} and of {max(lengths)} rows; append to all "
+            f"of them before {method}"
+        )
+
+
+def length_within(id: int, length: int, longest: int) -> int:
+    """`length` as an int, of a sequence that has `longest` rows."""
+    length = whole("length", length)
+    if not 0 <= length <= longest:
+        raise ValueError(
+            f"length is {length}; sequence {id} has {longest} rows, so it must be in 0..{longest}"
+        )
+    return length
 
 
 def checked_paths(

@@ -1,7 +1,7 @@
 """What autograd Functions need to run as the Autograd kernel of an op, below the dispatcher."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch_metal_attn.ops.refusals import as_value_error, python_kernel, unmarke
 Written = Callable[[dict[str, Any]], Mapping[str, Iterable[str]]]
 
 _libraries: list[torch.library.Library] = []  # a registration ends with its library
+_refused: dict[str, tuple[str, Written]] = {}  # by op, what `refuse` was given
 
 
 def transforming() -> bool:
@@ -100,24 +101,43 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
                 return op(*arguments, **options)
         return op(*arguments, **options)
     except NotImplementedError:
-        for value in (*arguments, *options.values()):
+        for argument, value in by_schema(op, arguments, options):
             if isinstance(value, Tensor):
-                refuse_layout("an argument", value)
+                refuse_layout(argument.name, value)
         raise
     except RuntimeError as error:
         raise as_value_error(error) from None
+
+
+def by_schema(
+    op: Any, arguments: Sequence[Any], options: Mapping[str, Any]
+) -> list[tuple[Any, Any]]:
+    """The arguments in the schema of an op, each with the value that it is called with.
+
+    op: also a function whose first argument is one.
+    """
+    if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        op, *arguments = arguments
+    schema = getattr(op, "default", op)._schema.arguments
+    given = dict(zip([one.name for one in schema], arguments, strict=False)) | dict(options)
+    return [(one, given[one.name]) for one in schema if one.name in given]
 
 
 def refuse_layout(name: str, tensor: Tensor) -> None:
     """Raise NotImplementedError for a nested tensor, and ValueError for a sparse one."""
     if tensor.is_nested:
         raise NotImplementedError(
-            f"{name} is a nested tensor: nested tensors are not implemented, use "
-            "flash_attn_varlen_func"
+            unmarked(
+                f"`{name}` is a nested tensor: nested tensors are not implemented, use "
+                "flash_attn_varlen_func"
+            )
         )
     if tensor.layout != torch.strided:
         raise ValueError(
-            f"{name} has layout {tensor.layout}; it must be strided: call {name}.to_dense() first"
+            unmarked(
+                f"`{name}` has layout {tensor.layout}; it must be strided: call "
+                f"`{name}`.to_dense() first"
+            )
         )
 
 
@@ -280,6 +300,7 @@ def refuse(
     Plain ops belong to the namespace metal_attn.
     """
     if written is not None:
+        _refused[name] = advice, written
         count_writes(name, written)
     for namespace in NAMESPACES:
         own = plain if namespace == "metal_attn" else None
@@ -302,37 +323,66 @@ def undifferentiated(
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*values, **options)
         given = dict(zip(names, values, strict=False)) | options
-        refuse_tangents(full_name, given)
         tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
-        needing = [n for n, x in tensors.items() if torch.is_grad_enabled() and x.requires_grad]
-        if not needing:
+        refusals = _refusals(full_name, advice, tensors, written(given))
+        if not refusals:
             with below_autograd():
                 return op(*values, **options)
-
-        def message(name: str) -> str:
-            return unmarked(f"{full_name} has no gradient, and `{name}` requires grad: {advice}")
-
-        overwritten = {}
-        for target, sources in written(given).items():
-            source = next((n for n in (target, *sources) if n in needing), None)
-            if source is not None and tensors[target].is_floating_point():
-                # A graph drops what has no edge to its inputs; so may a transform.
-                if torch.compiler.is_compiling() or transforming():
-                    raise NotImplementedError(message(source))
-                _check_may_be_overwritten(full_name, target, tensors[target], source)
-                overwritten[target] = message(source)
         if op._schema.returns:
             result = without_gradient(
-                message(needing[0]), tensors.values(), lambda: op(*values, **options)
+                refusals[""], tensors.values(), lambda: op(*values, **options)
             )
         else:
             with below_autograd():
                 result = op(*values, **options)
-        for target, refusal in overwritten.items():
-            _mark_overwritten(tensors[target], refusal)
+        for target, refusal in refusals.items():
+            if target:
+                _mark_overwritten(tensors[target], refusal)
         return result
 
     return undifferentiated
+
+
+def _refusals(
+    op: str, advice: str, tensors: dict[str, Tensor], written: Mapping[str, Iterable[str]]
+) -> dict[str, str]:
+    """What backward shall raise: under "" that of the results, else that of a written tensor.
+
+    Empty if nothing requires grad. Raises NotImplementedError for what the call itself must refuse.
+    """
+    refuse_tangents(op, tensors)
+    needing = [n for n, x in tensors.items() if torch.is_grad_enabled() and x.requires_grad]
+    if not needing:
+        return {}
+
+    def message(name: str) -> str:
+        return unmarked(f"{op} has no gradient, and `{name}` requires grad: {advice}")
+
+    refusals = {"": message(needing[0])}
+    for target, sources in written.items():
+        source = next((n for n in (target, *sources) if n in needing), None)
+        if source is not None and tensors[target].is_floating_point():
+            # A graph drops what has no edge to its inputs; so may a transform.
+            if torch.compiler.is_compiling() or transforming():
+                raise NotImplementedError(message(source))
+            _check_may_be_overwritten(op, target, tensors[target], source)
+            refusals[target] = message(source)
+    return refusals
+
+
+def check_writes(name: str, values: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Raise what op `name` of metal_attn, called with these, would raise above its own checks.
+
+    So that a caller may change something else before the call that writes.
+    """
+    op = getattr(torch.ops.metal_attn, name).default
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, values, strict=False)) | options
+    _refuse_negated(op, given)
+    if not nothing_to_differentiate(values, options):
+        tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
+        advice, written = _refused[name]
+        _refusals(f"metal_attn::{name}", advice, tensors, written(given))
 
 
 def count_writes(name: str, written: Callable[[dict[str, Any]], Iterable[str]]) -> None:
@@ -353,22 +403,27 @@ def count_writes(name: str, written: Callable[[dict[str, Any]], Iterable[str]]) 
 
 def _without_negated(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """Refuses to write views that torch negates lazily, and negates those that are only read."""
-    arguments = op._schema.arguments
-    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    names = [argument.name for argument in op._schema.arguments]
 
     def without_negated(*values: Any, **options: Any) -> Any:
-        given = dict(zip((a.name for a in arguments), values, strict=False)) | options
-        for name in written:
-            if isinstance(given.get(name), Tensor) and given[name].is_neg():
-                raise ValueError(
-                    unmarked(
-                        f"`{name}` is a view with its negative bit set, which {op._schema.name} "
-                        f"cannot write in place; it must be a copy: `{name}`.resolve_neg()"
-                    )
-                )
+        given = dict(zip(names, values, strict=False)) | options
+        _refuse_negated(op, given)
         return op(**{n: x.resolve_neg() if isinstance(x, Tensor) else x for n, x in given.items()})
 
     return without_negated
+
+
+def _refuse_negated(op: torch._ops.OpOverload, given: dict[str, Any]) -> None:
+    for argument in op._schema.arguments:
+        name, alias = argument.name, argument.alias_info
+        writes = alias is not None and alias.is_write
+        if writes and isinstance(given.get(name), Tensor) and given[name].is_neg():
+            raise ValueError(
+                unmarked(
+                    f"`{name}` is a view with its negative bit set, which {op._schema.name} "
+                    f"cannot write in place; it must be a copy: `{name}`.resolve_neg()"
+                )
+            )
 
 
 def _counted(

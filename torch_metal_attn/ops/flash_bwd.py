@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.cpu import cpu_kernel
-from torch_metal_attn.ops.differentiation import apply, below_autograd, needs_gradient
-from torch_metal_attn.ops.fake import NAMESPACES, register_fake
+from torch_metal_attn.ops.differentiation import refuse
+from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.layout import empty_like_query
-from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.reference import attention, rotate, varlen_attention
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, delta, normalisers
@@ -224,48 +223,12 @@ def _reference_gradients(
     return gradients
 
 
-class _FlashBwd(torch.autograd.Function):
-    """The op for autograd. It runs; its derivative raises only when it is requested.
-
-    torch's once_differentiable raises only if the incoming gradient requires grad, and would ignore
-    the other inputs.
-    """
-
-    @staticmethod
-    def forward(op: Any, names: tuple[str, ...], positional: int, *values: Any) -> Any:
-        with below_autograd():
-            return op(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.op = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        name = ctx.op._qualified_op_name
-        raise NotImplementedError(
-            f"{name} has no derivative: attention has no second derivative (double backward) here"
-        )
-
-
-def register_autograd(namespace: str, name: str) -> None:
-    """Register autograd for an op of attention's backward, which has no derivative itself."""
-    op = getattr(getattr(torch.ops, namespace), name)
-
-    def flash_bwd(*arguments: Any, **options: Any) -> Any:
-        values = (*arguments, *options.values())
-        names = [argument.name for argument in op.default._schema.arguments]
-        given = dict(zip(names, arguments, strict=False)) | options
-        call = (op, tuple(options), len(arguments), *values)
-        if needs_gradient(f"{namespace}::{name}", given):
-            return apply(_FlashBwd, *call)
-        return _FlashBwd.forward(*call)
-
-    python_kernel(f"{namespace}::{name}", "Autograd")(flash_bwd)
+def refuse_second_derivative(*names: str) -> None:
+    """Let ops of attention's backward raise where their own derivative is requested."""
+    for name in names:
+        refuse(name, "attention has no second derivative (double backward) here")
 
 
 cpu_kernel("flash_bwd")(partial(_reference_gradients, attention))
 cpu_kernel("flash_varlen_bwd")(partial(_reference_gradients, varlen_attention))
-for _namespace in NAMESPACES:
-    for _name in ("flash_bwd", "flash_varlen_bwd"):
-        register_autograd(_namespace, _name)
+refuse_second_derivative("flash_bwd", "flash_varlen_bwd")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.cpu import cpu_kernel
-from torch_metal_attn.ops.fake import NAMESPACES, register_fake
-from torch_metal_attn.ops.flash_bwd import differentiating, register_autograd, weighted_loss
+from torch_metal_attn.ops.fake import register_fake
+from torch_metal_attn.ops.flash_bwd import differentiating, refuse_second_derivative, weighted_loss
 from torch_metal_attn.reference import attention, varlen_attention
 
 _Reference = Callable[..., tuple[Tensor, Tensor]]
@@ -37,8 +37,7 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
     def cpu(*arguments: Any, **options: Any) -> Tensor:
         return _reference_gradient(oracle, option_of(options), arguments, options)
 
-    for namespace in NAMESPACES:
-        register_autograd(namespace, name)
+    refuse_second_derivative(name)
 
 
 def _reference_gradient(

@@ -22,7 +22,7 @@ from torch_metal_attn.ops.flash_bwd import (
     Gradients,
     empty_gradients,
     gradient_of,
-    register_autograd,
+    refuse_second_derivative,
 )
 from torch_metal_attn.ops.refusals import python_kernel
 
@@ -156,5 +156,4 @@ _register_cpu("flex_bwd")
 _register_cpu("flex_bwd_captures")
 for _namespace in NAMESPACES:
     _register(_namespace)
-    register_autograd(_namespace, "flex_bwd")
-    register_autograd(_namespace, "flex_bwd_captures")
+refuse_second_derivative("flex_bwd", "flex_bwd_captures")

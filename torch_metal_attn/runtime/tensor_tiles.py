@@ -117,6 +117,18 @@ def off() -> Iterator[None]:
             os.environ[SETTING] = before
 
 
+@contextmanager
+def on_m5() -> Iterator[None]:
+    """A block for CPU tensors in which the GPU is taken for an M5, and TF32 is allowed."""
+    library = extension.load()
+    library.metal_attn_set_gpu_name(b"Apple M5")
+    try:
+        with allow_tf32():
+            yield
+    finally:
+        library.metal_attn_set_gpu_name(b"")
+
+
 def _record(version: str) -> str:
     """The file that says that both kinds of tile agreed on this machine; "" if there is no place.
 

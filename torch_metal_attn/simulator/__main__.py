@@ -1,55 +1,151 @@
-"""Command line: python -m torch_metal_attn.simulator run | check."""
+"""Command line: python -m torch_metal_attn.simulator check, which runs no kernel."""
 
 import argparse
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-from .build import ShaderCompileError
-from .command import check, run
-from .command.values import BadRequest
-from .engine import SimulatorFault
+from .build import SOURCE_NAME, Image, ShaderCompileError
 from .exit_status import exit_status
+from .library import compile_shader
+from .lint import lint_source
+from .metal import versions
+from .metal.constants import ConstantValue
+from .metal.kernels import Kernel
+from .threadgroup_memory import LIMIT, threadgroup_bytes
+
+DESCRIPTION = """Compiles a Metal file, reports what Apple's compiler would refuse, and
+lists the kernels with their arguments and threadgroup memory. The exit status
+is 1 if the file does not compile or anything is reported, and 2 if the command
+cannot be run as it is given. It does not say how many registers a kernel
+needs."""
+
+
+class BadRequest(ValueError):
+    """A command that cannot be run as it is given."""
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m torch_metal_attn.simulator",
-        description="Runs and checks Metal compute kernels on the CPU.",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, module, summary in (
-        ("run", run, "run a kernel of a file and print what it wrote"),
-        ("check", check, "compile a file, lint it, and list its kernels"),
-    ):
-        module.add_options(
-            commands.add_parser(
-                name,
-                help=summary,
-                description=module.DESCRIPTION,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-            )
-        )
+
+    def repeated(*names: str, help: str, **about: Any) -> None:
+        words = f"{help}; can be repeated"
+        parser.add_argument(*names, action="append", default=[], help=words, **about)
+
+    parser.add_argument("command", choices=["check"])
+    parser.add_argument("file", type=Path, metavar="FILE", help="a Metal source")
+    repeated("-D", "--define", metavar="NAME[=VALUE]", help="a macro; 1 without a value")
+    repeated(
+        "--constant",
+        metavar="NAME=VALUE",
+        help="a function constant, by name or index: true, false or a number",
+    )
+    include = "where #include looks, after the folder of FILE"
+    repeated("-I", "--include", type=Path, metavar="FOLDER", help=include)
+    parser.add_argument(
+        "--language",
+        choices=list(versions.NUMBERS),
+        default=versions.DEFAULT,
+        help="version of Metal (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--strict",
+        action="store_true",
+        help="also apply the stricter rules that this project has for its own shaders",
+    )
     return parser
 
 
-def _succeeds(options: argparse.Namespace) -> bool:
+def _check(options: argparse.Namespace) -> bool:
+    """Print findings and kernels; False for a finding. Raises BadRequest."""
     try:
-        if options.command == "check":
-            return check.check(options)
-        run.run(options)
-        return True
-    except (SimulatorFault, ShaderCompileError) as error:
+        text = options.file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(f"{options.file} cannot be read: {error}") from None
+    folders = [options.file.resolve().parent, *options.include]
+    pairs = (define.partition("=") for define in options.define)
+    defines = {name: value if equals else "1" for name, equals, value in pairs}
+    # Messages name the file and its own lines.
+    name = re.sub(r'(["\\])', r"\\\1", str(options.file))
+    try:
+        program = compile_shader(
+            f'#line 1 "{name}"\n{text}',
+            include_dirs=folders,
+            defines=defines,
+            constants=dict(map(_constant, options.constant)),
+            language=options.language,
+        )._program
+    except ShaderCompileError as error:
         print(error, file=sys.stderr)
         return False
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise BadRequest(str(error)) from None
+    findings = lint_source(
+        text,
+        include_dirs=list(map(str, folders)),
+        defines=defines,
+        language=options.language,
+        strict=options.strict,
+    )
+    named = {SOURCE_NAME: str(options.file)}
+    for finding in findings:
+        print(finding._replace(file=named.get(finding.file, finding.file)))
+    for constant in program.constants:
+        print(f"function constant {constant.index}: {constant.type} {constant.name}")
+    memory = threadgroup_bytes(program)
+    for kernel in program.kernels.values():
+        print(f"kernel {kernel.name}")
+        for line in _parameters(kernel, program.whole_image()):
+            print(f"  {line}")
+        if kernel.missing:
+            print(f"  needs function constants: {', '.join(kernel.missing)}")
+        used = memory[kernel.name]
+        over = f", over the limit of {LIMIT}" if used > LIMIT else ""
+        print(f"  threadgroup memory: {used} bytes{over}")
+    return not findings and max(memory.values(), default=0) <= LIMIT
+
+
+def _constant(text: str) -> tuple[int | str, ConstantValue]:
+    name, equals, word = text.partition("=")
+    if not name or not equals:
+        raise BadRequest(f"--constant {text}: it must be NAME=VALUE")
+    key = int(name) if name.isdecimal() else name
+    if word in ("true", "false"):
+        return key, word == "true"
+    for kind in (int, float):
+        try:
+            return key, kind(word)
+        except ValueError:
+            continue
+    raise BadRequest(f"--constant {text}: {word!r} must be true, false or a number")
+
+
+def _parameters(kernel: Kernel, image: Image) -> Iterator[str]:
+    parameters = zip(kernel.parameters, image.types(kernel), image.enabled(kernel), strict=True)
+    for parameter, type, enabled in parameters:
+        declared = re.sub(r" (?=[*&])", "", f"{parameter.type} {parameter.name}")
+        if parameter.kind == "attribute":
+            yield f"{declared} [[{parameter.attribute}]]"
+            continue
+        line = f"{parameter.kind}({parameter.index}): {declared}"
+        if type.scalar and not re.search(rf"\b{type.scalar}", declared):
+            line += f" of {type.scalar}"
+        yield line if enabled else f"{line}, absent by {parameter.condition}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Check one file.
 
-    Returns 0 on success, 1 for a fault or findings in the Metal file, 2 if the command cannot run.
+    Returns 0 on success, 1 for findings in the Metal file, 2 if the command cannot run.
     """
     options = _parser().parse_args(arguments)
-    return exit_status(lambda: _succeeds(options), BadRequest)
+    return exit_status(lambda: _check(options), BadRequest)
 
 
 if __name__ == "__main__":

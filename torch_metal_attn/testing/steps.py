@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.visibility import depths, tree_rows
+from torch_metal_attn.kv_cache import PagedKVCache, StaticKVCache
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing import attention_run, spoiling
 from torch_metal_attn.testing.attention import Attention
@@ -32,7 +33,7 @@ from torch_metal_attn.testing.tensors import (
     rotated_blocks,
     wrong_rotation,
 )
-from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
+from torch_metal_attn.with_kvcache import VERIFY_QUERIES, flash_attn_with_kvcache
 
 _OPS, _FUNCTION = ("append_kv", "decode_step"), "flash_attn_with_kvcache"
 _ATTENDING = ("decode_step", _FUNCTION)
@@ -84,8 +85,9 @@ class Step(Case):
         are not used. capacity: rows of each sequence, a multiple of page if the cache is paged.
         rotary_columns: 0 for no rotation. rotary_last: of the last columns. by_token: rotate each
         query by its own row. backward: the new rows and the queries require grad, and `backward`
-        must raise. values_in_keys: v and v_cache are the first columns of k and k_cache, which no
-        rotation may reach. The others are those of `Attention`.
+        must raise. recent: of a cache of `kv_cache`, whose `decode_step` is called. values_in_keys:
+        v and v_cache are the first columns of k and k_cache, which no rotation may reach. The
+        others are those of `Attention`.
     """
 
     call: str = field("append_kv", one_of(*_OPS, _FUNCTION))
@@ -158,6 +160,9 @@ class Step(Case):
             else not case.rotary_columns or r.random() < 0.7
         ),
     )
+    recent: int = field(
+        0, one_of(1, 8), share=0.2, calls=("decode_step",), when=lambda case: case.format
+    )
     backward: bool = field(False, chance(0.1))
     values: str = kinds()
     layout: tuple[str, ...] = _layout()
@@ -181,7 +186,7 @@ class Step(Case):
         return tuple(n + new for n, (_, new) in zip(self.lengths, self.pairs, strict=False))
 
     def ways(self) -> tuple[str, ...]:
-        tensors = ("k", "v", "k_cache", "v_cache")
+        tensors = ("k", "v") if self.recent else ("k", "v", "k_cache", "v_cache")
         return spoiling.ways(tensors, ("k", "v")) if self.head_dim > 1 else ()
 
     def conflicts(self) -> dict[str, Any]:
@@ -209,6 +214,15 @@ class Step(Case):
             and (self.page < 1 or self.capacity % max(self.page, 1)),
             "there is a KV head for some heads": self.kv_heads < 1 or self.heads % self.kv_heads,
             "there are sequences": not self.lengths,
+            "caches with recent rows have other options": self.recent
+            and (
+                self.packed
+                or self.leftpad_k is not None
+                or self.cache == "indexed"
+                or self.window_size_left >= 0
+                or self.backward
+                or min(self.lengths) < 0
+            ),
         }
 
     def illegal(self) -> dict[str, Any]:
@@ -218,6 +232,10 @@ class Step(Case):
             "no packed rows": self.packed and not all(map(sum, zip(*self.packed, strict=True))),
             "a tree of other tokens than the new rows": self.tree
             and any(queries != new for queries, new in self.pairs),
+            "queries before recent rows": self.recent
+            and self.causal
+            and self.q_length > self.length,
+            "a tree to rotate, with recent rows": self.recent and self.tree and self.rotary_columns,
             "rotated columns": self.rotary_columns > self.head_dim,
             "rotated values": self.values_in_keys
             and self.rotary_columns
@@ -318,6 +336,8 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         placed["q"] = memory.place("q", _as_given(case, q, 0), words)
         written += ("q",) if case.call == "append_kv" else ()
     function, arguments = _call(case, placed)
+    if case.recent:
+        function, written = partial(_of_cache, case, device, old), ()
     if case.backward:
         function = partial(_without_gradient, case, function)
 
@@ -334,17 +354,76 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         if case.call == "append_kv":
             return measures + ([same_bits("q", placed["q"], rotated)] if "q" in placed else [])
         # Where q is rotated, another tile may be taken.
-        if case.strict and case.call == "decode_step" and not case.rotary_columns:
+        strict = case.strict and not case.recent
+        if strict and case.call == "decode_step" and not case.rotary_columns:
             parts = _in_sequence(case, device, rotated, after | options | packing)
             both = zip(("out", "softmax_lse"), results, parts, strict=True)
             return measures + [same_bits(*each) for each in both]
         exact, kept, where = stored(case, *dense)
+        for x, rows in zip(exact, dense, strict=True):
+            for b, first in enumerate(_first_recent(case)):
+                x[b, :, first:] = rows[b, :, first:]
         keys, values = (x.to(dtype) if case.cache_dtype else x for x in exact)
         packed = (ends_q, None, most_queries) if case.packed else ()
         problem = Problem(rotated, keys, values, packed, options, kept, where, None, None, None)
         return measures + attention_run.judge(attention, problem, results)
 
     return Prepared(function, arguments, judge, memory, written)
+
+
+def _of_cache(
+    case: Step,
+    device: torch.device,
+    old: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    **given: Any,
+) -> tuple[Tensor, None]:
+    """`decode_step` of a cache with recent rows that was filled with `old`."""
+    size, longest = (case.kv_heads, case.head_dim, case.v_head_dim), max(case.lengths)
+    scale = torch.linspace(0.02, 0.03, case.kv_heads, device=device)
+    scales = {"k_scale": scale} if case.format == "fp8_e4m3" else {}
+    if (case.v_format or case.format) == "fp8_e4m3" and not case.values_in_keys:
+        scales["v_scale"] = scale
+    options: dict[str, Any] = {
+        "dtype": dtype_of(case.dtype),
+        "device": device,
+        "format": case.format,
+        "v_format": case.v_format or None,
+        "hadamard": case.hadamard,
+        "values_in_keys": case.values_in_keys,
+        "recent": case.recent,
+        **scales,
+    }
+    batch = len(case.lengths)
+    cache: Any
+    if case.cache == "paged":
+        cache = PagedKVCache(batch * case.capacity // case.page, case.page, *size, **options)
+        ids = [cache.allocate() for _ in case.lengths]
+        arguments: tuple[Any, ...] = (ids,)
+    else:
+        cache = StaticKVCache(batch, case.capacity, *size, **options)
+        ids, arguments = list(range(batch)), ()
+    cache.append(*arguments, *(x[:, :, :longest].to(device) for x in old))
+    for id, length in zip(ids, case.lengths, strict=True):
+        cache.truncate(id, length)
+    of_caches = ("k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table")
+    for name in (*of_caches, "hadamard", "rotary_from_leftpad", "window_size_left"):
+        given.pop(name, None)
+    if not case.rotary_columns:
+        given = {name: x for name, x in given.items() if not name.startswith("rota")}
+    given["softmax_scale"] = case.head_dim**-0.5
+    return cache.decode_step(*arguments, q, k, v, **given), None
+
+
+def _first_recent(case: Step) -> list[int]:
+    """The first row of each sequence that attention reads in full precision."""
+    if not case.recent:
+        return [case.capacity] * len(case.lengths)
+    room = case.recent + VERIFY_QUERIES
+    filled = max(max(case.lengths) - room, 0)
+    return [max(min(filled, n), n + case.length - room) for n in case.lengths]
 
 
 def _as_given(case: Step, x: Tensor, side: int) -> Tensor:

@@ -41,15 +41,16 @@ struct FlashBwdCall {
 };
 
 MaskTile mask_tile(const FlashBwdSpecialisation& s) {
-  return s.dkv ? MaskTile{s.block, s.block_rows(), FlexWalk::kOverQueries}
+  return s.dkv() ? MaskTile{s.block, s.block_rows(), FlexWalk::kOverQueries}
                : MaskTile{s.block_rows(), s.block, FlexWalk::kOverKeys};
 }
 
 // The tile of dq's kernel, or of dk's and dv's.
 FlashBwdSpecialisation choose_tile(const FlashFwdProblem& problem, const FlashFwdCall& call,
-                                   const Tensor& q, bool exact_delta, bool tensor_tiles, bool dkv) {
+                                   const Tensor& q, bool exact_delta, bool tensor_tiles,
+                                   Gradient of) {
   const std::optional<FlashBwdSpecialisation> found =
-      choose_flash_bwd(problem, dkv, exact_delta, tensor_tiles, gpu());
+      choose_flash_bwd(problem, of, exact_delta, tensor_tiles, gpu());
   check(found.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
         problem.head_dim_v, "; in ", dtype_text(q),
         " their gradients need more threadgroup memory than there is: use smaller head dims or "
@@ -63,11 +64,11 @@ Kernels choose_tiles(const FlashFwdCall& call, const FlashFwdArguments& f, bool 
   problem.aligned = problem.aligned && rows_aligned_16(f.q) && dout_aligned;
   tensor_tiles = tensor_tiles && no_tensor_gradients(problem) == nullptr;
   Kernels kernels{};
-  kernels.dq = choose_tile(problem, call, f.q, exact_delta, tensor_tiles, false);
+  kernels.dq = choose_tile(problem, call, f.q, exact_delta, tensor_tiles, Gradient::kQ);
   if (!tensor_tiles && f.flex) {
     problem.features.flex->ordered = starts_in_order(*f.flex, FlexWalk::kOverQueries);
   }
-  kernels.dkv = choose_tile(problem, call, f.q, exact_delta, tensor_tiles, true);
+  kernels.dkv = choose_tile(problem, call, f.q, exact_delta, tensor_tiles, Gradient::kKv);
   kernels.dkv.head_splits = flash_bwd_head_splits(kernels.dkv, problem, gpu());
   return kernels;
 }
@@ -102,7 +103,7 @@ FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
 }
 
 uint32_t blocks_of(int32_t rows, const FlashBwdSpecialisation& s) {
-  const int listed = s.dkv ? s.features.kv_block() : s.features.q_block();
+  const int listed = s.dkv() ? s.features.kv_block() : s.features.q_block();
   const int64_t blocks = tiles_of(rows, s.block_rows(), listed, s.features.ordered());
   return static_cast<uint32_t>(std::max<int64_t>(blocks, 1));
 }
@@ -179,7 +180,7 @@ Launch sum_launch(const FlashBwdCall& call, const Tensor& parts, const Tensor& s
 Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call,
                        const FlashBwdArguments& a, const Tensor& delta,
                        const std::optional<MaskBlocks>& lists, FlashBwdParams params) {
-  const FlexWalk walk = s.dkv ? FlexWalk::kOverQueries : FlexWalk::kOverKeys;
+  const FlexWalk walk = s.dkv() ? FlexWalk::kOverQueries : FlexWalk::kOverKeys;
   Launch launch(s.kernel(), flash_bwd_defines(s));
   launch.tile_row = s.row;
   launch.buffers = flash_inputs(call.forward, a.forward);

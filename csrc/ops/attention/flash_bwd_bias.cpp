@@ -15,7 +15,7 @@
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
-#include "csrc/tiles/flash_bwd_bias.h"
+#include "csrc/tiles/flash_bwd.h"
 #include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
@@ -28,7 +28,7 @@ using torch::stable::Tensor;
 
 struct FlashBwdBiasCall {
   FlashFwdCall forward;
-  FlashBwdBiasSpecialisation specialisation;
+  FlashBwdSpecialisation specialisation;
   Tensor like;                   // the tensor whose gradient is wanted
   std::array<int64_t, 4> sizes;  // its sizes among (batch, head, query, key)
   bool slopes;
@@ -68,7 +68,7 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   check(!slopes || f.options.alibi_slopes,
         "`alibi_slopes` is None; it must be float32, for its gradient");
 
-  const FlashBwdBiasSpecialisation specialisation =
+  const FlashBwdSpecialisation specialisation =
       choose_score_gradient(forward.problem, f.q, slopes ? "alibi_slopes" : "attn_bias");
   const Tensor& like = slopes ? *f.options.alibi_slopes : *forward.bias;
   FlashBwdBiasCall call{forward, specialisation,
@@ -79,8 +79,8 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
 
   // Of each dimension: the tiles that there are, which all share one element, or have their own.
   const std::array<int64_t, 4> all{forward.batch, forward.heads,
-                                   divide_up(forward.q_length, specialisation.block_q()),
-                                   divide_up(forward.kv_length, specialisation.block_k)};
+                                   divide_up(forward.q_length, specialisation.block_rows()),
+                                   divide_up(forward.kv_length, specialisation.block)};
   std::array<int64_t, 4> owned{};
   double shared = 1.0;
   call.shared_tiles = 1;
@@ -112,7 +112,7 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
 }
 
 Defines defines_of(const FlashBwdBiasCall& call) {
-  Defines defines = flash_bwd_bias_defines(call.specialisation);
+  Defines defines = flash_bwd_defines(call.specialisation);
   defines.push_back({"DBIAS_ELEMENT", element_name(call.element())});
   defines.push_back({"DBIAS_PAIRS", call.sizes[3] % 2 == 0});
   defines.push_back({"QUERIES_SHARED", call.sizes[2] == 1});
@@ -174,7 +174,7 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
 
 }  // namespace
 
-JsonObject score_gradient_note(const FlashBwdBiasSpecialisation& s) {
+JsonObject score_gradient_note(const FlashBwdSpecialisation& s) {
   return JsonObject()
       .add("threadgroup_bytes", s.threadgroup_bytes())
       .add("registers", s.registers());
@@ -210,9 +210,9 @@ Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArgum
   return buffers;
 }
 
-FlashBwdBiasSpecialisation choose_score_gradient(const FlashFwdProblem& problem, const Tensor& q,
+FlashBwdSpecialisation choose_score_gradient(const FlashFwdProblem& problem, const Tensor& q,
                                                  const char* of) {
-  const auto specialisation = choose_flash_bwd_bias(problem, gpu());
+  const auto specialisation = choose_flash_bwd(problem, Gradient::kScores, false, false, gpu());
   check(specialisation.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
         problem.head_dim_v, "; in ", dtype_text(q), " the gradient of ", of,
         " needs more threadgroup memory than there is: use smaller head dims or a 16-bit dtype");

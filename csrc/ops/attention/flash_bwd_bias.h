@@ -7,7 +7,7 @@
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
-#include "csrc/tiles/flash_bwd_bias.h"
+#include "csrc/tiles/flash_bwd.h"
 
 namespace metal_attn {
 
@@ -15,7 +15,7 @@ namespace metal_attn {
 FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& arguments);
 
 // The kernel of such a gradient. Throws std::invalid_argument, naming what it is the gradient `of`.
-FlashBwdBiasSpecialisation choose_score_gradient(const FlashFwdProblem& problem,
+FlashBwdSpecialisation choose_score_gradient(const FlashFwdProblem& problem,
                                                  const torch::stable::Tensor& q, const char* of);
 
 // What it reads of dense or packed attention, and the result that it writes.
@@ -23,7 +23,7 @@ Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArgum
                                const torch::stable::Tensor& result);
 
 // What is told of its launch.
-JsonObject score_gradient_note(const FlashBwdBiasSpecialisation& specialisation);
+JsonObject score_gradient_note(const FlashBwdSpecialisation& specialisation);
 
 // The gradient of attn_bias, or of a floating attn_mask: of its shape and dtype, contiguous, summed
 // over the dimensions of size 1 that it broadcasts.

@@ -31,7 +31,7 @@ constexpr double kMostBytes = 1024.0 * (1 << 20);
 
 // The gradient of one load.
 struct Share {
-  FlashBwdBiasSpecialisation specialisation;
+  FlashBwdSpecialisation specialisation;
   Tensor capture;
   int64_t owners;
   int64_t q_tiles;
@@ -53,14 +53,14 @@ Share analyse_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::s
   const FlexOptions& flex = *f.flex;
   FlashFwdProblem problem = call.problem;
   problem.features.flex = with_share(*problem.features.flex, flex, i);
-  const FlashBwdBiasSpecialisation specialisation =
+  const FlashBwdSpecialisation specialisation =
       choose_score_gradient(problem, f.q, "a captured tensor");
   const auto number = static_cast<std::size_t>(flex.share_captures[i]);
   Share share{specialisation, flex.captures[number], flex.share_owners[i], 0, 1, 1, 1, 1};
   const int64_t elements = share.capture.numel();
   check(elements < std::numeric_limits<int32_t>::max(), "captures[", number, "] has ", elements,
         " elements; one that has a gradient must have fewer than 2^31");
-  const int64_t block_q = specialisation.block_q();
+  const int64_t block_q = specialisation.block_rows();
   share.q_tiles = divide_up(call.q_length, block_q);
   const std::array<std::pair<FlexOwner, int64_t>, 3> dims{
       {{kOwnBatch, call.batch}, {kOwnHead, call.heads}, {kOwnQuery, share.q_tiles}}};
@@ -84,7 +84,7 @@ Share analyse_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::s
 }
 
 Defines defines_of(const Share& share, bool normalised) {
-  Defines defines = flash_bwd_bias_defines(share.specialisation);
+  Defines defines = flash_bwd_defines(share.specialisation);
   const auto define = [&defines](const char* name, bool on) {
     if (on) {
       defines.push_back({name, 1});

@@ -22,8 +22,8 @@
   ", Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
 
 // Arguments of the ops, of which the varlen ones have PACKING_SCHEMA.
-#define FLASH_FWD_ARGUMENTS(PACKING) "(Tensor q, Tensor k, Tensor v" PACKING ", *" FLASH_SCHEMA
-#define FLASH_CACHED_ARGUMENTS(PACKING) FLASH_FWD_ARGUMENTS(PACKING) ", " FLASH_CACHE_OPTIONS
+#define FLASH_CACHED_ARGUMENTS(PACKING) \
+  "(Tensor q, Tensor k, Tensor v" PACKING ", *" FLASH_SCHEMA ", " FLASH_CACHE_OPTIONS
 #define FLASH_FWD_RESULT "(Tensor out, Tensor softmax_lse)"
 #define FLASH_BWD_ARGUMENTS(PACKING)                                       \
   "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, " \
@@ -53,19 +53,12 @@ namespace metal_attn {
 template <auto run>
 struct FlashFwd {
   using Tensor = torch::stable::Tensor;
-  static auto dense(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS) {
-    return run(FlashFwdArguments{q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, {}});
-  }
-  static auto varlen(const Tensor& q, const Tensor& k, const Tensor& v,
-                     PACKING_PARAMETERS FLASH_OPTION_PARAMETERS) {
-    return run(FlashFwdArguments{q, k, v, PACKING_VALUES, {FLASH_OPTION_VALUES}, {}});
-  }
-  static auto dense_cached(const Tensor& q, const Tensor& k,
-                           const Tensor& v FLASH_OPTION_PARAMETERS, CACHE_PARAMETERS) {
+  static auto dense(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS,
+                    CACHE_PARAMETERS) {
     return run(FlashFwdArguments{q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, CACHE_VALUES});
   }
-  static auto varlen_cached(const Tensor& q, const Tensor& k, const Tensor& v,
-                            PACKING_PARAMETERS FLASH_OPTION_PARAMETERS, CACHE_PARAMETERS) {
+  static auto varlen(const Tensor& q, const Tensor& k, const Tensor& v,
+                     PACKING_PARAMETERS FLASH_OPTION_PARAMETERS, CACHE_PARAMETERS) {
     return run(FlashFwdArguments{q, k, v, PACKING_VALUES, {FLASH_OPTION_VALUES}, CACHE_VALUES});
   }
 };

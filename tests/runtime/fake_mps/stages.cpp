@@ -53,7 +53,7 @@ Result built(const FlashFwdArguments& a) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, CPU, m) {
-  m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd>::dense_cached));
+  m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd>::dense));
   m.impl("flash_decode", TORCH_BOX(&metal_attn::FlashDecode<flash_decode>::call));
   m.impl("decode_step", TORCH_BOX(&metal_attn::decode_step_op<decode_step>));
 }
@@ -65,7 +65,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_plain, CPU, m) {
 #define STAGE(name, function)                                             \
   STABLE_TORCH_LIBRARY(stage_##name, m) { m.def(metal_attn::kFlashFwd); } \
   STABLE_TORCH_LIBRARY_IMPL(stage_##name, CPU, m) {                       \
-    m.impl("flash_fwd", TORCH_BOX(&FlashFwd<function>::dense_cached));    \
+    m.impl("flash_fwd", TORCH_BOX(&FlashFwd<function>::dense));           \
   }
 
 STAGE(parsed, parsed)

@@ -7,7 +7,18 @@ import torch
 from torch import Tensor, nn
 
 import torch_metal_attn.rope as rope
-from torch_metal_attn.call.arguments import check_integers, check_tensors, flag, whole
+from torch_metal_attn.call.arguments import (
+    at_hand,
+    check_integers,
+    check_one_device,
+    check_tensor,
+    check_tensors,
+    flag,
+    natural,
+    on_host,
+    positive,
+    whole,
+)
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.reference import rotate_pairs
 
@@ -95,8 +106,13 @@ def apply_rotary_emb_torch(
     Raises:
         ValueError: a table has another size.
     """
-    check_tensors(x=x, cos=cos, sin=sin)
+    check_one_device(x=x, cos=cos, sin=sin)
     for name, table in (("cos", cos), ("sin", sin)):
+        if min(table.dim(), x.dim() - 1) < 2 or table.shape != cos.shape or not table.shape[-1]:
+            raise ValueError(
+                f"{name} has shape {tuple(table.shape)} and x {tuple(x.shape)}; it must be (L, R / "
+                "2) or (B, L, R / 2), as the other table, and x (B, L, H, D)"
+            )
         if 2 * table.shape[-1] > x.shape[-1] or table.shape[-2:-1] != x.shape[-3:-2]:
             raise ValueError(
                 f"{name} has shape {tuple(table.shape)} and x {tuple(x.shape)}; it must have a row "
@@ -186,6 +202,8 @@ def apply_rotary_emb_qkv_(
             heads for k as for v; tables that differ; what `metal_attn::rope` does not support.
     """
     check_tensors(qkv=qkv, cos=cos, sin=sin)
+    if num_heads_q is not None:
+        num_heads_q = whole("num_heads_q", num_heads_q)
     _check_heads(qkv, num_heads_q)
     _check_own_tables(cos, cos_k, sin_k)
     options = _offset_options(seqlen_offsets, qkv.shape[0], qkv.shape[1])
@@ -252,13 +270,11 @@ class RotaryEmbedding(nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
-        self.dim, self.base, self.interleaved = dim, float(base), interleaved
-        self.scale_base = scale_base
+        self.dim, self.base, self.interleaved = dim, float(positive("base", base)), interleaved
+        self.scale_base = None if scale_base is None else positive("scale_base", scale_base)
         self.register_buffer("inv_freq", rope.default(dim, self.base, device=device)[0], False)
         scale = None
         if scale_base is not None:
-            if not scale_base > 0:
-                raise ValueError(f"scale_base is {scale_base!r}; it must be positive or None")
             pairs = torch.arange(0, dim, 2, device=device, dtype=torch.float32)
             scale = (pairs + 0.4 * dim) / (1.4 * dim)
         self.register_buffer("scale", scale, False)
@@ -282,13 +298,17 @@ class RotaryEmbedding(nn.Module):
         Raises:
             ValueError: max_seqlen is missing, or what the functions above do not support.
         """
+        check_tensor("qkv", qkv)
+        if qkv.dim() < 4:
+            raise ValueError(f"qkv has shape {tuple(qkv.shape)}; it must have 4 or 5 dimensions")
         if max_seqlen is None:
             if isinstance(seqlen_offset, Tensor):
                 raise ValueError(
                     "max_seqlen is None; if seqlen_offset is a tensor, it must be given: the last "
                     "position plus 1"
                 )
-            max_seqlen = qkv.shape[1] + seqlen_offset
+            max_seqlen = qkv.shape[1] + whole("seqlen_offset", seqlen_offset)
+        max_seqlen = natural("max_seqlen", max_seqlen, 0, 2**31 - 1)
         cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv)
         if kv is None:
             own = {} if self.scale is None else {"cos_k": cos_k, "sin_k": sin_k}
@@ -367,6 +387,7 @@ def _check_own_tables(cos: Tensor, cos_k: Tensor | None, sin_k: Tensor | None) -
     for name, table in (("cos_k", cos_k), ("sin_k", sin_k)):
         if table is None:
             raise ValueError(f"{name} is None; give both cos_k and sin_k, or neither")
+        check_tensor(name, table)
         if table.shape != cos.shape or table.dtype != cos.dtype:
             raise ValueError(
                 f"{name} has shape {tuple(table.shape)} and dtype {table.dtype}; it must "
@@ -397,8 +418,10 @@ def _packed_positions(tokens: int, cu_seqlens: Tensor, seqlen_offsets: int | Ten
     check_integers("cu_seqlens", cu_seqlens, "(B + 1)")
     if cu_seqlens.shape[0] < 1:
         raise ValueError("cu_seqlens has shape (0,); it must be (B + 1)")
-    if cu_seqlens.device.type == "cpu" and not isinstance(cu_seqlens, torch._subclasses.FakeTensor):
-        ends = cu_seqlens.tolist()
+    if isinstance(seqlen_offsets, Tensor):
+        check_one_device(cu_seqlens=cu_seqlens, seqlen_offsets=seqlen_offsets)
+    if at_hand(cu_seqlens):
+        ends = on_host("cu_seqlens", cu_seqlens)
         if ends[0] != 0 or ends != sorted(ends) or ends[-1] > tokens:
             raise ValueError(
                 f"cu_seqlens is {ends}; it must rise from 0 and end at most at the {tokens} tokens"

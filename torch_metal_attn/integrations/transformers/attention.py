@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_metal_attn.call import philox
+from torch_metal_attn.call.arguments import whole
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.integrations.copies import with_contiguous_rows
 from torch_metal_attn.integrations.transformers import band as bands
-from torch_metal_attn.integrations.transformers.latent import Latents
+from torch_metal_attn.integrations.transformers.latent import HeldRows, Latents
 from torch_metal_attn.integrations.transformers.packing import falls_back, packing_of
 from torch_metal_attn.integrations.transformers.refusals import refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
@@ -56,8 +57,8 @@ _HARMLESS = frozenset(
 def metal_attention(
     module: nn.Module,
     query: Tensor | Unrotated,
-    key: Tensor | Latents,
-    value: Tensor | Latents,
+    key: Tensor | Latents | HeldRows,
+    value: Tensor | Latents | HeldRows,
     attention_mask: Tensor | None,
     *,
     is_causal: bool | None = None,
@@ -99,12 +100,7 @@ def metal_attention(
         is_packed = _given({name: others.get(name) for name in BOUNDS})
         latents, is_few = key, query.shape[2] <= DECODE_QUERIES and not is_packed
         assert isinstance(query, Tensor)
-        scales: dict[str, Tensor] = {}
-        if is_few:
-            tensors, scales = latents.absorbed(query)
-        else:
-            tensors = (query, *latents.expanded())
-        others |= scales
+        tensors = latents.absorbed(query) if is_few else (query, *latents.expanded())
         others |= {
             "is_causal": is_causal,
             "sliding_window": sliding_window,
@@ -114,7 +110,7 @@ def metal_attention(
         }
         out, _ = metal_attention(module, *tensors, attention_mask, **others)
         return (latents.values(out) if is_few else out), None
-    assert isinstance(value, Tensor)
+    assert not isinstance(value, Latents)
     q = query.q if isinstance(query, Unrotated) else query
     bounds = {name: others.pop(name, None) for name in BOUNDS}
     options = score_options(module, q.device, **others)
@@ -156,7 +152,8 @@ def metal_attention(
         rotary = {} if _given(bounds) else query.options()
         query = query.q if rotary else query.rotated()
     query = with_contiguous_rows("q", query)
-    key, value = with_contiguous_rows("k", key), with_contiguous_rows("v", value)
+    if isinstance(key, Tensor) and isinstance(value, Tensor):
+        key, value = with_contiguous_rows("k", key), with_contiguous_rows("v", value)
     if _given(bounds):
         if not can_pack:
             name = next(name for name, given in unpacked.items() if given is not None)
@@ -164,6 +161,8 @@ def metal_attention(
                 f"{name} together with cu_seq_lens_q in {type(module).__name__}: pass the "
                 "sequences as a padded batch, with an attention_mask"
             )
+        assert isinstance(key, Tensor)  # more queries than latent rows are read by
+        assert isinstance(value, Tensor)
         out = _packed(
             module, query, key, value, attention_mask, causal, sliding_window, bounds, options
         )
@@ -198,8 +197,6 @@ def score_options(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     **others: Any,
 ) -> dict[str, Any]:
     """The op's options for the arguments of `metal_attention` that do not concern visibility.
@@ -216,24 +213,33 @@ def score_options(
         "softcap": softcap or 0.0,
         "learnable_sink": s_aux,
         **_dropout(module, dropout, device),
-        **({} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}),
     }
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, *, sinks: Tensor | None = None, **options: Any
+    query: Tensor,
+    key: Tensor | HeldRows,
+    value: Tensor | HeldRows,
+    *,
+    sinks: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Run the kernel for many queries or, without gradients and dropout, the one for few.
 
     sinks: (B, Hq, Sq, 1), one more score per query, without a value.
     """
-    query, key, value = autocast(query, key, value)
+    (query,) = autocast(query)
     added = {name: options.get(name) for name in ("attn_mask", "attn_bias")}
     options |= {name: autocast(one)[0] for name, one in added.items() if one is not None}
     ops = torch.ops.metal_attn
-    op = ops.flash_decode if _decodes(query, key, value, **options) else ops.flash_fwd
     out: Tensor
-    out, lse = op(query, key, value, **options)
+    if isinstance(key, HeldRows):
+        out, lse = key.attend(query, options)
+    else:
+        assert isinstance(value, Tensor)
+        key, value = autocast(key, value)
+        op = ops.flash_decode if _decodes(query, key, value, **options) else ops.flash_fwd
+        out, lse = op(query, key, value, **options)
     if sinks is None:
         return out
     # exp(lse) is the sum over the keys, so this is their share of the sum with the sink.
@@ -241,7 +247,7 @@ def _flash(
     return (out * share).to(out.dtype)
 
 
-def _decodes(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> bool:
+def _decodes(query: Tensor, key: Any, value: Any, **options: Any) -> bool:
     """Whether queries are few, and nothing asks for gradients or dropout."""
     tensors = (query, key, value, *options.values())
     trains = torch.is_grad_enabled() and any(
@@ -286,7 +292,7 @@ def _dropout(module: nn.Module, dropout: float, device: torch.device) -> dict[st
 def _visibility(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
+    key: Tensor | HeldRows,
     mask: Tensor | None,
     causal: bool,
     sliding_window: int | None,
@@ -426,7 +432,7 @@ def _is_padded(band: bands.Band) -> bool:
 
 def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> None:
     """Refuse a window that should mask out keys if no mask says on which side."""
-    if sliding_window is not None and reach > sliding_window:
+    if sliding_window is not None and reach > whole("sliding_window", sliding_window):
         raise NotImplementedError(
             f"sliding_window={sliding_window} in {type(module).__name__} with {reach} keys in "
             "reach and no mask"

@@ -18,79 +18,137 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from torch_metal_attn.call.arguments import natural
 from torch_metal_attn.integrations import copies
 from torch_metal_attn.integrations.transformers.fusion import own_class
-from torch_metal_attn.kv_cache import StaticLatentCache
-from torch_metal_attn.quantisation import dequantise, sizes
+from torch_metal_attn.integrations.transformers.refusals import unwrapped
+from torch_metal_attn.kv_cache import LatentCache, StaticLatentCache
+from torch_metal_attn.kv_cache.storage import Storage
+from torch_metal_attn.ops.differentiation import forward_only
+from torch_metal_attn.quantisation import dequantise
 
 EXPAND = "expand_kv"  # of a module that caches latent rows
 _ADVICE = "use enable(model)"
 
 
 @dataclass(frozen=True)
-class QuantisedRows:
-    """Rows of a quantised cache, which `LatentLayer` returns in place of latents and rotated keys.
+class HeldRows:
+    """All rows of a `LatentLayer`, which returns them in place of latents and rotated keys.
 
-    k, v: (B, 1, Lk, ...), v the first columns of k. k_scale, v_scale: theirs. columns: C and R.
+    columns: C and R of a row.
     """
 
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor
-    v_scale: Tensor
+    layer: "LatentLayer"
     columns: tuple[int, int]
     dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the keys: (B, 1, Lk, C + R)."""
+        return len(self.layer.ids), 1, self.layer.get_seq_length(), sum(self.columns)
+
+    def attend(self, q: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Attention of q (B, H, Lq, C + R) to the rows where they lie.
+
+        Raises: NotImplementedError: options tell apart keys that recent rows are not read by.
+        """
+        storage, where = self.layer.storage, self.layer.where()
+        lengths = [self.shape[2]] * self.shape[0]
+        if storage.recent is not None:
+            given = {n: x for n, x in _given(options) if torch.is_tensor(x) or x != _OFF.get(n)}
+            for name in given:
+                if name not in _WITH_RECENT or (name == "window_size_right" and given[name] != 0):
+                    raise NotImplementedError(
+                        f"{name} with the recent rows of a latent cache, of which only causal "
+                        "attention and padding are implemented: use latent_cache without recent"
+                    )
+            attend = functools.partial(
+                storage.recent.attend, 0, q, lengths, self.layer.slots(), where, given
+            )
+            advice = "call the model under torch.no_grad()"
+            out, lse = forward_only("a latent cache", advice, {"q": q, **given}, attend)
+            return out, lse
+        (k, v), kept = storage.operands(0)
+        if "block_table" in where:
+            # Masks must have columns for whole pages, of which seqused_k hides the rest.
+            more = k.shape[2] * where["block_table"].shape[1] - lengths[0]
+            for name in ("attn_mask", "attn_bias"):
+                if options.get(name) is not None and options[name].shape[-1] > 1:
+                    options[name] = torch.nn.functional.pad(options[name], (0, more))
+            if options.get("seqused_k") is None:
+                options["seqused_k"] = storage.indices(lengths)
+        else:
+            k, v = k[:, :, : lengths[0]], v[:, :, : lengths[0]]
+            kept = {n: x[:, :, : lengths[0]] if x.dim() == 4 else x for n, x in _given(kept)}
+        op = torch.ops.metal_attn.flash_decode
+        out, lse = op(q, k, v, **kept, **where, **options)
+        return out, lse
+
+    def parts(self) -> tuple[Tensor, ...]:
+        """Latents (B, 1, Lk, C) and rotated keys (B, 1, Lk, R), in `dtype`: views or a copy."""
+        storage, where = self.layer.storage, self.layer.where()
+        batch, _, length, _ = self.shape
+
+        def of_all(x: Tensor) -> Tensor:
+            """(B, 1, Lk, ...), or scales of heads."""
+            if x.dim() != 4:
+                return x
+            for places in where.values():
+                x = x[places.long()].view(batch, -1, *x.shape[2:])
+            return x[:, :length].transpose(1, 2)
+
+        held = storage.layers[0]
+        rows = of_all(held.k_cache)
+        if held.k_scale is not None:
+            rows = dequantise(rows, of_all(held.k_scale), self.dtype)
+        if storage.recent is not None:
+            storage.recent.fill(0, rows, [length] * batch, self.layer.slots())
+        return rows.split(self.columns, -1)
+
+
+def _given(options: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, x) for name, x in options.items() if x is not None]
+
+
+# Values of options that hide nothing, and the options that attention to recent rows takes.
+_OFF = {"window_size_left": -1, "window_size_right": -1, "attention_chunk": 0, "softcap": 0.0}
+_WITH_RECENT = (
+    *("softmax_scale", "softcap", "learnable_sink", "causal", "q_offset"),
+    *("window_size_right", "leftpad_k", "seqused_k"),
+)
 
 
 class Latents:
     """The rows that a module would expand: what `metal_attention` gets for its keys and values."""
 
     def __init__(
-        self, module: nn.Module, latents: Tensor | QuantisedRows, k_rotated: Tensor | QuantisedRows
+        self, module: nn.Module, latents: Tensor | HeldRows, k_rotated: Tensor | HeldRows
     ) -> None:
         self._module: Any = module
-        self._quantised = latents if isinstance(latents, QuantisedRows) else None
+        self._held = latents if isinstance(latents, HeldRows) else None
         if isinstance(latents, Tensor) and isinstance(k_rotated, Tensor):
             self.latents = latents  # (B, 1, Lk, C)
             self.k_rotated = k_rotated  # (B, 1, Lk, R)
 
     def expanded(self) -> tuple[Tensor, Tensor]:
         """Keys and values of all heads, as the model's own code makes them."""
-        parts = (self.latents, self.k_rotated) if self._quantised is None else self._dequantised()
+        parts = (self.latents, self.k_rotated) if self._held is None else self._held.parts()
         expand = getattr(self._module._metal_attn_own, EXPAND)
         k, v = expand(self._module, *parts)
         return k, v
 
-    def _dequantised(self) -> tuple[Tensor, ...]:
-        held = self._quantised
-        assert held is not None
-        rows = dequantise(held.k, held.k_scale, held.dtype)
-        return rows.split(held.columns, -1)
-
     def rows(self) -> Tensor:
-        """(B, 1, Lk, C + R): what both are parts of, or a copy if they lie elsewhere."""
-        latents, k_rotated = self.latents, self.k_rotated
-        columns = latents.shape[-1] + k_rotated.shape[-1]
-        if (
-            not torch.compiler.is_compiling()
-            and latents.stride() == k_rotated.stride()
-            and latents.untyped_storage().data_ptr() == k_rotated.untyped_storage().data_ptr()
-            and k_rotated.storage_offset() == latents.storage_offset() + latents.shape[-1]
-            and latents.stride(2) >= columns
-        ):
-            return latents.as_strided((*latents.shape[:-1], columns), latents.stride())
-        return torch.cat([latents, k_rotated], -1)
+        """(B, 1, Lk, C + R): a copy, as transformers' own caches hold both parts by themselves."""
+        return torch.cat([self.latents, self.k_rotated], -1)
 
-    def absorbed(self, q: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor]]:
-        """The queries (B, H, Lq, C + R), keys and values of attention to the rows; their scales."""
+    def absorbed(self, q: Tensor) -> tuple[Tensor, Tensor | HeldRows, Tensor | HeldRows]:
+        """The queries (B, H, Lq, C + R), keys and values of attention to the rows."""
         first = self._module.qk_nope_head_dim
         q = torch.cat([q[..., :first] @ self._up_projections()[0], q[..., first:]], -1)
-        if (held := self._quantised) is not None:
-            scales = {"k_scale": held.k_scale, "v_scale": held.v_scale}
-            own = [x for x in (held.k, held.k_scale) if x.dim() == 4]
+        if (held := self._held) is not None:
+            own = held.layer.storage.layers[0].by_block()
             self._tell_of_bytes(sum(x.shape[-1] * x.element_size() for x in own), q)
-            return (q, held.k, held.v), scales
+            return q, held, held
         rows = self.rows()
         self._tell_of_bytes(rows.shape[-1] * rows.element_size(), q)
-        return (q, rows, rows[..., : self.latents.shape[-1]]), {}
+        return q, rows, rows[..., : self.latents.shape[-1]]
 
     def values(self, out: Tensor) -> Tensor:
         """The values (B, Lq, H, Dv), contiguous, of what attention to the rows gives."""
@@ -164,7 +222,7 @@ def absorbed_class(kind: type) -> type:
     """`kind`, whose keys and values stay latent."""
 
     def expand_kv(
-        self: Any, latents: Tensor | QuantisedRows, k_rotated: Tensor | QuantisedRows
+        self: Any, latents: Tensor | HeldRows, k_rotated: Tensor | HeldRows
     ) -> tuple[Latents, Latents]:
         rows = Latents(self, latents, k_rotated)
         return rows, rows
@@ -180,35 +238,59 @@ def absorbed_class(kind: type) -> type:
 
 
 class LatentLayer(CacheLayerMixin):
-    """A layer of `latent_cache`: a `StaticLatentCache` that is made with the first rows."""
+    """A layer of `latent_cache`: a cache of `kv_cache` that is made with the first rows.
+
+    page_size: of a `LatentCache`; None for a `StaticLatentCache`. options: of both.
+    """
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, max_length: int, format: str | None = None) -> None:
+    def __init__(
+        self, max_length: int, page_size: int | None = None, options: dict[str, Any] | None = None
+    ) -> None:
         super().__init__()
-        self.max_length, self.format = max_length, format
+        self.max_length, self.page_size, self.options = max_length, page_size, options or {}
         self.indexer_keys: Tensor | None = None  # (B, L, columns), of DeepSeek Sparse Attention
-        self.cache: StaticLatentCache | None = None
+        self.cache: LatentCache | StaticLatentCache | None = None
+        self.ids: list[int] = []  # of the sequences of the batch
         self._length = 0  # of every sequence
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.cache = StaticLatentCache(
-            key_states.shape[0],
-            self.max_length,
-            key_states.shape[-1],
-            value_states.shape[-1],
-            dtype=key_states.dtype,
-            device=key_states.device,
-            format=self.format,
-        )
+        batch, columns = key_states.shape[0], (key_states.shape[-1], value_states.shape[-1])
+        options = {"dtype": key_states.dtype, "device": key_states.device, **self.options}
+        if self.page_size is None:
+            self.cache = StaticLatentCache(batch, self.max_length, *columns, **options)
+            self.ids = [*range(batch)]
+        else:
+            pages = batch * -(-self.max_length // self.page_size)
+            self.cache = LatentCache(pages, self.page_size, *columns, **options)
+            self.ids = [self.cache.allocate() for _ in range(batch)]
         self.device, self.dtype = key_states.device, key_states.dtype
         self.is_initialized = True
 
+    @property
+    def storage(self) -> Storage:
+        assert self.cache is not None
+        return self.cache._storage
+
+    def where(self) -> dict[str, Tensor]:
+        """The ops' option that says where the sequences are, if they are not in order."""
+        if isinstance(self.cache, LatentCache):
+            return {"block_table": self.cache.block_table(self.ids)}
+        assert self.cache is not None
+        in_order = self.slots() == self.ids
+        return {} if in_order else {"cache_batch_idx": self.cache.cache_batch_idx()}
+
+    def slots(self) -> list[int]:
+        """Those of the sequences' recent rows."""
+        assert self.cache is not None
+        return self.cache.slots(self.ids)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor] | tuple[QuantisedRows, QuantisedRows]:
-        """Append latents (B, 1, L, C) and rotated keys (B, 1, L, R); views of all rows."""
+    ) -> tuple[HeldRows, HeldRows]:
+        """Append latents (B, 1, L, C) and rotated keys (B, 1, L, R); all rows."""
         if key_states.shape[1] != 1 or value_states.shape[:-1] != key_states.shape[:-1]:
             raise ValueError(
                 f"a latent cache is given keys of shape {tuple(key_states.shape)} and values of "
@@ -218,21 +300,14 @@ class LatentLayer(CacheLayerMixin):
         if self.cache is None:
             self.lazy_initialization(key_states, value_states)
         assert self.cache is not None
-        self.cache.append(torch.cat([key_states, value_states], -1))
+        new = torch.cat([key_states, value_states], -1)
+        if isinstance(self.cache, LatentCache):
+            self.cache.append(self.ids, new)
+        else:
+            self.cache.append(new)
         self._length += key_states.shape[2]
         columns = key_states.shape[-1], value_states.shape[-1]
-        held = self.cache.layers[0]
-
-        def of_all(x: Tensor) -> Tensor:
-            """(B, 1, L, ...), or scales of heads."""
-            return x[:, : self._length].transpose(1, 2) if x.dim() == 4 else x
-
-        if held.k_scale is None or held.v_scale is None:
-            latents, k_rotated = of_all(held.k_cache).split(columns, -1)
-            return latents, k_rotated
-        k, v = of_all(held.k_cache), of_all(held.v_cache)
-        scales = of_all(held.k_scale), of_all(held.v_scale)
-        rows = QuantisedRows(k, v, *scales, columns, key_states.dtype)
+        rows = HeldRows(self, columns, key_states.dtype)
         return rows, rows
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
@@ -251,10 +326,8 @@ class LatentLayer(CacheLayerMixin):
         return self.max_length
 
     def reset(self) -> None:
-        self._length = 0
+        self.crop(-self._length)
         self.indexer_keys = None
-        if self.cache is not None:
-            self.cache.reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` rows, as transformers' own caches do."""
@@ -264,19 +337,30 @@ class LatentLayer(CacheLayerMixin):
         if self.indexer_keys is not None:
             self.indexer_keys = self.indexer_keys[:, : self._length]
         if self.cache is not None:
-            for b in range(self.cache.batch_size):
-                self.cache.truncate(b, self._length)
+            for id in self.ids:
+                self.cache.truncate(id, self._length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.indexer_keys is not None:
             beams = beam_idx.to(self.indexer_keys.device)
             self.indexer_keys = self.indexer_keys.index_select(0, beams)
-        if self.cache is not None:
-            for rows in self.cache.layers[0].by_block():
-                rows.copy_(rows.index_select(0, beam_idx.to(rows.device)))
+        if isinstance(self.cache, LatentCache):
+            ids, cache = self.ids, self.cache
+            self.ids = [cache.fork(ids[origin]) for origin in beam_idx.tolist()]
+            for id in ids:
+                cache.free(id)
+        elif self.cache is not None:
+            self.cache.reorder(beam_idx)
 
 
-def latent_cache(model: nn.Module, max_length: int, format: str | None = None) -> Cache:
+def latent_cache(
+    model: nn.Module,
+    max_length: int,
+    format: str | None = None,
+    *,
+    page_size: int | None = None,
+    recent: int = 0,
+) -> Cache:
     """A cache for `generate` of a model with latent attention: `past_key_values=latent_cache(...)`.
 
     Each layer is a `torch_metal_attn.kv_cache.StaticLatentCache`, whose rows attention reads where
@@ -285,13 +369,17 @@ def latent_cache(model: nn.Module, max_length: int, format: str | None = None) -
 
     Args: model: a model after `enable(model, absorb=True)`. max_length: tokens of a sequence, at
         most. format: of `torch_metal_attn.quantisation`; rows are quantised as they are appended,
-        and all attention, the prompt's too, is to what is kept.
+        and all attention, the prompt's too, is to what is kept. page_size: each layer is a
+        `LatentCache` with pages of so many rows, which beams share. recent: so many of the last
+        rows, or more, are also kept in full precision, with a format.
 
     Raises: NotImplementedError: not every layer of the model was absorbed. ValueError: the rows'
         columns do not fit the format.
     """
     natural("max_length", max_length, 1)
-    layers = [module for module in model.modules() if isinstance(module, _Absorbed)]
+    if page_size is not None:
+        natural("page_size", page_size, 1)
+    layers = [module for module in unwrapped(model).modules() if isinstance(module, _Absorbed)]
     needed = max([0, *(getattr(module, "layer_idx", -1) + 1 for module in layers)])
     if not layers or needed != len(layers):
         raise NotImplementedError(
@@ -299,8 +387,8 @@ def latent_cache(model: nn.Module, max_length: int, format: str | None = None) -
             "latent attention; call enable(model, absorb=True) first, and use transformers' own "
             "caches for models with other layers"
         )
-    if format is not None:
-        module: Any = layers[0]
-        for columns in (module.kv_lora_rank, module.kv_lora_rank + module.qk_rope_head_dim):
-            sizes(format, columns)
-    return Cache(layers=[LatentLayer(max_length, format) for _ in layers])
+    module: Any = layers[0]
+    options = {"format": format, "recent": recent}
+    # Refuses what does not fit before a model runs.
+    StaticLatentCache(1, 1, module.kv_lora_rank, module.qk_rope_head_dim, **options)
+    return Cache(layers=[LatentLayer(max_length, page_size, options) for _ in layers])

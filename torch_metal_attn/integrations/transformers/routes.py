@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ def record_routes() -> Iterator[Routes]:
         _recorders[:] = [other for other in _recorders if other is not routes]
 
 
-def record(route: str, module: nn.Module, query: Tensor, key: Tensor, detail: str) -> None:
+def record(route: str, module: nn.Module, query: Tensor, key: Any, detail: str) -> None:
     if torch.compiler.is_compiling() or not _recorders:
         return
     call = f"{type(module).__name__} q {tuple(query.shape)} k {tuple(key.shape)} {detail}"

@@ -6,7 +6,7 @@ Beside such an address the variable's own address and size are chosen, for the c
 from collections.abc import Callable, Iterable, Set
 
 from .ir import split, typed
-from .ranges import Ranges, addresses_of
+from .places import Places, addresses_of
 
 # (address, bytes) of a variable as operands in IR; None if they are not known.
 Variable = tuple[str, str] | None
@@ -20,16 +20,16 @@ class Choices:
         self,
         checked: Iterable[str],
         mixed: Set[str],
-        ranges: Ranges,
+        places: Places,
         variable: Callable[[str], Variable],
     ) -> None:
         """checked: addresses. mixed: those of several variables; `variable` knows the others'."""
-        self.mixed, self.ranges, self.variable = mixed, ranges, variable
+        self.mixed, self.places, self.variable = mixed, places, variable
         self.addresses: dict[str, list[str]] = {}  # of a choice: what it chooses from
         found = list(checked)
         for address in found:
             name = self.beginning(address)
-            op, rest = ranges.instruction(name)
+            op, rest = places.instruction(name)
             if name in mixed and name not in self.addresses and op in ("phi", "select"):
                 self.addresses[name] = addresses_of(op, rest)
                 found += self.addresses[name]
@@ -39,7 +39,7 @@ class Choices:
 
     def beginning(self, address: str) -> str:
         """The choice or the variable that an address is computed from."""
-        op, rest = self.ranges.instruction(address)
+        op, rest = self.places.instruction(address)
         return self.beginning(typed(split(rest)[1])[1]) if op == "getelementptr" else address
 
     def variables(self, name: str) -> list[Variable]:
@@ -61,7 +61,7 @@ class Choices:
         """The choice of the variable, to stand after the choice of an address."""
         if name not in self.addresses:
             return []
-        op, rest = self.ranges.instruction(name)
+        op, rest = self.places.instruction(name)
         variables = [variable for variable in self.variables(name) if variable]
         out = []
         for at, (what, of_type) in enumerate((("base", "ptr"), ("size", "i32"))):

@@ -30,7 +30,7 @@ from .ir import (
     scalars,
     typed,
 )
-from .ranges import Ranges
+from .places import Places
 from .undefined import SITE
 
 UNSET = re.compile(
@@ -101,14 +101,14 @@ class _Function(Flags):
         ]
         if not begins:
             return self.body
-        self.ranges = Ranges(self.body, self.structs)
+        self.places = Places(self.body, self.structs)
         for number, line in enumerate(self.body):
             for name in VALUE.findall(line):
                 self.users.setdefault(name, []).append(number)
         for number in begins:
             self.begin(number)
         checked = [address for address in self.mixed if self.may_be_outside(address)]
-        self.choices = Choices(checked, self.mixed, self.ranges, self.variable_of)
+        self.choices = Choices(checked, self.mixed, self.places, self.variable_of)
         self.find_values()
         needless = set() if self.keep_counts else self.needless()
         for number, line in enumerate(self.body):
@@ -205,7 +205,7 @@ class _Function(Flags):
 
     def inside(self, address: str, size: int) -> bool:
         """Whether all bytes from an address on are always in a variable."""
-        places = self.ranges.places_of(address)
+        places = self.places.of(address)
         return places is not None and all(
             name in self.private and 0 <= low and high + size <= self.private[name].bytes
             for name, (low, high) in places.items()
@@ -277,7 +277,7 @@ class _Function(Flags):
             address, size = match.group(1), int(match.group(3))
         else:
             return set()
-        low, high = (self.ranges.places_of(address) or {}).get(variable, (0, -1))
+        low, high = (self.places.of(address) or {}).get(variable, (0, -1))
         return set(range(low, low + size)) if low == high else set()
 
     def overwritten(self, variable: str, number: int) -> bool:

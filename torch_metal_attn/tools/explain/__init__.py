@@ -6,6 +6,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
+from torch_metal_attn.call.arguments import flag
 from torch_metal_attn.tools.explain.flex import explain_flex
 from torch_metal_attn.tools.explain.layer_call import LayerCall
 from torch_metal_attn.tools.explain.model import ModelExplanation, explain_model
@@ -65,6 +66,7 @@ def explain(
     Raises:
         TypeError: the first argument is none of these, or the arguments are not the op's.
     """
+    backward = flag("backward", backward)
     target: object = arguments[0] if arguments else options.get("q")
     if isinstance(target, Tensor):
         packed = len(arguments) > 3 or "cu_seqlens_q" in options

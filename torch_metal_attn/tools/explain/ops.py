@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.ops import flash_bwd
+from torch_metal_attn.ops.differentiation import refuse_layout
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.runtime import extension, session
 from torch_metal_attn.tools import costs
@@ -198,6 +199,9 @@ def explain_op(
             try:
                 recorded = op(*arguments, **options)
             except RuntimeError:
+                for argument, value in given.items():
+                    if isinstance(value, Tensor):
+                        refuse_layout(argument, value)
                 ArgumentNames().check_types(op, arguments, options)
                 raise
             launches = extension.launches(recorded)

@@ -97,7 +97,8 @@ QUICK: tuple[Listed, ...] = (
 _HEAD_DIMS = (1, 7, 65, 96, 128, 256)
 _MLA = {"head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
 _LATENT: Special = {**_MLA, "values_in_keys": True}
-_LATENT_STEP: Special = {**_LATENT, "heads": 16, "rotary_columns": 64, "rotary_last": True}
+_ROTARY: Special = {"rotary_columns": 64}
+_LATENT_STEP: Special = {**_LATENT, **_ROTARY, "heads": 16, "rotary_last": True}
 # Lengths that are not a multiple of a tile, 0 and 1.
 _LENGTHS = ((1, 1), (1, 257), (7, 31), (31, 7), (65, 1023), (0, 9), (9, 0))
 _PACKED = {"packed": ((5, 70), (0, 9), (33, 33)), "causal": True}
@@ -234,27 +235,35 @@ def _caches() -> Iterator[Listed]:
     formats = ("", "q8_0", "q4_0", "fp8_e4m3", "q3_g32")
     caches: list[Special] = [{"format": f, "cache": c} for f in formats for c in ("", "paged")]
     caches.append({"format": "q4_g32", "v_format": "q2_g64", "cache": "paged"})
-    caches.append({"format": "q4_0", "hadamard": 64, "rotary_columns": 64})
-    caches += [{"rotary_columns": 64}, {"rotary_columns": 64, "cache": "paged"}]
+    caches.append({"format": "q4_0", "hadamard": 64, **_ROTARY})
+    caches += [_ROTARY, _ROTARY | {"cache": "paged"}]
     yield from every_dtype("append_kv", _APPEND, *caches)
     yield from every_dtype(
         "decode_step",
         _STEP,
         *caches,
-        {"rotary_columns": 64, "format": "q8_0", "num_splits": 3},
+        _ROTARY | {"format": "q8_0", "num_splits": 3},
         {"length": 4, "q_length": 4, "num_splits": 2},
     )
-    rotary = {"rotary_columns": 64}
     tree: Special = {"tree": "parents", "length": 9, "q_length": 9}
     packed: Special = {"packed": ((2, 5), (3, 3))}
     packed_tree: Special = {"packed": ((5, 5), (9, 9)), "tree": "parents"}
     yield from every_dtype(
         "decode_step: trees",
         _STEP,
-        *(tree | rotary, tree, tree | {"tree": "tree_mask"}),
+        *(tree | _ROTARY, tree, tree | {"tree": "tree_mask"}),
         *(packed_tree | special for special in caches),
     )
-    yield from every_dtype("decode_step: packed rows", _STEP, packed, packed | rotary)
+    recent: Special = {"recent": 8, "format": "q4_0", "lengths": (3, 90), "capacity": 160}
+    yield from every_dtype(
+        "decode_step: recent rows",
+        _STEP,
+        recent,
+        recent | {"hadamard": 64, "cache": "paged"} | _ROTARY,
+        recent | {"format": "q3_g32", "cache": "paged"} | tree,
+        recent | _LATENT_STEP | {"cache": "paged", "format": "q8_0"},
+    )
+    yield from every_dtype("decode_step: packed rows", _STEP, packed, packed | _ROTARY)
     latents = [{}, *({"cache": "paged", "format": f} for f in ("", "q8_0", "q4_0", "q4_g64"))]
     for name, make in (("append_kv", _APPEND), ("decode_step", _STEP)):
         yield from every_dtype(f"{name}: latents", partial(make, **_LATENT_STEP), *latents)

@@ -1,0 +1,264 @@
+"""What PagedKVCache and StaticKVCache refuse, by name, and that it changes nothing."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.cache.test_kv_cache import HEAD_DIM, HEADS, LAYERS, PAGE, make
+from tests.common.test_bad_options import resized
+from tests.helpers.cases import each_case
+from torch_metal_attn.kv_cache import LatentCache, PagedKVCache, StaticKVCache
+
+
+def some_rows(batch=1, heads=HEADS, length=3, columns=HEAD_DIM, **options):
+    return torch.zeros(batch, heads, length, columns, **options)
+
+
+def static():
+    return StaticKVCache(3, 10, HEADS, HEAD_DIM, num_layers=LAYERS, dtype=torch.float32)
+
+
+SIZES = {"num_pages": 1, "page_size": 4, "num_kv_heads": 2, "head_dim": 8} | {
+    "v_head_dim": 8,
+    "num_layers": 1,
+}
+REFUSED = [
+    (lambda c: make(0), "num_pages is 0; it must be at least 1"),
+    (lambda c: PagedKVCache(4, 0, 1, 8), "page_size is 0; it must be at least 1"),
+    (lambda c: make(layout="BHD"), "layout is 'BHD'; it must be NHD or HND"),
+    (lambda c: make(format="q5"), "format is 'q5'; it must be one of q8_0"),
+    (
+        lambda c: make(format="fp8_e4m3", v_format="q5"),
+        "v_format is 'q5'; it must be one of q8_0",
+    ),
+    (lambda c: make(format="q8_0"), "head_dim is 8; q8_0 needs a multiple of 32"),
+    (lambda c: make(k_scale=torch.ones(2)), "k_scale is given and its format is None; leave"),
+    (lambda c: make(v_format="q4_g32"), "v_format is 'q4_g32' with no format; leave it"),
+    (lambda c: c.append([7], some_rows(), some_rows()), "there is no sequence 7"),
+    (lambda c: c.seqlens([0, 0]), r"ids are \[0, 0\]; each sequence may be there once"),
+    (lambda c: c.append([0], some_rows(), some_rows(), 2), "layer is 2; it must be in 0"),
+    (lambda c: c.append([0], some_rows()[0], some_rows()), r"k has shape \(2, 3, 8\)"),
+    (
+        lambda c: c.append([0], some_rows(), some_rows(heads=3)),
+        r"v has shape \(1, 3, 3, 8\); it must be \(1, 2, 3, 8\)",
+    ),
+    (
+        lambda c: c.append([0], some_rows(2), some_rows(2)),
+        r"k has shape \(2, 2, 3, 8\); it must be \(1, 2, 3, 8\)",
+    ),
+    (
+        lambda c: c.append([0], some_rows(dtype=torch.float16), some_rows()),
+        r"k is torch.float16 on cpu; it must be torch.float32 on cpu",
+    ),
+    (
+        lambda c: PagedKVCache(1, 1, 2, 8).append([], some_rows(0).double(), some_rows(0)),
+        r"k is torch.float64 on cpu; it must be torch.float16 or torch.float32 on cpu",
+    ),
+    (
+        lambda c: c.append([0], some_rows(), some_rows(), token_ids=[[1, 2]]),
+        r"token_ids has rows of \[2\] tokens; they must have \[3\]",
+    ),
+    (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
+    (lambda c: c.advance([0], 1), "length is 1; call reserve for as many rows first"),
+    (lambda c: (c.free(0), c.fork(0)), "there is no sequence 0: the id was freed, or never"),
+    (lambda c: static().reorder([0, 3, 1]), "beam_idx is 3; it must be in 0"),
+    (
+        lambda c: static().advance(11),
+        r"length is 11; a sequence has 0 of 10 rows, so it must be in 0\.\.10",
+    ),
+    (lambda c: c.advance([0], -1), "length is -1; it must be at least 0"),
+    (
+        lambda c: PagedKVCache(1, 1, 2, 8, dtype=torch.int8),
+        r"dtype is torch.int8; it must be float32, float16 or bfloat16",
+    ),
+    (
+        lambda c: make(format="fp8_e4m3", k_scale=torch.ones(3)),
+        r"k_scale has shape \(3,\) and dtype torch.float32; it must be \(2,\) and float32",
+    ),
+    (lambda c: static().reorder([0]), "beam_idx has 1 entries; it must"),
+    (lambda c: PagedKVCache(1, 4.5, 2, 8), "page_size is 4.5; it must be an int"),
+    (lambda c: c.append(0, some_rows(), some_rows()), "ids is 0; it must be a sequence of int"),
+    (lambda c: c.append([0], None, some_rows()), "k is a NoneType; it must be a tensor"),
+    (lambda c: c.reserve([0], 1.5), "length is 1.5; it must be an int"),
+    (lambda c: c.seqlens(resized(torch.tensor([0]), 0)), r"ids has shape \(1,\) .* of 0 bytes"),
+    (
+        lambda c: c.accept([0], resized(torch.tensor([[0]]), 0), [[-1]]),
+        r"paths has shape \(1, 1\) .* of 0 bytes",
+    ),
+    (lambda c: c.reserve([0], resized(torch.tensor(1), 0)), r"length has shape \(\) .* of 0 bytes"),
+    (lambda c: c.free([0]), r"id is \[0\]; it must be an int"),
+    (
+        lambda c: PagedKVCache(2**63, 4, 2, 8),
+        "num_pages is 9223372036854775808; it must fit",
+    ),
+    *(
+        (
+            lambda c, size=size: PagedKVCache(**SIZES | {size: 2**31}),
+            f"{size} is 2147483648; .*in 1",
+        )
+        for size in SIZES
+    ),
+    (lambda c: StaticKVCache(2**31, 4, 2, 8), "batch_size is 2147483648; it must be in 1"),
+    (lambda c: StaticKVCache(1, 2**31, 2, 8), "max_length is 2147483648; it must be in 1"),
+    (lambda c: make(recent=2**30), "recent is 1073741824; it must be in 0"),
+    (lambda c: LatentCache(1, 4, 2**30), "latent_dim is 1073741824; it must be in 1"),
+    (lambda c: LatentCache(1, 4, 32, 2**30), "rotary_dim is 1073741824; it must be in 0"),
+    (lambda c: make(device="gpu"), "device is 'gpu'; it must be a device that torch knows"),
+    (lambda c: make(device="meta"), "device is meta, where tensors have no values"),
+    (
+        lambda c: make(values_in_keys=torch.zeros(2)),
+        "values_in_keys is tensor.*; it must be a bool",
+    ),
+    (
+        lambda c: LatentCache(1, 4, 32, 32).append([], torch.zeros(())),
+        r"k has shape \(\); it must be \(B, Hkv, L, D\)",
+    ),
+    (
+        lambda c: static().reorder(torch.zeros(1).int().expand(2**31)),
+        "beam_idx has 2147483648 numbers; it may have up to 134217728",
+    ),
+    *(
+        (
+            lambda c, name=name: c.decode_step([0], *[some_rows()] * 3, **{name: None}),
+            f"decode_step of a cache has no argument {name}: the cache gives it",
+        )
+        for name in ("block_table", "cache_seqlens", "k_scale", "hadamard")
+    ),
+    (lambda c: c.free("a"), "id is 'a'; it must be an int"),
+    (lambda c: c.seqlens([0], "1"), "layer is '1'; it must be an int"),
+    (
+        lambda c: static().append(some_rows(3), some_rows(3), rotary_cos="a"),
+        "rotary_cos is a str; it must be a tensor or None",
+    ),
+    (lambda c: c.truncate(0, None), "length is None; it must be an int"),
+    (lambda c: c.match_prefix(3), "token_ids is 3; it must be a sequence of ints"),
+    (lambda c: c.match_prefix([1.5]), r"token_ids\[0\] is 1.5; it must be an int"),
+    (
+        lambda c: c.append([0], some_rows(), some_rows(), token_ids=[1]),
+        r"token_ids\[0\] is 1; it must be a sequence of ints",
+    ),
+    (
+        lambda c: c.append(torch.zeros(1, device="meta").int(), some_rows(), some_rows()),
+        "ids is on meta, where tensors have no values",
+    ),
+    (
+        lambda c: c.append([0], some_rows(), some_rows(), rotary_interleaved=torch.zeros(2)),
+        "rotary_interleaved is a Tensor; it must be a bool",
+    ),
+    (
+        lambda c: c.append([0], some_rows(), some_rows(), token_ids=1.5),
+        "token_ids is 1.5; it must be a row of ints for each sequence",
+    ),
+    (lambda c: static().truncate(0, 1.5), "length is 1.5; it must be an int"),
+    (lambda c: static().truncate("a", 1), "index is 'a'; it must be an int"),
+    (lambda c: static().reset(2), "indices is 2; it must be a sequence of ints"),
+    (lambda c: static().reorder("a"), "beam_idx is 'a'; it must be a sequence"),
+    (lambda c: make(format="fp8_e4m3", v_scale=2.0), "v_scale is a float; it must be a tensor"),
+]
+
+
+TABLE = torch.ones(40, 2)
+WRONG = {
+    "strides of k": ({"k": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "k has strides"),
+    "strides of v": ({"v": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "v has strides"),
+    "one table": ({"rotary_cos": TABLE}, "only one of rotary_cos and rotary_sin"),
+    "short tables": (
+        {"rotary_cos": TABLE[:9], "rotary_sin": TABLE[:9]},
+        r"rows 7 to 9 of rotary_cos \(from cache_seqlens on\); they must be in 0\.\.8",
+    ),
+    "wide tables": (
+        {"rotary_cos": torch.ones(40, 5), "rotary_sin": torch.ones(40, 5)},
+        "rotary_cos has 5 columns and k a head dim of 8",
+    ),
+    "no list": ({"rotary_cos": [1.0], "rotary_sin": [1.0]}, "rotary_cos is a list"),
+    "q alone": ({"q": some_rows()}, "q is given and rotary_cos is not"),
+    "shape of q": (
+        {"q": some_rows(columns=4), "rotary_cos": TABLE, "rotary_sin": TABLE},
+        r"q has shape \(1, 2, 3, 4\)",
+    ),
+    "pairs of no table": ({"rotary_interleaved": True}, "rotary_interleaved is True and"),
+    "q that autograd cannot write": (
+        {"q": torch._neg_view(some_rows()), "rotary_cos": TABLE, "rotary_sin": TABLE},
+        "q is a view with its negative bit set",
+    ),
+    "q that is a leaf": (
+        {"q": some_rows().requires_grad_(), "rotary_cos": TABLE, "rotary_sin": TABLE},
+        "q is a leaf that requires grad, or a view of one, so metal_attn::append_kv cannot write",
+    ),
+    "another option": ({"leftpad_k": torch.ones(1).int()}, "append has no argument leftpad_k; it"),
+}
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, iter], ids=lambda kind: kind.__name__)
+def test_ids_of_any_kind(kind):
+    cache = make()
+    ids = [cache.allocate(), cache.allocate()]
+    rows = some_rows(batch=2)
+    for layer in range(LAYERS):
+        cache.append(kind(ids), rows, rows, layer, token_ids=[[1, 2, 3]] * 2)
+        cache.reserve(kind(ids), 2, layer)
+        cache.advance(kind(ids), 2, layer)
+    cache.accept(kind(ids), [[1], [0]], [[-1, -1], [-1, 0]])
+    assert cache.seqlens(kind(ids)).tolist() == [4, 4]
+    assert torch.equal(cache.block_table(kind(ids)), cache.block_table(ids))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("case", WRONG)
+def test_a_refused_append_changes_nothing(case, shared):
+    """Neither pages, whether they are new, to be copied, or found by their tokens, nor rows."""
+    changes, message = WRONG[case]
+    given = {"k": some_rows(), "v": some_rows()} | changes
+    cache, other = make(), StaticKVCache(1, 10, HEADS, HEAD_DIM, dtype=torch.float32)
+    id, ones, tokens = cache.allocate(), some_rows(length=PAGE) + 1, list(range(PAGE))
+    for layer in range(LAYERS):
+        cache.append([id], ones, ones, layer, token_ids=[tokens])
+    other.append(ones, ones)
+    if shared:
+        cache.fork(id)
+    cache.truncate(id, PAGE - 1)
+    other.truncate(0, PAGE - 1)
+
+    def state():
+        stored = (x.clone() for c in (cache, other) for one in c.layers for x in one.by_block())
+        same, found = cache.match_prefix(tokens)
+        cache.free(same)
+        numbers = torch.tensor([cache.num_free_pages, found])
+        return [*stored, cache.block_table([id]), cache.seqlens([id]), other.seqlens(), numbers]
+
+    before = state()
+    assert before[-1][1] == PAGE
+    for one, arguments in ((cache, ([id],)), (other, ())):
+        with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
+            one.append(*arguments, **given)
+    for expected, actual in zip(before, state(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_a_new_page_costs_no_call():
+    """What an append would refuse is found by checks alone, before a page is taken."""
+    called = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func.name())
+            return func(*args, **kwargs or {})
+
+    cache, rows = make(), some_rows()
+    id, tables = cache.allocate(), {"rotary_cos": TABLE, "rotary_sin": TABLE}
+    with Record():
+        cache.append([id], rows, rows, q=rows.clone(), **tables)
+    ours = [name for name in called if "metal_attn" in name]
+    assert ours == ["metal_attn_explain::append_kv", "metal_attn::append_kv"]
+
+
+@each_case("call, message", REFUSED)
+def test_refused(call, message):
+    cache = make()
+    cache.allocate()
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(cache)
+    assert cache.num_free_pages == make().num_free_pages
+    if 0 in cache._sequences:
+        assert cache.seqlens([0]).tolist() == [0]

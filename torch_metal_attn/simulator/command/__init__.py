@@ -1,1 +1,0 @@
-"""The command line of the simulator: `python -m torch_metal_attn.simulator run | check`."""

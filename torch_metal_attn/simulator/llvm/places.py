@@ -1,0 +1,93 @@
+"""Where in which private variable an address in LLVM IR is, if constants alone tell.
+
+An access that is always inside of its variable needs no check when the kernel runs.
+"""
+
+from .ir import DEBUG, FLAGS, INSTRUCTION, METADATA, element, fields, layout, operand, split, typed
+
+Range = tuple[int, int]  # the first and the last byte at which an address can be
+MOST_DEEP = 40  # addresses that are computed from others
+
+
+class Places:
+    """The places of the addresses in a function's body."""
+
+    def __init__(self, body: list[str], structs: dict[str, str]) -> None:
+        self.body = body
+        self.structs = structs
+        self.lines = {  # of each value, the line that computes it
+            line[2 : line.index(" ", 3)]: number
+            for number, line in enumerate(body)
+            if line.startswith("  %")
+        }
+        self.known: dict[str, dict[str, Range] | None] = {}
+        self.open: set[str] = set()  # what is being computed now
+
+    def instruction(self, name: str) -> tuple[str, str]:
+        """(what computes a value, its operands); ("", "") of an argument."""
+        number = self.lines.get(name)
+        match = INSTRUCTION.match(self.body[number]) if number is not None else None
+        if not match:
+            return "", ""
+        rest = match.group(3)
+        if at := DEBUG.search(rest):
+            rest = rest[: at.start()]
+        return match.group(2), METADATA.sub("", rest)
+
+    def of(self, address: str) -> dict[str, Range] | None:
+        """For each variable the range of bytes that an address can be at; None if not known."""
+        if address not in self.known:
+            if address in self.open or len(self.open) > MOST_DEEP:
+                return None
+            self.open.add(address)
+            self.known[address] = self.computed(address)
+            self.open.discard(address)
+        return self.known[address]
+
+    def computed(self, address: str) -> dict[str, Range] | None:
+        op, rest = self.instruction(address)
+        if op == "alloca":
+            return {address: (0, 0)}
+        if op == "getelementptr":
+            of_type, base, *indices = split(FLAGS.sub("", rest))
+            places, offset = self.of(operand(base)), self.offset(of_type, indices)
+            if places is None or offset is None:
+                return None
+            return {name: (low + offset, high + offset) for name, (low, high) in places.items()}
+        found: dict[str, Range] = {}
+        for choice in addresses_of(op, rest):
+            places = self.of(choice)
+            if places is None:
+                return None
+            for name, (low, high) in places.items():
+                other = found.get(name, (low, high))
+                found[name] = min(low, other[0]), max(high, other[1])
+        return found or None
+
+    def offset(self, of_type: str, indices: list[str]) -> int | None:
+        """The bytes that a getelementptr adds; None if an index is no constant."""
+        total = 0
+        for number, index in enumerate(indices):
+            value = typed(index)[1]
+            if not value.lstrip("-").isdigit():
+                return None
+            if number:
+                of_type = self.structs.get(of_type, of_type)
+                if parts := fields(of_type, self.structs):
+                    begin, of_type = parts[int(value)]
+                    total += begin
+                    continue
+                of_type = element(of_type)
+            size = layout(of_type, self.structs)[0]
+            if not size:
+                return None
+            total += int(value) * size
+        return total
+
+
+def addresses_of(op: str, rest: str) -> list[str]:
+    """The operands of a choice of addresses; none if an instruction is no choice."""
+    if op == "phi":
+        of_type, pairs = typed(rest)
+        return [split(pair[1:-1])[0] for pair in split(pairs)] if of_type == "ptr" else []
+    return [operand(part) for part in split(rest)[1:]] if op == "select" else []

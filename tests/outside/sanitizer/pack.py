@@ -31,7 +31,8 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
     Tensors that share memory, as values within keys do, share it there too.
     """
-    found, storages = {}, {}
+    found: dict[str, Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
         copy = storages.setdefault(storage.data_ptr(), storage.clone())

@@ -162,6 +162,9 @@ def test_tensors_of_other_shapes_are_left_alone(device):
         override = Attention()
         override(lambda *args, **kwargs: None, *tensors, 2, **options)
         assert list(override.left_alone) == [reason]
+    override = Attention()
+    override(lambda *args, **kwargs: None, q, k, v, 0)
+    assert list(override.left_alone) == ["heads is 0; it must be at least 1"]
 
 
 def test_the_reference_is_no_kernel():
@@ -178,6 +181,8 @@ def test_patched_twice_and_by_others(device):
     model.options[OVERRIDE] = of_comfyui
     with pytest.raises(ValueError, match="an override of attention by another node: <function"):
         patch(model)
+    with pytest.raises(TypeError, match="model is a NoneType; it must be ComfyUI's ModelPatcher"):
+        patch(None)
 
 
 def sampled(model, attentions, **options):

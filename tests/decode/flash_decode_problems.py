@@ -105,7 +105,7 @@ def tiles():
     """Four tiles of rows, for SIMD groups with their own keys and with their own columns."""
     shape = {"batch": 1, "heads": 8, "kv_heads": 1, "q_length": 16, "kv_length": 150}
     dense(shape | {"head_dim": 32}, causal=True, window_size_left=20)
-    dense(shape | {"head_dim": 128}, causal=True)
+    dense(shape | {"head_dim": 128}, num_splits=2, causal=True)
 
 
 def lengths():
@@ -198,13 +198,26 @@ def in_pages(page, shape):
 
 
 def missing_pages():
-    """Before a window, in the block where it begins; and where only the kernel sees them."""
+    """Before a window, in the block where it begins; and where only the kernel sees them.
+
+    Also of latents: what is masked out of the products of a key is multiplied as a value.
+    """
     used = [400, 300]
-    for page, shape in ((3, {"head_dim": 64}), (3, SHARED_COLUMNS), (8, SHARED_COLUMNS)):
+    latents = {"heads": 12, "kv_heads": 1, "head_dim": 96}
+    for page, shape, v_head_dim in (
+        (3, {"head_dim": 64}, None),
+        (3, SHARED_COLUMNS, None),
+        (8, SHARED_COLUMNS, None),
+        (3, latents, 64),
+        (8, latents | {"heads": 4}, 64),
+    ):
         q, k, v = make_qkv(**SHAPE | shape | {"q_length": 1, "kv_length": 400}, **HALF)
+        v = k[..., :v_head_dim] if v_head_dim else v
         *caches, where = paged(k, with_nan_tails(v, used), used, page)
         # What is read in the place of a missing page is NaN.
         caches = [torch.cat([torch.full_like(x[:1], math.nan), x]) for x in caches]
+        if v_head_dim:
+            caches[1] = caches[0][..., :v_head_dim]
         table = where["block_table"].add_(1)
         for row, length in zip(table, used, strict=True):
             row[: (length - 51) // page] = -1

@@ -141,6 +141,10 @@ MUTANTS = {
     problems.tiles: """
         every tile the first [race]: rows[i].reset({~first_row + =>~} min(
         q of the first tile: other.reset({~first_row + =>~} i * FRAGMENT
+        results of the first tile [race]:
+            MANY_ROWS ? {~simd_broadcast(first_row, ushort(0)) => 0~} :
+        results of the first split [race]:
+            MANY_ROWS ? {~simd_broadcast(split, ushort(0)) => 0~} :
         tile of the first query: keys_of({~last_row / problem.queries_per_kv => 0~})
     """,
     problems.lengths: """
@@ -216,6 +220,7 @@ MUTANTS = {
         keys of missing pages as those of the first: {~pages[j] >= 0 => true~} ? product
         values of missing pages not zeroed: exist[j] = {~pages[j] >= 0 && =>~}
         values of missing pages, not zeroed, of lanes: exists = {~page >= 0 && =>~}
+        latents of missing pages not zeroed: {~!V_IN_K || exist[j] => true~}
     """,
     problems.no_pages: """
         the first page read where there is none [out_of_bounds]:

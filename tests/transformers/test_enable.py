@@ -49,6 +49,8 @@ class TestRefusals:
         q = torch.randn(1, 2, 9, 8)
         with pytest.raises(NotImplementedError, match="sliding_window=8"):
             metal_attention(module, q, q, q, None, sliding_window=8)
+        with pytest.raises(TypeError, match="sliding_window is nan; it must be an int"):
+            metal_attention(module, q, q, q, None, sliding_window=float("nan"))
         out, weights = metal_attention(module, q, q, q, None, sliding_window=9)
         assert weights is None
         torch.testing.assert_close(out.transpose(1, 2), attention(q, q, q)[0])
@@ -363,6 +365,11 @@ class TestEnable:
             TypeError, match=r"model is a \w+; it must be a transformers PreTrained"
         ):
             enable(wrap(torch.nn.Linear(2, 2)))
+
+    @pytest.mark.parametrize("option", ["fuse_rope", "absorb"])
+    def test_refuses_other_options(self, option):
+        with pytest.raises(TypeError, match=f"{option} is 'yes'; it must be a bool"):
+            enable(torch.nn.Linear(2, 2), **{option: "yes"})
 
     def test_without_transformers(self, monkeypatch):
         original = builtins.__import__

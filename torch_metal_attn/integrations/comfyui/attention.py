@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_metal_attn.call.arguments import natural
 from torch_metal_attn.integrations.sdpa_replacement import count_reason, problem_or_reason
 from torch_metal_attn.sdpa import Problem
 
@@ -102,7 +103,7 @@ def planned(
         if x.dim() != dimensions:
             raise ValueError(f"{name} has {x.dim()} dimensions; it must have {dimensions}")
     if not skip_reshape:
-        width = q.shape[-1] // heads
+        width = q.shape[-1] // natural("heads", heads, 1)
         for name, x in (("q", q), ("k", k), ("v", v)):
             columns = x.shape[-1]
             grouped = name != "q" and options.get("enable_gqa", False)
@@ -127,8 +128,11 @@ def patch(model: Any) -> Any:
     `Attention`, which has the counts.
 
     Raises:
+        TypeError: `model` is no ModelPatcher.
         ValueError: the model has the override of another node, which would be lost.
     """
+    if not hasattr(model, "clone") or not hasattr(model, "model_options"):
+        raise TypeError(f"model is a {type(model).__name__}; it must be ComfyUI's ModelPatcher")
     patched = model.clone()
     options = patched.model_options.setdefault("transformer_options", {})
     if not isinstance(options.get(OVERRIDE, None), Attention | None):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_metal_attn.call import philox
+from torch_metal_attn.call.arguments import whole
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.integrations.copies import with_contiguous_rows
 from torch_metal_attn.integrations.transformers import band as bands
@@ -431,7 +432,7 @@ def _is_padded(band: bands.Band) -> bool:
 
 def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> None:
     """Refuse a window that should mask out keys if no mask says on which side."""
-    if sliding_window is not None and reach > sliding_window:
+    if sliding_window is not None and reach > whole("sliding_window", sliding_window):
         raise NotImplementedError(
             f"sliding_window={sliding_window} in {type(module).__name__} with {reach} keys in "
             "reach and no mask"

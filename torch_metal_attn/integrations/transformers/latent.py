@@ -18,8 +18,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from torch_metal_attn.call.arguments import natural
 from torch_metal_attn.integrations import copies
 from torch_metal_attn.integrations.transformers.fusion import own_class
+from torch_metal_attn.integrations.transformers.refusals import unwrapped
 from torch_metal_attn.kv_cache import LatentCache, StaticLatentCache
 from torch_metal_attn.kv_cache.storage import Storage
+from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.quantisation import dequantise
 
 EXPAND = "expand_kv"  # of a module that caches latent rows
@@ -57,7 +59,12 @@ class HeldRows:
                         f"{name} with the recent rows of a latent cache, of which only causal "
                         "attention and padding are implemented: use latent_cache without recent"
                     )
-            return storage.recent.attend(0, q, lengths, self.layer.slots(), where, given)
+            attend = functools.partial(
+                storage.recent.attend, 0, q, lengths, self.layer.slots(), where, given
+            )
+            advice = "call the model under torch.no_grad()"
+            out, lse = forward_only("a latent cache", advice, {"q": q, **given}, attend)
+            return out, lse
         (k, v), kept = storage.operands(0)
         if "block_table" in where:
             # Masks must have columns for whole pages, of which seqused_k hides the rest.
@@ -372,7 +379,7 @@ def latent_cache(
     natural("max_length", max_length, 1)
     if page_size is not None:
         natural("page_size", page_size, 1)
-    layers = [module for module in model.modules() if isinstance(module, _Absorbed)]
+    layers = [module for module in unwrapped(model).modules() if isinstance(module, _Absorbed)]
     needed = max([0, *(getattr(module, "layer_idx", -1) + 1 for module in layers)])
     if not layers or needed != len(layers):
         raise NotImplementedError(

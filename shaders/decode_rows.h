@@ -99,6 +99,15 @@ METAL_FUNC void load_tree(thread TokenTree& tree, threadgroup uint4* tokens,
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
+// A lane's rows of the tile that begins at `first_row` of a KV head's `all_rows`.
+METAL_FUNC void reset_rows(thread TileRow* rows, int first_row, int all_rows, int kv_head,
+                           ushort own_row, constant FlashParams& problem) {
+  UNROLL
+  for (short i = 0; i < ROW_FRAGMENTS; i++) {
+    rows[i].reset(first_row + min(i * FRAGMENT + own_row, ROWS - 1), all_rows, kv_head, problem);
+  }
+}
+
 // A tile of rows of q, whose scores arrive block by block.
 struct DecodeRows {
   TileRow rows[ROW_FRAGMENTS];  // the lane's
@@ -112,10 +121,10 @@ struct DecodeRows {
                         int kv_head, thread const DecodeLane& own, thread const TokenTree& tree,
                         thread const Visibility& visible, thread const Sequence& sequence,
                         constant FlashParams& problem) thread {
+    reset_rows(rows, first_row, all_rows, kv_head, own.row, problem);
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       softmax[i].reset();
-      rows[i].reset(first_row + min(i * FRAGMENT + own.row, ROWS - 1), all_rows, kv_head, problem);
       rules[i].reset(inputs, batch, rows[i].head, rows[i].query, own.column, visible, sequence,
                      problem);
     }

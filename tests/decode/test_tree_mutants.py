@@ -36,13 +36,13 @@ MUTANTS = {
     """,
     problems.rotated_steps: """
         no barrier after the tokens [race or uninitialised]:
-            } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} } // A tile of rows
+            } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} } // A lane's rows
         keys rotated by their row: {~TREE && ROTATED ? place.tree.depth_of(row) : =>~} row
         queries rotated by their row: {~queries.rotary.start_at(depth - other.query, true); =>~}
     """,
     problems.impossible_trees: """
         impossible tokens as if possible:
-            if ({~TREE && tree.depth_of(tile.rows[i].query) < 0 => false~})
+            if ({~TREE && tree.depth_of(result_rows[i].query) < 0 => false~})
         later parents followed: possible = parent {~>= -1 && parent =>~} < own;
         a mask's later tokens: (i == token ? shown : {~i < token || !shown => true~})
         a mask's token itself: (i {~== token ? shown : i < => <=~} token || !shown)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.sdpa.sdpa_replaced_check import close, nothing_said, qkv  # noqa: F401
-from tests.tuning.places import HELD
+from tests.tuning.explained import HELD
 from torch_metal_attn import allow_tf32, sdpa_replaced, simulate
 from torch_metal_attn.tools.tune import advice
 from torch_metal_attn.tuned import loading

@@ -6,33 +6,11 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
-from tests.tuning.places import AGAIN, HELD
+from tests.tuning.explained import AGAIN, DTYPES, HELD, operands, told
 from torch_metal_attn import explain, simulate
-from torch_metal_attn.runtime import extension
-from torch_metal_attn.tools.explain.ops import backward_launches
 from torch_metal_attn.tools.tune import tiles
 
 ops = torch.ops.metal_attn
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-def operands(head_dim=64, v_head_dim=None, lengths=(100, 100), dtype=torch.float16, heads=(2, 2)):
-    """Rows expanded to any length, so that they take no memory."""
-    (q_length, kv_length), (q_heads, kv_heads) = lengths, heads
-    q, v = (torch.empty(n, dtype=dtype) for n in (head_dim, v_head_dim or head_dim))
-    q, k = q.expand(1, q_heads, q_length, -1), q.expand(1, kv_heads, kv_length, -1)
-    return q, k, v.expand(1, kv_heads, kv_length, -1)
-
-
-def told(kernel, *qkv, **options):
-    """What explains a kernel."""
-    if kernel.startswith("flash_bwd"):
-        launches = backward_launches("flash_fwd", dict(zip("qkv", qkv, strict=True)) | options)
-    else:
-        launches = extension.launches(
-            getattr(torch.ops.metal_attn_explain, kernel)(*qkv, **options)
-        )
-    return next(launch for launch in launches if launch["kernel"] == kernel)
 
 
 def key(kernel="flash_fwd", options=None, **sizes):

@@ -42,7 +42,7 @@ struct FlashBwdCall {
 
 MaskTile mask_tile(const FlashBwdSpecialisation& s) {
   return s.dkv() ? MaskTile{s.block, s.block_rows(), FlexWalk::kOverQueries}
-               : MaskTile{s.block_rows(), s.block, FlexWalk::kOverKeys};
+                 : MaskTile{s.block_rows(), s.block, FlexWalk::kOverKeys};
 }
 
 // The tile of dq's kernel, or of dk's and dv's.

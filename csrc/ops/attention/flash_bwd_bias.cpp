@@ -211,7 +211,7 @@ Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArgum
 }
 
 FlashBwdSpecialisation choose_score_gradient(const FlashFwdProblem& problem, const Tensor& q,
-                                                 const char* of) {
+                                             const char* of) {
   const auto specialisation = choose_flash_bwd(problem, Gradient::kScores, false, false, gpu());
   check(specialisation.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
         problem.head_dim_v, "; in ", dtype_text(q), " the gradient of ", of,

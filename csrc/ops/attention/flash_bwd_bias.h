@@ -16,7 +16,7 @@ FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& arguments);
 
 // The kernel of such a gradient. Throws std::invalid_argument, naming what it is the gradient `of`.
 FlashBwdSpecialisation choose_score_gradient(const FlashFwdProblem& problem,
-                                                 const torch::stable::Tensor& q, const char* of);
+                                             const torch::stable::Tensor& q, const char* of);
 
 // What it reads of dense or packed attention, and the result that it writes.
 Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArguments& arguments,

@@ -55,6 +55,7 @@ class Case:
     """A call with its tensors. It returns its results, and writes to tensors in place."""
 
     name: str
+    dtype: str
     call: Callable[..., list[Tensor]]
     tensors: dict[str, Tensor]
 
@@ -79,7 +80,7 @@ def case(name: str, made: Call, tile: str = "") -> Case:
             own = {n: x for n, x in given.items() if n in arguments}
             return results(prepared.function(**arguments | own))
 
-    return Case(name, call, prepared.memory.placed() | tensors)
+    return Case(name, made.dtype, call, prepared.memory.placed() | tensors)
 
 
 def cases(only: str = "") -> Iterator[Case]:

@@ -27,12 +27,17 @@ def contents(tensor: Tensor) -> np.ndarray:
 
 
 def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors in other memory, with their strides and what lies around them."""
-    found = {}
+    """The same tensors in other memory, with their strides and what lies around them.
+
+    Tensors that share memory, as values within keys do, share it there too.
+    """
+    found: dict[str, Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
     for name, tensor in tensors.items():
-        storage = tensor.untyped_storage().clone()
+        storage = tensor.untyped_storage()
+        copy = storages.setdefault(storage.data_ptr(), storage.clone())
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        found[name] = torch.empty(0, dtype=tensor.dtype).set_(storage, *place)
+        found[name] = torch.empty(0, dtype=tensor.dtype).set_(copy, *place)
     return found
 
 
@@ -50,7 +55,7 @@ def add(collection: Collection, case: cases.Case, data: dict[str, np.ndarray]) -
     names = Names({**results, **case.tensors})
     dispatches = []
     for launch in run.recorded:
-        is_whole = launch.group_size[0] % 32 == 0 and "flash" in launch.kernel
+        is_whole = launch.group_size[0] % 32 == 0
         products = EXACT_PRODUCTS if launch.defines.get("ELEMENT") == "float" else {}
         extra = {**products, **({} if is_whole else LANES_AS_THEY_ARE)}
         dispatches.append(collection.recorded(launch, names, extra=extra, lines=True))
@@ -60,7 +65,7 @@ def add(collection: Collection, case: cases.Case, data: dict[str, np.ndarray]) -
     dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in outputs.items()}
     scratch = {**names.scratch, **{n: t.untyped_storage().nbytes() for n, t in results.items()}}
     candidate = Candidate(OURS, "", dispatches, scratch)
-    sizes = {"inputs": list(before), "dtypes": dtypes}
+    sizes = {"inputs": list(before), "dtype": case.dtype, "dtypes": dtypes}
     collection.manifest.problems.append(Problem(case.name, "small", sizes, [candidate]))
     data |= {f"{case.name}/in/{name}": array for name, array in before.items()}
     data |= {f"{case.name}/out/{name}": contents(tensor) for name, tensor in outputs.items()}

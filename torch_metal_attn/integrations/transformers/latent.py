@@ -21,6 +21,7 @@ from torch_metal_attn.integrations.transformers.fusion import own_class
 from torch_metal_attn.integrations.transformers.refusals import unwrapped
 from torch_metal_attn.kv_cache import LatentCache, StaticLatentCache
 from torch_metal_attn.kv_cache.storage import Storage
+from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.quantisation import dequantise
 
 EXPAND = "expand_kv"  # of a module that caches latent rows
@@ -58,7 +59,12 @@ class HeldRows:
                         f"{name} with the recent rows of a latent cache, of which only causal "
                         "attention and padding are implemented: use latent_cache without recent"
                     )
-            return storage.recent.attend(0, q, lengths, self.layer.slots(), where, given)
+            attend = functools.partial(
+                storage.recent.attend, 0, q, lengths, self.layer.slots(), where, given
+            )
+            advice = "call the model under torch.no_grad()"
+            out, lse = forward_only("a latent cache", advice, {"q": q, **given}, attend)
+            return out, lse
         (k, v), kept = storage.operands(0)
         if "block_table" in where:
             # Masks must have columns for whole pages, of which seqused_k hides the rest.

@@ -1,0 +1,33 @@
+"""What metal_attn_explain tells of tiles."""
+
+import torch
+
+from torch_metal_attn.runtime import extension
+from torch_metal_attn.tools.explain.ops import backward_launches
+
+# Where flash_fwd has Q, in the words of a tile.
+HELD = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=1"
+AGAIN = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=0 KV_STAGED=1"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def operands(head_dim=64, v_head_dim=None, lengths=(100, 100), dtype=torch.float16, heads=(2, 2)):
+    """Rows expanded to any length, so that they take no memory."""
+    (q_length, kv_length), (q_heads, kv_heads) = lengths, heads
+    q, v = (torch.empty(n, dtype=dtype) for n in (head_dim, v_head_dim or head_dim))
+    q, k = q.expand(1, q_heads, q_length, -1), q.expand(1, kv_heads, kv_length, -1)
+    return q, k, v.expand(1, kv_heads, kv_length, -1)
+
+
+def explained(op, *arguments, **options):
+    """What explains the launches of an op."""
+    return extension.launches(getattr(torch.ops.metal_attn_explain, op)(*arguments, **options))
+
+
+def told(kernel, *qkv, **options):
+    """What explains a kernel."""
+    if kernel.startswith("flash_bwd"):
+        launches = backward_launches("flash_fwd", dict(zip("qkv", qkv, strict=True)) | options)
+    else:
+        launches = explained(kernel, *qkv, **options)
+    return next(launch for launch in launches if launch["kernel"] == kernel)

@@ -1,4 +1,0 @@
-"""Where flash_fwd has Q, in the words of a tile."""
-
-HELD = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=1"
-AGAIN = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=0 KV_STAGED=1"

@@ -1,0 +1,148 @@
+"""The default tiles, rows of csrc/tiles/table.inc, seen through metal_attn_explain."""
+
+import math
+import re
+from contextlib import suppress
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.agx import candidates, table
+from tests.helpers.cases import each_case
+from tests.tuning.explained import DTYPES, explained, operands, told
+from torch_metal_attn.tools.explain.ops import backward_launches
+from torch_metal_attn.tools.tune import tiles
+
+LENGTH = 120
+FURTHEST = 2**31 - 1024
+OLD = ("Apple M1 Ultra", "Apple M2", "", "Apple Mx", "apple m3", "Apple A17 Pro")
+NEW = ("Apple M3 Pro", "Apple M4 Max")
+FEATURES = [
+    {},
+    {"causal": True},
+    {"attn_bias": torch.empty(LENGTH, LENGTH)},
+    {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])},
+]
+some = settings(max_examples=60, deadline=None)
+
+
+def numbers(launch):
+    """The defines but for names of types and texts, and rows of a threadgroup."""
+    found = {name: int(n) for name, n in launch["defines"].items() if re.fullmatch(r"\d+", n)}
+    if launch["kernel"].startswith("flash"):
+        groups = found.get("SIMDGROUPS", 1) // found.get("COLUMN_SIMDGROUPS", 1)
+        found["rows"] = 8 * found.get("ROW_FRAGMENTS", 1) * groups
+    return found
+
+
+@some
+@given(
+    dtype=st.sampled_from(DTYPES),
+    head_dims=st.tuples(st.integers(1, 576), st.integers(1, 512)),
+    options=st.sampled_from(FEATURES),
+    heads=st.sampled_from([(1, 1), (2, 1), (5, 1), (24, 2), (40, 1)]),
+)
+def test_the_table_covers_every_problem(dtype, head_dims, options, heads):
+    """Only gradients of wide rows may find too little threadgroup memory."""
+    q, k, v = operands(*head_dims, (LENGTH, LENGTH), dtype, heads)
+    launches = explained("flash_fwd", q, k, v, **options)
+    with suppress(*[ValueError] if sum(head_dims) > 500 else []):
+        launches += backward_launches("flash_fwd", {"q": q, "k": k, "v": v} | options)
+    if "dropout_p" not in options:
+        row = {name: x[:1] if name == "attn_bias" else x for name, x in options.items()}
+        launches += explained("flash_decode", q[:, :, :1], k, v, num_splits=1, **row)
+    for launch in launches:
+        assert launch.get("threadgroup_bytes", 0) <= 32768
+        assert math.prod(launch["threads"]) <= 1024
+
+
+@some
+@given(
+    dtype=st.sampled_from(DTYPES),
+    head_dim=st.integers(1, 256),
+    blocks=st.tuples(*2 * [st.integers(1, 17).map(lambda n: 8 * n)]),
+)
+def test_tiles_lie_within_the_blocks_of_a_block_mask(dtype, head_dim, blocks):
+    q, k, v = operands(head_dim, None, (LENGTH, LENGTH), dtype)
+    call = {"q": q, "k": k, "v": v, "captures": []}
+    rows, columns = (-(-LENGTH // size) for size in blocks)
+    sides = (("q", blocks[0], columns, rows), ("kv", blocks[1], rows, columns))
+    for name, size, own, others in sides:
+        call[f"{name}_block_size"] = size
+        call[f"{name}_num_blocks"] = torch.zeros(1, 1, own).int()
+        call[f"{name}_indices"] = torch.zeros(1, 1, own, others).int()
+    launches = explained("flex_fwd", **call)
+    launches += backward_launches("flex_fwd", call)
+    assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"} <= {one["kernel"] for one in launches}
+    for launch in launches:
+        found, sizes = numbers(launch), blocks[::-1] if "dkv" in launch["kernel"] else blocks
+        if own := found.get("BLOCK_K", found.get("BLOCK_Q")):
+            assert (sizes[0] % found["rows"], sizes[1] % own) == (0, 0)
+
+
+def test_the_table_is_what_the_generator_wrote():
+    """Each row has its kernel's numbers, within their limits, and nobody changed one."""
+    text = table.TABLE.read_text()
+    _, lists = text.split("default tile.\n\n")
+    assert f"Their checksum: {table.checksum(lists)}\n" in text
+    rows = table.read_rows(text)
+    assert table.table(rows) == text
+    assert rows.keys() == candidates.NAMES.keys() | table.tensor_rows().keys()
+    for kernel, own in rows.items():
+        assert len(own) == len(set(own)) > 4
+        limits = candidates.knobs(kernel).values()
+        assert all(n in limit for row in own for n, limit in zip(row[-1], limits, strict=True))
+
+
+# Options of 100 queries and 100 keys, and whether they hide a key.
+OFF = {"window_size_left": -5, "attention_chunk": 0, "softcap": 0.0, "dropout_p": 0.0}
+BANDS = [
+    (OFF | {"causal": True, "q_offset": 99}, False),  # the first query sees the last key
+    ({"causal": True, "q_offset": 98}, True),
+    ({"window_size_left": 98, "q_offset": 0}, True),
+    ({"window_size_left": 99, "q_offset": 0}, False),  # the last query sees the first key
+    ({"window_size_left": 99, "q_offset": 1}, True),
+    (
+        {f"window_size_{x}": 2**63 - 1 for x in ("left", "right")} | {"q_offset": 2**31 - 1024},
+        False,
+    ),
+    ({"window_size_left": 99, "q_offset": 0, "seqused_k": torch.tensor([100]).int()}, True),
+]
+
+
+@each_case("options, band", BANDS)
+def test_what_is_off_or_hides_nothing_is_not_compiled_in(options, band):
+    plain, found = (told("flash_fwd", *operands(), **given) for given in ({}, options))
+    assert found["defines"].get("BAND") == ("1" if band else None)
+    assert band or found == plain
+
+
+def test_packed_grid_has_a_row_for_queries_of_no_sequence():
+    q = torch.empty(50, 6, 64, dtype=torch.float16)
+    ends = torch.tensor([0, 20, 20, 45], dtype=torch.int32)
+    (launch,) = explained("flash_varlen_fwd", q, q, q, ends, ends, 40, 25)
+    assert launch["grid"] == [-(-40 // numbers(launch)["rows"]), 6, 3 + 1]
+    (nothing,) = explained("flash_varlen_fwd", q, q, q, ends[:1], ends[:1], 0, 0)
+    assert nothing["grid"] == [1, 6, 1], "rows of no sequence are written too"
+
+
+def test_reason_gives_the_row():
+    found = told("flash_fwd", *operands(128))
+    row = r"at most \d+ registers a thread, of which M1 has 128, by the row for 16 bits, head dims "
+    assert re.search(row + "up to 128", found["reason"])
+    assert "of 32768 bytes of threadgroup memory" in found["reason"]
+    assert "8 queries a SIMD group and Q in registers" in found["reason"]
+    wide = told("flash_fwd", *operands(256, dtype=torch.bfloat16))
+    assert "two SIMD groups, half the columns each" in wide["reason"]
+    with tiles.forced({"flash_fwd": found["tuning"]["candidates"][1]}):
+        assert "a tile of a tuned table" in told("flash_fwd", *operands(128))["reason"]
+
+
+@each_case("name", OLD + NEW)
+def test_m3_and_later_may_read_keys_and_values_unstaged(name, gpu):
+    """Only `tune` tries it. What nobody knows is taken for the oldest GPU."""
+    gpu(name)
+    default, *others = told("flash_fwd", *operands(128))["tuning"]["candidates"]
+    assert "KV_STAGED=1" in default
+    assert any("KV_STAGED=0" in tile for tile in others) == (name in NEW)

@@ -596,7 +596,9 @@ class TestCommand:
         assert main(["fuzz", "--out", str(tmp_path / "no folder" / "x.json")]) == 2
         assert "no folder" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("text", ["", "{}", '{"failures": [{"case": {"family": "x"}}]}'])
+    @pytest.mark.parametrize(
+        "text", ["", "{}", '{"failures": [{"case": {"family": "x"}}]}', "[" * 10**5], ids=len
+    )
     def test_what_is_no_report(self, text, tmp_path, capsys):
         path = tmp_path / "x.json"
         path.write_text(text)

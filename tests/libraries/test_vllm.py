@@ -82,6 +82,14 @@ def test_sglangs_tables_are_pages_of_one_row():
         ({"kv_cache_dtype": "int8"}, NotImplementedError, "kv_cache_dtype is 'int8'"),
         ({"kv_cache_dtype": "fp8"}, ValueError, "key_cache has dtype torch.float16; with fp8"),
         ({"key_cache": torch.zeros(7, 2, 8)}, ValueError, "key_cache"),
+        (
+            dict.fromkeys(
+                ("key_cache", "value_cache"),
+                torch.zeros(7, 1, *SHAPE, dtype=HOME["dtype"]).expand(7, 2**40, *SHAPE),
+            ),
+            ValueError,
+            "key_cache has a page size of 1099511627776",
+        ),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

@@ -130,5 +130,6 @@ def unpad_input_for_concatenated_sequences(
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undo `unpad_input`: (T, ...) and `indices` (T,) to (batch, seqlen, ...), padding 0."""
     batch, seqlen = natural("batch", batch), natural("seqlen", seqlen)
-    padded = _put("hidden_states", hidden_states, indices, batch * seqlen)
+    count = natural("batch * seqlen", batch * seqlen)
+    padded = _put("hidden_states", hidden_states, indices, count)
     return padded.view(batch, seqlen, *hidden_states.shape[1:])

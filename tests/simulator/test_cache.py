@@ -6,6 +6,7 @@ And the garbage collector, which is paused while a text is rewritten.
 import errno
 import gc
 import os
+import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -85,9 +86,20 @@ def test_changed_header_is_compiled_again(tmp_path, commands, monkeypatch):
     assert len(commands) == before + 1
 
 
+MANY_KERNELS = "\n".join(f"kernel void k{i}(device int* x) {{ x[0] = {i}; }}" for i in range(12))
+
+
+def test_installations_share_the_cache(tmp_path, monkeypatch):
+    x = torch.zeros(1, dtype=torch.int32)
+    compile_shader(MANY_KERNELS, check=True).k11(x)
+    monkeypatch.setattr(build, "SHIM", shutil.copytree(build.SHIM, tmp_path / "shim"))
+    forget(monkeypatch)
+    compile_shader(MANY_KERNELS, check=True).k3(x)
+    assert x.item() == 3
+
+
 def test_many_kernels_are_compiled_when_they_are_called(commands):
-    source = "\n".join(f"kernel void k{i}(device int* x) {{ x[0] = {i}; }}" for i in range(12))
-    library = compile_shader(source)
+    library = compile_shader(MANY_KERNELS)
     assert len(commands) == 1  # preprocessed
     x = torch.zeros(1, dtype=torch.int32)
     for name, value in (("k11", 11), ("k3", 3), ("k11", 11)):

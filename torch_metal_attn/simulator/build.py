@@ -27,6 +27,7 @@ from .parameter_types import ParameterType
 __tracebackhide__ = diagnostics.hides_frames
 HERE = Path(__file__).parent
 SHIM = HERE / "shim"
+IN_TEXTS = "/<metal>/"  # the shim's folder in preprocessed texts; clang makes other names absolute
 SOURCE_NAME = "program_source"  # as Metal's own compiler calls a source that has no file
 TEXT = "program.cpp"
 PRECOMPILED = "shim.pch"
@@ -286,11 +287,10 @@ def _key_of(request: str, include_dirs: Sequence[str]) -> str | None:
 def _record_headers(request: str, preprocessed: str) -> str:
     """Remember which headers a text included, as they are now; returns the key of its image."""
     names = {match.group(2) for match in MARKER.finditer(preprocessed) if match.group(2)}
-    shim = str(SHIM)
     headers = {
         name: cache.digest([Path(name).read_bytes()])
         for name in sorted(names)
-        if not name.startswith(shim) and os.path.isfile(name)
+        if not in_shim(name) and os.path.isfile(name)
     }
     cache.replace(request, {"headers.json": json.dumps(headers).encode()})
     return cache.digest([request, json.dumps(headers)])
@@ -319,14 +319,22 @@ def preprocess(
     text = f'{macros}#line 1 "{SOURCE_NAME}"\n{source}\n'
     # A kernel takes only macros of the shim: the text of it would be written and read each time.
     preprocessed = _run([*command, "-imacros", "metal_stdlib", "-"], text)
-    return _shim(tuple(command)) + preprocessed.partition(END_OF_SHIM)[2]
+    return _shim(tuple(command)) + _named(preprocessed.partition(END_OF_SHIM)[2])
 
 
 @lru_cache(maxsize=16)
 def _shim(command: tuple[str, ...]) -> str:
     """The shim's text, which is the same for all kernels that `command` preprocesses."""
-    text = _run([*command, "-include", "metal_stdlib", "-"], "")
+    text = _named(_run([*command, "-include", "metal_stdlib", "-"], ""))
     return text[: text.index(END_OF_SHIM)] + END_OF_SHIM
+
+
+def _named(preprocessed: str) -> str:
+    """The text, in which the shim's files have the names that they have in every installation.
+
+    Installations share the cache, and each must tell the shim of another's texts from the rest.
+    """
+    return preprocessed.replace(str(SHIM) + os.sep, IN_TEXTS)
 
 
 def _rewrite(
@@ -457,7 +465,7 @@ def _load_image(entry: Path) -> Image:
 
 def in_shim(file: str) -> bool:
     """Whether a file belongs to the simulator and not to the Metal text."""
-    return file.startswith((str(SHIM), "<"))
+    return file.startswith((IN_TEXTS, "<"))
 
 
 def _run(command: list[str], text: str, cwd: str | None = None) -> str:
@@ -472,5 +480,5 @@ def _run(command: list[str], text: str, cwd: str | None = None) -> str:
 
 def _readable(said: str) -> str:
     """The compiler's message, with the shim's path shortened."""
-    said = said.replace(str(SHIM) + os.sep, "<metal>/")
+    said = _named(said).replace(IN_TEXTS, IN_TEXTS[1:])
     return f"the Metal source does not compile:\n{diagnostics.readable(said, in_shim)}"

@@ -131,8 +131,8 @@ def candidates(one: Class) -> Iterator[Tile]:
             if not vectors or (one.queries <= vectors and share == whole):
                 yield row_fragments, keys, share, vectors
     elif one.macro == "FLASH_BWD_BIAS":
-        for rows, block, held in product((1, 2), allowed["BLOCK"], (1, 0)):
-            yield 1, block, rows, 4, 1, held, 0
+        for row_fragments, block, in_registers in product((1, 2), allowed["BLOCK"], (1, 0)):
+            yield 1, block, row_fragments, 4, 1, in_registers, 0
     else:
         dkv = one.macro == "FLASH_BWD_DKV"
         slices = (1, 2, 4) if one.columns > 128 else (1, 2)

@@ -31,7 +31,7 @@ constexpr int kCount = sizeof kSignals / sizeof *kSignals;
 
 std::mutex installing;
 int users = 0;
-struct sigaction before[kCount];
+struct sigaction old_actions[kCount];
 thread_local Worker* own_worker = nullptr;
 
 uintptr_t interrupted_at(const ucontext_t& context) {
@@ -74,7 +74,7 @@ void go_on_at(ucontext_t& context, const Context& target) {
 void forward(int signal, siginfo_t* info, void* context) {
   int index = 0;
   while (kSignals[index] != signal) ++index;
-  const struct sigaction& action = before[index];
+  const struct sigaction& action = old_actions[index];
   if (action.sa_flags & SA_SIGINFO) return action.sa_sigaction(signal, info, context);
   if (action.sa_handler == SIG_IGN) return;
   if (action.sa_handler != SIG_DFL) return action.sa_handler(signal);
@@ -106,7 +106,7 @@ SignalHandlers::SignalHandlers() {
   action.sa_sigaction = handle;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigemptyset(&action.sa_mask);
-  for (int i = 0; i < kCount; ++i) sigaction(kSignals[i], &action, &before[i]);
+  for (int i = 0; i < kCount; ++i) sigaction(kSignals[i], &action, &old_actions[i]);
 }
 
 SignalHandlers::~SignalHandlers() {
@@ -115,7 +115,7 @@ SignalHandlers::~SignalHandlers() {
   for (int i = 0; i < kCount; ++i) {
     struct sigaction now;
     sigaction(kSignals[i], nullptr, &now);
-    if (now.sa_sigaction == handle) sigaction(kSignals[i], &before[i], nullptr);
+    if (now.sa_sigaction == handle) sigaction(kSignals[i], &old_actions[i], nullptr);
   }
 }
 

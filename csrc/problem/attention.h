@@ -131,9 +131,6 @@ struct FlashFwdFeatures {
   // Whether q has the rows of all sequences.
   bool packs_queries() const { return varlen || packed_q; }
 
-  // Whether the backward multiplies by d score / d product, as an option makes it no constant.
-  bool score_slopes() const { return softcap; }
-
   // Whether a lane's two keys of a mask or of a bias are loaded one by one.
   bool unpaired_keys() const { return (mask && !mask->pairs) || (bias && !bias->pairs); }
 

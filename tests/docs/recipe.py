@@ -21,16 +21,11 @@ EDITS = [
         "  X(OptionalTensor, learnable_sink, None, IN) \\\n"
         "  X(OptionalTensor, temperature, None, IN) \\\n",
     ),
-    # The feature, whose define selects the kernel, and whether it changes d score / d product.
+    # The feature, whose define selects the kernel.
     (
         "csrc/problem/attention.h",
         "  X(alibi, ALIBI)               \\\n",
         "  X(alibi, ALIBI)               \\\n  X(temperature, TEMPERATURE)   \\\n",
-    ),
-    (
-        "csrc/problem/attention.h",
-        "return softcap;",
-        "return softcap || temperature;",
     ),
     (
         "csrc/ops/attention/check.cpp",
@@ -49,7 +44,8 @@ EDITS = [
         "  read_given(FLASH_ALIBI_SLOPES, o.alibi_slopes);\n"
         "  read_given(FLASH_TEMPERATURE, o.temperature);\n",
     ),
-    # Metal: the slot, the feature's constant, the buffer, and the rule.
+    # Metal: the slot, the feature's constant and what it does to d score / d product, the buffer,
+    # and the rule.
     (
         "shaders/params.h",
         "  FLASH_K_SIN = 15,\n",

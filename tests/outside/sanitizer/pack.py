@@ -35,8 +35,10 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     storages: dict[int, torch.UntypedStorage] = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
-        copy = storages.setdefault(storage.data_ptr(), storage.clone())
+        if storage.data_ptr() not in storages:
+            storages[storage.data_ptr()] = storage.clone()
         place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        copy = storages[storage.data_ptr()]
         found[name] = torch.empty(0, dtype=tensor.dtype).set_(copy, *place)
     return found
 

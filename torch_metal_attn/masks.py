@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_integers, natural, on_host, whole
+from torch_metal_attn.call.arguments import INT32_MAX, check_integers, natural, on_host, whole
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -64,7 +64,7 @@ def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
     if bounds[0] != 0 or bounds != sorted(bounds):
         raise ValueError(f"cu_seqlens is {bounds}; it must begin with 0 and never decrease")
     ends, last = cu_seqlens[1:].long(), bounds[-1]
-    total = last if length is None else natural("length", length, last, 2**31 - 1)
+    total = last if length is None else natural("length", length, last, INT32_MAX)
     token = torch.arange(total, device=cu_seqlens.device)
     documents = torch.searchsorted(ends, token, right=True).int()
     return Mask(partial(_document, documents, last))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import (
+    INT32_MAX,
     check_tensor,
     flag,
     natural,
@@ -57,7 +58,7 @@ def _wavelengths(dim: int, base: float, device: Any) -> Tensor:
 
 def _seq_len(value: int | None) -> int:
     """The longest sequence, 0 if none is given."""
-    length: int = 0 if value is None else natural("seq_len", value, 0, 2**31 - 1)
+    length: int = 0 if value is None else natural("seq_len", value, 0, INT32_MAX)
     return length
 
 
@@ -253,7 +254,7 @@ def tables(
     if not isinstance(positions, Tensor):
         whole("positions", positions, "an int or a tensor")
         positions = torch.arange(
-            natural("positions", positions, 0, 2**31 - 1), device=inv_freq.device
+            natural("positions", positions, 0, INT32_MAX), device=inv_freq.device
         )
     cos, sin = torch.ops.metal_attn.rope_tables(
         inv_freq, positions, attention_factor=attention_factor, dtype=dtype

@@ -18,6 +18,8 @@ Window = tuple[int | None, int | None]
 
 NO_WINDOW = (-1, -1)
 
+INT32_MAX = 2**31 - 1  # kernels count rows, heads and columns in int32
+
 # What float32 holds with all its bits.
 _LEAST, _END = 2.0**-126, 2.0**128
 
@@ -89,8 +91,10 @@ def check_indices(name: str, tensor: Tensor, layout: str, count: int, what: str)
 
 
 def check_rank(name: str, tensor: Tensor, layout: str) -> None:
+    """layout: such as "(B, L)", or "(B, L, ...)" for any dimensions behind these."""
     check_tensor(name, tensor)
-    if tensor.dim() != layout.count(",") + 1:
+    more = tensor.dim() - layout.count(",") - 1
+    if more != 0 and (more < -1 or not layout.endswith("...)")):
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
 
 

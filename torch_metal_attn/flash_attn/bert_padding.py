@@ -7,7 +7,7 @@ from torch.nn import functional
 from torch_metal_attn.call.arguments import (
     check_indices,
     check_one_device,
-    check_tensor,
+    check_rank,
     check_values,
     natural,
 )
@@ -19,7 +19,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     Raises: ValueError: indices that are not int32 or int64, or not in 0..N - 1; mps checks no
         values.
     """
-    _check_rows("input", input)
+    check_rank("input", input, "(N, ...)")
     check_one_device(input=input, indices=indices)
     check_indices("indices", indices, "(n)", input.shape[0], "the rows of input")
     return input.index_select(0, indices)
@@ -34,7 +34,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 
 def _put(name: str, values: Tensor, indices: Tensor, count: int) -> Tensor:
-    _check_rows(name, values)
+    check_rank(name, values, "(N, ...)")
     check_one_device(**{name: values, "indices": indices})
     check_indices("indices", indices, "(n)", count, "the rows of the result")
     if len(indices) != len(values):
@@ -42,12 +42,6 @@ def _put(name: str, values: Tensor, indices: Tensor, count: int) -> Tensor:
             f"indices has {len(indices)} numbers and {name} {len(values)} rows; they must be equal"
         )
     return values.new_zeros(count, *values.shape[1:]).index_put((indices,), values)
-
-
-def _check_rows(name: str, tensor: Tensor, layout: str = "(N, ...)") -> None:
-    check_tensor(name, tensor)
-    if tensor.dim() < layout.count(","):
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
 
 
 def unpad_input(
@@ -66,7 +60,7 @@ def unpad_input(
     Raises:
         ValueError: a mask whose shape is not (B, L).
     """
-    _check_rows("hidden_states", hidden_states, "(B, L, ...)")
+    check_rank("hidden_states", hidden_states, "(B, L, ...)")
     shape = hidden_states.shape[:2]
     masks = {"attention_mask": attention_mask}
     if unused_mask is not None:
@@ -104,7 +98,7 @@ def unpad_input_for_concatenated_sequences(
         ValueError: another shape; lengths that are not integers, negative, or longer than the row.
     """
     lengths = attention_mask_in_length
-    _check_rows("hidden_states", hidden_states, "(B, L, ...)")
+    check_rank("hidden_states", hidden_states, "(B, L, ...)")
     check_values("attention_mask_in_length", lengths)
     check_one_device(hidden_states=hidden_states, attention_mask_in_length=lengths)
     shape = hidden_states.shape[:2]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import (
+    INT32_MAX,
     Window,
     check_rank,
     flag,
@@ -20,7 +21,6 @@ from torch_metal_attn.call.arguments import (
     window,
 )
 from torch_metal_attn.call.names import ArgumentNames
-from torch_metal_attn.kv_cache.storage import MOST
 from torch_metal_attn.kv_cache.trees import Rows, rows_of_ints
 
 _NAMES = ArgumentNames({"k": "k_cache", "v": "v_cache"}, heads_third=True)
@@ -81,14 +81,14 @@ class CascadePlan:
     ) -> None:
         lengths = integers("seqlens", seqlens)
         pages = rows_of_ints("block_table", block_table, len(lengths))
-        page_size = natural("page_size", page_size, 1, MOST)
-        q_length = natural("q_length", q_length, 1, MOST)
+        page_size = natural("page_size", page_size, 1, INT32_MAX)
+        q_length = natural("q_length", q_length, 1, INT32_MAX)
         min_pages = natural("min_pages", min_pages, 1)
         if len({len(row) for row in pages}) > 1:
             raise ValueError("block_table has rows of different lengths; it must be (B, blocks)")
         for b, (row, length) in enumerate(zip(pages, lengths, strict=True)):
             for page in row:
-                if not -MOST <= page <= MOST:
+                if not -INT32_MAX <= page <= INT32_MAX:
                     raise ValueError(f"block_table[{b}] has {page}; it must fit int32")
             if not 0 <= length <= len(row) * page_size:
                 raise ValueError(

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import integers, natural, whole
+from torch_metal_attn.call.arguments import INT32_MAX, integers, natural, whole
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
-from torch_metal_attn.kv_cache.storage import MOST, LayerCache, Storage
+from torch_metal_attn.kv_cache.storage import LayerCache, Storage
 from torch_metal_attn.kv_cache.trees import (
     Rows,
     check_layers_agree,
@@ -72,8 +72,8 @@ class PagedKVCache:
 
     @options_of(Storage.__init__, 3)
     def __init__(self, num_pages: int, page_size: int, *sizes: Any, **options: Any) -> None:
-        num_pages = natural("num_pages", num_pages, 1, MOST)
-        self.page_size = natural("page_size", page_size, 1, MOST)
+        num_pages = natural("num_pages", num_pages, 1, INT32_MAX)
+        self.page_size = natural("page_size", page_size, 1, INT32_MAX)
         self._storage = Storage(num_pages, self.page_size, *sizes, **options)
         self._pool = PagePool(num_pages)
         self._sequences: dict[int, _Sequence] = {}

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import integers, natural, whole
+from torch_metal_attn.call.arguments import INT32_MAX, integers, natural, whole
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull
-from torch_metal_attn.kv_cache.storage import MOST, LayerCache, Storage
+from torch_metal_attn.kv_cache.storage import LayerCache, Storage
 from torch_metal_attn.kv_cache.trees import (
     Rows,
     check_layers_agree,
@@ -32,8 +32,8 @@ class StaticKVCache:
 
     @options_of(Storage.__init__, 3)
     def __init__(self, batch_size: int, max_length: int, *sizes: Any, **options: Any) -> None:
-        self.batch_size = natural("batch_size", batch_size, 1, MOST)
-        self.max_length = natural("max_length", max_length, 1, MOST)
+        self.batch_size = natural("batch_size", batch_size, 1, INT32_MAX)
+        self.max_length = natural("max_length", max_length, 1, INT32_MAX)
         self._storage = Storage(self.batch_size, self.max_length, *sizes, **options)
         self._rows = list(range(self.batch_size))  # of the tensors, by sequence
         self._lengths = [[0] * self.batch_size for _ in self._storage.layers]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import (
+    INT32_MAX,
     check_rank,
     check_tensor,
     flag,
@@ -27,8 +28,6 @@ ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_c
 
 # Options of the ops that a caller must not replace: he would read or write other rows.
 _GIVEN = ("block_table", "cache_batch_idx", "cache_seqlens", "hadamard", "k_scale", "v_scale")
-# Blocks, rows, heads and columns are counted in int32.
-MOST = 2**31 - 1
 # More than any model has: each takes memory, and the host's time before any is used.
 _MOST_LAYERS = 2**16
 
@@ -81,9 +80,11 @@ class Storage:
         values_in_keys: bool = False,
         recent: int = 0,
     ) -> None:
-        num_kv_heads = natural("num_kv_heads", num_kv_heads, 1, MOST)
-        head_dim = natural("head_dim", head_dim, 1, MOST)
-        v_head_dim = head_dim if v_head_dim is None else natural("v_head_dim", v_head_dim, 1, MOST)
+        num_kv_heads = natural("num_kv_heads", num_kv_heads, 1, INT32_MAX)
+        head_dim = natural("head_dim", head_dim, 1, INT32_MAX)
+        v_head_dim = (
+            head_dim if v_head_dim is None else natural("v_head_dim", v_head_dim, 1, INT32_MAX)
+        )
         num_layers = natural("num_layers", num_layers, 1, _MOST_LAYERS)
         values_in_keys = flag("values_in_keys", values_in_keys)
         if dtype not in ELEMENTS:
@@ -110,7 +111,7 @@ class Storage:
             if v_scale is not None:
                 raise ValueError("v_scale is given with values_in_keys; k_scale is for both")
         self.values_in_keys = values_in_keys
-        recent = natural("recent", recent, 0, MOST // 2)
+        recent = natural("recent", recent, 0, INT32_MAX // 2)
         if recent and format is None:
             raise ValueError(
                 f"recent is {recent} with no format, so that all rows are in full precision; leave "

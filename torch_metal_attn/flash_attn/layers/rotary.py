@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import torch_metal_attn.rope as rope
 from torch_metal_attn.call.arguments import (
+    INT32_MAX,
     at_hand,
     check_integers,
     check_one_device,
@@ -308,7 +309,7 @@ class RotaryEmbedding(nn.Module):
                     "position plus 1"
                 )
             max_seqlen = qkv.shape[1] + whole("seqlen_offset", seqlen_offset)
-        max_seqlen = natural("max_seqlen", max_seqlen, 0, 2**31 - 1)
+        max_seqlen = natural("max_seqlen", max_seqlen, 0, INT32_MAX)
         cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv)
         if kv is None:
             own = {} if self.scale is None else {"cos_k": cos_k, "sin_k": sin_k}

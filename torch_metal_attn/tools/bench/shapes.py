@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from torch_metal_attn.call.arguments import INT32_MAX
 from torch_metal_attn.runtime import tensor_tiles
 from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.costs import Cost
@@ -20,7 +21,6 @@ from torch_metal_attn.tools.costs import Cost
 KINDS = ("forward", "training", "decode")
 TILES = ("best", "8x8")
 WIDTH = 56  # of a shape in a table
-MOST = 2**31 - 1  # of a size
 MOST_ELEMENTS = 2**61 - 1  # torch counts bytes in int64, and float32 has 4 of them
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -60,14 +60,14 @@ class Shape:
             raise BadShape(f"tiles is {self.tiles!r}; it must be one of {', '.join(TILES)}")
         for name in ("batch", "heads", "kv_heads", "length", "kv_length", "head_dim"):
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= MOST:
-                raise BadShape(f"{name} is {value!r}; it must be an int from 1 to {MOST}")
+            if type(value) is not int or not 1 <= value <= INT32_MAX:
+                raise BadShape(f"{name} is {value!r}; it must be an int from 1 to {INT32_MAX}")
         if type(self.causal) is not bool:
             raise BadShape(f"causal is {self.causal!r}; it must be true or false")
-        if type(self.window) is not int or not -1 <= self.window <= MOST:
+        if type(self.window) is not int or not -1 <= self.window <= INT32_MAX:
             raise BadShape(
                 f"window is {self.window!r}; it must be the number of keys before its own that a "
-                f"query sees, an int from 0 to {MOST}, or -1 for all"
+                f"query sees, an int from 0 to {INT32_MAX}, or -1 for all"
             )
         if self.heads % self.kv_heads:
             raise BadShape(

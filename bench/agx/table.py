@@ -120,7 +120,8 @@ def tensor_rows() -> dict[str, list[Row]]:
 
 def merged(macro: str, rows: Sequence[Row]) -> list[Row]:
     """Without rows that no problem needs to find its tiles, in the order in which it tries them."""
-    problems = [*product(*({row[number] for row in rows} for number in range(3)), LOADS)]
+    widths = {row.columns for row in rows}
+    problems = [*product({row.bits for row in rows}, widths, {row.queries for row in rows}, LOADS)]
 
     def found(rows: Iterable[Row]) -> list[list[Tile]]:
         every = []

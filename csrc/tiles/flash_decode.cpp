@@ -22,8 +22,7 @@ int most_spans(const FlashDecodeSpecialisation& s) {
   return std::max(spans_of(s.head_dim_qk), spans_of(s.head_dim_v));
 }
 
-// SIMD groups that exchange the keys and values which each needs for its own rows.
-constexpr int kMostRowSimdgroups = 2;
+// Of a threadgroup whose threads have 128 registers each on M1.
 constexpr int kMostThreads = 384;
 
 // Waves of threadgroups among which a number of splits is looked for.
@@ -91,15 +90,19 @@ int FlashDecodeSpecialisation::key_simdgroups() const {
   return column_simdgroups() > 1 ? 1 : kSimdgroups;
 }
 
+// As few as read the keys as rarely as the most would.
 int FlashDecodeSpecialisation::row_simdgroups() const {
   const int columns = column_simdgroups();
-  const bool stored = features.cache.formats.k == KvFormat::kPlain &&
-                      features.cache.formats.v == KvFormat::kPlain && !v_in_k;
-  return all_rows > tile_rows() && stored && columns > 1 &&
-                 32 * columns * kMostRowSimdgroups <= kMostThreads &&
-                 threadgroup_bytes(kMostRowSimdgroups) <= THREADGROUP_MEMORY_BYTES
-             ? kMostRowSimdgroups
-             : 1;
+  if (columns == 1 || v_in_k) {
+    return 1;
+  }
+  int most = std::max(kMostThreads / (32 * columns), 1);
+  while (most > 1 && threadgroup_bytes(most) > THREADGROUP_MEMORY_BYTES) {
+    --most;
+  }
+  const int64_t tiles = std::max<int64_t>((all_rows + tile_rows() - 1) / tile_rows(), 1);
+  const int64_t tile_passes = (tiles + most - 1) / most;
+  return static_cast<int>((tiles + tile_passes - 1) / tile_passes);
 }
 
 void FlashDecodeSpecialisation::cut() {
@@ -143,9 +146,11 @@ int FlashDecodeSpecialisation::threadgroup_bytes(int own_rows) const {
   const auto own_spans = [own_columns](int columns) {
     return (spans_of(columns) + own_columns - 1) / own_columns;
   };
-  const int kv_elements = own_rows > 1 ? own_columns * tile_keys() * kSpanColumns *
-                                             (own_spans(head_dim_qk) + own_spans(head_dim_v))
-                                       : kPair;
+  const KvFormats& formats = features.cache.formats;
+  const bool scaled = kv_span_scaled(int(formats.k)) || kv_span_scaled(int(formats.v));
+  const int shared_fragments = own_columns * key_fragments * (kSpanFragments + scaled) *
+                               (own_spans(head_dim_qk) + own_spans(head_dim_v));
+  const int kv_elements = own_rows > 1 ? shared_fragments * kFragmentElements : kPair;
   return (scores + weights + out + states) * int(sizeof(float)) +
          q_elements * element_bytes(element) + kv_elements * element_bytes(kv_element()) +
          (features.has_tree() ? TREE_BYTES : 0);

@@ -151,6 +151,10 @@ def _packed(_: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"q": q, "cu_seqlens_q": ends, "max_seqlen_q": 1}
 
 
+def _many(_: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {"q": torch.empty(1, HEADS, 12, head_dim, dtype=dtype)}
+
+
 def _lists(*_: Any) -> dict[str, Any]:
     return {"indices": torch.zeros(1, 1, 1, 32).int()}
 
@@ -172,7 +176,12 @@ CACHES: dict[str, Options] = {
     "q8_0 and q4_g64 cache": _quantised("q8_0", "q4_g64"),
 }
 # Those of decoding alone, which caches in pages have with the most registers.
-BY_ROW: dict[str, Options] = {"packed queries": _packed, "lists of keys": _lists, "trees": _tree}
+BY_ROW: dict[str, Options] = {
+    "packed queries": _packed,
+    "many queries": _many,
+    "lists of keys": _lists,
+    "trees": _tree,
+}
 DECODED: dict[str, Options] = BY_ROW | {"rotated q8_0 cache": _rotated}
 for _name, _options in BY_ROW.items():
     DECODED[f"{_name} in pages"] = partial(_in_pages, _options)

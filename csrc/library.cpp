@@ -154,11 +154,8 @@ STABLE_TORCH_LIBRARY(metal_attn, m) {
   m.def(APPLY_CAUSAL_MASK_TO_COPY);
 }
 
-// The shaders on CPU tensors, always.
-STABLE_TORCH_LIBRARY(metal_attn_simulator, m) {
-  OPS(DEFINE);
-  m.def(APPLY_CAUSAL_MASK_TO_COPY);
-}
+// The shaders on CPU tensors, for the CPU kernels and for tests: no autograd, no fake kernels.
+STABLE_TORCH_LIBRARY(metal_attn_simulator, m) { OPS(DEFINE); }
 
 // What the same calls would launch, for `explain`, and for the checks of fake kernels. Nothing is
 // computed, allocated or written.

@@ -52,11 +52,13 @@ struct BlockKeys {
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
       if (ROW_SIMDGROUPS > 1) {
         v_units[j][s].load(value_unit(pairs, j, s, own));
+        if (V_SPAN_SCALES) {
+          v_scales[j] = *scale_of(value_unit(pairs, j, s, own));
+        }
         continue;
       }
       if (V_SPAN_SCALES) {
-        const float scale = values.span_scale(v_places[j], span);
-        v_scales[j] = exist[j] ? scale : 0.0f;
+        v_scales[j] = value_scale(j, span, values);
       }
       if (V_SPAN_SCALES && !V_IN_K) {
         v_codes[j] = values.codes(v_places[j], column);
@@ -66,12 +68,17 @@ struct BlockKeys {
     }
   }
 
+  METAL_FUNC float value_scale(short j, int span, thread const Values& values) const thread {
+    const float scale = values.span_scale(v_places[j], span);
+    return exist[j] ? scale : 0.0f;
+  }
+
   // Makes ELEMENT of the codes of the s-th span, and scales the weights that they meet: a lane has
   // the scales of its own row, and needs those of the keys of its two columns.
   METAL_FUNC void scale_span(thread ScoreRow* span_weights, short s, ushort lane) thread {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
-      if (!V_IN_K) {
+      if (!V_IN_K && ROW_SIMDGROUPS == 1) {
         v_units[j][s].expand_codes<V_FORMAT>(v_codes[j]);
       }
       const Fragment<float> scales = of_columns(v_scales[j], lane);
@@ -93,8 +100,12 @@ struct BlockKeys {
     for (short n = 0; n < KEY_FRAGMENTS * OWN_QK_SPANS; n++) {
       const short s = n % OWN_QK_SPANS;
       if (n % ROW_SIMDGROUPS == own.row_simdgroup && span_exists(own.span(s), QK_SPANS)) {
-        load_key(unit, n / OWN_QK_SPANS, keys, own.span(s) * SPAN_COLUMNS + own.unit_column);
-        unit.store(key_unit(pairs, n / OWN_QK_SPANS, s, own));
+        const short j = n / OWN_QK_SPANS;
+        load_key(unit, j, keys, own.span(s) * SPAN_COLUMNS + own.unit_column);
+        unit.store(key_unit(pairs, j, s, own));
+        if (K_SPAN_SCALES) {
+          *scale_of(key_unit(pairs, j, s, own)) = keys.span_scale(k_places[j], own.span(s));
+        }
       }
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -103,8 +114,13 @@ struct BlockKeys {
       const short s = n % OWN_V_SPANS;
       if ((n + 1) % ROW_SIMDGROUPS == own.row_simdgroup && span_exists(own.span(s), V_SPANS)) {
         const short j = n / OWN_V_SPANS;
-        unit.load<HEAD_DIM_V>(values, v_places[j], own.span(s) * SPAN_COLUMNS + own.unit_column,
-                              exist[j]);
+        const int column = own.span(s) * SPAN_COLUMNS + own.unit_column;
+        if (V_SPAN_SCALES) {
+          unit.expand_codes<V_FORMAT>(values.codes(v_places[j], column));
+          *scale_of(value_unit(pairs, j, s, own)) = value_scale(j, own.span(s), values);
+        } else {
+          unit.load<HEAD_DIM_V>(values, v_places[j], column, exist[j]);
+        }
         unit.store(value_unit(pairs, j, s, own));
       }
     }
@@ -120,6 +136,11 @@ struct BlockKeys {
       threadgroup Fragment<KvTileElement>* pairs, short j, short s, thread const DecodeLane& own) {
     return pairs + KEY_PAIRS +
            ((own.first_span * KEY_FRAGMENTS + j) * OWN_V_SPANS + s) * UNIT_PAIRS + own.lane;
+  }
+
+  // Where the lane's unit has the scale of its span.
+  METAL_FUNC static threadgroup float* scale_of(threadgroup Fragment<KvTileElement>* unit) {
+    return reinterpret_cast<threadgroup float*>(unit + SPAN_FRAGMENTS * SIMD_LANES);
   }
 
   // The lane's unit of key fragment j, unscaled.
@@ -165,8 +186,10 @@ struct BlockKeys {
             multiply_unit(chain, units[s - first], q_tile, s);
           }
         }
-        if (K_SPAN_SCALES) {
+        if (K_SPAN_SCALES && ROW_SIMDGROUPS == 1) {
           chain.scale(keys.span_scale(k_places[j], min(own.span(first), QK_SPANS - 1)));
+        } else if (K_SPAN_SCALES && span_exists(own.span(first), QK_SPANS)) {
+          chain.scale(*scale_of(key_unit(pairs, j, first, own)));
         }
         UNROLL
         for (short i = 0; i < ROW_FRAGMENTS; i++) {

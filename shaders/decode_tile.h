@@ -51,16 +51,18 @@ constant constexpr int OUT_PAIRS = VECTOR_ROWS ? SIMDGROUPS * ROWS * V_PADDED / 
 constant constexpr int QUERY_PAIRS =
     KEY_SIMDGROUPS > 1 ? ROW_FRAGMENTS * OWN_QK_SPANS * SPAN_FRAGMENTS * SIMD_LANES : 1;
 constant constexpr int STATES = KEY_SIMDGROUPS > 1 ? KEY_SIMDGROUPS * ROWS : 1;
-// Pairs of a block's keys and values that SIMD groups with other rows have loaded.
-constant constexpr int UNIT_PAIRS = SPAN_FRAGMENTS * SIMD_LANES;
+// Pairs of a block's keys and values that SIMD groups with other rows have loaded. A unit of codes
+// is followed by the scale of its span.
+constant constexpr bool SPAN_SCALES = K_SPAN_SCALES || V_SPAN_SCALES;
+constant constexpr int UNIT_PAIRS = (SPAN_FRAGMENTS + (SPAN_SCALES ? 1 : 0)) * SIMD_LANES;
 constant constexpr int KEY_PAIRS = COLUMN_SIMDGROUPS * KEY_FRAGMENTS * OWN_QK_SPANS * UNIT_PAIRS;
 constant constexpr int VALUE_PAIRS = COLUMN_SIMDGROUPS * KEY_FRAGMENTS * OWN_V_SPANS * UNIT_PAIRS;
 constant constexpr int LOADED_PAIRS = ROW_SIMDGROUPS > 1 ? KEY_PAIRS + VALUE_PAIRS : 1;
 
 static_assert(KEY_SIMDGROUPS == 1 || COLUMN_SIMDGROUPS == 1,
               "SIMD groups split either the keys or the columns");
-static_assert(ROW_SIMDGROUPS == 1 || (COLUMN_SIMDGROUPS > 1 && !V_IN_K && !QUANTISED),
-              "SIMD groups with other rows share columns of K and V as they are stored");
+static_assert(ROW_SIMDGROUPS == 1 || (COLUMN_SIMDGROUPS > 1 && !V_IN_K),
+              "SIMD groups with other rows share columns, and V apart from K");
 static_assert((SCORES + WEIGHTS + 2 * OUT_PAIRS + 2 * STATES) * sizeof(float) +
                       2 * QUERY_PAIRS * sizeof(ELEMENT) + 2 * LOADED_PAIRS * sizeof(KvTileElement) +
                       (TREE ? TREE_BYTES : 0) <=

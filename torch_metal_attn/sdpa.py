@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call import philox
-from torch_metal_attn.call.arguments import number
+from torch_metal_attn.call.arguments import plain
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.ops import plain as plain_ops
-from torch_metal_attn.ops.differentiation import call, refuse_layout
+from torch_metal_attn.ops.differentiation import call, refuse_gradient, refuse_layout
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.runtime import extension
@@ -237,10 +237,10 @@ def plan(arguments: Arguments) -> Problem:
 
     Sizes near 2^31 and numbers that are not finite are checked by the op.
     """
-    arguments = arguments._replace(
-        dropout_p=number("dropout_p", arguments.dropout_p),
-        scale=arguments.scale if arguments.scale is None else number("scale", arguments.scale),
-    )
+    for name in ("dropout_p", "scale"):
+        value = getattr(arguments, name)
+        refuse_gradient(name, value)
+        arguments = arguments._replace(**{name: plain(name, value)})
     _check_types(arguments)
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     query, key, value = autocast(query, key, value)
@@ -276,19 +276,22 @@ def is_causal_bias(attn_mask: object) -> bool:
     return module is not None and isinstance(attn_mask, module.CausalBias)
 
 
-# What each argument but the numbers may be, and what an error calls it.
-_TYPES: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("query", "key", "value"), (Tensor, "a tensor")),
-    "attn_mask": (Tensor | None, "a tensor or None"),
-    "is_causal": (bool, "a bool"),
-    "enable_gqa": (bool, "a bool"),
+# What each argument may be, and what an error calls it. The compiler of torch 2.10 cannot trace
+# unions of types.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("query", "key", "value"), ((Tensor,), "a tensor")),
+    "attn_mask": ((Tensor, type(None)), "a tensor or None"),
+    "dropout_p": ((int, float), "a number"),
+    "is_causal": ((bool,), "a bool"),
+    "scale": ((int, float, torch.SymInt, torch.SymFloat, type(None)), "a number or None"),
+    "enable_gqa": ((bool,), "a bool"),
 }
 
 
 def _check_types(arguments: Arguments) -> None:
     for name, value in zip(arguments._fields, arguments, strict=True):
-        allowed, wanted = _TYPES.get(name, (object, ""))
-        if not isinstance(value, allowed):
+        allowed, wanted = _TYPES[name]
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             found = f"a {type(value).__name__}" if "tensor" in wanted else repr(value)
             raise TypeError(f"{name} is {found}; it must be {wanted}")
 

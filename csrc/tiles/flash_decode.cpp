@@ -22,8 +22,7 @@ int most_spans(const FlashDecodeSpecialisation& s) {
   return std::max(spans_of(s.head_dim_qk), spans_of(s.head_dim_v));
 }
 
-// SIMD groups that exchange the keys and values which each needs for its own rows.
-constexpr int kMostRowSimdgroups = 2;
+// Of a threadgroup whose threads have 128 registers each on M1.
 constexpr int kMostThreads = 384;
 
 // Waves of threadgroups among which a number of splits is looked for.
@@ -97,15 +96,19 @@ int FlashDecodeSpecialisation::key_simdgroups() const {
   return column_simdgroups() > 1 ? 1 : kSimdgroups;
 }
 
+// As few as read the keys as rarely as the most would.
 int FlashDecodeSpecialisation::row_simdgroups() const {
   const int columns = column_simdgroups();
-  const bool stored = features.cache.formats.k == KvFormat::kPlain &&
-                      features.cache.formats.v == KvFormat::kPlain && !v_in_k;
-  return all_rows > tile_rows() && stored && columns > 1 &&
-                 32 * columns * kMostRowSimdgroups <= kMostThreads &&
-                 threadgroup_bytes(kMostRowSimdgroups) <= THREADGROUP_MEMORY_BYTES
-             ? kMostRowSimdgroups
-             : 1;
+  if (columns == 1 || v_in_k) {
+    return 1;
+  }
+  int most = std::max(kMostThreads / (32 * columns), 1);
+  while (most > 1 && threadgroup_bytes(most) > THREADGROUP_MEMORY_BYTES) {
+    --most;
+  }
+  const int64_t tiles = std::max<int64_t>((all_rows + tile_rows() - 1) / tile_rows(), 1);
+  const int64_t tile_passes = (tiles + most - 1) / most;
+  return static_cast<int>((tiles + tile_passes - 1) / tile_passes);
 }
 
 bool FlashDecodeSpecialisation::take(const FlashDecodeTile& tile) {
@@ -147,7 +150,10 @@ int FlashDecodeSpecialisation::threadgroup_bytes(int own_rows) const {
   if (own_rows > 1) {
     const int own_spans = (spans_of(head_dim_qk) + own_columns - 1) / own_columns +
                           (spans_of(head_dim_v) + own_columns - 1) / own_columns;
-    kv_elements = own_columns * key_fragments * own_spans * 8 * kSpanColumns;
+    const KvFormats& formats = features.cache.formats;
+    const bool scaled = kv_span_scaled(int(formats.k)) || kv_span_scaled(int(formats.v));
+    kv_elements = own_columns * key_fragments * own_spans * kFragmentElements *
+                  (kSpanFragments + (scaled ? 1 : 0));
   }
   return (scores + weights + out_elements + states) * int(sizeof(float)) +
          q_elements * element_bytes(element) + kv_elements * element_bytes(kv_element(*this)) +

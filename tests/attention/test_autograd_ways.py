@@ -158,11 +158,6 @@ class TestWays:
             check(torch.autograd.grad(loss, leaves), expected, tolerance=1e-5)
         assert [launch.kernel for launch in run.launches] == [*KERNELS[1:], "rope", "rope"]
 
-    def test_simulators_own_op(self):
-        op = torch.ops.metal_attn_simulator.flash_fwd
-        with simulate(check=True):
-            check(gradients(op, make_qkv(), **self.OPTIONS), self.expected(), tolerance=1e-5)
-
 
 class TestMemory:
     def test_what_is_saved(self):

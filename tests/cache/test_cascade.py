@@ -208,7 +208,7 @@ def read(shared, sequences, heads, with_plan):
     return run.counters["flash_decode"].load_bytes["device"]
 
 
-@pytest.mark.parametrize("sequences, heads", [(2, 4), (4, 4), (8, 4), (4, 8)])
+@pytest.mark.parametrize("sequences, heads", [(2, 4), (4, 4), (8, 4), (4, 8), (12, 16)])
 def test_a_prefix_is_read_once(sequences, heads):
     """Of one KV head: 512 keys more are 128 kB more, and 5 % at most; alone, once a sequence."""
     keys = 2 * 512 * 64 * 2

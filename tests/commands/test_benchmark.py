@@ -1,4 +1,4 @@
-"""`bench`: shapes, the timing path with a clock of our own, counts, JSON, plots. No times asserted.
+"""`bench`: shapes, the timing path with a clock of our own, JSON, plots. No times asserted.
 
 The code for Macs runs here with the CPU's reference instead of the kernels.
 """
@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime import machine
 from torch_metal_attn.tools import bench as benchmark
 from torch_metal_attn.tools import costs
-from torch_metal_attn.tools.bench import ceilings, counts, plot, run, shapes, timing, versus
+from torch_metal_attn.tools.bench import ceilings, plot, shapes, timing, versus
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 
 CPU = torch.device("cpu")
@@ -170,7 +169,7 @@ def timed(some, monkeypatch, measure_ceilings=tiny_ceilings):
     """The results, and what compared the shapes."""
     monkeypatch.setattr(ceilings, "measure", measure_ceilings)
     compare = versus.Comparison(CPU, timing.timer_of(CPU), 2)
-    return run.measured(some, compare), compare
+    return benchmark.measured(some, compare), compare
 
 
 SOME = (
@@ -186,9 +185,9 @@ class TestRun:
         def none(*arguments):
             raise RuntimeError("no product of this dtype")
 
-        found, compare = timed(SOME[:1], monkeypatch, none)
+        (found, _), compare = timed(SOME[:1], monkeypatch, none)
         assert compare.trouble == {"float32": "no product of this dtype"}
-        assert found.rows[0].as_dict()["metal_attn"]["shares"] is None
+        assert found[0].as_dict()["metal_attn"]["shares"] is None
 
     def test_an_interrupt_keeps_what_was_measured(self, monkeypatch):
         compare, calls = versus.compare, []
@@ -200,25 +199,14 @@ class TestRun:
             return compare(shape, *arguments)
 
         monkeypatch.setattr(versus, "compare", interrupted)
-        found, _ = timed(SOME, monkeypatch)
-        assert found.interrupted
-        assert [one.shape for one in found.rows] == [SOME[0]]
+        (found, interrupted), _ = timed(SOME, monkeypatch)
+        assert interrupted
+        assert [one.shape for one in found] == [SOME[0]]
 
-    def test_an_interrupted_command(self, monkeypatch, tmp_path, capsys):
-        """It writes what was measured, and ends as an interrupted process."""
-
-        def interrupted(shape):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(counts, "count", interrupted)
-        assert main(["bench", "--length", "8", "--out", str(tmp_path)]) == 130
-        assert json.loads((tmp_path / "torch_metal_attn-bench.json").read_text())["interrupted"]
-        assert capsys.readouterr().err.endswith("interrupted\n")
-
-    def test_the_command_as_on_a_mac(self, monkeypatch, tmp_path, capsys):
+    @pytest.fixture
+    def fake_gpu(self, monkeypatch):
         """All but the device's own functions: its times are those of the CPU's reference."""
-        device = torch.device("mps")
-        monkeypatch.setattr(benchmark, "best_device", lambda: nullcontext(device))
+        monkeypatch.setattr(benchmark.mps, "problem", lambda: "")
         monkeypatch.setattr(torch.backends.mps, "get_core_count", lambda: 10)
         monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 24 * 2**30)
         monkeypatch.setattr(torch.mps, "empty_cache", lambda: emptied.append(True))
@@ -227,6 +215,28 @@ class TestRun:
         monkeypatch.setattr(
             versus, "compare", lambda shape, device, *rest: compare(shape, CPU, *rest)
         )
+        emptied, waits = [], []
+        return emptied, waits
+
+    def test_an_interrupted_command(self, fake_gpu, monkeypatch, tmp_path, capsys):
+        """It writes what was measured, and ends as an interrupted process."""
+
+        def interrupted(*arguments):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(versus, "compare", interrupted)
+        monkeypatch.setattr(ceilings, "measure", tiny_ceilings)
+        assert main(["bench", "--length", "8", "--out", str(tmp_path)]) == 130
+        assert json.loads((tmp_path / "torch_metal_attn-bench.json").read_text())["interrupted"]
+        assert capsys.readouterr().err.endswith("interrupted\n")
+
+    @pytest.mark.skipif(mps.usable(), reason="mps measures times")
+    def test_without_a_gpu(self, capsys):
+        assert main(["bench", "--length", "8"]) == 1
+        assert "bench times an Apple GPU, and mps cannot be used here" in capsys.readouterr().err
+
+    def test_the_command_as_on_a_mac(self, fake_gpu, monkeypatch, tmp_path, capsys):
+        emptied, waits = fake_gpu
         peaks = {}
 
         def measure(dtype, *rest):
@@ -234,7 +244,6 @@ class TestRun:
             return peaks.setdefault(name, tiny_ceilings(dtype, *rest))
 
         monkeypatch.setattr(ceilings, "measure", measure)
-        emptied, waits = [], []
         path = tmp_path / "shapes.json"
         path.write_text(json.dumps([dataclasses.asdict(shape) for shape in SOME]))
         arguments = ["--shapes", str(path), "--rounds", "2", "--out", str(tmp_path)]
@@ -245,7 +254,7 @@ class TestRun:
         assert "ceilings in float32: " in out
         assert str(SOME[0]) in out
         data = json.loads((tmp_path / "torch_metal_attn-bench.json").read_text())
-        assert (data["what"], data["rounds"], data["interrupted"]) == ("times", 2, False)
+        assert (data["rounds"], data["interrupted"]) == (2, False)
         assert data["machine"]["backend"] == "mps"
         assert data["machine"]["GPU cores"] == "10"
         assert data["machine"]["GPU memory"] == "24 GiB"
@@ -270,69 +279,6 @@ def test_the_chip_of_a_mac(monkeypatch):
     monkeypatch.setattr(machine.subprocess, "run", sysctl)
     assert machine.describe(CPU)["chip"] == "Apple M3 Pro"
     assert ran[0][-1] == "machdep.cpu.brand_string"
-
-
-class TestCounts:
-    def test_of_the_simulator(self):
-        shape = small("forward", head_dim=32, length=64, kv_length=64, kv_heads=4)
-        found = counts.count(shape)
-        assert found.on == shape
-        assert list(found.kernels) == ["flash_fwd"]
-        # The sizes fill the tiles, and one tile of queries reads each key once.
-        assert found.flops_share == 1.0
-        assert found.bytes_share == pytest.approx(1.0, abs=0.01)
-        # 4 key fragments of 4 columns each for scores, and as many for values.
-        assert found.per_block()["matrix operations"] == 32
-
-    def test_training_counts_every_kernel(self):
-        found = counts.count(small("training"))
-        assert set(found.kernels) == TRAINING_KERNELS
-        assert found.flops_share >= 1
-
-    def test_what_is_too_large_is_counted_on_less_and_says_so(self, monkeypatch):
-        shape = small(batch=3, length=64, kv_length=128)
-        monkeypatch.setattr(counts, "LIMIT", small(batch=1, heads=2, kv_heads=1).cost.flops)
-        found = counts.count(shape)
-        assert found.shape == shape
-        assert (found.on.batch, found.on.heads, found.on.kv_heads) == (1, 2, 1)
-        assert (found.on.length, found.on.kv_length) == (16, 32)
-        (line,) = str(found).splitlines()
-        assert line.startswith(str(found.on))
-        assert line.endswith(f"reduced from {shape}")
-
-    def test_a_refusal_is_a_line(self):
-        found = counts.count(small(head_dim=600))
-        assert "600" in found.error
-        assert "600" in str(found)
-        assert found.as_dict()["error"] == found.error
-
-    @pytest.mark.skipif(mps.usable(), reason="mps measures times")
-    def test_nothing_is_written_unless_asked_for(self, tmp_path, monkeypatch, capsys):
-        monkeypatch.chdir(tmp_path)
-        assert main(["bench", "--shape", "1", "2", "16", "16"]) == 0
-        assert list(tmp_path.iterdir()) == []
-        assert "wrote" not in capsys.readouterr().out
-
-    @pytest.mark.skipif(mps.usable(), reason="mps measures times")
-    def test_the_command(self, tmp_path, capsys):
-        pytest.importorskip("matplotlib")
-        arguments = ["--length", "16", "32", "--heads", "2", "--head-dim", "16", "--causal"]
-        assert main(["bench", *arguments, "--out", str(tmp_path / "new")]) == 0
-        captured = capsys.readouterr()
-        assert "No Apple GPU here, so nothing is timed" in captured.out
-        for column in counts.HEADING.split()[1:]:
-            assert f"\n{column} " in captured.out or column == "/least"
-        assert (captured.out + captured.err).count("forward 16 x 16, B1 H2/2") == 1
-        written = {path.name for path in (tmp_path / "new").iterdir()}
-        assert written == {
-            "torch_metal_attn-bench.json",
-            "torch_metal_attn-bench-operations.png",
-            "torch_metal_attn-bench-bytes.png",
-        }
-        data = json.loads((tmp_path / "new" / "torch_metal_attn-bench.json").read_text())
-        for result in data["results"]:
-            assert result["kernels"]["flash_fwd"]["loads"]["device"] > 0
-            assert result["error"] is None
 
 
 class TestBothKindsOfTile:
@@ -360,18 +306,6 @@ class TestBothKindsOfTile:
         both = [small(), small(tiles="8x8")]
         with simulate(), allow_tf32():
             assert shapes.with_8x8_tiles([small()]) == both
-            rows = [counts.count(shape) for shape in both]
-        assert [list(row.kernels) for row in rows] == [["flash_fwd_tensor"], ["flash_fwd"]]
-
-    @pytest.mark.skipif(mps.usable(), reason="mps measures times")
-    def test_the_command(self, capsys):
-        assert main(["bench", "--shape", "1", "4", "16", "64"]) == 0
-        row = "forward 16 x 16, B1 H4/4 D64 float16 full"
-        found = capsys.readouterr().out.splitlines()
-        assert [line.startswith(f"{row}, on 8x8 tiles") for line in found if row in line] == [
-            False,
-            True,
-        ]
 
     def test_the_timed_calls_too(self):
         training = dataclasses.replace(self.ON_8X8, kind="training")
@@ -392,7 +326,8 @@ class TestBothKindsOfTile:
 class TestPlots:
     @pytest.fixture
     def data(self, monkeypatch):
-        return timed(SOME, monkeypatch)[0].as_dict("times", machine.describe(CPU))
+        (found, interrupted), compare = timed(SOME, monkeypatch)
+        return benchmark.as_dict(found, compare, machine.describe(CPU), 2, interrupted)
 
     def test_they_are_pictures(self, data, tmp_path):
         pytest.importorskip("matplotlib")
@@ -408,13 +343,6 @@ class TestPlots:
         assert list(line.get_xdata()) == [32, 64]
         assert list(line.get_ydata()) == [r["ratio"] for r in data["results"][:2]]
         assert axis.get_ylabel() == "words"
-
-    def test_a_smaller_shape_is_drawn_as_what_it_is(self, monkeypatch):
-        monkeypatch.setattr(counts, "LIMIT", 1)
-        found = run.Results([counts.count(small(length=4, kv_length=4))])
-        data = found.as_dict("counts", machine.describe(CPU))
-        (series,) = plot._series(data, "forward")
-        assert series.startswith("B1 H2/1 ")
 
     def test_nothing_measured_is_no_picture(self, data, tmp_path):
         assert plot.plots(data | {"results": []}, tmp_path, "x") == []
@@ -534,16 +462,14 @@ class TestShapes:
             assert line.startswith("error: ")
             assert words in line
 
-    @each_case("shape", [*shapes.ON_A_GPU, *shapes.IN_THE_SIMULATOR])
+    @each_case("shape", shapes.ON_A_GPU)
     def test_the_default_ones(self, shape):
-        """None is refused, and those of the simulator are small enough for it."""
+        """None is refused."""
         assert shape.cost.flops > 0
         op = getattr(torch.ops.metal_attn, shape.op)
         row = torch.zeros(shape.head_dim, dtype=torch.float16)
         q, k, v = (row.expand(size) for size in shape.sizes)
         assert explain(op, q, k, v, **shape.options).refusal is None
-        if shape in shapes.IN_THE_SIMULATOR:
-            assert counts.fitting(shape) == shape
 
     def test_the_cost_of_training_is_of_both(self):
         forward, training = small(causal=True), small("training", causal=True)

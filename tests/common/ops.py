@@ -39,9 +39,9 @@ class Example:
         return len(returns) > 0 and (not self.written or returns[0].alias_info is not None)
 
 
-def call(arguments: Arguments, example: Example, namespace=torch.ops.metal_attn):
+def call(arguments: Arguments, example: Example):
     """The results of a call, and the tensors that it wrote."""
-    results = getattr(namespace, example.op)(**arguments)
+    results = getattr(torch.ops.metal_attn, example.op)(**arguments)
     written = tuple(arguments[name] for name in example.written)
     if isinstance(results, tuple):
         return *results, *written

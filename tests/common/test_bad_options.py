@@ -17,7 +17,6 @@ from torch_metal_attn import simulate
 NAMESPACES = {
     "op": torch.ops.metal_attn,
     "explain": torch.ops.metal_attn_explain,
-    "simulator": torch.ops.metal_attn_simulator,
 }
 LONGEST = 2**31 - 1024
 
@@ -372,23 +371,19 @@ def test_refused(make, changes, message):
 @each_case("make, changes, message", SHAPES[::9] + VALUES[::9])
 def test_refused_in_the_simulator_before_anything_runs(make, changes, message):
     tensors, options = split(make, changes)
-    with simulate(check=True) as run:
-        for where in ("op", "simulator"):
-            with refused(f"^{message}"):
-                call(where, tensors, options)
+    with simulate(check=True) as run, refused(f"^{message}"):
+        call("op", tensors, options)
     assert not run.launches
 
 
 @each_case("make, changes, message", SHAPES[::9])
 def test_refused_without_data(make, changes, message):
-    """The fake kernels say the same, of both namespaces."""
+    """The fake kernels say the same."""
     tensors, options = split(make, changes)
-    given = without_data(tensors), without_data(options)
     refused_alike(
         f"^{message}",
         partial(call, "explain", tensors, options),
-        partial(call, "op", *given),
-        partial(call, "simulator", *given),
+        partial(call, "op", without_data(tensors), without_data(options)),
     )
 
 

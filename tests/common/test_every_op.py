@@ -1,6 +1,7 @@
 """What PyTorch expects of every op: the same tests for all rows of `ops.EXAMPLES`."""
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -40,14 +41,11 @@ def where(request):
         yield device
 
 
-@pytest.fixture(params=["metal_attn", "metal_attn_simulator"])
-def namespace(request):
-    """The simulator's runs with checks, as in other tests, whose kernels it shares."""
-    if request.param == "metal_attn":
-        yield torch.ops.metal_attn
-        return
-    with torch_metal_attn.simulate(check=True):
-        yield torch.ops.metal_attn_simulator
+@pytest.fixture(params=["reference", "simulator"])
+def each_kernel(request):
+    """The CPU's kernel in torch, and the shader with checks, as in other tests."""
+    with torch_metal_attn.simulate(check=True) if request.param == "simulator" else nullcontext():
+        yield
 
 
 def equal(found, expected):
@@ -209,40 +207,40 @@ def floats(example):
 
 
 @examples()
-def test_no_forward_mode(example, namespace):
+def test_no_forward_mode(example, each_kernel):
     """Raises for every argument; none gives zero."""
     for name in floats(example):
         arguments = example.make()
 
         def function(x, name=name, arguments=arguments):
-            return call(arguments | {name: x}, example, namespace)
+            return call(arguments | {name: x}, example)
 
         with pytest.raises(NotImplementedError, match=f"{example.op} has no forward-mode"):
             torch.func.jvp(function, (arguments[name],), (arguments[name],))
 
 
 @examples(lambda example: example.returns_what_it_writes)
-def test_vmap(example, namespace):
+def test_vmap(example, each_kernel):
     batch = [example.make() for _ in range(3)]
     tensors = [n for n, x in batch[0].items() if torch.is_tensor(x)]
     batch[1] |= {n: batch[1][n] * 2 for n in example.differentiable}
     stacked = [torch.stack([arguments[n] for arguments in batch]) for n in tensors]
-    expected = [call(arguments, example, namespace) for arguments in batch]
+    expected = [call(arguments, example) for arguments in batch]
 
     def one(*parts):
-        return call(batch[0] | dict(zip(tensors, parts, strict=True)), example, namespace)
+        return call(batch[0] | dict(zip(tensors, parts, strict=True)), example)
 
     equal(torch.vmap(one)(*stacked), tuple(map(torch.stack, zip(*expected, strict=True))))
 
 
 @examples(differentiable)
-def test_gradients_by_torch_func(example, namespace):
+def test_gradients_by_torch_func(example, each_kernel):
     """Right, or refused: by softmax, and in place, where the argument is a leaf."""
     for name in example.differentiable:
         arguments = example.make()
 
         def loss(x, arguments=arguments, name=name):
-            return call(arguments | {name: x}, example, namespace)[0].nan_to_num(0, 0, 0).sum()
+            return call(arguments | {name: x}, example)[0].nan_to_num(0, 0, 0).sum()
 
         if example.written or example.op == "softmax":
             with pytest.raises((RuntimeError, ValueError)):
@@ -254,17 +252,17 @@ def test_gradients_by_torch_func(example, namespace):
 
 
 @examples(in_place)
-def test_a_leaf_is_not_written(example, namespace):
+def test_a_leaf_is_not_written(example, each_kernel):
     """Nor anything else by that call."""
     for name in set(example.written) & set(floats(example)):
         arguments, before = example.make(), example.make()
         leaf = arguments[name].requires_grad_()
         for given in (leaf, leaf[:]):
             with pytest.raises(RuntimeError, match=r"is a leaf that requires grad, or a view"):
-                call(arguments | {name: given}, example, namespace)
+                call(arguments | {name: given}, example)
             equal([arguments[n] for n in example.written], [before[n] for n in example.written])
         with torch.no_grad():
-            call(arguments, example, namespace)
+            call(arguments, example)
         assert not torch.equal(leaf, before[name])
 
 

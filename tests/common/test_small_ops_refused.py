@@ -30,9 +30,8 @@ def shrunk():
 
 
 def calls(example, arguments):
-    """The op, its simulator's, and the one that explains it."""
-    ops = torch.ops
-    for namespace in (ops.metal_attn, ops.metal_attn_simulator, ops.metal_attn_explain):
+    """The op, and the one that explains it."""
+    for namespace in (torch.ops.metal_attn, torch.ops.metal_attn_explain):
         yield partial(getattr(namespace, example.op), **arguments)
 
 

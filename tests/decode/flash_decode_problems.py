@@ -54,12 +54,27 @@ def columns():
 
 def row_groups():
     """SIMD groups with other rows: whole, in part and without any; columns that are not full."""
-    for q_length, heads in ((40, 2), (33, 4)):
+    for q_length, heads in ((40, 2), (33, 8)):
         shape = {"heads": heads, "q_length": q_length, "kv_length": 75}
-        dense(shape, causal=True, learnable_sink=torch.tensor([1.0, -2.0, 3.0, 0.5][:heads]))
+        dense(shape, causal=True, learnable_sink=torch.linspace(-2.0, 3.0, heads))
     dense({"heads": 16, "kv_heads": 1, "q_length": 4, "kv_length": 70}, num_splits=2)
     # A SIMD group has a span of values, and none of the keys.
     dense({"heads": 2, "q_length": 33, "kv_length": 20, "head_dim": 32, "v_head_dim": 33})
+
+
+def row_groups_of_codes():
+    """Four such SIMD groups, the last with few rows, and scales that differ by key and span."""
+    q, k, v = make_qkv(1, 25, 1, 4, 45, 64, v_head_dim=96, **HALF)
+    k, v = (
+        x * torch.rand(1, 1, 45, x.shape[-1] // 32).add(0.1).repeat_interleave(32, 3)
+        for x in (k, v)
+    )
+    k, v, cache = quantised(k, v, "q8_0")
+    for scale in cache[2].values():
+        scale[:, :, :3] = math.nan
+        scale[:, :, 40:] = math.nan
+    options = {"leftpad_k": ints(3), "seqused_k": ints(40)}
+    check_flash_decode(q, k, v, cache=cache, **options, device="cpu", num_splits=1)
 
 
 def vectors():
@@ -276,7 +291,7 @@ def lists():
     # A SIMD group has two fragments of keys.
     dense({"heads": 32}, indices=entries[:, :1])
     # More rows of a list than a tile has.
-    dense({"heads": 160}, indices=entries[:, :1])
+    dense({"heads": 80, "head_dim": 200}, indices=entries[:, :1])
 
 
 def lists_of_blocks():

@@ -1,12 +1,15 @@
 """What flash_decode reads: each key and value once a KV head, and of a window only the window."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from bench.bench_flash_decode import HEAD_DIMS, HEADS, KV_HEADS, queries_row, read_share, row
-from bench.replay.cases import UNKNOWN_CORES
 from tests.attention.flash_fwd_options import ints
+from tests.fixtures import UNKNOWN_CORES
 from torch_metal_attn import simulate
+from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.runtime import extension
 
 SHAPES = [
@@ -23,11 +26,60 @@ def test_keys_and_values_are_read_once(kv_heads, head_dims):
     assert 1 < read_share(kv_heads, head_dims, 1024) <= 1.05
 
 
-@pytest.mark.parametrize("queries, heads", [(64, 1), (16, 4), (4, 16)])
-def test_keys_and_values_of_64_rows_are_read_once(queries, heads):
-    *_, read, read_a_key = queries_row(queries, heads, (128, 128))
-    assert 1 < read <= 1.05
+@pytest.mark.parametrize("queries, heads, head_dim", [(64, 1, 128), (6, 16, 128), (12, 16, 64)])
+def test_keys_and_values_of_several_rows_are_read_once(queries, heads, head_dim):
+    """Beside them the queries are."""
+    *_, read, read_a_key = queries_row(queries, heads, (head_dim, head_dim))
+    assert read == pytest.approx(1 + queries * heads / 2 / 1024, abs=0.01)
     assert read_a_key == 1
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q4_g32"])
+def test_codes_and_scales_of_several_rows_are_read_as_of_few(format):
+    """Three SIMD groups share the keys of 96 rows; one has 32."""
+    read = {}
+    for rows, length in product((32, 96), (64, 192)):
+        data, scale = quantise(torch.randn(1, 1, length, 128), format)
+        q, scales = torch.randn(1, rows, 1, 128).half(), {"k_scale": scale, "v_scale": scale}
+        with simulate(count=True) as run:
+            torch.ops.metal_attn.flash_decode(q, data, data.clone(), num_splits=1, **scales)
+        read[rows, length] = run.counters["flash_decode"].load_bytes["device"]
+    assert read[96, 192] - read[96, 64] == read[32, 192] - read[32, 64]
+
+
+# Rows of a KV head that a threadgroup has at once, by head dim: in half precision or quantised, in
+# float32, and in float32 over a cache in half precision.
+ROWS_AT_ONCE = {
+    32: (32, 16, 16),
+    64: (192, 80, 96),
+    96: (128, 48, 64),
+    128: (96, 48, 48),
+    192: (64, 32, 32),
+    256: (32, 16, 16),
+    512: (32, 16, 16),
+}
+
+
+@pytest.mark.parametrize("head_dim", ROWS_AT_ONCE)
+def test_rows_at_once(head_dim):
+    """One more, and the keys are read twice."""
+    half, single, mixed = ROWS_AT_ONCE[head_dim]
+    stored, scale = quantise(torch.ones(1, 1, 64, head_dim), "q8_0")
+    codes = {"k": stored, "v": stored.clone(), "k_scale": scale, "v_scale": scale}
+    caches = {}
+    for dtype in (torch.float16, torch.float32):
+        k = torch.empty(1, 1, 64, head_dim, dtype=dtype)
+        caches[dtype] = {"k": k, "v": k.clone()}
+    for dtype, cache, most in (
+        (torch.float16, caches[torch.float16], half),
+        (torch.float16, codes, half),
+        (torch.float32, caches[torch.float32], single),
+        (torch.float32, caches[torch.float16], mixed),
+    ):
+        for rows, passes in ((most, 1), (most + 1, 2)):
+            q = torch.empty(1, rows, 1, head_dim, dtype=dtype)
+            packed = torch.ops.metal_attn_explain.flash_decode(q, **cache, num_splits=1)
+            assert extension.launches(packed)[0]["grid"] == [1, passes, 1]
 
 
 @pytest.mark.parametrize("rows, head_dim", [(1, 64), (1, 128), (2, 64)])
@@ -149,12 +201,12 @@ def test_splits_move_no_more_bytes_of_their_own_than_of_keys(cores):
 
 
 def test_each_tile_of_rows_has_its_threadgroup(cores):
-    """512 rows of a KV head are 8 tiles of 64, which fill cores before splits of the keys do."""
+    """512 rows of a KV head are 6 tiles of 96, which fill cores before splits of the keys do."""
     cores(8)
     shape = {"kv_heads": 1, "q_length": 16, "kv_length": 4096}
-    assert explained(**shape, num_splits=1)["grid"] == [1, 8, 1]
-    assert splits(**shape) == 3, "24 threadgroups are two waves of 12"
-    assert "8 passes over its keys, each by threadgroups of its own" in explained(**shape)["reason"]
+    assert explained(**shape, num_splits=1)["grid"] == [1, 6, 1]
+    assert splits(**shape) == 4, "24 threadgroups are three waves of 8"
+    assert "6 passes over its keys, each by threadgroups of its own" in explained(**shape)["reason"]
     assert explained(**shape | {"q_length": 1})["grid"][1] == 1
     many = {"heads": 2**24, "kv_heads": 2**24, "q_length": 2**13, "head_dim": 1}
     assert explained(**many, kv_length=1)["grid"] == [1, 2**24, 1], "256 times as many are 0"
@@ -166,7 +218,7 @@ def test_tiles_of_rows_after_new_keys_share_a_threadgroup(cores):
     q, cache = torch.zeros(1, 32, 16, 128).half(), torch.zeros(1, 1, 4096, 128).half()
     new = torch.zeros(1, 1, 16, 128).half()
     packed = torch.ops.metal_attn_explain.decode_step(q, new, new, cache, cache.clone(), ints(4080))
-    assert extension.launches(packed)[0]["grid"] == [12, 1, 1]
+    assert extension.launches(packed)[0]["grid"] == [8, 1, 1]
 
 
 def test_a_gpu_that_nobody_knows_is_not_a_small_one():

@@ -90,7 +90,7 @@ MUTANTS = {
         sums of the first SIMD groups [wrong or race or uninitialised]:
             ? {~simdgroup / COLUMN_SIMDGROUPS => 0~} : 0; const int first =
         keys read before they are shared [race or uninitialised]:
-            own)); } } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+            own.span(s)); } } } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         spans of keys that nobody has [uninitialised]:
             if ({~!span_exists(own.span(s), QK_SPANS) => false~}) {
         values shared with the keys [wrong or race or uninitialised]: pairs + {~KEY_PAIRS + =>~}
@@ -100,6 +100,20 @@ MUTANTS = {
             {~own.key_simdgroup == 0 && own.first_span => simdgroup~} == 0
         tiles of one SIMD group's rows [wrong or race]:
             first + list_group * ROWS {~* ROW_SIMDGROUPS =>~}
+    """,
+    problems.row_groups_of_codes: """
+        keys of one scale:
+            *scale_of(key_unit(pairs, j, s, own)) = keys.span_scale(k_places[j], {~own.span(s) =>
+            0~})
+        values of one scale:
+            *scale_of(value_unit(pairs, j, s, own)) = value_scale(j, {~own.span(s) => 0~}
+        scales of values that are no keys' [uninitialised]:
+            v_scales[j] = *scale_of({~value_unit => key_unit~}(pairs
+        scales where the codes are [wrong or race]: (unit + {~SPAN_FRAGMENTS => 0~} * SIMD_LANES)
+        products without their scale: {~chain.scale(*scale_of(key_unit(pairs, j, first, own))); =>~}
+        scales of spans that nobody has [uninitialised]:
+            K_SPAN_SCALES && {~span_exists(own.span(first), QK_SPANS) => true~}
+        codes that nobody has loaded [uninitialised]: if (!V_IN_K {~&& ROW_SIMDGROUPS == 1 =>~})
     """,
     problems.vectors: """
         units of one lane for all [wrong or race or uninitialised]:

@@ -337,7 +337,8 @@ def given_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, An
 
 def open_here() -> bool:
     """Whether a block is open that holds for this thread."""
-    return bool(_blocks.this_thread.entered or _blocks.in_every_thread)
+    # Not bool() of the tuple, which the compiler of torch 2.11 cannot trace.
+    return len(_blocks.this_thread.entered) > 0 or _blocks.in_every_thread
 
 
 def open_elsewhere() -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from torch_metal_attn.ops.fake import NAMESPACES
 from torch_metal_attn.ops.refusals import as_value_error, python_kernel, unmarked
 
 # By the arguments of a call: the names of those that it writes in place, each with the names of the
@@ -25,6 +25,11 @@ _refused: dict[str, tuple[str, Written]] = {}  # by op, what `refuse` was given
 def transforming() -> bool:
     """Whether a transform of torch.func is active."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def compiling() -> bool:
+    """Whether torch.compile makes a graph, asked inside an op, where torch 2.10 does not say so."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def batched(tensor: Tensor) -> bool:
@@ -297,23 +302,19 @@ def refuse(
     the written tensor requires it afterwards, as with torch's own operators. Writes are counted.
 
     `plain`: returns what a plain op returns for the arguments, or None if the call is not plain.
-    Plain ops belong to the namespace metal_attn.
     """
     if written is not None:
         _refused[name] = advice, written
         count_writes(name, written)
-    for namespace in NAMESPACES:
-        own = plain if namespace == "metal_attn" else None
-        kernel = undifferentiated(namespace, name, advice, written or (lambda _: {}), own)
-        python_kernel(f"{namespace}::{name}", "Autograd")(kernel)
+    kernel = undifferentiated(name, advice, written or (lambda _: {}), plain)
+    python_kernel(f"metal_attn::{name}", "Autograd")(kernel)
 
 
 def undifferentiated(
-    namespace: str, name: str, advice: str, written: Written, plain: Callable[..., Any] | None
+    name: str, advice: str, written: Written, plain: Callable[..., Any] | None
 ) -> Callable[..., Any]:
     """The kernel that `refuse` registers."""
-    op = getattr(getattr(torch.ops, namespace), name).default
-    full_name = f"{namespace}::{name}"
+    op = getattr(torch.ops.metal_attn, name).default
     names = [argument.name for argument in op._schema.arguments]
 
     def undifferentiated(*values: Any, **options: Any) -> Any:
@@ -324,7 +325,7 @@ def undifferentiated(
                 return op(*values, **options)
         given = dict(zip(names, values, strict=False)) | options
         tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
-        refusals = _refusals(full_name, advice, tensors, written(given))
+        refusals = _refusals(f"metal_attn::{name}", advice, tensors, written(given))
         if not refusals:
             with below_autograd():
                 return op(*values, **options)
@@ -363,7 +364,7 @@ def _refusals(
         source = next((n for n in (target, *sources) if n in needing), None)
         if source is not None and tensors[target].is_floating_point():
             # A graph drops what has no edge to its inputs; so may a transform.
-            if torch.compiler.is_compiling() or transforming():
+            if compiling() or transforming():
                 raise NotImplementedError(message(source))
             _check_may_be_overwritten(op, target, tensors[target], source)
             refusals[target] = message(source)
@@ -391,14 +392,13 @@ def count_writes(name: str, written: Callable[[dict[str, Any]], Iterable[str]]) 
     torch's own in-place operators do this themselves. `written`: the names of the arguments that
     the call writes.
     """
-    for namespace in NAMESPACES:
-        op = getattr(getattr(torch.ops, namespace), name).default
-        library = torch.library.Library(namespace, "IMPL")
-        library.impl(name, _counted(op, written), "ADInplaceOrView", with_keyset=True)
-        # Where an op returns what it writes, torch itself writes such views.
-        if not any(result.alias_info for result in op._schema.returns):
-            library.impl(name, _without_negated(op), "Negative")
-        _libraries.append(library)
+    op = getattr(torch.ops.metal_attn, name).default
+    library = torch.library.Library("metal_attn", "IMPL")
+    library.impl(name, _counted(op, written), "ADInplaceOrView", with_keyset=True)
+    # Where an op returns what it writes, torch itself writes such views.
+    if not any(result.alias_info for result in op._schema.returns):
+        library.impl(name, _without_negated(op), "Negative")
+    _libraries.append(library)
 
 
 def _without_negated(op: torch._ops.OpOverload) -> Callable[..., Any]:

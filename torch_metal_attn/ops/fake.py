@@ -13,8 +13,6 @@ from torch import Tensor
 from torch_metal_attn.ops.refusals import as_value_errors, unmarked
 from torch_metal_attn.ops.view_offsets import offsets_kept
 
-NAMESPACES = ("metal_attn", "metal_attn_simulator")
-
 _Fake = TypeVar("_Fake", bound=Callable[..., Any])
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -24,8 +22,7 @@ def register_fake(*names: str) -> Callable[[_Fake], _Fake]:
 
     def register(results: _Fake) -> _Fake:
         for name in names:
-            for namespace in NAMESPACES:
-                torch.library.register_fake(f"{namespace}::{name}")(_checked(name, results))
+            torch.library.register_fake(f"metal_attn::{name}")(_checked(name, results))
         return results
 
     return register

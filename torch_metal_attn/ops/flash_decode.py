@@ -7,7 +7,6 @@ from torch import Tensor
 
 from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import undifferentiated
-from torch_metal_attn.ops.fake import NAMESPACES
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult, register_cpu
 from torch_metal_attn.ops.flash_fwd_autograd import differentiable
 from torch_metal_attn.ops.refusals import python_kernel
@@ -30,21 +29,19 @@ def decoded(
     return varlen_attention(q, k, v, cu_seqlens_q, None, max_seqlen_q, **options)
 
 
-def _register(namespace: str) -> None:
-    own = partial(plain.instead, plain.flash_decode) if namespace == "metal_attn" else None
-    advice = "use flash_fwd, or call it under torch.no_grad()"
-    refused = undifferentiated(namespace, "flash_decode", advice, lambda _: {}, own)
-    listed = differentiable(namespace, "flash_decode")
-
-    def flash_decode(*arguments: Any, **options: Any) -> FlashFwdResult:
-        packed = options.get("cu_seqlens_q") is not None
-        kernel = refused if packed or options.get("indices") is None else listed
-        result: FlashFwdResult = kernel(*arguments, **options)
-        return result
-
-    python_kernel(f"{namespace}::flash_decode", "Autograd")(flash_decode)
-
-
 register_cpu("flash_decode", decoded)
-for _namespace in NAMESPACES:
-    _register(_namespace)
+_refused = undifferentiated(
+    "flash_decode",
+    "use flash_fwd, or call it under torch.no_grad()",
+    lambda _: {},
+    partial(plain.instead, plain.flash_decode),
+)
+_listed = differentiable("flash_decode")
+
+
+@python_kernel("metal_attn::flash_decode", "Autograd")
+def _flash_decode(*arguments: Any, **options: Any) -> FlashFwdResult:
+    packed = options.get("cu_seqlens_q") is not None
+    kernel = _refused if packed or options.get("indices") is None else _listed
+    result: FlashFwdResult = kernel(*arguments, **options)
+    return result

@@ -19,7 +19,6 @@ from torch_metal_attn.ops.differentiation import (
     nothing_to_differentiate,
     without_gradient,
 )
-from torch_metal_attn.ops.fake import NAMESPACES
 from torch_metal_attn.ops.listed_bwd import listed_gradients
 from torch_metal_attn.ops.refusals import python_kernel
 
@@ -43,20 +42,19 @@ _ADDED = {"attn_mask": "bias", "attn_bias": "bias", "alibi_slopes": "slopes"}
 class _Call:
     """A call without its arguments' values."""
 
-    namespace: str
     name: str  # of the op
     names: tuple[str, ...]  # of the arguments, in the order of the Function's inputs
     positional: int
 
     def run(self, values: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        op = getattr(getattr(torch.ops, self.namespace), self.name)
+        op = getattr(torch.ops.metal_attn, self.name)
         options = dict(zip(self.names[self.positional :], values[self.positional :], strict=True))
         with below_autograd():
             result: tuple[Tensor, Tensor] = op(*values[: self.positional], **options)
             return result
 
     def __str__(self) -> str:
-        return f"{self.namespace}::{self.name}"
+        return f"metal_attn::{self.name}"
 
 
 class _FlashFwd(torch.autograd.Function):
@@ -105,7 +103,7 @@ def _gradients(
             f"{call} has no gradient with k and v in {k.dtype} and q in {q.dtype}: convert them to "
             "one dtype first"
         )
-    ops = getattr(torch.ops, call.namespace)
+    ops = torch.ops.metal_attn
     packed = "cu_seqlens_q" in arguments
     named = (*_OPERANDS, *_PACKING, *_CACHE, "num_splits")
     options = {n: v for n, v in arguments.items() if n not in named}
@@ -146,15 +144,14 @@ def _gradients(
     return found
 
 
-def differentiable(namespace: str, name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def differentiable(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The Autograd kernel of an op that has the gradients of flash_fwd."""
-    op: torch._ops.OpOverload = getattr(getattr(torch.ops, namespace), name).default
+    op: torch._ops.OpOverload = getattr(torch.ops.metal_attn, name).default
     positional = tuple(a.name for a in op._schema.arguments if not a.kwarg_only)
-    has_plain = (namespace, name) == ("metal_attn", "flash_fwd")
 
     # Not torch.library.register_autograd, which drops the tangents of forward-mode derivatives.
     def flash_fwd(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        if has_plain:
+        if name == "flash_fwd":
             found: tuple[Tensor, Tensor] | None = plain.instead(plain.flash_fwd, arguments, options)
             if found is not None:
                 return found
@@ -164,7 +161,7 @@ def differentiable(namespace: str, name: str) -> Callable[..., tuple[Tensor, Ten
                 return result
         names = (*positional[: len(arguments)], *options)
         values = (*arguments, *options.values())
-        call = _Call(namespace, name, names, len(arguments))
+        call = _Call(name, names, len(arguments))
         given = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
         if not needs_gradient(call, given, _CONSTANTS):
             return call.run(values)
@@ -187,6 +184,5 @@ def differentiable(namespace: str, name: str) -> Callable[..., tuple[Tensor, Ten
     return flash_fwd
 
 
-for _namespace in NAMESPACES:
-    for _name in ("flash_fwd", "flash_varlen_fwd"):
-        python_kernel(f"{_namespace}::{_name}", "Autograd")(differentiable(_namespace, _name))
+for _name in ("flash_fwd", "flash_varlen_fwd"):
+    python_kernel(f"metal_attn::{_name}", "Autograd")(differentiable(_name))

@@ -17,7 +17,7 @@ from torch_metal_attn.ops.differentiation import (
     refuse_tangents,
     without_gradient,
 )
-from torch_metal_attn.ops.fake import NAMESPACES, register_fake
+from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.flash_bwd import (
     Gradients,
     empty_gradients,
@@ -65,33 +65,31 @@ class _FlexFwd(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        namespace: str, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *tensors: Any
+        options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, *tensors: Any
     ) -> FlexResult:
         with below_autograd():
-            result: FlexResult = getattr(torch.ops, namespace).flex_fwd(
-                q, k, v, **_with(options, tensors)
-            )
+            result: FlexResult = torch.ops.metal_attn.flex_fwd(q, k, v, **_with(options, tensors))
             return result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: FlexResult) -> None:
-        ctx.namespace, ctx.options, *tensors = inputs
+        ctx.options, *tensors = inputs
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output, *tensors)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         out, lse, q, k, v, *tensors = ctx.saved_tensors
-        nothing = (None,) * (2 + 3 + len(tensors))
+        nothing = (None,) * (1 + 3 + len(tensors))
         if dout is None and dlse is None:
             return nothing
         dout = gradient_of(out, dout)
-        ops, options = getattr(torch.ops, ctx.namespace), _with(ctx.options, tensors)
+        ops, options = torch.ops.metal_attn, _with(ctx.options, tensors)
         *gradients, delta, normalisers = ops.flex_bwd(dout, dlse, q, k, v, out, lse, **options)
-        needed = ctx.needs_input_grad[2:5]
+        needed = ctx.needs_input_grad[1:4]
         found = [x if need else None for x, need in zip(gradients, needed, strict=True)]
         of_tensors: list[Tensor | None] = [None] * len(tensors)
-        if any(ctx.needs_input_grad[5:]):
+        if any(ctx.needs_input_grad[4:]):
             known = normalisers if normalisers.numel() > 0 else None
             shares = ops.flex_bwd_captures(dout, q, k, v, lse, delta, known, **options)
             # In order, and rounded once.
@@ -101,7 +99,7 @@ class _FlexFwd(torch.autograd.Function):
             for i, capture in enumerate(options["captures"]):
                 gradient = of_tensors[i]
                 of_tensors[i] = None if gradient is None else gradient.to(capture.dtype)
-        return (None, None, *found, *of_tensors)
+        return (None, *found, *of_tensors)
 
 
 def of_two_dtypes(inputs: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:
@@ -121,39 +119,34 @@ def _with(options: dict[str, Any], tensors: Any) -> dict[str, Any]:
     return options | {"captures": captures} | dict(zip(_OF_BLOCKS, lists, strict=True))
 
 
-def _register(namespace: str) -> None:
-    op = getattr(torch.ops, namespace).flex_fwd.default
-
-    def flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
-        captures = options["captures"]
-        if nothing_to_differentiate((q, k, v), options):
-            with torch._C._AutoDispatchBelowAutograd():
-                plain: FlexResult = op(q, k, v, **options)
-                return plain
-        if k.dtype != q.dtype:
-            mixed: FlexResult = of_two_dtypes((q, k, v, *captures), lambda: op(q, k, v, **options))
-            return mixed
-        refuse_tangents(f"{namespace}::flex_fwd", {"q": q, "k": k, "v": v})
-        for i, tensor in enumerate(captures):
-            refuse_tangents(f"{namespace}::flex_fwd", {f"captures[{i}]": tensor})
-            reached = i in options.get("share_captures", [])
-            if torch.is_grad_enabled() and tensor.requires_grad and not reached:
-                raise NotImplementedError(
-                    f"{namespace}::flex_fwd has no share for captures[{i}], which requires grad: "
-                    "detach it"
-                )
-        saved = ("captures", *_OF_BLOCKS)
-        plain_options = {n: x for n, x in options.items() if n not in saved}
-        tensors = (*captures, *(options.get(n) for n in _OF_BLOCKS))
-        result: FlexResult = apply(_FlexFwd, namespace, plain_options, q, k, v, *tensors)
-        return result
-
-    python_kernel(f"{namespace}::flex_fwd", "Autograd")(flex_fwd)
+@python_kernel("metal_attn::flex_fwd", "Autograd")
+def _flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
+    op = torch.ops.metal_attn.flex_fwd
+    captures = options["captures"]
+    if nothing_to_differentiate((q, k, v), options):
+        with torch._C._AutoDispatchBelowAutograd():
+            plain: FlexResult = op(q, k, v, **options)
+            return plain
+    if k.dtype != q.dtype:
+        mixed: FlexResult = of_two_dtypes((q, k, v, *captures), lambda: op(q, k, v, **options))
+        return mixed
+    refuse_tangents("metal_attn::flex_fwd", {"q": q, "k": k, "v": v})
+    for i, tensor in enumerate(captures):
+        refuse_tangents("metal_attn::flex_fwd", {f"captures[{i}]": tensor})
+        reached = i in options.get("share_captures", [])
+        if torch.is_grad_enabled() and tensor.requires_grad and not reached:
+            raise NotImplementedError(
+                f"metal_attn::flex_fwd has no share for captures[{i}], which requires grad: "
+                "detach it"
+            )
+    saved = ("captures", *_OF_BLOCKS)
+    plain_options = {n: x for n, x in options.items() if n not in saved}
+    tensors = (*captures, *(options.get(n) for n in _OF_BLOCKS))
+    result: FlexResult = apply(_FlexFwd, plain_options, q, k, v, *tensors)
+    return result
 
 
 _register_cpu("flex_fwd")
 _register_cpu("flex_bwd")
 _register_cpu("flex_bwd_captures")
-for _namespace in NAMESPACES:
-    _register(_namespace)
 refuse_second_derivative("flex_bwd", "flex_bwd_captures")

@@ -1,6 +1,5 @@
 """`metal_attn::merge_state`, `merge_state_` and `merge_splits`: fake and CPU kernels, autograd."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch_metal_attn.ops.differentiation import (
     needs_gradient,
     refuse,
 )
-from torch_metal_attn.ops.fake import NAMESPACES, register_fake
+from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel
 
@@ -121,14 +120,14 @@ class _MergeState(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(op: Callable[..., State], options: dict[str, bool], *states: Tensor) -> State:
+    def forward(options: dict[str, bool], *states: Tensor) -> State:
         with below_autograd():
-            return op(*states, **options)
+            return torch.ops.metal_attn.merge_state(*states, **options)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: State) -> None:
-        ctx.options = inputs[1]
-        ctx.save_for_backward(*inputs[2:])
+        ctx.options, *states = inputs
+        ctx.save_for_backward(*states)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
@@ -148,26 +147,20 @@ class _MergeState(torch.autograd.Function):
             for weight in (weight_a, weight_b)
         )
         dlse_a, dlse_b = weight_a * dlse + moved, weight_b * dlse - moved
-        return None, None, dout_a, dlse_a, dout_b, dlse_b
+        return None, dout_a, dlse_a, dout_b, dlse_b
 
 
-def _register_autograd(namespace: str) -> None:
-    ops = getattr(torch.ops, namespace)
-
-    @python_kernel(f"{namespace}::merge_state", "Autograd")
-    def merge_state(
-        out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, **options: bool
-    ) -> State:
-        states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
-        if needs_gradient(f"{namespace}::merge_state", states):
-            result: State = apply(_MergeState, ops.merge_state, options, *states.values())
-            return result
-        with below_autograd():
-            return ops.merge_state(*states.values(), **options)
+@python_kernel("metal_attn::merge_state", "Autograd")
+def _merge_state(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, **options: bool
+) -> State:
+    states = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+    if needs_gradient("metal_attn::merge_state", states):
+        result: State = apply(_MergeState, options, *states.values())
+        return result
+    return _MergeState.forward(options, *states.values())
 
 
-for _namespace in NAMESPACES:
-    _register_autograd(_namespace)
 refuse(
     "merge_state_",
     "detach its arguments, or use merge_state",

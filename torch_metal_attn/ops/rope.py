@@ -14,10 +14,12 @@ from torch_metal_attn.ops.differentiation import (
     count_writes,
     needs_gradient,
 )
-from torch_metal_attn.ops.fake import NAMESPACES, check, register_fake
+from torch_metal_attn.ops.fake import check, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.ops.refusals import python_kernel, unmarked
 from torch_metal_attn.reference import rotate_pairs
+
+_OPS = torch.ops.metal_attn
 
 
 def _empty_rotated(x: Tensor) -> Tensor:
@@ -133,22 +135,15 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        namespace: str,
-        in_place: bool,
-        numbers: dict[str, Any],
-        q: Tensor,
-        k: Tensor | None,
-        *tables: Tensor | None,
+        in_place: bool, numbers: dict[str, Any], q: Tensor, k: Tensor | None, *tables: Tensor | None
     ) -> Any:
-        ops = getattr(torch.ops, namespace)
         with below_autograd():
-            result = _call(ops.rope_ if in_place else ops.rope, q, k, tables, numbers)
+            result = _call(_OPS.rope_ if in_place else _OPS.rope, q, k, tables, numbers)
         return q if in_place else result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        namespace, in_place, numbers, q, k, *tables = inputs
-        ctx.rope = getattr(torch.ops, namespace).rope
+        in_place, numbers, q, k, *tables = inputs
         ctx.numbers = {**numbers, "conjugate": not numbers.get("conjugate", False)}
         ctx.save_for_backward(*tables)
         if in_place:
@@ -158,10 +153,10 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        needed = ctx.needs_input_grad[3:5]
+        needed = ctx.needs_input_grad[2:4]
         q, *k = [x for x, need in zip(gradients, needed, strict=False) if need]
-        found = iter(_call(ctx.rope, q, k[0] if k else None, ctx.saved_tensors, ctx.numbers))
-        return (*(None,) * 3, *(next(found) if need else None for need in needed), *(None,) * 4)
+        found = iter(_call(_OPS.rope, q, k[0] if k else None, ctx.saved_tensors, ctx.numbers))
+        return (None, None, *(next(found) if need else None for need in needed), *(None,) * 4)
 
 
 def _call(
@@ -184,44 +179,42 @@ def _tables_apart(
     return (cos, sin, *map(options.get, chosen)), numbers
 
 
-def _register_autograd(namespace: str) -> None:
-    ops = getattr(torch.ops, namespace)
+def _needs(name: str, q: Tensor, k: Tensor | None, tables: Sequence[Tensor | None]) -> bool:
     constants = ("cos", "sin", "positions")
+    given = dict(zip(("q", "k", *constants), (q, k, *tables), strict=False))
+    return needs_gradient(f"metal_attn::{name}", given, constants)
 
-    def needs(name: str, q: Tensor, k: Tensor | None, tables: Sequence[Tensor | None]) -> bool:
-        given = dict(zip(("q", "k", *constants), (q, k, *tables), strict=False))
-        return needs_gradient(f"{namespace}::{name}", given, constants)
 
-    def rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
-        tables, numbers = _tables_apart(cos, sin, options)
-        arguments: tuple[Any, ...] = (namespace, False, numbers, q, k, *tables)
-        return (
-            apply(_Rope, *arguments) if needs("rope", q, k, tables) else _Rope.forward(*arguments)
-        )
+@python_kernel("metal_attn::rope", "Autograd")
+def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
+    tables, numbers = _tables_apart(cos, sin, options)
+    arguments: tuple[Any, ...] = (False, numbers, q, k, *tables)
+    if _needs("rope", q, k, tables):
+        return apply(_Rope, *arguments)
+    return _Rope.forward(*arguments)
 
-    def rope_(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
-        tables, numbers = _tables_apart(cos, sin, options)
-        if not needs("rope_", q, k, tables):
-            with torch._C._AutoDispatchBelowAutograd():
-                ops.rope_(q, k, cos, sin, **options)
-            return
-        check("rope_", (q, k, cos, sin), options)  # before anything is written, as the leaves are
-        rotated = {n: x for n, x in (("q", q), ("k", k)) if x is not None}
-        for name, x in rotated.items():
-            check_not_a_leaf("rope_", name, x, "call rope")
-        for x in rotated.values():
-            _Rope.apply(namespace, True, numbers, x, None, *tables)
 
-    def rope_tables(inv_freq: Tensor, positions: Tensor, **options: Any) -> Any:
-        given = {"inv_freq": inv_freq, "positions": positions}
-        needs_gradient(f"{namespace}::rope_tables", given, tuple(given))
+@python_kernel("metal_attn::rope_", "Autograd")
+def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
+    tables, numbers = _tables_apart(cos, sin, options)
+    if not _needs("rope_", q, k, tables):
         with torch._C._AutoDispatchBelowAutograd():
-            return ops.rope_tables(inv_freq, positions, **options)
+            _OPS.rope_(q, k, cos, sin, **options)
+        return
+    check("rope_", (q, k, cos, sin), options)  # before anything is written, as the leaves are
+    rotated = {n: x for n, x in (("q", q), ("k", k)) if x is not None}
+    for name, x in rotated.items():
+        check_not_a_leaf("rope_", name, x, "call rope")
+    for x in rotated.values():
+        _Rope.apply(True, numbers, x, None, *tables)
 
-    for kernel in (rope, rope_, rope_tables):
-        python_kernel(f"{namespace}::{kernel.__name__}", "Autograd")(kernel)
+
+@python_kernel("metal_attn::rope_tables", "Autograd")
+def _rope_tables(inv_freq: Tensor, positions: Tensor, **options: Any) -> Any:
+    given = {"inv_freq": inv_freq, "positions": positions}
+    needs_gradient("metal_attn::rope_tables", given, tuple(given))
+    with torch._C._AutoDispatchBelowAutograd():
+        return _OPS.rope_tables(inv_freq, positions, **options)
 
 
-for _namespace in NAMESPACES:
-    _register_autograd(_namespace)
 count_writes("rope_", lambda given: ["q"] if given["k"] is None else ["q", "k"])

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import check_not_a_leaf, needs_gradient
-from torch_metal_attn.ops.fake import NAMESPACES, register_fake
+from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.refusals import python_kernel
+
+_OPS = torch.ops.metal_attn
 
 
 @register_fake("softmax")
@@ -79,19 +81,19 @@ class _ApplyCausalMask(torch.autograd.Function):
     """The mask, in place. No gradient passes where it masks."""
 
     @staticmethod
-    def forward(op: Callable[..., Tensor], scores: Tensor, q_offset: int) -> Tensor:
-        _visibly(op, scores, q_offset)
+    def forward(scores: Tensor, q_offset: int) -> Tensor:
+        _visibly(_OPS.apply_causal_mask_, scores, q_offset)
         return scores
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, scores, ctx.q_offset = inputs
+        scores, ctx.q_offset = inputs
         ctx.mark_dirty(scores)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         # Not a product: a gradient of inf or NaN is hidden too.
-        return None, gradient.tril(ctx.q_offset), None
+        return gradient.tril(ctx.q_offset), None
 
 
 def _bump_version(tensor: Tensor | None) -> None:
@@ -100,69 +102,64 @@ def _bump_version(tensor: Tensor | None) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def _register_autograd(namespace: str) -> None:
-    ops = getattr(torch.ops, namespace)
-
-    def below(op: Any, tensor: Tensor, argument: int) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            result: Tensor = op(tensor, argument)
-            return result
-
-    def softmax(x: Tensor, dim: int = -1) -> Tensor:
-        if needs_gradient(f"{namespace}::softmax", {"x": x}):
-            result: Tensor = _Softmax.apply(ops.softmax, False, x, dim)
-            return result
-        return below(ops.softmax, x, dim)
-
-    def softmax_(x: Tensor, dim: int = -1) -> Tensor:
-        if needs_gradient(f"{namespace}::softmax_", {"x": x}):
-            check_not_a_leaf("softmax_", "x", x, "pass x.clone()")
-            result: Tensor = _Softmax.apply(ops.softmax_, True, x, dim)
-            return result
-        _bump_version(x)
-        return below(ops.softmax_, x, dim)
-
-    def apply_causal_mask_(scores: Tensor, q_offset: int = 0) -> Tensor:
-        if needs_gradient(f"{namespace}::apply_causal_mask_", {"scores": scores}):
-            check_not_a_leaf("apply_causal_mask_", "scores", scores, "pass scores.clone()")
-            result: Tensor = _ApplyCausalMask.apply(ops.apply_causal_mask_, scores, q_offset)
-            return result
-        _bump_version(scores)
-        return below(ops.apply_causal_mask_, scores, q_offset)
-
-    for kernel in (softmax, softmax_, apply_causal_mask_):
-        python_kernel(f"{namespace}::{kernel.__name__}", "Autograd")(kernel)
+def _below(op: Any, tensor: Tensor, argument: int) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        result: Tensor = op(tensor, argument)
+        return result
 
 
-def _register_functional(namespace: str, name: str, functional: str) -> None:
+@python_kernel("metal_attn::softmax", "Autograd")
+def _softmax(x: Tensor, dim: int = -1) -> Tensor:
+    if needs_gradient("metal_attn::softmax", {"x": x}):
+        result: Tensor = _Softmax.apply(_OPS.softmax, False, x, dim)
+        return result
+    return _below(_OPS.softmax, x, dim)
+
+
+@python_kernel("metal_attn::softmax_", "Autograd")
+def _softmax_inplace(x: Tensor, dim: int = -1) -> Tensor:
+    if needs_gradient("metal_attn::softmax_", {"x": x}):
+        check_not_a_leaf("softmax_", "x", x, "pass x.clone()")
+        result: Tensor = _Softmax.apply(_OPS.softmax_, True, x, dim)
+        return result
+    _bump_version(x)
+    return _below(_OPS.softmax_, x, dim)
+
+
+@python_kernel("metal_attn::apply_causal_mask_", "Autograd")
+def _apply_causal_mask(scores: Tensor, q_offset: int = 0) -> Tensor:
+    if needs_gradient("metal_attn::apply_causal_mask_", {"scores": scores}):
+        check_not_a_leaf("apply_causal_mask_", "scores", scores, "pass scores.clone()")
+        result: Tensor = _ApplyCausalMask.apply(scores, q_offset)
+        return result
+    _bump_version(scores)
+    return _below(_OPS.apply_causal_mask_, scores, q_offset)
+
+
+def _replace_in_graphs(op: Any, functional: Any) -> None:
     """`functional` replaces the op in functional graphs, such as those of torch.compile."""
-    packet = getattr(getattr(torch.ops, namespace), name)
-    functional_op = getattr(getattr(torch.ops, namespace), functional)
 
-    @packet.default.py_functionalize_impl
+    @op.default.py_functionalize_impl
     def functionalize(ctx: Any, tensor: Any, argument: int | None = None) -> Any:
         arguments = () if argument is None else (argument,)
         with ctx.redispatch_to_next():
-            result = functional_op(ctx.unwrap_tensors(tensor), *arguments)
+            result = functional(ctx.unwrap_tensors(tensor), *arguments)
         ctx.replace(tensor, result)
         ctx.commit_update(tensor)
         ctx.sync(tensor)
         return tensor
 
-    if functional == "softmax":
-        return
 
-    @torch.library.register_fake(f"{namespace}::{functional}")
-    def fake(tensor: Tensor, argument: int = 0) -> Tensor:
-        return torch.empty_like(tensor)
-
-    @torch.library.impl(f"{namespace}::{functional}", "CompositeExplicitAutograd")
-    def to_copy(tensor: Tensor, argument: int = 0) -> Tensor:
-        result: Tensor = packet(torch.empty_like(tensor).copy_(tensor), argument)
-        return result
+@torch.library.register_fake("metal_attn::_apply_causal_mask_to_copy")
+def _masked_copy_fake(scores: Tensor, q_offset: int = 0) -> Tensor:
+    return torch.empty_like(scores)
 
 
-for _namespace in NAMESPACES:
-    _register_autograd(_namespace)
-    _register_functional(_namespace, "softmax_", "softmax")
-    _register_functional(_namespace, "apply_causal_mask_", "_apply_causal_mask_to_copy")
+@torch.library.impl("metal_attn::_apply_causal_mask_to_copy", "CompositeExplicitAutograd")
+def _masked_copy(scores: Tensor, q_offset: int = 0) -> Tensor:
+    result: Tensor = _OPS.apply_causal_mask_(torch.empty_like(scores).copy_(scores), q_offset)
+    return result
+
+
+_replace_in_graphs(_OPS.softmax_, _OPS.softmax)
+_replace_in_graphs(_OPS.apply_causal_mask_, _OPS._apply_causal_mask_to_copy)

@@ -20,7 +20,7 @@ from .llvm.ir import with_bool_elements
 from .metal import versions
 from .metal.constants import ConstantValue, FunctionConstant
 from .metal.kernels import Kernel, Parameter, entries
-from .metal.lexer import END_OF_SHIM, MARKER, MetalSourceError
+from .metal.lexer import END_OF_SHIM, MetalSourceError
 from .metal.rewrite import rewrite
 from .parameter_types import ParameterType
 
@@ -175,10 +175,10 @@ class Program:
         return cache.lookup(key) or cache.store(key, _compile(tool, text, self.check, self.counted))
 
 
-@lru_cache(maxsize=1)
-def own_digest() -> str:
-    """A digest that changes whenever the pipeline, the lint or the shim does."""
-    folders = (".", "metal", "llvm", "lint")
+@lru_cache
+def own_digest(*more: str) -> str:
+    """A digest that changes whenever the pipeline, the shim or a module of `more` folders does."""
+    folders = (".", "metal", "llvm", *more)
     python = (path for folder in folders for path in HERE.glob(f"{folder}/*.py"))
     ours = sorted([*python, *SHIM.rglob("*")])
     return cache.digest(part for p in ours if p.is_file() for part in (p.name, p.read_bytes()))
@@ -243,57 +243,30 @@ def build(
     function constants that do not fit the text, ToolchainError if there is no compiler.
     """
     tool = toolchain.find()
-    request = cache.digest(
-        [
-            own_digest(),
-            tool.identity,
-            source,
-            json.dumps(list(include_dirs)),
-            json.dumps(list((defines or {}).items())),
-            repr(sorted((constants or {}).items(), key=repr)),
-            _kind(check, count),
-            language,
-        ]
-    )
+    request = [
+        own_digest(),
+        tool.identity,
+        source,
+        json.dumps(list((defines or {}).items())),
+        repr(sorted((constants or {}).items(), key=repr)),
+        _kind(check, count),
+        language,
+    ]
+
+    def preprocessed() -> str:
+        return preprocess(tool, source, include_dirs, defines or {}, check, count, language)
+
+    # Of headers, which may change, the key needs the text.
+    text = preprocessed() if include_dirs else ""
+    key = cache.digest([*request, text])
     with _lock:
-        key = _key_of(request, include_dirs)
-        if key is not None and key in _programs:
-            return _programs[key]
-        entry = cache.lookup(key) if key is not None else None
-        if entry is None:
-            text = preprocess(tool, source, include_dirs, defines or {}, check, count, language)
-            files = _rewrite(text, constants or {}, language, check)
-            key = _record_headers(request, text) if include_dirs else request
-            entry = cache.store(key, files)
-        assert key is not None
-        return _programs.setdefault(key, _load_program(key, entry, check, count))
-
-
-def _key_of(request: str, include_dirs: Sequence[str]) -> str | None:
-    """The cache key, or None if the headers of an earlier build are not known or have changed."""
-    if not include_dirs:
-        return request
-    entry = cache.lookup(request)
-    if entry is None:
-        return None
-    headers: dict[str, str] = json.loads((entry / "headers.json").read_text())
-    try:
-        current = {name: cache.digest([Path(name).read_bytes()]) for name in headers}
-    except OSError:
-        return None
-    return cache.digest([request, json.dumps(headers)]) if current == headers else None
-
-
-def _record_headers(request: str, preprocessed: str) -> str:
-    """Remember which headers a text included, as they are now; returns the key of its image."""
-    names = {match.group(2) for match in MARKER.finditer(preprocessed) if match.group(2)}
-    headers = {
-        name: cache.digest([Path(name).read_bytes()])
-        for name in sorted(names)
-        if not in_shim(name) and os.path.isfile(name)
-    }
-    cache.replace(request, {"headers.json": json.dumps(headers).encode()})
-    return cache.digest([request, json.dumps(headers)])
+        if key not in _programs:
+            entry = cache.lookup(key)
+            if entry is None:
+                files = _rewrite(text or preprocessed(), constants or {}, language, check)
+                entry = cache.store(key, files)
+            _programs[key] = _load_program(key, entry, check, count)
+        return _programs[key]
 
 
 def preprocess(

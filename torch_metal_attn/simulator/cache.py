@@ -114,10 +114,6 @@ def store(key: str, files: dict[str, bytes]) -> Path:
     return entry
 
 
-def _seal(files: dict[str, bytes]) -> dict[str, str]:
-    return {name: digest([data]) for name, data in files.items()}
-
-
 def _store(key: str, files: dict[str, bytes]) -> Path:
     entry = cache_dir() / key[:2] / key
     entry.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +121,8 @@ def _store(key: str, files: dict[str, bytes]) -> Path:
     try:
         for name, data in files.items():
             (scratch / name).write_bytes(data)
-        (scratch / SEAL).write_text(json.dumps(_seal(files)))
+        seal = {name: digest([data]) for name, data in files.items()}
+        (scratch / SEAL).write_text(json.dumps(seal))
         scratch.chmod(0o755)
         try:
             scratch.rename(entry)
@@ -195,16 +192,3 @@ def _discard(entry: Path) -> None:
         shutil.rmtree(trash, ignore_errors=True)
     except OSError:
         shutil.rmtree(entry, ignore_errors=True)
-
-
-def replace(key: str, files: dict[str, bytes]) -> Path:
-    """Store an entry whose content may differ from the existing one.
-
-    One with the same content stays: another process may have stored it just now, and reads it.
-    """
-    entry = lookup(key)
-    if entry is not None:
-        if json.loads((entry / SEAL).read_text()) == _seal(files):
-            return entry
-        _discard(entry)
-    return store(key, files)

@@ -1,6 +1,5 @@
 """The compiler that compiles rewritten Metal for this machine."""
 
-import json
 import os
 import platform
 import re
@@ -76,7 +75,7 @@ def _identity(path: str) -> str:
 
 def _new_enough(command: Sequence[str]) -> str:
     """The version line of a clang; raises ToolchainError if it does not support bfloat16."""
-    version, major, apple = _remembered_version(command)
+    version, major, apple = _version(command)
     oldest = (OLDEST_APPLE if apple else OLDEST)[_machine()]
     if major < oldest:
         whose = "Apple's clang" if apple else "clang"
@@ -96,33 +95,6 @@ def _linker(driver: str) -> tuple[str, ...]:
 
 def _system(path: str) -> Toolchain:
     return Toolchain((path,), _linker(path), _new_enough([path]), _identity(path))
-
-
-def _remembered_version(command: Sequence[str]) -> tuple[str, int, bool]:
-    """`_version`, cached on disk, because starting a compiler costs more than a cache hit."""
-    from .cache import CacheError, cache_dir
-
-    try:
-        memory = cache_dir() / "compilers.json"
-    except CacheError:
-        return _version(command)
-    identity = _identity(command[0])
-    try:
-        known = json.loads(memory.read_text())
-        first, major, apple = known[identity]
-        return str(first), int(major), bool(apple)
-    except (OSError, ValueError, KeyError, TypeError):
-        known = {}
-    known[identity] = _version(command)
-    try:
-        memory.parent.mkdir(parents=True, exist_ok=True)
-        scratch = memory.with_suffix(f".{os.getpid()}")
-        scratch.write_text(json.dumps(known))
-        scratch.replace(memory)
-    except OSError:
-        pass  # an unwritable cache only costs time
-    found: tuple[str, int, bool] = known[identity]
-    return found
 
 
 def _zig() -> Toolchain | None:

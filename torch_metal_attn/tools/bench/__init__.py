@@ -1,25 +1,22 @@
 """`python -m torch_metal_attn bench`: our attention next to torch's, on the user's machine.
 
-On mps it measures times, and in the same run the machine's ceilings. Elsewhere the simulator counts
-what the kernels do. A shape that runs on tensor tiles is measured on 8x8 tiles too. --out also
-writes a JSON file and, if matplotlib is installed, plots.
+It measures times, and in the same run the machine's ceilings. A shape that runs on tensor tiles is
+measured on 8x8 tiles too. --out also writes a JSON file and, if matplotlib is installed, plots.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_metal_attn.runtime import machine
-from torch_metal_attn.runtime.device import best_device
-from torch_metal_attn.tools.bench import counts, plot, versus
-from torch_metal_attn.tools.bench.run import measured
+from torch_metal_attn.runtime import machine, mps
+from torch_metal_attn.tools.bench import plot, versus
 from torch_metal_attn.tools.bench.shapes import (
-    IN_THE_SIMULATOR,
     ON_A_GPU,
     BadShape,
     Shape,
@@ -29,9 +26,11 @@ from torch_metal_attn.tools.bench.shapes import (
 )
 from torch_metal_attn.tools.bench.timing import timer_of
 from torch_metal_attn.tools.costs import scaled
+from torch_metal_attn.tools.progress import Progress
 
 __all__ = ["BadShape", "add_options", "bench"]
 
+_FORMAT = 2  # of the JSON file; a reader can refuse those that it does not know
 _ROUNDS = 15
 _STEM = "torch_metal_attn-bench"
 
@@ -57,40 +56,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(options: argparse.Namespace) -> bool:
-    """Measure the chosen shapes, or a few typical ones; True if all ran and agreed with torch.
+    """Time the chosen shapes, or a few typical ones; True if all ran and agreed with torch.
 
-    Raises BadShape, OSError if --out cannot be made, or KeyboardInterrupt after it has written what
-    was measured before.
+    False without a GPU. Raises BadShape, OSError if --out cannot be made, or KeyboardInterrupt
+    after it has written what was measured before.
     """
-    shapes = chosen(options)
+    shapes = chosen(options) or ON_A_GPU
     if options.rounds < 1:
         raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
-    with best_device() as device:
-        described = machine.describe(device)
-        if device.type == "mps":
-            shapes = with_8x8_tiles(shapes or ON_A_GPU)
-            data, good = _times(shapes, device, options.rounds, described)
-        else:
-            data, good = _counts(with_8x8_tiles(shapes or IN_THE_SIMULATOR), described)
-    if data["interrupted"]:
-        print(f"interrupted after {len(data['results'])} shapes")
-    if options.folder is not None:
-        _write(data, options.folder)
-    if data["interrupted"]:
-        raise KeyboardInterrupt
-    return good
-
-
-def _times(
-    shapes: Sequence[Shape], device: torch.device, rounds: int, described: dict[str, str]
-) -> tuple[dict[str, Any], bool]:
+    problem = mps.problem()
+    if problem:
+        print(f"bench times an Apple GPU, and mps cannot be used here: {problem}", file=sys.stderr)
+        return False
+    device = torch.device("mps")
+    described = machine.describe(device)
     print(f"metal_attn and torch's scaled_dot_product_attention on {described['chip']}.")
-    print(f"Each time is the median of {rounds} samples; the two take turns.\n")
+    print(f"Each time is the median of {options.rounds} samples; the two take turns.\n")
     print(f"{versus.LEGEND}\n\n{versus.HEADING}", flush=True)
-    compare = versus.Comparison(device, timer_of(device), rounds)
-    found = measured(shapes, compare)
+    compare = versus.Comparison(device, timer_of(device), options.rounds)
+    found, interrupted = measured(with_8x8_tiles(shapes), compare)
     print()
     for dtype, ceilings in compare.ceilings.items():
         print(
@@ -98,24 +84,51 @@ def _times(
         )
     for dtype, why in compare.trouble.items():
         print(f"no ceilings in {dtype}: {why}")
-    good = all(one.agree and not one.times[versus.OURS].error for one in found.rows)
-    data = found.as_dict(
-        "times",
-        described,
-        rounds=rounds,
-        ceilings={dtype: asdict(ceilings) for dtype, ceilings in compare.ceilings.items()},
-        ceilings_missing=compare.trouble,
-    )
-    return data, good
+    if interrupted:
+        print(f"interrupted after {len(found)} shapes")
+    if options.folder is not None:
+        _write(as_dict(found, compare, described, options.rounds, interrupted), options.folder)
+    if interrupted:
+        raise KeyboardInterrupt
+    return all(one.agree and not one.times[versus.OURS].error for one in found)
 
 
-def _counts(shapes: Sequence[Shape], described: dict[str, str]) -> tuple[dict[str, Any], bool]:
-    print("No Apple GPU here, so nothing is timed: the simulator counts what the kernels do.")
-    print(f"A shape of more than {scaled(counts.LIMIT)}FLOP is reduced first, and its row says so.")
-    print(f"\n{counts.LEGEND}\n\n{counts.HEADING}", flush=True)
-    found = measured(shapes, counts.count)
-    print()
-    return found.as_dict("counts", described), not any(one.error for one in found.rows)
+def measured(
+    shapes: Sequence[Shape], compare: Callable[[Shape], versus.Compared]
+) -> tuple[list[versus.Compared], bool]:
+    """Measure each shape, and print its row when it is there; also whether that was interrupted."""
+    found: list[versus.Compared] = []
+    progress = Progress(len(shapes))
+    try:
+        for shape in shapes:
+            progress.step("", str(shape))
+            found.append(compare(shape))
+            progress.end()
+            print(found[-1], flush=True)
+    except KeyboardInterrupt:
+        return found, True
+    finally:
+        progress.end()
+    return found, False
+
+
+def as_dict(
+    found: Sequence[versus.Compared],
+    compare: versus.Comparison,
+    described: dict[str, str],
+    rounds: int,
+    interrupted: bool,
+) -> dict[str, Any]:
+    """Plain data for the JSON file."""
+    return {
+        "format": _FORMAT,
+        "machine": described,
+        "rounds": rounds,
+        "ceilings": {dtype: asdict(ceilings) for dtype, ceilings in compare.ceilings.items()},
+        "ceilings_missing": compare.trouble,
+        "interrupted": interrupted,
+        "results": [one.as_dict() for one in found],
+    }
 
 
 def _write(data: dict[str, Any], folder: Path) -> None:

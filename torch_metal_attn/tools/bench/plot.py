@@ -23,46 +23,30 @@ def plots(data: dict[str, Any], folder: Path, stem: str) -> list[Path]:
     """
     if not data["results"]:
         return []
-    if data["what"] == "times":
-        machine = f"{data['machine']['chip']}, torch {data['machine']['torch']}"
-        figures = {
-            "ratio": _figure(
-                data,
-                f"Speed relative to PyTorch's attention (above 1: metal_attn is faster)\n{machine}",
-                {
-                    kind: ("PyTorch's time / metal_attn's time", {"": lambda r: r["ratio"]})
-                    for kind in KINDS
-                },
-                level=1.0,
-            ),
-            "ceilings": _figure(
-                data,
-                f"Share of the measured peak (metal_attn solid, PyTorch dashed)\n{machine}",
-                {
-                    kind: (
-                        f"% of the {_PEAKS[bound]}",
-                        {name: _share(name, bound) for name in _STYLES},
-                    )
-                    for kind, bound in zip(KINDS, ("matrix", "matrix", "memory"), strict=True)
-                },
-                level=100.0,
-            ),
-        }
-    else:
-        figures = {
-            "operations": _figure(
-                data,
-                "Matrix operations relative to the minimum\n(counted in the simulator)",
-                {kind: ("operations / minimum", {"": _value("flops_share")}) for kind in KINDS},
-                level=1.0,
-            ),
-            "bytes": _figure(
-                data,
-                "Device memory traffic relative to the minimum\n(counted in the simulator)",
-                {kind: ("bytes / minimum", {"": _value("bytes_share")}) for kind in KINDS},
-                level=1.0,
-            ),
-        }
+    machine = f"{data['machine']['chip']}, torch {data['machine']['torch']}"
+    figures = {
+        "ratio": _figure(
+            data,
+            f"Speed relative to PyTorch's attention (above 1: metal_attn is faster)\n{machine}",
+            {
+                kind: ("PyTorch's time / metal_attn's time", {"": lambda r: r["ratio"]})
+                for kind in KINDS
+            },
+            level=1.0,
+        ),
+        "ceilings": _figure(
+            data,
+            f"Share of the measured peak (metal_attn solid, PyTorch dashed)\n{machine}",
+            {
+                kind: (
+                    f"% of the {_PEAKS[bound]}",
+                    {name: _share(name, bound) for name in _STYLES},
+                )
+                for kind, bound in zip(KINDS, ("matrix", "matrix", "memory"), strict=True)
+            },
+            level=100.0,
+        ),
+    }
     paths = []
     for name, figure in figures.items():
         path = folder / f"{stem}-{name}.png"
@@ -77,10 +61,6 @@ def _share(name: str, bound: str) -> Point:
         return None if shares is None else 100 * shares[bound]
 
     return point
-
-
-def _value(name: str) -> Point:
-    return lambda result: result.get(name)
 
 
 def _figure(
@@ -138,16 +118,10 @@ def _series(data: dict[str, Any], kind: str) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     for result in data["results"]:
         if result["shape"]["kind"] == kind:
-            found.setdefault(Shape(**_drawn(result)).series, []).append(result)
+            found.setdefault(Shape(**result["shape"]).series, []).append(result)
     return {name: sorted(results, key=_length) for name, results in found.items()}
 
 
-def _drawn(result: dict[str, Any]) -> dict[str, Any]:
-    """The shape that the numbers belong to."""
-    shape: dict[str, Any] = result.get("counted", result["shape"])
-    return shape
-
-
 def _length(result: dict[str, Any]) -> int:
-    length: int = _drawn(result)["kv_length"]
+    length: int = result["shape"]["kv_length"]
     return length

@@ -151,7 +151,7 @@ def _several(kind: str, kv_lengths: Iterable[int], **options: Any) -> list[Shape
     ]
 
 
-# On a GPU: prompts, training, and decoding over short and long contexts.
+# Prompts, training, and decoding over short and long contexts.
 ON_A_GPU = (
     *_several("forward", (512, 2048, 8192)),
     *_several("forward", (512, 2048, 8192), heads=16, kv_heads=16, head_dim=64),
@@ -161,14 +161,6 @@ ON_A_GPU = (
     *_several("decode", (1024, 4096, 16384, 65536)),
     *_several("decode", (1024, 4096, 16384), batch=8),
     *_several("decode", (1024, 4096, 16384), heads=16, kv_heads=16, head_dim=64),
-)
-# In the simulator, which counts: small enough to take seconds.
-IN_THE_SIMULATOR = (
-    *_several("forward", (64, 128, 256), heads=2, kv_heads=1),
-    *_several("forward", (64, 128, 256), heads=2, kv_heads=2, head_dim=64),
-    *_several("training", (64, 128), heads=2, kv_heads=2, head_dim=64),
-    *_several("decode", (256, 1024, 4096), heads=8, kv_heads=1),
-    *_several("decode", (256, 1024), heads=2, kv_heads=2, head_dim=64),
 )
 
 

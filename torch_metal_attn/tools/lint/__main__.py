@@ -63,8 +63,8 @@ def _lint(folder: Path) -> bool:
 def lint_text(text: Text) -> list[Finding]:
     """Findings in one specialisation. That there are none is kept in the cache of kernels."""
     source, defines, language = text
-    parts = [build.own_digest(), toolchain.find().identity, source, json.dumps(defines), language]
-    key = cache.digest(["lint", *parts])
+    made_by = build.own_digest("lint"), toolchain.find().identity
+    key = cache.digest(["lint", *made_by, source, json.dumps(defines), language])
     if cache.lookup(key):
         return []
     findings = lint_source(source, defines=defines, language=language)

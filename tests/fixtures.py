@@ -5,13 +5,12 @@ import os
 import pytest
 import torch
 
+from bench.replay.cases import UNKNOWN_CORES
 from tests.conftest import WHERE
 from torch_metal_attn import mps, simulate
 from torch_metal_attn.runtime import extension, session
 from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.tuned import loading
-
-UNKNOWN_CORES = 40  # what csrc/runtime/callbacks.cpp begins with
 
 os.environ[loading.SETTING] = loading.OFF  # a table of this machine would change tiles
 loading.install()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench.bench_flash_decode import HEAD_DIMS, HEADS, KV_HEADS, queries_row, read_share, row
+from bench.replay.cases import UNKNOWN_CORES
 from tests.attention.flash_fwd_options import ints
-from tests.fixtures import UNKNOWN_CORES
 from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.runtime import extension

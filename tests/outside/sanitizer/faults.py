@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .collect import Collection
-from .manifest import Dispatch, Problem
+from bench.replay.collect import Collection
+from bench.replay.manifest import Candidate, Dispatch, Problem
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 COMPILED_BARRIER = "bar.sync"
@@ -52,7 +52,8 @@ def plant(collection: Collection, folder: Path) -> None:
     known: set[tuple[str, str]] = set()
 
     def add(problem: Problem, index: int, fault: Fault) -> None:
-        dispatch = problem.dispatches[index]
+        (candidate,) = problem.candidates
+        dispatch = candidate.dispatches[index]
         source = collection.sources[dispatch.program]
         if (source.kernel, fault.tool) in known:
             return
@@ -60,16 +61,17 @@ def plant(collection: Collection, folder: Path) -> None:
         if fault.barrier is not None:
             faulty = replace(source, text=source.text.replace(BARRIER, fault.barrier))
             dispatch = replace(dispatch, program=collection.add(faulty))
-        dispatches = [*problem.dispatches[:index], dispatch]
-        about = {"kernel": source.kernel, "case": problem.name}
-        about |= {"tool": fault.tool, "what": fault.what, "tensor": fault.tensor}
-        name = f"fault {fault.tool} {source.kernel}"
-        planted = Problem(name, "fault", about, dispatches, problem.scratch)
+        dispatches = [*candidate.dispatches[:index], dispatch]
+        sizes = {"kernel": source.kernel, "case": problem.name}
+        sizes |= {"tool": fault.tool, "what": fault.what, "tensor": fault.tensor}
+        planted = Problem(f"fault {fault.tool} {source.kernel}", "fault", sizes)
+        planted.candidates = [Candidate("", "", dispatches, candidate.scratch)]
         collection.manifest.problems.append(planted)
 
     for problem in list(collection.manifest.problems):
-        inputs, outputs = set(problem.about["inputs"]), set(problem.about["dtypes"])
-        for index, dispatch in enumerate(problem.dispatches):
+        (candidate,) = problem.candidates
+        inputs, outputs = set(problem.sizes["inputs"]), set(problem.sizes["dtypes"])
+        for index, dispatch in enumerate(candidate.dispatches):
             for fault in _memory_faults(dispatch, inputs, outputs):
                 add(problem, index, fault)
             outputs -= {name for name, _ in dispatch.buffers.values()}

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.replay.collect import Collection, Names
+from bench.replay.manifest import OURS, Candidate, Problem
 from torch_metal_attn import simulate
 
 from . import cases, faults
-from .collect import Collection, Names
-from .manifest import Problem
 
 # Products of float32 as exact as three of tf32 are.
 EXACT_PRODUCTS = {"MSL_FLOAT_PRODUCTS": 3}
@@ -59,16 +59,16 @@ def add(collection: Collection, case: cases.Case, data: dict[str, np.ndarray]) -
     for launch in run.recorded:
         is_whole = launch.group_size[0] % 32 == 0
         products = EXACT_PRODUCTS if launch.defines.get("ELEMENT") == "float" else {}
-        defines = {**products, **({} if is_whole else LANES_AS_THEY_ARE)}
-        dispatches.append(collection.recorded(launch, names, defines))
+        extra = {**products, **({} if is_whole else LANES_AS_THEY_ARE)}
+        dispatches.append(collection.recorded(launch, names, extra=extra, lines=True))
     written = {name for d in dispatches for name, _ in d.buffers.values()}
     outputs = {n: t for n, t in {**expected, **after}.items() if n in written}
     outputs = {n: t for n, t in outputs.items() if n not in before or changed(before[n], t)}
     dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in outputs.items()}
     scratch = {**names.scratch, **{n: t.untyped_storage().nbytes() for n, t in results.items()}}
-    about = {"inputs": list(before), "dtype": case.dtype, "dtypes": dtypes}
-    problem = Problem(case.name, "small", about, dispatches, scratch)
-    collection.manifest.problems.append(problem)
+    candidate = Candidate(OURS, "", dispatches, scratch)
+    sizes = {"inputs": list(before), "dtype": case.dtype, "dtypes": dtypes}
+    collection.manifest.problems.append(Problem(case.name, "small", sizes, [candidate]))
     data |= {f"{case.name}/in/{name}": array for name, array in before.items()}
     data |= {f"{case.name}/out/{name}": contents(tensor) for name, tensor in outputs.items()}
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from . import driver, manifest
-from .manifest import Problem
+from bench.replay import driver, manifest
+from bench.replay.manifest import NO_LIMIT, Problem
 
 TOOLS = {
     "memcheck": ("--destroy-on-device-error", "kernel", "--padding", "4096"),
@@ -58,10 +58,11 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
 def replay(programs: driver.Programs, problem: Problem, data: Mapping[str, np.ndarray]) -> bool:
     """Run one problem in memory of exactly its size; whether its results are right."""
     print(f"{PROBLEM}{problem.name}", flush=True)
-    case = problem.about.get("case", problem.name)
-    planted = problem.about.get("tool"), problem.about.get("tensor")
+    (candidate,) = problem.candidates
+    case = problem.sizes.get("case", problem.name)
+    planted = problem.sizes.get("tool"), problem.sizes.get("tensor")
     pointers = {}
-    sizes = {**problem.scratch}
+    sizes = {**candidate.scratch}
     inputs = {k.split("/")[2]: v for k, v in data.items() if k.startswith(f"{case}/in/")}
     for name, content in inputs.items():
         sizes[name] = content.nbytes
@@ -72,15 +73,15 @@ def replay(programs: driver.Programs, problem: Problem, data: Mapping[str, np.nd
             pointers[name] = driver.upload(inputs[name].tobytes())
         else:
             pointers[name] = driver.allocate(size)
-    for dispatch in problem.dispatches:
-        programs.enqueue(dispatch, pointers)
+    for dispatch in candidate.dispatches:
+        driver.Launch(programs, dispatch, NO_LIMIT, pointers).enqueue()
         driver.synchronise()
     right = True
-    for name, dtype in problem.about.get("dtypes", {}).items():
+    for name, dtype in problem.sizes.get("dtypes", {}).items():
         expected = data[f"{case}/out/{name}"]
         found = numbers(driver.download(pointers[name], expected.nbytes), dtype)
         worst = error(found, numbers(expected.tobytes(), dtype))
-        fits = worst <= (ALLOWED[problem.about["dtype"]] if dtype in ALLOWED else 0.0)
+        fits = worst <= (ALLOWED[problem.sizes["dtype"]] if dtype in ALLOWED else 0.0)
         right = right and fits
         print(f"  {'right' if fits else 'WRONG'}: {name}, {dtype}, error {worst:.1e}", flush=True)
     for pointer in pointers.values():
@@ -166,12 +167,12 @@ def main() -> None:
             bad.append(f"{tool or 'no tool'}: exit code {code}\n{output[-800:]}")
     planted = [p for p in problems if p.kind == "fault"]
     with ThreadPoolExecutor(WORKERS) as pool:
-        outputs = list(pool.map(lambda p: run(folder, p.about["tool"], p.name), planted))
+        outputs = list(pool.map(lambda p: run(folder, p.sizes["tool"], p.name), planted))
     for problem, (output, _) in zip(planted, outputs, strict=True):
-        log.append(f"##### {problem.name}: {problem.about['what']}\n{output}")
+        log.append(f"##### {problem.name}: {problem.sizes['what']}\n{output}")
         count = sum(findings(output).values())
-        what = problem.about["what"]
-        print(f"{problem.about['tool']}, {problem.about['kernel']}, {what}: {count} findings")
+        what = problem.sizes["what"]
+        print(f"{problem.sizes['tool']}, {problem.sizes['kernel']}, {what}: {count} findings")
         if not count:
             bad.append(f"not found: {problem.name} ({what}): {output[-300:]}")
     if arguments.log:

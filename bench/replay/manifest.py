@@ -5,14 +5,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+NO_LIMIT = 255  # of registers a thread may use
+
+OURS = "this project"  # a party
+
 
 @dataclass
 class Program:
-    """One PTX file with one kernel. slots: the [[buffer(i)]] of each of the entry's parameters."""
+    """One PTX file with one kernel.
+
+    slots: the [[buffer(i)]] of each of the entry's parameters.
+    limits: the numbers of registers to assemble it for.
+    """
 
     name: str
-    entry: str = ""
-    slots: list[int] = field(default_factory=list)
+    entry: str
+    slots: list[int]
+    limits: list[int]
 
 
 @dataclass
@@ -31,18 +40,27 @@ class Dispatch:
 
 
 @dataclass
-class Problem:
-    """Dispatches in order.
+class Candidate:
+    """One way to solve a problem: dispatches in order.
 
-    kind: "small", or "fault" for a planted one. about: what is to be compared, or the fault.
-    scratch: bytes of each tensor that only the dispatches use.
+    party: whose kernels. label: which of the party's ways. scratch: bytes of each tensor that only
+    the dispatches use.
     """
+
+    party: str
+    label: str
+    dispatches: list[Dispatch]
+    scratch: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Problem:
+    """What all candidates compute, from tensors of the same names: q, k, v, out and so on."""
 
     name: str
     kind: str
-    about: dict[str, Any]
-    dispatches: list[Dispatch]
-    scratch: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, Any]
+    candidates: list[Candidate] = field(default_factory=list)
 
 
 @dataclass
@@ -67,7 +85,15 @@ def read(folder: Path) -> Manifest:
     """From FOLDER/manifest.json."""
     data = json.loads((folder / "manifest.json").read_text())
     problems = [
-        Problem(**{**problem, "dispatches": [_dispatch(d) for d in problem["dispatches"]]})
+        Problem(
+            **{
+                **problem,
+                "candidates": [
+                    Candidate(**{**c, "dispatches": [_dispatch(d) for d in c["dispatches"]]})
+                    for c in problem["candidates"]
+                ],
+            }
+        )
         for problem in data["problems"]
     ]
     programs = {name: Program(**program) for name, program in data["programs"].items()}

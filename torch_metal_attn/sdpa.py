@@ -276,21 +276,22 @@ def is_causal_bias(attn_mask: object) -> bool:
     return module is not None and isinstance(attn_mask, module.CausalBias)
 
 
-# What each argument may be, and what an error calls it.
-_TYPES: dict[str, tuple[Any, str]] = {
-    **dict.fromkeys(("query", "key", "value"), (Tensor, "a tensor")),
-    "attn_mask": (Tensor | None, "a tensor or None"),
-    "dropout_p": (int | float, "a number"),
-    "is_causal": (bool, "a bool"),
-    "scale": (int | float | torch.SymInt | torch.SymFloat | None, "a number or None"),
-    "enable_gqa": (bool, "a bool"),
+# What each argument may be, and what an error calls it. The compiler of torch 2.10 cannot trace
+# unions of types.
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("query", "key", "value"), ((Tensor,), "a tensor")),
+    "attn_mask": ((Tensor, type(None)), "a tensor or None"),
+    "dropout_p": ((int, float), "a number"),
+    "is_causal": ((bool,), "a bool"),
+    "scale": ((int, float, torch.SymInt, torch.SymFloat, type(None)), "a number or None"),
+    "enable_gqa": ((bool,), "a bool"),
 }
 
 
 def _check_types(arguments: Arguments) -> None:
     for name, value in zip(arguments._fields, arguments, strict=True):
         allowed, wanted = _TYPES[name]
-        if not isinstance(value, allowed):
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             found = f"a {type(value).__name__}" if "tensor" in wanted else repr(value)
             raise TypeError(f"{name} is {found}; it must be {wanted}")
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "csrc/runtime/callbacks.h"
+#include "csrc/runtime/torch_call.h"
 
 namespace {
 
@@ -44,7 +45,7 @@ void remember_fresh(const torch::stable::Tensor& tensor) {
     return;
   }
   int64_t bytes = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  TORCH_CALL(aoti_torch_get_storage_size(tensor.get(), &bytes));
   if (bytes > 0) {
     const void* storage = tensor.const_data_ptr();
     for (Fresh& freed : t_fresh) {

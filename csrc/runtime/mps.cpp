@@ -115,9 +115,9 @@ class EncodedParams {
     const int64_t size = static_cast<int64_t>(bytes_.size());
     const int64_t stride = 1;
     AtenTensorHandle handle = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
-        const_cast<std::byte*>(bytes_.data()), 1, &size, &stride, 0, aoti_torch_dtype_uint8(),
-        aoti_torch_device_type_cpu(), 0, &handle));
+    TORCH_CALL(aoti_torch_create_tensor_from_blob(const_cast<std::byte*>(bytes_.data()), 1, &size,
+                                                  &stride, 0, aoti_torch_dtype_uint8(),
+                                                  aoti_torch_device_type_cpu(), 0, &handle));
     Tensor copy = torch::stable::new_empty(like, size, torch::headeronly::ScalarType::Byte);
     torch::stable::copy_(copy, Tensor(handle));
     return copy;

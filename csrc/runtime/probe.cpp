@@ -84,9 +84,9 @@ Tensor on_host(Values& values) {
   const int64_t size = static_cast<int64_t>(values.size());
   const int64_t stride = 1;
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
-      values.data(), 1, &size, &stride, 0, aoti_torch_dtype_float32(), aoti_torch_device_type_cpu(),
-      0, &handle));
+  TORCH_CALL(aoti_torch_create_tensor_from_blob(values.data(), 1, &size, &stride, 0,
+                                                aoti_torch_dtype_float32(),
+                                                aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
 

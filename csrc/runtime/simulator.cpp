@@ -18,7 +18,7 @@ using torch::stable::Tensor;
 SimulatorBuffer describe(const BufferArgument& argument) {
   const Tensor& tensor = *argument.tensor;
   int64_t bytes = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  TORCH_CALL(aoti_torch_get_storage_size(tensor.get(), &bytes));
   const uint64_t offset =
       static_cast<uint64_t>(tensor.storage_offset()) * static_cast<uint64_t>(tensor.element_size());
   const void* data = argument.writable ? tensor.mutable_data_ptr() : tensor.const_data_ptr();

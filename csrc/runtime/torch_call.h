@@ -3,7 +3,10 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-// Headers of torch 2.10 have it under the name that it had before.
-#ifndef STABLE_TORCH_ERROR_CODE_CHECK
-#define STABLE_TORCH_ERROR_CODE_CHECK(call) TORCH_ERROR_CODE_CHECK(call)
+// A name of our own: torch's, which some headers bring along, is not in those of torch 2.10
+// to 2.12.
+#ifdef STABLE_TORCH_ERROR_CODE_CHECK
+#define TORCH_CALL(call) STABLE_TORCH_ERROR_CODE_CHECK(call)
+#else
+#define TORCH_CALL(call) TORCH_ERROR_CODE_CHECK(call)
 #endif

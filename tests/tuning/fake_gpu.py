@@ -64,7 +64,7 @@ class FakeGpu:
         monkeypatch.delenv(loading.SETTING, raising=False)
         monkeypatch.setattr(loading, "this_machine", lambda: machine)
         monkeypatch.setattr(command.mps, "problem", lambda: "")
-        monkeypatch.setattr(command, "_device", lambda options: CPU)
+        monkeypatch.setattr(command, "DEVICE", CPU)
         monkeypatch.setattr(command, "timer_of", lambda device: self.timer)
         monkeypatch.setattr(tiles, "make", self.remember(tiles.make))
         monkeypatch.setattr(measure, "calls_of", self.calls_of)

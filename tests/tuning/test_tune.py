@@ -11,13 +11,13 @@ import torch
 from tests.helpers.cases import each_case
 from tests.helpers.forks import run_alone
 from tests.tuning.fake_gpu import CPU, M2_MAX
-from torch_metal_attn import explain, mps
+from torch_metal_attn import explain, mps, simulate
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.testing.judge import Measure
 from torch_metal_attn.testing.running import FAILED, Outcome
 from torch_metal_attn.tools import info
 from torch_metal_attn.tools.tune import command, measure, pipelines
-from torch_metal_attn.tools.tune.shapes import COMMON, TINY
+from torch_metal_attn.tools.tune.shapes import COMMON
 from torch_metal_attn.tuned import loading, tables
 
 FORWARD = {"heads": 2, "kv_heads": 1, "length": 100, "kv_length": 200, "head_dim": 16}
@@ -344,8 +344,8 @@ class TestBadInput:
             (["--rounds", "0"], "--rounds is 0; it must be above 0"),
             (["--minutes", "-1"], "--minutes is -1.0; it must be above 0"),
             (["--minutes", "nan"], "--minutes is nan; it must be above 0"),
+            (["--minutes", "inf"], "--minutes is inf; it must be above 0 and finite"),
             (["--dtype", "float16"], "--dtype is for --model"),
-            (["--simulator"], "--simulator needs --out FILE"),
             (["--shapes", "nothing.json"], "nothing.json cannot be read as JSON"),
             (["--model", "nothing"], "--model is nothing, and there is no file nothing"),
             (["--model", "x", "--shapes", "y"], "not allowed with argument"),
@@ -364,7 +364,7 @@ class TestBadInput:
         assert fake_gpu.calls == []
 
 
-@each_case("shape", [*COMMON, *TINY])
+@each_case("shape", COMMON)
 def test_the_default_shapes_have_kernels_to_choose(shape):
     assert measure.kernels_of(shape, CPU)
 
@@ -377,12 +377,15 @@ print(torch_metal_attn.explain(q, q, q).kernels["flash_fwd"].choice)
 """
 
 
-def test_end_to_end_in_the_simulator(shapes, tmp_path, capsys):
+def test_end_to_end_in_the_simulator(shapes, tmp_path, monkeypatch, capsys):
     """With real times, which say nothing of a GPU."""
+    monkeypatch.setattr(command.mps, "problem", lambda: "")
+    monkeypatch.setattr(command, "DEVICE", CPU)
     out = tmp_path / "table.json"
     given = shapes({"length": 8, "kv_length": 8, "heads": 1, "dtype": "float16"})
-    arguments = ["--shapes", given, "--rounds", "1", "--simulator", "--out", str(out)]
-    assert main(["tune", *arguments]) == 0
+    arguments = ["--shapes", given, "--rounds", "1", "--out", str(out)]
+    with simulate():
+        assert main(["tune", *arguments]) == 0
     (row,) = tables.read(out).rows.values()
     assert row.key == "flash_fwd half 16 16 plain q<=8 k<=8"
     assert len(row.timed[0].seconds) > 2

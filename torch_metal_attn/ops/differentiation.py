@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
@@ -24,6 +25,11 @@ _refused: dict[str, tuple[str, Written]] = {}  # by op, what `refuse` was given
 def transforming() -> bool:
     """Whether a transform of torch.func is active."""
     return bool(torch._C._are_functorch_transforms_active())
+
+
+def compiling() -> bool:
+    """Whether torch.compile makes a graph, asked inside an op, where torch 2.10 does not say so."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def batched(tensor: Tensor) -> bool:
@@ -358,7 +364,7 @@ def _refusals(
         source = next((n for n in (target, *sources) if n in needing), None)
         if source is not None and tensors[target].is_floating_point():
             # A graph drops what has no edge to its inputs; so may a transform.
-            if torch.compiler.is_compiling() or transforming():
+            if compiling() or transforming():
                 raise NotImplementedError(message(source))
             _check_may_be_overwritten(op, target, tensors[target], source)
             refusals[target] = message(source)

@@ -51,8 +51,8 @@ inline std::string taken(StringHandle handle) {
   const std::unique_ptr<StringOpaque, decltype(free_handle)> owner(handle, free_handle);
   std::size_t length = 0;
   const char* data = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &data));
+  TORCH_CALL(torch_string_length(handle, &length));
+  TORCH_CALL(torch_string_c_str(handle, &data));
   return {data, length};
 }
 

@@ -21,7 +21,7 @@ using Sizes = std::array<int64_t, 4>;
 Tensor allocate(int32_t device_type, int32_t dtype, const Sizes& sizes) {
   const Sizes strides{sizes[1] * sizes[2] * sizes[3], sizes[2] * sizes[3], sizes[3], 1};
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(
+  TORCH_CALL(
       aoti_torch_empty_strided(4, sizes.data(), strides.data(), dtype, device_type, 0, &handle));
   return Tensor(handle);
 }

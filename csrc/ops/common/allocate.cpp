@@ -93,8 +93,8 @@ Tensor swapped(const Tensor& tensor, int64_t one, int64_t other) {
   std::swap(sizes[static_cast<std::size_t>(one)], sizes[static_cast<std::size_t>(other)]);
   std::swap(strides[static_cast<std::size_t>(one)], strides[static_cast<std::size_t>(other)]);
   AtenTensorHandle view = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(
-      tensor.get(), tensor.dim(), sizes.data(), strides.data(), 0, &view));
+  TORCH_CALL(aoti_torch__reinterpret_tensor(tensor.get(), tensor.dim(), sizes.data(),
+                                            strides.data(), 0, &view));
   return Tensor(view);
 }
 
@@ -110,8 +110,8 @@ Tensor new_empty_strided(const Tensor& like, const Dims& sizes, const Dims& stri
   if (is_recording()) {
     device = aoti_torch_device_type_meta();
   } else {
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(like.get(), &index));
+    TORCH_CALL(aoti_torch_get_device_type(like.get(), &device));
+    TORCH_CALL(aoti_torch_get_device_index(like.get(), &index));
   }
   AtenTensorHandle handle = nullptr;
   if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),

@@ -144,7 +144,7 @@ bool same_sizes(const Tensor& tensor, IntHeaderOnlyArrayRef sizes) {
 // Tensor::layout() is not in torch 2.10's headers.
 bool is_strided(const Tensor& tensor) {
   int32_t layout = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  TORCH_CALL(aoti_torch_get_layout(tensor.get(), &layout));
   return layout == aoti_torch_layout_strided();
 }
 
@@ -160,8 +160,8 @@ struct Place {
 
 Place place_of(const Tensor& tensor) {
   Place place;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &place.type));
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &place.index));
+  TORCH_CALL(aoti_torch_get_device_type(tensor.get(), &place.type));
+  TORCH_CALL(aoti_torch_get_device_index(tensor.get(), &place.index));
   return place;
 }
 
@@ -185,7 +185,7 @@ std::array<std::optional<ScalarType>, kDtypes> likely_dtypes() {
 std::optional<ScalarType> likely_dtype(const Tensor& tensor) {
   static const auto dtypes = likely_dtypes();
   int32_t number = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+  TORCH_CALL(aoti_torch_get_dtype(tensor.get(), &number));
   const auto place = static_cast<std::size_t>(number);
   return place < kDtypes ? dtypes[place] : std::nullopt;
 }
@@ -225,7 +225,7 @@ void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allo
     tensor.scalar_type();
   } catch (const std::runtime_error&) {
     int32_t number = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &number));
+    TORCH_CALL(aoti_torch_get_dtype(tensor.get(), &number));
     check(false, name, " has a dtype without a name here (number ", number, "); it must be ",
           allowed);
   }
@@ -416,7 +416,7 @@ void check_storage(ArgumentName name, const Tensor& tensor) {
           "; they reach beyond 2^63 elements");
   }
   int64_t bytes = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  TORCH_CALL(aoti_torch_get_storage_size(tensor.get(), &bytes));
   const int64_t element = static_cast<int64_t>(tensor.element_size());
   check(last < bytes / element, name, " has shape ", shape_text(tensor), " and strides ",
         stride_text(tensor), ", and a storage of ", bytes, " bytes, which must hold ", last + 1,

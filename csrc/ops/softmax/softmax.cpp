@@ -248,8 +248,7 @@ Tensor new_like(const Tensor& x) {
   const auto device = is_recording() ? std::optional(meta) : std::nullopt;
   std::array<StableIValue, 6> stack{from(x),      from(std::nullopt), from(std::nullopt),
                                     from(device), from(std::nullopt), from(std::nullopt)};
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_CALL(torch_call_dispatcher("aten::empty_like", "", stack.data(), TORCH_ABI_VERSION));
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 

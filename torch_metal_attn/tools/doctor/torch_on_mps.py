@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+TORCH = str(torch.__version__)  # whose ways they are
+
 _DECODE_QUERIES = 8
 _DECODE_HEAD_DIMS = (64, 96, 128)
 # Since torch 2.13.
@@ -53,7 +55,7 @@ class Call:
 
 def way(call: Call, version: str | None = None) -> tuple[str, str]:
     """FUSED, UNFUSED or RAISES, and why, or for how many queries; version: torch's own if None."""
-    later = torch.torch_version.TorchVersion(version or torch.__version__) >= "2.13"
+    later = torch.torch_version.TorchVersion(version or TORCH) >= "2.13"
     reason = _not_fused(call, later)
     if reason is None:
         return FUSED, _fused_only(call.query[-1], later)

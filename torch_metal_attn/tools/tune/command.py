@@ -1,26 +1,26 @@
 """`python -m torch_metal_attn tune`: measure tiles on this machine, and keep the fastest."""
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from torch_metal_attn.runtime import machine as machines
 from torch_metal_attn.runtime import mps
-from torch_metal_attn.simulator import simulate
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 from torch_metal_attn.tools.bench.timing import Timer, timer_of
 from torch_metal_attn.tools.progress import Progress
 from torch_metal_attn.tools.tune import report, tiles
 from torch_metal_attn.tools.tune.measure import Tried, kernels_of, measure
-from torch_metal_attn.tools.tune.shapes import COMMON, TINY, add_arguments, chosen
+from torch_metal_attn.tools.tune.shapes import COMMON, add_arguments, chosen
 from torch_metal_attn.tuned import loading, tables
 from torch_metal_attn.tuned.tables import BadTable, Machine, Table
 
+DEVICE = torch.device("mps")
 _ROUNDS = 15
 
 
@@ -43,12 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the table there, and not where the package finds it by itself",
     )
-    parser.add_argument(
-        "--simulator",
-        action="store_true",
-        help="try the command without a GPU, on tiny shapes: its times say nothing of one, so it "
-        "needs --out",
-    )
 
 
 def tune(options: argparse.Namespace) -> bool:
@@ -58,45 +52,34 @@ def tune(options: argparse.Namespace) -> bool:
     kernel, so an interrupt keeps what was measured. Raises BadShape, OSError or CacheError.
     """
     _check_options(options)
-    problem = "" if options.simulator else mps.problem()
+    problem = mps.problem()
     if problem:
         print(
             f"tune measures an Apple GPU, and mps cannot be used here: {problem}", file=sys.stderr
         )
         return False
-    device = _device(options)
     machine = loading.this_machine()
-    with simulate() if options.simulator else nullcontext():
-        shapes = chosen(options) or (TINY if options.simulator else COMMON)
-        with tiles.forced({}):
-            for shape in shapes:
-                kernels_of(shape, device)  # refused before anything is measured
-        path = options.out or loading.path_of(machine)
-        run = _Run(path, _table_at(path, machine), device, timer_of(device), options.rounds)
-        run.table.about = machines.describe(device)
-        try:
-            run.measure(shapes, options.minutes)
-        finally:
-            run.conclude(len(shapes))
+    shapes = chosen(options) or COMMON
+    with tiles.forced({}):
+        for shape in shapes:
+            kernels_of(shape, DEVICE)  # refused before anything is measured
+    path = options.out or loading.path_of(machine)
+    run = _Run(path, _table_at(path, machine), DEVICE, timer_of(DEVICE), options.rounds)
+    run.table.about = machines.describe(DEVICE)
+    try:
+        run.measure(shapes, options.minutes)
+    finally:
+        run.conclude(len(shapes))
     return not run.wrong
-
-
-def _device(options: argparse.Namespace) -> torch.device:
-    return torch.device("cpu" if options.simulator else "mps")
 
 
 def _check_options(options: argparse.Namespace) -> None:
     if options.rounds < 1:
         raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
-    if options.minutes is not None and not options.minutes > 0:
-        raise BadShape(f"--minutes is {options.minutes}; it must be above 0")
+    if options.minutes is not None and not 0 < options.minutes < math.inf:
+        raise BadShape(f"--minutes is {options.minutes}; it must be above 0 and finite")
     if options.dtype is not None and options.model is None:
         raise BadShape("--dtype is for --model: a file of --shapes has the dtypes")
-    if options.simulator and options.out is None:
-        raise BadShape(
-            "--simulator needs --out FILE: its times say nothing of a GPU, so the package must not "
-            "find them by itself"
-        )
 
 
 def _table_at(path: Path, machine: Machine) -> Table:

@@ -67,12 +67,6 @@ COMMON = (
     ),
     Shape("training", 1, 32, 8, 2048, 2048, 128, "bfloat16", causal=True),
 )
-# In the simulator, to try the command: seconds.
-TINY = (
-    Shape("forward", heads=2, kv_heads=1, length=32, kv_length=64, head_dim=16),
-    Shape("decode", heads=2, kv_heads=1, length=1, kv_length=64, head_dim=16),
-    Shape("training", heads=1, kv_heads=1, length=16, kv_length=16, head_dim=16),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -53,8 +53,8 @@ class CascadePlan:
 
     Sequences whose block tables begin with the same pages share a prefix, and some of them may
     share more: a tree of prefixes. Each level of the tree is one call of `flash_decode`, in which
-    the queries of all sequences that share pages are packed as one sequence. One more call reads the
-    rest of each sequence, and `merge_state_` joins them (FlashInfer's MultiLevelCascade, vLLM's
+    the queries of all sequences that share pages are packed as one sequence. One more call reads
+    the rest of each sequence, and `merge_state_` joins them (FlashInfer's MultiLevelCascade, vLLM's
     cascade attention). Only whole pages that every query of every sharing sequence sees are shared.
 
     Args: block_table: (B, max_blocks), ints. seqlens: (B,), the keys of each sequence, those of the

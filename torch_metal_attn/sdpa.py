@@ -291,7 +291,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 def _check_types(arguments: Arguments) -> None:
     for name, value in zip(arguments._fields, arguments, strict=True):
         allowed, wanted = _TYPES[name]
-        if not isinstance(value, allowed):
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             found = f"a {type(value).__name__}" if "tensor" in wanted else repr(value)
             raise TypeError(f"{name} is {found}; it must be {wanted}")
 

@@ -150,8 +150,11 @@ def test_tensors_of_other_shapes_are_left_alone(device):
     q, k, v = flat()
     by_head = by_heads()
     reasons = {
-        "q has 3 dimensions; it must have 4": ((q, k, v), {"skip_reshape": True}),
-        "q has 4 dimensions; it must have 3": (by_head, {}),
+        "q has shape (2, 9, 32); it must be (B, heads, L, D)": ((q, k, v), {"skip_reshape": True}),
+        "q has shape (2, 2, 9, 16); it must be (B, L, heads * D)": (by_head, {}),
+        "k is a NoneType; it must be a tensor": ((q, None, v), {}),
+        "mask is a list; it must be a tensor": ((q, k, v), {"mask": [1]}),
+        "skip_output_reshape is 2; it must be a bool": ((q, k, v), {"skip_output_reshape": 2}),
         "k has 16 columns; with 2 heads of 16 it must have 32": ((q, k[..., :16], v), {}),
         "k has 17 columns; with 2 heads of 16 it must have a multiple of 16": (
             (q, k[..., :17], v),

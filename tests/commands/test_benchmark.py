@@ -400,6 +400,7 @@ class TestShapes:
         "content, words",
         [
             ("{", "cannot be read as JSON"),
+            ("[" * 10**5, "cannot be read as JSON: maximum recursion depth exceeded"),
             ("[]", "a list of objects"),
             ('[{"speed": 1}]', "shape 0 has 'speed'; it must be an object of kind, batch"),
             ("[7]", "shape 0 is 7; it must be an object of kind, batch"),

@@ -9,6 +9,7 @@ import torch._dynamo.testing
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.flash_fwd_options import ints
 from tests.common.ops import EXAMPLES
+from tests.helpers.cases import each_case
 from torch_metal_attn import explain, flash_attn_func, sdpa_replaced, simulate
 from torch_metal_attn.quantisation import quantise
 
@@ -119,9 +120,11 @@ def test_of_each_op(name):
     assert found.op == name
     assert found.backend == "reference"
     assert list(found.kernels) == CALLS[name][1]
-    assert found.cost.bytes > 0
-    products = name.startswith(("flash", "flex")) or name in ("decode_step", "index_scores")
-    assert (found.cost.flops > 0) == products
+    elementwise = name.startswith(("rope", "softmax", "apply", "merge", "copy"))
+    assert (found.cost is None) == elementwise
+    if found.cost is not None:
+        assert found.cost.bytes > 0
+        assert (found.cost.flops > 0) == (name != "append_kv")
     for kernel in found.kernels:
         assert f"{kernel} on reference" in str(found)
     assert json.loads(json.dumps(found.as_dict()))["op"] == name
@@ -161,6 +164,25 @@ def test_refusals():
     assert str(found).startswith("refused: ")
     assert explain(q, "k", v).refusal == "k is a str; it must be a tensor"
     assert explain(q, k, v, causal="yes").refusal == "causal is 'yes'; it must be a bool"
+
+
+@each_case(
+    "changes, message",
+    [
+        ({"v": None}, "metal_attn::flash_fwd needs an argument v"),
+        ({"windows": 3, "foo": 1}, "metal_attn::flash_fwd has no argument windows, foo"),
+    ],
+)
+def test_arguments_that_are_not_the_ops(changes, message):
+    given = dict(zip("qkv", attention(), strict=True)) | changes
+    found = explain(ops.flash_fwd, **{name: x for name, x in given.items() if x is not None})
+    assert found.refusal == message
+
+
+def test_numbers_that_are_tensors():
+    window, offset = torch.tensor(3), torch.tensor([2])
+    found = explain(*attention(), window_size_left=window, q_offset=offset)
+    assert found == explain(*attention(), window_size_left=3, q_offset=2)
 
 
 def test_nothing_to_do_is_no_kernel():

@@ -10,6 +10,7 @@ import torch
 
 from tests.commands import fuzz_deadly
 from tests.helpers import forks
+from tests.helpers.cases import each_case
 from tests.helpers.mutants import plant, repeated
 from torch_metal_attn import sdpa, simulate, testing
 from torch_metal_attn.__main__ import main
@@ -607,11 +608,20 @@ class TestCommand:
         assert ended.value.code == 2
         assert str(path) in capsys.readouterr().err
 
-    @pytest.mark.parametrize("option", ["--minutes", "--workers", "--cases"])
-    def test_nothing_is_no_number(self, option, capsys):
+    @each_case(
+        "option, text, message",
+        [
+            *((name, "0", "not a positive") for name in ("--minutes", "--workers", "--cases")),
+            ("--minutes", "inf", "inf is not a positive, finite number"),
+            ("--case-seconds", "nan", "nan is not a positive, finite number"),
+            ("--cases", "1" + "0" * 20, "is above 1000000000"),
+            ("--workers", "1025", "1025 is above 1024"),
+        ],
+    )
+    def test_numbers(self, option, text, message, capsys):
         with pytest.raises(SystemExit):
-            main(["fuzz", option, "0"])
-        assert "0 is not positive" in capsys.readouterr().err
+            main(["fuzz", option, text])
+        assert message in capsys.readouterr().err
 
     def test_a_case_has_a_number_from_0(self, capsys):
         with pytest.raises(SystemExit):

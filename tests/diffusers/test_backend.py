@@ -18,6 +18,7 @@ from tests.diffusers.tiny_models import FAMILIES, answer
 from tests.helpers.forks import run_program
 from torch_metal_attn import integrations
 from torch_metal_attn.integrations import registration
+from torch_metal_attn.integrations.diffusers import metal_attention
 
 
 def problem(queries=9, keys=7, heads=2, kv_heads=2, dtype=torch.float32):
@@ -87,6 +88,12 @@ def test_refusals(device, metal_attn):
         dispatch_attention_fn(*tensors, parallel_config=object())
     with pytest.raises(ValueError, match=r"query has dtype torch\.float64; it must be"):
         dispatch_attention_fn(*(x.double() for x in tensors))
+    with pytest.raises(TypeError, match="key is a NoneType; it must be a tensor"):
+        metal_attention(tensors[0], None, tensors[2])
+    with pytest.raises(ValueError, match=r"value has shape \(.*\); it must be \(B, L, H, D\)"):
+        metal_attention(*tensors[:2], tensors[2][0])
+    with pytest.raises(TypeError, match="attn_mask is a bool; it must be a tensor or None"):
+        metal_attention(*tensors, attn_mask=True)
     with pytest.raises(ValueError, match="query has a head dim of 577"):
         dispatch_attention_fn(*(torch.randn(1, 2, 1, 577) for _ in range(3)))
 

@@ -280,6 +280,7 @@ def refused():
     yield {"value": 3}, TypeError, "value is a int"
     yield {"attn_mask": True}, TypeError, "attn_mask is a bool"
     yield {"dropout_p": None}, TypeError, "dropout_p is None"
+    yield {"dropout_p": True}, TypeError, "dropout_p is True; it must be a number"
     yield {"scale": "1"}, TypeError, "scale is '1'"
     yield {"is_causal": 1}, TypeError, "is_causal is 1"
     yield {"enable_gqa": None}, TypeError, "enable_gqa is None"

@@ -211,8 +211,8 @@ class TestOfTheProcess:
             raise KeyError
 
     def test_bad_argument(self):
-        with pytest.raises(TypeError, match="process_wide is 1; it must be a bool"):
-            sdpa_replaced(1)
+        with pytest.raises(TypeError, match="process_wide is 2; it must be a bool"):
+            sdpa_replaced(2)
 
     def test_compiled(self):
         """One graph for inside and one for outside, in every thread; blocks do not compile anew."""

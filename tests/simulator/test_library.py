@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -297,6 +298,9 @@ def test_wrong_sources():
         ({"constants": [1]}, TypeError, "constants is a list; it must be a dict"),
         ({"include_dirs": "."}, TypeError, r"include_dirs is '\.'; it must be a list"),
         ({"include_dirs": [5]}, TypeError, "include_dirs has 5; it must hold paths"),
+        ({"include_dirs": None}, TypeError, "include_dirs is a NoneType; it must be a list of di"),
+        ({"check": 1}, TypeError, "check is 1; it must be a bool"),
+        ({"count": torch.ones(2)}, TypeError, "count is a Tensor; it must be a bool"),
         ({"source": "// \ud800"}, ValueError, "source cannot be encoded as UTF-8"),
     ],
 )
@@ -374,7 +378,10 @@ def test_autograd_sees_what_a_kernel_writes(library):
         ({"group_size": 4.0}, TypeError, r"group_size is 4\.0; it must be an int"),
         ({"group_size": 1025}, ValueError, "is 1025 threads; 1 to 1024 fit"),
         ({"group_size": 0}, ValueError, "is 0 threads"),
+        ({"threads": b"a"}, TypeError, "threads is b'a'; it must be an int or 1 to 3 ints"),
         ({"threadgroup_bytes": 5}, TypeError, "threadgroup_bytes is a int"),
+        ({"threadgroup_bytes": torch.ones(2)}, TypeError, "threadgroup_bytes is a Tensor"),
+        ({"relaxed_precision": np.ones(2)}, ValueError, "relaxed_precision is array"),
         ({"threadgroup_bytes": {0: 4}}, ValueError, r"there is no threadgroup\(0\)"),
         ({"threadgroup_bytes": {"0": 5}}, ValueError, r"threadgroup_bytes\['0'\]: there is no"),
         ({"workers": 0}, ValueError, "workers is 0; it must be an int from 1 to 1024"),

@@ -129,3 +129,11 @@ def test_wrong_settings(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value!r}; .* from [01] to"):
         with simulate(**{name: value}):
             pass
+
+
+@each_case("name, value", [*product(["check", "count", "record"], [1, None, "yes"])])
+def test_flags(name, value):
+    shown = "a NoneType" if value is None else repr(value)
+    with pytest.raises(TypeError, match=f"{name} is {shown}; it must be a bool"):
+        with simulate(**{name: value}):
+            pass

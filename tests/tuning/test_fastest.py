@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -126,6 +127,8 @@ def test_without_a_table_all_run_here_and_a_warning_says_so(nothing_said):  # no
 def test_another_preference():
     with pytest.raises(ValueError, match="prefer is 'speed'; it must be 'metal_attn' or 'fastest'"):
         sdpa_replaced(prefer="speed")
+    with pytest.raises(ValueError, match="prefer is array"):
+        sdpa_replaced(prefer=np.ones(2))
 
 
 def test_keys_are_kept_by_layout(monkeypatch):

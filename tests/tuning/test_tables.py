@@ -204,9 +204,10 @@ class TestPrecedence:
         table().write(places[1])
         assert set(loading.load(M2_MAX).rows) == {KEY}
 
-    def test_the_lines_are_printed(self, places, monkeypatch, capsys):
+    @pytest.mark.parametrize("text", ["{", "[" * 10**5], ids=len)
+    def test_the_lines_are_printed(self, text, places, monkeypatch, capsys):
         places[0].parent.mkdir(parents=True)
-        places[0].write_text("{")
+        places[0].write_text(text)
         monkeypatch.setattr(loading, "this_machine", lambda: M2_MAX)
         loading.install()
         (line,) = capsys.readouterr().err.splitlines()

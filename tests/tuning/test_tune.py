@@ -344,6 +344,7 @@ class TestBadInput:
             (["--rounds", "0"], "--rounds is 0; it must be above 0"),
             (["--minutes", "-1"], "--minutes is -1.0; it must be above 0"),
             (["--minutes", "nan"], "--minutes is nan; it must be above 0"),
+            (["--minutes", "inf"], "--minutes is inf; it must be above 0 and finite"),
             (["--dtype", "float16"], "--dtype is for --model"),
             (["--shapes", "nothing.json"], "nothing.json cannot be read as JSON"),
             (["--model", "nothing"], "--model is nothing, and there is no file nothing"),

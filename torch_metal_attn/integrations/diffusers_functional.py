@@ -15,6 +15,7 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 
 import torch_metal_attn.sdpa as sdpa
+from torch_metal_attn.call.arguments import check_tensor
 
 _DISPATCH = "diffusers.models.attention_dispatch"
 _FULL_NAME = "nn.functional.scaled_dot_product_attention"
@@ -39,6 +40,8 @@ def metal_attention(
 
     Operands whose last dimension is strided are copied first, as torch's own kernels do.
     """
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x)
     if _replaces_scores():
         return functional.scaled_dot_product_attention(query, key, value, *rest, **options)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))

@@ -31,6 +31,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
+from torch_metal_attn.call.arguments import flag
 from torch_metal_attn.integrations.imports import when_imported
 from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.runtime import session
@@ -251,9 +252,8 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
 
     Returns: the context, see `SdpaReplaced`. It may be entered again, and by several threads.
     """
-    if not isinstance(process_wide, bool):
-        raise TypeError(f"process_wide is {process_wide!r}; it must be a bool")
-    if prefer not in _PREFERENCES:
+    process_wide = flag("process_wide", process_wide)
+    if not isinstance(prefer, str) or prefer not in _PREFERENCES:
         allowed = " or ".join(map(repr, _PREFERENCES))
         raise ValueError(f"prefer is {prefer!r}; it must be {allowed}")
     return SdpaReplaced(process_wide, prefer == "fastest")

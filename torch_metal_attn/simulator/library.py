@@ -66,22 +66,15 @@ def compile_shader(
         >>> x
         tensor([2., 2., 2.])
     """
-    if not isinstance(source, str):
-        raise TypeError(f"source is a {type(source).__name__}; it must be a str")
-    if not source.isascii():
-        _check_unicode(source)
-    folders = [*_folders(include_dirs), *torch_headers(source)]
-    for what, given in (("defines", defines), ("constants", constants)):
-        if given is not None and not isinstance(given, Mapping):
-            raise TypeError(f"{what} is a {type(given).__name__}; it must be a dict")
-    macros = {name: _macro(name, value) for name, value in (defines or {}).items()}
+    folders, macros = folders_and_macros(source, include_dirs, defines)
+    _check_mapping("constants", constants)
     program = build(
         source,
         include_dirs=folders,
         defines=macros,
         constants=constants,
-        check=bool(check),
-        count=bool(count),
+        check=runs.flag("check", check),
+        count=runs.flag("count", count),
         language=versions.checked(language),
     )
     if program.kernels and program.compiles_at_once:
@@ -89,9 +82,26 @@ def compile_shader(
     return ShaderLibrary(program)
 
 
-def torch_headers(source: str) -> list[str]:
-    """The folders for the headers of torch that a text names."""
-    return [str(Path(torch.__file__).parent / "include")] if "c10/metal/" in source else []
+def folders_and_macros(
+    source: str,
+    include_dirs: Iterable[str | os.PathLike[str]],
+    defines: Mapping[str, str | int | bool] | None,
+) -> tuple[list[str], dict[str, str]]:
+    """What a text is compiled with, after checks of all three arguments."""
+    if not isinstance(source, str):
+        raise TypeError(f"source is a {type(source).__name__}; it must be a str")
+    if not source.isascii():
+        _check_unicode(source)
+    folders = _folders(include_dirs)
+    if "c10/metal/" in source:  # headers of torch
+        folders.append(str(Path(torch.__file__).parent / "include"))
+    _check_mapping("defines", defines)
+    return folders, {name: _macro(name, value) for name, value in (defines or {}).items()}
+
+
+def _check_mapping(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a dict")
 
 
 def _check_unicode(source: str) -> None:
@@ -102,10 +112,13 @@ def _check_unicode(source: str) -> None:
 
 
 def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
-    if isinstance(include_dirs, (str, bytes, os.PathLike)):
+    if isinstance(include_dirs, str | bytes | os.PathLike):
         raise TypeError(
             f"include_dirs is {include_dirs!r}; it must be a list of directories, not one"
         )
+    if not isinstance(include_dirs, Iterable) or isinstance(include_dirs, torch.Tensor):
+        kind = type(include_dirs).__name__
+        raise TypeError(f"include_dirs is a {kind}; it must be a list of directories")
     folders = []
     for directory in include_dirs:
         if not isinstance(directory, (str, os.PathLike)):
@@ -237,7 +250,7 @@ class ShaderKernel:
         buffers = _bind(self._kernel, parameters, held, program.checked)
         _check_types(name, args, held, parameters, types)
         grid, group = _grid(name, held, args, threads, group_size)
-        memory = _threadgroup_memory(name, parameters, threadgroup_bytes or {})
+        memory = _threadgroup_memory(name, parameters, threadgroup_bytes)
         if 0 in grid:
             return
         started = time.perf_counter()
@@ -461,7 +474,8 @@ def _grid(
 
 
 def _dimensions(kernel: str, what: str, value: int | Sequence[int]) -> list[int]:
-    sizes = [value] if isinstance(value, int) or not isinstance(value, Sequence) else list(value)
+    one = isinstance(value, int | bytes) or not isinstance(value, Sequence)
+    sizes: list[Any] = [value] if one else list(value)  # type: ignore[arg-type]
     if not 1 <= len(sizes) <= 3 or not all(isinstance(size, int) for size in sizes):
         raise TypeError(f"{kernel}: {what} is {value!r}; it must be an int or 1 to 3 ints")
     if any(not 0 <= size < 2**32 for size in sizes):
@@ -470,8 +484,9 @@ def _dimensions(kernel: str, what: str, value: int | Sequence[int]) -> list[int]
 
 
 def _threadgroup_memory(
-    kernel: str, parameters: Sequence[Parameter], given: Mapping[int, int]
+    kernel: str, parameters: Sequence[Parameter], given: Mapping[int, int] | None
 ) -> list[tuple[int, int]]:
+    given = {} if given is None else given
     if not isinstance(given, Mapping):
         raise TypeError(f"{kernel}: threadgroup_bytes is a {type(given).__name__}; not a dict")
     expected = {p.index: p.name for p in parameters if p.kind == "threadgroup"}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import lint
+from . import lint, runs
 from .diagnostics import hides_frames
 from .library import ShaderLibrary, compile_shader
 from .metal import versions
@@ -55,11 +55,8 @@ def replacing_compile_shader(
     Blocks nest. The innermost block of the thread decides, then the innermost of the process.
     Libraries remain usable after the block.
     """
-    for name, value in (("check", check), ("process_wide", process_wide)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; it must be a bool")
-    block = _Block(check, versions.checked(language))
-    _install(block, process_wide)
+    block = _Block(runs.flag("check", check), versions.checked(language))
+    _install(block, runs.flag("process_wide", process_wide))
     token = None if process_wide else _of_thread.set(block)
     try:
         yield

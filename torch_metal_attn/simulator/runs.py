@@ -135,13 +135,13 @@ def simulate(
         given = type(uninitialised).__name__
         raise TypeError(f"uninitialised is a {given}; it must be a list of tensors")
     run = Run(
-        check=bool(check),
-        count=bool(count),
+        check=flag("check", check),
+        count=flag("count", count),
         seed=whole("seed", seed, 2**32 - 1),
         workers=whole("workers", workers, MOST_WORKERS, least=1),
         uninitialised=uninitialised,
         step_limit=whole("step_limit", step_limit, 2**63 - 1, least=1),
-        record=bool(record),
+        record=flag("record", record),
         language=versions.checked(language),
         tensors=tensor_model(lane_map, relaxed_precision),
     )
@@ -186,6 +186,13 @@ def whole(name: str, value: int | None, most: int, least: int = 0) -> int:
     if not isinstance(value, int) or not least <= value <= most:
         last = most if most <= MOST_WORKERS else f"2**{most.bit_length()} - 1"
         raise ValueError(f"{name} is {value!r}; it must be an int from {least} to {last}")
+    return value
+
+
+def flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        shown = repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
+        raise TypeError(f"{name} is {shown}; it must be a bool")
     return value
 
 

@@ -37,7 +37,7 @@ def tensor_model(
     if lane_map is not None:
         default = _with_lane_map(default, lane_map)
     if relaxed_precision is not None:
-        if relaxed_precision not in RELAXED:
+        if not isinstance(relaxed_precision, str) or relaxed_precision not in RELAXED:
             names = " or ".join(f'"{name}"' for name in RELAXED)
             raise ValueError(f"relaxed_precision is {relaxed_precision!r}; it must be {names}")
         default = replace(default, rounds=relaxed_precision == "round")

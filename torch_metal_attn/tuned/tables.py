@@ -196,7 +196,7 @@ def read(path: Path) -> Table:
     """The table in a file, for whatever machine. Raises BadTable, or OSError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         raise BadTable(f"it is not JSON: {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import natural
+from torch_metal_attn.call.arguments import check_rank, check_tensor, flag, natural
 from torch_metal_attn.integrations.sdpa_replacement import count_reason, problem_or_reason
 from torch_metal_attn.sdpa import Problem
 
@@ -92,21 +92,21 @@ def planned(
         (B, Lq, heads * D).
 
     Raises:
-        TypeError: an option that is not known here.
+        TypeError: an option that is not known here, or an argument of another type.
         ValueError: tensors of other numbers of dimensions, or of other heads.
     """
     unknown = sorted(set(options).difference(_PASSED_ON, _PRECISION, _OF_COMFYUI))
     if unknown:
         raise TypeError(f"attention has no option {', '.join(unknown)}")
-    dimensions = 4 if skip_reshape else 3
+    by_heads = flag("skip_reshape", skip_reshape)
+    layout = "(B, heads, L, D)" if by_heads else "(B, L, heads * D)"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != dimensions:
-            raise ValueError(f"{name} has {x.dim()} dimensions; it must have {dimensions}")
-    if not skip_reshape:
+        check_rank(name, x, layout)
+    if not by_heads:
         width = q.shape[-1] // natural("heads", heads, 1)
         for name, x in (("q", q), ("k", k), ("v", v)):
             columns = x.shape[-1]
-            grouped = name != "q" and options.get("enable_gqa", False)
+            grouped = name != "q" and flag("enable_gqa", options.get("enable_gqa", False))
             if columns != heads * width and (not grouped or columns % width):
                 allowed = f"a multiple of {width}" if grouped else heads * width
                 raise ValueError(
@@ -115,10 +115,12 @@ def planned(
                 )
         q, k, v = (x.unflatten(-1, (-1, width)).transpose(1, 2) for x in (q, k, v))
     if mask is not None:
+        check_tensor("mask", mask)
         mask = mask[(None,) * (3 - mask.dim())]
         mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
     passed_on = {name: options[name] for name in _PASSED_ON if name in options}
-    return (*problem_or_reason((q, k, v, mask), passed_on), skip_output_reshape)
+    result_by_heads = flag("skip_output_reshape", skip_output_reshape)
+    return (*problem_or_reason((q, k, v, mask), passed_on), result_by_heads)
 
 
 def patch(model: Any) -> Any:

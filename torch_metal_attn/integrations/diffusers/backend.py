@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torch_metal_attn.call.arguments import check_rank, flag
 from torch_metal_attn.integrations import diffusers_functional
 from torch_metal_attn.integrations.diffusers.reach import has_attention
 from torch_metal_attn.integrations.imports import when_imported
@@ -61,14 +62,16 @@ def metal_attention(
         ValueError: return_lse, or context parallelism, which this backend does not support.
             `torch_metal_attn.scaled_dot_product_attention` raises for what it refuses.
     """
-    if return_lse:
+    if flag("return_lse", return_lse):
         raise ValueError("return_lse is True; the metal_attn backend does not return it")
     if _parallel_config is not None:
         raise ValueError(
             "the model has a parallel config, and the metal_attn backend does not support context "
             'parallelism: set the backend "native"'
         )
-    if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_rank(name, x, "(B, L, H, D)")
+    if isinstance(attn_mask, Tensor) and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None]
     operands = (x.transpose(1, 2) for x in (query, key, value))
     out = diffusers_functional.metal_attention(

@@ -6,13 +6,14 @@ rules of this project's shaders. The simulator finds barriers and SIMD operation
 when the shader runs.
 """
 
+import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from .. import build, diagnostics, toolchain
-from ..library import torch_headers
+from .. import build, diagnostics, runs, toolchain
+from ..library import folders_and_macros
 from ..metal import versions
 from ..metal.lexer import END_OF_SHIM, MetalSourceError, TokenList, lex
 from ..metal.rewrite import rewrite
@@ -40,25 +41,28 @@ DIAGNOSED_RULES = {"variable length array": "vla", "C++17": "cpp17", "C++20": "c
 def lint_source(
     source: str,
     *,
-    include_dirs: Sequence[str] = (),
-    defines: Mapping[str, str] | None = None,
+    include_dirs: Iterable[str | os.PathLike[str]] = (),
+    defines: Mapping[str, str | int | bool] | None = None,
     language: str = versions.DEFAULT,
     strict: bool = True,
 ) -> list[Finding]:
     """Findings in a Metal text and in the headers that it includes, specialised by `defines`.
 
+    The arguments are those of `compile_shader`, and raise as there.
     strict: also those of PROJECT_RULES. Without them, Apple's compiler rejects what is found.
     """
-    if strict and (findings := list(ascii_only(source))):
+    folders, macros = folders_and_macros(source, include_dirs, defines)
+    versions.checked(language)
+    if runs.flag("strict", strict) and (findings := list(ascii_only(source))):
         return findings
-    folders = [*include_dirs, *torch_headers(source)]
-    findings = _findings(source, folders, defines or {}, language)
+    findings = _findings(source, folders, macros, language)
     return [finding for finding in findings if strict or finding.rule not in PROJECT_RULES]
 
 
 def refuse(source: str, language: str = versions.DEFAULT) -> None:
     """Raise ShaderCompileError for a text that clang compiles and torch.mps.compile_shader not."""
-    if found := [*ascii_only(source)] or lint_source(source, language=language, strict=False):
+    findings = lint_source(source, language=language, strict=False)
+    if found := [*ascii_only(source)] or findings:
         lines = "\n".join(map(str, found))
         raise build.ShaderCompileError(
             f"torch.mps.compile_shader would reject the source:\n{lines}"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.call.arguments import plain
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.ops import flash_bwd
 from torch_metal_attn.ops.differentiation import refuse_layout
@@ -81,9 +82,9 @@ class Explanation:
         but runs no kernel; "" if the call is refused. kernels: the kernels that run, in order, by
         the names of the Metal functions; for `flash_bwd` only those that compute gradients. reason:
         why this specialisation was chosen. cost: the fewest FLOPs and bytes that the call needs,
-        see `torch_metal_attn.tools.costs`; None if it is refused. refusal: the error that the call
-        would raise; None if it would run. training: what a backward adds, if backward=True was
-        given.
+        see `torch_metal_attn.tools.costs`; None if it is refused, or the op is elementwise.
+        refusal: the error that the call would raise; None if it would run. training: what a
+        backward adds, if backward=True was given.
 
     The properties kernel, specialisation, grid, threads and threadgroup_bytes describe the first
     kernel, or the one after `mask_blocks`, which lists the blocks that a bool mask shows.
@@ -175,10 +176,15 @@ def short_name(op: Any) -> str | None:
 
 
 def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The op's arguments by name, without those that were not given."""
+    """The op's arguments by name, without those that were not given.
+
+    Numbers are Python's, also where the op was given NumPy's or a tensor of one element.
+    """
     schema = getattr(torch.ops.metal_attn, name).default._schema
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
-    return dict(zip(names, arguments, strict=False)) | options
+    numbers = {one.name for one in schema.arguments if "Tensor" not in str(one.type)}
+    given = dict(zip(names, arguments, strict=False)) | options
+    return {one: plain(one, value) if one in numbers else value for one, value in given.items()}
 
 
 def recording_op(name: str) -> Any:
@@ -199,6 +205,7 @@ def explain_op(
             try:
                 recorded = op(*arguments, **options)
             except RuntimeError:
+                _check_names(name, given)
                 for argument, value in given.items():
                     if isinstance(value, Tensor):
                         refuse_layout(argument, value)
@@ -214,9 +221,19 @@ def explain_op(
         backend=_backend(given),
         kernels=_kernels(launches, of_gradients="bwd" in name),
         reason=reasons[0] if reasons else "" if launches else _NOTHING,
-        cost=costs.cost(name, given),
+        cost=costs.cost(name, given) if name in costs.FORMULAS else None,
         training=_training(of_backward, name, given) if backward else None,
     )
+
+
+def _check_names(name: str, given: dict[str, Any]) -> None:
+    """Raise TypeError unless all arguments are the op's, and those that it needs are given."""
+    schema = getattr(torch.ops.metal_attn, name).default._schema.arguments
+    unknown = [one for one in given if one not in {argument.name for argument in schema}]
+    missing = [one.name for one in schema if not one.has_default_value() and one.name not in given]
+    for names, problem in ((unknown, "has no argument"), (missing, "needs an argument")):
+        if names:
+            raise TypeError(f"metal_attn::{name} {problem} {', '.join(names)}")
 
 
 def backward_launches(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:

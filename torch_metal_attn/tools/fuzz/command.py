@@ -1,11 +1,13 @@
 """`python -m torch_metal_attn fuzz`: random calls until the time is over."""
 
 import argparse
+import math
 import time
 from pathlib import Path
 
 from torch_metal_attn.runtime import machine
 from torch_metal_attn.runtime.device import best_device
+from torch_metal_attn.simulator.runs import MOST_WORKERS
 from torch_metal_attn.testing import running
 from torch_metal_attn.testing.families import draw
 from torch_metal_attn.tools.fuzz import report, workers
@@ -22,13 +24,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--minutes", type=_positive(float), default=1.0, help="run for this long (default: 1)"
     )
     parser.add_argument(
-        "--cases", type=_positive(int), help="stop after this many cases, even before --minutes"
+        "--cases",
+        type=_positive(int, _MOST_CASES),
+        help="stop after this many cases, even before --minutes",
     )
     parser.add_argument(
         "--seed", type=int, help="seed of all cases (default: a new one, which is printed)"
     )
     parser.add_argument(
-        "--workers", type=_positive(int), default=1, help="number of processes (default: 1)"
+        "--workers",
+        type=_positive(int, MOST_WORKERS),
+        default=1,
+        help="number of processes (default: 1)",
     )
     parser.add_argument("--case", type=_index, metavar="I", help="run only case I of --seed")
     parser.add_argument(
@@ -56,11 +63,13 @@ def _index(text: str) -> int:
     return int(text)
 
 
-def _positive(kind: type[int] | type[float]) -> "type[int] | type[float]":
+def _positive(kind: type[int] | type[float], most: float = math.inf) -> "type[int] | type[float]":
     def read(text: str) -> int | float:
         value = kind(text)
-        if not value > 0:
-            raise argparse.ArgumentTypeError(f"{text} is not positive")
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a positive, finite number")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text} is above {most}")
         return value
 
     read.__name__ = kind.__name__

@@ -1,6 +1,7 @@
 """`python -m torch_metal_attn tune`: measure tiles on this machine, and keep the fastest."""
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -75,8 +76,8 @@ def tune(options: argparse.Namespace) -> bool:
 def _check_options(options: argparse.Namespace) -> None:
     if options.rounds < 1:
         raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
-    if options.minutes is not None and not options.minutes > 0:
-        raise BadShape(f"--minutes is {options.minutes}; it must be above 0")
+    if options.minutes is not None and not 0 < options.minutes < math.inf:
+        raise BadShape(f"--minutes is {options.minutes}; it must be above 0 and finite")
     if options.dtype is not None and options.model is None:
         raise BadShape("--dtype is for --model: a file of --shapes has the dtypes")
 

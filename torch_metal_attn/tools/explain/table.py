@@ -19,8 +19,8 @@ class LayerCall:
     Attributes: layer: the path of the innermost module that called it. op: its name. shapes: of q
         and of the keys, (B, Hq, Lq, D) and (B, Hkv, Lk, D), or of the op's first tensor.
         explanation: its refusal is the error that the call would raise. cost: the fewest FLOPs and
-        bytes that the call needs, or None if they are not known. copied: tensors that were copied
-        for the call because their rows were not contiguous; the cost includes the copies.
+        bytes that the call needs, or None if it is refused. copied: tensors that were copied for
+        the call because their rows were not contiguous; the cost includes the copies.
     """
 
     layer: str
@@ -32,7 +32,7 @@ class LayerCall:
 
 
 def known_cost(rows: Iterable[LayerCall]) -> Cost:
-    """The sum over the rows whose cost is known."""
+    """The sum over the rows that are not refused."""
     return sum((row.cost for row in rows if row.cost is not None), Cost(0, 0))
 
 

@@ -20,6 +20,7 @@ from torch_metal_attn.integrations import copies
 from torch_metal_attn.integrations.transformers.fusion import own_class
 from torch_metal_attn.integrations.transformers.refusals import unwrapped
 from torch_metal_attn.kv_cache import LatentCache, StaticLatentCache
+from torch_metal_attn.kv_cache.recent import RecentRows
 from torch_metal_attn.kv_cache.storage import Storage
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.quantisation import dequantise
@@ -51,7 +52,7 @@ class HeldRows:
         """
         storage, where = self.layer.storage, self.layer.where()
         lengths = [self.shape[2]] * self.shape[0]
-        if storage.recent is not None:
+        if isinstance(storage.recent, RecentRows):
             given = {n: x for n, x in _given(options) if torch.is_tensor(x) or x != _OFF.get(n)}
             for name in given:
                 if name not in _WITH_RECENT or (name == "window_size_right" and given[name] != 0):
@@ -98,8 +99,7 @@ class HeldRows:
         rows = of_all(held.k_cache)
         if held.k_scale is not None:
             rows = dequantise(rows, of_all(held.k_scale), self.dtype)
-        if storage.recent is not None:
-            storage.recent.fill(0, rows, [length] * batch, self.layer.slots())
+        storage.recent.fill(0, rows, [length] * batch, self.layer.slots())
         return rows.split(self.columns, -1)
 
 
@@ -254,7 +254,6 @@ class LatentLayer(CacheLayerMixin):
         self.indexer_keys: Tensor | None = None  # (B, L, columns), of DeepSeek Sparse Attention
         self.cache: LatentCache | StaticLatentCache | None = None
         self.ids: list[int] = []  # of the sequences of the batch
-        self._length = 0  # of every sequence
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, columns = key_states.shape[0], (key_states.shape[-1], value_states.shape[-1])
@@ -305,7 +304,6 @@ class LatentLayer(CacheLayerMixin):
             self.cache.append(self.ids, new)
         else:
             self.cache.append(new)
-        self._length += key_states.shape[2]
         columns = key_states.shape[-1], value_states.shape[-1]
         rows = HeldRows(self, columns, key_states.dtype)
         return rows, rows
@@ -317,7 +315,7 @@ class LatentLayer(CacheLayerMixin):
         return self.indexer_keys
 
     def get_seq_length(self) -> int:
-        return self._length
+        return self.cache.lengths(self.ids[:1])[0] if self.cache is not None else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -326,19 +324,19 @@ class LatentLayer(CacheLayerMixin):
         return self.max_length
 
     def reset(self) -> None:
-        self.crop(-self._length)
+        self.crop(-self.get_seq_length())
         self.indexer_keys = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` rows, as transformers' own caches do."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}; it must not be positive")
-        self._length = max(self._length + tokens_to_remove, 0)
+        length = max(self.get_seq_length() + tokens_to_remove, 0)
         if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys[:, : self._length]
+            self.indexer_keys = self.indexer_keys[:, :length]
         if self.cache is not None:
             for id in self.ids:
-                self.cache.truncate(id, self._length)
+                self.cache.truncate(id, length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.indexer_keys is not None:

@@ -54,7 +54,7 @@ def test_one_batch_of_keys():
 
 def test_no_separate_full_blocks():
     blocks = block_mask().to_dense()
-    indices = blocks.argsort(-1, descending=True, stable=True).int()
+    indices = blocks.sort(dim=-1, descending=True, stable=True).indices.int()
     mask = BlockMask.from_kv_blocks(
         blocks.sum(-1).int(),
         indices,

@@ -74,13 +74,6 @@ int pair_columns(const Specialisation& s) {
   return padded(8 * fragments(s.head_dim_qk)) + padded(8 * fragments(s.head_dim_v));
 }
 
-// A feature that is off is not defined, which the preprocessor takes for 0.
-inline void define_if(bool on, Defines& defines, const char* name, int64_t value) {
-  if (on) {
-    defines.push_back({name, value});
-  }
-}
-
 void append_features(Defines& defines, const FlashFwdFeatures& features, bool wide_rotary);
 
 // The defines that every kernel of attention has, its own, and those of the features.

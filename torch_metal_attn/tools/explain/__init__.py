@@ -64,7 +64,7 @@ def explain(
         refusal is in the result.
 
     Raises:
-        TypeError: the first argument is none of these, or the arguments are not the op's.
+        TypeError: the first argument is none of these.
     """
     backward = flag("backward", backward)
     target: object = arguments[0] if arguments else options.get("q")

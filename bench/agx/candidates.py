@@ -1,7 +1,7 @@
 """The classes of problems that have a row in the table of tiles, and the tiles that are tried."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -51,13 +51,18 @@ Tile = tuple[int, ...]
 
 
 @cache
-def knobs(macro: str) -> dict[str, range]:
+def knobs(macro: str) -> dict[str, Sequence[int]]:
     """What each number of a kernel's tile may be, by its name, as csrc/tiles/knobs.h says."""
     name = re.sub("(_DQ|_DKV|_BIAS)?(_TENSOR)?$", "", macro) + "_KNOBS"
     of_kernel = re.search(rf"#define {name}\(X\)((?:.*\\\n)*.*)", LISTS.read_text())
     assert of_kernel is not None
     every = re.findall(r"X\((\w+), \w+, (\d+), (\d+), (\d+)\)", of_kernel[1])
-    return {name: range(int(low), int(high) + 1, int(step)) for name, low, high, step in every}
+    limits = {name: (int(low), int(high) + 1, int(step)) for name, low, high, step in every}
+    powers = [1 << n for n in range(8)]
+    return {
+        name: range(low, end, step) if step else [n for n in powers if low <= n < end]
+        for name, (low, end, step) in limits.items()
+    }
 
 
 class Class(NamedTuple):
@@ -102,7 +107,8 @@ def classes(macro: str) -> Iterator[Class]:
             for columns in COLUMNS:
                 yield Class(macro, bits, columns, 0, "Rotary", ragged=False)
         else:
-            for columns, ragged, load in product(COLUMNS, (False, True), LOADS):
+            # Ragged ones behind the others of their load: a row for more takes longer.
+            for columns, load, ragged in product(COLUMNS, LOADS, (False, True)):
                 if not ragged or (columns > 64 and load != "Light"):
                     yield Class(macro, bits, columns, 0, load, ragged)
 
@@ -132,16 +138,17 @@ def candidates(one: Class) -> Iterator[Tile]:
                 yield row_fragments, keys, share, vectors
     elif one.macro == "FLASH_BWD_BIAS":
         for row_fragments, block, in_registers in product((1, 2), allowed["BLOCK"], (1, 0)):
-            yield 1, block, row_fragments, 4, 1, in_registers, 0
+            yield 576, block, row_fragments, 4, 1, in_registers, 0
     else:
         dkv = one.macro == "FLASH_BWD_DKV"
         slices = (1, 2, 4) if one.columns > 128 else (1, 2)
         slices = (2, 4, 9) if wide else (1,) if one.columns <= 64 else slices
+        cuts = [576 if n == 1 else 8 * -(-one.columns // (8 * n)) for n in slices]
         groups = [(1, simdgroups, shared) for simdgroups in (4, 8) for shared in shares]
         if dkv and not one.ragged:
             groups += [(2, 4, 2), (2, 4, 4), (4, 4, 4), (2, 8, 4), (1, 4, 4)]
         places = ((1, 0), (0, 1), (0, 0))
-        for cut, block, group, place in product(slices, allowed["BLOCK"], groups, places):
+        for cut, block, group, place in product(cuts, allowed["BLOCK"], groups, places):
             # Four SIMD groups that share rows have as many parts of the scores.
             if group[2] < 4 or (block != 24 and group[0] * block >= 32):
                 yield cut, block, *group, *place

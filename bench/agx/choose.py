@@ -107,9 +107,7 @@ def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
         return 1024 * passes / min(model.bytes_a_cycle(compiled), most)
     rows, shared = given.get("ROW_FRAGMENTS", 1), given.get("COLUMN_SIMDGROUPS", 1)
     # Each slice computes the scores again.
-    slices = given.get("SLICES", 1)
-    if one.macro == "FLASH_FWD":
-        slices = -(-one.head_dim // given["V_SLICE"])
+    slices = -(-one.head_dim // (given.get("SLICE") or given["V_SLICE"]))
     block = given.get("BLOCK") or given["BLOCK_K"]
     rounded = -(-LENGTH // block) * block / LENGTH
     return slices * shared * model.iteration(compiled) * rounded / (rows * block / 8)

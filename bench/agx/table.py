@@ -10,12 +10,14 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from torch_metal_attn.simulator.cache import default_dir
 
 from . import lens
-from .candidates import DTYPES, LOADS, NAMES, Class, Tile, classes, knobs
+from .candidates import COLUMNS, DTYPES, LOADS, NAMES, Class, Tile, classes, knobs
 from .choose import Candidate, choose, measured
 
 TABLE = Path(__file__).parents[2] / "csrc" / "tiles" / "table.inc"
@@ -37,100 +39,124 @@ UNSTAGED = ((256, 32, 4, 1, 1, 0), (256, 16, 4, 1, 1, 0))
 # For what no other tile divides or has threadgroup memory for.
 SMALLEST: Mapping[str, tuple[Tile, ...]] = {
     "FLASH_FWD": ((256, 8, 4, 1, 0, 1),),
-    "FLASH_BWD_DQ": ((1, 8, 1, 4, 1, 0, 0), (4, 8, 1, 4, 1, 0, 0)),
-    "FLASH_BWD_DKV": tuple((slices, 8, 1, 4, 1, 0, 0) for slices in (4, 16, 72)),
-    "FLASH_BWD_BIAS": ((1, 8, 1, 4, 1, 0, 0),),
+    "FLASH_BWD_DQ": ((576, 8, 1, 4, 1, 0, 0), (144, 8, 1, 4, 1, 0, 0)),
+    "FLASH_BWD_DKV": tuple((columns, 8, 1, 4, 1, 0, 0) for columns in (144, 40, 8)),
+    "FLASH_BWD_BIAS": ((576, 8, 1, 4, 1, 0, 0),),
     "FLASH_DECODE": (),
 }
 
 # Of M5's matrix units, for which there is no such compiler: by judgement of the registers that a
 # thread may have where they are a part of the cache, at most 168 by an estimate. Bits, the most
-# columns, and of the forward V_SLICE and Q_IN_REGISTERS, of the others SLICES, COLUMN_SIMDGROUPS
-# and ROWS_IN_REGISTERS.
-TENSOR_FORWARD: tuple[tuple[int, ...], ...] = (
-    (16, 96, 256, 1),
-    (16, 160, 256, 0),
-    (16, 576, 160, 0),
+# columns, and of the forward V_SLICE and Q_IN_REGISTERS, of the others SLICE, COLUMN_SIMDGROUPS and
+# ROWS_IN_REGISTERS.
+TENSOR_FORWARD = (
+    *((16, 96, 256, 1), (16, 160, 256, 0), (16, 576, 160, 0)),
+    *((32, 64, 256, 1), (32, 576, 128, 0)),
 )
-TENSOR_FORWARD += ((32, 64, 256, 1), (32, 576, 128, 0))
-TENSOR_DQ: tuple[tuple[int, ...], ...] = (
-    (16, 64, 1, 1, 1),
-    (16, 160, 1, 1, 0),
-    (16, 320, 1, 2, 0),
-    (16, 576, 2, 2, 0),
+TENSOR_DQ = (
+    *((16, 64, 576, 1, 1), (16, 160, 576, 1, 0), (16, 576, 320, 2, 0)),
+    *((32, 32, 576, 1, 1), (32, 128, 576, 1, 0), (32, 576, 256, 2, 0)),
 )
-TENSOR_DQ += ((32, 32, 1, 1, 1), (32, 128, 1, 1, 0), (32, 256, 1, 2, 0), (32, 512, 2, 2, 0))
-TENSOR_DQ += ((32, 576, 3, 2, 0),)
-TENSOR_DKV: tuple[tuple[int, ...], ...] = (
-    (16, 32, 1, 1, 1),
-    (16, 64, 1, 1, 0),
-    (32, 32, 1, 1, 1),
-    (32, 64, 1, 2, 0),
+TENSOR_DKV = (
+    *((16, 32, 576, 1, 1), (16, 64, 576, 1, 0), (16, 576, 128, 2, 0)),
+    *((32, 32, 576, 1, 1), (32, 576, 64, 2, 0)),
 )
-TENSOR_DKV += tuple((16, 128 * slices, slices, 2, 0) for slices in (1, 2, 3, 4))
-TENSOR_DKV += ((16, 576, 5, 2, 0), *((32, 64 * slices, slices, 2, 0) for slices in range(2, 10)))
 
-# Bits, columns, queries, load, family, registers and tile.
-Row = tuple[int, int, int, str, str, float, Tile]
+
+class Row(NamedTuple):
+    """As in the table."""
+
+    bits: int
+    columns: int
+    queries: int
+    load: str
+    family: str
+    registers: float
+    tile: Tile
+
+    def holds(self, bits: int, columns: int, queries: int, load: str) -> bool:
+        """Whether it is for such a problem on M1."""
+        wide = self.columns >= columns and self.queries >= queries
+        # A row of `tune` alone is for none.
+        loads = LOADS[LOADS.index(load) :] if load in LOADS else ()
+        return self.bits == bits and wide and self.load in loads
 
 
 def rows_of(macro: str, chosen: Iterable[Candidate], smallest: Iterable[Candidate]) -> list[Row]:
-    """A kernel's rows: alike neighbours are one row, for the widest of them."""
-    rows: list[Row] = []
+    """A kernel's rows, but for those that others make useless."""
+    rows = []
     for bits in DTYPES:
         # First, as `tune` tries only so many.
         unstaged = UNSTAGED if macro == "FLASH_FWD" else ()
-        own: list[Row] = [(bits, 256, 0, "Never", "M3", 0.0, tile) for tile in unstaged]
-        own += [_row(c) for c in chosen if (c.one.macro, c.one.bits) == (macro, bits)]
-        own += [_row(c) for c in smallest if c.one[:2] == (macro, bits)]
-        rows += _merged(own)
-    return rows
+        rows += [Row(bits, 256, 0, "Never", "M3", 0.0, tile) for tile in unstaged]
+        for one in (*chosen, *smallest):
+            if (one.one.macro, one.one.bits) == (macro, bits):
+                registers = one.registers if one.found else 0.0
+                rows.append(Row(*one.one[1:5], "M1", registers, one.tile))
+    return merged(macro, rows)
 
 
 def tensor_rows() -> dict[str, list[Row]]:
     """By kernel."""
-    forward: list[Row] = [
-        (bits, columns, 0, "Rotary", "M1", 0.0, (v_slice, 32, 4, 1, held, 1))
-        for bits, columns, v_slice, held in TENSOR_FORWARD
-    ]
-    rows = {"FLASH_FWD_TENSOR": forward}
-    for macro, gradients in (
-        ("FLASH_BWD_DQ_TENSOR", TENSOR_DQ),
-        ("FLASH_BWD_DKV_TENSOR", TENSOR_DKV),
-    ):
-        rows[macro] = [
-            (bits, columns, 0, "Rotary", "M1", 0.0, (slices, 32, 2, 4, shared, held, 0))
-            for bits, columns, slices, shared, held in gradients
+
+    def row(bits: int, columns: int, *tile: int) -> Row:
+        return Row(bits, columns, 0, "Rotary", "M1", 0.0, tile)
+
+    def gradients(every: Iterable[tuple[int, ...]]) -> list[Row]:
+        return [
+            row(bits, columns, slice_, 32, 2, 4, shared, held, 0)
+            for bits, columns, slice_, shared, held in every
         ]
-    return rows
+
+    return {
+        "FLASH_FWD_TENSOR": [
+            row(bits, columns, v_slice, 32, 4, 1, held, 1)
+            for bits, columns, v_slice, held in TENSOR_FORWARD
+        ],
+        "FLASH_BWD_DQ_TENSOR": gradients(TENSOR_DQ),
+        "FLASH_BWD_DKV_TENSOR": gradients(TENSOR_DKV),
+    }
 
 
-def _row(candidate: Candidate) -> Row:
-    one = candidate.one
-    registers = candidate.registers if candidate.found else 0.0
-    return one.bits, one.columns, one.queries, one.load, "M1", registers, candidate.tile
+def merged(macro: str, rows: Sequence[Row]) -> list[Row]:
+    """Without rows that no problem needs to find its tiles, in the order in which it tries them."""
+    widths = {row.columns for row in rows}
+    problems = [*product({row.bits for row in rows}, widths, {row.queries for row in rows}, LOADS)]
+
+    def found(rows: Iterable[Row]) -> list[list[Tile]]:
+        every = []
+        for problem in problems:
+            tiles: list[Tile] = []
+            for row in rows:
+                if row.holds(*problem) and not (tiles and _always_runs(macro, problem, tiles[-1])):
+                    tiles += [row.tile] if row.tile not in tiles else []
+            every.append(tiles)
+        return every
+
+    wanted, kept = found(rows), [*rows]
+    for length in range(len(rows), 0, -1):
+        for first in range(len(rows) - length, -1, -1):
+            left_out, rest = kept[first : first + length], kept[:first] + kept[first + length :]
+            if all(row.load in LOADS for row in left_out) and found(rest) == wanted:
+                kept = rest
+
+    def most(row: Row) -> float:
+        own = [one for one in rows if one.tile == row.tile and row.holds(*one[:4])]
+        return max([row.registers, *(one.registers for one in own if one not in kept)])
+
+    return [row._replace(registers=most(row)) for row in kept]
 
 
-def _merged(rows: Iterable[Row]) -> list[Row]:
-    """Without a row that an earlier one makes useless, or that says what the next one says."""
-    kept: list[Row] = []
-    for row in rows:
-        bits, columns, queries, load, family, registers, tile = row
-        if any(r[6] == tile and _covers(r, row) for r in kept):
-            continue
-        while kept and kept[-1][6] == tile and _covers(row, kept[-1]):
-            registers = max(registers, kept.pop()[5])
-        kept.append((bits, columns, queries, load, family, registers, tile))
-    return kept
+def _always_runs(macro: str, problem: tuple[int, int, int, str], tile: Tile) -> bool:
+    """Whether what is compiled of a class tells that all of its problems can run a tile.
 
-
-def _covers(wide: Row, narrow: Row) -> bool:
-    return (
-        {wide[3], narrow[3]} <= set(LOADS)
-        and wide[1] >= narrow[1]
-        and wide[2] >= narrow[2]
-        and LOADS.index(wide[3]) >= LOADS.index(narrow[3])
-    )
+    SIMD groups can share only columns that they can divide, and those of dk and dv within the
+    blocks of a BlockMask. The widest problems are wider than what is compiled. A decode whose v
+    lies in k takes a tile for more queries.
+    """
+    named = dict(zip(knobs(macro), tile, strict=True))
+    alone = named.get("COLUMN_SIMDGROUPS") == 1 and problem[1] < max(COLUMNS)
+    return alone or macro == "FLASH_DECODE"
 
 
 def text_of(macro: str, rows: Sequence[Row]) -> str:
@@ -173,7 +199,8 @@ def read_rows(text: str) -> dict[str, list[Row]]:
             queries = int(cells.pop(2)) if macro == "FLASH_DECODE" else 0
             bits, columns, load, family, registers, *tile = cells
             numbers = tuple(int(n) for n in tile)
-            own.append((int(bits), int(columns), queries, load, family, float(registers), numbers))
+            conditions = int(bits), int(columns), queries, load, family
+            own.append(Row(*conditions, float(registers), numbers))
     return found
 
 

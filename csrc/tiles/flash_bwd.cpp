@@ -17,15 +17,16 @@ constexpr DefaultRow<FlashBwdTile> kScoreRows[] = {FLASH_BWD_BIAS_ROWS(TILE_ROW)
 constexpr DefaultRow<FlashBwdTile> kTensorDqRows[] = {FLASH_BWD_DQ_TENSOR_ROWS(TILE_ROW)};
 constexpr DefaultRow<FlashBwdTile> kTensorDkvRows[] = {FLASH_BWD_DKV_TENSOR_ROWS(TILE_ROW)};
 
-// Whether rows of the other side are staged as they are, beside pairs.
-bool stages_rows(const FlashBwdSpecialisation& s) { return s.dkv() && s.column_simdgroups == 1; }
+// 16-byte chunks that a lane keeps of the fragments of so many columns, of which `parts` share.
+int kept_chunks(int columns, int parts, Element element) {
+  const int of_chunk = 8 / element_bytes(element);
+  return (fragments(columns) / parts + of_chunk - 1) / of_chunk;
+}
 
 }  // namespace
 
-int FlashBwdSpecialisation::slice(int columns) const {
-  const int shared = column_simdgroups;
-  return tensor_tiles ? shared * slice_columns(columns, slices * shared, kTensorSpan)
-                      : slice_columns(columns, slices, 8);
+int FlashBwdSpecialisation::slice_of(int columns) const {
+  return slice_columns(columns, slices(), tensor_tiles ? kTensorSpan * column_simdgroups : 8);
 }
 
 const char* FlashBwdSpecialisation::kernel() const {
@@ -33,10 +34,6 @@ const char* FlashBwdSpecialisation::kernel() const {
     return dkv() ? "flash_bwd_dkv_tensor" : "flash_bwd_dq_tensor";
   }
   return dkv() ? "flash_bwd_dkv" : of == Gradient::kQ ? "flash_bwd_dq" : "flash_bwd_bias";
-}
-
-bool FlashBwdSpecialisation::exchanges_weights() const {
-  return dkv() && column_simdgroups > 1 && !tensor_tiles;
 }
 
 int FlashBwdSpecialisation::row_parts() const {
@@ -49,87 +46,28 @@ bool FlashBwdSpecialisation::normalised() const {
 }
 
 int FlashBwdSpecialisation::threadgroup_bytes() const {
+  const int votes = exact_delta && !dkv() ? simdgroups : 0;
   if (tensor_tiles) {
-    // Votes, and parts of scores and of their gradients: 16 registers of each thread.
-    const int votes = exact_delta && !dkv() ? simdgroups : 0;
+    // Parts of scores and of their gradients: 16 registers of each thread.
     return (votes + (column_simdgroups > 1 ? 2 * threads() * 16 : 0)) * int(sizeof(float));
   }
-  const int pairs = pair_columns(*this);
-  const int rows = stages_rows(*this) ? padded(qk_slice()) + padded(v_slice()) : 0;
-  const int row_statistics = normalised() ? 3 : 2;
-  const int statistics = dkv()                     ? row_statistics * block
+  const int pairs = padded(8 * fragments(head_dim_qk)) + padded(8 * fragments(head_dim_v));
+  // A SIMD group of dk and dv by itself reads rows of the other side as they are, too.
+  const bool rows_staged = dkv() && column_simdgroups == 1;
+  const int rows = rows_staged ? padded(qk_slice()) + padded(v_slice()) : 0;
+  const int statistics = dkv()                     ? (normalised() ? 3 : 2) * block
                          : of == Gradient::kScores ? simdgroups * block  // sums of columns
-                         : exact_delta             ? simdgroups
-                                                   : 0;
+                                                   : votes;
   // dq's SIMD groups that share rows keep a part of their columns each.
-  const int column_parts = dkv() ? 1 : column_simdgroups;
-  const int chunks = kept_chunks(fragments(head_dim_qk) / column_parts, element) +
-                     kept_chunks(fragments(head_dim_v) / column_parts, element);
-  const int kept = rows_in_threadgroup ? 32 * block_rows() / 8 * column_parts * chunks * 16 : 0;
+  const int parts = dkv() ? 1 : column_simdgroups;
+  const int chunks =
+      kept_chunks(head_dim_qk, parts, element) + kept_chunks(head_dim_v, parts, element);
+  const int kept = rows_in_threadgroup ? 32 * block_rows() / 8 * parts * chunks * 16 : 0;
   // Of scores or weights and of their gradients; dq's are parts of each.
-  const int scores = block_rows() * block * (dkv() ? 1 : column_simdgroups);
-  const int parts = column_simdgroups > 1 ? 2 * scores * int(sizeof(float)) : 0;
-  return block * (pairs + rows) * element_bytes(element) + statistics * int(sizeof(float)) + kept +
-         parts;
+  const int scores = column_simdgroups > 1 ? 2 * block_rows() * block * parts : 0;
+  return block * (pairs + rows) * element_bytes(element) + kept +
+         (statistics + scores) * int(sizeof(float));
 }
-
-namespace {
-
-// How much longer a grid of so many SIMD groups takes because it leaves cores idle. banded: some
-// tiles are shorter, which only later tiles make up for. 0: of a problem too small to matter.
-double idle_factor(double simdgroups, bool banded, const Gpu& gpu) {
-  if (simdgroups == 0.0) {
-    return 1.0;
-  }
-  // Two thirds of the SIMD groups still do more than two thirds of the work (replay.md).
-  constexpr double kExponent = 0.85;
-  const double waves = simdgroups / double(kSimdgroupsPerCore * gpu.cores);
-  const double uneven = banded ? 1.0 + std::max(2.0 - waves, 0.0) / 2 : 1.0;
-  return uneven / std::pow(std::min(waves, 1.0), kExponent);
-}
-
-// What a grid of dk and dv with so many splits of a KV head's query heads takes longer than the
-// products alone.
-double grid_factor(const FlashBwdSpecialisation& s, int splits, const FlashFwdProblem& problem,
-                   const Gpu& gpu) {
-  const double tiles = double(problem.keys) / s.block_rows();
-  const double idle = idle_factor(tiles * s.slices * s.simdgroups * splits, s.features.band, gpu);
-  if (splits == 1) {
-    return idle;
-  }
-  // To write and add up a key's part takes as long as this many queries. By judgement: memory of
-  // 68 GB/s beside 2.6 TFLOPS, as M1 has, and of 269 beside 32 of matrix units, as M5 Pro has.
-  const double part_queries = s.tensor_tiles ? 250 : 80;
-  const double queries = double(problem.q_length) * problem.queries_per_kv;
-  return idle * (1.0 + part_queries * splits / queries);
-}
-
-// Whether the columns and the scores can be divided among the SIMD groups that share rows.
-bool divides(const FlashBwdSpecialisation& s) {
-  const int parts = s.column_simdgroups;
-  if (parts == 1) {
-    return s.row_fragments <= 2;
-  }
-  const int own = 8 * parts;
-  if (parts == 3 || s.simdgroups % parts != 0 || s.qk_slice() % own != 0 ||
-      s.v_slice() % own != 0) {
-    return false;
-  }
-  if (s.exchanges_weights()) {
-    return s.row_fragments % s.row_parts() == 0;
-  }
-  return parts == 2 && s.row_fragments <= 2 && fragments(s.head_dim_qk) % 2 == 0 &&
-         fragments(s.head_dim_v) % 2 == 0;
-}
-
-// Slices of the tile that have columns: of dq, or of the wider of dk and dv. The grid has no
-// others, as a slice of dq without columns would be taken for the next head.
-int used_slices(const FlashBwdSpecialisation& s) {
-  const int columns = s.dkv() ? std::max(s.head_dim_qk, s.head_dim_v) : s.head_dim_qk;
-  return (columns + s.slice(columns) - 1) / s.slice(columns);
-}
-
-}  // namespace
 
 std::span<const DefaultRow<FlashBwdTile>> FlashBwdSpecialisation::table() const {
   using Rows = std::span<const DefaultRow<FlashBwdTile>>;
@@ -139,37 +77,64 @@ std::span<const DefaultRow<FlashBwdTile>> FlashBwdSpecialisation::table() const 
   return dkv() ? Rows(kDkvRows) : of == Gradient::kQ ? Rows(kDqRows) : Rows(kScoreRows);
 }
 
-bool FlashBwdSpecialisation::take(const FlashBwdTile& tile) {
-  Tiled::tile() = tile;
+void FlashBwdSpecialisation::cut() {
   const int own_side = dkv() ? features.kv_block() : features.q_block();
   const int other_side = dkv() ? features.q_block() : features.kv_block();
-  slices = used_slices(*this);
+  slice = slice_of(widest());
   block = 8 * parts_within(other_side, 8, block / 8);
   simdgroups =
       column_simdgroups * parts_within(own_side, 8 * row_fragments, simdgroups / column_simdgroups);
-  return can_run();
 }
 
 bool FlashBwdSpecialisation::can_run() const {
-  const int queries = dkv() ? block : block_rows();
-  const int keys = dkv() ? block_rows() : block;
-  if (!within_limits(*this) || slices > used_slices(*this) ||
-      !within_blocks(features, queries, keys)) {
+  const int parts = column_simdgroups;
+  if (simdgroups % parts != 0) {
     return false;
   }
   if (tensor_tiles) {
-    return block == kTensorSpan && row_fragments == 2 && column_simdgroups <= 2 &&
-           simdgroups % column_simdgroups == 0 && !rows_in_threadgroup;
+    return block == kTensorSpan && row_fragments == 2 && parts <= 2 && !rows_in_threadgroup;
   }
-  return row_fragments != 3 && divides(*this) && !(rows_in_registers && rows_in_threadgroup) &&
-         threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
+  if ((rows_in_registers && rows_in_threadgroup) || qk_slice() % (8 * parts) != 0 ||
+      v_slice() % (8 * parts) != 0) {
+    return false;
+  }
+  if (exchanges_weights()) {
+    return row_fragments % row_parts() == 0;
+  }
+  return row_fragments <= 2 && parts <= 2 && fragments(head_dim_qk) % parts == 0 &&
+         fragments(head_dim_v) % parts == 0;
 }
+
+namespace {
+
+// What a grid of dk and dv with so many splits of a KV head's query heads takes longer than the
+// products alone, because it leaves cores idle, and adds up the splits' parts.
+double grid_factor(const FlashBwdSpecialisation& s, int splits, const FlashFwdProblem& problem,
+                   const Gpu& gpu) {
+  const double tiles = double(problem.keys) / s.block_rows();
+  const double waves =
+      tiles * s.slices() * s.simdgroups * splits / double(kSimdgroupsPerCore * gpu.cores);
+  // Of a band some tiles are shorter, which only later tiles make up for.
+  const double uneven = s.features.band ? 1.0 + std::max(2.0 - waves, 0.0) / 2 : 1.0;
+  // Two thirds of the SIMD groups still do more than two thirds of the work (replay.md).
+  constexpr double kExponent = 0.85;
+  const double idle = uneven / std::pow(std::min(waves, 1.0), kExponent);
+  // To write and add up a key's part takes as long as this many queries. By judgement: memory of
+  // 68 GB/s beside 2.6 TFLOPS, as M1 has, and of 269 beside 32 of matrix units, as M5 Pro has.
+  const double part_queries = s.tensor_tiles ? 250 : 80;
+  const double queries = double(problem.q_length) * problem.queries_per_kv;
+  return splits > 1 ? idle * (1.0 + part_queries * splits / queries) : idle;
+}
+
+}  // namespace
 
 int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,
                           const Gpu& gpu) {
   int best = 1;
-  for (int splits = 2; s.dkv() && problem.q_length > 0 && splits <= problem.queries_per_kv;
-       ++splits) {
+  if (!s.dkv() || problem.q_length == 0 || problem.keys == 0) {  // or too small to matter
+    return best;
+  }
+  for (int splits = 2; splits <= problem.queries_per_kv; ++splits) {
     if (problem.queries_per_kv % splits == 0 &&
         grid_factor(s, splits, problem, gpu) < grid_factor(s, best, problem, gpu)) {
       best = splits;
@@ -199,7 +164,7 @@ Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
   own.push_back({"ROWS_IN_REGISTERS", s.rows_in_registers});
   define_if(of_rows, own, "ROW_PAIRS", s.row_pairs);
   define_if(s.dkv(), own, "DV_SLICE", s.v_slice());
-  define_if(s.dkv(), own, "SLICES", s.slices);
+  define_if(s.dkv(), own, "SLICES", s.slices());
   define_if(s.rows_in_threadgroup, own, "ROWS_IN_THREADGROUP");
   define_if(s.column_simdgroups > 1, own, "COLUMN_SIMDGROUPS", s.column_simdgroups);
   define_if(s.head_splits > 1, own, "HEAD_SPLITS", s.head_splits);

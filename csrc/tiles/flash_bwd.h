@@ -1,6 +1,7 @@
 // How the kernels of gradients are specialised: pure functions of plain data.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -32,22 +33,26 @@ struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
   bool dkv() const { return of == Gradient::kKv; }
   int block_rows() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }
-  int qk_slice() const { return slice(head_dim_qk); }  // of dq, or of dk, that a threadgroup owns
-  int v_slice() const { return slice(head_dim_v); }    // columns of dv
-  int slice(int columns) const;
+  int widest() const { return dkv() ? std::max(head_dim_qk, head_dim_v) : head_dim_qk; }
+  // None of them is without columns: one of dq would be taken for the next head.
+  int slices() const { return (widest() + slice - 1) / slice; }
+  int slice_of(int columns) const;
+  int qk_slice() const { return slice_of(head_dim_qk); }  // of dq, or dk, that a threadgroup owns
+  int v_slice() const { return slice_of(head_dim_v); }    // columns of dv
   // Whether SIMD groups that share rows exchange finished weights; else they add up scores.
-  bool exchanges_weights() const;
+  bool exchanges_weights() const { return dkv() && column_simdgroups > 1 && !tensor_tiles; }
   // How many parts of the rows of scores such SIMD groups compute, as queries are too few.
   int row_parts() const;
   // Whether the rounding of the log-sum-exp would show in the weights: in float32, and in what the
   // other gradients that are float32's are computed from.
   bool normalised() const;
-  int threadgroup_bytes() const;
   const char* kernel() const;
 
+  int tile_queries() const { return dkv() ? block : block_rows(); }
+  int tile_keys() const { return dkv() ? block_rows() : block; }
+  int threadgroup_bytes() const;
   std::span<const DefaultRow<FlashBwdTile>> table() const;
-  // Takes a row's tile, cut to this problem. Returns whether the kernel can run it.
-  bool take(const FlashBwdTile& tile);
+  void cut();
   bool can_run() const;
 };
 

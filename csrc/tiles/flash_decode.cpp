@@ -44,18 +44,12 @@ int power_of_2(int64_t least) {
   return power;
 }
 
-// Columns of the units of all lanes that share a value's row.
-int padded_columns(const FlashDecodeSpecialisation& s) {
-  const int together = kUnitColumns * s.key_lanes();
-  return (s.head_dim_v + together - 1) / together * together;
-}
-
 // Of 32 columns of keys or values, and of the scales that they have of their own.
 int span_bytes(const FlashDecodeSpecialisation& s, KvFormat kv_format) {
   constexpr int kScaleBytes = 2;
   const int format = static_cast<int>(kv_format);
   if (kv_format == KvFormat::kPlain) {
-    return kSpanColumns * element_bytes(kv_element(s));
+    return kSpanColumns * element_bytes(s.kv_element());
   }
   const int scales = kv_row_scales(format)
                          ? kSpanColumns * kv_scale_numbers(format) / kv_scale_columns(format)
@@ -74,11 +68,11 @@ int key_bytes(const FlashDecodeSpecialisation& s) {
 
 std::span<const DefaultRow<FlashDecodeTile>> FlashDecodeSpecialisation::table() { return kRows; }
 
-TileQuestion FlashDecodeSpecialisation::question(int family) const {
+TileConditions FlashDecodeSpecialisation::conditions(int family) const {
   // Of more the keys are read again, as for as many rows as a tile can have.
-  TileQuestion question = Tiled::question(family);
-  question.queries = std::min<int64_t>(all_rows, 8 * knobs()[0].most);
-  return question;
+  TileConditions conditions = Tiled::conditions(family);
+  conditions.queries = static_cast<int>(std::min<int64_t>(all_rows, 8 * knobs()[0].most));
+  return conditions;
 }
 
 // As many lanes as leave each no more sums than the matrix unit would, but no more than have
@@ -111,15 +105,18 @@ int FlashDecodeSpecialisation::row_simdgroups() const {
   return static_cast<int>((tiles + tile_passes - 1) / tile_passes);
 }
 
-bool FlashDecodeSpecialisation::take(const FlashDecodeTile& tile) {
-  Tiled::tile() = tile;
+void FlashDecodeSpecialisation::cut() {
   spans = (most_spans(*this) + column_simdgroups() - 1) / column_simdgroups();
   row_fragments = static_cast<int>(std::clamp<int64_t>((all_rows + 7) / 8, 1, row_fragments));
   vector_rows = vector_rows > 0 ? power_of_2(all_rows) : 0;
-  while (features.kv_block() % (8 * key_fragments) != 0) {
+  while (features.kv_block() % tile_keys() != 0) {
     key_fragments /= 2;
   }
-  return can_run();
+}
+
+bool FlashDecodeSpecialisation::can_run() const {
+  return vector_rows == 0 || (vector_rows == power_of_2(all_rows) && row_fragments == 1 &&
+                              column_simdgroups() == 1 && !v_in_k);
 }
 
 // The arrays of flash_decode.metal. Those that are not needed have one element, of a pair.
@@ -128,47 +125,35 @@ int FlashDecodeSpecialisation::threadgroup_bytes(int own_rows) const {
   constexpr int kFragmentElements = 64;
   const int own_keys = key_simdgroups();
   const int own_columns = column_simdgroups();
+  const bool apart = own_keys > 1;  // SIMD groups share keys, or have their own
+  const auto rows_of = [this](int columns) {
+    return spans_of(columns) * row_fragments * kSpanFragments * kFragmentElements;
+  };
   const int tiles = own_keys * own_columns * own_rows + (own_columns > 1 ? own_rows : 0);
-  const int scores = tiles * 8 * row_fragments * padded(8 * key_fragments);
-  const int span_elements = row_fragments * kSpanFragments * kFragmentElements;
+  const int scores = tiles * 8 * row_fragments * padded(tile_keys());
+  const int states = apart ? kPair * own_keys * tile_rows() : kPair;
+  const int q_elements = apart ? rows_of(head_dim_qk) : kPair;
   int weights = 1;
-  int out_elements = kPair;
-  int states = kPair;
-  int q_elements = kPair;
-  if (own_keys > 1) {
-    out_elements = spans_of(head_dim_v) * span_elements;
-    states = kPair * own_keys * tile_rows();
-    q_elements = spans_of(head_dim_qk) * span_elements;
-  } else if (own_columns > 1 && features.cache.hadamard > 0) {
-    out_elements = spans_of(head_dim_v) * kFragmentElements;
-  }
+  int out = apart ? rows_of(head_dim_v)
+            : own_columns > 1 && features.cache.hadamard > 0
+                ? spans_of(head_dim_v) * kFragmentElements
+                : kPair;
   if (vector_rows > 0) {
-    weights = own_keys * vector_rows * (8 * key_fragments + 1);
-    out_elements = own_keys * vector_rows * padded_columns(*this);
+    const int together = kUnitColumns * key_lanes();
+    weights = own_keys * vector_rows * (tile_keys() + 1);
+    out = own_keys * vector_rows * ((head_dim_v + together - 1) / together * together);
   }
-  int kv_elements = kPair;
-  if (own_rows > 1) {
-    const int own_spans = (spans_of(head_dim_qk) + own_columns - 1) / own_columns +
-                          (spans_of(head_dim_v) + own_columns - 1) / own_columns;
-    const KvFormats& formats = features.cache.formats;
-    const bool scaled = kv_span_scaled(int(formats.k)) || kv_span_scaled(int(formats.v));
-    kv_elements = own_columns * key_fragments * own_spans * kFragmentElements *
-                  (kSpanFragments + (scaled ? 1 : 0));
-  }
-  return (scores + weights + out_elements + states) * int(sizeof(float)) +
-         q_elements * element_bytes(element) + kv_elements * element_bytes(kv_element(*this)) +
+  const auto own_spans = [own_columns](int columns) {
+    return (spans_of(columns) + own_columns - 1) / own_columns;
+  };
+  const KvFormats& formats = features.cache.formats;
+  const bool scaled = kv_span_scaled(int(formats.k)) || kv_span_scaled(int(formats.v));
+  const int shared_fragments = own_columns * key_fragments * (kSpanFragments + scaled) *
+                               (own_spans(head_dim_qk) + own_spans(head_dim_v));
+  const int kv_elements = own_rows > 1 ? shared_fragments * kFragmentElements : kPair;
+  return (scores + weights + out + states) * int(sizeof(float)) +
+         q_elements * element_bytes(element) + kv_elements * element_bytes(kv_element()) +
          (features.has_tree() ? TREE_BYTES : 0);
-}
-
-bool FlashDecodeSpecialisation::can_run() const {
-  if (!within_limits(*this)) {
-    return false;
-  }
-  const bool vectors_suit =
-      vector_rows == 0 || (vector_rows == power_of_2(all_rows) && row_fragments == 1 &&
-                           column_simdgroups() == 1 && !v_in_k);
-  return key_fragments != 3 && vectors_suit && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES &&
-         features.kv_block() % (8 * key_fragments) == 0;
 }
 
 FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, int64_t rows,
@@ -233,9 +218,7 @@ std::string describe_choice(const FlashDecodeSpecialisation& s, int64_t row_grou
          (s.features.cache.hadamard > 0
               ? ", rotated in blocks of " + std::to_string(s.features.cache.hadamard) + " columns"
               : "") +
-         "; " + std::to_string(s.key_simdgroups()) + " SIMD groups with their own keys, " +
-         std::to_string(s.column_simdgroups()) + " with their own columns" +
-         (s.vector_rows > 0 ? ", values without the matrix unit: " : ": ") + row_text(s.defaults);
+         ": " + row_text(s.defaults);
 }
 
 }  // namespace metal_attn

@@ -33,12 +33,13 @@ struct FlashDecodeSpecialisation : Tiled<FlashDecodeTile> {
   int threads() const { return 32 * key_simdgroups() * column_simdgroups() * row_simdgroups(); }
   int key_lanes() const;  // that share a value's row, where values are summed up without the unit
   int threadgroup_bytes(int row_simdgroups) const;
-  int threadgroup_bytes() const { return threadgroup_bytes(row_simdgroups()); }
 
+  static int tile_queries() { return 1; }  // the rows of a tile may lie in several blocks
+  int tile_keys() const { return 8 * key_fragments; }
+  int threadgroup_bytes() const { return threadgroup_bytes(row_simdgroups()); }
   static std::span<const DefaultRow<FlashDecodeTile>> table();
-  TileQuestion question(int family) const;
-  // Takes a row's tile, cut to this problem. Returns whether the kernel can run it.
-  bool take(const FlashDecodeTile& tile);
+  TileConditions conditions(int family) const;
+  void cut();
   bool can_run() const;
 };
 

@@ -13,20 +13,6 @@ namespace {
 constexpr DefaultRow<FlashFwdTile> kRows[] = {FLASH_FWD_ROWS(TILE_ROW)};
 constexpr DefaultRow<FlashFwdTile> kRowsOfTensorTiles[] = {FLASH_FWD_TENSOR_ROWS(TILE_ROW)};
 
-// Whether two SIMD groups can share rows, with as many columns each.
-bool divides(const FlashFwdSpecialisation& s) {
-  const int parts = s.column_simdgroups;
-  return s.simdgroups % parts == 0 && fragments(s.head_dim_qk) % parts == 0 &&
-         s.v_slice / 8 % parts == 0;
-}
-
-// Whether SIMD groups can read K and V themselves, in chunks of 16 bytes (shaders/unstaged.h).
-bool reads_unstaged(const FlashFwdSpecialisation& s) {
-  const int chunk = 16 / element_bytes(kv_element(s));
-  return s.column_simdgroups == 1 && s.q_in_registers && s.head_dim_qk % (8 * chunk) == 0 &&
-         s.v_slice % kSpanColumns == 0;
-}
-
 }  // namespace
 
 std::span<const DefaultRow<FlashFwdTile>> FlashFwdSpecialisation::table() const {
@@ -36,32 +22,35 @@ std::span<const DefaultRow<FlashFwdTile>> FlashFwdSpecialisation::table() const 
   return kRows;
 }
 
-TileQuestion FlashFwdSpecialisation::question(int family) const {
+TileConditions FlashFwdSpecialisation::conditions(int family) const {
   // Wider values are cut into slices.
-  TileQuestion question = Tiled::question(family);
-  question.columns = std::max(head_dim_qk, std::min(head_dim_v, knobs()[0].most));
-  return question;
+  TileConditions conditions = Tiled::conditions(family);
+  conditions.columns = std::max(head_dim_qk, std::min(head_dim_v, knobs()[0].most));
+  return conditions;
 }
 
-bool FlashFwdSpecialisation::take(const FlashFwdTile& tile) {
-  Tiled::tile() = tile;
-  v_slice = slice_columns(head_dim_v, v_slices(), tensor_tiles ? kTensorSpan : 8);
+void FlashFwdSpecialisation::cut() {
+  v_slice = slice_columns(head_dim_v, v_slices(), slice_unit());
   block_k = 8 * parts_within(features.kv_block(), 8, block_k / 8);
   simdgroups = column_simdgroups *
                parts_within(features.q_block(), 8 * row_fragments, simdgroups / column_simdgroups);
-  return can_run();
 }
 
 bool FlashFwdSpecialisation::can_run() const {
-  if (!within_limits(*this) || !within_blocks(features, block_q(), block_k)) {
+  if (v_slice != slice_columns(head_dim_v, v_slices(), slice_unit()) ||
+      simdgroups % column_simdgroups != 0) {
     return false;
   }
   if (tensor_tiles) {
-    return v_slice % kTensorSpan == 0 && block_k == kTensorSpan && column_simdgroups == 1 &&
-           kv_staged;
+    return block_k == kTensorSpan && column_simdgroups == 1 && kv_staged;
   }
-  return v_slice == slice_columns(head_dim_v, v_slices(), 8) && divides(*this) &&
-         (kv_staged || reads_unstaged(*this)) && threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
+  if (kv_staged) {
+    return fragments(head_dim_qk) % column_simdgroups == 0 && v_slice / 8 % column_simdgroups == 0;
+  }
+  // In chunks of 16 bytes (shaders/unstaged.h).
+  const int chunk = 16 / element_bytes(kv_element());
+  return column_simdgroups == 1 && q_in_registers && head_dim_qk % (8 * chunk) == 0 &&
+         v_slice % kSpanColumns == 0;
 }
 
 int FlashFwdSpecialisation::threadgroup_bytes() const {
@@ -72,7 +61,7 @@ int FlashFwdSpecialisation::threadgroup_bytes() const {
   const int v_columns = padded(v_slice);
   const bool shared = column_simdgroups > 1;  // V is staged where K was
   const int columns = shared ? std::max(k_columns, v_columns) : k_columns + v_columns;
-  const int tiles = block_k * columns * element_bytes(kv_element(*this));
+  const int tiles = block_k * columns * element_bytes(kv_element());
   return tiles + (shared ? threads() * block_k / 8 * 2 * int(sizeof(float)) : 0);
 }
 
@@ -99,37 +88,20 @@ Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
 }
 
 std::string describe_choice(const FlashFwdSpecialisation& s) {
-  const std::string staged = s.tensor_tiles || !s.kv_staged
-                                 ? " straight from memory; "
-                                 : ": " + std::to_string(s.threadgroup_bytes()) + " of " +
-                                       std::to_string(THREADGROUP_MEMORY_BYTES) +
-                                       " bytes of threadgroup memory; ";
-  std::string slices;
+  std::string text = (s.tensor_tiles ? "tensor tiles: " : "") + row_text(s.defaults);
   if (s.v_slices() > 1) {
-    slices = "v in " + std::to_string(s.v_slices()) + " slices of " + std::to_string(s.v_slice) +
-             " columns, each with the scores computed again; ";
-  }
-  const KvFormats& formats = s.features.cache.formats;
-  std::string bytes = std::to_string(kv_load_bytes(s.element, formats.k));
-  std::string loads = bytes + "-byte loads of k and v";
-  if (formats.v != formats.k) {
-    bytes += "- or " + std::to_string(kv_load_bytes(s.element, formats.v));
-    loads = bytes + "-byte loads of k or v";
+    text += "; v in " + std::to_string(s.v_slices()) + " slices of " + std::to_string(s.v_slice) +
+            " columns, each with the scores computed again";
   }
   if (!s.wide_loads) {
-    loads = "element-wise loads of k and v, as some row is not " + bytes +
+    const KvFormats& formats = s.features.cache.formats;
+    const int bytes =
+        std::max(kv_load_bytes(s.element, formats.k), kv_load_bytes(s.element, formats.v));
+    text += "; element-wise loads of k and v, as some row is not " + std::to_string(bytes) +
             "-byte aligned or a head dim is no multiple of 8";
   }
-  if (s.features.rotary && s.features.rotary->k && !s.wide_rotary) {
-    loads += "; k rotated element by element";
-  }
-  const char* q = s.q_in_registers ? "in registers" : "read again for every block";
-  const std::string rows =
-      std::to_string(8 * s.row_fragments) + " queries " +
-      (s.column_simdgroups > 1 ? "two SIMD groups, half the columns each," : "a SIMD group");
-  return (s.tensor_tiles ? "tensor tiles: " : "") + rows + " and Q " + q + ": " +
-         row_text(s.defaults) + "; " + std::to_string(s.block_k) + " keys a block" + staged +
-         slices + loads;
+  const bool rotated = s.features.rotary && s.features.rotary->k;
+  return text + (rotated && !s.wide_rotary ? "; k rotated element by element" : "");
 }
 
 }  // namespace metal_attn

@@ -7,7 +7,7 @@
 #include "csrc/problem/attention.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/runtime/launch.h"
-#include "csrc/tiles/table.h"
+#include "csrc/tiles/tensor.h"
 
 namespace metal_attn {
 
@@ -21,13 +21,15 @@ struct FlashFwdSpecialisation : Tiled<FlashFwdTile> {
   int block_q() const { return 8 * row_fragments * simdgroups / column_simdgroups; }
   int threads() const { return 32 * simdgroups; }
   int v_slices() const { return (head_dim_v + v_slice - 1) / v_slice; }
-  int threadgroup_bytes() const;  // exact: what the shader declares
+  int slice_unit() const { return tensor_tiles ? kTensorSpan : 8; }
   const char* kernel() const { return tensor_tiles ? "flash_fwd_tensor" : "flash_fwd"; }
 
+  int tile_queries() const { return block_q(); }
+  int tile_keys() const { return block_k; }
+  int threadgroup_bytes() const;
   std::span<const DefaultRow<FlashFwdTile>> table() const;
-  TileQuestion question(int family) const;
-  // Takes a row's tile, cut to this problem. Returns whether the kernel can run it.
-  bool take(const FlashFwdTile& tile);
+  TileConditions conditions(int family) const;
+  void cut();
   bool can_run() const;
 };
 

@@ -4,7 +4,7 @@
 
 namespace metal_attn {
 
-// X(NAME, member, least, most, step).
+// X(NAME, member, least, most, step); a step of 0: powers of two.
 
 // V_SLICE: columns of v and out that a threadgroup owns; of a row of the table: at most. More
 // columns of accumulators would take all 128 registers that a thread of M1 can have.
@@ -19,15 +19,15 @@ namespace metal_attn {
   X(Q_IN_REGISTERS, q_in_registers, 0, 1, 1)       \
   X(KV_STAGED, kv_staged, 0, 1, 1)
 
-// SLICES: over the grid, of the gradients' columns. BLOCK: rows of the other side staged at a time.
-// ROW_FRAGMENTS: of 8 rows that a SIMD group owns. Rows that are neither in registers nor in
-// threadgroup memory are read again for every block.
+// SLICE: columns of dq, or of the wider of dk and dv, that a threadgroup owns, likewise. BLOCK:
+// rows of the other side staged at a time. ROW_FRAGMENTS: of 8 rows that a SIMD group owns. Rows
+// that are neither in registers nor in threadgroup memory are read again for every block.
 #define FLASH_BWD_KNOBS(X)                         \
-  X(SLICES, slices, 1, 72, 1)                      \
+  X(SLICE, slice, 8, 576, 8)                       \
   X(BLOCK, block, 8, 32, 8)                        \
-  X(ROW_FRAGMENTS, row_fragments, 1, 4, 1)         \
+  X(ROW_FRAGMENTS, row_fragments, 1, 4, 0)         \
   X(SIMDGROUPS, simdgroups, 1, 8, 1)               \
-  X(COLUMN_SIMDGROUPS, column_simdgroups, 1, 4, 1) \
+  X(COLUMN_SIMDGROUPS, column_simdgroups, 1, 4, 0) \
   X(ROWS_IN_REGISTERS, rows_in_registers, 0, 1, 1) \
   X(ROWS_IN_THREADGROUP, rows_in_threadgroup, 0, 1, 1)
 
@@ -36,7 +36,7 @@ namespace metal_attn {
 // are summed up without the matrix unit; 0: of none. Three or four would not fit in M1's registers.
 #define FLASH_DECODE_KNOBS(X)              \
   X(ROW_FRAGMENTS, row_fragments, 1, 4, 1) \
-  X(KEY_FRAGMENTS, key_fragments, 1, 4, 1) \
+  X(KEY_FRAGMENTS, key_fragments, 1, 4, 0) \
   X(SPANS, spans, 1, 18, 1)                \
   X(VECTOR_ROWS, vector_rows, 0, 2, 1)
 

@@ -32,7 +32,7 @@ std::string row_text(const TileConditions* row) {
   if (row == nullptr) {
     return "a tile of a tuned table";
   }
-  const int registers = recorded_registers(row);
+  const int registers = row->whole_registers();
   std::string text = registers == 0 ? "registers not measured"
                                     : "at most " + std::to_string(registers) +
                                           " registers a thread, of which M1 has 128";

@@ -21,27 +21,25 @@ inline int fragments(int columns) { return (columns + 7) / 8; }
 // That a core of M1 or M2 has room for, if a thread has 128 registers.
 inline constexpr int64_t kSimdgroupsPerCore = 12;
 
-// Whether no tile spans two blocks of a BlockMask.
-inline bool within_blocks(const FlashFwdFeatures& features, int queries, int keys) {
-  return features.q_block() % queries == 0 && features.kv_block() % keys == 0;
-}
-
 // Tiles of `tile` rows of a head, in `rows` of them. In a given order every block of a BlockMask,
 // of `block` rows, has as many, even if the last block ends before them.
 inline int64_t tiles_of(int64_t rows, int64_t tile, int block, bool ordered) {
   return ordered ? (rows + block - 1) / block * (block / tile) : (rows + tile - 1) / tile;
 }
 
-// Columns of a slice, a multiple of `unit`.
+// Columns of each of so many slices, a multiple of `unit`.
 inline int slice_columns(int columns, int slices, int unit) {
   const int units = (columns + unit - 1) / unit;
   return unit * ((units + slices - 1) / slices);
 }
 
-// What tiles and fragments of k and v hold.
-template <class Specialisation>
-Element kv_element(const Specialisation& s) {
-  return s.features.cache.element.value_or(s.element);
+// The most parts, up to `most`, of which each of `rows` divides a BlockMask's block; 0: there is no
+// such number. Any rows divide a block of 0, as there is without a BlockMask.
+inline int parts_within(int block, int rows, int most) {
+  while (most > 0 && block % (rows * most) != 0) {
+    --most;
+  }
+  return most;
 }
 
 bool wide_loads(const FlashFwdProblem& problem);
@@ -61,18 +59,6 @@ Specialisation specialisation_for(const FlashFwdProblem& problem) {
 
 // Columns that a lane's loads of 8 neighbours are spread over (shaders/spans.h).
 inline constexpr int kSpanColumns = 32;
-
-// 16-byte chunks that a lane keeps of `count` fragments in threadgroup memory.
-inline int kept_chunks(int count, Element element) {
-  const int of_chunk = 8 / element_bytes(element);
-  return (count + of_chunk - 1) / of_chunk;
-}
-
-// Columns of the two tiles that are staged as pairs.
-template <class Specialisation>
-int pair_columns(const Specialisation& s) {
-  return padded(8 * fragments(s.head_dim_qk)) + padded(8 * fragments(s.head_dim_v));
-}
 
 void append_features(Defines& defines, const FlashFwdFeatures& features, bool wide_rotary);
 

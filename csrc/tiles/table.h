@@ -22,6 +22,7 @@
 #include "csrc/problem/gpu.h"
 #include "csrc/tiles/knobs.h"
 #include "csrc/tiles/tuned.h"
+#include "shaders/params.h"
 
 namespace metal_attn {
 
@@ -39,6 +40,21 @@ Load load_of(const FlashFwdFeatures& features);
 inline constexpr int kM1 = 7;
 inline constexpr int kM3 = 9;
 
+// One number of a tile, by its name in tables, and its limits.
+template <class Tile>
+struct Knob {
+  const char* name;
+  int Tile::* value;
+  int least;
+  int most;
+  int step;
+
+  bool allows(int number) const {
+    return least <= number && number <= most &&
+           (step > 0 ? number % step == 0 : (number & (number - 1)) == 0);
+  }
+};
+
 // A tile of the knobs that csrc/tiles/knobs.h lists.
 #define KNOB_MEMBER(NAME, MEMBER, LEAST, MOST, STEP) int MEMBER = LEAST;
 #define KNOB_ENTRY(NAME, MEMBER, LEAST, MOST, STEP) {#NAME, &Tile::MEMBER, LEAST, MOST, STEP},
@@ -53,28 +69,27 @@ inline constexpr int kM3 = 9;
     bool operator==(const TILE&) const = default;                \
   };
 
-// A row of csrc/tiles/table.inc. Of a kernel without a condition on queries:
-#define TILE_ROW(BITS, COLUMNS, LOAD, FAMILY, REGISTERS, ...) \
-  {{BITS, COLUMNS, kAny, Load::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
-#define DECODE_TILE_ROW(BITS, COLUMNS, QUERIES, LOAD, FAMILY, REGISTERS, ...) \
-  {{BITS, COLUMNS, QUERIES, Load::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
-
 inline constexpr int kAny = std::numeric_limits<int>::max();
 
-// For which problems a row is.
+// For which problems a row is, or what a problem has.
 struct TileConditions {
-  int bits;          // of an element
-  int columns;       // of a row of q, k or v, at most; v may be cut into slices
-  int queries;       // of a decode that share a KV head, at most
-  Load load;         // at most
-  int family;        // at least
-  double registers;  // that a thread of M1 needs, of 32 bits (bench/agx)
-};
+  int bits;              // of an element
+  int columns;           // of a row of q, k or v; of a row of the table: at most
+  int queries;           // of a decode that share a KV head, likewise
+  Load load;             // likewise
+  int family;            // at least
+  double registers = 0;  // of a row: that a thread of M1 needs, of 32 bits (bench/agx), or 0
 
-// Registers of a thread for `explain`: 0 if nobody has measured the tile.
-inline int recorded_registers(const TileConditions* row) {
-  return row == nullptr ? 0 : static_cast<int>(row->registers + 0.5);
-}
+  int whole_registers() const { return static_cast<int>(registers + 0.5); }
+  // Whether a row's tile is for such operands on this GPU, and for this problem.
+  bool suits(const TileConditions& problem) const {
+    return bits == problem.bits && columns >= problem.columns && family <= problem.family;
+  }
+  bool holds(const TileConditions& problem) const {
+    return suits(problem) && queries >= problem.queries && load >= problem.load &&
+           load != Load::kNever;
+  }
+};
 
 template <class Tile>
 struct DefaultRow {
@@ -82,25 +97,16 @@ struct DefaultRow {
   Tile tile;
 };
 
-// A problem, as the conditions see it.
-struct TileQuestion {
-  int bits;
-  int columns;
-  int64_t queries;
-  Load load;
-  int family;
+// A row of csrc/tiles/table.inc. Of a kernel without a condition on queries:
+#define TILE_ROW(BITS, COLUMNS, LOAD, FAMILY, REGISTERS, ...) \
+  {{BITS, COLUMNS, kAny, Load::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
+#define DECODE_TILE_ROW(BITS, COLUMNS, QUERIES, LOAD, FAMILY, REGISTERS, ...) \
+  {{BITS, COLUMNS, QUERIES, Load::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
 
-  bool meets(const TileConditions& row) const {
-    return could_meet(row) && queries <= row.queries && load <= row.load &&
-           row.load != Load::kNever;
-  }
-  // Whether the row's tile is for such operands on this GPU.
-  bool could_meet(const TileConditions& row) const {
-    return bits == row.bits && columns <= row.columns && family >= row.family;
-  }
-};
-
-// What the specialisations of all kernels of attention have.
+// What the specialisations of all kernels of attention have. Each also has its rows, `table`;
+// `cut`, which fits a row's tile to the problem; and what the kernel can run: `tile_queries` and
+// `tile_keys`, which no block of a BlockMask may divide, `threadgroup_bytes`, exactly those that
+// the shader declares, and `can_run` for the rest.
 template <class OwnTile>
 struct Tiled : OwnTile {
   Element element;
@@ -114,34 +120,43 @@ struct Tiled : OwnTile {
 
   OwnTile& tile() { return *this; }
   const OwnTile& tile() const { return *this; }
-  int registers() const { return recorded_registers(defaults); }
-  TileQuestion question(int family) const {
+  // What tiles and fragments of k and v hold.
+  Element kv_element() const { return features.cache.element.value_or(element); }
+  // Of a thread, for `explain`: 0 if nobody has measured the tile.
+  int registers() const { return defaults == nullptr ? 0 : defaults->whole_registers(); }
+  TileConditions conditions(int family) const {
     return {8 * element_bytes(element), std::max(head_dim_qk, head_dim_v), 0, load_of(features),
             family};
   }
 };
 
-// The most parts, up to `most`, of which each of `rows` divides a BlockMask's block; 0: there is no
-// such number. Any rows divide a block of 0, as there is without a BlockMask.
-inline int parts_within(int block, int rows, int most) {
-  while (most > 0 && block % (rows * most) != 0) {
-    --most;
-  }
-  return most;
+template <class Specialisation>
+bool runs(const Specialisation& s) {
+  const auto knobs = Specialisation::knobs();
+  return std::all_of(knobs.begin(), knobs.end(),
+                     [&](const auto& knob) { return knob.allows(s.*knob.value); }) &&
+         s.features.q_block() % s.tile_queries() == 0 &&
+         s.features.kv_block() % s.tile_keys() == 0 && s.can_run() &&
+         s.threadgroup_bytes() <= THREADGROUP_MEMORY_BYTES;
 }
 
-// The tile of the first row that the problem meets and can run.
+// The problem with a row's tile, if the kernel can run it.
+template <class Specialisation, class Tile>
+std::optional<Specialisation> with_tile(Specialisation s, const Tile& tile) {
+  s.tile() = tile;
+  s.cut();
+  return runs(s) ? std::optional(s) : std::nullopt;
+}
+
 template <class Specialisation>
 std::optional<Specialisation> default_tile(const Specialisation& problem, const Gpu& gpu) {
-  const TileQuestion question = problem.question(gpu.family);
+  const TileConditions conditions = problem.conditions(gpu.family);
   for (const auto& row : problem.table()) {
-    if (!question.meets(row.conditions)) {
-      continue;
-    }
-    Specialisation s = problem;
-    if (s.take(row.tile)) {
-      s.defaults = &row.conditions;
-      return s;
+    if (row.conditions.holds(conditions)) {
+      if (auto found = with_tile(problem, row.tile)) {
+        found->defaults = &row.conditions;
+        return found;
+      }
     }
   }
   return std::nullopt;
@@ -154,43 +169,38 @@ template <class Specialisation>
 std::string tile_text(const Specialisation& s) {
   std::string text;
   for (const auto& knob : Specialisation::knobs()) {
-    text +=
-        (text.empty() ? "" : " ") + std::string(knob.name) + "=" + std::to_string(s.*knob.value);
+    text += (text.empty() ? "" : " ") + (knob.name + ("=" + std::to_string(s.*knob.value)));
   }
   return text;
 }
 
-// Whether each knob is within its limits.
 template <class Specialisation>
-bool within_limits(const Specialisation& s) {
-  const auto knobs = Specialisation::knobs();
-  return std::all_of(knobs.begin(), knobs.end(), [&](const auto& knob) {
-    const int value = s.*knob.value;
-    return knob.least <= value && value <= knob.most && value % knob.step == 0;
-  });
+TileKey key_of(const Specialisation& s, int64_t queries, int64_t keys) {
+  return tile_key(s.kernel(), s.element, s.head_dim_qk, s.head_dim_v, s.features, queries, keys);
 }
 
-// The tile that the tuned table in use has for this problem, or else the default one.
+// The tile that the tuned table in use has for this kernel, or for this problem, or else the
+// default one.
 template <class Specialisation>
 Specialisation tuned(const Specialisation& chosen, int64_t queries, int64_t keys) {
   const TileTable* table = tile_table();
   if (table == nullptr) {
     return chosen;
   }
-  const TileKey key = tile_key(chosen.kernel(), chosen, queries, keys);
-  const TileRow* row = table->find(chosen.kernel());
-  row = row != nullptr ? row : table->find(key.text());
-  if (row == nullptr || row->dropped()) {
+  const TileKey key = key_of(chosen, queries, keys);
+  auto found = table->find(std::string_view(chosen.kernel()));
+  found = found != table->end() ? found : table->find(key.text());
+  if (found == table->end() || found->second.dropped()) {
     return chosen;
   }
-  Specialisation found = chosen;
-  if (!row->give(found) || !found.can_run()) {
-    row->refuse(key.text());
+  Specialisation s = chosen;
+  s.row = &found->second;
+  if (!s.row->give(s.tile()) || !runs(s)) {
+    s.row->refuse(key.text());
     return chosen;
   }
-  found.row = row;
-  found.defaults = found.tile() == chosen.tile() ? chosen.defaults : nullptr;
-  return found;
+  s.defaults = s.tile() == chosen.tile() ? chosen.defaults : nullptr;
+  return s;
 }
 
 // What is worth a measurement: the chosen tile, and those of other rows for such operands. They
@@ -200,14 +210,10 @@ inline constexpr std::size_t kMostCandidates = 8;
 template <class Specialisation>
 std::vector<std::string> tile_candidates(const Specialisation& chosen, const Gpu& gpu) {
   std::vector<std::string> found{tile_text(chosen)};
-  const TileQuestion question = chosen.question(gpu.family);
   for (const auto& row : chosen.table()) {
-    if (found.size() == kMostCandidates || !question.could_meet(row.conditions)) {
-      continue;
-    }
-    Specialisation other = chosen;
-    if (other.take(row.tile)) {
-      const std::string text = tile_text(other);
+    if (found.size() < kMostCandidates && row.conditions.suits(chosen.conditions(gpu.family))) {
+      const auto other = with_tile(chosen, row.tile);
+      const std::string text = other ? tile_text(*other) : found[0];
       if (std::find(found.begin(), found.end(), text) == found.end()) {
         found.push_back(text);
       }

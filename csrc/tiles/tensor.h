@@ -12,7 +12,8 @@ inline constexpr int kTensorSpan = 32;
 
 // Why a forward has 8x8 tiles only, or null.
 inline const char* no_tensor_tiles(const FlashFwdProblem& problem) {
-  return within_blocks(problem.features, kTensorRows, kTensorSpan)
+  const FlashFwdFeatures& f = problem.features;
+  return f.q_block() % kTensorRows == 0 && f.kv_block() % kTensorSpan == 0
              ? nullptr
              : "a tensor tile of 16 queries and 32 keys would span two blocks of the BlockMask";
 }

@@ -1,20 +1,41 @@
 #include "csrc/tiles/tuned.h"
 
+#include <algorithm>
+#include <array>
 #include <charconv>
 #include <cstdio>
-#include <stdexcept>
+#include <memory>
 #include <system_error>
 
+namespace {
+
+std::atomic<const metal_attn::TileTable*> g_table{nullptr};
+
+// The text up to a letter, which both are taken off; all of it if it is not there.
+std::string_view taken(std::string_view& text, char end) {
+  const std::string_view found = text.substr(0, text.find(end));
+  text.remove_prefix(std::min(found.size() + 1, text.size()));
+  return found;
+}
+
+}  // namespace
+
 const void* metal_attn_make_tiles(const char* rows) {
-  try {
-    return new metal_attn::TileTable(rows);
-  } catch (const std::invalid_argument&) {
-    return nullptr;
+  auto table = std::make_unique<metal_attn::TileTable>();
+  for (std::string_view rest = rows; !rest.empty();) {
+    std::string_view line = taken(rest, '\n');
+    if (std::count(line.begin(), line.end(), '\t') != 2) {
+      return nullptr;
+    }
+    const std::string key(taken(line, '\t'));
+    const std::string tile(taken(line, '\t'));
+    table->try_emplace(key, key, tile, std::string(line));
   }
+  return table.release();
 }
 
 void metal_attn_use_tiles(const void* table) {
-  metal_attn::use_tile_table(static_cast<const metal_attn::TileTable*>(table));
+  g_table = static_cast<const metal_attn::TileTable*>(table);
 }
 
 namespace metal_attn {
@@ -24,154 +45,90 @@ namespace {
 // rows of decoding apart.
 constexpr std::array<int64_t, 6> kClasses{8, 16, 32, 512, 2048, 8192};
 
-std::vector<std::string> split(std::string_view text, char separator) {
-  std::vector<std::string> parts;
-  for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = std::min(text.find(separator, begin), text.size());
-    parts.emplace_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return parts;
-}
-
-std::vector<std::pair<std::string, int>> tile_of(const std::string& text) {
-  std::vector<std::pair<std::string, int>> tile;
-  for (const std::string& word : split(text, ' ')) {
-    const std::size_t equals = std::min(word.find('='), word.size());
-    int value = 0;
-    const char* end = word.data() + word.size();
-    const char* begin = word.data() + std::min(equals + 1, word.size());
-    const auto [rest, error] = std::from_chars(begin, end, value);
-    if (equals == 0 || error != std::errc() || rest != end) {
-      throw std::invalid_argument("metal_attn: a tile has '" + word + "'");
-    }
-    tile.emplace_back(word.substr(0, equals), value);
-  }
-  return tile;
-}
-
-std::atomic<const TileTable*> g_table{nullptr};
-
 }  // namespace
 
-TileKey::TileKey(const char* kernel, Element element, int head_dim_qk, int head_dim_v,
+TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_dim_v,
                  const FlashFwdFeatures& f, int64_t queries, int64_t keys) {
-  add(kernel);
-  add_word(element_name(element));
-  add_word("");
-  add(head_dim_qk);
-  add_word("");
-  add(head_dim_v);
-  const std::size_t before = size_;
-  const auto feature = [this](const char* name, bool on) {
-    if (on) {
-      add_word(name);
+  TileKey key;
+  const auto add = [&key](std::string_view word) {
+    if (!key.empty()) {
+      key.push_back(' ');
     }
+    key.append(word.begin(), word.end());
   };
-  feature("band", f.band || f.chunk);
-  feature("mask", f.mask.has_value());
-  feature("bias", f.bias.has_value());
-  feature("lone_keys", (f.mask && !f.mask->pairs) || (f.bias && !f.bias->pairs));
-  feature("softcap", f.softcap);
-  feature("dropout", f.dropout);
-  feature("flex", f.flex.has_value());
-  feature("q_rotary", f.rotary && f.rotary->q);
-  feature("k_rotary", f.rotary && f.rotary->k);
-  if (f.cache.element) {
-    add_word(element_name(*f.cache.element));
+  const auto add_number = [&](std::string_view before, int64_t number) {
+    add(before);
+    std::array<char, 20> digits;
+    key.append(digits.data(),
+               std::to_chars(digits.data(), digits.data() + digits.size(), number).ptr);
+  };
+  const auto add_class = [&](std::string_view below, std::string_view above, int64_t length) {
+    const auto found = std::lower_bound(kClasses.begin(), kClasses.end(), length);
+    const bool last = found == kClasses.end();
+    add_number(last ? above : below, last ? kClasses.back() : *found);
+  };
+  add(kernel);
+  add(element_name(element));
+  add_number("", head_dim_qk);
+  add_number("", head_dim_v);
+  const std::size_t before = key.size();
+  const std::pair<const char*, bool> words[] = {
+      {"band", f.band || f.chunk},
+      {"mask", f.mask.has_value()},
+      {"bias", f.bias.has_value()},
+      {"lone_keys", f.unpaired_keys()},
+      {"softcap", f.softcap},
+      {"dropout", f.dropout},
+      {"flex", f.flex.has_value()},
+      {"q_rotary", f.rotary && f.rotary->q},
+      {"k_rotary", f.rotary && f.rotary->k},
+      {f.cache.element ? element_name(*f.cache.element) : "", f.cache.element.has_value()},
+      {format_name(f.cache.formats.k), f.cache.formats.quantised()},
+      {format_name(f.cache.formats.v), f.cache.formats.v != f.cache.formats.k},
+  };
+  for (const auto& [word, on] : words) {
+    if (on) {
+      add(word);
+    }
   }
-  if (f.cache.formats.quantised()) {
-    add_word(format_name(f.cache.formats.k));
+  if (key.size() == before) {
+    add("plain");
   }
-  if (f.cache.formats.v != f.cache.formats.k) {
-    add_word(format_name(f.cache.formats.v));
+  add_class("q<=", "q>", queries);
+  add_class("k<=", "k>", keys);
+  return key;
+}
+
+bool read_knob(std::string_view& text, std::string_view name, int& value) {
+  std::string_view word = taken(text, ' ');
+  if (taken(word, '=') != name) {
+    return false;
   }
-  feature("plain", size_ == before);
-  add_class("q", queries);
-  add_class("k", keys);
-}
-
-void TileKey::add(std::string_view letters) {
-  if (size_ + letters.size() > text_.size()) {
-    throw std::length_error("metal_attn: the key of a tile is too long");
-  }
-  size_ += letters.copy(text_.data() + size_, letters.size());
-}
-
-void TileKey::add(int64_t number) {
-  std::array<char, 20> digits;
-  const char* end = std::to_chars(digits.data(), digits.data() + digits.size(), number).ptr;
-  add(std::string_view(digits.data(), static_cast<std::size_t>(end - digits.data())));
-}
-
-void TileKey::add_word(std::string_view word) {
-  add(" ");
-  add(word);
-}
-
-void TileKey::add_class(const char* of, int64_t length) {
-  const auto found = std::lower_bound(kClasses.begin(), kClasses.end(), length);
-  add_word(of);
-  add(found != kClasses.end() ? "<=" : ">");
-  add(found != kClasses.end() ? *found : kClasses.back());
-}
-
-const int* TileRow::find(std::string_view name) const {
-  const auto found = std::find_if(tile_.begin(), tile_.end(),
-                                  [name](const auto& own) { return own.first == name; });
-  return found == tile_.end() ? nullptr : &found->second;
+  const char* end = word.data() + word.size();
+  const auto [rest, error] = std::from_chars(word.data(), end, value);
+  return error == std::errc() && rest == end;
 }
 
 void TileRow::refuse(std::string_view wanted) const {
-  if (refused_.exchange(true)) {
-    return;
+  if (!refused_.exchange(true)) {
+    std::fprintf(stderr,
+                 "torch_metal_attn: a table of tiles has %s for %.*s, which cannot run: it is "
+                 "ignored\n",
+                 tile_.c_str(), static_cast<int>(wanted.size()), wanted.data());
   }
-  std::fprintf(stderr,
-               "torch_metal_attn: a table of tiles has%s for %.*s, which cannot run: it is "
-               "ignored\n",
-               text().c_str(), static_cast<int>(wanted.size()), wanted.data());
 }
 
 bool TileRow::drop(const std::string& why) const {
-  const bool for_one_key = key.find(' ') != std::string::npos;
+  const bool for_one_key = key_.find(' ') != std::string::npos;
   if (for_one_key && !dropped_.exchange(true)) {
     std::fprintf(stderr,
-                 "torch_metal_attn: a table of tiles has%s for %s, which does not compile: the "
+                 "torch_metal_attn: a table of tiles has %s for %s, which does not compile: the "
                  "row is ignored (%s). `python -m torch_metal_attn tune` measures the tiles anew\n",
-                 text().c_str(), key.c_str(), why.c_str());
+                 tile_.c_str(), key_.c_str(), why.c_str());
   }
   return for_one_key;
 }
 
-std::string TileRow::text() const {
-  std::string text;
-  for (const auto& [name, value] : tile_) {
-    text += " " + name + "=" + std::to_string(value);
-  }
-  return text;
-}
-
-TileTable::TileTable(const char* rows) {
-  for (const std::string& line : split(rows, '\n')) {
-    const std::vector<std::string> parts = split(line, '\t');
-    if (parts.size() != 3) {
-      throw std::invalid_argument("metal_attn: a row of tiles has no three parts: " + line);
-    }
-    rows_.push_back(std::make_unique<const TileRow>(parts[0], tile_of(parts[1]), parts[2]));
-  }
-  std::sort(rows_.begin(), rows_.end(),
-            [](const auto& a, const auto& b) { return a->key < b->key; });
-}
-
-const TileRow* TileTable::find(std::string_view key) const {
-  const auto found =
-      std::lower_bound(rows_.begin(), rows_.end(), key,
-                       [](const auto& row, std::string_view wanted) { return row->key < wanted; });
-  return found != rows_.end() && (*found)->key == key ? found->get() : nullptr;
-}
-
 const TileTable* tile_table() { return g_table; }
-
-void use_tile_table(const TileTable* table) { g_table = table; }
 
 }  // namespace metal_attn

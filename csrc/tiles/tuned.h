@@ -2,22 +2,22 @@
 // launch, which allocates nothing and waits for nobody.
 #pragma once
 
-#include <array>
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
-#include <memory>
+#include <functional>
+#include <map>
 #include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "csrc/problem/attention.h"
+#include "csrc/runtime/fixed_vector.h"
 
 extern "C" {
 
-// A table of tiles of these rows, see TileTable, that lives as long as the process. Null
-// if a row is not one.
+// A table of tiles, which lives as long as the process. `rows`: a line each, of key, tile and
+// source with tabs between. A key that is a kernel's name alone is for all of its launches. Null if
+// a row is not that.
 __attribute__((visibility("default"))) const void* metal_attn_make_tiles(const char* rows);
 // Launches that begin from now on look their tiles up there; null: nowhere.
 __attribute__((visibility("default"))) void metal_attn_use_tiles(const void* table);
@@ -26,63 +26,35 @@ __attribute__((visibility("default"))) void metal_attn_use_tiles(const void* tab
 
 namespace metal_attn {
 
-// How a tile was chosen, unless a table has it.
-inline constexpr const char* kEstimated = "default";
-
-// One number of a tile, by its name in tables, and its limits (csrc/tiles/knobs.h).
-template <class Tile>
-struct Knob {
-  const char* name;
-  int Tile::* value;
-  int least;
-  int most;
-  int step;
+struct TileKey : FixedVector<char, 160> {
+  std::string_view text() const { return {data(), size()}; }
 };
 
 // What the choice of a tile depends on, in words: "flash_fwd half 128 128 band q<=2048 k<=2048".
 // Alignment is not in it, as it must not change the bits of results, nor is what changes neither
-// the work nor the registers: lengths of sequences, pages, sinks, slopes.
-class TileKey {
- public:
-  TileKey(const char* kernel, Element element, int head_dim_qk, int head_dim_v,
-          const FlashFwdFeatures& features, int64_t queries, int64_t keys);
+// the work nor the registers: lengths of sequences, pages, sinks, slopes. `queries`, `keys`: the
+// lengths on which a kernel's time depends; for decoding, the queries that share a KV head.
+TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_dim_v,
+                 const FlashFwdFeatures& features, int64_t queries, int64_t keys);
 
-  std::string_view text() const { return {text_.data(), size_}; }
-
- private:
-  void add(std::string_view letters);
-  void add(int64_t number);
-  void add_word(std::string_view word);
-  void add_class(const char* of, int64_t length);
-
-  std::array<char, 160> text_;
-  std::size_t size_ = 0;
-};
-
-// `queries`, `keys`: the lengths of which a kernel's time depends; for decoding, the queries that
-// share a KV head.
-template <class Specialisation>
-TileKey tile_key(const char* kernel, const Specialisation& s, int64_t queries, int64_t keys) {
-  return {kernel, s.element, s.head_dim_qk, s.head_dim_v, s.features, queries, keys};
-}
+// Reads "NAME=12" and the blank behind it off the text. Returns false if it does not begin so.
+bool read_knob(std::string_view& text, std::string_view name, int& value);
 
 class TileRow {
  public:
-  TileRow(std::string key, std::vector<std::pair<std::string, int>> tile, std::string source)
-      : key(std::move(key)), source(std::move(source)), tile_(std::move(tile)) {}
+  TileRow(std::string key, std::string tile, std::string source)
+      : source(std::move(source)), key_(std::move(key)), tile_(std::move(tile)) {}
 
-  // Gives a specialisation this row's tile. Returns false if it has other knobs.
-  template <class Specialisation>
-  bool give(Specialisation& s) const {
-    const auto knobs = Specialisation::knobs();
-    for (const auto& knob : knobs) {
-      const int* number = find(knob.name);
-      if (number == nullptr) {
+  // Reads the row's tile. Returns false if it has other knobs.
+  template <class Tile>
+  bool give(Tile& tile) const {
+    std::string_view rest = tile_;
+    for (const auto& knob : Tile::knobs()) {
+      if (!read_knob(rest, knob.name, tile.*knob.value)) {
         return false;
       }
-      s.*knob.value = *number;
     }
-    return knobs.size() == tile_.size();
+    return rest.empty();
   }
   // Says once on stderr that the kernel cannot run this tile.
   void refuse(std::string_view wanted) const;
@@ -91,33 +63,19 @@ class TileRow {
   bool drop(const std::string& why) const;
   bool dropped() const { return dropped_; }
 
-  const std::string key;
-  const std::string source;  // how it was chosen, as kEstimated is
+  const std::string source;  // how it was chosen
 
  private:
-  const int* find(std::string_view name) const;
-  std::string text() const;
-
-  const std::vector<std::pair<std::string, int>> tile_;
+  const std::string key_;
+  const std::string tile_;
   mutable std::atomic<bool> refused_{false};
   mutable std::atomic<bool> dropped_{false};
 };
 
-// Never destroyed: a launch of another thread may be reading it.
-class TileTable {
- public:
-  // `rows`: a line each, of key, tile and source with tabs between. A key that is a kernel's name
-  // alone is for all of its launches. Throws std::invalid_argument if it is not that.
-  explicit TileTable(const char* rows);
-
-  const TileRow* find(std::string_view key) const;  // null if there is none
-
- private:
-  std::vector<std::unique_ptr<const TileRow>> rows_;  // by key
-};
+// By key. Never destroyed: a launch of another thread may be reading it.
+using TileTable = std::map<std::string, TileRow, std::less<>>;
 
 // What launches look tiles up in; null: nothing, and all tiles are the default ones.
 const TileTable* tile_table();
-void use_tile_table(const TileTable* table);
 
 }  // namespace metal_attn

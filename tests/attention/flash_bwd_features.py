@@ -117,10 +117,10 @@ def problem(feature, dtype=torch.float16, seed=0):
 
 
 # Slices of the columns of dq, dk and dv that do not end where the columns do.
-SMALL = "SLICES=3 BLOCK=8 SIMDGROUPS=4 ROWS_IN_REGISTERS=0 ROWS_IN_THREADGROUP=0"
+AGAIN = "ROWS_IN_REGISTERS=0 ROWS_IN_THREADGROUP=0"
 SLICED = {
-    "flash_bwd_dq": f"{SMALL} ROW_FRAGMENTS=1 COLUMN_SIMDGROUPS=1",
-    "flash_bwd_dkv": f"{SMALL} ROW_FRAGMENTS=2 COLUMN_SIMDGROUPS=2",
+    "flash_bwd_dq": f"SLICE=176 BLOCK=8 ROW_FRAGMENTS=1 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1 {AGAIN}",
+    "flash_bwd_dkv": f"SLICE=176 BLOCK=8 ROW_FRAGMENTS=2 SIMDGROUPS=4 COLUMN_SIMDGROUPS=2 {AGAIN}",
 }
 
 
@@ -132,16 +132,16 @@ def check(feature, device):
 
 
 @contextmanager
-def exchanging(*, block=16, row_fragments=2, simdgroups=4, shared=2, slices=1):
+def exchanging(*, block=16, row_fragments=2, simdgroups=4, shared=2, columns=576):
     """A context where so many SIMD groups of dk and dv share keys, and exchange weights.
 
     The chooser takes such tiles for larger head dims than those of most tests.
     """
-    tile = f"SLICES={slices} BLOCK={block} ROW_FRAGMENTS={row_fragments} SIMDGROUPS={simdgroups}"
+    tile = f"SLICE={columns} BLOCK={block} ROW_FRAGMENTS={row_fragments} SIMDGROUPS={simdgroups}"
     tile += f" COLUMN_SIMDGROUPS={shared} ROWS_IN_REGISTERS=0 ROWS_IN_THREADGROUP=1"
     with tiles.forced({"flash_bwd_dkv": tile}), simulate(check=True) as session:
         yield
     for launch in session.launches:
         if launch.kernel == "flash_bwd_dkv":
-            found = launch.defines["COLUMN_SIMDGROUPS"], launch.defines["SLICES"]
-            assert found == (str(shared), str(slices)), "the tile was refused"
+            found = launch.defines["COLUMN_SIMDGROUPS"], launch.defines["BLOCK_Q"]
+            assert found == (str(shared), str(block)), "the tile was refused"

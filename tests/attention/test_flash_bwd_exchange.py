@@ -30,21 +30,21 @@ def test_parts_of_queries_and_of_keys(tile, device):
     causal(device, tile)
 
 
-# Of q and k, and of v; slices. One SIMD group's part of the last slice is behind the last column,
-# and a whole slice of v is.
-SLICED = [(40, 40, 3), (64, 40, 4)]
+# Columns of q and k, of v, and of a slice. One SIMD group's part of the last slice is behind the
+# last column, and a whole slice of v is.
+SLICED = [(40, 40, 16), (64, 40, 16)]
 
 
-def sliced(device, head_dim, v_head_dim, slices):
+def sliced(device, head_dim, v_head_dim, columns):
     shape = {"q_length": 33, "kv_length": 65, "heads": 2, "dtype": torch.float16}
-    with exchanging(slices=slices):
+    with exchanging(columns=columns):
         operands = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, **shape)
         check_flash_bwd(*operands, device=device)
 
 
-@pytest.mark.parametrize("head_dim, v_head_dim, slices", SLICED)
-def test_slices_behind_the_last_column(head_dim, v_head_dim, slices, device):
-    sliced(device, head_dim, v_head_dim, slices)
+@pytest.mark.parametrize("head_dim, v_head_dim, columns", SLICED)
+def test_slices_behind_the_last_column(head_dim, v_head_dim, columns, device):
+    sliced(device, head_dim, v_head_dim, columns)
 
 
 def test_packed(device):
@@ -80,12 +80,12 @@ MUTANTS = {
         visibility of the first part: lane_query = block + {~part_query + =>~} column
     """,
     **{
-        partial(sliced, head_dim=q, v_head_dim=v, slices=slices): """
+        partial(sliced, head_dim=q, v_head_dim=v, columns=columns): """
             a fragment [threadgroup_out_of_bounds]: {~WHOLE ? d : min(d, rows.last) => d~}
             one more than the last [threadgroup_out_of_bounds]:
                 (COLUMNS - first) / FRAGMENT {~- 1 =>~}
         """
-        for q, v, slices in SLICED
+        for q, v, columns in SLICED
     },
 }
 

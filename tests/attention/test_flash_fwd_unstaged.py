@@ -33,7 +33,7 @@ def test_is_what_runs():
         found = told(q, k, v)
     assert (found["choice"], found["defines"]["KV_STAGED"]) == ("forced", "0")
     assert found["threadgroup_bytes"] == 0
-    assert "16 keys a block straight from memory" in found["reason"]
+    assert found["defines"]["BLOCK_K"] == "16"
     assert "KV_STAGED" not in told(q, k, v)["defines"], "the chooser stages"
 
 

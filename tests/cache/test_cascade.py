@@ -190,13 +190,17 @@ def test_latents(device):
     assert (out.transpose(1, 2) - alone).abs().max() <= 2e-3
 
 
-def read(shared, sequences, heads, with_plan):
-    """Bytes that flash_decode loads for sequences of `shared` pages and 5 keys of their own."""
-    page = 16
-    k_cache, v_cache = caches(shared + sequences, page, 64, 1)
-    table = [[*range(shared), shared + b] for b in range(sequences)]
-    lengths = [shared * page + 5] * sequences
-    q = normal(sequences, 1, heads, 64)
+def read(shared, sequences, heads, with_plan, short=0):
+    """Bytes that flash_decode loads for sequences of `shared` pages and 5 keys of their own.
+
+    short: so many more have one page of their own in common.
+    """
+    page, batch = 16, sequences + short
+    k_cache, v_cache = caches(shared + 1 + batch, page, 64, 1)
+    table = [[*range(shared), shared + 1 + b] for b in range(sequences)]
+    table += [[shared, shared + 1 + b] + [0] * (shared - 1) for b in range(sequences, batch)]
+    lengths = [shared * page + 5] * sequences + [page + 5] * short
+    q = normal(batch, 1, heads, 64)
     plan = CascadePlan(table, lengths, page)
     seqlens, tables = (torch.tensor(x, dtype=torch.int32) for x in (lengths, table))
     with simulate(count=True) as run:
@@ -217,6 +221,13 @@ def test_a_prefix_is_read_once(sequences, heads):
     ]
     assert keys <= longer[0] <= 1.05 * keys
     assert longer[1] >= sequences * keys
+
+
+def test_a_prefix_is_read_for_its_own_queries_alone():
+    """Those of another prefix are 448 rows, for which it would be read three times."""
+    keys = 2 * 512 * 64 * 2
+    longer = read(64, 2, 32, True, short=14) - read(32, 2, 32, True, short=14)
+    assert keys <= longer <= 1.05 * keys
 
 
 def test_min_pages():
@@ -254,6 +265,10 @@ REFUSED = [
     (lambda: CascadePlan([[1]], [1], PAGE, device="gpu"), "device is 'gpu'; it must be a device"),
     (lambda: CascadePlan([[1]], [1], 0), "page_size is 0; it must be at least 1"),
     (lambda: CascadePlan([[1]], [1], PAGE, 0), "q_length is 0; it must be at least 1"),
+    (
+        lambda: CascadePlan([[1]] * 2, [4] * 2, PAGE, 2**30, causal=False),
+        r"q_length is 1073741824; it must be in 1\.\.1073741823",
+    ),
     (lambda: CascadePlan([[1]], [1], PAGE, min_pages=0), "min_pages is 0; it must be at least 1"),
     (lambda: attend(q=(2, 1)), r"q has shape \(2, 1, 4, 32\); the plan is for \(3, 1, H, D\)"),
     (lambda: attend(q=(3, 2)), r"q has shape \(3, 2, 4, 32\); the plan is for \(3, 1, H, D\)"),

@@ -22,6 +22,7 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_causal_mask_function,
 )
 
+from tests.helpers.cases import each_case  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     attention,
@@ -441,3 +442,27 @@ class TestDescriptor:
             mask = band.pack(band.Band(**options), 2, "cpu")
             expected = metal_attention(module, q, k, k, mask)[0]
             torch.testing.assert_close(compiled(q, mask), expected, msg=name)
+
+
+NO_TENSORS = [
+    *(({name: 3}, f"{name} is a int; it must be a tensor") for name in ("query", "key", "value")),
+    *(({name: [1]}, f"{name} is a list") for name in ("attention_mask", "sinks", "s_aux")),
+    *(({name: True}, f"{name} is a bool") for name in ("position_bias", "indices")),
+    ({"module": None}, "module is a NoneType; it must be an nn.Module"),
+]
+
+
+@each_case("changes, message", NO_TENSORS)
+def test_arguments_that_are_no_tensors(changes, message):
+    q = torch.zeros(1, 2, 8, 16)
+    good = {"query": q, "key": q, "value": q, "attention_mask": None, "module": torch.nn.Module()}
+    with pytest.raises(TypeError, match=message):
+        metal_attention(**good | changes)
+
+
+def test_tensors_without_heads():
+    q = torch.zeros(2, 8, 16)
+    with pytest.raises(
+        ValueError, match=r"query has shape \(2, 8, 16\); it must be \(B, H, S, D\)"
+    ):
+        metal_attention(torch.nn.Module(), q, q, q, None)

@@ -166,6 +166,10 @@ def test_launches_have_the_tile():
         f"V_SLICE=64 BLOCK_K=64 SIMDGROUPS=4 {HELD}",
         f"V_SLICE=20 BLOCK_K=32 SIMDGROUPS=4 {HELD}",
         "BLOCK_K=32",
+        f"BLOCK_K=32 V_SLICE=64 SIMDGROUPS=4 {HELD}",
+        f"V_SLICE=64 BLOCK_K=8y SIMDGROUPS=4 {HELD}",
+        f"V_SLICE=64 BLOCK_K= SIMDGROUPS=4 {HELD}",
+        "=",
         f"V_SLICE=64 BLOCK_K=32 SIMDGROUPS=4 {HELD} NEW=1",
     ],
 )
@@ -181,9 +185,7 @@ def test_a_tile_that_cannot_run_is_ignored_with_one_line(tile, capfd):
     )
 
 
-@pytest.mark.parametrize(
-    "row", [("a b", "X"), ("a b", "X=", "s"), ("a b", "X=1y", "s"), ("a", "=", "s")]
-)
+@pytest.mark.parametrize("row", [("a b", "X"), ("a b", "X=1", "s", "t"), ("a b", "X=1", "s\n\n")])
 def test_what_is_no_row(row):
     with pytest.raises(ValueError, match="these are no rows"):
         tiles.make([row])

@@ -2,7 +2,8 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -41,9 +42,10 @@ class _Walk:
 
     block_table: Tensor  # (N, blocks)
     seqused_k: Tensor  # (N,)
-    gathered: Tensor | None  # (N, width): the sequences of each row; None for all, in order
-    places: Tensor | None  # (B,): where in `gathered` each sequence is
-    mask: Tensor | None  # (B, Lq): which sequences are there
+    gathered: Tensor | None = None  # (R,): the sequences of the rows; None for all, in order
+    packing: dict[str, Any] = field(default_factory=dict)  # which of them are of each table row
+    places: Tensor | None = None  # (B,): where in `gathered` each sequence is
+    mask: Tensor | None = None  # (B, Lq): which sequences are there
 
 
 class CascadePlan:
@@ -51,8 +53,8 @@ class CascadePlan:
 
     Sequences whose block tables begin with the same pages share a prefix, and some of them may
     share more: a tree of prefixes. Each level of the tree is one call of `flash_decode`, in which
-    the queries of all sequences that share pages are rows of one sequence. One more call reads the
-    rest of each sequence, and `merge_state_` joins them (FlashInfer's MultiLevelCascade, vLLM's
+    the queries of all sequences that share pages are packed as one sequence. One more call reads
+    the rest of each sequence, and `merge_state_` joins them (FlashInfer's MultiLevelCascade, vLLM's
     cascade attention). Only whole pages that every query of every sharing sequence sees are shared.
 
     Args: block_table: (B, max_blocks), ints. seqlens: (B,), the keys of each sequence, those of the
@@ -82,7 +84,7 @@ class CascadePlan:
         lengths = integers("seqlens", seqlens)
         pages = rows_of_ints("block_table", block_table, len(lengths))
         page_size = natural("page_size", page_size, 1, INT32_MAX)
-        q_length = natural("q_length", q_length, 1, INT32_MAX)
+        q_length = natural("q_length", q_length, 1, INT32_MAX // max(len(lengths), 1))
         min_pages = natural("min_pages", min_pages, 1)
         if len({len(row) for row in pages}) > 1:
             raise ValueError("block_table has rows of different lengths; it must be (B, blocks)")
@@ -123,7 +125,7 @@ class CascadePlan:
         self._walks = [self._shared_walk(level, pages, device) for level in self.levels]
         rest = [row[start:] for row, start in zip(pages, starts, strict=True)]
         used = [n - start * page_size for n, start in zip(lengths, starts, strict=True)]
-        self._rest = _Walk(_table(rest, device), _ints(used, device), None, None, None)
+        self._rest = _Walk(_table(rest, device), _ints(used, device))
 
     def attend(
         self,
@@ -180,40 +182,32 @@ class CascadePlan:
         self, walk: _Walk, q: Tensor, caches: tuple[Tensor, Tensor], options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """out (B, Hq, Lq, Dv) and its log-sum-exp over the keys of a walk."""
-        count = len(walk.block_table)
-        if walk.gathered is not None:
-            # (N, width * Lq, Hq, D)
-            q = q[walk.gathered.flatten()].reshape(count, -1, *q.shape[2:])
         given = {"block_table": walk.block_table, "seqused_k": walk.seqused_k}
         op = torch.ops.metal_attn.flash_decode
-        out, lse = _NAMES.run(op, (q.transpose(1, 2), *caches), options | given)
-        if walk.places is None:
-            return out, lse
-        # (N, Hq, width * Lq, ...) to (B, Hq, Lq, ...)
-        out = out.unflatten(2, (-1, self.q_length)).transpose(1, 2).flatten(0, 1)[walk.places]
-        lse = lse.unflatten(2, (-1, self.q_length)).transpose(1, 2).flatten(0, 1)[walk.places]
+        if walk.gathered is None:
+            return _NAMES.run(op, (q.transpose(1, 2), *caches), options | given)
+        q = q[walk.gathered].flatten(0, 1)  # (R * Lq, Hq, D)
+        out, lse = _NAMES.run(op, (q, *caches), options | given | walk.packing)
+        # (R * Lq, Hq, Dv) and (Hq, R * Lq)
+        out = out.unflatten(0, (-1, self.q_length))[walk.places].transpose(1, 2)
+        lse = lse.unflatten(1, (-1, self.q_length))[:, walk.places].transpose(0, 1)
         return out, lse
 
     def _shared_walk(
         self, level: list[SharedPages], pages: list[list[int]], device: torch.device
     ) -> _Walk:
-        width = max(len(shared.sequences) for shared in level)
-        tables, used, gathered = [], [], []
-        places = [0] * self.batch_size
-        present = [False] * self.batch_size
-        for n, shared in enumerate(level):
-            tables.append(pages[shared.sequences[0]][shared.first : shared.end])
-            used.append((shared.end - shared.first) * self.page_size)
-            # Rows that are left repeat one of the sequences.
-            spare = shared.sequences[:1] * (width - len(shared.sequences))
-            gathered.append([*shared.sequences, *spare])
-            for place, b in enumerate(shared.sequences):
-                places[b], present[b] = n * width + place, True
+        places, present = [0] * self.batch_size, [False] * self.batch_size
+        gathered = [b for shared in level for b in shared.sequences]
+        for place, b in enumerate(gathered):
+            places[b], present[b] = place, True
+        widths = [len(shared.sequences) for shared in level]
+        ends = [self.q_length * end for end in accumulate(widths, initial=0)]
         mask = torch.tensor(present, device=device)[:, None].expand(-1, self.q_length)
         return _Walk(
-            _table(tables, device),
-            _ints(used, device),
+            _table([pages[s.sequences[0]][s.first : s.end] for s in level], device),
+            _ints([(s.end - s.first) * self.page_size for s in level], device),
             torch.tensor(gathered, device=device),
+            {"cu_seqlens_q": _ints(ends, device), "max_seqlen_q": self.q_length * max(widths)},
             torch.tensor(places, device=device),
             None if all(present) else mask.contiguous(),
         )

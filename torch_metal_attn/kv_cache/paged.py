@@ -12,6 +12,7 @@ from torch_metal_attn.call.arguments import INT32_MAX, integers, natural, whole
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
+from torch_metal_attn.kv_cache.recent import RecentRows
 from torch_metal_attn.kv_cache.storage import LayerCache, Storage
 from torch_metal_attn.kv_cache.trees import (
     Rows,
@@ -283,9 +284,8 @@ class PagedKVCache:
             ]
         )
         self._storage.move_paths(rounds, starts, lambda i, row: self._place(sequences[i], row))
-        if self._storage.recent is not None:
-            slots, lengths = [s.slot for s in sequences], [s.length for s in sequences]
-            self._storage.recent.move_paths(rounds, starts, lengths, slots)
+        slots, lengths = [s.slot for s in sequences], [s.length for s in sequences]
+        self._storage.recent.move_paths(rounds, starts, lengths, slots)
         for i, (id, sequence, path) in enumerate(zip(ids, sequences, kept, strict=True)):
             start = starts[i]
             known = sequence.tokens[start:] if tokens is None else tokens[i]
@@ -305,8 +305,7 @@ class PagedKVCache:
             self._pool.share(page)
         copied = _Sequence(pages, [*sequence.lengths], [*sequence.tokens], [*sequence.prefixes])
         id = self._add(copied)
-        if self._storage.recent is not None:
-            self._storage.recent.copy([sequence.slot], [copied.slot])
+        self._storage.recent.copy([sequence.slot], [copied.slot])
         return id
 
     def free(self, id: int) -> None:
@@ -314,8 +313,7 @@ class PagedKVCache:
         id, sequence = self._one(id)
         del self._sequences[id]
         self._release(sequence.pages)
-        if self._storage.recent is not None:
-            self._storage.recent.release(sequence.slot)
+        self._storage.recent.release(sequence.slot)
 
     def truncate(self, id: int, length: int) -> None:
         """Drop the rows from `length` on, as speculative decoding does with rejected tokens."""
@@ -328,8 +326,7 @@ class PagedKVCache:
         del sequence.tokens[length:]
         del sequence.prefixes[length // self.page_size :]
         self._table = None
-        if self._storage.recent is not None:
-            self._storage.recent.truncate(sequence.slot, length)
+        self._storage.recent.truncate(sequence.slot, length)
 
     def match_prefix(self, token_ids: Tensor | Sequence[int]) -> tuple[int, int]:
         """Create a sequence that shares the longest known prefix of `token_ids`.
@@ -387,7 +384,7 @@ class PagedKVCache:
         """
         self._storage.check_layer(layer)
         _, sequences = self._of(ids)
-        if self._storage.recent is not None:
+        if isinstance(self._storage.recent, RecentRows):
             raise ValueError(
                 f"recent is {self._storage.recent.recent}, and a cascade reads none of these rows "
                 "in full precision; use decode_step, or a cache without recent"
@@ -404,8 +401,12 @@ class PagedKVCache:
 
     def seqlens(self, ids: Sequence[int], layer: int = 0) -> Tensor:
         """(B,) int32 on the cache's device: the rows of each sequence in a layer."""
+        return self._storage.indices(self.lengths(ids, layer))
+
+    def lengths(self, ids: Sequence[int], layer: int = 0) -> list[int]:
+        """The rows of these sequences in a layer."""
         self._storage.check_layer(layer)
-        return self._storage.indices([sequence.lengths[layer] for sequence in self._of(ids)[1]])
+        return [sequence.lengths[layer] for sequence in self._of(ids)[1]]
 
     def slots(self, ids: Sequence[int]) -> list[int]:
         """Where the recent rows of these sequences are, for `RecentRows`."""
@@ -478,8 +479,7 @@ class PagedKVCache:
         id = self._next_id
         self._next_id += 1
         self._sequences[id] = sequence
-        if self._storage.recent is not None:
-            sequence.slot = self._storage.recent.take()
+        sequence.slot = self._storage.recent.take()
         return id
 
     def _release(self, pages: list[int]) -> None:

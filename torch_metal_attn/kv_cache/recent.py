@@ -22,6 +22,19 @@ _SHARED = ("softmax_scale", "softcap", "num_splits")
 _OWN = ("causal", "learnable_sink", "parents", "tree_mask", *_ROTARY, "rotate_q_by_token")
 
 
+class NoRecentRows:
+    """In place of `RecentRows` in caches that keep none."""
+
+    def take(self) -> int:
+        """No slot."""
+        return -1
+
+    def _nothing(self, *_: Any) -> None:
+        pass
+
+    grow = release = truncate = copy = move_paths = append = fill = _nothing
+
+
 class RecentRows:
     """Copies of each sequence's last rows in the dtype of new ones, beside the quantised rows.
 

@@ -37,8 +37,7 @@ class StaticKVCache:
         self._storage = Storage(self.batch_size, self.max_length, *sizes, **options)
         self._rows = list(range(self.batch_size))  # of the tensors, by sequence
         self._lengths = [[0] * self.batch_size for _ in self._storage.layers]
-        if self._storage.recent is not None:
-            self._storage.recent.grow(self.batch_size)
+        self._storage.recent.grow(self.batch_size)
 
     @property
     def layers(self) -> list[LayerCache]:
@@ -118,8 +117,7 @@ class StaticKVCache:
         starts = [length - size for length, size in zip(lengths, sizes, strict=True)]
         rounds, blocks = [moves(path) for path in kept], [self._rows[b] for b in chosen]
         self._storage.move_paths(rounds, starts, lambda i, row: (blocks[i], row))
-        if self._storage.recent is not None:
-            self._storage.recent.move_paths(rounds, starts, lengths, blocks)
+        self._storage.recent.move_paths(rounds, starts, lengths, blocks)
         for b, start, path in zip(chosen, starts, kept, strict=True):
             self.truncate(b, start + len(path))
 
@@ -137,8 +135,7 @@ class StaticKVCache:
         length = length_within(index, length, max(lengths[index] for lengths in self._lengths))
         for lengths in self._lengths:
             lengths[index] = min(lengths[index], length)
-        if self._storage.recent is not None:
-            self._storage.recent.truncate(self._rows[index], length)
+        self._storage.recent.truncate(self._rows[index], length)
 
     def reorder(self, beam_idx: Tensor | Sequence[int]) -> None:
         """Let sequence b continue sequence beam_idx[b], as in beam search; beam_idx is (B,)."""
@@ -154,8 +151,7 @@ class StaticKVCache:
                 rows[b] = unused.pop()
                 copies[rows[b]] = row
         for part in (self._storage, self._storage.recent):
-            if part is not None:
-                part.copy(list(copies.values()), list(copies))
+            part.copy(list(copies.values()), list(copies))
         self._rows = rows
         self._lengths = [[lengths[o] for o in origins] for lengths in self._lengths]
 
@@ -165,8 +161,13 @@ class StaticKVCache:
 
     def seqlens(self, layer: int = 0) -> Tensor:
         """(B,) int32 on the cache's device: the rows of each sequence in a layer."""
+        return self._storage.indices(self.lengths(range(self.batch_size), layer))
+
+    def lengths(self, indices: Sequence[int], layer: int = 0) -> list[int]:
+        """The rows of these sequences in a layer."""
         self._storage.check_layer(layer)
-        return self._storage.indices(self._lengths[layer])
+        self._check_indices("indices", indices)
+        return [self._lengths[layer][index] for index in indices]
 
     def slots(self, indices: Sequence[int]) -> list[int]:
         """Where the recent rows of these sequences are, for `RecentRows`."""

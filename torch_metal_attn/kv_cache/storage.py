@@ -18,7 +18,7 @@ from torch_metal_attn.call.arguments import (
     whole,
 )
 from torch_metal_attn.call.names import ArgumentNames
-from torch_metal_attn.kv_cache.recent import RecentRows
+from torch_metal_attn.kv_cache.recent import NoRecentRows, RecentRows
 from torch_metal_attn.ops.differentiation import check_writes
 from torch_metal_attn.quantisation import DTYPES, ELEMENTS, FORMATS, check_hadamard, sizes
 
@@ -162,7 +162,7 @@ class Storage:
             else:
                 v, own_v_scale = operand(v_head_dim, v_format, v_scale)
             self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale, values_in_keys, hadamard))
-        self.recent = RecentRows(self, recent) if recent else None
+        self.recent = RecentRows(self, recent) if recent else NoRecentRows()
 
     def plain(self, blocks: int, rows: int) -> "Storage":
         """Other blocks for the same rows, without a format."""
@@ -235,14 +235,15 @@ class Storage:
         for name in _GIVEN:
             if name in options:
                 raise TypeError(f"{op} of a cache has no argument {name}: the cache gives it")
-        if self.recent is None or op == "append_kv":
-            seqlens = self.indices(lengths)
-            given = {"check_only": check_only, **where}
-            result = self.run(op, layer, new, seqlens, **given, **options)
-            if self.recent is not None and not check_only:
-                self.recent.append(layer, new, lengths, slots, options)
-            return result
-        return self.recent.step(layer, new, lengths, slots, where, options, check_only=check_only)
+        given = {"check_only": check_only, **where}
+        if op == "decode_step" and isinstance(self.recent, RecentRows):
+            return self.recent.step(
+                layer, new, lengths, slots, where, options, check_only=check_only
+            )
+        result = self.run(op, layer, new, self.indices(lengths), **given, **options)
+        if op == "append_kv" and not check_only:
+            self.recent.append(layer, new, lengths, slots, options)
+        return result
 
     def run(
         self,

@@ -41,8 +41,7 @@ struct FlashBwdCall {
 };
 
 MaskTile mask_tile(const FlashBwdSpecialisation& s) {
-  return s.dkv() ? MaskTile{s.block, s.block_rows(), FlexWalk::kOverQueries}
-                 : MaskTile{s.block_rows(), s.block, FlexWalk::kOverKeys};
+  return {s.tile_queries(), s.tile_keys(), s.dkv() ? FlexWalk::kOverQueries : FlexWalk::kOverKeys};
 }
 
 // The tile of dq's kernel, or of dk's and dv's.
@@ -258,7 +257,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
       launch.buffers.push_back({FLASH_BWD_NORMALISERS, normalisers, true});
     }
     launch.threadgroups = {blocks_of(call.forward.q_length, call.kernels.dq),
-                           static_cast<uint32_t>(call.forward.heads * call.kernels.dq.slices),
+                           static_cast<uint32_t>(call.forward.heads * call.kernels.dq.slices()),
                            sequences_of(call.forward)};
     append_block_order(launch, f, FlexWalk::kOverKeys);
     note(backend, [&] { return note_of(call.forward, call.kernels.dq, f.q); });
@@ -284,7 +283,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
     }
     launch.threadgroups = {
         blocks_of(call.forward.kv_length, call.kernels.dkv),
-        static_cast<uint32_t>(call.forward.kv_heads * call.kernels.dkv.slices * splits),
+        static_cast<uint32_t>(call.forward.kv_heads * call.kernels.dkv.slices() * splits),
         sequences_of(call.forward)};
     append_block_order(launch, f, FlexWalk::kOverQueries);
     note(backend, [&] { return note_of(call.forward, call.kernels.dkv, f.q); });

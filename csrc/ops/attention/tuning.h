@@ -9,7 +9,7 @@
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
-#include "csrc/tiles/tuned.h"
+#include "csrc/tiles/table.h"
 
 namespace metal_attn {
 
@@ -18,12 +18,12 @@ namespace metal_attn {
 template <class Specialisation>
 JsonObject tile_note(const Specialisation& s, int64_t queries, int64_t keys) {
   JsonObject tuning;
-  tuning.add("key", std::string(tile_key(s.kernel(), s, queries, keys).text()))
+  tuning.add("key", std::string(key_of(s, queries, keys).text()))
       .add("candidates", tile_candidates(s, gpu()));
   return JsonObject()
       .add("threadgroup_bytes", s.threadgroup_bytes())
       .add("registers", s.registers())
-      .add("choice", s.row == nullptr ? kEstimated : s.row->source.c_str())
+      .add("choice", s.row == nullptr ? "default" : s.row->source.c_str())
       .add("tuning", tuning);
 }
 

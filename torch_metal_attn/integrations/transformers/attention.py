@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_metal_attn.call import philox
-from torch_metal_attn.call.arguments import whole
+from torch_metal_attn.call.arguments import check_rank, check_tensor, whole
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.integrations.copies import with_contiguous_rows
 from torch_metal_attn.integrations.transformers import band as bands
@@ -96,6 +96,16 @@ def metal_attention(
         query, key, value and what is added to the scores are cast to its dtype, which is also
         out's.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; it must be an nn.Module")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, (Unrotated, Latents, HeldRows)):
+            check_rank(name, x, "(B, H, S, D)")
+    added = {"sinks": sinks, "position_bias": position_bias, "indices": indices}
+    added |= {"attention_mask": attention_mask, "s_aux": others.get("s_aux")}
+    for name, x in added.items():
+        if x is not None:
+            check_tensor(name, x)
     if isinstance(key, Latents):
         is_packed = _given({name: others.get(name) for name in BOUNDS})
         latents, is_few = key, query.shape[2] <= DECODE_QUERIES and not is_packed

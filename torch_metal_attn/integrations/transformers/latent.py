@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from torch_metal_attn.call.arguments import natural
+from torch_metal_attn.integrations import copies
 from torch_metal_attn.integrations.transformers.fusion import own_class
 from torch_metal_attn.integrations.transformers.refusals import unwrapped
 from torch_metal_attn.kv_cache import LatentCache, StaticLatentCache
+from torch_metal_attn.kv_cache.recent import RecentRows
 from torch_metal_attn.kv_cache.storage import Storage
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.quantisation import dequantise
@@ -50,7 +52,7 @@ class HeldRows:
         """
         storage, where = self.layer.storage, self.layer.where()
         lengths = [self.shape[2]] * self.shape[0]
-        if storage.recent is not None:
+        if isinstance(storage.recent, RecentRows):
             given = {n: x for n, x in _given(options) if torch.is_tensor(x) or x != _OFF.get(n)}
             for name in given:
                 if name not in _WITH_RECENT or (name == "window_size_right" and given[name] != 0):
@@ -97,8 +99,7 @@ class HeldRows:
         rows = of_all(held.k_cache)
         if held.k_scale is not None:
             rows = dequantise(rows, of_all(held.k_scale), self.dtype)
-        if storage.recent is not None:
-            storage.recent.fill(0, rows, [length] * batch, self.layer.slots())
+        storage.recent.fill(0, rows, [length] * batch, self.layer.slots())
         return rows.split(self.columns, -1)
 
 
@@ -141,9 +142,12 @@ class Latents:
         """The queries (B, H, Lq, C + R), keys and values of attention to the rows."""
         first = self._module.qk_nope_head_dim
         q = torch.cat([q[..., :first] @ self._up_projections()[0], q[..., first:]], -1)
-        if self._held is not None:
-            return q, self._held, self._held
+        if (held := self._held) is not None:
+            own = held.layer.storage.layers[0].by_block()
+            self._tell_of_bytes(sum(x.shape[-1] * x.element_size() for x in own), q)
+            return q, held, held
         rows = self.rows()
+        self._tell_of_bytes(rows.shape[-1] * rows.element_size(), q)
         return q, rows, rows[..., : self.latents.shape[-1]]
 
     def values(self, out: Tensor) -> Tensor:
@@ -163,6 +167,14 @@ class Latents:
         dims = [self._module.qk_nope_head_dim, self._module.v_head_dim]
         weight: Tensor = self._module.kv_b_proj.weight
         return list(weight.view(-1, sum(dims), weight.shape[1]).split(dims, 1))
+
+    def _tell_of_bytes(self, row: int, q: Tensor) -> None:
+        heads, v, latent = self._up_projections()[1].shape
+        k = self._module.qk_nope_head_dim + q.shape[-1] - latent
+        copies.note(
+            f"latent rows of {row:,} bytes a token; keys and values expanded to {heads} heads "
+            f"would be {heads * (k + v) * q.element_size():,}"
+        )
 
 
 def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
@@ -242,7 +254,6 @@ class LatentLayer(CacheLayerMixin):
         self.indexer_keys: Tensor | None = None  # (B, L, columns), of DeepSeek Sparse Attention
         self.cache: LatentCache | StaticLatentCache | None = None
         self.ids: list[int] = []  # of the sequences of the batch
-        self._length = 0  # of every sequence
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, columns = key_states.shape[0], (key_states.shape[-1], value_states.shape[-1])
@@ -293,7 +304,6 @@ class LatentLayer(CacheLayerMixin):
             self.cache.append(self.ids, new)
         else:
             self.cache.append(new)
-        self._length += key_states.shape[2]
         columns = key_states.shape[-1], value_states.shape[-1]
         rows = HeldRows(self, columns, key_states.dtype)
         return rows, rows
@@ -305,7 +315,7 @@ class LatentLayer(CacheLayerMixin):
         return self.indexer_keys
 
     def get_seq_length(self) -> int:
-        return self._length
+        return self.cache.lengths(self.ids[:1])[0] if self.cache is not None else 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -314,19 +324,19 @@ class LatentLayer(CacheLayerMixin):
         return self.max_length
 
     def reset(self) -> None:
-        self.crop(-self._length)
+        self.crop(-self.get_seq_length())
         self.indexer_keys = None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` rows, as transformers' own caches do."""
         if tokens_to_remove > 0:
             raise ValueError(f"tokens_to_remove is {tokens_to_remove}; it must not be positive")
-        self._length = max(self._length + tokens_to_remove, 0)
+        length = max(self.get_seq_length() + tokens_to_remove, 0)
         if self.indexer_keys is not None:
-            self.indexer_keys = self.indexer_keys[:, : self._length]
+            self.indexer_keys = self.indexer_keys[:, :length]
         if self.cache is not None:
             for id in self.ids:
-                self.cache.truncate(id, self._length)
+                self.cache.truncate(id, length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.indexer_keys is not None:

@@ -2,6 +2,7 @@
 
 They combine with `&`, `|` and `~`. Tensors that they are made from are looked up by the kernels, so
 make them on the device of the attention. They can be pickled, as DataLoader's workers need.
+TypeError and ValueError name an argument of another type, dtype or shape, or out of range.
 """
 
 from collections.abc import Callable, Sequence

@@ -29,10 +29,13 @@ codes of its neighbours (Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference 
 These are plain torch, on any device; `torch.ops.metal_attn.append_kv` gives the same bits.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from torch_metal_attn.call import arguments
+from torch_metal_attn.call.autocast import autocasts
 
 __all__ = [
     *("BLOCK", "DTYPES", "FORMATS", "HADAMARD", "columns", "dequantise", "format_of", "from_ggml"),
@@ -73,7 +76,9 @@ def hadamard(x: Tensor, size: int) -> Tensor:
         raise ValueError(f"x has dtype {x.dtype}; it must be float32, float16 or bfloat16")
     if not check_hadamard(size, {"x": x.shape[-1] if x.dim() else 0}, "size"):
         raise ValueError(f"size is 0; it must be one of {', '.join(map(str, HADAMARD))}")
-    return rotated(x.float(), size).to(x.dtype)
+    matrix, kind = rotated(torch.eye(size), size).to(x.device), x.device.type
+    with torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext():
+        return (x.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2).to(x.dtype)
 
 
 def check_hadamard(size: int, columns: dict[str, int], name: str = "hadamard") -> int:

@@ -7,6 +7,8 @@ float32 (dim / 2), and the factor of cos and sin that goes with them.
     cos, sin = rope.tables(inv_freq, 8192, attention_factor=factor)
     q, k = torch.ops.metal_attn.rope(q, k, cos, sin, seqlen_offset=cached_length)
 
+They raise ValueError for a number that is out of range, and TypeError for what is no number.
+
 The frequencies are rounded as transformers' `ROPE_INIT_FUNCTIONS` round them, because models were
 trained with those. Kinds that are not here are theirs: their results are given to `tables`.
 """
@@ -246,6 +248,9 @@ def tables(
         else float16 or bfloat16.
 
     Returns: cos and sin, (*positions.shape, R / 2).
+
+    Raises: TypeError: an argument of another type. ValueError: another dtype or shape, or a number
+        that is out of range or not finite.
     """
     check_tensor("inv_freq", inv_freq)
     attention_factor = number("attention_factor", attention_factor)

@@ -1,7 +1,7 @@
 """Ready-made score_mods for `flex_attention`.
 
 Tensors that they are made from are looked up by the kernels, so make them on the device of the
-attention.
+attention. TypeError and ValueError name an argument of another type or shape, or out of range.
 """
 
 import math

@@ -289,9 +289,11 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _check_types(arguments: Arguments) -> None:
-    for name, value in zip(arguments._fields, arguments, strict=True):
+    given: dict[str, object] = arguments._asdict()
+    for name, value in given.items():
         allowed, wanted = _TYPES[name]
-        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        a_flag = type(value) is bool and bool not in allowed
+        if a_flag or not isinstance(value, allowed):
             found = f"a {type(value).__name__}" if "tensor" in wanted else repr(value)
             raise TypeError(f"{name} is {found}; it must be {wanted}")
 

@@ -29,10 +29,13 @@ def matrix(size):
 def test_the_formula(size):
     x = normal(7, 3 * 128)
     exact = (x.double().unflatten(-1, (-1, size)) @ matrix(size)).flatten(-2)
-    torch.testing.assert_close(hadamard(x, size).double(), exact, rtol=0, atol=2e-6)
-    torch.testing.assert_close(hadamard(hadamard(x, size), size), x, rtol=0, atol=2e-6)
+    rotated = hadamard(x, size)
+    torch.testing.assert_close(rotated.double(), exact, rtol=0, atol=2e-6)
+    torch.testing.assert_close(hadamard(rotated, size), x, rtol=0, atol=2e-6)
     assert hadamard(x.half(), size).dtype == torch.float16
     assert hadamard(x[:0], size).shape == (0, 384)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(hadamard(x, size), rotated)
 
 
 @pytest.mark.parametrize("format", ["q4_0", "q3_g32", "q2_g64", "fp8_e4m3"])

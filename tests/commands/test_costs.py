@@ -119,6 +119,21 @@ def test_latent_rows_are_appended_once():
     assert costs.cost("append_kv", latent | {"cache_seqlens": seqlens}).bytes == 2 * k.nbytes
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_rotation_of_some_columns(in_place):
+    """In place it leaves the others alone; else it copies them."""
+    q, k = torch.randn(2, 2, 4, 8, 64)
+    cos, sin = torch.randn(2, 8, 16)
+    op = "rope_" if in_place else "rope"
+    with simulate(count=True) as run:
+        getattr(torch.ops.metal_attn, op)(q, k, cos, sin)
+    counters = run.counters["rope"]
+    of_heads = counters.store_bytes["device"]
+    assert of_heads == (q.nbytes + k.nbytes) // (2 if in_place else 1)
+    least = costs.cost(op, {"q": q, "k": k, "cos": cos, "sin": sin}).bytes
+    assert least == 2 * of_heads + cos.nbytes + sin.nbytes
+
+
 def test_packed_sequences_count_by_themselves():
     names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     packed = dict(zip(names, make_packed([5, 0, 9], [7, 3, 9], heads=4, kv_heads=2), strict=True))

@@ -82,6 +82,16 @@ def test_rows_at_once(head_dim):
             assert extension.launches(packed)[0]["grid"] == [1, passes, 1]
 
 
+@pytest.mark.parametrize("dtype, most", [(torch.float16, 32), (torch.float32, 16)])
+def test_latent_rows_at_once(dtype, most):
+    """576 columns take all SIMD groups of a threadgroup."""
+    rows = torch.empty(1, 1, 64, 576, dtype=dtype)
+    for count, passes in ((most, 1), (most + 1, 2)):
+        q = torch.empty(1, count, 1, 576, dtype=dtype)
+        packed = torch.ops.metal_attn_explain.flash_decode(q, rows, rows[..., :512], num_splits=1)
+        assert extension.launches(packed)[0]["grid"] == [1, passes, 1]
+
+
 @pytest.mark.parametrize("rows, head_dim", [(1, 64), (1, 128), (2, 64)])
 def test_values_of_few_rows_need_no_products(rows, head_dim):
     """The keys do: 4 fragments of 32. Each value is loaded and converted once for all rows."""

@@ -53,7 +53,15 @@ def test_one_batch_of_keys():
 
 
 def test_no_separate_full_blocks():
-    mask = block_mask(separate_full_blocks=False)
+    blocks = block_mask().to_dense()
+    indices = blocks.sort(dim=-1, descending=True, stable=True).indices.int()
+    mask = BlockMask.from_kv_blocks(
+        blocks.sum(-1).int(),
+        indices,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=gallery.causal,
+        seq_lengths=SIZES,
+    )
     assert mask.full_kv_num_blocks is None
     check_flex(*home(), None, mask)
 

@@ -289,6 +289,20 @@ def test_gradients_are_those_of_eager():
         )
 
 
+def test_explain_shows_the_bytes():
+    model = enable(tiny.build("DeepSeek-V3"), absorb=True)
+    ids = tiny.tokens(8, batch=1)
+    text = str(
+        torch_metal_attn.explain(
+            model.generate, ids, max_new_tokens=2, cache=latent_cache(model, 16)
+        )
+    )
+    # float32: 24 columns, or of 4 heads 24 for the key and 16 for the value.
+    assert (
+        "latent rows of 96 bytes a token; keys and values expanded to 4 heads would be 640" in text
+    )
+
+
 def test_enable_undoes_it():
     model = tiny.build("DeepSeek-V3")
     kinds = [type(module) for module in model.modules()]

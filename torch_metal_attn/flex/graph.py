@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 # What Metal has, and what captured tensors may hold.
 DTYPES = (
@@ -53,14 +54,10 @@ class Graph:
         return self._nodes.setdefault(key, Node(op, args, dtype, value))
 
     def constant(self, value: bool | int | float, dtype: torch.dtype) -> Node:
-        number: bool | int | float
-        if dtype == torch.bool:
-            number = bool(value)
-        elif dtype.is_floating_point:
-            # As a kernel of this dtype would hold it.
-            number = torch.tensor(value, dtype=torch.float64).to(dtype).item()
-        else:
-            number = torch.tensor(value).to(dtype).item()
+        """The number as a kernel of this dtype would hold it."""
+        wide = torch.float64 if dtype.is_floating_point else None
+        with _disable_current_modes():  # in a graph of torch 2.10 the number would be unknown
+            number = torch.tensor(value, dtype=wide).to(dtype).item()
         return self.node("constant", (), dtype, number)
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:

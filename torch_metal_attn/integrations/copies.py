@@ -9,8 +9,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Told of a tensor that is copied, by its name.
-listeners: list[Callable[[str, Tensor], None]] = []
+# Told of a tensor that is copied, by its name, or of a remark on the next call, without a tensor.
+listeners: list[Callable[[str, Tensor | None], None]] = []
+
+
+def note(words: str) -> None:
+    """Let `explain` show a remark below the next call."""
+    if not torch.compiler.is_compiling():
+        for listener in listeners:
+            listener(words, None)
 
 
 def with_contiguous_rows(name: str, tensor: Tensor) -> Tensor:

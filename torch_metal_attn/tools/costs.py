@@ -1,6 +1,6 @@
 """The fewest operations and bytes that an attention op needs. All these formulas are in this file.
 
-FLOPs are those of the matrix products, two per multiply-add; an append has none.
+FLOPs are those of the matrix products, two per multiply-add; ops without products have none.
 Attention needs 2 (D + Dv) for each head and each pair of a query and a key that it sees. Its
 gradients need 2 (4 D + 3 Dv): the seven products of the two kernels (`flash_bwd_dq` three,
 `flash_bwd_dkv` four). The gradient of a bias or slopes, and that of each load of a tensor that
@@ -105,10 +105,10 @@ def cost(op: str, arguments: Mapping[str, Any]) -> Cost:
     """The cost of `torch.ops.metal_attn.<op>` with these arguments, by name; missing ones are None.
 
     Lengths that are tensors are read, which waits for the GPU; if they have no data, every key
-    counts. op: one of FORMULAS.
+    counts. Raises KeyError for an op that has no formula.
     """
     given = {name: value for name, value in arguments.items() if value is not None}
-    return FORMULAS[op](given)
+    return _FORMULAS[op](given)
 
 
 def stored(tensor: Tensor) -> int:
@@ -337,7 +337,7 @@ def _append(given: dict[str, Any]) -> Cost:
     # Each new token has its own row of the tables; packed rows are tokens.
     tokens = len(given["k"]) * (given["k"].shape[2] if given["k"].dim() == 4 else 1)
     tables = [given[name] for name in ("rotary_cos", "rotary_sin") if name in given]
-    moved += sum(min(len(table), tokens) * table[:1].nbytes for table in tables)
+    moved += sum(min(table.nbytes, _table_bytes(table, tokens, 1)) for table in tables)
     return Cost(0, moved)
 
 
@@ -351,6 +351,68 @@ def _step(given: dict[str, Any]) -> Cost:
     new = given["k"].shape[2] if ends is None else ends.diff()
     attention["seqused_k"] = given["cache_seqlens"] + new
     return append + _forward(attention)
+
+
+def _table_bytes(table: Tensor, length: int, batch: int) -> int:
+    return batch * length * table.shape[-1] * table.itemsize
+
+
+def _rope_in_place(given: dict[str, Any]) -> Cost:
+    """Columns that are not rotated are neither read nor written."""
+    columns = 2 * given["cos"].shape[-1]
+    return _rope(given | {x: given[x][..., :columns] for x in ("q", "k") if x in given})
+
+
+def _rope(given: dict[str, Any]) -> Cost:
+    q = given["q"]
+    moved = sum(2 * given[name].nbytes for name in ("q", "k") if name in given)
+    # Sequences at one offset have the same rows.
+    alone = "positions" in given or "seqlen_offsets" in given
+    for name in ("cos", "sin"):
+        rows = _table_bytes(given[name], q.shape[2], q.shape[0] if alone else 1)
+        moved += min(given[name].nbytes, rows)
+    moved += sum(stored(given[name]) for name in ("positions", "seqlen_offsets") if name in given)
+    return Cost(0, moved)
+
+
+def _rope_tables(given: dict[str, Any]) -> Cost:
+    inv_freq, positions = given["inv_freq"], given["positions"]
+    element = given.get("dtype", torch.float32).itemsize
+    tables = 2 * positions.numel() * inv_freq.shape[-1] * element
+    return Cost(0, inv_freq.nbytes + positions.nbytes + tables)
+
+
+def _softmax(given: dict[str, Any]) -> Cost:
+    return Cost(0, 2 * given["x"].nbytes)
+
+
+def _causal_mask(given: dict[str, Any]) -> Cost:
+    """Only masked elements are written."""
+    scores = given["scores"]
+    q_length, kv_length = scores.shape[-2:]
+    hidden = q_length * kv_length - (
+        seen(q_length, kv_length, causal=True, q_offset=given.get("q_offset", 0)).pairs
+    )
+    return Cost(0, scores.shape[:-2].numel() * hidden * scores.itemsize)
+
+
+def _merge_state(given: dict[str, Any]) -> Cost:
+    return Cost(0, 3 * (given["out_a"].nbytes + given["lse_a"].nbytes))
+
+
+def _merge_splits(given: dict[str, Any]) -> Cost:
+    out, lse = given["partial_out"], given["partial_lse"]
+    rows = out.shape[:3].numel()
+    element = given.get("out_dtype", torch.float32).itemsize
+    merged = rows * (out.shape[-1] * element + _STATISTIC)
+    sink = given.get("learnable_sink")
+    return Cost(0, out.nbytes + lse.nbytes + merged + (0 if sink is None else sink.nbytes))
+
+
+def _copy_pages(given: dict[str, Any]) -> Cost:
+    cache, src = given["cache"], given["src"]
+    page = cache.shape[1:].numel() * cache.itemsize
+    return Cost(0, 2 * src.numel() * page + 2 * src.nbytes)
 
 
 def scaled(value: float) -> str:
@@ -375,7 +437,7 @@ def _index_scores(given: dict[str, Any]) -> Cost:
     return Cost(flops, q.nbytes + k.nbytes + weights.nbytes + scores * _STATISTIC)
 
 
-FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
+_FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "flash_fwd": _forward,
     "flex_fwd": _forward,
     "flex_bwd": _backward,
@@ -389,6 +451,16 @@ FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "flash_varlen_bwd_bias": _bias_gradient,
     "flash_bwd_slopes": _slopes_gradient,
     "flash_varlen_bwd_slopes": _slopes_gradient,
+    "rope": _rope,
+    "rope_": _rope_in_place,
+    "rope_tables": _rope_tables,
     "index_scores": _index_scores,
+    "softmax": _softmax,
+    "softmax_": _softmax,
+    "apply_causal_mask_": _causal_mask,
+    "merge_state": _merge_state,
+    "merge_state_": _merge_state,
+    "merge_splits": _merge_splits,
     "append_kv": _append,
+    "copy_pages": _copy_pages,
 }

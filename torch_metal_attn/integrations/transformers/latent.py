@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from torch_metal_attn.call.arguments import natural
+from torch_metal_attn.integrations import copies
 from torch_metal_attn.integrations.transformers.fusion import own_class
 from torch_metal_attn.integrations.transformers.refusals import unwrapped
 from torch_metal_attn.kv_cache import LatentCache, StaticLatentCache
@@ -141,9 +142,12 @@ class Latents:
         """The queries (B, H, Lq, C + R), keys and values of attention to the rows."""
         first = self._module.qk_nope_head_dim
         q = torch.cat([q[..., :first] @ self._up_projections()[0], q[..., first:]], -1)
-        if self._held is not None:
-            return q, self._held, self._held
+        if (held := self._held) is not None:
+            own = held.layer.storage.layers[0].by_block()
+            self._tell_of_bytes(sum(x.shape[-1] * x.element_size() for x in own), q)
+            return q, held, held
         rows = self.rows()
+        self._tell_of_bytes(rows.shape[-1] * rows.element_size(), q)
         return q, rows, rows[..., : self.latents.shape[-1]]
 
     def values(self, out: Tensor) -> Tensor:
@@ -163,6 +167,14 @@ class Latents:
         dims = [self._module.qk_nope_head_dim, self._module.v_head_dim]
         weight: Tensor = self._module.kv_b_proj.weight
         return list(weight.view(-1, sum(dims), weight.shape[1]).split(dims, 1))
+
+    def _tell_of_bytes(self, row: int, q: Tensor) -> None:
+        heads, v, latent = self._up_projections()[1].shape
+        k = self._module.qk_nope_head_dim + q.shape[-1] - latent
+        copies.note(
+            f"latent rows of {row:,} bytes a token; keys and values expanded to {heads} heads "
+            f"would be {heads * (k + v) * q.element_size():,}"
+        )
 
 
 def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:

@@ -1,4 +1,4 @@
-"""`explain`: what an op, or our ops in a model, would run, or why they would be refused."""
+"""`explain`: what an op, or every attention of a model, would run, or why it would be refused."""
 
 from collections.abc import Callable
 from typing import Any, overload
@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from torch_metal_attn.call.arguments import flag
 from torch_metal_attn.tools.explain.flex import explain_flex
+from torch_metal_attn.tools.explain.layer_call import LayerCall
 from torch_metal_attn.tools.explain.model import ModelExplanation, explain_model
 from torch_metal_attn.tools.explain.ops import Explanation, Kernel, Training, explain_op, short_name
-from torch_metal_attn.tools.explain.table import LayerCall
 
 __all__ = ["Explanation", "Kernel", "LayerCall", "ModelExplanation", "Training", "explain"]
 
@@ -57,15 +57,14 @@ def explain(
             own code runs under no_grad on these inputs and their device. Our ops do not run: each
             is explained, returns zeros of the right shape, and writes nothing. So the model's
             numbers are meaningless, and decisions that depend on them (experts, stop tokens) may
-            differ. Compiled parts run uncompiled. Attention that is not ours is left out:
-            `python -m torch_metal_attn doctor` shows it.
+            differ. Compiled parts run uncompiled.
 
     Returns: an `Explanation` for an op, a `ModelExplanation` for a model. str() of either is for
         people; `as_dict()` is plain data. A call that an op would refuse does not raise: the
         refusal is in the result.
 
     Raises:
-        TypeError: the first argument is none of these, or the arguments are not the op's.
+        TypeError: the first argument is none of these.
     """
     backward = flag("backward", backward)
     target: object = arguments[0] if arguments else options.get("q")

@@ -1,4 +1,4 @@
-"""What our ops in a model would run, found by running the model without kernels."""
+"""What every attention of a model would run, found by running the model without kernels."""
 
 import dataclasses
 import os
@@ -15,17 +15,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from torch_metal_attn.integrations import copies
+from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.costs import Cost
 from torch_metal_attn.tools.explain import table
+from torch_metal_attn.tools.explain.layer_call import LayerCall, known_cost
 from torch_metal_attn.tools.explain.ops import bound, explain_op, recording_op, short_name
-from torch_metal_attn.tools.explain.table import LayerCall, known_cost
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+# In torch.ops.aten: attention as one op, and ops that only attention uses.
+_FUSED = ("_scaled_dot_product_", "_native_multi_head_attention", "_transformer_encoder_layer_fwd")
+_SDPA_SOFTMAX = "_safe_softmax"
+_SOFTMAX = "_softmax"
+_PRODUCTS = ("bmm", "baddbmm")
+_ATTENTION_DIMS = 4  # (B, H, Lq, Lk); a softmax over three dimensions may choose experts or tokens
 
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """Our ops in one call of a model, in the order in which they ran.
+    """Every attention of one call of a model, in the order in which they ran.
 
     Attributes: model: its class. rows: the calls. stopped: this package's error, with the layer,
         if one ended the model's call early; None if the call went through.
@@ -97,19 +104,25 @@ def _layer_names(model: nn.Module) -> Iterator[list[str]]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Explains our ops instead of running them."""
+    """Explains our ops instead of running them, and notes torch's attention."""
 
     def __init__(self, layers: list[str]) -> None:
         super().__init__()
         self.rows: list[LayerCall] = []
         self._layers = layers
-        self._copied: list[tuple[str, int]] = []  # for the next op of ours: words and bytes
+        self._weights: Tensor | None = None  # of the last softmax of three dimensions
+        # For the next op of ours: words and bytes, and remarks.
+        self._copied: list[tuple[str, int]] = []
+        self._notes: list[str] = []
 
     @contextmanager
     def told_of_copies(self) -> Iterator[None]:
-        def listener(name: str, tensor: Tensor) -> None:
+        def listener(name: str, tensor: Tensor | None) -> None:
+            if tensor is None:
+                self._notes.append(name)
+                return
             words = f"{name}, whose strides were {tuple(tensor.stride())}"
-            self._copied.append((words, tensor.nbytes))
+            self._copied.append((words, tensor.numel() * tensor.element_size()))
 
         copies.listeners.append(listener)
         try:
@@ -126,8 +139,14 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = short_name(func)
-        if name is None or recording_op(name) is None:
-            return func(*args, **kwargs)
+        if name is not None and recording_op(name) is not None:
+            return self._explain(name, func, args, kwargs)
+        result = func(*args, **kwargs)
+        if func.namespace == "aten":
+            self._note(func._opname, args, kwargs, result)
+        return result
+
+    def _explain(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         explanation = explain_op(name, args, kwargs)
         given = bound(name, args, kwargs)
         keys = given.get("k", given.get("k_cache"))
@@ -136,14 +155,62 @@ class _Recorder(TorchDispatchMode):
             tensors.append(given.get("k_cache", keys))
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         copied, self._copied = self._copied, []
+        notes, self._notes = tuple(self._notes), []
         cost = explanation.cost
         if cost is not None:
             cost += Cost(0, sum(2 * size for _, size in copied))
         words = tuple(word for word, _ in copied)
-        self.rows.append(LayerCall(self._layers[-1], name, shapes, explanation, cost, words))
+        layer = self._layers[-1]
+        self.rows.append(LayerCall(layer, name, shapes, explanation, "", cost, words, notes))
         if explanation.refusal is not None:
             return _refused_result(name, given, explanation.refusal)
         return _blank_result(func, args, kwargs)
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Add an op of torch, if it is attention."""
+        if name.startswith(_FUSED) and not name.endswith("backward"):
+            shapes = tuple(tuple(a.shape) for a in args[:2] if isinstance(a, Tensor))
+            words, cost = f"torch's {name}", None
+            if name.startswith("_scaled_dot_product_"):
+                words = f"torch's scaled_dot_product_attention ({name})"
+                cost = _sdpa_cost(name, args, kwargs)
+            self._add(name, shapes, words, cost)
+        elif name == _SDPA_SOFTMAX:
+            words = "torch's scaled_dot_product_attention, composed of products and a softmax"
+            self._add(name, (tuple(args[0].shape),), words, None)
+        elif name == _SOFTMAX and result.dim() == _ATTENTION_DIMS:
+            self._add_softmax(result)
+        elif name == _SOFTMAX:
+            self._weights = result if result.dim() == 3 else None
+        elif name in _PRODUCTS and self._weights is not None:
+            if any(isinstance(a, Tensor) and _same_memory(a, self._weights) for a in args):
+                self._add_softmax(self._weights)
+                self._weights = None
+
+    def _add_softmax(self, weights: Tensor) -> None:
+        words = "a softmax of scores, as eager attention has"
+        self._add(_SOFTMAX, (tuple(weights.shape),), words, None)
+
+    def _add(self, op: str, shapes: Any, elsewhere: str, cost: Cost | None) -> None:
+        """Add an attention that is not ours."""
+        self.rows.append(LayerCall(self._layers[-1], op, shapes, None, elsewhere, cost))
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    return a.numel() == b.numel() > 0 and a.data_ptr() == b.data_ptr()
+
+
+def _sdpa_cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cost | None:
+    """The cost of torch's fused attention, with the op's own argument names."""
+    schema = getattr(torch.ops.aten, name).default._schema
+    names = [argument.name for argument in schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    q, k, v = (given.get(key) for key in ("query", "key", "value"))
+    if not all(isinstance(t, Tensor) and t.dim() == _ATTENTION_DIMS for t in (q, k, v)):
+        return None
+    mask = given.get("attn_mask", given.get("attn_bias"))
+    visible = {"causal": bool(given.get("is_causal")), "q_offset": 0, "attn_mask": mask}
+    return costs.cost("flash_fwd", {"q": q, "k": k, "v": v} | visible)
 
 
 def _blank_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -82,9 +82,9 @@ class Explanation:
         but runs no kernel; "" if the call is refused. kernels: the kernels that run, in order, by
         the names of the Metal functions; for `flash_bwd` only those that compute gradients. reason:
         why this specialisation was chosen. cost: the fewest FLOPs and bytes that the call needs,
-        see `torch_metal_attn.tools.costs`; None if it is refused, or the op is elementwise.
-        refusal: the error that the call would raise; None if it would run. training: what a
-        backward adds, if backward=True was given.
+        see `torch_metal_attn.tools.costs`; None if it is refused. refusal: the error that the call
+        would raise; None if it would run. training: what a backward adds, if backward=True was
+        given.
 
     The properties kernel, specialisation, grid, threads and threadgroup_bytes describe the first
     kernel, or the one after `mask_blocks`, which lists the blocks that a bool mask shows.
@@ -221,7 +221,7 @@ def explain_op(
         backend=_backend(given),
         kernels=_kernels(launches, of_gradients="bwd" in name),
         reason=reasons[0] if reasons else "" if launches else _NOTHING,
-        cost=costs.cost(name, given) if name in costs.FORMULAS else None,
+        cost=costs.cost(name, given),
         training=_training(of_backward, name, given) if backward else None,
     )
 

@@ -1,47 +1,27 @@
 """The table of a model's attention. Layers whose paths differ only by numbers share a line."""
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
 
-from torch_metal_attn.tools.costs import Cost, scaled
-from torch_metal_attn.tools.explain.ops import Explanation, shown
+from torch_metal_attn.tools.costs import scaled
+from torch_metal_attn.tools.explain.layer_call import LayerCall, known_cost
+from torch_metal_attn.tools.explain.ops import shown
 from torch_metal_attn.tools.text_table import aligned
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a module's path
 
 
-@dataclass(frozen=True)
-class LayerCall:
-    """One call of an op of ours in a model.
-
-    Attributes: layer: the path of the innermost module that called it. op: its name. shapes: of q
-        and of the keys, (B, Hq, Lq, D) and (B, Hkv, Lk, D), or of the op's first tensor.
-        explanation: its refusal is the error that the call would raise. cost: the fewest FLOPs and
-        bytes that the call needs, or None if they are not known. copied: tensors that were copied
-        for the call because their rows were not contiguous; the cost includes the copies.
-    """
-
-    layer: str
-    op: str
-    shapes: tuple[tuple[int, ...], ...]
-    explanation: Explanation
-    cost: Cost | None
-    copied: tuple[str, ...] = ()
-
-
-def known_cost(rows: Iterable[LayerCall]) -> Cost:
-    """The sum over the rows whose cost is known."""
-    return sum((row.cost for row in rows if row.cost is not None), Cost(0, 0))
-
-
 def text(model: str, rows: Sequence[LayerCall], stopped: str | None) -> str:
     """Lines of at most 100 columns, unless names are longer. stopped: see `ModelExplanation`."""
-    refused = sum(row.explanation.refusal is not None for row in rows)
-    backends = sorted({row.explanation.backend for row in rows} - {""})
+    ours = [row for row in rows if not row.elsewhere]
+    refused = sum(row.refusal is not None for row in ours)
+    backends = sorted({row.explanation.backend for row in ours if row.explanation} - {""})
     where = f" on {', '.join(backends)}" if backends else ""
-    lines = [f"{model}: {len(rows)} calls of metal_attn{where}, {refused} of them refused"]
+    lines = [
+        f"{model}: {len(ours)} calls of metal_attn{where}, {refused} of them refused; "
+        f"{len(rows) - len(ours)} attentions elsewhere"
+    ]
     table: list[tuple[str, ...]] = [
         ("layers", "calls", "kernels", "q x keys", "grid", "tg bytes", "FLOP", "bytes")
     ]
@@ -72,27 +52,26 @@ def _groups(rows: Sequence[LayerCall]) -> list[list[LayerCall]]:
     """Rows that run the same kernels, in layers whose paths differ only by numbers, in order."""
     groups: dict[tuple[object, ...], list[LayerCall]] = {}
     for row in rows:
-        found = row.explanation
-        kernels = tuple((name, shown(k.specialisation)) for name, k in found.kernels.items())
-        key = (_NUMBER.sub("#", row.layer), row.op, found.refusal, kernels, row.copied)
+        kernels = tuple(
+            (name, tuple(kernel.specialisation.items())) for name, kernel in row.kernels.items()
+        )
+        where = _NUMBER.sub("#", row.layer), row.op, row.elsewhere, row.refusal
+        key = (*where, kernels, row.copied, row.notes)
         groups.setdefault(key, []).append(row)
     return list(groups.values())
 
 
 def _line(alike: list[LayerCall]) -> tuple[tuple[str, ...], list[str]]:
     """The cells of some calls, and the lines below them."""
-    first = alike[0].explanation
+    first = alike[0]
     cost = known_cost(alike)
     known = all(row.cost is not None for row in alike)
     kernels = list(first.kernels.values())
-    grids = {
-        "+".join("x".join(map(str, k.grid)) for k in row.explanation.kernels.values())
-        for row in alike
-    }
+    grids = {"+".join("x".join(map(str, k.grid)) for k in row.kernels.values()) for row in alike}
     cells = (
         _layers([row.layer for row in alike]),
         str(len(alike)),
-        " + ".join(first.kernels) or first.op,
+        " + ".join(first.kernels) or ("-" if first.elsewhere else first.op),
         _lengths(alike),
         grids.pop() if len(grids) == 1 else "various",
         "+".join(str(kernel.threadgroup_bytes) for kernel in kernels) or "-",
@@ -102,7 +81,10 @@ def _line(alike: list[LayerCall]) -> tuple[tuple[str, ...], list[str]]:
     notes = [shown(kernel.specialisation) for kernel in kernels]
     choices = {kernel.choice for kernel in kernels} - {"", "default"}
     notes += [f"tile: {choice}" for choice in sorted(choices)]
-    notes += [f"copied first: {copied}" for copied in alike[0].copied]
+    if first.elsewhere:
+        notes.append(f"not metal_attn: {first.elsewhere}")
+    notes += [f"copied first: {copied}" for copied in first.copied]
+    notes += first.notes
     if first.refusal is not None:
         notes.append(f"refused: {first.refusal}")
     return cells, notes
@@ -128,8 +110,11 @@ def _lengths(alike: list[LayerCall]) -> str:
     """Queries and keys, or their ranges where calls differ."""
     sizes = []
     for row in alike:
-        # Of three dimensions: (T, H, D).
-        sizes.append(tuple(shape[0 if len(shape) == 3 else -2] for shape in row.shapes))
+        if row.elsewhere and len(row.shapes) == 1:  # of scores
+            sizes.append(row.shapes[0][-2:])
+            continue
+        packed = not row.elsewhere  # (T, H, D)
+        sizes.append(tuple(shape[0 if packed and len(shape) == 3 else -2] for shape in row.shapes))
     if len({len(size) for size in sizes}) != 1:
         return "various"
     return " x ".join(

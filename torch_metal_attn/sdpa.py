@@ -276,8 +276,8 @@ def is_causal_bias(attn_mask: object) -> bool:
     return module is not None and isinstance(attn_mask, module.CausalBias)
 
 
-# What each argument may be, and what an error calls it. The compiler of torch 2.10 cannot trace
-# unions of types.
+# What each argument may be, and what an error calls it. As in torch, True and False are numbers.
+# Not unions of types, which the compiler of torch 2.10 cannot trace.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("query", "key", "value"), ((Tensor,), "a tensor")),
     "attn_mask": ((Tensor, type(None)), "a tensor or None"),
@@ -291,7 +291,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 def _check_types(arguments: Arguments) -> None:
     for name, value in zip(arguments._fields, arguments, strict=True):
         allowed, wanted = _TYPES[name]
-        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        if not isinstance(value, allowed):
             found = f"a {type(value).__name__}" if "tensor" in wanted else repr(value)
             raise TypeError(f"{name} is {found}; it must be {wanted}")
 

@@ -43,6 +43,13 @@ struct Define {
 
 using Defines = FixedVector<Define, kMaxDefines>;
 
+// A feature that is off is not defined, which the preprocessor takes for 0.
+inline void define_if(bool on, Defines& defines, const char* name, int64_t value = 1) {
+  if (on) {
+    defines.push_back({name, value});
+  }
+}
+
 // What is compiled: a family's text under the defines of a specialisation, in the order in which
 // they are written.
 struct Program {

@@ -165,11 +165,11 @@ Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
   define_if(of_rows, own, "ROW_PAIRS", s.row_pairs);
   define_if(s.dkv(), own, "DV_SLICE", s.v_slice());
   define_if(s.dkv(), own, "SLICES", s.slices());
-  define_if(s.rows_in_threadgroup, own, "ROWS_IN_THREADGROUP", 1);
+  define_if(s.rows_in_threadgroup, own, "ROWS_IN_THREADGROUP");
   define_if(s.column_simdgroups > 1, own, "COLUMN_SIMDGROUPS", s.column_simdgroups);
   define_if(s.head_splits > 1, own, "HEAD_SPLITS", s.head_splits);
-  define_if(s.exact_delta && !s.dkv(), own, "EXACT_DELTA", 1);
-  define_if(s.normalised(), own, "NORMALISED", 1);
+  define_if(s.exact_delta && !s.dkv(), own, "EXACT_DELTA");
+  define_if(s.normalised(), own, "NORMALISED");
   return all_defines(s, own);
 }
 

@@ -201,9 +201,9 @@ Defines flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
       {"KEY_SIMDGROUPS", s.key_simdgroups()},
       {"COLUMN_SIMDGROUPS", s.column_simdgroups()},
   };
-  define_if(split, own, "SPLIT", 1);
+  define_if(split, own, "SPLIT");
   define_if(s.row_simdgroups() > 1, own, "ROW_SIMDGROUPS", s.row_simdgroups());
-  define_if(s.v_in_k, own, "V_IN_K", 1);
+  define_if(s.v_in_k, own, "V_IN_K");
   define_if(s.vector_rows > 0, own, "VECTOR_ROWS", s.vector_rows);
   define_if(s.vector_rows > 0, own, "KEY_LANES", s.key_lanes());
   return all_defines(s, own);

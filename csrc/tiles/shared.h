@@ -60,13 +60,6 @@ Specialisation specialisation_for(const FlashFwdProblem& problem) {
 // Columns that a lane's loads of 8 neighbours are spread over (shaders/spans.h).
 inline constexpr int kSpanColumns = 32;
 
-// A feature that is off is not defined, which the preprocessor takes for 0.
-inline void define_if(bool on, Defines& defines, const char* name, int64_t value) {
-  if (on) {
-    defines.push_back({name, value});
-  }
-}
-
 void append_features(Defines& defines, const FlashFwdFeatures& features, bool wide_rotary);
 
 // The defines that every kernel of attention has, its own, and those of the features.

@@ -92,6 +92,9 @@ def test_refusals(device, metal_attn):
         metal_attention(tensors[0], None, tensors[2])
     with pytest.raises(ValueError, match=r"value has shape \(.*\); it must be \(B, L, H, D\)"):
         metal_attention(*tensors[:2], tensors[2][0])
+    nested = torch.nested.nested_tensor([torch.ones(7)] * 2)
+    with pytest.raises(NotImplementedError, match="attn_mask is a nested tensor"):
+        metal_attention(*tensors, attn_mask=nested)
     with pytest.raises(TypeError, match="attn_mask is a bool; it must be a tensor or None"):
         metal_attention(*tensors, attn_mask=True)
     with pytest.raises(ValueError, match="query has a head dim of 577"):

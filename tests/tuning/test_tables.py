@@ -41,6 +41,8 @@ class TestFiles:
             (lambda data: data["rows"][0].update(key="flash_fwd"), "a row has the key 'flash_fwd'"),
             (lambda data: data["rows"][0].update(tile="BLOCK_K=x"), "the tile 'BLOCK_K=x'"),
             (lambda data: data["rows"][0].update(tile="A=1\tB"), "a row has the key"),
+            (lambda data: data["rows"][0].update(tile=f"A={2**32}"), "the tile 'A=4294967296'"),
+            (lambda data: data["rows"][0].update(tile="A=\u0663"), "a row has the key"),
             (lambda data: data["rows"][0]["timed"][0].update(seconds=1, x=2), "it is damaged"),
             (lambda data: data["rows"][0]["compared"][0].update(torch=0), "is not above 0"),
         ],

@@ -15,8 +15,9 @@ FORMAT = 3  # of the file
 LEAST_GAIN = 0.02
 LEAST_ERRORS = 2
 
-_KEY = re.compile(r"\w+( [\w<>=]+)+")
-_TILE = re.compile(r"[A-Z_]+=\d+( [A-Z_]+=\d+)*")
+_KEY = re.compile(r"\w+( [\w<>=]+)+", re.ASCII)
+# Numbers of nine digits fit an int32, which the extension reads.
+_TILE = re.compile(r"[A-Z_]+=\d{1,9}( [A-Z_]+=\d{1,9})*", re.ASCII)
 
 
 class BadTable(ValueError):

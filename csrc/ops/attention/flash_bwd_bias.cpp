@@ -117,12 +117,8 @@ Defines defines_of(const FlashBwdBiasCall& call) {
   defines.push_back({"DBIAS_PAIRS", call.sizes[3] % 2 == 0});
   defines.push_back({"QUERIES_SHARED", call.sizes[2] == 1});
   defines.push_back({"KEYS_SHARED", call.sizes[3] == 1});
-  if (call.slopes) {
-    defines.push_back({"SLOPES", 1});
-  }
-  if (call.normalised) {
-    defines.push_back({"NORMALISED", 1});
-  }
+  define_if(call.slopes, defines, "SLOPES");
+  define_if(call.normalised, defines, "NORMALISED");
   return defines;
 }
 

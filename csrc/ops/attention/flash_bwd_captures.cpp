@@ -85,14 +85,9 @@ Share analyse_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::s
 
 Defines defines_of(const Share& share, bool normalised) {
   Defines defines = flash_bwd_defines(share.specialisation);
-  const auto define = [&defines](const char* name, bool on) {
-    if (on) {
-      defines.push_back({name, 1});
-    }
-  };
-  define("QUERIES_OWNED", share.owns(kOwnQuery));
-  define("PLACES_DIFFER", share.owns(kOwnQuery) && share.owns(kOwnKey));
-  define("NORMALISED", normalised);
+  define_if(share.owns(kOwnQuery), defines, "QUERIES_OWNED");
+  define_if(share.owns(kOwnQuery) && share.owns(kOwnKey), defines, "PLACES_DIFFER");
+  define_if(normalised, defines, "NORMALISED");
   return defines;
 }
 

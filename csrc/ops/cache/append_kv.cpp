@@ -398,11 +398,8 @@ Defines append_kv_defines(const AppendKvArguments& a, const AppendKvProblem& p,
                   {"HEAD_DIM_V", p.head_dim_v},
                   {"WIDE_LOADS", s.widths.loads},
                   {"WIDE_STORES", s.widths.stores}};
-  // What is off is not defined, which the preprocessor takes for 0.
   const auto define = [&defines](const char* name, int value) {
-    if (value != 0) {
-      defines.push_back({name, value});
-    }
+    define_if(value != 0, defines, name, value);
   };
   define("PAGE_SIZE", p.page_size);
   if (p.cache_element) {

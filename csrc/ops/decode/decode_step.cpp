@@ -40,15 +40,10 @@ Tensor lengths_after(const AppendKvArguments& append, int32_t new_keys) {
 
 Defines append_defines(const AppendKvArguments& a, const AppendWidths& widths, bool wide_loads) {
   Defines defines{{"APPEND", 1}, {"WIDE_STORES", widths.stores}};
-  if (a.packed) {
-    defines.push_back({"PACKED_NEW_K", 1});
-  }
-  if (a.rotary_cos) {
-    defines.push_back({"NEW_K_ROTARY", 1});
-    if (widths.rotary && wide_loads) {
-      defines.push_back({"WIDE_ROTARY", 1});
-    }
-  }
+  define_if(a.packed.has_value(), defines, "PACKED_NEW_K");
+  const bool rotary = a.rotary_cos.has_value();
+  define_if(rotary, defines, "NEW_K_ROTARY");
+  define_if(rotary && widths.rotary && wide_loads, defines, "WIDE_ROTARY");
   return defines;
 }
 

@@ -62,12 +62,9 @@ constexpr int64_t kMostGroups = 1 << 16;
 
 Defines flash_decode_defines(const FlashDecodeCall& call, const FlashDecodeAppend* append) {
   Defines defines = flash_decode_defines(call.specialisation, call.splits > 1);
-  if (call.row_groups / call.list_count() < call.specialisation.passes(call.list_rows())) {
-    defines.push_back({"ROW_LOOP", 1});
-  }
-  if (call.lists.indices) {
-    defines.push_back({"INDEX_BLOCK", static_cast<int>(call.lists.kv_block_size)});
-  }
+  define_if(call.row_groups / call.list_count() < call.specialisation.passes(call.list_rows()),
+            defines, "ROW_LOOP");
+  define_if(call.lists.indices.has_value(), defines, "INDEX_BLOCK", call.lists.kv_block_size);
   if (append != nullptr) {
     defines.append(append->defines.begin(), append->defines.end());
   }

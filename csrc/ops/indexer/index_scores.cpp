@@ -107,12 +107,9 @@ Launch index_scores_launch(const IndexScoresArguments& a, const IndexScoresCall&
                   {"SIMDGROUPS", call.simdgroups()},
                   {"WIDE_LOADS", wide},
                   {"ROW_PAIRS", pairs}};
-  if (a.causal) {
-    defines.push_back({"CAUSAL", 1});
-  }
-  if (has_long_offsets(a.q) || has_long_offsets(a.k) || has_long_offsets(a.weights)) {
-    defines.push_back({"LONG_OFFSETS", 1});
-  }
+  define_if(a.causal, defines, "CAUSAL");
+  define_if(has_long_offsets(a.q) || has_long_offsets(a.k) || has_long_offsets(a.weights), defines,
+            "LONG_OFFSETS");
   Launch launch("index_scores", defines);
   // Without heads nothing of q and weights is read.
   const bool none = call.heads == 0;

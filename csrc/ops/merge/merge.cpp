@@ -174,15 +174,9 @@ Defines merge_defines(const MergeProblem& p, const MergeSpecialisation& s) {
     defines.push_back({"SINK", 1});
     defines.push_back({"SINK_ELEMENT", element_name(*p.sink)});
   }
-  if (p.infinity_is_empty) {
-    defines.push_back({"INFINITY_IS_EMPTY", 1});
-  }
-  if (p.in_place) {
-    defines.push_back({"IN_PLACE", 1});
-  }
-  if (p.some_rows) {
-    defines.push_back({"SOME_ROWS", 1});
-  }
+  define_if(p.infinity_is_empty, defines, "INFINITY_IS_EMPTY");
+  define_if(p.in_place, defines, "IN_PLACE");
+  define_if(p.some_rows, defines, "SOME_ROWS");
   return defines;
 }
 

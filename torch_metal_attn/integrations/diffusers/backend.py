@@ -11,6 +11,7 @@ from torch_metal_attn.call.arguments import check_rank, flag
 from torch_metal_attn.integrations import diffusers_functional
 from torch_metal_attn.integrations.diffusers.reach import has_attention
 from torch_metal_attn.integrations.imports import when_imported
+from torch_metal_attn.ops.differentiation import refuse_layout
 
 _NEEDED = (
     "torch_metal_attn.integrations.diffusers needs diffusers 0.42 or later "
@@ -71,8 +72,10 @@ def metal_attention(
         )
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_rank(name, x, "(B, L, H, D)")
-    if isinstance(attn_mask, Tensor) and attn_mask.shape == (query.shape[0], key.shape[1]):
-        attn_mask = attn_mask[:, None, None]
+    if isinstance(attn_mask, Tensor):
+        refuse_layout("attn_mask", attn_mask)
+        if attn_mask.shape == (query.shape[0], key.shape[1]):
+            attn_mask = attn_mask[:, None, None]
     operands = (x.transpose(1, 2) for x in (query, key, value))
     out = diffusers_functional.metal_attention(
         *operands, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -103,9 +103,9 @@ def metal_attention(
             check_rank(name, x, "(B, H, S, D)")
     added = {"sinks": sinks, "position_bias": position_bias, "indices": indices}
     added |= {"attention_mask": attention_mask, "s_aux": others.get("s_aux")}
-    for name, tensor in added.items():
-        if tensor is not None:
-            check_tensor(name, tensor)
+    for name, one in added.items():
+        if one is not None:
+            check_tensor(name, one)
     if isinstance(key, Latents):
         is_packed = _given({name: others.get(name) for name in BOUNDS})
         latents, is_few = key, query.shape[2] <= DECODE_QUERIES and not is_packed

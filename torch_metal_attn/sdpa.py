@@ -240,7 +240,7 @@ def plan(arguments: Arguments) -> Problem:
     for name in ("dropout_p", "scale"):
         value = getattr(arguments, name)
         refuse_gradient(name, value)
-        number = plain(name, value)
+        number: Any = plain(name, value)
         number = int(number) if isinstance(number, bool) else number  # as torch takes it
         arguments = arguments._replace(**{name: number})
     _check_types(arguments)
@@ -278,8 +278,8 @@ def is_causal_bias(attn_mask: object) -> bool:
     return module is not None and isinstance(attn_mask, module.CausalBias)
 
 
-# What each argument may be, and what an error calls it. Not unions of
-# types, which the compiler of torch 2.10 cannot trace.
+# What each argument may be, and what an error calls it. Not unions of types, which
+# the compiler of torch 2.10 cannot trace.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("query", "key", "value"), ((Tensor,), "a tensor")),
     "attn_mask": ((Tensor, type(None)), "a tensor or None"),

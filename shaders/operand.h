@@ -56,7 +56,9 @@ struct Operand {
     return exists ? tensor[offset(row) + column] : T(0);
   }
 
-  // Two neighbours from column `first` + `lane_column` on: both are even.
+  // Two neighbours from column `first` + `lane_column` on: both are even. OWN: columns of the tile,
+  // which begins at `first` 0; of less than a row `lane_column` also has where it begins.
+  template <int OWN>
   METAL_FUNC Fragment<T> pair(int row, int first, int lane_column) const thread {
     const int column = first + lane_column;
     if (ROW_PAIRS && !ROTATED) {
@@ -66,7 +68,9 @@ struct Operand {
     }
     const bool interleaved = ROTATED && ROTARY_INTERLEAVED && ROTARY_FIRST % 2 == 0;
     const bool whole_row = ROTARY_DIM == COLUMNS && COLUMNS % FRAGMENT == 0;
-    if (interleaved && (whole_row || is_rotated(column))) {
+    const bool halves = ROTATED && !ROTARY_INTERLEAVED && OWN >= COLUMNS &&
+                        ROTARY_FIRST % FRAGMENT == 0 && ROTARY_PAIRS % FRAGMENT == 0;
+    if ((interleaved && (whole_row || is_rotated(column))) || (halves && is_rotated(first))) {
       return rotary.rotated_pair(tensor, offset(row), row, first, lane_column);
     }
     return Fragment<T>(element(row, column), element(row, column + 1));
@@ -102,7 +106,7 @@ struct OperandTile {
   METAL_FUNC void keep_in(threadgroup uint4*, ushort, ushort) const thread {}
 
   METAL_FUNC Fragment<T> read(short i, short d) const thread {
-    return source.pair(positions[i], d * FRAGMENT, lane_column);
+    return source.template pair<FRAGMENTS * FRAGMENT>(positions[i], d * FRAGMENT, lane_column);
   }
 
   METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
@@ -149,7 +153,8 @@ struct KeptOperandTile {
         UNROLL
         for (short f = 0; f < min(CHUNK_FRAGMENTS, FRAGMENTS - n * CHUNK_FRAGMENTS); f++) {
           const int first = (n * CHUNK_FRAGMENTS + f) * FRAGMENT;
-          set_chunk_pair<T>(chunk, f, rows.pair(position, first, column));
+          set_chunk_pair<T>(chunk, f,
+                            rows.template pair<FRAGMENTS * FRAGMENT>(position, first, column));
         }
         chunks[(i * CHUNKS + n) * SIMD_LANES] = chunk;
       }

@@ -88,17 +88,29 @@ struct RotaryTables {
                            rotary_is_x(own, ROTARY_PAIRS, ROTARY_INTERLEAVED)));
   }
 
-  // Interleaved columns `first` + `lane_column` and the next of row `position`, which are rotated.
-  // The index of their entry is a constant and the lane's own part: half of the columns' sum would
-  // be kept for every fragment through a loop.
+  // Columns `first` + `lane_column` and the next of row `position`, which are rotated: interleaved,
+  // or in one half with all columns of the fragment that begins at `first`. Each index is a
+  // constant and the lane's own part: a half of their sum, or a choice by it, would be kept for
+  // every fragment through a loop.
   template <typename T>
   METAL_FUNC vec<T, LANE_COLUMNS> rotated_pair(const device T* tensor, Offset row, int position,
                                                int first, int lane_column) const thread {
     const device T* x = tensor + (row + first + lane_column);
-    const int pair = (first - ROTARY_FIRST) / 2 + lane_column / 2;
-    const float2 xy = rotate(float(x[0]), float(x[1]), float(cosines[cosines_of(position) + pair]),
-                             float(sines[sines_of(position) + pair]));
-    return vec<T, LANE_COLUMNS>(T(xy.x), T(xy.y));
+    const device ROTARY_ELEMENT* cosine = cosines + cosines_of(position);
+    const device ROTARY_ELEMENT* sine = sines + sines_of(position);
+    if (ROTARY_INTERLEAVED) {
+      const int pair = (first - ROTARY_FIRST) / 2 + lane_column / 2;
+      const float2 xy = rotate(float(x[0]), float(x[1]), float(cosine[pair]), float(sine[pair]));
+      return vec<T, LANE_COLUMNS>(T(xy.x), T(xy.y));
+    }
+    const bool is_x = first < ROTARY_FIRST + ROTARY_PAIRS;
+    const int partner = first + (is_x ? ROTARY_PAIRS : -ROTARY_PAIRS);
+    const int pair = min(first, partner) - ROTARY_FIRST + lane_column;
+    const device T* y = tensor + (row + partner + lane_column);
+    return vec<T, LANE_COLUMNS>(
+        T(rotate_column(float(x[0]), float(y[0]), float(cosine[pair]), float(sine[pair]), is_x)),
+        T(rotate_column(float(x[1]), float(y[1]), float(cosine[pair + 1]), float(sine[pair + 1]),
+                        is_x)));
   }
 
   // 16 bytes of row `position`, which lies at `row` and is COLUMNS long, from `column` on; 0 behind

@@ -101,7 +101,8 @@ def classes(macro: str) -> Iterator[Class]:
     """Those of a kernel, in the order of their rows."""
     for bits in DTYPES:
         if macro == "FLASH_DECODE":
-            for queries, load, columns in product(QUERIES, ("Light", "Rotary"), COLUMNS):
+            widths = sorted({*COLUMNS, MOST_COLUMNS})
+            for queries, load, columns in product(QUERIES, ("Light", "Rotary"), widths):
                 yield Class(macro, bits, columns, queries, load, ragged=False)
         elif macro == "FLASH_BWD_BIAS":
             for columns in COLUMNS:
@@ -127,8 +128,10 @@ def candidates(one: Class) -> Iterator[Tile]:
             yield cut, block, simdgroups, shared, q, 1
     elif one.macro == "FLASH_DECODE":
         spans, fragments = -(-one.head_dim // 32), -(-one.queries // 8)
-        # In 16 bits the keys are read once; in 32 the registers are too few for 32 queries.
-        rows = (fragments, 2) if one.bits == 32 and fragments > 2 else (fragments,)
+        # Of more than 16 queries registers may be too few. Wider rows of 16 bits are latents, which
+        # are read once even so.
+        fewer = fragments > 2 and (one.bits == 32 or one.columns <= MOST_COLUMNS)
+        rows = (fragments, 2) if fewer else (fragments,)
         # Those that have all spans of a row, with keys of their own, are written as 4, 8 or 16.
         whole = next(n for n in (4, 8, 16) if n >= spans)
         parts = {-(-spans // n): n for n in (8, 4, 3, 2, 1) if n < spans}

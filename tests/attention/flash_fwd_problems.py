@@ -95,7 +95,9 @@ def rotary(device, dtype=torch.float32, tables=TABLES):
         for seed, (side, length) in enumerate((("q", 77), ("k", 101))):
             cos, sin = rotary_tables(length, pairs, batch=2, seed=seed)
             options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
-        dense(device, dtype, **options)
+        # Where a fragment has columns of one half alone, another one stays.
+        shape = {"head_dim": 24} if pairs == 8 and not interleaved else {}
+        dense(device, dtype, shape=shape, **options)
 
 
 def slices_of_v(device):

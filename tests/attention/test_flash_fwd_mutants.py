@@ -161,6 +161,14 @@ MUTANTS = {
         pairs behind the rotated ones rotated [wrong or out_of_bounds]:
             (whole_row || {~is_rotated(column) => true~})
         entry of the fragment: (first - ROTARY_FIRST) / 2 {~+ lane_column / 2 =>~};
+        every fragment of the first half [wrong or out_of_bounds]:
+            is_x = {~first < ROTARY_FIRST + ROTARY_PAIRS => true~};
+        partner of a whole fragment: first + (is_x ? {~ROTARY_PAIRS => 0~} : -ROTARY_PAIRS);
+        entry of the second half's columns [wrong or out_of_bounds]:
+            pair = {~min(first, partner) => first~} - ROTARY_FIRST
+        entry of the column before: float(cosine[pair {~+ 1 =>~}])
+        fragments behind the rotated ones rotated [wrong or out_of_bounds]:
+            (halves && {~is_rotated(first) => true~})
         row of every other key: Offset(position{~=> / 2~}) * cosines_stride
         sine's row of every other key: Offset(position{~=> / 2~}) * sines_stride
         q's tables of the first sequence:

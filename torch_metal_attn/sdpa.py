@@ -240,7 +240,9 @@ def plan(arguments: Arguments) -> Problem:
     for name in ("dropout_p", "scale"):
         value = getattr(arguments, name)
         refuse_gradient(name, value)
-        arguments = arguments._replace(**{name: plain(name, value)})
+        number: Any = plain(name, value)
+        number = int(number) if isinstance(number, bool) else number  # as torch takes it
+        arguments = arguments._replace(**{name: number})
     _check_types(arguments)
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     query, key, value = autocast(query, key, value)
@@ -276,8 +278,8 @@ def is_causal_bias(attn_mask: object) -> bool:
     return module is not None and isinstance(attn_mask, module.CausalBias)
 
 
-# What each argument may be, and what an error calls it. The compiler of torch 2.10 cannot trace
-# unions of types.
+# What each argument may be, and what an error calls it. Not unions of types, which
+# the compiler of torch 2.10 cannot trace.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("query", "key", "value"), ((Tensor,), "a tensor")),
     "attn_mask": ((Tensor, type(None)), "a tensor or None"),
@@ -292,8 +294,7 @@ def _check_types(arguments: Arguments) -> None:
     given: dict[str, object] = arguments._asdict()
     for name, value in given.items():
         allowed, wanted = _TYPES[name]
-        a_flag = type(value) is bool and bool not in allowed
-        if a_flag or not isinstance(value, allowed):
+        if not isinstance(value, allowed):
             found = f"a {type(value).__name__}" if "tensor" in wanted else repr(value)
             raise TypeError(f"{name} is {found}; it must be {wanted}")
 

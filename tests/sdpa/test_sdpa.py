@@ -280,7 +280,6 @@ def refused():
     yield {"value": 3}, TypeError, "value is a int"
     yield {"attn_mask": True}, TypeError, "attn_mask is a bool"
     yield {"dropout_p": None}, TypeError, "dropout_p is None"
-    yield {"dropout_p": True}, TypeError, "dropout_p is True; it must be a number"
     yield {"scale": "1"}, TypeError, "scale is '1'"
     yield {"is_causal": 1}, TypeError, "is_causal is 1"
     yield {"enable_gqa": None}, TypeError, "enable_gqa is None"
@@ -308,6 +307,11 @@ class TestErrors:
         q = normal(2, 4, 5, 8)
         with pytest.raises(error, match=message):
             sdpa(**{"query": q, "key": q, "value": q} | changes)
+
+    def test_bools_are_numbers(self):
+        q = normal(2, 4, 5, 8)
+        options = {"dropout_p": False, "scale": True}
+        torch.testing.assert_close(sdpa(q, q, q, **options), torch_sdpa(q, q, q, **options))
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_mask_dtypes(self, dtype):

@@ -162,7 +162,6 @@ def left_alone_cases():
             "query has a head dim of 580; it must be in 1..576",
         ),
         "scale": ((q, k, v), {"scale": 1e39}, "scale is "),
-        "bool": ((q, k, v), {"dropout_p": True}, "dropout_p is True; it must be a number"),
         "subclass": ((q.as_subclass(Subclass), k, v), {}, "an argument is a tensor subclass"),
         "meta": ((q.to("meta"),) * 3, {"is_causal": True}, "there are no kernels for tensors on"),
     }

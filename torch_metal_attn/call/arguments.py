@@ -181,7 +181,7 @@ def integers(name: str, values: Any) -> list[int]:
 def number(name: str, value: Any) -> Any:
     refuse_gradient(name, value)
     found = plain(name, value)
-    allowed = int | float | torch.SymInt | torch.SymFloat
+    allowed = (int, float, torch.SymInt, torch.SymFloat)
     if isinstance(found, bool) or not isinstance(found, allowed):
         raise TypeError(f"{name} is {value!r}; it must be a number")
     return found

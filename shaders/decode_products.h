@@ -363,12 +363,13 @@ struct MatrixOut {
   METAL_FUNC void join_spans(thread Fragment<float>* pairs,
                              threadgroup Fragment<float>* memory) const thread {
     Fragment<float> spans[COLUMN_SIMDGROUPS == 1 ? OWN_V_SPANS : 1];
+    threadgroup Fragment<float>* rows = memory + own.row_simdgroup * V_SPANS * SIMD_LANES;
     UNROLL
     for (short s = 0; s < OWN_V_SPANS; s++) {
       if (COLUMN_SIMDGROUPS == 1) {
         spans[COLUMN_SIMDGROUPS == 1 ? s : 0] = pairs[s * SPAN_FRAGMENTS];
       } else if (span_exists(own.span(s), V_SPANS)) {
-        memory[own.span(s) * SIMD_LANES + own.lane] = pairs[s * SPAN_FRAGMENTS];
+        rows[own.span(s) * SIMD_LANES + own.lane] = pairs[s * SPAN_FRAGMENTS];
       }
     }
     if (COLUMN_SIMDGROUPS > 1) {
@@ -382,7 +383,7 @@ struct MatrixOut {
       UNROLL
       for (short n = 0; n < HADAMARD_SPANS && span_exists(span, V_SPANS); n++) {
         const Fragment<float> pair =
-            COLUMN_SIMDGROUPS == 1 ? spans[first + n] : memory[(first + n) * SIMD_LANES + own.lane];
+            COLUMN_SIMDGROUPS == 1 ? spans[first + n] : rows[(first + n) * SIMD_LANES + own.lane];
         sum += pair * hadamard_sign(n, span - first);
       }
       pairs[s * SPAN_FRAGMENTS] = sum;

@@ -43,11 +43,11 @@ constant constexpr int V_PADDED = (HEAD_DIM_V + UNIT_COLUMNS * KEY_LANES - 1) /
                                   (UNIT_COLUMNS * KEY_LANES) * (UNIT_COLUMNS * KEY_LANES);
 constant constexpr int SIMDGROUP_WEIGHTS = VECTOR_ROWS ? (BLOCK_K + 1) * ROWS : 0;
 constant constexpr int WEIGHTS = VECTOR_ROWS ? SIMDGROUPS * SIMDGROUP_WEIGHTS : 1;
-constant constexpr int OUT_PAIRS = VECTOR_ROWS ? SIMDGROUPS * ROWS * V_PADDED / LANE_COLUMNS
-                                   : KEY_SIMDGROUPS > 1
-                                       ? ROW_FRAGMENTS * OWN_V_FRAGMENTS * SIMD_LANES
-                                   : HADAMARD && COLUMN_SIMDGROUPS > 1 ? V_SPANS * SIMD_LANES
-                                                                       : 1;
+constant constexpr int OUT_PAIRS =
+    VECTOR_ROWS                         ? SIMDGROUPS * ROWS * V_PADDED / LANE_COLUMNS
+    : KEY_SIMDGROUPS > 1                ? ROW_FRAGMENTS * OWN_V_FRAGMENTS * SIMD_LANES
+    : HADAMARD && COLUMN_SIMDGROUPS > 1 ? ROW_SIMDGROUPS * V_SPANS * SIMD_LANES
+                                        : 1;
 constant constexpr int QUERY_PAIRS =
     KEY_SIMDGROUPS > 1 ? ROW_FRAGMENTS * OWN_QK_SPANS * SPAN_FRAGMENTS * SIMD_LANES : 1;
 constant constexpr int STATES = KEY_SIMDGROUPS > 1 ? KEY_SIMDGROUPS * ROWS : 1;

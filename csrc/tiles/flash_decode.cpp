@@ -136,7 +136,7 @@ int FlashDecodeSpecialisation::threadgroup_bytes(int own_rows) const {
   int weights = 1;
   int out = apart ? rows_of(head_dim_v)
             : own_columns > 1 && features.cache.hadamard > 0
-                ? spans_of(head_dim_v) * kFragmentElements
+                ? own_rows * spans_of(head_dim_v) * kFragmentElements
                 : kPair;
   if (vector_rows > 0) {
     const int together = kUnitColumns * key_lanes();

@@ -107,6 +107,7 @@ DECODED = {
     "columns, 64": {"head_dim": 192, "hadamard": 64, "heads": 4, "format": "q4_0", "q_length": 5},
     "columns, two blocks": {"head_dim": 256, "hadamard": 64, "heads": 8, "format": "q4_0"},
     "columns, 32": {"head_dim": 160, "hadamard": 32, "heads": 4, "format": "q2_g32", "q_length": 9},
+    "rows apart": {"head_dim": 64, "hadamard": 64, "heads": 40, "format": "q8_0", "kv_heads": 1},
 }
 
 
@@ -281,6 +282,11 @@ def columns():
     _decode("columns, two blocks")
 
 
+def rows_apart():
+    """SIMD groups that share the keys, each with rows of its own."""
+    _decode("rows apart")
+
+
 def _decode(name):
     case = {"v_head_dim": DECODED[name]["head_dim"], "heads": 2, "kv_heads": 2} | DECODED[name]
     with simulate(check=True):
@@ -297,10 +303,6 @@ def _append():
     )
 
 
-BARRIER = """if (COLUMN_SIMDGROUPS > 1) {
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-    }
-    """
 test_mutants, test_unchanged = mutant_tests(
     {
         _append: """
@@ -325,10 +327,14 @@ test_mutants, test_unchanged = mutant_tests(
         """,
         columns: """
             flash_decode: out, signs of spans: pair {~* hadamard_sign(n, span - first) =>~}
-            flash_decode: out, spans of the block before: memory[{~(first + n) => n~} * SIMD_LANES
+            flash_decode: out, spans of the block before: rows[{~(first + n) => n~} * SIMD_LANES
             flash_decode: no barrier:
                 {~if (COLUMN_SIMDGROUPS > 1) { threadgroup_barrier(mem_flags::mem_threadgroup); }
                 =>~} UNROLL
+        """,
+        rows_apart: """
+            flash_decode: out, rows of the first SIMD groups:
+                memory {~+ own.row_simdgroup * V_SPANS * SIMD_LANES =>~};
         """,
     },
     "{}",

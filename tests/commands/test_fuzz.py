@@ -274,7 +274,7 @@ READ = "// Every SIMD group has read the tiles of the block before.\n    "
 BARRIER = READ + "threadgroup_barrier(mem_flags::mem_threadgroup);"
 COUNTER = "uint4(key_index / 4, query, head, batch)"
 SCALE = (repeated("scores.scale(params.scale_log2)"), "scores.scale(0.98f * params.scale_log2)")
-READ_Q = "source.pair(positions[i], d * FRAGMENT, lane_column);"
+READ_Q = "source.template pair<FRAGMENTS * FRAGMENT>(positions[i], d * FRAGMENT, lane_column);"
 ROUNDED_Q = f"{READ_Q} return Fragment<T>(T(KV_ELEMENT(pair.x)), pair.y);"
 FORWARDS = ("flash_fwd", "flash_varlen_fwd")
 

@@ -362,8 +362,8 @@ def step_of_splits():
 
 
 def step_of_tiles():
-    """Four tiles of rows, which share a threadgroup."""
-    tensors = problem(length=16, q_heads=8, kv_heads=1, rotary_dim=32, capacity=64)
+    """More rows than a threadgroup has at once."""
+    tensors = problem(length=16, q_heads=16, kv_heads=1, rotary_dim=32, capacity=64)
     check(tensors, "cpu", causal=True)
 
 

@@ -11,8 +11,8 @@ namespace {
 
 std::atomic<const metal_attn::TileTable*> g_table{nullptr};
 
-// The text up to a letter, which both are taken off; all of it if it is not there.
-std::string_view taken(std::string_view& text, char end) {
+// The text up to a character. Both are removed from `text`; without the character all of it is.
+std::string_view take_until(std::string_view& text, char end) {
   const std::string_view found = text.substr(0, text.find(end));
   text.remove_prefix(std::min(found.size() + 1, text.size()));
   return found;
@@ -23,12 +23,12 @@ std::string_view taken(std::string_view& text, char end) {
 const void* metal_attn_make_tiles(const char* rows) {
   auto table = std::make_unique<metal_attn::TileTable>();
   for (std::string_view rest = rows; !rest.empty();) {
-    std::string_view line = taken(rest, '\n');
+    std::string_view line = take_until(rest, '\n');
     if (std::count(line.begin(), line.end(), '\t') != 2) {
       return nullptr;
     }
-    const std::string key(taken(line, '\t'));
-    const std::string tile(taken(line, '\t'));
+    const std::string key(take_until(line, '\t'));
+    const std::string tile(take_until(line, '\t'));
     table->try_emplace(key, key, tile, std::string(line));
   }
   return table.release();
@@ -100,8 +100,8 @@ TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_
 }
 
 bool read_knob(std::string_view& text, std::string_view name, int& value) {
-  std::string_view word = taken(text, ' ');
-  if (taken(word, '=') != name) {
+  std::string_view word = take_until(text, ' ');
+  if (take_until(word, '=') != name) {
     return false;
   }
   const char* end = word.data() + word.size();

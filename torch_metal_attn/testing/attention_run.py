@@ -165,7 +165,11 @@ def _out_slack(case: Attention, problem: Problem, errors_of_scores: Tensor) -> T
 
     slack = out_errors(attend, problem.v, errors_of_scores, case.longest[1], case.dropout_p)
     if case.format:
-        slack = slack + ROUNDING[problem.q.dtype] * attend(problem.v.abs().nan_to_num(0, 0, 0))
+        sizes = problem.v.abs().nan_to_num(0, 0, 0)
+        if case.hadamard:  # rotated back, a column has a part of the errors of its block's others
+            blocks = sizes.unflatten(-1, (-1, case.hadamard))
+            sizes = blocks.norm(dim=-1, keepdim=True).expand_as(blocks).flatten(-2)
+        slack = slack + ROUNDING[problem.q.dtype] * attend(sizes)
     return slack
 
 

@@ -1,5 +1,6 @@
 """Which version of macOS this is, and how the import uses it, on fakes of what macOS tells."""
 
+import ctypes
 import platform
 import subprocess
 from types import SimpleNamespace
@@ -10,31 +11,49 @@ from tests.helpers.forks import run_alone
 from torch_metal_attn.runtime import macos
 
 
-@pytest.mark.parametrize(
-    "files, program, version",
-    [
-        ("26.2", "26.2.1", "26.2.1"),
-        ("16.2", "26.2", "26.2"),  # linked for macOS 15 or earlier
-        ("10.16", "26.1", "26.1"),  # for 10.15 or earlier
-        ("16.2", "", "16.2"),  # no program may start
-        ("", "unused", ""),
-    ],
-)
-def test_the_version(files, program, version, monkeypatch):
-    """By what macOS tells this process, and a program of the system."""
+@pytest.fixture
+def tells(monkeypatch):
+    """Makes macOS tell this process `files` and `kernel`, and a system program `program`."""
+
+    def sysctlbyname(name, text, size, new, new_size):
+        assert (name, new) == (b"kern.osproductversion", None)
+        assert size._obj.value == len(text)
+        text.value = told["kernel"].encode()
+        return -1 if told["kernel"] == "" else 0
 
     def run(command, *, env, **options):
         assert command == ["/usr/sbin/sysctl", "-n", "kern.osproductversion"]
         assert env["SYSTEM_VERSION_COMPAT"] == "0"
-        if program == "":
+        if told["program"] == "":
             raise subprocess.TimeoutExpired(command, 10)
-        return SimpleNamespace(stdout=program + "\n")
+        return SimpleNamespace(stdout=told["program"] + "\n")
 
-    monkeypatch.setattr(platform, "mac_ver", lambda: (files, ("", "", ""), "arm64"))
+    told = {}
+    monkeypatch.setattr(
+        platform, "mac_ver", lambda: (told["files"], ("", "", ""), "arm64" if told["files"] else "")
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(sysctlbyname=sysctlbyname))
     monkeypatch.setattr(subprocess, "run", run)
     macos.version.cache_clear()
-    assert macos.version() == version
+    yield lambda files, kernel, program: told.update(files=files, kernel=kernel, program=program)
     macos.version.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "files, kernel, program, version",
+    [
+        ("26.2", "26.2.1", "unused", "26.2.1"),
+        ("10.16", "14.4", "unused", "14.4"),
+        ("16.2", "16.2", "26.2", "26.2"),  # linked for macOS 15 or earlier
+        ("10.16", "10.16", "26.1", "26.1"),  # for 10.15 or earlier
+        ("16.2", "16.2", "", "16.2"),
+        ("15.1", "", "unused", "15.1"),
+        ("", "unused", "unused", ""),
+    ],
+)
+def test_the_version(files, kernel, program, version, tells):
+    tells(files, kernel, program)
+    assert macos.version() == version
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The version of macOS, also for programs to which macOS tells another one."""
 
+import ctypes
 import functools
 import os
 import platform
@@ -11,11 +12,39 @@ def version() -> str:
     """Such as "26.2.1"; "" on other systems.
 
     macOS tells programs that were linked for older versions, some builds of Python among them, a
-    version that these know: 10.16, or 16.2 for 26.2. A program of the system is told the truth.
+    version that these know: 10.16, or 16.2 for 26.2. It does so in files, which platform.mac_ver
+    reads, and in its kernel. A program of the system is told the truth.
     """
     reported = platform.mac_ver()[0]
     if not reported:
         return ""
+    reported = _of_the_kernel() or reported
+    return _of_a_system_program() or reported if _is_compatible(reported) else reported
+
+
+def at_least(major: int, minor: int) -> bool:
+    """Whether this is that version of macOS, or a later one."""
+    numbers = [int(number) for number in version().split(".")[:2] if number.isdigit()]
+    return tuple(numbers) >= (major, minor)
+
+
+def _is_compatible(reported: str) -> bool:
+    """Whether it is none of macOS' own versions: 15 was followed by 26, and 10.15 by 11."""
+    return reported.startswith(("10.16", "16."))
+
+
+def _of_the_kernel() -> str:
+    try:
+        sysctl = ctypes.CDLL(None).sysctlbyname
+    except AttributeError:  # not on macOS
+        return ""
+    text = ctypes.create_string_buffer(64)
+    size = ctypes.c_size_t(len(text))
+    failed = sysctl(b"kern.osproductversion", text, ctypes.byref(size), None, ctypes.c_size_t(0))
+    return "" if failed else text.value.decode("ascii", "replace")
+
+
+def _of_a_system_program() -> str:
     try:
         done = subprocess.run(
             ["/usr/sbin/sysctl", "-n", "kern.osproductversion"],
@@ -26,11 +55,5 @@ def version() -> str:
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
-        return reported
+        return ""
     return done.stdout.strip()
-
-
-def at_least(major: int, minor: int) -> bool:
-    """Whether this is that version of macOS, or a later one."""
-    numbers = [int(number) for number in version().split(".")[:2] if number.isdigit()]
-    return tuple(numbers) >= (major, minor)

@@ -76,7 +76,8 @@ def hadamard(x: Tensor, size: int) -> Tensor:
         raise ValueError(f"x has dtype {x.dtype}; it must be float32, float16 or bfloat16")
     if not check_hadamard(size, {"x": x.shape[-1] if x.dim() else 0}, "size"):
         raise ValueError(f"size is 0; it must be one of {', '.join(map(str, HADAMARD))}")
-    matrix, kind = rotated(torch.eye(size), size).to(x.device), x.device.type
+    # Made where x is: a copy from the host would wait for the GPU.
+    matrix, kind = rotated(torch.eye(size, device=x.device), size), x.device.type
     with torch.autocast(kind, enabled=False) if autocasts(kind) else nullcontext():
         return (x.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2).to(x.dtype)
 

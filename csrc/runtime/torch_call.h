@@ -3,8 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-// A name of our own: torch's, which some headers bring along, is not in those of torch 2.10
-// to 2.12.
+// Not by torch's name, which older headers lack: a source without this header then fails with each.
 #ifdef STABLE_TORCH_ERROR_CODE_CHECK
 #define TORCH_CALL(call) STABLE_TORCH_ERROR_CODE_CHECK(call)
 #else

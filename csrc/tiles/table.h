@@ -210,10 +210,13 @@ inline constexpr std::size_t kMostCandidates = 8;
 template <class Specialisation>
 std::vector<std::string> tile_candidates(const Specialisation& chosen, const Gpu& gpu) {
   std::vector<std::string> found{tile_text(chosen)};
+  const TileConditions conditions = chosen.conditions(gpu.family);
   for (const auto& row : chosen.table()) {
-    if (found.size() < kMostCandidates && row.conditions.suits(chosen.conditions(gpu.family))) {
-      const auto other = with_tile(chosen, row.tile);
-      const std::string text = other ? tile_text(*other) : found[0];
+    if (found.size() == kMostCandidates || !row.conditions.suits(conditions)) {
+      continue;
+    }
+    if (const auto other = with_tile(chosen, row.tile)) {
+      const std::string text = tile_text(*other);
       if (std::find(found.begin(), found.end(), text) == found.end()) {
         found.push_back(text);
       }

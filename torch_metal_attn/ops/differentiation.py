@@ -235,8 +235,8 @@ def forward_only(
     For Python functions, as `refuse` is for ops. In a graph and inside of torch.func's transforms
     the call itself raises.
     """
-    compiling = torch.compiler.is_compiling()
-    if not compiling:
+    in_graph = torch.compiler.is_compiling()
+    if not in_graph:
         if nothing_to_differentiate((), given):
             return run()
         refuse_tangents(function, given)
@@ -245,7 +245,7 @@ def forward_only(
     if not needing:
         return run()
     message = f"{function} has no gradient, and {needing[0]} requires grad: {advice}"
-    if compiling or transforming():
+    if in_graph or transforming():
         raise NotImplementedError(message)
     return without_gradient(message, tensors.values(), run)
 

@@ -629,5 +629,22 @@ class TestCommand:
         assert "-1 is not the number of a case, from 0" in capsys.readouterr().err
 
 
+@each_case(
+    "fields, message",
+    [
+        ({"heads": None}, "heads is None; it must be of type int"),
+        ({"seed": "a"}, "seed is 'a'; it must be of type int"),
+        ({"softmax_scale": "a"}, "softmax_scale is 'a'; it must be of type float or None"),
+        ({"seqused_k": 3}, "seqused_k is 3; it must be of type tuple or None"),
+        ({"dtype": "a"}, "dtype is 'a'; it must be the name of a dtype of torch"),
+        ({"call": "a"}, "call is 'a'; it must be one of flash_fwd, "),
+        ({"cache": "paged", "call": "flash_bwd"}, "flash_bwd has no cache"),
+    ],
+)
+def test_fields_that_make_no_case(fields, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        testing.check(testing.Attention(**fields))
+
+
 def test_public_names():
     assert set(testing.__all__) == {family.__name__ for family in FAMILIES} | {"check"}

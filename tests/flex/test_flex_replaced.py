@@ -24,6 +24,8 @@ def test_every_name_and_nothing_after():
     assert all(torch.equal(out, ours) for out in outs)
     assert [launch.kernel for launch in run.launches] == ["flash_fwd"] * 3
     assert (replaced.replaced, replaced.left_alone) == (2, 0)
+    with flex_replaced(), pytest.raises(TypeError, match="query is a str; it must be a tensor"):
+        torch_flex("a", k, v)
     with pytest.raises(NotImplementedError, match="backward on CPU"):
         torch_flex(q.clone().requires_grad_(), k, v)
     assert "return_aux" in torch_flex.__code__.co_varnames

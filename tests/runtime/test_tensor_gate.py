@@ -343,7 +343,7 @@ NO_FORWARD = "backward(lane_map=5)"
 TF32_BACKWARD = 'tf32(float32={"flash_bwd_dkv": 1.01})'
 REMEMBERED_TF32 = 'tf32(float32={"flash_fwd": 2.0, "flash_bwd_dq": 2.0})'
 NO_HALF = "tf32(lane_map=5)"
-SETTINGS = ["case(numbers=(1.0, 2.0))", 'case(setting="auto")']
+SETTINGS = ["case(numbers=(1.0, 2.0))", 'case(setting="")']
 WRONG, METAL_3_2 = 'case(setting="yes")', 'case(language="3.2")'
 NO_PLACE = 'case(note=os.path.join(record, "under a file"))'
 HANGS = ['hangs("probe_tensor")', 'hangs("flash_fwd_tensor")']

@@ -197,6 +197,18 @@ class TestAttentionFunction:
         self.call("sliding_window=4 .* a window of 5", window=5, sliding_window=4)
         self.call("novelty=3 in LlamaAttention", novelty=3)
         self.call("block_table=a torch.int32 tensor", block_table=torch.zeros(1, dtype=torch.int32))
+        q, lengths = torch.randn(1, 4, 5, 16), torch.tensor([0, 5], dtype=torch.int32)
+        good = {"module": tiny.build("Llama").model.layers[0].self_attn, "attention_mask": None}
+        good |= {"query": q, "key": q, "value": q, "read_index": [], "max_length_q": 5}
+        good |= {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_k": 5}
+        metal_flash_attention(**good)
+        for name, value in (
+            *(("module", None), ("query", "a"), ("key", None), ("value", 3), ("cache", "a")),
+            *(("cu_seq_lens_q", None), ("cu_seq_lens_k", lengths[None]), ("max_length_q", "a")),
+            *(("max_length_k", 1.5), ("sliding_window", float("nan")), ("scaling", "a")),
+        ):
+            with pytest.raises((TypeError, ValueError), match=f"{name} (is|has)"):
+                metal_flash_attention(**good | {name: value})
 
 
 def option(name, change):

@@ -444,6 +444,27 @@ class TestDescriptor:
             torch.testing.assert_close(compiled(q, mask), expected, msg=name)
 
 
+@each_case(
+    "changes, message",
+    [
+        ({"batch_size": None}, "batch_size is None; it must be an int"),
+        (
+            {"batch_size": 3, "attention_mask": torch.ones(2, 16) > 0},
+            "has 2 rows; it must have batch_size=3",
+        ),
+        ({"q_length": "a"}, "q_length is 'a'; it must be an int"),
+        ({"kv_length": -1}, "kv_length is -1; it must be at least 0"),
+        ({"q_offset": torch.ones(2)}, r"q_offset has shape \(2,\) and dtype torch.float32"),
+        ({"kv_offset": float("nan")}, "kv_offset is nan; it must be an int"),
+        ({"mask_function": "a"}, "mask_function is 'a'; it must be a function"),
+        ({"attention_mask": True}, "attention_mask is a bool; it must be a tensor"),
+    ],
+)
+def test_mask_of_wrong_arguments(changes, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        metal_attention_mask(**{"batch_size": 2, "q_length": 4, "kv_length": 16} | changes)
+
+
 NO_TENSORS = [
     *(({name: 3}, f"{name} is a int; it must be a tensor") for name in ("query", "key", "value")),
     *(({name: [1]}, f"{name} is a list") for name in ("attention_mask", "sinks", "s_aux")),

@@ -71,7 +71,9 @@ def flex_replaced() -> FlexReplaced:
 
 def called(query: Any, *arguments: Any, **options: Any) -> Any:
     """A call of torch's function inside a block."""
-    device = query.device.type if isinstance(query, Tensor) else ""
+    if not isinstance(query, Tensor):
+        raise TypeError(f"query is a {type(query).__name__}; it must be a tensor")
+    device = query.device.type
     ours = device == "mps" or (device == "cpu" and _simulated())
     if not torch.compiler.is_dynamo_compiling():
         with _lock:

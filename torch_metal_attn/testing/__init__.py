@@ -30,6 +30,11 @@ __all__ = [
 
 
 def check(case: Case) -> Outcome:
-    """The outcome of a case: on mps, or in the simulator with every check."""
+    """The outcome of a case: on mps, or in the simulator with every check.
+
+    Raises ValueError if no call can be made from its fields.
+    """
+    if reason := case.meaningless():
+        raise ValueError(f"{case}: {reason}")
     with best_device(check=True) as device:
         return run(case, device)

@@ -330,7 +330,7 @@ class Attention(Case):
         layouts = (*self.q_layout, *self.k_layout, *self.v_layout)
         poisoned = self.poison.partition(" in ")[2]
         return {
-            f"no function is called {self.call}": self.call not in CALLS,
+            f"call is {self.call!r}; it must be one of {', '.join(CALLS)}": self.call not in CALLS,
             "packed sequences are some": self.is_packed != bool(self.packed),
             "keys and values in one tensor are of one size": self.in_one_tensor
             and self.v_head_dim != self.head_dim,

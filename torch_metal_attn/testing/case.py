@@ -1,10 +1,15 @@
 """A case: one call of a public function as plain data, and what runs it."""
 
 import dataclasses
+import functools
 import random
+import types
+import typing
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+import torch
 
 from torch_metal_attn.testing.judge import Measure
 from torch_metal_attn.testing.tensors import DTYPES, KINDS, Layout, Memory
@@ -108,6 +113,14 @@ class Case:
     OF_SEQUENCES: ClassVar[tuple[str, ...]] = ()
     SIZES: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
+    def __post_init__(self) -> None:
+        for name, (allowed, wanted) in _types(type(self)).items():  # type: ignore[arg-type]
+            value = getattr(self, name)
+            if not isinstance(value, allowed):
+                raise TypeError(f"{name} is {value!r}; it must be {wanted}")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"dtype is {self.dtype!r}; it must be the name of a dtype of torch")
+
     def has(self, name: str) -> bool:
         """Whether the field has a meaning for the call and the other fields."""
         how = self.__dataclass_fields__[name].metadata.get("drawn")
@@ -156,6 +169,23 @@ class Case:
         """Python code that makes the case."""
         given = (f"{name}={value!r}" for name, value in self.fields().items())
         return f"{type(self).__name__}({', '.join(given)})"
+
+
+@functools.cache
+def _types(family: type[Case]) -> dict[str, tuple[tuple[type, ...], str]]:
+    """By field: the classes that its value may have, and how an error calls them."""
+    found = {}
+    for field in dataclasses.fields(family):
+        kinds = [typing.get_origin(kind) or kind for kind in _union(field.type)]
+        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+        allowed = (*kinds, int) if float in kinds else tuple(kinds)
+        found[field.name] = allowed, f"of type {names}"
+    return found
+
+
+def _union(kind: Any) -> tuple[Any, ...]:
+    """The kinds of `a | b`; one of any other."""
+    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
 
 
 def drawn(family: type[Case]) -> dict[str, Drawn]:

@@ -30,7 +30,7 @@ enum class Setting { kOff, kAuto, kOn };
 
 Setting setting() {
   const char* given = std::getenv(kSetting);
-  const std::string_view value = given == nullptr ? "auto" : given;
+  const std::string_view value = given == nullptr || *given == '\0' ? "auto" : given;
   check(value == "off" || value == "auto" || value == "on", kSetting, " is '", value,
         "'; it must be off, auto or on");
   return value == "off" ? Setting::kOff : value == "on" ? Setting::kOn : Setting::kAuto;

@@ -20,7 +20,7 @@ std::atomic<int32_t> g_allowed{METAL_ATTN_TF32_BY_SETTING};
 
 bool setting() {
   const char* given = std::getenv(kSetting);
-  const std::string_view value = given == nullptr ? "off" : given;
+  const std::string_view value = given == nullptr || *given == '\0' ? "off" : given;
   check(value == "off" || value == "on", kSetting, " is '", value, "'; it must be off or on");
   return value == "on";
 }

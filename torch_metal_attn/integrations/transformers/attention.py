@@ -7,7 +7,13 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_metal_attn.call import philox
-from torch_metal_attn.call.arguments import check_rank, check_tensor, whole
+from torch_metal_attn.call.arguments import (
+    check_integers,
+    check_rank,
+    check_tensor,
+    number,
+    whole,
+)
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.integrations.copies import with_contiguous_rows
 from torch_metal_attn.integrations.transformers import band as bands
@@ -16,7 +22,6 @@ from torch_metal_attn.integrations.transformers.packing import falls_back, packi
 from torch_metal_attn.integrations.transformers.refusals import refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
-from torch_metal_attn.ops.differentiation import refuse_gradient
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 # Where packed sequences begin, and how long they are.
@@ -216,11 +221,9 @@ def score_options(
     """
     refuse_weights(module, others.pop("output_attentions", None))
     _refuse_unknown(module, others)
-    refuse_gradient("scaling", scaling)
-    refuse_gradient("softcap", softcap)
     return {
-        "softmax_scale": scaling,
-        "softcap": softcap or 0.0,
+        "softmax_scale": None if scaling is None else number("scaling", scaling),
+        "softcap": 0.0 if softcap is None else number("softcap", softcap),
         "learnable_sink": s_aux,
         **_dropout(module, dropout, device),
     }
@@ -407,6 +410,9 @@ def flash_varlen(
     Args: query, key, value: (1, heads, length, head dim). bounds: cu_seq_lens_q, cu_seq_lens_k,
         max_length_q, max_length_k. options: the op's.
     """
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        check_integers(name, bounds[name], "(sequences + 1)")
+    longest = [whole(name, bounds[name]) for name in ("max_length_q", "max_length_k")]
     query, key, value = autocast(query, key, value)
     record("packed", module, query, key, f"in {len(bounds['cu_seq_lens_q']) - 1} sequences")
     out: Tensor = torch.ops.metal_attn.flash_varlen_fwd(
@@ -415,8 +421,7 @@ def flash_varlen(
         value[0].transpose(0, 1),
         bounds["cu_seq_lens_q"].to(torch.int32),
         bounds["cu_seq_lens_k"].to(torch.int32),
-        int(bounds["max_length_q"]),
-        int(bounds["max_length_k"]),
+        *longest,
         **options,
     )[0]
     return out[None].contiguous()

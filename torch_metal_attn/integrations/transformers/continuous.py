@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching import PagedAttentionCache
 
+from torch_metal_attn.call.arguments import check_rank, whole
 from torch_metal_attn.integrations.transformers.attention import (
     BOUNDS,
     flash_varlen,
@@ -126,6 +127,10 @@ def metal_flash_attention(
     """
     if isinstance(query, Unrotated):
         query = query.rotated()
+    if not hasattr(module, "config"):
+        raise TypeError(f"module is a {type(module).__name__}; it must be a layer of transformers")
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        check_rank(argument, x, "(1, H, T, D)")
     name = type(module).__name__
     context = _entered.get(id(module.config))
     packed = {name: others.pop(name, None) for name in (*BOUNDS, "read_index", "write_index")}
@@ -145,8 +150,10 @@ def metal_flash_attention(
             "sees the tokens up to itself"
         )
     options = score_options(module, query.device, **others)
-    window = sliding_window
+    window = None if sliding_window is None else whole("sliding_window", sliding_window)
     if not updated:
+        if not hasattr(cache, "layer_to_allocator"):
+            raise TypeError(f"cache is a {type(cache).__name__}; it must be a PagedAttentionCache")
         window = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)
         if sliding_window not in (None, window):
             raise NotImplementedError(

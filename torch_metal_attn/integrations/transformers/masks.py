@@ -25,6 +25,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
+from torch_metal_attn.call.arguments import check_rank, natural, whole
 from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers import packing
 from torch_metal_attn.integrations.transformers.band import Band
@@ -143,6 +144,8 @@ def metal_attention_mask(
 
     tensors = (value for value in (q_offset, attention_mask) if isinstance(value, Tensor))
     traces = is_tracing() or any(is_tracing(tensor) for tensor in tensors)
+    if not traces:
+        _check(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     pattern = None if traces or use_vmap else _recognise(mask_function)
 
     def from_first(mask: Tensor | None, position: int | Tensor = q_offset) -> Tensor | None:
@@ -189,6 +192,37 @@ def metal_attention_mask(
     if kv_length <= len(bands.COLUMNS):
         return from_first(dense(), found.q_offset)
     return from_first(bands.pack(found, batch_size, device), found.q_offset)
+
+
+def _check(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor,
+    kv_offset: int,
+    mask_function: Callable[..., Any],
+    attention_mask: Tensor | None,
+) -> None:
+    sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
+    for name, size in sizes.items():
+        natural(name, size)
+    for name, offset in {"q_offset": q_offset, "kv_offset": kv_offset}.items():
+        if not isinstance(offset, Tensor):
+            whole(name, offset)
+        elif offset.numel() != 1 or offset.is_floating_point():
+            raise ValueError(
+                f"{name} has shape {tuple(offset.shape)} and dtype {offset.dtype}; it must be one "
+                "int"
+            )
+    if not callable(mask_function):
+        raise TypeError(f"mask_function is {mask_function!r}; it must be a function")
+    if attention_mask is not None:
+        check_rank("attention_mask", attention_mask, "(B, tokens)")
+        rows = attention_mask.shape[0]
+        if rows != batch_size:
+            raise ValueError(
+                f"attention_mask has {rows} rows; it must have batch_size={batch_size}"
+            )
 
 
 def _recognise(function: Callable[..., Any], packed: bool = False) -> _Pattern | None:

@@ -95,14 +95,16 @@ class TestReplaces:
             F.scaled_dot_product_attention(q, q, q)
         assert calls.replaced == 1
 
-    def test_training(self):
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_training(self, masked):
         x = normal(2, 5, 16)
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(5) if masked else None
         layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True, dropout=0.0)
         weight = layer.self_attn.in_proj_weight
 
         def gradient():
             # Of a plain sum it would be 0, because of the normalisation.
-            return torch.autograd.grad((layer(x) * normal(2, 5, 16, seed=1)).sum(), weight)[0]
+            return torch.autograd.grad((layer(x, mask) * normal(2, 5, 16, seed=1)).sum(), weight)[0]
 
         expected = gradient()
         assert expected.abs().max() > 1e-3

@@ -1,4 +1,4 @@
-# make demo | test | test-simulator | check | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | readme-check | hf-kernel | clean
+# make demo | test | mutants | test-simulator | check | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | readme-check | hf-kernel | clean
 # The first run makes .venv and installs everything into it; later runs only rebuild what changed.
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim bench/gpu_headers -
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-simulator check fuzz build lint lint-format lint-shaders lint-types format bench census wheel wheel-macos wheel-check readme-check hf-kernel clean
+.PHONY: demo test mutants test-simulator check fuzz build lint lint-format lint-shaders lint-types format bench census wheel wheel-macos wheel-check readme-check hf-kernel clean
 
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
@@ -32,7 +32,11 @@ demo: build
 TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test: lint
-	$(TEST)
+	$(TEST) -m "not mutant"
+
+# The faults planted in kernels: they test the tests, so a change of neither kernels nor tests needs them.
+mutants: build
+	$(TEST) -m mutant
 
 # The simulator's own tests, with another compiler: `make test-simulator CLANG=clang++-22`, or CLANG=ziglang.
 test-simulator: build
@@ -40,7 +44,7 @@ test-simulator: build
 
 # For daily work: of each test function its first case.
 check: lint
-	$(TEST) --first-cases
+	$(TEST) -m "not mutant" --first-cases
 
 # Random calls until the time is over: `make fuzz MINUTES=60 WORKERS=4 SEED=7`. Seeds differ if none is given.
 MINUTES ?= 5

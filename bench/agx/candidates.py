@@ -128,9 +128,9 @@ def candidates(one: Class) -> Iterator[Tile]:
             yield cut, block, simdgroups, shared, q, 1
     elif one.macro == "FLASH_DECODE":
         spans, fragments = -(-one.head_dim // 32), -(-one.queries // 8)
-        # Of more than 16 queries registers may be too few. Wider rows of 16 bits are latents, which
-        # are read once even so.
-        fewer = fragments > 2 and (one.bits == 32 or one.columns <= MOST_COLUMNS)
+        # For more than 16 queries registers may be too few. In 16 bits the keys are read once even
+        # so, but for heads of over 256 columns that are no latents.
+        fewer = fragments > 2 and (one.bits == 32 or 256 < one.columns <= MOST_COLUMNS)
         rows = (fragments, 2) if fewer else (fragments,)
         # Those that have all spans of a row, with keys of their own, are written as 4, 8 or 16.
         whole = next(n for n in (4, 8, 16) if n >= spans)

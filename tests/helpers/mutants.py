@@ -150,7 +150,8 @@ def mutant_tests(
 
     test_mutant_is_caught.planted = len(mutants)  # for tests/helpers/count_mutants.py
     tests = test_mutant_is_caught, test_the_unchanged_kernels_pass
-    return tuple(map(pytest.mark.usefixtures(*fixtures), tests)) if fixtures else tests
+    marked = map(pytest.mark.mutant, tests)
+    return tuple(map(pytest.mark.usefixtures(*fixtures), marked) if fixtures else marked)
 
 
 def _name(problem):

@@ -78,7 +78,7 @@ class TestOperands:
             out = sdpa(q, k, v, is_causal=True, scale=0.3).detach()
             close(out, torch_sdpa(*views, is_causal=True, scale=0.3))
 
-    @pytest.mark.parametrize(("q_shape", "k_shape"), RANKS)
+    @each_case("q_shape, k_shape", RANKS)
     def test_ranks_and_broadcasting(self, q_shape, k_shape):
         q, k, v = normal(*q_shape), normal(*k_shape, seed=1), normal(*k_shape, seed=2)
         close(sdpa(q, k, v), torch_sdpa(q, k, v))

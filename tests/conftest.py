@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 # Left out by --first-cases, as is the fake of torch's shims: builds, processes, generated code.
 SLOW = (
     "/packaging/",
-    "commands/test_fuzz.py::test_workers_that_die",
+    "commands/test_fuzz_runs.py::test_workers_that_die",
     "docs/test_recipe.py",
     "ring_",
     "runtime/test_extension.py",

@@ -21,52 +21,31 @@ def attention():
     return make_qkv(batch=2, heads=4, kv_heads=2, q_length=9, kv_length=40)
 
 
-def gradients():
-    q, k, v = attention()
-    lse = torch.zeros(2, 4, 9)
-    return q, k, v, lse
-
-
-def bwd():
-    q, k, v, lse = gradients()
-    return (q, None, q, k, v, q, lse), {}
-
-
-def bwd_bias():
-    q, k, v, lse = gradients()
-    return (q, q, k, v, lse, lse), {"attn_bias": torch.zeros(9, 40)}
-
-
-def bwd_slopes():
-    q, k, v, lse = gradients()
-    return (q, q, k, v, lse, lse), {"alibi_slopes": torch.ones(4)}
-
-
-def bwd_captures():
-    """Of one load, of an element for each head."""
-    q, k, v, lse = gradients()
-    share = {
-        "shares": ["return 1.0f;"],
-        "places": ["return flex_index(head, params.capture_sizes[0], impossible);"],
-        "share_captures": [0],
-        "share_owners": [2],
-    }
-    return (q, q, k, v, lse, lse, None), {"captures": [torch.ones(4)]} | share
-
-
 def packed():
-    return tuple(make_packed([5, 9], [7, 9])), {}
+    return make_packed([5, 9], [7, 9])
 
 
-def packed_bwd():
-    q, k, v, *packing = make_packed([5, 9], [7, 9])
-    return (q, None, q, k, v, q, torch.zeros(2, 14), *packing), {}
+def gradient(operands=attention, whole=False, **options):
+    """A call of the gradient of some attention; whole: of q, k and v."""
+
+    def call():
+        q, k, v, *packing = operands()
+        lse = torch.zeros(q.shape[1::-1] if packing else q.shape[:3])
+        given = (q, None, q, k, v, q, lse) if whole else (q, q, k, v, lse, lse)
+        return (*given, *packing), options
+
+    return call
 
 
-def packed_bias(**option):
-    q, k, v, *packing = make_packed([5, 9], [7, 9])
-    lse = torch.zeros(2, 14)
-    return (q, q, k, v, lse, lse, *packing), option
+# Gradients of one captured tensor by one load, of an element for each head.
+CAPTURES = {
+    "normalisers": None,
+    "captures": [torch.ones(4)],
+    "shares": ["return 1.0f;"],
+    "places": ["return flex_index(head, params.capture_sizes[0], impossible);"],
+    "share_captures": [0],
+    "share_owners": [2],
+}
 
 
 def example(name, *kernels, **more):
@@ -74,27 +53,25 @@ def example(name, *kernels, **more):
     return lambda: ((), EXAMPLES[name].make() | more), list(kernels or (name,))
 
 
+WHOLE, BIAS = ["flash_bwd_dq", "flash_bwd_dkv"], ["flash_bwd_bias"]
 # Arguments of each op, and the kernels that it runs.
 CALLS = {
     "flash_fwd": (lambda: (tuple(attention()), {"causal": True}), ["flash_fwd"]),
-    "flash_varlen_fwd": (packed, ["flash_fwd"]),
+    "flash_varlen_fwd": (lambda: (packed(), {}), ["flash_fwd"]),
     "flash_decode": (
         lambda: (tuple(attention()), {"num_splits": 2}),
         ["flash_decode", "merge_splits"],
     ),
     "decode_step": example("decode_step", "flash_decode", "merge_splits", num_splits=3),
-    "flash_bwd": (bwd, ["flash_bwd_dq", "flash_bwd_dkv"]),
-    "flash_varlen_bwd": (packed_bwd, ["flash_bwd_dq", "flash_bwd_dkv"]),
-    "flash_bwd_bias": (bwd_bias, ["flash_bwd_bias"]),
-    "flash_varlen_bwd_bias": (lambda: packed_bias(attn_bias=torch.zeros(9, 9)), ["flash_bwd_bias"]),
-    "flash_bwd_slopes": (bwd_slopes, ["flash_bwd_bias"]),
-    "flash_varlen_bwd_slopes": (
-        lambda: packed_bias(alibi_slopes=torch.ones(2)),
-        ["flash_bwd_bias"],
-    ),
+    "flash_bwd": (gradient(whole=True), WHOLE),
+    "flash_varlen_bwd": (gradient(packed, whole=True), WHOLE),
+    "flash_bwd_bias": (gradient(attn_bias=torch.zeros(9, 40)), BIAS),
+    "flash_varlen_bwd_bias": (gradient(packed, attn_bias=torch.zeros(9, 9)), BIAS),
+    "flash_bwd_slopes": (gradient(alibi_slopes=torch.ones(4)), BIAS),
+    "flash_varlen_bwd_slopes": (gradient(packed, alibi_slopes=torch.ones(2)), BIAS),
     "flex_fwd": (lambda: (tuple(attention()), {"captures": []}), ["flash_decode"]),
-    "flex_bwd": (lambda: (bwd()[0], {"captures": []}), ["flash_bwd_dq", "flash_bwd_dkv"]),
-    "flex_bwd_captures": (bwd_captures, ["flash_bwd_captures[0]"]),
+    "flex_bwd": (gradient(whole=True, captures=[]), WHOLE),
+    "flex_bwd_captures": (gradient(**CAPTURES), ["flash_bwd_captures[0]"]),
     **{
         name: example(name)
         for name in ("rope", "rope_tables", "merge_state", "merge_splits", "index_scores")

@@ -1,4 +1,4 @@
-"""`fuzz`: a sample of its cases holds, it finds planted faults, and nothing of a run is lost."""
+"""`fuzz`: a sample of its cases holds, and it finds planted faults."""
 
 import dataclasses
 import json
@@ -8,22 +8,15 @@ from functools import cache
 import pytest
 import torch
 
-from tests.commands import fuzz_deadly
-from tests.helpers import forks
-from tests.helpers.cases import each_case
-from tests.helpers.mutants import plant, repeated
+from tests.helpers.mutants import plant
 from torch_metal_attn import sdpa, simulate, testing
-from torch_metal_attn.__main__ import main
 from torch_metal_attn.ops import differentiation
 from torch_metal_attn.quantisation import FORMATS
-from torch_metal_attn.testing import running, shrinking, storage
+from torch_metal_attn.testing import running, storage
 from torch_metal_attn.testing.attention import CALLS
 from torch_metal_attn.testing.case import drawn as drawn_fields
-from torch_metal_attn.testing.families import FAMILIES, Family, draw, draw_of
-from torch_metal_attn.testing.running import Outcome
+from torch_metal_attn.testing.families import FAMILIES, draw, draw_of
 from torch_metal_attn.testing.tensors import Memory
-from torch_metal_attn.tools.fuzz import command, report, workers
-from torch_metal_attn.tools.fuzz.workers import Ran
 
 CPU = torch.device("cpu")
 SEED = 0
@@ -273,7 +266,6 @@ class TestMemory:
 READ = "// Every SIMD group has read the tiles of the block before.\n    "
 BARRIER = READ + "threadgroup_barrier(mem_flags::mem_threadgroup);"
 COUNTER = "uint4(key_index / 4, query, head, batch)"
-SCALE = (repeated("scores.scale(params.scale_log2)"), "scores.scale(0.98f * params.scale_log2)")
 READ_Q = "source.template pair<FRAGMENTS * FRAGMENT>(positions[i], d * FRAGMENT, lane_column);"
 ROUNDED_Q = f"{READ_Q} return Fragment<T>(T(KV_ELEMENT(pair.x)), pair.y);"
 FORWARDS = ("flash_fwd", "flash_varlen_fwd")
@@ -398,252 +390,6 @@ def test_a_gradient_that_gets_lost_is_found(monkeypatch):
 def without_gradient(case):
     asked = case.call == "flash_decode" and case.backward and not case.differentiable
     return asked and not case.refused()
-
-
-class TestShrinking:
-    # Most fields need no other kernel than the simplest case, as a planted fault is compiled anew.
-    CASE = testing.Attention(
-        batch=2, heads=4, kv_heads=2, q_length=9, kv_length=40, seqused_k=(38, 5), seed=5
-    )
-
-    def test_of_a_planted_fault(self, monkeypatch, tmp_path, capsys):
-        """Simpler, the same fault, and still failing when its JSON and its Python are run."""
-        plant(monkeypatch, "flash_fwd", *SCALE)
-        with simulate(check=True):
-            ran = workers.run_and_shrink(3, self.CASE, CPU)
-        simple, outcome = ran.shrunk
-        assert outcome.shows(ran.outcome)
-        assert len(simple.fields()) <= 4
-        assert simple.batch == simple.heads == 1
-        found = report.Report({}, SEED)
-        found.add(ran)
-        path = tmp_path / "report.json"
-        found.write(path)
-        assert report.read(path) == [simple]
-        assert main(["fuzz", "--replay", str(path)]) == 1
-        exec(storage.snippet(simple))
-        out = capsys.readouterr().out
-        assert "1 of 1 fail" in out
-        assert f"Outcome(status='FAILED', what='{outcome.what}'" in out
-
-    def test_keeps_the_way_in_which_it_fails(self):
-        """A simpler case that fails in another way is another fault."""
-
-        def run(case):
-            return Outcome(running.FAILED, "out" if case.heads > 1 else "softmax_lse")
-
-        simple, _ = shrinking.shrink(self.CASE, run(self.CASE), run)
-        assert simple.fields() == {"call": "flash_fwd", "heads": 2}
-
-    def test_of_every_family(self):
-        """Whatever the case: what has no meaning, or must be refused, is not run."""
-
-        def run(case):
-            assert not case.meaningless()
-            return Outcome(running.FAILED, "out")
-
-        for case in drawn()[:60]:
-            simple, _ = shrinking.shrink(case, run(case), run)
-            assert len(simple.fields()) <= len(case.fields())
-            assert bool(simple.refused()) == bool(case.refused())
-
-
-class TestOutcomes:
-    CASE = testing.Attention(kv_length=3)
-
-    def outcome(self, monkeypatch, call, case=CASE, device=CPU):
-        family = FAMILIES[testing.Attention]
-
-        def prepare(case, device):
-            prepared = family.prepare(case, CPU)
-            return dataclasses.replace(prepared, function=lambda **given: call(prepared, given))
-
-        monkeypatch.setitem(FAMILIES, testing.Attention, family._replace(prepare=prepare))
-        with simulate(check=True):
-            return running.run(case, device)
-
-    def test_a_legal_case_that_is_refused(self, monkeypatch):
-        def call(prepared, given):
-            raise ValueError("not today")
-
-        outcome = self.outcome(monkeypatch, call)
-        assert (outcome.status, outcome.what) == (running.REFUSED, "ValueError")
-        assert "not today" in outcome.message
-
-    def test_an_illegal_case_that_is_not(self, monkeypatch):
-        case = dataclasses.replace(self.CASE, softcap=-2.0)
-        outcome = self.outcome(monkeypatch, lambda prepared, given: None, case)
-        assert outcome.status == running.ACCEPTED
-        assert "softcap below 0" in outcome.message
-
-    def test_a_length_that_mps_does_not_read(self, monkeypatch):
-        """There it may run, and must write nothing else."""
-
-        def call(prepared, given):
-            return None
-
-        case = dataclasses.replace(self.CASE, seqused_k=(4,))
-        assert self.outcome(monkeypatch, call, case).status == running.ACCEPTED
-        monkeypatch.undo()
-        assert self.outcome(monkeypatch, call, case, torch.device("mps")).ok
-        monkeypatch.undo()
-
-        def write(prepared, given):
-            given["k"].zero_()
-
-        outcome = self.outcome(monkeypatch, write, case, torch.device("mps"))
-        assert outcome.what.startswith("memory")
-
-    def test_an_illegal_case_that_writes_before_it_is_refused(self, monkeypatch):
-        def call(prepared, given):
-            given["q"].zero_()
-            raise ValueError("too late")
-
-        case = dataclasses.replace(self.CASE, softcap=-2.0)
-        outcome = self.outcome(monkeypatch, call, case)
-        assert outcome.status == running.FAILED
-        assert outcome.what.startswith("memory")
-
-    def test_a_refusal_of_another_type(self, monkeypatch):
-        def call(prepared, given):
-            raise RuntimeError("broken")
-
-        for case in (self.CASE, dataclasses.replace(self.CASE, softcap=-2.0)):
-            assert self.outcome(monkeypatch, call, case).status == running.RAISED
-            monkeypatch.undo()
-
-    def test_an_argument_that_is_written(self, monkeypatch):
-        def call(prepared, given):
-            results = prepared.function(**given)
-            given["k"].zero_()
-            return results
-
-        assert self.outcome(monkeypatch, call).what.startswith("memory")
-
-
-def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
-    """Each case has its outcome, and those behind it are run."""
-    monkeypatch.setattr(command, "draw", fuzz_deadly.draw)
-    # Fresh processes all the same.
-    monkeypatch.setattr(workers.multiprocessing, "get_context", {"spawn": forks.context}.get)
-    monkeypatch.setitem(FAMILIES, fuzz_deadly.Deadly, Family(0, fuzz_deadly.prepare))
-    monkeypatch.setitem(storage._BY_NAME, "Deadly", fuzz_deadly.Deadly)
-    path = tmp_path / "report.json"
-    arguments = ["--cases", "3", "--minutes", "10", "--case-seconds", "2", "--out", str(path)]
-    assert main(["fuzz", *arguments]) == 1
-    data = json.loads(path.read_text())
-    assert data["cases"] == 3
-    assert [(f["case"]["call"], f["status"], f["message"]) for f in data["failures"]] == [
-        ("dies", running.DIED, "the process ended with exit status 7"),
-        ("hangs", running.HUNG, "no end after 2 s"),
-    ]
-    assert "print(testing.check(testing.Deadly(call='dies')))" in capsys.readouterr().out
-
-
-class TestCommand:
-    @pytest.fixture
-    def fuzzing(self, monkeypatch, tmp_path):
-        """Runs `fuzz` with what the workers would have sent."""
-
-        def run(sent, *arguments):
-            def instead(draw, seed, indices, count, **_):
-                for ran in sent:
-                    if isinstance(ran, BaseException):
-                        raise ran
-                    yield ran
-
-            monkeypatch.setattr(workers, "run", instead)
-            path = tmp_path / "report.json"
-            code = main(["fuzz", "--seed", "5", "--out", str(path), *arguments])
-            return code, json.loads(path.read_text())
-
-        return run
-
-    SOUND = Ran(0, testing.Copy(), Outcome(running.PASSED))
-    BAD = Ran(1, testing.Softmax(seed=3), Outcome(running.FAILED, "weights", "text"))
-
-    def test_all_is_well(self, fuzzing, capsys):
-        code, data = fuzzing([self.SOUND, None])
-        assert code == 0
-        assert (data["seed"], data["cases"], data["failures"]) == (5, 1, [])
-        assert data["cases_by_call"] == {"Copy copy_pages": 1}
-        assert "1 cases ran" in capsys.readouterr().out
-
-    def test_a_failure(self, fuzzing, capsys):
-        shrunk = (testing.Softmax(), Outcome(running.FAILED, "weights"))
-        code, data = fuzzing([self.SOUND, dataclasses.replace(self.BAD, shrunk=shrunk)])
-        assert code == 1
-        (failure,) = data["failures"]
-        assert failure["case"] == {"family": "Softmax", "call": "softmax"}
-        assert failure["drawn_as"]["seed"] == 3
-        assert "testing.Softmax(call='softmax')" in capsys.readouterr().out
-
-    def test_the_same_failure_again(self, fuzzing, capsys):
-        bad = dataclasses.replace(self.BAD, shrunk=(testing.Softmax(), self.BAD.outcome))
-        code, data = fuzzing([bad, dataclasses.replace(bad, index=9)])
-        assert code == 1
-        assert len(data["failures"]) == 2
-        out = capsys.readouterr().out
-        assert out.count("testing.Softmax(") == 1
-        assert "case 9: as case 1\n" in out
-
-    def test_an_interrupt_keeps_what_was_found(self, fuzzing, capsys):
-        code, data = fuzzing([self.SOUND, self.BAD, KeyboardInterrupt(), self.BAD])
-        assert code == 130
-        assert len(data["failures"]) == 1
-        assert "2 cases ran" in capsys.readouterr().out
-
-    def test_where_it_cannot_be_written(self, tmp_path, capsys):
-        assert main(["fuzz", "--out", str(tmp_path / "no folder" / "x.json")]) == 2
-        assert "no folder" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        "text", ["", "{}", '{"failures": [{"case": {"family": "x"}}]}', "[" * 10**5], ids=len
-    )
-    def test_what_is_no_report(self, text, tmp_path, capsys):
-        path = tmp_path / "x.json"
-        path.write_text(text)
-        with pytest.raises(SystemExit) as ended:
-            main(["fuzz", "--replay", str(path)])
-        assert ended.value.code == 2
-        assert str(path) in capsys.readouterr().err
-
-    @each_case(
-        "option, text, message",
-        [
-            *((name, "0", "not a positive") for name in ("--minutes", "--workers", "--cases")),
-            ("--minutes", "inf", "inf is not a positive, finite number"),
-            ("--case-seconds", "nan", "nan is not a positive, finite number"),
-            ("--cases", "1" + "0" * 20, "is above 1000000000"),
-            ("--workers", "1025", "1025 is above 1024"),
-        ],
-    )
-    def test_numbers(self, option, text, message, capsys):
-        with pytest.raises(SystemExit):
-            main(["fuzz", option, text])
-        assert message in capsys.readouterr().err
-
-    def test_a_case_has_a_number_from_0(self, capsys):
-        with pytest.raises(SystemExit):
-            main(["fuzz", "--case", "-1"])
-        assert "-1 is not the number of a case, from 0" in capsys.readouterr().err
-
-
-@each_case(
-    "fields, message",
-    [
-        ({"heads": None}, "heads is None; it must be of type int"),
-        ({"seed": "a"}, "seed is 'a'; it must be of type int"),
-        ({"softmax_scale": "a"}, "softmax_scale is 'a'; it must be of type float or None"),
-        ({"seqused_k": 3}, "seqused_k is 3; it must be of type tuple or None"),
-        ({"dtype": "a"}, "dtype is 'a'; it must be the name of a dtype of torch"),
-        ({"call": "a"}, "call is 'a'; it must be one of flash_fwd, "),
-        ({"cache": "paged", "call": "flash_bwd"}, "flash_bwd has no cache"),
-    ],
-)
-def test_fields_that_make_no_case(fields, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        testing.check(testing.Attention(**fields))
 
 
 def test_public_names():

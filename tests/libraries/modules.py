@@ -6,74 +6,8 @@ Each module has the calls of its library's source: the function, its layout, mas
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.nn.functional import scaled_dot_product_attention
 
 WIDTH, HEADS, LENGTH, WORDS = 32, 2, 9, 11
-
-
-class Timm(nn.Module):
-    """timm.layers.Attention: torch's function if `fused_attn`, else its own products."""
-
-    def __init__(self, fused_attn=True):
-        super().__init__()
-        self.fused_attn = fused_attn
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.proj = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x):
-        qkv = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
-        if self.fused_attn:
-            out = functional.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0)
-        else:
-            out = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(-1) @ v
-        return self.proj(out.transpose(1, 2).flatten(2))
-
-
-class OpenClip(nn.Module):
-    """A text block of open_clip: torch's MultiheadAttention with an additive causal mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-        mask = torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
-        self.register_buffer("attn_mask", mask, persistent=False)
-
-    def forward(self, x):
-        return x + self.attn(x, x, x, need_weights=False, attn_mask=self.attn_mask)[0]
-
-
-class Whisper(nn.Module):
-    """openai-whisper: the function imported by name; causal if a mask is given.
-
-    use_sdpa is what its word timestamps switch off.
-    """
-
-    use_sdpa = True
-
-    def __init__(self):
-        super().__init__()
-        self.query, self.value = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.key = nn.Linear(WIDTH, WIDTH, bias=False)
-
-    def attend(self, x, context, mask=None):
-        q, k, v = (
-            project(rows).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-            for project, rows in ((self.query, x), (self.key, context), (self.value, context))
-        )
-        if self.use_sdpa:
-            causal = mask is not None and x.shape[1] > 1
-            out = scaled_dot_product_attention(q, k, v, is_causal=causal)
-        else:
-            scores = (q @ k.mT) * q.shape[-1] ** -0.5
-            out = (scores if mask is None else scores + mask).softmax(-1) @ v
-        return out.transpose(1, 2).flatten(2)
-
-    def forward(self, x):
-        """A decoder's layer: itself, with a mask, then the audio's longer sequence."""
-        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)
-        x = x + self.attend(x, x, mask)
-        return x + self.attend(x, torch.cat([x, x.cos()], 1))
 
 
 class NanoGPT(nn.Module):

@@ -1,4 +1,8 @@
-"""Libraries whose models call torch's attention: the same results, in the kernels, by count."""
+"""Trainers that call torch's attention or flash-attn's: the same losses, in the kernels, by count.
+
+The ways in which timm, open_clip and openai-whisper call attention are those of
+tests/sdpa/test_sdpa_replaced.py.
+"""
 
 from collections import Counter
 from contextlib import contextmanager
@@ -11,13 +15,6 @@ import torch_metal_attn
 from tests.libraries import modules
 from tests.libraries.modules import FlashAttention, Language, NanoChat, NanoGPT
 from torch_metal_attn import sdpa_replaced, simulate
-
-# Of a module: how many calls of attention a forward makes.
-ATTENTIONS = {
-    "timm": (modules.Timm, 1),
-    "open_clip": (modules.OpenClip, 1),
-    "openai-whisper": (modules.Whisper, 2),
-}
 
 
 @contextmanager
@@ -33,56 +30,9 @@ def backward_of(calls):
     return dict.fromkeys(["flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"], calls)
 
 
-def outputs(module, x):
-    """The result and its gradients."""
-    x = x.clone().requires_grad_()
-    out = module(x)
-    return [out.detach(), *torch.autograd.grad(out.square().mean(), [x, *module.parameters()])]
-
-
 def build(factory, *arguments):
     torch.manual_seed(0)
     return factory(*arguments)
-
-
-def rows():
-    return torch.randn(2, modules.LENGTH, modules.WIDTH, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_modules(name):
-    factory, calls = ATTENTIONS[name]
-    module, x = build(factory), rows()
-    expected = outputs(module, x)
-    with kernels({"flash_fwd": calls} | backward_of(calls)), sdpa_replaced() as counted:
-        found = outputs(module, x)
-    assert (counted.replaced, counted.left_alone) == (calls, {})
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def unfused_timm():
-    return build(modules.Timm, False), rows()
-
-
-def word_timestamps():
-    module = build(modules.Whisper)
-    module.use_sdpa = False
-    return module, rows()
-
-
-@pytest.mark.parametrize(
-    "case",
-    [unfused_timm, word_timestamps],
-    ids=lambda f: f.__name__,
-)
-def test_paths_that_are_not_reached(case, monkeypatch):
-    """Nothing is counted, and the block says so when it ends."""
-    monkeypatch.setattr(torch_metal_attn.integrations.sdpa_replacement._blocks, "warned", set())
-    module, x = case()
-    with kernels({}), pytest.warns(UserWarning, match="replaced no call of"):
-        with sdpa_replaced() as counted:
-            module(x)
-    assert (counted.replaced, counted.left_alone) == (0, {})
 
 
 @pytest.mark.parametrize(

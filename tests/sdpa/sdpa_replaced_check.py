@@ -1,12 +1,17 @@
 """What the tests of sdpa_replaced() share."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+import torch_metal_attn
 from tests.sdpa.sdpa_check import normal
 from torch_metal_attn.integrations import sdpa_replacement as replacement
 
+# Checked, as the other tests of attention are: their kernels are the same.
+simulate = functools.partial(torch_metal_attn.simulate, check=True)
 BUILTIN = [torch._C._nn.scaled_dot_product_attention]  # a list, which process_wide does not reach
 OUTSIDE = "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
 LEAVES = "leaves calls of scaled_dot_product_attention to torch"

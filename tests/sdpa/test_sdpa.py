@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from tests.helpers.cases import each_case
+from tests.helpers.home import HOME
 from tests.sdpa.sdpa_check import check, normal
 from torch_metal_attn import (
     flash_attn_func,
@@ -19,6 +20,7 @@ from torch_metal_attn import scaled_dot_product_attention as sdpa
 from torch_metal_attn.testing.judge import DTYPES
 
 SIZES = [1, 33, 65]
+HEAD_DIM = HOME["head_dim"]
 
 
 def close(actual, expected):
@@ -64,13 +66,13 @@ class TestOperands:
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_on_device(self, device, is_causal, dtype):
-        q = normal(1, 4, 33, 16, dtype=dtype)
-        k, v = normal(2, 1, 2, 65, 16, seed=1, dtype=dtype)
+        q = normal(1, 4, 33, HEAD_DIM, dtype=dtype)
+        k, v = normal(2, 1, 2, 65, HEAD_DIM, seed=1, dtype=dtype)
         check(q, k, v, device=device, is_causal=is_causal, scale=0.2, enable_gqa=True)
 
     def test_diagonal_of_other_lengths_on_device(self, device):
         """Top-left, of transposed views, with gradients and without."""
-        views = [normal(2, n, 4, 16, seed=n).transpose(1, 2) for n in (9, 11, 11)]
+        views = [normal(2, n, 4, HEAD_DIM, seed=n).transpose(1, 2) for n in (9, 11, 11)]
         for with_gradients in (False, True):
             q, k, v = (x.to(device).requires_grad_(with_gradients) for x in views)
             out = sdpa(q, k, v, is_causal=True, scale=0.3).detach()
@@ -177,8 +179,8 @@ class TestMasks:
     @pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.float16])
     def test_on_device(self, device, kind):
         """Of any strides; the numbers of masks are those of tests/attention."""
-        q = normal(2, 2, 9, 16, dtype=torch.float16)
-        k, v = normal(2, 2, 2, 33, 16, seed=1, dtype=torch.float16)
+        q = normal(2, 2, 9, HEAD_DIM, dtype=torch.float16)
+        k, v = normal(2, 2, 2, 33, HEAD_DIM, seed=1, dtype=torch.float16)
         check(q, k, v, random_mask((2, 1, 33, 9), kind).mT.expand(2, 2, 9, 33), device=device)
 
     @pytest.mark.parametrize(

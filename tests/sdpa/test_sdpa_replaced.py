@@ -20,8 +20,9 @@ from tests.sdpa.sdpa_replaced_check import (
     normal,
     nothing_said,  # noqa: F401
     qkv,
+    simulate,
 )
-from torch_metal_attn import sdpa_replaced, simulate
+from torch_metal_attn import sdpa_replaced
 from torch_metal_attn.integrations import sdpa_replacement as replacement
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:.*{NO_CALL}")
@@ -94,14 +95,16 @@ class TestReplaces:
             F.scaled_dot_product_attention(q, q, q)
         assert calls.replaced == 1
 
-    def test_training(self):
-        x = normal(2, 5, 8)
-        layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True, dropout=0.0)
+    @pytest.mark.parametrize("masked", [False, True])
+    def test_training(self, masked):
+        x = normal(2, 5, 16)
+        mask = torch.nn.Transformer.generate_square_subsequent_mask(5) if masked else None
+        layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True, dropout=0.0)
         weight = layer.self_attn.in_proj_weight
 
         def gradient():
             # Of a plain sum it would be 0, because of the normalisation.
-            return torch.autograd.grad((layer(x) * normal(2, 5, 8, seed=1)).sum(), weight)[0]
+            return torch.autograd.grad((layer(x, mask) * normal(2, 5, 16, seed=1)).sum(), weight)[0]
 
         expected = gradient()
         assert expected.abs().max() > 1e-3
@@ -124,7 +127,7 @@ class TestReplaces:
             out = F.scaled_dot_product_attention(*leaves)
             return torch.autograd.grad((out * normal(*out.shape, seed=4)).sum(), leaves)
 
-        with simulate(check=True) as run, sdpa_replaced() as calls:
+        with simulate() as run, sdpa_replaced() as calls:
             actual = gradients(torch.float32)
         assert (calls.replaced, calls.left_alone) == (1, {})
         assert "flash_bwd_bias" in {launch.kernel for launch in run.launches}
@@ -133,7 +136,7 @@ class TestReplaces:
 
     def test_room_for_float32_gradients(self):
         """What is left to torch is what the backward has no room for."""
-        with torch.no_grad(), simulate(), sdpa_replaced() as calls:
+        with torch.no_grad(), simulate(check=False, record=True), sdpa_replaced() as calls:
             F.scaled_dot_product_attention(*[normal(1, 1, 3, 496).requires_grad_()] * 3)
         assert calls.replaced == 1
         room = {(488, 488): True, (489, 489): False, (512, 256): True, (512, 512): False}
@@ -431,13 +434,13 @@ class TestCompile:
 
     def test_training(self):
         compiled = torch.compile(
-            lambda *a: F.scaled_dot_product_attention(*a, is_causal=True) + 0,
+            lambda *a: F.scaled_dot_product_attention(*a) + 0,
             fullgraph=True,
             backend="aot_eager",
         )
         leaves = [x.requires_grad_() for x in qkv()]
         weight = normal(2, 4, 9, 8, seed=5)
-        out = imported_before(*leaves, is_causal=True)
+        out = imported_before(*leaves)
         expected = torch.autograd.grad((out * weight).sum(), leaves)
         with simulate() as run, sdpa_replaced() as calls:
             actual = torch.autograd.grad((compiled(*leaves) * weight).sum(), leaves)

@@ -19,8 +19,9 @@ from tests.sdpa.sdpa_replaced_check import (
     normal,
     nothing_said,  # noqa: F401
     qkv,
+    simulate,
 )
-from torch_metal_attn import sdpa_replaced, simulate
+from torch_metal_attn import sdpa_replaced
 
 
 def run(*functions):

@@ -54,12 +54,7 @@ REFUSES_PACKED = {
 # It tells its attention nothing of bounds, whatever the implementation.
 POSITIONS_ONLY = "StableLM"
 PACKED = [name for name in DECODERS if name not in {*REFUSES_PACKED, POSITIONS_ONLY}]
-SLIDING = [
-    name
-    for name in DECODERS
-    if {"sliding_window", "attention_chunk_size"} & FAMILIES[name].options.keys()
-    and FAMILIES[name].options.get("sliding_window", True)
-]
+SLIDING = ["Mistral", "Gemma2", "Gemma3", "Gemma4", "gpt-oss", "Llama4", "Cohere2"]
 
 
 def assert_routes(name, side, routes):

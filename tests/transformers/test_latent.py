@@ -115,7 +115,7 @@ def test_keys_selected_by_masks():
     assert difference(of_all, scores[:, :1]) > 10 * TOLERANCE
 
 
-WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
+WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32}
 
 
 @pytest.mark.parametrize(

@@ -125,17 +125,18 @@ _TOKEN = ("token_id", "token_index", "_token_ids")
 _HEADS = re.compile(r".*(head|rank|kv|hidden|dim|d_model|width|embd|inter|ffn|size)(?!.*vocab).*")
 
 
-def small(kind: type, level: str = "all", decodes: bool = False) -> Any:
+def small(kind: type, level: str = "all", decodes: bool = False, **changes: Any) -> Any:
     """A small configuration of the class `kind`.
 
     level: one of LEVELS, from smallest to largest; "filled" also gives a value to options that have
-        none. decodes: for a model that generates text and could also be an encoder.
+        none. decodes: for a model that generates text and could also be an encoder. changes:
+        options that are given.
     """
     config = kind()
     options = _options(config, level)
     if decodes and hasattr(config, "is_decoder") and not config.is_encoder_decoder:
         options["is_decoder"] = True
-    return kind(**options, **_parts(config, level))
+    return kind(**options | _parts(config, level) | changes)
 
 
 def _parts(config: Any, level: str) -> dict[str, Any]:

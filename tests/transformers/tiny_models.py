@@ -38,7 +38,8 @@ def _unchanged(name: str) -> Any:
 
 def _build(name: str, **changes: Any) -> Any:
     family = FAMILIES[name]
-    config = getattr(transformers, family.config)(**family.options | changes)
+    kind = getattr(transformers, family.model).config_class
+    config = tiny_configs.small(kind, decodes=family.generates, **family.options | changes)
     return build_from(config, family.model, family.gain)
 
 

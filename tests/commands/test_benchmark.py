@@ -126,7 +126,7 @@ class TestVersus:
         assert all(len(times.seconds) == 1 for times in found.times.values())
 
     def test_the_kernels_take_the_same_way(self):
-        with simulate() as ran:
+        with simulate(check=True) as ran:
             found = versus.compare(small("training"), CPU, timing.timer_of(CPU), 1)
         assert found.agree
         assert {launch.kernel for launch in ran.launches} == TRAINING_KERNELS

@@ -354,6 +354,7 @@ def first(wanted):
     )
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name, monkeypatch):
     kernels, old, new, wanted, what = FAULTS[name]

@@ -152,6 +152,7 @@ FAMILY_OF = {
 }
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_seen(name, monkeypatch):
     plant(monkeypatch, *FAULTS[name])

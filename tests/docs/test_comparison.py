@@ -2,9 +2,8 @@
 
 import re
 
-import pytest
-
 from tests.docs.doc_pages import ROOT
+from tests.helpers.cases import each_case
 from torch_metal_attn.tools.doctor import torch_on_mps
 
 PAGE = ROOT / "docs" / "comparison.md"
@@ -20,7 +19,7 @@ LETTERS = dict(zip(COLUMNS, " hTMABF", strict=True))
 ROWS = {row[0].strip(): dict(zip(COLUMNS, row, strict=True)) for row in TABLE[2:]}
 
 
-@pytest.mark.parametrize("feature", ROWS)
+@each_case("feature", ROWS)
 def test_every_cell_has_a_source(feature):
     for column in COLUMNS[1:]:
         cell = ROWS[feature][column].strip()

@@ -4,9 +4,9 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 
+from tests.helpers.cases import each_case
 from torch_metal_attn.tools.doctor import torch_on_mps
 from torch_metal_attn.tools.doctor.torch_on_mps import FUSED, RAISES, UNFUSED, Call, way
 
@@ -49,7 +49,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", WAYS)
+@each_case("name", WAYS)
 def test_ways(name):
     call, later, before = WAYS[name]
     assert way(call, "2.13.0")[0] == later

@@ -233,6 +233,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_in_the_functions_of_the_texts(name, monkeypatch):
     old, new = FAULTS[name]
@@ -292,7 +293,9 @@ EDGE_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", [None, *EDGE_FAULTS], ids=str)
+@pytest.mark.parametrize(
+    "fault", [None, *(pytest.param(x, marks=pytest.mark.mutant) for x in EDGE_FAULTS)], ids=str
+)
 def test_integers_at_their_edges(fault, monkeypatch):
     """As PyTorch where it has a value; else NaN by 0, and the nearest integer of a float."""
     planted = [(TEXTS[op], TEXTS[op].replace(old, new)) for op, old, new in EDGE_FAULTS]

@@ -145,6 +145,7 @@ def test_wrong_orders_show(name, monkeypatch):
         check_starts(mask_of(), monkeypatch)
 
 
+@pytest.mark.mutant
 @pytest.mark.parametrize("kernel", STORED)
 def test_a_kernel_that_trusts_its_order(kernel, monkeypatch):
     """Two threadgroups write one row."""

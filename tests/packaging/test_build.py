@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.helpers.cases import each_case
 from tests.packaging.built_wheels import IS_CHECKOUT, ROOT
 from torch_metal_attn.runtime import extension, shaders
 
@@ -63,7 +64,7 @@ def test_the_same_source_serves_every_torch_from_2_10():
     assert later.isdisjoint(undefined_symbols())
 
 
-@pytest.mark.parametrize("family", shaders.families())
+@each_case("family", shaders.families())
 def test_source_is_ascii_and_self_contained(family):
     text = shaders.source(family)
     assert text.isascii()
@@ -80,7 +81,7 @@ def test_unknown_family():
 
 
 @needs_checkout
-@pytest.mark.parametrize("family", shaders.families())
+@each_case("family", shaders.families())
 def test_line_directives_name_the_original(family):
     """Every line of the flattened text is the line of the file that #line says it is."""
     name, number, checked = None, 0, 0

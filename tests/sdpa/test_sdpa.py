@@ -78,7 +78,7 @@ class TestOperands:
             out = sdpa(q, k, v, is_causal=True, scale=0.3).detach()
             close(out, torch_sdpa(*views, is_causal=True, scale=0.3))
 
-    @pytest.mark.parametrize(("q_shape", "k_shape"), RANKS)
+    @each_case("q_shape, k_shape", RANKS)
     def test_ranks_and_broadcasting(self, q_shape, k_shape):
         q, k, v = normal(*q_shape), normal(*k_shape, seed=1), normal(*k_shape, seed=2)
         close(sdpa(q, k, v), torch_sdpa(q, k, v))
@@ -371,29 +371,25 @@ class TestCompile:
         torch._dynamo.reset()
 
     @pytest.mark.parametrize(
-        ("masked", "dynamic"), [(None, True), (torch.bool, False), (torch.float32, False)]
+        "q_shape, k_shape, mask, dynamic",
+        [
+            ((2, 4, 0, 16), (2, 2, 0, 16), None, True),
+            ((2, 4, 9, 16), (2, 2, 0, 16), ((2, 1, 9, 0), torch.float32), False),
+            ((2, 3, 4, 5, 8), (2, 3, 4, 0, 8), ((2, 3, 1, 1, 0), torch.bool), False),
+            ((2, 3, 4, 5, 8), (2, 3, 4, 0, 8), ((2, 1, 1, 1, 0), torch.bool), True),
+            ((2, 3, 4, 5, 8), (2, 3, 4, 0, 8), ((0,), torch.bool), False),
+        ],
     )
-    def test_compile(self, dynamic, masked):
+    def test_compile(self, q_shape, k_shape, mask, dynamic):
+        """Lengths of 0 stand for one that changes, where shapes are dynamic."""
         compiled = torch.compile(sdpa, fullgraph=True, dynamic=dynamic, backend="aot_eager")
         for length in (9, 12) if dynamic else (9,):
-            q, k, v = normal(2, 4, length, 16), *normal(2, 2, 2, length, 16, seed=1)
-            options = {"enable_gqa": True, "scale": 0.3}
-            if masked is None:
-                options["is_causal"] = True
-            else:
-                options["attn_mask"] = random_mask((2, 1, length, length), masked)
+            shapes = [[n or length for n in shape] for shape in (q_shape, k_shape, k_shape)]
+            q, k, v = (normal(*shape, seed=seed) for seed, shape in enumerate(shapes))
+            options = {"enable_gqa": q.dim() == 4, "scale": 0.3, "is_causal": mask is None}
+            if mask is not None:
+                options["attn_mask"] = random_mask([n or length for n in mask[0]], mask[1])
             close(compiled(q, k, v, **options), torch_sdpa(q, k, v, **options))
-
-    @pytest.mark.parametrize(
-        ("mask_shape", "dynamic"),
-        [((2, 3, 1, 1, -1), False), ((2, 1, 1, 1, -1), True), ((-1,), False)],
-    )
-    def test_compile_five_dimensions(self, dynamic, mask_shape):
-        compiled = torch.compile(sdpa, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-        for length in (9, 12) if dynamic else (9,):
-            q, k, v = normal(2, 3, 4, 5, 8), *normal(2, 2, 3, 4, length, 8, seed=1)
-            mask = random_mask((*mask_shape[:-1], length), torch.bool)
-            close(compiled(q, k, v, mask), torch_sdpa(q, k, v, mask))
 
     def test_autocast_while_compiling(self):
         q = normal(1, 2, 9, 8)

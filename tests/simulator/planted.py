@@ -16,6 +16,7 @@ import re
 import pytest
 import torch
 
+from tests.helpers.cases import each_case
 from torch_metal_attn.simulator import SimulatorFault, compile_shader
 from torch_metal_attn.simulator.build import ShaderCompileError
 
@@ -95,9 +96,8 @@ class Planted:
 
     def tests(self, orders=({},)):
         """Two tests, each of every case and with each of these options of a run."""
-        each_case = pytest.mark.parametrize("name", self.names)
 
-        @each_case
+        @each_case("name", self.names)
         def fault_is_reported(name):
             for order in orders:
                 fault = self.fault(name, **order)
@@ -107,7 +107,7 @@ class Planted:
                 if name in self.unchecked_too:
                     self.fault(name, check=False, **order)
 
-        @each_case
+        @each_case("name", self.names)
         def clean_twin_is_not(name):
             for order in orders:
                 checked = self.run(name, True, **order)

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from tests.helpers.cases import each_case
 from torch_metal_attn.simulator import compile_shader
 
 SOURCE = """
@@ -54,7 +55,7 @@ def call(library, **dtypes):
     library.of(*(torch.zeros(8, dtype=d) for d in (TENSORS | dtypes).values()), threads=1)
 
 
-@pytest.mark.parametrize(
+@each_case(
     "dtypes",
     [
         {},
@@ -67,8 +68,8 @@ def test_tensors_of_the_right_type(library, dtypes):
     call(library, **dtypes)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "declared"),
+@each_case(
+    "name, dtype, declared",
     [
         ("x", torch.float64, "buffer(0) `device float * x` needs float32"),
         ("x", torch.int32, "buffer(0) `device float * x` needs float32"),
@@ -118,8 +119,8 @@ def test_numbers_of_the_right_type(library):
 FOUR = [0.0] * 4
 
 
-@pytest.mark.parametrize(
-    ("kernel", "args", "casts", "error", "words"),
+@each_case(
+    "kernel, args, casts, error, words",
     [
         (
             "count",

@@ -346,14 +346,6 @@ class TestDescriptor:
         self.descriptor()
         assert len(fetched) == 1
 
-    def test_other_sizes_than_it_was_made_for(self):
-        """A model that cuts rows out of its mask would get another answer: it is told so."""
-        q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
-        module = torch.nn.Module()
-        for queries, keys in ((q[:, :, -1:], q), (q, q[:, :, :12])):
-            with pytest.raises(NotImplementedError, match="its mask is for 16 and 16"):
-                metal_attention(module, queries, keys, keys, mask)
-
     @pytest.mark.parametrize("made_for", [1, 16, 20])
     def test_compiled_graphs_refuse_other_numbers_of_queries_too(self, made_for):
         """They can read no values: the descriptor's shape has the queries."""
@@ -377,41 +369,34 @@ class TestDescriptor:
                 with pytest.raises(NotImplementedError, match=words):
                     compiled(q, mask)
 
-    def test_rows_of_the_diagonal_raise(self):
-        """One row of it does not say which one it was."""
-        q, mask, module = (
+    def test_whatever_is_done_to_it_raises(self):
+        """A model that cuts rows out of its mask would get another answer.
+
+        One row of the diagonal does not say which one it was, and a user's mask of eight keys may
+        have the shape of a descriptor.
+        """
+        q, mask, diagonal = (
             torch.randn(2, 1, 16, 8),
+            self.descriptor(),
             metal_attention_mask(2, 16, 16),
-            torch.nn.Module(),
         )
-        for rows in (mask[:, :, -1:], mask[:, :, :7]):
-            queries = q[:, :, : rows.shape[2]]
-            metal_attention(module, q, q, q, mask[..., :3])
-            with pytest.raises(NotImplementedError, match="its mask is for"):
-                metal_attention(module, queries if rows.shape[2] == 1 else q, q, q, rows)
-        for other in (mask.float(), mask.bool(), mask == 0):
-            with pytest.raises((NotImplementedError, ValueError), match="mask"):
-                metal_attention(module, q, q, q, other)
-
-    def test_whatever_else_is_done_to_it_raises(self):
-        q, mask = torch.randn(2, 1, 16, 8), self.descriptor()
-        module = torch.nn.Module()
-        mishandled = [mask.float(), mask.bool(), mask[..., :4], torch.cat([mask, mask], 1)]
-        for other in mishandled:
-            with pytest.raises((NotImplementedError, ValueError), match="mask"):
-                metal_attention(module, q, q, q, other)
-
-    def test_int_masks_of_users(self):
-        """Eight keys: a user's mask may have the shape of a descriptor."""
-        module = torch.nn.Module()
-        for keys, dtype in ((8, torch.int32), (16, torch.int32), (16, torch.int64)):
-            q, k = torch.randn(2, 1, 1, 8), torch.randn(2, 1, keys, 8)
-            mask = torch.ones(2, 1, 1, keys, dtype=dtype)
-            with pytest.raises(NotImplementedError, match="must be bool or floating"):
-                metal_attention(module, q, k, k, mask)
-        wrong = torch.arange(16, dtype=torch.int32).view(2, 1, 1, 8)
-        with pytest.raises(ValueError, match="pass a bool mask"):
-            metal_attention(module, q, k, k, wrong)
+        metal_attention(torch.nn.Module(), q, q, q, diagonal[..., :3])
+        one, eight = q[:, :, :1], q[:, :, :8]
+        changed = [mask[..., :4], torch.cat([mask, mask], 1), mask.float(), mask.bool()]
+        changed += [diagonal.float(), diagonal.bool(), diagonal == 0]
+        for queries, keys, other, words in (
+            (one, q, mask, "its mask is for 16 and 16"),
+            (q, q[:, :, :12], mask, "its mask is for 16 and 16"),
+            (one, q, diagonal[:, :, -1:], "its mask is for"),
+            (q, q, diagonal[:, :, :7], "its mask is for"),
+            *((q, q, other, "mask") for other in changed),
+            (one, eight, torch.ones(2, 1, 1, 8).int(), "must be bool or floating"),
+            (one, q, torch.ones(2, 1, 1, 16).int(), "must be bool or floating"),
+            (one, q, torch.ones(2, 1, 1, 16).long(), "must be bool or floating"),
+            (one, q, torch.arange(16).int().view(2, 1, 1, 8), "pass a bool mask"),
+        ):
+            with pytest.raises((NotImplementedError, ValueError), match=words):
+                metal_attention(torch.nn.Module(), queries, keys, keys, other)
 
     def test_compiled_graph_takes_those_of_several_queries(self):
         """Each descriptor's own mask: one that begins at a later key than the first is no triangle

@@ -138,7 +138,7 @@ class TestCompiled:
         expected, expected_scores = tiny.generate(model, given, disable_compile=True, **options)
         config = transformers.CompileConfig(fullgraph=True, backend="eager")
         config._compile_all_devices = True
-        with simulate() as run:
+        with simulate(check=True) as run:
             actual, scores = tiny.generate(enable(model), given, compile_config=config, **options)
         assert actual.tolist() == expected.tolist()
         assert difference(scores, expected_scores) <= TOLERANCE

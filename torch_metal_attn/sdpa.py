@@ -24,7 +24,7 @@ from torch_metal_attn.runtime import extension
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 
-_MAX_HEAD_DIM, _MAX_VALUE_HEAD_DIM = 576, 512
+MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM = 576, 512
 
 # What the op and its errors call our arguments.
 NAMES = ArgumentNames({"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"})
@@ -371,8 +371,8 @@ def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
             "equal"
         )
     for name, size, most in (
-        ("query", query.shape[-1], _MAX_HEAD_DIM),
-        ("value", value.shape[-1], _MAX_VALUE_HEAD_DIM),
+        ("query", query.shape[-1], MAX_HEAD_DIM),
+        ("value", value.shape[-1], MAX_VALUE_HEAD_DIM),
     ):
         if not 1 <= size <= most:
             raise ValueError(f"{name} has a head dim of {size}; it must be in 1..{most}")

@@ -147,7 +147,8 @@ def load(path: Path, device: str) -> types.ModuleType:
 @contextlib.contextmanager
 def as_on_an_a100() -> Iterator[None]:
     """Replace what the files ask of torch.cuda, and the name `flash_attn`."""
-    properties = types.SimpleNamespace(total_memory=80 * 2**30)
+    # Inductor asks for the version too where there is a GPU.
+    properties = types.SimpleNamespace(total_memory=80 * 2**30, major=8, minor=0)
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),

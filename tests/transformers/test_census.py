@@ -35,7 +35,6 @@ ONCE_WRONG = [
 REFUSED = [
     ("bloom", "BloomForCausalLM", "does not use transformers' attention interface", "eager"),
     ("deberta", "DebertaModel", "does not use transformers' attention interface", "eager"),
-    ("axk2", "AXK2Model", "selects keys by indices", "sdpa_replaced()"),
     ("falcon", "FalconForCausalLM", "does not use transformers' attention", "sdpa_replaced()"),
     ("gemma4_unified_text", "Gemma4UnifiedTextModel", "prepares its masks", "sdpa_replaced()"),
     ("git", "GitForCausalLM", "its attention class from GIT_SELF_ATTENTION_CLASSES", "eager"),

@@ -20,7 +20,7 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
 )
 from torch_metal_attn.integrations.transformers.latent import Latents  # noqa: E402
 from torch_metal_attn.quantisation import DTYPES, dequantise, quantise  # noqa: E402
-from torch_metal_attn.simulator import runs, simulate  # noqa: E402
+from torch_metal_attn.simulator import runs  # noqa: E402
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES  # noqa: E402
 
 NAMES = ["DeepSeek-V3", "DeepSeek-V2", "DeepSeek-V3.2", "GLM-MoE-DSA"]
@@ -36,6 +36,8 @@ OTHERS = [
     "Mistral4ForCausalLM",
     "YoutuForCausalLM",
 ]
+# Those with an indexer that test_families has not.
+SELECTING = ["AXK2ForCausalLM", "Dots3NoteForCausalLM", "MistralLarge4ForConditionalGeneration"]
 HYBRID = ("BailingHybridForCausalLM", "KimiLinearForCausalLM")
 GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim
@@ -96,21 +98,23 @@ def test_every_model(kind):
     assert any(" k (2, 1, " in call for call in routes.kernel)
 
 
-def test_keys_selected_by_masks():
-    """enable refuses them, and says what works instead."""
+@pytest.mark.parametrize("absorb", [False, True])
+@pytest.mark.parametrize("kind", SELECTING)
+def test_keys_that_an_indexer_selects(kind, absorb):
+    """Of models whose code is DeepSeek-V3.2's, whatever they are called."""
     given = tiny.inputs("Llama", "left")
-    kind = "MistralLarge4ForConditionalGeneration"
     model = tiny.smallest(kind, index_topk=3)
     tokens, scores = generated(model, given, max_new_tokens=3)
-    with pytest.raises(NotImplementedError, match=r"selects keys by indices.*sdpa_replaced\(\)"):
-        enable(model, absorb=True)
-    model.set_attn_implementation("sdpa")
-    with simulate(), torch_metal_attn.sdpa_replaced() as calls:
+    if absorb and kind.startswith("Dots3"):
+        with pytest.raises(NotImplementedError, match=r"have 1024 \+ 64 columns; the kernels take"):
+            enable(model, absorb=True)
+        return
+    enable(model, absorb=absorb)
+    with record_routes() as routes:
         actual, own_scores = generated(model, given, max_new_tokens=3)
-    assert calls.replaced
-    assert not calls.left_alone
     assert actual.tolist() == tokens.tolist()
     assert difference(own_scores, scores) <= TOLERANCE
+    assert any("3 keys of each query" in call for call in routes.dense)
     _, of_all = generated(tiny.smallest(kind, index_topk=64), given, max_new_tokens=1)
     assert difference(of_all, scores[:, :1]) > 10 * TOLERANCE
 

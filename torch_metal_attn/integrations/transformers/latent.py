@@ -24,6 +24,7 @@ from torch_metal_attn.kv_cache.recent import RecentRows
 from torch_metal_attn.kv_cache.storage import Storage
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.quantisation import dequantise
+from torch_metal_attn.sdpa import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM
 
 EXPAND = "expand_kv"  # of a module that caches latent rows
 _ADVICE = "use enable(model)"
@@ -195,10 +196,17 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
         if len(names) != 2 or missing:
             raise NotImplementedError(f"{where}: {kind.__name__} expands otherwise; {_ADVICE}")
         linear = getattr(module, "kv_b_proj", None)
-        if type(linear) is not nn.Linear or linear.bias is not None:
+        if type(linear) is not nn.Linear or getattr(linear, "bias", None) is not None:
             raise NotImplementedError(
                 f"{where}: kv_b_proj of a {kind.__name__} is a {type(linear).__name__}; only the "
                 f"weight of a torch.nn.Linear without bias can be absorbed; {_ADVICE}"
+            )
+        columns, rotated = linear.in_features, getattr(module, "qk_rope_head_dim", 0)
+        if columns > MAX_VALUE_HEAD_DIM or columns + rotated > MAX_HEAD_DIM:
+            raise NotImplementedError(
+                f"{where}: the latent rows of a {kind.__name__} have {columns} + {rotated} "
+                f"columns; the kernels take at most {MAX_VALUE_HEAD_DIM}, and {MAX_HEAD_DIM} with "
+                f"those that are rotated; {_ADVICE}"
             )
     return [(module, absorbed_class(kind)) for module, kind in found]
 

@@ -30,8 +30,7 @@ from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers import packing
 from torch_metal_attn.integrations.transformers.band import Band
 
-# They work on the mask itself: the indexers of DeepSeek-V3.2 and GLM's DSA add it to their scores,
-# Gemma 4 cuts rows out of it where its last layers share keys, Doge
+# They work on the mask itself: Gemma 4 cuts rows out of it where its last layers share keys, Doge
 # compares its elements, DeepSeek-V4 and T5Gemma 2 concatenate it with another, NLLB-MoE's router
 # reads it, Qwen4-Exp intersects it with the keys that its indexer selects, LASR's convolutions look
 # in it for padding, SigLIP 2 pools by torch's own attention with it, and encoders of
@@ -39,11 +38,9 @@ from torch_metal_attn.integrations.transformers.band import Band
 DENSE_MODELS = frozenset(
     {
         "bigbird_pegasus",
-        "deepseek_v32",
         "deepseek_v4",
         "doge",
         "gemma4_text",
-        "glm_moe_dsa",
         "informer",
         "lasr_encoder",
         "nllb-moe",
@@ -56,6 +53,9 @@ DENSE_MODELS = frozenset(
 # The types of models that do not say that they take sdpa's masks: their dense masks are additive,
 # as eager attention's are. Filled in where a model takes this implementation.
 additive_masks: set[str] = set()
+# Those whose indexers add the mask to their scores, and hand on which keys they selected, as
+# DeepSeek-V3.2's does. Filled in likewise.
+indexed_models: set[str] = set()
 
 _AND = and_masks().__code__
 _SLIDING = sliding_window_overlay(1).__code__
@@ -156,7 +156,7 @@ def metal_attention_mask(
             return mask
         return packing.unpacked(mask)
 
-    if model_type in DENSE_MODELS:
+    if model_type in DENSE_MODELS or model_type in indexed_models:
         return from_first(dense(bidirectional_skip=allow_is_bidirectional_skip and is_additive))
     if traces:
         # One query in front of cache slots that are still empty would see them without a mask.

@@ -21,7 +21,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import _active_collector
 
-from torch_metal_attn.integrations.transformers.masks import DENSE_MODELS, additive_masks
+from torch_metal_attn.integrations.transformers.masks import (
+    DENSE_MODELS,
+    additive_masks,
+    indexed_models,
+)
 
 NAME = "metal_attn"
 
@@ -43,6 +47,14 @@ _GUARDED = "_metal_attn_guarded"
 _DOOR = "get_correct_attn_implementation"
 _ENTRANCES = ("_from_config", "from_pretrained")
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+# Code that asks which implementation it has, and the variable that it sets for those that it does
+# not name, after a block that is indented further.
+_BY_NAME = re.compile(r'_attn_implementation\s*(?:==|!=|in)[^\n]*"(?:sdpa|flex_attention)"')
+_IN_OTHERS = re.compile(
+    r'^( +)if self\.config\._attn_implementation in \("eager", "sdpa"\):\n'
+    r"(?:\1 +[^\n]*\n|\n)*\1else:\n +(\w+) = \w+\n",
+    re.M,
+)
 
 
 def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> None:
@@ -55,6 +67,8 @@ def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> No
     reason = None
     if not part._can_set_attn_implementation():
         reason = f"does not use transformers' attention interface, so it would ignore {given}"
+    elif part._supports_sdpa and _hands_on_indices(kind):
+        indexed_models.add(part.config.model_type)
     elif part.config.model_type not in DENSE_MODELS and (special := _wrong_for_others(kind)):
         reason = (
             f"{special} for attention implementations that it knows by name, so {given} would "
@@ -250,10 +264,18 @@ def _chooses_by_name(kind: type) -> str | None:
 
 
 @functools.cache
+def _hands_on_indices(kind: type) -> bool:
+    """Whether its code gives the selected keys to every attention that it does not know by name."""
+    text = module_source(kind.__module__)
+    handed = [name for _, name in _IN_OTHERS.findall(text) if f"indices={name}," in text]
+    return bool(handed) and len(handed) == len(_BY_NAME.findall(text))
+
+
+@functools.cache
 def _wrong_for_others(kind: type) -> str | None:
     """What the code that defines `kind` does only for implementations that it knows by name."""
     text = module_source(kind.__module__)
-    if not re.search(r"_attn_implementation\s*(==|!=|in)[^\n]*\"(sdpa|flex_attention)\"", text):
+    if not _BY_NAME.search(text):
         return None
     if re.search(r"\bindices=", text):
         return "selects keys by indices, which it turns into masks only"

@@ -83,7 +83,6 @@ def made(kind, device="cpu", **options):
         ("paged", "q8_0", True),
         ("static", "fp8_e4m3", False),
         ("paged", "q3_g32", False),
-        ("static", "q4_0", True),
     ],
 )
 def test_decode_steps(kind, format, interleaved, device):

@@ -3,6 +3,7 @@
 Without an Apple GPU the shader text runs in the simulator, with every check on.
 """
 
+import itertools
 import math
 
 import pytest
@@ -20,42 +21,32 @@ rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 rope_tables = torch.ops.metal_attn.rope_tables
 
 HOME = {"batch": 2, "heads": 4, "kv_heads": 2, "length": 9, "head_dim": 16, "columns": 16}
-# Head dims whose vectors have one column and four.
 ODD = [(1, 0), (2, 2), (7, 6), (33, 2), (128, 0), (1023, 1022)]
-EVEN = [(8, 8), (80, 32), (96, 96)]
-LAYOUTS = [
-    *(("order 021",), ("order 2013", "padded 4"), ("order 3012",), ("padded 4",)),
-    *(("padded 1",), ("padded 2",)),
-]
+LAYOUTS = [("order 021",), ("order 2013", "padded 4"), ("order 3012",), ("padded 4",)]
+AFTER = dict(zip(NAMES, [*NAMES][1:] + [*NAMES][:1], strict=True))
 PLACES = ("", "offset", "offsets", "positions", "positions of each")
-# Each vector is once in either form, and each dtype with each form, in place and not: a row's
-# dtype is that of rope, and rope_ has the next.
-FORMS = {
-    ("one column", False): "float16",
-    ("one column", True): "float32",
-    ("two columns", False): "bfloat16",
-    ("two columns", True): "float16",
-    ("four columns", False): None,
-    ("four columns", True): "float16",
-}
+# By the columns of a vector: the dtypes of rope with halves and interleaved, and the rows. rope_
+# has the next dtype, so that each is in either form and with each vector, in place and not.
 VECTORS = {
-    "one column": [
-        *({"length": 3, "heads": 3, "head_dim": d, "columns": c} for d, c in ODD),
-        {"head_dim": 24, "layout": ("padded 1",)},
-    ],
-    "two columns": [{"head_dim": 24, "layout": ("padded 2",)}],
-    "four columns": [
-        *({"length": 3, "heads": 4, "head_dim": d, "columns": c} for d, c in EVEN),
-        *({"head_dim": 24, "layout": layout} for layout in LAYOUTS[:4]),
-    ],
+    1: (
+        ("float16", "float32"),
+        [{"length": 3, "heads": 3, "head_dim": d, "columns": c} for d, c in ODD]
+        + [{"head_dim": 24, "layout": ("padded 1",)}],
+    ),
+    2: (("bfloat16", "float16"), [{"head_dim": 24, "layout": ("padded 2",)}]),
+    4: (
+        ("float32", "bfloat16"),
+        [{"length": 3, "head_dim": d, "columns": c} for d, c in ((8, 8), (80, 32), (96, 96))]
+        + [{"head_dim": 24, "layout": layout} for layout in LAYOUTS],
+    ),
 }
 CASES = {
     **{
-        f"{vector}, interleaved {interleaved}": [
-            row | {"interleaved": interleaved} | ({"dtype": dtype} if dtype else {})
-            for row in VECTORS[vector]
+        f"vectors of {vector} in {dtype}": [
+            row | {"dtype": dtype, "interleaved": interleaved} for row in rows
         ]
-        for (vector, interleaved), dtype in FORMS.items()
+        for vector, (dtypes, rows) in VECTORS.items()
+        for interleaved, dtype in zip((False, True), dtypes, strict=True)
     },
     "lengths": [
         {"batch": 1, "length": length, "place": "offset"} for length in (1, 7, 31, 33, 65, 1023)
@@ -67,7 +58,7 @@ CASES = {
     ],
     "forms": [
         {"conjugate": conjugate, "interleaved": interleaved, "columns": columns}
-        | ({"dtype": "float16"} if interleaved else {})
+        | ({"dtype": "bfloat16"} if interleaved else {})
         for conjugate in (False, True)
         for interleaved in (False, True)
         for columns in (0, 16)
@@ -90,15 +81,6 @@ NOT_IN_PLACE = {
 }
 
 
-AFTER = dict(zip(NAMES, [*NAMES][1:] + [*NAMES][:1], strict=True))
-# Tables in float32 are those of test_apply_rope_qk_inplace, too.
-DTYPE_PAIRS = [
-    (dtype, table_dtype, "rope" if table_dtype == "float16" else "rope_")
-    for dtype in NAMES
-    for table_dtype in NAMES
-]
-
-
 @pytest.mark.parametrize("subject", CASES)
 def test_values(subject, device):
     for fields in CASES[subject]:
@@ -108,8 +90,9 @@ def test_values(subject, device):
 
 
 def test_dtypes(device):
-    for dtype, table_dtype, call in DTYPE_PAIRS:
+    for dtype, table_dtype in itertools.product(NAMES, NAMES):
         given = {"dtype": dtype, "table_dtype": table_dtype, "place": "offset"}
+        call = "rope" if table_dtype == "float16" else "rope_"
         judge(Rotation(call, **HOME | given), device=device)
 
 

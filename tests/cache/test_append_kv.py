@@ -61,7 +61,7 @@ PROBLEMS = {
         for layout in BOTH
     ],
     # Rounded once, after rotation.
-    "half-precision caches": [ROUNDED[1] | {"page": 5, "rotary_dim": 64, "q_heads": 3}],
+    "half-precision caches": [r | {"page": 5, "rotary_dim": 64, "q_heads": 3} for r in ROUNDED],
     "lengths": [
         options | {"length": length}
         for length in (1, 7, 31, 32)

@@ -81,7 +81,7 @@ def made(kind, device="cpu", **options):
         ("paged", None, False),
         ("static", None, True),
         ("paged", "q8_0", True),
-        ("static", "fp8_e4m3", False),
+        ("static", "q4_0", False),
         ("paged", "q3_g32", False),
     ],
 )

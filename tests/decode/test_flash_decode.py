@@ -84,7 +84,7 @@ SUBJECTS = {
     + [
         case(batch=2, heads=16, seqused_k=(20, 65), cache="paged", num_splits=2, **LATENT),
         case(seqused_k=(37,), leftpad_k=(5,), **LATENT | {"head_dim": 96, "v_head_dim": 64}),
-        case(kv_length=40, format="q4_0", **LATENT),
+        case(kv_length=40, format="fp8_e4m3", **LATENT),
     ],
     "features": [
         case(**{"batch": 2, "q_length": 5, "kv_length": 101, "num_splits": 1 + i % 2 * 2} | feature)

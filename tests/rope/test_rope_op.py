@@ -90,9 +90,9 @@ def test_values(subject, device):
 
 
 def test_dtypes(device):
-    for dtype, table_dtype in itertools.product(NAMES, NAMES):
+    for number, (dtype, table_dtype) in enumerate(itertools.product(NAMES, NAMES)):
         given = {"dtype": dtype, "table_dtype": table_dtype, "place": "offset"}
-        call = "rope" if table_dtype == "float16" else "rope_"
+        call = ("rope", "rope_")[number % 2]
         judge(Rotation(call, **HOME | given), device=device)
 
 

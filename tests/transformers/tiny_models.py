@@ -6,7 +6,6 @@ their scores, and times 4 these are so large that rounding alone comes near 1e-5
 """
 
 import copy
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.transformers import tiny_configs
+from tests.transformers import tiny_configs, tiny_inputs
 from tests.transformers.tiny_families import (
     FAMILIES,
     IMAGE_TOKEN,
@@ -94,52 +93,15 @@ def padding(side: str, length: int = PROMPT) -> Tensor:
 
 def inputs(name: str, side: str = "none") -> dict[str, Tensor]:
     """The inputs of the family's model, padded on one side if it takes a mask."""
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(2, 3, 32, 32, generator=generator)
-    ids, mask = tokens(), padding(side)
-    kinds: dict[str, Callable[[], dict[str, Tensor]]] = {
-        "ids": lambda: {"input_ids": ids, "attention_mask": mask},
-        "pixels": lambda: {"pixel_values": images},
-        "both": lambda: {
-            "input_ids": torch.cat([ids[:, :-1], torch.full((2, 1), 2)], 1),
-            "attention_mask": mask,
-            "pixel_values": images,
-        },
-        "audio": lambda: {
-            "input_features": torch.randn(2, 8, 60, generator=generator),
-            "decoder_input_ids": ids,
-            "decoder_attention_mask": mask,
-        },
-        "two texts": lambda: {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "decoder_input_ids": ids.flip(0),
-            "decoder_attention_mask": mask,
-        },
-        "prefix": lambda: _picture(ids, mask, images) | {"token_type_ids": _prefix()},
-    }
-    return kinds[FAMILIES[name].takes]()
-
-
-def _picture(ids: Tensor, mask: Tensor, images: Tensor) -> dict[str, Tensor]:
-    """An image followed by words."""
-    image = torch.full((2, IMAGE_TOKENS), IMAGE_TOKEN)
-    # Left padding stands in front of the image.
-    padded = PADDED if not mask[1, 0] else 0
-    order = torch.cat([ids[1, :padded], image[1], ids[1, padded:]])
-    present = torch.cat([mask[1, :padded], torch.ones_like(image[1]), mask[1, padded:]])
-    return {
-        "input_ids": torch.stack([torch.cat([image[0], ids[0]]), order]),
-        "attention_mask": torch.stack([torch.ones_like(present), present]),
-        "pixel_values": images,
-    }
-
-
-def _prefix() -> Tensor:
-    """PaliGemma's types of tokens: the image and some words are the prefix, the rest the answer."""
-    kinds = torch.zeros(2, IMAGE_TOKENS + PROMPT, dtype=torch.int64)
-    kinds[:, IMAGE_TOKENS + 5 :] = 1
-    return kinds
+    model = _unchanged(name)
+    given = next(tiny_inputs.guesses(model))
+    if FAMILIES[name].takes == "prefix":
+        # The image among the first words, which are the prefix; the others are the answer.
+        ids, image = given["input_ids"], torch.full((2, IMAGE_TOKENS), IMAGE_TOKEN)
+        given["input_ids"] = torch.cat([ids[:, :5], image, ids[:, 5:]], 1)
+        is_answer = torch.arange(PROMPT + IMAGE_TOKENS) >= IMAGE_TOKENS + 10
+        given["token_type_ids"] = is_answer.long().expand(2, -1)
+    return tiny_inputs.padded(model, given, side) or given
 
 
 def present(given: dict[str, Tensor]) -> Tensor | None:

@@ -195,8 +195,8 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
         missing = [n for n in ("qk_nope_head_dim", "v_head_dim") if not hasattr(module, n)]
         if len(names) != 2 or missing:
             raise NotImplementedError(f"{where}: {kind.__name__} expands otherwise; {_ADVICE}")
-        linear: Any = getattr(module, "kv_b_proj", None)
-        if type(linear) is not nn.Linear or linear.bias is not None:
+        linear = getattr(module, "kv_b_proj", None)
+        if type(linear) is not nn.Linear or getattr(linear, "bias", None) is not None:
             raise NotImplementedError(
                 f"{where}: kv_b_proj of a {kind.__name__} is a {type(linear).__name__}; only the "
                 f"weight of a torch.nn.Linear without bias can be absorbed; {_ADVICE}"

@@ -107,11 +107,11 @@ def test_strides(device):
 
 
 def test_no_queries(device):
-    """No sequence has any; and there are no sequences."""
+    """No sequence has any; and there are no sequences. With trees and without."""
     for lengths, used in (((0, 0), (5, 6)), ((), ())):
         q, (k, v) = torch.zeros(0, 4, 64), torch.zeros(2, len(lengths), 2, 8, 64)
         given = {"cu_seqlens_q": torch.zeros(len(lengths) + 1).int(), "seqused_k": ints(*used)}
-        for tree in ({"parents": ints()}, {"tree_mask": torch.zeros(0, 0, dtype=torch.bool)}):
+        for tree in ({}, {"parents": ints()}, {"tree_mask": torch.zeros(0, 0, dtype=torch.bool)}):
             out, lse = ops.flash_decode(**on(device, {"q": q, "k": k, "v": v} | given | tree))
             assert (out.shape, lse.shape) == (q.shape, (4, 0))
 

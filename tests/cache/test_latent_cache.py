@@ -81,8 +81,9 @@ def made(kind, device="cpu", **options):
         ("paged", None, False),
         ("static", None, True),
         ("paged", "q8_0", True),
-        ("static", "q4_0", False),
+        ("static", "fp8_e4m3", False),
         ("paged", "q3_g32", False),
+        ("static", "q4_0", True),
     ],
 )
 def test_decode_steps(kind, format, interleaved, device):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_options import ints
+from tests.cache.kv_caches import FORMATS
 from tests.decode import flash_decode_problems as problems
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused_alike
@@ -26,7 +27,7 @@ def test_ratios_of_heads(heads, kv_heads, device):
     check((1, 64, 16, 4), (70, 64, 100, 9), device, shape=shape, causal=True, num_splits=2)
 
 
-@pytest.mark.parametrize("format", ["q4_0", "fp8_e4m3"])
+@pytest.mark.parametrize("format", FORMATS)
 def test_steps_on_quantised_caches(format):
     with simulate(check=True):
         problems.packed_step({"format": format, "page": 16}, causal=True)

@@ -31,14 +31,15 @@ def make(*, batch=2, q_length=1, heads=4, kv_heads=2, head_dim=32, new=None, see
 # Attention to what a cache holds: options, and the numbers of queries. Plain calls have an op.
 OLD_KEYS = [
     ({}, (1, MANY)),
-    ({"causal": True, "softmax_scale": 0.4}, (4,)),
-    ({"window_size_left": 9, "window_size_right": 3, "num_splits": 3, "softcap": 2.0}, (4,)),
+    ({"causal": True, "softmax_scale": 0.4}, (4, MANY)),
+    ({"window_size_left": 9, "window_size_right": 3}, (4,)),
+    ({"num_splits": 3, "softcap": 2.0}, (1,)),
     ({"leftpad_k": (3, 0), "causal": True}, (4,)),
     ({"attention_chunk": 8, "learnable_sink": "float32", "alibi_slopes": "bh"}, (4, MANY)),
 ]
 # With new keys, which are rotated or not, and the numbers of queries and of new keys.
 NEW_KEYS = [
-    ({}, ((1, 1), (MANY, MANY))),
+    ({}, ((1, 1), (3, 5), (MANY, MANY))),
     ({"causal": True}, ((3, 5),)),
     ({"num_splits": 3, "causal": True}, ((1, 1),)),
     ({"window_size_left": 9}, ((3, 5), (MANY, MANY))),

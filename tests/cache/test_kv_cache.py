@@ -334,11 +334,12 @@ def test_shared_pages_are_moved_once():
     check(cache, {a: [2] * 16, b: [2] * 16})
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
-    "paged, kept",
-    [(False, kept) for kept in (torch.float16, "q8_0")]
-    + [(True, kept) for kept in (torch.float32, torch.float16, "q4_0", "fp8_e4m3", "q4_g32")],
+    "paged, kept, layout",
+    [
+        *((False, torch.float16, "NHD"), (False, "q8_0", "HND"), (True, torch.float32, "NHD")),
+        *((True, torch.float16, "HND"), (True, "fp8_e4m3", "HND"), (True, "q4_g32", "NHD")),
+    ],
 )
 def test_attention_over_a_cache(paged, kept, layout, device):
     """A prompt, then rows that the attention writes itself where `reserve` made room.

@@ -164,8 +164,7 @@ def test_random_steps(kind, seed):
     held.step(2, 5, {"causal": True})
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind, interleaved", zip(KINDS, (False, True, True, False), strict=True))
 def test_rotation(kind, interleaved, monkeypatch):
     """By the row's own position in both kinds of rows, and of each query."""
     monkeypatch.setattr("tests.cache.test_latent_cache.LATENT", 80)

@@ -396,7 +396,7 @@ class TestShapes:
             (shape,) = parsed("--model", str(model), "--length", "7")
             assert (shape.heads, shape.kv_heads, shape.head_dim, shape.length) == (8, 2, 64, 7)
 
-    @pytest.mark.parametrize(
+    @each_case(
         "content, words",
         [
             ("{", "cannot be read as JSON"),

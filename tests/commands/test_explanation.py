@@ -90,7 +90,7 @@ def test_every_op_that_explains_itself_is_here():
     assert set(explained) == {f"metal_attn_explain::{name}" for name in CALLS}
 
 
-@pytest.mark.parametrize("name", CALLS)
+@each_case("name", CALLS)
 def test_of_each_op(name):
     arguments, options = CALLS[name][0]()
     found = explain(getattr(ops, name), *arguments, **options)
@@ -106,7 +106,7 @@ def test_of_each_op(name):
     assert json.loads(json.dumps(found.as_dict()))["op"] == name
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if "bwd" not in name])
+@each_case("name", [name for name in CALLS if "bwd" not in name])
 def test_those_kernels_run(name):
     arguments, options = CALLS[name][0]()
     with simulate(record=True) as run:

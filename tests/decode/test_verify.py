@@ -33,15 +33,6 @@ def test_steps_on_quantised_caches(format):
         problems.packed_step({"format": format, "page": 16}, causal=True)
 
 
-def test_no_queries(device):
-    """No sequence has any; and there are no sequences."""
-    for lengths, used in (((0, 0), (5, 6)), ((), ())):
-        q, (k, v) = torch.zeros(0, 4, 64), torch.zeros(2, len(lengths), 2, 8, 64)
-        given = {"cu_seqlens_q": torch.zeros(len(lengths) + 1).int(), "seqused_k": ints(*used)}
-        out, lse = ops.flash_decode(**on(device, {"q": q, "k": k, "v": v} | given))
-        assert (out.shape, lse.shape) == (q.shape, (4, 0))
-
-
 def test_with_kvcache(device):
     """flash-attn's function gives what the ops do, with new rows and without."""
     arguments, options = problems.packed_q((3, 0, 5), (20, 6, 33), spare=0, causal=True)

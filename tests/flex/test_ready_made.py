@@ -87,7 +87,7 @@ def written_out(seen, queries=N, keys=N):
     return torch.tensor(cases, dtype=torch.bool)[:, None]
 
 
-@pytest.mark.parametrize("name", MASKS)
+@each_case("name", MASKS)
 def test_masks(name):
     """Also after pickling, as a DataLoader's workers need."""
     mask, seen = MASKS[name]
@@ -137,7 +137,7 @@ SCORES = {
 }
 
 
-@pytest.mark.parametrize("name", SCORES)
+@each_case("name", SCORES)
 def test_scores(name):
     mod, written = SCORES[name]
     score = torch.tensor(0.7)

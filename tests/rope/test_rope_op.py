@@ -3,6 +3,7 @@
 Without an Apple GPU the shader text runs in the simulator, with every check on.
 """
 
+import itertools
 import math
 
 import pytest
@@ -20,25 +21,35 @@ rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 rope_tables = torch.ops.metal_attn.rope_tables
 
 HOME = {"batch": 2, "heads": 4, "kv_heads": 2, "length": 9, "head_dim": 16, "columns": 16}
-HEAD_DIMS = [(1, 0), (2, 2), (7, 6), (8, 8), (33, 2), (80, 32), (96, 96), (128, 0), (1023, 1022)]
+ODD = [(1, 0), (2, 2), (7, 6), (33, 2), (128, 0), (1023, 1022)]
+LAYOUTS = [("order 021",), ("order 2013", "padded 4"), ("order 3012",), ("padded 4",)]
+AFTER = dict(zip(NAMES, [*NAMES][1:] + [*NAMES][:1], strict=True))
 PLACES = ("", "offset", "offsets", "positions", "positions of each")
+# By the columns of a vector: the dtypes of rope with halves and interleaved, and the rows. rope_
+# has the next dtype, so that each is in either form and with each vector, in place and not.
+VECTORS = {
+    1: (
+        ("float16", "float32"),
+        [{"length": 3, "heads": 3, "head_dim": d, "columns": c} for d, c in ODD]
+        + [{"head_dim": 24, "layout": ("padded 1",)}],
+    ),
+    2: (("bfloat16", "float16"), [{"head_dim": 24, "layout": ("padded 2",)}]),
+    4: (
+        ("float32", "bfloat16"),
+        [{"length": 3, "head_dim": d, "columns": c} for d, c in ((8, 8), (80, 32), (96, 96))]
+        + [{"head_dim": 24, "layout": layout} for layout in LAYOUTS],
+    ),
+}
 CASES = {
     **{
-        f"head dim {dims}": [
-            {"length": 3, "heads": 3, "kv_heads": 1, "head_dim": dims[0], "columns": dims[1]}
-            | {"dtype": dtype, "interleaved": (i + j) % 2 == 1}
-            for j, dtype in enumerate(NAMES)
+        f"vectors of {vector} in {dtype}": [
+            row | {"dtype": dtype, "interleaved": interleaved} for row in rows
         ]
-        for i, dims in enumerate(HEAD_DIMS)
+        for vector, (dtypes, rows) in VECTORS.items()
+        for interleaved, dtype in zip((False, True), dtypes, strict=True)
     },
-    "dtypes": [
-        {"dtype": dtype, "table_dtype": table_dtype, "place": "offset"}
-        for dtype in NAMES
-        for table_dtype in NAMES
-    ],
     "lengths": [
-        {"batch": 1, "length": length, "dtype": "float16", "place": "offset"}
-        for length in (1, 7, 31, 33, 65, 1023)
+        {"batch": 1, "length": length, "place": "offset"} for length in (1, 7, 31, 33, 65, 1023)
     ],
     # q's and k's heads in the same groups of heads a thread, in none and in several.
     "heads": [
@@ -47,6 +58,7 @@ CASES = {
     ],
     "forms": [
         {"conjugate": conjugate, "interleaved": interleaved, "columns": columns}
+        | ({"dtype": "bfloat16"} if interleaved else {})
         for conjugate in (False, True)
         for interleaved in (False, True)
         for columns in (0, 16)
@@ -56,23 +68,14 @@ CASES = {
         for place in PLACES
         for by_sequence in (False, True)
     ],
-    "no k": [{"dtype": "float16", "alone": True}],
-    "layouts": [
-        {"head_dim": 24, "dtype": dtype, "interleaved": interleaved, "layout": layout}
-        for dtype in NAMES
-        for interleaved in (False, True)
-        for layout in (
-            *(("order 021",), ("order 2013", "padded 4"), ("order 3012",), ("padded 4",)),
-            *(("padded 1",), ("padded 2",)),
-        )
-    ],
+    "no k": [{"alone": True}],
     "empty": [
         {name: 0, "place": place}
         for name in ("batch", "length", "heads", "kv_heads")
         for place in PLACES
     ],
 }
-MORE = {
+NOT_IN_PLACE = {
     "expanded": [{"layout": (f"repeated {dim}",)} for dim in (0, 1)],
     "gradients": [{"backward": True, "place": place, "columns": 8} for place in PLACES],
 }
@@ -81,12 +84,21 @@ MORE = {
 @pytest.mark.parametrize("subject", CASES)
 def test_values(subject, device):
     for fields in CASES[subject]:
-        judge(*(Rotation(call, **HOME | fields) for call in ("rope", "rope_")), device=device)
+        given = HOME | fields
+        after = {"dtype": AFTER[fields["dtype"]]} if "dtype" in fields else {}
+        judge(Rotation("rope", **given), Rotation("rope_", **given | after), device=device)
 
 
-@pytest.mark.parametrize("subject", MORE)
+def test_dtypes(device):
+    for number, (dtype, table_dtype) in enumerate(itertools.product(NAMES, NAMES)):
+        given = {"dtype": dtype, "table_dtype": table_dtype, "place": "offset"}
+        call = ("rope", "rope_")[number % 2]
+        judge(Rotation(call, **HOME | given), device=device)
+
+
+@pytest.mark.parametrize("subject", NOT_IN_PLACE)
 def test_values_that_are_not_in_place(subject, device):
-    judge(*(Rotation(**HOME | fields) for fields in MORE[subject]), device=device)
+    judge(*(Rotation(**HOME | fields) for fields in NOT_IN_PLACE[subject]), device=device)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -38,7 +38,6 @@ REFUSED = [
     ("falcon", "FalconForCausalLM", "does not use transformers' attention", "sdpa_replaced()"),
     ("gemma4_unified_text", "Gemma4UnifiedTextModel", "prepares its masks", "sdpa_replaced()"),
     ("git", "GitForCausalLM", "its attention class from GIT_SELF_ATTENTION_CLASSES", "eager"),
-    ("hy_v4", "HYV4Model", "selects keys by indices", "eager"),
     ("mpt", "MptForCausalLM", "does not use transformers' attention interface", "eager"),
     ("resnet", "ResNetModel", "has no attention that goes through", "none"),
     ("sam", "SamVisionModel", "class from SAM_VISION_ATTENTION_CLASSES", "sdpa_replaced()"),

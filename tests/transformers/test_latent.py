@@ -37,7 +37,12 @@ OTHERS = [
     "YoutuForCausalLM",
 ]
 # Those with an indexer that test_families has not.
-SELECTING = ["AXK2ForCausalLM", "Dots3NoteForCausalLM", "MistralLarge4ForConditionalGeneration"]
+SELECTING = [
+    "AXK2ForCausalLM",
+    "Dots3NoteForCausalLM",
+    "HYV4ForCausalLM",
+    "MistralLarge4ForConditionalGeneration",
+]
 HYBRID = ("BailingHybridForCausalLM", "KimiLinearForCausalLM")
 GREEDY = {"disable_compile": True, "max_new_tokens": 6}
 COLUMNS = 16 + 8  # kv_lora_rank and qk_rope_head_dim

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
+from tests.helpers.cases import each_case
 from tests.tuning.explained import AGAIN, DTYPES, HELD, operands, told
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.tools.tune import tiles
@@ -24,7 +25,7 @@ class TestKeys:
         assert key("flash_bwd_dq", dtype=torch.bfloat16).startswith("flash_bwd_dq bfloat 64 64")
         assert key("flash_bwd_dkv").startswith("flash_bwd_dkv half 64 64 plain q<=512 k<=512")
 
-    @pytest.mark.parametrize(
+    @each_case(
         "length, words",
         [
             *((1, "<=8"), (8, "<=8"), (9, "<=16"), (32, "<=32"), (33, "<=512"), (512, "<=512")),
@@ -41,7 +42,7 @@ class TestKeys:
         windowed = key("flash_decode", {"causal": True, "window_size_left": 100}, **sizes)
         assert windowed == "flash_decode half 64 64 band q<=16 k<=512"
 
-    @pytest.mark.parametrize(
+    @each_case(
         "words, options",
         [
             ("band", {"causal": True}),
@@ -62,7 +63,6 @@ class TestKeys:
             ("plain", {"seqused_k": torch.tensor([100]).int()}),
             ("plain", {"softmax_scale": 0.3}),
         ],
-        ids=str,
     )
     def test_features_that_change_the_choice(self, words, options):
         assert key(options=options) == f"flash_fwd half 64 64 {words} q<=512 k<=512"

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.helpers.cases import each_case
 from tests.tuning.fake_gpu import M2_MAX
 from torch_metal_attn.tuned import loading, tables
 from torch_metal_attn.tuned.tables import Again, BadTable, Compared, Machine, Row, Table, Timed
@@ -96,7 +97,7 @@ CHOSEN = {
 
 
 class TestFastest:
-    @pytest.mark.parametrize("name", CHOSEN)
+    @each_case("name", CHOSEN)
     def test_what_is_chosen(self, name):
         timed, tile = CHOSEN[name]
         assert tables.fastest(timed) == tile

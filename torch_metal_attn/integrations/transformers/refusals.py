@@ -67,19 +67,19 @@ def check_part(part: PreTrainedModel, implementation: str, name: str = "") -> No
     reason = None
     if not part._can_set_attn_implementation():
         reason = f"does not use transformers' attention interface, so it would ignore {given}"
-    elif part._supports_sdpa and _hands_on_indices(kind):
+    elif _hands_on_indices(kind):
         indexed_models.add(part.config.model_type)
-    elif part.config.model_type not in DENSE_MODELS and (special := _wrong_for_others(kind)):
+    elif part.config.model_type not in DENSE_MODELS and _asks_by_name(kind):
         reason = (
-            f"{special} for attention implementations that it knows by name, so {given} would "
-            "answer wrongly"
+            "prepares its masks only for attention implementations that it knows by name, so "
+            f"{given} would answer wrongly"
         )
     elif table := _chooses_by_name(kind):
         reason = f"takes its attention class from {table}, which has none for {given}"
     if reason is not None:
         advice = _THROUGH_SDPA if part._supports_sdpa else _NOTHING_TO_REPLACE
         raise NotImplementedError(f"{where} ({part.config.model_type}) {reason}. {advice}")
-    if not part._supports_sdpa:
+    if not part._supports_sdpa and part.config.model_type not in indexed_models:
         additive_masks.add(part.config.model_type)
     hooks = part._forward_pre_hooks.values()
     if kind.__name__ in _IGNORE_OUTPUT_ATTENTIONS and _refuse_weights_of_model not in hooks:
@@ -272,11 +272,6 @@ def _hands_on_indices(kind: type) -> bool:
 
 
 @functools.cache
-def _wrong_for_others(kind: type) -> str | None:
-    """What the code that defines `kind` does only for implementations that it knows by name."""
-    text = module_source(kind.__module__)
-    if not _BY_NAME.search(text):
-        return None
-    if re.search(r"\bindices=", text):
-        return "selects keys by indices, which it turns into masks only"
-    return "prepares its masks only"
+def _asks_by_name(kind: type) -> bool:
+    """Whether the code that defines `kind` does something for some implementations alone."""
+    return _BY_NAME.search(module_source(kind.__module__)) is not None

@@ -30,9 +30,15 @@ class Mask:
         _check_function("&", other)
         return Mask(partial(_both, self, other))
 
+    def __rand__(self, other: MaskMod) -> "Mask":
+        return self & other
+
     def __or__(self, other: MaskMod) -> "Mask":
         _check_function("|", other)
         return Mask(partial(_either, self, other))
+
+    def __ror__(self, other: MaskMod) -> "Mask":
+        return self | other
 
     def __invert__(self) -> "Mask":
         return Mask(partial(_not, self))

@@ -226,6 +226,8 @@ def test_the_setting(monkeypatch):
             with pytest.raises(ValueError, match=wrong):
                 asked()
         assert wrong in tensor_tiles.description()
+        with tensor_tiles.off():
+            assert wrong in tensor_tiles.description()
         # What was said in the process counts for more.
         with allow_tf32(False):
             assert not tf32_allowed()

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cache.test_kv_cache import HEAD_DIM, HEADS, LAYERS, PAGE, make
 from tests.common.test_bad_options import resized
 from tests.helpers.cases import each_case
-from torch_metal_attn.kv_cache import LatentCache, PagedKVCache, StaticKVCache
+from torch_metal_attn.kv_cache import LatentCache, PagedKVCache, StaticKVCache, StaticLatentCache
 
 
 def some_rows(batch=1, heads=HEADS, length=3, columns=HEAD_DIM, **options):
@@ -26,6 +26,10 @@ SIZES = {"num_pages": 1, "page_size": 4, "num_kv_heads": 2, "head_dim": 8} | {
 REFUSED = [
     (lambda c: make(0), "num_pages is 0; it must be at least 1"),
     (lambda c: PagedKVCache(4, 0, 1, 8), "page_size is 0; it must be at least 1"),
+    (lambda c: PagedKVCache(1, 4, 2, 577), r"head_dim is 577; it must be in 1\.\.576"),
+    (lambda c: PagedKVCache(1, 4, 2, 576), r"v_head_dim is 576; it must be in 1\.\.512"),
+    (lambda c: StaticLatentCache(1, 4, 513), r"latent_dim is 513; it must be in 1\.\.512"),
+    (lambda c: StaticLatentCache(1, 4, rotary_dim=65), r"rotary_dim is 65; it must be in 0\.\.64"),
     (lambda c: make(layout="BHD"), "layout is 'BHD'; it must be NHD or HND"),
     (lambda c: make(format="q5"), "format is 'q5'; it must be one of q8_0"),
     (

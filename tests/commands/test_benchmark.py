@@ -462,7 +462,7 @@ class TestShapes:
             assert line.startswith("error: ")
             assert words in line
 
-    @each_case("shape", shapes.ON_A_GPU)
+    @each_case("shape", shapes.DEFAULT_SHAPES)
     def test_the_default_ones(self, shape):
         """None is refused."""
         assert shape.cost.flops > 0

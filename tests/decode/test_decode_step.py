@@ -145,7 +145,8 @@ def test_half_precision_caches(cache_dtype, shape, device):
 
 
 FEATURES = {
-    "neither causal nor a window": {"rotate_q_by_token": False, "rotary_from_leftpad": False},
+    "neither causal nor a window": {"rotate_q_by_token": False},
+    "rows of the cache": {"rotary_from_leftpad": False},
     "the last columns": {"rotary_first_column": 32},
     "window, sink and mask": {"window_size_left": 7, "causal": True}
     | {"learnable_sink": torch.tensor([1.0, 0.0, -1.0, 2.0])}

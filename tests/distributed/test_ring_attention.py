@@ -57,9 +57,19 @@ def test_compile_and_checkpoint(alone):
     expected = gradient(attend)
     assert torch.equal(gradient(torch.compile(attend, backend="eager")), expected)
     assert torch.equal(gradient(lambda x: checkpoint(attend, x, use_reentrant=False)), expected)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        (first,) = torch.autograd.grad(attend(leaf), leaf, create_graph=True)
-        first.sum().backward()
+
+
+def test_second_derivatives(alone):
+    """They raise also where the rest of the loss has one, and dout requires no grad."""
+    q = flash_fwd_check.make_qkv(q_length=7, kv_length=7)[0].requires_grad_()
+    sink = torch.zeros(q.shape[2], requires_grad=True)
+    for scale in (1.0, q):
+        out = ring_attention(q, q, q, learnable_sink=sink)
+        loss = (out * scale).sum() + q.pow(3).sum()
+        (first,) = torch.autograd.grad(loss, q, create_graph=True)
+        for wanted in (q, sink):
+            with pytest.raises(NotImplementedError, match="ring_attention has no second deriv"):
+                torch.autograd.grad(first.sum(), wanted, retain_graph=True)
 
 
 def test_slopes_of_no_sequences(alone):

@@ -65,7 +65,10 @@ REFUSED = [
     (lambda s, b, h, q, kv: s + torch.rand(()), NotImplementedError, "same random number"),
     (
         lambda s, b, h, q, kv: s + BIAS,
-        *(ValueError, r"computes with BIAS, which has shape \(96,\): index it"),
+        *(
+            ValueError,
+            r"BIAS, which has shape \(96,\): index it until a scalar or a row of up to 32 elements",
+        ),
     ),
     (lambda s, b, h, q, kv: s.double(), NotImplementedError, "has dtype torch.float64"),
     (

@@ -22,6 +22,10 @@ def ancestors(node):
     return {node} | (ancestors(PARENTS[node].item()) if PARENTS[node] >= 0 else set())
 
 
+def earlier(b, h, q_idx, kv_idx):
+    return kv_idx <= q_idx
+
+
 def document_of(token):
     return sum(token >= end for end in DOCUMENTS[1:].tolist())
 
@@ -65,6 +69,8 @@ MASKS = {
     "dilated": (masks.dilated(2, 3), lambda b, q, kv: abs(q - kv) in (0, 3, 6)),
     "and": (masks.chunked(7) & masks.causal(), lambda b, q, kv: q // 7 == kv // 7 and kv <= q),
     "or": (masks.chunked(7) | masks.causal(), lambda b, q, kv: q // 7 == kv // 7 or kv <= q),
+    "a function and": (earlier & masks.chunked(7), lambda b, q, kv: q // 7 == kv // 7 and kv <= q),
+    "a function or": (earlier | masks.chunked(7), lambda b, q, kv: q // 7 == kv // 7 or kv <= q),
     "not": (~masks.causal(), lambda b, q, kv: kv > q),
     **{
         f"neighbourhood {grid}": (

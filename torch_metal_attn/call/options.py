@@ -67,7 +67,11 @@ def score_options(given: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for name, value in given.items():
         if name not in _TYPES:
-            raise TypeError(f"flash-attn's functions have no argument {name!r}")
+            newer = " and ".join(NewerOptions.__annotations__)
+            raise TypeError(
+                f"this function has no argument {name!r}; it takes flash-attn 2's, and of newer "
+                f"versions {newer}"
+            )
         kind = _TYPES[name]
         if kind is not None and type(value) is not kind:
             value = whole(name, value) if kind is int else number(name, value)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torch_metal_attn.distributed.calls import Call, Visible, calls
 from torch_metal_attn.distributed.group import Ring
@@ -83,12 +82,33 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, out, lse, *with_sink = ctx.saved_tensors
-        dout = gradient_of(out, dout)
-        dsink = _sink_gradient(dout, dlse, lse, *with_sink) if with_sink else None
-        return None, *_gradients(ctx.problem, [dout, dlse, q, out, lse], k, v), dsink
+        with torch.no_grad():
+            whole = gradient_of(out, dout)
+            found = [*_gradients(ctx.problem, [whole, dlse, q, out, lse], k, v)]
+            if with_sink:
+                found.append(_sink_gradient(whole, dlse, lse, *with_sink))
+        if torch.is_grad_enabled():  # with create_graph
+            found = _Gradients.apply(len(found), *found, dout, dlse, q, k, v, *with_sink[:1])
+        dq, dk, dv, *dsink = found
+        return None, dq, dk, dv, dsink[0] if dsink else None
+
+
+class _Gradients(torch.autograd.Function):
+    """The first `count` tensors, as functions of the others whose derivative raises.
+
+    once_differentiable would not do: if dout requires no grad, or autograd.grad asks for some
+    inputs only, it leaves the derivative out and raises nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise NotImplementedError("ring_attention has no second derivative (double backward)")
 
 
 def _visits(problem: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:

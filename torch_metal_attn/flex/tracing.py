@@ -348,10 +348,11 @@ class Tracer(Traced, TorchDispatchMode):
             return value
         if isinstance(value, Part | Row) or x.dim() > 0:
             capture = value.capture if isinstance(value, Part) else None
+            row = f" or a row of up to {MOST_ELEMENTS} elements" * (x.dim() == 1)
             what = self.captured.names[capture] if capture is not None else self.name_of(x)
             raise ValueError(
                 f"{self.name} computes with {what}, which has shape {tuple(x.shape)}: index it "
-                f"until a scalar is left{self.place()}"
+                f"until a scalar{row} is left{self.place()}"
             )
         if id(x) in self.constants:
             return self.constant(x.item(), x.dtype)

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from torch_metal_attn.call.arguments import INT32_MAX, natural
+from torch_metal_attn.call.arguments import natural
 from torch_metal_attn.kv_cache.paged import PagedKVCache
 from torch_metal_attn.kv_cache.static import StaticKVCache
+from torch_metal_attn.sdpa import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM
 
 
 class LatentCache(PagedKVCache):
@@ -57,8 +58,9 @@ class StaticLatentCache(StaticKVCache):
 
 def _sizes(latent_dim: int, rotary_dim: int) -> tuple[int, int, int]:
     """num_kv_heads, head_dim and v_head_dim."""
-    latent_dim = natural("latent_dim", latent_dim, 1, INT32_MAX // 2)
-    return 1, latent_dim + natural("rotary_dim", rotary_dim, 0, INT32_MAX // 2), latent_dim
+    latent_dim = natural("latent_dim", latent_dim, 1, MAX_VALUE_HEAD_DIM)
+    rotary_dim = natural("rotary_dim", rotary_dim, 0, MAX_HEAD_DIM - latent_dim)
+    return 1, latent_dim + rotary_dim, latent_dim
 
 
 def _latent(options: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.kv_cache.recent import NoRecentRows, RecentRows
 from torch_metal_attn.ops.differentiation import check_writes
 from torch_metal_attn.quantisation import DTYPES, ELEMENTS, FORMATS, check_hadamard, sizes
+from torch_metal_attn.sdpa import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM
 
 Layout = Literal["NHD", "HND"]
 # Options of `append`.
@@ -81,10 +82,9 @@ class Storage:
         recent: int = 0,
     ) -> None:
         num_kv_heads = natural("num_kv_heads", num_kv_heads, 1, INT32_MAX)
-        head_dim = natural("head_dim", head_dim, 1, INT32_MAX)
-        v_head_dim = (
-            head_dim if v_head_dim is None else natural("v_head_dim", v_head_dim, 1, INT32_MAX)
-        )
+        head_dim = natural("head_dim", head_dim, 1, MAX_HEAD_DIM)
+        v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        v_head_dim = natural("v_head_dim", v_head_dim, 1, MAX_VALUE_HEAD_DIM)
         num_layers = natural("num_layers", num_layers, 1, _MOST_LAYERS)
         values_in_keys = flag("values_in_keys", values_in_keys)
         if dtype not in ELEMENTS:

@@ -44,7 +44,9 @@ def problem(backward: bool = False, float32: bool = False) -> str:
 def description() -> str:
     """One line for reports."""
     if forward := problem():
-        return f"not used: {forward}"
+        # float32 refuses a TF32 setting that is none, whichever tiles are used.
+        refused = f"; float32: {_tf32_reason()}" if _tf32_setting() < 0 else ""
+        return f"not used: {forward}{refused}"
     return f"{_used()}; {_used(float32=True)}"
 
 
@@ -62,10 +64,9 @@ def tf32_allowed() -> bool:
 
     Raises ValueError for a TORCH_METAL_ATTN_TF32 that is neither off nor on.
     """
-    allowed: int = extension.load().metal_attn_tf32_allowed()
-    if allowed < 0:
+    if _tf32_setting() < 0:
         raise ValueError(_tf32_reason())
-    return bool(allowed)
+    return _tf32_setting() > 0
 
 
 class allow_tf32:
@@ -95,6 +96,12 @@ class allow_tf32:
 
     def __exit__(self, *_: object) -> None:
         extension.load().metal_attn_allow_tf32(self._before)
+
+
+def _tf32_setting() -> int:
+    """1 if TF32 is allowed, 0 if not, -1 if TORCH_METAL_ATTN_TF32 is neither off nor on."""
+    setting: int = extension.load().metal_attn_tf32_allowed()
+    return setting
 
 
 def _tf32_reason() -> str:

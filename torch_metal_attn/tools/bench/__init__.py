@@ -17,7 +17,7 @@ import torch
 from torch_metal_attn.runtime import machine, mps
 from torch_metal_attn.tools.bench import plot, versus
 from torch_metal_attn.tools.bench.shapes import (
-    ON_A_GPU,
+    DEFAULT_SHAPES,
     BadShape,
     Shape,
     add_arguments,
@@ -61,7 +61,7 @@ def bench(options: argparse.Namespace) -> bool:
     False without a GPU. Raises BadShape, OSError if --out cannot be made, or KeyboardInterrupt
     after it has written what was measured before.
     """
-    shapes = chosen(options) or ON_A_GPU
+    shapes = chosen(options) or DEFAULT_SHAPES
     if options.rounds < 1:
         raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
     if options.folder is not None:

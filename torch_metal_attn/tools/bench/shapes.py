@@ -152,7 +152,7 @@ def _several(kind: str, kv_lengths: Iterable[int], **options: Any) -> list[Shape
 
 
 # Prompts, training, and decoding over short and long contexts.
-ON_A_GPU = (
+DEFAULT_SHAPES = (
     *_several("forward", (512, 2048, 8192)),
     *_several("forward", (512, 2048, 8192), heads=16, kv_heads=16, head_dim=64),
     *_several("forward", (2048,), heads=8, kv_heads=4, head_dim=256),

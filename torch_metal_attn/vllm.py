@@ -31,7 +31,8 @@ def reshape_and_cache_flash(
     """Write new keys and values into their slots of a cache, as vLLM's function of this name.
 
     Args:
-        key: (tokens, kv_heads, head_size). value: likewise.
+        key, value: (tokens or more, kv_heads, head_size). What follows the tokens of slot_mapping
+            is padding, as in vLLM V1, and is not written.
         key_cache, value_cache: (blocks, block_size, kv_heads, head_size), of any strides.
         slot_mapping: (tokens,), int32 or int64: token i goes to row slot % block_size of block slot
             // block_size. A token whose slot is negative is padding and is not written.
@@ -48,11 +49,13 @@ def reshape_and_cache_flash(
     for name, tensor in (("key", key), ("value", value)):
         check_rank(name, tensor, "(tokens, kv_heads, head_size)")
     check_integers("slot_mapping", slot_mapping, "(tokens)")
-    if not key.shape[0] == value.shape[0] == slot_mapping.shape[0]:
+    tokens = slot_mapping.shape[0]
+    if min(key.shape[0], value.shape[0]) < tokens:
         raise ValueError(
-            f"key has {key.shape[0]} tokens, value {value.shape[0]} and slot_mapping "
-            f"{slot_mapping.shape[0]}; they must be the same"
+            f"key has {key.shape[0]} tokens, value {value.shape[0]} and slot_mapping {tokens}; "
+            "key and value must have at least those of slot_mapping"
         )
+    key, value = key[:tokens], value[:tokens]
     keys, values, scales = _format(kv_cache_dtype, keys, values, k_scale, v_scale)
     block_size = keys.shape[2]
     slots = keys.shape[0] * block_size

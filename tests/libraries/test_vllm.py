@@ -24,11 +24,11 @@ def new_caches(dtype=HOME["dtype"]):
 
 @pytest.mark.parametrize("kv_cache_dtype, dtype", [("auto", HOME["dtype"]), ("fp8", torch.uint8)])
 def test_reshape_and_cache_flash(kv_cache_dtype, dtype):
-    """Slots out of order, of which a negative one is padding."""
+    """Slots out of order, of which a negative one is padding, as are tokens after the slots."""
     slots = torch.randperm(BLOCKS * PAGE, generator=torch.Generator().manual_seed(3))[:50]
     slots[40] = -1
     scale = torch.tensor([0.25])
-    new = [normal(len(slots), *SHAPE, seed=seed) for seed in (1, 2)]
+    new = [normal(len(slots) + more, *SHAPE, seed=more) for more in (1, 2)]
     caches = new_caches(dtype)
     with simulate(check=True) as run:
         vllm.reshape_and_cache_flash(*new, *caches, slots, kv_cache_dtype, scale, scale)
@@ -77,7 +77,7 @@ def test_sglangs_tables_are_pages_of_one_row():
     "changed, error, message",
     [
         ({"slot_mapping": torch.tensor([0, 112])}, ValueError, "has 112; key_cache has 112 slots"),
-        ({"slot_mapping": torch.tensor([0])}, ValueError, "value 2 and slot_mapping 1"),
+        ({"slot_mapping": torch.arange(3)}, ValueError, "value 2 and slot_mapping 3; key and"),
         ({"slot_mapping": torch.ones(2)}, ValueError, "slot_mapping has dtype torch.float32"),
         ({"kv_cache_dtype": "int8"}, NotImplementedError, "kv_cache_dtype is 'int8'"),
         ({"kv_cache_dtype": "fp8"}, ValueError, "key_cache has dtype torch.float16; with fp8"),

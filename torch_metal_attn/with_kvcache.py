@@ -93,8 +93,8 @@ def flash_attn_with_kvcache(
         k: (B, Lnew, Hkv, D) in q's dtype, or None.
         v: (B, Lnew, Hkv, Dv), or None.
         rotary_cos, rotary_sin: (rows, R/2), R <= D, only with k: k is rotated by the rows from
-            cache_seqlens on, even if cache_leftpad is  If causal or with a window, q is
-            rotated by the same rows; otherwise all of q is rotated by the first of them.
+            cache_seqlens on, even if cache_leftpad is given. If causal or with a window, q
+            is rotated by the same rows; otherwise all of q is rotated by the first of them.
         cache_seqlens: int or (B,) int32: the number of keys in the cache before the call. None is
             the whole cache, and not allowed with k.
         cache_batch_idx: (B,) int32: the row of the cache that each sequence has.

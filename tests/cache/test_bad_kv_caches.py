@@ -157,6 +157,16 @@ REFUSED = [
     (lambda c: static().truncate(0, 1.5), "length is 1.5; it must be an int"),
     (lambda c: static().truncate("a", 1), "index is 'a'; it must be an int"),
     (lambda c: static().reset(2), "indices is 2; it must be a sequence of ints"),
+    *(
+        (lambda c, read=read: read(static())([-1]), r"indices is -1; it must be in 0\.\.2")
+        for read in (lambda c: c.lengths, lambda c: c.slots)
+    ),
+    (lambda c: static().lengths(5), "indices is 5; it must be a sequence of ints"),
+    (lambda c: static().slots([0.5]), r"indices\[0\] is 0.5; it must be an int"),
+    (
+        lambda c: c.append([0], *[some_rows(length=0)] * 2, rotary_cos=torch.ones(4, 2)),
+        "only one of rotary_cos and rotary_sin is given",
+    ),
     (lambda c: static().reorder("a"), "beam_idx is 'a'; it must be a sequence"),
     (lambda c: make(format="fp8_e4m3", v_scale=2.0), "v_scale is a float; it must be a tensor"),
 ]
@@ -238,6 +248,15 @@ def test_a_refused_append_changes_nothing(case, shared):
             one.append(*arguments, **given)
     for expected, actual in zip(before, state(), strict=True):
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("make_cache", [make, static], ids=["paged", "static"])
+def test_q_is_rotated_before_no_rows_too(make_cache):
+    cache, q = make_cache(), some_rows(3) + 1
+    ids = [] if isinstance(cache, StaticKVCache) else [[cache.allocate() for _ in range(3)]]
+    none = some_rows(3, length=0)
+    cache.append(*ids, none, none, q=q, rotary_cos=TABLE / 2, rotary_sin=0 * TABLE)
+    assert torch.equal(q, torch.tensor([0.5] * 4 + [1.0] * 4).expand_as(q))
 
 
 def test_a_new_page_costs_no_call():

@@ -171,6 +171,36 @@ def test_fork_truncate_and_accept():
         assert torch.equal(stored(cache, id, wanted.shape[2]), wanted[0].double())
 
 
+TWO_SCALES = torch.tensor([0.5, 2.0, 4.0])
+# Of values in the keys' memory: codes that are alike are not values that are.
+OTHER_SCALES = [
+    {"k_scale": TWO_SCALES[:2]},
+    {"v_scale": TWO_SCALES[:2]},
+    {"k_scale": TWO_SCALES[:2], "v_scale": TWO_SCALES[::2]},
+]
+
+
+@pytest.mark.parametrize("scales", OTHER_SCALES, ids=lambda scales: "-".join(scales))
+def test_codes_of_keys_are_values_by_another_scale(scales):
+    k_cache = normal(1, 2, 5, LATENT, seed=1).to(torch.float8_e4m3fn)
+    q, values = normal(1, 2, 1, LATENT, seed=2), k_cache[..., :32]
+    with simulate(check=True):
+        out, apart = (
+            torch.ops.metal_attn.flash_decode(q, k_cache, v, softmax_scale=SCALE, **scales)[0]
+            for v in (values, values.clone())
+        )
+    assert torch.equal(out, apart)
+
+
+def written_as_fp8(**scales):
+    k_cache, rows = (
+        torch.zeros(1, 2, 4, LATENT).to(torch.float8_e4m3fn),
+        torch.ones(1, 2, 1, LATENT),
+    )
+    caches = k_cache, k_cache[..., :32]
+    torch.ops.metal_attn.append_kv(rows, rows[..., :32], *caches, **scales)
+
+
 def one(**options):
     return LatentCache(2, 4, LATENT, ROTARY, **options)
 
@@ -207,6 +237,19 @@ REFUSED = [
     (
         lambda c: torch.ops.metal_attn.append_kv(ROWS, ROWS[..., 8:72], *shifted(c.layers[0])),
         "v_cache may share elements with k_cache, and both are written",
+    ),
+    *(
+        (
+            lambda c, scales=scales: written_as_fp8(**scales),
+            "v_cache may share elements with k_cache, and both are written",
+        )
+        for scales in OTHER_SCALES
+    ),
+    (
+        lambda c: c.decode_step(
+            [0], QUERY, ROWS, softmax_scale=1.0, token_ids=[[1]], parents=torch.tensor([-1]).int()
+        ),
+        "token_ids is given with parents, and the rows of a tree do not follow each other",
     ),
     (
         lambda c: c.append([0], ROWS, **tables(), rotary_first_column=60),

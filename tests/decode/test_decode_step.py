@@ -203,7 +203,17 @@ REFUSED = {
     ),
     "past the end": ({"cache_seqlens": ints(13, 30)}, r"cache_seqlens\[1\] is 30"),
     "before the beginning": ({"cache_seqlens": ints(-1, 3)}, r"cache_seqlens\[0\] is -1"),
-    "two caches in one": ({"v_cache": None}, "v_cache is the first columns of k_cache"),
+    "two caches in one": (
+        {"v_cache": lambda t: t["k_cache"]},
+        "v_cache is the first columns of k_cache",
+    ),
+    **{
+        f"q in {cache}": (
+            {"q": lambda t, cache=cache: t[cache][:, :, 3:8]},
+            f"q may share elements with {cache}, which is written in place",
+        )
+        for cache in ("k_cache", "v_cache")
+    },
     "q of another head dim": ({"q": torch.zeros(2, 4, 5, 32).half()}, "head dim"),
     "q of another dtype": (
         {"q": torch.zeros(2, 4, 5, 64)},
@@ -231,7 +241,7 @@ def test_refused(case, device):
     """Before anything is written."""
     changes, message = REFUSED[case]
     tensors = problem()
-    changes = {n: tensors["k_cache"] if x is None else x for n, x in changes.items()}
+    changes = {n: x(tensors) if callable(x) else x for n, x in changes.items()}
     arguments = {
         n: x.to(device) if torch.is_tensor(x) else x for n, x in (tensors | changes).items()
     }

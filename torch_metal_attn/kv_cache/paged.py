@@ -117,8 +117,7 @@ class PagedKVCache:
         v = self._storage.values_of(k, v)
         length = self._storage.check_new(k, v, len(sequences), rotary)
         tokens = _as_lists(token_ids, [length] * len(ids))
-        if ids and length > 0:
-            self._write(ids, sequences, layer, length, "append_kv", (k, v), rotary)
+        self._write(ids, sequences, layer, length, "append_kv", (k, v), rotary)
         self._advance(sequences, [length] * len(ids), layer, tokens)
 
     def decode_step(
@@ -134,16 +133,23 @@ class PagedKVCache:
     ) -> Tensor:
         """Append the new rows and attend to the cache, by `metal_attn::decode_step`.
 
-        Args: q: (B, Hq, L, D). k, v, token_ids: as in `append`, L of 1 or more. options: those of
-            the op, such as causal, softmax_scale and rotary_cos. With values_in_keys softmax_scale
-            must be given: D is not what the model scales by. With recent the options are those
-            that do not depend on a key's position, and L is at most 64.
+        Args: q: (B, Hq, L, D). k, v, token_ids: as in `append`, L of 1 or more; those of a tree are
+            given to `accept`. options: those of the op, such as causal, softmax_scale and parents.
+            With values_in_keys softmax_scale must be given: D is not what the model scales by. With
+            recent the options are those that do not depend on a key's position, and L is at most
+            64.
 
         Returns: (B, Hq, L, Dv), in q's dtype.
 
         Raises: as `append`.
         """
         self._storage.check_layer(layer)
+        for name in ("parents", "tree_mask"):
+            if token_ids is not None and options.get(name) is not None:
+                raise ValueError(
+                    f"token_ids is given with {name}, and the rows of a tree do not follow each "
+                    "other; give the tree's tokens to accept"
+                )
         ids, sequences = self._of(ids)
         v = self._storage.values_of(k, v)
         length = self._storage.check_new(k, v, len(sequences), ())

@@ -54,8 +54,7 @@ class StaticKVCache:
         v = self._storage.values_of(k, v)
         length = self._storage.check_new(k, v, self.batch_size, rotary)
         self._check_room(length, layer)
-        if length > 0:
-            self._write(layer, "append_kv", (k, v), rotary)
+        self._write(layer, "append_kv", (k, v), rotary)
         self.advance(length, layer)
 
     def decode_step(
@@ -106,8 +105,7 @@ class StaticKVCache:
 
         Arguments and errors are those of `PagedKVCache.accept`.
         """
-        chosen = integers("indices", indices)
-        self._check_indices("indices", chosen)
+        chosen = self._chosen(indices)
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"indices are {chosen}; each sequence may be there once")
         lengths = [max(lengths[b] for lengths in self._lengths) for b in chosen]
@@ -123,9 +121,7 @@ class StaticKVCache:
 
     def reset(self, indices: Sequence[int] | None = None) -> None:
         """Empty these sequences, or all."""
-        chosen = range(self.batch_size) if indices is None else integers("indices", indices)
-        self._check_indices("indices", chosen)
-        for b in chosen:
+        for b in range(self.batch_size) if indices is None else self._chosen(indices):
             self.truncate(b, 0)
 
     def truncate(self, index: int, length: int) -> None:
@@ -166,12 +162,16 @@ class StaticKVCache:
     def lengths(self, indices: Sequence[int], layer: int = 0) -> list[int]:
         """The rows of these sequences in a layer."""
         self._storage.check_layer(layer)
-        self._check_indices("indices", indices)
-        return [self._lengths[layer][index] for index in indices]
+        return [self._lengths[layer][index] for index in self._chosen(indices)]
 
     def slots(self, indices: Sequence[int]) -> list[int]:
         """Where the recent rows of these sequences are, for `RecentRows`."""
-        return [self._rows[index] for index in indices]
+        return [self._rows[index] for index in self._chosen(indices)]
+
+    def _chosen(self, indices: Sequence[int]) -> list[int]:
+        chosen = integers("indices", indices)
+        self._check_indices("indices", chosen)
+        return chosen
 
     def _check_indices(self, name: str, indices: Sequence[int]) -> None:
         for index in indices:

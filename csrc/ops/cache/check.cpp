@@ -272,15 +272,17 @@ bool begins(const Tensor& whole, const Tensor& part) {
   bool same = part.numel() > 0 && part.const_data_ptr() != nullptr &&
               part.const_data_ptr() == whole.const_data_ptr() && part.dim() == whole.dim() &&
               part.size(last) <= whole.size(last);
-  for (int64_t dim = 0; same && dim < last; ++dim) {
-    same = part.stride(dim) == whole.stride(dim);
+  for (int64_t dim = 0; same && dim <= last; ++dim) {
+    same = part.stride(dim) == whole.stride(dim) || (dim == last && part.size(dim) == 1);
   }
   return same;
 }
 
 bool v_in_k(const CacheOptions& o, KvFormats formats, const Tensor& k, const Tensor& v) {
+  // A scale that is not given is 1, so equal codes are other values if only one is given.
   const bool scaled = o.k_scale && o.v_scale;
-  return formats.k == formats.v && begins(k, v) && (!scaled || begins(*o.k_scale, *o.v_scale));
+  const bool one_scale = scaled ? begins(*o.k_scale, *o.v_scale) : !o.k_scale && !o.v_scale;
+  return formats.k == formats.v && begins(k, v) && one_scale;
 }
 
 // By block or by head.

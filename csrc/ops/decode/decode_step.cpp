@@ -6,6 +6,7 @@
 #include "csrc/ops/cache/append_kv.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/flash_decode.h"
 
@@ -61,7 +62,9 @@ AppendKvProblem check_decode_step(const DecodeStepArguments& a) {
   check(problem.writes(), "`k` has shape ", shape_text(a.append.k),
         ", no new rows; decode_step appends some: use flash_decode");
   // The kernel reads both as one element, and a quantised cache takes new rows of any.
-  check_same_dtype("q", a.decode.forward.q, "k", a.append.k);
+  check_same_dtype("q", q, "k", a.append.k);
+  check_written({{"k_cache", &a.append.k_cache}}, {{"q", &q}}, {});
+  check_written({{"v_cache", &a.append.v_cache}}, {{"q", &q}}, {});
   return problem;
 }
 

@@ -276,6 +276,25 @@ def test_a_new_page_costs_no_call():
     assert ours == ["metal_attn_explain::append_kv", "metal_attn::append_kv"]
 
 
+@pytest.mark.parametrize("shared_by", ["a fork", "its tokens"])
+def test_rows_that_nobody_reserved(shared_by):
+    """In a page that another sequence has too, or would find with rows it no longer has."""
+    cache, rows = make(), some_rows(length=PAGE)
+    id = cache.allocate()
+    for layer in range(LAYERS):
+        cache.append([id], rows, rows, layer, token_ids=[range(PAGE)])
+    cache.truncate(id, PAGE - 1)
+    if shared_by == "a fork":
+        cache.reserve([id], 1)
+        cache.fork(id)
+    with pytest.raises(ValueError, match="length is 1; call reserve for as many rows first"):
+        cache.advance([id], 1)
+    assert cache.seqlens([id]).tolist() == [PAGE - 1]
+    cache.reserve([id], 1)
+    cache.advance([id], 1)
+    assert cache.match_prefix(range(PAGE))[1] == 0
+
+
 @each_case("call, message", REFUSED)
 def test_refused(call, message):
     cache = make()

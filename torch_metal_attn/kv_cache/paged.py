@@ -230,7 +230,7 @@ class PagedKVCache:
         lengths = each(length, len(ids))
         tokens = _as_lists(token_ids, lengths)
         for sequence, more in zip(sequences, lengths, strict=True):
-            if self._pages_of(sequence.lengths[layer] + more) > len(sequence.pages):
+            if self._reserves(_Rows(sequence, sequence.lengths[layer], more)):
                 raise ValueError(f"length is {more}; call reserve for as many rows first")
         self._advance(sequences, lengths, layer, tokens)
 
@@ -369,7 +369,10 @@ class PagedKVCache:
         return len(renamed)
 
     def block_table(self, ids: Sequence[int]) -> Tensor:
-        """(B, max_blocks) int32 on the cache's device: each sequence's pages, then zeros."""
+        """(B, max_blocks) int32 on the cache's device: each sequence's pages, then zeros.
+
+        Do not write to it: the next calls for the same ids use the same tensor.
+        """
         return self._table_of(*self._of(ids))
 
     def _table_of(self, ids: list[int], sequences: list[_Sequence]) -> Tensor:

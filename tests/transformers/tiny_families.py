@@ -39,11 +39,11 @@ def _encoder(name: str, takes: str = "ids", **options: Any) -> Family:
     return Family(f"{name}Model", options, takes, generates=False)
 
 
-_GROUPED = {"num_key_value_heads": 2}
+_GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
 # Fewer keys than the shorter sequence has.
 _INDEXED = {"index_topk": 3, "index_n_heads": 2, "index_head_dim": 16}
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
-_THREE_AXES = {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}
+_THREE_AXES: dict[str, Any] = {"rope_parameters": _ROPE | {"mrope_section": [2, 3, 3]}}
 
 CORE = {
     "Llama": _causal("Llama", **_GROUPED),

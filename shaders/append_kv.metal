@@ -82,7 +82,7 @@ METAL_FUNC void rotate_queries(device ELEMENT* q, thread const AppendBuffers& bu
 
   if (head < params.kv_heads) {
     const int first_row = block * params.block_rows;
-    const int end_row = min(first_row + params.block_rows, params.append.length);
+    const int end_row = first_row + min(params.block_rows, params.append.length - first_row);
     append_rows(buffers, place, batch, head, first_row, end_row, thread_index, group.x,
                 params.append);
     return;

@@ -219,6 +219,7 @@ def flash_attn_with_kvcache(
         written = (*new, k_cache, v_cache)
         arguments = (*(x.transpose(1, 2) for x in written), seqlens)
         if not torch.compiler.is_compiling():
+            _check_apart(query, k_cache=k_cache, v_cache=v_cache)
             # Attention to no queries refuses what attention would refuse, before rows are written.
             checked = (_FLASH_FWD, query[:, :0], k_cache, v_cache)
             with torch.no_grad():
@@ -303,6 +304,26 @@ def _plain_with_kvcache(
         by_token = causal or left >= 0 or right >= 0
         first = (scale, causal, left, right, *tables, interleaved, by_token)
     return plain.flash_attn_step(q, *new, k_cache, v_cache, seqlens, block_table, *first)
+
+
+def _check_apart(q: Tensor, **caches: Tensor) -> None:
+    """Raise ValueError if q has a byte of a cache that is written before q is read."""
+    for name, cache in caches.items():
+        if q.untyped_storage()._cdata == cache.untyped_storage()._cdata and q.numel():
+            first, end = _span(q)
+            begin, last = _span(cache)
+            if first < last and begin < end:
+                raise ValueError(
+                    f"q may share elements with {name}, which is written in place; call q.clone() "
+                    "first"
+                )
+
+
+def _span(x: Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
+    """The bytes of its storage between which a tensor lies."""
+    reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    first = x.storage_offset() * x.element_size()
+    return first, first + (reach + 1) * x.element_size() * (x.numel() > 0)
 
 
 def _check_splits(num_splits: int) -> None:

@@ -129,6 +129,20 @@ def test_launches(q_length, num_splits, kernels):
     assert [launch.kernel for launch in run.recorded] == kernels
 
 
+@pytest.mark.parametrize("length", [5, 70])
+def test_q_in_the_memory_of_a_cache(length):
+    """Appending would write q before attention reads it."""
+    memory, v_cache, k, v = (torch.randn(1, n, 2, 16) for n in (300, 200, length, length))
+    call = {"v_cache": v_cache, "k": k, "v": v, "cache_seqlens": 9, "causal": True}
+    with simulate(check=True):
+        before = memory.clone()
+        with pytest.raises(ValueError, match="q may share elements with k_cache, which"):
+            flash_attn_with_kvcache(memory[:, 5 : length + 5], memory[:, :200], **call)
+        assert torch.equal(memory, before)
+        out = flash_attn_with_kvcache(memory[:, 200 : length + 200], memory[:, :200], **call)
+    assert out.isfinite().all()
+
+
 def test_q_stays_as_it_is(device):
     """Rotated where it is read, or in a copy."""
     for q_length in (1, MANY):

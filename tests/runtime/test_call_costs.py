@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.fake_mps.build import build_malloc_counter
+from tests.runtime.fake_mps.build import build_malloc_counter, check_quiet
 
 ROOT = Path(__file__).parents[2]
 
@@ -175,6 +175,11 @@ def test_what_a_call_costs(outcome):
                 name,
                 mode,
             )
+
+
+def test_what_is_timed_compiles():
+    """bench_launch builds it, and no other test does."""
+    check_quiet()
 
 
 def test_a_plain_op_launches_what_the_other_does(outcome):

@@ -148,6 +148,11 @@ def build_quiet(folder: Path) -> Path:
     return library
 
 
+def check_quiet() -> None:
+    """Raise RuntimeError if what bench_launch alone builds no longer compiles."""
+    _run([compiler(), *_flags("-O0"), "-fsyntax-only", FOLDER / "stages.cpp"])
+
+
 def build_malloc_counter(folder: Path) -> Path:
     library = folder / "libcount_malloc.so"
     with locked(folder):
@@ -155,6 +160,20 @@ def build_malloc_counter(folder: Path) -> Path:
             source = FOLDER / "count_malloc.cpp"
             _run([compiler(), "-shared", "-fPIC", "-O1", source, "-o", library])
     return library
+
+
+def _flags(optimisation: str) -> list[str]:
+    return [
+        "-std=c++20",
+        optimisation,
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Werror=return-type",
+        "-DTORCH_TARGET_VERSION=0x020a000000000000",
+        f"-I{ROOT}",
+        *(f"-isystem{path}" for path in include_paths()),
+    ]
 
 
 def _build(
@@ -223,18 +242,7 @@ def _compile_and_link(
     for library_jobs in own.values():
         jobs |= library_jobs
 
-    flags = [
-        "-std=c++20",
-        optimisation,
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-Wall",
-        "-Werror=return-type",
-        "-DTORCH_TARGET_VERSION=0x020a000000000000",
-        f"-I{ROOT}",
-        *(f"-isystem{path}" for path in include_paths()),
-    ]
-
+    flags = _flags(optimisation)
     header = folder / "torch.h"
     header.write_text("".join(f"#include <{name}>\n" for name in PRECOMPILED))
     _run([compiler(), *flags, "-x", "c++-header", header, "-o", header.with_suffix(".h.gch")])

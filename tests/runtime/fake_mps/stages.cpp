@@ -55,7 +55,7 @@ Result built(const FlashFwdArguments& a) {
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, CPU, m) {
   m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd>::dense));
   m.impl("flash_decode", TORCH_BOX(&metal_attn::FlashDecode<flash_decode>::call));
-  m.impl("decode_step", TORCH_BOX(&metal_attn::decode_step_op<decode_step>));
+  m.impl("decode_step", TORCH_BOX(&metal_attn::DecodeStep<decode_step>::call));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn_plain, CPU, m) {
@@ -63,7 +63,9 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_plain, CPU, m) {
 }
 
 #define STAGE(name, function)                                             \
-  STABLE_TORCH_LIBRARY(stage_##name, m) { m.def(metal_attn::kFlashFwd); } \
+  STABLE_TORCH_LIBRARY(stage_##name, m) {                                 \
+    m.def("flash_fwd" FLASH_CACHED_ARGUMENTS() ") -> " FLASH_FWD_RESULT); \
+  }                                                                       \
   STABLE_TORCH_LIBRARY_IMPL(stage_##name, CPU, m) {                       \
     m.impl("flash_fwd", TORCH_BOX(&FlashFwd<function>::dense));           \
   }

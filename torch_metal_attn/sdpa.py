@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call import philox
-from torch_metal_attn.call.arguments import plain
+from torch_metal_attn.call.arguments import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM, plain
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.ops import plain as plain_ops
@@ -23,8 +23,6 @@ from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.runtime import extension
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
-
-MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM = 576, 512
 
 # What the op and its errors call our arguments.
 NAMES = ArgumentNames({"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"})

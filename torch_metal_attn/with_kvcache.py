@@ -16,6 +16,7 @@ from torch_metal_attn.call.arguments import (
     heads_first,
     lengths_tensor,
     only_given,
+    spans_overlap,
     whole,
     window,
 )
@@ -309,21 +310,10 @@ def _plain_with_kvcache(
 def _check_apart(q: Tensor, **caches: Tensor) -> None:
     """Raise ValueError if q has a byte of a cache that is written before q is read."""
     for name, cache in caches.items():
-        if q.untyped_storage()._cdata == cache.untyped_storage()._cdata and q.numel():
-            first, end = _span(q)
-            begin, last = _span(cache)
-            if first < last and begin < end:
-                raise ValueError(
-                    f"q may share elements with {name}, which is written in place; call q.clone() "
-                    "first"
-                )
-
-
-def _span(x: Tensor) -> tuple[int | torch.SymInt, int | torch.SymInt]:
-    """The bytes of its storage between which a tensor lies."""
-    reach = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-    first = x.storage_offset() * x.element_size()
-    return first, first + (reach + 1) * x.element_size() * (x.numel() > 0)
+        if spans_overlap(q, cache):
+            raise ValueError(
+                f"q may share elements with {name}, which is written in place; call q.clone() first"
+            )
 
 
 def _check_splits(num_splits: int) -> None:

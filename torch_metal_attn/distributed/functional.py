@@ -78,8 +78,8 @@ def ring_attention(
         (Hq, T), float32.
 
     Raises:
-        NotImplementedError: dropout, or alibi_slopes that requires grad.
-        RuntimeError: a second derivative, when it is asked for.
+        NotImplementedError: dropout, or alibi_slopes that requires grad; a second derivative, when
+            it is asked for.
         TypeError: an argument of another type.
         ValueError: a value that is not supported, here or on another process, or that differs
             between the processes. Arguments are exchanged first, so every process raises.

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-from torch_metal_attn.call.arguments import natural
+from torch_metal_attn.call.arguments import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM, natural
 from torch_metal_attn.kv_cache.paged import PagedKVCache
 from torch_metal_attn.kv_cache.static import StaticKVCache
-from torch_metal_attn.sdpa import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM
 
 
 class LatentCache(PagedKVCache):

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import (
     INT32_MAX,
+    MAX_HEAD_DIM,
+    MAX_VALUE_HEAD_DIM,
     check_rank,
     check_tensor,
     flag,
@@ -21,7 +23,6 @@ from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.kv_cache.recent import NoRecentRows, RecentRows
 from torch_metal_attn.ops.differentiation import check_writes
 from torch_metal_attn.quantisation import DTYPES, ELEMENTS, FORMATS, check_hadamard, sizes
-from torch_metal_attn.sdpa import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM
 
 Layout = Literal["NHD", "HND"]
 # Options of `append`.

@@ -63,6 +63,7 @@ AppendKvProblem check_decode_step(const DecodeStepArguments& a) {
         ", no new rows; decode_step appends some: use flash_decode");
   // The kernel reads both as one element, and a quantised cache takes new rows of any.
   check_same_dtype("q", q, "k", a.append.k);
+  // Each by itself, as values may be columns of the keys.
   check_written({{"k_cache", &a.append.k_cache}}, {{"q", &q}}, {});
   check_written({{"v_cache", &a.append.v_cache}}, {{"q", &q}}, {});
   return problem;

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from torch_metal_attn.call.arguments import natural
+from torch_metal_attn.call.arguments import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM, natural
 from torch_metal_attn.integrations import copies
 from torch_metal_attn.integrations.transformers.fusion import own_class
 from torch_metal_attn.integrations.transformers.refusals import unwrapped
@@ -24,7 +24,6 @@ from torch_metal_attn.kv_cache.recent import RecentRows
 from torch_metal_attn.kv_cache.storage import Storage
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.quantisation import dequantise
-from torch_metal_attn.sdpa import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM
 
 EXPAND = "expand_kv"  # of a module that caches latent rows
 _ADVICE = "use enable(model)"

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_options import ints
-from tests.cache.kv_caches import FORMATS
+from tests.attention.held_cases import hold
 from tests.decode import flash_decode_problems as problems
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused_alike
 from torch_metal_attn import flash_attn_with_kvcache, simulate
+from torch_metal_attn.testing import Step
 from torch_metal_attn.testing.judge import on
 
 ops = torch.ops.metal_attn
@@ -20,17 +21,18 @@ def test_packed_alone():
         problems.packed_alone()
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 4), (8, 1)])
-def test_ratios_of_heads(heads, kv_heads, device):
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64, "dtype": torch.float16}
+def test_many_rows_of_a_kv_head(device):
+    shape = {"heads": 8, "kv_heads": 1, "head_dim": 64, "dtype": torch.float16}
     check = problems.check_packed
     check((1, 64, 16, 4), (70, 64, 100, 9), device, shape=shape, causal=True, num_splits=2)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_steps_on_quantised_caches(format):
-    with simulate(check=True):
-        problems.packed_step({"format": format, "page": 16}, causal=True)
+def test_steps_on_quantised_caches(device):
+    """New rows of another number than the queries, in a format of keys and one of values."""
+    step = {"call": "decode_step", "dtype": "float16", "heads": 4, "kv_heads": 2, "causal": True}
+    step |= {"head_dim": 64, "v_head_dim": 64, "format": "q4_0", "v_format": "fp8_e4m3"}
+    step |= {"packed": ((3, 3), (0, 2), (5, 5), (1, 4)), "lengths": (13, 20, 2, 9)}
+    hold([Step(**step, cache="paged", rotary_columns=32)], device)
 
 
 def test_with_kvcache(device):

@@ -76,7 +76,8 @@ DENSE = {
     "diagonals": [case(**BANDED, causal=True, q_offset=offset) for offset in OFFSETS],
     "windows": [
         case(**BANDED, window_size_left=left, window_size_right=right, q_offset=offset)
-        for (left, right), offset in product(WINDOWS, OFFSETS[::2])
+        for i, (left, right) in enumerate(WINDOWS)
+        for offset in OFFSETS[i % 4 :: 4]
     ],
     "causal windows": [
         case(**BANDED, window_size_left=left, causal=True, q_offset=offset)
@@ -134,9 +135,8 @@ DENSE = {
     ],
     "slopes": [
         case(**GROUPED, **SCORES | {"alibi_slopes": shape}, q_offset=offset, **visible)
-        for shape, offset, visible in product(
-            ("h", "bh"), (None, 0, -20, 50), ({"causal": True}, {"window_size_left": 9})
-        )
+        for shape, offset in (("h", None), ("bh", 0), ("h", -20), ("bh", 50))
+        for visible in ({"causal": True}, {"window_size_left": 9})
     ],
     "sinks": [
         case(**GROUPED | lengths, **SCORES, causal=True, q_offset=-5)
@@ -248,9 +248,20 @@ SEQUENCES = [
 FEATURED = ((33, 65), (0, 0), (7, 31), (70, 40))
 
 
-def packed(sequences=FEATURED, **fields):
+# That the functions of flash-attn have.
+EVERY_OPTION = {
+    **SCORES,
+    "softmax_scale": 0.4,
+    "window_size_left": 11,
+    "attention_chunk": 16,
+    "causal": True,
+    "dropout_p": 0.3,
+}
+
+
+def packed(sequences=FEATURED, call="flash_varlen_fwd", **fields):
     sizes = {"heads": 4, "kv_heads": 2, "q_length": 1, "kv_length": 1, "packed": sequences}
-    return case(call="flash_varlen_fwd", **sizes | fields)
+    return case(call=call, **sizes | fields)
 
 
 PACKED = {
@@ -270,12 +281,12 @@ PACKED = {
             | {"head_dim": 12, "v_head_dim": 300, "dtype": "bfloat16"},
             {"window_size_left": 9, "causal": True, "q_offset": 3, "attn_mask": "bool bhqk"}
             | {"seqused_k": (60, 0, 31, 30), "leftpad_k": (33, 0, 2, 35), "alibi_slopes": "bh"}
-            | {"rotary": "qk", "rotary_columns": 16, "rotary_by_sequence": True},
+            | {"rotary": "qk", "rotary_columns": 16, "rotary_by_sequence": True}
+            | {"dtype": "float32"},
             {"attention_chunk": 16, "causal": True, "leftpad_k": (3, 0, 31, 17)}
-            | {"attn_mask": "bool bq", "attn_bias": "float32 hqk"}
+            | {"attn_mask": "bool bq", "attn_bias": "float32 hqk", "dropout_p": 0.3}
             | {"rotary": "qk", "rotary_columns": 16, "rotary_interleaved": True},
-            {"attn_bias": "float32 bhqk", "causal": True, "alibi_slopes": "h"}
-            | {"dropout_p": 0.3, "head_dim": 48, "dtype": "float32"},
+            EVERY_OPTION | {"seqused_k": (60, 0, 31, 30)},
         )
     ],
 }

@@ -211,10 +211,10 @@ def read(shared, sequences, heads, with_plan, short=0):
 
 @pytest.mark.parametrize("sequences, heads", [(2, 4), (8, 4)])
 def test_a_prefix_is_read_once(sequences, heads):
-    """Of one KV head: 512 keys more are 128 kB more, and 5 % at most; alone, once a sequence."""
-    keys = 2 * 512 * 64 * 2
+    """Of one KV head: 256 keys more are 64 kB more, and 5 % at most; alone, once a sequence."""
+    keys = 2 * 256 * 64 * 2
     longer = [
-        read(64, sequences, heads, plan) - read(32, sequences, heads, plan) for plan in (1, 0)
+        read(32, sequences, heads, plan) - read(16, sequences, heads, plan) for plan in (1, 0)
     ]
     assert keys <= longer[0] <= 1.05 * keys
     assert longer[1] >= sequences * keys
@@ -222,8 +222,8 @@ def test_a_prefix_is_read_once(sequences, heads):
 
 def test_a_prefix_is_read_for_its_own_queries_alone():
     """Those of another prefix are 448 rows, for which it would be read three times."""
-    keys = 2 * 512 * 64 * 2
-    longer = read(64, 2, 32, True, short=14) - read(32, 2, 32, True, short=14)
+    keys = 2 * 256 * 64 * 2
+    longer = read(32, 2, 32, True, short=14) - read(16, 2, 32, True, short=14)
     assert keys <= longer <= 1.05 * keys
 
 

@@ -8,7 +8,8 @@ import torch
 
 from tests.attention import held_cases
 from tests.cache import append_check
-from torch_metal_attn import quantisation, testing
+from tests.decode.step_cases import step
+from torch_metal_attn import quantisation
 from torch_metal_attn.quantisation import dequantise, format_of, quantise
 from torch_metal_attn.testing.judge import normal
 
@@ -135,8 +136,6 @@ def test_attention(number, device):
 @pytest.mark.parametrize("number", (0, 4, 8))
 def test_decode_step(number, device):
     format, v_format = PAIRS[number]
-    case = {"format": format, "v_format": v_format, "dtype": DTYPES[number % 3], "causal": True}
-    case |= {"heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "rotary_columns": 64}
-    where = {"cache": "paged", "cache_layout": ("order 021",), "lengths": (13, 20)}
-    made = testing.Step(call="decode_step", length=3, q_length=3, strict=True, **case, **where)
-    held_cases.hold([made], device)
+    case = {"format": format, "v_format": v_format, "dtype": DTYPES[number % 3], "length": 3}
+    case |= {"cache": "paged", "cache_layout": ("order 021",), "rotary_columns": 64}
+    held_cases.hold([step(**case, causal=True)], device)

@@ -1,5 +1,6 @@
 """compile_shader: the calls of torch.mps.compile_shader, and the errors for wrong ones."""
 
+import pickle
 import re
 
 import numpy as np
@@ -213,6 +214,8 @@ def test_fault_says_what_where_and_who():
     assert (fault.file, fault.line) == ("program_source", 5)
     assert (fault.threadgroup, fault.thread) == ((2, 0, 0), (5, 0, 0))
     assert "program_source:5 in put\n    inlined into program_source:8 in k" in str(fault)
+    again = pickle.loads(pickle.dumps(fault))  # as from a worker process
+    assert (str(again), vars(again)) == (str(fault), vars(fault))
 
 
 CONSTANTS = """

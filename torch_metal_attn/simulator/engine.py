@@ -223,6 +223,11 @@ class SimulatorFault(KernelError):
         text += f"\n  kernel {kernel}, threadgroup {threadgroup}, thread {thread}"
         super().__init__(text)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with its attributes, for a fault in another process, as a DataLoader's worker."""
+        places = (self.site, self.other_site, self.threadgroup, self.thread)
+        return type(self), (self.kind, self.kernel, self.detail, *places)
+
 
 def _place(site: Site) -> str:
     frames = [

@@ -1,11 +1,13 @@
 """Ready-made score_mods for `flex_attention`.
 
 Tensors that they are made from are looked up by the kernels, so make them on the device of the
-attention. TypeError and ValueError name an argument of another type or shape, or out of range.
+attention. They can be pickled, and a copy of a model by `deepcopy` has its own tensors in them.
+TypeError and ValueError name an argument of another type or shape, or out of range.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 def alibi(slopes: Tensor) -> ScoreMod:
     """Subtracts slopes[h] * |q_idx - kv_idx|. slopes: (H,). Press et al. (2021)."""
     check_rank("slopes", slopes, "(H)")
-    return lambda score, b, h, q_idx, kv_idx: score - slopes[h] * (q_idx - kv_idx).abs()
+    return partial(_alibi, slopes)
 
 
 def relative_bias(bias: Tensor) -> ScoreMod:
@@ -31,19 +33,12 @@ def relative_bias(bias: Tensor) -> ScoreMod:
         raise ValueError(
             f"bias has shape {tuple(bias.shape)}; it must be (heads, 2 * farthest + 1)"
         )
-    farthest = bias.shape[1] // 2
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        distance = (kv_idx - q_idx).clamp(-farthest, farthest)
-        return score + bias[h, distance + farthest]
-
-    return score_mod
+    return partial(_relative_bias, bias, bias.shape[1] // 2)
 
 
 def soft_cap(cap: float) -> ScoreMod:
     """cap * tanh(score / cap), of Gemma 2."""
-    cap = float(positive("cap", cap))
-    return lambda score, b, h, q_idx, kv_idx: cap * torch.tanh(score / cap)
+    return partial(_soft_cap, float(positive("cap", cap)))
 
 
 def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
@@ -71,13 +66,42 @@ def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 12
         (exact + (far * (buckets - exact)).long()).clamp(max=buckets - 1),
     )
     of_distance = of_distance.int().to(table.device)
+    return partial(_t5_buckets, table, of_distance, buckets if bidirectional else 0)
 
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        behind = q_idx - kv_idx
-        distance = behind.abs() if bidirectional else behind.clamp(min=0)
-        bucket = of_distance[distance.clamp(max=max_distance)]
-        if bidirectional:
-            bucket = bucket + torch.where(behind < 0, buckets, 0)
-        return score + table[bucket, h]
 
-    return score_mod
+def _alibi(
+    slopes: Tensor, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    return score - slopes[h] * (q_idx - kv_idx).abs()
+
+
+def _relative_bias(
+    bias: Tensor, farthest: int, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    distance = (kv_idx - q_idx).clamp(-farthest, farthest)
+    return score + bias[h, distance + farthest]
+
+
+def _soft_cap(
+    cap: float, score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    return cap * torch.tanh(score / cap)
+
+
+def _t5_buckets(
+    table: Tensor,
+    of_distance: Tensor,
+    later: int,
+    score: Tensor,
+    b: Tensor,
+    h: Tensor,
+    q_idx: Tensor,
+    kv_idx: Tensor,
+) -> Tensor:
+    """later: the first bucket of keys after the query, or 0 if these count as distance 0."""
+    behind = q_idx - kv_idx
+    distance = behind.abs() if later else behind.clamp(min=0)
+    bucket = of_distance[distance.clamp(max=of_distance.shape[0] - 1)]
+    if later:
+        bucket = bucket + torch.where(behind < 0, later, 0)
+    return score + table[bucket, h]

@@ -3,6 +3,7 @@
 import torch
 
 from tests.attention.held_cases import case, hold
+from tests.attention.test_values import EVERY_OPTION
 from torch_metal_attn import dropout_mask
 from torch_metal_attn.runtime import session
 from torch_metal_attn.testing.judge import on
@@ -12,6 +13,15 @@ STATE = (2**40 + 12345, -7)  # all four words differ, and matter
 
 def dropout(p=0.3, state=STATE):
     return {"dropout_p": p, "rng_state": torch.tensor(state)}
+
+
+def every_option():
+    """What test_values.py calls so, as the ops take it: for 4 heads."""
+    return EVERY_OPTION | {
+        **dropout(),
+        "alibi_slopes": torch.tensor([0.3, 0.1, 0.02, 0.5]),
+        "learnable_sink": torch.tensor([3.0, 1.0, -1.0, 5.0]),
+    }
 
 
 def run(name, device, *arguments, **options):

@@ -62,17 +62,9 @@ FEATURES = {
     },
     "both lengths": {"seqused_k": ints(90, 50), "leftpad_k": ints(35, 49)},
     "mask": {"attn_mask": random_mask(2, 4, 77, 101)},
-    "mask, broadcast": {"attn_mask": random_mask(2, 1, 1, 101)},
     "mask, transposed": {"attn_mask": random_mask(101, 2, 77, 4).permute(1, 3, 2, 0)},
     "mask, whole rows": {"attn_mask": random_mask(2, 4, 77, 1, hidden=0.3).expand(2, 4, 77, 101)},
     "bias": {"attn_bias": 2 * normal(2, 4, 77, 101)},
-    "mask and bias, even, rotary, wide": {
-        "kv_length": 100,
-        "attn_mask": random_mask(2, 4, 77, 100),
-        "attn_bias": normal(77, 100, dtype=torch.bfloat16),
-        **tables(8, dtype=torch.float16, k=100),
-    },
-    "additive mask": {"attn_mask": random_mask(77, 101, dtype=torch.float32)},
     "softcap": {"softcap": 1.5, "softmax_scale": 0.5},
     "softcap, all, rotary, odd": {
         "softcap": 5.0,
@@ -102,7 +94,6 @@ FEATURES = {
         "kv_heads": 1,
     },
     "MQA": {"kv_heads": 1, "causal": True},
-    "MHA": {"kv_heads": 4},
 }
 
 

@@ -2,30 +2,34 @@
 
 float16 and bfloat16 have the same tiles; rows of 12 float32 are aligned, and no multiple of 8.
 They differ in the loads of their rows, the row fragments, the sizes of blocks, the slices of
-results, and in what stays in registers: two that differ in none of it are one too many.
+results, and in what stays in registers: two that differ in none of it are one too many. Some have a
+feature too, which needs no kernels of its own then; "everything" and "pages" of test_values.py have
+the others.
 """
 
 from torch import bfloat16 as BF16
-from torch import float16 as F16
 from torch import float32 as F32
 
 # Of tests with another subject, which share its kernels.
 HOME = 16
 
+INTERLEAVED = {"rotary": "qk", "rotary_interleaved": True}
 ALIKE = [
-    *((1, BF16), (12, F32), (64, F32), (64, F16), (128, BF16), (256, BF16)),
+    *((1, "bfloat16", {}), (64, "float32", {}), (64, "float16", {}), (128, "bfloat16", {})),
+    (256, "bfloat16", {"learnable_sink": "bfloat16"}),
 ]
 # Of q and k, and of v; slices of gradients, of which the last is narrower, or many are empty.
-# float32 has the smallest blocks.
 DIFFERENT = [
-    *((576, 512, F16), (192, 128, BF16), (575, 3, F16), (40, 385, BF16), (448, 448, F32)),
+    *((576, 512, "float16", {}), (192, 128, "bfloat16", {}), (40, 385, "bfloat16", {})),
+    (575, 3, "float16", INTERLEAVED | {"rotary": "k", "rotary_columns": 6}),
+    (448, 448, "float32", {}),  # float32 has the smallest blocks
 ]
 # Of them, rows that end before their tile's last column.
 ODD = [(1, 1, BF16), (12, 12, F32), (40, 385, BF16)]
 # What the forward has besides, whose kernels are fewer.
 ALIKE_FORWARD = [
-    *((64, BF16), (104, F32), (129, BF16), (192, F32), (257, F32), (65, F16), (128, F32)),
+    *((192, "float32", {}), (257, "float32", {})),
+    (65, "float16", {"rotary": "qk", "rotary_columns": 64}),
+    (129, "bfloat16", INTERLEAVED | {"rotary_columns": 128}),
 ]
-DIFFERENT_FORWARD = [
-    *((512, 64, F32), (64, 512, BF16), (8, 256, F32), (8, 257, BF16), (511, 511, F16)),
-]
+DIFFERENT_FORWARD = [(64, 512, "bfloat16"), (8, 256, "float32"), (511, 511, "float16")]

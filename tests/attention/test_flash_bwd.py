@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients, run
-from tests.attention.flash_bwd_features import FEATURES, SHAPE, exchanging, problem
+from tests.attention.flash_bwd_features import FEATURES, SHAPE, exchanging, problem, tables
 from tests.attention.flash_fwd_check import DTYPES, make_qkv
 from tests.attention.flash_fwd_options import ints, random_mask
 from tests.attention.head_dims import HOME, ODD
@@ -85,14 +85,19 @@ LAYOUTS = [
 ]
 
 
+def seen(dims):
+    """What test_values.py has with these dims: 12 columns with lengths."""
+    return CAUSAL | ({"seqused_k": ints(60, 65), "leftpad_k": ints(0, 7)} if 12 in dims else {})
+
+
 @each_case("dims", dict(LAYOUTS))
 def test_any_memory(dims, device):
     """Results lie as their input does, and have the same bits."""
     head_dim, v_head_dim, dtype = dims
     q, k, v = make_qkv(2, 4, 2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
-    out, lse = attention(q, k, v, **CAUSAL)
+    out, lse = attention(q, k, v, **seen(dims))
     dout, dlse = make_gradients(q, v, q.shape[:3])
-    options = CAUSAL | {"exact_delta": True}
+    options = seen(dims) | {"exact_delta": True}
     given = dout, q, k, v, out
     expected = run("flash_bwd", device, dout, dlse, q, k, v, out, lse, **options)
     dlse = in_order(2, 1, 0, 3)(dlse[..., None])[..., 0]
@@ -127,10 +132,23 @@ def test_expanded_gradients(device):
 # --- bits ---
 
 
-@pytest.mark.parametrize("feature", ["MQA", "softcap, all, rotary, odd", "slices"])
-def test_the_same_bits_in_any_order(feature):
+# The options of a subject of test_values.py, whose kernels these are.
+SCORES = {
+    "softcap": 2.0,
+    "alibi_slopes": torch.tensor([0.3, 0.1, 0.02, 0.5]),
+    "learnable_sink": torch.tensor([3.0, 1.0, -math.inf, 5.0]),
+}
+
+
+@pytest.mark.parametrize(
+    "feature, more",
+    [("MQA", {}), ("causal", SCORES), ("causal", tables(8)), ("slices", {})],
+    ids=["MQA", "scores", "rotary", "slices"],
+)
+def test_the_same_bits_in_any_order(feature, more):
     """No atomics: threadgroups and SIMD groups may run in any order, on any number of cores."""
     (q, k, v), options = problem(feature)
+    options |= more
     given = make_gradients(q, v, q.shape[:3], dlse=options.pop("dlse", True))
     runs = []
     for order in ({}, {"seed": 1, "workers": 1}, {"seed": 2, "workers": 2}):
@@ -143,8 +161,10 @@ def test_the_same_bits_in_any_order(feature):
 # Several features at once, in other dtypes: which keys are seen, what changes scores, rotation.
 TOGETHER = {
     "window, causal": (F32, "softcap, all, rotary, odd", "mask"),
-    "chunk, causal, padded": (BF16, "alibi", "bias", "rotary", "sink"),
-    "both lengths": (BF16, "softcap", "mask, transposed", "sink, no key, bias, half", "rotary"),
+    "both lengths": (
+        *(BF16, "chunk, causal, padded", "softcap", "alibi", "mask, transposed", "rotary"),
+        "sink, no key, bias, half",
+    ),
 }
 
 
@@ -161,12 +181,12 @@ def test_features_together_where_simd_groups_share_keys(first, device):
 # --- rows and keys without weight ---
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal, head_dim, dtype", [(False, HOME, F16), (True, 12, F32)])
 @pytest.mark.parametrize("first, end", [((33, 5, 64), (65, 6, 97)), ((50, 97, 1), (40, 0, 0))])
-def test_what_lies_outside_the_keys_never_shows(first, end, causal, device):
+def test_what_lies_outside_the_keys_never_shows(first, end, causal, head_dim, dtype, device):
     """NaN there changes no bit, and has gradients of 0."""
-    shape = {"heads": 2, "kv_heads": 1, "q_length": 65, "kv_length": 97, "head_dim": HOME}
-    q, k, v = make_qkv(**shape, batch=3, dtype=F16)
+    shape = {"heads": 2, "kv_heads": 1, "q_length": 65, "kv_length": 97, "head_dim": head_dim}
+    q, k, v = make_qkv(**shape, batch=3, dtype=dtype)
     options = {"causal": causal, "leftpad_k": ints(*first), "seqused_k": ints(*end)}
     *expected, _ = check_flash_bwd(q, k, v, **options, device=device)
     outside = torch.ones(3, 97, dtype=torch.bool)
@@ -181,14 +201,13 @@ def test_what_lies_outside_the_keys_never_shows(first, end, causal, device):
         assert (gradient.transpose(1, 2)[outside] == 0).all()
 
 
-# Of the inputs and of a mask.
-MASKED = [(F16, torch.bool), (F16, F32), (F16, BF16), (F32, F16)]
+MASKED = [torch.bool, F32]
 
 
-@pytest.mark.parametrize("dtype, mask_dtype", MASKED)
-def test_masked_rows(dtype, mask_dtype, device):
+@pytest.mark.parametrize("mask_dtype", MASKED)
+def test_masked_rows(mask_dtype, device):
     """Of nothing but hidden keys: no gradient, and nothing for the keys. No NaN of inf - inf."""
-    (q, k, v), _ = problem("plain", dtype)
+    (q, k, v), _ = problem("plain")
     hides = False if mask_dtype == torch.bool else -math.inf
     mask = random_mask(2, 4, 77, 101, dtype=mask_dtype)
     mask[:, :, 5:40] = mask[0, 2] = mask[1] = hides
@@ -202,19 +221,20 @@ def test_masked_rows(dtype, mask_dtype, device):
 
 
 def test_rows_of_a_sink_alone(device):
-    qkv, options = problem("sink, no key, bias, half")
-    *found, _ = check_flash_bwd(*qkv, **options | {"q_offset": -100}, device=device)
+    qkv, options = problem("causal")
+    *found, _ = check_flash_bwd(*qkv, **options | SCORES | {"q_offset": -100}, device=device)
     assert all((gradient == 0).all() for gradient in found)
 
 
 # --- large and not finite ---
 
 
-@pytest.mark.parametrize("dtype, softcap", [(F16, 0.0), (F32, 0.3), (F32, 20.0)])
-def test_large_scores(dtype, softcap, device):
+@pytest.mark.parametrize("softcap", [0.0, 0.3, 20.0])
+def test_large_scores(softcap, device):
     """Weights of one key each, far beyond float16's range; tanh of the cap is saturated."""
-    (q, k, v), _ = problem("plain", dtype)
-    options = {"softcap": softcap, "dlse": False, "own_forward": True}
+    (q, k, v), options = problem("causal")
+    options |= SCORES | {"softcap": softcap} if softcap else {}
+    options |= {"own_forward": True}
     dq, dk, _, _ = check_flash_bwd(100 * q, 100 * k, v, **options, device=device)
     assert dq.isfinite().all()
     assert dk.isfinite().all()

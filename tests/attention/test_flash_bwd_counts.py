@@ -39,7 +39,7 @@ def test_inner_loop(kernel, head_dim):
 
 # Features that add to other counts are apart; what the others add would show in those of a group.
 TOGETHER = [
-    *(("none",), ("causal", "window", "softcap", "sink"), ("chunk", "seqused_k", "ALiBi")),
+    *(("none",), ("chunk", "causal", "window", "seqused_k", "softcap", "ALiBi", "sink")),
     *(("bool mask", "bias"), ("rotary of q and k",)),
 ]
 

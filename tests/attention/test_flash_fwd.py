@@ -12,7 +12,7 @@ import torch
 from tests.attention.flash_fwd_check import DTYPES, PAIRS_OF_DTYPES, check_flash_fwd, make_qkv
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
 from tests.attention.head_dims import HOME
-from tests.attention.test_flash_bwd import LAYOUTS, assert_same
+from tests.attention.test_flash_bwd import LAYOUTS, SCORES, assert_same, seen
 from tests.helpers.cases import each_case
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import ROUNDING, normal, on
@@ -41,15 +41,15 @@ def test_any_memory(dims, lay_out, device):
     """Any strides whose last is 1: no copy, the same bits."""
     head_dim, v_head_dim, dtype = dims
     qkv = make_qkv(2, 4, 2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
-    expected = run(device, *qkv, **CAUSAL)
+    expected = run(device, *qkv, **seen(dims))
     for which in ((0,), (1, 2)):
         laid_out = [lay_out(x) if i in which else x for i, x in enumerate(qkv)]
-        assert_same(run(device, *laid_out, **CAUSAL), expected)
+        assert_same(run(device, *laid_out, **seen(dims)), expected)
 
 
 def test_rows_that_repeat_or_overlap(device):
     """A broadcast batch and head, and a window over one sequence: strides below a row's length."""
-    q, k, v = make_qkv(heads=4, kv_heads=1, head_dim=HOME, dtype=torch.bfloat16)
+    q, k, v = make_qkv(heads=4, kv_heads=1, head_dim=HOME, dtype=torch.float16)
     expanded = q.expand(3, -1, -1, -1), *(x.expand(3, 2, -1, -1) for x in (k, v))
     assert_same(run(device, *expanded), [x.expand(3, *x.shape[1:]) for x in run(device, q, k, v)])
     line = normal(200)
@@ -58,12 +58,11 @@ def test_rows_that_repeat_or_overlap(device):
     torch.testing.assert_close(run(device, *overlapping, **CAUSAL), compact)
 
 
-@pytest.mark.parametrize("head_dim, v_head_dim", [(8, 257), (64, 512)])
-def test_slices_read_their_own_columns_only(head_dim, v_head_dim, device):
-    q, k, v = make_qkv(head_dim=head_dim, v_head_dim=v_head_dim, dtype=torch.bfloat16)
+def test_slices_read_their_own_columns_only(device):
+    q, k, v = make_qkv(head_dim=64, v_head_dim=512, dtype=torch.bfloat16)
     out, _ = run(device, q, k, v, **CAUSAL)
-    for column in (0, 100, 129, 136, 150, v_head_dim - head_dim):
-        columns = slice(column, column + head_dim)
+    for column in (0, 100, 200, 256, 300, 512 - 64):
+        columns = slice(column, column + 64)
         alone, _ = run(device, q, k, v[..., columns].contiguous(), **CAUSAL)
         # Another tile may sum in another order.
         torch.testing.assert_close(out[..., columns], alone, rtol=2**-7, atol=1e-5)
@@ -73,11 +72,6 @@ def test_no_keys_of_a_tensor_without_memory(device):
     q, empty = torch.randn(1, 1, 3, 16), torch.empty(1, 1, 0, 16)
     out, _ = run(device, q, empty, empty, attn_mask=torch.empty(3, 0) > 0)
     assert (out == 0).all()
-
-
-def test_two_runs_have_the_same_bits(device):
-    qkv = make_qkv(**SHAPE, dtype=torch.float16)
-    assert_same(run(device, *qkv, **CAUSAL), run(device, *qkv, **CAUSAL))
 
 
 # Of a contiguous (B, H, Lq, Lk) mask, and of another's values to put where nothing may look.
@@ -123,7 +117,8 @@ SLOPES = normal(2, 9).abs()
 
 @each_case("slopes", [SLOPES[:, 3:7], SLOPES[:1, 3:7].expand(2, 4), SLOPES[0, 5:], -SLOPES[0, :4]])
 def test_slopes_in_any_memory(slopes, device):
-    check_flash_fwd(*make_qkv(**SHAPE), alibi_slopes=slopes / 8, device=device)
+    options = SCORES | CAUSAL | {"alibi_slopes": slopes / 8}
+    check_flash_fwd(*make_qkv(**SHAPE, dtype=torch.float16), **options, device=device)
 
 
 def tables(pairs=8, dtype=torch.float32, **batch):
@@ -135,17 +130,19 @@ def tables(pairs=8, dtype=torch.float32, **batch):
     return options
 
 
-@pytest.mark.parametrize("dtype, table_dtype", PAIRS_OF_DTYPES)
+# Tables of float32 are everywhere else.
+@pytest.mark.parametrize("dtype, table_dtype", PAIRS_OF_DTYPES[:2])
 def test_dtypes_of_tables(dtype, table_dtype, device):
     qkv = make_qkv(**SHAPE, dtype=dtype)
     check_flash_fwd(*qkv, **tables(dtype=table_dtype), device=device)
 
 
-@pytest.mark.parametrize("dtype, interleaved", [(torch.float32, False), (torch.float16, True)])
+@pytest.mark.parametrize("dtype, interleaved", [(torch.float16, False), (torch.float32, True)])
 def test_tables_in_any_memory(dtype, interleaved, device):
     """Off 16 bytes k is rotated element by element: to the same bits. And rows cut out of NaN."""
     qkv = make_qkv(**SHAPE, dtype=dtype)
-    options = tables() | {"rotary_interleaved": interleaved}
+    # Causal as in test_values.py, or not as in the next test.
+    options = tables() | {"rotary_interleaved": interleaved, "causal": not interleaved}
     expected = check_flash_fwd(*qkv, **options, device=device)
     for name in ("q_rotary_cos", "k_rotary_sin"):
         table = options[name]
@@ -171,11 +168,13 @@ def test_tables_whose_batches_differ(device):
 
 
 @pytest.mark.parametrize(
-    "options", [CAUSAL, {"window_size_left": 9, "window_size_right": 14}, tables(batch=2)], ids=str
+    "options",
+    [CAUSAL, {"window_size_left": 9, "window_size_right": 14}, tables(6, batch=2)],
+    ids=["causal", "window", "rotary"],
 )
 def test_what_lies_outside_the_keys_never_shows(options, device):
     """NaN there, in tables too, changes no bit."""
-    q, k, v = make_qkv(**SHAPE)
+    q, k, v = make_qkv(**SHAPE | {"head_dim": 12})
     options = options | {"seqused_k": ints(61, 40), "leftpad_k": ints(3, 33)}
     expected = check_flash_fwd(q, k, v, **options, device=device)
     for b, (first, end) in enumerate([(3, 61), (33, 40)]):
@@ -185,7 +184,7 @@ def test_what_lies_outside_the_keys_never_shows(options, device):
     assert_same(run(device, q, k, v, **options), expected)
 
 
-@pytest.mark.parametrize("dtype, mask_dtype", [(torch.float32, torch.bool), *PAIRS_OF_DTYPES])
+@pytest.mark.parametrize("dtype, mask_dtype", [(torch.float32, torch.bool), *PAIRS_OF_DTYPES[:2]])
 def test_fully_masked_rows(dtype, mask_dtype, device):
     """Whole rows, a head and a batch; and a first visible key in a later block."""
     q, k, v = make_qkv(**SHAPE, dtype=dtype)
@@ -202,7 +201,7 @@ def test_fully_masked_rows(dtype, mask_dtype, device):
     assert (out[1] == 0).all()
 
 
-@pytest.mark.parametrize("dtype, mask_dtype", PAIRS_OF_DTYPES)
+@pytest.mark.parametrize("dtype, mask_dtype", PAIRS_OF_DTYPES[:2])
 def test_the_lowest_number_hides_and_a_row_of_it_is_uniform(dtype, mask_dtype, device):
     """As in every softmax of finite scores; Hugging Face masks are made of it."""
     q, k, v = make_qkv(**SHAPE, dtype=dtype)
@@ -223,10 +222,11 @@ def test_the_lowest_number_hides_and_a_row_of_it_is_uniform(dtype, mask_dtype, d
 
 def test_numbers_are_added_and_not_taken_for_truth(device):
     """mps-flash-attn turned 0 and 1 into False and True. And numbers that decide all."""
-    large = torch.full((35, 70), -3000.0)
+    large = torch.full((35, 69), -3000.0)
     large[:, 33] = 3000.0
-    for mask in (torch.zeros(35, 70), torch.ones(35, 70), (normal(35, 70) > 0).float(), large):
-        check_flash_fwd(*make_qkv(**SHAPE), attn_mask=mask, device=device)
+    qkv = make_qkv(**SHAPE | {"kv_length": 69})
+    for mask in (torch.zeros(35, 69), torch.ones(35, 69), (normal(35, 69) > 0).float(), large):
+        check_flash_fwd(*qkv, attn_mask=mask, device=device)
 
 
 # --- sinks ---
@@ -246,9 +246,9 @@ def test_sinks(sink, device):
     """Without a key the output is 0, and the log-sum-exp is the sink."""
     qkv, sink = make_qkv(**SHAPE), torch.tensor(sink)
     check_flash_fwd(*qkv, learnable_sink=sink, device=device)
-    options = {"learnable_sink": sink, "causal": True}
-    _, lse = check_flash_fwd(*qkv, **options, q_offset=-5, device=device)
-    torch.testing.assert_close(lse[:, :, :5], sink[:, None].expand(2, 4, 5))
+    no_keys = [x[:, :, :0] for x in qkv[1:]]
+    _, lse = check_flash_fwd(qkv[0], *no_keys, learnable_sink=sink, device=device)
+    torch.testing.assert_close(lse, sink[:, None].expand(2, 4, 35))
 
 
 def test_sinks_that_overflow_in_base_2_or_are_none(device):
@@ -282,20 +282,17 @@ def test_small_weights_beside_a_large_sink(device):
 # --- large and not finite ---
 
 
-@each_case(
-    "factor, dtype, softcap",
-    [(100, "float32", c) for c in (0.0, 0.3, 5.0, 30.0)] + [(300, "float16", 20.0)],
-)
-def test_large_scores(factor, dtype, softcap, device):
+@each_case("softcap", [0.0, 0.3, 5.0, 30.0])
+def test_large_scores(softcap, device):
     """tanh of the cap saturates: every score is the cap or its negative."""
-    q, k, v = make_qkv(**SHAPE, dtype=getattr(torch, dtype))
-    _, lse = check_flash_fwd(factor * q, factor * k, v, softcap=softcap, device=device)
+    q, k, v = make_qkv(**SHAPE)
+    _, lse = check_flash_fwd(100 * q, 100 * k, v, softcap=softcap, device=device)
     assert not softcap or (lse <= softcap + math.log(70)).all()
 
 
 def test_nan_reaches_what_sees_it(device):
     for name in ("q", "k", "bias"):
-        q, k, v = make_qkv(q_length=65, kv_length=65, head_dim=HOME)
+        q, k, v = make_qkv(q_length=65, kv_length=65, head_dim=HOME, dtype=torch.float16)
         bias = torch.zeros(65, 65)
         {"q": q, "k": k, "bias": bias[None, None]}[name][:, :, 40, 40 if name == "bias" else 0] = (
             math.nan

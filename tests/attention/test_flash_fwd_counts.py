@@ -67,8 +67,11 @@ SEEN = {
         lambda n: {"attention_chunk": 512, "causal": True, "q_offset": 640},
         (512, 704),
     ),
-    "seqused_k": (lambda n: {"seqused_k": ints(300)}, (0, 300)),
-    "leftpad_k": (lambda n: {"leftpad_k": ints(n - 300)}, (1024 - 300, 1024)),
+    "seqused_k": (lambda n: {"seqused_k": ints(300), "leftpad_k": ints(0)}, (0, 300)),
+    "leftpad_k": (
+        lambda n: {"seqused_k": ints(n), "leftpad_k": ints(n - 300)},
+        (1024 - 300, 1024),
+    ),
     "window of seqused_k": (
         lambda n: {"seqused_k": ints(500), "window_size_left": 30},
         (406, 500),
@@ -78,7 +81,18 @@ SEEN = {
 }
 
 
+@pytest.fixture
+def votes_of_masks(monkeypatch):
+    """A vote planted where keys are hidden counts how often a SIMD group gets there."""
+    text = shaders.source("flash_fwd")
+    begin = "METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row,"
+    start = text.index("const thread {", text.index(begin)) + len("const thread {")
+    counted = f"{text[:start]} if (simd_any(column < 0)) {{ return; }} {text[start:]}"
+    monkeypatch.setattr(shaders, "source", lambda family: counted)
+
+
 @pytest.mark.parametrize("case", SEEN)
+@pytest.mark.usefixtures("votes_of_masks")  # so that both tests have the same kernels
 def test_work_is_proportional_to_the_keys_that_are_seen(case):
     """Blocks that no query of the tile sees are not staged, wherever they are."""
     options, (first, end) = SEEN[case]
@@ -105,14 +119,8 @@ def test_a_simdgroup_passes_over_blocks_that_its_queries_do_not_see():
 
 
 @pytest.mark.parametrize("kv_length", [1024, 2048])
-def test_blocks_that_are_wholly_visible_run_no_mask_code(kv_length, monkeypatch):
-    """A vote planted where keys are hidden counts how often a SIMD group gets there."""
-    text = shaders.source("flash_fwd")
-    begin = "METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row,"
-    start = text.index("const thread {", text.index(begin)) + len("const thread {")
-    counted = f"{text[:start]} if (simd_any(column < 0)) {{ return; }} {text[start:]}"
-    monkeypatch.setattr(shaders, "source", lambda family: counted)
-
+@pytest.mark.usefixtures("votes_of_masks")
+def test_blocks_that_are_wholly_visible_run_no_mask_code(kv_length):
     def votes(**options):
         return counters(kv_length, **options).votes
 
@@ -121,8 +129,7 @@ def test_blocks_that_are_wholly_visible_run_no_mask_code(kv_length, monkeypatch)
     # Each SIMD group's diagonal crosses one block.
     assert votes(causal=True, q_offset=kv_length // 2) == 8
     assert votes(window_size_left=200, window_size_right=99, q_offset=500) <= 8 * (2 + 2)
-    assert votes(seqused_k=ints(kv_length - 32)) == 0
-    assert votes(seqused_k=ints(kv_length - 5)) == 8
-    assert votes(leftpad_k=ints(64)) == 0
-    assert votes(leftpad_k=ints(65)) == 8
+    for first, end, crossed in ((0, 32, 0), (0, 5, 1), (64, 0, 0), (65, 0, 1), (65, 5, 2)):
+        lengths = {"seqused_k": ints(kv_length - end), "leftpad_k": ints(first)}
+        assert votes(**lengths) == 8 * crossed
     assert votes(attention_chunk=512, q_offset=512) == 0

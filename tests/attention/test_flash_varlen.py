@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from tests.attention.dropout_check import every_option
 from tests.attention.flash_bwd_check import (
     backward,
     check_flash_varlen_bwd,
@@ -24,7 +25,8 @@ CAUSAL = {"causal": True}
 
 
 def packed(q_lengths=LENGTHS[0], kv_lengths=LENGTHS[1], kv_heads=2):
-    return make_packed(q_lengths, kv_lengths, heads=4, kv_heads=kv_heads, head_dim=HOME)
+    shape = {"heads": 4, "kv_heads": kv_heads, "head_dim": HOME, "dtype": torch.float16}
+    return make_packed(q_lengths, kv_lengths, **shape)
 
 
 def assert_same(found, expected):
@@ -39,20 +41,24 @@ def gradients(q, k, v, packing, device, options):
 
 
 def test_no_sequence(device):
-    q, k, v = (torch.full((length, 2, 16), math.nan) for length in (9, 5, 5))
+    q, k, v = (torch.full((length, 2, 16), math.nan).half() for length in (9, 5, 5))
     nothing = (ints(0), ints(0), 0, 0)
     out, lse = run("flash_varlen_fwd", device, q, k, v, *nothing)
     assert (out == 0).all()
     assert (lse == -math.inf).all()
-    zeros = torch.zeros(9, 2, 16)
-    arguments = (zeros, zeros[..., 0].t(), q, k, v, zeros, lse, *nothing)
+    zeros = torch.zeros(9, 2, 16).half()
+    arguments = (zeros, torch.zeros(2, 9), q, k, v, zeros, lse, *nothing)
     *found, _ = run("flash_varlen_bwd", device, *arguments, exact_delta=True)
     assert all((gradient == 0).all() for gradient in found)
     out, lse = run("flash_varlen_fwd", device, q[:0], k, v, *nothing)
     assert (out.shape, lse.shape) == ((0, 2, 16), (2, 0))
 
 
-@pytest.mark.parametrize("options", [CAUSAL, {"learnable_sink": torch.tensor([1.0, 2, 3, -9])}])
+# Keys of each sequence, and all that changes scores, the sink among it.
+USED = every_option() | {"seqused_k": ints(60, 0, 31, 30)}
+
+
+@pytest.mark.parametrize("options", [CAUSAL, USED], ids=["causal", "every option"])
 def test_rows_behind_the_last_sequence(options, device):
     """NaN there: queries get 0 and -inf, and every gradient is written, with 0."""
     q, k, v, *packing = packed()
@@ -101,13 +107,12 @@ def test_strides(device):
 
 def test_what_lies_outside_a_sequences_keys_never_shows(device):
     q, k, v, *packing = packed()
-    first, end = (33, 0, 2, 5), (60, 0, 31, 30)
-    options = {"seqused_k": ints(*end), "leftpad_k": ints(*first), "causal": True}
+    options = USED
     expected = check_flash_varlen_fwd(q, k, v, *packing, **options, device=device)
     of_expected = check_flash_varlen_bwd(q, k, v, *packing, **options, device=device)
     outside = torch.ones(len(k), dtype=torch.bool)
     for b, start in enumerate(packing[1].tolist()[:-1]):
-        outside[start + first[b] : start + end[b]] = False
+        outside[start : start + USED["seqused_k"][b]] = False
     k[outside] = v[outside] = math.nan
     assert_same(run("flash_varlen_fwd", device, q, k, v, *packing, **options), expected)
     found = gradients(q, k, v, packing, device, options)

@@ -11,7 +11,8 @@ import torch
 import torch_metal_attn
 from tests.attention.flash_fwd_check import make_packed
 from tests.attention.held_cases import case, hold
-from tests.attention.test_values import ODD
+from tests.attention.test_values import EVERY_OPTION, ODD
+from tests.attention.test_values import packed as packed_case
 from tests.helpers.cases import each_case
 from torch_metal_attn import (
     flash_attn_func,
@@ -31,44 +32,43 @@ FUNCTIONS = {
     for name, function in vars(torch_metal_attn).items()
     if name.startswith("flash_attn_")
 }
-FEATURES = [
+WINDOWS = [
     {},
     {"window_size_left": 5, "window_size_right": 2},
     {"window_size_left": 7, "causal": True},
     {"window_size_right": 9, "causal": True},  # causal wins
-    {"softcap": 1.5, "alibi_slopes": "bh", "attention_chunk": 8, "causal": True},
-    {"softmax_scale": 0.4, "window_size_left": 11, "softcap": 3.0, "attention_chunk": 16}
-    | {"learnable_sink": "float32", "causal": True, "alibi_slopes": "h", "dropout_p": 0.3},
 ]
 
 
 def cases(call):
-    """Each feature at other lengths, and for dense calls every odd length, causal.
+    """Windows and every option at other lengths, and for dense calls every odd length, causal.
 
-    In the dtype of test_values.py, whose kernels these are.
+    In the dtype of test_values.py, whose kernels most of these are.
     """
     alike = "qkvpacked" in call
     sizes = {"heads": 4, "kv_heads": 4 if alike else 2}
     pairs = [(q, q) if alike else (q, k) for q, k in ((33, 40), (31, 65), (40, 7), (7, 9))]
-    for i, feature in enumerate(FEATURES):
-        if call == "flash_attn_with_kvcache":
-            feature = {name: value for name, value in feature.items() if name != "dropout_p"}
-        if "varlen" in call:
-            packed = (*pairs[: i % 3 + 1], (0, 0), *pairs[i % 3 + 1 :])
-            lengths = {"packed": packed, "q_length": 1, "kv_length": 1}
-        else:
-            lengths = dict(zip(("q_length", "kv_length"), pairs[i % 4], strict=True))
-            lengths["batch"] = 2
-        yield case(call=call, **sizes, **lengths, **feature)
     if call == "flash_attn_with_kvcache":
+        without_dropout = EVERY_OPTION | {"dropout_p": 0.0}
+        for (q, k), feature in zip(pairs, (*WINDOWS[1:], without_dropout), strict=True):
+            yield case(call=call, **sizes, batch=2, q_length=q, kv_length=k, **feature)
         for cache in ("", "paged"):
             options = {"dtype": "float32", "cache_dtype": "float16", "causal": True}
             yield case(call=call, **sizes, cache=cache, **options)
+        return
+    for i, feature in enumerate((*WINDOWS, EVERY_OPTION)):
+        if "varlen" in call:
+            lengths = (*pairs[: i % 3 + 1], (0, 0), *pairs[i % 3 + 1 :])
+            if feature is EVERY_OPTION:
+                feature = feature | {"seqused_k": (30, 31, 0, 3, 7)}
+            yield packed_case(lengths, call=call, **sizes, **feature)
+        else:
+            q, k = pairs[i % 4]
+            yield case(call=call, **sizes, batch=2, q_length=q, kv_length=k, **feature)
     if call == "flash_attn_varlen_func":
-        used = {"packed": ((7, 9), (0, 5), (33, 40)), "q_length": 1, "kv_length": 1}
-        used |= {"seqused_k": (9, 2, 33)}
-        yield case(call=call, **sizes, **used, causal=True)
-        yield case(call=call, **sizes, **used, cache="paged", page=8, causal=True)
+        yield packed_case(
+            ((7, 9), (0, 5), (33, 40)), call=call, seqused_k=(9, 2, 33), cache="paged", causal=True
+        )
     if call == "flash_attn_func":
         for q, k in ODD:
             yield case(call=call, **sizes, q_length=q, kv_length=k, causal=True)
@@ -287,13 +287,10 @@ class TestCompile:
     def nothing_compiled(self):
         torch._dynamo.reset()
 
-    @pytest.mark.parametrize("dynamic", [False, True])
-    def test_dense(self, dynamic):
+    def test_dense(self):
         options = {"causal": True, "window_size": (11, -1), "softcap": 3.0, "attention_chunk": 16}
         options |= {"alibi_slopes": normal(4).abs(), "learnable_sink": normal(4)}
-        compiled = torch.compile(
-            flash_attn_func, fullgraph=True, dynamic=dynamic, backend="aot_eager"
-        )
+        compiled = torch.compile(flash_attn_func, fullgraph=True, dynamic=True, backend="aot_eager")
         for length in (9, 12):
             q, k, v = make(2, length, 15)
             out, expected = compiled(q, k, v, **options), flash_attn_func(q, k, v, **options)

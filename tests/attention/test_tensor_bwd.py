@@ -12,6 +12,7 @@ from tests.attention.flash_bwd_sharp import check_sharp
 from tests.attention.flash_fwd_check import make_qkv
 from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
+from tests.attention.held_cases import case
 from tests.attention.test_flash_bwd_mutants import nan_outside, packed
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.helpers.mutants import mutant_tests
@@ -41,6 +42,14 @@ def feature(*names):
 
     shown.__name__ = names[0]
     return shown
+
+
+def together(device):
+    """What changes scores, with lengths, and rotations that are interleaved."""
+    qkv = make_qkv(**SHAPE, dtype=F16)
+    lengths = FEATURES["both lengths, causal, rotary, interleaved"]
+    options = FEATURES["softcap, all, rotary, odd"] | lengths
+    check_flash_bwd(*qkv, **options, device=device)
 
 
 def masked(device):
@@ -125,11 +134,7 @@ SLICES = wide(288, 40, BF16)
 SECOND_PASS = named("second pass", check_sharp, "offset values", F16)
 CAUSAL = feature("causal, rows without a key", "window at an offset", "window past the keys")
 # Problems without mutants; the unchanged kernels pass the others.
-PROBLEMS = [
-    feature("both lengths, causal, rotary, interleaved"),
-    feature("softcap, all, rotary, odd"),
-    *(masked, sizes),
-]
+PROBLEMS = [together, masked, sizes]
 
 
 @pytest.fixture(autouse=True)
@@ -223,13 +228,16 @@ def test_inner_loop(kernel, products, loads, shuffles):
 def test_verify_has_both_kinds_of_tile(gpu):
     """Each feature once more, with tensor tiles off."""
     family = "flash_bwd on 8x8 tiles"
-    again = [case for case in listed.full() if case.family == family]
+    again = [listed_case for listed_case in listed.full() if listed_case.family == family]
     assert len(again) == 2 * len(features.FEATURES)
+    assert {listed_case.case.tiles for listed_case in again} == {"8x8"}
+    small = case(tiles="8x8")
     with simulate(check=True) as run:
-        assert running.run(again[0].case, CPU).ok
+        assert running.run(small, CPU).ok
+    assert "flash_bwd_dkv" in run.counters
     assert not {name for name in run.counters if "tensor" in name}
     gpu("Apple M4")
-    assert family not in {case.family for case in listed.full()}
+    assert family not in {listed_case.family for listed_case in listed.full()}
 
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"

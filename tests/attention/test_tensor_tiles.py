@@ -1,7 +1,5 @@
 """flash_fwd on tensor tiles: every feature in half precision, on the matrix units of M5."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from bench.bench_tensor_tiles import ours, row
 from tests.attention import flash_fwd_problems as problems
 from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
-from tests.attention.flash_fwd_options import random_mask
+from tests.attention.held_cases import FORWARD, case, hold
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
@@ -19,13 +17,6 @@ from torch_metal_attn.tools.verify import cases as listed
 F16, BF16 = torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
 KERNEL = "flash_fwd_tensor"
-
-
-def sizes(device):
-    """Partial tiles of queries and keys, and rows that see nothing."""
-    for q_length, kv_length in ((1, 1), (65, 31), (33, 0), (0, 9)):
-        shape = {"q_length": q_length, "kv_length": kv_length}
-        problems.dense(device, shape=shape, causal=True, q_offset=-2)
 
 
 def wide_rows(device):
@@ -58,13 +49,6 @@ def either_precision(device):
     assert torch.equal(*results)
 
 
-def added(device):
-    """A mask and a bias, of an odd width and of an even one, which is read in pairs."""
-    for width, dtype in ((101, torch.float32), (100, F16)):
-        mask, bias = (random_mask(2, 4, 77, width, dtype=of) for of in (torch.bool, dtype))
-        problems.dense(device, shape={"kv_length": width}, attn_mask=mask, attn_bias=bias)
-
-
 def scores(device):
     """What changes scores and weights, and a logit without a key, together."""
     slopes, sink = torch.tensor([0.05, 0.1, 0.2, 0.25]), torch.tensor([3.0, 1.0, -1.0, 5.0])
@@ -73,14 +57,68 @@ def scores(device):
     problems.dense(device, BF16, alibi_slopes=slopes, learnable_sink=sink, **options)
 
 
-ROTARY = partial(problems.rotary, dtype=F16, tables=((True, 8),))
-PACKED_PAGES = partial(problems.pages_of_packed, dtype=BF16)
-# Problems without mutants; the unchanged kernel passes the others.
-PROBLEMS = [
-    *(problems.windows, problems.chunks, problems.lengths, problems.odd_head_dims),
-    *(problems.packed, problems.pages, problems.indices, problems.formats),
-    *(added, ROTARY, PACKED_PAGES, sizes),
-]
+GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101} | FORWARD
+LENGTHS = {"seqused_k": (90, 70), "leftpad_k": (7, 40)}
+WINDOWS = ((20, 13, None), (30, 45, None), (20, 13, 5))
+SCORES = {"softcap": 1.5, "softmax_scale": 0.5, "learnable_sink": "float32", "dropout_p": 0.3}
+PACKED = {"heads": 4, "kv_heads": 2, "q_length": 1, "kv_length": 1, "causal": True} | FORWARD
+PACKED |= {"packed": ((40, 50), (0, 3), (77, 64)), "spare_rows": 9, "call": "flash_varlen_fwd"}
+CASES = {
+    "windows": [
+        case(**GROUPED, window_size_left=left, window_size_right=right, q_offset=offset)
+        for left, right, offset in WINDOWS
+    ],
+    # Partial tiles of queries and keys, and rows that see nothing.
+    "sizes": [
+        case(**GROUPED | {"q_length": q, "kv_length": k}, causal=True, q_offset=-2)
+        for q, k in ((1, 1), (65, 31), (33, 0), (0, 9))
+    ],
+    "chunks": [
+        case(**GROUPED, **LENGTHS, attention_chunk=21, causal=True, q_offset=0, cache="indexed"),
+        # Rows with NaN behind each.
+        case(
+            **GROUPED | LENGTHS | {"attention_chunk": 21, "head_dim": 11, "v_head_dim": 5},
+            **{f"{tensor}_layout": ("padded 3",) for tensor in "qkv"},
+            rotary="q",
+            rotary_columns=8,
+        ),
+    ],
+    # Of an odd width, and of an even one, which is read in pairs.
+    "added": [
+        case(
+            **GROUPED | SCORES | {"kv_length": width, "alibi_slopes": "h", "causal": True},
+            attn_mask="bool bhqk",
+            attn_bias=bias,
+            dtype=dtype,
+        )
+        for width, bias, dtype in (
+            (101, "float32 bhqk", "bfloat16"),
+            (100, "float16 bhqk", "float16"),
+        )
+    ],
+    "packed": [
+        case(
+            **PACKED,
+            window_size_left=40,
+            attn_mask="bool bqk",
+            rotary="qk",
+            rotary_columns=16,
+            rotary_interleaved=True,
+            rotary_by_sequence=True,
+        ),
+        case(**PACKED, cache="paged", page=24, window_size_left=30, dtype="bfloat16"),
+    ],
+    # Pages of 3 keys, so that a sequence has more than a SIMD group holds.
+    "pages": [
+        case(
+            **GROUPED | {"q_length": 20, "kv_length": 320, "seqused_k": (31, 300)},
+            cache="paged",
+            page=3,
+            rotary="k",
+            rotary_columns=16,
+        )
+    ],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -88,14 +126,17 @@ def m5(gpu):
     gpu("Apple M5")
 
 
-def name_of(problem):
-    return getattr(problem, "func", problem).__name__
-
-
-@pytest.mark.parametrize("problem", PROBLEMS, ids=name_of)
-def test_feature(problem):
+@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
+def test_feature(cases):
     with simulate(check=True) as run:
-        problem(CPU)
+        hold(cases, CPU)
+    assert KERNEL in run.counters
+    assert "flash_fwd" not in run.counters
+
+
+def test_formats():
+    with simulate(check=True) as run:
+        problems.formats(CPU)
     assert set(run.counters) == {KERNEL}
 
 

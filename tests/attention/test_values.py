@@ -20,22 +20,6 @@ CAUSAL = (False, True)
 ODD = [(1, 1), (1, 65), (7, 31), (31, 33), (33, 1), (33, 33), (31, 64), (65, 7), (65, 65)]
 
 
-def of_head_dims():
-    for dims in ALIKE:
-        yield case(head_dim=dims[0], dtype=name(dims[1]), causal=True, q_offset=20)
-    for dims in ALIKE_FORWARD:
-        yield case(head_dim=dims[0], dtype=name(dims[1]), causal=True, q_offset=20, **FORWARD)
-    for dims in DIFFERENT:
-        yield case(head_dim=dims[0], v_head_dim=dims[1], dtype=name(dims[2]), causal=True)
-    for dims in DIFFERENT_FORWARD:
-        dims = {"head_dim": dims[0], "v_head_dim": dims[1], "dtype": name(dims[2])}
-        yield case(heads=4, kv_heads=2, q_length=9, kv_length=35, causal=True, **dims, **FORWARD)
-
-
-def name(dtype):
-    return str(dtype).removeprefix("torch.")
-
-
 BANDED = {"q_length": 65, "kv_length": 97}
 # First keys and ends of four sequences of 97 keys.
 LENGTHS = [
@@ -45,20 +29,21 @@ LENGTHS = [
     ((50, 33, 97, 1), (40, 33, 0, 0)),  # padding behind the end
     ((32, 64, 31, 33), (64, 96, 65, 95)),
 ]
+NO_PADDING = {"leftpad_k": (0,), "seqused_k": (97,)}
 OFFSETS = [None, 0, -1, -64, -40, 1, 31, 32, 40, 96, 97, 140, FURTHEST, -FURTHEST]
 WINDOWS = [(0, -1), (32, -1), (-1, 0), (-1, 33), (0, 0), (7, 9), (40, 33), (64, 64)]
 GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2}
-SEEN_IN_PART = {"window_size_left": 9, "seqused_k": (40,), "leftpad_k": (3,)}
-SCORES = {"causal": True, "softcap": 2.0, "alibi_slopes": "h", "learnable_sink": "float32"}
+# What changes scores: the rows of several subjects have all of it, and share its kernels.
+SCORES = {"softcap": 2.0, "alibi_slopes": "h", "learnable_sink": "float32"}
 EVERYTHING = (
     GROUPED
     | {"q_length": 77, "kv_length": 101, "causal": True, "q_offset": 20, "window_size_left": 50}
     | {"attention_chunk": 60, "seqused_k": (90, 101), "leftpad_k": (0, 20), "softcap": 2.0}
     | {"attn_mask": "bool bqk", "learnable_sink": "float16", "softmax_scale": 0.4}
-    | {"rotary": "qk", "rotary_columns": 8}
     # Rows and tensors with NaN between them.
     | {"q_layout": ("padded 3",), "k_layout": ("order 021", "padded 3"), "v_layout": ("padded 8",)}
 )
+FEW = {"heads": 4, "kv_heads": 2, "q_length": 9, "kv_length": 35}
 DENSE = {
     "lengths": [
         *(case(q_length=q, kv_length=k, causal=c) for (q, k), c in product(ODD, CAUSAL)),
@@ -69,9 +54,20 @@ DENSE = {
         ),
     ],
     "head dims": [
-        *of_head_dims(),
-        # Each slice of v computes its own scores.
-        case(head_dim=8, v_head_dim=264, kv_heads=1, **SCORES, attn_mask="bool qk"),
+        *(
+            case(head_dim=head_dim, dtype=dtype, causal=True, q_offset=20, **options)
+            for head_dim, dtype, options in (
+                *ALIKE,
+                *((*dims, options | FORWARD) for *dims, options in ALIKE_FORWARD),
+            )
+        ),
+        *(
+            case(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, causal=True, **options)
+            for head_dim, v_head_dim, dtype, options in (
+                *DIFFERENT,
+                *((*dims, FORWARD | FEW) for dims in DIFFERENT_FORWARD),
+            )
+        ),
     ],
     "groups": [
         case(batch=2, heads=heads, kv_heads=kv_heads, causal=True)
@@ -80,7 +76,8 @@ DENSE = {
     "diagonals": [case(**BANDED, causal=True, q_offset=offset) for offset in OFFSETS],
     "windows": [
         case(**BANDED, window_size_left=left, window_size_right=right, q_offset=offset)
-        for (left, right), offset in product(WINDOWS, OFFSETS[::2])
+        for i, (left, right) in enumerate(WINDOWS)
+        for offset in OFFSETS[i % 4 :: 4]
     ],
     "causal windows": [
         case(**BANDED, window_size_left=left, causal=True, q_offset=offset)
@@ -100,10 +97,12 @@ DENSE = {
     ],
     "chunks": [
         *(
-            case(**BANDED, attention_chunk=chunk, causal=causal, q_offset=offset)
-            for chunk, causal, offset in product((1, 5, 32, 33, 97, 1000), CAUSAL, (None, -40, 90))
+            case(**BANDED, attention_chunk=chunk, q_offset=offset, **visible)
+            for chunk, visible, offset in product(
+                (1, 5, 32, 33, 97, 1000), ({}, {"causal": True} | NO_PADDING), (None, -40, 90)
+            )
         ),
-        case(**BANDED, attention_chunk=20, window_size_left=7, window_size_right=9),
+        case(**BANDED, **NO_PADDING, attention_chunk=20, window_size_left=7, window_size_right=9),
         *(
             case(**BANDED, attention_chunk=chunk, q_offset=offset)
             for chunk, offset in product((FURTHEST, 2**30, 7), (FURTHEST - 90, -FURTHEST))
@@ -122,43 +121,64 @@ DENSE = {
         for first, end in LENGTHS
         for options in (
             {},
-            {"causal": True},
-            {"causal": True, "q_offset": 20, "dtype": "float32"},
-            {"window_size_left": 9, "window_size_right": 14},
+            {"causal": True, "q_offset": 20, "dtype": "float32", "head_dim": 12},
+            {"window_size_left": 9, "window_size_right": 14, "dtype": "float32", "head_dim": 12},
         )
     ],
     "scales and caps": [
         *(
-            case(softmax_scale=scale, softcap=cap, causal=True)
-            for scale, cap in product((0.0, 0.01, -0.7, 3.5), (0.0, 2.0))
+            case(**SCORES | {"softcap": cap}, softmax_scale=scale, causal=True)
+            for scale, cap in product((0.0, 0.01, -0.7, 3.5), (0.3, 2.0))
         ),
-        *(case(softcap=cap, causal=True) for cap in (1e-3, 0.3, 1.0, 50.0, 1e6)),
+        *(case(**SCORES | {"softcap": cap}, causal=True) for cap in (1e-3, 1.0, 50.0, 1e6)),
+        *(case(softmax_scale=scale, causal=True) for scale in (0.0, 0.01, -0.7, 3.5)),
     ],
+    "slopes": [
+        case(**GROUPED, **SCORES | {"alibi_slopes": shape}, q_offset=offset, **visible)
+        for shape, offset in (("h", None), ("bh", 0), ("h", -20), ("bh", 50))
+        for visible in ({"causal": True}, {"window_size_left": 9})
+    ],
+    "sinks": [
+        case(**GROUPED | lengths, **SCORES, causal=True, q_offset=-5)
+        for lengths in ({}, {"kv_length": 0}, {"kv_length": 1})
+    ],
+    # Of rows of one number, and of keys, whose even number is read in pairs: they stay pairs where
+    # the keys of a sequence end within one.
     "masks of every shape": [
-        case(**GROUPED, q_length=35, kv_length=70, attn_mask=f"{dtype} {dims}")
-        for dtype, dims in product(
-            ("bool", "float32"), ("", "k", "q", "qk", "h", "hk", "bk", "bhk", "bhq", "hqk", "bqk")
+        case(
+            **GROUPED | {"q_length": 35, "kv_length": 70} | lengths,
+            attn_mask=f"bool {mask}",
+            attn_bias=f"float32 {bias}",
         )
+        for shapes, lengths in (
+            (("", "q", "h", "bhq"), {}),
+            (
+                ("k", "qk", "hk", "bk", "bhk", "hqk", "bqk"),
+                {"seqused_k": (69, 33), "leftpad_k": (1, 31)},
+            ),
+        )
+        for mask, bias in zip(shapes, shapes[1:] + shapes[:1], strict=True)
     ],
     "masks in memory": [
-        case(**GROUPED, attn_mask=f"{dtype} bhqk", mask_layout=layout)
-        for dtype, layout in product(
-            ("bool", "float32"),
-            (("padded 1",), ("padded 3",), ("order 0132",), ("order 3210",), ("order 0231",)),
+        case(**GROUPED, attn_mask=f"{dtype} bhqk", mask_layout=layout, **options)
+        for dtype, options in (("bool", {"attn_bias": "float32 h"}), ("float32", {"causal": True}))
+        for layout in (
+            *(("padded 1",), ("padded 3",), ("order 0132",), ("order 3210",), ("order 0231",)),
         )
     ],
-    "masks and caps": [
-        case(softcap=0.5, causal=True, q_offset=-10),
-        # Pairs of a mask's keys stay pairs where the keys end within one.
-        case(
-            **GROUPED | {"kv_length": 70, "attn_mask": "bool bqk", "attn_bias": "float32 bqk"},
-            seqused_k=(69, 33),
-            leftpad_k=(1, 31),
-        ),
-    ],
     "masks of odd lengths": [
-        case(q_length=q, kv_length=k, attn_mask=f"{dtype} qk")
-        for (q, k), dtype in product(((1, 1), (1, 2), (2, 1), (7, 31)), ("bool", "float32"))
+        *(
+            case(q_length=q, kv_length=k, attn_mask="bool qk", attn_bias="float32 q")
+            for q, k in ((1, 1), (2, 1), (7, 31))
+        ),
+        case(
+            q_length=1,
+            kv_length=2,
+            leftpad_k=(0,),
+            seqused_k=(2,),
+            attn_mask="bool qk",
+            attn_bias="float32 qk",
+        ),
     ],
     "biases": [
         *(
@@ -169,53 +189,19 @@ DENSE = {
             case(q_length=q, kv_length=k, attn_bias=f"float32 {dims}", causal=True)
             for (q, k), dims in product(((1, 1), (1, 65), (33, 1), (65, 33)), ("hqk", "k", "q"))
         ),
-        case(attn_bias="bfloat16 hqk", attn_mask="bool bk", head_dim=64),
         # One row of keys for very many queries, so that parts are summed up.
         case(heads=8, q_length=1023, kv_length=33, attn_bias="float32 k", causal=True, q_offset=0),
     ],
-    "slopes": [
-        case(**GROUPED, alibi_slopes=shape, q_offset=offset, causal=causal, dtype="float32")
-        for shape, offset, causal in product(("h", "bh"), (None, 0, -20, 50), CAUSAL)
-    ],
-    "sinks": [
-        case(**GROUPED | lengths, learnable_sink=of_sink, causal=True, q_offset=-5)
-        for of_sink in ("bfloat16", "float32")
-        for lengths in ({}, {"kv_length": 0}, {"kv_length": 1})
-    ],
     "rotations": [
-        case(**GROUPED, rotary="k", rotary_columns=16, rotary_interleaved=True),
+        case(rotary="qk", rotary_columns=16, rotary_by_sequence=True, batch=2, causal=True),
         *(
-            case(rotary="qk", rotary_columns=columns, head_dim=head_dim, **options)
-            for head_dim, columns, options in (
-                (16, 6, {"rotary_interleaved": True}),
-                (16, 16, {"rotary_by_sequence": True, "batch": 2, "causal": True}),
-                (16, 16, {"q_offset": -7, "window_size_left": 9}),
-                (7, 6, FORWARD),
-                (129, 128, {"rotary_interleaved": True, "causal": True} | FORWARD),
-            )
-        ),
-        # Queries that are read again for each block.
-        case(dtype="float32", head_dim=320, v_head_dim=256, rotary="qk", rotary_columns=80),
-        *(
-            case(q_length=q, kv_length=k, rotary="qk", rotary_columns=16, causal=True)
-            for q, k in ((1, 1), (1, 70), (35, 1))
+            case(q_length=q, kv_length=k, rotary="qk", rotary_columns=16, window_size_left=left)
+            for q, k, left in ((33, 65, 9), (1, 2, 0), (1, 70, 50), (35, 1, 20))
         ),
     ],
     "dropout": [
-        *(
-            case(**GROUPED, head_dim=head_dim, dtype=dtype, dropout_p=p)
-            for (head_dim, dtype), p in product(((45, "float16"), (128, "bfloat16")), (0.1, 0.8))
-        ),
-        *(
-            case(batch=2, q_length=q, kv_length=k, dropout_p=0.3, dtype="float32", head_dim=48)
-            for q, k in ((1, 1), (7, 31), (65, 1), (31, 130))
-        ),
-        case(dropout_p=0.3, causal=True, softcap=2.0, attn_bias="float32 k", q_length=70),
-        case(
-            **SEEN_IN_PART | {"attn_mask": "bool k", "alibi_slopes": "h", "dropout_p": 0.3},
-            learnable_sink="float32",
-        ),
-        case(dropout_p=1.0, head_dim=48, dtype="float32"),
+        case(batch=2, q_length=q, kv_length=k, dropout_p=p, dtype="float32", head_dim=48)
+        for q, k, p in ((1, 1, 0.3), (7, 31, 0.8), (65, 1, 0.1), (31, 130, 0.3), (33, 65, 1.0))
     ],
     "equal values": [case(values="constant", causal=c) for c in CAUSAL] + [case(values="zeros")],
     "empty": [
@@ -223,16 +209,23 @@ DENSE = {
         for batch, heads, q, k in ((0, 2, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0), (2, 2, 0, 0))
         for options in (
             {},
-            {"causal": True, "alibi_slopes": "bh", "attn_bias": "float16 bhqk", "softcap": 3.0}
-            | {"learnable_sink": "float16", "attn_mask": "bool bhqk", "attention_chunk": 50},
+            SCORES | {"alibi_slopes": "bh", "causal": True, "q_offset": -5},
+            {"attn_mask": "bool bhqk", "attn_bias": "float32 bhqk"},
         )
     ],
     "everything": [
-        case(**EVERYTHING, dtype=dtype, attn_bias=f"float32 {dims}", **more)
-        for dtype, dims, more in (
-            ("float32", "bhqk", {"alibi_slopes": "h"}),
-            ("float16", "hk", {"rotary_interleaved": True}),
-            ("bfloat16", "bq", {"alibi_slopes": "bh", "rotary_by_sequence": True}),
+        case(**EVERYTHING | options)
+        for options in (
+            # Queries that are read again for each block.
+            {"dtype": "float32", "head_dim": 320, "v_head_dim": 256, "attn_bias": "float32 bhqk"}
+            | {"alibi_slopes": "h", "k_layout": ("order 021", "padded 8"), "q_layout": ()}
+            | {"rotary": "qk", "rotary_columns": 80},
+            {"dtype": "float16", "head_dim": 64, "attn_bias": "bfloat16 hk", "dropout_p": 0.3}
+            | {"rotary": "qk", "rotary_columns": 8, "rotary_interleaved": True},
+            # Each slice of v computes its own scores.
+            {"dtype": "bfloat16", "head_dim": 8, "v_head_dim": 264, "attn_bias": "float32 bq"}
+            | {"alibi_slopes": "bh", "dropout_p": 0.1}
+            | {"rotary": "qk", "rotary_columns": 8, "rotary_by_sequence": True},
         )
     ],
 }
@@ -255,9 +248,20 @@ SEQUENCES = [
 FEATURED = ((33, 65), (0, 0), (7, 31), (70, 40))
 
 
-def packed(sequences=FEATURED, **fields):
+# That the functions of flash-attn have.
+EVERY_OPTION = {
+    **SCORES,
+    "softmax_scale": 0.4,
+    "window_size_left": 11,
+    "attention_chunk": 16,
+    "causal": True,
+    "dropout_p": 0.3,
+}
+
+
+def packed(sequences=FEATURED, call="flash_varlen_fwd", **fields):
     sizes = {"heads": 4, "kv_heads": 2, "q_length": 1, "kv_length": 1, "packed": sequences}
-    return case(call="flash_varlen_fwd", **sizes | fields)
+    return case(call=call, **sizes | fields)
 
 
 PACKED = {
@@ -269,24 +273,20 @@ PACKED = {
         packed(sequences, spare_rows=70)
         for sequences in (SEQUENCES[1], SEQUENCES[6], SEQUENCES[7], SEQUENCES[9])
     ],
-    "dtypes": [
-        packed(dtype="float32", causal=True),
-        packed(SEQUENCES[1], head_dim=12, v_head_dim=300, dtype="bfloat16"),
-    ],
     "features": [
         packed(**options, spare_rows=3)
         for options in (
             {"window_size_left": 9, "window_size_right": 20, "seqused_k": (60, 0, 31, 1)}
-            | {"attn_mask": "float16 bhqk", "softcap": 1.5, "learnable_sink": "float32"},
+            | {"attn_mask": "float16 bhqk", "softcap": 1.5, "learnable_sink": "float32"}
+            | {"head_dim": 12, "v_head_dim": 300, "dtype": "bfloat16"},
             {"window_size_left": 9, "causal": True, "q_offset": 3, "attn_mask": "bool bhqk"}
-            | {"alibi_slopes": "bh", "rotary": "qk", "rotary_columns": 16},
+            | {"seqused_k": (60, 0, 31, 30), "leftpad_k": (33, 0, 2, 35), "alibi_slopes": "bh"}
+            | {"rotary": "qk", "rotary_columns": 16, "rotary_by_sequence": True}
+            | {"dtype": "float32"},
             {"attention_chunk": 16, "causal": True, "leftpad_k": (3, 0, 31, 17)}
-            | {"attn_mask": "bool bqk", "attn_bias": "float32 hqk"}
+            | {"attn_mask": "bool bq", "attn_bias": "float32 hqk", "dropout_p": 0.3}
             | {"rotary": "qk", "rotary_columns": 16, "rotary_interleaved": True},
-            {"seqused_k": (60, 0, 31, 30), "leftpad_k": (33, 0, 2, 35), "attn_mask": "bool bq"}
-            | {"alibi_slopes": "h", "rotary": "qk", "rotary_by_sequence": True},
-            {"attn_bias": "float32 bhqk", "causal": True, "alibi_slopes": "h"}
-            | {"dropout_p": 0.3, "head_dim": 48},
+            EVERY_OPTION | {"seqused_k": (60, 0, 31, 30)},
         )
     ],
 }
@@ -310,21 +310,20 @@ def stored(cache="paged", **fields):
 
 
 STORED = {
-    "page sizes": [
-        stored(page=page, **layout) for page, layout in product((1, 3, 256), ({}, ROWS_FIRST))
-    ],
-    "head dims in pages": [
-        stored(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, q_length=70)
-        for head_dim, v_head_dim, dtype in (
-            *((32, 64, "float32"), (128, 128, "bfloat16")),
-            (11, 5, "float16"),  # no wide loads, no whole fragments
-            (20, 264, "float16"),  # values in slices; a tile that threads do not divide
+    "pages": [
+        stored(head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype, page=page, **options)
+        for head_dim, v_head_dim, dtype, page, layouts in (
+            (104, 104, "float32", 1, ({"seqused_k": None, "q_length": 65}, ROWS_FIRST)),
+            (8, 257, "bfloat16", 256, ({"q_length": 70}, ROWS_FIRST)),
+            (11, 5, "float16", 3, ({"q_length": 70}, ROWS_FIRST)),  # no wide loads
+            # Values in slices; a tile that threads do not divide.
+            (20, 264, "float16", 16, ({"q_length": 70},)),
         )
+        for options in layouts
     ],
     "features in a cache": [
-        *(stored(cache, **options) for cache in ("paged", "indexed") for options in OF_CACHES),
-        stored(rotary="qk", rotary_columns=16),
-        stored(seqused_k=None, q_length=65),
+        stored(**OF_CACHES[0] | {"rotary": "qk"}),
+        stored("indexed", **OF_CACHES[1]),
     ],
     "packed queries in a cache": [
         packed(PREFILLED, cache=cache, spare_rows=9, window_size_left=150, **USED_OF_PREFILLED)
@@ -336,16 +335,13 @@ STORED = {
             for kv_format, dtype in zip(FORMATS, DTYPES, strict=True)
         ),
         *(
-            stored(format=kv_format, head_dim=64, v_head_dim=32, page=5, **layout)
-            for kv_format, layout in product(FORMATS, ({}, ROWS_FIRST))
-        ),
-        *(
-            stored(cache, format=kv_format, head_dim=64, **options)
-            for kv_format, cache, options in zip(
-                FORMATS, ("paged", "indexed", "paged"), (*OF_CACHES[::-1], {}), strict=True
+            stored(format=kv_format, head_dim=head_dim, v_head_dim=v_head_dim, page=5, **layout)
+            for (kv_format, head_dim, v_head_dim), layout in product(
+                (("q4_0", 64, 32), ("fp8_e4m3", 11, 5)), ({}, ROWS_FIRST)
             )
         ),
-        stored("", format="fp8_e4m3", head_dim=11, v_head_dim=5),
+        stored(format="q8_0", head_dim=64, page=5, **OF_CACHES[1]),
+        stored("indexed", format="q4_0", head_dim=64, **OF_CACHES[0]),
     ],
     "half precision under float32": [
         stored(cache, cache_dtype=cache_dtype, dtype="float32", head_dim=head_dim, **options)
@@ -368,7 +364,7 @@ def test_values(subject, device):
     "subject",
     [
         *("keys that do not exist", "scales and caps", "masks in memory", "slopes", "sinks"),
-        *("rotations", "dropout", "empty", "everything", "features", "page sizes"),
+        *("rotations", "dropout", "empty", "everything", "features", "pages"),
         *("features in a cache", "packed queries in a cache", "formats"),
     ],
 )

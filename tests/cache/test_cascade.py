@@ -110,15 +110,14 @@ def test_values(name, device):
     check(table, lengths, device)
 
 
+# Of more queries than the last page has keys.
 OPTIONS = {
-    "several queries": {"q_length": 3},
-    "more queries than the last page has keys": {"q_length": 7},
-    "not causal": {"q_length": 3, "causal": False},
-    "keys to the right": {"q_length": 3, "causal": False, "window": (-1, 1)},
-    "a window that hides keys": {"window": (6, 0), "q_length": 2},
-    "a window that hides nothing": {"window": (15, 0), "q_length": 2},
-    "a sink": {"sink": torch.tensor([0.0, 1.0, -1.0, 3.0])},
-    "softcap and scale": {"softcap": 2.0, "softmax_scale": 0.3},
+    "several queries": {"q_length": 7},
+    "not causal": {"q_length": 7, "causal": False},
+    "keys to the right": {"q_length": 7, "causal": False, "window": (-1, 1)},
+    "a window that hides keys": {"window": (6, 0), "q_length": 7},
+    "a window that hides nothing": {"window": (15, 0), "q_length": 7},
+    "a sink": {"sink": torch.tensor([0.0, 1.0, -1.0, 3.0]), "softcap": 2.0, "softmax_scale": 0.3},
 }
 
 
@@ -140,9 +139,7 @@ def test_any_tree():
         check(table, lengths, "cpu", q_length, window, draw.random() < 0.7)
 
 
-@pytest.mark.parametrize(
-    "format, layout", [("q8_0", "NHD"), ("fp8_e4m3", "HND"), ("q3_g32", "NHD")]
-)
+@pytest.mark.parametrize("format, layout", [("fp8_e4m3", "HND"), ("q3_g32", "NHD")])
 def test_paged_cache(format, layout, device):
     """Of forks, quantised."""
     cache = PagedKVCache(
@@ -212,12 +209,12 @@ def read(shared, sequences, heads, with_plan, short=0):
     return run.counters["flash_decode"].load_bytes["device"]
 
 
-@pytest.mark.parametrize("sequences, heads", [(2, 4), (4, 4), (8, 4), (4, 8), (12, 16)])
+@pytest.mark.parametrize("sequences, heads", [(2, 4), (8, 4)])
 def test_a_prefix_is_read_once(sequences, heads):
-    """Of one KV head: 512 keys more are 128 kB more, and 5 % at most; alone, once a sequence."""
-    keys = 2 * 512 * 64 * 2
+    """Of one KV head: 256 keys more are 64 kB more, and 5 % at most; alone, once a sequence."""
+    keys = 2 * 256 * 64 * 2
     longer = [
-        read(64, sequences, heads, plan) - read(32, sequences, heads, plan) for plan in (1, 0)
+        read(32, sequences, heads, plan) - read(16, sequences, heads, plan) for plan in (1, 0)
     ]
     assert keys <= longer[0] <= 1.05 * keys
     assert longer[1] >= sequences * keys
@@ -225,8 +222,8 @@ def test_a_prefix_is_read_once(sequences, heads):
 
 def test_a_prefix_is_read_for_its_own_queries_alone():
     """Those of another prefix are 448 rows, for which it would be read three times."""
-    keys = 2 * 512 * 64 * 2
-    longer = read(64, 2, 32, True, short=14) - read(32, 2, 32, True, short=14)
+    keys = 2 * 256 * 64 * 2
+    longer = read(32, 2, 32, True, short=14) - read(16, 2, 32, True, short=14)
     assert keys <= longer <= 1.05 * keys
 
 

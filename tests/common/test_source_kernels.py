@@ -21,28 +21,20 @@ TRAINED = GROUPED | {"dtype": "bfloat16", "head_dim": 256}
 FEW = {"call": "flash_decode", "heads": 4, "kv_heads": 2, "q_length": 2, "kv_length": 77}
 GEMMA = {"window_size_left": 20, "softcap": 50.0, "softmax_scale": 1.0, "num_splits": 2}
 KERNELS = {
-    "flash_attention_v2": [case(**SQUARE, dtype="float32", causal=c) for c in (False, True)],
-    "flash_attention_f16": [case(**SQUARE, causal=c) for c in (False, True)],
+    "flash_attention_v2": [case(**SQUARE, dtype="float32", causal=True)],
+    "flash_attention_f16": [case(**SQUARE, causal=True)],
     # Any length: a source kernel leaves query registers uninitialised behind its bounds test.
-    "flash_attention": [
-        case(**FORWARD, dtype="float32", q_length=70, kv_length=70, head_dim=head_dim)
-        for head_dim in (32, 64, 128)
-    ],
+    "flash_attention": [case(**FORWARD, dtype="float32", q_length=70, kv_length=70, head_dim=64)],
     "flash_attn_train_fwd": [
-        *(case(**TRAINED | {"head_dim": head_dim}) for head_dim in (64, 256)),
         *(case(**TRAINED, causal=True, q_offset=offset) for offset in (0, 32, 40)),
         case(**TRAINED, attn_mask="bool bqk"),
     ],
     "rope_then_attention": [
         case(**SHORT, dtype="float32", causal=True, rotary="qk", rotary_columns=64),
-        case(**SHORT, causal=True, rotary="qk", rotary_columns=64, rotary_interleaved=True),
     ],
     "fused_attention": [
-        *(
-            case(**SHORT, dtype=dtype, causal=True, alibi_slopes="h")
-            for dtype in ("float32", "float16")
-        ),
-        case(**SHORT, batch=4, dtype="float32", causal=True, alibi_slopes="bh"),
+        case(**SHORT, batch=batch, dtype="float32", causal=True, alibi_slopes=slopes)
+        for batch, slopes in ((2, "h"), (4, "bh"))
     ],
     # One query a sequence over pages in any order, of lengths that end inside a page.
     "paged_attention": [
@@ -50,24 +42,15 @@ KERNELS = {
             **FEW | {"batch": 4, "heads": 8, "q_length": 1, "kv_length": 100, "head_dim": 64},
             seqused_k=(100, 1, 33, 64),
             cache="paged",
-            page=page,
-            dtype=dtype,
+            page=16,
         )
-        for page, dtype in ((16, "float16"), (32, "float32"))
     ],
     # Its nwg is our num_splits. Its two-pass form reads past the last block, and keeps partials in
     # half; here every read is checked, and partials are float32.
     "flash_attn_vec": [
-        *(
-            case(**FEW, head_dim=head_dim, dtype=dtype, causal=True, num_splits=splits)
-            for head_dim, dtype, splits in (
-                *((256, "float32", 4), (256, "float16", 1)),
-                *((512, "float32", 1), (512, "float16", 4)),
-            )
-        ),
+        case(**FEW, head_dim=512, dtype="float32", causal=True, num_splits=4),
         # A cap of 50 acts as 50, in natural units.
         case(**FEW, head_dim=256, causal=True, **GEMMA),
-        case(**FEW, head_dim=512, dtype="float32", causal=True, **GEMMA),
     ],
     # Float32 queries on a float16 cache, as llama.cpp has them: no query is rounded.
     **{
@@ -77,9 +60,8 @@ KERNELS = {
                 causal=True,
                 num_splits=splits,
             )
-            for splits in (1, 4)
         ]
-        for head_dim in (256, 512)
+        for head_dim, splits in ((256, 1), (512, 4))
     },
 }
 
@@ -90,15 +72,15 @@ def test_source_kernel(name, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_lanes_in_any_order(dtype, device):
+def test_lanes_in_any_order(dtype):
     """flash_attention_simd takes 33,792 bytes of threadgroup memory, and needs lanes in lockstep.
 
     Ours stays within 32 KiB, and runs right with the lanes in any order.
     """
     q, k, v = make_qkv(q_length=64, kv_length=96, head_dim=128, dtype=dtype)
-    check_flash_fwd(q, k, v, causal=True, device=device)
-    with simulate(check=True, seed=7):
-        check_flash_fwd(q, k, v, causal=True, device="cpu")
+    if dtype == torch.float16:
+        with simulate(check=True, seed=7):
+            check_flash_fwd(q, k, v, causal=True, device="cpu")
     assert explain(q, k, v, causal=True).threadgroup_bytes <= 32768
 
 
@@ -118,7 +100,7 @@ def test_slopes_of_alibi(device):
     slopes = torch.tensor([2.0 ** -(head + 1) for head in range(8)])  # the paper's, of 8 heads
     q, k, _ = make_qkv(heads=8, q_length=64, kv_length=64, head_dim=64)
     # With equal scores and v the key's index, the mean index says where the weight lies.
-    v = torch.arange(64.0)[:, None].expand(1, 8, 64, 8).contiguous()
+    v = torch.arange(64.0)[:, None].expand(1, 8, 64, 64).contiguous()
     out, _ = torch.ops.metal_attn.flash_fwd(
         *(x.to(device) for x in (torch.zeros_like(q), k, v)),
         causal=True,

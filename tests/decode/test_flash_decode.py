@@ -11,8 +11,7 @@ import torch
 
 from tests.attention import held_cases
 from tests.attention.flash_fwd_check import check_flash_decode, make_qkv
-from tests.attention.held_cases import DTYPES
-from tests.cache.kv_caches import FORMATS, paged
+from tests.cache.kv_caches import paged
 from tests.helpers.cases import each_case
 from tests.helpers.home import HOME
 from tests.helpers.refused import refused_alike
@@ -33,28 +32,27 @@ FEATURES = (
     {"causal": True},
     {"window_size_left": 20, "window_size_right": 3, "q_offset": 60},
     {"window_size_left": 33, "causal": True},
-    {"attention_chunk": 21, "learnable_sink": "float32"},
-    {"softcap": 1.5, "softmax_scale": 0.5, "alibi_slopes": "bh"},
-    {"learnable_sink": "float32", "q_offset": -9, "causal": True},
-    {"attn_mask": "bool bhqk"},
-    {"attn_mask": "bool bqk", "kv_length": 100},
-    {"attn_bias": "float32 bhqk"},
-    {"attn_mask": "float16 hk"},
-    {"seqused_k": (90, 13), "leftpad_k": (5, 13)},
     {"q_offset": -200, "causal": True},
-    {"rotary": "q", "rotary_columns": 16, "rotary_by_sequence": True},
-    {"rotary": "q", "rotary_columns": 16, "rotary_interleaved": True},
+    {"learnable_sink": "float32", "q_offset": -9, "causal": True, "num_splits": 3},
+    {"attention_chunk": 21, "learnable_sink": "float32", "softcap": 1.5, "softmax_scale": 0.5}
+    | {"alibi_slopes": "bh"},
+    {"attn_mask": "bool bhqk", "attn_bias": "float32 bhqk"},
+    {"attn_mask": "bool bqk", "attn_bias": "float16 hk", "kv_length": 100, "num_splits": 3},
+    {"seqused_k": (90, 13), "leftpad_k": (5, 13), "rotary": "q", "rotary_columns": 16}
+    | {"rotary_by_sequence": True},
+    {"rotary": "q", "rotary_columns": 16, "rotary_interleaved": True, "num_splits": 3},
 )
 LATENT = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "values_in_keys": True}
 LENGTHS = {"batch": 6, "kv_length": 257, "seqused_k": (0, 1, 7, 33, 65, 257)}
 ROWS_FIRST = {"k_layout": ("order 021",), "v_layout": ("order 021",)}
-HEAD_DIMS = [(40, 40), (7, 33), (80, 128), (1, 1), (65, 72), (256, 256), (256, 256), (192, 128)]
+# A subject's cases share kernels with each other's: of each option one or two cases are enough.
 SUBJECTS = {
     # The rows of a tile are the queries of all heads of a KV head: from 1 to 512.
     "ratios of heads": [
         case(heads=heads, kv_heads=kv_heads, q_length=q, num_splits=splits, causal=True)
-        for heads, kv_heads in ((1, 1), (4, 4), (8, 2), (7, 1), (32, 1))
-        for q, splits in ((1, 3), (3, 1), (16, 3))
+        for heads, kv_heads, q, splits in (
+            *((1, 1, 1, 1), (4, 4, 3, 1), (7, 1, 3, 1), (8, 2, 16, 3), (32, 1, 16, 1)),
+        )
     ],
     # Splits without keys among them.
     "numbers of keys": [
@@ -62,33 +60,27 @@ SUBJECTS = {
         for kv_length, splits in product((1, 7, 31, 33, 65, 127, 129, 1023), (1, 2, 7))
     ],
     "head dims": [
-        *(
-            case(head_dim=qk, v_head_dim=v, dtype=DTYPES[i % 3], q_length=2, num_splits=2)
-            for i, (qk, v) in enumerate(HEAD_DIMS)
-        ),
+        case(head_dim=qk, v_head_dim=v, dtype=dtype, q_length=2, num_splits=splits)
+        for qk, v, dtype, splits in (
+            (65, 33, "float16", 1),
+            (80, 128, "bfloat16", 1),
+            (1, 1, "float32", 2),
+            (256, 256, "float32", 2),
+            (192, 128, "float16", 1),
+        )
     ],
     # MLA: one KV head whose values are the first columns of its keys.
     "latent caches": [
-        case(heads=heads, dtype=dtype, num_splits=splits, **LATENT)
-        for heads, dtype, splits in zip((1, 9, 32), DTYPES, (2, 1, 2), strict=True)
-    ]
-    # Four tiles of rows, and 64 queries of 16 heads.
-    + [
-        case(causal=True, num_splits=2, **{"kv_length": 70} | shape, **LATENT)
-        for shape in (
-            {"heads": 128, "kv_length": 40, "dtype": "bfloat16"},
-            {"heads": 16, "q_length": 64},
-        )
-    ]
-    # Rows that are keys and values at once, and do not exist.
-    + [
-        case(batch=2, heads=16, seqused_k=(20, 65), cache="paged", num_splits=2, **LATENT),
+        case(heads=1, dtype="float32", num_splits=2, **LATENT),
+        # 32 tiles of rows.
+        case(heads=16, q_length=64, kv_length=70, causal=True, dtype="bfloat16", **LATENT),
+        # Rows that are keys and values at once, and do not exist.
+        case(batch=2, heads=16, seqused_k=(20, 65), cache="paged", format="fp8_e4m3", **LATENT),
         case(seqused_k=(37,), leftpad_k=(5,), **LATENT | {"head_dim": 96, "v_head_dim": 64}),
-        case(kv_length=40, format="fp8_e4m3", **LATENT),
     ],
     "features": [
-        case(**{"batch": 2, "q_length": 5, "kv_length": 101, "num_splits": 1 + i % 2 * 2} | feature)
-        for i, feature in enumerate(FEATURES)
+        case(**{"batch": 2, "q_length": 5, "kv_length": 101, "num_splits": 1} | feature)
+        for feature in FEATURES
     ],
     # Heads inside rows, a broadcast head, rows that are not aligned.
     "strides": [
@@ -98,9 +90,10 @@ SUBJECTS = {
             head_dim=40,
             dtype="float32",
             q_layout=("order 021",),
-            **layouts,
-        )
-        for layouts in ({"k_layout": ("padded 3",), "v_layout": ("repeated 1",)}, ROWS_FIRST)
+            k_layout=("padded 3",),
+            v_layout=("repeated 1",),
+        ),
+        case(num_splits=1, q_layout=("order 021",), **ROWS_FIRST),
     ],
     "empty": [
         case(batch=batch, heads=heads, kv_heads=min(heads, 2), q_length=q, kv_length=k)
@@ -108,51 +101,38 @@ SUBJECTS = {
     ],
     "page sizes": [
         case(**LENGTHS, q_length=2, cache="paged", page=page, num_splits=splits, **layout)
-        for (page, splits), layout in product(((1, 3), (3, 1), (16, 3), (100, 1)), ({}, ROWS_FIRST))
+        for (page, splits), layout in product(((1, 1), (16, 3), (100, 1)), ({}, ROWS_FIRST))
     ],
     "caches": [
         # Where SIMD groups split the columns, each has the page numbers.
-        *(
-            case(heads=heads, kv_heads=1, head_dim=head_dim, kv_length=300, cache="paged", page=8)
-            for heads, head_dim in ((32, 128), (4, 256))
-        ),
-        case(**LENGTHS, q_length=2, cache="indexed", num_splits=2),
-        *(
-            case(**LENGTHS, format=kv_format, dtype=dtype, q_length=2, num_splits=splits, **where)
-            for kv_format, (dtype, splits, where) in zip(
-                FORMATS,
-                (
-                    ("float32", 1, {"cache": "paged"}),
-                    ("float16", 2, {}),
-                    ("bfloat16", 1, {"cache": "paged", **ROWS_FIRST}),
-                ),
-                strict=True,
-            )
-        ),
+        case(heads=32, kv_heads=1, head_dim=128, kv_length=300, cache="paged", page=8),
+        # tests/cache/test_grouped.py has every format.
+        case(**LENGTHS, **ROWS_FIRST, format="fp8_e4m3", dtype="bfloat16", cache="paged"),
         case(cache="paged", page=5, cache_dtype="float16", dtype="float32", q_length=3),
     ],
     # Of keys or of blocks of them, for each query or for several, with one row in a tile or many.
     "lists": [
         case(
-            **{"batch": 2, "kv_length": 101, "num_splits": 1 + i % 2, "dtype": DTYPES[i % 3]}
+            **{"batch": 2, "kv_length": 101, "num_splits": 1, "backward": False}
             | {"listed": 40, "list_dims": ("bh", "b", "h", "")[i % 4], "causal": True}
             | fields
         )
         for i, fields in enumerate(
             (
-                {"q_length": 5},
-                {"q_length": 7, "kv_block_size": 5, "q_block_size": 2},
-                {"q_length": 3, "heads": 2, "kv_block_size": 32, "listed": 4},
-                {"q_length": 40, "heads": 2, "window_size_left": 50, "q_block_size": 16},
-                {"q_length": 3, "cache": "paged", "page": 16, "seqused_k": (90, 13)},
-                {"q_length": 2, "heads": 2, "cache": "paged", "page": 3, "format": "q8_0"},
-                {"q_length": 2, "format": "fp8_e4m3", "leftpad_k": (7, 100), "q_offset": 80},
-                {"q_length": 3, "softcap": 2.0, "learnable_sink": "float32", "q_offset": 60},
-                {"q_length": 2, "cache": "indexed", "attention_chunk": 30},
+                {"q_length": 7, "kv_block_size": 5, "q_block_size": 2, "num_splits": 2},
+                {"q_length": 7, "kv_block_size": 5, "q_block_size": 2, "num_splits": 2}
+                | {"listed": 0},
+                {"q_length": 3, "heads": 2, "kv_block_size": 32, "listed": 4, "dtype": "bfloat16"},
+                {"q_length": 40, "heads": 2, "window_size_left": 50, "q_block_size": 16}
+                | {"dtype": "float32"},
+                {"q_length": 3, "cache": "paged", "page": 16, "seqused_k": (90, 13)}
+                | {"attention_chunk": 30},
+                {"q_length": 2, "cache": "paged", "page": 3, "format": "q8_0"}
+                | {"leftpad_k": (7, 100), "q_offset": 80, "dtype": "bfloat16", "num_splits": 2},
+                {"q_length": 2, "cache": "indexed", "q_offset": -1},
                 {"q_length": 2, "heads": 16, "q_offset": -1, **LATENT},
-                {"q_length": 1, "listed": 0},
-                {"q_length": 9, "backward": True, "softcap": 2.0, "learnable_sink": "float32"},
-                {"q_length": 5, "kv_block_size": 8, "q_block_size": 2, "backward": True},
+                {"q_length": 9, "kv_block_size": 8, "q_block_size": 2, "backward": True}
+                | {"softcap": 2.0, "learnable_sink": "float32", "dtype": "float32"},
             )
         )
     ],
@@ -271,10 +251,8 @@ def test_more_rows_than_the_shader_counts():
             torch.ops.metal_attn_explain.flash_decode(q, k, k)
 
 
-@pytest.mark.parametrize(
-    "kv_heads, head_dim, pages", [(8, 64, (8, 256)), (8, 128, (8,)), (1, 128, (8,))]
-)
-def test_pages_cost_few_loads(kv_heads, head_dim, pages):
+@pytest.mark.parametrize("kv_heads, head_dim, page", [(8, 64, 8), (1, 128, 256)])
+def test_pages_cost_few_loads(kv_heads, head_dim, page):
     """At most 5 percent more than a contiguous cache, whatever the size of pages."""
     q, k, v = make_qkv(1, 8, kv_heads, 1, 1024, head_dim, dtype=torch.float16)
 
@@ -284,7 +262,6 @@ def test_pages_cost_few_loads(kv_heads, head_dim, pages):
         return run.counters["flash_decode"].loads["device"]
 
     contiguous = loads(k, v, {})
-    for page in pages:
-        keys, values, where = paged(k, v, [1024], page)
-        where["block_table"] = where["block_table"][:, : 1024 // page]
-        assert contiguous < loads(keys, values, where) <= 1.05 * contiguous, page
+    keys, values, where = paged(k, v, [1024], page)
+    where["block_table"] = where["block_table"][:, : 1024 // page]
+    assert contiguous < loads(keys, values, where) <= 1.05 * contiguous

@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_options import ints
+from tests.attention.held_cases import hold
 from tests.cache.append_check import check_equal, same_memory
-from tests.cache.kv_caches import paged
 from tests.decode import tree_problems as problems
-from tests.decode.test_decode_step import check, problem
+from tests.decode.flash_decode_problems import packed_step_of
+from tests.decode.step_cases import step
+from tests.decode.test_decode_step import problem
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused_alike
 from torch_metal_attn import explain, flash_attn_with_kvcache, simulate
-from torch_metal_attn.testing import Step, running
 from torch_metal_attn.testing.judge import on
 from torch_metal_attn.tools.tune import tiles
 
@@ -22,11 +23,26 @@ def copied(tensors):
     return {name: same_memory(x) for name, x in tensors.items()}
 
 
-def test_rules_and_steps():
+STEPS = {
+    "pages of codes": {"tree": "parents", "tree_by_sequence": True, "length": 6, "num_splits": 2}
+    | {"cache": "paged", "page": 5, "capacity": 65, "format": "q8_0", "rotary_columns": 32},
+    "packed": {"tree": "tree_mask", "packed": ((5, 5), (0, 0), (9, 9)), "lengths": (3, 17, 6)}
+    | {"leftpad_k": (1, 3, 0), "cache": "indexed", "rotary_columns": 32},
+    # New rows of a tree are rotated by their depth, and then in blocks of columns.
+    "packed, of rotated rows": {"tree": "parents", "packed": ((5, 5), (9, 9)), "lengths": (3, 17)}
+    | {"dtype": "float32", "format": "q4_0", "hadamard": 32, "rotary_columns": 64},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps(name, device):
+    hold([step(**STEPS[name])], device)
+
+
+def test_rules():
     """The unchanged kernels of test_tree_mutants.py pass the other problems."""
     with simulate(check=True):
         problems.rules()
-        problems.steps()
 
 
 def test_reference():
@@ -34,20 +50,13 @@ def test_reference():
     problems.trees()
     problems.windows()
     problems.rules()
-    problems.steps()
     problems.rotated_steps()
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 4), (8, 1)])
-def test_ratios_of_heads(heads, kv_heads, device):
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64, "dtype": torch.float16}
+def test_many_rows_of_a_kv_head(device):
+    shape = {"heads": 8, "kv_heads": 1, "head_dim": 64, "dtype": torch.float16}
     both = problems.random_tree(64), problems.random_tree(9)
     problems.check_tree(both, (70, 90), device, shape=shape, num_splits=2)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes(dtype, device):
-    problems.check_tree(problems.TREES, problems.USED, device, shape={"dtype": dtype})
 
 
 def test_room_in_threadgroup_memory(device):
@@ -60,34 +69,9 @@ def test_room_in_threadgroup_memory(device):
 
 def test_latents(device):
     """Values that are the first columns of keys."""
-    shape = {"heads": 16, "kv_heads": 1, "head_dim": 192}
+    shape = {"heads": 16, "kv_heads": 1, "head_dim": 192, "dtype": torch.bfloat16}
     both = (problems.FORK, problems.FOREST)
     problems.check_tree(both, (50, 6), device, shape=shape, latent=True)
-
-
-@pytest.mark.parametrize("page", [3, 16])
-def test_pages(page, device):
-    def in_pages(k, v):
-        return paged(k, v, problems.USED, page)
-
-    problems.check_tree(problems.TREES, problems.USED, device, cache=in_pages)
-
-
-def test_rows_of_a_cache(device):
-    def in_rows(k, v):
-        return k.flip(0), v.flip(0), {"cache_batch_idx": ints(3, 2, 1, 0)}
-
-    problems.check_tree(problems.TREES, problems.USED, device, cache=in_rows)
-
-
-@pytest.mark.parametrize("format", ["q8_0", "fp8_e4m3"])
-def test_quantised_steps(format, device):
-    """The rows are those of a dense cache that holds what was stored."""
-    trees = (problems.FORK, problems.FOREST)
-    options = problems.tree_of(trees, "parents", "each")
-    check(problem(length=6, page=16, format=format), device, **options)
-    tensors = problem(length=6, format=format, rotary_dim=64)
-    problems.check_rotated(tensors, trees, "each", **options)
 
 
 def test_strides(device):
@@ -224,7 +208,7 @@ def test_refused_steps(change, message):
 
 def test_refused_packed_steps():
     """New rows that are not those of the queries."""
-    tensors = problems.packed_step_of((3, 0, 5, 1), (3, 1, 5, 1))
+    tensors = packed_step_of((3, 0, 5, 1), (3, 1, 5, 1))
     with pytest.raises(ValueError, match="each new row has a query, and cu_seqlens_k_new"):
         ops.decode_step(**tensors, max_seqlen_q=5, parents=ints(*[-1] * 9))
 
@@ -245,14 +229,3 @@ def test_alike_without_data():
         return lambda: ops.flash_decode(**on(place, given))
 
     refused_alike(r"parents has shape \(2,\)", call("cpu"), call("meta"))
-
-
-@pytest.mark.parametrize("fields", [{}, {"packed": ((5, 5), (9, 9))}], ids=["dense", "packed"])
-def test_caches_of_rotated_rows(fields):
-    """New rows of a tree are rotated by their depth, and then in blocks of columns."""
-    shape = {"head_dim": 64, "v_head_dim": 64, "heads": 2, "lengths": (3, 17), "format": "q4_0"}
-    rotation = {"hadamard": 32, "rotary_columns": 64}
-    rows = fields or {"length": 9, "q_length": 9}
-    case = Step(call="decode_step", tree="parents", **shape, **rotation, **rows)
-    with simulate(check=True):
-        assert running.run(case, torch.device("cpu")).ok

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_options import ints
-from tests.cache.kv_caches import FORMATS
+from tests.attention.held_cases import hold
 from tests.decode import flash_decode_problems as problems
+from tests.decode.step_cases import step
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused_alike
 from torch_metal_attn import flash_attn_with_kvcache, simulate
@@ -20,17 +21,24 @@ def test_packed_alone():
         problems.packed_alone()
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 4), (8, 1)])
-def test_ratios_of_heads(heads, kv_heads, device):
-    shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": 64, "dtype": torch.float16}
+def test_many_rows_of_a_kv_head(device):
+    shape = {"heads": 8, "kv_heads": 1, "head_dim": 64, "dtype": torch.float16}
     check = problems.check_packed
     check((1, 64, 16, 4), (70, 64, 100, 9), device, shape=shape, causal=True, num_splits=2)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_steps_on_quantised_caches(format):
-    with simulate(check=True):
-        problems.packed_step({"format": format, "page": 16}, causal=True)
+def test_steps_on_quantised_caches(device):
+    """New rows of another number than the queries, in a format of keys and one of values."""
+    made = step(
+        packed=((3, 3), (0, 2), (5, 5), (1, 4)),
+        lengths=(13, 20, 2, 9),
+        cache="paged",
+        format="q4_0",
+        v_format="fp8_e4m3",
+        rotary_columns=32,
+        causal=True,
+    )
+    hold([made], device)
 
 
 def test_with_kvcache(device):

@@ -93,6 +93,21 @@ REFUSED = {
         "alibi_slopes requires grad; ring_attention has no gradient for it: detach",
         None,
     ),
+    "torch.func": (
+        lambda rank: torch.func.grad(lambda q: ring_attention(q, *qkv()[1:]).sum())(qkv()[0]),
+        "ring_attention does not work in torch.func's transforms",
+        None,
+    ),
+    "meta": (
+        lambda rank: ring_attention(*(x.to("meta") for x in qkv())),
+        "q is on meta, where tensors have no values",
+        None,
+    ),
+    "unshard meta": (
+        lambda rank: unshard_sequence(torch.ones(1, 2, device="meta")),
+        "x is on meta, where tensors have no values",
+        None,
+    ),
     "dropout": (ring(dropout_p=0.5), "dropout_p is 0.5; ring_attention has no dropout", None),
     "float64": (ring(dtype=torch.float64), "q has dtype float64", None),
     "softcap": (ring(softcap=-1.0), "softcap is -1; it must be 0", None),

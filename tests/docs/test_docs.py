@@ -1,6 +1,5 @@
 """README, CONTRIBUTING and docs/: every block is run or checked, every link leads somewhere."""
 
-import contextvars
 import re
 import sys
 
@@ -62,28 +61,17 @@ def page(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_blocks(path, page, device, request):
-    """On mps, or with the kernels in the simulator, every access checked."""
-    text = path.read_text(encoding="utf-8")
-    model = request.getfixturevalue("model") if doc_pages.MODEL in text else None
-    if "simulate(record=True)" in text:
-        # A recording cannot be inside the simulation that `device` has begun.
-        contextvars.Context().run(page, path, model)
-    else:
-        page(path, model)
+def test_blocks(path, page, request):
+    """Without a GPU outside of the simulator: the checks of the kernels, and plain torch."""
+    model = request.getfixturevalue("model") if doc_pages.MODEL in path.read_text() else None
+    page(path, model)
 
 
-ASKS_WHERE = re.compile(r"_replaced\(\)|\bexplain\(")
-ASKING = [path for path in PAGES if ASKS_WHERE.search(path.read_text(encoding="utf-8"))]
-
-
-@pytest.mark.parametrize("path", ASKING, ids=lambda path: path.name)
-def test_blocks_outside_of_the_simulator(path, page, request):
-    """As a reader without a Mac runs them: CPU tensors then run no kernel, and some outputs say so.
-
-    Of the pages with a function that looks where the tensors are.
-    """
-    page(path, request.getfixturevalue("model"))
+# Those that print what kernels compute; of other pages other tests have the options.
+@pytest.mark.parametrize("name", ["README.md", "docs/numerics.md"])
+def test_blocks_on_kernels(name, page, device, request):
+    """On mps, or in the simulator, every access checked."""
+    page(doc_pages.ROOT / name, request.getfixturevalue("model"))
 
 
 @each_case("path", PAGES)

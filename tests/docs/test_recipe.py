@@ -11,10 +11,9 @@ from torch.utils import cpp_extension
 
 from tests.docs import recipe
 from tests.docs.doc_pages import ROOT
+from tests.runtime.fake_mps.build import of_the_extension, precompiled
 
 MOST_PLACES = 14
-# Precompiled: parsing torch's headers takes two thirds of the time of a file.
-TORCH = "".join(f"#include <torch/csrc/stable/{name}.h>\n" for name in ("library", "ops", "tensor"))
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 # What a file defines: the last word of a line without indentation, its classes before it, and of a
 # function its parameters behind it.
@@ -45,29 +44,23 @@ def build(copy, changed):
     """The extension of `copy`: the objects of files that no edit reaches are the checkout's own."""
     arguments = ["-std=c++20", "-fPIC", "-O0", "-fvisibility=hidden", f"-I{copy}"]
     arguments += ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    arguments += [f"-I{path}" for path in cpp_extension.include_paths()]
+    arguments += [*(f"-I{path}" for path in cpp_extension.include_paths()), *precompiled()]
     compiler = f"{cpp_extension.get_cxx_compiler()} {' '.join(arguments)}"
-    header = copy / "torch.h"
-    header.write_text(TORCH, encoding="utf-8")
     rules = [
-        f"rule header\n  command = {compiler} -x c++-header $in -o $out",
-        f"rule compile\n  command = {compiler} -include {header} -c $in -o $out",
+        f"rule compile\n  command = {compiler} -c $in -o $out",
         f"rule link\n  command = {cpp_extension.get_cxx_compiler()} -shared $in -o $out "
         f"-L{cpp_extension.library_paths()[0]} -ltorch_cpu -lc10",
-        f"build {header}.gch: header {header}",
     ]
-    objects, edited = [], []
-    for source in sorted((copy / "csrc").rglob("*.cpp")):
-        built = None if reaches(copy, source, changed) else built_object(source.relative_to(copy))
-        if built is None:
-            edited.append(source)
-        else:
-            objects.append(str(built))
+    sources = sorted((copy / "csrc").rglob("*.cpp"))
+    unedited = [s.relative_to(copy) for s in sources if not reaches(copy, s, changed)]
+    kept = of_the_extension(ROOT / source for source in unedited)
+    edited = [s for s in sources if ROOT / s.relative_to(copy) not in kept]
+    objects = [str(kept_object) for kept_object in kept.values()]
     for number, sources in enumerate(together(edited)):
         unit = copy / f"unit_{number}.cpp"
         unit.write_text("".join(f'#include "{source}"\n' for source in sources), encoding="utf-8")
         objects.append(str(unit.with_suffix(".o")))
-        rules.append(f"build {objects[-1]}: compile {unit} | {header}.gch")
+        rules.append(f"build {objects[-1]}: compile {unit}")
     library = copy / "torch_metal_attn" / "_C.abi3.so"
     rules.append(f"build {library}: link {' '.join(objects)}")
     (copy / "build.ninja").write_text("\n".join(rules) + "\n", encoding="utf-8")
@@ -92,17 +85,6 @@ def together(sources):
         unit[0].update(names)
         unit[1].append(source)
     return [files for _, files in units]
-
-
-def built_object(name):
-    """The object of an unchanged file that the checkout's own build has kept, if it has."""
-    source, built = ROOT / name, ROOT.glob(f"build/*/{name.with_suffix('.o')}")
-    kept = [path for path in built if path.stat().st_mtime > newest(source)]
-    return kept[0] if kept else None
-
-
-def newest(source):
-    return max(path.stat().st_mtime for path in included(ROOT, source))
 
 
 def reaches(root, source, changed):

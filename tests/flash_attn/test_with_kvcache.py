@@ -30,32 +30,30 @@ def make(*, batch=2, q_length=1, heads=4, kv_heads=2, head_dim=32, new=None, see
 
 # Attention to what a cache holds: options, and the numbers of queries. Plain calls have an op.
 OLD_KEYS = [
-    ({}, (1, MANY)),
+    ({}, (1,)),
     ({"causal": True, "softmax_scale": 0.4}, (4, MANY)),
     ({"window_size_left": 9, "window_size_right": 3}, (4,)),
-    ({"num_splits": 3, "softcap": 2.0}, (1,)),
-    ({"leftpad_k": (3, 0), "causal": True}, (4,)),
-    ({"attention_chunk": 8, "learnable_sink": "float32", "alibi_slopes": "bh"}, (4, MANY)),
+    (
+        {"leftpad_k": (3, 0), "num_splits": 3, "softcap": 2.0, "attention_chunk": 8}
+        | {"learnable_sink": "float32", "alibi_slopes": "bh"},
+        (4, MANY),
+    ),
 ]
 # With new keys, which are rotated or not, and the numbers of queries and of new keys.
+HALVES, PAIRS = ({"rotary_columns": 16, "rotary_interleaved": x} for x in (False, True))
 NEW_KEYS = [
-    ({}, ((1, 1), (3, 5), (MANY, MANY))),
-    ({"causal": True}, ((3, 5),)),
-    ({"num_splits": 3, "causal": True}, ((1, 1),)),
-    ({"window_size_left": 9}, ((3, 5), (MANY, MANY))),
-    ({"leftpad_k": (3, 0), "causal": True}, ((1, 1), (MANY, MANY))),
+    (HALVES, (3, 5)),
+    (PAIRS | {"num_splits": 3, "causal": True}, (1, 1)),
+    (PAIRS | {"window_size_left": 9}, (MANY, MANY)),
+    ({"leftpad_k": (3, 0), "causal": True}, (3, 5)),
+    (HALVES | {"leftpad_k": (3, 0), "causal": True}, (MANY, MANY)),
 ]
-ROTARY = [
-    {},
-    {"rotary_columns": 16},
-    {"rotary_columns": 16, "rotary_interleaved": True},
-]
+ROWS_FIRST = {"cache": "paged", "page": PAGE, "cache_layout": ("order 021",)}
 CACHES = [
-    ({"cache": "paged", "page": PAGE, "cache_layout": ("order 021",)}, (1, MANY)),
-    ({"cache": "indexed"}, (1, MANY)),
-    ({"format": "fp8_e4m3"}, (1,)),
-    ({"format": "q8_0", "cache": "paged", "page": PAGE}, (MANY,)),
-    ({"cache_dtype": "bfloat16"}, (1, MANY)),
+    (ROWS_FIRST | {"cache_dtype": "bfloat16"}, 1),
+    ({"cache": "indexed"}, MANY),
+    ({"cache": "indexed", "format": "fp8_e4m3"}, 1),
+    (ROWS_FIRST | {"format": "q8_0"}, MANY),
 ]
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 32, "v_head_dim": 32, "strict": True}
 
@@ -66,15 +64,13 @@ def cases():
     for options, lengths in OLD_KEYS:
         for q_length in lengths:
             yield Attention(CALL, q_length=q_length, **HEADS | sizes | options)
-    for i, (options, lengths) in enumerate(NEW_KEYS):
+    for options, (q_length, new) in NEW_KEYS:
         by_token = "causal" in options or "window_size_left" in options
-        for j, (q_length, new) in enumerate(lengths):
-            more = {"q_length": q_length, "length": new, "by_token": by_token, "capacity": 96}
-            yield Step(CALL, lengths=(17, 9), **HEADS | options | more | ROTARY[(i + j) % 3])
-    for cache, lengths in CACHES:
-        for n in lengths:
-            more = {"q_length": n, "length": n, "causal": True, "by_token": True, "capacity": 96}
-            yield Step(CALL, lengths=(17, 26), **HEADS | cache | more)
+        more = {"q_length": q_length, "length": new, "by_token": by_token, "capacity": 96}
+        yield Step(CALL, lengths=(17, 9), **HEADS | options | more)
+    for cache, n in CACHES:
+        more = {"q_length": n, "length": n, "causal": True, "by_token": True, "capacity": 96}
+        yield Step(CALL, lengths=(17, 26), **HEADS | cache | more)
 
 
 @pytest.mark.parametrize("case", [*cases()], ids=str)
@@ -132,8 +128,9 @@ def test_launches(q_length, num_splits, kernels):
 @pytest.mark.parametrize("length", [5, 70])
 def test_q_in_the_memory_of_a_cache(length):
     """Appending would write q before attention reads it."""
-    memory, v_cache, k, v = (torch.randn(1, n, 2, 16) for n in (300, 200, length, length))
+    memory, v_cache, k, v = (torch.randn(1, n, 2, 32) for n in (300, 200, length, length))
     call = {"v_cache": v_cache, "k": k, "v": v, "cache_seqlens": 9, "causal": True}
+    call["num_splits"] = 1
     with simulate(check=True):
         before = memory.clone()
         with pytest.raises(ValueError, match="q may share elements with k_cache, which"):
@@ -149,7 +146,7 @@ def test_q_stays_as_it_is(device):
         q, *rest = (x.to(device) for x in make(q_length=q_length, new=q_length))
         before = q.clone()
         cos, sin = (table.to(device) for table in rotary_tables(96, 8))
-        flash_attn_with_kvcache(q, *rest, cos, sin, cache_seqlens=5, causal=True)
+        flash_attn_with_kvcache(q, *rest, cos, sin, cache_seqlens=5, causal=True, num_splits=3)
         assert torch.equal(q, before)
 
 
@@ -242,6 +239,22 @@ def test_gradient_of_any_argument(name, q_length):
         torch.func.grad(total)(given[name])
     with pytest.raises(NotImplementedError, match=rf"no forward-mode derivative .*, which {name}"):
         torch.func.jvp(total, (given[name],), (given[name],))
+
+
+@pytest.mark.parametrize("q_length", [1, MANY])
+@pytest.mark.parametrize("new", [None, 1])
+def test_autocast(new, q_length):
+    """New rows and queries are cast. A cache is written in place, so it must have the dtype."""
+    q, k_cache, v_cache, *rows = make(q_length=q_length, new=new)
+    halves = [None if x is None else x.bfloat16() for x in (q, k_cache, v_cache, *rows)]
+    written = [x.clone() for x in halves[1:3]]
+    expected = flash_attn_with_kvcache(*halves, cache_seqlens=40)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = flash_attn_with_kvcache(q, *written, *rows, cache_seqlens=40)
+        with pytest.raises(ValueError, match=r"v_cache has dtype .*, and autocast casts q"):
+            flash_attn_with_kvcache(q, written[0], v_cache, *rows, cache_seqlens=40)
+    for found, right in zip((actual, *written), (expected, *halves[1:3]), strict=True):
+        assert torch.equal(found, right)
 
 
 @pytest.mark.parametrize("q_length", [1, MANY])

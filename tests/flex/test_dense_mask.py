@@ -1,5 +1,7 @@
 """block_mask: a BlockMask of a plain bool mask."""
 
+import pickle
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
@@ -17,7 +19,7 @@ def dense(*leading):
 
 def test_lists_are_those_of_create_block_mask():
     mask = dense(2, 1) | (torch.arange(SIZES[1]) // 32 == 1)
-    found = block_mask(mask, BLOCK)
+    found = pickle.loads(pickle.dumps(block_mask(mask, BLOCK)))  # as from a DataLoader's worker
     right = create_block_mask(
         lambda b, h, q_idx, kv_idx: mask[b, 0, q_idx, kv_idx],
         *(2, None, *SIZES),
@@ -29,6 +31,8 @@ def test_lists_are_those_of_create_block_mask():
     for name in ("kv_num_blocks", "kv_indices", "q_num_blocks", "q_indices"):
         for full in ("", "full_"):
             assert torch.equal(getattr(found, full + name), getattr(right, full + name))
+    places = torch.tensor([[1, 0], [0, 0], [40, 3], [40, 3]])
+    assert torch.equal(found.mask_mod(*places), mask[places[0], 0, places[2], places[3]])
 
 
 @pytest.mark.parametrize("leading", [(), (2, 1), (1, 2)])

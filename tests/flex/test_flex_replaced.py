@@ -7,15 +7,16 @@ from torch.nn.attention import flex_attention as torch_module
 from torch.nn.attention.flex_attention import flex_attention as torch_flex
 
 import torch_metal_attn
-from tests.attention.autograd_check import loss_of, normal
+from tests.attention.autograd_check import loss_of
 from tests.flex import gallery
 from tests.flex.flex_check import block_mask, home
+from tests.flex.test_captured_gradients import CAPTURED, everything
 from torch_metal_attn import flex_replaced, simulate
 
 
 def test_every_name_and_nothing_after():
     q, k, v = home()
-    with simulate() as run, flex_replaced() as replaced:
+    with simulate(check=True) as run, flex_replaced() as replaced:
         outs = [
             function(q, k, v, gallery.tanh_softcap)
             for function in (torch_flex, torch_module.flex_attention)
@@ -43,19 +44,17 @@ def test_cpu_tensors_outside_of_the_simulator_are_torchs():
 
 def test_compiled():
     """In one graph, with what a function made inside of it captures, forward and backward."""
-    bias = normal(96, 2)
-
-    def attend(q, k, v, bias, function):
-        def mod(score, b, h, q_idx, kv_idx):
-            return torch.tanh(score) + bias[q_idx, 0] + bias.exp()[0, h]
-
-        return function(q * 2, k, v, mod, mask, return_lse=True)
-
-    leaves = [x.requires_grad_() for x in (*home(), bias)]
     mask = block_mask()
-    with simulate(), flex_replaced():
-        plain = attend(*leaves, torch_metal_attn.flex_attention)
-        compiled = torch.compile(attend, fullgraph=True)(*leaves, torch_flex)
+
+    def attend(q, k, v, scales, *captured, function):
+        return function(q * 2, k, v, everything(scales * 2, *captured), mask, return_lse=True)
+
+    captured = [x.clone() for x in CAPTURED[everything]]  # as in test_captured_gradients.py
+    leaves = [x.requires_grad_() for x in (*home(batch=2), *captured)]
+    with simulate(check=True), flex_replaced():
+        plain = attend(*leaves, function=torch_metal_attn.flex_attention)
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        compiled = compiled(*leaves, function=torch_flex)
         found, right = (torch.autograd.grad(loss_of(*x), leaves) for x in (compiled, plain))
     torch._dynamo.reset()
     for one, other in zip((*compiled, *found), (*plain, *right), strict=True):

@@ -1,5 +1,6 @@
 """torch_metal_attn.masks and scores against what they are defined by, written out."""
 
+import copy
 import math
 import pickle
 
@@ -139,14 +140,27 @@ SCORES = {
 
 @each_case("name", SCORES)
 def test_scores(name):
+    """Also after pickling, as a model that is saved whole needs."""
     mod, written = SCORES[name]
+    again = pickle.loads(pickle.dumps(mod))
     score = torch.tensor(0.7)
     for q, kv in ((0, 0), (3, 9), (9, 3), (0, 23), (23, 0), (17, 5), (5, 17)):
         for h in (0, 1):
-            position = (torch.tensor(x) for x in (0, h, q, kv))
-            torch.testing.assert_close(
-                torch.as_tensor(mod(score, *position)), torch.as_tensor(written(score, h, q, kv))
-            )
+            position = [torch.tensor(x) for x in (0, h, q, kv)]
+            found = mod(score, *position)
+            torch.testing.assert_close(found, torch.as_tensor(written(score, h, q, kv)))
+            assert torch.equal(found, again(score, *position))
+
+
+def test_a_copy_of_a_model_has_its_own_slopes():
+    model = torch.nn.Module()
+    model.slopes = torch.nn.Parameter(SLOPES.clone())
+    model.mod = scores.alibi(model.slopes)
+    copied = copy.deepcopy(model)
+    position = [torch.tensor(x) for x in (0, 1, 3, 9)]
+    copied.mod(torch.tensor(0.7), *position).backward()
+    assert model.slopes.grad is None
+    assert copied.slopes.grad.tolist() == [0.0, -6.0]
 
 
 def test_in_the_kernel():

@@ -79,6 +79,7 @@ CASES = {
 def test_values(subject, device):
     """Of softmax also in place."""
     calls = MASK.values() if "masks" in subject else ("softmax", "softmax_")
+    calls = ("softmax",) if subject == "many rows" else calls
     for call in calls:
         judge(*(Softmax(**{"call": call} | fields) for fields in CASES[subject]), device=device)
 

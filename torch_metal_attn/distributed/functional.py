@@ -9,6 +9,7 @@ from torch_metal_attn.call.arguments import (
     Window,
     check_rank,
     check_tensors,
+    check_values,
     flag,
     number,
     only_given,
@@ -21,6 +22,7 @@ from torch_metal_attn.distributed import group as groups
 from torch_metal_attn.distributed.calls import Visible
 from torch_metal_attn.distributed.layout import bounds_of, check_layout, checksum, shares_of_all
 from torch_metal_attn.distributed.ring import Problem, RingAttention
+from torch_metal_attn.ops.differentiation import transforming
 from torch_metal_attn.ops.refusals import untraced
 
 _NAMES = ArgumentNames(heads_third=True)
@@ -78,8 +80,8 @@ def ring_attention(
         (Hq, T), float32.
 
     Raises:
-        NotImplementedError: dropout, or alibi_slopes that requires grad; a second derivative, when
-            it is asked for.
+        NotImplementedError: dropout, or alibi_slopes that requires grad; a transform of torch.func;
+            a second derivative, when it is asked for.
         TypeError: an argument of another type.
         ValueError: a value that is not supported, here or on another process, or that differs
             between the processes. Arguments are exchanged first, so every process raises.
@@ -89,6 +91,12 @@ def ring_attention(
     with groups.Agreement(ring, "ring_attention") as agreement:
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             check_rank(name, tensor, "(T, H, D)" if packed else "(B, L, H, D)")
+            check_values(name, tensor)
+        if transforming():
+            raise NotImplementedError(
+                "ring_attention does not work in torch.func's transforms: for gradients use "
+                "autograd, such as loss.backward()"
+            )
         check_layout(layout)
         q, k, v = autocast(q, k, v)
         return_lse = flag("return_lse", return_lse)

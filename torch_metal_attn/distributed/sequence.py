@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_tensor, whole
+from torch_metal_attn.call.arguments import check_tensor, check_values, whole
 from torch_metal_attn.distributed import group as groups
 from torch_metal_attn.distributed.layout import (
     bounds_of,
@@ -77,7 +77,7 @@ def unshard_sequence(
     """
     ring = groups.ring(group)
     with groups.Agreement(ring, "unshard_sequence") as agreement:
-        check_tensor("x", x)
+        check_values("x", x)
         check_layout(layout)
         if torch.is_grad_enabled() and x.requires_grad:
             raise NotImplementedError("x requires grad; unshard_sequence has no gradient: detach x")

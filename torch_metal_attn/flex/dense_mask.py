@@ -1,5 +1,6 @@
 """A BlockMask of a plain bool mask."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,17 +55,18 @@ def block_mask(
     # Blocks over the edge of the mask are partial, as in create_block_mask.
     full = seen == q_block * kv_block
 
-    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        places = (b, h, q_idx, kv_idx)
-        return mask[tuple(i if n > 1 else 0 * i for i, n in zip(places, mask.shape, strict=True))]
-
     return BlockMask.from_kv_blocks(
         *_listed((seen > 0) & ~full),
         *_listed(full),
         BLOCK_SIZE=(q_block, kv_block),
-        mask_mod=mask_mod,
+        mask_mod=partial(_seen, mask),
         seq_lengths=(q_length, kv_length),
     )
+
+
+def _seen(mask: Tensor, *places: Tensor) -> Tensor:
+    """The mask_mod, in a form that can be pickled. places: b, h, q_idx and kv_idx."""
+    return mask[tuple(i if n > 1 else 0 * i for i, n in zip(places, mask.shape, strict=True))]
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

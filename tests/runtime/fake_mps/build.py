@@ -24,8 +24,7 @@ FAKE = "TORCH_METAL_ATTN_FAKE_MPS"  # what the sources that differ on the fake s
 # last keeps no text of errors either, as torch before 2.13.
 VARIANTS = {"bytes": ["-DFAKE_SET_BYTES"], "member": ["-DFAKE_MEMBER"], "tensor": []}
 
-# What most of the sources include, and what takes long to compile.
-PRECOMPILED = ("torch/csrc/stable/ops.h", "mutex", "sstream")
+EXTENSION = ROOT / "build/editable"
 
 
 class FakeMps:
@@ -173,6 +172,7 @@ def _flags(optimisation: str) -> list[str]:
         "-DTORCH_TARGET_VERSION=0x020a000000000000",
         f"-I{ROOT}",
         *(f"-isystem{path}" for path in include_paths()),
+        *precompiled(),
     ]
 
 
@@ -192,23 +192,36 @@ def _build(
 
 
 def of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
-    """The extension's own objects of those sources that are the same on the fake shim.
+    """The extension's own objects of those sources for which ninja finds them up to date.
 
-    Only if ninja finds them up to date, and made against this torch.
+    Only if they were made against this torch.
     """
-    folder = ROOT / "build/editable"
-    rules = folder / "build.ninja"
+    rules = EXTENSION / "build.ninja"
     # As in the Makefile: this environment's before others.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     ninja = shutil.which("ninja", path=path)
     if ninja is None or not rules.exists():
         return {}
-    dry_run = subprocess.run([ninja, "-C", folder, "-n"], capture_output=True, text=True)
+    dry_run = subprocess.run([ninja, "-C", EXTENSION, "-nv"], capture_output=True, text=True)
     text = rules.read_text()
-    if "no work to do" not in dry_run.stdout or not all(name in text for name in include_paths()):
+    if dry_run.returncode != 0 or not all(name in text for name in include_paths()):
         return {}
-    objects = {s: folder / s.relative_to(ROOT).with_suffix(".o") for s in sources}
-    return {s: o for s, o in objects.items() if o.exists() and FAKE not in s.read_text()}
+    objects = {s: EXTENSION / s.relative_to(ROOT).with_suffix(".o") for s in sources}
+    stale = set(dry_run.stdout.split())
+    return {s: o for s, o in objects.items() if o.exists() and str(o) not in stale}
+
+
+def precompiled() -> list[str]:
+    """Options of GCC, also of -O0, with which it takes the extension's precompiled header.
+
+    Macros must be those of its build. A header that does not fit is included as text.
+    """
+    header = EXTENSION / "torch.h"
+    if not header.exists():
+        return []
+    macros = ["-DNDEBUG", "-DTORCH_API_INCLUDE_EXTENSION_H", "-DTORCH_EXTENSION_NAME=_C"]
+    macros += ["-DPy_LIMITED_API=0x030A0000", "-D__OPTIMIZE__=1", "-U__NO_INLINE__"]
+    return [*macros, "-include", str(header)]
 
 
 def _compile_and_link(
@@ -228,7 +241,8 @@ def _compile_and_link(
         *ROOT.glob("csrc/tiles/*.cpp"),
         *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),
     ]
-    objects = of_the_extension(shared)
+    same = [source for source in shared if FAKE not in source.read_text()]
+    objects = of_the_extension(same)
     jobs = {
         folder / f"{source.parent.name}_{source.stem}.o": (source, [f"-D{FAKE}"])
         for source in shared
@@ -243,13 +257,10 @@ def _compile_and_link(
         jobs |= library_jobs
 
     flags = _flags(optimisation)
-    header = folder / "torch.h"
-    header.write_text("".join(f"#include <{name}>\n" for name in PRECOMPILED))
-    _run([compiler(), *flags, "-x", "c++-header", header, "-o", header.with_suffix(".h.gch")])
 
     def compile_one(output: Path) -> None:
         source, defines = jobs[output]
-        _run([compiler(), *flags, *defines, "-include", header, "-c", source, "-o", output])
+        _run([compiler(), *flags, *defines, "-c", source, "-o", output])
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compile_one, jobs))

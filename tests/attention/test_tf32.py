@@ -119,7 +119,6 @@ FORWARDS = [
     # Two chains of scores, Q read again, a last slice of V that passes its end by a span.
     case(kv_length=101, q_length=77, head_dim=136, v_head_dim=288, causal=True, **FORWARD),
     case(**GROUPED | {"head_dim": 64}, cache="paged", format="q8_0"),
-    case(**GROUPED | {"head_dim": 64}, cache="paged", format="fp8_e4m3"),
     case(**PACKED, cache="paged", page=24, cache_dtype="float16", window_size_left=30),
 ]
 BACKWARDS = [

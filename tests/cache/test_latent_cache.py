@@ -235,7 +235,7 @@ def shifted(layer):
 
 REFUSED = [
     (lambda c: one(format="q5"), "format is 'q5'; it must be one of"),
-    (lambda c: LatentCache(2, 4, 48, 16, format="q8_0"), "head_dim is 48; q8_0 needs a multiple"),
+    (lambda c: LatentCache(2, 4, 48, 16, format="q8_0"), "latent_dim is 48; q8_0 needs a multiple"),
     (lambda c: LatentCache(2, 4, 0, 16), "latent_dim is 0; it must be at least 1"),
     (lambda c: LatentCache(2, 4, 8, -1), "rotary_dim is -1; it must be at least 0"),
     (

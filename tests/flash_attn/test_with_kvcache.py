@@ -250,6 +250,22 @@ def test_gradient_of_any_argument(name, q_length):
 
 
 @pytest.mark.parametrize("q_length", [1, MANY])
+@pytest.mark.parametrize("new", [None, 1])
+def test_autocast(new, q_length):
+    """New rows and queries are cast. A cache is written in place, so it must have the dtype."""
+    q, k_cache, v_cache, *rows = make(q_length=q_length, new=new)
+    halves = [None if x is None else x.bfloat16() for x in (q, k_cache, v_cache, *rows)]
+    written = [x.clone() for x in halves[1:3]]
+    expected = flash_attn_with_kvcache(*halves, cache_seqlens=40)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = flash_attn_with_kvcache(q, *written, *rows, cache_seqlens=40)
+        with pytest.raises(ValueError, match=r"v_cache has dtype .*, and autocast casts q"):
+            flash_attn_with_kvcache(q, written[0], v_cache, *rows, cache_seqlens=40)
+    for found, right in zip((actual, *written), (expected, *halves[1:3]), strict=True):
+        assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("q_length", [1, MANY])
 def test_gradient_in_a_graph(q_length):
     compiled = torch.compile(flash_attn_with_kvcache, backend="eager", fullgraph=True)
     q, k_cache, v_cache, *_ = make(q_length=q_length)

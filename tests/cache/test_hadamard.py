@@ -168,12 +168,11 @@ CACHES = {
 }
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("kind", CACHES)
 def test_caches(kind):
-    """append and decode_step, and the function over a layer's tensors.
+    """append and decode_step, and the function over a layer's tensors, by the CPU's own kernels.
 
-    test_recent.py has the other caches.
+    test_recent.py has such caches in the simulator, and StaticKVCache.
     """
     cache = CACHES[kind](format="q8_0", hadamard=64)
     layer = cache.layers[0]

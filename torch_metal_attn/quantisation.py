@@ -82,6 +82,13 @@ def hadamard(x: Tensor, size: int) -> Tensor:
         return (x.float().unflatten(-1, (-1, size)) @ matrix).flatten(-2).to(x.dtype)
 
 
+def check_columns(name: str, columns: int, format: str) -> None:
+    """Raise ValueError if the format has no whole scales for so many columns."""
+    shared = shared_columns(format)
+    if columns % shared != 0:
+        raise ValueError(f"{name} is {columns}; {format} needs a multiple of {shared}")
+
+
 def check_hadamard(size: int, columns: dict[str, int], name: str = "hadamard") -> int:
     """size, if it is 0 or a block that divides the columns; they are named in the error."""
     size = arguments.whole(name, size)
@@ -307,9 +314,8 @@ def sizes(format: str, head_dim: int) -> tuple[int, int]:
     head_dim = arguments.natural("head_dim", head_dim)
     if format == "fp8_e4m3":
         return head_dim, 0
+    check_columns("head_dim", head_dim, format)
     shared = shared_columns(format)
-    if head_dim % shared != 0:
-        raise ValueError(f"head_dim is {head_dim}; {format} needs a multiple of {shared}")
     if format in _GROUPED:
         return head_dim // 8 * (3 if DTYPES[format] == torch.uint8 else 1), 2 * head_dim // shared
     return head_dim if format == "q8_0" else head_dim // 2, head_dim // BLOCK

@@ -90,6 +90,7 @@ def flash_attn_with_kvcache(
         k_cache: (Bc, Lk, Hkv, D), or with block_table (pages, page, Hkv, D). It has q's dtype, is
             float16 or bfloat16 with q in float32 (then `out` is float32, and k and v are rounded as
             they are written), or is quantised: int8, uint8 or float8_e4m3fn, see `quantisation`.
+            Autocast casts q, k and v, and no cache: it must have autocast's dtype.
         v_cache: as k_cache, with Dv.
         k: (B, Lnew, Hkv, D) in q's dtype, or None.
         v: (B, Lnew, Hkv, Dv), or None.
@@ -174,6 +175,8 @@ def flash_attn_with_kvcache(
     check_rank("k_cache", k_cache, "(B, L, H, D)")
     check_rank("v_cache", v_cache, "(B, L, H, D)")
     (query,) = autocast(q)
+    if query.dtype != q.dtype:
+        _check_autocast(query.dtype, k_cache=k_cache, v_cache=v_cache)
     seqlens = lengths_tensor(cache_seqlens, q if cu_seqlens_q is None else cu_seqlens_q[1:])
     causal, limits = flag("causal", causal), window(window_size)
     return_softmax_lse = flag("return_softmax_lse", return_softmax_lse)
@@ -313,6 +316,16 @@ def _check_apart(q: Tensor, **caches: Tensor) -> None:
         if spans_overlap(q, cache):
             raise ValueError(
                 f"q may share elements with {name}, which is written in place; call q.clone() first"
+            )
+
+
+def _check_autocast(dtype: torch.dtype, **caches: Tensor) -> None:
+    """Raise ValueError if queries that autocast has cast do not fit a cache, which is not cast."""
+    for name, cache in caches.items():
+        if cache.dtype in quantisation.ELEMENTS and cache.dtype != dtype:
+            raise ValueError(
+                f"{name} has dtype {cache.dtype}, and autocast casts q, k and v to {dtype}: make "
+                "the caches in that dtype, or call it where autocast is off"
             )
 
 

@@ -15,7 +15,7 @@ HOME = 16
 
 INTERLEAVED = {"rotary": "qk", "rotary_interleaved": True}
 ALIKE = [
-    *((1, "bfloat16", {}), (64, "float32", {}), (64, "float16", {}), (128, "bfloat16", {})),
+    *((1, "bfloat16", {}), (64, "float16", {}), (128, "bfloat16", {})),
     (256, "bfloat16", {"learnable_sink": "bfloat16"}),
 ]
 # Of q and k, and of v; slices of gradients, of which the last is narrower, or many are empty.
@@ -28,10 +28,8 @@ DIFFERENT = [
 ODD = [(1, 1, BF16), (12, 12, F32), (40, 385, BF16)]
 # What the forward has besides, whose kernels are fewer.
 ALIKE_FORWARD = [
-    *((64, "bfloat16", {}), (192, "float32", {}), (257, "float32", {}), (128, "float32", {})),
+    *((192, "float32", {}), (257, "float32", {})),
     (65, "float16", {"rotary": "qk", "rotary_columns": 64}),
     (129, "bfloat16", INTERLEAVED | {"rotary_columns": 128}),
 ]
-DIFFERENT_FORWARD = [
-    *((512, 64, "float32"), (64, 512, "bfloat16"), (8, 256, "float32"), (511, 511, "float16")),
-]
+DIFFERENT_FORWARD = [(64, 512, "bfloat16"), (8, 256, "float32"), (511, 511, "float16")]

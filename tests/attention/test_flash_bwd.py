@@ -201,14 +201,13 @@ def test_what_lies_outside_the_keys_never_shows(first, end, causal, head_dim, dt
         assert (gradient.transpose(1, 2)[outside] == 0).all()
 
 
-# Of the inputs and of a mask.
-MASKED = [(F16, torch.bool), (F16, F32), (F32, BF16)]
+MASKED = [torch.bool, F32]
 
 
-@pytest.mark.parametrize("dtype, mask_dtype", MASKED)
-def test_masked_rows(dtype, mask_dtype, device):
+@pytest.mark.parametrize("mask_dtype", MASKED)
+def test_masked_rows(mask_dtype, device):
     """Of nothing but hidden keys: no gradient, and nothing for the keys. No NaN of inf - inf."""
-    (q, k, v), _ = problem("plain", dtype)
+    (q, k, v), _ = problem("plain")
     hides = False if mask_dtype == torch.bool else -math.inf
     mask = random_mask(2, 4, 77, 101, dtype=mask_dtype)
     mask[:, :, 5:40] = mask[0, 2] = mask[1] = hides
@@ -230,11 +229,12 @@ def test_rows_of_a_sink_alone(device):
 # --- large and not finite ---
 
 
-@pytest.mark.parametrize("dtype, softcap", [(F16, 0.0), (F32, 0.3), (F32, 20.0)])
-def test_large_scores(dtype, softcap, device):
+@pytest.mark.parametrize("softcap", [0.0, 0.3, 20.0])
+def test_large_scores(softcap, device):
     """Weights of one key each, far beyond float16's range; tanh of the cap is saturated."""
-    (q, k, v), _ = problem("plain", dtype)
-    options = {"softcap": softcap, "dlse": False, "own_forward": True}
+    (q, k, v), options = problem("causal")
+    options |= SCORES | {"softcap": softcap} if softcap else {}
+    options |= {"own_forward": True}
     dq, dk, _, _ = check_flash_bwd(100 * q, 100 * k, v, **options, device=device)
     assert dq.isfinite().all()
     assert dk.isfinite().all()

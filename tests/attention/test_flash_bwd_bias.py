@@ -24,11 +24,13 @@ from torch_metal_attn.testing.judge import normal
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": HOME}
 WHOLE = (2, 4, 77, 101)
 SLOPES = torch.tensor([0.3, 0.1, 0.02, 0.5])
+# As test_values.py has slopes.
+SCORES = {"softcap": 2.0, "learnable_sink": torch.tensor([3.0, 1.0, -1.0, 5.0])}
 PACKED = ([40, 0, 77, 1], [50, 3, 64, 1])
 
 
-def problem(dtype=torch.float32, **shape):
-    return make_qkv(**SHAPE | shape, dtype=dtype)
+def problem(**shape):
+    return make_qkv(**SHAPE | shape, dtype=torch.float16)
 
 
 def make_gradients_of(q, v):
@@ -45,7 +47,7 @@ def make_gradients_of(q, v):
         {"attn_bias": normal(2, 1, 77, 1).expand(WHOLE)},
         {"attn_bias": normal(2, 4, 80, 110)[:, :, 2:79, 9:]},
         {"attn_bias": normal(2, 4, 154, 101)[:, :, ::2]},
-        {"alibi_slopes": torch.stack([SLOPES, 2 * SLOPES, SLOPES])[::2]},
+        SCORES | {"alibi_slopes": torch.stack([SLOPES, 2 * SLOPES, SLOPES])[::2]},
     ],
 )
 def test_any_dimensions_and_strides(options, device):
@@ -79,19 +81,17 @@ def test_lowest_and_infinite_biases(device):
     assert (found[:, :, 10:20] == 0).all()
 
 
-@pytest.mark.parametrize("sizes", [(4, 4, 80, 71), (4, 1, 1)])
-def test_packed(sizes, device):
+def test_packed(device):
     """With rows of no sequence; parts of the bias beyond a sequence's lengths have none."""
     shape = {"heads": 4, "kv_heads": 2, "head_dim": HOME, "dtype": torch.float16}
     q, k, v, *packing = make_packed(*PACKED, **shape)
     q = torch.cat([q, torch.full_like(q[:9], math.nan)])
     packing[2:] = [80, 71]
-    options = {"causal": True, "alibi_slopes": SLOPES, "attn_bias": normal(*sizes)}
+    options = {"causal": True, "alibi_slopes": SLOPES, "attn_bias": normal(4, 4, 80, 71)}
     found = check_bias(q, k, v, *packing, **options, device=device)["attn_bias"]
-    if len(sizes) == 4:
-        for b, (rows, keys) in enumerate(zip(*PACKED, strict=True)):
-            assert (found[b, :, rows:] == 0).all()
-            assert (found[b, :, :, keys:] == 0).all()
+    for b, (rows, keys) in enumerate(zip(*PACKED, strict=True)):
+        assert (found[b, :, rows:] == 0).all()
+        assert (found[b, :, :, keys:] == 0).all()
 
 
 def test_no_rows(device):
@@ -134,8 +134,8 @@ def test_partial_results_are_linear_in_the_bias(dtype):
 
 def test_two_runs_have_the_same_bits(device):
     q, k, v = problem(q_length=200)
-    for options in ({"attn_bias": normal(101), "causal": True}, {"alibi_slopes": SLOPES}):
-        given = (*make_gradients_of(q, v), q, k, v, [], device, options)
+    for options in ({"attn_bias": normal(101)}, SCORES | {"alibi_slopes": SLOPES}):
+        given = (*make_gradients_of(q, v), q, k, v, [], device, options | {"causal": True})
         first, second = (run_ops(*given) for _ in range(2))
         assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -171,6 +171,6 @@ def test_registration(op):
 
 @pytest.mark.parametrize("sizes", [WHOLE, (101,), (1, 77, 1)])
 def test_the_cpu_without_the_simulator(sizes):
-    check_bias(*problem(torch.float16), attn_bias=normal(*sizes), alibi_slopes=SLOPES, device="cpu")
+    check_bias(*problem(), attn_bias=normal(*sizes), alibi_slopes=SLOPES, device="cpu")
     packed = make_packed(*PACKED, heads=4, kv_heads=2, head_dim=HOME)
     check_bias(*packed, attn_bias=normal(77, 64), alibi_slopes=SLOPES, device="cpu")

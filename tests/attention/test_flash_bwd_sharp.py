@@ -8,9 +8,9 @@ from tests.attention.flash_bwd_sharp import SHARP, check_sharp, sharp_qkv
 from tests.attention.flash_fwd_check import DTYPES, make_qkv, pack
 from tests.attention.head_dims import HOME
 
-# All dtypes where kernels are shared; else one, and what the mutants share.
+# Both sizes of elements where kernels are shared; else one, and what the mutants share.
 CASES = [
-    *((name, dtype) for name in ("values to 9", "offset values") for dtype in DTYPES),
+    *((name, dtype) for name in ("values to 9", "offset values") for dtype in DTYPES[:2]),
     ("torch's sample", torch.float32),
     ("first rows", torch.float16),
     *((name, torch.float16) for name in ("everything", "large sinks")),
@@ -31,8 +31,9 @@ def test_the_cpu_without_the_simulator(name, dtype):
 @pytest.mark.parametrize(
     "dtype, options",
     [
-        *((dtype, {}) for dtype in DTYPES),
-        *((dtype, {"window_size_left": 0, "window_size_right": 0}) for dtype in DTYPES[:2]),
+        (dtype, options)
+        for dtype in DTYPES[:2]
+        for options in ({}, {"window_size_left": 0, "window_size_right": 0})
     ],
 )
 def test_one_visible_key(dtype, options, device):
@@ -61,7 +62,9 @@ def test_weights_of_huge_scores_add_up(device):
 def test_packed(device):
     """With an empty sequence, and rows of no sequence."""
     lengths = [(21, 70), (0, 3), (5, 1)]
-    sequences = [sharp_qkv(q_length=rows, kv_length=keys) for rows, keys in lengths]
+    sequences = [
+        [x.half() for x in sharp_qkv(q_length=rows, kv_length=keys)] for rows, keys in lengths
+    ]
     q, cu_seqlens_q, max_seqlen_q = pack([sequence[0] for sequence in sequences])
     k, cu_seqlens_k, max_seqlen_k = pack([sequence[1] for sequence in sequences])
     v, _, _ = pack([sequence[2] for sequence in sequences])

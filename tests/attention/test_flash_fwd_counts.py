@@ -81,7 +81,18 @@ SEEN = {
 }
 
 
+@pytest.fixture
+def votes_of_masks(monkeypatch):
+    """A vote planted where keys are hidden counts how often a SIMD group gets there."""
+    text = shaders.source("flash_fwd")
+    begin = "METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row,"
+    start = text.index("const thread {", text.index(begin)) + len("const thread {")
+    counted = f"{text[:start]} if (simd_any(column < 0)) {{ return; }} {text[start:]}"
+    monkeypatch.setattr(shaders, "source", lambda family: counted)
+
+
 @pytest.mark.parametrize("case", SEEN)
+@pytest.mark.usefixtures("votes_of_masks")  # so that both tests have the same kernels
 def test_work_is_proportional_to_the_keys_that_are_seen(case):
     """Blocks that no query of the tile sees are not staged, wherever they are."""
     options, (first, end) = SEEN[case]
@@ -108,14 +119,8 @@ def test_a_simdgroup_passes_over_blocks_that_its_queries_do_not_see():
 
 
 @pytest.mark.parametrize("kv_length", [1024, 2048])
-def test_blocks_that_are_wholly_visible_run_no_mask_code(kv_length, monkeypatch):
-    """A vote planted where keys are hidden counts how often a SIMD group gets there."""
-    text = shaders.source("flash_fwd")
-    begin = "METAL_FUNC void apply(thread RegisterTile<float, ROWS, COLUMNS>& scores, int row,"
-    start = text.index("const thread {", text.index(begin)) + len("const thread {")
-    counted = f"{text[:start]} if (simd_any(column < 0)) {{ return; }} {text[start:]}"
-    monkeypatch.setattr(shaders, "source", lambda family: counted)
-
+@pytest.mark.usefixtures("votes_of_masks")
+def test_blocks_that_are_wholly_visible_run_no_mask_code(kv_length):
     def votes(**options):
         return counters(kv_length, **options).votes
 

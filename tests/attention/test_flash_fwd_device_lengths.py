@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_check import make_packed, make_qkv
+from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
 from tests.cache.kv_caches import paged
 from torch_metal_attn import simulate
@@ -26,11 +27,11 @@ def after_the_checks(monkeypatch, tensor, values):
     monkeypatch.setattr(engine, "run", run_with_bad_values)
 
 
-# Numbers of each sequence that are good, and the first that is not.
+# Numbers of each sequence that are good, the first that is not, and what stands beside them.
 NUMBERS = {
-    "seqused_k": ([60, 30, 65], 66),
-    "leftpad_k": ([60, 30, 65], 66),
-    "cache_batch_idx": ([2, 0, 1], 3),
+    "seqused_k": ([60, 30, 65], 66, {"leftpad_k": ints(0, 0, 0)}),
+    "leftpad_k": ([60, 30, 65], 66, {"seqused_k": ints(65, 65, 65)}),
+    "cache_batch_idx": ([2, 0, 1], 3, {}),
 }
 
 
@@ -38,13 +39,13 @@ NUMBERS = {
 @pytest.mark.parametrize("name", NUMBERS)
 def test_number_of_a_sequence(name, bad, monkeypatch):
     q, k, v = make_qkv(batch=3, head_dim=HOME, dtype=torch.float16)
-    good, first_bad = NUMBERS[name]
-    numbers = torch.tensor(good).int()
+    good, first_bad, others = NUMBERS[name]
+    options = others | {name: (numbers := ints(*good))}
     with simulate(check=True):
-        expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, k, v, **{name: numbers})
+        expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
         bad = first_bad if bad is None else bad
         after_the_checks(monkeypatch, numbers, [good[0], bad, good[2]])
-        out, lse = torch.ops.metal_attn.flash_fwd(q, k, v, **{name: numbers})
+        out, lse = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
     assert out[1].isnan().all()
     assert lse[1].isnan().all()
     assert torch.equal(out[::2], expected[::2])

@@ -78,12 +78,15 @@ def test_every_operand(dim):
 
 def test_columns_of_a_mask():
     q, k, v = make_qkv(1, 2, 2, 5, 33, 16, dtype=torch.float16)
-    for name, dtype in (("attn_mask", torch.bool), ("attn_bias", torch.float16)):
-        mask = random_mask(5, 33, dtype=dtype)
-        with simulate():
-            expected, _ = torch.ops.metal_attn.flash_fwd(q, k, v, **{name: mask})
-            out, _ = torch.ops.metal_attn.flash_fwd(q, k, v, **{name: spread(mask, 1)})
-        assert torch.equal(out, expected)
+    options = {
+        "attn_mask": random_mask(5, 33),
+        "attn_bias": random_mask(5, 33, dtype=torch.float16, hidden=0),
+    }
+    with simulate():
+        expected, _ = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
+        for name in options:
+            far = options | {name: spread(options[name], 1)}
+            assert torch.equal(torch.ops.metal_attn.flash_fwd(q, k, v, **far)[0], expected)
 
 
 def test_packed_rows():

@@ -37,6 +37,14 @@ REFUSED = [
         "v_format is 'q5'; it must be one of q8_0",
     ),
     (lambda c: make(format="q8_0"), "head_dim is 8; q8_0 needs a multiple of 32"),
+    (
+        lambda c: PagedKVCache(1, 4, 2, 64, 48, format="q8_0", v_format="q4_g64"),
+        "v_head_dim is 48; q4_g64 needs a multiple of 64",
+    ),
+    (
+        lambda c: StaticLatentCache(1, 4, 64, 16, format="q8_0"),
+        r"latent_dim \+ rotary_dim is 80; q8_0 needs a multiple of 32",
+    ),
     (lambda c: make(k_scale=torch.ones(2)), "k_scale is given and its format is None; leave"),
     (lambda c: make(v_format="q4_g32"), "v_format is 'q4_g32' with no format; leave it"),
     (lambda c: c.append([7], some_rows(), some_rows()), "there is no sequence 7"),

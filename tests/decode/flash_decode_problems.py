@@ -3,7 +3,6 @@
 import ctypes
 import math
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -16,12 +15,11 @@ from tests.attention.flash_fwd_check import (
 )
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.cache.append_check import check_equal, same_memory
 from tests.cache.kv_caches import paged, quantised, with_nan_tails
-from tests.decode.test_decode_step import check, ops, problem
+from tests.decode.step_cases import check_step
+from tests.decode.test_decode_step import ops, problem
 from tests.helpers import shader_params
 from torch_metal_attn import simulate
-from torch_metal_attn.ops import decode_step
 from torch_metal_attn.reference import varlen_attention
 from torch_metal_attn.simulator import engine
 from torch_metal_attn.testing.judge import on, worst_of
@@ -348,31 +346,31 @@ def impossible_entries():
 
 def step():
     """New keys of two sequences, behind a padding, q and k rotated."""
-    shape = {"rotary_dim": 32, "length": 3, "leftpad": [2, 5]}
-    check(problem(**shape), "cpu", causal=True)
-    check(problem(**shape), "cpu", rotate_q_by_token=False, rotary_from_leftpad=False)
+    padded = {"length": 3, "leftpad_k": (2, 5), "rotary_columns": 32}
+    check_step(**padded, causal=True)
+    check_step(**padded, by_token=False, rotary_from_leftpad=False)
 
 
 def step_of_splits():
     """New keys in a step that the old ones have begun; in any order of splits."""
     for num_splits, seed in ((2, 0), (3, 0), (2, 1), (2, 2), (2, 3)):
-        tensors = problem(length=5, capacity=300, seqlens=[170, 250])
+        sizes = {"length": 5, "capacity": 320, "lengths": (170, 250)}
         with simulate(check=True, seed=seed, workers=1):
-            check(tensors, "cpu", causal=True, num_splits=num_splits)
+            check_step(**sizes, causal=True, num_splits=num_splits)
 
 
 def step_of_tiles():
     """More rows than a threadgroup has at once."""
-    tensors = problem(length=16, q_heads=16, kv_heads=1, rotary_dim=32, capacity=64)
-    check(tensors, "cpu", causal=True)
+    check_step(length=16, heads=16, kv_heads=1, rotary_columns=32, causal=True)
 
 
 def step_in_pages():
-    check(problem(length=3, page=5, seqlens=[6, 23]), "cpu", causal=True)
+    sizes = {"page": 5, "capacity": 65, "lengths": (6, 23)}
+    check_step(length=3, cache="paged", **sizes, causal=True)
 
 
 def step_of_indices():
-    check(problem(length=3, cache_batch_idx=[3, 0]), "cpu", causal=True)
+    check_step(length=3, cache="indexed", causal=True)
 
 
 def check_alone(run, tensor, bad):
@@ -433,11 +431,9 @@ LENGTHS = (3, 0, 5, 1), (60, 5, 70, 1)
 
 def packed():
     """Numbers of queries that differ, none among them, and rows of no sequence."""
-    check_packed(*LENGTHS, causal=True)
-    check_packed(*LENGTHS, causal=True, num_splits=3)
     sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
-    for num_splits in (1, 2):
-        check_packed(*LENGTHS, learnable_sink=sink, num_splits=num_splits)
+    for num_splits in (1, 3):
+        check_packed(*LENGTHS, causal=True, learnable_sink=sink, num_splits=num_splits)
 
 
 def packed_alone():
@@ -472,20 +468,6 @@ def impossible_packed():
             assert out[3:].isnan().any()
 
 
-def packed_step(shape=None, new=None, **options):
-    """decode_step of packed rows leaves, and returns, what its parts do by sequence."""
-    lengths = (3, 0, 5, 1)
-    made = packed_step_of(lengths, new or lengths, **shape or {})
-    mine, theirs = ({n: same_memory(x) for n, x in made.items()} for _ in range(2))
-    sizes = {"max_seqlen_q": max(lengths)}
-    out, lse = ops.decode_step(**mine, **sizes, num_splits=1, **options)
-    expected, expected_lse = in_parts(theirs, sizes, options)
-    check_equal(mine, theirs)
-    # A kernel that rotates q may have another tile.
-    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(lse, expected_lse)
-
-
 def packed_step_of(lengths, new, *, rotary_dim=32, **shape):
     """decode_step's tensors: those of a dense problem of four sequences, with packed new rows."""
     tensors = problem(batch=4, length=5, seqlens=(13, 20, 2, 9), rotary_dim=rotary_dim, **shape)
@@ -499,29 +481,13 @@ def packed_step_of(lengths, new, *, rotary_dim=32, **shape):
     return tensors
 
 
-def in_parts(given, sizes, options):
-    """append_kv of one sequence after another, and flash_decode of all."""
-    t = dict(given)
-    ends = t["cu_seqlens_q"].tolist()
-    new_ends = t.pop("cu_seqlens_k_new", t["cu_seqlens_q"])
-    packing = sizes | {"cu_seqlens_q": t.pop("cu_seqlens_q")}
-    q, k, v = (t.pop(name) for name in "qkv")
-    queries = []
-    for b, rows in enumerate(slice(*x) for x in pairwise(new_ends.tolist())):
-        own = decode_step._of_sequence(b, t)
-        one = {"k": decode_step._dense(k, rows), "v": decode_step._dense(v, rows)}
-        queries.append(decode_step._dense(q, slice(*ends[b : b + 2])).clone())
-        ops.append_kv(**one, **own, q=queries[-1] if "rotary_cos" in own else None)
-    q = torch.cat([x[0].transpose(0, 1) for x in queries])
-    where = {n: x for n, x in t.items() if n in ("block_table", "k_scale", "v_scale")}
-    where |= {"seqused_k": t["cache_seqlens"] + new_ends.diff(), "num_splits": 1}
-    return ops.flash_decode(q, t["k_cache"], t["v_cache"], **where, **packing, **options)
-
-
 def packed_steps():
-    packed_step(causal=True)
-    packed_step({"page": 5}, causal=True)
-    packed_step(new=(1, 2, 5, 0), causal=True)
+    """As many new rows as queries, also in pages; and other numbers of them."""
+    options = {"lengths": (13, 20, 2, 9), "rotary_columns": 32, "causal": True}
+    as_many = (3, 3), (0, 0), (5, 5), (1, 1)
+    check_step(packed=as_many, **options)
+    check_step(packed=as_many, cache="paged", page=5, capacity=65, **options)
+    check_step(packed=((1, 3), (2, 2), (0, 5), (3, 4)), **options)
 
 
 def impossible_packed_step():

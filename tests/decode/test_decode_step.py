@@ -1,4 +1,4 @@
-"""decode_step against rope, append_kv and flash_decode one after another: the same bits."""
+"""decode_step: new rows for a cache and attention to it, in one dispatch or two."""
 
 import pytest
 import torch
@@ -6,97 +6,26 @@ import torch
 from tests.attention.flash_fwd_options import ints, random_mask
 from tests.attention.held_cases import hold
 from tests.cache.append_check import check_equal, make, normal, place_of, same_memory
-from torch_metal_attn import quantisation, simulate
-from torch_metal_attn.testing import Step
+from tests.decode.step_cases import step
+from torch_metal_attn import simulate
+from torch_metal_attn.testing.judge import on
 
 ops = torch.ops.metal_attn
 HEADS = {"q_heads": 4, "kv_heads": 2}
 
 
 def problem(*, rotary_dim=None, seqlens=(13, 20), q_length=None, **shape):
-    """What append_kv is given, with keys in the cache before, and q that is rotated or not."""
+    """What append_kv is given, q that is rotated or not, and in the cache normal keys before."""
     made = make(rotary_dim=rotary_dim, seqlens=list(seqlens), q_length=q_length, **HEADS | shape)
-    for name in ("k", "v"):
-        fill(made, name)
-    return made.tensors
+    tensors = made.tensors
+    for name in ("k_cache", "v_cache"):
+        _, heads, _, columns = tensors[name].shape
+        for b, length in enumerate(seqlens):
+            old = normal(heads, length, columns, dtype=tensors["k"].dtype, seed=b + 50)
+            tensors[name][place_of(tensors, b, 0)[0], :, :length] = old
+    return tensors
 
 
-def fill(made, name):
-    """Normal keys up to each sequence's length, in what is else NaN."""
-    tensors, cache = made.tensors, made.tensors[f"{name}_cache"]
-    scale = tensors.get(f"{name}_scale")
-    columns = tensors[name].shape[3]
-    for b, length in enumerate(tensors["cache_seqlens"].tolist()):
-        old = normal(1, cache.shape[1], length, columns, dtype=tensors["k"].dtype, seed=b + 50)
-        data, found = old, None
-        format = made.formats[name]
-        if format is None:
-            data = old.to(cache.dtype)
-        else:
-            given = scale if format == "fp8_e4m3" else None
-            if given is not None and given.dim() == 2:
-                given = given[b : b + 1]
-            data, found = quantisation.quantise(old, format, given)
-        bits = torch.uint8 if cache.element_size() == 1 else torch.int8
-        for i in range(length):
-            place, row = place_of(tensors, b, i)
-            cache[place, :, row].view(bits).copy_(data[0, :, i].view(bits))
-            if found is not None and format != "fp8_e4m3":
-                scale[place, :, row] = found[0, :, i]
-
-
-def separately(
-    tensors,
-    *,
-    num_splits,
-    rotary_interleaved=False,
-    rotate_q_by_token=True,
-    rotary_from_leftpad=True,
-    rotary_first_column=0,
-    **options,
-):
-    """The three ops: two dispatches, or three with splits."""
-    t = dict(tensors)
-    new_keys = t["k"].shape[2]
-    q = t.pop("q").clone()
-    cache = {
-        name: t[name]
-        for name in ("block_table", "cache_batch_idx", "leftpad_k", "k_scale", "v_scale")
-        if name in t
-    }
-    rotated = {}
-    if "rotary_cos" in t:
-        rotated = {"q": q, "rotary_cos": t["rotary_cos"], "rotary_sin": t["rotary_sin"]}
-        rotated |= {"rotary_interleaved": rotary_interleaved}
-        rotated |= {"rotate_q_by_token": rotate_q_by_token}
-        rotated |= {"rotary_from_leftpad": rotary_from_leftpad}
-        rotated |= {"rotary_first_column": rotary_first_column}
-    caches = t["k_cache"], t["v_cache"]
-    ops.append_kv(t["k"], t["v"], *caches, t["cache_seqlens"], **rotated, **cache)
-    used = t["cache_seqlens"] + new_keys
-    return ops.flash_decode(q, *caches, seqused_k=used, num_splits=num_splits, **cache, **options)
-
-
-def check(tensors, device, *, num_splits=1, **options):
-    """`decode_step` leaves, and returns, what the three ops do."""
-    mine = {name: same_memory(x).to(device) for name, x in tensors.items()}
-    theirs = {name: same_memory(x).to(device) for name, x in tensors.items()}
-    options = {n: x.to(device) if torch.is_tensor(x) else x for n, x in options.items()}
-    out, lse = ops.decode_step(**mine, num_splits=num_splits, **options)
-    expected, expected_lse = separately(theirs, num_splits=num_splits, **options)
-    check_equal({n: x.cpu() for n, x in mine.items()}, {n: x.cpu() for n, x in theirs.items()})
-    assert out.isfinite().all()
-    if num_splits == 1 and "rotary_cos" not in tensors:
-        assert torch.equal(out, expected)
-        assert torch.equal(lse, expected_lse)
-    else:  # the last split has all new keys, and a kernel that rotates q may have another tile
-        close = {"rtol": 2e-3, "atol": 2e-3} if out.dtype == torch.float16 else {}
-        torch.testing.assert_close(out, expected, **close)
-        torch.testing.assert_close(lse, expected_lse)
-
-
-STEP = {"call": "decode_step", "heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
-STEP |= {"dtype": "float16", "capacity": 64, "lengths": (13, 20), "length": 3, "causal": True}
 PADDED = {"cache": "indexed", "leftpad_k": (0, 5), "length": 5, "rotary_columns": 32}
 PADDED |= {"rotary_last": True, "causal": False}
 ROWS_FIRST = {"cache": "paged", "cache_layout": ("order 021",)}
@@ -126,19 +55,31 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 def test_values(name, device):
     """Against float64, and what the caches hold bit for bit."""
-    given = STEP | VALUES[name]
-    hold([Step(q_length=given["length"], **given)], device)
+    hold([step(**{"length": 3, "causal": True} | VALUES[name])], device)
 
 
 def test_as_three_ops(device):
     """The same bits with every option of the scores, which no case of `Step` has."""
     options = {"window_size_left": 7, "causal": True, "attention_chunk": 8}
-    options |= {"softcap": 2.0, "softmax_scale": 0.4}
+    options |= {"softcap": 2.0, "softmax_scale": 0.4, "num_splits": 1}
     options |= {"learnable_sink": torch.tensor([1.0, 0.0, -1.0, 2.0])}
     options |= {"attn_mask": random_mask(2, 4, 5, 32)}
     options |= {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}
     options |= {"attn_bias": random_mask(4, 5, 32, dtype=torch.float32)}
-    check(problem(length=5, leftpad=[0, 5], cache_batch_idx=[3, 0]), device, **options)
+    options = on(device, options)
+    tensors = problem(length=5, leftpad=[0, 5], cache_batch_idx=[3, 0])
+    mine, theirs = ({n: same_memory(x).to(device) for n, x in tensors.items()} for _ in range(2))
+    found = ops.decode_step(**mine, **options)
+    where = {n: theirs[n] for n in ("cache_batch_idx", "leftpad_k")}
+    new = {n: theirs[n] for n in ("k", "v", "k_cache", "v_cache", "cache_seqlens")}
+    ops.append_kv(**new, **where)
+    used = theirs["cache_seqlens"] + 5
+    caches = theirs["k_cache"], theirs["v_cache"]
+    expected = ops.flash_decode(theirs["q"], *caches, seqused_k=used, **where, **options)
+    check_equal(*({n: x.cpu() for n, x in each.items()} for each in (mine, theirs)))
+    for ours, other in zip(found, expected, strict=True):
+        assert ours.isfinite().all()
+        assert torch.equal(ours, other)
 
 
 @pytest.mark.parametrize("num_splits, launches", [(1, 1), (4, 2)])

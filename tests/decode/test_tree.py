@@ -7,11 +7,12 @@ from tests.attention.flash_fwd_options import ints
 from tests.attention.held_cases import hold
 from tests.cache.append_check import check_equal, same_memory
 from tests.decode import tree_problems as problems
+from tests.decode.flash_decode_problems import packed_step_of
+from tests.decode.step_cases import step
 from tests.decode.test_decode_step import problem
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused_alike
 from torch_metal_attn import explain, flash_attn_with_kvcache, simulate
-from torch_metal_attn.testing import Step
 from torch_metal_attn.testing.judge import on
 from torch_metal_attn.tools.tune import tiles
 
@@ -22,13 +23,11 @@ def copied(tensors):
     return {name: same_memory(x) for name, x in tensors.items()}
 
 
-STEP = {"call": "decode_step", "heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 64}
 STEPS = {
-    "pages of codes": {"tree": "parents", "tree_by_sequence": True, "length": 6, "q_length": 6}
-    | {"lengths": (13, 20), "cache": "paged", "page": 5, "capacity": 65, "format": "q8_0"}
-    | {"dtype": "float16", "num_splits": 2, "rotary_columns": 32},
+    "pages of codes": {"tree": "parents", "tree_by_sequence": True, "length": 6, "num_splits": 2}
+    | {"cache": "paged", "page": 5, "capacity": 65, "format": "q8_0", "rotary_columns": 32},
     "packed": {"tree": "tree_mask", "packed": ((5, 5), (0, 0), (9, 9)), "lengths": (3, 17, 6)}
-    | {"leftpad_k": (1, 3, 0), "cache": "indexed", "dtype": "float16", "rotary_columns": 32},
+    | {"leftpad_k": (1, 3, 0), "cache": "indexed", "rotary_columns": 32},
     # New rows of a tree are rotated by their depth, and then in blocks of columns.
     "packed, of rotated rows": {"tree": "parents", "packed": ((5, 5), (9, 9)), "lengths": (3, 17)}
     | {"dtype": "float32", "format": "q4_0", "hadamard": 32, "rotary_columns": 64},
@@ -37,7 +36,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name, device):
-    hold([Step(**STEP | STEPS[name])], device)
+    hold([step(**STEPS[name])], device)
 
 
 def test_rules():
@@ -51,7 +50,6 @@ def test_reference():
     problems.trees()
     problems.windows()
     problems.rules()
-    problems.steps()
     problems.rotated_steps()
 
 
@@ -210,7 +208,7 @@ def test_refused_steps(change, message):
 
 def test_refused_packed_steps():
     """New rows that are not those of the queries."""
-    tensors = problems.packed_step_of((3, 0, 5, 1), (3, 1, 5, 1))
+    tensors = packed_step_of((3, 0, 5, 1), (3, 1, 5, 1))
     with pytest.raises(ValueError, match="each new row has a query, and cu_seqlens_k_new"):
         ops.decode_step(**tensors, max_seqlen_q=5, parents=ints(*[-1] * 9))
 

@@ -6,10 +6,10 @@ import torch
 from tests.attention.flash_fwd_options import ints
 from tests.attention.held_cases import hold
 from tests.decode import flash_decode_problems as problems
+from tests.decode.step_cases import step
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused_alike
 from torch_metal_attn import flash_attn_with_kvcache, simulate
-from torch_metal_attn.testing import Step
 from torch_metal_attn.testing.judge import on
 
 ops = torch.ops.metal_attn
@@ -29,10 +29,16 @@ def test_many_rows_of_a_kv_head(device):
 
 def test_steps_on_quantised_caches(device):
     """New rows of another number than the queries, in a format of keys and one of values."""
-    step = {"call": "decode_step", "dtype": "float16", "heads": 4, "kv_heads": 2, "causal": True}
-    step |= {"head_dim": 64, "v_head_dim": 64, "format": "q4_0", "v_format": "fp8_e4m3"}
-    step |= {"packed": ((3, 3), (0, 2), (5, 5), (1, 4)), "lengths": (13, 20, 2, 9)}
-    hold([Step(**step, cache="paged", rotary_columns=32)], device)
+    made = step(
+        packed=((3, 3), (0, 2), (5, 5), (1, 4)),
+        lengths=(13, 20, 2, 9),
+        cache="paged",
+        format="q4_0",
+        v_format="fp8_e4m3",
+        rotary_columns=32,
+        causal=True,
+    )
+    hold([made], device)
 
 
 def test_with_kvcache(device):

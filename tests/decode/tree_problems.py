@@ -12,15 +12,13 @@ import torch
 from tests.attention.flash_fwd_check import hold_results
 from tests.attention.flash_fwd_options import ints
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.cache.append_check import check_equal, same_memory
 from tests.decode.flash_decode_problems import (
     check_alone,
     packed_q,
-    packed_step,
-    packed_step_of,
     results_of_zeros,
 )
-from tests.decode.test_decode_step import check, problem
+from tests.decode.step_cases import check_step
+from tests.decode.test_decode_step import problem
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import on, worst_of
 
@@ -158,48 +156,12 @@ def rules():
     check_tree((FORK,), (50,), layout="shared", attn_bias=bias)
 
 
-def steps():
-    """New rows are appended in the order of the tokens, whatever the tree is."""
-    for form in ("parents", "tree_mask"):
-        both = (FORK, FOREST)
-        check(problem(length=6, page=5), "cpu", num_splits=2, **tree_of(both, form, "each"))
-        packed = tree_of((FORK[:3], [], FOREST[:5], [-1]), form, "packed")
-        packed_step({"rotary_dim": None}, **packed)
-
-
-def check_rotated(tensors, trees, layout, **options):
-    """The step that rotates against one of rows that `rope` has rotated by the tokens' depths."""
-    mine, theirs = ({n: same_memory(x) for n, x in tensors.items()} for _ in range(2))
-    tables = [theirs.pop(name) for name in ("rotary_cos", "rotary_sin")]
-    first = tensors["cache_seqlens"]
-    if "leftpad_k" in tensors:
-        first = first - tensors["leftpad_k"]
-    places = [int(n) + ints(*depths_of(tree)) for n, tree in zip(first, trees, strict=True)]
-    q, k = theirs["q"], theirs["k"]
-    if layout == "packed":
-        q, k = (x.transpose(0, 1)[None] for x in (q, k))
-        positions = torch.cat(places)[None]
-    else:
-        positions = torch.stack(places)
-    ops.rope_(q, k, *tables, positions=positions)
-    out, lse = ops.decode_step(**mine, **options)
-    expected, expected_lse = ops.decode_step(**theirs, **options)
-    check_equal({n: x for n, x in mine.items() if n in theirs and n not in "qk"},
-                {n: x for n, x in theirs.items() if n not in "qk"})  # fmt: skip
-    assert out.isfinite().all()
-    torch.testing.assert_close(out, expected, rtol=2e-3, atol=2e-3)
-    torch.testing.assert_close(lse, expected_lse)
-
-
 def rotated_steps():
-    both = (FORK, FOREST)
+    """New rows are appended in the order of the tokens, and rotated by their depth."""
     for form in ("parents", "tree_mask"):
-        tensors = problem(length=6, rotary_dim=32, leftpad=[0, 5])
-        check_rotated(tensors, both, "each", **tree_of(both, form, "each"))
-        four = (FORK[:3], [], FOREST[:5], [-1])
-        tensors = packed_step_of(*[[len(tree) for tree in four]] * 2)
-        options = tree_of(four, form, "packed") | {"max_seqlen_q": 5}
-        check_rotated(tensors, four, "packed", **options)
+        options = {"tree": form, "rotary_columns": 32}
+        check_step(length=6, leftpad_k=(0, 5), tree_by_sequence=True, **options)
+        check_step(packed=((3, 3), (0, 0), (5, 5), (1, 1)), lengths=(13, 20, 2, 9), **options)
 
 
 def impossible_trees():

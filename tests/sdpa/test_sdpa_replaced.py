@@ -1,11 +1,13 @@
 """sdpa_replaced(): which calls it replaces, which it leaves, the reasons it gives, and its end."""
 
+import gc
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
+from torch.jit import _builtins
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 from torch.overrides import TorchFunctionMode
@@ -25,7 +27,17 @@ from tests.sdpa.sdpa_replaced_check import (
 from torch_metal_attn import sdpa_replaced
 from torch_metal_attn.integrations import sdpa_replacement as replacement
 
+BUILTIN_OP = "aten::scaled_dot_product_attention"
+
 pytestmark = pytest.mark.filterwarnings(f"ignore:.*{NO_CALL}")
+
+
+def by_attribute(x: torch.Tensor):
+    return F.scaled_dot_product_attention(x, x, x)
+
+
+def by_name(x: torch.Tensor):
+    return imported_before(x, x, x)
 
 
 class TestReplaces:
@@ -117,6 +129,33 @@ class TestReplaces:
             "flash_bwd_dq",
             "flash_bwd_dkv",
         }
+
+    @pytest.mark.parametrize("process_wide", [False, True])
+    def test_torchscript_gets_torchs_own(self, process_wide):
+        """torch.jit.script works in a block, and what it made runs torch's function after it."""
+        x = normal(1, 2, 5, 8)
+        expected = by_name(x)
+
+        def blocks():
+            return list(_builtins._get_builtin_table().values()).count(BUILTIN_OP)
+
+        before = blocks()
+        for _ in range(3):
+            with simulate() as run, sdpa_replaced(process_wide=process_wide) as calls:
+                scripts = [torch.jit.script(f) for f in (by_attribute, by_name)]
+                layer = torch.jit.script(torch.nn.MultiheadAttention(8, 2, batch_first=True))
+                layer(x[0], x[0], x[0])
+                for script in scripts:
+                    assert BUILTIN_OP in {node.kind() for node in script.graph.nodes()}
+                    close(script(x), expected)
+                assert calls.replaced == 0
+                assert not run.launches
+                close(by_attribute(x), expected)
+                assert calls.replaced == 1
+        for script in scripts:
+            close(script(x), expected)
+        gc.collect()
+        assert blocks() <= before + 1  # the last block's attribute is kept
 
     def test_gradient_of_the_mask(self):
         """A relative-position bias that is learnt, as BEiT's, of one batch for all."""

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from tests.helpers.cases import each_case
+from tests.helpers.mutants import plant
+from torch_metal_attn import simulate
 from torch_metal_attn.simulator import Counters, SimulatorFault, compile_shader
 
 SOURCE = """
@@ -102,6 +104,39 @@ def test_default_group_is_what_torch_takes(library):
     library.where(out)
     assert out.max() == 1023
     assert out[1024:].tolist() == list(range(476))
+
+
+LIMITED = """
+constant constexpr int SIMDGROUPS = 2;
+#define KERNEL(T) (device T* out [[buffer(0)]], uint i [[thread_position_in_grid]], \\
+                   uint size [[threads_per_threadgroup]]) { out[i] = size; }
+[[kernel, max_total_threads_per_threadgroup(SIMDGROUPS * 32)]] void plain KERNEL(int)
+namespace inner {
+template <typename T, int N, int M = (N > 2 ? 4 : 8)>
+[[kernel, max_total_threads_per_threadgroup(N * M * (8 / 2))]] void of_template KERNEL(T)
+}
+template [[host_name("three")]] [[kernel]] decltype(inner::of_template<int, 3>)
+    inner::of_template<int, 3>;
+kernel void without KERNEL(int)
+"""
+
+
+@pytest.mark.parametrize("name,most", [("plain", 64), ("three", 48), ("without", 1024)])
+def test_a_kernel_limits_the_threads_of_a_threadgroup(name, most):
+    kernel = getattr(compile_shader(LIMITED), name)
+    assert kernel.max_threads_per_threadgroup == most
+    out = torch.zeros(1500, dtype=torch.int32)
+    kernel(out)
+    assert out[0] == most
+    with pytest.raises(ValueError, match=f"is {most + 1} threads; 1 to {most} fit"):
+        kernel(out, group_size=most + 1)
+
+
+def test_launches_of_ops_keep_to_the_limit_of_their_kernel(monkeypatch):
+    plant(monkeypatch, "softmax", "(THREADS)]] void softmax", "(THREADS - 1)]] void softmax")
+    refused = re.escape("softmax: a threadgroup of ") + r"(\d+) threads; its max_.* is (\d+)$"
+    with simulate(), pytest.raises(ValueError, match=refused):
+        torch.ops.metal_attn.softmax(torch.ones(3, 7), -1)
 
 
 def test_no_threads_do_nothing(library):

@@ -374,7 +374,7 @@ class TestRefused:
         enable(model, absorb=True)
         with pytest.raises(ValueError, match="max_length is 0; it must be at least 1"):
             latent_cache(model, 0)
-        with pytest.raises(ValueError, match="head_dim is 24; q8_0 needs a multiple of 32"):
+        with pytest.raises(ValueError, match="latent_dim is 16; q8_0 needs a multiple of 32"):
             latent_cache(model, 64, format="q8_0")
         with pytest.raises(ValueError, match="format is 'q5'; it must be one of q8_0"):
             latent_cache(model, 64, format="q5")

@@ -20,6 +20,7 @@ import re
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.jit import _builtins
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, get_overridable_functions
 
@@ -239,8 +241,9 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
     other devices and dtypes, gradients of float32 head dims that do not fit in threadgroup memory
     (above 488 if query's and value's are the same; in torch.compile all above 256), nested tensors,
     tensor subclasses other than CausalBias, torch.func, strides that would need a copy, and calls
-    that torch itself refuses. A block in which no call was replaced warns when it ends, once per
-    process. For the same seed, dropout drops other weights than torch would.
+    that torch itself refuses. Calls inside TorchScript are torch's too, but not counted. A block in
+    which no call was replaced warns when it ends, once per process. For the same seed, dropout
+    drops other weights than torch would.
 
     The kernels also compute the gradients, including that of attn_mask. For CPU tensors they do so
     if `backward` runs inside `simulate()`; otherwise the reference does.
@@ -295,7 +298,19 @@ def _replacement_of(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(*args, **kwargs)
         return _decide(original, args, kwargs)
 
+    if original is _TORCH_SDPA:
+        _let_torchscript_compile(scaled_dot_product_attention)
     return scaled_dot_product_attention
+
+
+def _let_torchscript_compile(replacement: Callable[..., Tensor]) -> None:
+    """Let torch.jit.script compile torch's own function in place of `replacement`.
+
+    It would look for the source of what `replacement` wraps, and raise a TypeError.
+    """
+    table = _builtins._get_builtin_table()
+    table[id(replacement)] = "aten::scaled_dot_product_attention"
+    weakref.finalize(replacement, table.pop, id(replacement)).atexit = False
 
 
 def _run_by_compiler(function: _Function) -> _Function:

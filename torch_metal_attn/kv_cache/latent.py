@@ -5,6 +5,7 @@ from typing import Any
 from torch_metal_attn.call.arguments import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM, natural
 from torch_metal_attn.kv_cache.paged import PagedKVCache
 from torch_metal_attn.kv_cache.static import StaticKVCache
+from torch_metal_attn.quantisation import FORMATS, check_columns
 
 
 class LatentCache(PagedKVCache):
@@ -33,7 +34,8 @@ class LatentCache(PagedKVCache):
         rotary_dim: int = 64,
         **options: Any,
     ) -> None:
-        super().__init__(num_pages, page_size, *_sizes(latent_dim, rotary_dim), **_latent(options))
+        sizes = _sizes(latent_dim, rotary_dim, options.get("format"))
+        super().__init__(num_pages, page_size, *sizes, **_latent(options))
 
 
 class StaticLatentCache(StaticKVCache):
@@ -50,15 +52,17 @@ class StaticLatentCache(StaticKVCache):
         rotary_dim: int = 64,
         **options: Any,
     ) -> None:
-        super().__init__(
-            batch_size, max_length, *_sizes(latent_dim, rotary_dim), **_latent(options)
-        )
+        sizes = _sizes(latent_dim, rotary_dim, options.get("format"))
+        super().__init__(batch_size, max_length, *sizes, **_latent(options))
 
 
-def _sizes(latent_dim: int, rotary_dim: int) -> tuple[int, int, int]:
+def _sizes(latent_dim: int, rotary_dim: int, format: object) -> tuple[int, int, int]:
     """num_kv_heads, head_dim and v_head_dim."""
     latent_dim = natural("latent_dim", latent_dim, 1, MAX_VALUE_HEAD_DIM)
     rotary_dim = natural("rotary_dim", rotary_dim, 0, MAX_HEAD_DIM - latent_dim)
+    if format in FORMATS:
+        check_columns("latent_dim", latent_dim, format)
+        check_columns("latent_dim + rotary_dim", latent_dim + rotary_dim, format)
     return 1, latent_dim + rotary_dim, latent_dim
 
 

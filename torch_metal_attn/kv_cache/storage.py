@@ -22,7 +22,14 @@ from torch_metal_attn.call.arguments import (
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.kv_cache.recent import NoRecentRows, RecentRows
 from torch_metal_attn.ops.differentiation import check_writes
-from torch_metal_attn.quantisation import DTYPES, ELEMENTS, FORMATS, check_hadamard, sizes
+from torch_metal_attn.quantisation import (
+    DTYPES,
+    ELEMENTS,
+    FORMATS,
+    check_columns,
+    check_hadamard,
+    sizes,
+)
 
 Layout = Literal["NHD", "HND"]
 # Options of `append`.
@@ -103,6 +110,9 @@ class Storage:
         if hadamard and format is None:
             raise ValueError(f"hadamard is {hadamard} with no format; leave it out")
         v_format = format if v_format is None else v_format
+        if format is not None and v_format is not None:
+            check_columns("head_dim", head_dim, format)
+            check_columns("v_head_dim", v_head_dim, v_format)
         if values_in_keys:
             if v_head_dim > head_dim:
                 raise ValueError(

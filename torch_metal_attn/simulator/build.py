@@ -118,6 +118,12 @@ class Image:
         )
         return [bool(flag) for flag in table]
 
+    def most_threads(self, kernel: Kernel) -> int | None:
+        """The kernel's max_total_threads_per_threadgroup; None if it has no such attribute."""
+        if not kernel.most_threads:
+            return None
+        return ctypes.c_uint.in_dll(self.library, kernel.most_threads_symbol).value
+
     def types(self, kernel: Kernel) -> list[ParameterType]:
         """The types that the kernel's parameters point to."""
         return parameter_types.read(self.library, kernel)

@@ -1,6 +1,7 @@
 """The execution engine (csrc/simulator/engine.h) for Python, its faults and its counters."""
 
 import ctypes
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -295,6 +296,12 @@ def run(
 
     KeyboardInterrupt stops it, which leaves the results unfinished.
     """
+    most, threads = image.most_threads(kernel), math.prod(threads_per_threadgroup)
+    if most is not None and threads > most:
+        raise ValueError(
+            f"{kernel.name}: a threadgroup of {threads} threads; "
+            f"its max_total_threads_per_threadgroup is {most}"
+        )
     engine_run, interpreter = _interruptible()
     dispatch = Dispatch(
         entry=image.address(kernel.symbol),

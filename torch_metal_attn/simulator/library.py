@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import engine, parameter_types, runs
-from .build import Program, build
+from .build import Image, Program, build
 from .diagnostics import hides_frames
 from .engine import Buffer, Counters
 from .metal import versions
@@ -172,12 +172,17 @@ class ShaderLibrary:
 class ShaderKernel:
     """One kernel: call it with its buffers' tensors and scalars."""
 
-    max_threads_per_threadgroup = MAX_THREADS
     thread_execution_width = SIMD_WIDTH
 
     def __init__(self, library: ShaderLibrary, kernel: Kernel) -> None:
         self._library = library
         self._kernel = kernel
+
+    @property
+    def max_threads_per_threadgroup(self) -> int:
+        """1024, or less if the kernel's attribute says so. The first question compiles for it."""
+        image = self._library._program.image(self._kernel.name)
+        return _most_threads(image, self._kernel)
 
     @property
     def static_thread_group_memory_length(self) -> int:
@@ -207,7 +212,8 @@ class ShaderKernel:
             args: for [[buffer(i)]], argument i: a CPU tensor, an int (as int64), a float (as
                 float32), a bool (as int64), or a list or tuple of them; None where there is none.
             threads: of the grid, 1 to 3 dimensions; the first tensor's numel if not given.
-            group_size: threads of a threadgroup, as many dimensions; at most 1024 in all.
+            group_size: threads of a threadgroup, as many dimensions; at most 1024 in all, or the
+                kernel's max_total_threads_per_threadgroup. As many as fit if not given.
             arg_casts: what to pass scalars as: one name for all or a name by argument's index, of
                 fp16, bf16, int32, int16, int8, uint8. As in torch the value is cast, not checked.
             seed: shuffles the order of threadgroups and SIMD groups.
@@ -249,7 +255,8 @@ class ShaderKernel:
         held = _tensors(name, args, arg_casts)
         buffers = _bind(self._kernel, parameters, held, program.checked)
         _check_types(name, args, held, parameters, types)
-        grid, group = _grid(name, held, args, threads, group_size)
+        most = _most_threads(image, self._kernel)
+        grid, group = _grid(name, held, args, threads, group_size, most)
         memory = _threadgroup_memory(name, parameters, threadgroup_bytes)
         if 0 in grid:
             return
@@ -274,6 +281,11 @@ class ShaderKernel:
         _mark_written(parameters, held)
         seconds = time.perf_counter() - started
         runs.record(name, {}, grid, group, seconds, counters, program.checked)
+
+
+def _most_threads(image: Image, kernel: Kernel) -> int:
+    """Threads that a threadgroup of the kernel may have."""
+    return min(image.most_threads(kernel) or MAX_THREADS, MAX_THREADS)
 
 
 def _mark_written(parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]) -> None:
@@ -448,6 +460,7 @@ def _grid(
     args: Sequence[Any],
     threads: int | Sequence[int] | None,
     group_size: int | Sequence[int] | None,
+    most: int,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Threads of the grid and of a threadgroup, three dimensions each, chosen as torch does."""
     if threads is None:
@@ -457,7 +470,7 @@ def _grid(
         threads = first.numel()
     grid = _dimensions(kernel, "threads", threads)
     if group_size is None:
-        group = [min(grid[0], MAX_THREADS)] if len(grid) == 1 else [MAX_THREADS]
+        group = [min(grid[0], most)] if len(grid) == 1 else [most]
         group = [max(group[0], 1)]
     else:
         group = _dimensions(kernel, "group_size", group_size)
@@ -466,9 +479,9 @@ def _grid(
                 f"{kernel}: group_size has {len(group)} dimensions and threads {len(grid)}"
             )
         total = group[0] * (group[1] if len(group) > 1 else 1) * (group[2] if group[2:] else 1)
-        if not 1 <= total <= MAX_THREADS:
+        if not 1 <= total <= most:
             raise ValueError(
-                f"{kernel}: group_size {tuple(group)} is {total} threads; 1 to {MAX_THREADS} fit"
+                f"{kernel}: group_size {tuple(group)} is {total} threads; 1 to {most} fit"
             )
     return tuple([*grid, 1, 1][:3]), tuple([*group, 1, 1][:3])
 

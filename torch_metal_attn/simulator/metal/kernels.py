@@ -19,6 +19,8 @@ MAX_BUFFERS = 31
 ENTRY_PREFIX = "__msl_kernel_"
 ENABLED_PREFIX = "__msl_enabled_"
 TYPES_PREFIX = "__msl_types_"
+MOST_THREADS = "max_total_threads_per_threadgroup"
+MOST_THREADS_PREFIX = "__msl_most_threads_"
 ARGUMENT_BUFFER = (
     "an argument buffer holds pointers, which tensors cannot: pass each buffer as an argument "
     "of the kernel"
@@ -60,6 +62,7 @@ class Kernel:
     parameters: list[Parameter]
     missing: list[str] = field(default_factory=list)  # function constants to set before a call
     signature: str = ""  # its type, where an instantiation chooses between overloads by it
+    most_threads: str = ""  # the C++ expression of its max_total_threads_per_threadgroup, if any
 
     @property
     def type(self) -> str:
@@ -74,6 +77,10 @@ class Kernel:
     def types_symbol(self) -> str:
         return self.symbol.replace(ENTRY_PREFIX, TYPES_PREFIX, 1)
 
+    @property
+    def most_threads_symbol(self) -> str:
+        return self.symbol.replace(ENTRY_PREFIX, MOST_THREADS_PREFIX, 1)
+
 
 # The words that a kernel's declaration or its instantiation may begin with.
 KERNEL_BEGINS = frozenset({"template", "kernel", "["})
@@ -85,6 +92,7 @@ _Enumerators = dict[str, int | None]
 class _Function:
     qualified: str
     parameters: list[Parameter]
+    most_threads: str  # the constant of its max_total_threads_per_threadgroup, if any
 
 
 def extract_kernels(tokens: TokenList) -> list[Kernel]:
@@ -105,13 +113,15 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
         if head is None:
             index += 1
             continue
-        host_name, index, template = head
+        attributes, index, template = head
+        host_name = _host_name(attributes)
         if _is_declaration(tokens, index):
             continue
+        most_threads = _most_threads(tokens, index, attributes, template)
         name_at, parameters = _signature(tokens, index, enumerators)
         name = tokens.text(name_at)
         qualified = "".join(f"::{space}" for space in _namespaces(tokens, name_at)) + f"::{name}"
-        functions[name] = _Function(qualified, parameters)
+        functions[name] = _Function(qualified, parameters, most_threads)
         if not template:
             named.append((host_name or qualified[2:], qualified, name, ""))
         index = name_at
@@ -132,8 +142,21 @@ def _callable(
         if host_name in kernels or name not in functions:
             continue
         symbol = f"{ENTRY_PREFIX}{len(kernels)}_{re.sub(r'[^A-Za-z0-9_]', '_', host_name)}"
+        function = functions[name]
+        plain, bracket, arguments_of_template = callee.partition("<")
+        constant = function.most_threads
+        if constant and (bracket or callee == function.qualified):
+            constant = plain.rpartition(name)[0] + constant + bracket + arguments_of_template
+        else:
+            constant = ""  # of a template whose arguments are deduced
         kernels[host_name] = Kernel(
-            host_name, symbol, callee, name, functions[name].parameters, signature=signature
+            host_name,
+            symbol,
+            callee,
+            name,
+            function.parameters,
+            signature=signature,
+            most_threads=constant,
         )
     return list(kernels.values())
 
@@ -168,7 +191,7 @@ def _host_name(attributes: str) -> str:
 def _kernel_head(tokens: TokenList, index: int) -> tuple[str, int, bool] | None:
     """At the first of `[[attributes]] kernel`: strip it.
 
-    Returns the host name (or ""), the index of the return type, and whether it is a template.
+    Returns the attributes, the index of the return type, and whether it is a template.
     """
     after = index
     while (end := _attribute_end(tokens, after)) > after:
@@ -191,7 +214,31 @@ def _kernel_head(tokens: TokenList, index: int) -> tuple[str, int, bool] | None:
     if not template and tokens[index - 1].kind != "string":
         # One caller, the entry: let it be inlined there, not compiled twice.
         tokens[index].text = "static " + tokens[index].text
-    return _host_name(attributes + more), index, template
+    return attributes + more, index, template
+
+
+def _most_threads(tokens: TokenList, index: int, attributes: str, template: bool) -> str:
+    """Declare a constant of the kernel's max_total_threads_per_threadgroup before the kernel.
+
+    index: of its return type. Returns the constant's name, or "" if there is no such attribute. A
+    template's constant is a template with the same parameters.
+    """
+    _, found, rest = attributes.partition(f"{MOST_THREADS} (")
+    if not found:
+        return ""
+    depth, end = 1, 0
+    while depth:
+        depth += {"(": 1, ")": -1}.get(rest[end], 0)
+        end += 1
+    name = f"{MOST_THREADS_PREFIX}{index}"
+    parameters = ""
+    start = index
+    if template:
+        start = tokens.open_angle(index - 1) - 1
+        parameters = tokens.source(start, index) + " "
+    value = rest[: end - 1].strip()
+    tokens[start].space += f"{parameters}constant constexpr unsigned {name} = {value}; "
+    return name
 
 
 def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str, str] | None:
@@ -400,6 +447,11 @@ def entries(kernels: list[Kernel]) -> str:
             lines.append(
                 'extern "C" __attribute__((visibility("default"))) '
                 f"const ::metal::__parameter_type {kernel.types_symbol}[] = {{{types}}};"
+            )
+        if kernel.most_threads:
+            lines.append(
+                'extern "C" __attribute__((visibility("default"))) const unsigned '
+                f"{kernel.most_threads_symbol} = {kernel.most_threads};"
             )
         if any(parameter.condition for parameter in kernel.parameters):
             flags = ", ".join(f"({p.condition or 'true'}) ? 1 : 0" for p in kernel.parameters)

@@ -29,15 +29,6 @@ def drawn():
     return [draw(SEED, 40 * index) for index in range(1000)]
 
 
-def sample():
-    """The first case of each call of families that are cheap to compile."""
-    calls = {}
-    for case in drawn():
-        if not isinstance(case, testing.Attention) and not case.refused():
-            calls.setdefault((type(case), case.call), case)
-    return list(calls.values())
-
-
 # Right results that bounds once were too tight for, or that were asked for a wrong error: a float16
 # gradient below its normal numbers, sequences of nothing, rows of a cache without a gradient, a
 # cache that cannot be quantised, and a page of one element.
@@ -122,7 +113,12 @@ RIGHT_OF_KERNELS = [
 
 
 def test_a_sample(device):
-    for case in sample():
+    """The first of each call of a step; the draws of small kernels are in test_every_op.py."""
+    calls = {}
+    for case in drawn():
+        if isinstance(case, testing.Step) and not case.refused():
+            calls.setdefault(case.call, case)
+    for case in calls.values():
         outcome = running.run(case, device)
         assert outcome.ok, f"{case}\n{outcome}"
 

@@ -114,6 +114,3 @@ def check_bias(q, k, v, *packing, device, dlse=True, **options):
         error = worst_of([(composed[name], exact[name])])
         hold([near(name, gradient, exact[name], error, slacks.get(name, 0.0))])
     return found
-
-
-check_varlen_bias = check_bias

@@ -90,7 +90,7 @@ class TestStatistics:
         deviation = math.sqrt(expected * (1 - expected) / count)
         assert ((mean - expected).abs() <= 4 * deviation).all()
 
-    @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+    @pytest.mark.parametrize("p", [0.01, 0.5])
     def test_rate(self, p):
         kept = dropout_mask(torch.tensor([2026, 11]), p, *self.SIZES).double()
         self.close(kept.mean(), 1 - p, kept.numel())
@@ -99,10 +99,9 @@ class TestStatistics:
             self.close(kept.mean(others), 1 - p, kept.numel() // self.SIZES[dim])
 
     @pytest.mark.parametrize("dim", range(4), ids=["batches", "heads", "rows", "columns"])
-    @pytest.mark.parametrize("step", [1, 2, 3])
-    def test_independence(self, dim, step):
+    def test_independence(self, dim):
         kept = dropout_mask(torch.tensor([5, 6]), 0.3, *self.SIZES)
-        both = kept & kept.roll(step, dim)
+        both = kept & kept.roll(1, dim)
         self.close(both.double().mean(), 0.7**2, both.numel())
 
     @pytest.mark.parametrize("other", [(5, 7), (6, 6), (6, 5), (5, 6 + 2**32), (5 + 2**32, 6)])

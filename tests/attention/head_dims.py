@@ -15,7 +15,7 @@ HOME = 16
 
 INTERLEAVED = {"rotary": "qk", "rotary_interleaved": True}
 ALIKE = [
-    *((1, "bfloat16", {}), (64, "float32", {}), (64, "float16", {}), (128, "bfloat16", {})),
+    *((1, "bfloat16", {}), (64, "float16", {}), (128, "bfloat16", {})),
     (256, "bfloat16", {"learnable_sink": "bfloat16"}),
 ]
 # Of q and k, and of v; slices of gradients, of which the last is narrower, or many are empty.

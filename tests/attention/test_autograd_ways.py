@@ -50,37 +50,31 @@ class TestWays:
         check([x.grad for x in leaves], self.expected(), tolerance=1e-5)
 
     @pytest.mark.parametrize(
-        "case, dynamic, backend",
-        [
-            *(("dense", True, "simulator"), ("dense", False, "reference")),
-            *(("sink and lse", False, "simulator"), ("packed", True, "reference")),
-        ],
-        indirect=["backend"],
+        "case, backend", [("sink", "simulator"), ("packed", "reference")], indirect=["backend"]
     )
-    def test_compile(self, case, dynamic, backend):
-        def step(q, k, v, sink, packing, options):
-            if case == "packed":
-                out, lse = flash_varlen_fwd(q * 1, k, v, *packing, **options)
-            else:
-                out, lse = flash_fwd(q * 1, k, v, learnable_sink=sink, **options)
-            return out * 2, (lse + 1 if case == "sink and lse" else lse.detach())
+    def test_compile(self, case, backend):
+        """Through out and lse; for a static length and a new one, or any."""
 
-        compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        def step(q, k, v, sink=None, packing=(), **options):
+            if packing:
+                out, lse = flash_varlen_fwd(q * 1, k, v, *packing, **options)
+                return out * 2, lse.detach()
+            out, lse = flash_fwd(q * 1, k, v, learnable_sink=sink, **options)
+            return out * 2, lse + 1
+
+        compiled = torch.compile(
+            step, fullgraph=True, dynamic=case == "packed", backend="aot_eager"
+        )
         for length in (9, 11):
             if case == "packed":
                 tensors, packing = make_packed()
-                options = PACKED
+                options = {"packing": packing} | PACKED
             else:
-                tensors, packing = make_qkv(q_length=length), ()
-                options = rotary(tables(length, 6), tables(13, 6, seed=8)) | {"causal": True}
-                options = LENGTHS if case == "sink and lse" else options
-            sink = normal(4).bfloat16() if case == "sink and lse" else None
+                tensors, options = (*make_qkv(q_length=length), normal(4).bfloat16()), LENGTHS
             results = []
             for function in (compiled, step):
-                leaves = make_leaves(tensors if sink is None else (*tensors, sink))
-                out = function(*leaves[:3], None if sink is None else leaves[3], packing, options)
-                loss = loss_of(*(x for x in out))
-                results.append(torch.autograd.grad(loss, leaves))
+                leaves = make_leaves(tensors)
+                results.append(torch.autograd.grad(loss_of(*function(*leaves, **options)), leaves))
             check(*results, tolerance=1e-6)
 
     @pytest.mark.filterwarnings("ignore:There is a performance drop")

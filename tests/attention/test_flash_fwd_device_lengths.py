@@ -56,7 +56,7 @@ def test_number_of_a_sequence(name, bad, monkeypatch):
 def test_number_of_a_page(bad, monkeypatch):
     """Queries that see such a page are NaN: those alone."""
     q, k, v = make_qkv(batch=2, q_length=40, kv_length=40, head_dim=32, dtype=torch.float16)
-    keys, values, where = paged(k, v, [40, 40], 16, spare=3)
+    keys, values, where = paged(k, v, [40, 40], 16)
     table = where["block_table"]
     broken = table.clone()
     broken[0, 1] = bad  # keys 16..31

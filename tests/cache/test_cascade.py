@@ -139,9 +139,17 @@ def test_any_tree():
         check(table, lengths, "cpu", q_length, window, draw.random() < 0.7)
 
 
-@pytest.mark.parametrize("format, layout", [("fp8_e4m3", "HND"), ("q3_g32", "NHD")])
-def test_paged_cache(format, layout, device):
-    """Of forks, quantised."""
+@pytest.mark.parametrize("format, layout", [("q8_0", "NHD"), ("fp8_e4m3", "HND")])
+def test_paged_cache(format, layout):
+    """By the CPU's own kernels."""
+    attend_to_forks(format, layout, "cpu")
+
+
+def test_paged_cache_of_the_device(device):
+    attend_to_forks("q3_g32", "NHD", device)
+
+
+def attend_to_forks(format, layout, device):
     cache = PagedKVCache(
         24, PAGE, KV_HEADS, D, num_layers=2, format=format, layout=layout, device=device
     )
@@ -180,11 +188,17 @@ def test_latents(device):
     rows = normal(3, 1, 1, 96, seed=1).to(device)
     q = normal(3, HEADS, 1, 96, seed=2).to(device)
     layer = cache.layers[0]
-    alone = cache.decode_step(ids, q, rows, softmax_scale=0.1, causal=True)
-    out = cache.cascade(ids).attend(
-        q.transpose(1, 2), layer.k_cache, layer.v_cache, softmax_scale=0.1
+    cache.append(ids, rows)
+    given = (q.transpose(1, 2), layer.k_cache, layer.v_cache)
+    alone = flash_attn_with_kvcache(
+        *given,
+        cache_seqlens=cache.seqlens(ids),
+        block_table=cache.block_table(ids),
+        softmax_scale=0.1,
+        causal=True,
     )
-    assert (out.transpose(1, 2) - alone).abs().max() <= 2e-3
+    out = cache.cascade(ids).attend(*given, softmax_scale=0.1)
+    assert (out - alone).abs().max() <= 2e-3
 
 
 def read(shared, sequences, heads, with_plan, short=0):

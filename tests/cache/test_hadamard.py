@@ -91,15 +91,22 @@ def test_append(format, v_format, size, head_dim, head_dim_v, options):
 
 
 # Rows of q and columns choose who rotates: lanes alone, or the matrix unit's fragments, of which
-# SIMD groups have different keys or different columns.
+# SIMD groups have different keys or different columns. The formats are pairs of test_grouped.py.
 DECODED = {
-    "one row": {"head_dim": 64, "v_head_dim": 128, "hadamard": 64, "format": "q4_0"},
-    "one row, wide": {"head_dim": 128, "v_head_dim": 128, "hadamard": 128, "format": "q3_g64"},
-    "lanes without columns": {"head_dim": 64, "v_head_dim": 96, "hadamard": 32, "format": "q8_0"},
-    "eight rows": {"head_dim": 64, "hadamard": 64, "heads": 16, "format": "q4_g64"},
-    "columns": {"head_dim": 128, "hadamard": 128, "heads": 8, "format": "q8_0", "q_length": 4},
-    "columns, two blocks": {"head_dim": 256, "hadamard": 64, "heads": 8, "format": "q4_0"},
-    "rows apart": {"head_dim": 64, "hadamard": 64, "heads": 40, "format": "q8_0", "kv_heads": 1},
+    "one row": {"head_dim": 64, "v_head_dim": 128, "hadamard": 64}
+    | {"format": "q2_g32", "v_format": "q3_g64"},
+    "one row, wide": {"head_dim": 128, "hadamard": 128}
+    | {"format": "q4_g32", "v_format": "q2_g64"},
+    "lanes without columns": {"head_dim": 64, "v_head_dim": 96, "hadamard": 32}
+    | {"format": "q8_0", "v_format": "q4_g32"},
+    "eight rows": {"head_dim": 64, "hadamard": 64, "heads": 16}
+    | {"format": "q4_g64", "v_format": "q4_0"},
+    "columns": {"head_dim": 128, "hadamard": 128, "heads": 8, "q_length": 4}
+    | {"format": "q2_g64", "v_format": "q8_0"},
+    "columns, two blocks": {"head_dim": 256, "hadamard": 64, "heads": 8}
+    | {"format": "fp8_e4m3", "v_format": "q3_g32"},
+    "rows apart": {"head_dim": 64, "hadamard": 64, "heads": 40, "kv_heads": 1}
+    | {"format": "q4_0", "v_format": "q8_0"},
 }
 
 
@@ -168,12 +175,11 @@ CACHES = {
 }
 
 
-@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("kind", CACHES)
 def test_caches(kind):
-    """append and decode_step, and the function over a layer's tensors.
+    """append and decode_step, and the function over a layer's tensors, by the CPU's own kernels.
 
-    test_recent.py has the other caches.
+    test_recent.py has such caches in the simulator, and StaticKVCache.
     """
     cache = CACHES[kind](format="q8_0", hadamard=64)
     layer = cache.layers[0]

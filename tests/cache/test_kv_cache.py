@@ -345,10 +345,20 @@ def test_shared_pages_are_moved_once():
 @pytest.mark.parametrize(
     "paged, kept, layout",
     [
-        *((False, "q8_0", "HND"), (True, torch.float16, "HND"), (True, "q4_g32", "NHD")),
+        *((False, torch.float16, "NHD"), (False, "q8_0", "HND"), (True, torch.float32, "NHD")),
+        *((True, torch.float16, "HND"), (True, "fp8_e4m3", "HND"), (True, "q4_g32", "NHD")),
     ],
 )
-def test_attention_over_a_cache(paged, kept, layout, device):
+def test_attention_over_a_cache(paged, kept, layout):
+    """By the CPU's own kernels: the cache is under test, not they."""
+    attend_over_a_cache(paged, kept, layout, "cpu")
+
+
+def test_attention_over_a_cache_of_the_device(device):
+    attend_over_a_cache(True, "q4_g32", "NHD", device)
+
+
+def attend_over_a_cache(paged, kept, layout, device):
     """A prompt, then rows that the attention writes itself where `reserve` made room.
 
     Of float32 rows, whatever the cache keeps of them.

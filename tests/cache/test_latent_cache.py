@@ -80,12 +80,26 @@ def made(kind, device="cpu", **options):
     "kind, format, interleaved",
     [
         ("paged", None, False),
-        ("static", None, False),
+        ("static", None, True),
         ("paged", "q8_0", True),
-        ("static", "fp8_e4m3", True),
+        ("static", "fp8_e4m3", False),
+        ("paged", "q3_g32", False),
+        ("static", "q4_0", True),
     ],
 )
-def test_decode_steps(kind, format, interleaved, device):
+def test_decode_steps(kind, format, interleaved):
+    """By the CPU's own kernels: the caches are under test, not they."""
+    decode_steps(kind, format, interleaved, "cpu")
+
+
+@pytest.mark.parametrize(
+    "kind, format, interleaved", [("static", None, False), ("paged", "q8_0", True)]
+)
+def test_decode_steps_of_the_device(kind, format, interleaved, device):
+    decode_steps(kind, format, interleaved, device)
+
+
+def decode_steps(kind, format, interleaved, device):
     """Prompts of one length, then steps of 1 and 2 tokens, by what float64 says of the rows."""
     cache, ids = made(kind, device, format=format)
     options = tables() | {"rotary_interleaved": interleaved}

@@ -28,6 +28,10 @@ RECENT, ROOM, SCALE = 4, 4 + VERIFY_QUERIES, 0.3
 STEP = {"softmax_scale": SCALE, "causal": True, "softcap": 5.0, "num_splits": 2}
 STEP |= {"learnable_sink": normal(2, seed=5)}
 KINDS = ["static", "paged", "static latent", "paged latent"]
+# Each kind by the CPU's own kernels; in the simulator each layout and each content once.
+RUNS = [*(("reference", kind) for kind in KINDS)]
+RUNS += [("simulator", "static"), ("simulator", "paged latent")]
+each_run = pytest.mark.parametrize("backend, kind", RUNS, indirect=["backend"])
 # Of float32 results near 1, whose rows are compared as they are stored.
 TOLERANCE = 4e-6
 ANGLES = normal(300, 8, seed=1)
@@ -142,9 +146,10 @@ class Sequences:
         self.exact = [self.exact[origin] for origin in origins]
 
 
-@pytest.mark.parametrize("kind, seed", zip(KINDS, (0, 1, 1, 0), strict=True))
-def test_random_steps(kind, seed):
+@each_run
+def test_random_steps(backend, kind):
     """Against the definition, in float64; the last rows are exact unless they were taken back."""
+    seed = int("static" in kind) + 2 * (backend == "simulator")
     r, held = random.Random(seed), Sequences(kind)
     for step in range(12):
         longest, at = max(held.lengths()), 100 * seed + 9 * step
@@ -177,8 +182,8 @@ def test_rotation(kind, interleaved, monkeypatch):
     held.step(1, 8, options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_trees(kind):
+@each_run
+def test_trees(backend, kind):
     """A step verifies a tree, and accept moves the path's rows in both kinds of rows."""
     held, tree = Sequences(kind), [-1, 0, 0, 2]
     held.append(90, 0)
@@ -200,8 +205,8 @@ def test_trees(kind):
     held.step(1, 13)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_others_wrote(kind):
+@each_run
+def test_rows_that_others_wrote(backend, kind):
     """Rows that another op wrote are read as codes, and the next ones in full precision."""
     held = Sequences(kind)
     held.append(5, 0)
@@ -227,9 +232,9 @@ def test_truncated_to_before_the_window():
 
 
 def test_matched_prefixes_are_codes():
-    held = Sequences("paged")
+    held = Sequences("paged latent")
     k, v = held.new(20, 0)
-    held.cache.append(held.ids, k, v, token_ids=[[*range(20)], [*range(5, 25)]])
+    held.cache.append(*held.given(k, v), token_ids=[[*range(20)], [*range(5, 25)]])
     held.add(k, v)
     id, matched = held.cache.match_prefix([*range(20)])
     assert matched == 16
@@ -276,13 +281,13 @@ def test_compiled():
     """As other caches, whose books are on the host: a graph breaks there, and results are equal."""
     results = []
     for compiled in (False, True):
-        held = Sequences("paged")
+        held = Sequences("paged latent")
         held.append(90, 0)
         step = held.cache.decode_step
         if compiled:
             step = torch.compile(step, backend="eager")
         rows = [(normal(2, 2, 1, 96), *held.new(1, n)) for n in range(2)]
-        results += [step(held.ids, *given, **STEP) for given in rows]
+        results += [step(*held.given(*tensors), **STEP) for tensors in rows]
     assert all(torch.equal(a, b) for a, b in zip(results[:2], results[2:], strict=True))
 
 
@@ -318,8 +323,8 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_refused_steps(kind):
+@each_run
+def test_refused_steps(backend, kind):
     """With an error that names the argument, and the cache as it was."""
 
     @each_case("given, options, message", STEPS)

@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 import torch
 
+from tests.helpers.cases import each_case
 from tests.helpers.mutants import plant
 from torch_metal_attn import sdpa, simulate, testing
 from torch_metal_attn.ops import differentiation
@@ -28,21 +29,31 @@ def drawn():
     return [draw(SEED, 40 * index) for index in range(1000)]
 
 
-def sample():
-    """The first case of each call of families that are cheap to compile."""
-    calls = {}
-    for case in drawn():
-        if not isinstance(case, testing.Attention) and not case.refused():
-            calls.setdefault((type(case), case.call), case)
-    return list(calls.values())
-
-
-# Right results that bounds once were too tight for, or that were asked for a wrong error: rows of a
-# cache without a gradient, dropout of equal values, scores whose terms cancel, a float16 gradient
-# below its normal numbers, the log-sum-exp of large rotated scores, dropout of dequantised values,
-# a cache that cannot be quantised, and a page of one element.
+# Right results that bounds once were too tight for, or that were asked for a wrong error: a float16
+# gradient below its normal numbers, sequences of nothing, rows of a cache without a gradient, a
+# cache that cannot be quantised, and a page of one element.
 RIGHT = [
+    testing.Attention(
+        call="flash_attn_func",
+        softmax_scale=1.0,
+        learnable_sink="float16",
+        backward=True,
+        values="sharp",
+    ),
+    testing.Attention(
+        call="flash_varlen_fwd",
+        packed=((0, 0),),
+        spare_rows=1,
+        learnable_sink="float32",
+        backward=True,
+    ),
     testing.Step(call="append_kv", backward=True),
+    testing.Attention(dtype="float64", head_dim=32, v_head_dim=32, kv_length=3, format="q8_0"),
+    testing.Copy(shape=(1, 1, 1), copies=(), layout=("order 021", "padded 8")),
+]
+# Those whose errors are the kernels': dropout of equal values, scores whose terms cancel, the
+# log-sum-exp of large rotated scores, dropout of dequantised values, and a scale of 1.
+RIGHT_OF_KERNELS = [
     testing.Attention(
         call="flash_varlen_bwd",
         dtype="float16",
@@ -61,13 +72,6 @@ RIGHT = [
         causal=True,
         window_size_left=0,
         format="fp8_e4m3",
-        values="sharp",
-    ),
-    testing.Attention(
-        call="flash_attn_func",
-        softmax_scale=1.0,
-        learnable_sink="float16",
-        backward=True,
         values="sharp",
     ),
     testing.Attention(
@@ -95,13 +99,6 @@ RIGHT = [
         values="sharp",
     ),
     testing.Attention(
-        call="flash_varlen_fwd",
-        packed=((0, 0),),
-        spare_rows=1,
-        learnable_sink="float32",
-        backward=True,
-    ),
-    testing.Attention(
         call="scaled_dot_product_attention",
         seed=1881718781,
         dtype="bfloat16",
@@ -112,13 +109,16 @@ RIGHT = [
         softmax_scale=1.0,
         backward=True,
     ),
-    testing.Attention(dtype="float64", head_dim=32, v_head_dim=32, kv_length=3, format="q8_0"),
-    testing.Copy(shape=(1, 1, 1), copies=(), layout=("order 021", "padded 8")),
 ]
 
 
 def test_a_sample(device):
-    for case in sample():
+    """The first of each call of a step; the draws of small kernels are in test_every_op.py."""
+    calls = {}
+    for case in drawn():
+        if isinstance(case, testing.Step) and not case.refused():
+            calls.setdefault(case.call, case)
+    for case in calls.values():
         outcome = running.run(case, device)
         assert outcome.ok, f"{case}\n{outcome}"
 
@@ -158,8 +158,13 @@ class TestDrawing:
     def test_all_have_a_meaning(self):
         assert not [case for case in drawn() if case.meaningless()]
 
-    @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.call)
-    def test_what_is_right_is_not_reported(self, case, device):
+    @each_case("case", RIGHT)
+    def test_what_is_right_is_not_reported(self, case):
+        outcome = running.run(case, CPU)
+        assert outcome.ok, outcome
+
+    @pytest.mark.parametrize("case", RIGHT_OF_KERNELS, ids=lambda case: case.call)
+    def test_what_kernels_do_right_is_not_reported(self, case, device):
         outcome = running.run(case, device)
         assert outcome.ok, outcome
 

@@ -88,22 +88,19 @@ def by_paths(q, k, v, trees, used, dtype=None, leftpad_k=None, attn_bias=None, *
     return out, lse.t()
 
 
-def check_tree(
-    trees, used, device="cpu", cache=None, form="parents", layout="packed", num_splits=1, **given
-):
+def check_tree(trees, used, device="cpu", form="parents", layout="packed", num_splits=1, **given):
     """flash_decode of trees against float64."""
     lengths = [len(tree) for tree in trees]
     arguments, options = packed_q(lengths, used, spare=0, shape=given.pop("shape", None))
     q, k, v = arguments
     if given.pop("latent", False):
         v = k[..., : v.shape[-1] * 3 // 4]
-    keys, values, where = (k, v, {}) if cache is None else cache(k, v)
     queries = q
     if layout != "packed":
         queries = q.unflatten(0, (len(trees), -1)).transpose(1, 2)
         del options["cu_seqlens_q"], options["max_seqlen_q"]
     options |= tree_of(trees, form, layout) | given
-    there = on(device, {"q": queries, "k": keys, "v": values} | options | where)
+    there = on(device, {"q": queries, "k": k, "v": v} | options)
     out, lse = (x.cpu() for x in ops.flash_decode(**there, num_splits=num_splits))
     if layout != "packed":
         out, lse = out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 0).flatten(1)

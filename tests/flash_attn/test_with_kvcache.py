@@ -51,6 +51,8 @@ NEW_KEYS = [
 ROWS_FIRST = {"cache": "paged", "page": PAGE, "cache_layout": ("order 021",)}
 CACHES = [
     (ROWS_FIRST | {"cache_dtype": "bfloat16"}, 1),
+    (ROWS_FIRST, MANY),
+    ({"cache": "indexed"}, 1),
     ({"cache": "indexed"}, MANY),
     ({"cache": "indexed", "format": "fp8_e4m3"}, 1),
     (ROWS_FIRST | {"format": "q8_0"}, MANY),
@@ -58,23 +60,29 @@ CACHES = [
 HEADS = {"heads": 4, "kv_heads": 2, "head_dim": 32, "v_head_dim": 32, "strict": True}
 
 
-def cases():
+def cases(old_keys, new_keys, caches):
     """Up to VERIFY_QUERIES by flash_decode, more by flash_fwd."""
     sizes = {"batch": 2, "kv_length": 64, "seqused_k": (37, 21)}
-    for options, lengths in OLD_KEYS:
+    for options, lengths in old_keys:
         for q_length in lengths:
             yield Attention(CALL, q_length=q_length, **HEADS | sizes | options)
-    for options, (q_length, new) in NEW_KEYS:
+    for options, (q_length, new) in new_keys:
         by_token = "causal" in options or "window_size_left" in options
         more = {"q_length": q_length, "length": new, "by_token": by_token, "capacity": 96}
         yield Step(CALL, lengths=(17, 9), **HEADS | options | more)
-    for cache, n in CACHES:
+    for cache, n in caches:
         more = {"q_length": n, "length": n, "causal": True, "by_token": True, "capacity": 96}
         yield Step(CALL, lengths=(17, 26), **HEADS | cache | more)
 
 
-@pytest.mark.parametrize("case", [*cases()], ids=str)
-def test_values(case, device):
+@pytest.mark.parametrize("case", [*cases(OLD_KEYS, NEW_KEYS, CACHES)], ids=str)
+def test_values(case):
+    """By the CPU's own kernels: how the function calls the ops is under test."""
+    hold([case], torch.device("cpu"))
+
+
+@pytest.mark.parametrize("case", [*cases(OLD_KEYS[-1:], NEW_KEYS[1::3], [])], ids=str)
+def test_values_of_the_device(case, device):
     hold([case], device)
 
 
@@ -99,13 +107,13 @@ def test_plain_calls(options, new):
         assert all(map(torch.equal, plain[1:3], other[1:3]))
 
 
-def test_lengths_of_any_form(device):
+def test_lengths_of_any_form():
     """An int is every sequence's; None is the whole cache."""
-    tensors = [x if x is None else x.to(device) for x in make()]
+    tensors = make()
     for length, meant in ((21, ints(21, 21)), (None, ints(64, 64))):
         found = flash_attn_with_kvcache(*tensors, cache_seqlens=length)
-        same = flash_attn_with_kvcache(*tensors, cache_seqlens=meant.to(device))
-        assert torch.equal(found, same)
+        same = flash_attn_with_kvcache(*tensors, cache_seqlens=meant)
+        torch.testing.assert_close(found, same)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.flex.flex_check import (
     check_flex_gradients,
     home,
 )
-from tests.helpers.mutants import mutant_tests, plant
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import simulate
 
 
@@ -138,12 +138,6 @@ def entries_after_the_checks():
         assert torch.equal(found[:, :, BLOCK[0] :], expected[:, :, BLOCK[0] :])
 
 
-KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
-# With this the kernels read an entry that is out of range.
-OUT_OF_RANGE = (
-    "return entries[first + Offset(place) * stride]",
-    "return 1000 + entries[first + Offset(place) * stride]",
-)
 # Which kernels see: numbers, or entries of the lists behind their end.
 SEEN = (None, "out_of_bounds")
 LIST_MUTANTS = """
@@ -177,18 +171,21 @@ test_mutant_of_gradients_is_caught, test_the_unchanged_gradients_pass = mutant_t
 )
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_entries_out_of_range_are_not_read(kernel, monkeypatch):
+@pytest.mark.parametrize("backward", [False, True])
+def test_entries_out_of_range_are_not_read(backward, monkeypatch):
     """On mps nobody checks the lists before the kernel: it gives NaN and reads nothing outside."""
-    plant(monkeypatch, kernel, *OUT_OF_RANGE)
+    mask = contradictory()
     leaves = [x.requires_grad_() for x in home()]
+
+    def attend():
+        return torch_metal_attn.flex_attention(*leaves, block_mask=mask, return_lse=True)
+
     with simulate(check=True):
-        found = torch_metal_attn.flex_attention(
-            *leaves, block_mask=contradictory(), return_lse=True
-        )
-        if kernel != "flash_fwd":
-            gradients = torch.autograd.grad(loss_of(*found), leaves)
-            found = gradients[:1] if kernel == "flash_bwd_dq" else gradients[1:]
+        found = attend() if backward else None
+        for name in ("kv_indices", "full_kv_indices", "q_indices", "full_q_indices"):
+            entries = getattr(mask, name)
+            after_the_checks(monkeypatch, entries, (1000 + entries).tolist())
+        found = torch.autograd.grad(loss_of(*found), leaves) if backward else attend()
     assert all(x.isnan().all() for x in found)
 
 

@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention.experimental._paged_attention import PagedAttention
 from torch.nn.attention.flex_attention import BlockMask
 
+from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.flex.flex_check import (
     assert_within_twice,
     block_mask,
@@ -14,9 +15,9 @@ from tests.flex.flex_check import (
     torch_flex,
 )
 from tests.flex.gallery import tanh_softcap
-from tests.flex.test_blocks import OUT_OF_RANGE, SEEN
+from tests.flex.test_blocks import SEEN
 from tests.flex.test_flex_counts import listed, work
-from tests.helpers.mutants import mutant_tests, plant
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, flex_attention, simulate
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
@@ -187,8 +188,10 @@ test_mutant_is_caught, test_the_unchanged_kernel_passes = mutant_tests(
 
 def test_entries_out_of_range_are_not_read(monkeypatch):
     """As on mps, where nobody checks the lists before the kernel. Every split is NaN."""
-    plant(monkeypatch, "flash_decode", *OUT_OF_RANGE)
+    mask = contradictory()
+    for entries in (mask.kv_indices, mask.full_kv_indices):
+        after_the_checks(monkeypatch, entries, (1000 + entries).tolist())
     with simulate(check=True):
-        out, lse = flex_attention(*few(), block_mask=contradictory(), return_lse=True)
+        out, lse = flex_attention(*few(), block_mask=mask, return_lse=True)
     assert out.isnan().all()
     assert lse.isnan().all()

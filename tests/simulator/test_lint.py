@@ -32,19 +32,37 @@ def shader(case: tuple[str, ...]) -> str:
     return KERNEL.format(above="\n".join(above), body="\n".join(body))
 
 
-@each_case("case", CASES)
-def test_rejects(case: tuple[str, ...]) -> None:
-    _, rule, _, says, _ = case
-    text = shader(case)
-    findings = lint_source(twin(text, 1))
-    assert any(re.search(says, f.message) for f in findings if f.rule == rule), findings
-    line = text.count("\n", 0, text.index("{~")) + 1
-    assert {(f.file, f.line) for f in findings if f.rule == rule} == {("program_source", line)}
+# What is in a kernel only shares a text.
+ALONE = [[case] for case in CASES if "  above: " in case[-1]]
+GROUPS = [[case for case in CASES if [case] not in ALONE], *ALONE]
 
 
-@each_case("case", CASES)
-def test_accepts_the_twin(case: tuple[str, ...]) -> None:
-    assert lint_source(twin(shader(case), 2)) == []
+def texts(cases: list[tuple[str, ...]], side: int) -> list[str]:
+    """Of each case, whose kernel has a number."""
+    kernels = (twin(shader(case), side) for case in cases)
+    return [text.replace("void k(", f"void k{i}(") for i, text in enumerate(kernels)]
+
+
+@each_case("cases", GROUPS)
+def test_rejects(cases: list[tuple[str, ...]]) -> None:
+    broken = texts(cases, 1)
+    found = lint_source("".join(broken))
+    assert {f.file for f in found} == {"program_source"}
+    start = 1
+    for case, text in zip(cases, broken, strict=True):
+        name, rule, _, says, _ = case
+        end = start + text.count("\n")
+        findings = [f for f in found if f.rule == rule and start <= f.line < end]
+        assert any(re.search(says, f.message) for f in findings), (name, found)
+        whole = shader(case)
+        line = start + whole.count("\n", 0, whole.index("{~"))
+        assert {f.line for f in findings} == {line}, (name, found)
+        start = end
+
+
+@each_case("cases", GROUPS)
+def test_accepts_the_twins(cases: list[tuple[str, ...]]) -> None:
+    assert lint_source("".join(texts(cases, 2))) == []
 
 
 def test_ascii() -> None:

@@ -94,10 +94,10 @@ class TestOps:
         out, lse = flash_fwd(q, k, v, **options)
         return normal(*out.shape, seed=3), normal(*lse.shape, seed=4), q, k, v, out, lse
 
-    @pytest.mark.parametrize("with_dlse", [False, True])
-    def test_opcheck(self, with_dlse, backend):
-        dout, dlse, *rest = self.arguments()
-        torch.library.opcheck(flash_bwd, (dout, dlse if with_dlse else None, *rest))
+    def test_opcheck(self, backend):
+        """Without a gradient of the log-sum-exp; with one in the next test."""
+        dout, _, *rest = self.arguments()
+        torch.library.opcheck(flash_bwd, (dout, None, *rest))
 
     def test_opcheck_packed(self, backend):
         qkv, packing = make_packed()

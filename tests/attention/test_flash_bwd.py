@@ -125,8 +125,9 @@ def test_expanded_gradients(device):
     dout = torch.randn(16, generator=torch.Generator().manual_seed(0)).half().expand(out.shape)
     dlse = torch.tensor(0.7).expand(lse.shape)
     copied = dout.contiguous(), dlse.contiguous()
-    expected = run("flash_bwd", device, *copied, q, k, v, out, lse)
-    assert_same(run("flash_bwd", device, dout, dlse, q, k, v, out, lse), expected)
+    exact = {"exact_delta": True}
+    expected = run("flash_bwd", device, *copied, q, k, v, out, lse, **exact)
+    assert_same(run("flash_bwd", device, dout, dlse, q, k, v, out, lse, **exact), expected)
 
 
 # --- bits ---
@@ -179,26 +180,6 @@ def test_features_together_where_simd_groups_share_keys(first, device):
 
 
 # --- rows and keys without weight ---
-
-
-@pytest.mark.parametrize("causal, head_dim, dtype", [(False, HOME, F16), (True, 12, F32)])
-@pytest.mark.parametrize("first, end", [((33, 5, 64), (65, 6, 97)), ((50, 97, 1), (40, 0, 0))])
-def test_what_lies_outside_the_keys_never_shows(first, end, causal, head_dim, dtype, device):
-    """NaN there changes no bit, and has gradients of 0."""
-    shape = {"heads": 2, "kv_heads": 1, "q_length": 65, "kv_length": 97, "head_dim": head_dim}
-    q, k, v = make_qkv(**shape, batch=3, dtype=dtype)
-    options = {"causal": causal, "leftpad_k": ints(*first), "seqused_k": ints(*end)}
-    *expected, _ = check_flash_bwd(q, k, v, **options, device=device)
-    outside = torch.ones(3, 97, dtype=torch.bool)
-    for b in range(3):
-        outside[b, first[b] : end[b]] = False
-    for tensor in (k, v):
-        tensor.masked_fill_(outside[:, None, :, None], math.nan)
-    given = make_gradients(q, v, q.shape[:3])
-    _, *found, _ = backward(q, k, v, *given, device, options)
-    assert_same(found, expected)
-    for gradient in found[1:]:
-        assert (gradient.transpose(1, 2)[outside] == 0).all()
 
 
 MASKED = [torch.bool, F32]

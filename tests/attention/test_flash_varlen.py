@@ -107,12 +107,13 @@ def test_strides(device):
 
 def test_what_lies_outside_a_sequences_keys_never_shows(device):
     q, k, v, *packing = packed()
-    options = USED
+    first, end = (33, 0, 2, 5), (60, 0, 31, 30)
+    options = {"seqused_k": ints(*end), "leftpad_k": ints(*first), "causal": True}
     expected = check_flash_varlen_fwd(q, k, v, *packing, **options, device=device)
     of_expected = check_flash_varlen_bwd(q, k, v, *packing, **options, device=device)
     outside = torch.ones(len(k), dtype=torch.bool)
     for b, start in enumerate(packing[1].tolist()[:-1]):
-        outside[start : start + USED["seqused_k"][b]] = False
+        outside[start + first[b] : start + end[b]] = False
     k[outside] = v[outside] = math.nan
     assert_same(run("flash_varlen_fwd", device, q, k, v, *packing, **options), expected)
     found = gradients(q, k, v, packing, device, options)

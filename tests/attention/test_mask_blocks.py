@@ -32,10 +32,10 @@ def per_head():
 
 
 def transposed():
-    """Queries are neighbours in memory, of odd lengths."""
-    mask = torch.zeros(2047, 131, dtype=torch.bool)
-    mask.T[:] = seen(131, 2047)
-    return mask.T, 1, 4
+    """Queries are neighbours in memory, of odd lengths; two sequences see different keys."""
+    mask = torch.zeros(2, 2047, 131, dtype=torch.bool).mT
+    mask[0], mask[1] = seen(131, 2047), seen(131, 2047).roll(500, 1)
+    return mask[:, None], 2, 2
 
 
 def padded():
@@ -44,7 +44,7 @@ def padded():
     return keys[:, None, None], 2, 4
 
 
-PROBLEMS = {"per head": per_head, "transposed": transposed, "padded": padded}
+PROBLEMS = {"per head": per_head, "transposed": transposed}
 
 
 def operands(mask, batch, heads, q_length=None):

@@ -7,7 +7,7 @@ from bench.bench_tensor_tiles import ours, row
 from tests.attention import flash_fwd_problems as problems
 from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
-from tests.attention.held_cases import FORWARD, case, hold
+from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, case, hold
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
@@ -57,12 +57,8 @@ def scores(device):
     problems.dense(device, BF16, alibi_slopes=slopes, learnable_sink=sink, **options)
 
 
-GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101} | FORWARD
-LENGTHS = {"seqused_k": (90, 70), "leftpad_k": (7, 40)}
+GROUPED, PACKED = SIZES | FORWARD, PACKED | FORWARD
 WINDOWS = ((20, 13, None), (30, 45, None), (20, 13, 5))
-SCORES = {"softcap": 1.5, "softmax_scale": 0.5, "learnable_sink": "float32", "dropout_p": 0.3}
-PACKED = {"heads": 4, "kv_heads": 2, "q_length": 1, "kv_length": 1, "causal": True} | FORWARD
-PACKED |= {"packed": ((40, 50), (0, 3), (77, 64)), "spare_rows": 9, "call": "flash_varlen_fwd"}
 CASES = {
     "windows": [
         case(**GROUPED, window_size_left=left, window_size_right=right, q_offset=offset)

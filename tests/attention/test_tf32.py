@@ -21,7 +21,7 @@ from tests.attention.flash_fwd_check import (
     make_qkv,
 )
 from tests.attention.head_dims import HOME
-from tests.attention.held_cases import FORWARD, hold
+from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, hold
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import allow_tf32, explain, simulate, testing, tf32_allowed
 from torch_metal_attn.reference import attention
@@ -104,31 +104,26 @@ def case(**fields):
     return held_cases.case(tiles="TF32", dtype="float32", **fields)
 
 
-GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101}
-LENGTHS = {"seqused_k": (90, 70), "leftpad_k": (7, 40)}
-# All that changes scores, but for a bias, whose gradients are float32's own.
-SCORES = {"softcap": 1.5, "softmax_scale": 0.5, "learnable_sink": "float32", "dropout_p": 0.3}
-PACKED = {"heads": 4, "kv_heads": 2, "q_length": 1, "kv_length": 1, "causal": True}
-PACKED |= {"packed": ((40, 50), (0, 3), (77, 64)), "spare_rows": 9, "call": "flash_varlen_fwd"}
+# Gradients of a bias and of slopes are float32's own.
 ADDED = {"attn_mask": "bool bhqk", "attn_bias": "float16 qk", "alibi_slopes": "h"}
 CHUNKED = {"attention_chunk": 21, "q_offset": 0, "causal": True}
 FORWARDS = [
-    case(**GROUPED, **CHUNKED, **LENGTHS, cache="indexed", cache_dtype="bfloat16"),
+    case(**SIZES, **CHUNKED, **LENGTHS, cache="indexed", cache_dtype="bfloat16"),
     # Two chains of scores, Q read again, a last slice of V that passes its end by a span.
     case(
-        **GROUPED | SCORES | ADDED | FORWARD,
+        **SIZES | SCORES | ADDED | FORWARD,
         head_dim=136,
         v_head_dim=288,
         causal=True,
         q_offset=-2,
     ),
-    case(**GROUPED | {"head_dim": 64}, cache="paged", format="q8_0"),
+    case(**SIZES | {"head_dim": 64}, cache="paged", format="q8_0"),
     case(**PACKED, cache="paged", page=24, cache_dtype="float16", window_size_left=30),
 ]
 BACKWARDS = [
     # Rows that two SIMD groups share, and slices.
     case(
-        **GROUPED | SCORES | LENGTHS | CHUNKED,
+        **SIZES | SCORES | LENGTHS | CHUNKED,
         head_dim=200,
         v_head_dim=40,
         attn_mask="bool bhqk",

@@ -55,7 +55,7 @@ def test_sglangs_tables_are_pages_of_one_row():
     """SGLang keeps (slots, kv_heads, head_size) and for each request the slot of each token."""
     keys, values = (normal(40, *SHAPE, seed=seed) for seed in (1, 2))
     slots = torch.randperm(40, generator=torch.Generator().manual_seed(5))[:33].int()
-    query = normal(1, 1, HOME["heads"], 64, seed=4)
+    query = normal(1, 2, HOME["heads"], 64, seed=4)
     lengths = torch.tensor([33], dtype=torch.int32)
     with simulate(check=True) as run:
         out = flash_attn_with_kvcache(

@@ -9,8 +9,16 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
+
+if int(setuptools.__version__.split(".")[0]) < 77:
+    # Older ones refuse pyproject.toml with an error that does not say so.
+    raise SystemExit(
+        f"error: the build needs setuptools 77 or later, and this is {setuptools.__version__}: "
+        "pip install 'setuptools>=77'"
+    )
 
 try:
     import torch

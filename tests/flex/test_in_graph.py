@@ -6,7 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import BlockMask
 
 from tests.attention.autograd_check import normal
-from tests.flex.flex_check import BLOCK, home
+from tests.flex.flex_check import BLOCK, block_mask, home
 from torch_metal_attn import flex_attention, simulate
 
 TABLE, OTHER = normal(2, 200), normal(2, 200, seed=1)  # one shape and dtype
@@ -58,6 +58,23 @@ def test_numbers_that_change():
         torch.testing.assert_close(out, of_numbers(*given), rtol=2e-3, atol=2e-3)
     assert backend.frame_count == 1
     assert len(texts) == 1
+
+
+def test_heads_that_change():
+    """One graph of any number of heads, with a BlockMask and gradients."""
+    backend = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flex_attention, backend=backend, fullgraph=True, dynamic=True)
+    for heads, length in ((4, 80), (6, 48)):
+        q, k, v = (x.requires_grad_() for x in home(heads=heads, q_length=length, kv_length=length))
+        given = q, k[:, ::2], v[:, ::2], None, block_mask(heads=heads, sizes=(length, length))
+        with simulate():
+            found = [
+                f(*given, enable_gqa=True).float().square() for f in (compiled, flex_attention)
+            ]
+            gradients = [torch.autograd.grad(out.sum(), (q, k, v)) for out in found]
+        for one, other in zip(*gradients, strict=True):
+            assert torch.equal(one, other)
+    assert backend.frame_count == 1
 
 
 def of_value(q, k, v, factor):

@@ -1,5 +1,6 @@
 """What is built: a stable-ABI extension and flattened shaders."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -28,6 +29,26 @@ def symbols(*options):
 
 def undefined_symbols():
     return symbols("-u") if sys.platform == "darwin" else symbols("-D", "--undefined-only")
+
+
+@needs_checkout
+def test_setuptools_that_is_too_old(tmp_path):
+    """As a new environment of Python 3.11 has it, where --no-build-isolation uses it."""
+    old = tmp_path / "setuptools" / "command"
+    old.mkdir(parents=True)
+    (old.parent / "__init__.py").write_text('__version__ = "65.5.0"\nExtension = setup = None\n')
+    (old / "build_py.py").write_text("build_py = object\n")
+    run = subprocess.run(
+        [sys.executable, ROOT / "setup.py", "--version"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    assert run.stderr == (
+        "error: the build needs setuptools 77 or later, and this is 65.5.0: "
+        "pip install 'setuptools>=77'\n"
+    )
 
 
 def test_extension_needs_no_python():

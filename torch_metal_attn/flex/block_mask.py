@@ -55,7 +55,8 @@ class Blocks:
         shape = order_shape(counts, group)
         if shape is None or math.prod(shape) <= 1:
             return None
-        known = self.orders.get((side, group))
+        # A size of a graph has no hash. Then nothing was kept either.
+        known = self.orders.get((side, group)) if isinstance(group, int) else None
         if known is not None and known.shape[1:] == shape and known.device == counts[0].device:
             return known
         # Tensors of inference mode could not be saved for a backward.

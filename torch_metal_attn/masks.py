@@ -122,7 +122,7 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
     check_integers("parents", parents, "(nodes)")
     context = natural("context", context)
     of_node = on_host("parents", parents)
-    ancestors = torch.eye(len(of_node), dtype=torch.bool)
+    ancestors = torch.eye(len(of_node), dtype=torch.bool, device="cpu")
     for node, parent in enumerate(of_node):
         if not -1 <= parent < node:
             raise ValueError(

@@ -58,7 +58,7 @@ def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 12
             f"{exact}"
         )
     # By distance, computed as T5 does: a logarithm in the kernel could round to another bucket.
-    distance = torch.arange(max_distance + 1)
+    distance = torch.arange(max_distance + 1, device="cpu")
     far = torch.log(distance.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     of_distance = torch.where(
         distance < exact,

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from tests.attention.autograd_check import normal
 from tests.flex.flex_check import check_flex, home
 from tests.helpers.cases import each_case
-from torch_metal_attn import masks, scores
+from torch_metal_attn import block_mask, flex_attention, masks, scores
 
 N = 24
 LENGTHS = torch.tensor([5, 11])
@@ -168,6 +168,25 @@ def test_in_the_kernel():
     mask = masks.document(torch.tensor([0, 30, 70]), 96) & masks.neighbourhood((8, 12), (5, 5))
     block_mask = create_block_mask(mask, None, None, 80, 96, device="cpu", BLOCK_SIZE=16)
     check_flex(*home(), scores.t5_buckets(TABLE), block_mask)
+
+
+def test_a_default_device_is_not_used():
+    """As after torch.set_default_device("mps"), which has no float64, or has another logarithm."""
+    parents, seen = torch.tensor([-1, 0, 0, 2]), torch.ones(8, 8, dtype=torch.bool).tril()
+    table = TABLE.clone().requires_grad_()
+    q, k, v = (normal(1, 2, 8, 16, seed=i) for i in range(3))
+    at = torch.arange(4)
+
+    def result():
+        mod = scores.t5_buckets(table, max_distance=6)
+        out = flex_attention(q, k, v, lambda s, *at: 2.0 * mod(s, *at), block_mask(seen, 8))
+        tree = masks.tree(parents)(None, None, at[:, None], at)
+        return out, tree, *torch.autograd.grad(out.square().sum(), table)
+
+    expected = result()
+    with torch.device("meta"):
+        found = result()
+    assert all(map(torch.equal, found, expected))
 
 
 BAD = {

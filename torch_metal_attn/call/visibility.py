@@ -134,7 +134,7 @@ def tree_rows(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None
     batch, length = given.shape
     seen = torch.eye(length, dtype=torch.bool, device=given.device).repeat(batch, 1, 1)
     for i in range(length):
-        of_parent = seen[torch.arange(batch), given[:, i].clamp(min=0)]
+        of_parent = seen[torch.arange(batch, device=given.device), given[:, i].clamp(min=0)]
         seen[:, i] |= of_parent & (given[:, i, None] >= 0)
     return seen
 

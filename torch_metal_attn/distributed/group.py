@@ -32,7 +32,7 @@ class Ring:
         """
         if self.processes == 1:
             return lambda: sent
-        received = torch.empty(elements, dtype=sent.dtype)
+        received = sent.new_empty(elements)
         after, before = self.previous(-1), self.previous(1)
         works = (
             distributed.irecv(received, group=self.group, group_src=before, tag=tag),

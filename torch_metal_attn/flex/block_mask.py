@@ -72,7 +72,7 @@ class Blocks:
         for full in ("", "full_"):
             counts = self.lists.get(f"{full}kv_num_blocks")
             if counts is None:
-                found.append(torch.zeros((1, 1, queries, keys), dtype=torch.bool))
+                found.append(torch.zeros((1, 1, queries, keys), dtype=torch.bool, device="cpu"))
                 continue
             indices = self.lists[f"{full}kv_indices"].long()
             entry = torch.arange(indices.shape[-1], device=indices.device)
@@ -80,7 +80,7 @@ class Blocks:
             last = -(-keys // self.kv_size)
             listed = torch.where(entry < counts[..., None], indices, last)
             listed = listed.broadcast_to(torch.broadcast_shapes(listed.shape, (1, 1, 1, 1)))
-            blocks = torch.zeros((*listed.shape[:3], last + 1), dtype=torch.bool)
+            blocks = listed.new_zeros((*listed.shape[:3], last + 1), dtype=torch.bool)
             blocks.scatter_(3, listed, True)
             rows = blocks[..., :last].repeat_interleave(self.q_size, 2)[:, :, :queries]
             found.append(rows.repeat_interleave(self.kv_size, 3)[..., :keys])

@@ -57,7 +57,7 @@ class Graph:
         """The number as a kernel of this dtype would hold it."""
         wide = torch.float64 if dtype.is_floating_point else None
         with _disable_current_modes():  # in a graph of torch 2.10 the number would be unknown
-            number = torch.tensor(value, dtype=wide).to(dtype).item()
+            number = torch.tensor(value, dtype=wide, device="cpu").to(dtype).item()
         return self.node("constant", (), dtype, number)
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:

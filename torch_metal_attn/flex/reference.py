@@ -27,7 +27,7 @@ def evaluate(
         if each.op == "input":
             value = inputs[each.value].to(each.dtype)
         elif each.op == "constant":
-            value = torch.tensor(each.value, dtype=each.dtype)
+            value = torch.tensor(each.value, dtype=each.dtype, device="cpu")
         elif each.op == "cast":
             value = arguments[0].to(each.dtype)
         elif each.op == "load":
@@ -51,7 +51,7 @@ def _loaded(program: Program, capture: int, indices: list[Tensor]) -> Tensor:
         if not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor[index]
         # Of a selection each element's gradient is summed in a fixed order, here in float32.
-        numbers = torch.arange(tensor.numel()).view(tensor.shape)[index]
+        numbers = torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape)[index]
         selected = tensor.reshape(-1).float().index_select(0, numbers.reshape(-1))
         return selected.view(numbers.shape).to(tensor.dtype)
     except IndexError as error:
@@ -66,7 +66,7 @@ def attention(
     keys, values = (x.float().repeat_interleave(groups, 1) for x in (key, value))
     scores = query.float() @ keys.transpose(-1, -2) * scale
     inputs = positions(scores.shape, query.device)
-    seen = torch.ones((), dtype=torch.bool)
+    seen = torch.ones((), dtype=torch.bool, device=query.device)
     if program.mask is not None:
         seen = evaluate(program.mask, inputs, program)
     if blocks is not None:
@@ -108,7 +108,8 @@ def check_indices(
     for first in range(0, queries, rows):
         every = positions(torch.Size(shape), torch.device("cpu"))
         every["q_idx"] = every["q_idx"][:, :, first : first + rows]
-        visited = torch.ones((batch, heads, every["q_idx"].shape[2], keys), dtype=torch.bool)
+        tile = (batch, heads, every["q_idx"].shape[2], keys)
+        visited = torch.ones(tile, dtype=torch.bool, device="cpu")
         masked = visited
         if blocks is not None:
             partial, full = (x[:, :, first : first + rows] for x in blocks.dense(queries, keys))
@@ -120,7 +121,7 @@ def check_indices(
             if node is None:
                 continue
             inputs = {n: x.expand(where.shape)[where] for n, x in every.items()}
-            inputs["score"] = torch.zeros(inputs["b"].shape)
+            inputs["score"] = torch.zeros(inputs["b"].shape, device="cpu")
             try:
                 with torch.no_grad():
                     evaluate(node, inputs, program)

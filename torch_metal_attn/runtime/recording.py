@@ -41,7 +41,7 @@ def recorded(
 def _storage(buffer: engine.Buffer) -> torch.Tensor:
     """The bytes of the buffer's storage, which the result keeps."""
     if not buffer.storage:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     library = engine.library()
     library.metal_attn_hold_tensor.restype = ctypes.c_void_p
     library.metal_attn_hold_tensor.argtypes = (ctypes.c_void_p,)

@@ -453,5 +453,5 @@ def _fp8_values(data: Tensor) -> Tensor:
     """float32 of float8_e4m3fn or its bits."""
     if data.dtype == torch.float8_e4m3fn:
         return data.float()
-    table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    table = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
     return table.to(data.device)[data.int()]

@@ -178,6 +178,9 @@ def test_fp8_as_bytes():
     back = dequantise(data.view(torch.uint8), scale, torch.bfloat16)
     assert torch.equal(back, dequantise(data, scale, torch.bfloat16))
     assert format_of(data.view(torch.uint8), scale) == "fp8_e4m3"
+    with torch.device("meta"):  # a default device is not used
+        found = dequantise(data.view(torch.uint8), scale, torch.float32)
+    assert torch.equal(found, dequantise(data, scale, torch.float32))
 
 
 def test_fp8_where_there_is_no_float8(monkeypatch):

@@ -424,8 +424,8 @@ def _reason_of_gradients(problem: Problem) -> str | None:
 
 def _refusal_of_gradients(head_dim: int, v_head_dim: int) -> str | None:
     """The backward's error for float32 head dims."""
-    q, out = (torch.empty(1, 1, 0, columns) for columns in (head_dim, v_head_dim))
-    lse = torch.empty(1, 1, 0)
+    q, out = (torch.empty(1, 1, 0, columns, device="cpu") for columns in (head_dim, v_head_dim))
+    lse = torch.empty(1, 1, 0, device="cpu")
     try:
         with as_value_errors():
             torch.ops.metal_attn_explain.flash_bwd(out, None, q, q, out, out, lse, exact_delta=True)

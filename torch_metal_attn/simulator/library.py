@@ -379,7 +379,7 @@ def _scalars(kernel: str, index: int, arg: Any, cast: str | None) -> torch.Tenso
             "it must be a tensor, an int, a float, or a list of one kind of number"
         )
     wide = torch.float64 if dtype is torch.float32 else dtype
-    tensor = torch.tensor(values, dtype=wide).to(dtype)
+    tensor = torch.tensor(values, dtype=wide, device="cpu").to(dtype)
     return tensor.to(CASTS[cast]) if cast else tensor
 
 

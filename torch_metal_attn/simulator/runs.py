@@ -169,7 +169,7 @@ def _forget(name: str, tensor: torch.Tensor, initialised: dict[int, torch.Tensor
         )
     storage = tensor.untyped_storage()
     known = initialised.setdefault(
-        storage.data_ptr(), torch.ones(storage.nbytes(), dtype=torch.uint8)
+        storage.data_ptr(), torch.ones(storage.nbytes(), dtype=torch.uint8, device="cpu")
     )
     size = tensor.element_size()
     shape = [

@@ -263,7 +263,8 @@ def _agrees(function: Callable[..., Any], cos: Tensor, sin: Tensor, tables: Tabl
         return False
     rotary_dim = 2 * short[0].shape[-1]
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 1, 2, len(_POSITIONS), 2 * rotary_dim, generator=generator).double()
+    sizes = (2, 1, 2, len(_POSITIONS), 2 * rotary_dim)
+    x = torch.randn(sizes, generator=generator, device="cpu").double()
     # Heads that are rotated as a whole, and in part if the function supports that.
     for width, must in ((rotary_dim, True), (2 * rotary_dim, False)):
         q, k = x[..., :width]

@@ -36,6 +36,7 @@ INLINED = (
     "#pragma clang attribute push(__attribute__((always_inline)), apply_to = function)\n",
     "\n#pragma clang attribute pop\n",
 )
+MAX_THREADS = 1024  # of a threadgroup
 MOST_TOGETHER = 8  # kernels of a text that are compiled at once and not one by one
 
 # Functions are convergent until their body shows otherwise: the engine's entries call through a
@@ -118,11 +119,12 @@ class Image:
         )
         return [bool(flag) for flag in table]
 
-    def most_threads(self, kernel: Kernel) -> int | None:
-        """The kernel's max_total_threads_per_threadgroup; None if it has no such attribute."""
+    def most_threads(self, kernel: Kernel) -> int:
+        """Threads that a threadgroup of the kernel may have."""
         if not kernel.most_threads:
-            return None
-        return ctypes.c_uint.in_dll(self.library, kernel.most_threads_symbol).value
+            return MAX_THREADS
+        limit = ctypes.c_uint.in_dll(self.library, kernel.most_threads_symbol).value
+        return min(limit or MAX_THREADS, MAX_THREADS)
 
     def types(self, kernel: Kernel) -> list[ParameterType]:
         """The types that the kernel's parameters point to."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from .build import Image
+from .build import MAX_THREADS, Image
 from .diagnostics import KernelError, hides_frames, in_metal
 from .llvm.instrument import Site
 from .llvm.operations import ALWAYS, COUNTS
@@ -297,7 +297,7 @@ def run(
     KeyboardInterrupt stops it, which leaves the results unfinished.
     """
     most, threads = image.most_threads(kernel), math.prod(threads_per_threadgroup)
-    if most is not None and threads > most:
+    if most < threads <= MAX_THREADS:
         raise ValueError(
             f"{kernel.name}: a threadgroup of {threads} threads; "
             f"its max_total_threads_per_threadgroup is {most}"

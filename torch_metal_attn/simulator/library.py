@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import engine, parameter_types, runs
-from .build import Image, Program, build
+from .build import Program, build
 from .diagnostics import hides_frames
 from .engine import Buffer, Counters
 from .metal import versions
@@ -22,7 +22,6 @@ from .tensors import DEFAULT_MODEL, tensor_model
 from .threadgroup_memory import threadgroup_bytes
 
 __tracebackhide__ = hides_frames
-MAX_THREADS = 1024
 SIMD_WIDTH = 32
 
 ArgCasts = str | Mapping[int, str] | None
@@ -181,8 +180,7 @@ class ShaderKernel:
     @property
     def max_threads_per_threadgroup(self) -> int:
         """1024, or less if the kernel's attribute says so. The first question compiles for it."""
-        image = self._library._program.image(self._kernel.name)
-        return _most_threads(image, self._kernel)
+        return self._library._program.image(self._kernel.name).most_threads(self._kernel)
 
     @property
     def static_thread_group_memory_length(self) -> int:
@@ -255,7 +253,7 @@ class ShaderKernel:
         held = _tensors(name, args, arg_casts)
         buffers = _bind(self._kernel, parameters, held, program.checked)
         _check_types(name, args, held, parameters, types)
-        most = _most_threads(image, self._kernel)
+        most = image.most_threads(self._kernel)
         grid, group = _grid(name, held, args, threads, group_size, most)
         memory = _threadgroup_memory(name, parameters, threadgroup_bytes)
         if 0 in grid:
@@ -281,11 +279,6 @@ class ShaderKernel:
         _mark_written(parameters, held)
         seconds = time.perf_counter() - started
         runs.record(name, {}, grid, group, seconds, counters, program.checked)
-
-
-def _most_threads(image: Image, kernel: Kernel) -> int:
-    """Threads that a threadgroup of the kernel may have."""
-    return min(image.most_threads(kernel) or MAX_THREADS, MAX_THREADS)
 
 
 def _mark_written(parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]) -> None:

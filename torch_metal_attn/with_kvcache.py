@@ -100,7 +100,8 @@ def flash_attn_with_kvcache(
         cache_seqlens: int or (B,) int32: the number of keys in the cache before the call. None is
             the whole cache, and not allowed with k.
         cache_batch_idx: (B,) int32: the row of the cache that each sequence has.
-        cache_leftpad: (B,) int32: the number of keys to leave out at the start.
+        cache_leftpad: (B,) int32: the number of keys to leave out at the start. With
+            attention_chunk the first chunk begins after them.
         block_table: (B, max_blocks) int32: key i of sequence b is row i % page of page
             block_table[b, i // page].
         rotary_interleaved: columns (2c, 2c + 1) form a pair, otherwise (c, c + R/2).

@@ -1,5 +1,7 @@
 """PagedKVCache and StaticKVCache against dictionaries of lists, whatever is done with them."""
 
+import copy
+import pickle
 from itertools import accumulate
 
 import pytest
@@ -327,6 +329,28 @@ class TestPrefixes:
         append(cache, {id: []}, {id: [1] * 4}, known=False)
         append(cache, {id: [1] * 4}, {id: [1] * 12})
         assert cache.match_prefix([1] * 12)[1] == 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+@pytest.mark.parametrize("format", [None, "q8_0"])
+def test_a_copy_is_a_cache_of_its_own(copied, format):
+    """Prefixes as deep as Python's stack is not; values are still the keys' columns."""
+    tokens = list(range(801))
+    options = {"values_in_keys": True, "format": format, "dtype": torch.float32}
+    cache = PagedKVCache(420, 2, 1, 64, 32, **options)
+    sequence = cache.allocate()
+    k = torch.randn(1, 1, len(tokens), 64)
+    cache.append([sequence], k, token_ids=[tokens])
+    branch = cache.fork(sequence)
+    other = copied(cache)
+    for one in (cache, other):
+        one.append([branch], k[:, :, :1])  # copies the page that both share
+        assert one.match_prefix(tokens)[1] == len(tokens) - 1
+    for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
+        own, theirs = (getattr(x.layers[0], name) for x in (cache, other))
+        assert (own is None and theirs is None) or torch.equal(own, theirs), name
+    assert other.layers[0].v_cache.data_ptr() == other.layers[0].k_cache.data_ptr()
+    assert other.layers[0].k_cache.data_ptr() != cache.layers[0].k_cache.data_ptr()
 
 
 def test_shared_pages_are_moved_once():

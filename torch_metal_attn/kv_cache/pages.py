@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class CacheFull(RuntimeError):
@@ -18,10 +19,14 @@ class Prefix:
     parent: "Prefix | None"
     children: "set[Prefix]" = field(default_factory=set)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # `PagePool` pickles the links: followed from page to page they are too deep for Python.
+        return self.__dict__ | {"parent": None, "children": set()}
+
 
 def chained_hash(parent: Prefix | None, tokens: tuple[int, ...]) -> int:
-    """The hash of all tokens up to and including these."""
-    return hash((None if parent is None else parent.key, tokens))
+    """The hash of all tokens up to and including these, the same in every process."""
+    return hash((0 if parent is None else parent.key, tokens))
 
 
 class PagePool:
@@ -38,6 +43,17 @@ class PagePool:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._prefixes: dict[int, Prefix] = {}  # by key
         self._prefix_of: dict[int, Prefix] = {}  # by page
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"links": [(x, x.parent) for x in self._prefixes.values()]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        links = state.pop("links")
+        self.__dict__.update(state)
+        for prefix, parent in links:
+            prefix.parent = parent
+            if parent is not None:
+                parent.children.add(prefix)
 
     @property
     def available(self) -> int:

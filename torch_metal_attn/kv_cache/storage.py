@@ -58,6 +58,14 @@ class LayerCache:
     values_in_keys: bool = False
     hadamard: int = 0
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Unpickled tensors do not share memory, and only k_cache is written and copied.
+        if state["values_in_keys"]:
+            for v, k in (("v_cache", "k_cache"), ("v_scale", "k_scale")):
+                if state[v] is not None:
+                    state[v] = state[k][..., : state[v].shape[-1]]
+        self.__dict__.update(state)
+
     def by_block(self) -> list[Tensor]:
         """The tensors that have blocks, each element once: not fp8_e4m3's scales per head."""
         tensors = [self.k_cache, self.k_scale]

@@ -448,27 +448,3 @@ class TestDescriptor:
 def test_mask_of_wrong_arguments(changes, message):
     with pytest.raises((TypeError, ValueError), match=message):
         metal_attention_mask(**{"batch_size": 2, "q_length": 4, "kv_length": 16} | changes)
-
-
-NO_TENSORS = [
-    *(({name: 3}, f"{name} is a int; it must be a tensor") for name in ("query", "key", "value")),
-    *(({name: [1]}, f"{name} is a list") for name in ("attention_mask", "sinks", "s_aux")),
-    *(({name: True}, f"{name} is a bool") for name in ("position_bias", "indices")),
-    ({"module": None}, "module is a NoneType; it must be an nn.Module"),
-]
-
-
-@each_case("changes, message", NO_TENSORS)
-def test_arguments_that_are_no_tensors(changes, message):
-    q = torch.zeros(1, 2, 8, 16)
-    good = {"query": q, "key": q, "value": q, "attention_mask": None, "module": torch.nn.Module()}
-    with pytest.raises(TypeError, match=message):
-        metal_attention(**good | changes)
-
-
-def test_tensors_without_heads():
-    q = torch.zeros(2, 8, 16)
-    with pytest.raises(
-        ValueError, match=r"query has shape \(2, 8, 16\); it must be \(B, H, S, D\)"
-    ):
-        metal_attention(torch.nn.Module(), q, q, q, None)

@@ -240,6 +240,10 @@ class TestModel:
         assert "not metal_attn: torch's scaled_dot_product_attention" in str(found)
         assert "1 calls of metal_attn" in str(found)
         assert "1 attentions elsewhere" in str(found)
+        data = json.loads(json.dumps(found.as_dict()))
+        assert data["model"] == "Sequential"
+        assert data["rows"][0]["cost"] == {"flops": ours.cost.flops, "bytes": 1848}
+        assert data["rows"][1]["explanation"] is None
 
     @pytest.mark.parametrize("training", [False, True])
     def test_layers_of_torch(self, training):
@@ -332,13 +336,6 @@ class TestModel:
             with torch.no_grad():
                 model(X)
             assert counter.frame_count == 1
-
-    def test_plain_data(self):
-        found = explain(torch.nn.Sequential(Attention(), Attention(ours=False)).eval(), X)
-        data = json.loads(json.dumps(found.as_dict()))
-        assert data["model"] == "Sequential"
-        assert data["rows"][0]["cost"] == {"flops": found.rows[0].cost.flops, "bytes": 1848}
-        assert data["rows"][1]["explanation"] is None
 
 
 class TestTransformers:

@@ -200,28 +200,18 @@ class TestRefusals:
         assert model.config._attn_implementation == "eager"
         assert [type(module) for module in model.modules()] == classes
 
-    def rotation(self, monkeypatch, function):
-        llama = transformers.models.llama.modeling_llama
-        monkeypatch.setattr(llama, "apply_rotary_pos_emb", function)
-        return tiny.build("Llama")
-
     def test_another_rotation(self, monkeypatch):
         """Another sign, q alone, other arguments."""
-        rotate = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
-
-        def backwards(q, k, cos, sin, unsqueeze_dim=1):
-            return rotate(q, k, cos, -sin, unsqueeze_dim)
-
-        def half_hearted(q, k, cos, sin, unsqueeze_dim=1):
-            return rotate(q, k, cos, sin, unsqueeze_dim)[0], k
-
-        def other(x, y, cos, sin):
-            return rotate(x, y, cos, sin)
-
-        for function in (backwards, half_hearted, other):
-            model = self.rotation(monkeypatch, function)
+        llama = transformers.models.llama.modeling_llama
+        rotate = llama.apply_rotary_pos_emb
+        for function in (
+            lambda q, k, cos, sin, unsqueeze_dim=1: rotate(q, k, cos, -sin, unsqueeze_dim),
+            lambda q, k, cos, sin, unsqueeze_dim=1: (rotate(q, k, cos, sin, unsqueeze_dim)[0], k),
+            lambda x, y, cos, sin: rotate(x, y, cos, sin),
+        ):
+            monkeypatch.setattr(llama, "apply_rotary_pos_emb", function)
             with pytest.raises(NotImplementedError, match="LlamaAttention rotates its queries"):
-                enable(model, fuse_rope=True)
+                enable(tiny.build("Llama"), fuse_rope=True)
 
     def test_a_forward_of_its_own(self):
         """As accelerate's hooks leave it: the class's would never run."""

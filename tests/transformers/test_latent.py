@@ -57,6 +57,13 @@ def generated(model, given, **options):
     return tiny.generate(model, given, **GREEDY | options)
 
 
+def eager_with(update, model, given, **options):
+    """What is generated if the cache is updated by another function than its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DynamicLayer, "update", update)
+        return generated(model, given, **options)
+
+
 def check(model, given, expected, tolerance=TOLERANCE, **options):
     """What a model generates has the tokens and scores of `expected`; returns the routes."""
     tokens, scores = expected
@@ -136,7 +143,7 @@ WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32}
         ("q3_g32", 16, {"prompt_lookup_num_tokens": 3}),
     ],
 )
-def test_quantised_rows(format, page_size, options, monkeypatch):
+def test_quantised_rows(format, page_size, options):
     """Tokens and scores are eager's with rows that are rounded to the format's values."""
     update = DynamicLayer.update
 
@@ -149,9 +156,7 @@ def test_quantised_rows(format, page_size, options, monkeypatch):
     ids = tiny.tokens(6, batch=1).repeat(1, 4)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     model = tiny.build("DeepSeek-V3", **WIDE)
-    with monkeypatch.context() as patch:
-        patch.setattr(DynamicLayer, "update", rounded)
-        expected = generated(model, given, **options)
+    expected = eager_with(rounded, model, given, **options)
     enable(model, absorb=True)
     cache = latent_cache(model, 64, format=format, page_size=page_size)
     # A row that is rounded another way in float32 may have another code.
@@ -169,7 +174,7 @@ def test_quantised_rows(format, page_size, options, monkeypatch):
         (16, 16, {"prompt_lookup_num_tokens": 3}),
     ],
 )
-def test_recent_rows(repeats, page_size, options, monkeypatch):
+def test_recent_rows(repeats, page_size, options):
     """Tokens and scores are eager's with rows that are rounded, but for the last ones."""
     update, kept, padding = DynamicLayer.update, 8 + VERIFY_QUERIES, 3
 
@@ -185,13 +190,10 @@ def test_recent_rows(repeats, page_size, options, monkeypatch):
     ids = tiny.tokens(6, batch=1).repeat(2, repeats)
     mask = torch.ones_like(ids)
     mask[1, :padding] = 0
-    given = {"input_ids": ids[:1], "attention_mask": mask[:1]}
-    if not options:
-        given = {"input_ids": ids, "attention_mask": mask}
+    batch = 1 if options else 2
+    given = {"input_ids": ids[:batch], "attention_mask": mask[:batch]}
     model = tiny.build("DeepSeek-V3", **WIDE)
-    with monkeypatch.context() as patch:
-        patch.setattr(DynamicLayer, "update", rounded)
-        expected = generated(model, given, **options)
+    expected = eager_with(rounded, model, given, **options)
     enable(model, absorb=True)
     cache = latent_cache(model, 128, "q4_0", page_size=page_size, recent=8)
     check(model, given, expected, 1e-3, cache=cache, **options)

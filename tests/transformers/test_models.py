@@ -72,16 +72,12 @@ class TestGeneration:
 
         Static caches of every core family are in test_families, on the CPU.
         """
-        before, model, given = launches(), tiny.build(name), tiny.inputs(name, "left")
-        options = {"cache_implementation": cache, "disable_compile": True, "max_new_tokens": 4}
-        expected, expected_scores = tiny.generate(model, given, **options)
+        before, options = launches(), {"cache_implementation": cache, "max_new_tokens": 4}
         with record_routes() as routes:
-            actual, scores = tiny.generate(enable(model).to(device), given, **options)
-        assert actual.tolist() == expected.tolist()
-        assert difference(scores, expected_scores) <= TOLERANCE
+            assert compare_generated(name, device=device, **options) <= TOLERANCE
         assert not routes.dense
         if runs.current() is not None:
-            layers = model.config.num_hidden_layers
+            layers = tiny.build(name).config.num_hidden_layers
             kernels = ["flash_fwd"] * layers + ["flash_decode"] * 3 * layers
             assert [launch.kernel for launch in runs.current().launches[before:]] == kernels
 

@@ -16,14 +16,14 @@ from tests.attention.flash_fwd_check import (
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.cache.kv_caches import paged, quantised, with_nan_tails
-from tests.decode.step_cases import check_step
-from tests.decode.test_decode_step import ops, problem
 from tests.helpers import shader_params
+from tests.helpers.steps import check_step, tensors_of
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import varlen_attention
 from torch_metal_attn.simulator import engine
 from torch_metal_attn.testing.judge import on, worst_of
 
+ops = torch.ops.metal_attn
 # GQA, two steps over the keys and a part of one, spans of columns that are not full.
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 3, "kv_length": 300, "head_dim": 72}
 HALF = {"dtype": torch.float16}
@@ -467,31 +467,21 @@ def impossible_packed():
             assert out[3:].isnan().any()
 
 
-def packed_step_of(lengths, new, *, rotary_dim=32, **shape):
-    """decode_step's tensors: those of a dense problem of four sequences, with packed new rows."""
-    tensors = problem(batch=4, length=5, seqlens=(13, 20, 2, 9), rotary_dim=rotary_dim, **shape)
-    ends, new_ends = (torch.tensor([0, *n]).cumsum(0).int() for n in (lengths, new))
-    for name, rows in (("q", lengths), ("k", new), ("v", new)):
-        dense = tensors[name].transpose(1, 2)
-        tensors[name] = torch.cat([x[:n] for x, n in zip(dense, rows, strict=True)])
-    tensors["cu_seqlens_q"] = ends
-    if new != lengths:
-        tensors["cu_seqlens_k_new"] = new_ends
-    return tensors
+PACKED_STEP = {"lengths": (13, 20, 2, 9), "rotary_columns": 32, "capacity": 32}
 
 
 def packed_steps():
     """As many new rows as queries, also in pages; and other numbers of them."""
-    options = {"lengths": (13, 20, 2, 9), "rotary_columns": 32, "causal": True}
+    options = PACKED_STEP | {"causal": True}
     as_many = (3, 3), (0, 0), (5, 5), (1, 1)
     check_step(packed=as_many, **options)
-    check_step(packed=as_many, cache="paged", page=5, capacity=65, **options)
+    check_step(packed=as_many, cache="paged", page=5, **options | {"capacity": 65})
     check_step(packed=((1, 3), (2, 2), (0, 5), (3, 4)), **options)
 
 
 def impossible_packed_step():
     """Ends of new rows that the kernel alone sees: the sequence is NaN, nothing outside is read."""
-    tensors = packed_step_of((3, 0, 5, 1), (3, 1, 5, 1))
+    tensors = tensors_of(packed=((3, 3), (0, 1), (5, 5), (1, 1)), **PACKED_STEP)
     ends = tensors["cu_seqlens_k_new"]
     right = ends.tolist()
     for bad in ([0, 3, 4, 900, 901], [0, 3, 4, -1, 10], [0, 3, 5, 4, 10]):
@@ -518,8 +508,8 @@ def impossible():
 
 def impossible_step():
     """New keys that do not fit, or that tables have no row for."""
-    plain = problem(length=3)
-    rotated = problem(length=3, rotary_dim=32, leftpad=[0, 0])
+    plain = tensors_of(length=3, capacity=32)
+    rotated = tensors_of(length=3, capacity=32, rotary_columns=32, leftpad_k=(0, 0))
     for table in ("rotary_cos", "rotary_sin"):
         rotated[table] = rotated[table][:24].clone()
     for tensors, name, bad in (

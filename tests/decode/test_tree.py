@@ -5,13 +5,12 @@ import torch
 
 from tests.attention.flash_fwd_options import ints
 from tests.attention.held_cases import hold
-from tests.cache.append_check import check_equal, same_memory
 from tests.decode import tree_problems as problems
-from tests.decode.flash_decode_problems import packed_step_of
-from tests.decode.step_cases import step
-from tests.decode.test_decode_step import problem
+from tests.decode.flash_decode_problems import PACKED_STEP
 from tests.helpers.cases import each_case
+from tests.helpers.memory import check_equal, same_memory
 from tests.helpers.refused import refused_alike
+from tests.helpers.steps import step, tensors_of
 from torch_metal_attn import explain, flash_attn_with_kvcache, simulate
 from torch_metal_attn.testing.judge import on
 from torch_metal_attn.tools.tune import tiles
@@ -103,7 +102,7 @@ def test_no_queries(device):
 def test_with_kvcache(device):
     """flash-attn's function gives what the ops do, with new rows and then without."""
     trees = (problems.FORK, problems.FOREST)
-    tensors = problem(length=6, q_length=6, rotary_dim=32)
+    tensors = tensors_of(length=6, rotary_columns=32)
     mine, theirs = ({n: x.to(device) for n, x in copied(tensors).items()} for _ in range(2))
     tree = on(device, problems.tree_of(trees, "parents", "each"))
     expected, expected_lse = ops.decode_step(**theirs, **tree)
@@ -199,7 +198,7 @@ def test_refused_packed(change, message):
 )
 def test_refused_steps(change, message):
     """And the cache is as it was."""
-    tensors = problem(length=4, leftpad=[0, 0])
+    tensors = tensors_of(length=4, leftpad_k=(0, 0))
     before = copied(tensors)
     with pytest.raises(ValueError, match=message):
         ops.decode_step(**tensors | TREE | change)
@@ -208,7 +207,7 @@ def test_refused_steps(change, message):
 
 def test_refused_packed_steps():
     """New rows that are not those of the queries."""
-    tensors = packed_step_of((3, 0, 5, 1), (3, 1, 5, 1))
+    tensors = tensors_of(packed=((3, 3), (0, 1), (5, 5), (1, 1)), **PACKED_STEP)
     with pytest.raises(ValueError, match="each new row has a query, and cu_seqlens_k_new"):
         ops.decode_step(**tensors, max_seqlen_q=5, parents=ints(*[-1] * 9))
 

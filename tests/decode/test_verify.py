@@ -6,9 +6,9 @@ import torch
 from tests.attention.flash_fwd_options import ints
 from tests.attention.held_cases import hold
 from tests.decode import flash_decode_problems as problems
-from tests.decode.step_cases import step
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused_alike
+from tests.helpers.steps import step, tensors_of
 from torch_metal_attn import flash_attn_with_kvcache, simulate
 from torch_metal_attn.testing.judge import on
 
@@ -103,7 +103,7 @@ def test_refused(change, message):
 )
 def test_refused_steps(change, message):
     """And the cache is as it was."""
-    tensors = problems.packed_step_of((3, 0, 5, 1), (3, 0, 5, 1))
+    tensors = tensors_of(packed=((3, 3), (0, 0), (5, 5), (1, 1)), **problems.PACKED_STEP)
     before = {n: x.clone() for n, x in tensors.items()}
     with pytest.raises(ValueError, match=message):
         ops.decode_step(**tensors | change, max_seqlen_q=5)

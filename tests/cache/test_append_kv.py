@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.cache.kv_caches import FORMATS
-from tests.helpers.judged import judge
-from tests.helpers.steps import append, arguments, check_special
+from tests.helpers.judged import arguments, judge
+from tests.helpers.steps import append, check_special
 from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.runtime import extension

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 
+from tests.helpers.judged import arguments
 from tests.helpers.memory import check_equal, same_memory
-from tests.helpers.steps import append, arguments
+from tests.helpers.steps import append
 
 append_kv = torch.ops.metal_attn.append_kv
 

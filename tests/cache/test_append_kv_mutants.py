@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.helpers.judged import judge
+from tests.helpers.judged import arguments, judge
 from tests.helpers.mutants import mutant_tests
-from tests.helpers.steps import append, arguments, check_special
+from tests.helpers.steps import append, check_special
 from torch_metal_attn import simulate
 
 # What a fault changes in the shader's text, the check that must see it, and the fault that the

@@ -5,9 +5,9 @@ import torch
 
 from tests.attention import held_cases
 from tests.helpers.cases import each_case
-from tests.helpers.judged import judge
+from tests.helpers.judged import arguments, judge
 from tests.helpers.mutants import mutant_tests
-from tests.helpers.steps import append, arguments, check_special
+from tests.helpers.steps import append, check_special
 from torch_metal_attn import flash_attn_with_kvcache, quantisation, simulate, testing
 from torch_metal_attn.kv_cache import LatentCache, PagedKVCache
 from torch_metal_attn.quantisation import dequantise, hadamard, quantise

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.helpers.steps import arguments, step
+from tests.helpers.judged import arguments
+from tests.helpers.steps import step
 from tests.rope.rope_check import LAYOUTS, make_problem, oracle
 from torch_metal_attn.rope import default
 from torch_metal_attn.testing.judge import ints, normal

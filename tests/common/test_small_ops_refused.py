@@ -7,9 +7,10 @@ import torch
 
 from tests.common.ops import EXAMPLES, call
 from tests.helpers.cases import each_case
+from tests.helpers.judged import arguments
 from tests.helpers.memory import memory_of
 from tests.helpers.refused import refused, refused_alike, without_data
-from tests.helpers.steps import append, arguments
+from tests.helpers.steps import append
 from torch_metal_attn.testing.judge import ints
 from torch_metal_attn.testing.spoiling import spoil
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.attention.flash_fwd_options import ints, random_mask
+from tests.attention.flash_fwd_options import random_mask
 from tests.attention.held_cases import hold
 from tests.helpers.memory import check_equal, same_memory
 from tests.helpers.steps import step, tensors_of
@@ -75,62 +75,6 @@ def test_dispatches(num_splits, launches):
         ops.decode_step(**tensors, num_splits=num_splits, causal=True, rotary_interleaved=True)
     kernels = [launch.kernel for launch in run.recorded]
     assert kernels == ["flash_decode", "merge_splits"][:launches]
-
-
-REFUSED = {
-    "no new rows": (
-        {"k": torch.zeros(2, 2, 0, 64).half(), "v": torch.zeros(2, 2, 0, 64).half()},
-        "no new rows",
-    ),
-    "past the end": ({"cache_seqlens": ints(13, 30)}, r"cache_seqlens\[1\] is 30"),
-    "before the beginning": ({"cache_seqlens": ints(-1, 3)}, r"cache_seqlens\[0\] is -1"),
-    "two caches in one": (
-        {"v_cache": lambda t: t["k_cache"]},
-        "v_cache is the first columns of k_cache",
-    ),
-    **{
-        f"q in {cache}": (
-            {"q": lambda t, cache=cache: t[cache][:, :, 3:8]},
-            f"q may share elements with {cache}, which is written in place",
-        )
-        for cache in ("k_cache", "v_cache")
-    },
-    "q of another head dim": ({"q": torch.zeros(2, 4, 5, 32).half()}, "head dim"),
-    "q of another dtype": (
-        {"q": torch.zeros(2, 4, 5, 64)},
-        "q has dtype float32 and k float16; they must be alike",
-    ),
-    "q of another dtype on a quantised cache": (
-        {
-            "q": torch.zeros(2, 4, 5, 64),
-            **{f"{name}_cache": torch.zeros(2, 2, 32, 64, dtype=torch.int8) for name in "kv"},
-            **{f"{name}_scale": torch.zeros(2, 2, 32, 2).half() for name in "kv"},
-        },
-        "q has dtype float32 and k float16; they must be alike",
-    ),
-    "one table": ({"rotary_cos": torch.ones(40, 16)}, "only one of rotary_cos and rotary_sin"),
-    "splits": ({"num_splits": 2000}, "num_splits is 2000"),
-    "a leaf as cache": (
-        {"k_cache": torch.zeros(2, 2, 33, 64).half().requires_grad_()},
-        "k_cache is a leaf that requires grad",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case, device):
-    """Before anything is written."""
-    changes, message = REFUSED[case]
-    tensors = tensors_of(length=5, capacity=32)
-    changes = {n: x(tensors) if callable(x) else x for n, x in changes.items()}
-    arguments = {
-        n: x.to(device) if torch.is_tensor(x) else x for n, x in (tensors | changes).items()
-    }
-    before = {name: same_memory(tensors[name]) for name in ("k_cache", "v_cache")}
-    error = NotImplementedError if "leaf" in case else ValueError
-    with pytest.raises(error, match=message):
-        ops.decode_step(**arguments)
-    check_equal({name: tensors[name] for name in before}, before)
 
 
 @pytest.mark.parametrize("name", ["q", "k"])

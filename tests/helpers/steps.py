@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.judged import judge
+from tests.helpers.judged import arguments, judge
 from torch_metal_attn.testing import Step, steps, tensors
 
 DEFAULTS = {"call": "decode_step", "dtype": "float16", "heads": 4, "kv_heads": 2}
@@ -25,11 +25,6 @@ def append(**fields):
 
 def check_step(**fields):
     judge(step(**fields))
-
-
-def arguments(case):
-    """What the call of a step is given."""
-    return steps.prepare(case, torch.device("cpu")).arguments
 
 
 def tensors_of(**fields):

@@ -32,7 +32,10 @@ NO_PADDING = {"leftpad_k": (0,), "seqused_k": (97,)}
 OFFSETS = [None, 0, -1, -64, -40, 1, 31, 32, 40, 96, 97, 140, FURTHEST, -FURTHEST]
 WINDOWS = [(0, -1), (32, -1), (-1, 0), (-1, 33), (0, 0), (7, 9), (40, 33), (64, 64)]
 GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2}
-MASK_LAYOUTS = [("padded 1",), ("padded 3",), ("order 0132",), ("order 3210",), ("order 0231",)]
+MASK_LAYOUTS = [
+    *(("padded 1",), ("padded 2",), ("padded 3",)),
+    *(("order 0132",), ("order 3210",), ("order 0231",)),
+]
 # What changes scores: the rows of several subjects have all of it, and share its kernels.
 SCORES = {"softcap": 2.0, "alibi_slopes": "h", "learnable_sink": "float32"}
 EVERYTHING = (
@@ -162,9 +165,13 @@ DENSE = {
         )
         for mask, bias in zip(shapes, shapes[1:] + shapes[:1], strict=True)
     ],
+    # An even number of keys is read in pairs, if the memory allows it.
     "masks in memory": [
-        case(**GROUPED, attn_mask=f"{dtype} bhqk", mask_layout=layout, **options)
-        for dtype, options in (("bool", {"attn_bias": "float32 h"}), ("float32", {"causal": True}))
+        case(**GROUPED, kv_length=keys, attn_mask=f"{dtype} bhqk", mask_layout=layout, **options)
+        for dtype, keys, options in (
+            ("bool", 70, {"attn_bias": "float32 h"}),
+            ("float32", 65, {"causal": True}),
+        )
         for layout in MASK_LAYOUTS
     ],
     "masks of odd lengths": [

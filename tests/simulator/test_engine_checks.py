@@ -22,6 +22,9 @@ threadgroup_neighbour_overrun: threadgroup_out_of_bounds
 uninitialised_threadgroup_read: uninitialised
   threadgroup float s[65]; s[i] = i{~=> ; if (i == 0) s[64] = 0~}; BARRIER(threadgroup)
   o[i] = s[i + 1];
+an_initialiser_is_not_there_for_other_threads: uninitialised
+  threadgroup float s[64] = {1}; {~=> s[i] = 1; BARRIER(threadgroup)~}
+  o[i] = s[63 - i];
 write_then_read_by_another_simdgroup: race
   threadgroup float s[64]; s[i] = 0; BARRIER(threadgroup) s[i] = i;
   {~=> BARRIER(threadgroup)~} o[i] = s[63 - i];

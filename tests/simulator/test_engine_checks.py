@@ -208,11 +208,3 @@ def test_of_several_faults_the_first_in_order_is_reported(slow):
     for _ in range(3):
         found = fault(body, parameters=GROUP, threads=2, group_size=1, workers=2)
         assert found.threadgroup == (0, 0, 0)
-
-
-def test_the_fault_does_not_depend_on_the_number_of_host_threads():
-    body = "o[group * 64 + i] = a[i + (group == 7 || group == 31 ? 1 : 0)];"
-    for seed in (0, 1, 2):
-        options = {"size": 64 * 50, "parameters": GROUP, "threads": 64 * 50, "seed": seed}
-        found = {fault(body, workers=workers, **options).threadgroup for workers in (1, 2, 5)}
-        assert len(found) == 1

@@ -65,17 +65,6 @@ def test_attributes_and_edge_threadgroups(grid, group, seed):
         assert out[z, y, x].tolist() == expected
 
 
-def test_every_thread_of_a_large_grid_runs_once():
-    library = compiled(
-        "o[i] += i;", "device int* o [[buffer(0)]], uint i [[thread_position_in_grid]]"
-    )
-    for seed in (0, 1):
-        out = torch.zeros(100_003, dtype=torch.int32)
-        library.k(out, threads=100_003, group_size=64, seed=seed)
-        assert torch.equal(out, torch.arange(100_003, dtype=torch.int32))
-        assert library.last_counters.threadgroups == -(-100_003 // 64)
-
-
 def test_the_largest_threadgroup_runs():
     library = compiled(
         f"threadgroup float s[1024]; s[i] = i; {BARRIER} o[i] = s[1023 - i] + simd_max(float(i));",
@@ -339,29 +328,6 @@ def test_two_python_threads_run_at_once(check):
 
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(right, [1, 2, 3] * 20))
-
-
-def test_loops_and_branches_around_uniform_operations():
-    body = f"""
-        threadgroup float s[64]; float x = a[i];
-        for (uint n = 0; n < 5; ++n) {{
-            s[i] = x; {BARRIER}
-            x = n % 2 ? simd_sum(s[i ^ 1]) : simd_max(s[63 - i]);
-            {BARRIER}
-        }}
-        o[i] = x;"""
-    parameters = """device float* o [[buffer(0)]], const device float* a [[buffer(1)]],
-        uint i [[thread_index_in_threadgroup]]"""
-    data = torch.arange(64.0)
-    x = data
-    for n in range(5):
-        rows = x.flip(0).view(2, 32) if n % 2 == 0 else x.view(2, 32)
-        x = (rows.amax(1) if n % 2 == 0 else rows.sum(1)).repeat_interleave(32)
-    for check in (False, True):
-        for seed in (0, 1, 2):
-            out = torch.zeros(64)
-            compiled(body, parameters, check).k(out, data, threads=64, group_size=64, seed=seed)
-            assert torch.equal(out, x)
 
 
 def test_a_run_knows_nothing_of_the_one_before():

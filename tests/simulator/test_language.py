@@ -202,23 +202,16 @@ def test_constructs_of_a_later_version_compile_in_it():
     build(HEAD + LOGGING + "\n".join(NEWER), language="3.2").whole_image()
 
 
-@pytest.mark.parametrize(("language", "number"), [(None, 310), ("3.1", 310), ("4.0", 400)])
+@each_case("language, number", [(None, 310), ("3.1", 310), ("3.2", 320), ("4.0", 400)])
 def test_the_language_sets_metal_version(language, number):
     given = {} if language is None else {"language": language}
     body = "kernel void k(device int* out) { out[0] = __METAL_VERSION__; }"
-    out = torch.zeros(1, dtype=torch.int32)
-    compile_shader(body, **given).k(out, threads=1)
-    assert out.item() == number
-
-
-def test_the_replacement_takes_a_language():
-    with replacing_compile_shader(language="3.2"):
-        library = torch.mps.compile_shader(
-            "kernel void k(device int* out) { out[0] = __METAL_VERSION__; }"
-        )
-    out = torch.zeros(1, dtype=torch.int32)
-    library.k(out, threads=1)
-    assert out.item() == 320
+    with replacing_compile_shader(**given):
+        libraries = compile_shader(body, **given), torch.mps.compile_shader(body)
+    for library in libraries:
+        out = torch.zeros(1, dtype=torch.int32)
+        library.k(out, threads=1)
+        assert out.item() == number
 
 
 # What ends the compilation, at the fifth line.

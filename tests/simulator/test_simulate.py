@@ -29,15 +29,10 @@ def test_off_unless_asked():
     assert not session.active()
 
 
-@pytest.mark.parametrize(
-    ("value", "on"), [("simulator", True), ("reference", False), ("mps", False), ("", False)]
-)
-def test_environment_turns_it_on(monkeypatch, value, on):
-    monkeypatch.setenv(BACKEND, value)
-    assert session.active() == on
-
-
-def test_environment_with_an_unknown_backend(monkeypatch):
+def test_environment_turns_it_on(monkeypatch):
+    for value, on in (("simulator", True), ("reference", False), ("mps", False), ("", False)):
+        monkeypatch.setenv(BACKEND, value)
+        assert session.active() == on
     monkeypatch.setenv(BACKEND, "cuda")
     with pytest.raises(ValueError, match="TORCH_METAL_ATTN_BACKEND is 'cuda'"):
         session.active()
@@ -56,10 +51,18 @@ def test_counters(options):
     assert twice.matrix_operations == 2 * once.matrix_operations
 
 
-def test_counters_need_a_counting_run():
-    with simulate() as run:
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({}, r"use simulate\(count=True\) or check=True"),
+        ({"record": True}, "with record=True no kernel runs"),
+    ],
+)
+def test_counters_need_a_counting_run(options, words):
+    with simulate(**options) as run:
         attend()
-    with pytest.raises(RuntimeError, match=r"use simulate\(count=True\) or check=True"):
+    assert len(run.launches) == (not options)
+    with pytest.raises(RuntimeError, match=words):
         run.counters  # noqa: B018
 
 
@@ -91,16 +94,17 @@ def test_fault_of_an_op_comes_out_as_itself(monkeypatch):
     assert raised.value.file.startswith("shaders/")
 
 
-def test_text_that_does_not_compile_comes_out_of_an_op(monkeypatch):
-    text = '#line 4 "shaders/x.h"\nkernel void flash_fwd(device int* x) { oops; }'
+@pytest.mark.parametrize(
+    "text, error, words",
+    [
+        ("void flash_fwd(device int* x) { oops; }", SyntaxError, r"shaders/x\.h:4"),
+        ("void other(device int* x) { }", ValueError, "no kernel flash_fwd; it has other"),
+    ],
+)
+def test_error_of_an_ops_text_comes_out_of_it(text, error, words, monkeypatch):
+    text = f'#line 4 "shaders/x.h"\nkernel {text}'
     monkeypatch.setattr(shaders, "source", lambda family: text)
-    with simulate(), pytest.raises(SyntaxError, match=r"shaders/x\.h:4"):
-        attend()
-
-
-def test_text_without_the_kernel(monkeypatch):
-    monkeypatch.setattr(shaders, "source", lambda family: "kernel void other(device int* x) { }")
-    with simulate(), pytest.raises(ValueError, match="no kernel flash_fwd; it has other"):
+    with simulate(), pytest.raises(error, match=words):
         attend()
 
 

@@ -130,8 +130,9 @@ def build(folder: Path) -> dict[str, Path]:
 def build_quiet(folder: Path) -> Path:
     """The installed package's ops on a shim that does nothing, optimised as the extension is."""
     library = folder / "libquiet_mps.so"
-    own = [FOLDER / name for name in ("quiet_mps.cpp", "stages.cpp")]
-    _build(folder, {library: []}, own, [], "-O2")
+    defines = ["-DFAKE_QUIET", '-DFAKE_NAMESPACE="quiet"', *VARIANTS["bytes"]]
+    own = [FOLDER / name for name in ("fake_mps.cpp", "stages.cpp")]
+    _build(folder, {library: defines}, own, [], "-O2")
     return library
 
 

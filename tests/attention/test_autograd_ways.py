@@ -128,6 +128,14 @@ class TestWays:
         expected = torch.autograd.grad((attend(*halves, *packing) * weight).sum(), halves)
         check(actual, expected, tolerance=1e-6)
 
+    def test_autocast_of_another_device(self):
+        q = normal(1, 9, 2, 8)
+        torch.set_autocast_enabled("mps", True)
+        try:
+            assert torch_metal_attn.flash_attn_func(q, q, q).dtype == torch.float32
+        finally:
+            torch.set_autocast_enabled("mps", False)
+
     def test_backward_where_the_simulator_is_off(self):
         """And the other way: each pass runs where it is called."""
         leaves, expected = make_leaves(make_qkv()), self.expected()

@@ -271,6 +271,8 @@ class TestPacked:
     def test_errors_name_the_packed_tensor(self):
         """They name the part of it that the op refuses."""
         qkv, ends = normal(9, 3, 4, 16), torch.tensor([0, 10], dtype=torch.int32)
+        with pytest.raises(TypeError, match="block_table is given; it is an option of"):
+            flash_attn_varlen_qkvpacked_func(qkv, ends, 9, block_table=ends)
         with pytest.raises(ValueError, match=r"^cu_seqlens ends at 10 of 9 rows"):
             flash_attn_varlen_qkvpacked_func(qkv, ends, 10)
         with pytest.raises(ValueError, match=r"^qkv\[:, :, 0\] has dtype float64"):

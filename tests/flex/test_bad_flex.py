@@ -61,6 +61,14 @@ REFUSED = [
         lambda s, b, h, q, kv: s + SQUARE[h].sum(0)[kv],
         *(NotImplementedError, "sum, .* it sums all dimensions of a row"),
     ),
+    (
+        lambda s, b, h, q, kv: s + SQUARE.long()[h].mean(),
+        *(NotImplementedError, "mean, .* not in torch.int64"),
+    ),
+    (
+        lambda s, b, h, q, kv: s + s.new_zeros(3)[0],
+        *(NotImplementedError, "only scalars can be made of scalars"),
+    ),
     (lambda s, b, h, q, kv: s.max(), NotImplementedError, "score_mod uses max,"),
     (lambda s, b, h, q, kv: s + torch.rand(()), NotImplementedError, "same random number"),
     (

@@ -72,6 +72,10 @@ def test_broadcast_queries_and_keys():
         ({"attn_mask": torch.ones(8).bool()}, ValueError, r"give lengths=\(Lq, 8\)"),
         ({"attn_mask": torch.ones(0, 8).bool()}, ValueError, "there must be a query and a key"),
         ({"attn_mask": torch.ones(1, 1, 1, 8, 8).bool()}, ValueError, "1 to 4 dimensions"),
+        (
+            {"attn_mask": torch.tensor(True), "lengths": (8, 8)},
+            *(ValueError, "1 to 4 dimensions"),
+        ),
     ],
 )
 def test_bad_input(change, error, message):

@@ -295,7 +295,7 @@ def compiled_calls():
     yield flash_attn_qkvpacked_func, projections, {"causal": True}, False
 
 
-@pytest.mark.parametrize("function, lengths, options, dynamic", compiled_calls())
+@pytest.mark.parametrize("function, lengths, options, dynamic", [*compiled_calls()])
 def test_compiled(function, lengths, options, dynamic):
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")

@@ -230,6 +230,11 @@ BAD = [
         {"block_table": ints(0, 1, 7, 9, 4, 0).view(2, 3), "window_size_left": 0, "q_offset": 8},
         r"block_table\[0, 2\] is 7; ",
     ),
+    (
+        paged,
+        {"block_table": ints(0, 1, 7, 9, 4, 0).view(2, 3), "causal": True, "q_offset": -8},
+        r"block_table\[1, 0\] is 9; ",
+    ),
     (paged, {"seqused_k": ints(24, 25)}, r"seqused_k\[1\] is 25; it must be in 0\.\.24, the keys"),
     (indexed, {"cache_batch_idx": ints(0, 3)}, r"cache_batch_idx\[1\] is 3; .*0\.\.2, the batch"),
     (indexed, {"cache_batch_idx": ints(-1, 0)}, r"cache_batch_idx\[0\] is -1; "),
@@ -288,3 +293,5 @@ def test_places_that_nobody_reads_are_not_looked_at():
     call("op", *arguments(paged, first_page))
     ends = {"cu_seqlens_q": ints(0, 0, 16), "block_table": anything}
     call("op", *arguments(packed, ends))
+    of_few = {"cu_seqlens_q": ints(0, 8, 16), "causal": True, "q_offset": 0}
+    call("op", *arguments(packed, of_few | {"block_table": anything.flip(0)}))

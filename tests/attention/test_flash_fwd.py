@@ -12,7 +12,7 @@ import torch
 from tests.attention.flash_fwd_check import DTYPES, PAIRS_OF_DTYPES, check_flash_fwd, make_qkv
 from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
 from tests.attention.head_dims import HOME
-from tests.attention.test_flash_bwd import LAYOUTS, SCORES, assert_same, seen
+from tests.attention.test_flash_bwd import LAYOUTS, assert_same, seen
 from tests.helpers.cases import each_case
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import ROUNDING, normal, on
@@ -66,7 +66,7 @@ SLOPES = normal(2, 9).abs()
 
 @each_case("slopes", [SLOPES[:, 3:7], SLOPES[:1, 3:7].expand(2, 4), SLOPES[0, 5:], -SLOPES[0, :4]])
 def test_slopes_in_any_memory(slopes, device):
-    options = SCORES | CAUSAL | {"alibi_slopes": slopes / 8}
+    options = {"softcap": 2.0, "alibi_slopes": slopes / 8, "learnable_sink": normal(4)} | CAUSAL
     check_flash_fwd(*make_qkv(**SHAPE, dtype=torch.float16), **options, device=device)
 
 

@@ -108,6 +108,8 @@ def prepare(case: Rotation, device: torch.device) -> Prepared:
         positions = chosen if "each" in case.place else chosen[0]
         options["positions"] = memory.place("positions", positions)
         chosen = chosen.expand(case.batch, -1)
+    arguments: dict[str, Any]
+    written: tuple[str, ...]
     sides = {}
     for seed, (name, heads) in enumerate((("q", case.heads), ("k", case.kv_heads))):
         shape = (case.batch, heads, case.length, case.head_dim)

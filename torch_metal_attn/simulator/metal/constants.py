@@ -72,9 +72,7 @@ def specialise(
         if not re.fullmatch(r"\d+", number):
             raise tokens.error(index, "function_constant needs a literal index here")
         name_at = open_attribute - 1
-        start = name_at
-        while tokens.text(start - 1) not in (";", "}", "{", "") and start > 0:
-            start -= 1
+        start = tokens.seek_back(name_at, (";", "}", "{")) + 1
         words = [t.text for t in tokens.tokens[start:name_at]]
         kind = [w for w in words if w not in ("constant", "const", "static", "constexpr", "inline")]
         name = tokens.text(name_at)
@@ -176,9 +174,7 @@ def needed(tokens: TokenList, missing: set[str]) -> dict[str, set[str]]:
 
 def _initialises(tokens: TokenList, index: int) -> bool:
     """Whether the `=` follows a declared name, and not a template's parameter."""
-    at = index - 1
-    while at > 0 and tokens.text(at) not in (";", "{", "}", "template"):
-        at -= 1
+    at = tokens.seek_back(index - 1, (";", "{", "}", "template"))
     return tokens[index - 1].kind == "name" and tokens.text(at) != "template"
 
 

@@ -6,6 +6,7 @@ import torch
 from tests.attention.flash_fwd_options import ints
 from tests.attention.held_cases import case, hold
 from tests.decode import tree_problems as problems
+from tests.helpers.judged import arguments
 from tests.helpers.memory import same_memory
 from tests.helpers.steps import step
 from torch_metal_attn import explain, simulate
@@ -107,8 +108,8 @@ def test_with_kvcache(device):
 
 
 def test_explain():
-    (q, k, v), _ = problems.packed_q((4, 4), (60, 70), spare=0)
-    given = {"q": q.unflatten(0, (2, 4)).transpose(1, 2), "k": k, "v": v, "num_splits": 1}
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "q_length": 4, "num_splits": 1}
+    given = arguments(case(call="flash_decode", **sizes))
     text = str(explain(ops.flash_decode, **given, parents=ints(*problems.FORK[:4])))
     assert "of its new tokens a query sees those that parents says" in text
     assert "new tokens" not in str(explain(ops.flash_decode, **given))

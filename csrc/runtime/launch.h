@@ -98,6 +98,15 @@ class Params {
   std::array<std::byte, kMaxParamsBytes> bytes_;  // those from size_ on are not initialised
 };
 
+inline constexpr int kSimdgroupThreads = 32;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Grid {
+  std::array<uint32_t, 3> threadgroups{};
+  std::array<uint32_t, 3> threads{};  // per threadgroup
+};
+
 class TileRow;  // csrc/tiles/tuned.h
 
 struct Launch {

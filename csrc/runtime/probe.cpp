@@ -21,7 +21,6 @@
 
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
-#include "csrc/runtime/optional_shims.h"
 #include "csrc/runtime/torch_call.h"
 #include "shaders/params.h"
 

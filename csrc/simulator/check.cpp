@@ -1,5 +1,3 @@
-#include "check.h"
-
 #include <dlfcn.h>
 
 #include <algorithm>

@@ -431,11 +431,6 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   return call;
 }
 
-void check_differentiable(const FlashFwdArguments& f) {
-  check_same_dtype("k", f.k, "q", f.q);
-  check_same_dtype("v", f.v, "q", f.q);
-}
-
 void check_like_out(ArgumentName name, const Tensor& tensor, const FlashFwdArguments& f) {
   Dims sizes = sizes_of(f.q);
   sizes.back() = f.v.size(f.v.dim() - 1);

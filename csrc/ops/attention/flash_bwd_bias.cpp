@@ -11,11 +11,8 @@
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
-#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/callbacks.h"
-#include "csrc/tiles/flash_bwd.h"
+#include "csrc/runtime/launch.h"
 #include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
@@ -68,8 +65,9 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   check(!slopes || f.options.alibi_slopes,
         "`alibi_slopes` is None; it must be float32, for its gradient");
 
-  const FlashBwdSpecialisation specialisation =
-      choose_score_gradient(forward.problem, f.q, slopes ? "alibi_slopes" : "attn_bias");
+  const FlashBwdSpecialisation specialisation = choose_gradient(
+      forward.problem, Gradient::kScores, false, false, f.q,
+      slopes ? "the gradient of alibi_slopes needs" : "the gradient of attn_bias needs");
   const Tensor& like = slopes ? *f.options.alibi_slopes : *forward.bias;
   FlashBwdBiasCall call{forward, specialisation,
                         like,    slopes ? slope_sizes(like) : bias_sizes(like),
@@ -204,15 +202,6 @@ Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArgum
   }
   buffers.push_back({FLASH_BWD_DBIAS, result, true});
   return buffers;
-}
-
-FlashBwdSpecialisation choose_score_gradient(const FlashFwdProblem& problem, const Tensor& q,
-                                             const char* of) {
-  const auto specialisation = choose_flash_bwd(problem, Gradient::kScores, false, false, gpu());
-  check(specialisation.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
-        problem.head_dim_v, "; in ", dtype_text(q), " the gradient of ", of,
-        " needs more threadgroup memory than there is: use smaller head dims or a 16-bit dtype");
-  return *specialisation;
 }
 
 Tensor flash_bwd_bias(const FlashBwdBiasArguments& a, Backend& backend) {

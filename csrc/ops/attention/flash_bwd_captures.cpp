@@ -1,5 +1,3 @@
-#include "csrc/ops/attention/flash_bwd_captures.h"
-
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -12,9 +10,9 @@
 #include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
+#include "csrc/runtime/launch.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -53,8 +51,8 @@ Share analyse_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::s
   const FlexOptions& flex = *f.flex;
   FlashFwdProblem problem = call.problem;
   problem.features.flex = with_share(*problem.features.flex, flex, i);
-  const FlashBwdSpecialisation specialisation =
-      choose_score_gradient(problem, f.q, "a captured tensor");
+  const FlashBwdSpecialisation specialisation = choose_gradient(
+      problem, Gradient::kScores, false, false, f.q, "the gradient of a captured tensor needs");
   const auto number = static_cast<std::size_t>(flex.share_captures[i]);
   Share share{specialisation, flex.captures[number], flex.share_owners[i], 0, 1, 1, 1, 1};
   const int64_t elements = share.capture.numel();

@@ -5,8 +5,8 @@
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/recorder.h"
+#include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 namespace {

@@ -11,14 +11,11 @@
 #include <string_view>
 #include <system_error>
 
-#include "csrc/ops/attention/tensor_check.h"
-#include "csrc/ops/attention/tf32.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/probe.h"
-#include "csrc/runtime/probe_tensor.h"
 #include "csrc/runtime/trial_note.h"
 
 namespace metal_attn {
@@ -155,12 +152,11 @@ std::string compare_once(Backend& mps, Trial trial, ProbeSettings settings) {
     return "";
   }
   say_compared(trial);
-  const auto compare = trial.pass == Pass::kForward ? compare_forwards : compare_backwards;
   settings.limit *= kCompareLimits;
-  const std::string problem = try_apart(settings, "the comparison of both kinds of tile",
-                                        [&mps, compare, trial, type = settings.device_type] {
-                                          return compare(mps, type, trial.float32);
-                                        });
+  const std::string problem = try_apart(
+      settings, "the comparison of both kinds of tile", [&mps, trial, type = settings.device_type] {
+        return compare_tiles(mps, type, trial.pass, trial.float32);
+      });
   if (problem.empty()) {
     remember(record);
   }

@@ -11,12 +11,12 @@
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/rope/rotation.h"
 #include "csrc/problem/rope.h"
 #include "csrc/problem/strides.h"
+#include "csrc/runtime/launch.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

@@ -39,32 +39,23 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// torch.float16's name, for the dtypes that a caller is likely to hold.
+// Those that a caller is likely to hold, with torch's names.
+constexpr std::array<std::pair<ScalarType, const char*>, 10> kLikely{
+    {{ScalarType::Float, "float32"},
+     {ScalarType::Half, "float16"},
+     {ScalarType::BFloat16, "bfloat16"},
+     {ScalarType::Double, "float64"},
+     {ScalarType::Long, "int64"},
+     {ScalarType::Int, "int32"},
+     {ScalarType::Bool, "bool"},
+     {ScalarType::Char, "int8"},
+     {ScalarType::Byte, "uint8"},
+     {ScalarType::Float8_e4m3fn, "float8_e4m3fn"}}};
+
 std::string dtype_name(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Bool:
-      return "bool";
-    case ScalarType::Char:
-      return "int8";
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Float8_e4m3fn:
-      return "float8_e4m3fn";
-    default:
-      return torch::headeronly::toString(dtype);
-  }
+  const auto is_it = [dtype](const auto& likely) { return likely.first == dtype; };
+  const auto found = std::find_if(kLikely.begin(), kLikely.end(), is_it);
+  return found != kLikely.end() ? found->second : torch::headeronly::toString(dtype);
 }
 
 void write_list(std::ostream& out, IntHeaderOnlyArrayRef values) {
@@ -165,29 +156,20 @@ Place place_of(const Tensor& tensor) {
   return place;
 }
 
-constexpr std::size_t kDtypes = 64;
-
-// By torch's number, those that a caller is likely to hold.
-std::array<std::optional<ScalarType>, kDtypes> likely_dtypes() {
-  std::array<std::optional<ScalarType>, kDtypes> dtypes{};
-  for (const ScalarType dtype : {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16,
-                                 ScalarType::Int, ScalarType::Long, ScalarType::Bool,
-                                 ScalarType::Char, ScalarType::Byte, ScalarType::Float8_e4m3fn}) {
-    using torch::stable::detail::from;
-    const auto number = static_cast<std::size_t>(torch::stable::detail::to<int32_t>(from(dtype)));
-    if (number < kDtypes) {
-      dtypes[number] = dtype;
-    }
-  }
-  return dtypes;
-}
-
+// By torch's number, if it is a likely one.
 std::optional<ScalarType> likely_dtype(const Tensor& tensor) {
-  static const auto dtypes = likely_dtypes();
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  static const auto numbers = [] {
+    std::array<int32_t, kLikely.size()> all{};
+    std::transform(kLikely.begin(), kLikely.end(), all.begin(),
+                   [](const auto& likely) { return to<int32_t>(from(likely.first)); });
+    return all;
+  }();
   int32_t number = 0;
   TORCH_CALL(aoti_torch_get_dtype(tensor.get(), &number));
-  const auto place = static_cast<std::size_t>(number);
-  return place < kDtypes ? dtypes[place] : std::nullopt;
+  const auto found = std::find(numbers.begin(), numbers.end(), number) - numbers.begin();
+  return found < std::ssize(numbers) ? std::optional(kLikely[found].first) : std::nullopt;
 }
 
 }  // namespace

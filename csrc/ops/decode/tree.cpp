@@ -1,4 +1,4 @@
-#include "csrc/ops/decode/tree.h"
+#include "csrc/ops/decode/visible.h"
 
 #include <cstdint>
 #include <sstream>

@@ -6,7 +6,6 @@
 
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/element.h"
 #include "csrc/problem/strides.h"

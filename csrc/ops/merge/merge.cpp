@@ -1,19 +1,13 @@
 #include "csrc/ops/merge/merge.h"
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <optional>
-#include <utility>
 #include <vector>
 
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/problem/merge.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/launch.h"
 #include "shaders/params.h"
@@ -70,7 +64,6 @@ MergeProblem check_operands(const MergeStateArguments& a) {
   check_same_dtype("out_b", a.out_b, "out_a", out);
   check_shape("out_b", a.out_b, {out.sizes()});
   check_state("out_b", a.out_b, "lse_b", a.lse_b);
-  p.out_dtype = out.scalar_type();
   p.infinity_is_empty = a.infinity_is_empty;
   return p;
 }
@@ -82,22 +75,18 @@ void check_mask(const Tensor& mask, const Tensor& out) {
   check_storage("mask", mask);
 }
 
-MergeProblem check_merge_state(const MergeStateArguments& a, bool inplace,
-                               const std::optional<Tensor>& mask) {
+MergeProblem check_merge_state(const MergeStateArguments& a, bool inplace) {
   MergeProblem p = check_operands(a);
-  check(inplace || !mask, "`mask` is given; only merge_state_ has one");
-  if (mask) {
-    check_mask(*mask, a.out_a);
+  if (a.mask) {
+    check_mask(*a.mask, a.out_a);
   }
   if (inplace) {
-    std::vector<Named> read{{"out_b", &a.out_b}, {"lse_b", &a.lse_b}};
-    if (mask) {
-      read.push_back({"mask", &*mask});
-    }
+    std::vector<Named> read = given({{"mask", &a.mask}});
+    read.insert(read.begin(), {{"out_b", &a.out_b}, {"lse_b", &a.lse_b}});
     check_written({{"out_a", &a.out_a}, {"lse_a", &a.lse_a}}, read, {});
   }
   p.in_place = inplace;
-  p.some_rows = mask.has_value();
+  p.some_rows = a.mask.has_value();
   return p;
 }
 
@@ -117,8 +106,7 @@ MergeProblem check_merge_splits(const MergeSplitsArguments& a) {
                    {sizes.data(), sizes.size() - 1});
   check_contiguous("partial_lse", a.partial_lse);
 
-  p.out_dtype = a.out_dtype.value_or(ScalarType::Float);
-  p.element = check_element("out_dtype", p.out_dtype);
+  p.element = check_element("out_dtype", a.out_dtype.value_or(ScalarType::Float));
   if (a.learnable_sink) {
     p.sink = check_sink(*a.learnable_sink, sizes[1], "partial_out", partial_out);
   }
@@ -195,9 +183,8 @@ Launch launch_of(const char* kernel, const MergeProblem& p, const MergeSpecialis
 }
 
 // `out` and `lse`: in place those of a.
-Launch merge_state_launch(const MergeStateArguments& a, const std::optional<Tensor>& mask,
-                          const MergeProblem& p, const MergeSpecialisation& s, const Tensor& out,
-                          const Tensor& lse) {
+Launch merge_state_launch(const MergeStateArguments& a, const MergeProblem& p,
+                          const MergeSpecialisation& s, const Tensor& out, const Tensor& lse) {
   MergeStateParams params{};
   params.out_a_strides = row_strides(a.out_a);
   params.lse_a_strides = statistics_strides(a.lse_a);
@@ -205,8 +192,8 @@ Launch merge_state_launch(const MergeStateArguments& a, const std::optional<Tens
   params.lse_b_strides = statistics_strides(a.lse_b);
   params.out_strides = row_strides(out);
   params.lse_strides = statistics_strides(lse);
-  if (mask) {
-    params.mask_strides = mask_strides(*mask);
+  if (a.mask) {
+    params.mask_strides = mask_strides(*a.mask);
   }
   params.shape = p.shape;
 
@@ -219,8 +206,8 @@ Launch merge_state_launch(const MergeStateArguments& a, const std::optional<Tens
   launch.buffers.push_back({MERGE_STATE_LSE_B, a.lse_b, false});
   launch.buffers.push_back({MERGE_STATE_OUT, out, true});
   launch.buffers.push_back({MERGE_STATE_LSE, lse, true});
-  if (mask) {
-    launch.buffers.push_back({MERGE_STATE_MASK, *mask, false});
+  if (a.mask) {
+    launch.buffers.push_back({MERGE_STATE_MASK, *a.mask, false});
   }
   launch.set_params(MERGE_STATE_PARAMS, params);
   return launch;
@@ -258,11 +245,11 @@ void run(const Launch& launch, const MergeSpecialisation& s, const char* unit, B
   backend.run(launch);
 }
 
-void run_state(const MergeStateArguments& a, const std::optional<Tensor>& mask,
-               const MergeProblem& p, const Tensor& out, const Tensor& lse, Backend& backend) {
+void run_state(const MergeStateArguments& a, const MergeProblem& p, const Tensor& out,
+               const Tensor& lse, Backend& backend) {
   if (p.shape.rows > 0) {
     const MergeSpecialisation s = choose_merge_state(a, p);
-    run(merge_state_launch(a, mask, p, s, out, lse), s, "one a thread", backend);
+    run(merge_state_launch(a, p, s, out, lse), s, "one a thread", backend);
   }
 }
 
@@ -279,16 +266,15 @@ void run_splits(const Tensor& partial_out, const Tensor& partial_lse,
 }  // namespace
 
 std::tuple<Tensor, Tensor> merge_state(const MergeStateArguments& a, Backend& backend) {
-  const MergeProblem p = check_merge_state(a, false, std::nullopt);
+  const MergeProblem p = check_merge_state(a, false);
   Tensor out = new_empty_like(a.out_a);
   Tensor lse = new_empty(a.lse_a, sizes_of(a.lse_a), ScalarType::Float);
-  run_state(a, std::nullopt, p, out, lse, backend);
+  run_state(a, p, out, lse, backend);
   return {out, lse};
 }
 
-void merge_state_inplace(const MergeStateArguments& a, const std::optional<Tensor>& mask,
-                         Backend& backend) {
-  run_state(a, mask, check_merge_state(a, true, mask), a.out_a, a.lse_a, backend);
+void merge_state_inplace(const MergeStateArguments& a, Backend& backend) {
+  run_state(a, check_merge_state(a, true), a.out_a, a.lse_a, backend);
 }
 
 std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& backend) {
@@ -297,7 +283,7 @@ std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& 
   Dims sizes(partial_sizes.begin(), partial_sizes.begin() + 3);
   Tensor lse = new_empty(a.partial_lse, sizes, ScalarType::Float);
   sizes.push_back(partial_sizes[4]);
-  Tensor out = new_empty(a.partial_out, sizes, p.out_dtype);
+  Tensor out = new_empty(a.partial_out, sizes, a.out_dtype.value_or(ScalarType::Float));
   run_splits(a.partial_out, a.partial_lse, a.learnable_sink, p, dense_rows_aligned_16(p), out, lse,
              backend);
   return {out, lse};
@@ -305,10 +291,14 @@ std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& 
 
 void merge_splits(const Tensor& partial_out, const Tensor& partial_lse,
                   const std::optional<Tensor>& sink, Tensor& out, Tensor& lse, Backend& backend) {
-  // While launches are recorded, the partial results are on meta.
-  const auto beside = backend.records() && sink ? std::optional(new_empty_like(*sink)) : sink;
-  const MergeProblem p =
-      check_merge_splits({partial_out, partial_lse, out.scalar_type(), beside, false});
+  MergeProblem p{};
+  const auto sizes = partial_out.sizes();
+  p.shape = merge_shape("partial_out", partial_out, sizes[0], sizes[1], sizes[2],
+                        static_cast<int>(sizes[4]));
+  p.element = check_element("out", out);
+  if (sink) {
+    p.sink = check_element("learnable_sink", *sink);
+  }
   run_splits(partial_out, partial_lse, sink, p, rows_aligned_16(out), out, lse, backend);
 }
 

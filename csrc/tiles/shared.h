@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/launch.h"

@@ -140,7 +140,7 @@ def steel_kernel(
     step: int | None = None,
     column_simdgroups: int = 1,
 ) -> dict[str, Any]:
-    """MLX's kernel, as `compile_agx` and `compile_ptx` take one.
+    """MLX's kernel, by the fields of bench's Source.
 
     aligned: whether blocks are whole, of q and k. mask: its dtype, if there is one. step: keys per
     block, MLX's choice if not given. column_simdgroups: how many SIMD groups share 8 rows.

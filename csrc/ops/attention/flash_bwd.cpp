@@ -72,15 +72,14 @@ FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
   return call;
 }
 
-uint32_t blocks_of(int32_t rows, const FlashBwdSpecialisation& s) {
+// For so many rows of each of `columns` of a sequence.
+Extent threadgroups_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s, int64_t rows,
+                       int64_t columns) {
   const int listed = s.dkv() ? s.features.kv_block() : s.features.q_block();
   const int64_t blocks = tiles_of(rows, s.block_rows(), listed, s.features.ordered());
-  return static_cast<uint32_t>(std::max<int64_t>(blocks, 1));
-}
-
-// Packed: one more row of the grid writes the rows of no sequence.
-uint32_t sequences_of(const FlashFwdCall& call) {
-  return static_cast<uint32_t>(call.batch + (call.problem.features.varlen ? 1 : 0));
+  // Packed: one more row of the grid writes the rows of no sequence.
+  const int64_t sequences = int64_t{call.batch} + (call.problem.features.varlen ? 1 : 0);
+  return extent(std::max<int64_t>(blocks, 1), columns * s.slices(), sequences);
 }
 
 FlashBwdParams params_of(const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
@@ -104,18 +103,13 @@ Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const 
                                     {"HEAD_DIM_V", problem.head_dim_v},
                                     {"SIMDGROUPS", kRowSimdgroups}});
   launch.buffers = {{FLASH_BWD_OUT, a.out, false}, {FLASH_BWD_DOUT, a.dout, false}};
-  if (a.dlse) {
-    launch.program.defines.push_back({"DLSE", 1});
-    launch.buffers.push_back({FLASH_BWD_DLSE, *a.dlse, false});
-  }
+  define_if(a.dlse.has_value(), launch.program.defines, "DLSE");
+  read_if(a.dlse, launch.buffers, FLASH_BWD_DLSE);
   launch.buffers.push_back({FLASH_BWD_DELTA, delta, true});
   launch.set_params(FLASH_PARAMS, params);
-  const uint32_t rows = static_cast<uint32_t>(params.problem.q_total);
-  const bool packed = a.forward.packing.has_value();
-  launch.threadgroups = {(rows + kRowSimdgroups - 1) / kRowSimdgroups,
-                         static_cast<uint32_t>(call.forward.heads),
-                         packed ? 1u : static_cast<uint32_t>(call.forward.batch)};
-  launch.threads = {32 * kRowSimdgroups, 1, 1};
+  launch.threadgroups = extent(divide_up(params.problem.q_total, kRowSimdgroups),
+                               call.forward.heads, a.forward.packing ? 1 : call.forward.batch);
+  launch.threads = extent(kSimdgroupThreads * kRowSimdgroups);
   return launch;
 }
 
@@ -140,10 +134,9 @@ Launch sum_launch(const FlashBwdCall& call, const Tensor& parts, const Tensor& s
                                   {"SIMDGROUPS", kRowSimdgroups}});
   launch.buffers = {{FLASH_BWD_SUM_PARTS, parts, false}, {FLASH_BWD_SUM_RESULT, sums, true}};
   launch.set_params(FLASH_PARAMS, params);
-  launch.threadgroups = {static_cast<uint32_t>((params.rows + kRowSimdgroups - 1) / kRowSimdgroups),
-                         static_cast<uint32_t>(call.forward.kv_heads),
-                         packed ? 1u : static_cast<uint32_t>(sums.size(0))};
-  launch.threads = {32 * kRowSimdgroups, 1, 1};
+  launch.threadgroups = extent(divide_up(params.rows, kRowSimdgroups), call.forward.kv_heads,
+                               packed ? 1 : sums.size(0));
+  launch.threads = extent(kSimdgroupThreads * kRowSimdgroups);
   return launch;
 }
 
@@ -167,7 +160,7 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
   read(FLASH_BWD_LSE, a.softmax_lse);
   read(FLASH_BWD_DELTA, delta);
   launch.set_params(FLASH_PARAMS, params);
-  launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
+  launch.threads = extent(s.threads());
   return launch;
 }
 
@@ -231,17 +224,14 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
     launch.buffers.push_back({FLASH_BWD_DQ, dq, true});
     if (a.exact_delta) {
       launch.buffers.push_back({FLASH_BWD_EXACT_DELTA, delta, true});
-      if (a.dlse) {
-        launch.program.defines.push_back({"DLSE", 1});
-        launch.buffers.push_back({FLASH_BWD_DLSE, *a.dlse, false});
-      }
+      define_if(a.dlse.has_value(), launch.program.defines, "DLSE");
+      read_if(a.dlse, launch.buffers, FLASH_BWD_DLSE);
     }
     if (call.dq.normalised()) {
       launch.buffers.push_back({FLASH_BWD_NORMALISERS, normalisers, true});
     }
-    launch.threadgroups = {blocks_of(call.forward.q_length, call.dq),
-                           static_cast<uint32_t>(call.forward.heads * call.dq.slices()),
-                           sequences_of(call.forward)};
+    launch.threadgroups =
+        threadgroups_of(call.forward, call.dq, call.forward.q_length, call.forward.heads);
     append_block_order(launch, f, FlexWalk::kOverKeys);
     note(backend, [&] { return note_of(call.forward, call.dq, f.q); });
     backend.run(launch);
@@ -264,10 +254,8 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
       launch.buffers.push_back(
           {FLASH_BWD_NORMALISERS, normalisers.numel() > 0 ? normalisers : f.k, false});
     }
-    launch.threadgroups = {
-        blocks_of(call.forward.kv_length, call.dkv),
-        static_cast<uint32_t>(call.forward.kv_heads * call.dkv.slices() * splits),
-        sequences_of(call.forward)};
+    launch.threadgroups = threadgroups_of(call.forward, call.dkv, call.forward.kv_length,
+                                          int64_t{call.forward.kv_heads} * splits);
     append_block_order(launch, f, FlexWalk::kOverQueries);
     note(backend, [&] { return note_of(call.forward, call.dkv, f.q); });
     backend.run(launch);

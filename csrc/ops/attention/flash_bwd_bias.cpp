@@ -104,8 +104,7 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   check(columns <= kMaxGrid && double(owned[0]) * owned[1] <= kMaxGrid,
         slopes ? "`alibi_slopes`" : "`attn_bias`", " has shape ", shape_text(like),
         "; its gradient's grid would be over 2^31 threads");
-  call.threadgroups = {static_cast<uint32_t>(owned[3] * call.splits),
-                       static_cast<uint32_t>(owned[2]), static_cast<uint32_t>(owned[0] * owned[1])};
+  call.threadgroups = extent(owned[3] * call.splits, owned[2], owned[0] * owned[1]);
   return call;
 }
 
@@ -154,7 +153,7 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
   launch.buffers = score_gradient_buffers(call.forward, a, result);
   launch.set_params(FLASH_PARAMS, params_of(call, a));
   launch.threadgroups = call.threadgroups;
-  launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
+  launch.threads = extent(call.specialisation.threads());
   note(backend,
        [&] { return score_gradient_note(call.specialisation).add("splits", call.splits); });
   backend.run(launch);
@@ -197,9 +196,7 @@ Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArgum
   buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
   buffers.push_back({FLASH_BWD_DOUT, a.dout, false});
   buffers.push_back({FLASH_BWD_DELTA, a.delta, false});
-  if (a.normalisers) {
-    buffers.push_back({FLASH_BWD_NORMALISERS, *a.normalisers, false});
-  }
+  read_if(a.normalisers, buffers, FLASH_BWD_NORMALISERS);
   buffers.push_back({FLASH_BWD_DBIAS, result, true});
   return buffers;
 }

@@ -46,8 +46,7 @@ std::array<uint32_t, 3> threadgroups_of(const FlashFwdCall& call, const FlashFwd
         " of `v` it must be at most ", kMaxLength / s.v_slices());
   // Packed: one more row of the grid writes the rows of no sequence.
   const int64_t sequences = int64_t{call.batch} + (s.features.varlen ? 1 : 0);
-  return {static_cast<uint32_t>(std::max<int64_t>(blocks, s.features.varlen ? 1 : 0)),
-          static_cast<uint32_t>(columns), static_cast<uint32_t>(sequences)};
+  return extent(std::max<int64_t>(blocks, s.features.varlen ? 1 : 0), columns, sequences);
 }
 
 MaskTile mask_tile(const FlashFwdSpecialisation& s) {
@@ -105,7 +104,7 @@ std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, boo
     launch.set_params(FLASH_PARAMS,
                       FlashFwdParams{problem, row_strides(out), statistics_strides(lse)});
     launch.threadgroups = threadgroups;
-    launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
+    launch.threads = extent(s.threads());
     append_block_order(launch, a, FlexWalk::kOverKeys);
     note(backend, [&] { return note_of(call, s, a.q); });
     backend.run(launch);

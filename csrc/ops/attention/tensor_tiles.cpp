@@ -118,19 +118,6 @@ std::string record_of(Trial trial) {
                             (trial.pass == Pass::kBackward ? "_backward" : "");
 }
 
-bool was_checked(const std::string& record) {
-  std::error_code error;
-  return !record.empty() && std::filesystem::exists(record, error);
-}
-
-void remember(const std::string& record) {
-  std::error_code error;
-  if (!record.empty()) {
-    std::filesystem::create_directories(std::filesystem::path(record).parent_path(), error);
-    std::ofstream(record).flush();
-  }
-}
-
 // Of the time in which one small kernel compiles and runs: these are up to 18, of many registers.
 constexpr int kCompareLimits = 3;
 
@@ -148,7 +135,8 @@ void say_compared(Trial trial) {
 // "" if both kinds of tile agree, in this process or in an earlier one.
 std::string compare_once(Backend& mps, Trial trial, ProbeSettings settings) {
   const std::string record = record_of(trial);
-  if (was_checked(record)) {
+  std::error_code error;
+  if (!record.empty() && std::filesystem::exists(record, error)) {
     return "";
   }
   say_compared(trial);
@@ -157,8 +145,9 @@ std::string compare_once(Backend& mps, Trial trial, ProbeSettings settings) {
       settings, "the comparison of both kinds of tile", [&mps, trial, type = settings.device_type] {
         return compare_tiles(mps, type, trial.pass, trial.float32);
       });
-  if (problem.empty()) {
-    remember(record);
+  if (problem.empty() && !record.empty()) {
+    std::filesystem::create_directories(std::filesystem::path(record).parent_path(), error);
+    std::ofstream(record).flush();
   }
   return problem;
 }

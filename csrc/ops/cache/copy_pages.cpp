@@ -181,8 +181,8 @@ Launch copy_pages_launch(const Tensor& cache, const Tensor& src, const Tensor& d
   launch.buffers = {
       {COPY_PAGES_CACHE, cache, true}, {COPY_PAGES_SRC, src, false}, {COPY_PAGES_DST, dst, false}};
   launch.set_params(COPY_PAGES_PARAMS, params);
-  const int64_t groups = divide_up(s.page_words, COPY_PAGES_THREADS * COPY_PAGES_WORDS);
-  launch.threadgroups = {static_cast<uint32_t>(groups), static_cast<uint32_t>(s.copies), 1};
+  launch.threadgroups =
+      extent(divide_up(s.page_words, COPY_PAGES_THREADS * COPY_PAGES_WORDS), s.copies);
   launch.threads = {COPY_PAGES_THREADS, 1, 1};
   return launch;
 }

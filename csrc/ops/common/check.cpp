@@ -3,7 +3,6 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
-#include <array>
 #include <optional>
 #include <stdexcept>
 
@@ -230,11 +229,8 @@ ScalarType check_dtype(ArgumentName name, const Tensor& tensor,
 }
 
 Element check_element(ArgumentName name, const Tensor& tensor) {
-  check_known_dtype(name, tensor, kElementNames);
-  const std::optional<Element> element = element_of(dtype_of(tensor));
-  check(element.has_value(), name, " has dtype ", dtype_text(tensor), "; it must be ",
-        kElementNames);
-  return *element;
+  return *element_of(
+      check_dtype(name, tensor, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}));
 }
 
 Element check_element(ArgumentName name, ScalarType dtype) {
@@ -313,7 +309,9 @@ const int32_t* values_on_cpu(const Tensor& tensor) {
              : nullptr;
 }
 
-void check_index(ArgumentName name, const Tensor& tensor) {
+void check_index(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
+                 const Tensor& other) {
+  check_same_device(name, tensor, other_name, other);
   check_dtype(name, tensor, {ScalarType::Int});
   check(tensor.dim() == 1 && (tensor.numel() < 2 || tensor.stride(0) == 1), name, " has shape ",
         shape_text(tensor), " and strides ", stride_text(tensor),
@@ -322,8 +320,7 @@ void check_index(ArgumentName name, const Tensor& tensor) {
 }
 
 void check_ends(ArgumentName name, const Tensor& cu_seqlens, const Tensor& q) {
-  check_same_device(name, cu_seqlens, "q", q);
-  check_index(name, cu_seqlens);
+  check_index(name, cu_seqlens, "q", q);
   check(cu_seqlens.numel() > 0, name, " is empty; it must hold a 0 and each sequence's end");
 }
 
@@ -359,22 +356,30 @@ void check_statistics(ArgumentName name, const Tensor& tensor, ArgumentName othe
   check_storage(name, tensor);
 }
 
-Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name,
-                   const Tensor& other) {
-  check_same_device("learnable_sink", sink, other_name, other);
-  const Element element = check_element("learnable_sink", sink);
-  check_shape("learnable_sink", sink, {{heads}});
-  check_last_stride("learnable_sink", sink);
-  check_storage("learnable_sink", sink);
-  return element;
+ScalarType check_operand(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
+                         const Tensor& other, std::initializer_list<ScalarType> dtypes,
+                         std::initializer_list<IntHeaderOnlyArrayRef> shapes) {
+  check_same_device(name, tensor, other_name, other);
+  const ScalarType dtype = check_dtype(name, tensor, dtypes);
+  check_shape(name, tensor, shapes);
+  check_rows(name, tensor);
+  return dtype;
 }
 
-void check_last_stride(ArgumentName name, const Tensor& tensor) {
+Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name,
+                   const Tensor& other) {
+  return *element_of(check_operand("learnable_sink", sink, other_name, other,
+                                   {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16},
+                                   {{heads}}));
+}
+
+void check_rows(ArgumentName name, const Tensor& tensor) {
   // The stride of a single column, or of no elements, means nothing, and contiguous() keeps it.
   const int64_t last = tensor.dim() - 1;
   check(tensor.size(last) == 1 || tensor.stride(last) == 1 || tensor.numel() == 0, name,
         " has strides ", stride_text(tensor), "; the last must be 1: call ", name,
         ".contiguous() first");
+  check_storage(name, tensor);
 }
 
 void check_contiguous(ArgumentName name, const Tensor& tensor) {

@@ -1,6 +1,5 @@
 #include "csrc/ops/decode/visible.h"
 
-#include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/runtime/launch.h"
 

@@ -39,8 +39,7 @@ MergeShape merge_shape(ArgumentName name, const Tensor& tensor, int64_t batch, i
 }
 
 void check_state(ArgumentName name, const Tensor& out, ArgumentName lse_name, const Tensor& lse) {
-  check_last_stride(name, out);
-  check_storage(name, out);
+  check_rows(name, out);
   const bool packed = out.dim() == 3;
   check_statistics(
       lse_name, lse, name, out,
@@ -119,22 +118,6 @@ MergeProblem check_merge_splits(const MergeSplitsArguments& a) {
 constexpr int kChunkBytes = 16;
 constexpr int64_t kStateThreads = 256;  // of a threadgroup, at least where rows are narrow
 
-Grid state_grid(const MergeProblem& p, bool wide_loads) {
-  const int64_t chunk_columns = wide_loads ? kChunkBytes / element_bytes(p.element) : 1;
-  const int64_t across = p.shape.columns / chunk_columns;
-  const int64_t down = std::max<int64_t>(kStateThreads / across, 1);
-  return {{1, static_cast<uint32_t>(divide_up(p.shape.rows, down)), p.shape.rows > 0 ? 1u : 0u},
-          {static_cast<uint32_t>(across), static_cast<uint32_t>(down), 1}};
-}
-
-Grid splits_grid(const MergeProblem& p, bool wide_loads) {
-  const int64_t lane_columns = wide_loads ? kChunkBytes / sizeof(float) : 1;
-  const int64_t slices = divide_up(p.shape.columns, lane_columns * MERGE_SPLITS_COLUMN_LANES);
-  const int64_t down = divide_up(p.shape.rows, MERGE_SPLITS_SIMDGROUPS);
-  return {{static_cast<uint32_t>(slices), static_cast<uint32_t>(down), down > 0 ? 1u : 0u},
-          {MERGE_SPLITS_SIMDGROUPS * 32, 1, 1}};
-}
-
 // Whether rows of a dense out are aligned to 16 bytes.
 bool dense_rows_aligned_16(const MergeProblem& p) {
   return p.shape.columns * element_bytes(p.element) % kChunkBytes == 0;
@@ -144,7 +127,11 @@ MergeSpecialisation choose_merge_state(const MergeStateArguments& a, const Merge
   // The result's rows are dense, so aligned if whole chunks make one.
   const bool wide_loads =
       rows_aligned_16(a.out_a) && rows_aligned_16(a.out_b) && dense_rows_aligned_16(p);
-  return {wide_loads, state_grid(p, wide_loads)};
+  const int64_t across =
+      p.shape.columns / (wide_loads ? kChunkBytes / element_bytes(p.element) : 1);
+  const int64_t down = std::max<int64_t>(kStateThreads / across, 1);
+  return {wide_loads,
+          {extent(1, divide_up(p.shape.rows, down), p.shape.rows > 0), extent(across, down)}};
 }
 
 // `out_aligned`: every row of out begins at a multiple of 16 bytes.
@@ -153,7 +140,11 @@ MergeSpecialisation choose_merge_splits(const Tensor& partial_out, const MergePr
   // Four columns of a split, and those of out that come of them, are one vector.
   const bool wide_loads =
       out_aligned && rows_aligned_16(partial_out) && partial_out.size(4) % 4 == 0;
-  return {wide_loads, splits_grid(p, wide_loads)};
+  const int64_t lane_columns = wide_loads ? kChunkBytes / sizeof(float) : 1;
+  const int64_t slices = divide_up(p.shape.columns, lane_columns * MERGE_SPLITS_COLUMN_LANES);
+  const int64_t down = divide_up(p.shape.rows, MERGE_SPLITS_SIMDGROUPS);
+  return {wide_loads,
+          {extent(slices, down, down > 0), extent(MERGE_SPLITS_SIMDGROUPS * kSimdgroupThreads)}};
 }
 
 Defines merge_defines(const MergeProblem& p, const MergeSpecialisation& s) {
@@ -182,9 +173,21 @@ Launch launch_of(const char* kernel, const MergeProblem& p, const MergeSpecialis
   return launch;
 }
 
+void run(const Launch& launch, const MergeSpecialisation& s, const char* unit, Backend& backend) {
+  note(backend, [&] {
+    const std::string loads =
+        s.wide_loads ? "16-byte loads" : "element-wise loads, as some row is not 16-byte aligned";
+    return JsonObject().add("reason", loads + ", " + unit);
+  });
+  backend.run(launch);
+}
+
 // `out` and `lse`: in place those of a.
-Launch merge_state_launch(const MergeStateArguments& a, const MergeProblem& p,
-                          const MergeSpecialisation& s, const Tensor& out, const Tensor& lse) {
+void run_state(const MergeStateArguments& a, const MergeProblem& p, const Tensor& out,
+               const Tensor& lse, Backend& backend) {
+  if (p.shape.rows == 0) {
+    return;
+  }
   MergeStateParams params{};
   params.out_a_strides = row_strides(a.out_a);
   params.lse_a_strides = statistics_strides(a.lse_a);
@@ -197,6 +200,7 @@ Launch merge_state_launch(const MergeStateArguments& a, const MergeProblem& p,
   }
   params.shape = p.shape;
 
+  const MergeSpecialisation s = choose_merge_state(a, p);
   Launch launch = launch_of("merge_state", p, s);
   if (!p.in_place) {
     launch.buffers.push_back({MERGE_STATE_OUT_A, a.out_a, false});
@@ -206,61 +210,32 @@ Launch merge_state_launch(const MergeStateArguments& a, const MergeProblem& p,
   launch.buffers.push_back({MERGE_STATE_LSE_B, a.lse_b, false});
   launch.buffers.push_back({MERGE_STATE_OUT, out, true});
   launch.buffers.push_back({MERGE_STATE_LSE, lse, true});
-  if (a.mask) {
-    launch.buffers.push_back({MERGE_STATE_MASK, *a.mask, false});
-  }
+  read_if(a.mask, launch.buffers, MERGE_STATE_MASK);
   launch.set_params(MERGE_STATE_PARAMS, params);
-  return launch;
+  run(launch, s, "one a thread", backend);
 }
 
-Launch merge_splits_launch(const Tensor& partial_out, const Tensor& partial_lse,
-                           const std::optional<Tensor>& sink, const MergeProblem& p,
-                           const MergeSpecialisation& s, const Tensor& out, const Tensor& lse) {
+void run_splits(const Tensor& partial_out, const Tensor& partial_lse,
+                const std::optional<Tensor>& sink, const MergeProblem& p, bool out_aligned,
+                const Tensor& out, const Tensor& lse, Backend& backend) {
+  if (p.shape.rows == 0) {
+    return;
+  }
   MergeSplitsParams params{};
   params.out_strides = row_strides(out);
   params.lse_strides = statistics_strides(lse);
   params.shape = p.shape;
   params.splits = static_cast<int32_t>(partial_out.size(3));
 
+  const MergeSpecialisation s = choose_merge_splits(partial_out, p, out_aligned);
   Launch launch = launch_of("merge_splits", p, s);
   launch.buffers = {{MERGE_SPLITS_PARTIAL_OUT, partial_out, false},
                     {MERGE_SPLITS_PARTIAL_LSE, partial_lse, false},
                     {MERGE_SPLITS_OUT, out, true},
                     {MERGE_SPLITS_LSE, lse, true}};
-  if (sink) {
-    launch.buffers.push_back({MERGE_SPLITS_SINK, *sink, false});
-  }
+  read_if(sink, launch.buffers, MERGE_SPLITS_SINK);
   launch.set_params(MERGE_SPLITS_PARAMS, params);
-  return launch;
-}
-
-// --- The ops. ---
-
-void run(const Launch& launch, const MergeSpecialisation& s, const char* unit, Backend& backend) {
-  note(backend, [&] {
-    const std::string loads =
-        s.wide_loads ? "16-byte loads" : "element-wise loads, as some row is not 16-byte aligned";
-    return JsonObject().add("reason", loads + ", " + unit);
-  });
-  backend.run(launch);
-}
-
-void run_state(const MergeStateArguments& a, const MergeProblem& p, const Tensor& out,
-               const Tensor& lse, Backend& backend) {
-  if (p.shape.rows > 0) {
-    const MergeSpecialisation s = choose_merge_state(a, p);
-    run(merge_state_launch(a, p, s, out, lse), s, "one a thread", backend);
-  }
-}
-
-void run_splits(const Tensor& partial_out, const Tensor& partial_lse,
-                const std::optional<Tensor>& sink, const MergeProblem& p, bool out_aligned,
-                const Tensor& out, const Tensor& lse, Backend& backend) {
-  if (p.shape.rows > 0) {
-    const MergeSpecialisation s = choose_merge_splits(partial_out, p, out_aligned);
-    run(merge_splits_launch(partial_out, partial_lse, sink, p, s, out, lse), s,
-        "32 splits at a time", backend);
-  }
+  run(launch, s, "32 splits at a time", backend);
 }
 
 }  // namespace

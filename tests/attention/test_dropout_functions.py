@@ -35,40 +35,19 @@ def close(actual, expected):
 
 
 class TestFlashAttn:
-    def test_dense(self, device):
-        q, k, v = (normal(2, n, h, 16).to(device) for n, h in ((9, 4), (13, 2), (13, 2)))
-        options = {"dropout_p": P, "rng_state": drawn(device).cpu()}
-        out, lse, weights = torch_metal_attn.flash_attn_func(q, k, v, P, return_attn_probs=True)
-        expected, expected_lse = attention(*(x.cpu().transpose(1, 2) for x in (q, k, v)), **options)
-        close(out.transpose(1, 2), expected)
-        close(lse, expected_lse)
-        kept = dropout_mask(options["rng_state"], P, 2, 4, 9, 13)
-        assert torch.equal(weights.cpu().signbit(), ~kept)
-        assert weights.dtype == q.dtype
-
-    def test_varlen(self, device):
-        packed = make_packed([9, 0, 4], [13, 3, 6], heads=4, kv_heads=2, head_dim=16)
-        state = drawn(device).cpu()
-        on_device = [x.to(device) if torch.is_tensor(x) else x for x in packed]
-        out, _, weights = torch_metal_attn.flash_attn_varlen_func(
-            *on_device, P, return_attn_probs=True
-        )
-        close(out, varlen_attention(*packed, dropout_p=P, rng_state=state)[0])
-        kept = dropout_mask(state, P, 3, 4, 9, 13)
-        assert torch.equal(weights.cpu().signbit()[0], ~kept[0])
-        assert not weights[1].any()
-        assert torch.equal(weights.cpu().signbit()[2, :, :4, :6], ~kept[2, :, :4, :6])
-        assert not weights[2, :, 4:].any()
-        assert not weights[2, :, :, 6:].any()
-
     @pytest.mark.parametrize("options", S_DMASK, ids=str)
     def test_s_dmask(self, options):
-        """flash-attn's walk over the keys, from the last block to the first."""
+        """flash-attn's walk over the keys, from the last block to the first; dropped ones below 0.
+
+        Values with dropout are rows of test_functional.py.
+        """
         q, k = normal(1, 5, 4, 112), normal(1, 70, 2, 112, seed=1)
-        torch.manual_seed(SEED)
+        kept = dropout_mask(drawn(), P, 1, 4, 5, 70)
         *_, weights = torch_metal_attn.flash_attn_func(
             q, k, k, P, return_attn_probs=True, **options
         )
+        assert torch.equal(weights.signbit(), ~kept)
+        assert weights.dtype == q.dtype
         block = _get_block_size_n(q.device, 112, True, False)
         assert block == 32
         scale = options.get("softmax_scale", 112**-0.5)
@@ -108,7 +87,7 @@ class TestFlashAttn:
                     rows[: end - begin] = x[begin:end]
                     cache[places[b].long()] = rows.unflatten(0, (2, 8))
             options["block_table"] = places
-        torch.manual_seed(SEED)
+        kept = dropout_mask(drawn(), P, 3, 4, 9, 13)
         *_, weights = torch_metal_attn.flash_attn_varlen_func(
             q, *given, *packing, P, return_attn_probs=True, **options
         )
@@ -120,8 +99,13 @@ class TestFlashAttn:
                 alibi_slopes=options["alibi_slopes"][b],
                 return_attn_probs=True,
             )
-            found = weights[b, :, : alone.shape[2], : alone.shape[3]]
+            rows, columns = alone.shape[2:]
+            found = weights[b, :, :rows, :columns]
             close(found.abs(), alone[0].abs())
+            assert torch.equal(found.signbit(), ~kept[b, :, :rows, :columns])
+            assert not weights[b, :, rows:].any()
+            assert not weights[b, :, :, columns:].any()
+        assert not weights[1].any()
 
     def test_seeds(self):
         q = normal(1, 9, 4, 16)

@@ -74,44 +74,6 @@ def test_no_keys_of_a_tensor_without_memory(device):
     assert (out == 0).all()
 
 
-# Of a contiguous (B, H, Lq, Lk) mask, and of another's values to put where nothing may look.
-MASK_LAYOUTS = {
-    "expanded batch": lambda m, other: m[:1].expand(WHOLE),
-    "expanded head": lambda m, other: m[:, :1].expand(WHOLE),
-    "expanded queries": lambda m, other: m[:, :, :1].expand(WHOLE),
-    "expanded keys": lambda m, other: m[..., :1].expand(WHOLE),
-    "all expanded": lambda m, other: m[:1, :1, :1, :1].expand(WHOLE),
-    "of keys": lambda m, other: m[0, 0, 0],
-    "of queries": lambda m, other: m[0, 0, :, :1],
-    "of heads": lambda m, other: m[0],
-    "every other key": lambda m, other: torch.stack([m, other], -1).flatten(-2)[..., ::2],
-    "every other head": lambda m, other: torch.stack([m, other], 2).flatten(1, 2)[:, ::2],
-    "rows of odd length": lambda m, other: torch.cat([m, other[..., :3]], -1)[..., :70],
-    "odd offset": lambda m, other: torch.cat([other[..., :2], m], -1)[..., 2:],
-    "even offset": lambda m, other: torch.cat([other[..., :1], m, other], -1)[..., 1:71],
-    "odd storage offset": lambda m, other: torch.cat([other.flatten()[:1], m.flatten()])[1:].view(
-        WHOLE
-    ),
-    "one number for all": lambda m, other: m[1, 3, 2, 34],
-    "the last key alone": lambda m, other: m[1:, 3:, 34:].clone(),
-}
-
-
-@pytest.mark.parametrize(
-    "dtype, mask_dtype",
-    [
-        (torch.float32, torch.bool),
-        (torch.float16, torch.bfloat16),
-    ],
-)
-@each_case("layout", MASK_LAYOUTS)
-def test_masks_in_any_memory(layout, dtype, mask_dtype, device):
-    q, k, v = make_qkv(**SHAPE, dtype=dtype)
-    mask = random_mask(*WHOLE, dtype=mask_dtype)
-    other = ~mask if mask_dtype == torch.bool else torch.full_like(mask, 50.0)
-    check_flash_fwd(q, k, v, attn_mask=MASK_LAYOUTS[layout](mask, other), device=device)
-
-
 SLOPES = normal(2, 9).abs()
 
 

@@ -271,6 +271,8 @@ class TestPacked:
     def test_errors_name_the_packed_tensor(self):
         """They name the part of it that the op refuses."""
         qkv, ends = normal(9, 3, 4, 16), torch.tensor([0, 10], dtype=torch.int32)
+        with pytest.raises(TypeError, match="block_table is given; it is an option of"):
+            flash_attn_varlen_qkvpacked_func(qkv, ends, 9, block_table=ends)
         with pytest.raises(ValueError, match=r"^cu_seqlens ends at 10 of 9 rows"):
             flash_attn_varlen_qkvpacked_func(qkv, ends, 10)
         with pytest.raises(ValueError, match=r"^qkv\[:, :, 0\] has dtype float64"):
@@ -282,36 +284,25 @@ class TestPacked:
             flash_attn_varlen_kvpacked_func(q[0], kv[0], ends - 1, ends - 1, 9, 9)
 
 
-class TestCompile:
-    @pytest.fixture(autouse=True)
-    def nothing_compiled(self):
-        torch._dynamo.reset()
+def compiled_calls():
+    """A function, arguments for two lengths, and whether it is compiled for any."""
+    options = {"causal": True, "window_size": (11, -1), "softcap": 3.0, "attention_chunk": 16}
+    options |= {"alibi_slopes": normal(4).abs(), "learnable_sink": normal(4)}
+    yield flash_attn_func, [make(2, length, 15) for length in (9, 12)], options, True
+    packings = [packed(lengths) for lengths in (Q_LENGTHS, [3, 4, 5, 6, 0])]
+    yield flash_attn_varlen_func, packings, {"causal": True, "softcap": 2.0}, True
+    projections = [(normal(2, length, 3, 4, 16),) for length in (9, 12)]
+    yield flash_attn_qkvpacked_func, projections, {"causal": True}, False
 
-    def test_dense(self):
-        options = {"causal": True, "window_size": (11, -1), "softcap": 3.0, "attention_chunk": 16}
-        options |= {"alibi_slopes": normal(4).abs(), "learnable_sink": normal(4)}
-        compiled = torch.compile(flash_attn_func, fullgraph=True, dynamic=True, backend="aot_eager")
-        for length in (9, 12):
-            q, k, v = make(2, length, 15)
-            out, expected = compiled(q, k, v, **options), flash_attn_func(q, k, v, **options)
-            close(out, expected)
-            assert out.stride() == expected.stride()
 
-    def test_varlen(self):
-        compiled = torch.compile(
-            flash_attn_varlen_func, fullgraph=True, dynamic=True, backend="aot_eager"
-        )
-        for lengths in (Q_LENGTHS, [3, 4, 5, 6, 0]):
-            arguments, options = packed(lengths), {"causal": True, "softcap": 2.0}
-            close(compiled(*arguments, **options), flash_attn_varlen_func(*arguments, **options))
-
-    def test_packed(self):
-        compiled = torch.compile(
-            flash_attn_qkvpacked_func, fullgraph=True, dynamic=False, backend="aot_eager"
-        )
-        for length in (9, 12):
-            qkv = normal(2, length, 3, 4, 16)
-            close(compiled(qkv, causal=True), flash_attn_qkvpacked_func(qkv, causal=True))
+@pytest.mark.parametrize("function, lengths, options, dynamic", [*compiled_calls()])
+def test_compiled(function, lengths, options, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for arguments in lengths:
+        out, expected = compiled(*arguments, **options), function(*arguments, **options)
+        close(out, expected)
+        assert out.stride() == expected.stride()
 
 
 class TestOptions:

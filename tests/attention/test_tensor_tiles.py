@@ -5,33 +5,36 @@ import torch
 
 from bench.bench_tensor_tiles import ours, row
 from tests.attention import flash_fwd_problems as problems
-from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, case, hold
+from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.testing import running
 from torch_metal_attn.tools.verify import cases as listed
 
-F16, BF16 = torch.float16, torch.bfloat16
+F16 = torch.float16
 CPU = torch.device("cpu")
 KERNEL = "flash_fwd_tensor"
 
 
-def wide_rows(device):
-    """Two chains of scores, Q read again, and a last slice of V that passes its end by a span."""
-    problems.dense(device, BF16, {"batch": 1, "heads": 2, "head_dim": 136, "v_head_dim": 288})
+# Two chains of scores, Q read again, and a last slice of V that passes its end by a span.
+WIDE_ROWS = {"batch": 1, "heads": 2, "head_dim": 136, "v_head_dim": 288, "dtype": "bfloat16"}
 
 
-def equal_values(device):
+def wide_rows():
+    judge(problems.dense(**WIDE_ROWS))
+
+
+def equal_values():
     """The mean of equal values: what the cut takes from weights is not missing in the output."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
     out, _ = torch.ops.metal_attn.flash_fwd(4 * q, k, torch.ones_like(v))
     assert (out == 1).all()
 
 
-def infinite_value(device):
+def infinite_value():
     """Of the last key, whose block of keys is a part of one."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
     v[:, :, -1, 3] = torch.inf
@@ -39,7 +42,7 @@ def infinite_value(device):
     assert (out[..., 3] == torch.inf).all()
 
 
-def either_precision(device):
+def either_precision():
     """Whether the GPU truncates or rounds float operands: weights have no bit to lose."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
     results = []
@@ -49,12 +52,9 @@ def either_precision(device):
     assert torch.equal(*results)
 
 
-def scores(device):
+def scores():
     """What changes scores and weights, and a logit without a key, together."""
-    slopes, sink = torch.tensor([0.05, 0.1, 0.2, 0.25]), torch.tensor([3.0, 1.0, -1.0, 5.0])
-    options = {"softcap": 1.5, "softmax_scale": 0.5, "causal": True, "q_offset": -2}
-    options |= dropout()
-    problems.dense(device, BF16, alibi_slopes=slopes, learnable_sink=sink, **options)
+    judge(problems.dense(**SCORES, alibi_slopes="h", causal=True, q_offset=-2, dtype="bfloat16"))
 
 
 GROUPED, PACKED = SIZES | FORWARD, PACKED | FORWARD
@@ -74,7 +74,7 @@ CASES = {
         # Rows with NaN behind each.
         case(
             **GROUPED | LENGTHS | {"attention_chunk": 21, "head_dim": 11, "v_head_dim": 5},
-            **{f"{tensor}_layout": ("padded 3",) for tensor in "qkv"},
+            **problems.PADDED,
             rotary="q",
             rotary_columns=8,
         ),
@@ -132,7 +132,8 @@ def test_feature(cases):
 
 def test_formats():
     with simulate(check=True) as run:
-        problems.formats(CPU)
+        for name in ("formats", "scales of fp8"):
+            problems.run(name)
     assert set(run.counters) == {KERNEL}
 
 
@@ -208,7 +209,7 @@ def test_inner_loop(head_dim):
 
 # By the problem that shows them, as in test_flash_fwd_mutants.py.
 MUTANTS = {
-    problems.plain: """
+    "plain": """
         a unit of family 9 [misaligned]: fragment_column(lane) * {~4 => 2~}
         keys of a lane in another order: key / 2 * {~4 + key % 2 * 16 => 16 + key % 2 * 4~}
         slots of a left operand off by one:
@@ -254,5 +255,5 @@ MUTANTS = {
 
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
-    MUTANTS, KERNEL, run=lambda problem: problem(CPU), together=True
+    MUTANTS, KERNEL, run=problems.run, together=True
 )

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from tests.attention import held_cases
-from tests.cache import append_check
-from tests.decode.step_cases import step
+from tests.helpers.steps import check_special, step
 from torch_metal_attn import quantisation
 from torch_metal_attn.quantisation import dequantise, format_of, quantise
 from torch_metal_attn.testing.judge import normal
@@ -100,21 +99,11 @@ def test_append(number):
     The first three pairs have all formats, and the others each size of a code and of a group.
     """
     format, v_format = PAIRS[number]
-    dtype = torch.float32 if number < 3 else torch.float16
-    where = {"page": 5} if number < 3 else {"layout": "gaps"}
-    case = {"format": format, "v_format": v_format, "length": 9, "head_dim_v": 128}
-    problem = append_check.make(**case, **where, dtype=dtype, seqlens=[3, 11], seed=number)
-    for name in ("k", "v"):
-        x = problem.tensors[name]
-        x[:, :, 0] = 0
-        x[:, :, 0, ::2] = -0.0
-        x[:, :, 1, 5], x[:, :, 1, 40] = torch.nan, -torch.inf
-        x[:, :, 2, 33] = 3e38
-        x[:, :, 3] *= 1e-7
-        x[:, :, 4] = x[:, :, 4] * 1e-6 - 7
-        x[:, :, 5] = -0.3
-        x[:, :, 6] = (x[:, :, 6] * 4).round() / 4
-    append_check.check(problem)
+    dtype = "float32" if number < 3 else "float16"
+    pages = {"cache": "paged", "page": 5, "capacity": 65}
+    where = pages if number < 3 else {"cache_layout": ("padded 3",)}
+    formats = {"format": format, "v_format": v_format, "v_head_dim": 128}
+    check_special(**formats, **where, dtype=dtype, seed=number)
 
 
 @pytest.mark.parametrize("number", (1, 4, 7))

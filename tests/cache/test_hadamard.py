@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests.attention import held_cases
-from tests.cache import append_check
 from tests.helpers.cases import each_case
+from tests.helpers.judged import arguments, judge
 from tests.helpers.mutants import mutant_tests
+from tests.helpers.steps import append, check_special
 from torch_metal_attn import flash_attn_with_kvcache, quantisation, simulate, testing
 from torch_metal_attn.kv_cache import LatentCache, PagedKVCache
 from torch_metal_attn.quantisation import dequantise, hadamard, quantise
@@ -14,7 +15,7 @@ from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import normal
 
 SIZES = quantisation.HADAMARD
-append_kv, flash_decode = torch.ops.metal_attn.append_kv, torch.ops.metal_attn.flash_decode
+flash_decode = torch.ops.metal_attn.flash_decode
 
 
 def matrix(size):
@@ -67,27 +68,24 @@ def test_columns_of_large_values_cost_less():
 # --- The kernels. ---
 
 # Of K and V: each format in some block, and each block with some head dims.
-ROTATED = {"rotary_dim": 32, "q_heads": 2, "seed": 1}
+PAGES = {"cache": "paged", "page": 5, "capacity": 65}
 APPENDED = [
-    ("q8_0", "q4_0", 32, 96, 32, {"page": 5}),
-    ("q2_g32", "q3_g64", 64, 64, 128, ROTATED),
-    ("q4_g64", "fp8_e4m3", 128, 128, 256, {"page": 5}),
-    ("fp8_e4m3", "q3_g32", 32, 32, 64, ROTATED),
+    {"format": "q8_0", "v_format": "q4_0", "hadamard": 32, "head_dim": 96, "v_head_dim": 32}
+    | PAGES,
+    {"format": "q2_g32", "v_format": "q3_g64", "hadamard": 64, "v_head_dim": 128}
+    | {"rotary_columns": 32},
+    {"format": "q4_g64", "v_format": "fp8_e4m3", "hadamard": 128, "head_dim": 128}
+    | PAGES
+    | {"v_head_dim": 256},
+    {"format": "fp8_e4m3", "v_format": "q3_g32", "hadamard": 32, "rotary_columns": 32},
 ]
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("format, v_format, size, head_dim, head_dim_v, options", APPENDED)
-def test_append(format, v_format, size, head_dim, head_dim_v, options):
+@pytest.mark.parametrize("fields", APPENDED, ids=str)
+def test_append(fields):
     """Bit for bit, rotary embeddings before, in pages too, also of rows without a number."""
-    case = {"format": format, "v_format": v_format, "head_dim": head_dim, "head_dim_v": head_dim_v}
-    case |= {"length": 9, "dtype": torch.float32, "seqlens": [3, 11], "hadamard": size}
-    problem = append_check.make(**case, **options)
-    for name in ("k", "v"):
-        problem.tensors[name][:, :, 1, 5] = torch.nan
-        problem.tensors[name][:, :, 2, 30] = torch.inf
-        problem.tensors[name][:, :, 3] = 0
-    append_check.check(problem)
+    check_special(**fields, dtype="float32")
 
 
 # Rows of q and columns choose who rotates: lanes alone, or the matrix unit's fragments, of which
@@ -217,14 +215,9 @@ def test_caches(kind):
 # --- What is refused. ---
 
 
-def appended(**options):
-    sizes = {"format": "q4_0", "length": 2, "seqlens": [0, 0]} | options
-    problem = append_check.make(**sizes)
-    before = append_check.memory_of(problem.tensors["k_cache"]).clone()
-    try:
-        problem.run()
-    finally:
-        assert torch.equal(append_check.memory_of(problem.tensors["k_cache"]), before)
+def appended(hadamard, **fields):
+    given = arguments(append(**{"format": "q4_0", "length": 2, "lengths": (0, 0)} | fields))
+    torch.ops.metal_attn.append_kv(**given | {"hadamard": hadamard})
 
 
 def decoded(size, columns=64, format="q8_0"):
@@ -249,8 +242,8 @@ def prefill(**options):
         (lambda: quantise(torch.zeros(3, 64), "q8_0", hadamard=16), "hadamard is 16; it must be 0"),
         (lambda: appended(hadamard=48), "hadamard is 48; it must be 0 .off., 32, 64 or 128"),
         (lambda: appended(hadamard=128), "k_cache has a head dim of 64; with hadamard of 128 it"),
-        (lambda: appended(head_dim_v=96, hadamard=64), "v_cache has a head dim of 96; with hadam"),
-        (lambda: appended(format=None, hadamard=64), "hadamard is 64 and k_cache is not quantised"),
+        (lambda: appended(v_head_dim=96, hadamard=64), "v_cache has a head dim of 96; with hadam"),
+        (lambda: appended(format="", hadamard=64), "hadamard is 64 and k_cache is not quantised"),
         (lambda: decoded(-32), "hadamard is -32; it must be 0"),
         (lambda: decoded(2**40), "hadamard is 1099511627776; it must be 0"),
         (lambda: decoded(64, 96), "k has a head dim of 96; with hadamard of 64"),
@@ -297,11 +290,8 @@ def _decode(name):
 
 
 def _append():
-    append_check.check(
-        append_check.make(
-            format="q8_0", v_format="q4_0", head_dim_v=128, seqlens=[3, 9], hadamard=64
-        )
-    )
+    formats = {"format": "q8_0", "v_format": "q4_0", "hadamard": 64}
+    judge(append(**formats, v_head_dim=128, length=5, lengths=(3, 9)))
 
 
 test_mutants, test_unchanged = mutant_tests(

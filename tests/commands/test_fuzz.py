@@ -168,23 +168,20 @@ class TestDrawing:
         outcome = running.run(case, device)
         assert outcome.ok, outcome
 
-    def test_only_what_has_an_argument_is_drawn(self):
-        case = testing.Attention(call="flash_attn_varlen_func", packed=((1, 1),), cache="indexed")
-        assert case.meaningless() == "flash_attn_varlen_func has no cache_batch_idx"
-        mask = testing.Attention(call="scaled_dot_product_attention", attn_mask="bfloat16 qk")
-        assert mask.meaningless() == "torch's masks are of bool, float32 or the queries' dtype"
-
-    @pytest.mark.parametrize("sizes", [(72, 64), (64, 72)])
-    def test_groups_of_columns_divide_both_head_dims(self, sizes):
-        size, v_size = sizes
-        case = testing.Attention(
-            call="flash_decode",
-            head_dim=size,
-            v_head_dim=v_size,
-            format="q2_g64",
-            v_format="q2_g64",
-        )
-        assert case.meaningless().endswith("q2_g64 has blocks of 64 columns")
+    def test_what_has_no_meaning(self):
+        """Options without an argument, and groups of columns that divide no head dim."""
+        packed = {"call": "flash_attn_varlen_func", "packed": ((1, 1),)}
+        groups = {"call": "flash_decode", "format": "q2_g64", "v_format": "q2_g64"}
+        for fields, reason in (
+            (packed | {"cache": "indexed"}, "flash_attn_varlen_func has no cache_batch_idx"),
+            (
+                {"call": "scaled_dot_product_attention", "attn_mask": "bfloat16 qk"},
+                "torch's masks are of bool, float32 or the queries' dtype",
+            ),
+            (groups | {"head_dim": 72, "v_head_dim": 64}, "q2_g64 has blocks of 64 columns"),
+            (groups | {"head_dim": 64, "v_head_dim": 72}, "q2_g64 has blocks of 64 columns"),
+        ):
+            assert testing.Attention(**fields).meaningless().endswith(reason)
 
     @pytest.mark.parametrize("q_length, kv_length", [(0, 9), (9, 0)])
     def test_strides_of_no_elements_are_not_wrong(self, q_length, kv_length):

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.cache import append_check
+from tests.helpers.judged import arguments
+from tests.helpers.steps import step
 from tests.rope.rope_check import LAYOUTS, make_problem, oracle
 from torch_metal_attn.rope import default
 from torch_metal_attn.testing.judge import ints, normal
@@ -152,21 +153,24 @@ def _masked(scores, q_offset=0):
 _SOFTMAX = {"differentiable": ("x",), "definition": _weights}
 
 
-def _append(options=(), **sizes):
+_SIZES = {"lengths": (13, 12), "capacity": 32}
+
+
+def _append(call="append_kv", options=(), **fields):
     def make(length=5, dtype=torch.float16):
-        tensors = append_check.make(length=length, dtype=dtype, **sizes).tensors
+        case = step(call=call, length=length, dtype=str(dtype).split(".")[1], **_SIZES | fields)
+        given = arguments(case)
+        # opcheck compares what NaN would hide.
         for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
-            # opcheck compares what NaN would hide, and multiplies, which float8 has no kernel for.
-            if name in tensors and tensors[name].is_floating_point():
-                tensors[name] = tensors[name].clone().zero_()
-            if name in tensors and tensors[name].dtype == torch.float8_e4m3fn:
-                tensors[name] = tensors[name].view(torch.uint8)
-        return tensors | dict(options)
+            if name in given and given[name].is_floating_point():
+                given[name] = given[name].clone().zero_()
+        return {n: x for n, x in given.items() if torch.is_tensor(x)} | dict(options)
 
     return make
 
 
 _CACHES = ("k_cache", "v_cache")
+_STEP = _append("decode_step", {"causal": True, "num_splits": 1}, rotary_columns=32)
 
 
 def _attention(layout=lambda q: q, **options):
@@ -186,8 +190,7 @@ def _packed_queries(length=8, dtype=torch.float32):
 
 
 def _packed_step(length=5, dtype=torch.float16):
-    sizes = {"seqlens": [13, 12], "rotary_dim": 32, "q_heads": 4, "kv_heads": 2}
-    given = _append({"causal": True, "num_splits": 1}, **sizes)(length, dtype)
+    given = _STEP(length, dtype)
     for name in "qkv":
         given[name] = given[name].transpose(1, 2).flatten(0, 1)
     ends = torch.tensor([0, length, 2 * length]).int()
@@ -260,29 +263,19 @@ EXAMPLES = {
     "apply_causal_mask_": Example(
         *("apply_causal_mask_", _scores("scores", q_offset=1), ("scores",), ("scores",), _masked)
     ),
-    "append_kv": Example("append_kv", _append(), _CACHES),
+    "append_kv": Example("append_kv", _append(lengths=(0, 0)), _CACHES),
     "append_kv rotated": Example(
         "append_kv",
-        _append(seqlens=[3, 4], rotary_dim=64, q_heads=3, leftpad=[1, 2]),
+        _append(lengths=(3, 4), rotary_columns=64, leftpad_k=(1, 2)),
         (*_CACHES, "q"),
     ),
     "append_kv in pages": Example(
-        "append_kv", _append(format="q8_0", page=16), (*_CACHES, "k_scale", "v_scale")
+        "append_kv",
+        _append(format="q8_0", cache="paged", lengths=(0, 0)),
+        (*_CACHES, "k_scale", "v_scale"),
     ),
-    "append_kv of fp8": Example(
-        "append_kv", _append(format="fp8_e4m3", cache_batch_idx=[1, 0]), _CACHES
-    ),
-    "decode_step": Example(
-        "decode_step",
-        _append(
-            {"causal": True, "num_splits": 1},
-            seqlens=[13, 12],
-            rotary_dim=32,
-            q_heads=4,
-            kv_heads=2,
-        ),
-        _CACHES,
-    ),
+    "append_kv of fp8": Example("append_kv", _append(format="fp8_e4m3", cache="indexed"), _CACHES),
+    "decode_step": Example("decode_step", _STEP, _CACHES),
     "decode_step packed": Example("decode_step", _packed_step, _CACHES),
     "decode_step packed, of trees": Example("decode_step", _tree(_packed_step, "parents"), _CACHES),
     "copy_pages": Example("copy_pages", _pages, ("cache",)),

@@ -5,10 +5,12 @@ from functools import partial
 
 import torch
 
-from tests.cache.append_check import make, memory_of
 from tests.common.ops import EXAMPLES, call
 from tests.helpers.cases import each_case
+from tests.helpers.judged import arguments
+from tests.helpers.memory import memory_of
 from tests.helpers.refused import refused, refused_alike, without_data
+from tests.helpers.steps import append
 from torch_metal_attn.testing.judge import ints
 from torch_metal_attn.testing.spoiling import spoil
 
@@ -244,8 +246,8 @@ def test_refused(name, changes, message):
 
 def test_an_append_of_float32_rows_to_caches_of_different_dtypes():
     message = "v_cache has dtype .*bfloat16 and k_cache .*float32; they must be alike"
-    arguments = make(dtype=F32).tensors | {"v_cache": zeros(2, 2, 32, 64, dtype=BF16)}
-    check(message, EXAMPLES["append_kv"], arguments)
+    given = arguments(append(dtype="float32")) | {"v_cache": zeros(2, 2, 64, 64, dtype=BF16)}
+    check(message, EXAMPLES["append_kv"], given)
 
 
 OVERLAPPING = zeros(9).as_strided((3, 3), (2, 1))

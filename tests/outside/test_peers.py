@@ -33,19 +33,6 @@ def in_builds(names, cases):
     )
 
 
-SOFTMAX = """
-#include <metal_simdgroup>
-using namespace metal;
-#include "mlx/backend/metal/kernels/defines.h"
-#include "mlx/backend/metal/kernels/utils.h"
-#include "mlx/backend/metal/kernels/softmax.h"
-template [[host_name("row")]] [[kernel]] decltype(softmax_single_row<ELEMENT, float>)
-softmax_single_row<ELEMENT, float>;
-template [[host_name("looped")]] [[kernel]] decltype(softmax_looped<ELEMENT, float>)
-softmax_looped<ELEMENT, float>;
-"""
-
-
 @pytest.mark.parametrize("name", metal_sources.FAMILIES)
 def test_a_kernel_of_a_family_runs_right(mlx, aten, name):
     torch.manual_seed(0)
@@ -186,23 +173,6 @@ def sdpa_vector(mlx, dtype, mask_kind, check, blocks=1):
         },
         check=check,
     )
-
-
-@in_builds(("name", "columns"), [("row", 100), ("row", 512), ("looped", 1500), ("looped", 1)])
-def test_mlx_softmax(mlx, dtype, name, columns, check):
-    defines = {"ELEMENT": peers.METAL_TYPES[dtype]}
-    library = compile_shader(SOFTMAX, include_dirs=[mlx], defines=defines, check=check)
-    torch.manual_seed(0)
-    x = torch.randn(3, columns).to(dtype)
-    out = torch.full_like(x, torch.nan)
-    threads = 128 if name == "row" else 1024
-    getattr(library, name)(
-        x, out, columns, arg_casts="int32", threads=3 * threads, group_size=threads
-    )
-    oracle = x.double().softmax(-1)
-    torchs = (x.softmax(-1).double() - oracle).abs().max().item()
-    slack = ROUNDING[dtype] * oracle.max().item()
-    assert (out.double() - oracle).abs().max().item() <= max(2 * torchs, slack)
 
 
 NAX, MPP = tensor_peers.mlx_nax_attention, tensor_peers.torch_mpp_attention

@@ -193,35 +193,25 @@ def test_constructs_of_a_later_version_are_refused(newer):
     check_refused({newer: "error: "}, LOGGING)
 
 
+def test_headers_of_a_later_version_are_refused():
+    include = "#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>"
+    check_refused({include: "needs Metal 4.0"}, below="kernel void k() {}")
+
+
 def test_constructs_of_a_later_version_compile_in_it():
     build(HEAD + LOGGING + "\n".join(NEWER), language="3.2").whole_image()
 
 
-@pytest.mark.parametrize(("language", "number"), [(None, 310), ("3.1", 310), ("4.0", 400)])
+@each_case("language, number", [(None, 310), ("3.1", 310), ("3.2", 320), ("4.0", 400)])
 def test_the_language_sets_metal_version(language, number):
     given = {} if language is None else {"language": language}
     body = "kernel void k(device int* out) { out[0] = __METAL_VERSION__; }"
-    out = torch.zeros(1, dtype=torch.int32)
-    compile_shader(body, **given).k(out, threads=1)
-    assert out.item() == number
-
-
-def test_the_replacement_takes_a_language():
-    with replacing_compile_shader(language="3.2"):
-        library = torch.mps.compile_shader(
-            "kernel void k(device int* out) { out[0] = __METAL_VERSION__; }"
-        )
-    out = torch.zeros(1, dtype=torch.int32)
-    library.k(out, threads=1)
-    assert out.item() == 320
-
-
-@pytest.mark.parametrize(
-    ("language", "error"), [("3.0", ValueError), ("4", ValueError), (3.1, TypeError)]
-)
-def test_an_unknown_language_is_refused(language, error):
-    with pytest.raises(error, match=r"language is .*3\.1"):
-        compile_shader("kernel void k() {}", language=language)
+    with replacing_compile_shader(**given):
+        libraries = compile_shader(body, **given), torch.mps.compile_shader(body)
+    for library in libraries:
+        out = torch.zeros(1, dtype=torch.int32)
+        library.k(out, threads=1)
+        assert out.item() == number
 
 
 # What ends the compilation, at the fifth line.
@@ -245,18 +235,12 @@ REFUSED = {
     "(device float* x); void f(thread float* x) {} kernel void l(device float* x) { f(x); }": (
         "address space"
     ),
-    # include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>": "needs Metal 4.0",
 }
 
 
-@pytest.mark.parametrize("text", REFUSED)
+@each_case("text", REFUSED)
 def test_what_metal_or_the_simulator_lacks_is_refused_at_its_line(text):
     check_refused({f"kernel void k{text}": REFUSED[text]})
-
-
-def test_a_header_of_a_later_version_is_refused():
-    include = "#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>"
-    check_refused({include: "needs Metal 4.0"}, below="kernel void k() {}")
 
 
 # By what clang does not know, each at a line of one text.
@@ -353,11 +337,3 @@ kernel void k(device const void* in, device void* out, uint i [[thread_position_
     given, out = torch.arange(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
     compile_shader(HEAD + source, check=True).k(given, out, threads=4)
     assert out.tolist() == [0, 2, 2, 4, 4, 6, 6, 8]
-
-
-def test_what_initialises_threadgroup_memory_is_not_there_for_other_threads():
-    body = "threadgroup float x[32] = {1}; out[i] = x[i];"
-    head = "kernel void k(device float* out, uint i [[thread_index_in_threadgroup]])"
-    library = compile_shader(f"{head} {{ {body} }}", check=True)
-    with pytest.raises(SimulatorFault, match="uninitialised"):
-        library.k(torch.zeros(32), threads=32)

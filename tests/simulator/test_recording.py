@@ -6,7 +6,6 @@ import weakref
 import pytest
 import torch
 
-from tests.helpers.cases import each_case
 from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator import compile_shader, simulate
 from torch_metal_attn.simulator.runs import BACKEND
@@ -142,26 +141,6 @@ def test_not_nested():
     with simulate() as run:  # and the refused blocks have left nothing behind
         attend()
     assert len(run.launches) == 1
-
-
-OF_KERNELS = {"check": True, "count": True, "seed": 3, "workers": 1, "language": "4.0"}
-OF_KERNELS |= {"lane_map": 3, "relaxed_precision": "round"}
-
-
-@each_case("options", [{name: value} for name, value in OF_KERNELS.items()])
-def test_options_without_effect(options):
-    name = next(iter(options))
-    with pytest.raises(ValueError, match=f"runs no kernel, so .*{name}.* no effect"):
-        with simulate(record=True, **options):
-            pass
-
-
-def test_counters_of_a_recording():
-    with simulate(record=True) as run:
-        attend()
-    assert run.launches == []
-    with pytest.raises(RuntimeError, match="with record=True no kernel runs"):
-        run.counters  # noqa: B018
 
 
 def test_own_kernels_are_refused():

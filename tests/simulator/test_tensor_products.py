@@ -207,23 +207,6 @@ def test_16_bit_operands_are_exact_in_relaxed_precision():
     assert torch.equal(c, other)
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"lane_map": "apple8"}, ValueError, "lane_map is 'apple8'; it must be \"apple10\""),
-        ({"lane_map": -1}, ValueError, "lane_map is -1; .* an int from 0"),
-        ({"lane_map": 0.5}, TypeError, "lane_map is 0.5; .* an int from 0"),
-        ({"relaxed_precision": "cut"}, ValueError, '\'cut\'; it must be "truncate" or "round"'),
-    ],
-)
-def test_the_options_of_tensor_operations_are_checked(arguments, error, message):
-    kernel = compile_shader("kernel void k(device float* x) { x[0] = 1; }").k
-    with pytest.raises(error, match=message):
-        kernel(torch.zeros(1), threads=1, group_size=1, **arguments)
-    with pytest.raises(error, match=message), simulate(**arguments):
-        pass
-
-
 def test_the_options_of_a_block_hold_for_its_kernels(probe):
     with simulate(lane_map="apple9"):
         inside = probe(None)

@@ -139,8 +139,7 @@ class Step(Case):
     q_length: int = field(
         1,
         lambda r, case: r.choice((*[case.length] * 3, 1, 17)),
-        calls=_ATTENDING,
-        when=lambda case: not case.packed,
+        when=lambda case: not case.packed and (case.call != "append_kv" or case.rotary_columns),
     )
     tree: str = field("", _tree, share=0.4, calls=_ATTENDING)
     tree_by_sequence: bool = field(
@@ -332,7 +331,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         placed["v"] = placed["k"][..., : case.v_head_dim]
         placed = within_keys(case, placed, "_cache")
     written = tuple(n for n, x in caches.items() if n[1:] in ("_cache", "_scale") and x.dim() == 4)
-    if case.call != "append_kv" or (case.rotary_columns and case.by_token):
+    if case.call != "append_kv" or case.rotary_columns:
         placed["q"] = memory.place("q", _as_given(case, q, 0), words)
         written += ("q",) if case.call == "append_kv" else ()
     function, arguments = _call(case, placed)

@@ -302,3 +302,78 @@ STRIDED = {
     "softmax: expanded": Example("softmax", _scores(layout=lambda x: x[:, :1].expand(2, 5, 7))),
     "softmax: sliced": Example("softmax", _scores(layout=lambda x: x[:, ::2, 1:])),
 }
+
+
+_ENDS = {
+    "cu_seqlens_q": ints(0, 3, 8),
+    "cu_seqlens_k": ints(0, 7, 13),
+    "max_seqlen_q": 5,
+    "max_seqlen_k": 7,
+}
+
+
+def _optional():
+    """Every optional tensor that a dense call without a cache takes."""
+    tables = {f"{x}_rotary_{f}": normal(13, 4) for x in "qk" for f in ("cos", "sin")}
+    masks = {"attn_mask": torch.ones(8, 13).bool(), "attn_bias": normal(4, 8, 13)}
+    lengths = {"seqused_k": ints(13, 12), "leftpad_k": ints(0, 1)}
+    dropout = {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])}
+    return {
+        "alibi_slopes": normal(4),
+        "learnable_sink": normal(4),
+        **tables,
+        **masks,
+        **lengths,
+        **dropout,
+    }
+
+
+def _packed(given):
+    return given | {name: given[name][0].transpose(0, 1) for name in "qkv"} | _ENDS
+
+
+def _in_pages():
+    pages = {name: torch.zeros(6, 2, 16, 32, dtype=torch.int8) for name in "kv"}
+    scales = {f"{name}_scale": torch.zeros(6, 2, 16, 1).half() for name in "kv"}
+    return {"q": normal(2, 4, 8, 32), **pages, **scales, "block_table": ints(0, 1)[:, None]}
+
+
+def _backward(given, statistics=False):
+    """Of a forward's arguments those of its backward, or of what reads its delta."""
+    q, v = given["q"], given["v"]
+    rows = q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    dout, lse = normal(*q.shape[:-1], v.shape[-1]), normal(*rows)
+    if statistics:
+        return given | {"dout": dout, "softmax_lse": lse, "delta": lse, "normalisers": lse}
+    return given | {"dout": dout, "dlse": lse, "out": dout, "softmax_lse": lse}
+
+
+def _of_blocks():
+    lists = {}
+    for side, rows, others in (("kv", 1, 2), ("q", 2, 1)):
+        for full in ("", "full_"):
+            lists[f"{full}{side}_num_blocks"] = torch.ones(1, 1, rows).int()
+            lists[f"{full}{side}_indices"] = torch.zeros(1, 1, rows, others).int()
+        lists[f"{side}_order"] = torch.zeros(2, 1, 1, rows).int()
+    return _attention()() | lists | {"captures": [], "q_block_size": 8, "kv_block_size": 8}
+
+
+# Calls whose results have tests of their own: what they refuse.
+REFUSING = {
+    "flash_fwd and options": Example("flash_fwd", lambda: _attention()() | _optional()),
+    "flash_fwd in pages": Example("flash_fwd", _in_pages),
+    "flash_varlen_fwd": Example("flash_varlen_fwd", lambda: _packed(_attention()())),
+    "flash_bwd": Example("flash_bwd", lambda: _backward(_attention()() | _optional())),
+    "flash_varlen_bwd": Example("flash_varlen_bwd", lambda: _backward(_packed(_attention()()))),
+    "flash_bwd_bias": Example(
+        "flash_bwd_bias", lambda: _backward(_attention()() | _optional(), statistics=True)
+    ),
+    "flash_bwd_slopes": Example(
+        "flash_bwd_slopes", lambda: _backward(_attention()() | _optional(), statistics=True)
+    ),
+    "flex_fwd": Example("flex_fwd", _of_blocks),
+    "flex_bwd": Example("flex_bwd", lambda: _backward(_of_blocks())),
+    "flex_bwd_captures": Example(
+        "flex_bwd_captures", lambda: _backward(_of_blocks(), statistics=True)
+    ),
+}

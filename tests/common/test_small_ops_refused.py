@@ -1,16 +1,18 @@
 """What the small ops refuse: a ValueError that says what is wrong, and nothing is written."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 
-from tests.common.ops import EXAMPLES, call
+from tests.common.ops import EXAMPLES, REFUSING, call
 from tests.helpers.cases import each_case
 from tests.helpers.judged import arguments
 from tests.helpers.memory import memory_of
 from tests.helpers.refused import refused, refused_alike, without_data
 from tests.helpers.steps import append
+from torch_metal_attn import simulate
 from torch_metal_attn.testing.judge import ints
 from torch_metal_attn.testing.spoiling import spoil
 
@@ -50,35 +52,53 @@ def check(message, example, arguments, meta=True):
     assert all(map(torch.equal, written, before))
 
 
-# Any dtype, number of dimensions and device is right for these.
-FREE = {"dimensions of x", "device of x", "dimensions of scores", "device of scores"}
+# What may have any dtype, number of dimensions or device.
+FREE = {f"{way} of {name}" for way in ("dimensions", "device") for name in ("x", "scores")}
 FREE |= {"dtype of cache", "dimensions of cache"}
+# Tensors that may have any strides.
+STRIDED = {"x", "scores", "weights", "cache", "src", "dst", "positions", "seqlen_offsets"}
+STRIDED |= {"mask", "attn_mask", "attn_bias", "dlse", "lse_a", "lse_b", "inv_freq"}
+STRIDED |= {"indices", "block_table", "k_scale", "v_scale"}
+FREE |= {f"strides of {name}" for name in STRIDED}
+ROTATED = {f"strides of {name}" for name in ("q", "k", "cos", "sin")}
+
+
+def _free(example, way, name):
+    if example.op in ("rope", "rope_") and f"{way} of {name}" in ROTATED:
+        return True
+    if example.op.startswith("flex") and name.endswith(("_blocks", "_indices")):
+        # A forward keeps the lists over queries for its backward, which checks them.
+        unread = name.startswith(("q_", "full_q_")) and example.op != "flex_bwd"
+        return unread or way == "strides"
+    unread = {"flex_fwd": ("q_order",), "flex_bwd_captures": ("kv_order", "q_order")}
+    return name in unread.get(example.op, ()) or f"{way} of {name}" in FREE
 
 
 def each_spoilt():
-    """A wrong dtype, number of dimensions and device of every tensor of every op."""
-    for example in EXAMPLES.values():
+    """A wrong dtype, rank, device, stride and storage of every tensor of every op."""
+    for example in (*EXAMPLES.values(), *REFUSING.values()):
         for name, x in example.make().items():
-            for way in ("dtype", "dimensions", "device"):
-                if torch.is_tensor(x) and f"{way} of {name}" not in FREE:
+            for way in ("dtype", "dimensions", "device", "strides", "storage"):
+                if torch.is_tensor(x) and not _free(example, way, name):
                     yield example, way, name
 
 
 @each_case("example, way, name", each_spoilt())
 def test_a_spoilt_tensor_is_named(example, way, name):
-    message = rf"^(\w+ (has dtype \w+|is on \w+) and )?{name} (has|is) .*(it|they) must (be|have) "
-    message = (
-        rf"{message}|^{name} is on |^\w+ is on cpu and {name} on meta"
-        if way == "device"
-        else message
-    )
-    spoilt = spoil(example.make(), f"{way} of {name}")
+    message = rf"^(\w+ (has dtype \w+|is on \w+) and )?{name} (has|is) .*(it|they|the last) must "
     if way == "device":
-        for call in calls(example, spoilt):
-            with refused(message):
-                call()
-    else:
-        check(message, example, spoilt)
+        message += rf"|^{name} is on |^\w+ is on cpu and {name} on meta"
+    elif way == "storage":
+        message = f"^{name} .*storage of"
+    spoilt = spoil(example.make(), f"{way} of {name}")
+    # Without the simulator flex_attention on the CPU has no op.
+    with simulate(record=True) if example.op.startswith("flex") else nullcontext():
+        if way in ("device", "storage"):
+            for call in calls(example, spoilt):
+                with refused(message):
+                    call()
+        else:
+            check(message, example, spoilt)
 
 
 # For an example: what is changed, and the message.

@@ -60,6 +60,7 @@ bool wide_rows(const Tensor& tensor) {
 
 Element check_operand(ArgumentName name, const Tensor& tensor) {
   check_device(name, tensor);
+  check_storage(name, tensor);
   return check_element(name, tensor);
 }
 
@@ -76,7 +77,6 @@ SoftmaxRows check_rows(ArgumentName name, const Tensor& tensor, const Tensor& gi
   check(empty || (countable && rows.count <= kMaxLength), name, " has shape ", shape_text(given),
         ", in which more than ", kMaxLength, " rows of ", rows.length,
         " values lie; there may be at most that many");
-  check_storage(name, given);
   rows.count = empty ? 0 : rows.count;
   rows.wide_loads = wide_rows(tensor);
   return rows;

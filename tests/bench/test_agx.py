@@ -164,10 +164,8 @@ def test_a_driver_that_is_not_there(monkeypatch, tmp_path):
         lens.run_driver("", "gpu_products", 64)
 
 
-def candidate(
-    *tile: int, registers: float = 50.5, spills: int = 0, macro: str = "FLASH_BWD_DQ"
-) -> choose.Candidate:
-    one = candidates.Class(macro, 32, 64, 0, "Light", ragged=False)
+def candidate(*tile: int, registers: float = 50.5, spills: int = 0) -> choose.Candidate:
+    one = candidates.Class("FLASH_BWD_DQ", 32, 64, 0, "Light", ragged=False)
     _, outer = listing.parse(LISTING).loops()
     found = {
         (torch.float32, name): replace(compiled(outer), demand=registers, spills=spills)

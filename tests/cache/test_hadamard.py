@@ -9,7 +9,7 @@ from tests.helpers.judged import arguments, judge
 from tests.helpers.mutants import mutant_tests
 from tests.helpers.steps import append, check_special
 from torch_metal_attn import flash_attn_with_kvcache, quantisation, simulate, testing
-from torch_metal_attn.kv_cache import LatentCache, PagedKVCache
+from torch_metal_attn.kv_cache import PagedKVCache
 from torch_metal_attn.quantisation import dequantise, hadamard, quantise
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import normal
@@ -167,51 +167,6 @@ def test_rows_that_fill_threadgroup_memory(device):
     assert testing.run(case, device).status == "ok"
 
 
-CACHES = {
-    "paged": lambda **o: PagedKVCache(8, 16, 2, 64, dtype=torch.float32, **o),
-    "latent": lambda **o: LatentCache(8, 16, 64, 64, dtype=torch.float32, **o),
-}
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_caches(kind):
-    """append and decode_step, and the function over a layer's tensors, by the CPU's own kernels.
-
-    test_recent.py has such caches in the simulator, and StaticKVCache.
-    """
-    cache = CACHES[kind](format="q8_0", hadamard=64)
-    layer = cache.layers[0]
-    assert layer.hadamard == 64
-    ids = [cache.allocate()]
-    heads, columns = (1, 128) if kind == "latent" else (2, 64)
-    k, v = normal(1, heads, 20, columns), normal(1, heads, 20, 64, seed=1)
-    q = normal(1, 4, 1, columns, seed=2)
-    if kind == "latent":
-        v = k[..., :64]
-    old, new = (slice(0, 19), slice(19, 20))
-    cache.append(ids, k[:, :, old], None if kind == "latent" else v[:, :, old])
-    out = cache.decode_step(
-        ids, q, k[:, :, new], None if kind == "latent" else v[:, :, new], softmax_scale=0.1
-    )
-    near = [
-        dequantise(*quantise(x, "q8_0", hadamard=64), torch.float32, hadamard=64) for x in (k, v)
-    ]
-    exact, _ = attention(q, *near, softmax_scale=0.1, compute_dtype=torch.float64)
-    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
-    if kind != "latent":
-        scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
-        again = flash_attn_with_kvcache(
-            q.transpose(1, 2),
-            *(layer.k_cache, layer.v_cache),
-            cache_seqlens=cache.seqlens(ids),
-            block_table=cache.block_table(ids),
-            softmax_scale=0.1,
-            hadamard=layer.hadamard,
-            **scales,
-        )
-        torch.testing.assert_close(again.transpose(1, 2), out, rtol=0, atol=1e-6)
-
-
 # --- What is refused. ---
 
 
@@ -249,9 +204,12 @@ def prefill(**options):
         (lambda: decoded(64, 96), "k has a head dim of 96; with hadamard of 64"),
         (lambda: decoded(64, format=None), "hadamard is 64 and k is not quantised"),
         (lambda: prefill(hadamard=64), "hadamard is 64 and k_cache is not quantised"),
-        (lambda: CACHES["paged"](hadamard=64), "hadamard is 64 with no format; leave it out"),
         (
-            lambda: CACHES["paged"](format="q8_0", hadamard=128),
+            lambda: PagedKVCache(8, 16, 2, 64, hadamard=64),
+            "hadamard is 64 with no format; lea",
+        ),
+        (
+            lambda: PagedKVCache(8, 16, 2, 64, format="q8_0", hadamard=128),
             "head_dim has 64 columns; hadamard of 128 needs a multiple",
         ),
     ],

@@ -168,22 +168,6 @@ def test_same_as_expanded_keys():
     assert (out.double() @ up_v - expected).abs().max() <= 1e-4
 
 
-def test_fork_truncate_and_accept():
-    """What PagedKVCache does with pages holds for latents too."""
-    cache, (a, b) = made("paged")
-    rows = normal(2, 1, 6, LATENT + ROTARY)
-    cache.append([a, b], rows)
-    c = cache.fork(a)
-    cache.append([c], rows[1:, :, :2])
-    cache.truncate(b, 3)
-    for id, wanted in (
-        (a, rows[:1]),
-        (b, rows[1:, :, :3]),
-        (c, torch.cat([rows[:1], rows[1:, :, :2]], 2)),
-    ):
-        assert torch.equal(stored(cache, id, wanted.shape[2]), wanted[0].double())
-
-
 TWO_SCALES = torch.tensor([0.5, 2.0, 4.0])
 # Of values in the keys' memory: codes that are alike are not values that are.
 OTHER_SCALES = [

@@ -131,9 +131,11 @@ class TestVersus:
         assert not found.agree
         assert "the results differ by" in str(found)
 
-    def test_shares_of_the_ceilings(self):
+    def test_ratio_and_shares_of_the_ceilings(self):
         shape = small()
-        times = {"metal_attn": timing.Times((0.5,)), "torch": timing.Times(error="no memory")}
+        times = {"metal_attn": timing.Times((0.5, 0.5)), "torch": timing.Times((1.0, 3.0))}
+        assert versus.Compared(shape, times, 0.0).ratio == 4.0
+        times["torch"] = timing.Times(error="no memory")
         known = ceilings.Ceilings(flops=shape.cost.flops, bytes=4 * shape.cost.bytes)
         found = versus.Compared(shape, times, None, known)
         assert found.shares("metal_attn") == {"matrix": 2.0, "memory": 0.5}
@@ -141,10 +143,6 @@ class TestVersus:
         assert found.ratio is None
         assert "200%" in str(found)
         assert "torch: no memory" in str(found)
-
-    def test_the_ratio_is_torchs_time_by_ours(self):
-        times = {"metal_attn": timing.Times((0.5, 0.5)), "torch": timing.Times((1.0, 3.0))}
-        assert versus.Compared(small(), times, 0.0).ratio == 4.0
 
     def test_what_cannot_be_allocated(self):
         shape = Shape(batch=2**20, heads=2**10, kv_heads=2**10, length=2**20)

@@ -142,7 +142,17 @@ REFUSED = {
         ({"seqlen_offset": -1}, "seqlen_offset is -1 and q has a length of 9"),
         ({"seqlen_offset": 2**63 - 1}, "seqlen_offset is 9223372036854775807 and"),
     ],
+    "rope without k": [
+        (
+            {"k": zeros(2, 1, 9, 20).expand(2, 2147482624, 9, 20)},
+            "q and k have 2147482628 heads together; it must be at most 2147482624",
+        ),
+    ],
     "rope_tables": [
+        (
+            {"positions": torch.zeros(1, 1).long().expand(2**30, 2**30)},
+            r"positions has shape .*; the tables would be over 2\^63 bytes",
+        ),
         ({"positions": torch.tensor(3)}, "positions has 0 dimensions"),
         ({"attention_factor": math.nan}, "attention_factor is nan; it must be finite"),
         ({"attention_factor": 1e39}, "attention_factor is 1e.39; it must be finite"),
@@ -156,6 +166,16 @@ REFUSED = {
             r"out_b has strides .*; the last must be 1: call out_b\.contiguous\(\) first",
         ),
         ({"out_a": zeros(2, 3, 5, 528)}, r"out_a has a head dim of 528; it must be in 1\.\.512"),
+    ],
+    "merge_state packed": [
+        (
+            {
+                f"{part}_{state}": zeros(*(1,) * len(shape)).expand(shape)
+                for part, shape in (("out", (2**30, 3, 16)), ("lse", (3, 2**30)))
+                for state in "ab"
+            },
+            "out_a has shape .* in which more than 2147482624 rows lie",
+        ),
     ],
     "merge_state_ masked": [
         ({"mask": torch.ones(2, 3).bool()}, r"mask has shape \(2, 3\); it must be \(2, 5\)"),
@@ -240,6 +260,12 @@ REFUSED = {
         ({"k_scale": halves(7, 2, 16, 1)}, "k_scale has shape"),
         ({"cache_batch_idx": ints(1, 0)}, "cache_batch_idx is given with block_table"),
         ({"block_table": ints(1, 0)}, "block_table has shape"),
+    ],
+    "flash_decode": [
+        ({"max_seqlen_q": 3}, "max_seqlen_q is 3 and cu_seqlens_q is not given"),
+    ],
+    "decode_step packed": [
+        ({"q": halves(10, 0, 64)}, "q has shape .*, no queries; decode_step takes packed new rows"),
     ],
     "copy_pages": [
         ({"cache": torch.tensor(1.0)}, "cache has no dimensions"),

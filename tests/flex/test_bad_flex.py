@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
+from tests.common.ops import REFUSING
 from tests.common.test_bad_options import resized
 from tests.flex.flex_check import block_mask, home
 from tests.helpers.cases import each_case
@@ -226,18 +227,50 @@ def test_parts_of_no_share(part):
         (torch.zeros(2, 1, 1, 4).int(), r"\(2, 1 or 1, 1 or 2, 5\)"),
         (torch.zeros(2, 1, 3, 5).int(), r"\(2, 1 or 1, 1 or 2, 5\)"),
         (torch.zeros(5, 1, 1, 2).int().transpose(0, 3), "it must be contiguous"),
-        (None, "an order are given and kv_num_blocks is not"),
     ],
 )
 def test_orders(order, message):
     """Their values are not checked: see test_order.py."""
     mask = block_mask(block=16)
-    given = {"kv_order": torch.zeros(2, 1, 1, 5).int()}
-    if order is not None:
-        lists = {name: getattr(mask, name) for name in ("kv_num_blocks", "kv_indices")}
-        given = lists | {"kv_order": order, "q_block_size": 16, "kv_block_size": 16}
+    given = {name: getattr(mask, name) for name in ("kv_num_blocks", "kv_indices")}
+    given |= {"kv_order": order, "q_block_size": 16, "kv_block_size": 16}
     with simulate(), pytest.raises(ValueError, match=message):
         torch.ops.metal_attn.flex_fwd(*home(), captures=[], **given)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"q_num_blocks": None, "q_indices": None},
+            "full_q_num_blocks is given and q_num_blocks is not; full blocks are listed beside",
+        ),
+        (
+            {"kv_indices": torch.zeros(1, 1, 1, 1).int().expand(1, 1, 1, 2**31)},
+            r"kv_indices has shape .*; lists must be shorter than 2\^31",
+        ),
+        (
+            {"captures": [BIAS[:1].expand(2**31)]},
+            r"has shape \(2147483648,\); each size must be below",
+        ),
+    ],
+)
+def test_lists_and_captures_of_the_op(changes, message):
+    with simulate(), pytest.raises(ValueError, match=message):
+        torch.ops.metal_attn.flex_bwd(**REFUSING["flex_bwd"].make() | changes)
+
+
+def test_parts_of_a_block_mask_alone():
+    """None of those that a forward reads is ignored."""
+    parts = REFUSING["flex_fwd"].make()
+    attention = {name: parts.pop(name) for name in ("q", "k", "v", "captures")}
+    del parts["kv_num_blocks"]
+    for name, value in parts.items():
+        if name.startswith(("q_num", "q_ind", "q_ord", "full_q")):
+            continue
+        message = "lists or an order are given and kv_num_blocks is not"
+        with simulate(), pytest.raises(ValueError, match=message):
+            torch.ops.metal_attn.flex_fwd(**attention, **{name: value})
 
 
 # A text, and the part of it that flex_attention would never write.

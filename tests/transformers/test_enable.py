@@ -232,28 +232,23 @@ class TestPacked:
 
     LENGTHS = (17, 1, 13)
 
-    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-    def test_on_device(self, dtype, device):
-        module = torch.nn.Module()
+    @pytest.mark.parametrize(
+        "dtype, causal", [(torch.int32, True), (torch.int64, True), (torch.int32, False)]
+    )
+    def test_on_device(self, dtype, causal, device):
         q, k, v = torch.randn(3, 1, 2, 31, 16)
         out, _ = metal_attention(
-            module,
+            torch.nn.Module(),
             *(tensor.to(device) for tensor in (q, k, v)),
-            metal_attention_mask(1, 31, 31, device=device),
+            metal_attention_mask(1, 31, 31, device=device) if causal else None,
             **{
                 name: value.to(device) if torch.is_tensor(value) else value
                 for name, value in bounds(0, 17, 18, 31, dtype=dtype).items()
             },
         )
         parts = zip(*(tensor.split(self.LENGTHS, 2) for tensor in (q, k, v)), strict=True)
-        expected = torch.cat([attention(*part, causal=True)[0] for part in parts], 2)
+        expected = torch.cat([attention(*part, causal=causal)[0] for part in parts], 2)
         torch.testing.assert_close(out.cpu(), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
-
-    def test_not_causal(self):
-        q = torch.randn(1, 2, 7, 8)
-        out, _ = metal_attention(torch.nn.Module(), q, q, q, None, **bounds(0, 3, 7))
-        expected = torch.cat([attention(part, part, part)[0] for part in q.split([3, 4], 2)], 2)
-        torch.testing.assert_close(out, expected.transpose(1, 2))
 
 
 class TestEnable:
@@ -344,17 +339,15 @@ class TestEnable:
             assert inner.config._attn_implementation == "metal_flash_attn"
         assert inner.config._attn_implementation == "metal_attn"
 
-    @pytest.mark.parametrize("wrap", [lambda module: module, torch.compile])
-    def test_refuses_other_objects(self, wrap):
-        with pytest.raises(
-            TypeError, match=r"model is a \w+; it must be a transformers PreTrained"
-        ):
-            enable(wrap(torch.nn.Linear(2, 2)))
-
-    @pytest.mark.parametrize("option", ["fuse_rope", "absorb"])
-    def test_refuses_other_options(self, option):
-        with pytest.raises(TypeError, match=f"{option} is 'yes'; it must be a bool"):
-            enable(torch.nn.Linear(2, 2), **{option: "yes"})
+    def test_refuses_other_objects_and_options(self):
+        linear = torch.nn.Linear(2, 2)
+        reason = r"model is a \w+; it must be a transformers PreTrained"
+        for model in (linear, torch.compile(linear)):
+            with pytest.raises(TypeError, match=reason):
+                enable(model)
+        for option in ("fuse_rope", "absorb"):
+            with pytest.raises(TypeError, match=f"{option} is 'yes'; it must be a bool"):
+                enable(linear, **{option: "yes"})
 
     def test_without_transformers(self, monkeypatch):
         original = builtins.__import__

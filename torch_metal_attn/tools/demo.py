@@ -30,7 +30,6 @@ TOLERANCE = 1e-5
 NEW_TOKENS = 16
 TRAINING_STEPS = 8
 TRAINING_TOLERANCE = 1e-4
-BATCH = 5
 
 
 class DemoUnavailable(RuntimeError):
@@ -59,16 +58,12 @@ def _load_embedder() -> tuple[Any, Any]:
 
 @torch.no_grad()
 def embed(model: Any, tokenizer: Any, sentences: tuple[str, ...]) -> Tensor:
-    """Mean-pooled, normalised embeddings (sentences, hidden), BATCH sentences at a time."""
-    rows = []
-    for first in range(0, len(sentences), BATCH):
-        batch = list(sentences[first : first + BATCH])
-        tokens = tokenizer(batch, padding=True, return_tensors="pt").to(model.device)
-        hidden = model(**tokens).last_hidden_state
-        present = tokens["attention_mask"][..., None]
-        pooled = (hidden * present).sum(1) / present.sum(1)
-        rows.append(torch.nn.functional.normalize(pooled, dim=-1).cpu())
-    return torch.cat(rows)
+    """Mean-pooled, normalised embeddings (sentences, hidden)."""
+    tokens = tokenizer(list(sentences), padding=True, return_tensors="pt").to(model.device)
+    hidden = model(**tokens).last_hidden_state
+    present = tokens["attention_mask"][..., None]
+    pooled = (hidden * present).sum(1) / present.sum(1)
+    return torch.nn.functional.normalize(pooled, dim=-1).cpu()
 
 
 def _print_similarities(embeddings: Tensor, sentences: tuple[str, ...]) -> None:

@@ -222,10 +222,15 @@ FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwd
   features.slope = checked_if_any("slope", flex.slope, ranks);
   features.mask = checked_if_any("mask", flex.mask, ranks);
   if (!flex.kv_num_blocks) {
-    check(flex.q_block_size == 0 && flex.kv_block_size == 0 && !flex.q_num_blocks &&
-              !flex.kv_order && !flex.q_order,
-          "block sizes, `q_num_blocks` or an order are given and `kv_num_blocks` is not; give all "
-          "of a "
+    bool none =
+        flex.q_block_size == 0 && flex.kv_block_size == 0 && !flex.kv_order && !flex.q_order;
+    for (const FlexWalk walk : {FlexWalk::kOverKeys, FlexWalk::kOverQueries}) {
+      for (const List& list : lists_of(flex, walk)) {
+        none = none && !list.counts && !list.indices;
+      }
+    }
+    check(none,
+          "block sizes, lists or an order are given and `kv_num_blocks` is not; give all of a "
           "BlockMask");
     return features;
   }

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from bench.front_end import Source
 from bench.replay import cases, manifest, peers, vector_loads
 from bench.replay.assemble import limited
 from bench.replay.collect import Collection, Names
 from bench.replay.manifest import Problem
-from bench.replay.ptx import Source
 from tests.outside import peers as headers
 from tests.outside.sanitizer import cases as problems
 from tests.outside.sanitizer import faults, pack, sanitize

@@ -1,5 +1,7 @@
 """Dropout as users ask for it: flash-attn's functions, torch's, transformers', while compiling."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -194,13 +196,14 @@ def test_each_call_of_a_graph_draws():
 
 
 class TestTransformers:
-    @pytest.fixture(autouse=True)
-    def transformers(self):
+    @pytest.fixture
+    def metal_attention(self):
         pytest.importorskip("transformers")
-
-    def test_drops_in_training_only(self):
         from torch_metal_attn.integrations.transformers import metal_attention
 
+        return metal_attention
+
+    def test_drops_in_training_only(self, metal_attention):
         module = torch.nn.Module()
         q, k = normal(2, 4, 9, 16), normal(2, 2, 9, 16, seed=1)
         state = drawn()
@@ -212,9 +215,7 @@ class TestTransformers:
         with pytest.raises(ValueError, match=r"dropout_p is 1\.5; it must be in 0\.\.1"):
             metal_attention(module.train(), q, k, k, None, dropout=1.5)
 
-    def test_packed(self):
-        from torch_metal_attn.integrations.transformers import metal_attention
-
+    def test_packed(self, metal_attention):
         ends = torch.tensor([0, 5, 9]).int()
         bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         bounds |= {"max_length_q": 5, "max_length_k": 5}
@@ -228,43 +229,41 @@ class TestTransformers:
         close(out[0], expected)
 
 
-class TestTraining:
-    """The gradients through flash_attn_func, against those through the reference."""
+def compiled(function, **options):
+    return torch.compile(function, backend="aot_eager", **options)
 
-    def attend(self, q, k, v):
+
+def checkpointed(function, use_reentrant=False):
+    """The second forward draws what the first one drew."""
+    return lambda *qkv: checkpoint(function, *qkv, use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        checkpointed,
+        partial(checkpointed, use_reentrant=True),
+        partial(compiled, fullgraph=True),
+        lambda function: compiled(checkpointed(function)),
+    ],
+    ids=["checkpoint", "reentrant", "compiled", "both"],
+)
+def test_gradients(way):
+    """Through flash_attn_func, against those through the reference."""
+    torch._dynamo.reset()
+    options = {"causal": True, "dropout_p": P, "rng_state": drawn()}
+
+    def attend(q, k, v):
         return torch_metal_attn.flash_attn_func(q, k, v, P, causal=True)
 
-    def gradients(self, attend):
+    def reference(*qkv):
+        return attention(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)
+
+    def gradients(function):
         leaves = [normal(2, 9, 4, 16, seed=i).requires_grad_() for i in range(3)]
         torch.manual_seed(SEED)
-        (attend(*leaves) * normal(2, 9, 4, 16, seed=5)).sum().backward()
+        (function(*leaves) * normal(2, 9, 4, 16, seed=5)).sum().backward()
         return [leaf.grad for leaf in leaves]
 
-    def check(self, attend):
-        options = {"causal": True, "dropout_p": P, "rng_state": drawn()}
-
-        def reference(q, k, v):
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            return attention(*heads_first, **options)[0].transpose(1, 2)
-
-        expected = self.gradients(reference)
-        for gradient, exact in zip(self.gradients(attend), expected, strict=True):
-            close(gradient, exact)
-
-    @pytest.mark.parametrize("use_reentrant", [True, False])
-    def test_checkpoint(self, use_reentrant):
-        """The second forward draws what the first one drew."""
-        self.check(lambda *qkv: checkpoint(self.attend, *qkv, use_reentrant=use_reentrant))
-
-    def test_compile(self):
-        torch._dynamo.reset()
-        self.check(torch.compile(self.attend, fullgraph=True, backend="aot_eager"))
-
-    def test_checkpoint_while_compiling(self):
-        torch._dynamo.reset()
-        self.check(
-            torch.compile(
-                lambda *qkv: checkpoint(self.attend, *qkv, use_reentrant=False),
-                backend="aot_eager",
-            )
-        )
+    for gradient, exact in zip(gradients(way(attend)), gradients(reference), strict=True):
+        close(gradient, exact)

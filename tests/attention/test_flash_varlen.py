@@ -16,7 +16,7 @@ from tests.attention.flash_bwd_check import (
     make_gradients,
     run,
 )
-from tests.attention.flash_fwd_check import check_flash_varlen_fwd, make_packed, unpacked
+from tests.attention.flash_fwd_check import check_flash_fwd, make_packed, unpacked
 from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
 
@@ -65,7 +65,7 @@ def test_rows_behind_the_last_sequence(options, device):
     packing[2:] = [packing[2] + 5, packing[3] + 80]
     spare = [torch.cat([x, x.new_full((n, *x.shape[1:]), math.nan)]) for x, n in ((q, 70), (k, 9))]
     operands = *spare, torch.cat([v, v.new_full((9, *v.shape[1:]), math.nan)])
-    out, lse = check_flash_varlen_fwd(*operands, *packing, **options, device=device)
+    out, lse = check_flash_fwd(*operands, *packing, **options, device=device)
     assert (out[len(q) :] == 0).all()
     assert (lse[:, len(q) :] == -math.inf).all()
     *found, delta = check_flash_bwd(*operands, *packing, **options, device=device)

@@ -22,8 +22,6 @@ from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
-from torch_metal_attn.testing import features, running
-from torch_metal_attn.tools.verify import cases as listed
 
 F16 = torch.float16
 CPU = torch.device("cpu")
@@ -148,27 +146,7 @@ def test_the_same_bits_in_any_order():
     check_the_same_bits(*all_of_scores())
 
 
-def test_what_has_no_tensor_tiles(monkeypatch, gpu):
-    """GPUs and settings without them."""
-    q, k, v = make_qkv(head_dim=HOME, dtype=F16)
-    dout, _ = make_gradients(q, v, q.shape[:3])
-
-    def run():
-        with simulate(check=True) as found:
-            backward(q, k, v, dout, None, CPU, {})
-        return KERNELS & set(found.counters)
-
-    assert run() == KERNELS
-    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
-    assert run() == set()
-    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "auto")
-    gpu("Apple M4")
-    assert run() == set()
-    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "on")
-    assert run() == KERNELS
-
-
-def test_explanations(monkeypatch):
+def test_explanations(monkeypatch, gpu):
     def training(dtype):
         return explain(*make_qkv(head_dim=64, dtype=dtype), backward=True).training
 
@@ -178,9 +156,15 @@ def test_explanations(monkeypatch):
     reasons = {kernel.reason for kernel in matrix_tiles.kernels.values()}
     why = "tensor operations cut float32 to 11 bits, and TF32 is not allowed"
     assert reasons == {f"no tensor tiles, as {why}"}
+    gpu("Apple M4")
+    assert not KERNELS & set(training(F16).kernels)
+    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "on")
+    assert set(training(F16).kernels) == KERNELS
     monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
+    gpu("Apple M5")
     off = explain(*make_qkv(head_dim=64, dtype=F16), backward=True)
     assert "no tensor tiles, as TORCH_METAL_ATTN_TENSOR_TILES is off" in str(off)
+    assert not KERNELS & set(off.training.kernels)
 
 
 @pytest.mark.parametrize("head_dim, shared", [(64, 1), (80, 2), (128, 2), (256, 2)])
@@ -205,21 +189,6 @@ def test_inner_loop(kernel, products, loads, shuffles):
     assert counts["shuffles"] <= shuffles
     assert counts["converts"] == 0
     assert counts["barriers"] <= 1
-
-
-def test_verify_has_both_kinds_of_tile(gpu):
-    """Each feature once more, with tensor tiles off."""
-    family = "flash_bwd on 8x8 tiles"
-    again = [listed_case for listed_case in listed.full() if listed_case.family == family]
-    assert len(again) == 2 * len(features.FEATURES)
-    assert {listed_case.case.tiles for listed_case in again} == {"8x8"}
-    small = case(tiles="8x8")
-    with simulate(check=True) as run:
-        assert running.run(small, CPU).ok
-    assert "flash_bwd_dkv" in run.counters
-    assert not {name for name in run.counters if "tensor" in name}
-    gpu("Apple M4")
-    assert family not in {listed_case.family for listed_case in listed.full()}
 
 
 # By the problem that shows them, as in test_flash_bwd_mutants.py.

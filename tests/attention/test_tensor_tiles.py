@@ -12,6 +12,7 @@ from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.testing import running
+from torch_metal_attn.testing.features import FEATURES
 from torch_metal_attn.tools.verify import cases as listed
 
 F16 = torch.float16
@@ -19,12 +20,9 @@ CPU = torch.device("cpu")
 KERNEL = "flash_fwd_tensor"
 
 
-# Two chains of scores, Q read again, and a last slice of V that passes its end by a span.
-WIDE_ROWS = {"batch": 1, "heads": 2, "head_dim": 136, "v_head_dim": 288, "dtype": "bfloat16"}
-
-
 def wide_rows():
-    judge(problems.dense(**WIDE_ROWS))
+    """Two chains of scores, Q read again, and a last slice of V that passes its end by a span."""
+    judge(problems.dense(batch=1, heads=2, head_dim=136, v_head_dim=288, dtype="bfloat16"))
 
 
 def equal_values():
@@ -58,12 +56,8 @@ def scores():
 
 
 GROUPED, PACKED = SIZES | FORWARD, PACKED | FORWARD
-WINDOWS = ((20, 13, None), (30, 45, None), (20, 13, 5))
 CASES = {
-    "windows": [
-        case(**GROUPED, window_size_left=left, window_size_right=right, q_offset=offset)
-        for left, right, offset in WINDOWS
-    ],
+    "windows": problems.PROBLEMS["windows"],
     # Partial tiles of queries and keys, and rows that see nothing.
     "sizes": [
         case(**GROUPED | {"q_length": q, "kv_length": k}, causal=True, q_offset=-2)
@@ -93,27 +87,10 @@ CASES = {
         )
     ],
     "packed": [
-        case(
-            **PACKED,
-            window_size_left=40,
-            attn_mask="bool bqk",
-            rotary="qk",
-            rotary_columns=16,
-            rotary_interleaved=True,
-            rotary_by_sequence=True,
-        ),
+        *problems.PROBLEMS["packed"],
         case(**PACKED, cache="paged", page=24, window_size_left=30, dtype="bfloat16"),
     ],
-    # Pages of 3 keys, so that a sequence has more than a SIMD group holds.
-    "pages": [
-        case(
-            **GROUPED | {"q_length": 20, "kv_length": 320, "seqused_k": (31, 300)},
-            cache="paged",
-            page=3,
-            rotary="k",
-            rotary_columns=16,
-        )
-    ],
+    "pages": problems.PROBLEMS["pages"],
 }
 
 
@@ -183,13 +160,18 @@ def test_explanations(monkeypatch):
 
 
 def test_verify_has_both_kinds_of_tile(gpu):
-    family = "flash_fwd on 8x8 tiles"
-    case = next(case for case in listed.full() if case.family == family)
+    """Each feature once more, with tensor tiles off."""
+    families = {"flash_fwd on 8x8 tiles", "flash_bwd on 8x8 tiles"}
+    again = [listed_case for listed_case in listed.full() if listed_case.family in families]
+    assert {listed_case.family for listed_case in again} == families
+    assert {listed_case.case.tiles for listed_case in again} == {"8x8"}
+    assert len(again) == 4 * len(FEATURES)
     with simulate(check=True) as run:
-        running.run(case.case, CPU)
-    assert list(run.counters) == ["flash_fwd"]
+        assert running.run(case(tiles="8x8"), CPU).ok
+    assert {"flash_fwd", "flash_bwd_dkv"} <= set(run.counters)
+    assert not {name for name in run.counters if "tensor" in name}
     gpu("Apple M4")
-    assert family not in {case.family for case in listed.full()}
+    assert not families & {listed_case.family for listed_case in listed.full()}
 
 
 LIMITS = {64: (8, 16), 128: (16, 40)}

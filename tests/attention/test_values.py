@@ -318,6 +318,7 @@ PREFILLED = ((16, 100), (1, 33), (0, 5), (70, 300), (9, 0))
 USED_OF_PREFILLED = {"seqused_k": (90, 33, 2, 300, 0), "causal": True}
 CACHED = {"heads": 4, "kv_heads": 2, "head_dim": 32, "batch": 3, "kv_length": 300, "causal": True}
 USED = {"seqused_k": (300, 65, 0)}
+OFF_ALIGNMENT = {"k_layout": ("padded 1",), "v_layout": ("padded 1",)}
 ROWS_FIRST = {"k_layout": ("order 021",), "v_layout": ("order 021",)}
 OF_CACHES = (
     {"window_size_left": 90, "softcap": 5.0, "alibi_slopes": "h", "learnable_sink": "float32"}
@@ -362,8 +363,18 @@ STORED = {
                 (("q4_0", 64, 32), ("fp8_e4m3", 11, 5)), ({}, ROWS_FIRST)
             )
         ),
+        # Rows that are not aligned are read byte by byte.
+        *(
+            stored("", format=kv_format, head_dim=64, v_head_dim=32, dtype=dtype, **OFF_ALIGNMENT)
+            for kv_format, dtype in (
+                *(("q8_0", "float16"), ("q4_0", "float32"), ("fp8_e4m3", "float16")),
+            )
+        ),
         stored(format="q8_0", head_dim=64, page=5, **OF_CACHES[1]),
         stored("indexed", format="q4_0", head_dim=64, **OF_CACHES[0]),
+    ],
+    "packed keys in half precision": [
+        packed(((33, 40), (7, 65)), cache_dtype="float16", dtype="float32", causal=True),
     ],
     "half precision under float32": [
         stored(cache, cache_dtype=cache_dtype, dtype="float32", head_dim=head_dim, **options)

@@ -7,7 +7,7 @@ from tests.attention import held_cases
 from tests.helpers.cases import each_case
 from tests.helpers.judged import arguments, judge
 from tests.helpers.mutants import mutant_tests
-from tests.helpers.steps import append, check_special
+from tests.helpers.steps import append, check_special, step
 from torch_metal_attn import flash_attn_with_kvcache, quantisation, simulate, testing
 from torch_metal_attn.kv_cache import PagedKVCache
 from torch_metal_attn.quantisation import dequantise, hadamard, quantise
@@ -123,48 +123,20 @@ def test_attention(name, device):
 
 def test_function(device):
     """`flash_attn_with_kvcache` appends and attends, also with queries that flash_fwd takes."""
-    common = {"format": "q4_0", "hadamard": 64, "head_dim": 64, "v_head_dim": 64, "kv_heads": 1}
-    for length in (2, 70):
-        case = testing.Step(
-            call="flash_attn_with_kvcache",
-            length=length,
-            q_length=length,
-            lengths=(3, 20),
-            capacity=96,
-            causal=True,
-            rotary_columns=32,
-            heads=2,
-            **common,
-        )
-        assert testing.run(case, device).status == "ok"
-    case = testing.Attention(
-        call="flash_attn_with_kvcache",
-        q_length=66,
-        kv_length=90,
-        seqused_k=(80,),
-        causal=True,
-        **common,
-    )
-    assert testing.run(case, device).status == "ok"
+    common = {"call": "flash_attn_with_kvcache", "format": "q4_0", "hadamard": 64, "heads": 2}
+    common |= {"kv_heads": 1, "head_dim": 64, "dtype": "float32", "causal": True}
+    steps = [
+        step(length=n, lengths=(3, 20), capacity=96, rotary_columns=32, **common) for n in (2, 70)
+    ]
+    old = held_cases.case(q_length=66, kv_length=90, seqused_k=(80,), **common)
+    held_cases.hold([*steps, old], device)
 
 
 def test_rows_that_fill_threadgroup_memory(device):
     """20 rows of latents in float32: the rotation leaves room for fewer at a time."""
-    case = testing.Step(
-        call="decode_step",
-        heads=4,
-        values_in_keys=True,
-        head_dim=576,
-        v_head_dim=512,
-        length=5,
-        q_length=5,
-        lengths=(7, 11),
-        capacity=25,
-        format="q3_g64",
-        hadamard=64,
-        causal=True,
-    )
-    assert testing.run(case, device).status == "ok"
+    latents = {"values_in_keys": True, "head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
+    fields = {"length": 5, "lengths": (7, 11), "capacity": 25, "dtype": "float32", "causal": True}
+    held_cases.hold([step(**latents, **fields, format="q3_g64", hadamard=64)], device)
 
 
 # --- What is refused. ---

@@ -414,21 +414,6 @@ def attend_over_a_cache(paged, kept, layout, device):
     torch.testing.assert_close(out.cpu().transpose(1, 2), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_rotary_is_passed_on():
-    cache = make()
-    id = cache.allocate()
-    k, v = rows([1, 2, 3])
-    cos, sin = torch.zeros(8, HEAD_DIM // 2), torch.ones(8, HEAD_DIM // 2)
-    q = torch.arange(3.0 * HEAD_DIM).view(1, 1, 3, HEAD_DIM)
-    before = q.clone()
-    cache.append([id], k, v, q=q, rotary_cos=cos, rotary_sin=sin)
-    rotated = torch.cat([-k[..., HEAD_DIM // 2 :], k[..., : HEAD_DIM // 2]], -1)
-    page = int(cache.block_table([id])[0, 0])
-    assert torch.equal(cache.layers[0].k_cache[page, :3].transpose(0, 1)[None], rotated)
-    half = HEAD_DIM // 2
-    assert torch.equal(q, torch.cat([-before[..., half:], before[..., :half]], -1))
-
-
 class TestStatic:
     def make(self, batch=3, length=10):
         return StaticKVCache(batch, length, HEADS, HEAD_DIM, num_layers=LAYERS, dtype=torch.float32)

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.cases import each_case
 from torch_metal_attn import reference
-from torch_metal_attn.kv_cache import CacheFull, LatentCache, PagedKVCache, StaticLatentCache
+from torch_metal_attn.kv_cache import LatentCache, PagedKVCache, StaticLatentCache
 from torch_metal_attn.quantisation import FORMATS, dequantise
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.simulator import simulate
@@ -291,16 +291,3 @@ def test_refused(call, message):
     assert cache.num_free_pages == 2
     assert cache.seqlens([0]).tolist() == [0]
     assert not cache.layers[0].k_cache.any()
-
-
-def test_full():
-    cache = one()
-    id = cache.allocate()
-    cache.append([id], ROWS.expand(-1, -1, 8, -1))
-    with pytest.raises(CacheFull):
-        cache.decode_step([id], QUERY, ROWS, softmax_scale=1.0)
-    assert cache.seqlens([id]).tolist() == [8]
-    static = StaticLatentCache(1, 8, LATENT, ROTARY)
-    static.append(ROWS.expand(-1, -1, 8, -1))
-    with pytest.raises(CacheFull, match="1 rows more do not fit: a sequence has 8 of 8"):
-        static.decode_step(QUERY, ROWS, softmax_scale=1.0)

@@ -123,7 +123,6 @@ REFUSED = {
             r"positions has shape \(8,\); it must be \(9,\), \(1, 9\) or \(2, 9\)",
         ),
         ({"positions": zeros(3, 9).int()}, r"positions has shape \(3, 9\)"),
-        ({"positions": zeros(1, 1, 9).int()}, r"positions has shape"),
         (
             {"positions": torch.arange(9), "seqlen_offset": 1},
             "seqlen_offset is 1 and positions is given",
@@ -132,7 +131,6 @@ REFUSED = {
             {"positions": torch.arange(9), "seqlen_offsets": ints(0, 0)},
             "seqlen_offsets is given and so is positions",
         ),
-        ({"seqlen_offsets": torch.zeros(2).long()}, r"seqlen_offsets has dtype int64; .*be int32"),
         ({"seqlen_offsets": ints(0, 0, 0)}, r"seqlen_offsets has shape \(3,\); it must be \(2,\)"),
         (
             {"seqlen_offset": 2**40, "seqlen_offsets": ints(0, 0)},
@@ -216,7 +214,6 @@ REFUSED = {
         ({"q_offset": -(2**40)}, "q_offset is -10995"),
     ],
     "append_kv": [
-        ({"k": zeros(2, 2, 5, 64, dtype=F64)}, r"k has dtype float64"),
         ({"v": halves(2, 2, 4, 64)}, "v has shape"),
         ({"k": halves(2, 2, 64, 5).transpose(2, 3)}, "k has strides"),
         ({"k_cache": halves(2, 3, 32, 64)}, "k_cache has shape"),
@@ -234,7 +231,6 @@ REFUSED = {
         ({"k": halves(2, 2, 33, 64), "v": halves(2, 2, 33, 64)}, "k has a length of 33 .* for 32"),
         ({"cache_seqlens": ints(1)}, "cache_seqlens has shape"),
         ({"leftpad_k": ints(1)}, "leftpad_k has shape"),
-        ({"cache_batch_idx": ints(1, 0).long()}, "cache_batch_idx has dtype"),
         (
             {
                 "k_cache": halves(4, 2, 0, 64),
@@ -259,7 +255,6 @@ REFUSED = {
         ({"k_scale": None, "v_scale": None}, "k_cache has dtype int8 and k_scale is None"),
         ({"k_scale": halves(7, 2, 16, 1)}, "k_scale has shape"),
         ({"cache_batch_idx": ints(1, 0)}, "cache_batch_idx is given with block_table"),
-        ({"block_table": ints(1, 0)}, "block_table has shape"),
     ],
     "flash_decode": [
         ({"max_seqlen_q": 3}, "max_seqlen_q is 3 and cu_seqlens_q is not given"),

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_options import ints
-from tests.attention.held_cases import hold
+from tests.attention.held_cases import case, hold
 from tests.decode import tree_problems as problems
+from tests.helpers.judged import arguments
 from tests.helpers.memory import same_memory
-from tests.helpers.steps import step, tensors_of
-from torch_metal_attn import explain, flash_attn_with_kvcache, simulate
+from tests.helpers.steps import step
+from torch_metal_attn import explain, simulate
 from torch_metal_attn.testing.judge import on
 from torch_metal_attn.tools.tune import tiles
 
@@ -96,39 +97,19 @@ def test_no_queries(device):
             assert (out.shape, lse.shape) == (q.shape, (4, 0))
 
 
+FUNCTION = {"call": "flash_attn_with_kvcache", "tree": "parents", "tree_by_sequence": True}
+
+
 def test_with_kvcache(device):
-    """flash-attn's function gives what the ops do, with new rows and then without."""
-    trees = (problems.FORK, problems.FOREST)
-    tensors = tensors_of(length=6, rotary_columns=32)
-    mine, theirs = ({n: x.to(device) for n, x in copied(tensors).items()} for _ in range(2))
-    tree = on(device, problems.tree_of(trees, "parents", "each"))
-    expected, expected_lse = ops.decode_step(**theirs, **tree)
-    swapped = {n: mine.pop(n).transpose(1, 2) for n in ("q", "k_cache", "v_cache", "k", "v")}
-    options = {"rotary_interleaved": False, "return_softmax_lse": True, "causal": True} | tree
-    out, lse = flash_attn_with_kvcache(**swapped, **mine, **options)
-    assert torch.equal(out.transpose(1, 2), expected)
-    assert torch.equal(lse, expected_lse)
-    for name in ("k_cache", "v_cache"):
-        assert torch.equal(
-            *(x.nan_to_num(-1) for x in (swapped[name].transpose(1, 2), theirs[name]))
-        )
-    lengths = tensors["cache_seqlens"]
-    places = [
-        int(n) + ints(*problems.depths_of(tree)) for n, tree in zip(lengths, trees, strict=True)
-    ]
-    tables = theirs["rotary_cos"], theirs["rotary_sin"]
-    ops.rope_(theirs["q"], None, *tables, positions=torch.stack(places).to(device))
-    caches = {n: swapped[n] for n in ("k_cache", "v_cache")}
-    used = mine["cache_seqlens"] + 6
-    again = flash_attn_with_kvcache(
-        theirs["q"].transpose(1, 2), **caches, cache_seqlens=used, **tree
-    )
-    torch.testing.assert_close(again, out, rtol=2e-3, atol=2e-3)
+    """flash-attn's function, with new rows and then without."""
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "kv_length": 64}
+    new = step(length=6, rotary_columns=32, causal=True, **FUNCTION)
+    hold([new, case(q_length=6, seqused_k=(19, 26), **sizes, **FUNCTION)], device)
 
 
 def test_explain():
-    (q, k, v), _ = problems.packed_q((4, 4), (60, 70), spare=0)
-    given = {"q": q.unflatten(0, (2, 4)).transpose(1, 2), "k": k, "v": v, "num_splits": 1}
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "q_length": 4, "num_splits": 1}
+    given = arguments(case(call="flash_decode", **sizes))
     text = str(explain(ops.flash_decode, **given, parents=ints(*problems.FORK[:4])))
     assert "of its new tokens a query sees those that parents says" in text
     assert "new tokens" not in str(explain(ops.flash_decode, **given))

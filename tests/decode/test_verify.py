@@ -6,8 +6,7 @@ import torch
 from tests.attention.held_cases import case, hold
 from tests.decode import flash_decode_problems as problems
 from tests.helpers.steps import step
-from torch_metal_attn import flash_attn_with_kvcache, simulate
-from torch_metal_attn.testing.judge import on
+from torch_metal_attn import simulate
 
 ops = torch.ops.metal_attn
 
@@ -39,27 +38,12 @@ def test_steps_on_quantised_caches(device):
 
 
 def test_with_kvcache(device):
-    """flash-attn's function gives what the ops do, with new rows and without."""
-    arguments, options = problems.packed_q((3, 0, 5), (20, 6, 33), spare=0, causal=True)
-    q, k, v = on(device, dict(zip("qkv", arguments, strict=True))).values()
-    k, v = k.nan_to_num(0), v.nan_to_num(0)
-    expected = ops.flash_decode(q, k, v, **on(device, options))
-    packing = on(device, {n: options[n] for n in ("cu_seqlens_q", "max_seqlen_q")})
-    lengths = options["seqused_k"].to(device)
-    rows = {"causal": True, "return_softmax_lse": True} | packing
-    caches = k.transpose(1, 2), v.transpose(1, 2)
-    found = flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths, **rows)
-    assert all(map(torch.equal, found, expected))
-    # The last keys as new ones.
-    before = lengths - packing["cu_seqlens_q"].diff()
-    ranges = [slice(*x) for x in zip(before.tolist(), lengths.tolist(), strict=True)]
-    new = [torch.cat([x[b, s] for b, s in enumerate(ranges)]) for x in caches]
-    for cache in caches:
-        for b, s in enumerate(ranges):
-            cache[b, s] = 7.0
-    ends = {"cu_seqlens_k_new": packing["cu_seqlens_q"]}
-    found = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=before, **rows, **ends)
-    assert all(map(torch.equal, found, expected))
+    """flash-attn's function, with new rows and without."""
+    function = {"call": "flash_attn_with_kvcache", "causal": True}
+    new = step(packed=((3, 3), (0, 0), (5, 4)), lengths=(20, 6, 33), **function)
+    sizes = {"batch": 3, "heads": 4, "kv_heads": 2, "head_dim": 64, "kv_length": 33}
+    lengths = {"q_length": 1, "q_lengths": (3, 0, 5), "seqused_k": (20, 6, 33)}
+    hold([new, case(**lengths, **sizes, **function)], device)
 
 
 def test_lists_of_packed_queries_have_no_gradient():

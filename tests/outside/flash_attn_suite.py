@@ -84,7 +84,7 @@ class Test:
                 self.function(**case)
             outcome = "passed"
         except pytest.skip.Exception:
-            outcome = "skipped"
+            outcome = "skipped by itself"
         except TooLong:
             outcome = "too long"
         except Exception as error:
@@ -163,7 +163,7 @@ def run(tests: list[Test], cases: list[list[int]], seconds: float, limit: float)
 
 def table(tests: list[Test], eligible: list[int]) -> str:
     """The counts in Markdown, and the failures."""
-    outcomes = ("passed", "failed", "skipped", "too long")
+    outcomes = ("passed", "failed", "skipped by itself", "too long")
     heads = ("test", "cases", "small enough", "run", *outcomes, "seconds")
     rows = [
         [len(t), n, t.outcomes.total(), *(t.outcomes[o] for o in outcomes), round(t.seconds)]

@@ -139,7 +139,7 @@ def steel_kernel(
     mask: torch.dtype | None = None,
     aligned: tuple[bool, bool] = (True, True),
 ) -> dict[str, Any]:
-    """MLX's kernel, as `compile_agx` and `compile_ptx` take one.
+    """MLX's kernel, by the fields of bench's Source.
 
     aligned: whether blocks are whole, of q and k. mask: its dtype, if there is one.
     """

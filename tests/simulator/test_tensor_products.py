@@ -47,19 +47,15 @@ kernel void product(const device LEFT* a [[buffer(0)]], const device RIGHT* b [[
 """
 
 
-def product(shape=SHAPES[0], left="half", right="half", relaxed=False, mode=True, loaded=True):
-    rows, columns, inner = shape
-    defines = {
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "INNER": inner,
-        "LEFT": left,
-        "RIGHT": right,
-        "RELAXED": relaxed,
-        "LOADED": loaded,
-        "MODE": "multiply_accumulate" if mode else "multiply",
-    }
-    return compile_shader(PRODUCT, defines=defines, check=True, language="4.0").product
+def defines(shape=SHAPES[0], left="half", right="half", relaxed=False, mode=True, loaded=True):
+    sizes = dict(zip(("ROWS", "COLUMNS", "INNER"), shape, strict=True))
+    sizes["MODE"] = "multiply_accumulate" if mode else "multiply"
+    return sizes | {"LEFT": left, "RIGHT": right, "RELAXED": relaxed, "LOADED": loaded}
+
+
+def product(*shape, **options):
+    macros = defines(*shape, **options)
+    return compile_shader(PRODUCT, defines=macros, check=True, language="4.0").product
 
 
 def operands(shape, left=torch.float16, right=torch.float16):
@@ -215,8 +211,6 @@ def test_the_options_of_a_block_hold_for_its_kernels(probe):
 
 
 def test_the_lint_knows_tensor_operations():
-    defines = {"ROWS": "16", "COLUMNS": "32", "INNER": "16", "LEFT": "half", "RIGHT": "half"}
-    defines |= {"RELAXED": "false", "LOADED": "1", "MODE": "multiply"}
-    assert lint_source(PRODUCT, defines=defines, language="4.0") == []
-    findings = lint_source(PRODUCT, defines=defines, language="3.2")
+    assert lint_source(PRODUCT, defines=defines(), language="4.0") == []
+    findings = lint_source(PRODUCT, defines=defines(), language="3.2")
     assert [finding.rule for finding in findings] == ["compile"]

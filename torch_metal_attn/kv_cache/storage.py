@@ -166,9 +166,10 @@ class Storage:
         for _ in range(num_layers):
             k, own_k_scale = operand(head_dim, format, k_scale)
             if values_in_keys:
-                v, own_v_scale = k[..., : _columns(v_head_dim, format)], own_k_scale
+                columns, scales = sizes(format, v_head_dim) if format else (v_head_dim, 0)
+                v, own_v_scale = k[..., :columns], own_k_scale
                 if own_k_scale is not None and format != "fp8_e4m3":
-                    own_v_scale = own_k_scale[..., : sizes(str(format), v_head_dim)[1]]
+                    own_v_scale = own_k_scale[..., :scales]
             else:
                 v, own_v_scale = operand(v_head_dim, v_format, v_scale)
             self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale, values_in_keys, hadamard))
@@ -341,11 +342,6 @@ class Storage:
     def indices(self, values: list[int]) -> Tensor:
         """As int32 on the cache's device."""
         return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-
-def _columns(head_dim: int, format: str | None) -> int:
-    """Elements of the cache that a row of `head_dim` columns has."""
-    return head_dim if format is None else sizes(format, head_dim)[0]
 
 
 def _check_scale(name: str, scale: Tensor, heads: int) -> None:

@@ -39,6 +39,10 @@ _OPS, _FUNCTION = ("append_kv", "decode_step"), "flash_attn_with_kvcache"
 _ATTENDING = ("decode_step", _FUNCTION)
 # The options of attention that the cases have.
 _OPTIONS = ("causal", "window_size_left", "softcap", "learnable_sink")
+_SHARED = (
+    *("dtype", "seed", "heads", "kv_heads", "head_dim", "v_head_dim", "values_in_keys", "q_length"),
+    *("tree", "tree_by_sequence", "leftpad_k", "format", "v_format", "hadamard"),
+)
 _TENSORS = ("leftpad_k", "learnable_sink", "parents", "tree_mask")
 
 
@@ -258,25 +262,11 @@ class Step(Case):
         """The attention to the cache after the new rows are written."""
         return Attention(
             call="flash_decode",
-            dtype=self.dtype,
             batch=len(self.lengths),
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            q_length=self.q_length,
             q_lengths=tuple(queries for queries, _ in self.packed),
-            tree=self.tree,
-            tree_by_sequence=self.tree_by_sequence,
             kv_length=self.capacity,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
             seqused_k=self.lengths_after,
-            leftpad_k=self.leftpad_k,
-            format=self.format,
-            v_format=self.v_format,
-            values_in_keys=self.values_in_keys,
-            hadamard=self.hadamard,
-            seed=self.seed,
-            **{name: getattr(self, name) for name in _OPTIONS},
+            **{name: getattr(self, name) for name in (*_SHARED, *_OPTIONS)},
         )
 
 

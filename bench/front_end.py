@@ -4,11 +4,12 @@ The simulator's front end prepares the text (preprocess and rewrite); `bench/gpu
 place of the headers that call the simulator's engine. ziglang's clang has both back ends.
 """
 
+import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,10 +44,36 @@ def source_of(family: str, specialisation: Mapping[str, object]) -> str:
 
 
 @dataclass(frozen=True)
+class Source:
+    """What a program is compiled from: a kernel of a Metal text.
+
+    Attributes: text: as `source_of` gives this project's. kernel: its name (host_name, if it has
+    one). threads: of a threadgroup. defines, constants: macros, and values of function constants.
+    lines: for compute-sanitizer, with line numbers and every load as it is in the text.
+    """
+
+    text: str
+    kernel: str
+    threads: int
+    defines: Mapping[str, object] = field(default_factory=dict)
+    constants: Mapping[int | str, ConstantValue] = field(default_factory=dict)
+    include_dirs: Sequence[Path] = ()
+    lines: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kernel's name and what tells this source from others."""
+        known = (self.text, self.threads, self.defines, self.constants, self.include_dirs)
+        digest = hashlib.sha256(repr((known, self.lines)).encode())
+        return f"{self.kernel}-{digest.hexdigest()[:10]}"
+
+
+@dataclass(frozen=True)
 class Entry:
     """The function that a GPU starts.
 
-    Attributes: buffers: the Metal buffer slots that are its parameters, in their order.
+    Attributes: buffers: the Metal buffer slots that are its parameters, in their order. text: its
+    own, in C++; or that of the compiled kernel.
     """
 
     symbol: str
@@ -72,35 +99,25 @@ def _entry(kernel: Kernel, attributes: str) -> Entry:
     return Entry(symbol, buffers, text)
 
 
-def front_end(
-    text: str,
-    kernel: str,
-    attributes: str,
-    target: list[str],
-    defines: Mapping[str, object] | None,
-    constants: Mapping[int | str, ConstantValue] | None,
-    include_dirs: Iterable[str | Path],
-    lines: bool = False,
-) -> tuple[str, Entry]:
-    """The LLVM IR of one kernel of a Metal text, not optimised yet, and its entry.
+def front_end(source: Source, attributes: str, target: list[str]) -> tuple[str, Entry]:
+    """The LLVM IR of a kernel, not optimised yet, and its entry.
 
-    text: Metal, as `source_of` gives this project's. kernel: its name (host_name, if it has one).
     attributes, target: of the entry, and the options of clang that say what to compile for.
-    defines, constants: macros, and values of function constants. lines: with line numbers.
     Raises ShaderCompileError with the compiler's message.
     """
-    macros = "".join(f"#define {name} {value}\n" for name, value in (defines or {}).items())
+    kernel, defines = source.kernel, source.defines
+    macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     command = [*target, *LANGUAGE, *PREDEFINED, *versions.flags(versions.DEFAULT)]
     command += ["-isystem", str(HEADERS), "-isystem", str(SHIM), "-include", "metal_stdlib"]
-    command += [f"-I{directory}" for directory in include_dirs]
-    options = [f"-D{name}={value}" for name, value in (defines or {}).items() if "MSL_" in name]
-    expanded = clang([*command, *options, "-E", "-"], f'{macros}#line 1 "program_source"\n{text}\n')
-    rewritten = rewrite(expanded, constants or {})
+    command += [f"-I{directory}" for directory in source.include_dirs]
+    options = [f"-D{name}={value}" for name, value in defines.items() if "MSL_" in name]
+    text = f'{macros}#line 1 "program_source"\n{source.text}\n'
+    rewritten = rewrite(clang([*command, *options, "-E", "-"], text), source.constants)
     named = {one.name: one for one in rewritten.kernels}
     if kernel not in named:
         raise ValueError(f"the text has no kernel {kernel}; it has {', '.join(sorted(named))}")
     entry = _entry(named[kernel], attributes)
-    command = [*target, *LANGUAGE, *KEYWORDS, *(["-gline-tables-only"] if lines else [])]
+    command = [*target, *LANGUAGE, *KEYWORDS, *(["-gline-tables-only"] if source.lines else [])]
     command += ["-O3", "-Xclang", "-disable-llvm-passes", "-S", "-emit-llvm", "-", "-o", "-"]
     ir = clang(command, rewritten.text + entry.text)
     # One caller each: what is not the entry is inlined there or dropped.

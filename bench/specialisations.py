@@ -209,7 +209,7 @@ def specialisations() -> Iterator[Specialisation]:
 
 
 def peer_kernels() -> Iterator[tuple[str, torch.dtype, int, dict[str, Any]]]:
-    """Name, dtype, head dim, and the arguments of compile_agx."""
+    """Name, dtype, head dim, and the fields of a Source."""
     for dtype, head_dim in product(DTYPES, (64, 80, 128, 256)):
         steel = peers.steel_kernel(dtype, head_dim)
         yield "MLX 0.32.4 steel_attention", dtype, head_dim, steel

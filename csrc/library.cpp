@@ -8,7 +8,6 @@
 
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_bwd_bias.h"
-#include "csrc/ops/attention/flash_bwd_captures.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex_schema.h"
 #include "csrc/ops/attention/schema.h"
@@ -19,7 +18,7 @@
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/decode_step.h"
 #include "csrc/ops/decode/flash_decode.h"
-#include "csrc/ops/decode/flex.h"
+#include "csrc/ops/decode/plain.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/ops/indexer/index_scores.h"
 #include "csrc/ops/indexer/schema.h"
@@ -32,41 +31,38 @@
 
 // The ops, as OP(name, arguments and the parenthesis still open, result, how the dispatcher's
 // arguments become those of a function, that function).
-#define OPS(OP)                                                                                    \
-  OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, dense, flash_fwd)            \
-  OP(flash_varlen_fwd, FLASH_CACHED_ARGUMENTS(PACKING_SCHEMA), FLASH_FWD_RESULT, FlashFwd, varlen, \
-     flash_fwd)                                                                                    \
-  OP(flash_decode, FLASH_DECODE_ARGUMENTS, FLASH_FWD_RESULT, FlashDecode, call, flash_decode)      \
-  OP(flash_bwd, FLASH_BWD_ARGUMENTS(), FLASH_BWD_RESULT, FlashBwd, dense, flash_bwd)               \
-  OP(flash_varlen_bwd, FLASH_BWD_ARGUMENTS(PACKING_SCHEMA), FLASH_BWD_RESULT, FlashBwd, varlen,    \
-     flash_bwd)                                                                                    \
-  OP(flash_bwd_bias, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, dense, flash_bwd_bias)    \
-  OP(flash_varlen_bwd_bias, FLASH_BWD_BIAS_ARGUMENTS(PACKING_SCHEMA), "Tensor", FlashBwdBias,      \
-     varlen, flash_bwd_bias)                                                                       \
-  OP(flash_bwd_slopes, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, dense,                  \
-     flash_bwd_slopes)                                                                             \
-  OP(flash_varlen_bwd_slopes, FLASH_BWD_BIAS_ARGUMENTS(PACKING_SCHEMA), "Tensor", FlashBwdBias,    \
-     varlen, flash_bwd_slopes)                                                                     \
-  OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, call, flex_fwd)                      \
-  OP(flex_bwd, FLEX_BWD_ARGUMENTS, FLASH_BWD_RESULT, FlexBwd, call, flash_bwd)                     \
-  OP(flex_bwd_captures, FLEX_BWD_CAPTURES_ARGUMENTS, "Tensor[]", FlexBwdCaptures, call,            \
-     flash_bwd_captures)                                                                           \
-  OP(rope_tables, ROPE_TABLES_ARGUMENTS, "(Tensor cos, Tensor sin)", RopeTables, call,             \
-     rope_tables)                                                                                  \
-  OP(merge_splits, MERGE_SPLITS_ARGUMENTS, MERGE_RESULT, MergeSplits, call, merge_splits)          \
-  OP(decode_step, DECODE_STEP_ARGUMENTS, FLASH_FWD_RESULT, DecodeStep, call, decode_step)          \
-  OP(rope, ROPE_ARGUMENTS, "(Tensor q_rotated, Tensor k_rotated)", Rope, call, rope)               \
-  OP(rope_, ROPE_INPLACE_ARGUMENTS, "()", Rope, call, rope_inplace)                                \
-  OP(merge_state, MERGE_STATE_ARGUMENTS, MERGE_RESULT, MergeState, call, merge_state)              \
-  OP(merge_state_, MERGE_STATE_INPLACE_ARGUMENTS, "()", MergeStateInplace, call,                   \
-     merge_state_inplace)                                                                          \
-  OP(index_scores, INDEX_SCORES_ARGUMENTS, "Tensor", IndexScores, call, index_scores)              \
-  OP(softmax, SOFTMAX_ARGUMENTS, "Tensor", Softmax, call, softmax)                                 \
-  OP(softmax_, SOFTMAX_INPLACE_ARGUMENTS, "Tensor(a!)", Softmax, call, softmax_inplace)            \
-  OP(apply_causal_mask_, CAUSAL_MASK_INPLACE_ARGUMENTS, "Tensor(a!)", Softmax, call,               \
-     apply_causal_mask_inplace)                                                                    \
-  OP(append_kv, APPEND_KV_ARGUMENTS, "()", AppendKv, call, append_kv)                              \
-  OP(copy_pages, COPY_PAGES_ARGUMENTS, "()", CopyPages, call, copy_pages)
+#define OPS(OP)                                                                                  \
+  OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, flash_fwd)                 \
+  OP(flash_varlen_fwd, FLASH_CACHED_ARGUMENTS(PACKING_SCHEMA), FLASH_FWD_RESULT, FlashVarlenFwd, \
+     flash_fwd)                                                                                  \
+  OP(flash_decode, FLASH_DECODE_ARGUMENTS, FLASH_FWD_RESULT, FlashDecode, flash_decode)          \
+  OP(flash_bwd, FLASH_BWD_ARGUMENTS(), FLASH_BWD_RESULT, FlashBwd, flash_bwd)                    \
+  OP(flash_varlen_bwd, FLASH_BWD_ARGUMENTS(PACKING_SCHEMA), FLASH_BWD_RESULT, FlashVarlenBwd,    \
+     flash_bwd)                                                                                  \
+  OP(flash_bwd_bias, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, flash_bwd_bias)         \
+  OP(flash_varlen_bwd_bias, FLASH_BWD_BIAS_ARGUMENTS(PACKING_SCHEMA), "Tensor",                  \
+     FlashVarlenBwdBias, flash_bwd_bias)                                                         \
+  OP(flash_bwd_slopes, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, flash_bwd_slopes)     \
+  OP(flash_varlen_bwd_slopes, FLASH_BWD_BIAS_ARGUMENTS(PACKING_SCHEMA), "Tensor",                \
+     FlashVarlenBwdBias, flash_bwd_slopes)                                                       \
+  OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, flex_fwd)                          \
+  OP(flex_bwd, FLEX_BWD_ARGUMENTS, FLASH_BWD_RESULT, FlexBwd, flash_bwd)                         \
+  OP(flex_bwd_captures, FLEX_BWD_CAPTURES_ARGUMENTS, "Tensor[]", FlexBwdCaptures,                \
+     flash_bwd_captures)                                                                         \
+  OP(rope_tables, ROPE_TABLES_ARGUMENTS, "(Tensor cos, Tensor sin)", RopeTables, rope_tables)    \
+  OP(merge_splits, MERGE_SPLITS_ARGUMENTS, MERGE_RESULT, MergeSplits, merge_splits)              \
+  OP(decode_step, DECODE_STEP_ARGUMENTS, FLASH_FWD_RESULT, DecodeStep, decode_step)              \
+  OP(rope, ROPE_ARGUMENTS, "(Tensor q_rotated, Tensor k_rotated)", Rope, rope)                   \
+  OP(rope_, ROPE_INPLACE_ARGUMENTS, "()", Rope, rope_inplace)                                    \
+  OP(merge_state, MERGE_STATE_ARGUMENTS, MERGE_RESULT, MergeState, merge_state)                  \
+  OP(merge_state_, MERGE_STATE_INPLACE_ARGUMENTS, "()", MergeStateInplace, merge_state_inplace)  \
+  OP(index_scores, INDEX_SCORES_ARGUMENTS, "Tensor", IndexScores, index_scores)                  \
+  OP(softmax, SOFTMAX_ARGUMENTS, "Tensor", Softmax, softmax)                                     \
+  OP(softmax_, SOFTMAX_INPLACE_ARGUMENTS, "Tensor(a!)", Softmax, softmax_inplace)                \
+  OP(apply_causal_mask_, CAUSAL_MASK_INPLACE_ARGUMENTS, "Tensor(a!)", Softmax,                   \
+     apply_causal_mask_inplace)                                                                  \
+  OP(append_kv, APPEND_KV_ARGUMENTS, "()", AppendKv, append_kv)                                  \
+  OP(copy_pages, COPY_PAGES_ARGUMENTS, "()", CopyPages, copy_pages)
 
 namespace metal_attn {
 namespace {
@@ -88,7 +84,7 @@ const Tensor& first(const AppendKvArguments& a) { return a.k; }
 const Tensor& first(const IndexScoresArguments& a) { return a.q; }
 
 // Each op's function, whatever its overload.
-#define RUN_OF(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN)                    \
+#define RUN_OF(NAME, ARGUMENTS, RESULT, FROM, RUN)                          \
   struct Run_##NAME {                                                       \
     auto operator()(auto&... arguments) const { return RUN(arguments...); } \
   };
@@ -131,16 +127,15 @@ std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
 #define DEFINE(NAME, ARGUMENTS, RESULT, ...) m.def(#NAME ARGUMENTS ") -> " RESULT);
 #define DEFINE_RECORDED(NAME, ARGUMENTS, ...) \
   m.def(without_writes(#NAME ARGUMENTS ") -> int[]").c_str());
-#define IMPLEMENT_ON(BACKEND, NAME, FROM, FORM) \
-  m.impl(#NAME, TORCH_BOX((&FROM<On<BACKEND, Run_##NAME>{}>::FORM)));
-#define IMPLEMENT_SIMULATOR(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN) \
-  IMPLEMENT_ON(simulator_backend, NAME, FROM, FORM)
-#define IMPLEMENT_MPS(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN) \
-  IMPLEMENT_ON(mps_backend, NAME, FROM, FORM)
-#define IMPLEMENT_RECORDED(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN) \
-  m.impl(#NAME, TORCH_BOX((&FROM<Recorded<Run_##NAME>{}>::FORM)));
+#define IMPLEMENT_ON(BACKEND, NAME, FROM) \
+  m.impl(#NAME, TORCH_BOX((&FROM<On<BACKEND, Run_##NAME>{}>::call)));
+#define IMPLEMENT_SIMULATOR(NAME, ARGUMENTS, RESULT, FROM, RUN) \
+  IMPLEMENT_ON(simulator_backend, NAME, FROM)
+#define IMPLEMENT_MPS(NAME, ARGUMENTS, RESULT, FROM, RUN) IMPLEMENT_ON(mps_backend, NAME, FROM)
+#define IMPLEMENT_RECORDED(NAME, ARGUMENTS, RESULT, FROM, RUN) \
+  m.impl(#NAME, TORCH_BOX((&FROM<Recorded<Run_##NAME>{}>::call)));
 // For every device without a kernel of its own: the checks, and then an error.
-#define IMPLEMENT_ELSEWHERE(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN)                              \
+#define IMPLEMENT_ELSEWHERE(NAME, ARGUMENTS, RESULT, FROM, RUN)                                    \
   m.impl(                                                                                          \
       #NAME,                                                                                       \
       TORCH_BOX(                                                                                   \
@@ -148,7 +143,7 @@ std::runtime_error no_kernel(const char* op, const Tensor& tensor) {
                      -> decltype(metal_attn::RUN(argument, others..., std::declval<Backend&>())) { \
             Recorded<Run_##NAME>()(argument, others...);                                           \
             throw no_kernel(#NAME, first(argument));                                               \
-          }>::FORM)));
+          }>::call)));
 
 using namespace metal_attn;
 
@@ -173,6 +168,11 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) { OPS(IMPLEM
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) { OPS(IMPLEMENT_SIMULATOR); }
 
+// The ops of few arguments, which our functions call. Their CPU kernels are in
+// torch_metal_attn/ops/plain.py.
+STABLE_TORCH_LIBRARY(metal_attn_plain, m) { define_plain(m); }
+
 #ifdef __APPLE__
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) { OPS(IMPLEMENT_MPS); }
+STABLE_TORCH_LIBRARY_IMPL(metal_attn_plain, MPS, m) { Plain<mps_backend>::implement(m); }
 #endif

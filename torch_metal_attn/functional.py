@@ -296,6 +296,8 @@ def _of_parts(
     options: FlashAttnOptions,
 ) -> FlashAttnResult:
     """Call the function with parts of packed tensors; its errors name those."""
+    if "block_table" in options:
+        raise TypeError("block_table is given; it is an option of flash_attn_varlen_func alone")
     try:
         return function(*positional, **options)
     except (ValueError, NotImplementedError) as error:

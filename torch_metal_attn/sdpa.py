@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call import philox
-from torch_metal_attn.call.arguments import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM, plain
+from torch_metal_attn.call.arguments import plain
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.ops import plain as plain_ops
@@ -368,12 +368,6 @@ def _check_limits(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
             f"value has a length of {value.shape[-2]} and key of {key.shape[-2]}; they must be "
             "equal"
         )
-    for name, size, most in (
-        ("query", query.shape[-1], MAX_HEAD_DIM),
-        ("value", value.shape[-1], MAX_VALUE_HEAD_DIM),
-    ):
-        if not 1 <= size <= most:
-            raise ValueError(f"{name} has a head dim of {size}; it must be in 1..{most}")
 
 
 def _check_mask_shape(mask: Tensor, scores: tuple[int, ...]) -> None:

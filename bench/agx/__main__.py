@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
+from bench.front_end import Source, source_of
 from bench.specialisations import peer_kernels, specialisations
 from bench.tables import print_table
 
 from . import model
-from .lens import Compiled, Failure, Job, compile_all
+from .lens import Compiled, Failure, compile_all
 from .listing import PRODUCT_CYCLES
 
 HEADINGS = (
@@ -93,8 +94,8 @@ def rows(only: str, workers: int) -> Iterator[Row]:
     for name, dtype, head_dim, arguments in peer_kernels():
         if only in f"{name} {str(dtype).removeprefix('torch.')} D{head_dim}":
             theirs.append((name, dtype, head_dim, arguments))
-    jobs = [Job(one.kernel, one.defines, one.threads) for one in ours]
-    jobs += [Job(**({"defines": {}} | arguments)) for *_, arguments in theirs]
+    jobs = [Source(source_of(one.kernel, one.defines), one.kernel, one.threads) for one in ours]
+    jobs += [Source(**arguments) for *_, arguments in theirs]
     about = [(one.kernel, one.dtype, one.head_dim, one.feature, one.tile()) for one in ours]
     about += [(*peer[:3], "none", "") for peer in theirs]
     for words, found in zip(about, compile_all(jobs, workers), strict=True):

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import torch
 
 from bench import specialisations
+from bench.front_end import Source, source_of
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tools.tune import tiles
-
-from .lens import Job
 
 # A row is for all dtypes of so many bits.
 DTYPES = {16: (torch.float16, torch.bfloat16), 32: (torch.float32,)}
@@ -157,7 +156,7 @@ def candidates(one: Class) -> Iterator[Tile]:
                 yield cut, block, *group, *place
 
 
-def specialisation(one: Class, dtype: torch.dtype, feature: str, tile: Tile) -> Job | None:
+def specialisation(one: Class, dtype: torch.dtype, feature: str, tile: Tile) -> Source | None:
     """What the tile makes of the class's problem with a feature; None if it cannot run."""
     given, kernel = one.named(tile), NAMES[one.macro]
     if one.macro == "FLASH_BWD_BIAS":
@@ -174,10 +173,12 @@ def specialisation(one: Class, dtype: torch.dtype, feature: str, tile: Tile) -> 
         else:
             every = [*specialisations.attention(dtype, one.head_dim, feature, options)]
     taken = (x for x in every if x.kernel == kernel and x.choice == tiles.FORCED)
-    return next((Job(kernel, x.defines, x.threads) for x in taken), None)
+    return next((Source(source_of(kernel, x.defines), kernel, x.threads) for x in taken), None)
 
 
-def _of_bias(one: Class, dtype: torch.dtype, feature: str, given: Mapping[str, int]) -> Job | None:
+def _of_bias(
+    one: Class, dtype: torch.dtype, feature: str, given: Mapping[str, int]
+) -> Source | None:
     """Of the gradient of a bias, whose tiles no table of `tune` has."""
     q = torch.empty(1, HEADS, specialisations.LENGTH, one.head_dim, dtype=dtype)
     lse = torch.empty(q.shape[:-1])
@@ -192,4 +193,5 @@ def _of_bias(one: Class, dtype: torch.dtype, feature: str, given: Mapping[str, i
         return None  # no tile fits in threadgroup memory
     own = {name: n for name, n in given.items() if name in explained["defines"]}
     own["BLOCK_K"] = given["BLOCK"]
-    return Job("flash_bwd_bias", explained["defines"] | own, 32 * given["SIMDGROUPS"])
+    text = source_of("flash_bwd_bias", explained["defines"] | own)
+    return Source(text, "flash_bwd_bias", 32 * given["SIMDGROUPS"])

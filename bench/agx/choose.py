@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from bench.front_end import Source
+
 from . import model
 from .candidates import DTYPES, Class, Tile, candidates, specialisation
-from .lens import Compiled, Failure, Job
+from .lens import Compiled, Failure
 
 # The lens may be off by 10 registers, so a tile that needs more is at risk.
 MOST_REGISTERS = 118  # of 128
@@ -31,7 +33,7 @@ LENGTH = 512  # of which a block may leave a part over
 # Tiles that fit with the heaviest feature, and are compiled with all of them at a time.
 AT_ONCE, ROUNDS = 5, 3
 
-Compile = Callable[[Iterable[Job]], Iterator[Compiled | Failure]]
+Compile = Callable[[Iterable[Source]], Iterator[Compiled | Failure]]
 # A dtype and a feature.
 Probe = tuple[torch.dtype, str]
 
@@ -201,7 +203,7 @@ def _compiled(
     tried: Iterable[Candidate], probes: Mapping[Class, Sequence[Probe]], compile_: Compile
 ) -> Iterator[Candidate]:
     """The candidates with more of their probes; without those that do not compile."""
-    jobs: dict[str, Job] = {}
+    jobs: dict[str, Source] = {}
     wanted: list[tuple[Candidate, dict[Probe, str]]] = []
     for candidate in tried:
         names: dict[Probe, str] = {}
@@ -210,7 +212,7 @@ def _compiled(
             if probe not in candidate.found:
                 job = specialisation(candidate.one, *probe, candidate.tile)
             if job is not None:
-                names[probe] = repr(job)
+                names[probe] = job.name
                 jobs.setdefault(names[probe], job)
         wanted.append((candidate, names))
     print(len(jobs), "kernels", flush=True)

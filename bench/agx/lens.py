@@ -8,16 +8,15 @@ import resource
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bench.front_end import source_of
+from bench.front_end import Source
 from torch_metal_attn.simulator.build import ShaderCompileError
 from torch_metal_attn.simulator.cache import default_dir
-from torch_metal_attn.simulator.metal.constants import ConstantValue
 
 from . import listing, spirv
 from .listing import LANES, Loop
@@ -38,9 +37,8 @@ class Compiled:
 
     Attributes: demand: registers of 32 bits that a thread needs to spill nothing. threads: that a
     core holds with the registers given. threads_per_group: of a threadgroup. spills, fills: stores
-    and loads of spilled values. scratch: bytes of private memory of a thread. code: bytes.
-    threadgroup: bytes of threadgroup memory. main: the outermost loop with matrix products, which
-    is that over the keys or over the queries.
+    and loads of spilled values. threadgroup: bytes of threadgroup memory. main: the outermost loop
+    with matrix products, which is that over the keys or over the queries.
     """
 
     demand: float
@@ -48,8 +46,6 @@ class Compiled:
     threads_per_group: int
     spills: int
     fills: int
-    scratch: int
-    code: int
     threadgroup: int
     main: Loop | None
 
@@ -83,33 +79,18 @@ class Compiled:
         return self.main.cycles / self.main.products if self.main else 0.0
 
 
-def compile_agx(
-    text: str,
-    kernel: str,
-    threads: int,
-    *,
-    defines: Mapping[str, object] | None = None,
-    constants: Mapping[int | str, ConstantValue] | None = None,
-    include_dirs: Sequence[str | Path] = (),
-) -> Compiled:
-    """Compile one kernel of a Metal text.
-
-    text: Metal, as `source_of` gives this project's. kernel: its name (host_name, if it has one).
-    threads: of a threadgroup. defines, constants: macros, and values of function constants.
-    Raises ShaderCompileError with clang's message, or LensError.
-    """
-    ir, symbol = spirv.llvm_ir(text, kernel, threads, defines, constants, include_dirs)
-    found = listing.parse(run_driver(ir, symbol, threads))
+def compile_agx(source: Source) -> Compiled:
+    """Compile a kernel. Raises ShaderCompileError with clang's message, or LensError."""
+    ir, symbol = spirv.llvm_ir(source)
+    found = listing.parse(run_driver(ir, symbol, source.threads))
     opcodes = found.opcodes()
     with_products = [loop for loop in found.loops() if loop.products]
     return Compiled(
         demand=found.halves / 2,
         threads=found.threads,
-        threads_per_group=threads,
+        threads_per_group=source.threads,
         spills=opcodes["stack_store"],
         fills=opcodes["stack_load"],
-        scratch=found.scratch,
-        code=found.code,
         threadgroup=found.threadgroup,
         main=max(with_products, key=lambda loop: (loop.products, len(loop.blocks)), default=None),
     )
@@ -118,63 +99,39 @@ def compile_agx(
 Failure = LensError | ShaderCompileError
 
 
-@dataclass(frozen=True)
-class Job:
-    """One kernel to compile.
-
-    Attributes: defines: this project's specialisation, or macros of `text`. text: of others.
-    """
-
-    kernel: str
-    defines: Mapping[str, object]
-    threads: int
-    text: str | None = None
-    constants: Mapping[int | str, ConstantValue] | None = None
-    include_dirs: Sequence[str | Path] = ()
-
-    def compiled(self) -> Compiled | Failure:
-        """A failure is returned, not raised: some candidates of a table do not compile."""
-        given: Mapping[str, object] = {} if self.text is None else self.defines
-        try:
-            return compile_agx(
-                source_of(self.kernel, self.defines) if self.text is None else self.text,
-                self.kernel,
-                self.threads,
-                defines=given,
-                constants=self.constants,
-                include_dirs=self.include_dirs,
-            )
-        except (LensError, ShaderCompileError) as error:
-            return error
+def attempt(source: Source) -> Compiled | Failure:
+    """A failure is returned, not raised: some candidates of a table do not compile."""
+    try:
+        return compile_agx(source)
+    except (LensError, ShaderCompileError) as error:
+        return error
 
 
 def compile_all(
-    jobs: Iterable[Job], workers: int = 1, store: Path | None = None
+    sources: Iterable[Source], workers: int = 1, store: Path | None = None
 ) -> Iterator[Compiled | Failure]:
     """Compile many, `workers` at a time, and yield them in their order.
 
     store: a folder that keeps what was compiled, so that a run that was ended goes on where it was.
     """
     if store is None:
-        one = Job.compiled
+        one = attempt
     else:
         store.mkdir(parents=True, exist_ok=True)
         one = partial(_stored, store, hashlib.sha256(DRIVER.read_bytes()).hexdigest())
     if workers == 1:
-        yield from map(one, jobs)
+        yield from map(one, sources)
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(one, jobs)
+        yield from pool.map(one, sources)
 
 
-def _stored(store: Path, driver: str, job: Job) -> Compiled | Failure:
-    text = source_of(job.kernel, job.defines) if job.text is None else repr(job)
-    key = f"{driver} {job.kernel} {job.threads}\n{text}"
-    path = store / hashlib.sha256(key.encode()).hexdigest()
+def _stored(store: Path, driver: str, source: Source) -> Compiled | Failure:
+    path = store / hashlib.sha256(f"{driver} {source.name}".encode()).hexdigest()
     if path.exists():
         kept: Compiled = pickle.loads(path.read_bytes())
         return kept
-    found = job.compiled()
+    found = attempt(source)
     if isinstance(found, Compiled):
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_bytes(pickle.dumps(found))

@@ -67,10 +67,6 @@ class Loop:
     lane_bytes: Counter[str]
 
     @property
-    def instructions(self) -> int:
-        return sum(self.opcodes.values())
-
-    @property
     def products(self) -> int:
         """Products of 8x8 matrices."""
         return self.opcodes[PRODUCT]

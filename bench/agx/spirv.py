@@ -6,11 +6,9 @@ without a body, which the driver makes an instruction of.
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.front_end import clang, front_end
-from torch_metal_attn.simulator.metal.constants import ConstantValue
+from bench.front_end import Source, clang, front_end
 
 TARGET = ["--target=spirv64-unknown-unknown", "-D__int128=long"]
 # An index in a register of Metal's has 32 bits: none becomes one of 64.
@@ -136,17 +134,10 @@ def with_constant_parameters(ir: str) -> str:
     return ir
 
 
-def llvm_ir(
-    text: str,
-    kernel: str,
-    threads: int,
-    defines: Mapping[str, object] | None = None,
-    constants: Mapping[int | str, ConstantValue] | None = None,
-    include_dirs: Sequence[str | Path] = (),
-) -> tuple[str, str]:
-    """Optimised LLVM IR of a kernel, and its function's name; arguments as of `compile_agx`."""
-    attributes = f"device_kernel, flatten, reqd_work_group_size({threads}, 1, 1)"
-    ir, entry = front_end(text, kernel, attributes, TARGET, defines, constants, include_dirs)
+def llvm_ir(source: Source) -> tuple[str, str]:
+    """Optimised LLVM IR of a kernel, and its function's name."""
+    attributes = f"device_kernel, flatten, reqd_work_group_size({source.threads}, 1, 1)"
+    ir, entry = front_end(source, attributes, TARGET)
     ir = re.sub(r"^@llvm\.(compiler\.)?used = .*\n", "", ir, flags=re.M)
     linkage = r"^(@_Z\S+ = )(local_unnamed_addr |unnamed_addr )?constant"
     ir = re.sub(linkage, r"\1internal constant", ir, flags=re.M)

@@ -30,10 +30,6 @@ METAL_FUNC T simd_broadcast(T x, ushort lane) {
   return __each_word(x, [=](uint word) { return __gpu_broadcast(word, from); });
 }
 template <class T>
-METAL_FUNC T simd_broadcast_first(T x) {
-  return metal::simd_shuffle(x, 0);
-}
-template <class T>
 METAL_FUNC T simd_shuffle_xor(T x, ushort mask) {
   // The order of lanes is a permutation of their bits.
   const uint moved = __gpu_lane_of(mask & 31);
@@ -44,32 +40,6 @@ METAL_FUNC T simd_shuffle_down(T x, ushort delta) {
   const uint lane = __msl_lane() + delta;
   const T other = metal::simd_shuffle(x, (ushort)lane);
   return lane < 32 ? other : x;
-}
-template <class T>
-METAL_FUNC T simd_shuffle_up(T x, ushort delta) {
-  const uint lane = __msl_lane();
-  const T other = metal::simd_shuffle(x, (ushort)(lane - delta));
-  return lane >= delta ? other : x;
-}
-template <class T>
-METAL_FUNC T simd_shuffle_and_fill_up(T x, T fill, ushort delta, ushort = 32) {
-  const ushort from = (ushort)(__msl_lane() - delta);
-  const T moved = metal::simd_shuffle(x, from), filled = metal::simd_shuffle(fill, from);
-  return __msl_lane() >= delta ? moved : filled;
-}
-template <class T>
-METAL_FUNC T simd_shuffle_and_fill_down(T x, T fill, ushort delta, ushort = 32) {
-  const ushort from = (ushort)(__msl_lane() + delta);
-  const T moved = metal::simd_shuffle(x, from), filled = metal::simd_shuffle(fill, from);
-  return from < 32 ? moved : filled;
-}
-template <class T>
-METAL_FUNC T simd_shuffle_rotate_up(T x, ushort delta) {
-  return metal::simd_shuffle(x, (ushort)(__msl_lane() - delta));
-}
-template <class T>
-METAL_FUNC T simd_shuffle_rotate_down(T x, ushort delta) {
-  return metal::simd_shuffle(x, (ushort)(__msl_lane() + delta));
 }
 
 // Of all lanes that differ from this one in bits below `width`.
@@ -112,11 +82,19 @@ METAL_FUNC T simd_prefix_exclusive_sum(T x) {
   const T before = metal::simd_shuffle(metal::simd_prefix_inclusive_sum(x), (ushort)(lane - 1));
   return lane ? before : (T)0;
 }
-// Parsed in the headers of others; attention calls neither.
-template <class T>
-T simd_prefix_inclusive_product(T x);
-template <class T>
-T simd_prefix_exclusive_product(T x);
+
+// Named in other headers; attention calls none of them.
+#define __GPU_UNUSED(name)          \
+  template <class T, class... More> \
+  T name(T x, More... more);
+__GPU_UNUSED(simd_shuffle_up)
+__GPU_UNUSED(simd_shuffle_and_fill_up)
+__GPU_UNUSED(simd_shuffle_and_fill_down)
+__GPU_UNUSED(simd_shuffle_rotate_up)
+__GPU_UNUSED(simd_shuffle_rotate_down)
+__GPU_UNUSED(simd_prefix_inclusive_product)
+__GPU_UNUSED(simd_prefix_exclusive_product)
+#undef __GPU_UNUSED
 
 METAL_FUNC simd_vote simd_ballot(bool x) {
   // In the order of Apple's lanes.
@@ -124,19 +102,5 @@ METAL_FUNC simd_vote simd_ballot(bool x) {
 }
 METAL_FUNC bool simd_all(bool x) { return __gpu_ballot(x) == ~0u; }
 METAL_FUNC bool simd_any(bool x) { return __gpu_ballot(x) != 0; }
-METAL_FUNC bool simd_is_first() { return __msl_lane() == 0; }
-
-template <class T>
-METAL_FUNC T quad_shuffle(T x, ushort lane) {
-  return metal::simd_shuffle(x, (ushort)((__msl_lane() & ~3u) + (lane & 3)));
-}
-template <class T>
-METAL_FUNC T quad_broadcast(T x, ushort lane) {
-  return metal::quad_shuffle(x, lane);
-}
-template <class T>
-METAL_FUNC T quad_shuffle_xor(T x, ushort mask) {
-  return metal::simd_shuffle_xor(x, (ushort)(mask & 3));
-}
 
 }  // namespace metal

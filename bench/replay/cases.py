@@ -4,18 +4,19 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bench.front_end import Source
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import extension
 
 from . import peers
 from .collect import Collection, Names
 from .manifest import NO_LIMIT, OURS, Candidate, Problem
-from .ptx import Source
 
 # Decoding: one query of each of 32 heads.
 DECODE_HEADS, DECODE_KEYS, DECODE_HEAD_DIM = 32, 32768, 128
@@ -154,15 +155,7 @@ def _decode(
             *(tensors[name] for name in inputs), **options, **more
         )
 
-    candidates = []
-    for count in cores:
-        label = f"chosen for {count} cores"
-        candidates.append(ours(collection, label, tensors, call, count))
-    for count in splits:
-
-        def split(count: int = count) -> Any:
-            return call(num_splits=count)
-
-        label = f"{count} splits"
-        candidates.append(ours(collection, label, tensors, split))
-    return candidates
+    chosen = [ours(collection, f"chosen for {n} cores", tensors, call, n) for n in cores]
+    return chosen + [
+        ours(collection, f"{n} splits", tensors, partial(call, num_splits=n)) for n in splits
+    ]

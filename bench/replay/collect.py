@@ -7,11 +7,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from bench.front_end import source_of
+from bench.front_end import Source, source_of
 from torch_metal_attn.simulator import RecordedLaunch
 
 from .manifest import NO_LIMIT, Dispatch, Manifest, Program
-from .ptx import Source, compile_ptx
+from .ptx import compile_ptx
 
 # An argument of a launch: a tensor, or the bytes of a constant. None: it is not given.
 Argument = Tensor | bytes | None

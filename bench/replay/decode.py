@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import manifest, timing
-from .driver import Launch, Programs, part_of_gpu, synchronise
+from .driver import Programs, part_of_gpu, synchronise
 from .manifest import OURS, Candidate, Problem
 
 # Labels of this project's candidates begin or end so.
@@ -120,20 +120,10 @@ def measure(
             name: torch.empty(max(size_, 16), dtype=torch.uint8, device="cuda")
             for name, size_ in candidate.scratch.items()
         }
-
-        def work(
-            limit: int, c: Candidate = candidate, more: Mapping[str, Tensor] = scratch
-        ) -> list[list[Launch]]:
-            shared = {"out": out, "lse": lse, **more}
-            return [
-                timing.launches(
-                    programs, c, limit, {n: t.data_ptr() for n, t in {**copy, **shared}.items()}
-                )
-                for copy in copies
-            ]
-
+        shared = {"out": out, "lse": lse, **scratch}
+        pointers = [{n: t.data_ptr() for n, t in {**copy, **shared}.items()} for copy in copies]
         for limit in timing.limits(programs, candidate):
-            launches = work(limit)
+            launches = [timing.launches(programs, candidate, limit, p) for p in pointers]
             for part, stream in parts.items():
                 label = candidate.label
                 if label.startswith(CHOSEN) and label != f"{CHOSEN} {part} cores":

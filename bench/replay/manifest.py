@@ -81,19 +81,15 @@ def _dispatch(data: dict[str, Any]) -> Dispatch:
     return Dispatch(**{**data, "buffers": buffers, "constants": constants})
 
 
+def _candidate(data: dict[str, Any]) -> Candidate:
+    return Candidate(**{**data, "dispatches": [*map(_dispatch, data["dispatches"])]})
+
+
 def read(folder: Path) -> Manifest:
     """From FOLDER/manifest.json."""
     data = json.loads((folder / "manifest.json").read_text())
     problems = [
-        Problem(
-            **{
-                **problem,
-                "candidates": [
-                    Candidate(**{**c, "dispatches": [_dispatch(d) for d in c["dispatches"]]})
-                    for c in problem["candidates"]
-                ],
-            }
-        )
+        Problem(**{**problem, "candidates": [*map(_candidate, problem["candidates"])]})
         for problem in data["problems"]
     ]
     programs = {name: Program(**program) for name, program in data["programs"].items()}

@@ -7,12 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from bench.front_end import Source
 from tests.outside import peers
 from torch_metal_attn.simulator.metal.constants import ConstantValue
 
 from .collect import Argument, Collection, Names
 from .manifest import Candidate
-from .ptx import Source
 
 VECTOR_PARTY = "MLX sdpa_vector"
 DECODE_PARTY = "torch sdpa_vector"

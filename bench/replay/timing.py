@@ -25,10 +25,8 @@ def launches(
 
 def limits(programs: Programs, candidate: Candidate) -> list[int]:
     """The numbers of registers that some dispatch is assembled for."""
-    found: set[int] = set()
-    for dispatch in candidate.dispatches:
-        found |= set(programs.manifest.programs[dispatch.program].limits)
-    return sorted(found)
+    known = programs.manifest.programs
+    return sorted({n for dispatch in candidate.dispatches for n in known[dispatch.program].limits})
 
 
 def by_clock(copies: Sequence[Sequence[Launch]], stream: int, seconds: float = 0.006) -> float:

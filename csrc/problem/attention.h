@@ -5,8 +5,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <string>
-#include <vector>
 
 #include "csrc/problem/cache.h"
 #include "csrc/problem/element.h"

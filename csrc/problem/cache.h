@@ -13,45 +13,28 @@ namespace metal_attn {
 
 using OptionalTensor = std::optional<torch::stable::Tensor>;
 
-// How the numbers of k and v are kept: see torch_metal_attn/quantisation.py.
-enum class KvFormat {
-  kPlain = 0,
-  kQ8_0 = KV_Q8_0,
-  kQ4_0 = KV_Q4_0,
-  kFp8E4m3 = KV_FP8_E4M3,
-  kQ2G32 = KV_GROUPED(2, 32),
-  kQ2G64 = KV_GROUPED(2, 64),
-  kQ3G32 = KV_GROUPED(3, 32),
-  kQ3G64 = KV_GROUPED(3, 64),
-  kQ4G32 = KV_GROUPED(4, 32),
-  kQ4G64 = KV_GROUPED(4, 64),
-};
+// X(how the numbers of k and v are kept, in params, and in messages and keys of tuned tables): see
+// torch_metal_attn/quantisation.py.
+#define KV_FORMATS(X)                    \
+  X(kPlain, 0, "not quantised")          \
+  X(kQ8_0, KV_Q8_0, "q8_0")              \
+  X(kQ4_0, KV_Q4_0, "q4_0")              \
+  X(kFp8E4m3, KV_FP8_E4M3, "fp8_e4m3")   \
+  X(kQ2G32, KV_GROUPED(2, 32), "q2_g32") \
+  X(kQ2G64, KV_GROUPED(2, 64), "q2_g64") \
+  X(kQ3G32, KV_GROUPED(3, 32), "q3_g32") \
+  X(kQ3G64, KV_GROUPED(3, 64), "q3_g64") \
+  X(kQ4G32, KV_GROUPED(4, 32), "q4_g32") \
+  X(kQ4G64, KV_GROUPED(4, 64), "q4_g64")
 
-// In messages and in the keys of tuned tables.
+#define FORMAT_NUMBER(NAME, NUMBER, TEXT) NAME = NUMBER,
+enum class KvFormat { KV_FORMATS(FORMAT_NUMBER) };
+#undef FORMAT_NUMBER
+
 constexpr const char* format_name(KvFormat format) {
-  switch (format) {
-    case KvFormat::kPlain:
-      return "not quantised";
-    case KvFormat::kQ8_0:
-      return "q8_0";
-    case KvFormat::kQ4_0:
-      return "q4_0";
-    case KvFormat::kFp8E4m3:
-      return "fp8_e4m3";
-    case KvFormat::kQ2G32:
-      return "q2_g32";
-    case KvFormat::kQ2G64:
-      return "q2_g64";
-    case KvFormat::kQ3G32:
-      return "q3_g32";
-    case KvFormat::kQ3G64:
-      return "q3_g64";
-    case KvFormat::kQ4G32:
-      return "q4_g32";
-    case KvFormat::kQ4G64:
-      return "q4_g64";
-  }
-  return "";
+#define FORMAT_TEXT(NAME, NUMBER, TEXT) format == KvFormat::NAME ? TEXT:
+  return KV_FORMATS(FORMAT_TEXT) "";
+#undef FORMAT_TEXT
 }
 
 // How k is kept, and how v is.

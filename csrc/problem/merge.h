@@ -23,6 +23,7 @@ struct MergeStateArguments {
   torch::stable::Tensor out_b;
   torch::stable::Tensor lse_b;
   bool infinity_is_empty;
+  std::optional<torch::stable::Tensor> mask = std::nullopt;  // merge_state_'s alone
 };
 
 struct MergeSplitsArguments {
@@ -35,8 +36,7 @@ struct MergeSplitsArguments {
 
 // Of merge_state or of merge_splits.
 struct MergeProblem {
-  Element element;                          // of out
-  torch::headeronly::ScalarType out_dtype;  // the same
+  Element element;  // of out
   std::optional<Element> sink;
   bool infinity_is_empty;
   bool in_place;

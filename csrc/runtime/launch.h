@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -70,6 +71,14 @@ struct BufferArgument {
 
 using Buffers = FixedVector<BufferArgument, kMaxBuffers>;
 
+// An optional tensor, which must outlive the launch, is read if it is given.
+inline void read_if(const std::optional<torch::stable::Tensor>& given, Buffers& buffers,
+                    uint32_t slot) {
+  if (given) {
+    buffers.push_back({slot, *given, false});
+  }
+}
+
 // The bytes of a family's params structure.
 class Params {
  public:
@@ -98,6 +107,21 @@ class Params {
   std::array<std::byte, kMaxParamsBytes> bytes_;  // those from size_ on are not initialised
 };
 
+inline constexpr int kSimdgroupThreads = 32;
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// As Metal counts: each number is below 2^32, which is the caller's to see to.
+using Extent = std::array<uint32_t, 3>;
+inline Extent extent(int64_t x, int64_t y = 1, int64_t z = 1) {
+  return {static_cast<uint32_t>(x), static_cast<uint32_t>(y), static_cast<uint32_t>(z)};
+}
+
+struct Grid {
+  Extent threadgroups{};
+  Extent threads{};  // per threadgroup
+};
+
 class TileRow;  // csrc/tiles/tuned.h
 
 struct Launch {
@@ -119,8 +143,8 @@ struct Launch {
   Buffers buffers;
   uint32_t params_slot = 0;
   Params params;
-  std::array<uint32_t, 3> threadgroups{};
-  std::array<uint32_t, 3> threads{};  // per threadgroup
+  Extent threadgroups{};
+  Extent threads{};  // per threadgroup
 };
 
 }  // namespace metal_attn

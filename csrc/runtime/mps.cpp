@@ -24,7 +24,6 @@
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
-#include "csrc/runtime/optional_shims.h"
 #include "csrc/runtime/torch_call.h"
 
 namespace metal_attn {

@@ -1,4 +1,4 @@
-#include "csrc/runtime/optional_shims.h"
+#include "csrc/runtime/torch_call.h"
 
 #include <dlfcn.h>
 

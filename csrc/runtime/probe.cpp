@@ -9,19 +9,15 @@
 #include <condition_variable>
 #include <cstdio>
 #include <exception>
-#include <memory>
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
-#include <string_view>
 #include <system_error>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
-#include "csrc/runtime/optional_shims.h"
 #include "csrc/runtime/torch_call.h"
 #include "shaders/params.h"
 

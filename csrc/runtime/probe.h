@@ -1,4 +1,5 @@
-// Whether mps computes: virtual Macs have an mps that allocates nothing or computes zeros.
+// Whether mps computes, and with tensor operations: virtual Macs have an mps that allocates nothing
+// or computes zeros.
 #pragma once
 
 #include <chrono>
@@ -38,5 +39,15 @@ std::string probe_values(Backend& mps, const ProbeSettings& settings, const Prog
 // on the device and compares what shaders/probe.metal wrote. What takes longer than the limit is
 // left running, so `mps` must live until the process ends.
 std::string probe(Backend& mps, const ProbeSettings& settings);
+
+// What `probe_tensor` says of a language that has no tensor operations. Nobody needs to be warned
+// of that.
+inline constexpr char kNoTensorLanguage[] =
+    "torch compiles a version of Metal before 4.0, which has no tensor operations";
+
+// Why tensor tiles cannot be used, in one line; "" if they can. Compares what
+// shaders/probe_tensor.metal wrote with the tables in shaders/tensor_tile.h, slot by slot, and its
+// products. float32: of float32 operands alone, or of those in half precision.
+std::string probe_tensor(Backend& mps, const ProbeSettings& settings, bool float32);
 
 }  // namespace metal_attn

@@ -1,7 +1,7 @@
 // Linked where csrc/runtime/mps.cpp is.
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
-#include "csrc/runtime/probe_tensor.h"
+#include "csrc/runtime/probe.h"
 
 #include <array>
 #include <sstream>

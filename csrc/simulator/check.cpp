@@ -1,5 +1,3 @@
-#include "check.h"
-
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -88,7 +86,8 @@ uint32_t site_of(const Touch& touch) { return touch.site == Touch::kNoSite ? kNo
 void allow_rewrite(Worker& worker, Shadow& shadow, const Slot* slot, const Variable* variable,
                    uint64_t offset, const char* address, unsigned bytes, const Access& access,
                    const Touch& other) {
-  if (!shadow.overwrite(offset, bytes, access)) worker.give_up(kNoMemory);
+  if (shadow.access(offset, bytes, access, false).kind != Conflict::kNone)
+    worker.give_up(kNoMemory);
   Rewrite& rewrite = worker.rewrite;
   rewrite.address = address;
   rewrite.slot = slot;

@@ -5,9 +5,6 @@
 #include <cstring>
 #include <string>
 
-#include "check.h"
-#include "tensor.h"
-#include "undefined.h"
 #include "worker.h"
 
 namespace metal_attn::simulator {

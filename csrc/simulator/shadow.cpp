@@ -191,16 +191,7 @@ bool Shadow::keep_far(Page& page, uint32_t begin, uint32_t end, const Access& no
   return true;
 }
 
-ConflictReport Shadow::access(uint64_t offset, uint32_t bytes, const Access& now) {
-  return each_page(offset, bytes, now, true);
-}
-
-bool Shadow::overwrite(uint64_t offset, uint32_t bytes, const Access& now) {
-  return each_page(offset, bytes, now, false).kind == Conflict::kNone;
-}
-
-inline ConflictReport Shadow::each_page(uint64_t offset, uint32_t bytes, const Access& now,
-                                        bool checked) {
+ConflictReport Shadow::access(uint64_t offset, uint32_t bytes, const Access& now, bool checked) {
   for (uint32_t done = 0; done < bytes;) {
     uint32_t at = static_cast<uint32_t>((offset + done) % kPageBytes);
     uint32_t here = std::min(bytes - done, kPageBytes - at);

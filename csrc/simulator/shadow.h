@@ -52,14 +52,13 @@ class Shadow {
   // Forgets all accesses.
   void forget();
   // Records an access to the bytes from `offset`, or says what it conflicts with. Threadgroup
-  // memory that the threadgroup has not written is uninitialised.
-  ConflictReport access(uint64_t offset, uint32_t bytes, const Access& access);
+  // memory that the threadgroup has not written is uninitialised. Unchecked it conflicts with
+  // nothing.
+  ConflictReport access(uint64_t offset, uint32_t bytes, const Access& access, bool checked = true);
   // A fast path of `access` for the most common case: no fences, whole entries, and no conflicting
   // access since the last barrier. False if the case does not apply or may not apply.
   bool access_settled(uint32_t offset, uint32_t bytes, bool write, const Touch& now, uint32_t since,
                       const Clock& clock);
-  // Records it whatever it conflicts with. False if there is no memory.
-  bool overwrite(uint64_t offset, uint32_t bytes, const Access& access);
 
  private:
   static constexpr uint32_t kPageBytes = 1024;
@@ -79,7 +78,6 @@ class Shadow {
   Page* new_page(uint64_t index);
   static Touch* entries(Page& page, Touch** of);
   static bool split(Page& page, uint32_t shift);
-  ConflictReport each_page(uint64_t offset, uint32_t bytes, const Access& now, bool checked);
   static ConflictReport access_page(Page& page, uint32_t at, uint32_t bytes, const Access& now,
                                     bool checked);
   static ConflictReport check(const Page& page, uint32_t begin, uint32_t end, const Access& now);

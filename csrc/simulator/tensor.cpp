@@ -1,6 +1,6 @@
-#include "tensor.h"
-
 #include <cstring>
+
+#include "worker.h"
 
 namespace metal_attn::simulator {
 

@@ -1,5 +1,3 @@
-#include "undefined.h"
-
 #include <cstring>
 
 #include "worker.h"

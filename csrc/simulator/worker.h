@@ -43,8 +43,7 @@ struct Operation {
 struct Fiber : __msl_thread {
   Context context;
   Group* group;
-  Operation stray;  // if it waits elsewhere than the first lane of its SIMD group
-  const void* barrier_site;
+  Operation stray;                  // if it waits elsewhere than the first lane of its SIMD group
   uint32_t after_fence[kMemories];  // its interval since a fence, if the SIMD group's is older
   uint32_t stack;
   uint32_t spins;
@@ -176,6 +175,28 @@ struct Worker : __msl_worker {
 inline Worker& this_worker() {
   return *reinterpret_cast<Worker*>(stack_pointer() & ~(MSL_REGION_BYTES - 1));
 }
+
+// Entries of the engine, and what they share. Checks of every memory access of a checked image;
+// once a write is done its value is settled.
+void settle_rewrite(Worker& worker);
+void engine_access(const void* address, unsigned bytes, unsigned flags, unsigned site);
+
+// Reports of checked images about a kernel's own arithmetic, private memory and control flow.
+void engine_undefined(unsigned what, const void* about, unsigned long a, unsigned long b,
+                      unsigned site);
+unsigned engine_private_access(const char* address, unsigned bytes, unsigned lanes,
+                               const char* base, unsigned size, char* marks, unsigned flags,
+                               unsigned stored, unsigned site);
+void engine_endless(unsigned site);
+void engine_enter(unsigned site);
+
+// Of a tensor operation: fails if the running thread's scope is not whole, and from there on
+// `scratch` has memory. It is counted once it is done: any thread's deposit has its address, and
+// is_further says that it was counted before.
+void begin_tensor(Worker& worker, const __msl_tensor_operation& operation);
+void count_tensor(Worker& worker, const __msl_slot& deposit, uint32_t is_further);
+const __msl_lane_map* engine_lane_map(unsigned operand, unsigned is_transposed, unsigned rows,
+                                      unsigned columns, unsigned simdgroups);
 
 extern const __msl_engine kEngine;
 

@@ -1,11 +1,9 @@
 #include "csrc/tiles/flash_bwd.h"
 
-#include <algorithm>
 #include <cmath>
 
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
-#include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -29,11 +27,14 @@ int FlashBwdSpecialisation::slice_of(int columns) const {
   return slice_columns(columns, slices(), tensor_tiles ? kTensorSpan * column_simdgroups : 8);
 }
 
-const char* FlashBwdSpecialisation::kernel() const {
+FlashBwdSpecialisation::Kernel FlashBwdSpecialisation::own() const {
   if (tensor_tiles) {
-    return dkv() ? "flash_bwd_dkv_tensor" : "flash_bwd_dq_tensor";
+    return dkv() ? Kernel{"flash_bwd_dkv_tensor", kTensorDkvRows}
+                 : Kernel{"flash_bwd_dq_tensor", kTensorDqRows};
   }
-  return dkv() ? "flash_bwd_dkv" : of == Gradient::kQ ? "flash_bwd_dq" : "flash_bwd_bias";
+  return dkv()                ? Kernel{"flash_bwd_dkv", kDkvRows}
+         : of == Gradient::kQ ? Kernel{"flash_bwd_dq", kDqRows}
+                              : Kernel{"flash_bwd_bias", kScoreRows};
 }
 
 int FlashBwdSpecialisation::row_parts() const {
@@ -67,14 +68,6 @@ int FlashBwdSpecialisation::threadgroup_bytes() const {
   const int scores = column_simdgroups > 1 ? 2 * block_rows() * block * parts : 0;
   return block * (pairs + rows) * element_bytes(element) + kept +
          (statistics + scores) * int(sizeof(float));
-}
-
-std::span<const DefaultRow<FlashBwdTile>> FlashBwdSpecialisation::table() const {
-  using Rows = std::span<const DefaultRow<FlashBwdTile>>;
-  if (tensor_tiles) {
-    return dkv() ? Rows(kTensorDkvRows) : Rows(kTensorDqRows);
-  }
-  return dkv() ? Rows(kDkvRows) : of == Gradient::kQ ? Rows(kDqRows) : Rows(kScoreRows);
 }
 
 void FlashBwdSpecialisation::cut() {

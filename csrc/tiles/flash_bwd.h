@@ -46,14 +46,21 @@ struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
   // Whether the rounding of the log-sum-exp would show in the weights: in float32, and in what the
   // other gradients that are float32's are computed from.
   bool normalised() const;
-  const char* kernel() const;
+  const char* kernel() const { return own().name; }
 
   int tile_queries() const { return dkv() ? block : block_rows(); }
   int tile_keys() const { return dkv() ? block_rows() : block; }
   int threadgroup_bytes() const;
-  std::span<const DefaultRow<FlashBwdTile>> table() const;
+  std::span<const DefaultRow<FlashBwdTile>> table() const { return own().rows; }
   void cut();
   bool can_run() const;
+
+ private:
+  struct Kernel {
+    const char* name;
+    std::span<const DefaultRow<FlashBwdTile>> rows;
+  };
+  Kernel own() const;
 };
 
 // Nothing if no tile fits in threadgroup memory.

@@ -4,7 +4,6 @@
 
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
-#include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

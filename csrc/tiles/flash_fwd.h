@@ -7,7 +7,7 @@
 #include "csrc/problem/attention.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/runtime/launch.h"
-#include "csrc/tiles/tensor.h"
+#include "csrc/tiles/shared.h"
 
 namespace metal_attn {
 

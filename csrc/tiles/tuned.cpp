@@ -43,35 +43,18 @@ namespace {
 
 // A length is in the class of the first of these that it does not exceed. Those up to 32 tell the
 // rows of decoding apart.
-constexpr std::array<int64_t, 6> kClasses{8, 16, 32, 512, 2048, 8192};
+constexpr std::array<int, 6> kClasses{8, 16, 32, 512, 2048, 8192};
 
 }  // namespace
 
 TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_dim_v,
                  const FlashFwdFeatures& f, int64_t queries, int64_t keys) {
   TileKey key;
-  const auto add = [&key](std::string_view word) {
-    if (!key.empty()) {
-      key.push_back(' ');
-    }
-    key.append(word.begin(), word.end());
+  const auto add = [&key](const char* format, auto... values) {
+    key.length += std::snprintf(key.letters.data() + key.length, key.letters.size() - key.length,
+                                format, values...);
   };
-  const auto add_number = [&](std::string_view before, int64_t number) {
-    add(before);
-    std::array<char, 20> digits;
-    key.append(digits.data(),
-               std::to_chars(digits.data(), digits.data() + digits.size(), number).ptr);
-  };
-  const auto add_class = [&](std::string_view below, std::string_view above, int64_t length) {
-    const auto found = std::lower_bound(kClasses.begin(), kClasses.end(), length);
-    const bool last = found == kClasses.end();
-    add_number(last ? above : below, last ? kClasses.back() : *found);
-  };
-  add(kernel);
-  add(element_name(element));
-  add_number("", head_dim_qk);
-  add_number("", head_dim_v);
-  const std::size_t before = key.size();
+  add("%s %s %d %d", kernel, element_name(element), head_dim_qk, head_dim_v);
   const std::pair<const char*, bool> words[] = {
       {"band", f.band || f.chunk},
       {"mask", f.mask.has_value()},
@@ -86,16 +69,19 @@ TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_
       {format_name(f.cache.formats.k), f.cache.formats.quantised()},
       {format_name(f.cache.formats.v), f.cache.formats.v != f.cache.formats.k},
   };
+  bool plain = true;
   for (const auto& [word, on] : words) {
     if (on) {
-      add(word);
+      add(" %s", word);
+      plain = false;
     }
   }
-  if (key.size() == before) {
-    add("plain");
+  add(plain ? " plain" : "");
+  for (const auto& [side, length] : {std::pair{'q', queries}, {'k', keys}}) {
+    const auto found = std::lower_bound(kClasses.begin(), kClasses.end(), length);
+    const bool longest = found == kClasses.end();
+    add(" %c%s%d", side, longest ? ">" : "<=", longest ? kClasses.back() : *found);
   }
-  add_class("q<=", "q>", queries);
-  add_class("k<=", "k>", keys);
   return key;
 }
 

@@ -2,7 +2,9 @@
 // launch, which allocates nothing and waits for nobody.
 #pragma once
 
+#include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -11,7 +13,6 @@
 #include <utility>
 
 #include "csrc/problem/attention.h"
-#include "csrc/runtime/fixed_vector.h"
 
 extern "C" {
 
@@ -26,8 +27,11 @@ __attribute__((visibility("default"))) void metal_attn_use_tiles(const void* tab
 
 namespace metal_attn {
 
-struct TileKey : FixedVector<char, 160> {
-  std::string_view text() const { return {data(), size()}; }
+struct TileKey {
+  std::array<char, 160> letters;  // more than all words together
+  std::size_t length = 0;
+
+  std::string_view text() const { return {letters.data(), length}; }
 };
 
 // What the choice of a tile depends on, in words: "flash_fwd half 128 128 band q<=2048 k<=2048".

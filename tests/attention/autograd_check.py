@@ -5,10 +5,7 @@ import math
 import torch
 
 from torch_metal_attn.reference import attention
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from torch_metal_attn.testing.judge import ints, normal
 
 
 def make_qkv(batch=2, heads=4, kv_heads=2, q_length=9, kv_length=13, head_dim=16, v_head_dim=8):
@@ -79,11 +76,11 @@ def rotary(q_tables=None, k_tables=None, interleaved=False):
 ROTARY = rotary(tables(11, 6), tables(13, 6, seed=8))
 # Of a sequence whose keys are not all there, and of one that has none.
 LENGTHS = {
-    "seqused_k": torch.tensor([13, 4], dtype=torch.int32),
-    "leftpad_k": torch.tensor([2, 4], dtype=torch.int32),
+    "seqused_k": ints(13, 4),
+    "leftpad_k": ints(2, 4),
     "causal": True,
 }
 # Of make_packed's sequences, whose tables are their own.
-PACKED = {"seqused_k": torch.tensor([3, 0, 0, 12], dtype=torch.int32), "causal": True} | rotary(
+PACKED = {"seqused_k": ints(3, 0, 0, 12), "causal": True} | rotary(
     tables(10, 8, batch=4), (tables(12, 8, batch=4)[0], tables(13, 8)[1]), interleaved=True
 )

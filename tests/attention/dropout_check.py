@@ -1,12 +1,10 @@
-"""What the tests of dropout share: the masks that the kernels use, and the judge of gradients."""
+"""What the tests of dropout share: its options, and the masks that the kernels use."""
 
 import torch
 
-from tests.attention.held_cases import case, hold
+from tests.attention.flash_bwd_check import run
 from tests.attention.test_values import EVERY_OPTION
 from torch_metal_attn import dropout_mask
-from torch_metal_attn.runtime import session
-from torch_metal_attn.testing.judge import on
 
 STATE = (2**40 + 12345, -7)  # all four words differ, and matter
 
@@ -22,15 +20,6 @@ def every_option():
         "alibi_slopes": torch.tensor([0.3, 0.1, 0.02, 0.5]),
         "learnable_sink": torch.tensor([3.0, 1.0, -1.0, 5.0]),
     }
-
-
-def run(name, device, *arguments, **options):
-    """The kernels of the op on `device`."""
-    namespace = torch.ops.metal_attn if device.type == "mps" else torch.ops.metal_attn_simulator
-    moved = (value.to(device) if torch.is_tensor(value) else value for value in arguments)
-    with session.raising():
-        result = getattr(namespace, name)(*moved, **on(device, options))
-    return [tensor.cpu() for tensor in result]
 
 
 def kernel_masks(device, *, head_dim=48, v_head_dim=48, dtype=torch.float32, p=0.3, state=STATE):
@@ -60,12 +49,8 @@ def kernel_masks(device, *, head_dim=48, v_head_dim=48, dtype=torch.float32, p=0
     dq, *_ = gradients(ones[0], zero_q, unit(kv_length, head_dim), ones[1])
     _, dk, *_ = gradients(ones[0], unit(q_length, head_dim), zero_k, ones[1])
     _, _, dv, *_ = gradients(unit(q_length, v_head_dim), zero_q, zero_k, unit_v)
-    return {
-        "forward": out[..., :kv_length] != 0,
-        "dq": dq[..., :kv_length] != 0,
-        "dk": dk[..., :q_length].mT != 0,
-        "dv": dv[..., :q_length].mT != 0,
-    }
+    masks = {"forward": out, "dq": dq, "dk": dk[..., :q_length].mT, "dv": dv[..., :q_length].mT}
+    return {name: (x[..., :kv_length] != 0).cpu() for name, x in masks.items()}
 
 
 def check_masks(device, **how):
@@ -75,9 +60,3 @@ def check_masks(device, **how):
     expected = dropout_mask(state, p, 2, 3, 37, 43)
     for name, mask in masks.items():
         assert torch.equal(mask, expected), f"{name} drops other weights"
-
-
-def check_dropout(device, *, p=0.3, shape=None):
-    """Forward and gradients are within twice torch's error of float64, with the same mask."""
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": 48, "dtype": "float32"} | (shape or {})
-    hold([case(**shape, dropout_p=p)], device)

@@ -3,42 +3,37 @@
 In float16 unless told otherwise, so that tests and mutants share a feature's kernels.
 """
 
-import math
 from contextlib import contextmanager, nullcontext
 
 import torch
 
-from tests.attention.flash_bwd_check import check_flash_bwd
-from tests.attention.flash_fwd_check import make_qkv
-from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
-from tests.attention.head_dims import HOME
+from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
+from tests.attention.held_cases import PACKED, SIZES, case
+from tests.helpers.judged import judge
 from torch_metal_attn import simulate
+from torch_metal_attn.testing.attention_calls import call_of
+from torch_metal_attn.testing.attention_problem import build
+from torch_metal_attn.testing.tensors import Memory
 from torch_metal_attn.tools.tune import tiles
 
-# GQA, two tiles or more of queries and of keys, partial blocks of both, no square.
-SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": HOME}
+CPU = torch.device("cpu")
 
 
-def normal(*shape, seed=3, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def rotated(columns, interleaved=False):
+    """With a table for each sequence."""
+    return {
+        "rotary": "qk",
+        "rotary_columns": columns,
+        "rotary_interleaved": interleaved,
+        "rotary_by_sequence": True,
+    }
 
 
-def tables(pairs=4, interleaved=False, dtype=torch.float32, **lengths):
-    """Rotary options, with a table for each sequence."""
-    options = {"rotary_interleaved": interleaved}
-    lengths = {"q": 77, "k": 101} | lengths
-    for seed, side in enumerate("qk"):
-        cos, sin = rotary_tables(lengths[side], pairs, batch=2, dtype=dtype, seed=seed)
-        options |= {f"{side}_rotary_cos": cos, f"{side}_rotary_sin": sin}
-    return options
-
-
-# Options, and what differs from SHAPE. Features that do not interact share a case, unless a mutant
-# needs one alone.
+FEW = {"batch": 1, "heads": 2, "kv_heads": 1, "q_length": 40, "kv_length": 50}
+# Fields of a case, and what differs from SIZES. Features that do not interact share a case, unless
+# a mutant needs one alone.
 FEATURES = {
-    "plain": {"dlse": False},
-    "dlse": {},
-    "scale": {"softmax_scale": 0.6},
+    "plain": {"through_lse": False},
     "causal": {"causal": True},
     "causal, top left": {"causal": True, "q_offset": 0},
     "causal, rows without a key": {"causal": True, "q_offset": -20},
@@ -51,60 +46,62 @@ FEATURES = {
         "attention_chunk": 21,
         "causal": True,
         "q_offset": 0,
-        "leftpad_k": ints(7, 40),
+        "leftpad_k": (7, 40),
     },
-    "seqused_k": {"seqused_k": ints(90, 33)},
+    "seqused_k": {"seqused_k": (90, 33)},
     "both lengths, causal, rotary, interleaved": {
-        "seqused_k": ints(90, 0),
-        "leftpad_k": ints(5, 0),
+        "seqused_k": (90, 0),
+        "leftpad_k": (5, 0),
         "causal": True,
-        **tables(8, interleaved=True, dtype=torch.bfloat16),
+        **rotated(16, interleaved=True),
     },
-    "both lengths": {"seqused_k": ints(90, 50), "leftpad_k": ints(35, 49)},
-    "mask": {"attn_mask": random_mask(2, 4, 77, 101)},
-    "mask, transposed": {"attn_mask": random_mask(101, 2, 77, 4).permute(1, 3, 2, 0)},
-    "mask, whole rows": {"attn_mask": random_mask(2, 4, 77, 1, hidden=0.3).expand(2, 4, 77, 101)},
-    "bias": {"attn_bias": 2 * normal(2, 4, 77, 101)},
+    "both lengths": {"seqused_k": (90, 50), "leftpad_k": (35, 49)},
+    "mask": {"attn_mask": "bool bhqk"},
+    "mask, transposed": {"attn_mask": "bool bhqk", "mask_layout": ("order 3210",)},
+    "mask, whole rows": {"attn_mask": "bool bhq"},
+    "bias": {"attn_bias": "float32 bhqk"},
     "softcap": {"softcap": 1.5, "softmax_scale": 0.5},
     "softcap, all, rotary, odd": {
         "softcap": 5.0,
         "causal": True,
-        "attn_bias": normal(77, 101),
-        "alibi_slopes": normal(4).abs() / 20,
-        **tables(7),
+        "attn_bias": "float32 qk",
+        "alibi_slopes": "h",
+        **rotated(14),
     },
-    "alibi": {"alibi_slopes": normal(2, 4).abs() / 10},
-    "alibi at an offset": {"alibi_slopes": normal(4).abs() / 4, "q_offset": 24},
-    "sink": {"learnable_sink": torch.tensor([3.0, 1.0, -math.inf, 5.0]).half()},
+    "alibi": {"alibi_slopes": "bh"},
+    "alibi at an offset": {"alibi_slopes": "h", "q_offset": 24},
     "sink, no key, bias, half": {
-        "learnable_sink": torch.tensor([3.0, 1.0, -1.0, 0.0], dtype=torch.bfloat16),
-        "attn_bias": normal(4, 1, 101, dtype=torch.float16),
+        "learnable_sink": "bfloat16",
+        "attn_bias": "float16 hk",
         "causal": True,
         "q_offset": -9,
     },
-    "rotary": tables(),
+    "rotary": rotated(8),
     "odd head dim": {"head_dim": 11, "v_head_dim": 13},
-    "slices": {
-        "head_dim": 520,
-        "v_head_dim": 40,
-        "q_length": 29,
-        "kv_length": 37,
-        "batch": 1,
-        "heads": 2,
-        "kv_heads": 1,
-    },
+    "slices": FEW | {"head_dim": 520, "v_head_dim": 40, "q_length": 29, "kv_length": 37},
     "MQA": {"kv_heads": 1, "causal": True},
+    "nan outside": {"seqused_k": (90, 50), "leftpad_k": (5, 35)},
+    # Two SIMD groups of dq have half of the columns each.
+    "shared rows": FEW | {"heads": 1, "kv_heads": 1, "head_dim": 192, "causal": True},
+    # The walk over the keys does not repair delta.
+    "plain, unrefined": {"call": "flash_bwd", "through_lse": False},
+    "dlse, unrefined": {"call": "flash_bwd"},
 }
 
 
-def problem(feature, dtype=torch.float16, seed=0):
-    """q, k and v of a feature, and its options for `check_flash_bwd`."""
-    options = dict(FEATURES[feature])
-    shape = {
-        name: options.pop(name) if name in options else SHAPE.get(name)
-        for name in (*SHAPE, "v_head_dim")
-    }
-    return make_qkv(**shape, dtype=dtype, seed=seed), options
+def featured(*names, **fields):
+    """The case of features together, of which the first counts most."""
+    together = {}
+    for name in reversed(names):
+        together |= FEATURES[name]
+    return case(**{"backward": True, "through_lse": True} | SIZES | together | fields)
+
+
+def problem(*names, **fields):
+    """The tensors of `featured` as q, k and v, and options for `check_flash_bwd`."""
+    made = featured(*names, **fields)
+    _, arguments = call_of(made, build(made), Memory(CPU))
+    return [arguments.pop(name) for name in "qkv"], arguments
 
 
 # Slices of the columns of dq, dk and dv that do not end where the columns do.
@@ -115,11 +112,34 @@ SLICED = {
 }
 
 
-def check(feature, device):
-    qkv, options = problem(feature)
-    sliced = feature == "slices" and device.type == "cpu"
+def check(feature, device="cpu"):
+    sliced = feature == "slices" and str(device) == "cpu"
     with tiles.forced(SLICED) if sliced else nullcontext():
-        return check_flash_bwd(*qkv, **options, device=device)
+        judge(featured(feature), device=device)
+
+
+def check_the_same_bits(qkv, options):
+    """No atomics: threadgroups and SIMD groups may run in any order, on any number of cores."""
+    given = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3])
+    runs = []
+    for order in ({}, {"seed": 1, "workers": 1}, {"seed": 2, "workers": 2}):
+        with simulate(check=True, **order):
+            runs.append(backward(*qkv, *given, CPU, options))
+    for other in runs[1:]:
+        assert all(map(torch.equal, other, runs[0]))
+
+
+def packed():
+    """With more rows of no sequence than of any on both sides, and an empty sequence."""
+    built = build(case(**PACKED | {"spare_rows": 120}, window_size_left=40))
+    operands = built.q, built.k, built.v, *built.packing
+    *_, delta = check_flash_bwd(*operands, **built.options, device="cpu")
+    assert (delta[:, -120:] == 0).all()
+
+
+def run(problem):
+    """One of FEATURES, or a function."""
+    check(problem) if problem in FEATURES else problem()
 
 
 @contextmanager

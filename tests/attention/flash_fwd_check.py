@@ -4,7 +4,10 @@ from functools import partial
 
 import torch
 
-from torch_metal_attn.reference import attention, varlen_attention
+from torch_metal_attn.reference import attention
+from torch_metal_attn.testing import Attention
+from torch_metal_attn.testing.attention_problem import Problem
+from torch_metal_attn.testing.attention_run import judge
 from torch_metal_attn.testing.judge import (
     ACCUMULATION,
     DTYPES,
@@ -12,11 +15,10 @@ from torch_metal_attn.testing.judge import (
     near,
     near_statistic,
     on,
-    worst_of,
 )
-from torch_metal_attn.testing.oracle import torch_error, visible_keys
-from torch_metal_attn.testing.tf32 import as_multiplied, tf32_rounding
+from torch_metal_attn.testing.oracle import visible_keys
 
+ops = torch.ops.metal_attn
 # Of the inputs, and of a bias, a mask or a sink: each dtype once on both sides.
 PAIRS_OF_DTYPES = list(zip(DTYPES, [*DTYPES[1:], DTYPES[0]], strict=True))
 
@@ -50,48 +52,62 @@ def hold(measures):
     assert not wrong, wrong
 
 
-def operand_rounding(dtype, rounded=True):
-    """Unit roundoff of what a product takes; 0 if that is rows which were not rounded."""
-    return max(ROUNDING[dtype] if rounded else 0.0, tf32_rounding(dtype))
-
-
 def hold_results(out, lse, exact, exact_lse, error, options, kv_dtype):
     """`out` within twice torch's error of the oracle, `lse` within float32's rounding.
 
-    Rows that were rotated or dequantised are rounded to their dtype before the product, and all
-    rows to TF32's bits if that is allowed.
+    Rows that were rotated or dequantised are rounded to their dtype before the product.
     """
     assert (lse.dtype, lse.shape) == (torch.float32, exact_lse.shape)
     rounded = kv_dtype != out.dtype or any("rotary" in name for name in options)
-    rounding = max(1e-5, 4 * operand_rounding(out.dtype, rounded))
+    rounding = max(1e-5, 4 * ROUNDING[out.dtype] * rounded)
     hold([near("out", out, exact, error), near_statistic("softmax_lse", lse, exact_lse, rounding)])
+
+
+def judged(q, k, v, results, options, packing=(), dout=None, dlse=None):
+    """Measures of out, lse and gradients for these tensors, by the policy of docs/numerics.md."""
+    sequences = zip(*(ends.diff().tolist() for ends in packing[:2]), strict=True)
+    dense = {"batch": len(q), "q_length": q.shape[2], "kv_length": k.shape[2]}
+    case = Attention(
+        call="flash_varlen_bwd" if packing else "flash_bwd",
+        dtype=str(q.dtype).removeprefix("torch."),
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        packed=tuple(sequences) if packing else (),
+        rotary="".join(side for side in "qk" if f"{side}_rotary_cos" in options),
+        format="" if k.dtype == q.dtype else "q8_0",  # rows that are rounded to q's dtype
+        dropout_p=options.get("dropout_p", 0.0),
+        backward=dout is not None,
+        strict=True,
+        **({} if packing else dense),
+    )
+    options = {"softmax_scale": None, "softcap": 0.0} | options
+    problem = Problem(q, k, v, packing, options, [], {}, dout, dlse, None)
+    return judge(case, problem, results)
 
 
 def check_flash_decode(q, k, v, *, device, num_splits=0, **options):
     """`check_flash_fwd` of flash_decode."""
-    op = partial(torch.ops.metal_attn.flash_decode, num_splits=num_splits)
+    op = partial(ops.flash_decode, num_splits=num_splits)
     return check_flash_fwd(q, k, v, device=device, op=op, **options)
 
 
-def check_flash_fwd(q, k, v, *, device, cache=None, op=torch.ops.metal_attn.flash_fwd, **options):
+def check_flash_fwd(q, k, v, *packing, device, cache=None, op=None, **options):
     """Runs the op on `device` and holds it to twice torch's error against float64.
 
+    packing: of packed sequences, whose error of torch's is that of each sequence alone.
     cache: what the op is given for k and v, and the options that tell how they are kept there.
     """
     keys, values, where = (k, v, {}) if cache is None else cache
-    out, lse = op(q.to(device), keys.to(device), values.to(device), **on(device, options | where))
-    out, lse = out.cpu(), lse.cpu()
-    exact, exact_lse = attention(q, k, v, **options, compute_dtype=torch.float64)
-    assert out.dtype == q.dtype
-    with as_multiplied():
-        composed, _ = attention(q, k, v, **options)
-    error = max(torch_error(q, k, v, options), worst_of([(composed, exact)]))
-    hold_results(out, lse, exact, exact_lse, error, options, k.dtype)
-    assert (out[~visible_keys(q, k, options).any(-1)] == 0).all()
+    given = on(device, dict(enumerate((q, keys, values, *packing)))).values()
+    op = op or (ops.flash_varlen_fwd if packing else ops.flash_fwd)
+    out, lse = (x.cpu() for x in op(*given, **on(device, options | where)))
+    hold(judged(q, k, v, (out, lse), options, packing))
+    if not packing:
+        assert (out[~visible_keys(q, k, options).any(-1)] == 0).all()
     return out, lse
 
 
-def check_large_sinks(q, k, v, *, device, op=torch.ops.metal_attn.flash_fwd, **options):
+def check_large_sinks(q, k, v, *, device, op=ops.flash_fwd, **options):
     """Keys that are alike, beside sinks that have nearly all weight: each share is exact.
 
     The products of these sinks with log2(e) round off a millionth of a share.
@@ -128,24 +144,7 @@ def make_packed(q_lengths, kv_lengths, **shape):
         make_qkv(q_length=q_length, kv_length=kv_length, seed=seed, **shape)
         for seed, (q_length, kv_length) in enumerate(zip(q_lengths, kv_lengths, strict=True))
     ]
-    q, cu_seqlens_q, max_seqlen_q = pack([q for q, _, _ in sequences])
-    k, cu_seqlens_k, max_seqlen_k = pack([k for _, k, _ in sequences])
-    v, _, _ = pack([v for _, _, v in sequences])
-    return q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-
-
-def check_flash_varlen_fwd(q, k, v, *packing, device, cache=None, **options):
-    """`check_flash_fwd` for packed sequences; torch's error is that of each sequence alone."""
-    keys, values, where = (k, v, {}) if cache is None else cache
-    given = on(device, dict(enumerate((q, keys, values, *packing))))
-    out, lse = torch.ops.metal_attn.flash_varlen_fwd(*given.values(), **on(device, options | where))
-    out, lse = out.cpu(), lse.cpu()
-    exact, exact_lse = varlen_attention(q, k, v, *packing, **options, compute_dtype=torch.float64)
-    assert out.dtype == q.dtype
-    with as_multiplied():
-        composed, _ = varlen_attention(q, k, v, *packing, **options)
-    plain = {name: options[name] for name in ("softmax_scale",) if name in options}
-    errors = [torch_error(*alone, plain) for alone in unpacked([q], k, v, packing)]
-    error = max([worst_of([(composed, exact)]), *errors])
-    hold_results(out, lse, exact, exact_lse, error, options, k.dtype)
-    return out, lse
+    (q, ends_q, longest_q), (k, ends_k, longest_k), (v, *_) = map(
+        pack, zip(*sequences, strict=True)
+    )
+    return q, k, v, ends_q, ends_k, longest_q, longest_k

@@ -3,11 +3,10 @@
 import math
 
 import torch
-from hypothesis import settings
 
 from torch_metal_attn.testing.judge import ints
 
-__all__ = ["few_examples", "ints", "random_mask", "rotary_tables"]
+__all__ = ["ints", "random_mask", "rotary_tables"]
 
 
 def rotary_tables(length, pairs, *, batch=None, dtype=torch.float32, seed=0):
@@ -26,7 +25,3 @@ def random_mask(*shape, dtype=torch.bool, seed=3, hidden=0.4):
     if dtype == torch.bool:
         return visible
     return torch.randn(shape, generator=generator).to(dtype).masked_fill(~visible, -math.inf)
-
-
-# For tests that draw features, where each example compiles kernels of its own.
-few_examples = settings(max_examples=-(-settings.default.max_examples // 8))

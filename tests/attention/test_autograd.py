@@ -42,21 +42,24 @@ class TestValues:
         (gradient,) = torch.autograd.grad(loss_of(*results), sink)
         assert (gradient == 0).all()
 
-    @pytest.mark.parametrize("which", ["out", "lse"])
-    def test_of_one_result(self, which, backend):
-        leaves, exact = make_leaves(make_qkv()), make_leaves(make_qkv(), torch.float64)
-        index = ("out", "lse").index(which)
-        weight = normal(*(2, 4, 9, 8)[: 4 - index], seed=4)
-        loss = (flash_fwd(*leaves)[index] * weight).sum()
-        actual = torch.autograd.grad(loss, leaves, materialize_grads=True)
-        loss = (attention(*exact)[index] * weight).sum()
-        check(actual, torch.autograd.grad(loss, exact, materialize_grads=True))
-
-    def test_of_a_sum(self, backend):
-        """Its gradient is one number seen everywhere, with no stride of 1."""
-        leaves, exact = make_leaves(make_qkv()), make_leaves(make_qkv(), torch.float64)
-        actual = torch.autograd.grad(flash_fwd(*leaves)[0].sum(), leaves)
-        check(actual, torch.autograd.grad(attention(*exact)[0].sum(), exact))
+    @pytest.mark.parametrize(
+        "loss",
+        [
+            lambda out, lse: (out * normal(2, 4, 9, 8, seed=4)).sum(),
+            lambda out, lse: (lse * normal(2, 4, 9, seed=4)).sum(),
+            lambda out, lse: out.sum(),  # whose gradient has no stride of 1
+        ],
+        ids=["out", "lse", "sum"],
+    )
+    def test_of_one_result(self, loss, backend):
+        found, expected = (
+            torch.autograd.grad(loss(*attend(*leaves)), leaves, materialize_grads=True)
+            for attend, leaves in (
+                (flash_fwd, make_leaves(make_qkv())),
+                (attention, make_leaves(make_qkv(), torch.float64)),
+            )
+        )
+        check(found, expected)
 
     @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
     def test_some_only(self, wanted, backend):
@@ -70,12 +73,11 @@ class TestValues:
         assert all(tensors[i].grad is None for i in range(3) if i not in wanted)
 
     @pytest.mark.parametrize("empty", ["batch", "heads", "q_length", "kv_length"])
-    @pytest.mark.parametrize("loss", [loss_of, lambda out, lse: out.sum()])
-    def test_empty(self, loss, empty, backend):
-        """Whatever the strides of the gradient that comes in are; options are in test_values.py."""
+    def test_empty(self, empty, backend):
+        """Of a gradient whose strides are 0; options are in test_values.py."""
         heads = {"kv_heads": 0} if empty == "heads" else {}
         leaves = make_leaves(make_qkv(**{empty: 0}, **heads))
-        found = torch.autograd.grad(loss(*flash_fwd(*leaves)), leaves)
+        found = torch.autograd.grad(flash_fwd(*leaves)[0].sum(), leaves)
         check(found, [torch.zeros_like(x) for x in leaves])
 
     def test_empty_packed(self, backend):
@@ -159,23 +161,16 @@ class TestRefusals:
 
     @pytest.mark.parametrize("options", [{}, ROTARY], ids=["plain", "rotary"])
     @pytest.mark.parametrize("loss", [loss_of, lambda out, lse: out.sum()])
-    @pytest.mark.parametrize("wanted", [0, 1, 2])
-    def test_second_derivative(self, wanted, loss, options):
+    def test_second_derivative(self, loss, options):
         """Of every leaf, also where the gradient that comes in has none of its own."""
-        leaves = make_leaves(make_qkv())
-        out = flash_fwd(*leaves, **options)
+        leaves = make_leaves((*make_qkv(), normal(4)))
+        out = flash_fwd(*leaves[:3], learnable_sink=leaves[3], **options)
         first = torch.autograd.grad(loss(*out), leaves, create_graph=True)
         check(first, torch.autograd.grad(loss(*out), leaves), tolerance=1e-6)
         for gradient in first:
-            with pytest.raises(NotImplementedError, match="no second derivative"):
-                torch.autograd.grad(gradient.sum(), leaves[wanted], retain_graph=True)
-
-    def test_second_derivative_of_a_sink(self):
-        sink = normal(4).requires_grad_()
-        out, _ = flash_fwd(*make_qkv(), learnable_sink=sink)
-        (first,) = torch.autograd.grad(out.square().sum(), sink, create_graph=True)
-        with pytest.raises(NotImplementedError, match="no second derivative"):
-            torch.autograd.grad(first.sum(), sink)
+            for leaf in leaves:
+                with pytest.raises(NotImplementedError, match="no second derivative"):
+                    torch.autograd.grad(gradient.sum(), leaf, retain_graph=True)
 
     def test_forward_mode(self):
         dout, dlse, q, k, v, out, lse = TestOps().arguments()

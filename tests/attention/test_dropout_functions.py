@@ -1,5 +1,7 @@
 """Dropout as users ask for it: flash-attn's functions, torch's, transformers', while compiling."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -35,40 +37,19 @@ def close(actual, expected):
 
 
 class TestFlashAttn:
-    def test_dense(self, device):
-        q, k, v = (normal(2, n, h, 16).to(device) for n, h in ((9, 4), (13, 2), (13, 2)))
-        options = {"dropout_p": P, "rng_state": drawn(device).cpu()}
-        out, lse, weights = torch_metal_attn.flash_attn_func(q, k, v, P, return_attn_probs=True)
-        expected, expected_lse = attention(*(x.cpu().transpose(1, 2) for x in (q, k, v)), **options)
-        close(out.transpose(1, 2), expected)
-        close(lse, expected_lse)
-        kept = dropout_mask(options["rng_state"], P, 2, 4, 9, 13)
-        assert torch.equal(weights.cpu().signbit(), ~kept)
-        assert weights.dtype == q.dtype
-
-    def test_varlen(self, device):
-        packed = make_packed([9, 0, 4], [13, 3, 6], heads=4, kv_heads=2, head_dim=16)
-        state = drawn(device).cpu()
-        on_device = [x.to(device) if torch.is_tensor(x) else x for x in packed]
-        out, _, weights = torch_metal_attn.flash_attn_varlen_func(
-            *on_device, P, return_attn_probs=True
-        )
-        close(out, varlen_attention(*packed, dropout_p=P, rng_state=state)[0])
-        kept = dropout_mask(state, P, 3, 4, 9, 13)
-        assert torch.equal(weights.cpu().signbit()[0], ~kept[0])
-        assert not weights[1].any()
-        assert torch.equal(weights.cpu().signbit()[2, :, :4, :6], ~kept[2, :, :4, :6])
-        assert not weights[2, :, 4:].any()
-        assert not weights[2, :, :, 6:].any()
-
     @pytest.mark.parametrize("options", S_DMASK, ids=str)
     def test_s_dmask(self, options):
-        """flash-attn's walk over the keys, from the last block to the first."""
+        """flash-attn's walk over the keys, from the last block to the first; dropped ones below 0.
+
+        Values with dropout are rows of test_functional.py.
+        """
         q, k = normal(1, 5, 4, 112), normal(1, 70, 2, 112, seed=1)
-        torch.manual_seed(SEED)
+        kept = dropout_mask(drawn(), P, 1, 4, 5, 70)
         *_, weights = torch_metal_attn.flash_attn_func(
             q, k, k, P, return_attn_probs=True, **options
         )
+        assert torch.equal(weights.signbit(), ~kept)
+        assert weights.dtype == q.dtype
         block = _get_block_size_n(q.device, 112, True, False)
         assert block == 32
         scale = options.get("softmax_scale", 112**-0.5)
@@ -108,7 +89,7 @@ class TestFlashAttn:
                     rows[: end - begin] = x[begin:end]
                     cache[places[b].long()] = rows.unflatten(0, (2, 8))
             options["block_table"] = places
-        torch.manual_seed(SEED)
+        kept = dropout_mask(drawn(), P, 3, 4, 9, 13)
         *_, weights = torch_metal_attn.flash_attn_varlen_func(
             q, *given, *packing, P, return_attn_probs=True, **options
         )
@@ -120,8 +101,13 @@ class TestFlashAttn:
                 alibi_slopes=options["alibi_slopes"][b],
                 return_attn_probs=True,
             )
-            found = weights[b, :, : alone.shape[2], : alone.shape[3]]
+            rows, columns = alone.shape[2:]
+            found = weights[b, :, :rows, :columns]
             close(found.abs(), alone[0].abs())
+            assert torch.equal(found.signbit(), ~kept[b, :, :rows, :columns])
+            assert not weights[b, :, rows:].any()
+            assert not weights[b, :, :, columns:].any()
+        assert not weights[1].any()
 
     def test_seeds(self):
         q = normal(1, 9, 4, 16)
@@ -210,13 +196,14 @@ def test_each_call_of_a_graph_draws():
 
 
 class TestTransformers:
-    @pytest.fixture(autouse=True)
-    def transformers(self):
+    @pytest.fixture
+    def metal_attention(self):
         pytest.importorskip("transformers")
-
-    def test_drops_in_training_only(self):
         from torch_metal_attn.integrations.transformers import metal_attention
 
+        return metal_attention
+
+    def test_drops_in_training_only(self, metal_attention):
         module = torch.nn.Module()
         q, k = normal(2, 4, 9, 16), normal(2, 2, 9, 16, seed=1)
         state = drawn()
@@ -228,9 +215,7 @@ class TestTransformers:
         with pytest.raises(ValueError, match=r"dropout_p is 1\.5; it must be in 0\.\.1"):
             metal_attention(module.train(), q, k, k, None, dropout=1.5)
 
-    def test_packed(self):
-        from torch_metal_attn.integrations.transformers import metal_attention
-
+    def test_packed(self, metal_attention):
         ends = torch.tensor([0, 5, 9]).int()
         bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         bounds |= {"max_length_q": 5, "max_length_k": 5}
@@ -244,43 +229,41 @@ class TestTransformers:
         close(out[0], expected)
 
 
-class TestTraining:
-    """The gradients through flash_attn_func, against those through the reference."""
+def compiled(function, **options):
+    return torch.compile(function, backend="aot_eager", **options)
 
-    def attend(self, q, k, v):
+
+def checkpointed(function, use_reentrant=False):
+    """The second forward draws what the first one drew."""
+    return lambda *qkv: checkpoint(function, *qkv, use_reentrant=use_reentrant)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        checkpointed,
+        partial(checkpointed, use_reentrant=True),
+        partial(compiled, fullgraph=True),
+        lambda function: compiled(checkpointed(function)),
+    ],
+    ids=["checkpoint", "reentrant", "compiled", "both"],
+)
+def test_gradients(way):
+    """Through flash_attn_func, against those through the reference."""
+    torch._dynamo.reset()
+    options = {"causal": True, "dropout_p": P, "rng_state": drawn()}
+
+    def attend(q, k, v):
         return torch_metal_attn.flash_attn_func(q, k, v, P, causal=True)
 
-    def gradients(self, attend):
+    def reference(*qkv):
+        return attention(*(x.transpose(1, 2) for x in qkv), **options)[0].transpose(1, 2)
+
+    def gradients(function):
         leaves = [normal(2, 9, 4, 16, seed=i).requires_grad_() for i in range(3)]
         torch.manual_seed(SEED)
-        (attend(*leaves) * normal(2, 9, 4, 16, seed=5)).sum().backward()
+        (function(*leaves) * normal(2, 9, 4, 16, seed=5)).sum().backward()
         return [leaf.grad for leaf in leaves]
 
-    def check(self, attend):
-        options = {"causal": True, "dropout_p": P, "rng_state": drawn()}
-
-        def reference(q, k, v):
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            return attention(*heads_first, **options)[0].transpose(1, 2)
-
-        expected = self.gradients(reference)
-        for gradient, exact in zip(self.gradients(attend), expected, strict=True):
-            close(gradient, exact)
-
-    @pytest.mark.parametrize("use_reentrant", [True, False])
-    def test_checkpoint(self, use_reentrant):
-        """The second forward draws what the first one drew."""
-        self.check(lambda *qkv: checkpoint(self.attend, *qkv, use_reentrant=use_reentrant))
-
-    def test_compile(self):
-        torch._dynamo.reset()
-        self.check(torch.compile(self.attend, fullgraph=True, backend="aot_eager"))
-
-    def test_checkpoint_while_compiling(self):
-        torch._dynamo.reset()
-        self.check(
-            torch.compile(
-                lambda *qkv: checkpoint(self.attend, *qkv, use_reentrant=False),
-                backend="aot_eager",
-            )
-        )
+    for gradient, exact in zip(gradients(way(attend)), gradients(reference), strict=True):
+        close(gradient, exact)

@@ -2,7 +2,9 @@
 
 import torch
 
-from tests.attention.dropout_check import check_dropout, check_masks
+from tests.attention.dropout_check import check_masks
+from tests.attention.held_cases import case
+from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
 
 CPU = torch.device("cpu")
@@ -13,7 +15,8 @@ def masks():
 
 
 def values():
-    check_dropout(CPU, shape={"batch": 2})
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 48, "dtype": "float32"}
+    judge(case(**sizes, dropout_p=0.3))
 
 
 FORWARD, DQ, DKV = "flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"

@@ -9,12 +9,17 @@ import pytest
 import torch
 
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients, run
-from tests.attention.flash_bwd_features import FEATURES, SHAPE, exchanging, problem, tables
+from tests.attention.flash_bwd_features import (
+    check_the_same_bits,
+    exchanging,
+    problem,
+    rotated,
+)
 from tests.attention.flash_fwd_check import DTYPES, make_qkv
 from tests.attention.flash_fwd_options import ints, random_mask
 from tests.attention.head_dims import HOME, ODD
+from tests.attention.test_values import SCORES
 from tests.helpers.cases import each_case
-from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 
 F32, F16, BF16 = DTYPES
@@ -38,9 +43,9 @@ def test_dk_and_dv_sum_over_the_group(device):
     """As expanded heads do, each with gradients of its own."""
     q, k, v = make_qkv(2, 6, 2, head_dim=HOME)
     dout, dlse = make_gradients(q, v, q.shape[:3])
-    _, dq, dk, dv, _ = backward(q, k, v, dout, dlse, device, {})
+    _, _, dq, dk, dv, _ = backward(q, k, v, dout, dlse, device, {})
     wide = [tensor.repeat_interleave(3, 1) for tensor in (k, v)]
-    _, wide_dq, *each, _ = backward(q, *wide, dout, dlse, device, {})
+    _, _, wide_dq, *each, _ = backward(q, *wide, dout, dlse, device, {})
     assert torch.equal(dq, wide_dq)
     for summed, parts in zip((dk, dv), each, strict=True):
         torch.testing.assert_close(summed, parts.unflatten(1, (2, 3)).sum(2))
@@ -109,15 +114,6 @@ def test_any_memory(dims, device):
             assert [x.stride() for x in found[:3]] == [x.stride() for x in (q, k, v)]
 
 
-@pytest.mark.parametrize("dim", [0, 1, 2])
-def test_expanded(dim, device):
-    """Every copy gets gradients of its own, as autograd expects of an expanded input."""
-    tensors = make_qkv(2, 2, 2, 65, 65, 16, dtype=F16)
-    q, k, v = (t.narrow(dim, 0, 1).expand(t.shape) for t in tensors)
-    whole = check_flash_bwd(*(t.clone() for t in (q, k, v)), device=device)
-    assert_same(check_flash_bwd(q, k, v, device=device), whole)
-
-
 def test_expanded_gradients(device):
     """As a mean's backward hands them on."""
     q, k, v = make_qkv(2, 4, 2, head_dim=HOME, dtype=F16)
@@ -133,48 +129,28 @@ def test_expanded_gradients(device):
 # --- bits ---
 
 
-# The options of a subject of test_values.py, whose kernels these are.
-SCORES = {
-    "softcap": 2.0,
-    "alibi_slopes": torch.tensor([0.3, 0.1, 0.02, 0.5]),
-    "learnable_sink": torch.tensor([3.0, 1.0, -math.inf, 5.0]),
-}
-
-
 @pytest.mark.parametrize(
     "feature, more",
-    [("MQA", {}), ("causal", SCORES), ("causal", tables(8)), ("slices", {})],
+    [("MQA", {}), ("causal", SCORES), ("causal", rotated(16)), ("slices", {})],
     ids=["MQA", "scores", "rotary", "slices"],
 )
 def test_the_same_bits_in_any_order(feature, more):
-    """No atomics: threadgroups and SIMD groups may run in any order, on any number of cores."""
-    (q, k, v), options = problem(feature)
-    options |= more
-    given = make_gradients(q, v, q.shape[:3], dlse=options.pop("dlse", True))
-    runs = []
-    for order in ({}, {"seed": 1, "workers": 1}, {"seed": 2, "workers": 2}):
-        with simulate(check=True, **order):
-            runs.append(backward(q, k, v, *given, "cpu", options))
-    assert_same(runs[1], runs[0])
-    assert_same(runs[2], runs[0])
+    check_the_same_bits(*problem(feature, **more))
 
 
 # Several features at once, in other dtypes: which keys are seen, what changes scores, rotation.
 TOGETHER = {
-    "window, causal": (F32, "softcap, all, rotary, odd", "mask"),
-    "both lengths": (
-        *(BF16, "chunk, causal, padded", "softcap", "alibi", "mask, transposed", "rotary"),
-        "sink, no key, bias, half",
+    "float32": ("window, causal", "mask", "softcap, all, rotary, odd"),
+    "bfloat16": (
+        *("both lengths", "sink, no key, bias, half", "rotary", "mask, transposed", "alibi"),
+        *("softcap", "chunk, causal, padded"),
     ),
 }
 
 
-@pytest.mark.parametrize("first", TOGETHER)
-def test_features_together_where_simd_groups_share_keys(first, device):
-    dtype, *others = TOGETHER[first]
-    qkv, options = problem(first, dtype)
-    for feature in others:
-        options = FEATURES[feature] | options
+@pytest.mark.parametrize("dtype", TOGETHER)
+def test_features_together_where_simd_groups_share_keys(dtype, device):
+    qkv, options = problem(*TOGETHER[dtype], dtype=dtype)
     with exchanging():
         check_flash_bwd(*qkv, **options, device=device)
 
@@ -202,8 +178,8 @@ def test_masked_rows(mask_dtype, device):
 
 
 def test_rows_of_a_sink_alone(device):
-    qkv, options = problem("causal")
-    *found, _ = check_flash_bwd(*qkv, **options | SCORES | {"q_offset": -100}, device=device)
+    qkv, options = problem("causal", **SCORES, q_offset=-100)
+    *found, _ = check_flash_bwd(*qkv, **options, device=device)
     assert all((gradient == 0).all() for gradient in found)
 
 
@@ -213,20 +189,20 @@ def test_rows_of_a_sink_alone(device):
 @pytest.mark.parametrize("softcap", [0.0, 0.3, 20.0])
 def test_large_scores(softcap, device):
     """Weights of one key each, far beyond float16's range; tanh of the cap is saturated."""
-    (q, k, v), options = problem("causal")
-    options |= SCORES | {"softcap": softcap} if softcap else {}
-    options |= {"own_forward": True}
-    dq, dk, _, _ = check_flash_bwd(100 * q, 100 * k, v, **options, device=device)
+    capped = SCORES | {"softcap": softcap} if softcap else {}
+    (q, k, v), options = problem("causal", **capped)
+    given = (100 * q, 100 * k, v)
+    dq, dk, _, _ = check_flash_bwd(*given, **options, own_forward=True, device=device)
     assert dq.isfinite().all()
     assert dk.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["q", "dout"])
 def test_nan_stays_in_its_row_of_dq(name, device):
-    (q, k, v), _ = problem("plain", F32)
+    (q, k, v), _ = problem("plain", dtype="float32")
     dout, dlse = make_gradients(q, v, q.shape[:3])
     {"q": q, "dout": dout}[name][0, 1, 30, 3] = math.nan
-    _, dq, dk, dv, _ = backward(q, k, v, dout, dlse, device, {})
+    _, _, dq, dk, dv, _ = backward(q, k, v, dout, dlse, device, {})
     assert dq[0, 1, 30].isnan().all()
     dq[0, 1, 30] = 0
     assert dq.isfinite().all()
@@ -243,13 +219,9 @@ def test_gradients_that_are_not_finite_come_out_so(value, device):
     (q, k, v), _ = problem("plain")
     dout, _ = make_gradients(q, v, q.shape[:3], dlse=False)
     dout[1, 3, 76] = value
-    _, dq, dk, dv, _ = backward(q, k, v, dout, None, device, {})
+    _, _, dq, dk, dv, _ = backward(q, k, v, dout, None, device, {})
     assert not dq[1, 3, 76].isfinite().any()
     assert not dv[1, 1].isfinite().any()
     assert not dk[1, 1].isfinite().any()
     assert dq[0].isfinite().all()
     assert dk[1, 0].isfinite().all()
-
-
-def test_the_features_have_more_than_one_tile_of_each_side():
-    assert min(SHAPE["q_length"], SHAPE["kv_length"]) > 64

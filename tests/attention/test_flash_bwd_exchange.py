@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.attention.flash_bwd_check import check_flash_bwd, check_flash_varlen_bwd
+from tests.attention.flash_bwd_check import check_flash_bwd
 from tests.attention.flash_bwd_features import exchanging
 from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.head_dims import HOME
@@ -51,7 +51,7 @@ def test_packed(device):
     shape = {"heads": 4, "kv_heads": 2, "head_dim": HOME, "dtype": torch.float16}
     packed = make_packed([40, 0, 77], [50, 3, 64], **shape)
     with exchanging():
-        check_flash_varlen_bwd(*packed, window_size_left=40, causal=True, device=device)
+        check_flash_bwd(*packed, window_size_left=40, causal=True, device=device)
 
 
 def test_lists_of_blocks():

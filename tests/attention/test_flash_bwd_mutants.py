@@ -1,77 +1,12 @@
 """Planted faults in the gradient kernels' text: the tests' own check must see every one of them."""
 
-import math
-
-import torch
-
-from tests.attention.flash_bwd_check import (
-    assert_gradients,
-    backward,
-    check_flash_bwd,
-    check_flash_varlen_bwd,
-    judge,
-    make_gradients,
-)
-from tests.attention.flash_bwd_features import FEATURES, check, problem
-from tests.attention.flash_fwd_check import make_packed, make_qkv
-from tests.attention.flash_fwd_options import ints
-from tests.attention.head_dims import HOME
+from tests.attention.flash_bwd_features import packed, run
 from tests.helpers.mutants import mutant_tests
-
-CPU = torch.device("cpu")
-BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
-# By numbers, or as a fault: which comes first depends on the schedule.
-SEEN = ("race", "uninitialised", None)
-WHOLE = "// The tiles are whole.\n      "
-
-
-def nan_outside(device):
-    """Lengths with NaN in the memory of what does not exist."""
-    (q, k, v), _ = problem("plain")
-    options = {"seqused_k": ints(90, 50), "leftpad_k": ints(5, 35)}
-    dout, dlse = make_gradients(q, v, q.shape[:3])
-    oracle, errors = judge(q, k, v, dout, dlse, options)
-    for b, (first, end) in enumerate([(5, 90), (35, 50)]):
-        for tensor in (k, v):
-            tensor[b, :, :first] = math.nan
-            tensor[b, :, end:] = math.nan
-    _, *found, _ = backward(q, k, v, dout, dlse, device, options)
-    assert_gradients(found, oracle, errors, (q, k, v), dout, options)
-
-
-def packed(device):
-    """With more rows of no sequence than of any on both sides, and an empty sequence."""
-    q, k, v, *packing = make_packed(
-        [40, 0, 77], [50, 3, 64], heads=4, kv_heads=2, head_dim=HOME, dtype=torch.float16
-    )
-    q, k, v = torch.cat([q, q, q]), torch.cat([k, k]), torch.cat([v, v])
-    options = {"window_size_left": 40, "causal": True, "dlse": True}
-    check_flash_varlen_bwd(q, k, v, *packing, **options, device=device)
-
-
-def unrefined(feature):
-    """The problem of a feature where the walk over the keys does not repair delta."""
-
-    def shown(device):
-        qkv, options = problem(feature)
-        check_flash_bwd(*qkv, **options, exact_delta=False, device=device)
-
-    shown.__name__ = f"unrefined, {feature}"
-    return shown
-
-
-def shared_rows(device):
-    """Two SIMD groups of dq have half of the columns each."""
-    qkv = make_qkv(
-        heads=1, kv_heads=1, q_length=40, kv_length=50, head_dim=192, dtype=torch.float16
-    )
-    check_flash_bwd(*qkv, causal=True, device=device)
-
 
 # By the problem that shows them: the kernel, what a fault changes in its text, and where numbers
 # do not show it the fault that the simulator reports.
 MUTANTS = {
-    shared_rows: """
+    "shared rows": """
         dq: own part twice: other = simdgroup {~^ 1 =>~}
         dq: columns of q or k of the first: {~queries.part => 0~} * OWN_QK_COLUMNS
         dq: columns of v or dout of the first: {~queries.part => 0~} * OWN_V_COLUMNS
@@ -134,7 +69,7 @@ MUTANTS = {
         dkv: half a tile staged [everywhere, uninitialised]:
             i < {~(UNITS + THREADS - 1) / THREADS => UNITS / THREADS / 2~}
     """,
-    unrefined("dlse"): """
+    "dlse, unrefined": """
         delta: dlse added: sum {~-= => +=~} dlse
         delta: dlse ignored: {~#if DLSE => #if 0~} sum
         delta: dlse of the first row: {~row * params.dlse_strides.row => 0~}
@@ -179,7 +114,7 @@ MUTANTS = {
     "seqused_k": """
         dkv: dk and dv behind the keys unwritten: if (key {~>= sequence.kv_rows => > last()~})
     """,
-    nan_outside: """
+    "nan outside": """
         dq: keys behind the last not zeroed: if ({~ZEROED => false~})
         dq: keys before the first not zeroed: row {~>= begin && row =>~} < end ? even
         dkv: gradients of keys that do not exist:
@@ -237,7 +172,7 @@ MUTANTS = {
     "odd head dim": """
         dkv: column behind the last stored [race]: if ({~column + 1 < columns => true~})
     """,
-    unrefined("plain"): """
+    "plain, unrefined": """
         delta: delta of one lane: {~sum = simd_sum(sum); =>~}
         delta: delta of the first columns: column < HEAD_DIM_V{~=> / 2~}; column += SIMD_LANES
     """,
@@ -262,13 +197,6 @@ MUTANTS = {
 }
 
 
-def show(shown):
-    if shown in FEATURES:
-        check(shown, CPU)
-    else:
-        shown(CPU)
-
-
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
-    MUTANTS, "flash_bwd_{}", run=show
+    MUTANTS, "flash_bwd_{}", run=run
 )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.attention.flash_bwd_check import check_flash_varlen_bwd
+from tests.attention.flash_bwd_check import check_flash_bwd
 from tests.attention.flash_bwd_sharp import SHARP, check_sharp, sharp_qkv
 from tests.attention.flash_fwd_check import DTYPES, make_qkv, pack
 from tests.attention.head_dims import HOME
@@ -70,4 +70,4 @@ def test_packed(device):
     v, _, _ = pack([sequence[2] for sequence in sequences])
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     q = torch.cat([q, q[:2]])
-    check_flash_varlen_bwd(q, k, v, *packing, own_forward=True, device=device)
+    check_flash_bwd(q, k, v, *packing, own_forward=True, device=device)

@@ -6,6 +6,7 @@ import torch
 from bench.bench_flash_fwd import ours
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import shaders
+from torch_metal_attn.testing.judge import ints
 
 HALVES = (torch.float16, torch.bfloat16)
 # Loads of either address space, converts and barriers at most; matrix operations exactly. At head
@@ -43,10 +44,6 @@ def counters(kv_length, **options):
         torch.ops.metal_attn.flash_fwd(q, k, k, **options)
     assert run.counters["flash_fwd"].threadgroups == 1
     return run.counters["flash_fwd"]
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 # Options for a number of keys, and the keys that any of the queries sees.

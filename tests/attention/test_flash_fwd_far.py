@@ -1,6 +1,5 @@
 """Offsets beyond 2**32 elements, in sparse mappings: pages that nothing touches cost no memory."""
 
-import mmap
 import sys
 
 import pytest
@@ -10,19 +9,13 @@ from tests.attention.flash_fwd_check import make_packed, make_qkv
 from tests.attention.flash_fwd_options import random_mask, rotary_tables
 from tests.helpers import shader_params
 from tests.helpers.mutants import plant
+from tests.helpers.sparse import sparse
 from torch_metal_attn import SimulatorFault, simulate
 from torch_metal_attn.simulator import engine
 
 FAR = 2**32  # elements, which 32 bits do not hold
-NO_RESERVE = 0x4000 if sys.platform == "linux" else 0x40
 
 pytestmark = pytest.mark.skipif(sys.maxsize < 2**40, reason="needs 64-bit addresses")
-
-
-def sparse(elements, dtype):
-    """Zeros that take memory only where they are written."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANON | NO_RESERVE
-    return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
 
 
 def spread(tensor, dim, reach=FAR):

@@ -2,19 +2,15 @@
 
 import torch
 
-from tests.attention import flash_fwd_problems as problems
 from tests.attention.flash_fwd_check import make_qkv
+from tests.attention.flash_fwd_problems import run
 from tests.helpers.mutants import mutant_tests, plant
 from torch_metal_attn import simulate
-
-HIDES = "block < by_all.begin || block + count > by_all.end"
-BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n    "
-WHOLE = "// The tiles are whole.\n    "
 
 # By the problem that shows them: what a fault changes in the shader's text, and where numbers do
 # not show it the fault that the simulator reports.
 MUTANTS = {
-    problems.plain: """
+    "plain": """
         scale by 0.98 [everywhere]: scores.scale({~=> 0.98f *~}params.scale_log2)
         diagonal hidden: position + window_right {~+ 1 =>~}
         one key past the diagonal: position + window_right + {~1 => 2~}
@@ -52,7 +48,7 @@ MUTANTS = {
         tile rows not padded [threadgroup_out_of_bounds]:
             constexpr int padded(int columns) { return columns {~| => -~} 8; }
     """,
-    problems.windows: """
+    "windows": """
         left window one short: position - window_left{~=> + 1~}
         left window one long: position - window_left{~=> - 1~}
         right window one short: position + window_right {~+ 1 =>~}
@@ -69,14 +65,14 @@ MUTANTS = {
             visible.keys_of({~place.first_query => min(place.first_query + BLOCK - 1,
             last_query)~}).begin
     """,
-    problems.chunks: """
+    "chunks": """
         chunk begins one late: max(begin, chunk_start{~=> + 1~})
         chunk ends one late: chunk_start + chunk{~=> + 1~})
         chunk ends one early: chunk_start + chunk{~=> - 1~})
         chunks from key 0: uint(position {~- existing.begin); return existing.begin + => ); return~}
         queries before the first chunk see it: {~none ? chunk_start : =>~} chunk_start + chunk
     """,
-    problems.lengths: """
+    "lengths": """
         one key past seqused_k: clamp(used{~=> + 1~}, 0, kv_length)
         one key short of seqused_k: clamp(used{~=> - 1~}, 0, kv_length)
         leftpad_k ignored: first_key = {~clamp(padding, 0, kv_length) => 0~}
@@ -85,7 +81,7 @@ MUTANTS = {
         lengths of the first sequence [everywhere]: seqused_k[{~batch => 0~}]
         paddings of the first sequence: leftpad_k[{~batch => 0~}]
     """,
-    problems.masks: """
+    "masks": """
         mask dropped:
             {~Fragment<float>(shown.x ? score.x : -INFINITY, shown.y ? score.y : -INFINITY) =>
             score~}
@@ -104,7 +100,7 @@ MUTANTS = {
             {~min(column + 1, last_column => (column + 1~})
         mask's pair past the end read [out_of_bounds]: {~min(column, last_column - 1) => column~}
     """,
-    problems.biases: """
+    "biases": """
         bias dropped: {~score += Fragment<float>(base_2(added.x), base_2(added.y)); =>~}
         bias taken for a bool:
             Fragment<float>({~base_2(added.x), base_2(added.y) => added.x != 0 ? 0.0f : -INFINITY,
@@ -114,13 +110,13 @@ MUTANTS = {
         bias of the first head:
             Offset(batch) * Offset(strides.batch) {~+ Offset(head) * Offset(strides.head) =>~};
     """,
-    problems.softcap: """
+    "softcap": """
         softcap dropped: {~tanh(scores, params => scores.scale(params.scale_over_cap~});
         cap of scores in base 2:
             tanh(scores.fragments[i][j] * params.scale_over_cap{~=> * M_LOG2E_F~})
         capped scores not in base 2: scores.scale(params.cap_log2{~=> / M_LOG2E_F~})
     """,
-    problems.alibi: """
+    "alibi": """
         ALiBi dropped: scores.fragments[i][j] -= {~slope_log2 => 0.0f~}
         ALiBi's sign flipped: scores.fragments[i][j] {~-= => +=~} slope_log2
         slope of the KV head: alibi_batch_stride + head{~=> / params.queries_per_kv~}]
@@ -131,7 +127,7 @@ MUTANTS = {
         distance without its sign taken: {~fabs(first), fabs(first - 1.0f) => first, first - 1.0f~}
         distance of the even key: fabs(first {~- 1.0f =>~})
     """,
-    problems.sinks: """
+    "sinks": """
         sink dropped: {~SINK ? keys_sum + sink_weight : =>~} keys_sum
         sink in base 2:
             {~base_2_less(learnable_sink[head], row_max) => float(learnable_sink[head]) - row_max~}
@@ -139,12 +135,12 @@ MUTANTS = {
         sink once a lane: return {~=> 4.0f *~} fast::exp2(base_2_less(
         maximum without the sink: {~max(sink_log2, MASKED_ROW_MAX) => MASKED_ROW_MAX~}
     """,
-    problems.large_sinks: """
+    "large sinks": """
         sink rounded in base 2:
             {~(scaled - other) + rounded_off(float(logit), scaled) => scaled - other~}
         log2(e) in one float: {~+ value * LOG2E_REST =>~}
     """,
-    problems.rotary: """
+    "rotary": """
         rotated the other way: (is_x ? {~-sine : => sine : -~} sine)
         rotation of both alike: {~(is_x ? -sine : sine) => sine~}
         rotation of pairs the other way:
@@ -182,14 +178,14 @@ MUTANTS = {
         columns behind the rotated ones rotated [out_of_bounds]:
             if ({~!is_rotated(column) => false~}) { return tensor[row + column];
     """,
-    problems.slices_of_v: """
+    "slices of v": """
         slice of v not moved [everywhere]: first_value_column = {~slice * V_SLICE => 0~}
         slice of out not moved [race]:
             row_offset(strides, batch, head, start) {~+ slice * SLICE =>~}
         read behind the last slice [out_of_bounds]:
             if ({~ROW_COLUMNS == GRID_SLICES * COLUMNS || column < ROW_COLUMNS => true~})
     """,
-    problems.shared_rows: """
+    "shared rows": """
         own part twice: other = simdgroup {~^ 1 =>~}
         columns of q of the first: return {~simdgroup % COLUMN_SIMDGROUPS => 0~} * OWN_QK_FRAGMENTS
         columns of v of the first [race or wrong]:
@@ -200,7 +196,7 @@ MUTANTS = {
         no barrier after v [race or uninitialised]:
             stage_values(); {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
     """,
-    problems.odd_head_dims: """
+    "odd head dims": """
         q's columns behind the last not zeroed: {~exists => true~} ? tensor[offset(row) + column]
         rotated q's columns behind the last not zeroed:
             {~exists => true~} ? rotary.rotated(tensor, offset(row), row, column)
@@ -210,7 +206,7 @@ MUTANTS = {
             {~whole || column + 1 < COLUMNS => true~} ? bits[row + column + 1]
         column behind the last stored [race]: if ({~column + 1 < columns => true~})
     """,
-    problems.packed: """
+    "packed": """
         first query of the first sequence:
             operand.reset(q, params.q_strides, batch, head, {~sequence.q_start => 0~})
         first key of the first sequence:
@@ -228,7 +224,7 @@ MUTANTS = {
             Offset({~batch) * Offset(strides.batch) + Offset( =>~}head) * Offset(strides.head);
         tables from the first packed row: rotary.rotated(tensor, offset(row), {~row => 0~}, column)
     """,
-    problems.pages: """
+    "pages": """
         page's stride of rows: Offset(page) * {~page_stride => PAGE_SIZE * row_stride~}
         page of every second [simd_lane]: uint(row) / PAGE_ROWS {~=> / 2~} - window
         page by another divisor [simd_lane]: uint(row) / {~PAGE_ROWS => (PAGE_ROWS + 1)~} - window
@@ -247,18 +243,18 @@ MUTANTS = {
         pages of the first head: operand.reset(tensor, strides, kv_batch(batch), {~kv_head => 0~},
         rotated by the row of the page: place.position = {~row => page_row~};
     """,
-    problems.pages_of_packed: """
+    "pages of packed": """
         keys of the sequences before: int64_t(kv_end) {~- kv_begin =>~}
         row not within its page: uint(row) % {~PAGE_ROWS => 16~}
     """,
-    problems.indices: """
+    "indices": """
         batch not looked up: CACHE_BATCH_IDX ? {~cache_batch_idx[batch] => batch~}
         batch of the first sequence: CACHE_BATCH_IDX ? cache_batch_idx[{~batch => 0~}]
     """,
-    problems.halves_of_words: """
+    "halves of words": """
         first half for the second: word {~>> (column % 8 * kv_bits(FORMAT)) =>~}
     """,
-    problems.formats: """
+    "formats": """
         nibbles swapped: >> ({~i => (BITS == 4 ? i ^ 1 : i)~} * BITS % 32)
         a byte of 3 bits too low: uint(bytes[2]) << {~16 => 8~}
         no minimum: value {~+ group.minimum =>~}
@@ -270,16 +266,18 @@ MUTANTS = {
             place.scales + {~column / kv_scale_columns(FORMAT => min(column / 16, 1~}) *
         scales of the first page: scales.row({~page => 0~}, page_row)
         scales of a page's first row: scales.row(page, {~page_row => 0~})
-        scale of the first sequence: float(tensor[{~batch * strides.batch + =>~}
-        scale of the first head: {~+ head * strides.head =>~}]);
         k's scales for v:
             operand.reset_scale({~v_scale, params.v_scale_strides => k_scale,
             params.k_scale_strides~}
-        columns behind the last read [everywhere, out_of_bounds]:
-            {~COLUMNS % FRAGMENT == 0 || column + i < COLUMNS => true~}
         no scale: number<FORMAT>(codes, i) {~* group.scale =>~}
     """,
-    problems.codes_of_fp8: """
+    "scales of fp8": """
+        scale of the first sequence: float(tensor[{~batch * strides.batch + =>~}
+        scale of the first head: {~+ head * strides.head =>~}]);
+        columns behind the last read [everywhere, out_of_bounds]:
+            {~COLUMNS % FRAGMENT == 0 || column + i < COLUMNS => true~}
+    """,
+    "codes of fp8": """
         small numbers as normal ones: magnitude < {~8 => 0~} ?
         larger ones as small: magnitude < {~8 => 32~} ?
         no NaN: {~magnitude == 0x7f ? NAN : =>~} finite
@@ -288,9 +286,7 @@ MUTANTS = {
 }
 
 
-test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
-    MUTANTS, "flash_fwd", run=lambda problem: problem("cpu")
-)
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "flash_fwd", run=run)
 
 
 def test_zeroed_tail_of_v_matters(monkeypatch):

@@ -5,7 +5,6 @@ import torch
 
 from tests.attention.flash_fwd_check import (
     check_flash_fwd,
-    check_flash_varlen_fwd,
     make_packed,
     make_qkv,
 )
@@ -99,7 +98,7 @@ def test_packed_and_rotated(device):
         f"{side}_rotary_{name}": x for side in "qk" for name, x in (("cos", cos), ("sin", sin))
     }
     with unstaged(128):
-        check_flash_varlen_fwd(*packed, device=device, softcap=3.0, **tables)
+        check_flash_fwd(*packed, device=device, softcap=3.0, **tables)
 
 
 def test_values_that_do_not_exist_count_as_zero(device):

@@ -11,12 +11,12 @@ import torch
 from tests.attention.dropout_check import every_option
 from tests.attention.flash_bwd_check import (
     backward,
-    check_flash_varlen_bwd,
+    check_flash_bwd,
     exact_forward,
     make_gradients,
     run,
 )
-from tests.attention.flash_fwd_check import check_flash_varlen_fwd, make_packed, unpacked
+from tests.attention.flash_fwd_check import check_flash_fwd, make_packed, unpacked
 from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
 
@@ -37,7 +37,7 @@ def assert_same(found, expected):
 def gradients(q, k, v, packing, device, options):
     """dq, dk, dv and delta."""
     given = make_gradients(q, v, (4, len(q)))
-    return backward(q, k, v, *given, device, options, packing=packing)[1:]
+    return backward(q, k, v, *given, device, options, packing=packing)[2:]
 
 
 def test_no_sequence(device):
@@ -65,10 +65,13 @@ def test_rows_behind_the_last_sequence(options, device):
     packing[2:] = [packing[2] + 5, packing[3] + 80]
     spare = [torch.cat([x, x.new_full((n, *x.shape[1:]), math.nan)]) for x, n in ((q, 70), (k, 9))]
     operands = *spare, torch.cat([v, v.new_full((9, *v.shape[1:]), math.nan)])
-    out, lse = check_flash_varlen_fwd(*operands, *packing, **options, device=device)
+    out, lse = check_flash_fwd(*operands, *packing, **options, device=device)
     assert (out[len(q) :] == 0).all()
     assert (lse[:, len(q) :] == -math.inf).all()
-    check_flash_varlen_bwd(*operands, *packing, **options, device=device)
+    *found, delta = check_flash_bwd(*operands, *packing, **options, device=device)
+    assert (delta[:, len(q) :] == 0).all()
+    for gradient, own in zip(found, (q, k, v), strict=True):
+        assert (gradient[len(own) :] == 0).all()
 
 
 def test_equals_each_sequence_alone(device):
@@ -103,20 +106,3 @@ def test_strides(device):
         assert_same(found, expected)
         assert found[0].transpose(0, 1).is_contiguous() == (views is outermost)
         assert_same(gradients(*views, packing, device, {}), of_expected)
-
-
-def test_what_lies_outside_a_sequences_keys_never_shows(device):
-    q, k, v, *packing = packed()
-    first, end = (33, 0, 2, 5), (60, 0, 31, 30)
-    options = {"seqused_k": ints(*end), "leftpad_k": ints(*first), "causal": True}
-    expected = check_flash_varlen_fwd(q, k, v, *packing, **options, device=device)
-    of_expected = check_flash_varlen_bwd(q, k, v, *packing, **options, device=device)
-    outside = torch.ones(len(k), dtype=torch.bool)
-    for b, start in enumerate(packing[1].tolist()[:-1]):
-        outside[start + first[b] : start + end[b]] = False
-    k[outside] = v[outside] = math.nan
-    assert_same(run("flash_varlen_fwd", device, q, k, v, *packing, **options), expected)
-    found = gradients(q, k, v, packing, device, options)
-    assert_same(found, of_expected)
-    assert (found[1][outside] == 0).all()
-    assert (found[2][outside] == 0).all()

@@ -88,6 +88,39 @@ def close(actual, expected):
     torch.testing.assert_close(actual.cpu(), expected.to(actual.dtype), rtol=1e-5, atol=1e-5)
 
 
+# Which the op refuses, and which the function does.
+WRONG_VALUES = [
+    ({"softcap": -1.0}, "softcap is -1; it must be 0"),
+    ({"attention_chunk": -2}, "attention_chunk is -2"),
+    (
+        {"attention_chunk": 2**63},
+        "attention_chunk is 9223372036854775808; it must fit int64",
+    ),
+    ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes has shape \(3,?\)"),
+    ({"alibi_slopes": torch.ones(2).half()}, "alibi_slopes has dtype float16"),
+    ({"learnable_sink": torch.ones(2, 1)}, "learnable_sink has shape"),
+]
+WRONG_TYPES = [
+    ({"q": [1.0]}, "q is a list"),
+    ({"v": None}, "v is a NoneType"),
+    ({"causal": 2}, "causal is 2; it must be a bool"),
+    ({"causal": torch.ones(2)}, "causal is tensor.*; it must be a bool"),
+    ({"return_attn_probs": "a"}, "return_attn_probs is 'a'; it must be a bool"),
+    ({"deterministic": None}, "deterministic is None; it must be a bool"),
+    ({"softmax_scale": "a"}, "softmax_scale is 'a'; it must be a number"),
+    ({"softcap": None}, "softcap is None; it must be a number"),
+    ({"softcap": True}, "softcap is True; it must be a number"),
+    ({"attention_chunk": 2.5}, r"attention_chunk is 2\.5; it must be an int"),
+    ({"alibi_slopes": [0.5, 0.5]}, "alibi_slopes is a list; it must be a tensor or None"),
+    ({"learnable_sink": 1.0}, "learnable_sink is a float; it must be a tensor or None"),
+    ({"window_size": torch.ones(2)}, r"window_size is tensor.*; it must be two ints"),
+    ({"window_size": (True, 1)}, r"window_size is \(True, 1\)"),
+    ({"window_size": 3}, "window_size is 3; it must be two ints"),
+    ({"window_size": (-1,)}, r"window_size is \(-1,\)"),
+    ({"window_size": (-1, 2.5)}, r"window_size is \(-1, 2\.5\)"),
+]
+
+
 class TestFlashAttnFunc:
     @each_case("position, shape", product(range(3), [(), (8,), (5, 2, 8), (1, 1, 5, 2, 8)]))
     def test_refuses_other_ranks(self, position, shape):
@@ -98,49 +131,15 @@ class TestFlashAttnFunc:
             flash_attn_func(*tensors)
 
     @each_case(
-        "options, message",
+        "arguments, error, message",
         [
-            ({"softcap": -1.0}, "softcap is -1; it must be 0"),
-            ({"attention_chunk": -2}, "attention_chunk is -2"),
-            (
-                {"attention_chunk": 2**63},
-                "attention_chunk is 9223372036854775808; it must fit int64",
-            ),
-            ({"alibi_slopes": torch.ones(3)}, r"alibi_slopes has shape \(3,?\)"),
-            ({"alibi_slopes": torch.ones(2).half()}, "alibi_slopes has dtype float16"),
-            ({"learnable_sink": torch.ones(2, 1)}, "learnable_sink has shape"),
+            *((arguments, ValueError, message) for arguments, message in WRONG_VALUES),
+            *((arguments, TypeError, message) for arguments, message in WRONG_TYPES),
         ],
     )
-    def test_the_op_has_the_last_word(self, options, message):
+    def test_refuses(self, arguments, error, message):
         q = normal(1, 5, 2, 8)
-        with pytest.raises(ValueError, match=message):
-            flash_attn_func(q, q, q, **options)
-
-    @each_case(
-        "arguments, message",
-        [
-            ({"q": [1.0]}, "q is a list"),
-            ({"v": None}, "v is a NoneType"),
-            ({"causal": 2}, "causal is 2; it must be a bool"),
-            ({"causal": torch.ones(2)}, "causal is tensor.*; it must be a bool"),
-            ({"return_attn_probs": "a"}, "return_attn_probs is 'a'; it must be a bool"),
-            ({"deterministic": None}, "deterministic is None; it must be a bool"),
-            ({"softmax_scale": "a"}, "softmax_scale is 'a'; it must be a number"),
-            ({"softcap": None}, "softcap is None; it must be a number"),
-            ({"softcap": True}, "softcap is True; it must be a number"),
-            ({"attention_chunk": 2.5}, r"attention_chunk is 2\.5; it must be an int"),
-            ({"alibi_slopes": [0.5, 0.5]}, "alibi_slopes is a list; it must be a tensor or None"),
-            ({"learnable_sink": 1.0}, "learnable_sink is a float; it must be a tensor or None"),
-            ({"window_size": torch.ones(2)}, r"window_size is tensor.*; it must be two ints"),
-            ({"window_size": (True, 1)}, r"window_size is \(True, 1\)"),
-            ({"window_size": 3}, "window_size is 3; it must be two ints"),
-            ({"window_size": (-1,)}, r"window_size is \(-1,\)"),
-            ({"window_size": (-1, 2.5)}, r"window_size is \(-1, 2\.5\)"),
-        ],
-    )
-    def test_wrong_types(self, arguments, message):
-        q = normal(1, 5, 2, 8)
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(error, match=message):
             flash_attn_func(**{"q": q, "k": q, "v": q} | arguments)
 
     @pytest.mark.parametrize("name", ["softmax_scale", "softcap"])
@@ -271,6 +270,8 @@ class TestPacked:
     def test_errors_name_the_packed_tensor(self):
         """They name the part of it that the op refuses."""
         qkv, ends = normal(9, 3, 4, 16), torch.tensor([0, 10], dtype=torch.int32)
+        with pytest.raises(TypeError, match="block_table is given; it is an option of"):
+            flash_attn_varlen_qkvpacked_func(qkv, ends, 9, block_table=ends)
         with pytest.raises(ValueError, match=r"^cu_seqlens ends at 10 of 9 rows"):
             flash_attn_varlen_qkvpacked_func(qkv, ends, 10)
         with pytest.raises(ValueError, match=r"^qkv\[:, :, 0\] has dtype float64"):
@@ -282,36 +283,25 @@ class TestPacked:
             flash_attn_varlen_kvpacked_func(q[0], kv[0], ends - 1, ends - 1, 9, 9)
 
 
-class TestCompile:
-    @pytest.fixture(autouse=True)
-    def nothing_compiled(self):
-        torch._dynamo.reset()
+def compiled_calls():
+    """A function, arguments for two lengths, and whether it is compiled for any."""
+    options = {"causal": True, "window_size": (11, -1), "softcap": 3.0, "attention_chunk": 16}
+    options |= {"alibi_slopes": normal(4).abs(), "learnable_sink": normal(4)}
+    yield flash_attn_func, [make(2, length, 15) for length in (9, 12)], options, True
+    packings = [packed(lengths) for lengths in (Q_LENGTHS, [3, 4, 5, 6, 0])]
+    yield flash_attn_varlen_func, packings, {"causal": True, "softcap": 2.0}, True
+    projections = [(normal(2, length, 3, 4, 16),) for length in (9, 12)]
+    yield flash_attn_qkvpacked_func, projections, {"causal": True}, False
 
-    def test_dense(self):
-        options = {"causal": True, "window_size": (11, -1), "softcap": 3.0, "attention_chunk": 16}
-        options |= {"alibi_slopes": normal(4).abs(), "learnable_sink": normal(4)}
-        compiled = torch.compile(flash_attn_func, fullgraph=True, dynamic=True, backend="aot_eager")
-        for length in (9, 12):
-            q, k, v = make(2, length, 15)
-            out, expected = compiled(q, k, v, **options), flash_attn_func(q, k, v, **options)
-            close(out, expected)
-            assert out.stride() == expected.stride()
 
-    def test_varlen(self):
-        compiled = torch.compile(
-            flash_attn_varlen_func, fullgraph=True, dynamic=True, backend="aot_eager"
-        )
-        for lengths in (Q_LENGTHS, [3, 4, 5, 6, 0]):
-            arguments, options = packed(lengths), {"causal": True, "softcap": 2.0}
-            close(compiled(*arguments, **options), flash_attn_varlen_func(*arguments, **options))
-
-    def test_packed(self):
-        compiled = torch.compile(
-            flash_attn_qkvpacked_func, fullgraph=True, dynamic=False, backend="aot_eager"
-        )
-        for length in (9, 12):
-            qkv = normal(2, length, 3, 4, 16)
-            close(compiled(qkv, causal=True), flash_attn_qkvpacked_func(qkv, causal=True))
+@pytest.mark.parametrize("function, lengths, options, dynamic", [*compiled_calls()])
+def test_compiled(function, lengths, options, dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for arguments in lengths:
+        out, expected = compiled(*arguments, **options), function(*arguments, **options)
+        close(out, expected)
+        assert out.stride() == expected.stride()
 
 
 class TestOptions:

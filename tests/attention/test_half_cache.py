@@ -6,8 +6,6 @@ import torch
 from tests.attention.flash_fwd_check import (
     check_flash_decode,
     check_flash_fwd,
-    check_flash_varlen_fwd,
-    make_packed,
     make_qkv,
 )
 from tests.attention.flash_fwd_options import ints
@@ -35,11 +33,6 @@ def test_values_in_keys(device):
     """MLA: the values are columns of the keys, and are not converted with them."""
     q, k, _ = operands(heads=8, kv_heads=1, head_dim=96)
     check_flash_decode(q, k, k[..., :64], seqused_k=ints(50), device=device)
-
-
-def test_packed(device):
-    q, k, v, *packing = make_packed([33, 7], [40, 65], heads=4, kv_heads=2, head_dim=32)
-    check_flash_varlen_fwd(q, k.half(), v.half(), *packing, causal=True, device=device)
 
 
 @pytest.mark.parametrize("op", CHECKS)

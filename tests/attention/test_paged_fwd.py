@@ -10,7 +10,6 @@ import torch
 
 from tests.attention.flash_fwd_check import (
     check_flash_fwd,
-    check_flash_varlen_fwd,
     make_packed,
     make_qkv,
 )
@@ -78,10 +77,10 @@ def test_only_differences_of_cu_seqlens_k_count(device):
             dense[b, :, : lengths[b]] = part.transpose(0, 1)
     cache = paged(*whole, lengths, 16)
     options = {"cache": cache, "device": device, "causal": True, "window_size_left": 150}
-    expected = check_flash_varlen_fwd(q, k, v, *packing, **options)
+    expected = check_flash_fwd(q, k, v, *packing, **options)
     packing[1] += 1000
     shifted = [torch.cat([x.new_zeros(1000, *x.shape[1:]), x]) for x in (k, v)]
-    found = check_flash_varlen_fwd(q, *shifted, *packing, **options)
+    found = check_flash_fwd(q, *shifted, *packing, **options)
     assert all(map(torch.equal, found, expected))
 
 

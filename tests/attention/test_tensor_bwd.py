@@ -1,81 +1,60 @@
 """flash_bwd on tensor tiles: every feature in half precision, on the matrix units of M5."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from bench.bench_tensor_tiles import gradient_row
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
-from tests.attention.flash_bwd_features import FEATURES, SHAPE, check, problem
+from tests.attention.flash_bwd_features import (
+    FEW,
+    check_the_same_bits,
+    featured,
+    packed,
+    problem,
+    run,
+)
 from tests.attention.flash_bwd_sharp import check_sharp
 from tests.attention.flash_fwd_check import make_qkv
-from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
 from tests.attention.held_cases import case
-from tests.attention.test_flash_bwd_mutants import nan_outside, packed
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
+from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
-from torch_metal_attn.testing import features, running
-from torch_metal_attn.tools.verify import cases as listed
 
-F16, BF16 = torch.float16, torch.bfloat16
+F16 = torch.float16
 CPU = torch.device("cpu")
 KERNELS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
 
 
-def named(name, function, *arguments, **options):
-    """function(*arguments, device=...) as a problem of this name."""
-    problem = partial(function, *arguments, **options)
-    problem.__name__ = name
-    return problem
-
-
-def feature(*names):
-    """Features of flash_bwd_features, of which the first tells most of the specialisation."""
-
-    def shown(device):
-        for name in names:
-            check(name, device)
-
-    shown.__name__ = names[0]
-    return shown
-
-
 def all_of_scores():
     """What changes scores, with lengths, and rotations that are interleaved, of shared rows."""
-    qkv = make_qkv(**SHAPE | {"head_dim": 136, "v_head_dim": 32}, dtype=F16)
-    lengths = FEATURES["both lengths, causal, rotary, interleaved"]
-    return qkv, FEATURES["softcap, all, rotary, odd"] | lengths
+    lengths = "both lengths, causal, rotary, interleaved"
+    return problem(lengths, "softcap, all, rotary, odd", head_dim=136, v_head_dim=32)
 
 
-def together(device):
-    qkv, options = all_of_scores()
-    check_flash_bwd(*qkv, **options, device=device)
+def shared_rows():
+    """Rows that two SIMD groups share; of few columns one has nothing."""
+    judge(case(**FEW, head_dim=136, v_head_dim=32, causal=True))
 
 
-def masked(device):
-    """Masks of two layouts, with chunks, padding and odd head dims."""
-    qkv = make_qkv(**SHAPE | FEATURES["odd head dim"], dtype=F16)
-    for mask in ("mask", "mask, transposed"):
-        options = FEATURES["chunk, causal, padded"] | FEATURES[mask]
-        check_flash_bwd(*qkv, **options, device=device)
+def slices():
+    judge(case(**FEW, head_dim=288, v_head_dim=40, causal=True, dtype="bfloat16"))
 
 
-def wide(head_dim, v_head_dim, dtype=F16, **shape):
-    """Rows that two SIMD groups share, or slices; of few columns one has nothing."""
-    shape = {"heads": 2, "kv_heads": 1, "q_length": 40, "kv_length": 50} | shape
-    qkv = make_qkv(**shape, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
-    return named(f"head dims {head_dim} {v_head_dim}", check_flash_bwd, *qkv, causal=True)
+def causal():
+    edges = ("causal, rows without a key", "window at an offset", "window past the keys")
+    judge(*map(featured, edges))
 
 
-def sizes(device):
-    """Partial tiles, and none of queries or of keys."""
-    for q_length, kv_length in ((1, 1), (0, 9), (33, 0), (17, 70)):
-        qkv = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=HOME, dtype=F16)
-        check_flash_bwd(*qkv, dlse=False, device=device)
+def sharp():
+    """With softcap, a bias, ALiBi slopes, sinks and dropout, and their gradients."""
+    check_sharp("everything", F16, CPU)
+
+
+def second_pass():
+    check_sharp("offset values", F16, CPU)
 
 
 def home():
@@ -83,62 +62,71 @@ def home():
     return make_qkv(q_length=45, kv_length=90, head_dim=HOME, dtype=F16)
 
 
-def small(device):
-    check_flash_bwd(*home(), dlse=False, device=device)
+def small():
+    check_flash_bwd(*home(), dlse=False, device=CPU)
 
 
-def either_precision(device):
+def either_precision():
     """Whether the GPU truncates or rounds float operands: they have no bit to lose."""
     q, k, v = home()
     dout, _ = make_gradients(q, v, q.shape[:3])
     results = []
     for mode in ("truncate", "round"):
         with simulate(check=True, relaxed_precision=mode):
-            results.append(backward(q, k, v, dout, None, device, {}))
+            results.append(backward(q, k, v, dout, None, CPU, {}))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def one_key(device):
+def one_key():
     """Weights that are numbers of 11 bits stay what they are: dv is the sum of dout."""
     q, k, v = make_qkv(q_length=1, kv_length=1, head_dim=HOME, dtype=F16)
     dout, _ = make_gradients(q, v, q.shape[:3])
-    _, _, _, dv, _ = backward(q, k, v, dout, None, device, {})
+    *_, dv, _ = backward(q, k, v, dout, None, CPU, {})
     assert torch.equal(dv, dout)
 
 
-def infinite_gradient(device):
+def infinite_gradient():
     """Of the last query, whose block of queries is a part of one."""
     q, k, v = home()
     dout, _ = make_gradients(q, v, q.shape[:3])
     dout[:, :, -1, 3] = torch.inf
-    _, _, _, dv, _ = backward(q, k, v, dout, None, device, {})
+    *_, dv, _ = backward(q, k, v, dout, None, CPU, {})
     assert (dv[..., 3] == torch.inf).all()
     assert dv[..., :3].isfinite().all()
 
 
-def impossible(device):
+def impossible():
     """A length that only the kernels see: what its sequence touches is NaN."""
     (q, k, v), _ = problem("plain")
-    used = ints(90, 50)
-    options = {"seqused_k": used, "leftpad_k": ints(5, 35)}
+    _, options = problem("nan outside")
     dout, dlse = make_gradients(q, v, q.shape[:3])
-    expected = backward(q, k, v, dout, dlse, device, options)[1:4]
+    expected = backward(q, k, v, dout, dlse, CPU, options)[2:5]
     with pytest.MonkeyPatch.context() as patch:
-        after_the_checks(patch, used, [90, 102])
-        found = backward(q, k, v, dout, dlse, device, options)[1:4]
+        after_the_checks(patch, options["seqused_k"], [90, 102])
+        found = backward(q, k, v, dout, dlse, CPU, options)[2:5]
     for one, right in zip(found, expected, strict=True):
         assert torch.equal(one[0], right[0])
         assert one[1].isnan().all()
 
 
-# With softcap, a bias, ALiBi slopes, sinks and dropout, and their gradients.
-SHARP = named("sharp", check_sharp, "everything", F16)
-SHARED_ROWS = wide(136, 32)
-SLICES = wide(288, 40, BF16)
-SECOND_PASS = named("second pass", check_sharp, "offset values", F16)
-CAUSAL = feature("causal, rows without a key", "window at an offset", "window past the keys")
 # Problems without mutants; the unchanged kernels pass the others.
-PROBLEMS = [together, masked, sizes]
+def together():
+    qkv, options = all_of_scores()
+    check_flash_bwd(*qkv, **options, device=CPU)
+
+
+def masked():
+    """Masks of two layouts, with chunks, padding and odd head dims."""
+    for mask in ("mask", "mask, transposed"):
+        qkv, options = problem("odd head dim", "chunk, causal, padded", mask)
+        check_flash_bwd(*qkv, **options, device=CPU)
+
+
+def sizes():
+    """Partial tiles, and none of queries or of keys."""
+    for q_length, kv_length in ((1, 1), (0, 9), (33, 0), (17, 70)):
+        qkv = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=HOME, dtype=F16)
+        check_flash_bwd(*qkv, dlse=False, device=CPU)
 
 
 @pytest.fixture(autouse=True)
@@ -146,51 +134,19 @@ def m5(gpu):
     gpu("Apple M5")
 
 
-def name_of(problem):
-    return problem.__name__
-
-
-@pytest.mark.parametrize("problem", PROBLEMS, ids=name_of)
+@pytest.mark.parametrize("problem", [together, masked, sizes])
 def test_feature(problem):
     with simulate(check=True) as run:
-        problem(device=CPU)
+        problem()
     assert set(run.counters) >= KERNELS
     assert not {"flash_bwd_dq", "flash_bwd_dkv"} & set(run.counters)
 
 
 def test_the_same_bits_in_any_order():
-    """No atomics: threadgroups and SIMD groups may run in any order, on any number of cores."""
-    (q, k, v), options = all_of_scores()
-    dout, dlse = make_gradients(q, v, q.shape[:3])
-    runs = []
-    for order in ({}, {"seed": 1}, {"seed": 2, "workers": 1}):
-        with simulate(check=True, **order):
-            runs.append(backward(q, k, v, dout, dlse, CPU, options))
-    for other in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(other, runs[0], strict=True))
+    check_the_same_bits(*all_of_scores())
 
 
-def test_what_has_no_tensor_tiles(monkeypatch, gpu):
-    """GPUs and settings without them."""
-    q, k, v = make_qkv(head_dim=HOME, dtype=F16)
-    dout, _ = make_gradients(q, v, q.shape[:3])
-
-    def run():
-        with simulate(check=True) as found:
-            backward(q, k, v, dout, None, CPU, {})
-        return KERNELS & set(found.counters)
-
-    assert run() == KERNELS
-    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
-    assert run() == set()
-    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "auto")
-    gpu("Apple M4")
-    assert run() == set()
-    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "on")
-    assert run() == KERNELS
-
-
-def test_explanations(monkeypatch):
+def test_explanations(monkeypatch, gpu):
     def training(dtype):
         return explain(*make_qkv(head_dim=64, dtype=dtype), backward=True).training
 
@@ -200,9 +156,15 @@ def test_explanations(monkeypatch):
     reasons = {kernel.reason for kernel in matrix_tiles.kernels.values()}
     why = "tensor operations cut float32 to 11 bits, and TF32 is not allowed"
     assert reasons == {f"no tensor tiles, as {why}"}
+    gpu("Apple M4")
+    assert not KERNELS & set(training(F16).kernels)
+    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "on")
+    assert set(training(F16).kernels) == KERNELS
     monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
+    gpu("Apple M5")
     off = explain(*make_qkv(head_dim=64, dtype=F16), backward=True)
     assert "no tensor tiles, as TORCH_METAL_ATTN_TENSOR_TILES is off" in str(off)
+    assert not KERNELS & set(off.training.kernels)
 
 
 @pytest.mark.parametrize("head_dim, shared", [(64, 1), (80, 2), (128, 2), (256, 2)])
@@ -229,22 +191,6 @@ def test_inner_loop(kernel, products, loads, shuffles):
     assert counts["barriers"] <= 1
 
 
-def test_verify_has_both_kinds_of_tile(gpu):
-    """Each feature once more, with tensor tiles off."""
-    family = "flash_bwd on 8x8 tiles"
-    again = [listed_case for listed_case in listed.full() if listed_case.family == family]
-    assert len(again) == 2 * len(features.FEATURES)
-    assert {listed_case.case.tiles for listed_case in again} == {"8x8"}
-    small = case(tiles="8x8")
-    with simulate(check=True) as run:
-        assert running.run(small, CPU).ok
-    assert "flash_bwd_dkv" in run.counters
-    assert not {name for name in run.counters if "tensor" in name}
-    gpu("Apple M4")
-    assert family not in {listed_case.family for listed_case in listed.full()}
-
-
-BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 # By the problem that shows them, as in test_flash_bwd_mutants.py.
 MUTANTS = {
     small: """
@@ -269,12 +215,12 @@ MUTANTS = {
         dq: columns of 8x8 tiles [race or wrong]: column + {~column_offset(d) => d * FRAGMENT~}
         dq: without delta: {~( =>~}gradients.fragments[i][j] {~- deltas[i]) =>~}
     """,
-    CAUSAL: """
+    causal: """
         dkv: mask of the other side: visible.apply<{~true => false~}>(scores
         dkv: blocks of the last key skipped: block {~=> + count~} < by_any.end
         dq: edges not masked: block {~+ count =>~} <= by_all.end
     """,
-    nan_outside: """
+    "nan outside": """
         dq: rows before the first key: source.find({~clamp(key, begin => min(key~}, end - 1))
     """,
     impossible: """
@@ -290,7 +236,7 @@ MUTANTS = {
     infinite_gradient: """
         dkv: queries that do not exist: exist[i] = {~key >= begin && key < end => true~}
     """,
-    SHARED_ROWS: """
+    shared_rows: """
         dkv: own part twice: other = simdgroup {~^ 1 =>~}
         dkv: columns of k of the first: {~keys.part => 0~} * OWN_QK_COLUMNS
         dkv: columns behind the row [out_of_bounds]:
@@ -301,7 +247,7 @@ MUTANTS = {
             {~// Both have read the parts of the block before.
             threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
     """,
-    SLICES: """
+    slices: """
         dkv: columns of the last slice behind the row [out_of_bounds]:
             {~COLUMNS == GRID_COLUMNS || column < COLUMNS => true~}
         dkv: second chain dropped: {~result.add(chain); =>~}
@@ -317,12 +263,12 @@ MUTANTS = {
     one_key: """
         dkv: numbers of 11 bits changed: CUT_CENTRE = {~1.00048828125f => 1.0015f~}
     """,
-    SHARP: """
+    sharp: """
         dkv: draws of 8x8 tiles:
             column + {~column_offset(fragment % COLUMNS) => fragment % COLUMNS * FRAGMENT~}
         dkv: weights kept: {~dropout.apply(weights, kept); =>~}
     """,
-    SECOND_PASS: """
+    second_pass: """
         dq: no second pass: if ({~!any_simdgroup(second_pass, votes, simdgroup, lane) => true~})
         dq: second pass adds: deltas[i] = {~=> -~} error.of_delta;
     """,
@@ -330,5 +276,5 @@ MUTANTS = {
 
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
-    MUTANTS, "flash_bwd_{}_tensor", run=lambda problem: problem(device=CPU), together=True
+    MUTANTS, "flash_bwd_{}_tensor", run=run, together=True
 )

@@ -5,33 +5,34 @@ import torch
 
 from bench.bench_tensor_tiles import ours, row
 from tests.attention import flash_fwd_problems as problems
-from tests.attention.dropout_check import dropout
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, case, hold
+from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.testing import running
+from torch_metal_attn.testing.features import FEATURES
 from torch_metal_attn.tools.verify import cases as listed
 
-F16, BF16 = torch.float16, torch.bfloat16
+F16 = torch.float16
 CPU = torch.device("cpu")
 KERNEL = "flash_fwd_tensor"
 
 
-def wide_rows(device):
+def wide_rows():
     """Two chains of scores, Q read again, and a last slice of V that passes its end by a span."""
-    problems.dense(device, BF16, {"batch": 1, "heads": 2, "head_dim": 136, "v_head_dim": 288})
+    judge(problems.dense(batch=1, heads=2, head_dim=136, v_head_dim=288, dtype="bfloat16"))
 
 
-def equal_values(device):
+def equal_values():
     """The mean of equal values: what the cut takes from weights is not missing in the output."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
     out, _ = torch.ops.metal_attn.flash_fwd(4 * q, k, torch.ones_like(v))
     assert (out == 1).all()
 
 
-def infinite_value(device):
+def infinite_value():
     """Of the last key, whose block of keys is a part of one."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
     v[:, :, -1, 3] = torch.inf
@@ -39,7 +40,7 @@ def infinite_value(device):
     assert (out[..., 3] == torch.inf).all()
 
 
-def either_precision(device):
+def either_precision():
     """Whether the GPU truncates or rounds float operands: weights have no bit to lose."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
     results = []
@@ -49,21 +50,14 @@ def either_precision(device):
     assert torch.equal(*results)
 
 
-def scores(device):
+def scores():
     """What changes scores and weights, and a logit without a key, together."""
-    slopes, sink = torch.tensor([0.05, 0.1, 0.2, 0.25]), torch.tensor([3.0, 1.0, -1.0, 5.0])
-    options = {"softcap": 1.5, "softmax_scale": 0.5, "causal": True, "q_offset": -2}
-    options |= dropout()
-    problems.dense(device, BF16, alibi_slopes=slopes, learnable_sink=sink, **options)
+    judge(problems.dense(**SCORES, alibi_slopes="h", causal=True, q_offset=-2, dtype="bfloat16"))
 
 
 GROUPED, PACKED = SIZES | FORWARD, PACKED | FORWARD
-WINDOWS = ((20, 13, None), (30, 45, None), (20, 13, 5))
 CASES = {
-    "windows": [
-        case(**GROUPED, window_size_left=left, window_size_right=right, q_offset=offset)
-        for left, right, offset in WINDOWS
-    ],
+    "windows": problems.PROBLEMS["windows"],
     # Partial tiles of queries and keys, and rows that see nothing.
     "sizes": [
         case(**GROUPED | {"q_length": q, "kv_length": k}, causal=True, q_offset=-2)
@@ -74,7 +68,7 @@ CASES = {
         # Rows with NaN behind each.
         case(
             **GROUPED | LENGTHS | {"attention_chunk": 21, "head_dim": 11, "v_head_dim": 5},
-            **{f"{tensor}_layout": ("padded 3",) for tensor in "qkv"},
+            **problems.PADDED,
             rotary="q",
             rotary_columns=8,
         ),
@@ -93,27 +87,10 @@ CASES = {
         )
     ],
     "packed": [
-        case(
-            **PACKED,
-            window_size_left=40,
-            attn_mask="bool bqk",
-            rotary="qk",
-            rotary_columns=16,
-            rotary_interleaved=True,
-            rotary_by_sequence=True,
-        ),
+        *problems.PROBLEMS["packed"],
         case(**PACKED, cache="paged", page=24, window_size_left=30, dtype="bfloat16"),
     ],
-    # Pages of 3 keys, so that a sequence has more than a SIMD group holds.
-    "pages": [
-        case(
-            **GROUPED | {"q_length": 20, "kv_length": 320, "seqused_k": (31, 300)},
-            cache="paged",
-            page=3,
-            rotary="k",
-            rotary_columns=16,
-        )
-    ],
+    "pages": problems.PROBLEMS["pages"],
 }
 
 
@@ -132,7 +109,8 @@ def test_feature(cases):
 
 def test_formats():
     with simulate(check=True) as run:
-        problems.formats(CPU)
+        for name in ("formats", "scales of fp8"):
+            problems.run(name)
     assert set(run.counters) == {KERNEL}
 
 
@@ -182,13 +160,18 @@ def test_explanations(monkeypatch):
 
 
 def test_verify_has_both_kinds_of_tile(gpu):
-    family = "flash_fwd on 8x8 tiles"
-    case = next(case for case in listed.full() if case.family == family)
+    """Each feature once more, with tensor tiles off."""
+    families = {"flash_fwd on 8x8 tiles", "flash_bwd on 8x8 tiles"}
+    again = [listed_case for listed_case in listed.full() if listed_case.family in families]
+    assert {listed_case.family for listed_case in again} == families
+    assert {listed_case.case.tiles for listed_case in again} == {"8x8"}
+    assert len(again) == 4 * len(FEATURES)
     with simulate(check=True) as run:
-        running.run(case.case, CPU)
-    assert list(run.counters) == ["flash_fwd"]
+        assert running.run(case(tiles="8x8"), CPU).ok
+    assert {"flash_fwd", "flash_bwd_dkv"} <= set(run.counters)
+    assert not {name for name in run.counters if "tensor" in name}
     gpu("Apple M4")
-    assert family not in {case.family for case in listed.full()}
+    assert not families & {listed_case.family for listed_case in listed.full()}
 
 
 LIMITS = {64: (8, 16), 128: (16, 40)}
@@ -208,7 +191,7 @@ def test_inner_loop(head_dim):
 
 # By the problem that shows them, as in test_flash_fwd_mutants.py.
 MUTANTS = {
-    problems.plain: """
+    "plain": """
         a unit of family 9 [misaligned]: fragment_column(lane) * {~4 => 2~}
         keys of a lane in another order: key / 2 * {~4 + key % 2 * 16 => 16 + key % 2 * 4~}
         slots of a left operand off by one:
@@ -254,5 +237,5 @@ MUTANTS = {
 
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
-    MUTANTS, KERNEL, run=lambda problem: problem(CPU), together=True
+    MUTANTS, KERNEL, run=problems.run, together=True
 )

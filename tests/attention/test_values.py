@@ -32,6 +32,10 @@ NO_PADDING = {"leftpad_k": (0,), "seqused_k": (97,)}
 OFFSETS = [None, 0, -1, -64, -40, 1, 31, 32, 40, 96, 97, 140, FURTHEST, -FURTHEST]
 WINDOWS = [(0, -1), (32, -1), (-1, 0), (-1, 33), (0, 0), (7, 9), (40, 33), (64, 64)]
 GROUPED = {"batch": 2, "heads": 4, "kv_heads": 2}
+MASK_LAYOUTS = [
+    *(("padded 1",), ("padded 2",), ("padded 3",)),
+    *(("order 0132",), ("order 3210",), ("order 0231",)),
+]
 # What changes scores: the rows of several subjects have all of it, and share its kernels.
 SCORES = {"softcap": 2.0, "alibi_slopes": "h", "learnable_sink": "float32"}
 EVERYTHING = (
@@ -64,6 +68,11 @@ DENSE = {
                 *((*dims, FORWARD | FEW) for dims in DIFFERENT_FORWARD),
             )
         ),
+    ],
+    # Every copy has gradients of its own, as autograd expects of an expanded input.
+    "expanded": [
+        case(batch=2, kv_heads=2, causal=True, q_layout=layout, k_layout=layout, v_layout=layout)
+        for layout in (("repeated 0",), ("repeated 1",), ("repeated 2",))
     ],
     "groups": [
         case(batch=2, heads=heads, kv_heads=kv_heads, causal=True)
@@ -130,7 +139,7 @@ DENSE = {
         *(case(softmax_scale=scale, causal=True) for scale in (0.0, 0.01, -0.7, 3.5)),
     ],
     "slopes": [
-        case(**GROUPED, **SCORES | {"alibi_slopes": shape}, q_offset=offset, **visible)
+        case(**GROUPED, **SCORES | {"alibi_slopes": shape}, q_offset=offset, threads=1, **visible)
         for shape, offset in (("h", None), ("bh", 0), ("h", -20), ("bh", 50))
         for visible in ({"causal": True}, {"window_size_left": 9})
     ],
@@ -145,6 +154,7 @@ DENSE = {
             **GROUPED | {"q_length": 35, "kv_length": 70} | lengths,
             attn_mask=f"bool {mask}",
             attn_bias=f"float32 {bias}",
+            seed=2,  # with which one number hides nothing
         )
         for shapes, lengths in (
             (("", "q", "h", "bhq"), {}),
@@ -155,12 +165,14 @@ DENSE = {
         )
         for mask, bias in zip(shapes, shapes[1:] + shapes[:1], strict=True)
     ],
+    # An even number of keys is read in pairs, if the memory allows it.
     "masks in memory": [
-        case(**GROUPED, attn_mask=f"{dtype} bhqk", mask_layout=layout, **options)
-        for dtype, options in (("bool", {"attn_bias": "float32 h"}), ("float32", {"causal": True}))
-        for layout in (
-            *(("padded 1",), ("padded 3",), ("order 0132",), ("order 3210",), ("order 0231",)),
+        case(**GROUPED, kv_length=keys, attn_mask=f"{dtype} bhqk", mask_layout=layout, **options)
+        for dtype, keys, options in (
+            ("bool", 70, {"attn_bias": "float32 h"}),
+            ("float32", 65, {"causal": True}),
         )
+        for layout in MASK_LAYOUTS
     ],
     "masks of odd lengths": [
         *(
@@ -179,14 +191,27 @@ DENSE = {
     "biases": [
         *(
             case(**GROUPED, q_length=77, kv_length=101, attn_bias=f"float32 {dims}", causal=True)
-            for dims in ("", "k", "q", "qk", "h", "hk", "hq", "hqk", "b", "bk", "bq", "bhq", "bhqk")
+            for dims in ("k", "q", "qk", "h", "hk", "hq", "hqk", "b", "bk", "bq", "bhq", "bhqk")
+        ),
+        # One number, which is not -inf with this seed.
+        case(**GROUPED, attn_bias="float32 ", causal=True, seed=1),
+        *(
+            case(**GROUPED, attn_bias="float32 bhqk", causal=True, mask_layout=layout)
+            for layout in MASK_LAYOUTS
         ),
         *(
             case(q_length=q, kv_length=k, attn_bias=f"float32 {dims}", causal=True)
             for (q, k), dims in product(((2, 1), (2, 65), (33, 1), (65, 33)), ("hqk", "k", "q"))
         ),
-        # One row of keys for very many queries, so that parts are summed up.
-        case(q_length=513, kv_length=33, attn_bias="float32 k", causal=True, q_offset=0),
+        # One row of keys for very many queries, so that parts are summed up, each time alike.
+        case(
+            q_length=513,
+            kv_length=33,
+            attn_bias="float32 k",
+            causal=True,
+            q_offset=0,
+            threads=1,
+        ),
     ],
     "rotations": [
         case(rotary="qk", rotary_columns=16, rotary_by_sequence=True, batch=2, causal=True),
@@ -207,6 +232,7 @@ DENSE = {
             {},
             SCORES | {"alibi_slopes": "bh", "causal": True, "q_offset": -5},
             {"attn_mask": "bool bhqk", "attn_bias": "float32 bhqk"},
+            {"attn_mask": "bool ", "attn_bias": "float32 ", "seed": 2},
         )
     ],
     "everything": [
@@ -292,6 +318,7 @@ PREFILLED = ((16, 100), (1, 33), (0, 5), (70, 300), (9, 0))
 USED_OF_PREFILLED = {"seqused_k": (90, 33, 2, 300, 0), "causal": True}
 CACHED = {"heads": 4, "kv_heads": 2, "head_dim": 32, "batch": 3, "kv_length": 300, "causal": True}
 USED = {"seqused_k": (300, 65, 0)}
+OFF_ALIGNMENT = {"k_layout": ("padded 1",), "v_layout": ("padded 1",)}
 ROWS_FIRST = {"k_layout": ("order 021",), "v_layout": ("order 021",)}
 OF_CACHES = (
     {"window_size_left": 90, "softcap": 5.0, "alibi_slopes": "h", "learnable_sink": "float32"}
@@ -336,8 +363,18 @@ STORED = {
                 (("q4_0", 64, 32), ("fp8_e4m3", 11, 5)), ({}, ROWS_FIRST)
             )
         ),
+        # Rows that are not aligned are read byte by byte.
+        *(
+            stored("", format=kv_format, head_dim=64, v_head_dim=32, dtype=dtype, **OFF_ALIGNMENT)
+            for kv_format, dtype in (
+                *(("q8_0", "float16"), ("q4_0", "float32"), ("fp8_e4m3", "float16")),
+            )
+        ),
         stored(format="q8_0", head_dim=64, page=5, **OF_CACHES[1]),
         stored("indexed", format="q4_0", head_dim=64, **OF_CACHES[0]),
+    ],
+    "packed keys in half precision": [
+        packed(((33, 40), (7, 65)), cache_dtype="float16", dtype="float32", causal=True),
     ],
     "half precision under float32": [
         stored(cache, cache_dtype=cache_dtype, dtype="float32", head_dim=head_dim, **options)
@@ -360,7 +397,7 @@ def test_values(subject, device):
     "subject",
     [
         *("keys that do not exist", "scales and caps", "masks in memory", "slopes", "sinks"),
-        *("rotations", "dropout", "empty", "everything", "features", "pages"),
+        *("biases", "rotations", "dropout", "empty", "everything", "features", "pages"),
         *("features in a cache", "packed queries in a cache", "formats"),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench.agx import candidates, choose, lens, listing, model, spirv, table
+from bench.front_end import Source
 from torch_metal_attn.simulator.build import ShaderCompileError
 
 # Adds COUNT products to as many accumulators, all alive at once.
@@ -64,7 +65,7 @@ built = pytest.mark.skipif(not lens.DRIVER.exists(), reason="bench/agx/setup.sh 
 
 
 def compiled(loop: listing.Loop, threads: int = 1024, threadgroup: int = 0) -> lens.Compiled:
-    return lens.Compiled(50.5, threads, 128, 0, 0, 0, 110, threadgroup, loop)
+    return lens.Compiled(50.5, threads, 128, 0, 0, threadgroup, loop)
 
 
 def test_a_listing_has_its_loops():
@@ -73,7 +74,7 @@ def test_a_listing_has_its_loops():
     assert (found.code, found.threadgroup) == (110, 2048)
     inner, outer = found.loops()
     assert (inner.blocks, inner.code, inner.products) == (range(2, 3), 40, 2)
-    assert (outer.blocks, outer.code, outer.instructions) == (range(1, 4), 94, 9)
+    assert (outer.blocks, outer.code, outer.opcodes.total()) == (range(1, 4), 94, 9)
 
 
 def test_each_unit_has_its_cycles():
@@ -127,8 +128,8 @@ def test_bfloats_become_words():
 @built
 @pytest.mark.parametrize(("count", "spills"), [(40, False), (80, True)])
 def test_accumulators_take_a_pair_of_registers_each(count: int, spills: bool) -> None:
-    found = lens.compile_agx(TEXT, "products", 64, defines={"COUNT": count, "ELEMENT": "half"})
-    assert (found.spills > 0) == (found.scratch > 0) == spills
+    found = lens.compile_agx(Source(TEXT, "products", 64, {"COUNT": count, "ELEMENT": "half"}))
+    assert (found.spills > 0) == spills
     assert 2 * count < found.demand < 2 * count + 12
     assert found.main is not None
     assert found.main.products == count
@@ -138,7 +139,7 @@ def test_accumulators_take_a_pair_of_registers_each(count: int, spills: bool) ->
 @built
 @pytest.mark.parametrize("element", ["float", "bfloat"])
 def test_other_elements(element: str) -> None:
-    found = lens.compile_agx(TEXT, "products", 64, defines={"COUNT": 2, "ELEMENT": element})
+    found = lens.compile_agx(Source(TEXT, "products", 64, {"COUNT": 2, "ELEMENT": element}))
     assert found.main is not None
     assert found.main.products == 2
 
@@ -146,12 +147,12 @@ def test_other_elements(element: str) -> None:
 @built
 def test_faults_are_told_apart():
     """Those of the text, those of its name, and those of one job among many."""
+    right = Source(TEXT, "products", 64, {"COUNT": 2, "ELEMENT": "half"})
+    wrong = Source(TEXT, "products", 64)
     with pytest.raises(ShaderCompileError, match="COUNT"):
-        lens.compile_agx(TEXT, "products", 64)
+        lens.compile_agx(wrong)
     with pytest.raises(ValueError, match="no kernel sums; it has products"):
-        lens.compile_agx(TEXT, "sums", 64, defines={"COUNT": 2, "ELEMENT": "half"})
-    right = lens.Job("products", {"COUNT": 2, "ELEMENT": "half"}, 64, TEXT)
-    wrong = lens.Job("products", {}, 64, TEXT)
+        lens.compile_agx(replace(right, kernel="sums"))
     first, second, third = lens.compile_all([right, wrong, right], workers=2)
     assert isinstance(second, ShaderCompileError)
     assert first == third
@@ -163,10 +164,8 @@ def test_a_driver_that_is_not_there(monkeypatch, tmp_path):
         lens.run_driver("", "gpu_products", 64)
 
 
-def candidate(
-    *tile: int, registers: float = 50.5, spills: int = 0, macro: str = "FLASH_BWD_DQ"
-) -> choose.Candidate:
-    one = candidates.Class(macro, 32, 64, 0, "Light", ragged=False)
+def candidate(*tile: int, registers: float = 50.5, spills: int = 0) -> choose.Candidate:
+    one = candidates.Class("FLASH_BWD_DQ", 32, 64, 0, "Light", ragged=False)
     _, outer = listing.parse(LISTING).loops()
     found = {
         (torch.float32, name): replace(compiled(outer), demand=registers, spills=spills)

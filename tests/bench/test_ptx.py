@@ -2,7 +2,8 @@
 
 import pytest
 
-from bench.replay.ptx import Source, compile_ptx
+from bench.front_end import Source
+from bench.replay.ptx import compile_ptx
 from tests.bench.test_agx import TEXT
 from torch_metal_attn.simulator.build import ShaderCompileError
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from bench.front_end import Source
 from bench.replay import cases, manifest, peers, vector_loads
 from bench.replay.assemble import limited
 from bench.replay.collect import Collection, Names
-from bench.replay.manifest import Candidate, Dispatch, Manifest, Problem, Program
-from bench.replay.ptx import Source
+from bench.replay.manifest import Problem
 from tests.outside import peers as headers
 from tests.outside.sanitizer import cases as problems
 from tests.outside.sanitizer import faults, pack, sanitize
@@ -145,16 +145,6 @@ def test_equal_sources_are_one_program():
     assert collection.manifest.programs[name].limits == [96, 128]
     assert collection.add(Source("text", "k", 64)) != name
     assert collection.add(Source("text", "k", 32, {"A": 1})) != name
-
-
-def test_a_manifest_is_read_as_it_was_written(tmp_path):
-    dispatch = Dispatch("p", [1, 2, 3], [32, 1, 1], {4: ("q", 16)}, {5: "00ff"})
-    candidate = Candidate("party", "label", [dispatch], {"scratch0": 8})
-    contents = Manifest(
-        {"p": Program("p", "entry", [4, 5], [128])}, [Problem("n", "kind", {"a": 1}, [candidate])]
-    )
-    contents.write(tmp_path)
-    assert manifest.read(tmp_path) == contents
 
 
 def ir(*body):

@@ -78,14 +78,6 @@ def test_path_is_kept(path, layout):
     assert cache.num_free_pages == 16 - -(-(OLD + len(path)) // PAGE)
 
 
-def test_several_sequences_with_trees_of_their_own():
-    cache = paged()
-    ids = [started(cache) for _ in range(3)]
-    cache.accept(ids, [[0, 2, 4, 5], [], [6]], [TREE] * 3)
-    for id, path in zip(ids, [[0, 2, 4, 5], [], [6]], strict=True):
-        assert_holds(cache, id, path)
-
-
 def test_a_fork_keeps_the_tree():
     """Its rows are in pages that the path moves through."""
     cache = paged()

@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 
-from tests.cache.append_check import check_equal, make, same_memory
+from tests.helpers.judged import arguments
+from tests.helpers.memory import check_equal, same_memory
+from tests.helpers.steps import append
+
+append_kv = torch.ops.metal_attn.append_kv
 
 
 def graph_size(node):
@@ -21,14 +25,14 @@ def graph_size(node):
     ],
 )
 def test_of_what_was_written(name, changed):
-    plain, problem = make(rotary_dim=64, q_heads=3), make(rotary_dim=64, q_heads=3)
-    leaf = problem.tensors[name].detach().requires_grad_()
-    problem.tensors[name] = leaf * 1 if name == "q" else leaf
-    for each in (plain, problem):
-        each.run()
+    plain, given = (arguments(append(length=5, rotary_columns=64)) for _ in range(2))
+    leaf = given[name].detach().requires_grad_()
+    given[name] = leaf * 1 if name == "q" else leaf
+    for each in (plain, given):
+        append_kv(**each)
     for written in ("k_cache", "v_cache", "q"):
-        x = problem.tensors[written]
-        check_equal({written: x.detach()}, {written: plain.tensors[written]})
+        x = given[written]
+        assert torch.equal(x.detach().nan_to_num(), plain[written].nan_to_num())
         if written not in changed:
             assert not x.requires_grad
             continue
@@ -39,37 +43,37 @@ def test_of_what_was_written(name, changed):
 
 
 def test_a_cache_keeps_no_graph_of_its_steps():
-    problem = make()
-    sizes = []
+    given = arguments(append())
+    given["k_cache"] = given["k_cache"].clone()[:]
+    leaf, sizes = given["k"].clone().requires_grad_(), []
     for _ in range(3):
-        problem.tensors["k"] = make().tensors["k"].requires_grad_() * 2
-        problem.run()
-        sizes.append(graph_size(problem.tensors["k_cache"].grad_fn))
+        append_kv(**given | {"k": leaf * 2})
+        sizes.append(graph_size(given["k_cache"].grad_fn))
     assert sizes == [3, 3, 3]  # of a view: how it was made, the write, and what requires grad
 
 
 @pytest.mark.parametrize("how", ["leaf", "unbind", "no_grad", "compiled"])
 def test_where_autograd_cannot_be_told(how):
     """Refused before anything is written."""
-    problem = make()
-    problem.tensors["k"].requires_grad_()
-    cache = problem.tensors["k_cache"]
+    given = arguments(append())
+    given["k"].requires_grad_()
+    cache = given["k_cache"]
     message = "made under torch.no_grad"
-    run = problem.run
+    run = append_kv
     if how == "leaf":
         cache.requires_grad_()
         message = "k_cache is a leaf that requires grad"
     elif how == "unbind":
-        problem.tensors["k_cache"] = torch.stack([cache, cache]).unbind()[0]
+        given["k_cache"] = torch.stack([cache, cache]).unbind()[0]
     elif how == "no_grad":
         with torch.no_grad():
-            problem.tensors["k_cache"] = cache[:]
+            given["k_cache"] = cache[:]
     else:
-        run = torch.compile(problem.run, backend="aot_eager", fullgraph=True)
+        run = torch.compile(append_kv, backend="aot_eager", fullgraph=True)
         message = "append_kv has no gradient, and k requires grad"
-    before = same_memory(problem.tensors["k_cache"].detach())
+    before = same_memory(given["k_cache"].detach())
     with pytest.raises((NotImplementedError, Unsupported), match=message):
-        run()
-    check_equal({"k_cache": problem.tensors["k_cache"].detach()}, {"k_cache": before})
+        run(**given)
+    check_equal({"k_cache": given["k_cache"].detach()}, {"k_cache": before})
     with torch.no_grad():
-        problem.run()
+        append_kv(**given)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.cache.append_check import check, make
+from tests.helpers.judged import arguments, judge
 from tests.helpers.mutants import mutant_tests
+from tests.helpers.steps import append, check_special
 from torch_metal_attn import simulate
 
 # What a fault changes in the shader's text, the check that must see it, and the fault that the
@@ -104,79 +105,61 @@ MUTANTS = {
 }
 
 
-def special(format, v_format=None):
-    """Ties, equals of either sign, NaN, and numbers below the normal ones."""
-    problem = make(format=format, v_format=v_format, seqlens=[3, 11], length=9)
-    for name in ("k", "v"):
-        x = problem.tensors[name]
-        x[:, :, 1, 33], x[:, :, 1, 60] = 50, -50
-        x[:, :, 2, 33], x[:, :, 2, 60] = -50, 50
-        x[:, :, 3] = (x[:, :, 3] * 8).round() / 64
-        x[:, :, 4, 5] = torch.nan
-        x[:, :, 5] *= 1e-3
-        if "_g" in format:
-            x = problem.tensors[name] = x.float()
-            x[:, :, 6] = x[:, :, 6].abs()
-            x[:, :, 6, ::2] = -0.0
-            x[:, :, 7] = 1.01 * x[:, :, 7] - 4e3  # float16 has steps of 2 there
-            x[:, :, 8] = -1e5
-        if format == "fp8_e4m3":
-            problem.tensors[f"{name}_scale"] = torch.tensor([[0.25, 0.5], [1.0, 2.0]])
-    check(problem)
-
-
-def after(name, values, **options):
+def after(name, values, **fields):
     """`name` takes impossible values behind the checks; what is there stays in its bounds."""
-    problem = make(dtype=torch.float16, **options)
+    given = arguments(append(**{"length": 5, "lengths": (0, 1), "capacity": 32} | fields))
     # The caches end where their memory does.
-    for cache in ("k_cache", "v_cache"):
-        problem.tensors[cache] = problem.tensors[cache].clone()
-    before = problem.tensors["k_cache"].view(torch.int16).clone()
+    given |= {cache: given[cache].clone() for cache in ("k_cache", "v_cache")}
+    before = given["k_cache"].view(torch.int16).clone()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        after_the_checks(monkeypatch, problem.tensors[name], values)
-        problem.run()
-    return problem, before
+        after_the_checks(monkeypatch, given[name], values)
+        torch.ops.metal_attn.append_kv(**given)
+    return given, before
 
 
-def one_written(name, values, **options):
+def one_written(name, values, **fields):
     """Nothing is written for two sequences with invalid values."""
-    problem, before = after(name, values, **options)
-    assert torch.equal(problem.tensors["k_cache"].view(torch.int16), before)
+    given, before = after(name, values, **fields)
+    assert torch.equal(given["k_cache"].view(torch.int16), before)
 
 
-ROTATED = {"seqlens": [3, 11], "leftpad": [2, 1], "rotary_dim": 64, "q_heads": 3}
-
+SIZES = {"length": 5, "lengths": (3, 11), "capacity": 32}
+ROTATED = SIZES | {"leftpad_k": (2, 1), "rotary_columns": 64, "heads": 6}
+LAST = {"head_dim": 96, "rotary_columns": 32, "rotary_last": True, "heads": 6}
+CASES = {
+    "plain": {"v_head_dim": 32},
+    "paged": {"cache": "paged", "page": 5, "capacity": 35, "length": 21},
+    "rounded": {"dtype": "float32", "cache_dtype": "float16"},
+    "indexed": {"cache": "indexed"},
+    "rotated": ROTATED,
+    "rotated at once": ROTATED | {"by_token": False},
+    "last columns rotated": LAST,
+}
+SPECIAL = {
+    "q8_0": {"format": "q8_0"},
+    "q4_0": {"format": "q4_0"},
+    "q3_g32": {"format": "q3_g32", "v_format": "q3_g64", "dtype": "float32"},
+    "fp8": {"format": "fp8_e4m3"},
+}
 CHECKS = {
-    "plain": lambda: check(make(head_dim_v=32, seqlens=[3, 11])),
-    "paged": lambda: check(make(page=5, length=21, seqlens=[3, 11])),
-    "rounded": lambda: check(make(dtype=torch.float32, cache_dtype=torch.float16)),
-    "indexed": lambda: check(make(cache_batch_idx=[2, 0])),
-    "rotated": lambda: check(make(**ROTATED)),
-    "rotated at once": lambda: check(make(**ROTATED, rotate_q_by_token=False)),
-    "last columns rotated": lambda: check(
-        make(seqlens=[3, 11], head_dim=96, rotary_dim=32, rotary_first_column=64, q_heads=3)
-    ),
-    "q8_0": lambda: special("q8_0"),
-    "q4_0": lambda: special("q4_0"),
-    "q3_g32": lambda: special("q3_g32", "q3_g64"),
-    "fp8": lambda: special("fp8_e4m3"),
-    "no room": lambda: one_written("cache_seqlens", [32, 2**31 - 1], seqlens=[0, 1]),
-    "below nothing": lambda: one_written("cache_seqlens", [-40, -(2**31)], seqlens=[0, 1]),
-    "no page": lambda: one_written("block_table", [[-1] * 4, [11] * 4], page=8, seqlens=[0, 1]),
-    "no batch": lambda: one_written("cache_batch_idx", [-7, 9], cache_batch_idx=[0, 1]),
+    **{name: lambda name=name: judge(append(**SIZES | CASES[name])) for name in CASES},
+    **{name: lambda name=name: check_special(**SPECIAL[name]) for name in SPECIAL},
+    "no room": lambda: one_written("cache_seqlens", [32, 2**31 - 1]),
+    "below nothing": lambda: one_written("cache_seqlens", [-40, -(2**31)]),
+    "no page": lambda: one_written("block_table", [[-1] * 4, [11] * 4], cache="paged", page=8),
+    "no batch": lambda: one_written("cache_batch_idx", [-7, 9], cache="indexed"),
     "no table row": lambda: no_table_row(),
 }
 
 
 def no_table_row():
     """Rows of the tables that do not exist give NaN in k and in q, and are not read."""
-    problem, _ = after("leftpad_k", [9, -70], **ROTATED | {"leftpad": [0, 0]})
-    k = problem.tensors["k_cache"]
+    given, _ = after("leftpad_k", [9, -70], **ROTATED | {"leftpad_k": (0, 0)})
+    k, v = given["k_cache"], given["v_cache"]
     assert k[0, :, 3:8].isnan().all()
     assert k[1, :, 11:16].isnan().all()
-    assert problem.tensors["q"].isnan().all()
-    v = problem.tensors["v_cache"]
-    assert torch.equal(v[0, :, 3:8], problem.tensors["v"][0])
+    assert given["q"].isnan().all()
+    assert torch.equal(v[0, :, 3:8], given["v"][0])
 
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
@@ -187,8 +170,8 @@ test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
 def test_rows_that_fit_are_written():
     """Where only some do, those; so a cache that is full stays whole."""
     with simulate(check=True):
-        problem, _ = after("cache_seqlens", [30, 29], seqlens=[0, 1])
-    k, cache = problem.tensors["k"], problem.tensors["k_cache"]
+        given, before = after("cache_seqlens", [30, 29])
+    k, cache = given["k"], given["k_cache"]
     assert torch.equal(cache[0, :, 30:], k[0, :, :2])
     assert torch.equal(cache[1, :, 29:], k[1, :, :3])
-    assert cache[:, :, :29].isnan().all()
+    assert torch.equal(cache.view(torch.int16)[:, :, :29], before[:, :, :29])

@@ -124,7 +124,7 @@ REFUSED = [
     ),
     (
         lambda c: LatentCache(1, 4, 32, 32).append([], torch.zeros(())),
-        r"k has shape \(\); it must be \(B, Hkv, L, D\)",
+        r"k has shape \(\); it must be \(0, 1, L, 64\)",
     ),
     (
         lambda c: static().reorder(torch.zeros(1).int().expand(2**31)),

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.cache.append_check import memory_of, same_memory
 from tests.helpers.judged import judge
+from tests.helpers.memory import memory_of, same_memory
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import extension

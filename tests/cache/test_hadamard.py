@@ -4,17 +4,18 @@ import pytest
 import torch
 
 from tests.attention import held_cases
-from tests.cache import append_check
 from tests.helpers.cases import each_case
+from tests.helpers.judged import arguments, judge
 from tests.helpers.mutants import mutant_tests
+from tests.helpers.steps import append, check_special, step
 from torch_metal_attn import flash_attn_with_kvcache, quantisation, simulate, testing
-from torch_metal_attn.kv_cache import LatentCache, PagedKVCache
+from torch_metal_attn.kv_cache import PagedKVCache
 from torch_metal_attn.quantisation import dequantise, hadamard, quantise
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import normal
 
 SIZES = quantisation.HADAMARD
-append_kv, flash_decode = torch.ops.metal_attn.append_kv, torch.ops.metal_attn.flash_decode
+flash_decode = torch.ops.metal_attn.flash_decode
 
 
 def matrix(size):
@@ -67,27 +68,24 @@ def test_columns_of_large_values_cost_less():
 # --- The kernels. ---
 
 # Of K and V: each format in some block, and each block with some head dims.
-ROTATED = {"rotary_dim": 32, "q_heads": 2, "seed": 1}
+PAGES = {"cache": "paged", "page": 5, "capacity": 65}
 APPENDED = [
-    ("q8_0", "q4_0", 32, 96, 32, {"page": 5}),
-    ("q2_g32", "q3_g64", 64, 64, 128, ROTATED),
-    ("q4_g64", "fp8_e4m3", 128, 128, 256, {"page": 5}),
-    ("fp8_e4m3", "q3_g32", 32, 32, 64, ROTATED),
+    {"format": "q8_0", "v_format": "q4_0", "hadamard": 32, "head_dim": 96, "v_head_dim": 32}
+    | PAGES,
+    {"format": "q2_g32", "v_format": "q3_g64", "hadamard": 64, "v_head_dim": 128}
+    | {"rotary_columns": 32},
+    {"format": "q4_g64", "v_format": "fp8_e4m3", "hadamard": 128, "head_dim": 128}
+    | PAGES
+    | {"v_head_dim": 256},
+    {"format": "fp8_e4m3", "v_format": "q3_g32", "hadamard": 32, "rotary_columns": 32},
 ]
 
 
 @pytest.mark.usefixtures("backend")
-@pytest.mark.parametrize("format, v_format, size, head_dim, head_dim_v, options", APPENDED)
-def test_append(format, v_format, size, head_dim, head_dim_v, options):
+@pytest.mark.parametrize("fields", APPENDED, ids=str)
+def test_append(fields):
     """Bit for bit, rotary embeddings before, in pages too, also of rows without a number."""
-    case = {"format": format, "v_format": v_format, "head_dim": head_dim, "head_dim_v": head_dim_v}
-    case |= {"length": 9, "dtype": torch.float32, "seqlens": [3, 11], "hadamard": size}
-    problem = append_check.make(**case, **options)
-    for name in ("k", "v"):
-        problem.tensors[name][:, :, 1, 5] = torch.nan
-        problem.tensors[name][:, :, 2, 30] = torch.inf
-        problem.tensors[name][:, :, 3] = 0
-    append_check.check(problem)
+    check_special(**fields, dtype="float32")
 
 
 # Rows of q and columns choose who rotates: lanes alone, or the matrix unit's fragments, of which
@@ -125,106 +123,28 @@ def test_attention(name, device):
 
 def test_function(device):
     """`flash_attn_with_kvcache` appends and attends, also with queries that flash_fwd takes."""
-    common = {"format": "q4_0", "hadamard": 64, "head_dim": 64, "v_head_dim": 64, "kv_heads": 1}
-    for length in (2, 70):
-        case = testing.Step(
-            call="flash_attn_with_kvcache",
-            length=length,
-            q_length=length,
-            lengths=(3, 20),
-            capacity=96,
-            causal=True,
-            rotary_columns=32,
-            heads=2,
-            **common,
-        )
-        assert testing.run(case, device).status == "ok"
-    case = testing.Attention(
-        call="flash_attn_with_kvcache",
-        q_length=66,
-        kv_length=90,
-        seqused_k=(80,),
-        causal=True,
-        **common,
-    )
-    assert testing.run(case, device).status == "ok"
+    common = {"call": "flash_attn_with_kvcache", "format": "q4_0", "hadamard": 64, "heads": 2}
+    common |= {"kv_heads": 1, "head_dim": 64, "dtype": "float32", "causal": True}
+    steps = [
+        step(length=n, lengths=(3, 20), capacity=96, rotary_columns=32, **common) for n in (2, 70)
+    ]
+    old = held_cases.case(q_length=66, kv_length=90, seqused_k=(80,), **common)
+    held_cases.hold([*steps, old], device)
 
 
 def test_rows_that_fill_threadgroup_memory(device):
     """20 rows of latents in float32: the rotation leaves room for fewer at a time."""
-    case = testing.Step(
-        call="decode_step",
-        heads=4,
-        values_in_keys=True,
-        head_dim=576,
-        v_head_dim=512,
-        length=5,
-        q_length=5,
-        lengths=(7, 11),
-        capacity=25,
-        format="q3_g64",
-        hadamard=64,
-        causal=True,
-    )
-    assert testing.run(case, device).status == "ok"
-
-
-CACHES = {
-    "paged": lambda **o: PagedKVCache(8, 16, 2, 64, dtype=torch.float32, **o),
-    "latent": lambda **o: LatentCache(8, 16, 64, 64, dtype=torch.float32, **o),
-}
-
-
-@pytest.mark.parametrize("kind", CACHES)
-def test_caches(kind):
-    """append and decode_step, and the function over a layer's tensors, by the CPU's own kernels.
-
-    test_recent.py has such caches in the simulator, and StaticKVCache.
-    """
-    cache = CACHES[kind](format="q8_0", hadamard=64)
-    layer = cache.layers[0]
-    assert layer.hadamard == 64
-    ids = [cache.allocate()]
-    heads, columns = (1, 128) if kind == "latent" else (2, 64)
-    k, v = normal(1, heads, 20, columns), normal(1, heads, 20, 64, seed=1)
-    q = normal(1, 4, 1, columns, seed=2)
-    if kind == "latent":
-        v = k[..., :64]
-    old, new = (slice(0, 19), slice(19, 20))
-    cache.append(ids, k[:, :, old], None if kind == "latent" else v[:, :, old])
-    out = cache.decode_step(
-        ids, q, k[:, :, new], None if kind == "latent" else v[:, :, new], softmax_scale=0.1
-    )
-    near = [
-        dequantise(*quantise(x, "q8_0", hadamard=64), torch.float32, hadamard=64) for x in (k, v)
-    ]
-    exact, _ = attention(q, *near, softmax_scale=0.1, compute_dtype=torch.float64)
-    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
-    if kind != "latent":
-        scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
-        again = flash_attn_with_kvcache(
-            q.transpose(1, 2),
-            *(layer.k_cache, layer.v_cache),
-            cache_seqlens=cache.seqlens(ids),
-            block_table=cache.block_table(ids),
-            softmax_scale=0.1,
-            hadamard=layer.hadamard,
-            **scales,
-        )
-        torch.testing.assert_close(again.transpose(1, 2), out, rtol=0, atol=1e-6)
+    latents = {"values_in_keys": True, "head_dim": 576, "v_head_dim": 512, "kv_heads": 1}
+    fields = {"length": 5, "lengths": (7, 11), "capacity": 25, "dtype": "float32", "causal": True}
+    held_cases.hold([step(**latents, **fields, format="q3_g64", hadamard=64)], device)
 
 
 # --- What is refused. ---
 
 
-def appended(**options):
-    sizes = {"format": "q4_0", "length": 2, "seqlens": [0, 0]} | options
-    problem = append_check.make(**sizes)
-    before = append_check.memory_of(problem.tensors["k_cache"]).clone()
-    try:
-        problem.run()
-    finally:
-        assert torch.equal(append_check.memory_of(problem.tensors["k_cache"]), before)
+def appended(hadamard, **fields):
+    given = arguments(append(**{"format": "q4_0", "length": 2, "lengths": (0, 0)} | fields))
+    torch.ops.metal_attn.append_kv(**given | {"hadamard": hadamard})
 
 
 def decoded(size, columns=64, format="q8_0"):
@@ -249,16 +169,19 @@ def prefill(**options):
         (lambda: quantise(torch.zeros(3, 64), "q8_0", hadamard=16), "hadamard is 16; it must be 0"),
         (lambda: appended(hadamard=48), "hadamard is 48; it must be 0 .off., 32, 64 or 128"),
         (lambda: appended(hadamard=128), "k_cache has a head dim of 64; with hadamard of 128 it"),
-        (lambda: appended(head_dim_v=96, hadamard=64), "v_cache has a head dim of 96; with hadam"),
-        (lambda: appended(format=None, hadamard=64), "hadamard is 64 and k_cache is not quantised"),
+        (lambda: appended(v_head_dim=96, hadamard=64), "v_cache has a head dim of 96; with hadam"),
+        (lambda: appended(format="", hadamard=64), "hadamard is 64 and k_cache is not quantised"),
         (lambda: decoded(-32), "hadamard is -32; it must be 0"),
         (lambda: decoded(2**40), "hadamard is 1099511627776; it must be 0"),
         (lambda: decoded(64, 96), "k has a head dim of 96; with hadamard of 64"),
         (lambda: decoded(64, format=None), "hadamard is 64 and k is not quantised"),
         (lambda: prefill(hadamard=64), "hadamard is 64 and k_cache is not quantised"),
-        (lambda: CACHES["paged"](hadamard=64), "hadamard is 64 with no format; leave it out"),
         (
-            lambda: CACHES["paged"](format="q8_0", hadamard=128),
+            lambda: PagedKVCache(8, 16, 2, 64, hadamard=64),
+            "hadamard is 64 with no format; lea",
+        ),
+        (
+            lambda: PagedKVCache(8, 16, 2, 64, format="q8_0", hadamard=128),
             "head_dim has 64 columns; hadamard of 128 needs a multiple",
         ),
     ],
@@ -297,11 +220,8 @@ def _decode(name):
 
 
 def _append():
-    append_check.check(
-        append_check.make(
-            format="q8_0", v_format="q4_0", head_dim_v=128, seqlens=[3, 9], hadamard=64
-        )
-    )
+    formats = {"format": "q8_0", "v_format": "q4_0", "hadamard": 64}
+    judge(append(**formats, v_head_dim=128, length=5, lengths=(3, 9)))
 
 
 test_mutants, test_unchanged = mutant_tests(

@@ -385,15 +385,16 @@ def test_attention_over_a_cache_of_the_device(device):
 def attend_over_a_cache(paged, kept, layout, device):
     """A prompt, then rows that the attention writes itself where `reserve` made room.
 
-    Of float32 rows, whatever the cache keeps of them.
+    Of float32 rows, whatever the cache keeps of them; codes are of rotated rows.
     """
     format = kept if isinstance(kept, str) else None
+    rotated = {"hadamard": 32 if format else 0}
     heads, head_dim, v_head_dim, total = 2, 32, 64, 13
     shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "num_kv_heads": heads}
     dtype = torch.float32 if format else kept
     v_format = "q3_g64" if format == "q4_g32" else format
     options = {"dtype": dtype, "device": device, "format": format, "layout": layout}
-    options["v_format"] = v_format
+    options |= rotated | {"v_format": v_format}
     k, v = (
         torch.randn(2, heads, total, d, generator=torch.Generator().manual_seed(d))
         for d in (head_dim, v_head_dim)
@@ -420,33 +421,21 @@ def attend_over_a_cache(paged, kept, layout, device):
         causal=True,
         k_scale=layer.k_scale,
         v_scale=layer.v_scale,
+        hadamard=layer.hadamard,
         **where,
     )
     cache.advance(*([ids] if paged else []), 4)
     assert (cache.seqlens(ids) if paged else cache.seqlens()).tolist() == [total, total]
     if format is not None:
         k, v = (
-            quantisation.dequantise(*quantisation.quantise(t, own), torch.float32)
+            quantisation.dequantise(
+                *quantisation.quantise(t, own, **rotated), torch.float32, **rotated
+            )
             for t, own in ((k, format), (v, v_format))
         )
     k, v = (t.to(dtype) for t in (k, v))
     expected, _ = reference.attention(q.transpose(1, 2), k, v, causal=True)
     torch.testing.assert_close(out.cpu().transpose(1, 2), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_rotary_is_passed_on():
-    cache = make()
-    id = cache.allocate()
-    k, v = rows([1, 2, 3])
-    cos, sin = torch.zeros(8, HEAD_DIM // 2), torch.ones(8, HEAD_DIM // 2)
-    q = torch.arange(3.0 * HEAD_DIM).view(1, 1, 3, HEAD_DIM)
-    before = q.clone()
-    cache.append([id], k, v, q=q, rotary_cos=cos, rotary_sin=sin)
-    rotated = torch.cat([-k[..., HEAD_DIM // 2 :], k[..., : HEAD_DIM // 2]], -1)
-    page = int(cache.block_table([id])[0, 0])
-    assert torch.equal(cache.layers[0].k_cache[page, :3].transpose(0, 1)[None], rotated)
-    half = HEAD_DIM // 2
-    assert torch.equal(q, torch.cat([-before[..., half:], before[..., :half]], -1))
 
 
 class TestStatic:

@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.cases import each_case
 from torch_metal_attn import reference
-from torch_metal_attn.kv_cache import CacheFull, LatentCache, PagedKVCache, StaticLatentCache
+from torch_metal_attn.kv_cache import LatentCache, PagedKVCache, StaticLatentCache
 from torch_metal_attn.quantisation import FORMATS, dequantise
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.simulator import simulate
@@ -168,22 +168,6 @@ def test_same_as_expanded_keys():
     assert (out.double() @ up_v - expected).abs().max() <= 1e-4
 
 
-def test_fork_truncate_and_accept():
-    """What PagedKVCache does with pages holds for latents too."""
-    cache, (a, b) = made("paged")
-    rows = normal(2, 1, 6, LATENT + ROTARY)
-    cache.append([a, b], rows)
-    c = cache.fork(a)
-    cache.append([c], rows[1:, :, :2])
-    cache.truncate(b, 3)
-    for id, wanted in (
-        (a, rows[:1]),
-        (b, rows[1:, :, :3]),
-        (c, torch.cat([rows[:1], rows[1:, :, :2]], 2)),
-    ):
-        assert torch.equal(stored(cache, id, wanted.shape[2]), wanted[0].double())
-
-
 TWO_SCALES = torch.tensor([0.5, 2.0, 4.0])
 # Of values in the keys' memory: codes that are alike are not values that are.
 OTHER_SCALES = [
@@ -307,16 +291,3 @@ def test_refused(call, message):
     assert cache.num_free_pages == 2
     assert cache.seqlens([0]).tolist() == [0]
     assert not cache.layers[0].k_cache.any()
-
-
-def test_full():
-    cache = one()
-    id = cache.allocate()
-    cache.append([id], ROWS.expand(-1, -1, 8, -1))
-    with pytest.raises(CacheFull):
-        cache.decode_step([id], QUERY, ROWS, softmax_scale=1.0)
-    assert cache.seqlens([id]).tolist() == [8]
-    static = StaticLatentCache(1, 8, LATENT, ROTARY)
-    static.append(ROWS.expand(-1, -1, 8, -1))
-    with pytest.raises(CacheFull, match="1 rows more do not fit: a sequence has 8 of 8"):
-        static.decode_step(QUERY, ROWS, softmax_scale=1.0)

@@ -25,6 +25,7 @@ from torch_metal_attn.testing.judge import DTYPES
 from torch_metal_attn.testing.tensors import DTYPES as NAMES
 
 BLOCKED = ["q8_0", "q4_0"]
+GROUPED = [format for format in FORMATS if "_g" in format]
 # Scales for 64 columns.
 HALVES = torch.ones(2, 3, 4, 2).half()
 
@@ -33,24 +34,36 @@ def normal(*shape, dtype=torch.float32, seed=0, size=1.0):
     return (size * judge.normal(*shape, seed=seed)).to(dtype)
 
 
-def slowly(block, format):
-    """Data and scale of one block of 32 columns, value by value, in Python's arithmetic."""
-    values = [float(x) for x in block]
-    largest = max(values, key=abs)
-    step = abs(largest) / 127 if format == "q8_0" else largest / -8
-    scale = torch.tensor(step, dtype=torch.float32).half()
+def slowly(group, format):
+    """One group of columns in Python: codes, (scale, minimum), and what the code 0 stands for."""
+    values = [float(x) for x in group]
+    if "_g" not in format:
+        largest = max(values, key=abs)
+        step = abs(largest) / 127 if format == "q8_0" else largest / -8
+        scale = torch.tensor(step, dtype=torch.float32).half()
+        first, last, zero = (-127, 127, 0) if format == "q8_0" else (0, 15, 8)
+        if scale == 0:
+            return [zero] * BLOCK, [scale], 0.0
+        # To even, and 53 bits suffice here.
+        codes = [round(x / float(scale)) + zero for x in values]
+        return [max(first, min(last, n)) for n in codes], [scale], -zero * float(scale)
+    last = 2 ** int(format[1]) - 1
+    minimum = torch.tensor(min(values)).half()
+    scale = ((torch.tensor(max(values)) - torch.tensor(min(values))) / last).half()
     if scale == 0:
-        return [0 if format == "q8_0" else 8] * BLOCK, scale
-    quotients = [round(x / float(scale)) for x in values]  # to even, and 53 bits suffice here
-    if format == "q8_0":
-        return [max(-127, min(127, n)) for n in quotients], scale
-    return [max(0, min(15, n + 8)) for n in quotients], scale
+        return [0] * len(values), [scale, minimum], float(minimum)
+    above = [torch.tensor(x) - minimum.float() for x in values]
+    codes = [round(float(x) / float(scale)) for x in above]
+    return [max(0, min(last, n)) for n in codes], [scale, minimum], float(minimum)
 
 
 def unpacked(data, format):
+    """The codes of one row."""
     if format == "q8_0":
-        return data
-    return torch.stack((data & 15, data >> 4), -1).flatten(-2)
+        return data.tolist()
+    bits = int(format[1])
+    row = int.from_bytes(data.contiguous().view(torch.uint8).numpy().tobytes(), "little")
+    return [row >> (bits * n) & (2**bits - 1) for n in range(data.nbytes * 8 // bits)]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -65,16 +78,24 @@ def test_bounds(format):
     hold(*cases)
 
 
-@pytest.mark.parametrize("format", BLOCKED)
+@pytest.mark.parametrize("format", [*BLOCKED, *GROUPED])
 def test_the_documented_rounding_bit_for_bit(format):
-    for seed in range(20):
-        x = normal(32, dtype=DTYPES[seed % 3], seed=seed, size=10.0 ** (seed % 7 - 4))
+    for seed in range(16):
+        x = normal(128, dtype=DTYPES[seed % 3], seed=seed, size=10.0 ** (seed % 7 - 4)) + seed % 3
         if seed % 2:
             x = (x * 4).round() / 4  # ties
         data, scale = quantise(x, format)
-        expected, expected_scale = slowly(x, format)
-        assert torch.equal(scale, expected_scale[None])
-        assert unpacked(data, format).tolist() == expected
+        groups = [slowly(part, format) for part in x.split(shared_columns(format))]
+        assert unpacked(data, format) == [code for codes, _, _ in groups for code in codes]
+        assert torch.equal(scale, torch.stack([n for _, numbers, _ in groups for n in numbers]))
+        values = [
+            least + float(numbers[0]) * code for codes, numbers, least in groups for code in codes
+        ]
+        expected = torch.tensor(values, dtype=torch.float64).float()
+        assert torch.equal(dequantise(data, scale, torch.float32), expected)
+        assert format_of(data, scale) == format
+        assert columns(data, scale) == 128
+        assert sizes(format, 128) == (data.shape[-1], scale.shape[-1])
 
 
 def ggml_row(format, steps, codes):
@@ -124,21 +145,25 @@ def test_zeros(format, dtype):
         assert torch.equal(scale, expected)
 
 
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan, 3e38])
-@pytest.mark.parametrize("format", BLOCKED)
-def test_blocks_that_no_scale_holds(format, bad):
-    """NaN in that block alone, from data that are zeros: nothing depends on what a NaN casts to."""
-    x = normal(3, 96)
-    x[1, 40] = bad
+@pytest.mark.parametrize("format", [*BLOCKED, *GROUPED])
+def test_groups_that_no_scale_holds(format):
+    """NaN in that group alone, from codes of zeros: nothing depends on what a NaN casts to.
+
+    Of formats with a minimum, constant rows are the constant.
+    """
+    x = torch.full((6, 64), 0.75)
+    x[1] = 0.0
+    x[1, ::2] = -0.0
+    x[2, 3], x[3, 40], x[4, 63], x[5, 0] = torch.nan, -torch.inf, 3e38, torch.inf
     data, scale = quantise(x, format)
-    nan = torch.zeros(3, 3, dtype=torch.bool)
-    nan[1, 1] = True
-    assert torch.equal(scale.isnan(), nan)
-    assert torch.equal(
-        dequantise(data, scale, torch.float32).isnan(), nan.repeat_interleave(32, -1)
-    )
-    zero = 0 if format == "q8_0" else 8
-    assert (unpacked(data, format)[1, 32:64] == zero).all()
+    back = dequantise(data, scale, torch.float32)
+    if format in GROUPED:
+        assert torch.equal(back[:2], x[:2])
+    group = shared_columns(format)
+    bad = (~x.isfinite() | (x.abs() > 65504)).unflatten(-1, (-1, group)).any(-1)
+    assert torch.equal(back.isnan(), bad.repeat_interleave(group, -1))
+    codes = data.unflatten(-1, (64 // group, -1))[bad]
+    assert (codes == (0x88 if format == "q4_0" else 0)).all()
 
 
 def test_the_largest_scale():

@@ -224,13 +224,6 @@ def test_rows_that_others_wrote(backend, kind):
     held.step(1, 5)
 
 
-def test_truncated_to_before_the_window():
-    held = Sequences("static")
-    held.append(100, 0)
-    held.truncate(0, 20)
-    held.step(1, 3)
-
-
 def test_matched_prefixes_are_codes():
     held = Sequences("paged latent")
     k, v = held.new(20, 0)

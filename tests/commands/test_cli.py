@@ -248,10 +248,10 @@ class TestDemo:
     def test_demo(self, capsys):
         assert main(["demo"]) == 0
         out = capsys.readouterr().out
-        assert "in the kernel: 0 full or causal, 12 with lengths, 0 with a dense mask" in out
+        assert "in the kernel: 0 full or causal, 6 with lengths, 0 with a dense mask" in out
         assert "in the kernel: 32 full or causal, 0 with lengths, 0 with a dense mask" in out
         (kernel,) = (line for line in out.splitlines() if line.startswith("  ran "))
-        assert kernel.startswith("  ran 12 x flash_decode ELEMENT=float HEAD_DIM_QK=32")
+        assert kernel.startswith("  ran 6 x flash_decode ELEMENT=float HEAD_DIM_QK=32")
         assert kernel.endswith("SEQUSED_K=1")
         assert "FAILED" not in out
         assert out.count(" ok\n") == 3

@@ -168,23 +168,20 @@ class TestDrawing:
         outcome = running.run(case, device)
         assert outcome.ok, outcome
 
-    def test_only_what_has_an_argument_is_drawn(self):
-        case = testing.Attention(call="flash_attn_varlen_func", packed=((1, 1),), cache="indexed")
-        assert case.meaningless() == "flash_attn_varlen_func has no cache_batch_idx"
-        mask = testing.Attention(call="scaled_dot_product_attention", attn_mask="bfloat16 qk")
-        assert mask.meaningless() == "torch's masks are of bool, float32 or the queries' dtype"
-
-    @pytest.mark.parametrize("sizes", [(72, 64), (64, 72)])
-    def test_groups_of_columns_divide_both_head_dims(self, sizes):
-        size, v_size = sizes
-        case = testing.Attention(
-            call="flash_decode",
-            head_dim=size,
-            v_head_dim=v_size,
-            format="q2_g64",
-            v_format="q2_g64",
-        )
-        assert case.meaningless().endswith("q2_g64 has blocks of 64 columns")
+    def test_what_has_no_meaning(self):
+        """Options without an argument, and groups of columns that divide no head dim."""
+        packed = {"call": "flash_attn_varlen_func", "packed": ((1, 1),)}
+        groups = {"call": "flash_decode", "format": "q2_g64", "v_format": "q2_g64"}
+        for fields, reason in (
+            (packed | {"cache": "indexed"}, "flash_attn_varlen_func has no cache_batch_idx"),
+            (
+                {"call": "scaled_dot_product_attention", "attn_mask": "bfloat16 qk"},
+                "torch's masks are of bool, float32 or the queries' dtype",
+            ),
+            (groups | {"head_dim": 72, "v_head_dim": 64}, "q2_g64 has blocks of 64 columns"),
+            (groups | {"head_dim": 64, "v_head_dim": 72}, "q2_g64 has blocks of 64 columns"),
+        ):
+            assert testing.Attention(**fields).meaningless().endswith(reason)
 
     @pytest.mark.parametrize("q_length, kv_length", [(0, 9), (9, 0)])
     def test_strides_of_no_elements_are_not_wrong(self, q_length, kv_length):
@@ -374,24 +371,17 @@ def test_a_diagonal_of_the_other_corner_is_found(monkeypatch):
         return dataclasses.replace(problem, q_offset=0 if problem.q_offset is None else None)
 
     monkeypatch.setattr(sdpa, "plan", other)
+    case = first(lambda c: getattr(c, "causal_bias", "") and c.q_length != c.kv_length)
     with simulate(check=True):
-        assert running.run(first(of_a_corner), CPU).what == "out"
-
-
-def of_a_corner(case):
-    return getattr(case, "causal_bias", "") and case.q_length != case.kv_length
+        assert running.run(case, CPU).what == "out"
 
 
 def test_a_gradient_that_gets_lost_is_found(monkeypatch):
     """Of a call that has none, and whose result does not say so."""
     monkeypatch.setattr(differentiation, "without_gradient", lambda message, tensors, run: run())
+    case = first(lambda c: c.call == "flash_decode" and c.backward and not c.differentiable)
     with simulate(check=True):
-        assert running.run(first(without_gradient), CPU).status == running.RAISED
-
-
-def without_gradient(case):
-    asked = case.call == "flash_decode" and case.backward and not case.differentiable
-    return asked and not case.refused()
+        assert running.run(case, CPU).status == running.RAISED
 
 
 def test_public_names():

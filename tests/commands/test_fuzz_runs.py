@@ -226,17 +226,13 @@ class TestCommand:
             ("--case-seconds", "nan", "nan is not a positive, finite number"),
             ("--cases", "1" + "0" * 20, "is above 1000000000"),
             ("--workers", "1025", "1025 is above 1024"),
+            ("--case", "-1", "-1 is not the number of a case, from 0"),
         ],
     )
     def test_numbers(self, option, text, message, capsys):
         with pytest.raises(SystemExit):
             main(["fuzz", option, text])
         assert message in capsys.readouterr().err
-
-    def test_a_case_has_a_number_from_0(self, capsys):
-        with pytest.raises(SystemExit):
-            main(["fuzz", "--case", "-1"])
-        assert "-1 is not the number of a case, from 0" in capsys.readouterr().err
 
 
 @each_case(

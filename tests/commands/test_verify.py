@@ -107,56 +107,47 @@ class TestJudges:
 
 
 ANGLES = ("params.sine_sign * angles.sines[i]", "0.9f * params.sine_sign * angles.sines[i]")
-# What is planted in a shader, and the check that must notice. test_fuzz.py has more.
+# By family, whose first case must notice: what is planted in a shader. test_fuzz.py has more.
 FAULTS = {
-    "packed": ("flash_fwd", "log2(row_sum)) * M_LN2_F", "log2(row_sum))"),
-    "backward": (
+    "flash_varlen_fwd": ("flash_fwd", "log2(row_sum)) * M_LN2_F", "log2(row_sum))"),
+    "flash_bwd: features": (
         "flash_bwd_dq",
         "dq_tile.fragments[i][d] * scale",
         "dq_tile.fragments[i][d]",
     ),
-    "append": ("append_kv", "min(end, params.capacity", "min(end - 1, params.capacity"),
+    "append_kv": ("append_kv", "min(end, params.capacity", "min(end - 1, params.capacity"),
     "rope": ("rope", *ANGLES),
-    "latents": (
+    "flash_decode: latents": (
         "flash_decode",
         "v_units[j][s] = units[s - first];",
         "v_units[j][s] = units[s - first]; v_units[j][s].fragments[0] *= KvTileElement(0.9f);",
     ),
-    "last columns": (
+    "append_kv: latents": (
         "append_kv",
         "row, ROTARY_FIRST + rotary_partner(own,",
         "row, rotary_partner(own,",
     ),
-    "packed queries": (
+    "flash_decode: packed queries": (
         "flash_decode",
         "operand.reset(q, params.q_strides, batch, head, sequence.q_start)",
         "operand.reset(q, params.q_strides, batch, head, 0)",
     ),
-    "trees of new rows": ("flash_decode", "      own = parent;", "      own = -1;"),
-    "packed new rows": ("flash_decode", "inputs.new_k + rows.begin *", "inputs.new_k + 0 *"),
+    "decode_step: trees": ("flash_decode", "      own = parent;", "      own = -1;"),
+    "decode_step: packed rows": (
+        "flash_decode",
+        "inputs.new_k + rows.begin *",
+        "inputs.new_k + 0 *",
+    ),
     "index_scores": ("index_scores", "score < 0.0f ? 0.0f : score", "score"),
     "merge": ("merge", "weight_a * value_a + weight_b", "weight_b * value_a + weight_a"),
 }
 
 
-# The first case of a family sees its fault.
-FAMILY_OF = {
-    "packed": "flash_varlen_fwd",
-    "backward": "flash_bwd: features",
-    "append": "append_kv",
-    "latents": "flash_decode: latents",
-    "last columns": "append_kv: latents",
-    "packed queries": "flash_decode: packed queries",
-    "packed new rows": "decode_step: packed rows",
-    "trees of new rows": "decode_step: trees",
-}
-
-
 @pytest.mark.mutant
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_seen(name, monkeypatch):
-    plant(monkeypatch, *FAULTS[name])
-    case = next(case for case in FULL if case.family == FAMILY_OF.get(name, name))
+@pytest.mark.parametrize("family", FAULTS)
+def test_a_planted_fault_is_seen(family, monkeypatch):
+    plant(monkeypatch, *FAULTS[family])
+    case = next(case for case in FULL if case.family == family)
     with simulate(check=True):
         outcome = running.run(case.case, CPU)
     assert outcome.status == running.FAILED

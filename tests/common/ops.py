@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.cache import append_check
+from tests.helpers.judged import arguments
+from tests.helpers.steps import step
 from tests.rope.rope_check import LAYOUTS, make_problem, oracle
 from torch_metal_attn.rope import default
 from torch_metal_attn.testing.judge import ints, normal
@@ -152,21 +153,24 @@ def _masked(scores, q_offset=0):
 _SOFTMAX = {"differentiable": ("x",), "definition": _weights}
 
 
-def _append(options=(), **sizes):
+_SIZES = {"lengths": (13, 12), "capacity": 32}
+
+
+def _append(call="append_kv", options=(), **fields):
     def make(length=5, dtype=torch.float16):
-        tensors = append_check.make(length=length, dtype=dtype, **sizes).tensors
+        case = step(call=call, length=length, dtype=str(dtype).split(".")[1], **_SIZES | fields)
+        given = arguments(case)
+        # opcheck compares what NaN would hide.
         for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
-            # opcheck compares what NaN would hide, and multiplies, which float8 has no kernel for.
-            if name in tensors and tensors[name].is_floating_point():
-                tensors[name] = tensors[name].clone().zero_()
-            if name in tensors and tensors[name].dtype == torch.float8_e4m3fn:
-                tensors[name] = tensors[name].view(torch.uint8)
-        return tensors | dict(options)
+            if name in given and given[name].is_floating_point():
+                given[name] = given[name].clone().zero_()
+        return {n: x for n, x in given.items() if torch.is_tensor(x)} | dict(options)
 
     return make
 
 
 _CACHES = ("k_cache", "v_cache")
+_STEP = _append("decode_step", {"causal": True, "num_splits": 1}, rotary_columns=32)
 
 
 def _attention(layout=lambda q: q, **options):
@@ -186,8 +190,7 @@ def _packed_queries(length=8, dtype=torch.float32):
 
 
 def _packed_step(length=5, dtype=torch.float16):
-    sizes = {"seqlens": [13, 12], "rotary_dim": 32, "q_heads": 4, "kv_heads": 2}
-    given = _append({"causal": True, "num_splits": 1}, **sizes)(length, dtype)
+    given = _STEP(length, dtype)
     for name in "qkv":
         given[name] = given[name].transpose(1, 2).flatten(0, 1)
     ends = torch.tensor([0, length, 2 * length]).int()
@@ -260,29 +263,19 @@ EXAMPLES = {
     "apply_causal_mask_": Example(
         *("apply_causal_mask_", _scores("scores", q_offset=1), ("scores",), ("scores",), _masked)
     ),
-    "append_kv": Example("append_kv", _append(), _CACHES),
+    "append_kv": Example("append_kv", _append(lengths=(0, 0)), _CACHES),
     "append_kv rotated": Example(
         "append_kv",
-        _append(seqlens=[3, 4], rotary_dim=64, q_heads=3, leftpad=[1, 2]),
+        _append(lengths=(3, 4), rotary_columns=64, leftpad_k=(1, 2)),
         (*_CACHES, "q"),
     ),
     "append_kv in pages": Example(
-        "append_kv", _append(format="q8_0", page=16), (*_CACHES, "k_scale", "v_scale")
+        "append_kv",
+        _append(format="q8_0", cache="paged", lengths=(0, 0)),
+        (*_CACHES, "k_scale", "v_scale"),
     ),
-    "append_kv of fp8": Example(
-        "append_kv", _append(format="fp8_e4m3", cache_batch_idx=[1, 0]), _CACHES
-    ),
-    "decode_step": Example(
-        "decode_step",
-        _append(
-            {"causal": True, "num_splits": 1},
-            seqlens=[13, 12],
-            rotary_dim=32,
-            q_heads=4,
-            kv_heads=2,
-        ),
-        _CACHES,
-    ),
+    "append_kv of fp8": Example("append_kv", _append(format="fp8_e4m3", cache="indexed"), _CACHES),
+    "decode_step": Example("decode_step", _STEP, _CACHES),
     "decode_step packed": Example("decode_step", _packed_step, _CACHES),
     "decode_step packed, of trees": Example("decode_step", _tree(_packed_step, "parents"), _CACHES),
     "copy_pages": Example("copy_pages", _pages, ("cache",)),
@@ -308,4 +301,79 @@ STRIDED = {
     "softmax: permuted": Example("softmax", _scores(layout=lambda x: x.permute(2, 0, 1))),
     "softmax: expanded": Example("softmax", _scores(layout=lambda x: x[:, :1].expand(2, 5, 7))),
     "softmax: sliced": Example("softmax", _scores(layout=lambda x: x[:, ::2, 1:])),
+}
+
+
+_ENDS = {
+    "cu_seqlens_q": ints(0, 3, 8),
+    "cu_seqlens_k": ints(0, 7, 13),
+    "max_seqlen_q": 5,
+    "max_seqlen_k": 7,
+}
+
+
+def _optional():
+    """Every optional tensor that a dense call without a cache takes."""
+    tables = {f"{x}_rotary_{f}": normal(13, 4) for x in "qk" for f in ("cos", "sin")}
+    masks = {"attn_mask": torch.ones(8, 13).bool(), "attn_bias": normal(4, 8, 13)}
+    lengths = {"seqused_k": ints(13, 12), "leftpad_k": ints(0, 1)}
+    dropout = {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])}
+    return {
+        "alibi_slopes": normal(4),
+        "learnable_sink": normal(4),
+        **tables,
+        **masks,
+        **lengths,
+        **dropout,
+    }
+
+
+def _packed(given):
+    return given | {name: given[name][0].transpose(0, 1) for name in "qkv"} | _ENDS
+
+
+def _in_pages():
+    pages = {name: torch.zeros(6, 2, 16, 32, dtype=torch.int8) for name in "kv"}
+    scales = {f"{name}_scale": torch.zeros(6, 2, 16, 1).half() for name in "kv"}
+    return {"q": normal(2, 4, 8, 32), **pages, **scales, "block_table": ints(0, 1)[:, None]}
+
+
+def _backward(given, statistics=False):
+    """Of a forward's arguments those of its backward, or of what reads its delta."""
+    q, v = given["q"], given["v"]
+    rows = q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    dout, lse = normal(*q.shape[:-1], v.shape[-1]), normal(*rows)
+    if statistics:
+        return given | {"dout": dout, "softmax_lse": lse, "delta": lse, "normalisers": lse}
+    return given | {"dout": dout, "dlse": lse, "out": dout, "softmax_lse": lse}
+
+
+def _of_blocks():
+    lists = {}
+    for side, rows, others in (("kv", 1, 2), ("q", 2, 1)):
+        for full in ("", "full_"):
+            lists[f"{full}{side}_num_blocks"] = torch.ones(1, 1, rows).int()
+            lists[f"{full}{side}_indices"] = torch.zeros(1, 1, rows, others).int()
+        lists[f"{side}_order"] = torch.zeros(2, 1, 1, rows).int()
+    return _attention()() | lists | {"captures": [], "q_block_size": 8, "kv_block_size": 8}
+
+
+# Calls whose results have tests of their own: what they refuse.
+REFUSING = {
+    "flash_fwd and options": Example("flash_fwd", lambda: _attention()() | _optional()),
+    "flash_fwd in pages": Example("flash_fwd", _in_pages),
+    "flash_varlen_fwd": Example("flash_varlen_fwd", lambda: _packed(_attention()())),
+    "flash_bwd": Example("flash_bwd", lambda: _backward(_attention()() | _optional())),
+    "flash_varlen_bwd": Example("flash_varlen_bwd", lambda: _backward(_packed(_attention()()))),
+    "flash_bwd_bias": Example(
+        "flash_bwd_bias", lambda: _backward(_attention()() | _optional(), statistics=True)
+    ),
+    "flash_bwd_slopes": Example(
+        "flash_bwd_slopes", lambda: _backward(_attention()() | _optional(), statistics=True)
+    ),
+    "flex_fwd": Example("flex_fwd", _of_blocks),
+    "flex_bwd": Example("flex_bwd", lambda: _backward(_of_blocks())),
+    "flex_bwd_captures": Example(
+        "flex_bwd_captures", lambda: _backward(_of_blocks(), statistics=True)
+    ),
 }

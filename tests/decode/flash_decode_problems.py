@@ -7,77 +7,70 @@ from functools import partial
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import (
-    check_flash_decode,
-    check_large_sinks,
-    hold_results,
-    make_qkv,
-)
-from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
+from tests.attention.flash_fwd_check import check_flash_decode, check_large_sinks, make_qkv
+from tests.attention.flash_fwd_options import ints
+from tests.attention.held_cases import case
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
-from tests.cache.kv_caches import paged, quantised, with_nan_tails
-from tests.decode.step_cases import check_step
-from tests.decode.test_decode_step import ops, problem
+from tests.cache.kv_caches import paged, with_nan_tails
 from tests.helpers import shader_params
+from tests.helpers.judged import judge
+from tests.helpers.steps import check_step, tensors_of
 from torch_metal_attn import simulate
-from torch_metal_attn.reference import varlen_attention
 from torch_metal_attn.simulator import engine
-from torch_metal_attn.testing.judge import on, worst_of
 
+ops = torch.ops.metal_attn
 # GQA, two steps over the keys and a part of one, spans of columns that are not full.
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 3, "kv_length": 300, "head_dim": 72}
 HALF = {"dtype": torch.float16}
 
 
-def dense(shape=None, num_splits=1, dtype=torch.float16, **options):
-    q, k, v = make_qkv(**SHAPE | (shape or {}), dtype=dtype)
-    check_flash_decode(q, k, v, device="cpu", num_splits=num_splits, **options)
+def attend(*changes, **fields):
+    """flash_decode of SHAPE with other fields; of a case for each of the changes."""
+    shape = SHAPE | {"num_splits": 1, "backward": False} | fields
+    judge(*(case(call="flash_decode", **shape | change) for change in changes or [{}]))
 
 
 def plain():
     """SIMD groups with different keys."""
-    dense(causal=True)
-    dense(causal=True, q_offset=30)
+    attend({}, {"q_offset": 30}, causal=True)
 
 
 def splits():
     """Two with keys and one without."""
-    dense(num_splits=3, causal=True)
+    attend(num_splits=3, causal=True)
+
+
+ONE = {"batch": 1, "q_length": 1}
+SHARED_COLUMNS = {"heads": 32, "kv_heads": 1, "head_dim": 128}
 
 
 def columns():
     """SIMD groups with different columns of the same keys."""
-    dense({"batch": 1, "heads": 32, "kv_heads": 1, "q_length": 1, "head_dim": 128})
+    attend(**ONE, **SHARED_COLUMNS)
 
 
 def row_groups():
     """SIMD groups with other rows: whole, in part and without any; columns that are not full."""
-    for q_length, heads in ((40, 2), (33, 8)):
-        shape = {"heads": heads, "q_length": q_length, "kv_length": 75}
-        dense(shape, causal=True, learnable_sink=torch.linspace(-2.0, 3.0, heads))
-    dense({"heads": 16, "kv_heads": 1, "q_length": 4, "kv_length": 70}, num_splits=2)
+    many = {"kv_length": 75, "causal": True, "learnable_sink": "float32"}
+    attend({"heads": 2, "q_length": 40}, {"heads": 8, "q_length": 33}, **many)
+    attend(heads=16, kv_heads=1, q_length=4, kv_length=70, num_splits=2)
     # A SIMD group has a span of values, and none of the keys.
-    dense({"heads": 2, "q_length": 33, "kv_length": 20, "head_dim": 32, "v_head_dim": 33})
+    attend(heads=2, q_length=33, kv_length=20, head_dim=32, v_head_dim=33)
+
+
+# Scales that differ by key and span, and are NaN where there is no key.
+CODES = {"batch": 1, "kv_length": 45, "head_dim": 64, "format": "q8_0"}
+CODES |= {"leftpad_k": (3,), "seqused_k": (40,)}
 
 
 def row_groups_of_codes():
-    """Four such SIMD groups, the last with few rows, and scales that differ by key and span."""
-    q, k, v = make_qkv(1, 25, 1, 4, 45, 64, v_head_dim=96, **HALF)
-    k, v = (
-        x * torch.rand(1, 1, 45, x.shape[-1] // 32).add(0.1).repeat_interleave(32, 3)
-        for x in (k, v)
-    )
-    k, v, cache = quantised(k, v, "q8_0")
-    for scale in cache[2].values():
-        scale[:, :, :3] = math.nan
-        scale[:, :, 40:] = math.nan
-    options = {"leftpad_k": ints(3), "seqused_k": ints(40)}
-    check_flash_decode(q, k, v, cache=cache, **options, device="cpu", num_splits=1)
+    """Four such SIMD groups, the last with few rows."""
+    attend(**CODES | {"heads": 25, "kv_heads": 1, "q_length": 4, "v_head_dim": 96})
 
 
 def vectors():
     """One and two rows, summed up by lanes, with units of values that are not all there."""
-    dense({"batch": 1, "q_length": 1})
+    attend(**ONE)
     q, k, v = make_qkv(1, 2, 2, 1, 70, 128, **HALF)
     v[:, :, :5] = v[:, :, 60:] = math.inf
     options = {"leftpad_k": ints(5), "seqused_k": ints(60)}
@@ -98,38 +91,25 @@ def vectors():
 
 
 def vector_scales():
-    """Of the spans of codes that a lane has, NaN where there is no key."""
-    q, k, v = make_qkv(1, 2, 2, 1, 45, 64, **HALF)
-    size = torch.rand(1, 2, 45, 2).add(0.1).repeat_interleave(32, 3)
-    k, v, cache = quantised(k, v * size, "q8_0")
-    cache[2]["v_scale"][:, :, :3] = math.nan
-    options = {"leftpad_k": ints(3), "seqused_k": ints(40)}
-    check_flash_decode(q, k, v, cache=cache, **options, device="cpu")
+    """Of the spans of codes that a lane has."""
+    attend(**CODES | {"heads": 2, "q_length": 1})
 
 
 def columns_unevenly():
     """Eleven spans of three SIMD groups; fifteen and eight of four."""
-    shape = {"batch": 1, "q_length": 1, "kv_length": 70}
-    dense(shape | {"head_dim": 352})
-    dense(shape | {"head_dim": 480, "v_head_dim": 256})
+    attend({"head_dim": 352}, {"head_dim": 480, "v_head_dim": 256}, **ONE, kv_length=70)
 
 
 def tiles():
     """Four tiles of rows, for SIMD groups with their own keys and with their own columns."""
     shape = {"batch": 1, "heads": 8, "kv_heads": 1, "q_length": 16, "kv_length": 150}
-    dense(shape | {"head_dim": 32}, causal=True, window_size_left=20)
-    dense(shape | {"head_dim": 128}, num_splits=2, causal=True)
+    own_columns = {"head_dim": 128, "num_splits": 2}
+    attend({"head_dim": 32, "window_size_left": 20}, own_columns, **shape, causal=True)
 
 
 def lengths():
     """Lengths, with NaN in the memory of keys that do not exist."""
-    q, k, v = make_qkv(**SHAPE, **HALF)
-    for b, (first, end) in enumerate([(5, 290), (35, 50)]):
-        for tensor in (k, v):
-            tensor[b, :, :first] = math.nan
-            tensor[b, :, end:] = math.nan
-    options = {"seqused_k": ints(290, 50), "leftpad_k": ints(5, 35)}
-    check_flash_decode(q, k, v, **options, device="cpu")
+    attend(seqused_k=(290, 50), leftpad_k=(5, 35))
 
 
 def infinite_value():
@@ -142,22 +122,21 @@ def infinite_value():
 
 def windows():
     """A tile whose queries see different first and last blocks; in float32, with few keys."""
-    few = {"q_length": 16, "head_dim": 32}
-    for left, right, q_offset in ((20, 13, None), (3, 2, 100), (40, 0, 5)):
-        window = {"window_size_left": left, "window_size_right": right, "q_offset": q_offset}
-        dense(few, dtype=torch.float32, **window)
+    names = ("window_size_left", "window_size_right", "q_offset")
+    limits = ((20, 13, None), (3, 2, 100), (40, 0, 5))
+    windows = [dict(zip(names, numbers, strict=True)) for numbers in limits]
+    attend(*windows, q_length=16, head_dim=32, dtype="float32")
 
 
 def nothing():
     """Queries before the first key."""
-    dense({"q_length": 5}, causal=True, q_offset=-3)
+    attend(q_length=5, causal=True, q_offset=-3)
 
 
 def sinks():
     """Sinks of different heads that share a KV head; merging the splits adds them too."""
-    sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
-    for num_splits in (1, 2):
-        dense(num_splits=num_splits, dtype=torch.float32, learnable_sink=sink)
+    larger = {"softmax_scale": 0.01, "learnable_sink": "float32"}
+    attend({}, {"num_splits": 2}, dtype="float32", **larger)
 
 
 def large_sinks():
@@ -167,47 +146,34 @@ def large_sinks():
 
 def rules():
     """Biases and masks of each head's own, and slopes."""
-    dense(attn_bias=random_mask(2, 4, 3, 300, dtype=torch.float32))
-    dense(alibi_slopes=torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]]))
+    attend({"attn_bias": "float32 bhqk"}, {"alibi_slopes": "bh"})
 
 
 def latent():
     """MLA: values in the rows of keys, NaN where those do not exist; columns shared or not."""
-    for heads, head_dim, v_head_dim in ((4, 64, 48), (12, 96, 64), (32, 576, 512)):
-        q, k, _ = make_qkv(1, heads, 1, 1, 60, head_dim, **HALF)
-        k[:, :, 37:] = math.nan
-        k[:, :, :5] = math.nan
-        options = {"seqused_k": ints(37), "leftpad_k": ints(5)}
-        check_flash_decode(q, k, k[..., :v_head_dim], **options, device="cpu")
+    names = ("heads", "head_dim", "v_head_dim")
+    sizes = ((4, 64, 48), (12, 96, 64), (32, 576, 512))
+    rows = {"kv_heads": 1, "kv_length": 60, "values_in_keys": True}
+    used = {"seqused_k": (37,), "leftpad_k": (5,)}
+    attend(*(dict(zip(names, size, strict=True)) for size in sizes), **ONE, **rows, **used)
 
 
 def rotary():
-    cos, sin = rotary_tables(3, 8, batch=2)
-    dense(dtype=torch.float32, q_rotary_cos=cos, q_rotary_sin=sin)
+    attend(dtype="float32", rotary="q", rotary_columns=16, rotary_by_sequence=True)
+
+
+PAGED = {"cache": "paged", "q_length": 1, "kv_length": 600, "seqused_k": (31, 600)}
 
 
 def pages():
     """Pages with so few keys that a sequence has more of them than a SIMD group holds."""
-    in_pages(1, {"head_dim": 64})
-    in_pages(3, SHARED_COLUMNS)
+    attend({"page": 1, "head_dim": 64}, SHARED_COLUMNS | {"page": 3}, **PAGED)
 
 
 def whole_pages():
     """The same, in which no eight keys lie in two."""
-    in_pages(16, {"head_dim": 128})
-    in_pages(8, {"head_dim": 64})
-    in_pages(8, SHARED_COLUMNS)
-
-
-SHARED_COLUMNS = {"heads": 32, "kv_heads": 1, "head_dim": 128}
-
-
-def in_pages(page, shape):
-    used = [31, 600]
-    q, k, v = make_qkv(**SHAPE | shape | {"q_length": 1, "kv_length": 600}, **HALF)
-    k, v = (with_nan_tails(x, used) for x in (k, v))
-    cache = paged(k, v, used, page)
-    check_flash_decode(q, k, v, cache=cache, device="cpu", seqused_k=ints(*used), num_splits=1)
+    shared = SHARED_COLUMNS | {"page": 8}
+    attend({"page": 16, "head_dim": 128}, {"page": 8, "head_dim": 64}, shared, **PAGED)
 
 
 def missing_pages():
@@ -256,61 +222,36 @@ def no_pages():
 
 
 def scales_of_spans():
-    """Scales that differ by key and span, and are NaN where there is no key."""
-    q, k, v = make_qkv(1, 4, 2, 2, 45, 64, **HALF)
-    size = torch.rand(2, 1, 2, 45, 2).add(0.1).repeat_interleave(32, 4)
-    k, v, cache = quantised(k * size[0], v * size[1], "q8_0")
-    for scale in cache[2].values():
-        scale[:, :, :3] = math.nan
-        scale[:, :, 40:] = math.nan
-    options = {"leftpad_k": ints(3), "seqused_k": ints(40)}
-    check_flash_decode(q, k, v, cache=cache, **options, device="cpu")
+    attend(**CODES | {"q_length": 2})
 
 
 def codes_of_odd_rows():
     """Of fp8, behind whose last column another row begins, or nothing."""
-    q, k, v = make_qkv(1, 4, 2, 1, 45, 20, **HALF)
-    k, v, cache = quantised(k, v, "fp8_e4m3")
-    check_flash_decode(q, k, v, cache=cache, device="cpu", num_splits=1)
+    attend(**ONE, kv_length=45, head_dim=20, format="fp8_e4m3")
 
 
 def indices():
-    q, k, v = make_qkv(**SHAPE, **HALF)
-    cache = k.flip(0), v.flip(0), {"cache_batch_idx": ints(1, 0)}
-    check_flash_decode(q, k, v, cache=cache, device="cpu")
+    attend(cache="indexed")
 
 
 def lists():
     """Of keys in any order, twice and not at all, by KV head and sequence; two rows of tiles."""
-    entries = torch.randint(-1, 300, (2, 2, 3, 70)).int()
-    dense(indices=entries, causal=True, q_offset=200)
-    entries[:, :, 1] = -1
-    dense({"heads": 2}, num_splits=2, indices=entries[:1, :1])
-    # A SIMD group has two fragments of keys.
-    dense({"heads": 32}, indices=entries[:, :1])
-    # More rows of a list than a tile has.
-    dense({"heads": 80, "head_dim": 200}, indices=entries[:, :1])
+    attend(listed=70, list_dims="bh", causal=True, q_offset=200)
+    attend(heads=2, num_splits=2, listed=2)
+    # A SIMD group has two fragments of keys; more rows of a list than a tile has.
+    attend({"heads": 32}, {"heads": 80, "head_dim": 200}, listed=70, list_dims="bh")
 
 
 def lists_of_blocks():
     """For two queries each, of which the second sees more; the last block is not full."""
-    entries = torch.randint(-1, 38, (1, 1, 2, 9)).int()
-    entries[0, 0, :, 0] = 37
-    entries[0, 0, :, 1] = 13  # with the first query's first key
-    options = {"indices": entries, "kv_block_size": 8, "q_block_size": 2}
-    dense(causal=True, **options)
-    dense(window_size_left=40, q_offset=150, **options)
+    options = {"listed": 60, "kv_block_size": 8, "q_block_size": 2}
+    attend({"causal": True}, {"window_size_left": 40, "q_offset": 150}, **options)
 
 
 def lists_in_pages():
     """Of lengths that differ, with NaN in all other rows."""
-    used = [31, 290]
-    q, k, v = make_qkv(**SHAPE, **HALF)
-    k, v = (with_nan_tails(x, used) for x in (k, v))
-    options = {"seqused_k": ints(*used), "indices": torch.randint(-1, 290, (2, 1, 3, 40)).int()}
-    for page in (3, 16):
-        cache = paged(k, v, used, page)
-        check_flash_decode(q, k, v, cache=cache, device="cpu", **options)
+    lists = {"seqused_k": (31, 290), "listed": 40, "list_dims": "b"}
+    attend({"page": 3}, {"page": 16}, cache="paged", **lists)
 
 
 def lists_of_hidden_keys():
@@ -413,42 +354,27 @@ def packed_q(lengths, used, shape=None, spare=2, seed=0, **given):
     return arguments, {"seqused_k": ints(*used)} | packing | given
 
 
-def check_packed(lengths, used, device="cpu", num_splits=1, **given):
-    """flash_decode of packed queries against float64, sequence by sequence."""
-    (q, k, v), options = packed_q(lengths, used, **given)
-    there = on(device, {"q": q, "k": k, "v": v} | options)
-    out, lse = (x.cpu() for x in ops.flash_decode(**there, num_splits=num_splits))
-    packing = (options.pop("cu_seqlens_q"), None, options.pop("max_seqlen_q"))
-    exact, exact_lse = varlen_attention(q, k, v, *packing, **options, compute_dtype=torch.float64)
-    composed, _ = varlen_attention(q, k, v, *packing, **options)
-    error = worst_of([(composed, exact)])
-    hold_results(out, lse, exact, exact_lse, error, options, k.dtype)
-
-
-LENGTHS = (3, 0, 5, 1), (60, 5, 70, 1)
+PACKED = {"batch": 4, "q_length": 1, "q_lengths": (3, 0, 5, 1), "spare_rows": 2, "head_dim": 64}
+PACKED |= {"kv_length": 70, "seqused_k": (60, 5, 70, 1)}
 
 
 def packed():
     """Numbers of queries that differ, none among them, and rows of no sequence."""
-    sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
-    for num_splits in (1, 3):
-        check_packed(*LENGTHS, causal=True, learnable_sink=sink, num_splits=num_splits)
+    attend({}, {"num_splits": 3}, **PACKED, causal=True, learnable_sink="float32")
 
 
 def packed_alone():
     """One row of a KV head at most, and tiles of rows that some sequences do not fill."""
-    one_head = {"heads": 2, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
-    check_packed((1, 0, 1), (9, 3, 40), shape=one_head)
-    check_packed((33, 2, 20), (80, 50, 60), causal=True, window_size_left=30)
+    one_head = {"heads": 2, "q_lengths": (1, 0, 1), "seqused_k": (9, 3, 40)}
+    tiles = {"q_lengths": (33, 2, 20), "seqused_k": (70, 50, 60)}
+    attend(one_head, tiles | {"causal": True, "window_size_left": 30}, **PACKED | {"batch": 3})
 
 
 def packed_lists():
     """Of each query: keys and blocks of them, by KV head, with rows of no sequence behind."""
-    entries = torch.randint(-1, 70, (1, 2, 11, 30)).int()
-    check_packed((3, 0, 5, 1), (70, 70, 70, 70), indices=entries, causal=True)
-    check_packed(*LENGTHS, indices=entries % 60, num_splits=2)
-    blocks = {"indices": torch.randint(-1, 9, (1, 1, 11, 5)).int(), "kv_block_size": 8}
-    check_packed(*LENGTHS, shape={"heads": 80}, causal=True, **blocks)
+    by_head = {"listed": 30, "list_dims": "h"}
+    attend(by_head | {"causal": True}, by_head | {"num_splits": 2}, **PACKED)
+    attend(**PACKED, heads=80, causal=True, listed=5, kv_block_size=8)
 
 
 def impossible_packed():
@@ -467,31 +393,21 @@ def impossible_packed():
             assert out[3:].isnan().any()
 
 
-def packed_step_of(lengths, new, *, rotary_dim=32, **shape):
-    """decode_step's tensors: those of a dense problem of four sequences, with packed new rows."""
-    tensors = problem(batch=4, length=5, seqlens=(13, 20, 2, 9), rotary_dim=rotary_dim, **shape)
-    ends, new_ends = (torch.tensor([0, *n]).cumsum(0).int() for n in (lengths, new))
-    for name, rows in (("q", lengths), ("k", new), ("v", new)):
-        dense = tensors[name].transpose(1, 2)
-        tensors[name] = torch.cat([x[:n] for x, n in zip(dense, rows, strict=True)])
-    tensors["cu_seqlens_q"] = ends
-    if new != lengths:
-        tensors["cu_seqlens_k_new"] = new_ends
-    return tensors
+PACKED_STEP = {"lengths": (13, 20, 2, 9), "rotary_columns": 32, "capacity": 32}
 
 
 def packed_steps():
     """As many new rows as queries, also in pages; and other numbers of them."""
-    options = {"lengths": (13, 20, 2, 9), "rotary_columns": 32, "causal": True}
+    options = PACKED_STEP | {"causal": True}
     as_many = (3, 3), (0, 0), (5, 5), (1, 1)
     check_step(packed=as_many, **options)
-    check_step(packed=as_many, cache="paged", page=5, capacity=65, **options)
+    check_step(packed=as_many, cache="paged", page=5, **options | {"capacity": 65})
     check_step(packed=((1, 3), (2, 2), (0, 5), (3, 4)), **options)
 
 
 def impossible_packed_step():
     """Ends of new rows that the kernel alone sees: the sequence is NaN, nothing outside is read."""
-    tensors = packed_step_of((3, 0, 5, 1), (3, 1, 5, 1))
+    tensors = tensors_of(packed=((3, 3), (0, 1), (5, 5), (1, 1)), **PACKED_STEP)
     ends = tensors["cu_seqlens_k_new"]
     right = ends.tolist()
     for bad in ([0, 3, 4, 900, 901], [0, 3, 4, -1, 10], [0, 3, 5, 4, 10]):
@@ -518,8 +434,8 @@ def impossible():
 
 def impossible_step():
     """New keys that do not fit, or that tables have no row for."""
-    plain = problem(length=3)
-    rotated = problem(length=3, rotary_dim=32, leftpad=[0, 0])
+    plain = tensors_of(length=3, capacity=32)
+    rotated = tensors_of(length=3, capacity=32, rotary_columns=32, leftpad_k=(0, 0))
     for table in ("rotary_cos", "rotary_sin"):
         rotated[table] = rotated[table][:24].clone()
     for tensors, name, bad in (

@@ -3,29 +3,14 @@
 import pytest
 import torch
 
-from tests.attention.flash_fwd_options import ints, random_mask
+from tests.attention.flash_fwd_options import random_mask
 from tests.attention.held_cases import hold
-from tests.cache.append_check import check_equal, make, normal, place_of, same_memory
-from tests.decode.step_cases import step
+from tests.helpers.memory import check_equal, same_memory
+from tests.helpers.steps import step, tensors_of
 from torch_metal_attn import simulate
 from torch_metal_attn.testing.judge import on
 
 ops = torch.ops.metal_attn
-HEADS = {"q_heads": 4, "kv_heads": 2}
-
-
-def problem(*, rotary_dim=None, seqlens=(13, 20), q_length=None, **shape):
-    """What append_kv is given, q that is rotated or not, and in the cache normal keys before."""
-    made = make(rotary_dim=rotary_dim, seqlens=list(seqlens), q_length=q_length, **HEADS | shape)
-    tensors = made.tensors
-    for name in ("k_cache", "v_cache"):
-        _, heads, _, columns = tensors[name].shape
-        for b, length in enumerate(seqlens):
-            old = normal(heads, length, columns, dtype=tensors["k"].dtype, seed=b + 50)
-            tensors[name][place_of(tensors, b, 0)[0], :, :length] = old
-    return tensors
-
-
 PADDED = {"cache": "indexed", "leftpad_k": (0, 5), "length": 5, "rotary_columns": 32}
 PADDED |= {"rotary_last": True, "causal": False}
 ROWS_FIRST = {"cache": "paged", "cache_layout": ("order 021",)}
@@ -67,7 +52,7 @@ def test_as_three_ops(device):
     options |= {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])}
     options |= {"attn_bias": random_mask(4, 5, 32, dtype=torch.float32)}
     options = on(device, options)
-    tensors = problem(length=5, leftpad=[0, 5], cache_batch_idx=[3, 0])
+    tensors = tensors_of(length=5, leftpad_k=(0, 5), cache="indexed", capacity=32)
     mine, theirs = ({n: same_memory(x).to(device) for n, x in tensors.items()} for _ in range(2))
     found = ops.decode_step(**mine, **options)
     where = {n: theirs[n] for n in ("cache_batch_idx", "leftpad_k")}
@@ -85,73 +70,17 @@ def test_as_three_ops(device):
 @pytest.mark.parametrize("num_splits, launches", [(1, 1), (4, 2)])
 def test_dispatches(num_splits, launches):
     """One, or two with splits, where the ops take two or three."""
-    tensors = problem(length=1, rotary_dim=32, capacity=200, seqlens=[100, 170])
+    tensors = tensors_of(length=1, rotary_columns=32, capacity=200, lengths=(100, 170))
     with simulate(record=True) as run:
         ops.decode_step(**tensors, num_splits=num_splits, causal=True, rotary_interleaved=True)
     kernels = [launch.kernel for launch in run.recorded]
     assert kernels == ["flash_decode", "merge_splits"][:launches]
 
 
-REFUSED = {
-    "no new rows": (
-        {"k": torch.zeros(2, 2, 0, 64).half(), "v": torch.zeros(2, 2, 0, 64).half()},
-        "no new rows",
-    ),
-    "past the end": ({"cache_seqlens": ints(13, 30)}, r"cache_seqlens\[1\] is 30"),
-    "before the beginning": ({"cache_seqlens": ints(-1, 3)}, r"cache_seqlens\[0\] is -1"),
-    "two caches in one": (
-        {"v_cache": lambda t: t["k_cache"]},
-        "v_cache is the first columns of k_cache",
-    ),
-    **{
-        f"q in {cache}": (
-            {"q": lambda t, cache=cache: t[cache][:, :, 3:8]},
-            f"q may share elements with {cache}, which is written in place",
-        )
-        for cache in ("k_cache", "v_cache")
-    },
-    "q of another head dim": ({"q": torch.zeros(2, 4, 5, 32).half()}, "head dim"),
-    "q of another dtype": (
-        {"q": torch.zeros(2, 4, 5, 64)},
-        "q has dtype float32 and k float16; they must be alike",
-    ),
-    "q of another dtype on a quantised cache": (
-        {
-            "q": torch.zeros(2, 4, 5, 64),
-            **{f"{name}_cache": torch.zeros(2, 2, 32, 64, dtype=torch.int8) for name in "kv"},
-            **{f"{name}_scale": torch.zeros(2, 2, 32, 2).half() for name in "kv"},
-        },
-        "q has dtype float32 and k float16; they must be alike",
-    ),
-    "one table": ({"rotary_cos": torch.ones(40, 16)}, "only one of rotary_cos and rotary_sin"),
-    "splits": ({"num_splits": 2000}, "num_splits is 2000"),
-    "a leaf as cache": (
-        {"k_cache": torch.zeros(2, 2, 33, 64).half().requires_grad_()},
-        "k_cache is a leaf that requires grad",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case, device):
-    """Before anything is written."""
-    changes, message = REFUSED[case]
-    tensors = problem()
-    changes = {n: x(tensors) if callable(x) else x for n, x in changes.items()}
-    arguments = {
-        n: x.to(device) if torch.is_tensor(x) else x for n, x in (tensors | changes).items()
-    }
-    before = {name: same_memory(tensors[name]) for name in ("k_cache", "v_cache")}
-    error = NotImplementedError if "leaf" in case else ValueError
-    with pytest.raises(error, match=message):
-        ops.decode_step(**arguments)
-    check_equal({name: tensors[name] for name in before}, before)
-
-
 @pytest.mark.parametrize("name", ["q", "k"])
 def test_gradients(name):
     """Raise when they are asked for; what is in the cache then has none either."""
-    plain, tensors = problem(), problem()
+    plain, tensors = tensors_of(length=5), tensors_of(length=5)
     tensors[name].requires_grad_()
     results = ops.decode_step(**tensors)
     for result, expected in zip(results, ops.decode_step(**plain), strict=True):

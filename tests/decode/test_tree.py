@@ -4,15 +4,12 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_options import ints
-from tests.attention.held_cases import hold
-from tests.cache.append_check import check_equal, same_memory
+from tests.attention.held_cases import case, hold
 from tests.decode import tree_problems as problems
-from tests.decode.flash_decode_problems import packed_step_of
-from tests.decode.step_cases import step
-from tests.decode.test_decode_step import problem
-from tests.helpers.cases import each_case
-from tests.helpers.refused import refused_alike
-from torch_metal_attn import explain, flash_attn_with_kvcache, simulate
+from tests.helpers.judged import arguments
+from tests.helpers.memory import same_memory
+from tests.helpers.steps import step
+from torch_metal_attn import explain, simulate
 from torch_metal_attn.testing.judge import on
 from torch_metal_attn.tools.tune import tiles
 
@@ -100,132 +97,19 @@ def test_no_queries(device):
             assert (out.shape, lse.shape) == (q.shape, (4, 0))
 
 
+FUNCTION = {"call": "flash_attn_with_kvcache", "tree": "parents", "tree_by_sequence": True}
+
+
 def test_with_kvcache(device):
-    """flash-attn's function gives what the ops do, with new rows and then without."""
-    trees = (problems.FORK, problems.FOREST)
-    tensors = problem(length=6, q_length=6, rotary_dim=32)
-    mine, theirs = ({n: x.to(device) for n, x in copied(tensors).items()} for _ in range(2))
-    tree = on(device, problems.tree_of(trees, "parents", "each"))
-    expected, expected_lse = ops.decode_step(**theirs, **tree)
-    swapped = {n: mine.pop(n).transpose(1, 2) for n in ("q", "k_cache", "v_cache", "k", "v")}
-    options = {"rotary_interleaved": False, "return_softmax_lse": True, "causal": True} | tree
-    out, lse = flash_attn_with_kvcache(**swapped, **mine, **options)
-    assert torch.equal(out.transpose(1, 2), expected)
-    assert torch.equal(lse, expected_lse)
-    for name in ("k_cache", "v_cache"):
-        assert torch.equal(
-            *(x.nan_to_num(-1) for x in (swapped[name].transpose(1, 2), theirs[name]))
-        )
-    lengths = tensors["cache_seqlens"]
-    places = [
-        int(n) + ints(*problems.depths_of(tree)) for n, tree in zip(lengths, trees, strict=True)
-    ]
-    tables = theirs["rotary_cos"], theirs["rotary_sin"]
-    ops.rope_(theirs["q"], None, *tables, positions=torch.stack(places).to(device))
-    caches = {n: swapped[n] for n in ("k_cache", "v_cache")}
-    used = mine["cache_seqlens"] + 6
-    again = flash_attn_with_kvcache(
-        theirs["q"].transpose(1, 2), **caches, cache_seqlens=used, **tree
-    )
-    torch.testing.assert_close(again, out, rtol=2e-3, atol=2e-3)
-
-
-TREE = {"parents": ints(*problems.FORK[:4])}
-MASK = torch.eye(4, dtype=torch.bool)
-
-
-@each_case(
-    "change, message",
-    [
-        ({"parents": ints(0, 0, 0, 1)}, "parents is 0 for token 0 of sequence 0; it must be"),
-        ({"parents": ints(-1, 2, 1, 1)}, "parents is 2 for token 1 of sequence 0; it must be"),
-        ({"parents": ints(-1, 0, 0, 4)}, "parents is 4 for token 3 of sequence 0; it must be"),
-        ({"parents": ints(-1, 0, -2, 1)}, "parents is -2 for token 2 of sequence 0; it must"),
-        ({"parents": torch.tensor([-1, 0, 0, 1])}, "parents has dtype int64"),
-        ({"parents": ints(-1, 0, 0)}, r"parents has shape \(3,\)"),
-        ({"parents": ints(*[-1] * 12).view(3, 4)}, r"parents has shape \(3, 4\)"),
-        ({"parents": ints(*[-1] * 8)[::2]}, "parents has strides"),
-        ({"tree_mask": MASK}, "parents and tree_mask are given; give one of them"),
-        ({"parents": None, "tree_mask": MASK.int()}, "tree_mask has dtype int32"),
-        ({"parents": None, "tree_mask": MASK[:3]}, r"tree_mask has shape \(3, 4\)"),
-        (
-            {"parents": None, "tree_mask": MASK & (torch.arange(4) != 2)},
-            "tree_mask hides token 2 of sequence 0 from itself; the diagonal must be True",
-        ),
-        (
-            {"parents": None, "tree_mask": torch.ones(4, 4, dtype=torch.bool)},
-            "tree_mask shows token 1 to token 0 of sequence 0; a token sees itself and earlier",
-        ),
-        ({"q_offset": 3}, "q_offset is given with parents; leave it out"),
-        ({"alibi_slopes": torch.ones(4)}, "alibi_slopes is given with parents; slopes count"),
-        ({"indices": torch.zeros(1, 1, 4, 3).int()}, "indices is given with parents; lists of"),
-        ({"seqused_k": ints(60, 3)}, "sequence 1 has 4 queries in q and 3 keys; with parents or"),
-        ({"leftpad_k": ints(57, 3)}, "sequence 0 has 4 queries in q and 3 keys; with parents or"),
-        (
-            {"q": torch.zeros(2, 4, 65, 64).half(), "parents": ints(*[-1] * 65)},
-            "parents is given and a sequence has up to 65 queries; a tree has at most 64",
-        ),
-    ],
-)
-def test_refused(change, message):
-    (q, k, v), options = problems.packed_q((4, 4), (60, 70), spare=0)
-    q = q.unflatten(0, (2, 4)).transpose(1, 2)
-    given = {"q": q, "k": k, "v": v, "seqused_k": options["seqused_k"]} | TREE
-    with pytest.raises(ValueError, match=message):
-        ops.flash_decode(**given | change)
-
-
-@each_case(
-    "change, message",
-    [
-        ({"parents": ints(-1, 0, -1, 0, 0, 1)}, r"parents has shape \(6,\); it must be \(7,\)"),
-        ({"parents": ints(-1, 0, 0, -1, 3, 0, 1)}, "parents is 3 for token 1 of sequence 1"),
-        ({"parents": None, "tree_mask": MASK}, r"tree_mask has shape \(4, 4\); it must be \(7"),
-    ],
-)
-def test_refused_packed(change, message):
-    arguments, options = problems.packed_q((3, 4), (60, 70), spare=0)
-    with pytest.raises(ValueError, match=message):
-        ops.flash_decode(*arguments, **options | change)
-
-
-@each_case(
-    "change, message",
-    [
-        ({"parents": ints(-1, 0, 0, 4)}, "parents is 4 for token 3 of sequence 0"),
-        ({"q": torch.zeros(2, 4, 3, 64).half(), "parents": ints(-1, 0, 0)}, "each new row has a"),
-        ({"leftpad_k": ints(0, 22)}, "sequence 1 has 4 queries in q and 2 keys"),
-    ],
-)
-def test_refused_steps(change, message):
-    """And the cache is as it was."""
-    tensors = problem(length=4, leftpad=[0, 0])
-    before = copied(tensors)
-    with pytest.raises(ValueError, match=message):
-        ops.decode_step(**tensors | TREE | change)
-    check_equal(*({n: x[n] for n in ("k_cache", "v_cache")} for x in (tensors, before)))
-
-
-def test_refused_packed_steps():
-    """New rows that are not those of the queries."""
-    tensors = packed_step_of((3, 0, 5, 1), (3, 1, 5, 1))
-    with pytest.raises(ValueError, match="each new row has a query, and cu_seqlens_k_new"):
-        ops.decode_step(**tensors, max_seqlen_q=5, parents=ints(*[-1] * 9))
+    """flash-attn's function, with new rows and then without."""
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "kv_length": 64}
+    new = step(length=6, rotary_columns=32, causal=True, **FUNCTION)
+    hold([new, case(q_length=6, seqused_k=(19, 26), **sizes, **FUNCTION)], device)
 
 
 def test_explain():
-    (q, k, v), _ = problems.packed_q((4, 4), (60, 70), spare=0)
-    given = {"q": q.unflatten(0, (2, 4)).transpose(1, 2), "k": k, "v": v, "num_splits": 1}
-    text = str(explain(ops.flash_decode, **given, **TREE))
+    sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "q_length": 4, "num_splits": 1}
+    given = arguments(case(call="flash_decode", **sizes))
+    text = str(explain(ops.flash_decode, **given, parents=ints(*problems.FORK[:4])))
     assert "of its new tokens a query sees those that parents says" in text
     assert "new tokens" not in str(explain(ops.flash_decode, **given))
-
-
-def test_alike_without_data():
-    (q, k, v), _ = problems.packed_q((4, 4), (60, 70), spare=0)
-    given = {"q": q.unflatten(0, (2, 4)).transpose(1, 2), "k": k, "v": v, "parents": ints(0, 1)}
-
-    def call(place):
-        return lambda: ops.flash_decode(**on(place, given))
-
-    refused_alike(r"parents has shape \(2,\)", call("cpu"), call("meta"))

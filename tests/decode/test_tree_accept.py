@@ -5,7 +5,7 @@ import torch
 
 from tests.attention.flash_fwd_options import ints
 from tests.decode.tree_problems import mask_of
-from torch_metal_attn import flash_attn_with_kvcache, rope
+from torch_metal_attn import rope
 from torch_metal_attn.kv_cache import LatentCache, PagedKVCache, StaticKVCache, StaticLatentCache
 from torch_metal_attn.testing.judge import normal
 
@@ -88,42 +88,6 @@ def accept_paths(kind, form, device):
         out = drafting.decode(last, causal=True)
         expected = [one.decode(last[b : b + 1], causal=True) for b, one in enumerate(alone)]
         assert torch.equal(out, torch.cat(expected, 1))
-
-
-def test_with_kvcache(device):
-    """The same by flash-attn's function, whose caller counts the rows."""
-    q, k, v = (normal(20, 2, 64, seed=n, dtype=torch.float16).to(device) for n in range(3))
-    cache = PagedKVCache(8, 4, 2, 64, device=device)
-    plain = PagedKVCache(8, 4, 2, 64, device=device)
-    tree, path = STEPS[0][0]
-
-    def decode(cache, id, tokens, **options):
-        cache.reserve([id], len(tokens))
-        out = flash_attn_with_kvcache(
-            q[None, tokens],
-            cache.layers[0].k_cache,
-            cache.layers[0].v_cache,
-            k[None, tokens],
-            v[None, tokens],
-            cache_seqlens=cache.seqlens([id]),
-            block_table=cache.block_table([id]),
-            **options,
-        )
-        cache.advance([id], len(tokens))
-        return out
-
-    ids = cache.allocate(), plain.allocate()
-    for one, id in zip((cache, plain), ids, strict=True):
-        decode(one, id, [*range(6)], causal=True)
-    out = decode(cache, ids[0], [*range(6, 13)], parents=ints(*tree).to(device))
-    cache.accept([ids[0]], [path], [tree])
-    expected = decode(plain, ids[1], [6 + token for token in path], causal=True)
-    torch.testing.assert_close(out[:, path], expected, rtol=2e-3, atol=2e-3)
-    found = [
-        decode(one, id, [15, 16, 17], causal=True)
-        for one, id in zip((cache, plain), ids, strict=True)
-    ]
-    assert torch.equal(*found)
 
 
 def test_a_tree_that_is_refused_takes_no_page(device):

@@ -17,8 +17,7 @@ from tests.decode.flash_decode_problems import (
     packed_q,
     results_of_zeros,
 )
-from tests.decode.step_cases import check_step
-from tests.decode.test_decode_step import problem
+from tests.helpers.steps import check_step, tensors_of
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import on, worst_of
 
@@ -200,7 +199,7 @@ def impossible_lengths():
 
 def impossible_step():
     """A token in no tree is rotated by no row of the tables: its key is NaN, and no other's."""
-    tensors = problem(length=6, rotary_dim=32)
+    tensors = tensors_of(length=6, rotary_columns=32)
     lengths = tensors["cache_seqlens"].tolist()
     tree = ints(*FORK)
     with pytest.MonkeyPatch.context() as patch:

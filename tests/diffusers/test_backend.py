@@ -27,35 +27,26 @@ def problem(queries=9, keys=7, heads=2, kv_heads=2, dtype=torch.float32):
     return [torch.randn(2, length, h, 16, dtype=dtype) for length, h in shapes]
 
 
-MASKS = {
-    "none": lambda: None,
-    "bool of keys": lambda: torch.tensor([[True] * 5 + [False] * 2, [True] * 7]),
-    "added to keys": lambda: torch.randn(2, 7),
-    "bool": lambda: torch.rand(2, 1, 9, 7) < 0.7,
-    "added": lambda: torch.randn(1, 2, 9, 7),
-    "of all": lambda: torch.rand(9, 7) < 0.7,
+KEYS = torch.tensor([[True] * 5 + [False] * 2, [True] * 7])
+OPTIONS = {
+    "none": {},
+    "bool of keys": {"attn_mask": KEYS},
+    "added to keys": {"attn_mask": torch.randn(2, 7)},
+    "bool": {"attn_mask": torch.rand(2, 1, 9, 7) < 0.7},
+    "added": {"attn_mask": torch.randn(1, 2, 9, 7)},
+    "of all": {"attn_mask": torch.rand(9, 7) < 0.7},
+    "causal": {"is_causal": True},
+    "groups": {"enable_gqa": True},
 }
 
 
-@pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask, device, metal_attn):
-    tensors = problem()
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name, device, metal_attn):
+    tensors = problem(heads=4 if name == "groups" else 2)
     before = launches()
-    actual = dispatch_attention_fn(*tensors, attn_mask=MASKS[mask](), scale=0.3)
+    actual = dispatch_attention_fn(*tensors, **OPTIONS[name], scale=0.3)
     assert launches() > before
-    torch.manual_seed(0)
-    problem()
-    expected = dispatch_attention_fn(*tensors, attn_mask=MASKS[mask](), scale=0.3, backend="native")
-    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"enable_gqa": True}])
-def test_options(options, device, metal_attn):
-    tensors = problem(heads=4, kv_heads=2 if "enable_gqa" in options else 4)
-    before = launches()
-    actual = dispatch_attention_fn(*tensors, **options)
-    assert launches() > before
-    expected = dispatch_attention_fn(*tensors, **options, backend="native")
+    expected = dispatch_attention_fn(*tensors, **OPTIONS[name], scale=0.3, backend="native")
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
@@ -81,24 +72,28 @@ def test_strided_operands_are_copied(device, metal_attn):
 
 
 def test_refusals(device, metal_attn):
-    tensors = problem()
-    with pytest.raises(ValueError, match="return_lse is True; the metal_attn backend does not"):
-        dispatch_attention_fn(*tensors, attention_kwargs={"return_lse": True})
-    with pytest.raises(ValueError, match="metal_attn backend does not support context parallelism"):
-        dispatch_attention_fn(*tensors, parallel_config=object())
-    with pytest.raises(ValueError, match=r"query has dtype torch\.float64; it must be"):
-        dispatch_attention_fn(*(x.double() for x in tensors))
-    with pytest.raises(TypeError, match="key is a NoneType; it must be a tensor"):
-        metal_attention(tensors[0], None, tensors[2])
-    with pytest.raises(ValueError, match=r"value has shape \(.*\); it must be \(B, L, H, D\)"):
-        metal_attention(*tensors[:2], tensors[2][0])
+    query, key, value = problem()
     nested = torch.nested.nested_tensor([torch.ones(7)] * 2)
-    with pytest.raises(NotImplementedError, match="attn_mask is a nested tensor"):
-        metal_attention(*tensors, attn_mask=nested)
-    with pytest.raises(TypeError, match="attn_mask is a bool; it must be a tensor or None"):
-        metal_attention(*tensors, attn_mask=True)
-    with pytest.raises(ValueError, match="query has a head dim of 577"):
-        dispatch_attention_fn(*(torch.randn(1, 2, 1, 577) for _ in range(3)))
+    wide = dict.fromkeys(("query", "key", "value"), torch.randn(1, 2, 1, 577))
+    double = {"query": query.double(), "key": key.double(), "value": value.double()}
+    lse = {"attention_kwargs": {"return_lse": True}}
+    for function, given, error, message in (
+        (dispatch_attention_fn, lse, ValueError, "return_lse is True; the metal_attn backend does"),
+        (
+            dispatch_attention_fn,
+            {"parallel_config": object()},
+            ValueError,
+            "metal_attn backend does not support context parallelism",
+        ),
+        (dispatch_attention_fn, double, ValueError, r"query has dtype torch\.float64; it must be"),
+        (dispatch_attention_fn, wide, ValueError, "query has a head dim of 577"),
+        (metal_attention, {"key": None}, TypeError, "key is a NoneType; it must be a tensor"),
+        (metal_attention, {"value": value[0]}, ValueError, r"value .*; it must be \(B, L, H, D\)"),
+        (metal_attention, {"attn_mask": nested}, NotImplementedError, "attn_mask is a nested ten"),
+        (metal_attention, {"attn_mask": True}, TypeError, "attn_mask is a bool; it must be a ten"),
+    ):
+        with pytest.raises(error, match=message):
+            function(**{"query": query, "key": key, "value": value} | given)
 
 
 def test_names(metal_attn):
@@ -192,7 +187,7 @@ def test_modules_keep_the_rest_of_functional():
 @pytest.mark.parametrize("backend", ["flash", "flash_varlen"])
 def test_flash_backends(backend, device):
     tensors = problem(dtype=torch.bfloat16)
-    mask = MASKS["bool of keys"]() if backend == "flash_varlen" else None
+    mask = KEYS if backend == "flash_varlen" else None
     expected = dispatch_attention_fn(*tensors, attn_mask=mask, backend="native")
     with torch_metal_attn.install_flash_attn(), attention_backend(backend):
         before = launches()

@@ -50,10 +50,6 @@ def flux_inputs() -> dict[str, Any]:
     return image | {"img_ids": torch.randn(16, 3), "txt_ids": torch.randn(TEXT, 3)}
 
 
-def xl_conditions() -> dict[str, Tensor]:
-    return {"text_embeds": torch.randn(1, 32), "time_ids": torch.randn(1, 6)}
-
-
 FAMILIES = {
     "UNet XL": Family(
         lambda: diffusers.UNet2DConditionModel(
@@ -75,7 +71,10 @@ FAMILIES = {
             "sample": torch.randn(1, 4, 8, 8),
             "timestep": 500,
             **prompt(32, "encoder_attention_mask"),
-            "added_cond_kwargs": xl_conditions(),
+            "added_cond_kwargs": {
+                "text_embeds": torch.randn(1, 32),
+                "time_ids": torch.randn(1, 6),
+            },
         },
         calls=16,
     ),

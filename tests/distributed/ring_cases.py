@@ -11,8 +11,6 @@ from tests.helpers.home import HOME
 from torch_metal_attn import simulate
 from torch_metal_attn.distributed import ring_attention, shard_sequence, unshard_sequence
 from torch_metal_attn.reference import attention
-from torch_metal_attn.testing.judge import worst_of
-from torch_metal_attn.testing.oracle import torch_error
 
 BOUNDS = [0, 9, 9, 21, 24]  # one sequence is empty, and one shorter than the number of chunks
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8}
@@ -155,12 +153,7 @@ def check(case, whole):
     else:
         out, lse, *gradients = whole
     out, *gradients = (x.transpose(1, 2) for x in (out, *gradients))
-    oracle, oracle_lse = attention(q, k, v, **options, compute_dtype=torch.float64)
-    composed, _ = attention(q, k, v, **options)
-    error = max(torch_error(q, k, v, options), worst_of([(composed, oracle)]))
-    flash_fwd_check.hold_results(out, lse, oracle, oracle_lse, error, options, k.dtype)
-    exact, errors = flash_bwd_check.judge(q, k, v, dout, dlse, options)
-    flash_bwd_check.assert_gradients(gradients, exact, errors, (q, k, v), dout, options)
+    flash_bwd_check.hold_gradients(q, k, v, dout, dlse, (out, lse, *gradients), options)
 
 
 def check_sink(found, q, k, v, dout, dlse, options):

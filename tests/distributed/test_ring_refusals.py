@@ -9,12 +9,13 @@ from tests.distributed import refusals
 from torch_metal_attn.distributed import ring_attention
 
 
-@pytest.mark.parametrize("name", refusals.REFUSED)
-def test_every_process_raises(name, processes):
-    _, on_rank_1, on_others = refusals.REFUSED[name]
+@pytest.mark.parametrize("message", refusals.REFUSED)
+def test_every_process_raises(message, processes):
     for rank, found in enumerate(processes):
-        message = on_rank_1 if rank == 1 or on_others is None else on_others
-        assert re.search(message, found["refused"][name])
+        told = found["refused"][message]
+        assert re.search(message, told)
+        if rank != 1 and message in refusals.ON_RANK_1:
+            assert f"{refusals.ON_RANK_1[message]} was refused on rank 1: " in told
 
 
 def test_groups(processes):

@@ -32,8 +32,8 @@ EDITS = [
         "    features.alibi = true;\n  }\n",
         "    features.alibi = true;\n  }\n"
         "  if (const std::optional<Tensor>& temperature = a.options.temperature) {\n"
-        '    check_statistics("temperature", *temperature, "q", a.q, {{call.heads}});\n'
-        '    check_last_stride("temperature", *temperature);\n'
+        '    check_operand("temperature", *temperature, "q", a.q, {ScalarType::Float},\n'
+        "                  {{call.heads}});\n"
         '    check(!call.bias, "`temperature` is given and so is a bias; give one of them");\n'
         "    features.temperature = true;\n"
         "  }\n",

@@ -9,6 +9,7 @@ import torch
 import torch_metal_attn
 from tests.docs import api_page, doc_commands, doc_pages
 from tests.helpers.cases import each_case
+from tests.simulator.planted import twin
 from torch_metal_attn.tools.doctor import torch_on_mps
 
 PAGES = [doc_pages.ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
@@ -149,76 +150,48 @@ def test_every_page_is_linked():
 
 
 KERNEL = "kernel void k(device float* o [[buffer(0)]]) {{ o[0] = {}; }}\n"
-LISTED = f"""```metal
-// k.metal
-{KERNEL.format("1")}```
-```sh
-python -m torch_metal_attn.simulator check k.metal
-```
-```text
-"""
+METAL = f"```metal\n// k.metal\n{KERNEL}```"
+# What is wrong, in a page with `{~faulty => sound~}`.
 BROKEN = {
-    # name: (what is wrong, the same without it)
-    "python that raises": ("```python\nraise ValueError(1)\n```", "```python\npass\n```"),
+    "python that raises": "```python\n{~raise ValueError(1) => pass~}\n```",
     "python that uses another page's names": (
-        "```python\nprint(other)\n```",
-        "```python\nother = 1\n```\n```python\nprint(other)\n```",
+        "```python\n{~1 => other = 1~}\n```\n```python\nprint(other)\n```"
     ),
-    "another output": (
-        "```python\nprint(1, 2, 3)\n```\n```text\n1 ... 4\n```",
-        "```python\nprint(1, 2, 3)\n```\n```text\n1 ... 3\n```",
-    ),
+    "another output": "```python\nprint(1, 2, 3)\n```\n```text\n1 ... {~4 => 3~}\n```",
     "another output than on any machine": (
-        "```python\nprint(1)\n```\n```text\n2\n```\nOr:\n```text\n3\n```",
-        "```python\nprint(1)\n```\n```text\n2\n```\nOr:\n```text\n1\n```",
+        "```python\nprint(1)\n```\n```text\n2\n```\nOr:\n```text\n{~3 => 1~}\n```"
     ),
-    "output of nothing": ("```text\n1\n```", "```python\nprint(1)\n```\n```text\n1\n```"),
-    "a failing test": (
-        "```python\n# test_x.py\ndef test_x():\n    assert 0\n```",
-        "```python\n# test_x.py\ndef test_x():\n    assert 1\n```",
-    ),
-    "Metal that does not compile": (
-        f"```metal\n// k.metal\n{KERNEL.format('missing')}```",
-        f"```metal\n// k.metal\n{KERNEL.format('1')}```",
-    ),
-    "Metal that the lint rejects": (
-        f"```metal\n// k.metal\n{KERNEL.format('double(1)')}```",
-        f"```metal\n// k.metal\n{KERNEL.format('float(1)')}```",
-    ),
-    "a target that make does not know": ("```sh\nmake tset\n```", "```sh\nmake test\n```"),
+    "output of nothing": "```python\n{~1 => print(1)~}\n```\n```text\n1\n```",
+    "a failing test": "```python\n# test_x.py\ndef test_x():\n    assert {~0 => 1~}\n```",
+    "Metal that does not compile": METAL.format("{~missing => 1~}"),
+    "Metal that the lint rejects": METAL.format("{~double => float~}(1)"),
+    "a target that make does not know": "```sh\nmake {~tset => test~}\n```",
     "a command that is not there": (
-        "```sh\npython -m torch_metal_attn verfy\n```",
-        "```sh\npython -m torch_metal_attn verify  # in seconds\n```",
+        "```sh\npython -m torch_metal_attn {~verfy => verify  # in seconds~}\n```"
     ),
-    "a command that prints something else": (
-        f"{LISTED}function constant 0: int N\n```",
-        f"{LISTED}kernel k\n  buffer(0): ...\n  threadgroup memory: 0 bytes\n```",
-    ),
-    "an extra that is not there": (
-        "```sh\npip install '.[deom]'\n```",
-        "```sh\nX=1 pip install '.[demo]'\n```",
-    ),
+    "a command that prints something else": f"{METAL.format('1')}\n"
+    "```sh\npython -m torch_metal_attn.simulator check k.metal\n```\n```text\n"
+    "kernel k\n  buffer({~1 => 0~}): ...\n  threadgroup memory: 0 bytes\n```",
+    "an extra that is not there": "```sh\nX=1 pip install '.[{~deom => demo~}]'\n```",
     "wheels of two platforms": (
-        "```sh\npip install wheels/torch_metal_attn-*.whl\n```",
-        "```sh\npip install wheels/torch_metal_attn-*-linux_x86_64.whl\n```",
+        "```sh\npip install wheels/torch_metal_attn-*{~.whl => -linux_x86_64.whl~}\n```"
     ),
-    "a program that no rule covers": ("```sh\nrm x\n```", "```sh\n# nothing\n```"),
+    "a program that no rule covers": "```sh\n{~rm x => # nothing~}\n```",
     "a workflow with a wrong step": (
-        "```yaml\njobs: {a: {runs-on: x, steps: [{run: make tset}]}}\n```",
-        "```yaml\njobs: {a: {runs-on: x, steps: [{run: make test}]}}\n```",
+        "```yaml\njobs: {a: {runs-on: x, steps: [{run: make {~tset => test~}}]}}\n```"
     ),
-    "a language that no rule covers": ("```rust\n```", "rust"),
-    "a block without a language": ("```\nx\n```", "x"),
-    "a block without an end": ("```python\nx = 1", "```python\nx = 1\n```"),
+    "a language that no rule covers": "```{~rust => python~}\n```",
+    "a block without a language": "```{~ => python~}\n1\n```",
+    "a block without an end": "```python\nx = 1\n{~ => ```~}",
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_block_fails(name, page):
-    broken, sound = BROKEN[name]
+    faulty, sound = (twin(BROKEN[name], which) for which in (1, 2))
     page(sound)
     with pytest.raises(Exception):  # noqa: B017, PT011  (whatever the block raises)
-        page(broken)
+        page(faulty)
 
 
 def test_a_dead_link_is_found(tmp_path):

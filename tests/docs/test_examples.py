@@ -155,25 +155,17 @@ REFUSED = [
 ]
 
 
-def test_serve():
+@pytest.mark.parametrize("lookup, most", [(0, 3), (4, 8)])
+def test_serve(lookup, most):
     """Also with wrong requests in between, which are refused and harm no other one."""
-    with served() as asked, ThreadPoolExecutor() as pool:
-        requests = [{"tokens": prompt, "most": 3} for prompt in PROMPTS]
+    with served(lookup=lookup) as asked, ThreadPoolExecutor() as pool:
+        requests = [{"tokens": prompt, "most": most} for prompt in PROMPTS]
         wrong = [(pool.submit(asked, request), said) for request, said in REFUSED]
         answers = list(pool.map(asked, requests))
         for answer, said in wrong:
             assert answer.result()[0] == 400
             assert said in answer.result()[1]
-    assert answers == [(200, {"tokens": continued(prompt, 3)}) for prompt in PROMPTS]
-
-
-def test_serve_with_lookup():
-    """Greedy's tokens, also of requests that wait for each other, and refused ones between them."""
-    with served(lookup=4) as asked, ThreadPoolExecutor() as pool:
-        requests = [{"tokens": prompt, "most": 8} for prompt in PROMPTS]
-        assert asked({"tokens": [1, 256]})[0] == 400
-        answers = list(pool.map(asked, requests))
-    assert answers == [(200, {"tokens": continued(prompt, 8)}) for prompt in PROMPTS]
+    assert answers == [(200, {"tokens": continued(prompt, most)}) for prompt in PROMPTS]
 
 
 def test_lookup_reads_prefixes_once_and_several_tokens_at_a_time():

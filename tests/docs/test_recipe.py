@@ -7,11 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from torch.utils import cpp_extension
-
 from tests.docs import recipe
 from tests.docs.doc_pages import ROOT
-from tests.runtime.fake_mps.build import of_the_extension, precompiled
+from tests.runtime.fake_mps.build import compile_command, link_command, of_the_extension
 
 MOST_PLACES = 14
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
@@ -42,14 +40,9 @@ def test_a_new_score_option(tmp_path):
 
 def build(copy, changed):
     """The extension of `copy`: the objects of files that no edit reaches are the checkout's own."""
-    arguments = ["-std=c++20", "-fPIC", "-O0", "-fvisibility=hidden", f"-I{copy}"]
-    arguments += ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    arguments += [*(f"-I{path}" for path in cpp_extension.include_paths()), *precompiled()]
-    compiler = f"{cpp_extension.get_cxx_compiler()} {' '.join(arguments)}"
     rules = [
-        f"rule compile\n  command = {compiler} -c $in -o $out",
-        f"rule link\n  command = {cpp_extension.get_cxx_compiler()} -shared $in -o $out "
-        f"-L{cpp_extension.library_paths()[0]} -ltorch_cpu -lc10",
+        f"rule compile\n  command = {' '.join(compile_command(copy))} -c $in -o $out",
+        f"rule link\n  command = {' '.join(map(str, link_command('$in')))} -o $out",
     ]
     sources = sorted((copy / "csrc").rglob("*.cpp"))
     unedited = [s.relative_to(copy) for s in sources if not reaches(copy, s, changed)]

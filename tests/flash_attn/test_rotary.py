@@ -198,6 +198,11 @@ REFUSED = [
         "seqlen_offsets has dtype torch.float32; it must be int32 or int64",
     ),
     (EMB, {"seqlen_offsets": torch.tensor([0])}, r"seqlen_offsets has shape \(1,\); .* \(2,\)"),
+    (
+        EMB,
+        ends(0, 5) | {"seqlen_offsets": torch.tensor([0, 1])},
+        r"seqlen_offsets has shape \(2,\); .* \(1,\)",
+    ),
     (EMB, {"seqlen_offsets": torch.tensor([0, 2**40])}, "seqlen_offsets asks for rows 0 to 10995"),
     (EMB, ends(0.0, 5.0), "cu_seqlens has dtype torch.float32"),
     (EMB, ends([0, 5]), r"cu_seqlens has shape \(1, 2\)"),

@@ -83,28 +83,33 @@ def check_flex(
     return out, lse
 
 
+def gradients(function, qkv, mod, mask, dtype, captured=(), captured_dtype=None, **options):
+    """out, lse, and the gradients of q, k, v and `captured`, of which `mod` then makes a score_mod.
+
+    The loss is of both results.
+    """
+    leaves = make_leaves(qkv, dtype)
+    own = [make_leaves([x], captured_dtype or x.dtype)[0] for x in captured]
+    out, lse = function(*leaves, mod(*own) if own else mod, mask, **options)
+    return out.detach(), lse.detach(), *torch.autograd.grad(loss_of(out, lse), (*leaves, *own))
+
+
 def check_flex_gradients(
-    query, key, value, score_mod=None, block_mask=None, simulated=True, ours=None
+    query, key, value, score_mod=None, block_mask=None, simulated=True, ours=None, captured=()
 ):
-    """Results, and gradients of q, k and v through out and lse; `ours` as above."""
-    mods = score_mod, block_mask
-
-    def results(function, mods, dtype, **options):
-        leaves = make_leaves((query, key, value), dtype)
-        out, lse = function(*leaves, *mods, **options)
-        return out.detach(), lse.detach(), *torch.autograd.grad(loss_of(out, lse), leaves)
-
-    exact = results(torch_flex, mods, torch.float64)
-    rounded = results(torch_flex, mods, query.dtype)
+    """Results, and gradients as `gradients` has them; `ours` as above."""
+    qkv, mods = (query, key, value), (score_mod, block_mask)
+    exact = gradients(torch_flex, qkv, *mods, torch.float64, captured, torch.float64)
+    rounded = gradients(torch_flex, qkv, *mods, query.dtype, captured)
+    options = {"return_lse": True, "enable_gqa": query.shape[1] != key.shape[1]}
     with simulate(check=True) if simulated else contextlib.nullcontext():
-        found = results(
-            torch_metal_attn.flex_attention,
-            ours or mods,
-            query.dtype,
-            return_lse=True,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-    hold_results(*found[:2], *exact[:2], rounded[0])
+        function = torch_metal_attn.flex_attention
+        found = gradients(function, qkv, *(ours or mods), query.dtype, captured, **options)
+    if not captured:  # their dtypes round what score_mod makes of them
+        hold_results(*found[:2], *exact[:2], rounded[0])
     for one, right, by_torch in zip(found[2:], exact[2:], rounded[2:], strict=True):
+        if by_torch.dtype == torch.float64:  # which kernels compute in float32
+            assert one.dtype == torch.float64
+            one, by_torch = one.float(), by_torch.float()
         assert_within_twice(one, right, by_torch)
     return found[2:]

@@ -17,11 +17,8 @@ PREFIX = torch.tensor([11, 37])
 RELATIVE_BIAS = normal(HEADS, 2 * LONGEST)
 WHOLE_BIAS = normal(2, HEADS, Q_LENGTH, KV_LENGTH).half()
 SLOPES = torch.tensor([0.5, 0.0625])
-OFFSET = torch.tensor([5, 0], dtype=torch.int32)
 # Kinds of tokens, of transfusion: those of an image see all of it.
 MODALITIES = torch.tensor([[0, 24], [40, 64]])
-IMAGE_OF_TEXT = torch.repeat_interleave(torch.arange(3), torch.tensor([30, 26, 40]))
-WIDTH = 8
 
 
 def relative_bias(score, b, h, q_idx, kv_idx):
@@ -45,19 +42,7 @@ def tanh_softcap(score, b, h, q_idx, kv_idx):
     return 2 * torch.tanh(score / 2)
 
 
-def causal_as_a_score(score, b, h, q_idx, kv_idx):
-    return torch.where(q_idx >= kv_idx, score, -float("inf"))
-
-
-def checkerboard(score, b, h, q_idx, kv_idx):
-    score = torch.where(torch.abs(kv_idx - q_idx) % 2 == 1, score * 0.5, score)
-    return torch.where(torch.abs(kv_idx - q_idx) % 2 == 0, score * 2.0, score)
-
-
-SCORE_MODS = [
-    *(relative_bias, whole_bias, alibi, alibi_of_slopes),
-    *(tanh_softcap, causal_as_a_score, checkerboard),
-]
+SCORE_MODS = [relative_bias, whole_bias, alibi, alibi_of_slopes, tanh_softcap]
 
 
 def full(b, h, q_idx, kv_idx):
@@ -83,15 +68,6 @@ def document_sliding_window(b, h, q_idx, kv_idx):
     return and_masks(sliding_window_causal, same_document)(b, h, q_idx, kv_idx)
 
 
-def natten(b, h, q_idx, kv_idx):
-    """A neighbourhood of 5x5 on rows of 8."""
-    q_x, q_y = q_idx // WIDTH, q_idx % WIDTH
-    kv_x, kv_y = kv_idx // WIDTH, kv_idx % WIDTH
-    center_x = q_x.clamp(2, LONGEST // WIDTH - 3)
-    center_y = q_y.clamp(2, WIDTH - 3)
-    return ((center_x - kv_x).abs() <= 2) & ((center_y - kv_y).abs() <= 2)
-
-
 def transfusion(b, h, q_idx, kv_idx):
     """Causal, and whole within each image."""
     seen = causal(b, h, q_idx, kv_idx)
@@ -102,21 +78,9 @@ def transfusion(b, h, q_idx, kv_idx):
     return seen
 
 
-def flamingo_cross_attention(b, h, q_idx, kv_idx):
-    """Text sees the last image before it."""
-    return IMAGE_OF_TEXT[q_idx] == kv_idx // 32
-
-
-def causal_with_offsets(b, h, q_idx, kv_idx):
-    return q_idx + OFFSET[b] >= kv_idx
-
-
 def seldom_seen(b, h, q_idx, kv_idx):
     """Rows that see nothing, and heads that differ."""
     return (kv_idx % 5 == h) & (q_idx % 3 != 0)
 
 
-MASK_MODS = [
-    *(full, causal, prefix_lm, document_sliding_window, natten, transfusion),
-    *(flamingo_cross_attention, causal_with_offsets, seldom_seen),
-]
+MASK_MODS = [full, causal, prefix_lm, document_sliding_window, transfusion, seldom_seen]

@@ -1,9 +1,12 @@
 """What flex_attention refuses, with the caller's names, what was given and the user's line."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
+from tests.common.ops import REFUSING
 from tests.common.test_bad_options import resized
 from tests.flex.flex_check import block_mask, home
 from tests.helpers.cases import each_case
@@ -16,11 +19,6 @@ META = torch.empty(4, device="meta")
 EMPTY = torch.empty(0)
 SQUARE = torch.ones(2, 4, 4)
 MANY = [torch.randn(3) for _ in range(13)]
-
-
-def attend(score_mod=None, mask_mod=None, **options):
-    with simulate():
-        return flex_attention(*home(), score_mod, **options)
 
 
 def branches(score, b, h, q_idx, kv_idx):
@@ -43,80 +41,61 @@ def many_tensors(score, b, h, q_idx, kv_idx):
     return score
 
 
-# The functions above show in their messages with the line that is at fault.
-REFUSED = [
-    (branches, RuntimeError, r"asks for the value.*torch.where(?s:.*)if q_idx > kv_idx:"),
-    (takes_item, RuntimeError, r"asks for the value(?s:.*)q_idx.item()"),
-    (unknown_op, NotImplementedError, r"uses erfinv(?s:.*)test_bad_flex.py:\d+: return"),
-    (many_tensors, ValueError, "index 13 tensors.*Metal has buffers for 12"),
-    (
-        lambda s, b, h, q, kv: s + torch.full_like(q, 2**40),
-        *(ValueError, "score_mod fills an int32 with 1099511627776, which does not fit"),
-    ),
-    (
-        lambda s, b, h, q, kv: torch.heaviside(s, BIAS[kv]),
-        *(NotImplementedError, "score_mod: derivative for aten::heaviside is not"),
-    ),
-    (
-        lambda s, b, h, q, kv: s + SQUARE[h].sum(0)[kv],
-        *(NotImplementedError, "sum, .* it sums all dimensions of a row"),
-    ),
-    (lambda s, b, h, q, kv: s.max(), NotImplementedError, "score_mod uses max,"),
-    (lambda s, b, h, q, kv: s + torch.rand(()), NotImplementedError, "same random number"),
-    (
-        lambda s, b, h, q, kv: s + BIAS,
-        *(
-            ValueError,
-            r"BIAS, which has shape \(96,\): index it until a scalar or a row of up to 32 elements",
+# By error: the message, and the function. Those above show in it with the line that is at fault.
+REFUSED = {
+    RuntimeError: {
+        r"asks for the value.*torch.where(?s:.*)if q_idx > kv_idx:": branches,
+        r"asks for the value(?s:.*)q_idx.item()": takes_item,
+    },
+    NotImplementedError: {
+        r"uses erfinv(?s:.*)test_bad_flex.py:\d+: return": unknown_op,
+        "score_mod: derivative for aten::heaviside is not": lambda s, b, h, q, kv: torch.heaviside(
+            s, BIAS[kv]
         ),
-    ),
-    (lambda s, b, h, q, kv: s.double(), NotImplementedError, "has dtype torch.float64"),
-    (
-        lambda s, b, h, q, kv: s + COMPLEX[h].real,
-        *(NotImplementedError, "captures COMPLEX, which has dtype torch.complex64"),
-    ),
-    (
-        lambda s, b, h, q, kv: s + META[h],
-        *(ValueError, "captures META, which is on meta, and query is on cpu"),
-    ),
-    (lambda s, b, h, q, kv: s + EMPTY[h], ValueError, "indexes EMPTY, which is empty"),
-    (
-        lambda s, b, h, q, kv: s + BIAS[h, q],
-        *(IndexError, "has 2 indices for BIAS, which has 1 dimensions"),
-    ),
-    (lambda s, b, h, q, kv: s + BIAS[q / 2], TypeError, "indexes BIAS with torch.float32"),
-    (
-        lambda s, b, h, q, kv: s + BIAS[None, q],
-        *(NotImplementedError, "scalars index the leading dimensions"),
-    ),
-    (
-        lambda s, b, h, q, kv: s * (BIAS.add_(1) is None),
-        *(NotImplementedError, "write into a captured tensor"),
-    ),
-    (
-        lambda s, b, h, q, kv: s > 0,
-        *(TypeError, "score_mod returns torch.bool; it must be torch.float32"),
-    ),
-    (
-        lambda s, b, h, q, kv: s.half(),
-        *(TypeError, r"score_mod returns torch.float16.*\.to\(score.dtype\)"),
-    ),
-    (
-        lambda s, b, h, q, kv: s.expand(3),
-        *(NotImplementedError, r"expand.*its result has shape \(3,\)"),
-    ),
-    (lambda s, b, h, q, kv: 1.0, TypeError, "score_mod returns a float; it must be a tensor"),
-    (lambda s, b, h, q, kv: s + q**kv, NotImplementedError, "pow.*not in torch.int32"),
-    (lambda s, b, h, q: s, TypeError, "must be a function of"),
-    (lambda b, h, q, kv: q > kv, TypeError, r"must be a function of \(score, b"),
-]
+        "sum, .* it sums all dimensions of a row": lambda s, b, h, q, kv: s + SQUARE[h].sum(0)[kv],
+        "mean, .* not in torch.int64": lambda s, b, h, q, kv: s + SQUARE.long()[h].mean(),
+        "only scalars can be made of scalars": lambda s, b, h, q, kv: s + s.new_zeros(3)[0],
+        "score_mod uses max,": lambda s, b, h, q, kv: s.max(),
+        "same random number": lambda s, b, h, q, kv: s + torch.rand(()),
+        "has dtype torch.float64": lambda s, b, h, q, kv: s.double(),
+        "captures COMPLEX, which has dtype torch.complex64": lambda s, b, h, q, kv: (
+            s + COMPLEX[h].real
+        ),
+        "scalars index the leading dimensions": lambda s, b, h, q, kv: s + BIAS[None, q],
+        "write into a captured tensor": lambda s, b, h, q, kv: s * (BIAS.add_(1) is None),
+        r"expand.*its result has shape \(3,\)": lambda s, b, h, q, kv: s.expand(3),
+        "pow.*not in torch.int32": lambda s, b, h, q, kv: s + q**kv,
+    },
+    ValueError: {
+        "index 13 tensors.*Metal has buffers for 12": many_tensors,
+        "score_mod fills an int32 with 1099511627776, which does not fit": lambda s, b, h, q, kv: (
+            s + torch.full_like(q, 2**40)
+        ),
+        r"BIAS, which has shape \(96,\): index it until a scalar or a row of up to 32 elements": (
+            lambda s, b, h, q, kv: s + BIAS
+        ),
+        "captures META, which is on meta, and query is on cpu": lambda s, b, h, q, kv: s + META[h],
+        "indexes EMPTY, which is empty": lambda s, b, h, q, kv: s + EMPTY[h],
+    },
+    IndexError: {
+        "has 2 indices for BIAS, which has 1 dimensions": lambda s, b, h, q, kv: s + BIAS[h, q],
+    },
+    TypeError: {
+        "indexes BIAS with torch.float32": lambda s, b, h, q, kv: s + BIAS[q / 2],
+        "score_mod returns torch.bool; it must be torch.float32": lambda s, b, h, q, kv: s > 0,
+        r"score_mod returns torch.float16.*\.to\(score.dtype\)": lambda s, b, h, q, kv: s.half(),
+        "score_mod returns a float; it must be a tensor": lambda s, b, h, q, kv: 1.0,
+        "must be a function of": lambda s, b, h, q: s,
+        r"must be a function of \(score, b": lambda b, h, q, kv: q > kv,
+    },
+}
 
 
-@each_case("mod, error, message", REFUSED)
-def test_score_mods(mod, error, message):
+@each_case("error, message", [(error, message) for error in REFUSED for message in REFUSED[error]])
+def test_score_mods(error, message):
     before = BIAS.clone()
-    with pytest.raises(error, match=message):
-        attend(mod)
+    with pytest.raises(error, match=message), simulate():
+        flex_attention(*home(), REFUSED[error][message])
     assert torch.equal(BIAS, before)
 
 
@@ -127,12 +106,6 @@ def test_mask_mods():
     ):
         with pytest.raises(TypeError, match=message):
             compiled(None, mod, torch.device("cpu"))
-
-
-def changed(**options):
-    """home() with changes: of a dimension's size, or the dtype."""
-    q, k, v = home()
-    return {"query": q, "key": k, "value": v} | options
 
 
 Q, K, V = home()
@@ -177,6 +150,11 @@ CALLS = [
         )
     ),
     ({"block_mask": with_list("seq_lengths", [80])}, ValueError, r"seq_lengths of \[80\]; they"),
+    (
+        {"block_mask": block_mask().to("meta")},
+        ValueError,
+        r"block_mask is on meta and query on cpu; call .*to\('cpu'",
+    ),
     ({"block_mask": torch.ones(80, 96).bool()}, TypeError, "block_mask is a Tensor; .*BlockMask"),
     ({"scale": "a"}, TypeError, "scale is 'a'; it must be a number"),
     ({"scale": torch.ones((), requires_grad=True)}, NotImplementedError, "scale requires grad"),
@@ -196,15 +174,7 @@ CALLS = [
 @each_case("options, error, message", CALLS)
 def test_calls(backend, options, error, message):
     with pytest.raises(error, match=message):
-        flex_attention(**changed(**options))
-
-
-def test_a_mask_on_another_device():
-    mask = block_mask().to("meta")
-    with pytest.raises(
-        ValueError, match=r"block_mask is on meta and query on cpu; call .*to\('cpu'"
-    ):
-        flex_attention(*home(), block_mask=mask)
+        flex_attention(**{"query": Q, "key": K, "value": V} | options)
 
 
 def test_options_that_change_no_result():
@@ -225,10 +195,8 @@ def test_indices_out_of_range(simulated):
         return score + BIAS[q_idx + kv_idx]
 
     def attend(mask):
-        if simulated:
-            with simulate(check=True):
-                return flex_attention(*home(), past_the_end, mask)
-        return flex_attention(*home(), past_the_end, mask)
+        with simulate(check=True) if simulated else contextlib.nullcontext():
+            return flex_attention(*home(), past_the_end, mask)
 
     with pytest.raises(IndexError, match=r"BIAS, of shape \(96,\): index 96 is out of bounds"):
         attend(block_mask())
@@ -259,18 +227,50 @@ def test_parts_of_no_share(part):
         (torch.zeros(2, 1, 1, 4).int(), r"\(2, 1 or 1, 1 or 2, 5\)"),
         (torch.zeros(2, 1, 3, 5).int(), r"\(2, 1 or 1, 1 or 2, 5\)"),
         (torch.zeros(5, 1, 1, 2).int().transpose(0, 3), "it must be contiguous"),
-        (None, "an order are given and kv_num_blocks is not"),
     ],
 )
 def test_orders(order, message):
     """Their values are not checked: see test_order.py."""
     mask = block_mask(block=16)
-    given = {"kv_order": torch.zeros(2, 1, 1, 5).int()}
-    if order is not None:
-        lists = {name: getattr(mask, name) for name in ("kv_num_blocks", "kv_indices")}
-        given = lists | {"kv_order": order, "q_block_size": 16, "kv_block_size": 16}
+    given = {name: getattr(mask, name) for name in ("kv_num_blocks", "kv_indices")}
+    given |= {"kv_order": order, "q_block_size": 16, "kv_block_size": 16}
     with simulate(), pytest.raises(ValueError, match=message):
         torch.ops.metal_attn.flex_fwd(*home(), captures=[], **given)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"q_num_blocks": None, "q_indices": None},
+            "full_q_num_blocks is given and q_num_blocks is not; full blocks are listed beside",
+        ),
+        (
+            {"kv_indices": torch.zeros(1, 1, 1, 1).int().expand(1, 1, 1, 2**31)},
+            r"kv_indices has shape .*; lists must be shorter than 2\^31",
+        ),
+        (
+            {"captures": [BIAS[:1].expand(2**31)]},
+            r"has shape \(2147483648,\); each size must be below",
+        ),
+    ],
+)
+def test_lists_and_captures_of_the_op(changes, message):
+    with simulate(), pytest.raises(ValueError, match=message):
+        torch.ops.metal_attn.flex_bwd(**REFUSING["flex_bwd"].make() | changes)
+
+
+def test_parts_of_a_block_mask_alone():
+    """None of those that a forward reads is ignored."""
+    parts = REFUSING["flex_fwd"].make()
+    attention = {name: parts.pop(name) for name in ("q", "k", "v", "captures")}
+    del parts["kv_num_blocks"]
+    for name, value in parts.items():
+        if name.startswith(("q_num", "q_ind", "q_ord", "full_q")):
+            continue
+        message = "lists or an order are given and kv_num_blocks is not"
+        with simulate(), pytest.raises(ValueError, match=message):
+            torch.ops.metal_attn.flex_fwd(**attention, **{name: value})
 
 
 # A text, and the part of it that flex_attention would never write.

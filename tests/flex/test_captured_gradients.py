@@ -1,12 +1,10 @@
 """Gradients of tensors that score_mod captures, against torch's own in float64."""
 
-import contextlib
-
 import pytest
 import torch
 
-from tests.attention.autograd_check import loss_of, make_leaves, normal
-from tests.flex.flex_check import assert_within_twice, block_mask, home, torch_flex
+from tests.attention.autograd_check import normal
+from tests.flex.flex_check import block_mask, check_flex_gradients, gradients, home
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import flex_attention, scores, simulate
 from torch_metal_attn.flex import reference
@@ -112,57 +110,35 @@ CAPTURED = {
 }  # fmt: skip
 
 
-def gradients(function, qkv, make, captured, mask, dtype, captured_dtype=None, **options):
-    """Of q, k, v and what `make` captures."""
-    leaves = make_leaves(qkv, dtype)
-    own = [make_leaves([x], captured_dtype or x.dtype)[0] for x in captured]
-    results = function(*leaves, make(*own), mask, **options)
-    return torch.autograd.grad(loss_of(*results), (*leaves, *own))
-
-
-def check(qkv, make, captured, mask=None, simulated=True, ours=None):
-    """ours: what makes the score_mod that flex_attention is given in place of torch's."""
-    given = qkv, make, captured, mask
-    exact = gradients(torch_flex, *given, torch.float64, torch.float64)
-    rounded = gradients(torch_flex, *given, qkv[0].dtype)
-    gqa = qkv[0].shape[1] != qkv[1].shape[1]
-    given = qkv, ours or make, captured, mask
-    with simulate(check=True) if simulated else contextlib.nullcontext():
-        found = gradients(flex_attention, *given, qkv[0].dtype, return_lse=True, enable_gqa=gqa)
-    for one, right, by_torch in zip(found, exact, rounded, strict=True):
-        if by_torch.dtype == torch.float64:  # which kernels compute in float32
-            assert one.dtype == torch.float64
-            one, by_torch = one.float(), by_torch.float()
-        assert_within_twice(one, right, by_torch)
-    return found
-
-
 def test_in_the_kernels():
     """Every way to own elements, in blocks, with two heads of keys' one."""
-    given = home(batch=2, kv_heads=1), everything, CAPTURED[everything], block_mask()
-    found = check(*given)
+    qkv, captured = home(batch=2, kv_heads=1), CAPTURED[everything]
+    found = check_flex_gradients(*qkv, everything, block_mask(), captured=captured)
     # The same bits, whichever threadgroup runs first.
+    given = qkv, everything, block_mask(), torch.float16, captured
     with simulate(check=True, seed=5):
-        again = gradients(flex_attention, *given, torch.float16, return_lse=True, enable_gqa=True)
+        again = gradients(flex_attention, *given, return_lse=True, enable_gqa=True)[2:]
     assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_float32_without_blocks(dtype):
     """The kernels get tensors in float64 as float32."""
-    check(home(dtype=torch.float32), of_queries, [x.to(dtype) for x in CAPTURED[of_queries]])
+    captured = [x.to(dtype) for x in CAPTURED[of_queries]]
+    check_flex_gradients(*home(dtype=torch.float32), of_queries, captured=captured)
 
 
 @pytest.mark.parametrize("make", CAPTURED, ids=lambda make: make.__name__)
 def test_reference(make):
-    check(home(batch=2), make, CAPTURED[make], block_mask(), simulated=False)
+    given = *home(batch=2), make, block_mask()
+    check_flex_gradients(*given, simulated=False, captured=CAPTURED[make])
 
 
 def test_whole_rows():
     captured = normal(80, 3), normal(96, 2, 3, seed=1), normal(3).double()
-    check(
-        home(batch=2), element_by_element, captured, block_mask(), simulated=False, ours=whole_rows
-    )
+    given = *home(batch=2), element_by_element, block_mask()
+    ours = whole_rows, block_mask()
+    check_flex_gradients(*given, simulated=False, ours=ours, captured=captured)
 
 
 def test_only_what_requires_grad():
@@ -222,7 +198,8 @@ def gradient_of_the_table():
     def make(table):
         return everything(scales, table, bias, offsets)
 
-    check(home(batch=2, kv_heads=1, q_length=77), make, [table], block_mask(sizes=(77, 96)))
+    qkv, mask = home(batch=2, kv_heads=1, q_length=77), block_mask(sizes=(77, 96))
+    check_flex_gradients(*qkv, make, mask, captured=[table])
 
 
 MUTANTS = {

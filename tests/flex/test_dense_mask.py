@@ -7,6 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.flex.flex_check import BLOCK, SIZES, check_flex, check_flex_gradients, home, torch_flex
+from tests.helpers.cases import each_case
 from torch_metal_attn import block_mask
 
 
@@ -54,26 +55,28 @@ def test_broadcast_queries_and_keys():
         assert torch.equal(found, right)
 
 
-@pytest.mark.parametrize(
-    "change, error, message",
-    [
-        ({"attn_mask": [True]}, TypeError, "attn_mask is a list; it must be a tensor"),
-        (
-            {"attn_mask": torch.ones(8, 8).to_sparse()},
-            ValueError,
-            "attn_mask has layout torch.spars",
-        ),
-        ({"attn_mask": torch.ones(8, 8)}, ValueError, "dtype torch.float32; it must be torch.bool"),
-        ({"block": 12}, ValueError, "block is 12; it must be multiples of 8 in 8..1024"),
-        ({"block": (8, 2048)}, ValueError, r"block is \(8, 2048\)"),
-        ({"block": 8.0}, TypeError, "block is 8.0; it must be two integers"),
-        ({"lengths": 8}, TypeError, "lengths is 8; it must be two integers"),
-        ({"lengths": (8, 9)}, ValueError, r"does not broadcast to lengths \(8, 9\)"),
-        ({"attn_mask": torch.ones(8).bool()}, ValueError, r"give lengths=\(Lq, 8\)"),
-        ({"attn_mask": torch.ones(0, 8).bool()}, ValueError, "there must be a query and a key"),
-        ({"attn_mask": torch.ones(1, 1, 1, 8, 8).bool()}, ValueError, "1 to 4 dimensions"),
-    ],
-)
-def test_bad_input(change, error, message):
+ONES = torch.ones(8, 8)
+BAD = {
+    TypeError: {
+        "attn_mask is a list; it must be a tensor": {"attn_mask": [True]},
+        "block is 8.0; it must be two integers": {"block": 8.0},
+        "lengths is 8; it must be two integers": {"lengths": 8},
+    },
+    ValueError: {
+        "attn_mask has layout torch.spars": {"attn_mask": ONES.to_sparse()},
+        "dtype torch.float32; it must be torch.bool": {"attn_mask": ONES},
+        "block is 12; it must be multiples of 8 in 8..1024": {"block": 12},
+        r"block is \(8, 2048\)": {"block": (8, 2048)},
+        r"does not broadcast to lengths \(8, 9\)": {"lengths": (8, 9)},
+        r"give lengths=\(Lq, 8\)": {"attn_mask": torch.ones(8).bool()},
+        "there must be a query and a key": {"attn_mask": torch.ones(0, 8).bool()},
+        "1 to 4 dimensions.*": {"attn_mask": torch.ones(1, 1, 1, 8, 8).bool()},
+        "1 to 4 dimensions": {"attn_mask": torch.tensor(True), "lengths": (8, 8)},
+    },
+}
+
+
+@each_case("error, message", [(error, message) for error in BAD for message in BAD[error]])
+def test_bad_input(error, message):
     with pytest.raises(error, match=message):
-        block_mask(**{"attn_mask": torch.ones(8, 8).bool()} | change)
+        block_mask(**{"attn_mask": ONES.bool()} | BAD[error][message])

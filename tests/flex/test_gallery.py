@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from tests.flex import gallery
-from tests.flex.flex_check import check_flex, check_flex_gradients, home
+from tests.flex.flex_check import check_flex_gradients, home
 
 NAMES = {mod.__name__: mod for mod in (*gallery.SCORE_MODS, *gallery.MASK_MODS)}
 WHICH = torch.zeros((), dtype=torch.int32)
@@ -56,9 +56,3 @@ def test_examples(name, simulated):
     qkv, score_mod, block_mask = problem(name)
     ours = select(name) if simulated else None
     check_flex_gradients(*qkv, score_mod, block_mask, simulated=simulated, ours=ours)
-
-
-def test_an_example_as_it_is():
-    """Not one of many: what a user's call compiles."""
-    qkv, _, block_mask = problem("document_sliding_window")
-    check_flex(*qkv, gallery.alibi, block_mask)

@@ -77,6 +77,19 @@ def test_heads_that_change():
     assert backend.frame_count == 1
 
 
+def test_inductor():
+    """The default backend, with a BlockMask and gradients."""
+    leaves = [x.requires_grad_() for x in home()]
+
+    def results(function):
+        with simulate():
+            out = function(*leaves, None, block_mask())
+            return out, *torch.autograd.grad(out.float().sin().sum(), leaves)
+
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    assert all(map(torch.equal, results(compiled), results(flex_attention)))
+
+
 def of_value(q, k, v, factor):
     """Asks for a value, which breaks the graph, and is compiled again when the number changes."""
 

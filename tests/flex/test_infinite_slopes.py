@@ -3,8 +3,7 @@
 import torch
 
 from tests.attention.autograd_check import normal
-from tests.flex.flex_check import assert_within_twice, block_mask, home, torch_flex
-from tests.flex.test_captured_gradients import gradients
+from tests.flex.flex_check import assert_within_twice, block_mask, gradients, home, torch_flex
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import flex_attention
 
@@ -35,11 +34,12 @@ def check():
     """Against torch's function of the keys that are seen alone."""
     (q, k, v), factors = problem()
     mask = block_mask(shown, sizes=(QUERIES, KEYS))
-    found = gradients(flex_attention, (q, k, v), roots, [factors], mask, q.dtype, return_lse=True)
-    few = (q, k[:, :, SEEN], v[:, :, SEEN]), roots, [factors[SEEN]], None
-    exact = gradients(torch_flex, *few, torch.float64, torch.float64)
-    rounded = gradients(torch_flex, *few, q.dtype)
-    (dq, dk, dv, dfactors), hidden = found, ~SEEN
+    given = (q, k, v), roots, mask, q.dtype, [factors]
+    dq, dk, dv, dfactors = gradients(flex_attention, *given, return_lse=True)[2:]
+    few, own = ((q, k[:, :, SEEN], v[:, :, SEEN]), roots, None), [factors[SEEN]]
+    exact = gradients(torch_flex, *few, torch.float64, own, torch.float64)[2:]
+    rounded = gradients(torch_flex, *few, q.dtype, own)[2:]
+    hidden = ~SEEN
     assert_within_twice(dq, exact[0], rounded[0])
     for i, gradient in ((1, dk), (2, dv)):
         assert_within_twice(gradient[:, :, SEEN], exact[i], rounded[i])

@@ -67,7 +67,7 @@ MODS = {
     "comparisons": lambda s, b, h, q, kv: (
         (s < 0.5).float() + 2 * (s <= 0.5) + 4 * (q == kv) + 8 * (q != kv) + s * (s >= 1)
     ),
-    "integers against a fraction": lambda s, b, h, q, kv: s * (q > 30.5),
+    "integers against a fraction": lambda s, b, h, q, kv: s * (q >= 30.5),
     "logic": lambda s, b, h, q, kv: (
         s * (torch.logical_and(q > 3, FLAGS[kv]) | ~FLAGS[q])
         + torch.logical_or(q > 60, kv > 60).float()

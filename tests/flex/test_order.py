@@ -58,10 +58,6 @@ def lengths(mask, side, batch=2, heads=HEADS):
     return counts.expand(batch, heads, -1)
 
 
-def first_rows(numbers):
-    return numbers[..., ::BLOCK]
-
-
 def check_starts(mask, monkeypatch):
     """Threadgroups in the order of their numbers have shorter and shorter lists."""
     with monkeypatch.context() as planted:
@@ -74,7 +70,7 @@ def check_starts(mask, monkeypatch):
         (dq[..., 0], lengths(mask, "kv")),
         (dv[..., 0], by_group),
     ):
-        started = first_rows(numbers).flatten()
+        started = numbers[..., ::BLOCK].flatten()
         assert len(started.unique()) == len(started)
         in_order = work.flatten()[started.argsort()]
         assert (in_order.diff() <= 0).all()

@@ -14,3 +14,8 @@ def judge(*cases, device="cpu"):
         measures = [*prepared.judge(results), prepared.memory.undisturbed(prepared.written)]
         wrong = [measure for measure in measures if not measure.ok]
         assert not wrong, f"{case}: {wrong}"
+
+
+def arguments(case):
+    """What the call of a case is given, on the CPU."""
+    return FAMILIES[type(case)].prepare(case, torch.device("cpu")).arguments

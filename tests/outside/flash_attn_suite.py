@@ -2,13 +2,13 @@
 
     git clone --branch v2.8.3 --depth 1 https://github.com/Dao-AILab/flash-attention
     pip install einops
-    python -m tests.outside.flash_attn_suite flash-attention --minutes 20 --write
+    python -m tests.outside.flash_attn_suite flash-attention --minutes 20
 
 It runs tests/test_flash_attn.py and tests/test_rotary.py of that checkout. The only edit is the
 device: "cuda" becomes --device. torch.cuda answers as an A100 does, and `flash_attn` is
 `install_flash_attn()`'s. --seed draws cases from those of at most --size (queries times keys times
 head dim). Each test starts with one of its smallest, whatever --size is, and has the same share of
-the time. Outcomes go to stderr as they come.
+the time. Outcomes go to stderr as they come, and a table of counts in Markdown to stdout.
 """
 
 import argparse
@@ -33,8 +33,6 @@ import torch
 
 from torch_metal_attn import install_flash_attn, simulate
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "bench/results/flash_attn_suite.md"
 FILES = ("tests/test_flash_attn.py", "tests/test_rotary.py")
 # Tests of what only a build for CUDA has, and why.
 OF_CUDA = {"test_compilation_count": "counts what Triton compiles"}
@@ -73,11 +71,9 @@ class Test:
     def drawn(self, largest: int, rng: random.Random) -> list[int]:
         """A case of the smallest size, then all others that are small enough, in random order."""
         sizes = [size(self.case(index)) for index in range(len(self))]
-        cases = list(range(len(self)))
-        rng.shuffle(cases)
+        cases = sorted(range(len(self)), key=lambda _: rng.random())
         first = min(cases, key=sizes.__getitem__)
-        cases.remove(first)
-        return [first, *(index for index in cases if sizes[index] <= largest)]
+        return [first, *(i for i in cases if sizes[i] <= largest and i != first)]
 
     def run(self, case: dict[str, Any], limit: float) -> None:
         """Run one case for at most `limit` seconds and count its outcome."""
@@ -88,7 +84,7 @@ class Test:
                 self.function(**case)
             outcome = "passed"
         except pytest.skip.Exception:
-            outcome = "skipped"
+            outcome = "skipped by itself"
         except TooLong:
             outcome = "too long"
         except Exception as error:
@@ -121,15 +117,10 @@ def tests_of(module: types.ModuleType) -> list[Test]:
     """The module's test functions, with their values from pytest.mark.parametrize."""
     found = []
     for name, function in vars(module).items():
-        if not name.startswith("test_") or name in OF_CUDA:
-            continue
-        test = Test(function)
-        for mark in getattr(function, "pytestmark", []):
-            if mark.name != "parametrize":
-                continue  # skipif asks for AMD's kernels
-            names = tuple(part.strip() for part in mark.args[0].split(","))
-            test.axes.append((names, list(mark.args[1])))
-        found.append(test)
+        if name.startswith("test_") and name not in OF_CUDA:
+            marks = [m for m in getattr(function, "pytestmark", []) if m.name == "parametrize"]
+            axes = [(tuple(m.args[0].replace(" ", "").split(",")), [*m.args[1]]) for m in marks]
+            found.append(Test(function, axes))
     return found
 
 
@@ -157,12 +148,10 @@ def as_on_an_a100() -> Iterator[None]:
         yield
 
 
-def run(
-    tests: list[Test], cases: list[list[int]], seconds: float, count: int, limit: float
-) -> None:
-    """Run up to `count` cases of each test within this many seconds, shared by the tests."""
+def run(tests: list[Test], cases: list[list[int]], seconds: float, limit: float) -> None:
+    """Run cases of each test within this many seconds, shared by the tests."""
     end = time.monotonic() + seconds
-    waiting = [(test, iter(drawn[:count])) for test, drawn in zip(tests, cases, strict=True)]
+    waiting = [(test, iter(drawn)) for test, drawn in zip(tests, cases, strict=True)]
     while waiting and time.monotonic() < end:
         test, rest = entry = min(waiting, key=lambda entry: entry[0].seconds)
         index = next(rest, None)
@@ -174,27 +163,17 @@ def run(
 
 def table(tests: list[Test], eligible: list[int]) -> str:
     """The counts in Markdown, and the failures."""
-    outcomes = ("passed", "failed", "skipped", "too long")
-    lines = [
-        "| test | cases | small enough | run | passed | failed | skipped by itself | too long "
-        "| seconds |",
-        "| --- " * 9 + "|",
+    outcomes = ("passed", "failed", "skipped by itself", "too long")
+    heads = ("test", "cases", "small enough", "run", *outcomes, "seconds")
+    rows = [
+        [len(t), n, t.outcomes.total(), *(t.outcomes[o] for o in outcomes), round(t.seconds)]
+        for t, n in zip(tests, eligible, strict=True)
     ]
-    totals = Counter[str]()
-    for test, small in zip(tests, eligible, strict=True):
-        counts = {"cases": len(test), "small": small, "run": test.outcomes.total()}
-        counts |= {outcome: test.outcomes[outcome] for outcome in outcomes}
-        totals.update(counts)
-        cells = [test.function.__name__, *counts.values(), f"{test.seconds:.0f}"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    seconds = sum(test.seconds for test in tests)
-    cells = ["all", *totals.values(), f"{seconds:.0f}"]
-    lines.append("| " + " | ".join(map(str, cells)) + " |")
-    for test in tests:
-        lines += ["", *(f"- {test.function.__name__} {text}" for text in test.failures)][
-            : None if test.failures else 0
-        ]
-    return "\n".join(lines)
+    named = [[t.function.__name__, *row] for t, row in zip(tests, rows, strict=True)]
+    named.append(["all", *map(sum, zip(*rows, strict=True))])
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (heads, ["---"] * len(heads), *named)]
+    failures = [f"- {t.function.__name__} {text}" for t in tests for text in t.failures]
+    return "\n".join([*lines, "", *failures])
 
 
 def main() -> None:
@@ -209,27 +188,17 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of a case")
     parser.add_argument("--size", type=int, default=2**22, help="see above")
     parser.add_argument("--only", default="", help="tests whose names contain this")
-    parser.add_argument("--write", action="store_true", help="add to bench/results")
     options = parser.parse_args()
 
     signal.signal(signal.SIGALRM, _stop)
     rng = random.Random(options.seed)
     with as_on_an_a100(), simulate() if options.simulator else contextlib.nullcontext():
-        tests = [
-            test
-            for name in FILES
-            for test in tests_of(load(options.checkout / name, options.device))
-            if options.only in test.function.__name__
-        ]
+        modules = [load(options.checkout / name, options.device) for name in FILES]
+        tests = [test for module in modules for test in tests_of(module)]
+        tests = [test for test in tests if options.only in test.function.__name__]
         cases = [test.drawn(options.size, rng) for test in tests]
-        run(tests, cases, 60 * options.minutes, options.count, options.limit)
-    where = "the simulator" if options.simulator else options.device
-    told = " ".join(sys.argv[2:]).replace(" --write", "")
-    text = f"## On {where}\n\n`{told}`\n\n{table(tests, [len(drawn) for drawn in cases])}\n"
-    print(text)
-    if options.write:
-        with RESULTS.open("a") as file:
-            file.write(f"\n{text}")
+        run(tests, [drawn[: options.count] for drawn in cases], 60 * options.minutes, options.limit)
+    print(table(tests, [len(drawn) for drawn in cases]))
 
 
 if __name__ == "__main__":

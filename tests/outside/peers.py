@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ STEEL = """
 #include "mlx/backend/metal/kernels/utils.h"
 #include "mlx/backend/metal/kernels/steel/attn/kernels/steel_attention.h"
 using Kernel = decltype(
-    attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, COLUMN_SIMDGROUPS, MASK, float>);
+    attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, 1, MASK, float>);
 template [[host_name("steel")]] [[kernel]] Kernel
-attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, COLUMN_SIMDGROUPS, MASK, float>;
+attention<ELEMENT, 32, BLOCK_K, HEAD_DIM, HEAD_DIM, 4, 1, MASK, float>;
 """
 PREFILL = """
 #include <metal_stdlib>
@@ -137,24 +138,20 @@ def steel_kernel(
     causal: bool = False,
     mask: torch.dtype | None = None,
     aligned: tuple[bool, bool] = (True, True),
-    step: int | None = None,
-    column_simdgroups: int = 1,
 ) -> dict[str, Any]:
-    """MLX's kernel, as `compile_agx` and `compile_ptx` take one.
+    """MLX's kernel, by the fields of bench's Source.
 
-    aligned: whether blocks are whole, of q and k. mask: its dtype, if there is one. step: keys per
-    block, MLX's choice if not given. column_simdgroups: how many SIMD groups share 8 rows.
+    aligned: whether blocks are whole, of q and k. mask: its dtype, if there is one.
     """
     return {
         "text": STEEL,
         "kernel": "steel",
-        "threads": 32 * 4 * column_simdgroups,
+        "threads": 32 * 4,
         "include_dirs": [include_dir(MLX)],
         "defines": {
             "ELEMENT": METAL_TYPES[dtype],
             "HEAD_DIM": head_dim,
-            "BLOCK_K": step or block_k(head_dim),
-            "COLUMN_SIMDGROUPS": column_simdgroups,
+            "BLOCK_K": block_k(head_dim),
             "MASK": "bool" if mask == torch.bool else METAL_TYPES[dtype],
         },
         "constants": steel_constants(aligned, causal, mask) | {302: False, 303: False},
@@ -173,43 +170,32 @@ def steel_constants(
     }
 
 
-def steel_params(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, step: int, block_q: int = BLOCK_Q
-) -> Tensor:
-    """The params of STEEL, and of NAX with its own blocks of queries."""
+def steel_arguments(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, step: int, block_q: int
+) -> list[Tensor]:
+    """What both are called with. step, block_q: the keys and the queries of a block."""
     batch, heads, q_length, head_dim = q.shape
     kv_length = k.shape[2]
-    return params(
+    about = params(
         ("6if", (batch, heads, head_dim, q_length, kv_length, heads // k.shape[1], head_dim**-0.5)),
         ("2i", (-(-q_length // block_q), -(-kv_length // step))),
         ("2i", (q_length // block_q, kv_length // step)),
         ("3i", (q_length % block_q, kv_length % step, kv_length - q_length)),
         ("12q", outer_strides(q, k, v, out)),
     )
-
-
-def steel_arguments(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None, step: int, block_q: int
-) -> list[Tensor]:
-    """What both are called with."""
-    arguments = [q, k, v, out, steel_params(q, k, v, out, step, block_q)]
-    return arguments + ([] if mask is None else [params(("3q", outer_strides(mask))), mask])
-
-
-def prefill_params(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
-    """The params of PREFILL."""
-    batch, heads, q_length, head_dim = q.shape
-    shape = (batch, heads, head_dim, q_length, k.shape[2], heads // k.shape[1])
-    return params(("6i2f", (*shape, head_dim**-0.5, 1.0)), ("12q", outer_strides(q, k, v, out)))
+    masks = [] if mask is None else [params(("3q", outer_strides(mask))), mask]
+    return [q, k, v, out, about, *masks]
 
 
 def prefill_arguments(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, mask: Tensor | None
 ) -> list[Tensor]:
     """What PREFILL and tests/outside/tensor_peers.py's MPP are called with."""
+    batch, heads, q_length, head_dim = q.shape
+    shape = (batch, heads, head_dim, q_length, k.shape[2], heads // k.shape[1])
+    about = params(("6i2f", (*shape, head_dim**-0.5, 1.0)), ("12q", outer_strides(q, k, v, out)))
     any_mask = torch.zeros(1, 1, 1, 1, dtype=q.dtype) if mask is None else mask
-    strides = params(("4q", any_mask.stride()))
-    return [q, k, v, out, prefill_params(q, k, v, out), strides, any_mask]
+    return [q, k, v, out, about, params(("4q", any_mask.stride())), any_mask]
 
 
 def prefill_name(
@@ -247,21 +233,33 @@ def prefill_kernel(
     }
 
 
-def run(
+def attend(
     kernel: dict[str, Any],
-    arguments: list[Tensor],
-    *,
-    check: bool = False,
-    count: bool = False,
-    **launch: Any,
-) -> Counters:
-    """Compiles a kernel, described as by `steel_kernel`, and calls it once."""
+    q: Tensor,
+    arguments: Callable[[Tensor], list[Tensor]],
+    group_size: tuple[int, int],
+    block_q: int = BLOCK_Q,
+    lane_map: str | int | None = None,
+    **how: bool,
+) -> tuple[Tensor, Counters]:
+    """Runs a kernel, described as by `steel_kernel`; returns out and what the kernel did.
+
+    arguments: those of a kernel that writes to `out`. how: `check` and `count` of compile_shader.
+    Each threadgroup has a block of `block_q` queries of a head.
+    """
     wanted = ("include_dirs", "defines", "constants", "language")
-    about = {name: kernel[name] for name in wanted if name in kernel}
-    library = compile_shader(kernel["text"], check=check, count=count, **about)
-    getattr(library, kernel["kernel"])(*arguments, **launch)
+    about: dict[str, Any] = {name: kernel[name] for name in wanted if name in kernel}
+    library = compile_shader(kernel["text"], **about | how)
+    out = torch.full_like(q, torch.nan)
+    batch, heads, q_length, _ = q.shape
+    getattr(library, kernel["kernel"])(
+        *arguments(out),
+        threads=(-(-q_length // block_q) * group_size[0], heads * group_size[1], batch),
+        group_size=(*group_size, 1),
+        lane_map=lane_map,
+    )
     assert library.last_counters is not None
-    return library.last_counters
+    return out, library.last_counters
 
 
 def mlx_steel_attention(
@@ -275,23 +273,14 @@ def mlx_steel_attention(
 ) -> tuple[Tensor, Counters]:
     """MLX's full attention: q (B, H, Lq, D), k and v (B, Hkv, Lk, D), bottom-right causal.
 
-    mask: (B, H, Lq, Lk), bool or of q's dtype. how: `check` and `count` of compile_shader.
-    Returns out and what the kernel did.
+    mask: (B, H, Lq, Lk), bool or of q's dtype. how, and the result: as of `attend`.
     """
-    batch, heads, q_length, head_dim = q.shape
-    kv_length, step = k.shape[2], block_k(head_dim)
-    kernel = steel_kernel(
-        q.dtype,
-        head_dim,
-        causal=causal,
-        mask=None if mask is None else mask.dtype,
-        aligned=(q_length % BLOCK_Q == 0, kv_length % step == 0),
+    step, dtype = block_k(q.shape[3]), None if mask is None else mask.dtype
+    aligned = (q.shape[2] % BLOCK_Q == 0, k.shape[2] % step == 0)
+    kernel = steel_kernel(q.dtype, q.shape[3], causal=causal, mask=dtype, aligned=aligned)
+    return attend(
+        kernel, q, lambda out: steel_arguments(q, k, v, out, mask, step, BLOCK_Q), (32, 4), **how
     )
-    out = torch.full_like(q, torch.nan)
-    arguments = steel_arguments(q, k, v, out, mask, step, BLOCK_Q)
-    grid = (-(-q_length // BLOCK_Q) * 32, heads * 4, batch)
-    launch: dict[str, Any] = {"threads": grid, "group_size": (32, 4, 1)}
-    return out, run(kernel, arguments, **launch, **how)
 
 
 def torch_prefill_attention(
@@ -304,12 +293,6 @@ def torch_prefill_attention(
     **how: bool,
 ) -> tuple[Tensor, Counters]:
     """PyTorch 2.15's prefill attention: as above, but top-left causal."""
-    batch, heads, q_length, head_dim = q.shape
-    kernel = prefill_kernel(
-        q.dtype, head_dim, causal=causal, mask=None if mask is None else mask.dtype
-    )
-    out = torch.full_like(q, torch.nan)
-    grid = (-(-q_length // BLOCK_Q) * 128, heads, batch)
-    launch: dict[str, Any] = {"threads": grid, "group_size": (128, 1, 1)}
-    arguments = prefill_arguments(q, k, v, out, mask)
-    return out, run(kernel, arguments, **launch, **how)
+    dtype = None if mask is None else mask.dtype
+    kernel = prefill_kernel(q.dtype, q.shape[3], causal=causal, mask=dtype)
+    return attend(kernel, q, lambda out: prefill_arguments(q, k, v, out, mask), (128, 1), **how)

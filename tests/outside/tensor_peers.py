@@ -1,7 +1,5 @@
 """MLX's and PyTorch's attention on Metal 4's tensor operations, unmodified, in the simulator."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -21,13 +19,6 @@ template [[host_name("nax")]] [[kernel]] Kernel
 attention_nax<ELEMENT, 64, 32, HEAD_DIM, HEAD_DIM, 4, 1, MASK, float>;
 """
 MPP = f"{peers.PREFILL}#include <ATen/native/mps/kernels/MppAttention.h>\n"
-
-
-def launch(q: Tensor, lane_map: str | int) -> dict[str, Any]:
-    """How both kernels are called: a threadgroup for each block of queries."""
-    batch, heads, q_length, _ = q.shape
-    threads = (-(-q_length // BLOCK_Q) * 32, heads * SIMDGROUPS, batch)
-    return {"threads": threads, "group_size": (32, SIMDGROUPS, 1), "lane_map": lane_map}
 
 
 def mlx_nax_attention(
@@ -56,9 +47,15 @@ def mlx_nax_attention(
         | {"has_sinks": False, "save_lse": False},
         "language": "4.0",
     }
-    out = torch.full_like(q, torch.nan)
-    arguments = peers.steel_arguments(q, k, v, out, mask, BLOCK_K, BLOCK_Q)
-    return out, peers.run(kernel, arguments, **launch(q, lane_map), **how)
+    return peers.attend(
+        kernel,
+        q,
+        lambda out: peers.steel_arguments(q, k, v, out, mask, BLOCK_K, BLOCK_Q),
+        (32, SIMDGROUPS),
+        BLOCK_Q,
+        lane_map,
+        **how,
+    )
 
 
 def torch_mpp_attention(
@@ -87,7 +84,12 @@ def torch_mpp_attention(
         "include_dirs": [peers.include_dir(peers.TORCH)],
         "language": "4.0",
     }
-    out = torch.full_like(q, torch.nan)
-    arguments = peers.prefill_arguments(q, k, v, out, mask)
-    where = launch(q, table if lane_map is None else lane_map)
-    return out, peers.run(kernel, arguments, **where, **how)
+    return peers.attend(
+        kernel,
+        q,
+        lambda out: peers.prefill_arguments(q, k, v, out, mask),
+        (32, SIMDGROUPS),
+        BLOCK_Q,
+        table if lane_map is None else lane_map,
+        **how,
+    )

@@ -33,19 +33,6 @@ def in_builds(names, cases):
     )
 
 
-SOFTMAX = """
-#include <metal_simdgroup>
-using namespace metal;
-#include "mlx/backend/metal/kernels/defines.h"
-#include "mlx/backend/metal/kernels/utils.h"
-#include "mlx/backend/metal/kernels/softmax.h"
-template [[host_name("row")]] [[kernel]] decltype(softmax_single_row<ELEMENT, float>)
-softmax_single_row<ELEMENT, float>;
-template [[host_name("looped")]] [[kernel]] decltype(softmax_looped<ELEMENT, float>)
-softmax_looped<ELEMENT, float>;
-"""
-
-
 @pytest.mark.parametrize("name", metal_sources.FAMILIES)
 def test_a_kernel_of_a_family_runs_right(mlx, aten, name):
     torch.manual_seed(0)
@@ -129,80 +116,45 @@ def test_prefill(mlx, aten, kernel, dtype, head_dim, causal, mask_kind, q_length
     assert_as_good_as_torch(out, q, k, v, visible(q, k, causal, mask, corner))
 
 
-@in_builds(("mask_kind",), [(None,), ("bool",), ("additive",), (None,)])
-def test_mlx_sdpa_vector(mlx, dtype, mask_kind, check):
-    q, k, v = make_qkv(dtype, q_length=1, kv_length=100, head_dim=64)
-    mask = make_mask(mask_kind, dtype, 4, 1, 100)
-    out = torch.full_like(q, torch.nan)
-    library = sdpa_vector(mlx, dtype, mask_kind, check)
-    masks = [None] * 5
-    if mask is not None:
-        masks[0 if mask_kind == "bool" else 1] = mask
-        masks[2:] = mask.stride(3), mask.stride(2), mask.stride(1)
-    strides = (k.stride(1), k.stride(2), v.stride(1), v.stride(2))
-    library.one(
-        *(q, k, v, out, 2, 100, *strides, 64**-0.5, *masks),
-        threads=(4 * 1024, 1, 1),
-        group_size=(1024, 1, 1),
+@in_builds(
+    ("q_length", "mask_kind"),
+    [(1, None), (1, "bool"), (1, "additive"), (1, None), (2, None), (3, None)],
+)
+def test_mlx_sdpa_vector(mlx, dtype, q_length, mask_kind, check):
+    """In one pass, and with more queries in two."""
+    kv_length, blocks = (100, 1) if q_length == 1 else (150, 32)
+    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=64)
+    mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
+    constants = {
+        **dict.fromkeys(("query_transposed", "do_causal", "has_sinks"), False),
+        "has_mask": mask is not None,
+        "bool_mask": mask_kind == "bool",
+        "float_mask": mask_kind == "additive",
+        "blocks": blocks,
+    }
+    defines = {"ELEMENT": peers.METAL_TYPES[dtype], "HEAD_DIM": 64}
+    library = compile_shader(
+        peers.SDPA_VECTOR, include_dirs=[mlx], defines=defines, constants=constants, check=check
     )
+    out = torch.full_like(q, torch.nan)
+    about = (kv_length, k.stride(1), k.stride(2), v.stride(1), v.stride(2), 64**-0.5)
+    grid = {"threads": (4 * 1024, q_length, 1), "group_size": (1024, 1, 1)}
+    if blocks == 1:
+        masks = [None] * 5
+        if mask is not None:
+            masks[0 if mask_kind == "bool" else 1] = mask
+            masks[2:] = mask.stride(3), mask.stride(2), mask.stride(1)
+        library.one(q, k, v, out, 2, *about, *masks, **grid)
+    else:
+        partial = torch.full((4, q_length, blocks, 64), torch.nan, dtype=dtype)
+        sums, maxima = torch.full((2, 4, q_length, blocks), torch.nan)
+        library.first(
+            *(q, k, v, partial, sums, maxima, None, *about),
+            threads=(2 * 32, 2, blocks * q_length),
+            group_size=(32, 2, q_length),
+        )
+        library.second(partial, sums, maxima, out, blocks, **grid)
     assert_as_good_as_torch(out, q, k, v, mask)
-
-
-@in_builds(("q_length",), [(2,), (3,)])
-def test_mlx_sdpa_vector_in_two_passes(mlx, q_length, dtype, check):
-    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=150, head_dim=64)
-    blocks = 32
-    library = sdpa_vector(mlx, dtype, None, check, blocks)
-    partial = torch.full((4, q_length, blocks, 64), torch.nan, dtype=dtype)
-    sums, maxima = torch.full((2, 4, q_length, blocks), torch.nan)
-    out = torch.full_like(q, torch.nan)
-    strides = (k.stride(1), k.stride(2), v.stride(1), v.stride(2))
-    library.first(
-        *(q, k, v, partial, sums, maxima, None, 150, *strides, 64**-0.5),
-        threads=(2 * 32, 2, blocks * q_length),
-        group_size=(32, 2, q_length),
-    )
-    library.second(
-        *(partial, sums, maxima, out, blocks),
-        threads=(4 * 1024, q_length, 1),
-        group_size=(1024, 1, 1),
-    )
-    assert_as_good_as_torch(out, q, k, v)
-
-
-def sdpa_vector(mlx, dtype, mask_kind, check, blocks=1):
-    return compile_shader(
-        peers.SDPA_VECTOR,
-        include_dirs=[mlx],
-        defines={"ELEMENT": peers.METAL_TYPES[dtype], "HEAD_DIM": 64},
-        constants={
-            "has_mask": mask_kind is not None,
-            "query_transposed": False,
-            "do_causal": False,
-            "bool_mask": mask_kind == "bool",
-            "float_mask": mask_kind == "additive",
-            "has_sinks": False,
-            "blocks": blocks,
-        },
-        check=check,
-    )
-
-
-@in_builds(("name", "columns"), [("row", 100), ("row", 512), ("looped", 1500), ("looped", 1)])
-def test_mlx_softmax(mlx, dtype, name, columns, check):
-    defines = {"ELEMENT": peers.METAL_TYPES[dtype]}
-    library = compile_shader(SOFTMAX, include_dirs=[mlx], defines=defines, check=check)
-    torch.manual_seed(0)
-    x = torch.randn(3, columns).to(dtype)
-    out = torch.full_like(x, torch.nan)
-    threads = 128 if name == "row" else 1024
-    getattr(library, name)(
-        x, out, columns, arg_casts="int32", threads=3 * threads, group_size=threads
-    )
-    oracle = x.double().softmax(-1)
-    torchs = (x.softmax(-1).double() - oracle).abs().max().item()
-    slack = ROUNDING[dtype] * oracle.max().item()
-    assert (out.double() - oracle).abs().max().item() <= max(2 * torchs, slack)
 
 
 NAX, MPP = tensor_peers.mlx_nax_attention, tensor_peers.torch_mpp_attention
@@ -251,30 +203,22 @@ def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
     )
     first = 4 if passes == 1 else 6
     casts = {first + i: "int32" for i in (0, 1, 2, 3, 6, 7)}
-    grid = (4, q_length)
+    whole = {"threads": (4 * 1024, q_length, 1), "group_size": (1024, 1, 1)}
     if passes == 1:
         kernel = getattr(library, f"sdpa_vector_{element}_64_64_mask{suffix}")
-        kernel(
-            *(q, k, v, out, 2, kv_length, *common),
-            arg_casts=casts,
-            threads=(grid[0] * 1024, grid[1], 1),
-            group_size=(1024, 1, 1),
-        )
+        kernel(q, k, v, out, 2, kv_length, *common, arg_casts=casts, **whole)
     else:
-        partial = torch.full((*grid, 32, 64), torch.nan, dtype=dtype)
-        sums, maxima = torch.full((2, *grid, 32), torch.nan)
+        partial = torch.full((4, q_length, 32, 64), torch.nan, dtype=dtype)
+        sums, maxima = torch.full((2, 4, q_length, 32), torch.nan)
         kernel = getattr(library, f"sdpa_vector_2pass_1_{element}_64_64_mask{suffix}")
         kernel(
             *(q, k, v, partial, sums, maxima, 2, kv_length, *common),
             arg_casts=casts,
-            threads=(grid[0] * 256, grid[1], 32),
+            threads=(4 * 256, q_length, 32),
             group_size=(256, 1, 1),
         )
-        getattr(library, f"sdpa_vector_2pass_2_{element}_64")(
-            *(partial, sums, maxima, out),
-            threads=(grid[0] * 1024, grid[1], 1),
-            group_size=(1024, 1, 1),
-        )
+        second = getattr(library, f"sdpa_vector_2pass_2_{element}_64")
+        second(partial, sums, maxima, out, **whole)
     assert_as_good_as_torch(out, q, k, v, visible(q, k, mask_kind == "causal", mask))
 
 

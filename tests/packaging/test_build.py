@@ -125,30 +125,6 @@ def write(folder, **files):
     return folder / "main.metal"
 
 
-def test_flatten_inlines_each_header_once(tmp_path):
-    main = write(
-        tmp_path,
-        main='// main\n#include "a.h"\n#include "b.h"\nend\n',
-        a='#pragma once\n#include "b.h"\nin a\n',
-        b="#pragma once\n#include <metal_stdlib>\nin b\n",
-    )
-    assert shaders.flatten(main).splitlines() == [
-        '#line 1 "shaders/main.metal"',
-        "// main",
-        '#line 1 "shaders/a.h"',
-        "",
-        '#line 1 "shaders/b.h"',
-        "",
-        "#include <metal_stdlib>",
-        "in b",
-        '#line 3 "shaders/a.h"',
-        "in a",
-        '#line 3 "shaders/main.metal"',
-        '#line 4 "shaders/main.metal"',
-        "end",
-    ]
-
-
 @pytest.mark.parametrize(
     ("files", "message"),
     [

@@ -2,8 +2,8 @@
 
 import platform
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,21 +43,9 @@ INSTALLS = 'rm "$MISSING"; echo "Done downloading: Metal Toolchain 17C7003j."'
 DOES_NOT_INSTALL = 'echo "xcodebuild: error: Failed fetching catalog for assetType"; exit 70'
 
 
-@dataclass
-class Outcome:
-    """Of a run: its exit status, what xcrun and torch were given, and what was said."""
-
-    status: int
-    calls: list[str]
-    given_to_torch: list[str]
-    folder: Path
-    log: str
-    out: str
-
-
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Compiles on a machine with these stand-ins.
+    """Compiles on a machine with these stand-ins; what xcrun and torch were given, what was said.
 
     sdk: what xcrun says. macos: the version. xcodebuild: its text, on a machine without the
     Metal toolchain. refused: the text that xcrun refuses. torch_takes: what torch does with a text;
@@ -91,7 +79,9 @@ def run(tmp_path, monkeypatch, capsys):
         status = compile_shaders.main([str(folder)])
         called = calls.read_text().splitlines() if calls.exists() else []
         log, out = (folder / "log.txt").read_text(), capsys.readouterr().out
-        return Outcome(status, called, texts, folder, log, out)
+        return SimpleNamespace(
+            status=status, calls=called, given_to_torch=texts, folder=folder, log=log, out=out
+        )
 
     return run
 

@@ -5,7 +5,7 @@ import math
 import torch
 
 from torch_metal_attn.reference import rotate
-from torch_metal_attn.testing.judge import near, normal, worst_of
+from torch_metal_attn.testing.judge import near, normal, on, worst_of
 
 rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 
@@ -69,22 +69,14 @@ def gathered(table, rows):
 
 def oracle(x, cos, sin, **options):
     """The definition, as a product of complex numbers, in float64."""
-    rows = rows_of(x, **options)
+    rows, pairs = rows_of(x, **options), cos.shape[-1]
     rotation = torch.complex(gathered(cos, rows).double(), gathered(sin, rows).double())
     rotation = rotation.conj() if options.get("conjugate") else rotation
-    rotary_dim = 2 * cos.shape[-1]
-    if options.get("interleaved"):
-        first, second = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2]
-    else:
-        first, second = x[..., :rotary_dim].double().tensor_split(2, dim=-1)
-    rotated = torch.complex(first.double(), second.double()) * rotation
-    out = x.double().clone()
-    if options.get("interleaved"):
-        out[..., 0:rotary_dim:2], out[..., 1:rotary_dim:2] = rotated.real, rotated.imag
-    else:
-        out[..., : rotary_dim // 2] = rotated.real
-        out[..., rotary_dim // 2 : rotary_dim] = rotated.imag
-    return out
+    parts, rest = x.double().tensor_split([2 * pairs], dim=-1)
+    interleaved = options.get("interleaved")
+    parts = parts.unflatten(-1, (pairs, 2)) if interleaved else parts.unflatten(-1, (2, pairs)).mT
+    rotated = torch.view_as_real(torch.view_as_complex(parts.contiguous()) * rotation)
+    return torch.cat([(rotated if interleaved else rotated.mT).flatten(-2), rest], -1)
 
 
 def check_close(out, x, cos, sin, **options):
@@ -104,13 +96,9 @@ def check_close(out, x, cos, sin, **options):
     assert torch.equal(out[..., rest], x[..., rest])
 
 
-def to(device, options):
-    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
-
-
 def check_rope(q, k, cos, sin, *, device, **options):
     """Runs `rope` and `rope_` on `device`, holds both to the oracle, and returns rope's results."""
-    on_device = to(device, options)
+    on_device = on(device, options)
     inputs = [None if x is None else x.to(device) for x in (q, k, cos, sin)]
     q_out, k_out = rope(*inputs, **on_device)
     check_close(q_out.cpu(), q, cos, sin, **options)

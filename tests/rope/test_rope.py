@@ -164,7 +164,7 @@ def test_yarn_whose_ramp_is_a_step():
     assert step.isfinite().all()
 
 
-L4096 = {"original_max_position_embeddings": 4096}
+FOUR, L4096 = torch.ones(4), {"original_max_position_embeddings": 4096}
 REFUSALS = [
     (lambda: rope.default(2**63), "dim is 9223372036854775808; it must be an even int"),
     (lambda: rope.default(8, 2**200), "base is .*; it must be a positive, finite"),
@@ -178,7 +178,7 @@ REFUSALS = [
         lambda: rope.yarn(8, factor=2.0, attention_factor=math.nan, **L4096),
         "attention_factor is nan; it must be None, or finite",
     ),
-    (lambda: rope.tables(torch.ones(4), 2**62), r"positions is .*; it must be in 0\.\.2147483647"),
+    (lambda: rope.tables(FOUR, 2**62), r"positions is .*; it must be in 0\.\.2147483647"),
     (lambda: rope.default(7), "dim is 7; it must be an even int"),
     (lambda: rope.default(0), "dim is 0; it must be an even int"),
     (lambda: rope.default(8.0), r"dim is 8\.0; it must be an even int"),
@@ -201,17 +201,11 @@ REFUSALS = [
         lambda: rope.llama3(8, factor=2.0, low_freq_factor=4, high_freq_factor=4, **L4096),
         "high_freq_factor is 4 and low_freq_factor 4; it must be greater",
     ),
-    (lambda: rope.tables(torch.ones(4), -1), "positions is -1; it must be at least 0"),
+    (lambda: rope.tables(FOUR, -1), "positions is -1; it must be at least 0"),
     (lambda: rope.default(8, torch.ones(2)), r"base is tensor\(.*; it must be a positive"),
     (lambda: rope.ntk_aware(8, None, factor=2.0), "base is None; it must be a positive"),
     (lambda: rope.linear(8, factor=True), "factor is True; it must be a positive"),
 ]
-
-
-@each_case("call, message", REFUSALS)
-def test_refusals(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 @pytest.mark.parametrize(
@@ -237,21 +231,36 @@ def test_tables_of_a_model_with_three_positions_a_token(model, config, section, 
     check_close(out.cpu(), q, *halves)
 
 
-@pytest.mark.parametrize(
-    "call, message",
+WRONG_TYPES = [
+    (lambda: rope.tables([1.0], 5), "inv_freq is a list; it must be a tensor"),
+    (lambda: rope.tables(FOUR, "5"), "positions is '5'; it must be an int or a tensor"),
+    (
+        lambda: rope.dynamic_ntk(8, factor=2.0, max_position_embeddings=9, seq_len=math.nan),
+        "seq_len is nan; it must be an int",
+    ),
+    (
+        lambda: rope.tables(FOUR, 5, attention_factor=None),
+        "attention_factor is None; it must",
+    ),
+    (
+        lambda: rope.tables(FOUR, 5, dtype="half"),
+        "dtype is 'half'; it must be a torch.dtype",
+    ),
+    (lambda: rope.yarn(8, factor=2.0, mscale="1", **L4096), "mscale is '1'; it must be a"),
+    (
+        lambda: rope.yarn(8, factor=2.0, truncate=FOUR, **L4096),
+        "truncate is tensor.* a bool",
+    ),
+]
+
+
+@each_case(
+    "call, error, message",
     [
-        (lambda t: rope.tables([1.0], 5), "inv_freq is a list; it must be a tensor"),
-        (lambda t: rope.tables(t, "5"), "positions is '5'; it must be an int or a tensor"),
-        (
-            lambda t: rope.dynamic_ntk(8, factor=2.0, max_position_embeddings=9, seq_len=math.nan),
-            "seq_len is nan; it must be an int",
-        ),
-        (lambda t: rope.tables(t, 5, attention_factor=None), "attention_factor is None; it must"),
-        (lambda t: rope.tables(t, 5, dtype="half"), "dtype is 'half'; it must be a torch.dtype"),
-        (lambda t: rope.yarn(8, factor=2.0, mscale="1", **L4096), "mscale is '1'; it must be a"),
-        (lambda t: rope.yarn(8, factor=2.0, truncate=t, **L4096), "truncate is tensor.* a bool"),
+        *((call, ValueError, message) for call, message in REFUSALS),
+        *((call, TypeError, message) for call, message in WRONG_TYPES),
     ],
 )
-def test_types(call, message):
-    with pytest.raises(TypeError, match=message):
-        call(torch.ones(4))
+def test_refusals(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

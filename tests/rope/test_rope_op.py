@@ -69,6 +69,12 @@ CASES = {
         for by_sequence in (False, True)
     ],
     "no k": [{"alone": True}],
+    # Of docs/design/source-kernels.md.
+    "source shapes": [
+        {"heads": 8, "length": length, "head_dim": n, "columns": n, "dtype": dtype, "place": place}
+        for length, n, place in itertools.product((64, 256), (64, 128), ("", "offset"))
+        for dtype in NAMES
+    ],
     "empty": [
         {name: 0, "place": place}
         for name in ("batch", "length", "heads", "kv_heads")
@@ -234,21 +240,6 @@ class TestTables:
         inv_freq = torch.zeros(0, device=device)
         cos, sin = rope_tables(inv_freq, torch.arange(4, device=device))
         assert cos.shape == sin.shape == (4, 0)
-
-
-# Kernels of the source documents, by name, at their shapes and through our ops.
-
-
-@pytest.mark.parametrize("dtype", NAMES)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("length", [64, 256])
-def test_apply_rope_qk_inplace(length, head_dim, dtype, device):
-    """q of 8 heads and k of 2, in place; at an offset too."""
-    sizes = {"heads": 8, "kv_heads": 2, "length": length, "head_dim": head_dim, "dtype": dtype}
-    judge(
-        *(Rotation("rope_", columns=head_dim, place=x, **sizes) for x in ("", "offset")),
-        device=device,
-    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

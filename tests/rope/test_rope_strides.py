@@ -1,11 +1,9 @@
 """Where rope's q, k and tables lie in memory: any strides, far away, and what may not overlap."""
 
-import mmap
-import sys
-
 import pytest
 import torch
 
+from tests.helpers.sparse import sparse
 from tests.rope.rope_check import LAYOUTS, check_close, make_problem, make_tables, normal
 from torch_metal_attn import simulate
 from torch_metal_attn.testing.judge import DTYPES
@@ -56,26 +54,22 @@ class TestStrides:
     def test_more_than_2_to_31_elements(self):
         """Offsets beyond 32 bits, in sparse memory; without checks, which would copy it."""
         far = 2**31 + 64
-        no_reserve = 0x4000 if sys.platform == "linux" else 0x40  # older Pythons have no name
-        flags = mmap.MAP_PRIVATE | no_reserve
-        with mmap.mmap(-1, 2 * (far + 4096), flags=flags) as memory:
-            flat = torch.frombuffer(memory, dtype=torch.float16)
-            values, k, cos, sin = make_problem(length=2, head_dim=8, dtype=torch.float16)
-            for strides in ((far, 64, 8, 1), (64, far // 4, 8, 1), (64, 8, far, 1)):
-                q = flat.as_strided(values.shape, strides)
-                q.copy_(values)
-                with simulate():
-                    out, _ = rope(q, None, cos, sin)
-                    check_close(out, values, cos, sin)
-                    rope_(q, k, cos, sin)
-                assert torch.equal(q, out)
-                q.zero_()
-            table = flat.as_strided((6, 4), (far // 8, 1))
+        flat = sparse(far + 4096)
+        values, k, cos, sin = make_problem(length=2, head_dim=8, dtype=torch.float16)
+        for strides in ((far, 64, 8, 1), (64, far // 4, 8, 1), (64, 8, far, 1)):
+            q = flat.as_strided(values.shape, strides)
+            q.copy_(values)
             with simulate():
-                table.copy_(cos.half())
-                out, _ = rope(values, None, table, sin.half(), seqlen_offset=4)
-                check_close(out, values, cos.half(), sin.half(), seqlen_offset=4)
-            del q, table, flat
+                out, _ = rope(q, None, cos, sin)
+                check_close(out, values, cos, sin)
+                rope_(q, k, cos, sin)
+            assert torch.equal(q, out)
+            q.zero_()
+        table = flat.as_strided((6, 4), (far // 8, 1))
+        with simulate():
+            table.copy_(cos.half())
+            out, _ = rope(values, None, table, sin.half(), seqlen_offset=4)
+            check_close(out, values, cos.half(), sin.half(), seqlen_offset=4)
 
 
 def test_q_and_k_may_not_overlap_in_place(device):

@@ -1,16 +1,8 @@
 """What a call costs the host, as counts; bench/bench_launch.py measures times."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.runtime.fake_mps.build import build_malloc_counter, check_quiet
-
-ROOT = Path(__file__).parents[2]
+from tests.runtime.fake_mps.build import check_quiet, run_counted
 
 # The package's ops on the fake of torch's shims, which answers at once.
 SETUP = """
@@ -154,16 +146,9 @@ for name, call in calls.items():
 @pytest.fixture(scope="module")
 def outcome(libraries):
     """`rows` and `found`, of a process that loads the counter first."""
-    counter = build_malloc_counter(libraries["bytes"].parent)
-    program = SETUP + COUNT + COMPARE + "print(json.dumps([rows, found]))"
-    done = subprocess.run(
-        [sys.executable, "-c", program, libraries["bytes"]],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": str(counter)},
-        capture_output=True,
-        text=True,
+    return run_counted(
+        SETUP + COUNT + COMPARE + "print(json.dumps([rows, found]))", libraries["bytes"]
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_what_a_call_costs(outcome):

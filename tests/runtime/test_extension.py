@@ -143,44 +143,42 @@ def test_built_for_another_machine(tmp_path, monkeypatch):
         extension.load.__wrapped__()
 
 
-class TestParams:
+def other_comments(text):
+    return "// New.\n" + text.replace("  int32_t", "\tint32_t ")
+
+
+def another_field(text):
+    return text.replace("int32_t kv_length;", "int64_t kv_length;", 1)
+
+
+@pytest.mark.parametrize(
+    "change, library, fits",
+    [
+        (lambda text: text, extension.load, True),
+        (other_comments, extension.load, True),
+        (another_field, extension.load, False),
+        # Older than the check; and without shaders/, an installed package.
+        (lambda text: text, lambda: ctypes.CDLL(_ctypes.__file__), False),
+        (None, lambda: ctypes.CDLL(_ctypes.__file__), True),
+    ],
+)
+def test_a_checkout_of_other_params(change, library, fits, tmp_path, monkeypatch):
     """A host that fills structs of another version would look like races in the kernels."""
-
-    @pytest.fixture
-    def checkout(self, tmp_path, monkeypatch):
-        """Its shaders/params.h, at first the text that the extension was built with."""
-        monkeypatch.setattr(extension, "PATH", tmp_path / "torch_metal_attn" / "_C.abi3.so")
-        text = ctypes.c_char.in_dll(extension.load(), "metal_attn_params_text")
-        params = tmp_path / "shaders" / "params.h"
+    monkeypatch.setattr(extension, "PATH", tmp_path / "torch_metal_attn" / "_C.abi3.so")
+    text = ctypes.c_char.in_dll(extension.load(), "metal_attn_params_text")
+    params = tmp_path / "shaders" / "params.h"
+    if change:
         params.parent.mkdir()
-        params.write_bytes(ctypes.string_at(ctypes.addressof(text)))
-        return params
-
-    def test_the_same(self, checkout):
-        extension._require_same_params(extension.load())
-
-    def test_other_comments_and_spaces(self, checkout):
-        checkout.write_text("// New.\n" + checkout.read_text().replace("  int32_t", "\tint32_t "))
-        extension._require_same_params(extension.load())
-
-    def test_another_field(self, checkout):
-        text = checkout.read_text()
-        checkout.write_text(text.replace("int32_t kv_length;", "int64_t kv_length;", 1))
-        assert checkout.read_text() != text
-        with pytest.raises(ImportError) as caught:
-            extension._require_same_params(extension.load())
-        assert str(caught.value) == (
-            f"_C.abi3.so was built with another version of {checkout}: build it again with "
-            f"`pip install --no-build-isolation -e {checkout.parents[1]}`"
-        )
-
-    def test_a_library_that_is_older_than_the_check(self, checkout):
-        with pytest.raises(ImportError, match="was built with another version of"):
-            extension._require_same_params(ctypes.CDLL(_ctypes.__file__))
-
-    def test_an_installed_package(self, checkout):
-        checkout.unlink()
-        extension._require_same_params(ctypes.CDLL(_ctypes.__file__))
+        params.write_text(change(ctypes.string_at(ctypes.addressof(text)).decode()))
+    if fits:
+        extension._require_same_params(library())
+        return
+    with pytest.raises(ImportError) as caught:
+        extension._require_same_params(library())
+    assert str(caught.value) == (
+        f"_C.abi3.so was built with another version of {params}: build it again with "
+        f"`pip install --no-build-isolation -e {tmp_path}`"
+    )
 
 
 def flex_texts():

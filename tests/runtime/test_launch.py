@@ -15,6 +15,7 @@ from torch_metal_attn.simulator import compile_shader
 TEXT = (
     "kernel void scale(device float* x [[buffer(0)]]) {}\nkernel void other(device float* x) {}\n"
 )
+MANY = bytes(range(256)) * 16
 
 
 def launch(
@@ -61,29 +62,23 @@ def test_encodes_in_order_inside_one_block(fake):
 
 
 @each_case(
-    "threadgroups, threads, dispatched",
+    "given, words",
     [
-        ((3, 5, 7), (64, 2, 1), "192 10 7 / 64 2 1"),
-        ((2**25, 1, 1), (128, 1, 1), f"{2**32} 1 1 / 128 1 1"),
+        ({"threadgroups": (3, 5, 7), "threads": (64, 2, 1)}, ["dispatch 192 10 7 / 64 2 1"]),
+        ({"threadgroups": (2**25, 1, 1), "threads": (128, 1, 1)}, [f"dispatch {2**32} 1 1 / 128"]),
+        ({"params": MANY}, [f"7 {MANY.hex()}", "dispatch"]),
+        ({"params": b""}, ["start", "tensor", "dispatch"]),
     ],
 )
-def test_grid_is_given_in_threads(any_fake, threadgroups, threads, dispatched):
-    any_fake.add_family("grid", TEXT)
-    launch(any_fake, family="grid", threadgroups=threadgroups, threads=threads)
-    assert any_fake.log()[-2] == f"dispatch {dispatched}"
-
-
-def test_no_params_sets_none(fake):
-    fake.add_family("no_params", TEXT)
-    launch(fake, family="no_params", params=b"")
-    assert [line.split()[0] for line in fake.log()][-4:] == ["start", "tensor", "dispatch", "end"]
-
-
-def test_4096_bytes_of_params_arrive(fake):
-    fake.add_family("limit", TEXT)
-    params = bytes(range(256)) * 16
-    launch(fake, family="limit", params=params)
-    assert params.hex() in fake.log()[-3]
+def test_what_is_given_arrives(fake, given, words):
+    """The grid in threads; params of up to 4096 bytes, or none."""
+    fake.clear()
+    fake.add_family("given", TEXT)
+    launch(fake, family="given", **given)
+    *log, end = fake.log()
+    assert end == "end"
+    for line, part in zip(log[-len(words) :], words, strict=True):
+        assert part in line
 
 
 @each_case(
@@ -199,13 +194,19 @@ SLOTS = shader_params.slots("FlashBuffer", "FLASH_")
 SLOTS |= shader_params.slots("FlashFwdBuffer", "FLASH_FWD_")
 
 
-def launched(fake):
-    """Where each buffer's data begins, by slot, and the params' fields."""
+def bound(fake):
+    """What a launch was given: the address of each buffer by its slot, the params' slot, bytes."""
     buffers = {int(slot): int(address) for _, slot, address in words(fake, "tensor")}
     (params,) = (line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
     _, slot, text = params.split()
-    assert int(slot) == SLOTS["params"]
-    fields = PARAMS.from_buffer_copy(bytes.fromhex(text))
+    return buffers, int(slot), bytearray.fromhex(text)
+
+
+def launched(fake):
+    """Where each buffer's data begins, by slot, and the params' fields."""
+    buffers, slot, params = bound(fake)
+    assert slot == SLOTS["params"]
+    fields = PARAMS.from_buffer_copy(params)
     own = shader_params.values(fields)
     own.pop("problem")
     return buffers, shader_params.values(fields.problem) | own
@@ -214,14 +215,13 @@ def launched(fake):
 def run_what_was_launched(fake, kernel, tensors):
     """Runs the last text that the shim was given, with the buffers and the grid it was given."""
     by_address = {tensor.data_ptr(): tensor for tensor in tensors}
-    buffers = {int(slot): by_address[int(address)] for _, slot, address in words(fake, "tensor")}
-    (params,) = (line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
-    _, slot, text = params.split()
-    buffers[int(slot)] = torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+    buffers, slot, params = bound(fake)
+    arguments = {n: by_address[address] for n, address in buffers.items()}
+    arguments[slot] = torch.frombuffer(params, dtype=torch.uint8)
     (dispatch,) = (line for line in fake.log() if line.startswith("dispatch"))
     grid, group = dispatch.removeprefix("dispatch").split("/")
     getattr(compile_shader(fake.last_text()), kernel)(
-        *(buffers.get(slot) for slot in range(max(buffers) + 1)),
+        *(arguments.get(n) for n in range(max(arguments) + 1)),
         threads=[int(n) for n in grid.split()],
         group_size=[int(n) for n in group.split()],
     )
@@ -282,9 +282,7 @@ def test_a_slot_of_rope_without_memory_holds_another(any_fake):
     assert q_out.shape == q.shape
 
 
-@pytest.mark.parametrize(
-    "empty", [{"batch": 0}, {"length": 0}, {"heads": 0, "kv_heads": 0}], ids=str
-)
+@each_case("empty", [{"batch": 0}, {"length": 0}, {"heads": 0, "kv_heads": 0}])
 def test_nothing_to_rotate_launches_nothing(any_fake, empty):
     q, k, cos, sin = make_problem(**empty)
     any_fake.ops.rope(q, k, cos, sin)
@@ -293,12 +291,11 @@ def test_nothing_to_rotate_launches_nothing(any_fake, empty):
     assert any_fake.log() == []
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 8, 16), (1, 0, 8, 16), (1, 2, 0, 16)])
+@each_case("shape", [(0, 2, 8, 16), (1, 0, 8, 16), (1, 2, 0, 16)])
 def test_flash_fwd_without_queries_launches_nothing(any_fake, shape):
     q = torch.empty(shape)
     out, lse = any_fake.ops.flash_fwd(q, q, q)
-    assert out.shape == shape
-    assert lse.shape == shape[:3]
+    assert (out.shape, lse.shape) == (shape, shape[:3])
     assert any_fake.log() == []
 
 

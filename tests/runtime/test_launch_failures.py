@@ -1,10 +1,6 @@
 """Launches that fail: the message says what to do, and later launches work."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -12,12 +8,9 @@ import pytest
 import torch
 
 from tests.helpers.forks import run_alone
-from tests.runtime.fake_mps.build import build_malloc_counter
+from tests.runtime.fake_mps.build import run_counted
 from tests.runtime.test_launch import TEXT, launch
 from torch_metal_attn import simulate
-
-ROOT = Path(__file__).parents[2]
-
 
 COUNT = """
 import ctypes, json, sys, torch, torch_metal_attn
@@ -92,14 +85,7 @@ DISPATCHES = {"flash_decode": 2, "flash_bwd": 3}
 @pytest.fixture(scope="module")
 def counted(libraries):
     """How often launches allocate: by op, and by table of tiles and op."""
-    counter = build_malloc_counter(libraries["bytes"].parent)
-    # Not by a fork: the counter is to be loaded first.
-    return json.loads(
-        subprocess.check_output(
-            [sys.executable, "-c", COUNT, libraries["bytes"]],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": str(counter)},
-        )
-    )
+    return run_counted(COUNT, libraries["bytes"])
 
 
 def test_the_lookup_of_a_specialisation_allocates_nothing(counted):
@@ -144,11 +130,7 @@ def test_a_shader_that_does_not_compile(any_fake, tmp_path, monkeypatch):
     assert any_fake.log()[-1] == "end"
 
 
-def test_a_text_that_does_not_compile_is_compiled_once(
-    any_fake,
-    tmp_path,
-    monkeypatch,
-):
+def test_a_text_that_does_not_compile_is_compiled_once(any_fake, tmp_path, monkeypatch):
     """And leaves one file, however many calls or processes need it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     compiled = []
@@ -172,10 +154,7 @@ def test_a_text_that_does_not_compile_is_compiled_once(
     any_fake.refuse("")
 
 
-def test_a_shader_that_does_not_compile_and_no_folder_for_its_text(
-    any_fake,
-    monkeypatch,
-):
+def test_a_shader_that_does_not_compile_and_no_folder_for_its_text(any_fake, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/nowhere")
     any_fake.add_family("broken_too", BROKEN)
     any_fake.fail("create_shader_library", LOG)

@@ -59,17 +59,15 @@ def both(gpu=None, then=lambda: None, limit=None, copy=None):
 
     copy: what torch copies between devices by, in the place of its own function.
     '''
-    def asked():
-        if gpu:
-            fake.set_gpu(gpu)
-        if limit:
-            fake.library.fake_mps_set_probe_limit(limit)
-        if copy:
-            library = torch.library.Library("aten", "IMPL")
-            library.impl("copy_", copy, "CPU", allow_override=True)
-        then()
-        return [mps.problem(), attend(), mps.problem(), kernels()]
-    return in_child(asked)
+    if gpu:
+        fake.set_gpu(gpu)
+    if limit:
+        fake.library.fake_mps_set_probe_limit(limit)
+    if copy:
+        library = torch.library.Library("aten", "IMPL")
+        library.impl("copy_", copy, "CPU", allow_override=True)
+    then()
+    return [mps.problem(), attend(), mps.problem(), kernels()]
 
 def op_first():
     fake.set_gpu(only_the_probe)
@@ -97,44 +95,27 @@ def named(name):
     fake.library.metal_attn_set_gpu_name(name.encode())
     return [mps.problem(), kernels()]
 
-def names():
-    given = ["Apple Paravirtual device", "AMD Radeon Pro 5500M", "Apple A12Z GPU", "Apple M1",
-             "Apple M4 Max", "Apple A18 Pro", ""]
-    return {name: in_child(named, name) for name in given}
-
 def insisted_on():
     os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"
-    fake.set_gpu(zeros)
     with best_device() as device:
-        return [mps.problem(), attend(), mps.problem(), kernels(), str(device)]
+        return [*both(zeros), str(device)]
 
 def virtual():
     fake.library.metal_attn_set_gpu_name(b"Apple Paravirtual device")
 
-def output(run, stream):
-    with contextlib.ExitStack() as stack:
-        text = io.StringIO()
-        stack.enter_context(stream(text))
-        run()
-        return text.getvalue()
-
-def devices():
-    found = []
-    for _ in range(2):
-        with best_device() as device:
-            found.append([str(device), torch_metal_attn.runtime.session.active()])
-    return found
-
 def best(then):
     '''The best device, twice, what is said on stderr, and of the backend by `info`.'''
-    def asked():
-        then()
-        found = []
-        said = output(lambda: found.extend(devices()), contextlib.redirect_stderr)
-        told = output(lambda: main(["info"]), contextlib.redirect_stdout)
-        return [found, said, [line for line in told.splitlines() if line.startswith("backend")],
-                torch_metal_attn.runtime.machine.describe(torch.device("cpu"))["backend"]]
-    return in_child(asked)
+    then()
+    found = []
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for _ in range(2):
+            with best_device() as device:
+                found.append([str(device), torch_metal_attn.runtime.session.active()])
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        main(["info"])
+    lines = [line for line in told.getvalue().splitlines() if line.startswith("backend")]
+    described = torch_metal_attn.runtime.machine.describe(torch.device("cpu"))["backend"]
+    return [found, said.getvalue(), lines, described]
 
 def forked_after_a_good_trial():
     fake.set_gpu(only_the_probe)
@@ -183,10 +164,26 @@ def eight_threads():
         thread.join()
     return [sorted(answers), kernels().count("probe"), kernels().count("flash_fwd")]
 
-print(json.dumps({call: eval(call) for call in json.loads(sys.argv[2])}))
+calls = json.loads(sys.argv[2])
+print(json.dumps({call: in_child(eval, call, globals()) for call in calls}))
 """
-WORKS = "both(only_the_probe)"
-BUSY = "both(gives_right, limit=500, copy=waits_once)"
+WORKS = ["", "launched", "", ["probe", "flash_fwd"]]
+GOOD, OLD = ["", ["probe"]], "its GPU is '{}', which is none of Apple's chips from M1 or A14 on"
+CASES = {
+    # In the child of a fork too, as every case is, where the parent has not used it.
+    "both(only_the_probe)": WORKS,
+    "op_first()": WORKS[1::2],
+    # The time of the trial begins when the GPU has done what was queued before.
+    "both(gives_right, limit=500, copy=waits_once)": WORKS,
+    "insisted_on()": ["", "launched", "", ["flash_fwd"], "mps"],
+    "eight_threads()": [[""] * 4 + ["launched"] * 4, 1, 4],
+    # Chips of before M1 and A14 lack SIMD-group functions; nothing is launched there.
+    **{f"named({name!r})": GOOD for name in ("Apple M1", "Apple M4 Max", "Apple A18 Pro", "")},
+    **{
+        f"named({name!r})": [OLD.format(name), []]
+        for name in ("Apple Paravirtual device", "AMD Radeon Pro 5500M", "Apple A12Z GPU")
+    },
+}
 # Ways to fail: the reason, and what was started.
 FAILURES = {
     "both(then=on_a_device_without_memory)": (
@@ -210,23 +207,20 @@ FAILURES = {
         [],
     ),
 }
-CALLS = [*FAILURES, WORKS, BUSY, "best(virtual)", "best(lambda: fake.set_gpu(only_the_probe))"]
-OTHERS = ["op_first", "names", "insisted_on", "eight_threads", "forked_after_a_good_trial"]
-OTHERS += ["forked_after_a_launch_without_trial", "forked_after_a_bad_trial"]
-OTHERS += ["forked_during_a_trial"]
+VIRTUAL, BEST = "best(virtual)", "best(lambda: fake.set_gpu(only_the_probe))"
+FORKS = [f"forked_{when}()" for when in ("after_a_good_trial", "after_a_launch_without_trial")]
+FORKS += ["forked_after_a_bad_trial()", "forked_during_a_trial()"]
 
 
 @pytest.fixture(scope="module")
 def cases(libraries):
-    calls = [*CALLS, *(f"in_child({case})" for case in OTHERS)]
-    found = json.loads(run_alone(PROGRAM, libraries["bytes"], json.dumps(calls)))
-    return found | {case: found[f"in_child({case})"] for case in OTHERS}
+    calls = [*FAILURES, *CASES, VIRTUAL, BEST, *FORKS]
+    return json.loads(run_alone(PROGRAM, libraries["bytes"], json.dumps(calls)))
 
 
-def test_an_mps_that_works(cases):
-    """In the child of a fork too, as every case is, where the parent has not used it."""
-    assert cases[WORKS] == ["", "launched", "", ["probe", "flash_fwd"]]
-    assert cases["op_first"] == ["launched", ["probe", "flash_fwd"]]
+@each_case("call", CASES)
+def test_an_mps_that_works_or_is_not_tried(cases, call):
+    assert cases[call] == CASES[call]
 
 
 @each_case("call", FAILURES)
@@ -242,26 +236,8 @@ def test_each_way_to_fail_has_its_reason(cases, call):
     assert "TORCH_METAL_ATTN_BACKEND=mps" in raised
 
 
-def test_a_busy_gpu_is_waited_for(cases):
-    """The time of the trial begins when the GPU has done what was queued before."""
-    assert cases[BUSY] == cases[WORKS]
-
-
-def test_names(cases):
-    """Chips of before M1 and A14 lack SIMD-group functions; nothing is launched there."""
-    for name, (problem, started) in cases["names"].items():
-        good = name in ("Apple M1", "Apple M4 Max", "Apple A18 Pro", "")
-        words = f"its GPU is '{name}', which is none of Apple's chips from M1 or A14 on"
-        assert problem == ("" if good else words)
-        assert started == (["probe"] if good else [])
-
-
-def test_insisting_skips_the_trial(cases):
-    assert cases["insisted_on"] == ["", "launched", "", ["flash_fwd"], "mps"]
-
-
 def test_the_simulator_takes_the_place_of_an_mps_that_does_not_work(cases):
-    devices, said, backend, described = cases["best(virtual)"]
+    devices, said, backend, described = cases[VIRTUAL]
     assert devices == [["cpu", True]] * 2
     (line,) = said.splitlines()  # of two calls
     assert line.startswith("torch_metal_attn: the kernels run in the simulator; mps cannot be used")
@@ -272,7 +248,7 @@ def test_the_simulator_takes_the_place_of_an_mps_that_does_not_work(cases):
 
 
 def test_an_mps_that_works_is_the_best_device(cases):
-    devices, said, backend, _ = cases[CALLS[-1]]
+    devices, said, backend, _ = cases[BEST]
     assert devices == [["mps", False]] * 2
     assert said == ""
     assert backend[0].split() == ["backend", "mps"]
@@ -280,7 +256,8 @@ def test_an_mps_that_works_is_the_best_device(cases):
 
 def test_forks(cases):
     """Metal is dead in the child; what was never alive stays so for its own reason."""
-    before, (problem, raised, device, said), after, launched = cases["forked_after_a_good_trial"]
+    good, without_trial, bad, during = (cases[call] for call in FORKS)
+    before, (problem, raised, device, said), after, launched = good
     assert before == after == ""
     assert launched == "launched"
     assert device == "cpu"
@@ -288,16 +265,12 @@ def test_forks(cases):
         assert "this process was forked after its parent had used the GPU" in text
         assert "TORCH_METAL_ATTN_BACKEND" not in text
         assert 'set_start_method("spawn")' in text
-    launched, raised, again = cases["forked_after_a_launch_without_trial"]
+    launched, raised, again = without_trial
     assert launched == again == "launched"
     assert "Metal does not work in such a child" in raised
-    before, problem, raised = cases["forked_after_a_bad_trial"]
+    before, problem, raised = bad
     assert problem == before
     assert problem in raised
-    inside, parent = cases["forked_during_a_trial"]
+    inside, parent = during
     assert "was forked" in inside
     assert parent == ""
-
-
-def test_eight_threads_try_it_once(cases):
-    assert cases["eight_threads"] == [[""] * 4 + ["launched"] * 4, 1, 4]

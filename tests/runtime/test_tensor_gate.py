@@ -94,81 +94,51 @@ def score(text):
     return fake_mac.outcome(fake.ops.flex_fwd, q, q, q, captures=[], score=f"return {text};")
 
 def differentiate(x=q):
-    fake.ops.flash_bwd(x, None, x, x, x, x, torch.zeros(1, 2, 8))
+    lse = torch.zeros(1, 2, 8)
+    return fake_mac.outcome(fake.ops.flash_bwd, x, None, x, x, x, x, lse)
 
-def kernels():
-    return fake_mac.kernels(fake)
-
-def case(*, name="Apple M5", macos=1, setting=None, then=lambda: None, note=record, **gpu):
-    '''What the kernel was tried with and why it is not used, what ran, and what was said.'''
+def call(run, *problems, name="Apple M5", macos=1, setting=None, then=lambda: None, note=record,
+         allow_tf32=False, **gpu):
+    '''What `run` returns, what was started, why tensor tiles are not used, and what was said.'''
     def asked():
         Gpu(**gpu)
         fake.library.metal_attn_set_gpu_name(name.encode())
         fake.library.metal_attn_set_tensor_record(macos, note.encode())
         if setting is not None:
             os.environ["TORCH_METAL_ATTN_TENSOR_TILES"] = setting
+        assert not allow_tf32 or fake.library.metal_attn_allow_tf32(1) == -1
         then()
         with tempfile.TemporaryFile("w+") as said:
             os.dup2(said.fileno(), 2)
-            results = [attend(), attend(), tensor_tiles.problem(), kernels()]
+            results = [run(), fake_mac.kernels(fake)]
+            results.append([tensor_tiles.problem(**of) for of in problems])
             said.seek(0)
             return [*results, said.read()]
     return in_child(asked)
 
-def backward(then=lambda: None, **gpu):
-    '''Why a backward has no tensor tiles, what two of them ran, and what was said.'''
-    def asked():
-        Gpu(**gpu)
-        fake.library.metal_attn_set_tensor_record(1, record.encode())
-        then()
-        with tempfile.TemporaryFile("w+") as said:
-            os.dup2(said.fileno(), 2)
-            differentiate()
-            differentiate()
-            forward = tensor_tiles.problem()
-            said.seek(0)
-            return [forward, tensor_tiles.problem(backward=True), kernels(), said.read()]
-    return in_child(asked)
+def case(**how):
+    return call(lambda: [attend(), attend()], {}, **how)
+
+def backward(**how):
+    return call(lambda: [differentiate(), differentiate()], {}, {"backward": True}, **how)
+
+def tf32(**how):
+    '''Of float32, of its gradients and of half precision.'''
+    x, of = q.float(), {"float32": True}
+    run = lambda: [attend(x), attend(x), differentiate(x)]
+    return call(run, of, of | {"backward": True}, {}, allow_tf32=True, **how)
 
 def flex():
     '''One text that does not compile on tensor tiles, one on no tile, and others.'''
-    Gpu()
-    fake.library.metal_attn_set_tensor_record(1, record.encode())
-    with tempfile.TemporaryFile("w+") as said:
-        os.dup2(said.fileno(), 2)
-        results = [attend()]
-        fake.refuse("void flash_fwd_tensor(")
-        results.append(score("score + 1.0"))
-        fake.refuse("")
-        results += [score("score + 1.0"), score("score + 2.0"), attend()]
-        fake.refuse("score + 3.0")
-        results += [score("score + 3.0"), score("score + 4.0"), tensor_tiles.problem(), kernels()]
-        explained = fake.ops.flex_fwd_explain(q, q, q, captures=[], score="return score + 1.0;")
-        results.append(extension.launches(explained)[-1]["reason"])
-        said.seek(0)
-        return [*results, said.read()]
-
-def float32():
-    Gpu()
-    fake.library.metal_attn_set_tensor_record(1, record.encode())
-    return [attend(q.float()), kernels()]
-
-def tf32(then=lambda: None, **gpu):
-    '''What ran, and why float32 and its gradients have no tensor tiles; half precision does.'''
-    def asked():
-        Gpu(**gpu)
-        fake.library.metal_attn_set_tensor_record(1, record.encode())
-        assert fake.library.metal_attn_allow_tf32(1) == -1
-        then()
-        with tempfile.TemporaryFile("w+") as said:
-            os.dup2(said.fileno(), 2)
-            results = [attend(q.float()), attend(q.float())]
-            differentiate(q.float())
-            ran = kernels()
-            results += [tensor_tiles.problem(backward=b, float32=True) for b in (False, True)]
-            said.seek(0)
-            return [*results, ran, tensor_tiles.problem(), said.read()]
-    return in_child(asked)
+    results = [attend()]
+    fake.refuse("void flash_fwd_tensor(")
+    results.append(score("score + 1.0"))
+    fake.refuse("")
+    results += [score("score + 1.0"), score("score + 2.0"), attend()]
+    fake.refuse("score + 3.0")
+    results += [score("score + 4.0"), score("score + 3.0")]
+    explained = fake.ops.flex_fwd_explain(q, q, q, captures=[], score="return score + 1.0;")
+    return [*results, extension.launches(explained)[-1]["reason"]]
 
 def hang(kernel, ends=None):
     '''Metal compiles this kernel until `ends` is set, and the time for a trial is short.'''
@@ -190,8 +160,6 @@ def hangs(kernel):
 
 def late():
     '''Of a trial that ends after its time: what was launched, and the notes before and after.'''
-    Gpu()
-    fake.library.metal_attn_set_tensor_record(1, (folder.name + "/hung/late").encode())
     ends = threading.Event()
     hang("flash_fwd_tensor", ends)
     results = [attend(), begun()]
@@ -218,21 +186,17 @@ def side_by_side():
     os.wait()
     return second
 
-def told():
+def info():
     with contextlib.redirect_stdout(io.StringIO()) as text:
         main(["info"])
-    return [line for line in text.getvalue().splitlines() if line.startswith("tensor tiles")]
-
-def info():
-    Gpu()
-    fake.library.metal_attn_set_tensor_record(1, record.encode())
-    first = told()
-    os.environ["TORCH_METAL_ATTN_TENSOR_TILES"] = "off"
-    return first + told()
+        os.environ["TORCH_METAL_ATTN_TENSOR_TILES"] = "off"
+        main(["info"])
+    lines = [line.split(maxsplit=2) for line in text.getvalue().splitlines()]
+    return [line[2] for line in lines if line[:2] == ["tensor", "tiles"]]
 
 multiply = ("mode::multiply_accumulate", "mode::multiply")
 short = ("products + SIZE, true,", "products + SIZE, false,")
-print(json.dumps({call: eval(call) for call in json.loads(sys.argv[2])}))
+print(json.dumps({text: eval(text) for text in json.loads(sys.argv[2])}))
 """
 
 PROBES = ["probe", "probe_tensor"]
@@ -254,217 +218,220 @@ def compares(what, more=""):
     )
 
 
-COMPARES = compares("attention", "; `python -m torch_metal_attn verify --full` compares many more")
-NEW = ["launched", "launched", "", [*PROBES, *BOTH * 3, *TENSOR], COMPARES]
-REMEMBERED = ["launched", "launched", "", [*PROBES, *TENSOR], ""]
-REFUSED = ".*told to be refused"
+def works(ran, *problems, said="", launched=2):
+    """What `call` returns where tensor tiles are used, or for these reasons are not tried."""
+    return [["launched"] * launched, ran, [*problems], said]
 
-# Cases in their order, as each finds what those before it left in the record; of those that find
-# why tensor tiles are not used: why, and what is tried before 8x8 tiles are used.
-DIFFER = "case(numbers=(1.0, 1.01))"
-BROKEN = {
-    DIFFER: (
-        r"a small problem, float16, gave 1 with tensor tiles and 1\.0\d* with 8x8 tiles",
-        [*PROBES, *BOTH],
+
+def fault(ran, *problems, said="attention"):
+    """Of what does not work: patterns of the problems, and whose 8x8 tiles are told of."""
+    return {"ran": ran, "problems": problems, "said": said}
+
+
+COMPARES = compares("attention", "; `python -m torch_metal_attn verify --full` compares many more")
+NEW = works([*PROBES, *BOTH * 3, *TENSOR], "", said=COMPARES)
+REMEMBERED = works([*PROBES, *TENSOR], "")
+NOT_TRIED = ["probe", *MATRIX]
+OF_BACKWARD, OF_FLOAT32 = "attention's backward", "attention in float32"
+REFUSED = ".*told to be refused"
+NO_TENSOR_KERNEL = f"compiling flash_fwd_tensor .* failed: {REFUSED}"
+WRONG_SLOT = "slot .* of lane .* of the left operand of a tensor operation is at .*"
+WRONG_PRODUCT = "a tensor operation gave .* where .* is right"
+
+
+def differs(what, tensor=1, matrix=1):
+    return f"a small problem, {what}, gave {tensor} with tensor tiles and {matrix} with 8x8 tiles"
+
+
+# In their order, as each finds what those before it left in the record.
+CASES = {
+    "case(numbers=(1.0, 1.01))": fault(
+        [*PROBES, *BOTH, *MATRIX], differs("float16", 1, r"1\.0\d*")
     ),
-    'case(numbers=(float("nan"), 1.0))': (
-        "a small problem, float16, gave nan with tensor tiles and 1 with 8x8 tiles",
-        [*PROBES, *BOTH],
+    'case(numbers=(float("nan"), 1.0))': fault(
+        [*PROBES, *BOTH, *MATRIX], differs("float16", "nan", 1)
     ),
-    'case(name="Apple M4", setting="on", lane_map="apple9")': (
+    "os.path.exists(record)": False,
+    # Both kinds of tile are compared once, in three problems; then there is a record of that.
+    "case()": NEW,
+    "case(numbers=(1.0, 2.0))": REMEMBERED,
+    'case(setting="")': REMEMBERED,
+    'case(name="Apple M4")': works(
+        NOT_TRIED, "M5 is the first GPU with matrix units, and this is an Apple M4"
+    ),
+    'case(name="")': works(
+        NOT_TRIED, "M5 is the first GPU with matrix units, and this is none that torch names"
+    ),
+    'case(setting="off")': works(NOT_TRIED, "TORCH_METAL_ATTN_TENSOR_TILES is off"),
+    "case(macos=0)": works(NOT_TRIED, "they need macOS 26.2"),
+    'case(setting="yes")': (
+        """ValueError("TORCH_METAL_ATTN_TENSOR_TILES is 'yes'; it must be off, auto or on")"""
+    ),
+    'case(language="3.2")': works(
+        [*PROBES, *MATRIX],
+        "torch compiles a version of Metal before 4.0, which has no tensor operations",
+    ),
+    'case(name="Apple M4", setting="on", lane_map="apple9")': fault(
+        [*PROBES, *MATRIX],
         "slot 2 of lane 0 of the left operand of a tensor operation is at row 0, column 8, "
         "where row 0, column 2 was expected",
-        PROBES,
     ),
-    "case(lane_map=5)": (
-        "slot .* of lane .* of the left operand of a tensor operation is at .*",
-        PROBES,
-    ),
-    "case(change=multiply)": ("a tensor operation gave .* where .* is right", PROBES),
-    'case(then=lambda: fake.refuse("void probe_tensor("))': (
+    "case(lane_map=5)": fault([*PROBES, *MATRIX], WRONG_SLOT),
+    "case(change=multiply)": fault([*PROBES, *MATRIX], WRONG_PRODUCT),
+    'case(then=lambda: fake.refuse("void probe_tensor("))': fault(
+        NOT_TRIED,
         f"a small kernel on it failed: compiling probe_tensor FLOAT32=0 failed: {REFUSED}",
-        ["probe"],
     ),
-    'case(then=lambda: fake.refuse("void flash_fwd_tensor("))': (
-        f"compiling flash_fwd_tensor .* failed: {REFUSED}",
-        PROBES,
+    'case(then=lambda: fake.refuse("void flash_fwd_tensor("))': fault(
+        [*PROBES, *MATRIX], NO_TENSOR_KERNEL
     ),
-    'case(then=lambda: fake.fail("get_kernel_function", "no pipeline", after=2))': (
-        "finding the kernel 'flash_fwd_tensor' in flash_fwd_tensor failed: no pipeline",
-        None,  # 8x8 tiles get no pipeline either
+    # 8x8 tiles get no pipeline either.
+    'case(then=lambda: fake.fail("get_kernel_function", "no pipeline", after=2))': fault(
+        None, "finding the kernel 'flash_fwd_tensor' in flash_fwd_tensor failed: no pipeline"
     ),
+    # The forward keeps its tensor tiles.
+    "backward(gradients=(1.0, 1.1))": fault(
+        [*PROBES, *COMPARED, *GRADIENTS * 2],
+        *("", differs("the dq of float16", 1, r"1\.\d*")),
+        said=OF_BACKWARD,
+    ),
+    'backward(exchanged={"flash_bwd_dq_tensor": 1.1})': fault(
+        [*PROBES, *COMPARED * 3, *GRADIENTS * 2],
+        *("", differs("the dq of float16 with a head dim of 192", r"1\.\d*")),
+        said=OF_BACKWARD,
+    ),
+    'backward(exchanged={"flash_bwd_dkv_tensor": 1.1})': fault(
+        [*PROBES, *COMPARED * 3, *GRADIENTS * 2],
+        *("", differs("the dk of float16 with a head dim of 192", r"1\.\d*")),
+        said=OF_BACKWARD,
+    ),
+    # Backwards have a record of their own.
+    "backward()": works(
+        [*PROBES, *COMPARED * 3, *TENSOR_GRADIENTS * 2], "", "", said=compares(OF_BACKWARD)
+    ),
+    "backward(gradients=(1.0, 2.0))": works([*PROBES, *TENSOR_GRADIENTS * 2], "", ""),
+    'hangs("probe_tensor")': None,  # see test_a_trial_that_hangs
+    'hangs("flash_fwd_tensor")': None,
+    # A trial that ends late is repeated by the next process, and one that runs is waited for.
+    'call(late, note=folder.name + "/hung/late")[0]': ["launched", ["late_begun"], []],
+    "side_by_side()": REMEMBERED,
+    # Without a place for notes each process tries them.
+    'case(note=os.path.join(record, "under a file"))': NEW,
+    "call(flex, {})": None,  # see test_a_score_mod_that_does_not_compile
+    'backward(then=lambda: fake.refuse("void flash_bwd_dkv_tensor("))': fault(
+        [*PROBES, *TENSOR_GRADIENTS[:2], *GRADIENTS * 2],
+        *("", f"compiling flash_bwd_dkv_tensor .* failed: {REFUSED}"),
+        said=OF_BACKWARD,
+    ),
+    # A backward needs the forward's tensor tiles.
+    "backward(lane_map=5)": fault([*PROBES, *GRADIENTS * 2], *[WRONG_SLOT] * 2),
+    "call(lambda: [attend(q.float())])": works(["probe", "flash_fwd"], launched=1),
+    # Where TF32 is allowed, float32 is compared in two problems, and its gradients in two.
+    'tf32(float32={"flash_fwd": 1.01})': fault(
+        [*FLOAT32_PROBES, *BOTH, *MATRIX, *GRADIENTS],
+        *[differs("float32", 1, r"1\.01")] * 2,
+        said=OF_FLOAT32,
+    ),
+    'tf32(float32={"flash_bwd_dkv": 1.01})': fault(
+        [*FLOAT32_PROBES, *BOTH * 2, *TENSOR, *COMPARED, *GRADIENTS],
+        *("", differs("the dk of float32", 1, r"1\.01")),
+        said=f"{OF_BACKWARD} in float32",
+    ),
+    'tf32(then=lambda: fake.refuse("void flash_fwd_tensor("))': fault(
+        [*FLOAT32_PROBES, *MATRIX, *GRADIENTS], *[NO_TENSOR_KERNEL] * 2, said=OF_FLOAT32
+    ),
+    'tf32(then=lambda: fake.refuse("#define FLOAT32 1"))': fault(
+        [*PROBES, *MATRIX, *GRADIENTS],
+        *["a small kernel on it failed: compiling probe_tensor FLOAT32=1 failed: .*refused"] * 2,
+        said=OF_FLOAT32,
+    ),
+    "tf32(change=short)": fault(
+        [*FLOAT32_PROBES, *MATRIX, *GRADIENTS], *[WRONG_PRODUCT] * 2, said=OF_FLOAT32
+    ),
+    "tf32()": works(
+        [*FLOAT32_PROBES, *TENSOR, *COMPARED * 2, *TENSOR_GRADIENTS],
+        *("", "", ""),
+        said=compares(f"{OF_BACKWARD} in float32"),
+        launched=3,
+    ),
+    'tf32(float32={"flash_fwd": 2.0, "flash_bwd_dq": 2.0})': works(
+        [*FLOAT32_PROBES, *TENSOR, *TENSOR_GRADIENTS], *("", "", ""), launched=3
+    ),
+    # float32 needs half precision's tensor tiles.
+    "tf32(lane_map=5)": fault([*PROBES, *MATRIX, *GRADIENTS], *[WRONG_SLOT] * 3),
+    "call(info)[0]": [
+        "used in float16 and bfloat16; not in float32: "
+        "tensor operations cut float32 to 11 bits, and TF32 is not allowed",
+        "not used: TORCH_METAL_ATTN_TENSOR_TILES is off",
+    ],
 }
-NOT_TRIED = {
-    'case(name="Apple M4")': "M5 is the first GPU with matrix units, and this is an Apple M4",
-    'case(name="")': "M5 is the first GPU with matrix units, and this is none that torch names",
-    'case(setting="off")': "TORCH_METAL_ATTN_TENSOR_TILES is off",
-    "case(macos=0)": "they need macOS 26.2",
-}
-BROKEN_BACKWARDS = {
-    "backward(gradients=(1.0, 1.1))": (
-        "a small problem, the dq of float16, gave 1 with tensor tiles and 1\\.\\d* with 8x8 tiles",
-        COMPARED,
-    ),
-    'backward(exchanged={"flash_bwd_dq_tensor": 1.1})': (
-        "a small problem, the dq of float16 with a head dim of 192, "
-        r"gave 1\.\d* with tensor tiles and 1 with 8x8 tiles",
-        COMPARED * 3,
-    ),
-    'backward(exchanged={"flash_bwd_dkv_tensor": 1.1})': (
-        "a small problem, the dk of float16 with a head dim of 192, "
-        r"gave 1\.\d* with tensor tiles and 1 with 8x8 tiles",
-        COMPARED * 3,
-    ),
-}
-LATER_BACKWARD = {
-    'backward(then=lambda: fake.refuse("void flash_bwd_dkv_tensor("))': (
-        f"compiling flash_bwd_dkv_tensor .* failed: {REFUSED}",
-        TENSOR_GRADIENTS[:2],
-    )
-}
-BROKEN_FLOAT32 = {
-    'tf32(float32={"flash_fwd": 1.01})': (
-        r"a small problem, float32, gave 1 with tensor tiles and 1\.01 with 8x8 tiles",
-        [*FLOAT32_PROBES, *BOTH],
-    ),
-    'tf32(then=lambda: fake.refuse("void flash_fwd_tensor("))': (
-        f"compiling flash_fwd_tensor .* failed: {REFUSED}",
-        FLOAT32_PROBES,
-    ),
-    'tf32(then=lambda: fake.refuse("#define FLOAT32 1"))': (
-        "a small kernel on it failed: compiling probe_tensor FLOAT32=1 failed: .*refused",
-        PROBES,
-    ),
-    "tf32(change=short)": ("a tensor operation gave .* where .* is right", FLOAT32_PROBES),
-}
-NO_RECORD, NEW_BACKWARD, TF32 = "os.path.exists(record)", "backward()", "tf32()"
-REMEMBERED_BACKWARD = "backward(gradients=(1.0, 2.0))"
-NO_FORWARD = "backward(lane_map=5)"
-TF32_BACKWARD = 'tf32(float32={"flash_bwd_dkv": 1.01})'
-REMEMBERED_TF32 = 'tf32(float32={"flash_fwd": 2.0, "flash_bwd_dq": 2.0})'
-NO_HALF = "tf32(lane_map=5)"
-SETTINGS = ["case(numbers=(1.0, 2.0))", 'case(setting="")']
-WRONG, METAL_3_2 = 'case(setting="yes")', 'case(language="3.2")'
-NO_PLACE = 'case(note=os.path.join(record, "under a file"))'
-HANGS = ['hangs("probe_tensor")', 'hangs("flash_fwd_tensor")']
-CALLS = [
-    *(*list(BROKEN)[:2], NO_RECORD, "case()", *SETTINGS, *NOT_TRIED, WRONG, METAL_3_2),
-    *(*list(BROKEN)[2:], *BROKEN_BACKWARDS, NEW_BACKWARD, REMEMBERED_BACKWARD, *HANGS),
-    *("in_child(late)", "side_by_side()", NO_PLACE, "in_child(flex)", *LATER_BACKWARD, NO_FORWARD),
-    *("in_child(float32)", *list(BROKEN_FLOAT32)[:1], TF32_BACKWARD, *list(BROKEN_FLOAT32)[1:]),
-    *(TF32, REMEMBERED_TF32, NO_HALF),
-    "in_child(info)",
-]
 
 
 @pytest.fixture(scope="module")
-def cases(libraries):
-    return json.loads(run_alone(PROGRAM, libraries["bytes"], json.dumps(CALLS)))
+def found(libraries):
+    return json.loads(run_alone(PROGRAM, libraries["bytes"], json.dumps([*CASES])))
 
 
-def test_both_kinds_of_tile_are_compared_once(cases):
-    """In three problems; a later process finds the record of that, and only probes."""
-    assert cases[NO_RECORD] is False
-    assert cases["case()"] == NEW
-    assert [cases[call] for call in SETTINGS] == [REMEMBERED] * 2
-
-
-def not_used(why):
-    return f"torch_metal_attn: attention uses 8x8 tiles, not tensor tiles: {why}\n"
+@each_case("call", [call for call, expected in CASES.items() if expected is not None])
+def test_each_case(found, call):
+    """A fault is said once, and 8x8 tiles are used for the rest of the process."""
+    expected = CASES[call]
+    if not isinstance(expected, dict):
+        assert found[call] == expected
+        return
+    outcomes, ran, problems, said = found[call]
+    if expected["ran"] is not None:
+        assert set(outcomes) == {"launched"}
+        assert ran == expected["ran"]
+    # Half precision keeps its tensor tiles where float32 alone has none.
+    patterns = [*expected["problems"], ""][: len(problems)]
+    for problem, pattern in zip(problems, patterns, strict=True):
+        assert re.fullmatch(pattern, problem)
+        assert problem in said
+    assert said.count("8x8 tiles, not tensor tiles") == 1
+    assert f"{expected['said']} uses 8x8 tiles, not tensor tiles" in said
+    assert "please report this" in said
+    assert any("compil" in p for p in problems) == ("The shader's text is in" in said)
 
 
 @pytest.mark.parametrize(
-    "number, why, tried, said",
+    "kernel, why, tried, said",
     [
-        (0, "a small kernel on it did not end within 400 ms", ["probe"], ""),
-        (1, "the comparison of both kinds of tile did not end within 1200 ms", PROBES, COMPARES),
+        ("probe_tensor", "a small kernel on it did not end within 400 ms", ["probe"], ""),
+        (
+            "flash_fwd_tensor",
+            "the comparison of both kinds of tile did not end within 1200 ms",
+            PROBES,
+            COMPARES,
+        ),
     ],
 )
-def test_a_trial_that_hangs(cases, number, why, tried, said):
+def test_a_trial_that_hangs(found, kernel, why, tried, said):
     """8x8 tiles are used while it does, and in later processes without a trial."""
-    first, noted, second, other_version, insisting, left, last = cases[HANGS[number]]
-    assert first[:4] == ["launched", "launched", why, [*tried, *MATRIX]]
-    assert first[4].startswith(said + not_used(why))
-    assert noted == [f"{('probe_tensor', 'flash_fwd_tensor')[number]}_begun"]
+
+    def not_used(why):
+        return f"torch_metal_attn: attention uses 8x8 tiles, not tensor tiles: {why}\n"
+
+    first, noted, second, other_version, insisting, left, last = found[f'hangs("{kernel}")']
+    assert first[:3] == works([*tried, *MATRIX], why)[:3]
+    assert first[3].startswith(said + not_used(why))
+    assert noted == [f"{kernel}_begun"]
     why = (
         "an earlier process began to try them and did not get to the end; "
         "TORCH_METAL_ATTN_TENSOR_TILES=on tries them again, and =off silences this line"
     )
-    assert second == ["launched"] * 2 + [why, ["probe", *MATRIX], not_used(why)]
+    assert second == works(NOT_TRIED, why, said=not_used(why))
     assert other_version == insisting == NEW
     assert left == []
     assert last == REMEMBERED
 
 
-def test_other_processes(cases):
-    """A trial that ends late is repeated by the next process, and one that runs is waited for.
-
-    Without a place for notes each process tries them.
-    """
-    assert cases["in_child(late)"] == ["launched", ["late_begun"], []]
-    assert cases["side_by_side()"] == REMEMBERED
-    assert cases[NO_PLACE] == NEW
-
-
-@each_case("call", NOT_TRIED)
-def test_nothing_is_tried(cases, call):
-    assert cases[call] == ["launched", "launched", NOT_TRIED[call], ["probe", *MATRIX], ""]
-
-
-def test_an_old_language_is_no_fault(cases):
-    why = "torch compiles a version of Metal before 4.0, which has no tensor operations"
-    assert cases[METAL_3_2] == ["launched"] * 2 + [why, [*PROBES, *MATRIX], ""]
-
-
-@each_case("call", BROKEN)
-def test_what_does_not_work_is_said_once(cases, call):
-    """And 8x8 tiles are used for the rest of the process."""
-    first, second, problem, ran, said = cases[call]
-    why, tried = BROKEN[call]
-    if tried is not None:
-        assert first == second == "launched"
-        assert ran == [*tried, *MATRIX]
-    assert re.fullmatch(why, problem)
-    assert said.count("attention uses 8x8 tiles, not tensor tiles") == 1
-    assert problem in said
-    assert "please report this" in said
-    if "compil" in why:
-        assert "The shader's text is in" in said
-
-
-def test_backwards_are_compared_once(cases):
-    """After the forward, which earlier cases have compared, and with a record of their own."""
-    ran = [*PROBES, *COMPARED * 3, *TENSOR_GRADIENTS * 2]
-    assert cases[NEW_BACKWARD] == ["", "", ran, compares("attention's backward")]
-    ran = [*PROBES, *TENSOR_GRADIENTS * 2]
-    assert cases[REMEMBERED_BACKWARD] == ["", "", ran, ""]
-
-
-@each_case("call, expected", [*BROKEN_BACKWARDS.items(), *LATER_BACKWARD.items()])
-def test_a_backward_that_does_not_work(cases, call, expected):
-    """The forward keeps its tensor tiles."""
-    forward, problem, ran, said = cases[call]
-    why, tried = expected
-    assert forward == ""
-    assert re.fullmatch(why, problem)
-    assert ran == [*PROBES, *tried, *GRADIENTS * 2]
-    assert said.count("attention's backward uses 8x8 tiles, not tensor tiles") == 1
-    assert problem in said
-
-
-def test_a_backward_needs_the_forwards_tensor_tiles(cases):
-    forward, problem, ran, said = cases[NO_FORWARD]
-    assert forward == problem != ""
-    assert ran == [*PROBES, *GRADIENTS * 2]
-    assert said.count("8x8 tiles, not tensor tiles") == 1
-
-
-def test_a_score_mod_that_does_not_compile(cases):
+def test_a_score_mod_that_does_not_compile(found):
     """Gives up tensor tiles for itself, and for none if it compiles on no tile."""
-    *results, bad, good, problem, ran, reason, said = cases["in_child(flex)"]
-    assert results == ["launched"] * 5
+    (*launched, bad, reason), ran, problems, said = found["call(flex, {})"]
+    assert launched == ["launched"] * 6
     assert re.match("metal_attn: compiling flash_fwd .*score [+] 3.0.* failed: ", bad)
-    assert (good, problem) == ("launched", "")
+    assert problems == [""]
     tensor, matrix = "flash_fwd_tensor", "flash_fwd"
     assert ran == [*PROBES, tensor, matrix, matrix, *[tensor] * 3]
     assert reason.endswith(
@@ -473,58 +440,3 @@ def test_a_score_mod_that_does_not_compile(cases):
     words = "flex_attention with this score_mod and mask_mod uses 8x8 tiles, not tensor tiles: "
     assert said.count("8x8 tiles, not tensor tiles") == 1
     assert re.search(re.escape(words) + "compiling flash_fwd_tensor .*score [+] 1.0.* failed", said)
-
-
-def test_a_setting_that_is_none(cases):
-    text = "TORCH_METAL_ATTN_TENSOR_TILES is 'yes'; it must be off, auto or on"
-    assert cases[WRONG] == f'ValueError("{text}")'
-
-
-def test_float32_needs_no_trial(cases):
-    assert cases["in_child(float32)"] == ["launched", ["probe", "flash_fwd"]]
-
-
-def test_float32_is_compared_once_where_tf32_is_allowed(cases):
-    """In two problems, and its gradients in two; the records of half precision do not count."""
-    *_, ran, _, said = cases[TF32_BACKWARD]
-    assert ran[: len(FLOAT32_PROBES) + 6] == [*FLOAT32_PROBES, *BOTH * 2, *TENSOR]
-    assert said.startswith(compares("attention in float32"))
-    ran = [*FLOAT32_PROBES, *TENSOR, *COMPARED * 2, *TENSOR_GRADIENTS]
-    said = compares("attention's backward in float32")
-    assert cases[TF32] == ["launched", "launched", "", "", ran, "", said]
-    ran = [*FLOAT32_PROBES, *TENSOR, *TENSOR_GRADIENTS]
-    assert cases[REMEMBERED_TF32] == ["launched", "launched", "", "", ran, "", ""]
-
-
-@each_case("call", BROKEN_FLOAT32)
-def test_float32_that_does_not_work(cases, call):
-    """Half precision keeps its tensor tiles; the gradients of float32 need its forward's."""
-    *_, forward, backward, found, half, said = cases[call]
-    why, tried = BROKEN_FLOAT32[call]
-    assert re.fullmatch(why, forward)
-    assert backward == forward
-    assert found == [*tried, *MATRIX, *GRADIENTS]
-    assert half == ""
-    assert said.count("attention in float32 uses 8x8 tiles, not tensor tiles") == 1
-
-
-def test_gradients_of_float32_that_do_not_work(cases):
-    _, _, forward, backward, ran, half, said = cases[TF32_BACKWARD]
-    assert forward == half == ""
-    assert "the dk of float32, gave 1 with tensor tiles and 1.01 with 8x8 tiles" in backward
-    assert ran[-3:] == GRADIENTS
-    assert said.count("attention's backward in float32 uses 8x8 tiles, not tensor tiles") == 1
-
-
-def test_float32_needs_half_precisions_tensor_tiles(cases):
-    _, _, forward, backward, ran, half, said = cases[NO_HALF]
-    assert forward == backward == half != ""
-    assert ran == [*PROBES, *MATRIX, *GRADIENTS]
-    assert said.count("8x8 tiles, not tensor tiles") == 1
-
-
-def test_info(cases):
-    used, off = (line.split(maxsplit=2)[2] for line in cases["in_child(info)"])
-    why = "tensor operations cut float32 to 11 bits, and TF32 is not allowed"
-    assert used == f"used in float16 and bfloat16; not in float32: {why}"
-    assert off == "not used: TORCH_METAL_ATTN_TENSOR_TILES is off"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.cases import each_case
 from tests.helpers.forks import in_child, run_alone
 from torch_metal_attn.simulator import build, cache, compile_shader
 
@@ -195,47 +196,36 @@ def test_parts_of_a_key_do_not_run_together():
     assert cache.digest(["ab", "c"]) != cache.digest(["a", "bc"])
 
 
-def fill(count, ages):
-    """Entries of 1 MiB, used `ages` seconds ago."""
+OLDER = [4000.0 + 100 * n for n in range(6)]
+
+
+@pytest.mark.parametrize(
+    "limit, ages, used_again, stay",
+    [
+        ("4", OLDER, 5, [True, True, False, False, False, True]),  # the least recently used go
+        ("1", [60.0] * 3, None, [True] * 3),  # in use
+        ("9", [1e6] * 3, None, [True] * 3),
+    ],
+)
+def test_what_stays_in_the_cache(limit, ages, used_again, stay, empty_cache, monkeypatch):
+    """Entries of 1 MiB, used so many seconds ago; leftovers of killed processes always go."""
+    monkeypatch.setattr(cache, "_unmeasured", None)
+    monkeypatch.setenv(cache.LIMIT, limit)
     entries = []
-    for index in range(count):
-        entry = cache._store(f"{index:04x}", {"image.so": bytes(2**20)})
-        used = time.time() - ages(index)
-        os.utime(entry / cache.SEAL, (used, used))
-        entries.append(entry)
-    return entries
-
-
-def test_least_recently_used_entries_go_above_the_limit(monkeypatch):
-    monkeypatch.setattr(cache, "_unmeasured", None)
-    monkeypatch.setenv(cache.LIMIT, "4")
-    entries = fill(6, lambda index: 4000.0 + 100 * index)
-    assert cache.lookup(entries[5].name) == entries[5]  # the oldest is used again
-    cache.store("ffff", {"file": b"new"})
-    assert [entry.exists() for entry in entries] == [True, True, False, False, False, True]
-    assert cache.lookup("ffff") is not None
-
-
-def test_entries_in_use_stay(monkeypatch):
-    monkeypatch.setattr(cache, "_unmeasured", None)
-    monkeypatch.setenv(cache.LIMIT, "1")
-    entries = fill(3, lambda index: 60.0)
-    cache.store("ffff", {"file": b"new"})
-    assert all(entry.exists() for entry in entries)
-
-
-def test_below_the_limit_everything_stays_but_leftovers(empty_cache, monkeypatch):
-    monkeypatch.setattr(cache, "_unmeasured", None)
-    monkeypatch.setenv(cache.LIMIT, "9")
-    entries = fill(3, lambda index: 1e6)
+    for index, age in enumerate(ages):
+        entries.append(cache._store(f"{index:04x}", {"image.so": bytes(2**20)}))
+        os.utime(entries[-1] / cache.SEAL, (time.time() - age,) * 2)
     leftovers = [empty_cache / "00" / name for name in (".new-abc", ".old-abc")]
     for leftover in leftovers:
         leftover.mkdir()
         (leftover / "image.so").write_bytes(b"half")
         os.utime(leftover, (1e9, 1e9))
+    if used_again is not None:
+        assert cache.lookup(entries[used_again].name) == entries[used_again]
     cache.store("ffff", {"file": b"new"})
-    assert all(entry.exists() for entry in entries)
+    assert [entry.exists() for entry in entries] == stay
     assert not any(leftover.exists() for leftover in leftovers)
+    assert cache.lookup("ffff") is not None
 
 
 def test_the_directory_is_measured_rarely(monkeypatch):
@@ -248,7 +238,7 @@ def test_the_directory_is_measured_rarely(monkeypatch):
     assert measured == [16 * 2**20] * (1 + 32 // 5)
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "1.5", "much"])
+@each_case("value", ["0", "-1", "1.5", "much"])
 def test_wrong_limit(monkeypatch, value):
     monkeypatch.setenv(cache.LIMIT, value)
     words = f"{cache.LIMIT} is '{value}'; it must be a whole number"
@@ -284,12 +274,6 @@ def test_a_full_cache_of_another_user_serves(empty_cache, monkeypatch):
         cache.store("abce", {"file": b"second"})
 
 
-def test_a_relative_place_does_not_move(tmp_path, monkeypatch):
-    monkeypatch.setenv(cache.OVERRIDE, "here")
-    monkeypatch.chdir(tmp_path)
-    assert cache.cache_dir() == tmp_path / "here"
-
-
 def test_a_user_without_a_home(monkeypatch):
     """As in a container whose user has no entry in the password file."""
 
@@ -305,6 +289,9 @@ def test_a_user_without_a_home(monkeypatch):
 
 
 def test_place_of_the_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv(cache.OVERRIDE, "here")
+    monkeypatch.chdir(tmp_path)
+    assert cache.cache_dir() == tmp_path / "here"  # which does not move
     monkeypatch.delenv(cache.OVERRIDE)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

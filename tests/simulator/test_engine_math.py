@@ -7,7 +7,8 @@ import torch
 
 from torch_metal_attn.simulator import compile_shader
 
-HEAD = "#include <metal_stdlib>\nusing namespace metal;\n"
+from .planted import HEAD
+
 X = torch.cat([torch.linspace(-3, 3, 41), torch.tensor([-0.0, 0.5, 1.5, 2.5, -2.5, 1e-3, 40.0])])
 
 

@@ -1,6 +1,8 @@
 """How the engine runs a dispatch: its grid, order, counters, atomics and host threads."""
 
+import math
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import torch
@@ -51,31 +53,16 @@ def test_attributes_and_edge_threadgroups(grid, group, seed):
     body = f"uint n = ((at.z * size.y + at.y) * size.x + at.x) * {len(stores)};" + "".join(stores)
     out = torch.full((grid[2], grid[1], grid[0], len(stores)), -1, dtype=torch.int32)
     compiled(body, parameters).k(out, threads=grid, group_size=group, seed=seed)
-    groups = tuple(-(-g // t) for g, t in zip(grid, group, strict=True))
-    for z in range(grid[2]):
-        for y in range(grid[1]):
-            for x in range(grid[0]):
-                where = (x, y, z)
-                outer = tuple(w // t for w, t in zip(where, group, strict=True))
-                inner = tuple(w % t for w, t in zip(where, group, strict=True))
-                here = tuple(min(t, g - u * t) for g, t, u in zip(grid, group, outer, strict=True))
-                index = (inner[2] * here[1] + inner[1]) * here[0] + inner[0]
-                count = here[0] * here[1] * here[2]
-                expected = [*where, *outer, *inner, *here, *group, *groups, *grid]
-                expected += [index, index % 32, index // 32, -(-count // 32), 32]
-                expected += [index % 4, index // 4, -(-count // 4)]
-                assert out[z, y, x].tolist() == expected
-
-
-def test_every_thread_of_a_large_grid_runs_once():
-    library = compiled(
-        "o[i] += i;", "device int* o [[buffer(0)]], uint i [[thread_position_in_grid]]"
-    )
-    for seed in (0, 1):
-        out = torch.zeros(100_003, dtype=torch.int32)
-        library.k(out, threads=100_003, group_size=64, seed=seed)
-        assert torch.equal(out, torch.arange(100_003, dtype=torch.int32))
-        assert library.last_counters.threadgroups == -(-100_003 // 64)
+    groups = [-(-g // t) for g, t in zip(grid, group, strict=True)]
+    for x, y, z in product(*map(range, grid)):
+        outer, inner = zip(*map(divmod, (x, y, z), group), strict=True)
+        here = [min(t, g - u * t) for g, t, u in zip(grid, group, outer, strict=True)]
+        index = (inner[2] * here[1] + inner[1]) * here[0] + inner[0]
+        count = math.prod(here)
+        expected = [x, y, z, *outer, *inner, *here, *group, *groups, *grid]
+        expected += [index, index % 32, index // 32, -(-count // 32), 32]
+        expected += [index % 4, index // 4, -(-count // 4)]
+        assert out[z, y, x].tolist() == expected
 
 
 def test_the_largest_threadgroup_runs():
@@ -143,9 +130,12 @@ def test_arithmetic_is_counted_where_it_is_asked_for():
     """
     parameters = """device float* o [[buffer(0)]], const device float* a [[buffer(1)]],
         constant uint& n [[buffer(2)]], uint i [[thread_index_in_threadgroup]]"""
-    library = compiled(body, parameters, count=True)
-    library.k(torch.zeros(64), torch.ones(64), 9, threads=64, group_size=64, arg_casts="int32")
-    counted = library.last_counters
+    counters = []
+    for build in ("count", "check"):
+        library = compiled(body, parameters, **{build: True})
+        library.k(torch.zeros(64), torch.ones(64), 9, threads=64, group_size=64, arg_casts="int32")
+        counters.append(library.last_counters)
+    counted, checked = counters
     of_a_thread = {name: getattr(counted, name) / 64 for name in COUNTS}
     assert of_a_thread == {
         "converts": 2,
@@ -157,46 +147,35 @@ def test_arithmetic_is_counted_where_it_is_asked_for():
         "functions": 1,
     }
     assert (Counters() + counted + counted).selects == 6 * 64
-
-    library = compiled(body, parameters, check=True)
-    library.k(torch.zeros(64), torch.ones(64), 9, threads=64, group_size=64, arg_casts="int32")
-    checked = library.last_counters
     assert checked.float_operations is checked.selects is (checked + counted).selects is None
 
 
 POINTERS = {"float": 4, "float4": 16, "half4": 8, "uchar": 1, "ulong": 8}
+# A statement, and the loads and the bytes that 32 lanes load and store by it.
+ACCESSES = {
+    f"((device {p}*)o)[i] = ((const device {p}*)a)[i];": (32, 32 * size, 32 * size)
+    for p, size in POINTERS.items()
+} | {
+    # A matrix load is one access a lane unless it is transposed.
+    f"simdgroup_load(m, (const device half*)a, 8, 0, {transposed});"
+    "simdgroup_store(m, (device half*)o);": (loads, 128, 128)
+    for transposed, loads in (("false", 32), ("true", 64))
+}
 
 
-def test_a_vector_access_counts_once_with_its_bytes():
-    copies = [f"((device {p}*)o)[i] = ((const device {p}*)a)[i];" for p in POINTERS]
+def test_an_access_counts_once_with_its_bytes():
     library = compiled(
-        choice(copies),
+        f"simdgroup_half8x8 m; {choice(f'{{ {access} }}' for access in ACCESSES)}",
         "device uchar* o [[buffer(0)]], const device uchar* a [[buffer(1)]],"
         " constant int& which [[buffer(2)]], uint i [[thread_index_in_threadgroup]]",
         check=True,
     )
     out, a = (torch.zeros(512, dtype=torch.uint8) for _ in range(2))
-    for which, bytes_each in enumerate(POINTERS.values()):
+    for which, (loads, loaded, stored) in enumerate(ACCESSES.values()):
         library.k(out, a, which, threads=32, group_size=32, arg_casts="int32")
         counted = library.last_counters
-        assert counted.loads["device"] == counted.stores["device"] == 32
-        assert counted.load_bytes["device"] == counted.store_bytes["device"] == 32 * bytes_each
-
-
-def test_a_matrix_load_is_one_access_a_lane_unless_transposed():
-    loads = [f"simdgroup_load(m, a, 8, 0, {transpose});" for transpose in ("false", "true")]
-    library = compiled(
-        f"simdgroup_half8x8 m; {choice(loads)} simdgroup_store(m, o);",
-        "device half* o [[buffer(0)]], const device half* a [[buffer(1)]],"
-        " constant int& which [[buffer(2)]]",
-        check=True,
-    )
-    out, halves = torch.zeros(64).half(), torch.arange(64).half()
-    for transpose in (0, 1):
-        library.k(out, halves, transpose, threads=32, group_size=32, arg_casts="int32")
-        assert library.last_counters.loads["device"] == (64 if transpose else 32)
-        assert library.last_counters.load_bytes["device"] == 128
-        assert library.last_counters.stores["device"] == 32
+        assert (counted.loads["device"], counted.stores["device"]) == (loads, 32)
+        assert (counted.load_bytes["device"], counted.store_bytes["device"]) == (loaded, stored)
 
 
 RACY = f"""
@@ -349,29 +328,6 @@ def test_two_python_threads_run_at_once(check):
 
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(right, [1, 2, 3] * 20))
-
-
-def test_loops_and_branches_around_uniform_operations():
-    body = f"""
-        threadgroup float s[64]; float x = a[i];
-        for (uint n = 0; n < 5; ++n) {{
-            s[i] = x; {BARRIER}
-            x = n % 2 ? simd_sum(s[i ^ 1]) : simd_max(s[63 - i]);
-            {BARRIER}
-        }}
-        o[i] = x;"""
-    parameters = """device float* o [[buffer(0)]], const device float* a [[buffer(1)]],
-        uint i [[thread_index_in_threadgroup]]"""
-    data = torch.arange(64.0)
-    x = data
-    for n in range(5):
-        rows = x.flip(0).view(2, 32) if n % 2 == 0 else x.view(2, 32)
-        x = (rows.amax(1) if n % 2 == 0 else rows.sum(1)).repeat_interleave(32)
-    for check in (False, True):
-        for seed in (0, 1, 2):
-            out = torch.zeros(64)
-            compiled(body, parameters, check).k(out, data, threads=64, group_size=64, seed=seed)
-            assert torch.equal(out, x)
 
 
 def test_a_run_knows_nothing_of_the_one_before():

@@ -96,18 +96,3 @@ def test_command_refuses_an_unknown_family(
 
 def test_command_refuses_an_empty_folder(tmp_path: Path) -> None:
     assert lint.main([str(tmp_path)]) == 2
-
-
-@each_case(
-    "options, error, message",
-    [
-        ({"source": 3}, TypeError, "source is a int; it must be a str"),
-        ({"include_dirs": None}, TypeError, "include_dirs is a NoneType"),
-        ({"defines": [1]}, TypeError, "defines is a list; it must be a dict"),
-        ({"language": "3.0"}, ValueError, "language is '3.0'; it must be one of"),
-        ({"strict": 2}, TypeError, "strict is 2; it must be a bool"),
-    ],
-)
-def test_wrong_options(options, error, message):
-    with pytest.raises(error, match=message):
-        lint_source(**{"source": ""} | options)

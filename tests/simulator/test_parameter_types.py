@@ -26,7 +26,7 @@ kernel void count(device float* out, constant uint& n, constant bool& flag) {
 kernel void vectors(device float* out, constant uint3& three, constant float4& four) {
   out[0] = three.z + four.w;
 }
-kernel void many(device float* out, constant ushort* n) { out[0] = n[0] + 10 * n[1]; }
+kernel void many(constant ushort* n [[buffer(1)]], device float* out) { out[0] = n[0] + 10 * n[1]; }
 kernel void shape(device float* out, constant Shape& s) { out[0] = s.rows * s.columns * s.scale; }
 kernel void nothing() {}
 template <typename T>

@@ -19,58 +19,10 @@ def kernel_of(text, **options):
     return kernel
 
 
-def lines_of(text):
-    """The line that each `// N` label of a text is on, by the line markers around it."""
-    line, found = 1, {}
-    for row in text.split("\n"):
-        marker = re.match(r'# (\d+) "', row)
-        if marker:
-            line = int(marker.group(1))
-            continue
-        for label in re.findall(r"mark(\d+)", row):
-            found[int(label)] = line
-        line += 1
-    return found
-
-
 def test_lexing_loses_nothing():
     text = '# 1 "a.metal"\nint x = 0x1fu >> 2;\n#pragma unroll\n"s//" \'c\' a->b\n'
     text += '# 7 "sys.h" 1 3\nstruct { weird @ ` };\n# 3 "a.metal" 2\n  y ;\n'
     assert join(lex(text)) == text
-
-
-def test_tokens_know_file_and_line():
-    tokens = lex('# 1 "a.metal"\none\n\n# 40 "b.h" 1\ntwo\n three\n# 4 "a.metal" 2\nfour\n')
-    places = {token.text: (token.file, token.line) for token in tokens if token.text}
-    assert places == {
-        "one": ("a.metal", 1),
-        "two": ("b.h", 40),
-        "three": ("b.h", 41),
-        "four": ("a.metal", 4),
-    }
-
-
-def test_system_headers_are_left_alone():
-    shim = '# 1 "shim.h" 1 3\nhalf x = half4(1.0h, 2).x;\n'
-    assert shim in rewrite(shim + '# 1 "a.metal" 2\nint y;\n').text
-
-
-def test_kernel_parameters():
-    kernel = kernel_of(
-        "kernel void k(device float* a [[buffer(3)]], const device half* b, constant int& n,"
-        " threadgroup float* t [[threadgroup(1)]], uint3 g [[thread_position_in_grid]],"
-        " device int* c [[buffer(0), function_constant(flag)]]) { }"
-    )
-    described = [(p.name, p.kind, p.index, p.space or p.attribute) for p in kernel.parameters]
-    assert described == [
-        ("a", "buffer", 3, "device"),
-        ("b", "buffer", 1, "device"),
-        ("n", "buffer", 2, "constant"),
-        ("t", "threadgroup", 1, "threadgroup"),
-        ("g", "attribute", 0, "thread_position_in_grid"),
-        ("c", "buffer", 0, "device"),
-    ]
-    assert kernel.parameters[5].condition == "flag"
 
 
 def test_slot_may_be_an_enumerator():
@@ -98,21 +50,6 @@ def test_spellings_of_a_kernel(head):
     assert kernel_of(text).callee == "::k"
     limit = "constant constexpr unsigned __msl_most_threads_0 = 64; " if "64" in head else ""
     assert rewritten(text) == f"{limit}static void k(device int* a) {{ }}"
-
-
-def test_instantiations_by_host_name():
-    text = (
-        "template <typename T> kernel void f(device T* x [[buffer(0)]]) { }"
-        'template [[host_name("f_" "float")]] [[kernel]] decltype(f<float>) f<float>;'
-        'template [[host_name("f_half")]] kernel void f<half>(device half* x [[buffer(0)]]);'
-    )
-    kernels = rewrite(text).kernels
-    assert {k.name: k.callee for k in kernels} == {
-        "f_float": "f < float >",
-        "f_half": "f < half >",
-    }
-    assert "host_name" not in rewrite(text).text
-    assert len({k.symbol for k in kernels}) == 2
 
 
 def test_kernel_in_a_namespace():
@@ -184,27 +121,6 @@ def test_errors_name_the_line(text, line, words):
     with pytest.raises(MetalSourceError, match=re.escape(words)) as raised:
         rewrite(f'# 1 "some.metal"\n{text}\n')
     assert str(raised.value).startswith(f"some.metal:{line}: error: ")
-
-
-def test_rewriting_keeps_line_numbers():
-    text = """# 1 "a.metal"
-mark1 template <typename T> [[kernel,
-  max_total_threads_per_threadgroup(64)]] void k(
-    device T* a [[buffer(0)]],
-    uint i [[thread_position_in_grid]]) {
-  threadgroup float x[
-      4], y;
-  mark7 = float4(1.0h,
-    2); mark8;
-}
-template [[host_name("k")]]
-  [[kernel]] decltype(k<int>)
-  k<int>;
-struct S { void f() threadgroup {
-  } int mark14; };
-mark15;
-"""
-    assert lines_of(rewrite(text).text) == {number: number for number in (1, 7, 8, 14, 15)}
 
 
 @each_case(

@@ -1,16 +1,17 @@
-"""simulate(): what it turns on, records and refuses, by the op and by threads."""
+"""simulate(): what it turns on, counts and records, by the op and by threads."""
 
+import struct
+import weakref
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 
 import pytest
 import torch
 
-from tests.helpers.cases import each_case
-from torch_metal_attn import flash_attn_func
 from torch_metal_attn.runtime import session, shaders
 from torch_metal_attn.simulator import SimulatorFault, compile_shader, simulate
 from torch_metal_attn.simulator.runs import BACKEND
+
+ops = torch.ops.metal_attn
 
 
 @pytest.fixture(autouse=True)
@@ -18,9 +19,9 @@ def backend_unset(monkeypatch):
     monkeypatch.delenv(BACKEND, raising=False)
 
 
-def attend():
-    q, k, v = torch.randn(3, 1, 9, 2, 8)
-    return flash_attn_func(q, k, v)
+def attend(**options):
+    q, k, v = torch.randn(3, 1, 2, 9, 8)
+    return ops.flash_fwd(q, k, v, **options)
 
 
 def test_off_unless_asked():
@@ -31,15 +32,10 @@ def test_off_unless_asked():
     assert not session.active()
 
 
-@pytest.mark.parametrize(
-    ("value", "on"), [("simulator", True), ("reference", False), ("mps", False), ("", False)]
-)
-def test_environment_turns_it_on(monkeypatch, value, on):
-    monkeypatch.setenv(BACKEND, value)
-    assert session.active() == on
-
-
-def test_environment_with_an_unknown_backend(monkeypatch):
+def test_environment_turns_it_on(monkeypatch):
+    for value, on in (("simulator", True), ("reference", False), ("mps", False), ("", False)):
+        monkeypatch.setenv(BACKEND, value)
+        assert session.active() == on
     monkeypatch.setenv(BACKEND, "cuda")
     with pytest.raises(ValueError, match="TORCH_METAL_ATTN_BACKEND is 'cuda'"):
         session.active()
@@ -58,10 +54,18 @@ def test_counters(options):
     assert twice.matrix_operations == 2 * once.matrix_operations
 
 
-def test_counters_need_a_counting_run():
-    with simulate() as run:
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({}, r"use simulate\(count=True\) or check=True"),
+        ({"record": True}, "with record=True no kernel runs"),
+    ],
+)
+def test_counters_need_a_counting_run(options, words):
+    with simulate(**options) as run:
         attend()
-    with pytest.raises(RuntimeError, match=r"use simulate\(count=True\) or check=True"):
+    assert len(run.launches) == (not options)
+    with pytest.raises(RuntimeError, match=words):
         run.counters  # noqa: B018
 
 
@@ -93,16 +97,17 @@ def test_fault_of_an_op_comes_out_as_itself(monkeypatch):
     assert raised.value.file.startswith("shaders/")
 
 
-def test_text_that_does_not_compile_comes_out_of_an_op(monkeypatch):
-    text = '#line 4 "shaders/x.h"\nkernel void flash_fwd(device int* x) { oops; }'
+@pytest.mark.parametrize(
+    "text, error, words",
+    [
+        ("void flash_fwd(device int* x) { oops; }", SyntaxError, r"shaders/x\.h:4"),
+        ("void other(device int* x) { }", ValueError, "no kernel flash_fwd; it has other"),
+    ],
+)
+def test_error_of_an_ops_text_comes_out_of_it(text, error, words, monkeypatch):
+    text = f'#line 4 "shaders/x.h"\nkernel {text}'
     monkeypatch.setattr(shaders, "source", lambda family: text)
-    with simulate(), pytest.raises(SyntaxError, match=r"shaders/x\.h:4"):
-        attend()
-
-
-def test_text_without_the_kernel(monkeypatch):
-    monkeypatch.setattr(shaders, "source", lambda family: "kernel void other(device int* x) { }")
-    with simulate(), pytest.raises(ValueError, match="no kernel flash_fwd; it has other"):
+    with simulate(), pytest.raises(error, match=words):
         attend()
 
 
@@ -113,27 +118,116 @@ def test_another_thread_has_its_own():
         assert run.launches == []
 
 
-def test_threads_side_by_side():
-    def launches(seed):
-        with simulate(seed=seed) as run:
-            for _ in range(3):
-                attend()
-        return len(run.launches)
-
-    with ThreadPoolExecutor(3) as pool:
-        assert list(pool.map(launches, range(3))) == [3, 3, 3]
+def record(call):
+    with simulate(record=True) as run:
+        result = call()
+    return run.recorded, result
 
 
-@each_case("name, value", [*product(["seed", "workers"], [-1, 1.5, "2", 2**32]), ("workers", 0)])
-def test_wrong_settings(name, value):
-    with pytest.raises(ValueError, match=f"{name} is {value!r}; .* from [01] to"):
-        with simulate(**{name: value}):
+def test_launch_is_the_one_that_runs():
+    with simulate() as run:
+        attend()
+    (ran,) = run.launches
+    (launch,), _ = record(attend)
+    assert (launch.family, launch.kernel) == ("flash_fwd", "flash_fwd") == (ran.kernel,) * 2
+    assert list(launch.defines.items()) == list(ran.defines.items())
+    assert launch.grid == ran.grid
+    assert launch.group_size == ran.group_size
+    assert ran.seconds > 0
+    assert all(launch.defines[name] for name in ("ELEMENT", "HEAD_DIM_QK"))
+    assert f"void {launch.kernel}(" in shaders.source(launch.family)
+
+
+def test_buffers_are_the_tensors():
+    whole = torch.empty(1, 2, 20, 8)
+    q, k = whole[:, :, 3:12], torch.empty(1, 2, 9, 8)
+    (launch,), (out, lse) = record(lambda: ops.flash_fwd(q, k, k))
+    of_q, of_k, of_v, of_out, of_lse = launch.buffers
+    assert [b.slot for b in launch.buffers] == sorted({b.slot for b in launch.buffers})
+    assert of_q.holds(q)
+    assert of_q.holds(whole)
+    assert not of_q.holds(k)
+    assert of_q.offset == 3 * 8 * 4
+    assert of_q.storage.numel() == whole.nbytes
+    assert of_k.holds(k)
+    assert of_v.holds(k)
+    assert of_out.holds(out)
+    assert of_lse.holds(lse)
+    assert [b.writable for b in launch.buffers] == [False] * 3 + [True] * 2
+
+
+def test_params_are_the_bytes():
+    (launch,), _ = record(lambda: attend(softmax_scale=0.375))
+    assert launch.params_slot not in {b.slot for b in launch.buffers}
+    assert struct.pack("i", 9) in launch.params  # the lengths
+    (other,), _ = record(lambda: attend(softmax_scale=0.5))
+    changed = [i for i in range(len(other.params)) if other.params[i] != launch.params[i]]
+    assert 0 < len(changed) <= 4 * 2
+
+
+def test_no_text_is_compiled(monkeypatch):
+    monkeypatch.setattr(shaders, "source", lambda family: pytest.fail("the text is read"))
+    launches, _ = record(attend)
+    assert len(launches) == 1
+
+
+def test_nothing_runs():
+    """Of half a billion keys, which would take hours."""
+    q = torch.empty(1, 1, 1, 128)
+    k = torch.empty(1, 1, 1, 128).expand(1, 1, 2**29, 128)
+    launches, (out, _) = record(lambda: ops.flash_decode(q, k, k, num_splits=16))
+    assert [launch.kernel for launch in launches] == ["flash_decode", "merge_splits"]
+    assert out.shape == q.shape
+    parts = {b.storage.data_ptr() for b in launches[0].buffers if b.writable}
+    assert parts <= {b.storage.data_ptr() for b in launches[1].buffers}
+
+
+def test_a_recording_keeps_what_it_names():
+    """Or else two tensors, one after the other, have the same memory and look like one."""
+
+    def call():
+        for _ in range(20):
+            ops.softmax(torch.empty(3, 200_000), 1)
+
+    launches, _ = record(call)
+    addresses = {b.storage.data_ptr() for launch in launches for b in launch.buffers}
+    assert len(addresses) == 40
+
+
+def test_memory_goes_with_the_recording():
+    (launch,), out = record(lambda: ops.softmax(torch.empty(3, 40), 1))
+    storage = next(b.storage for b in launch.buffers if b.writable)
+    out.fill_(3.0)
+    tensor = weakref.ref(out)
+    del out, launch
+    assert storage.view(torch.float32).eq(3).all()  # still there
+    del storage
+    assert tensor() is None
+
+
+def test_empty_tensors_have_no_bytes():
+    q = torch.empty(1, 2, 5, 8)
+    k = torch.empty(1, 2, 0, 8)
+    launches, _ = record(lambda: ops.flash_fwd(q, k, k))
+    assert [b.storage.numel() for launch in launches for b in launch.buffers if b.holds(k)] in (
+        [],
+        [0, 0],
+    )
+
+
+def test_not_nested():
+    with simulate(), pytest.raises(RuntimeError, match=r"simulate\(record=True\) inside a block"):
+        with simulate(record=True):
             pass
-
-
-@each_case("name, value", [*product(["check", "count", "record"], [1, None, "yes"])])
-def test_flags(name, value):
-    shown = "a NoneType" if value is None else repr(value)
-    with pytest.raises(TypeError, match=f"{name} is {shown}; it must be a bool"):
-        with simulate(**{name: value}):
+    with simulate(record=True), pytest.raises(RuntimeError, match=r"simulate\(\) inside a block"):
+        with simulate():
             pass
+    with simulate() as run:  # and the refused blocks have left nothing behind
+        attend()
+    assert len(run.launches) == 1
+
+
+def test_own_kernels_are_refused():
+    library = compile_shader("kernel void k(device int* x) { x[0] = 1; }")
+    with simulate(record=True), pytest.raises(RuntimeError, match="kernel k of compile_shader"):
+        library.k(torch.zeros(1, dtype=torch.int32))

@@ -6,7 +6,6 @@ import torch
 from torch_metal_attn.simulator import SimulatorFault, compile_shader
 
 from .planted import Planted, check_refused
-from .test_tensor_views import HEAD
 
 FUNCTIONS = """
 #include <metal_tensor>
@@ -24,6 +23,18 @@ constant constexpr auto ACCUMULATE = matmul2d_descriptor::mode::multiply_accumul
   for (ushort i = 0; i < left.get_capacity(); ++i) left[i] = 1.0f;                             \\
   for (ushort i = 0; i < right.get_capacity(); ++i) right[i] = 1.0h;                           \\
   for (ushort i = 0; i < out.get_capacity(); ++i) out[i] = 0.0f;
+// A product of operands that all T threads have staged, and element i of the left one by a thread.
+#define STAGED(T, Scope)                                                                       \\
+  constexpr auto shape = matmul2d_descriptor(16, 32, 32, false, false, false);                 \\
+  matmul2d<shape, Scope> op;                                                                   \\
+  threadgroup half shared[512 + 1024];                                                         \\
+  auto left = tensor(shared, dextents<int, 2>(32, 16));                                        \\
+  auto right = tensor(shared + 512, dextents<int, 2>(32, 32));                                 \\
+  auto out = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();  \\
+  uint t = thread_index;                                                                       \\
+  for (uint i = t; i < 1536; i += T) shared[i] = 1.0h;                                         \\
+  BARRIER(threadgroup)
+#define STAGE(T, element) for (uint i = 0; i < 512 / T; ++i) shared[element] = 2.0h;
 """
 PARAMETERS = """device float* a [[buffer(0)]], const device int* n [[buffer(1)]],
   constant int& which [[buffer(2)]], uint thread_index [[thread_index_in_threadgroup]],
@@ -54,6 +65,14 @@ no_barrier: uninitialised: threadgroup variable shared
   out.store(tensor(shared, dextents<int, 2>(32, 16)));
   {~=> SIMD_BARRIER(threadgroup)~}
   if (thread_index == 0) a[0] = shared[1] + shared[9] + shared[17];  //!
+staged_by_rows_without_a_barrier: race
+  STAGED(32, execution_simdgroup) STAGE(32, t % 16 * 32 + t / 16 + i * 2)
+  {~=> BARRIER(threadgroup)~} op.run(left, right, out);
+  if (t == 0) a[0] = out[0];
+overwritten_without_a_barrier: race
+  STAGED(32, execution_simdgroup) op.run(left, right, out);
+  {~=> BARRIER(threadgroup)~} STAGE(32, t + i * 32)
+  if (t == 0) a[0] = out[0];
 """
 TWO_GROUPS = """
 group_that_leaves: divergent_barrier: tensor operation reached by 32 of the threadgroup's 64
@@ -65,6 +84,14 @@ group_that_leaves: divergent_barrier: tensor operation reached by 32 of the thre
   {~if (simdgroup == 1) return; =>~}
   op.run(left, right, out);  //!
   if (thread_index == 1000) a[0] = out[0];
+staged_by_columns_without_a_barrier: race
+  STAGED(64, execution_simdgroups<2>) STAGE(64, (i + t / 32 * 8) * 32 + t % 32)
+  {~=> BARRIER(threadgroup)~} op.run(left, right, out);
+  if (t == 0) a[0] = out[0];
+overwritten_by_four_without_a_barrier: race
+  STAGED(64, execution_simdgroups<2>) op.run(left, right, out);
+  {~=> BARRIER(threadgroup)~} STAGE(64, 4 * (t + i / 4 * 64) + i % 4)
+  if (t == 0) a[0] = out[0];
 """
 
 
@@ -85,72 +112,6 @@ test_fault_of_two_groups_is_reported, test_twin_of_two_groups = planted(
 def test_a_simd_group_must_be_whole():
     with pytest.raises(SimulatorFault, match="SIMD group 0, which has lanes 00ffffff only"):
         PLANTED.run("some_lanes", True, threads=24, group_size=24)
-
-
-# The element of an operand of 16 x 32 that thread t of T stages as its i-th.
-STAGED = {
-    "neighbouring threads": "t + i * T",
-    "a row each": "t % 16 * 32 + t / 16 + i * (T / 16)",
-    "a column each": "(i + t / 32 * 8) * 32 + t % 32",
-    "four in a row": "4 * (t + i / 4 * T) + i % 4",
-    "from the end": "511 - t - i * T",
-}
-STAGING = """
-template <int pattern> uint staged(uint i, uint t, uint T) {{ return 0; }}
-{patterns}
-template <int pattern, typename Scope>
-void run_staged(device float* a, threadgroup half* shared, int planted, uint t, uint T) {{
-  constexpr auto shape = matmul2d_descriptor(16, 32, 32, false, false, false);
-  matmul2d<shape, Scope> op;
-  auto left = tensor(shared, dextents<int, 2>(32, 16));
-  auto right = tensor(shared + 512, dextents<int, 2>(32, 32));
-  for (uint i = t; i < 1024; i += T) shared[512 + i] = 1.0h;
-  for (uint i = 0; i < 512 / T; ++i) shared[staged<pattern>(i, t, T)] = 1.0h;
-  if (planted != 1) threadgroup_barrier(mem_flags::mem_threadgroup);
-  auto out =
-    op.template get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
-  op.run(left, right, out);
-  if (planted != 2) threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (uint i = 0; i < 512 / T; ++i) shared[staged<pattern>(i, t, T)] = 2.0h;
-  if (t == 0) a[0] = out[0];
-}}
-kernel void k(device float* a, constant int& planted, constant int& pattern,
-              uint t [[thread_index_in_threadgroup]], uint T [[threads_per_threadgroup]]) {{
-  threadgroup half shared[512 + 1024];
-  switch (pattern) {{
-{cases}
-  }}
-}}
-"""
-
-
-@pytest.mark.parametrize("threads", [32, 64])
-def test_a_missing_barrier_beside_a_product_of_staged_operands_is_found(threads):
-    scope = "execution_simdgroup" if threads == 32 else "execution_simdgroups<2>"
-    patterns = "\n".join(
-        f"template <> uint staged<{n}>(uint i, uint t, uint T) {{ return {element}; }}"
-        for n, element in enumerate(STAGED.values())
-    )
-    cases = "\n".join(
-        f"    case {n}: run_staged<{n}, {scope}>(a, shared, planted, t, T); break;"
-        for n in range(len(STAGED))
-    )
-    source = HEAD + STAGING.format(patterns=patterns, cases=cases)
-    library = compile_shader(source, check=True, language="4.0")
-
-    def run(planted, pattern):
-        a = torch.zeros(1)
-        options = {"threads": threads, "group_size": threads, "arg_casts": "int32"}
-        library.k(a, planted, pattern, **options)
-        return a.item()
-
-    for pattern, name in enumerate(STAGED):
-        assert run(0, pattern) == 32, name
-        for planted in (1, 2):
-            with pytest.raises(SimulatorFault) as caught:
-                run(planted, pattern)
-            # Before the product some elements may not be there at all.
-            assert caught.value.kind in ("race", "uninitialised"), (name, planted)
 
 
 # A statement, and the error at its line.

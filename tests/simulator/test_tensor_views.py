@@ -124,27 +124,35 @@ def matrices():
     }
 
 
+AS_NEEDED, OTHERWISE = ("a", "b"), ("a transposed", "b plain")
+# Of each kernel the threads, how its operands are stored, and what its result is.
+PRODUCTS = {
+    "cooperative": (32, AS_NEEDED, lambda a, b, c: a @ b.T),
+    "of_three_groups": (96, AS_NEEDED, lambda a, b, c: a @ b.T),  # some slots have no element
+    "sliced": (32, AS_NEEDED, lambda a, b, c: 1 + a[1:, 8:24] @ b[:, 8:24].T),
+    "by_thread": (128, OTHERWISE, lambda a, b, c: c + a.T @ b),
+    "by_simdgroups": (128, OTHERWISE, lambda a, b, c: c + a.T @ b),
+}
+
+
 @pytest.mark.parametrize("lane_map", ["apple10", "apple9", 0])
-def test_extents_bound_a_product_and_its_store(views, matrices, lane_map):
-    (a, a_memory), (b, b_memory) = matrices["a"], matrices["b"]
-    out, expected = torch.full((13, 56), 5.0), torch.full((13, 56), 5.0)
-    expected[:, :29] = a.float() @ b.float().T
-    views.cooperative(a_memory, b_memory, out, threads=32, group_size=32, lane_map=lane_map)
+@pytest.mark.parametrize("kernel", PRODUCTS)
+def test_extents_bound_a_product_and_its_store(views, matrices, kernel, lane_map):
+    threads, operands, model = PRODUCTS[kernel]
+    (a, a_memory), (b, b_memory) = (matrices[name] for name in operands)
+    out = matrices["c"][1].nan_to_num(5.0)
+    expected = out.clone()
+    result = model(a.float(), b.float(), out[:, :29])
+    expected[: len(result), :29] = result
+    options = {"threads": threads, "group_size": threads, "lane_map": lane_map}
+    getattr(views, kernel)(a_memory, b_memory, out, **options)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
     counters = views.last_counters
-    assert (counters.tensor_operations, counters.tensor_multiplications) == (1, 2 * 16 * 32 * 32)
-    assert counters.loads["device"] == 40 * (13 + 29)
-
-
-@pytest.mark.parametrize("lane_map", ["apple10", 0])
-def test_several_simd_groups_share_a_destination(views, matrices, lane_map):
-    (a, a_memory), (b, b_memory) = matrices["a"], matrices["b"]
-    out = torch.zeros(13, 56)  # 16 x 32 is no multiple of 96: some slots have no element
-    views.of_three_groups(a_memory, b_memory, out, threads=96, group_size=96, lane_map=lane_map)
-    torch.testing.assert_close(out[:, :29], a.float() @ b.float().T, atol=1e-5, rtol=0)
-    counters = views.last_counters
-    assert (counters.tensor_operations, counters.tensor_multiplications) == (1, 2 * 16 * 32 * 32)
-    assert counters.threadgroup_barriers == 0
+    if kernel in ("cooperative", "of_three_groups"):
+        operations = (counters.tensor_operations, counters.tensor_multiplications)
+        assert (*operations, counters.threadgroup_barriers) == (1, 2 * 16 * 32 * 32, 0)
+    if kernel == "cooperative":
+        assert counters.loads["device"] == 40 * (13 + 29)
 
 
 def test_get_and_set_are_checked(views, matrices):
@@ -157,45 +165,20 @@ def test_get_and_set_are_checked(views, matrices):
     torch.testing.assert_close(sums.sum(), expected.sum(), atol=1e-3, rtol=0)
 
 
-def test_a_slice_has_what_its_parent_has_left(views, matrices):
-    (a, a_memory), (b, b_memory) = matrices["a"], matrices["b"]
-    out, expected = torch.full((12, 56), 5.0), torch.full((12, 56), 5.0)
-    expected[:, :29] = 1 + a[1:, 8:24].float() @ b[:, 8:24].float().T
-    views.sliced(a_memory, b_memory, out, threads=32, group_size=32)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("scope", ["by_thread", "by_simdgroups"])
-def test_a_product_is_added_to_memory(views, matrices, scope):
-    (a, a_memory), (b, b_memory) = matrices["a transposed"], matrices["b plain"]
-    _, c_memory = matrices["c"]
-    out = c_memory.nan_to_num(5.0)
-    expected = out.clone()
-    expected[:, :29] += a.float().T @ b.float()
-    getattr(views, scope)(a_memory, b_memory, out, threads=128, group_size=128)
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize(("scope", "negative"), [("by_thread", True), ("by_simdgroups", False)])
 def test_zeros_that_pad_k_make_a_sum_of_zero_positive(views, scope, negative):
     """K is 40. SIMD groups take 32 at a time, and one thread alone as many as there are."""
-    a, b, out = (
-        torch.full((40, 56), -0.0).half(),
-        torch.ones(40, 56).half(),
-        torch.full((13, 56), -0.0),
-    )
+    a, b = torch.full((40, 56), -0.0).half(), torch.ones(40, 56).half()
+    out = torch.full((13, 56), -0.0)
     getattr(views, scope)(a, b, out, threads=128, group_size=128)
     assert not out.any()
     assert torch.equal(out[:, :29].signbit(), torch.full((13, 29), negative))
 
 
 def test_extents_larger_than_the_buffer_are_a_fault(views, matrices):
-    _, a_memory = matrices["a"]
-    _, b_memory = matrices["b"]
+    arguments = matrices["a"][1][:12].clone(), matrices["b"][1], torch.zeros(13, 56)
     with pytest.raises(SimulatorFault, match=r"buffer\(0\), which has 1344") as caught:
-        views.cooperative(
-            a_memory[:12].clone(), b_memory, torch.zeros(13, 56), threads=32, group_size=32
-        )
+        views.cooperative(*arguments, threads=32, group_size=32)
     line = (HEAD + VIEWS)[: (HEAD + VIEWS).index("op.run")].count("\n") + 1
     assert (caught.value.kind, caught.value.line) == ("out_of_bounds", line)
 

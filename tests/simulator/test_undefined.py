@@ -11,7 +11,23 @@ from torch_metal_attn.simulator import SimulatorFault, simulate
 
 from .planted import Planted, arguments, compiled
 
+# What is above keeps its lines, however it is rewritten.
 FUNCTIONS = """
+template <typename T> [[kernel,
+  max_total_threads_per_threadgroup(64)]] void other(
+    device T* a [[buffer(0)]],
+    uint i [[thread_position_in_grid]]) {
+  threadgroup float x[
+      4], y;
+  x[i & 3] = y = float4(1.0h,
+    2, 3, 4).x;
+  a[i] = x[i & 3];
+}
+template [[host_name("other")]]
+  [[kernel]] decltype(other<float>)
+  other<float>;
+struct Qualified { int x; void f() threadgroup {
+  } };
 float total(thread const float* p, int count) {
   float sum = 0;
   for (int k = 0; k < count; ++k) sum += p[k]; //! total

@@ -107,28 +107,6 @@ def test_a_write_to_a_const_buffer(library):
     assert p.tolist() == list(range(8))
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"uninitialised": [torch.zeros(1)]}, ValueError, "uninitialised is given without check"),
-        ({"check": True, "uninitialised": [3]}, TypeError, r"uninitialised\[0\] is a int"),
-        (
-            {"check": True, "uninitialised": torch.zeros(1)},
-            TypeError,
-            "uninitialised is a Tensor; it must be a list of tensors",
-        ),
-        (
-            {"check": True, "uninitialised": [torch.zeros(1), torch.zeros(1, device="meta")]},
-            ValueError,
-            r"uninitialised\[1\] is on meta",
-        ),
-    ],
-)
-def test_bad_arguments(options, error, message):
-    with pytest.raises(error, match=message), simulate(**options):
-        raise AssertionError("the block is not entered")
-
-
 def test_a_library_that_does_not_check_is_refused():
     o = torch.zeros(8)
     library = compile_shader(SOURCE)

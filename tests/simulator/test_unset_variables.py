@@ -7,7 +7,7 @@ struct Pair { float first; int second; float rest[3]; };
 struct Row { float values[16]; };
 struct Mixed { float x; half values[24]; int count[4]; };
 struct Made { float values[16]; Made() {} };
-struct Padded { char tag; float value; };
+struct Padded { char tag; float value; char last; };
 struct Halves { float first[8]; float second[8]; };
 __attribute__((noinline)) void put_if(thread float& x, float limit) {
   if (limit > 3) x = limit;
@@ -134,9 +134,11 @@ half_of_a_struct: uninitialised
   Halves s; for (int k = 0; k < 8; ++k) s.first[k] = a[k];
   Halves t = s; o[i] = t.{~second => first~}[n[1]];  //!
 padded_structs: uninitialised
-  Padded p[4], q[4]; for (int k = 0; k < n[{~3 => 4~}]; ++k) { p[k].tag = 1; p[k].value = a[k]; }
+  Padded p[4], q[4];
+  for (int k = 0; k < n[{~3 => 4~}]; ++k) { p[k].tag = p[k].last = 1; p[k].value = a[k]; }
   for (int k = 0; k < 4; ++k) q[k] = p[k];
-  {~o[i] = q[n[3]].value; => if (i == 0) { ((device Padded*)o)[31] = q[n[3]]; o[62] = 1; }~}  //!
+  {~o[i] = q[n[3]].value; => if (i == 0) ((device Padded*)o)[20] = q[n[3]];~}  //!
+  if (i == 0) o[60] = o[62] = 1;
 left_by_a_function: uninitialised
   float x; put_if(x, n[{~3 => 4~}]);
   o[i] = x;  //!

@@ -4,13 +4,14 @@ Without an Apple GPU the shader text runs in the simulator, with every check on.
 """
 
 import math
-import mmap
 
 import pytest
 import torch
 
 from bench import bench_memory
+from tests.helpers.cases import each_case
 from tests.helpers.judged import judge
+from tests.helpers.sparse import sparse
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.runtime.device import best_device
@@ -105,29 +106,20 @@ def check_softmax(x, dim=-1, *, device):
     return y.cpu()
 
 
-@pytest.mark.parametrize("spread", [1e-3, 30.0, 1e4, 1e37])
-def test_any_magnitude(spread, device):
-    """The maximum is subtracted before anything is rounded."""
-    check_softmax(spread * normal(5, 257), device=device)
-    check_softmax(3 * normal(5, 257) + spread, device=device)
+SPREADS = (1e-3, 30.0, 1e4, 1e37)
+TENSORS = [
+    # The maximum is subtracted before anything is rounded.
+    *(spread * normal(5, 257) for spread in SPREADS),
+    *(3 * normal(5, 257) + spread for spread in SPREADS),
+    # Each block raises the maximum, so each rescales the sum.
+    torch.linspace(-40, 40, 5000).repeat(2, 1),
+    *(normal(3, 1, 17).expand(3, 4, 17), normal(5, 1).expand(5, 9), normal(9).expand(5, 9)),
+    normal(9, 130)[::2, ::2],
+]
 
 
-def test_rising_maxima(device):
-    """Each block raises the maximum, so each rescales the sum."""
-    check_softmax(torch.linspace(-40, 40, 5000).expand(2, 5000).clone(), device=device)
-
-
-@pytest.mark.parametrize(
-    "x",
-    [
-        normal(3, 1, 17).expand(3, 4, 17),
-        normal(5, 1).expand(5, 9),
-        normal(9).expand(5, 9),
-        normal(9, 130)[::2, ::2],
-    ],
-    ids=["heads", "columns", "rows", "steps"],
-)
-def test_expanded_and_steps(x, device):
+@each_case("x", TENSORS)
+def test_magnitudes_and_strides(x, device):
     for dim in (-1, 0):
         check_softmax(x, dim, device=device)
 
@@ -167,12 +159,6 @@ def test_extremes(dtype, device):
     assert softmax(x.to(device)).cpu().tolist() == [[1, 0, 0], [0.5, 0.5, 0]]
 
 
-def sparse_half(elements):
-    """Zeros that take no memory until they are written."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    return torch.frombuffer(mmap.mmap(-1, 2 * elements, flags=flags), dtype=torch.float16)
-
-
 @pytest.fixture
 def unchecked():
     """The device; the simulator's checkers take seconds for gigabytes."""
@@ -184,7 +170,7 @@ def test_offsets_beyond_32_bits(unchecked):
     if unchecked.type != "cpu":
         pytest.skip("needs a mapping without memory behind it")
     far = 2**31 + 8
-    memory = sparse_half(far + 4096)
+    memory = sparse(far + 4096)
     for strides in ((far, 1), (1, far // 32)):
         x = memory.as_strided((2, 33), strides)
         values = normal(2, 33, dtype=torch.float16)

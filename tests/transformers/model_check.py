@@ -19,14 +19,25 @@ def difference(actual, expected, where=None):
     return (apart if where is None else apart[where]).max().item()
 
 
-def compare(name, side="none", device=None, model=None, fuse_rope=False, **changes):
+def compare(name, side="none", device=None, model=None, fuse_rope=False, given=None, **changes):
     """The largest difference from eager where there are tokens, and the routes taken."""
-    model, given = model or tiny.build(name, **changes), tiny.inputs(name, side)
+    model, given = model or tiny.build(name, **changes), given or tiny.inputs(name, side)
     expected = tiny.answer(model, **given)
     enable(model, fuse_rope=fuse_rope)
     with record_routes() as routes:
         actual = tiny.answer(model if device is None else model.to(device), **given)
     return difference(actual, expected, tiny.present(given)), routes
+
+
+def compare_compiled(name, fuse_rope=False, **changes):
+    """The same of a model in one graph."""
+    model, given = tiny.build(name, **changes), tiny.inputs(name, "left")
+    if FAMILIES[name].generates:
+        given["use_cache"] = False
+    expected = tiny.answer(model, **given)
+    torch.compiler.reset()  # they share code, and are more than it may be compiled for
+    enable(model, fuse_rope=fuse_rope).compile(fullgraph=True, backend="eager")
+    return difference(tiny.answer(model, **given), expected, tiny.present(given))
 
 
 def assert_as_near_as_eager(
@@ -54,13 +65,13 @@ def bounds(*ends, dtype=torch.int32):
     return cu_seq_lens | {"max_length_q": longest, "max_length_k": longest}
 
 
-def packed(*lengths):
-    """A row of sequences as the collator makes it, and the sequences."""
+def packed(model, *lengths):
+    """A row of sequences as the collator makes it, and the model's answers to each."""
     parts = tiny.tokens(sum(lengths), batch=1).split(lengths, 1)
     collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
     batch = collate([{"input_ids": part[0].tolist()} for part in parts])
     del batch["labels"]
-    return batch, parts
+    return batch, torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
 
 
 def compare_generated(name, side="left", fuse_rope=False, device="cpu", **options):

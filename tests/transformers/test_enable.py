@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaAttention  # noqa: E402
 
 import torch_metal_attn  # noqa: E402
+from tests.helpers.cases import each_case  # noqa: E402
 from tests.transformers import census  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
 from tests.transformers.model_check import bounds  # noqa: E402
@@ -43,34 +44,58 @@ WRAPPERS = {
 }
 
 
+Q = torch.randn(1, 2, 13, 8, generator=torch.Generator().manual_seed(0))
+GOOD = {"query": Q, "key": Q, "value": Q, "attention_mask": None, "module": torch.nn.Module()}
+ENDS = bounds(0, 6, 13)
+PADDED = torch.arange(13)[None] > 0
+LEFT = metal_attention_mask(1, 13, 13, attention_mask=PADDED, device="cpu")
+NUMBER = torch.tensor(0.5, requires_grad=True)
+REFUSED = {
+    NotImplementedError: {
+        "sliding_window=8": {"sliding_window": 8},
+        "scaling requires grad": {"scaling": NUMBER},
+        "softcap requires grad": {"softcap": NUMBER},
+        "novelty=3 in Module.*; use .*'eager'": {"novelty": 3},
+        r"indices=a torch\.int64 tensor of shape": {"indices": torch.zeros(2, dtype=torch.int64)},
+        r"sinks=.*\(2,\) in Module: it must be": {"sinks": torch.zeros(2)},
+        "sinks together with cu_seq_lens_q": {"sinks": torch.zeros(1, 2, 13, 1)} | ENDS,
+        r"cu_seq_lens_q=a torch\.int32 tensor of shape \(3,\) in Module without cu_seq_lens_k": {
+            "cu_seq_lens_q": ENDS["cu_seq_lens_q"]
+        },
+        "with a batch of 2": dict.fromkeys(("query", "key", "value"), Q.expand(2, -1, -1, -1))
+        | ENDS,
+        "together with a mask": {"attention_mask": torch.ones(13, 13, dtype=torch.bool)} | ENDS,
+        r"together with a mask \(causal padded\)": {"attention_mask": LEFT} | ENDS,
+        "position_bias together": {"position_bias": torch.zeros(1, 2, 13, 13)} | ENDS,
+        "sliding_window=5": {"sliding_window": 5} | ENDS,
+    },
+    TypeError: {
+        "sliding_window is nan; it must be an int": {"sliding_window": float("nan")},
+        **{
+            f"{name} is a int; it must be a tensor": {name: 3} for name in ("query", "key", "value")
+        },
+        **{f"{name} is a list": {name: [1]} for name in ("attention_mask", "sinks", "s_aux")},
+        **{f"{name} is a bool": {name: True} for name in ("position_bias", "indices")},
+        "module is a NoneType; it must be an nn.Module": {"module": None},
+    },
+    ValueError: {r"query has shape \(2, 13, 8\); it must be \(B, H, S, D\)": {"query": Q[0]}},
+}
+
+
+@each_case("error, message", [(error, message) for error in REFUSED for message in REFUSED[error]])
+def test_arguments_that_are_refused(error, message):
+    with pytest.raises(error, match=message):
+        metal_attention(**GOOD | REFUSED[error][message])
+
+
+def test_arguments_that_change_nothing():
+    ignored = {"novelty": None, "position_ids": 3, "max_new_tokens": 3, "do_sample": False}
+    out, weights = metal_attention(**GOOD, sliding_window=13, **ignored)
+    assert weights is None
+    torch.testing.assert_close(out.transpose(1, 2), attention(Q, Q, Q)[0])
+
+
 class TestRefusals:
-    def test_window_without_a_mask(self):
-        module = torch.nn.Module()
-        q = torch.randn(1, 2, 9, 8)
-        with pytest.raises(NotImplementedError, match="sliding_window=8"):
-            metal_attention(module, q, q, q, None, sliding_window=8)
-        with pytest.raises(TypeError, match="sliding_window is nan; it must be an int"):
-            metal_attention(module, q, q, q, None, sliding_window=float("nan"))
-        out, weights = metal_attention(module, q, q, q, None, sliding_window=9)
-        assert weights is None
-        torch.testing.assert_close(out.transpose(1, 2), attention(q, q, q)[0])
-
-    @pytest.mark.parametrize("name", ["scaling", "softcap"])
-    def test_a_number_whose_gradient_would_be_lost(self, name):
-        q, number = torch.randn(1, 2, 9, 8), torch.tensor(0.5, requires_grad=True)
-        with pytest.raises(NotImplementedError, match=f"{name} requires grad"):
-            metal_attention(torch.nn.Module(), q, q, q, None, **{name: number})
-
-    def test_unknown_arguments(self):
-        q = torch.randn(1, 2, 9, 8)
-        with pytest.raises(NotImplementedError, match=r"novelty=3 in Module.*; use .*'eager'"):
-            metal_attention(torch.nn.Module(), q, q, q, None, novelty=3)
-        with pytest.raises(NotImplementedError, match=r"indices=a torch\.int64 tensor of shape"):
-            indices = torch.zeros(2, dtype=torch.int64)
-            metal_attention(torch.nn.Module(), q, q, q, None, indices=indices)
-        metal_attention(torch.nn.Module(), q, q, q, None, novelty=None, position_ids=3)
-        metal_attention(torch.nn.Module(), q, q, q, None, max_new_tokens=3, do_sample=False)
-
     @pytest.mark.parametrize(
         ("name", "reason"),
         [
@@ -120,16 +145,6 @@ class TestAttentionFunction:
         with simulate(record=True) as run:
             metal_attention(torch.nn.Module(), q, k, k, None, dropout=dropout)
         assert [launch.kernel for launch in run.recorded] == [kernel]
-
-    def test_graph_of_any_number_of_queries(self):
-        class Attention(torch.nn.Module):
-            def forward(self, q):
-                return metal_attention(self, q, q, q, None)[0]
-
-        length = torch.export.Dim("length", min=2, max=64)
-        q = torch.randn(1, 2, 9, 8)
-        exported = torch.export.export(Attention(), (q,), dynamic_shapes=({2: length},))
-        assert "metal_attn.flash_fwd" in str(exported.graph)
 
     def test_rows_that_are_not_contiguous_are_copied(self):
         """As Inkling's keys are; `explain` names the copy, and its cost includes it."""
@@ -211,64 +226,29 @@ class TestAttentionFunction:
             assert (one.double() - truth).abs().max() <= bound + 2**-21 * truth.abs().max()
         assert not results(ours, dtype)[0][1, :, :4].any()
 
-    def test_sinks_are_one_per_query(self):
-        q = torch.randn(1, 2, 9, 8)
-        with pytest.raises(NotImplementedError, match=r"sinks=.*\(2,\) in Module: it must be"):
-            metal_attention(torch.nn.Module(), q, q, q, None, sinks=torch.zeros(2))
-        with pytest.raises(NotImplementedError, match="sinks together with cu_seq_lens_q"):
-            metal_attention(
-                torch.nn.Module(), q, q, q, None, sinks=torch.zeros(1, 2, 9, 1), **bounds(0, 4, 9)
-            )
-
 
 class TestPacked:
     """Sequences in one row, their bounds given: DataCollatorWithFlattening's batches."""
 
     LENGTHS = (17, 1, 13)
 
-    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-    def test_on_device(self, dtype, device):
-        module = torch.nn.Module()
+    @pytest.mark.parametrize(
+        "dtype, causal", [(torch.int32, True), (torch.int64, True), (torch.int32, False)]
+    )
+    def test_on_device(self, dtype, causal, device):
         q, k, v = torch.randn(3, 1, 2, 31, 16)
         out, _ = metal_attention(
-            module,
+            torch.nn.Module(),
             *(tensor.to(device) for tensor in (q, k, v)),
-            metal_attention_mask(1, 31, 31, device=device),
+            metal_attention_mask(1, 31, 31, device=device) if causal else None,
             **{
                 name: value.to(device) if torch.is_tensor(value) else value
                 for name, value in bounds(0, 17, 18, 31, dtype=dtype).items()
             },
         )
         parts = zip(*(tensor.split(self.LENGTHS, 2) for tensor in (q, k, v)), strict=True)
-        expected = torch.cat([attention(*part, causal=True)[0] for part in parts], 2)
+        expected = torch.cat([attention(*part, causal=causal)[0] for part in parts], 2)
         torch.testing.assert_close(out.cpu(), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
-
-    def test_not_causal(self):
-        q = torch.randn(1, 2, 7, 8)
-        out, _ = metal_attention(torch.nn.Module(), q, q, q, None, **bounds(0, 3, 7))
-        expected = torch.cat([attention(part, part, part)[0] for part in q.split([3, 4], 2)], 2)
-        torch.testing.assert_close(out, expected.transpose(1, 2))
-
-    def test_refusals(self):
-        q, module = torch.randn(1, 2, 13, 8), torch.nn.Module()
-        ends = bounds(0, 6, 13)
-
-        def call(match, tensor=q, mask=None, **arguments):
-            with pytest.raises(NotImplementedError, match=match):
-                metal_attention(module, tensor, tensor, tensor, mask, **arguments)
-
-        call(
-            r"cu_seq_lens_q=a torch\.int32 tensor of shape \(3,\) in Module without cu_seq_lens_k",
-            cu_seq_lens_q=ends["cu_seq_lens_q"],
-        )
-        call("with a batch of 2", tensor=q.expand(2, -1, -1, -1), **ends)
-        call("together with a mask", mask=torch.ones(13, 13, dtype=torch.bool), **ends)
-        padded = torch.ones(1, 13, dtype=torch.bool)
-        padded[0, 0] = False
-        descriptor = metal_attention_mask(1, 13, 13, attention_mask=padded, device="cpu")
-        call(r"together with a mask \(causal padded\)", mask=descriptor, **ends)
-        call("position_bias together", position_bias=torch.zeros(1, 2, 13, 13), **ends)
-        call("sliding_window=5", sliding_window=5, **ends)
 
 
 class TestEnable:
@@ -359,17 +339,15 @@ class TestEnable:
             assert inner.config._attn_implementation == "metal_flash_attn"
         assert inner.config._attn_implementation == "metal_attn"
 
-    @pytest.mark.parametrize("wrap", [lambda module: module, torch.compile])
-    def test_refuses_other_objects(self, wrap):
-        with pytest.raises(
-            TypeError, match=r"model is a \w+; it must be a transformers PreTrained"
-        ):
-            enable(wrap(torch.nn.Linear(2, 2)))
-
-    @pytest.mark.parametrize("option", ["fuse_rope", "absorb"])
-    def test_refuses_other_options(self, option):
-        with pytest.raises(TypeError, match=f"{option} is 'yes'; it must be a bool"):
-            enable(torch.nn.Linear(2, 2), **{option: "yes"})
+    def test_refuses_other_objects_and_options(self):
+        linear = torch.nn.Linear(2, 2)
+        reason = r"model is a \w+; it must be a transformers PreTrained"
+        for model in (linear, torch.compile(linear)):
+            with pytest.raises(TypeError, match=reason):
+                enable(model)
+        for option in ("fuse_rope", "absorb"):
+            with pytest.raises(TypeError, match=f"{option} is 'yes'; it must be a bool"):
+                enable(linear, **{option: "yes"})
 
     def test_without_transformers(self, monkeypatch):
         original = builtins.__import__

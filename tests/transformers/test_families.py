@@ -7,7 +7,6 @@ each form of masks and options: Gemma 2 has Llama's in one of its layers, and Mo
 """
 
 import pytest
-import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
@@ -19,6 +18,7 @@ from tests.transformers.model_check import (  # noqa: E402
     TOLERANCE,
     assert_same_gradients,
     compare,
+    compare_compiled,
     compare_generated,
     difference,
     gradients,
@@ -99,8 +99,8 @@ class TestPacked:
     @pytest.mark.parametrize("name", PACKED)
     def test_bounds(self, name):
         """transformers makes no mask with a cache, and a mask of packed positions without one."""
-        model, (batch, parts) = tiny.build(name), packed(*self.LENGTHS)
-        expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
+        model = tiny.build(name)
+        batch, expected = packed(model, *self.LENGTHS)
         enable(model)
         for use_cache in (True, False):
             with record_routes() as routes:
@@ -111,17 +111,18 @@ class TestPacked:
 
     @pytest.mark.parametrize("name", [POSITIONS_ONLY, "Gemma4", "Llama4"])
     def test_positions(self, name):
-        model, (batch, parts) = tiny.build(name), packed(*self.LENGTHS)
-        expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
+        model = tiny.build(name)
+        batch, expected = packed(model, *self.LENGTHS)
         given = {name: batch[name] for name in ("input_ids", "position_ids")}
         actual = tiny.answer(enable(model), **given, use_cache=False)
         assert difference(actual, expected) <= TOLERANCE
 
     @pytest.mark.parametrize("name", REFUSES_PACKED)
     def test_refused(self, name):
-        batch, _ = packed(*self.LENGTHS)
+        model = tiny.build(name)
+        batch, _ = packed(model, *self.LENGTHS)
         with pytest.raises(NotImplementedError, match=REFUSES_PACKED[name]):
-            tiny.answer(enable(tiny.build(name)), **batch)
+            tiny.answer(enable(model), **batch)
 
 
 class TestGeneration:
@@ -157,17 +158,7 @@ class TestGeneration:
 class TestCompiled:
     @pytest.mark.parametrize("name", COMPILED)
     def test_forward(self, name):
-        model, given = tiny.build(name, **COMPILED[name]), tiny.inputs(name, "left")
-        if FAMILIES[name].generates:
-            given["use_cache"] = False
-        expected = tiny.answer(model, **given)
-        torch.compiler.reset()  # they share code, and are more than it may be compiled for
-        compiled = torch.compile(enable(model), fullgraph=True, backend="eager")
-        with torch.no_grad():
-            result = compiled(**given)
-        actual = result.logits if FAMILIES[name].generates else result.last_hidden_state
-        where = tiny.present(given)
-        assert difference(actual, expected, where) <= TOLERANCE
+        assert compare_compiled(name, **COMPILED[name]) <= TOLERANCE
 
 
 class TestTraining:

@@ -14,19 +14,16 @@ from tests.transformers.model_check import (  # noqa: E402
     TOLERANCE,
     assert_same_gradients,
     compare,
+    compare_compiled,
     compare_generated,
     difference,
     gradients,
-    packed,
 )
 from tests.transformers.tiny_families import BATCHED, FAMILIES  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
-    attention,
     continuous_batching,
     enable,
     fusion,
-    metal_attention,
-    record_routes,
 )
 from torch_metal_attn.integrations.transformers.unrotated import Tables, Unrotated  # noqa: E402
 from torch_metal_attn.simulator import runs, simulate  # noqa: E402
@@ -113,13 +110,9 @@ class TestMatchesEager:
 
     @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen3-VL"])
     def test_positions_of_three_axes(self, name):
-        model, ids = tiny.build(name), tiny.tokens()
         positions = torch.stack([torch.arange(tiny.PROMPT) * n for n in (1, 2, 5)])
-        positions = positions[:, None].expand(3, 2, -1)
-        given = {"input_ids": ids, "position_ids": positions}
-        expected = tiny.answer(model, **given)
-        actual = tiny.answer(enable(model, fuse_rope=True), **given)
-        assert difference(actual, expected) <= TOLERANCE
+        given = {"input_ids": tiny.tokens(), "position_ids": positions[:, None].expand(3, 2, -1)}
+        assert compare(name, given=given, fuse_rope=True)[0] <= TOLERANCE
 
     @pytest.mark.parametrize("name", ["Llama", "gpt-oss"])
     def test_tables_with_positions_innermost(self, name, monkeypatch):
@@ -138,14 +131,8 @@ class TestMatchesEager:
         [("gpt-oss", {"layer_types": ["sliding_attention"]}), ("StableLM", {})],
     )
     def test_compiled(self, name, changes):
-        model = tiny.build(name, num_hidden_layers=1, **changes)
-        given = tiny.inputs(name, "left") | {"use_cache": False}
-        expected = tiny.answer(model, **given)
-        torch.compiler.reset()
-        compiled = torch.compile(enable(model, fuse_rope=True), fullgraph=True, backend="eager")
-        with torch.no_grad():
-            actual = compiled(**given).logits
-        assert difference(actual, expected, tiny.present(given)) <= TOLERANCE
+        apart = compare_compiled(name, fuse_rope=True, num_hidden_layers=1, **changes)
+        assert apart <= TOLERANCE
 
     @pytest.mark.parametrize("name", FORMS)
     def test_training(self, name):
@@ -155,14 +142,6 @@ class TestMatchesEager:
         if name in ("Llama", "GLM"):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         assert_same_gradients(gradients(model, given), expected)
-
-    def test_packed(self):
-        model, (batch, parts) = tiny.build("Llama"), packed(17, 1, 13)
-        expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
-        with record_routes() as routes:
-            actual = tiny.answer(enable(model, fuse_rope=True), **batch)
-        assert difference(actual, expected) <= TOLERANCE
-        assert routes.packed == routes.kernel
 
     @pytest.mark.parametrize("name", BATCHED[:2])
     def test_continuous_batching(self, name):
@@ -221,28 +200,18 @@ class TestRefusals:
         assert model.config._attn_implementation == "eager"
         assert [type(module) for module in model.modules()] == classes
 
-    def rotation(self, monkeypatch, function):
-        llama = transformers.models.llama.modeling_llama
-        monkeypatch.setattr(llama, "apply_rotary_pos_emb", function)
-        return tiny.build("Llama")
-
     def test_another_rotation(self, monkeypatch):
         """Another sign, q alone, other arguments."""
-        rotate = transformers.models.llama.modeling_llama.apply_rotary_pos_emb
-
-        def backwards(q, k, cos, sin, unsqueeze_dim=1):
-            return rotate(q, k, cos, -sin, unsqueeze_dim)
-
-        def half_hearted(q, k, cos, sin, unsqueeze_dim=1):
-            return rotate(q, k, cos, sin, unsqueeze_dim)[0], k
-
-        def other(x, y, cos, sin):
-            return rotate(x, y, cos, sin)
-
-        for function in (backwards, half_hearted, other):
-            model = self.rotation(monkeypatch, function)
+        llama = transformers.models.llama.modeling_llama
+        rotate = llama.apply_rotary_pos_emb
+        for function in (
+            lambda q, k, cos, sin, unsqueeze_dim=1: rotate(q, k, cos, -sin, unsqueeze_dim),
+            lambda q, k, cos, sin, unsqueeze_dim=1: (rotate(q, k, cos, sin, unsqueeze_dim)[0], k),
+            lambda x, y, cos, sin: rotate(x, y, cos, sin),
+        ):
+            monkeypatch.setattr(llama, "apply_rotary_pos_emb", function)
             with pytest.raises(NotImplementedError, match="LlamaAttention rotates its queries"):
-                enable(model, fuse_rope=True)
+                enable(tiny.build("Llama"), fuse_rope=True)
 
     def test_a_forward_of_its_own(self):
         """As accelerate's hooks leave it: the class's would never run."""
@@ -356,13 +325,3 @@ class TestModel:
         expected = tiny.answer(model, **given)
         enable(enable(model).model.language_model, fuse_rope=True)
         assert difference(tiny.answer(model, **given), expected) <= TOLERANCE
-
-    def test_shapes_of_the_attention_function(self):
-        """Queries with tables are queries that were rotated."""
-        q, k = torch.randn(2, 2, 3, 8), torch.randn(2, 1, 3, 8)
-        cos, sin = torch.randn(2, 1, 3, 4)
-        unrotated = Unrotated(q, cos, sin, True, "SomeAttention")
-        module = torch.nn.Module()
-        actual, _ = metal_attention(module, unrotated, k, k, None)
-        expected, _ = attention.metal_attention(module, unrotated.rotated(), k, k, None)
-        torch.testing.assert_close(actual, expected)

@@ -12,7 +12,12 @@ from transformers.cache_utils import DynamicLayer  # noqa: E402
 
 import torch_metal_attn  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
-from tests.transformers.model_check import TOLERANCE, difference  # noqa: E402
+from tests.transformers.model_check import (  # noqa: E402
+    TOLERANCE,
+    assert_same_gradients,
+    difference,
+    gradients,
+)
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     enable,
     latent_cache,
@@ -52,17 +57,31 @@ def generated(model, given, **options):
     return tiny.generate(model, given, **GREEDY | options)
 
 
+def eager_with(update, model, given, **options):
+    """What is generated if the cache is updated by another function than its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DynamicLayer, "update", update)
+        return generated(model, given, **options)
+
+
+def check(model, given, expected, tolerance=TOLERANCE, **options):
+    """What a model generates has the tokens and scores of `expected`; returns the routes."""
+    tokens, scores = expected
+    with record_routes() as routes:
+        actual, own_scores = generated(model, given, **options)
+    assert actual.tolist() == tokens.tolist()
+    assert difference(own_scores, scores) <= tolerance
+    return routes
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("own_cache", [None, {}, {"page_size": 5}], ids=str)
 def test_tokens_are_those_of_eager(name, own_cache):
     model, given = tiny.build(name), tiny.inputs(name, "none" if own_cache is None else "left")
-    tokens, scores = generated(model, given)
+    expected = generated(model, given)
     enable(model, absorb=True)
     options = {} if own_cache is None else {"cache": latent_cache(model, 64, **own_cache)}
-    with record_routes() as routes:
-        actual, own_scores = generated(model, given, **options)
-    assert actual.tolist() == tokens.tolist()
-    assert difference(own_scores, scores) <= TOLERANCE
+    routes = check(model, given, expected, **options)
     # The prompt is expanded for its own attention, and no later step is.
     steps = [call for call in routes.kernel if " q (2, 4, 1, " in call]
     assert len(steps) == GREEDY["max_new_tokens"] - 1
@@ -74,32 +93,24 @@ def test_masks_with_holes(page_size):
     """They have a column for each key, and pages may have more keys."""
     model, given = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
     given["attention_mask"][:, 4] = 0
-    tokens, scores = generated(model, given)
+    expected = generated(model, given)
     enable(model, absorb=True)
-    with record_routes() as routes:
-        actual, own_scores = generated(
-            model, given, cache=latent_cache(model, 64, page_size=page_size)
-        )
-    assert actual.tolist() == tokens.tolist()
-    assert difference(own_scores, scores) <= TOLERANCE
+    routes = check(model, given, expected, cache=latent_cache(model, 64, page_size=page_size))
     assert any(" q (2, 4, 1, " in call for call in routes.dense)
 
 
 @pytest.mark.parametrize("kind", OTHERS)
 def test_every_model(kind):
     model, given = tiny.smallest(kind), tiny.inputs("Llama", "left")
-    tokens, scores = generated(model, given, max_new_tokens=3)
+    options = {"max_new_tokens": 3}
+    expected = generated(model, given, **options)
     enable(model, absorb=True)
     if kind in HYBRID:
         with pytest.raises(NotImplementedError, match="of whose layers 1 have absorbed latent"):
             latent_cache(model, 64)
-        options = {}
     else:
-        options = {"cache": latent_cache(model, 64)}
-    with record_routes() as routes:
-        actual, own_scores = generated(model, given, max_new_tokens=3, **options)
-    assert actual.tolist() == tokens.tolist()
-    assert difference(own_scores, scores) <= TOLERANCE * scores.abs().max()
+        options["cache"] = latent_cache(model, 64)
+    routes = check(model, given, expected, TOLERANCE * expected[1].abs().max(), **options)
     assert any(" k (2, 1, " in call for call in routes.kernel)
 
 
@@ -109,19 +120,15 @@ def test_keys_that_an_indexer_selects(kind, absorb):
     """Of models whose code is DeepSeek-V3.2's, whatever they are called."""
     given = tiny.inputs("Llama", "left")
     model = tiny.smallest(kind, index_topk=3)
-    tokens, scores = generated(model, given, max_new_tokens=3)
+    expected = generated(model, given, max_new_tokens=3)
     if absorb and kind.startswith("Dots3"):
         with pytest.raises(NotImplementedError, match=r"have 1024 \+ 64 columns; the kernels take"):
             enable(model, absorb=True)
         return
-    enable(model, absorb=absorb)
-    with record_routes() as routes:
-        actual, own_scores = generated(model, given, max_new_tokens=3)
-    assert actual.tolist() == tokens.tolist()
-    assert difference(own_scores, scores) <= TOLERANCE
+    routes = check(enable(model, absorb=absorb), given, expected, max_new_tokens=3)
     assert any("3 keys of each query" in call for call in routes.dense)
     _, of_all = generated(tiny.smallest(kind, index_topk=64), given, max_new_tokens=1)
-    assert difference(of_all, scores[:, :1]) > 10 * TOLERANCE
+    assert difference(of_all, expected[1][:, :1]) > 10 * TOLERANCE
 
 
 WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32}
@@ -136,7 +143,7 @@ WIDE = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "head_dim": 32}
         ("q3_g32", 16, {"prompt_lookup_num_tokens": 3}),
     ],
 )
-def test_quantised_rows(format, page_size, options, monkeypatch):
+def test_quantised_rows(format, page_size, options):
     """Tokens and scores are eager's with rows that are rounded to the format's values."""
     update = DynamicLayer.update
 
@@ -149,15 +156,11 @@ def test_quantised_rows(format, page_size, options, monkeypatch):
     ids = tiny.tokens(6, batch=1).repeat(1, 4)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     model = tiny.build("DeepSeek-V3", **WIDE)
-    with monkeypatch.context() as patch:
-        patch.setattr(DynamicLayer, "update", rounded)
-        tokens, scores = generated(model, given, **options)
+    expected = eager_with(rounded, model, given, **options)
     enable(model, absorb=True)
     cache = latent_cache(model, 64, format=format, page_size=page_size)
-    actual, own_scores = generated(model, given, cache=cache, **options)
-    assert actual.tolist() == tokens.tolist()
     # A row that is rounded another way in float32 may have another code.
-    assert difference(own_scores, scores) <= 1e-3
+    check(model, given, expected, 1e-3, cache=cache, **options)
     held = cache.layers[0].cache.layers[0]
     assert held.k_cache.dtype == DTYPES[format]
 
@@ -171,7 +174,7 @@ def test_quantised_rows(format, page_size, options, monkeypatch):
         (16, 16, {"prompt_lookup_num_tokens": 3}),
     ],
 )
-def test_recent_rows(repeats, page_size, options, monkeypatch):
+def test_recent_rows(repeats, page_size, options):
     """Tokens and scores are eager's with rows that are rounded, but for the last ones."""
     update, kept, padding = DynamicLayer.update, 8 + VERIFY_QUERIES, 3
 
@@ -187,44 +190,37 @@ def test_recent_rows(repeats, page_size, options, monkeypatch):
     ids = tiny.tokens(6, batch=1).repeat(2, repeats)
     mask = torch.ones_like(ids)
     mask[1, :padding] = 0
-    given = {"input_ids": ids[:1], "attention_mask": mask[:1]}
-    if not options:
-        given = {"input_ids": ids, "attention_mask": mask}
+    batch = 1 if options else 2
+    given = {"input_ids": ids[:batch], "attention_mask": mask[:batch]}
     model = tiny.build("DeepSeek-V3", **WIDE)
-    with monkeypatch.context() as patch:
-        patch.setattr(DynamicLayer, "update", rounded)
-        tokens, scores = generated(model, given, **options)
+    expected = eager_with(rounded, model, given, **options)
     enable(model, absorb=True)
     cache = latent_cache(model, 128, "q4_0", page_size=page_size, recent=8)
-    actual, own_scores = generated(model, given, cache=cache, **options)
-    assert actual.tolist() == tokens.tolist()
-    assert difference(own_scores, scores) <= 1e-3
+    check(model, given, expected, 1e-3, cache=cache, **options)
     exact = generated(model, given, cache=latent_cache(model, 128), **options)[1]
-    assert (difference(exact, scores) > 1e-2) == (repeats > 3)
+    assert (difference(exact, expected[1]) > 1e-2) == (repeats > 3)
 
 
 def test_quantised_rows_on_device(device):
     model, given = tiny.build("DeepSeek-V3.2", **WIDE, index_head_dim=32), tiny.inputs("Llama")
     enable(model, absorb=True)
-    results = []
-    for place in ("cpu", device):
-        model.to(place)
-        cache = latent_cache(model, 40, format="q8_0")
-        results.append(generated(model, given, max_new_tokens=3, cache=cache))
-    assert results[0][0].tolist() == results[1][0].tolist()
-    assert difference(results[1][1], results[0][1]) <= TOLERANCE
+
+    def options():
+        return {"max_new_tokens": 3, "cache": latent_cache(model, 40, format="q8_0")}
+
+    expected = generated(model, given, **options())
+    model.to(device)
+    check(model, given, expected, **options())
 
 
 @pytest.mark.parametrize("page_size", [None, 8])
 def test_on_device(page_size, device):
     """The cache holds latents alone, and the kernel reads each row once."""
     model, given = tiny.build("DeepSeek-V3"), tiny.inputs("DeepSeek-V3", "left")
-    tokens, scores = generated(model, given, max_new_tokens=3)
+    expected = generated(model, given, max_new_tokens=3)
     enable(model, absorb=True).to(device)
     cache = latent_cache(model, 40, page_size=page_size)
-    actual, own_scores = generated(model, given, max_new_tokens=3, cache=cache)
-    assert actual.tolist() == tokens.tolist()
-    assert difference(own_scores, scores) <= TOLERANCE
+    check(model, given, expected, max_new_tokens=3, cache=cache)
     for layer in cache.layers:
         (held,) = layer.cache.layers[0].by_block()
         assert held.shape == ((2, 40, 1, COLUMNS) if page_size is None else (10, 8, 1, COLUMNS))
@@ -244,17 +240,12 @@ def test_ways_to_generate(page_size, options):
     """Beams reorder the cache, and prompt lookup takes rejected tokens back."""
     torch.manual_seed(0)
     ids = tiny.tokens(6, batch=1).repeat(1, 4)
-    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    results = []
-    for absorb in (False, True):
-        model = tiny.build("DeepSeek-V3")
-        cache = {}
-        if absorb:
-            enable(model, absorb=True)
-            cache = {"cache": latent_cache(model, 64, page_size=page_size)}
-        torch.manual_seed(1)
-        results.append(model.generate(**given, **GREEDY | options, **cache))
-    assert results[0].tolist() == results[1].tolist()
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY, **options}
+    model = tiny.build("DeepSeek-V3")
+    expected = model.generate(**given)
+    cache = latent_cache(enable(model, absorb=True), 64, page_size=page_size)
+    torch.manual_seed(1)
+    assert model.generate(**given, cache=cache).tolist() == expected.tolist()
 
 
 FAULTS = {
@@ -282,20 +273,9 @@ def test_fault_is_caught(name, monkeypatch):
 
 def test_gradients_are_those_of_eager():
     """With few queries too, which are absorbed."""
-    found = []
-    for absorb in (False, True):
-        model = tiny.build("DeepSeek-V3")
-        if absorb:
-            enable(model, absorb=True)
-        logits = model(tiny.tokens(7), use_cache=False).logits
-        (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
-        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert found[0].keys() == found[1].keys()
-    largest = max(gradient.abs().max() for gradient in found[0].values())
-    for name, gradient in found[0].items():
-        torch.testing.assert_close(
-            found[1][name], gradient, rtol=1e-4, atol=1e-5 * largest, msg=name
-        )
+    given = {"input_ids": tiny.tokens(7), "use_cache": False}
+    found = gradients(enable(tiny.build("DeepSeek-V3"), absorb=True), given)
+    assert_same_gradients(found, gradients(tiny.build("DeepSeek-V3"), given))
 
 
 def test_explain_shows_the_bytes():
@@ -372,16 +352,15 @@ class TestRefused:
         with pytest.raises(TypeError, match="model is a NoneType; it must be a transformers"):
             latent_cache(None, 16)
         enable(model, absorb=True)
-        with pytest.raises(ValueError, match="max_length is 0; it must be at least 1"):
-            latent_cache(model, 0)
-        with pytest.raises(ValueError, match="latent_dim is 16; q8_0 needs a multiple of 32"):
-            latent_cache(model, 64, format="q8_0")
-        with pytest.raises(ValueError, match="format is 'q5'; it must be one of q8_0"):
-            latent_cache(model, 64, format="q5")
-        with pytest.raises(ValueError, match="page_size is 0; it must be at least 1"):
-            latent_cache(model, 64, page_size=0)
-        with pytest.raises(ValueError, match="recent is 8 with no format, so that all rows"):
-            latent_cache(model, 64, recent=8)
+        for options, message in (
+            ({"max_length": 0}, "max_length is 0; it must be at least 1"),
+            ({"format": "q8_0"}, "latent_dim is 16; q8_0 needs a multiple of 32"),
+            ({"format": "q5"}, "format is 'q5'; it must be one of q8_0"),
+            ({"page_size": 0}, "page_size is 0; it must be at least 1"),
+            ({"recent": 8}, "recent is 8 with no format, so that all rows"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                latent_cache(model, **{"max_length": 64} | options)
         cache = latent_cache(model, 4)
         with pytest.raises(torch_metal_attn.kv_cache.CacheFull, match="5 rows more do not fit"):
             model(tiny.tokens(5), cache=cache)

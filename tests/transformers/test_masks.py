@@ -83,7 +83,7 @@ def forwards(draw):
         "chunked": chunked_causal_mask_function(size, start),
     }[pattern]
     causal = pattern in ("causal", "sliding", "chunked")
-    call = {
+    return {
         "batch_size": batch,
         "q_length": q_length,
         "kv_length": kept + q_length + empty,
@@ -95,39 +95,39 @@ def forwards(draw):
         "allow_is_bidirectional_skip": not causal,
         "device": "cpu",
     }
-    return call
 
 
 def dense(call):
     return sdpa_mask(**call | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
 
 
-class TestMaskFunction:
-    @settings(max_examples=300)
-    @given(forwards())
-    def test_equals_transformers(self, forward):
-        call = forward
-        mask = metal_attention_mask(**call)
-        sizes = [call[name] for name in ("batch_size", "q_length", "kv_length")]
-        assert torch.equal(expanded(mask, *sizes), dense(call))
+def check_attention(mask, whole, batch, q_length, kv_length):
+    """With a mask, with a copy that lacks the attribute, and with a bias, as with a dense mask."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(batch, 2, q_length, 8, generator=generator)
+    k, v = torch.randn(2, batch, 1, kv_length, 8, generator=generator)
 
-    @settings(max_examples=60)
+    def attend(mask, **options):
+        return metal_attention(torch.nn.Module(), q, k, v, mask, **options)[0]
+
+    actual = attend(mask)
+    torch.testing.assert_close(actual, attend(whole))
+    if mask is not None:
+        assert torch.equal(attend(mask.clone()), actual), "without the attribute"
+    bias = torch.randn(1, 2, q_length, kv_length, generator=generator)
+    biased = attend(whole, position_bias=bias)
+    torch.testing.assert_close(attend(mask, position_bias=bias), biased)
+
+
+class TestMaskFunction:
+    @settings(max_examples=120)
     @given(forwards())
-    def test_attention_with_it_equals_dense(self, forward):
-        call = forward
-        batch, q_length, kv_length = (
-            call[name] for name in ("batch_size", "q_length", "kv_length")
-        )
-        generator = torch.Generator().manual_seed(0)
-        q = torch.randn(batch, 2, q_length, 8, generator=generator)
-        k, v = torch.randn(2, batch, 1, kv_length, 8, generator=generator)
-        module = torch.nn.Module()
+    def test_equals_transformers(self, call):
+        """The mask, and attention with it."""
+        sizes = [call[name] for name in ("batch_size", "q_length", "kv_length")]
         mask = metal_attention_mask(**call)
-        actual = metal_attention(module, q, k, v, mask)[0]
-        torch.testing.assert_close(actual, metal_attention(module, q, k, v, dense(call))[0])
-        if mask is not None:
-            copied = metal_attention(module, q, k, v, mask.clone())[0]
-            assert torch.equal(copied, actual), "without the attribute"
+        assert torch.equal(expanded(mask, *sizes), dense(call))
+        check_attention(mask, dense(call), *sizes)
 
     def mask(self, **changes):
         options = {"batch_size": 2, "q_length": 1, "kv_length": 16, "device": "cpu"}
@@ -448,27 +448,3 @@ class TestDescriptor:
 def test_mask_of_wrong_arguments(changes, message):
     with pytest.raises((TypeError, ValueError), match=message):
         metal_attention_mask(**{"batch_size": 2, "q_length": 4, "kv_length": 16} | changes)
-
-
-NO_TENSORS = [
-    *(({name: 3}, f"{name} is a int; it must be a tensor") for name in ("query", "key", "value")),
-    *(({name: [1]}, f"{name} is a list") for name in ("attention_mask", "sinks", "s_aux")),
-    *(({name: True}, f"{name} is a bool") for name in ("position_bias", "indices")),
-    ({"module": None}, "module is a NoneType; it must be an nn.Module"),
-]
-
-
-@each_case("changes, message", NO_TENSORS)
-def test_arguments_that_are_no_tensors(changes, message):
-    q = torch.zeros(1, 2, 8, 16)
-    good = {"query": q, "key": q, "value": q, "attention_mask": None, "module": torch.nn.Module()}
-    with pytest.raises(TypeError, match=message):
-        metal_attention(**good | changes)
-
-
-def test_tensors_without_heads():
-    q = torch.zeros(2, 8, 16)
-    with pytest.raises(
-        ValueError, match=r"query has shape \(2, 8, 16\); it must be \(B, H, S, D\)"
-    ):
-        metal_attention(torch.nn.Module(), q, q, q, None)

@@ -10,7 +10,13 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from tests.transformers import tiny_models as tiny  # noqa: E402
-from tests.transformers.model_check import TOLERANCE, compare, difference, launches  # noqa: E402
+from tests.transformers.model_check import (  # noqa: E402
+    TOLERANCE,
+    compare,
+    compare_generated,
+    difference,
+    launches,
+)
 from tests.transformers.tiny_families import PROMPT  # noqa: E402
 from torch_metal_attn.integrations.transformers import attention as attention_module  # noqa: E402
 from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
@@ -21,11 +27,8 @@ class TestMatchesEager:
     def test_padding_with_holes(self):
         given = tiny.inputs("Llama")
         given["attention_mask"][1, 5:7] = 0
-        model = tiny.build("Llama")
-        expected = tiny.answer(model, **given)
-        with record_routes() as routes:
-            actual = tiny.answer(enable(model), **given)
-        assert difference(actual, expected, tiny.present(given)) <= TOLERANCE
+        apart, routes = compare("Llama", given=given)
+        assert apart <= TOLERANCE
         assert routes.dense == routes.kernel
 
     @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
@@ -69,24 +72,17 @@ class TestGeneration:
 
         Static caches of every core family are in test_families, on the CPU.
         """
-        before, model, given = launches(), tiny.build(name), tiny.inputs(name, "left")
-        options = {"cache_implementation": cache, "disable_compile": True, "max_new_tokens": 4}
-        expected, expected_scores = tiny.generate(model, given, **options)
+        before, options = launches(), {"cache_implementation": cache, "max_new_tokens": 4}
         with record_routes() as routes:
-            actual, scores = tiny.generate(enable(model).to(device), given, **options)
-        assert actual.tolist() == expected.tolist()
-        assert difference(scores, expected_scores) <= TOLERANCE
+            assert compare_generated(name, device=device, **options) <= TOLERANCE
         assert not routes.dense
         if runs.current() is not None:
-            layers = model.config.num_hidden_layers
+            layers = tiny.build(name).config.num_hidden_layers
             kernels = ["flash_fwd"] * layers + ["flash_decode"] * 3 * layers
             assert [launch.kernel for launch in runs.current().launches[before:]] == kernels
 
     def test_beams(self):
-        model, given = tiny.build("Gemma2"), tiny.inputs("Gemma2", "left")
-        expected, _ = tiny.generate(model, given, num_beams=3)
-        actual, _ = tiny.generate(enable(model), given, num_beams=3)
-        assert actual.tolist() == expected.tolist()
+        assert compare_generated("Gemma2", num_beams=3) <= TOLERANCE
 
     def test_static_prefill_is_plain(self):
         """More keys than queries and no mask: top-left causal over slots that are still empty."""

@@ -21,9 +21,10 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_causal_mask_function,
 )
 
-from tests.transformers import census  # noqa: E402
+from tests.transformers import census, model_check  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
 from tests.transformers.model_check import bounds  # noqa: E402
+from tests.transformers.test_masks import check_attention  # noqa: E402
 from torch_metal_attn.integrations.transformers import (  # noqa: E402
     band,
     enable,
@@ -74,31 +75,15 @@ def packed(draw):
 
 
 class TestDescriptor:
-    @settings(max_examples=100)
+    @settings(max_examples=50)
     @given(packed())
     def test_equals_transformers(self, call):
-        length = call["q_length"]
-        mask = metal_attention_mask(**call)
-        assert mask.shape == (call["batch_size"], 1, length, len(band.COLUMNS))
-        assert torch.equal(band.expand(mask, length, length), sdpa_mask(**call))
-
-    @settings(max_examples=40)
-    @given(packed())
-    def test_attention_with_it_equals_dense(self, call):
+        """The mask, which is never dense, and attention with it."""
         batch, length = call["batch_size"], call["q_length"]
-        generator = torch.Generator().manual_seed(0)
-        q = torch.randn(batch, 2, length, 8, generator=generator)
-        k, v = torch.randn(2, batch, 1, length, 8, generator=generator)
-        module, mask = torch.nn.Module(), metal_attention_mask(**call)
-        actual = metal_attention(module, q, k, v, mask)[0]
-        expected = metal_attention(module, q, k, v, sdpa_mask(**call))[0]
-        torch.testing.assert_close(actual, expected)
-        copied = metal_attention(module, q, k, v, mask.clone())[0]
-        assert torch.equal(copied, actual), "without the attribute"
-        bias = torch.randn(1, 2, length, length, generator=generator)
-        biased = metal_attention(module, q, k, v, mask, position_bias=bias)[0]
-        expected = metal_attention(module, q, k, v, sdpa_mask(**call), position_bias=bias)[0]
-        assert torch.equal(biased, expected)
+        mask = metal_attention_mask(**call)
+        assert mask.shape == (batch, 1, length, len(band.COLUMNS))
+        assert torch.equal(band.expand(mask, length, length), sdpa_mask(**call))
+        check_attention(mask, sdpa_mask(**call), batch, length, length)
 
     def test_chunks_are_dense(self):
         chunks = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
@@ -164,16 +149,12 @@ class TestBounds:
 
 def test_model_by_positions():
     """No dense mask, and a fused rotation that counts from each sequence's first token."""
-    model, parts = tiny.build("Mistral"), tiny.tokens(31, batch=1).split((17, 1, 13), 1)
-    expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
-    given = {
-        "input_ids": torch.cat(parts, 1),
-        "position_ids": positions_of([(17, 1, 13)]),
-        "use_cache": False,
-    }
-    for fuse_rope in (False, True):
+    model = tiny.build("Mistral")
+    batch, expected = model_check.packed(model, *TestBounds.LENGTHS)
+    by_positions = {name: batch[name] for name in ("input_ids", "position_ids")}
+    for fuse_rope, inputs in ((False, by_positions), (True, by_positions), (True, batch)):
         with record_routes() as routes:
-            actual = tiny.answer(enable(model, fuse_rope=fuse_rope), **given)
+            actual = tiny.answer(enable(model, fuse_rope=fuse_rope), **inputs, use_cache=False)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
         assert routes.packed == routes.kernel
 
@@ -192,11 +173,9 @@ def test_model_by_positions():
 def test_models_whose_masks_ignore_positions(model_type, kind, first):
     """Also without a cache. What the error advises works; some models count positions from 1."""
     model = census._eager(census.Entry(model_type, kind))[0]
-    lengths = TestBounds.LENGTHS
-    parts = tiny.tokens(31, batch=1).split(lengths, 1)
-    expected = torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
-    given = {"input_ids": torch.cat(parts, 1), "use_cache": False}
-    positions = positions_of([lengths])
+    batch, expected = model_check.packed(model, *TestBounds.LENGTHS)
+    given = {"input_ids": batch["input_ids"], "use_cache": False}
+    positions = batch["position_ids"]
     advice = r"use_cache=False .* If you did, .* cu_seq_lens_\* and max_length_\* as well"
     with pytest.raises(ValueError, match=advice):
         tiny.answer(enable(model), **given, position_ids=positions)
@@ -263,10 +242,8 @@ class TestPositionsWithCache:
         ids=["from 0", "later", "none", "padded with 0", "padded with 1", "back to 4"],
     )
     def test_other_positions(self, positions):
-        model, ids = tiny.build("Llama"), tiny.tokens(31, batch=1)
-        expected = tiny.answer(model, input_ids=ids, position_ids=positions)
-        actual = tiny.answer(enable(model), input_ids=ids, position_ids=positions)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        given = {"input_ids": tiny.tokens(31, batch=1), "position_ids": positions}
+        assert model_check.compare("Llama", given=given)[0] <= model_check.TOLERANCE
 
     @pytest.mark.parametrize("shape", [(2, 31), (1, 1, 31, 31)])
     def test_masks_of_users(self, shape):

@@ -26,14 +26,16 @@ from torch_metal_attn.simulator import simulate  # noqa: E402
 # With fewer experts a token, one that is nearly a tie goes to another expert by rounding alone.
 EVERY_EXPERT = {"gpt-oss": {"num_experts_per_tok": 4}, "DeepSeek-V3": {"num_experts_per_tok": 4}}
 
-# The dtype of a model, whether it runs under autocast, and whether its rotation is fused.
+# Where it is padded, the dtype of a model, whether it runs under autocast, and whether its rotation
+# is fused.
 PRECISIONS = [
-    ("Gemma2", torch.float16, False, False),
-    ("Gemma3", torch.bfloat16, False, True),
-    ("Gemma3", torch.float32, True, True),
-    ("Llama", torch.float16, True, True),
-    ("Llama", torch.bfloat16, True, False),
-    ("T5", torch.float16, False, False),
+    *((name, "right", torch.float32, True, False) for name in CORE),
+    ("Gemma2", "left", torch.float16, False, False),
+    ("Gemma3", "left", torch.bfloat16, False, True),
+    ("Gemma3", "left", torch.float32, True, True),
+    ("Llama", "left", torch.float16, True, True),
+    ("Llama", "left", torch.bfloat16, True, False),
+    ("T5", "left", torch.float16, False, False),
 ]
 
 
@@ -58,18 +60,15 @@ def bfloat16():
 
 
 class TestAutocast:
-    @pytest.mark.parametrize("name", CORE)
-    def test_forward(self, name):
-        """As near to float32 as eager attention is under the same autocast."""
-        with Operands() as operands:
-            assert_as_near_as_eager(name, "right", autocast=True, **EVERY_EXPERT.get(name, {}))
-        assert set(operands.dtypes) == {torch.bfloat16}
+    @pytest.mark.parametrize("name, side, dtype, autocast, fuse_rope", PRECISIONS)
+    def test_forward(self, name, side, dtype, autocast, fuse_rope):
+        """As near to float32 as eager attention is.
 
-    @pytest.mark.parametrize("name, dtype, autocast, fuse_rope", PRECISIONS)
-    def test_half_precision(self, name, dtype, autocast, fuse_rope):
-        """Autocast's dtype counts, not the model's, whose rotary tables are in its own."""
+        Autocast's dtype counts, not the model's, whose rotary tables are in its own.
+        """
+        options = EVERY_EXPERT.get(name, {})
         with Operands() as operands:
-            assert_as_near_as_eager(name, "left", dtype, autocast, fuse_rope)
+            assert_as_near_as_eager(name, side, dtype, autocast, fuse_rope, **options)
         assert set(operands.dtypes) == {torch.bfloat16 if autocast else dtype}
 
     @pytest.mark.parametrize("fuse_rope", [False, True])

@@ -39,14 +39,16 @@ def _build(name: str, **changes: Any) -> Any:
     family = FAMILIES[name]
     kind = getattr(transformers, family.model).config_class
     config = tiny_configs.small(kind, decodes=family.generates, **family.options | changes)
-    return build_from(config, family.model, family.gain)
+    return build_from(config, getattr(transformers, family.model), family.gain)
 
 
-def build_from(config: Any, model_name: str, gain: float = 4) -> Any:
+def build_from(config: Any, kind: Any, gain: float = 4) -> Any:
     torch.manual_seed(0)
-    model = getattr(transformers, model_name)(config).eval()
+    model = kind(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
+            if not weight.isfinite().all():  # of torch.empty
+                weight.normal_(std=0.02)
             if weight.dim() > 1:
                 weight.mul_(gain)
             elif name.endswith("sinks"):
@@ -66,7 +68,7 @@ def smallest(model_name: str, **changes: Any) -> Any:
             for name, value in changes.items():
                 setattr(text, name, value)
             config.pad_token_id = 0
-            model = build_from(config, model_name)
+            model = build_from(config, kind)
             generate(model, {"input_ids": tokens()}, max_new_tokens=1, disable_compile=True)
             return model
         except Exception as error:

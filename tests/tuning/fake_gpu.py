@@ -58,11 +58,11 @@ class FakeGpu:
         calls = {OURS: self.launch, TORCHS: lambda: self.work(self.torch)}
         return calls, calls
 
-    def install(self, monkeypatch, folder, machine=M2_MAX):
+    def install(self, monkeypatch, folder):
         """Makes `tune` run as on a Mac, with the reference's results and this GPU's times."""
         monkeypatch.setenv("TORCH_METAL_ATTN_CACHE", str(folder))
         monkeypatch.delenv(loading.SETTING, raising=False)
-        monkeypatch.setattr(loading, "this_machine", lambda: machine)
+        monkeypatch.setattr(loading, "this_machine", lambda: M2_MAX)
         monkeypatch.setattr(command.mps, "problem", lambda: "")
         monkeypatch.setattr(command, "DEVICE", CPU)
         monkeypatch.setattr(command, "timer_of", lambda device: self.timer)

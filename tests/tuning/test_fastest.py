@@ -110,13 +110,6 @@ def test_the_innermost_block_decides():
     assert (outer.replaced, sum(outer.left_alone.values())) == (1, 1)
 
 
-def test_process_wide():
-    timed(forward=0.1)
-    with simulate(record=True), sdpa_replaced(process_wide=True, prefer="fastest") as calls:
-        F.scaled_dot_product_attention(*qkv())
-    assert (calls.replaced, sum(calls.left_alone.values())) == (0, 1)
-
-
 def test_without_a_table_all_run_here_and_a_warning_says_so(nothing_said):  # noqa: F811
     with simulate(), pytest.warns(UserWarning, match="has no times of this machine") as said:
         with sdpa_replaced(prefer="fastest") as calls:

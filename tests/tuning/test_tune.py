@@ -3,6 +3,7 @@
 import json
 import re
 import types
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -25,15 +26,25 @@ FORWARD |= {"dtype": "float32"}
 
 
 @pytest.fixture
-def shapes(tmp_path):
-    """Writes shapes to a file that --shapes reads."""
+def run(tmp_path, capsys):
+    """Runs `tune` on shapes that differ from FORWARD by these; what it returned, said and wrote."""
 
-    def write(*some):
+    def tune(*shapes, rounds=1, options=()):
         path = tmp_path / "shapes.json"
-        path.write_text(json.dumps([FORWARD | shape for shape in some]))
-        return str(path)
+        path.write_text(json.dumps([FORWARD | shape for shape in shapes]))
+        given = ["--shapes", str(path), "--rounds", str(rounds)] if shapes else []
+        try:
+            status = main(["tune", *given, *map(str, options)])
+        except SystemExit as stopped:
+            status = stopped.code
+        captured = capsys.readouterr()
+        table = tmp_path / "tuned" / "apple-m2-max-38-cores.json"
+        found = tables.read(table) if table.exists() else tables.Table(M2_MAX)
+        return types.SimpleNamespace(
+            status=status, out=captured.out, err=captured.err, table=found, rows=found.rows
+        )
 
-    return write
+    return tune
 
 
 def candidates(**options):
@@ -42,19 +53,16 @@ def candidates(**options):
     return explain(q, k, k, **options).kernels["flash_fwd"].candidates
 
 
-def written(folder):
-    return tables.read(folder / "tuned" / "apple-m2-max-38-cores.json")
-
-
 class TestOnAFakeClock:
-    def test_the_fastest_tile_is_kept_and_used(self, fake_gpu, shapes, tmp_path, capsys):
+    def test_the_fastest_tile_is_kept_and_used(self, fake_gpu, run, tmp_path):
         """The transcript: each tile's time, torch's, the report; and what the chooser then does."""
         tiles = candidates(causal=True)
         tile = tiles[2]
         fake_gpu.seconds = {tile: 0.25}
         fake_gpu.torch = 0.5
-        assert main(["tune", "--shapes", shapes({"causal": True}), "--rounds", "3"]) == 0
-        out = capsys.readouterr().out
+        done = run({"causal": True}, rounds=3)
+        assert done.status == 0
+        out, table = done.out, done.table
         shape = "forward 100 x 200, B1 H2/1 D16 float32 causal"
         key = "flash_fwd float 16 16 band q<=512 k<=512"
         assert re.search(rf"^{shape}\n  flash_fwd\n    V_SLICE.* 1000\.000 ms  default$", out, re.M)
@@ -63,7 +71,6 @@ class TestOnAFakeClock:
         assert "  whole call    ours 250.000 ms, torch 500.000 ms, torch / ours 2.00\n" in out
         assert f"| {key} | {tile} | 0.25 | forward 2.00 |\n" in out
         assert f"1 row in {tmp_path / 'tuned' / 'apple-m2-max-38-cores.json'}\n" in out
-        table = written(tmp_path)
         assert table.machine == M2_MAX
         assert table.rows[key].tile == tile
         assert table.rows[key].compared == (tables.Compared(shape, "forward", 0.25, 0.5),)
@@ -83,7 +90,7 @@ class TestOnAFakeClock:
             (lambda again: 0.5 + 0.9 * (again % 2), False),  # 10 % with an error of 20 %
         ],
     )
-    def test_what_looks_fastest_is_timed_again(self, seconds, chosen, fake_gpu, shapes, tmp_path):
+    def test_what_looks_fastest_is_timed_again(self, seconds, chosen, fake_gpu, run):
         """In turns with the default tile alone, as noise makes one of many look fastest."""
         rounds = 6
         first = 2 + rounds  # two calls before the rounds
@@ -93,30 +100,28 @@ class TestOnAFakeClock:
 
         tiles = candidates()
         fake_gpu.seconds = {tiles[-1]: lucky}
-        main(["tune", "--shapes", shapes({}), "--rounds", str(rounds)])
-        (row,) = written(tmp_path).rows.values()
+        (row,) = run({}, rounds=rounds).rows.values()
         (timed,) = row.timed
         assert (row.tile != timed.default) == chosen
         assert [*timed.again] == [tiles[-1]]
         turns = fake_gpu.calls[len(tiles) * first :][: 2 * first]
         assert len(set(turns)) == 2
 
-    def test_tiles_take_turns_and_run_as_forced(self, fake_gpu, shapes):
-        main(["tune", "--shapes", shapes({}), "--rounds", "2"])
+    def test_tiles_take_turns_and_run_as_forced(self, fake_gpu, run):
+        run({}, rounds=2)
         tiles = list(dict.fromkeys(fake_gpu.calls))
         count = len(candidates())
         assert len(tiles) == count
         # After two calls of each.
         assert fake_gpu.calls[2 * count : 4 * count] == [*tiles, *tiles[::-1]]
 
-    def test_training_has_three_kernels_each_with_its_best(self, fake_gpu, shapes, tmp_path):
+    def test_training_has_three_kernels_each_with_its_best(self, fake_gpu, run):
         q, k = torch.zeros(1, 2, 100, 16), torch.zeros(1, 1, 200, 16)
         kernels = explain(q, k, k, backward=True).training.kernels
         tile = kernels["flash_bwd_dq"].candidates[1]
         fake_gpu.seconds = {f"flash_bwd_dq {tile}": 0.5}
         fake_gpu.torch = 0.75
-        main(["tune", "--shapes", shapes({"kind": "training"}), "--rounds", "1"])
-        rows = written(tmp_path).rows
+        rows = run({"kind": "training"}).rows
         assert [key.split()[0] for key in rows] == ["flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"]
         forward, dq, dkv = rows.values()
         assert dq.tile == tile
@@ -126,30 +131,25 @@ class TestOnAFakeClock:
         assert forward.ratio("training") == pytest.approx(1.5)
         assert forward.ratio("forward") is None
 
-    def test_decoding(self, fake_gpu, shapes, tmp_path):
-        main(["tune", "--shapes", shapes({"kind": "decode", "length": 1}), "--rounds", "1"])
-        assert [*written(tmp_path).rows] == ["flash_decode float 16 16 plain q<=8 k<=512"]
-
-    def test_another_run_adds_to_the_table(self, fake_gpu, shapes, tmp_path):
-        main(["tune", "--shapes", shapes({}), "--rounds", "1"])
+    def test_another_run_adds_to_the_table(self, fake_gpu, run):
+        decoding = "flash_decode float 16 16 plain q<=8 k<=512"
+        assert [*run({"kind": "decode", "length": 1}).rows] == [decoding]
+        run({})
         tile = candidates(causal=True)[1]
         fake_gpu.seconds = {tile: 0.5}
-        main(["tune", "--shapes", shapes({"causal": True}), "--rounds", "1"])
-        first, second = written(tmp_path).rows.values()
+        _, first, second = run({"causal": True}).rows.values()
         assert first.tile == first.timed[0].default
         assert second.tile == tile
 
-    def test_a_table_of_another_version_is_replaced(self, fake_gpu, shapes, tmp_path, capsys):
+    def test_a_table_of_another_version_is_replaced(self, fake_gpu, run):
         old = replace(M2_MAX, package="0.0.1")
         path = loading.path_of(M2_MAX)
         tables.Table(old, {"a b": tables.Row("a b", "X=1")}).write(path)
-        main(["tune", "--shapes", shapes({}), "--rounds", "1"])
-        assert f"{path} is replaced: it was measured with torch_metal_attn 0.0.1" in (
-            capsys.readouterr().err
-        )
-        assert [key.split()[0] for key in written(tmp_path).rows] == ["flash_fwd"]
+        done = run({})
+        assert f"{path} is replaced: it was measured with torch_metal_attn 0.0.1" in done.err
+        assert [key.split()[0] for key in done.rows] == ["flash_fwd"]
 
-    def test_an_interrupt_keeps_what_was_measured(self, fake_gpu, shapes, tmp_path, capsys):
+    def test_an_interrupt_keeps_what_was_measured(self, fake_gpu, run):
         launch, limit = fake_gpu.launch, 28
 
         def interrupted():
@@ -158,28 +158,25 @@ class TestOnAFakeClock:
             launch()
 
         fake_gpu.launch = interrupted
-        some = shapes({}, {"causal": True}, {"window": 5})
-        assert main(["tune", "--shapes", some, "--rounds", "1"]) == 130
-        assert [*written(tmp_path).rows] == ["flash_fwd float 16 16 plain q<=512 k<=512"]
-        captured = capsys.readouterr()
-        assert "Not measured: 2 shapes." in captured.out
-        assert captured.err.endswith("interrupted\n")
+        done = run({}, {"causal": True}, {"window": 5})
+        assert done.status == 130
+        assert [*done.rows] == ["flash_fwd float 16 16 plain q<=512 k<=512"]
+        assert "Not measured: 2 shapes." in done.out
+        assert done.err.endswith("interrupted\n")
 
-    def test_no_shape_begins_after_the_minutes(self, fake_gpu, shapes, capsys, monkeypatch):
+    def test_no_shape_begins_after_the_minutes(self, fake_gpu, run, monkeypatch):
         now = iter([0.0, 1.0, 59.0, 61.0])
         monkeypatch.setattr(command, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
-        some = shapes({}, {"causal": True}, {"window": 5})
-        assert main(["tune", "--shapes", some, "--rounds", "1", "--minutes", "1"]) == 0
-        assert "Not measured: 1 shape." in capsys.readouterr().out
+        done = run({}, {"causal": True}, {"window": 5}, options=["--minutes", 1])
+        assert done.status == 0
+        assert "Not measured: 1 shape." in done.out
 
-    def test_a_wrong_result_is_left_out_and_fails(
-        self, fake_gpu, shapes, tmp_path, capsys, monkeypatch
-    ):
+    def test_a_wrong_result_is_left_out_and_fails(self, fake_gpu, run, monkeypatch):
         """Of the first tile, which would have been the fastest."""
-        run, wrong = measure.run, []
+        judged, wrong = measure.run, []
 
         def planted(*arguments):
-            outcome = run(*arguments)
+            outcome = judged(*arguments)
             if not wrong:
                 wrong.append(outcome)
                 return Outcome(FAILED, measures=(Measure("out", 1.0, 1e-3),))
@@ -187,15 +184,15 @@ class TestOnAFakeClock:
 
         monkeypatch.setattr(measure, "run", planted)
         fake_gpu.seconds = {candidates()[0]: 0.1}
-        assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 1
-        out = capsys.readouterr().out
-        assert "left out: its result is wrong: out is off by 1.0e+00, allowed 1.0e-03" in out
-        assert "Please open an issue" in out
-        (row,) = written(tmp_path).rows.values()
+        done = run({})
+        assert done.status == 1
+        assert "left out: its result is wrong: out is off by 1.0e+00, allowed 1.0e-03" in done.out
+        assert "Please open an issue" in done.out
+        (row,) = done.rows.values()
         assert row.tile != row.timed[0].default
         assert row.timed[0].default not in row.timed[0].seconds
 
-    def test_a_tile_that_raises_when_it_is_timed(self, fake_gpu, shapes, tmp_path, capsys):
+    def test_a_tile_that_raises_when_it_is_timed(self, fake_gpu, run):
         launch, tile = fake_gpu.launch, candidates()[1]
 
         def full():
@@ -204,33 +201,29 @@ class TestOnAFakeClock:
                 raise torch.OutOfMemoryError("MPS backend out of memory\nmore")
 
         fake_gpu.launch = full
-        assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 0
-        assert "left out: OutOfMemoryError: MPS backend out of memory\n" in capsys.readouterr().out
-        (row,) = written(tmp_path).rows.values()
+        done = run({})
+        assert done.status == 0
+        assert "left out: OutOfMemoryError: MPS backend out of memory\n" in done.out
+        (row,) = done.rows.values()
         assert tile not in row.timed[0].seconds
 
-    def test_a_shape_without_memory_is_named(self, fake_gpu, shapes, capsys, monkeypatch):
+    def test_a_shape_without_memory_is_named(self, fake_gpu, run, monkeypatch):
         def none(*arguments):
             raise RuntimeError("Invalid buffer size: 99 GB")
 
         monkeypatch.setattr(measure, "calls_of", none)
-        assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 0
-        out = capsys.readouterr().out
-        assert "  not measured: Invalid buffer size: 99 GB\n" in out
+        done = run({})
+        assert done.status == 0
+        assert "  not measured: Invalid buffer size: 99 GB\n" in done.out
         assert not loading.loaded().rows
 
-    def test_a_model(self, fake_gpu, tmp_path):
+    def test_a_model(self, fake_gpu, run, tmp_path):
         config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        main(["tune", "--model", str(tmp_path), "--rounds", "1"])
-        rows = written(tmp_path).rows
+        rows = run(options=["--model", tmp_path, "--rounds", 1]).rows
         assert all(key.split()[1:4] == ["bfloat", "16", "16"] for key in rows)
-        kernels = [key.split()[0] for key in rows]
-        assert [kernels.count(k) for k in ("flash_fwd", "flash_decode", "flash_bwd_dq")] == [
-            3,
-            3,
-            1,
-        ]
+        kernels = Counter(key.split()[0] for key in rows)
+        assert (kernels["flash_fwd"], kernels["flash_decode"], kernels["flash_bwd_dq"]) == (3, 3, 1)
 
 
 class TestMetalsCompiler:
@@ -280,25 +273,21 @@ class TestMetalsCompiler:
         monkeypatch.delattr(torch.mps, "compile_shader")
         assert pipelines.inspect("flash_fwd", {}, 128) == (None, "")
 
-    def test_candidates_that_cannot_run_are_left_out(
-        self, threads, fake_gpu, shapes, tmp_path, capsys, monkeypatch
-    ):
+    def test_candidates_that_cannot_run_are_left_out(self, threads, fake_gpu, run, monkeypatch):
         monkeypatch.setattr(measure, "_compiled_by_metal", lambda device: True)
         threads |= {False: 128, True: 128, "broken": True}
-        assert main(["tune", "--shapes", shapes({}), "--rounds", "1"]) == 0
-        out = capsys.readouterr().out
+        done = run({})
+        assert done.status == 0
         many = "a threadgroup of it has 256 threads and can have at most 128"
         error = "it does not compile: failed to compile: program_source:3: error: no"
         tiles = candidates()
         broken = [tile for tile in tiles if " BLOCK_K=24 " in tile]
         large = [tile for tile in tiles if " SIMDGROUPS=8 " in tile and tile not in broken]
         assert len(broken) > 0 < len(large)
-        assert (out.count(f"left out: {error}\n"), out.count(f"left out: {many}\n")) == (
-            len(broken),
-            len(large),
-        )
-        assert "at most 128 threads, SIMD groups of 32" in out
-        (row,) = written(tmp_path).rows.values()
+        assert done.out.count(f"left out: {error}\n") == len(broken)
+        assert done.out.count(f"left out: {many}\n") == len(large)
+        assert "at most 128 threads, SIMD groups of 32" in done.out
+        (row,) = done.rows.values()
         assert row.timed[0].left_out == dict.fromkeys(broken, error) | dict.fromkeys(large, many)
         assert len(row.timed[0].seconds) == len(tiles) - len(broken) - len(large)
 
@@ -313,54 +302,39 @@ class TestMetalsCompiler:
 
 class TestBadInput:
     @pytest.mark.skipif(mps.usable(), reason="mps can be tuned")
-    def test_without_mps(self, capsys):
-        assert main(["tune"]) == 1
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert (
-            captured.err
-            == f"tune measures an Apple GPU, and mps cannot be used here: {mps.problem()}\n"
-        )
-
-    def test_a_shape_that_no_kernel_takes(self, fake_gpu, shapes, capsys):
-        with pytest.raises(SystemExit) as stopped:
-            main(["tune", "--shapes", shapes({}, {"head_dim": 600})])
-        assert stopped.value.code == 2
-        assert (
-            "no kernel takes the shape forward 100 x 200, B1 H2/1 D600 float32 full: "
-            "q has a head dim of 600" in capsys.readouterr().err
-        )
-        assert fake_gpu.calls == []
-
-    def test_tiles_of_a_shape(self, fake_gpu, shapes, capsys):
-        with pytest.raises(SystemExit):
-            main(["tune", "--shapes", shapes({"tiles": "8x8"})])
-        assert "tiles is '8x8'; tune chooses the tiles" in capsys.readouterr().err
-        assert fake_gpu.calls == []
+    def test_without_mps(self, run):
+        done = run()
+        assert (done.status, done.out) == (1, "")
+        words = "tune measures an Apple GPU, and mps cannot be used here"
+        assert done.err == f"{words}: {mps.problem()}\n"
 
     @pytest.mark.parametrize(
-        "arguments, why",
+        "shapes, options, why",
         [
-            (["--rounds", "0"], "--rounds is 0; it must be above 0"),
-            (["--minutes", "-1"], "--minutes is -1.0; it must be above 0"),
-            (["--minutes", "nan"], "--minutes is nan; it must be above 0"),
-            (["--minutes", "inf"], "--minutes is inf; it must be above 0 and finite"),
-            (["--dtype", "float16"], "--dtype is for --model"),
-            (["--shapes", "nothing.json"], "nothing.json cannot be read as JSON"),
-            (["--model", "nothing"], "--model is nothing, and there is no file nothing"),
-            (["--model", "x", "--shapes", "y"], "not allowed with argument"),
+            (
+                [{}, {"head_dim": 600}],
+                [],
+                "no kernel takes the shape forward 100 x 200, B1 H2/1 D600 float32 full: "
+                "q has a head dim of 600",
+            ),
+            ([{"tiles": "8x8"}], [], "tiles is '8x8'; tune chooses the tiles"),
+            ([], ["--rounds", "0"], "--rounds is 0; it must be above 0"),
+            ([], ["--minutes", "-1"], "--minutes is -1.0; it must be above 0"),
+            ([], ["--minutes", "nan"], "--minutes is nan; it must be above 0"),
+            ([], ["--minutes", "inf"], "--minutes is inf; it must be above 0 and finite"),
+            ([], ["--dtype", "float16"], "--dtype is for --model"),
+            ([], ["--shapes", "nothing.json"], "nothing.json cannot be read as JSON"),
+            ([], ["--model", "nothing"], "--model is nothing, and there is no file nothing"),
+            ([], ["--model", "x", "--shapes", "y"], "not allowed with argument"),
+            ([{}], ["--out", "{file}/table.json"], "{file}"),  # it cannot be written
         ],
     )
-    def test_options(self, arguments, why, fake_gpu, capsys):
-        with pytest.raises(SystemExit) as stopped:
-            main(["tune", *arguments])
-        assert stopped.value.code == 2
-        assert why in capsys.readouterr().err
-
-    def test_a_path_that_cannot_be_written(self, fake_gpu, shapes, tmp_path, capsys):
-        (tmp_path / "file").touch()
-        out = str(tmp_path / "file" / "table.json")
-        assert main(["tune", "--shapes", shapes({}), "--out", out]) == 2
+    def test_what_is_refused(self, shapes, options, why, fake_gpu, run, tmp_path):
+        file = tmp_path / "file"
+        file.touch()
+        done = run(*shapes, options=[option.format(file=file) for option in options])
+        assert done.status == 2
+        assert why.format(file=file) in done.err
         assert fake_gpu.calls == []
 
 
@@ -377,7 +351,7 @@ print(torch_metal_attn.explain(q, q, q).kernels["flash_fwd"].choice)
 """
 
 
-def test_end_to_end_in_the_simulator(shapes, tmp_path, monkeypatch, capsys):
+def test_end_to_end_in_the_simulator(run, tmp_path, monkeypatch):
     """With real times of some tiles, which say nothing of a GPU."""
     every = measure.kernels_of
 
@@ -389,10 +363,9 @@ def test_end_to_end_in_the_simulator(shapes, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command.mps, "problem", lambda: "")
     monkeypatch.setattr(command, "DEVICE", CPU)
     out = tmp_path / "table.json"
-    given = shapes({"length": 8, "kv_length": 8, "heads": 1, "dtype": "float16"})
-    arguments = ["--shapes", given, "--rounds", "1", "--out", str(out)]
+    shape = {"length": 8, "kv_length": 8, "heads": 1, "dtype": "float16"}
     with simulate():
-        assert main(["tune", *arguments]) == 0
+        assert run(shape, options=["--out", out]).status == 0
     (row,) = tables.read(out).rows.values()
     assert row.key == "flash_fwd half 16 16 plain q<=8 k<=8"
     assert len(row.timed[0].seconds) > 2

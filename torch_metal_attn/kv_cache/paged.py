@@ -112,13 +112,7 @@ class PagedKVCache:
         to find. Give them with any layer; the first ones given count. rotary: q, rotary_cos,
         rotary_sin, rotary_interleaved and rotary_first_column of `append_kv`.
         """
-        self._storage.check_layer(layer)
-        ids, sequences = self._of(ids)
-        v = self._storage.values_of(k, v)
-        length = self._storage.check_new(k, v, len(sequences), rotary)
-        tokens = _as_lists(token_ids, [length] * len(ids))
-        self._write(ids, sequences, layer, length, "append_kv", (k, v), rotary)
-        self._advance(sequences, [length] * len(ids), layer, tokens)
+        self._write("append_kv", ids, (k, v), layer, token_ids, rotary)
 
     def decode_step(
         self,
@@ -143,34 +137,29 @@ class PagedKVCache:
 
         Raises: as `append`.
         """
-        self._storage.check_layer(layer)
         for name in ("parents", "tree_mask"):
             if token_ids is not None and options.get(name) is not None:
                 raise ValueError(
                     f"token_ids is given with {name}, and the rows of a tree do not follow each "
                     "other; give the tree's tokens to accept"
                 )
-        ids, sequences = self._of(ids)
-        v = self._storage.values_of(k, v)
-        length = self._storage.check_new(k, v, len(sequences), ())
-        tokens = _as_lists(token_ids, [length] * len(ids))
-        self._storage.check_scale(options)
-        new = (q, k, v)
-        out: Tensor = self._write(ids, sequences, layer, length, "decode_step", new, options)[0]
-        self._advance(sequences, [length] * len(ids), layer, tokens)
+        out: Tensor = self._write("decode_step", ids, (q, k, v), layer, token_ids, options)[0]
         return out
 
     def _write(
         self,
-        ids: list[int],
-        sequences: list[_Sequence],
-        layer: int,
-        length: int,
         op: str,
-        new: tuple[Tensor, ...],
+        ids: Sequence[int],
+        new: tuple[Any, ...],
+        layer: int,
+        token_ids: Rows | None,
         options: dict[str, Any],
     ) -> Any:
-        """Run an op that writes `length` rows of each sequence, in pages of its own."""
+        """Run an op that writes new rows of each sequence, in pages of its own."""
+        self._storage.check_layer(layer)
+        ids, sequences = self._of(ids)
+        new, length = self._storage.checked(op, new, len(ids), options)
+        tokens = _as_lists(token_ids, [length] * len(ids))
         written = [_Rows(s, s.lengths[layer], length) for s in sequences]
         lengths, slots = [rows.start for rows in written], [s.slot for s in sequences]
         given = (op, layer, new, lengths, slots, options)
@@ -179,7 +168,9 @@ class PagedKVCache:
             table = self._table_of_any_pages(written)
             self._storage.write(*given, check_only=True, block_table=table)
         self._own(written)
-        return self._storage.write(*given, block_table=self._table_of(ids, sequences))
+        result = self._storage.write(*given, block_table=self._table_of(ids, sequences))
+        self._advance(sequences, [length] * len(ids), layer, tokens)
+        return result
 
     def reserve(self, ids: Sequence[int], length: int | Sequence[int], layer: int = 0) -> None:
         """Reserve unshared pages for `length` more rows of each sequence, or one number for each.

@@ -50,38 +50,29 @@ class StaticKVCache:
         v may be None with values_in_keys. rotary: q, rotary_cos, rotary_sin, rotary_interleaved and
         rotary_first_column of `append_kv`.
         """
-        self._storage.check_layer(layer)
-        v = self._storage.values_of(k, v)
-        length = self._storage.check_new(k, v, self.batch_size, rotary)
-        self._check_room(length, layer)
-        self._write(layer, "append_kv", (k, v), rotary)
-        self.advance(length, layer)
+        self._write("append_kv", (k, v), layer, rotary)
 
     def decode_step(
         self, q: Tensor, k: Tensor, v: Tensor | None = None, layer: int = 0, **options: Any
     ) -> Tensor:
         """Append the new rows and attend to the cache, as `PagedKVCache.decode_step`."""
-        self._storage.check_layer(layer)
-        v = self._storage.values_of(k, v)
-        length = self._storage.check_new(k, v, self.batch_size, ())
-        self._check_room(length, layer)
-        self._storage.check_scale(options)
-        out: Tensor = self._write(layer, "decode_step", (q, k, v), options)[0]
-        self.advance(length, layer)
+        out: Tensor = self._write("decode_step", (q, k, v), layer, options)[0]
         return out
 
-    def _check_room(self, length: int, layer: int) -> None:
-        longest = max(self._lengths[layer])
-        if longest + length > self.max_length:
+    def _write(self, op: str, new: tuple[Any, ...], layer: int, options: dict[str, Any]) -> Any:
+        self._storage.check_layer(layer)
+        new, length = self._storage.checked(op, new, self.batch_size, options)
+        lengths = self._lengths[layer]
+        if max(lengths) + length > self.max_length:
             raise CacheFull(
-                f"{length} rows more do not fit: a sequence has {longest} of {self.max_length}"
+                f"{length} rows more do not fit: a sequence has {max(lengths)} of {self.max_length}"
             )
-
-    def _write(self, layer: int, op: str, new: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
-        lengths, rows = self._lengths[layer], self.cache_batch_idx()
-        return self._storage.write(
+        rows = self.cache_batch_idx()
+        result = self._storage.write(
             op, layer, new, lengths, self._rows, options, cache_batch_idx=rows
         )
+        self.advance(length, layer)
+        return result
 
     def advance(self, length: int | Sequence[int], layer: int = 0) -> None:
         """Count rows that an op such as `flash_attn_with_kvcache` has written itself.

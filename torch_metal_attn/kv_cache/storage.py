@@ -1,6 +1,6 @@
 """The tensors of a cache, in blocks: pages, or whole sequences."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
@@ -12,7 +12,6 @@ from torch_metal_attn.call.arguments import (
     INT32_MAX,
     MAX_HEAD_DIM,
     MAX_VALUE_HEAD_DIM,
-    check_rank,
     check_tensor,
     flag,
     natural,
@@ -175,9 +174,10 @@ class Storage:
         for _ in range(num_layers):
             k, own_k_scale = operand(head_dim, format, k_scale)
             if values_in_keys:
-                v, own_v_scale = k[..., : _columns(v_head_dim, format)], own_k_scale
+                columns, scales = sizes(format, v_head_dim) if format else (v_head_dim, 0)
+                v, own_v_scale = k[..., :columns], own_k_scale
                 if own_k_scale is not None and format != "fp8_e4m3":
-                    own_v_scale = own_k_scale[..., : sizes(str(format), v_head_dim)[1]]
+                    own_v_scale = own_k_scale[..., :scales]
             else:
                 v, own_v_scale = operand(v_head_dim, v_format, v_scale)
             self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale, values_in_keys, hadamard))
@@ -192,48 +192,40 @@ class Storage:
         if not 0 <= whole("layer", layer) < len(self.layers):
             raise ValueError(f"layer is {layer}; it must be in 0..{len(self.layers) - 1}")
 
-    def values_of(self, k: Tensor, v: Tensor | None) -> Tensor:
-        """v, or with values_in_keys the first columns of k, if v is None."""
-        if v is not None:
-            return v
-        if not self.values_in_keys:
-            raise ValueError("v is None; only a cache with values_in_keys takes k alone")
-        check_rank("k", k, "(B, Hkv, L, D)")
-        return k[..., : self._new_shapes["v"][1]]
+    def checked(
+        self, op: str, given: tuple[Any, ...], batch: int, options: dict[str, Any]
+    ) -> tuple[tuple[Tensor, ...], int]:
+        """What the op takes before the caches, (k, v) or (q, k, v), and the number of new rows.
 
-    def check_new(self, k: Tensor, v: Tensor, batch: int, rotary: Iterable[str]) -> int:
-        """The number of new rows of k (batch, Hkv, L, D) and v (batch, Hkv, L, Dv).
-
-        rotary: names of options, of which only `ROTARY` are allowed.
+        given: the same, of which v may be None with values_in_keys.
         """
-        for name in rotary:
+        *first, k, v = given
+        for name in options if op == "append_kv" else ():
             if name not in ROTARY:
                 raise TypeError(f"append has no argument {name}; it takes {', '.join(ROTARY)}")
-        for name, tensor in (("k", k), ("v", v)):
-            check_tensor(name, tensor)
+        if v is None and not self.values_in_keys:
+            raise ValueError("v is None; only a cache with values_in_keys takes k alone")
+        check_tensor("k", k)
         length = k.shape[2] if k.dim() == 4 else -1
+        v = k[..., : self._new_shapes["v"][1]] if v is None and length >= 0 else v
         for name, tensor in (("k", k), ("v", v)):
             heads, columns = self._new_shapes[name]
+            wanted = f"({batch}, {heads}, {length if length >= 0 else 'L'}, {columns})"
+            check_tensor(name, tensor)
             if tensor.shape != (batch, heads, length, columns):
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}; it must be ({batch}, {heads}, "
-                    f"{length if length >= 0 else 'L'}, {columns})"
-                )
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {wanted}")
             if tensor.dtype not in self._new_dtypes or tensor.device.type != self.device.type:
                 allowed = " or ".join(map(str, self._new_dtypes))
                 raise ValueError(
                     f"{name} is {tensor.dtype} on {tensor.device}; it must be {allowed} on "
                     f"{self.device}"
                 )
-        return length
-
-    def check_scale(self, options: dict[str, Any]) -> None:
-        """Raise ValueError if attention would scale by the columns of a latent row."""
-        if self.values_in_keys and options.get("softmax_scale") is None:
+        if op == "decode_step" and self.values_in_keys and options.get("softmax_scale") is None:
             raise ValueError(
                 "softmax_scale is None; with values_in_keys it must be given, as keys have other "
                 "columns than the heads whose products are scaled"
             )
+        return (*first, k, v), length
 
     def write(
         self,
@@ -358,11 +350,6 @@ class Storage:
     def indices(self, values: list[int]) -> Tensor:
         """As int32 on the cache's device."""
         return torch.tensor(values, dtype=torch.int32, device=self.device)
-
-
-def _columns(head_dim: int, format: str | None) -> int:
-    """Elements of the cache that a row of `head_dim` columns has."""
-    return head_dim if format is None else sizes(format, head_dim)[0]
 
 
 def _check_scale(name: str, scale: Tensor, heads: int) -> None:

@@ -97,7 +97,7 @@ def swapped(x: Tensor) -> Tensor:
     return x.transpose(1, 2) if x.dim() == 4 else x
 
 
-# The CPU kernels, which hand on to the other ops; mps has its own in csrc/plain.cpp.
+# The CPU kernels, which hand on to the other ops; mps has its own in csrc/ops/decode/plain.h.
 
 
 def _first(*given: Any) -> dict[str, Any]:

@@ -119,7 +119,8 @@ def _launch(
         tensors=run.tensors,
     )
     seconds = time.perf_counter() - started
-    runs.record(kernel_name, defines, grid, threads, seconds, counters, run.checked)
+    launch = runs.LaunchRecord(kernel_name, dict(defines), grid, threads, seconds)
+    runs.record(launch, counters, run.checked)
 
 
 @_Callback

@@ -102,7 +102,6 @@ class ShaderCompileError(diagnostics.KernelError, SyntaxError):
 class Image:
     """Compiled kernels, loaded into this process."""
 
-    path: Path
     sites: list[Site]
     library: ctypes.CDLL
 
@@ -441,7 +440,7 @@ def _load_image(entry: Path) -> Image:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise RuntimeError(f"a compiled kernel does not load: {error}") from error
-    return Image(path, [tuple(Frame(**frame) for frame in site) for site in table], library)
+    return Image([tuple(Frame(**frame) for frame in site) for site in table], library)
 
 
 def in_shim(file: str) -> bool:
@@ -455,11 +454,7 @@ def _run(command: list[str], text: str, cwd: str | None = None) -> str:
         command, input=text.encode(), capture_output=True, cwd=cwd or tempfile.gettempdir()
     )
     if done.returncode:
-        raise ShaderCompileError(_readable(done.stderr.decode(errors="replace")))
+        said = _named(done.stderr.decode(errors="replace")).replace(IN_TEXTS, IN_TEXTS[1:])
+        readable = diagnostics.readable(said, in_shim)
+        raise ShaderCompileError(f"the Metal source does not compile:\n{readable}")
     return done.stdout.decode()
-
-
-def _readable(said: str) -> str:
-    """The compiler's message, with the shim's path shortened."""
-    said = _named(said).replace(IN_TEXTS, IN_TEXTS[1:])
-    return f"the Metal source does not compile:\n{diagnostics.readable(said, in_shim)}"

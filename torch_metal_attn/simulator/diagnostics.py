@@ -1,7 +1,7 @@
 """The compiler's messages, at the lines of the Metal source."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,7 +124,8 @@ def _placed(one: _Diagnostic, in_shim: Callable[[str], bool]) -> str | None:
     located = LOCATED.match(one.first)
     if located is None or not in_shim(located["file"]):
         return "\n".join([one.first, *(line for line in one.more if _is_shown(line, in_shim))])
-    places = _outside(one.more, in_shim)
+    found = map(LOCATED.match, one.more)
+    places = [at for at in found if at is not None and not in_shim(at["file"])]
     if not places:
         return None
     place = places[0]
@@ -136,8 +137,3 @@ def _is_shown(note: str, in_shim: Callable[[str], bool]) -> bool:
     """Whether a note helps: of those in the shim, what a function of Metal takes."""
     located = LOCATED.match(note)
     return located is None or not in_shim(located["file"]) or "candidate function" in note
-
-
-def _outside(lines: Iterable[str], in_shim: Callable[[str], bool]) -> list[re.Match[str]]:
-    found = map(LOCATED.match, lines)
-    return [one for one in found if one is not None and not in_shim(one["file"])]

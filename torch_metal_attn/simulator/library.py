@@ -1,5 +1,6 @@
 """`compile_shader`: like torch.mps.compile_shader, for CPU tensors."""
 
+import math
 import os
 import re
 import time
@@ -89,8 +90,10 @@ def folders_and_macros(
     """What a text is compiled with, after checks of all three arguments."""
     if not isinstance(source, str):
         raise TypeError(f"source is a {type(source).__name__}; it must be a str")
-    if not source.isascii():
-        _check_unicode(source)
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"source cannot be encoded as UTF-8: {error}") from None
     folders = _folders(include_dirs)
     if "c10/metal/" in source:  # headers of torch
         folders.append(str(Path(torch.__file__).parent / "include"))
@@ -101,13 +104,6 @@ def folders_and_macros(
 def _check_mapping(name: str, value: object) -> None:
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a dict")
-
-
-def _check_unicode(source: str) -> None:
-    try:
-        source.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"source cannot be encoded as UTF-8: {error}") from None
 
 
 def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -277,8 +273,8 @@ class ShaderKernel:
         )
         self._library._last_counters = counters
         _mark_written(parameters, held)
-        seconds = time.perf_counter() - started
-        runs.record(name, {}, grid, group, seconds, counters, program.checked)
+        launch = runs.LaunchRecord(name, {}, grid, group, time.perf_counter() - started)
+        runs.record(launch, counters, program.checked)
 
 
 def _mark_written(parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]) -> None:
@@ -471,8 +467,7 @@ def _grid(
             raise ValueError(
                 f"{kernel}: group_size has {len(group)} dimensions and threads {len(grid)}"
             )
-        total = group[0] * (group[1] if len(group) > 1 else 1) * (group[2] if group[2:] else 1)
-        if not 1 <= total <= most:
+        if not 1 <= (total := math.prod(group)) <= most:
             raise ValueError(
                 f"{kernel}: group_size {tuple(group)} is {total} threads; 1 to {most} fit"
             )

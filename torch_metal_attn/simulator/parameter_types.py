@@ -1,7 +1,6 @@
 """Whether a kernel's arguments are of the types that its parameters point to."""
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,39 +44,29 @@ CASTS = {
 }
 
 
-class _Entry(ctypes.Structure):
-    """metal::__parameter_type."""
+class ParameterType(ctypes.Structure):
+    """metal::__parameter_type: what a parameter points to, with templates and aliases resolved.
+
+    bytes: 0 if it has no size. unpadded_bytes: fewer for a vector of three.
+    """
 
     _fields_ = (
         ("bytes", ctypes.c_uint32),
         ("unpadded_bytes", ctypes.c_uint32),
-        ("scalar", ctypes.c_uint8),
+        ("scalar_number", ctypes.c_uint8),
         ("is_reference", ctypes.c_bool),
-        ("is_const", ctypes.c_bool),
     )
 
-
-@dataclass(frozen=True)
-class ParameterType:
-    """The type that a parameter points to, with templates and aliases resolved."""
-
-    scalar: str  # one of SCALARS: a vector's element, an atomic's value
-    bytes: int  # 0 if it has no size
-    unpadded_bytes: int  # fewer for a vector of three
-    is_reference: bool
-    is_const: bool
+    @property
+    def scalar(self) -> str:
+        """One of SCALARS: a vector's element, an atomic's value."""
+        return SCALARS[self.scalar_number]
 
 
 def read(library: ctypes.CDLL, kernel: Kernel) -> list[ParameterType]:
     """The types of a kernel's parameters, from its image."""
     count = len(kernel.parameters)
-    if not count:
-        return []
-    table = (_Entry * count).in_dll(library, kernel.types_symbol)
-    return [
-        ParameterType(SCALARS[e.scalar], e.bytes, e.unpadded_bytes, e.is_reference, e.is_const)
-        for e in table
-    ]
+    return list((ParameterType * count).in_dll(library, kernel.types_symbol)) if count else []
 
 
 def check_tensor(

@@ -56,18 +56,8 @@ def replacing_compile_shader(
     Libraries remain usable after the block.
     """
     block = _Block(runs.flag("check", check), versions.checked(language))
-    _install(block, runs.flag("process_wide", process_wide))
-    token = None if process_wide else _of_thread.set(block)
-    try:
-        yield
-    finally:
-        if token is not None:
-            _of_thread.reset(token)
-        _uninstall(block)
-
-
-def _install(block: _Block, process_wide: bool) -> None:
     global _open, _process_wide, _renaming
+    is_own = not runs.flag("process_wide", process_wide)
     with _lock:
         if process_wide:
             _process_wide = (*_process_wide, block)
@@ -75,16 +65,18 @@ def _install(block: _Block, process_wide: bool) -> None:
         if _renaming is None:
             original = torch.mps.compile_shader
             _renaming = Renaming(original, _replacement_of(original), torch.mps)
-
-
-def _uninstall(block: _Block) -> None:
-    global _open, _process_wide, _renaming
-    with _lock:
-        _process_wide = tuple(other for other in _process_wide if other is not block)
-        _open -= 1
-        if _open == 0 and _renaming is not None:
-            _renaming.undo()
-            _renaming = None
+    token = _of_thread.set(block) if is_own else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _of_thread.reset(token)
+        with _lock:
+            _process_wide = tuple(other for other in _process_wide if other is not block)
+            _open -= 1
+            if _open == 0 and _renaming is not None:
+                _renaming.undo()
+                _renaming = None
 
 
 def _replacement_of(original: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -1,7 +1,7 @@
 """`simulate()`: whether and how CPU tensors use the shaders, and a record of what ran."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -211,21 +211,11 @@ def active() -> bool:
     return backend == "simulator"
 
 
-def record(
-    kernel: str,
-    defines: Mapping[str, str],
-    grid: Sequence[int],
-    group_size: Sequence[int],
-    seconds: float,
-    counters: Counters,
-    checked: bool,
-) -> None:
+def record(launch: LaunchRecord, counters: Counters, checked: bool) -> None:
     """Add a kernel that ran to the innermost run, if there is one."""
     run = _current.get()
     if run is None:
         return
-    run.launches.append(
-        LaunchRecord(kernel, dict(defines), tuple(grid), tuple(group_size), seconds)
-    )
+    run.launches.append(launch)
     if checked and run.checked:
-        run._counters[kernel] = run._counters.get(kernel, Counters()) + counters
+        run._counters[launch.kernel] = run._counters.get(launch.kernel, Counters()) + counters

@@ -34,25 +34,20 @@ def tensor_model(
 
     Raises TypeError or ValueError for what they cannot be.
     """
-    if lane_map is not None:
-        default = _with_lane_map(default, lane_map)
     if relaxed_precision is not None:
         if not isinstance(relaxed_precision, str) or relaxed_precision not in RELAXED:
             names = " or ".join(f'"{name}"' for name in RELAXED)
             raise ValueError(f"relaxed_precision is {relaxed_precision!r}; it must be {names}")
         default = replace(default, rounds=relaxed_precision == "round")
-    return default
-
-
-def _with_lane_map(model: TensorModel, lane_map: object) -> TensorModel:
+    if lane_map is None:
+        return default
     names = ", ".join(f'"{name}"' for name in FAMILIES)
-    allowed = f"it must be {names} or the seed of a random map, an int from 0 to 2**63 - 1"
+    wrong = f"lane_map is {lane_map!r}; it must be {names} or the seed of a random map, "
+    wrong += "an int from 0 to 2**63 - 1"
+    if isinstance(lane_map, bool) or not isinstance(lane_map, (int, str)):
+        raise TypeError(wrong)
+    if lane_map not in FAMILIES if isinstance(lane_map, str) else not 0 <= lane_map < 2**63:
+        raise ValueError(wrong)
     if isinstance(lane_map, str):
-        if lane_map not in FAMILIES:
-            raise ValueError(f"lane_map is {lane_map!r}; {allowed}")
-        return replace(model, lane_map=lane_map, seed=0)
-    if isinstance(lane_map, bool) or not isinstance(lane_map, int):
-        raise TypeError(f"lane_map is {lane_map!r}; {allowed}")
-    if not 0 <= lane_map < 2**63:
-        raise ValueError(f"lane_map is {lane_map!r}; {allowed}")
-    return replace(model, lane_map="random", seed=lane_map)
+        return replace(default, lane_map=lane_map, seed=0)
+    return replace(default, lane_map="random", seed=lane_map)

@@ -6,9 +6,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -147,22 +147,18 @@ def find() -> Toolchain:
             raise ToolchainError(f"{OVERRIDE}={override}: no such program")
         return _system(path)
     refused: list[str] = []
-    for path in _candidates():
+    attempts: list[Callable[[], Toolchain | None]]
+    attempts = [*(partial(_system, path) for path in _candidates()), _zig]
+    for attempt in attempts:
         try:
-            return _system(path)
+            if found := attempt():
+                return found
         except ToolchainError as error:
             refused.append(str(error))
-    try:
-        zig = _zig()
-    except ToolchainError as error:
-        refused.append(str(error))
-        zig = None
-    if zig is not None:
-        return zig
-    found = f" ({'; '.join(refused)})" if refused else ""
+    why = f" ({'; '.join(refused)})" if refused else ""
     oldest = (OLDEST_APPLE if sys.platform == "darwin" else OLDEST)[_machine()]
     raise ToolchainError(
-        f"the simulator needs clang {oldest} or later to compile Metal{found}: run "
+        f"the simulator needs clang {oldest} or later to compile Metal{why}: run "
         "`pip install -U ziglang`, which brings one, "
         f"or set {OVERRIDE} to a clang++"
     )

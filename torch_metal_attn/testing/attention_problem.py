@@ -62,9 +62,6 @@ def build(case: Attention) -> Problem:
     q = expanded(made(*q_shape, case.head_dim, seed=1, dtype=dtype), case.q_layout)
     k = made(*kv_shape, case.head_dim, seed=2, dtype=kv_dtype)
     v = made(*kv_shape, case.v_head_dim, seed=3, dtype=kv_dtype, values=True)
-    if plain and case.is_packed:
-        for x in (k, v):
-            x[sum(lengths) :] = math.nan
     if plain:
         k, v = expanded(k, case.k_layout), expanded(v, case.v_layout)
     if case.values_in_keys:
@@ -73,8 +70,7 @@ def build(case: Attention) -> Problem:
         q = q[: len(k)]
     options = options_of(case, batch, rows)
     poisoned_v = _poison(case, q, k, v, options)
-    if not (plain and case.is_packed):
-        _hide(case, k, v)
+    _hide(case, k, v)
     (exact_k, exact_v), kept, where = stored(case, k, v)
     if case.cache_dtype:
         exact_k, exact_v = exact_k.to(dtype), exact_v.to(dtype)
@@ -227,14 +223,19 @@ def _hide(case: Attention, k: Tensor, v: Tensor) -> None:
     rows = [(k, case.k_layout)]
     if not case.values_in_keys:
         rows.append((v, case.v_layout))
+    lengths = [length for _, length in case.sequences]
     for x, layout in rows:
         if any(word.startswith("repeated") for word in layout):
             continue
-        for b, (_, length) in enumerate(case.sequences):
+        own = list(x)  # (H, L, D) of each sequence
+        if x.dim() == 3:
+            x[sum(lengths) :] = math.nan
+            own = [part.transpose(0, 1) for part in x[: sum(lengths)].split(lengths)]
+        for b, length in enumerate(lengths):
             end = length if case.seqused_k is None else case.seqused_k[b]
-            x[b, :, max(end, 0) :] = math.nan
+            own[b][:, max(end, 0) :] = math.nan
             if case.leftpad_k is not None:
-                x[b, :, : max(case.leftpad_k[b], 0)] = math.nan
+                own[b][:, : max(case.leftpad_k[b], 0)] = math.nan
 
 
 def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:

@@ -26,9 +26,9 @@ def torch_error(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> flo
     sees = visible.any(-1)
     scale = options.get("softmax_scale")
     k, v = k.nan_to_num(0, 0, 0), v.nan_to_num(0, 0, 0)
-    exact_q, exact_k = _rotated(q.double(), k.double(), options)
+    exact_q, exact_k = rotated(q.double(), k.double(), options)
     exact, _ = attention(exact_q, exact_k, v.double(), softmax_scale=scale, attn_mask=visible)
-    rounded_q, rounded_k = _rotated(q, k.to(q.dtype), options)
+    rounded_q, rounded_k = rotated(q, k.to(q.dtype), options)
     with as_multiplied():
         out = torch_attention(
             rounded_q, rounded_k, v.to(q.dtype), attn_mask=visible, scale=scale, enable_gqa=True
@@ -47,12 +47,12 @@ def torch_gradient_errors(
     found = []
     for dtype in (q.dtype, torch.float64):
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
-        rotated = (*_rotated(leaves[0], leaves[1], options), leaves[2])
+        operands = (*rotated(leaves[0], leaves[1], options), leaves[2])
         with as_multiplied():
             if dtype == torch.float64:
-                out, _ = attention(*rotated, softmax_scale=scale, attn_mask=mask)
+                out, _ = attention(*operands, softmax_scale=scale, attn_mask=mask)
             else:
-                out = torch_attention(*rotated, attn_mask=mask, scale=scale, enable_gqa=True)
+                out = torch_attention(*operands, attn_mask=mask, scale=scale, enable_gqa=True)
             found.append(torch.autograd.grad(out, leaves, dout.to(dtype)))
     return [worst_of([pair]) for pair in zip(*found, strict=True)]
 
@@ -60,11 +60,12 @@ def torch_gradient_errors(
 def rounding_attention(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     """The reference with q and k rounded after the rotation, as the kernels round them."""
     plain = {n: x for n, x in options.items() if "rotary" not in n}
-    q, k = _rotated(q, k, options)
+    q, k = rotated(q, k, options)
     return attention(q, k, v, **plain)
 
 
-def _rotated(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def rotated(q: Tensor, k: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """q and k (B, H, L, D) as the kernels rotate and round them."""
     sides = []
     for side, x in (("q", q), ("k", k)):
         cos = options.get(f"{side}_rotary_cos")

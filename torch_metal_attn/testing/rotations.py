@@ -108,6 +108,8 @@ def prepare(case: Rotation, device: torch.device) -> Prepared:
         positions = chosen if "each" in case.place else chosen[0]
         options["positions"] = memory.place("positions", positions)
         chosen = chosen.expand(case.batch, -1)
+    arguments: dict[str, Any]
+    written: tuple[str, ...]
     sides = {}
     for seed, (name, heads) in enumerate((("q", case.heads), ("k", case.kv_heads))):
         shape = (case.batch, heads, case.length, case.head_dim)
@@ -117,30 +119,24 @@ def prepare(case: Rotation, device: torch.device) -> Prepared:
         del sides["k"]
     tables = {"cos": memory.place("cos", cos), "sin": memory.place("sin", sin)}
     judge = partial(_judge, case, sides, cos, sin, chosen)
-    written: tuple[str, ...] = ()
-    if case.call == "apply_rotary_emb_qkv_":
-        three = [x.transpose(1, 2) for x in (*sides.values(), sides["q"])]
-        qkv = memory.place("qkv", torch.stack(three, 2))
+    if case.call in _FUNCTIONS:
         options["seqlen_offsets"] = options.pop("seqlen_offset", options.get("seqlen_offsets", 0))
+        together = case.call == "apply_rotary_emb_qkv_"
+        if together:
+            three = [x.transpose(1, 2) for x in (*sides.values(), sides["q"])]
+            arguments = {"qkv": memory.place("qkv", torch.stack(three, 2))}
+        else:
+            arguments = {"x": memory.place("q", sides["q"], case.layout).transpose(1, 2)}
 
-        def packed(**given: Any) -> Any:
-            out = rotary.apply_rotary_emb_qkv_(**given, interleaved=case.interleaved)
-            return [x.transpose(1, 2) for x in out.unbind(2)[:2]], []
+        def function(**given: Any) -> Any:
+            out = getattr(rotary, case.call)(**given, interleaved=case.interleaved)
+            return [x.transpose(1, 2) for x in (out.unbind(2)[:2] if together else [out])], []
 
-        return Prepared(packed, {"qkv": qkv, **tables, **options}, judge, memory, ("qkv",))
+        written = ("qkv",) if together else ()
+        return Prepared(function, arguments | tables | options, judge, memory, written)
     placed = {n: memory.place(n, x, case.layout) for n, x in sides.items()}
-    if case.call == "apply_rotary_emb":
-        options["seqlen_offsets"] = options.pop("seqlen_offset", options.get("seqlen_offsets", 0))
-        arguments = {"x": placed["q"].transpose(1, 2), **tables, **options}
-
-        def one(**given: Any) -> Any:
-            out = rotary.apply_rotary_emb(**given, interleaved=case.interleaved)
-            return [out.transpose(1, 2)], []
-
-        return Prepared(one, arguments, judge, memory)
     options |= {"interleaved": case.interleaved, "conjugate": case.conjugate}
-    if case.call == "rope_":
-        written = tuple(placed)
+    written = tuple(placed) if case.call == "rope_" else ()
     arguments = {**placed, "k": placed.get("k"), **tables, **options}
     return Prepared(partial(_run, case), arguments, judge, memory, written)
 

@@ -15,7 +15,7 @@ def ways(tensors: tuple[str, ...], rows: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def spoil(arguments: dict[str, Any], how: str) -> dict[str, Any]:
-    """The arguments, one with a dtype, rank, strides or device that no function supports."""
+    """The arguments, one with a dtype, rank, strides, storage or device that no function takes."""
     if not how:
         return arguments
     way, name = how.split(" of ")
@@ -29,4 +29,8 @@ def _spoilt(x: Tensor, way: str) -> Tensor:
         return x[None, None, None]
     if way == "device":
         return x.to("meta")
+    if way == "storage":
+        short = x.clone()
+        short.untyped_storage().resize_(max(short.nbytes - 1, 0))
+        return short
     return x.repeat_interleave(2, -1)[..., ::2]

@@ -39,6 +39,10 @@ _OPS, _FUNCTION = ("append_kv", "decode_step"), "flash_attn_with_kvcache"
 _ATTENDING = ("decode_step", _FUNCTION)
 # The options of attention that the cases have.
 _OPTIONS = ("causal", "window_size_left", "softcap", "learnable_sink")
+_SHARED = (
+    *("dtype", "seed", "heads", "kv_heads", "head_dim", "v_head_dim", "values_in_keys", "q_length"),
+    *("tree", "tree_by_sequence", "leftpad_k", "format", "v_format", "hadamard"),
+)
 _TENSORS = ("leftpad_k", "learnable_sink", "parents", "tree_mask")
 
 
@@ -139,8 +143,7 @@ class Step(Case):
     q_length: int = field(
         1,
         lambda r, case: r.choice((*[case.length] * 3, 1, 17)),
-        calls=_ATTENDING,
-        when=lambda case: not case.packed,
+        when=lambda case: not case.packed and (case.call != "append_kv" or case.rotary_columns),
     )
     tree: str = field("", _tree, share=0.4, calls=_ATTENDING)
     tree_by_sequence: bool = field(
@@ -259,25 +262,11 @@ class Step(Case):
         """The attention to the cache after the new rows are written."""
         return Attention(
             call="flash_decode",
-            dtype=self.dtype,
             batch=len(self.lengths),
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            q_length=self.q_length,
             q_lengths=tuple(queries for queries, _ in self.packed),
-            tree=self.tree,
-            tree_by_sequence=self.tree_by_sequence,
             kv_length=self.capacity,
-            head_dim=self.head_dim,
-            v_head_dim=self.v_head_dim,
             seqused_k=self.lengths_after,
-            leftpad_k=self.leftpad_k,
-            format=self.format,
-            v_format=self.v_format,
-            values_in_keys=self.values_in_keys,
-            hadamard=self.hadamard,
-            seed=self.seed,
-            **{name: getattr(self, name) for name in _OPTIONS},
+            **{name: getattr(self, name) for name in (*_SHARED, *_OPTIONS)},
         )
 
 
@@ -332,7 +321,7 @@ def prepare(case: Step, device: torch.device) -> Prepared:
         placed["v"] = placed["k"][..., : case.v_head_dim]
         placed = within_keys(case, placed, "_cache")
     written = tuple(n for n, x in caches.items() if n[1:] in ("_cache", "_scale") and x.dim() == 4)
-    if case.call != "append_kv" or (case.rotary_columns and case.by_token):
+    if case.call != "append_kv" or case.rotary_columns:
         placed["q"] = memory.place("q", _as_given(case, q, 0), words)
         written += ("q",) if case.call == "append_kv" else ()
     function, arguments = _call(case, placed)

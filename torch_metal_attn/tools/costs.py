@@ -382,10 +382,6 @@ def _rope_tables(given: dict[str, Any]) -> Cost:
     return Cost(0, inv_freq.nbytes + positions.nbytes + tables)
 
 
-def _softmax(given: dict[str, Any]) -> Cost:
-    return Cost(0, 2 * given["x"].nbytes)
-
-
 def _causal_mask(given: dict[str, Any]) -> Cost:
     """Only masked elements are written."""
     scores = given["scores"]
@@ -394,10 +390,6 @@ def _causal_mask(given: dict[str, Any]) -> Cost:
         seen(q_length, kv_length, causal=True, q_offset=given.get("q_offset", 0)).pairs
     )
     return Cost(0, scores.shape[:-2].numel() * hidden * scores.itemsize)
-
-
-def _merge_state(given: dict[str, Any]) -> Cost:
-    return Cost(0, 3 * (given["out_a"].nbytes + given["lse_a"].nbytes))
 
 
 def _merge_splits(given: dict[str, Any]) -> Cost:
@@ -426,40 +418,30 @@ def scaled(value: float) -> str:
 
 def _index_scores(given: dict[str, Any]) -> Cost:
     q, k, weights = (given[name] for name in ("q", "k", "weights"))
-    pairs = seen(
-        q.shape[2],
-        k.shape[1],
-        causal=given.get("causal", False),
-        q_offset=given.get("q_offset"),
-    ).pairs
+    limits = {name: given[name] for name in ("causal", "q_offset") if name in given}
+    pairs = seen(q.shape[2], k.shape[1], **limits).pairs
     scores = q.shape[0] * q.shape[2] * k.shape[1]
     flops = attention_flops(q.shape[0] * q.shape[1] * pairs, q.shape[3], 0)
     return Cost(flops, q.nbytes + k.nbytes + weights.nbytes + scores * _STATISTIC)
 
 
 _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
-    "flash_fwd": _forward,
-    "flex_fwd": _forward,
-    "flex_bwd": _backward,
+    **dict.fromkeys(("flash_fwd", "flash_varlen_fwd", "flash_decode", "flex_fwd"), _forward),
+    **dict.fromkeys(("flash_bwd", "flash_varlen_bwd", "flex_bwd"), _backward),
+    **dict.fromkeys(("flash_bwd_bias", "flash_varlen_bwd_bias"), _bias_gradient),
+    **dict.fromkeys(("flash_bwd_slopes", "flash_varlen_bwd_slopes"), _slopes_gradient),
     "flex_bwd_captures": _captures_gradient,
-    "flash_varlen_fwd": _forward,
-    "flash_decode": _forward,
     "decode_step": _step,
-    "flash_bwd": _backward,
-    "flash_varlen_bwd": _backward,
-    "flash_bwd_bias": _bias_gradient,
-    "flash_varlen_bwd_bias": _bias_gradient,
-    "flash_bwd_slopes": _slopes_gradient,
-    "flash_varlen_bwd_slopes": _slopes_gradient,
     "rope": _rope,
     "rope_": _rope_in_place,
     "rope_tables": _rope_tables,
     "index_scores": _index_scores,
-    "softmax": _softmax,
-    "softmax_": _softmax,
+    **dict.fromkeys(("softmax", "softmax_"), lambda given: Cost(0, 2 * given["x"].nbytes)),
     "apply_causal_mask_": _causal_mask,
-    "merge_state": _merge_state,
-    "merge_state_": _merge_state,
+    **dict.fromkeys(
+        ("merge_state", "merge_state_"),
+        lambda given: Cost(0, 3 * (given["out_a"].nbytes + given["lse_a"].nbytes)),
+    ),
     "merge_splits": _merge_splits,
     "append_kv": _append,
     "copy_pages": _copy_pages,

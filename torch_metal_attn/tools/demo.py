@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_metal_attn.runtime import mps
 from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.simulator import runs
+from torch_metal_attn.tools.explain.ops import shown
 
 SENTENCES = (
     "A cat sleeps on the warm window sill.",
@@ -29,7 +30,6 @@ TOLERANCE = 1e-5
 NEW_TOKENS = 16
 TRAINING_STEPS = 8
 TRAINING_TOLERANCE = 1e-4
-BATCH = 5
 
 
 class DemoUnavailable(RuntimeError):
@@ -58,16 +58,12 @@ def _load_embedder() -> tuple[Any, Any]:
 
 @torch.no_grad()
 def embed(model: Any, tokenizer: Any, sentences: tuple[str, ...]) -> Tensor:
-    """Mean-pooled, normalised embeddings (sentences, hidden), BATCH sentences at a time."""
-    rows = []
-    for first in range(0, len(sentences), BATCH):
-        batch = list(sentences[first : first + BATCH])
-        tokens = tokenizer(batch, padding=True, return_tensors="pt").to(model.device)
-        hidden = model(**tokens).last_hidden_state
-        present = tokens["attention_mask"][..., None]
-        pooled = (hidden * present).sum(1) / present.sum(1)
-        rows.append(torch.nn.functional.normalize(pooled, dim=-1).cpu())
-    return torch.cat(rows)
+    """Mean-pooled, normalised embeddings (sentences, hidden)."""
+    tokens = tokenizer(list(sentences), padding=True, return_tensors="pt").to(model.device)
+    hidden = model(**tokens).last_hidden_state
+    present = tokens["attention_mask"][..., None]
+    pooled = (hidden * present).sum(1) / present.sum(1)
+    return torch.nn.functional.normalize(pooled, dim=-1).cpu()
 
 
 def _print_similarities(embeddings: Tensor, sentences: tuple[str, ...]) -> None:
@@ -95,7 +91,13 @@ def _on_the_kernels(model: Any, device: torch.device, run: Callable[[], Any]) ->
     start = time.perf_counter()
     with record_routes() as routes:
         found = run()
-    _say(_calls(routes))
+    plain, compact, dense = (
+        sum(counter.values()) for counter in (routes.plain, routes.compact, routes.dense)
+    )
+    _say(
+        f"Attention calls, all in the kernel: {plain} full or causal, {compact} with lengths, "
+        f"{dense} with a dense mask"
+    )
     _say(f"Time: {time.perf_counter() - start:.2f} s, kernel compilation included")
     return found, routes
 
@@ -107,10 +109,12 @@ def demo_embeddings(device: torch.device) -> bool:
     expected = embed(model, tokenizer, SENTENCES)
     found, routes = _on_the_kernels(model, device, lambda: embed(model, tokenizer, SENTENCES))
     _print_similarities(found, SENTENCES)
-    ran = _kernels_that_ran()
-    for kernel, count in (ran or {}).items():
-        print(f"  ran {count} x {kernel}")
-    all_ran = ran is None or sum(ran.values()) == sum(routes.kernel.values())
+    all_ran = True
+    if (run := runs.current()) is not None:  # in the simulator
+        ran = Counter(f"{one.kernel} {shown(one.defines)}" for one in run.launches)
+        for kernel, count in ran.items():
+            print(f"  ran {count} x {kernel}")
+        all_ran = ran.total() == routes.kernel.total()
     return _agree(expected, found, TOLERANCE, all_ran and not routes.dense)
 
 
@@ -199,27 +203,6 @@ def _agree(expected: Tensor, found: Tensor, tolerance: float, others: bool) -> b
         "ok" if ok else "FAILED",
     )
     return ok
-
-
-def _calls(routes: Any) -> str:
-    plain, compact, dense = (
-        sum(counter.values()) for counter in (routes.plain, routes.compact, routes.dense)
-    )
-    return (
-        f"Attention calls, all in the kernel: {plain} full or causal, {compact} with lengths, "
-        f"{dense} with a dense mask"
-    )
-
-
-def _kernels_that_ran() -> Counter[str] | None:
-    """How often each specialisation has run, from the simulator's record; None on mps."""
-    run = runs.current()
-    if run is None:
-        return None
-    return Counter(
-        " ".join([launch.kernel, *(f"{name}={value}" for name, value in launch.defines.items())])
-        for launch in run.launches
-    )
 
 
 def demo() -> bool:

@@ -8,7 +8,6 @@
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
-#include "csrc/ops/common/check.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -56,8 +55,7 @@ Element check_operands(const FlashFwdArguments& a, KvFormats& formats) {
   check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "`q` has ", heads, " heads and `k` ",
         kv_heads, "; `k`'s must divide `q`'s");
   for (const auto& [name, tensor] : {std::pair{"q", &a.q}, {"k", &a.k}, {"v", &a.v}}) {
-    check_last_stride(name, *tensor);
-    check_storage(name, *tensor);
+    check_rows(name, *tensor);
   }
   return element;
 }
@@ -158,8 +156,7 @@ void check_lengths(ArgumentName name, const std::optional<Tensor>& lengths,
   if (!lengths) {
     return;
   }
-  check_same_device(name, *lengths, "q", a.q);
-  check_index(name, *lengths);
+  check_index(name, *lengths, "q", a.q);
   check_shape(name, *lengths, {{call.batch}});
   const int32_t* values = values_on_cpu(*lengths);
   if (values == nullptr) {
@@ -233,11 +230,8 @@ void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeature
 void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
                     FlashFwdFeatures& features) {
   if (const std::optional<Tensor>& slopes = a.options.alibi_slopes) {
-    check_same_device("alibi_slopes", *slopes, "q", a.q);
-    check_dtype("alibi_slopes", *slopes, {ScalarType::Float});
-    check_shape("alibi_slopes", *slopes, {{call.heads}, {call.batch, call.heads}});
-    check_last_stride("alibi_slopes", *slopes);
-    check_storage("alibi_slopes", *slopes);
+    check_operand("alibi_slopes", *slopes, "q", a.q, {ScalarType::Float},
+                  {{call.heads}, {call.batch, call.heads}});
     features.alibi = true;
   }
   if (const std::optional<Tensor>& sink = a.options.learnable_sink) {
@@ -280,8 +274,7 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
           table.name, " has shape ", shape_text(tensor), "; it must be (length, R / 2) or (",
           call.batch, ", length, R / 2) with a length of at least ", table.length, " and R in 2..",
           head_dim);
-    check_last_stride(table.name, tensor);
-    check_storage(table.name, tensor);
+    check_rows(table.name, tensor);
     aligned = aligned && rows_aligned_16(tensor);
     if (first == nullptr) {
       first = &table;
@@ -319,15 +312,9 @@ void check_dropout(const FlashFwdArguments& a, FlashFwdFeatures& features) {
   check(features.dropout == o.rng_state.has_value(), "`dropout_p` is ", o.dropout_p,
         " and `rng_state` is ", o.rng_state ? "given" : "None",
         "; dropout needs a random state, and nothing else does");
-  if (!o.rng_state) {
-    return;
+  if (o.rng_state) {
+    check_operand("rng_state", *o.rng_state, "q", a.q, {ScalarType::Long}, {{2}});
   }
-  const Tensor& state = *o.rng_state;
-  check_same_device("rng_state", state, "q", a.q);
-  check_dtype("rng_state", state, {ScalarType::Long});
-  check_shape("rng_state", state, {{2}});
-  check_last_stride("rng_state", state);
-  check_storage("rng_state", state);
 }
 
 // Whether a window or the diagonal hides some key from some query. Lengths that only the device
@@ -431,19 +418,13 @@ FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {
   return call;
 }
 
-void check_differentiable(const FlashFwdArguments& f) {
-  check_same_dtype("k", f.k, "q", f.q);
-  check_same_dtype("v", f.v, "q", f.q);
-}
-
 void check_like_out(ArgumentName name, const Tensor& tensor, const FlashFwdArguments& f) {
   Dims sizes = sizes_of(f.q);
   sizes.back() = f.v.size(f.v.dim() - 1);
   check_same_device(name, tensor, "q", f.q);
   check_same_dtype(name, tensor, "q", f.q);
   check_shape(name, tensor, {sizes});
-  check_last_stride(name, tensor);
-  check_storage(name, tensor);
+  check_rows(name, tensor);
 }
 
 void check_statistics(ArgumentName name, const Tensor& tensor, const FlashFwdArguments& f) {

@@ -15,9 +15,6 @@ int64_t window_right(const FlashFwdOptions& options);
 // Throws std::invalid_argument.
 FlashFwdCall check_flash_fwd(const FlashFwdArguments& arguments);
 
-// For the gradients: k and v are not quantised, which their dtype alone may tell.
-void check_differentiable(const FlashFwdArguments& forward);
-
 // Of the shape that the forward's out has, and of q's dtype.
 void check_like_out(ArgumentName name, const torch::stable::Tensor& tensor,
                     const FlashFwdArguments& forward);

@@ -4,7 +4,6 @@
 #include <array>
 #include <cmath>
 #include <numbers>
-#include <optional>
 
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/flex.h"

@@ -9,7 +9,6 @@
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
-#include "csrc/ops/attention/tf32.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
@@ -18,7 +17,6 @@
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
 #include "csrc/tiles/shared.h"
-#include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -30,59 +28,19 @@ using torch::stable::Tensor;
 // Rows of one threadgroup of what comes before and after the walks, one a SIMD group.
 constexpr int kRowSimdgroups = 4;
 
-struct Kernels {
-  FlashBwdSpecialisation dq;
-  FlashBwdSpecialisation dkv;
-};
-
 struct FlashBwdCall {
   FlashFwdCall forward;
-  Kernels kernels;
+  FlashBwdSpecialisation dq;
+  FlashBwdSpecialisation dkv;
 };
 
 MaskTile mask_tile(const FlashBwdSpecialisation& s) {
   return {s.tile_queries(), s.tile_keys(), s.dkv() ? FlexWalk::kOverQueries : FlexWalk::kOverKeys};
 }
 
-// The tile of dq's kernel, or of dk's and dv's.
-FlashBwdSpecialisation choose_tile(const FlashFwdProblem& problem, const FlashFwdCall& call,
-                                   const Tensor& q, bool exact_delta, bool tensor_tiles,
-                                   Gradient of) {
-  const std::optional<FlashBwdSpecialisation> found =
-      choose_flash_bwd(problem, of, exact_delta, tensor_tiles, gpu());
-  check(found.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
-        problem.head_dim_v, "; in ", dtype_text(q),
-        " their gradients need more threadgroup memory than there is: use smaller head dims or "
-        "a 16-bit dtype");
-  return tuned(*found, call.q_length, call.kv_length);
-}
-
-Kernels choose_tiles(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned,
-                     bool exact_delta, bool tensor_tiles) {
-  FlashFwdProblem problem = call.problem;
-  problem.aligned = problem.aligned && rows_aligned_16(f.q) && dout_aligned;
-  tensor_tiles = tensor_tiles && no_tensor_gradients(problem) == nullptr;
-  Kernels kernels{};
-  kernels.dq = choose_tile(problem, call, f.q, exact_delta, tensor_tiles, Gradient::kQ);
-  if (!tensor_tiles && f.flex) {
-    problem.features.flex->ordered = starts_in_order(*f.flex, FlexWalk::kOverQueries);
-  }
-  kernels.dkv = choose_tile(problem, call, f.q, exact_delta, tensor_tiles, Gradient::kKv);
-  kernels.dkv.head_splits = flash_bwd_head_splits(kernels.dkv, problem, gpu());
-  return kernels;
-}
-
-Kernels choose_kernels(const FlashFwdCall& call, const FlashFwdArguments& f, bool dout_aligned,
-                       bool exact_delta, bool tensor_tiles) {
-  Kernels kernels = choose_tiles(call, f, dout_aligned, exact_delta, tensor_tiles);
-  kernels.dq.features.mask_blocks = skips_mask_blocks(call);
-  kernels.dkv.features.mask_blocks = kernels.dq.features.mask_blocks;
-  return kernels;
-}
-
 FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
   const FlashFwdArguments& f = a.forward;
-  FlashBwdCall call{analyse_differentiable(f), {}};
+  FlashBwdCall call{analyse_differentiable(f), {}, {}};
   check_like_out("out", a.out, f);
   check_like_out("dout", a.dout, f);
   check_statistics("softmax_lse", a.softmax_lse, f);
@@ -94,22 +52,34 @@ FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
     check_statistics("dlse", *a.dlse, f);
   }
 
-  bool& long_offsets = call.forward.problem.features.long_offsets;
-  long_offsets = long_offsets || has_long_offsets(a.dout) || has_long_offsets(a.dlse);
-  call.kernels =
-      choose_kernels(call.forward, f, rows_aligned_16(a.dout), a.exact_delta, tensor_tiles);
+  FlashFwdFeatures& features = call.forward.problem.features;
+  features.mask_blocks = skips_mask_blocks(call.forward);
+  features.long_offsets =
+      features.long_offsets || has_long_offsets(a.dout) || has_long_offsets(a.dlse);
+  FlashFwdProblem problem = call.forward.problem;
+  problem.aligned = problem.aligned && rows_aligned_16(f.q) && rows_aligned_16(a.dout);
+  const bool tensor = tensor_tiles && no_tensor_gradients(problem) == nullptr;
+  const auto choose = [&](Gradient of) {
+    return tuned(choose_gradient(problem, of, a.exact_delta, tensor, f.q, "their gradients need"),
+                 call.forward.q_length, call.forward.kv_length);
+  };
+  call.dq = choose(Gradient::kQ);
+  if (!tensor && f.flex) {
+    problem.features.flex->ordered = starts_in_order(*f.flex, FlexWalk::kOverQueries);
+  }
+  call.dkv = choose(Gradient::kKv);
+  call.dkv.head_splits = flash_bwd_head_splits(call.dkv, problem, gpu());
   return call;
 }
 
-uint32_t blocks_of(int32_t rows, const FlashBwdSpecialisation& s) {
+// For so many rows of each of `columns` of a sequence.
+Extent threadgroups_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s, int64_t rows,
+                       int64_t columns) {
   const int listed = s.dkv() ? s.features.kv_block() : s.features.q_block();
   const int64_t blocks = tiles_of(rows, s.block_rows(), listed, s.features.ordered());
-  return static_cast<uint32_t>(std::max<int64_t>(blocks, 1));
-}
-
-// Packed: one more row of the grid writes the rows of no sequence.
-uint32_t sequences_of(const FlashFwdCall& call) {
-  return static_cast<uint32_t>(call.batch + (call.problem.features.varlen ? 1 : 0));
+  // Packed: one more row of the grid writes the rows of no sequence.
+  const int64_t sequences = int64_t{call.batch} + (call.problem.features.varlen ? 1 : 0);
+  return extent(std::max<int64_t>(blocks, 1), columns * s.slices(), sequences);
 }
 
 FlashBwdParams params_of(const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
@@ -133,18 +103,13 @@ Launch delta_launch(const FlashBwdCall& call, const FlashBwdArguments& a, const 
                                     {"HEAD_DIM_V", problem.head_dim_v},
                                     {"SIMDGROUPS", kRowSimdgroups}});
   launch.buffers = {{FLASH_BWD_OUT, a.out, false}, {FLASH_BWD_DOUT, a.dout, false}};
-  if (a.dlse) {
-    launch.program.defines.push_back({"DLSE", 1});
-    launch.buffers.push_back({FLASH_BWD_DLSE, *a.dlse, false});
-  }
+  define_if(a.dlse.has_value(), launch.program.defines, "DLSE");
+  read_if(a.dlse, launch.buffers, FLASH_BWD_DLSE);
   launch.buffers.push_back({FLASH_BWD_DELTA, delta, true});
   launch.set_params(FLASH_PARAMS, params);
-  const uint32_t rows = static_cast<uint32_t>(params.problem.q_total);
-  const bool packed = a.forward.packing.has_value();
-  launch.threadgroups = {(rows + kRowSimdgroups - 1) / kRowSimdgroups,
-                         static_cast<uint32_t>(call.forward.heads),
-                         packed ? 1u : static_cast<uint32_t>(call.forward.batch)};
-  launch.threads = {32 * kRowSimdgroups, 1, 1};
+  launch.threadgroups = extent(divide_up(params.problem.q_total, kRowSimdgroups),
+                               call.forward.heads, a.forward.packing ? 1 : call.forward.batch);
+  launch.threads = extent(kSimdgroupThreads * kRowSimdgroups);
   return launch;
 }
 
@@ -162,17 +127,16 @@ Launch sum_launch(const FlashBwdCall& call, const Tensor& parts, const Tensor& s
   params.part_strides = row_strides(parts);
   params.sum_strides = row_strides(sums);
   params.split_stride = sums.numel();
-  params.splits = call.kernels.dkv.head_splits;
+  params.splits = call.dkv.head_splits;
   params.rows = static_cast<int32_t>(sums.size(packed ? 0 : 2));
   Launch launch("flash_bwd_sum", {{"ELEMENT", element_name(problem.element)},
                                   {"HEAD_DIM", static_cast<int>(sums.size(sums.dim() - 1))},
                                   {"SIMDGROUPS", kRowSimdgroups}});
   launch.buffers = {{FLASH_BWD_SUM_PARTS, parts, false}, {FLASH_BWD_SUM_RESULT, sums, true}};
   launch.set_params(FLASH_PARAMS, params);
-  launch.threadgroups = {static_cast<uint32_t>((params.rows + kRowSimdgroups - 1) / kRowSimdgroups),
-                         static_cast<uint32_t>(call.forward.kv_heads),
-                         packed ? 1u : static_cast<uint32_t>(sums.size(0))};
-  launch.threads = {32 * kRowSimdgroups, 1, 1};
+  launch.threadgroups = extent(divide_up(params.rows, kRowSimdgroups), call.forward.kv_heads,
+                               packed ? 1 : sums.size(0));
+  launch.threads = extent(kSimdgroupThreads * kRowSimdgroups);
   return launch;
 }
 
@@ -196,7 +160,7 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
   read(FLASH_BWD_LSE, a.softmax_lse);
   read(FLASH_BWD_DELTA, delta);
   launch.set_params(FLASH_PARAMS, params);
-  launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
+  launch.threads = extent(s.threads());
   return launch;
 }
 
@@ -217,8 +181,20 @@ JsonObject note_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s, co
 
 FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
   const FlashFwdCall call = analyse(f).call;
-  check_differentiable(f);
+  // k and v are not quantised, which their dtype alone may tell.
+  check_same_dtype("k", f.k, "q", f.q);
+  check_same_dtype("v", f.v, "q", f.q);
   return call;
+}
+
+FlashBwdSpecialisation choose_gradient(const FlashFwdProblem& problem, Gradient of,
+                                       bool exact_delta, bool tensor_tiles, const Tensor& q,
+                                       const char* need) {
+  const auto found = choose_flash_bwd(problem, of, exact_delta, tensor_tiles, gpu());
+  check(found.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
+        problem.head_dim_v, "; in ", dtype_text(q), " ", need,
+        " more threadgroup memory than there is: use smaller head dims or a 16-bit dtype");
+  return *found;
 }
 
 namespace {
@@ -234,7 +210,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
   };
   const Tensor rounded_delta = new_statistics();
   const Tensor delta = a.exact_delta ? new_statistics() : rounded_delta;
-  const Tensor normalisers = call.kernels.dq.normalised()
+  const Tensor normalisers = call.dq.normalised()
                                  ? new_statistics()
                                  : new_empty(a.softmax_lse, Dims{0}, ScalarType::Float);
   const FlashBwdParams params = params_of(call, a, delta, dq);
@@ -243,28 +219,25 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
   };
   if (dq.numel() > 0) {
     backend.run(delta_launch(call, a, rounded_delta, params));
-    const auto lists = lists_for(call.kernels.dq);
-    Launch launch = gradient_launch(call.kernels.dq, call, a, rounded_delta, lists, params);
+    const auto lists = lists_for(call.dq);
+    Launch launch = gradient_launch(call.dq, call, a, rounded_delta, lists, params);
     launch.buffers.push_back({FLASH_BWD_DQ, dq, true});
     if (a.exact_delta) {
       launch.buffers.push_back({FLASH_BWD_EXACT_DELTA, delta, true});
-      if (a.dlse) {
-        launch.program.defines.push_back({"DLSE", 1});
-        launch.buffers.push_back({FLASH_BWD_DLSE, *a.dlse, false});
-      }
+      define_if(a.dlse.has_value(), launch.program.defines, "DLSE");
+      read_if(a.dlse, launch.buffers, FLASH_BWD_DLSE);
     }
-    if (call.kernels.dq.normalised()) {
+    if (call.dq.normalised()) {
       launch.buffers.push_back({FLASH_BWD_NORMALISERS, normalisers, true});
     }
-    launch.threadgroups = {blocks_of(call.forward.q_length, call.kernels.dq),
-                           static_cast<uint32_t>(call.forward.heads * call.kernels.dq.slices()),
-                           sequences_of(call.forward)};
+    launch.threadgroups =
+        threadgroups_of(call.forward, call.dq, call.forward.q_length, call.forward.heads);
     append_block_order(launch, f, FlexWalk::kOverKeys);
-    note(backend, [&] { return note_of(call.forward, call.kernels.dq, f.q); });
+    note(backend, [&] { return note_of(call.forward, call.dq, f.q); });
     backend.run(launch);
   }
   if (dk.numel() > 0) {
-    const int splits = call.kernels.dkv.head_splits;
+    const int splits = call.dkv.head_splits;
     const Tensor dk_parts = splits > 1 ? new_parts(dk, splits) : dk;
     const Tensor dv_parts = splits > 1 ? new_parts(dv, splits) : dv;
     FlashBwdParams of_parts = params;
@@ -272,21 +245,19 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
     of_parts.dv_strides = row_strides(dv_parts);
     of_parts.dk_split_stride = dk.numel();
     of_parts.dv_split_stride = dv.numel();
-    const auto lists = lists_for(call.kernels.dkv);
-    Launch launch = gradient_launch(call.kernels.dkv, call, a, delta, lists, of_parts);
+    const auto lists = lists_for(call.dkv);
+    Launch launch = gradient_launch(call.dkv, call, a, delta, lists, of_parts);
     launch.buffers.push_back({FLASH_BWD_DK, dk_parts, true});
     launch.buffers.push_back({FLASH_BWD_DV, dv_parts, true});
-    if (call.kernels.dkv.normalised()) {
+    if (call.dkv.normalised()) {
       // Where there are no queries it has no memory, and is not read.
       launch.buffers.push_back(
           {FLASH_BWD_NORMALISERS, normalisers.numel() > 0 ? normalisers : f.k, false});
     }
-    launch.threadgroups = {
-        blocks_of(call.forward.kv_length, call.kernels.dkv),
-        static_cast<uint32_t>(call.forward.kv_heads * call.kernels.dkv.slices() * splits),
-        sequences_of(call.forward)};
+    launch.threadgroups = threadgroups_of(call.forward, call.dkv, call.forward.kv_length,
+                                          int64_t{call.forward.kv_heads} * splits);
     append_block_order(launch, f, FlexWalk::kOverQueries);
-    note(backend, [&] { return note_of(call.forward, call.kernels.dkv, f.q); });
+    note(backend, [&] { return note_of(call.forward, call.dkv, f.q); });
     backend.run(launch);
     if (splits > 1) {
       backend.run(sum_launch(call, dk_parts, dk));

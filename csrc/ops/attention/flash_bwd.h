@@ -7,11 +7,18 @@
 
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
+#include "csrc/tiles/flash_bwd.h"
 
 namespace metal_attn {
 
 // The forward's checks, and those that are about its gradients.
 FlashFwdCall analyse_differentiable(const FlashFwdArguments& forward);
+
+// The kernel of a gradient, with its default tile. need: what needs more memory than there is, in
+// the message.
+FlashBwdSpecialisation choose_gradient(const FlashFwdProblem& problem, Gradient of,
+                                       bool exact_delta, bool tensor_tiles,
+                                       const torch::stable::Tensor& q, const char* need);
 
 // dq, dk and dv, of the shapes of q, k and v and in the order of their dimensions in memory; and
 // delta, of softmax_lse's shape: rowsum(dout * out) - dlse, which further gradients need; with

@@ -11,11 +11,8 @@
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
-#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
-#include "csrc/runtime/callbacks.h"
-#include "csrc/tiles/flash_bwd.h"
+#include "csrc/runtime/launch.h"
 #include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
@@ -68,8 +65,9 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   check(!slopes || f.options.alibi_slopes,
         "`alibi_slopes` is None; it must be float32, for its gradient");
 
-  const FlashBwdSpecialisation specialisation =
-      choose_score_gradient(forward.problem, f.q, slopes ? "alibi_slopes" : "attn_bias");
+  const FlashBwdSpecialisation specialisation = choose_gradient(
+      forward.problem, Gradient::kScores, false, false, f.q,
+      slopes ? "the gradient of alibi_slopes needs" : "the gradient of attn_bias needs");
   const Tensor& like = slopes ? *f.options.alibi_slopes : *forward.bias;
   FlashBwdBiasCall call{forward, specialisation,
                         like,    slopes ? slope_sizes(like) : bias_sizes(like),
@@ -106,8 +104,7 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   check(columns <= kMaxGrid && double(owned[0]) * owned[1] <= kMaxGrid,
         slopes ? "`alibi_slopes`" : "`attn_bias`", " has shape ", shape_text(like),
         "; its gradient's grid would be over 2^31 threads");
-  call.threadgroups = {static_cast<uint32_t>(owned[3] * call.splits),
-                       static_cast<uint32_t>(owned[2]), static_cast<uint32_t>(owned[0] * owned[1])};
+  call.threadgroups = extent(owned[3] * call.splits, owned[2], owned[0] * owned[1]);
   return call;
 }
 
@@ -156,7 +153,7 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
   launch.buffers = score_gradient_buffers(call.forward, a, result);
   launch.set_params(FLASH_PARAMS, params_of(call, a));
   launch.threadgroups = call.threadgroups;
-  launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
+  launch.threads = extent(call.specialisation.threads());
   note(backend,
        [&] { return score_gradient_note(call.specialisation).add("splits", call.splits); });
   backend.run(launch);
@@ -199,20 +196,9 @@ Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArgum
   buffers.push_back({FLASH_BWD_LSE, a.softmax_lse, false});
   buffers.push_back({FLASH_BWD_DOUT, a.dout, false});
   buffers.push_back({FLASH_BWD_DELTA, a.delta, false});
-  if (a.normalisers) {
-    buffers.push_back({FLASH_BWD_NORMALISERS, *a.normalisers, false});
-  }
+  read_if(a.normalisers, buffers, FLASH_BWD_NORMALISERS);
   buffers.push_back({FLASH_BWD_DBIAS, result, true});
   return buffers;
-}
-
-FlashBwdSpecialisation choose_score_gradient(const FlashFwdProblem& problem, const Tensor& q,
-                                             const char* of) {
-  const auto specialisation = choose_flash_bwd(problem, Gradient::kScores, false, false, gpu());
-  check(specialisation.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
-        problem.head_dim_v, "; in ", dtype_text(q), " the gradient of ", of,
-        " needs more threadgroup memory than there is: use smaller head dims or a 16-bit dtype");
-  return *specialisation;
 }
 
 Tensor flash_bwd_bias(const FlashBwdBiasArguments& a, Backend& backend) {

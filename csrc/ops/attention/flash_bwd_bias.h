@@ -1,8 +1,10 @@
-// metal_attn::flash_bwd_bias, flash_bwd_slopes and their packed forms: the gradients of what
-// attention adds to its scores.
+// metal_attn::flash_bwd_bias, flash_bwd_slopes, their packed forms and flex_bwd_captures: the
+// gradients of what attention adds to its scores, and of what score_mod captures.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
+
+#include <vector>
 
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/attention.h"
@@ -13,10 +15,6 @@ namespace metal_attn {
 
 // Checks what gradients of scores are computed from.
 FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& arguments);
-
-// The kernel of such a gradient. Throws std::invalid_argument, naming what it is the gradient `of`.
-FlashBwdSpecialisation choose_score_gradient(const FlashFwdProblem& problem,
-                                             const torch::stable::Tensor& q, const char* of);
 
 // What it reads of dense or packed attention, and the result that it writes.
 Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArguments& arguments,
@@ -31,5 +29,10 @@ torch::stable::Tensor flash_bwd_bias(const FlashBwdBiasArguments& arguments, Bac
 
 // That of alibi_slopes: of its shape, float32, contiguous.
 torch::stable::Tensor flash_bwd_slopes(const FlashBwdBiasArguments& arguments, Backend& backend);
+
+// Those of captured tensors: one a load that has one (FlexOptions::shares), of the shape of the
+// tensor it is from, float32, contiguous.
+std::vector<torch::stable::Tensor> flash_bwd_captures(const FlashBwdBiasArguments& arguments,
+                                                      Backend& backend);
 
 }  // namespace metal_attn

@@ -1,5 +1,3 @@
-#include "csrc/ops/attention/flash_bwd_captures.h"
-
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
@@ -12,9 +10,9 @@
 #include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
+#include "csrc/runtime/launch.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -43,18 +41,12 @@ struct Share {
   bool owns(FlexOwner owner) const { return (owners & owner) != 0; }
 };
 
-FlashFwdCall analyse_call(const FlashBwdBiasArguments& a) {
-  const FlashFwdCall call = analyse_score_gradient(a);
-  check_shares(*a.forward.flex);
-  return call;
-}
-
 Share analyse_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::size_t i) {
   const FlexOptions& flex = *f.flex;
   FlashFwdProblem problem = call.problem;
   problem.features.flex = with_share(*problem.features.flex, flex, i);
-  const FlashBwdSpecialisation specialisation =
-      choose_score_gradient(problem, f.q, "a captured tensor");
+  const FlashBwdSpecialisation specialisation = choose_gradient(
+      problem, Gradient::kScores, false, false, f.q, "the gradient of a captured tensor needs");
   const auto number = static_cast<std::size_t>(flex.share_captures[i]);
   Share share{specialisation, flex.captures[number], flex.share_owners[i], 0, 1, 1, 1, 1};
   const int64_t elements = share.capture.numel();
@@ -91,10 +83,6 @@ Defines defines_of(const Share& share, bool normalised) {
   return defines;
 }
 
-std::array<uint32_t, 3> threadgroups_of(const Share& share) {
-  return {static_cast<uint32_t>(share.splits), static_cast<uint32_t>(share.owned), 1};
-}
-
 Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const Share& share,
                  const Tensor& copies) {
   Launch launch("flash_bwd_captures", defines_of(share, a.normalisers.has_value()));
@@ -113,15 +101,16 @@ Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const
   params.batches_owned = share.owns(kOwnBatch);
   params.heads_owned = share.owns(kOwnHead);
   launch.set_params(FLASH_PARAMS, params);
-  launch.threadgroups = threadgroups_of(share);
-  launch.threads = {static_cast<uint32_t>(share.specialisation.threads()), 1, 1};
+  launch.threadgroups = extent(share.splits, share.owned);
+  launch.threads = extent(share.specialisation.threads());
   return launch;
 }
 
 }  // namespace
 
 std::vector<Tensor> flash_bwd_captures(const FlashBwdBiasArguments& a, Backend& backend) {
-  const FlashFwdCall call = analyse_call(a);
+  const FlashFwdCall call = analyse_score_gradient(a);
+  check_shares(*a.forward.flex);
   std::vector<Tensor> gradients;
   for (std::size_t i = 0; i < a.forward.flex->shares.size(); ++i) {
     const Share share = analyse_share(call, a.forward, i);

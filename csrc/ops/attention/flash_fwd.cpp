@@ -7,7 +7,6 @@
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
-#include "csrc/ops/attention/tf32.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
@@ -15,7 +14,6 @@
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/shared.h"
-#include "csrc/tiles/tensor.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -48,8 +46,7 @@ std::array<uint32_t, 3> threadgroups_of(const FlashFwdCall& call, const FlashFwd
         " of `v` it must be at most ", kMaxLength / s.v_slices());
   // Packed: one more row of the grid writes the rows of no sequence.
   const int64_t sequences = int64_t{call.batch} + (s.features.varlen ? 1 : 0);
-  return {static_cast<uint32_t>(std::max<int64_t>(blocks, s.features.varlen ? 1 : 0)),
-          static_cast<uint32_t>(columns), static_cast<uint32_t>(sequences)};
+  return extent(std::max<int64_t>(blocks, s.features.varlen ? 1 : 0), columns, sequences);
 }
 
 MaskTile mask_tile(const FlashFwdSpecialisation& s) {
@@ -107,7 +104,7 @@ std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, boo
     launch.set_params(FLASH_PARAMS,
                       FlashFwdParams{problem, row_strides(out), statistics_strides(lse)});
     launch.threadgroups = threadgroups;
-    launch.threads = {static_cast<uint32_t>(s.threads()), 1, 1};
+    launch.threads = extent(s.threads());
     append_block_order(launch, a, FlexWalk::kOverKeys);
     note(backend, [&] { return note_of(call, s, a.q); });
     backend.run(launch);

@@ -8,10 +8,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "csrc/ops/attention/check.h"
-#include "csrc/ops/attention/flex_text.h"
-#include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
+#include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 namespace {
@@ -53,29 +50,20 @@ const char* capture_element(const std::string& name, const Tensor& tensor) {
   constexpr char kAllowed[] =
       "bool, int8, uint8, int16, int32, int64, float32, float16 or bfloat16";
   check_known_dtype(name.c_str(), tensor, kAllowed);
-  switch (tensor.scalar_type()) {
-    case ScalarType::Bool:
-    case ScalarType::Byte:
-      return "uchar";
-    case ScalarType::Char:
-      return "char";
-    case ScalarType::Short:
-      return "short";
-    case ScalarType::Int:
-      return "int";
-    case ScalarType::Long:
-      return "int64_t";
-    case ScalarType::Float:
-      return "float";
-    case ScalarType::Half:
-      return "half";
-    case ScalarType::BFloat16:
-      return "bfloat";
-    default:
-      break;
+  const char* element = nullptr;
+  for (const auto& [dtype, metal] : {std::pair{ScalarType::Bool, "uchar"},
+                                     {ScalarType::Byte, "uchar"},
+                                     {ScalarType::Char, "char"},
+                                     {ScalarType::Short, "short"},
+                                     {ScalarType::Int, "int"},
+                                     {ScalarType::Long, "int64_t"},
+                                     {ScalarType::Float, "float"},
+                                     {ScalarType::Half, "half"},
+                                     {ScalarType::BFloat16, "bfloat"}}) {
+    element = tensor.scalar_type() == dtype ? metal : element;
   }
-  check(false, name, " has dtype ", dtype_text(tensor), "; it must be ", kAllowed);
-  return nullptr;
+  check(element != nullptr, name, " has dtype ", dtype_text(tensor), "; it must be ", kAllowed);
+  return element;
 }
 
 // Checks the captured tensors, and returns how a kernel declares them.
@@ -234,10 +222,15 @@ FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwd
   features.slope = checked_if_any("slope", flex.slope, ranks);
   features.mask = checked_if_any("mask", flex.mask, ranks);
   if (!flex.kv_num_blocks) {
-    check(flex.q_block_size == 0 && flex.kv_block_size == 0 && !flex.q_num_blocks &&
-              !flex.kv_order && !flex.q_order,
-          "block sizes, `q_num_blocks` or an order are given and `kv_num_blocks` is not; give all "
-          "of a "
+    bool none =
+        flex.q_block_size == 0 && flex.kv_block_size == 0 && !flex.kv_order && !flex.q_order;
+    for (const FlexWalk walk : {FlexWalk::kOverKeys, FlexWalk::kOverQueries}) {
+      for (const List& list : lists_of(flex, walk)) {
+        none = none && !list.counts && !list.indices;
+      }
+    }
+    check(none,
+          "block sizes, lists or an order are given and `kv_num_blocks` is not; give all of a "
           "BlockMask");
     return features;
   }

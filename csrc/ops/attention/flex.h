@@ -5,7 +5,10 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstddef>
+#include <string>
+#include <vector>
 
+#include "csrc/ops/common/check.h"
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/launch.h"
 #include "shaders/params.h"
@@ -48,5 +51,11 @@ void append_block_lists(Buffers& buffers, const FlashFwdArguments& arguments, Fl
 
 // Of a launch whose grid is known; nothing without an order.
 void append_block_order(Launch& launch, const FlashFwdArguments& arguments, FlexWalk walk);
+
+// Throws std::invalid_argument unless `text` is the body of a function in shaders/flex.h, as
+// torch_metal_attn/flex writes it: statements "const TYPE tN = ...;" and "return ...;" of words in
+// a table, numbers and operators, which read a captured tensor at flex_index of each of its
+// dimensions only. ranks: of the captured tensors.
+void check_flex_text(ArgumentName name, const std::string& text, const std::vector<int64_t>& ranks);
 
 }  // namespace metal_attn

@@ -4,12 +4,12 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "csrc/ops/common/arguments.h"
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/torch_call.h"
 
@@ -27,8 +27,6 @@
 
 namespace metal_attn {
 
-using FlexTensor = const torch::stable::Tensor&;
-using FlexOptionalTensor = const OptionalTensor&;
 using TextHandles = std::vector<StringHandle>;
 
 // What the dispatcher hands over for a type of FLEX_OPTIONS.
@@ -69,7 +67,7 @@ inline std::vector<std::string> taken(const std::optional<TextHandles>& handles)
   return texts;
 }
 
-inline FlashFwdArguments flex_arguments(FlexTensor q, FlexTensor k, FlexTensor v,
+inline FlashFwdArguments flex_arguments(TensorArgument q, TensorArgument k, TensorArgument v,
                                         std::optional<double> softmax_scale,
                                         const FlexOptions& options) {
   // Attention's own options are off: score_mod and mask_mod say what flex attention does.
@@ -117,35 +115,37 @@ struct FlexOp {
 #undef FLEX_VALUE
 
 template <auto run>
-auto run_flex_fwd(FlexTensor q, FlexTensor k, FlexTensor v, std::optional<double> softmax_scale,
-                  const FlexOptions& options) {
+auto run_flex_fwd(TensorArgument q, TensorArgument k, TensorArgument v,
+                  std::optional<double> softmax_scale, const FlexOptions& options) {
   return run(flex_arguments(q, k, v, softmax_scale, over_keys(without_shares(options))));
 }
 
 template <auto run>
-auto run_flex_bwd(FlexTensor dout, FlexOptionalTensor dlse, FlexTensor q, FlexTensor k,
-                  FlexTensor v, FlexTensor out, FlexTensor lse, std::optional<double> softmax_scale,
-                  const FlexOptions& options) {
+auto run_flex_bwd(TensorArgument dout, const OptionalTensor& dlse, TensorArgument q,
+                  TensorArgument k, TensorArgument v, TensorArgument out, TensorArgument lse,
+                  std::optional<double> softmax_scale, const FlexOptions& options) {
   return run(FlashBwdArguments{dout, dlse, out, lse, true,
                                flex_arguments(q, k, v, softmax_scale, without_shares(options))});
 }
 
 template <auto run>
-auto run_flex_bwd_captures(FlexTensor dout, FlexTensor q, FlexTensor k, FlexTensor v,
-                           FlexTensor lse, FlexTensor delta, FlexOptionalTensor normalisers,
-                           std::optional<double> softmax_scale, const FlexOptions& options) {
+auto run_flex_bwd_captures(TensorArgument dout, TensorArgument q, TensorArgument k,
+                           TensorArgument v, TensorArgument lse, TensorArgument delta,
+                           const OptionalTensor& normalisers, std::optional<double> softmax_scale,
+                           const FlexOptions& options) {
   const FlexOptions walked = over_keys(without_order(options));
   return run(FlashBwdBiasArguments{dout, lse, delta, normalisers,
                                    flex_arguments(q, k, v, softmax_scale, walked)});
 }
 
 template <auto run>
-using FlexFwd = FlexOp<run_flex_fwd<run>, FlexTensor, FlexTensor, FlexTensor>;
+using FlexFwd = FlexOp<run_flex_fwd<run>, TensorArgument, TensorArgument, TensorArgument>;
 template <auto run>
-using FlexBwd = FlexOp<run_flex_bwd<run>, FlexTensor, FlexOptionalTensor, FlexTensor, FlexTensor,
-                       FlexTensor, FlexTensor, FlexTensor>;
+using FlexBwd = FlexOp<run_flex_bwd<run>, TensorArgument, const OptionalTensor&, TensorArgument,
+                       TensorArgument, TensorArgument, TensorArgument, TensorArgument>;
 template <auto run>
-using FlexBwdCaptures = FlexOp<run_flex_bwd_captures<run>, FlexTensor, FlexTensor, FlexTensor,
-                               FlexTensor, FlexTensor, FlexTensor, FlexOptionalTensor>;
+using FlexBwdCaptures =
+    FlexOp<run_flex_bwd_captures<run>, TensorArgument, TensorArgument, TensorArgument,
+           TensorArgument, TensorArgument, TensorArgument, const OptionalTensor&>;
 
 }  // namespace metal_attn

@@ -1,4 +1,4 @@
-#include "csrc/ops/attention/flex_text.h"
+#include "csrc/ops/attention/flex.h"
 
 #include <algorithm>
 #include <array>
@@ -7,7 +7,6 @@
 #include <string_view>
 #include <utility>
 
-#include "csrc/ops/common/check.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

@@ -5,8 +5,8 @@
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/recorder.h"
+#include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 namespace {
@@ -59,8 +59,6 @@ struct ListShape {
   int64_t heads;
   int64_t lists;   // of a head
   int64_t blocks;  // that a list has room for
-
-  int64_t rows() const { return batch * heads * lists; }
 };
 
 ListShape shape_of(const FlashFwdCall& call, const MaskTile& tile) {
@@ -73,12 +71,6 @@ ListShape shape_of(const FlashFwdCall& call, const MaskTile& tile) {
           over_keys ? key_tiles : query_tiles};
 }
 
-// What the lists take.
-int64_t mask_blocks_bytes(const FlashFwdCall& call, const MaskTile& tile) {
-  const ListShape shape = shape_of(call, tile);
-  return shape.rows() * (shape.blocks + 1) * int64_t{sizeof(int32_t)};
-}
-
 Launch launch_of(const FlashFwdCall& call, const MaskTile& tile) {
   const ListShape shape = shape_of(call, tile);
   const MaskStrides s = mask_strides(call.mask);
@@ -87,8 +79,7 @@ Launch launch_of(const FlashFwdCall& call, const MaskTile& tile) {
                     MaskBlocksParams{s.batch, s.head, s.query, s.key, call.q_length, call.kv_length,
                                      tile.queries, tile.keys, tile.walk == FlexWalk::kOverKeys,
                                      static_cast<int32_t>(shape.blocks)});
-  launch.threadgroups = {static_cast<uint32_t>(shape.lists), static_cast<uint32_t>(shape.heads),
-                         static_cast<uint32_t>(shape.batch)};
+  launch.threadgroups = extent(shape.lists, shape.heads, shape.batch);
   launch.threads = {kSimdgroupThreads * MASK_BLOCKS_SIMDGROUPS, 1, 1};
   return launch;
 }
@@ -155,10 +146,12 @@ std::string describe_mask_blocks(const FlashFwdCall& call, const MaskTile& tile)
   if (const char* reason = no_mask_blocks(call)) {
     return std::string("blocks that attn_mask hides are computed, ") + reason;
   }
+  const auto [batch, heads, lists, blocks] = shape_of(call, tile);
   return "blocks of " + std::to_string(tile.queries) + " queries and " + std::to_string(tile.keys) +
          " keys that attn_mask hides are skipped: mask_blocks reads " +
          std::to_string(int64_t(mask_elements(call))) + " bytes of it and writes " +
-         std::to_string(mask_blocks_bytes(call, tile)) + " bytes of lists";
+         std::to_string(batch * heads * lists * (blocks + 1) * int64_t{sizeof(int32_t)}) +
+         " bytes of lists";
 }
 
 }  // namespace metal_attn

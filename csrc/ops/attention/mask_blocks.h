@@ -4,7 +4,6 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <cstdint>
 #include <optional>
 #include <string>
 

@@ -1,14 +1,8 @@
 // The schemas of attention's ops, and how the dispatcher's arguments become structs.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
-#include <cstdint>
-#include <optional>
-
 #include "csrc/ops/cache/schema.h"
 #include "csrc/problem/attention.h"
-#include "csrc/problem/options.h"
 
 // What a list of options.h makes of each entry: its part of a schema, of a function's parameters,
 // and of a struct's values.
@@ -37,11 +31,6 @@
 #define FLASH_OPTION_VALUES FLASH_OPTIONS(OPTION_VALUE)
 #define FLASH_FIRST_PARAMETERS FLASH_FIRST_OPTIONS(OPTION_PARAMETER)
 #define FLASH_FIRST_VALUES FLASH_FIRST_OPTIONS(OPTION_VALUE)
-#define PACKING_PARAMETERS                                                              \
-  const torch::stable::Tensor &cu_seqlens_q, const torch::stable::Tensor &cu_seqlens_k, \
-      int64_t max_seqlen_q, int64_t max_seqlen_k
-#define PACKING_VALUES \
-  Packing { cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k }
 #define CACHE_PARAMETERS                                                              \
   OptionalTensor block_table, OptionalTensor cache_batch_idx, OptionalTensor k_scale, \
       OptionalTensor v_scale
@@ -49,52 +38,55 @@
 
 namespace metal_attn {
 
+// What packed ops are given behind k and v, or behind the forward's results: Packing's fields.
+#define PACKING_TYPES TensorArgument, TensorArgument, int64_t, int64_t
+
+std::optional<Packing> packing_of(const auto&... packing) {
+  return sizeof...(packing) == 0 ? std::nullopt : std::optional(Packing{packing...});
+}
+
 // `run` of an op's arguments, which the dispatcher gives one by one.
-template <auto run>
+template <auto run, class... Packed>
 struct FlashFwd {
-  using Tensor = torch::stable::Tensor;
-  static auto dense(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS,
-                    CACHE_PARAMETERS) {
-    return run(FlashFwdArguments{q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, CACHE_VALUES});
-  }
-  static auto varlen(const Tensor& q, const Tensor& k, const Tensor& v,
-                     PACKING_PARAMETERS FLASH_OPTION_PARAMETERS, CACHE_PARAMETERS) {
-    return run(FlashFwdArguments{q, k, v, PACKING_VALUES, {FLASH_OPTION_VALUES}, CACHE_VALUES});
+  static auto call(TensorArgument q, TensorArgument k, TensorArgument v,
+                   Packed... packed FLASH_OPTION_PARAMETERS, CACHE_PARAMETERS) {
+    return run(
+        FlashFwdArguments{q, k, v, packing_of(packed...), {FLASH_OPTION_VALUES}, CACHE_VALUES});
   }
 };
 
-template <auto run>
+template <auto run, class... Packed>
 struct FlashBwd {
-  using Tensor = torch::stable::Tensor;
-  static auto dense(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
-                    const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                    bool exact_delta FLASH_OPTION_PARAMETERS) {
-    return run(FlashBwdArguments{
-        dout, dlse, out, lse, exact_delta, {q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, {}}});
+  static auto call(TensorArgument dout, OptionalTensor dlse, TensorArgument q, TensorArgument k,
+                   TensorArgument v, TensorArgument out, TensorArgument lse, Packed... packed,
+                   bool exact_delta FLASH_OPTION_PARAMETERS) {
+    return run(FlashBwdArguments{dout,
+                                 dlse,
+                                 out,
+                                 lse,
+                                 exact_delta,
+                                 {q, k, v, packing_of(packed...), {FLASH_OPTION_VALUES}, {}}});
   }
-  static auto varlen(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q,
-                     const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                     PACKING_PARAMETERS, bool exact_delta FLASH_OPTION_PARAMETERS) {
-    return run(FlashBwdArguments{
-        dout, dlse, out, lse, exact_delta, {q, k, v, PACKING_VALUES, {FLASH_OPTION_VALUES}, {}}});
+};
+
+template <auto run, class... Packed>
+struct FlashBwdBias {
+  static auto call(TensorArgument dout, TensorArgument q, TensorArgument k, TensorArgument v,
+                   TensorArgument lse, TensorArgument delta, Packed... packed,
+                   OptionalTensor normalisers FLASH_OPTION_PARAMETERS) {
+    return run(FlashBwdBiasArguments{dout,
+                                     lse,
+                                     delta,
+                                     normalisers,
+                                     {q, k, v, packing_of(packed...), {FLASH_OPTION_VALUES}, {}}});
   }
 };
 
 template <auto run>
-struct FlashBwdBias {
-  using Tensor = torch::stable::Tensor;
-  static auto dense(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                    const Tensor& lse, const Tensor& delta,
-                    const OptionalTensor& normalisers FLASH_OPTION_PARAMETERS) {
-    return run(FlashBwdBiasArguments{
-        dout, lse, delta, normalisers, {q, k, v, std::nullopt, {FLASH_OPTION_VALUES}, {}}});
-  }
-  static auto varlen(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v,
-                     const Tensor& lse, const Tensor& delta, PACKING_PARAMETERS,
-                     const OptionalTensor& normalisers FLASH_OPTION_PARAMETERS) {
-    return run(FlashBwdBiasArguments{
-        dout, lse, delta, normalisers, {q, k, v, PACKING_VALUES, {FLASH_OPTION_VALUES}, {}}});
-  }
-};
+using FlashVarlenFwd = FlashFwd<run, PACKING_TYPES>;
+template <auto run>
+using FlashVarlenBwd = FlashBwd<run, PACKING_TYPES>;
+template <auto run>
+using FlashVarlenBwdBias = FlashBwdBias<run, PACKING_TYPES>;
 
 }  // namespace metal_attn

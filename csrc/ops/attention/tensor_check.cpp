@@ -1,15 +1,16 @@
-#include "csrc/ops/attention/tensor_check.h"
-
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <sstream>
+#include <tuple>
 #include <vector>
 
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_fwd.h"
+#include "csrc/ops/attention/tensor_tiles.h"
 #include "csrc/runtime/torch_call.h"
 
 namespace metal_attn {
@@ -44,8 +45,8 @@ Tensor filled(int32_t device_type, int32_t dtype, const Sizes& sizes, uint32_t s
   return result;
 }
 
-std::vector<float> values_of(const Tensor& tensor, const Sizes& sizes) {
-  Tensor host = host_tensor(sizes);
+std::vector<float> values_of(const Tensor& tensor) {
+  Tensor host = host_tensor({tensor.size(0), tensor.size(1), tensor.size(2), tensor.size(3)});
   torch::stable::copy_(host, tensor);
   const float* values = static_cast<const float*>(host.const_data_ptr());
   return {values, values + host.numel()};
@@ -74,25 +75,23 @@ std::vector<Problem> problems(bool float32) {
 }
 
 FlashFwdArguments forward_of(const Problem& problem, int32_t device_type) {
-  FlashFwdOptions options{};
-  options.softmax_scale = 1.0;
-  options.causal = true;
-  options.window_size_left = -1;
-  options.window_size_right = -1;
-  return {filled(device_type, problem.dtype, problem.queries(), 1),
-          filled(device_type, problem.dtype, problem.keys(), 2),
-          filled(device_type, problem.dtype, problem.keys(), 3),
+  const auto operand = [&](const Sizes& sizes, uint32_t seed) {
+    return filled(device_type, problem.dtype, sizes, seed);
+  };
+  return {operand(problem.queries(), 1),
+          operand(problem.keys(), 2),
+          operand(problem.keys(), 3),
           std::nullopt,
-          options,
+          {.softmax_scale = 1.0, .causal = true},
           {}};
 }
 
 // In one line; "" if they are as close as they should be. `roundings`: of the largest value, or of
 // 1 if that is less.
 std::string difference(const std::string& what, const Tensor& tensor_tiles,
-                       const Tensor& matrix_tiles, const Sizes& sizes, float roundings) {
-  const auto found = values_of(tensor_tiles, sizes);
-  const auto expected = values_of(matrix_tiles, sizes);
+                       const Tensor& matrix_tiles, float roundings) {
+  const auto found = values_of(tensor_tiles);
+  const auto expected = values_of(matrix_tiles);
   float largest = 1.0f;
   for (const float value : expected) {
     largest = std::max(largest, std::fabs(value));
@@ -110,45 +109,37 @@ std::string difference(const std::string& what, const Tensor& tensor_tiles,
 
 }  // namespace
 
-std::string compare_forwards(Backend& backend, int32_t device_type, bool float32) {
-  for (const Problem& problem : problems(float32)) {
-    const FlashFwdArguments a = forward_of(problem, device_type);
-    const Tensor tensor_tiles = std::get<0>(flash_fwd(a, backend, true));
-    const Tensor matrix_tiles = std::get<0>(flash_fwd(a, backend, false));
-    // Each result is rounded, and weights are cut.
-    const std::string found = difference(problem.name, tensor_tiles, matrix_tiles,
-                                         problem.queries(), 4 * problem.rounding);
-    if (!found.empty()) {
-      return found;
-    }
-  }
-  return "";
-}
-
-std::string compare_backwards(Backend& backend, int32_t device_type, bool float32) {
+std::string compare_tiles(Backend& backend, int32_t device_type, Pass pass, bool float32) {
   for (const Problem& problem : problems(float32)) {
     const FlashFwdArguments f = forward_of(problem, device_type);
-    const auto [out, lse] = flash_fwd(f, backend, false);
-    const FlashBwdArguments a{
-        filled(device_type, problem.dtype, problem.queries(), 4), std::nullopt, out, lse, true, f};
-    const FlashGradients tensor_tiles = flash_bwd(a, backend, true);
-    const FlashGradients matrix_tiles = flash_bwd(a, backend, false);
     const auto compare = [&](const char* name, const Tensor& found, const Tensor& expected,
-                             const Sizes& sizes) {
+                             float roundings) {
+      return difference(std::string(name) + problem.name, found, expected,
+                        roundings * problem.rounding);
+    };
+    std::string different;
+    if (pass == Pass::kForward) {
+      const auto [found, found_lse] = flash_fwd(f, backend, true);
+      const auto [right, right_lse] = flash_fwd(f, backend, false);
+      // Each result is rounded, and weights are cut.
+      different = compare("", found, right, 4);
+    } else {
+      const auto [out, lse] = flash_fwd(f, backend, false);
+      const FlashBwdArguments a{filled(device_type, problem.dtype, problem.queries(), 4),
+                                std::nullopt,
+                                out,
+                                lse,
+                                true,
+                                f};
+      const auto [dq, dk, dv, delta, normalisers] = flash_bwd(a, backend, true);
+      const auto [right_dq, right_dk, right_dv, same, same_too] = flash_bwd(a, backend, false);
       // Each result is rounded, and so are the terms of its sum. Sums of terms of both signs are
       // less than these.
-      return difference(std::string("the ") + name + " of " + problem.name, found, expected, sizes,
-                        8 * problem.rounding);
-    };
-    std::string different =
-        compare("dq", std::get<0>(tensor_tiles), std::get<0>(matrix_tiles), problem.queries());
-    if (different.empty()) {
-      different =
-          compare("dk", std::get<1>(tensor_tiles), std::get<1>(matrix_tiles), problem.keys());
-    }
-    if (different.empty()) {
-      different =
-          compare("dv", std::get<2>(tensor_tiles), std::get<2>(matrix_tiles), problem.keys());
+      for (const auto& [name, found, right] : {std::tuple{"the dq of ", &dq, &right_dq},
+                                               {"the dk of ", &dk, &right_dk},
+                                               {"the dv of ", &dv, &right_dv}}) {
+        different = different.empty() ? compare(name, *found, *right, 8) : different;
+      }
     }
     if (!different.empty()) {
       return different;

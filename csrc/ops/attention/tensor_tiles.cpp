@@ -11,14 +11,11 @@
 #include <string_view>
 #include <system_error>
 
-#include "csrc/ops/attention/tensor_check.h"
-#include "csrc/ops/attention/tf32.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/probe.h"
-#include "csrc/runtime/probe_tensor.h"
 #include "csrc/runtime/trial_note.h"
 
 namespace metal_attn {
@@ -121,19 +118,6 @@ std::string record_of(Trial trial) {
                             (trial.pass == Pass::kBackward ? "_backward" : "");
 }
 
-bool was_checked(const std::string& record) {
-  std::error_code error;
-  return !record.empty() && std::filesystem::exists(record, error);
-}
-
-void remember(const std::string& record) {
-  std::error_code error;
-  if (!record.empty()) {
-    std::filesystem::create_directories(std::filesystem::path(record).parent_path(), error);
-    std::ofstream(record).flush();
-  }
-}
-
 // Of the time in which one small kernel compiles and runs: these are up to 18, of many registers.
 constexpr int kCompareLimits = 3;
 
@@ -151,18 +135,19 @@ void say_compared(Trial trial) {
 // "" if both kinds of tile agree, in this process or in an earlier one.
 std::string compare_once(Backend& mps, Trial trial, ProbeSettings settings) {
   const std::string record = record_of(trial);
-  if (was_checked(record)) {
+  std::error_code error;
+  if (!record.empty() && std::filesystem::exists(record, error)) {
     return "";
   }
   say_compared(trial);
-  const auto compare = trial.pass == Pass::kForward ? compare_forwards : compare_backwards;
   settings.limit *= kCompareLimits;
-  const std::string problem = try_apart(settings, "the comparison of both kinds of tile",
-                                        [&mps, compare, trial, type = settings.device_type] {
-                                          return compare(mps, type, trial.float32);
-                                        });
-  if (problem.empty()) {
-    remember(record);
+  const std::string problem = try_apart(
+      settings, "the comparison of both kinds of tile", [&mps, trial, type = settings.device_type] {
+        return compare_tiles(mps, type, trial.pass, trial.float32);
+      });
+  if (problem.empty() && !record.empty()) {
+    std::filesystem::create_directories(std::filesystem::path(record).parent_path(), error);
+    std::ofstream(record).flush();
   }
   return problem;
 }

@@ -8,7 +8,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <optional>
+#include <cstdint>
 #include <string>
 
 #include "csrc/problem/attention.h"
@@ -25,6 +25,11 @@ struct Trial {
   Pass pass;
   bool float32;
 };
+
+// How a pass's tensor tiles differ from its 8x8 tiles beyond rounding in a few small problems, in
+// one line; "" if they do not. device_type: torch's. float32: of problems in it, or of those in
+// half precision.
+std::string compare_tiles(Backend& backend, int32_t device_type, Pass pass, bool float32);
 
 // Whether a pass on it uses tensor tiles for these queries. The first call tries them; in the
 // simulator only the GPU that was told and the environment count; while launches are recorded, what
@@ -45,5 +50,16 @@ void give_up_tensor_tiles(const torch::stable::Tensor& q, Pass pass, const std::
 // The same for the forward with these texts only, and whether that was done.
 void give_up_tensor_tiles(const FlexFeatures& flex, const std::string& why);
 bool gave_up_tensor_tiles(const FlexFeatures& flex);
+
+// Whether float32 may be multiplied as TF32, with operands of 11 significant bits: by the last
+// metal_attn_allow_tf32, or else by TORCH_METAL_ATTN_TF32. Throws std::invalid_argument for a
+// TORCH_METAL_ATTN_TF32 that is neither off nor on.
+bool tf32_allowed();
+
+// "TF32 is not allowed", or what allows it.
+std::string tf32_reason();
+
+// Of a kernel that multiplies float32 on tensor tiles, what it does and why; or else "".
+std::string describe_tf32(Element element, bool tensor_tiles);
 
 }  // namespace metal_attn

@@ -1,4 +1,4 @@
-#include "csrc/ops/attention/tf32.h"
+#include "csrc/ops/attention/tensor_tiles.h"
 
 #include <atomic>
 #include <cstdlib>

@@ -11,13 +11,12 @@
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/rope/rotation.h"
 #include "csrc/problem/rope.h"
 #include "csrc/problem/strides.h"
-#include "shaders/params.h"
+#include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 namespace {
@@ -30,21 +29,14 @@ using torch::stable::Tensor;
 constexpr char kNewLayout[] = "(batch, heads, length, head_dim)";
 constexpr char kPackedLayout[] = "(tokens, heads, head_dim)";
 
-void check_both(ArgumentName name, const OptionalTensor& tensor, ArgumentName other_name,
-                const OptionalTensor& other) {
-  check(tensor.has_value() == other.has_value(), "only one of ", name, " and ", other_name,
-        " is given; give both or neither");
-}
-
-void check_rows(ArgumentName name, const Tensor& tensor, int64_t rank, const char* layout) {
+void check_layout(ArgumentName name, const Tensor& tensor, int64_t rank, const char* layout) {
   check_rank(name, tensor, rank, layout);
-  check_last_stride(name, tensor);
-  check_storage(name, tensor);
+  check_rows(name, tensor);
 }
 
 // Of k, v or q.
 void check_new(ArgumentName name, const Tensor& tensor, const AppendKvArguments& a) {
-  check_rows(name, tensor, a.packed ? 3 : 4, a.packed ? kPackedLayout : kNewLayout);
+  check_layout(name, tensor, a.packed ? 3 : 4, a.packed ? kPackedLayout : kNewLayout);
 }
 
 // The shape of k, v or q.
@@ -89,8 +81,8 @@ void check_caches(const AppendKvArguments& a, AppendKvProblem& p) {
   p.formats = check_kv_formats(a.cache, a.k, a.k_cache, a.v_cache);
   p.cache_element = own_element(p.formats, p.element, a.k_cache);
   const char* layout = cache_layout(a.cache);
-  check_rows("k_cache", a.k_cache, 4, layout);
-  check_rows("v_cache", a.v_cache, 4, layout);
+  check_layout("k_cache", a.k_cache, 4, layout);
+  check_layout("v_cache", a.v_cache, 4, layout);
   p.capacity = check_cache_capacity(a.cache, a.k_cache, a.k, p.batch);
   p.cache_size = static_cast<int32_t>(a.k_cache.size(0));
   p.page_size = a.cache.block_table ? static_cast<int32_t>(a.k_cache.size(2)) : 0;
@@ -107,8 +99,7 @@ void check_caches(const AppendKvArguments& a, AppendKvProblem& p) {
 void check_indices(const AppendKvArguments& a, AppendKvProblem& p) {
   for (const auto& [name, tensor] :
        given({{"cache_seqlens", &a.cache_seqlens}, {"leftpad_k", &a.leftpad_k}})) {
-    check_same_device(name, *tensor, "k", a.k);
-    check_index(name, *tensor);
+    check_index(name, *tensor, "k", a.k);
     check_shape(name, *tensor, {{p.batch}});
   }
   check(a.cache.indexed() || p.cache_size == p.batch, "`k_cache` has a batch of ", p.cache_size,
@@ -118,7 +109,8 @@ void check_indices(const AppendKvArguments& a, AppendKvProblem& p) {
 }
 
 void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
-  check_both("rotary_cos", a.rotary_cos, "rotary_sin", a.rotary_sin);
+  check(a.rotary_cos.has_value() == a.rotary_sin.has_value(),
+        "only one of `rotary_cos` and `rotary_sin` is given; give both or neither");
   if (!a.rotary_cos) {
     check(!a.q, "`q` is given and `rotary_cos` is not, which is all that `q` is for");
     check(!a.rotary_interleaved, "`rotary_interleaved` is True and `rotary_cos` is not given");
@@ -131,9 +123,7 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   for (const auto& [name, table] : {Named{"rotary_cos", &cos}, Named{"rotary_sin", &sin}}) {
     check_same_device(name, *table, "k", a.k);
     check_element(name, *table);
-    check_rank(name, *table, 2, "(rows, R / 2)");
-    check_last_stride(name, *table);
-    check_storage(name, *table);
+    check_layout(name, *table, 2, "(rows, R / 2)");
   }
   check_same_dtype("rotary_sin", sin, "rotary_cos", cos);
   check_shape("rotary_sin", sin, {{cos.size(0), cos.size(1)}});
@@ -386,8 +376,7 @@ AppendKvSpecialisation choose_append_kv(const AppendKvArguments& a, const Append
       std::min<int64_t>(divide_up(work, kSimdgroupThreads) * kSimdgroupThreads, APPEND_THREADS));
   check(blocks * s.threads <= std::numeric_limits<uint32_t>::max(), "`k` has a length of ",
         p.length, " and `q` of ", p.q_length, "; Metal counts at most 2^32 - 1 threads");
-  s.threadgroups = {static_cast<uint32_t>(blocks), static_cast<uint32_t>(head_groups),
-                    static_cast<uint32_t>(p.batch)};
+  s.threadgroups = extent(blocks, head_groups, p.batch);
   return s;
 }
 

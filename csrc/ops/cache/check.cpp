@@ -121,8 +121,7 @@ void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, 
   check_dtype("block_table", table, {ScalarType::Int});
   check(table.dim() == 2 && table.size(0) == batch, "`block_table` has shape ", shape_text(table),
         "; it must be (", batch, ", max_blocks)");
-  check_last_stride("block_table", table);
-  check_storage("block_table", table);
+  check_rows("block_table", table);
   const int32_t page = check_length(o.names.k, k, 2, "page size");
   check(page > 0, ArgumentName(o.names.k),
         " has pages of 0 keys; with `block_table` they must have at least 1");
@@ -170,6 +169,7 @@ void check_scales(const CacheOptions& o, KvFormats formats, const Tensor& k, con
     }
     if (format == KvFormat::kFp8E4m3) {
       check_shape(scale_name, *scale, {{data.size(1)}, {batch, data.size(1)}});
+      check_storage(scale_name, *scale);
     } else {
       const int64_t columns = kv_columns(data, format);
       const int shared = kv_scale_columns(static_cast<int>(format));
@@ -178,9 +178,8 @@ void check_scales(const CacheOptions& o, KvFormats formats, const Tensor& k, con
       Dims shape = sizes_of(data);
       shape.back() = columns / shared * kv_scale_numbers(static_cast<int>(format));
       check_shape(scale_name, *scale, {shape});
-      check_last_stride(scale_name, *scale);
+      check_rows(scale_name, *scale);
     }
-    check_storage(scale_name, *scale);
   }
 }
 
@@ -216,8 +215,7 @@ int32_t check_cache_capacity(const CacheOptions& o, const Tensor& k, const Tenso
     return static_cast<int32_t>(o.block_table->size(1) * k.size(2));
   }
   if (o.cache_batch_idx) {
-    check_same_device("cache_batch_idx", *o.cache_batch_idx, o.names.q, q);
-    check_index("cache_batch_idx", *o.cache_batch_idx);
+    check_index("cache_batch_idx", *o.cache_batch_idx, o.names.q, q);
     check_shape("cache_batch_idx", *o.cache_batch_idx, {{batch}});
   }
   return check_length(o.names.k, k, 2, "length");

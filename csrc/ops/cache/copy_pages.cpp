@@ -1,15 +1,15 @@
 #include "csrc/ops/cache/copy_pages.h"
 
 #include <algorithm>
-#include <array>
+#include <bit>
 #include <cstdint>
 #include <unordered_map>
 #include <vector>
 
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
+#include "csrc/runtime/launch.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -160,30 +160,9 @@ CopyPagesSpecialisation choose_copy_pages(const Tensor& cache, const Tensor& src
 }
 
 Defines copy_pages_defines(const CopyPagesSpecialisation& s) {
-  const char* word = "uchar";
-  switch (s.word_bytes) {
-    case 16:
-      word = "uint4";
-      break;
-    case 8:
-      word = "uint2";
-      break;
-    case 4:
-      word = "uint";
-      break;
-    case 2:
-      word = "ushort";
-      break;
-    default:
-      break;
-  }
+  constexpr const char* kWords[] = {"uchar", "ushort", "uint", "uint2", "uint4"};  // by log2
+  const char* word = kWords[std::countr_zero(static_cast<uint64_t>(s.word_bytes))];
   return {{"WORD", word}, {"INDEX", s.long_indices ? "long" : "int"}};
-}
-
-std::array<uint32_t, 3> copy_pages_threadgroups(const CopyPagesSpecialisation& s) {
-  const int64_t block = COPY_PAGES_THREADS * COPY_PAGES_WORDS;
-  return {static_cast<uint32_t>(divide_up(s.page_words, block)), static_cast<uint32_t>(s.copies),
-          1};
 }
 
 // --- The launch. ---
@@ -202,7 +181,8 @@ Launch copy_pages_launch(const Tensor& cache, const Tensor& src, const Tensor& d
   launch.buffers = {
       {COPY_PAGES_CACHE, cache, true}, {COPY_PAGES_SRC, src, false}, {COPY_PAGES_DST, dst, false}};
   launch.set_params(COPY_PAGES_PARAMS, params);
-  launch.threadgroups = copy_pages_threadgroups(s);
+  launch.threadgroups =
+      extent(divide_up(s.page_words, COPY_PAGES_THREADS * COPY_PAGES_WORDS), s.copies);
   launch.threads = {COPY_PAGES_THREADS, 1, 1};
   return launch;
 }

@@ -2,6 +2,7 @@
 // AppendKvArguments.
 #pragma once
 
+#include "csrc/ops/common/arguments.h"
 #include "csrc/problem/cache.h"
 
 // In the order of CacheOptions.
@@ -50,13 +51,7 @@ struct AppendKv {
   }
 };
 
-// Of arguments that are no struct.
 template <auto run>
-struct CopyPages {
-  static auto call(const torch::stable::Tensor& cache, const torch::stable::Tensor& src,
-                   const torch::stable::Tensor& dst) {
-    return run(cache, src, dst);
-  }
-};
+using CopyPages = AsGiven<run, TensorArgument, TensorArgument, TensorArgument>;
 
 }  // namespace metal_attn

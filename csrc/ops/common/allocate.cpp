@@ -13,7 +13,6 @@
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/runtime/fresh.h"
-#include "csrc/runtime/optional_shims.h"
 #include "csrc/runtime/torch_call.h"
 
 namespace metal_attn {

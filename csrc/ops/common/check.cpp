@@ -3,7 +3,6 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
-#include <array>
 #include <optional>
 #include <stdexcept>
 
@@ -39,32 +38,23 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// torch.float16's name, for the dtypes that a caller is likely to hold.
+// Those that a caller is likely to hold, with torch's names.
+constexpr std::array<std::pair<ScalarType, const char*>, 10> kLikely{
+    {{ScalarType::Float, "float32"},
+     {ScalarType::Half, "float16"},
+     {ScalarType::BFloat16, "bfloat16"},
+     {ScalarType::Double, "float64"},
+     {ScalarType::Long, "int64"},
+     {ScalarType::Int, "int32"},
+     {ScalarType::Bool, "bool"},
+     {ScalarType::Char, "int8"},
+     {ScalarType::Byte, "uint8"},
+     {ScalarType::Float8_e4m3fn, "float8_e4m3fn"}}};
+
 std::string dtype_name(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Bool:
-      return "bool";
-    case ScalarType::Char:
-      return "int8";
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Float8_e4m3fn:
-      return "float8_e4m3fn";
-    default:
-      return torch::headeronly::toString(dtype);
-  }
+  const auto is_it = [dtype](const auto& likely) { return likely.first == dtype; };
+  const auto found = std::find_if(kLikely.begin(), kLikely.end(), is_it);
+  return found != kLikely.end() ? found->second : torch::headeronly::toString(dtype);
 }
 
 void write_list(std::ostream& out, IntHeaderOnlyArrayRef values) {
@@ -165,29 +155,20 @@ Place place_of(const Tensor& tensor) {
   return place;
 }
 
-constexpr std::size_t kDtypes = 64;
-
-// By torch's number, those that a caller is likely to hold.
-std::array<std::optional<ScalarType>, kDtypes> likely_dtypes() {
-  std::array<std::optional<ScalarType>, kDtypes> dtypes{};
-  for (const ScalarType dtype : {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16,
-                                 ScalarType::Int, ScalarType::Long, ScalarType::Bool,
-                                 ScalarType::Char, ScalarType::Byte, ScalarType::Float8_e4m3fn}) {
-    using torch::stable::detail::from;
-    const auto number = static_cast<std::size_t>(torch::stable::detail::to<int32_t>(from(dtype)));
-    if (number < kDtypes) {
-      dtypes[number] = dtype;
-    }
-  }
-  return dtypes;
-}
-
+// By torch's number, if it is a likely one.
 std::optional<ScalarType> likely_dtype(const Tensor& tensor) {
-  static const auto dtypes = likely_dtypes();
+  using torch::stable::detail::from;
+  using torch::stable::detail::to;
+  static const auto numbers = [] {
+    std::array<int32_t, kLikely.size()> all{};
+    std::transform(kLikely.begin(), kLikely.end(), all.begin(),
+                   [](const auto& likely) { return to<int32_t>(from(likely.first)); });
+    return all;
+  }();
   int32_t number = 0;
   TORCH_CALL(aoti_torch_get_dtype(tensor.get(), &number));
-  const auto place = static_cast<std::size_t>(number);
-  return place < kDtypes ? dtypes[place] : std::nullopt;
+  const auto found = std::find(numbers.begin(), numbers.end(), number) - numbers.begin();
+  return found < std::ssize(numbers) ? std::optional(kLikely[found].first) : std::nullopt;
 }
 
 }  // namespace
@@ -248,11 +229,8 @@ ScalarType check_dtype(ArgumentName name, const Tensor& tensor,
 }
 
 Element check_element(ArgumentName name, const Tensor& tensor) {
-  check_known_dtype(name, tensor, kElementNames);
-  const std::optional<Element> element = element_of(dtype_of(tensor));
-  check(element.has_value(), name, " has dtype ", dtype_text(tensor), "; it must be ",
-        kElementNames);
-  return *element;
+  return *element_of(
+      check_dtype(name, tensor, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}));
 }
 
 Element check_element(ArgumentName name, ScalarType dtype) {
@@ -331,7 +309,9 @@ const int32_t* values_on_cpu(const Tensor& tensor) {
              : nullptr;
 }
 
-void check_index(ArgumentName name, const Tensor& tensor) {
+void check_index(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
+                 const Tensor& other) {
+  check_same_device(name, tensor, other_name, other);
   check_dtype(name, tensor, {ScalarType::Int});
   check(tensor.dim() == 1 && (tensor.numel() < 2 || tensor.stride(0) == 1), name, " has shape ",
         shape_text(tensor), " and strides ", stride_text(tensor),
@@ -340,8 +320,7 @@ void check_index(ArgumentName name, const Tensor& tensor) {
 }
 
 void check_ends(ArgumentName name, const Tensor& cu_seqlens, const Tensor& q) {
-  check_same_device(name, cu_seqlens, "q", q);
-  check_index(name, cu_seqlens);
+  check_index(name, cu_seqlens, "q", q);
   check(cu_seqlens.numel() > 0, name, " is empty; it must hold a 0 and each sequence's end");
 }
 
@@ -377,22 +356,30 @@ void check_statistics(ArgumentName name, const Tensor& tensor, ArgumentName othe
   check_storage(name, tensor);
 }
 
-Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name,
-                   const Tensor& other) {
-  check_same_device("learnable_sink", sink, other_name, other);
-  const Element element = check_element("learnable_sink", sink);
-  check_shape("learnable_sink", sink, {{heads}});
-  check_last_stride("learnable_sink", sink);
-  check_storage("learnable_sink", sink);
-  return element;
+ScalarType check_operand(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
+                         const Tensor& other, std::initializer_list<ScalarType> dtypes,
+                         std::initializer_list<IntHeaderOnlyArrayRef> shapes) {
+  check_same_device(name, tensor, other_name, other);
+  const ScalarType dtype = check_dtype(name, tensor, dtypes);
+  check_shape(name, tensor, shapes);
+  check_rows(name, tensor);
+  return dtype;
 }
 
-void check_last_stride(ArgumentName name, const Tensor& tensor) {
+Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name,
+                   const Tensor& other) {
+  return *element_of(check_operand("learnable_sink", sink, other_name, other,
+                                   {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16},
+                                   {{heads}}));
+}
+
+void check_rows(ArgumentName name, const Tensor& tensor) {
   // The stride of a single column, or of no elements, means nothing, and contiguous() keeps it.
   const int64_t last = tensor.dim() - 1;
   check(tensor.size(last) == 1 || tensor.stride(last) == 1 || tensor.numel() == 0, name,
         " has strides ", stride_text(tensor), "; the last must be 1: call ", name,
         ".contiguous() first");
+  check_storage(name, tensor);
 }
 
 void check_contiguous(ArgumentName name, const Tensor& tensor) {

@@ -147,8 +147,9 @@ bool is_meta(const torch::stable::Tensor& tensor);
 // The numbers of an int32 tensor if they are at hand: those on mps are checked by the kernel.
 const int32_t* values_on_cpu(const torch::stable::Tensor& tensor);
 
-// int32, contiguous, of one dimension.
-void check_index(ArgumentName name, const torch::stable::Tensor& tensor);
+// int32, contiguous, of one dimension, on `other`'s device.
+void check_index(ArgumentName name, const torch::stable::Tensor& tensor, ArgumentName other_name,
+                 const torch::stable::Tensor& other);
 
 // Where each of packed sequences begins, and the end of the last: on q's device, not empty.
 void check_ends(ArgumentName name, const torch::stable::Tensor& cu_seqlens,
@@ -167,11 +168,18 @@ void check_statistics(ArgumentName name, const torch::stable::Tensor& tensor,
                       ArgumentName other_name, const torch::stable::Tensor& other,
                       torch::headeronly::IntHeaderOnlyArrayRef shape);
 
+// Of one of the dtypes and of the shapes, on `other`'s device, with rows whose last stride is 1.
+torch::headeronly::ScalarType check_operand(
+    ArgumentName name, const torch::stable::Tensor& tensor, ArgumentName other_name,
+    const torch::stable::Tensor& other, std::initializer_list<torch::headeronly::ScalarType> dtypes,
+    std::initializer_list<torch::headeronly::IntHeaderOnlyArrayRef> shapes);
+
 // learnable_sink, a number a query head.
 Element check_sink(const torch::stable::Tensor& sink, int64_t heads, ArgumentName other_name,
                    const torch::stable::Tensor& other);
 
-void check_last_stride(ArgumentName name, const torch::stable::Tensor& tensor);
+// The last stride is 1, and check_storage.
+void check_rows(ArgumentName name, const torch::stable::Tensor& tensor);
 
 // As an op of this package returned it.
 void check_contiguous(ArgumentName name, const torch::stable::Tensor& tensor);

@@ -2,10 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <utility>
-#include <vector>
-
-#include "csrc/ops/common/check.h"
 
 namespace metal_attn {
 namespace {

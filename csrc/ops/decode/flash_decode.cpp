@@ -1,8 +1,5 @@
 #include "csrc/ops/decode/flash_decode.h"
 
-#include <algorithm>
-#include <cstdint>
-
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_fwd.h"
@@ -11,14 +8,13 @@
 #include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/ops/decode/indices.h"
-#include "csrc/ops/decode/tree.h"
+#include "csrc/ops/decode/visible.h"
 #include "csrc/ops/merge/merge.h"
 #include "csrc/problem/merge.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
+#include "csrc/runtime/launch.h"
 #include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
@@ -101,25 +97,19 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
     }
     launch.buffers.push_back({FLASH_DECODE_NEW_K, append->k, false});
     launch.buffers.push_back({FLASH_DECODE_NEW_V, append->v, false});
-    if (append->cu_seqlens_k_new) {
-      launch.buffers.push_back({FLASH_DECODE_CU_SEQLENS_K_NEW, *append->cu_seqlens_k_new, false});
-    }
+    read_if(append->cu_seqlens_k_new, launch.buffers, FLASH_DECODE_CU_SEQLENS_K_NEW);
     params.append = append->params;
     params.q_advances = append->q_advances;
     params.problem.new_keys = append->params.length;
   }
   fill_tree_params(call.options, params);
-  if (call.options.parents) {
-    launch.buffers.push_back({FLASH_DECODE_PARENTS, *call.options.parents, false});
-  }
-  if (call.options.tree_mask) {
-    launch.buffers.push_back({FLASH_DECODE_TREE_MASK, *call.options.tree_mask, false});
-  }
+  read_if(call.options.parents, launch.buffers, FLASH_DECODE_PARENTS);
+  read_if(call.options.tree_mask, launch.buffers, FLASH_DECODE_TREE_MASK);
   launch.buffers.push_back({FLASH_DECODE_OUT, out, true});
   launch.buffers.push_back({FLASH_DECODE_LSE, lse, true});
   launch.set_params(FLASH_PARAMS, params);
   launch.threadgroups = call.threadgroups;
-  launch.threads = {static_cast<uint32_t>(call.specialisation.threads()), 1, 1};
+  launch.threads = extent(call.specialisation.threads());
   return launch;
 }
 
@@ -189,9 +179,8 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
   const int64_t own_rows = divide_up(rows, list_groups);
   call.splits = a.num_splits > 0 ? a.num_splits
                                  : flash_decode_splits(s, groups, own_rows, call.keys, gpu().cores);
-  call.threadgroups = {static_cast<uint32_t>(call.splits),
-                       static_cast<uint32_t>(forward.kv_heads * call.row_groups),
-                       static_cast<uint32_t>(forward.batch + (f.packing ? 1 : 0))};
+  call.threadgroups =
+      extent(call.splits, forward.kv_heads * call.row_groups, forward.batch + (f.packing ? 1 : 0));
   return call;
 }
 

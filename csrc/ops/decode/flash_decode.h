@@ -8,9 +8,9 @@
 #include <cstdint>
 #include <tuple>
 
-#include "csrc/ops/common/grid.h"
 #include "csrc/problem/decode.h"
 #include "csrc/runtime/backend.h"
+#include "csrc/runtime/launch.h"
 #include "csrc/tiles/flash_decode.h"
 
 namespace metal_attn {
@@ -18,6 +18,10 @@ namespace metal_attn {
 // As flash_fwd, without dropout and without rotation of k.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_decode(
     const FlashDecodeArguments& arguments, Backend& backend);
+
+// metal_attn::flex_fwd: flash_fwd, or flash_decode for few queries.
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> flex_fwd(
+    const FlashFwdArguments& arguments, Backend& backend);
 
 // Throws std::invalid_argument.
 FlashFwdCall check_flash_decode(const FlashDecodeArguments& arguments);

@@ -1,5 +1,3 @@
-#include "csrc/ops/decode/flex.h"
-
 #include <cstdint>
 #include <limits>
 #include <optional>

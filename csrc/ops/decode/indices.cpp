@@ -1,8 +1,7 @@
-#include "csrc/ops/decode/indices.h"
+#include "csrc/ops/decode/visible.h"
 
-#include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
+#include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 namespace {

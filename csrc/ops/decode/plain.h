@@ -19,29 +19,21 @@
 
 namespace metal_attn {
 
-inline constexpr char kPlainFlashFwd[] =
-    "flash_fwd(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> " FLASH_FWD_RESULT;
-inline constexpr char kPlainFlashDecode[] =
-    "flash_decode(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> " FLASH_FWD_RESULT;
-inline constexpr char kPlainSdpa[] =
-    "sdpa(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False) -> Tensor";
-// Tensors of the others are (B, L, H, D), as flash-attn's.
-inline constexpr char kPlainFlashAttn[] =
-    "flash_attn(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> Tensor";
-inline constexpr char kPlainCached[] =
-    "flash_attn_cached(Tensor q, Tensor k, Tensor v, Tensor? seqused_k=None, "
-    "Tensor? block_table=None" FLASH_FIRST_SCHEMA ") -> Tensor";
-inline constexpr char kPlainStep[] =
-    "flash_attn_step(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-    "Tensor cache_seqlens, Tensor? block_table=None" FLASH_FIRST_SCHEMA ", " APPEND_KV_ROTARY
-    ") -> Tensor";
-
 template <typename Library>
 void define_plain(Library& m) {
-  for (const char* schema :
-       {kPlainFlashFwd, kPlainFlashDecode, kPlainSdpa, kPlainFlashAttn, kPlainCached, kPlainStep}) {
-    m.def(schema);
-  }
+  m.def("flash_fwd(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> " FLASH_FWD_RESULT);
+  m.def("flash_decode(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> " FLASH_FWD_RESULT);
+  m.def(
+      "sdpa(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False) -> Tensor");
+  // Tensors of the others are (B, L, H, D), as flash-attn's.
+  m.def("flash_attn(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> Tensor");
+  m.def(
+      "flash_attn_cached(Tensor q, Tensor k, Tensor v, Tensor? seqused_k=None, "
+      "Tensor? block_table=None" FLASH_FIRST_SCHEMA ") -> Tensor");
+  m.def(
+      "flash_attn_step(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
+      "Tensor cache_seqlens, Tensor? block_table=None" FLASH_FIRST_SCHEMA ", " APPEND_KV_ROTARY
+      ") -> Tensor");
 }
 
 template <Backend& (*backend)()>

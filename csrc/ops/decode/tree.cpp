@@ -1,8 +1,7 @@
-#include "csrc/ops/decode/tree.h"
+#include "csrc/ops/decode/visible.h"
 
 #include <cstdint>
 #include <sstream>
-#include <string>
 #include <vector>
 
 #include "csrc/ops/common/allocate.h"
@@ -84,11 +83,9 @@ void check_tree_layout(ArgumentName name, const Tensor& tree, const FlashDecodeA
       shape->push_back(length);
     }
   }
-  check_same_device(name, tree, "q", f.q);
-  check_dtype(name, tree, {a.options.parents ? ScalarType::Int : ScalarType::Bool});
-  f.packing ? check_shape(name, tree, {packed}) : check_shape(name, tree, {shared, each});
-  check_last_stride(name, tree);
-  check_storage(name, tree);
+  const ScalarType dtype = a.options.parents ? ScalarType::Int : ScalarType::Bool;
+  f.packing ? check_operand(name, tree, "q", f.q, {dtype}, {packed})
+            : check_operand(name, tree, "q", f.q, {dtype}, {shared, each});
 }
 
 // What counts keys by their index, or has no queries that are those of the last keys.

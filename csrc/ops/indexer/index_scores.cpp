@@ -1,12 +1,10 @@
 #include "csrc/ops/indexer/index_scores.h"
 
-#include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/element.h"
 #include "csrc/problem/strides.h"
@@ -68,8 +66,7 @@ IndexScoresCall check_index_scores(const IndexScoresArguments& a) {
   check_shape("k", a.k, {{a.q.size(0), a.k.size(1), a.q.size(3)}});
   check_shape("weights", a.weights, {{a.q.size(0), a.q.size(1), a.q.size(2)}});
   for (const auto& [name, tensor] : {std::pair{"q", &a.q}, {"k", &a.k}}) {
-    check_last_stride(name, *tensor);
-    check_storage(name, *tensor);
+    check_rows(name, *tensor);
   }
   check_storage("weights", a.weights);
   const double scale = a.softmax_scale.value_or(1.0 / std::sqrt(double(call.head_dim)));
@@ -118,10 +115,9 @@ Launch index_scores_launch(const IndexScoresArguments& a, const IndexScoresCall&
                     {INDEX_SCORES_WEIGHTS, none ? a.k : a.weights, false},
                     {INDEX_SCORES_OUT, out, true}};
   launch.set_params(INDEX_SCORES_PARAMS, params);
-  launch.threadgroups = {static_cast<uint32_t>(divide_up(call.kv_length, call.block_keys())),
-                         static_cast<uint32_t>(divide_up(call.q_length, call.simdgroups())),
-                         static_cast<uint32_t>(call.batch)};
-  launch.threads = {static_cast<uint32_t>(kSimdgroupThreads * call.simdgroups()), 1, 1};
+  launch.threadgroups = extent(divide_up(call.kv_length, call.block_keys()),
+                               divide_up(call.q_length, call.simdgroups()), call.batch);
+  launch.threads = extent(kSimdgroupThreads * call.simdgroups());
   return launch;
 }
 

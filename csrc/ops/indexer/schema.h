@@ -1,6 +1,7 @@
 // The schema of the indexer's op, and how the dispatcher's arguments become a struct.
 #pragma once
 
+#include "csrc/ops/common/arguments.h"
 #include "csrc/ops/indexer/index_scores.h"
 
 #define INDEX_SCORES_ARGUMENTS                                                             \
@@ -10,12 +11,7 @@
 namespace metal_attn {
 
 template <auto run>
-struct IndexScores {
-  static auto call(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
-                   const torch::stable::Tensor& weights, std::optional<double> softmax_scale,
-                   bool causal, std::optional<int64_t> q_offset) {
-    return run(IndexScoresArguments{q, k, weights, softmax_scale, causal, q_offset});
-  }
-};
+using IndexScores = InStruct<run, IndexScoresArguments, TensorArgument, TensorArgument,
+                             TensorArgument, std::optional<double>, bool, std::optional<int64_t>>;
 
 }  // namespace metal_attn

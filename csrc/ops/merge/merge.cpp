@@ -1,19 +1,13 @@
 #include "csrc/ops/merge/merge.h"
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <optional>
-#include <utility>
 #include <vector>
 
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/problem/merge.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/launch.h"
 #include "shaders/params.h"
@@ -45,8 +39,7 @@ MergeShape merge_shape(ArgumentName name, const Tensor& tensor, int64_t batch, i
 }
 
 void check_state(ArgumentName name, const Tensor& out, ArgumentName lse_name, const Tensor& lse) {
-  check_last_stride(name, out);
-  check_storage(name, out);
+  check_rows(name, out);
   const bool packed = out.dim() == 3;
   check_statistics(
       lse_name, lse, name, out,
@@ -70,7 +63,6 @@ MergeProblem check_operands(const MergeStateArguments& a) {
   check_same_dtype("out_b", a.out_b, "out_a", out);
   check_shape("out_b", a.out_b, {out.sizes()});
   check_state("out_b", a.out_b, "lse_b", a.lse_b);
-  p.out_dtype = out.scalar_type();
   p.infinity_is_empty = a.infinity_is_empty;
   return p;
 }
@@ -82,22 +74,18 @@ void check_mask(const Tensor& mask, const Tensor& out) {
   check_storage("mask", mask);
 }
 
-MergeProblem check_merge_state(const MergeStateArguments& a, bool inplace,
-                               const std::optional<Tensor>& mask) {
+MergeProblem check_merge_state(const MergeStateArguments& a, bool inplace) {
   MergeProblem p = check_operands(a);
-  check(inplace || !mask, "`mask` is given; only merge_state_ has one");
-  if (mask) {
-    check_mask(*mask, a.out_a);
+  if (a.mask) {
+    check_mask(*a.mask, a.out_a);
   }
   if (inplace) {
-    std::vector<Named> read{{"out_b", &a.out_b}, {"lse_b", &a.lse_b}};
-    if (mask) {
-      read.push_back({"mask", &*mask});
-    }
+    std::vector<Named> read = given({{"mask", &a.mask}});
+    read.insert(read.begin(), {{"out_b", &a.out_b}, {"lse_b", &a.lse_b}});
     check_written({{"out_a", &a.out_a}, {"lse_a", &a.lse_a}}, read, {});
   }
   p.in_place = inplace;
-  p.some_rows = mask.has_value();
+  p.some_rows = a.mask.has_value();
   return p;
 }
 
@@ -117,8 +105,7 @@ MergeProblem check_merge_splits(const MergeSplitsArguments& a) {
                    {sizes.data(), sizes.size() - 1});
   check_contiguous("partial_lse", a.partial_lse);
 
-  p.out_dtype = a.out_dtype.value_or(ScalarType::Float);
-  p.element = check_element("out_dtype", p.out_dtype);
+  p.element = check_element("out_dtype", a.out_dtype.value_or(ScalarType::Float));
   if (a.learnable_sink) {
     p.sink = check_sink(*a.learnable_sink, sizes[1], "partial_out", partial_out);
   }
@@ -131,22 +118,6 @@ MergeProblem check_merge_splits(const MergeSplitsArguments& a) {
 constexpr int kChunkBytes = 16;
 constexpr int64_t kStateThreads = 256;  // of a threadgroup, at least where rows are narrow
 
-Grid state_grid(const MergeProblem& p, bool wide_loads) {
-  const int64_t chunk_columns = wide_loads ? kChunkBytes / element_bytes(p.element) : 1;
-  const int64_t across = p.shape.columns / chunk_columns;
-  const int64_t down = std::max<int64_t>(kStateThreads / across, 1);
-  return {{1, static_cast<uint32_t>(divide_up(p.shape.rows, down)), p.shape.rows > 0 ? 1u : 0u},
-          {static_cast<uint32_t>(across), static_cast<uint32_t>(down), 1}};
-}
-
-Grid splits_grid(const MergeProblem& p, bool wide_loads) {
-  const int64_t lane_columns = wide_loads ? kChunkBytes / sizeof(float) : 1;
-  const int64_t slices = divide_up(p.shape.columns, lane_columns * MERGE_SPLITS_COLUMN_LANES);
-  const int64_t down = divide_up(p.shape.rows, MERGE_SPLITS_SIMDGROUPS);
-  return {{static_cast<uint32_t>(slices), static_cast<uint32_t>(down), down > 0 ? 1u : 0u},
-          {MERGE_SPLITS_SIMDGROUPS * 32, 1, 1}};
-}
-
 // Whether rows of a dense out are aligned to 16 bytes.
 bool dense_rows_aligned_16(const MergeProblem& p) {
   return p.shape.columns * element_bytes(p.element) % kChunkBytes == 0;
@@ -156,7 +127,11 @@ MergeSpecialisation choose_merge_state(const MergeStateArguments& a, const Merge
   // The result's rows are dense, so aligned if whole chunks make one.
   const bool wide_loads =
       rows_aligned_16(a.out_a) && rows_aligned_16(a.out_b) && dense_rows_aligned_16(p);
-  return {wide_loads, state_grid(p, wide_loads)};
+  const int64_t across =
+      p.shape.columns / (wide_loads ? kChunkBytes / element_bytes(p.element) : 1);
+  const int64_t down = std::max<int64_t>(kStateThreads / across, 1);
+  return {wide_loads,
+          {extent(1, divide_up(p.shape.rows, down), p.shape.rows > 0), extent(across, down)}};
 }
 
 // `out_aligned`: every row of out begins at a multiple of 16 bytes.
@@ -165,7 +140,11 @@ MergeSpecialisation choose_merge_splits(const Tensor& partial_out, const MergePr
   // Four columns of a split, and those of out that come of them, are one vector.
   const bool wide_loads =
       out_aligned && rows_aligned_16(partial_out) && partial_out.size(4) % 4 == 0;
-  return {wide_loads, splits_grid(p, wide_loads)};
+  const int64_t lane_columns = wide_loads ? kChunkBytes / sizeof(float) : 1;
+  const int64_t slices = divide_up(p.shape.columns, lane_columns * MERGE_SPLITS_COLUMN_LANES);
+  const int64_t down = divide_up(p.shape.rows, MERGE_SPLITS_SIMDGROUPS);
+  return {wide_loads,
+          {extent(slices, down, down > 0), extent(MERGE_SPLITS_SIMDGROUPS * kSimdgroupThreads)}};
 }
 
 Defines merge_defines(const MergeProblem& p, const MergeSpecialisation& s) {
@@ -194,61 +173,6 @@ Launch launch_of(const char* kernel, const MergeProblem& p, const MergeSpecialis
   return launch;
 }
 
-// `out` and `lse`: in place those of a.
-Launch merge_state_launch(const MergeStateArguments& a, const std::optional<Tensor>& mask,
-                          const MergeProblem& p, const MergeSpecialisation& s, const Tensor& out,
-                          const Tensor& lse) {
-  MergeStateParams params{};
-  params.out_a_strides = row_strides(a.out_a);
-  params.lse_a_strides = statistics_strides(a.lse_a);
-  params.out_b_strides = row_strides(a.out_b);
-  params.lse_b_strides = statistics_strides(a.lse_b);
-  params.out_strides = row_strides(out);
-  params.lse_strides = statistics_strides(lse);
-  if (mask) {
-    params.mask_strides = mask_strides(*mask);
-  }
-  params.shape = p.shape;
-
-  Launch launch = launch_of("merge_state", p, s);
-  if (!p.in_place) {
-    launch.buffers.push_back({MERGE_STATE_OUT_A, a.out_a, false});
-    launch.buffers.push_back({MERGE_STATE_LSE_A, a.lse_a, false});
-  }
-  launch.buffers.push_back({MERGE_STATE_OUT_B, a.out_b, false});
-  launch.buffers.push_back({MERGE_STATE_LSE_B, a.lse_b, false});
-  launch.buffers.push_back({MERGE_STATE_OUT, out, true});
-  launch.buffers.push_back({MERGE_STATE_LSE, lse, true});
-  if (mask) {
-    launch.buffers.push_back({MERGE_STATE_MASK, *mask, false});
-  }
-  launch.set_params(MERGE_STATE_PARAMS, params);
-  return launch;
-}
-
-Launch merge_splits_launch(const Tensor& partial_out, const Tensor& partial_lse,
-                           const std::optional<Tensor>& sink, const MergeProblem& p,
-                           const MergeSpecialisation& s, const Tensor& out, const Tensor& lse) {
-  MergeSplitsParams params{};
-  params.out_strides = row_strides(out);
-  params.lse_strides = statistics_strides(lse);
-  params.shape = p.shape;
-  params.splits = static_cast<int32_t>(partial_out.size(3));
-
-  Launch launch = launch_of("merge_splits", p, s);
-  launch.buffers = {{MERGE_SPLITS_PARTIAL_OUT, partial_out, false},
-                    {MERGE_SPLITS_PARTIAL_LSE, partial_lse, false},
-                    {MERGE_SPLITS_OUT, out, true},
-                    {MERGE_SPLITS_LSE, lse, true}};
-  if (sink) {
-    launch.buffers.push_back({MERGE_SPLITS_SINK, *sink, false});
-  }
-  launch.set_params(MERGE_SPLITS_PARAMS, params);
-  return launch;
-}
-
-// --- The ops. ---
-
 void run(const Launch& launch, const MergeSpecialisation& s, const char* unit, Backend& backend) {
   note(backend, [&] {
     const std::string loads =
@@ -258,37 +182,74 @@ void run(const Launch& launch, const MergeSpecialisation& s, const char* unit, B
   backend.run(launch);
 }
 
-void run_state(const MergeStateArguments& a, const std::optional<Tensor>& mask,
-               const MergeProblem& p, const Tensor& out, const Tensor& lse, Backend& backend) {
-  if (p.shape.rows > 0) {
-    const MergeSpecialisation s = choose_merge_state(a, p);
-    run(merge_state_launch(a, mask, p, s, out, lse), s, "one a thread", backend);
+// `out` and `lse`: in place those of a.
+void run_state(const MergeStateArguments& a, const MergeProblem& p, const Tensor& out,
+               const Tensor& lse, Backend& backend) {
+  if (p.shape.rows == 0) {
+    return;
   }
+  MergeStateParams params{};
+  params.out_a_strides = row_strides(a.out_a);
+  params.lse_a_strides = statistics_strides(a.lse_a);
+  params.out_b_strides = row_strides(a.out_b);
+  params.lse_b_strides = statistics_strides(a.lse_b);
+  params.out_strides = row_strides(out);
+  params.lse_strides = statistics_strides(lse);
+  if (a.mask) {
+    params.mask_strides = mask_strides(*a.mask);
+  }
+  params.shape = p.shape;
+
+  const MergeSpecialisation s = choose_merge_state(a, p);
+  Launch launch = launch_of("merge_state", p, s);
+  if (!p.in_place) {
+    launch.buffers.push_back({MERGE_STATE_OUT_A, a.out_a, false});
+    launch.buffers.push_back({MERGE_STATE_LSE_A, a.lse_a, false});
+  }
+  launch.buffers.push_back({MERGE_STATE_OUT_B, a.out_b, false});
+  launch.buffers.push_back({MERGE_STATE_LSE_B, a.lse_b, false});
+  launch.buffers.push_back({MERGE_STATE_OUT, out, true});
+  launch.buffers.push_back({MERGE_STATE_LSE, lse, true});
+  read_if(a.mask, launch.buffers, MERGE_STATE_MASK);
+  launch.set_params(MERGE_STATE_PARAMS, params);
+  run(launch, s, "one a thread", backend);
 }
 
 void run_splits(const Tensor& partial_out, const Tensor& partial_lse,
                 const std::optional<Tensor>& sink, const MergeProblem& p, bool out_aligned,
                 const Tensor& out, const Tensor& lse, Backend& backend) {
-  if (p.shape.rows > 0) {
-    const MergeSpecialisation s = choose_merge_splits(partial_out, p, out_aligned);
-    run(merge_splits_launch(partial_out, partial_lse, sink, p, s, out, lse), s,
-        "32 splits at a time", backend);
+  if (p.shape.rows == 0) {
+    return;
   }
+  MergeSplitsParams params{};
+  params.out_strides = row_strides(out);
+  params.lse_strides = statistics_strides(lse);
+  params.shape = p.shape;
+  params.splits = static_cast<int32_t>(partial_out.size(3));
+
+  const MergeSpecialisation s = choose_merge_splits(partial_out, p, out_aligned);
+  Launch launch = launch_of("merge_splits", p, s);
+  launch.buffers = {{MERGE_SPLITS_PARTIAL_OUT, partial_out, false},
+                    {MERGE_SPLITS_PARTIAL_LSE, partial_lse, false},
+                    {MERGE_SPLITS_OUT, out, true},
+                    {MERGE_SPLITS_LSE, lse, true}};
+  read_if(sink, launch.buffers, MERGE_SPLITS_SINK);
+  launch.set_params(MERGE_SPLITS_PARAMS, params);
+  run(launch, s, "32 splits at a time", backend);
 }
 
 }  // namespace
 
 std::tuple<Tensor, Tensor> merge_state(const MergeStateArguments& a, Backend& backend) {
-  const MergeProblem p = check_merge_state(a, false, std::nullopt);
+  const MergeProblem p = check_merge_state(a, false);
   Tensor out = new_empty_like(a.out_a);
   Tensor lse = new_empty(a.lse_a, sizes_of(a.lse_a), ScalarType::Float);
-  run_state(a, std::nullopt, p, out, lse, backend);
+  run_state(a, p, out, lse, backend);
   return {out, lse};
 }
 
-void merge_state_inplace(const MergeStateArguments& a, const std::optional<Tensor>& mask,
-                         Backend& backend) {
-  run_state(a, mask, check_merge_state(a, true, mask), a.out_a, a.lse_a, backend);
+void merge_state_inplace(const MergeStateArguments& a, Backend& backend) {
+  run_state(a, check_merge_state(a, true), a.out_a, a.lse_a, backend);
 }
 
 std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& backend) {
@@ -297,7 +258,7 @@ std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& 
   Dims sizes(partial_sizes.begin(), partial_sizes.begin() + 3);
   Tensor lse = new_empty(a.partial_lse, sizes, ScalarType::Float);
   sizes.push_back(partial_sizes[4]);
-  Tensor out = new_empty(a.partial_out, sizes, p.out_dtype);
+  Tensor out = new_empty(a.partial_out, sizes, a.out_dtype.value_or(ScalarType::Float));
   run_splits(a.partial_out, a.partial_lse, a.learnable_sink, p, dense_rows_aligned_16(p), out, lse,
              backend);
   return {out, lse};
@@ -305,10 +266,14 @@ std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& 
 
 void merge_splits(const Tensor& partial_out, const Tensor& partial_lse,
                   const std::optional<Tensor>& sink, Tensor& out, Tensor& lse, Backend& backend) {
-  // While launches are recorded, the partial results are on meta.
-  const auto beside = backend.records() && sink ? std::optional(new_empty_like(*sink)) : sink;
-  const MergeProblem p =
-      check_merge_splits({partial_out, partial_lse, out.scalar_type(), beside, false});
+  MergeProblem p{};
+  const auto sizes = partial_out.sizes();
+  p.shape = merge_shape("partial_out", partial_out, sizes[0], sizes[1], sizes[2],
+                        static_cast<int>(sizes[4]));
+  p.element = check_element("out", out);
+  if (sink) {
+    p.sink = check_element("learnable_sink", *sink);
+  }
   run_splits(partial_out, partial_lse, sink, p, rows_aligned_16(out), out, lse, backend);
 }
 

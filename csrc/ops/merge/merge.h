@@ -22,8 +22,7 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> merge_state(
 
 // The same into out_a and lse_a, which share no memory with each other or with what is read. mask:
 // bool, (B, L) or packed (T,); where it is false state a stays as it is, to the bit.
-void merge_state_inplace(const MergeStateArguments& arguments,
-                         const std::optional<torch::stable::Tensor>& mask, Backend& backend);
+void merge_state_inplace(const MergeStateArguments& arguments, Backend& backend);
 
 // out (B, H, L, Dv) and lse (B, H, L), contiguous.
 std::tuple<torch::stable::Tensor, torch::stable::Tensor> merge_splits(

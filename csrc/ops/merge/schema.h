@@ -1,11 +1,7 @@
 // The schemas of merge's ops, and how the dispatcher's arguments become structs.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
-#include <optional>
-
+#include "csrc/ops/common/arguments.h"
 #include "csrc/problem/merge.h"
 
 #define MERGE_STATE_OPTIONS ", Tensor out_b, Tensor lse_b, *, bool infinity_is_empty=False"
@@ -19,30 +15,14 @@
 
 namespace metal_attn {
 
-// More: arguments that only some of the ops have, after those of all.
-template <auto run, typename... More>
-struct MergeStateOp {
-  static auto call(const torch::stable::Tensor& out_a, const torch::stable::Tensor& lse_a,
-                   const torch::stable::Tensor& out_b, const torch::stable::Tensor& lse_b,
-                   bool infinity_is_empty, More... more) {
-    return run(MergeStateArguments{out_a, lse_a, out_b, lse_b, infinity_is_empty}, more...);
-  }
-};
-
 template <auto run>
-using MergeState = MergeStateOp<run>;
+using MergeState = InStruct<run, MergeStateArguments, TensorArgument, TensorArgument,
+                            TensorArgument, TensorArgument, bool>;
 template <auto run>
-using MergeStateInplace = MergeStateOp<run, std::optional<torch::stable::Tensor>>;
-
+using MergeStateInplace = InStruct<run, MergeStateArguments, TensorArgument, TensorArgument,
+                                   TensorArgument, TensorArgument, bool, OptionalTensor>;
 template <auto run>
-struct MergeSplits {
-  static auto call(const torch::stable::Tensor& partial_out,
-                   const torch::stable::Tensor& partial_lse,
-                   std::optional<torch::headeronly::ScalarType> out_dtype,
-                   std::optional<torch::stable::Tensor> learnable_sink, bool infinity_is_empty) {
-    return run(MergeSplitsArguments{partial_out, partial_lse, out_dtype, learnable_sink,
-                                    infinity_is_empty});
-  }
-};
+using MergeSplits = InStruct<run, MergeSplitsArguments, TensorArgument, TensorArgument,
+                             std::optional<torch::headeronly::ScalarType>, OptionalTensor, bool>;
 
 }  // namespace metal_attn

@@ -7,16 +7,13 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/rope/rotation.h"
-#include "csrc/problem/rope.h"
 #include "csrc/runtime/launch.h"
 #include "shaders/params.h"
 
@@ -251,17 +248,6 @@ Defines rope_defines(const RopeProblem& p, const RopeSpecialisation& s) {
   };
 }
 
-Grid rope_tables_grid(const RopeTablesProblem& p) {
-  if (!p.launches()) {
-    return {};
-  }
-  return checked_grid("positions", {p.columns, p.sizes[2], p.sizes[0] * p.sizes[1]});
-}
-
-Defines rope_tables_defines(const RopeTablesProblem& p) {
-  return {{"TABLE_ELEMENT", element_name(p.element)}, {"POSITION_ELEMENT", p.position_element}};
-}
-
 // --- Launches: params and buffers. ---
 
 ColumnStrides column_strides(const Tensor& tensor) {
@@ -343,7 +329,8 @@ Launch rope_tables_launch(const RopeTablesArguments& a, const RopeTablesProblem&
   params.columns = p.columns;
   params.attention_factor = static_cast<float>(a.attention_factor);
 
-  Launch launch("rope_tables", rope_tables_defines(p));
+  Launch launch("rope_tables", {{"TABLE_ELEMENT", element_name(p.element)},
+                                {"POSITION_ELEMENT", p.position_element}});
   launch.buffers = {{ROPE_TABLES_INV_FREQ, a.inv_freq, false},
                     {ROPE_TABLES_POSITIONS, a.positions, false},
                     {ROPE_TABLES_COS, cos, true},
@@ -388,7 +375,9 @@ void rope_inplace(const RopeArguments& a, Backend& backend) {
 
 std::tuple<Tensor, Tensor> rope_tables(const RopeTablesArguments& a, Backend& backend) {
   const RopeTablesProblem p = check_rope_tables(a);
-  const Grid grid = rope_tables_grid(p);
+  const Grid grid =
+      p.launches() ? checked_grid("positions", {p.columns, p.sizes[2], p.sizes[0] * p.sizes[1]})
+                   : Grid{};
   Dims sizes = sizes_of(a.positions);
   sizes.push_back(p.columns);
   Tensor cos = new_empty(a.inv_freq, sizes, p.dtype);

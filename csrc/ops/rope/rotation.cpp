@@ -4,7 +4,7 @@
 #include <bit>
 
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
+#include "csrc/runtime/launch.h"
 
 namespace metal_attn {
 namespace {

@@ -6,8 +6,6 @@
 
 #include <cstdint>
 
-#include "csrc/problem/element.h"
-
 namespace metal_attn {
 
 // Elements of the widest vector type of Metal.

@@ -1,12 +1,7 @@
 // The schemas of rope's ops, and how the dispatcher's arguments become RopeArguments.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
-#include <cstdint>
-#include <optional>
-
+#include "csrc/ops/common/arguments.h"
 #include "csrc/problem/rope.h"
 
 // In the order of RopeArguments.
@@ -21,25 +16,11 @@
 
 namespace metal_attn {
 
-// The ops' arguments, one by one as the dispatcher gives them, as RopeArguments.
 template <auto run>
-struct Rope {
-  static auto call(const torch::stable::Tensor& q, std::optional<torch::stable::Tensor> k,
-                   const torch::stable::Tensor& cos, const torch::stable::Tensor& sin,
-                   std::optional<torch::stable::Tensor> positions, int64_t seqlen_offset,
-                   std::optional<torch::stable::Tensor> seqlen_offsets, bool interleaved,
-                   bool conjugate) {
-    return run(RopeArguments{q, k, cos, sin, positions, seqlen_offset, seqlen_offsets, interleaved,
-                             conjugate});
-  }
-};
-
+using Rope = InStruct<run, RopeArguments, TensorArgument, OptionalTensor, TensorArgument,
+                      TensorArgument, OptionalTensor, int64_t, OptionalTensor, bool, bool>;
 template <auto run>
-struct RopeTables {
-  static auto call(const torch::stable::Tensor& inv_freq, const torch::stable::Tensor& positions,
-                   double attention_factor, std::optional<torch::headeronly::ScalarType> dtype) {
-    return run(RopeTablesArguments{inv_freq, positions, attention_factor, dtype});
-  }
-};
+using RopeTables = InStruct<run, RopeTablesArguments, TensorArgument, TensorArgument, double,
+                            std::optional<torch::headeronly::ScalarType>>;
 
 }  // namespace metal_attn

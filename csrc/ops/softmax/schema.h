@@ -1,9 +1,9 @@
 // The schemas of softmax's ops, and how the dispatcher gives their arguments.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
+
+#include "csrc/ops/common/arguments.h"
 
 #define SOFTMAX_ARGUMENTS "(Tensor x, int dim=-1"
 #define SOFTMAX_INPLACE_ARGUMENTS "(Tensor(a!) x, int dim=-1"
@@ -14,10 +14,7 @@
 
 namespace metal_attn {
 
-// `run` of a tensor and a number.
 template <auto run>
-struct Softmax {
-  static auto call(const torch::stable::Tensor& x, int64_t number) { return run(x, number); }
-};
+using Softmax = AsGiven<run, TensorArgument, int64_t>;
 
 }  // namespace metal_attn

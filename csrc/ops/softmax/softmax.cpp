@@ -2,15 +2,12 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <array>
-#include <cstdint>
 #include <optional>
 
 #include "csrc/ops/common/check.h"
-#include "csrc/ops/common/grid.h"
 #include "csrc/ops/common/overlap.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/element.h"
@@ -42,9 +39,7 @@ struct SoftmaxSpecialisation {
   int threadgroup_rows;
   bool wide_loads;
 
-  uint32_t threads() const {
-    return static_cast<uint32_t>(kSimdgroupThreads * row_simdgroups * threadgroup_rows);
-  }
+  int threads() const { return kSimdgroupThreads * row_simdgroups * threadgroup_rows; }
   int threadgroup_bytes() const {
     return row_simdgroups > 1 ? 2 * row_simdgroups * static_cast<int>(sizeof(float)) : 0;
   }
@@ -65,6 +60,7 @@ bool wide_rows(const Tensor& tensor) {
 
 Element check_operand(ArgumentName name, const Tensor& tensor) {
   check_device(name, tensor);
+  check_storage(name, tensor);
   return check_element(name, tensor);
 }
 
@@ -81,7 +77,6 @@ SoftmaxRows check_rows(ArgumentName name, const Tensor& tensor, const Tensor& gi
   check(empty || (countable && rows.count <= kMaxLength), name, " has shape ", shape_text(given),
         ", in which more than ", kMaxLength, " rows of ", rows.length,
         " values lie; there may be at most that many");
-  check_storage(name, given);
   rows.count = empty ? 0 : rows.count;
   rows.wide_loads = wide_rows(tensor);
   return rows;
@@ -145,7 +140,7 @@ std::array<uint32_t, 3> softmax_threadgroups(const SoftmaxRows& rows,
   const int64_t groups = divide_up(rows.count, s.threadgroup_rows);
   const int64_t across = std::min(groups, kMaxGroupsAcross);
   const int64_t down = across == 0 ? 0 : divide_up(groups, across);
-  return {static_cast<uint32_t>(across), static_cast<uint32_t>(down), down == 0 ? 0u : 1u};
+  return extent(across, down, down > 0);
 }
 
 // --- Launches: params and buffers. ---
@@ -176,7 +171,7 @@ RowDims row_dims(const Tensor& tensor, bool keep_innermost) {
 Launch launch_of(const char* kernel, const SoftmaxRows& rows, const SoftmaxSpecialisation& s) {
   Launch launch("softmax", kernel, s.defines());
   launch.threadgroups = softmax_threadgroups(rows, s);
-  launch.threads = {s.threads(), 1, 1};
+  launch.threads = extent(s.threads());
   return launch;
 }
 

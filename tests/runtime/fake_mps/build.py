@@ -1,14 +1,16 @@
 """Compiles csrc/runtime/mps.cpp and the ops against the fake shim, for tests and bench."""
 
 import ctypes
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
@@ -43,7 +45,7 @@ class FakeMps:
         for name in ("metal_attn_mps_problem", "metal_attn_tensor_tiles_problem"):
             getattr(self.library, name).restype = ctypes.c_char_p
         if insist:
-            with _insisting():
+            with mock.patch.dict(os.environ, TORCH_METAL_ATTN_BACKEND="mps"):
                 assert self.problem() == ""
 
     def problem(self) -> str:
@@ -110,18 +112,6 @@ class FakeMps:
         return self.library.fake_mps_overlapped()
 
 
-@contextmanager
-def _insisting() -> Iterator[None]:
-    before = os.environ.get("TORCH_METAL_ATTN_BACKEND")
-    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"
-    try:
-        yield
-    finally:
-        del os.environ["TORCH_METAL_ATTN_BACKEND"]
-        if before is not None:
-            os.environ["TORCH_METAL_ATTN_BACKEND"] = before
-
-
 def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "c++"))
 
@@ -129,66 +119,56 @@ def compiler() -> str | None:
 def build(folder: Path) -> dict[str, Path]:
     """The library of each variant, built in `folder` by whichever process comes first."""
     libraries = {variant: folder / f"libfake_mps_{variant}.so" for variant in VARIANTS}
-    sources = {
-        libraries[variant]: [
-            (FOLDER / "fake_mps.cpp", [f'-DFAKE_NAMESPACE="fake_mps_{variant}"', *defines])
-        ]
+    defines = {
+        libraries[variant]: [f'-DFAKE_NAMESPACE="fake_mps_{variant}"', *defines]
         for variant, defines in VARIANTS.items()
     }
-    _build(folder, sources, [FOLDER / "driver.cpp"], "-O0")
+    _build(folder, defines, [FOLDER / "fake_mps.cpp"], [FOLDER / "driver.cpp"], "-O0")
     return libraries
 
 
 def build_quiet(folder: Path) -> Path:
     """The installed package's ops on a shim that does nothing, optimised as the extension is."""
     library = folder / "libquiet_mps.so"
-    own = [(FOLDER / name, []) for name in ("quiet_mps.cpp", "stages.cpp")]
-    _build(folder, {library: own}, [], "-O2")
+    defines = ["-DFAKE_QUIET", '-DFAKE_NAMESPACE="quiet"', *VARIANTS["bytes"]]
+    own = [FOLDER / name for name in ("fake_mps.cpp", "stages.cpp")]
+    _build(folder, {library: defines}, own, [], "-O2")
     return library
 
 
 def check_quiet() -> None:
     """Raise RuntimeError if what bench_launch alone builds no longer compiles."""
-    _run([compiler(), *_flags("-O0"), "-fsyntax-only", FOLDER / "stages.cpp"])
+    _run([*compile_command(), "-fsyntax-only", FOLDER / "stages.cpp"])
 
 
-def build_malloc_counter(folder: Path) -> Path:
-    library = folder / "libcount_malloc.so"
+def run_counted(program: str, library: Path) -> Any:
+    """The JSON that a program prints, in a process that loads count_malloc.cpp first."""
+    folder = library.parent
+    counter = folder / "libcount_malloc.so"
     with locked(folder):
-        if not library.exists():
+        if not counter.exists():
             source = FOLDER / "count_malloc.cpp"
-            _run([compiler(), "-shared", "-fPIC", "-O1", source, "-o", library])
-    return library
+            _run([*compile_command()[:1], "-shared", "-fPIC", "-O1", source, "-o", counter])
+    settings = os.environ | {"PYTHONPATH": str(ROOT), "LD_PRELOAD": str(counter)}
+    return json.loads(_run([sys.executable, "-c", program, library], env=settings))
 
 
-def _flags(optimisation: str) -> list[str]:
+def compile_command(root: Path = ROOT, optimisation: str = "-O0") -> list[str]:
+    """The compiler with the options of a file of the extension whose sources are below `root`."""
     return [
-        "-std=c++20",
-        optimisation,
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-Wall",
-        "-Werror=return-type",
-        "-DTORCH_TARGET_VERSION=0x020a000000000000",
-        f"-I{ROOT}",
+        compiler() or "c++",
+        *("-std=c++20", optimisation, "-fPIC", "-fvisibility=hidden"),
+        *("-Wall", "-Werror=return-type", "-DTORCH_TARGET_VERSION=0x020a000000000000"),
+        f"-I{root}",
         *(f"-isystem{path}" for path in include_paths()),
-        *precompiled(),
+        *_precompiled(),
     ]
 
 
-def _build(
-    folder: Path,
-    libraries: dict[Path, list[tuple[Path, list[str]]]],
-    common: list[Path],
-    optimisation: str,
-) -> None:
-    """`libraries`: the sources of each alone, with their defines; `common`: of each.
-
-    All have the launch layer's sources too.
-    """
-    with locked(folder):
-        if not all(library.exists() for library in libraries):
-            _compile_and_link(folder, libraries, common, optimisation)
+def link_command(*objects: str | Path) -> list[str | Path]:
+    """The compiler as the linker of a library of torch's ops."""
+    torch_libraries = [*(f"-L{path}" for path in library_paths()), "-ltorch_cpu", "-lc10"]
+    return [compiler() or "c++", "-shared", *objects, *torch_libraries]
 
 
 def of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
@@ -211,7 +191,7 @@ def of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
     return {s: o for s, o in objects.items() if o.exists() and str(o) not in stale}
 
 
-def precompiled() -> list[str]:
+def _precompiled() -> list[str]:
     """Options of GCC, also of -O0, with which it takes the extension's precompiled header.
 
     Macros must be those of its build. A header that does not fit is included as text.
@@ -224,60 +204,51 @@ def precompiled() -> list[str]:
     return [*macros, "-include", str(header)]
 
 
-def _compile_and_link(
+def _build(
     folder: Path,
-    libraries: dict[Path, list[tuple[Path, list[str]]]],
+    libraries: dict[Path, list[str]],
+    own: list[Path],
     common: list[Path],
     optimisation: str,
 ) -> None:
-    runtime = (
-        *("mps", "mps_verdict", "probe", "probe_tensor", "callbacks", "compile_error"),
-        *("optional_shims", "fresh", "trial_note"),
-    )
-    shared = [
-        *common,
-        *ROOT.glob("csrc/ops/**/*.cpp"),
-        *ROOT.glob("csrc/problem/*.cpp"),
-        *ROOT.glob("csrc/tiles/*.cpp"),
-        *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),
-    ]
-    same = [source for source in shared if FAKE not in source.read_text()]
-    objects = of_the_extension(same)
-    jobs = {
-        folder / f"{source.parent.name}_{source.stem}.o": (source, [f"-D{FAKE}"])
-        for source in shared
-        if source not in objects
-    }
-    linked = [*objects.values(), *jobs]
-    own = {
-        library: {folder / f"{library.stem}_{source.stem}.o": (source, d) for source, d in sources}
-        for library, sources in libraries.items()
-    }
-    for library_jobs in own.values():
-        jobs |= library_jobs
-
-    flags = _flags(optimisation)
-
-    def compile_one(output: Path) -> None:
-        source, defines = jobs[output]
-        _run([compiler(), *flags, *defines, "-c", source, "-o", output])
-
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_one, jobs))
-
-    torch_libraries = [
-        *(f"-L{path}" for path in library_paths()),
-        "-ltorch",
-        "-ltorch_cpu",
-        "-lc10",
-    ]
-    for library, library_jobs in own.items():
-        unfinished = library.with_suffix(".tmp")
-        _run([compiler(), "-shared", "-o", unfinished, *linked, *library_jobs, *torch_libraries])
-        unfinished.rename(library)
+    """Libraries of the launch layer and `common`, and of `own` with the defines of each library."""
+    with locked(folder):
+        if all(library.exists() for library in libraries):
+            return
+        runtime = (
+            *("mps", "mps_verdict", "probe", "probe_tensor", "callbacks", "compile_error"),
+            *("optional_shims", "fresh", "trial_note"),
+        )
+        shared = [
+            *common,
+            *ROOT.glob("csrc/ops/**/*.cpp"),
+            *ROOT.glob("csrc/problem/*.cpp"),
+            *ROOT.glob("csrc/tiles/*.cpp"),
+            *(ROOT / "csrc/runtime" / f"{name}.cpp" for name in runtime),
+        ]
+        kept = of_the_extension(source for source in shared if FAKE not in source.read_text())
+        jobs = {
+            folder / f"{source.parent.name}_{source.stem}.o": (source, [f"-D{FAKE}"])
+            for source in shared
+            if source not in kept
+        }
+        linked = [*kept.values(), *jobs]
+        for library, defines in libraries.items():
+            jobs |= {folder / f"{library.stem}_{s.stem}.o": (s, defines) for s in own}
+        compiling = compile_command(optimisation=optimisation)
+        with ThreadPoolExecutor(2) as pool:
+            commands = [[*compiling, *d, "-c", s, "-o", made] for made, (s, d) in jobs.items()]
+            list(pool.map(_run, commands))
+        for library in libraries:
+            objects = [*linked, *(folder / f"{library.stem}_{source.stem}.o" for source in own)]
+            unfinished = library.with_suffix(".tmp")
+            _run([*link_command(*objects), "-o", unfinished])
+            unfinished.rename(library)
 
 
-def _run(command: list[object]) -> None:
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+def _run(command: list[str | Path], env: dict[str, str] | None = None) -> str:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, env=env, capture_output=True, text=True)
     if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stderr}")
+        raise RuntimeError(f"{' '.join(words)}\n{done.stderr}")
+    return done.stdout

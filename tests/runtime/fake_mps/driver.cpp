@@ -89,28 +89,27 @@ void launch(std::string family, std::string kernel, std::string defines,
 // The ops on the fake, as OP(name, arguments and the parenthesis still open, result, how the
 // dispatcher's arguments become a function's, that function). Those that take the package's place
 // come first.
-#define FLASH_OPS(OP)                                                                         \
-  OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, dense, flash_fwd)       \
-  OP(flash_decode, FLASH_DECODE_ARGUMENTS, FLASH_FWD_RESULT, FlashDecode, call, flash_decode) \
-  OP(decode_step, DECODE_STEP_ARGUMENTS, FLASH_FWD_RESULT, DecodeStep, call, decode_step)
-#define OTHER_OPS(OP)                                                                              \
-  OP(flash_varlen_fwd, FLASH_CACHED_ARGUMENTS(PACKING_SCHEMA), FLASH_FWD_RESULT, FlashFwd, varlen, \
-     flash_fwd)                                                                                    \
-  OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, call, flash_fwd)                     \
-  OP(flash_bwd, FLASH_BWD_ARGUMENTS(), FLASH_BWD_RESULT, FlashBwd, dense, flash_bwd)               \
-  OP(flash_bwd_bias, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, dense, flash_bwd_bias)    \
-  OP(append_kv, APPEND_KV_ARGUMENTS, "()", AppendKv, call, append_kv)                              \
-  OP(rope, ROPE_ARGUMENTS, "(Tensor q_rotated, Tensor k_rotated)", Rope, call, rope)               \
-  OP(rope_, ROPE_INPLACE_ARGUMENTS, "()", Rope, call, rope_inplace)                                \
-  OP(rope_tables, ROPE_TABLES_ARGUMENTS, "(Tensor cos, Tensor sin)", RopeTables, call,             \
-     rope_tables)                                                                                  \
-  OP(copy_pages, COPY_PAGES_ARGUMENTS, "()", CopyPages, call, copy_pages)
+#define FLASH_OPS(OP)                                                                   \
+  OP(flash_fwd, FLASH_CACHED_ARGUMENTS(), FLASH_FWD_RESULT, FlashFwd, flash_fwd)        \
+  OP(flash_decode, FLASH_DECODE_ARGUMENTS, FLASH_FWD_RESULT, FlashDecode, flash_decode) \
+  OP(decode_step, DECODE_STEP_ARGUMENTS, FLASH_FWD_RESULT, DecodeStep, decode_step)
+#define OTHER_OPS(OP)                                                                            \
+  OP(flash_varlen_fwd, FLASH_CACHED_ARGUMENTS(PACKING_SCHEMA), FLASH_FWD_RESULT, FlashVarlenFwd, \
+     flash_fwd)                                                                                  \
+  OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, flash_fwd)                         \
+  OP(flash_bwd, FLASH_BWD_ARGUMENTS(), FLASH_BWD_RESULT, FlashBwd, flash_bwd)                    \
+  OP(flash_bwd_bias, FLASH_BWD_BIAS_ARGUMENTS(), "Tensor", FlashBwdBias, flash_bwd_bias)         \
+  OP(append_kv, APPEND_KV_ARGUMENTS, "()", AppendKv, append_kv)                                  \
+  OP(rope, ROPE_ARGUMENTS, "(Tensor q_rotated, Tensor k_rotated)", Rope, rope)                   \
+  OP(rope_, ROPE_INPLACE_ARGUMENTS, "()", Rope, rope_inplace)                                    \
+  OP(rope_tables, ROPE_TABLES_ARGUMENTS, "(Tensor cos, Tensor sin)", RopeTables, rope_tables)    \
+  OP(copy_pages, COPY_PAGES_ARGUMENTS, "()", CopyPages, copy_pages)
 
-#define DEFINE(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN) m.def(#NAME ARGUMENTS ") -> " RESULT);
-#define IMPLEMENT(NAME, ARGUMENTS, RESULT, FROM, FORM, RUN)                 \
+#define DEFINE(NAME, ARGUMENTS, RESULT, FROM, RUN) m.def(#NAME ARGUMENTS ") -> " RESULT);
+#define IMPLEMENT(NAME, ARGUMENTS, RESULT, FROM, RUN)                       \
   m.impl(#NAME, TORCH_BOX((&metal_attn::FROM<[](const auto&... arguments) { \
            return metal_attn::RUN(arguments..., backend());                 \
-         }>::FORM)));
+         }>::call)));
 
 metal_attn::PackedText explain(const metal_attn::FlashFwdArguments& arguments) {
   metal_attn::Recorder recorder;

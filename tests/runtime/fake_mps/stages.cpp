@@ -53,7 +53,7 @@ Result built(const FlashFwdArguments& a) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, CPU, m) {
-  m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd>::dense));
+  m.impl("flash_fwd", TORCH_BOX(&FlashFwd<flash_fwd>::call));
   m.impl("flash_decode", TORCH_BOX(&metal_attn::FlashDecode<flash_decode>::call));
   m.impl("decode_step", TORCH_BOX(&metal_attn::DecodeStep<decode_step>::call));
 }
@@ -67,7 +67,7 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn_plain, CPU, m) {
     m.def("flash_fwd" FLASH_CACHED_ARGUMENTS() ") -> " FLASH_FWD_RESULT); \
   }                                                                       \
   STABLE_TORCH_LIBRARY_IMPL(stage_##name, CPU, m) {                       \
-    m.impl("flash_fwd", TORCH_BOX(&FlashFwd<function>::dense));           \
+    m.impl("flash_fwd", TORCH_BOX(&FlashFwd<function>::call));            \
   }
 
 STAGE(parsed, parsed)

@@ -91,10 +91,8 @@ def template_asserts(tokens: TokenList) -> Iterator[Place]:
     for index in tokens.find("template"):
         if tokens.text(index + 1) != "<" or tokens.text(index + 2) == ">":
             continue
-        end = at = tokens.close_angle(index + 1)
-        while at < len(tokens) - 1 and tokens.text(at) not in (";", "{"):
-            at = tokens.close(at) if tokens.text(at) in ("(", "[") else at
-            at += 1
+        end = tokens.close_angle(index + 1)
+        at = tokens.seek(end, (";", "{"))
         declared = tokens.split(index + 2, end)
         names = {tokens.text(tokens.next(start, ("=", ",", ">")) - 1) for start, _ in declared}
         last = tokens.close(at) if tokens.text(at) == "{" else at
@@ -139,14 +137,9 @@ def _kernels(tokens: TokenList) -> Iterator[tuple[int, int]]:
         at = index + 1
         if tokens.text(index - 1) in ("[", ","):  # [[kernel, ...]] void f(
             at = tokens.close(_attribute_start(tokens, index)) + 1
-        declared = at
-        if tokens.text(at) == "decltype":
-            continue  # an instantiation
-        while at < len(tokens) - 1 and tokens.text(at) not in ("(", ";", "{"):
-            at = tokens.close(at) if tokens.text(at) == "[" else at
-            at += 1
-        if tokens.text(at) == "(":
-            yield declared, at
+        opening = tokens.seek(at, ("(", ";", "{"))
+        if tokens.text(at) != "decltype" and tokens.text(opening) == "(":  # no instantiation
+            yield at, opening
 
 
 def _attribute_start(tokens: TokenList, index: int) -> int:

@@ -65,14 +65,10 @@ def _call(name: str, arguments: str, place: str) -> str:
     return f"  call void @__msl_{name}({arguments}i32 {SITE})" + debug(place)
 
 
-def _undefined(what: int, about: str, values: list[str], place: str) -> str:
-    a, b = [*values, "0", "0"][:2]
-    return _call("undefined", f"i32 {what}, ptr {about}, i64 {a}, i64 {b}, ", place)
-
-
 def _handler(match: re.Match[str], line: str) -> str:
-    what = HANDLERS[match.group("what")]
-    return _undefined(what, match.group("about"), OPERAND.findall(match.group("values")), line)
+    what, about = HANDLERS[match.group("what")], match.group("about")
+    a, b = [*OPERAND.findall(match.group("values")), "0", "0"][:2]
+    return _call("undefined", f"i32 {what}, ptr {about}, i64 {a}, i64 {b}, ", line)
 
 
 def _targets(lines: list[str], number: int) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Function constants: known before compilation, so that dead code is removed as in Metal."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .lexer import MetalSourceError, TokenList
@@ -58,7 +58,7 @@ def specialise(
     Raises ValueError for a constant that the text does not declare, and for a value that does not
     fit.
     """
-    asked = _asked_for(tokens)
+    asked = {tokens.text(i + 2) for i in tokens.find("is_function_constant_defined")}
     declared: list[FunctionConstant] = []
     missing: set[str] = set()
     unused = dict(values)
@@ -72,9 +72,7 @@ def specialise(
         if not re.fullmatch(r"\d+", number):
             raise tokens.error(index, "function_constant needs a literal index here")
         name_at = open_attribute - 1
-        start = name_at
-        while tokens.text(start - 1) not in (";", "}", "{", "") and start > 0:
-            start -= 1
+        start = tokens.seek_back(name_at, (";", "}", "{")) + 1
         words = [t.text for t in tokens.tokens[start:name_at]]
         kind = [w for w in words if w not in ("constant", "const", "static", "constexpr", "inline")]
         name = tokens.text(name_at)
@@ -98,14 +96,11 @@ def specialise(
     if unused:
         known = ", ".join(f"{c.name} ({c.index})" for c in declared) or "none"
         raise ValueError(
-            f"constants: the source has no function constant {_listed(unused)}; it has {known}"
+            f"constants: the source has no function constant {', '.join(map(repr, unused))}; "
+            f"it has {known}"
         )
     _answer(tokens, {c.name for c in declared} - missing)
     return declared, missing
-
-
-def _listed(keys: Iterable[int | str]) -> str:
-    return ", ".join(repr(key) for key in keys)
 
 
 def _declares(tokens: TokenList, index: int) -> bool:
@@ -113,10 +108,6 @@ def _declares(tokens: TokenList, index: int) -> bool:
     if tokens.text(index - 1) != "[" or tokens.text(index - 2) != "[":
         return False
     return tokens.text(tokens.close(index - 2) + 1) == ";"
-
-
-def _asked_for(tokens: TokenList) -> set[str]:
-    return {tokens.text(i + 2) for i in tokens.find("is_function_constant_defined")}
 
 
 def _answer(tokens: TokenList, defined: set[str]) -> None:
@@ -183,9 +174,7 @@ def needed(tokens: TokenList, missing: set[str]) -> dict[str, set[str]]:
 
 def _initialises(tokens: TokenList, index: int) -> bool:
     """Whether the `=` follows a declared name, and not a template's parameter."""
-    at = index - 1
-    while at > 0 and tokens.text(at) not in (";", "{", "}", "template"):
-        at -= 1
+    at = tokens.seek_back(index - 1, (";", "{", "}", "template"))
     return tokens[index - 1].kind == "name" and tokens.text(at) != "template"
 
 

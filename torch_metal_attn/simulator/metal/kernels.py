@@ -272,15 +272,9 @@ def _instantiation(tokens: TokenList, index: int) -> tuple[str, str, str, str] |
 def _namespaces(tokens: TokenList, index: int) -> list[str]:
     """The namespaces around the token at `index`, outermost first."""
     around: list[str] = []
-    at = index
-    while at > 0:
-        at -= 1
-        text = tokens.text(at)
-        if text == "}" and tokens[at].kind == "mark":
-            at = tokens.open(at)
-        elif text == "{" and tokens[at].kind == "mark":
-            if tokens.text(at - 2) == "namespace":
-                around.insert(0, tokens.text(at - 1))
+    while (index := tokens.seek_back(index - 1, ("{",))) >= 0:
+        if tokens.text(index - 2) == "namespace":
+            around.insert(0, tokens.text(index - 1))
     return around
 
 

@@ -290,10 +290,10 @@ class TokenList:
         return " ".join(token.text for token in self.tokens[start:end])
 
     def remove(self, start: int, end: int) -> None:
-        """Drop [start, end); its line ends move to the token after it."""
+        """Drop [start, end); trivia that spans lines moves to the token after it."""
         if start >= end:
             return
-        kept = "".join(_lines(token.space) for token in self.tokens[start:end])
+        kept = "".join(t.space for t in self.tokens[start:end] if "\n" in t.space)
         self.tokens[end].space = kept + self.tokens[end].space
         del self.tokens[start:end]
 
@@ -302,8 +302,3 @@ class TokenList:
         first = self.tokens[start]
         self.remove(start + 1, end)
         self.tokens[start] = Token("raw", text, first.space, first.file, first.line)
-
-
-def _lines(space: str) -> str:
-    """The trivia that stays when its token goes: all of it if it spans lines, else nothing."""
-    return space if "\n" in space else ""

@@ -251,17 +251,13 @@ def _is_value(tokens: TokenList, start: int, end: int, casts: AbstractSet[str]) 
     if before == "return":
         return after == ";" and not _returns_reference(tokens, start)
     if before == "=":
-        return after in (";", ",") and not _is_reference(tokens, start - 3)
+        # A reference binds to the object itself.
+        return after in (";", ",") and tokens.text(start - 3) not in ("&", "&&")
     if before == "(":
         return after == ")" and tokens.text(start - 2) in casts
     if before == "?":
         return after == ":"
     return before == ":" and after in (";", ",", ")") and in_conditional(tokens, start - 1)
-
-
-def _is_reference(tokens: TokenList, index: int) -> bool:
-    """Whether a declaration has `&` at `index`: it binds to the object itself."""
-    return tokens.text(index) in ("&", "&&")
 
 
 def _returns_reference(tokens: TokenList, index: int) -> bool:

@@ -169,16 +169,8 @@ def _is_expression(tokens: TokenList, index: int, end: int) -> bool:
 
 def in_conditional(tokens: TokenList, colon: int) -> bool:
     """Whether the `:` belongs to `?:` and does not begin a constructor's initialisers."""
-    at = colon - 1
-    while at > 0 and tokens.text(at) not in STATEMENT_ENDS:
-        if tokens.text(at) == "?":
-            return True
-        if tokens.text(at) in (")", "]") and tokens[at].kind == "mark":
-            at = tokens.open(at)
-        elif tokens.text(at) in ("(", "["):
-            return False
-        at -= 1
-    return False
+    at = tokens.seek_back(colon - 1, ("?", "(", "[", *STATEMENT_ENDS))
+    return tokens.text(at) == "?"
 
 
 def _static_cast(

@@ -56,7 +56,6 @@ struct __parameter_type {
   uint unpadded_bytes;  // the same without the padding of a vector of three
   uchar scalar;
   bool is_reference;
-  bool is_const;
 };
 template <class P>
 constexpr __parameter_type __parameter_type_of() {
@@ -66,7 +65,7 @@ constexpr __parameter_type __parameter_type_of() {
   typedef typename __scalar_of<Value>::type Scalar;
   const uint bytes = __bytes_of<Pointee>;
   const uint unpadded = __is_vector<Value> ? __length<Value> * __bytes_of<Scalar> : bytes;
-  return {bytes, unpadded, __scalar_number<Scalar>, __is_reference(P), __is_const(Element)};
+  return {bytes, unpadded, __scalar_number<Scalar>, __is_reference(P)};
 }
 
 }  // namespace metal

@@ -52,12 +52,11 @@ class Shape:
     tiles: str = "best"
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise BadShape(f"kind is {self.kind!r}; it must be one of {', '.join(KINDS)}")
-        if self.dtype not in list(DTYPES):  # JSON may have something that has no hash
-            raise BadShape(f"dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
-        if self.tiles not in TILES:
-            raise BadShape(f"tiles is {self.tiles!r}; it must be one of {', '.join(TILES)}")
+        # As a list, for JSON may have something that has no hash.
+        for name, allowed in (("kind", KINDS), ("dtype", list(DTYPES)), ("tiles", TILES)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise BadShape(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
         for name in ("batch", "heads", "kv_heads", "length", "kv_length", "head_dim"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= INT32_MAX:

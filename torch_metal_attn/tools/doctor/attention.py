@@ -130,13 +130,9 @@ def _by_torch(call: Call, options: str, place: str, device: str) -> Attention:
 def _options(call: Call, mask: Tensor | None) -> str:
     shown = ["is_causal"] * call.is_causal
     if mask is not None:
-        shown.append(f"attn_mask {tuple(mask.shape)} {_short(mask.dtype)}")
+        shown.append(f"attn_mask {tuple(mask.shape)} {str(mask.dtype).removeprefix('torch.')}")
     shown += ["dropout"] * call.dropout + ["gradients"] * call.gradients
     return ", ".join(shown)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _joined(*parts: str) -> str:

@@ -45,7 +45,12 @@ def text(name: str, watch: Watch) -> str:
         dtype = str(attention.dtype).removeprefix("torch.")
         table.append((str(calls), _shapes(alike), dtype, attention.goes_to, size))
         notes.append(_notes(attention))
-    lines += ["", *aligned(table, notes, numbers=(0,), indent=7), "", _sum(seen)]
+    places: Counter[str] = Counter()
+    for attention, count in seen.items():
+        places[attention.goes_to] += count
+    total = "; ".join(f"{name}: {n}" for name, n in places.most_common())
+    lines += ["", *aligned(table, notes, numbers=(0,), indent=7), ""]
+    lines.append(f"{seen.total()} calls: {total}")
     if any(attention.goes_to == UNFUSED for attention in seen):
         lines += wrap(
             "scores: the memory of one array of them, by its shape. It was not measured, and torch "
@@ -94,10 +99,3 @@ def _notes(attention: Attention) -> list[str]:
     notes += [f"why: {attention.why}"] if attention.why else []
     notes += [f"to run it on metal_attn: {attention.change}"] if attention.change else []
     return notes
-
-
-def _sum(seen: Counter[Attention]) -> str:
-    calls: Counter[str] = Counter()
-    for attention, count in seen.items():
-        calls[attention.goes_to] += count
-    return f"{seen.total()} calls: " + "; ".join(f"{name}: {n}" for name, n in calls.most_common())

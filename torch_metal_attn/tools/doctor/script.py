@@ -4,8 +4,6 @@ import io
 import os
 import runpy
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
@@ -31,11 +29,6 @@ class Script:
 
     def run(self) -> None:
         """Run it; it may raise anything."""
-        with self._as_main() as main:
-            exec(self.code, vars(main))
-
-    @contextmanager
-    def _as_main(self) -> Iterator[ModuleType]:
         main = ModuleType("__main__")
         vars(main).update(__file__=self.file, __builtins__=__builtins__, __spec__=self.spec)
         if self.spec is not None:
@@ -46,7 +39,7 @@ class Script:
         sys.argv = [self.file, *self.arguments]
         sys.path.insert(0, self.folder)
         try:
-            yield main
+            exec(self.code, vars(main))
         finally:
             sys.modules["__main__"], sys.argv, sys.path[:] = before
 

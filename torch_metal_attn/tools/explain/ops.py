@@ -280,12 +280,6 @@ def _kernels(launches: list[dict[str, Any]], *, of_gradients: bool) -> dict[str,
     }
 
 
-def _row_statistics(given: dict[str, Any]) -> tuple[str, ...]:
-    """What a backward of autograd's allocates with a number a row."""
-    normalisers = ("normalisers",) if flash_bwd.normalised(given["q"], given) else ()
-    return ("delta", "rounded_delta", *normalisers)
-
-
 def _parts(splits: int, tensors: dict[str, Tensor]) -> dict[str, int]:
     """Parts of dk and dv in float32, if the query heads of a KV head are split."""
     if splits == 1:
@@ -298,7 +292,8 @@ def _training(launches: list[dict[str, Any]], name: str, given: dict[str, Any]) 
     q, v = given["q"], given["v"]
     rows = q.shape[:-1].numel()
     out = rows * v.shape[-1] * q.itemsize
-    statistics = rows * torch.float32.itemsize
+    statistics = ["softmax_lse", "delta", "rounded_delta"]  # with a number a row
+    statistics += ["normalisers"] if flash_bwd.normalised(q, given) else []
     tensors = {name: given[name] for name in ("q", "k", "v")}
     inputs = {name: value.nbytes for name, value in given.items() if isinstance(value, Tensor)}
     inputs |= {f"captures[{i}]": x.nbytes for i, x in enumerate(given.get("captures", ()))}
@@ -312,7 +307,7 @@ def _training(launches: list[dict[str, Any]], name: str, given: dict[str, Any]) 
     return Training(
         kernels=_kernels(launches, of_gradients=True),
         inputs=inputs | {"dout": out},
-        allocated=dict.fromkeys(("softmax_lse", *_row_statistics(given)), statistics)
+        allocated=dict.fromkeys(statistics, rows * torch.float32.itemsize)
         | {"out": out}
         | {f"d{name}": tensor.nbytes for name, tensor in tensors.items()}
         | _parts(head_splits, tensors)

@@ -60,7 +60,9 @@ def verify_full(path: Path = REPORT) -> bool:
                 results.append(result)
                 write()
         finally:
-            _conclude(results, path)
+            failed = sum(not result.outcome.ok for result in results)
+            found = f"of {len(results)} cases failed" if failed else "cases ran"
+            print(f"{failed or len(results)} {found}; the report is {path}", flush=True)
     return all(result.outcome.ok for result in results)
 
 
@@ -80,12 +82,6 @@ def _results(
             yield result
     finally:
         progress.end()
-
-
-def _conclude(results: Sequence[Result], path: Path) -> None:
-    failed = sum(not result.outcome.ok for result in results)
-    words = f"{failed} of {len(results)} cases failed" if failed else f"{len(results)} cases ran"
-    print(f"{words}; the report is {path}", flush=True)
 
 
 def _where(device: torch.device) -> str:

@@ -27,7 +27,9 @@ def markdown(
     bad = [result for result in results if not result.outcome.ok]
     skipped = [result for result in results if result.outcome.status == SKIPPED]
     passed = len(results) - len(bad) - len(skipped)
-    lines = ["# torch_metal_attn: verify --full", "", f"**{_summary(passed, bad, skipped)}**", ""]
+    counts = [f"{len(bad)} failed" if bad else "No failures", f"{passed} passed"]
+    counts += [f"{len(skipped)} skipped"] if skipped else []
+    lines = ["# torch_metal_attn: verify --full", "", f"**{', '.join(counts)}**", ""]
     if len(results) < len(cases):
         case = cases[len(results)]
         lines += [f"It ended after {len(results)} of {len(cases)} cases, in this one:", ""]
@@ -51,11 +53,6 @@ def markdown(
         lines.append("")
     lines.append(f"{len(results)} cases in {seconds:.0f} s, compilation included.")
     return "\n".join(lines) + "\n"
-
-
-def _summary(passed: int, bad: Sequence[Result], skipped: Sequence[Result]) -> str:
-    words = [f"{len(bad)} failed" if bad else "No failures", f"{passed} passed"]
-    return ", ".join(words + ([f"{len(skipped)} skipped"] if skipped else []))
 
 
 def _family_rows(results: Sequence[Result]) -> Iterator[list[Any]]:

@@ -1,0 +1,22 @@
+"""All that a tensor's storage holds, so that a test sees what was written beside the tensor."""
+
+import torch
+
+
+def memory_of(tensor):
+    """Every byte of the tensor's storage."""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return whole.set_(tensor.untyped_storage())
+
+
+def same_memory(tensor):
+    """A copy of the tensor and of all that its storage holds."""
+    storage = tensor.untyped_storage().clone()
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def check_equal(tensors, after, names=None):
+    """Every byte of every storage is as expected."""
+    for name in names or tensors:
+        assert torch.equal(memory_of(tensors[name]), memory_of(after[name])), name

@@ -9,6 +9,7 @@ import torch
 from tests.common.test_bad_options import SPOILT, call, ids, ints, split, strided, tables
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused, without_data
+from torch_metal_attn.testing.spoiling import spoil
 
 Q8, BYTE, FP8 = torch.int8, torch.uint8, torch.float8_e4m3fn
 
@@ -277,11 +278,11 @@ def test_good_is_good(make):
 
 @each_case("make, how", [(make, how) for make in GOOD for how in SPOILT])
 def test_any_option(make, how):
-    spoil, message = SPOILT[how]
-    for name, value in make().items():
+    good = make()
+    for name, value in good.items():
         if name not in OPERANDS and torch.is_tensor(value):
-            with refused(rf"^(\w has dtype \w+ and )?{name}{message}"):
-                call("op", *arguments(make, {name: spoil(value)}))
+            with refused(rf"^(\w has dtype \w+ and )?{name}{SPOILT[how]}"):
+                call("op", *arguments(make, {name: spoil(good, f"{how} of {name}")[name]}))
 
 
 def test_places_that_nobody_reads_are_not_looked_at():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tests.helpers.judged import arguments
+from tests.helpers.memory import same_memory
 from tests.helpers.steps import step
 from tests.rope.rope_check import LAYOUTS, make_problem, oracle
 from torch_metal_attn.rope import default
@@ -55,11 +56,7 @@ def on(device, arguments: Arguments) -> Arguments:
     def there(x):
         if not torch.is_tensor(x):
             return x
-        memory = torch.empty(0, dtype=x.dtype, device=device)
-        copy = memory.set_(x.untyped_storage().clone()) if x.device == device else None
-        if copy is None:
-            return x.to(device)
-        return copy.as_strided(x.shape, x.stride(), x.storage_offset())
+        return same_memory(x) if x.device == device else x.to(device)
 
     return {name: there(x) for name, x in arguments.items()}
 
@@ -304,50 +301,6 @@ STRIDED = {
 }
 
 
-_ENDS = {
-    "cu_seqlens_q": ints(0, 3, 8),
-    "cu_seqlens_k": ints(0, 7, 13),
-    "max_seqlen_q": 5,
-    "max_seqlen_k": 7,
-}
-
-
-def _optional():
-    """Every optional tensor that a dense call without a cache takes."""
-    tables = {f"{x}_rotary_{f}": normal(13, 4) for x in "qk" for f in ("cos", "sin")}
-    masks = {"attn_mask": torch.ones(8, 13).bool(), "attn_bias": normal(4, 8, 13)}
-    lengths = {"seqused_k": ints(13, 12), "leftpad_k": ints(0, 1)}
-    dropout = {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])}
-    return {
-        "alibi_slopes": normal(4),
-        "learnable_sink": normal(4),
-        **tables,
-        **masks,
-        **lengths,
-        **dropout,
-    }
-
-
-def _packed(given):
-    return given | {name: given[name][0].transpose(0, 1) for name in "qkv"} | _ENDS
-
-
-def _in_pages():
-    pages = {name: torch.zeros(6, 2, 16, 32, dtype=torch.int8) for name in "kv"}
-    scales = {f"{name}_scale": torch.zeros(6, 2, 16, 1).half() for name in "kv"}
-    return {"q": normal(2, 4, 8, 32), **pages, **scales, "block_table": ints(0, 1)[:, None]}
-
-
-def _backward(given, statistics=False):
-    """Of a forward's arguments those of its backward, or of what reads its delta."""
-    q, v = given["q"], given["v"]
-    rows = q.shape[:-1] if q.dim() == 4 else (q.shape[1], q.shape[0])
-    dout, lse = normal(*q.shape[:-1], v.shape[-1]), normal(*rows)
-    if statistics:
-        return given | {"dout": dout, "softmax_lse": lse, "delta": lse, "normalisers": lse}
-    return given | {"dout": dout, "dlse": lse, "out": dout, "softmax_lse": lse}
-
-
 def _of_blocks():
     lists = {}
     for side, rows, others in (("kv", 1, 2), ("q", 2, 1)):
@@ -358,22 +311,20 @@ def _of_blocks():
     return _attention()() | lists | {"captures": [], "q_block_size": 8, "kv_block_size": 8}
 
 
-# Calls whose results have tests of their own: what they refuse.
-REFUSING = {
-    "flash_fwd and options": Example("flash_fwd", lambda: _attention()() | _optional()),
-    "flash_fwd in pages": Example("flash_fwd", _in_pages),
-    "flash_varlen_fwd": Example("flash_varlen_fwd", lambda: _packed(_attention()())),
-    "flash_bwd": Example("flash_bwd", lambda: _backward(_attention()() | _optional())),
-    "flash_varlen_bwd": Example("flash_varlen_bwd", lambda: _backward(_packed(_attention()()))),
-    "flash_bwd_bias": Example(
-        "flash_bwd_bias", lambda: _backward(_attention()() | _optional(), statistics=True)
-    ),
-    "flash_bwd_slopes": Example(
-        "flash_bwd_slopes", lambda: _backward(_attention()() | _optional(), statistics=True)
-    ),
+def _of_blocks_backward():
+    given, dout, lse = _of_blocks(), normal(2, 4, 8, 8), normal(2, 4, 8)
+    return given | {"dout": dout, "dlse": lse, "out": dout, "softmax_lse": lse}
+
+
+def _of_captures():
+    lse = normal(2, 4, 8)
+    statistics = {"softmax_lse": lse, "delta": lse, "normalisers": lse}
+    return _of_blocks() | statistics | {"dout": normal(2, 4, 8, 8)}
+
+
+# Calls with a BlockMask, whose results have tests of their own.
+FLEX = {
     "flex_fwd": Example("flex_fwd", _of_blocks),
-    "flex_bwd": Example("flex_bwd", lambda: _backward(_of_blocks())),
-    "flex_bwd_captures": Example(
-        "flex_bwd_captures", lambda: _backward(_of_blocks(), statistics=True)
-    ),
+    "flex_bwd": Example("flex_bwd", _of_blocks_backward),
+    "flex_bwd_captures": Example("flex_bwd_captures", _of_captures),
 }

@@ -13,6 +13,7 @@ import torch
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused, refused_alike, without_data
 from torch_metal_attn import simulate
+from torch_metal_attn.testing.spoiling import spoil
 
 NAMESPACES = {
     "op": torch.ops.metal_attn,
@@ -414,39 +415,25 @@ def test_good_is_good(make):
     assert (out.shape, lse.shape) == tuple(tensor.shape for tensor in call("op", tensors, options))
 
 
-# What is wrong with any tensor: how it is spoilt, and how the error goes on after its name.
+# How any tensor is spoilt, and how the error goes on after its name.
 SPOILT = {
-    "elsewhere": (lambda x: x.to("meta"), r" is on (meta and q on cpu|cpu and q on meta); they"),
-    "in less memory": (
-        lambda x: resized(x.clone(), 7),
-        r" has shape .* a storage of 7 bytes, which must hold \d+ elements",
-    ),
-    "of complex numbers": (
-        lambda x: x.to(torch.complex64),
-        r" (has dtype|is) ComplexFloat(; it must be| and| with)",
-    ),
-    # For which the stable ABI has no scalar_type.
-    "of bits": (
-        lambda x: torch.zeros(x.shape, dtype=torch.uint8).view(torch.bits8),
-        r" has a dtype without a name .*; it must be",
-    ),
-    "of exponents": (
-        lambda x: torch.zeros(x.shape, dtype=torch.uint8).view(torch.float8_e8m0fnu),
-        r" has a dtype without a name .*; it must be",
-    ),
+    "device": r" is on (meta and q on cpu|cpu and q on meta); they",
+    "storage": r" has shape .* a storage of 7 bytes, which must hold \d+ elements",
+    "dtype": r" (has dtype|is) ComplexFloat(; it must be| and| with)",
+    "bits8": r" has a dtype without a name .*; it must be",
+    "float8_e8m0fnu": r" has a dtype without a name .*; it must be",
 }
 
 
 @each_case("make, how", [(make, how) for make in (dense, packed) for how in SPOILT])
 def test_any_tensor(make, how):
-    spoil, message = SPOILT[how]
     good = make() | good_options()
     for name in (name for name, value in good.items() if torch.is_tensor(value)):
-        changes = good_options() | {name: spoil(good[name])}
+        changes = good_options() | {name: spoil(good, f"{how} of {name}")[name]}
         # Of an operand that differs from q, either may be named.
-        named = r"\w+" if (name, how) == ("q", "elsewhere") else name
+        named = r"\w+" if (name, how) == ("q", "device") else name
         for where in NAMESPACES:
-            with refused(f"^{named}{message}"):
+            with refused(f"^{named}{SPOILT[how]}"):
                 call(where, *split(make, changes))
 
 

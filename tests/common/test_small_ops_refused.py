@@ -6,7 +6,10 @@ from functools import partial
 
 import torch
 
-from tests.common.ops import EXAMPLES, REFUSING, call
+from tests.attention import test_bad_bwd_input as backward
+from tests.cache import test_bad_cache_options as cached
+from tests.common import test_bad_options as forward
+from tests.common.ops import EXAMPLES, FLEX, Example, call
 from tests.helpers.cases import each_case
 from tests.helpers.judged import arguments
 from tests.helpers.memory import memory_of
@@ -52,6 +55,25 @@ def check(message, example, arguments, meta=True):
     assert all(map(torch.equal, written, before))
 
 
+def _with_options(make):
+    return lambda: make() | forward.good_options()
+
+
+def _normalised():
+    return backward.bias() | {"normalisers": torch.randn(2, 4, 16)}
+
+
+# Calls of attention; their other refusals are in the modules that they are from.
+ATTENTION = [
+    Example("flash_fwd", _with_options(forward.dense)),
+    Example("flash_fwd", cached.paged),
+    Example("flash_fwd", cached.q8_0),
+    Example("flash_varlen_fwd", _with_options(forward.packed)),
+    Example("flash_bwd", _with_options(backward.dense)),
+    Example("flash_varlen_bwd", backward.packed),
+    Example("flash_bwd_bias", _with_options(_normalised)),
+    Example("flash_bwd_slopes", _with_options(backward.slopes)),
+]
 # What may have any dtype, number of dimensions or device.
 FREE = {f"{way} of {name}" for way in ("dimensions", "device") for name in ("x", "scores")}
 FREE |= {"dtype of cache", "dimensions of cache"}
@@ -76,7 +98,7 @@ def _free(example, way, name):
 
 def each_spoilt():
     """A wrong dtype, rank, device, stride and storage of every tensor of every op."""
-    for example in (*EXAMPLES.values(), *REFUSING.values()):
+    for example in (*EXAMPLES.values(), *ATTENTION, *FLEX.values()):
         for name, x in example.make().items():
             for way in ("dtype", "dimensions", "device", "strides", "storage"):
                 if torch.is_tensor(x) and not _free(example, way, name):

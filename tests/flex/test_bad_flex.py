@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest
 
-from tests.common.ops import REFUSING
+from tests.common.ops import FLEX
 from tests.common.test_bad_options import resized
 from tests.flex.flex_check import block_mask, home
 from tests.helpers.cases import each_case
@@ -257,12 +257,12 @@ def test_orders(order, message):
 )
 def test_lists_and_captures_of_the_op(changes, message):
     with simulate(), pytest.raises(ValueError, match=message):
-        torch.ops.metal_attn.flex_bwd(**REFUSING["flex_bwd"].make() | changes)
+        torch.ops.metal_attn.flex_bwd(**FLEX["flex_bwd"].make() | changes)
 
 
 def test_parts_of_a_block_mask_alone():
     """None of those that a forward reads is ignored."""
-    parts = REFUSING["flex_fwd"].make()
+    parts = FLEX["flex_fwd"].make()
     attention = {name: parts.pop(name) for name in ("q", "k", "v", "captures")}
     del parts["kv_num_blocks"]
     for name, value in parts.items():

@@ -51,6 +51,10 @@ constexpr std::array<std::pair<ScalarType, const char*>, 10> kLikely{
      {ScalarType::Byte, "uint8"},
      {ScalarType::Float8_e4m3fn, "float8_e4m3fn"}}};
 
+// Those of rows that the kernels compute with: kElementNames.
+constexpr std::initializer_list<ScalarType> kElements{ScalarType::Float, ScalarType::Half,
+                                                      ScalarType::BFloat16};
+
 std::string dtype_name(ScalarType dtype) {
   const auto is_it = [dtype](const auto& likely) { return likely.first == dtype; };
   const auto found = std::find_if(kLikely.begin(), kLikely.end(), is_it);
@@ -229,8 +233,7 @@ ScalarType check_dtype(ArgumentName name, const Tensor& tensor,
 }
 
 Element check_element(ArgumentName name, const Tensor& tensor) {
-  return *element_of(
-      check_dtype(name, tensor, {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}));
+  return *element_of(check_dtype(name, tensor, kElements));
 }
 
 Element check_element(ArgumentName name, ScalarType dtype) {
@@ -368,9 +371,8 @@ ScalarType check_operand(ArgumentName name, const Tensor& tensor, ArgumentName o
 
 Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name,
                    const Tensor& other) {
-  return *element_of(check_operand("learnable_sink", sink, other_name, other,
-                                   {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16},
-                                   {{heads}}));
+  return *element_of(
+      check_operand("learnable_sink", sink, other_name, other, kElements, {{heads}}));
 }
 
 void check_rows(ArgumentName name, const Tensor& tensor) {

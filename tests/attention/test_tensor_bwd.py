@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.bench_tensor_tiles import gradient_row
+from bench.bench_inner_loops import ours
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
 from tests.attention.flash_bwd_features import (
     FEW,
@@ -183,7 +183,7 @@ def test_simdgroups_share_wide_rows(head_dim, shared):
 )
 def test_inner_loop(kernel, products, loads, shuffles):
     """bench/results/inner_loops.md, at head dim 64."""
-    counts = gradient_row(kernel, 64, F16)
+    counts = ours(kernel, 64, F16)
     assert counts["products"] == products
     assert counts["device loads"] <= loads
     assert counts["shuffles"] <= shuffles

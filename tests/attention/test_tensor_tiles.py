@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.bench_tensor_tiles import ours, row
+from bench.bench_inner_loops import ours
 from tests.attention import flash_fwd_problems as problems
 from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, case, hold
@@ -181,7 +181,7 @@ LIMITS = {64: (8, 16), 128: (16, 40)}
 def test_inner_loop(head_dim):
     """MLX's and PyTorch's have 160 and 320 loads, and 16 shuffles: bench/results."""
     products, loads = LIMITS[head_dim]
-    counts = row(ours, head_dim, F16)
+    counts = ours("flash_fwd_tensor", head_dim, F16)
     assert counts["products"] == products
     assert counts["device loads"] <= loads
     assert counts["converts"] == 0

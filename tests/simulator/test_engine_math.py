@@ -186,8 +186,12 @@ VECTORS = {
     "as_type<float4>(as_type<uint4>(x))": [1, -2, 3, -4],
     "vec<float, 4>(1, 2, 3, 4)": [1, 2, 3, 4],
     "float4(packed_float3(x.xyz), 9)": [1, -2, 3, 9],
+    "float4(packed_half4(1, half(x.y), half2(x.zw)))": [1, -2, 3, -4],
     "float4(popcount(uint4(7, 3, 1, 0)))": [3, 2, 1, 0],
     "x.wzyx": [-4, 3, -2, 1],
+    "ldexp(x, int4(1, 2, 3, -1))": [2, -8, 24, -2],
+    "float4(absdiff(int4(x), int4(2)))": [1, 4, 1, 6],
+    "nextafter(x, float4(0)) - x": [-(2**-24), 2**-23, -(2**-22), 2**-22],
 }
 
 

@@ -194,7 +194,8 @@ def test_inner_loop(kernel, products, loads, shuffles):
 # By the problem that shows them, as in test_flash_bwd_mutants.py.
 MUTANTS = {
     small: """
-        dkv: a unit of family 9 [misaligned]: fragment_column(lane) * {~4 => 2~}
+        dkv: a unit of family 9 [misaligned]:
+            fragment_column(lane) * (TENSOR_TILES ? {~4 => 2~} : 1)
         dkv: queries of a lane in another order: key / 2 * {~4 + key % 2 * 16 => 16 + key % 2 * 4~}
         dkv: slots of a left operand off by one:
             left.fragments[{~s / LANE_COLUMNS][s => (s + 1) % TENSOR_LEFT_SLOTS / LANE_COLUMNS][(s

@@ -42,10 +42,6 @@ def path_of(tree, token):
     return path
 
 
-def depths_of(tree):
-    return [len(path_of(tree, token)) - 1 for token in range(len(tree))]
-
-
 def mask_of(tree, columns=None):
     shown = torch.zeros(len(tree), columns or len(tree), dtype=torch.bool)
     for token in range(len(tree)):

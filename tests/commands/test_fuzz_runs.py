@@ -197,8 +197,15 @@ class TestCommand:
         assert len(data["failures"]) == 1
         assert "2 cases ran" in capsys.readouterr().out
 
+    NO_MASK = {"family": "Attention", "call": "scaled_dot_product_attention", "attn_mask": " "}
+
     @pytest.mark.parametrize(
-        "text", ["", "{}", '{"failures": [{"case": {"family": "x"}}]}', "[" * 10**5], ids=len
+        "text",
+        [
+            *("", "{}", '{"failures": [{"case": {"family": "x"}}]}', "[" * 10**5),
+            json.dumps({"failures": [{"case": NO_MASK}]}),
+        ],
+        ids=len,
     )
     def test_what_is_no_report(self, text, tmp_path, capsys):
         path = tmp_path / "x.json"

@@ -1,5 +1,6 @@
 """Shared by the kernels' tests: problems as tensors, and ops held to twice torch's error."""
 
+import math
 from functools import partial
 
 import torch
@@ -44,6 +45,24 @@ def make_qkv(
         (batch, kv_heads, kv_length, v_head_dim),
     ]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def rotary_tables(length, pairs, *, batch=None, dtype=torch.float32, seed=0):
+    """cos and sin of random angles: (length, pairs), or (batch, length, pairs)."""
+    shape = (length, pairs) if batch is None else (batch, length, pairs)
+    angles = 6.3 * torch.rand(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def random_mask(*shape, dtype=torch.bool, seed=3, hidden=0.4):
+    """Bool, or additive with -inf where the bool one would be False."""
+    generator = torch.Generator().manual_seed(seed)
+    visible = torch.rand(shape, generator=generator) >= hidden
+    if dtype == torch.bool:
+        return visible
+    return torch.randn(shape, generator=generator).to(dtype).masked_fill(~visible, -math.inf)
 
 
 def hold(measures):

@@ -17,8 +17,8 @@ from tests.attention.flash_bwd_check import (
     run,
 )
 from tests.attention.flash_fwd_check import check_flash_fwd, make_packed, unpacked
-from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
+from torch_metal_attn.testing.judge import ints
 
 LENGTHS = ([33, 0, 7, 70], [65, 0, 31, 40])
 CAUSAL = {"causal": True}

@@ -8,10 +8,7 @@ import math
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import (
-    check_flash_fwd,
-    make_qkv,
-)
+from tests.attention.flash_fwd_check import check_flash_fwd, make_packed, make_qkv
 from tests.cache.kv_caches import FORMATS, quantised
 from torch_metal_attn.quantisation import dequantise, quantise
 from torch_metal_attn.testing.judge import ints

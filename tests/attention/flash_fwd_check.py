@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 
+from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing import Attention
 from torch_metal_attn.testing.attention_problem import Problem
@@ -136,6 +137,15 @@ def check_large_sinks(q, k, v, *, device, op=ops.flash_fwd, **options):
     out, _ = op(*(x.to(device) for x in operands), **on(device, options))
     exact, _ = attention(*operands, **options, compute_dtype=torch.float64)
     assert ((out.cpu().double() - exact).abs() <= ACCUMULATION * exact).all()
+
+
+def check_either_precision(run):
+    """Whether the GPU truncates or rounds float operands: they have no bit to lose."""
+    results = []
+    for mode in ("truncate", "round"):
+        with simulate(check=True, relaxed_precision=mode):
+            results.append(run())
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def pack(sequences):

@@ -13,6 +13,7 @@ import torch
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused, refused_alike, without_data
 from torch_metal_attn import simulate
+from torch_metal_attn.testing.judge import ints
 
 NAMESPACES = {
     "op": torch.ops.metal_attn,
@@ -25,10 +26,6 @@ def call(where, tensors, options):
     """The dense op, or with cu_seqlens_q among the tensors the packed one."""
     name = "flash_varlen_fwd" if "cu_seqlens_q" in tensors else "flash_fwd"
     return getattr(NAMESPACES[where], name)(*tensors.values(), **options)
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def half(*shape):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.bench_tensor_tiles import gradient_row
+from bench.bench_inner_loops import ours
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
 from tests.attention.flash_bwd_features import (
     FEW,
@@ -174,7 +174,7 @@ def test_simdgroups_share_wide_rows(head_dim, shared):
 )
 def test_inner_loop(kernel, products, loads, shuffles):
     """bench/results/inner_loops.md, at head dim 64."""
-    counts = gradient_row(kernel, 64, F16)
+    counts = ours(kernel, 64, F16)
     assert counts["products"] == products
     assert counts["device loads"] <= loads
     assert counts["shuffles"] <= shuffles
@@ -185,7 +185,8 @@ def test_inner_loop(kernel, products, loads, shuffles):
 # By the problem that shows them, as in test_flash_bwd_mutants.py.
 MUTANTS = {
     small: """
-        dkv: a unit of family 9 [misaligned]: fragment_column(lane) * {~4 => 2~}
+        dkv: a unit of family 9 [misaligned]:
+            fragment_column(lane) * (TENSOR_TILES ? {~4 => 2~} : 1)
         dkv: queries of a lane in another order: key / 2 * {~4 + key % 2 * 16 => 16 + key % 2 * 4~}
         dkv: slots of a left operand off by one:
             left.fragments[{~s / LANE_COLUMNS][s => (s + 1) % TENSOR_LEFT_SLOTS / LANE_COLUMNS][(s

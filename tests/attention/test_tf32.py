@@ -320,8 +320,7 @@ MUTANTS = {
     """,
     equal_values: """
         fwd: divided by the sum before the cut:
-            {~(DROPOUT ? dropout.keep_scale : 1.0f) / cut_sum => 1.0f / with_sink(keys_sum,
-            sink_weight)~}
+            {~softmax.weights[i].row_sum(keys_sum) => keys_sum~}
     """,
     either_precision: """
         fwd: operands left to the GPU:

@@ -173,3 +173,13 @@ def test_pages_cost_few_loads(kv_heads, head_dim, page):
     keys, values, where = paged(k, v, [1024], page)
     where["block_table"] = where["block_table"][:, : 1024 // page]
     assert contiguous < loads(keys, values, where) <= 1.05 * contiguous
+
+
+@pytest.mark.parametrize("num_splits, is_long", [(16, False), (1024, True)])
+def test_partial_results_of_many_elements(num_splits, is_long):
+    """1024 splits have 2^32 numbers of out, which itself has 2^22."""
+    q = torch.empty(1, 1, 1, 128).expand(16, 32, 64, 128)
+    k = torch.empty(1, 1, 1, 128).expand(16, 4, 4096, 128)
+    with simulate(record=True) as run:
+        decode(q, k, k, num_splits=num_splits)
+    assert ("LONG_OFFSETS" in run.recorded[0].defines) == is_long

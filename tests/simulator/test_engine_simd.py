@@ -128,15 +128,17 @@ def test_float_reductions(type_name, dtype):
     assert lane_values(REDUCTIONS, values, type_name) == models(REDUCTIONS, values)
 
 
+PRODUCTS = {
+    "simd_product(x)": over(operator.mul),
+    "simd_prefix_inclusive_product(x)": prefix(operator.mul, 1, True),
+    "simd_prefix_exclusive_product(x)": prefix(operator.mul, 1, False),
+}
+
+
 def test_products():
     values = torch.ones(32)
     values[3], values[17], values[31] = 2, 3, 5
-    expected = {
-        "simd_product(x)": [30.0] * 32,
-        "simd_prefix_exclusive_product(x)": [1.0] * 4 + [2.0] * 14 + [6.0] * 14,
-        "simd_prefix_inclusive_product(x)": [1.0] * 3 + [2.0] * 14 + [6.0] * 14 + [30.0],
-    }
-    assert lane_values(expected, values) == expected
+    assert lane_values(PRODUCTS, values) == models(PRODUCTS, values)
 
 
 @pytest.mark.parametrize(

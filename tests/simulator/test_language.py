@@ -144,6 +144,9 @@ kernel void constructs(device float* out [[buffer(0)]], device complex64* c [[bu
   float4 four[2] = {left, static_cast<float4>(halves)};
   thread float4 (&rows)[2] = four;
   out[n++] = rows[1].w + metal::half2(2h, 1.5h).x + 5e-1bf;
+  out[n++] = __metal_ldexp(3.0f, 1, true) + __metal_pow(2.0f, 3.0f, 0);
+  out[n++] = __metal_fract(2.5f) + __metal_frexp(5.0f, &exponent) + exponent;
+  out[n++] = M_PI_H == 3.140625h && M_PI_BF == bfloat(M_PI_H) && numeric_limits<half>::digits == 11;
   Pair whole = ((const device Pair*)x)[0];
   ((device Pair*)(c + 1))[1] = whole;
 }
@@ -156,6 +159,7 @@ EXPECTED = [
     *(4 + 0.75, 1, 4, 2, 21, 6, 1, 1, 1, 2, 1),
     4 + 2 + 4 + 8,  # vectors that a declaration constructs
     *(11 + 21, 7, 8 + 2 + 0.5),  # arrays as parameters, base classes, casts
+    *(6 + 8, 0.5 + 0.625 + 3, 1),  # Apple's own names, constants
 ]
 
 

@@ -50,6 +50,12 @@ slot_left_out: uninitialised: use of an element of a private array
   for (ushort i = n[{~1 => 0~}]; i < right.get_capacity(); ++i) right.set(i, 1.0h);
   for (ushort i = 0; i < out.get_capacity(); ++i) out[i] = 0.0f;
   op.run(left, right, out);  //!
+accumulator_left_out: uninitialised: use of an element of a private array
+  PRODUCT
+  for (ushort i = 0; i < left.get_capacity(); ++i) left[i] = 1.0f;
+  for (ushort i = 0; i < right.get_capacity(); ++i) right[i] = 1.0h;
+  for (ushort i = n[{~1 => 0~}]; i < out.get_capacity(); ++i) out[i] = 0.0f;
+  op.run(left, right, out);  //!
 slot_past_the_last: private_out_of_bounds: byte 32 of 32
   FILLED
   left.set(8, left.get(8) + 1.0f);  // checked, unlike the next one

@@ -151,6 +151,9 @@ def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
     assert "print(testing.check(testing.Deadly(call='dies')))" in capsys.readouterr().out
 
 
+NO_MASK = {"family": "Attention", "call": "scaled_dot_product_attention", "attn_mask": " "}
+
+
 class TestCommand:
     @pytest.fixture
     def fuzzing(self, monkeypatch, tmp_path):
@@ -196,8 +199,6 @@ class TestCommand:
         assert code == 130
         assert len(data["failures"]) == 1
         assert "2 cases ran" in capsys.readouterr().out
-
-    NO_MASK = {"family": "Attention", "call": "scaled_dot_product_attention", "attn_mask": " "}
 
     @pytest.mark.parametrize(
         "text",

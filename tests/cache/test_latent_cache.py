@@ -198,11 +198,6 @@ REFUSED = [
         "k has a head dim of 96 and q of 8",
     ),
     (
-        lambda c: c.decode_step([0], QUERY, ROWS, softmax_scale=1.0, block_table=None),
-        "block_table",
-    ),
-    (lambda c: c.decode_step([0], QUERY, ROWS, softmax_scale=1.0, layer=1), "layer is 1"),
-    (
         lambda c: c.decode_step([0], QUERY, ROWS[:, :, :0], softmax_scale=1.0),
         "no new rows; decode_step appends some",
     ),

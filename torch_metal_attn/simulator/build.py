@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from . import cache, diagnostics, parameter_types, toolchain
+from . import cache, diagnostics, toolchain
 from .llvm.batches import batch_products
 from .llvm.instrument import Frame, Site, instrument, with_padded_variables
 from .llvm.ir import with_bool_elements
@@ -109,25 +109,15 @@ class Image:
         """The address of an exported function."""
         return ctypes.cast(getattr(self.library, symbol), ctypes.c_void_p).value or 0
 
-    def enabled(self, kernel: Kernel) -> list[bool]:
-        """Which of the kernel's parameters exist, given the function constants."""
-        if not any(parameter.condition for parameter in kernel.parameters):
-            return [True] * len(kernel.parameters)
-        table = (ctypes.c_ubyte * len(kernel.parameters)).in_dll(
-            self.library, kernel.enabled_symbol
-        )
-        return [bool(flag) for flag in table]
-
     def most_threads(self, kernel: Kernel) -> int:
         """Threads that a threadgroup of the kernel may have."""
-        if not kernel.most_threads:
-            return MAX_THREADS
         limit = ctypes.c_uint.in_dll(self.library, kernel.most_threads_symbol).value
         return min(limit or MAX_THREADS, MAX_THREADS)
 
     def types(self, kernel: Kernel) -> list[ParameterType]:
         """The types that the kernel's parameters point to."""
-        return parameter_types.read(self.library, kernel)
+        array = ParameterType * len(kernel.parameters)
+        return list(array.in_dll(self.library, kernel.types_symbol))
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,7 @@ def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
     casts = SCALARS | types
     for index in tokens.where(ADDRESS_SPACES):
         _note_object(tokens, index, declared)
-        _read_by_cast(tokens, index, declared)
-        _element_by_cast(tokens, index, declared, casts)
+        _object_by_cast(tokens, index, declared, casts)
         if tokens.text(index) == "constant":
             _constant_object(tokens, index, declared)
     objects = declared.objects
@@ -193,28 +192,25 @@ def _path(tokens: TokenList, index: int) -> tuple[int, int, int]:
     return start, end, subscripts
 
 
-def _read_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
-    """`s = *((device S*)p);` becomes `s = ::metal::__read(*((device S*)p), 0);`."""
-    cast = index - 1 if tokens.text(index - 1) == "(" else index - 2
-    if tokens[cast - 4].kind != "name" or [tokens.text(cast - i) for i in range(4)] != [*"((*="]:
-        return
-    end, kind = tokens.close(cast - 1), tokens.text(tokens.close(cast) - 2)
-    if tokens.text(end + 1) == ";" and declared.may_be_aggregate(kind):
-        _wrap(tokens, cast - 2, end, "::metal::__read(", ", 0)")
-
-
-def _element_by_cast(
+def _object_by_cast(
     tokens: TokenList, index: int, declared: _Declared, casts: AbstractSet[str]
 ) -> None:
-    """`((device S*)p)[i] = s;` and `s = ((device S*)p)[i];`, as if p were declared so."""
+    """`((device S*)p)[i]` and `*((device S*)p)`, as if p were declared so."""
     cast = index - 1 if tokens.text(index - 1) == "(" else index - 2
     if tokens.text(cast) != "(" or tokens.text(cast - 1) != "(":
         return
-    kind, start, end = tokens.text(tokens.close(cast) - 2), cast - 1, tokens.close(cast - 1)
-    if tokens.text(end + 1) == "[" and declared.may_be_aggregate(kind):
+    *words, kind, pointer = (tokens.text(at) for at in range(cast, tokens.close(cast)))
+    if pointer != "*" or not (declared.is_type(kind) or "typename" in words):
+        return
+    start, end = cast - 1, tokens.close(cast - 1)
+    if tokens.text(end + 1) == "[":
         end = tokens.close(end + 1)
-        if around := _around(tokens, start, end, casts):
-            _wrap(tokens, start, end, *around)
+    elif tokens.text(start - 1) == "*":
+        start -= 1
+    else:
+        return
+    if around := _around(tokens, start, end, casts):
+        _wrap(tokens, start, end, *around)
 
 
 def _rewrite_use(

@@ -33,18 +33,12 @@ CONSTRUCTOR = (
 class _Declared:
     """Names of the text, in any scope."""
 
-    constructed: set[str] = field(default_factory=set)  # types with constructors
-    aggregates: set[str] = field(default_factory=set)  # structs without
-    perhaps: set[str] = field(default_factory=set)  # template parameters and aliases
+    constructed: set[str]  # types with constructors
+    perhaps: set[str]  # template parameters and aliases
+    types: set[str]  # these, and structs without constructors
     # Pointers, arrays and references to the above: where they are declared, and how many
     # subscripts it takes to an object.
     objects: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-
-    def may_be_aggregate(self, name: str) -> bool:
-        return name in self.aggregates or name in self.perhaps
-
-    def is_type(self, name: str) -> bool:
-        return name in self.constructed or self.may_be_aggregate(name)
 
 
 def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
@@ -52,13 +46,12 @@ def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
 
     types: the text's template parameters and aliases.
     """
-    declared = _Declared(constructed=set(CONSTRUCTED), perhaps=types)
+    declared = _Declared(set(CONSTRUCTED), types, {*CONSTRUCTED, *types})
     for name, body, end in structs(tokens):
+        declared.types.add(name)
         if _has_constructor(tokens, name, body, end):
             declared.constructed.add(name)
             _add_constructors(tokens, name, end)
-        else:
-            declared.aggregates.add(name)
     casts = SCALARS | types
     for index in tokens.where(ADDRESS_SPACES):
         _note_object(tokens, index, declared)
@@ -136,7 +129,7 @@ def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
         words.append(tokens.text(at))
         at += 1
     name = tokens.text(at - 1)
-    if tokens[at - 1].kind == "name" and any(map(declared.is_type, words[:-1])):
+    if tokens[at - 1].kind == "name" and not declared.types.isdisjoint(words[:-1]):
         declaration = at - 1
         subscripts = words.count("*")
         while tokens.text(at) == "[":
@@ -200,7 +193,7 @@ def _object_by_cast(
     if tokens.text(cast) != "(" or tokens.text(cast - 1) != "(":
         return
     *words, kind, pointer = (tokens.text(at) for at in range(cast, tokens.close(cast)))
-    if pointer != "*" or not (declared.is_type(kind) or "typename" in words):
+    if pointer != "*" or not (kind in declared.types or "typename" in words):
         return
     start, end = cast - 1, tokens.close(cast - 1)
     if tokens.text(end + 1) == "[":

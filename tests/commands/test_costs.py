@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.bench_flash_bwd import run as run_backward
 from bench.bench_flash_decode import HEAD_DIMS, count, operands, step_operands
+from bench.bench_inner_loops import run as run_kernel
 from tests.attention.flash_fwd_check import make_packed, make_qkv, visible_keys
-from tests.attention.flash_fwd_options import ints
 from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import quantise
+from torch_metal_attn.testing.judge import ints
 from torch_metal_attn.tools import costs
 
 MATRIX_FLOPS = 2 * 8 * 8 * 8  # of one simdgroup_multiply_accumulate
@@ -61,7 +61,7 @@ def test_each_gradient_kernel_does_its_part():
     """Three products and four, of which one and two are with values."""
     for kernel, products in (("flash_bwd_dq", 3), ("flash_bwd_dkv", 4)):
         # Rows that tiles and blocks of any size divide.
-        counters, _ = run_backward(kernel, 192, 192, 64, torch.float16)
+        counters, _ = run_kernel(kernel, 192, 192, 64, torch.float16)
         assert counters.matrix_operations * MATRIX_FLOPS == 2 * 192 * 192 * 64 * products
     assert costs.gradient_flops(1, 1, 0) == 2 * 4
     assert costs.gradient_flops(1, 0, 1) == 2 * 3

@@ -188,14 +188,14 @@ def test_bytes_of_options_by_hand():
     append = {"k": k[..., :5, :], "v": v[..., :5, :], "k_cache": k, "v_cache": v}
     bias, state = torch.zeros(5, 100), {"out_a": q, "lse_a": q[..., 0]}
     row_sums = 5 * 4 * 4
-    for op, given, more, difference in (
+    for op, call, more, difference in (
         ("flash_decode", qkv, {"leftpad_k": ints(60)}, 4 - 60 * 2 * 2 * 32 * 4),
         ("flash_bwd", qkv, {"dlse": q[..., 0]}, row_sums),
         ("flash_bwd_bias", qkv, {"attn_bias": bias}, 2 * bias.nbytes),
         ("flash_bwd_slopes", qkv, {"alibi_slopes": ints(1, 2, 3, 4)}, 2 * 16),
         ("append_kv", append, {"rotary_cos": cos, "rotary_sin": sin}, 2 * 5 * 16 * 4),
     ):
-        plain, found = costs.cost(op, given).bytes, costs.cost(op, given | more).bytes
+        plain, found = costs.cost(op, call).bytes, costs.cost(op, call | more).bytes
         assert found - plain == difference, op
     assert costs.cost("merge_state", state).bytes == 3 * (q.nbytes + row_sums)
 

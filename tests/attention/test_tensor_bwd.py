@@ -14,7 +14,7 @@ from tests.attention.flash_bwd_features import (
     run,
 )
 from tests.attention.flash_bwd_sharp import check_sharp
-from tests.attention.flash_fwd_check import make_qkv
+from tests.attention.flash_fwd_check import check_either_precision, make_qkv
 from tests.attention.head_dims import HOME
 from tests.attention.held_cases import case
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
@@ -23,6 +23,7 @@ from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
 
+pytestmark = pytest.mark.usefixtures("m5")
 F16 = torch.float16
 CPU = torch.device("cpu")
 KERNELS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
@@ -67,14 +68,9 @@ def small():
 
 
 def either_precision():
-    """Whether the GPU truncates or rounds float operands: they have no bit to lose."""
     q, k, v = home()
     dout, _ = make_gradients(q, v, q.shape[:3])
-    results = []
-    for mode in ("truncate", "round"):
-        with simulate(check=True, relaxed_precision=mode):
-            results.append(backward(q, k, v, dout, None, CPU, {}))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    check_either_precision(lambda: backward(q, k, v, dout, None, CPU, {}))
 
 
 def one_key():
@@ -127,11 +123,6 @@ def sizes():
     for q_length, kv_length in ((1, 1), (0, 9), (33, 0), (17, 70)):
         qkv = make_qkv(q_length=q_length, kv_length=kv_length, head_dim=HOME, dtype=F16)
         check_flash_bwd(*qkv, dlse=False, device=CPU)
-
-
-@pytest.fixture(autouse=True)
-def m5(gpu):
-    gpu("Apple M5")
 
 
 @pytest.mark.parametrize("problem", [together, masked, sizes])

@@ -5,7 +5,7 @@ import torch
 
 from bench.bench_inner_loops import ours
 from tests.attention import flash_fwd_problems as problems
-from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
+from tests.attention.flash_fwd_check import check_either_precision, check_flash_fwd, make_qkv
 from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, case, hold
 from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
@@ -15,6 +15,7 @@ from torch_metal_attn.testing import running
 from torch_metal_attn.testing.features import FEATURES
 from torch_metal_attn.tools.verify import cases as listed
 
+pytestmark = pytest.mark.usefixtures("m5")
 F16 = torch.float16
 CPU = torch.device("cpu")
 KERNEL = "flash_fwd_tensor"
@@ -41,13 +42,8 @@ def infinite_value():
 
 
 def either_precision():
-    """Whether the GPU truncates or rounds float operands: weights have no bit to lose."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
-    results = []
-    for mode in ("truncate", "round"):
-        with simulate(check=True, relaxed_precision=mode):
-            results.append(torch.ops.metal_attn.flash_fwd(q, k, v)[0])
-    assert torch.equal(*results)
+    check_either_precision(lambda: torch.ops.metal_attn.flash_fwd(q, k, v))
 
 
 def scores():
@@ -92,11 +88,6 @@ CASES = {
     ],
     "pages": problems.PROBLEMS["pages"],
 }
-
-
-@pytest.fixture(autouse=True)
-def m5(gpu):
-    gpu("Apple M5")
 
 
 @pytest.mark.parametrize("cases", CASES.values(), ids=CASES)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from bench.bench_flash_decode import HEAD_DIMS, count, operands, step_operands
 from bench.bench_inner_loops import run as run_kernel
 from tests.attention.flash_fwd_check import make_packed, make_qkv, visible_keys
-from tests.attention.flash_fwd_options import ints
 from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import quantise
+from torch_metal_attn.testing.judge import ints
 from torch_metal_attn.tools import costs
 
 MATRIX_FLOPS = 2 * 8 * 8 * 8  # of one simdgroup_multiply_accumulate

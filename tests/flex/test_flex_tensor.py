@@ -14,12 +14,8 @@ from tests.flex.test_blocks import (
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import allow_tf32, explain, flex_attention, simulate
 
+pytestmark = pytest.mark.usefixtures("m5")
 KERNEL = "flash_fwd_tensor"
-
-
-@pytest.fixture(autouse=True)
-def m5(gpu):
-    gpu("Apple M5")
 
 
 def check_all():

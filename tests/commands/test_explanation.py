@@ -8,11 +8,11 @@ import torch
 import torch._dynamo.testing
 
 from tests.attention.flash_fwd_check import make_packed, make_qkv
-from tests.attention.flash_fwd_options import ints
 from tests.common.ops import EXAMPLES
 from tests.helpers.cases import each_case
 from torch_metal_attn import explain, flash_attn_func, sdpa_replaced, simulate
 from torch_metal_attn.quantisation import quantise
+from torch_metal_attn.testing.judge import ints
 
 ops = torch.ops.metal_attn
 

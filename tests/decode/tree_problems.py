@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_check import hold_results
-from tests.attention.flash_fwd_options import ints
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.decode.flash_decode_problems import (
     check_alone,
@@ -19,7 +18,7 @@ from tests.decode.flash_decode_problems import (
 )
 from tests.helpers.steps import check_step, tensors_of
 from torch_metal_attn.reference import attention
-from torch_metal_attn.testing.judge import on, worst_of
+from torch_metal_attn.testing.judge import ints, on, worst_of
 
 ops = torch.ops.metal_attn
 

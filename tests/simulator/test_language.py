@@ -71,8 +71,8 @@ float literal(vec<T, 2> v) { return float((0.5 * v).y) + 1.0 / 3.0; }
 kernel void constructs(device float* out [[buffer(0)]], device complex64* c [[buffer(1)]],
                        const device float* x [[buffer(2)]], constant Pair& given [[buffer(3)]],
                        uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float shared[32] = {0};
-  shared[lane] = 11;
+  threadgroup float shared[32] = {0, 1}, other[32];
+  shared[lane] = other[lane] = 11;
   simdgroup_barrier(mem_flags::mem_threadgroup);
   simdgroup_float8x8 filled = make_filled_simdgroup_matrix<float, 8>(2.0f);
   if (lane != 0) return;

@@ -6,16 +6,13 @@ import torch
 from torch_metal_attn.simulator import compile_shader, simulate
 from torch_metal_attn.simulator.lint import lint_source
 
+from .planted import TENSORS
+
 LANE_MAPS = ["apple10", "apple9", 0, 1]
 SHAPES = [(16, 32, 16), (32, 16, 16), (16, 16, 32)]
 
 # Looks at no layout: every element by its own index.
 PRODUCT = """
-#include <metal_stdlib>
-#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
-using namespace metal;
-using namespace mpp::tensor_ops;
-
 kernel void product(const device LEFT* a [[buffer(0)]], const device RIGHT* b [[buffer(1)]],
                     device float* c [[buffer(2)]]) {
   constexpr auto descriptor = matmul2d_descriptor(
@@ -54,7 +51,7 @@ def defines(shape=SHAPES[0], left="half", right="half", relaxed=False, mode="mul
 
 def product(*shape, **options):
     macros = defines(*shape, **options)
-    return compile_shader(PRODUCT, defines=macros, check=True, language="4.0").product
+    return compile_shader(TENSORS + PRODUCT, defines=macros, check=True, language="4.0").product
 
 
 def operands(shape, left=torch.float16, right=torch.float16):
@@ -100,11 +97,6 @@ def table(operand, lane_map, lane, slot):
 
 
 INDICES = """
-#include <metal_stdlib>
-#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
-using namespace metal;
-using namespace mpp::tensor_ops;
-
 template <class Tensor>
 void indices(Tensor t, device int2* out, uint lane) {
   for (ushort i = 0; i < t.get_capacity(); ++i) {
@@ -132,7 +124,7 @@ MATRICES = {"left": (16, 16), "right": (16, 32), "transposed": (32, 16), "destin
 
 @pytest.fixture(scope="module")
 def probe():
-    kernel = compile_shader(INDICES, language="4.0").probe
+    kernel = compile_shader(TENSORS + INDICES, language="4.0").probe
 
     def probed(lane_map):
         found = [torch.zeros(32, n, 2, dtype=torch.int32) for n in (8, 16, 16, 16)]
@@ -202,6 +194,6 @@ def test_the_options_of_a_block_hold_for_its_kernels(probe):
 
 
 def test_the_lint_knows_tensor_operations():
-    assert lint_source(PRODUCT, defines=defines(), language="4.0") == []
-    findings = lint_source(PRODUCT, defines=defines(), language="3.2")
+    assert lint_source(TENSORS + PRODUCT, defines=defines(), language="4.0") == []
+    findings = lint_source(TENSORS + PRODUCT, defines=defines(), language="3.2")
     assert [finding.rule for finding in findings] == ["compile"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.bench_flash_fwd import FEATURES
+from bench.features import OF_LENGTHS
 from tests.outside import peers
 from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.runtime import extension
@@ -22,6 +22,7 @@ FEATURE_HEAD_DIMS = (64, 128)
 DECODED_SIZES = ((64, 32), (128, 32), (128, 1), (512, 1))
 FEATURE_DTYPE = torch.float16
 LENGTH, HEADS = 64, 32
+FEATURES = {name: partial(options, LENGTH) for name, options in OF_LENGTHS.items()}
 KV_HEADS = (32, 2, 1)
 KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv", "flash_decode")
 # What a thread keeps in each, as the chooser's defines call it.

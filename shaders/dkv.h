@@ -6,9 +6,16 @@
 #include "blocks.h"
 #include "flex.h"
 #include "grid.h"
-#include "head_splits.h"
 #include "output.h"
 #include "parts.h"
+
+#ifndef HEAD_SPLITS
+#define HEAD_SPLITS 1
+#endif
+
+// What threadgroups write that share the query heads of a KV head: the gradients, or parts of them
+// that flash_bwd_sum adds up.
+using Result = conditional_t<(HEAD_SPLITS > 1), float, ELEMENT>;
 
 constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_K = SIMDGROUPS / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;

@@ -49,10 +49,7 @@ struct ScoreTiles {
   }
 
   METAL_FUNC static int next(thread int64_t& index, thread const Range& range) {
-    const int64_t size = range.end - range.begin;
-    const int position = range.begin + int(index % size);
-    index /= size;
-    return position;
+    return range.begin + taken(index, range.end - range.begin);
   }
 
   METAL_FUNC void advance() thread {

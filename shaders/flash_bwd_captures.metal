@@ -57,13 +57,6 @@ struct OrderedSums {
   }
 };
 
-// What is at `index` along a dimension of `size`, the fastest one; the rest of the index stays.
-METAL_FUNC int taken(thread int64_t& index, int size) {
-  const int position = int(index % size);
-  index /= size;
-  return position;
-}
-
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_captures(
     FLASH_BWD_PARAMETERS device float* copies [[buffer(FLASH_BWD_DBIAS)]],
     constant FlashBwdCaptureParams& params [[buffer(FLASH_PARAMS)]],

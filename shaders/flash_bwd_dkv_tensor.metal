@@ -79,7 +79,7 @@ struct BlockStatistics {
   const int batch = keys.batch;
   const Sequence sequence = keys.sequence;
   const ushort row = fragment_row(lane);
-  const ushort column = tensor_column(lane);
+  const ushort column = lane_column(lane);
   const int lane_key = keys.first_key + row;
   const int first_dk = keys.slice * DK_SLICE + keys.part * OWN_DK_COLUMNS;
   const int first_dv = keys.slice * DV_SLICE + keys.part * OWN_DV_COLUMNS;

@@ -48,7 +48,7 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
   const Keys keys = inputs.keys(batch, queries.place.kv_head, sequence, problem);
   const Values values = inputs.values(batch, queries.place.kv_head, sequence, problem);
   const ushort row = fragment_row(lane);
-  const ushort column = tensor_column(lane);
+  const ushort column = lane_column(lane);
   const int first_dq = queries.part * OWN_DQ_COLUMNS;
 
   QueryTile q_tile;        // [16, own columns of D]

@@ -1,10 +1,11 @@
-// What the forward kernels share: the tile of queries of a threadgroup, and where its results go.
+// What the forward kernels share: all but the products with keys and values.
 #pragma once
 
 #include "blocks.h"
 #include "flex.h"
 #include "grid.h"
 #include "output.h"
+#include "parts.h"
 #include "softmax.h"
 
 constant constexpr int V_SLICES = (HEAD_DIM_V + V_SLICE - 1) / V_SLICE;
@@ -62,15 +63,24 @@ METAL_FUNC float with_sink(float keys_sum, float sink_weight) {
   return SINK ? keys_sum + sink_weight : keys_sum;
 }
 
+// Weights that values are multiplied by as they are; CutWeights are others.
+struct WholeWeights {
+  METAL_FUNC void reset() thread {}
+  METAL_FUNC void update(thread Fragment<float>*, float) thread {}
+  METAL_FUNC float row_sum(float whole_sum) const thread { return whole_sum; }
+};
+
 // The rows of a tile whose scores arrive block by block.
-template <int ROWS>
+template <int ROWS, typename Weights = WholeWeights>
 struct RowsSoftmax {
   OnlineSoftmax rows[ROWS];
+  Weights weights[ROWS];
 
   METAL_FUNC void reset(thread const FlashInputs& inputs, int head) thread {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       rows[i].reset(SINK ? inputs.sink_log2(head) : MASKED_ROW_MAX);
+      weights[i].reset();
     }
   }
 
@@ -86,6 +96,122 @@ struct RowsSoftmax {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       corrections[i] = rows[i].template update<COLUMNS>(scores.fragments[i]);
+      weights[i].update(scores.fragments[i], corrections[i]);
     }
   }
 };
+
+// A SIMD group's ROWS x 8 queries, from first to last. Products: how keys and values reach the
+// products and what these take, with the interface of StagedKv.
+template <typename Products, int ROWS>
+METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
+                       device float* softmax_lse, constant FlashFwdParams& params,
+                       threadgroup uint4* tiles, threadgroup Fragment<float>* score_parts,
+                       uint3 threadgroup_position, uint3 threadgroups, ushort thread_index,
+                       ushort simdgroup, ushort lane) {
+  constexpr int SIMDGROUP_ROWS = ROWS * FRAGMENT;
+  constexpr int BLOCK_Q = SIMDGROUPS / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
+  constant FlashParams& problem = params.problem;
+  ForwardTile<BLOCK_Q> tile;
+  if (!tile.begin(inputs, params, out, softmax_lse, threadgroup_position, threadgroups,
+                  thread_index)) {
+    return;
+  }
+  const int batch = tile.place.batch;
+  const int head = tile.place.head;
+  const int slice = tile.place.slice;
+  const Sequence sequence = tile.sequence;
+
+  const ushort row = fragment_row(lane);
+  const ushort column = lane_column(lane);
+  const int simdgroup_query =
+      tile.place.first_query + simdgroup / COLUMN_SIMDGROUPS * SIMDGROUP_ROWS;
+  const int lane_query = simdgroup_query + row;
+  SeenRows seen_keys;
+  seen_keys.reset(tile.visible, simdgroup_query, SIMDGROUP_ROWS, tile.last_query);
+
+  Products kv;
+  kv.reset(tiles, score_parts, inputs.keys(batch, tile.place.kv_head, sequence, problem),
+           inputs.values(batch, tile.place.kv_head, sequence, problem), sequence, slice,
+           thread_index, simdgroup, lane);
+  typename Products::QueryTile q_tile;  // [ROWS * 8, D]
+  q_tile.load(inputs.queries(batch, head, sequence, problem), lane_query, tile.last_query,
+              column + kv.query_column());
+  Rules<ROWS, false> rules;
+  rules.reset(inputs, batch, head, lane_query, column, tile.visible, sequence, problem);
+  Dropout dropout;
+  if (DROPOUT) {
+    dropout.reset(inputs.rng_state, problem);
+    dropout.move_to(batch, head);
+  }
+  typename Products::Softmax softmax;
+  softmax.reset(inputs, head);
+  typename Products::Out o;  // [ROWS * 8, the SIMD group's columns of V_SLICE]
+  o.fill(0.0f);
+
+  Blocks<LIST_KV_BLOCK> blocks;
+  blocks.reset(inputs, problem.flex, batch, head, tile.place.first_query / LIST_Q_BLOCK,
+               tile.keys());
+  for (int kv_block = blocks.first(); !blocks.done; kv_block = blocks.next(kv_block + BLOCK_K)) {
+    kv.begin_block(kv_block);
+    const bool seen = seen_keys.any_in(kv_block, BLOCK_K);
+    if (!seen && !COLUMNS_SPLIT) {
+      continue;
+    }
+    typename Products::Scores scores;  // [ROWS * 8, BLOCK_K]
+    kv.multiply_keys(scores, q_tile, seen);
+    if (!seen) {
+      continue;
+    }
+    rules.value(scores, kv_block, blocks.masked, inputs, problem);
+    if (seen_keys.hides_in(kv_block, BLOCK_K)) {
+      tile.visible.template apply<false>(scores, lane_query, kv_block + column);
+    }
+
+    // From here on `scores` holds weights, exp(score - row_max).
+    float corrections[ROWS];
+    softmax.update(scores, corrections);
+    if (DROPOUT) {
+      // Sums of rows are those of all weights.
+      const uint kept =
+          dropout.kept<false, ROWS, BLOCK_K / FRAGMENT>(lane_query, kv_block + column);
+      if (TENSOR_TILES) {  // which take weights of 11 bits
+        dropout.drop(scores, kept);
+      } else {
+        dropout.apply(scores, kept);
+      }
+    }
+    kv.accumulate_values(o, corrections, scores);
+  }
+  if (TENSOR_TILES) {
+    // As in MLX and PyTorch, before the results of tensor operations are read.
+    threadgroup_barrier(mem_flags::mem_none);
+    if (blocks.impossible) {
+      o.fill(NAN);
+    }
+  }
+
+  UNROLL
+  for (short i = 0; i < ROWS; i++) {
+    const float keys_sum = blocks.impossible ? NAN : softmax.rows[i].row_sum();
+    const float sink_weight = softmax.sink_weight(i, inputs, head);
+    const float values_sum = with_sink(softmax.weights[i].row_sum(keys_sum), sink_weight);
+    const int query = lane_query + i * FRAGMENT;
+    if (query > tile.last_query) {
+      continue;
+    }
+    // A row that sees no key is 0, even if masked values are NaN and 0 * NaN was added.
+    const bool sees_nothing = keys_sum == 0.0f;
+    const float normaliser = (TENSOR_TILES && DROPOUT ? dropout.keep_scale : 1.0f) / values_sum;
+    UNROLL
+    for (short d = 0; d < Products::OUT_FRAGMENTS; d++) {
+      tile.out_rows.store(
+          query, kv.out_column(d),
+          sees_nothing ? Fragment<float>(0.0f, 0.0f) : o.fragments[i][d] * normaliser);
+    }
+    if (column == 0 && simdgroup % COLUMN_SIMDGROUPS == 0 && slice == 0) {
+      const float row_sum = with_sink(keys_sum, sink_weight);
+      tile.lse_rows[query] = softmax.rows[i].logsumexp(row_sum);
+    }
+  }
+}

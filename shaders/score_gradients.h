@@ -16,6 +16,13 @@ using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using QueryTile = OwnRows<Queries, QK_COLUMNS>;
 using GradientTile = OwnRows<OutGradients, V_COLUMNS>;
 
+// What is at `index` along a dimension of `size`, the fastest one; the rest of the index stays.
+METAL_FUNC int taken(thread int64_t& index, int size) {
+  const int position = int(index % size);
+  index /= size;
+  return position;
+}
+
 // A lane's rows of q and dout, and their statistics.
 struct OwnQueries {
   QueryTile q_tile;        // [ROW_FRAGMENTS * 8, D]

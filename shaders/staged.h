@@ -36,7 +36,9 @@ struct StagedKv {
   using Pair = Fragment<KvTileElement>;
   using QueryTile = OperandTile<ELEMENT, Queries, ROWS, OWN_QK_FRAGMENTS, Q_IN_REGISTERS>;
   using Scores = RegisterTile<float, ROWS, KEYS>;
+  using Softmax = RowsSoftmax<ROWS>;
   using Out = RegisterTile<float, ROWS, OWN_V_FRAGMENTS>;
+  static constant constexpr int OUT_FRAGMENTS = OWN_V_FRAGMENTS;
   Keys keys;
   Values values;
   Sequence sequence;

@@ -250,5 +250,5 @@ struct CutWeights {
     }
   }
 
-  METAL_FUNC float row_sum() const thread { return fragment_row_sum(lane_sum); }
+  METAL_FUNC float row_sum(float) const thread { return fragment_row_sum(lane_sum); }
 };

@@ -37,9 +37,6 @@ constant constexpr int TENSOR_RESULT_SLOTS = 16;
 // A lane's fragments of a [16, 32] tile.
 constant constexpr int TENSOR_FRAGMENTS = TENSOR_ROWS * SPAN_FRAGMENTS;
 
-// The first column of a lane's unit of a span.
-METAL_FUNC ushort tensor_column(ushort lane) { return fragment_column(lane) * 4; }
-
 // Of a value that each lane has of one of 32 columns: those of columns `column` and `column + 1`.
 METAL_FUNC Fragment<float> columns_of(float value, ushort column) {
   return Fragment<float>(simd_shuffle(value, column), simd_shuffle(value, ushort(column + 1)));

@@ -73,6 +73,11 @@ METAL_FUNC ushort fragment_row(ushort lane) { return ((lane / 4) & 4) + ((lane /
 
 METAL_FUNC ushort fragment_column(ushort lane) { return ((lane / 4) & 2) * 2 + (lane % 2) * 2; }
 
+// A lane's first column of a tile: with tensor tiles that of its unit of a span.
+METAL_FUNC ushort lane_column(ushort lane) {
+  return fragment_column(lane) * (TENSOR_TILES ? 4 : 1);
+}
+
 // A lane that has this row of a fragment.
 METAL_FUNC ushort row_lane(ushort row) { return (row & 4) * 4 + row % 4 * 2; }
 

@@ -54,7 +54,9 @@ template <int ROWS, int KEYS>
 struct DirectKv {
   using QueryTile = SpanOperandTile<ELEMENT, Queries, ROWS, QK_COLUMNS>;
   using Scores = RegisterTile<float, ROWS, KEYS>;
+  using Softmax = RowsSoftmax<ROWS>;
   using Out = RegisterTile<float, ROWS, OWN_V_FRAGMENTS>;
+  static constant constexpr int OUT_FRAGMENTS = OWN_V_FRAGMENTS;
   Keys keys;
   Values values;
   Sequence sequence;

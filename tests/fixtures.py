@@ -75,6 +75,12 @@ def gpu():
 
 
 @pytest.fixture
+def m5(gpu):
+    """A GPU with matrix units."""
+    gpu("Apple M5")
+
+
+@pytest.fixture
 def cores():
     """Tells the extension how many cores the GPU has."""
     library = extension.load()

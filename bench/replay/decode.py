@@ -8,6 +8,7 @@ level of cache can hold. Every result is compared with float64.
 import argparse
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import manifest, timing
-from .driver import Programs, part_of_gpu, synchronise
-from .manifest import OURS, Candidate, Problem
+from . import manifest
+from .driver import Launch, Programs, part_of_gpu, synchronise
+from .manifest import NO_LIMIT, OURS, Candidate, Problem
 
 # Labels of this project's candidates begin or end so.
 CHOSEN, SPLITS = "chosen for", "splits"
@@ -27,6 +28,7 @@ TOTAL_BYTES = 1_200_000_000
 MOST_COPIES = 48
 # Relative to the largest number of the result: weights and results are rounded to float16.
 ALLOWED_ERROR = 2**-9
+M1_REGISTERS = 128  # of a thread, on M1 and M2
 
 
 @dataclass
@@ -43,13 +45,49 @@ class Time:
     copy_share: float
 
 
+def launches_of(
+    programs: Programs, candidate: Candidate, limit: int, pointers: Mapping[str, int]
+) -> list[Launch]:
+    """The candidate's dispatches, each for `limit` registers if it is assembled for that."""
+    known = programs.manifest.programs
+    return [
+        Launch(programs, d, limit if limit in known[d.program].limits else NO_LIMIT, pointers)
+        for d in candidate.dispatches
+    ]
+
+
+def limits(programs: Programs, candidate: Candidate) -> list[int]:
+    """The numbers of registers that some dispatch is assembled for."""
+    known = programs.manifest.programs
+    return sorted({n for dispatch in candidate.dispatches for n in known[dispatch.program].limits})
+
+
+def by_clock(copies: Sequence[Sequence[Launch]], stream: int, seconds: float = 0.006) -> float:
+    """Microseconds on a part of the GPU: the least of three rounds, by the host's clock.
+
+    copies: the same work on other memory, in rotation, so that no cache has it.
+    """
+
+    def run(count: int) -> float:
+        begin = time.perf_counter()
+        for index in range(count):
+            for launch in copies[index % len(copies)]:
+                launch.enqueue(stream)
+        synchronise(stream)
+        return (time.perf_counter() - begin) / count
+
+    run(2)
+    count = max(3, min(400, int(seconds / run(1))))
+    return min(run(count) for _ in range(3)) * 1e6
+
+
 def copy_speed(programs: Programs, problem: Problem, stream: int) -> float:
     """Bytes read and written a microsecond by the fastest copy."""
     size = problem.sizes["bytes"]
     x, out = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     pointers = {"q": x.data_ptr(), "out": out.data_ptr()}
-    works = [timing.launches(programs, c, manifest.NO_LIMIT, pointers) for c in problem.candidates]
-    return max(2 * size / timing.by_clock([work], stream, 0.02) for work in works)
+    works = [launches_of(programs, c, NO_LIMIT, pointers) for c in problem.candidates]
+    return max(2 * size / by_clock([work], stream, 0.02) for work in works)
 
 
 def make(sizes: Mapping[str, Any]) -> tuple[list[dict[str, Tensor]], Tensor]:
@@ -122,8 +160,8 @@ def measure(
         }
         shared = {"out": out, "lse": lse, **scratch}
         pointers = [{n: t.data_ptr() for n, t in {**copy, **shared}.items()} for copy in copies]
-        for limit in timing.limits(programs, candidate):
-            launches = [timing.launches(programs, candidate, limit, p) for p in pointers]
+        for limit in limits(programs, candidate):
+            launches = [launches_of(programs, candidate, limit, p) for p in pointers]
             for part, stream in parts.items():
                 label = candidate.label
                 if label.startswith(CHOSEN) and label != f"{CHOSEN} {part} cores":
@@ -136,7 +174,7 @@ def measure(
                     launch.enqueue(stream)
                 synchronise(stream)
                 error = float((out.double() - exact).abs().max() / exact.abs().max())
-                us = timing.by_clock(launches, stream)
+                us = by_clock(launches, stream)
                 share = size / us / speeds[part]
                 party = candidate.party
                 times.append(Time(problem.name, part, party, label, limit, us, error, share))
@@ -150,7 +188,7 @@ def rows(times: Sequence[Time], name: str) -> list[list[str]]:
 
     This project's have at most 128 registers; once more with any number.
     """
-    few = [t for t in times if t.registers <= timing.M1_REGISTERS or t.party != OURS]
+    few = [t for t in times if t.registers <= M1_REGISTERS or t.party != OURS]
     kinds: dict[str, list[Time]] = {
         "ours, as it chooses": [t for t in few if t.label.startswith(CHOSEN)],
         "ours, best splits": [t for t in few if t.label.endswith(SPLITS)],
@@ -182,7 +220,8 @@ def main() -> None:
     contents = manifest.read(arguments.folder)
     programs = Programs(arguments.folder, contents)
     parts = {count: part_of_gpu(count) for count in PARTS}
-    timing.print_device()
+    properties = torch.cuda.get_device_properties(0)
+    print(f"{properties.name}, {properties.multi_processor_count} SMs, torch {torch.__version__}\n")
     (copy,) = (p for p in contents.problems if p.kind == "copy")
     speeds = {part: copy_speed(programs, copy, stream) for part, stream in parts.items()}
     for part, speed in speeds.items():
@@ -202,7 +241,8 @@ def main() -> None:
             del copies
             torch.cuda.empty_cache()
     print()
-    timing.print_table(headings, table)
+    for row in (headings, ["---"] * len(headings), *table):
+        print(f"| {' | '.join(row)} |")
     if arguments.save:
         arguments.save.write_text(json.dumps([asdict(t) for t in times]))
     wrong = [t for t in times if not t.error <= ALLOWED_ERROR]

@@ -34,7 +34,10 @@ enum SimulatorLaneMap : uint32_t {
   LANE_MAP_RANDOM,   // by a seed
 };
 
-enum SimulatorLimit : uint32_t { SIMULATOR_MAX_ARGUMENTS = 31 };
+enum SimulatorLimit : uint32_t {
+  SIMULATOR_MAX_ARGUMENTS = 31,
+  SIMULATOR_OPERATIONS = 7,  // kinds, in the order of torch_metal_attn/simulator/llvm/operations.py
+};
 
 // Functions of Python's C API, for a caller that holds the interpreter's lock: the engine gives it
 // up while it runs, and stops when a signal's handler has raised.
@@ -62,18 +65,6 @@ struct SimulatorDispatch {
   uint64_t lane_map_seed;
 };
 
-// The operations that images count, in the order of torch_metal_attn/simulator/llvm/operations.py.
-enum SimulatorOperation : uint32_t {
-  OPERATION_CONVERT,
-  OPERATION_EXP,
-  OPERATION_FLOAT,
-  OPERATION_INTEGER,
-  OPERATION_ADDRESS,
-  OPERATION_SELECT,
-  OPERATION_FUNCTION,
-  OPERATION_COUNT
-};
-
 // Counts of lane (thread) instructions, summed over all threads; matrix and tensor operations,
 // shuffles, reductions, votes and barriers are per SIMD group (threadgroup_barriers: per
 // threadgroup). Memory counts need a checked image.
@@ -91,7 +82,7 @@ struct SimulatorCounters {
   uint64_t load_bytes[SPACE_COUNT];
   uint64_t stores[SPACE_COUNT];
   uint64_t store_bytes[SPACE_COUNT];
-  uint64_t operations[OPERATION_COUNT];
+  uint64_t operations[SIMULATOR_OPERATIONS];
   uint64_t
       threadgroup_bytes;  // the largest static + argument threadgroup memory of any threadgroup
 };

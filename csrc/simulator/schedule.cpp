@@ -185,7 +185,10 @@ inline void Worker::settle(Group& group) {
 inline Fiber* Worker::next(Group& group) {
   if (random) return next_at_random(group);
   uint32_t ready = group.ready;
-  if (!ready) return next_elsewhere(group);
+  if (!ready) {
+    Group& other = ready_from(static_cast<uint32_t>(&group - groups));
+    return &other.lanes[lowest(other.ready)];
+  }
   Fiber* fiber = &group.lanes[lowest(ready)];
   // The lane after it will need its stack soon.
   ready &= ready - 1;
@@ -197,13 +200,12 @@ inline Fiber* Worker::next(Group& group) {
   return fiber;
 }
 
-// In order, as no lane of this SIMD group can go on.
-Fiber* Worker::next_elsewhere(Group& group) {
+// The next SIMD group that can go on, from a number on.
+Group& Worker::ready_from(uint32_t start) {
   for (;;) {
-    uint32_t start = static_cast<uint32_t>(&group - groups);
     for (uint32_t i = 0; i < group_count; ++i) {
       Group& other = groups[start + i < group_count ? start + i : start + i - group_count];
-      if (other.ready) return &other.lanes[lowest(other.ready)];
+      if (other.ready) return other;
     }
     unblock();
   }
@@ -212,17 +214,10 @@ Fiber* Worker::next_elsewhere(Group& group) {
 Fiber* Worker::next_at_random(Group& group) {
   // Mostly stay with the SIMD group, as a GPU would, but let the others overtake it at times.
   uint64_t bits = draw();
-  Group* chosen = (bits & 7) && group.ready ? &group : nullptr;
-  while (!chosen) {
-    uint32_t start = static_cast<uint32_t>(bits >> 32) % group_count;
-    for (uint32_t i = 0; i < group_count && !chosen; ++i) {
-      Group& other = groups[(start + i) % group_count];
-      if (other.ready) chosen = &other;
-    }
-    if (!chosen) unblock();
-  }
-  uint32_t count = static_cast<uint32_t>(__builtin_popcount(chosen->ready));
-  return &chosen->lanes[nth(chosen->ready, static_cast<uint32_t>(bits >> 8 & 0xFFFF) % count)];
+  bool stays = (bits & 7) && group.ready;
+  Group& chosen = stays ? group : ready_from(static_cast<uint32_t>(bits >> 32) % group_count);
+  uint32_t count = static_cast<uint32_t>(__builtin_popcount(chosen.ready));
+  return &chosen.lanes[nth(chosen.ready, static_cast<uint32_t>(bits >> 8 & 0xFFFF) % count)];
 }
 
 // No thread can go on: some SIMD operation or barrier was not reached by all. Makes one ready, or
@@ -542,8 +537,7 @@ void engine_count(unsigned what, unsigned n) { this_worker().counters.operations
 
 }  // namespace
 
-const __msl_engine kEngine = {MSL_ABI_VERSION,
-                              engine_matrix,
+const __msl_engine kEngine = {engine_matrix,
                               engine_operands,
                               engine_products,
                               engine_exchange,

@@ -165,7 +165,7 @@ struct Worker : __msl_worker {
   void complete_some(Group& group);
   void release_barrier();
   Fiber* next(Group& group);
-  Fiber* next_elsewhere(Group& group);
+  Group& ready_from(uint32_t start);
   Fiber* next_at_random(Group& group);
   void unblock();
   void resume(Context& from, Fiber& to);

@@ -1,9 +1,11 @@
 """Shared by the kernels' tests: problems as tensors, and ops held to twice torch's error."""
 
+import math
 from functools import partial
 
 import torch
 
+from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing import Attention
 from torch_metal_attn.testing.attention_problem import Problem
@@ -44,6 +46,24 @@ def make_qkv(
         (batch, kv_heads, kv_length, v_head_dim),
     ]
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def rotary_tables(length, pairs, *, batch=None, dtype=torch.float32, seed=0):
+    """cos and sin of random angles: (length, pairs), or (batch, length, pairs)."""
+    shape = (length, pairs) if batch is None else (batch, length, pairs)
+    angles = 6.3 * torch.rand(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def random_mask(*shape, dtype=torch.bool, seed=3, hidden=0.4):
+    """Bool, or additive with -inf where the bool one would be False."""
+    generator = torch.Generator().manual_seed(seed)
+    visible = torch.rand(shape, generator=generator) >= hidden
+    if dtype == torch.bool:
+        return visible
+    return torch.randn(shape, generator=generator).to(dtype).masked_fill(~visible, -math.inf)
 
 
 def hold(measures):
@@ -117,6 +137,15 @@ def check_large_sinks(q, k, v, *, device, op=ops.flash_fwd, **options):
     out, _ = op(*(x.to(device) for x in operands), **on(device, options))
     exact, _ = attention(*operands, **options, compute_dtype=torch.float64)
     assert ((out.cpu().double() - exact).abs() <= ACCUMULATION * exact).all()
+
+
+def check_either_precision(run):
+    """Whether the GPU truncates or rounds float operands: they have no bit to lose."""
+    results = []
+    for mode in ("truncate", "round"):
+        with simulate(check=True, relaxed_precision=mode):
+            results.append(run())
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def pack(sequences):

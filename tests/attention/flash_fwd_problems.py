@@ -5,10 +5,10 @@ from itertools import product
 import torch
 
 from tests.attention.flash_fwd_check import check_flash_fwd, check_large_sinks, make_qkv
-from tests.attention.flash_fwd_options import ints
 from tests.attention.held_cases import FORWARD, PACKED, SIZES, case
 from tests.cache.kv_caches import in_pages, quantised, with_nan_tails
 from tests.helpers.judged import judge
+from torch_metal_attn.testing.judge import ints
 
 CPU = torch.device("cpu")
 FEW = {"q_length": 20, "kv_length": 90}

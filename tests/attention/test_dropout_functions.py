@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_metal_attn
 from tests.attention.flash_fwd_check import make_packed
 from tests.helpers.cases import each_case
+from tests.sdpa.sdpa_check import close
 from torch_metal_attn import dropout_mask, sdpa_replaced, simulate
 from torch_metal_attn.call import philox
 from torch_metal_attn.flash_attn.flash_attn_interface import _get_block_size_n
@@ -30,10 +31,6 @@ def drawn(device="cpu"):
     state = philox.draw_rng_state(P, torch.device(device))
     torch.manual_seed(SEED)
     return state
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 class TestFlashAttn:

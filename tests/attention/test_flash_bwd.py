@@ -15,12 +15,12 @@ from tests.attention.flash_bwd_features import (
     problem,
     rotated,
 )
-from tests.attention.flash_fwd_check import DTYPES, make_qkv
-from tests.attention.flash_fwd_options import ints, random_mask
+from tests.attention.flash_fwd_check import DTYPES, make_qkv, random_mask
 from tests.attention.head_dims import HOME, ODD
 from tests.attention.test_values import SCORES
 from tests.helpers.cases import each_case
 from torch_metal_attn.reference import attention
+from torch_metal_attn.testing.judge import ints
 
 F32, F16, BF16 = DTYPES
 CAUSAL = {"causal": True}

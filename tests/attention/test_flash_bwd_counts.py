@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.bench_flash_bwd import FEATURES, KERNELS, ours, tile
+from bench.bench_inner_loops import FEATURES, GRADIENTS, ours, tile
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 from torch_metal_attn.runtime import extension
@@ -53,11 +53,11 @@ def plain_tiles():
     q = torch.zeros(1, 1, 64, 64, dtype=torch.float16)
     packed = torch.ops.metal_attn_explain.flash_bwd(q, None, q, q, q, q, torch.zeros(1, 1, 64))
     kernels = {launch["kernel"]: launch for launch in extension.launches(packed)}
-    return {kernel: kernels[kernel]["tuning"]["candidates"][0] for kernel in KERNELS}
+    return {kernel: kernels[kernel]["tuning"]["candidates"][0] for kernel in GRADIENTS}
 
 
 @pytest.mark.parametrize("features", TOGETHER, ids=" and ".join)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", GRADIENTS)
 def test_features(kernel, features):
     """No feature adds a product, an exponential or a barrier a block."""
 
@@ -117,7 +117,7 @@ def counters(q_length, kv_length, **options):
         torch.ops.metal_attn_simulator.flash_bwd(
             dout, None, q, k, v, out, torch.zeros(1, 1, q_length), **options
         )
-    return [run.counters[kernel] for kernel in KERNELS]
+    return [run.counters[kernel] for kernel in GRADIENTS]
 
 
 def test_causal_work_is_that_of_the_keys_seen(cores):
@@ -135,7 +135,7 @@ def test_causal_work_is_that_of_the_keys_seen(cores):
 def test_windows_make_work_linear(side, cores):
     """With a window each row walks as far, however long the other side is."""
     cores(1)  # which long problems keep busy with the tiles of short ones
-    kernel = KERNELS[side]
+    kernel = GRADIENTS[side]
     short, long = (
         counters(n, n, window_size_left=40, window_size_right=20)[side] for n in (256, 512)
     )

@@ -52,11 +52,6 @@ def split(cores):
     cores(MANY)
 
 
-@pytest.fixture
-def m5(gpu):
-    gpu("Apple M5")
-
-
 def dense(device=CPU, shape=SHAPE):
     """dk has the order of dimensions of k, and is 0 for keys that no query sees."""
     q, k, v = make_qkv(**shape, dtype=torch.float16)

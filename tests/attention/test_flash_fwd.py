@@ -9,13 +9,19 @@ import math
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import DTYPES, PAIRS_OF_DTYPES, check_flash_fwd, make_qkv
-from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
+from tests.attention.flash_fwd_check import (
+    DTYPES,
+    PAIRS_OF_DTYPES,
+    check_flash_fwd,
+    make_qkv,
+    random_mask,
+    rotary_tables,
+)
 from tests.attention.head_dims import HOME
 from tests.attention.test_flash_bwd import LAYOUTS, assert_same, seen
 from tests.helpers.cases import each_case
 from torch_metal_attn.reference import attention
-from torch_metal_attn.testing.judge import ROUNDING, normal, on
+from torch_metal_attn.testing.judge import ROUNDING, ints, normal, on
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 35, "kv_length": 70, "head_dim": HOME}
 WHOLE = (2, 4, 35, 70)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.bench_flash_fwd import ours
+from bench.bench_inner_loops import ours
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import shaders
 from torch_metal_attn.testing.judge import ints
@@ -24,7 +24,7 @@ LIMITS = {64: (66, 0, 2.7, 64), 128: (132, 0, 2.7, 128)}
 def test_inner_loop(head_dim, dtype, q_dtype):
     """Float32 queries on a half precision cache take no converts more."""
     loads, converts, barriers, matrix_operations = LIMITS[head_dim]
-    loop = ours(head_dim, dtype, q_dtype=q_dtype)
+    loop = ours("flash_fwd", head_dim, dtype, q_dtype=q_dtype)
     assert loop["MMA"] == matrix_operations
     assert loop["tg loads"] + loop["device loads"] <= loads
     assert loop["converts"] <= converts

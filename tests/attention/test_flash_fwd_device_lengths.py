@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_check import make_packed, make_qkv
-from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
 from tests.cache.kv_caches import paged
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import engine
+from torch_metal_attn.testing.judge import ints
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 

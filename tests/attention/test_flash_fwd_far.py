@@ -5,8 +5,7 @@ import sys
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import make_packed, make_qkv
-from tests.attention.flash_fwd_options import random_mask, rotary_tables
+from tests.attention.flash_fwd_check import make_packed, make_qkv, random_mask, rotary_tables
 from tests.helpers import shader_params
 from tests.helpers.mutants import plant
 from tests.helpers.sparse import sparse

@@ -3,15 +3,11 @@
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import (
-    check_flash_fwd,
-    make_packed,
-    make_qkv,
-)
-from tests.attention.flash_fwd_options import ints, random_mask, rotary_tables
-from tests.cache.kv_caches import in_pages, quantised, with_nan_tails
+from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
+from tests.attention.held_cases import FORWARD, case, hold
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.testing.judge import ints
 from torch_metal_attn.tools.tune import tiles
 
 UNSTAGED = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
@@ -63,42 +59,46 @@ def test_padded(device):
     padded(device)
 
 
-def test_slices_that_pass_the_end_of_a_row(device):
-    """Of six slices the last has half of its columns. A query tile starts among hidden keys."""
-    q, k, v = make_qkv(q_length=70, head_dim=64, v_head_dim=352, dtype=torch.float16)
-    mask = random_mask(1, 2, 70, 65)
-    with unstaged(64, block_k=32):
-        check_flash_fwd(q, k, v, attn_mask=mask, window_size_left=9, device=device)
+# The columns of a slice, the keys of a block, and the case.
+CASES = {
+    # Of six slices the last has half of its columns. A query tile starts among hidden keys.
+    "slices that pass the end of a row": (
+        *(64, 32),
+        {"q_length": 70, "head_dim": 64, "v_head_dim": 352, "window_size_left": 9}
+        | {"attn_mask": "bool hqk"},
+    ),
+    "quantised": (
+        *(64, 16),
+        {"batch": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, "seqused_k": (0, 1, 31, 65)}
+        | {"format": "q8_0", "cache": "paged", "page": 5, "causal": True},
+    ),
+    "float32 queries of unaligned rows in half precision": (
+        *(32, 16),
+        {"q_length": 9, "head_dim": 64, "v_head_dim": 32, "dtype": "float32"}
+        | {"cache_dtype": "float16", "k_layout": ("padded 1",), "v_layout": ("padded 1",)},
+    ),
+    # Four chunks of each key are rotated as they are read, and those of q element by element.
+    "packed and rotated": (
+        *(128, 16),
+        {"call": "flash_varlen_fwd", "packed": ((7, 31), (0, 5), (33, 40)), "head_dim": 128}
+        | {
+            "q_length": 1,
+            "kv_length": 1,
+            "dtype": "bfloat16",
+            "softcap": 3.0,
+            "rotary": "qk",
+            "rotary_columns": 64,
+        },
+    ),
+}
 
 
-def test_quantised(device):
-    lengths = [0, 1, 31, 65]
-    q, k, v = make_qkv(batch=4, heads=4, kv_heads=2, kv_length=65, head_dim=64, dtype=torch.float16)
-    k, v = (with_nan_tails(x, lengths) for x in (k, v))
-    k, v, cache = quantised(k, v, "q8_0")
-    cache = in_pages(cache, lengths, 5)
-    with unstaged(64):
-        check_flash_fwd(q, k, v, cache=cache, seqused_k=ints(*lengths), causal=True, device=device)
-
-
-def test_float32_queries_of_unaligned_rows_in_half_precision(device):
-    q, k, v = make_qkv(q_length=9, head_dim=64, v_head_dim=32)
-    k, v = (torch.cat((x, x[..., :1]), -1).half()[..., :-1] for x in (k, v))
-    with unstaged(32):
-        assert told(q, k, v)["defines"]["WIDE_LOADS"] == "0"
-        check_flash_fwd(q, k, v, device=device)
-
-
-def test_packed_and_rotated(device):
-    """Four chunks of each key are rotated as they are read, and those of q element by element."""
-    lengths = [7, 0, 33], [31, 5, 40]
-    packed = make_packed(*lengths, head_dim=128, dtype=torch.bfloat16)
-    cos, sin = rotary_tables(40, 32)
-    tables = {
-        f"{side}_rotary_{name}": x for side in "qk" for name, x in (("cos", cos), ("sin", sin))
-    }
-    with unstaged(128):
-        check_flash_fwd(*packed, device=device, softcap=3.0, **tables)
+@pytest.mark.parametrize("name", CASES)
+def test_values(name, device, capfd):
+    v_slice, block_k, fields = CASES[name]
+    with unstaged(v_slice, block_k):
+        hold([case(**FORWARD | fields)], device)
+    assert "it is ignored" not in capfd.readouterr().err
 
 
 def test_values_that_do_not_exist_count_as_zero(device):

@@ -17,8 +17,9 @@ from tests.attention.flash_bwd_check import (
     run,
 )
 from tests.attention.flash_fwd_check import check_flash_fwd, make_packed, unpacked
-from tests.attention.flash_fwd_options import ints
 from tests.attention.head_dims import HOME
+from tests.attention.test_flash_bwd import assert_same
+from torch_metal_attn.testing.judge import ints
 
 LENGTHS = ([33, 0, 7, 70], [65, 0, 31, 40])
 CAUSAL = {"causal": True}
@@ -27,11 +28,6 @@ CAUSAL = {"causal": True}
 def packed(q_lengths=LENGTHS[0], kv_lengths=LENGTHS[1], kv_heads=2):
     shape = {"heads": 4, "kv_heads": kv_heads, "head_dim": HOME, "dtype": torch.float16}
     return make_packed(q_lengths, kv_lengths, **shape)
-
-
-def assert_same(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.cpu(), other.cpu())
 
 
 def gradients(q, k, v, packing, device, options):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.flex.flex_check import assert_within_twice
+from tests.flex.test_flex_counts import KERNELS, work
 from tests.helpers.mutants import mutant_tests, plant
 from torch_metal_attn import explain, scaled_dot_product_attention, simulate
 
 HEAD_DIM = 16
-KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv")
 # Neutral: what a list holds if no block is known to be hidden, or shown in full.
 ALL_IN_PART = ("state.shows ? (state.hides ? 2 : 1) : 0", "2")
 
@@ -137,12 +137,6 @@ MUTANTS = {
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
     MUTANTS, fixtures=["before_the_fault"]
 )
-
-
-def work(counters):
-    """What grows with the blocks that a kernel visits."""
-    memory = counters.loads["device"], counters.load_bytes["device"]
-    return torch.tensor([*memory, counters.matrix_operations], dtype=torch.float64)
 
 
 def tile(defines):

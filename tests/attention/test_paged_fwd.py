@@ -13,9 +13,9 @@ from tests.attention.flash_fwd_check import (
     make_packed,
     make_qkv,
 )
-from tests.attention.flash_fwd_options import ints
 from tests.cache.kv_caches import paged
 from torch_metal_attn import simulate
+from torch_metal_attn.testing.judge import ints
 
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": torch.float16}
 

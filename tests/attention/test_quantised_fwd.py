@@ -8,14 +8,10 @@ import math
 import pytest
 import torch
 
-from tests.attention.flash_fwd_check import (
-    check_flash_fwd,
-    make_packed,
-    make_qkv,
-)
-from tests.attention.flash_fwd_options import ints
+from tests.attention.flash_fwd_check import check_flash_fwd, make_packed, make_qkv
 from tests.cache.kv_caches import FORMATS, quantised
 from torch_metal_attn.quantisation import dequantise, quantise
+from torch_metal_attn.testing.judge import ints
 
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 64, "v_head_dim": 32}
 HALF = SHAPE | {"dtype": torch.float16}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.bench_tensor_tiles import gradient_row
+from bench.bench_inner_loops import ours
 from tests.attention.flash_bwd_check import backward, check_flash_bwd, make_gradients
 from tests.attention.flash_bwd_features import (
     FEW,
@@ -14,7 +14,7 @@ from tests.attention.flash_bwd_features import (
     run,
 )
 from tests.attention.flash_bwd_sharp import check_sharp
-from tests.attention.flash_fwd_check import make_qkv
+from tests.attention.flash_fwd_check import check_either_precision, make_qkv
 from tests.attention.head_dims import HOME
 from tests.attention.held_cases import case
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
@@ -23,6 +23,7 @@ from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.runtime import extension
 
+pytestmark = pytest.mark.usefixtures("m5")
 F16 = torch.float16
 CPU = torch.device("cpu")
 KERNELS = {"flash_bwd_dq_tensor", "flash_bwd_dkv_tensor"}
@@ -67,14 +68,9 @@ def small():
 
 
 def either_precision():
-    """Whether the GPU truncates or rounds float operands: they have no bit to lose."""
     q, k, v = home()
     dout, _ = make_gradients(q, v, q.shape[:3])
-    results = []
-    for mode in ("truncate", "round"):
-        with simulate(check=True, relaxed_precision=mode):
-            results.append(backward(q, k, v, dout, None, CPU, {}))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    check_either_precision(lambda: backward(q, k, v, dout, None, CPU, {}))
 
 
 def one_key():
@@ -129,11 +125,6 @@ def sizes():
         check_flash_bwd(*qkv, dlse=False, device=CPU)
 
 
-@pytest.fixture(autouse=True)
-def m5(gpu):
-    gpu("Apple M5")
-
-
 @pytest.mark.parametrize("problem", [together, masked, sizes])
 def test_feature(problem):
     with simulate(check=True) as run:
@@ -183,7 +174,7 @@ def test_simdgroups_share_wide_rows(head_dim, shared):
 )
 def test_inner_loop(kernel, products, loads, shuffles):
     """bench/results/inner_loops.md, at head dim 64."""
-    counts = gradient_row(kernel, 64, F16)
+    counts = ours(kernel, 64, F16)
     assert counts["products"] == products
     assert counts["device loads"] <= loads
     assert counts["shuffles"] <= shuffles
@@ -194,7 +185,8 @@ def test_inner_loop(kernel, products, loads, shuffles):
 # By the problem that shows them, as in test_flash_bwd_mutants.py.
 MUTANTS = {
     small: """
-        dkv: a unit of family 9 [misaligned]: fragment_column(lane) * {~4 => 2~}
+        dkv: a unit of family 9 [misaligned]:
+            fragment_column(lane) * (TENSOR_TILES ? {~4 => 2~} : 1)
         dkv: queries of a lane in another order: key / 2 * {~4 + key % 2 * 16 => 16 + key % 2 * 4~}
         dkv: slots of a left operand off by one:
             left.fragments[{~s / LANE_COLUMNS][s => (s + 1) % TENSOR_LEFT_SLOTS / LANE_COLUMNS][(s

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from bench.bench_tensor_tiles import ours, row
+from bench.bench_inner_loops import ours
 from tests.attention import flash_fwd_problems as problems
-from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
+from tests.attention.flash_fwd_check import check_either_precision, check_flash_fwd, make_qkv
 from tests.attention.held_cases import FORWARD, LENGTHS, PACKED, SCORES, SIZES, case, hold
 from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
@@ -15,6 +15,7 @@ from torch_metal_attn.testing import running
 from torch_metal_attn.testing.features import FEATURES
 from torch_metal_attn.tools.verify import cases as listed
 
+pytestmark = pytest.mark.usefixtures("m5")
 F16 = torch.float16
 CPU = torch.device("cpu")
 KERNEL = "flash_fwd_tensor"
@@ -41,13 +42,8 @@ def infinite_value():
 
 
 def either_precision():
-    """Whether the GPU truncates or rounds float operands: weights have no bit to lose."""
     q, k, v = make_qkv(q_length=40, kv_length=90, head_dim=16, dtype=F16)
-    results = []
-    for mode in ("truncate", "round"):
-        with simulate(check=True, relaxed_precision=mode):
-            results.append(torch.ops.metal_attn.flash_fwd(q, k, v)[0])
-    assert torch.equal(*results)
+    check_either_precision(lambda: torch.ops.metal_attn.flash_fwd(q, k, v))
 
 
 def scores():
@@ -92,11 +88,6 @@ CASES = {
     ],
     "pages": problems.PROBLEMS["pages"],
 }
-
-
-@pytest.fixture(autouse=True)
-def m5(gpu):
-    gpu("Apple M5")
 
 
 @pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
@@ -181,7 +172,7 @@ LIMITS = {64: (8, 16), 128: (16, 40)}
 def test_inner_loop(head_dim):
     """MLX's and PyTorch's have 160 and 320 loads, and 16 shuffles: bench/results."""
     products, loads = LIMITS[head_dim]
-    counts = row(ours, head_dim, F16)
+    counts = ours("flash_fwd_tensor", head_dim, F16)
     assert counts["products"] == products
     assert counts["device loads"] <= loads
     assert counts["converts"] == 0
@@ -192,7 +183,7 @@ def test_inner_loop(head_dim):
 # By the problem that shows them, as in test_flash_fwd_mutants.py.
 MUTANTS = {
     "plain": """
-        a unit of family 9 [misaligned]: fragment_column(lane) * {~4 => 2~}
+        a unit of family 9 [misaligned]: fragment_column(lane) * (TENSOR_TILES ? {~4 => 2~} : 1)
         keys of a lane in another order: key / 2 * {~4 + key % 2 * 16 => 16 + key % 2 * 4~}
         slots of a left operand off by one:
             left.fragments[{~s / LANE_COLUMNS][s => (s + 1) % TENSOR_LEFT_SLOTS / LANE_COLUMNS][(s
@@ -208,7 +199,7 @@ MUTANTS = {
             {~=> if (simdgroup_query > tile.last_query) { return; }~}for (int kv_block =
             blocks.first();
         lanes leave early [partial_simd or divergent_barrier]:
-            if ({~=> lane_query + 8 > tile.last_query ||~}!seen_keys.any_in(kv_block, BLOCK_K))
+            if ({~=> lane_query + 8 > tile.last_query ||~}!seen && !COLUMNS_SPLIT)
         key past the end read [out_of_bounds]: source.find({~clamp(key, begin, end - 1) => key~})
     """,
     infinite_value: """
@@ -216,8 +207,7 @@ MUTANTS = {
     """,
     equal_values: """
         divided by the sum before the cut:
-            {~(DROPOUT ? dropout.keep_scale : 1.0f) / cut_sum => 1.0f / with_sink(keys_sum,
-            sink_weight)~}
+            {~softmax.weights[i].row_sum(keys_sum) => keys_sum~}
     """,
     either_precision: """
         weights not cut: {~weights[j] = cut(weights[j]); =>~}
@@ -229,8 +219,9 @@ MUTANTS = {
             {~COLUMNS == GRID_COLUMNS || column < COLUMNS => true~}
     """,
     scores: """
-        sink not in the sum: {~with_sink( =>~}cut_weights[i].row_sum(){~, sink_weight) =>~}
-        kept weights not scaled: {~DROPOUT ? dropout.keep_scale : =>~} 1.0f
+        sink not in the sum:
+            {~with_sink( =>~}softmax.weights[i].row_sum(keys_sum){~, sink_weight) =>~}
+        kept weights not scaled: {~TENSOR_TILES && DROPOUT ? dropout.keep_scale : =>~} 1.0f
         words of a draw reversed: bit(words[{~=> 3 -~}i], 2 * pair + i)
     """,
 }

@@ -126,34 +126,24 @@ def test_bfloats_become_words():
 
 
 @built
-@pytest.mark.parametrize(("count", "spills"), [(40, False), (80, True)])
-def test_accumulators_take_a_pair_of_registers_each(count: int, spills: bool) -> None:
-    found = lens.compile_agx(Source(TEXT, "products", 64, {"COUNT": count, "ELEMENT": "half"}))
+@pytest.mark.parametrize(
+    ("count", "element", "spills"),
+    [(40, "half", False), (80, "half", True), (2, "float", False), (2, "bfloat", False)],
+)
+def test_accumulators_take_a_pair_of_registers_each(count, element, spills):
+    found = lens.compile_agx(Source(TEXT, "products", 64, {"COUNT": count, "ELEMENT": element}))
     assert (found.spills > 0) == spills
     assert 2 * count < found.demand < 2 * count + 12
-    assert found.main is not None
     assert found.main.products == count
     assert found.threadgroup == 1024
 
 
 @built
-@pytest.mark.parametrize("element", ["float", "bfloat"])
-def test_other_elements(element: str) -> None:
-    found = lens.compile_agx(Source(TEXT, "products", 64, {"COUNT": 2, "ELEMENT": element}))
-    assert found.main is not None
-    assert found.main.products == 2
-
-
-@built
-def test_faults_are_told_apart():
-    """Those of the text, those of its name, and those of one job among many."""
+def test_a_fault_is_that_of_one_job_among_many():
     right = Source(TEXT, "products", 64, {"COUNT": 2, "ELEMENT": "half"})
     wrong = Source(TEXT, "products", 64)
-    with pytest.raises(ShaderCompileError, match="COUNT"):
-        lens.compile_agx(wrong)
-    with pytest.raises(ValueError, match="no kernel sums; it has products"):
-        lens.compile_agx(replace(right, kernel="sums"))
     first, second, third = lens.compile_all([right, wrong, right], workers=2)
+    assert "COUNT" in str(second)
     assert isinstance(second, ShaderCompileError)
     assert first == third
 
@@ -213,14 +203,15 @@ def test_each_pass_of_a_decode_reads_the_keys_again():
 
 
 @built
-def test_a_row_is_what_the_generator_finds(tmp_path):
-    """Of a small class; what is compiled twice comes from the folder."""
+def test_a_row_is_what_the_generator_finds(tmp_path, monkeypatch):
+    """Of a small class and two tiles; what is compiled twice comes from the folder."""
     one = candidates.Class("FLASH_BWD_BIAS", 32, 64, 0, "Rotary", ragged=False)
+    rows = table.read_rows(table.TABLE.read_text())["FLASH_BWD_BIAS"]
+    row = next(row for row in rows if row.bits == 32 and row.columns >= 64)
+    monkeypatch.setattr(choose, "candidates", lambda one: [SLOW, row.tile])
     compile_ = partial(lens.compile_all, store=tmp_path)
     (found,) = choose.choose([one], compile_).values()
-    rows = table.read_rows(table.TABLE.read_text())["FLASH_BWD_BIAS"]
-    row = next(row for row in rows if row[0] == 32 and row[1] >= 64)
-    assert row[-1] == found.tile
+    assert (found.tile, found.registers) == (row.tile, row.registers)
     kept = sorted(tmp_path.iterdir())
     assert choose.choose([one], compile_)[one] == found
     assert sorted(tmp_path.iterdir()) == kept

@@ -14,11 +14,13 @@ from bench.replay import cases, manifest, peers, vector_loads
 from bench.replay.assemble import limited
 from bench.replay.collect import Collection, Names
 from bench.replay.manifest import Problem
+from bench.replay.ptx import compile_ptx
 from tests.outside import peers as headers
 from tests.outside.sanitizer import cases as problems
 from tests.outside.sanitizer import faults, pack, sanitize
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import shaders
+from torch_metal_attn.simulator.build import ShaderCompileError
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,14 +49,24 @@ def test_a_decode_from_the_op_to_ptx(tmp_path):
     text = (tmp_path / f"{dispatch.program}.ptx").read_text()
     program = collection.manifest.programs[dispatch.program]
     assert pointers_missing(collection, dispatch) == set()
+    assert program.slots == sorted(program.slots)
     assert f".entry {program.entry}(" in text
     assert text.count(".param .u64") == len(program.slots)
     assert f".maxntid {dispatch.group_size[0]}, 1, 1" in text
     assert "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32" in text
+    assert "shfl.sync.bfly" in text
+    assert "bar.sync" in text
     assert re.search(r"ld\.global\.nc\.v4\.b32", text)
     assert "\n.maxnreg 128\n" in limited(text, 128)
     assert limited(text, manifest.NO_LIMIT) == text
     assert manifest.read(tmp_path) == collection.manifest
+
+
+def test_faults_of_a_text_are_told_apart():
+    with pytest.raises(ShaderCompileError, match="missing"):
+        compile_ptx(Source("kernel void k() { missing(); }", "k", 32))
+    with pytest.raises(ValueError, match="no kernel sums; it has k"):
+        compile_ptx(Source("kernel void k() {}", "sums", 32))
 
 
 def test_lines_of_the_metal_text_are_in_the_ptx(tmp_path):
@@ -171,23 +183,23 @@ def test_neighbouring_loads_are_joined():
         assert f"%v{i} = extractelement <8 x half> %joined.v0, i64 {i}" in text
 
 
+TWO_PAIRS = [("2", "4")] * 2
+STORE = "  store half 0xH0000, ptr addrspace({}) %t, align 2"
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
         (list(loads(12)), [("8", "16"), ("4", "8")]),
         (list(loads(2, first=1)), []),  # not at a multiple of their size
         (list(loads(8, distance=4)), []),  # gaps
-        ([*loads(2), "  store half 0xH0000, ptr addrspace(1) %0, align 2", *loads(2, 2)], None),
-        ([*loads(2), "  store half 0xH0000, ptr addrspace(3) %t, align 2", *loads(2, 2)], [4]),
-        ([*loads(2), "next:", *loads(2, 2)], None),
-        ([*loads(2), "  call void @barrier()", *loads(2, 2)], None),
+        ([*loads(2), STORE.format(1), *loads(2, 2)], TWO_PAIRS),
+        ([*loads(2), STORE.format(3), *loads(2, 2)], [("4", "8")]),
+        ([*loads(2), "next:", *loads(2, 2)], TWO_PAIRS),
+        ([*loads(2), "  call void @barrier()", *loads(2, 2)], TWO_PAIRS),
     ],
 )
 def test_what_is_joined(body, expected):
-    if expected is None:
-        expected = [("2", "4"), ("2", "4")]
-    elif expected == [4]:
-        expected = [("4", "8")]
     assert vectors(vector_loads.joined(ir(*body))) == expected
 
 
@@ -237,4 +249,4 @@ def test_the_gpus_side_needs_torch_and_numpy_only():
                     continue
                 top = name.partition(".")[0]
                 assert top in {"numpy", "torch", *sys.stdlib_module_names}, (module, name)
-    assert {f"{folder}.{name}" for name in ("driver", "manifest", "timing")} <= seen
+    assert {f"{folder}.{name}" for name in ("driver", "manifest")} <= seen

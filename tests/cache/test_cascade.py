@@ -6,9 +6,10 @@ from functools import partial
 import pytest
 import torch
 
+from tests.cache.sequences import Sequences
 from tests.helpers.cases import each_case
 from torch_metal_attn import flash_attn_with_kvcache, reference
-from torch_metal_attn.kv_cache import CascadePlan, LatentCache, PagedKVCache, cascade
+from torch_metal_attn.kv_cache import CascadePlan, cascade
 from torch_metal_attn.simulator import simulate
 from torch_metal_attn.testing import judge
 
@@ -139,66 +140,37 @@ def test_any_tree():
         check(table, lengths, "cpu", q_length, window, draw.random() < 0.7)
 
 
-@pytest.mark.parametrize("format, layout", [("q8_0", "NHD"), ("fp8_e4m3", "HND")])
-def test_paged_cache(format, layout):
-    """By the CPU's own kernels."""
-    attend_to_forks(format, layout, "cpu")
+# By the CPU's own kernels, and then by those of the device.
+CACHES = [
+    ("paged", {"format": "q8_0"}),
+    ("paged", {"format": "fp8_e4m3", "layout": "HND"}),
+    ("paged", {"format": "q3_g32"}),
+    ("paged latent", {"dtype": torch.float16}),
+]
 
 
-def test_paged_cache_of_the_device(device):
-    attend_to_forks("q3_g32", "NHD", device)
+@pytest.mark.parametrize("kind, options", CACHES[:2])
+def test_paged_cache(kind, options):
+    attend_to_forks(kind, options, "cpu")
 
 
-def attend_to_forks(format, layout, device):
-    cache = PagedKVCache(
-        24, PAGE, KV_HEADS, D, num_layers=2, format=format, layout=layout, device=device
-    )
-    first = cache.allocate()
-    for layer in range(2):
-        k, v = normal(2, 1, KV_HEADS, 18, D, seed=layer).to(device)
-        cache.append([first], k, v, layer)
-    ids = [first, cache.fork(first), cache.fork(first)]
-    for layer in range(2):
-        k, v = normal(2, 3, KV_HEADS, 5, D, seed=layer + 5).to(device)
-        cache.append(ids, k, v, layer)
-    plan = cache.cascade(ids, q_length=2)
-    assert [[(s.sequences, s.end) for s in level] for level in plan.levels] == [[((0, 1, 2), 4)]]
-    q = normal(3, 2, HEADS, D, seed=9).to(device)
-    for layer, tensors in enumerate(cache.layers):
-        scales = {"k_scale": tensors.k_scale, "v_scale": tensors.v_scale}
-        out = plan.attend(q, tensors.k_cache, tensors.v_cache, **scales)
-        alone = flash_attn_with_kvcache(
-            q,
-            tensors.k_cache,
-            tensors.v_cache,
-            cache_seqlens=cache.seqlens(ids, layer),
-            block_table=cache.block_table(ids),
-            causal=True,
-            **scales,
-        )
-        assert (out - alone).abs().max() <= 2e-3
+@pytest.mark.parametrize("kind, options", CACHES[2:])
+def test_paged_cache_of_the_device(kind, options, device):
+    attend_to_forks(kind, options, device)
 
 
-def test_latents(device):
-    """Values in the keys, 3 sequences of 4 heads over one latent head."""
-    cache = LatentCache(24, PAGE, 64, 32, device=device)
-    first = cache.allocate()
-    cache.append([first], normal(1, 1, 18, 96).to(device))
-    ids = [first, cache.fork(first), cache.fork(first)]
-    rows = normal(3, 1, 1, 96, seed=1).to(device)
-    q = normal(3, HEADS, 1, 96, seed=2).to(device)
-    layer = cache.layers[0]
-    cache.append(ids, rows)
-    given = (q.transpose(1, 2), layer.k_cache, layer.v_cache)
-    alone = flash_attn_with_kvcache(
-        *given,
-        cache_seqlens=cache.seqlens(ids),
-        block_table=cache.block_table(ids),
-        softmax_scale=0.1,
-        causal=True,
-    )
-    out = cache.cascade(ids).attend(*given, softmax_scale=0.1)
-    assert (out - alone).abs().max() <= 2e-3
+def attend_to_forks(kind, options, device):
+    """Two pages that both sequences have, and rows of their own."""
+    held = Sequences(kind, device, **options)
+    held.append(34, 0)
+    held.swap([0, 0])
+    held.append(5, 1)
+    plan = held.cache.cascade(held.ids, q_length=2)
+    assert [[(s.sequences, s.end) for s in level] for level in plan.levels] == [[((0, 1), 2)]]
+    (layer,), q = held.cache.layers, judge.normal(2, 2, 2, 96, seed=9)
+    given = {"softmax_scale": 0.1, "k_scale": layer.k_scale, "v_scale": layer.v_scale}
+    out = plan.attend(q.transpose(1, 2).to(device), layer.k_cache, layer.v_cache, **given)
+    held.check(out.transpose(1, 2), q, {"softmax_scale": 0.1, "causal": True})
 
 
 def read(shared, sequences, heads, with_plan, short=0):

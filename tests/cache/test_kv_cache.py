@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torch_metal_attn import flash_attn_with_kvcache, quantisation, reference
+from tests.cache.sequences import Sequences
 from torch_metal_attn.kv_cache import CacheFull, PagedKVCache, StaticKVCache, pages
 from torch_metal_attn.kv_cache.storage import Storage
 
@@ -366,76 +366,31 @@ def test_shared_pages_are_moved_once():
     check(cache, {a: [2] * 16, b: [2] * 16})
 
 
-@pytest.mark.parametrize(
-    "paged, kept, layout",
-    [
-        *((False, torch.float16, "NHD"), (False, "q8_0", "HND"), (True, torch.float32, "NHD")),
-        *((True, torch.float16, "HND"), (True, "fp8_e4m3", "HND"), (True, "q4_g32", "NHD")),
-    ],
-)
-def test_attention_over_a_cache(paged, kept, layout):
-    """By the CPU's own kernels: the cache is under test, not they."""
-    attend_over_a_cache(paged, kept, layout, "cpu")
+# By the CPU's own kernels: the cache is under test, not they.
+CACHES = [
+    ("static", {"dtype": torch.float16}),
+    ("static", {"format": "q8_0", "layout": "HND", "hadamard": 32}),
+    ("paged", {}),
+    ("paged", {"dtype": torch.float16, "layout": "HND"}),
+    ("paged", {"format": "fp8_e4m3", "layout": "HND", "hadamard": 32}),
+    ("paged", {"format": "q4_g32", "v_format": "q3_g64", "hadamard": 32}),
+]
+
+
+@pytest.mark.parametrize("kind, options", CACHES)
+def test_attention_over_a_cache(kind, options):
+    attend_over_a_cache(kind, options, "cpu")
 
 
 def test_attention_over_a_cache_of_the_device(device):
-    attend_over_a_cache(True, "q4_g32", "NHD", device)
+    attend_over_a_cache(*CACHES[-1], device)
 
 
-def attend_over_a_cache(paged, kept, layout, device):
-    """A prompt, then rows that the attention writes itself where `reserve` made room.
-
-    Of float32 rows, whatever the cache keeps of them; codes are of rotated rows.
-    """
-    format = kept if isinstance(kept, str) else None
-    rotated = {"hadamard": 32 if format else 0}
-    heads, head_dim, v_head_dim, total = 2, 32, 64, 13
-    shape = {"head_dim": head_dim, "v_head_dim": v_head_dim, "num_kv_heads": heads}
-    dtype = torch.float32 if format else kept
-    v_format = "q3_g64" if format == "q4_g32" else format
-    options = {"dtype": dtype, "device": device, "format": format, "layout": layout}
-    options |= rotated | {"v_format": v_format}
-    k, v = (
-        torch.randn(2, heads, total, d, generator=torch.Generator().manual_seed(d))
-        for d in (head_dim, v_head_dim)
-    )
-    if paged:
-        page = 1 if kept == torch.float16 else 8
-        cache = PagedKVCache(40 // page, page, **shape, **options)
-        ids = [cache.allocate(), cache.allocate()]
-        cache.append(ids, k[:, :, :9].to(device), v[:, :, :9].to(device))
-        cache.reserve(ids, 4)
-        where, seqlens = {"block_table": cache.block_table(ids)}, cache.seqlens(ids)
-    else:
-        cache = StaticKVCache(2, 16, **shape, **options)
-        cache.append(k[:, :, :9].to(device), v[:, :, :9].to(device))
-        where, seqlens = {"cache_batch_idx": cache.cache_batch_idx()}, cache.seqlens()
-    (layer,) = cache.layers
-    q = torch.randn(2, 4, 4, head_dim, generator=torch.Generator().manual_seed(1))
-    out = flash_attn_with_kvcache(
-        q.to(device),
-        layer.k_cache,
-        layer.v_cache,
-        *(t[:, :, 9:].transpose(1, 2).to(device) for t in (k, v)),
-        cache_seqlens=seqlens,
-        causal=True,
-        k_scale=layer.k_scale,
-        v_scale=layer.v_scale,
-        hadamard=layer.hadamard,
-        **where,
-    )
-    cache.advance(*([ids] if paged else []), 4)
-    assert (cache.seqlens(ids) if paged else cache.seqlens()).tolist() == [total, total]
-    if format is not None:
-        k, v = (
-            quantisation.dequantise(
-                *quantisation.quantise(t, own, **rotated), torch.float32, **rotated
-            )
-            for t, own in ((k, format), (v, v_format))
-        )
-    k, v = (t.to(dtype) for t in (k, v))
-    expected, _ = reference.attention(q.transpose(1, 2), k, v, causal=True)
-    torch.testing.assert_close(out.cpu().transpose(1, 2), expected, rtol=1e-4, atol=1e-5)
+def attend_over_a_cache(kind, options, device):
+    """A prompt, then rows that the attention writes itself where `reserve` made room."""
+    held = Sequences(kind, device, **options)
+    held.append(14, 0)
+    held.attend(4, 1)
 
 
 class TestStatic:

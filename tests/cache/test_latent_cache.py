@@ -5,10 +5,11 @@ from functools import partial
 import pytest
 import torch
 
+from tests.cache.sequences import Sequences, tables
 from tests.helpers.cases import each_case
 from torch_metal_attn import reference
 from torch_metal_attn.kv_cache import LatentCache, PagedKVCache, StaticLatentCache
-from torch_metal_attn.quantisation import FORMATS, dequantise
+from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.simulator import simulate
 from torch_metal_attn.testing import judge
@@ -16,123 +17,49 @@ from torch_metal_attn.testing import judge
 LATENT, ROTARY, HEADS, SCALE = 64, 32, 4, 0.125
 # Formats whose groups divide the rows.
 FITTING = [None, *(name for name in FORMATS if not name.endswith("g64"))]
-# Of rounding in float16: values are up to 4, weights sum to 1, and codes are compared as stored.
-TOLERANCE = 4e-3
-
 
 normal = partial(judge.normal, dtype=torch.float16)
+TABLES = tables(ROTARY)
 
 
-def tables(rows=64):
-    angles = normal(rows, ROTARY // 2, seed=9, dtype=torch.float32)
-    return {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+def made(**options):
+    return LatentCache(12, 4, LATENT, ROTARY, **options)
 
 
-def rotated(x, first, options):
-    """The last columns of x (B, H, L, D), of which token i of sequence b is at first[b] + i."""
-    positions = torch.tensor(first)[:, None] + torch.arange(x.shape[2])
-    tail, _ = torch.ops.metal_attn.rope(
-        x[..., LATENT:],
-        None,
-        options["rotary_cos"],
-        options["rotary_sin"],
-        positions=positions,
-        interleaved=options.get("rotary_interleaved", False),
-    )
-    return torch.cat([x[..., :LATENT], tail], -1)
+# By the CPU's own kernels: the caches are under test, not they.
+CACHES = [
+    ("paged latent", {"dtype": torch.float16}),
+    ("paged latent", {"format": "q8_0"}),
+    ("paged latent", {"format": "q3_g32"}),
+    ("static latent", {"dtype": torch.float16}),
+    ("static latent", {"format": "fp8_e4m3"}),
+    ("static latent", {"format": "q4_0", "hadamard": 32}),
+]
 
 
-def stored(cache, b, length):
-    """Rows (1, length, D) of sequence b in float64."""
-    layer = cache.layers[0]
-    k, scale = layer.k_cache, layer.k_scale
-    if isinstance(cache, LatentCache):
-        pages = cache.block_table([b])[0].long()
-        k = k[pages].flatten(0, 1)
-        scale = scale[pages].flatten(0, 1) if scale is not None and scale.dim() == 4 else scale
-    else:
-        row = int(cache.cache_batch_idx()[b])
-        k, scale = k[row], scale[row] if scale is not None and scale.dim() == 4 else scale
-    k = k[:length].transpose(0, 1).cpu()
-    if scale is None:
-        return k.double()
-    scale = scale[None, :length].transpose(1, 2) if scale.dim() == 3 else scale
-    return dequantise(k[None], scale.cpu(), torch.float32)[0].double()
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("kind, options", CACHES)
+def test_steps(kind, options, interleaved):
+    check_steps(kind, options, interleaved, "cpu")
 
 
-def append(cache, ids, rows, **options):
-    cache.append(*([ids, rows] if isinstance(cache, LatentCache) else [rows]), **options)
+@pytest.mark.parametrize("kind, options, interleaved", [(*CACHES[1], True), (*CACHES[3], False)])
+def test_steps_of_the_device(kind, options, interleaved, device):
+    check_steps(kind, options, interleaved, device)
 
 
-def step(cache, ids, *tensors, **options):
-    first = [ids] if isinstance(cache, LatentCache) else []
-    return cache.decode_step(*first, *tensors, **options)
-
-
-def made(kind, device="cpu", **options):
-    if kind == "paged":
-        cache = LatentCache(12, 4, LATENT, ROTARY, device=device, **options)
-        return cache, [cache.allocate(), cache.allocate()]
-    return StaticLatentCache(2, 24, LATENT, ROTARY, device=device, **options), [0, 1]
-
-
-@pytest.mark.parametrize(
-    "kind, format, interleaved",
-    [
-        ("paged", None, False),
-        ("static", None, True),
-        ("paged", "q8_0", True),
-        ("static", "fp8_e4m3", False),
-        ("paged", "q3_g32", False),
-        ("static", "q4_0", True),
-    ],
-)
-def test_decode_steps(kind, format, interleaved):
-    """By the CPU's own kernels: the caches are under test, not they."""
-    decode_steps(kind, format, interleaved, "cpu")
-
-
-@pytest.mark.parametrize(
-    "kind, format, interleaved", [("static", None, False), ("paged", "q8_0", True)]
-)
-def test_decode_steps_of_the_device(kind, format, interleaved, device):
-    decode_steps(kind, format, interleaved, device)
-
-
-def decode_steps(kind, format, interleaved, device):
-    """Prompts of one length, then steps of 1 and 2 tokens, by what float64 says of the rows."""
-    cache, ids = made(kind, device, format=format)
-    options = tables() | {"rotary_interleaved": interleaved}
-    given = {name: x.to(device) if torch.is_tensor(x) else x for name, x in options.items()}
-    prompt = normal(2, 1, 10, LATENT + ROTARY)
-    append(cache, ids, prompt.to(device), **given)
-    length = 10
-    for n, new in enumerate((1, 2)):
-        rows = normal(2, 1, new, LATENT + ROTARY, seed=n + 1)
-        q = normal(2, HEADS, new, LATENT + ROTARY, seed=n + 5)
-        out = step(
-            cache, ids, q.to(device), rows.to(device), softmax_scale=SCALE, causal=True, **given
-        )
-        first, length = length, length + new
-        turned = rotated(q, [first] * 2, options)
-        fresh = rotated(rows, [first] * 2, options)
-        for b in range(2):
-            held = stored(cache, ids[b], length)
-            if format is None:
-                assert (held[:, first:] - fresh[b]).abs().max() <= 2e-3
-            expected, _ = reference.attention(
-                turned[b : b + 1].double(),
-                held[None],
-                held[None, ..., :LATENT],
-                softmax_scale=SCALE,
-                causal=True,
-            )
-            assert (out[b].cpu().double() - expected[0]).abs().max() <= TOLERANCE
+def check_steps(kind, options, interleaved, device):
+    """A prompt, then steps of 1 and 2 tokens, against float64."""
+    held = Sequences(kind, device, **options)
+    rotary = TABLES | {"rotary_interleaved": interleaved}
+    held.append(10, 0, **rotary)
+    held.step(1, 1, rotary)
+    held.step(2, 2, rotary)
 
 
 def test_one_copy_is_kept():
     for format in FITTING:
-        layer = made("paged", format=format)[0].layers[0]
+        layer = made(format=format).layers[0]
         assert layer.v_cache.data_ptr() == layer.k_cache.data_ptr()
         plain = PagedKVCache(12, 4, 1, LATENT + ROTARY, format=format).layers[0]
         assert layer.k_cache.untyped_storage().nbytes() == plain.k_cache.nbytes
@@ -140,7 +67,8 @@ def test_one_copy_is_kept():
 
 def test_values_are_written_once():
     """An append stores the bytes of its rows; a step no more than that and its results."""
-    cache, ids = made("paged")
+    cache = made()
+    ids = [cache.allocate(), cache.allocate()]
     rows = normal(2, 1, 20, LATENT + ROTARY)
     with simulate(count=True) as run:
         cache.append(ids, rows)
@@ -218,7 +146,6 @@ def shifted(layer):
 
 
 REFUSED = [
-    (lambda c: one(format="q5"), "format is 'q5'; it must be one of"),
     (lambda c: LatentCache(2, 4, 48, 16, format="q8_0"), "latent_dim is 48; q8_0 needs a multiple"),
     (lambda c: LatentCache(2, 4, 0, 16), "latent_dim is 0; it must be at least 1"),
     (lambda c: LatentCache(2, 4, 8, -1), "rotary_dim is -1; it must be at least 0"),
@@ -254,11 +181,11 @@ REFUSED = [
         "token_ids is given with parents, and the rows of a tree do not follow each other",
     ),
     (
-        lambda c: c.append([0], ROWS, **tables(), rotary_first_column=60),
+        lambda c: c.append([0], ROWS, **TABLES, rotary_first_column=60),
         "rotary_first_column is 60 and v_cache the first 64 columns of k_cache",
     ),
     (
-        lambda c: c.append([0], ROWS, **tables(), rotary_first_column=65),
+        lambda c: c.append([0], ROWS, **TABLES, rotary_first_column=65),
         r"rotary_first_column is 65; it must be in 0\.\.64",
     ),
     (
@@ -270,11 +197,6 @@ REFUSED = [
         lambda c: c.decode_step([0], QUERY[..., :8], ROWS, softmax_scale=1.0),
         "k has a head dim of 96 and q of 8",
     ),
-    (
-        lambda c: c.decode_step([0], QUERY, ROWS, softmax_scale=1.0, block_table=None),
-        "block_table",
-    ),
-    (lambda c: c.decode_step([0], QUERY, ROWS, softmax_scale=1.0, layer=1), "layer is 1"),
     (
         lambda c: c.decode_step([0], QUERY, ROWS[:, :, :0], softmax_scale=1.0),
         "no new rows; decode_step appends some",

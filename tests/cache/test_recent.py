@@ -5,152 +5,34 @@ import random
 import pytest
 import torch
 
-from tests.cache.test_latent_cache import rotated
+from tests.cache.sequences import STEP, Sequences, tables
 from tests.helpers.cases import each_case
-from torch_metal_attn.kv_cache import (
-    CacheFull,
-    LatentCache,
-    PagedKVCache,
-    StaticKVCache,
-    StaticLatentCache,
-)
+from torch_metal_attn.kv_cache import CacheFull
 from torch_metal_attn.kv_cache.recent import RecentRows
-from torch_metal_attn.quantisation import dequantise, quantise
-from torch_metal_attn.reference import attention
 from torch_metal_attn.simulator import runs
 from torch_metal_attn.testing.judge import normal
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 
 pytestmark = pytest.mark.usefixtures("backend")
 
-RECENT, ROOM, SCALE = 4, 4 + VERIFY_QUERIES, 0.3
-# Of every step, whose kernels the tests then share, as are the numbers of queries: at most 8 rows.
-STEP = {"softmax_scale": SCALE, "causal": True, "softcap": 5.0, "num_splits": 2}
-STEP |= {"learnable_sink": normal(2, seed=5)}
+RECENT, ROOM = 4, 4 + VERIFY_QUERIES
 KINDS = ["static", "paged", "static latent", "paged latent"]
 # Each kind by the CPU's own kernels; in the simulator each layout and each content once.
 RUNS = [*(("reference", kind) for kind in KINDS)]
 RUNS += [("simulator", "static"), ("simulator", "paged latent")]
 each_run = pytest.mark.parametrize("backend, kind", RUNS, indirect=["backend"])
-# Of float32 results near 1, whose rows are compared as they are stored.
-TOLERANCE = 4e-6
-ANGLES = normal(300, 8, seed=1)
-TABLES = {"rotary_cos": ANGLES.cos(), "rotary_sin": ANGLES.sin()}
+TABLES = tables(16)
 
 
-class Sequences:
-    """Two sequences of a cache of any kind, and the rows that they must hold."""
-
-    def __init__(self, kind, **options):
-        self.paged, self.latent = "paged" in kind, "latent" in kind
-        sizes = (64, 32) if self.latent else (1, 96, 64)
-        both = {"dtype": torch.float32, "format": "q4_0", "recent": RECENT, "hadamard": 32}
-        if self.paged:
-            self.cache = (LatentCache if self.latent else PagedKVCache)(
-                40, 16, *sizes, **both | options
-            )
-            self.ids = [self.cache.allocate(), self.cache.allocate()]
-        else:
-            self.cache = (StaticLatentCache if self.latent else StaticKVCache)(
-                2, 300, *sizes, **both | options
-            )
-            self.ids = [0, 1]
-        self.rows = [[torch.zeros(1, 0, 96), torch.zeros(1, 0, 64)] for _ in range(2)]
-        self.exact = [0, 0]  # the first row of each that must be in full precision
-
-    def given(self, *tensors):
-        """The arguments of a method: ids only for pages, keys only for latents."""
-        first = [self.ids] if self.paged else []
-        return [*first, *(tensors[:-1] if self.latent else tensors)]
-
-    def new(self, length, seed):
-        k = normal(2, 1, length, 96, seed=seed)
-        return k, k[..., :64] if self.latent else normal(2, 1, length, 64, seed=seed + 1)
-
-    def add(self, k, v):
-        for b, rows in enumerate(self.rows):
-            rows[:] = [torch.cat([old, new[b]], 1) for old, new in zip(rows, (k, v), strict=True)]
-            self.exact[b] = max(self.exact[b], len(rows[0][0]) - ROOM)
-
-    def append(self, length, seed, **rotary):
-        k, v = self.new(length, seed)
-        self.cache.append(*self.given(k, v), **rotary)
-        self.add(self.turned(k, rotary), v)
-
-    def turned(self, x, options):
-        """x, whose last columns are rotated by each sequence's own positions."""
-        options = {name: value for name, value in options.items() if "rotary" in name}
-        return rotated(x, [len(k[0]) for k, _ in self.rows], options) if options else x
-
-    def lengths(self):
-        return self.cache.seqlens(*[self.ids] if self.paged else []).tolist()
-
-    def slots(self):
-        if self.paged:
-            return [self.cache._sequences[id].slot for id in self.ids]
-        return self.cache._rows
-
-    def first(self):
-        """The first row of each sequence that is still in full precision."""
-        held = self.cache._storage.recent._held[0]
-        kept = [held[slot] for slot in self.slots()]
-        return [
-            first if end == length else length
-            for (first, end), length in zip(kept, self.lengths(), strict=True)
-        ]
-
-    def stored(self, b, before):
-        """Rows of sequence b in float64, those before `before` as codes round them."""
-        near = []
-        for x in self.rows[b]:
-            codes = dequantise(*quantise(x, "q4_0", hadamard=32), torch.float32, hadamard=32)
-            near.append(torch.cat([codes[:, :before], x[:, before:]], 1)[None].double())
-        return [near[0], near[0][..., :64]] if self.latent else near
-
-    def step(self, length, seed, options=None):
-        """A step of the cache, checked by float64. options: of decode_step, besides STEP."""
-        given = STEP | (options or {})
-        q = normal(2, 2, length, 96, seed=seed + 7)
-        k, v = self.new(length, seed)
-        out = self.cache.decode_step(*self.given(q, k, v), **given)
-        q = self.turned(q, given)
-        self.add(self.turned(k, given), v)
-        unseen = ("rotary", "num_splits")
-        seen = {name: x for name, x in given.items() if not name.startswith(unseen)}
-        assert self.first() == self.exact
-        for b, before in enumerate(self.exact):
-            expected, _ = attention(
-                q[b : b + 1].double(),
-                *self.stored(b, before),
-                compute_dtype=torch.float64,
-                **seen,
-            )
-            error = (out[b : b + 1].double() - expected).abs().max()
-            assert error <= TOLERANCE, f"sequence {b}: {error}"
-
-    def truncate(self, b, length):
-        self.cache.truncate(self.ids[b], length)
-        self.rows[b] = [x[:, :length] for x in self.rows[b]]
-        self.exact[b] = min(self.exact[b], length)
-
-    def swap(self, origins):
-        """Sequence b continues sequence origins[b]."""
-        if not self.paged:
-            self.cache.reorder(origins)
-        else:
-            copies = [self.cache.fork(self.ids[origin]) for origin in origins]
-            for id in self.ids:
-                self.cache.free(id)
-            self.ids = copies
-        self.rows = [list(self.rows[origin]) for origin in origins]
-        self.exact = [self.exact[origin] for origin in origins]
+def made(kind, **options):
+    return Sequences(kind, **{"format": "q4_0", "recent": RECENT, "hadamard": 32} | options)
 
 
 @each_run
 def test_random_steps(backend, kind):
     """Against the definition, in float64; the last rows are exact unless they were taken back."""
     seed = int("static" in kind) + 2 * (backend == "simulator")
-    r, held = random.Random(seed), Sequences(kind)
+    r, held = random.Random(seed), made(kind)
     for step in range(12):
         longest, at = max(held.lengths()), 100 * seed + 9 * step
         what = r.choice(("append", "append", "step", "step", "step", "truncate", "swap"))
@@ -170,11 +52,17 @@ def test_random_steps(backend, kind):
     held.step(2, 5)
 
 
-@pytest.mark.parametrize("kind, interleaved", [("static", False), ("paged latent", True)])
-def test_rotation(kind, interleaved, monkeypatch):
+@pytest.mark.parametrize(
+    "backend, kind, interleaved",
+    [
+        ("reference", "static", False),
+        *((backend, "paged latent", True) for backend in ("reference", "simulator")),
+    ],
+    indirect=["backend"],
+)
+def test_rotation(backend, kind, interleaved):
     """By the row's own position in both kinds of rows, and of each query."""
-    monkeypatch.setattr("tests.cache.test_latent_cache.LATENT", 80)
-    held = Sequences(kind)
+    held = made(kind)
     options = TABLES | {"rotary_interleaved": interleaved, "rotary_first_column": 80}
     held.append(90, 0, **options)
     held.truncate(1, 85)
@@ -185,47 +73,30 @@ def test_rotation(kind, interleaved, monkeypatch):
 @each_run
 def test_trees(backend, kind):
     """A step verifies a tree, and accept moves the path's rows in both kinds of rows."""
-    held, tree = Sequences(kind), [-1, 0, 0, 2]
+    held, tree = made(kind), [-1, 0, 0, 2]
     held.append(90, 0)
     parents = torch.tensor(tree).int()
     held.step(4, 3, {"parents": parents})
-    paths = [[0, 2, 3], [0]]
-    held.cache.accept(held.ids, paths, [tree] * 2)
-    for rows, path in zip(held.rows, paths, strict=True):
-        rows[:] = [x[:, [*range(90), *(90 + token for token in path)]] for x in rows]
+    held.accept([[0, 2, 3], [0]], [tree] * 2)
     held.step(1, 9)
     # A tree that is longer than the room leaves none of its rows in full precision.
     held.append(ROOM + 2, 11)
     chain = [*range(-1, ROOM + 1)]
-    lengths = held.lengths()
-    held.cache.accept(held.ids, [[0], chain[1:]], [chain] * 2)
-    held.rows[0] = [x[:, : lengths[0] - ROOM - 1] for x in held.rows[0]]
-    held.rows[1] = [x[:, :-1] for x in held.rows[1]]
-    held.exact = held.lengths()
+    held.accept([[0], chain[1:]], [chain] * 2)
     held.step(1, 13)
 
 
-@each_run
+@pytest.mark.parametrize("backend, kind", RUNS[: len(KINDS)], indirect=["backend"])
 def test_rows_that_others_wrote(backend, kind):
     """Rows that another op wrote are read as codes, and the next ones in full precision."""
-    held = Sequences(kind)
+    held = made(kind)
     held.append(5, 0)
-    k, v = held.new(2, 3)
-    storage, lengths = held.cache._storage, held.lengths()
-    if held.paged:
-        held.cache.reserve(held.ids, 2)
-        where = {"block_table": held.cache.block_table(held.ids)}
-    else:
-        where = {"cache_batch_idx": held.cache.cache_batch_idx()}
-    storage.run("append_kv", 0, (k, v), storage.indices(lengths), **where)
-    held.cache.advance(*[held.ids] if held.paged else [], 2)
-    held.add(k, v)
-    held.exact = [7, 7]
+    held.attend(2, 3)
     held.step(1, 5)
 
 
 def test_matched_prefixes_are_codes():
-    held = Sequences("paged latent")
+    held = made("paged latent")
     k, v = held.new(20, 0)
     held.cache.append(*held.given(k, v), token_ids=[[*range(20)], [*range(5, 25)]])
     held.add(k, v)
@@ -238,7 +109,7 @@ def test_matched_prefixes_are_codes():
 
 
 def test_slots_are_used_again():
-    cache = Sequences("paged").cache
+    cache = made("paged").cache
     for _ in range(20):
         cache.free(cache.allocate())
     assert len(cache._storage.recent._held[0]) == 4
@@ -248,7 +119,7 @@ def test_slots_are_used_again():
 
 def test_launches():
     """A step appends the codes, then appends and attends; older rows are one call and a merge."""
-    held = Sequences("static")
+    held = made("static")
     held.append(3, 0)
     run = runs.current()
     if run is None:
@@ -262,7 +133,7 @@ def test_launches():
 
 
 def test_backward_is_refused():
-    held = Sequences("static")
+    held = made("static")
     held.append(90, 0)
     q, (k, v) = normal(2, 2, 1, 96).requires_grad_(), held.new(1, 3)
     out = held.cache.decode_step(q, k.requires_grad_(), v, **STEP)
@@ -274,7 +145,7 @@ def test_compiled():
     """As other caches, whose books are on the host: a graph breaks there, and results are equal."""
     results = []
     for compiled in (False, True):
-        held = Sequences("paged latent")
+        held = made("paged latent")
         held.append(90, 0)
         step = held.cache.decode_step
         if compiled:
@@ -304,7 +175,7 @@ STEPS = [
         {**TABLES, "parents": -torch.ones(1).int()},
         "rotary_cos is given with parents and recent rows",
     ),
-    ((q_of(), 1), {"rotary_cos": ANGLES}, "only one of rotary_cos and rotary_sin"),
+    ((q_of(), 1), {"rotary_cos": TABLES["rotary_cos"]}, "only one of rotary_cos and rotary_sin"),
     (
         (q_of(), 1),
         {name: x[:11] for name, x in TABLES.items()},
@@ -322,19 +193,20 @@ def test_refused_steps(backend, kind):
 
     @each_case("given, options, message", STEPS)
     def refused(given, options, message):
-        held = Sequences(kind)
+        held = made(kind)
         held.append(11, 0)
         recent = held.cache._storage.recent
         parts = [held.cache._storage, recent._rows]
         tensors = [x for part in parts for x in part.layers[0].by_block()]
-        before, state = [x.clone() for x in tensors], (held.lengths(), [*recent._held[0]])
+        before, state = [x.clone() for x in tensors], [*recent._held[0]]
         pages = held.cache.num_free_pages if held.paged else 0
         q, length = given
-        options = {"softmax_scale": SCALE} | options
+        options = {"softmax_scale": 0.3} | options
         with pytest.raises((ValueError, RuntimeError, TypeError, CacheFull), match=message):
             held.cache.decode_step(*held.given(q, *held.new(length, 3)), **options)
         assert all(torch.equal(x, y) for x, y in zip(before, tensors, strict=True))
-        assert state == (held.lengths(), recent._held[0])
+        assert state == recent._held[0]
+        assert held.cache.seqlens(*held.own()).tolist() == [11, 11]
         assert pages == (held.cache.num_free_pages if held.paged else 0)
 
     refused()
@@ -343,9 +215,12 @@ def test_refused_steps(backend, kind):
 @each_case(
     "call, message",
     [
-        (lambda c: Sequences("static", format=None, hadamard=0), "recent is 4 with no format, so"),
-        (lambda c: Sequences("paged", recent=-1), "recent is -1; it must be at least 0"),
-        (lambda c: Sequences("paged", recent=1.5), "recent is 1.5; it must be an int"),
+        (
+            lambda c: made("static", format=None, hadamard=0),
+            "recent is 4 with no format, so",
+        ),
+        (lambda c: made("paged", recent=-1), "recent is -1; it must be at least 0"),
+        (lambda c: made("paged", recent=1.5), "recent is 1.5; it must be an int"),
         (lambda c: c.append([0, 1], *[torch.zeros(2, 1, 2, 8)] * 2), "k has shape"),
         (lambda c: c.append([0, 7], *[torch.zeros(2, 1, 2, 8)] * 2), "there is no sequence 7"),
         (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
@@ -355,7 +230,7 @@ def test_refused_steps(backend, kind):
 )
 def test_refused(call, message):
     with pytest.raises((ValueError, TypeError), match=message):
-        call(Sequences("paged").cache)
+        call(made("paged").cache)
 
 
 FAULTS = {
@@ -376,7 +251,7 @@ def test_fault_is_caught(name, monkeypatch):
     monkeypatch.setattr(RecentRows, f"{method}_", getattr(RecentRows, method), raising=False)
     monkeypatch.setattr(RecentRows, method, fault)
     with pytest.raises(AssertionError):
-        held = Sequences("static")
+        held = made("static")
         held.append(90, 0)
         held.truncate(0, 80)
         held.append(3, 2)
@@ -385,7 +260,6 @@ def test_fault_is_caught(name, monkeypatch):
         held.rows[1], held.exact[1] = list(held.rows[0]), held.exact[0]
         held.append(2, 4)
         held.step(2, 5)
-        held.cache.accept([0, 1], [[1], [1]], [[-1, -1]] * 2)
-        held.rows = [[x[:, [*range(82), 83]] for x in rows] for rows in held.rows]
+        held.accept([[1], [1]], [[-1, -1]] * 2)
         held.step(1, 7)
         held.rows.clear()

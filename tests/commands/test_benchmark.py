@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.helpers.cases import each_case
+from tests.tuning.fake_gpu import CPU, FakeClock
 from torch_metal_attn import allow_tf32, explain, mps, simulate
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime import machine
@@ -22,7 +23,6 @@ from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.bench import ceilings, plot, shapes, timing, versus
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 
-CPU = torch.device("cpu")
 TRAINING_KERNELS = {"flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"}
 SMALL = {"heads": 4, "kv_heads": 2, "length": 16, "kv_length": 32, "head_dim": 16}
 
@@ -31,37 +31,22 @@ def small(kind="forward", **options):
     return Shape(kind, **SMALL | {"dtype": "float32"} | options)
 
 
-class FakeClock:
-    """A device that takes the seconds that are asked of it, and a clock that waits for it."""
-
-    def __init__(self):
-        self.shown = self.device = 0.0
-        self.waits = 0
-
-    def work(self, seconds):
-        return lambda: self.ask(seconds)
-
-    def ask(self, seconds):
-        self.device += seconds
-
-    def synchronise(self):
-        self.shown, self.waits = self.device, self.waits + 1
-
-    @property
-    def timer(self):
-        return timing.Timer(lambda: self.shown, self.synchronise)
-
-
 class TestTiming:
-    def test_each_call_has_its_own_time(self):
+    def test_each_call_has_its_own_time_or_its_error(self):
         clock = FakeClock()
-        found = timing.interleaved(
-            {"slow": clock.work(0.25), "fast": clock.work(0.001)}, clock.timer, 5
-        )
+
+        def full():
+            raise torch.OutOfMemoryError("MPS backend out of memory")
+
+        calls = {"slow": clock.work(0.25), "fast": clock.work(0.001), "full": full}
+        found = timing.interleaved(calls | {"instant": lambda: None}, clock.timer, 5)
         assert found["slow"].seconds == pytest.approx([0.25] * 5)
         assert found["fast"].seconds == pytest.approx([0.001] * 5)
         assert found["slow"].median == pytest.approx(0.25)
         assert found["slow"].spread == pytest.approx(0.0)
+        assert found["instant"].median == 0.0  # its sample ends too
+        assert found["full"].error == "OutOfMemoryError: MPS backend out of memory"
+        assert found["full"].seconds == ()
 
     def test_a_sample_of_short_calls_takes_10_ms_without_the_wait(self):
         """Each wait for the device takes 1 ms, 10 times as long as a call."""
@@ -73,10 +58,6 @@ class TestTiming:
         assert clock.waits == 2 * (1 + len(doubled) + 1)  # before and after a sample, not within
         assert found["short"].median * 128 == pytest.approx(0.0128 + 0.001)
 
-    def test_calls_that_take_no_time_end_too(self):
-        clock = FakeClock()
-        assert timing.interleaved({"a": lambda: None}, clock.timer, 1)["a"].median == 0.0
-
     def test_turns_change(self):
         clock, calls = FakeClock(), []
 
@@ -85,17 +66,6 @@ class TestTiming:
 
         timing.interleaved({"a": called("a"), "b": called("b")}, clock.timer, 3)
         assert "".join(calls) == "aabb" + "ab" + "ba" + "ab"
-
-    def test_a_call_that_raises_has_its_error(self):
-        clock = FakeClock()
-
-        def full():
-            raise torch.OutOfMemoryError("MPS backend out of memory")
-
-        found = timing.interleaved({"a": full, "b": clock.work(1.0)}, clock.timer, 2)
-        assert found["a"].error == "OutOfMemoryError: MPS backend out of memory"
-        assert found["a"].seconds == ()
-        assert found["b"].seconds == pytest.approx([1.0, 1.0])
 
     def test_ceilings(self):
         """They are the work of a product and of a copy, divided by the clock's time."""
@@ -124,12 +94,6 @@ class TestVersus:
         assert found.difference < 1e-5
         assert found.agree
         assert all(len(times.seconds) == 1 for times in found.times.values())
-
-    def test_another_result_is_noticed(self, monkeypatch):
-        monkeypatch.setattr(versus, "_ours", lambda shape, operands: operands[0] * 2)
-        found = versus.compare(small(), CPU, timing.timer_of(CPU), 1)
-        assert not found.agree
-        assert "the results differ by" in str(found)
 
     def test_ratio_and_shares_of_the_ceilings(self):
         shape = small()
@@ -249,6 +213,9 @@ class TestRun:
             flops = shape.cost.flops / result["metal_attn"]["median"]
             share = result["metal_attn"]["shares"]["matrix"]
             assert share == pytest.approx(flops / peaks[shape.dtype].flops)
+        monkeypatch.setattr(versus, "_ours", lambda shape, operands: operands[0] * 2)
+        assert main(["bench", *arguments]) == 1
+        assert "the results differ by" in capsys.readouterr().out
 
 
 def test_the_chip_of_a_mac(monkeypatch):
@@ -357,11 +324,6 @@ class TestShapes:
             ("decode", 1, 64),
             ("decode", 1, 128),
         ]
-
-    def test_a_file(self, tmp_path):
-        path = tmp_path / "shapes.json"
-        path.write_text(json.dumps([{"kind": "decode", "length": 1}, SMALL]))
-        assert parsed("--shapes", str(path)) == [Shape("decode", length=1), Shape(**SMALL)]
 
     def test_the_shape_of_q(self):
         (shape,) = parsed("--shape", "2", "6", "100", "64", "--kv-heads", "3", "--causal")

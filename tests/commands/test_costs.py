@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.bench_flash_bwd import run as run_backward
 from bench.bench_flash_decode import HEAD_DIMS, count, operands, step_operands
+from bench.bench_inner_loops import run as run_kernel
 from tests.attention.flash_fwd_check import make_packed, make_qkv, visible_keys
-from tests.attention.flash_fwd_options import ints
 from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import quantise
+from torch_metal_attn.testing.judge import ints
 from torch_metal_attn.tools import costs
 
 MATRIX_FLOPS = 2 * 8 * 8 * 8  # of one simdgroup_multiply_accumulate
@@ -45,7 +45,8 @@ def test_visible_pairs(data):
 
 def test_long_sequences_cost_no_memory_of_pairs():
     n = 100_000
-    assert costs.seen(n, n, causal=True).pairs == n * (n + 1) // 2
+    for triangle in ({"causal": True}, {"window_size_right": 0}):
+        assert costs.seen(n, n, **triangle).pairs == n * (n + 1) // 2
 
 
 def test_whole_tiles_do_what_is_counted():
@@ -61,7 +62,7 @@ def test_each_gradient_kernel_does_its_part():
     """Three products and four, of which one and two are with values."""
     for kernel, products in (("flash_bwd_dq", 3), ("flash_bwd_dkv", 4)):
         # Rows that tiles and blocks of any size divide.
-        counters, _ = run_backward(kernel, 192, 192, 64, torch.float16)
+        counters, _ = run_kernel(kernel, 192, 192, 64, torch.float16)
         assert counters.matrix_operations * MATRIX_FLOPS == 2 * 192 * 192 * 64 * products
     assert costs.gradient_flops(1, 1, 0) == 2 * 4
     assert costs.gradient_flops(1, 0, 1) == 2 * 3
@@ -177,6 +178,26 @@ def test_pages_are_as_many_keys_as_the_table_has():
     table = torch.zeros(2, 5, dtype=torch.int32)
     found = costs.cost("flash_fwd", {"q": q, "k": pages, "v": pages, "block_table": table})
     assert found.flops == 2 * 4 * 3 * 80 * 2 * 16
+
+
+def test_bytes_of_options_by_hand():
+    """What an argument adds to a call, beside itself."""
+    q, k, v = make_qkv(heads=4, kv_heads=2, q_length=5, kv_length=100)
+    qkv = {"q": q, "k": k, "v": v}
+    cos, sin = torch.zeros(2, 64, 16)
+    append = {"k": k[..., :5, :], "v": v[..., :5, :], "k_cache": k, "v_cache": v}
+    bias, state = torch.zeros(5, 100), {"out_a": q, "lse_a": q[..., 0]}
+    row_sums = 5 * 4 * 4
+    for op, call, more, difference in (
+        ("flash_decode", qkv, {"leftpad_k": ints(60)}, 4 - 60 * 2 * 2 * 32 * 4),
+        ("flash_bwd", qkv, {"dlse": q[..., 0]}, row_sums),
+        ("flash_bwd_bias", qkv, {"attn_bias": bias}, 2 * bias.nbytes),
+        ("flash_bwd_slopes", qkv, {"alibi_slopes": ints(1, 2, 3, 4)}, 2 * 16),
+        ("append_kv", append, {"rotary_cos": cos, "rotary_sin": sin}, 2 * 5 * 16 * 4),
+    ):
+        plain, found = costs.cost(op, call).bytes, costs.cost(op, call | more).bytes
+        assert found - plain == difference, op
+    assert costs.cost("merge_state", state).bytes == 3 * (q.nbytes + row_sums)
 
 
 def test_a_broadcast_mask_is_one_row():

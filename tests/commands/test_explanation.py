@@ -8,11 +8,11 @@ import torch
 import torch._dynamo.testing
 
 from tests.attention.flash_fwd_check import make_packed, make_qkv
-from tests.attention.flash_fwd_options import ints
 from tests.common.ops import EXAMPLES
 from tests.helpers.cases import each_case
 from torch_metal_attn import explain, flash_attn_func, sdpa_replaced, simulate
 from torch_metal_attn.quantisation import quantise
+from torch_metal_attn.testing.judge import ints
 
 ops = torch.ops.metal_attn
 
@@ -56,12 +56,9 @@ def example(name, *kernels, **more):
 WHOLE, BIAS = ["flash_bwd_dq", "flash_bwd_dkv"], ["flash_bwd_bias"]
 # Arguments of each op, and the kernels that it runs.
 CALLS = {
-    "flash_fwd": (lambda: (tuple(attention()), {"causal": True}), ["flash_fwd"]),
+    "flash_fwd": example("flash_fwd"),
     "flash_varlen_fwd": (lambda: (packed(), {}), ["flash_fwd"]),
-    "flash_decode": (
-        lambda: (tuple(attention()), {"num_splits": 2}),
-        ["flash_decode", "merge_splits"],
-    ),
+    "flash_decode": example("flash_decode", "flash_decode", "merge_splits", num_splits=2),
     "decode_step": example("decode_step", "flash_decode", "merge_splits", num_splits=3),
     "flash_bwd": (gradient(whole=True), WHOLE),
     "flash_varlen_bwd": (gradient(packed, whole=True), WHOLE),

@@ -286,11 +286,6 @@ class TestReport:
         assert "It ended after 1 of 2 cases, in this one:\n\ndeadly: plain (float16)" in texts[0]
         assert "1 passed" in texts[0]
 
-    def test_where_it_cannot_be_written(self, tmp_path, capsys):
-        path = tmp_path / "no folder" / "report.md"
-        assert main(["verify", "--full", "--report", str(path)]) == 2
-        assert "no folder" in capsys.readouterr().err
-
     def test_no_paths_and_no_names(self, monkeypatch, tmp_path, broken):
         home, package = str(Path.home()), verify.__path__[0]
 
@@ -302,18 +297,9 @@ class TestReport:
         assert f"{home}/secret" not in text
         assert "torch_metal_attn/tools/verify/x.py" in text
 
-    def test_the_code_of_a_failure_runs(self, monkeypatch, capsys):
-        for case in SAMPLE.values():
-            assert eval(f"testing.{case.case}") == case.case
+    def test_the_code_of_a_failure_runs(self, capsys):
         exec(storage.snippet(causal().case))
         assert "Outcome(status='ok'" in capsys.readouterr().out
-
-
-def test_report_needs_full(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", "--report", "x.md"])
-    assert ended.value.code == 2
-    assert "--full" in capsys.readouterr().err
 
 
 def test_shares():

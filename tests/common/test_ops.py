@@ -3,17 +3,9 @@
 import torch
 
 import torch_metal_attn
+from tests.attention.autograd_check import make_qkv
 
 flash_fwd = torch.ops.metal_attn.flash_fwd
-
-
-def make_qkv(batch=2, heads=4, kv_heads=2, q_length=9, kv_length=13, head_dim=16, v_head_dim=8):
-    generator = torch.Generator().manual_seed(0)
-    return (
-        torch.randn(batch, q_length, heads, head_dim, generator=generator).transpose(1, 2),
-        torch.randn(batch, kv_heads, kv_length, head_dim, generator=generator),
-        torch.randn(batch, kv_heads, kv_length, v_head_dim, generator=generator),
-    )
 
 
 def test_outputs_are_poisoned(monkeypatch):

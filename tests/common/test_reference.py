@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
-from tests.attention.flash_fwd_options import rotary_tables
+from tests.attention.flash_fwd_check import rotary_tables
 from tests.common.slow_attention import slow_attention, slow_varlen_attention
 from tests.helpers.cases import each_case
 from torch_metal_attn import reference

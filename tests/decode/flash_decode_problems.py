@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_check import check_flash_decode, check_large_sinks, make_qkv
-from tests.attention.flash_fwd_options import ints
 from tests.attention.held_cases import case
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.cache.kv_caches import paged, with_nan_tails
@@ -17,6 +16,7 @@ from tests.helpers.judged import judge
 from tests.helpers.steps import check_step, tensors_of
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import engine
+from torch_metal_attn.testing.judge import ints
 
 ops = torch.ops.metal_attn
 # GQA, two steps over the keys and a part of one, spans of columns that are not full.
@@ -361,13 +361,6 @@ PACKED |= {"kv_length": 70, "seqused_k": (60, 5, 70, 1)}
 def packed():
     """Numbers of queries that differ, none among them, and rows of no sequence."""
     attend({}, {"num_splits": 3}, **PACKED, causal=True, learnable_sink="float32")
-
-
-def packed_alone():
-    """One row of a KV head at most, and tiles of rows that some sequences do not fill."""
-    one_head = {"heads": 2, "q_lengths": (1, 0, 1), "seqused_k": (9, 3, 40)}
-    tiles = {"q_lengths": (33, 2, 20), "seqused_k": (70, 50, 60)}
-    attend(one_head, tiles | {"causal": True, "window_size_left": 30}, **PACKED | {"batch": 3})
 
 
 def packed_lists():

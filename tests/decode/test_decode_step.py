@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.attention.flash_fwd_options import random_mask
+from tests.attention.flash_fwd_check import random_mask
 from tests.attention.held_cases import hold
 from tests.helpers.memory import check_equal, same_memory
 from tests.helpers.steps import step, tensors_of
@@ -14,6 +14,7 @@ ops = torch.ops.metal_attn
 PADDED = {"cache": "indexed", "leftpad_k": (0, 5), "length": 5, "rotary_columns": 32}
 PADDED |= {"rotary_last": True, "causal": False}
 ROWS_FIRST = {"cache": "paged", "cache_layout": ("order 021",)}
+TREE = {"tree": "parents", "tree_by_sequence": True, "causal": False}
 VALUES = {
     "one row": {"length": 1, "rotary_columns": 32, "rotary_interleaved": True},
     "splits": {"length": 5, "rotary_columns": 32, "num_splits": 3}
@@ -32,6 +33,17 @@ VALUES = {
     | {"cache_dtype": "bfloat16", "dtype": "float32", "page": 8, "head_dim": 20, "v_head_dim": 20},
     "queries of one place": PADDED | {"by_token": False},
     "rows counted from the cache's first": PADDED | {"rotary_from_leftpad": False},
+    "new rows of another number": {"packed": ((3, 3), (0, 2), (5, 5), (1, 4)), "cache": "paged"}
+    | {"lengths": (13, 20, 2, 9), "format": "q4_0", "v_format": "fp8_e4m3", "rotary_columns": 32},
+    # New rows of a tree are rotated by their depth, and then in blocks of columns.
+    "trees over pages of codes": TREE
+    | {"length": 6, "num_splits": 2, "format": "q8_0", "rotary_columns": 32}
+    | {"cache": "paged", "page": 5, "capacity": 65},
+    "packed trees": {"tree": "tree_mask", "packed": ((5, 5), (0, 0), (9, 9)), "causal": False}
+    | {"lengths": (3, 17, 6), "leftpad_k": (1, 3, 0), "cache": "indexed", "rotary_columns": 32},
+    "packed trees of rotated rows": {"tree": "parents", "packed": ((5, 5), (9, 9))}
+    | {"lengths": (3, 17), "dtype": "float32", "format": "q4_0", "hadamard": 32}
+    | {"rotary_columns": 64, "causal": False},
     "any strides and head dims": {"head_dim": 40, "v_head_dim": 11, "rotary_columns": 6}
     | {"layout": ("padded 3",), "cache_layout": ("padded 3",)},
 }
@@ -40,7 +52,8 @@ VALUES = {
 @pytest.mark.parametrize("name", VALUES)
 def test_values(name, device):
     """Against float64, and what the caches hold bit for bit."""
-    hold([step(**{"length": 3, "causal": True} | VALUES[name])], device)
+    length = {} if "packed" in VALUES[name] else {"length": 3}
+    hold([step(**length | {"causal": True} | VALUES[name])], device)
 
 
 def test_as_three_ops(device):

@@ -38,7 +38,9 @@ FEATURES = (
     {"poison": "nan in k", "num_splits": 3},
 )
 LATENT = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "values_in_keys": True}
+ROWS_OF_96 = {"head_dim": 96, "v_head_dim": 64}
 LENGTHS = {"batch": 6, "kv_length": 257, "seqused_k": (0, 1, 7, 33, 65, 257)}
+PACKED = {"batch": 3, "kv_length": 70, "seqused_k": (70, 50, 60), "spare_rows": 2}
 ROWS_FIRST = {"k_layout": ("order 021",), "v_layout": ("order 021",)}
 # A subject's cases share kernels with each other's: of each option one or two cases are enough.
 SUBJECTS = {
@@ -71,7 +73,10 @@ SUBJECTS = {
         case(heads=16, q_length=64, kv_length=70, causal=True, dtype="bfloat16", **LATENT),
         # Rows that are keys and values at once, and do not exist.
         case(batch=2, heads=16, seqused_k=(20, 65), cache="paged", format="fp8_e4m3", **LATENT),
-        case(seqused_k=(37,), leftpad_k=(5,), **LATENT | {"head_dim": 96, "v_head_dim": 64}),
+        *(
+            case(seqused_k=(37,), leftpad_k=(5,), **LATENT | ROWS_OF_96 | options)
+            for options in ({}, {"heads": 8, "cache_dtype": "float16", "dtype": "float32"})
+        ),
     ],
     "features": [
         case(**{"batch": 2, "q_length": 5, "kv_length": 101, "num_splits": 1} | feature)
@@ -97,6 +102,12 @@ SUBJECTS = {
     "page sizes": [
         case(**LENGTHS, q_length=2, cache="paged", page=page, num_splits=splits, **layout)
         for (page, splits), layout in product(((1, 1), (16, 3), (100, 1)), ({}, ROWS_FIRST))
+    ],
+    # Numbers of queries that differ: tiles of rows that some sequences do not fill, and one row.
+    "packed queries": [
+        case(**PACKED | {"seqused_k": (9, 3, 40)}, heads=2, q_lengths=(1, 0, 1), num_splits=1),
+        case(**PACKED, q_lengths=(33, 2, 20), window_size_left=30, causal=True, num_splits=1),
+        case(**PACKED | {"heads": 8, "kv_heads": 1}, q_lengths=(1, 64, 16), num_splits=2),
     ],
     "caches": [
         # Where SIMD groups split the columns, each has the page numbers.
@@ -162,3 +173,13 @@ def test_pages_cost_few_loads(kv_heads, head_dim, page):
     keys, values, where = paged(k, v, [1024], page)
     where["block_table"] = where["block_table"][:, : 1024 // page]
     assert contiguous < loads(keys, values, where) <= 1.05 * contiguous
+
+
+@pytest.mark.parametrize("num_splits, is_long", [(16, False), (1024, True)])
+def test_partial_results_of_many_elements(num_splits, is_long):
+    """1024 splits have 2^32 numbers of out, which itself has 2^22."""
+    q = torch.empty(1, 1, 1, 128).expand(16, 32, 64, 128)
+    k = torch.empty(1, 1, 1, 128).expand(16, 4, 4096, 128)
+    with simulate(record=True) as run:
+        decode(q, k, k, num_splits=num_splits)
+    assert ("LONG_OFFSETS" in run.recorded[0].defines) == is_long

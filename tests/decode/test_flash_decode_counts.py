@@ -7,10 +7,10 @@ import torch
 
 from bench.bench_flash_decode import HEADS, queries_row, read_share, row
 from bench.replay.cases import UNKNOWN_CORES
-from tests.attention.flash_fwd_options import ints
 from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.testing.judge import ints
 
 
 @pytest.mark.parametrize(

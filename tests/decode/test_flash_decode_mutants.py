@@ -3,10 +3,6 @@
 from tests.decode import flash_decode_problems as problems
 from tests.helpers.mutants import mutant_tests
 
-BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
-SIMD_BARRIER = "simdgroup_barrier(mem_flags::mem_threadgroup);\n"
-HIDES = "kv_block < seen_by_last.begin || kv_block + BLOCK_K > seen_by_first.end"
-
 # By the problem that shows them: what a fault changes in the shader's text, and where numbers do
 # not show it the fault that the simulator reports.
 MUTANTS = {

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.attention.flash_fwd_check import make_qkv
+from tests.decode.flash_decode_problems import packed_q
 from torch_metal_attn.ops import listed_bwd
 from torch_metal_attn.reference import attention
 
@@ -65,3 +66,12 @@ def test_nothing_listed(batch, lists, entries, keys):
     indices = torch.full((batch, 1, lists, entries), -1).int()
     for x in gradients(torch.ops.metal_attn.flash_decode, (q, k, v), indices=indices):
         assert torch.equal(x, torch.zeros_like(x))
+
+
+def test_of_packed_queries_there_are_none():
+    arguments, options = packed_q((3, 4), (60, 70), spare=0)
+    leaves = [x.nan_to_num(0).requires_grad_() for x in arguments]
+    indices = torch.zeros(1, 1, 7, 2).int()
+    out, _ = torch.ops.metal_attn.flash_decode(*leaves, **options, indices=indices)
+    with pytest.raises(NotImplementedError, match="indices a batch without cu_seqlens_q"):
+        out.sum().backward()

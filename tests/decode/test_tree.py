@@ -1,16 +1,14 @@
 """Decoding with trees of new tokens, as speculation drafts them."""
 
-import pytest
 import torch
 
-from tests.attention.flash_fwd_options import ints
-from tests.attention.held_cases import case, hold
+from tests.attention.held_cases import case
 from tests.decode import tree_problems as problems
 from tests.helpers.judged import arguments
 from tests.helpers.memory import same_memory
-from tests.helpers.steps import step
+from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
-from torch_metal_attn.testing.judge import on
+from torch_metal_attn.testing.judge import ints, on
 from torch_metal_attn.tools.tune import tiles
 
 ops = torch.ops.metal_attn
@@ -20,24 +18,8 @@ def copied(tensors):
     return {name: same_memory(x) for name, x in tensors.items()}
 
 
-STEPS = {
-    "pages of codes": {"tree": "parents", "tree_by_sequence": True, "length": 6, "num_splits": 2}
-    | {"cache": "paged", "page": 5, "capacity": 65, "format": "q8_0", "rotary_columns": 32},
-    "packed": {"tree": "tree_mask", "packed": ((5, 5), (0, 0), (9, 9)), "lengths": (3, 17, 6)}
-    | {"leftpad_k": (1, 3, 0), "cache": "indexed", "rotary_columns": 32},
-    # New rows of a tree are rotated by their depth, and then in blocks of columns.
-    "packed, of rotated rows": {"tree": "parents", "packed": ((5, 5), (9, 9)), "lengths": (3, 17)}
-    | {"dtype": "float32", "format": "q4_0", "hadamard": 32, "rotary_columns": 64},
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_steps(name, device):
-    hold([step(**STEPS[name])], device)
-
-
 def test_rules():
-    """The unchanged kernels of test_tree_mutants.py pass the other problems."""
+    """The unchanged kernels pass the other problems, see the end."""
     with simulate(check=True):
         problems.rules()
 
@@ -97,19 +79,67 @@ def test_no_queries(device):
             assert (out.shape, lse.shape) == (q.shape, (4, 0))
 
 
-FUNCTION = {"call": "flash_attn_with_kvcache", "tree": "parents", "tree_by_sequence": True}
-
-
-def test_with_kvcache(device):
-    """flash-attn's function, with new rows and then without."""
-    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 64, "kv_length": 64}
-    new = step(length=6, rotary_columns=32, causal=True, **FUNCTION)
-    hold([new, case(q_length=6, seqused_k=(19, 26), **sizes, **FUNCTION)], device)
-
-
 def test_explain():
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "q_length": 4, "num_splits": 1}
     given = arguments(case(call="flash_decode", **sizes))
     text = str(explain(ops.flash_decode, **given, parents=ints(*problems.FORK[:4])))
     assert "of its new tokens a query sees those that parents says" in text
     assert "new tokens" not in str(explain(ops.flash_decode, **given))
+
+
+# As in test_flash_decode_mutants.
+MUTANTS = {
+    problems.trees: """
+        ancestors not seen: own = {~parent => -1~};
+        a mask's row of another token:
+            const bool shown = rows[{~token => (token > 2 ? token - 1 : token)~} * row_stride + i]
+            != 0;
+        tree of the first sequence: first = {~batch => 0~} * params.tree_batch_stride
+        parents of the first packed sequence: (TREE_PARENTS ? first {~+ sequence.q_start =>~} : 0)
+        mask of the first packed sequence: first + {~sequence.q_start => 0~} * given.row_stride
+        tokens a key late: kv_block + column, visible.existing.end - tree.count{~=> + 1~}
+        the even key for both: column + column_offset(j) {~+ e =>~}
+        tree of the tile's first row: tree.token({~rows[i].query => 0~})
+        tree never applied: } else if (TREE && {~hides => false~})
+        tree of the diagonal: {~seen_by_first.end = visible.existing.end - tree.count; =>~}
+    """,
+    problems.large_trees: """
+        tokens of one word: {~token < 32 ? uint2(bit, 0) : uint2(0, bit => uint2(bit, 0~})
+        the first word for both: word = {~token < 32 ? bits.x : bits.y => bits.x~}
+        tokens of the second word counted: int(popcount(bits.{~x) + popcount(bits. =>~}y & mask))
+        no token of the second word dropped: bits.y {~&= bits.y - 1u => |= 0u~}
+        tokens of both words dropped: if ({~bits.x != 0 => false~}) {
+    """,
+    problems.windows: """
+        window by the row: visible.keys_of({~max(token.depth, 0) => i~}).begin
+        window without the path:
+            {~token.seen.drop_first(token.begin - (visible.existing.end - given.count)); =>~}
+        window without old keys: key < first_new ? {~key >= token.begin => true~}
+        a token's own place left out: mask = {~( =>~}1u << (token % 32){~) - 1u =>~}
+        window of the tile's rows: visible.keys_of({~tree.count - 1 => 0~});
+    """,
+    problems.rotated_steps: """
+        no barrier after the tokens [race or uninitialised]:
+            } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} } // A lane's rows
+        keys rotated by their row: {~TREE && ROTATED ? place.tree.depth_of(row) : =>~} row
+        queries rotated by their row: {~queries.rotary.start_at(depth - other.query, true); =>~}
+    """,
+    problems.impossible_trees: """
+        impossible tokens as if possible:
+            if ({~TREE && tree.depth_of(result_rows[i].query) < 0 => false~})
+        later parents followed: possible = parent {~>= -1 && parent =>~} < own;
+        a mask's later tokens: (i == token ? shown : {~i < token || !shown => true~})
+        a mask's token itself: (i {~== token ? shown : i < => <=~} token || !shown)
+    """,
+    problems.impossible_lengths: """
+        more tokens than keys:
+            {~sequence.kv_length - sequence.q_length < sequence.first_key => false~};
+    """,
+    problems.impossible_step: """
+        keys in no tree as the first:
+            {~possible ? =>~} result.seen.count_before(index) {~: NO_DEPTH =>~}
+    """,
+}
+
+
+test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(MUTANTS, "flash_decode")

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.attention.flash_fwd_check import hold_results
-from tests.attention.flash_fwd_options import ints
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
 from tests.decode.flash_decode_problems import (
     check_alone,
@@ -19,7 +18,7 @@ from tests.decode.flash_decode_problems import (
 )
 from tests.helpers.steps import check_step, tensors_of
 from torch_metal_attn.reference import attention
-from torch_metal_attn.testing.judge import on, worst_of
+from torch_metal_attn.testing.judge import ints, on, worst_of
 
 ops = torch.ops.metal_attn
 
@@ -40,10 +39,6 @@ def path_of(tree, token):
         path.insert(0, token)
         token = tree[token]
     return path
-
-
-def depths_of(tree):
-    return [len(path_of(tree, token)) - 1 for token in range(len(tree))]
 
 
 def mask_of(tree, columns=None):

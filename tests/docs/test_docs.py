@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import torch_metal_attn
-from tests.docs import api_page, doc_commands, doc_pages
+from tests.docs import api_page, doc_commands, doc_pages, reports_page
 from tests.helpers.cases import each_case
+from tests.sdpa.reports import REPORTS
 from tests.simulator.planted import twin
 from torch_metal_attn.tools.doctor import torch_on_mps
 
@@ -96,10 +97,18 @@ def test_every_op_and_public_name_is_on_a_page():
     assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)]
 
 
-def test_the_api_page_is_made_of_the_code():
+@pytest.mark.parametrize("maker", [api_page, reports_page])
+def test_a_page_is_what_its_module_makes(maker):
     pytest.importorskip("transformers")
-    written = api_page.PAGE.read_text(encoding="utf-8")
-    assert written == api_page.text(), "write it with: python -m tests.docs.api_page"
+    written = maker.PAGE.read_text(encoding="utf-8")
+    assert written == maker.text(), f"write it with: python -m {maker.__name__}"
+
+
+def test_every_module_and_report_is_on_its_page():
+    modules = {path.stem for path in doc_pages.ROOT.glob("tests/sdpa/test_reported_*.py")}
+    assert {module.split(".")[-1] for module in REPORTS} == modules
+    names = [name for reports in REPORTS.values() for r, _ in reports for name in r.names.split()]
+    assert len(names) == len(set(names))
 
 
 TROUBLE = doc_pages.ROOT / "docs" / "troubleshooting.md"

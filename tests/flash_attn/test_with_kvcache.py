@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from tests.attention.flash_fwd_options import ints, rotary_tables
-from tests.attention.held_cases import hold
+from tests.attention.flash_fwd_check import rotary_tables
+from tests.attention.held_cases import case, hold
 from tests.helpers.cases import each_case
 from tests.helpers.home import PAGE
+from tests.helpers.steps import step
 from torch_metal_attn import flash_attn_with_kvcache, simulate
 from torch_metal_attn.reference import rotate
 from torch_metal_attn.testing import Attention, Step
-from torch_metal_attn.testing.judge import normal
+from torch_metal_attn.testing.judge import ints, normal
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 
 MANY = VERIFY_QUERIES + 1
@@ -75,7 +76,18 @@ def cases(old_keys, new_keys, caches):
         yield Step(CALL, lengths=(17, 26), **HEADS | cache | more)
 
 
-@pytest.mark.parametrize("case", [*cases(OLD_KEYS, NEW_KEYS, CACHES)], ids=str)
+# Of packed queries and of trees, with new rows and without.
+WHOLE = {"call": CALL, "heads": 4, "kv_heads": 2, "head_dim": 64, "causal": True}
+TREE = {"tree": "parents", "tree_by_sequence": True}
+OTHERS = [
+    step(packed=((3, 3), (0, 0), (5, 4)), lengths=(20, 6, 33), **WHOLE),
+    case(batch=3, q_length=1, q_lengths=(3, 0, 5), seqused_k=(20, 6, 33), kv_length=33, **WHOLE),
+    step(length=6, rotary_columns=32, **TREE, **WHOLE),
+    case(batch=2, q_length=6, seqused_k=(19, 26), kv_length=64, **TREE, **WHOLE),
+]
+
+
+@pytest.mark.parametrize("case", [*cases(OLD_KEYS, NEW_KEYS, CACHES), *OTHERS], ids=str)
 def test_values(case):
     """By the CPU's own kernels: how the function calls the ops is under test."""
     hold([case], torch.device("cpu"))

@@ -5,16 +5,17 @@ import torch
 
 from tests.flex import gallery
 from tests.flex.flex_check import block_mask, check_flex, home
-from tests.flex.test_blocks import LIST_MUTANTS, SEEN, contradictory
+from tests.flex.test_blocks import (
+    LIST_MUTANTS,
+    SEEN,
+    contradictory,
+    entries_after_the_checks,
+)
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import allow_tf32, explain, flex_attention, simulate
 
+pytestmark = pytest.mark.usefixtures("m5")
 KERNEL = "flash_fwd_tensor"
-
-
-@pytest.fixture(autouse=True)
-def m5(gpu):
-    gpu("Apple M5")
 
 
 def check_all():
@@ -40,6 +41,12 @@ def test_all_in_tf32():
     assert set(run.counters) == {KERNEL}
     assert not torch.equal(out, exact)
     torch.testing.assert_close(out, exact, rtol=2**-9, atol=2**-9 * exact.abs().max().item())
+
+
+def test_entries_out_of_range_are_nan():
+    with simulate(check=True) as run:
+        entries_after_the_checks()
+    assert set(run.counters) == {KERNEL}
 
 
 def test_without_lists():

@@ -29,6 +29,10 @@ def check(q, k, v, attn_mask=None, device="cpu", attend=sdpa, **options):
     return out
 
 
+def close(actual, expected):
+    torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=1e-5, atol=1e-5)
+
+
 def moved(tensor, device):
     """`tensor` on `device` with its strides."""
     if tensor.device == torch.device(device):

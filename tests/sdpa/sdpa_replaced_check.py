@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import torch_metal_attn
-from tests.sdpa.sdpa_check import normal
+from tests.sdpa.sdpa_check import close, normal  # noqa: F401
 from torch_metal_attn.integrations import sdpa_replacement as replacement
 
 # Checked, as the other tests of attention are: their kernels are the same.
@@ -36,7 +36,3 @@ def nothing_said(monkeypatch):
 
 def qkv():
     return normal(2, 4, 9, 8), normal(2, 4, 11, 8, seed=1), normal(2, 4, 11, 8, seed=2)
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=1e-5, atol=1e-5)

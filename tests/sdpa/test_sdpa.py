@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
 from tests.helpers.cases import each_case
 from tests.helpers.home import HOME
-from tests.sdpa.sdpa_check import check, normal
+from tests.sdpa.sdpa_check import check, close, normal
 from torch_metal_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -21,10 +21,6 @@ from torch_metal_attn.testing.judge import DTYPES
 
 SIZES = [1, 33, 65]
 HEAD_DIM = HOME["head_dim"]
-
-
-def close(actual, expected):
-    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-5, atol=1e-5)
 
 
 def random_mask(shape, kind, seed=7):

@@ -25,6 +25,10 @@ using namespace metal;
 #define BARRIER(memory) threadgroup_barrier(mem_flags::mem_##memory);
 #define SIMD_BARRIER(memory) simdgroup_barrier(mem_flags::mem_##memory);
 """
+TENSORS = f"""{HEAD}#include <metal_tensor>
+#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
+using namespace mpp::tensor_ops;
+"""
 # What statements may use: n[i] = i, a[i] = i, and o, each of 64 elements.
 PARAMETERS = """device float* o [[buffer(0)]], const device float* a [[buffer(1)]],
   const device int* n [[buffer(2)]], constant int& which [[buffer(3)]],

@@ -13,6 +13,12 @@ FUNCTIONS = """
   atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_threadgroup);
 #define ADD atomic_fetch_add_explicit(n, 1u, memory_order_relaxed)
 #define LOAD atomic_load_explicit(n, memory_order_relaxed)
+// The last threadgroup to arrive sums what all have written.
+#define LAST(before, after)                                             \\
+  threadgroup bool last; o[64 * group + i] = i; BARRIER(device)         \\
+  if (i == 0) { before last = ADD == groups - 1; after }                \\
+  BARRIER(device | mem_flags::mem_threadgroup)                          \\
+  if (last) { float x = 0; for (uint g = 0; g < groups; g++) x += o[64 * g + i]; p[i] = x; }
 """
 PARAMETERS = """device float* o [[buffer(0)]], device float* p [[buffer(1)]],
   device float* same [[buffer(2)]], device atomic_uint* n [[buffer(3)]],
@@ -84,25 +90,13 @@ one_plain_read_among_atomic_loads: race
   if (group == 3 && i == 0) atomic_store_explicit(n, 1u, memory_order_relaxed);
   p[64 * group + i] = {~group == 1 ? *(device uint*)n : =>~} LOAD;
 the_last_without_fences: race
-  threadgroup bool last; o[64 * group + i] = i; BARRIER(device)
-  if (i == 0) { {~=> FENCE~} last = ADD == groups - 1; {~=> FENCE~} }
-  BARRIER(device | mem_flags::mem_threadgroup)
-  if (last) { float x = 0; for (uint g = 0; g < groups; g++) x += o[64 * g + i]; p[i] = x; }
+  LAST({~=> FENCE~}, {~=> FENCE~})
 the_last_without_its_second_fence: race
-  threadgroup bool last; o[64 * group + i] = i; BARRIER(device)
-  if (i == 0) { FENCE last = ADD == groups - 1; {~=> FENCE~} }
-  BARRIER(device | mem_flags::mem_threadgroup)
-  if (last) { float x = 0; for (uint g = 0; g < groups; g++) x += o[64 * g + i]; p[i] = x; }
+  LAST(FENCE, {~=> FENCE~})
 the_last_with_a_first_fence_of_the_threadgroup: race
-  threadgroup bool last; o[64 * group + i] = i; BARRIER(device)
-  if (i == 0) { {~LOCAL_FENCE => FENCE~} last = ADD == groups - 1; FENCE }
-  BARRIER(device | mem_flags::mem_threadgroup)
-  if (last) { float x = 0; for (uint g = 0; g < groups; g++) x += o[64 * g + i]; p[i] = x; }
+  LAST({~LOCAL_FENCE => FENCE~}, FENCE)
 the_last_with_a_second_fence_of_the_threadgroup: race
-  threadgroup bool last; o[64 * group + i] = i; BARRIER(device)
-  if (i == 0) { FENCE last = ADD == groups - 1; {~LOCAL_FENCE => FENCE~} }
-  BARRIER(device | mem_flags::mem_threadgroup)
-  if (last) { float x = 0; for (uint g = 0; g < groups; g++) x += o[64 * g + i]; p[i] = x; }
+  LAST(FENCE, {~LOCAL_FENCE => FENCE~})
 the_fence_before_the_write: race
   if (i == 0) {
     {~FENCE =>~} o[group] = 1; {~=> FENCE~} uint before = ADD; FENCE

@@ -186,8 +186,12 @@ VECTORS = {
     "as_type<float4>(as_type<uint4>(x))": [1, -2, 3, -4],
     "vec<float, 4>(1, 2, 3, 4)": [1, 2, 3, 4],
     "float4(packed_float3(x.xyz), 9)": [1, -2, 3, 9],
+    "float4(packed_half4(1, half(x.y), half2(x.zw)))": [1, -2, 3, -4],
     "float4(popcount(uint4(7, 3, 1, 0)))": [3, 2, 1, 0],
     "x.wzyx": [-4, 3, -2, 1],
+    "ldexp(x, int4(1, 2, 3, -1))": [2, -8, 24, -2],
+    "float4(absdiff(int4(x), int4(2)))": [1, 4, 1, 6],
+    "nextafter(x, float4(0)) - x": [-(2**-24), 2**-23, -(2**-22), 2**-22],
 }
 
 
@@ -198,40 +202,25 @@ def test_vectors():
         torch.testing.assert_close(row[2], torch.tensor(expected).float(), msg=name)
 
 
-def test_packed_vectors_in_device_memory():
-    library = compile_shader(
-        f"""{HEAD}kernel void k(device packed_float3* o [[buffer(0)]],
-            const device packed_float3* a [[buffer(1)]], device packed_half4* h [[buffer(2)]],
-            uint i [[thread_position_in_grid]]) {{
-            packed_float3 p = a[i]; float3 v = float3(a[i]) + float3(p);
-            o[i].x = v.x; o[i].y = v.y; o[i].z = v[2]; h[i] = half4(1, 2, 3, 4) * half(i); }}""",
-        check=True,
-    )
-    values, out = torch.arange(30.0), torch.zeros(30)
-    halves = torch.zeros(42, dtype=torch.float16)
-    library.k(out, values, halves[1:], threads=10, group_size=10)
-    assert torch.equal(out, 2 * values)
-    assert halves[1:9].tolist() == [0, 0, 0, 0, 1, 2, 3, 4]
+HALF, BFLOAT, SINGLE = map(torch.finfo, (torch.float16, torch.bfloat16, torch.float32))
+LIMITS = {
+    "numeric_limits<float>::max()": SINGLE.max,
+    "float(numeric_limits<half>::max())": HALF.max,
+    "float(numeric_limits<bfloat>::lowest())": BFLOAT.min,
+    "numeric_limits<float>::epsilon()": SINGLE.eps,
+    "numeric_limits<float>::infinity()": math.inf,
+    "numeric_limits<int>::min()": -(2.0**31),
+    "is_same_v<half, float>": 0,
+    "is_floating_point<bfloat>::value": 1,
+    "is_same_v<conditional_t<true, int, float>, int>": 1,
+    "sizeof(packed_float3) * 100 + sizeof(float3)": 1216,
+    "(array<float, 3>{1, 2, 3}[2]) + array<float, 3>{}.size()": 6,
+}
 
 
 def test_limits_and_traits():
-    library = compile_shader(
-        HEAD
-        + """kernel void k(device float* o [[buffer(0)]]) {
-            o[0] = numeric_limits<float>::max(); o[1] = float(numeric_limits<half>::max());
-            o[2] = float(numeric_limits<bfloat>::lowest()); o[3] = numeric_limits<float>::epsilon();
-            o[4] = numeric_limits<int>::min(); o[5] = is_same_v<half, float>;
-            o[6] = is_floating_point<bfloat>::value; o[7] = sizeof(packed_float3);
-            o[8] = is_same_v<conditional_t<true, int, float>, int>; o[9] = sizeof(float3);
-            array<float, 3> a = {1, 2, 3}; o[10] = a[2] + a.size();
-            o[11] = numeric_limits<float>::infinity(); }"""
-    )
-    out = torch.zeros(12)
-    library.k(out, threads=1)
-    half, bfloat = torch.finfo(torch.float16), torch.finfo(torch.bfloat16)
-    single = torch.finfo(torch.float32)
-    expected = [single.max, half.max, bfloat.min, single.eps, -(2.0**31), 0, 1, 12, 1, 16, 6]
-    assert out.tolist() == [*expected, math.inf]
+    out = evaluate(list(LIMITS), torch.zeros(1), "float")
+    assert dict(zip(LIMITS, out[:, 0].tolist(), strict=True)) == LIMITS
 
 
 BOOLS = {
@@ -299,20 +288,24 @@ def test_elements_of_a_bool_vector_are_written_at_any_index(check):
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_packed_and_bool_vectors_are_stored_whole(check):
+def test_packed_and_bool_vectors_in_memory(check):
     library = compile_shader(
         f"""{HEAD}kernel void k(device packed_float3* o [[buffer(0)]],
-            device bool3* m [[buffer(1)]], uint i [[thread_position_in_grid]]) {{
-            threadgroup packed_half3 tile[4]; packed_float3 own[2];
-            float3 v = float3(i, 2, 3);
+            device bool3* m [[buffer(1)]], const device packed_float3* a [[buffer(2)]],
+            device packed_half4* h [[buffer(3)]], uint i [[thread_position_in_grid]]) {{
+            threadgroup packed_half3 tile[4]; packed_float3 own[2]; packed_float3 p = a[i];
+            float3 v = float3(i, 2, 3) + float3(a[i]) - float3(p);
             own[0] = v; own[1] = packed_float3(v * 2);
             tile[i] = packed_half3(half3(v)); simdgroup_barrier(mem_flags::mem_threadgroup);
-            half3 h = half3(tile[3 - i]);
-            if (i < 2) o[i] = own[i]; else o[i] = float3(h);
-            device bool3* p = m + i; *p = v > 1; }}""",
+            half3 t = half3(tile[3 - i]);
+            if (i < 2) o[i] = own[i]; else {{ o[i] = float3(t); o[i].y = p.y; o[i].z = p[2]; }}
+            h[i] = half4(1, 2, 3, 4) * half(i);
+            device bool3* p_m = m + i; *p_m = v > 1; }}""",
         check=check,
     )
-    out, mask = torch.zeros(4, 3), torch.zeros(4, 4, dtype=torch.bool)
-    library.k(out, mask, threads=4)
-    assert out.tolist() == [[0, 2, 3], [2, 4, 6], [1, 2, 3], [0, 2, 3]]
+    out, mask, values = torch.zeros(4, 3), torch.zeros(4, 4, dtype=torch.bool), torch.arange(12.0)
+    halves = torch.zeros(17, dtype=torch.float16)
+    library.k(out, mask, values, halves[1:], threads=4)
+    assert out.tolist() == [[0, 2, 3], [2, 4, 6], [1, 7, 8], [0, 10, 11]]
     assert mask.int().tolist() == [[0, 1, 1, 0], [0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
+    assert halves[1:9].tolist() == [0, 0, 0, 0, 1, 2, 3, 4]

@@ -128,15 +128,17 @@ def test_float_reductions(type_name, dtype):
     assert lane_values(REDUCTIONS, values, type_name) == models(REDUCTIONS, values)
 
 
+PRODUCTS = {
+    "simd_product(x)": over(operator.mul),
+    "simd_prefix_inclusive_product(x)": prefix(operator.mul, 1, True),
+    "simd_prefix_exclusive_product(x)": prefix(operator.mul, 1, False),
+}
+
+
 def test_products():
     values = torch.ones(32)
     values[3], values[17], values[31] = 2, 3, 5
-    expected = {
-        "simd_product(x)": [30.0] * 32,
-        "simd_prefix_exclusive_product(x)": [1.0] * 4 + [2.0] * 14 + [6.0] * 14,
-        "simd_prefix_inclusive_product(x)": [1.0] * 3 + [2.0] * 14 + [6.0] * 14 + [30.0],
-    }
-    assert lane_values(expected, values) == expected
+    assert lane_values(PRODUCTS, values) == models(PRODUCTS, values)
 
 
 @pytest.mark.parametrize(
@@ -240,13 +242,14 @@ void copy(Source source, Target target) {
   simdgroup_store(m, target, 17, ulong2(1, 2));
   simdgroup_load(m, source, 20, ulong2(3, 5), true);
   simdgroup_store(m, target, 17, ulong2(1, 12));
+  simdgroup_store(m, target, 17, ulong2(9, 12), true);
 }
 """
 
 
 @pytest.mark.parametrize("element", TYPES)
 def test_matrix_load_and_store(element):
-    """As it is, and below that transposed; from and to device and threadgroup memory."""
+    """As it is, below that transposed, beside that twice; from and to either memory."""
     places = [(source, target) for source in "as" for target in "ot"]
     fill = "for (uint n = lane; n < 400; n += 32) { s[n] = a[n]; t[n] = o[n]; }"
     copy = "if (which & 1) for (uint n = lane; n < 400; n += 32) o[n] = t[n];"
@@ -264,17 +267,11 @@ def test_matrix_load_and_store(element):
     block = values.view(20, 20)[5:13, 3:11]
     expected = torch.zeros(400, dtype=TYPES[element])
     rows = expected[: 17 * 23].view(23, 17)
-    rows[2:10, 1:9], rows[12:20, 1:9] = block, block.T
+    rows[2:10, 1:9], rows[12:20, 1:9], rows[12:20, 9:17] = block, block.T, block
     for which, place in enumerate(places):
         out = torch.zeros(400, dtype=TYPES[element])
         library.k(out, values, which, threads=32, group_size=32, arg_casts="int32")
         assert torch.equal(out, expected), place
-
-
-def test_transposed_stores():
-    values = torch.arange(64.0).view(8, 8)
-    body = "simdgroup_float8x8 m; simdgroup_load(m, a); simdgroup_store(m, o, 8, 0, true);"
-    assert torch.equal(on_lanes(body, torch.zeros(8, 8), values), values.T)
 
 
 def test_lanes_hold_apples_elements():

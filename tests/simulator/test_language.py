@@ -18,6 +18,8 @@ CONSTRUCTS = (
 #define COUNT 4
 constant bool forward [[function_constant(0)]];
 constant os_log logger("test", "constructs");
+struct Named { int n; constexpr Named(constant char* name, int n) constant : n(n) {} };
+constant Named named("constructs", 3);
 
 template <typename T>
 struct complex_t {
@@ -62,14 +64,15 @@ struct Based { int b; Based(int a) : b(a) {} };
 template <typename B>
 struct Derived : B { int x; Derived(int a) : B(a), x(a) {} };
 float second(const threadgroup float x[32], device const float y[2][3]) { return x[1] + y[0][1]; }
+float third(const threadgroup vec<float, 2> x[3]) { return x[2].y; }
 template <typename T>
 float literal(vec<T, 2> v) { return float((0.5 * v).y) + 1.0 / 3.0; }
 
 kernel void constructs(device float* out [[buffer(0)]], device complex64* c [[buffer(1)]],
                        const device float* x [[buffer(2)]], constant Pair& given [[buffer(3)]],
                        uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float shared[32] = {0};
-  shared[lane] = 11;
+  threadgroup float shared[32] = {0, 1}, other[32];
+  shared[lane] = other[lane] = 11;
   simdgroup_barrier(mem_flags::mem_threadgroup);
   simdgroup_float8x8 filled = make_filled_simdgroup_matrix<float, 8>(2.0f);
   if (lane != 0) return;
@@ -140,11 +143,18 @@ kernel void constructs(device float* out [[buffer(0)]], device complex64* c [[bu
   float2 unset, pair2(both.xw), same2 = pair2;
   out[n++] = same2.x + same2.y;
   out[n++] = second(shared, (const device float(*)[3])x);
+  threadgroup vec<float, 2> shared_pairs[3];
+  shared_pairs[2] = float2(1, 2);
+  out[n++] = third(shared_pairs) + named.n;
   out[n++] = Derived<Based>(3).x + Derived<Based>(4).b;
   float4 four[2] = {left, static_cast<float4>(halves)};
   thread float4 (&rows)[2] = four;
   out[n++] = rows[1].w + metal::half2(2h, 1.5h).x + 5e-1bf;
+  out[n++] = __metal_ldexp(3.0f, 1, true) + __metal_pow(2.0f, 3.0f, 0);
+  out[n++] = __metal_fract(2.5f) + __metal_frexp(5.0f, &exponent) + exponent;
+  out[n++] = M_PI_H == 3.140625h && M_PI_BF == bfloat(M_PI_H) && numeric_limits<half>::digits == 11;
   Pair whole = ((const device Pair*)x)[0];
+  whole = *((const device Pair*)x);
   ((device Pair*)(c + 1))[1] = whole;
 }
 """
@@ -155,7 +165,8 @@ EXPECTED = [
     *(8, 25, 1, 6, 20 + 9, 6, 1),  # conversions to the union
     *(4 + 0.75, 1, 4, 2, 21, 6, 1, 1, 1, 2, 1),
     4 + 2 + 4 + 8,  # vectors that a declaration constructs
-    *(11 + 21, 7, 8 + 2 + 0.5),  # arrays as parameters, base classes, casts
+    *(11 + 21, 2 + 3, 7, 8 + 2 + 0.5),  # arrays as parameters, base classes, casts
+    *(6 + 8, 0.5 + 0.625 + 3, 1),  # Apple's own names, constants
 ]
 
 
@@ -222,6 +233,7 @@ REFUSED = {
     "(sampler s [[sampler(0)]]) {}": "samplers are not supported",
     "(visible_function_table<float(float)> t [[buffer(1)]]) {}": "function tables",
     "(tensor<device int, dextents<int, 1>> t [[buffer(0)]]) {}": "needs Metal 4.0",
+    "() {} constant int c [[function_constant(FIRST)]];": "needs a literal index here",
     "() {} struct V { float4 p; }; kernel void l(V in [[stage_in]]) {}": "vertex functions are not",
     "() {} [[vertex]] float4 v(uint i [[vertex_id]]) { return 0; }": "vertex functions are not",
     "() {} struct A { device int* x; }; kernel void l(constant A& a) { }": "argument buffer",

@@ -106,6 +106,12 @@ def test_wrong_function_constants(constants, error, words):
         ("\n\nkernel int k(device int* a) { }", 3, "must return void"),
         ("\nkernel void k(device int* a,\n uint b) { }", 3, "parameter b: it needs an attribute"),
         ("kernel void k(device int a [[buffer(0)]]) { }", 1, "must be a pointer or a reference"),
+        (
+            "\nkernel void k(device int* x, device int* y [[buffer(1)]],\n"
+            "  device half* z [[buffer(1)]]) { }",
+            2,
+            "kernel k: y and z are both buffer(1)",
+        ),
         ("kernel void k(device int* a [[buffer(31)]]) { }", 1, "buffers 0 to 30"),
         ("kernel void k(device int* a [[buffer(N)]]) { }", 1, "neither a number nor"),
         (

@@ -5,7 +5,7 @@ import torch
 
 from torch_metal_attn.simulator import SimulatorFault, compile_shader
 
-from .test_tensor_views import HEAD
+from .planted import TENSORS
 
 LANE_MAPS = ["apple10", "apple9", 0, 1]
 
@@ -69,7 +69,7 @@ kernel void chained(device half* a, device half* b, device half* c, device float
 
 @pytest.fixture(scope="module")
 def kernels():
-    return compile_shader(HEAD + KERNELS, check=True, language="4.0")
+    return compile_shader(TENSORS + KERNELS, check=True, language="4.0")
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +113,5 @@ def test_an_input_of_another_lane_map_is_a_fault(kernels, operands):
     arguments = (*operands, torch.zeros(16, 16), 0, torch.zeros(2, dtype=torch.int32))
     with pytest.raises(SimulatorFault, match="a left input is made of a tensor") as caught:
         kernels.chained(*arguments, threads=32, group_size=32, arg_casts="int32", lane_map=0)
-    text = HEAD + KERNELS
-    line = text[: text.index("auto input =")].count("\n") + 1
+    line = (TENSORS + KERNELS[: KERNELS.index("auto input =")]).count("\n") + 1
     assert (caught.value.kind, caught.value.line) == ("tensor", line)

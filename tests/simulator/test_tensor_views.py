@@ -5,13 +5,8 @@ import torch
 
 from torch_metal_attn.simulator import SimulatorFault, compile_shader
 
-HEAD = """
-#include <metal_stdlib>
-#include <metal_tensor>
-#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
-using namespace metal;
-using namespace mpp::tensor_ops;
-"""
+from .planted import TENSORS
+
 # Of 16 x 32 products, views have 13 rows, 29 columns and K = 40; rows are 56 elements apart.
 VIEWS = """
 #define VIEW(space, T) tensor<space T, dextents<int, 2>, tensor_inline>
@@ -102,7 +97,7 @@ INTO(by_simdgroups, execution_simdgroups<4>, false)
 
 @pytest.fixture(scope="module")
 def views():
-    return compile_shader(HEAD + VIEWS, check=True, language="4.0")
+    return compile_shader(TENSORS + VIEWS, check=True, language="4.0")
 
 
 def memory(rows, columns, dtype):
@@ -179,7 +174,7 @@ def test_extents_larger_than_the_buffer_are_a_fault(views, matrices):
     arguments = matrices["a"][1][:12].clone(), matrices["b"][1], torch.zeros(13, 56)
     with pytest.raises(SimulatorFault, match=r"buffer\(0\), which has 1344") as caught:
         views.cooperative(*arguments, threads=32, group_size=32)
-    line = (HEAD + VIEWS)[: (HEAD + VIEWS).index("op.run")].count("\n") + 1
+    line = (TENSORS + VIEWS[: VIEWS.index("op.run")]).count("\n") + 1
     assert (caught.value.kind, caught.value.line) == ("out_of_bounds", line)
 
 

@@ -55,6 +55,15 @@ used_only_where_written: uninitialised
 decides_a_branch: uninitialised
   int x; bool known = n[2] == 2; if ({~n[1] > 5 => known~}) x = n[3];
   if ({~=> known &&~} x == 3) o[i] = 1;  //!
+not_needed_where_another_is_true: uninitialised
+  int x; if (n[1] > 5) x = n[2];
+  if ((n[1] {~> => <~} 5) | (x == 3)) o[i] = 1;  //!
+not_needed_where_another_is_false: uninitialised
+  int x; if (n[1] > 5) x = n[2];
+  if ((n[1] {~< => >~} 5) & (x == 3)) o[i] = 1;  //!
+of_a_template: uninitialised: use of v
+  vec<float, 2> v; if (n[1] {~> => <~} 5) v = a[i];
+  o[i] = v.x;  //!
 is_an_index: uninitialised
   int x; if (n[1] {~> => <~} 5) x = 3;
   o[x & 1] = 1;  //!

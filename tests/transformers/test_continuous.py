@@ -67,25 +67,6 @@ class TestMatchesGenerate:
         if run is not None:
             assert [launch.kernel for launch in run.launches] == ["flash_fwd"] * (2 * steps)
 
-    def test_requests_that_stop_early(self):
-        stop = expected("Llama")[1][0][2]
-        results, _, _ = in_batches("Llama", stop=stop)
-        wanted = tiny.generate_each(tiny.build("Llama"), PROMPTS, stop=stop)
-        assert len({len(tokens) for tokens, _ in wanted}) > 1
-        assert_same(results, wanted)
-
-    def test_shared_prefixes(self):
-        """Pages of an equal beginning are computed once, where every layer sees all tokens."""
-        prompts = [PROMPTS[2], PROMPTS[2][:20], PROMPTS[2][:17]]
-        wanted = tiny.generate_each(tiny.build("Llama"), prompts)
-        alone, shared = (
-            in_batches("Llama", prompts=prompts, budget=32, sharing=sharing)
-            for sharing in (False, True)
-        )
-        assert_same(alone[0], wanted)
-        assert_same(shared[0], wanted)
-        assert queries(shared[1]) < queries(alone[1])
-
     @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
     def test_requests_that_are_evicted(self, name):
         """The cache cannot hold all of them to their ends: some are computed a second time."""

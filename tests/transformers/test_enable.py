@@ -95,21 +95,20 @@ def test_arguments_that_change_nothing():
     torch.testing.assert_close(out.transpose(1, 2), attention(Q, Q, Q)[0])
 
 
-class TestRefusals:
-    @pytest.mark.parametrize(
-        ("name", "reason"),
-        [
-            ("SuperGlueForKeypointMatching", IGNORES),
-            ("DeepseekOcr2ForConditionalGeneration", "DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES"),
-        ],
-    )
-    def test_before_it_is_built(self, name, reason):
-        """Neither can be built small."""
-        kind = getattr(transformers, name, None)
-        if kind is None:
-            pytest.skip(f"this transformers has no {name}")
-        with torch.device("meta"), pytest.raises(NotImplementedError, match=reason):
-            kind._from_config(kind.config_class(), attn_implementation="metal_attn")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("SuperGlueForKeypointMatching", IGNORES),
+        ("DeepseekOcr2ForConditionalGeneration", "DEEPSEEK_OCR2_SAM_VISION_ATTENTION_CLASSES"),
+    ],
+)
+def test_refused_before_it_is_built(name, reason):
+    """Neither can be built small."""
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        pytest.skip(f"this transformers has no {name}")
+    with torch.device("meta"), pytest.raises(NotImplementedError, match=reason):
+        kind._from_config(kind.config_class(), attn_implementation="metal_attn")
 
 
 class TestAttentionFunction:
@@ -227,28 +226,26 @@ class TestAttentionFunction:
         assert not results(ours, dtype)[0][1, :, :4].any()
 
 
-class TestPacked:
-    """Sequences in one row, their bounds given: DataCollatorWithFlattening's batches."""
+LENGTHS = (17, 1, 13)
 
-    LENGTHS = (17, 1, 13)
 
-    @pytest.mark.parametrize(
-        "dtype, causal", [(torch.int32, True), (torch.int64, True), (torch.int32, False)]
+@pytest.mark.parametrize(
+    "dtype, causal", [(torch.int32, True), (torch.int64, True), (torch.int32, False)]
+)
+def test_packed_on_device(dtype, causal, device):
+    q, k, v = torch.randn(3, 1, 2, 31, 16)
+    out, _ = metal_attention(
+        torch.nn.Module(),
+        *(tensor.to(device) for tensor in (q, k, v)),
+        metal_attention_mask(1, 31, 31, device=device) if causal else None,
+        **{
+            name: value.to(device) if torch.is_tensor(value) else value
+            for name, value in bounds(0, 17, 18, 31, dtype=dtype).items()
+        },
     )
-    def test_on_device(self, dtype, causal, device):
-        q, k, v = torch.randn(3, 1, 2, 31, 16)
-        out, _ = metal_attention(
-            torch.nn.Module(),
-            *(tensor.to(device) for tensor in (q, k, v)),
-            metal_attention_mask(1, 31, 31, device=device) if causal else None,
-            **{
-                name: value.to(device) if torch.is_tensor(value) else value
-                for name, value in bounds(0, 17, 18, 31, dtype=dtype).items()
-            },
-        )
-        parts = zip(*(tensor.split(self.LENGTHS, 2) for tensor in (q, k, v)), strict=True)
-        expected = torch.cat([attention(*part, causal=causal)[0] for part in parts], 2)
-        torch.testing.assert_close(out.cpu(), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
+    parts = zip(*(tensor.split(LENGTHS, 2) for tensor in (q, k, v)), strict=True)
+    expected = torch.cat([attention(*part, causal=causal)[0] for part in parts], 2)
+    torch.testing.assert_close(out.cpu(), expected.transpose(1, 2), atol=1e-5, rtol=1e-5)
 
 
 class TestEnable:

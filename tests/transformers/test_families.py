@@ -155,10 +155,9 @@ class TestGeneration:
         assert difference(scores, expected_scores) <= TOLERANCE
 
 
-class TestCompiled:
-    @pytest.mark.parametrize("name", COMPILED)
-    def test_forward(self, name):
-        assert compare_compiled(name, **COMPILED[name]) <= TOLERANCE
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled(name):
+    assert compare_compiled(name, **COMPILED[name]) <= TOLERANCE
 
 
 class TestTraining:

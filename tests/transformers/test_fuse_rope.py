@@ -98,11 +98,6 @@ class TestMatchesEager:
             assert rotated == len(flash) // (2 if name == "Cohere2" else 1)
             assert rotated == sum(launch.kernel == "rope" for launch in run.launches)
 
-    @pytest.mark.parametrize("name", FORMS)
-    def test_generate(self, name):
-        """With dynamic caches; static ones are those of test_on_device."""
-        assert compare_generated(name, fuse_rope=True) <= TOLERANCE
-
     @pytest.mark.parametrize("name", ["Llama", "GLM"])
     def test_attention_factor(self, name):
         """cos and sin that also scale."""
@@ -134,7 +129,7 @@ class TestMatchesEager:
         apart = compare_compiled(name, fuse_rope=True, num_hidden_layers=1, **changes)
         assert apart <= TOLERANCE
 
-    @pytest.mark.parametrize("name", FORMS)
+    @pytest.mark.parametrize("name", ["Llama", "gpt-oss", "GLM", "StableLM"])
     def test_training(self, name):
         given = tiny.inputs(name, "right") | {"use_cache": False}
         expected = gradients(tiny.build(name), given)

@@ -72,6 +72,7 @@ def forwards(draw):
         for row in attention_mask:
             row[: draw(st.integers(0, total))] = draw(st.booleans())
             row[total - draw(st.integers(0, total)) :] = draw(st.booleans())
+            row[draw(st.integers(0, total - 1))] &= draw(st.sampled_from([True, True, True, False]))
         attention_mask[:, total:] = draw(st.booleans())
     start = torch.zeros(batch, dtype=torch.int64)
     if attention_mask is not None:

@@ -1,4 +1,4 @@
-"""Masks and caches that few models have, what a token costs, and faults that must be noticed.
+"""Masks and caches that few models have, and faults that must be noticed.
 
 Every family in every common way is in test_families.py. The models are in
 tests/transformers/tiny_models.py, which says why their weights are larger than usual.
@@ -24,13 +24,6 @@ from torch_metal_attn.simulator import runs, simulate  # noqa: E402
 
 
 class TestMatchesEager:
-    def test_padding_with_holes(self):
-        given = tiny.inputs("Llama")
-        given["attention_mask"][1, 5:7] = 0
-        apart, routes = compare("Llama", given=given)
-        assert apart <= TOLERANCE
-        assert routes.dense == routes.kernel
-
     @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
     def test_custom_four_dimensional_mask(self, dtype):
         model, ids = tiny.build("Llama"), tiny.tokens()
@@ -59,88 +52,45 @@ class TestMatchesEager:
         assert difference(torch.cat(parts, 1), expected, mask.bool()) <= TOLERANCE
 
 
-class TestGeneration:
-    @pytest.mark.parametrize(
-        "cache, name",
-        [
-            *(("dynamic", name) for name in ("Gemma2", "gpt-oss", "Llama4")),
-            *(("static", name) for name in ("Mistral", "Llama4")),
-        ],
-    )
-    def test_on_device(self, name, cache, device):
-        """The prompt in one kernel, every token behind it in the other.
+@pytest.mark.parametrize(
+    "cache, name",
+    [
+        *(("dynamic", name) for name in ("Gemma2", "gpt-oss", "Llama4")),
+        *(("static", name) for name in ("Mistral", "Llama4")),
+    ],
+)
+def test_generation_on_device(name, cache, device):
+    """The prompt in one kernel, every token behind it in the other.
 
-        Static caches of every core family are in test_families, on the CPU.
-        """
-        before, options = launches(), {"cache_implementation": cache, "max_new_tokens": 4}
-        with record_routes() as routes:
-            assert compare_generated(name, device=device, **options) <= TOLERANCE
-        assert not routes.dense
-        if runs.current() is not None:
-            layers = tiny.build(name).config.num_hidden_layers
-            kernels = ["flash_fwd"] * layers + ["flash_decode"] * 3 * layers
-            assert [launch.kernel for launch in runs.current().launches[before:]] == kernels
-
-    def test_beams(self):
-        assert compare_generated("Gemma2", num_beams=3) <= TOLERANCE
-
-    def test_static_prefill_is_plain(self):
-        """More keys than queries and no mask: top-left causal over slots that are still empty."""
-        model, ids = tiny.build("Llama"), tiny.tokens()
-        expected = tiny.answer(model, input_ids=ids)
-        enable(model)
-        cache = transformers.StaticCache(config=model.config, max_cache_len=40)
-        with record_routes() as routes:
-            actual = tiny.answer(model, input_ids=ids, past_key_values=cache)
-        assert difference(actual, expected) <= TOLERANCE
-        assert [*routes.kernel] == ["LlamaAttention q (2, 4, 33, 16) k (2, 2, 40, 16) causal"]
-        assert routes.plain
+    Static caches of every core family are in test_families, on the CPU.
+    """
+    before, options = launches(), {"cache_implementation": cache, "max_new_tokens": 4}
+    with record_routes() as routes:
+        assert compare_generated(name, device=device, **options) <= TOLERANCE
+    assert not routes.dense
+    if runs.current() is not None:
+        layers = tiny.build(name).config.num_hidden_layers
+        kernels = ["flash_fwd"] * layers + ["flash_decode"] * 3 * layers
+        assert [launch.kernel for launch in runs.current().launches[before:]] == kernels
 
 
-class TestDecoding:
-    """What one more token costs: work for the keys that it sees, not for those in the cache."""
+def test_compiled_descriptor_from_outside_the_graph():
+    """What `generate` does with a static cache: masks come from outside a compiled forward.
 
-    def work(self, model, cache, seen):
-        ids = tiny.tokens(seen + 1)
-        tiny.answer(model, input_ids=ids[:, :seen], past_key_values=cache)
-        with simulate(count=True) as run:
-            tiny.answer(model, input_ids=ids[:, seen:], past_key_values=cache)
-        return run.counters["flash_decode"].matrix_operations
-
-    def test_empty_slots_are_not_read(self):
-        model = enable(tiny.build("Llama"))
-        caches = [
-            transformers.StaticCache(config=model.config, max_cache_len=slots)
-            for slots in (31, 40, 320)
-        ]
-        assert len({self.work(model, cache, seen=30) for cache in caches}) == 1
-
-    def test_only_the_window_is_read(self):
-        """In a cache that keeps every token; those of transformers that slide keep no others."""
-        model = enable(tiny.build("Mistral"))
-        full = [self.work(enable(tiny.build("Llama")), transformers.DynamicCache(), 70)]
-        windowed = [self.work(model, transformers.DynamicCache(), seen) for seen in (30, 70)]
-        assert windowed[0] == windowed[1] < full[0]
-
-
-class TestCompiled:
-    def test_descriptor_from_outside_the_graph(self):
-        """What `generate` does with a static cache: masks come from outside a compiled forward.
-
-        Gemma 2 has Llama's in every other layer.
-        """
-        model, given = tiny.build("Gemma2"), tiny.inputs("Gemma2", "left")
-        options = {"cache_implementation": "static", "max_new_tokens": 4}
-        expected, expected_scores = tiny.generate(model, given, disable_compile=True, **options)
-        config = transformers.CompileConfig(fullgraph=True, backend="eager")
-        config._compile_all_devices = True
-        with simulate(check=True) as run:
-            actual, scores = tiny.generate(enable(model), given, compile_config=config, **options)
-        assert actual.tolist() == expected.tolist()
-        assert difference(scores, expected_scores) <= TOLERANCE
-        decoded = [launch for launch in run.launches if launch.kernel == "flash_decode"]
-        assert len(decoded) == 3 * 2
-        assert all("MASK" not in launch.defines for launch in decoded)
+    Gemma 2 has Llama's in every other layer.
+    """
+    model, given = tiny.build("Gemma2"), tiny.inputs("Gemma2", "left")
+    options = {"cache_implementation": "static", "max_new_tokens": 4}
+    expected, expected_scores = tiny.generate(model, given, disable_compile=True, **options)
+    config = transformers.CompileConfig(fullgraph=True, backend="eager")
+    config._compile_all_devices = True
+    with simulate(check=True) as run:
+        actual, scores = tiny.generate(enable(model), given, compile_config=config, **options)
+    assert actual.tolist() == expected.tolist()
+    assert difference(scores, expected_scores) <= TOLERANCE
+    decoded = [launch for launch in run.launches if launch.kernel == "flash_decode"]
+    assert len(decoded) == 3 * 2
+    assert all("MASK" not in launch.defines for launch in decoded)
 
 
 def drop(name):

@@ -212,22 +212,22 @@ class TestPositionsWithCache:
         given = {"input_ids": tiny.tokens(31, batch=batch), "use_cache": True} | given
         return tiny.answer(enable(tiny.build(name)), **given)
 
-    @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma4"])
-    def test_refused(self, name):
-        """Causal masks, windows and dense masks raise."""
+    @pytest.mark.parametrize(
+        "name, rows, static",
+        [
+            *((name, [TestBounds.LENGTHS], False) for name in ("Llama", "Mistral", "Gemma4")),
+            *(("Llama", rows, False) for rows in ([(30, 1)], [(2, 29)], [(31,), (17, 14)])),
+            ("Llama", [TestBounds.LENGTHS], True),
+        ],
+    )
+    def test_refused(self, name, rows, static):
+        """Causal masks, windows, dense masks and static caches raise."""
+        given = {"position_ids": positions_of(rows), "batch": len(rows)}
+        if static:
+            config = tiny.build(name).config
+            given["past_key_values"] = transformers.StaticCache(config=config, max_cache_len=40)
         with pytest.raises(ValueError, match=r"position_ids in \w+ fall back .* use_cache=False"):
-            self.forward(name, position_ids=self.PACKED)
-
-    @pytest.mark.parametrize("rows", [[(30, 1)], [(2, 29)], [(31,), (17, 14)]])
-    def test_refused_rows(self, rows):
-        with pytest.raises(ValueError, match="fall back to 0"):
-            self.forward(position_ids=positions_of(rows), batch=len(rows))
-
-    def test_refused_in_a_static_cache(self):
-        config = tiny.build("Llama").config
-        cache = transformers.StaticCache(config=config, max_cache_len=40)
-        with pytest.raises(ValueError, match="fall back to 0"):
-            self.forward(position_ids=self.PACKED, past_key_values=cache)
+            self.forward(name, **given)
 
     @pytest.mark.parametrize(
         "positions",

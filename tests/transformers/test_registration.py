@@ -102,6 +102,7 @@ def stub(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     monkeypatch.setattr(registration, "_AWAITED", "awaited_stub.models")
     monkeypatch.setattr(registration, "_INTEGRATION", "integration_stub")
+    registration.register_with_transformers()
     yield package
     for name in ("awaited_stub", "awaited_stub.models", "integration_stub"):
         sys.modules.pop(name, None)
@@ -117,8 +118,7 @@ def waiting():
 
 class TestFinder:
     def test_waits_and_goes(self, stub):
-        before = list(sys.meta_path)
-        registration.register_with_transformers()
+        before = [finder for finder in sys.meta_path if finder not in waiting()]
         registration.register_with_transformers()
         assert len(waiting()) == 1
         import awaited_stub
@@ -137,7 +137,6 @@ class TestFinder:
             assert type(found) is loader
 
     def test_who_only_asks_gets_the_loader_too(self, stub):
-        registration.register_with_transformers()
         spec = importlib.util.find_spec("awaited_stub.models")
         assert spec.loader.get_source("awaited_stub.models").startswith("import sys")
         assert waiting()
@@ -147,7 +146,6 @@ class TestFinder:
     def test_an_import_that_fails_may_be_tried_again(self, stub):
         text = (stub / "models.py").read_text()
         (stub / "models.py").write_text("raise RuntimeError('planted')")
-        registration.register_with_transformers()
         with pytest.raises(RuntimeError, match="planted"):
             importlib.import_module("awaited_stub.models")
         assert waiting()
@@ -166,14 +164,12 @@ class TestFinder:
                 found = (finder.find_spec(name, path, target) for finder in others)
                 return next((spec for spec in found if spec), None)
 
-        registration.register_with_transformers()
         sys.meta_path.insert(0, Asking())
         sys.meta_path.insert(0, sys.meta_path.pop(1))
         importlib.import_module("awaited_stub.models")
         assert "integration_stub" in sys.modules
 
     def test_many_threads(self, stub):
-        registration.register_with_transformers()
         threads = [
             threading.Thread(target=importlib.import_module, args=["awaited_stub.models"])
             for _ in range(8)
@@ -187,13 +183,11 @@ class TestFinder:
 
     def test_an_integration_that_breaks_breaks_nothing(self, stub):
         (stub.parent / "integration_stub.py").write_text("raise TypeError('another signature')")
-        registration.register_with_transformers()
         with pytest.warns(UserWarning, match="not available in this transformers.*another sign"):
             importlib.import_module("awaited_stub.models")
         assert sys.modules["awaited_stub.models"].value == 3
 
     def test_without_the_module(self, stub):
         (stub / "models.py").unlink()
-        registration.register_with_transformers()
         with pytest.raises(ModuleNotFoundError, match=r"awaited_stub\.models"):
             importlib.import_module("awaited_stub.models")

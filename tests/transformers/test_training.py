@@ -177,8 +177,10 @@ class TestTrainer:
         torch.testing.assert_close(actual[:, 0], expected[:, 0], rtol=2e-3, atol=0)
         torch.testing.assert_close(actual[:, 1], expected[:, 1], rtol=1e-2, atol=0)
 
-    @pytest.mark.parametrize("use_cache", [False, True])
-    @pytest.mark.parametrize("name, packed", [("Llama", False), ("Mistral", True)])
+    @pytest.mark.parametrize(
+        "name, packed, use_cache",
+        [("Llama", False, True), ("Mistral", True, False), ("Mistral", True, True)],
+    )
     def test_matches_sdpa(self, name, packed, use_cache, tmp_path):
         self.compare(name, tmp_path, packed=packed, use_cache=use_cache)
 

@@ -144,24 +144,17 @@ def generate_batch(
     model: Any,
     prompts: list[list[int]],
     new_tokens: int = 6,
-    stop: int = -1,
     blocks: int = 16,
-    budget: int = 16,
-    sharing: bool = True,
 ) -> list[tuple[list[int], Tensor]]:
     """Greedy tokens of each prompt by continuous batching, and their log-probabilities.
 
-    The cache consists of `blocks` blocks of 8 tokens. A step takes at most `budget` tokens.
+    The cache consists of `blocks` blocks of 8 tokens. A step takes at most 16 tokens.
     """
     config = transformers.ContinuousBatchingConfig(
-        page_size=8,
-        num_blocks=blocks,
-        max_batch_tokens=budget,
-        allow_block_sharing=sharing,
-        return_logprobs=True,
+        page_size=8, num_blocks=blocks, max_batch_tokens=16, return_logprobs=True
     )
     greedy = transformers.GenerationConfig(
-        max_new_tokens=new_tokens, do_sample=False, eos_token_id=stop
+        max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1
     )
     results = model.generate_batch(
         prompts, generation_config=greedy, continuous_batching_config=config
@@ -170,12 +163,12 @@ def generate_batch(
 
 
 def generate_each(
-    model: Any, prompts: list[list[int]], new_tokens: int = 6, stop: int | None = None
+    model: Any, prompts: list[list[int]], new_tokens: int = 6
 ) -> list[tuple[list[int], Tensor]]:
     """What `generate_batch` should return: by `generate`, one prompt after the other."""
     results = []
     for prompt in prompts:
-        options = {"max_new_tokens": new_tokens, "eos_token_id": stop}
+        options = {"max_new_tokens": new_tokens, "eos_token_id": None}
         tokens, scores = generate(model, {"input_ids": torch.tensor([prompt])}, **options)
         new = tokens[0, len(prompt) :]
         weights = scores[0].log_softmax(-1).gather(-1, new[:, None])[:, 0]

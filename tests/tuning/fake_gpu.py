@@ -12,35 +12,46 @@ CPU = torch.device("cpu")
 M2_MAX = Machine("Apple M2 Max", 38, "macOS 15.1", "torch 2.13", "0.1.0")
 
 
-class FakeGpu:
+class FakeClock:
+    """A device that takes the seconds that are asked of it, and a clock that waits for it."""
+
+    def __init__(self):
+        self.shown = self.device = 0.0
+        self.waits = 0
+
+    def work(self, seconds):
+        return lambda: self.ask(seconds)
+
+    def ask(self, seconds):
+        self.device += seconds
+
+    def synchronise(self):
+        self.shown, self.waits = self.device, self.waits + 1
+
+    @property
+    def timer(self):
+        return timing.Timer(lambda: self.shown, self.synchronise)
+
+
+class FakeGpu(FakeClock):
     """Launches take `seconds` by a word of the forced tile, or 1; torch's attention `torch`.
 
     Seconds are a number, or a function of how often the tile was launched before.
     """
 
     def __init__(self):
+        super().__init__()
         self.seconds = {}
         self.torch = 2.0
         self.calls = []  # of the op: the tiles that were forced
-        self._shown = self._busy = 0.0
         self._forced = {}
-
-    @property
-    def timer(self):
-        return timing.Timer(lambda: self._shown, self._wait)
-
-    def _wait(self):
-        self._shown = self._busy
-
-    def work(self, seconds):
-        self._busy += seconds
 
     def launch(self):
         forced = self._forced.get(tiles._in_use and tiles._in_use.value, "")
         before = self.calls.count(forced)
         self.calls.append(forced)
         seconds = next((s for word, s in self.seconds.items() if word in forced), 1.0)
-        self.work(seconds(before) if callable(seconds) else seconds)
+        self.ask(seconds(before) if callable(seconds) else seconds)
 
     def remember(self, make):
         """Tells `launch` which tiles a table has."""
@@ -55,7 +66,7 @@ class FakeGpu:
         return making
 
     def calls_of(self, shape, device):
-        calls = {OURS: self.launch, TORCHS: lambda: self.work(self.torch)}
+        calls = {OURS: self.launch, TORCHS: lambda: self.ask(self.torch)}
         return calls, calls
 
     def install(self, monkeypatch, folder):

@@ -1,6 +1,7 @@
 """Tables of tiles as files: what is read, what is ignored and why, and which one is used."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,10 @@ def table(machine=M2_MAX, tile=A, keys=(KEY,)):
     return Table(machine, rows, {"chip": "Apple M2 Max"})
 
 
+def timed(data):
+    return data["rows"][0]["timed"][0]
+
+
 class TestFiles:
     def test_what_is_written_is_read(self, tmp_path):
         path = tmp_path / "new" / "table.json"
@@ -44,8 +49,12 @@ class TestFiles:
             (lambda data: data["rows"][0].update(tile="A=1\tB"), "a row has the key"),
             (lambda data: data["rows"][0].update(tile=f"A={2**32}"), "the tile 'A=4294967296'"),
             (lambda data: data["rows"][0].update(tile="A=\u0663"), "a row has the key"),
-            (lambda data: data["rows"][0]["timed"][0].update(seconds=1, x=2), "it is damaged"),
+            (lambda data: timed(data).update(seconds=1, x=2), "it is damaged"),
             (lambda data: data["rows"][0]["compared"][0].update(torch=0), "is not above 0"),
+            (lambda data: timed(data)["seconds"].update({A: 0.0}), "is not above 0 and finite"),
+            (lambda data: timed(data)["seconds"].update({A: "1"}), "it is damaged: TypeError"),
+            (lambda data: timed(data)["again"][B].update(share=math.inf), "is not above 0 and "),
+            (lambda data: timed(data)["again"][B].update(error=-1.0), "an error of .* is below 0"),
         ],
     )
     def test_a_damaged_table(self, damage, why, tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_metal_attn.distributed.calls import Call, Visible, calls
 from torch_metal_attn.distributed.group import Ring
 from torch_metal_attn.distributed.layout import Spans, rows
+from torch_metal_attn.ops.differentiation import without_gradient
 from torch_metal_attn.ops.flash_bwd import gradient_of, sink_gradient
 
 _KEYS, _GRADIENTS = 0, 1  # tags of what travels
@@ -90,25 +91,13 @@ class RingAttention(torch.autograd.Function):
             if with_sink:
                 found.append(_sink_gradient(whole, dlse, lse, *with_sink))
         if torch.is_grad_enabled():  # with create_graph
-            found = _Gradients.apply(len(found), *found, dout, dlse, q, k, v, *with_sink[:1])
+            # Not once_differentiable: if dout requires no grad, or autograd.grad asks for some
+            # inputs only, that leaves the derivative out and raises nothing.
+            message = "ring_attention has no second derivative (double backward)"
+            of = [x for x in (dout, dlse, q, k, v, *with_sink[:1]) if x is not None]
+            found = without_gradient(message, of, lambda: tuple(found))
         dq, dk, dv, *dsink = found
         return None, dq, dk, dv, dsink[0] if dsink else None
-
-
-class _Gradients(torch.autograd.Function):
-    """The first `count` tensors, as functions of the others whose derivative raises.
-
-    once_differentiable would not do: if dout requires no grad, or autograd.grad asks for some
-    inputs only, it leaves the derivative out and raises nothing.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.detach() for tensor in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        raise NotImplementedError("ring_attention has no second derivative (double backward)")
 
 
 def _visits(problem: Problem, k: Tensor, v: Tensor) -> Iterator[tuple[int, list[Tensor]]]:

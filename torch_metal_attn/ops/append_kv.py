@@ -7,13 +7,7 @@ from torch import Tensor
 
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import refuse
-from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.quantisation import ELEMENTS, format_of, quantise
-
-
-@register_fake("append_kv")
-def _fake(*_: Any, **options: Any) -> None:
-    pass
 
 
 def _places(

@@ -69,6 +69,12 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+def below(op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What the kernel of an op returns that is below its Autograd kernel."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments, **options)
+
+
 def nothing_to_differentiate(arguments: Iterable[Any], options: Mapping[str, Any]) -> bool:
     """Whether no derivative of an op's call is requested, in any of autograd's modes."""
     if forward_ad._current_level >= 0 or transforming():
@@ -102,8 +108,7 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
     """
     try:
         if may_pass_autograd(arguments, options):
-            with torch._C._AutoDispatchBelowAutograd():
-                return op(*arguments, **options)
+            return below(op, *arguments, **options)
         return op(*arguments, **options)
     except NotImplementedError:
         for argument, value in by_schema(op, arguments, options):
@@ -327,8 +332,7 @@ def undifferentiated(
         if plain is not None and (found := plain(values, options)) is not None:
             return found
         if nothing_to_differentiate(values, options):
-            with torch._C._AutoDispatchBelowAutograd():
-                return op(*values, **options)
+            return below(op, *values, **options)
         given = dict(zip(names, values, strict=False)) | options
         tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
         refusals = _refusals(f"metal_attn::{name}", advice, tensors, written(given))

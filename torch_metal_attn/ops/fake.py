@@ -89,3 +89,7 @@ def _without_data(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+# Of ops that return nothing.
+register_fake("append_kv", "copy_pages", "merge_state_", "rope_")(lambda *_, **options: None)

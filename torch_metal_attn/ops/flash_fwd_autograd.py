@@ -14,6 +14,7 @@ from torch_metal_attn.ops import flash_bwd, plain
 from torch_metal_attn.ops.differentiation import (
     apply,
     batched,
+    below,
     below_autograd,
     needs_gradient,
     nothing_to_differentiate,
@@ -156,9 +157,8 @@ def differentiable(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
             if found is not None:
                 return found
         if nothing_to_differentiate(arguments, options):
-            with torch._C._AutoDispatchBelowAutograd():
-                result: tuple[Tensor, Tensor] = op(*arguments, **options)
-                return result
+            result: tuple[Tensor, Tensor] = below(op, *arguments, **options)
+            return result
         names = (*positional[: len(arguments)], *options)
         values = (*arguments, *options.values())
         call = _Call(name, names, len(arguments))

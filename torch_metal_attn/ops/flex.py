@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
+    below,
     below_autograd,
     nothing_to_differentiate,
     refuse_tangents,
@@ -124,9 +125,8 @@ def _flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
     op = torch.ops.metal_attn.flex_fwd
     captures = options["captures"]
     if nothing_to_differentiate((q, k, v), options):
-        with torch._C._AutoDispatchBelowAutograd():
-            plain: FlexResult = op(q, k, v, **options)
-            return plain
+        plain: FlexResult = below(op, q, k, v, **options)
+        return plain
     if k.dtype != q.dtype:
         mixed: FlexResult = of_two_dtypes((q, k, v, *captures), lambda: op(q, k, v, **options))
         return mixed

@@ -29,11 +29,6 @@ def _merge_state_fake(out_a: Tensor, lse_a: Tensor, *_: Tensor, **options: Any) 
     return empty_like_query(out_a, out_a.shape[-1]), lse_a.new_empty(lse_a.shape)
 
 
-@register_fake("merge_state_")
-def _merge_state_inplace_fake(*_: Tensor, **options: Any) -> None:
-    pass
-
-
 @register_fake("merge_splits")
 def _merge_splits_fake(
     partial_out: Tensor,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
+    below,
     below_autograd,
     check_not_a_leaf,
     count_writes,
@@ -30,11 +31,6 @@ def _empty_rotated(x: Tensor) -> Tensor:
 @register_fake("rope")
 def _fake(q: Tensor, k: Tensor | None, *_: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return _empty_rotated(q), q.new_empty(0) if k is None else _empty_rotated(k)
-
-
-@register_fake("rope_")
-def _fake_inplace(*_: Tensor | None, **options: Any) -> None:
-    pass
 
 
 @register_fake("rope_tables")
@@ -198,8 +194,7 @@ def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any)
 def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
     tables, numbers = _tables_apart(cos, sin, options)
     if not _needs("rope_", q, k, tables):
-        with torch._C._AutoDispatchBelowAutograd():
-            _OPS.rope_(q, k, cos, sin, **options)
+        below(_OPS.rope_, q, k, cos, sin, **options)
         return
     check("rope_", (q, k, cos, sin), options)  # before anything is written, as the leaves are
     rotated = {n: x for n, x in (("q", q), ("k", k)) if x is not None}
@@ -213,8 +208,7 @@ def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **optio
 def _rope_tables(inv_freq: Tensor, positions: Tensor, **options: Any) -> Any:
     given = {"inv_freq": inv_freq, "positions": positions}
     needs_gradient("metal_attn::rope_tables", given, tuple(given))
-    with torch._C._AutoDispatchBelowAutograd():
-        return _OPS.rope_tables(inv_freq, positions, **options)
+    return below(_OPS.rope_tables, inv_freq, positions, **options)
 
 
 count_writes("rope_", lambda given: ["q"] if given["k"] is None else ["q", "k"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.cpu import cpu_kernel
-from torch_metal_attn.ops.differentiation import check_not_a_leaf, needs_gradient
+from torch_metal_attn.ops.differentiation import below, check_not_a_leaf, needs_gradient
 from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.refusals import python_kernel
 
@@ -49,8 +49,9 @@ def _visibly(op: Callable[..., Tensor], tensor: Tensor, argument: int) -> Tensor
     A forward runs without gradients, and torch.compile drops the gradients of an input that is
     mutated then. So they are enabled.
     """
-    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
-        return op(tensor, argument)
+    with torch.enable_grad():
+        result: Tensor = below(op, tensor, argument)
+        return result
 
 
 class _Softmax(torch.autograd.Function):
@@ -102,38 +103,29 @@ def _bump_version(tensor: Tensor | None) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-def _below(op: Any, tensor: Tensor, argument: int) -> Tensor:
-    with torch._C._AutoDispatchBelowAutograd():
-        result: Tensor = op(tensor, argument)
-        return result
-
-
 @python_kernel("metal_attn::softmax", "Autograd")
-def _softmax(x: Tensor, dim: int = -1) -> Tensor:
+def _softmax(x: Tensor, dim: int = -1) -> Any:
     if needs_gradient("metal_attn::softmax", {"x": x}):
-        result: Tensor = _Softmax.apply(_OPS.softmax, False, x, dim)
-        return result
-    return _below(_OPS.softmax, x, dim)
+        return _Softmax.apply(_OPS.softmax, False, x, dim)
+    return below(_OPS.softmax, x, dim)
 
 
 @python_kernel("metal_attn::softmax_", "Autograd")
-def _softmax_inplace(x: Tensor, dim: int = -1) -> Tensor:
+def _softmax_inplace(x: Tensor, dim: int = -1) -> Any:
     if needs_gradient("metal_attn::softmax_", {"x": x}):
         check_not_a_leaf("softmax_", "x", x, "pass x.clone()")
-        result: Tensor = _Softmax.apply(_OPS.softmax_, True, x, dim)
-        return result
+        return _Softmax.apply(_OPS.softmax_, True, x, dim)
     _bump_version(x)
-    return _below(_OPS.softmax_, x, dim)
+    return below(_OPS.softmax_, x, dim)
 
 
 @python_kernel("metal_attn::apply_causal_mask_", "Autograd")
-def _apply_causal_mask(scores: Tensor, q_offset: int = 0) -> Tensor:
+def _apply_causal_mask(scores: Tensor, q_offset: int = 0) -> Any:
     if needs_gradient("metal_attn::apply_causal_mask_", {"scores": scores}):
         check_not_a_leaf("apply_causal_mask_", "scores", scores, "pass scores.clone()")
-        result: Tensor = _ApplyCausalMask.apply(scores, q_offset)
-        return result
+        return _ApplyCausalMask.apply(scores, q_offset)
     _bump_version(scores)
-    return _below(_OPS.apply_causal_mask_, scores, q_offset)
+    return below(_OPS.apply_causal_mask_, scores, q_offset)
 
 
 def _replace_in_graphs(op: Any, functional: Any) -> None:

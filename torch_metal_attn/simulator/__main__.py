@@ -127,8 +127,7 @@ def _constant(text: str) -> tuple[int | str, ConstantValue]:
 
 
 def _parameters(kernel: Kernel, image: Image) -> Iterator[str]:
-    parameters = zip(kernel.parameters, image.types(kernel), image.enabled(kernel), strict=True)
-    for parameter, type, enabled in parameters:
+    for parameter, type in zip(kernel.parameters, image.types(kernel), strict=True):
         declared = re.sub(r" (?=[*&])", "", f"{parameter.type} {parameter.name}")
         if parameter.kind == "attribute":
             yield f"{declared} [[{parameter.attribute}]]"
@@ -136,7 +135,7 @@ def _parameters(kernel: Kernel, image: Image) -> Iterator[str]:
         line = f"{parameter.kind}({parameter.index}): {declared}"
         if type.scalar and not re.search(rf"\b{type.scalar}", declared):
             line += f" of {type.scalar}"
-        yield line if enabled else f"{line}, absent by {parameter.condition}"
+        yield line if type.exists else f"{line}, absent by {parameter.condition}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from . import cache, diagnostics, parameter_types, toolchain
+from . import cache, diagnostics, toolchain
 from .llvm.batches import batch_products
 from .llvm.instrument import Frame, Site, instrument, with_padded_variables
 from .llvm.ir import with_bool_elements
@@ -109,25 +109,15 @@ class Image:
         """The address of an exported function."""
         return ctypes.cast(getattr(self.library, symbol), ctypes.c_void_p).value or 0
 
-    def enabled(self, kernel: Kernel) -> list[bool]:
-        """Which of the kernel's parameters exist, given the function constants."""
-        if not any(parameter.condition for parameter in kernel.parameters):
-            return [True] * len(kernel.parameters)
-        table = (ctypes.c_ubyte * len(kernel.parameters)).in_dll(
-            self.library, kernel.enabled_symbol
-        )
-        return [bool(flag) for flag in table]
-
     def most_threads(self, kernel: Kernel) -> int:
         """Threads that a threadgroup of the kernel may have."""
-        if not kernel.most_threads:
-            return MAX_THREADS
         limit = ctypes.c_uint.in_dll(self.library, kernel.most_threads_symbol).value
         return min(limit or MAX_THREADS, MAX_THREADS)
 
     def types(self, kernel: Kernel) -> list[ParameterType]:
         """The types that the kernel's parameters point to."""
-        return parameter_types.read(self.library, kernel)
+        array = ParameterType * len(kernel.parameters)
+        return list(array.in_dll(self.library, kernel.types_symbol))
 
 
 @dataclass(frozen=True)
@@ -168,18 +158,14 @@ class Program:
 
     def intermediate(self) -> str:
         """The LLVM IR of all kernels, as a plain build optimises it."""
-        tool = toolchain.find()
-        command = [*_host_command(tool), *PLAIN]
         text = self.text + entries(list(self.kernels.values()))
-        with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
-            return _front_end(tool, command, text, scratch)
+        return _front_end([*host_command(), *PLAIN], text)
 
     def _compiled(self, text: str) -> Path:
         """Its entry in the cache, by the text: not every define makes a difference."""
-        tool = toolchain.find()
         kind = _kind(self.check, self.counted)
-        key = cache.digest([own_digest(), tool.identity, text, kind])
-        return cache.lookup(key) or cache.store(key, _compile(tool, text, self.check, self.counted))
+        key = cache.digest([own_digest(), toolchain.find().identity, text, kind])
+        return cache.lookup(key) or cache.store(key, _compile(text, self.check, self.counted))
 
 
 @lru_cache
@@ -249,10 +235,9 @@ def build(
     Raises ShaderCompileError with the compiler's message at the Metal file and line, ValueError for
     function constants that do not fit the text, ToolchainError if there is no compiler.
     """
-    tool = toolchain.find()
     request = [
         own_digest(),
-        tool.identity,
+        toolchain.find().identity,
         source,
         json.dumps(list((defines or {}).items())),
         repr(sorted((constants or {}).items(), key=repr)),
@@ -261,7 +246,7 @@ def build(
     ]
 
     def preprocessed() -> str:
-        return preprocess(tool, source, include_dirs, defines or {}, check, count, language)
+        return preprocess(source, include_dirs, defines or {}, check, count, language)
 
     # Of headers, which may change, the key needs the text.
     text = preprocessed() if include_dirs else ""
@@ -277,7 +262,6 @@ def build(
 
 
 def preprocess(
-    tool: toolchain.Toolchain,
     source: str,
     include_dirs: Iterable[str],
     defines: Mapping[str, str],
@@ -286,7 +270,7 @@ def preprocess(
     language: str = versions.DEFAULT,
 ) -> str:
     """The text with its headers and macros expanded; raises ShaderCompileError."""
-    command = [*tool.compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
+    command = [*toolchain.find().compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
     command += versions.flags(language)
     command += ["-isystem", str(SHIM)]
     command += [f"-I{os.path.abspath(directory)}" for directory in include_dirs]
@@ -343,68 +327,54 @@ def _load_program(key: str, entry: Path, check: bool, count: bool) -> Program:
     return Program(key, (entry / TEXT).read_text(), kernels, constants, check, count)
 
 
-def _compile(tool: toolchain.Toolchain, text: str, check: bool, count: bool) -> dict[str, bytes]:
+def _compile(text: str, check: bool, count: bool) -> dict[str, bytes]:
     """The files of an image's cache entry."""
-    compiler = [*tool.compile_command, *tool.compiler_flags()]
+    tool = toolchain.find()
+    command, back_end = host_command(), PLAIN_BACK_END
     sites: list[Site] = []
+    if check or count:
+        command += ["-DMSL_CHECKED", *CHECKED]
+        command += [*(UNDEFINED if check else []), *([] if count else ROLLED)]
+        # Counts are of what is left of functions that were optimised before they were inlined.
+        ir = _front_end(command, text, ("", "") if count else INLINED)
+        with _collector_paused():
+            ir, sites = instrument(ir, in_shim, count)
+        back_end = BACK_END
+    else:
+        ir = batch_products(with_padded_variables(_front_end([*command, *PLAIN], text)))
+    compiler = [*tool.compile_command, *tool.compiler_flags(), *back_end, *DIAGNOSTICS]
     with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
         compiled, linked = f"{scratch}/image.o", f"{scratch}/image.so"
-        command = _host_command(tool)
-        if check or count:
-            command += ["-DMSL_CHECKED", *CHECKED]
-            command += [*(UNDEFINED if check else []), *([] if count else ROLLED)]
-            # Counts are of what is left of functions that were optimised before they were inlined.
-            inlined = ("", "") if count else INLINED
-            ir = _front_end(tool, command, text, scratch, inlined)
-            with _collector_paused():
-                ir, sites = instrument(ir, in_shim, count)
-            _run([*compiler, *BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
-        else:
-            command += PLAIN
-            ir = _front_end(tool, command, text, scratch)
-            ir = batch_products(with_padded_variables(ir))
-            _run([*compiler, *PLAIN_BACK_END, *DIAGNOSTICS, "-c", "-", "-o", compiled], ir, scratch)
-        _run([*tool.link_command, compiled, "-o", linked], "", scratch)
+        _run([*compiler, "-c", "-", "-o", compiled], ir)
+        _run([*tool.link_command, compiled, "-o", linked], "")
         image = Path(linked).read_bytes()
     table = [[vars(frame) for frame in site] for site in sites]
     return {"image.so": image, "sites.json": json.dumps(table).encode()}
 
 
-def _host_command(tool: toolchain.Toolchain) -> list[str]:
+def host_command() -> list[str]:
     """The compiler, for rewritten text."""
+    tool = toolchain.find()
     compiler = [*tool.compile_command, *tool.compiler_flags()]
     return [*compiler, *LANGUAGE, *KEYWORDS, *DIAGNOSTICS]
 
 
-def _front_end(
-    tool: toolchain.Toolchain,
-    command: list[str],
-    text: str,
-    scratch: str,
-    around: tuple[str, str] = INLINED,
-) -> str:
+def _front_end(command: list[str], text: str, around: tuple[str, str] = INLINED) -> str:
     """The optimised LLVM IR of a text that begins with the shim.
 
     Vectors of bool are repaired before LLVM's passes see them. around: what stands before and after
     the rest of the text.
     """
     try:
-        return _ir_of(tool, command, VERIFIED, text, scratch, around)
+        return _ir_of(command, VERIFIED, text, around)
     except ShaderCompileError as error:
         if BROKEN not in str(error):
             raise
-    ir = with_bool_elements(_ir_of(tool, command, UNOPTIMISED, text, scratch, around))
-    return _run([*command, *VERIFIED, "-x", "ir", *TO_IR], ir, scratch)
+    ir = with_bool_elements(_ir_of(command, UNOPTIMISED, text, around))
+    return _run([*command, *VERIFIED, "-x", "ir", *TO_IR], ir)
 
 
-def _ir_of(
-    tool: toolchain.Toolchain,
-    command: list[str],
-    more: list[str],
-    text: str,
-    scratch: str,
-    around: tuple[str, str],
-) -> str:
+def _ir_of(command: list[str], more: list[str], text: str, around: tuple[str, str]) -> str:
     """The LLVM IR that clang makes of a text with `more` flags. The shim is precompiled.
 
     If that fails, the whole text is compiled without the precompiled header, also for the
@@ -413,23 +383,23 @@ def _ir_of(
     shim, found, rest = text.partition(END_OF_SHIM)
     if found:
         try:
-            header = str(precompiled(tool, command, shim, scratch))
-            included = [*command, *more, "-include-pch", header]
-            return _run([*included, *TO_IR], rest.join(around), scratch)
+            included = [*command, *more, "-include-pch", str(precompiled(command, shim))]
+            return _run([*included, *TO_IR], rest.join(around))
         except ShaderCompileError as error:
             if BROKEN in str(error):
                 raise
-    return _run([*command, *more, *TO_IR], text, scratch)
+    return _run([*command, *more, *TO_IR], text)
 
 
-def precompiled(tool: toolchain.Toolchain, command: list[str], shim: str, scratch: str) -> Path:
+def precompiled(command: list[str], shim: str) -> Path:
     """The shim as a precompiled header, in the cache, for compilations by the same command."""
-    key = cache.digest([tool.identity, *command, shim])
+    key = cache.digest([toolchain.find().identity, *command, shim])
     entry = cache.lookup(key)
     if entry is None:
-        made = Path(scratch, PRECOMPILED)
-        _run([*command, "-x", "c++-header", "-", "-o", str(made)], shim, scratch)
-        entry = cache.store(key, {PRECOMPILED: made.read_bytes()})
+        with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
+            made = Path(scratch, PRECOMPILED)
+            _run([*command, "-x", "c++-header", "-", "-o", str(made)], shim)
+            entry = cache.store(key, {PRECOMPILED: made.read_bytes()})
     return entry / PRECOMPILED
 
 
@@ -448,10 +418,10 @@ def in_shim(file: str) -> bool:
     return file.startswith((IN_TEXTS, "<"))
 
 
-def _run(command: list[str], text: str, cwd: str | None = None) -> str:
+def _run(command: list[str], text: str) -> str:
     """Run a compiler on `text`; raises ShaderCompileError with its message."""
     done = subprocess.run(
-        command, input=text.encode(), capture_output=True, cwd=cwd or tempfile.gettempdir()
+        command, input=text.encode(), capture_output=True, cwd=tempfile.gettempdir()
     )
     if done.returncode:
         said = _named(done.stderr.decode(errors="replace")).replace(IN_TEXTS, IN_TEXTS[1:])

@@ -243,12 +243,12 @@ class ShaderKernel:
                 f"{', '.join(self._kernel.missing)}: give them in compile_shader's constants"
             )
         image = program.image(name)
-        enabled = image.enabled(self._kernel)
-        parameters = [p for p, on in zip(self._kernel.parameters, enabled, strict=True) if on]
-        types = [t for t, on in zip(image.types(self._kernel), enabled, strict=True) if on]
+        given = zip(self._kernel.parameters, image.types(self._kernel), strict=True)
+        types = [(parameter, type) for parameter, type in given if type.exists]
+        parameters = [parameter for parameter, _ in types]
         held = _tensors(name, args, arg_casts)
         buffers = _bind(self._kernel, parameters, held, program.checked)
-        _check_types(name, args, held, parameters, types)
+        _check_types(name, args, held, types)
         most = image.most_threads(self._kernel)
         grid, group = _grid(name, held, args, threads, group_size, most)
         memory = _threadgroup_memory(name, parameters, threadgroup_bytes)
@@ -429,10 +429,9 @@ def _check_types(
     kernel: str,
     args: Sequence[Any],
     held: Sequence[torch.Tensor | None],
-    parameters: Sequence[Parameter],
-    types: Sequence[ParameterType],
+    types: Sequence[tuple[Parameter, ParameterType]],
 ) -> None:
-    for parameter, expected in zip(parameters, types, strict=True):
+    for parameter, expected in types:
         if parameter.kind != "buffer":
             continue
         arg, tensor = args[parameter.index], held[parameter.index]

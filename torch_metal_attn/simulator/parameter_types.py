@@ -7,7 +7,7 @@ import torch
 
 from .diagnostics import hides_frames
 from .metal.constants import FLOATS, INTEGER_RANGES
-from .metal.kernels import Kernel, Parameter
+from .metal.kernels import Parameter
 
 __tracebackhide__ = hides_frames
 # In the order of shim/__msl_parameters.h; "" is any other type, such as a struct.
@@ -47,7 +47,8 @@ CASTS = {
 class ParameterType(ctypes.Structure):
     """metal::__parameter_type: what a parameter points to, with templates and aliases resolved.
 
-    bytes: 0 if it has no size. unpadded_bytes: fewer for a vector of three.
+    bytes: 0 if it has no size. unpadded_bytes: fewer for a vector of three. exists: given the
+    function constants.
     """
 
     _fields_ = (
@@ -55,18 +56,13 @@ class ParameterType(ctypes.Structure):
         ("unpadded_bytes", ctypes.c_uint32),
         ("scalar_number", ctypes.c_uint8),
         ("is_reference", ctypes.c_bool),
+        ("exists", ctypes.c_bool),
     )
 
     @property
     def scalar(self) -> str:
         """One of SCALARS: a vector's element, an atomic's value."""
         return SCALARS[self.scalar_number]
-
-
-def read(library: ctypes.CDLL, kernel: Kernel) -> list[ParameterType]:
-    """The types of a kernel's parameters, from its image."""
-    count = len(kernel.parameters)
-    return list((ParameterType * count).in_dll(library, kernel.types_symbol)) if count else []
 
 
 def check_tensor(

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing import spoiling
-from torch_metal_attn.testing.case import Case, Draw, chance, field, kinds, layout, one_of
+from torch_metal_attn.testing.case import Case, Draw, call, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.tensors import DTYPES, partial_groups, rotated_blocks, wrong_rotation
 
 _PACKED_FUNCTIONS = (
@@ -160,7 +160,7 @@ class Attention(Case):
     """
 
     # The ops twice as often as each function.
-    call: str = field("flash_fwd", one_of(*OPS, *CALLS))
+    call: str = call(*OPS, *CALLS)
     batch: int = field(1, one_of(*[1, 1, 2, 3] * 12, 0), calls=_DENSE, varied=True)
     kv_heads: int = field(1, one_of(1, 1, 1, 2, 2))
     heads: int = field(
@@ -330,7 +330,6 @@ class Attention(Case):
         layouts = (*self.q_layout, *self.k_layout, *self.v_layout)
         poisoned = self.poison.partition(" in ")[2]
         return {
-            f"call is {self.call!r}; it must be one of {', '.join(CALLS)}": self.call not in CALLS,
             "packed sequences are some": self.is_packed != bool(self.packed),
             "keys and values in one tensor are of one size": self.in_one_tensor
             and self.v_head_dim != self.head_dim,

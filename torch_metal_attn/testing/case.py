@@ -1,13 +1,11 @@
 """A case: one call of a public function as plain data, and what runs it."""
 
 import dataclasses
-import functools
 import random
 import types
-import typing
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 
@@ -47,6 +45,12 @@ def field(
     """
     how = Drawn(draw, share, calls, when, varied)
     return dataclasses.field(default=default, metadata={"drawn": how})
+
+
+def call(*names: str) -> Any:
+    """The field `call`: one of the names, each as often as it is there; by default the first."""
+    how = Drawn(one_of(*names), 1.0, None, lambda case: True, False)
+    return dataclasses.field(default=names[0], metadata={"drawn": how, "calls": names})
 
 
 def one_of(*values: Any) -> Draw:
@@ -114,10 +118,11 @@ class Case:
     SIZES: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     def __post_init__(self) -> None:
-        for name, (allowed, wanted) in _types(type(self)).items():  # type: ignore[arg-type]
-            value = getattr(self, name)
-            if not isinstance(value, allowed):
-                raise TypeError(f"{name} is {value!r}; it must be {wanted}")
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), cast(Any, field.type)
+            if value is not field.default and not _fits(value, kind):
+                words = str(kind).replace(" | ", " or ") if get_args(kind) else kind.__name__
+                raise TypeError(f"{field.name} is {value!r}; it must be of type {words}")
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype is {self.dtype!r}; it must be the name of a dtype of torch")
 
@@ -128,6 +133,10 @@ class Case:
 
     def meaningless(self) -> str:
         """Why no call can be made from the fields; "" for every case that was drawn."""
+        names = self.__dataclass_fields__["call"].metadata.get("calls", (self.call,))
+        if self.call not in names:
+            allowed = ", ".join(dict.fromkeys(names))
+            return f"call is {self.call!r}; it must be one of {allowed}"
         for name in self.fields():
             if not self.has(name):
                 return f"{self.call} has no {name}, or not with the other fields"
@@ -171,21 +180,15 @@ class Case:
         return f"{type(self).__name__}({', '.join(given)})"
 
 
-@functools.cache
-def _types(family: type[Case]) -> dict[str, tuple[tuple[type, ...], str]]:
-    """By field: the classes that its value may have, and how an error calls them."""
-    found = {}
-    for field in dataclasses.fields(family):
-        kinds = [typing.get_origin(kind) or kind for kind in _union(field.type)]
-        names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
-        allowed = (*kinds, int) if float in kinds else tuple(kinds)
-        found[field.name] = allowed, f"of type {names}"
-    return found
-
-
-def _union(kind: Any) -> tuple[Any, ...]:
-    """The kinds of `a | b`; one of any other."""
-    return typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value has a field's type: a class, tuples of one, or `a | b` of these."""
+    parts = get_args(kind)
+    if isinstance(kind, types.UnionType):
+        return any(_fits(value, part) for part in parts)
+    if parts:
+        as_many = isinstance(value, tuple) and (... in parts or len(value) == len(parts))
+        return as_many and all(_fits(x, parts[0]) for x in value)
+    return isinstance(value, (float, int) if kind is float else kind)
 
 
 def drawn(family: type[Case]) -> dict[str, Drawn]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.quantisation import BLOCK, FORMATS, dequantise, quantise, shared_columns
-from torch_metal_attn.testing.case import Case, Prepared, field, layout, one_of
+from torch_metal_attn.testing.case import Case, Prepared, call, field, layout, one_of
 from torch_metal_attn.testing.judge import Measure, same_bits, worst
 from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of, numbers
 
@@ -33,7 +33,7 @@ class Copy(Case):
     Attributes: shape: the cache's, pages first. copies: for each copy the source and target page.
     """
 
-    call: str = field("copy_pages", one_of("copy_pages"))
+    call: str = call("copy_pages")
     dtype: str = field("float32", one_of(*DTYPES, "int8", "uint8", "int32", "int64", "bool"))
     shape: tuple[int, ...] = field((2, 8), _shape, varied=True)
     copies: tuple[tuple[int, int], ...] = field(((0, 1),), _copies, varied=True)
@@ -94,7 +94,7 @@ def prepare_copy(case: Copy, device: torch.device) -> Prepared:
 class Quantised(Case):
     """Values that are quantised and dequantised. scale: for fp8_e4m3."""
 
-    call: str = field("q8_0", one_of(*FORMATS))
+    call: str = call(*FORMATS)
     rows: int = field(1, one_of(0, 1, 5, 40))
     columns: int = field(BLOCK, one_of(32, 64, 128, 8))
     exponent: int = field(0, lambda r, case: r.randint(-20, 12), varied=True)

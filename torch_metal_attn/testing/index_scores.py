@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_metal_attn.ops.index_scores import index_scores
 from torch_metal_attn.testing import spoiling
-from torch_metal_attn.testing.case import Case, Prepared, chance, field, kinds, layout, one_of
+from torch_metal_attn.testing.case import Case, Prepared, call, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.judge import ROUNDING, Measure, apart, normal, worst
 from torch_metal_attn.testing.rounding import STEPS, summing
 from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of, numbers
@@ -28,7 +28,7 @@ class IndexScores(Case):
     Attributes: weight_dtype: of the heads' weights.
     """
 
-    call: str = field("index_scores", one_of("index_scores"))
+    call: str = call("index_scores")
     batch: int = field(1, one_of(0, 1, 1, 2), varied=True)
     heads: int = field(1, one_of(0, 1, 3, 8, 17, 64), varied=True)
     q_length: int = field(1, one_of(0, 1, 2, 3, 9), varied=True)

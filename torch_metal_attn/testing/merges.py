@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.testing import spoiling
-from torch_metal_attn.testing.case import Case, Prepared, chance, field, layout, one_of
+from torch_metal_attn.testing.case import Case, Prepared, call, chance, field, layout, one_of
 from torch_metal_attn.testing.judge import (
     ROUNDING,
     Measure,
@@ -34,7 +34,7 @@ class Merge(Case):
         of +inf. sink: a dtype, for merge_splits.
     """
 
-    call: str = field("merge_state", one_of("merge_state", *_STATES, *_SPLITS))
+    call: str = call("merge_state", *_STATES, *_SPLITS)
     packed: bool = field(False, chance(0.3), calls=_STATES)
     batch: int = field(1, one_of(0, 1, 1, 2), when=lambda case: not case.packed)
     heads: int = field(1, one_of(1, 2, 5))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_metal_attn.flash_attn.layers import rotary
 from torch_metal_attn.reference import rotate
 from torch_metal_attn.testing import spoiling
-from torch_metal_attn.testing.case import Case, Prepared, chance, field, kinds, layout, one_of
+from torch_metal_attn.testing.case import Case, Prepared, call, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.judge import Measure, near, normal, worst_of
 from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of, expanded, numbers
 
@@ -37,7 +37,7 @@ class Rotation(Case):
         cos and sin. tables_by_sequence: cos and sin have a batch dimension. alone: without k.
     """
 
-    call: str = field("rope", one_of("rope", *_OPS, *_FUNCTIONS))
+    call: str = call("rope", *_OPS, *_FUNCTIONS)
     batch: int = field(1, one_of(0, 1, 1, 2, 3), varied=True)
     heads: int = field(1, one_of(1, 4, 4, 3, 1))
     kv_heads: int = field(
@@ -178,7 +178,7 @@ def _judge(
 class Tables(Case):
     """cos and sin of every position below a length, base 10000. They are not drawn."""
 
-    call: str = "rope_tables"
+    call: str = call("rope_tables")
     length: int = 300
     head_dim: int = 64
 

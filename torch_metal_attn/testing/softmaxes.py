@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.testing.case import Case, Prepared, chance, field, kinds, layout, one_of
+from torch_metal_attn.testing.case import Case, Prepared, call, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.judge import (
     ROUNDING,
     Measure,
@@ -44,7 +44,7 @@ class Softmax(Case):
     Attributes: hidden: the share of -inf. q_offset: for apply_causal_mask_.
     """
 
-    call: str = field("softmax", one_of(*_CALLS))
+    call: str = call(*_CALLS)
     shape: tuple[int, ...] = field((1,), _shape)
     dim: int = field(-1, _dim, calls=_CALLS[:2])
     q_offset: int = field(0, lambda r, case: r.randint(-40, 40), calls=_CALLS[2:])

@@ -22,7 +22,7 @@ from torch_metal_attn.testing.attention_problem import (
     stored,
     within_keys,
 )
-from torch_metal_attn.testing.case import Case, Prepared, chance, field, kinds, layout, one_of
+from torch_metal_attn.testing.case import Case, Prepared, call, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.judge import Measure, ints, normal, on, same_bits
 from torch_metal_attn.testing.tensors import (
     DTYPES,
@@ -94,7 +94,7 @@ class Step(Case):
         others are those of `Attention`.
     """
 
-    call: str = field("append_kv", one_of(*_OPS, _FUNCTION))
+    call: str = call(*_OPS, _FUNCTION)
     kv_heads: int = field(1, one_of(1, 2, 1, 2))
     heads: int = field(1, lambda r, case: r.choice((1, 1, 4, 3)) * case.kv_heads)
     values_in_keys: bool = field(False, chance(0.15))

@@ -310,14 +310,11 @@ def _score_gradients(given: dict[str, Any], result: int) -> Cost:
     return Cost(work.flops(attention_flops), read + result)
 
 
-def _bias_gradient(given: dict[str, Any]) -> Cost:
-    bias = given.get("attn_bias", given.get("attn_mask"))
-    return _score_gradients(given, 0 if bias is None else bias.nbytes)
-
-
-def _slopes_gradient(given: dict[str, Any]) -> Cost:
-    slopes = given.get("alibi_slopes")
-    return _score_gradients(given, 0 if slopes is None else slopes.nbytes)
+def _gradient_of(*names: str) -> Callable[[dict[str, Any]], Cost]:
+    """The formula of the gradient of the first of these arguments that is given."""
+    return lambda given: _score_gradients(
+        given, next((given[name].nbytes for name in names if name in given), 0)
+    )
 
 
 def _captures_gradient(given: dict[str, Any]) -> Cost:
@@ -428,8 +425,10 @@ def _index_scores(given: dict[str, Any]) -> Cost:
 _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     **dict.fromkeys(("flash_fwd", "flash_varlen_fwd", "flash_decode", "flex_fwd"), _forward),
     **dict.fromkeys(("flash_bwd", "flash_varlen_bwd", "flex_bwd"), _backward),
-    **dict.fromkeys(("flash_bwd_bias", "flash_varlen_bwd_bias"), _bias_gradient),
-    **dict.fromkeys(("flash_bwd_slopes", "flash_varlen_bwd_slopes"), _slopes_gradient),
+    **dict.fromkeys(
+        ("flash_bwd_bias", "flash_varlen_bwd_bias"), _gradient_of("attn_bias", "attn_mask")
+    ),
+    **dict.fromkeys(("flash_bwd_slopes", "flash_varlen_bwd_slopes"), _gradient_of("alibi_slopes")),
     "flex_bwd_captures": _captures_gradient,
     "decode_step": _step,
     "rope": _rope,

@@ -219,8 +219,14 @@ def _row(data: dict[str, Any]) -> Row:
         raise ValueError(f"a row has the key {key!r} and the tile {tile!r}")
     timed = tuple(_timed(**one) for one in data["timed"])
     compared = tuple(Compared(**one) for one in data["compared"])
-    if not all(one.ours > 0 and one.torch > 0 for one in compared):
-        raise ValueError(f"a time of {key!r} is not above 0")
+    again = [second for one in timed for second in one.again.values()]
+    times = [seconds for one in timed for seconds in one.seconds.values()]
+    times += [seconds for one in compared for seconds in (one.ours, one.torch)]
+    times += [one.share for one in again]
+    if not all(0 < seconds < math.inf for seconds in times):
+        raise ValueError(f"a time of {key!r} is not above 0 and finite")
+    if not all(one.error >= 0 for one in again):
+        raise ValueError(f"an error of {key!r} is below 0")
     return Row(key, tile, timed, compared)
 
 

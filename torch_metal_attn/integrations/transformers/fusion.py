@@ -57,26 +57,35 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
     return [(module, fused[kind]) for module, kind in found]
 
 
-class _Fused:
-    """The base that every fused class has besides the class that it was made from."""
+class Replacing:
+    """The base that a class has, besides the class of a module that it takes the place of."""
 
     _metal_attn_own: type
-    _metal_attn_tables: Tables
+    _metal_attn_made: tuple[Any, ...]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # By the original class, because pickle finds a class by its name, and by plain values.
-        tables = self._metal_attn_tables
-        return _bare, (self._metal_attn_own, tables.repeats, tables.interleaved), self.__dict__
+        # By the original class, because pickle finds a class by its name.
+        return _bare, self._metal_attn_made, self.__dict__
+
+
+def _bare(make: Callable[..., type], *arguments: Any) -> Any:
+    return object.__new__(make(*arguments))
+
+
+def replacing(base: type, make: Callable[..., type], kind: type, *more: Any, **body: Any) -> type:
+    """A class like `kind` with other attributes, which make(kind, *more) returns."""
+    own = {"_metal_attn_own": kind, "_metal_attn_made": (make, kind, *more)}
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (base, kind), body | own | names)
+
+
+class _Fused(Replacing):
+    """The base of fused classes."""
 
 
 def own_class(module: nn.Module) -> type:
     own: type = getattr(type(module), "_metal_attn_own", type(module))
     return own
-
-
-def _bare(kind: type, repeats: str, interleaved: bool) -> Any:
-    cls = fused_class(kind, Tables(repeats, interleaved))
-    return object.__new__(cls)
 
 
 @functools.cache
@@ -99,15 +108,8 @@ def fused_class(kind: type, tables: Tables) -> type:
     fused.__kwdefaults__ = forward.__kwdefaults__
     fused.__annotations__, fused.__doc__ = forward.__annotations__, forward.__doc__
     fused.__qualname__ = forward.__qualname__
-    body = {
-        "forward": _decorated(kind.forward, fused),  # type: ignore[attr-defined]
-        "_metal_attn_own": kind,
-        "_metal_attn_tables": tables,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-    }
-    return type(kind.__name__, (_Fused, kind), body)
+    forward = _decorated(kind.forward, fused)  # type: ignore[attr-defined]
+    return replacing(_Fused, fused_class, kind, tables, forward=forward)
 
 
 def _undecorated(kind: type) -> Any:

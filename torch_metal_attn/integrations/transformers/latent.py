@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from torch_metal_attn.call.arguments import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM, natural
 from torch_metal_attn.integrations import copies
-from torch_metal_attn.integrations.transformers.fusion import own_class
+from torch_metal_attn.integrations.transformers.fusion import Replacing, own_class, replacing
 from torch_metal_attn.integrations.transformers.refusals import unwrapped
 from torch_metal_attn.kv_cache import LatentCache, StaticLatentCache
 from torch_metal_attn.kv_cache.recent import RecentRows
@@ -210,18 +210,8 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
     return [(module, absorbed_class(kind)) for module, kind in found]
 
 
-class _Absorbed:
-    """The base that every absorbed class has besides the class that it was made from."""
-
-    _metal_attn_own: type
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # By the original class, because pickle finds a class by its name.
-        return _bare, (self._metal_attn_own,), self.__dict__
-
-
-def _bare(kind: type) -> Any:
-    return object.__new__(absorbed_class(kind))
+class _Absorbed(Replacing):
+    """The base of absorbed classes."""
 
 
 @functools.cache
@@ -234,14 +224,7 @@ def absorbed_class(kind: type) -> type:
         rows = Latents(self, latents, k_rotated)
         return rows, rows
 
-    body = {
-        EXPAND: expand_kv,
-        "_metal_attn_own": kind,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-    }
-    return type(kind.__name__, (_Absorbed, kind), body)
+    return replacing(_Absorbed, absorbed_class, kind, **{EXPAND: expand_kv})
 
 
 class LatentLayer(CacheLayerMixin):

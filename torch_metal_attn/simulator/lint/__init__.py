@@ -9,7 +9,6 @@ when the shader runs.
 import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .. import build, diagnostics, runs, toolchain
@@ -23,8 +22,7 @@ from .tree_rules import HostText, check_tree
 
 __tracebackhide__ = diagnostics.hides_frames
 # Errors for features of C++17 and clang that Metal lacks and the simulator does not refuse.
-NEWER = ["-Werror=pre-c++17-compat", "-Werror=c++20-extensions"]
-STRICT_FLAGS = [*build.DIAGNOSTICS, *NEWER, "-Werror=return-type"]
+NEWER = ["-Werror=pre-c++17-compat", "-Werror=c++20-extensions", "-Werror=return-type"]
 TREE_FLAGS = ["-ferror-limit=0", "-fsyntax-only", "-Xclang", "-ast-dump=json"]
 
 # Rules that only this project has: Apple's compiler accepts what they reject, or may accept it.
@@ -74,10 +72,7 @@ def _findings(
 ) -> list[Finding]:
     findings: list[Finding] = []
     try:
-        tool = toolchain.find()
-        preprocessed = build.preprocess(
-            tool, source, include_dirs, defines, check=False, language=language
-        )
+        preprocessed = build.preprocess(source, include_dirs, defines, False, language=language)
         findings += check_tokens(TokenList(lex(preprocessed)))
         shim, found, text = rewrite(preprocessed, language=versions.LATEST).text.partition(
             END_OF_SHIM
@@ -89,7 +84,7 @@ def _findings(
         return sorted({*findings, Finding(error.file, error.line, "compile", message)})
     if not found:
         raise toolchain.ToolchainError("clang does not mark where the simulator's headers end")
-    tree, said = _parse(tool, shim, text)
+    tree, said = _parse(shim, text)
     findings += check_tree(tree, HostText(text))
     findings += compile_errors(said)
     return sorted(set(findings))
@@ -125,14 +120,11 @@ def _diagnosed(file: str, line: int, message: str) -> Finding:
     return Finding(file, line, rules[0] if rules else "compile", said)
 
 
-def _parse(tool: toolchain.Toolchain, shim: str, text: str) -> tuple[bytes, str]:
+def _parse(shim: str, text: str) -> tuple[bytes, str]:
     """Clang's syntax tree of `text`, and its messages. There is a tree even if there are errors."""
-    command = [*tool.compile_command, *tool.compiler_flags(), *build.LANGUAGE, *build.KEYWORDS]
-    command += STRICT_FLAGS
-    with tempfile.TemporaryDirectory(prefix="torch_metal_attn-") as scratch:
-        header = str(build.precompiled(tool, command, shim, scratch))
-        command += ["-include-pch", header, *TREE_FLAGS, "-"]
-        done = subprocess.run(command, input=text.encode(), capture_output=True)
+    command = [*build.host_command(), *NEWER]
+    command += ["-include-pch", str(build.precompiled(command, shim)), *TREE_FLAGS, "-"]
+    done = subprocess.run(command, input=text.encode(), capture_output=True)
     said = done.stderr.decode(errors="replace")
     if not done.stdout:
         raise toolchain.ToolchainError(f"clang made no syntax tree: {said}")

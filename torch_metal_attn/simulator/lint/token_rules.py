@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 from ..metal.lexer import TokenList
+from ..metal.rewrite import declarator_end
 from .finding import Finding
 
 BANNED_WORDS = {
@@ -73,13 +74,15 @@ def threadgroup_variables(tokens: TokenList) -> Iterator[Place]:
     braces = [tokens.close(opening) + 1 for _, opening in _kernels(tokens)]
     bodies = [range(at, tokens.close(at)) for at in braces if tokens.text(at) == "{"]
     for index in tokens.find("threadgroup"):
-        declarator = _variable_end(tokens, index)
-        if declarator is None:
-            continue
+        before = tokens.text(tokens.skip(index - 1, ("const", "volatile", "alignas"), -1))
+        declarator = declarator_end(tokens, index)
+        if declarator is None or before not in (";", "{", "}", ")", ""):
+            continue  # a parameter, a cast
         if not any(index in body for body in bodies):
             message = "a threadgroup variable must be declared in a kernel"
             yield index, "threadgroup-scope", message
-        if tokens.text(declarator) != ";":
+        given = tokens.seek(declarator, ("=", ";"))
+        if tokens.text(declarator) == "{" or tokens.text(given) == "=":
             message = "a threadgroup variable cannot have an initialiser"
             yield index, "threadgroup-initialiser", message
 
@@ -104,31 +107,6 @@ def template_asserts(tokens: TokenList) -> Iterator[Place]:
         if names.isdisjoint(tokens.text(i) for i in condition):
             message = "this does not depend on the template: some compilers judge it regardless"
             yield index, "template-assert", message
-
-
-def _variable_end(tokens: TokenList, index: int) -> int | None:
-    """Where the declarator of the variable declared at `index` ends; None: it declares no variable
-    that lives in threadgroup memory (a pointer to it, a parameter, a cast)."""
-    before = tokens.text(index - 1)
-    if before in ("const", "volatile", "alignas"):
-        before = tokens.text(index - 2)
-    if index > 0 and before not in (";", "{", "}", ")"):
-        return None
-    at = index + 1
-    if tokens.text(at) == "{":
-        return None  # the qualifier of a member function
-    while at < len(tokens) - 1:
-        text = tokens.text(at)
-        if text in ("*", "&", "&&", "(", ")"):
-            return None
-        if text in (";", "=", "{", ","):
-            return at
-        if text == "[":
-            at = tokens.close(at)
-        elif text == "<":
-            at = tokens.close_angle(at)
-        at += 1
-    return None
 
 
 def _kernels(tokens: TokenList) -> Iterator[tuple[int, int]]:

@@ -30,7 +30,7 @@ SCALAR_OR_VECTOR = re.compile(
     r"ext_vector_type|\b(?:packed_)?(?:bool|u?char|u?short|u?int|u?long|unsigned|half|bfloat|float"
     r"|_Float16|__bf16)(?:[234]|\d+_t)?\b"
 )
-STRUCT_CALLS = tuple(f"::metal::__{name}" for name in ("assign", "read", "target"))
+STRUCT_CALLS = tuple(f"::metal::__{name}" for name in ("read", "target"))
 FLOATS = {"_Float16": "half", "__bf16": "bfloat", "float": "float", "double": "double"}
 FLOAT = re.compile(r"\b(_Float16|__bf16|float|double)\b")
 

@@ -19,10 +19,8 @@ from .uninitialised import WRITE, find_unset
 
 ALIGNMENT_UNKNOWN = 2
 
+# Of functions that a text may lack. It always has the engine's entries.
 DECLARATIONS = {
-    "__msl_access": "declare void @__msl_access(ptr, i32, i32, i32)",
-    "__msl_count": "declare void @__msl_count(i32, i32)",
-    "__msl_site": "declare void @__msl_site(i32)",
     "memcpy": "declare ptr @memcpy(ptr, ptr, i64)",
     "memmove": "declare ptr @memmove(ptr, ptr, i64)",
     "memset": "declare ptr @memset(ptr, i32, i64)",
@@ -154,7 +152,6 @@ class _Pass:
         return inside and all(self.in_shim(frame.file) for frame in frames)
 
     def call(self, name: str, arguments: str, line: str) -> str:
-        self.used.add(name)
         return f"  call void @{name}({arguments}){debug(line)}"
 
     def access(self, address: str, size: str, flags: int, line: str) -> str:

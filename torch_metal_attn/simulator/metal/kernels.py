@@ -2,25 +2,20 @@
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from . import unsupported
 from .lexer import TokenList
 from .objects import ADDRESS_SPACES, structs
 
-ATTRIBUTES = frozenset(
-    """thread_position_in_grid threadgroup_position_in_grid thread_position_in_threadgroup
-    thread_index_in_threadgroup thread_index_in_simdgroup simdgroup_index_in_threadgroup
-    threads_per_threadgroup dispatch_threads_per_threadgroup threadgroups_per_grid threads_per_grid
-    simdgroups_per_threadgroup dispatch_simdgroups_per_threadgroup threads_per_simdgroup
-    thread_execution_width thread_index_in_quadgroup quadgroup_index_in_threadgroup
-    quadgroups_per_threadgroup grid_origin""".split()
-)
+LAUNCH = (Path(__file__).parents[1] / "shim" / "__msl_launch.h").read_text()
+ATTRIBUTES = frozenset(re.findall(r"^__MSL_ATTRIBUTE3?\(\s*(\w+)", LAUNCH, re.M))
 MAX_BUFFERS = 31
 ENTRY_PREFIX = "__msl_kernel_"
-ENABLED_PREFIX = "__msl_enabled_"
 TYPES_PREFIX = "__msl_types_"
 MOST_THREADS = "max_total_threads_per_threadgroup"
 MOST_THREADS_PREFIX = "__msl_most_threads_"
+EXPORTED = 'extern "C" __attribute__((visibility("default")))'
 ARGUMENT_BUFFER = (
     "an argument buffer holds pointers, which tensors cannot: pass each buffer as an argument "
     "of the kernel"
@@ -68,10 +63,6 @@ class Kernel:
     def type(self) -> str:
         """The function's type, in C++."""
         return self.signature or f"decltype({self.callee})"
-
-    @property
-    def enabled_symbol(self) -> str:
-        return self.symbol.replace(ENTRY_PREFIX, ENABLED_PREFIX, 1)
 
     @property
     def types_symbol(self) -> str:
@@ -423,44 +414,29 @@ def _declares_pointer(tokens: TokenList, index: int) -> bool:
 
 
 def entries(kernels: list[Kernel]) -> str:
-    """The entry of each kernel, which calls it with the engine's arguments."""
+    """The entry of each kernel, which calls it with the engine's arguments; and what it takes."""
     lines = ['\n# 1 "<kernel entries>" 1 3']
     for kernel in kernels:
-        lines.append(
-            f'extern "C" __attribute__((visibility("default"))) void {kernel.symbol}('
-            "const __msl_launch* launch, const __msl_thread* thread_state) { "
-            f"typedef ::metal::__signature<{kernel.type}> S; "
-            f"(void)launch; (void)thread_state; {kernel.callee}({arguments(kernel)}); }}"
+        signature = f"::metal::__signature<{kernel.type}>"
+        types = ", ".join(
+            f"::metal::__parameter_type_of<{signature}::parameter<{position}>>"
+            f"({parameter.condition or 'true'})"
+            for position, parameter in enumerate(kernel.parameters)
         )
-        if kernel.parameters:
-            types = ", ".join(
-                f"::metal::__parameter_type_of<::metal::__signature<{kernel.type}>"
-                f"::parameter<{position}>>()"
-                for position in range(len(kernel.parameters))
-            )
-            lines.append(
-                'extern "C" __attribute__((visibility("default"))) '
-                f"const ::metal::__parameter_type {kernel.types_symbol}[] = {{{types}}};"
-            )
-        if kernel.most_threads:
-            lines.append(
-                'extern "C" __attribute__((visibility("default"))) const unsigned '
-                f"{kernel.most_threads_symbol} = {kernel.most_threads};"
-            )
-        if any(parameter.condition for parameter in kernel.parameters):
-            flags = ", ".join(f"({p.condition or 'true'}) ? 1 : 0" for p in kernel.parameters)
-            lines.append(
-                'extern "C" __attribute__((visibility("default"))) const unsigned char '
-                f"{kernel.enabled_symbol}[] = {{{flags}}};"
-            )
+        lines += [
+            f"{EXPORTED} void {kernel.symbol}("
+            "const __msl_launch* launch, const __msl_thread* thread_state) { "
+            f"typedef {signature} S; "
+            f"(void)launch; (void)thread_state; {kernel.callee}({arguments(kernel)}); }}",
+            f"{EXPORTED} const ::metal::__parameter_type {kernel.types_symbol}[] = {{{types}}};",
+            f"{EXPORTED} const unsigned {kernel.most_threads_symbol} = {kernel.most_threads or 0};",
+        ]
     return "\n".join(lines) + "\n"
 
 
 def arguments(kernel: Kernel) -> str:
     """The arguments that an entry passes to its kernel, made of `launch` and `thread_state`."""
-    return ", ".join(
-        _argument(parameter, position) for position, parameter in enumerate(kernel.parameters)
-    )
+    return ", ".join(_argument(p, position) for position, p in enumerate(kernel.parameters))
 
 
 def _argument(parameter: Parameter, position: int) -> str:

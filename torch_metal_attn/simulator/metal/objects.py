@@ -33,18 +33,12 @@ CONSTRUCTOR = (
 class _Declared:
     """Names of the text, in any scope."""
 
-    constructed: set[str] = field(default_factory=set)  # types with constructors
-    aggregates: set[str] = field(default_factory=set)  # structs without
-    perhaps: set[str] = field(default_factory=set)  # template parameters and aliases
+    constructed: set[str]  # types with constructors
+    perhaps: set[str]  # template parameters and aliases
+    types: set[str]  # these, and structs without constructors
     # Pointers, arrays and references to the above: where they are declared, and how many
     # subscripts it takes to an object.
     objects: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-
-    def may_be_aggregate(self, name: str) -> bool:
-        return name in self.aggregates or name in self.perhaps
-
-    def is_type(self, name: str) -> bool:
-        return name in self.constructed or self.may_be_aggregate(name)
 
 
 def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
@@ -52,18 +46,16 @@ def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
 
     types: the text's template parameters and aliases.
     """
-    declared = _Declared(constructed=set(CONSTRUCTED), perhaps=types)
+    declared = _Declared(set(CONSTRUCTED), types, {*CONSTRUCTED, *types})
     for name, body, end in structs(tokens):
+        declared.types.add(name)
         if _has_constructor(tokens, name, body, end):
             declared.constructed.add(name)
             _add_constructors(tokens, name, end)
-        else:
-            declared.aggregates.add(name)
     casts = SCALARS | types
     for index in tokens.where(ADDRESS_SPACES):
         _note_object(tokens, index, declared)
-        _read_by_cast(tokens, index, declared)
-        _element_by_cast(tokens, index, declared, casts)
+        _object_by_cast(tokens, index, declared, casts)
         if tokens.text(index) == "constant":
             _constant_object(tokens, index, declared)
     objects = declared.objects
@@ -137,7 +129,7 @@ def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
         words.append(tokens.text(at))
         at += 1
     name = tokens.text(at - 1)
-    if tokens[at - 1].kind == "name" and any(map(declared.is_type, words[:-1])):
+    if tokens[at - 1].kind == "name" and not declared.types.isdisjoint(words[:-1]):
         declaration = at - 1
         subscripts = words.count("*")
         while tokens.text(at) == "[":
@@ -193,28 +185,25 @@ def _path(tokens: TokenList, index: int) -> tuple[int, int, int]:
     return start, end, subscripts
 
 
-def _read_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
-    """`s = *((device S*)p);` becomes `s = ::metal::__read(*((device S*)p), 0);`."""
-    cast = index - 1 if tokens.text(index - 1) == "(" else index - 2
-    if tokens[cast - 4].kind != "name" or [tokens.text(cast - i) for i in range(4)] != [*"((*="]:
-        return
-    end, kind = tokens.close(cast - 1), tokens.text(tokens.close(cast) - 2)
-    if tokens.text(end + 1) == ";" and declared.may_be_aggregate(kind):
-        _wrap(tokens, cast - 2, end, "::metal::__read(", ", 0)")
-
-
-def _element_by_cast(
+def _object_by_cast(
     tokens: TokenList, index: int, declared: _Declared, casts: AbstractSet[str]
 ) -> None:
-    """`((device S*)p)[i] = s;` and `s = ((device S*)p)[i];`, as if p were declared so."""
+    """`((device S*)p)[i]` and `*((device S*)p)`, as if p were declared so."""
     cast = index - 1 if tokens.text(index - 1) == "(" else index - 2
     if tokens.text(cast) != "(" or tokens.text(cast - 1) != "(":
         return
-    kind, start, end = tokens.text(tokens.close(cast) - 2), cast - 1, tokens.close(cast - 1)
-    if tokens.text(end + 1) == "[" and declared.may_be_aggregate(kind):
+    *words, kind, pointer = (tokens.text(at) for at in range(cast, tokens.close(cast)))
+    if pointer != "*" or not (kind in declared.types or "typename" in words):
+        return
+    start, end = cast - 1, tokens.close(cast - 1)
+    if tokens.text(end + 1) == "[":
         end = tokens.close(end + 1)
-        if around := _around(tokens, start, end, casts):
-            _wrap(tokens, start, end, *around)
+    elif tokens.text(start - 1) == "*":
+        start -= 1
+    else:
+        return
+    if around := _around(tokens, start, end, casts):
+        _wrap(tokens, start, end, *around)
 
 
 def _rewrite_use(

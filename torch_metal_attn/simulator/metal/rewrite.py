@@ -4,9 +4,8 @@ The shim headers (system headers of the preprocessed text) are left as they are.
 text relies on: `device`, `threadgroup` and `constant` are macros for clang's address-space
 attributes and `thread` for nothing; `::metal::__mk<V>(...)` constructs a vector, `__construct<T>`
 whatever T is, and `__vector_cast<V>() ->* x` is Metal's `(V)x`; `__msl_threadgroup_memory` gives
-threadgroup memory; `::metal::__read` and `__target` read and store a whole struct and `__assign`
-copies one between address spaces; `::metal::__signature` and the argument helpers serve the
-entries.
+threadgroup memory; `::metal::__read` and `__target` read and store a whole struct;
+`::metal::__signature` and the argument helpers serve the entries.
 """
 
 import re
@@ -73,7 +72,6 @@ def rewrite(
     rewrite_objects(tokens, types)
     threadgroup_variables(tokens)
     array_parameters(tokens)
-    struct_copies(tokens)
     unset_variables(tokens)
     shifts = find_shifts(tokens) if check else []
     rewrite_vectors(tokens, types)
@@ -130,7 +128,8 @@ def threadgroup_variables(tokens: TokenList) -> None:
     """`threadgroup T x[N];` in a function becomes a reference into the threadgroup's memory."""
     for index in tokens.find("threadgroup"):
         start = _statement_start(tokens, index)
-        if start is not None:
+        end = declarator_end(tokens, index)
+        if start is not None and end is not None and tokens.text(end) != "{":
             _threadgroup_variable(tokens, start, index)
 
 
@@ -148,26 +147,35 @@ def _statement_start(tokens: TokenList, index: int) -> int | None:
             return start if follows or before in (";", "{", "}", ":", "") else None
 
 
-def _threadgroup_variable(tokens: TokenList, start: int, index: int) -> None:
+def declarator_end(tokens: TokenList, index: int) -> int | None:
+    """The `;`, `,`, `=` or `{` after the first declarator of what `threadgroup` declares.
+
+    None if it declares no variable: a pointer, a reference, a function, a member's qualifier.
+    """
     end = index + 1
-    while tokens.text(end) != ";":
+    while tokens.text(end) not in (";", ",", "=", "{"):
         text = tokens.text(end)
         if text == "<" and tokens[end - 1].kind == "name":
             end = tokens.close_angle(end)
         elif text == "[":
             end = tokens.close(end)
-        elif text == "(":
-            if tokens.text(end - 1) not in ("alignas", "decltype", "__attribute__"):
-                return
+        elif text == "(" and tokens.text(end - 1) in ("alignas", "decltype", "__attribute__"):
             end = tokens.close(end)
-        elif text in ("*", "&", "&&", "{", "}", ""):
-            return  # a pointer, a reference, a function: not storage
-        elif text == "=":
-            # Threads start at any time, so what it would store is not there for all of them:
-            # as without it, the checks take the memory for uninitialised.
-            tokens.remove(end, tokens.next(end, (";",)))
-            continue
+        elif text in ("*", "&", "&&", "(", ")", "}", ""):
+            return None
         end += 1
+    return end if end > index + 1 else None
+
+
+def _threadgroup_variable(tokens: TokenList, start: int, index: int) -> None:
+    end = tokens.seek(index, (";",))
+    # Threads start at any time, so what an initialiser would store is not there for all of them: as
+    # without it, the checks take the memory for uninitialised.
+    for first, last in reversed(tokens.split(index + 1, end)):
+        given = tokens.seek(first, ("=",))
+        if given < last:
+            tokens.remove(given, last)
+            end -= last - given
     align = _take_alignment(tokens, start, end)
     end = next(i for i in range(start, len(tokens)) if tokens.text(i) == ";")
     index = next(i for i in range(start, end) if tokens.text(i) == "threadgroup")
@@ -308,34 +316,6 @@ def _check_conversion(tokens: TokenList, start: int, opening: int, body: int, en
             if tokens.source(other, tokens.close(other) + 1) != tokens.source(body, end + 1):
                 message = f"conversions `{head}` differ by address space: the simulator has one"
                 raise tokens.error(opening, message)
-
-
-def struct_copies(tokens: TokenList) -> None:
-    """`*((threadgroup S*)(a)) = *((const device S*)(b));` becomes a call that copies the bytes."""
-    for index in reversed(tokens.where(("*",))):
-        if tokens.text(index - 1) not in (";", "{", "}", ")"):
-            continue
-        target = _cast_group(tokens, index + 1)
-        if target is None or tokens.text(target + 1) != "=" or tokens.text(target + 2) != "*":
-            continue
-        source = _cast_group(tokens, target + 3)
-        if source is None or tokens.text(source + 1) != ";":
-            continue
-        tokens[index].text = "::metal::__assign("
-        tokens[target + 1].text = ","
-        tokens[target + 2].text = ""
-        tokens[source + 1].text = ");"
-
-
-def _cast_group(tokens: TokenList, index: int) -> int | None:
-    """The end of `((address-space T*) ...)` at `index`, or None."""
-    if tokens.text(index) != "(" or tokens.text(index + 1) != "(":
-        return None
-    cast = tokens.close(index + 1)
-    words = {t.text for t in tokens.tokens[index + 2 : cast]}
-    if tokens.text(cast - 1) != "*" or not words & ADDRESS_SPACES:
-        return None
-    return tokens.close(index)
 
 
 __all__ = ["Kernel", "MetalSourceError", "Rewritten", "rewrite"]

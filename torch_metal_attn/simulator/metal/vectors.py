@@ -4,6 +4,8 @@ from .lexer import TokenList
 
 ELEMENTS = "char uchar short ushort int uint long ulong half bfloat float bool".split()
 VECTORS = frozenset(f"{element}{count}" for element in ELEMENTS for count in (2, 3, 4))
+# Those that clang has as vectors; packed vectors of three are structs.
+PACKED = frozenset(f"packed_{element}{count}" for element in ELEMENTS[:-1] for count in (2, 4))
 
 # Tokens that may precede an expression, so that `T(x)` after them is no declaration.
 BEFORE_EXPRESSION = frozenset(
@@ -17,7 +19,9 @@ def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
     _braced_arguments(tokens)
     words = {token.text for token in tokens.tokens}
     # Clang converts neither of these to the other. Text that has one of them needs no help.
-    constructed = VECTORS | {"half", "bfloat"} if {"half", "bfloat"} <= words else VECTORS
+    constructed = VECTORS | PACKED
+    if {"half", "bfloat"} <= words:
+        constructed |= {"half", "bfloat"}
     for index in reversed(tokens.where({*constructed, *aliases, "vec", "static_cast"})):
         token = tokens[index]
         if token.kind != "name":

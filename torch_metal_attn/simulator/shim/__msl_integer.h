@@ -5,30 +5,11 @@
 
 namespace metal {
 
-template <class T, class F>
-METAL_FUNC T __each(F f, T x) {
-  if constexpr (__is_vector<T>) {
-    for (int i = 0; i < __length<T>; ++i) x[i] = f((__element<T>)x[i]);
-    return x;
-  } else {
-    return f(x);
-  }
-}
-template <class T, class F>
-METAL_FUNC T __each(F f, T x, T y) {
-  if constexpr (__is_vector<T>) {
-    for (int i = 0; i < __length<T>; ++i) x[i] = f((__element<T>)x[i], (__element<T>)y[i]);
-    return x;
-  } else {
-    return f(x, y);
-  }
-}
-
 // A function of the bits of each element, widened without sign.
 #define __MSL_BITS(name, ...)                     \
   template <class T>                              \
   METAL_FUNC __integer<T> name(T x) {             \
-    return __each(                                \
+    return __each<T>(                             \
         [](auto v) {                              \
           typedef make_unsigned_t<decltype(v)> U; \
           constexpr int width = sizeof(U) * 8;    \
@@ -44,7 +25,7 @@ __MSL_BITS(reverse_bits, __builtin_bitreverse64(bits) >> (64 - width))
 #undef __MSL_BITS
 template <class T>
 METAL_FUNC __integer<T> rotate(T x, T n) {
-  return __each(
+  return __each<T>(
       [](auto v, auto by) {
         typedef make_unsigned_t<decltype(v)> U;
         unsigned bits = sizeof(v) * 8, shift = (U)by % bits;
@@ -54,7 +35,7 @@ METAL_FUNC __integer<T> rotate(T x, T n) {
 }
 template <class T>
 METAL_FUNC __integer<T> extract_bits(T x, uint offset, uint bits) {
-  return __each(
+  return __each<T>(
       [=](auto v) {
         typedef decltype(v) V;
         typedef make_unsigned_t<V> U;
@@ -66,7 +47,7 @@ METAL_FUNC __integer<T> extract_bits(T x, uint offset, uint bits) {
 }
 template <class T>
 METAL_FUNC __integer<T> insert_bits(T base, T insert, uint offset, uint bits) {
-  return __each(
+  return __each<T>(
       [=](auto b, auto v) {
         typedef make_unsigned_t<decltype(b)> U;
         U mask = bits == 0 ? 0 : (U)((U)((U) ~(U)0 >> (sizeof(U) * 8 - bits)) << offset);
@@ -76,7 +57,7 @@ METAL_FUNC __integer<T> insert_bits(T base, T insert, uint offset, uint bits) {
 }
 template <class T>
 METAL_FUNC __integer<T> mulhi(T x, T y) {
-  return __each(
+  return __each<T>(
       [](auto a, auto b) {
         typedef decltype(a) V;
         if constexpr (sizeof(V) < 4)
@@ -100,15 +81,8 @@ METAL_FUNC __integer<T> mad24(T a, T b, T c) {
 template <class T>
 METAL_FUNC auto absdiff(T x, T y) {
   typedef make_unsigned_t<__element<T>> U;
-  typedef __like<U, T> R;
-  if constexpr (__is_vector<T>) {
-    R r;
-    for (int i = 0; i < __length<T>; ++i)
-      r[i] = x[i] > y[i] ? (U)x[i] - (U)y[i] : (U)y[i] - (U)x[i];
-    return r;
-  } else {
-    return (R)(x > y ? (U)x - (U)y : (U)y - (U)x);
-  }
+  return __each<__like<U, T>>([](U a, U b, bool is_more) { return is_more ? a - b : b - a; }, x, y,
+                              x > y);
 }
 #define __MSL_OF_TWO(name, ...)            \
   template <class T>                       \

@@ -78,10 +78,4 @@ __MSL_ATTRIBUTE(grid_origin, 0, 0, 0)
 #undef __MSL_ATTRIBUTE3
 #undef __MSL_IN_GRID
 
-// The rewriter's form of a struct copied between address spaces.
-template <class To, class From>
-METAL_FUNC void __assign(To to, From from) {
-  __builtin_memcpy((void*)(ulong)to, (const void*)(ulong)from, sizeof(*to));
-}
-
 }  // namespace metal

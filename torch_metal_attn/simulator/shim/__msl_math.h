@@ -14,48 +14,9 @@
 #define HALF_MIN ((half)6.103515625e-05f)
 #define HALF_EPSILON ((half)9.765625e-04f)
 #define MAXHALF ((half)65504.0f)
-#define M_E_F 2.71828182845904523536f
-#define M_LOG2E_F 1.44269504088896340736f
-#define M_LOG10E_F 0.43429448190325182765f
-#define M_LN2_F 0.69314718055994530942f
-#define M_LN10_F 2.30258509299404568402f
-#define M_PI_F 3.14159265358979323846f
-#define M_PI_2_F 1.57079632679489661923f
-#define M_PI_4_F 0.78539816339744830962f
-#define M_1_PI_F 0.31830988618379067154f
-#define M_2_PI_F 0.63661977236758134308f
-#define M_2_SQRTPI_F 1.12837916709551257390f
-#define M_SQRT2_F 1.41421356237309504880f
-#define M_SQRT1_2_F 0.70710678118654752440f
 #define HUGE_VALH ((half)__builtin_inff())
 #define HUGE_VALBF ((bfloat)__builtin_inff())
 #define MAXBFLOAT ((bfloat)3.38953139e+38f)
-#define M_E_H ((half)M_E_F)
-#define M_LOG2E_H ((half)M_LOG2E_F)
-#define M_LOG10E_H ((half)M_LOG10E_F)
-#define M_LN2_H ((half)M_LN2_F)
-#define M_LN10_H ((half)M_LN10_F)
-#define M_PI_H ((half)M_PI_F)
-#define M_PI_2_H ((half)M_PI_2_F)
-#define M_PI_4_H ((half)M_PI_4_F)
-#define M_1_PI_H ((half)M_1_PI_F)
-#define M_2_PI_H ((half)M_2_PI_F)
-#define M_2_SQRTPI_H ((half)M_2_SQRTPI_F)
-#define M_SQRT2_H ((half)M_SQRT2_F)
-#define M_SQRT1_2_H ((half)M_SQRT1_2_F)
-#define M_E_BF ((bfloat)M_E_F)
-#define M_LOG2E_BF ((bfloat)M_LOG2E_F)
-#define M_LOG10E_BF ((bfloat)M_LOG10E_F)
-#define M_LN2_BF ((bfloat)M_LN2_F)
-#define M_LN10_BF ((bfloat)M_LN10_F)
-#define M_PI_BF ((bfloat)M_PI_F)
-#define M_PI_2_BF ((bfloat)M_PI_2_F)
-#define M_PI_4_BF ((bfloat)M_PI_4_F)
-#define M_1_PI_BF ((bfloat)M_1_PI_F)
-#define M_2_PI_BF ((bfloat)M_2_PI_F)
-#define M_2_SQRTPI_BF ((bfloat)M_2_SQRTPI_F)
-#define M_SQRT2_BF ((bfloat)M_SQRT2_F)
-#define M_SQRT1_2_BF ((bfloat)M_SQRT1_2_F)
 #define INT_MAX 2147483647
 #define INT_MIN (-2147483647 - 1)
 #define UINT_MAX 4294967295u
@@ -65,6 +26,25 @@
 #define __METAL_FAST_MATH__ 0
 #define __METAL_MAYBE_FAST_MATH__ 0
 #define __METAL_PRECISE_MATH__ 1
+
+#define __MSL_CONSTANT(name, value)             \
+  constexpr float M_##name##_F = value##f;      \
+  constexpr half M_##name##_H = (half)value##f; \
+  constexpr bfloat M_##name##_BF = (bfloat)value##f;
+__MSL_CONSTANT(E, 2.71828182845904523536)
+__MSL_CONSTANT(LOG2E, 1.44269504088896340736)
+__MSL_CONSTANT(LOG10E, 0.43429448190325182765)
+__MSL_CONSTANT(LN2, 0.69314718055994530942)
+__MSL_CONSTANT(LN10, 2.30258509299404568402)
+__MSL_CONSTANT(PI, 3.14159265358979323846)
+__MSL_CONSTANT(PI_2, 1.57079632679489661923)
+__MSL_CONSTANT(PI_4, 0.78539816339744830962)
+__MSL_CONSTANT(1_PI, 0.31830988618379067154)
+__MSL_CONSTANT(2_PI, 0.63661977236758134308)
+__MSL_CONSTANT(2_SQRTPI, 1.12837916709551257390)
+__MSL_CONSTANT(SQRT2, 1.41421356237309504880)
+__MSL_CONSTANT(SQRT1_2, 0.70710678118654752440)
+#undef __MSL_CONSTANT
 
 namespace metal {
 
@@ -108,40 +88,29 @@ template <class A, class B>
 using __floating_common = __floating<typename __pick<A, B, __choose<A, B, true>>::type>;
 
 // In float32 for the 16-bit types, which lack functions of their own.
-template <class T, class F>
-METAL_FUNC T __in_float(F f, T x) {
+template <class T, class F, class... More>
+METAL_FUNC T __in_float(F f, T x, More... more) {
   if constexpr (__is_same(__element<T>, float))
-    return f(x);
+    return f(x, more...);
   else
-    return __mk<T>(f(__mk<__like<float, T>>(x)));
+    return __mk<T>(f(__mk<__like<float, T>>(x), __mk<__like<float, T>>(more)...));
 }
-template <class T, class F>
-METAL_FUNC T __in_float(F f, T x, T y) {
-  if constexpr (__is_same(__element<T>, float))
-    return f(x, y);
-  else
-    return __mk<T>(f(__mk<__like<float, T>>(x), __mk<__like<float, T>>(y)));
-}
-// Element by element.
-template <class T, class F>
-METAL_FUNC T __map(F f, T x) {
+// Element by element, to a type of the same length.
+template <class R, class T, class F, class... More>
+METAL_FUNC R __each(F f, T x, More... more) {
   if constexpr (__is_vector<T>) {
-    T r;
-    for (int i = 0; i < __length<T>; ++i) r[i] = (__element<T>)f((float)x[i]);
+    R r;
+    for (int i = 0; i < __length<T>; ++i)
+      r[i] = (__element<R>)f((__element<T>)x[i], (__element<More>)more[i]...);
     return r;
   } else {
-    return (T)f((float)x);
+    return (R)f(x, more...);
   }
 }
-template <class T, class F>
-METAL_FUNC T __map(F f, T x, T y) {
-  if constexpr (__is_vector<T>) {
-    T r;
-    for (int i = 0; i < __length<T>; ++i) r[i] = (__element<T>)f((float)x[i], (float)y[i]);
-    return r;
-  } else {
-    return (T)f((float)x, (float)y);
-  }
+// The same in float32.
+template <class T, class F, class... More>
+METAL_FUNC T __map(F f, T x, More... more) {
+  return __each<T, T>([f](auto... v) { return f((float)v...); }, x, more...);
 }
 
 #define __MSL_UNARY(name, builtin)                           \
@@ -291,42 +260,27 @@ METAL_FUNC __floating<T> modf(T x, T& whole) {
   return metal::copysign(x - whole, x);
 }
 template <class T>
+METAL_FUNC __floating<T> ldexp(T x, __like<int, T> exponent) {
+  return __each<T>([](float v, int e) { return __builtin_ldexpf(v, e); }, x, exponent);
+}
+template <class T>
 METAL_FUNC __floating<T> frexp(T x, __like<int, T>& exponent) {
-  if constexpr (__is_vector<T>) {
-    T r;
-    for (int i = 0; i < __length<T>; ++i) {
-      int e;
-      r[i] = (__element<T>)__builtin_frexpf((float)x[i], &e);
-      exponent[i] = e;
-    }
-    return r;
-  } else {
-    return (T)__builtin_frexpf((float)x, &exponent);
-  }
+  exponent = __each<__like<int, T>>(
+      [](float v) {
+        int e;
+        __builtin_frexpf(v, &e);
+        return e;
+      },
+      x);
+  return metal::ldexp(x, -exponent);
 }
 template <class T>
 METAL_FUNC __floating<T> frexp(T x, __like<int, T>* exponent) {
   return metal::frexp(x, *exponent);
 }
 template <class T>
-METAL_FUNC __floating<T> ldexp(T x, __like<int, T> exponent) {
-  if constexpr (__is_vector<T>) {
-    for (int i = 0; i < __length<T>; ++i)
-      x[i] = (__element<T>)__builtin_ldexpf((float)x[i], exponent[i]);
-    return x;
-  } else {
-    return (T)__builtin_ldexpf((float)x, exponent);
-  }
-}
-template <class T>
 METAL_FUNC __like<int, __floating<T>> ilogb(T x) {
-  if constexpr (__is_vector<T>) {
-    __like<int, T> r;
-    for (int i = 0; i < __length<T>; ++i) r[i] = __builtin_ilogbf((float)x[i]);
-    return r;
-  } else {
-    return __builtin_ilogbf((float)x);
-  }
+  return __each<__like<int, T>>([](float v) { return __builtin_ilogbf(v); }, x);
 }
 template <unsigned long bytes>
 struct __bits_of {
@@ -336,24 +290,21 @@ template <>
 struct __bits_of<4> {
   typedef int type;
 };
+// In steps of T's own bits.
+template <class T>
+METAL_FUNC T __next(T x, T y) {
+  if (x != x || y != y) return x + y;
+  if (x == y) return y;
+  typedef typename __bits_of<sizeof(T)>::type Bits;
+  Bits bits = __builtin_bit_cast(Bits, x);
+  if ((float)x == 0.0f)
+    return __builtin_bit_cast(T, (Bits)((float)y < 0.0f ? (Bits)1 << (sizeof(T) * 8 - 1) | 1 : 1));
+  bool away = ((float)x < (float)y) == ((float)x > 0.0f);
+  return __builtin_bit_cast(T, (Bits)(away ? bits + 1 : bits - 1));
+}
 template <class T>
 METAL_FUNC __floating<T> nextafter(T x, T y) {
-  if constexpr (__is_vector<T>) {
-    for (int i = 0; i < __length<T>; ++i)
-      x[i] = metal::nextafter((__element<T>)x[i], (__element<T>)y[i]);
-    return x;
-  } else {
-    // In steps of T's own bits.
-    if (x != x || y != y) return x + y;
-    if (x == y) return y;
-    typedef typename __bits_of<sizeof(T)>::type Bits;
-    Bits bits = __builtin_bit_cast(Bits, x);
-    if ((float)x == 0.0f)
-      return __builtin_bit_cast(T,
-                                (Bits)((float)y < 0.0f ? (Bits)1 << (sizeof(T) * 8 - 1) | 1 : 1));
-    bool away = ((float)x < (float)y) == ((float)x > 0.0f);
-    return __builtin_bit_cast(T, (Bits)(away ? bits + 1 : bits - 1));
-  }
+  return __each<T>([](auto a, auto b) { return __next(a, b); }, x, y);
 }
 template <class T>
 METAL_FUNC __floating<T> sincos(T x, T& cosine) {
@@ -383,16 +334,10 @@ METAL_FUNC T smoothstep(A low, B high, C x) {
 }
 
 // Relational functions give bool, or a vector of bool.
-#define __MSL_RELATION(name, ...)                                                   \
-  template <class T>                                                                \
-  METAL_FUNC __like<bool, __floating<T>> name(T x) {                                \
-    if constexpr (__is_vector<T>) {                                                 \
-      __like<bool, T> r;                                                            \
-      for (int i = 0; i < __length<T>; ++i) r[i] = metal::name((__element<T>)x[i]); \
-      return r;                                                                     \
-    } else {                                                                        \
-      return __VA_ARGS__;                                                           \
-    }                                                                               \
+#define __MSL_RELATION(name, ...)                                              \
+  template <class T>                                                           \
+  METAL_FUNC __like<bool, __floating<T>> name(T value) {                       \
+    return __each<__like<bool, T>>([](auto x) { return __VA_ARGS__; }, value); \
   }
 __MSL_RELATION(isnan, x != x)
 __MSL_RELATION(isinf, __builtin_isinf((float)x) != 0)

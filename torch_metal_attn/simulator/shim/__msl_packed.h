@@ -56,13 +56,6 @@ __MSL_TARGET(device)
 __MSL_TARGET(threadgroup)
 #undef __MSL_TARGET
 
-#define __MSL_PACKED(T)                                                             \
-  typedef T packed_##T##2 __attribute__((ext_vector_type(2), aligned(alignof(T)))); \
-  typedef __packed3<T> packed_##T##3;                                               \
-  typedef T packed_##T##4 __attribute__((ext_vector_type(4), aligned(alignof(T))));
-__MSL_EACH_ELEMENT(__MSL_PACKED)
-#undef __MSL_PACKED
-
 template <class T, int N>
 struct __packed_vector;
 template <class T>
@@ -82,9 +75,14 @@ using packed_vec = typename __packed_vector<T, N>::type;
 
 }  // namespace metal
 
-#define __MSL_PACKED(T)       \
-  using metal::packed_##T##2; \
-  using metal::packed_##T##3; \
-  using metal::packed_##T##4;
+#define __MSL_PACKED(T)                          \
+  typedef metal::packed_vec<T, 2> packed_##T##2; \
+  typedef metal::packed_vec<T, 3> packed_##T##3; \
+  typedef metal::packed_vec<T, 4> packed_##T##4; \
+  namespace metal {                              \
+  using ::packed_##T##2;                         \
+  using ::packed_##T##3;                         \
+  using ::packed_##T##4;                         \
+  }
 __MSL_EACH_ELEMENT(__MSL_PACKED)
 #undef __MSL_PACKED

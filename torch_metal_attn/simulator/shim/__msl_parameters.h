@@ -56,16 +56,17 @@ struct __parameter_type {
   uint unpadded_bytes;  // the same without the padding of a vector of three
   uchar scalar;
   bool is_reference;
+  bool exists;  // given the function constants
 };
 template <class P>
-constexpr __parameter_type __parameter_type_of() {
+constexpr __parameter_type __parameter_type_of(bool exists) {
   typedef __remove_pointer(__remove_reference_t(P)) Pointee;
   typedef __remove_all_extents(Pointee) Element;
   typedef remove_cv_t<Element> Value;
   typedef typename __scalar_of<Value>::type Scalar;
   const uint bytes = __bytes_of<Pointee>;
   const uint unpadded = __is_vector<Value> ? __length<Value> * __bytes_of<Scalar> : bytes;
-  return {bytes, unpadded, __scalar_number<Scalar>, __is_reference(P)};
+  return {bytes, unpadded, __scalar_number<Scalar>, __is_reference(P), exists};
 }
 
 }  // namespace metal

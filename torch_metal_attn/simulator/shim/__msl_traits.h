@@ -168,23 +168,26 @@ struct numeric_limits {
 };
 template <class T>
 struct numeric_limits<const T> : numeric_limits<T> {};
-#define __MSL_INTEGER(T, MIN, MAX)                                    \
-  template <>                                                         \
-  struct numeric_limits<T> {                                          \
-    static constexpr constant bool is_specialized = true;             \
-    static constexpr constant bool is_integer = true;                 \
-    static constexpr constant bool is_exact = true;                   \
-    static constexpr constant bool is_signed = (MIN) != 0;            \
-    static constexpr constant bool has_infinity = false;              \
-    static constexpr constant bool has_quiet_NaN = false;             \
-    static constexpr constant int radix = 2;                          \
-    static constexpr constant int digits = sizeof(T) * 8 - is_signed; \
-    static constexpr T min() { return MIN; }                          \
-    static constexpr T lowest() { return MIN; }                       \
-    static constexpr T max() { return MAX; }                          \
-    static constexpr T epsilon() { return 0; }                        \
-    static constexpr T infinity() { return 0; }                       \
-    static constexpr T quiet_NaN() { return 0; }                      \
+template <bool Integer, bool Signed, int Digits>
+struct __limits {
+  static constexpr constant bool is_specialized = true;
+  static constexpr constant bool is_integer = Integer;
+  static constexpr constant bool is_exact = Integer;
+  static constexpr constant bool is_signed = Signed;
+  static constexpr constant bool has_infinity = !Integer;
+  static constexpr constant bool has_quiet_NaN = !Integer;
+  static constexpr constant int radix = 2;
+  static constexpr constant int digits = Digits;
+};
+#define __MSL_INTEGER(T, MIN, MAX)                                                      \
+  template <>                                                                           \
+  struct numeric_limits<T> : __limits<true, (MIN) != 0, sizeof(T) * 8 - ((MIN) != 0)> { \
+    static constexpr T min() { return MIN; }                                            \
+    static constexpr T lowest() { return MIN; }                                         \
+    static constexpr T max() { return MAX; }                                            \
+    static constexpr T epsilon() { return 0; }                                          \
+    static constexpr T infinity() { return 0; }                                         \
+    static constexpr T quiet_NaN() { return 0; }                                        \
   };
 __MSL_INTEGER(bool, false, true)
 __MSL_INTEGER(char, -128, 127)
@@ -199,16 +202,8 @@ __MSL_INTEGER(ulong, 0, 18446744073709551615ul)
 #undef __MSL_INTEGER
 #define __MSL_FLOAT(T, BITS, DIGITS, MAX_EXPONENT, MIN, MAX, EPSILON, DENORM_MIN, INF, NAN_BITS) \
   template <>                                                                                    \
-  struct numeric_limits<T> {                                                                     \
-    static constexpr constant bool is_specialized = true;                                        \
-    static constexpr constant bool is_integer = false;                                           \
-    static constexpr constant bool is_exact = false;                                             \
-    static constexpr constant bool is_signed = true;                                             \
-    static constexpr constant bool has_infinity = true;                                          \
-    static constexpr constant bool has_quiet_NaN = true;                                         \
+  struct numeric_limits<T> : __limits<false, true, DIGITS> {                                     \
     static constexpr constant bool is_iec559 = true;                                             \
-    static constexpr constant int radix = 2;                                                     \
-    static constexpr constant int digits = DIGITS;                                               \
     static constexpr constant int max_exponent = MAX_EXPONENT;                                   \
     static constexpr constant int min_exponent = 3 - MAX_EXPONENT;                               \
     static constexpr T min() { return as_type<T>((BITS)MIN); }                                   \

@@ -6,7 +6,6 @@
 // thread by masking the stack pointer.
 #pragma once
 
-#define MSL_ABI_VERSION 6u
 #define MSL_REGION_BYTES (1ul << 28)
 #define MSL_SIMD_WIDTH 32u
 
@@ -134,7 +133,6 @@ struct __msl_product {
 // The engine's functions for an image. `site` is an address that tells one operation of the source
 // from another.
 struct __msl_engine {
-  unsigned version;
   __msl_pair (*matrix)(__msl_combine combine, __msl_pair a, __msl_pair b, __msl_pair c,
                        const void* site);
   // Plain images only: where this lane leaves its elements of a batch's operands (llvm/batches.py).

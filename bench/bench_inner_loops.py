@@ -1,0 +1,200 @@
+"""The inner loops of attention and its gradients beside MLX's and PyTorch's, and features' costs.
+
+A row is what a thread executes per 32 keys and 8 query rows, all of which are visible; on tensor
+tiles 16 rows. The kernels that walk over queries (dkv) have a row per 32 queries and 8 or 16 keys,
+which are as many scores. Where two SIMD groups of a gradient share rows, it is what both do.
+Nothing here says what it costs on a GPU.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.features import OF_LENGTHS, OfLengths
+from bench.inner_loop import COLUMNS, LENGTHS, slopes
+from bench.tables import print_table
+from tests.outside import peers, tensor_peers
+from torch_metal_attn import simulate
+from torch_metal_attn.reference import attention
+from torch_metal_attn.runtime.tensor_tiles import on_m5
+from torch_metal_attn.simulator import Counters
+from torch_metal_attn.tools.tune import tiles
+
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.float16, torch.bfloat16)
+OWNED = 64  # rows of the side that a kernel owns: a multiple of every tile
+GRADIENTS = ("flash_bwd_dq", "flash_bwd_dkv")
+TENSOR_GRADIENTS = tuple(f"{kernel}_tensor" for kernel in GRADIENTS)
+TENSOR_COLUMNS = (
+    *("products", "device loads", "device loads (bytes)", "converts", "exps", "floats"),
+    *("integers", "addresses", "selects", "shuffles", "barriers"),
+)
+PEERS: dict[str, Callable[..., tuple[Tensor, Counters]]] = {
+    "MLX 0.32.4 steel_attention": peers.mlx_steel_attention,
+    "torch 2.15.0 prefill_attention": peers.torch_prefill_attention,
+}
+TENSOR_PEERS: dict[str, Callable[..., tuple[Tensor, Counters]]] = {
+    "MLX 0.32.4 steel_attention_nax": tensor_peers.mlx_nax_attention,
+    "torch 2.15.0 prefill_attention_mpp": tensor_peers.torch_mpp_attention,
+}
+
+
+def operands(q_length: int, kv_length: int, head_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    """q, k and v of one head."""
+    lengths = (q_length, kv_length, kv_length)
+    return [torch.randn(1, 1, length, head_dim).to(dtype) for length in lengths]
+
+
+def run(
+    kernel: str,
+    q_length: int,
+    kv_length: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    q_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> tuple[Counters, dict[str, str]]:
+    """Counters and defines of one kernel, in a forward of one head or in its backward.
+
+    The backward is as autograd calls it. q_dtype: of q, if it is not that of k and v.
+    """
+    q, k, v = operands(q_length, kv_length, head_dim, dtype)
+    q = q.to(q_dtype or dtype)
+    with on_m5() if kernel.endswith("tensor") else nullcontext(), simulate(count=True) as session:
+        if "fwd" in kernel:
+            torch.ops.metal_attn.flash_fwd(q, k, v, **options)
+        else:
+            out, lse = attention(q, k, v, **options)
+            torch.ops.metal_attn_simulator.flash_bwd(
+                torch.randn_like(q), None, q, k, v, out, lse, exact_delta=True, **options
+            )
+    defines = next(launch.defines for launch in session.launches if launch.kernel == kernel)
+    return session.counters[kernel], defines
+
+
+def lengths(kernel: str, walked: int) -> tuple[int, int]:
+    """q_length and kv_length of a kernel that walks over this many rows."""
+    return (walked, OWNED) if "dkv" in kernel else (OWNED, walked)
+
+
+def looped(kernel: str, counted: Iterable[Counters]) -> dict[str, float]:
+    """The counts of a row. counted: of LENGTHS."""
+    columns, rows = COLUMNS, 8
+    if kernel.endswith("tensor") or kernel in TENSOR_PEERS:
+        columns, rows = TENSOR_COLUMNS, 16
+    if kernel in TENSOR_GRADIENTS:
+        columns += ("tg loads", "tg stores")
+    return slopes(counted, OWNED / rows, columns)
+
+
+def ours(
+    kernel: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    options: OfLengths = OF_LENGTHS["none"],
+    q_dtype: torch.dtype | None = None,
+) -> dict[str, float]:
+    """Counts of the specialisation that the op chooses. options: a feature's arguments."""
+
+    def counters(walked: int) -> Counters:
+        sizes = (*lengths(kernel, walked), head_dim, dtype)
+        return run(kernel, *sizes, q_dtype, **options(*sizes))[0]
+
+    return looped(kernel, map(counters, LENGTHS))
+
+
+def unstaged(head_dim: int, dtype: torch.dtype) -> dict[str, float]:
+    """Counts of a tile whose SIMD groups read K and V themselves, with registers for M1 and M2."""
+    tile = f"V_SLICE={head_dim} BLOCK_K=32 SIMDGROUPS=4"
+    places = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
+    with tiles.forced({"flash_fwd": f"{tile} {places}"}):
+        return ours("flash_fwd", head_dim, dtype)
+
+
+def peer_cells(name: str, head_dim: int, dtype: torch.dtype) -> list[Any]:
+    """The counts of another project's kernel, or why there are none."""
+    attend = (PEERS | TENSOR_PEERS)[name]
+    problems = (operands(OWNED, length, head_dim, dtype) for length in LENGTHS)
+    try:
+        return [*looped(name, (attend(*qkv, count=True)[1] for qkv in problems)).values()]
+    except peers.PeerUnavailable as error:
+        return [f"not counted: {error}"]
+
+
+def tile(kernel: str, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Rows that a SIMD group owns, rows of a block of the walked side, and slices of the result."""
+    _, defines = run(kernel, *lengths(kernel, 128), head_dim, dtype)
+    walks_queries = kernel == "flash_bwd_dkv"
+    columns = int(defines["DK_SLICE" if walks_queries else "DQ_SLICE"])
+    block = int(defines["BLOCK_Q" if walks_queries else "BLOCK_K"])
+    return 8 * int(defines["ROW_FRAGMENTS"]), block, -(-head_dim // columns)
+
+
+# Of the gradients: without those that dq and dkv do alike, or do not have.
+FEATURES = {
+    name: OF_LENGTHS[name]
+    for name in (
+        *("none", "causal", "window", "chunk", "seqused_k", "bool mask", "bias", "softcap"),
+        *("ALiBi", "sink", "rotary of q and k"),
+    )
+}
+
+
+def forward_rows() -> Iterator[list[Any]]:
+    """Full attention, by every kernel."""
+    for about in product(HEAD_DIMS, DTYPES):
+        yield ["flash_fwd", *about, *ours("flash_fwd", *about).values()]
+        wide = ours("flash_fwd", *about, q_dtype=torch.float32)
+        yield ["flash_fwd, float32 queries", *about, *wide.values()]
+        yield ["flash_fwd, nothing staged", *about, *unstaged(*about).values()]
+        for name in PEERS:
+            yield [name, *about, *peer_cells(name, *about)]
+
+
+def gradient_rows() -> Iterator[list[Any]]:
+    """Full attention, and each kernel's tile."""
+    for head_dim, dtype, kernel in product(HEAD_DIMS, DTYPES, GRADIENTS):
+        owned, block, slices = tile(kernel, head_dim, dtype)
+        name = f"{kernel}, {owned} rows, blocks of {block}, {slices} slices"
+        yield [name, head_dim, dtype, *ours(kernel, head_dim, dtype).values()]
+
+
+def feature_rows() -> Iterator[list[Any]]:
+    """Each feature by itself; of the gradients where the head dim is 64."""
+    problems = [("flash_fwd", *each) for each in product(HEAD_DIMS, OF_LENGTHS)]
+    problems += [(kernel, 64, name) for kernel, name in product(GRADIENTS, FEATURES)]
+    for kernel, head_dim, name in problems:
+        cells = ours(kernel, head_dim, torch.float16, OF_LENGTHS[name]).values()
+        yield [f"{kernel}: {name}", head_dim, torch.float16, *cells]
+
+
+def tensor_rows() -> Iterator[list[Any]]:
+    """Every forward in 16 bit, and ours in float32."""
+    for about in product(HEAD_DIMS, DTYPES):
+        yield ["flash_fwd_tensor", *about, *ours("flash_fwd_tensor", *about).values()]
+        for name in TENSOR_PEERS:
+            yield [name, *about, *peer_cells(name, *about)]
+    for head_dim in HEAD_DIMS:
+        cells = ours("flash_fwd_tensor", head_dim, torch.float32).values()
+        yield ["flash_fwd_tensor", head_dim, torch.float32, *cells]
+
+
+def tensor_gradient_rows() -> Iterator[list[Any]]:
+    """Both kernels in every dtype."""
+    problems = product(HEAD_DIMS, (*DTYPES, torch.float32), TENSOR_GRADIENTS)
+    for head_dim, dtype, kernel in problems:
+        yield [kernel, head_dim, dtype, *ours(kernel, head_dim, dtype).values()]
+
+
+if __name__ == "__main__":
+    about = ("D", "dtype")
+    print_table(["kernel", *about, *COLUMNS], forward_rows())
+    print_table(["kernel, rows a SIMD group owns", *about, *COLUMNS], gradient_rows())
+    print_table(["feature", *about, *COLUMNS], feature_rows())
+    print_table(["kernel", *about, *TENSOR_COLUMNS], tensor_rows())
+    columns = ("kernel", *about, *TENSOR_COLUMNS, "tg loads", "tg stores")
+    print_table(columns, tensor_gradient_rows())

@@ -1,0 +1,192 @@
+"""Two sequences of a cache of any kind, beside the rows that they must hold, in float64."""
+
+import torch
+
+from torch_metal_attn import flash_attn_with_kvcache
+from torch_metal_attn.call.visibility import depths, tree_rows
+from torch_metal_attn.kv_cache import LatentCache, PagedKVCache, StaticKVCache, StaticLatentCache
+from torch_metal_attn.quantisation import dequantise, quantise
+from torch_metal_attn.reference import attention
+from torch_metal_attn.testing.judge import normal, on
+from torch_metal_attn.with_kvcache import VERIFY_QUERIES
+
+# Of every step, whose kernels the tests then share, as are the numbers of queries: at most 8 rows.
+STEP = {"softmax_scale": 0.3, "causal": True, "softcap": 5.0, "num_splits": 2}
+STEP |= {"learnable_sink": normal(2, seed=5)}
+CLASSES = {
+    "static": (StaticKVCache, 2, 300, 1, 96, 64),
+    "paged": (PagedKVCache, 40, 16, 1, 96, 64),
+    "static latent": (StaticLatentCache, 2, 300, 64, 32),
+    "paged latent": (LatentCache, 40, 16, 64, 32),
+}
+TREES = ("parents", "tree_mask")
+# Of float32 results near 1, whose rows are compared as they are stored.
+TOLERANCE = 4e-6
+
+
+def tables(columns, rows=300):
+    angles = normal(rows, columns // 2, seed=1)
+    return {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+
+
+class Sequences:
+    """Rows are given in float32, whatever the cache keeps of them."""
+
+    def __init__(self, kind, device="cpu", **options):
+        self.paged, self.latent = "paged" in kind, "latent" in kind
+        self.device, self.dtype = device, options.setdefault("dtype", torch.float32)
+        make, *sizes = CLASSES[kind]
+        self.cache = make(*sizes, device=device, **options)
+        self.ids = [self.cache.allocate(), self.cache.allocate()] if self.paged else [0, 1]
+        self.rows = [[torch.zeros(1, 0, 96), torch.zeros(1, 0, 64)] for _ in range(2)]
+        self.formats = options.get("format"), options.get("v_format", options.get("format"))
+        self.hadamard = options.get("hadamard", 0)
+        self.recent = options.get("recent", 0)
+        self.room = self.recent + VERIFY_QUERIES if self.recent else 0
+        self.exact = [0, 0]  # the first row of each that must be in full precision
+
+    def own(self):
+        """The first arguments of a method: ids only for pages."""
+        return [self.ids] if self.paged else []
+
+    def given(self, *tensors):
+        """The arguments of a method: of latents keys only."""
+        tensors = tensors[:-1] if self.latent else tensors
+        on_device = (x.to(self.device) if torch.is_tensor(x) else x for x in tensors)
+        return [*self.own(), *on_device]
+
+    def new(self, length, seed):
+        k = normal(2, 1, length, 96, seed=seed)
+        return k, k[..., :64] if self.latent else normal(2, 1, length, 64, seed=seed + 1)
+
+    def add(self, k, v):
+        for b, rows in enumerate(self.rows):
+            rows[:] = [torch.cat([old, new[b]], 1) for old, new in zip(rows, (k, v), strict=True)]
+            self.exact[b] = max(self.exact[b], len(rows[0][0]) - self.room)
+
+    def append(self, length, seed, **rotary):
+        k, v = self.new(length, seed)
+        self.cache.append(*self.given(k, v), **on(self.device, rotary))
+        self.add(self.rotated(k, rotary), v)
+
+    def rotated(self, x, options):
+        """x, whose last columns are rotated by each sequence's own positions."""
+        if "rotary_cos" not in options:
+            return x
+        tree = tree_rows(options.get("parents"), options.get("tree_mask"))
+        # A token of a tree is rotated by its depth.
+        after = torch.arange(x.shape[2]) if tree is None else depths(tree)
+        positions = torch.tensor(self.lengths())[:, None] + after
+        cos, sin = options["rotary_cos"], options["rotary_sin"]
+        first = x.shape[3] - 2 * cos.shape[1]
+        interleaved = options.get("rotary_interleaved", False)
+        tail, _ = torch.ops.metal_attn.rope(
+            x[..., first:], None, cos, sin, positions=positions, interleaved=interleaved
+        )
+        return torch.cat([x[..., :first], tail], -1)
+
+    def lengths(self):
+        return [len(k[0]) for k, _ in self.rows]
+
+    def slots(self):
+        if self.paged:
+            return [self.cache._sequences[id].slot for id in self.ids]
+        return self.cache._rows
+
+    def first(self):
+        """The first row of each sequence that is still in full precision."""
+        held = self.cache._storage.recent._held[0]
+        kept = [held[slot] for slot in self.slots()]
+        return [
+            first if end == length else length
+            for (first, end), length in zip(kept, self.lengths(), strict=True)
+        ]
+
+    def stored(self, b):
+        """Rows of sequence b in float64, those before the exact ones as codes round them."""
+        near = []
+        for x, format in zip(self.rows[b], self.formats, strict=True):
+            x, before = x.to(self.dtype), self.exact[b]
+            if format:
+                codes = quantise(x, format, hadamard=self.hadamard)
+                codes = dequantise(*codes, torch.float32, hadamard=self.hadamard)
+                x = torch.cat([codes[:, :before], x[:, before:]], 1)
+            near.append(x[None].double())
+        return [near[0], near[0][..., :64]] if self.latent else near
+
+    def check(self, out, q, options):
+        """What a step returned, by float64."""
+        unseen = ("rotary", "num_splits")
+        seen = {name: x for name, x in options.items() if not name.startswith(unseen)}
+        assert self.cache.seqlens(*self.own()).tolist() == self.lengths()
+        for b in range(2):
+            own = {n: x[b : b + 1] for n, x in seen.items() if n in TREES and len(x.shape) > 1}
+            expected, _ = attention(
+                q[b : b + 1].double(), *self.stored(b), compute_dtype=torch.float64, **seen | own
+            )
+            error = (out[b : b + 1].cpu().double() - expected).abs().max()
+            assert error <= TOLERANCE, f"sequence {b}: {error}"
+
+    def step(self, length, seed, options=None):
+        """A step of the cache, checked. options: of decode_step, besides STEP."""
+        given = STEP | (options or {})
+        q = normal(2, 2, length, 96, seed=seed + 7)
+        k, v = self.new(length, seed)
+        out = self.cache.decode_step(*self.given(q, k, v), **on(self.device, given))
+        q = self.rotated(q, given)
+        self.add(self.rotated(k, given), v)
+        assert not self.recent or self.first() == self.exact
+        self.check(out, q, given)
+
+    def attend(self, length, seed):
+        """`flash_attn_with_kvcache` on the cache's tensors, which writes the new rows itself."""
+        q = normal(2, 2, length, 96, seed=seed + 7)
+        k, v = self.new(length, seed)
+        where = {"cache_seqlens": self.cache.seqlens(*self.own())}
+        if self.paged:
+            self.cache.reserve(self.ids, length)
+            where["block_table"] = self.cache.block_table(self.ids)
+        else:
+            where["cache_batch_idx"] = self.cache.cache_batch_idx()
+        (layer,) = self.cache.layers
+        k_here, v_here = (x.transpose(1, 2).to(self.device) for x in (k, v))
+        out = flash_attn_with_kvcache(
+            q.transpose(1, 2).to(self.device),
+            *(layer.k_cache, layer.v_cache, k_here),
+            k_here[..., :64] if self.latent else v_here,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
+            hadamard=layer.hadamard,
+            **where,
+            **on(self.device, STEP),
+        )
+        self.cache.advance(*self.own(), length)
+        self.add(k, v)
+        self.exact = self.lengths()  # nothing else kept these rows
+        self.check(out.transpose(1, 2), q, STEP)
+
+    def accept(self, paths, trees):
+        """Keep a path of each sequence's tree; of trees that do not fit, no row is exact then."""
+        self.cache.accept(self.ids, paths, trees)
+        for b, (path, tree) in enumerate(zip(paths, trees, strict=True)):
+            old = self.lengths()[b] - len(tree)
+            kept = [*range(old), *(old + token for token in path)]
+            self.rows[b] = [x[:, kept] for x in self.rows[b]]
+            self.exact[b] = min(self.exact[b], len(kept)) if self.exact[b] <= old else len(kept)
+
+    def truncate(self, b, length):
+        self.cache.truncate(self.ids[b], length)
+        self.rows[b] = [x[:, :length] for x in self.rows[b]]
+        self.exact[b] = min(self.exact[b], length)
+
+    def swap(self, origins):
+        """Sequence b continues sequence origins[b]."""
+        if not self.paged:
+            self.cache.reorder(origins)
+        else:
+            copies = [self.cache.fork(self.ids[origin]) for origin in origins]
+            for id in self.ids:
+                self.cache.free(id)
+            self.ids = copies
+        self.rows = [list(self.rows[origin]) for origin in origins]
+        self.exact = [self.exact[origin] for origin in origins]

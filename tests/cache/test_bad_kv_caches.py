@@ -93,13 +93,7 @@ REFUSED = [
     (lambda c: c.append(0, some_rows(), some_rows()), "ids is 0; it must be a sequence of int"),
     (lambda c: c.append([0], None, some_rows()), "k is a NoneType; it must be a tensor"),
     (lambda c: c.reserve([0], 1.5), "length is 1.5; it must be an int"),
-    (lambda c: c.seqlens(resized(torch.tensor([0]), 0)), r"ids has shape \(1,\) .* of 0 bytes"),
-    (
-        lambda c: c.accept([0], resized(torch.tensor([[0]]), 0), [[-1]]),
-        r"paths has shape \(1, 1\) .* of 0 bytes",
-    ),
     (lambda c: c.reserve([0], resized(torch.tensor(1), 0)), r"length has shape \(\) .* of 0 bytes"),
-    (lambda c: c.free([0]), r"id is \[0\]; it must be an int"),
     (
         lambda c: PagedKVCache(2**63, 4, 2, 8),
         "num_pages is 9223372036854775808; it must fit",

@@ -52,8 +52,15 @@ def test_random_steps(backend, kind):
     held.step(2, 5)
 
 
-@pytest.mark.parametrize("kind, interleaved", [("static", False), ("paged latent", True)])
-def test_rotation(kind, interleaved):
+@pytest.mark.parametrize(
+    "backend, kind, interleaved",
+    [
+        ("reference", "static", False),
+        *((backend, "paged latent", True) for backend in ("reference", "simulator")),
+    ],
+    indirect=["backend"],
+)
+def test_rotation(backend, kind, interleaved):
     """By the row's own position in both kinds of rows, and of each query."""
     held = made(kind)
     options = TABLES | {"rotary_interleaved": interleaved, "rotary_first_column": 80}
@@ -79,7 +86,7 @@ def test_trees(backend, kind):
     held.step(1, 13)
 
 
-@each_run
+@pytest.mark.parametrize("backend, kind", RUNS[: len(KINDS)], indirect=["backend"])
 def test_rows_that_others_wrote(backend, kind):
     """Rows that another op wrote are read as codes, and the next ones in full precision."""
     held = made(kind)

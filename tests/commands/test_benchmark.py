@@ -325,11 +325,6 @@ class TestShapes:
             ("decode", 1, 128),
         ]
 
-    def test_a_file(self, tmp_path):
-        path = tmp_path / "shapes.json"
-        path.write_text(json.dumps([{"kind": "decode", "length": 1}, SMALL]))
-        assert parsed("--shapes", str(path)) == [Shape("decode", length=1), Shape(**SMALL)]
-
     def test_the_shape_of_q(self):
         (shape,) = parsed("--shape", "2", "6", "100", "64", "--kv-heads", "3", "--causal")
         assert shape == Shape("forward", 2, 6, 3, 100, 100, 64, causal=True)

@@ -56,12 +56,9 @@ def example(name, *kernels, **more):
 WHOLE, BIAS = ["flash_bwd_dq", "flash_bwd_dkv"], ["flash_bwd_bias"]
 # Arguments of each op, and the kernels that it runs.
 CALLS = {
-    "flash_fwd": (lambda: (tuple(attention()), {"causal": True}), ["flash_fwd"]),
+    "flash_fwd": example("flash_fwd"),
     "flash_varlen_fwd": (lambda: (packed(), {}), ["flash_fwd"]),
-    "flash_decode": (
-        lambda: (tuple(attention()), {"num_splits": 2}),
-        ["flash_decode", "merge_splits"],
-    ),
+    "flash_decode": example("flash_decode", "flash_decode", "merge_splits", num_splits=2),
     "decode_step": example("decode_step", "flash_decode", "merge_splits", num_splits=3),
     "flash_bwd": (gradient(whole=True), WHOLE),
     "flash_varlen_bwd": (gradient(packed, whole=True), WHOLE),

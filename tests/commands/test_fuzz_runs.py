@@ -151,6 +151,9 @@ def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
     assert "print(testing.check(testing.Deadly(call='dies')))" in capsys.readouterr().out
 
 
+NO_MASK = {"family": "Attention", "call": "scaled_dot_product_attention", "attn_mask": " "}
+
+
 class TestCommand:
     @pytest.fixture
     def fuzzing(self, monkeypatch, tmp_path):
@@ -198,7 +201,12 @@ class TestCommand:
         assert "2 cases ran" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
-        "text", ["", "{}", '{"failures": [{"case": {"family": "x"}}]}', "[" * 10**5], ids=len
+        "text",
+        [
+            *("", "{}", '{"failures": [{"case": {"family": "x"}}]}', "[" * 10**5),
+            json.dumps({"failures": [{"case": NO_MASK}]}),
+        ],
+        ids=len,
     )
     def test_what_is_no_report(self, text, tmp_path, capsys):
         path = tmp_path / "x.json"

@@ -135,13 +135,6 @@ def shrunk(*shape, dtype=torch.float32):
 ROWS, TOKENS = torch.ones(2, 2, 8), torch.ones(2, 4, 8)
 # Functions that compute with torch before any op sees the tensor.
 WITHOUT_MEMORY = {
-    "x": lambda: quantisation.quantise(shrunk(4, 64), "q8_0"),
-    "data": lambda: quantisation.to_ggml(
-        shrunk(4, 64, dtype=torch.int8), torch.ones(4, 2, dtype=torch.float16)
-    ),
-    "scale": lambda: quantisation.dequantise(
-        torch.ones(4, 64, dtype=torch.int8), shrunk(4, 2, dtype=torch.float16), torch.float32
-    ),
     "blocks": lambda: quantisation.from_ggml(shrunk(4, 34, dtype=torch.uint8), "q8_0"),
     "attention_mask": lambda: bert_padding.unpad_input(TOKENS, shrunk(2, 4, dtype=torch.int32)),
     "slot_mapping": lambda: vllm.reshape_and_cache_flash(

@@ -283,19 +283,13 @@ def test_a_slot_of_rope_without_memory_holds_another(any_fake):
 
 
 @each_case("empty", [{"batch": 0}, {"length": 0}, {"heads": 0, "kv_heads": 0}])
-def test_nothing_to_rotate_launches_nothing(any_fake, empty):
+def test_without_rows_nothing_is_launched(any_fake, empty):
     q, k, cos, sin = make_problem(**empty)
     any_fake.ops.rope(q, k, cos, sin)
     any_fake.ops.rope_(q, k, cos, sin)
     any_fake.ops.rope_tables(torch.zeros(4), torch.arange(0))
-    assert any_fake.log() == []
-
-
-@each_case("shape", [(0, 2, 8, 16), (1, 0, 8, 16), (1, 2, 0, 16)])
-def test_flash_fwd_without_queries_launches_nothing(any_fake, shape):
-    q = torch.empty(shape)
     out, lse = any_fake.ops.flash_fwd(q, q, q)
-    assert (out.shape, lse.shape) == (shape, shape[:3])
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     assert any_fake.log() == []
 
 

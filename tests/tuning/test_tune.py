@@ -107,14 +107,6 @@ class TestOnAFakeClock:
         turns = fake_gpu.calls[len(tiles) * first :][: 2 * first]
         assert len(set(turns)) == 2
 
-    def test_tiles_take_turns_and_run_as_forced(self, fake_gpu, run):
-        run({}, rounds=2)
-        tiles = list(dict.fromkeys(fake_gpu.calls))
-        count = len(candidates())
-        assert len(tiles) == count
-        # After two calls of each.
-        assert fake_gpu.calls[2 * count : 4 * count] == [*tiles, *tiles[::-1]]
-
     def test_training_has_three_kernels_each_with_its_best(self, fake_gpu, run):
         q, k = torch.zeros(1, 2, 100, 16), torch.zeros(1, 1, 200, 16)
         kernels = explain(q, k, k, backward=True).training.kernels

@@ -57,13 +57,16 @@ class LayerCache:
     values_in_keys: bool = False
     hadamard: int = 0
 
+    def __post_init__(self) -> None:
+        if self.values_in_keys:
+            for name, keys in (("v_cache", self.k_cache), ("v_scale", self.k_scale)):
+                if keys is not None:
+                    self.__dict__[name] = keys[..., : getattr(self, name).shape[-1]]
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Unpickled tensors do not share memory, and only k_cache is written and copied.
-        if state["values_in_keys"]:
-            for v, k in (("v_cache", "k_cache"), ("v_scale", "k_scale")):
-                if state[v] is not None:
-                    state[v] = state[k][..., : state[v].shape[-1]]
         self.__dict__.update(state)
+        self.__post_init__()
 
     def by_block(self) -> list[Tensor]:
         """The tensors that have blocks, each element once: not fp8_e4m3's scales per head."""
@@ -151,7 +154,7 @@ class Storage:
         self._sizes = num_kv_heads, head_dim, v_head_dim, num_layers, dtype, device
         self._rows, self._layout = rows, layout
 
-        def empty(columns: int, dtype: torch.dtype) -> Tensor:
+        def empty(blocks: int, columns: int, dtype: torch.dtype) -> Tensor:
             if layout == "NHD":
                 shape = (blocks, rows, num_kv_heads, columns)
                 return torch.zeros(shape, dtype=dtype, device=device)
@@ -159,27 +162,23 @@ class Storage:
             return torch.zeros(shape, dtype=dtype, device=device).transpose(1, 2)
 
         def operand(
-            columns: int, format: str | None, scale: Tensor | None
+            blocks: int, columns: int, format: str | None, scale: Tensor | None
         ) -> tuple[Tensor, Tensor | None]:
             if format is None:
-                return empty(columns, dtype), None
+                return empty(blocks, columns, dtype), None
             data_columns, scale_columns = sizes(format, columns)
-            data = empty(data_columns, DTYPES[format])
+            data = empty(blocks, data_columns, DTYPES[format])
             if format == "fp8_e4m3":
                 ones = torch.ones(num_kv_heads, device=device)
                 return data, ones if scale is None else scale
-            return data, empty(scale_columns, torch.float16)
+            return data, empty(blocks, scale_columns, torch.float16)
 
         self.layers = []
         for _ in range(num_layers):
-            k, own_k_scale = operand(head_dim, format, k_scale)
-            if values_in_keys:
-                columns, scales = sizes(format, v_head_dim) if format else (v_head_dim, 0)
-                v, own_v_scale = k[..., :columns], own_k_scale
-                if own_k_scale is not None and format != "fp8_e4m3":
-                    own_v_scale = own_k_scale[..., :scales]
-            else:
-                v, own_v_scale = operand(v_head_dim, v_format, v_scale)
+            k, own_k_scale = operand(blocks, head_dim, format, k_scale)
+            # Values in the keys have no blocks of their own, and tell their columns alone.
+            v_blocks = 0 if values_in_keys else blocks
+            v, own_v_scale = operand(v_blocks, v_head_dim, v_format, v_scale)
             self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale, values_in_keys, hadamard))
         self.recent = RecentRows(self, recent) if recent else NoRecentRows()
 

@@ -78,7 +78,7 @@ def read(path: Path) -> list[Case]:
     try:
         failures = json.loads(path.read_text(encoding="utf-8"))["failures"]
         return [from_json(failure["case"]) for failure in failures]
-    except (KeyError, RecursionError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise BadReport(f"{path} is not a report of fuzz that can be replayed: {reason}") from None
 

@@ -101,9 +101,12 @@ def _figure(
                     label=series if name in ("", "metal_attn") else None,
                 )
         axis.axhline(level, color="grey", linewidth=0.8, linestyle=":")
-        axis.set_xscale("log", base=2)
         lengths = sorted({_length(r) for r in data["results"] if r["shape"]["kind"] == kind})
+        axis.set_xscale("log", base=2)
+        axis.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.2)  # also where no shape has a point
         axis.set_xticks(lengths, minor=False)
+        # Without a point there is nothing that a logarithmic axis can take its limits from.
+        axis.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.2)
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}"))
         axis.set_ylim(0, 1.08 * highest)
         axis.set_title(kind)

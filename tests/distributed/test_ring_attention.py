@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental import local_map
 from torch.utils.checkpoint import checkpoint
 
 from tests.attention import flash_fwd_check
 from tests.distributed import ring_cases
+from torch_metal_attn import flash_attn_func
 from torch_metal_attn.distributed import ring_attention
 
 FORWARD = ["flash_fwd"]
@@ -57,6 +61,18 @@ def test_compile_and_checkpoint(alone):
     expected = gradient(attend)
     assert torch.equal(gradient(torch.compile(attend, backend="eager")), expected)
     assert torch.equal(gradient(lambda x: checkpoint(attend, x, use_reentrant=False)), expected)
+
+
+def test_sharded_tensors(alone):
+    """They are refused with the advice, which works."""
+    mesh, heads = init_device_mesh("cpu", (1,)), Shard(2)
+    qkv = flash_fwd_check.make_qkv(q_length=7, kv_length=7)
+    sharded = [distribute_tensor(x, mesh, [heads]) for x in qkv]
+    with pytest.raises(NotImplementedError, match=r"q is a DTensor.*q\.to_local\(\).*local_map"):
+        flash_attn_func(*sharded)
+    places = {"out_placements": [heads], "in_placements": ([heads],) * 3, "device_mesh": mesh}
+    out = local_map(flash_attn_func, **places)(*sharded)
+    assert torch.equal(out.full_tensor(), flash_attn_func(*qkv))
 
 
 def test_second_derivatives(alone):

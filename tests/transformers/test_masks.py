@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -256,6 +257,43 @@ class TestMaskFunction:
         mask = metal_attention_mask(**call)
         assert (mask.dtype == torch.int32) == (kept >= q_offset - 19)
         assert torch.equal(expanded(mask, 2, 9, kept + 9), dense(call))
+
+
+class TestHiddenValues:
+    """The host can read none on meta, of fake tensors, and inside torch.func's transforms."""
+
+    @pytest.mark.parametrize("name", ["Llama", "Llama4"])
+    def test_shapes(self, name):
+        model, given = enable(tiny.build(name)), tiny.inputs(name, "left")
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            ids = mode.from_tensor(given["input_ids"])
+            assert model(input_ids=ids, use_cache=False).logits.shape[:2] == ids.shape
+        model.to("meta")
+        given = {name: value.to("meta") for name, value in given.items()}
+        one_more = {"input_ids": given["input_ids"][:, :1]}
+        for prompt in (given, {"input_ids": given["input_ids"]}):
+            cache = transformers.StaticCache(config=model.config, max_cache_len=40)
+            for part in (prompt, one_more):
+                ids = part["input_ids"]
+                assert model(**part, past_key_values=cache).logits.shape[:2] == ids.shape
+
+    def test_gradients_of_each_sample(self):
+        model, given = enable(tiny.build("Llama")), tiny.inputs("Llama", "right")
+        weights = {name: weight.detach() for name, weight in model.named_parameters()}
+
+        def loss(weights, ids, mask):
+            arguments = {"input_ids": ids[None], "attention_mask": mask[None], "use_cache": False}
+            answer = torch.func.functional_call(model, weights, (), arguments).logits[0]
+            return (answer.square().sum(-1) * mask).sum()
+
+        gradient, (ids, mask) = torch.func.grad(loss), given.values()
+        actual = torch.func.vmap(gradient, in_dims=(None, 0, 0))(weights, ids, mask)
+        model.set_attn_implementation("eager")
+        for row in range(2):
+            expected = gradient(weights, ids[row], mask[row])
+            for name, one in expected.items():
+                scale = 1e-4 * one.abs().max()
+                torch.testing.assert_close(actual[name][row], one, rtol=1e-4, atol=scale)
 
 
 class NoMask(TorchDispatchMode):

@@ -114,6 +114,12 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
         for argument, value in by_schema(op, arguments, options):
             if isinstance(value, Tensor):
                 refuse_layout(argument.name, value)
+                if hasattr(value, "to_local"):
+                    raise NotImplementedError(
+                        f"{argument.name} is a DTensor, which is not implemented: pass "
+                        f"{argument.name}.to_local(), or call the function through "
+                        "torch.distributed.tensor.experimental.local_map"
+                    ) from None
         raise
     except RuntimeError as error:
         raise as_value_error(error) from None

@@ -143,7 +143,8 @@ def metal_attention_mask(
         return torch.where(mask, shown, torch.finfo(dtype).min)
 
     tensors = (value for value in (q_offset, attention_mask) if isinstance(value, Tensor))
-    traces = is_tracing() or any(is_tracing(tensor) for tensor in tensors)
+    is_hidden = any(map(packing.hidden, tensors))
+    traces = is_tracing() or is_hidden
     if not traces:
         _check(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     pattern = None if traces or use_vmap else _recognise(mask_function)
@@ -160,7 +161,8 @@ def metal_attention_mask(
         return from_first(dense(bidirectional_skip=allow_is_bidirectional_skip and is_additive))
     if traces:
         # One query in front of cache slots that are still empty would see them without a mask.
-        several = q_length > 1
+        # Outside of graphs transformers reads the values to see whether a mask can be left out.
+        several = q_length > 1 and (is_tracing() or not is_hidden)
         mask = dense(allow_is_causal_skip and several, allow_is_bidirectional_skip and several)
         is_causal = several and mask_function is not bidirectional_mask_function
         if mask is None and allow_is_causal_skip and is_causal:
@@ -244,12 +246,12 @@ def _recognise(function: Callable[..., Any], packed: bool = False) -> _Pattern |
         return _windowed(bound.get("sliding_window"), both_sides=True)
     if code is _CHUNKED:
         size, start = bound.get("chunk_size"), bound.get("left_padding")
-        if isinstance(size, int) and size > 0 and isinstance(start, Tensor):
+        if isinstance(size, int) and size > 0 and _is_readable(start):
             return _Pattern(chunk=size, chunk_start=start)
         return None
     if code is _PACKED:
         sequences = bound.get("packed_sequence_mask")
-        return _Pattern(sequences=sequences) if isinstance(sequences, Tensor) else None
+        return _Pattern(sequences=sequences) if _is_readable(sequences) else None
     if code is _REMAPPED and packed and "mask_function" in bound:
         # Positions grow by 1 inside a sequence, so their distances are those of the tokens.
         return _recognise(bound["mask_function"])
@@ -258,6 +260,10 @@ def _recognise(function: Callable[..., Any], packed: bool = False) -> _Pattern |
         packed = any(getattr(part, "__code__", None) is _PACKED for part in parts)
         return _intersection([_recognise(part, packed) for part in parts])
     return None
+
+
+def _is_readable(value: Any) -> bool:
+    return isinstance(value, Tensor) and not packing.hidden(value)
 
 
 def _windowed(size: Any, both_sides: bool) -> _Pattern | None:

@@ -10,11 +10,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils.import_utils import is_tracing
 
 from torch_metal_attn.integrations.transformers import band as bands
 
 _ATTRIBUTE = "_metal_attn_packing"
 _UNPACKED = "_metal_attn_unpacked"
+
+
+def hidden(tensor: Tensor) -> bool:
+    """Whether the host cannot read the values: of a graph, on meta, or inside of torch.func."""
+    if is_tracing(tensor) or tensor.is_meta:
+        return True
+    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return wrapped
 
 
 @dataclass
@@ -134,7 +143,7 @@ def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
     if not isinstance(checked, _Checked):
         return False
     # Rotary embeddings of several axes have other shapes, and none of them counts tokens.
-    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2:
+    if not isinstance(position_ids, Tensor) or position_ids.dim() != 2 or hidden(position_ids):
         return False
     if checked.position_ids is not position_ids:
         step, restarts = position_ids.diff(dim=1), position_ids[:, 1:] == 0

@@ -105,6 +105,8 @@ def _figure(
         axis.set_xscale("log", base=2)
         axis.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.2)  # also where no shape has a point
         axis.set_xticks(lengths, minor=False)
+        # Without a point there is nothing that a logarithmic axis can take its limits from.
+        axis.set_xlim(lengths[0] / 1.2, lengths[-1] * 1.2)
         axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}"))
         axis.set_ylim(0, 1.08 * highest)
         axis.set_title(kind)

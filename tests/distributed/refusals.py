@@ -7,8 +7,8 @@ import torch
 from torch_metal_attn.distributed import ring_attention, shard_sequence, unshard_sequence
 
 
-def qkv(dtype=torch.float32, heads=2, length=2, kv_length=None, grad=False):
-    sizes = ((length, 2), (kv_length or length, heads), (kv_length or length, heads))
+def qkv(dtype=torch.float32, q_heads=2, heads=2, length=2, kv_length=None, grad=False):
+    sizes = ((length, q_heads), (kv_length or length, heads), (kv_length or length, heads))
     made = [torch.ones(1, *size, 16, dtype=dtype) for size in sizes]
     return [x.requires_grad_() if grad else x for x in made]
 
@@ -43,12 +43,17 @@ def shard(cu_seqlens):
 REFUSED = {
     "q's dtype is torch.float16 on rank 1": ring({}, dtype=torch.float16),
     "causal is True on rank 1 and False on rank 0": ring({}, causal=True),
+    "q's number of heads is 4 on rank 1 and 2 on rank 0": ring({}, q_heads=4),
     "k's number of heads is 1 on rank 1 and 2 on rank 0": ring({}, heads=1),
     "whether q, k, v or learnable_sink requires grad is True on rank 1": ring({}, grad=True),
+    "softcap is 3.0 on rank 1 and 0.0 on rank 0": ring({}, softcap=3.0),
     "softmax_scale is 0.5 on rank 1 and None": ring({}, softmax_scale=0.5),
     "layout is zigzag on rank 1": ring({}, layout="zigzag"),
     r"q has shape \(1, 2, 2, 16\); it must be \(T, H, D\)": ring(
         {}, cu_seqlens=torch.tensor([0, 8])
+    ),
+    "cu_seqlens .* on rank 1 and .* on rank 0": lambda rank: ring_attention(
+        *(x[0] for x in qkv()), cu_seqlens=torch.tensor([0, 5, 8] if rank == 1 else [0, 8])
     ),
     "layout is 'stripes'; it must be": ring({}, layout="stripes"),
     "causal is 'yes'; it must be a bool": ring({}, causal="yes"),

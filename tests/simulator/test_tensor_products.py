@@ -177,15 +177,6 @@ def test_relaxed_precision_cuts_float_operands_to_11_bits(relaxed_precision):
     assert torch.equal(c.double(), expected)
 
 
-def test_16_bit_operands_are_exact_in_relaxed_precision():
-    a, b, c = operands(SHAPES[0], torch.float32)
-    a[:] = cut(a, False)
-    other = c.clone()
-    product(left="float", relaxed=True)(a, b, c, threads=32, group_size=32)
-    product(left="float", relaxed=False)(a, b, other, threads=32, group_size=32)
-    assert torch.equal(c, other)
-
-
 def test_the_options_of_a_block_hold_for_its_kernels(probe):
     with simulate(lane_map="apple9"):
         inside = probe(None)

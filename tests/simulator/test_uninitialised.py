@@ -26,10 +26,6 @@ kernel void write_through_a_cast(const device float* o [[buffer(0)]], device flo
                                  uint i [[thread_position_in_grid]]) {
   ((device float*)(ulong)o)[i] = i;
 }
-kernel void read(const device float* o [[buffer(0)]], device float* p [[buffer(1)]],
-                 uint i [[thread_position_in_grid]]) {
-  p[i] = o[i];
-}
 """
 
 
@@ -49,13 +45,6 @@ def test_reads_of_what_was_not_written(library):
         assert SOURCE.splitlines()[caught.value.line - 1] == "  o[i] += 1;"
     library.add(o)
     assert o.tolist() == [2, 3, 4, 5, 6, 1, 1, 1]
-
-
-def test_through_another_argument_and_tensor_of_the_storage(library):
-    o = torch.zeros(8)
-    with simulate(check=True, uninitialised=[o]), pytest.raises(SimulatorFault) as caught:
-        library.read(o.view(4, 2)[1:], torch.zeros(1), threads=1)
-    assert caught.value.kind == "uninitialised"
 
 
 def test_only_the_elements_of_the_tensor_are_uninitialised(library):

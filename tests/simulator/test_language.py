@@ -16,6 +16,9 @@ CONSTRUCTS = (
 #include <metal_logging>
 #include <metal_uniform>
 #define COUNT 4
+#ifndef M_PI_F
+#error in Metal it is a macro
+#endif
 constant bool forward [[function_constant(0)]];
 constant os_log logger("test", "constructs");
 struct Named { int n; constexpr Named(constant char* name, int n) constant : n(n) {} };

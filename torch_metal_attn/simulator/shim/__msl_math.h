@@ -27,24 +27,45 @@
 #define __METAL_MAYBE_FAST_MATH__ 0
 #define __METAL_PRECISE_MATH__ 1
 
-#define __MSL_CONSTANT(name, value)             \
-  constexpr float M_##name##_F = value##f;      \
-  constexpr half M_##name##_H = (half)value##f; \
-  constexpr bfloat M_##name##_BF = (bfloat)value##f;
-__MSL_CONSTANT(E, 2.71828182845904523536)
-__MSL_CONSTANT(LOG2E, 1.44269504088896340736)
-__MSL_CONSTANT(LOG10E, 0.43429448190325182765)
-__MSL_CONSTANT(LN2, 0.69314718055994530942)
-__MSL_CONSTANT(LN10, 2.30258509299404568402)
-__MSL_CONSTANT(PI, 3.14159265358979323846)
-__MSL_CONSTANT(PI_2, 1.57079632679489661923)
-__MSL_CONSTANT(PI_4, 0.78539816339744830962)
-__MSL_CONSTANT(1_PI, 0.31830988618379067154)
-__MSL_CONSTANT(2_PI, 0.63661977236758134308)
-__MSL_CONSTANT(2_SQRTPI, 1.12837916709551257390)
-__MSL_CONSTANT(SQRT2, 1.41421356237309504880)
-__MSL_CONSTANT(SQRT1_2, 0.70710678118654752440)
-#undef __MSL_CONSTANT
+#define M_E_F 2.71828182845904523536f
+#define M_LOG2E_F 1.44269504088896340736f
+#define M_LOG10E_F 0.43429448190325182765f
+#define M_LN2_F 0.69314718055994530942f
+#define M_LN10_F 2.30258509299404568402f
+#define M_PI_F 3.14159265358979323846f
+#define M_PI_2_F 1.57079632679489661923f
+#define M_PI_4_F 0.78539816339744830962f
+#define M_1_PI_F 0.31830988618379067154f
+#define M_2_PI_F 0.63661977236758134308f
+#define M_2_SQRTPI_F 1.12837916709551257390f
+#define M_SQRT2_F 1.41421356237309504880f
+#define M_SQRT1_2_F 0.70710678118654752440f
+#define M_E_H ((half)M_E_F)
+#define M_LOG2E_H ((half)M_LOG2E_F)
+#define M_LOG10E_H ((half)M_LOG10E_F)
+#define M_LN2_H ((half)M_LN2_F)
+#define M_LN10_H ((half)M_LN10_F)
+#define M_PI_H ((half)M_PI_F)
+#define M_PI_2_H ((half)M_PI_2_F)
+#define M_PI_4_H ((half)M_PI_4_F)
+#define M_1_PI_H ((half)M_1_PI_F)
+#define M_2_PI_H ((half)M_2_PI_F)
+#define M_2_SQRTPI_H ((half)M_2_SQRTPI_F)
+#define M_SQRT2_H ((half)M_SQRT2_F)
+#define M_SQRT1_2_H ((half)M_SQRT1_2_F)
+#define M_E_BF ((bfloat)M_E_F)
+#define M_LOG2E_BF ((bfloat)M_LOG2E_F)
+#define M_LOG10E_BF ((bfloat)M_LOG10E_F)
+#define M_LN2_BF ((bfloat)M_LN2_F)
+#define M_LN10_BF ((bfloat)M_LN10_F)
+#define M_PI_BF ((bfloat)M_PI_F)
+#define M_PI_2_BF ((bfloat)M_PI_2_F)
+#define M_PI_4_BF ((bfloat)M_PI_4_F)
+#define M_1_PI_BF ((bfloat)M_1_PI_F)
+#define M_2_PI_BF ((bfloat)M_2_PI_F)
+#define M_2_SQRTPI_BF ((bfloat)M_2_SQRTPI_F)
+#define M_SQRT2_BF ((bfloat)M_SQRT2_F)
+#define M_SQRT1_2_BF ((bfloat)M_SQRT1_2_F)
 
 namespace metal {
 

@@ -144,6 +144,8 @@ class TestOfTorch:
         bias = causal_lower_right(9, 9)
         found = only(lambda: F.scaled_dot_product_attention(X, X, X, bias))
         assert (found.goes_to, found.options) == (FUSED, "is_causal")
+        found = only(lambda: F.scaled_dot_product_attention(X, X, X, torch.ones(9, 9).bool()))
+        assert found.options == "attn_mask (9, 9) bool"
 
     @pytest.mark.parametrize("kind", [nn.MultiheadAttention, nn.TransformerEncoderLayer])
     def test_fused_layers(self, kind):

@@ -63,7 +63,7 @@ METAL_FUNC float with_sink(float keys_sum, float sink_weight) {
   return SINK ? keys_sum + sink_weight : keys_sum;
 }
 
-// Weights that values are multiplied by as they are; CutWeights are others.
+// Weights that the products with values take as they are. Tensor tiles have CutWeights.
 struct WholeWeights {
   METAL_FUNC void reset() thread {}
   METAL_FUNC void update(thread Fragment<float>*, float) thread {}
@@ -101,7 +101,7 @@ struct RowsSoftmax {
   }
 };
 
-// A SIMD group's ROWS x 8 queries, from first to last. Products: how keys and values reach the
+// The whole forward of a SIMD group's ROWS x 8 queries. Products: how keys and values reach the
 // products and what these take, with the interface of StagedKv.
 template <typename Products, int ROWS>
 METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
@@ -175,7 +175,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
       // Sums of rows are those of all weights.
       const uint kept =
           dropout.kept<false, ROWS, BLOCK_K / FRAGMENT>(lane_query, kv_block + column);
-      if (TENSOR_TILES) {  // which take weights of 11 bits
+      if (TENSOR_TILES) {  // scaled weights would need more than 11 bits: the normaliser scales
         dropout.drop(scores, kept);
       } else {
         dropout.apply(scores, kept);

@@ -29,8 +29,9 @@ static_assert(BLOCK_K % FRAGMENT == 0, "BLOCK_K is a multiple of 8");
 static_assert(!KV_STAGED || TILE_BYTES <= THREADGROUP_MEMORY_BYTES,
               "the K and V tiles fit in 32 KiB of threadgroup memory");
 
-// A block of keys and values at a time. `multiply_keys` and `accumulate_values` are the two
-// products of attention; unstaged.h has the same without threadgroup memory.
+// A block of keys and values at a time, as `attend` of forward.h asks for them. `multiply_keys` and
+// `accumulate_values` are the two products of attention; unstaged.h has the same without
+// threadgroup memory.
 template <int ROWS, int KEYS>
 struct StagedKv {
   using Pair = Fragment<KvTileElement>;

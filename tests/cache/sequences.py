@@ -167,7 +167,7 @@ class Sequences:
 
     def accept(self, paths, trees):
         """Keep a path of each sequence's tree; of trees that do not fit, no row is exact then."""
-        self.cache.accept(self.ids, paths, trees)
+        self.cache.accept(self.ids[::-1], paths[::-1], trees[::-1])
         for b, (path, tree) in enumerate(zip(paths, trees, strict=True)):
             old = self.lengths()[b] - len(tree)
             kept = [*range(old), *(old + token for token in path)]

@@ -56,6 +56,7 @@ def accept_paths(kind, options, form="parents", device="cpu"):
     rotary |= {"rotary_first_column": 64}
     held.append(13, 0, **rotary)
     held.swap([0, 0])
+    held.swap([1, 0])
     for number, (parents, paths) in enumerate(STEPS):
         given = {"parents": torch.tensor(parents).int()}
         if form == "tree_mask":
@@ -102,6 +103,14 @@ def test_no_page_for_a_copy_changes_nothing():
     with pytest.raises(CacheFull, match="3 rows of 1 sequences need 2 more pages, and 0 of 2"):
         cache.accept([0], [[0, 2, 4, 5]], [TREE])
     check(cache, OLD | {fork: OLD[0]})
+
+
+def test_rows_of_every_head_move():
+    """Of two heads, whose rows lie apart."""
+    cache, old = make(layout="HND"), [1] * (PAGE - 2)
+    id = cache.allocate()
+    append(cache, {id: []}, {id: old})
+    check(cache, verify(cache, {id: old}, {id: (TREE, [*range(100, 107)])}, {id: [0, 2, 4, 5]}))
 
 
 def test_tokens_of_the_path_can_be_found():

@@ -156,6 +156,8 @@ kernel void constructs(device float* out [[buffer(0)]], device complex64* c [[bu
   out[n++] = __metal_ldexp(3.0f, 1, true) + __metal_pow(2.0f, 3.0f, 0);
   out[n++] = __metal_fract(2.5f) + __metal_frexp(5.0f, &exponent) + exponent;
   out[n++] = M_PI_H == 3.140625h && M_PI_BF == bfloat(M_PI_H) && numeric_limits<half>::digits == 11;
+  *((threadgroup Fragment<float, 2>*)(shared)) = *((const device Fragment<float, 2>*)(x));
+  out[n++] = shared[0] + shared[1];
   Pair whole = ((const device Pair*)x)[0];
   whole = *((const device Pair*)x);
   ((device Pair*)(c + 1))[1] = whole;
@@ -169,7 +171,7 @@ EXPECTED = [
     *(4 + 0.75, 1, 4, 2, 21, 6, 1, 1, 1, 2, 1),
     4 + 2 + 4 + 8,  # vectors that a declaration constructs
     *(11 + 21, 2 + 3, 7, 8 + 2 + 0.5),  # arrays as parameters, base classes, casts
-    *(6 + 8, 0.5 + 0.625 + 3, 1),  # Apple's own names, constants
+    *(6 + 8, 0.5 + 0.625 + 3, 1, 20 + 21),  # Apple's own names, constants, a copy by casts
 ]
 
 

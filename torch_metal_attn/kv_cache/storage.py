@@ -59,9 +59,9 @@ class LayerCache:
 
     def __post_init__(self) -> None:
         if self.values_in_keys:
-            for name, keys in (("v_cache", self.k_cache), ("v_scale", self.k_scale)):
-                if keys is not None:
-                    self.__dict__[name] = keys[..., : getattr(self, name).shape[-1]]
+            for v, k in (("v_cache", "k_cache"), ("v_scale", "k_scale")):
+                if (columns := getattr(self, v)) is not None:
+                    self.__dict__[v] = getattr(self, k)[..., : columns.shape[-1]]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Unpickled tensors do not share memory, and only k_cache is written and copied.
@@ -176,7 +176,7 @@ class Storage:
         self.layers = []
         for _ in range(num_layers):
             k, own_k_scale = operand(blocks, head_dim, format, k_scale)
-            # Values in the keys have no blocks of their own, and tell their columns alone.
+            # With values_in_keys v is empty: only its number of columns is used.
             v_blocks = 0 if values_in_keys else blocks
             v, own_v_scale = operand(v_blocks, v_head_dim, v_format, v_scale)
             self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale, values_in_keys, hadamard))

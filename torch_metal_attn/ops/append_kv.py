@@ -1,4 +1,4 @@
-"""`metal_attn::append_kv` in Python: fake and CPU kernels, and autograd of its writes."""
+"""`metal_attn::append_kv` in Python: CPU kernel, and autograd of its writes."""
 
 from typing import Any
 

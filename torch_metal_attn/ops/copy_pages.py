@@ -1,4 +1,4 @@
-"""`metal_attn::copy_pages` in Python: fake and CPU kernels, and autograd of its writes."""
+"""`metal_attn::copy_pages` in Python: CPU kernel, and autograd of its writes."""
 
 import torch
 from torch import Tensor

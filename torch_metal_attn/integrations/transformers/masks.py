@@ -162,7 +162,7 @@ def metal_attention_mask(
     if traces:
         # One query in front of cache slots that are still empty would see them without a mask.
         # Outside of graphs transformers reads the values to see whether a mask can be left out.
-        several = q_length > 1 and (is_tracing() or not is_hidden)
+        several = q_length > 1 and is_tracing()
         mask = dense(allow_is_causal_skip and several, allow_is_bidirectional_skip and several)
         is_causal = several and mask_function is not bidirectional_mask_function
         if mask is None and allow_is_causal_skip and is_causal:

@@ -192,8 +192,11 @@ def _object_by_cast(
     cast = index - 1 if tokens.text(index - 1) == "(" else index - 2
     if tokens.text(cast) != "(" or tokens.text(cast - 1) != "(":
         return
-    *words, kind, pointer = (tokens.text(at) for at in range(cast, tokens.close(cast)))
-    if pointer != "*" or not (kind in declared.types or "typename" in words):
+    pointer = tokens.close(cast) - 1
+    kind = tokens.skip(pointer - 1, QUALIFIERS, -1)
+    kind = tokens.open_angle(kind) - 1 if tokens.text(kind) == ">" else kind
+    is_dependent = "typename" in (tokens.text(at) for at in range(cast, kind))
+    if tokens.text(pointer) != "*" or not (is_dependent or tokens.text(kind) in declared.types):
         return
     start, end = cast - 1, tokens.close(cast - 1)
     if tokens.text(end + 1) == "[":

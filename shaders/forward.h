@@ -186,23 +186,24 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, device ELEMENT* out,
   if (TENSOR_TILES) {
     // As in MLX and PyTorch, before the results of tensor operations are read.
     threadgroup_barrier(mem_flags::mem_none);
-    if (blocks.impossible) {
-      o.fill(NAN);
-    }
   }
 
   UNROLL
   for (short i = 0; i < ROWS; i++) {
-    const float keys_sum = blocks.impossible ? NAN : softmax.rows[i].row_sum();
+    float keys_sum = softmax.rows[i].row_sum();
+    float values_sum = softmax.weights[i].row_sum(keys_sum);
+    if (blocks.impossible) {
+      keys_sum = values_sum = NAN;
+    }
     const float sink_weight = softmax.sink_weight(i, inputs, head);
-    const float values_sum = with_sink(softmax.weights[i].row_sum(keys_sum), sink_weight);
     const int query = lane_query + i * FRAGMENT;
     if (query > tile.last_query) {
       continue;
     }
     // A row that sees no key is 0, even if masked values are NaN and 0 * NaN was added.
     const bool sees_nothing = keys_sum == 0.0f;
-    const float normaliser = (TENSOR_TILES && DROPOUT ? dropout.keep_scale : 1.0f) / values_sum;
+    const float keep_scale = TENSOR_TILES && DROPOUT ? dropout.keep_scale : 1.0f;
+    const float normaliser = keep_scale / with_sink(values_sum, sink_weight);
     UNROLL
     for (short d = 0; d < Products::OUT_FRAGMENTS; d++) {
       tile.out_rows.store(

@@ -176,10 +176,11 @@ struct FlashFwdCall {
   std::optional<torch::stable::Tensor> mask;
   std::optional<torch::stable::Tensor> bias;
 
-  bool launches() const {
-    return heads > 0 &&
-           (problem.features.packs_queries() ? q_total > 0 : batch > 0 && q_length > 0);
+  // Of all sequences.
+  int64_t queries() const {
+    return problem.features.packs_queries() ? q_total : int64_t{batch} * q_length;
   }
+  bool launches() const { return heads > 0 && queries() > 0; }
 };
 
 }  // namespace metal_attn

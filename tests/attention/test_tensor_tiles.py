@@ -220,7 +220,7 @@ MUTANTS = {
     """,
     scores: """
         sink not in the sum:
-            {~with_sink( =>~}softmax.weights[i].row_sum(keys_sum){~, sink_weight) =>~}
+            keep_scale / {~with_sink( =>~}values_sum{~, sink_weight) =>~}
         kept weights not scaled: {~TENSOR_TILES && DROPOUT ? dropout.keep_scale : =>~} 1.0f
         words of a draw reversed: bit(words[{~=> 3 -~}i], 2 * pair + i)
     """,

@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.attention.flash_fwd_check import rotary_tables
 from torch_metal_attn import flash_attn_with_kvcache
 from torch_metal_attn.call.visibility import depths, tree_rows
 from torch_metal_attn.kv_cache import LatentCache, PagedKVCache, StaticKVCache, StaticLatentCache
@@ -24,9 +25,8 @@ TREES = ("parents", "tree_mask")
 TOLERANCE = 4e-6
 
 
-def tables(columns, rows=300):
-    angles = normal(rows, columns // 2, seed=1)
-    return {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+def tables(columns):
+    return dict(zip(("rotary_cos", "rotary_sin"), rotary_tables(300, columns // 2), strict=True))
 
 
 class Sequences:

@@ -336,12 +336,11 @@ bool hides_keys(const FlashFwdOptions& o, const FlashFwdFeatures& features,
 // out and softmax_lse must have sizes in bytes that int64 holds: with zero strides, q's need not.
 void check_output_size(const FlashFwdCall& call) {
   const FlashFwdProblem& p = call.problem;
-  const double rows =
-      p.features.packs_queries() ? double(call.q_total) : double(call.batch) * call.q_length;
+  const double rows = double(call.queries()) * call.heads;
   const double bytes =
-      rows * call.heads * std::max<double>(p.head_dim_v * element_bytes(p.element), sizeof(float));
-  check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "`q` has ",
-        rows * call.heads, " rows; out would be over 2^63 bytes");
+      rows * std::max<double>(p.head_dim_v * element_bytes(p.element), sizeof(float));
+  check(bytes < static_cast<double>(std::numeric_limits<int64_t>::max()), "`q` has ", rows,
+        " rows; out would be over 2^63 bytes");
 }
 
 }  // namespace

@@ -179,9 +179,8 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
   const int64_t own_rows = divide_up(rows, list_groups);
   call.splits = a.num_splits > 0 ? a.num_splits
                                  : flash_decode_splits(s, groups, own_rows, call.keys, gpu().cores);
-  const double queries = f.packing ? forward.q_total : double(forward.batch) * forward.q_length;
   // Each split writes its own partial results: they are as many times as long as out.
-  if (queries * forward.heads * s.head_dim_v * call.splits > kMaxLength) {
+  if (double(forward.queries()) * forward.heads * s.head_dim_v * call.splits > kMaxLength) {
     call.specialisation.features.long_offsets = true;
   }
   call.threadgroups =

@@ -143,8 +143,7 @@ def metal_attention_mask(
         return torch.where(mask, shown, torch.finfo(dtype).min)
 
     tensors = (value for value in (q_offset, attention_mask) if isinstance(value, Tensor))
-    is_hidden = any(map(packing.hidden, tensors))
-    traces = is_tracing() or is_hidden
+    traces = is_tracing() or any(map(packing.hidden, tensors))
     if not traces:
         _check(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     pattern = None if traces or use_vmap else _recognise(mask_function)

@@ -172,8 +172,8 @@ int64_t flash_bwd_bias_splits(int64_t owned, int64_t shared) {
   if (owned == 0 || shared == 0) {
     return 1;
   }
-  // Threadgroups that keep the largest GPU, of 80 cores, busy.
-  constexpr int64_t kBusyThreadgroups = 80 * kSimdgroupsPerCore / kSimdgroups;
+  // Threadgroups of four SIMD groups that keep the largest GPU, of 80 cores, busy.
+  constexpr int64_t kBusyThreadgroups = 80 * kSimdgroupsPerCore / 4;
   return std::min(shared, (kBusyThreadgroups + owned - 1) / owned);
 }
 

@@ -25,6 +25,9 @@ int most_spans(const FlashDecodeSpecialisation& s) {
 // Of a threadgroup whose threads have 128 registers each on M1.
 constexpr int kMostThreads = 384;
 
+// With different keys, if none of them shares keys.
+constexpr int kKeySimdgroups = 4;
+
 // Waves of threadgroups among which a number of splits is looked for.
 constexpr int kMostWaves = 4;
 
@@ -87,7 +90,7 @@ int FlashDecodeSpecialisation::column_simdgroups() const {
 }
 
 int FlashDecodeSpecialisation::key_simdgroups() const {
-  return column_simdgroups() > 1 ? 1 : kSimdgroups;
+  return column_simdgroups() > 1 ? 1 : kKeySimdgroups;
 }
 
 // As few as read the keys as rarely as the most would.

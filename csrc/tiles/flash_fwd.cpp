@@ -15,10 +15,7 @@ constexpr DefaultRow<FlashFwdTile> kRowsOfTensorTiles[] = {FLASH_FWD_TENSOR_ROWS
 }  // namespace
 
 std::span<const DefaultRow<FlashFwdTile>> FlashFwdSpecialisation::table() const {
-  if (tensor_tiles) {
-    return kRowsOfTensorTiles;
-  }
-  return kRows;
+  return tensor_tiles ? std::span<const DefaultRow<FlashFwdTile>>(kRowsOfTensorTiles) : kRows;
 }
 
 TileConditions FlashFwdSpecialisation::conditions(int family) const {

@@ -11,10 +11,6 @@
 
 namespace metal_attn {
 
-// Four SIMD groups share one staged tile: fewer would stage each key more often, more would make
-// threadgroups too big to keep two on a core.
-inline constexpr int kSimdgroups = 4;
-
 inline int fragments(int columns) { return (columns + 7) / 8; }
 
 // That a core of M1 or M2 has room for, if a thread has 128 registers.

@@ -59,7 +59,7 @@ TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_
       {"band", f.band || f.chunk},
       {"mask", f.mask.has_value()},
       {"bias", f.bias.has_value()},
-      {"lone_keys", f.unpaired_keys()},
+      {"unpaired_keys", f.unpaired_keys()},
       {"softcap", f.softcap},
       {"dropout", f.dropout},
       {"flex", f.flex.has_value()},

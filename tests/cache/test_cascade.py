@@ -9,7 +9,7 @@ import torch
 from tests.attention.held_cases import hold
 from tests.cache.sequences import Sequences
 from tests.helpers.cases import each_case
-from torch_metal_attn import flash_attn_with_kvcache, reference
+from torch_metal_attn import explain, flash_attn_with_kvcache, reference
 from torch_metal_attn.kv_cache import CascadePlan, cascade
 from torch_metal_attn.simulator import simulate
 from torch_metal_attn.testing import Cascade, judge
@@ -220,6 +220,20 @@ def test_a_prefix_is_read_for_its_own_queries_alone():
     assert keys <= longer <= 1.05 * keys
 
 
+def test_explained():
+    """Its calls and bytes: a page that all share counts once."""
+    table, lengths, _, _ = TREES["one prefix"]
+    plan = CascadePlan(table, lengths, PAGE)
+    found = explain(plan.attend, normal(3, 1, HEADS, D), *caches(8))
+    assert [row.op for row in found.rows] == ["flash_decode", "flash_decode", "merge_state_"]
+    keys = 2 * KV_HEADS * D * 2  # bytes of a key and its value
+    own, shared, _ = (row.cost.bytes for row in found.rows)
+    results = 3 * HEADS * (2 * D * 2 + 4)
+    assert own - 11 * keys - results < 200
+    assert 0 < shared - 8 * keys - results < 200
+    assert "CascadePlan: 3 calls of metal_attn" in str(found)
+
+
 def test_min_pages():
     """A prefix that is too short is read with the longer ones that continue it."""
     table = [[5, 6, 1, 0], [5, 6, 1, 2], [5, 7, 3, 0], [5, 7, 4, 0]]
@@ -265,6 +279,10 @@ REFUSED = [
     (lambda: attend(page=5), "k_cache has pages of 5 keys; the plan is for 4"),
     (lambda: attend(alibi_slopes=torch.ones(4)), "unexpected keyword argument 'alibi_slopes'"),
     (lambda: attend(softcap=-1.0), "softcap is -1"),
+    (
+        lambda: attend(CascadePlan([[1], [2]], [4, 4], PAGE), (2, 1), k_scale=torch.ones(2, 2)),
+        r"k_scale has shape \(2, 2\); in a plan it must be \(Hkv,\)",
+    ),
     (lambda: attend(CascadePlan([[9] * 2] * 3, [8] * 3, PAGE)), r"is 9; it must be in 0\.\.7"),
 ]
 

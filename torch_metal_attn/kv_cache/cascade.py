@@ -144,9 +144,10 @@ class CascadePlan:
         """Attention of one layer, as `flash_attn_with_kvcache` without k and v.
 
         Args: q: (B, q_length, Hq, D). k_cache, v_cache: (pages, page_size, Hkv, D) and Dv; they may
-            be quantised, with k_scale, v_scale and hadamard. learnable_sink: (Hq,), counted once.
-            num_splits: of each call. The other options of `flash_attn_with_kvcache` depend on a
-            key's position, or on its sequence, and are not here.
+            be quantised, with k_scale, v_scale and hadamard; fp8_e4m3's scales are (Hkv,).
+            learnable_sink: (Hq,), counted once. num_splits: of each call. The other options of
+            `flash_attn_with_kvcache` depend on a key's position, or on its sequence, and are not
+            here.
 
         Returns: (B, q_length, Hq, Dv), in q's dtype.
 
@@ -165,6 +166,12 @@ class CascadePlan:
             raise ValueError(
                 f"k_cache has pages of {k_cache.shape[1]} keys; the plan is for {self.page_size}"
             )
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if scale is not None and scale.dim() == 2:
+                raise ValueError(
+                    f"{name} has shape {tuple(scale.shape)}; in a plan it must be (Hkv,), as "
+                    "sequences share pages"
+                )
         scales = only_given(
             k_scale=heads_first("k_scale", k_scale), v_scale=heads_first("v_scale", v_scale)
         )

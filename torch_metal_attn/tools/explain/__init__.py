@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_metal_attn.call.arguments import flag
+from torch_metal_attn.kv_cache import CascadePlan
 from torch_metal_attn.tools.explain.flex import explain_flex
 from torch_metal_attn.tools.explain.layer_call import LayerCall
 from torch_metal_attn.tools.explain.model import ModelExplanation, explain_model
@@ -58,9 +59,11 @@ def explain(
             is explained, returns zeros of the right shape, and writes nothing. So the model's
             numbers are meaningless, and decisions that depend on them (experts, stop tokens) may
             differ. Compiled parts run uncompiled.
+        a plan's method: `attend` of a `torch_metal_attn.kv_cache.CascadePlan`, followed by its
+            arguments. It is explained as a model is.
 
-    Returns: an `Explanation` for an op, a `ModelExplanation` for a model. str() of either is for
-        people; `as_dict()` is plain data. A call that an op would refuse does not raise: the
+    Returns: an `Explanation` for an op, a `ModelExplanation` for a model or a plan. str() of either
+        is for people; `as_dict()` is plain data. A call that an op would refuse does not raise: the
         refusal is in the result.
 
     Raises:
@@ -83,9 +86,9 @@ def explain(
     if name is not None:
         return explain_op(name, arguments[1:], options)
     model = target if isinstance(target, nn.Module) else getattr(target, "__self__", None)
-    if isinstance(model, nn.Module) and callable(target):
+    if isinstance(model, nn.Module | CascadePlan) and callable(target):
         return explain_model(model, target, arguments[1:], options)
     raise TypeError(
         f"explain's first argument is a {type(target).__name__}; it must be the tensor q, an op of "
-        "torch.ops.metal_attn, a torch.nn.Module or a bound method of one"
+        "torch.ops.metal_attn, a torch.nn.Module or a bound method of one, or that of a CascadePlan"
     )

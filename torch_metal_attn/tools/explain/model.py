@@ -56,7 +56,7 @@ class ModelExplanation:
 
 
 def explain_model(
-    model: nn.Module, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
+    model: object, call: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> ModelExplanation:
     """Explain `call`, the model itself or one of its methods; see `torch_metal_attn.explain`."""
     name = type(model).__name__
@@ -81,7 +81,7 @@ def _is_ours(error: Exception) -> bool:
 
 
 @contextmanager
-def _layer_names(model: nn.Module) -> Iterator[list[str]]:
+def _layer_names(model: object) -> Iterator[list[str]]:
     """A stack of the paths of the modules that are running; after an error it stays as it was."""
     stack = [type(model).__name__]
     hooks = []
@@ -92,7 +92,7 @@ def _layer_names(model: nn.Module) -> Iterator[list[str]]:
     def leave(*_: Any) -> None:
         stack.pop()
 
-    for path, module in model.named_modules():
+    for path, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if path:
             hooks.append(module.register_forward_pre_hook(enter(path), prepend=True))
             hooks.append(module.register_forward_hook(leave))

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from torch_metal_attn import quantisation
 from torch_metal_attn.call.arguments import (
     NO_WINDOW,
     Window,
@@ -26,6 +25,8 @@ from torch_metal_attn.call.options import NewerOptions, named_options, op_option
 from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.ops.plain import heads_second, swapped
+from torch_metal_attn.quantisation import ELEMENTS
+from torch_metal_attn.quantisation import hadamard as rotated_in_blocks
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _FLASH_DECODE = torch.ops.metal_attn.flash_decode.default
@@ -246,7 +247,7 @@ def flash_attn_with_kvcache(
         # flash_fwd reads the rows as they are. Attention to no queries refuses what does not fit.
         checked = (_FLASH_DECODE, query[:, :0], k_cache, v_cache)
         _CACHED_NAMES.run(heads_second, checked, cache | rotation)
-        query = quantisation.hadamard(query, hadamard)
+        query = rotated_in_blocks(query, hadamard)
     out, lse = forward_only(
         "flash_attn_with_kvcache",
         "use flash_attn_func, or call it under torch.no_grad()",
@@ -254,7 +255,7 @@ def flash_attn_with_kvcache(
         lambda: _CACHED_NAMES.run(heads_second, (op, query, k_cache, v_cache), options),
     )
     if rotation and not few:
-        out = quantisation.hadamard(out, hadamard)
+        out = rotated_in_blocks(out, hadamard)
     return _with_lse(out, lse, return_softmax_lse)
 
 
@@ -323,7 +324,7 @@ def _check_apart(q: Tensor, **caches: Tensor) -> None:
 def _check_autocast(dtype: torch.dtype, **caches: Tensor) -> None:
     """Raise ValueError if queries that autocast has cast do not fit a cache, which is not cast."""
     for name, cache in caches.items():
-        if cache.dtype in quantisation.ELEMENTS and cache.dtype != dtype:
+        if cache.dtype in ELEMENTS and cache.dtype != dtype:
             raise ValueError(
                 f"{name} has dtype {cache.dtype}, and autocast casts q, k and v to {dtype}: make "
                 "the caches in that dtype, or call it where autocast is off"

@@ -5,6 +5,7 @@ import dataclasses
 from tests.attention.head_dims import HOME
 from torch_metal_attn import testing
 from torch_metal_attn.testing import Attention
+from torch_metal_attn.testing.attention import OPS
 
 DTYPES = ("float32", "float16", "bfloat16")
 FORWARD = {"backward": False, "through_lse": False}
@@ -23,8 +24,7 @@ def case(**fields):
     given.setdefault("v_head_dim", given["head_dim"])
     made = Attention(strict=True, **given)
     if made.differentiable and "backward" not in fields:
-        ops = ("flash_fwd", "flash_varlen_fwd")  # a case has through_lse for these alone
-        made = dataclasses.replace(made, backward=True, through_lse=made.call in ops)
+        made = dataclasses.replace(made, backward=True, through_lse=made.call in OPS)
     return made
 
 

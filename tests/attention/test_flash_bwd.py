@@ -20,7 +20,7 @@ from tests.attention.head_dims import HOME, ODD
 from tests.attention.test_values import SCORES
 from tests.helpers.cases import each_case
 from torch_metal_attn.reference import attention
-from torch_metal_attn.testing.judge import ints
+from torch_metal_attn.testing.judge import ints, normal
 
 F32, F16, BF16 = DTYPES
 CAUSAL = {"causal": True}
@@ -118,7 +118,7 @@ def test_expanded_gradients(device):
     """As a mean's backward hands them on."""
     q, k, v = make_qkv(2, 4, 2, head_dim=HOME, dtype=F16)
     out, lse = attention(q, k, v)
-    dout = torch.randn(16, generator=torch.Generator().manual_seed(0)).half().expand(out.shape)
+    dout = normal(16).half().expand(out.shape)
     dlse = torch.tensor(0.7).expand(lse.shape)
     copied = dout.contiguous(), dlse.contiguous()
     exact = {"exact_delta": True}

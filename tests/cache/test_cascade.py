@@ -6,12 +6,14 @@ from functools import partial
 import pytest
 import torch
 
+from tests.attention.held_cases import hold
 from tests.cache.sequences import Sequences
 from tests.helpers.cases import each_case
 from torch_metal_attn import flash_attn_with_kvcache, reference
 from torch_metal_attn.kv_cache import CascadePlan, cascade
 from torch_metal_attn.simulator import simulate
-from torch_metal_attn.testing import judge
+from torch_metal_attn.testing import Cascade, judge
+from torch_metal_attn.testing.families import draw_of
 
 PAGE, HEADS, KV_HEADS, D = 4, 4, 2, 32
 
@@ -138,6 +140,11 @@ def test_any_tree():
         lengths = [draw.randint(q_length, 20) for _ in table]
         window = draw.choice([(-1, -1), (-1, -1), (draw.randint(3, 20), -1)])
         check(table, lengths, "cpu", q_length, window, draw.random() < 0.7)
+
+
+def test_drawn_cases():
+    """As `fuzz` draws them: caches of every format, of which some are refused."""
+    hold([draw_of(Cascade, random.Random(seed)) for seed in range(60)], torch.device("cpu"))
 
 
 # By the CPU's own kernels, and then by those of the device.

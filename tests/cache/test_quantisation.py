@@ -20,18 +20,14 @@ from torch_metal_attn.quantisation import (
     sizes,
     to_ggml,
 )
-from torch_metal_attn.testing import Quantised, judge
-from torch_metal_attn.testing.judge import DTYPES
+from torch_metal_attn.testing import Quantised
+from torch_metal_attn.testing.judge import DTYPES, normal
 from torch_metal_attn.testing.tensors import DTYPES as NAMES
 
 BLOCKED = ["q8_0", "q4_0"]
 GROUPED = [format for format in FORMATS if "_g" in format]
 # Scales for 64 columns.
 HALVES = torch.ones(2, 3, 4, 2).half()
-
-
-def normal(*shape, dtype=torch.float32, seed=0, size=1.0):
-    return (size * judge.normal(*shape, seed=seed)).to(dtype)
 
 
 def slowly(group, format):
@@ -81,7 +77,7 @@ def test_bounds(format):
 @pytest.mark.parametrize("format", [*BLOCKED, *GROUPED])
 def test_the_documented_rounding_bit_for_bit(format):
     for seed in range(16):
-        x = normal(128, dtype=DTYPES[seed % 3], seed=seed, size=10.0 ** (seed % 7 - 4)) + seed % 3
+        x = (10.0 ** (seed % 7 - 4) * normal(128, seed=seed)).to(DTYPES[seed % 3]) + seed % 3
         if seed % 2:
             x = (x * 4).round() / 4  # ties
         data, scale = quantise(x, format)

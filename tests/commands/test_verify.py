@@ -132,6 +132,11 @@ FAULTS = {
         "operand.reset(q, params.q_strides, batch, head, sequence.q_start)",
         "operand.reset(q, params.q_strides, batch, head, 0)",
     ),
+    "flash_decode: shared pages": (
+        "merge",
+        "weight_a * value_a + weight_b",
+        "weight_a * value_a + 0.9f * weight_b",
+    ),
     "decode_step: trees": ("flash_decode", "      own = parent;", "      own = -1;"),
     "decode_step: packed rows": (
         "flash_decode",
@@ -153,6 +158,15 @@ def test_a_planted_fault_is_seen(family, monkeypatch):
     assert outcome.status == running.FAILED
     assert not outcome.ok
     assert not outcome.worst.ok
+
+
+def test_a_lost_gradient_of_listed_keys_is_seen(monkeypatch):
+    """A list's keys get what its queries give, and so do those of the other lists."""
+    monkeypatch.setattr(torch.Tensor, "index_add_", torch.Tensor.index_copy_)
+    cases = [case for case in FULL if case.family == "flash_bwd: lists of keys"]
+    outcomes = [running.run(case.case, CPU) for case in cases]
+    assert all(outcome.status == running.FAILED for outcome in outcomes)
+    assert {outcome.worst.what for outcome in outcomes} <= {"dk", "dv"}
 
 
 @pytest.mark.parametrize("family", ["two runs, the same bits", "threads"])

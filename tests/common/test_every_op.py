@@ -13,6 +13,7 @@ from tests.helpers.refused import without_data
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.testing.families import FAMILIES, draw_of
+from torch_metal_attn.testing.judge import normal
 
 CPU = torch.device("cpu")
 
@@ -183,7 +184,7 @@ def derivatives(example, function, device, dtype, seed, order):
             given[name], joint = joint[:size].view(arguments[name].shape), joint[size:]
     loss = 0
     for i, result in enumerate(function(given)):
-        weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed + i))
+        weights = normal(*result.shape, seed=seed + i)
         curved = result.masked_fill(result.isinf(), 0).atan()
         loss = loss + (curved * weights.to(device)).sum()
     found = torch.autograd.grad(loss, leaves, create_graph=order == 2)

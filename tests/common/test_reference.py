@@ -1,6 +1,7 @@
 """The oracle itself, against formulas written out naively and torch's own attention."""
 
 import math
+from functools import partial
 from itertools import product
 
 import pytest
@@ -14,13 +15,12 @@ from tests.common.slow_attention import slow_attention, slow_varlen_attention
 from tests.helpers.cases import each_case
 from torch_metal_attn import reference
 from torch_metal_attn.reference import attention, varlen_attention
+from torch_metal_attn.testing import judge
 from torch_metal_attn.testing.judge import ints
 
 FURTHEST = 2**31 - 1024
 
-
-def normal(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+normal = partial(judge.normal, dtype=torch.float64)
 
 
 def qkv(batch=2, heads=4, kv_heads=2, q_length=5, kv_length=7, head_dim=8, v_head_dim=3):

@@ -13,6 +13,7 @@ import torch
 from tests.attention.flash_fwd_check import DTYPES, check_flash_fwd, make_qkv
 from tests.attention.held_cases import FORWARD, case, hold
 from torch_metal_attn import explain, rope, simulate
+from torch_metal_attn.testing.judge import normal
 
 SQUARE = {"heads": 4, "q_length": 128, "kv_length": 128, "head_dim": 64} | FORWARD
 SHORT = SQUARE | {"q_length": 64, "kv_length": 64}
@@ -87,7 +88,7 @@ def test_lanes_in_any_order(dtype):
 def test_additive_masks_are_added(device):
     """flash_attn_train_fwd turns the mask's values into booleans; here they are added."""
     q, k, v = make_qkv(2, 4, 2, 64, 96, 256, dtype=torch.bfloat16)
-    mask = torch.randn(2, 1, 64, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    mask = normal(2, 1, 64, 96, seed=1).bfloat16()
     mask[..., 70:] = -torch.inf
     out, lse = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
     as_bool, _ = check_flash_fwd(q, k, v, attn_mask=mask != 0, device=device)

@@ -18,7 +18,7 @@ from tests.decode.flash_decode_problems import (
 )
 from tests.helpers.steps import check_step, tensors_of
 from torch_metal_attn.reference import attention
-from torch_metal_attn.testing.judge import ints, on, worst_of
+from torch_metal_attn.testing.judge import ints, normal, on, worst_of
 
 ops = torch.ops.metal_attn
 
@@ -143,7 +143,7 @@ def rules():
     """Score options, and a bias, whose columns are the rows of the cache."""
     sink = torch.tensor([3.0, 1.0, -1.0, 5.0])
     check_tree((FORK, FOREST), (50, 6), learnable_sink=sink, softcap=3.0, num_splits=2)
-    bias = torch.randn(4, 6, 50, generator=torch.Generator().manual_seed(3))
+    bias = normal(4, 6, 50, seed=3)
     check_tree((FORK,), (50,), layout="shared", attn_bias=bias)
 
 

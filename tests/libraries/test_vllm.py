@@ -1,21 +1,20 @@
 """vLLM's `reshape_and_cache_flash` against its definition, and SGLang's tables."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
 
 from tests.helpers.home import HOME, PAGE
 from torch_metal_attn import flash_attn_with_kvcache, simulate, vllm
+from torch_metal_attn.testing import judge
 
 BLOCKS = 7
 ONE = torch.ones(1)
 SHAPE = (HOME["kv_heads"], HOME["head_dim"])
 
-
-def normal(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(HOME["dtype"])
+normal = partial(judge.normal, dtype=HOME["dtype"])
 
 
 def new_caches(dtype=HOME["dtype"]):

@@ -7,6 +7,7 @@ from tests.transformers import tiny_models as tiny
 from tests.transformers.tiny_families import FAMILIES
 from torch_metal_attn.integrations.transformers import enable, record_routes
 from torch_metal_attn.simulator import runs
+from torch_metal_attn.testing.judge import normal
 
 TOLERANCE = 1e-5
 # T5 adds a bias, Gemma 4 cuts masks up, PaliGemma's prefix is no band, indexers read masks.
@@ -93,7 +94,7 @@ def gradients(model, given):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     answers, where = tiny.run(model, **given), tiny.present(given)
-    weights = torch.randn(answers.shape, generator=torch.Generator().manual_seed(0))
+    weights = normal(*answers.shape)
     (answers * weights)[slice(None) if where is None else where].sum().backward()
     return {
         name: parameter.grad

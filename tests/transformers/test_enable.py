@@ -28,6 +28,7 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
 )
 from torch_metal_attn.reference import attention  # noqa: E402
 from torch_metal_attn.simulator import simulate  # noqa: E402
+from torch_metal_attn.testing.judge import normal  # noqa: E402
 from torch_metal_attn.with_kvcache import DECODE_QUERIES  # noqa: E402
 
 PACKAGE = "torch_metal_attn.integrations.transformers"
@@ -44,7 +45,7 @@ WRAPPERS = {
 }
 
 
-Q = torch.randn(1, 2, 13, 8, generator=torch.Generator().manual_seed(0))
+Q = normal(1, 2, 13, 8)
 GOOD = {"query": Q, "key": Q, "value": Q, "attention_mask": None, "module": torch.nn.Module()}
 ENDS = bounds(0, 6, 13)
 PADDED = torch.arange(13)[None] > 0

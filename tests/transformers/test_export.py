@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 from tests.transformers import tiny_models as tiny  # noqa: E402
 from tests.transformers.model_check import TOLERANCE, difference  # noqa: E402
 from torch_metal_attn.integrations.transformers import enable, metal_attention  # noqa: E402
+from torch_metal_attn.testing.judge import normal  # noqa: E402
 
 
 class Scores(nn.Module):
@@ -52,7 +53,7 @@ class TestTraced:
 
     def test_causal_without_a_mask(self):
         """Traced sizes are tensors; the diagonal stays with any of them."""
-        q, k, v = torch.randn(3, 1, 2, 21, 8, generator=torch.Generator().manual_seed(0))
+        q, k, v = normal(3, 1, 2, 21, 8)
 
         def attend(q, k, v):
             return metal_attention(nn.Module(), q, k, v, None)[0]
@@ -89,7 +90,7 @@ def test_exported(tmp_path):
 def test_inductor_trains():
     """The default backend of torch.compile, on one attention: a model takes it minutes of C++."""
     model = tiny.build("Llama", num_hidden_layers=1)
-    given = torch.randn(2, 19, 64, generator=torch.Generator().manual_seed(0))
+    given = normal(2, 19, 64)
     tables = model.model.rotary_emb(given, torch.arange(19)[None])
     layer = model.model.layers[0].self_attn.train()
 

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
@@ -289,6 +290,14 @@ class TestModel:
         again(model)
         assert all(not isinstance(module, fusion._Fused) for module in model.modules())
         assert type(layer) is own
+
+    @pytest.mark.parametrize("where", [torch.device("meta"), FakeTensorMode()])
+    def test_without_values(self, where):
+        """On meta and of fake tensors the tables are made apart."""
+        expected = self.fused()
+        with where:
+            model = enable(type(expected)(expected.config), fuse_rope=True)
+        assert type(model.model.layers[0].self_attn) is type(expected.model.layers[0].self_attn)
 
     def test_copies_and_pickles(self):
         model, ids = self.fused(), tiny.tokens()

@@ -33,6 +33,7 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
     packing,
     record_routes,
 )
+from torch_metal_attn.testing.judge import normal  # noqa: E402
 
 BANDS = {
     "causal": lambda size: causal_mask_function,
@@ -113,7 +114,7 @@ class TestBounds:
     LENGTHS = (17, 1, 13)
 
     def attend(self, mask, **bounds):
-        q, k, v = torch.randn(3, 1, 2, 31, 8, generator=torch.Generator().manual_seed(0))
+        q, k, v = normal(3, 1, 2, 31, 8)
         return metal_attention(torch.nn.Module(), q, k, v, mask, **bounds)[0]
 
     def mask(self, function=causal_mask_function):

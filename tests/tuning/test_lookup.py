@@ -49,7 +49,7 @@ class TestKeys:
             ("band", {"window_size_left": 5}),
             ("band", {"attention_chunk": 7}),
             ("mask", {"attn_mask": torch.ones(100, 100, dtype=torch.bool)}),
-            ("mask lone_keys", {"attn_mask": torch.ones(100, 101, dtype=torch.bool)[:, 1:]}),
+            ("mask unpaired_keys", {"attn_mask": torch.ones(100, 101, dtype=torch.bool)[:, 1:]}),
             ("bias", {"attn_bias": torch.ones(100, 100)}),
             ("softcap", {"softcap": 3.0}),
             ("dropout", {"dropout_p": 0.1, "rng_state": torch.tensor([1, 2])}),

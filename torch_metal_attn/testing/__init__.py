@@ -6,6 +6,7 @@ result with float64, or expects an error where the documentation promises one.
 
 from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.testing.attention import Attention
+from torch_metal_attn.testing.cascades import Cascade
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.copies import Copy, Quantised
 from torch_metal_attn.testing.index_scores import IndexScores
@@ -17,6 +18,7 @@ from torch_metal_attn.testing.steps import Step
 
 __all__ = [
     "Attention",
+    "Cascade",
     "Copy",
     "IndexScores",
     "Merge",

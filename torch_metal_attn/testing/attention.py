@@ -256,8 +256,8 @@ class Attention(Case):
     through_lse: bool = field(
         False,
         chance(0.4),
-        calls=(*_FORWARDS, *_BACKWARDS),
-        when=lambda case: case.backward,
+        calls=OPS,
+        when=lambda case: case.backward and case.differentiable,
     )
     exact_delta: bool = field(False, chance(0.7), calls=_BACKWARDS)
     values: str = kinds()

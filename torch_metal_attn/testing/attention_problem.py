@@ -246,11 +246,13 @@ def _rows_of(x: Tensor, lengths: list[int]) -> Tensor:
     )
 
 
-def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
+def stored(
+    case: Any, k: Tensor, v: Tensor, table: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor], dict[str, Any]]:
     """The values that k and v (B, H, L, D) stand for, their storage, and the options for it.
 
-    case: has cache, format, v_format, hadamard, values_in_keys, v_head_dim,
-        page and seed.
+    case: has cache, format, v_format, hadamard, values_in_keys, v_head_dim, page and seed. table:
+        of a cache in pages, the page of each page of rows; None for any that differ.
     """
     exact, kept = [k, v], {"k": k, "v": v}
     scales: dict[str, Tensor] = {}
@@ -274,8 +276,9 @@ def stored(case: Any, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor],
         page, spare = (case.page, 2) if case.cache == "paged" else (k.shape[2], 1)
         blocks = k.shape[2] // page if case.cache == "paged" else 1
         count = len(k) * blocks + spare
-        places = torch.randperm(count, generator=torch.Generator().manual_seed(case.seed))
-        table = places[: len(k) * blocks].view(len(k), blocks).int()
+        if table is None:
+            places = torch.randperm(count, generator=torch.Generator().manual_seed(case.seed))
+            table = places[: len(k) * blocks].view(len(k), blocks).int()
         kept = {name: _in_pages(x, table, count, page) for name, x in kept.items()}
         scales |= {name: _in_pages(scales[name], table, count, page) for name in rows}
         paged = case.cache == "paged"

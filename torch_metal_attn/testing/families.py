@@ -9,6 +9,7 @@ import torch
 
 from torch_metal_attn.testing import (
     attention_run,
+    cascades,
     copies,
     index_scores,
     merges,
@@ -34,6 +35,7 @@ FAMILIES: dict[type[Case], Family] = {
     softmaxes.Softmax: Family(6, softmaxes.prepare),
     merges.Merge: Family(6, merges.prepare),
     index_scores.IndexScores: Family(3, index_scores.prepare),
+    cascades.Cascade: Family(2, cascades.prepare),
     copies.Copy: Family(2, copies.prepare_copy),
     copies.Quantised: Family(3, copies.prepare_quantised),
     rotations.Tables: Family(0, rotations.prepare_tables),

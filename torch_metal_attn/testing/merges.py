@@ -31,7 +31,7 @@ class Merge(Case):
 
     Attributes: packed: (tokens, heads) instead of (batch, heads, length). empty: the share of parts
         that have no keys, and NaN as their out. infinity_is_empty: half of these have a log-sum-exp
-        of +inf. sink: a dtype, for merge_splits.
+        of +inf. masked: only some rows are merged. sink: a dtype, for merge_splits.
     """
 
     call: str = call("merge_state", *_STATES, *_SPLITS)
@@ -43,6 +43,7 @@ class Merge(Case):
     splits: int = field(2, one_of(1, 2, 3, 31, 32, 33, 40, 130), calls=_SPLITS)
     empty: float = field(0.0, one_of(0.0, 0.3, 1.0), varied=True)
     infinity_is_empty: bool = field(False, chance(0.3))
+    masked: bool = field(False, chance(0.3), calls=("merge_state_",))
     sink: str = field("", one_of("", "", *DTYPES), calls=_SPLITS)
     backward: bool = field(False, chance(0.4), calls=("merge_state",))
     layout: tuple[str, ...] = layout(
@@ -110,7 +111,15 @@ def prepare(case: Merge, device: torch.device) -> Prepared:
         arguments[f"lse_{name}"] = memory.place(f"lse_{name}", lse.t() if case.packed else lse)
     if case.call == "merge_state":
         return Prepared(partial(_run, case), arguments, judge, memory)
+    if case.masked:
+        arguments["mask"] = memory.place("mask", _mask(case))
     return Prepared(_run_in_place, arguments, judge, memory, ("out_a", "lse_a"))
+
+
+def _mask(case: Merge) -> Tensor:
+    """Of tokens, which are those of all heads."""
+    rows = (case.length,) if case.packed else (case.batch, case.length)
+    return normal(*rows, seed=case.seed + 6) > 0
 
 
 def _as_given(case: Merge, lses: Tensor) -> Tensor:
@@ -154,10 +163,15 @@ def _judge(case: Merge, outs: Tensor, lses: Tensor, results: Any) -> list[Measur
         sink = _sink(case)[:, None, None]
     exact, exact_lse = union(outs.double(), lses.double(), None if sink is None else sink.double())
     own, _ = union(outs.float(), lses, None if sink is None else sink.float())
+    own = own.to(dtype_of(case.dtype))
     found, found_lse = results[:2]
     found_lse = found_lse.t() if case.packed else found_lse
+    if case.masked:
+        merged = _mask(case)[:, None] if case.packed else _mask(case)[:, None, :]
+        own, exact = (x.where(merged[..., None], outs[..., 0, :].to(x.dtype)) for x in (own, exact))
+        exact_lse = exact_lse.where(merged, _as_given(case, lses)[..., 0].double())
     measures = [
-        near("out", found, exact, worst_of([(own.to(dtype_of(case.dtype)), exact)])),
+        near("out", found, exact, worst_of([(own, exact)])),
         near_statistic("lse", found_lse, exact_lse, 1e-6),
     ]
     if case.backward:

@@ -98,7 +98,7 @@ void check_caches(const AppendKvArguments& a, AppendKvProblem& p) {
 
 void check_indices(const AppendKvArguments& a, AppendKvProblem& p) {
   for (const auto& [name, tensor] :
-       given({{"cache_seqlens", &a.cache_seqlens}, {"leftpad_k", &a.leftpad_k}})) {
+       present({{"cache_seqlens", &a.cache_seqlens}, {"leftpad_k", &a.leftpad_k}})) {
     check_index(name, *tensor, "k", a.k);
     check_shape(name, *tensor, {{p.batch}});
   }
@@ -171,12 +171,12 @@ void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
   if (!p.v_in_k) {
     written.push_back({"v_cache", &a.v_cache});
   }
-  std::vector<Named> tables = given({{"cache_seqlens", &a.cache_seqlens},
-                                     {"block_table", &a.cache.block_table},
-                                     {"cache_batch_idx", &a.cache.cache_batch_idx},
-                                     {"leftpad_k", &a.leftpad_k},
-                                     {"rotary_cos", &a.rotary_cos},
-                                     {"rotary_sin", &a.rotary_sin}});
+  std::vector<Named> tables = present({{"cache_seqlens", &a.cache_seqlens},
+                                       {"block_table", &a.cache.block_table},
+                                       {"cache_batch_idx", &a.cache.cache_batch_idx},
+                                       {"leftpad_k", &a.leftpad_k},
+                                       {"rotary_cos", &a.rotary_cos},
+                                       {"rotary_sin", &a.rotary_sin}});
   if (a.packed) {
     tables.push_back({"cu_seqlens_q", &a.packed->cu_seqlens_q});
     tables.push_back({a.packed->k_new_name, &a.packed->cu_seqlens_k_new});

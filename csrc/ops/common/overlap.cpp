@@ -126,7 +126,7 @@ bool may_overlap(const Tensor& a, const Tensor& b) {
   return !nested(larger);
 }
 
-std::vector<Named> given(
+std::vector<Named> present(
     std::initializer_list<std::pair<ArgumentName, const std::optional<Tensor>*>> all) {
   std::vector<Named> result;
   for (const auto& [name, tensor] : all) {

@@ -17,8 +17,8 @@ struct Named {
   const torch::stable::Tensor* tensor;
 };
 
-// Those of the tensors that are given.
-std::vector<Named> given(
+// The optional tensors that have a value.
+std::vector<Named> present(
     std::initializer_list<std::pair<ArgumentName, const std::optional<torch::stable::Tensor>*>>
         all);
 

@@ -80,7 +80,7 @@ MergeProblem check_merge_state(const MergeStateArguments& a, bool inplace) {
     check_mask(*a.mask, a.out_a);
   }
   if (inplace) {
-    std::vector<Named> read = given({{"mask", &a.mask}});
+    std::vector<Named> read = present({{"mask", &a.mask}});
     read.insert(read.begin(), {{"out_b", &a.out_b}, {"lse_b", &a.lse_b}});
     check_written({{"out_a", &a.out_a}, {"lse_a", &a.lse_a}}, read, {});
   }

@@ -89,10 +89,10 @@ void check_rows(const RopeArguments& a, RopeProblem& p) {
 }
 
 void check_in_place(const RopeArguments& a) {
-  std::vector<Named> written = given({{"k", &a.k}});
+  std::vector<Named> written = present({{"k", &a.k}});
   written.insert(written.begin(), {"q", &a.q});
   std::vector<Named> tables =
-      given({{"positions", &a.positions}, {"seqlen_offsets", &a.seqlen_offsets}});
+      present({{"positions", &a.positions}, {"seqlen_offsets", &a.seqlen_offsets}});
   tables.insert(tables.end(), {{"cos", &a.cos}, {"sin", &a.sin}});
   check_written(written, {}, tables);
 }

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
+from torch_metal_attn.integrations.transformers.packing import hidden
 from torch_metal_attn.integrations.transformers.unrotated import Tables, Unrotated, rotated
 from torch_metal_attn.reference import rotate
 
@@ -197,8 +199,9 @@ def _probe(model: PreTrainedModel, kind: type) -> Tables:
         )
     found: set[Tables | None] = set()
     try:
-        for cos, sin in _tables_of(model, kind):
-            found.add(_recognise(function, cos, sin))
+        with unset_fake_temporarily():
+            for cos, sin in _tables_of(model, kind):
+                found.add(_recognise(function, cos, sin))
     except Exception as error:
         raise NotImplementedError(
             f"{where} could not be tried out ({error!r}); use enable(model)"
@@ -235,6 +238,9 @@ def _tables_of(model: PreTrainedModel, kind: type) -> Iterator[tuple[Tensor, Ten
         cls = type(module)
         if cls.__module__ != kind.__module__ or not cls.__name__.endswith("RotaryEmbedding"):
             continue
+        if any(map(hidden, module.buffers())):  # on meta or fake
+            with torch.device("cpu"):
+                module = cls(module.config)
         device = next(module.buffers()).device
         positions = torch.tensor([_POSITIONS], device=device)
         if hasattr(module, "mrope_section"):

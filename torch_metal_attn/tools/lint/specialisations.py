@@ -4,8 +4,9 @@ They are those of launches: of the cases of `verify --full`, of a few cases that
 these do not, of flex attention, and of a tile that only `tune` chooses. Nothing runs.
 """
 
-import functools
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -42,18 +43,68 @@ _EVERYTHING = attention(
     rotary_columns=32,
     dropout_p=0.3,
 )
+# The same with other defines, and without what gradients on tensor tiles do not have.
+_ODD_KEYS = replace(
+    _EVERYTHING, dtype="bfloat16", packed=((33, 71), (5, 9)), rotary_interleaved=True
+)
+_WITHOUT_BIAS = replace(_EVERYTHING, attn_bias="", alibi_slopes="", learnable_sink="")
 _LONG_MASK = attention(
     call="flash_fwd",
     feature="mask of keys",
+    attn_bias="float32 k",
     backward=True,
+    through_lse=True,
     batch=1,
     q_length=2048,
     kv_length=2048,
 )
-# What no case of `verify` reaches.
+_FAR_HALVES = attention(
+    call="flash_fwd", cache_dtype="float16", k_layout=("far 1",), batch=1, q_length=9
+)
+# Formats with options that other cases have one by one.
+_QUANTISED = [
+    attention(
+        call="flash_fwd",
+        cache=cache,
+        format=format,
+        dtype=dtype,
+        attn_mask="bool bhqk",
+        attn_bias="float32 hqk",
+        rotary="q",
+        rotary_columns=32,
+        rotary_interleaved=cache == "paged",
+    )
+    for format, cache, dtype in (
+        ("q8_0", "indexed", "float16"),
+        ("q4_0", "paged", "bfloat16"),
+        ("fp8_e4m3", "indexed", "float32"),
+        ("q2_g32", "indexed", "bfloat16"),
+        ("q3_g64", "paged", "float16"),
+    )
+]
+_DECODE = partial(attention, call="flash_decode", kv_length=257, num_splits=2)
+_LISTED = partial(_DECODE, q_length=3, heads=8, listed=70, list_dims="bh")
+# What no case of `verify` reaches, and what reaches as much as several of them.
 _MORE: tuple[Case, ...] = (
     _EVERYTHING,
+    _ODD_KEYS,
+    _WITHOUT_BIAS,
+    replace(_ODD_KEYS, attn_bias="", alibi_slopes=""),
     _LONG_MASK,
+    _FAR_HALVES,
+    *_QUANTISED,
+    _DECODE(
+        q_length=3,
+        format="fp8_e4m3",
+        cache="indexed",
+        attention_chunk=16,
+        causal=True,
+        attn_mask="bool bhqk",
+        dtype="bfloat16",
+    ),
+    _DECODE(q_length=9, format="q2_g32", tree="tree_mask", tree_by_sequence=True),
+    _LISTED(format="q3_g64"),
+    _LISTED(cache_dtype="bfloat16", kv_block_size=16),
     Step(rotary_columns=8, leftpad_k=(0,), cache="indexed", cache_dtype="float16"),
 )
 _UNSTAGED = "V_SLICE=64 BLOCK_K=32 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
@@ -65,7 +116,7 @@ _ALONE: dict[str, list[Defines]] = {
 }
 
 
-@functools.cache
+@cache
 def specialisations() -> dict[str, list[Defines]]:
     """Defines by family: few launches in which each define has each of its values, and is missing.
 
@@ -96,14 +147,17 @@ def _cover(launches: list[Defines]) -> list[Defines]:
 
 
 def _kind(name: str, value: str) -> str:
-    is_size = value.isdigit() and int(value) > 1 and not name.endswith("FORMAT")
-    return "a size" if is_size else value
+    if not value.isdigit() or int(value) < 2:
+        return value
+    if name.endswith("FORMAT"):  # groups of 32 and of 64 are alike
+        return value if len(value) == 1 else f"{int(value) // 256} bits in groups"
+    return "a size"
 
 
 def _calls() -> Iterator[None]:
     """Makes one call of an op after the other."""
-    cases = [*_MORE, *(one.case for one in full() if not one.case.threads)]
-    for case in cases:
+    cases = [one.case for one in full() if not one.case.threads]
+    for case in (*_MORE, *cases):
         _call(case)
         yield
     for queries in (1, 256):
@@ -113,7 +167,7 @@ def _calls() -> Iterator[None]:
         _call(attention(call="flash_fwd", feature="causal"))
         yield
     with on_m5():
-        for case in cases[::2]:  # of each problem one dtype or two
+        for case in (*_MORE, *cases[1::2]):  # of each problem one dtype or two
             if isinstance(case, Attention) and "fwd" in case.call:
                 _call(case)
                 yield

@@ -7,7 +7,16 @@ from functools import partial
 from typing import Any
 
 from torch_metal_attn.runtime import tensor_tiles
-from torch_metal_attn.testing import Copy, IndexScores, Merge, Rotation, Softmax, Step, Tables
+from torch_metal_attn.testing import (
+    Cascade,
+    Copy,
+    IndexScores,
+    Merge,
+    Rotation,
+    Softmax,
+    Step,
+    Tables,
+)
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.features import CACHES, FEATURES, HALF_CACHES, attention
 from torch_metal_attn.testing.tensors import DTYPES
@@ -66,6 +75,7 @@ _CACHE: Special = {
 }
 _APPEND = partial(Step, call="append_kv", heads=2, length=5, **_CACHE)
 _STEP = partial(Step, call="decode_step", heads=8, causal=True, num_splits=1, **_CACHE)
+_SHARED = partial(Cascade, kv_heads=2, head_dim=64, v_head_dim=64, causal=True, strict=True)
 _INDEX = partial(IndexScores, heads=17, q_length=5, kv_length=65, head_dim=128, causal=True)
 _COPY = partial(Copy, copies=((0, 5), (4, 1), (6, 2)))
 
@@ -202,6 +212,17 @@ def _decodes() -> Iterator[Listed]:
         _LATENT,
         *({"cache": cache} for cache in CACHES),
     )
+    levels: Special = {"shared": 6, "branched": 3, "own": (1, 9, 20, 5, 0)}
+    yield from every_dtype(
+        "flash_decode: shared pages",
+        partial(_SHARED, heads=8, **levels),
+        {},
+        {"q_length": 9, "page": 5, "learnable_sink": "float32"},
+        {"window_size_left": 30, "causal": False},
+        {"format": "q8_0", "num_splits": 2},
+        {"format": "q3_g32", "v_format": "q2_g64", "hadamard": 64},
+        _LATENT | {"format": "q4_g64"},
+    )
     # MLA's absorbed form.
     latents = partial(several, heads=16, feature="causal", **_LATENT)
     names = ("", "paged", "indexed", "q8_0", "paged q4_0", "paged fp8_e4m3", "paged q3_g64")
@@ -227,6 +248,13 @@ def _backwards() -> Iterator[Listed]:
         *lengths,
         {"through_lse": True, "feature": "rows without keys"},
         {"layout": "cut out of NaN"},
+    )
+    yield from every_dtype(
+        "flash_bwd: lists of keys",
+        partial(_DECODE, backward=True, q_length=9, kv_length=130, list_dims="bh", batch=2),
+        {"listed": 40, "heads": 8, "kv_heads": 2},
+        {"listed": 5, "kv_block_size": 16, "q_block_size": 4, "feature": "causal"},
+        {"listed": 40, "feature": "lengths", "through_lse": True},
     )
     yield from every_dtype("flash_varlen_bwd", partial(_VARLEN, backward=True), _PACKED)
 
@@ -301,6 +329,7 @@ def _elementwise() -> Iterator[Listed]:
         _MERGE,
         {},
         {"head_dim": 7},
+        *({"call": "merge_state_", "masked": masked} for masked in (False, True)),
         {"call": "merge_splits", "splits": 40},
         {"call": "merge_splits", "splits": 3, "sink": "float32"},
     )

@@ -1,0 +1,169 @@
+"""Cases of `CascadePlan`: sequences whose pages are a tree of prefixes."""
+
+import random
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from torch_metal_attn.kv_cache import CascadePlan
+from torch_metal_attn.quantisation import FORMATS
+from torch_metal_attn.testing import attention_run
+from torch_metal_attn.testing.attention import Attention
+from torch_metal_attn.testing.attention_problem import Problem, options_of, stored, within_keys
+from torch_metal_attn.testing.case import Case, Prepared, call, chance, field, kinds, one_of
+from torch_metal_attn.testing.tensors import (
+    Memory,
+    dtype_of,
+    numbers,
+    partial_groups,
+    rotated_blocks,
+    wrong_rotation,
+)
+
+_SHARED = (
+    *("dtype", "seed", "strict", "heads", "kv_heads", "head_dim", "v_head_dim", "values_in_keys"),
+    *("q_length", "causal", "window_size_left", "softcap", "learnable_sink", "format", "v_format"),
+    "hadamard",
+)
+
+
+def _own(r: random.Random, case: "Cascade") -> tuple[int, ...]:
+    return tuple(r.choice((0, 1, 5, 9, 20)) for _ in range(r.choice((1, 2, 4, 5))))
+
+
+@dataclass(frozen=True)
+class Cascade(Case):
+    """Queries of sequences that have their first pages in common.
+
+    Attributes: shared: pages of all sequences. branched: further ones of every other sequence,
+        which are a second level. own: the keys of each sequence that follow. The others are those
+        of `Attention`.
+    """
+
+    call: str = call("CascadePlan.attend")
+    kv_heads: int = field(1, one_of(1, 1, 2))
+    heads: int = field(1, lambda r, case: r.choice((1, 2, 8)) * case.kv_heads)
+    values_in_keys: bool = field(False, chance(0.15))
+    head_dim: int = field(
+        8, lambda r, case: r.choice((64, 96, 160) if case.values_in_keys else (8, 64, 64, 96, 128))
+    )
+    v_head_dim: int = field(
+        8,
+        lambda r, case: (
+            case.head_dim - 32
+            if case.values_in_keys
+            else r.choice((case.head_dim, case.head_dim, 32))
+        ),
+    )
+    page: int = field(8, one_of(1, 5, 8, 16))
+    shared: int = field(1, one_of(0, 1, 3, 6), varied=True)
+    branched: int = field(0, one_of(0, 1, 3), varied=True)
+    own: tuple[int, ...] = field((1, 1), _own, varied=True)
+    q_length: int = field(1, one_of(1, 1, 2, 9))
+    format: str = field("", one_of(*FORMATS), share=0.4)
+    v_format: str = field(
+        "",
+        one_of(*FORMATS),
+        share=0.3,
+        when=lambda case: case.format and not case.values_in_keys,
+    )
+    hadamard: int = field(0, rotated_blocks, share=0.3)
+    causal: bool = field(False, chance(0.7))
+    window_size_left: int = field(-1, one_of(-1, -1, 30), varied=True)
+    softcap: float = field(0.0, one_of(0.0, 0.0, 20.0))
+    learnable_sink: str = field("", one_of("", "", "float32"))
+    num_splits: int = field(0, one_of(0, 1, 2))
+    values: str = kinds()
+
+    # Where `stored` puts the rows.
+    cache: ClassVar[str] = "paged"
+    OF_SEQUENCES: ClassVar[tuple[str, ...]] = ("own",)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The keys of each sequence."""
+        return tuple((self.shared + self.branched) * self.page + own for own in self.own)
+
+    def conflicts(self) -> dict[str, Any]:
+        return {
+            "values are columns of the keys": self.values_in_keys
+            and self.v_head_dim > self.head_dim,
+            "there is a KV head for some heads": self.kv_heads < 1 or self.heads % self.kv_heads,
+            "there are sequences, with keys": not self.own or max(self.lengths) < 1,
+            "a page has rows": self.page < 1,
+            **partial_groups(self),
+        }
+
+    def illegal(self) -> dict[str, Any]:
+        return wrong_rotation(self)
+
+    def wrong(self) -> list[dict[str, Any]]:
+        return [{"hadamard": 48}]
+
+    @property
+    def attention(self) -> Attention:
+        """What each sequence alone computes."""
+        return Attention(
+            call="flash_decode",
+            batch=len(self.own),
+            kv_length=max(self.lengths),
+            seqused_k=self.lengths,
+            **{name: getattr(self, name) for name in _SHARED},
+        )
+
+
+def prepare(case: Cascade, device: torch.device) -> Prepared:
+    """The plan and its call. Rows that belong to nobody are NaN."""
+    memory, attention, dtype = Memory(device), case.attention, dtype_of(case.dtype)
+    batch, blocks = len(case.own), -(-max(case.lengths) // case.page)
+
+    def made(seed: int, *shape: int, values: bool = False) -> Tensor:
+        seed += case.seed
+        return numbers(batch, *shape, kind=case.values, seed=seed, dtype=dtype, values=values)
+
+    q = made(1, case.heads, case.q_length, case.head_dim)
+    rows = case.kv_heads, blocks * case.page
+    k, v = made(2, *rows, case.head_dim), made(3, *rows, case.v_head_dim, values=True)
+    table = torch.arange(batch * blocks, dtype=torch.int32).view(batch, blocks)
+    levels = [case.shared * case.page, (case.shared + case.branched) * case.page]
+    for b in range(batch):
+        # The first sequence has what all share, and the first two what is of their branches.
+        for first, end, origin in ((0, levels[0], 0), (*levels, b % 2)):
+            table[b, first // case.page : end // case.page] = table[
+                origin, first // case.page : end // case.page
+            ]
+            for x in (k, v):
+                x[b, :, first:end] = x[origin, :, first:end]
+        k[b, :, case.lengths[b] :] = v[b, :, case.lengths[b] :] = torch.nan
+    if case.values_in_keys:
+        v = k[..., : case.v_head_dim]
+    options = options_of(attention, batch, blocks * case.page)
+    exact, kept, where = stored(case, k, v, table)
+    given = {"q": q, **dict(zip(("k_cache", "v_cache"), kept, strict=True))}
+    given |= {name: x for name, x in where.items() if name in ("k_scale", "v_scale")}
+    if "learnable_sink" in options:
+        given["learnable_sink"] = options["learnable_sink"]
+    placed = within_keys(case, {n: memory.place(n, x) for n, x in given.items()}, "_cache")
+    plan = CascadePlan(
+        table,
+        case.lengths,
+        case.page,
+        case.q_length,
+        causal=case.causal,
+        window_size=(case.window_size_left, -1),
+        device=device,
+    )
+
+    def attend(**tensors: Any) -> tuple[Tensor, None]:
+        by_row = {n: x.transpose(1, 2) if x.dim() == 4 else x for n, x in tensors.items()}
+        out = plan.attend(
+            **by_row, softcap=case.softcap, hadamard=case.hadamard, num_splits=case.num_splits
+        )
+        return out.transpose(1, 2), None
+
+    k, v = (x.to(dtype) for x in exact)
+    problem = Problem(q, k, v, (), options, kept, where, None, None, None)
+    return Prepared(attend, placed, partial(attention_run.judge, attention, problem), memory)

@@ -14,7 +14,7 @@ import torch
 
 from bench.tables import print_table
 from torch_metal_attn import simulate
-from torch_metal_attn.testing import Copy, Merge, Rotation, Softmax, Step
+from torch_metal_attn.testing import Copy, IndexScores, Merge, Rotation, Softmax, Step
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.families import FAMILIES
 from torch_metal_attn.testing.tensors import DTYPES
@@ -118,6 +118,9 @@ APPENDED: dict[str, dict[str, Any]] = {
     "append to q8_0": {"format": "q8_0"},
     "append to q4_0": {"format": "q4_0"},
     "append to fp8_e4m3": {"format": "fp8_e4m3"},
+    "append to q3_g32": {"format": "q3_g32"},
+    "append to q4_g64": {"format": "q4_g64"},
+    "append to q4_0, rotated by 64": {"format": "q4_0", "hadamard": 64},
 }
 
 
@@ -143,6 +146,17 @@ def copy(head_dim: int, dtype: str) -> dict[str, float]:
     copies = tuple((i, i + 4) for i in range(4))
     case = Copy(dtype=dtype, shape=(8, KV_HEADS, PAGE, head_dim), copies=copies)
     return traffic(case, "copy_pages", 4 * KV_HEADS * PAGE)
+
+
+# index_scores: per key, of DeepSeek-V3.2's 64 heads of 128 columns.
+INDEXED: dict[str, Any] = {"heads": 64, "head_dim": 128, "kv_length": 1024}
+QUERIES = (1, 2, 16, 64)
+
+
+def indexed(q_length: int, dtype: str) -> dict[str, float]:
+    """Scores of the keys for a number of queries."""
+    case = IndexScores(q_length=q_length, dtype=dtype, causal=True, **INDEXED)
+    return traffic(case, "index_scores", INDEXED["kv_length"])
 
 
 def softmax_rows() -> Iterator[list[Any]]:
@@ -172,7 +186,14 @@ def moved_rows() -> Iterator[list[Any]]:
         yield [name, head_dim, dtype, *(found[column] for column in MOVED)]
 
 
+def indexed_rows() -> Iterator[list[Any]]:
+    """Each number of queries and dtype."""
+    for q_length, dtype in product(QUERIES, DTYPES):
+        yield [q_length, dtype, *indexed(q_length, dtype).values()]
+
+
 if __name__ == "__main__":
     print_table(["kernel", "rows", "length", "dtype", *MOVED, *OTHERS], softmax_rows())
     print_table(["kernel", "splits", "head dim", "dtype", *MOVED, *OTHERS], merge_rows())
     print_table(["case", "head dim", "dtype", *MOVED], moved_rows())
+    print_table(["queries", "dtype", *MOVED, *OTHERS], indexed_rows())

@@ -138,7 +138,8 @@ SUBJECTS = {
                 | {"leftpad_k": (7, 100), "q_offset": 80, "dtype": "bfloat16", "num_splits": 2},
                 {"q_length": 2, "cache": "indexed", "q_offset": -1},
                 {"q_length": 2, "heads": 16, "q_offset": -1, **LATENT},
-                {"q_length": 9, "kv_block_size": 8, "q_block_size": 2, "backward": True}
+                {"q_length": 9, "kv_block_size": 8, "q_block_size": 2}
+                | {"backward": True, "through_lse": True}
                 | {"softcap": 2.0, "learnable_sink": "float32", "dtype": "float32"},
             )
         )

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from bench import bench_memory
 from tests.helpers.cases import each_case
 from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
@@ -79,6 +80,13 @@ def nan(device="cpu"):
 
 def test_nan(device):
     nan(device)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 5])
+def test_four_queries_share_their_keys(queries):
+    """Bytes of a key: its own once for four queries, and each query's, with weights, for 32."""
+    read = bench_memory.indexed(queries, "float16")["loads (bytes)"]
+    assert read == 128 * 2 * math.ceil(queries / 4) + 64 * (128 * 2 + 4 * 4) / 32 * queries
 
 
 def test_it_has_no_gradient(device):

@@ -236,12 +236,13 @@ def test_on_device(page_size, device):
     ids=str,
 )
 @pytest.mark.parametrize("page_size", [None, 5])
-def test_ways_to_generate(page_size, options):
-    """Beams reorder the cache, and prompt lookup takes rejected tokens back."""
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "DeepSeek-V3.2", "GLM-MoE-DSA"])
+def test_ways_to_generate(name, page_size, options):
+    """Beams reorder the cache, and prompt lookup takes rejected tokens back, of an indexer too."""
     torch.manual_seed(0)
     ids = tiny.tokens(6, batch=1).repeat(1, 4)
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **GREEDY, **options}
-    model = tiny.build("DeepSeek-V3")
+    model = tiny.build(name)
     expected = model.generate(**given)
     cache = latent_cache(enable(model, absorb=True), 64, page_size=page_size)
     torch.manual_seed(1)

@@ -19,7 +19,9 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Features beyond causality are compiled for these only; those of decoding also with KV heads.
 FEATURE_HEAD_DIMS = (64, 128)
-DECODED_SIZES = ((64, 32), (128, 32), (128, 1), (512, 1))
+DECODED_SIZES = ((64, 32), (128, 32), (128, 1), (512, 1), (576, 1))
+# Of MLA's latents: their first columns are the values.
+LATENT, LATENT_VALUES = 576, 512
 FEATURE_DTYPE = torch.float16
 LENGTH, HEADS = 64, 32
 FEATURES = {name: partial(options, LENGTH) for name, options in OF_LENGTHS.items()}
@@ -102,6 +104,9 @@ def decoding(
     q = given.pop("q", q[:, :, :1])
     k, v = (given.pop(name, x)[:, :kv_heads] for name, x in (("k", k), ("v", v)))
     given |= {name: given[name][:, :kv_heads] for name in ("k_scale", "v_scale") if name in given}
+    if head_dim == LATENT:
+        v = _values_of(k)
+        given |= {"v_scale": _values_of(given["k_scale"])} if "k_scale" in given else {}
     for name in ("q_rotary_cos", "q_rotary_sin", "attn_mask", "attn_bias"):
         if name in given:
             given[name] = given[name][:1]
@@ -109,6 +114,10 @@ def decoding(
     (explained,) = extension.launches(packed)
     feature = f"{kv_heads} KV heads, {feature}"
     return _chosen("flash_decode", dtype, head_dim, feature, explained)
+
+
+def _values_of(latents: Tensor) -> Tensor:
+    return latents[..., : latents.shape[-1] * LATENT_VALUES // LATENT]
 
 
 def _in_pages(options: Options, length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
@@ -192,6 +201,7 @@ PER_HEAD: dict[str, Options] = {"ALiBi": _slopes, "sink": _sinks}
 ALL_FEATURES = FEATURES | PER_HEAD | CACHES | DECODED
 # Those of training alone, or of keys that are not in a cache.
 NOT_DECODED = ("dropout", "rotary of q and k", "rotary, interleaved", *PLAIN)
+DECODED_FEATURES = [name for name in ALL_FEATURES if name not in NOT_DECODED]
 
 
 def specialisations() -> Iterator[Specialisation]:
@@ -204,9 +214,8 @@ def specialisations() -> Iterator[Specialisation]:
     for head_dim, feature in product(FEATURE_HEAD_DIMS, ALL_FEATURES):
         if feature not in PLAIN and feature not in DECODED:
             yield from attention(FEATURE_DTYPE, head_dim, feature, ALL_FEATURES[feature])
-    for (head_dim, kv_heads), feature in product(DECODED_SIZES, ALL_FEATURES):
-        if feature not in NOT_DECODED:
-            yield decoding(FEATURE_DTYPE, head_dim, kv_heads, feature, ALL_FEATURES[feature])
+    for (head_dim, kv_heads), feature in product(DECODED_SIZES, DECODED_FEATURES):
+        yield decoding(FEATURE_DTYPE, head_dim, kv_heads, feature, ALL_FEATURES[feature])
 
 
 def peer_kernels() -> Iterator[tuple[str, torch.dtype, int, dict[str, Any]]]:

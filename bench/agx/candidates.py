@@ -16,7 +16,8 @@ from torch_metal_attn.tools.tune import tiles
 
 # A row is for all dtypes of so many bits.
 DTYPES = {16: (torch.float16, torch.bfloat16), 32: (torch.float32,)}
-# The widest problem of each class is compiled, but no v has more than 512 columns.
+# The widest problem of each class is compiled, but no v has more than 512 columns. Decodes of more
+# are compiled as those of latents.
 COLUMNS = (64, 96, 128, 192, 256, 576)
 MOST_COLUMNS = 512
 QUERIES = (2, 8, 16, 32)
@@ -80,6 +81,8 @@ class Class(NamedTuple):
 
     @property
     def head_dim(self) -> int:
+        if self.macro == "FLASH_DECODE":
+            return self.columns
         return min(self.columns, MOST_COLUMNS) - (8 if self.ragged else 0)
 
     @property
@@ -127,16 +130,16 @@ def candidates(one: Class) -> Iterator[Tile]:
             yield cut, block, simdgroups, shared, q, 1
     elif one.macro == "FLASH_DECODE":
         spans, fragments = -(-one.head_dim // 32), -(-one.queries // 8)
-        # For more than 16 queries registers may be too few. In 16 bits the keys are read once even
-        # so, but for heads of over 256 columns that are no latents.
-        fewer = fragments > 2 and (one.bits == 32 or 256 < one.columns <= MOST_COLUMNS)
+        # For more than 16 queries registers may be too few. Narrow rows in 16 bits are kept even
+        # so: a threadgroup has up to 6 times as many, which then read a shared prefix together.
+        fewer = fragments > 2 and (one.bits == 32 or one.columns > 192)
         rows = (fragments, 2) if fewer else (fragments,)
         # Those that have all spans of a row, with keys of their own, are written as 4, 8 or 16.
-        whole = next(n for n in (4, 8, 16) if n >= spans)
+        whole = [n for n in (4, 8, 16) if n >= spans][:1]
         parts = {-(-spans // n): n for n in (8, 4, 3, 2, 1) if n < spans}
-        own = [*parts.values(), whole]
+        own = [*parts.values(), *whole]
         for row_fragments, keys, share, vectors in product(rows, (1, 2, 4), own, (0, 2)):
-            if not vectors or (one.queries <= vectors and share == whole):
+            if not vectors or (one.queries <= vectors and share in whole):
                 yield row_fragments, keys, share, vectors
     elif one.macro == "FLASH_BWD_BIAS":
         for row_fragments, block, in_registers in product((1, 2), allowed["BLOCK"], (1, 0)):

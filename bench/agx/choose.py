@@ -90,11 +90,13 @@ class Candidate(NamedTuple):
 
     @property
     def again(self) -> bool:
-        """Whether its own rows are read again for every block.
+        """Whether its own rows are read again for every block, or the keys of a decode.
 
         The model takes them for reads of a core's cache, but all rows of a core are more than that.
         """
         given = self.one.named(self.tile)
+        if self.one.macro == "FLASH_DECODE":
+            return any(passes(self.one, given, compiled) > 1 for compiled in self.found.values())
         held = {"Q_IN_REGISTERS", "ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"} & given.keys()
         return bool(held) and not any(given[name] for name in held)
 
@@ -104,9 +106,11 @@ def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
     given = one.named(tile)
     if one.macro == "FLASH_DECODE":
         # Memory is the limit: more than it gives is of no use. Each pass reads the keys again.
-        passes = -(-one.queries // rows_at_once(one, given, compiled))
-        most = BYTES if passes == 1 else MEMORY_BYTES
-        return 1024 * passes / min(model.bytes_a_cycle(compiled), most)
+        times = passes(one, given, compiled)
+        most = BYTES if times == 1 else MEMORY_BYTES
+        # The listing has the loads of all SIMD groups that share the keys.
+        read = model.bytes_a_cycle(compiled) / row_simdgroups(one, given, compiled)
+        return 1024 * times / min(read, most)
     rows, shared = given.get("ROW_FRAGMENTS", 1), given.get("COLUMN_SIMDGROUPS", 1)
     # Each slice computes the scores again.
     slices = -(-one.head_dim // (given.get("SLICE") or given["V_SLICE"]))
@@ -115,11 +119,16 @@ def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
     return slices * shared * model.iteration(compiled) * rounded / (rows * block / 8)
 
 
-def rows_at_once(one: Class, given: Mapping[str, int], compiled: Compiled) -> int:
-    """Queries of a decode for which a threadgroup reads its keys once."""
+def row_simdgroups(one: Class, given: Mapping[str, int], compiled: Compiled) -> int:
+    """SIMD groups of a decode's threadgroup that have the same columns of other rows."""
     columns = -(-one.head_dim // (32 * given["SPANS"]))
-    alike = compiled.threads_per_group // (32 * columns) if columns > 1 else 1
-    return 8 * given["ROW_FRAGMENTS"] * alike
+    return compiled.threads_per_group // (32 * columns) if columns > 1 else 1
+
+
+def passes(one: Class, given: Mapping[str, int], compiled: Compiled) -> int:
+    """How often a decode's threadgroup reads its keys."""
+    rows = 8 * given["ROW_FRAGMENTS"] * row_simdgroups(one, given, compiled)
+    return -(-one.queries // rows)
 
 
 def best(every: Sequence[Candidate]) -> Candidate:

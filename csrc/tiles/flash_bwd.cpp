@@ -148,24 +148,6 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
   return default_tile(s, gpu);
 }
 
-Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
-  const bool of_rows = s.of != Gradient::kScores;
-  Defines own;
-  define_if(of_rows, own, s.dkv() ? "DK_SLICE" : "DQ_SLICE", s.qk_slice());
-  own.push_back({s.dkv() ? "BLOCK_Q" : "BLOCK_K", s.block});
-  own.push_back({"SIMDGROUPS", s.simdgroups});
-  own.push_back({"ROWS_IN_REGISTERS", s.rows_in_registers});
-  define_if(of_rows, own, "ROW_PAIRS", s.row_pairs);
-  define_if(s.dkv(), own, "DV_SLICE", s.v_slice());
-  define_if(s.dkv(), own, "SLICES", s.slices());
-  define_if(s.rows_in_threadgroup, own, "ROWS_IN_THREADGROUP");
-  define_if(s.column_simdgroups > 1, own, "COLUMN_SIMDGROUPS", s.column_simdgroups);
-  define_if(s.head_splits > 1, own, "HEAD_SPLITS", s.head_splits);
-  define_if(s.exact_delta && !s.dkv(), own, "EXACT_DELTA");
-  define_if(s.normalised(), own, "NORMALISED");
-  return all_defines(s, own);
-}
-
 // No more parts than keep the GPU busy: each writes float32 of all that is added, which is then
 // less than twice kBusyThreadgroups tiles, however large it is.
 int64_t flash_bwd_bias_splits(int64_t owned, int64_t shared) {

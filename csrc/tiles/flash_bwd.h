@@ -8,7 +8,6 @@
 
 #include "csrc/problem/attention.h"
 #include "csrc/problem/gpu.h"
-#include "csrc/runtime/launch.h"
 #include "csrc/tiles/table.h"
 
 namespace metal_attn {
@@ -75,7 +74,5 @@ int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem
 // Into how many parts the walk over `shared` tiles of scores is split, of each of `owned` tiles of
 // what is added to them. At least 1, and at most `shared` unless that is 0.
 int64_t flash_bwd_bias_splits(int64_t owned, int64_t shared);
-
-Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
 
 }  // namespace metal_attn

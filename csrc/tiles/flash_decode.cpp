@@ -47,24 +47,22 @@ int power_of_2(int64_t least) {
   return power;
 }
 
-// Of 32 columns of keys or values, and of the scales that they have of their own.
-int span_bytes(const FlashDecodeSpecialisation& s, KvFormat kv_format) {
+// Of so many columns of a key or a value, and of the scales that they have of their own.
+int row_bytes(const FlashDecodeSpecialisation& s, KvFormat kv_format, int columns) {
   constexpr int kScaleBytes = 2;
   const int format = static_cast<int>(kv_format);
   if (kv_format == KvFormat::kPlain) {
-    return kSpanColumns * element_bytes(s.kv_element());
+    return columns * element_bytes(s.kv_element());
   }
-  const int scales = kv_row_scales(format)
-                         ? kSpanColumns * kv_scale_numbers(format) / kv_scale_columns(format)
-                         : 0;
-  return kSpanColumns * kv_bits(format) / 8 + scales * kScaleBytes;
+  const int scales =
+      kv_row_scales(format) ? columns * kv_scale_numbers(format) / kv_scale_columns(format) : 0;
+  return columns * kv_bits(format) / 8 + scales * kScaleBytes;
 }
 
 // Of a key and its value.
 int key_bytes(const FlashDecodeSpecialisation& s) {
-  const KvFormats& formats = s.features.cache.formats;
-  const int k = s.head_dim_qk * span_bytes(s, formats.k);
-  return (k + (s.v_in_k ? 0 : s.head_dim_v * span_bytes(s, formats.v))) / kSpanColumns;
+  const auto [k, v] = s.features.cache.formats;
+  return row_bytes(s, k, s.head_dim_qk) + (s.v_in_k ? 0 : row_bytes(s, v, s.head_dim_v));
 }
 
 }  // namespace
@@ -196,32 +194,6 @@ int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, 
   }
   const int64_t split_steps = (steps + best - 1) / best;
   return (steps + split_steps - 1) / split_steps;
-}
-
-Defines flash_decode_defines(const FlashDecodeSpecialisation& s, bool split) {
-  Defines own{
-      {"KEY_FRAGMENTS", s.key_fragments},
-      {"KEY_SIMDGROUPS", s.key_simdgroups()},
-      {"COLUMN_SIMDGROUPS", s.column_simdgroups()},
-  };
-  define_if(split, own, "SPLIT");
-  define_if(s.row_simdgroups() > 1, own, "ROW_SIMDGROUPS", s.row_simdgroups());
-  define_if(s.v_in_k, own, "V_IN_K");
-  define_if(s.vector_rows > 0, own, "VECTOR_ROWS", s.vector_rows);
-  define_if(s.vector_rows > 0, own, "KEY_LANES", s.key_lanes());
-  return all_defines(s, own);
-}
-
-std::string describe_choice(const FlashDecodeSpecialisation& s, int64_t row_groups,
-                            int64_t splits) {
-  return std::to_string(splits) + " splits of the keys; " + std::to_string(s.all_rows) +
-         " queries of a KV head in " + std::to_string(s.passes(s.all_rows)) +
-         " passes over its keys" + (row_groups > 1 ? ", each by threadgroups of its own" : "") +
-         (s.v_in_k ? ", which hold the values too" : "") +
-         (s.features.cache.hadamard > 0
-              ? ", rotated in blocks of " + std::to_string(s.features.cache.hadamard) + " columns"
-              : "") +
-         ": " + row_text(s.defaults);
 }
 
 }  // namespace metal_attn

@@ -4,11 +4,9 @@
 
 #include <cstdint>
 #include <span>
-#include <string>
 
 #include "csrc/problem/attention.h"
 #include "csrc/problem/gpu.h"
-#include "csrc/runtime/launch.h"
 #include "csrc/tiles/table.h"
 
 namespace metal_attn {
@@ -52,10 +50,5 @@ FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, in
 // empty at `keys`.
 int64_t flash_decode_splits(const FlashDecodeSpecialisation& specialisation, int64_t groups,
                             int64_t rows, int64_t keys, int cores);
-
-Defines flash_decode_defines(const FlashDecodeSpecialisation& specialisation, bool split);
-
-std::string describe_choice(const FlashDecodeSpecialisation& specialisation, int64_t row_groups,
-                            int64_t splits);
 
 }  // namespace metal_attn

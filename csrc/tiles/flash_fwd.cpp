@@ -72,32 +72,4 @@ FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, bool ten
   return default_tile(s, gpu).value();
 }
 
-Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
-  Defines own{
-      {"V_SLICE", s.v_slice},       {"BLOCK_K", s.block_k},
-      {"SIMDGROUPS", s.simdgroups}, {"Q_IN_REGISTERS", s.q_in_registers},
-      {"ROW_PAIRS", s.row_pairs},
-  };
-  define_if(s.column_simdgroups > 1, own, "COLUMN_SIMDGROUPS", s.column_simdgroups);
-  define_if(!s.kv_staged, own, "KV_STAGED", 0);
-  return all_defines(s, own);
-}
-
-std::string describe_choice(const FlashFwdSpecialisation& s) {
-  std::string text = (s.tensor_tiles ? "tensor tiles: " : "") + row_text(s.defaults);
-  if (s.v_slices() > 1) {
-    text += "; v in " + std::to_string(s.v_slices()) + " slices of " + std::to_string(s.v_slice) +
-            " columns, each with the scores computed again";
-  }
-  if (!s.wide_loads) {
-    const KvFormats& formats = s.features.cache.formats;
-    const int bytes =
-        std::max(kv_load_bytes(s.element, formats.k), kv_load_bytes(s.element, formats.v));
-    text += "; element-wise loads of k and v, as some row is not " + std::to_string(bytes) +
-            "-byte aligned or a head dim is no multiple of 8";
-  }
-  const bool rotated = s.features.rotary && s.features.rotary->k;
-  return text + (rotated && !s.wide_rotary ? "; k rotated element by element" : "");
-}
-
 }  // namespace metal_attn

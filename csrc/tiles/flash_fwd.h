@@ -2,11 +2,9 @@
 #pragma once
 
 #include <span>
-#include <string>
 
 #include "csrc/problem/attention.h"
 #include "csrc/problem/gpu.h"
-#include "csrc/runtime/launch.h"
 #include "csrc/tiles/shared.h"
 
 namespace metal_attn {
@@ -35,10 +33,5 @@ struct FlashFwdSpecialisation : Tiled<FlashFwdTile> {
 
 FlashFwdSpecialisation choose_flash_fwd(const FlashFwdProblem& problem, bool tensor_tiles,
                                         const Gpu& gpu);
-
-Defines flash_fwd_defines(const FlashFwdSpecialisation& specialisation);
-
-// The choice and its reasons in one sentence or two, for `explain`.
-std::string describe_choice(const FlashFwdSpecialisation& specialisation);
 
 }  // namespace metal_attn

@@ -162,9 +162,6 @@ std::optional<Specialisation> default_tile(const Specialisation& problem, const 
   return std::nullopt;
 }
 
-// "at most 102 registers a thread, of which M1 has 128, by the row for 16 bits, head dims up to 64"
-std::string row_text(const TileConditions* row);
-
 template <class Specialisation>
 std::string tile_text(const Specialisation& s) {
   std::string text;

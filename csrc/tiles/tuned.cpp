@@ -45,6 +45,11 @@ namespace {
 // rows of decoding apart.
 constexpr std::array<int, 6> kClasses{8, 16, 32, 512, 2048, 8192};
 
+void warn(const std::string& tile, std::string_view key, const std::string& what) {
+  std::fprintf(stderr, "torch_metal_attn: a table of tiles has %s for %.*s, which %s\n",
+               tile.c_str(), static_cast<int>(key.size()), key.data(), what.c_str());
+}
+
 }  // namespace
 
 TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_dim_v,
@@ -97,20 +102,16 @@ bool read_knob(std::string_view& text, std::string_view name, int& value) {
 
 void TileRow::refuse(std::string_view wanted) const {
   if (!refused_.exchange(true)) {
-    std::fprintf(stderr,
-                 "torch_metal_attn: a table of tiles has %s for %.*s, which cannot run: it is "
-                 "ignored\n",
-                 tile_.c_str(), static_cast<int>(wanted.size()), wanted.data());
+    warn(tile_, wanted, "cannot run: it is ignored");
   }
 }
 
 bool TileRow::drop(const std::string& why) const {
   const bool for_one_key = key_.find(' ') != std::string::npos;
   if (for_one_key && !dropped_.exchange(true)) {
-    std::fprintf(stderr,
-                 "torch_metal_attn: a table of tiles has %s for %s, which does not compile: the "
-                 "row is ignored (%s). `python -m torch_metal_attn tune` measures the tiles anew\n",
-                 tile_.c_str(), key_.c_str(), why.c_str());
+    warn(tile_, key_,
+         "does not compile: the row is ignored (" + why +
+             "). `python -m torch_metal_attn tune` measures the tiles anew");
   }
   return for_one_key;
 }

@@ -239,7 +239,7 @@ def lists():
     attend(listed=70, list_dims="bh", causal=True, q_offset=200)
     attend(heads=2, num_splits=2, listed=2)
     # A SIMD group has two fragments of keys; more rows of a list than a tile has.
-    attend({"heads": 32}, {"heads": 80, "head_dim": 200}, listed=70, list_dims="bh")
+    attend({"heads": 32}, {"heads": 104, "head_dim": 200}, listed=70, list_dims="bh")
 
 
 def lists_of_blocks():

@@ -5,9 +5,10 @@ import re
 from contextlib import suppress
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from bench import specialisations
 from bench.agx import candidates, table
 from tests.helpers.cases import each_case
 from tests.tuning.explained import DTYPES, explained, operands, told
@@ -53,6 +54,20 @@ def test_the_table_covers_every_problem(dtype, head_dims, options, heads):
     for launch in launches:
         assert launch.get("threadgroup_bytes", 0) <= 32768
         assert math.prod(launch["threads"]) <= 1024
+
+
+@some
+@example(dtype=torch.float16, head_dim=576, kv_heads=2, feature="rotated q8_0 cache")
+@given(
+    dtype=st.sampled_from(DTYPES),
+    head_dim=st.sampled_from((64, 192, 512, specialisations.LATENT)),
+    kv_heads=st.sampled_from((32, 16, 4, 2, 1)),
+    feature=st.sampled_from(specialisations.DECODED_FEATURES),
+)
+def test_the_table_covers_every_decode(dtype, head_dim, kv_heads, feature):
+    options = specialisations.ALL_FEATURES[feature]
+    found = specialisations.decoding(dtype, head_dim, kv_heads, feature, options)
+    assert found.threads <= 1024
 
 
 @some

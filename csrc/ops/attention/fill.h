@@ -1,4 +1,5 @@
-// What every kernel of attention is given: the problem as params, and the buffers that it reads.
+// What every kernel of attention is given: the problem as params, the buffers that it reads, and
+// how many tiles.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -13,6 +14,12 @@ namespace metal_attn {
 
 // 0 along dimensions that the mask does not have, or has one element of.
 MaskStrides mask_strides(const std::optional<torch::stable::Tensor>& mask);
+
+// Tiles of `tile` rows of a head, in `rows` of them. In a given order every block of a BlockMask,
+// of `block` rows, has as many, even if the last block ends before them.
+inline int64_t tiles_of(int64_t rows, int64_t tile, int block, bool ordered) {
+  return ordered ? (rows + block - 1) / block * (block / tile) : (rows + tile - 1) / tile;
+}
 
 FlashParams flash_problem(const FlashFwdCall& call, const FlashFwdArguments& arguments);
 

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "csrc/ops/attention/check.h"
+#include "csrc/ops/attention/defines.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
@@ -16,7 +17,6 @@
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
-#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -195,6 +195,24 @@ FlashBwdSpecialisation choose_gradient(const FlashFwdProblem& problem, Gradient 
         problem.head_dim_v, "; in ", dtype_text(q), " ", need,
         " more threadgroup memory than there is: use smaller head dims or a 16-bit dtype");
   return *found;
+}
+
+Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
+  const bool of_rows = s.of != Gradient::kScores;
+  Defines own;
+  define_if(of_rows, own, s.dkv() ? "DK_SLICE" : "DQ_SLICE", s.qk_slice());
+  own.push_back({s.dkv() ? "BLOCK_Q" : "BLOCK_K", s.block});
+  own.push_back({"SIMDGROUPS", s.simdgroups});
+  own.push_back({"ROWS_IN_REGISTERS", s.rows_in_registers});
+  define_if(of_rows, own, "ROW_PAIRS", s.row_pairs);
+  define_if(s.dkv(), own, "DV_SLICE", s.v_slice());
+  define_if(s.dkv(), own, "SLICES", s.slices());
+  define_if(s.rows_in_threadgroup, own, "ROWS_IN_THREADGROUP");
+  define_if(s.column_simdgroups > 1, own, "COLUMN_SIMDGROUPS", s.column_simdgroups);
+  define_if(s.head_splits > 1, own, "HEAD_SPLITS", s.head_splits);
+  define_if(s.exact_delta && !s.dkv(), own, "EXACT_DELTA");
+  define_if(s.normalised(), own, "NORMALISED");
+  return all_defines(s, own);
 }
 
 namespace {

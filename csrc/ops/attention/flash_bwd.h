@@ -7,6 +7,7 @@
 
 #include "csrc/problem/attention.h"
 #include "csrc/runtime/backend.h"
+#include "csrc/runtime/launch.h"
 #include "csrc/tiles/flash_bwd.h"
 
 namespace metal_attn {
@@ -19,6 +20,8 @@ FlashFwdCall analyse_differentiable(const FlashFwdArguments& forward);
 FlashBwdSpecialisation choose_gradient(const FlashFwdProblem& problem, Gradient of,
                                        bool exact_delta, bool tensor_tiles,
                                        const torch::stable::Tensor& q, const char* need);
+
+Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
 
 // dq, dk and dv, of the shapes of q, k and v and in the order of their dimensions in memory; and
 // delta, of softmax_lse's shape: rowsum(dout * out) - dlse, which further gradients need; with

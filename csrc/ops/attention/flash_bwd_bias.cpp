@@ -13,7 +13,6 @@
 #include "csrc/ops/common/check.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/launch.h"
-#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "csrc/ops/attention/check.h"
+#include "csrc/ops/attention/defines.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flex.h"
 #include "csrc/ops/attention/mask_blocks.h"
@@ -13,7 +14,6 @@
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
-#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -76,6 +76,24 @@ Tensor new_lse(const FlashFwdArguments& a) {
 
 namespace {
 
+// The choice and its reasons, for `explain`.
+std::string describe_choice(const FlashFwdSpecialisation& s) {
+  std::string text = (s.tensor_tiles ? "tensor tiles: " : "") + row_text(s.defaults);
+  if (s.v_slices() > 1) {
+    text += "; v in " + std::to_string(s.v_slices()) + " slices of " + std::to_string(s.v_slice) +
+            " columns, each with the scores computed again";
+  }
+  if (!s.wide_loads) {
+    const KvFormats& formats = s.features.cache.formats;
+    const int bytes =
+        std::max(kv_load_bytes(s.element, formats.k), kv_load_bytes(s.element, formats.v));
+    text += "; element-wise loads of k and v, as some row is not " + std::to_string(bytes) +
+            "-byte aligned or a head dim is no multiple of 8";
+  }
+  const bool rotated = s.features.rotary && s.features.rotary->k;
+  return text + (rotated && !s.wide_rotary ? "; k rotated element by element" : "");
+}
+
 JsonObject note_of(const FlashFwdCall& call, const FlashFwdSpecialisation& s, const Tensor& q) {
   std::string reason = describe_choice(s);
   for (const std::string& more :
@@ -85,6 +103,17 @@ JsonObject note_of(const FlashFwdCall& call, const FlashFwdSpecialisation& s, co
     reason += more.empty() ? "" : "; " + more;
   }
   return tile_note(s, call.q_length, call.kv_length).add("reason", reason);
+}
+
+Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
+  Defines own{
+      {"V_SLICE", s.v_slice},       {"BLOCK_K", s.block_k},
+      {"SIMDGROUPS", s.simdgroups}, {"Q_IN_REGISTERS", s.q_in_registers},
+      {"ROW_PAIRS", s.row_pairs},
+  };
+  define_if(s.column_simdgroups > 1, own, "COLUMN_SIMDGROUPS", s.column_simdgroups);
+  define_if(!s.kv_staged, own, "KV_STAGED", 0);
+  return all_defines(s, own);
 }
 
 std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, bool tensor_tiles) {

@@ -17,6 +17,7 @@
 #include "csrc/runtime/compile_error.h"
 #include "csrc/runtime/probe.h"
 #include "csrc/runtime/trial_note.h"
+#include "csrc/tiles/shared.h"
 
 namespace metal_attn {
 namespace {
@@ -242,6 +243,27 @@ std::string missing_tensor_tiles(const char* own, const std::string& problem) {
     return "";
   }
   return "no tensor tiles, as " + (own == nullptr ? problem : own);
+}
+
+const char* no_tensor_tiles(const FlashFwdProblem& problem) {
+  constexpr int kTensorRows = 16;  // of a SIMD group
+  const FlashFwdFeatures& f = problem.features;
+  return f.q_block() % kTensorRows == 0 && f.kv_block() % kTensorSpan == 0
+             ? nullptr
+             : "a tensor tile of 16 queries and 32 keys would span two blocks of the BlockMask";
+}
+
+const char* no_tensor_gradients(const FlashFwdProblem& problem) {
+  const FlashFwdFeatures& features = problem.features;
+  if (features.flex) {
+    return "gradients through score_mod, mask_mod and block lists have 8x8 tiles only";
+  }
+  // Those gradients have kernels of their own, whose products are not rounded. delta must be that
+  // of the same products.
+  if (problem.element == Element::kFloat && (features.bias || features.alibi)) {
+    return "float32's gradients with attn_bias or alibi_slopes have 8x8 tiles only";
+  }
+  return no_tensor_tiles(problem);
 }
 
 void give_up_tensor_tiles(const torch::stable::Tensor& q, Pass pass, const std::string& why) {

@@ -44,6 +44,10 @@ std::string tensor_tiles_problem(const torch::stable::Tensor& q, Pass pass);
 // or else "". own: why the call cannot have them, or null. problem: tensor_tiles_problem's.
 std::string missing_tensor_tiles(const char* own, const std::string& problem);
 
+// Why a forward has 8x8 tiles only, or its gradients; null: it may have others.
+const char* no_tensor_tiles(const FlashFwdProblem& problem);
+const char* no_tensor_gradients(const FlashFwdProblem& problem);
+
 // Uses 8x8 tiles for such queries for the rest of the process, and says so on stderr.
 void give_up_tensor_tiles(const torch::stable::Tensor& q, Pass pass, const std::string& why);
 

@@ -13,6 +13,22 @@
 
 namespace metal_attn {
 
+// "at most 102 registers a thread, of which M1 has 128, by the row for 16 bits, head dims up to 64"
+inline std::string row_text(const TileConditions* row) {
+  if (row == nullptr) {
+    return "a tile of a tuned table";
+  }
+  const int registers = row->whole_registers();
+  std::string text = registers == 0 ? "registers not measured"
+                                    : "at most " + std::to_string(registers) +
+                                          " registers a thread, of which M1 has 128";
+  text += std::string(", by the row for ") + std::to_string(row->bits) + " bits, head dims up to " +
+          std::to_string(row->columns);
+  text += row->queries != kAny ? ", " + std::to_string(row->queries) + " queries" : "";
+  text += row->load == Load::kLight ? ", light features" : "";
+  return text + (row->family > kM1 ? ", M3 and later" : "");
+}
+
 // What is told of a launch whose tile was chosen: what it takes, how it was chosen, the key of a
 // table's row, and the tiles that are worth a measurement, the chosen one first.
 template <class Specialisation>

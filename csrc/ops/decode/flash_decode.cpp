@@ -1,6 +1,7 @@
 #include "csrc/ops/decode/flash_decode.h"
 
 #include "csrc/ops/attention/check.h"
+#include "csrc/ops/attention/defines.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_fwd.h"
 #include "csrc/ops/attention/flex.h"
@@ -15,7 +16,6 @@
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/launch.h"
-#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -57,9 +57,19 @@ int64_t keys_read(const FlashDecodeArguments& a, const FlashFwdCall& call) {
 constexpr int64_t kMostGroups = 1 << 16;
 
 Defines flash_decode_defines(const FlashDecodeCall& call, const FlashDecodeAppend* append) {
-  Defines defines = flash_decode_defines(call.specialisation, call.splits > 1);
-  define_if(call.row_groups / call.list_count() < call.specialisation.passes(call.list_rows()),
-            defines, "ROW_LOOP");
+  const FlashDecodeSpecialisation& s = call.specialisation;
+  Defines own{
+      {"KEY_FRAGMENTS", s.key_fragments},
+      {"KEY_SIMDGROUPS", s.key_simdgroups()},
+      {"COLUMN_SIMDGROUPS", s.column_simdgroups()},
+  };
+  define_if(call.splits > 1, own, "SPLIT");
+  define_if(s.row_simdgroups() > 1, own, "ROW_SIMDGROUPS", s.row_simdgroups());
+  define_if(s.v_in_k, own, "V_IN_K");
+  define_if(s.vector_rows > 0, own, "VECTOR_ROWS", s.vector_rows);
+  define_if(s.vector_rows > 0, own, "KEY_LANES", s.key_lanes());
+  Defines defines = all_defines(s, own);
+  define_if(call.row_groups / call.list_count() < s.passes(call.list_rows()), defines, "ROW_LOOP");
   define_if(call.lists.indices.has_value(), defines, "INDEX_BLOCK", call.lists.kv_block_size);
   if (append != nullptr) {
     defines.append(append->defines.begin(), append->defines.end());
@@ -122,6 +132,18 @@ Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t co
     sizes.push_back(columns);
   }
   return new_empty(like, sizes, ScalarType::Float);
+}
+
+std::string describe_choice(const FlashDecodeCall& call) {
+  const FlashDecodeSpecialisation& s = call.specialisation;
+  const int hadamard = s.features.cache.hadamard;
+  return std::to_string(call.splits) + " splits of the keys; " + std::to_string(s.all_rows) +
+         " queries of a KV head in " + std::to_string(s.passes(s.all_rows)) +
+         " passes over its keys" +
+         (call.row_groups > call.list_count() ? ", each by threadgroups of its own" : "") +
+         (s.v_in_k ? ", which hold the values too" : "") +
+         (hadamard > 0 ? ", rotated in blocks of " + std::to_string(hadamard) + " columns" : "") +
+         ": " + row_text(s.defaults);
 }
 
 }  // namespace
@@ -196,11 +218,9 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
     return {out, lse};
   }
   note(backend, [&] {
-    const FlashDecodeSpecialisation& s = call.specialisation;
-    return tile_note(s, call.list_rows(), call.keys)
+    return tile_note(call.specialisation, call.list_rows(), call.keys)
         .add("splits", call.splits)
-        .add("reason", describe_choice(s, call.row_groups / call.list_count(), call.splits) +
-                           describe_indices(call.lists, call.forward) +
+        .add("reason", describe_choice(call) + describe_indices(call.lists, call.forward) +
                            describe_tree(call.options));
   });
   if (call.splits == 1) {

@@ -9,6 +9,7 @@ when the shader runs.
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from .. import build, diagnostics, runs, toolchain
@@ -124,11 +125,15 @@ def _parse(shim: str, text: str) -> tuple[bytes, str]:
     """Clang's syntax tree of `text`, and its messages. There is a tree even if there are errors."""
     command = [*build.host_command(), *NEWER]
     command += ["-include-pch", str(build.precompiled(command, shim)), *TREE_FLAGS, "-"]
-    done = subprocess.run(command, input=text.encode(), capture_output=True)
+    # A tree has tens of megabytes, which a pipe would bring in thousands of pieces.
+    with tempfile.TemporaryFile() as written:
+        done = subprocess.run(command, input=text.encode(), stdout=written, stderr=subprocess.PIPE)
+        written.seek(0)
+        tree = written.read()
     said = done.stderr.decode(errors="replace")
-    if not done.stdout:
+    if not tree:
         raise toolchain.ToolchainError(f"clang made no syntax tree: {said}")
-    return done.stdout, said
+    return tree, said
 
 
 __all__ = ["PROJECT_RULES", "Finding", "lint_source", "refuse"]

@@ -68,7 +68,7 @@ def test_each_gradient_kernel_does_its_part():
     assert costs.gradient_flops(1, 0, 1) == 2 * 3
 
 
-@pytest.mark.parametrize("kv_heads, head_dims", [(1, HEAD_DIMS[3]), (4, HEAD_DIMS[0])])
+@pytest.mark.parametrize("kv_heads, head_dims", [(2, HEAD_DIMS[3]), (4, HEAD_DIMS[0])])
 def test_bytes_of_a_decode(kv_heads, head_dims):
     """It reads little more than each byte of the cache once, MLA's values with their keys."""
     q, k, v = operands(kv_heads, head_dims, 1024)

@@ -198,8 +198,8 @@ def test_each_pass_of_a_decode_reads_the_keys_again():
     _, outer = listing.parse(LISTING).loops()
     costs = [choose.cost(one, (n, 1, 4, 0), compiled(outer)) for n in (1, 2)]
     assert costs[0] == 2 * costs[1]
-    # Two SIMD groups of the four have the columns, the others as many other rows. Each loads half of
-    # what the listing has.
+    # Two SIMD groups of the four have the columns, the others as many other rows. Each loads half
+    # of what the listing has.
     assert choose.cost(one, (1, 1, 1, 0), compiled(outer)) == 2 * costs[1]
 
 

@@ -11,6 +11,7 @@ import torch
 from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
+from diffusers.models.transformers.transformer_kandinsky import nablaT_v2
 
 import torch_metal_attn
 from tests.diffusers.test_families import TOLERANCE, launches
@@ -48,6 +49,25 @@ def test_options(name, device, metal_attn):
     assert launches() > before
     expected = dispatch_attention_fn(*tensors, **OPTIONS[name], scale=0.3, backend="native")
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_blocks_that_a_model_chooses(device, metal_attn):
+    """Kandinsky 5 lists blocks of 64 keys for each head, by their mean scores.
+
+    torch's flex_attention reads the lists only if it is compiled.
+    """
+    tensors = problem(queries=256, keys=256)
+    blocks = nablaT_v2(*tensors[:2], torch.eye(4, dtype=torch.bool), thr=0.5)
+    seen = blocks.to_dense().bool().repeat_interleave(64, 2).repeat_interleave(64, 3)
+    assert 0.2 < seen.float().mean() < 0.8
+    before = launches()
+    actual = dispatch_attention_fn(*tensors, attn_mask=blocks)
+    assert launches() > before
+    expected = dispatch_attention_fn(*tensors, attn_mask=seen, backend="native")
+    torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
+    for option in ({"is_causal": True}, {"dropout_p": 0.1}):
+        with pytest.raises(ValueError, match="attn_mask is a BlockMask, and dropout_p or is_caus"):
+            dispatch_attention_fn(*tensors, attn_mask=blocks, **option)
 
 
 def test_dropout_drops(device, metal_attn):

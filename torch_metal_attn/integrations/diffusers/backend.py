@@ -6,9 +6,12 @@ import warnings
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from torch_metal_attn.call.arguments import check_rank, flag
+from torch_metal_attn.flex.attention import flex_attention
 from torch_metal_attn.integrations import diffusers_functional
+from torch_metal_attn.integrations.copies import with_contiguous_rows
 from torch_metal_attn.integrations.diffusers.reach import has_attention
 from torch_metal_attn.integrations.imports import when_imported
 from torch_metal_attn.ops.differentiation import refuse_layout
@@ -35,7 +38,7 @@ def metal_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | BlockMask | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -50,7 +53,8 @@ def metal_attention(
         key: (B, Lk, Hkv, D).
         value: (B, Lk, Hkv, Dv); Dv up to 512.
         attn_mask: (B, Lk), or broadcastable to (B, Hq, Lq, Lk). Bool: False hides the key.
-            Floating: added to the scores.
+            Floating: added to the scores. Or a BlockMask, as `torch_metal_attn.flex_attention`
+            takes it, without dropout and is_causal.
         dropout_p: probability to drop a weight.
         is_causal: query i sees key j only if j <= i.
         scale: factor of the scores; D ** -0.5 if None.
@@ -60,8 +64,10 @@ def metal_attention(
         (B, Lq, Hq, Dv). An operand whose last dimension is strided is copied first.
 
     Raises:
-        ValueError: return_lse, or context parallelism, which this backend does not support.
-            `torch_metal_attn.scaled_dot_product_attention` raises for what it refuses.
+        ValueError: return_lse, or context parallelism, which this backend does not support; a
+            BlockMask with dropout or is_causal. `torch_metal_attn.flex_attention` raises for what
+            it refuses of a BlockMask, and `torch_metal_attn.scaled_dot_product_attention` for the
+            rest.
     """
     if flag("return_lse", return_lse):
         raise ValueError("return_lse is True; the metal_attn backend does not return it")
@@ -76,9 +82,24 @@ def metal_attention(
         refuse_layout("attn_mask", attn_mask)
         if attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]
-    operands = (x.transpose(1, 2) for x in (query, key, value))
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    if isinstance(attn_mask, BlockMask):
+        if dropout_p or flag("is_causal", is_causal):
+            raise ValueError(
+                "attn_mask is a BlockMask, and dropout_p or is_causal is given; the metal_attn "
+                "backend takes neither with it"
+            )
+        query, key, value = (
+            with_contiguous_rows(name, x)
+            for name, x in (("query", query), ("key", key), ("value", value))
+        )
+        grouped = flag("enable_gqa", enable_gqa)
+        blocked: Tensor = flex_attention(
+            query, key, value, block_mask=attn_mask, scale=scale, enable_gqa=grouped
+        )
+        return blocked.transpose(1, 2)
     out = diffusers_functional.metal_attention(
-        *operands, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return out.transpose(1, 2)
 

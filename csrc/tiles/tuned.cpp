@@ -46,7 +46,7 @@ namespace {
 constexpr std::array<int, 6> kClasses{8, 16, 32, 512, 2048, 8192};
 
 void warn(const std::string& tile, std::string_view key, const std::string& what) {
-  std::fprintf(stderr, "torch_metal_attn: a table of tiles has %s for %.*s, which %s\n",
+  std::fprintf(stderr, "torch_metal_attn: a table of tiles has %s for %.*s, %s\n",
                tile.c_str(), static_cast<int>(key.size()), key.data(), what.c_str());
 }
 
@@ -102,7 +102,7 @@ bool read_knob(std::string_view& text, std::string_view name, int& value) {
 
 void TileRow::refuse(std::string_view wanted) const {
   if (!refused_.exchange(true)) {
-    warn(tile_, wanted, "cannot run: it is ignored");
+    warn(tile_, wanted, "which cannot run: it is ignored");
   }
 }
 
@@ -110,7 +110,7 @@ bool TileRow::drop(const std::string& why) const {
   const bool for_one_key = key_.find(' ') != std::string::npos;
   if (for_one_key && !dropped_.exchange(true)) {
     warn(tile_, key_,
-         "does not compile: the row is ignored (" + why +
+         "which does not compile: the row is ignored (" + why +
              "). `python -m torch_metal_attn tune` measures the tiles anew");
   }
   return for_one_key;

@@ -46,8 +46,8 @@ namespace {
 constexpr std::array<int, 6> kClasses{8, 16, 32, 512, 2048, 8192};
 
 void warn(const std::string& tile, std::string_view key, const std::string& what) {
-  std::fprintf(stderr, "torch_metal_attn: a table of tiles has %s for %.*s, %s\n",
-               tile.c_str(), static_cast<int>(key.size()), key.data(), what.c_str());
+  std::fprintf(stderr, "torch_metal_attn: a table of tiles has %s for %.*s, %s\n", tile.c_str(),
+               static_cast<int>(key.size()), key.data(), what.c_str());
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ from torch_metal_attn.tools.tune import tiles
 # A row is for all dtypes of so many bits.
 DTYPES = {16: (torch.float16, torch.bfloat16), 32: (torch.float32,)}
 # The widest problem of each class is compiled, but no v has more than 512 columns. Decodes of more
-# are compiled as those of latents.
+# are compiled as those of latents: with values of their own they needed no more registers.
 COLUMNS = (64, 96, 128, 192, 256, 576)
 MOST_COLUMNS = 512
 QUERIES = (2, 8, 16, 32)

@@ -90,15 +90,21 @@ class Candidate(NamedTuple):
 
     @property
     def again(self) -> bool:
-        """Whether its own rows are read again for every block, or the keys of a decode.
+        """Whether its own rows are read again for every block.
 
         The model takes them for reads of a core's cache, but all rows of a core are more than that.
         """
         given = self.one.named(self.tile)
-        if self.one.macro == "FLASH_DECODE":
-            return any(passes(self.one, given, compiled) > 1 for compiled in self.found.values())
         held = {"Q_IN_REGISTERS", "ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"} & given.keys()
         return bool(held) and not any(given[name] for name in held)
+
+    @property
+    def keys_again(self) -> bool:
+        """Whether a decode reads its keys more than once."""
+        given = self.one.named(self.tile)
+        return self.one.macro == "FLASH_DECODE" and any(
+            passes(self.one, given, compiled) > 1 for compiled in self.found.values()
+        )
 
 
 def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
@@ -199,11 +205,15 @@ def _worth(own: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _by_aim(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candidate]]:
-    """The best kind first. What takes much longer than the fastest is the last, whatever it is."""
+    """The best kind first.
+
+    What takes much longer than the fastest comes behind the rest, but for decodes that read their
+    keys again.
+    """
     least = min(one.cost for one in fitting)
     found: dict[tuple[bool, ...], list[Candidate]] = {}
     for one in fitting:
-        kind = (one.cost > MUCH * least, one.again, not one.aimed)
+        kind = (one.keys_again, one.cost > MUCH * least, one.again, not one.aimed)
         found.setdefault(kind, []).append(one)
     return found
 

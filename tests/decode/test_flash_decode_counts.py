@@ -42,15 +42,15 @@ def test_codes_and_scales_of_several_rows_are_read_as_of_few():
     assert read[96, 192] - read[96, 64] == read[32, 192] - read[32, 64]
 
 
-# Rows of a KV head that a threadgroup has at once, by head dim: in half precision, quantised, in
-# float32, and in float32 over a cache in half precision.
+# Rows of a KV head that a threadgroup has at once, by head dim: in half precision; quantised, or in
+# pages; in float32; and in float32 over a cache in half precision.
 ROWS_AT_ONCE = {
     32: (32, 32, 16, 16),
     64: (192, 192, 80, 96),
     96: (128, 128, 48, 64),
     128: (96, 96, 48, 48),
     192: (64, 64, 32, 32),
-    256: (48, 16, 16, 16),
+    256: (48, 32, 16, 16),
     512: (16, 16, 16, 16),
 }
 
@@ -58,17 +58,24 @@ ROWS_AT_ONCE = {
 @pytest.mark.parametrize("head_dim", ROWS_AT_ONCE)
 def test_rows_at_once(head_dim):
     """One more, and the keys are read twice."""
-    half, quantised, single, mixed = ROWS_AT_ONCE[head_dim]
+    half, heavy, single, mixed = ROWS_AT_ONCE[head_dim]
     stored, scale = quantise(torch.ones(1, 1, 64, head_dim), "q8_0")
     codes = {"k": stored, "v": stored.clone(), "k_scale": scale, "v_scale": scale}
     caches = {}
     for dtype in (torch.float16, torch.float32):
         k = torch.empty(1, 1, 64, head_dim, dtype=dtype)
         caches[dtype] = {"k": k, "v": k.clone()}
+    pages = {
+        dtype: {name: x.view(4, 1, 16, head_dim) for name, x in cache.items()}
+        | {"block_table": ints([0, 1, 2, 3]), "seqused_k": ints(64)}
+        for dtype, cache in caches.items()
+    }
     for dtype, cache, most in (
         (torch.float16, caches[torch.float16], half),
-        (torch.float16, codes, quantised),
+        (torch.float16, codes, heavy),
+        (torch.float16, pages[torch.float16], heavy),
         (torch.float32, caches[torch.float32], single),
+        (torch.float32, pages[torch.float32], single),
         (torch.float32, caches[torch.float16], mixed),
     ):
         for rows, passes in ((most, 1), (most + 1, 2)):

@@ -66,8 +66,10 @@ def test_blocks_that_a_model_chooses(device, metal_attn):
     expected = dispatch_attention_fn(*tensors, attn_mask=seen, backend="native")
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
     for option in ({"is_causal": True}, {"dropout_p": 0.1}):
-        with pytest.raises(ValueError, match="attn_mask is a BlockMask, and dropout_p or is_caus"):
+        with pytest.raises(ValueError, match=r"BlockMask, dropout_p is 0\.[01] and is_causal is "):
             dispatch_attention_fn(*tensors, attn_mask=blocks, **option)
+    with AttentionScoreSkipFunctionMode(), pytest.raises(ValueError, match="hook of diffusers re"):
+        dispatch_attention_fn(*tensors, attn_mask=blocks)
 
 
 def test_dropout_drops(device, metal_attn):

@@ -42,7 +42,7 @@ def metal_attention(
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x)
-    if _replaces_scores():
+    if replaces_scores():
         return functional.scaled_dot_product_attention(query, key, value, *rest, **options)
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     return sdpa.scaled_dot_product_attention(query, key, value, *rest, **options)
@@ -54,7 +54,7 @@ def _metal_is_active() -> bool:
     return registry is not None and registry._active_backend == "metal_attn"
 
 
-def _replaces_scores() -> bool:
+def replaces_scores() -> bool:
     """Whether a hook of diffusers waits for torch's function, to put the values in its place."""
     modes = _get_current_function_mode_stack()
     return any(type(mode).__module__.startswith("diffusers.") for mode in modes)

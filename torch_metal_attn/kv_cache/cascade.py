@@ -166,15 +166,15 @@ class CascadePlan:
             raise ValueError(
                 f"k_cache has pages of {k_cache.shape[1]} keys; the plan is for {self.page_size}"
             )
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scale is not None and scale.dim() == 2:
+        scales = only_given(
+            k_scale=heads_first("k_scale", k_scale), v_scale=heads_first("v_scale", v_scale)
+        )
+        for name, scale in scales.items():
+            if scale.dim() == 2:
                 raise ValueError(
                     f"{name} has shape {tuple(scale.shape)}; in a plan it must be (Hkv,), as "
                     "sequences share pages"
                 )
-        scales = only_given(
-            k_scale=heads_first("k_scale", k_scale), v_scale=heads_first("v_scale", v_scale)
-        )
         caches = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         score = only_given(softmax_scale=softmax_scale)
         score |= {"softcap": softcap, "num_splits": num_splits, "hadamard": hadamard}

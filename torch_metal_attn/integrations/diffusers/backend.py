@@ -84,10 +84,15 @@ def metal_attention(
             attn_mask = attn_mask[:, None, None]
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attn_mask, BlockMask):
-        if dropout_p or flag("is_causal", is_causal):
+        if dropout_p != 0.0 or flag("is_causal", is_causal):
             raise ValueError(
-                "attn_mask is a BlockMask, and dropout_p or is_causal is given; the metal_attn "
-                "backend takes neither with it"
+                f"attn_mask is a BlockMask, dropout_p is {dropout_p} and is_causal is {is_causal}; "
+                "with a BlockMask they must be 0.0 and False"
+            )
+        if diffusers_functional.replaces_scores():
+            raise ValueError(
+                "attn_mask is a BlockMask, and a guidance hook of diffusers replaces the scores; "
+                "it waits for torch's scaled_dot_product_attention, which takes no BlockMask"
             )
         query, key, value = (
             with_contiguous_rows(name, x)

@@ -90,5 +90,5 @@ def explain(
         return explain_model(model, target, arguments[1:], options)
     raise TypeError(
         f"explain's first argument is a {type(target).__name__}; it must be the tensor q, an op of "
-        "torch.ops.metal_attn, a torch.nn.Module or a bound method of one, or that of a CascadePlan"
+        "torch.ops.metal_attn, a torch.nn.Module, or a bound method of one or of a CascadePlan"
     )

@@ -32,10 +32,10 @@ _ATTENTION_DIMS = 4  # (B, H, Lq, Lk); a softmax over three dimensions may choos
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """Every attention of one call of a model, in the order in which they ran.
+    """Every attention of one call of a model or a plan, in the order in which they ran.
 
-    Attributes: model: its class. rows: the calls. stopped: this package's error, with the layer,
-        if one ended the model's call early; None if the call went through.
+    Attributes: model: the class of either. rows: the calls. stopped: this package's error, with the
+        layer, if one ended the call early; None if the call went through.
     """
 
     model: str

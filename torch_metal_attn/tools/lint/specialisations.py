@@ -1,7 +1,7 @@
-"""Specialisations of each kernel family that between them reach every line of its text.
+"""Specialisations of each kernel family in which every define has each of its values.
 
-They are those of launches: of the cases of `verify --full`, of a few cases that only reach what
-these do not, of flex attention, and of a tile that only `tune` chooses. Nothing runs.
+They are some of the launches of `verify --full`, of a few cases that reach what these do not or as
+much as several of them, of flex attention, and of a tile that only `tune` chooses. Nothing runs.
 """
 
 from collections.abc import Iterator
@@ -120,7 +120,8 @@ _ALONE: dict[str, list[Defines]] = {
 def specialisations() -> dict[str, list[Defines]]:
     """Defines by family: few launches in which each define has each of its values, and is missing.
 
-    Sizes, numbers above 1, are alike.
+    Sizes, numbers above 1, are alike, as are groups of 32 and of 64 columns. What some launch has
+    in 16 bits is read in 16 bits: in float32 a missing conversion does not show.
     """
     found: dict[str, list[Defines]] = {}
     with simulate(record=True) as run:
@@ -134,8 +135,15 @@ def specialisations() -> dict[str, list[Defines]]:
 def _cover(launches: list[Defines]) -> list[Defines]:
     """Some of the launches, those first that have most of what the ones before do not have."""
     names = {name for defines in launches for name in defines}
+
+    def kinds(defines: Defines) -> frozenset[tuple[str, str]]:
+        return frozenset((name, _kind(name, defines.get(name, ""))) for name in names)
+
+    in_16_bits = frozenset[tuple[str, str]]().union(
+        *(kinds(defines) for defines in launches if _is_16_bit(defines))
+    )
     values = {
-        frozenset((name, _kind(name, defines.get(name, ""))) for name in names): defines
+        kinds(defines) - (frozenset() if _is_16_bit(defines) else in_16_bits): defines
         for defines in launches
     }
     chosen, missing = [], frozenset[tuple[str, str]]().union(*values)
@@ -144,6 +152,10 @@ def _cover(launches: list[Defines]) -> list[Defines]:
         chosen.append(values[best])
         missing -= best
     return chosen
+
+
+def _is_16_bit(defines: Defines) -> bool:
+    return defines.get("ELEMENT") != "float"
 
 
 def _kind(name: str, value: str) -> str:

@@ -62,7 +62,8 @@ def near(
 ) -> Measure:
     """Twice torch's error, one rounding in found's dtype and float32's accumulation are allowed.
 
-    Below the normal numbers of the dtype, a rounding is half of the smallest subnormal one.
+    Below the normal numbers of the dtype, a rounding is half of the smallest subnormal one. An
+    infinity stands for the nearest number that rounds to it.
 
     exact: float64. slack: what is also allowed, one number or one per element.
     """
@@ -73,6 +74,9 @@ def near(
     info = torch.finfo(found.dtype)
     rounding = (ROUNDING[found.dtype] * size).clamp_min(info.smallest_normal * info.eps / 2)
     bound = 2 * torchs + rounding + ACCUMULATION * largest(exact) + slack
+    found = found.cpu().double()
+    rounded = exact.abs().clamp_min(info.max * (1 + info.eps / 4)).copysign(found)
+    found = torch.where(found.isinf() & exact.isfinite(), rounded, found)
     return worst(what, apart(found, exact), bound)
 
 

@@ -19,9 +19,9 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Features beyond causality are compiled for these only; those of decoding also with KV heads.
 FEATURE_HEAD_DIMS = (64, 128)
-DECODED_SIZES = ((64, 32), (128, 32), (128, 1), (512, 1), (576, 1))
 # Of MLA's latents: their first columns are the values.
 LATENT, LATENT_VALUES = 576, 512
+DECODED_SIZES = ((64, 32), (128, 32), (128, 1), (512, 1), (LATENT, 1))
 FEATURE_DTYPE = torch.float16
 LENGTH, HEADS = 64, 32
 FEATURES = {name: partial(options, LENGTH) for name, options in OF_LENGTHS.items()}

@@ -1,7 +1,7 @@
 """Copies of tensors whose layout the caller cannot change, such as those inside somebody's model.
 
-The ops refuse a tensor whose rows are not contiguous. The adapter for transformers copies it, and
-`explain` shows the copy.
+The ops refuse a tensor whose rows are not contiguous. The adapters for transformers and
+diffusers copy it, and `explain` shows the copy.
 """
 
 from collections.abc import Callable

@@ -7,7 +7,17 @@ from typing import Any, ClassVar
 
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing import spoiling
-from torch_metal_attn.testing.case import Case, Draw, call, chance, field, kinds, layout, one_of
+from torch_metal_attn.testing.case import (
+    Case,
+    Draw,
+    call,
+    chance,
+    field,
+    kinds,
+    layout,
+    one_of,
+    value_formats,
+)
 from torch_metal_attn.testing.tensors import DTYPES, partial_groups, rotated_blocks, wrong_rotation
 
 _PACKED_FUNCTIONS = (
@@ -224,13 +234,7 @@ class Attention(Case):
         16, one_of(1, 3, 5, 8, 16, 24, 64), calls=_CACHED, when=lambda case: case.cache
     )
     format: str = field("", one_of(*FORMATS), share=0.5, calls=_STORED)
-    v_format: str = field(
-        "",
-        one_of(*FORMATS),
-        share=0.3,
-        calls=_STORED,
-        when=lambda case: case.format and not case.values_in_keys,
-    )
+    v_format: str = value_formats(calls=_STORED)
     hadamard: int = field(0, rotated_blocks, share=0.3, calls=_DECODES)
     cache_dtype: str = field(
         "",

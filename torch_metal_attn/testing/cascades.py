@@ -13,7 +13,16 @@ from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing import attention_run
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.attention_problem import Problem, options_of, stored, within_keys
-from torch_metal_attn.testing.case import Case, Prepared, call, chance, field, kinds, one_of
+from torch_metal_attn.testing.case import (
+    Case,
+    Prepared,
+    call,
+    chance,
+    field,
+    kinds,
+    one_of,
+    value_formats,
+)
 from torch_metal_attn.testing.tensors import (
     Memory,
     dtype_of,
@@ -64,12 +73,7 @@ class Cascade(Case):
     own: tuple[int, ...] = field((1, 1), _own, varied=True)
     q_length: int = field(1, one_of(1, 1, 2, 9))
     format: str = field("", one_of(*FORMATS), share=0.4)
-    v_format: str = field(
-        "",
-        one_of(*FORMATS),
-        share=0.3,
-        when=lambda case: case.format and not case.values_in_keys,
-    )
+    v_format: str = value_formats()
     hadamard: int = field(0, rotated_blocks, share=0.3)
     causal: bool = field(False, chance(0.7))
     window_size_left: int = field(-1, one_of(-1, -1, 30), varied=True)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast, get_args
 
 import torch
 
+from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing.judge import Measure
 from torch_metal_attn.testing.tensors import DTYPES, KINDS, Layout, Memory
 
@@ -66,6 +67,17 @@ def chance(share: float) -> Draw:
 def layout(*layouts: Layout, **options: Any) -> Any:
     """A field for the memory layout of some tensors, see `tensors.Memory.place`."""
     return field((), one_of((), *layouts), **options)
+
+
+def value_formats(**options: Any) -> Any:
+    """A field for the format of a cache's values, where it is not that of its keys."""
+    return field(
+        "",
+        one_of(*FORMATS),
+        share=0.3,
+        when=lambda case: case.format and not case.values_in_keys,
+        **options,
+    )
 
 
 def kinds() -> Any:

@@ -22,7 +22,17 @@ from torch_metal_attn.testing.attention_problem import (
     stored,
     within_keys,
 )
-from torch_metal_attn.testing.case import Case, Prepared, call, chance, field, kinds, layout, one_of
+from torch_metal_attn.testing.case import (
+    Case,
+    Prepared,
+    call,
+    chance,
+    field,
+    kinds,
+    layout,
+    one_of,
+    value_formats,
+)
 from torch_metal_attn.testing.judge import Measure, ints, normal, on, same_bits
 from torch_metal_attn.testing.tensors import (
     DTYPES,
@@ -112,12 +122,7 @@ class Step(Case):
         None, lambda r, case: tuple(r.randint(0, n) for n in case.lengths), share=0.25, varied=True
     )
     format: str = field("", one_of(*FORMATS), share=0.4)
-    v_format: str = field(
-        "",
-        one_of(*FORMATS),
-        share=0.3,
-        when=lambda case: case.format and not case.values_in_keys,
-    )
+    v_format: str = value_formats()
     hadamard: int = field(0, rotated_blocks, share=0.3)
     cache_dtype: str = field(
         "",

@@ -76,13 +76,13 @@ def metal_attention(
             "the model has a parallel config, and the metal_attn backend does not support context "
             'parallelism: set the backend "native"'
         )
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    operands = {"query": query, "key": key, "value": value}
+    for name, x in operands.items():
         check_rank(name, x, "(B, L, H, D)")
     if isinstance(attn_mask, Tensor):
         refuse_layout("attn_mask", attn_mask)
         if attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]
-    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if isinstance(attn_mask, BlockMask):
         if dropout_p != 0.0 or flag("is_causal", is_causal):
             raise ValueError(
@@ -95,14 +95,14 @@ def metal_attention(
                 "it waits for torch's scaled_dot_product_attention, which takes no BlockMask"
             )
         query, key, value = (
-            with_contiguous_rows(name, x)
-            for name, x in (("query", query), ("key", key), ("value", value))
+            with_contiguous_rows(name, x.transpose(1, 2)) for name, x in operands.items()
         )
         grouped = flag("enable_gqa", enable_gqa)
         blocked: Tensor = flex_attention(
             query, key, value, block_mask=attn_mask, scale=scale, enable_gqa=grouped
         )
         return blocked.transpose(1, 2)
+    query, key, value = (x.transpose(1, 2) for x in operands.values())
     out = diffusers_functional.metal_attention(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )

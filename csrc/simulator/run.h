@@ -31,6 +31,7 @@ struct Run {
   std::atomic<uint64_t> end;
   std::mutex mutex;      // of what follows
   uint32_t working = 0;  // host threads
+  uint32_t stuck = 0;    // of these: their threadgroups have done nothing but poll for long
   std::condition_variable finished;
   uint64_t fault_order = ~uint64_t{0};
   SimulatorFaultReport fault{};

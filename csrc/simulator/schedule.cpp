@@ -11,7 +11,10 @@ namespace metal_attn::simulator {
 namespace {
 
 constexpr uint32_t kSpinsBeforeYield = 64;
-constexpr std::chrono::seconds kSpinLimit{10};
+// From here on a threadgroup that only polls is stuck. The rounds tell it from one that the machine
+// has not run meanwhile.
+constexpr uint32_t kPollLimit = 1024;
+constexpr std::chrono::seconds kPollTimeLimit{3};
 
 // "[[threadgroup(0)]]" and so on.
 const auto kArgumentNames = [] {
@@ -127,7 +130,7 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
       ++counters.votes;
       break;
   }
-  spinning = false;
+  go_on();
   group.arrived &= ~mask;
   group.ready |= mask;
   group.parity ^= 1;
@@ -253,19 +256,41 @@ inline __attribute__((always_inline)) void Worker::meet(Fiber& fiber, const Oper
   if (to != &fiber) resume(fiber.context, *to);
 }
 
-// A thread polls memory. Others run now and then; if polling is all that happens for long, nothing
-// will change it.
+// Something else than polling has happened.
+inline void Worker::go_on() {
+  polls = 0;
+  if (!stuck) return;
+  std::lock_guard<std::mutex> lock(run->mutex);
+  stuck = false;
+  --run->stuck;
+}
+
+// A thread polls memory. Others run now and then; once all threadgroups that run have done nothing
+// else for long, nothing will change it.
 void Worker::spin(Fiber& fiber) {
   if (rewrite.bytes) settle_rewrite(*this);
   if (++fiber.spins % kSpinsBeforeYield) return;
   auto now = std::chrono::steady_clock::now();
-  if (!spinning) spinning_since = now;
-  spinning = true;
-  if (now - spinning_since > kSpinLimit) {
-    fail(fiber, FAULT_NO_PROGRESS, fiber.site, kNoSite,
-         "thread %u has polled atomic memory for %lld s, and no other thread has got anywhere "
-         "meanwhile",
-         fiber.index, static_cast<long long>(kSpinLimit.count()));
+  if (!polls) polling_since = now;
+  if (polls < kPollLimit) {
+    ++polls;
+  } else if (now - polling_since > kPollTimeLimit) {
+    bool all_stuck, ends_early;
+    {
+      std::lock_guard<std::mutex> lock(run->mutex);
+      run->stuck += !stuck;
+      stuck = true;
+      all_stuck = run->stuck == run->working;
+      ends_early = run->end < run->threadgroups;
+    }
+    // It waits for what a threadgroup with a fault, or one that did not run any more, has not done.
+    if (all_stuck && ends_early) abandon();
+    if (all_stuck) {
+      fail(fiber, FAULT_NO_PROGRESS, fiber.site, kNoSite,
+           "thread %u has polled atomic memory for %lld s, and no other thread has got anywhere "
+           "meanwhile",
+           fiber.index, static_cast<long long>(kPollTimeLimit.count()));
+    }
   }
   Fiber* to = nullptr;
   for (uint32_t i = 1; i <= threads && !to; ++i) {
@@ -281,7 +306,7 @@ void Worker::release_barrier() {
     groups[i].at_barrier = 0;
   }
   waiting = 0;
-  spinning = false;
+  go_on();
   if (barrier_combine) {
     barrier_combine(deposits, ~0u);
     return count_tensor(*this, deposits[0], barrier_flags);
@@ -324,7 +349,7 @@ void Worker::finish(Fiber& fiber) {
   if (rewrite.bytes) settle_rewrite(*this);
   Group& group = *fiber.group;
   uint32_t bit = 1u << fiber.lane;
-  spinning = false;
+  go_on();
   group.live &= ~bit;
   group.ready &= ~bit;
   if (--live == 0) switch_context(&fiber.context, &host);
@@ -361,7 +386,6 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
   live = threads;
   waiting = 0;
   steps = step_limit;
-  spinning = false;
   stacks_used = 0;
   free_stacks = 0;
   arena.clear();
@@ -415,6 +439,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
   in_fiber = true;
   resume(host, *first);
   in_fiber = false;
+  go_on();
   report_signal();
   most_stacks = std::max(most_stacks, stacks_used);
   ++counters.threadgroups;

@@ -103,8 +103,9 @@ struct Worker : __msl_worker {
   // Set if the threads wait at a tensor operation of all SIMD groups; null at a plain barrier.
   __msl_combine barrier_combine;
   __msl_slot deposits[kMaxThreads];
-  bool spinning;  // threads poll memory, and since then nothing else has happened
-  std::chrono::steady_clock::time_point spinning_since;
+  uint32_t polls;  // rounds of polling memory since anything else happened
+  bool stuck;      // these were many and long
+  std::chrono::steady_clock::time_point polling_since;
   uint32_t stacks_used;
   uint32_t most_stacks;  // that any threadgroup has used
   uint32_t free_stacks;
@@ -155,6 +156,7 @@ struct Worker : __msl_worker {
 
  private:
   [[noreturn]] void abandon();
+  void go_on();
   void share_order(uint32_t flags);
   void share_order(Group& group, uint32_t flags);
   void report_signal();

@@ -116,6 +116,15 @@ passed_on_by_each: race
   }
   {~if (group == 0 && i == 0) o[1] = 1; =>~}
 """
+# Some wait for what nobody does any more.
+STUCK = """
+nobody_counts_to_five: no_progress: no other thread has got anywhere
+  if (i == 0) { ADD; while (LOAD < {~5 => 4~}) {} }  //!
+the_fault_of_another_is_the_reason: out_of_bounds
+  if (i == 0) { if (group) while (LOAD < group) {}
+    if (group == 1) o[{~9999 => 0~}] = 1;  //!
+    ADD; }
+"""
 SEEDS = [{"seed": seed} for seed in (0, 1, 2)]
 ORDERS = [*SEEDS, {"workers": 3}]
 
@@ -132,10 +141,13 @@ def planted(table, **options):
 WITHIN = planted(WITHIN, threads=64)
 BETWEEN = planted(BETWEEN, threads=256)
 WAITING = planted(WAITING, threads=256, workers=4, step_limit=2**40)
+STUCK = planted(STUCK, threads=256, workers=4, step_limit=2**40)
 
 test_fault_within_a_threadgroup_is_reported, test_twin_within_a_threadgroup = WITHIN.tests(ORDERS)
 test_fault_between_threadgroups_is_reported, test_twin_between_threadgroups = BETWEEN.tests(ORDERS)
 test_fault_where_threadgroups_wait_is_reported, test_twin_where_they_wait = WAITING.tests(SEEDS)
+# The seed starts the threadgroups as 3, 2, 0, 1.
+test_fault_where_nothing_goes_on_is_reported, test_twin_where_it_does = STUCK.tests(SEEDS[1:2])
 
 
 @pytest.mark.parametrize("table", [WITHIN, BETWEEN, WAITING], ids=["within", "between", "waiting"])

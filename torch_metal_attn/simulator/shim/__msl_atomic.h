@@ -135,10 +135,10 @@ constexpr void __check_atomic_width() {
                                                         T* expected, __value<T> desired,     \
                                                         memory_order, memory_order) {        \
     __check_atomic_width<T>();                                                               \
-    __msl_spin();                                                                            \
     __msl_atomic_access((const volatile void*)(ulong)object, sizeof(T), MSL_UPDATE);         \
     bool done = __atomic_swap_if<T>((ulong)object, expected, desired);                       \
     __msl_atomic_observe((const volatile void*)(ulong)object);                               \
+    if (!done) __msl_spin();                                                                 \
     return done;                                                                             \
   }                                                                                          \
   __MSL_UPDATE(space, atomic_exchange_explicit, __replace)                                   \

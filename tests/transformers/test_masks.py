@@ -34,6 +34,8 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
     metal_attention_mask,
 )
 
+WINDOW = sliding_window_causal_mask_function(16)
+
 
 def expanded(mask, batch, q_length, kv_length):
     """What a mask of any form says, as bool (B, 1, Sq, Sk)."""
@@ -151,7 +153,16 @@ class TestMaskFunction:
         assert self.mask(q_length=16, **both) is None
         assert self.mask(q_offset=15) is None, "a dynamic cache's decoding"
         assert self.mask(q_offset=torch.tensor([15])) is None
-        assert self.mask(q_offset=15, allow_is_causal_skip=False) is None
+
+    @pytest.mark.parametrize("pattern", [causal_mask_function, WINDOW])
+    def test_each_step_of_a_static_cache_has_one_form(self, pattern):
+        """The step that fills the cache runs in the graph of the others."""
+        padding = torch.ones(2, 16, dtype=torch.bool)
+        padding[1, :3] = False
+        for padded in ({}, {"attention_mask": padding}):
+            call = padded | {"mask_function": pattern, "allow_is_causal_skip": False}
+            shapes = {self.mask(q_offset=at, **call).shape for at in (5, 14, 15)}
+            assert shapes == {(2, 1, 1, 8)}
 
     def test_compiled_diagonal(self):
         """It is told by its shape, so that a graph knows it."""

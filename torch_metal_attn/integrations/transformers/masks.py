@@ -110,6 +110,7 @@ def metal_attention_mask(
         mask_function: whether a query sees a key, by token numbers.
         attention_mask: bool (B, tokens), False for padding.
         allow_is_causal_skip, allow_is_bidirectional_skip: False if the caller always needs a mask.
+            One query then gets a descriptor of one form, whatever it sees.
         config: the model's configuration.
         options: those of `sdpa_mask`.
 
@@ -180,7 +181,17 @@ def metal_attention_mask(
         allow_is_causal_skip or q_length == 1 if pattern.right == 0 else allow_is_bidirectional_skip
     )
     found = (
-        _describe(pattern, batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)
+        _describe(
+            pattern,
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            attention_mask,
+            # A step that fills the cache has the form of the others: a graph serves all of them.
+            keeps_diagonal=pattern.right == 0 and not allow_is_causal_skip,
+        )
         if allowed
         else None
     )
@@ -295,9 +306,11 @@ def _describe(
     q_offset: int | Tensor,
     kv_offset: int,
     attention_mask: Tensor | None,
+    keeps_diagonal: bool,
 ) -> Band | None:
     """The band of this forward, or None if it has none: padding with holes, shifted chunks.
 
+    keeps_diagonal: keep the causal limit where it masks out no key.
     What the host must know from the device comes in at most one transfer.
     """
     if not batch or not q_length or not kv_length:
@@ -346,7 +359,8 @@ def _describe(
             attention_chunk=pattern.chunk,
             leftpad_k=start.to(torch.int32) if start is not None and has_start else None,
             seqused_k=end.to(torch.int32) if end is not None and has_end else None,
-        )
+        ),
+        keeps_diagonal,
     )
 
 
@@ -365,13 +379,13 @@ def _on_host(*values: Tensor | int | None) -> list[int]:
     return [next(fetched) if isinstance(value, Tensor) else value or 0 for value in values]
 
 
-def _simplified(band: Band) -> Band:
+def _simplified(band: Band, keeps_diagonal: bool) -> Band:
     """The band without limits that mask out no key."""
     last = band.q_offset + band.q_length - 1
     left, right, chunk = band.window_size_left, band.window_size_right, band.attention_chunk
     if left >= last:
         left = -1
-    if band.q_offset + right >= band.kv_length - 1:
+    if band.q_offset + right >= band.kv_length - 1 and not keeps_diagonal:
         right = -1
     # Queries before their sequence see nothing, so only the first chunk is left.
     if band.window_size_right == 0 and 0 <= band.q_offset and last < chunk:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call import philox
-from torch_metal_attn.call.arguments import plain
+from torch_metal_attn.call.arguments import plain, refuse_gradient, refuse_layout
 from torch_metal_attn.call.autocast import autocast
-from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.ops import plain as plain_ops
-from torch_metal_attn.ops.differentiation import call, refuse_gradient, refuse_layout
-from torch_metal_attn.ops.refusals import as_value_errors
+from torch_metal_attn.ops.differentiation import call
+from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.runtime import extension
+from torch_metal_attn.runtime.refusals import as_value_errors
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 

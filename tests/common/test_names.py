@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torch_metal_attn.call.names import ArgumentNames
-from torch_metal_attn.ops.refusals import unmarked
+from torch_metal_attn.ops.names import ArgumentNames
+from torch_metal_attn.runtime.refusals import unmarked
 
 NAMES = ArgumentNames({"k": "k_cache", "seqused_k": "cache_seqlens"}, heads_third=True)
 KV_NAMES = ArgumentNames({"k_cache": "kv[0]"})

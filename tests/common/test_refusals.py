@@ -7,7 +7,8 @@ import torch_metal_attn
 from tests.helpers.forks import run_alone
 from torch_metal_attn import functional, quantisation, vllm, with_kvcache
 from torch_metal_attn.flash_attn import bert_padding
-from torch_metal_attn.ops import plain, refusals
+from torch_metal_attn.ops import plain
+from torch_metal_attn.runtime import refusals
 
 Q, K = torch.randn(1, 2, 8, 16), torch.randn(1, 3, 8, 16)
 MESSAGE = "q has 2 heads and k 3; k's must divide q's"

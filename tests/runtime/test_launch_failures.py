@@ -16,7 +16,7 @@ COUNT = """
 import ctypes, json, sys, torch, torch_metal_attn
 from tests.runtime.fake_mps.build import FakeMps
 from torch_metal_attn.runtime import shaders
-from torch_metal_attn.tools.tune import tiles
+from torch_metal_attn.tuned import tiles
 fake = FakeMps("bytes", sys.argv[1])
 shaders.serve(fake.library)
 ops = fake.ops

@@ -21,8 +21,8 @@ from torch_metal_attn.call.arguments import (
     only_given,
     window,
 )
-from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.kv_cache.trees import Rows, rows_of_ints
+from torch_metal_attn.ops.names import ArgumentNames
 
 _NAMES = ArgumentNames({"k": "k_cache", "v": "v_cache"}, heads_third=True)
 

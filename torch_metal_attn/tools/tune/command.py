@@ -14,10 +14,10 @@ from torch_metal_attn.runtime import mps
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 from torch_metal_attn.tools.bench.timing import Timer, timer_of
 from torch_metal_attn.tools.progress import Progress
-from torch_metal_attn.tools.tune import report, tiles
+from torch_metal_attn.tools.tune import report
 from torch_metal_attn.tools.tune.measure import Tried, kernels_of, measure
 from torch_metal_attn.tools.tune.shapes import COMMON, add_arguments, chosen
-from torch_metal_attn.tuned import loading, tables
+from torch_metal_attn.tuned import loading, tables, tiles
 from torch_metal_attn.tuned.tables import BadTable, Machine, Table
 
 DEVICE = torch.device("mps")

@@ -115,20 +115,15 @@ class _Run:
         )
         start = time.monotonic()
         ends = None if minutes is None else start + 60 * minutes
-        progress = Progress(len(shapes), ends=ends)
-        try:
+        with Progress(len(shapes), ends=ends) as progress:
             for shape in shapes:
                 if ends is not None and time.monotonic() >= ends:
                     break
                 progress.step("", str(shape))
-                lines = self._shape(shape)
-                progress.end()
-                print("\n".join(lines), flush=True)
+                progress.say("\n".join(self._shape(shape)))
                 self._done += 1
                 if self._device.type == "mps":  # leave no memory of this shape to the next
                     torch.mps.empty_cache()
-        finally:
-            progress.end()
 
     def _shape(self, shape: Shape) -> list[str]:
         lines = [f"\n{shape}"]

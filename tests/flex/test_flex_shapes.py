@@ -56,6 +56,27 @@ def test_strides_everywhere(q_length):
         assert fake.stride() == out.stride()
 
 
+def test_captured_tensors_of_every_dtype():
+    """Each is read at its own width, and with its sign."""
+    integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    most = {dtype: torch.iinfo(dtype).max for dtype in integers}
+    most |= dict.fromkeys((torch.bool, torch.float16, torch.bfloat16, torch.float32), 1)
+    numbers = torch.linspace(-0.9, 0.9, 96, dtype=torch.float64)
+    captured = []
+    for i, (dtype, limit) in enumerate(most.items()):
+        signed = numbers.roll(11 * i) * limit
+        captured.append(
+            (signed.clamp(min=0) if dtype in (torch.bool, torch.uint8) else signed).to(dtype)
+        )
+
+    def add_each(s, b, h, q, kv):
+        for x, limit in zip(captured, most.values(), strict=True):
+            s = s + x[kv].float() / limit
+        return s
+
+    check_flex(*home(), add_each)
+
+
 @pytest.mark.parametrize("sizes", [{"q_length": 0}, {"kv_length": 0}, {"batch": 0}, {"heads": 0}])
 def test_empty(sizes):
     qkv = [x.requires_grad_() for x in home(**sizes)]

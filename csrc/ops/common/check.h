@@ -103,6 +103,9 @@ inline constexpr char kElementNames[] = "float32, float16 or bfloat16";
 // The same as tensor.scalar_type(), which asks torch for the number of one dtype after the other.
 torch::headeronly::ScalarType dtype_of(const torch::stable::Tensor& tensor);
 
+// Metal's name of what kernels index in the tensor; null for dtypes that they cannot.
+const char* metal_element(const torch::stable::Tensor& tensor);
+
 // One of the dtypes; returns which.
 torch::headeronly::ScalarType check_dtype(
     ArgumentName name, const torch::stable::Tensor& tensor,

@@ -41,7 +41,6 @@ COMPILED = {
         "num_kv_shared_layers": 0,
     },
     "ModernBERT": {},
-    "gpt-oss": {},
 }
 
 # Packed batches that raise, and with what.
@@ -84,7 +83,7 @@ class TestForward:
         if runs.current() is not None:
             assert launches() - before == sum(routes.kernel.values())
 
-    @pytest.mark.parametrize("name", CORE)
+    @pytest.mark.parametrize("name", ["Llama", "CLIP", "T5", "PaliGemma"])
     def test_attention_weights_are_refused(self, name):
         """Many models ask nobody for them: they would return an empty tuple."""
         model, given = enable(tiny.build(name)), tiny.inputs(name)

@@ -2,6 +2,7 @@
 
 import builtins
 import importlib
+import inspect
 import sys
 
 import pytest
@@ -261,6 +262,23 @@ class TestEnable:
     def test_a_name_that_is_nearly_right(self, name):
         with pytest.raises(ValueError, match=rf'{name}.* Did you mean "metal_attn"\?$'):
             tiny.build("Llama").set_attn_implementation(name)
+
+    def test_text_of_classes(self):
+        """As inspect finds it: with decorators, inside others, and none of those without a file."""
+
+        class Local:
+            class Inner:
+                pass
+
+        module = sys.modules[type(tiny.build("Llama")).__module__]
+        kinds = [kind for kind in vars(module).values() if isinstance(kind, type)]
+        for kind in (
+            Local,
+            Local.Inner,
+            *(one for one in kinds if one.__module__ == module.__name__),
+        ):
+            assert refusals.source(kind).rstrip() == inspect.getsource(kind).rstrip()
+        assert refusals.source(int) == ""
 
     def test_refuses_to_return_weights(self):
         """Whether the model's configuration asks for them first, or last."""

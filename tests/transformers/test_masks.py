@@ -201,6 +201,17 @@ class TestMaskFunction:
 
         assert compiled(16).sum() == 4
 
+    def test_descriptor(self):
+        padded = torch.ones(2, 16, dtype=torch.bool)
+        padded[1, :3] = False
+        window = sliding_window_causal_mask_function(6)
+        mask = self.mask(q_length=16, mask_function=window, attention_mask=padded)
+        assert mask.dtype == torch.int32
+        rows = [[0, 16, 16, 0, 16, 5, 0, 0], [0, 16, 16, 3, 16, 5, 0, 0]]
+        assert mask.tolist() == [[[row]] * 16 for row in rows]
+        assert mask.stride() == (8, 0, 8, 1), "the queries share their memory"
+        assert str(band.unpack(mask)) == "causal window -5+0 padded"
+
     def test_dense_where_it_is_no_band(self):
         causal = {"q_length": 16, "mask_function": causal_mask_function}
         holes = torch.ones(2, 16, dtype=torch.bool)

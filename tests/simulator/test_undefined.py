@@ -315,8 +315,8 @@ def test_an_endless_loop_is_interrupted(name, check):
     main = threading.main_thread().ident
     timer = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
     try:
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             PLANTED.run(name, False, check, step_limit=2**62)
     finally:
         timer.join()

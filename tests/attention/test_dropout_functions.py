@@ -160,14 +160,6 @@ class TestFlashAttn:
 
 
 class TestSdpa:
-    def test_replaced(self):
-        q = normal(2, 4, 9, 16)
-        state = drawn()
-        with simulate(check=True), sdpa_replaced() as calls:
-            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=P)
-        assert (calls.replaced, calls.left_alone) == (1, {})
-        close(out, attention(q, q, q, q_offset=0, dropout_p=P, rng_state=state)[0])
-
     @pytest.mark.filterwarnings("ignore")
     def test_what_the_op_refuses_draws_as_torch_does(self):
         q = normal(2, 4, 9, 16).double()

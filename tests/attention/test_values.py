@@ -36,6 +36,16 @@ MASK_LAYOUTS = [
     *(("padded 1",), ("padded 2",), ("padded 3",)),
     *(("order 0132",), ("order 3210",), ("order 0231",)),
 ]
+LAYOUTS = [
+    *(("order 021",), ("order 10",), ("order 21",), ("order 201",), ("order 120",)),
+    *(("padded 1",), ("padded 2",), ("padded 3",)),
+]
+
+
+def laid_out(q, k, v, *_):
+    return {"q_layout": q, "k_layout": k, "v_layout": v}
+
+
 # What changes scores: the rows of several subjects have all of it, and share its kernels.
 SCORES = {"softcap": 2.0, "alibi_slopes": "h", "learnable_sink": "float32"}
 EVERYTHING = (
@@ -74,9 +84,24 @@ DENSE = {
         case(batch=2, kv_heads=2, causal=True, q_layout=layout, k_layout=layout, v_layout=layout)
         for layout in (("repeated 0",), ("repeated 1",), ("repeated 2",))
     ],
+    # Rows in any order, off their alignment, and with NaN around each.
+    "memory": [
+        *(
+            case(**GROUPED, **laid_out(*LAYOUTS[i:], *LAYOUTS[:i]), causal=True)
+            for i in range(len(LAYOUTS))
+        ),
+        *(
+            case(**laid_out(*[("padded 3",)] * 3), causal=True, **dims)
+            for dims in (
+                {"head_dim": 1, "dtype": "bfloat16"},
+                {"head_dim": 40, "v_head_dim": 385, "dtype": "bfloat16"},
+                {"head_dim": 12, "dtype": "float32", "seqused_k": (60,), "leftpad_k": (7,)},
+            )
+        ),
+    ],
     "groups": [
         case(batch=2, heads=heads, kv_heads=kv_heads, causal=True)
-        for heads, kv_heads in ((1, 1), (3, 1), (7, 7), (12, 4), (9, 3), (17, 1))
+        for heads, kv_heads in ((1, 1), (3, 1), (7, 7), (12, 4), (9, 3), (17, 1), (0, 2))
     ],
     "diagonals": [case(**BANDED, causal=True, q_offset=offset) for offset in OFFSETS],
     "windows": [
@@ -363,6 +388,8 @@ STORED = {
                 (("q4_0", 64, 32), ("fp8_e4m3", 11, 5)), ({}, ROWS_FIRST)
             )
         ),
+        # A block of NaN shows where it is seen.
+        stored("", format="q8_0", head_dim=64, v_head_dim=32, dtype="float32", poison="inf in k"),
         # Rows that are not aligned are read byte by byte.
         *(
             stored("", format=kv_format, head_dim=64, v_head_dim=32, dtype=dtype, **OFF_ALIGNMENT)

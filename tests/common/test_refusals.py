@@ -31,14 +31,6 @@ def test_a_refusal_is_distinguished_from_other_errors():
         assert refusals.as_value_error(other) is other
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("out of memory")])
-def test_around_a_call(error):
-    expected = (ValueError, MESSAGE) if error is None else (RuntimeError, "out of memory")
-    with pytest.raises(expected[0], match=expected[1]):
-        with refusals.as_value_errors():
-            raise error or renamed()
-
-
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_ops_and_functions(mode, backend):
     with mode():

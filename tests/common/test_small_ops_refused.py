@@ -188,10 +188,6 @@ REFUSED = {
     "merge_state": [
         ({"out_b": zeros(2, 2, 5, 16)}, r"out_b has shape .* 16\); it must be \(2, 3, 5, 16\)"),
         ({"lse_a": zeros(2, 5, 3)}, r"lse_a has shape \(2, 5, 3\); it must be \(2, 3, 5\)"),
-        (
-            {"out_b": zeros(2, 3, 5, 32)[..., ::2]},
-            r"out_b has strides .*; the last must be 1: call out_b\.contiguous\(\) first",
-        ),
         ({"out_a": zeros(2, 3, 5, 528)}, r"out_a has a head dim of 528; it must be in 1\.\.512"),
     ],
     "merge_state packed": [
@@ -208,10 +204,6 @@ REFUSED = {
         ({"mask": torch.ones(2, 3).bool()}, r"mask has shape \(2, 3\); it must be \(2, 5\)"),
     ],
     "merge_splits and a sink": [
-        (
-            {"partial_out": zeros(2, 3, 7, 5, 16).transpose(2, 3)},
-            r"partial_out has strides .*; it must be contiguous",
-        ),
         (
             {"partial_out": zeros(2, 3, 5, 0, 16), "partial_lse": zeros(2, 3, 5, 0)},
             "partial_out has 0 splits; there must be 1 to 1024",
@@ -244,7 +236,6 @@ REFUSED = {
     ],
     "append_kv": [
         ({"v": halves(2, 2, 4, 64)}, "v has shape"),
-        ({"k": halves(2, 2, 64, 5).transpose(2, 3)}, "k has strides"),
         ({"k_cache": halves(2, 3, 32, 64)}, "k_cache has shape"),
         ({"v_cache": halves(2, 2, 32, 63)}, "v_cache has shape"),
         ({"v_cache": halves(2, 2, 31, 64)}, "v_cache has shape"),

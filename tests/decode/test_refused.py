@@ -78,7 +78,6 @@ SHAPES = [
     ("dense", {"parents": torch.tensor([-1, 0, 0, 1])}, "parents has dtype int64"),
     ("dense", {"parents": ints(-1, 0, 0)}, r"parents has shape \(3,\)"),
     ("dense", {"parents": ints(*[-1] * 12).view(3, 4)}, r"parents has shape \(3, 4\)"),
-    ("dense", {"parents": ints(*[-1] * 8)[::2]}, "parents has strides"),
     ("dense", TREE | {"tree_mask": SEEN}, "parents and tree_mask are given; give one of them"),
     ("dense", {"tree_mask": SEEN.int()}, "tree_mask has dtype int32"),
     ("dense", {"tree_mask": SEEN[:3]}, r"tree_mask has shape \(3, 4\)"),

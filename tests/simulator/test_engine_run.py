@@ -294,7 +294,7 @@ def test_a_thread_may_wait_for_another_through_an_atomic():
 
 
 def test_a_long_wait_that_is_over():
-    """Threadgroup 1 goes on after its wait, with no barrier: threadgroup 2 does not wait in vain."""
+    """Threadgroup 1 goes on after it, with no barrier: threadgroup 2 does not wait in vain."""
     library = compiled(
         """while (atomic_load_explicit(n, memory_order_relaxed) < g) {}
            volatile float x = 0;

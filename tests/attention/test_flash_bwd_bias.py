@@ -1,4 +1,4 @@
-"""The gradients of attn_bias, a floating attn_mask and alibi_slopes: splits, zeros and refusals.
+"""The gradients of attn_bias, a floating attn_mask and alibi_slopes: splits and registration.
 
 Their values by shape, dtype, feature and memory are rows of test_values.py.
 """

@@ -1,4 +1,4 @@
-"""flash_fwd of a cache in pages or by an index: what is shared, missing, wrong, and what it costs.
+"""flash_fwd of a cache in pages or by an index: what is missing, what is wrong, what it costs.
 
 Values by page size, layout and feature are rows of test_values.py.
 """

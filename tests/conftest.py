@@ -31,8 +31,8 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 gc.disable()  # until the tests are collected: there is nothing to find, in 3 s
 
-# Kernels compile on first use and machines are slow or paused, so no example has a fair deadline
-# and no draw is too slow; the device serves every example.
+# Kernels compile on first use, and machines are slow or paused: no example has a fair deadline, and
+# no draw is too slow. The device serves every example.
 settings.register_profile(
     "default",
     deadline=None,

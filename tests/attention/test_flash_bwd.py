@@ -1,4 +1,4 @@
-"""flash_bwd: layouts, bits, zeros and what is not finite.
+"""flash_bwd: bits, zeros and what is not finite.
 
 Its values by length, head dim and feature are rows of test_values.py.
 """
@@ -19,8 +19,6 @@ from tests.attention.flash_fwd_check import DTYPES, make_qkv
 from tests.attention.head_dims import HOME
 from tests.attention.test_values import SCORES
 
-F32, F16, BF16 = DTYPES
-
 
 def assert_same(found, expected):
     for one, other in zip(found, expected, strict=True):
@@ -37,7 +35,7 @@ def test_error_does_not_grow_with_the_rows(dtype, device, cores):
 
 def test_gradients_lie_as_their_operands(device):
     """Of heads inside rows, as models have them."""
-    qkv = make_qkv(2, 4, 2, head_dim=HOME, dtype=F16)
+    qkv = make_qkv(2, 4, 2, head_dim=HOME, dtype=torch.float16)
     qkv = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in qkv]
     given = make_gradients(qkv[0], qkv[2], qkv[0].shape[:3])
     _, _, *found, _ = backward(*qkv, *given, device, {})

@@ -41,14 +41,6 @@ def test_error_does_not_grow_with_the_keys(dtype, device):
 # --- memory ---
 
 
-def test_rows_that_overlap(device):
-    """Windows over one sequence: strides below a row's length."""
-    line = normal(200)
-    overlapping = [line[i:].as_strided((1, 1, 33, 16), (0, 0, 3, 1)) for i in (0, 1, 7)]
-    compact = run(device, *(x.contiguous() for x in overlapping), **CAUSAL)
-    torch.testing.assert_close(run(device, *overlapping, **CAUSAL), compact)
-
-
 SLOPES = normal(2, 9).abs()
 
 

@@ -1,4 +1,4 @@
-"""flash_fwd of a cache in pages or by an index: what is shared, missing, wrong, and what it costs.
+"""flash_fwd of a cache in pages or by an index: what is missing, what is wrong, what it costs.
 
 Values by page size, layout and feature are rows of test_values.py.
 """
@@ -74,18 +74,6 @@ def test_pages_before_the_window_need_not_exist(device):
     where["block_table"][1, : 95 // 16] = 10**6
     options = {"window_size_left": 50, "causal": True, "seqused_k": ints(200, 150)}
     check_flash_fwd(q, k, v, cache=(keys, values, where), device=device, **options)
-
-
-def test_traced(device):
-    """The fake kernel knows the result of a cache, and torch.compile runs it."""
-    lengths = [20, 33]
-    q, k, v = make_qkv(batch=2, kv_length=33, **SHAPE)
-    *caches, where = paged(k, v, lengths, 16)
-    arguments = [x.to(device) for x in (q, *caches)]
-    options = {"block_table": where["block_table"].to(device), "seqused_k": ints(*lengths)}
-    options["seqused_k"] = options["seqused_k"].to(device)
-    options["causal"] = True
-    torch.library.opcheck(torch.ops.metal_attn.flash_fwd.default, tuple(arguments), options)
 
 
 FLOAT8 = {name: torch.zeros(2, 2, 16, 64).to(torch.float8_e4m3fn) for name in "kv"}

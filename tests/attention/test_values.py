@@ -343,6 +343,7 @@ PREFILLED = ((16, 100), (1, 33), (0, 5), (70, 300), (9, 0))
 USED_OF_PREFILLED = {"seqused_k": (90, 33, 2, 300, 0), "causal": True}
 CACHED = {"heads": 4, "kv_heads": 2, "head_dim": 32, "batch": 3, "kv_length": 300, "causal": True}
 USED = {"seqused_k": (300, 65, 0)}
+ONE_OF_ALL = {"batch": 1, "seqused_k": (300,), "v_head_dim": 32}
 OFF_ALIGNMENT = {"k_layout": ("padded 1",), "v_layout": ("padded 1",)}
 ROWS_FIRST = {"k_layout": ("order 021",), "v_layout": ("order 021",)}
 OF_CACHES = (
@@ -371,7 +372,7 @@ STORED = {
     ],
     "features in a cache": [
         stored(**OF_CACHES[0] | {"rotary": "qk"}),
-        stored("indexed", **OF_CACHES[1]),
+        stored("indexed", **OF_CACHES[1], seed=1),
     ],
     "packed queries in a cache": [
         packed(PREFILLED, cache=cache, spare_rows=9, window_size_left=150, **USED_OF_PREFILLED)
@@ -389,7 +390,7 @@ STORED = {
             )
         ),
         # A block of NaN shows where it is seen.
-        stored("", format="q8_0", head_dim=64, v_head_dim=32, dtype="float32", poison="inf in k"),
+        stored("", format="q8_0", head_dim=64, dtype="float32", poison="inf in k", **ONE_OF_ALL),
         # Rows that are not aligned are read byte by byte.
         *(
             stored("", format=kv_format, head_dim=64, v_head_dim=32, dtype=dtype, **OFF_ALIGNMENT)
@@ -398,7 +399,7 @@ STORED = {
             )
         ),
         stored(format="q8_0", head_dim=64, page=5, **OF_CACHES[1]),
-        stored("indexed", format="q4_0", head_dim=64, **OF_CACHES[0]),
+        stored("indexed", format="q4_0", head_dim=64, **OF_CACHES[0], seed=1),
     ],
     "packed keys in half precision": [
         packed(((33, 40), (7, 65)), cache_dtype="float16", dtype="float32", causal=True),

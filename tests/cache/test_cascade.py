@@ -15,7 +15,7 @@ from torch_metal_attn.simulator import simulate
 from torch_metal_attn.testing import Cascade, judge
 from torch_metal_attn.testing.families import draw_of
 
-PAGE, HEADS, KV_HEADS, D = 4, 4, 2, 32
+PAGE, HEADS, KV_HEADS, D = 4, 4, 2, 64
 
 
 normal = partial(judge.normal, dtype=torch.float16)
@@ -62,7 +62,7 @@ def test_plan(name):
     assert plan.keys_alone == sum(lengths)
 
 
-SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 32, "v_head_dim": 32, "page": PAGE}
+SIZES = {"heads": 4, "kv_heads": 2, "head_dim": D, "v_head_dim": D, "page": PAGE}
 SIZES |= {"dtype": "float16", "causal": True, "shared": 1, "branched": 1, "own": (4, 8, 2, 5, 0)}
 # Of more queries than the last page has keys.
 VALUES = {
@@ -232,8 +232,8 @@ REFUSED = [
         r"q_length is 1073741824; it must be in 1\.\.1073741823",
     ),
     (lambda: CascadePlan([[1]], [1], PAGE, min_pages=0), "min_pages is 0; it must be at least 1"),
-    (lambda: attend(q=(2, 1)), r"q has shape \(2, 1, 4, 32\); the plan is for \(3, 1, H, D\)"),
-    (lambda: attend(q=(3, 2)), r"q has shape \(3, 2, 4, 32\); the plan is for \(3, 1, H, D\)"),
+    (lambda: attend(q=(2, 1)), r"q has shape \(2, 1, 4, 64\); the plan is for \(3, 1, H, D\)"),
+    (lambda: attend(q=(3, 2)), r"q has shape \(3, 2, 4, 64\); the plan is for \(3, 1, H, D\)"),
     (lambda: attend(page=5), "k_cache has pages of 5 keys; the plan is for 4"),
     (lambda: attend(alibi_slopes=torch.ones(4)), "unexpected keyword argument 'alibi_slopes'"),
     (lambda: attend(softcap=-1.0), "softcap is -1"),

@@ -147,7 +147,3 @@ def test_what_a_plain_op_refuses_is_refused_in_the_functions_words(used):
         with pytest.raises(ValueError, match=message):
             call()
     assert len(used) == 4
-    scale = torch.tensor(0.3, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="softmax_scale requires grad"):
-        metal_attn.flash_attn_func(Q, Q, Q, softmax_scale=scale)
-    assert len(used) == 4

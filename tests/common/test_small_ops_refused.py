@@ -276,6 +276,15 @@ REFUSED = {
         ({"k_scale": halves(7, 2, 16, 1)}, "k_scale has shape"),
         ({"cache_batch_idx": ints(1, 0)}, "cache_batch_idx is given with block_table"),
     ],
+    "index_scores": [
+        ({"k": zeros(2, 13, 8)}, r"k has shape \(2, 13, 8\)"),
+        ({"k": halves(2, 13, 16)}, "k has dtype float16 and q float32"),
+        ({"weights": zeros(2, 3, 4)}, r"weights has shape \(2, 3, 4\)"),
+        ({"weights": zeros(2, 3, 8).int()}, "weights has dtype int32"),
+        ({"q_offset": 3, "causal": False}, "q_offset is 3 and causal is False"),
+        ({"softmax_scale": math.inf}, "softmax_scale is inf"),
+        ({"q_offset": 2**33}, "q_offset is 8589934592"),
+    ],
     "flash_decode": [
         ({"max_seqlen_q": 3}, "max_seqlen_q is 3 and cu_seqlens_q is not given"),
     ],

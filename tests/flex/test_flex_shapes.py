@@ -13,11 +13,6 @@ from tests.flex.test_blocks import only_in_partial_blocks
 from torch_metal_attn import flex_attention, simulate
 
 
-def test_float32():
-    qkv = home(dtype=torch.float32, head_dim=65, v_head_dim=33)
-    check_flex_gradients(*qkv, gallery.tanh_softcap, block_mask())
-
-
 def test_bfloat16():
     """Also by autocast."""
     qkv = home(dtype=torch.bfloat16, head_dim=128)

@@ -183,14 +183,6 @@ def test_any_magnitude(spread, device):
         assert measure.ok, measure
 
 
-def test_a_gradient_is_refused_in_backward():
-    """Not dropped: out_a holds what requires grad afterwards, by keywords too."""
-    out_a, lse_a, out_b, lse_b = some_states(2, 3, 5, 16)
-    merge_state_(out_a, lse_a, out_b=out_b.requires_grad_(), lse_b=lse_b)
-    with pytest.raises(NotImplementedError, match=r"out_b requires grad: .*use merge_state"):
-        out_a.sum().backward()
-
-
 def test_infinity_is_a_number_where_nobody_asks(device):
     states = some_states(2, 3, 5, 33)
     states[1][0] = math.inf

@@ -365,10 +365,10 @@ class TestCompile:
     @pytest.mark.parametrize(
         "q_shape, k_shape, mask, dynamic",
         [
-            ((2, 4, 0, 16), (2, 2, 0, 16), None, True),
+            ((2, 4, 9, 16), (2, 2, 9, 16), None, False),
             ((2, 4, 9, 16), (2, 2, 0, 16), ((2, 1, 9, 0), torch.float32), False),
             ((2, 3, 4, 5, 8), (2, 3, 4, 0, 8), ((2, 3, 1, 1, 0), torch.bool), False),
-            ((2, 3, 4, 5, 8), (2, 3, 4, 0, 8), ((2, 1, 1, 1, 0), torch.bool), True),
+            ((2, 3, 4, 0, 8), (2, 3, 4, 0, 8), ((2, 1, 1, 1, 0), torch.bool), True),
             ((2, 3, 4, 5, 8), (2, 3, 4, 0, 8), ((0,), torch.bool), False),
         ],
     )

@@ -22,7 +22,7 @@ from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 from torch_metal_attn.runtime.tensor_tiles import on_m5
 from torch_metal_attn.simulator import Counters
-from torch_metal_attn.tools.tune import tiles
+from torch_metal_attn.tuned import tiles
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)

@@ -31,13 +31,14 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 gc.disable()  # until the tests are collected: there is nothing to find, in 3 s
 
-# Kernels compile on first use, so no example has a fair deadline; the device serves every example.
+# Kernels compile on first use, and machines are slow or paused: no example has a fair deadline, and
+# no draw is too slow. The device serves every example.
 settings.register_profile(
     "default",
     deadline=None,
     max_examples=15,
     derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 settings.register_profile("thorough", settings.get_profile("default"), max_examples=300)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

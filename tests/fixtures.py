@@ -32,7 +32,11 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol():
-    """Uninitialised tensors hold NaN, those that ops allocate too: what stays unwritten shows."""
+    """Uninitialised tensors hold NaN, those that ops allocate too: what stays unwritten shows.
+
+    And a test draws the same numbers whichever tests its process ran before.
+    """
+    torch.default_generator.manual_seed(0)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:

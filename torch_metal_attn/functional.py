@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from torch_metal_attn.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.call.arguments import (
     Window,
     check_one_dtype,
@@ -27,9 +28,7 @@ from torch_metal_attn.call.arguments import (
     whole,
     window,
 )
-from torch_metal_attn.call.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.call.autocast import autocast
-from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.call.options import (
     FlashAttnOptions,
     NewerOptions,
@@ -38,6 +37,7 @@ from torch_metal_attn.call.options import (
     options_of,
 )
 from torch_metal_attn.ops import plain
+from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.ops.plain import heads_second
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]

@@ -13,16 +13,13 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call import philox
-from torch_metal_attn.call.arguments import plain
+from torch_metal_attn.call.arguments import plain, refuse_gradient, refuse_layout
 from torch_metal_attn.call.autocast import autocast
-from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.ops import plain as plain_ops
-from torch_metal_attn.ops.differentiation import call, refuse_gradient, refuse_layout
-from torch_metal_attn.ops.refusals import as_value_errors
+from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.runtime import extension
-
-_FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
+from torch_metal_attn.runtime.refusals import as_value_errors
 
 # What the op and its errors call our arguments.
 NAMES = ArgumentNames({"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"})
@@ -116,50 +113,24 @@ def _run_without_plan(
 
     What the op refuses also gives None, so that the plan raises in torch's words.
     """
-    if (
+    if not (
         type(is_causal) is bool
         and (scale is None or type(scale) is float)
         and plain_ops.applies(query, key, value)
-    ):
-        if query.dim() != 4:
-            return None
-        try:
-            out: Tensor = (
-                plain_ops.sdpa(query, key, value)
-                if scale is None and is_causal is False
-                else plain_ops.sdpa(query, key, value, scale, is_causal)
-            )
-            return out
-        except Exception as error:
-            if plain_ops.refused(error):
-                return None
-            raise
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._is_any_autocast_enabled()
-        or type(query) is not Tensor
-        or type(key) is not Tensor
-        or type(value) is not Tensor
-        or type(is_causal) is not bool
-        or (scale is not None and type(scale) is not float)
-        or query.dim() != 4
+        and query.dim() == 4
     ):
         return None
     try:
-        # Calls that the op supports and torch does not, or differently.
-        other = key.shape != value.shape or query.size(1) != key.size(1) or query.dtype != key.dtype
-    except RuntimeError:  # a nested tensor, which has no shape
-        return None
-    if other:
-        return None
-    options: dict[str, Any] = {"causal": True, "q_offset": 0} if is_causal else {}
-    if scale is not None:
-        options["softmax_scale"] = scale
-    try:
-        out = call(_FLASH_FWD, (query, key, value), options)[0]
+        out: Tensor = (
+            plain_ops.sdpa(query, key, value)
+            if scale is None and is_causal is False
+            else plain_ops.sdpa(query, key, value, scale, is_causal)
+        )
         return out
-    except ValueError:
-        return None
+    except Exception as error:
+        if plain_ops.refused(error):
+            return None
+        raise
 
 
 @dataclass(frozen=True)
@@ -244,7 +215,7 @@ def plan(arguments: Arguments) -> Problem:
     _check_types(arguments)
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     query, key, value = autocast(query, key, value)
-    q_offset: int | None = 0
+    q_offset = 0 if is_causal else None
     causal_bias: Any = attn_mask if is_causal_bias(attn_mask) else None
     if causal_bias is not None:
         if is_causal:

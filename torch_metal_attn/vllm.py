@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_integers, check_rank, check_tensor
-from torch_metal_attn.call.names import ArgumentNames
+from torch_metal_attn.ops.names import ArgumentNames
 
 _FP8 = ("fp8", "fp8_e4m3")
 _FLASH_SHAPE = "(blocks, block_size, kv_heads, head_size)"

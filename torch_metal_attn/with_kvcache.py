@@ -20,10 +20,10 @@ from torch_metal_attn.call.arguments import (
     window,
 )
 from torch_metal_attn.call.autocast import autocast
-from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.call.options import NewerOptions, named_options, op_options
 from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import forward_only
+from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.ops.plain import heads_second, swapped
 from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.quantisation import hadamard as rotated_in_blocks

@@ -12,7 +12,7 @@ import torch
 from bench import specialisations
 from bench.front_end import Source, source_of
 from torch_metal_attn.runtime import extension
-from torch_metal_attn.tools.tune import tiles
+from torch_metal_attn.tuned import tiles
 
 # A row is for all dtypes of so many bits.
 DTYPES = {16: (torch.float16, torch.bfloat16), 32: (torch.float32,)}

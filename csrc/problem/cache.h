@@ -11,7 +11,14 @@
 
 namespace metal_attn {
 
+// Types and defaults of lists of options, by a schema's words.
+using Flag = bool;
+using Integer = int64_t;
 using OptionalTensor = std::optional<torch::stable::Tensor>;
+inline constexpr std::nullopt_t None = std::nullopt;
+inline constexpr bool False = false;
+inline constexpr bool True = true;
+#define OPTION_FIELD(TYPE, NAME, DEFAULT, STEP) TYPE NAME = DEFAULT;
 
 // X(how the numbers of k and v are kept, in params, and in messages and keys of tuned tables): see
 // torch_metal_attn/quantisation.py.
@@ -104,6 +111,19 @@ struct PackedRows {
   const char* k_new_name;  // of the latter in messages, as it may be the former
 };
 
+// X(type, name, default, whether decode_step has it) of append_kv's rotation, as in its schema.
+#define ROTARY_OPTIONS(X)                 \
+  X(OptionalTensor, rotary_cos, None, IN) \
+  X(OptionalTensor, rotary_sin, None, IN) \
+  X(Flag, rotary_interleaved, False, IN)  \
+  X(Flag, rotate_q_by_token, True, IN)    \
+  X(Flag, rotary_from_leftpad, True, IN)  \
+  X(Integer, rotary_first_column, 0, IN)
+
+struct RotaryOptions {
+  ROTARY_OPTIONS(OPTION_FIELD)
+};
+
 // k: (B, Hkv, L, D) and v: (B, Hkv, L, Dv) in float32, float16 or bfloat16, the last stride 1.
 // Row i of sequence b becomes row cache_seqlens[b] + i of what is sequence b's in
 //   k_cache (Bc, Hkv, capacity, D) and v_cache alike: batch cache_batch_idx[b], or b;
@@ -118,7 +138,7 @@ struct PackedRows {
 // by the same row, or unless rotate_q_by_token by that of i = 0. Indices are int32, (B) or (B,
 // blocks). With `packed`, k, v and q have packed rows, (T, H, D), and sequences differ in their
 // number.
-struct AppendKvArguments {
+struct AppendKvArguments : RotaryOptions {
   torch::stable::Tensor k;
   torch::stable::Tensor v;
   torch::stable::Tensor k_cache;
@@ -127,12 +147,6 @@ struct AppendKvArguments {
   OptionalTensor q;
   OptionalTensor leftpad_k;
   CacheOptions cache;
-  OptionalTensor rotary_cos;
-  OptionalTensor rotary_sin;
-  bool rotary_interleaved;
-  bool rotate_q_by_token;
-  bool rotary_from_leftpad;
-  int64_t rotary_first_column;
   int64_t hadamard = 0;
   std::optional<PackedRows> packed = std::nullopt;
 };

@@ -28,9 +28,7 @@
 namespace metal_attn {
 
 struct DecodeOptions {
-#define OPTION_FIELD(TYPE, NAME, DEFAULT, STEP) TYPE NAME = DEFAULT;
   DECODE_OPTIONS(OPTION_FIELD)
-#undef OPTION_FIELD
 
   bool has_tree() const { return parents || tree_mask; }
 

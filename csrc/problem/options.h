@@ -81,23 +81,16 @@
 
 namespace metal_attn {
 
-// The types of the lists.
-using Flag = bool;
-using Integer = int64_t;
+// The types of the lists; more are in cache.h.
 using Integers = std::vector<int64_t>;
 using Number = double;
 using OptionalInteger = std::optional<int64_t>;
 using OptionalNumber = std::optional<double>;
 using Text = std::string;
 using Texts = std::vector<std::string>;
-// A schema's words for defaults.
-inline constexpr std::nullopt_t None = std::nullopt;
-inline constexpr bool False = false;
 
 struct FlashFwdOptions {
-#define OPTION_FIELD(TYPE, NAME, DEFAULT, STEP) TYPE NAME = DEFAULT;
   FLASH_OPTIONS(OPTION_FIELD)
-#undef OPTION_FIELD
 };
 
 // What score_mod and mask_mod were compiled to, and the lists of a BlockMask.

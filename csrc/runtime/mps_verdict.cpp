@@ -17,9 +17,11 @@
 #include "csrc/runtime/probe.h"
 
 #ifdef TORCH_METAL_ATTN_FAKE_MPS
-// Of tests/runtime/fake_mps: where the probe allocates, and how many milliseconds it may take.
+// Of tests/runtime/fake_mps: where the probe allocates, and how many milliseconds it and what was
+// queued before it may take.
 extern "C" int32_t fake_mps_device_type();
 extern "C" int64_t fake_mps_probe_limit();
+extern "C" int64_t fake_mps_queue_limit();
 #endif
 
 namespace metal_attn {
@@ -101,12 +103,14 @@ const char* problem() {
 
 #ifdef TORCH_METAL_ATTN_FAKE_MPS
 ProbeSettings probe_settings() {
-  return {fake_mps_device_type(), std::chrono::milliseconds(fake_mps_probe_limit()), nullptr};
+  return {fake_mps_device_type(), std::chrono::milliseconds(fake_mps_probe_limit()),
+          std::chrono::milliseconds(fake_mps_queue_limit()), nullptr};
 }
 #else
 // Time for a busy Mac to compile the kernel.
 ProbeSettings probe_settings() {
-  return {aoti_torch_device_type_mps(), std::chrono::seconds(30), nullptr};
+  return {aoti_torch_device_type_mps(), std::chrono::seconds(30), std::chrono::minutes(10),
+          nullptr};
 }
 #endif
 

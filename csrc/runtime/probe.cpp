@@ -147,9 +147,6 @@ std::string try_kernel(Backend& mps, int32_t device_type, const Program& program
   }
 }
 
-// How many limits of a trial the work that was queued before it may take: 10 minutes.
-constexpr int kLimitsOfOthers = 20;
-
 }  // namespace
 
 std::string try_apart(const ProbeSettings& settings, const char* what,
@@ -191,9 +188,8 @@ std::string try_apart(const ProbeSettings& settings, const char* what,
     return std::string(who) + " did not end within " + std::to_string(limit.count()) + " ms";
   };
   std::unique_lock lock(shared->mutex);
-  const auto of_others = kLimitsOfOthers * settings.limit;
-  if (!shared->changed.wait_for(lock, of_others, [&] { return shared->begun; })) {
-    return late("what the GPU was given before", of_others);
+  if (!shared->changed.wait_for(lock, settings.limit_of_others, [&] { return shared->begun; })) {
+    return late("what the GPU was given before", settings.limit_of_others);
   }
   if (!shared->changed.wait_for(lock, settings.limit, [&] { return shared->done; })) {
     return late(what, settings.limit);

@@ -14,9 +14,10 @@
 namespace metal_attn {
 
 struct ProbeSettings {
-  int32_t device_type;  // torch's
-  std::chrono::milliseconds limit;
-  std::shared_ptr<const void> held;  // until the trial has ended, be it after the limit
+  int32_t device_type;                        // torch's
+  std::chrono::milliseconds limit;            // of a trial
+  std::chrono::milliseconds limit_of_others;  // of the work that was queued before it
+  std::shared_ptr<const void> held;           // until the trial has ended, be it after the limit
 };
 
 ProbeSettings probe_settings();

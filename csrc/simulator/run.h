@@ -31,7 +31,9 @@ struct Run {
   std::atomic<uint64_t> end;
   std::mutex mutex;      // of what follows
   uint32_t working = 0;  // host threads
-  uint32_t stuck = 0;    // of these: their threadgroups have done nothing but poll for long
+  uint32_t stuck = 0;    // of these: their threadgroups do nothing but poll, seen in this round
+  uint32_t round = 1;
+  uint32_t stuck_rounds = 0;  // in which all were, one after the other
   std::condition_variable finished;
   uint64_t fault_order = ~uint64_t{0};
   SimulatorFaultReport fault{};

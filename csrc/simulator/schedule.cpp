@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <string>
+#include <thread>
 
 #include "worker.h"
 
@@ -15,6 +16,9 @@ constexpr uint32_t kSpinsBeforeYield = 64;
 // has not run meanwhile.
 constexpr uint32_t kPollLimit = 1024;
 constexpr std::chrono::seconds kPollTimeLimit{3};
+// One that was stuck may have found what it waited for, and be about to go on. It polls no more, so
+// it is missing in the next rounds.
+constexpr uint32_t kStuckRounds = 128;
 
 // "[[threadgroup(0)]]" and so on.
 const auto kArgumentNames = [] {
@@ -260,9 +264,10 @@ inline __attribute__((always_inline)) void Worker::meet(Fiber& fiber, const Oper
 inline void Worker::go_on() {
   polls = 0;
   if (!stuck) return;
+  stuck = 0;
   std::lock_guard<std::mutex> lock(run->mutex);
-  stuck = false;
-  --run->stuck;
+  ++run->round;
+  run->stuck = run->stuck_rounds = 0;
 }
 
 // A thread polls memory. Others run now and then; once all threadgroups that run have done nothing
@@ -278,11 +283,17 @@ void Worker::spin(Fiber& fiber) {
     bool all_stuck, ends_early;
     {
       std::lock_guard<std::mutex> lock(run->mutex);
-      run->stuck += !stuck;
-      stuck = true;
+      run->stuck += stuck != run->round;
+      stuck = run->round;
+      if (run->stuck == run->working && run->stuck_rounds < kStuckRounds) {
+        ++run->round;
+        run->stuck = 0;
+        ++run->stuck_rounds;
+      }
       all_stuck = run->stuck == run->working;
       ends_early = run->end < run->threadgroups;
     }
+    if (!all_stuck) std::this_thread::yield();
     // It waits for what a threadgroup with a fault, or one that did not run any more, has not done.
     if (all_stuck && ends_early) abandon();
     if (all_stuck) {

@@ -104,7 +104,7 @@ struct Worker : __msl_worker {
   __msl_combine barrier_combine;
   __msl_slot deposits[kMaxThreads];
   uint32_t polls;  // rounds of polling memory since anything else happened
-  bool stuck;      // these were many and long
+  uint32_t stuck;  // the round of the run in which these were many and long, or 0
   std::chrono::steady_clock::time_point polling_since;
   uint32_t stacks_used;
   uint32_t most_stacks;  // that any threadgroup has used

@@ -1,7 +1,5 @@
 #include "csrc/tiles/flash_bwd.h"
 
-#include <cmath>
-
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
 #include "shaders/params.h"
@@ -98,44 +96,6 @@ bool FlashBwdSpecialisation::can_run() const {
          fragments(head_dim_v) % parts == 0;
 }
 
-namespace {
-
-// What a grid of dk and dv with so many splits of a KV head's query heads takes longer than the
-// products alone, because it leaves cores idle, and adds up the splits' parts.
-double grid_factor(const FlashBwdSpecialisation& s, int splits, const FlashFwdProblem& problem,
-                   const Gpu& gpu) {
-  const double tiles = double(problem.keys) / s.block_rows();
-  const double waves =
-      tiles * s.slices() * s.simdgroups * splits / double(kSimdgroupsPerCore * gpu.cores);
-  // Of a band some tiles are shorter, which only later tiles make up for.
-  const double uneven = s.features.band ? 1.0 + std::max(2.0 - waves, 0.0) / 2 : 1.0;
-  // Two thirds of the SIMD groups still do more than two thirds of the work (replay.md).
-  constexpr double kExponent = 0.85;
-  const double idle = uneven / std::pow(std::min(waves, 1.0), kExponent);
-  // To write and add up a key's part takes as long as this many queries. By judgement: memory of
-  // 68 GB/s beside 2.6 TFLOPS, as M1 has, and of 269 beside 32 of matrix units, as M5 Pro has.
-  const double part_queries = s.tensor_tiles ? 250 : 80;
-  const double queries = double(problem.q_length) * problem.queries_per_kv;
-  return splits > 1 ? idle * (1.0 + part_queries * splits / queries) : idle;
-}
-
-}  // namespace
-
-int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,
-                          const Gpu& gpu) {
-  int best = 1;
-  if (!s.dkv() || problem.q_length == 0 || problem.keys == 0) {  // or too small to matter
-    return best;
-  }
-  for (int splits = 2; splits <= problem.queries_per_kv; ++splits) {
-    if (problem.queries_per_kv % splits == 0 &&
-        grid_factor(s, splits, problem, gpu) < grid_factor(s, best, problem, gpu)) {
-      best = splits;
-    }
-  }
-  return best;
-}
-
 std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, Gradient of,
                                                        bool exact_delta, bool tensor_tiles,
                                                        const Gpu& gpu) {
@@ -146,17 +106,6 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
   s.of = of;
   s.exact_delta = exact_delta;
   return default_tile(s, gpu);
-}
-
-// No more parts than keep the GPU busy: each writes float32 of all that is added, which is then
-// less than twice kBusyThreadgroups tiles, however large it is.
-int64_t flash_bwd_bias_splits(int64_t owned, int64_t shared) {
-  if (owned == 0 || shared == 0) {
-    return 1;
-  }
-  // Threadgroups of four SIMD groups that keep the largest GPU, of 80 cores, busy.
-  constexpr int64_t kBusyThreadgroups = 80 * kSimdgroupsPerCore / 4;
-  return std::min(shared, (kBusyThreadgroups + owned - 1) / owned);
 }
 
 }  // namespace metal_attn

@@ -67,12 +67,4 @@ std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& pr
                                                        bool exact_delta, bool tensor_tiles,
                                                        const Gpu& gpu);
 
-// How many threadgroups of this tile should share the query heads of a KV head, which they divide.
-int flash_bwd_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,
-                          const Gpu& gpu);
-
-// Into how many parts the walk over `shared` tiles of scores is split, of each of `owned` tiles of
-// what is added to them. At least 1, and at most `shared` unless that is 0.
-int64_t flash_bwd_bias_splits(int64_t owned, int64_t shared);
-
 }  // namespace metal_attn

@@ -1,9 +1,7 @@
 #include "csrc/tiles/flash_decode.h"
 
 #include <algorithm>
-#include <limits>
 
-#include "csrc/problem/merge.h"
 #include "csrc/tiles/shared.h"
 #include "csrc/tiles/table.inc"
 #include "shaders/params.h"
@@ -28,12 +26,6 @@ constexpr int kMostThreads = 384;
 // With different keys, if none of them shares keys.
 constexpr int kKeySimdgroups = 4;
 
-// Waves of threadgroups among which a number of splits is looked for.
-constexpr int kMostWaves = 4;
-
-// Splits are merged by a launch of its own, which is estimated as so many keys of a threadgroup.
-constexpr int64_t kMergeKeys = 64;
-
 // Of so few rows the matrix unit would mostly multiply zeros: lanes have units of 8 columns of the
 // values instead, 4 lanes or more a key.
 constexpr int kUnitColumns = 8;
@@ -45,24 +37,6 @@ int power_of_2(int64_t least) {
     power *= 2;
   }
   return power;
-}
-
-// Of so many columns of a key or a value, and of the scales that they have of their own.
-int row_bytes(const FlashDecodeSpecialisation& s, KvFormat kv_format, int columns) {
-  constexpr int kScaleBytes = 2;
-  const int format = static_cast<int>(kv_format);
-  if (kv_format == KvFormat::kPlain) {
-    return columns * element_bytes(s.kv_element());
-  }
-  const int scales =
-      kv_row_scales(format) ? columns * kv_scale_numbers(format) / kv_scale_columns(format) : 0;
-  return columns * kv_bits(format) / 8 + scales * kScaleBytes;
-}
-
-// Of a key and its value.
-int key_bytes(const FlashDecodeSpecialisation& s) {
-  const auto [k, v] = s.features.cache.formats;
-  return row_bytes(s, k, s.head_dim_qk) + (s.v_in_k ? 0 : row_bytes(s, v, s.head_dim_v));
 }
 
 }  // namespace
@@ -163,37 +137,6 @@ FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, in
   s.v_in_k = v_in_k;
   s.all_rows = rows;
   return default_tile(s, gpu).value();
-}
-
-// Whole waves of threadgroups: the last one takes as long as the others however few it has. Of the
-// numbers of splits that make such waves the fastest is taken, if a wave takes as long as what its
-// threadgroups read and write: keys, once a pass, queries and float32 results, written and read
-// again.
-int64_t flash_decode_splits(const FlashDecodeSpecialisation& s, int64_t groups, int64_t rows,
-                            int64_t keys, int cores) {
-  const int64_t steps = (keys + s.step_keys() - 1) / s.step_keys();
-  if (steps == 0 || groups == 0) {
-    return 1;
-  }
-  const int64_t q_bytes = s.head_dim_qk * element_bytes(s.element);
-  const int64_t own = rows * (q_bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
-  const int64_t key = s.passes(rows) * key_bytes(s);
-  const int64_t most = std::clamp<int64_t>(keys * key / own, 1, std::min(steps, kMaxSplits));
-  const int64_t slots = std::max<int64_t>(kSimdgroupsPerCore * cores * 32 / s.threads(), 1);
-  int64_t best = 1;
-  double best_time = std::numeric_limits<double>::infinity();
-  for (int64_t waves = 0; waves <= kMostWaves; ++waves) {  // 0: one split
-    const int64_t splits = std::clamp<int64_t>(waves * slots / groups, 1, most);
-    const auto needed = static_cast<double>((splits * groups + slots - 1) / slots);
-    const double merge = splits > 1 ? double(kMergeKeys * key) : 0.0;
-    const double time = needed * double(keys * key + splits * own) / double(splits) + merge;
-    if (time < best_time) {
-      best_time = time;
-      best = splits;
-    }
-  }
-  const int64_t split_steps = (steps + best - 1) / best;
-  return (steps + split_steps - 1) / split_steps;
 }
 
 }  // namespace metal_attn

@@ -45,10 +45,4 @@ struct FlashDecodeSpecialisation : Tiled<FlashDecodeTile> {
 FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, int64_t rows,
                                               bool v_in_k, const Gpu& gpu);
 
-// Into how many parts the keys are split. `groups`: threadgroups without splits; `rows`: of each;
-// `keys`: that one sequence reads, at most; `cores`: of the GPU. At least 1, and none of them is
-// empty at `keys`.
-int64_t flash_decode_splits(const FlashDecodeSpecialisation& specialisation, int64_t groups,
-                            int64_t rows, int64_t keys, int cores);
-
 }  // namespace metal_attn

@@ -3,7 +3,6 @@
 import torch
 
 from tests.attention.flash_bwd_check import run
-from tests.attention.test_values import EVERY_OPTION
 from torch_metal_attn import dropout_mask
 
 STATE = (2**40 + 12345, -7)  # all four words differ, and matter
@@ -11,15 +10,6 @@ STATE = (2**40 + 12345, -7)  # all four words differ, and matter
 
 def dropout(p=0.3, state=STATE):
     return {"dropout_p": p, "rng_state": torch.tensor(state)}
-
-
-def every_option():
-    """What test_values.py calls so, as the ops take it: for 4 heads."""
-    return EVERY_OPTION | {
-        **dropout(),
-        "alibi_slopes": torch.tensor([0.3, 0.1, 0.02, 0.5]),
-        "learnable_sink": torch.tensor([3.0, 1.0, -1.0, 5.0]),
-    }
 
 
 def kernel_masks(device, *, head_dim=48, v_head_dim=48, dtype=torch.float32, p=0.3, state=STATE):

@@ -14,7 +14,7 @@ from torch_metal_attn import simulate
 from torch_metal_attn.testing.attention_calls import call_of
 from torch_metal_attn.testing.attention_problem import build
 from torch_metal_attn.testing.tensors import Memory
-from torch_metal_attn.tools.tune import tiles
+from torch_metal_attn.tuned import tiles
 
 CPU = torch.device("cpu")
 

@@ -7,9 +7,6 @@ feature too, which needs no kernels of its own then; "everything" and "pages" of
 the others.
 """
 
-from torch import bfloat16 as BF16
-from torch import float32 as F32
-
 # Of tests with another subject, which share its kernels.
 HOME = 16
 
@@ -24,8 +21,6 @@ DIFFERENT = [
     (575, 3, "float16", INTERLEAVED | {"rotary": "k", "rotary_columns": 6}),
     (448, 448, "float32", {}),  # float32 has the smallest blocks
 ]
-# Of them, rows that end before their tile's last column.
-ODD = [(1, 1, BF16), (12, 12, F32), (40, 385, BF16)]
 # What the forward has besides, whose kernels are fewer.
 ALIKE_FORWARD = [
     *((192, "float32", {}), (257, "float32", {})),

@@ -23,7 +23,7 @@ from tests.attention.autograd_check import (
     rotary,
     tables,
 )
-from torch_metal_attn import flash_attn_varlen_func, simulate
+from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 
 flash_fwd = torch.ops.metal_attn.flash_fwd
@@ -71,23 +71,6 @@ class TestValues:
         loss_of(*flash_fwd(*tensors, **options)).backward()
         check([tensors[i].grad for i in wanted], [expected[i] for i in wanted])
         assert all(tensors[i].grad is None for i in range(3) if i not in wanted)
-
-    @pytest.mark.parametrize("empty", ["batch", "heads", "q_length", "kv_length"])
-    def test_empty(self, empty, backend):
-        """Of a gradient whose strides are 0; options are in test_values.py."""
-        heads = {"kv_heads": 0} if empty == "heads" else {}
-        leaves = make_leaves(make_qkv(**{empty: 0}, **heads))
-        found = torch.autograd.grad(flash_fwd(*leaves)[0].sum(), leaves)
-        check(found, [torch.zeros_like(x) for x in leaves])
-
-    def test_empty_packed(self, backend):
-        """No token, by the functions too, whose gradients are those of sum()."""
-        nothing = torch.zeros(3, dtype=torch.int32)
-        leaves = make_leaves((normal(0, 4, 16), normal(0, 2, 16), normal(0, 2, 8)))
-        for attend in (flash_varlen_fwd, flash_attn_varlen_func):
-            out = attend(*leaves, nothing, nothing, 0, 0)
-            out = out if isinstance(out, torch.Tensor) else out[0]
-            check(torch.autograd.grad(out.sum(), leaves), leaves)
 
 
 class TestOps:

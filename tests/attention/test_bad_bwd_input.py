@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.attention.head_dims import HOME
-from tests.common.test_bad_options import NAMESPACES, half, ints, resized, strided
+from tests.common.test_bad_options import NAMESPACES, half, ints, strided
 from tests.helpers.cases import each_case
 from tests.helpers.refused import refused, refused_alike, without_data
 from torch_metal_attn import simulate
@@ -57,19 +57,13 @@ def call(where, arguments):
 BOTH = [
     ("dout", torch.Tensor.float, r" has dtype float32 and q float16; .*alike"),
     ("out", torch.Tensor.bfloat16, r" has dtype bfloat16 and q float16; .*alike"),
-    ("dout", strided, r" has strides"),
-    ("out", strided, r" has strides"),
-    ("dout", lambda x: torch.ones(()).half().expand(x.shape), r" has strides"),
     ("softmax_lse", torch.Tensor.double, r" has dtype float64; it must be float32"),
     ("softmax_lse", torch.Tensor.half, r" has dtype float16; it must be float32"),
     ("dlse", torch.Tensor.bfloat16, r" has dtype bfloat16; it must be float32"),
     ("dout", lambda x: x[..., :32].clone(), r" has shape \(.*, 32\); it must be .*48\)"),
     ("out", lambda x: x[..., :32].clone(), r" has shape \(.*, 32\); it must be .*48\)"),
     ("dout", lambda x: x[0], r" has shape .*; it must be"),
-    ("out", lambda x: x[None], r" has shape .*; it must be"),
-    ("softmax_lse", lambda x: x[..., None], r" has shape .*must be"),
     ("dlse", lambda x: x[:1], r" has shape .*; it must be"),
-    ("softmax_lse", strided, r" has strides \(.*\); it must be contiguous: pass what"),
     ("softmax_lse", lambda x: x[..., :1].expand(x.shape), r" has strides .* must be contiguous"),
     ("softcap", lambda _: -1.0, r" is -1; "),
 ]
@@ -89,10 +83,8 @@ BIAS = [
     ("attn_bias", lambda _: torch.ones(16, 24, dtype=torch.bool), " has dtype bool"),
     ("dout", lambda x: x[..., :32].clone(), " has shape"),
     ("dout", torch.Tensor.float, " has dtype"),
-    ("dout", strided, " has strides"),
     ("softmax_lse", lambda x: x[..., :9], " has shape"),
     ("delta", torch.Tensor.double, " has dtype"),
-    ("delta", strided, " has strides"),
     ("normalisers", lambda _: torch.zeros(0), " has shape"),
 ]
 CASES = [
@@ -115,26 +107,15 @@ def test_refused(make, name, spoil, message):
         calls = [partial(call, "op", x) for x in (arguments, meta)]
         refused_alike(f"^{name}{message}", *calls)
     assert not run.launches
-    with refused(f"^{name}{message}"):
-        call("op", arguments)
 
 
-# What only a tensor's memory or place tells.
-HELD = [
-    *(
-        (name, lambda x, size=size: resized(x, size), rf" has .* a storage of {size} bytes")
-        for name in ("dout", "out", "softmax_lse", "dlse", "q")
-        for size in (0, 100)
-    ),
-    *((name, lambda _: None, " is None; it must") for name in ("dout", "out", "softmax_lse", "q")),
-    *((name, lambda x: x.to("meta"), " is on meta and q on cpu") for name in ("dout", "out")),
-    ("softmax_lse", lambda x: x.to("meta"), " is on meta and q on cpu; they must be on one device"),
-]
+REQUIRED = ("dout", "out", "softmax_lse", "q")
 
 
 @pytest.mark.parametrize("where", NAMESPACES)
 def test_refused_in_every_namespace(where):
-    for name, spoil, message in (*HELD, *BOTH[::5]):
+    nothing = [(name, lambda _: None, " is None; it must") for name in REQUIRED]
+    for name, spoil, message in (*nothing, *BOTH[::5]):
         arguments = dense()
         arguments[name] = spoil(arguments.get(name))
         with refused(f"^{name}{message}"):

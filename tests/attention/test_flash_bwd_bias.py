@@ -1,15 +1,13 @@
-"""The gradients of attn_bias, a floating attn_mask and alibi_slopes: splits, zeros and refusals.
+"""The gradients of attn_bias, a floating attn_mask and alibi_slopes: splits and registration.
 
 Their values by shape, dtype, feature and memory are rows of test_values.py.
 """
-
-import math
 
 import pytest
 import torch
 
 from tests.attention.flash_bwd_check import make_gradients
-from tests.attention.flash_fwd_check import make_qkv, visible_keys
+from tests.attention.flash_fwd_check import make_qkv
 from tests.attention.head_dims import HOME
 from tests.attention.held_cases import PACKED, SIZES, case
 from tests.attention.test_flash_fwd_device_lengths import after_the_checks
@@ -18,7 +16,7 @@ from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 from torch_metal_attn.runtime import extension
-from torch_metal_attn.testing.judge import ints, normal, on
+from torch_metal_attn.testing.judge import ints, normal
 
 # GQA, two query tiles or more, partial blocks of keys.
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 77, "kv_length": 101, "head_dim": HOME}
@@ -28,37 +26,6 @@ SLOPES = torch.tensor([0.3, 0.1, 0.02, 0.5])
 def problem(**shape):
     q, k, v = make_qkv(**SHAPE | shape, dtype=torch.float16)
     return q, k, v, *make_gradients(q, v, q.shape[:3])
-
-
-def gradient(attend, bias, device="cpu", **options):
-    """That of a bias of SHAPE, through out and the log-sum-exp."""
-    q, k, v, dout, dlse = (x.to(device) for x in problem())
-    leaf = bias.to(device, copy=True).requires_grad_()
-    out, lse = attend(q, k, v, attn_bias=leaf, **on(device, options))
-    dlse = dlse.masked_fill(lse == -math.inf, 0.0)
-    return torch.autograd.grad((out, lse), leaf, (dout.to(out), dlse.to(lse)))[0].cpu()
-
-
-def test_what_no_query_sees_is_zero(device):
-    q, k, *_ = problem()
-    options = {"causal": True, "q_offset": -5}
-    hidden = ~visible_keys(q, k, options)
-    assert hidden.any()
-    for bias, unseen in ((hidden.float(), hidden), (normal(101), hidden.flatten(0, 2).all(0))):
-        found = gradient(torch.ops.metal_attn.flash_fwd, bias, device, **options)
-        assert (found[unseen] == 0).all()
-
-
-def test_lowest_and_infinite_biases(device):
-    bias = normal(4, 77, 101)
-    bias[:, :, 10:20] = -math.inf
-    bias[:, 30:40, :30] = torch.finfo(torch.float32).min
-    bias[:, 50] = -math.inf
-    found = gradient(torch.ops.metal_attn.flash_fwd, bias, device, causal=True)
-    exact = gradient(attention, bias, causal=True, compute_dtype=torch.float64)
-    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
-    assert (found[:, 50] == 0).all()
-    assert (found[:, :, 10:20] == 0).all()
 
 
 def explained(q, k, v, **options):

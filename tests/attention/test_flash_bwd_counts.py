@@ -7,7 +7,7 @@ from bench.bench_inner_loops import FEATURES, GRADIENTS, ours, tile
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 from torch_metal_attn.runtime import extension
-from torch_metal_attn.tools.tune import tiles
+from torch_metal_attn.tuned import tiles
 
 HALVES = {64: torch.float16, 128: torch.bfloat16}
 # Products of 8 rows, 32 others and the head dim: dq, or dk and dv; and in each slice of them the

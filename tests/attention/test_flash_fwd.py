@@ -18,13 +18,12 @@ from tests.attention.flash_fwd_check import (
     rotary_tables,
 )
 from tests.attention.head_dims import HOME
-from tests.attention.test_flash_bwd import LAYOUTS, assert_same, seen
+from tests.attention.test_flash_bwd import assert_same
 from tests.helpers.cases import each_case
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import ROUNDING, ints, normal, on
 
 SHAPE = {"batch": 2, "heads": 4, "kv_heads": 2, "q_length": 35, "kv_length": 70, "head_dim": HOME}
-WHOLE = (2, 4, 35, 70)
 CAUSAL = {"causal": True}
 
 
@@ -40,31 +39,6 @@ def test_error_does_not_grow_with_the_keys(dtype, device):
 
 
 # --- memory ---
-
-
-@each_case("dims, lay_out", LAYOUTS)
-def test_any_memory(dims, lay_out, device):
-    """Any strides whose last is 1: no copy, the same bits."""
-    head_dim, v_head_dim, dtype = dims
-    qkv = make_qkv(2, 4, 2, head_dim=head_dim, v_head_dim=v_head_dim, dtype=dtype)
-    expected = run(device, *qkv, **seen(dims))
-    for which in ((0,), (1, 2)):
-        laid_out = [lay_out(x) if i in which else x for i, x in enumerate(qkv)]
-        assert_same(run(device, *laid_out, **seen(dims)), expected)
-
-
-def test_rows_that_overlap(device):
-    """Windows over one sequence: strides below a row's length."""
-    line = normal(200)
-    overlapping = [line[i:].as_strided((1, 1, 33, 16), (0, 0, 3, 1)) for i in (0, 1, 7)]
-    compact = run(device, *(x.contiguous() for x in overlapping), **CAUSAL)
-    torch.testing.assert_close(run(device, *overlapping, **CAUSAL), compact)
-
-
-def test_no_keys_of_a_tensor_without_memory(device):
-    q, empty = torch.randn(1, 1, 3, 16), torch.empty(1, 1, 0, 16)
-    out, _ = run(device, q, empty, empty, attn_mask=torch.empty(3, 0) > 0)
-    assert (out == 0).all()
 
 
 SLOPES = normal(2, 9).abs()
@@ -134,23 +108,6 @@ def test_what_lies_outside_the_keys_never_shows(device):
     assert_same(run(device, q, k, v, **options), expected)
 
 
-@pytest.mark.parametrize("dtype, mask_dtype", [(torch.float32, torch.bool), *PAIRS_OF_DTYPES[:2]])
-def test_fully_masked_rows(dtype, mask_dtype, device):
-    """Whole rows, a head and a batch; and a first visible key in a later block."""
-    q, k, v = make_qkv(**SHAPE, dtype=dtype)
-    hides = False if mask_dtype == torch.bool else -math.inf
-    mask = random_mask(*WHOLE, dtype=mask_dtype)
-    mask[0, 2] = mask[:, :, 5:17] = hides
-    for row, hidden_until in enumerate((1, 31, 32, 33, 64)):
-        mask[:, :, row, :hidden_until] = hides
-    out, lse = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
-    assert (out[0, 2] == 0).all()
-    assert (lse[:, :, 5:17] == -math.inf).all()
-    mask[1] = hides
-    out, _ = check_flash_fwd(q, k, v, attn_mask=mask, device=device)
-    assert (out[1] == 0).all()
-
-
 @pytest.mark.parametrize("dtype, mask_dtype", PAIRS_OF_DTYPES[:2])
 def test_the_lowest_number_hides_and_a_row_of_it_is_uniform(dtype, mask_dtype, device):
     """As in every softmax of finite scores; Hugging Face masks are made of it."""
@@ -168,15 +125,6 @@ def test_the_lowest_number_hides_and_a_row_of_it_is_uniform(dtype, mask_dtype, d
     assert uniform_lse[:, :, 4:9].isfinite().all()
     assert (uniform_lse[:, :, 4:9] < lowest / 2).all()
     assert_same((uniform[:, :, 9:], uniform_lse[:, :, 9:]), (out[:, :, 9:], lse[:, :, 9:]))
-
-
-def test_numbers_are_added_and_not_taken_for_truth(device):
-    """mps-flash-attn turned 0 and 1 into False and True. And numbers that decide all."""
-    large = torch.full((35, 69), -3000.0)
-    large[:, 33] = 3000.0
-    qkv = make_qkv(**SHAPE | {"kv_length": 69})
-    for mask in (torch.zeros(35, 69), torch.ones(35, 69), (normal(35, 69) > 0).float(), large):
-        check_flash_fwd(*qkv, attn_mask=mask, device=device)
 
 
 # --- sinks ---

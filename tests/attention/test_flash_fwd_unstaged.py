@@ -8,7 +8,7 @@ from tests.attention.held_cases import FORWARD, case, hold
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.testing.judge import ints
-from torch_metal_attn.tools.tune import tiles
+from torch_metal_attn.tuned import tiles
 
 UNSTAGED = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
 

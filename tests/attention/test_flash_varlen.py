@@ -5,18 +5,15 @@ Their values by lengths and features are rows of test_values.py.
 
 import math
 
-import pytest
 import torch
 
-from tests.attention.dropout_check import every_option
 from tests.attention.flash_bwd_check import (
     backward,
-    check_flash_bwd,
     exact_forward,
     make_gradients,
     run,
 )
-from tests.attention.flash_fwd_check import check_flash_fwd, make_packed, unpacked
+from tests.attention.flash_fwd_check import make_packed, unpacked
 from tests.attention.head_dims import HOME
 from tests.attention.test_flash_bwd import assert_same
 from torch_metal_attn.testing.judge import ints
@@ -48,26 +45,6 @@ def test_no_sequence(device):
     assert all((gradient == 0).all() for gradient in found)
     out, lse = run("flash_varlen_fwd", device, q[:0], k, v, *nothing)
     assert (out.shape, lse.shape) == ((0, 2, 16), (2, 0))
-
-
-# Keys of each sequence, and all that changes scores, the sink among it.
-USED = every_option() | {"seqused_k": ints(60, 0, 31, 30)}
-
-
-@pytest.mark.parametrize("options", [CAUSAL, USED], ids=["causal", "every option"])
-def test_rows_behind_the_last_sequence(options, device):
-    """NaN there: queries get 0 and -inf, and every gradient is written, with 0."""
-    q, k, v, *packing = packed()
-    packing[2:] = [packing[2] + 5, packing[3] + 80]
-    spare = [torch.cat([x, x.new_full((n, *x.shape[1:]), math.nan)]) for x, n in ((q, 70), (k, 9))]
-    operands = *spare, torch.cat([v, v.new_full((9, *v.shape[1:]), math.nan)])
-    out, lse = check_flash_fwd(*operands, *packing, **options, device=device)
-    assert (out[len(q) :] == 0).all()
-    assert (lse[:, len(q) :] == -math.inf).all()
-    *found, delta = check_flash_bwd(*operands, *packing, **options, device=device)
-    assert (delta[:, len(q) :] == 0).all()
-    for gradient, own in zip(found, (q, k, v), strict=True):
-        assert (gradient[len(own) :] == 0).all()
 
 
 def test_equals_each_sequence_alone(device):

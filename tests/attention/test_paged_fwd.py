@@ -1,4 +1,4 @@
-"""flash_fwd of a cache in pages or by an index: what is shared, missing, wrong, and what it costs.
+"""flash_fwd of a cache in pages or by an index: what is missing, what is wrong, what it costs.
 
 Values by page size, layout and feature are rows of test_values.py.
 """
@@ -13,23 +13,14 @@ from tests.attention.flash_fwd_check import (
     make_packed,
     make_qkv,
 )
+from tests.attention.held_cases import case
 from tests.cache.kv_caches import paged
+from tests.helpers.cases import each_case
+from tests.helpers.judged import arguments
 from torch_metal_attn import simulate
 from torch_metal_attn.testing.judge import ints
 
 SHAPE = {"heads": 4, "kv_heads": 2, "head_dim": 32, "dtype": torch.float16}
-
-
-def test_shared_pages(device):
-    """Two sequences with one beginning, and a page that one of them has twice."""
-    q, k, v = make_qkv(batch=2, kv_length=64, **SHAPE)
-    k[1, :, :32], v[1, :, :32] = k[0, :, :32], v[0, :, :32]
-    k[1, :, 48:], v[1, :, 48:] = k[1, :, 32:48], v[1, :, 32:48]
-    keys, values, where = paged(k, v, [64, 64], 16)
-    table = where["block_table"][:, :4]
-    table[1, :2] = table[0, :2]
-    table[1, 3] = table[1, 2]
-    check_flash_fwd(q, k, v, cache=(keys, values, {"block_table": table}), device=device)
 
 
 def test_whole_capacity(device):
@@ -55,16 +46,6 @@ def test_no_keys(pages, device):
         )
         assert (out == 0).all()
         assert (lse == -math.inf).all()
-
-
-def test_cache_batch_idx(device):
-    """Batches of the cache in any order, more than once and not at all."""
-    q, k, v = make_qkv(batch=5, kv_length=65, **SHAPE)
-    k[1], v[1] = math.nan, math.nan
-    index = torch.tensor([4, 0, 4, 2, 3])
-    cache = k, v, {"cache_batch_idx": index.int()}
-    lengths = {"seqused_k": ints(65, 33, 1, 0, 64)}
-    check_flash_fwd(q, k[index], v[index], cache=cache, device=device, causal=True, **lengths)
 
 
 def test_only_differences_of_cu_seqlens_k_count(device):
@@ -95,34 +76,29 @@ def test_pages_before_the_window_need_not_exist(device):
     check_flash_fwd(q, k, v, cache=(keys, values, where), device=device, **options)
 
 
-def test_traced(device):
-    """The fake kernel knows the result of a cache, and torch.compile runs it."""
-    lengths = [20, 33]
-    q, k, v = make_qkv(batch=2, kv_length=33, **SHAPE)
-    *caches, where = paged(k, v, lengths, 16)
-    arguments = [x.to(device) for x in (q, *caches)]
-    options = {"block_table": where["block_table"].to(device), "seqused_k": ints(*lengths)}
-    options["seqused_k"] = options["seqused_k"].to(device)
-    options["causal"] = True
-    torch.library.opcheck(torch.ops.metal_attn.flash_fwd.default, tuple(arguments), options)
+FLOAT8 = {name: torch.zeros(2, 2, 16, 64).to(torch.float8_e4m3fn) for name in "kv"}
 
 
-@pytest.mark.parametrize("name", ["block_table", "cache_batch_idx"])
-def test_no_gradient(name):
-    q, k, v = make_qkv(batch=2, kv_length=16, **SHAPE)
-    options = {"block_table": ints(0, 1)[:, None]} if name == "block_table" else {name: ints(0, 1)}
-    expected, _ = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
-    for letter, tensor in zip("qkv", (q, k, v), strict=True):
-        tensor.requires_grad_(True)
-        out, _ = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
+@each_case(
+    "fields, changes, name",
+    [
+        ({"cache": "paged"}, {}, "block_table"),
+        ({"cache": "indexed"}, {}, "cache_batch_idx"),
+        ({"format": "q8_0"}, {}, "k_scale"),
+        ({}, FLOAT8, "k"),  # whose dtype alone tells
+    ],
+)
+def test_no_gradient(fields, changes, name):
+    """The result is that without; the backward raises by the argument's name."""
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "kv_length": 16, "head_dim": 64}
+    given = arguments(case(**sizes, **fields)) | changes
+    expected, _ = torch.ops.metal_attn.flash_fwd(**given)
+    for letter in "qkv"[: 3 if "cache" in fields else 1]:
+        leaf = given[letter].detach().requires_grad_()
+        out, _ = torch.ops.metal_attn.flash_fwd(**given | {letter: leaf})
         assert torch.equal(out, expected)
         with pytest.raises(NotImplementedError, match=rf"with {name}, and {letter} requires grad"):
             out.sum().backward()
-        tensor.requires_grad_(False)
-    # None is no cache, and does not disturb a backward.
-    q.requires_grad_(True)
-    torch.ops.metal_attn.flash_fwd(q, k, v, **{name: None})[0].sum().backward()
-    assert q.grad is not None
 
 
 def device_loads(page, kv_length=1024):

@@ -151,11 +151,6 @@ def test_explanations(monkeypatch, gpu):
     assert not KERNELS & set(training(F16).kernels)
     monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "on")
     assert set(training(F16).kernels) == KERNELS
-    monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
-    gpu("Apple M5")
-    off = explain(*make_qkv(head_dim=64, dtype=F16), backward=True)
-    assert "no tensor tiles, as TORCH_METAL_ATTN_TENSOR_TILES is off" in str(off)
-    assert not KERNELS & set(off.training.kernels)
 
 
 @pytest.mark.parametrize("head_dim, shared", [(64, 1), (80, 2), (128, 2), (256, 2)])

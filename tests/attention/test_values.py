@@ -36,6 +36,16 @@ MASK_LAYOUTS = [
     *(("padded 1",), ("padded 2",), ("padded 3",)),
     *(("order 0132",), ("order 3210",), ("order 0231",)),
 ]
+LAYOUTS = [
+    *(("order 021",), ("order 10",), ("order 21",), ("order 201",), ("order 120",)),
+    *(("padded 1",), ("padded 2",), ("padded 3",)),
+]
+
+
+def laid_out(q, k, v, *_):
+    return {"q_layout": q, "k_layout": k, "v_layout": v}
+
+
 # What changes scores: the rows of several subjects have all of it, and share its kernels.
 SCORES = {"softcap": 2.0, "alibi_slopes": "h", "learnable_sink": "float32"}
 EVERYTHING = (
@@ -74,9 +84,24 @@ DENSE = {
         case(batch=2, kv_heads=2, causal=True, q_layout=layout, k_layout=layout, v_layout=layout)
         for layout in (("repeated 0",), ("repeated 1",), ("repeated 2",))
     ],
+    # Rows in any order, off their alignment, and with NaN around each.
+    "memory": [
+        *(
+            case(**GROUPED, **laid_out(*LAYOUTS[i:], *LAYOUTS[:i]), causal=True)
+            for i in range(len(LAYOUTS))
+        ),
+        *(
+            case(**laid_out(*[("padded 3",)] * 3), causal=True, **dims)
+            for dims in (
+                {"head_dim": 1, "dtype": "bfloat16"},
+                {"head_dim": 40, "v_head_dim": 385, "dtype": "bfloat16"},
+                {"head_dim": 12, "dtype": "float32", "seqused_k": (60,), "leftpad_k": (7,)},
+            )
+        ),
+    ],
     "groups": [
         case(batch=2, heads=heads, kv_heads=kv_heads, causal=True)
-        for heads, kv_heads in ((1, 1), (3, 1), (7, 7), (12, 4), (9, 3), (17, 1))
+        for heads, kv_heads in ((1, 1), (3, 1), (7, 7), (12, 4), (9, 3), (17, 1), (0, 2))
     ],
     "diagonals": [case(**BANDED, causal=True, q_offset=offset) for offset in OFFSETS],
     "windows": [
@@ -318,6 +343,7 @@ PREFILLED = ((16, 100), (1, 33), (0, 5), (70, 300), (9, 0))
 USED_OF_PREFILLED = {"seqused_k": (90, 33, 2, 300, 0), "causal": True}
 CACHED = {"heads": 4, "kv_heads": 2, "head_dim": 32, "batch": 3, "kv_length": 300, "causal": True}
 USED = {"seqused_k": (300, 65, 0)}
+ONE_OF_ALL = {"batch": 1, "seqused_k": (300,), "v_head_dim": 32}
 OFF_ALIGNMENT = {"k_layout": ("padded 1",), "v_layout": ("padded 1",)}
 ROWS_FIRST = {"k_layout": ("order 021",), "v_layout": ("order 021",)}
 OF_CACHES = (
@@ -346,7 +372,7 @@ STORED = {
     ],
     "features in a cache": [
         stored(**OF_CACHES[0] | {"rotary": "qk"}),
-        stored("indexed", **OF_CACHES[1]),
+        stored("indexed", **OF_CACHES[1], seed=1),
     ],
     "packed queries in a cache": [
         packed(PREFILLED, cache=cache, spare_rows=9, window_size_left=150, **USED_OF_PREFILLED)
@@ -363,6 +389,8 @@ STORED = {
                 (("q4_0", 64, 32), ("fp8_e4m3", 11, 5)), ({}, ROWS_FIRST)
             )
         ),
+        # A block of NaN shows where it is seen.
+        stored("", format="q8_0", head_dim=64, dtype="float32", poison="inf in k", **ONE_OF_ALL),
         # Rows that are not aligned are read byte by byte.
         *(
             stored("", format=kv_format, head_dim=64, v_head_dim=32, dtype=dtype, **OFF_ALIGNMENT)
@@ -371,7 +399,7 @@ STORED = {
             )
         ),
         stored(format="q8_0", head_dim=64, page=5, **OF_CACHES[1]),
-        stored("indexed", format="q4_0", head_dim=64, **OF_CACHES[0]),
+        stored("indexed", format="q4_0", head_dim=64, **OF_CACHES[0], seed=1),
     ],
     "packed keys in half precision": [
         packed(((33, 40), (7, 65)), cache_dtype="float16", dtype="float32", causal=True),

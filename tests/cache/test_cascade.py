@@ -9,13 +9,13 @@ import torch
 from tests.attention.held_cases import hold
 from tests.cache.sequences import Sequences
 from tests.helpers.cases import each_case
-from torch_metal_attn import explain, flash_attn_with_kvcache, reference
+from torch_metal_attn import explain, flash_attn_with_kvcache
 from torch_metal_attn.kv_cache import CascadePlan, cascade
 from torch_metal_attn.simulator import simulate
 from torch_metal_attn.testing import Cascade, judge
 from torch_metal_attn.testing.families import draw_of
 
-PAGE, HEADS, KV_HEADS, D = 4, 4, 2, 32
+PAGE, HEADS, KV_HEADS, D = 4, 4, 2, 64
 
 
 normal = partial(judge.normal, dtype=torch.float16)
@@ -62,84 +62,42 @@ def test_plan(name):
     assert plan.keys_alone == sum(lengths)
 
 
-def expected(q, k_cache, v_cache, table, lengths, **options):
-    """Each sequence alone, in float64."""
-    rows = []
-    for b, length in enumerate(lengths):
-        pages = torch.tensor(table[b])
-        k, v = (x.cpu()[pages].flatten(0, 1)[:length].transpose(0, 1) for x in (k_cache, v_cache))
-        out, _ = reference.attention(
-            q[b : b + 1].cpu().double().transpose(1, 2),
-            k[None].double(),
-            v[None].double(),
-            **options,
-        )
-        rows.append(out.transpose(1, 2))
-    return torch.cat(rows)
-
-
-def check(table, lengths, device, q_length=1, window=(-1, -1), causal=True, sink=None, **options):
-    """At most twice the error of the call without a plan, and rounding."""
-    pages = max(max(row) for row in table) + 1
-    k_cache, v_cache = (x.to(device) for x in caches(pages))
-    q = normal(len(table), q_length, HEADS, D, seed=3).to(device)
-    given = {"causal": causal, "window_size": window}
-    table_there = torch.tensor(table, dtype=torch.int32, device=device)
-    seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    plan = CascadePlan(table_there, seqlens, PAGE, q_length, **given)
-    sinks = {} if sink is None else {"learnable_sink": sink.to(device)}
-    out = plan.attend(q, k_cache, v_cache, **options, **sinks)
-    alone = flash_attn_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        cache_seqlens=seqlens,
-        block_table=table_there,
-        **given,
-        **options,
-        **sinks,
-    )
-    left, right = window
-    limits = {"window_size_left": left, "window_size_right": 0 if causal else right}
-    exact = expected(q, k_cache, v_cache, table, lengths, learnable_sink=sink, **limits, **options)
-    error, own = ((x.cpu().double() - exact).abs().max() for x in (out, alone))
-    assert error <= 2 * own + 2**-11 * exact.abs().max()
-    return plan
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_values(name, device):
-    table, lengths, _, _ = TREES[name]
-    check(table, lengths, device)
-
-
+SIZES = {"heads": 4, "kv_heads": 2, "head_dim": D, "v_head_dim": D, "page": PAGE}
+SIZES |= {"dtype": "float16", "causal": True, "shared": 1, "branched": 1, "own": (4, 8, 2, 5, 0)}
 # Of more queries than the last page has keys.
-OPTIONS = {
+VALUES = {
+    "a tree": {},
+    "one prefix": {"shared": 2, "branched": 0, "own": (1, 4, 6)},
+    "a sequence that has a branch alone": {"own": (1, 4, 6)},
+    "two prefixes": {"shared": 0, "branched": 2, "own": (1, 1, 4, 2)},
+    "nothing": {"shared": 0, "branched": 0, "own": (8, 7)},
+    "the same sequence twice": {"branched": 0, "own": (0, 0)},
     "several queries": {"q_length": 7},
     "not causal": {"q_length": 7, "causal": False},
-    "keys to the right": {"q_length": 7, "causal": False, "window": (-1, 1)},
-    "a window that hides keys": {"window": (6, 0), "q_length": 7},
-    "a window that hides nothing": {"window": (15, 0), "q_length": 7},
-    "a sink": {"sink": torch.tensor([0.0, 1.0, -1.0, 3.0]), "softcap": 2.0, "softmax_scale": 0.3},
+    "keys to the right": {"q_length": 7, "causal": False, "window_size_right": 1},
+    "a window that hides keys": {"q_length": 7, "window_size_left": 6},
+    "a window that hides nothing": {"q_length": 7, "window_size_left": 15},
+    "a sink": {"learnable_sink": "float32", "softcap": 2.0},
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(name, device):
-    table, lengths, _, _ = TREES["a tree"]
-    plan = check(table, lengths, device, **OPTIONS[name])
-    assert bool(plan.levels) == (name != "a window that hides keys" or min(lengths) < 6)
+@pytest.mark.parametrize("name", VALUES)
+def test_values(name, device):
+    hold([Cascade(**SIZES | VALUES[name])], device)
 
 
-def test_any_tree():
-    """Random trees, by the float64 of each sequence."""
-    draw = random.Random(0)
-    for _ in range(30):
-        table = [[draw.randint(0, 1) + 2 * i for i in range(5)] for _ in range(draw.randint(1, 7))]
-        q_length = draw.randint(1, 5)
-        lengths = [draw.randint(q_length, 20) for _ in table]
-        window = draw.choice([(-1, -1), (-1, -1), (draw.randint(3, 20), -1)])
-        check(table, lengths, "cpu", q_length, window, draw.random() < 0.7)
+def test_a_sequence_without_keys(device):
+    plan = CascadePlan([[1, 2], [1, 3], [1, 2]], [0, 8, 8], PAGE, device=device)
+    out = plan.attend(*(x.to(device) for x in (normal(3, 1, HEADS, D), *caches(4))))
+    assert (out[0] == 0).all()
+    assert (out[1:] != 0).all()
+
+
+@pytest.mark.parametrize("left, shared", [(6, False), (15, True)])
+def test_pages_that_a_window_hides_are_not_shared(left, shared):
+    table, lengths, _, _ = TREES["the same sequence twice"]
+    plan = CascadePlan(table, lengths, PAGE, 3, window_size=(left, 0))
+    assert bool(plan.levels) == shared
 
 
 def test_drawn_cases():
@@ -274,8 +232,8 @@ REFUSED = [
         r"q_length is 1073741824; it must be in 1\.\.1073741823",
     ),
     (lambda: CascadePlan([[1]], [1], PAGE, min_pages=0), "min_pages is 0; it must be at least 1"),
-    (lambda: attend(q=(2, 1)), r"q has shape \(2, 1, 4, 32\); the plan is for \(3, 1, H, D\)"),
-    (lambda: attend(q=(3, 2)), r"q has shape \(3, 2, 4, 32\); the plan is for \(3, 1, H, D\)"),
+    (lambda: attend(q=(2, 1)), r"q has shape \(2, 1, 4, 64\); the plan is for \(3, 1, H, D\)"),
+    (lambda: attend(q=(3, 2)), r"q has shape \(3, 2, 4, 64\); the plan is for \(3, 1, H, D\)"),
     (lambda: attend(page=5), "k_cache has pages of 5 keys; the plan is for 4"),
     (lambda: attend(alibi_slopes=torch.ones(4)), "unexpected keyword argument 'alibi_slopes'"),
     (lambda: attend(softcap=-1.0), "softcap is -1"),
@@ -293,29 +251,26 @@ def test_refused(call, message):
         call()
 
 
+# By the case that shows it: a fault of the plan.
 FAULTS = {
-    "sink in every part": "sink",
-    "keys that a query does not see": "causal",
-    "window ignored": "window",
-    "part of another sequence": "places",
+    "a sink": "sink in every part",
+    "several queries": "keys that a query does not see",
+    "a window that hides keys": "window ignored",
+    "a tree": "part of another sequence",
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_caught(name, monkeypatch):
-    table, lengths, _, _ = TREES["a tree"]
-    options = OPTIONS["several queries"]
-    if name == "sink in every part":
+    if name == "a sink":
         decode = CascadePlan._decode
-        options = OPTIONS["a sink"]
+        sink = {"learnable_sink": normal(HEADS).float()}
         monkeypatch.setattr(
             CascadePlan,
             "_decode",
-            lambda self, walk, q, caches, given: decode(
-                self, walk, q, caches, given | {"learnable_sink": options["sink"]}
-            ),
+            lambda self, walk, q, caches, given: decode(self, walk, q, caches, given | sink),
         )
-    elif name == "part of another sequence":
+    elif name == "a tree":
         walk = CascadePlan._shared_walk
 
         def shifted(self, *arguments):
@@ -326,7 +281,5 @@ def test_fault_is_caught(name, monkeypatch):
         monkeypatch.setattr(CascadePlan, "_shared_walk", shifted)
     else:
         monkeypatch.setattr(cascade, "_shareable", lambda length, *_: length)
-        if name == "window ignored":
-            options = OPTIONS["a window that hides keys"]
     with pytest.raises(AssertionError):
-        check(table, lengths, "cpu", **options)
+        hold([Cascade(**SIZES | VALUES[name])], torch.device("cpu"))

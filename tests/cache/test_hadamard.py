@@ -10,8 +10,7 @@ from tests.helpers.mutants import mutant_tests
 from tests.helpers.steps import append, check_special, step
 from torch_metal_attn import flash_attn_with_kvcache, quantisation, simulate, testing
 from torch_metal_attn.kv_cache import PagedKVCache
-from torch_metal_attn.quantisation import dequantise, hadamard, quantise
-from torch_metal_attn.reference import attention
+from torch_metal_attn.quantisation import hadamard, quantise
 from torch_metal_attn.testing.judge import normal
 
 SIZES = quantisation.HADAMARD
@@ -35,34 +34,6 @@ def test_the_formula(size):
     assert hadamard(x[:0], size).shape == (0, 384)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(hadamard(x, size), rotated)
-
-
-@pytest.mark.parametrize("format", ["q4_0", "q3_g32", "q2_g64", "fp8_e4m3"])
-def test_bounds_are_the_formats_own(format):
-    """Of the rotated rows, so of the rows' squares too: the matrix keeps lengths."""
-    x = normal(50, 128)
-    scale = torch.full((1,), 0.01) if format == "fp8_e4m3" else None
-    y = dequantise(
-        *quantise(x[None, None], format, scale, hadamard=64), torch.float32, hadamard=64
-    )[0, 0]
-    rows = hadamard(x, 64)
-    kept = dequantise(*quantise(rows[None, None], format, scale), torch.float32)[0, 0]
-    norms = (kept - rows).norm(dim=-1)
-    torch.testing.assert_close((y - x).norm(dim=-1), norms, rtol=1e-4, atol=1e-5)
-
-
-def test_columns_of_large_values_cost_less():
-    """The reason for all of it: beside one large column its neighbours keep their values."""
-    k, q = normal(1, 1, 200, 64), normal(1, 1, 9, 64)
-    k[..., 5] *= 30
-    q[..., 5] = 0
-    exact, _ = attention(q, k, k[..., :32], compute_dtype=torch.float64)
-    errors = []
-    for size in (0, 64):
-        near = dequantise(*quantise(k, "q4_0", hadamard=size), torch.float32, hadamard=size)
-        out, _ = attention(q, near, k[..., :32], compute_dtype=torch.float64)
-        errors.append((out - exact).square().mean().sqrt())
-    assert errors[1] < errors[0] / 2
 
 
 # --- The kernels. ---

@@ -353,19 +353,6 @@ def test_a_copy_is_a_cache_of_its_own(copied, format):
     assert other.layers[0].k_cache.data_ptr() != cache.layers[0].k_cache.data_ptr()
 
 
-def test_shared_pages_are_moved_once():
-    cache = make(6)
-    first, a = cache.allocate(), cache.allocate()
-    append(cache, {first: [], a: []}, {first: [1] * 16, a: [2] * 16}, known=False)
-    b = cache.fork(a)
-    cache.free(first)
-    assert cache.defragment() == 2
-    assert cache.block_table([a, b]).tolist() == [[0, 1], [0, 1]] or cache.block_table(
-        [a, b]
-    ).tolist() == [[1, 0], [1, 0]]
-    check(cache, {a: [2] * 16, b: [2] * 16})
-
-
 # By the CPU's own kernels: the cache is under test, not they.
 CACHES = [
     ("static", {"dtype": torch.float16}),

@@ -7,8 +7,7 @@ import torch
 
 from tests.cache.sequences import Sequences, tables
 from tests.helpers.cases import each_case
-from torch_metal_attn import reference
-from torch_metal_attn.kv_cache import LatentCache, PagedKVCache, StaticLatentCache
+from torch_metal_attn.kv_cache import LatentCache, PagedKVCache
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.simulator import simulate
@@ -79,21 +78,6 @@ def test_values_are_written_once():
     results = 2 * HEADS * (LATENT * 2 + 4)
     stored = run.counters["flash_decode"].store_bytes["device"]
     assert stored == 2 * (LATENT + ROTARY) * 2 + results
-
-
-def test_same_as_expanded_keys():
-    """The absorbed form is the formula of DeepSeek-V2's paper, in float64."""
-    up_k, up_v = normal(2, HEADS, LATENT, 24, seed=3, dtype=torch.float64)
-    q = normal(1, HEADS, 1, 24 + ROTARY, seed=4, dtype=torch.float64)
-    rows = normal(1, 1, 9, LATENT + ROTARY, seed=5, dtype=torch.float64)
-    latents, k_rotated = rows.split([LATENT, ROTARY], -1)
-    k = torch.cat([latents @ up_k, k_rotated.expand(-1, HEADS, -1, -1)], -1)
-    expected, _ = reference.attention(q, k, latents @ up_v, softmax_scale=SCALE)
-    cache = StaticLatentCache(1, 9, LATENT, ROTARY, dtype=torch.float32)
-    cache.append(rows[:, :, :8].float())
-    absorbed = torch.cat([q[..., :24] @ up_k.transpose(1, 2), q[..., 24:]], -1)
-    out = cache.decode_step(absorbed.float(), rows[:, :, 8:].float(), softmax_scale=SCALE)
-    assert (out.double() @ up_v - expected).abs().max() <= 1e-4
 
 
 TWO_SCALES = torch.tensor([0.5, 2.0, 4.0])

@@ -1,8 +1,11 @@
 """`fuzz` as a command: it shrinks what fails, judges every outcome, and no run loses anything."""
 
 import dataclasses
+import itertools
 import json
+import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +28,10 @@ SCALE = (repeated("scores.scale(params.scale_log2)"), "scores.scale(0.98f * para
 
 
 class TestShrinking:
+    @pytest.fixture(autouse=True)
+    def no_hurry(self, monkeypatch):
+        monkeypatch.setattr(shrinking, "SHRINK_SECONDS", math.inf)
+
     # Most fields need no other kernel than the simplest case, as a planted fault is compiled anew.
     CASE = testing.Attention(
         batch=2, heads=4, kv_heads=2, q_length=9, kv_length=40, seqused_k=(38, 5), seed=5
@@ -134,7 +141,18 @@ def test_a_length_that_mps_does_not_read(monkeypatch):
 
 def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
     """Each case has its outcome, and those behind it are run."""
-    monkeypatch.setattr(command, "draw", fuzz_deadly.draw)
+    drawn, looks = [], itertools.count()
+
+    def draw(seed, index):
+        drawn.append(fuzz_deadly.draw(seed, index))
+        return drawn[-1]
+
+    def clock():
+        """Time passes for the case that hangs alone, however long the others take."""
+        return next(looks) if drawn and drawn[-1].call == "hangs" else 0
+
+    monkeypatch.setattr(command, "draw", draw)
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=clock))
     # Fresh processes all the same.
     monkeypatch.setattr(workers.multiprocessing, "get_context", {"spawn": forks.context}.get)
     monkeypatch.setitem(FAMILIES, fuzz_deadly.Deadly, Family(0, fuzz_deadly.prepare))
@@ -149,6 +167,15 @@ def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
         ("hangs", running.HUNG, "no end after 2 s"),
     ]
     assert "print(testing.check(testing.Deadly(call='dies')))" in capsys.readouterr().out
+
+
+def test_a_pause_of_the_watcher_is_no_hang(monkeypatch):
+    """As by Ctrl-Z, which stops its workers too."""
+    now = iter([5.0, 5.5, 900.0, 900.25])
+    monkeypatch.setattr(workers, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    clock = workers._Clock()
+    looks = [clock.look() for _ in range(3)]
+    assert looks == [0.5, 0.5 + 2 * workers._PERIOD, 0.75 + 2 * workers._PERIOD]
 
 
 NO_MASK = {"family": "Attention", "call": "scaled_dot_product_attention", "attn_mask": " "}

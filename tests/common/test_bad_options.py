@@ -85,9 +85,6 @@ def wide(q=1, k=1, heads=1, batch=1, columns=8):
 OPERANDS = [
     # Rank
     ({"q": half(4, 16, 32)}, r"q has 3 dimensions, shape \(4, 16, 32\); .* 4"),
-    ({"q": half(1, 2, 4, 16, 32)}, r"q has 5 dimensions, shape \(1, 2, 4, 16, 32\)"),
-    ({"k": half(2, 24, 32)}, r"k has 3 dimensions, .* 4: \(batch, kv_heads"),
-    ({"v": half(2, 24, 48)}, r"v has 3 dimensions, .* 4: \(batch, kv_heads"),
     # Dtype
     ({"q": half(2, 4, 16, 32).double()}, r"q has dtype float64; .*float32, float16"),
     ({"k": half(2, 2, 24, 32).float()}, r"k has dtype float32 and q float16; .*alike"),
@@ -114,11 +111,6 @@ OPERANDS = [
     ({"v": half(2, 2, 24, 513)}, r"v has a head dim of 513; it must be in 1\.\.512"),
     # Strides
     (
-        {"q": strided(half(2, 4, 16, 32))},
-        r"q has strides \(4096, 1024, 64, 2\); the last must be 1: call q\.contiguous\(\) first",
-    ),
-    ({"k": strided(half(2, 2, 24, 32))}, r"k has strides .* k\.contiguous\(\)"),
-    (
         {"v": half(2, 2, 24, 1).expand(2, 2, 24, 48)},
         r"v has strides \(48, 24, 1, 0\); the last must be 1: call v\.contiguous\(\) first",
     ),
@@ -140,9 +132,7 @@ LENGTHS = [
     (torch.tensor([3, 3]), r"has dtype int64; it must be int32"),
     (ints(3), r"has shape \(1,\); it must be \(2,\)"),
     (ints(3, 3, 3), r"has shape \(3,\); it must be \(2,\)"),
-    (ints(3, 3)[None], r"has shape \(1, 2\) .*contiguous with 1 dimension"),
     (ints(3)[0], r"has shape \(\) .*contiguous with 1 dimension"),
-    (strided(ints(3, 3)), r"has shape \(2,\) and strides \(2,\); .*contiguous"),
     (ints(3).expand(2), r"has shape \(2,\) and strides \(0,\); .*contiguous"),
 ]
 # Of dense and of packed sequences alike.
@@ -185,10 +175,6 @@ OPTIONS = [
         {"attn_mask": half(16, 24), "attn_bias": half(16, 24)},
         r"attn_mask is floating and attn_bias is given too; add the two yourself",
     ),
-    (
-        {"attn_mask": bools(1, 2, 4, 16, 24)},
-        r"attn_mask has shape \(1, 2, 4, 16, 24\); .*broadcast",
-    ),
     ({"attn_mask": bools(16, 25)}, r"attn_mask has shape \(16, 25\); .*broadcast"),
     ({"attn_mask": bools(23)}, r"attn_mask has shape \(23,\); .*broadcast"),
     ({"attn_mask": bools(24, 16)}, r"attn_mask has shape \(24, 16\); "),
@@ -201,10 +187,6 @@ OPTIONS = [
     ({"alibi_slopes": torch.zeros(2)}, r"alibi_slopes has shape \(2,\); .*\(4,\) or \(2, 4\)"),
     ({"alibi_slopes": torch.zeros(4, 2)}, r"alibi_slopes has shape \(4, 2\)"),
     ({"alibi_slopes": torch.zeros(1, 4)}, r"alibi_slopes has shape \(1, 4\)"),
-    (
-        {"alibi_slopes": strided(torch.zeros(4))},
-        r"alibi_slopes has strides \(2,\); the last must be 1: call alibi_slopes\.contiguous\(\)",
-    ),
     ({"alibi_slopes": torch.zeros(4, 2).T}, r"alibi_slopes has strides \(1, 2\); the last must be"),
     ({"learnable_sink": half(2)}, r"learnable_sink has shape \(2,\); it must be \(4,\)"),
     ({"learnable_sink": half(2, 4)}, r"learnable_sink has shape \(2, 4"),
@@ -247,12 +229,7 @@ OPTIONS = [
     (tables((16, 0)), r"q_rotary_cos has shape \(16, 0\); "),
     (tables((16,)), r"q_rotary_cos has shape \(16,\); "),
     (tables(()), r"q_rotary_cos has shape \(\); "),
-    (tables((2, 1, 16, 8)), r"q_rotary_cos has shape \(2, 1, 16, 8\); "),
     (tables((3, 16, 8)), r"q_rotary_cos has shape \(3, 16, 8\); .*\(2, length, R / 2"),
-    (
-        {name: strided(table) for name, table in tables((16, 8)).items()},
-        r"q_rotary_cos has strides \(16, 2\); the last must be 1: call q_rotary_cos\.contig",
-    ),
     # Dropout
     (state(dropout_p=-0.1), r"dropout_p is -0\.1; it must be in 0\.\.1"),
     (state(dropout_p=1.5), r"dropout_p is 1\.5; it must be in 0\.\.1"),
@@ -261,14 +238,8 @@ OPTIONS = [
     (state(dropout_p=0.0), r"dropout_p is 0 and rng_state is given; .* nothing else does"),
     (state(torch.tensor([1, 2, 3])), r"rng_state has shape \(3,\); it must be \(2,\)"),
     (state(torch.tensor(1)), r"rng_state has shape \(\); "),
-    (
-        state(strided(torch.tensor([1, 2]))),
-        r"rng_state has strides \(2,\); the last must be 1: call rng_state\.contiguous\(\) first",
-    ),
 ]
 PACKED = [
-    ({"cu_seqlens_q": ints(0, 16, 20)[None]}, r"cu_seqlens_q has shape \(1, 3\) .*1 dimension"),
-    ({"cu_seqlens_k": strided(ints(0, 10, 34))}, r"cu_seqlens_k has shape \(3,\) and strides \(2,"),
     (
         {"cu_seqlens_q": ints(), "cu_seqlens_k": ints()},
         r"cu_seqlens_q is empty; it must hold a 0 and each sequence's end",
@@ -286,7 +257,6 @@ PACKED = [
     ({"k": half(34, 2, 24)}, r"k has a head dim of 24 and q of 32"),
     ({"k": half(34, 3, 32), "v": half(34, 3, 48)}, r"q has 4 heads and k 3; k's must divide q's"),
     ({"q": half(20, 4, 577), "k": half(34, 2, 577)}, r"q has a head dim of 577; .*in 1\.\.576"),
-    ({"q": strided(half(20, 4, 32))}, r"q has strides \(256, 64, 2\); the last must be 1"),
     ({"attn_mask": bools(20, 34)}, r"attn_mask has shape \(20, 34\); .*to \(2, 4, 16, 24\)"),
 ]
 # What only a tensor's values or memory tell.

@@ -65,6 +65,8 @@ CASES = [
         for shape, dtype in product(BROADCASTS, (torch.float64, torch.float16))
     ),
     *({"attn_mask": normal(*shape, seed=3), "window_size_left": 3} for shape in BROADCASTS),
+    # Some of a row's keys, and all of another one's.
+    {"attn_bias": torch.zeros(5, 7).masked_fill(torch.arange(35).view(5, 7) > 25, -math.inf)},
 ]
 
 
@@ -73,50 +75,11 @@ def test_each_option(options):
     check(*qkv(), **options)
 
 
-class TestScores:
-    def test_bias_of_minus_infinity_hides(self):
-        bias = normal(5, 7)
-        bias[2] = -math.inf
-        bias[3, 1:] = -math.inf
-        out, lse = check(*qkv(), attn_bias=bias)
-        assert (out[:, :, 2] == 0).all()
-        assert (lse[:, :, 2] == -math.inf).all()
-
-    def test_alibi_prefers_near_keys(self):
-        """Press et al. 2021: a penalty that grows with the distance."""
-        q, k = torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 4, 8)
-        v = torch.eye(4)[None, None]
-        weights, _ = attention(q, k, v, alibi_slopes=torch.tensor([0.5]), causal=True)
-        assert (weights[0, 0, 3].diff() > 0).all()
-        torch.testing.assert_close(
-            weights[0, 0, 3], torch.softmax(torch.tensor([-1.5, -1.0, -0.5, 0.0]), 0)
-        )
-
-    def test_a_large_sink_does_not_overflow(self):
-        q, k, v = (tensor.float() for tensor in qkv())
-        out, lse = attention(q, k, v, learnable_sink=torch.full((4,), 3e4))
-        assert (out == 0).all()
-        assert (lse == 3e4).all()
-
-    def test_rotary_scores_depend_on_the_distance_alone(self):
-        """Su et al. 2021: what makes it a relative embedding."""
-        angles = torch.arange(12, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.1])
-        cos, sin = angles.cos(), angles.sin()
-        q, k, v = normal(1, 1, 1, 4), normal(1, 1, 1, 4, seed=1), normal(1, 1, 1, 4)
-        scores = [
-            attention(
-                q,
-                k,
-                v,
-                q_rotary_cos=cos[i : i + 1],
-                q_rotary_sin=sin[i : i + 1],
-                k_rotary_cos=cos[i - 3 : i - 2],
-                k_rotary_sin=sin[i - 3 : i - 2],
-            )[1].item()
-            for i in range(3, 12)
-        ]
-        assert max(scores) - min(scores) < 1e-12
-        assert abs(scores[0] - attention(q, k, v)[1].item()) > 1e-3
+def test_a_large_sink_does_not_overflow():
+    q, k, v = (tensor.float() for tensor in qkv())
+    out, lse = attention(q, k, v, learnable_sink=torch.full((4,), 3e4))
+    assert (out == 0).all()
+    assert (lse == 3e4).all()
 
 
 # Cheap examples: more than the default's.
@@ -234,18 +197,6 @@ def test_long_sequences_need_little_memory():
         out, _ = attention(q, k, v)
     assert largest <= 2**26
     torch.testing.assert_close(out, torch_sdpa(q, k, v), rtol=1e-4, atol=1e-5)
-
-
-def test_rows_without_keys():
-    q, k, v = normal(1, 2, 4, 8), normal(1, 2, 3, 8, seed=1), normal(1, 2, 3, 8, seed=2)
-    out, lse = attention(q, k[:, :, :0], v[:, :, :0])
-    assert out.shape == (1, 2, 4, 8)
-    assert (out == 0).all()
-    assert (lse == -math.inf).all()
-    assert attention(q[:, :, :0], k, v)[0].shape == (1, 2, 0, 8)
-    assert attention(q[:0], k[:0], v[:0])[1].shape == (0, 2, 4)
-    assert attention(q[:, :0], k, v)[0].shape == (1, 0, 4, 8)
-    assert attention(q[:, :0], k[:, :0], v[:, :0])[0].shape == (1, 0, 4, 8)
 
 
 def test_nan_stays_nan():

@@ -9,7 +9,7 @@ from tests.helpers.memory import same_memory
 from tests.helpers.mutants import mutant_tests
 from torch_metal_attn import explain, simulate
 from torch_metal_attn.testing.judge import ints, on
-from torch_metal_attn.tools.tune import tiles
+from torch_metal_attn.tuned import tiles
 
 ops = torch.ops.metal_attn
 

@@ -1,5 +1,6 @@
 """README, CONTRIBUTING and docs/: every block is run or checked, every link leads somewhere."""
 
+import operator
 import re
 import sys
 
@@ -10,7 +11,6 @@ import torch_metal_attn
 from tests.docs import api_page, doc_commands, doc_pages, reports_page
 from tests.helpers.cases import each_case
 from tests.sdpa.reports import REPORTS
-from tests.simulator.planted import twin
 from torch_metal_attn.tools.doctor import torch_on_mps
 
 PAGES = [doc_pages.ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")]
@@ -18,6 +18,7 @@ PAGES += sorted((doc_pages.ROOT / "docs").glob("*.md"))
 DESIGN = sorted((doc_pages.ROOT / "docs" / "design").glob("*.md"))
 PAGES += DESIGN
 MOST_COLUMNS = 140
+ID = operator.attrgetter("name")
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +63,21 @@ def page(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+# Those that print what kernels compute; of other pages other tests have the options.
+ON_KERNELS = [doc_pages.ROOT / name for name in ("README.md", "docs/numerics.md")]
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if path not in ON_KERNELS], ids=ID)
 def test_blocks(path, page, request):
     """Without a GPU outside of the simulator: the checks of the kernels, and plain torch."""
     model = request.getfixturevalue("model") if doc_pages.MODEL in path.read_text() else None
     page(path, model)
 
 
-# Those that print what kernels compute; of other pages other tests have the options.
-@pytest.mark.parametrize("name", ["README.md", "docs/numerics.md"])
-def test_blocks_on_kernels(name, page, device, request):
+@pytest.mark.parametrize("path", ON_KERNELS, ids=ID)
+def test_blocks_on_kernels(path, page, device, request):
     """On mps, or in the simulator, every access checked."""
-    page(doc_pages.ROOT / name, request.getfixturevalue("model"))
+    page(path, request.getfixturevalue("model"))
 
 
 @each_case("path", PAGES)
@@ -158,49 +162,36 @@ def test_every_page_is_linked():
             assert f"({path.relative_to(doc_pages.ROOT)})" in text
 
 
-KERNEL = "kernel void k(device float* o [[buffer(0)]]) {{ o[0] = {}; }}\n"
-METAL = f"```metal\n// k.metal\n{KERNEL}```"
-# What is wrong, in a page with `{~faulty => sound~}`.
+METAL = "```metal\n// k.metal\nkernel void k(device float* o [[buffer(0)]]) {{ o[0] = {}; }}\n```\n"
+CHECK = "```sh\npython -m torch_metal_attn.simulator check k.metal\n```\n```text\nkernel k\n"
+# A page, and words of the error.
 BROKEN = {
-    "python that raises": "```python\n{~raise ValueError(1) => pass~}\n```",
-    "python that uses another page's names": (
-        "```python\n{~1 => other = 1~}\n```\n```python\nprint(other)\n```"
-    ),
-    "another output": "```python\nprint(1, 2, 3)\n```\n```text\n1 ... {~4 => 3~}\n```",
-    "another output than on any machine": (
-        "```python\nprint(1)\n```\n```text\n2\n```\nOr:\n```text\n{~3 => 1~}\n```"
-    ),
-    "output of nothing": "```python\n{~1 => print(1)~}\n```\n```text\n1\n```",
-    "a failing test": "```python\n# test_x.py\ndef test_x():\n    assert {~0 => 1~}\n```",
-    "Metal that does not compile": METAL.format("{~missing => 1~}"),
-    "Metal that the lint rejects": METAL.format("{~double => float~}(1)"),
-    "a target that make does not know": "```sh\nmake {~tset => test~}\n```",
-    "a command that is not there": (
-        "```sh\npython -m torch_metal_attn {~verfy => verify  # in seconds~}\n```"
-    ),
-    "a command that prints something else": f"{METAL.format('1')}\n"
-    "```sh\npython -m torch_metal_attn.simulator check k.metal\n```\n```text\n"
-    "kernel k\n  buffer({~1 => 0~}): ...\n  threadgroup memory: 0 bytes\n```",
-    "an extra that is not there": "```sh\nX=1 pip install '.[{~deom => demo~}]'\n```",
-    "wheels of two platforms": (
-        "```sh\npip install wheels/torch_metal_attn-*{~.whl => -linux_x86_64.whl~}\n```"
-    ),
-    "a program that no rule covers": "```sh\n{~rm x => # nothing~}\n```",
-    "a workflow with a wrong step": (
-        "```yaml\njobs: {a: {runs-on: x, steps: [{run: make {~tset => test~}}]}}\n```"
-    ),
-    "a language that no rule covers": "```{~rust => python~}\n```",
-    "a block without a language": "```{~ => python~}\n1\n```",
-    "a block without an end": "```python\nx = 1\n{~ => ```~}",
+    "```python\nraise ValueError(7)\n```": "7",
+    "```python\nprint(of_another_page)\n```": "name 'of_another_page' is not defined",
+    "```python\nprint(1, 2, 3)\n```\n```text\n1 ... 4\n```": "printed was\n1 2 3",
+    "```python\nprint(1)\n```\n```text\n2\n```\nOr:\n```text\n3\n```": "printed was\n1",
+    "```text\n1\n```": "nothing before this block has printed",
+    "```python\n# test_x.py\ndef test_x():\n    assert 0\n```": "1 failed",
+    METAL.format("missing"): "use of undeclared identifier 'missing'",
+    METAL.format("double(1)"): "`double` is not in Metal",
+    "```sh\nmake tset\n```": "No rule to make target 'tset'",
+    "```sh\npython -m torch_metal_attn verfy\n```": "verfy': not understood",
+    METAL.format("1") + CHECK + "```": "printed was\nkernel k",
+    "```sh\nX=1 pip install '.[deom]'\n```": "{'deom'}",
+    "```sh\npip install wheels/torch_metal_attn-*.whl\n```": "*.whl is ['torch_metal_attn-",
+    "```sh\nrm x\n```": "no rule says how to check 'rm x'",
+    "```yaml\njobs: {a: {runs-on: x, steps: [{run: make tset}]}}\n```": "target 'tset'",
+    "```rust\n```": "no rule says how to run a block of 'rust'",
+    "```\n1\n```": "no rule says how to run a block of ''",
+    "```python\nx = 1\n": "the block at line 2 has no end",
 }
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_block_fails(name, page):
-    faulty, sound = (twin(BROKEN[name], which) for which in (1, 2))
-    page(sound)
-    with pytest.raises(Exception):  # noqa: B017, PT011  (whatever the block raises)
-        page(faulty)
+def test_a_broken_block_fails(page):
+    """Sound ones of each kind are in test_blocks."""
+    for text, words in BROKEN.items():
+        with pytest.raises(Exception, match=re.escape(words)):
+            page(text)
 
 
 def test_a_dead_link_is_found(tmp_path):

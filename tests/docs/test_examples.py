@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.docs.doc_pages import ROOT
+from tests.helpers.patience import HANG_SECONDS
 from torch_metal_attn.tools.demo import tiny_llama
 from torch_metal_attn.tools.doctor.attention import OURS
 from torch_metal_attn.tools.doctor.watch import Watch
@@ -125,9 +126,9 @@ def served(tokenizer=None, lookup=0):
     serve = example("serve")
 
     def asked(request):
-        url = f"http://127.0.0.1:{http.server_port}"
+        url, data = f"http://127.0.0.1:{http.server_port}", json.dumps(request).encode()
         try:
-            with urllib.request.urlopen(url, json.dumps(request).encode(), timeout=60) as answer:
+            with urllib.request.urlopen(url, data, timeout=HANG_SECONDS) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as error:
             return error.code, json.load(error)["error"]

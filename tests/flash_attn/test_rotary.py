@@ -321,15 +321,6 @@ class TestRotaryEmbedding:
             assert (out.double() - expected).abs().max() <= bound
         assert torch.equal(given.cpu()[:, :, 2], x[:, :, 2])
 
-    def test_q_and_kv(self, device):
-        """The two forms rotate alike."""
-        module = rotary.RotaryEmbedding(16).to(device)
-        x = normal(2, 17, 3, 4, 24).to(device)
-        qkv = module(x.clone(), seqlen_offset=2)
-        q, kv = module(x[:, :, 0].clone(), x[:, :, 1:].clone(), seqlen_offset=2)
-        assert torch.equal(q, qkv[:, :, 0])
-        assert torch.equal(kv, qkv[:, :, 1:])
-
     @pytest.mark.parametrize("packed", [False, True])
     def test_scores_decay_with_distance(self, packed):
         """xPos: q_m . k_n is the plain rotation's weighted by scale ** ((m - n) / scale_base)."""

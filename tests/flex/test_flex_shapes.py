@@ -13,11 +13,6 @@ from tests.flex.test_blocks import only_in_partial_blocks
 from torch_metal_attn import flex_attention, simulate
 
 
-def test_float32():
-    qkv = home(dtype=torch.float32, head_dim=65, v_head_dim=33)
-    check_flex_gradients(*qkv, gallery.tanh_softcap, block_mask())
-
-
 def test_bfloat16():
     """Also by autocast."""
     qkv = home(dtype=torch.bfloat16, head_dim=128)
@@ -54,6 +49,27 @@ def test_strides_everywhere(q_length):
         with FakeTensorMode(allow_non_fake_inputs=True):
             fake, _ = torch.ops.metal_attn.flex_fwd(query, k, v, captures=[])
         assert fake.stride() == out.stride()
+
+
+def test_captured_tensors_of_every_dtype():
+    """Each is read at its own width, and with its sign."""
+    integers = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    most = {dtype: torch.iinfo(dtype).max for dtype in integers}
+    most |= dict.fromkeys((torch.bool, torch.float16, torch.bfloat16, torch.float32), 1)
+    numbers = torch.linspace(-0.9, 0.9, 96, dtype=torch.float64)
+    captured = []
+    for i, (dtype, limit) in enumerate(most.items()):
+        signed = numbers.roll(11 * i) * limit
+        captured.append(
+            (signed.clamp(min=0) if dtype in (torch.bool, torch.uint8) else signed).to(dtype)
+        )
+
+    def add_each(s, b, h, q, kv):
+        for x, limit in zip(captured, most.values(), strict=True):
+            s = s + x[kv].float() / limit
+        return s
+
+    check_flex(*home(), add_each)
 
 
 @pytest.mark.parametrize("sizes", [{"q_length": 0}, {"kv_length": 0}, {"batch": 0}, {"heads": 0}])

@@ -300,7 +300,7 @@ def test_integers_at_their_edges(fault, monkeypatch):
     """As PyTorch where it has a value; else NaN by 0, and the nearest integer of a float."""
     planted = [(TEXTS[op], TEXTS[op].replace(old, new)) for op, old, new in EDGE_FAULTS]
     text = mods.shaders.flatten(mods._flex_header())
-    ((text, numbers),) = switched(text, planted)
+    text, numbers = switched(text, planted)
     monkeypatch.setattr(mods.shaders, "flatten", lambda path: text)
     use_fault(monkeypatch, numbers[planted[EDGE_FAULTS.index(fault)]] if fault else 0)
     functions, right = zip(*EDGES.values(), strict=True)

@@ -9,20 +9,22 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.helpers.patience import HANG_SECONDS
+
 # Of a process that nothing but this was done in. It has no torch_metal_attn: how that is imported,
 # and under which settings, is what some programs look at. macOS forks no process that loaded Metal.
 context = multiprocessing.get_context("spawn" if sys.platform == "darwin" else "forkserver")
 context.set_forkserver_preload(["torch", "torch._dynamo", "pytest"])
 
 
-def run_alone(program, *arguments, seconds=120, **environment):
+def run_alone(program, *arguments, **environment):
     """The standard output of `program` in a process of its own, which must end well by itself."""
-    done = run_program(program, *arguments, seconds=seconds, **environment)
+    done = run_program(program, *arguments, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def run_program(program, *arguments, seconds=120, folder=None, **environment):
+def run_program(program, *arguments, folder=None, **environment):
     """`program`, Python's text, as `python -c` runs it in `folder`, with torch imported before."""
     with tempfile.TemporaryDirectory() as place:
         outputs = [Path(place) / name for name in ("stdout", "stderr")]
@@ -32,11 +34,11 @@ def run_program(program, *arguments, seconds=120, folder=None, **environment):
             args=(program, given, dict(os.environ) | environment, folder or os.getcwd(), outputs),
         )
         child.start()
-        child.join(seconds)
+        child.join(HANG_SECONDS)
         if child.is_alive():
             child.kill()
             child.join()
-            raise TimeoutError(f"no end after {seconds} s: {program}")
+            raise TimeoutError(f"no end after {HANG_SECONDS} s: {program}")
         texts = [path.read_text(encoding="utf-8") for path in outputs]
     return subprocess.CompletedProcess(given, child.exitcode, *texts)
 
@@ -57,7 +59,8 @@ def _execute(program, arguments, environment, folder, outputs):
 def in_child(function, *arguments):
     """What `function` returns, by way of JSON; the text of an exception that it raises."""
     reader, writer = os.pipe()
-    if os.fork() == 0:
+    child = os.fork()
+    if child == 0:
         try:
             result = function(*arguments)
         except BaseException as error:
@@ -68,5 +71,5 @@ def in_child(function, *arguments):
     os.close(writer)
     with open(reader) as pipe:
         result = json.load(pipe)
-    os.wait()
+    os.waitpid(child, 0)
     return result

@@ -138,15 +138,15 @@ def mutant_tests(
         changes = changes_of(mutant.problem)
         others = changes.pop(mutant.family)
         # The problem's other kernels are those of its other mutants, with no fault chosen.
-        _use(monkeypatch, {family: _texts(family, changes[family])[0] for family in changes}, 0)
+        _use(monkeypatch, _texts(changes), 0)
         plant_among(monkeypatch, mutant.family, *mutant.change, others)
         expect_caught(lambda: run(mutant.problem), fault=mutant.fault, kernel=kernels)
 
     @pytest.mark.parametrize("problem", table, ids=_name)
-    def test_the_unchanged_kernels_pass(problem):
-        for _ in each_unchanged(changes_of(problem)):
-            with simulate(check=True):
-                run(problem)
+    def test_the_unchanged_kernels_pass(problem, monkeypatch):
+        _use(monkeypatch, _texts(changes_of(problem)), 0)
+        with simulate(check=True):
+            run(problem)
 
     test_mutant_is_caught.planted = len(mutants)  # for tests/helpers/count_mutants.py
     tests = test_mutant_is_caught, test_the_unchanged_kernels_pass
@@ -180,29 +180,18 @@ def plant_among(monkeypatch, family, old, new, others):
     others: (old, new) of faults that are shown by the same problem.
     """
     _require(family, old)
-    for text, numbers in _switched(shaders.source(family), tuple(others)):
-        if (old, new) in numbers:
-            _use(monkeypatch, {family: text}, numbers[old, new])
-            return
-    plant(monkeypatch, family, old, new)
+    text, numbers = _switched(shaders.source(family), tuple(others))
+    if (old, new) in numbers:
+        _use(monkeypatch, {family: text}, numbers[old, new])
+    else:
+        plant(monkeypatch, family, old, new)
 
 
-def each_unchanged(changes):
-    """Contexts in which families have the texts of `plant_among`, each once, with no fault chosen.
-
-    changes: those of each family. Where all are compiled alone, the text is as it is.
-    """
-    texts = {family: _texts(family, others) for family, others in changes.items()}
-    for i in range(max(map(len, texts.values()))):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            _use(monkeypatch, {family: of[i % len(of)] for family, of in texts.items()}, 0)
-            yield
-
-
-def _texts(family, changes):
-    """The family's texts with the changes that can be chosen, or its text as it is."""
-    source = shaders.source(family)
-    return [text for text, _ in _switched(source, tuple(changes))] or [source]
+def _texts(changes):
+    """Each family's text with the switch for its changes."""
+    return {
+        family: _switched(shaders.source(family), tuple(of))[0] for family, of in changes.items()
+    }
 
 
 def _require(family, old):

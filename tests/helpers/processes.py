@@ -1,12 +1,12 @@
 """Runs a test's function in several processes that talk through gloo."""
 
-import os
-import socket
+import tempfile
 from datetime import timedelta
 
 import torch
 
 from tests.helpers import forks
+from tests.helpers.patience import HANG_SECONDS
 from tests.helpers.shared import locked
 
 
@@ -20,23 +20,24 @@ def run_in_processes(function, processes, path):
 
 
 def _start(function, processes, path):
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = server.getsockname()[1]
     torch.multiprocessing.start_processes(
         _run,
-        (function, processes, port, str(path)),
+        (function, processes, str(path), tempfile.mkdtemp(dir=path)),
         nprocs=processes,
         start_method=forks.context.get_start_method(),
     )
 
 
-def _run(rank, function, processes, port, path):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def _run(rank, function, processes, path, meeting):
     torch.set_num_threads(1)
-    # A process that waits in vain fails the test, long before gloo's own 30 minutes.
-    limit = timedelta(minutes=2)
-    torch.distributed.init_process_group("gloo", timeout=limit, rank=rank, world_size=processes)
+    # They find each other by a file: a port that was free may be taken by now.
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}/store",
+        timeout=timedelta(seconds=HANG_SECONDS),
+        rank=rank,
+        world_size=processes,
+    )
     try:
         torch.save(function(rank), f"{path}/{rank}.pt")
     finally:

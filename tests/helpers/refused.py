@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from torch_metal_attn.ops.refusals import as_value_errors
+from torch_metal_attn.runtime.refusals import as_value_errors
 
 
 @contextmanager

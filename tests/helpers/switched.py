@@ -25,14 +25,12 @@ TOKEN = re.compile(
     r"|(?P<mark><<=|>>=|->|::|<<|>>|[-+*/%&|^<>=!]=|&&|\|\||\+\+|--|.)",
     re.DOTALL,
 )
-OPENERS = {"(": ")", "[": "]", "{": "}"}
-CLOSERS = frozenset(OPENERS.values())
+OPENERS = frozenset("([{")
+CLOSERS = frozenset(")]}")
 ASSIGNMENTS = frozenset({"=", "+=", "-=", "*=", "/=", "|=", "&=", "^=", "<<=", ">>="})
-SEPARATORS = frozenset({",", "return", "?", ":", ";"})
+SEPARATORS = frozenset({",", "return", ";"})
 STATEMENT_ENDS = frozenset({";", "{", "}"})
 HEADS = frozenset({"if", "for", "while", "switch"})
-# Words of statements that cannot be chosen at run time, or that belong to the one before.
-FIXED = frozenset("constexpr static_assert template using typedef struct enum case else".split())
 
 
 @dataclass(slots=True)
@@ -64,17 +62,14 @@ def _is_value(tokens):
     """Whether these tokens can be one operand of `?:`."""
     if not tokens or any(a.kind == b.kind == "name" for a, b in pairwise(tokens)):
         return False  # two names: a declaration
-    open_brackets, found = [], []
+    depth, found = 0, set()
     for token in tokens:
-        if token.text in OPENERS:
-            open_brackets.append(OPENERS[token.text])
-        elif token.text in CLOSERS:
-            if not open_brackets or open_brackets.pop() != token.text:
-                return False
-        elif not open_brackets:
-            found.append(token.text)
-    whole = not open_brackets and found.count("?") == found.count(":")
-    return whole and not {",", ";"} & set(found) and not ASSIGNMENTS & set(found)
+        depth += (token.text in OPENERS) - (token.text in CLOSERS)
+        if depth < 0:
+            return False
+        if depth == 0:
+            found.add(token.text)
+    return depth == 0 and not found & {",", ";", *ASSIGNMENTS}
 
 
 def _declares(tokens):
@@ -135,18 +130,15 @@ class Text:
         found = None
         level = self._level(first, last)
         while True:
-            for marks in (SEPARATORS, SEPARATORS - {"?", ":"}):
-                begin, end = first, last + 1
-                while begin > 0 and not self._delimits(begin - 1, level, marks | ASSIGNMENTS):
-                    begin -= 1
-                while end < len(self.tokens) and not self._delimits(end, level, marks):
-                    end += 1
-                new = self._changed(begin, first, changed, last, end)
-                texts = self.tokens[begin:end], tokens_of(new)
-                if self._in_template(begin, end) or not self._runs(begin, end):
-                    continue
-                if all(map(_is_value, texts)):
-                    found = self._found(begin, end, new, statement=False)
+            begin, end = first, last + 1
+            while begin > 0 and not self._delimits(begin - 1, level, SEPARATORS | ASSIGNMENTS):
+                begin -= 1
+            while end < len(self.tokens) and not self._delimits(end, level, SEPARATORS):
+                end += 1
+            new = self._changed(begin, first, changed, last, end)
+            can_be_chosen = self._runs(begin, end) and not self._in_template(begin, end)
+            if can_be_chosen and all(map(_is_value, (self.tokens[begin:end], tokens_of(new)))):
+                found = self._found(begin, end, new, statement=False)
             if self.at(level) not in ("(", "[") or self.at(level - 1) in HEADS:
                 return found
             # Arguments change together: choose between two calls.
@@ -157,15 +149,12 @@ class Text:
         """The bracket around all of tokens first to last; -1 for none."""
         if first > last:
             return last if self.at(last) in OPENERS else self.around[last]
+        outer = {-1, around := self.around[last]}
+        while around >= 0:
+            outer.add(around := self.around[around])
         level = self.around[first]
-        for index in range(first, last + 1):
-            outer = {-1}
-            around = self.around[index]
-            while around >= 0:
-                outer.add(around)
-                around = self.around[around]
-            while level not in outer:
-                level = self.around[level]
+        while level not in outer:
+            level = self.around[level]
         return level
 
     def _widened(self, bracket, first, last, changed):
@@ -187,12 +176,9 @@ class Text:
             end += 1
         end += 1
         statement = self.tokens[begin:end]
-        words = {token.text for token in statement}
         if self.at(level - 1) in ("return", "=", ",", "("):
             return None  # an initialiser's braces
-        if self.at(level) != "{" or words & FIXED or self.at(end) == "else":
-            return None
-        if _declares(statement) or not self._runs(begin, end):
+        if self.at(level) != "{" or _declares(statement) or not self._runs(begin, end):
             return None
         new = self._changed(begin, first, changed, last, end)
         return self._found(begin, end, new, statement=True)
@@ -220,10 +206,8 @@ class Text:
         """Whether this is in a function that is not constexpr, with no directive inside."""
         if any(token.kind == "directive" for token in self.tokens[begin:end]):
             return False
-        outer = [begin]
-        while (around := self.around[outer[-1]]) >= 0:
-            outer.append(around)
-        for brace in outer[1:]:
+        brace = begin
+        while (brace := self.around[brace]) >= 0:
             if self.at(brace) != "{":
                 continue
             head = brace
@@ -232,7 +216,7 @@ class Text:
             words = {token.text for token in self.tokens[head:brace]}
             if "constexpr" in words:
                 return False
-            if "(" in words and not words & {"struct", "namespace"}:
+            if "(" in words:
                 return not self._constant(begin)
         return False
 
@@ -244,7 +228,7 @@ class Text:
             head, around = around, self.around[around]
         while head > 0 and not self._delimits(head - 1, around, STATEMENT_ENDS):
             head -= 1
-        return self.at(head) in FIXED
+        return self.at(head) in ("constexpr", "static_assert")
 
     def _changed(self, begin, first, changed, last, end):
         """Tokens [begin, end) on one line, with `changed` in place of tokens first to last."""
@@ -262,27 +246,22 @@ parsed_text = lru_cache(maxsize=8)(Text)  # each problem of a file has mutants o
 
 
 def switched(text, mutants):
-    """[(text with a switch, {(old, new): number})]: the mutants that fit, in as few as possible.
+    """(the text with a switch, {(old, new): number}) of the mutants that fit in one text.
 
-    mutants: pairs of the text that a fault replaces, everywhere, and what by.
+    mutants: pairs of the text that a fault replaces, everywhere, and what by. Left out are those
+    that cannot be chosen as the kernel runs.
     """
     parsed = parsed_text(text)
-    groups = []
+    places, numbers = {}, {}
     for mutant in mutants:
         found = _places(parsed, *mutant)
         if found is None:
             continue
-        fitting = (group for group in groups if all(_fits(place, group[0]) for place, _ in found))
-        group = next(fitting, None)
-        if group is None:
-            group = ({}, {})
-            groups.append(group)
-        places, numbers = group
         numbers[mutant] = len(numbers) + 1
         for place, changed in found:
             at = places.setdefault((place.begin, place.end), place)
             at.changed[numbers[mutant]] = changed
-    return [(_with_switch(text, places), numbers) for places, numbers in groups]
+    return _with_switch(text, places) if numbers else text, numbers
 
 
 def _places(parsed, old, new):
@@ -299,13 +278,6 @@ def _places(parsed, old, new):
         found.append((place, changed))
         begin = parsed.text.find(old, begin + len(old))
     return found
-
-
-def _fits(place, places):
-    return all(
-        place.end <= begin or end <= place.begin or (begin, end) == (place.begin, place.end)
-        for begin, end in places
-    )
 
 
 def _with_switch(text, places):

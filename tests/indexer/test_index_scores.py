@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from bench import bench_memory
-from tests.helpers.cases import each_case
 from tests.helpers.judged import judge
 from tests.helpers.mutants import mutant_tests
-from tests.helpers.refused import refused_alike
 from torch_metal_attn.testing import IndexScores
-from torch_metal_attn.testing.judge import normal, on
+from torch_metal_attn.testing.judge import normal
 
 scores = torch.ops.metal_attn.index_scores
 
@@ -87,34 +85,6 @@ def test_four_queries_share_their_keys(queries):
     """Bytes of a key: its own once for four queries, and each query's, with weights, for 32."""
     read = bench_memory.indexed(queries, "float16")["loads (bytes)"]
     assert read == 128 * 2 * math.ceil(queries / 4) + 64 * (128 * 2 + 4 * 4) / 32 * queries
-
-
-def test_it_has_no_gradient(device):
-    q, k, weights = (x.to(device).requires_grad_() for x in make())
-    with pytest.raises(NotImplementedError, match="index_scores"):
-        scores(q, k, weights).sum().backward()
-
-
-@each_case(
-    "options, message",
-    [
-        ({"k": torch.zeros(2, 37, 8).half()}, r"k has shape \(2, 37, 8\)"),
-        ({"k": torch.zeros(2, 37, 16)}, "k has dtype float32 and q float16"),
-        ({"weights": torch.zeros(2, 3, 4)}, r"weights has shape \(2, 3, 4\)"),
-        ({"weights": torch.zeros(2, 3, 5).int()}, "weights has dtype int32"),
-        ({"q_offset": 3}, "q_offset is 3 and causal is False"),
-        ({"softmax_scale": math.inf}, "softmax_scale is inf"),
-        ({"q_offset": 2**33, "causal": True}, "q_offset is 8589934592"),
-    ],
-)
-def test_refused(options, message, device):
-    """The error is the same with data and without."""
-    given = dict(zip(("q", "k", "weights"), make(), strict=True)) | options
-
-    def call(place):
-        return lambda: scores(**on(place, given))
-
-    refused_alike(message, call(device), call("meta"))
 
 
 MUTANTS = {

@@ -40,6 +40,13 @@ CASES = {
         for sizes in (PACKED, BATCH, BATCH | {"layout": ("order 210",)})
         for empty in (EMPTY, INFINITE)
     ],
+    # FlashInfer's: other rows keep their bits, whatever they hold.
+    "masks": [
+        IN_PLACE | sizes | empty | {"head_dim": 64, "masked": True, "dtype": dtype}
+        for sizes in (PACKED, BATCH)
+        for empty in (EMPTY, INFINITE)
+        for dtype in NAMES
+    ],
     # +inf for no keys, as flash-attn 2 and vLLM have it.
     "+inf for no keys": [BATCH | INFINITE | {"head_dim": n} for n in (33, 64)],
     "layouts": [
@@ -88,10 +95,6 @@ def some_states(*shape, spread=3.0):
     """out and lse of a and of b; packed, with lse (H, T), if there is no batch."""
     rows = (shape[1], shape[0]) if len(shape) == 3 else shape[:-1]
     return [spread * normal(*s, seed=i) for i, s in enumerate((shape, rows, shape, rows))]
-
-
-def by_rows(lse, packed):
-    return lse.transpose(0, 1) if packed else lse
 
 
 def bits(x):
@@ -180,39 +183,6 @@ def test_any_magnitude(spread, device):
         assert measure.ok, measure
 
 
-def check_masked(out_a, lse_a, out_b, lse_b, mask, *, device):
-    """`merge_state_` with a mask keeps the bits of state a where it is false."""
-    states = out_a, lse_a, out_b, lse_b
-    merged, written = ([t.to(device, copy=True) for t in states] for _ in range(2))
-    merge_state_(*merged)
-    merge_state_(*written, mask=mask.to(device))
-    packed = out_a.dim() == 3
-    rows = mask[:, None] if packed else mask[:, None, :]
-    for i, taken in enumerate((rows[..., None], by_rows(rows, packed))):
-        expected = torch.where(taken, bits(merged[i].cpu()), bits(states[i]))
-        assert torch.equal(bits(written[i].cpu()), expected)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_mask(packed, device):
-    """FlashInfer's: rows without it keep their bits, whatever they and the others hold."""
-    states = some_states(*((7, 3, 64) if packed else (2, 3, 7, 64)))
-    states[0].flatten()[::5], states[1].flatten()[::4] = math.nan, -math.inf
-    states[2][1], states[3].flatten()[1::4] = math.nan, math.inf
-    if packed:  # theirs are (tokens, heads)
-        states[1::2] = (t.t().contiguous().t() for t in states[1::2])
-    mask = (torch.arange(28) % 3 != 1).view(2, 14)[:, ::2]
-    check_masked(*states, mask[0] if packed else mask, device=device)
-
-
-def test_a_gradient_is_refused_in_backward():
-    """Not dropped: out_a holds what requires grad afterwards, by keywords too."""
-    out_a, lse_a, out_b, lse_b = some_states(2, 3, 5, 16)
-    merge_state_(out_a, lse_a, out_b=out_b.requires_grad_(), lse_b=lse_b)
-    with pytest.raises(NotImplementedError, match=r"out_b requires grad: .*use merge_state"):
-        out_a.sum().backward()
-
-
 def test_infinity_is_a_number_where_nobody_asks(device):
     states = some_states(2, 3, 5, 33)
     states[1][0] = math.inf
@@ -251,9 +221,9 @@ def states_of_every_kind():
             Merge("merge_state_", packed=True, heads=3, length=2, head_dim=33, **options)
             for options in ({}, {"empty": 0.3, "infinity_is_empty": True})
         ),
+        Merge("merge_state_", **SIZES, head_dim=33, masked=True),
     )
     check_copies(torch.float32, "cpu")
-    check_masked(*some_states(2, 3, 5, 33), torch.arange(10).view(2, 5) % 3 > 0, device="cpu")
 
 
 def splits_of_every_kind():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.helpers.patience import HANG_SECONDS
 from tests.packaging.built_wheels import IS_CHECKOUT
 from torch_metal_attn.runtime import shaders
 
@@ -144,7 +145,7 @@ def test_the_toolchain_is_installed_where_it_is_missing(run):
         ),
         ({"xcodebuild": "exit 0"}, "metal --version failed:\nerror: cannot execute tool 'metal'"),
         (
-            {"xcodebuild": "exec sleep 60"},
+            {"xcodebuild": "exec sleep 600"},
             "xcodebuild -downloadComponent MetalToolchain took more than 0.1 s",
         ),
         ({"xcode": False}, "warning: there is no xcrun here: this needs a Mac with Xcode"),
@@ -156,7 +157,7 @@ def test_the_toolchain_is_installed_where_it_is_missing(run):
     ids=["fails", "installs nothing", "hangs", "no Xcode", "no version"],
 )
 def test_torch_alone_judges_where_xcode_cannot(run, monkeypatch, machine, reason):
-    seconds = 0.1 if "sleep" in machine.get("xcodebuild", "") else 60
+    seconds = 0.1 if "sleep" in machine.get("xcodebuild", "") else HANG_SECONDS
     monkeypatch.setattr(compile_shaders, "DOWNLOAD_SECONDS", seconds)
     done = run(**machine)
     assert done.status == 0

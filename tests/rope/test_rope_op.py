@@ -16,7 +16,7 @@ from torch_metal_attn import rope as rope_functions
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import extension, session
 from torch_metal_attn.testing import Rotation, Tables
-from torch_metal_attn.testing.judge import DTYPES, ints, near, worst_of
+from torch_metal_attn.testing.judge import ints
 from torch_metal_attn.testing.tensors import DTYPES as NAMES
 
 rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
@@ -203,28 +203,6 @@ def test_nan_and_infinity_stay_in_their_pair(device):
 
 
 class TestTables:
-    @pytest.mark.parametrize("dtype", [None, *DTYPES])
-    @pytest.mark.parametrize("shape", [(1,), (33,), (1, 65), (2, 9), (3, 2, 7), (0,), (2, 0)])
-    def test_against_float64(self, shape, dtype, device):
-        inv_freq, _ = rope_functions.default(48)
-        positions = torch.randint(-50, 5000, shape, generator=torch.Generator().manual_seed(0))
-        cos, sin = (
-            t.cpu()
-            for t in rope_tables(
-                inv_freq.to(device), positions.to(device), attention_factor=1.3, dtype=dtype
-            )
-        )
-        assert cos.dtype == sin.dtype == (dtype or torch.float32)
-        assert cos.shape == sin.shape == (*shape, 24)
-        assert cos.is_contiguous()
-        angles = positions[..., None] * inv_freq.double()
-        rounded = positions[..., None] * inv_freq  # where torch's own error comes from
-        for table, function in ((cos, torch.cos), (sin, torch.sin)):
-            expected = 1.3 * function(angles)
-            own = (1.3 * function(rounded)).to(table.dtype)
-            measure = near("table", table, expected, worst_of([(own, expected)]))
-            assert measure.ok, measure
-
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
     def test_positions_of_each_dtype_and_stride(self, dtype, device):
         inv_freq = torch.stack([rope_functions.default(16)[0]] * 2, -1).flatten()[::2].to(device)
@@ -237,18 +215,14 @@ class TestTables:
             cos, sin = rope_tables(inv_freq, view)
             torch.testing.assert_close(cos.cpu(), angles.cos(), rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(sin.cpu(), angles.sin(), rtol=1e-6, atol=1e-6)
-
-    def test_no_frequencies(self, device):
-        inv_freq = torch.zeros(0, device=device)
-        cos, sin = rope_tables(inv_freq, torch.arange(4, device=device))
-        assert cos.shape == sin.shape == (4, 0)
+        assert rope_tables(inv_freq, positions[:0])[0].shape == (0, 4, 5, 8)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("length", [64, 2048])
 def test_precompute_rope_tables(length, head_dim, device):
     """cos and sin of every position below a length, base 10000, against float64."""
-    judge(Tables(length=length, head_dim=head_dim), device=device)
+    judge(*(Tables(dtype=n, length=length, head_dim=head_dim) for n in NAMES), device=device)
 
 
 def everything():

@@ -49,9 +49,7 @@ def imported(tmp_path):
         (package.parent / "setup.py").write_text("") if setup else None
         command = [sys.executable, "-S", *arguments]
         environment = {"PYTHONPATH": str(path)} if path else {}
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
         assert done.stdout == ""
         return done.returncode, done.stderr.splitlines()
 
@@ -204,9 +202,13 @@ def test_ops_free_the_strings_that_they_take_and_return(make):
         gc.collect()
         return psutil.Process().memory_info().rss
 
+    def grown():
+        before = memory()
+        for _ in range(2000):
+            call()
+        return memory() - before
+
     for _ in range(200):
         call()
-    before = memory()
-    for _ in range(2000):
-        call()
-    assert memory() - before < 2 << 20
+    # A leak grows each time; what the system had paged out comes back once.
+    assert any(grown() < 2 << 20 for _ in range(5))

@@ -15,6 +15,7 @@ import contextlib, ctypes, functools, io, json, os, sys, tempfile, threading, ti
 import torch
 
 from tests.helpers.forks import in_child
+from tests.helpers.patience import HANG_SECONDS
 from tests.runtime import fake_mac
 
 fake = fake_mac.fake_mac("Apple M5", 10, sys.argv[1])
@@ -141,11 +142,19 @@ def flex():
     return [*results, extension.launches(explained)[-1]["reason"]]
 
 def hang(kernel, ends=None):
-    '''Metal compiles this kernel until `ends` is set, and the time for a trial is short.'''
+    '''Metal compiles this kernel until `ends` is set, and the time for its trial is short.'''
     assert fake.problem() == ""
-    fake.library.fake_mps_set_probe_limit(400)
     ends = ends or threading.Event()
-    fake.set_compiler(lambda text: f" void {kernel}(" in text and ends.wait() and None)
+    def short():
+        fake.library.fake_mps_set_probe_limit(400)
+    def compiler(text):
+        if f" void {kernel}(" in text:
+            ends.wait()
+        elif " void probe_tensor(" in text:
+            short()  # for the trial after this one
+    if kernel == "probe_tensor":
+        short()
+    fake.set_compiler(compiler)
 
 def begun():
     return sorted(name for name in os.listdir(folder.name + "/hung") if "begun" in name)
@@ -164,7 +173,7 @@ def late():
     hang("flash_fwd_tensor", ends)
     results = [attend(), begun()]
     ends.set()
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANG_SECONDS
     while begun() and time.monotonic() < until:
         time.sleep(0.01)
     return [*results, begun()]
@@ -177,13 +186,14 @@ def side_by_side():
         if " void flash_fwd_tensor(" in text and not os.path.exists(note):
             os.write(compiles[1], b" ")
             os.read(go_on[0], 1)
-    if os.fork() == 0:
+    first = os.fork()
+    if first == 0:
         case(note=note, then=lambda: fake.set_compiler(compiler))
         os._exit(0)
     os.read(compiles[0], 1)
     threading.Timer(0.2, lambda: os.write(go_on[1], b" " * 9)).start()
     second = case(note=note)
-    os.wait()
+    os.waitpid(first, 0)
     return second
 
 def info():

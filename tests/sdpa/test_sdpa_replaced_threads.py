@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 
+from tests.helpers.patience import HANG_SECONDS
 from tests.sdpa.sdpa_replaced_check import (
     BUILTIN,
     LEAVES,
@@ -84,10 +85,10 @@ class TestOfTheProcess:
             kernels.append(len(run.launches))
 
         def early():
-            assert entered.wait(60)
+            assert entered.wait(HANG_SECONDS)
             attend()
             used.set()
-            assert left.wait(60)
+            assert left.wait(HANG_SECONDS)
             attend()
 
         def block():
@@ -96,7 +97,7 @@ class TestOfTheProcess:
                     entered.set()
                     run(attend)
                     attend()
-                    assert used.wait(60)
+                    assert used.wait(HANG_SECONDS)
             finally:
                 entered.set()
                 left.set()
@@ -152,11 +153,11 @@ class TestOfTheProcess:
             def __torch_dispatch__(self, function, types, args=(), kwargs=None):
                 if "flash_fwd" in str(function):
                     calling.set()
-                    assert ended.wait(60)
+                    assert ended.wait(HANG_SECONDS)
                 return function(*args, **(kwargs or {}))
 
         def elsewhere():
-            assert entered.wait(60)
+            assert entered.wait(HANG_SECONDS)
             with simulate() as simulated:
                 with Slow():
                     close(F.scaled_dot_product_attention(q, k, v), BUILTIN[0](q, k, v))
@@ -167,7 +168,7 @@ class TestOfTheProcess:
             try:
                 with sdpa_replaced(process_wide=True) as calls:
                     entered.set()
-                    assert calling.wait(60)
+                    assert calling.wait(HANG_SECONDS)
                 assert F.scaled_dot_product_attention is BUILTIN[0]
                 assert calls.replaced == 0
             finally:

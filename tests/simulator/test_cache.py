@@ -179,6 +179,24 @@ def test_an_entry_stored_during_a_lookup_stays(empty_cache, monkeypatch):
     assert (cache.lookup("abcd") / "file").read_bytes() == b"another process'"
 
 
+def test_an_entry_that_replaced_a_damaged_one_stays(monkeypatch):
+    """Two processes find the damage. One is slow, and the other has stored the entry again."""
+    files = {"file": b"sound"}
+    entry = cache.store("abcd", files)
+    (entry / "file").write_bytes(b"damaged")
+    os.utime(entry, (1e9, 1e9))  # the file system's clock may be coarse
+    discard = cache._discard
+
+    def slow(*found):
+        discard(*found)
+        assert cache.store("abcd", files) == entry
+        discard(*found)
+
+    monkeypatch.setattr(cache, "_discard", slow)
+    assert cache.lookup("abcd") is None
+    assert cache.lookup("abcd") == entry
+
+
 def test_parts_of_a_key_do_not_run_together():
     assert cache.digest(["ab", "c"]) != cache.digest(["a", "bc"])
 

@@ -1,9 +1,12 @@
 """One planted fault for each checker of the engine, and its clean twin."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
-from torch_metal_attn.simulator import SimulatorFault
+from torch_metal_attn.simulator import SimulatorFault, engine
 
 from .planted import PARAMETERS, Planted, arguments, choice, result
 
@@ -124,6 +127,12 @@ def fault(body, *given, **options):
     with pytest.raises(SimulatorFault) as caught:
         result(body, *given, **options)
     return caught.value
+
+
+def test_fault_kinds_are_those_of_the_engine():
+    header = (Path(__file__).parents[2] / "csrc/simulator/engine.h").read_text()
+    body = re.search(r"enum SimulatorFaultKind[^{]*\{(.*?)\};", header, re.S).group(1)
+    assert tuple(name.lower() for name in re.findall(r"FAULT_(\w+),", body)) == engine.FAULT_KINDS
 
 
 def test_a_race_names_both_places():

@@ -293,6 +293,22 @@ def test_a_thread_may_wait_for_another_through_an_atomic():
     assert out.item() == 5
 
 
+def test_a_long_wait_that_is_over():
+    """Threadgroup 1 goes on after it, with no barrier: threadgroup 2 does not wait in vain."""
+    library = compiled(
+        """while (atomic_load_explicit(n, memory_order_relaxed) < g) {}
+           volatile float x = 0;
+           for (int k = 0; k < count[g]; ++k) x += 1;
+           atomic_fetch_add_explicit(n, 1, memory_order_relaxed);""",
+        """device atomic_int* n [[buffer(0)]], const device int* count [[buffer(1)]],
+           int g [[threadgroup_position_in_grid]]""",
+    )
+    ended = torch.zeros(1, dtype=torch.int32)
+    counts = torch.tensor([10**9, 10**8, 0], dtype=torch.int32)  # the first for some seconds
+    library.k(ended, counts, threads=3, group_size=1, workers=3)
+    assert ended.item() == 3
+
+
 def test_threadgroup_arguments():
     library = compiled(
         f"s[i] = i; t[i] = 2 * i; {BARRIER} o[i] = s[63 - i] + t[i];",
@@ -307,9 +323,10 @@ def test_threadgroup_arguments():
     with pytest.raises(SimulatorFault, match=r"threadgroup\(3\).*252") as caught:
         library.k(out, threads=64, group_size=64, threadgroup_bytes={0: 256, 3: 252})
     assert caught.value.kind == "threadgroup_out_of_bounds"
-    with pytest.raises(SimulatorFault) as caught:
-        library.k(out, threads=64, group_size=64, threadgroup_bytes={0: 256, 3: 32768})
-    assert caught.value.kind == "threadgroup_memory"
+    for first, second in ((256, 32768), (2**63 - 1, 2**63 - 1)):
+        with pytest.raises(SimulatorFault) as caught:
+            library.k(out, threads=64, group_size=64, threadgroup_bytes={0: first, 3: second})
+        assert caught.value.kind == "threadgroup_memory"
 
 
 @pytest.mark.parametrize("check", (False, True))

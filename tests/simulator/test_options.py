@@ -135,6 +135,8 @@ def test_wrong_options_of_tensor_operations(scale, options, error, message):
         ({"threads": "4"}, TypeError, "threads is '4'"),
         ({"threads": (1, 1, 1, 1)}, TypeError, "1 to 3 ints"),
         ({"threads": -1}, ValueError, "threads is -1"),
+        ({"threads": 2**32}, ValueError, r"threads is 4294967296; .* 0 to 2\*\*32 - 1"),
+        ({"threads": (2**32 - 1,) * 3, "group_size": (1,) * 3}, ValueError, "too large"),
         ({"threads": 8.0}, TypeError, r"threads is 8\.0; it must be an int or 1 to 3 ints"),
         ({"threads": torch.tensor(8)}, TypeError, r"threads is tensor\(8\)"),
         ({"threads": (1, 1), "group_size": 1}, ValueError, "has 1 dimensions and threads 2"),

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from torch_metal_attn.simulator import SimulatorFault, simulate
+from torch_metal_attn.simulator import SimulatorFault, engine, simulate
 
 from .planted import Planted, arguments, compiled
 
@@ -310,15 +310,21 @@ def test_the_limit_of_a_block_of_code():
 
 @pytest.mark.parametrize("check", (False, True))
 @pytest.mark.parametrize("name", ["an_empty_loop", "a_loop_that_computes", "a_loop_of_barriers"])
-def test_an_endless_loop_is_interrupted(name, check):
+def test_an_endless_loop_is_interrupted(name, check, monkeypatch):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     main = threading.main_thread().ident
     timer = threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT))
+    engine_run, interpreter = engine._interruptible()
+
+    def run(*request):
+        timer.start()  # not earlier: Python loses interrupts of a finaliser or of its collector
+        return engine_run(*request)
+
     try:
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+            patch.setattr(engine, "_interruptible", lambda: (run, interpreter))
             PLANTED.run(name, False, check, step_limit=2**62)
-    finally:
         timer.join()
+    finally:
         signal.signal(signal.SIGINT, before)
     PLANTED.run(name, True, check)

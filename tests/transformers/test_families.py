@@ -1,5 +1,6 @@
 """Families of models in the ways that census.py does not go, against eager attention: on the
 device, packed, compiled, in training; the core families in all ways, with the routes they take.
+And faults that these comparisons must notice.
 
 Ways that a family does not have are not in its list: pictures and sound have no padding here, and
 encoders generate nothing. Compiling takes a second a model, so that is for core families that have
@@ -7,6 +8,7 @@ each form of masks and options: Gemma 2 has Llama's in one of its layers, and Mo
 """
 
 import pytest
+import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.20")
 
@@ -25,9 +27,10 @@ from tests.transformers.model_check import (  # noqa: E402
     launches,
     packed,
 )
-from tests.transformers.tiny_families import CORE, FAMILIES  # noqa: E402
+from tests.transformers.tiny_families import CORE, FAMILIES, PROMPT  # noqa: E402
+from torch_metal_attn.integrations.transformers import attention as attention_module  # noqa: E402
 from torch_metal_attn.integrations.transformers import enable, record_routes  # noqa: E402
-from torch_metal_attn.simulator import runs  # noqa: E402
+from torch_metal_attn.simulator import runs, simulate  # noqa: E402
 
 PADDABLE = [name for name in FAMILIES if FAMILIES[name].takes != "pixels"]
 GENERATORS = [name for name in FAMILIES if FAMILIES[name].generates]
@@ -41,7 +44,6 @@ COMPILED = {
         "num_kv_shared_layers": 0,
     },
     "ModernBERT": {},
-    "gpt-oss": {},
 }
 
 # Packed batches that raise, and with what.
@@ -84,7 +86,7 @@ class TestForward:
         if runs.current() is not None:
             assert launches() - before == sum(routes.kernel.values())
 
-    @pytest.mark.parametrize("name", CORE)
+    @pytest.mark.parametrize("name", ["Llama", "CLIP", "T5", "PaliGemma"])
     def test_attention_weights_are_refused(self, name):
         """Many models ask nobody for them: they would return an empty tuple."""
         model, given = enable(tiny.build(name)), tiny.inputs(name)
@@ -155,6 +157,44 @@ class TestGeneration:
         assert difference(scores, expected_scores) <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "cache, name",
+    [
+        *(("dynamic", name) for name in ("Gemma2", "gpt-oss", "Llama4")),
+        *(("static", name) for name in ("Mistral", "Llama4")),
+    ],
+)
+def test_generation_on_device(name, cache, device):
+    """The prompt in one kernel, every token behind it in the other."""
+    before, options = launches(), {"cache_implementation": cache, "max_new_tokens": 4}
+    with record_routes() as routes:
+        assert compare_generated(name, device=device, **options) <= TOLERANCE
+    assert not routes.dense
+    if runs.current() is not None:
+        layers = tiny.build(name).config.num_hidden_layers
+        kernels = ["flash_fwd"] * layers + ["flash_decode"] * 3 * layers
+        assert [launch.kernel for launch in runs.current().launches[before:]] == kernels
+
+
+def test_compiled_descriptor_from_outside_the_graph():
+    """What `generate` does with a static cache: masks come from outside a compiled forward.
+
+    Gemma 2 has Llama's in every other layer.
+    """
+    model, given = tiny.build("Gemma2"), tiny.inputs("Gemma2", "left")
+    options = {"cache_implementation": "static", "max_new_tokens": 4}
+    expected, expected_scores = tiny.generate(model, given, disable_compile=True, **options)
+    config = transformers.CompileConfig(fullgraph=True, backend="eager")
+    config._compile_all_devices = True
+    with simulate() as run:
+        actual, scores = tiny.generate(enable(model), given, compile_config=config, **options)
+    assert actual.tolist() == expected.tolist()
+    assert difference(scores, expected_scores) <= TOLERANCE
+    decoded = [launch for launch in run.launches if launch.kernel == "flash_decode"]
+    assert len(decoded) == 3 * 2
+    assert all("MASK" not in launch.defines for launch in decoded)
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled(name):
     assert compare_compiled(name, **COMPILED[name]) <= TOLERANCE
@@ -182,3 +222,66 @@ class TestTraining:
         with record_routes() as routes:
             assert_same_gradients(gradients(model, given), expected)
         assert sum(routes.kernel.values()) == 2 * 2
+
+
+def drop(name):
+    return lambda options: {**options, name: None}
+
+
+def change(name, function):
+    def changed(options):
+        return {**options, name: function(options[name])} if name in options else options
+
+    return changed
+
+
+FAULTS = {
+    "softcap dropped": ("Gemma2", "none", change("softcap", lambda cap: 0.0)),
+    "sinks dropped": ("gpt-oss", "none", drop("learnable_sink")),
+    "bias dropped": ("T5", "none", drop("attn_bias")),
+    "prefix dropped": ("PaliGemma", "none", drop("attn_mask")),
+    "window one larger": ("Mistral", "none", change("window_size_left", lambda size: size + 1)),
+    "window one smaller": ("Mistral", "none", change("window_size_left", lambda size: size - 1)),
+    "window one larger on the right": (
+        "ModernBERT",
+        "none",
+        change("window_size_right", lambda size: size + 1 if size > 0 else size),
+    ),
+    "chunk one larger": ("Llama4", "none", change("attention_chunk", lambda size: size + 1)),
+    "chunks from key 0": ("Llama4", "left", change("leftpad_k", torch.zeros_like)),
+    "left padding ignored": ("Llama", "left", drop("leftpad_k")),
+    "right padding ignored": ("BERT", "right", drop("seqused_k")),
+    "one key past the length": (
+        "BERT",
+        "right",
+        change("seqused_k", lambda lengths: (lengths + 1).clamp(max=PROMPT)),
+    ),
+}
+
+
+class TestPlantedFaults:
+    """The comparisons above notice what would be wrong."""
+
+    def plant(self, monkeypatch, fault):
+        flash = attention_module._flash
+
+        def faulty(query, key, value, **options):
+            return flash(query, key, value, **fault(options))
+
+        monkeypatch.setattr(attention_module, "_flash", faulty)
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_option(self, fault, monkeypatch):
+        name, side, fault = FAULTS[fault]
+        self.plant(monkeypatch, fault)
+        assert compare(name, side)[0] > 10 * TOLERANCE
+
+    @pytest.mark.parametrize("name", ["Llama", "Gemma2", "Llama4", "gpt-oss", "Whisper"])
+    def test_offset(self, name, monkeypatch):
+        """Ignored where a static cache decodes; dense masks and full windows carry none."""
+        self.plant(monkeypatch, change("q_offset", lambda offset: 0))
+        model, given = tiny.build(name), tiny.inputs(name)
+        options = {"cache_implementation": "static", "disable_compile": True}
+        _, expected = tiny.generate(model, given, **options)
+        _, scores = tiny.generate(enable(model), given, **options)
+        assert difference(scores, expected) > 10 * TOLERANCE

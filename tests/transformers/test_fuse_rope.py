@@ -51,8 +51,8 @@ FUSED = [name for name in FAMILIES if name not in REFUSED]
 # Tables of both forms and of half the width, heads that are rotated in part, columns appended to
 # those, frequencies by layer and by axis, an attention factor.
 FORMS = ["Llama", "Gemma3", "gpt-oss", "Phi3", "Cohere2", "GLM", "GPT-NeoX", "StableLM"]
-# Gemma 3 has Llama's kernels, and GLM's join what Cohere 2's and GPT-NeoX's have.
-ON_DEVICE = [name for name in FORMS if name not in ("Gemma3", "GLM")]
+# Halves of heads, pairs, and halves of a part: sizes and other features change no rotation.
+ON_DEVICE = ["Llama", "Cohere2", "StableLM"]
 YARN = {
     "rope_parameters": {
         "rope_type": "yarn",

@@ -119,11 +119,11 @@ class TestAutocast:
 
     def test_kernels_get_it(self):
         model = enable(tiny.build("Mistral", num_hidden_layers=1))
-        with simulate(check=True) as run, bfloat16():
+        with simulate(record=True) as run, bfloat16():
             gradients(model, tiny.inputs("Mistral") | {"use_cache": False})
-        kernels = {launch.kernel for launch in run.launches}
+        kernels = {launch.kernel for launch in run.recorded}
         assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"} <= kernels
-        assert {launch.defines["ELEMENT"] for launch in run.launches} == {"bfloat"}
+        assert {launch.defines["ELEMENT"] for launch in run.recorded} == {"bfloat"}
 
 
 class TestTrainer:

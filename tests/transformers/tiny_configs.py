@@ -40,7 +40,6 @@ _SIZES: list[tuple[str, int]] = [
     (r"(mamba_)?n_groups|attn_layer_offset", 1),
     (r"merge_index", 0),
     (r"attention_hidden_size", 2 * HIDDEN),
-    (r"attention_head_dim", 2 * HIDDEN // HEADS),
     (r"attn_layer_period", 2),
     (r"rotary_dim|latent_query_num|visual_prompt_size|(num|n)_filters", 8),
     (r"mamba_headdim", 16),
@@ -58,7 +57,6 @@ _SIZES: list[tuple[str, int]] = [
     ),
     (r"(.*_)?(proj_dim|projector_dim|output_hidden_size|cross_attention_hidden_size)", HIDDEN),
     (r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks|depth)|.*_(layers|num_layers)", 2),
-    (r"num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_layers", 0),
     (r"image_size|img_size|input_size|crop_size", 32),
     (r"patch_size", 8),
     (r"num_windows", 4),
@@ -118,7 +116,7 @@ _FIXED = (
 # What may differ from one attempt to the next: some configurations check sizes against each other.
 LEVELS = ("all", "filled", "without heads", "layers")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers")
-_DEPTHS = ("depths", "layers", "num_blocks", "encoder_depths", "layer_depths")
+_DEPTHS = ("depths", "layers", "num_blocks")
 # Set even where they were smaller.
 _ALWAYS = ("max_position_embeddings", "n_group", "topk_group", "vocab_size")
 _TOKEN = ("token_id", "token_index", "_token_ids")
@@ -185,8 +183,6 @@ def _changed(given: dict[str, Any], level: str) -> Iterator[tuple[str, Any]]:
                 yield name, _FILLED[name]
         elif isinstance(value, bool):
             continue
-        elif name == "mrope_section":
-            yield name, type(value)(_sections(value, given, level))
         elif isinstance(value, (list, tuple)) and value:
             few = _list(name, list(value), level, None if stages else total, layers)
             if few is not None:

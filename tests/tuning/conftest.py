@@ -3,8 +3,7 @@
 import pytest
 
 from tests.tuning.fake_gpu import FakeGpu
-from torch_metal_attn.tools.tune import tiles
-from torch_metal_attn.tuned import loading
+from torch_metal_attn.tuned import loading, tiles
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ import torch
 
 from torch_metal_attn.tools.bench import timing
 from torch_metal_attn.tools.bench.versus import OURS, TORCHS
-from torch_metal_attn.tools.tune import command, measure, tiles
-from torch_metal_attn.tuned import loading
+from torch_metal_attn.tools.tune import command, measure
+from torch_metal_attn.tuned import loading, tiles
 from torch_metal_attn.tuned.tables import Machine
 
 CPU = torch.device("cpu")

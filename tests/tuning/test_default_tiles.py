@@ -13,7 +13,7 @@ from bench.agx import candidates, table
 from tests.helpers.cases import each_case
 from tests.tuning.explained import DTYPES, explained, operands, told
 from torch_metal_attn.tools.explain.ops import backward_launches
-from torch_metal_attn.tools.tune import tiles
+from torch_metal_attn.tuned import tiles
 
 LENGTH = 120
 FURTHEST = 2**31 - 1024

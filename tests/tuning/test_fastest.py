@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from tests.sdpa.sdpa_replaced_check import close, nothing_said, qkv  # noqa: F401
 from tests.tuning.explained import HELD
 from torch_metal_attn import allow_tf32, sdpa_replaced, simulate
-from torch_metal_attn.tools.tune import advice
-from torch_metal_attn.tuned import loading
+from torch_metal_attn.tuned import advice, loading
 from torch_metal_attn.tuned.tables import Compared, Row
 
 PLAIN, BAND = (f"flash_fwd float 8 8 {feature} q<=16 k<=16" for feature in ("plain", "band"))

@@ -9,7 +9,7 @@ from tests.attention.flash_fwd_check import check_flash_fwd, make_qkv
 from tests.helpers.cases import each_case
 from tests.tuning.explained import AGAIN, DTYPES, HELD, operands, told
 from torch_metal_attn import explain
-from torch_metal_attn.tools.tune import tiles
+from torch_metal_attn.tuned import tiles
 
 ops = torch.ops.metal_attn
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.runtime.conftest import any_fake, fakes, libraries  # noqa: F401
 from torch_metal_attn.runtime import extension, shaders
-from torch_metal_attn.tools.tune import tiles
+from torch_metal_attn.tuned import tiles
 
 ops = torch.ops.metal_attn
 

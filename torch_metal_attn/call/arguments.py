@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops.differentiation import refuse_gradient, refuse_layout
-from torch_metal_attn.ops.refusals import unmarked
+from torch_metal_attn.runtime.refusals import unmarked
 
 # A limit on each side; negative or None (flash-attn 4) is no limit.
 Window = tuple[int | None, int | None]
@@ -26,6 +25,33 @@ _LEAST, _END = 2.0**-126, 2.0**128
 
 # A list takes 8 bytes and more for a number, also for those that an expanded tensor repeats.
 _MOST_ON_HOST = 2**27
+
+
+def refuse_layout(name: str, tensor: Tensor) -> None:
+    """Raise NotImplementedError for a nested tensor, and ValueError for a sparse one."""
+    if tensor.is_nested:
+        raise NotImplementedError(
+            unmarked(
+                f"`{name}` is a nested tensor: nested tensors are not implemented, use "
+                "flash_attn_varlen_func"
+            )
+        )
+    if tensor.layout != torch.strided:
+        raise ValueError(
+            unmarked(
+                f"`{name}` has layout {tensor.layout}; it must be strided: call "
+                f"`{name}`.to_dense() first"
+            )
+        )
+
+
+def refuse_gradient(name: str, number: object) -> None:
+    """Raise NotImplementedError for a number that is a tensor and would lose its gradient."""
+    if isinstance(number, Tensor) and number.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{name} requires grad, and numbers have no gradient: detach it, or apply it to a "
+            "tensor, as a scale to q"
+        )
 
 
 def check_tensor(name: str, value: object) -> None:

@@ -80,6 +80,19 @@ def score_options(given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
+def limit_options(causal: bool, left: int, right: int) -> dict[str, Any]:
+    """The op's keywords for these limits, -1 where there is none.
+
+    The op refuses two limits on the right; in flash-attn causal wins.
+    """
+    options: dict[str, Any] = {"causal": True} if causal else {}
+    if left >= 0:
+        options["window_size_left"] = left
+    if right >= 0 and not causal:
+        options["window_size_right"] = right
+    return options
+
+
 def op_options(
     q: Tensor,
     dropout_p: float,
@@ -99,14 +112,7 @@ def op_options(
         options["softmax_scale"] = softmax_scale
     if causal is not False:
         causal = flag("causal", causal)
-    if causal:
-        options["causal"] = True
-    left, right = limits
-    if left >= 0:
-        options["window_size_left"] = left
-    # The op refuses two limits on the right; in flash-attn causal wins.
-    if right >= 0 and not causal:
-        options["window_size_right"] = right
+    options |= limit_options(causal, *limits)
     if type(dropout_p) is not float:
         dropout_p = number("dropout_p", dropout_p)
     rng_state = draw_rng_state(dropout_p, q.device)

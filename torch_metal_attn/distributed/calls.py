@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_metal_attn.call.options import limit_options
 from torch_metal_attn.distributed.layout import Spans, rows
 
 Packing = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k and the longest of each
@@ -130,7 +131,8 @@ def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
             for k_span, k_place in zip(k_spans, k_places, strict=True):
                 if visible.reaches(q_span, k_span):
                     # Where the first query is, counted from the first key.
-                    options = _limits(visible) | {"q_offset": q_span.start - k_span.start}
+                    limits = limit_options(visible.causal, visible.left, visible.right)
+                    options = limits | {"q_offset": q_span.start - k_span.start}
                     found.append(Call(q_place, k_place, options, sequence=sequence))
     return found
 
@@ -139,12 +141,3 @@ def _places(spans: list[range], start: int) -> tuple[list[slice], int]:
     """Where the spans are in the process' rows, and where the next sequence starts."""
     bounds = list(accumulate((len(span) for span in spans), initial=start))
     return [slice(a, b) for a, b in pairwise(bounds)], bounds[-1]
-
-
-def _limits(visible: Visible) -> dict[str, Any]:
-    options: dict[str, Any] = {"causal": True} if visible.causal else {}
-    if visible.left >= 0:
-        options["window_size_left"] = visible.left
-    if visible.right >= 0 and not visible.causal:
-        options["window_size_right"] = visible.right
-    return options

@@ -16,14 +16,14 @@ from torch_metal_attn.call.arguments import (
     window,
 )
 from torch_metal_attn.call.autocast import autocast
-from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.call.options import score_options
 from torch_metal_attn.distributed import group as groups
 from torch_metal_attn.distributed.calls import Visible
 from torch_metal_attn.distributed.layout import bounds_of, check_layout, checksum, shares_of_all
 from torch_metal_attn.distributed.ring import Problem, RingAttention
 from torch_metal_attn.ops.differentiation import transforming
-from torch_metal_attn.ops.refusals import untraced
+from torch_metal_attn.ops.names import ArgumentNames
+from torch_metal_attn.runtime.refusals import untraced
 
 _NAMES = ArgumentNames(heads_third=True)
 

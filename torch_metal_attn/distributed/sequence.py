@@ -15,7 +15,7 @@ from torch_metal_attn.distributed.layout import (
     shares,
     shares_of_all,
 )
-from torch_metal_attn.ops.refusals import untraced
+from torch_metal_attn.runtime.refusals import untraced
 
 
 def shard_sequence(

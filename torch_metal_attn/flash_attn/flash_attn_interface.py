@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch_metal_attn.call.attention_weights import block_size
+from torch_metal_attn.attention_weights import block_size
 from torch_metal_attn.flash_attn import flash_attn_gpu
 from torch_metal_attn.functional import (
     flash_attn_func,

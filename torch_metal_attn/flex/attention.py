@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_metal_attn.call.arguments import flag
 from torch_metal_attn.flex import in_graph
 from torch_metal_attn.flex.call import Call, plan
-from torch_metal_attn.ops.refusals import untraced
+from torch_metal_attn.runtime.refusals import untraced
 
 
 def flex_attention(

@@ -15,7 +15,7 @@ from torch._ops import HigherOrderOperator
 
 from torch_metal_attn.flex.call import plan
 from torch_metal_attn.ops.flex import LISTS
-from torch_metal_attn.ops.refusals import untraced
+from torch_metal_attn.runtime.refusals import untraced
 
 _BLOCKS = ("BLOCK_SIZE", "seq_lengths")
 

@@ -35,12 +35,12 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 
 from torch_metal_attn.call.arguments import flag
 from torch_metal_attn.integrations.imports import when_imported
-from torch_metal_attn.ops.refusals import as_value_errors
 from torch_metal_attn.runtime import session
+from torch_metal_attn.runtime.refusals import as_value_errors
 from torch_metal_attn.sdpa import NAMES, Arguments, Problem, is_causal_bias, plan
 from torch_metal_attn.simulator.renaming import Renaming
-from torch_metal_attn.tools.tune.advice import faster_in_torch
 from torch_metal_attn.tuned import loading
+from torch_metal_attn.tuned.advice import faster_in_torch
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

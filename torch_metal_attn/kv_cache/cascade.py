@@ -21,8 +21,9 @@ from torch_metal_attn.call.arguments import (
     only_given,
     window,
 )
-from torch_metal_attn.call.names import ArgumentNames
+from torch_metal_attn.call.options import limit_options
 from torch_metal_attn.kv_cache.trees import Rows, rows_of_ints
+from torch_metal_attn.ops.names import ArgumentNames
 
 _NAMES = ArgumentNames({"k": "k_cache", "v": "v_cache"}, heads_third=True)
 
@@ -101,15 +102,9 @@ class CascadePlan:
             device = block_table.device if isinstance(block_table, Tensor) else "cpu"
         device = on_device(device)
         self.batch_size, self.q_length, self.page_size = len(lengths), q_length, page_size
-        self._options: dict[str, Any] = {}
         left, right = window(window_size)
-        right = 0 if flag("causal", causal) else right
-        if causal:
-            self._options["causal"] = True
-        elif right >= 0:
-            self._options["window_size_right"] = right
-        if left >= 0:
-            self._options["window_size_left"] = left
+        self._options = limit_options(flag("causal", causal), left, right)
+        right = 0 if causal else right
         most = [_shareable(length, q_length, left, right) // page_size for length in lengths]
         self.levels = _levels(pages, most, min_pages)
         starts = [0] * len(lengths)

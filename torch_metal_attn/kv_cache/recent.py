@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor
-from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.ops.differentiation import forward_only
+from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from torch_metal_attn.call.arguments import (
     on_device,
     whole,
 )
-from torch_metal_attn.call.names import ArgumentNames
 from torch_metal_attn.kv_cache.recent import NoRecentRows, RecentRows
 from torch_metal_attn.ops.differentiation import check_writes
+from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.quantisation import (
     DTYPES,
     ELEMENTS,

@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.runtime import session
+from torch_metal_attn.runtime.refusals import python_kernel
 
 _Plain = TypeVar("_Plain", bound=Callable[..., Any])
 

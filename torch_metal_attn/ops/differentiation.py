@@ -12,7 +12,8 @@ from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from torch_metal_attn.ops.refusals import as_value_error, python_kernel, unmarked
+from torch_metal_attn.call.arguments import refuse_layout
+from torch_metal_attn.runtime.refusals import as_value_error, python_kernel, unmarked
 
 # By the arguments of a call: the names of those that it writes in place, each with the names of the
 # arguments that it writes there.
@@ -125,6 +126,18 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
         raise as_value_error(error) from None
 
 
+@functools.cache
+def _names(op: torch._ops.OpOverload) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
+
+
+def by_name(
+    op: torch._ops.OpOverload, values: Iterable[Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a call of an op, without those at their defaults."""
+    return dict(zip(_names(op), values, strict=False)) | dict(options)
+
+
 def by_schema(
     op: Any, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> list[tuple[Any, Any]]:
@@ -134,36 +147,9 @@ def by_schema(
     """
     if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         op, *arguments = arguments
-    schema = getattr(op, "default", op)._schema.arguments
-    given = dict(zip([one.name for one in schema], arguments, strict=False)) | dict(options)
-    return [(one, given[one.name]) for one in schema if one.name in given]
-
-
-def refuse_layout(name: str, tensor: Tensor) -> None:
-    """Raise NotImplementedError for a nested tensor, and ValueError for a sparse one."""
-    if tensor.is_nested:
-        raise NotImplementedError(
-            unmarked(
-                f"`{name}` is a nested tensor: nested tensors are not implemented, use "
-                "flash_attn_varlen_func"
-            )
-        )
-    if tensor.layout != torch.strided:
-        raise ValueError(
-            unmarked(
-                f"`{name}` has layout {tensor.layout}; it must be strided: call "
-                f"`{name}`.to_dense() first"
-            )
-        )
-
-
-def refuse_gradient(name: str, number: object) -> None:
-    """Raise NotImplementedError for a number that is a tensor and would lose its gradient."""
-    if isinstance(number, Tensor) and number.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError(
-            f"{name} requires grad, and numbers have no gradient: detach it, or apply it to a "
-            "tensor, as a scale to q"
-        )
+    op = getattr(op, "default", op)
+    given = by_name(op, arguments, options)
+    return [(one, given[one.name]) for one in op._schema.arguments if one.name in given]
 
 
 def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
@@ -326,14 +312,13 @@ def undifferentiated(
 ) -> Callable[..., Any]:
     """The kernel that `refuse` registers."""
     op = getattr(torch.ops.metal_attn, name).default
-    names = [argument.name for argument in op._schema.arguments]
 
     def undifferentiated(*values: Any, **options: Any) -> Any:
         if plain is not None and (found := plain(values, options)) is not None:
             return found
         if nothing_to_differentiate(values, options):
             return below(op, *values, **options)
-        given = dict(zip(names, values, strict=False)) | options
+        given = by_name(op, values, options)
         tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
         refusals = _refusals(f"metal_attn::{name}", advice, tensors, written(given))
         if not refusals:
@@ -387,8 +372,7 @@ def check_writes(name: str, values: tuple[Any, ...], options: dict[str, Any]) ->
     So that a caller may change something else before the call that writes.
     """
     op = getattr(torch.ops.metal_attn, name).default
-    names = [argument.name for argument in op._schema.arguments]
-    given = dict(zip(names, values, strict=False)) | options
+    given = by_name(op, values, options)
     _refuse_negated(op, given)
     if not nothing_to_differentiate(values, options):
         tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
@@ -413,10 +397,9 @@ def count_writes(name: str, written: Callable[[dict[str, Any]], Iterable[str]]) 
 
 def _without_negated(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """Refuses to write views that torch negates lazily, and negates those that are only read."""
-    names = [argument.name for argument in op._schema.arguments]
 
     def without_negated(*values: Any, **options: Any) -> Any:
-        given = dict(zip(names, values, strict=False)) | options
+        given = by_name(op, values, options)
         _refuse_negated(op, given)
         return op(**{n: x.resolve_neg() if isinstance(x, Tensor) else x for n, x in given.items()})
 
@@ -439,10 +422,8 @@ def _refuse_negated(op: torch._ops.OpOverload, given: dict[str, Any]) -> None:
 def _counted(
     op: torch._ops.OpOverload, written: Callable[[dict[str, Any]], Iterable[str]]
 ) -> Callable[..., Any]:
-    names = [argument.name for argument in op._schema.arguments]
-
     def with_new_versions(keyset: Any, *values: Any, **options: Any) -> Any:
-        given = dict(zip(names, values, strict=False), **options)
+        given = by_name(op, values, options)
         tensors = (given[name] for name in written(given))
         # The op's checks refuse None.
         torch.autograd.graph.increment_version([x for x in tensors if x is not None])

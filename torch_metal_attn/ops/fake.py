@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops.refusals import as_value_errors, unmarked
+from torch_metal_attn.ops.differentiation import by_name
 from torch_metal_attn.ops.view_offsets import offsets_kept
+from torch_metal_attn.runtime.refusals import as_value_errors, unmarked
 
 _Fake = TypeVar("_Fake", bound=Callable[..., Any])
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -55,9 +56,8 @@ def _tensors(
     name: str, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Iterator[tuple[str, Tensor]]:
     """The op's tensors by the names of its arguments."""
-    schema = getattr(torch.ops.metal_attn, name).default._schema
-    names = [argument.name for argument in schema.arguments]
-    for argument, value in (*zip(names, arguments, strict=False), *options.items()):
+    op = getattr(torch.ops.metal_attn, name).default
+    for argument, value in by_name(op, arguments, options).items():
         if isinstance(value, Tensor):
             yield argument, value
         elif isinstance(value, list | tuple):

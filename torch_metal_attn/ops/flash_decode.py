@@ -9,8 +9,8 @@ from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import undifferentiated
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult, register_cpu
 from torch_metal_attn.ops.flash_fwd_autograd import differentiable
-from torch_metal_attn.ops.refusals import python_kernel
 from torch_metal_attn.reference import attention, varlen_attention
+from torch_metal_attn.runtime.refusals import python_kernel
 
 
 def decoded(

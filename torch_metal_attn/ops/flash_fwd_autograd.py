@@ -21,7 +21,7 @@ from torch_metal_attn.ops.differentiation import (
     without_gradient,
 )
 from torch_metal_attn.ops.listed_bwd import listed_gradients
-from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.runtime.refusals import python_kernel
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")

@@ -25,7 +25,7 @@ from torch_metal_attn.ops.flash_bwd import (
     gradient_of,
     refuse_second_derivative,
 )
-from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.runtime.refusals import python_kernel
 
 # The lists of a BlockMask, by the names of its attributes and of the op's options.
 LISTS = tuple(

@@ -14,7 +14,7 @@ from torch_metal_attn.ops.differentiation import (
 )
 from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.layout import empty_like_query
-from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.runtime.refusals import python_kernel
 
 State = tuple[Tensor, Tensor]  # out, lse
 

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 from torch.compiler import is_compiling
 
-from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.runtime.refusals import python_kernel
 
 _OPS = torch.ops.metal_attn
 _NAMES = ("flash_fwd", "flash_decode", "sdpa", "flash_attn", "flash_attn_cached", "flash_attn_step")

@@ -17,8 +17,8 @@ from torch_metal_attn.ops.differentiation import (
 )
 from torch_metal_attn.ops.fake import check, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
-from torch_metal_attn.ops.refusals import python_kernel, unmarked
 from torch_metal_attn.reference import rotate_pairs
+from torch_metal_attn.runtime.refusals import python_kernel, unmarked
 
 _OPS = torch.ops.metal_attn
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import below, check_not_a_leaf, needs_gradient
 from torch_metal_attn.ops.fake import register_fake
-from torch_metal_attn.ops.refusals import python_kernel
+from torch_metal_attn.runtime.refusals import python_kernel
 
 _OPS = torch.ops.metal_attn
 

@@ -63,7 +63,6 @@ def _chip() -> str:
             ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
             capture_output=True,
             text=True,
-            timeout=10,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):

@@ -4,6 +4,7 @@ It stays below TORCH_METAL_ATTN_CACHE_MIB (default 1024) by removing the entries
 for the longest time. Entries used in the last hour stay, because a process may still read them.
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -11,7 +12,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 OVERRIDE = "TORCH_METAL_ATTN_CACHE"
@@ -23,6 +25,9 @@ IN_USE_SECONDS = 3600.0
 NOTE_SECONDS = 600.0
 # The directory is measured at a process' first store, and again after so large a part of the limit.
 MEASURED_PART = 16
+
+
+_Version = tuple[int, int] | None
 
 
 class CacheError(OSError):
@@ -79,6 +84,7 @@ def lookup(key: str) -> Path | None:
     # Asked before the files are read: another process may store the entry now, and it is whole.
     if not entry.is_dir():
         return None
+    found = _version(entry)
     try:
         seal = json.loads((entry / SEAL).read_text())
         for name, expected in seal.items():
@@ -91,7 +97,7 @@ def lookup(key: str) -> Path | None:
     else:
         _note_use(entry)
         return entry
-    _discard(entry)
+    _discard(entry, found)
     return None
 
 
@@ -140,21 +146,21 @@ def trim(most: int) -> None:
     Entries used in the last hour stay. Older leftovers of killed processes are removed.
     """
     now, total = time.time(), 0
-    old: list[tuple[float, int, Path]] = []
+    old: list[tuple[float, int, Path, _Version]] = []
     for entry in cache_dir().glob("??/*"):
         try:
-            size = _size(entry)
+            found, size = _version(entry), _size(entry)
             finished = not entry.name.startswith(".")
             used = (entry / SEAL if finished else entry).stat().st_mtime
         except OSError:  # another process is removing it
             continue
         total += size
         if now - used > IN_USE_SECONDS:
-            old.append((used if finished else 0.0, size, entry))
-    for used, size, entry in sorted(old):
+            old.append((used if finished else 0.0, size, entry, found))
+    for used, size, entry, found in sorted(old, key=lambda one: one[:3]):
         if used > 0.0 and total <= most:
             break
-        _discard(entry)
+        _discard(entry, found)
         total -= size
 
 
@@ -184,11 +190,45 @@ def _note_use(entry: Path) -> None:
         pass
 
 
-def _discard(entry: Path) -> None:
-    """Move a broken entry away before it is deleted: another process may be reading it."""
+def _version(entry: Path) -> _Version:
+    """What tells an entry from one that is stored in its place; None if it is gone."""
     try:
-        trash = Path(tempfile.mkdtemp(prefix=".old-", dir=entry.parent))
-        entry.rename(trash / "entry")
-        shutil.rmtree(trash, ignore_errors=True)
+        about = entry.stat()
     except OSError:
-        shutil.rmtree(entry, ignore_errors=True)
+        return None
+    return about.st_ino, about.st_mtime_ns
+
+
+def _discard(entry: Path, found: _Version) -> None:
+    """Remove an entry, unless another process has removed it and may have stored it again.
+
+    It is moved away before it is deleted: another process may be reading it.
+    """
+    with _alone(entry.parent):
+        if found is None or _version(entry) != found:
+            return
+        try:
+            trash = Path(tempfile.mkdtemp(prefix=".old-", dir=entry.parent))
+            entry.rename(trash / "entry")
+        except OSError:
+            shutil.rmtree(entry, ignore_errors=True)
+            return
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time is inside, where the file system has locks."""
+    try:
+        file = os.open(folder, os.O_RDONLY)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)  # children of a fork have the file too
+        os.close(file)

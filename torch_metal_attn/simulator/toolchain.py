@@ -57,7 +57,9 @@ def _version(command: Sequence[str]) -> tuple[str, int, bool]:
     """(version line, major, is Apple's) of a clang; raises ToolchainError if it is not a clang."""
     name = " ".join(command)
     try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [*command, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise ToolchainError(f"cannot run {name}: {error}") from error
     first = done.stdout.strip().split("\n")[0]

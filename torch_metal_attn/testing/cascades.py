@@ -34,8 +34,8 @@ from torch_metal_attn.testing.tensors import (
 
 _SHARED = (
     *("dtype", "seed", "strict", "heads", "kv_heads", "head_dim", "v_head_dim", "values_in_keys"),
-    *("q_length", "causal", "window_size_left", "softcap", "learnable_sink", "format", "v_format"),
-    "hadamard",
+    *("q_length", "causal", "window_size_left", "window_size_right", "softcap", "learnable_sink"),
+    *("format", "v_format", "hadamard"),
 )
 
 
@@ -77,6 +77,9 @@ class Cascade(Case):
     hadamard: int = field(0, rotated_blocks, share=0.3)
     causal: bool = field(False, chance(0.7))
     window_size_left: int = field(-1, one_of(-1, -1, 30), varied=True)
+    window_size_right: int = field(
+        -1, one_of(-1, -1, 1), when=lambda case: not case.causal, varied=True
+    )
     softcap: float = field(0.0, one_of(0.0, 0.0, 20.0))
     learnable_sink: str = field("", one_of("", "", "float32"))
     num_splits: int = field(0, one_of(0, 1, 2))
@@ -157,7 +160,7 @@ def prepare(case: Cascade, device: torch.device) -> Prepared:
         case.page,
         case.q_length,
         causal=case.causal,
-        window_size=(case.window_size_left, -1),
+        window_size=(case.window_size_left, case.window_size_right),
         device=device,
     )
 

@@ -26,6 +26,12 @@ class Progress:
         self._start = clock()
         self._width = 0
 
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.end()
+
     def step(self, group: str, text: str = "") -> None:
         """Show the step that begins now. group is "" if the caller prints a line for each."""
         of_total = "" if self._total is None else f"/{self._total}"
@@ -38,8 +44,13 @@ class Progress:
         self._group = group
         self._done += 1
 
+    def say(self, text: str) -> None:
+        """Print text on stdout, in place of the changing line."""
+        self.end()
+        print(text, flush=True)
+
     def end(self) -> None:
-        """Clear the changing line, so that other lines can be printed."""
+        """Clear the changing line."""
         if self._stream.isatty():
             self._write("")
             self._stream.write("\r")

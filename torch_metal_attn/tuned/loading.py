@@ -12,8 +12,7 @@ from torch_metal_attn.runtime import machine as machines
 from torch_metal_attn.runtime import macos, mps
 from torch_metal_attn.runtime.version import VERSION
 from torch_metal_attn.simulator import cache
-from torch_metal_attn.tools.tune import tiles
-from torch_metal_attn.tuned import tables
+from torch_metal_attn.tuned import tables, tiles
 from torch_metal_attn.tuned.tables import BadTable, Machine, Row
 
 SETTING = "TORCH_METAL_ATTN_TUNED"

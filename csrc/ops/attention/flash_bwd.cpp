@@ -1,6 +1,7 @@
 #include "csrc/ops/attention/flash_bwd.h"
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 
 #include "csrc/ops/attention/check.h"
@@ -17,6 +18,7 @@
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
+#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -36,6 +38,41 @@ struct FlashBwdCall {
 
 MaskTile mask_tile(const FlashBwdSpecialisation& s) {
   return {s.tile_queries(), s.tile_keys(), s.dkv() ? FlexWalk::kOverQueries : FlexWalk::kOverKeys};
+}
+
+// What a grid of dk and dv with so many splits of a KV head's query heads takes longer than the
+// products alone, because it leaves cores idle, and adds up the splits' parts.
+double grid_factor(const FlashBwdSpecialisation& s, int splits, const FlashFwdProblem& problem,
+                   const Gpu& gpu) {
+  const double tiles = double(problem.keys) / s.block_rows();
+  const double waves =
+      tiles * s.slices() * s.simdgroups * splits / double(kSimdgroupsPerCore * gpu.cores);
+  // Of a band some tiles are shorter, which only later tiles make up for.
+  const double uneven = s.features.band ? 1.0 + std::max(2.0 - waves, 0.0) / 2 : 1.0;
+  // Two thirds of the SIMD groups still do more than two thirds of the work (replay.md).
+  constexpr double kExponent = 0.85;
+  const double idle = uneven / std::pow(std::min(waves, 1.0), kExponent);
+  // To write and add up a key's part takes as long as this many queries. By judgement: memory of
+  // 68 GB/s beside 2.6 TFLOPS, as M1 has, and of 269 beside 32 of matrix units, as M5 Pro has.
+  const double part_queries = s.tensor_tiles ? 250 : 80;
+  const double queries = double(problem.q_length) * problem.queries_per_kv;
+  return splits > 1 ? idle * (1.0 + part_queries * splits / queries) : idle;
+}
+
+// How many threadgroups of this tile should share the query heads of a KV head, which they divide.
+int choose_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& problem,
+                       const Gpu& gpu) {
+  int best = 1;
+  if (!s.dkv() || problem.q_length == 0 || problem.keys == 0) {  // or too small to matter
+    return best;
+  }
+  for (int splits = 2; splits <= problem.queries_per_kv; ++splits) {
+    if (problem.queries_per_kv % splits == 0 &&
+        grid_factor(s, splits, problem, gpu) < grid_factor(s, best, problem, gpu)) {
+      best = splits;
+    }
+  }
+  return best;
 }
 
 FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
@@ -68,7 +105,7 @@ FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
     problem.features.flex->ordered = starts_in_order(*f.flex, FlexWalk::kOverQueries);
   }
   call.dkv = choose(Gradient::kKv);
-  call.dkv.head_splits = flash_bwd_head_splits(call.dkv, problem, gpu());
+  call.dkv.head_splits = choose_head_splits(call.dkv, problem, gpu());
   return call;
 }
 

@@ -13,6 +13,7 @@
 #include "csrc/ops/common/check.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/launch.h"
+#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -94,7 +95,7 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
     call.shared_tiles = 0;
   }
   const double owned_tiles = double(owned[0]) * owned[1] * owned[2] * owned[3];
-  call.splits = flash_bwd_bias_splits(static_cast<int64_t>(std::min(owned_tiles, double{1 << 30})),
+  call.splits = score_gradient_splits(static_cast<int64_t>(std::min(owned_tiles, double{1 << 30})),
                                       call.shared_tiles);
   call.split_tiles = divide_up(call.shared_tiles, call.splits);
   // Metal's positions in the grid are 32-bit, counted in threads.
@@ -165,6 +166,17 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
 }
 
 }  // namespace
+
+// No more parts than keep the GPU busy: each writes float32 of all that is added, which is then
+// less than twice kBusyThreadgroups tiles, however large it is.
+int64_t score_gradient_splits(int64_t owned, int64_t shared) {
+  if (owned == 0 || shared == 0) {
+    return 1;
+  }
+  // Threadgroups of four SIMD groups that keep the largest GPU, of 80 cores, busy.
+  constexpr int64_t kBusyThreadgroups = 80 * kSimdgroupsPerCore / 4;
+  return std::min(shared, (kBusyThreadgroups + owned - 1) / owned);
+}
 
 JsonObject score_gradient_note(const FlashBwdSpecialisation& s) {
   return JsonObject()

@@ -20,6 +20,10 @@ FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& arguments);
 Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArguments& arguments,
                                const torch::stable::Tensor& result);
 
+// Into how many parts the walk over `shared` tiles of scores is split, of each of `owned` tiles of
+// what is added to them. At least 1, and at most `shared` unless that is 0.
+int64_t score_gradient_splits(int64_t owned, int64_t shared);
+
 // What is told of its launch.
 JsonObject score_gradient_note(const FlashBwdSpecialisation& specialisation);
 

@@ -66,7 +66,7 @@ Share analyse_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::s
         bytes / (1 << 20), " MiB, and may take ", kMostBytes / (1 << 20),
         ": pass a smaller tensor, or detach it");
   const auto room = static_cast<int64_t>(kCopiesBytes / std::max(bytes, 1.0));
-  share.splits = std::clamp(flash_bwd_bias_splits(share.owned, share.shared), int64_t{1},
+  share.splits = std::clamp(score_gradient_splits(share.owned, share.shared), int64_t{1},
                             std::max(room, int64_t{1}));
   share.copies = share.splits * simdgroups;
   constexpr int64_t kMaxGrid = std::numeric_limits<int32_t>::max();

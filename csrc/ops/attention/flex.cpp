@@ -50,18 +50,7 @@ const char* capture_element(const std::string& name, const Tensor& tensor) {
   constexpr char kAllowed[] =
       "bool, int8, uint8, int16, int32, int64, float32, float16 or bfloat16";
   check_known_dtype(name.c_str(), tensor, kAllowed);
-  const char* element = nullptr;
-  for (const auto& [dtype, metal] : {std::pair{ScalarType::Bool, "uchar"},
-                                     {ScalarType::Byte, "uchar"},
-                                     {ScalarType::Char, "char"},
-                                     {ScalarType::Short, "short"},
-                                     {ScalarType::Int, "int"},
-                                     {ScalarType::Long, "int64_t"},
-                                     {ScalarType::Float, "float"},
-                                     {ScalarType::Half, "half"},
-                                     {ScalarType::BFloat16, "bfloat"}}) {
-    element = tensor.scalar_type() == dtype ? metal : element;
-  }
+  const char* element = metal_element(tensor);
   check(element != nullptr, name, " has dtype ", dtype_text(tensor), "; it must be ", kAllowed);
   return element;
 }

@@ -4,12 +4,6 @@
 #include "csrc/ops/cache/schema.h"
 #include "csrc/problem/attention.h"
 
-// What a list of options.h makes of each entry: its part of a schema, of a function's parameters,
-// and of a struct's values.
-#define OPTION_SCHEMA(TYPE, NAME, DEFAULT, STEP) ", " SCHEMA_##TYPE " " #NAME "=" #DEFAULT
-#define OPTION_PARAMETER(TYPE, NAME, DEFAULT, STEP) , metal_attn::TYPE NAME
-#define OPTION_VALUE(TYPE, NAME, DEFAULT, STEP) NAME,
-
 #define FLASH_FIRST_SCHEMA FLASH_FIRST_OPTIONS(OPTION_SCHEMA)
 #define FLASH_SCHEMA FLASH_OPTIONS(OPTION_SCHEMA)
 #define PACKING_SCHEMA \

@@ -10,6 +10,7 @@
 #include <set>
 #include <string_view>
 #include <system_error>
+#include <utility>
 
 #include "csrc/ops/common/check.h"
 #include "csrc/problem/gpu.h"
@@ -134,14 +135,16 @@ void say_compared(Trial trial) {
 }
 
 // "" if both kinds of tile agree, in this process or in an earlier one.
-std::string compare_once(Backend& mps, Trial trial, ProbeSettings settings) {
+std::string compare_once(Backend& mps, Trial trial, std::shared_ptr<const void> note) {
   const std::string record = record_of(trial);
   std::error_code error;
   if (!record.empty() && std::filesystem::exists(record, error)) {
     return "";
   }
   say_compared(trial);
+  ProbeSettings settings = probe_settings();
   settings.limit *= kCompareLimits;
+  settings.held = std::move(note);
   const std::string problem = try_apart(
       settings, "the comparison of both kinds of tile", [&mps, trial, type = settings.device_type] {
         return compare_tiles(mps, type, trial.pass, trial.float32);
@@ -185,7 +188,7 @@ std::string try_tensor_tiles(Backend& mps, Trial trial) {
   std::string problem =
       trial.pass == Pass::kForward ? probe_tensor(mps, settings, trial.float32) : "";
   if (problem.empty()) {
-    problem = compare_once(mps, trial, settings);
+    problem = compare_once(mps, trial, begun.note);
   }
   if (!problem.empty() && problem != kNoTensorLanguage) {
     warn(name(trial), problem);

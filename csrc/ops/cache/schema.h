@@ -10,15 +10,14 @@
   "Tensor? block_table=None, Tensor? cache_batch_idx=None, " \
   "Tensor? k_scale=None, Tensor? v_scale=None"
 
-#define APPEND_KV_ROTARY                                                                        \
-  "Tensor? rotary_cos=None, Tensor? rotary_sin=None, "                                          \
-  "bool rotary_interleaved=False, bool rotate_q_by_token=True, bool rotary_from_leftpad=True, " \
-  "SymInt rotary_first_column=0"
+#define ROTARY_SCHEMA ROTARY_OPTIONS(OPTION_SCHEMA)
+#define ROTARY_PARAMETERS ROTARY_OPTIONS(OPTION_PARAMETER)
+#define ROTARY_VALUES {ROTARY_OPTIONS(OPTION_VALUE)}
 #define APPEND_KV_ARGUMENTS                                                          \
   "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "                    \
   "Tensor? cache_seqlens=None, *, Tensor(c!)? q=None, "                              \
   "Tensor? block_table=None, Tensor? cache_batch_idx=None, Tensor? leftpad_k=None, " \
-  "Tensor(d!)? k_scale=None, Tensor(e!)? v_scale=None, " APPEND_KV_ROTARY ", SymInt hadamard=0"
+  "Tensor(d!)? k_scale=None, Tensor(e!)? v_scale=None" ROTARY_SCHEMA ", SymInt hadamard=0"
 #define COPY_PAGES_ARGUMENTS "(Tensor(a!) cache, Tensor src, Tensor dst"
 
 namespace metal_attn {
@@ -30,10 +29,9 @@ struct AppendKv {
                    const torch::stable::Tensor& k_cache, const torch::stable::Tensor& v_cache,
                    OptionalTensor cache_seqlens, OptionalTensor q, OptionalTensor block_table,
                    OptionalTensor cache_batch_idx, OptionalTensor leftpad_k, OptionalTensor k_scale,
-                   OptionalTensor v_scale, OptionalTensor rotary_cos, OptionalTensor rotary_sin,
-                   bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad,
-                   int64_t rotary_first_column, int64_t hadamard) {
-    return run(AppendKvArguments{k,
+                   OptionalTensor v_scale ROTARY_PARAMETERS, int64_t hadamard) {
+    return run(AppendKvArguments{ROTARY_VALUES,
+                                 k,
                                  v,
                                  k_cache,
                                  v_cache,
@@ -41,12 +39,6 @@ struct AppendKv {
                                  q,
                                  leftpad_k,
                                  {block_table, cache_batch_idx, k_scale, v_scale, kAppendNames},
-                                 rotary_cos,
-                                 rotary_sin,
-                                 rotary_interleaved,
-                                 rotate_q_by_token,
-                                 rotary_from_leftpad,
-                                 rotary_first_column,
                                  hadamard});
   }
 };

@@ -38,27 +38,32 @@ using torch::headeronly::IntHeaderOnlyArrayRef;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Those that a caller is likely to hold, with torch's names.
-constexpr std::array<std::pair<ScalarType, const char*>, 10> kLikely{
-    {{ScalarType::Float, "float32"},
-     {ScalarType::Half, "float16"},
-     {ScalarType::BFloat16, "bfloat16"},
-     {ScalarType::Double, "float64"},
-     {ScalarType::Long, "int64"},
-     {ScalarType::Int, "int32"},
-     {ScalarType::Bool, "bool"},
-     {ScalarType::Char, "int8"},
-     {ScalarType::Byte, "uint8"},
-     {ScalarType::Float8_e4m3fn, "float8_e4m3fn"}}};
+// Those that a caller is likely to hold, with torch's names, and Metal's of what kernels can index.
+struct Dtype {
+  ScalarType type;
+  const char* name;
+  const char* metal;
+};
+constexpr std::array<Dtype, 11> kLikely{{{ScalarType::Float, "float32", "float"},
+                                         {ScalarType::Half, "float16", "half"},
+                                         {ScalarType::BFloat16, "bfloat16", "bfloat"},
+                                         {ScalarType::Double, "float64", nullptr},
+                                         {ScalarType::Long, "int64", "int64_t"},
+                                         {ScalarType::Int, "int32", "int"},
+                                         {ScalarType::Bool, "bool", "uchar"},
+                                         {ScalarType::Char, "int8", "char"},
+                                         {ScalarType::Byte, "uint8", "uchar"},
+                                         {ScalarType::Short, "int16", "short"},
+                                         {ScalarType::Float8_e4m3fn, "float8_e4m3fn", nullptr}}};
 
 // Those of rows that the kernels compute with: kElementNames.
 constexpr std::initializer_list<ScalarType> kElements{ScalarType::Float, ScalarType::Half,
                                                       ScalarType::BFloat16};
 
 std::string dtype_name(ScalarType dtype) {
-  const auto is_it = [dtype](const auto& likely) { return likely.first == dtype; };
-  const auto found = std::find_if(kLikely.begin(), kLikely.end(), is_it);
-  return found != kLikely.end() ? found->second : torch::headeronly::toString(dtype);
+  const auto found = std::find_if(kLikely.begin(), kLikely.end(),
+                                  [dtype](const Dtype& likely) { return likely.type == dtype; });
+  return found != kLikely.end() ? found->name : torch::headeronly::toString(dtype);
 }
 
 void write_list(std::ostream& out, IntHeaderOnlyArrayRef values) {
@@ -159,27 +164,32 @@ Place place_of(const Tensor& tensor) {
   return place;
 }
 
-// By torch's number, if it is a likely one.
-std::optional<ScalarType> likely_dtype(const Tensor& tensor) {
+// By torch's number; null if it is no likely one.
+const Dtype* likely_dtype(const Tensor& tensor) {
   using torch::stable::detail::from;
   using torch::stable::detail::to;
   static const auto numbers = [] {
     std::array<int32_t, kLikely.size()> all{};
     std::transform(kLikely.begin(), kLikely.end(), all.begin(),
-                   [](const auto& likely) { return to<int32_t>(from(likely.first)); });
+                   [](const auto& likely) { return to<int32_t>(from(likely.type)); });
     return all;
   }();
   int32_t number = 0;
   TORCH_CALL(aoti_torch_get_dtype(tensor.get(), &number));
   const auto found = std::find(numbers.begin(), numbers.end(), number) - numbers.begin();
-  return found < std::ssize(numbers) ? std::optional(kLikely[found].first) : std::nullopt;
+  return found < std::ssize(numbers) ? &kLikely[static_cast<std::size_t>(found)] : nullptr;
 }
 
 }  // namespace
 
 ScalarType dtype_of(const Tensor& tensor) {
-  const std::optional<ScalarType> dtype = likely_dtype(tensor);
-  return dtype ? *dtype : tensor.scalar_type();
+  const Dtype* likely = likely_dtype(tensor);
+  return likely != nullptr ? likely->type : tensor.scalar_type();
+}
+
+const char* metal_element(const Tensor& tensor) {
+  const Dtype* likely = likely_dtype(tensor);
+  return likely != nullptr ? likely->metal : nullptr;
 }
 
 void check_device(ArgumentName name, const Tensor& tensor) {
@@ -203,7 +213,7 @@ void check_same_device(ArgumentName name, const Tensor& tensor, ArgumentName oth
 
 // The stable ABI has no name for every dtype: it throws for quantized, 4-bit and shell ones.
 void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allowed) {
-  if (likely_dtype(tensor)) {
+  if (likely_dtype(tensor) != nullptr) {
     return;
   }
   try {
@@ -218,9 +228,10 @@ void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allo
 
 ScalarType check_dtype(ArgumentName name, const Tensor& tensor,
                        std::initializer_list<ScalarType> allowed) {
-  const std::optional<ScalarType> dtype = likely_dtype(tensor);
-  if (dtype && std::find(allowed.begin(), allowed.end(), *dtype) != allowed.end()) {
-    return *dtype;
+  const Dtype* likely = likely_dtype(tensor);
+  if (likely != nullptr &&
+      std::find(allowed.begin(), allowed.end(), likely->type) != allowed.end()) {
+    return likely->type;
   }
   std::string names;
   for (const ScalarType* other = allowed.begin(); other != allowed.end(); ++other) {

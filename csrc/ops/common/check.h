@@ -1,5 +1,5 @@
 // Argument checks shared by the ops. Each throws std::invalid_argument, which Python sees as
-// ValueError (torch_metal_attn/ops/refusals.py sees to that from torch 2.15), and names the
+// ValueError (torch_metal_attn/runtime/refusals.py sees to that from torch 2.15), and names the
 // argument, what was given and what is allowed.
 #pragma once
 
@@ -29,7 +29,7 @@ namespace metal_attn {
 
 // Throws std::invalid_argument with the text without its backquotes. They mark arguments' names,
 // and shapes and layouts of the op's arguments: functions that call an argument otherwise, or have
-// its dimensions in another order, replace what is marked (torch_metal_attn/call/names.py).
+// its dimensions in another order, replace what is marked (torch_metal_attn/ops/names.py).
 [[noreturn]] void refuse(const std::string& marked);
 
 // An argument's name in a message.
@@ -102,6 +102,9 @@ inline constexpr char kElementNames[] = "float32, float16 or bfloat16";
 
 // The same as tensor.scalar_type(), which asks torch for the number of one dtype after the other.
 torch::headeronly::ScalarType dtype_of(const torch::stable::Tensor& tensor);
+
+// Metal's name of what kernels index in the tensor; null for dtypes that they cannot.
+const char* metal_element(const torch::stable::Tensor& tensor);
 
 // One of the dtypes; returns which.
 torch::headeronly::ScalarType check_dtype(

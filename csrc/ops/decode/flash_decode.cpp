@@ -1,5 +1,8 @@
 #include "csrc/ops/decode/flash_decode.h"
 
+#include <algorithm>
+#include <limits>
+
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/defines.h"
 #include "csrc/ops/attention/fill.h"
@@ -16,6 +19,7 @@
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/launch.h"
+#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -51,6 +55,64 @@ int64_t keys_read(const FlashDecodeArguments& a, const FlashFwdCall& call) {
     keys = std::min(keys, o.attention_chunk + call.q_length);
   }
   return keys;
+}
+
+// Waves of threadgroups among which a number of splits is looked for.
+constexpr int kMostWaves = 4;
+
+// Splits are merged by a launch of its own, which is estimated as so many keys of a threadgroup.
+constexpr int64_t kMergeKeys = 64;
+
+// Of so many columns of a key or a value, and of the scales that they have of their own.
+int row_bytes(const FlashDecodeSpecialisation& s, KvFormat kv_format, int columns) {
+  constexpr int kScaleBytes = 2;
+  const int format = static_cast<int>(kv_format);
+  if (kv_format == KvFormat::kPlain) {
+    return columns * element_bytes(s.kv_element());
+  }
+  const int scales =
+      kv_row_scales(format) ? columns * kv_scale_numbers(format) / kv_scale_columns(format) : 0;
+  return columns * kv_bits(format) / 8 + scales * kScaleBytes;
+}
+
+// Of a key and its value.
+int key_bytes(const FlashDecodeSpecialisation& s) {
+  const auto [k, v] = s.features.cache.formats;
+  return row_bytes(s, k, s.head_dim_qk) + (s.v_in_k ? 0 : row_bytes(s, v, s.head_dim_v));
+}
+
+// Into how many parts the keys are split. `groups`: threadgroups without splits; `rows`: of each;
+// `keys`: that one sequence reads, at most. At least 1, and none of them is empty at `keys`.
+//
+// Whole waves of threadgroups: the last one takes as long as the others however few it has. Of the
+// numbers of splits that make such waves the fastest is taken, if a wave takes as long as what its
+// threadgroups read and write: keys, once a pass, queries and float32 results, written and read
+// again.
+int64_t choose_splits(const FlashDecodeSpecialisation& s, int64_t groups, int64_t rows,
+                      int64_t keys, int cores) {
+  const int64_t steps = (keys + s.step_keys() - 1) / s.step_keys();
+  if (steps == 0 || groups == 0) {
+    return 1;
+  }
+  const int64_t q_bytes = s.head_dim_qk * element_bytes(s.element);
+  const int64_t own = rows * (q_bytes + 2 * s.head_dim_v * int64_t(sizeof(float)));
+  const int64_t key = s.passes(rows) * key_bytes(s);
+  const int64_t most = std::clamp<int64_t>(keys * key / own, 1, std::min(steps, kMaxSplits));
+  const int64_t slots = std::max<int64_t>(kSimdgroupsPerCore * cores * 32 / s.threads(), 1);
+  int64_t best = 1;
+  double best_time = std::numeric_limits<double>::infinity();
+  for (int64_t waves = 0; waves <= kMostWaves; ++waves) {  // 0: one split
+    const int64_t splits = std::clamp<int64_t>(waves * slots / groups, 1, most);
+    const auto needed = static_cast<double>((splits * groups + slots - 1) / slots);
+    const double merge = splits > 1 ? double(kMergeKeys * key) : 0.0;
+    const double time = needed * double(keys * key + splits * own) / double(splits) + merge;
+    if (time < best_time) {
+      best_time = time;
+      best = splits;
+    }
+  }
+  const int64_t split_steps = (steps + best - 1) / best;
+  return (steps + split_steps - 1) / split_steps;
 }
 
 // Of a sequence: that many fill any GPU, and its grid stays far from the end of 32 bits.
@@ -199,8 +261,8 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
         kMaxLength / (forward.kv_heads * list_groups));
   const int64_t groups = int64_t{forward.batch} * forward.kv_heads * call.row_groups;
   const int64_t own_rows = divide_up(rows, list_groups);
-  call.splits = a.num_splits > 0 ? a.num_splits
-                                 : flash_decode_splits(s, groups, own_rows, call.keys, gpu().cores);
+  call.splits =
+      a.num_splits > 0 ? a.num_splits : choose_splits(s, groups, own_rows, call.keys, gpu().cores);
   // Each split writes its own partial results: they are as many times as long as out.
   if (double(forward.queries()) * forward.heads * s.head_dim_v * call.splits > kMaxLength) {
     call.specialisation.features.long_offsets = true;

@@ -32,7 +32,7 @@ void define_plain(Library& m) {
       "Tensor? block_table=None" FLASH_FIRST_SCHEMA ") -> Tensor");
   m.def(
       "flash_attn_step(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-      "Tensor cache_seqlens, Tensor? block_table=None" FLASH_FIRST_SCHEMA ", " APPEND_KV_ROTARY
+      "Tensor cache_seqlens, Tensor? block_table=None" FLASH_FIRST_SCHEMA ROTARY_SCHEMA
       ") -> Tensor");
 }
 
@@ -84,17 +84,13 @@ struct Plain {
         backend()));
   }
 
-  static Tensor flash_attn_step(const Tensor& q, const Tensor& k, const Tensor& v,
-                                const Tensor& k_cache, const Tensor& v_cache,
-                                const Tensor& cache_seqlens,
-                                OptionalTensor block_table FLASH_FIRST_PARAMETERS,
-                                OptionalTensor rotary_cos, OptionalTensor rotary_sin,
-                                bool rotary_interleaved, bool rotate_q_by_token,
-                                bool rotary_from_leftpad, int64_t rotary_first_column) {
+  static Tensor flash_attn_step(
+      const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
+      const Tensor& v_cache, const Tensor& cache_seqlens,
+      OptionalTensor block_table FLASH_FIRST_PARAMETERS ROTARY_PARAMETERS) {
     return heads_third(DecodeStep<run_step>::step(
         heads_second(q), heads_second(k), heads_second(v), heads_second(k_cache),
-        heads_second(v_cache), cache_seqlens, rotary_cos, rotary_sin, rotary_interleaved,
-        rotate_q_by_token, rotary_from_leftpad, rotary_first_column, {FLASH_FIRST_VALUES},
+        heads_second(v_cache), cache_seqlens, ROTARY_VALUES, {FLASH_FIRST_VALUES},
         {.block_table = block_table}, 0));
   }
 

@@ -24,7 +24,7 @@
 
 #define DECODE_STEP_ARGUMENTS \
   "(Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, " \
-  "Tensor cache_seqlens, *, " APPEND_KV_ROTARY FLASH_OPTIONS(STEP_SCHEMA)     \
+  "Tensor cache_seqlens, *" ROTARY_SCHEMA FLASH_OPTIONS(STEP_SCHEMA)          \
   ", Tensor? block_table=None, Tensor? cache_batch_idx=None, "              \
   "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, SymInt num_splits=0" \
   DECODE_OPTIONS(OPTION_SCHEMA) ", Tensor? cu_seqlens_k_new=None"
@@ -54,41 +54,32 @@ template <auto run>
 struct DecodeStep {
   using Tensor = torch::stable::Tensor;
   static auto call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
-                   const Tensor& v_cache, const Tensor& cache_seqlens, OptionalTensor rotary_cos,
-                   OptionalTensor rotary_sin, bool rotary_interleaved, bool rotate_q_by_token,
-                   bool rotary_from_leftpad,
-                   int64_t rotary_first_column FLASH_OPTIONS(STEP_PARAMETER), CACHE_PARAMETERS,
-                   int64_t num_splits DECODE_PARAMETERS, OptionalTensor cu_seqlens_k_new) {
+                   const Tensor& v_cache,
+                   const Tensor& cache_seqlens ROTARY_PARAMETERS FLASH_OPTIONS(STEP_PARAMETER),
+                   CACHE_PARAMETERS, int64_t num_splits DECODE_PARAMETERS,
+                   OptionalTensor cu_seqlens_k_new) {
     FlashFwdOptions options;
     FLASH_OPTIONS(STEP_SET)
-    return step(q, k, v, k_cache, v_cache, cache_seqlens, rotary_cos, rotary_sin,
-                rotary_interleaved, rotate_q_by_token, rotary_from_leftpad, rotary_first_column,
-                options, CACHE_VALUES, num_splits, DECODE_VALUES, cu_seqlens_k_new);
+    return step(q, k, v, k_cache, v_cache, cache_seqlens, ROTARY_VALUES, options, CACHE_VALUES,
+                num_splits, DECODE_VALUES, cu_seqlens_k_new);
   }
 
   // `options` are attention's, but leftpad_k, which is the append's.
   static auto step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
-                   const Tensor& v_cache, const Tensor& cache_seqlens,
-                   const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
-                   bool rotary_interleaved, bool rotate_q_by_token, bool rotary_from_leftpad,
-                   int64_t rotary_first_column, FlashFwdOptions options, CacheOptions cache,
-                   int64_t num_splits, const DecodeOptions& decode = {},
+                   const Tensor& v_cache, const Tensor& cache_seqlens, const RotaryOptions& rotary,
+                   FlashFwdOptions options, CacheOptions cache, int64_t num_splits,
+                   const DecodeOptions& decode = {},
                    const OptionalTensor& cu_seqlens_k_new = std::nullopt) {
     cache.names = kAppendNames;
-    AppendKvArguments append{k,
+    AppendKvArguments append{rotary,
+                             k,
                              v,
                              k_cache,
                              v_cache,
                              cache_seqlens,
-                             rotary_cos ? OptionalTensor(q) : std::nullopt,
+                             rotary.rotary_cos ? OptionalTensor(q) : std::nullopt,
                              options.leftpad_k,
                              cache,
-                             rotary_cos,
-                             rotary_sin,
-                             rotary_interleaved,
-                             rotate_q_by_token,
-                             rotary_from_leftpad,
-                             rotary_first_column,
                              decode.hadamard};
     if (decode.cu_seqlens_q) {
       append.packed =

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch_metal_attn.testing.case import Case as Call
 from torch_metal_attn.testing.families import FAMILIES
 from torch_metal_attn.testing.features import attention
-from torch_metal_attn.tools.tune import tiles
 from torch_metal_attn.tools.verify import cases as listed
+from torch_metal_attn.tuned import tiles
 
 # Further calls of the same kernels, one that takes gigabytes, one that launches nothing, and steps
 # in which torch computes between the launches.

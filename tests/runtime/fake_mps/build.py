@@ -188,6 +188,7 @@ def of_the_extension(sources: Iterable[Path]) -> dict[Path, Path]:
         return {}
     objects = {s: EXTENSION / s.relative_to(ROOT).with_suffix(".o") for s in sources}
     stale = set(dry_run.stdout.split())
+    objects = {s: o for s, o in objects.items() if str(o) in text}  # none in a moved checkout
     return {s: o for s, o in objects.items() if o.exists() and str(o) not in stale}
 
 

@@ -58,7 +58,8 @@ std::string g_refused;  // texts that hold it do not compile
 // Called before a text is compiled, and may take its time. Null: none is.
 void (*g_compiler)(const char*) = nullptr;
 int32_t g_device_type = aoti_torch_device_type_cpu();
-int64_t g_probe_limit = 60000;
+int64_t g_probe_limit = 600000;
+int64_t g_queue_limit = 600000;
 std::string g_allocations;  // of each launch, a number a line
 thread_local uint64_t t_launch_begins = 0;
 std::atomic<int> g_blocks{0};
@@ -258,6 +259,7 @@ EXPORT void fake_mps_launch_begins() {
 // For csrc/runtime/mps_verdict.cpp.
 extern "C" int32_t fake_mps_device_type() { return g_device_type; }
 extern "C" int64_t fake_mps_probe_limit() { return g_probe_limit; }
+extern "C" int64_t fake_mps_queue_limit() { return g_queue_limit; }
 
 // For the tests.
 EXPORT void fake_mps_set_gpu(void (*gpu)(const char*, void* const*)) { g_gpu = gpu; }
@@ -265,6 +267,7 @@ EXPORT void fake_mps_set_compiler(void (*compiler)(const char*)) { g_compiler = 
 EXPORT void fake_mps_refuse(const char* part) { g_refused = part; }
 EXPORT void fake_mps_set_device_type(int32_t type) { g_device_type = type; }
 EXPORT void fake_mps_set_probe_limit(int64_t milliseconds) { g_probe_limit = milliseconds; }
+EXPORT void fake_mps_set_queue_limit(int64_t milliseconds) { g_queue_limit = milliseconds; }
 EXPORT const char* fake_mps_allocations() { return g_allocations.c_str(); }
 EXPORT const char* fake_mps_log() { return g_log.c_str(); }
 EXPORT const char* fake_mps_last_text() { return g_last_text.c_str(); }

@@ -20,7 +20,7 @@ from torch_metal_attn.call.arguments import (
     positive,
     whole,
 )
-from torch_metal_attn.call.names import ArgumentNames
+from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.reference import rotate_pairs
 
 __all__ = [

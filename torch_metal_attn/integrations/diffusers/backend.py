@@ -8,13 +8,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from torch_metal_attn.call.arguments import check_rank, flag
+from torch_metal_attn.call.arguments import check_rank, flag, refuse_layout
 from torch_metal_attn.flex.attention import flex_attention
 from torch_metal_attn.integrations import diffusers_functional
 from torch_metal_attn.integrations.copies import with_contiguous_rows
 from torch_metal_attn.integrations.diffusers.reach import has_attention
 from torch_metal_attn.integrations.imports import when_imported
-from torch_metal_attn.ops.differentiation import refuse_layout
 
 _NEEDED = (
     "torch_metal_attn.integrations.diffusers needs diffusers 0.42 or later "

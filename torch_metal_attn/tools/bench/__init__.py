@@ -98,17 +98,14 @@ def measured(
 ) -> tuple[list[versus.Compared], bool]:
     """Measure each shape, and print its row when it is there; also whether that was interrupted."""
     found: list[versus.Compared] = []
-    progress = Progress(len(shapes))
     try:
-        for shape in shapes:
-            progress.step("", str(shape))
-            found.append(compare(shape))
-            progress.end()
-            print(found[-1], flush=True)
+        with Progress(len(shapes)) as progress:
+            for shape in shapes:
+                progress.step("", str(shape))
+                found.append(compare(shape))
+                progress.say(str(found[-1]))
     except KeyboardInterrupt:
         return found, True
-    finally:
-        progress.end()
     return found, False
 
 

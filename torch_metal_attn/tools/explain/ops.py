@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import plain
-from torch_metal_attn.call.names import ArgumentNames
+from torch_metal_attn.call.arguments import plain, refuse_layout
 from torch_metal_attn.ops import flash_bwd
-from torch_metal_attn.ops.differentiation import refuse_layout
-from torch_metal_attn.ops.refusals import as_value_errors
+from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.runtime import extension, session
+from torch_metal_attn.runtime.refusals import as_value_errors
 from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.costs import Cost, scaled
 

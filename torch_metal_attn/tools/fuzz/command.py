@@ -108,13 +108,11 @@ def fuzz(options: argparse.Namespace) -> bool:
             minute = int(found.seconds // 60) + 1
             progress.step(f"minute {minute}", f"{len(found.failures)} failed, {ran.case.call}")
             if not ran.outcome.ok:
-                progress.end()
                 found.write(options.out)
-                print(found.news_of(ran), flush=True)
+                progress.say(found.news_of(ran))
     finally:
-        progress.end()
         found.write(options.out)
-        print(f"{found.summary}; the report is {options.out}", flush=True)
+        progress.say(f"{found.summary}; the report is {options.out}")
     return not found.failures
 
 

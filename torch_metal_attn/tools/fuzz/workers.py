@@ -36,6 +36,19 @@ class Ran:
     shrunk: tuple[Case, Outcome] | None = None
 
 
+class _Clock:
+    """The seconds in which this process watched: a pause of it stops its workers too."""
+
+    def __init__(self) -> None:
+        self._last, self._seconds = time.monotonic(), 0.0
+
+    def look(self) -> float:
+        now = time.monotonic()
+        self._seconds += min(now - self._last, 2 * _PERIOD)
+        self._last = now
+        return self._seconds
+
+
 @dataclass
 class _Worker:
     process: Any
@@ -65,17 +78,18 @@ def run(
     which goes on with the next case. No case begins after time.monotonic() == ends. Raises
     RuntimeError if a worker cannot start.
     """
-    begun = 0
+    begun, clock = 0, _Clock()
     workers = [_start() for _ in range(count)]
     try:
         while workers:
             ready = wait([worker.pipe for worker in workers], _PERIOD)
+            now = clock.look()
             results: list[Ran | None] = []
             for worker in list(workers):
                 found = None
                 if worker.pipe in ready:
-                    found = _receive(worker)
-                elif worker.case and time.monotonic() - worker.since > _limit(worker, case_seconds):
+                    found = _receive(worker, now)
+                elif worker.case and now - worker.since > _limit(worker, case_seconds):
                     found = _lost(worker, running.HUNG, f"no end after {case_seconds:.0f} s")
                 if isinstance(found, Ran):
                     results.append(found)
@@ -85,7 +99,7 @@ def run(
                     workers += [_start()] if may_begin else []
                 elif worker.case is None and found and may_begin:
                     worker.case = indices[begun], draw(seed, indices[begun])
-                    worker.since, worker.shrinking = time.monotonic(), None
+                    worker.since, worker.shrinking = now, None
                     worker.pipe.send(worker.case)
                     begun += 1
                 elif worker.case is None and not may_begin:
@@ -125,7 +139,7 @@ def _limit(worker: _Worker, case_seconds: float) -> float:
     return case_seconds if worker.shrinking is None else case_seconds + SHRINK_SECONDS
 
 
-def _receive(worker: _Worker) -> "Ran | str | None":
+def _receive(worker: _Worker, now: float) -> "Ran | str | None":
     """What the worker sends: that it is ready, or what came of its case; None while it shrinks."""
     try:
         message = worker.pipe.recv()
@@ -141,7 +155,7 @@ def _receive(worker: _Worker) -> "Ran | str | None":
     if isinstance(message, Exception):
         raise message
     if isinstance(message, Outcome):  # of the case, which it shrinks now
-        worker.shrinking, worker.since = message, time.monotonic()
+        worker.shrinking, worker.since = message, now
         return None
     worker.case = None
     found: Ran | str = message

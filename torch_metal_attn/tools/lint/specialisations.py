@@ -20,8 +20,8 @@ from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.families import FAMILIES
 from torch_metal_attn.testing.features import attention
 from torch_metal_attn.testing.steps import Step
-from torch_metal_attn.tools.tune import tiles
 from torch_metal_attn.tools.verify.cases import full
+from torch_metal_attn.tuned import tiles
 
 Defines = dict[str, str]
 

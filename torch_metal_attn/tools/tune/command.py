@@ -14,10 +14,10 @@ from torch_metal_attn.runtime import mps
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 from torch_metal_attn.tools.bench.timing import Timer, timer_of
 from torch_metal_attn.tools.progress import Progress
-from torch_metal_attn.tools.tune import report, tiles
+from torch_metal_attn.tools.tune import report
 from torch_metal_attn.tools.tune.measure import Tried, kernels_of, measure
 from torch_metal_attn.tools.tune.shapes import COMMON, add_arguments, chosen
-from torch_metal_attn.tuned import loading, tables
+from torch_metal_attn.tuned import loading, tables, tiles
 from torch_metal_attn.tuned.tables import BadTable, Machine, Table
 
 DEVICE = torch.device("mps")
@@ -115,20 +115,15 @@ class _Run:
         )
         start = time.monotonic()
         ends = None if minutes is None else start + 60 * minutes
-        progress = Progress(len(shapes), ends=ends)
-        try:
+        with Progress(len(shapes), ends=ends) as progress:
             for shape in shapes:
                 if ends is not None and time.monotonic() >= ends:
                     break
                 progress.step("", str(shape))
-                lines = self._shape(shape)
-                progress.end()
-                print("\n".join(lines), flush=True)
+                progress.say("\n".join(self._shape(shape)))
                 self._done += 1
                 if self._device.type == "mps":  # leave no memory of this shape to the next
                     torch.mps.empty_cache()
-        finally:
-            progress.end()
 
     def _shape(self, shape: Shape) -> list[str]:
         lines = [f"\n{shape}"]

@@ -18,9 +18,9 @@ from torch_metal_attn.tools.bench.timing import Timer, Times, interleaved
 from torch_metal_attn.tools.bench.versus import OURS, TORCHS, calls_of
 from torch_metal_attn.tools.explain.command import explained
 from torch_metal_attn.tools.explain.ops import Kernel
-from torch_metal_attn.tools.tune import pipelines, tiles
+from torch_metal_attn.tools.tune import pipelines
 from torch_metal_attn.tools.tune.pipelines import Pipeline
-from torch_metal_attn.tuned import tables
+from torch_metal_attn.tuned import tables, tiles
 
 # A tile of another size than these lengths has edges to get wrong, and several blocks of keys.
 _CHECKED = {"q_length": 70, "kv_length": 133}

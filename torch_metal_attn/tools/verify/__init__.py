@@ -70,18 +70,14 @@ def _results(
     cases: Sequence[Listed], device: torch.device, *, every_line: bool
 ) -> Iterator[Result]:
     """Run the cases with a progress line; print every result's line, or only those of failures."""
-    progress = Progress(len(cases))
-    try:
+    with Progress(len(cases)) as progress:
         for case in cases:
             group, text = ("", str(case)) if every_line else (case.family, case.words)
             progress.step(group, f"{text} {case.dtype}")
             result = Result(case, run(case.case, device))
             if every_line or not result.outcome.ok:
-                progress.end()
-                print(_line(result), flush=True)
+                progress.say(_line(result))
             yield result
-    finally:
-        progress.end()
 
 
 def _where(device: torch.device) -> str:

@@ -6,7 +6,7 @@ kernels that are Python, and in functions that call ops. An op that is called di
 inference mode passes no code of ours, and is not converted.
 
 A message marks arguments' names, and their shapes and layouts, with backquotes. Users see it
-without them, and functions with other names than the op's replace what is marked (call/names.py).
+without them, and functions with other names than the op's replace what is marked (ops/names.py).
 """
 
 import ctypes

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.differentiation import by_schema, call
-from torch_metal_attn.ops.refusals import marked, unmarked
+from torch_metal_attn.runtime.refusals import marked, unmarked
 
 _MARK = re.compile("`([^`]*)`")
 # By the kind of an argument in an op's schema: what Python may pass, and what an error calls it.

@@ -6,6 +6,8 @@
 
 #include <chrono>
 #include <cstdio>
+#include <stdexcept>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -81,7 +83,16 @@ bool work_together(Run& run, const std::vector<Worker*>& workers, Unlocked& unlo
   SignalHandlers handlers;
   run.working = static_cast<uint32_t>(workers.size());
   std::vector<std::thread> threads;
-  for (Worker* worker : workers) threads.emplace_back([&run, worker] { work(run, *worker); });
+  for (Worker* worker : workers) {
+    try {
+      threads.emplace_back([&run, worker] { work(run, *worker); });
+    } catch (const std::system_error&) {  // the system has no more; those that run do all the work
+      if (threads.empty()) throw std::runtime_error("the system starts no more threads");
+      std::lock_guard<std::mutex> lock(run.mutex);
+      run.working -= static_cast<uint32_t>(workers.size() - threads.size());
+      break;
+    }
+  }
   bool stopping = false;
   std::unique_lock<std::mutex> lock(run.mutex);
   while (run.working) {

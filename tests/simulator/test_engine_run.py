@@ -1,12 +1,15 @@
 """How the engine runs a dispatch: its grid, order, counters, atomics and host threads."""
 
 import math
+import os
+import resource
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import pytest
 import torch
 
+from tests.helpers.forks import in_child
 from torch_metal_attn.simulator import Counters, SimulatorFault
 from torch_metal_attn.simulator.llvm.operations import COUNTS
 
@@ -20,6 +23,7 @@ def compiled(body, parameters="device float* o [[buffer(0)]]", check=False, coun
     return planted.compiled(body, parameters, check=check, count=count)
 
 
+ONE_THREAD = "device float* o [[buffer(0)]], uint g [[threadgroup_position_in_grid]]"
 ATTRIBUTES = {
     "thread_position_in_grid": "uint3",
     "threadgroup_position_in_grid": "uint3",
@@ -345,6 +349,27 @@ def test_two_python_threads_run_at_once(check):
 
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(right, [1, 2, 3] * 20))
+
+
+@pytest.mark.parametrize("most", (0, 16))
+def test_the_system_starts_no_more_threads(most):
+    library = compiled("for (int n = 0; n < 1000; n++) o[g] += 1;", ONE_THREAD)
+    library.k(torch.zeros(1), threads=1, group_size=1)
+
+    def run():
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+        if os.getuid() == 0:  # whom the limit does not hold for
+            os.setuid(65534)
+        out = torch.zeros(256)
+        library.k(out, threads=256, group_size=1, workers=256)
+        return out.tolist()
+
+    refused = repr(ValueError("k: the system starts no more threads"))
+    found = in_child(run)
+    if str(found).startswith(("PermissionError", "OSError")):
+        pytest.skip(f"root may not become another user here: {found}")
+    # Who has 16 processes already gets no thread either.
+    assert found == refused or (most > 0 and found == [1000] * 256)
 
 
 def test_a_run_knows_nothing_of_the_one_before():

@@ -34,7 +34,7 @@ def pytest_sessionfinish(session):
 def pytest_runtest_protocol():
     """Uninitialised tensors hold NaN, those that ops allocate too: what stays unwritten shows.
 
-    And a test draws the same numbers whichever tests its process ran before.
+    And a test draws the same numbers on the CPU, whichever tests its process ran before.
     """
     torch.default_generator.manual_seed(0)
     torch.utils.deterministic.fill_uninitialized_memory = True

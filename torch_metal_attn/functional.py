@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from torch_metal_attn.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.call.arguments import (
     Window,
     check_one_dtype,
@@ -37,6 +36,7 @@ from torch_metal_attn.call.options import (
     options_of,
 )
 from torch_metal_attn.ops import plain
+from torch_metal_attn.ops.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.ops.plain import heads_second
 

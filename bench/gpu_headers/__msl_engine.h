@@ -8,6 +8,7 @@
 
 // Atomic operations of the shim tell the engine of checked builds, which these never are.
 extern "C" const __msl_engine* __msl_table;
+METAL_FUNC void __msl_progress() {}
 
 #if defined(__SPIRV__)
 

@@ -1,12 +1,16 @@
 // What the choice of tiles depends on of the GPU.
 #pragma once
 
+#include <cstdint>
 #include <string>
 
 namespace metal_attn {
 
 // The first family with matrix units, which only tensor tiles reach.
 inline constexpr int kTensorFamily = 10;
+
+// That a core of M1 or M2 has room for, if a thread has 128 registers.
+inline constexpr int64_t kSimdgroupsPerCore = 12;
 
 struct Gpu {
   int family;  // Apple's: 7 is M1, 8 M2, 9 M3 and M4, 10 M5

@@ -271,12 +271,15 @@ inline void Worker::go_on() {
 }
 
 // A thread polls memory. Others run now and then; once all threadgroups that run have done nothing
-// else for long, nothing will change it.
+// else for long, nothing will change it. Atomic writes set `polls` to 0 (__msl_atomic.h).
 void Worker::spin(Fiber& fiber) {
   if (rewrite.bytes) settle_rewrite(*this);
   if (++fiber.spins % kSpinsBeforeYield) return;
   auto now = std::chrono::steady_clock::now();
-  if (!polls) polling_since = now;
+  if (!polls) {
+    go_on();
+    polling_since = now;
+  }
   if (polls < kPollLimit) {
     ++polls;
   } else if (now - polling_since > kPollTimeLimit) {

@@ -103,8 +103,7 @@ struct Worker : __msl_worker {
   // Set if the threads wait at a tensor operation of all SIMD groups; null at a plain barrier.
   __msl_combine barrier_combine;
   __msl_slot deposits[kMaxThreads];
-  uint32_t polls;  // rounds of polling memory since anything else happened
-  uint32_t stuck;  // the round of the run in which these were many and long, or 0
+  uint32_t stuck;  // the round of the run in which there were many `polls` for long, or 0
   std::chrono::steady_clock::time_point polling_since;
   uint32_t stacks_used;
   uint32_t most_stacks;  // that any threadgroup has used

@@ -1,5 +1,4 @@
-// How the kernel of decoding is specialised for a problem and a GPU, and into how many parts keys
-// are split: pure functions of plain data.
+// How the kernel of decoding is specialised for a problem and a GPU: pure functions of plain data.
 #pragma once
 
 #include <cstdint>

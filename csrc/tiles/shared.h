@@ -10,9 +10,6 @@ namespace metal_attn {
 
 inline int fragments(int columns) { return (columns + 7) / 8; }
 
-// That a core of M1 or M2 has room for, if a thread has 128 registers.
-inline constexpr int64_t kSimdgroupsPerCore = 12;
-
 // Columns of each of so many slices, a multiple of `unit`.
 inline int slice_columns(int columns, int slices, int unit) {
   const int units = (columns + unit - 1) / unit;

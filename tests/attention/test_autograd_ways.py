@@ -77,6 +77,18 @@ class TestWays:
         torch.vmap(self.loss)(*leaves).sum().backward()
         check([x.grad for x in leaves], each, tolerance=1e-6)
 
+    @pytest.mark.filterwarnings("ignore:There is a performance drop")
+    def test_batched_gradients(self):
+        leaves = make_leaves(make_qkv())
+        out, _ = flash_fwd(*leaves, **self.OPTIONS)
+        weights = normal(3, *out.shape)
+        batched = torch.autograd.grad(
+            out, leaves, weights, is_grads_batched=True, retain_graph=True
+        )
+        for i in range(3):
+            one = torch.autograd.grad(out, leaves, weights[i], retain_graph=True)
+            check([x[i] for x in batched], one, tolerance=1e-6)
+
     def test_nested_transforms(self):
         q, k, v = make_qkv()
         with pytest.raises(NotImplementedError, match="no second derivative"):

@@ -71,9 +71,6 @@ def test_features_together_where_simd_groups_share_keys(dtype, device):
         check_flash_bwd(*qkv, **options, device=device)
 
 
-# --- rows and keys without weight ---
-
-
 # --- large and not finite ---
 
 

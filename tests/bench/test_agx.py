@@ -204,7 +204,7 @@ def test_each_pass_of_a_decode_reads_the_keys_again():
 
 
 @built
-def test_a_row_is_what_the_generator_finds(tmp_path, monkeypatch):
+def test_a_row_has_the_registers_that_the_generator_finds(tmp_path, monkeypatch):
     """Of a small class and its tile; what is compiled twice comes from the folder."""
     one = candidates.Class("FLASH_BWD_BIAS", 32, 64, 0, "Rotary", ragged=False)
     rows = table.read_rows(table.TABLE.read_text())["FLASH_BWD_BIAS"]

@@ -17,7 +17,6 @@ from torch_metal_attn.testing.families import draw_of
 
 PAGE, HEADS, KV_HEADS, D = 4, 4, 2, 64
 
-
 normal = partial(judge.normal, dtype=torch.float16)
 
 
@@ -62,7 +61,7 @@ def test_plan(name):
     assert plan.keys_alone == sum(lengths)
 
 
-SIZES = {"heads": 4, "kv_heads": 2, "head_dim": D, "v_head_dim": D, "page": PAGE}
+SIZES = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": D, "v_head_dim": D, "page": PAGE}
 SIZES |= {"dtype": "float16", "causal": True, "shared": 1, "branched": 1, "own": (4, 8, 2, 5, 0)}
 # Of more queries than the last page has keys.
 VALUES = {
@@ -251,16 +250,16 @@ def test_refused(call, message):
         call()
 
 
-# By the case that shows it: a fault of the plan.
+# Faults of the plan, and the case that shows each.
 FAULTS = {
-    "a sink": "sink in every part",
-    "several queries": "keys that a query does not see",
-    "a window that hides keys": "window ignored",
-    "a tree": "part of another sequence",
+    "sink in every part": "a sink",
+    "keys that a query does not see": "several queries",
+    "window ignored": "a window that hides keys",
+    "part of another sequence": "a tree",
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", FAULTS.values(), ids=FAULTS)
 def test_fault_is_caught(name, monkeypatch):
     if name == "a sink":
         decode = CascadePlan._decode

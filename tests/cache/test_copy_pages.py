@@ -139,6 +139,11 @@ def pages_outside():
         assert torch.equal(cache.view(torch.int16), after.view(torch.int16))
 
 
+def test_pages_outside():
+    with simulate(check=True):
+        pages_outside()
+
+
 MUTANTS = {
     pages_inside: """
         the page itself: cache + {~from => to~} * params.page_stride

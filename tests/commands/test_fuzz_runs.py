@@ -158,8 +158,8 @@ def test_workers_that_die_and_hang(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(FAMILIES, fuzz_deadly.Deadly, Family(0, fuzz_deadly.prepare))
     monkeypatch.setitem(storage._BY_NAME, "Deadly", fuzz_deadly.Deadly)
     path = tmp_path / "report.json"
-    arguments = ["--cases", "3", "--minutes", "10", "--case-seconds", "2", "--out", str(path)]
-    assert main(["fuzz", *arguments]) == 1
+    arguments = ["--cases", "3", "--minutes", "10", "--case-seconds", "2", "--workers", "1"]
+    assert main(["fuzz", *arguments, "--out", str(path)]) == 1
     data = json.loads(path.read_text())
     assert data["cases"] == 3
     assert [(f["case"]["call"], f["status"], f["message"]) for f in data["failures"]] == [

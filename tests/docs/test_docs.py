@@ -166,7 +166,7 @@ METAL = "```metal\n// k.metal\nkernel void k(device float* o [[buffer(0)]]) {{ o
 CHECK = "```sh\npython -m torch_metal_attn.simulator check k.metal\n```\n```text\nkernel k\n"
 # A page, and words of the error.
 BROKEN = {
-    "```python\nraise ValueError(7)\n```": "7",
+    "```python\nraise ValueError('these words')\n```": "these words",
     "```python\nprint(of_another_page)\n```": "name 'of_another_page' is not defined",
     "```python\nprint(1, 2, 3)\n```\n```text\n1 ... 4\n```": "printed was\n1 2 3",
     "```python\nprint(1)\n```\n```text\n2\n```\nOr:\n```text\n3\n```": "printed was\n1",
@@ -189,6 +189,7 @@ BROKEN = {
 
 def test_a_broken_block_fails(page):
     """Sound ones of each kind are in test_blocks."""
+    page("```python\nof_another_page = 1\n```")
     for text, words in BROKEN.items():
         with pytest.raises(Exception, match=re.escape(words)):
             page(text)

@@ -281,7 +281,10 @@ def _places(parsed, old, new):
 
 
 def _with_switch(text, places):
+    behind = len(text)
     for begin, end in sorted(places, reverse=True):
+        assert end <= behind, f"mutants overlap in {text[begin:end]!r}"
+        behind = begin
         place = places[begin, end]
         choice = text[begin:end]
         for number, new in place.changed.items():

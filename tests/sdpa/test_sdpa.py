@@ -76,7 +76,7 @@ RANKS = [
 class TestOperands:
     @each_case("q_length, kv_length, causal", product((1, 33, 65), (1, 33, 65), (False, True)))
     def test_plain_calls(self, q_length, kv_length, causal):
-        """They go straight to an op: to another one where nothing has gradients."""
+        """Without gradients they go straight to an op."""
         q, k, v = normal(2, 3, q_length, 16), *normal(2, 2, 3, kv_length, 16, seed=1)
         expected = torch_sdpa(q, k, v, is_causal=causal, scale=0.3)
         for leaf in (q, q.clone().requires_grad_()):

@@ -3,6 +3,7 @@
 import math
 import os
 import resource
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -297,20 +298,40 @@ def test_a_thread_may_wait_for_another_through_an_atomic():
     assert out.item() == 5
 
 
+# Longer than a wait in vain may be, in seconds.
+LONG_WAIT = 3.5
+
+
 def test_a_long_wait_that_is_over():
     """Threadgroup 1 goes on after it, with no barrier: threadgroup 2 does not wait in vain."""
     library = compiled(
         """while (atomic_load_explicit(n, memory_order_relaxed) < g) {}
-           volatile float x = 0;
-           for (int k = 0; k < count[g]; ++k) x += 1;
+           while (g < 2 && ((volatile device int*)go)[g] == 0) {}
            atomic_fetch_add_explicit(n, 1, memory_order_relaxed);""",
-        """device atomic_int* n [[buffer(0)]], const device int* count [[buffer(1)]],
+        """device atomic_int* n [[buffer(0)]], device int* go [[buffer(1)]],
            int g [[threadgroup_position_in_grid]]""",
     )
-    ended = torch.zeros(1, dtype=torch.int32)
-    counts = torch.tensor([10**9, 10**8, 0], dtype=torch.int32)  # the first for some seconds
-    library.k(ended, counts, threads=3, group_size=1, workers=3)
+    ended, go = torch.zeros(1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    for g in range(2):
+        threading.Timer(LONG_WAIT + 0.5 * g, go[g].fill_, (1,)).start()
+    library.k(ended, go, threads=3, group_size=1, workers=3)
     assert ended.item() == 3
+
+
+def test_threads_that_take_turns_do_not_wait_in_vain():
+    library = compiled(
+        """for (int turn = i; ((volatile device int*)stop)[0] == 0; turn += 2) {
+             while (atomic_load_explicit(n, memory_order_relaxed) < turn &&
+                    ((volatile device int*)stop)[0] == 0) {}
+             atomic_store_explicit(n, turn + 1, memory_order_relaxed);
+           }""",
+        """device atomic_int* n [[buffer(0)]], device int* stop [[buffer(1)]],
+           int i [[thread_index_in_threadgroup]]""",
+    )
+    turns, stop = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    threading.Timer(LONG_WAIT, stop.fill_, (1,)).start()
+    library.k(turns, stop, threads=2, group_size=2)
+    assert turns.item() > 2
 
 
 def test_threadgroup_arguments():

@@ -4,7 +4,8 @@ And faults that these comparisons must notice.
 
 Ways that a family does not have are not in its list: pictures and sound have no padding here, and
 encoders generate nothing. Compiling takes a second a model, so that is for core families that have
-each form of masks and options: Gemma 2 has Llama's in one of its layers, and ModernBERT has BERT's.
+each form of masks: Gemma 2 has Llama's in one of its layers, and ModernBERT has BERT's. With sinks
+gpt-oss is compiled in test_fuse_rope.py.
 """
 
 import pytest
@@ -93,6 +94,33 @@ class TestForward:
         with pytest.raises(NotImplementedError, match=r"output_attentions=True in .*'eager'"):
             tiny.answer(model, **given, output_attentions=True)
         tiny.answer(model, **given, output_attentions=False)
+
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+    def test_custom_four_dimensional_mask(self, dtype):
+        model, ids = tiny.build("Llama"), tiny.tokens()
+        visible = torch.ones(PROMPT, PROMPT, dtype=torch.bool).tril()
+        visible[7:, 2:5] = False
+        additive = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+        additive = additive.expand(2, 1, -1, -1)
+        expected = tiny.answer(model, input_ids=ids, attention_mask=additive)
+        mask = additive if dtype == torch.float32 else visible.expand(2, 1, -1, -1)
+        actual = tiny.answer(enable(model), input_ids=ids, attention_mask=mask)
+        assert difference(actual, expected) <= TOLERANCE
+
+    @pytest.mark.parametrize("name", ["Gemma3", "Llama4"])
+    def test_prompt_in_three_parts(self, name):
+        """Later parts meet keys of the earlier ones: other diagonals, and sliding caches."""
+        model = tiny.build(name)
+        ids, mask = tiny.tokens(length=30), tiny.padding("left", length=30)
+        expected = tiny.answer(model, input_ids=ids, attention_mask=mask)
+        enable(model)
+        cache = transformers.DynamicCache(config=model.config)
+        parts, start = [], 0
+        for end in (11, 19, 30):
+            part = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end]}
+            parts.append(tiny.answer(model, **part, past_key_values=cache))
+            start = end
+        assert difference(torch.cat(parts, 1), expected, mask.bool()) <= TOLERANCE
 
 
 class TestPacked:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.call.arguments import flag, only_given, whole, window
 from torch_metal_attn.call.options import op_options
+from torch_metal_attn.ops.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.ops.plain import heads_second
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache

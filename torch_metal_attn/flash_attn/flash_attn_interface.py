@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch_metal_attn.attention_weights import block_size
 from torch_metal_attn.flash_attn import flash_attn_gpu
 from torch_metal_attn.functional import (
     flash_attn_func,
@@ -19,6 +18,7 @@ from torch_metal_attn.functional import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from torch_metal_attn.ops.attention_weights import block_size
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""The compiled extension, the shaders' text, and what this machine and its GPU can run."""
+"""The compiled extension, the shaders' text, what this machine can run, and refusals."""

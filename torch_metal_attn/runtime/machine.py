@@ -63,6 +63,7 @@ def _chip() -> str:
             ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"],
             capture_output=True,
             text=True,
+            timeout=600,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):

@@ -51,6 +51,7 @@ def _of_a_system_program() -> str:
             env=os.environ | {"SYSTEM_VERSION_COMPAT": "0"},
             capture_output=True,
             text=True,
+            timeout=600,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):

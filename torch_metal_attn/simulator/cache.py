@@ -26,7 +26,6 @@ NOTE_SECONDS = 600.0
 # The directory is measured at a process' first store, and again after so large a part of the limit.
 MEASURED_PART = 16
 
-
 _Version = tuple[int, int] | None
 
 
@@ -207,12 +206,12 @@ def _discard(entry: Path, found: _Version) -> None:
     with _alone(entry.parent):
         if found is None or _version(entry) != found:
             return
+        trash = entry
         try:
             trash = Path(tempfile.mkdtemp(prefix=".old-", dir=entry.parent))
             entry.rename(trash / "entry")
         except OSError:
             shutil.rmtree(entry, ignore_errors=True)
-            return
     shutil.rmtree(trash, ignore_errors=True)
 
 

@@ -58,7 +58,11 @@ def _version(command: Sequence[str]) -> tuple[str, int, bool]:
     name = " ".join(command)
     try:
         done = subprocess.run(
-            [*command, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
+            [*command, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=600,
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise ToolchainError(f"cannot run {name}: {error}") from error

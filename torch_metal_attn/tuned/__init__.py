@@ -1,1 +1,1 @@
-"""Tables of measured tiles: their format, and how they are found and loaded."""
+"""Tables of measured tiles: their format, how they are found and loaded, and what they advise."""

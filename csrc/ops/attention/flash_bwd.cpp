@@ -15,10 +15,10 @@
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
+#include "csrc/problem/gpu.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/tiles/flash_bwd.h"
-#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

@@ -11,9 +11,9 @@
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
+#include "csrc/problem/gpu.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/launch.h"
-#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

@@ -142,7 +142,7 @@ std::string compare_once(Backend& mps, Trial trial, std::shared_ptr<const void> 
     return "";
   }
   say_compared(trial);
-  ProbeSettings settings = probe_settings();
+  ProbeSettings settings = probe_settings();  // tests change them between two trials
   settings.limit *= kCompareLimits;
   settings.held = std::move(note);
   const std::string problem = try_apart(

@@ -15,11 +15,11 @@
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/visible.h"
 #include "csrc/ops/merge/merge.h"
+#include "csrc/problem/gpu.h"
 #include "csrc/problem/merge.h"
 #include "csrc/problem/strides.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/launch.h"
-#include "csrc/tiles/shared.h"
 #include "shaders/params.h"
 
 namespace metal_attn {

@@ -110,14 +110,15 @@ def metal_attention_mask(
         mask_function: whether a query sees a key, by token numbers.
         attention_mask: bool (B, tokens), False for padding.
         allow_is_causal_skip, allow_is_bidirectional_skip: False if the caller always needs a mask.
-            One query then gets a descriptor of one form, whatever it sees.
+            Without the former, one query of a causal mask gets a descriptor of one form, whatever
+            it sees.
         config: the model's configuration.
         options: those of `sdpa_mask`.
 
     Returns:
-        None if every query sees all keys, as in eager attention; a descriptor from `band` for a
-        band, and from `packing` for packed sequences; otherwise a dense mask (B, 1, Sq, Sk), bool
-        or, for `additive_masks`, floating.
+        None if every query sees all keys and a mask may be skipped, as in eager attention; a
+        descriptor from `band` for a band, and from `packing` for packed sequences; otherwise a
+        dense mask (B, 1, Sq, Sk), bool or, for `additive_masks`, floating.
     """
     model_type = getattr(config, "model_type", None)
     is_additive = model_type in additive_masks

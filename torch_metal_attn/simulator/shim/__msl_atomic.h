@@ -60,6 +60,7 @@ MSL_INTERNAL T __atomic_read(ulong address) {
 template <class T>
 MSL_INTERNAL void __atomic_write(ulong address, T value) {
   typedef typename __atomic_bits<T>::type Bits;
+  __msl_progress();
   __atomic_store_n((Bits*)address, __builtin_bit_cast(Bits, value), __ATOMIC_SEQ_CST);
 }
 template <class T>
@@ -69,6 +70,7 @@ MSL_INTERNAL bool __atomic_swap_if(ulong address, T* expected, T desired) {
   bool done = __atomic_compare_exchange_n((Bits*)address, &old, __builtin_bit_cast(Bits, desired),
                                           false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   *expected = __builtin_bit_cast(T, old);
+  if (done) __msl_progress();
   return done;
 }
 template <class T>
@@ -83,6 +85,7 @@ template <class T, template <class> class Op>
 MSL_INTERNAL T __atomic_update(ulong address, T operand) {
   typedef typename __atomic_bits<T>::type Bits;
   Bits old = __atomic_load_n((Bits*)address, __ATOMIC_SEQ_CST), fresh;
+  __msl_progress();
   do {
     fresh = __builtin_bit_cast(Bits, Op<T>::apply(__builtin_bit_cast(T, old), operand));
   } while (!__atomic_compare_exchange_n((Bits*)address, &old, fresh, true, __ATOMIC_SEQ_CST,

@@ -48,6 +48,9 @@ static inline __attribute__((always_inline, const, unused)) __msl_worker* __msl_
   return (__msl_worker*)(stack & ~(MSL_REGION_BYTES - 1));
 }
 
+// The threadgroup does more than poll memory.
+MSL_INTERNAL void __msl_progress() { __msl_this_worker()->polls = 0; }
+
 MSL_LOOKUP const __msl_thread* __msl_this_thread() { return __msl_this_worker()->running; }
 
 MSL_LOOKUP uint __msl_lane() { return __msl_this_thread()->lane; }

@@ -68,6 +68,7 @@ struct __msl_launch {
 struct __msl_worker {
   __msl_thread* running;
   unsigned long steps;  // rounds of loops in the threadgroup that are left
+  unsigned polls;       // rounds of polling memory since anything else happened
   unsigned rounds;      // relaxed precision: 1 rounds float operands, 0 truncates them
   unsigned is_logical;  // indices of transposed cooperative tensors: 1 logical, 0 as stored
   float* scratch;       // during a tensor operation, for the matrices that it combines

@@ -1,1 +1,1 @@
-"""Tiles that were measured: `tune`, the tables that it writes, and how they are used."""
+"""`tune`: measures tiles, and writes tables of the fastest."""

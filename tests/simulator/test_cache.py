@@ -40,6 +40,7 @@ def commands(monkeypatch):
     """The compiler commands that were run."""
     ran = []
     original = build._run
+    build._shim.cache_clear()
     monkeypatch.setattr(build, "_run", lambda *args: (ran.append(args[0]), original(*args))[1])
     return ran
 
@@ -51,7 +52,6 @@ def result(source=SOURCE, **options):
 
 
 def test_second_process_compiles_nothing(commands, monkeypatch):
-    build._shim.cache_clear()
     assert result() == 7
     assert len(commands) == 6  # preprocess text and shim, precompile it, compile twice, link
     forget(monkeypatch)
@@ -98,12 +98,12 @@ def test_installations_share_the_cache(tmp_path, monkeypatch):
 
 def test_many_kernels_are_compiled_when_they_are_called(commands):
     library = compile_shader(MANY_KERNELS)
-    assert len(commands) == 1  # preprocessed
+    assert len(commands) == 2  # the text and the shim are preprocessed
     x = torch.zeros(1, dtype=torch.int32)
     for name, value in (("k11", 11), ("k3", 3), ("k11", 11)):
         getattr(library, name)(x)
         assert x.item() == value
-    assert len(commands) == 1 + 1 + 2 * 3  # the shim is precompiled once
+    assert len(commands) == 2 + 1 + 2 * 3  # the shim is precompiled once
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -165,6 +165,14 @@ def test_store_keeps_the_entry_that_is_there():
     assert (entry / "file").read_bytes() == b"first"
     assert cache.lookup("abcd") == entry
     assert cache.lookup("ffff") is None
+
+
+def test_an_entry_stored_in_place_of_a_damaged_one_is_used(monkeypatch):
+    """Another process removes the damaged one before it is looked up, and stores its own after."""
+    entry = cache.store("abcd", {"file": b"first"})
+    found = iter([None])
+    monkeypatch.setattr(cache, "lookup", lambda key: next(found, entry))
+    assert cache.store("abcd", {"file": b"second"}) == entry
 
 
 def test_an_entry_stored_during_a_lookup_stays(empty_cache, monkeypatch):

@@ -25,6 +25,8 @@ IN_USE_SECONDS = 3600.0
 NOTE_SECONDS = 600.0
 # The directory is measured at a process' first store, and again after so large a part of the limit.
 MEASURED_PART = 16
+# To take the place of damaged entries, each of which another process may have stored meanwhile.
+ATTEMPTS = 100
 
 _Version = tuple[int, int] | None
 
@@ -129,11 +131,15 @@ def _store(key: str, files: dict[str, bytes]) -> Path:
         seal = {name: digest([data]) for name, data in files.items()}
         (scratch / SEAL).write_text(json.dumps(seal))
         scratch.chmod(0o755)
-        try:
-            scratch.rename(entry)
-        except OSError:
-            if lookup(key) is None:
+        for left in reversed(range(ATTEMPTS)):
+            try:
                 scratch.rename(entry)
+                break
+            except OSError:
+                if lookup(key) is not None:
+                    break
+                if left == 0:
+                    raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return entry

@@ -42,12 +42,12 @@ def torch_gradient_errors(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, options: dict[str, Any]
 ) -> list[float]:
     """The same for dq, dk and dv. A query that sees nothing sees everything, without gradient."""
+    if q.numel() == 0:
+        return [0.0] * 3
     visible = visible_keys(q, k, options)
     hidden = ~visible.any(-1, keepdim=True)
     mask, dout = visible | hidden, dout.masked_fill(hidden, 0.0)
     scale = options.get("softmax_scale")
-    if q.numel() == 0:
-        return [0.0] * 3
     found = []
     for dtype in (q.dtype, torch.float64):
         leaves = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]

@@ -77,9 +77,9 @@ struct Dropout {
         // Four lanes have two queries, and one each of four neighbouring keys: in two fragments
         // four draws, of which every lane needs its own key's word.
         const ushort lane = row % 4;
-        const short fragment = pair + lane / 2;
-        const uint4 words = draw(column + column_offset(fragment % COLUMNS) + lane % 2,
-                                 row + fragment / COLUMNS * FRAGMENT);
+        const short number = pair + lane / 2;
+        const uint4 words = draw(column + column_offset(number % COLUMNS) + lane % 2,
+                                 row + number / COLUMNS * FRAGMENT);
         bits |= bit(word_of(words, lane), 2 * pair + lane);
         UNROLL
         for (ushort step = 1; step < 4; step++) {
@@ -98,12 +98,12 @@ struct Dropout {
       } else {
         // Two lanes have two each of four neighbouring keys: in two fragments two draws.
         const ushort lane = column % 4 / 2;
-        const short fragment = pair + lane;
+        const short number = pair + lane;
         const uint4 words =
-            draw(row + fragment / COLUMNS * FRAGMENT, column + fragment % COLUMNS * FRAGMENT);
+            draw(row + number / COLUMNS * FRAGMENT, column + number % COLUMNS * FRAGMENT);
         const uint2 own = lane == 0 ? words.xy : words.zw;
         const uint2 others = lane == 0 ? words.zw : words.xy;
-        bits |= bit(own.x, 2 * fragment) | bit(own.y, 2 * fragment + 1);
+        bits |= bit(own.x, 2 * number) | bit(own.y, 2 * number + 1);
         const short exchanged = pair + 1 - lane;
         bits |= bit(simd_shuffle_xor(others.x, ushort(1)), 2 * exchanged) |
                 bit(simd_shuffle_xor(others.y, ushort(1)), 2 * exchanged + 1);

@@ -247,12 +247,12 @@ struct FlexRules {
     return impossible ? NAN : score;
   }
 
-  // The element of the captured tensor that row `fragment` of the lane loads for a key, and the
+  // The element of the captured tensor that row fragment i of the lane loads for a key, and the
   // derivative of score_mod by it. INT_MAX, which is no element, for an index that is out of range:
   // its score is NaN.
-  METAL_FUNC int place(float product, short fragment, int column, thread const FlashInputs& inputs,
+  METAL_FUNC int place(float product, short i, int column, thread const FlashInputs& inputs,
                        constant FlashParams& params, thread float& share) const thread {
-    const int query = min(row + fragment * FRAGMENT, last_query);
+    const int query = min(row + i * FRAGMENT, last_query);
     const int key = min(column, last_key);
     const float scaled = product * params.softmax_scale;
     bool impossible = false;

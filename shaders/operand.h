@@ -124,7 +124,7 @@ struct OperandTile {
     }
   }
 
-  METAL_FUNC Fragment<T> fragment(short i, short d) const thread {
+  METAL_FUNC Fragment<T> fragment_at(short i, short d) const thread {
     return HELD ? held.fragments[i][HELD ? d : 0] : read(i, d);
   }
 };
@@ -161,7 +161,7 @@ struct KeptOperandTile {
     }
   }
 
-  METAL_FUNC Fragment<T> fragment(short i, short d) const thread {
+  METAL_FUNC Fragment<T> fragment_at(short i, short d) const thread {
     const uint4 chunk = chunks[(i * CHUNKS + d / CHUNK_FRAGMENTS) * SIMD_LANES];
     return chunk_pair<T>(chunk, d % CHUNK_FRAGMENTS);
   }

@@ -16,7 +16,7 @@ METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, OTHERS>& result,
     Fragment<typename Left::Element> left_fragment[ROWS];
     UNROLL
     for (short i = 0; i < ROWS; i++) {
-      left_fragment[i] = left.fragment(i, d);
+      left_fragment[i] = left.fragment_at(i, d);
     }
     UNROLL
     for (short j = 0; j < OTHERS; j++) {

@@ -24,7 +24,7 @@ struct ChunkPair {
 
   METAL_FUNC void zip(uint4 first, uint4 second) thread { interleave<T>(first, second, low, high); }
 
-  METAL_FUNC Fragment<T> fragment(short d) const thread {
+  METAL_FUNC Fragment<T> fragment_at(short d) const thread {
     constexpr short HALF = chunk_elements<T>() / 2;
     return chunk_pair<T>(d < HALF ? low : high, d % HALF);
   }
@@ -118,7 +118,8 @@ struct DirectKv {
             UNROLL
             for (short i = 0; i < ROWS; i++) {
               mma<ELEMENT, KvTileElement>(chain.fragments[i][0],
-                                          q.held.fragments[i][s * KEY_CHUNK + d], pair.fragment(d));
+                                          q.held.fragments[i][s * KEY_CHUNK + d],
+                                          pair.fragment_at(d));
             }
           }
         }

@@ -252,7 +252,7 @@ MUTANTS = {
     """,
     sharp: """
         dkv: draws of 8x8 tiles:
-            column + {~column_offset(fragment % COLUMNS) => fragment % COLUMNS * FRAGMENT~}
+            column + {~column_offset(number % COLUMNS) => number % COLUMNS * FRAGMENT~}
         dkv: weights kept: {~dropout.apply(weights, kept); =>~}
     """,
     second_pass: """

@@ -60,7 +60,7 @@ struct ListedBlocks {
   bool impossible;
 
   METAL_FUNC void reset(thread const FlashInputs& inputs, constant FlexParams& params, int batch,
-                        int head, int list, thread const Range& other_rows) thread {
+                        int head, int list, Range other_rows) thread {
     partial.reset(inputs.block_counts, INDICES ? inputs.indices : inputs.block_indices,
                   params.partial, batch, head, list);
     count = partial.count;
@@ -147,7 +147,7 @@ struct AllBlocks {
   bool impossible;
 
   METAL_FUNC void reset(thread const FlashInputs&, constant FlexParams&, int, int, int,
-                        thread const Range& other_rows) thread {
+                        Range other_rows) thread {
     seen = other_rows;
     seen.begin = seen.begin / BLOCK * BLOCK;
     masked = true;

@@ -177,7 +177,7 @@ struct DecodeRows {
   // Of listed keys, which lie anywhere: masks out those that a query does not see. One that does
   // not exist is NaN.
   METAL_FUNC static void hide_listed(thread ScoreRow& scores, thread const BlockKeys& block,
-                                     ushort lane, thread const Range& seen) {
+                                     ushort lane, Range seen) {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
       const vec<int, 2> keys = block.column_rows(j, lane);

@@ -177,7 +177,7 @@ struct SplitResult {
 
 // A split's share of the steps over keys that any query sees. The last split has all steps with new
 // keys, and it alone writes them.
-METAL_FUNC Range keys_of_split(thread const Range& keys, int old_length, int split, int splits) {
+METAL_FUNC Range keys_of_split(Range keys, int old_length, int split, int splits) {
   const int shared_steps = APPEND ? max(old_length - keys.begin, 0) / STEP_K
                                   : (max(keys.end - keys.begin, 0) + STEP_K - 1) / STEP_K;
   const int split_steps = (shared_steps + splits - 1) / splits;

@@ -245,12 +245,12 @@ struct DbiasTile {
     if (batch != staged_batch || kv_head != staged_kv_head || at.kv_tile != staged_kv_tile) {
       // Every SIMD group has read the tiles of the block before.
       threadgroup_barrier(mem_flags::mem_threadgroup);
+      const Keys keys = inputs.keys(batch, kv_head, sequence, problem);
       stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
-          k_pairs, inputs.keys(batch, kv_head, sequence, problem), block, sequence.first_key,
-          sequence.kv_length, thread_index);
+          k_pairs, keys, block, sequence.first_key, sequence.kv_length, thread_index);
+      const Values values = inputs.values(batch, kv_head, sequence, problem);
       stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
-          v_pairs, inputs.values(batch, kv_head, sequence, problem), block, sequence.first_key,
-          sequence.kv_length, thread_index);
+          v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
       // The tiles are whole.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       staged_batch = batch;

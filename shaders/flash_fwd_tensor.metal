@@ -29,10 +29,9 @@ struct TensorKv {
   int first_value_column;
   ushort lane;
 
-  METAL_FUNC void reset(threadgroup uint4*, threadgroup Fragment<float>*,
-                        thread const Keys& all_keys, thread const Values& all_values,
-                        thread const Sequence& own_sequence, int slice, ushort, ushort,
-                        ushort own_lane) thread {
+  METAL_FUNC void reset(threadgroup uint4*, threadgroup Fragment<float>*, Keys all_keys,
+                        Values all_values, thread const Sequence& own_sequence, int slice, ushort,
+                        ushort, ushort own_lane) thread {
     keys = all_keys;
     values = all_values;
     sequence = own_sequence;

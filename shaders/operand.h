@@ -109,7 +109,7 @@ struct OperandTile {
     return source.template pair<FRAGMENTS * FRAGMENT>(positions[i], d * FRAGMENT, lane_column);
   }
 
-  METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
+  METAL_FUNC void load(Source rows, int row, int last_row, int column) thread {
     source = rows;
     lane_column = column;
     UNROLL
@@ -143,7 +143,7 @@ struct KeptOperandTile {
     chunks = memory + simdgroup * SIZE + lane;
   }
 
-  METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
+  METAL_FUNC void load(Source rows, int row, int last_row, int column) thread {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       const int position = existing_row(row, i, last_row);

@@ -54,10 +54,9 @@ struct StagedKv {
   ushort simdgroup;
   ushort lane;
 
-  METAL_FUNC void reset(threadgroup uint4* tiles, threadgroup Fragment<float>* parts,
-                        thread const Keys& all_keys, thread const Values& all_values,
-                        thread const Sequence& own_sequence, int slice, ushort own_index,
-                        ushort own_simdgroup, ushort own_lane) thread {
+  METAL_FUNC void reset(threadgroup uint4* tiles, threadgroup Fragment<float>* parts, Keys all_keys,
+                        Values all_values, thread const Sequence& own_sequence, int slice,
+                        ushort own_index, ushort own_simdgroup, ushort own_lane) thread {
     keys = all_keys;
     values = all_values;
     sequence = own_sequence;

@@ -69,7 +69,7 @@ struct QueryRows {
   RegisterTile<T, TENSOR_ROWS, HELD ? own_spans(COLUMNS) * SPAN_FRAGMENTS : 1> held;
 
   // Rows past the last repeat it; their results are not stored.
-  METAL_FUNC void load(thread const Source& rows, int row, int last_row, int column) thread {
+  METAL_FUNC void load(Source rows, int row, int last_row, int column) thread {
     source = rows;
     lane_column = column;
     UNROLL
@@ -87,7 +87,8 @@ struct QueryRows {
   }
 
   METAL_FUNC Unit<T> read(short i, short span) const thread {
-    return operand_unit<T, COLUMNS, whole_spans(COLUMNS)>(source, source.find(positions[i]),
+    const typename Source::Place place = source.find(positions[i]);
+    return operand_unit<T, COLUMNS, whole_spans(COLUMNS)>(source, place,
                                                           span * SPAN_COLUMNS + lane_column, true);
   }
 
@@ -153,7 +154,8 @@ METAL_FUNC void multiply_chain(thread BlockTile& result, thread const Query& q,
         right.fragments[s] =
             units[s / TENSOR_HALF].fragments[TENSOR_HALF * half_span + s % TENSOR_HALF];
       }
-      tensor_mma<true>(result, tensor_left(rows, half_span), right);
+      const auto left = tensor_left(rows, half_span);  // [16, 16]
+      tensor_mma<true>(result, left, right);
     }
   }
 }
@@ -209,7 +211,8 @@ METAL_FUNC void accumulate(thread RegisterTile<float, TENSOR_ROWS, SLICE / FRAGM
         right.fragments[s] = units[2 * half_span + s / TENSOR_HALF % 2]
                                  .fragments[s / SPAN_FRAGMENTS * TENSOR_HALF + s % TENSOR_HALF];
       }
-      tensor_mma<false>(block, tensor_left(weights, half_span), right);
+      const auto left = tensor_left(weights, half_span);  // [16, 16]
+      tensor_mma<false>(block, left, right);
     }
     UNROLL
     for (short i = 0; i < TENSOR_ROWS; i++) {

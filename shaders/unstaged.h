@@ -35,7 +35,7 @@ template <typename T, typename Source, int ROWS, int COLUMNS>
 struct SpanOperandTile {
   RegisterTile<T, ROWS, COLUMNS / FRAGMENT> held;
 
-  METAL_FUNC void load(thread const Source& source, int row, int last_row, int column) thread {
+  METAL_FUNC void load(Source source, int row, int last_row, int column) thread {
     UNROLL
     for (short i = 0; i < ROWS; i++) {
       const int position = existing_row(row, i, last_row);
@@ -66,10 +66,9 @@ struct DirectKv {
   ushort column;
   ushort lane;
 
-  METAL_FUNC void reset(threadgroup uint4*, threadgroup Fragment<float>*,
-                        thread const Keys& all_keys, thread const Values& all_values,
-                        thread const Sequence& own_sequence, int slice, ushort, ushort,
-                        ushort own_lane) thread {
+  METAL_FUNC void reset(threadgroup uint4*, threadgroup Fragment<float>*, Keys all_keys,
+                        Values all_values, thread const Sequence& own_sequence, int slice, ushort,
+                        ushort, ushort own_lane) thread {
     keys = all_keys;
     values = all_values;
     sequence = own_sequence;

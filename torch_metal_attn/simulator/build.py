@@ -17,7 +17,7 @@ from . import cache, diagnostics, toolchain
 from .llvm.batches import batch_products
 from .llvm.instrument import Frame, Site, instrument, with_padded_variables
 from .llvm.ir import with_bool_elements
-from .metal import versions
+from .metal import reserved, versions
 from .metal.constants import ConstantValue, FunctionConstant
 from .metal.kernels import Kernel, Parameter, entries
 from .metal.lexer import END_OF_SHIM, MetalSourceError
@@ -248,17 +248,20 @@ def build(
     def preprocessed() -> str:
         return preprocess(source, include_dirs, defines or {}, check, count, language)
 
-    # Of headers, which may change, the key needs the text.
-    text = preprocessed() if include_dirs else ""
-    key = cache.digest([*request, text])
-    with _lock:
-        if key not in _programs:
-            entry = cache.lookup(key)
-            if entry is None:
-                files = _rewrite(text or preprocessed(), constants or {}, language, check)
-                entry = cache.store(key, files)
-            _programs[key] = _load_program(key, entry, check, count)
-        return _programs[key]
+    try:
+        # Of headers, which may change, the key needs the text.
+        text = preprocessed() if include_dirs else ""
+        key = cache.digest([*request, text])
+        with _lock:
+            if key not in _programs:
+                entry = cache.lookup(key)
+                if entry is None:
+                    files = _rewrite(text or preprocessed(), constants or {}, language, check)
+                    entry = cache.store(key, files)
+                _programs[key] = _load_program(key, entry, check, count)
+            return _programs[key]
+    except MetalSourceError as error:
+        raise ShaderCompileError(f"the Metal source does not compile:\n{error}") from error
 
 
 def preprocess(
@@ -269,7 +272,10 @@ def preprocess(
     count: bool = False,
     language: str = versions.DEFAULT,
 ) -> str:
-    """The text with its headers and macros expanded; raises ShaderCompileError."""
+    """The text with its headers and macros expanded.
+
+    Raises ShaderCompileError, and MetalSourceError for a reserved word that is or names a macro.
+    """
     command = [*toolchain.find().compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
     command += versions.flags(language)
     command += ["-isystem", str(SHIM)]
@@ -282,7 +288,11 @@ def preprocess(
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     text = f'{macros}#line 1 "{SOURCE_NAME}"\n{source}\n'
     # A kernel takes only macros of the shim: the text of it would be written and read each time.
-    preprocessed = _run([*command, "-imacros", "metal_stdlib", "-"], text)
+    reserved.refuse_macro_names(text)
+    command_of_text = [*command, "-imacros", "metal_stdlib", "-"]
+    if include_dirs or reserved.may_define(text):
+        reserved.check_directives(_run([*command_of_text, "-dD"], text).partition(END_OF_SHIM)[2])
+    preprocessed = _run(command_of_text, text)
     return _shim(tuple(command)) + _named(preprocessed.partition(END_OF_SHIM)[2])
 
 
@@ -305,11 +315,8 @@ def _rewrite(
     preprocessed: str, constants: Mapping[int | str, ConstantValue], language: str, check: bool
 ) -> dict[str, bytes]:
     """The files of a program's cache entry."""
-    try:
-        with _collector_paused():
-            rewritten = rewrite(preprocessed, constants, language, check)
-    except MetalSourceError as error:
-        raise ShaderCompileError(f"the Metal source does not compile:\n{error}") from error
+    with _collector_paused():
+        rewritten = rewrite(preprocessed, constants, language, check)
     about = {
         "kernels": [asdict(kernel) for kernel in rewritten.kernels],
         "constants": [asdict(constant) for constant in rewritten.constants],

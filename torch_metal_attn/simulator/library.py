@@ -15,7 +15,7 @@ from . import engine, parameter_types, runs
 from .build import Program, build
 from .diagnostics import hides_frames
 from .engine import Buffer, Counters
-from .metal import versions
+from .metal import reserved, versions
 from .metal.constants import ConstantValue
 from .metal.kernels import Kernel, Parameter
 from .parameter_types import CASTS, ParameterType
@@ -127,6 +127,8 @@ def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
 def _macro(name: str, value: str | int | bool) -> str:
     if not isinstance(name, str) or not MACRO.fullmatch(name):
         raise ValueError(f"defines has {name!r}, which is not the name of a macro")
+    if name in reserved.KINDS:
+        raise ValueError(f"defines: {reserved.message(name)}")
     if not isinstance(value, (str, int, float)):
         raise TypeError(
             f"defines[{name!r}] is a {type(value).__name__}; it must be a str, an int or a bool"

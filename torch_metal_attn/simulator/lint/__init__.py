@@ -2,8 +2,9 @@
 
 A shader is preprocessed and rewritten as for the simulator. Its tokens, clang's errors for the host
 form, and clang's syntax tree of it are then checked against the rules of Metal 3.1 and the stricter
-rules of this project's shaders. The simulator finds barriers and SIMD operations in divergent flow
-when the shader runs.
+rules of this project's shaders. By those, clang also compiles the text as strictly as it can, in
+each version of Metal that torch may take it for. The simulator finds barriers and SIMD operations
+in divergent flow when the shader runs.
 """
 
 import os
@@ -16,25 +17,44 @@ from .. import build, diagnostics, runs, toolchain
 from ..library import folders_and_macros
 from ..metal import versions
 from ..metal.lexer import END_OF_SHIM, MetalSourceError, TokenList, lex
+from ..metal.reserved import FUNCTIONS, ReservedNameError
 from ..metal.rewrite import rewrite
 from .finding import Finding
-from .token_rules import check_tokens
+from .token_rules import check_tokens, reserved_names
 from .tree_rules import HostText, check_tree
 
 __tracebackhide__ = diagnostics.hides_frames
+# Where Metal has function qualifiers they are gone from the rewritten text. A name that is one of
+# these words does not compile, whatever metal/reserved.py takes it for.
+QUALIFIERS = [f"-D{word}=inline" for word in sorted(FUNCTIONS)]
 # Errors for features of C++17 and clang that Metal lacks and the simulator does not refuse.
 NEWER = ["-Werror=pre-c++17-compat", "-Werror=c++20-extensions", "-Werror=return-type"]
-TREE_FLAGS = ["-ferror-limit=0", "-fsyntax-only", "-Xclang", "-ast-dump=json"]
+# A macro that is 1 is a number in a preprocessed text, so clang takes `A || MACRO` for a mistake;
+# `constant`, which is const here, may stand beside `const`.
+STRICT = """-Werror -Wall -Wextra -Wpedantic -pedantic-errors -Wno-gnu-line-marker
+    -Wno-constant-logical-operand -Wno-duplicate-decl-specifier -Wno-unused-parameter
+    -Wno-unused-variable -Wno-unused-function""".split()
+NO_WARNINGS = "-Wno-everything"
+STANDARDS = {"3.1": "-std=c++14", "3.2": "-std=c++14", "4.0": "-std=c++17"}
+CHECK_FLAGS = ["-ferror-limit=0", "-fsyntax-only"]
+TREE_FLAGS = ["-Xclang", "-ast-dump=json"]
 
 # Rules that only this project has: Apple's compiler accepts what they reject, or may accept it.
 PROJECT_RULES = frozenset(
     """ascii cpp17 cpp20 extern function-pointer implicit-float kernel-parameter lambda output
-    pointer-reference static-local struct-copy template-assert threadgroup-initialiser""".split()
+    pointer-reference static-local struct-copy template-assert temporary threadgroup-initialiser
+    warning""".split()
 )
 
 DIAGNOSTIC = re.compile(r"^(.*?):(\d+):\d+: (?:fatal )?(error|note): (.*)$", re.M)
 # Parts of clang's messages, by our rule; every other error is of the rule "compile".
-DIAGNOSED_RULES = {"variable length array": "vla", "C++17": "cpp17", "C++20": "cpp20"}
+DIAGNOSED_RULES = {
+    "variable length array": "vla",
+    "C++17": "cpp17",
+    "C++20": "cpp20",
+    "[-Werror,-Wreturn-type]": "compile",
+    "[-Werror,": "warning",
+}
 
 
 def lint_source(
@@ -54,8 +74,16 @@ def lint_source(
     versions.checked(language)
     if runs.flag("strict", strict) and (findings := list(ascii_only(source))):
         return findings
-    findings = _findings(source, folders, macros, language)
-    return [finding for finding in findings if strict or finding.rule not in PROJECT_RULES]
+    if not strict:
+        findings = _findings(source, folders, macros, language, [*NEWER, *TREE_FLAGS])
+        return [finding for finding in findings if finding.rule not in PROJECT_RULES]
+    flags = [*STRICT, STANDARDS[language]]
+    findings = _findings(source, folders, macros, language, [*flags, *TREE_FLAGS])
+    later = list(versions.NUMBERS)[list(versions.NUMBERS).index(language) + 1 :]
+    for version in later if not findings else ():
+        found = _findings(source, folders, macros, version, [*STRICT, STANDARDS[version]])
+        findings += [f._replace(message=f"{f.message} (as Metal {version})") for f in found]
+    return findings
 
 
 def refuse(source: str, language: str = versions.DEFAULT) -> None:
@@ -69,24 +97,34 @@ def refuse(source: str, language: str = versions.DEFAULT) -> None:
 
 
 def _findings(
-    source: str, include_dirs: Sequence[str], defines: Mapping[str, str], language: str
+    source: str,
+    include_dirs: Sequence[str],
+    defines: Mapping[str, str],
+    language: str,
+    flags: Sequence[str],
 ) -> list[Finding]:
+    """Findings of a compilation with `flags`: of its syntax tree too, if they ask for one."""
     findings: list[Finding] = []
     try:
         preprocessed = build.preprocess(source, include_dirs, defines, False, language=language)
-        findings += check_tokens(TokenList(lex(preprocessed)))
+        tokens = TokenList(lex(preprocessed))
+        if findings := list(reserved_names(tokens)):
+            return sorted(set(findings))
+        findings += check_tokens(tokens)
         shim, found, text = rewrite(preprocessed, language=versions.LATEST).text.partition(
             END_OF_SHIM
         )
     except build.ShaderCompileError as error:
         return sorted({*findings, *compile_errors(str(error))})
     except MetalSourceError as error:
+        rule = "reserved-name" if isinstance(error, ReservedNameError) else "compile"
         message = str(error).rpartition("error: ")[2]
-        return sorted({*findings, Finding(error.file, error.line, "compile", message)})
+        return sorted({*findings, Finding(error.file, error.line, rule, message)})
     if not found:
         raise toolchain.ToolchainError("clang does not mark where the simulator's headers end")
-    tree, said = _parse(shim, text)
-    findings += check_tree(tree, HostText(text))
+    tree, said = _parse(shim, text, flags)
+    if tree:
+        findings += check_tree(tree, HostText(text))
     findings += compile_errors(said)
     return sorted(set(findings))
 
@@ -121,17 +159,23 @@ def _diagnosed(file: str, line: int, message: str) -> Finding:
     return Finding(file, line, rules[0] if rules else "compile", said)
 
 
-def _parse(shim: str, text: str) -> tuple[bytes, str]:
-    """Clang's syntax tree of `text`, and its messages. There is a tree even if there are errors."""
-    command = [*build.host_command(), *NEWER]
-    command += ["-include-pch", str(build.precompiled(command, shim)), *TREE_FLAGS, "-"]
+def _parse(shim: str, text: str, flags: Sequence[str]) -> tuple[bytes, str]:
+    """Clang's syntax tree of `text`, if `flags` ask for it, and its messages.
+
+    There is a tree even if there are errors.
+    """
+    command = [*build.host_command(), *QUALIFIERS, *(f for f in flags if f not in TREE_FLAGS)]
+    if STRICT[0] in flags:
+        command.remove(NO_WARNINGS)  # which leaves those off that clang has on by itself
+    command += ["-include-pch", str(build.precompiled(command, shim)), *CHECK_FLAGS]
+    command += [*(f for f in flags if f in TREE_FLAGS), "-"]
     # A tree has tens of megabytes, which a pipe would bring in thousands of pieces.
     with tempfile.TemporaryFile() as written:
         done = subprocess.run(command, input=text.encode(), stdout=written, stderr=subprocess.PIPE)
         written.seek(0)
         tree = written.read()
     said = done.stderr.decode(errors="replace")
-    if not tree:
+    if not tree and TREE_FLAGS[-1] in flags:
         raise toolchain.ToolchainError(f"clang made no syntax tree: {said}")
     return tree, said
 

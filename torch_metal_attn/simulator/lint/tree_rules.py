@@ -24,6 +24,7 @@ VARIABLES = {"VarDecl", "ParmVarDecl", "FieldDecl"}
 ALIASES = {"TypedefDecl", "TypeAliasDecl"}
 CASTS = {"CStyleCastExpr", "CXXReinterpretCastExpr", "CXXStaticCastExpr", "CXXConstCastExpr"}
 CONVERSIONS = CASTS | {"ImplicitCastExpr", "CXXFunctionalCastExpr"}
+CALLS = {"CallExpr", "CXXMemberCallExpr"}
 ADDRESS_SPACE = re.compile(r"\b(?:device|constant|threadgroup|thread)\b")
 FUNCTION_POINTER = re.compile(r"\([*&]+[^()]*\)\s*\(")
 SCALAR_OR_VECTOR = re.compile(
@@ -177,6 +178,17 @@ def struct_copies(visit: Visit) -> Iterator[Message]:
         yield "struct-copy", f"copy of a whole `{copied}` between address spaces: copy its fields"
 
 
+def temporaries(visit: Visit) -> Iterator[Message]:
+    """Class temporaries that an argument's reference binds to.
+
+    In the compiler of macOS 27 a local variable's type has the address space `thread`, and that of
+    a temporary has none (mlx#4533): a template may not deduce `thread const T&` from it.
+    """
+    of_class = not SCALAR_OR_VECTOR.search(_without_arguments(visit.type))
+    if of_class and visit.parent.get("kind") in CALLS:
+        yield "temporary", f"a reference binds to this `{visit.type}`: give it a name first"
+
+
 def recursion(visits: list[Visit]) -> Iterator[tuple[Node, str, str]]:
     """Functions that call themselves, directly or through others."""
     canonical: dict[str, str] = {}  # every declaration's id: the id of the function's first one
@@ -218,6 +230,7 @@ _KINDS: list[tuple[Rule, set[str]]] = [
     (address_space_casts, CONVERSIONS),
     (implicit_floats, {"ImplicitCastExpr", "CompoundAssignOperator"}),
     (struct_copies, {"CallExpr"}),
+    (temporaries, {"MaterializeTemporaryExpr"}),
 ]
 TREE_RULES: dict[Any, list[Rule]] = {
     kind: [rule for rule, kinds in _KINDS if kind in kinds]

@@ -17,6 +17,7 @@ from .constants import ConstantValue, FunctionConstant, needed, specialise
 from .kernels import Kernel, extract_kernels, refuse_argument_buffers
 from .lexer import MetalSourceError, TokenList, join, lex
 from .objects import ADDRESS_SPACES, rewrite_objects, sole_constructors
+from .reserved import refuse_names
 from .shifts import check_shifts, find_shifts
 from .unset_variables import unset_variables
 from .unsupported import METHOD, refuse_stages
@@ -48,6 +49,7 @@ def rewrite(
     """
     tokens = TokenList(lex(preprocessed))
     versions.refuse_newer(tokens, language)
+    refuse_names(tokens)
     refuse_stages(tokens)
     declared, missing = specialise(tokens, constants or {})
     reach = needed(tokens, missing)

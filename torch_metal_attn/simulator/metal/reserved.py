@@ -1,0 +1,186 @@
+"""Words of Metal that a text may not use as names, and the places where a name stands.
+
+Sources: the Metal Shading Language specification (2.1 to 2.6 types, 4 address spaces, 5.1
+functions, 6 constants), the reserved words of naga (wgpu) and of SPIRV-Cross, and the working draft
+N4431 of C++ (2.5 alternative tokens, 2.11 keywords). Many of these words are ordinary names for
+clang, or macros of the simulator, so clang alone would accept them or say little.
+"""
+
+import re
+from collections.abc import Iterator
+
+from .lexer import MetalSourceError, TokenList, lex, segments
+from .vectors import VECTORS
+
+FUNCTIONS = frozenset({"kernel", "vertex", "fragment"})
+SPACES = frozenset(
+    "device constant thread threadgroup threadgroup_imageblock ray_data object_data".split()
+)
+_SIZES = [str(n) for n in (2, 3, 4)]
+TYPES = frozenset(
+    """half bfloat uchar ushort uint ulong size_t ptrdiff_t int8_t int16_t int32_t int64_t uint8_t
+    uint16_t uint32_t uint64_t atomic_int atomic_uint atomic_bool atomic_ulong
+    atomic_float""".split()
+)
+TYPES |= VECTORS | {f"packed_{vector}" for vector in VECTORS}
+TYPES |= {f"{t}{c}x{r}" for t in ("half", "bfloat", "float") for c in _SIZES for r in _SIZES}
+# Those of C++ that Metal does not have are reserved too.
+KEYWORDS = frozenset(
+    """alignas alignof asm auto bool break case catch char char16_t char32_t class const const_cast
+    constexpr continue decltype default delete do double dynamic_cast else enum explicit export
+    extern false float for friend goto if inline int long mutable namespace new noexcept nullptr
+    operator private protected public register reinterpret_cast return short signed sizeof static
+    static_assert static_cast struct switch template this thread_local throw true try typedef typeid
+    typename union unsigned using virtual void volatile wchar_t while
+    and and_eq bitand bitor compl not not_eq or or_eq xor xor_eq""".split()
+)
+_MATH = """M_E M_LOG2E M_LOG10E M_LN2 M_LN10 M_PI M_PI_2 M_PI_4 M_1_PI M_2_PI M_2_SQRTPI M_SQRT2
+    M_SQRT1_2""".split()
+_FLOATS = "DIG MANT_DIG MAX_10_EXP MAX_EXP MIN_10_EXP MIN_EXP RADIX MAX MIN EPSILON".split()
+MACROS = frozenset(
+    """assert CHAR_BIT SCHAR_MAX SCHAR_MIN UCHAR_MAX CHAR_MAX CHAR_MIN USHRT_MAX SHRT_MAX SHRT_MIN
+    UINT_MAX INT_MAX INT_MIN ULONG_MAX LONG_MAX LONG_MIN FP_ILOGB0 FP_ILOGBNAN MAXFLOAT MAXHALF
+    MAXBFLOAT HUGE_VALF HUGE_VALH HUGE_VALBF INFINITY NAN METAL_FUNC""".split()
+)
+MACROS |= {f"{name}_{suffix}" for name in _MATH for suffix in ("F", "H", "BF")}
+MACROS |= {f"{kind}_{name}" for name in _FLOATS for kind in ("FLT", "HALF")}
+
+KINDS = {
+    **dict.fromkeys(MACROS, "a macro of Metal's headers"),
+    **dict.fromkeys(KEYWORDS, "a keyword of C++"),
+    **dict.fromkeys(TYPES, "a type of Metal"),
+    **dict.fromkeys(SPACES, "an address space of Metal"),
+    **dict.fromkeys(FUNCTIONS, "a function qualifier of Metal"),
+}
+
+# Words before a type or an expression: what follows one of them is not declared by it.
+_NOT_TYPES = frozenset(
+    """return case else do goto throw new delete sizeof alignof operator typename typedef using
+    template public private protected friend inline static extern constexpr const volatile mutable
+    explicit virtual register if while for switch catch noexcept co_return and or xor not compl
+    bitand bitor and_eq or_eq xor_eq not_eq""".split()
+)
+_DECLARERS = frozenset({"namespace", "struct", "class", "union", "enum"})
+_SPECIFIERS = frozenset("static inline extern constexpr template friend virtual".split())
+_METHOD_ENDS = frozenset({")", "const", "volatile", "noexcept", "override", "final"})
+_BEFORE_FUNCTIONS = frozenset({"", ";", "{", "}", ")", "]", ">", ":"})
+_AFTER_NAMES = frozenset("= ; , ) [".split())
+_AFTER_DECLARERS = frozenset({"class", "struct", "alignas"})
+_NEVER_DECLARED = frozenset({"const", "volatile", "operator"})
+_STATEMENT_ENDS = (";", "{", "}")
+_SCALARS = frozenset("unsigned signed char short int long double float".split())
+
+_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?:define|undef)[ \t]+(\w+)", re.M)
+_COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")', re.S)
+_SPACED_MACRO = re.compile(rf"[\w>*&][ \t]+(?:{'|'.join(MACROS)})\b")
+
+
+class ReservedNameError(MetalSourceError):
+    """A reserved word is used as a name."""
+
+    def __init__(self, word: str, file: str, line: int) -> None:
+        super().__init__(message(word), file, line)
+
+
+def message(word: str) -> str:
+    """Why the word may not be a name."""
+    return f"`{word}` is {KINDS[word]} and cannot be a name: rename it, for example to `{word}_`"
+
+
+def names(tokens: TokenList) -> Iterator[int]:
+    """Indices of the tokens that name something by a reserved word."""
+    for index in tokens.where(KINDS):
+        token = tokens[index]
+        if token.kind == "name" and _is_name(tokens, index, token.text):
+            yield index
+
+
+def refuse_names(tokens: TokenList) -> None:
+    """Raise MetalSourceError for a reserved word that is used as a name."""
+    for index in names(tokens):
+        raise _error(tokens, index)
+
+
+def may_define(source: str) -> bool:
+    """Whether a text, which is not preprocessed, makes a macro of a reserved word somewhere."""
+    return any(word in KINDS for word in _DIRECTIVE.findall(source))
+
+
+def check_directives(preprocessed: str) -> None:
+    """Raise MetalSourceError for a reserved word that becomes a macro.
+
+    preprocessed: what `clang -E -dD` writes.
+    """
+    for directive in _DIRECTIVE.finditer(preprocessed):
+        if directive[1] in KINDS:
+            *_, (_, file, line, _, body) = segments(preprocessed[: directive.start()])
+            raise ReservedNameError(directive[1], file, line + body.count("\n"))
+
+
+def refuse_macro_names(source: str) -> None:
+    """Raise MetalSourceError for a macro of Metal's headers that the source, which is not
+    preprocessed, uses as a name."""
+    if _SPACED_MACRO.search(source):
+        blank = _COMMENT.sub(lambda m: m[1] or "\n" * m[0].count("\n"), source)
+        tokens = TokenList(lex(blank))
+        for index in names(tokens):
+            if tokens.text(index) in MACROS:
+                raise _error(tokens, index)
+
+
+def _error(tokens: TokenList, index: int) -> ReservedNameError:
+    token = tokens[index]
+    return ReservedNameError(token.text, token.file, token.line)
+
+
+def _is_name(tokens: TokenList, index: int, word: str) -> bool:
+    before, after = tokens.text(index - 1), tokens.text(index + 1)
+    if word in FUNCTIONS:
+        return not (_is_attribute(tokens, index) or _qualifies_function(tokens, index))
+    if word in SPACES:
+        return not _qualifies_memory(tokens, index)
+    if before in _DECLARERS:
+        return word not in _AFTER_DECLARERS
+    if before in _STATEMENT_ENDS and after == ":" and word in TYPES:
+        return tokens.text(index + 3) not in (";", ",")  # a label, and no bit field
+    if before == "typename" and word in TYPES:
+        return after in ("=", ",", ">")
+    ends = _AFTER_NAMES | ({"(", "{", ">", ":"} if word in TYPES or word == "assert" else set())
+    if after not in ends or word in _NEVER_DECLARED:
+        return False
+    if word in TYPES and tokens.text(tokens.seek_back(index, _STATEMENT_ENDS) + 1) == "typedef":
+        return False  # clang judges whether it is the same type
+    if before in ("*", "&", "&&", ">"):
+        return word in TYPES | MACROS and after in _AFTER_NAMES and _declares(tokens, index - 1)
+    if word in _SCALARS and before in _SCALARS:
+        return False
+    is_type = tokens[index - 1].kind == "name" and before not in _NOT_TYPES | SPACES | FUNCTIONS
+    return index > 0 and is_type
+
+
+def _declares(tokens: TokenList, index: int) -> bool:
+    """Whether the `*`, `&` or `>` belongs to a type, and not to an expression or an argument."""
+    begin = tokens.seek_back(index, ("(", "{", ";", "}", ",", "=", "<", "return"))
+    return bool(SPACES.intersection(tokens.text(i) for i in range(begin + 1, index)))
+
+
+def _is_attribute(tokens: TokenList, index: int) -> bool:
+    if tokens.text(index - 1) not in ("[", ","):
+        return False
+    opening = tokens.seek_back(index, ("[", "(", "{"))
+    return tokens.text(opening) == "[" == tokens.text(opening - 1)
+
+
+def _qualifies_function(tokens: TokenList, index: int) -> bool:
+    before, after = tokens.text(index - 1), tokens[index + 1]
+    begins = before in _BEFORE_FUNCTIONS | _SPECIFIERS or tokens[index - 1].kind == "string"
+    return begins and (after.kind == "name" or after.text in ("[", "::"))
+
+
+def _qualifies_memory(tokens: TokenList, index: int) -> bool:
+    before, after = tokens.text(index - 1), tokens[index + 1]
+    if before in (".", "->", "namespace", "struct", "goto"):
+        return False
+    if before in _METHOD_ENDS or after.kind == "name" or after.text in ("*", "&", "&&", "::"):
+        return True
+    return _is_attribute(tokens, index) or (before == "(" and tokens.text(index - 2) == "coherent")

@@ -139,8 +139,8 @@ def write_texts(folder: Path) -> Iterator[tuple[str, str, Path]]:
     for family in families():
         for number, defines in enumerate(specialisations()[family]):
             path = folder / f"{family}_{number}.metal"
-            lines = [f"#define {name} {value}\n" for name, value in defines.items()]
-            path.write_text("".join(lines) + shaders.source(family), encoding="ascii")
+            text = shaders.with_defines(shaders.source(family), defines)
+            path.write_text(text, encoding="ascii")
             words = (f"{name}={value}" for name, value in defines.items())
             yield family, " ".join([path.stem, *words]), path
 

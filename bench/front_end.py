@@ -37,10 +37,9 @@ KEYWORDS = [
 ]
 
 
-def source_of(family: str, specialisation: Mapping[str, object]) -> str:
+def source_of(family: str, specialisation: Mapping[str, str]) -> str:
     """The text that a specialisation of this project's kernels is compiled from."""
-    defines = "".join(f"#define {name} {value}\n" for name, value in specialisation.items())
-    return defines + shaders.source(family)
+    return shaders.with_defines(shaders.source(family), specialisation)
 
 
 @dataclass(frozen=True)

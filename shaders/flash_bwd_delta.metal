@@ -2,9 +2,6 @@
 //
 // Dao, "FlashAttention-2" (2023), algorithm 2, line 4; the gradient of the log-sum-exp is
 // subtracted because d lse / d score is the same weight that delta multiplies.
-#include <metal_simdgroup>
-#include <metal_stdlib>
-
 #include "params.h"
 #include "tile.h"
 

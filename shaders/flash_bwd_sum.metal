@@ -1,7 +1,5 @@
 // The last step of dk or dv where flash_bwd_dkv splits the query heads of a KV head: the sum of the
 // parts, in their order, a row of a head to each SIMD group.
-#include <metal_stdlib>
-
 #include "params.h"
 #include "tile.h"
 

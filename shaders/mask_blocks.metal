@@ -4,9 +4,6 @@
 // A threadgroup makes one list, 32 blocks at a time: its SIMD groups look at one block each, then
 // the first of them appends those that are not hidden, in ascending order. Each element of the mask
 // is read once.
-#include <metal_simdgroup>
-#include <metal_stdlib>
-
 #include "params.h"
 #include "tile.h"
 

@@ -2,9 +2,6 @@
 // columns that it moves.
 #pragma once
 
-#include <metal_simdgroup>
-#include <metal_stdlib>
-
 #include "params.h"
 #include "tile.h"
 

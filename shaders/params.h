@@ -3,7 +3,6 @@
 #pragma once
 
 #ifdef __METAL_VERSION__
-#include <metal_stdlib>
 using namespace metal;
 #else
 #include <cstdint>

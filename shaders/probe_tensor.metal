@@ -1,7 +1,7 @@
 // Whether tensor operations lay their operands over the lanes as tensor_tile.h says, and multiply.
 // csrc/runtime/probe_tensor.cpp knows the results, and gives FLOAT32: whether both operands are
 // float32, or in 16 bits at least one. A GPU may compile only one of the two.
-#if __METAL_VERSION__ >= 400 && __has_include(<MetalPerformancePrimitives/MetalPerformancePrimitives.h>)
+#if HAS_TENSOR_OPERATIONS
 #define TENSOR_TILES 1
 #endif
 

@@ -9,8 +9,6 @@
 // do not take them.
 #pragma once
 
-#include <metal_stdlib>
-
 using namespace metal;
 
 // The rotated pair (x, y). With -sine it is rotated back.

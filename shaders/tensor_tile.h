@@ -22,8 +22,6 @@
 
 #if TENSOR_TILES
 
-#include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
-
 // A lane's rows of a left operand and of a result, and the rows of a SIMD group.
 constant constexpr int TENSOR_ROWS = 2;
 constant constexpr int TENSOR_SIMDGROUP_ROWS = TENSOR_ROWS * FRAGMENT;

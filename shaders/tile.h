@@ -14,10 +14,6 @@
 //       row 7          22   23   30   31
 #pragma once
 
-#include <metal_simdgroup>
-#include <metal_simdgroup_matrix>
-#include <metal_stdlib>
-
 #include "features.h"
 #include "params.h"
 

@@ -2,8 +2,6 @@
 // sequence, each of which has a query. Miao et al., "SpecInfer" (2024).
 #pragma once
 
-#include <metal_integer>
-
 #include "features.h"
 #include "params.h"
 #include "tile.h"

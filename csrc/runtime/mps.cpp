@@ -69,11 +69,14 @@ void ok(AOTITorchError error, const Doing&... doing) {
 }
 
 std::string library_text(const Program& program) {
-  std::string text;
+  std::string defines;
   for (const Define& define : program.defines) {
-    text += std::string("#define ") + define.name + " " + define.value() + "\n";
+    defines += std::string("#define ") + define.name + " " + define.value() + "\n";
   }
-  text += shader_text(program.family);
+  std::string text = shader_text(program.family);
+  // After the includes of Metal's headers (with_defines in torch_metal_attn/runtime/shaders.py).
+  const std::size_t head = text.find("#line");
+  text.insert(head == std::string::npos ? 0 : head, defines);
   // torch hands the text to Metal as ASCII and would get no string at all.
   const auto bad = std::find_if(text.begin(), text.end(),
                                 [](char c) { return static_cast<unsigned char>(c) > 127; });

@@ -106,7 +106,10 @@ def test_unknown_family():
 def test_line_directives_name_the_original(family):
     """Every line of the flattened text is the line of the file that #line says it is."""
     name, number, checked = None, 0, 0
-    for line in shaders.source(family).splitlines():
+    head, mark, text = shaders.source(family).partition("#line")
+    assert re.fullmatch(r"(#(include <.*>|(if|pragma|define) .*|endif)\n)+", head)
+    assert "#include" not in re.sub("#include <cstdint>", "", text), "after the defines"
+    for line in (mark + text).splitlines():
         directive = re.fullmatch(r'#line (\d+) "(.*)"', line)
         if directive:
             number, name = int(directive[1]), directive[2]

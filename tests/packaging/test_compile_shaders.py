@@ -102,8 +102,8 @@ def test_both_compilers_get_every_specialisation_of_every_family(run):
     compiled = [re.search(r" -c (\S+/(\w+)_\d+\.metal) -o \S+\.air$", call) for call in calls]
     assert {match[2] for match in compiled} == set(shaders.families()) - NEWER
     assert [Path(match[1]).read_text() for match in compiled] == done.given_to_torch
-    defines = "".join(f"#define {n} {v}\n" for n, v in SPECIALISATIONS["flash_fwd"][1].items())
-    assert defines + shaders.source("flash_fwd") in done.given_to_torch
+    text = shaders.with_defines(shaders.source("flash_fwd"), SPECIALISATIONS["flash_fwd"][1])
+    assert text in done.given_to_torch
     assert "Apple metal version 0" in done.log
     assert done.log.count("warning: unused variable") == TEXTS
     assert f"0 of {2 * TEXTS} compilations failed" in done.log

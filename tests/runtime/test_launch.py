@@ -10,6 +10,7 @@ from tests.helpers import shader_params
 from tests.helpers.cases import each_case
 from tests.rope.rope_check import make_problem
 from torch_metal_attn import reference, simulate
+from torch_metal_attn.runtime.shaders import with_defines
 from torch_metal_attn.simulator import compile_shader
 
 TEXT = (
@@ -106,10 +107,14 @@ def test_non_ascii_text_is_refused_before_torch_sees_it(any_fake):
     assert "accent" not in any_fake.last_text()
 
 
-def test_defines_are_prepended_in_order(any_fake):
-    any_fake.add_family("defines", TEXT)
+def test_defines_stand_in_order_between_the_headers_of_metal_and_the_text(any_fake):
+    """A name of theirs may be one of ours. The simulator, too, gets what `with_defines` makes."""
+    headers, text = "#include <metal_stdlib>\n", f'#line 1 "defines"\n{TEXT}'
+    any_fake.add_family("defines", headers + text)
     launch(any_fake, family="defines", defines="ELEMENT=half\nBLOCK_K=32")
-    assert any_fake.last_text() == "#define ELEMENT half\n#define BLOCK_K 32\n" + TEXT
+    expected = headers + "#define ELEMENT half\n#define BLOCK_K 32\n" + text
+    assert any_fake.last_text() == expected
+    assert with_defines(headers + text, {"ELEMENT": "half", "BLOCK_K": "32"}) == expected
 
 
 def test_library_and_kernel_are_made_once_a_specialisation(any_fake):

@@ -77,8 +77,7 @@ def _launch(
 
     run = runs.current() or runs.Run()
     program = build(
-        shaders.source(family),
-        defines=defines,
+        shaders.with_defines(shaders.source(family), defines),
         check=run.check,
         count=run.count,
         language=shaders.LANGUAGES.get(family, run.language),

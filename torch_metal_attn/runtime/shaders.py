@@ -7,6 +7,7 @@ nothing but the standard library.
 import ctypes
 import functools
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 _PACKAGE_DATA = Path(__file__).parents[1] / "_shaders"
@@ -19,6 +20,28 @@ LANGUAGES = {
     "flash_bwd_dkv_tensor": "4.0",
     "probe_tensor": "4.0",
 }
+
+# The first lines of every text. Metal's headers come before the defines, whose names are common
+# words. The kernels test for infinities and NaN, which only the safe mode of arithmetic keeps:
+# torch compiles in it unless PYTORCH_MPS_FAST_MATH is set.
+_HEADERS = """\
+#include <metal_integer>
+#include <metal_simdgroup>
+#include <metal_simdgroup_matrix>
+#include <metal_stdlib>
+"""
+_TENSOR_HEADER = "<MetalPerformancePrimitives/MetalPerformancePrimitives.h>"
+_TENSOR_HEADERS = f"""\
+#if __METAL_VERSION__ >= 400 && __has_include({_TENSOR_HEADER})
+#include {_TENSOR_HEADER}
+#define HAS_TENSOR_OPERATIONS 1
+#endif
+"""
+_SAFE_MATH = """\
+#if __METAL_VERSION__ >= 320
+#pragma METAL fp math_mode(safe)
+#endif
+"""
 
 _INCLUDE = re.compile(r'\s*#\s*include\s+"([^"]*)"')
 _PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\s*$")
@@ -36,12 +59,12 @@ def families() -> list[str]:
 
 @functools.cache
 def source(family: str) -> str:
-    """The text to compile for `family`; the host prepends the specialisation's defines.
+    """The text to compile for `family`, once `with_defines` has put a specialisation's defines in.
 
     In a source checkout it is made from `shaders/`, once per process; an installed package has the
-    text made when it was built. It is pure ASCII, and its `#line` directives name the original
-    files and lines. Raises ValueError for an unknown family and ShaderError for one that cannot be
-    flattened.
+    text made when it was built. It is pure ASCII, begins with the includes of Metal's headers, and
+    its `#line` directives name the original files and lines. Raises ValueError for an unknown
+    family and ShaderError for one that cannot be flattened.
     """
     if family not in families():
         raise ValueError(f"family is {family!r}; it must be one of {', '.join(families())}")
@@ -51,14 +74,25 @@ def source(family: str) -> str:
     return flatten(path)
 
 
+def with_defines(text: str, defines: Mapping[str, str]) -> str:
+    """A family's text with a specialisation's defines, as csrc/runtime/mps.cpp puts them in."""
+    lines = "".join(f"#define {name} {value}\n" for name, value in defines.items())
+    head = max(text.find("#line"), 0)
+    return text[:head] + lines + text[head:]
+
+
 def flatten(path: Path) -> str:
     """`path` with its quoted includes inlined, each file once, where it is first included.
+
+    Before it stand the includes of Metal's headers, which the files themselves do not have.
 
     Raises ShaderError for a missing file, a header without `#pragma once`, an include inside a
     conditional block (where "once" would depend on the condition) and a non-ASCII character
     (PyTorch passes shader text to Metal as ASCII).
     """
-    return "\n".join(_lines(path.resolve(), root=path.resolve().parent, seen=set())) + "\n"
+    head = _HEADERS + (_TENSOR_HEADERS if path.stem in LANGUAGES else "") + _SAFE_MATH
+    lines = _lines(path.resolve(), root=path.resolve().parent, seen=set())
+    return head + "\n".join(lines) + "\n"
 
 
 def serve(library: ctypes.CDLL) -> None:

@@ -33,7 +33,7 @@ NEWER = ["-Werror=pre-c++17-compat", "-Werror=c++20-extensions", "-Werror=return
 # `constant`, which is const here, may stand beside `const`.
 STRICT = """-Werror -Wall -Wextra -Wpedantic -pedantic-errors -Wno-gnu-line-marker
     -Wno-constant-logical-operand -Wno-duplicate-decl-specifier -Wno-unused-parameter
-    -Wno-unused-variable -Wno-unused-function""".split()
+    -Wno-unused-variable -Wno-unused-function -Wno-unknown-pragmas""".split()
 NO_WARNINGS = "-Wno-everything"
 STANDARDS = {"3.1": "-std=c++14", "3.2": "-std=c++14", "4.0": "-std=c++17"}
 CHECK_FLAGS = ["-ferror-limit=0", "-fsyntax-only"]

@@ -2,7 +2,6 @@
 
 import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from torch_metal_attn.runtime.shaders import LANGUAGES, ShaderError, flatten
+from torch_metal_attn.runtime.shaders import LANGUAGES, ShaderError, flatten, with_defines
 from torch_metal_attn.simulator import build, cache, toolchain
 from torch_metal_attn.simulator.exit_status import exit_status
 from torch_metal_attn.simulator.lint import Finding, lint_source
@@ -19,7 +18,7 @@ from torch_metal_attn.simulator.metal import versions
 from .specialisations import specialisations
 
 MOST_WORKERS = 4  # each holds a syntax tree
-Text = tuple[str, dict[str, str], str]  # source, defines, language
+Text = tuple[str, str]  # a specialisation's text, its language
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +47,8 @@ def _lint(folder: Path) -> bool:
             findings.add(Finding(str(path), 1, "flatten", str(error)))
             continue
         language = LANGUAGES.get(path.stem, versions.DEFAULT)
-        texts += [(source, defines, language) for defines in specialisations()[path.stem]]
+        defines = specialisations()[path.stem]
+        texts += [(with_defines(source, each), language) for each in defines]
     # Syntax trees have many nodes and no cycles: collections take a third of the time.
     workers = min(os.cpu_count() or 1, MOST_WORKERS)
     with ProcessPoolExecutor(workers, initializer=gc.disable) as pool:
@@ -62,12 +62,12 @@ def _lint(folder: Path) -> bool:
 
 def lint_text(text: Text) -> list[Finding]:
     """Findings in one specialisation. That there are none is kept in the cache of kernels."""
-    source, defines, language = text
+    source, language = text
     made_by = build.own_digest("lint"), toolchain.find().identity
-    key = cache.digest(["lint", *made_by, source, json.dumps(defines), language])
+    key = cache.digest(["lint", *made_by, source, language])
     if cache.lookup(key):
         return []
-    findings = lint_source(source, defines=defines, language=language)
+    findings = lint_source(source, language=language)
     if not findings:
         cache.store(key, {"findings.json": b"[]"})
     return findings

@@ -47,8 +47,7 @@ def compiled(kernel: str, defines: Mapping[str, str], *, promise: bool = False) 
     """
     if not hasattr(torch.mps, "compile_shader"):
         return None
-    text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    text += shaders.source(kernel)
+    text = shaders.with_defines(shaders.source(kernel), defines)
     try:
         found = getattr(
             torch.mps.compile_shader(text if promise else _PROMISE.sub("", text)), kernel

@@ -9,6 +9,11 @@ from torches import LIBCXX, LIBSYSTEM, MACOS, TORCH_CPU, Torch
 # In macOS since 10.3 (man 3 dladdr). torch's libraries do not use it, so they cannot prove it.
 # Of POSIX, and in the stub of libSystem that linkers get; torch itself needs none of them.
 SURELY_IN_LIBSYSTEM = {"_dladdr", "_pthread_kill", "_sigaltstack"}
+# What csrc/runtime/mps.cpp looks up at run time, without which long launches are not divided.
+COMMITS = {
+    "__ZN2at3mps19getCurrentMPSStreamEv",
+    "__ZN2at3mps9MPSStream11synchronizeENS0_8SyncTypeE",
+}
 MPS_REGISTRATION = "STABLE_TORCH_LIBRARY_IMPL_static_init_metal_attn_MPS"
 EXPORTS = ("_metal_attn_", "___dso_handle", "__mh_dylib_header")
 
@@ -57,6 +62,9 @@ def faults(library: Library, torches: Sequence[Torch]) -> list[str]:
         for one in resolve(library, torches)
         for symbol in one.missing
     ]
+    for torch in torches:
+        missing = sorted(COMMITS.difference(torch.exports[TORCH_CPU]))
+        found += [f"torch {torch.version} lacks {symbol}, to commit a stream" for symbol in missing]
     return found + _header(library) + _dependencies(library, torches) + _mps(library)
 
 

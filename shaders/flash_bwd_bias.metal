@@ -172,11 +172,11 @@ struct DbiasTile {
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_bias(
     FLASH_BWD_PARAMETERS device DBIAS_ELEMENT* dbias [[buffer(FLASH_BWD_DBIAS)]],
-    constant FlashBwdBiasParams& params [[buffer(FLASH_PARAMS)]],
-    uint3 threadgroup_position [[threadgroup_position_in_grid]],
+    GRID_PARAMS(FlashBwdBiasParams, FLASH_PARAMS), GRID_POSITION,
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
+  SET_GRID_POSITION(FlashBwdBiasParams)
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
   threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, Dv] pairs of keys
   THREADGROUP_ARRAY(QUERIES_SHARED, float, column_sums, COLUMN_SUMS)  // [SIMDGROUPS, BLOCK_K]

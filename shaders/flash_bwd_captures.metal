@@ -59,11 +59,11 @@ struct OrderedSums {
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_captures(
     FLASH_BWD_PARAMETERS device float* copies [[buffer(FLASH_BWD_DBIAS)]],
-    constant FlashBwdCaptureParams& params [[buffer(FLASH_PARAMS)]],
-    uint3 threadgroup_position [[threadgroup_position_in_grid]],
+    GRID_PARAMS(FlashBwdCaptureParams, FLASH_PARAMS), GRID_POSITION,
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
+  SET_GRID_POSITION(FlashBwdCaptureParams)
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
   threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, Dv] pairs of keys
 

@@ -76,13 +76,11 @@ struct BlockStatistics {
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dkv(
     FLASH_BWD_PARAMETERS device Result* dk [[buffer(FLASH_BWD_DK)]],
-    device Result* dv [[buffer(FLASH_BWD_DV)]],
-    constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
-    uint3 threadgroup_position [[threadgroup_position_in_grid]],
-    uint3 threadgroups [[threadgroups_per_grid]],
-    ushort thread_index [[thread_index_in_threadgroup]],
+    device Result* dv [[buffer(FLASH_BWD_DV)]], GRID_PARAMS(FlashBwdParams, FLASH_PARAMS),
+    GRID_POSITION_AND_SIZE, ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
+  SET_GRID_POSITION_AND_SIZE(FlashBwdParams)
   threadgroup uint4 q_pairs[Q_PAIRS_BYTES / sizeof(uint4)];        // [BLOCK_Q / 2, D] pairs
   threadgroup uint4 dout_pairs[DOUT_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_Q / 2, Dv] pairs
   // [BLOCK_Q, DK_SLICE] and [BLOCK_Q, DV_SLICE]

@@ -31,12 +31,11 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dq(
     FLASH_BWD_PARAMETERS device ELEMENT* dq [[buffer(FLASH_BWD_DQ)]],
-    constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
-    uint3 threadgroup_position [[threadgroup_position_in_grid]],
-    uint3 threadgroups [[threadgroups_per_grid]],
+    GRID_PARAMS(FlashBwdParams, FLASH_PARAMS), GRID_POSITION_AND_SIZE,
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
+  SET_GRID_POSITION_AND_SIZE(FlashBwdParams)
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
   threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, Dv] pairs of keys
   THREADGROUP_ARRAY(ROWS_IN_THREADGROUP, uint4, q_chunks, SIMDGROUPS * QueryTile::SIZE)

@@ -22,12 +22,11 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dq_tensor(
     FLASH_BWD_PARAMETERS device ELEMENT* dq [[buffer(FLASH_BWD_DQ)]],
-    constant FlashBwdParams& params [[buffer(FLASH_PARAMS)]],
-    uint3 threadgroup_position [[threadgroup_position_in_grid]],
-    uint3 threadgroups [[threadgroups_per_grid]],
+    GRID_PARAMS(FlashBwdParams, FLASH_PARAMS), GRID_POSITION_AND_SIZE,
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
+  SET_GRID_POSITION_AND_SIZE(FlashBwdParams)
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, score_parts, TENSOR_FRAGMENTS * THREADS)
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, gradient_parts, TENSOR_FRAGMENTS * THREADS)
   THREADGROUP_ARRAY(EXACT_DELTA, float, votes, SIMDGROUPS)

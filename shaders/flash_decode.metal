@@ -49,12 +49,11 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_decode(
     FLASH_PARAMETERS device Result* out [[buffer(FLASH_DECODE_OUT)]],
     device float* softmax_lse [[buffer(FLASH_DECODE_LSE)]],
-    constant FlashDecodeParams& params [[buffer(FLASH_PARAMS)]],
-    uint3 threadgroup_position [[threadgroup_position_in_grid]],
-    uint3 threadgroups [[threadgroups_per_grid]],
+    GRID_PARAMS(FlashDecodeParams, FLASH_PARAMS), GRID_POSITION_AND_SIZE,
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
+  SET_GRID_POSITION_AND_SIZE(FlashDecodeParams)
   threadgroup float score_tiles[SCORES];               // [SCORE_TILES, ROWS, BLOCK_K]
   threadgroup float weight_tiles[WEIGHTS];             // [SIMDGROUPS, BLOCK_K + 1, ROWS]
   threadgroup Fragment<float> out_tile[OUT_PAIRS];     // [ROWS, Dv]

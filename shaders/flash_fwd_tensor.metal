@@ -68,13 +68,11 @@ struct TensorKv {
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_fwd_tensor(
     FLASH_PARAMETERS device ELEMENT* out [[buffer(FLASH_FWD_OUT)]],
-    device float* softmax_lse [[buffer(FLASH_FWD_LSE)]],
-    constant FlashFwdParams& params [[buffer(FLASH_PARAMS)]],
-    uint3 threadgroup_position [[threadgroup_position_in_grid]],
-    uint3 threadgroups [[threadgroups_per_grid]],
-    ushort thread_index [[thread_index_in_threadgroup]],
+    device float* softmax_lse [[buffer(FLASH_FWD_LSE)]], GRID_PARAMS(FlashFwdParams, FLASH_PARAMS),
+    GRID_POSITION_AND_SIZE, ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
+  SET_GRID_POSITION_AND_SIZE(FlashFwdParams)
   FlashInputs inputs;
   FLASH_SET_INPUTS
   attend<TensorKv, TENSOR_ROWS>(inputs, out, softmax_lse, params, nullptr, nullptr,

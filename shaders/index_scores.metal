@@ -4,6 +4,7 @@
 // A threadgroup stages BLOCK_K keys. Each SIMD group has one query, whose heads are the rows of its
 // fragments, so the sum over heads is one over rows.
 #include "operand.h"
+#include "piece.h"
 #include "products.h"
 
 // The specialisation, given by the host: ELEMENT, WEIGHT_ELEMENT, HEAD_DIM, BLOCK_K, SIMDGROUPS,
@@ -34,11 +35,11 @@ METAL_FUNC float fragment_column_sum(float x) {
     const device ELEMENT* k [[buffer(INDEX_SCORES_K)]],
     const device WEIGHT_ELEMENT* weights [[buffer(INDEX_SCORES_WEIGHTS)]],
     device float* out [[buffer(INDEX_SCORES_OUT)]],
-    constant IndexScoresParams& params [[buffer(INDEX_SCORES_PARAMS)]],
-    uint3 threadgroup_position [[threadgroup_position_in_grid]],
+    GRID_PARAMS(IndexScoresParams, INDEX_SCORES_PARAMS), GRID_POSITION,
     ushort thread_index [[thread_index_in_threadgroup]],
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
+  SET_GRID_POSITION(IndexScoresParams)
   threadgroup uint4 k_tile[TILE_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs
 
   const int batch = threadgroup_position.z;

@@ -7,6 +7,7 @@
 #include "mask.h"
 #include "operand.h"
 #include "params.h"
+#include "piece.h"
 #include "scores.h"
 #include "sequence.h"
 

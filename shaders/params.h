@@ -28,6 +28,12 @@ constexpr int query_parts(int query_fragments, int simdgroups) {
   return query_fragments % simdgroups == 0 ? simdgroups : query_fragments % 2 == 0 ? 2 : 1;
 }
 
+// Where the threadgroups of a piece of a launch stand in its grid (GRID_PIECE): x, y and z.
+struct GridPiece {
+  uint32_t first[3];
+  uint32_t threadgroups[3];  // of the whole grid
+};
+
 // Element strides of one (batch, head, row, column) operand; the last dimension has stride 1.
 struct RowStrides {
   int64_t batch;

@@ -87,6 +87,17 @@ class Params {
     static_assert(std::is_trivially_copyable_v<Structure> && sizeof(Structure) <= kMaxParamsBytes);
     set(&params, sizeof(Structure));
   }
+  // Behind what is there. The end of a structure is no padding if it is a multiple of 4.
+  template <typename Structure>
+  void append(const Structure& more) {
+    static_assert(std::is_trivially_copyable_v<Structure> && alignof(Structure) <= 4);
+    if (size_ + sizeof(Structure) > kMaxParamsBytes) {
+      throw std::invalid_argument("metal_attn: no room behind " + std::to_string(size_) +
+                                  " bytes of params");
+    }
+    std::memcpy(bytes_.data() + size_, &more, sizeof(Structure));
+    size_ += sizeof(Structure);
+  }
   // Throws std::invalid_argument above kMaxParamsBytes.
   void set(const void* bytes, std::size_t size) {
     if (size > kMaxParamsBytes) {
@@ -122,6 +133,13 @@ struct Grid {
   Extent threads{};  // per threadgroup
 };
 
+// What a launch takes at most, in multiply-adds; nothing of a kernel that reads its operands once,
+// which no Mac's memory holds enough of to run for long, and which cannot be divided.
+struct Work {
+  double threadgroup = 0;  // of a threadgroup
+  double busy = 0;         // threadgroups that have any of it; 0: all
+};
+
 class TileRow;  // csrc/tiles/tuned.h
 
 struct Launch {
@@ -145,6 +163,7 @@ struct Launch {
   Params params;
   Extent threadgroups{};
   Extent threads{};  // per threadgroup
+  Work work;
 };
 
 }  // namespace metal_attn

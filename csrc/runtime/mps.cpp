@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <exception>
 #include <map>
@@ -24,6 +25,7 @@
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
+#include "csrc/runtime/pieces.h"
 #include "csrc/runtime/torch_call.h"
 
 namespace metal_attn {
@@ -43,11 +45,13 @@ struct BytesShims {
   void (*set_bytes_member)(void*, unsigned, const void*, uint64_t) = nullptr;
 };
 
+template <typename Function>
+void find(Function& function, const char* name) {
+  function = reinterpret_cast<Function>(find_beside(kShims, name));
+}
+
 BytesShims find_bytes_shims() {
   BytesShims shims;
-  const auto find = [](auto& function, const char* name) {
-    function = reinterpret_cast<std::decay_t<decltype(function)>>(find_beside(kShims, name));
-  };
   find(shims.set_bytes, "torch_mps_set_arg_bytes");
   find(shims.set_bytes_member, "_ZN2at6native3mps19MetalKernelFunction6setArgEjPKvy");
   return shims;
@@ -55,6 +59,31 @@ BytesShims find_bytes_shims() {
 
 const BytesShims& bytes_shims() {
   static const BytesShims shims = find_bytes_shims();
+  return shims;
+}
+
+// How torch's stream is made to commit its command buffer. The C shims have no call for it.
+struct CommitShims {
+  // at::mps::getCurrentMPSStream() and at::mps::MPSStream::synchronize(at::mps::SyncType), which
+  // torch 2.10 to 2.15 export. The stream's own queue must be running.
+  void* (*current_stream)() = nullptr;
+  void (*synchronize)(void*, int) = nullptr;
+  // torch::mps::commit(), of torch's C++ API. Before 2.15 it commits the default stream only.
+  void (*commit)() = nullptr;
+
+  bool of_stream() const { return current_stream != nullptr && synchronize != nullptr; }
+};
+
+constexpr int kSyncTypeCommit = 1;  // at::mps::SyncType::COMMIT: does not wait
+
+const CommitShims& commit_shims() {
+  static const CommitShims shims = [] {
+    CommitShims found;
+    find(found.current_stream, "_ZN2at3mps19getCurrentMPSStreamEv");
+    find(found.synchronize, "_ZN2at3mps9MPSStream11synchronizeENS0_8SyncTypeE");
+    find(found.commit, "_ZN5torch3mps6commitEv");
+    return found;
+  }();
   return shims;
 }
 
@@ -147,30 +176,81 @@ void encode(Kernel kernel, const Launch& launch, const EncodedParams& params) {
      launch.kernel, "'");
 }
 
-// Runs `encode` on the stream's queue. An exception must not pass through torch's Objective-C
-// frames, so it is carried over them.
-void run_command_block(Kernel kernel, const Launch& launch, const EncodedParams& params) {
+// Runs `body` on the stream's queue. An exception must not pass through torch's Objective-C frames,
+// so it is carried over them. name: the kernel's, for messages.
+template <typename Body>
+void run_command_block(Kernel kernel, const char* name, const Body& body) {
   struct Block {
-    const Launch& launch;
-    const EncodedParams& params;
+    const Body& body;
     std::exception_ptr error;
-  } block{launch, params, nullptr};
+  } block{body, nullptr};
   ok(aoti_torch_mps_run_command_block(
          kernel,
-         [](Kernel k, void* data) {
+         [](Kernel, void* data) {
            Block& b = *static_cast<Block*>(data);
            try {
-             encode(k, b.launch, b.params);
+             b.body();
            } catch (...) {
              b.error = std::current_exception();
            }
          },
          &block),
-     "running '", launch.kernel, "'");
+     "running '", name, "'");
   if (block.error != nullptr) {
     std::rethrow_exception(block.error);
   }
 }
+
+// What our launches since the last commit take, by the estimate, in each stream's open command
+// buffer. torch commits rarely by itself, and not between kernels: many launches of less than a
+// second would be one command buffer of many.
+class OpenCommandBuffers {
+ public:
+  // Ends the current stream's command buffer if `seconds` more would be too long, or if the launch
+  // is one of several pieces, which stand alone.
+  void make_room(double seconds, bool alone, Kernel kernel, const char* name) {
+    double& open = of_current_stream();
+    if (alone || (open > 0 && open + seconds > kCommandBufferSeconds)) {
+      commit(kernel, name);
+    }
+    open += seconds;
+  }
+
+  // Does not wait.
+  void commit(Kernel kernel, const char* name) {
+    of_current_stream() = 0;
+    const CommitShims& shims = commit_shims();
+    if (shims.of_stream()) {
+      void* const stream = shims.current_stream();
+      run_command_block(kernel, name, [&] { shims.synchronize(stream, kSyncTypeCommit); });
+    } else if (shims.commit != nullptr) {
+      shims.commit();
+    } else {
+      static std::once_flag warned;
+      std::call_once(warned, [] {
+        std::fputs(
+            "torch_metal_attn: this torch has no way to commit its MPS stream, so attention that "
+            "takes seconds may be ended by macOS and its results be wrong: compute fewer heads or "
+            "queries at a time\n",
+            stderr);
+      });
+    }
+  }
+
+ private:
+  double& of_current_stream() {
+    const auto current = commit_shims().current_stream;
+    void* const stream = current != nullptr ? current() : nullptr;
+    for (auto& [known, open] : streams_) {
+      if (known == stream) {
+        return open;
+      }
+    }
+    return streams_.emplace_back(stream, 0.0).second;
+  }
+
+  std::vector<std::pair<void*, double>> streams_;  // torch has 33 at most
+};
 
 bool same_text(const char* a, const char* b) {
   return a == b || (a != nullptr && b != nullptr && std::strcmp(a, b) == 0);
@@ -217,8 +297,20 @@ class MpsBackend final : public Backend {
  public:
   bool is_gpu() const override { return true; }
 
-  // No stream and no encoder outlives the command block.
   void run(const Launch& launch) override {
+    const Pieces pieces(launch);
+    const bool many = pieces.count() > 1;
+    Kernel kernel = nullptr;
+    pieces.each([&](const Launch& piece) { kernel = run_piece(piece, pieces.seconds(), many); });
+    if (many) {
+      const std::lock_guard lock(mutex_);
+      open_.commit(kernel, launch.kernel);
+    }
+  }
+
+ private:
+  // No stream and no encoder outlives the command block.
+  Kernel run_piece(const Launch& launch, double seconds, bool alone) {
     const EncodedParams params(launch);
     // A kernel object holds its encoder, so two blocks must not run at once.
     std::unique_lock lock(mutex_);
@@ -229,10 +321,11 @@ class MpsBackend final : public Backend {
       kernel = compiled(library, launch);
       lock.lock();
     }
-    run_command_block(kernel, launch, params);
+    open_.make_room(seconds, alone, kernel, launch.kernel);
+    run_command_block(kernel, launch.kernel, [&] { encode(kernel, launch, params); });
+    return kernel;
   }
 
- private:
   // Allocates nothing. Null if it has not been compiled.
   static Kernel found(const Library& library, const char* name) {
     for (const auto& [own, kernel] : library.kernels) {
@@ -286,6 +379,7 @@ class MpsBackend final : public Backend {
   }
 
   std::mutex mutex_;
+  OpenCommandBuffers open_;
   // Never erased from: references stay what they are.
   std::unordered_map<Program, Library, ProgramHash, SameProgram> libraries_;
 };

@@ -7,6 +7,7 @@
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/fresh.h"
+#include "csrc/runtime/pieces.h"
 #include "csrc/runtime/torch_call.h"
 
 namespace metal_attn {
@@ -44,7 +45,10 @@ std::string text_of(const Defines& defines) {
 
 class SimulatorBackend final : public Backend {
  public:
-  void run(const Launch& launch) override {
+  void run(const Launch& launch) override { Pieces(launch).each(run_piece); }
+
+ private:
+  static void run_piece(const Launch& launch) {
     const metal_attn_simulate simulate = simulate_callback();
     FixedVector<SimulatorBuffer, kMaxBuffers + 1> buffers;
     for (const BufferArgument& argument : launch.buffers) {

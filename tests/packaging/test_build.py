@@ -70,7 +70,7 @@ def test_what_others_call_is_exported():
     exported = symbols("-gU") if sys.platform == "darwin" else symbols("-D", "--defined-only")
     mine = {name for name in exported if name.startswith(("metal_attn", "Py"))}
     names = """allow_tf32 hold_tensor let_meta_pass make_tiles params_text refusal
-        release_tensor set_gpu_cores set_gpu_name set_shader_text set_simulator
+        limit_pieces release_tensor set_gpu_cores set_gpu_name set_shader_text set_simulator
         set_tensor_record simulator_run tensor_tiles_problem tf32_allowed tf32_reason
         track_fresh use_tiles""".split()
     # metal_attn_mps_problem is macOS' only.

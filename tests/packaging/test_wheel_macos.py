@@ -46,7 +46,7 @@ LIBSYSTEM = ["__Unwind_Resume", "_strlen", "dyld_stub_binder"]
 
 def torch_with(*symbols, version="2.10.0"):
     taken = {torches.LIBCXX: LIBCXX, torches.LIBSYSTEM: LIBSYSTEM}
-    return torches.Torch(version, {torches.TORCH_CPU: list(symbols)}, taken)
+    return torches.Torch(version, {torches.TORCH_CPU: [*symbols, *check_library.COMMITS]}, taken)
 
 
 def built(folder, source=SOURCE):
@@ -93,6 +93,12 @@ def test_the_table_counts_symbols(library):
 def test_a_symbol_that_a_later_torch_dropped(library):
     later = torch_with(version="2.11.0")
     assert faults(library, torch_with(THERE), later) == [f"torch 2.11.0 lacks {THERE}"]
+
+
+def test_a_stream_that_cannot_be_committed(library, monkeypatch):
+    known = torch_with(THERE)
+    monkeypatch.setattr(check_library, "COMMITS", {"_commit"})
+    assert faults(library, known) == ["torch 2.10.0 lacks _commit, to commit a stream"]
 
 
 def test_the_linker_refuses_what_the_oldest_torch_lacks(tmp_path, capfd):

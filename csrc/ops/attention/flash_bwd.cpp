@@ -12,6 +12,7 @@
 #include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
 #include "csrc/ops/attention/tuning.h"
+#include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
@@ -117,6 +118,20 @@ Extent threadgroups_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s
   // Packed: one more row of the grid writes the rows of no sequence.
   const int64_t sequences = int64_t{call.batch} + (call.problem.features.varlen ? 1 : 0);
   return extent(std::max<int64_t>(blocks, 1), columns * s.slices(), sequences);
+}
+
+// Of a launch of dq, or of dk and dv, whose grid is known.
+Work work_of(const FlashBwdCall& call, const FlashFwdArguments& f, const FlashBwdSpecialisation& s,
+             const Extent& threadgroups) {
+  const FlashFwdCall& forward = call.forward;
+  const int rows = s.block_rows();
+  const int heads = s.dkv() ? forward.problem.queries_per_kv / s.head_splits : 1;
+  const int64_t others =
+      heads * (s.dkv() ? queries_seeing(f, forward, rows) : keys_seen(f, forward, rows));
+  const int columns = s.head_dim_qk + s.head_dim_v + s.qk_slice() + (s.dkv() ? s.v_slice() : 0);
+  const int64_t total = s.dkv() ? forward.kv_total : forward.q_total;
+  return {double(rows) * double(others) * pair_work(s.features, columns),
+          busy_threadgroups(forward, total, rows, threadgroups[1])};
 }
 
 FlashBwdParams params_of(const FlashBwdCall& call, const FlashBwdArguments& a, const Tensor& delta,
@@ -287,6 +302,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
     }
     launch.threadgroups =
         threadgroups_of(call.forward, call.dq, call.forward.q_length, call.forward.heads);
+    launch.work = work_of(call, f, call.dq, launch.threadgroups);
     append_block_order(launch, f, FlexWalk::kOverKeys);
     note(backend, [&] { return note_of(call.forward, call.dq, f.q); });
     backend.run(launch);
@@ -311,6 +327,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
     }
     launch.threadgroups = threadgroups_of(call.forward, call.dkv, call.forward.kv_length,
                                           int64_t{call.forward.kv_heads} * splits);
+    launch.work = work_of(call, f, call.dkv, launch.threadgroups);
     append_block_order(launch, f, FlexWalk::kOverQueries);
     note(backend, [&] { return note_of(call.forward, call.dkv, f.q); });
     backend.run(launch);

@@ -9,6 +9,7 @@
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_bwd.h"
+#include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/problem/gpu.h"
@@ -153,7 +154,10 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
   launch.buffers = score_gradient_buffers(call.forward, a, result);
   launch.set_params(FLASH_PARAMS, params_of(call, a));
   launch.threadgroups = call.threadgroups;
-  launch.threads = extent(call.specialisation.threads());
+  const FlashBwdSpecialisation& s = call.specialisation;
+  launch.threads = extent(s.threads());
+  launch.work.threadgroup = double(call.split_tiles) * s.block_rows() * s.block *
+                            pair_work(s.features, s.head_dim_qk + s.head_dim_v);
   note(backend,
        [&] { return score_gradient_note(call.specialisation).add("splits", call.splits); });
   backend.run(launch);

@@ -9,6 +9,7 @@
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flex.h"
+#include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/problem/strides.h"
@@ -102,7 +103,11 @@ Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const
   params.heads_owned = share.owns(kOwnHead);
   launch.set_params(FLASH_PARAMS, params);
   launch.threadgroups = extent(share.splits, share.owned);
-  launch.threads = extent(share.specialisation.threads());
+  const FlashBwdSpecialisation& s = share.specialisation;
+  launch.threads = extent(s.threads());
+  launch.work.threadgroup = double(params.split_tiles) * s.block_rows() *
+                            double(keys_seen(a.forward, call, s.block_rows())) *
+                            pair_work(s.features, s.head_dim_qk + s.head_dim_v);
   return launch;
 }
 

@@ -9,6 +9,7 @@
 #include "csrc/ops/attention/mask_blocks.h"
 #include "csrc/ops/attention/tensor_tiles.h"
 #include "csrc/ops/attention/tuning.h"
+#include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
@@ -134,6 +135,9 @@ std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, boo
                       FlashFwdParams{problem, row_strides(out), statistics_strides(lse)});
     launch.threadgroups = threadgroups;
     launch.threads = extent(s.threads());
+    launch.work = {double(s.block_q()) * double(keys_seen(a, call, s.block_q())) *
+                       pair_work(s.features, s.head_dim_qk + s.v_slice),
+                   busy_threadgroups(call, call.q_total, s.block_q(), threadgroups[1])};
     append_block_order(launch, a, FlexWalk::kOverKeys);
     note(backend, [&] { return note_of(call, s, a.q); });
     backend.run(launch);

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "csrc/runtime/pieces.h"
+
 namespace metal_attn {
 namespace {
 
@@ -25,6 +27,7 @@ void Recorder::run(const Launch& launch) {
       .add("defines", launch.program.defines)
       .add("grid", launch.threadgroups)
       .add("threads", launch.threads)
+      .add("pieces", Pieces(launch).count())
       .add("written_bytes", written)
       .append(std::exchange(note_, {}));
   launches_ += (launches_.empty() ? "" : ", ") + object.text();

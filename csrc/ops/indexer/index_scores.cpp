@@ -118,6 +118,8 @@ Launch index_scores_launch(const IndexScoresArguments& a, const IndexScoresCall&
   launch.threadgroups = extent(divide_up(call.kv_length, call.block_keys()),
                                divide_up(call.q_length, call.simdgroups()), call.batch);
   launch.threads = extent(kSimdgroupThreads * call.simdgroups());
+  launch.work.threadgroup =
+      double(call.simdgroups()) * call.block_keys() * call.heads * (call.head_dim + 1);
   return launch;
 }
 

@@ -22,8 +22,9 @@ FOLDER = Path(__file__).parent
 
 FAKE = "TORCH_METAL_ATTN_FAKE_MPS"  # what the sources that differ on the fake shim ask for
 
-# How params reach the kernel, by what the shim has: torch 2.14, torch 2.10 to 2.13, neither. The
-# last keeps no text of errors either, as torch before 2.13.
+# How params reach the kernel, by what the shim has: torch 2.14, torch 2.10 to 2.13, neither. How a
+# command buffer is committed: by torch's stream, its C++ API, neither. The last keeps no text of
+# errors either, as torch before 2.13.
 VARIANTS = {"bytes": ["-DFAKE_SET_BYTES"], "member": ["-DFAKE_MEMBER"], "tensor": []}
 
 EXTENSION = ROOT / "build/editable"
@@ -218,7 +219,7 @@ def _build(
             return
         runtime = (
             *("mps", "mps_verdict", "probe", "probe_tensor", "callbacks", "compile_error"),
-            *("optional_shims", "fresh", "trial_note"),
+            *("optional_shims", "fresh", "trial_note", "pieces"),
         )
         shared = [
             *common,

@@ -3,8 +3,8 @@
 // It writes down every call, refuses what torch and Metal refuse, and can be told to fail.
 // With count_malloc.cpp preloaded it also tells what each launch allocated before its block.
 // FAKE_NAMESPACE is that of the ops in driver.cpp. FAKE_SET_BYTES and FAKE_MEMBER each provide one
-// of the optional ways to set bytes. With FAKE_QUIET each call succeeds and does nothing more than
-// it must, where time is measured.
+// of the optional ways to set bytes, and one of those to commit a command buffer. With FAKE_QUIET
+// each call succeeds and does nothing more than it must, where time is measured.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim_mps.h>
 
@@ -50,6 +50,7 @@ std::string g_failing;  // the shim that fails from now on
 std::string g_failure;  // what it says
 int g_good_calls = 0;   // of that shim, before it fails
 int g_stream = 0;
+int g_streams[33];  // whose addresses are the streams
 thread_local std::string t_error;
 std::string g_last_text;
 // Runs a dispatch: the shader's text, and the memory of each buffer. Null: none is run.
@@ -241,6 +242,22 @@ EXPORT void _ZN2at6native3mps19MetalKernelFunction6setArgEjPKvy(void* kernel, un
                                                                 const void* data, uint64_t size) {
   require(g_failing != "setArg", "setArg was told to fail");
   set_bytes("member", kernel, slot, data, size);
+}
+#endif
+
+// A commit ends a command buffer: of the current stream on its queue, as torch has since 2.10; or
+// from outside of all blocks, as torch::mps::commit() waits for the queue.
+#ifdef FAKE_SET_BYTES
+EXPORT void* _ZN2at3mps19getCurrentMPSStreamEv() { return &g_streams[g_stream]; }
+EXPORT void _ZN2at3mps9MPSStream11synchronizeENS0_8SyncTypeE(int* stream, int type) {
+  require(g_blocks == 1, "not on the stream's queue");
+  require(type == 1, "not SyncType::COMMIT");
+  record("commit of " + std::to_string(stream - g_streams));
+}
+#elif defined(FAKE_MEMBER)
+EXPORT void _ZN5torch3mps6commitEv() {
+  require(g_blocks == 0, "the stream's queue would wait for itself");
+  record("commit");
 }
 #endif
 

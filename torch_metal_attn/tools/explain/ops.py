@@ -27,7 +27,8 @@ class Kernel:
 
     Attributes: specialisation: the defines that the source is compiled with. threads: threads of a
         threadgroup in x, y and z. threadgroup_bytes: threadgroup memory of one threadgroup. grid:
-        threadgroups in x, y and z.
+        threadgroups in x, y and z. pieces: into how many dispatches the grid is divided, each in a
+        command buffer of its own, as one would run for longer than a second by a cautious estimate.
         choice: how its tile was chosen: "default", "tuned on this machine", "table for Apple M2
         Max"; "" for a kernel without a choice. reason: of a kernel of a backward, why it has no
         tensor tiles where the GPU has, and whether it skips blocks that a bool mask hides; or else
@@ -39,6 +40,7 @@ class Kernel:
     threads: tuple[int, ...]
     threadgroup_bytes: int
     grid: tuple[int, ...] = ()
+    pieces: int = 1
     choice: str = ""
     reason: str = ""
     key: str = ""
@@ -154,9 +156,10 @@ def cost_text(cost: Cost) -> str:
 
 def _kernel_lines(kernel: Kernel) -> list[str]:
     grid = " x ".join(map(str, kernel.grid))
+    divided = f", in {kernel.pieces} command buffers" if kernel.pieces > 1 else ""
     return [
         f"  specialisation  {shown(kernel.specialisation)}",
-        *([f"  grid            {grid} threadgroups"] if grid else []),
+        *([f"  grid            {grid} threadgroups{divided}"] if grid else []),
         "  threads         " + " x ".join(map(str, kernel.threads)) + " per threadgroup",
         f"  memory          {kernel.threadgroup_bytes} bytes per threadgroup",
         *([f"  tile            {kernel.choice}"] if kernel.choice else []),
@@ -270,6 +273,7 @@ def _kernels(launches: list[dict[str, Any]], *, of_gradients: bool) -> dict[str,
             threads=tuple(one["threads"]),
             threadgroup_bytes=one.get("threadgroup_bytes", 0),
             grid=tuple(one["grid"]),
+            pieces=one["pieces"],
             choice=one.get("choice", ""),
             reason=one.get("reason", "") if of_gradients else "",
             key=one.get("tuning", {}).get("key", ""),
@@ -322,7 +326,9 @@ def _training_lines(training: Training) -> list[str]:
         defines = shown(kernel.specialisation)
         lines.append(
             f"  {name:<15} {defines}; {kernel.threadgroup_bytes} bytes per threadgroup; "
-            f"tile {kernel.choice}" + (f"; {kernel.reason}" if kernel.reason else "")
+            f"tile {kernel.choice}"
+            + (f"; in {kernel.pieces} command buffers" if kernel.pieces > 1 else "")
+            + (f"; {kernel.reason}" if kernel.reason else "")
         )
     for title, tensors in (("inputs", training.inputs), ("allocated", training.allocated)):
         listed = ", ".join(f"{name} {size / 1e6:.2f}" for name, size in tensors.items())

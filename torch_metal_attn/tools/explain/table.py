@@ -79,6 +79,7 @@ def _line(alike: list[LayerCall]) -> tuple[tuple[str, ...], list[str]]:
         scaled(cost.bytes) if known else "-",
     )
     notes = [shown(kernel.specialisation) for kernel in kernels]
+    notes += [f"in {k.pieces} command buffers" for k in kernels if k.pieces > 1]
     choices = {kernel.choice for kernel in kernels} - {"", "default"}
     notes += [f"tile: {choice}" for choice in sorted(choices)]
     if first.elsewhere:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_metal_attn.flex.attention import flex_attention
 from torch_metal_attn.flex.dense_mask import block_mask
+from torch_metal_attn.runtime import shaders
 from torch_metal_attn.runtime.tensor_tiles import on_m5
 from torch_metal_attn.simulator import simulate
 from torch_metal_attn.testing.attention import Attention
@@ -129,7 +130,15 @@ def specialisations() -> dict[str, list[Defines]]:
             for one in run.recorded:
                 found.setdefault(one.family, []).append(one.defines)
             run.recorded.clear()
-    return _ALONE | {family: _cover(launches) for family, launches in found.items()}
+    return _ALONE | {
+        family: _with_piece(family, _cover(launches)) for family, launches in found.items()
+    }
+
+
+def _with_piece(family: str, launches: list[Defines]) -> list[Defines]:
+    """Also the first launch in pieces, if the family's launches may be long."""
+    divided = "GRID_PIECE" in shaders.source(family)
+    return launches + [launches[0] | {"GRID_PIECE": "1"}] * divided
 
 
 def _cover(launches: list[Defines]) -> list[Defines]:

@@ -1,0 +1,24 @@
+// What the kernels of attention take at most, by which long launches are divided
+// (csrc/runtime/pieces.h).
+#pragma once
+
+#include <cstdint>
+
+#include "csrc/problem/attention.h"
+
+namespace metal_attn {
+
+// Keys of one sequence that some of `queries` neighbouring queries see, at most.
+int64_t keys_seen(const FlashFwdArguments& arguments, const FlashFwdCall& call, int64_t queries);
+
+// Queries of one sequence that see some of `keys` neighbouring keys, at most.
+int64_t queries_seeing(const FlashFwdArguments& arguments, const FlashFwdCall& call, int64_t keys);
+
+// In multiply-adds, of a query and a key whose rows have so many columns in all products.
+double pair_work(const FlashFwdFeatures& features, int columns);
+
+// Threadgroups that have queries, of a grid with `columns` threadgroups for each tile of `block`
+// of `total` packed rows; 0, as Work::busy takes it, unless they are packed.
+double busy_threadgroups(const FlashFwdCall& call, int64_t total, int block, int64_t columns);
+
+}  // namespace metal_attn

@@ -1,0 +1,34 @@
+// What a kernel's parameters begin with that may run for seconds: its params, and where its
+// threadgroup stands. Such a launch is several dispatches, each a box of its grid
+// (csrc/runtime/pieces.h), and with GRID_PIECE the params end with where the box stands.
+#pragma once
+
+#include "params.h"
+
+#if GRID_PIECE
+template <typename Params>
+struct PieceParams {
+  Params params;
+  GridPiece piece;
+};
+
+#define GRID_PARAMS(TYPE, SLOT) constant PieceParams<TYPE>& of_piece [[buffer(SLOT)]]
+#define GRID_POSITION uint3 position_in_piece [[threadgroup_position_in_grid]]
+#define GRID_POSITION_AND_SIZE GRID_POSITION
+#define SET_GRID_POSITION(TYPE)            \
+  constant TYPE& params = of_piece.params; \
+  const uint3 threadgroup_position = position_in_piece + grid_extent(of_piece.piece.first);
+#define SET_GRID_POSITION_AND_SIZE(TYPE) \
+  SET_GRID_POSITION(TYPE)                \
+  const uint3 threadgroups = grid_extent(of_piece.piece.threadgroups);
+
+METAL_FUNC uint3 grid_extent(constant uint32_t* sizes) {
+  return uint3(sizes[0], sizes[1], sizes[2]);
+}
+#else
+#define GRID_PARAMS(TYPE, SLOT) constant TYPE& params [[buffer(SLOT)]]
+#define GRID_POSITION uint3 threadgroup_position [[threadgroup_position_in_grid]]
+#define GRID_POSITION_AND_SIZE GRID_POSITION, uint3 threadgroups [[threadgroups_per_grid]]
+#define SET_GRID_POSITION(TYPE)
+#define SET_GRID_POSITION_AND_SIZE(TYPE)
+#endif

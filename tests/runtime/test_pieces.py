@@ -1,0 +1,270 @@
+"""Launches in pieces (csrc/runtime/pieces.h): each threadgroup once, the same bits, and on mps each
+piece in a command buffer of its own.
+"""
+
+import ctypes
+import math
+import struct
+from itertools import groupby
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from bench.replay.cases import UNKNOWN_CORES
+from tests.attention.held_cases import LENGTHS, PACKED, SIZES, case
+from tests.common.ops import EXAMPLES, call, on
+from torch_metal_attn import explain, flex_attention
+from torch_metal_attn.runtime import extension, session, shaders
+from torch_metal_attn.simulator import engine
+from torch_metal_attn.testing.attention_run import prepare
+
+LIMITS = (1, 2, 3, 7)  # threadgroups of a piece
+PLACE = struct.Struct("6I")  # GridPiece
+
+
+def limit_of(library):
+    library.metal_attn_limit_pieces.argtypes = [ctypes.c_int64]
+    return library.metal_attn_limit_pieces
+
+
+@pytest.fixture
+def limit():
+    """Sets how many threadgroups a piece may have."""
+    yield limit_of(extension.load())
+    limit_of(extension.load())(0)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What runs in the simulator: kernel, whether it is a piece, its params and its grid."""
+    made = []
+    real = session._launch
+
+    def launch(family, kernel, defines, buffers, threadgroups, threads):
+        constant = engine.SPACES.index("constant")
+        params = [ctypes.string_at(b.storage, b.bytes) for b in buffers if b.space == constant]
+        made.append((kernel, "GRID_PIECE" in defines, params[0], threadgroups))
+        real(family, kernel, defines, buffers, threadgroups, threads)
+
+    monkeypatch.setattr(session, "_launch", launch)
+    return made
+
+
+def boxes(pieces):
+    """How many threadgroups stand at each place of the grid, and how large it is meant to be."""
+    places = [PLACE.unpack(params[-PLACE.size :]) for params, _ in pieces]
+    assert len({place[3:] for place in places}) == 1
+    grid = torch.zeros(*places[0][3:], dtype=torch.int32)
+    for (x, y, z, *_), (_, (width, height, depth)) in zip(places, pieces, strict=True):
+        box = grid[x : x + width, y : y + height, z : z + depth]
+        assert box.shape == (width, height, depth), "the piece leaves the grid"
+        box += 1
+    return grid
+
+
+def tensors(results):
+    if isinstance(results, dict):
+        results = results.values()
+    if isinstance(results, torch.Tensor):
+        return [results]
+    return [x for result in results if result is not None for x in tensors(result)]
+
+
+def of_case(**fields):
+    def run(device):
+        prepared = prepare(case(**fields), device)
+        return lambda: prepared.function(**prepared.arguments)
+
+    return run
+
+
+def of_example(name):
+    def run(device):
+        example = EXAMPLES[name]
+        return lambda: call(on(device, example.make()), example)
+
+    return run
+
+
+def flex(device):
+    """A BlockMask, whose tiles start in its order, and gradients of a captured tensor."""
+    made = [torch.randn(1, 2, 150, 16, device=device, dtype=torch.float16) for _ in range(3)]
+    bias = torch.randn(150, device=device)
+    mask = create_block_mask(
+        lambda b, h, q, k: q >= k, 1, 1, 150, 150, device=device, BLOCK_SIZE=32
+    )
+
+    def run():
+        leaves = [x.detach().requires_grad_() for x in (*made, bias)]
+        out = flex_attention(
+            *leaves[:3], lambda s, b, h, q, k: s + leaves[3][q - k], block_mask=mask
+        )
+        return out, torch.autograd.grad(out.float().square().sum(), leaves)
+
+    return run
+
+
+def grids(launches):
+    """Of each launch that was made in pieces: its kernel, and how often each threadgroup ran."""
+    launch = -1
+    numbered = []
+    for kernel, is_piece, params, grid in launches:
+        launch += not is_piece or PLACE.unpack(params[-PLACE.size :])[:3] == (0, 0, 0)
+        numbered += [(launch, kernel, params, grid)] if is_piece else []
+    for (_, kernel), pieces in groupby(numbered, key=lambda piece: piece[:2]):
+        yield kernel, boxes([piece[2:] for piece in pieces])
+
+
+GRADIENTS = {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"}
+TENSOR = {f"{kernel}_tensor" for kernel in GRADIENTS}
+SCORED = SIZES | LENGTHS | {"softcap": 2.0, "causal": True, "q_offset": 20}
+# The kernels that are in pieces, and a call of them.
+CALLS = {
+    "gradients": (
+        GRADIENTS | {"flash_bwd_bias"},
+        of_case(**SCORED, attn_bias="float32 hqk", attn_mask="bool bk", dropout_p=0.3),
+    ),
+    "packed": (GRADIENTS, of_case(**PACKED)),
+    "BlockMask": (GRADIENTS | {"flash_bwd_captures"}, flex),
+    "pages": ({"flash_fwd"}, of_case(**SIZES, cache="paged", causal=True)),
+    "decode": ({"flash_decode"}, of_case(call="flash_decode", **SIZES, num_splits=3)),
+    "decode_step packed": ({"flash_decode"}, of_example("decode_step packed")),
+    "index_scores": ({"index_scores"}, of_example("index_scores")),
+}
+
+
+def check_pieces(make, kernels, device, limit, launches):
+    run = make(device)
+    expected = tensors(run())
+    assert not [kernel for kernel, is_piece, *_ in launches if is_piece]
+    for threadgroups in LIMITS:
+        launches.clear()
+        limit(threadgroups)
+        for found, other in zip(tensors(run()), expected, strict=True):
+            torch.testing.assert_close(found, other, rtol=0, atol=0, equal_nan=True)
+        limit(0)
+        if device.type == "mps":
+            continue
+        made = dict(grids(launches))
+        assert made.keys() <= kernels
+        assert made.keys() == kernels or threadgroups > 1
+        assert all((ran == 1).all() for ran in made.values()), "not once each"
+        sizes = [math.prod(grid) for _, is_piece, _, grid in launches if is_piece]
+        assert all(size <= threadgroups for size in sizes)
+
+
+@pytest.mark.parametrize(("kernels", "make"), CALLS.values(), ids=CALLS)
+def test_pieces_give_the_same_bits(kernels, make, device, limit, launches):
+    check_pieces(make, kernels, device, limit, launches)
+
+
+@pytest.mark.usefixtures("m5")
+def test_pieces_of_tensor_tiles_give_the_same_bits(device, limit, launches):
+    check_pieces(of_case(**SCORED), TENSOR, device, limit, launches)
+
+
+M1 = 8  # cores
+
+
+@pytest.fixture
+def m1(fakes):
+    """Tells a fake that the GPU has M1's cores."""
+    told = []
+
+    def tell(variant):
+        fake = fakes[variant]
+        fake.clear()
+        shaders.serve(fake.library)
+        fake.library.metal_attn_set_gpu_cores(M1)
+        told.append(fake)
+        return fake
+
+    yield tell
+    for fake in told:
+        fake.library.metal_attn_set_gpu_cores(UNKNOWN_CORES)
+        limit_of(fake.library)(0)
+
+
+def long_rows(length, heads=1):
+    q = torch.zeros(64, dtype=torch.float16).expand(1, heads, length, 64)
+    return q, q, q.clone()[:, :, :1].expand_as(q)
+
+
+def order(fake):
+    """Commits and dispatches, in order; a commit in a block is one on the stream's queue."""
+    return [line for line in fake.log() if line.startswith(("commit", "dispatch"))]
+
+
+@pytest.mark.parametrize(
+    ("variant", "commit"), [("bytes", "commit of 0"), ("member", "commit"), ("tensor", None)]
+)
+def test_each_piece_is_a_command_buffer(m1, variant, commit, capfd):
+    """By the stream of torch 2.10 to 2.15, or else by its C++ API; or it is said that none is."""
+    fake = m1(variant)
+    q, k, v = long_rows(100_000, heads=2)
+    for _ in range(2):
+        fake.clear()
+        fake.ops.flash_fwd(q, k, v)
+        pieces = sum(line.startswith("dispatch") for line in fake.log())
+        assert 12 <= pieces <= 30, "2 * 100000^2 * 192 products, 40e9 a second of 8 cores: 12 s"
+        kinds = ["commit" if line == commit else line.split()[0] for line in order(fake)]
+        between = ["commit"] if commit else []
+        assert kinds == [*between, "dispatch"] * pieces + between
+    said = capfd.readouterr().err
+    assert said.count("no way to commit its MPS stream") == (commit is None)
+
+
+def test_pieces_on_mps_are_the_grid(m1):
+    fake = m1("bytes")
+    fake.ops.flash_fwd(*long_rows(100_000, heads=2))
+    params = [bytes.fromhex(line.split()[2]) for line in fake.log() if line.startswith("bytes 3 ")]
+    sizes = [
+        [int(n) // int(of) for n, of in zip(line.split()[1:4], line.split()[5:], strict=True)]
+        for line in fake.log()
+        if line.startswith("dispatch")
+    ]
+    assert (boxes(list(zip(params, sizes, strict=True))) == 1).all()
+
+
+def test_command_buffers_of_short_launches(m1):
+    """Each stream's is committed before it would take longer than a second by what is ours."""
+    fake = m1("bytes")
+    for stream in (5, 6, 5, 6, 5, 6, 6, 5):
+        fake.set_stream(stream)
+        fake.ops.flash_fwd(*long_rows(27_000))  # 0.44 s
+    kinds = [line if line.startswith("commit") else line.split()[0] for line in order(fake)]
+    assert kinds == [*["dispatch"] * 4, "commit of 5", "dispatch", "commit of 6", *["dispatch"] * 3]
+
+
+def test_an_error_of_a_piece_reaches_the_caller(m1):
+    fake = m1("bytes")
+    fake.fail("dispatch", after=2)
+    with pytest.raises(RuntimeError, match="dispatch was told to fail"):
+        fake.ops.flash_fwd(*long_rows(100_000, heads=2))
+    assert len(order(fake)) == 5, "two pieces ran, and a commit came before each of three"
+
+
+WAN = (1, 40, 32_760, 128)
+
+
+def test_explain_shows_pieces(cores):
+    cores(M1)
+    rows = torch.zeros(128, dtype=torch.float16)
+    found = explain(*(rows.clone().expand(WAN) for _ in range(3)), backward=True)
+    pieces = found.kernels["flash_fwd"].pieces
+    assert 43 <= pieces <= 100, "40 * 32760^2 * 320 products: 43 s"
+    assert f"threadgroups, in {pieces} command buffers" in str(found)
+    for kernel in ("flash_bwd_dq", "flash_bwd_dkv"):
+        more = found.training.kernels[kernel].pieces
+        assert more >= pieces
+        assert f"in {more} command buffers" in str(found)
+    window = explain(
+        *(rows.clone().expand(WAN) for _ in range(3)), window_size_left=512, causal=True
+    )
+    assert window.kernels["flash_fwd"].pieces < pieces / 10
+    cores(80)
+    assert explain(*(rows.clone().expand(WAN) for _ in range(3))).kernels["flash_fwd"].pieces < 10
+    short = explain(*(rows.clone().expand(1, 8, 2048, 128) for _ in range(3)))
+    assert short.kernels["flash_fwd"].pieces == 1
+    assert "command buffers" not in str(short)

@@ -13,10 +13,8 @@ METAL_FUNC void append(thread const FlashInputs& inputs, thread const TokenTree&
   AppendBuffers buffers;
   buffers.k = inputs.new_k + rows.begin * params.k_strides.row;
   buffers.v = inputs.new_v + rows.begin * params.v_strides.row;
-  buffers.k_cache = const_cast<device KeyElement*>(inputs.k);
-  buffers.v_cache = const_cast<device ValueElement*>(inputs.v);
-  buffers.k_scale = const_cast<device ScaleElement<KV_FORMAT>*>(inputs.k_scale);
-  buffers.v_scale = const_cast<device ScaleElement<V_FORMAT>*>(inputs.v_scale);
+  WHEN(APPEND, buffers.k_cache = inputs.k; buffers.v_cache = inputs.v;
+       buffers.k_scale = inputs.k_scale; buffers.v_scale = inputs.v_scale;)
   buffers.cos_table = inputs.q_cos;
   buffers.sin_table = inputs.q_sin;
   AppendPlace place;

@@ -63,9 +63,12 @@ static_assert(KEY_SIMDGROUPS == 1 || COLUMN_SIMDGROUPS == 1,
               "SIMD groups split either the keys or the columns");
 static_assert(ROW_SIMDGROUPS == 1 || (COLUMN_SIMDGROUPS > 1 && !V_IN_K),
               "SIMD groups with other rows share columns, and V apart from K");
-static_assert((SCORES + WEIGHTS + 2 * OUT_PAIRS + 2 * STATES) * sizeof(float) +
-                      2 * QUERY_PAIRS * sizeof(ELEMENT) + 2 * LOADED_PAIRS * sizeof(KvTileElement) +
-                      (TREE ? TREE_BYTES : 0) <=
+static_assert(ARRAY_BYTES(SCORES * sizeof(float)) + ARRAY_BYTES(WEIGHTS * sizeof(float)) +
+                      ARRAY_BYTES(2 * OUT_PAIRS * sizeof(float)) +
+                      ARRAY_BYTES(2 * STATES * sizeof(float)) +
+                      ARRAY_BYTES(2 * QUERY_PAIRS * sizeof(ELEMENT)) +
+                      ARRAY_BYTES(2 * LOADED_PAIRS * sizeof(KvTileElement)) +
+                      (TREE ? ARRAY_BYTES(TREE_BYTES) : 0) <=
                   THREADGROUP_MEMORY_BYTES,
               "queries, scores, states, tokens and out fit in 32 KiB of threadgroup memory");
 

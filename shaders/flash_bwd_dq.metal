@@ -17,7 +17,7 @@
 // log-sum-exp has a gradient. With FLEX also FLEX_SLOPE.
 constant constexpr int K_PAIRS_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int V_PAIRS_BYTES = BLOCK_K * padded(V_COLUMNS) * sizeof(ELEMENT);
-constant constexpr int VOTES_BYTES = EXACT_DELTA ? SIMDGROUPS * sizeof(float) : 0;
+constant constexpr int VOTES_BYTES = EXACT_DELTA ? ARRAY_BYTES(SIMDGROUPS * sizeof(float)) : 0;
 constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD_LANES;
 // A SIMD group's share of the columns.
 constant constexpr int OWN_QK_COLUMNS = QK_COLUMNS / COLUMN_SIMDGROUPS;

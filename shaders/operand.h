@@ -197,7 +197,7 @@ METAL_FUNC void stage_pairs(threadgroup uint4* tile, thread const Source& source
       }
       uint4 low;
       uint4 high;
-      interleave<T>(even_row, odd_row, low, high);
+      zip_pairs<T>(even_row, odd_row, low, high);
       threadgroup uint4* destination = tile + pair * TILE_CHUNKS + 2 * chunk;
       destination[0] = low;
       destination[1] = high;

@@ -12,7 +12,7 @@
 using namespace metal;
 
 // The rotated pair (x, y). With -sine it is rotated back.
-METAL_FUNC float2 rotate(float x, float y, float cosine, float sine) {
+METAL_FUNC float2 rotate_pair(float x, float y, float cosine, float sine) {
   return float2(x * cosine - y * sine, y * cosine + x * sine);
 }
 

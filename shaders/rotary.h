@@ -100,7 +100,8 @@ struct RotaryTables {
     const device ROTARY_ELEMENT* sine = sines + sines_of(position);
     if (ROTARY_INTERLEAVED) {
       const int pair = (first - ROTARY_FIRST) / 2 + lane_column / 2;
-      const float2 xy = rotate(float(x[0]), float(x[1]), float(cosine[pair]), float(sine[pair]));
+      const float2 xy =
+          rotate_pair(float(x[0]), float(x[1]), float(cosine[pair]), float(sine[pair]));
       return vec<T, LANE_COLUMNS>(T(xy.x), T(xy.y));
     }
     const bool is_x = first < ROTARY_FIRST + ROTARY_PAIRS;
@@ -148,7 +149,7 @@ struct RotaryTables {
       UNROLL
       for (short i = 0; i < PAIRS; i++) {
         const float2 xy =
-            rotate(float(values[2 * i]), float(values[2 * i + 1]), cosine[i], sine[i]);
+            rotate_pair(float(values[2 * i]), float(values[2 * i + 1]), cosine[i], sine[i]);
         values[2 * i] = T(xy.x);
         values[2 * i + 1] = T(xy.y);
       }

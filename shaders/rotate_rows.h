@@ -92,7 +92,7 @@ METAL_FUNC void rotate_pairs(const device ELEMENT* row, int64_t stride, device E
     const short x = rotary_x_column(i, INTERLEAVED);
     const short y = rotary_y_column(i, VECTOR, INTERLEAVED);
     const float2 rotated =
-        rotate(values[x], values[y], angles.cosines[i], params.sine_sign * angles.sines[i]);
+        rotate_pair(values[x], values[y], angles.cosines[i], params.sine_sign * angles.sines[i]);
     values[x] = rotated.x;
     values[y] = rotated.y;
   }

@@ -192,7 +192,7 @@ METAL_FUNC uint4 load_chunk(const device T* tensor, Offset row, int column) {
 
 // Zips two rows' chunks, a0 a1 .. and b0 b1 .., into low:high = a0 b0 a1 b1 ..
 template <typename T>
-METAL_FUNC void interleave(uint4 a, uint4 b, thread uint4& low, thread uint4& high) {
+METAL_FUNC void zip_pairs(uint4 a, uint4 b, thread uint4& low, thread uint4& high) {
   const uint4 even = (a & 0xffffu) | (b << 16);
   const uint4 odd = (a >> 16) | (b & 0xffff0000u);
   low = uint4(even.x, odd.x, even.y, odd.y);
@@ -200,7 +200,7 @@ METAL_FUNC void interleave(uint4 a, uint4 b, thread uint4& low, thread uint4& hi
 }
 
 template <>
-METAL_FUNC void interleave<float>(uint4 a, uint4 b, thread uint4& low, thread uint4& high) {
+METAL_FUNC void zip_pairs<float>(uint4 a, uint4 b, thread uint4& low, thread uint4& high) {
   low = uint4(a.x, b.x, a.y, b.y);
   high = uint4(a.z, b.z, a.w, b.w);
 }

@@ -22,7 +22,7 @@ struct ChunkPair {
   uint4 low;
   uint4 high;
 
-  METAL_FUNC void zip(uint4 first, uint4 second) thread { interleave<T>(first, second, low, high); }
+  METAL_FUNC void zip(uint4 first, uint4 second) thread { zip_pairs<T>(first, second, low, high); }
 
   METAL_FUNC Fragment<T> fragment_at(short d) const thread {
     constexpr short HALF = chunk_elements<T>() / 2;

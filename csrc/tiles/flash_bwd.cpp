@@ -45,10 +45,11 @@ bool FlashBwdSpecialisation::normalised() const {
 }
 
 int FlashBwdSpecialisation::threadgroup_bytes() const {
-  const int votes = exact_delta && !dkv() ? simdgroups : 0;
+  const bool votes_exist = exact_delta && of == Gradient::kQ;
+  const int votes = votes_exist ? ARRAY_BYTES(simdgroups * int(sizeof(float))) : 0;
   if (tensor_tiles) {
     // Parts of scores and of their gradients: 16 registers of each thread.
-    return (votes + (column_simdgroups > 1 ? 2 * threads() * 16 : 0)) * int(sizeof(float));
+    return votes + (column_simdgroups > 1 ? 2 * threads() * 16 : 0) * int(sizeof(float));
   }
   const int pairs = padded(8 * fragments(head_dim_qk)) + padded(8 * fragments(head_dim_v));
   // A SIMD group of dk and dv by itself reads rows of the other side as they are, too.
@@ -56,7 +57,7 @@ int FlashBwdSpecialisation::threadgroup_bytes() const {
   const int rows = rows_staged ? padded(qk_slice()) + padded(v_slice()) : 0;
   const int statistics = dkv()                     ? (normalised() ? 3 : 2) * block
                          : of == Gradient::kScores ? simdgroups * block  // sums of columns
-                                                   : votes;
+                                                   : 0;
   // dq's SIMD groups that share rows keep a part of their columns each.
   const int parts = dkv() ? 1 : column_simdgroups;
   const int chunks =
@@ -64,7 +65,7 @@ int FlashBwdSpecialisation::threadgroup_bytes() const {
   const int kept = rows_in_threadgroup ? 32 * block_rows() / 8 * parts * chunks * 16 : 0;
   // Of scores or weights and of their gradients; dq's are parts of each.
   const int scores = column_simdgroups > 1 ? 2 * block_rows() * block * parts : 0;
-  return block * (pairs + rows) * element_bytes(element) + kept +
+  return block * (pairs + rows) * element_bytes(element) + kept + votes +
          (statistics + scores) * int(sizeof(float));
 }
 

@@ -126,9 +126,12 @@ int FlashDecodeSpecialisation::threadgroup_bytes(int own_rows) const {
   const int shared_fragments = own_columns * key_fragments * (kSpanFragments + scaled) *
                                (own_spans(head_dim_qk) + own_spans(head_dim_v));
   const int kv_elements = own_rows > 1 ? shared_fragments * kFragmentElements : kPair;
-  return (scores + weights + out + states) * int(sizeof(float)) +
-         q_elements * element_bytes(element) + kv_elements * element_bytes(kv_element()) +
-         (features.has_tree() ? TREE_BYTES : 0);
+  int bytes = features.has_tree() ? ARRAY_BYTES(TREE_BYTES) : 0;
+  for (const int floats : {scores, weights, out, states}) {
+    bytes += ARRAY_BYTES(floats * int(sizeof(float)));
+  }
+  return bytes + ARRAY_BYTES(q_elements * element_bytes(element)) +
+         ARRAY_BYTES(kv_elements * element_bytes(kv_element()));
 }
 
 FlashDecodeSpecialisation choose_flash_decode(const FlashFwdProblem& problem, int64_t rows,

@@ -106,7 +106,7 @@ struct DefaultRow {
 // What the specialisations of all kernels of attention have. Each also has its rows, `table`;
 // `cut`, which fits a row's tile to the problem; and what the kernel can run: `tile_queries` and
 // `tile_keys`, which no block of a BlockMask may divide, `threadgroup_bytes`, exactly those that
-// the shader declares, and `can_run` for the rest.
+// the shader's arrays take, and `can_run` for the rest.
 template <class OwnTile>
 struct Tiled : OwnTile {
   Element element;

@@ -43,7 +43,7 @@ MUTANTS = {
             accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, {~gradients => weights~},
             q_rows_lane)
         dkv: rows of a pair swapped:
-            interleave<T>({~even_row, odd_row => odd_row, even_row~}, low, high)
+            zip_pairs<T>({~even_row, odd_row => odd_row, even_row~}, low, high)
         dkv: statistics past the end [out_of_bounds]:
             {~exists ? =>~} statistics.origin(query) {~: INFINITY =>~}
         dq: no barrier before staging [race]:

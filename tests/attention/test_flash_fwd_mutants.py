@@ -28,7 +28,7 @@ MUTANTS = {
         maximum not carried: max({~row_max => MASKED_ROW_MAX~}, fragment_row_max
         logarithm in base 2: log2(row_sum)) {~* M_LN2_F =>~}
         wrong KV head: head {~/ => %~} params.queries_per_kv
-        keys of a pair swapped: interleave<T>({~even_row, odd_row => odd_row, even_row~}, low, high)
+        keys of a pair swapped: zip_pairs<T>({~even_row, odd_row => odd_row, even_row~}, low, high)
         no barrier before staging [race]:
             {~// Every SIMD group has read the tiles of the block before.
             threadgroup_barrier(mem_flags::mem_threadgroup); =>~}

@@ -12,6 +12,7 @@ from bench import specialisations
 from bench.agx import candidates, table
 from tests.helpers.cases import each_case
 from tests.tuning.explained import DTYPES, explained, operands, told
+from torch_metal_attn.simulator import simulate
 from torch_metal_attn.tools.explain.ops import backward_launches
 from torch_metal_attn.tuned import tiles
 
@@ -54,6 +55,24 @@ def test_the_table_covers_every_problem(dtype, head_dims, options, heads):
     for launch in launches:
         assert launch.get("threadgroup_bytes", 0) <= 32768
         assert math.prod(launch["threads"]) <= 1024
+
+
+@each_case("q_length, options", [(70, {}), (1, {"num_splits": 1}), (3, {"num_splits": 2})])
+def test_threadgroup_memory_is_what_a_run_takes(q_length, options):
+    """With the padding of its arrays: each begins at a multiple of 16 bytes."""
+    op = "flash_decode" if options else "flash_fwd"
+    q, k, v = operands(64, lengths=(q_length, 70), heads=(4, 2))
+    q, k, v = (torch.randn_like(x).requires_grad_(not options) for x in (q, k, v))
+    launches = explained(op, q, k, v, **options)
+    with simulate(check=True) as run:
+        out = getattr(torch.ops.metal_attn, op)(q, k, v, **options)
+        if not options:
+            out[0].sum().backward()
+            launches += backward_launches(op, {"q": q, "k": k, "v": v})
+    for launch in launches:
+        if "threadgroup_bytes" in launch:
+            taken = run.counters[launch["kernel"]].threadgroup_bytes
+            assert launch["threadgroup_bytes"] == (taken + 15) // 16 * 16, launch["kernel"]
 
 
 @some

@@ -12,6 +12,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 
 from .. import build, diagnostics, runs, toolchain
 from ..library import folders_and_macros
@@ -19,6 +20,7 @@ from ..metal import versions
 from ..metal.lexer import END_OF_SHIM, MetalSourceError, TokenList, lex
 from ..metal.reserved import FUNCTIONS, ReservedNameError
 from ..metal.rewrite import rewrite
+from ..metal.unsupported import SUBJECTS
 from .finding import Finding
 from .token_rules import check_tokens, reserved_names
 from .tree_rules import HostText, check_tree
@@ -41,10 +43,21 @@ TREE_FLAGS = ["-Xclang", "-ast-dump=json"]
 
 # Rules that only this project has: Apple's compiler accepts what they reject, or may accept it.
 PROJECT_RULES = frozenset(
-    """ascii cpp17 cpp20 extern function-pointer implicit-float kernel-parameter lambda output
-    pointer-reference static-local struct-copy template-assert temporary threadgroup-initialiser
-    warning""".split()
+    """ascii cpp17 cpp20 extern function-pointer implicit-float kernel-parameter lambda metal-name
+    output pointer-reference static-local struct-copy template-assert temporary
+    threadgroup-initialiser warning""".split()
 )
+
+# Names of namespace metal in the specification that the simulator does not have, and `interleave`
+# and `deinterleave` of Metal 4.1.
+UNSUPPORTED_NAMES = frozenset(
+    """access address bias border_color component compare_func coord deinterleave dfdx dfdy
+    discard_fragment filter fwidth get_num_samples get_sample_position gradient2d gradient3d
+    gradientcube interleave level max_anisotropy min_lod_clamp mip_filter pack_float_to_snorm4x8
+    pack_float_to_unorm4x8 pack_half_to_snorm4x8 pack_half_to_unorm4x8 reflect refract
+    unpack_snorm4x8_to_float unpack_snorm4x8_to_half unpack_unorm4x8_to_float
+    unpack_unorm4x8_to_half faceforward""".split()
+).union(SUBJECTS)
 
 DIAGNOSTIC = re.compile(r"^(.*?):(\d+):\d+: (?:fatal )?(error|note): (.*)$", re.M)
 # Parts of clang's messages, by our rule; every other error is of the rule "compile".
@@ -124,9 +137,20 @@ def _findings(
         raise toolchain.ToolchainError("clang does not mark where the simulator's headers end")
     tree, said = _parse(shim, text, flags)
     if tree:
-        findings += check_tree(tree, HostText(text))
+        findings += check_tree(tree, HostText(text), metal_names())
     findings += compile_errors(said)
     return sorted(set(findings))
+
+
+@lru_cache
+def metal_names() -> frozenset[str]:
+    """The functions, types and constants of namespace metal."""
+    headers = "#include <metal_tensor>\n"
+    text = build.preprocess(headers, [], {}, False, language=versions.LATEST)
+    command = [*build.host_command(), "-fsyntax-only", "-Xclang", "-ast-list", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    names = re.findall(r"^metal::([a-z]\w+)", done.stdout, re.M)
+    return UNSUPPORTED_NAMES.union(names)
 
 
 def ascii_only(source: str) -> Iterator[Finding]:

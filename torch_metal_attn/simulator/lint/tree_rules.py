@@ -8,6 +8,7 @@ import bisect
 import json
 import re
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +86,14 @@ class Visit:
         return (thread.group() if thread else "") + self.host.text[begin : end or last + 1]
 
 
-def check_tree(tree: bytes, host: HostText) -> Iterator[Finding]:
-    """Findings in clang's tree of `host`, which is JSON."""
-    visits = [visit for node in _shader_declarations(tree, host) for visit in _walk(node, host)]
+def check_tree(tree: bytes, host: HostText, metal_names: AbstractSet[str]) -> Iterator[Finding]:
+    """Findings in clang's tree of `host`, which is JSON. metal_names: those of namespace metal."""
+    declarations = list(_shader_declarations(tree, host))
+    for node in declarations:
+        if node.get("name") in metal_names:
+            message = f"`{node['name']}` is a name of namespace metal too: a call may find either"
+            yield from _finding(node, host, "metal-name", message)
+    visits = [visit for node in declarations for visit in _walk(node, host)]
     for visit in visits:
         for rule in TREE_RULES.get(visit.node.get("kind"), ()):
             for name, message in rule(visit):

@@ -2,9 +2,12 @@
 
 import importlib.util
 import os
+import platform
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
@@ -35,27 +38,50 @@ ROOT = Path(__file__).parent
 # Where the project's files are read: "https://.../blob/main". While it is unknown, links in the
 # wheel's description stay relative.
 FILES_URL = ""
-SHADERS = "torch_metal_attn/runtime/shaders.py"
 TORCH_2_10 = "0x020a000000000000"
 # What most files include: parsing it takes two thirds of a file's time.
 PRECOMPILED = "".join(
     f"#include <torch/csrc/stable/{name}.h>\n" for name in ("library", "ops", "tensor")
 )
 
-# A translation unit with torch's headers takes about 1 GB, so not one a core.
-os.environ.setdefault("MAX_JOBS", "2")
 
-
-def load_shaders() -> ModuleType:
-    """The module `SHADERS` by itself: importing the package would need _C."""
-    spec = importlib.util.spec_from_file_location(
-        "shaders", ROOT / "torch_metal_attn/runtime/shaders.py"
-    )
+def load(name: str) -> ModuleType:
+    """A module of torch_metal_attn/runtime by itself: importing the package would need _C."""
+    path = ROOT / f"torch_metal_attn/runtime/{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def max_jobs() -> int:
+    """How many compilers may run at once: each needs about 1 GB for torch's headers."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 2
+    container = Path("/sys/fs/cgroup/memory.max")
+    if sys.platform == "linux" and container.is_file():
+        limit = container.read_text().strip()
+        memory = min(memory, int(limit)) if limit.isdigit() else memory
+    # The system and other programs keep 2 GB.
+    return max(1, min(os.cpu_count() or 1, memory // 2**30 - 2))
+
+
+# Python's own flags may be for both processors, as those of python.org's Python are. torch has no
+# wheels for Intel's.
+FOR_ARM64 = (sys.platform, platform.machine()) == ("darwin", "arm64")
+ONLY_ARM64 = FOR_ARM64 and "ARCHFLAGS" not in os.environ
+
+os.environ.setdefault("MAX_JOBS", str(max_jobs()))
+if FOR_ARM64:
+    # Python's own oldest macOS may lack std::filesystem.
+    oldest = ".".join(map(str, load("macos").OLDEST))
+    oldest = os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", oldest)
+    if ONLY_ARM64:  # the wheel's name says so too
+        os.environ.setdefault("_PYTHON_HOST_PLATFORM", f"macosx-{oldest}-arm64")
 
 
 class BuildPy(build_py):
@@ -65,7 +91,7 @@ class BuildPy(build_py):
         super().run()
         if self.editable_mode:
             return
-        shaders = load_shaders()
+        shaders = load("shaders")
         self.mkpath(os.path.join(self.build_lib, "torch_metal_attn", "_shaders"))
         for path in sorted(ROOT.glob("shaders/*.metal")):
             self._flattened(path).write_text(shaders.flatten(path), encoding="ascii")
@@ -89,6 +115,10 @@ class BuildExt(BuildExtension):
         super().run()
 
     def build_extensions(self) -> None:
+        for name in self.compiler.executables if ONLY_ARM64 else ():
+            command = shlex.join(getattr(self.compiler, name, None) or [])
+            if "-arch x86_64" in command:
+                self.compiler.set_executable(name, command.replace("-arch x86_64", ""))
         compiler = cpp_extension.get_cxx_compiler()
         if precompiles(compiler):
             for extension in self.extensions:

@@ -22,7 +22,6 @@ import torches
 from check_wheel import ROOT
 
 DIST = ROOT / "dist"
-MACOS_PLATFORM = "macosx_14_0_arm64"
 
 
 def build(environment: dict[str, str]) -> Path:
@@ -66,7 +65,7 @@ def build_macos(known: list[torches.Torch]) -> Path:
     return build(
         {
             **dict.fromkeys(("CC", "CXX", "LDSHARED", "LDCXXSHARED"), str(compiler)),
-            "_PYTHON_HOST_PLATFORM": "macosx-14.0-arm64",
+            "_PYTHON_HOST_PLATFORM": "macosx-{}.{}-arm64".format(*torches.MACOS),
             "TORCH_DONT_CHECK_COMPILER_ABI": "1",
         }
     )
@@ -74,7 +73,7 @@ def build_macos(known: list[torches.Torch]) -> Path:
 
 def check_macos(wheel: Path, known: list[torches.Torch]) -> list[str]:
     """Prints the table of symbols; returns what is wrong."""
-    faults = check_wheel.faults(wheel, MACOS_PLATFORM)
+    faults = check_wheel.faults(wheel, torches.MACOS_PLATFORM)
     with zipfile.ZipFile(wheel) as archive:
         if check_wheel.EXTENSION not in archive.namelist():
             return faults

@@ -4,13 +4,16 @@ What it gets are the options of this machine's Python for this machine's compile
 that say something about the code. As a program its first argument is the folder of the stubs.
 """
 
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
-TARGET = "aarch64-macos.14.0"
+# Without the package, whose import takes as long as compiling a file.
+MACOS = runpy.run_path(str(Path(__file__).parents[1] / "torch_metal_attn/runtime/macos.py"))
+TARGET = "aarch64-macos.{}.{}".format(*MACOS["OLDEST"])
 SOURCES = (".cpp", ".c")
 KEPT = ("-I", "-D", "-std=", "-fvisibility")
 KEPT_WITH_A_VALUE = ("-o", "-MF")

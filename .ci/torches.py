@@ -14,16 +14,18 @@ from pathlib import Path
 
 import macho
 
+from torch_metal_attn.runtime import macos
 from torch_metal_attn.simulator import cache
 
 OLDEST = (2, 10)
-MACOS = (14, 0, 0)
+MACOS = (*macos.OLDEST, 0)
+MACOS_PLATFORM = "macosx_{}_{}_arm64".format(*macos.OLDEST)
 LIBCXX = "/usr/lib/libc++.1.dylib"
 LIBSYSTEM = "/usr/lib/libSystem.B.dylib"
 TORCH_CPU = "@rpath/libtorch_cpu.dylib"
 # Any Python will do: its own part of torch is not looked at.
 WHEELS_FOR = [
-    *("--only-binary", ":all:", "--platform", "macosx_14_0_arm64"),
+    *("--only-binary", ":all:", "--platform", MACOS_PLATFORM),
     *("--python-version", "3.12", "--implementation", "cp", "--abi", "cp312"),
 ]
 

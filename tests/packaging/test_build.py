@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.helpers.cases import each_case
+from tests.helpers.forks import run_program
 from tests.packaging.built_wheels import IS_CHECKOUT, ROOT
 from torch_metal_attn.runtime import extension, shaders
 
@@ -49,6 +50,67 @@ def test_setuptools_that_is_too_old(tmp_path):
         "error: the build needs setuptools 77 or later, and this is 65.5.0: "
         "pip install 'setuptools>=77'\n"
     )
+
+
+# A Mac with python.org's Python, which is built for Intel's processors too, and for macOS 10.13.
+# The compiler notes how it is called, and writes what was asked for, empty.
+ON_A_MAC = """
+import os, platform, stat, subprocess, sys, sysconfig
+from pathlib import Path
+
+tools = Path(sys.argv.pop(1)).absolute()
+log = tools / "log"
+for name in ("clang", "clang++", "c++"):
+    (tools / name).write_text(
+        '#!/bin/sh\\necho "$MACOSX_DEPLOYMENT_TARGET $*" >> ' + str(log) + "\\n"
+        'while [ $# -gt 1 ]; do case $1 in -o|-MF) : > "$2";; esac; shift; done\\n'
+    )
+    (tools / name).chmod(0o755)
+os.environ["PATH"] = os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.defpath])
+sys.platform = "darwin"
+platform.machine = lambda: "arm64"
+platform.system = lambda: "Darwin"
+os.uname = lambda: ("Darwin", "mac", "24.1.0", "", "arm64")
+os.cpu_count = lambda: 10
+os.sysconf = {"SC_PHYS_PAGES": 2**21, "SC_PAGE_SIZE": 2**12}.get
+import _osx_support
+_osx_support._SYSTEM_VERSION, _osx_support._SYSTEM_VERSION_TUPLE = "15.1", (15, 1)
+both = "-arch arm64 -arch x86_64"
+bundle = f"-bundle -undefined dynamic_lookup {both}"
+sysconfig.get_config_vars().update(
+    CC="clang", CXX="clang++", CFLAGS=f"-g {both}", LDFLAGS=both, CCSHARED="", SHLIB_SUFFIX=".so",
+    LDSHARED=f"clang {bundle}", LDCXXSHARED=f"clang++ {bundle}", MACOSX_DEPLOYMENT_TARGET="10.13",
+)
+from torch.utils import cpp_extension
+cpp_extension.IS_MACOS, cpp_extension.IS_LINUX = True, False
+import runpy
+sys.argv[0] = "setup.py"
+runpy.run_path("setup.py", run_name="__main__")
+print("jobs:", os.environ["MAX_JOBS"], "platform:", sysconfig.get_platform())
+"""
+
+
+@needs_checkout
+@pytest.mark.parametrize(
+    # Of 8 GB, 2 are the system's; the user's own number wins.
+    ("ninja", "environment", "jobs"),
+    [(True, {}, 6), (False, {"MAX_JOBS": "3"}, 3)],
+)
+def test_on_a_mac_only_arm64_is_built(ninja, environment, jobs, tmp_path):
+    if not ninja:
+        (tmp_path / "ninja").write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / "ninja").chmod(0o755)
+    folders = ["--build-lib", tmp_path / "lib", "--build-temp", tmp_path / "temp"]
+    done = run_program(ON_A_MAC, tmp_path, "build_ext", *folders, folder=ROOT, **environment)
+    assert done.returncode == 0, done.stderr
+    commands = (tmp_path / "log").read_text().splitlines()
+    kinds = {kind: [c for c in commands if kind in c.split()] for kind in ("-c", "-bundle")}
+    assert len(kinds["-c"]) == len(list(ROOT.glob("csrc/**/*.cpp")))
+    assert len(kinds["-bundle"]) == 1
+    for command in [*kinds["-c"], *kinds["-bundle"]]:
+        assert set(re.findall(r"-arch (\S+)", command)) == {"arm64"}, command
+        assert command.startswith("14.0 "), command
+    assert f"jobs: {jobs} platform: macosx-14.0-arm64" in done.stdout
 
 
 def test_extension_needs_no_python():

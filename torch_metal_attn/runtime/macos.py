@@ -6,6 +6,9 @@ import os
 import platform
 import subprocess
 
+# The oldest one that the package is built for; setup.py reads it too.
+OLDEST = (14, 0)
+
 
 @functools.cache
 def version() -> str:

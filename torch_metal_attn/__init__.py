@@ -26,7 +26,7 @@ from torch_metal_attn.integrations.registration import (
     register_with_transformers,
 )
 from torch_metal_attn.integrations.sdpa_replacement import sdpa_replaced
-from torch_metal_attn.runtime import mps, shaders, tensor_tiles
+from torch_metal_attn.runtime import device, mps, shaders, tensor_tiles
 from torch_metal_attn.runtime.tensor_tiles import allow_tf32, tf32_allowed
 from torch_metal_attn.runtime.version import VERSION
 from torch_metal_attn.sdpa import scaled_dot_product_attention
@@ -38,6 +38,7 @@ from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 __version__ = VERSION
 
 if mps.available():
+    device.warn_of_torch()
     shaders.serve(extension.load())  # the simulator gets them from Python
     extension.tell_gpu(extension.load())
     tensor_tiles.configure(extension.load(), __version__)

@@ -6,9 +6,10 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.helpers.forks import run_alone
-from torch_metal_attn.runtime import macos
+from tests.helpers.forks import run_alone, run_program
+from torch_metal_attn.runtime import device, macos
 
 
 @pytest.fixture
@@ -64,8 +65,46 @@ def test_at_least(version, suffices, monkeypatch):
     assert macos.at_least(26, 2) == bool(suffices)
 
 
+FAST, TOO_OLD = "with PYTORCH_MPS_FAST_MATH Metal 3.1 ignores NaN", "compiles no kernels before"
+
+
+@pytest.mark.parametrize(
+    "torch_version, version, fast, chosen, metal, warning",
+    [
+        ("2.10.0", "14.6", "1", "", "3.1", FAST),
+        ("2.10.0", "14.6", "", "", "3.1", FAST),  # torch takes all but 0 for on
+        ("2.10.0", "14.6", "0", "", "3.1", ""),
+        ("2.10.0", "14.6", None, "", "3.1", ""),
+        ("2.10.0", "26.2", "1", "4.0", "3.1", FAST),  # 2.10 compiles nothing else
+        ("2.11.0", "14.6", "1", "", "3.1", FAST),
+        ("2.11.0", "15.0", "1", "", "3.2", ""),
+        ("2.14.1", "26.0", "1", "3.1", "4.0", ""),  # and 2.14 reads no such variable
+        ("2.15.0", "26.0", "1", "3.1", "3.1", FAST),
+        ("2.15.0", "26.0", "1", "3.2", "3.2", ""),
+        ("2.15.0+cpu", "15.1", None, "5", "3.2", ""),
+        ("2.15.0", "14.6", None, "", "3.1", TOO_OLD),
+    ],
+)
+def test_what_torch_compiles(
+    torch_version, version, fast, chosen, metal, warning, monkeypatch, capsys
+):
+    """As the code of torch's wheels for macOS has it."""
+    monkeypatch.setattr(torch, "__version__", torch_version)
+    monkeypatch.setattr(macos, "version", lambda: version)
+    monkeypatch.setenv("PYTORCH_MPS_METAL_VERSION", chosen)
+    monkeypatch.delenv("PYTORCH_MPS_FAST_MATH", raising=False)
+    if fast is not None:
+        monkeypatch.setenv("PYTORCH_MPS_FAST_MATH", fast)
+    device._say.cache_clear()
+    device.warn_of_torch()
+    printed = capsys.readouterr().err
+    assert device.metal_version() == metal
+    assert warning in printed
+    assert bool(printed) == bool(warning)
+
+
 IMPORT = """
-import platform, subprocess, types, warnings
+import platform, subprocess, sys, types, warnings
 import torch
 
 def is_macos_or_newer(major, minor):  # as torch 2.13's
@@ -76,7 +115,7 @@ torch.backends.mps.is_available = lambda: True
 torch.backends.mps.get_name = lambda: "Apple M5"
 torch.backends.mps.get_core_count = lambda: 10
 torch.backends.mps.is_macos_or_newer = is_macos_or_newer
-platform.mac_ver = lambda: ("16.2", ("", "", ""), "arm64")
+platform.mac_ver = lambda: (sys.argv[1], ("", "", ""), "arm64")
 subprocess.run = lambda *_, **__: types.SimpleNamespace(stdout="26.2\\n")
 warnings.simplefilter("error")
 
@@ -88,4 +127,9 @@ print(macos.at_least(*tensor_tiles.OLDEST_MACOS))
 
 def test_the_import_asks_the_system_and_not_torch():
     """torch 2.13 warns of versions that it does not know, which `python -W error` raises."""
-    assert run_alone(IMPORT).split() == ["True"]
+    assert run_alone(IMPORT, "16.2").split() == ["True"]
+
+
+def test_the_import_warns_of_fast_math_once():
+    done = run_program(IMPORT, "14.6", PYTORCH_MPS_FAST_MATH="1")
+    assert (done.stdout.split(), done.stderr.count("PYTORCH_MPS_FAST_MATH")) == (["False"], 1)

@@ -338,7 +338,7 @@ def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
         return run(original, self, *args, **kwargs)
 
     # TorchScript compiles the source of `original` with the globals of this function.
-    names = original.__globals__
+    names = getattr(original, "__globals__", globals())
     replacement = types.FunctionType(forward.__code__, names, closure=forward.__closure__)
     return functools.update_wrapper(replacement, original)
 

@@ -58,6 +58,20 @@ def _single_level(function: type[torch.autograd.Function]) -> Any:
     return type(function.__name__, (_SingleLevelFunction,), body)
 
 
+def save(ctx: Any, *tensors: Tensor | None) -> None:
+    """Save tensors for a Function's backward, which gets them from `saved`."""
+    ctx.save_for_backward(*tensors)
+    ctx.strides = [x if x is None else x.stride() for x in tensors]
+
+
+def saved(ctx: Any) -> list[Any]:
+    """The tensors of `save`. A saved-tensor hook may return other strides, which ops may refuse."""
+    return [
+        x if x is None or x.stride() == strides else x.contiguous()
+        for x, strides in zip(ctx.saved_tensors, ctx.strides, strict=True)
+    ]
+
+
 @contextmanager
 def below_autograd() -> Iterator[None]:
     """A context for the op in a Function's forward.

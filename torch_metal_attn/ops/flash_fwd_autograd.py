@@ -18,6 +18,8 @@ from torch_metal_attn.ops.differentiation import (
     below_autograd,
     needs_gradient,
     nothing_to_differentiate,
+    save,
+    saved,
     without_gradient,
 )
 from torch_metal_attn.ops.listed_bwd import listed_gradients
@@ -71,14 +73,12 @@ class _FlashFwd(torch.autograd.Function):
         ctx.values = [None if isinstance(value, Tensor) else value for value in values]
         # A missing gradient stays None, instead of zeros of the size of out or softmax_lse.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            *output, *(value if isinstance(value, Tensor) else None for value in values)
-        )
+        save(ctx, *output, *(value if isinstance(value, Tensor) else None for value in values))
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         call: _Call = ctx.call
-        out, softmax_lse, *tensors = ctx.saved_tensors
+        out, softmax_lse, *tensors = saved(ctx)
         values = [v if t is None else t for v, t in zip(ctx.values, tensors, strict=True)]
         arguments = dict(zip(call.names, values, strict=True))
         needed = dict(zip(call.names, ctx.needs_input_grad[1:], strict=True))

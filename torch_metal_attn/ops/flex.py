@@ -16,6 +16,8 @@ from torch_metal_attn.ops.differentiation import (
     below_autograd,
     nothing_to_differentiate,
     refuse_tangents,
+    save,
+    saved,
     without_gradient,
 )
 from torch_metal_attn.ops.fake import register_fake
@@ -76,11 +78,11 @@ class _FlexFwd(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: FlexResult) -> None:
         ctx.options, *tensors = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output, *tensors)
+        save(ctx, *output, *tensors)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        out, lse, q, k, v, *tensors = ctx.saved_tensors
+        out, lse, q, k, v, *tensors = saved(ctx)
         nothing = (None,) * (1 + 3 + len(tensors))
         if dout is None and dlse is None:
             return nothing

@@ -11,6 +11,8 @@ from torch_metal_attn.ops.differentiation import (
     below_autograd,
     needs_gradient,
     refuse,
+    save,
+    saved,
 )
 from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.layout import empty_like_query
@@ -122,11 +124,11 @@ class _MergeState(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: State) -> None:
         ctx.options, *states = inputs
-        ctx.save_for_backward(*states)
+        save(ctx, *states)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        out_a, lse_a, out_b, lse_b = ctx.saved_tensors
+        out_a, lse_a, out_b, lse_b = saved(ctx)
         lse_a, lse_b = (_lse_meant(lse, **ctx.options) for lse in (lse_a, lse_b))
         empty_a, empty_b = lse_a == -torch.inf, lse_b == -torch.inf
         # Not weights alone: what has no keys may hold NaN.

@@ -14,6 +14,8 @@ from torch_metal_attn.ops.differentiation import (
     check_not_a_leaf,
     count_writes,
     needs_gradient,
+    save,
+    saved,
 )
 from torch_metal_attn.ops.fake import check, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
@@ -141,7 +143,7 @@ class _Rope(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         in_place, numbers, q, k, *tables = inputs
         ctx.numbers = {**numbers, "conjugate": not numbers.get("conjugate", False)}
-        ctx.save_for_backward(*tables)
+        save(ctx, *tables)
         if in_place:
             ctx.mark_dirty(q)
         elif k is None:
@@ -151,7 +153,7 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         needed = ctx.needs_input_grad[2:4]
         q, *k = [x for x, need in zip(gradients, needed, strict=False) if need]
-        found = iter(_call(_OPS.rope, q, k[0] if k else None, ctx.saved_tensors, ctx.numbers))
+        found = iter(_call(_OPS.rope, q, k[0] if k else None, saved(ctx), ctx.numbers))
         return (None, None, *(next(found) if need else None for need in needed), *(None,) * 4)
 
 

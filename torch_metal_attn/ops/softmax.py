@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.cpu import cpu_kernel
-from torch_metal_attn.ops.differentiation import below, check_not_a_leaf, needs_gradient
+from torch_metal_attn.ops.differentiation import (
+    below,
+    check_not_a_leaf,
+    needs_gradient,
+    save,
+    saved,
+)
 from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.runtime.refusals import python_kernel
 
@@ -68,11 +74,11 @@ class _Softmax(torch.autograd.Function):
         ctx.dtype = x.dtype
         if in_place:
             ctx.mark_dirty(x)
-        ctx.save_for_backward(output)
+        save(ctx, output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (y,) = ctx.saved_tensors
+        (y,) = saved(ctx)
         # The formula as torch has it: summed in float32, and differentiable again.
         x_gradient = torch.ops.aten._softmax_backward_data(gradient, y, ctx.dim, ctx.dtype)
         return None, None, x_gradient, None

@@ -41,7 +41,7 @@ from torch.overrides import (
     get_overridable_functions,
 )
 
-from torch_metal_attn.call.arguments import flag
+from torch_metal_attn.call.arguments import flag, is_dtensor
 from torch_metal_attn.integrations.imports import when_imported
 from torch_metal_attn.runtime import session
 from torch_metal_attn.runtime.refusals import as_value_errors
@@ -450,6 +450,11 @@ def _reason_of_tensors(tensors: list[Tensor], on_mps: bool) -> str | None:
     if any(tensor.is_nested for tensor in tensors):
         return _NESTED
     if not all(type(tensor) in _PLAIN_TYPES for tensor in tensors):
+        if any(is_dtensor(tensor) for tensor in tensors):
+            return (
+                "an argument is a DTensor: pass its to_local(), or call the function through "
+                "torch.distributed.tensor.experimental.local_map"
+            )
         return "an argument is a tensor subclass"
     if _transform_level() is not None:
         return "transforms of torch.func are not implemented"

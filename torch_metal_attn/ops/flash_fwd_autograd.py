@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_metal_attn.ops import flash_bwd, plain
 from torch_metal_attn.ops.differentiation import (
     apply,
+    autograd_kernel,
     batched,
     below,
     below_autograd,
@@ -23,7 +24,6 @@ from torch_metal_attn.ops.differentiation import (
     without_gradient,
 )
 from torch_metal_attn.ops.listed_bwd import listed_gradients
-from torch_metal_attn.runtime.refusals import python_kernel
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -185,4 +185,4 @@ def differentiable(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 for _name in ("flash_fwd", "flash_varlen_fwd"):
-    python_kernel(f"metal_attn::{_name}", "Autograd")(differentiable(_name))
+    autograd_kernel(_name)(differentiable(_name))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
+    autograd_kernel,
     below,
     below_autograd,
     nothing_to_differentiate,
@@ -27,7 +28,6 @@ from torch_metal_attn.ops.flash_bwd import (
     gradient_of,
     refuse_second_derivative,
 )
-from torch_metal_attn.runtime.refusals import python_kernel
 
 # The lists of a BlockMask, by the names of its attributes and of the op's options.
 LISTS = tuple(
@@ -122,7 +122,7 @@ def _with(options: dict[str, Any], tensors: Any) -> dict[str, Any]:
     return options | {"captures": captures} | dict(zip(_OF_BLOCKS, lists, strict=True))
 
 
-@python_kernel("metal_attn::flex_fwd", "Autograd")
+@autograd_kernel("flex_fwd")
 def _flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
     op = torch.ops.metal_attn.flex_fwd
     captures = options["captures"]

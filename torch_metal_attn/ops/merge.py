@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
+    autograd_kernel,
     below_autograd,
     needs_gradient,
     refuse,
@@ -16,7 +17,6 @@ from torch_metal_attn.ops.differentiation import (
 )
 from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.layout import empty_like_query
-from torch_metal_attn.runtime.refusals import python_kernel
 
 State = tuple[Tensor, Tensor]  # out, lse
 
@@ -147,7 +147,7 @@ class _MergeState(torch.autograd.Function):
         return None, dout_a, dlse_a, dout_b, dlse_b
 
 
-@python_kernel("metal_attn::merge_state", "Autograd")
+@autograd_kernel("merge_state")
 def _merge_state(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, **options: bool
 ) -> State:

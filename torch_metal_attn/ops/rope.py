@@ -9,6 +9,7 @@ from torch import Tensor
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
+    autograd_kernel,
     below,
     below_autograd,
     check_not_a_leaf,
@@ -20,7 +21,7 @@ from torch_metal_attn.ops.differentiation import (
 from torch_metal_attn.ops.fake import check, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.reference import rotate_pairs
-from torch_metal_attn.runtime.refusals import python_kernel, unmarked
+from torch_metal_attn.runtime.refusals import unmarked
 
 _OPS = torch.ops.metal_attn
 
@@ -183,7 +184,7 @@ def _needs(name: str, q: Tensor, k: Tensor | None, tables: Sequence[Tensor | Non
     return needs_gradient(f"metal_attn::{name}", given, constants)
 
 
-@python_kernel("metal_attn::rope", "Autograd")
+@autograd_kernel("rope")
 def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
     tables, numbers = _tables_apart(cos, sin, options)
     arguments: tuple[Any, ...] = (False, numbers, q, k, *tables)
@@ -192,7 +193,7 @@ def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any)
     return _Rope.forward(*arguments)
 
 
-@python_kernel("metal_attn::rope_", "Autograd")
+@autograd_kernel("rope_")
 def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
     tables, numbers = _tables_apart(cos, sin, options)
     if not _needs("rope_", q, k, tables):
@@ -206,7 +207,7 @@ def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **optio
         _Rope.apply(True, numbers, x, None, *tables)
 
 
-@python_kernel("metal_attn::rope_tables", "Autograd")
+@autograd_kernel("rope_tables")
 def _rope_tables(inv_freq: Tensor, positions: Tensor, **options: Any) -> Any:
     given = {"inv_freq": inv_freq, "positions": positions}
     needs_gradient("metal_attn::rope_tables", given, tuple(given))

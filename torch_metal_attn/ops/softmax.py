@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
+    autograd_kernel,
     below,
     check_not_a_leaf,
     needs_gradient,
@@ -18,7 +19,6 @@ from torch_metal_attn.ops.differentiation import (
     saved,
 )
 from torch_metal_attn.ops.fake import register_fake
-from torch_metal_attn.runtime.refusals import python_kernel
 
 _OPS = torch.ops.metal_attn
 
@@ -109,14 +109,14 @@ def _bump_version(tensor: Tensor | None) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-@python_kernel("metal_attn::softmax", "Autograd")
+@autograd_kernel("softmax")
 def _softmax(x: Tensor, dim: int = -1) -> Any:
     if needs_gradient("metal_attn::softmax", {"x": x}):
         return _Softmax.apply(_OPS.softmax, False, x, dim)
     return below(_OPS.softmax, x, dim)
 
 
-@python_kernel("metal_attn::softmax_", "Autograd")
+@autograd_kernel("softmax_")
 def _softmax_inplace(x: Tensor, dim: int = -1) -> Any:
     if needs_gradient("metal_attn::softmax_", {"x": x}):
         check_not_a_leaf("softmax_", "x", x, "pass x.clone()")
@@ -125,7 +125,7 @@ def _softmax_inplace(x: Tensor, dim: int = -1) -> Any:
     return below(_OPS.softmax_, x, dim)
 
 
-@python_kernel("metal_attn::apply_causal_mask_", "Autograd")
+@autograd_kernel("apply_causal_mask_")
 def _apply_causal_mask(scores: Tensor, q_offset: int = 0) -> Any:
     if needs_gradient("metal_attn::apply_causal_mask_", {"scores": scores}):
         check_not_a_leaf("apply_causal_mask_", "scores", scores, "pass scores.clone()")

@@ -5,7 +5,7 @@ Arguments of any shape that torch supports become views (B, H, L, D) for the op,
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -148,17 +148,15 @@ class Problem:
     leading: tuple[int, ...]  # of the result: all but its last two dimensions
 
     def run(self) -> Tensor:
-        """Run the op. Its errors are ValueErrors that name torch's arguments."""
+        """Run the op. Its errors name torch's arguments."""
         op = torch.ops.metal_attn.flash_fwd
-        rng_state = philox.draw_rng_state(self.dropout_p, self.query.device)
+        operands, options = self._arguments(
+            philox.draw_rng_state(self.dropout_p, self.query.device)
+        )
         if torch.compiler.is_compiling():
-            out = self._call(op, rng_state)[0]
+            out = op(*operands, **options)[0]
         else:
-            try:
-                with as_value_errors():
-                    out = self._call(op, rng_state)[0]
-            except ValueError as error:
-                raise NAMES.error(error) from None
+            out = NAMES.run(op, operands, options)[0]
         whole: Tensor = out.view(*self.leading, *out.shape[-2:])
         return whole
 
@@ -184,21 +182,22 @@ class Problem:
         """What the op would launch. Raises ValueError with the op's own names."""
         # Any state will do, and drawing one would advance the generator.
         rng_state = self.query.new_zeros(2, dtype=torch.int64) if self.dropout_p else None
+        operands, options = self._arguments(rng_state)
         with as_value_errors():
-            return extension.launches(self._call(torch.ops.metal_attn_explain.flash_fwd, rng_state))
+            recorded = torch.ops.metal_attn_explain.flash_fwd(*operands, **options)
+            return extension.launches(recorded)
 
-    def _call(self, op: Callable[..., Any], rng_state: Tensor | None) -> Any:
-        return op(
-            self.query,
-            self.key,
-            self.value,
-            softmax_scale=self.scale,
-            causal=self.is_causal,
-            q_offset=self.q_offset,
-            attn_mask=self.attn_mask,
-            dropout_p=self.dropout_p,
-            rng_state=rng_state,
-        )
+    def _arguments(self, rng_state: Tensor | None) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+        """Those of the op."""
+        options = {
+            "softmax_scale": self.scale,
+            "causal": self.is_causal,
+            "q_offset": self.q_offset,
+            "attn_mask": self.attn_mask,
+            "dropout_p": self.dropout_p,
+            "rng_state": rng_state,
+        }
+        return (self.query, self.key, self.value), options
 
 
 def plan(arguments: Arguments) -> Problem:

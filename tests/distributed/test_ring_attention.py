@@ -1,16 +1,28 @@
 """Ring attention over processes is attention in one, gradients included."""
 
+import re
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import local_map
 from torch.utils.checkpoint import checkpoint
 
 from tests.attention import flash_fwd_check
+from tests.common.ops import EXAMPLES
 from tests.distributed import ring_cases
-from torch_metal_attn import flash_attn_func
+from torch_metal_attn import (
+    explain,
+    flash_attn_func,
+    flash_attn_with_kvcache,
+    flex_attention,
+    scaled_dot_product_attention,
+    sdpa_replaced,
+)
 from torch_metal_attn.distributed import ring_attention
+from torch_metal_attn.integrations.transformers.attention import metal_attention
 
 FORWARD = ["flash_fwd"]
 MERGED = [*FORWARD, "merge_state"]
@@ -63,13 +75,56 @@ def test_compile_and_checkpoint(alone):
     assert torch.equal(gradient(lambda x: checkpoint(attend, x, use_reentrant=False)), expected)
 
 
-def test_sharded_tensors(alone):
-    """They are refused with the advice, which works."""
+SHARDED = r"{0} is a DTensor, .* pass {0}\.to_local\(\), .*local_map"
+FUNCTIONS = {
+    flash_attn_func: "q k v",
+    ring_attention: "q k v",
+    scaled_dot_product_attention: "query key value",
+    flex_attention: "query key value",
+    flash_attn_with_kvcache: "q k_cache v_cache",
+    lambda *qkv: metal_attention(torch.nn.Identity().eval(), *qkv, None): "q k v",
+}
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode])
+@pytest.mark.parametrize("function, names", [(f, n.split()) for f, n in FUNCTIONS.items()])
+def test_functions_refuse_sharded_tensors(function, names, mode, alone):
+    """Alone and together with others."""
+    q = torch.zeros(1, 4, 8, 16)
+    with mode():
+        sharded = distribute_tensor(q, init_device_mesh("cpu", (1,)), [Shard(1)])
+        cases = {name: [q] * i + [sharded] + [q] * (2 - i) for i, name in enumerate(names)}
+        for name, given in [(names[0], [sharded] * 3), *cases.items()]:
+            with pytest.raises(NotImplementedError, match=SHARDED.format(name)):
+                function(*given)
+
+
+def test_what_else_refuses_sharded_tensors(alone):
+    """Every op, masks, and tensors that are captured. sdpa_replaced() leaves them to torch."""
+    mesh = init_device_mesh("cpu", (1,))
+    for example in EXAMPLES.values():
+        arguments = example.make()
+        for name in [n for n, x in arguments.items() if torch.is_tensor(x)]:
+            given = arguments | {name: distribute_tensor(arguments[name], mesh, [Replicate()])}
+            with pytest.raises(NotImplementedError, match=SHARDED.format(name)):
+                getattr(torch.ops.metal_attn, example.op)(**given)
+    q, bias = torch.zeros(1, 4, 8, 16), distribute_tensor(torch.zeros(8, 8), mesh, [Replicate()])
+    with pytest.raises(NotImplementedError, match=SHARDED.format("attn_mask")):
+        scaled_dot_product_attention(q, q, q, bias)
+    with pytest.raises(NotImplementedError, match=SHARDED.format("bias")):
+        flex_attention(q, q, q, lambda score, b, h, i, j: score + bias[i, j])
+    sharded = distribute_tensor(q, mesh, [Replicate()])  # which torch's function runs at once
+    assert re.match(SHARDED.format("k"), explain(q, sharded, q).refusal)
+    with pytest.warns(UserWarning, match=r"to torch: an argument is a DTensor: .*local_map"):
+        with sdpa_replaced():
+            torch.nn.functional.scaled_dot_product_attention(sharded, sharded, sharded)
+
+
+def test_local_map(alone):
+    """What errors advise works."""
     mesh, heads = init_device_mesh("cpu", (1,)), Shard(2)
     qkv = flash_fwd_check.make_qkv(q_length=7, kv_length=7)
     sharded = [distribute_tensor(x, mesh, [heads]) for x in qkv]
-    with pytest.raises(NotImplementedError, match=r"q is a DTensor.*q\.to_local\(\).*local_map"):
-        flash_attn_func(*sharded)
     places = {"out_placements": [heads], "in_placements": ([heads],) * 3, "device_mesh": mesh}
     out = local_map(flash_attn_func, **places)(*sharded)
     assert torch.equal(out.full_tensor(), flash_attn_func(*qkv))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.functional import scaled_dot_product_attention as imported_before
+from torch.overrides import BaseTorchFunctionMode
 
 from tests.helpers.patience import HANG_SECONDS
 from tests.sdpa.sdpa_replaced_check import (
@@ -42,6 +43,43 @@ def run(*functions):
         thread.join()
     if errors:
         raise errors[0]
+
+
+@pytest.mark.parametrize("process_wide", [False, True])
+@pytest.mark.parametrize("module", ["attention", "layer", "encoder"])
+@pytest.mark.filterwarnings("ignore:.*nested tensors", f"ignore:.*{NO_CALL}")
+def test_fused_layers(module, process_wide):
+    """They take nested tensors in torch's fused path alone, which is off in a block's threads."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    attend = {
+        "attention": lambda x: layer.self_attn(x, x, x, need_weights=False)[0],
+        "layer": layer,
+        "encoder": torch.nn.TransformerEncoder(layer, 2).eval(),
+    }[module]
+    rows, dense = [normal(3, 8), normal(5, 8)], normal(2, 5, 8)
+    nested = torch.nested.nested_tensor(rows)
+
+    def here():
+        with simulate() as run, torch.no_grad():
+            for out, right in zip(attend(nested).unbind(), expected, strict=True):
+                close(out, right)
+            close(attend(dense), expected_dense)
+        return len(run.launches)
+
+    with torch.no_grad():
+        expected, expected_dense = attend(nested).unbind(), attend(dense)
+        with pytest.warns(UserWarning, match=f"{LEAVES}: an argument is a nested tensor"):
+            with sdpa_replaced(process_wide) as calls:
+                count = here()
+        assert calls.left_alone == {"an argument is a nested tensor": count}
+        assert calls.replaced == count
+        assert count == (2 if module == "encoder" else 1)
+        elsewhere = []
+        with sdpa_replaced(process_wide), sdpa_replaced(), BaseTorchFunctionMode():
+            run(lambda: elsewhere.append(here()))
+            with pytest.raises(AssertionError, match="some Tensor argument has_torch_function"):
+                attend(nested)  # as outside a block in another mode
+        assert elsewhere == [count if process_wide else 0]
 
 
 class TestOfOneThread:

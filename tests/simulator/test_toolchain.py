@@ -100,10 +100,35 @@ def test_ziglang_links_with_what_the_system_has(programs, monkeypatch, system):
         assert found.link_command == (zig, "ld.lld", "--threads=1", "-shared")
     else:
         assert found.link_command == (str(old), "-shared", "-undefined", "dynamic_lookup")
-        old.unlink()
-        toolchain.find.cache_clear()
-        with pytest.raises(toolchain.ToolchainError):
-            toolchain.find()
+        old.write_text("#!/bin/sh\necho 'xcode-select: note: No developer tools were found.'\n")
+        for _ in range(2):
+            toolchain.find.cache_clear()
+            with pytest.raises(toolchain.ToolchainError, match=r"links .*`xcode-select --install`"):
+                toolchain.find()
+            old.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "advice"),
+    [
+        ("darwin", "14.8.7", r"'ziglang>=0\.14,<0\.17'`, which brings one for this macOS,"),
+        (
+            "darwin",
+            "15.2",
+            r"command line tools to 16\.3 or later, or run `pip install -U ziglang`",
+        ),
+        ("darwin", "26.2.1", r"command line tools to 16\.3 or later, or run `pip install -U zi"),
+        ("linux", "", r": run `pip install -U ziglang`"),
+    ],
+)
+def test_what_to_install(programs, monkeypatch, system, release, advice):
+    """No Xcode of macOS 14 has a clang that is new enough, and the newest zig is for macOS 15."""
+    programs("clang++", "Apple clang version 16.0.0 (clang-1600.0.26.6)")
+    monkeypatch.setattr(toolchain.platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(toolchain.platform, "mac_ver", lambda: (release, ("", "", ""), "arm64"))
+    monkeypatch.setattr(toolchain.sys, "platform", system)
+    with pytest.raises(toolchain.ToolchainError, match=f"is Apple's clang 16, .*{advice}"):
+        toolchain.find()
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,21 @@ def refuse_layout(name: str, tensor: Tensor) -> None:
         )
 
 
+def refuse_dtensor(name: str, value: object) -> None:
+    """Raise NotImplementedError for a DTensor."""
+    if is_dtensor(value):
+        raise NotImplementedError(
+            unmarked(
+                f"`{name}` is a DTensor, which is not implemented: pass `{name}`.to_local(), or "
+                "call the function through torch.distributed.tensor.experimental.local_map"
+            )
+        ) from None
+
+
+def is_dtensor(value: object) -> bool:
+    return isinstance(value, Tensor) and hasattr(value, "to_local")
+
+
 def refuse_gradient(name: str, number: object) -> None:
     """Raise NotImplementedError for a number that is a tensor and would lose its gradient."""
     if isinstance(number, Tensor) and number.requires_grad and torch.is_grad_enabled():

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_metal_attn.distributed.calls import Call, Visible, calls
 from torch_metal_attn.distributed.group import Ring
 from torch_metal_attn.distributed.layout import Spans, rows
-from torch_metal_attn.ops.differentiation import without_gradient
+from torch_metal_attn.ops.differentiation import save, saved, without_gradient
 from torch_metal_attn.ops.flash_bwd import gradient_of, sink_gradient
 
 _KEYS, _GRADIENTS = 0, 1  # tags of what travels
@@ -79,12 +79,12 @@ class RingAttention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # The sink's gradient is a sum over all rows, which would add up the rounding of out.
         with_sink = (sink, exact_out) if ctx.needs_input_grad[4] else ()
-        ctx.save_for_backward(q, k, v, out, lse, *with_sink)
+        save(ctx, q, k, v, out, lse, *with_sink)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse, *with_sink = ctx.saved_tensors
+        q, k, v, out, lse, *with_sink = saved(ctx)
         with torch.no_grad():
             whole = gradient_of(out, dout)
             found = [*_gradients(ctx.problem, [whole, dlse, q, out, lse], k, v)]

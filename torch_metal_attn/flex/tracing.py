@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from torch_metal_attn.call.arguments import refuse_dtensor
 from torch_metal_attn.flex.captured import Captured, Part, Row, loaded_dtype
 from torch_metal_attn.flex.composed import SLOT, Composed, decomposition
 from torch_metal_attn.flex.function import Traced
@@ -371,6 +372,7 @@ class Tracer(Traced, TorchDispatchMode):
 
     def capture(self, tensor: Tensor) -> int:
         name = self.name_of(tensor)
+        refuse_dtensor(name, tensor)
         if tensor.device != self.device:
             raise ValueError(
                 f"{self.name} captures {name}, which is on {tensor.device}, and query is on "

@@ -10,7 +10,8 @@ It has four parts, because none of them reaches every call:
 - With `process_wide`, the names that other modules have for the C function are replaced instead of
   using the mode.
 - `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` have a fused inference path that calls no
-  attention function at all. It is off in every thread while a block is open.
+  attention function at all. It is off in the threads of a block, but not for nested tensors, which
+  these layers take in that path only.
 """
 
 import functools
@@ -19,9 +20,11 @@ import os
 import re
 import sys
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -31,9 +34,14 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.jit import _builtins
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, get_overridable_functions
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode,
+    _pop_mode_temporarily,
+    get_overridable_functions,
+)
 
-from torch_metal_attn.call.arguments import flag
+from torch_metal_attn.call.arguments import flag, is_dtensor
 from torch_metal_attn.integrations.imports import when_imported
 from torch_metal_attn.runtime import session
 from torch_metal_attn.runtime.refusals import as_value_errors
@@ -47,7 +55,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
 # Other subclasses have a meaning for torch that the kernels do not know.
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
-_ATTRIBUTE = "scaled_dot_product_attention"  # of torch.nn.functional
+_NESTED = "an argument is a nested tensor"
 _PREFERENCES = ("metal_attn", "fastest")
 _NO_TABLE = (
     "sdpa_replaced(prefer='fastest') has no times of this machine, so every call runs on the "
@@ -78,8 +86,7 @@ class _Blocks:
         open: how many there are.
         process_wide: the contexts of those that hold in every thread.
         in_every_thread: whether there is one of these; torch.compile guards on this.
-        attribute: our replacement of torch.nn.functional's.
-        fused_layers: torch's setting before.
+        attributes: our replacements in torch, as (owner, name, replacement).
         renaming: of torch's C function, if there is one.
         compiled: whether torch.compile has ever replaced a call.
         warned: the warnings that were given, without their numbers.
@@ -91,8 +98,7 @@ class _Blocks:
         self.open = 0
         self.process_wide: tuple[SdpaReplaced, ...] = ()
         self.in_every_thread = False
-        self.attribute: Any = None
-        self.fused_layers = True
+        self.attributes: list[tuple[Any, str, Any]] = []
         self.renaming: Renaming | None = None
         self.compiled = False
         self.warned: set[str] = set()
@@ -105,10 +111,11 @@ class _Blocks:
             get_overridable_functions()
             self.open += 1
             if self.open == 1:
-                self.attribute = _replacement_of(getattr(functional, _ATTRIBUTE))
-                setattr(functional, _ATTRIBUTE, self.attribute)
-                self.fused_layers = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
+                self.attributes = [
+                    (owner, name, make(getattr(owner, name))) for owner, name, make in _REPLACED
+                ]
+                for attribute in self.attributes:
+                    setattr(*attribute)
             if everywhere is not None:
                 if not self.process_wide:
                     self.renaming = Renaming(_TORCH_SDPA, _replacement_of(_TORCH_SDPA))
@@ -128,10 +135,10 @@ class _Blocks:
             self.open -= 1
             if self.open > 0:
                 return
-            torch.backends.mha.set_fastpath_enabled(self.fused_layers)
-            # Other code may have wrapped our function meanwhile: then it stays.
-            if getattr(functional, _ATTRIBUTE) is self.attribute:
-                setattr(functional, _ATTRIBUTE, self.attribute.__wrapped__)
+            for owner, name, replacement in self.attributes:
+                # Other code may have wrapped our function meanwhile: then it stays.
+                if getattr(owner, name) is replacement:
+                    setattr(owner, name, replacement.__wrapped__)
 
     def of_this_thread(self) -> tuple["SdpaReplaced", ...]:
         """The contexts of this thread and of the process, each once."""
@@ -313,6 +320,55 @@ def _let_torchscript_compile(replacement: Callable[..., Tensor]) -> None:
     weakref.finalize(replacement, table.pop, id(replacement)).atexit = False
 
 
+def _fast_path_of(original: Callable[[], bool]) -> Callable[[], bool]:
+    """torch's switch of the fused layers, which is off in the threads of a block."""
+
+    @functools.wraps(original)  # whose source is what TorchScript compiles
+    def get_fastpath_enabled() -> bool:
+        return original() and (_blocks.this_thread.deciding or not open_here())
+
+    return get_fastpath_enabled
+
+
+def _forward_of(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a fused layer, which leaves nested tensors to torch."""
+    run = _run_layer
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(original, self, *args, **kwargs)
+
+    # TorchScript compiles the source of `original` with the globals of this function.
+    names = getattr(original, "__globals__", globals())
+    replacement = types.FunctionType(forward.__code__, names, closure=forward.__closure__)
+    return functools.update_wrapper(replacement, original)
+
+
+def _run_layer(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling() or _blocks.this_thread.deciding or not open_here():
+        return original(*args, **kwargs)
+    if not any(isinstance(x, Tensor) and x.is_nested for x in (*args, *kwargs.values())):
+        return original(*args, **kwargs)
+    _note(_NESTED, _blocks.of_this_thread())
+    with ExitStack() as without_modes:
+        # In any mode torch refuses these tensors. One of other code stays, as do those below it.
+        while isinstance(_get_current_function_mode(), SdpaReplaced):
+            without_modes.enter_context(_pop_mode_temporarily())
+        _blocks.this_thread.deciding = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _blocks.this_thread.deciding = False
+
+
+# While a block is open: the attributes that are replaced, and what makes the replacement.
+_REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (functional, "scaled_dot_product_attention", _replacement_of),
+    (torch.backends.mha, "get_fastpath_enabled", _fast_path_of),
+    (torch.nn.MultiheadAttention, "forward", _forward_of),
+    (torch.nn.TransformerEncoderLayer, "forward", _forward_of),
+)
+
+
 def _run_by_compiler(function: _Function) -> _Function:
     """Let torch.compile call `function` once, while compiling, and treat its result as constant.
 
@@ -392,8 +448,13 @@ def problem_or_reason(
 
 def _reason_of_tensors(tensors: list[Tensor], on_mps: bool) -> str | None:
     if any(tensor.is_nested for tensor in tensors):
-        return "an argument is a nested tensor"
+        return _NESTED
     if not all(type(tensor) in _PLAIN_TYPES for tensor in tensors):
+        if any(is_dtensor(tensor) for tensor in tensors):
+            return (
+                "an argument is a DTensor: pass its to_local(), or call the function through "
+                "torch.distributed.tensor.experimental.local_map"
+            )
         return "an argument is a tensor subclass"
     if _transform_level() is not None:
         return "transforms of torch.func are not implemented"

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,12 +12,14 @@ from torch._guards import TracingContext
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from torch_metal_attn.call.arguments import refuse_layout
+from torch_metal_attn.call.arguments import is_dtensor, refuse_dtensor, refuse_layout
 from torch_metal_attn.runtime.refusals import as_value_error, python_kernel, unmarked
 
 # By the arguments of a call: the names of those that it writes in place, each with the names of the
 # arguments that it writes there.
 Written = Callable[[dict[str, Any]], Mapping[str, Iterable[str]]]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _libraries: list[torch.library.Library] = []  # a registration ends with its library
 _refused: dict[str, tuple[str, Written]] = {}  # by op, what `refuse` was given
@@ -56,6 +58,20 @@ def _single_level(function: type[torch.autograd.Function]) -> Any:
     parts = ("forward", "setup_context", "backward")
     body = {name: staticmethod(getattr(function, name)) for name in parts}
     return type(function.__name__, (_SingleLevelFunction,), body)
+
+
+def save(ctx: Any, *tensors: Tensor | None) -> None:
+    """Save tensors for a Function's backward, which gets them from `saved`."""
+    ctx.save_for_backward(*tensors)
+    ctx.strides = [x if x is None else x.stride() for x in tensors]
+
+
+def saved(ctx: Any) -> list[Any]:
+    """The tensors of `save`. A saved-tensor hook may return other strides, which ops may refuse."""
+    return [
+        x if x is None or x.stride() == strides else x.contiguous()
+        for x, strides in zip(ctx.saved_tensors, ctx.strides, strict=True)
+    ]
 
 
 @contextmanager
@@ -105,25 +121,52 @@ def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> b
 def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Call `op`, or a function that calls one; past its Autograd kernel if that has no work.
 
-    Raises ValueError for what the op refuses, NotImplementedError for nested tensors.
+    Raises ValueError for what the op refuses, NotImplementedError for nested tensors and DTensors.
     """
     try:
         if may_pass_autograd(arguments, options):
             return below(op, *arguments, **options)
         return op(*arguments, **options)
-    except NotImplementedError:
-        for argument, value in by_schema(op, arguments, options):
-            if isinstance(value, Tensor):
-                refuse_layout(argument.name, value)
-                if hasattr(value, "to_local"):
-                    raise NotImplementedError(
-                        f"{argument.name} is a DTensor, which is not implemented: pass "
-                        f"{argument.name}.to_local(), or call the function through "
-                        "torch.distributed.tensor.experimental.local_map"
-                    ) from None
+    except Exception as error:
+        refuse_dtensors(op, arguments, options)
+        if isinstance(error, NotImplementedError):
+            for argument, value in by_schema(op, arguments, options):
+                if isinstance(value, Tensor):
+                    refuse_layout(argument.name, value)
+        if isinstance(error, RuntimeError):
+            raise as_value_error(error) from None
         raise
-    except RuntimeError as error:
-        raise as_value_error(error) from None
+
+
+def autograd_kernel(name: str) -> Callable[[_Function], _Function]:
+    """Make a function the Autograd kernel of op `name` of metal_attn."""
+    op = getattr(torch.ops.metal_attn, name).default
+
+    def register(function: _Function) -> _Function:
+        @functools.wraps(function)
+        def kernel(*arguments: Any, **options: Any) -> Any:
+            try:
+                return function(*arguments, **options)
+            except Exception:
+                refuse_dtensors(op, arguments, options)
+                raise
+
+        python_kernel(f"metal_attn::{name}", "Autograd")(kernel)
+        return function
+
+    return register
+
+
+def refuse_dtensors(op: Any, arguments: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Raise NotImplementedError for a DTensor of a call that failed.
+
+    torch says only that the op has no sharding strategy. Calls with one that a user has registered
+    do not fail.
+    """
+    if any(map(is_dtensor, (*arguments, *options.values(), *options.get("captures", ())))):
+        for argument, value in by_schema(op, arguments, options):
+            for one in value if isinstance(value, list | tuple) else (value,):
+                refuse_dtensor(argument.name, one)
 
 
 @functools.cache
@@ -303,8 +346,7 @@ def refuse(
     if written is not None:
         _refused[name] = advice, written
         count_writes(name, written)
-    kernel = undifferentiated(name, advice, written or (lambda _: {}), plain)
-    python_kernel(f"metal_attn::{name}", "Autograd")(kernel)
+    autograd_kernel(name)(undifferentiated(name, advice, written or (lambda _: {}), plain))
 
 
 def undifferentiated(

@@ -6,11 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from torch_metal_attn.ops import plain
-from torch_metal_attn.ops.differentiation import undifferentiated
+from torch_metal_attn.ops.differentiation import autograd_kernel, undifferentiated
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult, register_cpu
 from torch_metal_attn.ops.flash_fwd_autograd import differentiable
 from torch_metal_attn.reference import attention, varlen_attention
-from torch_metal_attn.runtime.refusals import python_kernel
 
 
 def decoded(
@@ -39,7 +38,7 @@ _refused = undifferentiated(
 _listed = differentiable("flash_decode")
 
 
-@python_kernel("metal_attn::flash_decode", "Autograd")
+@autograd_kernel("flash_decode")
 def _flash_decode(*arguments: Any, **options: Any) -> FlashFwdResult:
     packed = options.get("cu_seqlens_q") is not None
     kernel = _refused if packed or options.get("indices") is None else _listed

@@ -13,15 +13,17 @@ from torch import Tensor
 from torch_metal_attn.ops import flash_bwd, plain
 from torch_metal_attn.ops.differentiation import (
     apply,
+    autograd_kernel,
     batched,
     below,
     below_autograd,
     needs_gradient,
     nothing_to_differentiate,
+    save,
+    saved,
     without_gradient,
 )
 from torch_metal_attn.ops.listed_bwd import listed_gradients
-from torch_metal_attn.runtime.refusals import python_kernel
 
 _OPERANDS = ("q", "k", "v")
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
@@ -71,14 +73,12 @@ class _FlashFwd(torch.autograd.Function):
         ctx.values = [None if isinstance(value, Tensor) else value for value in values]
         # A missing gradient stays None, instead of zeros of the size of out or softmax_lse.
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(
-            *output, *(value if isinstance(value, Tensor) else None for value in values)
-        )
+        save(ctx, *output, *(value if isinstance(value, Tensor) else None for value in values))
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         call: _Call = ctx.call
-        out, softmax_lse, *tensors = ctx.saved_tensors
+        out, softmax_lse, *tensors = saved(ctx)
         values = [v if t is None else t for v, t in zip(ctx.values, tensors, strict=True)]
         arguments = dict(zip(call.names, values, strict=True))
         needed = dict(zip(call.names, ctx.needs_input_grad[1:], strict=True))
@@ -185,4 +185,4 @@ def differentiable(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 for _name in ("flash_fwd", "flash_varlen_fwd"):
-    python_kernel(f"metal_attn::{_name}", "Autograd")(differentiable(_name))
+    autograd_kernel(_name)(differentiable(_name))

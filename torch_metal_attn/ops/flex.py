@@ -12,10 +12,13 @@ from torch import Tensor
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
+    autograd_kernel,
     below,
     below_autograd,
     nothing_to_differentiate,
     refuse_tangents,
+    save,
+    saved,
     without_gradient,
 )
 from torch_metal_attn.ops.fake import register_fake
@@ -25,7 +28,6 @@ from torch_metal_attn.ops.flash_bwd import (
     gradient_of,
     refuse_second_derivative,
 )
-from torch_metal_attn.runtime.refusals import python_kernel
 
 # The lists of a BlockMask, by the names of its attributes and of the op's options.
 LISTS = tuple(
@@ -76,11 +78,11 @@ class _FlexFwd(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: FlexResult) -> None:
         ctx.options, *tensors = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*output, *tensors)
+        save(ctx, *output, *tensors)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        out, lse, q, k, v, *tensors = ctx.saved_tensors
+        out, lse, q, k, v, *tensors = saved(ctx)
         nothing = (None,) * (1 + 3 + len(tensors))
         if dout is None and dlse is None:
             return nothing
@@ -120,7 +122,7 @@ def _with(options: dict[str, Any], tensors: Any) -> dict[str, Any]:
     return options | {"captures": captures} | dict(zip(_OF_BLOCKS, lists, strict=True))
 
 
-@python_kernel("metal_attn::flex_fwd", "Autograd")
+@autograd_kernel("flex_fwd")
 def _flex_fwd(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> FlexResult:
     op = torch.ops.metal_attn.flex_fwd
     captures = options["captures"]

@@ -8,13 +8,15 @@ from torch import Tensor
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
+    autograd_kernel,
     below_autograd,
     needs_gradient,
     refuse,
+    save,
+    saved,
 )
 from torch_metal_attn.ops.fake import register_fake
 from torch_metal_attn.ops.layout import empty_like_query
-from torch_metal_attn.runtime.refusals import python_kernel
 
 State = tuple[Tensor, Tensor]  # out, lse
 
@@ -122,11 +124,11 @@ class _MergeState(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: State) -> None:
         ctx.options, *states = inputs
-        ctx.save_for_backward(*states)
+        save(ctx, *states)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
-        out_a, lse_a, out_b, lse_b = ctx.saved_tensors
+        out_a, lse_a, out_b, lse_b = saved(ctx)
         lse_a, lse_b = (_lse_meant(lse, **ctx.options) for lse in (lse_a, lse_b))
         empty_a, empty_b = lse_a == -torch.inf, lse_b == -torch.inf
         # Not weights alone: what has no keys may hold NaN.
@@ -145,7 +147,7 @@ class _MergeState(torch.autograd.Function):
         return None, dout_a, dlse_a, dout_b, dlse_b
 
 
-@python_kernel("metal_attn::merge_state", "Autograd")
+@autograd_kernel("merge_state")
 def _merge_state(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, **options: bool
 ) -> State:

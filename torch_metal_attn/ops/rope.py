@@ -9,16 +9,19 @@ from torch import Tensor
 from torch_metal_attn.ops.cpu import cpu_kernel
 from torch_metal_attn.ops.differentiation import (
     apply,
+    autograd_kernel,
     below,
     below_autograd,
     check_not_a_leaf,
     count_writes,
     needs_gradient,
+    save,
+    saved,
 )
 from torch_metal_attn.ops.fake import check, register_fake
 from torch_metal_attn.ops.layout import empty_like_query
 from torch_metal_attn.reference import rotate_pairs
-from torch_metal_attn.runtime.refusals import python_kernel, unmarked
+from torch_metal_attn.runtime.refusals import unmarked
 
 _OPS = torch.ops.metal_attn
 
@@ -141,7 +144,7 @@ class _Rope(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         in_place, numbers, q, k, *tables = inputs
         ctx.numbers = {**numbers, "conjugate": not numbers.get("conjugate", False)}
-        ctx.save_for_backward(*tables)
+        save(ctx, *tables)
         if in_place:
             ctx.mark_dirty(q)
         elif k is None:
@@ -151,7 +154,7 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         needed = ctx.needs_input_grad[2:4]
         q, *k = [x for x, need in zip(gradients, needed, strict=False) if need]
-        found = iter(_call(_OPS.rope, q, k[0] if k else None, ctx.saved_tensors, ctx.numbers))
+        found = iter(_call(_OPS.rope, q, k[0] if k else None, saved(ctx), ctx.numbers))
         return (None, None, *(next(found) if need else None for need in needed), *(None,) * 4)
 
 
@@ -181,7 +184,7 @@ def _needs(name: str, q: Tensor, k: Tensor | None, tables: Sequence[Tensor | Non
     return needs_gradient(f"metal_attn::{name}", given, constants)
 
 
-@python_kernel("metal_attn::rope", "Autograd")
+@autograd_kernel("rope")
 def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> Any:
     tables, numbers = _tables_apart(cos, sin, options)
     arguments: tuple[Any, ...] = (False, numbers, q, k, *tables)
@@ -190,7 +193,7 @@ def _rope(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any)
     return _Rope.forward(*arguments)
 
 
-@python_kernel("metal_attn::rope_", "Autograd")
+@autograd_kernel("rope_")
 def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **options: Any) -> None:
     tables, numbers = _tables_apart(cos, sin, options)
     if not _needs("rope_", q, k, tables):
@@ -204,7 +207,7 @@ def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **optio
         _Rope.apply(True, numbers, x, None, *tables)
 
 
-@python_kernel("metal_attn::rope_tables", "Autograd")
+@autograd_kernel("rope_tables")
 def _rope_tables(inv_freq: Tensor, positions: Tensor, **options: Any) -> Any:
     given = {"inv_freq": inv_freq, "positions": positions}
     needs_gradient("metal_attn::rope_tables", given, tuple(given))

@@ -10,9 +10,15 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.cpu import cpu_kernel
-from torch_metal_attn.ops.differentiation import below, check_not_a_leaf, needs_gradient
+from torch_metal_attn.ops.differentiation import (
+    autograd_kernel,
+    below,
+    check_not_a_leaf,
+    needs_gradient,
+    save,
+    saved,
+)
 from torch_metal_attn.ops.fake import register_fake
-from torch_metal_attn.runtime.refusals import python_kernel
 
 _OPS = torch.ops.metal_attn
 
@@ -68,11 +74,11 @@ class _Softmax(torch.autograd.Function):
         ctx.dtype = x.dtype
         if in_place:
             ctx.mark_dirty(x)
-        ctx.save_for_backward(output)
+        save(ctx, output)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        (y,) = ctx.saved_tensors
+        (y,) = saved(ctx)
         # The formula as torch has it: summed in float32, and differentiable again.
         x_gradient = torch.ops.aten._softmax_backward_data(gradient, y, ctx.dim, ctx.dtype)
         return None, None, x_gradient, None
@@ -103,14 +109,14 @@ def _bump_version(tensor: Tensor | None) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-@python_kernel("metal_attn::softmax", "Autograd")
+@autograd_kernel("softmax")
 def _softmax(x: Tensor, dim: int = -1) -> Any:
     if needs_gradient("metal_attn::softmax", {"x": x}):
         return _Softmax.apply(_OPS.softmax, False, x, dim)
     return below(_OPS.softmax, x, dim)
 
 
-@python_kernel("metal_attn::softmax_", "Autograd")
+@autograd_kernel("softmax_")
 def _softmax_inplace(x: Tensor, dim: int = -1) -> Any:
     if needs_gradient("metal_attn::softmax_", {"x": x}):
         check_not_a_leaf("softmax_", "x", x, "pass x.clone()")
@@ -119,7 +125,7 @@ def _softmax_inplace(x: Tensor, dim: int = -1) -> Any:
     return below(_OPS.softmax_, x, dim)
 
 
-@python_kernel("metal_attn::apply_causal_mask_", "Autograd")
+@autograd_kernel("apply_causal_mask_")
 def _apply_causal_mask(scores: Tensor, q_offset: int = 0) -> Any:
     if needs_gradient("metal_attn::apply_causal_mask_", {"scores": scores}):
         check_not_a_leaf("apply_causal_mask_", "scores", scores, "pass scores.clone()")

@@ -19,6 +19,9 @@ NEWEST = 30
 # its own by Xcode.
 OLDEST = {"x86_64": 17, "aarch64": 19}
 OLDEST_APPLE = {"x86_64": 16, "aarch64": 17}
+# The binaries of zig 0.17 are built for macOS 15, and those of 0.14 to 0.16 for 13.
+OLDEST_MACOS_OF_ZIG = 15
+ZIG_OF_OLDER_MACOS = ">=0.14,<0.17"
 # From this clang on, debug information has more than lines, which are all that is read of it.
 KEY_INSTRUCTIONS = 22
 
@@ -107,21 +110,48 @@ def _zig() -> Toolchain | None:
     """The clang inside the ziglang package, if that is installed.
 
     It links for Linux only. Elsewhere the system's clang links, however old it is.
+
+    Raises ToolchainError if the package is there and cannot be used.
     """
     spec = find_spec("ziglang")
     if spec is None or not spec.submodule_search_locations:
         return None
     path = Path(next(iter(spec.submodule_search_locations))) / "zig"
-    driver = shutil.which("clang++")
-    if not path.is_file() or (sys.platform == "darwin" and driver is None):
+    if not path.is_file():
         return None
     zig = str(path)
-    system = "apple-macos11" if sys.platform == "darwin" else "unknown-linux-gnu"
-    command = (zig, "clang", f"--target={_machine()}-{system}")
     # An image is so small that starting threads costs more than they save.
-    own = (zig, "ld.lld", "--threads=1", "-shared")
-    link = _linker(driver) if driver and sys.platform == "darwin" else own
+    link: tuple[str, ...] = (zig, "ld.lld", "--threads=1", "-shared")
+    system = "unknown-linux-gnu"
+    if sys.platform == "darwin":
+        link, system = _linker(_driver()), "apple-macos11"
+    command = (zig, "clang", f"--target={_machine()}-{system}")
     return Toolchain(command, link, f"{_new_enough(command)} (ziglang)", _identity(zig))
+
+
+def _driver() -> str:
+    """A Mac's clang++, which links; raises ToolchainError if there is none."""
+    path = shutil.which("clang++")
+    try:
+        # Without the tools, macOS has a program of this name that only offers to install them.
+        _version([path or "clang++"])
+    except ToolchainError as error:
+        raise ToolchainError(
+            f"ziglang's clang links with Xcode's command line tools, and {error}: run "
+            "`xcode-select --install`"
+        ) from None
+    return path or "clang++"
+
+
+def _advice() -> str:
+    """What to install, so that there is a compiler."""
+    newest = "run `pip install -U ziglang`, which brings one"
+    if sys.platform == "darwin":
+        if int(platform.mac_ver()[0].split(".")[0] or 0) >= OLDEST_MACOS_OF_ZIG:
+            return f"update Xcode's command line tools to 16.3 or later, or {newest}"
+        # The newest Xcode of macOS 14 is 16.2. The wheels of later zigs claim to run there too.
+        return f"run `pip install 'ziglang{ZIG_OF_OLDER_MACOS}'`, which brings one for this macOS"
+    return newest
 
 
 def _candidates() -> Iterator[str]:
@@ -162,10 +192,10 @@ def find() -> Toolchain:
         except ToolchainError as error:
             refused.append(str(error))
     why = f" ({'; '.join(refused)})" if refused else ""
+    whose = "Apple's clang" if sys.platform == "darwin" else "clang"
     oldest = (OLDEST_APPLE if sys.platform == "darwin" else OLDEST)[_machine()]
     raise ToolchainError(
-        f"the simulator needs clang {oldest} or later to compile Metal{why}: run "
-        "`pip install -U ziglang`, which brings one, "
+        f"the simulator needs {whose} {oldest} or later to compile Metal{why}: {_advice()}, "
         f"or set {OVERRIDE} to a clang++"
     )
 

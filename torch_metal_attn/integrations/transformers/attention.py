@@ -22,6 +22,7 @@ from torch_metal_attn.integrations.transformers.packing import falls_back, packi
 from torch_metal_attn.integrations.transformers.refusals import refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
+from torch_metal_attn.ops.differentiation import call
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
 # Where packed sequences begin, and how long they are.
@@ -252,7 +253,7 @@ def _flash(
         assert isinstance(value, Tensor)
         key, value = autocast(key, value)
         op = ops.flash_decode if _decodes(query, key, value, **options) else ops.flash_fwd
-        out, lse = op(query, key, value, **options)
+        out, lse = call(op, (query, key, value), options)
     if sinks is None:
         return out
     # exp(lse) is the sum over the keys, so this is their share of the sum with the sink.
@@ -415,15 +416,11 @@ def flash_varlen(
     longest = [whole(name, bounds[name]) for name in ("max_length_q", "max_length_k")]
     query, key, value = autocast(query, key, value)
     record("packed", module, query, key, f"in {len(bounds['cu_seq_lens_q']) - 1} sequences")
-    out: Tensor = torch.ops.metal_attn.flash_varlen_fwd(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        bounds["cu_seq_lens_q"].to(torch.int32),
-        bounds["cu_seq_lens_k"].to(torch.int32),
-        *longest,
-        **options,
-    )[0]
+    packed = (x[0].transpose(0, 1) for x in (query, key, value))
+    ends = (bounds[name].to(torch.int32) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
+    out: Tensor = call(torch.ops.metal_attn.flash_varlen_fwd, (*packed, *ends, *longest), options)[
+        0
+    ]
     return out[None].contiguous()
 
 

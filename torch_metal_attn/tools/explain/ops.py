@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import plain, refuse_layout
 from torch_metal_attn.ops import flash_bwd
+from torch_metal_attn.ops.differentiation import refuse_dtensors
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.runtime import extension, session
 from torch_metal_attn.runtime.refusals import as_value_errors
@@ -206,7 +207,10 @@ def explain_op(
         with as_value_errors():
             try:
                 recorded = op(*arguments, **options)
-            except RuntimeError:
+            except (RuntimeError, ValueError) as error:
+                refuse_dtensors(op, arguments, options)
+                if isinstance(error, ValueError):
+                    raise
                 _check_names(name, given)
                 for argument, value in given.items():
                     if isinstance(value, Tensor):

@@ -248,7 +248,7 @@ class TestMetalsCompiler:
         )
         assert trouble == ""
         (text,) = threads["texts"]
-        assert text.startswith("#define BLOCK_K 32\n")
+        assert "#define BLOCK_K 32\n#line" in text
         assert "[[kernel]] void flash_fwd(" in text
 
     def test_a_kernel_that_only_runs_by_its_promise(self, threads):

@@ -117,29 +117,43 @@ def _findings(
     flags: Sequence[str],
 ) -> list[Finding]:
     """Findings of a compilation with `flags`: of its syntax tree too, if they ask for one."""
-    findings: list[Finding] = []
     try:
         preprocessed = build.preprocess(source, include_dirs, defines, False, language=language)
-        tokens = TokenList(lex(preprocessed))
-        if findings := list(reserved_names(tokens)):
-            return sorted(set(findings))
-        findings += check_tokens(tokens)
-        shim, found, text = rewrite(preprocessed, language=versions.LATEST).text.partition(
-            END_OF_SHIM
-        )
+        shim, marked, body = preprocessed.partition(END_OF_SHIM)
+        if not marked:
+            raise toolchain.ToolchainError("clang does not mark where the simulator's headers end")
+        of_tokens, text = _rewritten(body)
     except build.ShaderCompileError as error:
-        return sorted({*findings, *compile_errors(str(error))})
+        return sorted(set(compile_errors(str(error))))
     except MetalSourceError as error:
-        rule = "reserved-name" if isinstance(error, ReservedNameError) else "compile"
-        message = str(error).rpartition("error: ")[2]
-        return sorted({*findings, Finding(error.file, error.line, rule, message)})
-    if not found:
-        raise toolchain.ToolchainError("clang does not mark where the simulator's headers end")
-    tree, said = _parse(shim, text, flags)
-    if tree:
-        findings += check_tree(tree, HostText(text), metal_names())
-    findings += compile_errors(said)
+        return [_of_error(error)]
+    findings = list(of_tokens)
+    if text is not None:
+        tree, said = _parse(shim, text, flags)
+        if tree:
+            findings += check_tree(tree, HostText(text), metal_names())
+        findings += compile_errors(said)
     return sorted(set(findings))
+
+
+# Two versions of Metal in turn have the same text.
+@lru_cache(maxsize=1)
+def _rewritten(body: str) -> tuple[list[Finding], str | None]:
+    """Findings in the tokens of a preprocessed text, and its host form if it has one."""
+    tokens = TokenList(lex(END_OF_SHIM + body))
+    if names := list(reserved_names(tokens)):
+        return names, None
+    findings = list(check_tokens(tokens))
+    try:
+        host = rewrite(END_OF_SHIM + body, language=versions.LATEST)
+    except MetalSourceError as error:
+        return [*findings, _of_error(error)], None
+    return findings, host.text.partition(END_OF_SHIM)[2]
+
+
+def _of_error(error: MetalSourceError) -> Finding:
+    rule = "reserved-name" if isinstance(error, ReservedNameError) else "compile"
+    return Finding(error.file, error.line, rule, str(error).rpartition("error: ")[2])
 
 
 @lru_cache

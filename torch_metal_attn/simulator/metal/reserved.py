@@ -72,7 +72,11 @@ _SCALARS = frozenset("unsigned signed char short int long double float".split())
 
 _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?:define|undef)[ \t]+(\w+)", re.M)
 _COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")', re.S)
-_SPACED_MACRO = re.compile(rf"[\w>*&][ \t]+(?:{'|'.join(MACROS)})\b")
+_WORDS = "|".join(sorted(MACROS))
+# Where a macro of Metal's may be a name: after a word, or after `*`, `&` or `>` of a declaration.
+_NAMED_MACRO = re.compile(
+    rf"(\w+|\b(?:{'|'.join(SPACES)})\b[^\n;(]*[*&>])[ \t]+(?:{_WORDS})[ \t]*[=;,)\[({{]"
+)
 
 
 class ReservedNameError(MetalSourceError):
@@ -120,7 +124,7 @@ def check_directives(preprocessed: str) -> None:
 def refuse_macro_names(source: str) -> None:
     """Raise MetalSourceError for a macro of Metal's headers that the source, which is not
     preprocessed, uses as a name."""
-    if _SPACED_MACRO.search(source):
+    if any(found[1] not in _NOT_TYPES for found in _NAMED_MACRO.finditer(source)):
         blank = _COMMENT.sub(lambda m: m[1] or "\n" * m[0].count("\n"), source)
         tokens = TokenList(lex(blank))
         for index in names(tokens):

@@ -8,12 +8,12 @@
 
 namespace metal_attn {
 
-// The text of a kernel does not compile, or the GPU cannot run what it compiles to.
+// The text of a kernel does not compile, or the GPU cannot run what it compiles to. what() adds to
+// `why` where to report it.
 struct CompileError : std::runtime_error {
-  CompileError(const std::string& what, const TileRow* tile_row)
-      : std::runtime_error(what), tile_row(tile_row) {}
+  explicit CompileError(const std::string& why);
 
-  const TileRow* const tile_row;  // the launch's
+  const std::string why;
 };
 
 class Backend {

@@ -7,6 +7,8 @@
 #include <cstdlib>
 #include <sstream>
 
+#include "csrc/runtime/backend.h"
+
 namespace metal_attn {
 namespace {
 
@@ -62,13 +64,16 @@ std::string describe(const Program& program) {
 }
 
 std::string compile_error(const Program& program, const std::string& text, const std::string& log) {
-  std::string message = "metal_attn: compiling " + describe(program) + " failed: " + log;
   const std::string path = write_text(program.family, text);
-  message += path.empty() ? "\nThe shader's text, which could be written to no file:\n" + text
-                          : "\nThe shader's text is in " + path;
-  return message +
-         "\nPlease report this with that text and what `python -m torch_metal_attn verify --full` "
-         "writes.";
+  return "compiling " + describe(program) + " failed: " + log +
+         (path.empty() ? "\nThe shader's text, which could be written to no file:\n" + text
+                       : "\nThe shader's text is in " + path);
 }
+
+CompileError::CompileError(const std::string& why)
+    : std::runtime_error("metal_attn: " + why +
+                         "\nPlease report this, with the files that it names and what `python -m "
+                         "torch_metal_attn verify --full` writes."),
+      why(why) {}
 
 }  // namespace metal_attn

@@ -16,7 +16,7 @@ std::string first_line(std::string_view text);  // of what is left
 std::string describe(const Program& program);
 
 // Names the specialisation, quotes `log`, in which Metal quotes the lines of its errors, and says
-// in which file the whole text has been written and where to report it.
+// in which file the whole text has been written.
 std::string compile_error(const Program& program, const std::string& text, const std::string& log);
 
 }  // namespace metal_attn

@@ -158,6 +158,17 @@ class EncodedParams {
   std::optional<Tensor> tensor_;
 };
 
+[[noreturn]] void refuse_dispatch(const Launch& launch) {
+  const std::string text = torch_error_text(kShims);
+  const std::string why = std::string("dispatching '") + launch.kernel + "' failed: " + text;
+  // As torch 2.10 to 2.15 put it where a pipeline's registers leave no room for so many threads:
+  // the only reason for which these versions refuse this shim's arguments.
+  if (text == kUntold || text.find("Threadgroup size exceeds") != std::string::npos) {
+    throw CompileError(why + " (" + describe(launch.program) + ")");
+  }
+  throw std::runtime_error("metal_attn: " + why);
+}
+
 void encode(Kernel kernel, const Launch& launch, const EncodedParams& params) {
   ok(aoti_torch_mps_start_encoding(kernel), "encoding '", launch.kernel, "'");
   for (const BufferArgument& argument : launch.buffers) {
@@ -172,8 +183,10 @@ void encode(Kernel kernel, const Launch& launch, const EncodedParams& params) {
     group[i] = launch.threads[i];
     grid[i] = group[i] * launch.threadgroups[i];
   }
-  ok(aoti_torch_mps_dispatch_array_with_group_size(kernel, grid, 3, group, 3), "dispatching '",
-     launch.kernel, "'");
+  if (aoti_torch_mps_dispatch_array_with_group_size(kernel, grid, 3, group, 3) !=
+      AOTI_TORCH_SUCCESS) {
+    refuse_dispatch(launch);
+  }
 }
 
 // Runs `body` on the stream's queue. An exception must not pass through torch's Objective-C frames,
@@ -349,7 +362,7 @@ class MpsBackend final : public Backend {
     }
     for (const char* failed : {"", launch.kernel}) {
       if (const auto error = library.errors.find(failed); error != library.errors.end()) {
-        throw CompileError(error->second, launch.tile_row);
+        throw CompileError(error->second);
       }
     }
     if (library.handle == nullptr) {
@@ -357,25 +370,24 @@ class MpsBackend final : public Backend {
       if (aoti_torch_mps_create_shader_library(text.c_str(), &library.handle) !=
           AOTI_TORCH_SUCCESS) {
         library.handle = nullptr;
-        fail(library, "", launch, compile_error(launch.program, text, torch_error_text(kShims)));
+        fail(library, "", compile_error(launch.program, text, torch_error_text(kShims)));
       }
     }
     Kernel kernel = nullptr;
     if (aoti_torch_mps_get_kernel_function(library.handle, launch.kernel, &kernel) !=
         AOTI_TORCH_SUCCESS) {
-      fail(library, launch.kernel, launch,
-           std::string("metal_attn: finding the kernel '") + launch.kernel + "' in " +
-               launch.program.family + " failed: " + torch_error_text(kShims));
+      fail(library, launch.kernel,
+           std::string("compiling '") + launch.kernel + "' of " + describe(launch.program) +
+               " for this GPU failed: " + torch_error_text(kShims));
     }
     const std::lock_guard lock(mutex_);
     library.kernels.emplace_back(launch.kernel, kernel);
     return kernel;
   }
 
-  [[noreturn]] static void fail(Library& library, const char* failed, const Launch& launch,
-                                const std::string& error) {
+  [[noreturn]] static void fail(Library& library, const char* failed, const std::string& error) {
     library.errors[failed] = error;
-    throw CompileError(error, launch.tile_row);
+    throw CompileError(error);
   }
 
   std::mutex mutex_;

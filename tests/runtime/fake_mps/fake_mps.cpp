@@ -55,7 +55,8 @@ thread_local std::string t_error;
 std::string g_last_text;
 // Runs a dispatch: the shader's text, and the memory of each buffer. Null: none is run.
 void (*g_gpu)(const char*, void* const*) = nullptr;
-std::string g_refused;  // texts that hold it do not compile
+std::string g_refused;  // what texts hold that are refused, and where: a Stage
+int g_refusing = 0;
 // Called before a text is compiled, and may take its time. Null: none is.
 void (*g_compiler)(const char*) = nullptr;
 int32_t g_device_type = aoti_torch_device_type_cpu();
@@ -95,6 +96,14 @@ void require(bool condition, const char* message) {
   }
 }
 
+// Where a text is refused: by the front end, as the pipeline is made, or at each dispatch.
+enum Stage { kText, kPipeline, kDispatch };
+
+void accept(Stage stage, const std::string& text, const char* message) {
+  const bool refused = !g_refused.empty() && text.find(g_refused) != std::string::npos;
+  require(stage != g_refusing || !refused, message);
+}
+
 std::string hex(const void* data, uint64_t size) {
   std::string text;
   for (uint64_t i = 0; i < size; ++i) {
@@ -131,8 +140,7 @@ EXPORT AOTITorchError aoti_torch_mps_create_shader_library(const char* text,
     for (unsigned char c : whole) {
       require(c < 128, "the text is not ASCII");
     }
-    const bool refused = !g_refused.empty() && whole.find(g_refused) != std::string::npos;
-    require(!refused, "program_source:1:1: error: the text was told to be refused");
+    accept(kText, whole, "program_source:1:1: error: the text was told to be refused");
     *library = new AOTIMetalShaderLibraryOpaque{text};
     record("library");
   });
@@ -150,6 +158,9 @@ EXPORT AOTITorchError aoti_torch_mps_get_kernel_function(AOTIMetalShaderLibraryH
       found = found || library->text.find(std::string(declared) + name + "(") != std::string::npos;
     }
     require(found, "no such kernel");
+    accept(kPipeline, library->text,
+           "Failed to created pipeline state object, error: Error Domain=AGXMetalG13X Code=3 "
+           "\"Compute function exceeds available temporary registers\"");
     *kernel = new AOTIMetalKernelFunctionOpaque{name, library->text};
     record(std::string("kernel ") + name);
   });
@@ -220,6 +231,7 @@ EXPORT AOTITorchError aoti_torch_mps_dispatch_array_with_group_size(
   return shim("dispatch", [&] {
     require(kernel->encoding, "not encoding");
     require(grid_size == 3 && group_size == 3, "not three dimensions");
+    accept(kDispatch, kernel->text, "Threadgroup size exceeds 24 limit");
     std::ostringstream line;
     line << "dispatch " << grid[0] << " " << grid[1] << " " << grid[2] << " / " << group[0] << " "
          << group[1] << " " << group[2];
@@ -281,7 +293,10 @@ extern "C" int64_t fake_mps_queue_limit() { return g_queue_limit; }
 // For the tests.
 EXPORT void fake_mps_set_gpu(void (*gpu)(const char*, void* const*)) { g_gpu = gpu; }
 EXPORT void fake_mps_set_compiler(void (*compiler)(const char*)) { g_compiler = compiler; }
-EXPORT void fake_mps_refuse(const char* part) { g_refused = part; }
+EXPORT void fake_mps_refuse(const char* part, int stage) {
+  g_refused = part;
+  g_refusing = stage;
+}
 EXPORT void fake_mps_set_device_type(int32_t type) { g_device_type = type; }
 EXPORT void fake_mps_set_probe_limit(int64_t milliseconds) { g_probe_limit = milliseconds; }
 EXPORT void fake_mps_set_queue_limit(int64_t milliseconds) { g_queue_limit = milliseconds; }

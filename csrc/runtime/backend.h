@@ -24,6 +24,9 @@ class Backend {
   // std::runtime_error if the device refuses it.
   virtual void run(const Launch& launch) = 0;
 
+  // Compiles a launch's kernel, and runs nothing. Returns whether nobody had. Throws CompileError.
+  virtual bool compile(const Launch&) { return false; }
+
   // Whether it is a GPU, of which a probe must tell what it can do.
   virtual bool is_gpu() const { return false; }
 

@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -296,6 +297,16 @@ struct ProgramHash {
   }
 };
 
+#ifdef TORCH_METAL_ATTN_FAKE_MPS
+extern "C" int64_t fake_mps_milliseconds();
+int64_t milliseconds() { return fake_mps_milliseconds(); }
+#else
+int64_t milliseconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+}
+#endif
+
 // What a specialisation is compiled to, or why it is not.
 struct Library {
   std::mutex compiling;  // held while Metal compiles it: for minutes, or for ever
@@ -321,6 +332,17 @@ class MpsBackend final : public Backend {
     }
   }
 
+  bool compile(const Launch& launch) override {
+    const Pieces pieces(launch);
+    const Launch first = pieces.count() > 1 ? pieces.piece({0, 0, 0}) : launch;
+    std::unique_lock lock(mutex_);
+    Library& library = libraries_[first.program];
+    lock.unlock();
+    bool is_new = false;
+    compiled(library, first, is_new);
+    return is_new;
+  }
+
  private:
   // No stream and no encoder outlives the command block.
   Kernel run_piece(const Launch& launch, double seconds, bool alone) {
@@ -331,7 +353,12 @@ class MpsBackend final : public Backend {
     Kernel kernel = found(library, launch.kernel);
     if (kernel == nullptr) {
       lock.unlock();
-      kernel = compiled(library, launch);
+      const int64_t begun = milliseconds();
+      bool is_new = false;
+      kernel = compiled(library, launch, is_new);
+      if (is_new) {
+        say_if_slow(launch.kernel, milliseconds() - begun);
+      }
       lock.lock();
     }
     open_.make_room(seconds, alone, kernel, launch.kernel);
@@ -352,7 +379,7 @@ class MpsBackend final : public Backend {
   // Without the backend's lock: other kernels run while Metal compiles this one. All that torch
   // touches here is the library's own, which has no lock before torch 2.15. What did not compile
   // once is not compiled again.
-  Kernel compiled(Library& library, const Launch& launch) {
+  Kernel compiled(Library& library, const Launch& launch, bool& is_new) {
     const std::lock_guard alone(library.compiling);
     {
       const std::lock_guard lock(mutex_);
@@ -382,6 +409,7 @@ class MpsBackend final : public Backend {
     }
     const std::lock_guard lock(mutex_);
     library.kernels.emplace_back(launch.kernel, kernel);
+    is_new = true;
     return kernel;
   }
 

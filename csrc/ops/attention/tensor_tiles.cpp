@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
@@ -223,7 +224,8 @@ bool uses_tensor_tiles(const torch::stable::Tensor& q, Backend& backend, Pass pa
 }
 
 std::string tensor_tiles_problem(const torch::stable::Tensor& q, Pass pass) {
-  return problem_on(q.defined() && !q.is_cpu() && !is_meta(q), {pass, is_float32(q)});
+  const bool on_mps = compiles_recorded() || (q.defined() && !q.is_cpu() && !is_meta(q));
+  return problem_on(on_mps, {pass, is_float32(q)});
 }
 
 std::string missing_tensor_tiles(const char* own, const std::string& problem) {

@@ -62,7 +62,8 @@ void (*g_compiler)(const char*) = nullptr;
 int32_t g_device_type = aoti_torch_device_type_cpu();
 int64_t g_probe_limit = 600000;
 int64_t g_queue_limit = 600000;
-std::string g_allocations;  // of each launch, a number a line
+std::atomic<int64_t> g_milliseconds{0};  // the time by which compilations are slow
+std::string g_allocations;               // of each launch, a number a line
 thread_local uint64_t t_launch_begins = 0;
 std::atomic<int> g_blocks{0};
 std::atomic<bool> g_overlapped{false};
@@ -290,6 +291,9 @@ extern "C" int32_t fake_mps_device_type() { return g_device_type; }
 extern "C" int64_t fake_mps_probe_limit() { return g_probe_limit; }
 extern "C" int64_t fake_mps_queue_limit() { return g_queue_limit; }
 
+// For csrc/runtime/mps.cpp.
+extern "C" int64_t fake_mps_milliseconds() { return g_milliseconds; }
+
 // For the tests.
 EXPORT void fake_mps_set_gpu(void (*gpu)(const char*, void* const*)) { g_gpu = gpu; }
 EXPORT void fake_mps_set_compiler(void (*compiler)(const char*)) { g_compiler = compiler; }
@@ -300,6 +304,7 @@ EXPORT void fake_mps_refuse(const char* part, int stage) {
 EXPORT void fake_mps_set_device_type(int32_t type) { g_device_type = type; }
 EXPORT void fake_mps_set_probe_limit(int64_t milliseconds) { g_probe_limit = milliseconds; }
 EXPORT void fake_mps_set_queue_limit(int64_t milliseconds) { g_queue_limit = milliseconds; }
+EXPORT void fake_mps_pass_time(int64_t milliseconds) { g_milliseconds += milliseconds; }
 EXPORT const char* fake_mps_allocations() { return g_allocations.c_str(); }
 EXPORT const char* fake_mps_log() { return g_log.c_str(); }
 EXPORT const char* fake_mps_last_text() { return g_last_text.c_str(); }

@@ -83,7 +83,7 @@ class TestCompiling:
         assert (done.kernels, len(texts)) == ({"flash_fwd": 1}, 1)
 
     def test_a_tile_that_the_gpu_refuses(self, fake, capfd):
-        """The one that takes its place is compiled."""
+        """The one that takes its place is compiled, and explained."""
         (first,) = extension.launches(fake.ops.flash_fwd_explain(*meta(200)))
         defines = "".join(f"#define {name} {value}\n" for name, value in first["defines"].items())
         fake.refuse(defines, "pipeline")
@@ -92,6 +92,10 @@ class TestCompiling:
         assert (done.kernels, done.compiled, done.failed) == ({"flash_fwd": 1}, 1, ())
         assert len(texts) == 2
         assert "which this GPU refuses" in capfd.readouterr().err
+        (then,) = extension.launches(fake.ops.flash_fwd_explain(*meta(200)))
+        tiles = [one["tuning"]["candidates"][0] for one in (first, then)]
+        assert then["choice"].startswith(f"default; refused: {tiles[0]} in threadgroups of ")
+        assert tiles[1] != tiles[0]
 
     def test_what_does_not_compile_is_told(self, fake):
         fake.refuse("#define HEAD_DIM_QK 208")

@@ -154,7 +154,7 @@ def test_a_problem_of_which_every_tile_is_refused(stage, fake, capfd):
     assert count == len(set(compiled)) == len(compiled) > 2
     assert errors[0].count(REASONS[stage]) == count
     assert "python -m torch_metal_attn verify --full" in errors[0].splitlines()[-1]
-    assert len(capfd.readouterr().err.splitlines()) == count - 1
+    assert capfd.readouterr().err == ""
     fake.refuse("")
     run(fake, "flash_decode", head_dim)  # has tiles of its own
 

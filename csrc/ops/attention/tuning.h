@@ -62,31 +62,31 @@ JsonObject tile_note(const Specialisation& s, int64_t queries, int64_t keys) {
 // A tile was refused, and another one is left: what chooses tiles is to choose again.
 struct TileRefused {
   std::string why;
+  std::string warning;  // a line, or "" if it was said before
 };
 
-// Drops the tile of a launch, which is said once on stderr. Throws CompileError with all reasons if
-// it was the last one.
+// Drops the tile of a launch. Throws CompileError with all reasons if it was the last one.
 template <class Specialisation>
-void drop_tile(const Specialisation& s, const TileKey& key, const std::string& why) {
+[[noreturn]] void drop_tile(const Specialisation& s, const TileKey& key, const std::string& why) {
   const std::string refusals = refusals_key(s);
   const bool is_new = refuse_tile(refusals, refused_name(s), why);
   const std::optional<Specialisation> next = default_tile(s, gpu());
   if (!next || next->refused) {
     throw CompileError(no_tile_left(refusals, key.problem()));
   }
+  std::string warning;
   if (is_new) {
-    const std::string words(s.row == nullptr ? key.problem() : key.text());
-    std::fprintf(stderr,
-                 "torch_metal_attn: %s%s for %s, which this GPU refuses: it is ignored, and "
-                 "%s is used (%s). %s\n",
-                 s.row == nullptr ? "the default table has " : "a table of tiles has ",
-                 tile_text(s).c_str(), words.c_str(), tile_text(*next).c_str(),
-                 first_line(why).c_str(),
-                 s.row == nullptr
-                     ? "Please report this with what `python -m torch_metal_attn verify --full` "
-                       "writes"
-                     : "`python -m torch_metal_attn tune` measures the tiles anew");
+    const bool tuned = s.row != nullptr;
+    warning = std::string("torch_metal_attn: ") +
+              (tuned ? "a table of tiles has " : "the default table has ") + tile_text(s) +
+              " for " + std::string(tuned ? key.text() : key.problem()) +
+              ", which this GPU refuses: it is ignored, and " + tile_text(*next) + " is used (" +
+              first_line(why) + "). " +
+              (tuned ? "`python -m torch_metal_attn tune` measures the tiles anew\n"
+                     : "Please report this with what `python -m torch_metal_attn verify --full` "
+                       "writes\n");
   }
+  throw TileRefused{why, warning};
 }
 
 // Runs a launch with a tile that was chosen for these lengths. Throws TileRefused if it is dropped.
@@ -100,18 +100,22 @@ void run_chosen(Backend& backend, const Launch& launch, const Specialisation& s,
       throw;
     }
     drop_tile(s, key_of(s, queries, keys), error.why);
-    throw TileRefused{error.why};
   }
 }
 
 // What `run` returns, which chooses tiles and launches kernels: again after each that was refused.
+// Tiles that others took the place of are told on stderr.
 template <class Run>
 auto with_tiles_that_run(const Run& run) {
   constexpr int kMostTiles = 64;  // more than the kernels of any call have
+  std::string warnings;
   for (int refused = 0;; ++refused) {
     try {
-      return run();
+      auto result = run();
+      std::fputs(warnings.c_str(), stderr);
+      return result;
     } catch (const TileRefused& tile) {
+      warnings += tile.warning;
       if (refused == kMostTiles) {
         throw CompileError(tile.why);
       }

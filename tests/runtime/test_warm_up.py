@@ -1,5 +1,6 @@
 """`warm_up` and slow compilations, on the fake of torch's shims (fake_mps/)."""
 
+import ctypes
 import json
 import threading
 
@@ -42,22 +43,33 @@ def compiled_in(fake):
 
 
 class TestCompiling:
-    def test_tensors_that_have_no_memory(self, fake):
-        """With gradients: what the ops then run on real tensors, and nothing is encoded."""
+    @pytest.mark.parametrize("head_dim, limit", [(72, 0), (160, 1)], ids=["whole", "in pieces"])
+    def test_tensors_that_have_no_memory(self, fake, head_dim, limit):
+        """With gradients: what the ops then run on real tensors, and nothing is encoded.
+
+        A launch in pieces has a program of its own.
+        """
+        given = meta(head_dim)
         texts = compiled_in(fake)
-        done = warm_up(*meta(72), causal=True, backward=True)
-        assert done.kernels == dict.fromkeys(
-            ("flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"), 1
-        )
-        assert (done.compiled, done.already, done.failed) == (4, 0, ())
-        assert {line.split()[0] for line in fake.log()} == {"library", "kernel"}
-        assert len(texts) == 4
-        q, lse = torch.zeros(1, 2, 40, 72), torch.zeros(1, 2, 40)
-        fake.ops.flash_fwd(q, q, q, causal=True)
-        fake.ops.flash_bwd(q, None, q, q, q, q, lse, exact_delta=True, causal=True)
-        assert fake.log()[-1] == "end"
-        assert len(texts) == 4, "the ops had something compiled"
-        again = warm_up(*meta(72), causal=True, backward=True)
+        limit_pieces = fake.library.metal_attn_limit_pieces
+        limit_pieces.argtypes = [ctypes.c_int64]
+        limit_pieces(limit)
+        try:
+            done = warm_up(*given, causal=True, backward=True)
+            assert done.kernels == dict.fromkeys(
+                ("flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"), 1
+            )
+            assert (done.compiled, done.already, done.failed) == (4, 0, ())
+            assert {line.split()[0] for line in fake.log()} == {"library", "kernel"}
+            assert sum("#define GRID_PIECE" in text for text in texts) == (3 if limit else 0)
+            q, lse = torch.zeros(1, 2, 40, head_dim), torch.zeros(1, 2, 40)
+            fake.ops.flash_fwd(q, q, q, causal=True)
+            fake.ops.flash_bwd(q, None, q, q, q, q, lse, exact_delta=True, causal=True)
+            assert fake.log()[-1] == "end"
+            assert len(texts) == 4, "the ops had something compiled"
+            again = warm_up(*given, causal=True, backward=True)
+        finally:
+            limit_pieces(0)
         assert (again.compiled, again.already) == (0, 4)
         assert str(again).startswith(
             "4 programs (flash_bwd_delta 1, flash_bwd_dkv 1, flash_bwd_dq 1, flash_fwd 1): "

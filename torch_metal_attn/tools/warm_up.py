@@ -17,8 +17,8 @@ from torch_metal_attn.runtime.refusals import as_value_errors
 from torch_metal_attn.tools.explain import ops
 from torch_metal_attn.tools.explain.model import blank_result
 
-# A kernel with its defines.
-Program = tuple[str, tuple[tuple[str, str], ...]]
+# A kernel with its defines, and whether it runs in pieces.
+Program = tuple[str, tuple[tuple[str, str], ...], bool]
 
 _MOST_THREADS = 8
 
@@ -178,7 +178,7 @@ class _Collector(TorchDispatchMode):
 
 def _programs(launches: Iterable[dict[str, Any]]) -> Iterator[Program]:
     for launch in launches:
-        yield launch["kernel"], tuple(sorted(launch["defines"].items()))
+        yield launch["kernel"], tuple(sorted(launch["defines"].items())), launch["pieces"] > 1
 
 
 def _compile(calls: Sequence[_Call], threads: int | None, begun: float) -> WarmUp:
@@ -201,7 +201,7 @@ def _compile(calls: Sequence[_Call], threads: int | None, begun: float) -> WarmU
             for launch, program in zip(launches, _programs(launches), strict=True):
                 is_new[program] = is_new.get(program, False) or bool(launch["compiled"])
     kernels: dict[str, int] = {}
-    for kernel, _ in is_new:
+    for kernel, *_ in is_new:
         kernels[kernel] = kernels.get(kernel, 0) + 1
     new = sum(is_new.values())
     failed = tuple(outcome for outcome in outcomes if isinstance(outcome, str))

@@ -32,6 +32,7 @@ from torch_metal_attn.runtime.version import VERSION
 from torch_metal_attn.sdpa import scaled_dot_product_attention
 from torch_metal_attn.simulator import SimulatorFault, simulate
 from torch_metal_attn.tools.explain import Explanation, ModelExplanation, explain
+from torch_metal_attn.tools.warm_up import WarmUp, warm_up
 from torch_metal_attn.tuned import loading
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 
@@ -50,6 +51,7 @@ __all__ = [
     "Explanation",
     "ModelExplanation",
     "SimulatorFault",
+    "WarmUp",
     "allow_tf32",
     "block_mask",
     "distributed",
@@ -74,4 +76,5 @@ __all__ = [
     "sdpa_replaced",
     "simulate",
     "tf32_allowed",
+    "warm_up",
 ]

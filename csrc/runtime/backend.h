@@ -8,12 +8,12 @@
 
 namespace metal_attn {
 
-// The text of a kernel does not compile, or the GPU cannot run what it compiles to.
+// The text of a kernel does not compile, or the GPU cannot run what it compiles to. what() adds to
+// `why` where to report it.
 struct CompileError : std::runtime_error {
-  CompileError(const std::string& what, const TileRow* tile_row)
-      : std::runtime_error(what), tile_row(tile_row) {}
+  explicit CompileError(const std::string& why);
 
-  const TileRow* const tile_row;  // the launch's
+  const std::string why;
 };
 
 class Backend {
@@ -23,6 +23,9 @@ class Backend {
   // Enqueues (mps) or completes (simulator) the dispatch. Throws CompileError, or another
   // std::runtime_error if the device refuses it.
   virtual void run(const Launch& launch) = 0;
+
+  // Compiles a launch's kernel, and runs nothing. Returns whether nobody had. Throws CompileError.
+  virtual bool compile(const Launch&) { return false; }
 
   // Whether it is a GPU, of which a probe must tell what it can do.
   virtual bool is_gpu() const { return false; }

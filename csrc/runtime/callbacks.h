@@ -61,6 +61,9 @@ __attribute__((visibility("default"))) int32_t metal_attn_tf32_allowed();
 __attribute__((visibility("default"))) const char* metal_attn_tf32_reason();
 // Why mps cannot be used in this process, in one line; "" if it can. On macOS only.
 __attribute__((visibility("default"))) const char* metal_attn_mps_problem();
+// Whether the ops of metal_attn_explain compile for mps, in this thread, what they say would be
+// launched. Only where mps has no problem. On macOS only.
+__attribute__((visibility("default"))) void metal_attn_compile_recorded(int32_t compiles);
 
 }  // extern "C"
 

@@ -2,10 +2,13 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <sstream>
+
+#include "csrc/runtime/backend.h"
 
 namespace metal_attn {
 namespace {
@@ -62,13 +65,33 @@ std::string describe(const Program& program) {
 }
 
 std::string compile_error(const Program& program, const std::string& text, const std::string& log) {
-  std::string message = "metal_attn: compiling " + describe(program) + " failed: " + log;
   const std::string path = write_text(program.family, text);
-  message += path.empty() ? "\nThe shader's text, which could be written to no file:\n" + text
-                          : "\nThe shader's text is in " + path;
-  return message +
-         "\nPlease report this with that text and what `python -m torch_metal_attn verify --full` "
-         "writes.";
+  return "compiling " + describe(program) + " failed: " + log +
+         (path.empty() ? "\nThe shader's text, which could be written to no file:\n" + text
+                       : "\nThe shader's text is in " + path);
 }
+
+void say_if_slow(const char* kernel, int64_t milliseconds) {
+  constexpr int64_t kSlow = 2000;
+  constexpr int kMostLines = 5;
+  static std::atomic<int> lines{0};
+  if (milliseconds <= kSlow) {
+    return;
+  }
+  const int line = lines.fetch_add(1) + 1;
+  if (line <= kMostLines) {
+    std::fprintf(stderr,
+                 "torch_metal_attn: compiling %s took %.1f s, once in this process; "
+                 "torch_metal_attn.warm_up compiles kernels before they are needed%s\n",
+                 kernel, double(milliseconds) / 1000,
+                 line == kMostLines ? " (this is said no more)" : "");
+  }
+}
+
+CompileError::CompileError(const std::string& why)
+    : std::runtime_error("metal_attn: " + why +
+                         "\nPlease report this, with the files that it names and what `python -m "
+                         "torch_metal_attn verify --full` writes."),
+      why(why) {}
 
 }  // namespace metal_attn

@@ -1,4 +1,4 @@
-// The message of a shader that Metal did not compile.
+// What is said of a shader that Metal does not compile, or slowly.
 #pragma once
 
 #include <string>
@@ -16,7 +16,10 @@ std::string first_line(std::string_view text);  // of what is left
 std::string describe(const Program& program);
 
 // Names the specialisation, quotes `log`, in which Metal quotes the lines of its errors, and says
-// in which file the whole text has been written and where to report it.
+// in which file the whole text has been written.
 std::string compile_error(const Program& program, const std::string& text, const std::string& log);
+
+// Says on stderr, a few times in a process, that the user waited for a kernel to be compiled.
+void say_if_slow(const char* kernel, int64_t milliseconds);
 
 }  // namespace metal_attn

@@ -140,8 +140,6 @@ struct Work {
   double busy = 0;         // threadgroups that have any of it; 0: all
 };
 
-class TileRow;  // csrc/tiles/tuned.h
-
 struct Launch {
   Launch() = default;
   Launch(const char* family, const char* kernel, const Defines& defines)
@@ -156,7 +154,6 @@ struct Launch {
   }
 
   Program program;
-  const TileRow* tile_row = nullptr;  // of a table, if the specialisation's tile is from one
   const char* kernel;
   Buffers buffers;
   uint32_t params_slot = 0;

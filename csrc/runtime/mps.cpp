@@ -9,6 +9,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -158,6 +159,17 @@ class EncodedParams {
   std::optional<Tensor> tensor_;
 };
 
+[[noreturn]] void refuse_dispatch(const Launch& launch) {
+  const std::string text = torch_error_text(kShims);
+  const std::string why = std::string("dispatching '") + launch.kernel + "' failed: " + text;
+  // As torch 2.10 to 2.15 put it where a pipeline's registers leave no room for so many threads:
+  // the only reason for which these versions refuse this shim's arguments.
+  if (text == kUntold || text.find("Threadgroup size exceeds") != std::string::npos) {
+    throw CompileError(why + " (" + describe(launch.program) + ")");
+  }
+  throw std::runtime_error("metal_attn: " + why);
+}
+
 void encode(Kernel kernel, const Launch& launch, const EncodedParams& params) {
   ok(aoti_torch_mps_start_encoding(kernel), "encoding '", launch.kernel, "'");
   for (const BufferArgument& argument : launch.buffers) {
@@ -172,8 +184,10 @@ void encode(Kernel kernel, const Launch& launch, const EncodedParams& params) {
     group[i] = launch.threads[i];
     grid[i] = group[i] * launch.threadgroups[i];
   }
-  ok(aoti_torch_mps_dispatch_array_with_group_size(kernel, grid, 3, group, 3), "dispatching '",
-     launch.kernel, "'");
+  if (aoti_torch_mps_dispatch_array_with_group_size(kernel, grid, 3, group, 3) !=
+      AOTI_TORCH_SUCCESS) {
+    refuse_dispatch(launch);
+  }
 }
 
 // Runs `body` on the stream's queue. An exception must not pass through torch's Objective-C frames,
@@ -283,6 +297,16 @@ struct ProgramHash {
   }
 };
 
+#ifdef TORCH_METAL_ATTN_FAKE_MPS
+extern "C" int64_t fake_mps_milliseconds();
+int64_t milliseconds() { return fake_mps_milliseconds(); }
+#else
+int64_t milliseconds() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::milliseconds>(now).count();
+}
+#endif
+
 // What a specialisation is compiled to, or why it is not.
 struct Library {
   std::mutex compiling;  // held while Metal compiles it: for minutes, or for ever
@@ -308,6 +332,17 @@ class MpsBackend final : public Backend {
     }
   }
 
+  bool compile(const Launch& launch) override {
+    const Pieces pieces(launch);
+    const Launch first = pieces.count() > 1 ? pieces.piece({0, 0, 0}) : launch;
+    std::unique_lock lock(mutex_);
+    Library& library = libraries_[first.program];
+    lock.unlock();
+    bool is_new = false;
+    compiled(library, first, is_new);
+    return is_new;
+  }
+
  private:
   // No stream and no encoder outlives the command block.
   Kernel run_piece(const Launch& launch, double seconds, bool alone) {
@@ -318,7 +353,12 @@ class MpsBackend final : public Backend {
     Kernel kernel = found(library, launch.kernel);
     if (kernel == nullptr) {
       lock.unlock();
-      kernel = compiled(library, launch);
+      const int64_t begun = milliseconds();
+      bool is_new = false;
+      kernel = compiled(library, launch, is_new);
+      if (is_new) {
+        say_if_slow(launch.kernel, milliseconds() - begun);
+      }
       lock.lock();
     }
     open_.make_room(seconds, alone, kernel, launch.kernel);
@@ -339,7 +379,7 @@ class MpsBackend final : public Backend {
   // Without the backend's lock: other kernels run while Metal compiles this one. All that torch
   // touches here is the library's own, which has no lock before torch 2.15. What did not compile
   // once is not compiled again.
-  Kernel compiled(Library& library, const Launch& launch) {
+  Kernel compiled(Library& library, const Launch& launch, bool& is_new) {
     const std::lock_guard alone(library.compiling);
     {
       const std::lock_guard lock(mutex_);
@@ -349,7 +389,7 @@ class MpsBackend final : public Backend {
     }
     for (const char* failed : {"", launch.kernel}) {
       if (const auto error = library.errors.find(failed); error != library.errors.end()) {
-        throw CompileError(error->second, launch.tile_row);
+        throw CompileError(error->second);
       }
     }
     if (library.handle == nullptr) {
@@ -357,25 +397,25 @@ class MpsBackend final : public Backend {
       if (aoti_torch_mps_create_shader_library(text.c_str(), &library.handle) !=
           AOTI_TORCH_SUCCESS) {
         library.handle = nullptr;
-        fail(library, "", launch, compile_error(launch.program, text, torch_error_text(kShims)));
+        fail(library, "", compile_error(launch.program, text, torch_error_text(kShims)));
       }
     }
     Kernel kernel = nullptr;
     if (aoti_torch_mps_get_kernel_function(library.handle, launch.kernel, &kernel) !=
         AOTI_TORCH_SUCCESS) {
-      fail(library, launch.kernel, launch,
-           std::string("metal_attn: finding the kernel '") + launch.kernel + "' in " +
-               launch.program.family + " failed: " + torch_error_text(kShims));
+      fail(library, launch.kernel,
+           std::string("compiling '") + launch.kernel + "' of " + describe(launch.program) +
+               " for this GPU failed: " + torch_error_text(kShims));
     }
     const std::lock_guard lock(mutex_);
     library.kernels.emplace_back(launch.kernel, kernel);
+    is_new = true;
     return kernel;
   }
 
-  [[noreturn]] static void fail(Library& library, const char* failed, const Launch& launch,
-                                const std::string& error) {
+  [[noreturn]] static void fail(Library& library, const char* failed, const std::string& error) {
     library.errors[failed] = error;
-    throw CompileError(error, launch.tile_row);
+    throw CompileError(error);
   }
 
   std::mutex mutex_;

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "csrc/ops/common/recorder.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/probe.h"
@@ -126,5 +127,9 @@ Backend& mps_backend() {
 }  // namespace metal_attn
 
 const char* metal_attn_mps_problem() { return metal_attn::problem(); }
+
+void metal_attn_compile_recorded(int32_t compiles) {
+  metal_attn::compile_recorded(compiles != 0 ? &metal_attn::backend() : nullptr);
+}
 
 #endif

@@ -21,8 +21,7 @@ std::string torch_error_text(const void* function) {
   using Text = const char* (*)();
   const auto text =
       reinterpret_cast<Text>(find_beside(function, "torch_exception_get_what_without_backtrace"));
-  return text != nullptr ? text()
-                         : "torch before 2.13 says why on stderr only: look there for the reason";
+  return text != nullptr ? text() : kUntold;
 }
 
 }  // namespace metal_attn

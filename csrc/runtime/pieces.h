@@ -29,6 +29,9 @@ class Pieces {
   // Of one piece, by a cautious estimate.
   double seconds() const { return seconds_; }
 
+  // Of several.
+  Launch piece(const std::array<int64_t, 3>& number) const;
+
   // Calls `run` with the launch, or with a launch of each piece in turn.
   template <typename Run>
   void each(const Run& run) const {
@@ -46,8 +49,6 @@ class Pieces {
   }
 
  private:
-  Launch piece(const std::array<int64_t, 3>& number) const;
-
   const Launch& launch_;
   std::array<int64_t, 3> size_;    // threadgroups of a piece
   std::array<int64_t, 3> counts_;  // pieces

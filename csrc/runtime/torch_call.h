@@ -20,7 +20,9 @@ namespace metal_attn {
 void* find_beside(const void* function, const char* name);
 
 // Why a C function of torch has just failed in this thread. Before 2.13 torch tells it on stderr
-// only, and the answer says so.
+// only, and the answer is kUntold.
+inline constexpr char kUntold[] =
+    "torch before 2.13 says why on stderr only: look there for the reason";
 std::string torch_error_text(const void* function);
 
 }  // namespace metal_attn

@@ -1,8 +1,9 @@
 // How a tile is chosen: by the rows of csrc/tiles/table.inc, and by tables that `tune` measured.
 //
 // A row has conditions, a tile, and the registers that it was measured with. A problem takes the
-// first row of its kernel whose conditions hold and whose tile the kernel can run for it. The last
-// rows are small tiles that every problem can run that has enough threadgroup memory.
+// first row of its kernel whose conditions hold and whose tile the kernel can run for it, and the
+// GPU has not refused (csrc/tiles/refused.h). The last rows are small tiles that every problem can
+// run that has enough threadgroup memory.
 //
 // What rows cannot know is settled when one is taken: slices of wide rows, no more row fragments
 // than a decode has queries for, and tiles within the blocks of a BlockMask. The number of splits,
@@ -21,6 +22,7 @@
 #include "csrc/problem/attention.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/tiles/knobs.h"
+#include "csrc/tiles/refused.h"
 #include "csrc/tiles/tuned.h"
 #include "shaders/params.h"
 
@@ -117,6 +119,7 @@ struct Tiled : OwnTile {
   FlashFwdFeatures features;
   const TileConditions* defaults;  // of the default tile that this is, or null
   const TileRow* row;              // of a tuned table that has the tile, or null
+  bool refused;                    // the GPU has refused this tile, and all that could replace it
 
   OwnTile& tile() { return *this; }
   const OwnTile& tile() const { return *this; }
@@ -149,20 +152,6 @@ std::optional<Specialisation> with_tile(Specialisation s, const Tile& tile) {
 }
 
 template <class Specialisation>
-std::optional<Specialisation> default_tile(const Specialisation& problem, const Gpu& gpu) {
-  const TileConditions conditions = problem.conditions(gpu.family);
-  for (const auto& row : problem.table()) {
-    if (row.conditions.holds(conditions)) {
-      if (auto found = with_tile(problem, row.tile)) {
-        found->defaults = &row.conditions;
-        return found;
-      }
-    }
-  }
-  return std::nullopt;
-}
-
-template <class Specialisation>
 std::string tile_text(const Specialisation& s) {
   std::string text;
   for (const auto& knob : Specialisation::knobs()) {
@@ -176,6 +165,41 @@ TileKey key_of(const Specialisation& s, int64_t queries, int64_t keys) {
   return tile_key(s.kernel(), s.element, s.head_dim_qk, s.head_dim_v, s.features, queries, keys);
 }
 
+// By what the tiles are found that a GPU has refused, and this one among them.
+template <class Specialisation>
+std::string refusals_key(const Specialisation& s) {
+  return refusals_key(key_of(s, 0, 0), s.features);
+}
+template <class Specialisation>
+std::string refused_name(const Specialisation& s) {
+  return tile_text(s) + " in threadgroups of " + std::to_string(s.threads());
+}
+
+template <class Specialisation>
+bool is_refused(const Specialisation& s) {
+  return refused_tiles() != nullptr && is_refused(refusals_key(s), refused_name(s));
+}
+
+// The first row's tile again, marked as refused, if all of them are.
+template <class Specialisation>
+std::optional<Specialisation> default_tile(const Specialisation& problem, const Gpu& gpu) {
+  const TileConditions conditions = problem.conditions(gpu.family);
+  std::optional<Specialisation> first;
+  for (const auto& row : problem.table()) {
+    if (row.conditions.holds(conditions)) {
+      if (auto found = with_tile(problem, row.tile)) {
+        found->defaults = &row.conditions;
+        found->refused = is_refused(*found);
+        if (!found->refused) {
+          return found;
+        }
+        first = first ? first : found;
+      }
+    }
+  }
+  return first;
+}
+
 // The tile that the tuned table in use has for this kernel, or for this problem, or else the
 // default one.
 template <class Specialisation>
@@ -187,13 +211,17 @@ Specialisation tuned(const Specialisation& chosen, int64_t queries, int64_t keys
   const TileKey key = key_of(chosen, queries, keys);
   auto found = table->find(std::string_view(chosen.kernel()));
   found = found != table->end() ? found : table->find(key.text());
-  if (found == table->end() || found->second.dropped()) {
+  if (found == table->end()) {
     return chosen;
   }
   Specialisation s = chosen;
   s.row = &found->second;
   if (!s.row->give(s.tile()) || !runs(s)) {
     s.row->refuse(key.text());
+    return chosen;
+  }
+  s.refused = false;
+  if (!s.row->tries() && is_refused(s)) {
     return chosen;
   }
   s.defaults = s.tile() == chosen.tile() ? chosen.defaults : nullptr;

@@ -45,11 +45,6 @@ namespace {
 // rows of decoding apart.
 constexpr std::array<int, 6> kClasses{8, 16, 32, 512, 2048, 8192};
 
-void warn(const std::string& tile, std::string_view key, const std::string& what) {
-  std::fprintf(stderr, "torch_metal_attn: a table of tiles has %s for %.*s, %s\n", tile.c_str(),
-               static_cast<int>(key.size()), key.data(), what.c_str());
-}
-
 }  // namespace
 
 TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_dim_v,
@@ -82,6 +77,7 @@ TileKey tile_key(const char* kernel, Element element, int head_dim_qk, int head_
     }
   }
   add(plain ? " plain" : "");
+  key.without_lengths = key.length;
   for (const auto& [side, length] : {std::pair{'q', queries}, {'k', keys}}) {
     const auto found = std::lower_bound(kClasses.begin(), kClasses.end(), length);
     const bool longest = found == kClasses.end();
@@ -102,18 +98,11 @@ bool read_knob(std::string_view& text, std::string_view name, int& value) {
 
 void TileRow::refuse(std::string_view wanted) const {
   if (!refused_.exchange(true)) {
-    warn(tile_, wanted, "which cannot run: it is ignored");
+    std::fprintf(stderr,
+                 "torch_metal_attn: a table of tiles has %s for %.*s, which cannot run: it is "
+                 "ignored\n",
+                 tile_.c_str(), static_cast<int>(wanted.size()), wanted.data());
   }
-}
-
-bool TileRow::drop(const std::string& why) const {
-  const bool for_one_key = key_.find(' ') != std::string::npos;
-  if (for_one_key && !dropped_.exchange(true)) {
-    warn(tile_, key_,
-         "which does not compile: the row is ignored (" + why +
-             "). `python -m torch_metal_attn tune` measures the tiles anew");
-  }
-  return for_one_key;
 }
 
 const TileTable* tile_table() { return g_table; }

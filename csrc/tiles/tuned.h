@@ -30,8 +30,10 @@ namespace metal_attn {
 struct TileKey {
   std::array<char, 160> letters;  // more than all words together
   std::size_t length = 0;
+  std::size_t without_lengths = 0;  // so many letters say what the problem is at any length
 
   std::string_view text() const { return {letters.data(), length}; }
+  std::string_view problem() const { return {letters.data(), without_lengths}; }
 };
 
 // What the choice of a tile depends on, in words: "flash_fwd half 128 128 band q<=2048 k<=2048".
@@ -62,10 +64,8 @@ class TileRow {
   }
   // Says once on stderr that the kernel cannot run this tile.
   void refuse(std::string_view wanted) const;
-  // Is used no more, which is said once on stderr, as its kernel does not compile. Returns whether
-  // it is dropped: a row for all launches of a kernel, with which tiles are tried, never is.
-  bool drop(const std::string& why) const;
-  bool dropped() const { return dropped_; }
+  // Whether it is for all launches of a kernel, as where tiles are tried: then it is never dropped.
+  bool tries() const { return key_.find(' ') == std::string::npos; }
 
   const std::string source;  // how it was chosen
 
@@ -73,7 +73,6 @@ class TileRow {
   const std::string key_;
   const std::string tile_;
   mutable std::atomic<bool> refused_{false};
-  mutable std::atomic<bool> dropped_{false};
 };
 
 // By key. Never destroyed: a launch of another thread may be reading it.

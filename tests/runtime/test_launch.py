@@ -132,7 +132,7 @@ def test_kernel_that_is_not_there_is_named(any_fake):
     any_fake.add_family("missing", TEXT)
     for _ in range(2):
         with pytest.raises(
-            RuntimeError, match="finding the kernel 'absent' in missing failed: no such kernel"
+            RuntimeError, match="compiling 'absent' of missing for this GPU failed: no such kernel"
         ):
             launch(any_fake, family="missing", kernel="absent")
         any_fake.fail("get_kernel_function", "it was looked for again")

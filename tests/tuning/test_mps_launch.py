@@ -1,9 +1,13 @@
-"""Tables and launches on mps, on the fake of torch's shims (tests/runtime/fake_mps/)."""
+"""Tables, tiles and launches on mps, on the fake of torch's shims (tests/runtime/fake_mps/)."""
+
+import re
+import threading
 
 import pytest
 import torch
 
 from tests.runtime.conftest import any_fake, fakes, libraries  # noqa: F401
+from tests.runtime.fake_mac import kernels
 from torch_metal_attn.runtime import extension, shaders
 from torch_metal_attn.tuned import tiles
 
@@ -17,52 +21,172 @@ def fake(any_fake):  # noqa: F811
     any_fake.library.metal_attn_use_tiles(None)
 
 
-def arguments_of(op):
-    q = torch.zeros(1, 2, 40, 40)  # a head dim of which no other test compiles a text
-    new = q[:, :, :1].contiguous()
+# What was refused stays so in the process: each test has head dims of its own.
+def arguments_of(op, head_dim):
+    q = torch.zeros(1, 2, 40, head_dim)
+    new, lse = q[:, :, :1].contiguous(), torch.zeros(1, 2, 40)
     return {
         "flash_fwd": (q, q, q),
         "flash_decode": (q[:, :, :1], q, q),
         "decode_step": (new, new, new, q.clone(), q.clone(), torch.tensor([3], dtype=torch.int32)),
-        "flash_bwd": (q, None, q, q, q, q, torch.zeros(1, 2, 40)),
+        "flash_bwd": (q, None, q, q, q, q, lse),
+        "flash_bwd_bias": (q, q, q, q, lse, lse),
     }[op]
 
 
-def key_and_tile(op, arguments, kernel, word):
-    """Of a call, and a tile with this word that its kernel can run."""
-    launches = extension.launches(getattr(torch.ops.metal_attn_explain, op)(*arguments))
-    (tuning,) = (launch["tuning"] for launch in launches if launch["kernel"] == kernel)
-    return tuning["key"], next(tile for tile in tuning["candidates"] if f"{word} " in f"{tile} ")
+def options_of(op):
+    return {"attn_bias": torch.zeros(40, 40)} if op == "flash_bwd_bias" else {}
+
+
+def launches_of(op, head_dim):
+    explained = getattr(torch.ops.metal_attn_explain, op)
+    return extension.launches(explained(*arguments_of(op, head_dim), **options_of(op)))
+
+
+def launch_of(op, head_dim, kernel):
+    (launch,) = (one for one in launches_of(op, head_dim) if one["kernel"] == kernel)
+    return launch
+
+
+def text_of(defines):
+    """What the text of a specialisation, and of no other one, has."""
+    return "".join(f"#define {name} {value}\n" for name, value in defines.items())
+
+
+def run(fake, op, head_dim):
+    getattr(fake.ops, op)(*arguments_of(op, head_dim), **options_of(op))
 
 
 @pytest.mark.parametrize(
-    "op, kernel, word, define",
+    "op, head_dim, kernel, word, define",
     [
-        ("flash_fwd", "flash_fwd", "BLOCK_K=8", "BLOCK_K 8"),
-        ("flash_decode", "flash_decode", "KEY_FRAGMENTS=2", "KEY_FRAGMENTS 2"),
-        ("decode_step", "flash_decode", "KEY_FRAGMENTS=2", "KEY_FRAGMENTS 2"),
-        ("flash_bwd", "flash_bwd_dkv", "BLOCK=8", "BLOCK_Q 8"),
+        ("flash_fwd", 40, "flash_fwd", "BLOCK_K=8", "BLOCK_K 8"),
+        ("flash_decode", 40, "flash_decode", "KEY_FRAGMENTS=2", "KEY_FRAGMENTS 2"),
+        ("decode_step", 56, "flash_decode", "KEY_FRAGMENTS=2", "KEY_FRAGMENTS 2"),
+        ("flash_bwd", 40, "flash_bwd_dkv", "BLOCK=8", "BLOCK_Q 8"),
     ],
 )
-def test_a_tables_tile_that_does_not_compile(op, kernel, word, define, fake, capfd):
+def test_a_tables_tile_that_does_not_compile(op, head_dim, kernel, word, define, fake, capfd):
     """It is what a launch takes. Its row is dropped, which is said once: the default tile runs."""
-    arguments = arguments_of(op)
-    key, tile = key_and_tile(op, arguments, kernel, word)
+    tuning = launch_of(op, head_dim, kernel)["tuning"]
+    key = tuning["key"]
+    tile = next(tile for tile in tuning["candidates"] if f"{word} " in f"{tile} ")
     fake.refuse(f"#define {define}\n")
     # As tune does, which leaves the tile out.
     fake.library.metal_attn_use_tiles(tiles.make([(kernel, tile, "forced")], fake.library))
     with pytest.raises(RuntimeError, match=f"compiling {kernel} .* failed: .*told to be refused"):
-        getattr(fake.ops, op)(*arguments)
+        run(fake, op, head_dim)
     assert capfd.readouterr().err == ""
     rows = [(key, tile, "tuned on this machine")]
     fake.library.metal_attn_use_tiles(tiles.make(rows, fake.library))
     for _ in range(2):
-        getattr(fake.ops, op)(*arguments)
+        run(fake, op, head_dim)
     assert fake.log()[-1] == "end"
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(
-        f"torch_metal_attn: a table of tiles has {tile} for {key}, which does not compile: the "
-        f"row is ignored (compiling {kernel} "
+        f"torch_metal_attn: a table of tiles has {tile} for {key}, which this GPU refuses: it is "
+        f"ignored, and {tuning['candidates'][0]} is used (compiling {kernel} "
     )
     assert "told to be refused" in line
     assert "`python -m torch_metal_attn tune`" in line
+
+
+REASONS = {
+    "text": "the text was told to be refused",
+    "pipeline": "Compute function exceeds available temporary registers",
+    "dispatch": "Threadgroup size exceeds 24 limit",
+}
+
+
+@pytest.mark.parametrize(
+    "op, head_dim, kernel, stage",
+    [
+        ("flash_fwd", 104, "flash_fwd", "text"),
+        ("flash_fwd", 112, "flash_fwd", "pipeline"),
+        ("flash_fwd", 120, "flash_fwd", "dispatch"),
+        ("flash_decode", 104, "flash_decode", "pipeline"),
+        ("decode_step", 112, "flash_decode", "dispatch"),
+        ("flash_bwd", 104, "flash_bwd_dq", "dispatch"),
+        ("flash_bwd", 112, "flash_bwd_dkv", "pipeline"),
+        ("flash_bwd_bias", 104, "flash_bwd_bias", "dispatch"),
+    ],
+)
+def test_a_default_tile_that_the_gpu_refuses(op, head_dim, kernel, stage, fake, capfd):
+    """The next one of the table runs from then on, which is said once; other kernels keep theirs.
+
+    explain, which reads the same table in the package's library, would show it on a Mac.
+    """
+    before = {one["kernel"]: one for one in launches_of(op, head_dim)}
+    compiled = []
+    fake.set_compiler(compiled.append)
+    fake.refuse(text_of(before[kernel]["defines"]), stage)
+    run(fake, op, head_dim)
+    fake.refuse("")
+    run(fake, op, head_dim)
+    texts = [text for text in compiled if f" void {kernel}(" in text]
+    assert len(texts) == 2, "the tile that was refused, and the next one"
+    assert text_of(before.pop(kernel)["defines"]) not in texts[1]
+    for one in before.values():
+        assert sum(text_of(one["defines"]) in text for text in compiled) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    words = rf"the default table has .* for {kernel} float {head_dim} .*, which this GPU refuses: "
+    assert re.match(f"torch_metal_attn: {words}it is ignored, and .* is used ", line)
+    assert REASONS[stage] in line
+    assert "verify --full" in line
+
+
+@pytest.mark.parametrize("stage", REASONS)
+def test_a_problem_of_which_every_tile_is_refused(stage, fake, capfd):
+    """An error with all reasons, and what to report; it comes again without a new attempt."""
+    head_dim = {"text": 136, "pipeline": 144, "dispatch": 152}[stage]
+    compiled = []
+    fake.set_compiler(compiled.append)
+    fake.refuse("#define HEAD_DIM_QK ", stage)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as raised:
+            run(fake, "flash_fwd", head_dim)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+    count = int(
+        re.search(rf"all (\d+) tiles of flash_fwd float {head_dim} {head_dim}", errors[0])[1]
+    )
+    assert count == len(set(compiled)) == len(compiled) > 2
+    assert errors[0].count(REASONS[stage]) == count
+    assert "python -m torch_metal_attn verify --full" in errors[0].splitlines()[-1]
+    assert capfd.readouterr().err == ""
+    fake.refuse("")
+    run(fake, "flash_decode", head_dim)  # has tiles of its own
+
+
+def test_threads_that_meet_a_refused_tile_at_once(fake, capfd):
+    """All go on with the next tile, and one line says so."""
+    fake.refuse(text_of(launch_of("flash_fwd", 168, "flash_fwd")["defines"]), "dispatch")
+    start, failures = threading.Barrier(8), []
+
+    def call():
+        start.wait()
+        try:
+            run(fake, "flash_fwd", 168)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert sum(line.startswith("dispatch") for line in fake.log()) == 8
+    assert len(capfd.readouterr().err.splitlines()) == 1
+
+
+def test_a_refusal_of_which_torch_keeps_no_text(fakes):  # noqa: F811
+    """Before 2.13: torch refuses a dispatch of ours for its threads only, so the next tile runs."""
+    oldest = fakes["tensor"]
+    oldest.clear()
+    shaders.serve(oldest.library)
+    oldest.refuse(text_of(launch_of("flash_fwd", 120, "flash_fwd")["defines"]), "dispatch")
+    run(oldest, "flash_fwd", 120)
+    assert kernels(oldest) == ["flash_fwd"] * 2
+    assert oldest.log()[-1] == "end"

@@ -4,7 +4,7 @@ import contextvars
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,10 +60,17 @@ class Outcome:
 
 def run(case: Case, device: torch.device) -> Outcome:
     """Run a case. Raises ToolchainError or CacheError if nothing can be compiled."""
+    with settings_of(case):
+        return _run(case, device)
+
+
+@contextmanager
+def settings_of(case: Case) -> Iterator[None]:
+    """The tiles that the case is for."""
     tiles = tensor_tiles.off() if case.tiles == "8x8" else nullcontext()
     # Float32 is judged as such, whatever the user's setting.
     with allow_tf32(case.tiles == "TF32"), tiles:
-        return _run(case, device)
+        yield
 
 
 def _run(case: Case, device: torch.device) -> Outcome:

@@ -96,11 +96,15 @@ FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
       features.long_offsets || has_long_offsets(a.dout) || has_long_offsets(a.dlse);
   FlashFwdProblem problem = call.forward.problem;
   problem.aligned = problem.aligned && rows_aligned_16(f.q) && rows_aligned_16(a.dout);
-  const bool tensor = tensor_tiles && no_tensor_gradients(problem) == nullptr;
+  bool tensor = tensor_tiles && no_tensor_gradients(problem) == nullptr;
   const auto choose = [&](Gradient of) {
     return tuned(choose_gradient(problem, of, a.exact_delta, tensor, f.q, "their gradients need"),
                  call.forward.q_length, call.forward.kv_length);
   };
+  // Of both or of none: delta must be that of the same products.
+  if (tensor && refused_tiles() != nullptr) {
+    tensor = !choose(Gradient::kQ).refused && !choose(Gradient::kKv).refused;
+  }
   call.dq = choose(Gradient::kQ);
   if (!tensor && f.flex) {
     problem.features.flex->ordered = starts_in_order(*f.flex, FlexWalk::kOverQueries);
@@ -197,7 +201,6 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
                        const std::optional<MaskBlocks>& lists, FlashBwdParams params) {
   const FlexWalk walk = s.dkv() ? FlexWalk::kOverQueries : FlexWalk::kOverKeys;
   Launch launch(s.kernel(), flash_bwd_defines(s));
-  launch.tile_row = s.row;
   launch.buffers = flash_inputs(call.forward, a.forward);
   append_block_lists(launch.buffers, a.forward, walk);
   if (a.forward.flex) {
@@ -218,10 +221,14 @@ Launch gradient_launch(const FlashBwdSpecialisation& s, const FlashBwdCall& call
 
 JsonObject note_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s, const Tensor& q) {
   const std::string problem = tensor_tiles_problem(q, Pass::kBackward);
+  const char* own = no_tensor_gradients(call.problem);
+  if (own == nullptr && problem.empty() && !s.tensor_tiles) {
+    own = kTensorTilesRefused;
+  }
   std::string reason;
   for (const std::string& more :
-       {missing_tensor_tiles(no_tensor_gradients(call.problem), problem),
-        describe_tf32(s.element, s.tensor_tiles), describe_mask_blocks(call, mask_tile(s))}) {
+       {missing_tensor_tiles(own, problem), describe_tf32(s.element, s.tensor_tiles),
+        describe_mask_blocks(call, mask_tile(s))}) {
     reason += reason.empty() || more.empty() ? more : "; " + more;
   }
   return tile_note(s, call.q_length, call.kv_length)
@@ -287,6 +294,9 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
   const auto lists_for = [&](const FlashBwdSpecialisation& s) {
     return list_mask_blocks(call.forward, s.features, mask_tile(s), backend);
   };
+  const auto run_gradient = [&](const Launch& launch, const FlashBwdSpecialisation& s) {
+    run_chosen(backend, launch, s, call.forward.q_length, call.forward.kv_length);
+  };
   if (dq.numel() > 0) {
     backend.run(delta_launch(call, a, rounded_delta, params));
     const auto lists = lists_for(call.dq);
@@ -305,7 +315,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
     launch.work = work_of(call, f, call.dq, launch.threadgroups);
     append_block_order(launch, f, FlexWalk::kOverKeys);
     note(backend, [&] { return note_of(call.forward, call.dq, f.q); });
-    backend.run(launch);
+    run_gradient(launch, call.dq);
   }
   if (dk.numel() > 0) {
     const int splits = call.dkv.head_splits;
@@ -330,7 +340,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
     launch.work = work_of(call, f, call.dkv, launch.threadgroups);
     append_block_order(launch, f, FlexWalk::kOverQueries);
     note(backend, [&] { return note_of(call.forward, call.dkv, f.q); });
-    backend.run(launch);
+    run_gradient(launch, call.dkv);
     if (splits > 1) {
       backend.run(sum_launch(call, dk_parts, dk));
       backend.run(sum_launch(call, dv_parts, dv));
@@ -342,7 +352,7 @@ FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_til
 }  // namespace
 
 FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend, bool tensor_tiles) {
-  return without_bad_rows([&] { return run(a, backend, tensor_tiles); });
+  return with_tiles_that_run([&] { return run(a, backend, tensor_tiles); });
 }
 
 FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
@@ -353,9 +363,10 @@ FlashGradients flash_bwd(const FlashBwdArguments& a, Backend& backend) {
   try {
     return flash_bwd(a, backend, true);
   } catch (const CompileError& error) {
-    give_up_tensor_tiles(f.q, Pass::kBackward, error.what());
+    auto result = flash_bwd(a, backend, false);
+    say_tensor_tiles_refused("attention's backward of such tensors", error.why);
+    return result;
   }
-  return flash_bwd(a, backend, false);
 }
 
 }  // namespace metal_attn

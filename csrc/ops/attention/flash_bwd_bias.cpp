@@ -9,6 +9,7 @@
 #include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/fill.h"
 #include "csrc/ops/attention/flash_bwd.h"
+#include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
@@ -160,7 +161,7 @@ Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
                             pair_work(s.features, s.head_dim_qk + s.head_dim_v);
   note(backend,
        [&] { return score_gradient_note(call.specialisation).add("splits", call.splits); });
-  backend.run(launch);
+  run_chosen(backend, launch, call.specialisation, call.forward.q_length, call.forward.kv_length);
   if (call.direct()) {
     return result;
   }
@@ -217,11 +218,11 @@ Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArgum
 }
 
 Tensor flash_bwd_bias(const FlashBwdBiasArguments& a, Backend& backend) {
-  return run(a, false, backend);
+  return with_tiles_that_run([&] { return run(a, false, backend); });
 }
 
 Tensor flash_bwd_slopes(const FlashBwdBiasArguments& a, Backend& backend) {
-  return run(a, true, backend);
+  return with_tiles_that_run([&] { return run(a, true, backend); });
 }
 
 }  // namespace metal_attn

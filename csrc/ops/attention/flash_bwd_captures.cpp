@@ -9,6 +9,7 @@
 #include "csrc/ops/attention/flash_bwd.h"
 #include "csrc/ops/attention/flash_bwd_bias.h"
 #include "csrc/ops/attention/flex.h"
+#include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/attention/work.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
@@ -111,6 +112,23 @@ Launch launch_of(const FlashFwdCall& call, const FlashBwdBiasArguments& a, const
   return launch;
 }
 
+Tensor run(const FlashFwdCall& call, const FlashBwdBiasArguments& a, std::size_t i,
+           Backend& backend) {
+  const Share share = analyse_share(call, a.forward, i);
+  const Tensor copies =
+      new_zeros(share.capture, {share.copies, share.capture.numel()}, ScalarType::Float);
+  if (a.forward.q.numel() > 0 && a.forward.k.numel() > 0) {
+    note(backend, [&] {
+      return score_gradient_note(share.specialisation).add("share", static_cast<int64_t>(i));
+    });
+    run_chosen(backend, launch_of(call, a, share, copies), share.specialisation, call.q_length,
+               call.kv_length);
+  }
+  const std::array<int64_t, 1> each{0};
+  const Tensor sum = torch::stable::sum(copies, IntHeaderOnlyArrayRef(each));
+  return torch::stable::view(sum, share.capture.sizes());
+}
+
 }  // namespace
 
 std::vector<Tensor> flash_bwd_captures(const FlashBwdBiasArguments& a, Backend& backend) {
@@ -118,18 +136,7 @@ std::vector<Tensor> flash_bwd_captures(const FlashBwdBiasArguments& a, Backend& 
   check_shares(*a.forward.flex);
   std::vector<Tensor> gradients;
   for (std::size_t i = 0; i < a.forward.flex->shares.size(); ++i) {
-    const Share share = analyse_share(call, a.forward, i);
-    const Tensor copies =
-        new_zeros(share.capture, {share.copies, share.capture.numel()}, ScalarType::Float);
-    if (a.forward.q.numel() > 0 && a.forward.k.numel() > 0) {
-      note(backend, [&] {
-        return score_gradient_note(share.specialisation).add("share", static_cast<int64_t>(i));
-      });
-      backend.run(launch_of(call, a, share, copies));
-    }
-    const std::array<int64_t, 1> each{0};
-    const Tensor sum = torch::stable::sum(copies, IntHeaderOnlyArrayRef(each));
-    gradients.push_back(torch::stable::view(sum, share.capture.sizes()));
+    gradients.push_back(with_tiles_that_run([&] { return run(call, a, i, backend); }));
   }
   return gradients;
 }

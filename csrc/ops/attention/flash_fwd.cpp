@@ -24,12 +24,15 @@ using torch::stable::Tensor;
 
 namespace {
 
+FlashFwdSpecialisation choose(const FlashFwdCall& call, bool tensor_tiles) {
+  return tuned(choose_flash_fwd(call.problem, tensor_tiles, gpu()), call.q_length, call.kv_length);
+}
+
 // Why this call has 8x8 tiles only, or null.
-const char* own_problem(const FlashFwdProblem& problem) {
-  const char* own = no_tensor_tiles(problem);
-  const auto& flex = problem.features.flex;
-  return own == nullptr && flex && gave_up_tensor_tiles(*flex)
-             ? "their kernel with this score_mod and mask_mod did not compile"
+const char* own_problem(const FlashFwdCall& call) {
+  const char* own = no_tensor_tiles(call.problem);
+  return own == nullptr && refused_tiles() != nullptr && choose(call, true).refused
+             ? kTensorTilesRefused
              : own;
 }
 
@@ -58,8 +61,7 @@ MaskTile mask_tile(const FlashFwdSpecialisation& s) {
 
 ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
   const FlashFwdCall call = check_flash_fwd(a);
-  const bool tensor = tensor_tiles && own_problem(call.problem) == nullptr;
-  auto s = tuned(choose_flash_fwd(call.problem, tensor, gpu()), call.q_length, call.kv_length);
+  FlashFwdSpecialisation s = choose(call, tensor_tiles && own_problem(call) == nullptr);
   s.features.mask_blocks = skips_mask_blocks(call);
   return {call, s, threadgroups_of(call, s)};
 }
@@ -99,7 +101,7 @@ JsonObject note_of(const FlashFwdCall& call, const FlashFwdSpecialisation& s, co
   std::string reason = describe_choice(s);
   for (const std::string& more :
        {describe_tf32(s.element, s.tensor_tiles),
-        missing_tensor_tiles(own_problem(call.problem), tensor_tiles_problem(q, Pass::kForward)),
+        missing_tensor_tiles(own_problem(call), tensor_tiles_problem(q, Pass::kForward)),
         describe_mask_blocks(call, mask_tile(s))}) {
     reason += more.empty() ? "" : "; " + more;
   }
@@ -123,7 +125,6 @@ std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, boo
   Tensor lse = new_lse(a);
   if (call.launches()) {
     Launch launch(s.kernel(), flash_fwd_defines(s));
-    launch.tile_row = s.row;
     launch.buffers = flash_inputs(call, a);
     append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
     FlashParams problem = flash_problem(call, a);
@@ -140,7 +141,7 @@ std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, boo
                    busy_threadgroups(call, call.q_total, s.block_q(), threadgroups[1])};
     append_block_order(launch, a, FlexWalk::kOverKeys);
     note(backend, [&] { return note_of(call, s, a.q); });
-    backend.run(launch);
+    run_chosen(backend, launch, s, call.q_length, call.kv_length);
   }
   return {out, lse};
 }
@@ -149,7 +150,7 @@ std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, boo
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend,
                                      bool tensor_tiles) {
-  return without_bad_rows([&] { return run(a, backend, tensor_tiles); });
+  return with_tiles_that_run([&] { return run(a, backend, tensor_tiles); });
 }
 
 std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backend) {
@@ -159,15 +160,12 @@ std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& a, Backend& backen
   try {
     return flash_fwd(a, backend, true);
   } catch (const CompileError& error) {
-    if (a.flex) {
-      // If 8x8 tiles do not compile either, the fault is in the text, and their error says so.
-      auto result = flash_fwd(a, backend, false);
-      give_up_tensor_tiles(*analyse(a).call.problem.features.flex, error.what());
-      return result;
-    }
-    give_up_tensor_tiles(a.q, Pass::kForward, error.what());
+    auto result = flash_fwd(a, backend, false);  // its error says why nothing runs
+    say_tensor_tiles_refused(
+        a.flex ? "flex_attention with this score_mod and mask_mod" : "attention of such tensors",
+        error.why);
+    return result;
   }
-  return flash_fwd(a, backend, false);
 }
 
 }  // namespace metal_attn

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "csrc/ops/common/check.h"
+#include "csrc/ops/common/recorder.h"
 #include "csrc/problem/gpu.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/compile_error.h"
@@ -91,20 +92,6 @@ std::string name(Trial trial) {
   const std::string what = trial.pass == Pass::kBackward ? "attention's backward" : "attention";
   return what + (trial.float32 ? " in float32" : "");
 }
-
-// Texts of flex attention that do not compile on tensor tiles, by where they lie.
-struct FlexTexts {
-  using Key = std::array<const char*, 3>;
-  std::mutex mutex;
-  std::set<Key> keys;
-};
-
-FlexTexts& given_up_texts() {
-  static auto* const texts = new FlexTexts;
-  return *texts;
-}
-
-FlexTexts::Key key_of(const FlexFeatures& flex) { return {flex.captures, flex.score, flex.mask}; }
 
 // The problem of what is tried at most once.
 std::string problem_of(Backend& backend, Trial trial);
@@ -237,7 +224,8 @@ bool uses_tensor_tiles(const torch::stable::Tensor& q, Backend& backend, Pass pa
 }
 
 std::string tensor_tiles_problem(const torch::stable::Tensor& q, Pass pass) {
-  return problem_on(q.defined() && !q.is_cpu() && !is_meta(q), {pass, is_float32(q)});
+  const bool on_mps = compiles_recorded() || (q.defined() && !q.is_cpu() && !is_meta(q));
+  return problem_on(on_mps, {pass, is_float32(q)});
 }
 
 std::string missing_tensor_tiles(const char* own, const std::string& problem) {
@@ -269,28 +257,13 @@ const char* no_tensor_gradients(const FlashFwdProblem& problem) {
   return no_tensor_tiles(problem);
 }
 
-void give_up_tensor_tiles(const torch::stable::Tensor& q, Pass pass, const std::string& why) {
-  const Trial trial{pass, is_float32(q)};
-  Verdict& tried = verdict(trial);
-  const std::lock_guard lock(tried.mutex);
-  if (!tried.problem || tried.problem->empty()) {
-    tried.problem = first_line(why);
-    warn(name(trial), without_prefix(why));
+void say_tensor_tiles_refused(const std::string& what, const std::string& why) {
+  static auto* const mutex = new std::mutex;
+  static auto* const said = new std::set<std::string>;
+  const std::lock_guard lock(*mutex);
+  if (said->insert(why).second) {
+    warn(what, why);
   }
-}
-
-void give_up_tensor_tiles(const FlexFeatures& flex, const std::string& why) {
-  FlexTexts& texts = given_up_texts();
-  const std::lock_guard lock(texts.mutex);
-  if (texts.keys.insert(key_of(flex)).second) {
-    warn("flex_attention with this score_mod and mask_mod", without_prefix(why));
-  }
-}
-
-bool gave_up_tensor_tiles(const FlexFeatures& flex) {
-  FlexTexts& texts = given_up_texts();
-  const std::lock_guard lock(texts.mutex);
-  return texts.keys.contains(key_of(flex));
 }
 
 }  // namespace metal_attn

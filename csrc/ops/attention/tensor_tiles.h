@@ -48,12 +48,10 @@ std::string missing_tensor_tiles(const char* own, const std::string& problem);
 const char* no_tensor_tiles(const FlashFwdProblem& problem);
 const char* no_tensor_gradients(const FlashFwdProblem& problem);
 
-// Uses 8x8 tiles for such queries for the rest of the process, and says so on stderr.
-void give_up_tensor_tiles(const torch::stable::Tensor& q, Pass pass, const std::string& why);
-
-// The same for the forward with these texts only, and whether that was done.
-void give_up_tensor_tiles(const FlexFeatures& flex, const std::string& why);
-bool gave_up_tensor_tiles(const FlexFeatures& flex);
+// Of a problem whose tensor tiles the GPU has refused one by one: why it has 8x8 tiles, and what
+// says so on stderr, once.
+inline constexpr char kTensorTilesRefused[] = "this GPU refused each of them for this problem";
+void say_tensor_tiles_refused(const std::string& what, const std::string& why);
 
 // Whether float32 may be multiplied as TF32, with operands of 11 significant bits: by the last
 // metal_attn_allow_tf32, or else by TORCH_METAL_ATTN_TF32. Throws std::invalid_argument for a

@@ -1,8 +1,10 @@
-// How a tile was chosen, in JSON, what `tune` measures instead of it, and what becomes of a table's
-// tile that does not compile.
+// How a tile was chosen, in JSON, what `tune` measures instead of it, and what becomes of a tile
+// that does not compile.
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
+#include <optional>
 #include <string>
 
 #include "csrc/ops/common/recorder.h"
@@ -29,6 +31,20 @@ inline std::string row_text(const TileConditions* row) {
   return text + (row->family > kM1 ? ", M3 and later" : "");
 }
 
+// "default", the source of a tuned table's row, and what the GPU has refused before.
+template <class Specialisation>
+std::string choice_text(const Specialisation& s) {
+  std::string text = s.row == nullptr ? "default" : s.row->source;
+  if (const RefusedTiles* refused = refused_tiles()) {
+    if (const auto found = refused->find(refusals_key(s)); found != refused->end()) {
+      for (const RefusedTile& tile : found->second) {
+        text += "; refused: " + tile.name;
+      }
+    }
+  }
+  return text;
+}
+
 // What is told of a launch whose tile was chosen: what it takes, how it was chosen, the key of a
 // table's row, and the tiles that are worth a measurement, the chosen one first.
 template <class Specialisation>
@@ -39,22 +55,69 @@ JsonObject tile_note(const Specialisation& s, int64_t queries, int64_t keys) {
   return JsonObject()
       .add("threadgroup_bytes", s.threadgroup_bytes())
       .add("registers", s.registers())
-      .add("choice", s.row == nullptr ? "default" : s.row->source.c_str())
+      .add("choice", choice_text(s))
       .add("tuning", tuning);
 }
 
-// What `run` returns, which chooses tiles and launches kernels. If the tile of a table's row does
-// not compile, the row is dropped, and `run` chooses anew.
+// A tile was refused, and another one is left: what chooses tiles is to choose again.
+struct TileRefused {
+  std::string why;
+  std::string warning;  // a line, or "" if it was said before
+};
+
+// Drops the tile of a launch. Throws CompileError with all reasons if it was the last one.
+template <class Specialisation>
+[[noreturn]] void drop_tile(const Specialisation& s, const TileKey& key, const std::string& why) {
+  const std::string refusals = refusals_key(s);
+  const bool is_new = refuse_tile(refusals, refused_name(s), why);
+  const std::optional<Specialisation> next = default_tile(s, gpu());
+  if (!next || next->refused) {
+    throw CompileError(no_tile_left(refusals, key.problem()));
+  }
+  std::string warning;
+  if (is_new) {
+    const bool tuned = s.row != nullptr;
+    warning = std::string("torch_metal_attn: ") +
+              (tuned ? "a table of tiles has " : "the default table has ") + tile_text(s) +
+              " for " + std::string(tuned ? key.text() : key.problem()) +
+              ", which this GPU refuses: it is ignored, and " + tile_text(*next) + " is used (" +
+              first_line(why) + "). " +
+              (tuned ? "`python -m torch_metal_attn tune` measures the tiles anew\n"
+                     : "Please report this with what `python -m torch_metal_attn verify --full` "
+                       "writes\n");
+  }
+  throw TileRefused{why, warning};
+}
+
+// Runs a launch with a tile that was chosen for these lengths. Throws TileRefused if it is dropped.
+template <class Specialisation>
+void run_chosen(Backend& backend, const Launch& launch, const Specialisation& s, int64_t queries,
+                int64_t keys) {
+  try {
+    backend.run(launch);
+  } catch (const CompileError& error) {
+    if (s.row != nullptr && s.row->tries()) {
+      throw;
+    }
+    drop_tile(s, key_of(s, queries, keys), error.why);
+  }
+}
+
+// What `run` returns, which chooses tiles and launches kernels: again after each that was refused.
+// Tiles that others took the place of are told on stderr.
 template <class Run>
-auto without_bad_rows(const Run& run) {
-  constexpr int kMostRows = 2;  // of one call: those of dq and of dk and dv
-  for (int dropped = 0;; ++dropped) {
+auto with_tiles_that_run(const Run& run) {
+  constexpr int kMostTiles = 64;  // more than the kernels of any call have
+  std::string warnings;
+  for (int refused = 0;; ++refused) {
     try {
-      return run();
-    } catch (const CompileError& error) {
-      if (dropped == kMostRows || error.tile_row == nullptr ||
-          !error.tile_row->drop(first_line(error.what()))) {
-        throw;
+      auto result = run();
+      std::fputs(warnings.c_str(), stderr);
+      return result;
+    } catch (const TileRefused& tile) {
+      warnings += tile.warning;
+      if (refused == kMostTiles) {
+        throw CompileError(tile.why);
       }
     }
   }

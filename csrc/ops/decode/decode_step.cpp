@@ -102,7 +102,7 @@ DecodeStepCall analyse(const DecodeStepArguments& a) {
 }  // namespace
 
 std::tuple<Tensor, Tensor> decode_step(const DecodeStepArguments& a, Backend& backend) {
-  return without_bad_rows([&] {
+  return with_tiles_that_run([&] {
     const DecodeStepCall call = analyse(a);
     if (!call.decode.forward.launches()) {
       append_kv(a.append, backend);

@@ -149,7 +149,6 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
   params.list_groups = static_cast<int32_t>(call.row_groups / call.list_count());
   params.list_rows = static_cast<int32_t>(call.list_rows());
   Launch launch("flash_decode", flash_decode_defines(call, append));
-  launch.tile_row = call.specialisation.row;
   launch.buffers = flash_inputs(call.forward, a);
   append_block_lists(launch.buffers, a, FlexWalk::kOverKeys);
   if (call.lists.indices) {
@@ -280,19 +279,23 @@ std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArgume
         .add("reason", describe_choice(call) + describe_indices(call.lists, call.forward) +
                            describe_tree(call.options));
   });
+  const auto decode_into = [&](const Tensor& result, const Tensor& result_lse) {
+    run_chosen(backend, flash_decode_launch(call, a, append, result, result_lse),
+               call.specialisation, call.list_rows(), call.keys);
+  };
   if (call.splits == 1) {
-    backend.run(flash_decode_launch(call, a, append, out, lse));
+    decode_into(out, lse);
   } else {
     const Tensor partial_out = empty_partial(call, a.q, call.specialisation.head_dim_v);
     const Tensor partial_lse = empty_partial(call, a.q, 0);
-    backend.run(flash_decode_launch(call, a, append, partial_out, partial_lse));
+    decode_into(partial_out, partial_lse);
     merge_splits(partial_out, partial_lse, a.options.learnable_sink, out, lse, backend);
   }
   return {out, lse};
 }
 
 std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& a, Backend& backend) {
-  return without_bad_rows([&] {
+  return with_tiles_that_run([&] {
     return run(choose_flash_decode(check_flash_decode(a), a, false), a.forward, nullptr, backend);
   });
 }

@@ -45,7 +45,7 @@ std::optional<FlashDecodeCall> decoding_of(const FlashFwdArguments& a) {
 }  // namespace
 
 std::tuple<Tensor, Tensor> flex_fwd(const FlashFwdArguments& a, Backend& backend) {
-  return without_bad_rows([&] {
+  return with_tiles_that_run([&] {
     const std::optional<FlashDecodeCall> decoding = decoding_of(a);
     return decoding ? run(*decoding, a, nullptr, backend) : flash_fwd(a, backend);
   });

@@ -27,6 +27,9 @@ FAKE = "TORCH_METAL_ATTN_FAKE_MPS"  # what the sources that differ on the fake s
 # errors either, as torch before 2.13.
 VARIANTS = {"bytes": ["-DFAKE_SET_BYTES"], "member": ["-DFAKE_MEMBER"], "tensor": []}
 
+# Where a text may be refused: by the front end, as its pipeline is made, or at each dispatch.
+STAGES = ("text", "pipeline", "dispatch")
+
 EXTENSION = ROOT / "build/editable"
 
 
@@ -71,9 +74,12 @@ class FakeMps:
         text = f"{shim} was told to fail" if text is None else text
         self.library.fake_mps_fail(shim.encode(), text.encode(), after)
 
-    def refuse(self, part: str) -> None:
-        """Makes texts that hold `part` fail to compile, until further notice; "" makes none."""
-        self.library.fake_mps_refuse(part.encode())
+    def refuse(self, part: str, stage: str = "text") -> None:
+        """Makes texts that hold `part` fail, until further notice; "" makes none.
+
+        stage: where, one of STAGES, with Metal's or torch's words.
+        """
+        self.library.fake_mps_refuse(part.encode(), STAGES.index(stage))
 
     def set_compiler(self, begin: Callable[[str], None]) -> None:
         """Calls `begin` with each text before it is compiled."""

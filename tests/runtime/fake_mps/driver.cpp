@@ -111,26 +111,34 @@ void launch(std::string family, std::string kernel, std::string defines,
            return metal_attn::RUN(arguments..., backend());                 \
          }>::call)));
 
-metal_attn::PackedText explain(const metal_attn::FlashFwdArguments& arguments) {
-  metal_attn::Recorder recorder;
-  metal_attn::flash_fwd(arguments, recorder);
-  return recorder.packed();
-}
+#define EXPLAINED_OPS(OP)                                                \
+  FLASH_OPS(OP)                                                          \
+  OP(flex_fwd, FLEX_FWD_ARGUMENTS, FLASH_FWD_RESULT, FlexFwd, flash_fwd) \
+  OP(flash_bwd, FLASH_BWD_ARGUMENTS(), FLASH_BWD_RESULT, FlashBwd, flash_bwd)
+#define DEFINE_EXPLAIN(NAME, ARGUMENTS, RESULT, FROM, RUN) \
+  m.def(#NAME "_explain" ARGUMENTS ") -> int[]");
+#define IMPLEMENT_EXPLAIN(NAME, ARGUMENTS, RESULT, FROM, RUN)                          \
+  m.impl(#NAME "_explain", TORCH_BOX((&metal_attn::FROM<[](const auto&... arguments) { \
+           metal_attn::Recorder recorder;                                              \
+           metal_attn::RUN(arguments..., recorder);                                    \
+           return recorder.packed();                                                   \
+         }>::call)));
 
 void define_ops(StableLibrary& m) {
   m.def(
       "launch(str family, str kernel, str defines, Tensor[] buffers, int[] slots, Tensor params, "
       "int params_slot, int[] threadgroups, int[] threads) -> ()");
-  m.def("flex_fwd_explain" FLEX_FWD_ARGUMENTS ") -> int[]");
+  EXPLAINED_OPS(DEFINE_EXPLAIN)
   FLASH_OPS(DEFINE)
   OTHER_OPS(DEFINE)
 }
 
 void implement_flash(StableLibrary& m) { FLASH_OPS(IMPLEMENT) }
 
+void implement_explained(StableLibrary& m) { EXPLAINED_OPS(IMPLEMENT_EXPLAIN) }
+
 void implement_ops(StableLibrary& m) {
   m.impl("launch", TORCH_BOX(&launch));
-  m.impl("flex_fwd_explain", TORCH_BOX(&metal_attn::FlexFwd<explain>::call));
   FLASH_OPS(IMPLEMENT)
   OTHER_OPS(IMPLEMENT)
 }
@@ -141,6 +149,9 @@ const StableTorchLibraryInit kDefined(StableLibrary::Kind::DEF, &define_ops, fak
                                       nullptr, __FILE__, __LINE__);
 const StableTorchLibraryInit kImplemented(StableLibrary::Kind::IMPL, &implement_ops,
                                           fake_mps_namespace, "CPU", __FILE__, __LINE__);
+const StableTorchLibraryInit kExplained(StableLibrary::Kind::IMPL, &implement_explained,
+                                        fake_mps_namespace, "CompositeExplicitAutograd", __FILE__,
+                                        __LINE__);
 
 }  // namespace
 

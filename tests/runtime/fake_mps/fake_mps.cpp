@@ -55,13 +55,15 @@ thread_local std::string t_error;
 std::string g_last_text;
 // Runs a dispatch: the shader's text, and the memory of each buffer. Null: none is run.
 void (*g_gpu)(const char*, void* const*) = nullptr;
-std::string g_refused;  // texts that hold it do not compile
+std::string g_refused;  // what texts hold that are refused, and where: a Stage
+int g_refusing = 0;
 // Called before a text is compiled, and may take its time. Null: none is.
 void (*g_compiler)(const char*) = nullptr;
 int32_t g_device_type = aoti_torch_device_type_cpu();
 int64_t g_probe_limit = 600000;
 int64_t g_queue_limit = 600000;
-std::string g_allocations;  // of each launch, a number a line
+std::atomic<int64_t> g_milliseconds{0};  // the time by which compilations are slow
+std::string g_allocations;               // of each launch, a number a line
 thread_local uint64_t t_launch_begins = 0;
 std::atomic<int> g_blocks{0};
 std::atomic<bool> g_overlapped{false};
@@ -93,6 +95,14 @@ void require(bool condition, const char* message) {
   if (!condition) {
     throw std::runtime_error(message);
   }
+}
+
+// Where a text is refused: by the front end, as the pipeline is made, or at each dispatch.
+enum Stage { kText, kPipeline, kDispatch };
+
+void accept(Stage stage, const std::string& text, const char* message) {
+  const bool refused = !g_refused.empty() && text.find(g_refused) != std::string::npos;
+  require(stage != g_refusing || !refused, message);
 }
 
 std::string hex(const void* data, uint64_t size) {
@@ -131,8 +141,7 @@ EXPORT AOTITorchError aoti_torch_mps_create_shader_library(const char* text,
     for (unsigned char c : whole) {
       require(c < 128, "the text is not ASCII");
     }
-    const bool refused = !g_refused.empty() && whole.find(g_refused) != std::string::npos;
-    require(!refused, "program_source:1:1: error: the text was told to be refused");
+    accept(kText, whole, "program_source:1:1: error: the text was told to be refused");
     *library = new AOTIMetalShaderLibraryOpaque{text};
     record("library");
   });
@@ -150,6 +159,9 @@ EXPORT AOTITorchError aoti_torch_mps_get_kernel_function(AOTIMetalShaderLibraryH
       found = found || library->text.find(std::string(declared) + name + "(") != std::string::npos;
     }
     require(found, "no such kernel");
+    accept(kPipeline, library->text,
+           "Failed to created pipeline state object, error: Error Domain=AGXMetalG13X Code=3 "
+           "\"Compute function exceeds available temporary registers\"");
     *kernel = new AOTIMetalKernelFunctionOpaque{name, library->text};
     record(std::string("kernel ") + name);
   });
@@ -220,6 +232,7 @@ EXPORT AOTITorchError aoti_torch_mps_dispatch_array_with_group_size(
   return shim("dispatch", [&] {
     require(kernel->encoding, "not encoding");
     require(grid_size == 3 && group_size == 3, "not three dimensions");
+    accept(kDispatch, kernel->text, "Threadgroup size exceeds 24 limit");
     std::ostringstream line;
     line << "dispatch " << grid[0] << " " << grid[1] << " " << grid[2] << " / " << group[0] << " "
          << group[1] << " " << group[2];
@@ -278,13 +291,20 @@ extern "C" int32_t fake_mps_device_type() { return g_device_type; }
 extern "C" int64_t fake_mps_probe_limit() { return g_probe_limit; }
 extern "C" int64_t fake_mps_queue_limit() { return g_queue_limit; }
 
+// For csrc/runtime/mps.cpp.
+extern "C" int64_t fake_mps_milliseconds() { return g_milliseconds; }
+
 // For the tests.
 EXPORT void fake_mps_set_gpu(void (*gpu)(const char*, void* const*)) { g_gpu = gpu; }
 EXPORT void fake_mps_set_compiler(void (*compiler)(const char*)) { g_compiler = compiler; }
-EXPORT void fake_mps_refuse(const char* part) { g_refused = part; }
+EXPORT void fake_mps_refuse(const char* part, int stage) {
+  g_refused = part;
+  g_refusing = stage;
+}
 EXPORT void fake_mps_set_device_type(int32_t type) { g_device_type = type; }
 EXPORT void fake_mps_set_probe_limit(int64_t milliseconds) { g_probe_limit = milliseconds; }
 EXPORT void fake_mps_set_queue_limit(int64_t milliseconds) { g_queue_limit = milliseconds; }
+EXPORT void fake_mps_pass_time(int64_t milliseconds) { g_milliseconds += milliseconds; }
 EXPORT const char* fake_mps_allocations() { return g_allocations.c_str(); }
 EXPORT const char* fake_mps_log() { return g_log.c_str(); }
 EXPORT const char* fake_mps_last_text() { return g_last_text.c_str(); }

@@ -164,7 +164,7 @@ class _Recorder(TorchDispatchMode):
         self.rows.append(LayerCall(layer, name, shapes, explanation, "", cost, words, notes))
         if explanation.refusal is not None:
             return _refused_result(name, given, explanation.refusal)
-        return _blank_result(func, args, kwargs)
+        return blank_result(func, args, kwargs)
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Add an op of torch, if it is attention."""
@@ -213,7 +213,7 @@ def _sdpa_cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cost
     return costs.cost("flash_fwd", {"q": q, "k": k, "v": v} | visible)
 
 
-def _blank_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def blank_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the op would return, filled with zeros; arguments that it returns are not changed."""
     originals: dict[int, Tensor] = {}
     with FakeTensorMode() as mode:

@@ -1,0 +1,208 @@
+"""`warm_up`: compiles the kernels of calls that a program will make, before it makes them."""
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_metal_attn.call.arguments import flag
+from torch_metal_attn.runtime import extension, mps
+from torch_metal_attn.runtime.refusals import as_value_errors
+from torch_metal_attn.tools.explain import ops
+from torch_metal_attn.tools.explain.model import blank_result
+
+# A kernel with its defines, and whether it runs in pieces.
+Program = tuple[str, tuple[tuple[str, str], ...], bool]
+
+_MOST_THREADS = 8
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """What `warm_up` did.
+
+    Attributes: kernels: how many programs there are of each kernel, by its name. compiled: programs
+        that were compiled now. already: those that were compiled before. failed: the error of each
+        call of an op whose kernels do not compile; the call itself will raise the same. seconds:
+        how long it took, including the model's own work.
+    """
+
+    kernels: dict[str, int]
+    compiled: int
+    already: int
+    failed: tuple[str, ...]
+    seconds: float
+
+    def __str__(self) -> str:
+        if not self.kernels and not self.failed:
+            return "no op of torch_metal_attn ran, so there is nothing to compile"
+        listed = ", ".join(f"{name} {count}" for name, count in sorted(self.kernels.items()))
+        lines = [
+            f"{sum(self.kernels.values())} programs ({listed}): {self.compiled} compiled, "
+            f"{self.already} compiled before, {len(self.failed)} calls failed; "
+            f"{self.seconds:.1f} s"
+        ]
+        return "\n".join([*lines, *(f"failed: {error.splitlines()[0]}" for error in self.failed)])
+
+
+def warm_up(
+    *arguments: Any,
+    prompt_lengths: Sequence[int] = (64,),
+    backward: bool = False,
+    threads: int | None = None,
+    **options: Any,
+) -> WarmUp:
+    """Compile for mps the kernels that calls need, side by side, before the calls are made.
+
+        warm_up(model)                                   # of transformers: a prompt and a step
+        warm_up(model.generate, input_ids, max_new_tokens=2)
+        warm_up(lambda: [step(batch) for batch in batches])
+        warm_up(q, k, v, causal=True, backward=True)     # tensors, which may be on "meta"
+
+    Args: the first argument is one of
+        a model of transformers alone: it generates two tokens after a prompt of each length in
+            `prompt_lengths`, without a mask of padding.
+        a callable, such as a model, one of its methods or a function of several calls, followed by
+            its arguments. It runs under no_grad. Our ops do not: each returns zeros of the right
+            shape and writes nothing, so decisions that depend on values may differ. Compiled parts
+            run uncompiled.
+        q: followed by the other arguments of `torch.ops.metal_attn.flash_fwd`.
+        backward: also compile the gradients of q, k and v, and of what flex_attention captures.
+        threads: how many programs may be compiled at once; as many as cores, up to 8, if not given.
+
+    Nothing of ours is encoded on torch's stream, except the trials that a first launch would make.
+
+    Returns: a `WarmUp`, whose str() says what was done.
+
+    Raises:
+        RuntimeError: the kernels cannot run on mps here. In the simulator nothing is warmed up.
+        TypeError: the first argument is none of these, or an argument of the call is wrong.
+        ValueError: an op refuses its call.
+    """
+    backward = flag("backward", backward)
+    begun = time.perf_counter()
+    problem = mps.problem()
+    if problem:
+        raise RuntimeError(
+            f"warm_up compiles kernels for mps, which cannot be used: {problem}. Call it on a Mac "
+            "with an Apple GPU; the simulator compiles kernels as they run and keeps them in its "
+            "cache (python -m torch_metal_attn info)"
+        )
+    target = arguments[0] if arguments else None
+    collector = _Collector(backward)
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        if isinstance(target, Tensor):
+            collector.note("flash_fwd", arguments, options)
+        elif isinstance(target, nn.Module) and len(arguments) == 1 and not options:
+            with collector:
+                _generate(target, prompt_lengths)
+        elif callable(target):
+            with collector:
+                target(*arguments[1:], **options)
+        else:
+            raise TypeError(
+                f"warm_up's first argument is a {type(target).__name__}; it must be a model, a "
+                "callable, or the tensor q"
+            )
+    return _compile(collector.calls, threads, begun)
+
+
+def _generate(model: nn.Module, lengths: Iterable[int]) -> None:
+    generate: Any = getattr(model, "generate", None)
+    if generate is None:
+        raise TypeError(
+            f"warm_up got a {type(model).__name__}, which has no generate(), and no arguments for "
+            "it; pass the inputs too: warm_up(model, **inputs)"
+        )
+    device = next(model.parameters()).device
+    for length in lengths:
+        prompt = torch.ones(1, length, dtype=torch.long, device=device)
+        generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            min_new_tokens=2,
+            max_new_tokens=2,
+        )
+
+
+# An op of ours with its arguments: returns its launches.
+_Call = Callable[[], list[dict[str, Any]]]
+
+
+class _Collector(TorchDispatchMode):
+    """Keeps one call for each set of programs instead of running our ops."""
+
+    def __init__(self, backward: bool) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self._backward = backward
+        self._known: set[Program] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = ops.short_name(func)
+        if name is None or ops.recording_op(name) is None:
+            return func(*args, **kwargs)
+        self.note(name, args, kwargs)
+        return blank_result(func, args, kwargs)
+
+    def note(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """Keep the call if it needs a program that no earlier one needs."""
+        op = ops.recording_op(name)
+
+        def call() -> list[dict[str, Any]]:
+            launches = extension.launches(op(*arguments, **options))
+            if self._backward and name.endswith("fwd"):
+                launches += ops.backward_launches(name, ops.bound(name, arguments, options))
+            return launches
+
+        with as_value_errors():
+            programs = set(_programs(call()))
+        if programs - self._known:
+            self._known |= programs
+            self.calls.append(call)
+
+
+def _programs(launches: Iterable[dict[str, Any]]) -> Iterator[Program]:
+    for launch in launches:
+        yield launch["kernel"], tuple(sorted(launch["defines"].items())), launch["pieces"] > 1
+
+
+def _compile(calls: Sequence[_Call], threads: int | None, begun: float) -> WarmUp:
+    library = extension.load()
+
+    def compiled(call: _Call) -> list[dict[str, Any]] | str:
+        library.metal_attn_compile_recorded(1)
+        try:
+            return call()
+        except Exception as error:
+            return str(error)
+        finally:
+            library.metal_attn_compile_recorded(0)
+
+    with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, _MOST_THREADS)) as pool:
+        outcomes = list(pool.map(compiled, calls))
+    is_new: dict[Program, bool] = {}
+    for launches in outcomes:
+        if not isinstance(launches, str):
+            for launch, program in zip(launches, _programs(launches), strict=True):
+                is_new[program] = is_new.get(program, False) or bool(launch["compiled"])
+    kernels: dict[str, int] = {}
+    for kernel, *_ in is_new:
+        kernels[kernel] = kernels.get(kernel, 0) + 1
+    new = sum(is_new.values())
+    failed = tuple(outcome for outcome in outcomes if isinstance(outcome, str))
+    return WarmUp(kernels, new, len(is_new) - new, failed, time.perf_counter() - begun)

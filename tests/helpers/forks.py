@@ -58,18 +58,32 @@ def _execute(program, arguments, environment, folder, outputs):
 
 def in_child(function, *arguments):
     """What `function` returns, by way of JSON; the text of an exception that it raises."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            result = function(*arguments)
-        except BaseException as error:
-            result = repr(error)
-        with open(writer, "w") as pipe:
-            json.dump(result, pipe)
-        os._exit(0)
-    os.close(writer)
-    with open(reader) as pipe:
-        result = json.load(pipe)
-    os.waitpid(child, 0)
-    return result
+    return in_children(1, function, *arguments)[0]
+
+
+def in_children(count, function, *arguments):
+    """The same of several children at once.
+
+    Call it in the main thread: where another one forks, the child drops what the main thread had
+    in torch, and with a process group of gloo it waits for threads that it does not have.
+    """
+    children = []
+    for _ in range(count):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                result = function(*arguments)
+            except BaseException as error:
+                result = repr(error)
+            with open(writer, "w") as pipe:
+                json.dump(result, pipe)
+            os._exit(0)
+        os.close(writer)
+        children.append((child, reader))
+    results = []
+    for child, reader in children:
+        with open(reader) as pipe:
+            results.append(json.load(pipe))
+        os.waitpid(child, 0)
+    return results

@@ -87,12 +87,17 @@ class TestCompiling:
         assert (done.compiled, done.failed) == (3, ())
         assert not meet.broken
 
-    def test_a_program_is_compiled_once(self, fake):
-        """Of calls that differ in lengths alone, one is kept."""
-        texts = compiled_in(fake)
+    def test_a_program_is_compiled_once(self, fake, monkeypatch):
+        """Of calls that differ in lengths alone, one is kept: three are recorded, one compiles."""
+        texts, asked = compiled_in(fake), []
+        explain = fake.ops.flash_fwd_explain
+        monkeypatch.setattr(
+            ops, "recording_op", lambda name: lambda *given: asked.append(name) or explain(*given)
+        )
         given = [meta(184, (length, 50)) for length in (40, 41, 42)]
         done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in given])
         assert (done.kernels, len(texts)) == ({"flash_fwd": 1}, 1)
+        assert asked == ["flash_fwd"] * 4
 
     def test_a_tile_that_the_gpu_refuses(self, fake, capfd):
         """The one that takes its place is compiled, and explained."""

@@ -49,10 +49,10 @@ for group in calls():
 """
 
 # New tensors, views of them, and the package's Python frames. Without its Autograd
-# kernel an op has no frame. flash_decode has one more, which looks for lists of keys.
+# kernel an op has no frame.
 EXPECTED = {
     "torch.ops.metal_attn.flash_fwd": [2, 0, 3],
-    "torch.ops.metal_attn.flash_decode": [2, 0, 4],
+    "torch.ops.metal_attn.flash_decode": [2, 0, 3],
     "scaled_dot_product_attention": [2, 0, 3],
     "flash_attn_func": [2, 4, 3],
     "flash_attn_with_kvcache": [2, 4, 4],

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from torch_metal_attn.call.arguments import is_dtensor, refuse_dtensor, refuse_layout
+from torch_metal_attn.ops import plain
 from torch_metal_attn.runtime.refusals import as_value_error, python_kernel, unmarked
 
 # By the arguments of a call: the names of those that it writes in place, each with the names of the
@@ -138,13 +139,20 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
         raise
 
 
-def autograd_kernel(name: str) -> Callable[[_Function], _Function]:
-    """Make a function the Autograd kernel of op `name` of metal_attn."""
+def autograd_kernel(name: str, plain_op: str = "") -> Callable[[_Function], _Function]:
+    """Make a function the Autograd kernel of op `name` of metal_attn.
+
+    `plain_op`: the op of `plain` that runs where it has all arguments of a call.
+    """
     op = getattr(torch.ops.metal_attn, name).default
 
     def register(function: _Function) -> _Function:
         @functools.wraps(function)
         def kernel(*arguments: Any, **options: Any) -> Any:
+            if plain_op:
+                found = plain.instead(getattr(plain, plain_op), arguments, options)
+                if found is not None:
+                    return found
             try:
                 return function(*arguments, **options)
             except Exception:
@@ -334,30 +342,23 @@ def refuse(
     name: str,
     advice: str,
     written: Written | None = None,
-    plain: Callable[..., Any] | None = None,
 ) -> None:
     """Give an op an Autograd kernel without a derivative: backward raises NotImplementedError.
 
     `written`: if an argument of those that are written requires grad, or one that is written there,
     the written tensor requires it afterwards, as with torch's own operators. Writes are counted.
-
-    `plain`: returns what a plain op returns for the arguments, or None if the call is not plain.
     """
     if written is not None:
         _refused[name] = advice, written
         count_writes(name, written)
-    autograd_kernel(name)(undifferentiated(name, advice, written or (lambda _: {}), plain))
+    autograd_kernel(name)(undifferentiated(name, advice, written or (lambda _: {})))
 
 
-def undifferentiated(
-    name: str, advice: str, written: Written, plain: Callable[..., Any] | None
-) -> Callable[..., Any]:
+def undifferentiated(name: str, advice: str, written: Written) -> Callable[..., Any]:
     """The kernel that `refuse` registers."""
     op = getattr(torch.ops.metal_attn, name).default
 
     def undifferentiated(*values: Any, **options: Any) -> Any:
-        if plain is not None and (found := plain(values, options)) is not None:
-            return found
         if nothing_to_differentiate(values, options):
             return below(op, *values, **options)
         given = by_name(op, values, options)

@@ -1,11 +1,9 @@
 """`metal_attn::flash_decode` in Python: its CPU kernel, and autograd of lists of keys alone."""
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import autograd_kernel, undifferentiated
 from torch_metal_attn.ops.flash_fwd import FlashFwdResult, register_cpu
 from torch_metal_attn.ops.flash_fwd_autograd import differentiable
@@ -33,12 +31,11 @@ _refused = undifferentiated(
     "flash_decode",
     "use flash_fwd, or with indices a batch without cu_seqlens_q, or call it under torch.no_grad()",
     lambda _: {},
-    partial(plain.instead, plain.flash_decode),
 )
 _listed = differentiable("flash_decode")
 
 
-@autograd_kernel("flash_decode")
+@autograd_kernel("flash_decode", "flash_decode")
 def _flash_decode(*arguments: Any, **options: Any) -> FlashFwdResult:
     packed = options.get("cu_seqlens_q") is not None
     kernel = _refused if packed or options.get("indices") is None else _listed

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.ops import flash_bwd, plain
+from torch_metal_attn.ops import flash_bwd
 from torch_metal_attn.ops.differentiation import (
     apply,
     autograd_kernel,
@@ -152,10 +152,6 @@ def differentiable(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
 
     # Not torch.library.register_autograd, which drops the tangents of forward-mode derivatives.
     def flash_fwd(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        if name == "flash_fwd":
-            found: tuple[Tensor, Tensor] | None = plain.instead(plain.flash_fwd, arguments, options)
-            if found is not None:
-                return found
         if nothing_to_differentiate(arguments, options):
             result: tuple[Tensor, Tensor] = below(op, *arguments, **options)
             return result
@@ -184,5 +180,5 @@ def differentiable(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
     return flash_fwd
 
 
-for _name in ("flash_fwd", "flash_varlen_fwd"):
-    autograd_kernel(_name)(differentiable(_name))
+autograd_kernel("flash_fwd", "flash_fwd")(differentiable("flash_fwd"))
+autograd_kernel("flash_varlen_fwd")(differentiable("flash_varlen_fwd"))

@@ -34,6 +34,10 @@ class Backend {
   virtual bool records() const { return false; }
 };
 
+// Where recorders of this thread have the kernel of each launch compiled, and note whether it was
+// new; null: nowhere.
+Backend*& compiler_of_recorded();
+
 Backend& simulator_backend();
 
 // Linked on macOS only. The first call tries whether mps computes; throws std::runtime_error if it

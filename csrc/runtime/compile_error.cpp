@@ -88,6 +88,11 @@ void say_if_slow(const char* kernel, int64_t milliseconds) {
   }
 }
 
+Backend*& compiler_of_recorded() {
+  thread_local Backend* compiler = nullptr;
+  return compiler;
+}
+
 CompileError::CompileError(const std::string& why)
     : std::runtime_error("metal_attn: " + why +
                          "\nPlease report this, with the files that it names and what `python -m "

@@ -12,7 +12,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "csrc/ops/common/recorder.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
 #include "csrc/runtime/probe.h"
@@ -129,7 +128,7 @@ Backend& mps_backend() {
 const char* metal_attn_mps_problem() { return metal_attn::problem(); }
 
 void metal_attn_compile_recorded(int32_t compiles) {
-  metal_attn::compile_recorded(compiles != 0 ? &metal_attn::backend() : nullptr);
+  metal_attn::compiler_of_recorded() = compiles != 0 ? &metal_attn::backend() : nullptr;
 }
 
 #endif

@@ -352,7 +352,7 @@ def test_verify_has_tf32(gpu):
 
     def ran(case):
         with simulate(check=True) as run:
-            (result,) = verify._results([case], CPU, every_line=False)
+            (result,) = verify._results([case], CPU, (), every_line=False)
         assert result.outcome.ok
         return set(run.counters)
 

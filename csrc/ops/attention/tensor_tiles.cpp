@@ -224,7 +224,8 @@ bool uses_tensor_tiles(const torch::stable::Tensor& q, Backend& backend, Pass pa
 }
 
 std::string tensor_tiles_problem(const torch::stable::Tensor& q, Pass pass) {
-  const bool on_mps = compiles_recorded() || (q.defined() && !q.is_cpu() && !is_meta(q));
+  const bool on_mps =
+      compiler_of_recorded() != nullptr || (q.defined() && !q.is_cpu() && !is_meta(q));
   return problem_on(on_mps, {pass, is_float32(q)});
 }
 

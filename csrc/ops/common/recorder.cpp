@@ -8,14 +8,10 @@ namespace metal_attn {
 namespace {
 
 thread_local bool t_recording = false;
-thread_local Backend* t_compiler = nullptr;
 
 }  // namespace
 
 bool is_recording() { return t_recording; }
-
-void compile_recorded(Backend* backend) { t_compiler = backend; }
-bool compiles_recorded() { return t_compiler != nullptr; }
 
 Recorder::Recorder() : outer_(std::exchange(t_recording, true)) {}
 
@@ -34,8 +30,8 @@ void Recorder::run(const Launch& launch) {
       .add("pieces", Pieces(launch).count())
       .add("written_bytes", written)
       .append(std::exchange(note_, {}));
-  if (t_compiler != nullptr) {
-    object.add("compiled", int64_t{t_compiler->compile(launch)});
+  if (Backend* const compiler = compiler_of_recorded()) {
+    object.add("compiled", int64_t{compiler->compile(launch)});
   }
   launches_ += (launches_.empty() ? "" : ", ") + object.text();
 }

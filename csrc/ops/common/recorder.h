@@ -102,11 +102,6 @@ class Recorder final : public Backend {
 // Whether tensors that ops make in this thread have no data.
 bool is_recording();
 
-// From now on recorders of this thread have each launch's kernel compiled there, and note whether
-// it was new; null: nowhere, as at first.
-void compile_recorded(Backend* backend);
-bool compiles_recorded();
-
 // Adds what `tell` returns, a JsonObject, to the next launch. Where launches run it is not called.
 template <class Tell>
 void note(Backend& backend, const Tell& tell) {

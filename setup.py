@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -60,14 +61,15 @@ def max_jobs() -> int:
     """How many compilers may run at once: each needs about 1 GB for torch's headers."""
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
+    except (AttributeError, OSError, ValueError):
         return 2
-    container = Path("/sys/fs/cgroup/memory.max")
-    if sys.platform == "linux" and container.is_file():
-        limit = container.read_text().strip()
-        memory = min(memory, int(limit)) if limit.isdigit() else memory
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
+        with suppress(OSError, ValueError):
+            memory = min(memory, int(Path("/sys/fs/cgroup", limit).read_text()))
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     # The system and other programs keep 2 GB.
-    return max(1, min(os.cpu_count() or 1, memory // 2**30 - 2))
+    return max(1, min(cores, memory // 2**30 - 2))
 
 
 # Python's own flags may be for both processors, as those of python.org's Python are. torch has no
@@ -79,7 +81,9 @@ os.environ.setdefault("MAX_JOBS", str(max_jobs()))
 if FOR_ARM64:
     # Python's own oldest macOS may lack std::filesystem.
     oldest = ".".join(map(str, load("macos").OLDEST))
-    oldest = os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", oldest)
+    oldest = os.environ["MACOSX_DEPLOYMENT_TARGET"] = (
+        os.environ.get("MACOSX_DEPLOYMENT_TARGET") or oldest
+    )
     if ONLY_ARM64:  # the wheel's name says so too
         os.environ.setdefault("_PYTHON_HOST_PLATFORM", f"macosx-{oldest}-arm64")
 

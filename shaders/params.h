@@ -10,7 +10,7 @@ using namespace metal;
 
 // Metal's limit for one threadgroup on every Apple GPU.
 #define THREADGROUP_MEMORY_BYTES 32768
-// Of it an array takes so many: the next one begins at a multiple of 16.
+// Bytes that an array takes of it: the next one begins at a multiple of 16.
 #define ARRAY_BYTES(BYTES) (((BYTES) + 15) / 16 * 16)
 
 // New tokens of a tree, at most, and what a threadgroup keeps of them (tree.h).

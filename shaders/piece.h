@@ -1,6 +1,6 @@
-// What a kernel's parameters begin with that may run for seconds: its params, and where its
-// threadgroup stands. Such a launch is several dispatches, each a box of its grid
-// (csrc/runtime/pieces.h), and with GRID_PIECE the params end with where the box stands.
+// Parameters of a kernel that may run for seconds: its params, and its threadgroup's place. Such a
+// launch is several dispatches, each a box of its grid (csrc/runtime/pieces.h). With GRID_PIECE the
+// params end with the place of the box.
 #pragma once
 
 #include "params.h"

@@ -46,7 +46,12 @@ void metal_attn_set_tensor_record(int32_t macos_suffices, const char* path) {
   texts().tensor_record = {macos_suffices != 0, path};
 }
 
-void metal_attn_set_gpu_cores(int cores) { g_gpu_cores = cores; }
+// torch tells 0 where it does not know them.
+void metal_attn_set_gpu_cores(int cores) {
+  if (cores > 0) {
+    g_gpu_cores = cores;
+  }
+}
 
 namespace metal_attn {
 

@@ -323,7 +323,8 @@ class MpsBackend final : public Backend {
 
   void run(const Launch& launch) override {
     const Pieces pieces(launch);
-    const bool many = pieces.count() > 1;
+    // One threadgroup cannot be divided, but it can have a command buffer of its own.
+    const bool many = pieces.count() > 1 || pieces.seconds() > kCommandBufferSeconds;
     Kernel kernel = nullptr;
     pieces.each([&](const Launch& piece) { kernel = run_piece(piece, pieces.seconds(), many); });
     if (many) {

@@ -46,10 +46,12 @@ int64_t most_threadgroups(const Launch& launch, int64_t all) {
 
 // Whole batches if they fit, else whole heads of one, else tiles of a head.
 Pieces::Pieces(const Launch& launch) : launch_(launch), size_{1, 1, 1}, counts_{1, 1, 1} {
-  const auto& grid = launch.threadgroups;
-  int64_t room = most_threadgroups(launch, int64_t{grid[0]} * grid[1] * grid[2]);
+  std::array<int64_t, 3> grid;
+  std::transform(launch.threadgroups.begin(), launch.threadgroups.end(), grid.begin(),
+                 [](uint32_t extent) { return std::max<int64_t>(extent, 1); });
+  int64_t room = most_threadgroups(launch, grid[0] * grid[1] * grid[2]);
   for (std::size_t i = 0; i < 3; ++i) {
-    const int64_t length = std::max<int64_t>(grid[i], 1);
+    const int64_t length = grid[i];
     counts_[i] = divide_up(length, std::clamp<int64_t>(room, 1, length));
     size_[i] = divide_up(length, counts_[i]);
     counts_[i] = divide_up(length, size_[i]);

@@ -72,6 +72,7 @@ platform.machine = lambda: "arm64"
 platform.system = lambda: "Darwin"
 os.uname = lambda: ("Darwin", "mac", "24.1.0", "", "arm64")
 os.cpu_count = lambda: 10
+del os.sched_getaffinity  # macOS has none
 os.sysconf = {"SC_PHYS_PAGES": 2**21, "SC_PAGE_SIZE": 2**12}.get
 import _osx_support
 _osx_support._SYSTEM_VERSION, _osx_support._SYSTEM_VERSION_TUPLE = "15.1", (15, 1)

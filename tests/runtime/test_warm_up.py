@@ -11,6 +11,7 @@ from tests.helpers.forks import run_alone
 from tests.helpers.patience import HANG_SECONDS
 from tests.runtime.test_launch import TEXT, launch
 from torch_metal_attn import mps, warm_up
+from torch_metal_attn.kv_cache import PagedKVCache
 from torch_metal_attn.runtime import extension, shaders
 from torch_metal_attn.tools.explain import ops
 
@@ -201,3 +202,24 @@ def test_a_slow_compilation_is_told(any_fake, capfd):
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 3
     assert lines[-1].endswith("(this is said no more)")
+
+
+def test_pages_that_were_not_written_are_not_found(fake):
+    """Ops write nothing while they are compiled; a cache that saw the tokens must not say so."""
+    cache = PagedKVCache(4, 8, 2, 8, dtype=torch.float32)
+    id, rows, tokens = cache.allocate(), torch.zeros(1, 2, 8, 8), list(range(8))
+
+    def fill():
+        cache.append([id], rows, rows, 0, token_ids=[tokens])
+
+    warm_up(fill)
+    cache.free(id)
+    assert cache.match_prefix(tokens)[1] == 0
+
+
+def test_a_gpu_of_unknown_cores_divides_no_short_call():
+    """torch tells 0 cores where it does not know them."""
+    extension.load().metal_attn_set_gpu_cores(0)
+    q = torch.zeros(1, 2, 40, 64)
+    (launch,) = extension.launches(torch.ops.metal_attn_explain.flash_fwd(q, q, q))
+    assert launch["pieces"] == 1

@@ -1,7 +1,9 @@
 """`PagedKVCache`: sequences in pages that forks and equal prefixes share."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -489,6 +491,8 @@ class PagedKVCache:
 
     def _publish(self, sequence: _Sequence) -> None:
         """Let pages be found by their tokens once those are known and every layer is full."""
+        if _unwritten.get():
+            return
         size = self.page_size
         full = min(len(sequence.tokens), *sequence.lengths) // size
         while len(sequence.prefixes) < full:
@@ -499,6 +503,19 @@ class PagedKVCache:
             if prefix is None:
                 return
             sequence.prefixes.append(prefix)
+
+
+_unwritten: ContextVar[bool] = ContextVar("torch_metal_attn_unwritten_pages", default=False)
+
+
+@contextmanager
+def unwritten() -> Iterator[None]:
+    """A context in which ops write no page, so that none is found by its tokens afterwards."""
+    token = _unwritten.set(True)
+    try:
+        yield
+    finally:
+        _unwritten.reset(token)
 
 
 def _as_lists(token_ids: Rows | None, lengths: list[int]) -> list[list[int]] | None:

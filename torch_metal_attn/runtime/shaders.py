@@ -22,8 +22,7 @@ LANGUAGES = {
 }
 
 # The first lines of every text. Metal's headers come before the defines, whose names are common
-# words. The kernels test for infinities and NaN, which only the safe mode of arithmetic keeps:
-# torch compiles in it unless PYTORCH_MPS_FAST_MATH is set.
+# words.
 _HEADERS = """\
 #include <metal_integer>
 #include <metal_simdgroup>
@@ -37,6 +36,8 @@ _TENSOR_HEADERS = f"""\
 #define HAS_TENSOR_OPERATIONS 1
 #endif
 """
+# The kernels test for infinities and NaN, which only the safe mode of arithmetic keeps. torch
+# compiles in it unless PYTORCH_MPS_FAST_MATH is set.
 _SAFE_MATH = """\
 #if __METAL_VERSION__ >= 320
 #pragma METAL fp math_mode(safe)

@@ -274,7 +274,8 @@ def preprocess(
 ) -> str:
     """The text with its headers and macros expanded.
 
-    Raises ShaderCompileError, and MetalSourceError for a reserved word that is or names a macro.
+    Raises ShaderCompileError, and MetalSourceError for a reserved word that becomes a macro and for
+    a macro of Metal's headers that is used as a name.
     """
     command = [*toolchain.find().compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
     command += versions.flags(language)
@@ -288,10 +289,12 @@ def preprocess(
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
     text = f'{macros}#line 1 "{SOURCE_NAME}"\n{source}\n'
     # A kernel takes only macros of the shim: the text of it would be written and read each time.
-    reserved.refuse_macro_names(text)
     command_of_text = [*command, "-imacros", "metal_stdlib", "-"]
     if include_dirs or reserved.may_define(text):
         reserved.check_directives(_run([*command_of_text, "-dD"], text).partition(END_OF_SHIM)[2])
+    if reserved.may_name_a_macro(text):
+        unexpanded = _run(command_of_text, reserved.UNEXPANDED + text)
+        reserved.refuse_macro_names(unexpanded.partition(END_OF_SHIM)[2])
     preprocessed = _run(command_of_text, text)
     return _shim(tuple(command)) + _named(preprocessed.partition(END_OF_SHIM)[2])
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_metal_attn.call.arguments import flag
+from torch_metal_attn.kv_cache.paged import unwritten
 from torch_metal_attn.runtime import extension, mps
 from torch_metal_attn.runtime.refusals import as_value_errors
 from torch_metal_attn.tools.explain import ops
@@ -71,7 +72,8 @@ def warm_up(
         a callable, such as a model, one of its methods or a function of several calls, followed by
             its arguments. It runs under no_grad. Our ops do not: each returns zeros of the right
             shape and writes nothing, so decisions that depend on values may differ. Compiled parts
-            run uncompiled.
+            run uncompiled. What the callable keeps itself does change: lengths of caches grow, so
+            give it a cache of its own, and random generators advance.
         q: followed by the other arguments of `torch.ops.metal_attn.flash_fwd`.
         backward: also compile the gradients of q, k and v, and of what flex_attention captures.
         threads: how many programs may be compiled at once; as many as cores, up to 8, if not given.
@@ -96,7 +98,7 @@ def warm_up(
         )
     target = arguments[0] if arguments else None
     collector = _Collector(backward)
-    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+    with torch.compiler.set_stance("force_eager"), torch.no_grad(), unwritten():
         if isinstance(target, Tensor):
             collector.note("flash_fwd", arguments, options)
         elif isinstance(target, nn.Module) and len(arguments) == 1 and not options:

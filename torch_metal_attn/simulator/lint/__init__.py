@@ -81,7 +81,8 @@ def lint_source(
     """Findings in a Metal text and in the headers that it includes, specialised by `defines`.
 
     The arguments are those of `compile_shader`, and raise as there.
-    strict: also those of PROJECT_RULES. Without them, Apple's compiler rejects what is found.
+    strict: also those of PROJECT_RULES, and where there are none, those of each later version of
+    Metal. Without strict, Apple's compiler rejects what is found.
     """
     folders, macros = folders_and_macros(source, include_dirs, defines)
     versions.checked(language)
@@ -136,7 +137,7 @@ def _findings(
     return sorted(set(findings))
 
 
-# Two versions of Metal in turn have the same text.
+# Successive versions of Metal often preprocess to the same text.
 @lru_cache(maxsize=1)
 def _rewritten(body: str) -> tuple[list[Finding], str | None]:
     """Findings in the tokens of a preprocessed text, and its host form if it has one."""
@@ -204,7 +205,7 @@ def _parse(shim: str, text: str, flags: Sequence[str]) -> tuple[bytes, str]:
     """
     command = [*build.host_command(), *QUALIFIERS, *(f for f in flags if f not in TREE_FLAGS)]
     if STRICT[0] in flags:
-        command.remove(NO_WARNINGS)  # which leaves those off that clang has on by itself
+        command.remove(NO_WARNINGS)  # It would hide the warnings that clang has on by default.
     command += ["-include-pch", str(build.precompiled(command, shim)), *CHECK_FLAGS]
     command += [*(f for f in flags if f in TREE_FLAGS), "-"]
     # A tree has tens of megabytes, which a pipe would bring in thousands of pieces.

@@ -90,7 +90,8 @@ def check_tree(tree: bytes, host: HostText, metal_names: AbstractSet[str]) -> It
     """Findings in clang's tree of `host`, which is JSON. metal_names: those of namespace metal."""
     declarations = list(_shader_declarations(tree, host))
     for node in declarations:
-        if node.get("name") in metal_names:
+        # Not a method outside of its class, or a specialisation of Metal's own template.
+        if node.get("name") in metal_names and "parentDeclContextId" not in node:
             message = f"`{node['name']}` is a name of namespace metal too: a call may find either"
             yield from _finding(node, host, "metal-name", message)
     visits = [visit for node in declarations for visit in _walk(node, host)]

@@ -1,4 +1,4 @@
-"""Words of Metal that a text may not use as names, and the places where a name stands.
+"""Words of Metal that a text may not use as names, and how a token is known to be a name.
 
 Sources: the Metal Shading Language specification (2.1 to 2.6 types, 4 address spaces, 5.1
 functions, 6 constants), the reserved words of naga (wgpu) and of SPIRV-Cross, and the working draft
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 
 from .lexer import MetalSourceError, TokenList, lex, segments
-from .vectors import VECTORS
+from .vectors import STATEMENT_ENDS, VECTORS
 
 FUNCTIONS = frozenset({"kernel", "vertex", "fragment"})
 SPACES = frozenset(
@@ -53,6 +53,8 @@ KINDS = {
     **dict.fromkeys(FUNCTIONS, "a function qualifier of Metal"),
 }
 
+_NO_MACROS = KINDS.keys() - MACROS
+
 # Words before a type or an expression: what follows one of them is not declared by it.
 _NOT_TYPES = frozenset(
     """return case else do goto throw new delete sizeof alignof operator typename typedef using
@@ -62,21 +64,18 @@ _NOT_TYPES = frozenset(
 )
 _DECLARERS = frozenset({"namespace", "struct", "class", "union", "enum"})
 _SPECIFIERS = frozenset("static inline extern constexpr template friend virtual".split())
-_METHOD_ENDS = frozenset({")", "const", "volatile", "noexcept", "override", "final"})
+_METHOD_ENDS = frozenset(") const volatile mutable noexcept override final".split())
 _BEFORE_FUNCTIONS = frozenset({"", ";", "{", "}", ")", "]", ">", ":"})
 _AFTER_NAMES = frozenset("= ; , ) [".split())
 _AFTER_DECLARERS = frozenset({"class", "struct", "alignas"})
 _NEVER_DECLARED = frozenset({"const", "volatile", "operator"})
-_STATEMENT_ENDS = (";", "{", "}")
 _SCALARS = frozenset("unsigned signed char short int long double float".split())
 
-_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?:define|undef)[ \t]+(\w+)", re.M)
-_COMMENT = re.compile(r'//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")', re.S)
-_WORDS = "|".join(sorted(MACROS))
-# Where a macro of Metal's may be a name: after a word, or after `*`, `&` or `>` of a declaration.
-_NAMED_MACRO = re.compile(
-    rf"(\w+|\b(?:{'|'.join(SPACES)})\b[^\n;(]*[*&>])[ \t]+(?:{_WORDS})[ \t]*[=;,)\[({{]"
-)
+_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.M)
+# A macro of Metal's after a word, which may be its type.
+_PERHAPS_NAMED = re.compile(rf"(\w+)[ \t]+(?:{'|'.join(sorted(MACROS))})[ \t]*[=;,)\[({{]")
+# Before a text they keep its macros of Metal's defined and unexpanded.
+UNEXPANDED = "".join(f"#undef {word}\n#define {word} {word}\n" for word in sorted(MACROS))
 
 
 class ReservedNameError(MetalSourceError):
@@ -107,29 +106,33 @@ def refuse_names(tokens: TokenList) -> None:
 
 def may_define(source: str) -> bool:
     """Whether a text, which is not preprocessed, makes a macro of a reserved word somewhere."""
-    return any(word in KINDS for word in _DIRECTIVE.findall(source))
+    return not _NO_MACROS.isdisjoint(_DIRECTIVE.findall(source))
 
 
 def check_directives(preprocessed: str) -> None:
-    """Raise MetalSourceError for a reserved word that becomes a macro.
+    """Raise MetalSourceError for a keyword, a qualifier or a type that becomes a macro.
 
-    preprocessed: what `clang -E -dD` writes.
+    A macro of Metal's headers may be defined anew: clang only warns. preprocessed: what
+    `clang -E -dD` writes.
     """
     for directive in _DIRECTIVE.finditer(preprocessed):
-        if directive[1] in KINDS:
+        if directive[1] in _NO_MACROS:
             *_, (_, file, line, _, body) = segments(preprocessed[: directive.start()])
             raise ReservedNameError(directive[1], file, line + body.count("\n"))
 
 
-def refuse_macro_names(source: str) -> None:
-    """Raise MetalSourceError for a macro of Metal's headers that the source, which is not
-    preprocessed, uses as a name."""
-    if any(found[1] not in _NOT_TYPES for found in _NAMED_MACRO.finditer(source)):
-        blank = _COMMENT.sub(lambda m: m[1] or "\n" * m[0].count("\n"), source)
-        tokens = TokenList(lex(blank))
-        for index in names(tokens):
-            if tokens.text(index) in MACROS:
-                raise _error(tokens, index)
+def may_name_a_macro(source: str) -> bool:
+    """Whether a text, which is not preprocessed, may use a macro of Metal's headers as a name."""
+    return any(found[1] not in _NOT_TYPES for found in _PERHAPS_NAMED.finditer(source))
+
+
+def refuse_macro_names(preprocessed: str) -> None:
+    """Raise MetalSourceError for a macro of Metal's headers as a name, in a text that was
+    preprocessed after `UNEXPANDED`."""
+    tokens = TokenList(lex(preprocessed))
+    for index in names(tokens):
+        if tokens.text(index) in MACROS:
+            raise _error(tokens, index)
 
 
 def _error(tokens: TokenList, index: int) -> ReservedNameError:
@@ -145,27 +148,23 @@ def _is_name(tokens: TokenList, index: int, word: str) -> bool:
         return not _qualifies_memory(tokens, index)
     if before in _DECLARERS:
         return word not in _AFTER_DECLARERS
-    if before in _STATEMENT_ENDS and after == ":" and word in TYPES:
-        return tokens.text(index + 3) not in (";", ",")  # a label, and no bit field
     if before == "typename" and word in TYPES:
         return after in ("=", ",", ">")
     ends = _AFTER_NAMES | ({"(", "{", ">", ":"} if word in TYPES or word == "assert" else set())
-    if after not in ends or word in _NEVER_DECLARED:
+    if index == 0 or after not in ends or word in _NEVER_DECLARED:
         return False
-    if word in TYPES and tokens.text(tokens.seek_back(index, _STATEMENT_ENDS) + 1) == "typedef":
-        return False  # clang judges whether it is the same type
-    if before in ("*", "&", "&&", ">"):
-        return word in TYPES | MACROS and after in _AFTER_NAMES and _declares(tokens, index - 1)
+    if word in TYPES:
+        if tokens.text(tokens.seek_back(index, STATEMENT_ENDS) + 1) == "typedef":
+            return False  # at file scope clang judges whether it is the same type
+        if before in ("*", "&", "&&", ">"):
+            return after in _AFTER_NAMES  # a type ends no expression
+        if before == ",":
+            return after in ("=", ";")  # a second declarator, as no argument ends so
+        if before == "const" and after == "=":
+            return True
     if word in _SCALARS and before in _SCALARS:
         return False
-    is_type = tokens[index - 1].kind == "name" and before not in _NOT_TYPES | SPACES | FUNCTIONS
-    return index > 0 and is_type
-
-
-def _declares(tokens: TokenList, index: int) -> bool:
-    """Whether the `*`, `&` or `>` belongs to a type, and not to an expression or an argument."""
-    begin = tokens.seek_back(index, ("(", "{", ";", "}", ",", "=", "<", "return"))
-    return bool(SPACES.intersection(tokens.text(i) for i in range(begin + 1, index)))
+    return tokens[index - 1].kind == "name" and before not in _NOT_TYPES | SPACES | FUNCTIONS
 
 
 def _is_attribute(tokens: TokenList, index: int) -> bool:
@@ -177,14 +176,25 @@ def _is_attribute(tokens: TokenList, index: int) -> bool:
 
 def _qualifies_function(tokens: TokenList, index: int) -> bool:
     before, after = tokens.text(index - 1), tokens[index + 1]
+    if after.kind == "name" and tokens.text(index + 2) == "(" and before != ".":
+        return True  # after the type, too
     begins = before in _BEFORE_FUNCTIONS | _SPECIFIERS or tokens[index - 1].kind == "string"
     return begins and (after.kind == "name" or after.text in ("[", "::"))
 
 
 def _qualifies_memory(tokens: TokenList, index: int) -> bool:
     before, after = tokens.text(index - 1), tokens[index + 1]
-    if before in (".", "->", "namespace", "struct", "goto"):
+    if before in (".", "namespace", "struct", "goto"):
         return False
+    if before == "->":
+        return after.kind == "name"  # of a returned type
     if before in _METHOD_ENDS or after.kind == "name" or after.text in ("*", "&", "&&", "::"):
         return True
+    behind = tokens.text(index + 2)
+    if after.text == "(" and behind in ("*", "&"):
+        return True  # after the type, of a pointer or reference to an array
+    if after.text == "[" == behind and before in _BEFORE_FUNCTIONS:
+        return True  # before an attribute
+    if after.text == ";" and tokens.text(tokens.seek_back(index, STATEMENT_ENDS) + 1) == "using":
+        return True  # after the type, of an alias
     return _is_attribute(tokens, index) or (before == "(" and tokens.text(index - 2) == "coherent")

@@ -4,6 +4,7 @@
 #include <__msl_types.h>
 
 METAL_FUNC void assert(bool) {}
+#define assert(condition) assert(condition)  // a macro, as texts may ask
 
 #if __METAL_VERSION__ >= 320
 namespace metal {

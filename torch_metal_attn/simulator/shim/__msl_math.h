@@ -3,9 +3,10 @@
 #pragma once
 #include <__msl_types.h>
 
-#define INFINITY __builtin_inff()
-#define NAN __builtin_nanf("")
-#define HUGE_VALF __builtin_inff()
+// No declarator, so that `float INFINITY` is an error.
+#define INFINITY (+__builtin_inff())
+#define NAN (+__builtin_nanf(""))
+#define HUGE_VALF INFINITY
 #define MAXFLOAT 3.402823466e+38f
 #define FLT_MAX 3.402823466e+38f
 #define FLT_MIN 1.175494351e-38f

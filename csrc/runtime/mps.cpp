@@ -242,11 +242,11 @@ class OpenCommandBuffers {
     } else {
       static std::once_flag warned;
       std::call_once(warned, [] {
-        std::fputs(
+        std::fprintf(
+            stderr,
             "torch_metal_attn: this torch has no way to commit its MPS stream, so attention that "
             "takes seconds may be ended by macOS and its results be wrong: compute fewer heads or "
-            "queries at a time\n",
-            stderr);
+            "queries at a time\n");
       });
     }
   }

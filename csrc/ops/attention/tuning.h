@@ -112,7 +112,7 @@ auto with_tiles_that_run(const Run& run) {
   for (int refused = 0;; ++refused) {
     try {
       auto result = run();
-      std::fputs(warnings.c_str(), stderr);
+      std::fwrite(warnings.data(), 1, warnings.size(), stderr);
       return result;
     } catch (const TileRefused& tile) {
       warnings += tile.warning;

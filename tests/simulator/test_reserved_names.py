@@ -140,7 +140,7 @@ def test_every_macro_of_metal_is_one_here() -> None:
 
 def test_a_qualifier_is_no_name_even_where_the_table_does_not_see_it(monkeypatch) -> None:
     """The shaders as they were, with a method that is called `fragment`."""
-    monkeypatch.setattr(reserved, "names", lambda tokens: iter(()))
+    monkeypatch.setattr(reserved, "_is_name", lambda *_: False)
     source = shaders.source("index_scores").replace("fragment_at", "fragment")
     sizes = {"HEAD_DIM": 128, "BLOCK_K": 32, "SIMDGROUPS": 4}
     defines = {"ELEMENT": "half", "WEIGHT_ELEMENT": "float", **sizes}

@@ -338,11 +338,7 @@ def _mark_overwritten(tensor: Tensor, message: str) -> None:
         _Overwritten.apply(message, torch.empty(0, requires_grad=True), whole)
 
 
-def refuse(
-    name: str,
-    advice: str,
-    written: Written | None = None,
-) -> None:
+def refuse(name: str, advice: str, written: Written | None = None) -> None:
     """Give an op an Autograd kernel without a derivative: backward raises NotImplementedError.
 
     `written`: if an argument of those that are written requires grad, or one that is written there,

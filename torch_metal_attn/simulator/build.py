@@ -20,7 +20,7 @@ from .llvm.ir import with_bool_elements
 from .metal import reserved, versions
 from .metal.constants import ConstantValue, FunctionConstant
 from .metal.kernels import Kernel, Parameter, entries
-from .metal.lexer import END_OF_SHIM, MetalSourceError
+from .metal.lexer import END_OF_SHIM, MetalSourceError, TokenList, lex
 from .metal.rewrite import rewrite
 from .parameter_types import ParameterType
 
@@ -294,7 +294,8 @@ def preprocess(
         reserved.check_directives(_run([*command_of_text, "-dD"], text).partition(END_OF_SHIM)[2])
     if reserved.may_name_a_macro(text):
         unexpanded = _run(command_of_text, reserved.UNEXPANDED + text)
-        reserved.refuse_macro_names(unexpanded.partition(END_OF_SHIM)[2])
+        tokens = TokenList(lex(unexpanded.partition(END_OF_SHIM)[2]))
+        reserved.refuse_names(tokens, reserved.MACROS)
     preprocessed = _run(command_of_text, text)
     return _shim(tuple(command)) + _named(preprocessed.partition(END_OF_SHIM)[2])
 

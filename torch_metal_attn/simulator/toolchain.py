@@ -144,7 +144,7 @@ def _driver() -> str:
 
 
 def _advice() -> str:
-    """What to install, so that there is a compiler."""
+    """The command that installs a compiler."""
     newest = "run `pip install -U ziglang`, which brings one"
     if sys.platform == "darwin":
         if int(platform.mac_ver()[0].split(".")[0] or 0) >= OLDEST_MACOS_OF_ZIG:

@@ -18,11 +18,11 @@ from .. import build, diagnostics, runs, toolchain
 from ..library import folders_and_macros
 from ..metal import versions
 from ..metal.lexer import END_OF_SHIM, MetalSourceError, TokenList, lex
-from ..metal.reserved import FUNCTIONS, ReservedNameError
+from ..metal.reserved import FUNCTIONS, ReservedNameError, errors
 from ..metal.rewrite import rewrite
 from ..metal.unsupported import SUBJECTS
 from .finding import Finding
-from .token_rules import check_tokens, reserved_names
+from .token_rules import check_tokens
 from .tree_rules import HostText, check_tree
 
 __tracebackhide__ = diagnostics.hides_frames
@@ -88,15 +88,13 @@ def lint_source(
     versions.checked(language)
     if runs.flag("strict", strict) and (findings := list(ascii_only(source))):
         return findings
+    findings = _findings(source, folders, macros, language, strict)
     if not strict:
-        findings = _findings(source, folders, macros, language, [*NEWER, *TREE_FLAGS])
         return [finding for finding in findings if finding.rule not in PROJECT_RULES]
-    flags = [*STRICT, STANDARDS[language]]
-    findings = _findings(source, folders, macros, language, [*flags, *TREE_FLAGS])
-    later = list(versions.NUMBERS)[list(versions.NUMBERS).index(language) + 1 :]
-    for version in later if not findings else ():
-        found = _findings(source, folders, macros, version, [*STRICT, STANDARDS[version]])
-        findings += [f._replace(message=f"{f.message} (as Metal {version})") for f in found]
+    known = list(versions.NUMBERS)
+    for version in known[known.index(language) + 1 :] if not findings else ():
+        later = _findings(source, folders, macros, version, strict, tree_wanted=False)
+        findings += [f._replace(message=f"{f.message} (as Metal {version})") for f in later]
     return findings
 
 
@@ -115,9 +113,10 @@ def _findings(
     include_dirs: Sequence[str],
     defines: Mapping[str, str],
     language: str,
-    flags: Sequence[str],
+    strict: bool,
+    tree_wanted: bool = True,
 ) -> list[Finding]:
-    """Findings of a compilation with `flags`: of its syntax tree too, if they ask for one."""
+    """Findings of one compilation, and of its syntax tree if that is wanted."""
     try:
         preprocessed = build.preprocess(source, include_dirs, defines, False, language=language)
         shim, marked, body = preprocessed.partition(END_OF_SHIM)
@@ -130,7 +129,7 @@ def _findings(
         return [_of_error(error)]
     findings = list(of_tokens)
     if text is not None:
-        tree, said = _parse(shim, text, flags)
+        tree, said = _parse(shim, text, STANDARDS[language] if strict else "", tree_wanted)
         if tree:
             findings += check_tree(tree, HostText(text), metal_names())
         findings += compile_errors(said)
@@ -142,8 +141,8 @@ def _findings(
 def _rewritten(body: str) -> tuple[list[Finding], str | None]:
     """Findings in the tokens of a preprocessed text, and its host form if it has one."""
     tokens = TokenList(lex(END_OF_SHIM + body))
-    if names := list(reserved_names(tokens)):
-        return names, None
+    if named := [_of_error(error) for error in errors(tokens)]:
+        return named, None
     findings = list(check_tokens(tokens))
     try:
         host = rewrite(END_OF_SHIM + body, language=versions.LATEST)
@@ -198,23 +197,26 @@ def _diagnosed(file: str, line: int, message: str) -> Finding:
     return Finding(file, line, rules[0] if rules else "compile", said)
 
 
-def _parse(shim: str, text: str, flags: Sequence[str]) -> tuple[bytes, str]:
-    """Clang's syntax tree of `text`, if `flags` ask for it, and its messages.
+def _parse(shim: str, text: str, standard: str, tree_wanted: bool) -> tuple[bytes, str]:
+    """Clang's syntax tree of `text`, or nothing if it is not wanted, and clang's messages.
 
-    There is a tree even if there are errors.
+    There is a tree even if there are errors. standard: the C++ whose extensions are errors, if any.
     """
-    command = [*build.host_command(), *QUALIFIERS, *(f for f in flags if f not in TREE_FLAGS)]
-    if STRICT[0] in flags:
+    command = [*build.host_command(), *QUALIFIERS]
+    if standard:
         command.remove(NO_WARNINGS)  # It would hide the warnings that clang has on by default.
+        command += [*STRICT, standard]
+    else:
+        command += NEWER
     command += ["-include-pch", str(build.precompiled(command, shim)), *CHECK_FLAGS]
-    command += [*(f for f in flags if f in TREE_FLAGS), "-"]
+    command += [*(TREE_FLAGS if tree_wanted else ()), "-"]
     # A tree has tens of megabytes, which a pipe would bring in thousands of pieces.
     with tempfile.TemporaryFile() as written:
         done = subprocess.run(command, input=text.encode(), stdout=written, stderr=subprocess.PIPE)
         written.seek(0)
         tree = written.read()
     said = done.stderr.decode(errors="replace")
-    if not tree and TREE_FLAGS[-1] in flags:
+    if tree_wanted and not tree:
         raise toolchain.ToolchainError(f"clang made no syntax tree: {said}")
     return tree, said
 

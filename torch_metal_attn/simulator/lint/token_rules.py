@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from ..metal import reserved
 from ..metal.lexer import TokenList
 from ..metal.rewrite import declarator_end
 from .finding import Finding
@@ -38,13 +37,6 @@ def check_tokens(tokens: TokenList) -> Iterator[Finding]:
         for index, name, message in rule(tokens):
             token = tokens[index]
             yield Finding(token.file, token.line, name, message)
-
-
-def reserved_names(tokens: TokenList) -> Iterator[Finding]:
-    """Reserved words that are used as names: a text that has one is not compiled."""
-    for index in reserved.names(tokens):
-        token = tokens[index]
-        yield Finding(token.file, token.line, "reserved-name", reserved.message(token.text))
 
 
 def banned_words(tokens: TokenList) -> Iterator[Place]:

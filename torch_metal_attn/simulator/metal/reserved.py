@@ -7,9 +7,9 @@ clang, or macros of the simulator, so clang alone would accept them or say littl
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from .lexer import MetalSourceError, TokenList, lex, segments
+from .lexer import MetalSourceError, TokenList, segments
 from .vectors import STATEMENT_ENDS, VECTORS
 
 FUNCTIONS = frozenset({"kernel", "vertex", "fragment"})
@@ -74,7 +74,7 @@ _SCALARS = frozenset("unsigned signed char short int long double float".split())
 _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*define[ \t]+(\w+)", re.M)
 # A macro of Metal's after a word, which may be its type.
 _PERHAPS_NAMED = re.compile(rf"(\w+)[ \t]+(?:{'|'.join(sorted(MACROS))})[ \t]*[=;,)\[({{]")
-# Before a text they keep its macros of Metal's defined and unexpanded.
+# Before a text they keep the macros of Metal's headers defined and unexpanded.
 UNEXPANDED = "".join(f"#undef {word}\n#define {word} {word}\n" for word in sorted(MACROS))
 
 
@@ -90,18 +90,18 @@ def message(word: str) -> str:
     return f"`{word}` is {KINDS[word]} and cannot be a name: rename it, for example to `{word}_`"
 
 
-def names(tokens: TokenList) -> Iterator[int]:
-    """Indices of the tokens that name something by a reserved word."""
-    for index in tokens.where(KINDS):
+def errors(tokens: TokenList, words: Collection[str] = KINDS) -> Iterator[ReservedNameError]:
+    """An error for each of `words` that is used as a name."""
+    for index in tokens.where(words):
         token = tokens[index]
         if token.kind == "name" and _is_name(tokens, index, token.text):
-            yield index
+            yield ReservedNameError(token.text, token.file, token.line)
 
 
-def refuse_names(tokens: TokenList) -> None:
-    """Raise MetalSourceError for a reserved word that is used as a name."""
-    for index in names(tokens):
-        raise _error(tokens, index)
+def refuse_names(tokens: TokenList, words: Collection[str] = KINDS) -> None:
+    """Raise ReservedNameError for the first of `words` that is used as a name."""
+    for error in errors(tokens, words):
+        raise error
 
 
 def may_define(source: str) -> bool:
@@ -124,20 +124,6 @@ def check_directives(preprocessed: str) -> None:
 def may_name_a_macro(source: str) -> bool:
     """Whether a text, which is not preprocessed, may use a macro of Metal's headers as a name."""
     return any(found[1] not in _NOT_TYPES for found in _PERHAPS_NAMED.finditer(source))
-
-
-def refuse_macro_names(preprocessed: str) -> None:
-    """Raise MetalSourceError for a macro of Metal's headers as a name, in a text that was
-    preprocessed after `UNEXPANDED`."""
-    tokens = TokenList(lex(preprocessed))
-    for index in names(tokens):
-        if tokens.text(index) in MACROS:
-            raise _error(tokens, index)
-
-
-def _error(tokens: TokenList, index: int) -> ReservedNameError:
-    token = tokens[index]
-    return ReservedNameError(token.text, token.file, token.line)
 
 
 def _is_name(tokens: TokenList, index: int, word: str) -> bool:

@@ -19,7 +19,7 @@ from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.costs import Cost
 from torch_metal_attn.tools.explain import table
 from torch_metal_attn.tools.explain.layer_call import LayerCall, known_cost
-from torch_metal_attn.tools.explain.ops import bound, explain_op, recording_op, short_name
+from torch_metal_attn.tools.explain.ops import bound, explain_op, explained_name
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 # In torch.ops.aten: attention as one op, and ops that only attention uses.
@@ -138,8 +138,8 @@ class _Recorder(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = short_name(func)
-        if name is not None and recording_op(name) is not None:
+        name = explained_name(func)
+        if name is not None:
             return self._explain(name, func, args, kwargs)
         result = func(*args, **kwargs)
         if func.namespace == "aten":

@@ -190,6 +190,12 @@ def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dic
     return {one: plain(one, value) if one in numbers else value for one, value in given.items()}
 
 
+def explained_name(op: Any) -> str | None:
+    """The short name of an op of ours that has a kernel of its own; None for anything else."""
+    name = short_name(op)
+    return name if name is not None and recording_op(name) is not None else None
+
+
 def recording_op(name: str) -> Any:
     """The op that returns what `name` would launch; None if `name` has no kernel of its own."""
     return getattr(torch.ops.metal_attn_explain, name, None)

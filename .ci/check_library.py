@@ -9,7 +9,7 @@ from torches import LIBCXX, LIBSYSTEM, MACOS, TORCH_CPU, Torch
 # In macOS since 10.3 (man 3 dladdr). torch's libraries do not use it, so they cannot prove it.
 # Of POSIX, and in the stub of libSystem that linkers get; torch itself needs none of them.
 SURELY_IN_LIBSYSTEM = {"_dladdr", "_pthread_kill", "_sigaltstack"}
-# What csrc/runtime/mps.cpp looks up at run time, without which long launches are not divided.
+# Symbols that csrc/runtime/mps.cpp looks up at run time to divide long launches.
 COMMITS = {
     "__ZN2at3mps19getCurrentMPSStreamEv",
     "__ZN2at3mps9MPSStream11synchronizeENS0_8SyncTypeE",

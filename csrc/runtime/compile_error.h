@@ -1,4 +1,4 @@
-// What is said of a shader that Metal does not compile, or slowly.
+// Messages for a shader that Metal does not compile, or compiles slowly.
 #pragma once
 
 #include <string>

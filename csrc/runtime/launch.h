@@ -133,8 +133,8 @@ struct Grid {
   Extent threads{};  // per threadgroup
 };
 
-// What a launch takes at most, in multiply-adds; nothing of a kernel that reads its operands once,
-// which no Mac's memory holds enough of to run for long, and which cannot be divided.
+// The most multiply-adds that a launch may have. Kernels that read their operands once have none
+// here: no Mac's memory holds enough for them to run for long, and they cannot be divided.
 struct Work {
   double threadgroup = 0;  // of a threadgroup
   double busy = 0;         // threadgroups that have any of it; 0: all

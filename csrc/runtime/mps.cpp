@@ -215,8 +215,8 @@ void run_command_block(Kernel kernel, const char* name, const Body& body) {
   }
 }
 
-// What our launches since the last commit take, by the estimate, in each stream's open command
-// buffer. torch commits rarely by itself, and not between kernels: many launches of less than a
+// Estimated seconds of our launches since the last commit, in each stream's open command buffer.
+// torch commits rarely by itself, and not between kernels: many launches of less than a
 // second would be one command buffer of many.
 class OpenCommandBuffers {
  public:

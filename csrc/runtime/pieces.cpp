@@ -17,7 +17,8 @@ void metal_attn_limit_pieces(int64_t threadgroups) { g_limit = threadgroups; }
 namespace metal_attn {
 namespace {
 
-// Of a core: a quarter of M1's peak, of 128 multiply-adds a cycle at 1.27 GHz. Later cores do more.
+// For one core: a quarter of M1's peak, of 128 multiply-adds a cycle at 1.27 GHz. Later cores do
+// more.
 constexpr double kProductsPerSecond = 40e9;
 
 double seconds_of(const Work& work, int64_t threadgroups) {

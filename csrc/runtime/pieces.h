@@ -17,8 +17,8 @@ __attribute__((visibility("default"))) void metal_attn_limit_pieces(int64_t thre
 
 namespace metal_attn {
 
-// What one command buffer may take by the estimate. macOS allows some seconds: 2 to 10 are
-// reported.
+// The longest that one command buffer may take by the estimate. macOS allows some seconds: 2 to 10
+// are reported.
 inline constexpr double kCommandBufferSeconds = 1.0;
 
 class Pieces {
@@ -26,7 +26,7 @@ class Pieces {
   explicit Pieces(const Launch& launch);
 
   int64_t count() const { return counts_[0] * counts_[1] * counts_[2]; }
-  // Of one piece, by a cautious estimate.
+  // A piece takes so long, by a cautious estimate.
   double seconds() const { return seconds_; }
 
   // Of several.

@@ -90,7 +90,7 @@ def run(case, group):
         q, k, v, dout, dlse = (x[0] for x in (q, k, v, dout, dlse))
         along, along_lse = 0, 1
     found = []
-    # What backward saved, with equal values: the second run must give the same bits.
+    # Backward gets equal values, so the second run must give the same bits.
     other_strides = torch.autograd.graph.saved_tensors_hooks(
         lambda x: x, lambda x: x.mT.contiguous().mT
     )

@@ -121,7 +121,7 @@ def test_what_else_refuses_sharded_tensors(alone):
 
 
 def test_local_map(alone):
-    """What errors advise works."""
+    """The advice of the errors works."""
     mesh, heads = init_device_mesh("cpu", (1,)), Shard(2)
     qkv = flash_fwd_check.make_qkv(q_length=7, kv_length=7)
     sharded = [distribute_tensor(x, mesh, [heads]) for x in qkv]

@@ -93,7 +93,7 @@ print("jobs:", os.environ["MAX_JOBS"], "platform:", sysconfig.get_platform())
 
 @needs_checkout
 @pytest.mark.parametrize(
-    # Of 8 GB, 2 are the system's; the user's own number wins.
+    # The system keeps 2 of 8 GB; the user's own number wins.
     ("ninja", "environment", "jobs"),
     [(True, {}, 6), (False, {"MAX_JOBS": "3"}, 3)],
 )

@@ -37,7 +37,7 @@ def limit():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What runs in the simulator: kernel, whether it is a piece, its params and its grid."""
+    """Launches in the simulator: kernel, whether it is a piece, its params and its grid."""
     made = []
     real = session._launch
 
@@ -106,7 +106,7 @@ def flex(device):
 
 
 def grids(launches):
-    """Of each launch that was made in pieces: its kernel, and how often each threadgroup ran."""
+    """For each launch in pieces: its kernel, and how often each threadgroup ran."""
     launch = -1
     numbered = []
     for kernel, is_piece, params, grid in launches:

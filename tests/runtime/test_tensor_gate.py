@@ -291,7 +291,7 @@ CASES = {
         NOT_TRIED,
         f"a small kernel on it failed: compiling probe_tensor FLOAT32=0 failed: {REFUSED}",
     ),
-    # What was compared before and is refused now is refused for this problem.
+    # A tile that was compared before and is refused now is refused for this problem.
     'case(then=lambda: fake.refuse("void flash_fwd_tensor("))': fault(
         [*PROBES, *MATRIX], "", said="attention of such tensors"
     ),

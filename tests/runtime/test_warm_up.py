@@ -89,7 +89,7 @@ class TestCompiling:
         assert not meet.broken
 
     def test_a_program_is_compiled_once(self, fake, monkeypatch):
-        """Of calls that differ in lengths alone, one is kept: three are recorded, one compiles."""
+        """One of the calls that differ only in lengths is kept: three recorded, one compiled."""
         texts, asked = compiled_in(fake), []
         explain = fake.ops.flash_fwd_explain
         monkeypatch.setattr(

@@ -21,7 +21,7 @@ def fake(any_fake):  # noqa: F811
     any_fake.library.metal_attn_use_tiles(None)
 
 
-# What was refused stays so in the process: each test has head dims of its own.
+# A refused tile stays so in the process, so each test has head dims of its own.
 def arguments_of(op, head_dim):
     q = torch.zeros(1, 2, 40, head_dim)
     new, lse = q[:, :, :1].contiguous(), torch.zeros(1, 2, 40)
@@ -49,7 +49,7 @@ def launch_of(op, head_dim, kernel):
 
 
 def text_of(defines):
-    """What the text of a specialisation, and of no other one, has."""
+    """A part that only this specialisation's text has."""
     return "".join(f"#define {name} {value}\n" for name, value in defines.items())
 
 

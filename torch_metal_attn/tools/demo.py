@@ -83,7 +83,7 @@ def _say(line: str) -> None:
 
 
 def _each_way(model: Any, device: torch.device, run: Callable[[Any], Any]) -> tuple[list[Any], Any]:
-    """What `run` gives in each of three ways, and the routes of the kernels' calls.
+    """The results of `run` in three ways, and the routes of the kernels' calls.
 
     In float64 on the CPU, on the device with eager attention, and there on the kernels.
     """
@@ -169,7 +169,7 @@ def demo_generation(device: torch.device) -> bool:
     ways, routes = _each_way(model, device, generate)
     tokens, logits = zip(*ways, strict=True)
     _print_both(tokens, "d")
-    # Of two logits as near as their errors either may be chosen. What follows is another text.
+    # Where two logits are as near as their errors, either may be chosen, and the texts differ.
     alike = sum((tokens[0] == other).cumprod(0) for other in tokens[1:]) == 2
     steps = min(int(alike.sum()) + 1, NEW_TOKENS)
     return _judge([x[:steps] for x in logits], not routes.dense)

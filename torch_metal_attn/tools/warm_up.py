@@ -26,7 +26,7 @@ _MOST_THREADS = 8
 
 @dataclass(frozen=True)
 class WarmUp:
-    """What `warm_up` did.
+    """The result of `warm_up`.
 
     Attributes: kernels: how many programs there are of each kernel, by its name. compiled: programs
         that were compiled now. already: those that were compiled before. failed: the error of each
@@ -155,8 +155,8 @@ class _Collector(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        name = ops.short_name(func)
-        if name is None or ops.recording_op(name) is None:
+        name = ops.explained_name(func)
+        if name is None:
             return func(*args, **kwargs)
         self.note(name, args, kwargs)
         return blank_result(func, args, kwargs)

@@ -101,7 +101,7 @@ FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
     return tuned(choose_gradient(problem, of, a.exact_delta, tensor, f.q, "their gradients need"),
                  call.forward.q_length, call.forward.kv_length);
   };
-  // Of both or of none: delta must be that of the same products.
+  // Both have tensor tiles or none: delta must be that of the same products.
   if (tensor && refused_tiles() != nullptr) {
     tensor = !choose(Gradient::kQ).refused && !choose(Gradient::kKv).refused;
   }
@@ -124,7 +124,7 @@ Extent threadgroups_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s
   return extent(std::max<int64_t>(blocks, 1), columns * s.slices(), sequences);
 }
 
-// Of a launch of dq, or of dk and dv, whose grid is known.
+// The work of a launch of dq, or of dk and dv, whose grid is known.
 Work work_of(const FlashBwdCall& call, const FlashFwdArguments& f, const FlashBwdSpecialisation& s,
              const Extent& threadgroups) {
   const FlashFwdCall& forward = call.forward;

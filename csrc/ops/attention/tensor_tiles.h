@@ -48,8 +48,8 @@ std::string missing_tensor_tiles(const char* own, const std::string& problem);
 const char* no_tensor_tiles(const FlashFwdProblem& problem);
 const char* no_tensor_gradients(const FlashFwdProblem& problem);
 
-// Of a problem whose tensor tiles the GPU has refused one by one: why it has 8x8 tiles, and what
-// says so on stderr, once.
+// Why a problem has 8x8 tiles if the GPU has refused each of its tensor tiles, and the function
+// that says so on stderr, once.
 inline constexpr char kTensorTilesRefused[] = "this GPU refused each of them for this problem";
 void say_tensor_tiles_refused(const std::string& what, const std::string& why);
 

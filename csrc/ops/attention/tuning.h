@@ -103,8 +103,8 @@ void run_chosen(Backend& backend, const Launch& launch, const Specialisation& s,
   }
 }
 
-// What `run` returns, which chooses tiles and launches kernels: again after each that was refused.
-// Tiles that others took the place of are told on stderr.
+// The result of `run`, which chooses tiles and launches kernels, and runs again after each refused
+// tile. A tile that another one replaced is named on stderr.
 template <class Run>
 auto with_tiles_that_run(const Run& run) {
   constexpr int kMostTiles = 64;  // more than the kernels of any call have

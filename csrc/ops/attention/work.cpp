@@ -11,8 +11,8 @@
 namespace metal_attn {
 namespace {
 
-// Of `length` rows of the other side, by the window and the chunks. The window's sides may be near
-// 2^63.
+// How many of `length` rows of the other side the window and the chunks leave. The window's sides
+// may be near 2^63.
 int64_t in_window(const FlashFwdOptions& o, int64_t length, int64_t rows) {
   const int64_t right = o.causal ? 0 : o.window_size_right;
   if (o.window_size_left >= 0 && right >= 0) {

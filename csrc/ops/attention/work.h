@@ -1,4 +1,4 @@
-// What the kernels of attention take at most, by which long launches are divided
+// The most work that kernels of attention may have. Long launches are divided by it
 // (csrc/runtime/pieces.h).
 #pragma once
 

@@ -98,10 +98,10 @@ int64_t choose_splits(const FlashDecodeSpecialisation& s, int64_t groups, int64_
   return (steps + split_steps - 1) / split_steps;
 }
 
-// Of a threadgroup: products of its rows with the keys of a split, which it reads once a pass.
+// A threadgroup multiplies its rows with the keys of a split, and reads these once a pass.
 double threadgroup_work(const FlashDecodeCall& call) {
   const FlashDecodeSpecialisation& s = call.specialisation;
-  // A core of M1 to M4 reads 8 GB/s at least, beside a peak of 160 thousand million products.
+  // By judgement, not by a measurement.
   constexpr double kProductsPerByte = 20;
   const int64_t rows = divide_up(call.list_rows(), call.row_groups / call.list_count());
   const double bytes = double(s.passes(rows)) * key_bytes(s);

@@ -37,6 +37,14 @@ def test_blank_issues_are_off():
     assert config["blank_issues_enabled"] is False
 
 
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for field in ("version", "license"):
+        assert f'\n{field} = "{cited[field]}"\n' in project
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
+
+
 @pytest.mark.parametrize("name", ["wrong-result", "crash"])
 def test_faults_come_with_a_report(name):
     """The machine, its installation, and a program: without these we cannot reproduce it."""

@@ -7,7 +7,8 @@ import griffe
 
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns):(\s)((?:.+\n?)+)", re.MULTILINE)
 _EXAMPLE = re.compile(r"^Example:\n((?: .*\n?|\n)+)", re.MULTILINE)  # indented, so it is code
-_NAMES = r"((?:\*{0,2}[\w.]+(?:, | or )?)+): "
+_IN_A_PARAGRAPH = re.compile(r"(?:^|(?<=\. ))((?:\*{0,2}[\w.]+(?:, | or )?)+): ")
+_ON_ITS_LINE = re.compile(r"^ +([^:\n]{1,40}): ", re.MULTILINE)
 
 
 def as_markdown(text: str) -> str:
@@ -18,11 +19,15 @@ def as_markdown(text: str) -> str:
 
 def _section(found: re.Match[str]) -> str:
     title, blank, text = found.groups()
-    run_on = blank == " "
-    text = re.sub(r"\n +" if run_on else r"\n {5,}", " ", text)
-    begin, item = (r"(?:^|(?<=\. ))", r"\n- `\1`: ") if run_on else (r"^ *", r"- `\1`: ")
-    items = re.sub(begin + _NAMES, item, text, flags=re.MULTILINE).strip()
-    return f"**{title}:**\n\n{items}\n" if items[0] == "-" else f"**{title}:** {items}\n"
+    if title == "Returns":
+        items = text.strip()
+    elif blank == "\n" or "\n        " in text:
+        items = _ON_ITS_LINE.sub(r"- `\1`: ", re.sub(r"\n {5,}", " ", text))
+    else:
+        items = _IN_A_PARAGRAPH.sub(r"\n- `\1`: ", re.sub(r"\n +", " ", text))
+    before, item, rest = items.strip().partition("- `")
+    begin = f"**{title}:** {before.strip()}".rstrip()
+    return f"{begin}\n\n{item}{rest}".rstrip() + "\n"
 
 
 class Docstrings(griffe.Extension):

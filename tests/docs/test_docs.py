@@ -197,9 +197,10 @@ def test_docstrings_become_lists():
 """
     found = docs_docstrings.as_markdown(DOCSTRING)
     assert re.sub(r" *\n+", "\n", found) == re.sub(r"\n+", "\n", expected)
-    block = "Args:\n    a: one\n        more: of it.\n    *b: two.\n"
-    found = docs_docstrings.as_markdown(block)
-    assert found == "**Args:**\n\n- `a`: one more: of it.\n- `*b`: two.\n"
+    block = "Args:{}\n    a: one\n        more: of it.\n    *b: two.\n"
+    for intro in ("", " one of"):
+        found = docs_docstrings.as_markdown(block.format(intro))
+        assert found == f"**Args:**{intro}\n\n- `a`: one more: of it.\n- `*b`: two.\n"
 
 
 def test_every_page_is_linked():

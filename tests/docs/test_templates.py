@@ -45,6 +45,17 @@ def test_the_citation_is_of_this_version():
     assert {"cff-version", "message", "title", "authors"} <= cited.keys()
 
 
+def test_the_readme_has_the_matrix():
+    workflow = yaml.safe_load((GITHUB / "workflows" / "test.yml").read_text(encoding="utf-8"))
+    rows = workflow["jobs"]["test"]["strategy"]["matrix"]["include"]
+    words = {"macos-15": "macOS 15", "ubuntu-24.04": "x86-64", "ubuntu-24.04-arm": "arm64"}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"^CI \(.*\n.*$", text, re.MULTILINE)[0]
+    assert set(re.findall(r"3\.\d+", shown)) == {row["python"] for row in rows}
+    assert all(words[row["os"]] in shown for row in rows)
+    assert all(row.get("torch", "torch==2.10.0") == "torch==2.10.0" for row in rows)
+
+
 @pytest.mark.parametrize("name", ["wrong-result", "crash"])
 def test_faults_come_with_a_report(name):
     """The machine, its installation, and a program: without these we cannot reproduce it."""

@@ -268,9 +268,7 @@ CASES = {
     'case(name="Apple M4")': works(
         NOT_TRIED, "no Apple GPU with matrix units (M5 or later) was found: this is an Apple M4"
     ),
-    'case(name="")': works(
-        NOT_TRIED, "no Apple GPU with matrix units (M5 or later) was found"
-    ),
+    'case(name="")': works(NOT_TRIED, "no Apple GPU with matrix units (M5 or later) was found"),
     'case(setting="off")': works(NOT_TRIED, "TORCH_METAL_ATTN_TENSOR_TILES is off"),
     "case(macos=0)": works(NOT_TRIED, "they need macOS 26.2"),
     'case(setting="yes")': (

@@ -1,4 +1,4 @@
-# make demo | test | mutants | test-simulator | check | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | readme-check | hf-kernel | clean
+# make demo | test | mutants | test-simulator | check | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | readme-check | docs | hf-kernel | clean
 # The first run makes .venv and installs everything into it; later runs only rebuild what changed.
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim bench/gpu_headers -
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test mutants test-simulator check fuzz build lint lint-format lint-shaders lint-types format bench census wheel wheel-macos wheel-check readme-check hf-kernel clean
+.PHONY: demo test mutants test-simulator check fuzz build lint lint-format lint-shaders lint-types format bench census wheel wheel-macos wheel-check readme-check docs hf-kernel clean
 
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
@@ -103,6 +103,11 @@ wheel-check: build
 readme-check: build
 	$(BIN)/python .ci/clean_venvs.py --readme
 
+# The pages as a site, with the API and a search. A dead link or heading is an error.
+docs: build
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "built; to read it with its search: python -m http.server --directory build/site"
+
 # dist/hf-kernel/ as Hugging Face's `kernels` loads it: LOCAL_KERNELS=<user>/<name>=dist/hf-kernel
 hf-kernel: wheel-macos
 	$(BIN)/python .ci/hf_kernel.py dist/torch_metal_attn-*-macosx_14_0_arm64.whl
@@ -133,4 +138,5 @@ $(VENV)/.installed: $(VENV)/.tools pyproject.toml $(wildcard setup.py) \
 		$(shell find csrc shaders -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.metal')
 	@echo "== Building and installing torch_metal_attn"
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install --no-build-isolation --editable '.[dev,demo]'
+	@$(BIN)/python .ci/repository.py
 	touch $@

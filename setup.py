@@ -36,9 +36,6 @@ except ModuleNotFoundError as error:
     ) from None
 
 ROOT = Path(__file__).parent
-# Where the project's files are read: "https://.../blob/main". While it is unknown, links in the
-# wheel's description stay relative.
-FILES_URL = ""
 TORCH_2_10 = "0x020a000000000000"
 # What most files include: parsing it takes two thirds of a file's time.
 PRECOMPILED = "".join(
@@ -155,12 +152,33 @@ def precompiles(compiler: str) -> bool:
     return "Free Software Foundation" in said
 
 
+def repository() -> str:
+    """Its URL, from pyproject.toml; "" until the owner fills it in, which the build then says."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r'^repository = "(.*)"$', text, re.MULTILINE)
+    url = found[1].rstrip("/") if found else ""
+    if not url:
+        print(
+            "warning: pyproject.toml has no URL in [tool.torch_metal_attn] repository: the "
+            "package has no links to its source and issues, and README.md's stay relative",
+            file=sys.stderr,
+        )
+    return url
+
+
+REPOSITORY = repository()
+
+
 def description() -> str:
-    """README.md, with links that lead somewhere outside of the repository too."""
+    """README.md, with links and pictures that lead somewhere outside of the repository too."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    if not FILES_URL:
+    if not REPOSITORY:
         return readme
-    return re.sub(r"(\]\()(?!https?://|#)", rf"\g<1>{FILES_URL}/", readme)
+
+    def absolute(found: re.Match[str]) -> str:
+        return f"{found[0]}{REPOSITORY}/{'raw' if found[0][0] == '!' else 'blob'}/main/"
+
+    return re.sub(r"(!\[[^]]*\]\(|\]\()(?!https?://|#)", absolute, readme)
 
 
 def under_root(pattern: str) -> list[str]:
@@ -170,6 +188,15 @@ def under_root(pattern: str) -> list[str]:
 setup(
     long_description=description(),
     long_description_content_type="text/markdown",
+    project_urls={
+        name: f"{REPOSITORY}{path}"
+        for name, path in (
+            ("Repository", ""),
+            ("Issues", "/issues"),
+            ("Changelog", "/blob/main/CHANGELOG.md"),
+        )
+        if REPOSITORY
+    },
     ext_modules=[
         CppExtension(
             "torch_metal_attn._C",

@@ -18,6 +18,7 @@ import check_library
 import check_wheel
 import macho
 import macos_cc
+import repository
 import torches
 from check_wheel import ROOT
 
@@ -101,6 +102,8 @@ def main() -> int:
         return 1
     for fault in faults:
         print(f"{wheel.name}: {fault}", file=sys.stderr)
+    if not repository.url():
+        print(repository.EMPTY)
     if faults:
         wheel.unlink()  # nobody shall upload it
     else:

@@ -40,14 +40,17 @@ def verify(wheel: Path, torch: str) -> bool:
 
 def readme() -> bool:
     """Whether the README's blocks work in a clone, as they stand there, and print what it shows."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (cloned,) = re.findall(r"^git clone (\S+)$", text, re.MULTILINE)
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(["git", "clone", "--quiet", ROOT, f"{folder}/clone"], check=True)
         venv.create(f"{folder}/venv", with_pip=True)
         (packages,) = Path(folder).glob("venv/lib/python*/site-packages")
         _lend("torch", packages)
         settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         settings["PATH"] = f"{folder}/venv/bin{os.pathsep}{settings['PATH']}"
-        return passes((ROOT / "README.md").read_text(), f"{folder}/clone", settings)
+        # The clone is of this checkout, whatever the URL is.
+        settings |= {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": f"url.{ROOT}.insteadOf"}
+        return passes(text, folder, settings | {"GIT_CONFIG_VALUE_0": cloned})
 
 
 def _lend(name: str, packages: Path) -> None:
@@ -66,10 +69,14 @@ def _lend(name: str, packages: Path) -> None:
 def passes(text: str, folder: str, settings: dict[str, str]) -> bool:
     """Whether each block runs in `folder`, and prints one of the outputs that stand after it.
 
-    Python's blocks are one session.
+    Python's blocks are one session. The first block of commands, which installs, is run first, and
+    a `cd` of it holds for the others.
     """
     session = before = ""
-    for language, block, outputs in _blocks(text):
+    blocks = list(_blocks(text))
+    install = next(block for block in blocks if block[0] == "sh")
+    blocks.remove(install)
+    for language, block, outputs in [install, *blocks]:
         print(f"== README.md\n{block}==", flush=True)
         if language == "python":
             session += block
@@ -86,6 +93,8 @@ def passes(text: str, folder: str, settings: dict[str, str]) -> bool:
             )
             return False
         before = before if shell else done.stdout
+        for entered in re.findall(r"^cd (\S+)$", block, re.MULTILINE) if shell else ():
+            folder = f"{folder}/{entered}"
     return True
 
 

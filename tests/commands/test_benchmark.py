@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 
+from tests.docs.doc_pages import ROOT
 from tests.helpers.cases import each_case
 from tests.tuning.fake_gpu import CPU, FakeClock
 from torch_metal_attn import allow_tf32, explain, mps, simulate
@@ -20,7 +21,7 @@ from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime import machine
 from torch_metal_attn.tools import bench as benchmark
 from torch_metal_attn.tools import costs
-from torch_metal_attn.tools.bench import ceilings, plot, shapes, timing, versus
+from torch_metal_attn.tools.bench import ceilings, memory, plot, shapes, timing, versus
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 
 TRAINING_KERNELS = {"flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"}
@@ -301,6 +302,41 @@ class TestPlots:
         benchmark._write(data, tmp_path)
         assert "pip install 'torch_metal_attn[bench]'" in capsys.readouterr().out
         assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+
+
+class TestMemory:
+    def test_the_picture_in_the_docs_is_what_the_command_draws(self, tmp_path, capsys):
+        assert main(["bench", "--memory", "--out", str(tmp_path)]) == 0
+        (drawn,) = tmp_path.iterdir()
+        kept = ROOT / "docs" / "images" / drawn.name
+        assert drawn.read_text() == kept.read_text(), "python -m torch_metal_attn bench --memory"
+        assert "| 32768 x 32768 | 2.16 GB | 140 GB |" in capsys.readouterr().out
+
+    def test_bytes(self):
+        """Ours are those of explain; torch's the eight tensors and the scores in float32."""
+        shape = small("training", dtype="float16")
+        found = memory.memory(shape)
+        q, k, v = shape.operands(CPU)
+        assert found.ours == explain(q, k, v, backward=True, **shape.options).training.total
+        scores = shape.batch * shape.heads * shape.length * shape.kv_length
+        assert found.torch == 2 * (4 * q.numel() + 4 * k.numel()) + 4 * scores
+        assert memory.memory(dataclasses.replace(shape, kind="forward")).ours == found.ours
+
+    def test_a_picture_of_each_series(self, tmp_path, capsys):
+        lengths = ["--length", "64", "128", "--out", str(tmp_path)]
+        assert main(["bench", "--memory", *lengths]) == 0
+        assert "| 128 x 128 |" in capsys.readouterr().out
+        assert len(memory.plots([memory.memory(s) for s in (small(), small(heads=8))])) == 2
+
+    def test_what_has_no_backward_is_refused(self, capsys):
+        for options, said in (
+            (["--decode"], "leave out --decode"),
+            (["--head-dim", "512", "--dtype", "float32"], "head dim"),
+        ):
+            with pytest.raises(SystemExit) as ended:
+                main(["bench", "--memory", *options])
+            assert ended.value.code == 2
+            assert said in capsys.readouterr().err
 
 
 def parsed(*arguments):

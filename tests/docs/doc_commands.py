@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 from unittest import mock
 
+import repository
 import yaml
 from packaging.requirements import Requirement
 
@@ -109,6 +110,15 @@ def _pip(arguments, where, folder):
             assert requirement.extras <= extras(), f"{where}: {requirement.extras - extras()}"
 
 
+def _git(arguments, where, folder):
+    wanted = repository.url() or repository.PLACEHOLDER
+    assert arguments == ["clone", wanted], f"{where}: the repository is {wanted}"
+
+
+def _cd(arguments, where, folder):
+    assert arguments == [repository.PLACEHOLDER.split("/")[-1]], where
+
+
 def extras():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     table = re.search(r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.M | re.S)[1]
@@ -126,7 +136,15 @@ def _compiler(arguments, where, folder):
     assert all(list(ROOT.glob(name)) for name in arguments if name.endswith(".cpp")), where
 
 
-RULES = {"make": _make, "python": _python, "pip": _pip, "echo": _echo, "c++": _compiler}
+RULES = {
+    "make": _make,
+    "python": _python,
+    "pip": _pip,
+    "echo": _echo,
+    "c++": _compiler,
+    "git": _git,
+    "cd": _cd,
+}
 
 
 def check_yaml(text, where, folder):

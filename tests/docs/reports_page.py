@@ -25,7 +25,7 @@ INTRODUCTION = """\
 Public reports about attention on Apple GPUs, and what this library does with the same call. A
 number without a name is PyTorch's.
 
-- The second column is what the report says, with the versions that it names. Nothing of it was
+- The second column is what the report says, with the versions that it names. None of it was
   measured here, and newer versions may differ.
 - The third column is what a test proves in the simulator, with the report's sizes, dtypes and
   strides. Sizes that are not the point are smaller; those that a report leaves open were chosen.

@@ -4,11 +4,12 @@ import operator
 import re
 import sys
 
+import docs_site
 import pytest
 import torch
 
 import torch_metal_attn
-from tests.docs import api_page, doc_commands, doc_pages, reports_page
+from tests.docs import doc_commands, doc_pages, reports_page
 from tests.helpers.cases import each_case
 from tests.sdpa.reports import REPORTS
 from torch_metal_attn.tools.doctor import torch_on_mps
@@ -17,6 +18,7 @@ PAGES = [doc_pages.ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "C
 PAGES += sorted((doc_pages.ROOT / "docs").glob("*.md"))
 DESIGN = sorted((doc_pages.ROOT / "docs" / "design").glob("*.md"))
 PAGES += DESIGN
+NOTEBOOKS = sorted((doc_pages.ROOT / "docs" / "notebooks").glob("*.ipynb"))
 MOST_COLUMNS = 140
 ID = operator.attrgetter("name")
 
@@ -80,6 +82,14 @@ def test_blocks_on_kernels(path, page, device, request):
     page(path, request.getfixturevalue("model"))
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=ID)
+def test_notebooks(path, page, device):
+    """Each cell prints what is stored."""
+    text = docs_site.notebook_page(path)
+    page(text)
+    assert str(doc_pages.ROOT) not in text
+
+
 @each_case("path", PAGES)
 def test_links(path):
     assert doc_pages.dead_links(path) == []
@@ -93,19 +103,16 @@ def test_lines_fit_a_screen(path):
 
 
 def test_every_op_and_public_name_is_on_a_page():
-    """And not only in the list of all."""
-    guides = [path for path in PAGES if path != api_page.PAGE]
-    text = "".join(path.read_text(encoding="utf-8") for path in guides)
-    names = {*api_page.public_ops(), *torch_metal_attn.__all__}
+    text = "".join(path.read_text(encoding="utf-8") for path in PAGES)
+    names = {*docs_site.public_ops(), *torch_metal_attn.__all__}
     assert len(names) > 30
     assert not [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)]
 
 
-@pytest.mark.parametrize("maker", [api_page, reports_page])
-def test_a_page_is_what_its_module_makes(maker):
+def test_the_page_of_reports_is_what_its_module_makes():
     pytest.importorskip("transformers")
-    written = maker.PAGE.read_text(encoding="utf-8")
-    assert written == maker.text(), f"write it with: python -m {maker.__name__}"
+    written = reports_page.PAGE.read_text(encoding="utf-8")
+    assert written == reports_page.text(), f"write it with: python -m {reports_page.__name__}"
 
 
 def test_every_module_and_report_is_on_its_page():
@@ -151,8 +158,49 @@ def test_requirements_are_those_of_the_package():
         told = f"{shown.get(name, name)} {version} or later"
         assert told in install, told
         assert name not in shown or told in readme, told
+        if name in shown:
+            badge = doc_pages.ROOT / "docs" / "images" / f"{shown[name].lower()}.svg"
+            assert f">{version}+<" in badge.read_text(encoding="utf-8")
     oldest = re.search(r"macosx_(\d+)_0_arm64", install)[1]
     assert all(f"macOS {oldest} or later" in page for page in (install, readme.replace("| ", "")))
+
+
+DOCSTRING = """What it does: this.
+
+Args: first: one. Two. second, third:
+    others.
+
+Raises: ValueError: a fault.
+
+Example:
+    f(1)
+"""
+
+
+def test_docstrings_become_lists():
+    """As `make docs` has them, also where a section's names are in one paragraph."""
+    docs_docstrings = pytest.importorskip("docs_docstrings", reason="needs the extra docs")
+    expected = """What it does: this.
+
+**Args:**
+
+- `first`: one. Two.
+- `second, third`: others.
+
+**Raises:**
+
+- `ValueError`: a fault.
+
+**Example:**
+
+    f(1)
+"""
+    found = docs_docstrings.as_markdown(DOCSTRING)
+    assert re.sub(r" *\n+", "\n", found) == re.sub(r"\n+", "\n", expected)
+    block = "Args:{}\n    a: one\n        more: of it.\n    *b: two.\n"
+    for intro in ("", " one of"):
+        found = docs_docstrings.as_markdown(block.format(intro))
+        assert found == f"**Args:**{intro}\n\n- `a`: one more: of it.\n- `*b`: two.\n"
 
 
 def test_every_page_is_linked():

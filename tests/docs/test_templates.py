@@ -37,6 +37,25 @@ def test_blank_issues_are_off():
     assert config["blank_issues_enabled"] is False
 
 
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    for field in ("version", "license"):
+        assert f'\n{field} = "{cited[field]}"\n' in project
+    assert {"cff-version", "message", "title", "authors"} <= cited.keys()
+
+
+def test_the_readme_has_the_matrix():
+    workflow = yaml.safe_load((GITHUB / "workflows" / "test.yml").read_text(encoding="utf-8"))
+    rows = workflow["jobs"]["test"]["strategy"]["matrix"]["include"]
+    words = {"macos-15": "macOS 15", "ubuntu-24.04": "x86-64", "ubuntu-24.04-arm": "arm64"}
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"^CI \(.*\n.*$", text, re.MULTILINE)[0]
+    assert set(re.findall(r"3\.\d+", shown)) == {row["python"] for row in rows}
+    assert all(words[row["os"]] in shown for row in rows)
+    assert all(row.get("torch", "torch==2.10.0") == "torch==2.10.0" for row in rows)
+
+
 @pytest.mark.parametrize("name", ["wrong-result", "crash"])
 def test_faults_come_with_a_report(name):
     """The machine, its installation, and a program: without these we cannot reproduce it."""

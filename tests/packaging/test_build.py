@@ -2,17 +2,20 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
 from tests.helpers.cases import each_case
 from tests.helpers.forks import run_program
 from tests.packaging.built_wheels import IS_CHECKOUT, ROOT
-from torch_metal_attn.runtime import extension, shaders
+from torch_metal_attn.runtime import extension, shaders, version
 
+repository = pytest.importorskip("repository", reason="no .ci folder")
 EXTENSION = extension.PATH
 
 needs_checkout = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
@@ -50,6 +53,43 @@ def test_setuptools_that_is_too_old(tmp_path):
         "error: the build needs setuptools 77 or later, and this is 65.5.0: "
         "pip install 'setuptools>=77'\n"
     )
+
+
+@needs_checkout
+@pytest.mark.parametrize("url", ["", "https://example.org/someone/torch_metal_attn"])
+def test_the_repository_is_named_once(url, tmp_path, monkeypatch, capsys):
+    """By pyproject.toml; the build says if it is empty."""
+    project = (ROOT / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(
+        re.sub('^repository = ".*"$', f'repository = "{url}"', project, flags=re.MULTILINE)
+    )
+    links = f"[a](x.md) [![b](c.svg)](d#e) [f](#g) [h]({repository.PLACEHOLDER}/issues)\n"
+    (tmp_path / "README.md").write_text(links)
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    said = repository.write(tmp_path)
+    assert said == (f"wrote {url} into README.md" if url else repository.EMPTY)
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    monkeypatch.setenv("MAX_JOBS", "1")
+    with mock.patch("setuptools.setup") as setup:
+        runpy.run_path(str(tmp_path / "setup.py"))
+    options = setup.call_args.kwargs
+    assert ("has no URL" in capsys.readouterr().err) == (not url)
+    if url:
+        assert options["project_urls"]["Issues"] == f"{url}/issues"
+        assert options["long_description"] == (
+            f"[a]({url}/blob/main/x.md) [![b]({url}/raw/main/c.svg)]({url}/blob/main/d#e) [f](#g) "
+            f"[h]({url}/issues)\n"
+        )
+    else:
+        assert (options["project_urls"], options["long_description"]) == ({}, links)
+
+
+def test_messages_name_the_issues_of_the_package(monkeypatch):
+    urls = ["Repository, https://example.org/x", "Issues, https://example.org/x/issues"]
+    for known, where in ((urls, " (https://example.org/x/issues)"), (None, "")):
+        message = mock.Mock(get_all=mock.Mock(return_value=known))
+        monkeypatch.setattr(version, "metadata", mock.Mock(return_value=message))
+        assert version.open_an_issue() == f"open an issue{where}"
 
 
 # A Mac with python.org's Python, which is built for Intel's processors too, and for macOS 10.13.

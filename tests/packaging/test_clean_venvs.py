@@ -12,7 +12,15 @@ pytestmark = pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout b
 clean_venvs = pytest.importorskip("clean_venvs", reason="no .ci folder")
 
 PAGE = """
+```python
+print("before it is installed")
+```
+```text
+before it is installed
+```
 ```sh
+mkdir clone
+cd clone
 echo {shell} | tee made
 ```
 ```text
@@ -56,7 +64,7 @@ load("your/model")
     ],
 )
 def test_readme_blocks(shell, printed, passes, tmp_path, capfd):
-    """One session of Python, in the folder and the environment of the commands."""
+    """One session of Python, in the folder and the environment of the first commands."""
     settings = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     page = PAGE.format(shell=shell, printed=printed)
     assert clean_venvs.passes(page, tmp_path, settings) == passes

@@ -53,8 +53,8 @@ std::string unwanted() {
     return "tensor operations cut float32 to 11 bits, and " + tf32_reason();
   }
   const std::string name = gpu_name();
-  return "M5 is the first GPU with matrix units, and this is " +
-         (name.empty() ? "none that torch names" : "an " + name);
+  return "no Apple GPU with matrix units (M5 or later) was found" +
+         (name.empty() ? "" : ": this is an " + name);
 }
 
 // Before the checks have seen it: scalar_type() throws for some dtypes.

@@ -15,20 +15,21 @@
 
 namespace metal_attn {
 
-// "at most 102 registers a thread, of which M1 has 128, by the row for 16 bits, head dims up to 64"
+// "tile chosen by the table row for 16-bit dtypes, head dims up to 64: at most 102 of M1's 128
+// registers a thread"
 inline std::string row_text(const TileConditions* row) {
   if (row == nullptr) {
     return "a tile of a tuned table";
   }
   const int registers = row->whole_registers();
-  std::string text = registers == 0 ? "registers not measured"
-                                    : "at most " + std::to_string(registers) +
-                                          " registers a thread, of which M1 has 128";
-  text += std::string(", by the row for ") + std::to_string(row->bits) + " bits, head dims up to " +
-          std::to_string(row->columns);
+  std::string text = "tile chosen by the table row for " + std::to_string(row->bits) +
+                     "-bit dtypes, head dims up to " + std::to_string(row->columns);
   text += row->queries != kAny ? ", " + std::to_string(row->queries) + " queries" : "";
   text += row->load == Load::kLight ? ", light features" : "";
-  return text + (row->family > kM1 ? ", M3 and later" : "");
+  text += row->family > kM1 ? ", M3 and later" : "";
+  return text + (registers == 0 ? ": registers not measured"
+                                : ": at most " + std::to_string(registers) +
+                                      " of M1's 128 registers a thread");
 }
 
 // "default", the source of a tuned table's row, and what the GPU has refused before.

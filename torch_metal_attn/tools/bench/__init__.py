@@ -2,6 +2,7 @@
 
 It measures times, and in the same run the machine's ceilings. A shape that runs on tensor tiles is
 measured on 8x8 tiles too. --out also writes a JSON file and, if matplotlib is installed, plots.
+--memory shows the bytes of training steps instead, which needs no GPU.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from torch_metal_attn.runtime import machine, mps
-from torch_metal_attn.tools.bench import plot, versus
+from torch_metal_attn.tools.bench import memory, plot, versus
 from torch_metal_attn.tools.bench.shapes import (
     DEFAULT_SHAPES,
     BadShape,
@@ -27,6 +28,7 @@ from torch_metal_attn.tools.bench.shapes import (
 from torch_metal_attn.tools.bench.timing import timer_of
 from torch_metal_attn.tools.costs import scaled
 from torch_metal_attn.tools.progress import Progress
+from torch_metal_attn.tools.text_table import markdown
 
 __all__ = ["BadShape", "add_options", "bench"]
 
@@ -46,6 +48,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"samples of each time (default: {_ROUNDS})",
     )
     parser.add_argument(
+        "--memory",
+        action="store_true",
+        help="show the memory of a training step of each shape, ours and torch's, computed without "
+        "running it",
+    )
+    parser.add_argument(
         "--out",
         "--output",
         dest="folder",
@@ -61,11 +69,13 @@ def bench(options: argparse.Namespace) -> bool:
     False without a GPU. Raises BadShape, OSError if --out cannot be made, or KeyboardInterrupt
     after it has written what was measured before.
     """
-    shapes = chosen(options) or DEFAULT_SHAPES
+    shapes = chosen(options) or (memory.DEFAULT_SHAPES if options.memory else DEFAULT_SHAPES)
     if options.rounds < 1:
         raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
     if options.folder is not None:
         options.folder.mkdir(parents=True, exist_ok=True)
+    if options.memory:
+        return _memory(shapes, options.folder)
     problem = mps.problem()
     if problem:
         print(f"bench times an Apple GPU, and mps cannot be used here: {problem}", file=sys.stderr)
@@ -91,6 +101,20 @@ def bench(options: argparse.Namespace) -> bool:
     if interrupted:
         raise KeyboardInterrupt
     return all(one.agree and not one.times[versus.OURS].error for one in found)
+
+
+def _memory(shapes: Sequence[Shape], folder: Path | None) -> bool:
+    """Print the bytes of each shape, and plot them into the folder."""
+    found = [memory.memory(shape) for shape in shapes]
+    print(f"{memory.LEGEND}\n")
+    for line in markdown(("length", "metal_attn", "torch, at least"), map(memory.row, found)):
+        print(line)
+    for number, picture in enumerate(memory.plots(found) if folder else ()):
+        assert folder is not None
+        path = folder / f"{_STEM}-memory{number or ''}.svg"
+        path.write_text(picture, encoding="utf-8")
+        print(f"wrote {path}")
+    return True
 
 
 def measured(

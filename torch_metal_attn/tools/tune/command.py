@@ -11,6 +11,7 @@ import torch
 
 from torch_metal_attn.runtime import machine as machines
 from torch_metal_attn.runtime import mps
+from torch_metal_attn.runtime.version import open_an_issue
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 from torch_metal_attn.tools.bench.timing import Timer, timer_of
 from torch_metal_attn.tools.progress import Progress
@@ -152,7 +153,7 @@ class _Run:
         print(report.markdown(self.table, list(self._ran), shapes - self._done))
         if self.wrong:
             print(
-                "A tile gave a wrong result and was left out. Please open an issue with this "
+                f"A tile gave a wrong result and was left out. Please {open_an_issue()} with this "
                 "report and with that of `python -m torch_metal_attn verify --full`."
             )
         rows = tables.counted(len(self.table.rows), "row")

@@ -1,0 +1,120 @@
+"""The memory of training steps by their shapes, ours and torch's, and its plot. Runs nothing."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import ceil, floor, log2, log10
+
+import torch
+
+from torch_metal_attn.tools.bench.shapes import DTYPES, BadShape, Shape
+from torch_metal_attn.tools.costs import scaled
+from torch_metal_attn.tools.doctor.torch_on_mps import Call
+from torch_metal_attn.tools.explain.command import explained
+
+# A layer of 32 heads of 128 columns.
+DEFAULT_SHAPES = [
+    Shape("training", kv_heads=32, length=n, kv_length=n, dtype="bfloat16", causal=True)
+    for n in (1024, 2048, 4096, 8192, 16384, 32768)
+]
+LEGEND = (
+    "Bytes of one training step of attention: q, k, v, out and their gradients, and what else is "
+    "held.\nmetal_attn: all of it, as explain lists it. torch: with one array of all scores, the "
+    "least that its\nattention with gradients holds on mps. No part is measured."
+)
+_WIDTH, _HEIGHT = 720, 380
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 560, 64, 330
+_OURS, _TORCH = "#1a73e8", "#d93025"
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """What a training step of a shape holds at most, and what torch's holds at least."""
+
+    shape: Shape
+    ours: int
+    torch: int
+
+
+def memory(shape: Shape) -> Bytes:
+    """Raises BadShape for decoding, and for a shape that has no backward."""
+    if shape.kind == "decode":
+        raise BadShape("--memory is for training steps: leave out --decode")
+    found = explained(dataclasses.replace(shape, kind="training"), torch.device("cpu"))
+    if found.training is None:
+        raise BadShape(f"{shape}: {found.refusal}")
+    held = found.training.inputs | found.training.allocated
+    q, k, v = shape.sizes
+    call = Call(q, k, v, DTYPES[shape.dtype], is_causal=shape.causal, gradients=True)
+    tensors = sum(held[name] for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"))
+    return Bytes(shape, found.training.total, tensors + call.scores_bytes)
+
+
+def row(found: Bytes) -> tuple[str, ...]:
+    """Of the table that is printed."""
+    sizes = (f"{scaled(size)}B" for size in (found.ours, found.torch))
+    return f"{found.shape.length} x {found.shape.kv_length}", *sizes
+
+
+def plots(found: Sequence[Bytes]) -> list[str]:
+    """An SVG picture of each series, by the number of queries."""
+    series = groupby(found, key=lambda one: one.shape.series)
+    return [_plot(list(members)) for _, members in series]
+
+
+def _words(shape: Shape) -> str:
+    shared = f" on {shape.kv_heads} KV heads" if shape.kv_heads != shape.heads else ""
+    seen = ", causal" if shape.causal else ""
+    heads = f"{shape.heads} heads{shared} of {shape.head_dim} columns"
+    return f"One layer, batch {shape.batch}, {heads}, {shape.dtype}{seen}"
+
+
+def _plot(found: Sequence[Bytes]) -> str:
+    title = _words(found[0].shape)
+    lengths = [one.shape.length for one in found]
+    sizes = [size for one in found for size in (one.ours, one.torch)]
+    low = floor(log10(min(sizes)))
+    high = max(low + 1, ceil(log10(max(sizes))))
+
+    def x(length: int) -> float:
+        span = log2(max(lengths) / min(lengths)) or 1.0
+        return _LEFT + (_RIGHT - _LEFT) * log2(length / min(lengths)) / span
+
+    def y(size: float) -> float:
+        return _BOTTOM - (_BOTTOM - _TOP) * (log10(size) - low) / (high - low)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'width="{_WIDTH}" height="{_HEIGHT}" font-family="Helvetica, Arial, sans-serif" '
+        'font-size="13" fill="#333">',
+        f"<title>Memory of one training step of attention: {title}</title>",
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
+        '<text x="20" y="26" font-size="16" font-weight="bold">Memory of one training step of '
+        "attention, by sequence length</text>",
+        f'<text x="20" y="46" fill="#666">{title}. Computed, not measured.</text>',
+    ]
+    for power in range(low, high + 1):
+        at = f"{y(10.0**power):.1f}"
+        parts.append(f'<path d="M{_LEFT} {at}H{_RIGHT}" stroke="#ddd"/>')
+        label = f"{scaled(10.0**power)}B"
+        parts.append(f'<text x="{_LEFT - 8}" y="{at}" dy="4" text-anchor="end">{label}</text>')
+    for length in lengths:
+        at = f"{x(length):.1f}"
+        parts.append(f'<text x="{at}" y="{_BOTTOM + 22}" text-anchor="middle">{length}</text>')
+    middle = (_LEFT + _RIGHT) // 2
+    parts.append(f'<text x="{middle}" y="{_BOTTOM + 42}" text-anchor="middle">tokens</text>')
+    lines = (
+        ("PyTorch on mps", "at least ", _TORCH, [one.torch for one in found]),
+        ("torch_metal_attn", "", _OURS, [one.ours for one in found]),
+    )
+    for name, bound, colour, values in lines:
+        points = [(f"{x(n):.1f}", f"{y(v):.1f}") for n, v in zip(lengths, values, strict=True)]
+        path = "L".join(" ".join(point) for point in points)
+        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
+        parts += [f'<circle cx="{a}" cy="{b}" r="3.5" fill="{colour}"/>' for a, b in points]
+        a, b = points[-1]
+        text = f'<text x="{float(a) + 12:.1f}" y="{b}" fill="{colour}"'
+        parts.append(f'{text} font-weight="bold">{name}</text>')
+        parts.append(f'{text} dy="18">{bound}{scaled(values[-1])}B</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"

@@ -180,6 +180,7 @@ class TestOnAFakeClock:
         (row,) = (row for row in done.table.rows if row.seconds is None)
         assert row.default
         assert [*done.tiles.values()] != [default]
+        assert not any(default in call for call in fake_gpu.calls), "it is not timed"
 
     def test_a_tile_that_raises_when_it_is_timed(self, fake_gpu, run):
         launch, tile = fake_gpu.launch, candidates()[1]

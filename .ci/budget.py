@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# A file counts for the longest of these that its path begins with. Lower one when its folder shrinks.
+# A file counts for the longest of these that its path begins with.
 BUDGET = {
     "": 1500,
     ".ci/": 1100,

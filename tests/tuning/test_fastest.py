@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.sdpa.sdpa_replaced_check import close, nothing_said, qkv  # noqa: F401
+from tests.sdpa.sdpa_check import close, nothing_said, qkv  # noqa: F401
 from tests.tuning.explained import HELD
 from tests.tuning.fake_gpu import M2_MAX
 from torch_metal_attn import allow_tf32, sdpa_replaced, simulate

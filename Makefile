@@ -56,6 +56,7 @@ build: $(VENV)/.installed
 
 lint: build
 	@$(MAKE) --no-print-directory -j 2 lint-format lint-shaders lint-types
+	@$(BIN)/python .ci/budget.py
 
 lint-format:
 	$(BIN)/ruff check

@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from bench.replay.cases import UNKNOWN_CORES
 from tests.conftest import WHERE
+from tests.helpers.home import UNKNOWN_CORES
 from torch_metal_attn import mps, simulate
 from torch_metal_attn.runtime import extension, session
 from torch_metal_attn.runtime.device import best_device

@@ -48,10 +48,7 @@ METAL_FUNC uint __gpu_bytes(uint a, uint b, uint which) {
           : "=f"(d0), "=f"(d1), "=f"(unused0), "=f"(unused1)                                     \
           : __VA_ARGS__)
 
-// Products of floats: MSL_FLOAT_PRODUCTS is 1 for one product of tf32, 3 for three.
-#ifndef MSL_FLOAT_PRODUCTS
-#define MSL_FLOAT_PRODUCTS 1
-#endif
+// A product of floats is three of tf32, so as not to round them to 11 bits.
 METAL_FUNC void __gpu_float_product(float2& d, float2 a, float2 b) {
   const uint x = as_type<uint>((float)b.x), y = as_type<uint>((float)b.y), zero = 0;
   const uint high = __gpu_transpose(__gpu_bytes(x, y, 0x7632));
@@ -68,13 +65,11 @@ METAL_FUNC void __gpu_float_product(float2& d, float2 a, float2 b) {
     d.x = d0;                                                                                     \
     d.y = d1;                                                                                     \
   }
-#if MSL_FLOAT_PRODUCTS == 3
   const uint mask = 0xffffe000u;
 #define __GPU_REST(word) as_type<uint>(as_type<float>(word) - as_type<float>((uint)((word) & mask)))
   __GPU_TF32(__GPU_REST(a0), __GPU_REST(a1), b0, b1)
   __GPU_TF32(a0, a1, __GPU_REST(b0), __GPU_REST(b1))
 #undef __GPU_REST
-#endif
   __GPU_TF32(a0, a1, b0, b1)
 #undef __GPU_TF32
 }

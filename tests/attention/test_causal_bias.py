@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_before
 
 import torch_metal_attn
 from tests.attention.held_cases import case, hold
-from tests.sdpa.sdpa_replaced_check import (
+from tests.sdpa.sdpa_check import (
     BUILTIN,
     LEAVES,
     NO_CALL,

@@ -1,9 +1,12 @@
 """How CPU tensors find their kernel, and what explain says of it; test_every_op.py has the rest."""
 
+import pytest
 import torch
 
 import torch_metal_attn
 from tests.attention.autograd_check import make_qkv
+from torch_metal_attn.ops.names import ArgumentNames
+from torch_metal_attn.runtime.refusals import unmarked
 
 flash_fwd = torch.ops.metal_attn.flash_fwd
 
@@ -26,3 +29,52 @@ def test_environment_turns_the_simulator_on(monkeypatch):
     assert torch_metal_attn.explain(q, k, v).backend == "simulator"
     monkeypatch.setenv("TORCH_METAL_ATTN_BACKEND", "reference")
     assert torch_metal_attn.explain(q, k, v).backend == "reference"
+
+
+NAMES = ArgumentNames({"k": "k_cache", "seqused_k": "cache_seqlens"}, heads_third=True)
+KV_NAMES = ArgumentNames({"k_cache": "kv[0]"})
+FLASH_FWD = torch.ops.metal_attn.flash_fwd
+
+
+@pytest.mark.parametrize(
+    "message, expected",
+    [
+        ("`k` has 2 heads; call `k`.clone()", "k_cache has 2 heads; call k_cache.clone()"),
+        ("`seqused_k`[0] is 9, say k", "cache_seqlens[0] is 9, say k"),
+        ("`leftpad_k` and `k_scale` stay", "leftpad_k and k_scale stay"),
+        ("`k` of shape `(1, 2, 3, 4)`", "k_cache of shape (1, 3, 2, 4)"),
+        ("it must be `(B, H, L, D)` or `(2, 3)`", "it must be (B, L, H, D) or (2, 3)"),
+    ],
+)
+@pytest.mark.parametrize("kind", [ValueError, NotImplementedError])
+def test_marked_words_are_replaced(message, expected, kind):
+    error = NAMES.error(kind(unmarked(message)))
+    assert (type(error), str(error)) == (kind, expected)
+    # By the names of a function that calls the function, too.
+    assert str(KV_NAMES.error(error)) == expected.replace("k_cache", "kv[0]")
+
+
+def test_what_is_not_the_last_refusal_stays():
+    unmarked("`k` is wrong")
+    assert str(NAMES.error(ValueError("k is something else"))) == "k is something else"
+    other = RuntimeError("k is wrong")
+    assert NAMES.error(other) is other
+
+
+def test_checks_in_cpp_mark_what_they_say():
+    q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 3, 9, 16)
+    for arguments, message in (
+        ((q, k, k), "q has 2 heads and k_cache 3; k_cache's must divide q's"),
+        ((q, k, q), "v has a number of heads of 2 and k_cache of 3; they must be equal"),
+        (
+            (q, k[0], q),
+            r"k_cache has 3 .*\(3, 9, 16\); it must have 4: \(batch, kv_length, ",
+        ),
+        ((q, q, torch.zeros(1, 2, 8, 32)[..., ::2]), r"v has strides \(512, 32, 256, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            NAMES.run(FLASH_FWD, arguments, {})
+    with pytest.raises(TypeError, match=r"^cache_seqlens is a list; it must be a tensor or None$"):
+        NAMES.run(FLASH_FWD, (q, q, q), {"seqused_k": [1.0]})
+    with pytest.raises(RuntimeError, match="no_such_option"):
+        NAMES.run(FLASH_FWD, (q, q, q), {"no_such_option": 1})

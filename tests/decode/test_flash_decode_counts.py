@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.bench_flash_decode import HEADS, queries_row, read_share, row
-from bench.replay.cases import UNKNOWN_CORES
+from tests.helpers.home import UNKNOWN_CORES
 from torch_metal_attn import simulate
 from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.runtime import extension

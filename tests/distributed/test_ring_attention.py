@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.attention import flash_fwd_check
 from tests.common.ops import EXAMPLES
-from tests.distributed import ring_cases
+from tests.distributed import refusals, ring_cases, training
 from torch_metal_attn import (
     explain,
     flash_attn_func,
@@ -149,3 +149,41 @@ def test_slopes_of_no_sequences(alone):
     assert out.shape == q.shape
     with pytest.raises(ValueError, match=r"alibi_slopes has shape .* it must be"):
         ring_attention(q, q, q, cu_seqlens=bounds, alibi_slopes=torch.zeros(0, 3))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    start = [x.detach().clone() for x in training.Model().parameters()]
+    trained = training.alone()
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(start, trained, strict=True))
+    return trained
+
+
+@pytest.mark.parametrize("way", training.WAYS)
+def test_training_is_that_of_one_process(way, processes, expected):
+    for found in processes:
+        torch.testing.assert_close(found["trained"][way], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("message", refusals.REFUSED)
+def test_every_process_raises(message, processes):
+    for rank, found in enumerate(processes):
+        told = found["refused"][message]
+        assert re.search(message, told)
+        if rank != 1 and message in refusals.ON_RANK_1:
+            assert f"{refusals.ON_RANK_1[message]} was refused on rank 1: " in told
+
+
+def test_groups(processes):
+    for rank, found in enumerate(processes):
+        errors, out = found["groups"]
+        assert "mesh with 2 dimensions" in errors["mesh"]
+        assert ("pair" in errors) == (rank > 1)
+        assert torch.equal(out, torch.ones(1, 2, 2, 16))  # of a mesh with one dimension
+        if rank > 1:
+            assert "group does not contain this process" in errors["pair"]
+
+
+def test_without_a_process_group():
+    with pytest.raises(ValueError, match=r"torch\.distributed has no process group"):
+        ring_attention(*refusals.qkv())

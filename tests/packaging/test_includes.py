@@ -1,8 +1,10 @@
 """No include from low to high, by the orders that docs/design describes."""
 
 import re
+import subprocess
 from graphlib import TopologicalSorter
 
+import budget
 import pytest
 
 from tests.packaging.built_wheels import IS_CHECKOUT, ROOT
@@ -61,3 +63,13 @@ def test_a_shaders_header_includes_lower_ones_only():
     for name, header in headers.items():
         for other in re.findall(r'#include "([^"]+)"', header):
             assert rank[other] <= rank[name], f"{name} includes {other}"
+
+
+def test_a_line_counts_for_the_innermost_folder_with_a_budget(tmp_path):
+    for number, name in enumerate(("README.md", "csrc/a.h", "csrc/simulator/b.h", "csrc/new")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("line\n" * 10**number)
+    git = ("git", "-C", tmp_path)
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "add", "README.md", "csrc/a.h", "csrc/simulator"], check=True)
+    assert budget.count(tmp_path) == {"": 1, "csrc/": 10, "csrc/simulator/": 100}

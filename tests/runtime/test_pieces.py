@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from bench.replay.cases import UNKNOWN_CORES
 from tests.attention.held_cases import LENGTHS, PACKED, SIZES, case
 from tests.common.ops import EXAMPLES, call, on
+from tests.helpers.home import UNKNOWN_CORES
 from torch_metal_attn import explain, flex_attention
 from torch_metal_attn.runtime import extension, session, shaders
 from torch_metal_attn.simulator import engine

@@ -1,11 +1,17 @@
 """The judge of scaled_dot_product_attention: torch's own in the same dtype, against float64."""
 
+import functools
+
+import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as torch_sdpa
 
+import torch_metal_attn
 from torch_metal_attn import scaled_dot_product_attention as sdpa
-from torch_metal_attn.testing.judge import near, normal, worst_of  # noqa: F401
+from torch_metal_attn.integrations import sdpa_replacement as replacement
+from torch_metal_attn.testing.judge import near, normal, worst_of
 
 
 def check(q, k, v, attn_mask=None, device="cpu", attend=sdpa, **options):
@@ -39,3 +45,32 @@ def moved(tensor, device):
         return tensor
     base = tensor.as_strided((tensor.untyped_storage().size() // tensor.element_size(),), (1,), 0)
     return base.to(device).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+# Checked, as the other tests of attention are: their kernels are the same.
+simulate = functools.partial(torch_metal_attn.simulate, check=True)
+BUILTIN = [torch._C._nn.scaled_dot_product_attention]  # a list, which process_wide does not reach
+OUTSIDE = "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
+LEAVES = "leaves calls of scaled_dot_product_attention to torch"
+NO_CALL = "replaced no call of scaled_dot_product_attention"
+SCALE = "scale is 1e+39; it must be finite in float32"
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    blocks = replacement._blocks
+    monkeypatch.setattr(blocks, "warned", set())
+    monkeypatch.setattr(blocks, "compiled", False)
+    yield
+    assert F.scaled_dot_product_attention is BUILTIN[0]
+    assert (blocks.open, blocks.process_wide, blocks.in_every_thread) == (0, (), False)
+    assert blocks.renaming is None
+    assert not blocks.this_thread.entered
+    assert not blocks.this_thread.deciding
+    for owner, name, _ in replacement._REPLACED:
+        assert not hasattr(getattr(owner, name), "__wrapped__")
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def qkv():
+    return normal(2, 4, 9, 8), normal(2, 4, 11, 8, seed=1), normal(2, 4, 11, 8, seed=2)

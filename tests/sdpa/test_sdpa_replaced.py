@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as imported_before
 from torch.overrides import TorchFunctionMode
 
-from tests.sdpa.sdpa_replaced_check import (
+from tests.sdpa.sdpa_check import (
     BUILTIN,
     LEAVES,
     NO_CALL,

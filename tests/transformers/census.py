@@ -2,7 +2,7 @@
 
 Run `make census`, or `python -m tests.transformers.census [NAME ...]`. Each class must be equal to
 eager attention in every way in which it can be used, or be refused with a reason. None is accepted
-without a call in a kernel. bench/results/census.md is the result (census_page.py).
+without a call in a kernel. bench/results/census.md is the result.
 """
 
 import argparse
@@ -12,11 +12,14 @@ import json
 import random
 import re
 import signal
+import subprocess
+import textwrap
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +30,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tests.transformers import census_page, tiny_configs, tiny_inputs, tiny_models
-from tests.transformers.census_page import Entry
+from tests.transformers import tiny_configs, tiny_inputs, tiny_models
 from torch_metal_attn import sdpa_replaced
 from torch_metal_attn.integrations.transformers import attention as attention_module
 from torch_metal_attn.integrations.transformers import enable, record_routes
@@ -39,6 +41,40 @@ SECONDS = 20  # of processor time for one class
 TOLERANCE = 1e-4  # of the largest number in a result, where float64 does not say better
 # At 4 times their size the weights of some models overflow.
 GAINS = (4, 2, 1)
+
+
+OUTCOMES = (
+    "wrong",
+    "equal",
+    "equal, not sensitive",
+    "partly refused",
+    "refused",
+    "not built small",
+)
+
+
+@dataclass
+class Entry:
+    """A class and its outcome. ways: the largest difference, or the reason of a refusal."""
+
+    model_type: str
+    kind: str
+    ways: dict[str, float | str] = field(default_factory=dict)
+    calls: int = 0
+    refused: str = ""
+    not_small: str = ""
+    faults: list[str] = field(default_factory=list)
+    dull: bool = False  # 2 percent in the scale of the scores do not show
+
+    @property
+    def outcome(self) -> str:
+        if self.faults:
+            return "wrong"
+        if self.refused or self.not_small:
+            return "refused" if self.refused else "not built small"
+        if any(isinstance(apart, str) for apart in self.ways.values()):
+            return "partly refused"
+        return "equal, not sensitive" if self.dull else "equal"
 
 
 class NotSmallError(Exception):
@@ -357,6 +393,86 @@ def _limit(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+def _by_outcome(entries: list[Entry]) -> dict[str, list[Entry]]:
+    groups: dict[str, list[Entry]] = defaultdict(list)
+    for entry in sorted(entries, key=lambda one: (one.model_type, one.kind)):
+        groups[entry.outcome].append(entry)
+    return groups
+
+
+def summary(entries: list[Entry], total: int, tolerance: float) -> str:
+    """The census as a page that a person reads: counts, and the model types of each outcome."""
+    groups = _by_outcome(entries)
+    commit = ["git", "log", "-1", "--format=%h of %cs"]
+    made = subprocess.run(commit, capture_output=True, text=True, check=True).stdout.strip()
+    lines = [
+        *_counts(entries, total, tolerance),
+        "",
+        f"Made at {made}. `make census` writes what it found of each class to build/census.jsonl.",
+        "A model type is under each outcome that one of its classes has; those that are under none",
+        "are equal in all classes. The advice of a refusal was followed, and its answer compared;",
+        "none: load the model as it is.",
+    ]
+    for name in OUTCOMES:
+        if groups[name] and name not in ("equal", "refused"):
+            lines += ["", f"## {name.capitalize()}", "", *_model_types(groups[name])]
+        for (reason, advised), refused in _refused_for(groups[name], name == "refused").items():
+            number = f"{len(refused)} class" + "es" * (len(refused) > 1)
+            lines += ["", f"## Refused: {reason}", ""]
+            lines += [f"{number}; the refusal advises: {advised}", "", *_model_types(refused)]
+    return "\n".join(lines) + "\n"
+
+
+def _refused_for(entries: list[Entry], are_refused: bool) -> dict[tuple[str, str], list[Entry]]:
+    """The refused classes by reason and advice, most first."""
+    groups: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    for entry in entries if are_refused else ():
+        groups[_reason(entry).split(",")[0], advice(entry)].append(entry)
+    return dict(sorted(groups.items(), key=lambda pair: -len(pair[1])))
+
+
+def _model_types(entries: list[Entry]) -> list[str]:
+    names = ", ".join(dict.fromkeys(entry.model_type for entry in entries))
+    return textwrap.wrap(names, 138, break_on_hyphens=False)
+
+
+def _counts(entries: list[Entry], total: int, tolerance: float) -> list[str]:
+    groups = _by_outcome(entries)
+    return [
+        f"# Census of transformers {transformers.__version__} (`make census`)",
+        "",
+        "Tiny random models of every class in transformers' auto mappings, with enlarged weights,",
+        "against their own eager attention on the CPU in float32. Ways: unpadded (no mask), padded",
+        "(a mask of ones, padding on the left, padding on the right; sounds on the right only) and",
+        "generate (a dynamic and a static cache, padded left). A model is not sensitive if scores",
+        f"that are off by 2 % change its answer by less than {tolerance:g} of its largest number.",
+        "",
+        f"{len(entries)} of {total} classes were examined.",
+        "",
+        "| outcome | classes | model types with such a class |",
+        "| --- | --- | --- |",
+        *(
+            f"| {name} | {len(groups[name])} | {len({e.model_type for e in groups[name]})} |"
+            for name in OUTCOMES
+        ),
+        f"| all | {len(entries)} | {len({entry.model_type for entry in entries})} |",
+    ]
+
+
+def _reason(entry: Entry) -> str:
+    """Why a class is refused, without the names in it."""
+    reason = re.sub(r"^\w+( at '[^']*')? (\([^)]*\) )?", "", entry.refused).split(". ")[0]
+    return re.sub(r"\b[A-Z0-9_]+_CLASSES\b", "a table", reason)
+
+
+def advice(entry: Entry) -> str:
+    """The attention that runs the class, as its refusal says."""
+    if "sdpa_replaced()" in entry.refused:
+        return "sdpa_replaced()"
+    named = re.findall(r'attn_implementation="(\w+)"', entry.refused)
+    return ", ".join(sorted(set(named))) or "none"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="model types or classes; all of them if none")
@@ -391,7 +507,7 @@ def main() -> None:
         gc.collect()
     listed = [entries[kind] for _, kind in classes() if kind in entries]
     if arguments.results:
-        arguments.results.write_text(census_page.summary(listed, len(classes()), TOLERANCE))
+        arguments.results.write_text(summary(listed, len(classes()), TOLERANCE))
     if any(entry.faults for entry in entries.values()):
         raise SystemExit(1)
 

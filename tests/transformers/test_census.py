@@ -7,7 +7,7 @@ pytest.importorskip("transformers", minversion="5.23")
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
-from tests.transformers import census, census_page
+from tests.transformers import census
 from torch_metal_attn.integrations.transformers import attention, refusals
 
 EQUAL = {"equal", "equal, not sensitive"}
@@ -74,7 +74,7 @@ def test_refused(model_type, kind, reason, advice):
     assert entry.faults == []
     assert reason in entry.refused
     assert kind in entry.refused
-    assert census_page.advice(entry) == advice
+    assert census.advice(entry) == advice
 
 
 @pytest.mark.parametrize("kind", ["BloomModel", "FalconModel"])
@@ -116,7 +116,7 @@ def test_page():
         census.Entry("d", "DModel", refused="DText at 'text' (d_text) prepares its masks only"),
         census.Entry("d", "DHead", not_small="ImportError: timm"),
     ]
-    page = census_page.summary(entries, 9, census.TOLERANCE)
+    page = census.summary(entries, 9, census.TOLERANCE)
     assert "5 of 9 classes were examined." in page
     assert "| equal | 2 | 1 |" in page
     assert "| all | 5 | 3 |" in page

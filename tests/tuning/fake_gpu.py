@@ -9,7 +9,7 @@ from torch_metal_attn.tuned import loading, tiles
 from torch_metal_attn.tuned.tables import Machine
 
 CPU = torch.device("cpu")
-M2_MAX = Machine("Apple M2 Max", 38, "macOS 15.1", "torch 2.13", "0.1.0")
+M2_MAX = Machine("Apple M2 Max", "38 cores", "macOS 15.1", "torch 2.13", "torch_metal_attn 0.1.0")
 
 
 class FakeClock:

@@ -41,7 +41,7 @@ def run(tmp_path, capsys):
         table = tmp_path / "tuned" / "apple-m2-max-38-cores.json"
         found = tables.read(table) if table.exists() else tables.Table(M2_MAX)
         return types.SimpleNamespace(
-            status=status, out=captured.out, err=captured.err, table=found, rows=found.rows
+            status=status, out=captured.out, err=captured.err, table=found, tiles=found.tiles()
         )
 
     return tune
@@ -68,17 +68,16 @@ class TestOnAFakeClock:
         assert re.search(rf"^{shape}\n  flash_fwd\n    V_SLICE.* 1000\.000 ms  default$", out, re.M)
         again = r"again 0\.250 \+- 0\.000 of the default tile's time"
         assert re.search(rf"^    {tile} +250\.000 ms  {again}, chosen$", out, re.M)
-        assert "  whole call    ours 250.000 ms, torch 500.000 ms, torch / ours 2.00\n" in out
+        assert re.search(r"^  whole call\n    torch +500\.000 ms  2\.00 of our time$", out, re.M)
         assert f"| {key} | {tile} | 0.25 | forward 2.00 |\n" in out
-        assert f"1 row in {tmp_path / 'tuned' / 'apple-m2-max-38-cores.json'}\n" in out
-        assert table.machine == M2_MAX
-        assert table.rows[key].tile == tile
-        assert table.rows[key].compared == (tables.Compared(shape, "forward", 0.25, 0.5),)
-        assert tuple(table.rows[key].timed[0].seconds) == tiles
+        assert f"1 tile in {tmp_path / 'tuned' / 'apple-m2-max-38-cores.json'}\n" in out
+        assert (table.machine, done.tiles) == (M2_MAX, {key: tile})
+        assert table.rows[-1] == tables.Row(key, shape, tables.TORCH, 0.5, 2.0)
+        assert tuple(row.tile for row in table.rows[:-1]) == tiles
         q, k = torch.zeros(1, 2, 100, 16), torch.zeros(1, 1, 200, 16)
         assert explain(q, k, k, causal=True).kernels["flash_fwd"].choice == loading.OWN
         assert explain(q, k, k).kernels["flash_fwd"].choice == loading.RECKONED
-        assert loading.loaded().words == "tuned on this machine (1 row)"
+        assert loading.loaded().words == "tuned on this machine (1 tile)"
 
     @pytest.mark.parametrize(
         ("seconds", "chosen"),
@@ -100,10 +99,9 @@ class TestOnAFakeClock:
 
         tiles = candidates()
         fake_gpu.seconds = {tiles[-1]: lucky}
-        (row,) = run({}, rounds=rounds).rows.values()
-        (timed,) = row.timed
-        assert (row.tile != timed.default) == chosen
-        assert [*timed.again] == [tiles[-1]]
+        done = run({}, rounds=rounds)
+        assert [*done.tiles.values()] == [tiles[-1] if chosen else tiles[0]]
+        assert [row.tile for row in done.table.rows if row.error is not None] == [tiles[-1]]
         turns = fake_gpu.calls[len(tiles) * first :][: 2 * first]
         assert len(set(turns)) == 2
 
@@ -113,33 +111,31 @@ class TestOnAFakeClock:
         tile = kernels["flash_bwd_dq"].candidates[1]
         fake_gpu.seconds = {f"flash_bwd_dq {tile}": 0.5}
         fake_gpu.torch = 0.75
-        rows = run({"kind": "training"}).rows
-        assert [key.split()[0] for key in rows] == ["flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"]
-        forward, dq, dkv = rows.values()
-        assert dq.tile == tile
-        assert dkv.tile == dkv.timed[0].default
+        done = run({"kind": "training"})
+        found = {key.split()[0]: chosen for key, chosen in done.tiles.items()}
+        assert [*found] == ["flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"]
+        assert found["flash_bwd_dq"] == tile
+        assert found["flash_bwd_dkv"] == kernels["flash_bwd_dkv"].candidates[0]
         # The whole step, with the best tile of each.
         assert fake_gpu.calls[-1].count("; ") == 2
-        assert forward.ratio("training") == pytest.approx(1.5)
-        assert forward.ratio("forward") is None
+        assert done.table.ratio(next(iter(done.tiles)), "training") == pytest.approx(1.5)
+        assert done.table.ratio(next(iter(done.tiles)), "forward") is None
 
     def test_another_run_adds_to_the_table(self, fake_gpu, run):
         decoding = "flash_decode float 16 16 plain q<=8 k<=512"
-        assert [*run({"kind": "decode", "length": 1}).rows] == [decoding]
+        assert [*run({"kind": "decode", "length": 1}).tiles] == [decoding]
         run({})
         tile = candidates(causal=True)[1]
         fake_gpu.seconds = {tile: 0.5}
-        _, first, second = run({"causal": True}).rows.values()
-        assert first.tile == first.timed[0].default
-        assert second.tile == tile
+        assert [*run({"causal": True}).tiles.values()][1:] == [candidates()[0], tile]
 
     def test_a_table_of_another_version_is_replaced(self, fake_gpu, run):
-        old = replace(M2_MAX, package="0.0.1")
+        old = M2_MAX._replace(package="torch_metal_attn 0.0.1")
         path = loading.path_of(M2_MAX)
-        tables.Table(old, {"a b": tables.Row("a b", "X=1")}).write(path)
+        tables.Table(old, [tables.Row("a b", "x", "X=1", default=True)]).write(path)
         done = run({})
         assert f"{path} is replaced: it was measured with torch_metal_attn 0.0.1" in done.err
-        assert [key.split()[0] for key in done.rows] == ["flash_fwd"]
+        assert [key.split()[0] for key in done.tiles] == ["flash_fwd"]
 
     def test_an_interrupt_keeps_what_was_measured(self, fake_gpu, run):
         launch, limit = fake_gpu.launch, 28
@@ -152,7 +148,7 @@ class TestOnAFakeClock:
         fake_gpu.launch = interrupted
         done = run({}, {"causal": True}, {"window": 5})
         assert done.status == 130
-        assert [*done.rows] == ["flash_fwd float 16 16 plain q<=512 k<=512"]
+        assert [*done.tiles] == ["flash_fwd float 16 16 plain q<=512 k<=512"]
         assert "Not measured: 2 shapes." in done.out
         assert done.err.endswith("interrupted\n")
 
@@ -175,14 +171,16 @@ class TestOnAFakeClock:
             return outcome
 
         monkeypatch.setattr(measure, "run", planted)
-        fake_gpu.seconds = {candidates()[0]: 0.1}
+        default = candidates()[0]
+        fake_gpu.seconds = {default: 0.1}
         done = run({})
         assert done.status == 1
         assert "left out: its result is wrong: out is off by 1.0e+00, allowed 1.0e-03" in done.out
         assert "Please open an issue" in done.out
-        (row,) = done.rows.values()
-        assert row.tile != row.timed[0].default
-        assert row.timed[0].default not in row.timed[0].seconds
+        (row,) = (row for row in done.table.rows if row.seconds is None)
+        assert row.default
+        assert [*done.tiles.values()] != [default]
+        assert not any(default in call for call in fake_gpu.calls), "it is not timed"
 
     def test_a_tile_that_raises_when_it_is_timed(self, fake_gpu, run):
         launch, tile = fake_gpu.launch, candidates()[1]
@@ -196,8 +194,7 @@ class TestOnAFakeClock:
         done = run({})
         assert done.status == 0
         assert "left out: OutOfMemoryError: MPS backend out of memory\n" in done.out
-        (row,) = done.rows.values()
-        assert tile not in row.timed[0].seconds
+        assert [row.tile for row in done.table.rows if row.seconds is None] == [tile]
 
     def test_a_shape_without_memory_is_named(self, fake_gpu, run, monkeypatch):
         def none(*arguments):
@@ -207,14 +204,14 @@ class TestOnAFakeClock:
         done = run({})
         assert done.status == 0
         assert "  not measured: Invalid buffer size: 99 GB\n" in done.out
-        assert not loading.loaded().rows
+        assert not loading.loaded().tiles
 
     def test_a_model(self, fake_gpu, run, tmp_path):
         config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        rows = run(options=["--model", tmp_path, "--rounds", 1]).rows
-        assert all(key.split()[1:4] == ["bfloat", "16", "16"] for key in rows)
-        kernels = Counter(key.split()[0] for key in rows)
+        found = run(options=["--model", tmp_path, "--rounds", 1]).tiles
+        assert all(key.split()[1:4] == ["bfloat", "16", "16"] for key in found)
+        kernels = Counter(key.split()[0] for key in found)
         assert (kernels["flash_fwd"], kernels["flash_decode"], kernels["flash_bwd_dq"]) == (3, 3, 1)
 
 
@@ -279,9 +276,8 @@ class TestMetalsCompiler:
         assert done.out.count(f"left out: {error}\n") == len(broken)
         assert done.out.count(f"left out: {many}\n") == len(large)
         assert "at most 128 threads, SIMD groups of 32" in done.out
-        (row,) = done.rows.values()
-        assert row.timed[0].left_out == dict.fromkeys(broken, error) | dict.fromkeys(large, many)
-        assert len(row.timed[0].seconds) == len(tiles) - len(broken) - len(large)
+        left_out = {row.tile: row.note for row in done.table.rows if row.seconds is None}
+        assert left_out == dict.fromkeys(broken, error) | dict.fromkeys(large, many)
 
     def test_info(self, threads, monkeypatch):
         explained = info.explained
@@ -358,12 +354,10 @@ def test_end_to_end_in_the_simulator(run, tmp_path, monkeypatch):
     shape = {"length": 8, "kv_length": 8, "heads": 1, "dtype": "float16"}
     with simulate():
         assert run(shape, options=["--out", out]).status == 0
-    (row,) = tables.read(out).rows.values()
-    assert row.key == "flash_fwd half 16 16 plain q<=8 k<=8"
-    assert len(row.timed[0].seconds) > 2
-    assert all(seconds > 0 for seconds in row.timed[0].seconds.values())
-    assert not row.timed[0].left_out
-    assert row.ratio("forward") > 0
+    table = tables.read(out)
+    assert {row.key for row in table.rows} == {"flash_fwd half 16 16 plain q<=8 k<=8"}
+    assert len(table.rows) == 4
+    assert all(row.seconds > 0 and not row.note for row in table.rows)
     used = run_alone(USED, **{loading.SETTING: str(out)})
     assert used == "table of TORCH_METAL_ATTN_TUNED\n"
     assert run_alone(USED, **{loading.SETTING: "off"}) == "default\n"

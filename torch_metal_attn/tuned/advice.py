@@ -20,19 +20,19 @@ def faster_in_torch(problem: Problem) -> str | None:
 
     A call whose gradients are wanted is judged by a whole step of training.
     """
-    rows, sources = loading.loaded().rows, loading.loaded().sources
-    if not rows:
+    loaded = loading.loaded()
+    if not loaded.tables:
         return None
     tensors = (problem.query, problem.key, problem.value, problem.attn_mask)
     key = _key(problem, tensors)
-    row = rows.get(key)
-    if row is None:
+    if key not in loaded.tables:
         return None
     wanted = any(x is not None and x.requires_grad for x in tensors)
-    ratio = row.ratio("training" if wanted and torch.is_grad_enabled() else "forward")
+    kind = "training" if wanted and torch.is_grad_enabled() else "forward"
+    ratio = loaded.tables[key].ratio(key, kind)
     if ratio is None or ratio > 1 - LEAST_GAIN:
         return None
-    return f"torch takes {ratio:.2f} of our time for such calls ({sources[key]})"
+    return f"torch takes {ratio:.2f} of our time for such calls ({loaded.sources[key]})"
 
 
 def _key(problem: Problem, tensors: tuple[torch.Tensor | None, ...]) -> str:

@@ -13,7 +13,7 @@ from torch_metal_attn.runtime import macos, mps
 from torch_metal_attn.runtime.version import VERSION
 from torch_metal_attn.simulator import cache
 from torch_metal_attn.tuned import tables, tiles
-from torch_metal_attn.tuned.tables import BadTable, Machine, Row
+from torch_metal_attn.tuned.tables import BadTable, Machine, Table
 
 SETTING = "TORCH_METAL_ATTN_TUNED"
 OFF = "off"
@@ -25,13 +25,14 @@ OWN = "tuned on this machine"
 
 @dataclass(frozen=True)
 class Loaded:
-    """The rows that are used.
+    """The tables that are used.
 
-    Attributes: rows, sources: by key. words: where they come from. ignored: a line for each table
-        that is not used, with the reason.
+    Attributes: tiles, tables, sources: by key. words: where they come from. ignored: a line for
+        each table that is not used, with the reason.
     """
 
-    rows: dict[str, Row] = field(default_factory=dict)
+    tiles: dict[str, str] = field(default_factory=dict)
+    tables: dict[str, Table] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     words: str = RECKONED
     ignored: tuple[str, ...] = ()
@@ -47,19 +48,21 @@ def loaded() -> Loaded:
 
 def this_machine() -> Machine:
     """What a table must be for to be used here. Without a GPU it is for the simulator."""
-    name, cores = "the simulator", 0
+    name, cores = "the simulator", ""
     if mps.available():
         if hasattr(torch.backends.mps, "get_name"):
             name = torch.backends.mps.get_name()
         else:
             name = machines.describe(torch.device("mps"))["chip"]
         if hasattr(torch.backends.mps, "get_core_count"):
-            cores = torch.backends.mps.get_core_count()
+            cores = str(torch.backends.mps.get_core_count())
     mac = macos.version()
     # The last numbers change monthly, and the Metal compiler hardly ever with them.
     system = f"macOS {_minor(mac)}" if mac else machines.system()
     with_torch = f"torch {_minor(torch.__version__)}"
-    return Machine(name, cores, system, with_torch, VERSION)
+    return Machine(
+        name, f"{cores or 'unknown'} cores", system, with_torch, f"torch_metal_attn {VERSION}"
+    )
 
 
 def _minor(version: str) -> str:
@@ -68,12 +71,13 @@ def _minor(version: str) -> str:
 
 def path_of(machine: Machine) -> Path:
     """The user's table for a GPU. Raises CacheError for a user without a home."""
-    return cache.cache_dir() / "tuned" / _file_name(machine)
+    return cache.cache_dir() / "tuned" / file_name(machine)
 
 
-def _file_name(machine: Machine) -> str:
-    words = machine.gpu + (f" {machine.cores} cores" if machine.cores else "")
-    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") + ".json"
+def file_name(machine: Machine) -> str:
+    """The name of a table for a GPU."""
+    words = f"{machine.gpu} {machine.cores}".lower()
+    return re.sub(r"[^a-z0-9]+", "-", words).strip("-") + ".json"
 
 
 def load(machine: Machine) -> Loaded:
@@ -85,57 +89,43 @@ def load(machine: Machine) -> Loaded:
     setting = os.environ.get(SETTING, "")
     if setting == OFF:
         return Loaded(words=f"{RECKONED} ({SETTING}={OFF})")
+    packaged = f"table for {machine.gpu}"
     if setting:
-        found: list[tuple[Path, str, bool]] = [(Path(setting), f"table of {SETTING}", True)]
+        places = [(Path(setting), f"table of {SETTING}")]
     else:
-        own = [(_own_path(machine), OWN, True)]
-        packaged = (FOLDER / _file_name(machine), f"table for {machine.gpu}", False)
-        found = [(path, source, users) for path, source, users in [*own, packaged] if path]
-    rows: dict[str, Row] = {}
-    sources: dict[str, str] = {}
-    counts: list[str] = []
-    ignored: list[str] = []
-    for path, source, users in found:
+        places = [(FOLDER / file_name(machine), packaged)]
+        try:
+            places.insert(0, (path_of(machine), OWN))
+        except cache.CacheError:  # a user without a home has no table
+            pass
+    found = Loaded()
+    words, ignored = [], []
+    for path, source in places:
         try:
             table = tables.read(path)
-            why = table.machine.differs(machine)
-            if why and users:
+            if why := table.machine.differs(machine):
+                if source == packaged:  # of which the user need not hear at each start
+                    words.append(f"no {source}: {why}")
+                    continue
                 raise BadTable(why)
-            if why:  # of which the user need not hear at each start
-                counts.append(f"no {source}: {why}")
-                continue
-        except FileNotFoundError as error:
-            if setting:
-                ignored.append(_line(path, str(error)))
-            continue
         except (BadTable, OSError) as error:
-            ignored.append(_line(path, str(error)))
+            if setting or not isinstance(error, FileNotFoundError):
+                ignored.append(f"torch_metal_attn: the table of tiles {path} is ignored: {error}")
             continue
-        new = [key for key in table.rows if key not in rows]
-        rows |= {key: table.rows[key] for key in new}
-        sources |= dict.fromkeys(new, source)
-        counts += [f"{source} ({tables.counted(len(new), 'row')})"] if new else []
-    if not rows:
-        counts.insert(0, RECKONED)
-    return Loaded(rows, sources, ", ".join(counts), tuple(ignored))
-
-
-def _own_path(machine: Machine) -> Path | None:
-    try:
-        return path_of(machine)
-    except cache.CacheError:  # a user without a home has no table
-        return None
-
-
-def _line(path: Path, why: str) -> str:
-    return f"torch_metal_attn: the table of tiles {path} is ignored: {why}"
+        new = {key: tile for key, tile in table.tiles().items() if key not in found.tiles}
+        found.tiles.update(new)
+        found.tables.update(dict.fromkeys(new, table))
+        found.sources.update(dict.fromkeys(new, source))
+        words += [f"{source} ({tables.counted(len(new), 'tile')})"] if new else []
+    words = words if found.tiles else [RECKONED, *words]
+    return Loaded(found.tiles, found.tables, found.sources, ", ".join(words), tuple(ignored))
 
 
 def install() -> Loaded:
     """Read the tables, give them to the extension, and print a line for each that is ignored."""
     global _loaded
     _loaded = load(this_machine())
-    tiles.use(tiles.make((k, r.tile, _loaded.sources[k]) for k, r in _loaded.rows.items()))
+    tiles.use(tiles.make((k, tile, _loaded.sources[k]) for k, tile in _loaded.tiles.items()))
     for line in _loaded.ignored:
         print(line, file=sys.stderr)
     return _loaded

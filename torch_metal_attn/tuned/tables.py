@@ -1,15 +1,16 @@
-"""Tables of tiles: a JSON file for each GPU, with the times that its tiles were chosen by."""
+"""Tables of tiles: a JSON file for each GPU, whose rows are times of tiles."""
 
 import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-FORMAT = 3  # of the file
+FORMAT = 4  # of the file
+TORCH = "torch"  # in place of a tile
 
 # A tile replaces the default one from this gain on, if it is also so many standard errors.
 LEAST_GAIN = 0.02
@@ -17,177 +18,138 @@ LEAST_ERRORS = 2
 
 _KEY = re.compile(r"\w+( [\w<>=]+)+", re.ASCII)
 # Numbers of nine digits fit an int32, which the extension reads.
-_TILE = re.compile(r"[A-Z_]+=\d{1,9}( [A-Z_]+=\d{1,9})*", re.ASCII)
+_TILE = re.compile(rf"[A-Z_]+=\d{{1,9}}( [A-Z_]+=\d{{1,9}})*|{TORCH}", re.ASCII)
 
 
 class BadTable(ValueError):
     """A table that cannot be used here; the message says why."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What a table is for.
+class Machine(NamedTuple):
+    """What a table is for, in words: Macs with GPUs of one name have different numbers of cores.
 
-    Attributes: gpu: its name. cores: the GPU's, 0 if nobody knows: Macs with GPUs of one name have
-        different numbers. system, torch: with their versions' first two numbers. package: this
-        package's version.
+    Systems and torch have the first two numbers of their versions.
     """
 
     gpu: str
-    cores: int
+    cores: str
     system: str
     torch: str
     package: str
 
     def differs(self, here: "Machine") -> str:
         """Why a table for this machine is none for the machine `here`; "" if it is one."""
-        if self.gpu != here.gpu:
-            return f"it was measured on {self.gpu}, and this is {here.gpu}"
-        if self.cores != here.cores:
-            return f"it was measured on {_cores(self.cores)}, and this GPU has {_cores(here.cores)}"
-        for name, measured, own in (
-            ("", self.system, here.system),
-            ("", self.torch, here.torch),
-            ("torch_metal_attn ", self.package, here.package),
-        ):
-            if measured != own:
-                return f"it was measured with {name}{measured}, and this is {own}"
-        return ""
-
-
-def _cores(number: int) -> str:
-    return f"{number or 'an unknown number of'} cores"
-
-
-@dataclass(frozen=True)
-class Again:
-    """A tile timed a second time, in turn with the default one alone.
-
-    Attributes: share: of the default tile's time, the mean of the rounds. error: its standard
-        error.
-    """
-
-    share: float
-    error: float
-
-    @property
-    def faster(self) -> bool:
-        """Whether the gain is neither too small nor noise."""
-        return self.share <= 1 - LEAST_GAIN and 1 - self.share > LEAST_ERRORS * self.error
-
-    def __str__(self) -> str:
-        return f"{self.share:.3f} +- {self.error:.3f}"
-
-
-@dataclass(frozen=True)
-class Timed:
-    """The times of one shape.
-
-    Attributes: shape: in words. default: the tile that would run without a table. seconds: a call,
-        by tile; only those that ran and were right. left_out: why others were not timed. again: of
-        the fastest tiles.
-    """
-
-    shape: str
-    default: str
-    seconds: dict[str, float]
-    left_out: dict[str, str] = field(default_factory=dict)
-    again: dict[str, Again] = field(default_factory=dict)
-
-    def share(self, tile: str) -> float:
-        """The tile's time, divided by the default one's, or by the longest if that has none."""
-        if tile in self.again:
-            return self.again[tile].share
-        return self.seconds[tile] / self.seconds.get(self.default, max(self.seconds.values()))
-
-
-@dataclass(frozen=True)
-class Compared:
-    """The time of one shape with the best tiles, and that of torch's attention.
-
-    Attributes: shape: in words. kind: forward, training or decode. ours, torch: seconds.
-    """
-
-    shape: str
-    kind: str
-    ours: float
-    torch: float
+        differences = (
+            f"it was measured with {measured}, and this is {own}"
+            for measured, own in zip(self, here, strict=True)
+            if measured != own
+        )
+        return next(differences, "")
 
 
 @dataclass(frozen=True)
 class Row:
-    """The tile for one key, and what it was chosen by. key: see csrc/tiles/tuned.h."""
+    """What one shape tells of one tile of a kernel, or of torch's attention.
+
+    Attributes: key: of the kernel's problem, see csrc/tiles/tuned.h; torch's is the forward's.
+        shape: in words, its kind first. tile: its knobs, or TORCH. seconds: the median of a call;
+        None if it was left out. share: of the default tile's time; torch's of ours. error: the
+        standard error of a share that was timed again, in turn with the default tile alone.
+        default: whether the tile is the default one. note: why it was left out, or of its pipeline.
+    """
 
     key: str
+    shape: str
     tile: str
-    timed: tuple[Timed, ...] = ()
-    compared: tuple[Compared, ...] = ()
+    seconds: float | None = None
+    share: float = 1.0
+    error: float | None = None
+    default: bool = False
+    note: str = ""
 
-    def ratio(self, kind: str) -> float | None:
-        """Torch's time divided by ours, over all shapes of a kind; None if none was compared."""
-        found = [one.torch / one.ours for one in self.compared if one.kind == kind]
-        return _mean(found) if found else None
+    def __post_init__(self) -> None:
+        if not (_KEY.fullmatch(self.key) and _TILE.fullmatch(self.tile) and self.shape.split()):
+            raise ValueError(f"a row has the key {self.key!r} and the tile {self.tile!r}")
+        seconds = 1.0 if self.seconds is None else self.seconds
+        if not all(0 < time < math.inf for time in (self.share, seconds)):
+            raise ValueError(f"a time of {self.key!r} is not above 0 and finite")
+        if self.error is not None and not self.error >= 0:
+            raise ValueError(f"an error of {self.key!r} is below 0")
 
 
-def fastest(timed: Sequence[Timed]) -> str:
-    """The tile with the shortest times relative to the default one's, over all shapes.
+def is_faster(share: float, error: float) -> bool:
+    """Whether a gain is neither too small nor noise."""
+    return share <= 1 - LEAST_GAIN and 1 - share > LEAST_ERRORS * error
 
-    The default one, the last shape's, unless a tile is faster also where it was timed again.
+
+def fastest(rows: Sequence[Row]) -> str | None:
+    """The tile with the shortest times relative to the default one's, over all shapes of a key.
+
+    rows: those of tiles. The default one, the last shape's, unless a tile is faster also where it
+    was timed again. None if no tile ran for all shapes.
     """
-    default = timed[-1].default
-    common = [tile for tile in timed[0].seconds if all(tile in one.seconds for one in timed)]
-    shares = {tile: _mean([one.share(tile) for one in timed]) for tile in common}
-    order = sorted(shares, key=shares.__getitem__)
-    if default not in shares:
-        return order[0] if order else default
+    shapes = {row.shape for row in rows}
+    default = next(row.tile for row in reversed(rows) if row.default)
+    timed: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.seconds is not None:
+            timed.setdefault(row.tile, []).append(row)
+    shares = {tile: _mean(row.share for row in own) for tile, own in timed.items()}
+    order = sorted((t for t in shares if len(timed[t]) == len(shapes)), key=shares.__getitem__)
+    if default not in order:
+        return order[0] if order else None
     for tile in order:
-        again = [one.again[tile] for one in timed if tile in one.again]
-        error = math.sqrt(sum(one.error**2 for one in again)) / len(timed)
-        if again and Again(shares[tile] / shares[default], error).faster:
+        errors = [row.error for row in timed[tile] if row.error is not None]
+        share = shares[tile] / shares[default]
+        if errors and is_faster(share, math.hypot(*errors) / len(shapes)):
             return tile
     return default
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Iterable[float]) -> float:
     """The geometric mean."""
-    return math.exp(sum(map(math.log, values)) / len(values))
+    logarithms = [math.log(value) for value in values]
+    return math.exp(sum(logarithms) / len(logarithms))
 
 
 @dataclass
 class Table:
-    """All rows of a machine, by key. about: the machine in words, for people."""
+    """All rows of a machine. about: the machine in words, for people."""
 
     machine: Machine
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
     about: dict[str, str] = field(default_factory=dict)
 
-    def add(self, key: str, timed: Timed) -> Row:
-        """Add the times of a shape, in place of older ones of the same, and choose the tile."""
-        old = self.rows.get(key)
-        others = [one for one in old.timed if one.shape != timed.shape] if old else []
-        every = (*others, timed)
-        self.rows[key] = Row(key, fastest(every), every, old.compared if old else ())
-        return self.rows[key]
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add the rows of a shape and key, in place of older ones: of tiles, or of torch."""
+        new = {(row.key, row.shape, row.tile == TORCH) for row in rows}
+        self.rows = [r for r in self.rows if (r.key, r.shape, r.tile == TORCH) not in new]
+        self.rows += rows
 
-    def compare(self, key: str, compared: Compared) -> None:
-        """Add a comparison to a row that is there, in place of an older one of the shape."""
-        old = self.rows[key]
-        same = (compared.shape, compared.kind)
-        others = [one for one in old.compared if (one.shape, one.kind) != same]
-        self.rows[key] = Row(key, old.tile, old.timed, (*others, compared))
+    def tiles(self) -> dict[str, str]:
+        """The tile for each key."""
+        by_key: dict[str, list[Row]] = {}
+        for row in self.rows:
+            if row.tile != TORCH:
+                by_key.setdefault(row.key, []).append(row)
+        chosen = {key: fastest(rows) for key, rows in by_key.items()}
+        return {key: tile for key, tile in chosen.items() if tile is not None}
+
+    def ratio(self, key: str, kind: str) -> float | None:
+        """Torch's time divided by ours, over all shapes of a kind; None if none was compared."""
+        own = [row for row in self.rows if (row.key, row.tile) == (key, TORCH)]
+        found = [r.share for r in own if r.seconds is not None and r.shape.split()[0] == kind]
+        return _mean(found) if found else None
 
     def write(self, path: Path) -> None:
-        """Write the file in one step. Raises OSError."""
-        data = {
-            "format": FORMAT,
-            **asdict(self.machine),
-            "about": self.about,
-            "rows": [asdict(row) for row in self.rows.values()],
-        }
+        """Write the file in one step, each row in a line. Raises OSError."""
+        rows = ",\n".join(json.dumps(asdict(row)) for row in self.rows)
+        head = {"format": FORMAT, "machine": self.machine._asdict(), "about": self.about}
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            unfinished.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            text = f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{rows}\n]}}\n'
+            unfinished.write_text(text, encoding="utf-8")
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
@@ -203,44 +165,16 @@ def read(path: Path) -> Table:
         found = data.get("format") if isinstance(data, dict) else None
         raise BadTable(f"its format is {found!r}; this version reads {FORMAT}")
     try:
-        machine = Machine(**{name: data[name] for name in Machine.__dataclass_fields__})
-        rows = [_row(row) for row in data["rows"]]
-        table = Table(machine, {row.key: row for row in rows}, dict(data.get("about", {})))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        rows = [Row(**row) for row in data["rows"]]
+        table = Table(Machine(**data["machine"]), rows, dict(data["about"]))
+        table.tiles()
+    except (AttributeError, KeyError, StopIteration, TypeError, ValueError) as error:
         raise BadTable(f"it is damaged: {type(error).__name__}: {error}") from None
-    if len(table.rows) != len(rows):
-        raise BadTable("it is damaged: two rows have one key")
+    if len({(row.key, row.shape, row.tile) for row in rows}) != len(rows):
+        raise BadTable("it is damaged: two rows are of one key, shape and tile")
     return table
-
-
-def _row(data: dict[str, Any]) -> Row:
-    key, tile = data["key"], data["tile"]
-    if not _KEY.fullmatch(key) or not _TILE.fullmatch(tile):
-        raise ValueError(f"a row has the key {key!r} and the tile {tile!r}")
-    timed = tuple(_timed(**one) for one in data["timed"])
-    compared = tuple(Compared(**one) for one in data["compared"])
-    again = [second for one in timed for second in one.again.values()]
-    times = [seconds for one in timed for seconds in one.seconds.values()]
-    times += [seconds for one in compared for seconds in (one.ours, one.torch)]
-    times += [one.share for one in again]
-    if not all(0 < seconds < math.inf for seconds in times):
-        raise ValueError(f"a time of {key!r} is not above 0 and finite")
-    if not all(one.error >= 0 for one in again):
-        raise ValueError(f"an error of {key!r} is below 0")
-    return Row(key, tile, timed, compared)
-
-
-def _timed(again: dict[str, dict[str, float]], **times: Any) -> Timed:
-    return Timed(**times, again={tile: Again(**one) for tile, one in again.items()})
 
 
 def counted(number: int, what: str) -> str:
     """1 row, 2 rows."""
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def check_machine(table: Table, machine: Machine) -> None:
-    """Raise BadTable if the table was measured on or with anything else than there is here."""
-    why = table.machine.differs(machine)
-    if why:
-        raise BadTable(why)

@@ -1,9 +1,11 @@
 """Small problems of every kernel under compute-sanitizer, on an NVIDIA GPU.
 
-    python -m tests.outside.sanitizer.pack FOLDER       # here: records and compiles to PTX; no GPU
-    python3 -m bench.replay.assemble FOLDER             # on the machine with the GPU
-    python3 -m tests.outside.sanitizer.sanitize FOLDER
+There is no Apple GPU here. What an NVIDIA GPU says is whether results are right when thousands of
+threads run at once, and whether the sanitizer's tools find a fault. It says nothing of times.
 
-The machine with the GPU needs `bench/replay` and this folder at their paths, torch, numpy and
-CUDA's ptxas and compute-sanitizer, but not torch_metal_attn.
+    python -m tests.outside.sanitizer.pack FILE         # here: records and compiles to PTX; no GPU
+    python3 -m tests.outside.sanitizer.sanitize FILE    # on the machine with the GPU
+
+The machine with the GPU needs this folder at its path, numpy and CUDA's ptxas and
+compute-sanitizer, but neither torch nor torch_metal_attn.
 """

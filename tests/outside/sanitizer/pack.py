@@ -1,32 +1,29 @@
-"""The small problems as a folder: programs, contents, what must come out, and planted faults."""
+"""The small problems as a file: programs, contents, what must come out, and planted faults."""
 
 import argparse
-import re
-import zipfile
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from bench.replay.collect import Collection, Names
-from bench.replay.manifest import OURS, Candidate, Problem
+from bench.front_end import Source, source_of
 from torch_metal_attn import simulate
+from torch_metal_attn.simulator import RecordedLaunch
 
 from . import cases, faults
-
-# Products of float32 as exact as three of tf32 are.
-EXACT_PRODUCTS = {"MSL_FLOAT_PRODUCTS": 3}
-LANES_AS_THEY_ARE = {"MSL_LANES_AS_THEY_ARE": 1}
+from .packed import Dispatch, Packed, Problem
+from .ptx import compile_ptx
 
 
-def contents(tensor: Tensor) -> np.ndarray:
+def contents(tensor: Tensor) -> bytes:
     """All bytes of the tensor's storage."""
     whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    return whole.numpy().copy()
+    return whole.numpy().tobytes()
 
 
-def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The same tensors in other memory, with their strides and what lies around them.
 
     Tensors that share memory, as values within keys do, share it there too.
@@ -43,9 +40,43 @@ def copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def add(collection: Collection, case: cases.Case, data: dict[str, np.ndarray]) -> None:
-    """A case as a problem, with its contents in `data`."""
-    before = {name: contents(tensor) for name, tensor in case.tensors.items()}
+class Names:
+    """Names of storages: those of the tensors that are given, and scratch0, scratch1 and so on."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._names = {x.untyped_storage().data_ptr(): name for name, x in tensors.items()}
+        self.scratch: dict[str, int] = {}
+
+    def of(self, tensor: Tensor) -> str:
+        """The name of the tensor's storage."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._names:
+            name = f"scratch{len(self.scratch)}"
+            self._names[storage.data_ptr()] = name
+            self.scratch[name] = storage.nbytes()
+        return self._names[storage.data_ptr()]
+
+
+def dispatch(launch: RecordedLaunch, names: Names, sources: dict[str, Source]) -> Dispatch:
+    """A launch as plain data. Its source joins `sources`."""
+    x, y, z = launch.group_size
+    # Products of float32 are three of tf32. Without whole SIMD groups there are no products.
+    extra = {} if x % 32 == 0 else {"MSL_LANES_AS_THEY_ARE": 1}
+    text = source_of(launch.family, launch.defines)
+    source = Source(text, launch.kernel, x * y * z, extra, lines=True)
+    sources[source.name] = source
+    return Dispatch(
+        source.name,
+        launch.threadgroups,
+        launch.group_size,
+        {b.slot: (names.of(b.storage), b.offset) for b in launch.buffers},
+        {} if launch.params_slot is None else {launch.params_slot: launch.params},
+    )
+
+
+def problem(case: cases.Case, sources: dict[str, Source]) -> Problem:
+    """A case with the contents of its tensors before and, by the op's reference, after."""
+    inputs = {name: contents(tensor) for name, tensor in case.tensors.items()}
     after = copies(case.tensors)
     expected = {f"result{i}": t for i, t in enumerate(cases.results(case.call(**after)))}
     with simulate(record=True) as run:
@@ -55,55 +86,46 @@ def add(collection: Collection, case: cases.Case, data: dict[str, np.ndarray]) -
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, f"{case.name}: gaps in {name}"
         assert tensor.stride() == expected[name].stride(), f"{case.name}: strides of {name}"
     names = Names({**results, **case.tensors})
-    dispatches = []
-    for launch in run.recorded:
-        is_whole = launch.group_size[0] % 32 == 0
-        products = EXACT_PRODUCTS if launch.defines.get("ELEMENT") == "float" else {}
-        extra = {**products, **({} if is_whole else LANES_AS_THEY_ARE)}
-        dispatches.append(collection.recorded(launch, names, extra=extra, lines=True))
+    dispatches = [dispatch(launch, names, sources) for launch in run.recorded]
     written = {name for d in dispatches for name, _ in d.buffers.values()}
-    outputs = {n: t for n, t in {**expected, **after}.items() if n in written}
-    outputs = {n: t for n, t in outputs.items() if n not in before or changed(before[n], t)}
-    dtypes = {n: str(t.dtype).removeprefix("torch.") for n, t in outputs.items()}
+    # An op that works in place changes an input.
+    found = {n: t for n, t in {**expected, **after}.items() if n in written}
+    outputs = {
+        name: (str(t.dtype).removeprefix("torch."), contents(t))
+        for name, t in found.items()
+        if inputs.get(name) != contents(t)
+    }
     scratch = {**names.scratch, **{n: t.untyped_storage().nbytes() for n, t in results.items()}}
-    candidate = Candidate(OURS, "", dispatches, scratch)
-    sizes = {"inputs": list(before), "dtype": case.dtype, "dtypes": dtypes}
-    collection.manifest.problems.append(Problem(case.name, "small", sizes, [candidate]))
-    data |= {f"{case.name}/in/{name}": array for name, array in before.items()}
-    data |= {f"{case.name}/out/{name}": contents(tensor) for name, tensor in outputs.items()}
+    return Problem(case.name, case.dtype, dispatches, inputs, outputs, scratch)
 
 
-def changed(before: np.ndarray, tensor: Tensor) -> bool:
-    """Whether an op has worked in place on a tensor."""
-    return not np.array_equal(before, contents(tensor))
+def pack(only: str, workers: int) -> Packed:
+    """All cases whose name the regular expression finds, and faults planted in them."""
+    sources: dict[str, Source] = {}
+    packed = Packed(problems=[problem(case, sources) for case in cases.cases(only)])
+    with ThreadPoolExecutor(workers) as pool:
 
+        def compile_new() -> None:
+            new = [source for name, source in sources.items() if name not in packed.programs]
+            compiled = pool.map(compile_ptx, new)
+            packed.programs |= {s.name: p for s, p in zip(new, compiled, strict=True)}
 
-def pack(folder: Path, only: str, workers: int) -> Collection:
-    """Write FOLDER with all cases whose name the regular expression finds."""
-    collection = Collection()
-    data: dict[str, np.ndarray] = {}
-    for case in cases.cases():
-        if re.search(only, case.name):
-            add(collection, case, data)
-    collection.write(folder, workers)
-    faults.plant(collection, folder)
-    collection.write(folder, workers)
-    with zipfile.ZipFile(folder / "contents.npz", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, array in data.items():
-            with archive.open(f"{name}.npy", "w") as file:
-                np.lib.format.write_array(file, array)
-    return collection
+        compile_new()
+        packed.problems += faults.planted(packed, sources)
+        compile_new()
+    return packed
 
 
 def main() -> None:
-    """Write the folder. Nothing here needs a GPU."""
+    """Write the file. Nothing here needs a GPU."""
     parser = argparse.ArgumentParser(prog="tests.outside.sanitizer.pack", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where to write; made if it is not there")
+    parser.add_argument("file", type=Path, help="where to write")
     parser.add_argument("--only", default="", help="a regular expression of names of problems")
     parser.add_argument("--workers", type=int, default=1, help="compilers at a time (default: 1)")
     arguments = parser.parse_args()
-    packed = pack(arguments.folder, arguments.only, arguments.workers)
-    print(f"{len(packed.manifest.problems)} problems, {len(packed.sources)} programs")
+    packed = pack(arguments.only, arguments.workers)
+    packed.write(arguments.file)
+    print(f"{len(packed.problems)} problems, {len(packed.programs)} programs")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""compute-sanitizer's four tools over the small problems of FOLDER, and over planted faults.
+"""compute-sanitizer's four tools over the small problems of FILE, and over planted faults.
 
 Every problem must have the right results and no finding of any tool; every planted fault must be
 found by its tool.
@@ -7,18 +7,21 @@ found by its tool.
 import argparse
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
-from bench.replay import driver, manifest
-from bench.replay.manifest import NO_LIMIT, Problem
+from . import driver, packed
+from .packed import Problem, Program
+
+ARCHITECTURE = "sm_90"  # Hopper
 
 TOOLS = {
     "memcheck": ("--destroy-on-device-error", "kernel", "--padding", "4096"),
@@ -55,33 +58,38 @@ def error(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.nan_to_num(errors, nan=np.inf).max(initial=0.0))
 
 
-def replay(programs: driver.Programs, problem: Problem, data: Mapping[str, np.ndarray]) -> bool:
+def assemble(program: Program) -> bytes:
+    """The program for this GPU, with line numbers. Raises RuntimeError with ptxas's message."""
+    with tempfile.TemporaryDirectory() as scratch:
+        source, output = Path(scratch, "program.ptx"), Path(scratch, "program.cubin")
+        source.write_text(program.ptx)
+        command = ["ptxas", "-lineinfo", f"-arch={ARCHITECTURE}", str(source), "-o", str(output)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{program.entry}: {(done.stdout + done.stderr).strip()[-600:]}")
+        return output.read_bytes()
+
+
+def replay(programs: driver.Programs, problem: Problem) -> bool:
     """Run one problem in memory of exactly its size; whether its results are right."""
     print(f"{PROBLEM}{problem.name}", flush=True)
-    (candidate,) = problem.candidates
-    case = problem.sizes.get("case", problem.name)
-    planted = problem.sizes.get("tool"), problem.sizes.get("tensor")
+    planted = (problem.fault.tool, problem.fault.tensor) if problem.fault else None
     pointers = {}
-    sizes = {**candidate.scratch}
-    inputs = {k.split("/")[2]: v for k, v in data.items() if k.startswith(f"{case}/in/")}
-    for name, content in inputs.items():
-        sizes[name] = content.nbytes
+    sizes = problem.scratch | {name: len(data) for name, data in problem.inputs.items()}
     for name, size in sizes.items():
         if planted == ("memcheck", name):
             pointers[name] = driver.allocate(size // 2)
-        elif name in inputs and planted != ("initcheck", name):
-            pointers[name] = driver.upload(inputs[name].tobytes())
+        elif name in problem.inputs and planted != ("initcheck", name):
+            pointers[name] = driver.upload(problem.inputs[name])
         else:
             pointers[name] = driver.allocate(size)
-    for dispatch in candidate.dispatches:
-        driver.Launch(programs, dispatch, NO_LIMIT, pointers).enqueue()
-        driver.synchronise()
+    for dispatch in problem.dispatches:
+        programs.launch(dispatch, pointers)
     right = True
-    for name, dtype in problem.sizes.get("dtypes", {}).items():
-        expected = data[f"{case}/out/{name}"]
-        found = numbers(driver.download(pointers[name], expected.nbytes), dtype)
-        worst = error(found, numbers(expected.tobytes(), dtype))
-        fits = worst <= (ALLOWED[problem.sizes["dtype"]] if dtype in ALLOWED else 0.0)
+    for name, (dtype, expected) in problem.expected.items():
+        found = numbers(driver.download(pointers[name], len(expected)), dtype)
+        worst = error(found, numbers(expected, dtype))
+        fits = worst <= (ALLOWED[problem.dtype] if dtype in ALLOWED else 0.0)
         right = right and fits
         print(f"  {'right' if fits else 'WRONG'}: {name}, {dtype}, error {worst:.1e}", flush=True)
     for pointer in pointers.values():
@@ -89,16 +97,13 @@ def replay(programs: driver.Programs, problem: Problem, data: Mapping[str, np.nd
     return right
 
 
-def inside(folder: Path, name: str | None) -> None:
+def inside(folder: Path, fault: str | None) -> bool:
     """What runs under a tool: all small problems, or the one planted fault of this name."""
-    contents = manifest.read(folder)
+    contents = packed.read(folder / "packed")
     programs = driver.Programs(folder, contents)
-    data = dict(np.load(folder / "contents.npz"))
-    chosen = [
-        p for p in contents.problems if (p.kind == "small" if name is None else p.name == name)
-    ]
-    right = [replay(programs, problem, data) for problem in chosen]
-    sys.exit(not all(right))
+    chosen = [p for p in contents.problems if (p.name == fault if fault else p.fault is None)]
+    right = [replay(programs, problem) for problem in chosen]
+    return all(right)
 
 
 def run(folder: Path, tool: str | None, fault: str | None = None) -> tuple[str, int]:
@@ -135,46 +140,56 @@ def findings(output: str) -> dict[str, int]:
     return found
 
 
-def main() -> None:
-    """All tools over all problems, then every planted fault."""
-    parser = argparse.ArgumentParser(prog="tests.outside.sanitizer.sanitize", description=__doc__)
-    parser.add_argument("folder", type=Path, help="with the programs, assembled")
-    parser.add_argument("--log", type=Path, help="a file for all that the tools print")
-    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--fault", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    folder = arguments.folder
-    if arguments.inside:
-        inside(folder, arguments.fault)
-    problems = manifest.read(folder).problems
-    names = [p.name for p in problems if p.kind == "small"]
-    log, bad = [], []
+def check(folder: Path, log: list[str]) -> list[str]:
+    """All tools over all problems, then every planted fault; what is wrong."""
+    problems = packed.read(folder / "packed").problems
+    names = [p.name for p in problems if p.fault is None]
+    bad = []
     tools = (None, *TOOLS)
     with ThreadPoolExecutor(len(tools)) as pool:
         results = list(pool.map(lambda tool: run(folder, tool), tools))
     for tool, (output, code) in zip(tools, results, strict=True):
-        log.append(f"##### {tool or 'no tool'}\n{output}")
+        words = tool or "no tool"
+        log.append(f"##### {words}\n{output}")
         found = findings(output)
-        missing = [name for name in names if name not in found]
         wrong = output.count("WRONG")
         total = sum(found.values())
-        print(
-            f"{tool or 'no tool'}: {len(found)} problems, {wrong} wrong results, {total} findings"
-        )
-        bad += [f"{tool}: {name}: {count} findings" for name, count in found.items() if count]
-        bad += [f"{tool}: not reached: {name}" for name in missing]
+        print(f"{words}: {len(found)} problems, {wrong} wrong results, {total} findings")
+        bad += [f"{words}: {name}: {count} findings" for name, count in found.items() if count]
+        bad += [f"{words}: not reached: {name}" for name in names if name not in found]
         if wrong or code:
-            bad.append(f"{tool or 'no tool'}: exit code {code}\n{output[-800:]}")
-    planted = [p for p in problems if p.kind == "fault"]
+            bad.append(f"{words}: exit code {code}\n{output[-800:]}")
+    planted = [(p, p.fault) for p in problems if p.fault]
     with ThreadPoolExecutor(WORKERS) as pool:
-        outputs = list(pool.map(lambda p: run(folder, p.sizes["tool"], p.name), planted))
-    for problem, (output, _) in zip(planted, outputs, strict=True):
-        log.append(f"##### {problem.name}: {problem.sizes['what']}\n{output}")
+        outputs = list(pool.map(lambda one: run(folder, one[1].tool, one[0].name), planted))
+    for (problem, fault), (output, _) in zip(planted, outputs, strict=True):
+        log.append(f"##### {problem.name}: {fault.what}\n{output}")
         count = sum(findings(output).values())
-        what = problem.sizes["what"]
-        print(f"{problem.sizes['tool']}, {problem.sizes['kernel']}, {what}: {count} findings")
+        print(f"{fault.tool}, {problem.kernel}, {fault.what}: {count} findings")
         if not count:
-            bad.append(f"not found: {problem.name} ({what}): {output[-300:]}")
+            bad.append(f"not found: {problem.name} ({fault.what}): {output[-300:]}")
+    return bad
+
+
+def main() -> None:
+    """Assemble every program, and check."""
+    parser = argparse.ArgumentParser(prog="tests.outside.sanitizer.sanitize", description=__doc__)
+    parser.add_argument("file", type=Path, help="what `pack` has written")
+    parser.add_argument("--log", type=Path, help="a file for all that the tools print")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--fault", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.inside:
+        sys.exit(not inside(arguments.file, arguments.fault))
+    log: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copy(arguments.file, folder / "packed")
+        programs = packed.read(arguments.file).programs
+        with ThreadPoolExecutor() as pool:
+            for program, image in zip(programs, pool.map(assemble, programs.values()), strict=True):
+                (folder / program).write_bytes(image)
+        bad = check(folder, log)
     if arguments.log:
         arguments.log.write_text("\n".join(log))
     sys.exit("\n".join(bad))

@@ -15,11 +15,10 @@ import torch
 TORCH = str(torch.__version__)  # whose ways they are
 
 _DECODE_QUERIES = 8
-_DECODE_HEAD_DIMS = (64, 96, 128)
-# Since torch 2.13.
-_LATER_DECODE_HEAD_DIMS = (*_DECODE_HEAD_DIMS, 256)
+_DECODE_HEAD_DIMS = (64, 96, 128, 256)
 _PREFILL_HEAD_DIMS = (32, 64, 72, 80, 96, 128, 256)
 _NO_PREFILL = "PYTORCH_MPS_DISABLE_PREFILL_ATTENTION"
+_BEFORE_2_13 = "torch before 2.13 fuses up to 8 queries without a mask, at head dims 64, 96 and 128"
 
 FUSED, UNFUSED, RAISES = "torch, fused", "torch, unfused", "torch raises"
 
@@ -58,7 +57,7 @@ def way(call: Call, version: str | None = None) -> tuple[str, str]:
     later = torch.torch_version.TorchVersion(version or TORCH) >= "2.13"
     reason = _not_fused(call, later)
     if reason is None:
-        return FUSED, _fused_only(call.query[-1], later)
+        return FUSED, _fused_only(call.query[-1]) if later else _BEFORE_2_13
     if call.is_causal and call.mask is not None:
         return RAISES, "torch takes no attn_mask together with is_causal"
     if call.dropout and later and not call.gradients:
@@ -66,22 +65,15 @@ def way(call: Call, version: str | None = None) -> tuple[str, str]:
     return UNFUSED, reason
 
 
-def _no_prefill() -> bool:
-    return os.environ.get(_NO_PREFILL, "0") != "0"
+def _prefill_head_dims() -> tuple[int, ...]:
+    return () if os.environ.get(_NO_PREFILL, "0") != "0" else _PREFILL_HEAD_DIMS
 
 
-def _head_dims(later: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Those of the fused kernels for up to _DECODE_QUERIES queries, and for more."""
-    few = _LATER_DECODE_HEAD_DIMS if later else _DECODE_HEAD_DIMS
-    return few, _PREFILL_HEAD_DIMS if later and not _no_prefill() else ()
-
-
-def _fused_only(head_dim: int, later: bool) -> str:
+def _fused_only(head_dim: int) -> str:
     """For which queries a head dim that is fused is fused, if not for all."""
-    few, many = _head_dims(later)
-    if head_dim in few and head_dim in many:
+    if head_dim in _DECODE_HEAD_DIMS and head_dim in _prefill_head_dims():
         return ""
-    limit = "up to" if head_dim in few else "more than"
+    limit = "up to" if head_dim in _DECODE_HEAD_DIMS else "more than"
     return f"at head dim {head_dim} torch fuses {limit} {_DECODE_QUERIES} queries only"
 
 
@@ -99,19 +91,18 @@ def _not_fused(call: Call, later: bool) -> str | None:
     # A mask of bools is one of query's dtype by then.
     if call.mask not in (None, torch.bool, call.dtype):
         return f"torch's fused kernels need attn_mask in {call.dtype}, not {call.mask}"
+    masked = call.is_causal or call.mask is not None
+    if not later and (queries > _DECODE_QUERIES or masked or head_dim not in (64, 96, 128)):
+        return _BEFORE_2_13
+    few, many = _DECODE_HEAD_DIMS, _prefill_head_dims()
     if queries > _DECODE_QUERIES:
-        if not later:
-            return f"torch before 2.13 fuses up to {_DECODE_QUERIES} queries only"
-        if _no_prefill():
+        if not many:
             return f"{_NO_PREFILL} is set"
     else:
         if queries > keys:
             return f"torch's fused kernels for {queries} queries need as many keys"
         if call.is_causal and call.mask is not None:
             return "torch's fused kernels for few queries take is_causal or attn_mask"
-        if not later and (call.is_causal or call.mask is not None):
-            return "torch before 2.13 fuses few queries without a mask only"
-    few, many = _head_dims(later)
     if head_dim not in (many if queries > _DECODE_QUERIES else few):
         listed = [", ".join(map(str, dims)) or "none" for dims in (few, many)]
         return (

@@ -4,7 +4,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -12,14 +12,14 @@ import torch
 from torch_metal_attn.runtime import machine as machines
 from torch_metal_attn.runtime import mps
 from torch_metal_attn.runtime.version import open_an_issue
-from torch_metal_attn.tools.bench.shapes import BadShape, Shape
+from torch_metal_attn.tools import text_table
+from torch_metal_attn.tools.bench.shapes import KINDS, BadShape, Shape
 from torch_metal_attn.tools.bench.timing import Timer, timer_of
 from torch_metal_attn.tools.progress import Progress
-from torch_metal_attn.tools.tune import report
-from torch_metal_attn.tools.tune.measure import Tried, kernels_of, measure
+from torch_metal_attn.tools.tune.measure import WRONG, kernels_of, measure
 from torch_metal_attn.tools.tune.shapes import COMMON, add_arguments, chosen
 from torch_metal_attn.tuned import loading, tables, tiles
-from torch_metal_attn.tuned.tables import BadTable, Machine, Table
+from torch_metal_attn.tuned.tables import TORCH, BadTable, Machine, Row, Table, counted
 
 DEVICE = torch.device("mps")
 _ROUNDS = 15
@@ -52,7 +52,12 @@ def tune(options: argparse.Namespace) -> bool:
     Returns False without a GPU, or if a tile's result was wrong. The table is written after each
     kernel, so an interrupt keeps what was measured. Raises BadShape, OSError or CacheError.
     """
-    _check_options(options)
+    if options.rounds < 1:
+        raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
+    if options.minutes is not None and not 0 < options.minutes < math.inf:
+        raise BadShape(f"--minutes is {options.minutes}; it must be above 0 and finite")
+    if options.dtype is not None and options.model is None:
+        raise BadShape("--dtype is for --model: a file of --shapes has the dtypes")
     problem = mps.problem()
     if problem:
         print(
@@ -65,29 +70,32 @@ def tune(options: argparse.Namespace) -> bool:
         for shape in shapes:
             kernels_of(shape, DEVICE)  # refused before anything is measured
     path = options.out or loading.path_of(machine)
-    run = _Run(path, _table_at(path, machine), DEVICE, timer_of(DEVICE), options.rounds)
-    run.table.about = machines.describe(DEVICE)
+    table = _table_at(path, machine)
+    table.about = machines.describe(DEVICE)
+    table.write(path)  # fails now if the path is wrong, not after an hour
+    print(f"Tiles on {table.about['chip']}, {counted(len(shapes), 'shape')}", flush=True)
+    run = _Run(path, table, timer_of(DEVICE), options.rounds)
     try:
         run.measure(shapes, options.minutes)
     finally:
-        run.conclude(len(shapes))
+        print()
+        print("\n".join(report(table, [*run.keys], len(shapes) - run.done)) + "\n")
+        if run.wrong:
+            print(
+                f"A tile gave a wrong result and was left out. Please {open_an_issue()} with this "
+                "report and with that of `python -m torch_metal_attn verify --full`."
+            )
+        print(f"{counted(len(table.tiles()), 'tile')} in {path}", flush=True)
+        loading.install()
     return not run.wrong
-
-
-def _check_options(options: argparse.Namespace) -> None:
-    if options.rounds < 1:
-        raise BadShape(f"--rounds is {options.rounds}; it must be above 0")
-    if options.minutes is not None and not 0 < options.minutes < math.inf:
-        raise BadShape(f"--minutes is {options.minutes}; it must be above 0 and finite")
-    if options.dtype is not None and options.model is None:
-        raise BadShape("--dtype is for --model: a file of --shapes has the dtypes")
 
 
 def _table_at(path: Path, machine: Machine) -> Table:
     """The table that is there, to be added to, or a new one."""
     try:
         table = tables.read(path)
-        tables.check_machine(table, machine)
+        if why := table.machine.differs(machine):
+            raise BadTable(why)
     except FileNotFoundError:
         return Table(machine)
     except BadTable as error:
@@ -97,65 +105,76 @@ def _table_at(path: Path, machine: Machine) -> Table:
 
 
 class _Run:
-    """One run of the command. wrong: whether a tile's result was."""
+    """One run of the command.
 
-    def __init__(
-        self, path: Path, table: Table, device: torch.device, timer: Timer, rounds: int
-    ) -> None:
-        self.table, self.wrong = table, False
-        self._path, self._device, self._timer, self._rounds = path, device, timer, rounds
-        self._done = 0
-        self._ran: dict[str, None] = {}
+    Attributes: done: shapes that are. keys: those that were measured. wrong: whether a tile was.
+    """
+
+    def __init__(self, path: Path, table: Table, timer: Timer, rounds: int) -> None:
+        self.done, self.wrong = 0, False
+        self.keys: dict[str, None] = {}
+        self._path, self._table, self._timer, self._rounds = path, table, timer, rounds
 
     def measure(self, shapes: Sequence[Shape], minutes: float | None) -> None:
         """Measure each shape that begins in time."""
-        self._keep()  # fails now if the path is wrong, not after an hour
-        print(
-            f"Tiles on {self.table.about['chip']}, {tables.counted(len(shapes), 'shape')}",
-            flush=True,
-        )
-        start = time.monotonic()
-        ends = None if minutes is None else start + 60 * minutes
+        ends = None if minutes is None else time.monotonic() + 60 * minutes
         with Progress(len(shapes), ends=ends) as progress:
             for shape in shapes:
                 if ends is not None and time.monotonic() >= ends:
                     break
                 progress.step("", str(shape))
-                progress.say("\n".join(self._shape(shape)))
-                self._done += 1
-                if self._device.type == "mps":  # leave no memory of this shape to the next
+                progress.say("\n".join(self._lines(shape)))
+                self.done += 1
+                if DEVICE.type == "mps":  # leave no memory of this shape to the next
                     torch.mps.empty_cache()
 
-    def _shape(self, shape: Shape) -> list[str]:
-        lines = [f"\n{shape}"]
+    def _lines(self, shape: Shape) -> Iterator[str]:
+        """Measure a shape; a line for each tile, and one for torch."""
+        yield f"\n{shape}"
         try:
-            for found in measure(shape, self._device, self._timer, self._rounds):
-                tile = ""
-                if isinstance(found, Tried):
-                    self.wrong |= any(trial.wrong for trial in found.trials)
-                    if found.timed is not None:
-                        tile = self.table.add(found.key, found.timed).tile
-                        self._ran[found.key] = None
-                elif found.compared is not None and found.key in self.table.rows:
-                    self.table.compare(found.key, found.compared)
-                self._keep()
-                lines += report.lines_of(found, tile)
+            for name, rows in measure(shape, DEVICE, self._timer, self._rounds):
+                key = rows[0].key
+                self._table.add(rows)
+                self._table.write(self._path)
+                self.keys[key] = None
+                self.wrong |= any(row.note.startswith(WRONG) for row in rows)
+                yield f"  {name}"
+                yield from (f"    {_line(row, self._table.tiles().get(key))}" for row in rows)
         except RuntimeError as error:
-            lines.append(f"  not measured: {str(error).splitlines()[0]}")
-        return lines
+            yield f"  not measured: {str(error).splitlines()[0]}"
 
-    def _keep(self) -> None:
-        self.table.write(self._path)
 
-    def conclude(self, shapes: int) -> None:
-        """Print the report, and use the new table in this process if it is the package's own."""
-        print()
-        print(report.markdown(self.table, list(self._ran), shapes - self._done))
-        if self.wrong:
-            print(
-                f"A tile gave a wrong result and was left out. Please {open_an_issue()} with this "
-                "report and with that of `python -m torch_metal_attn verify --full`."
-            )
-        rows = tables.counted(len(self.table.rows), "row")
-        print(f"{rows} in {self._path}", flush=True)
-        loading.install()
+def _line(row: Row, chosen: str | None) -> str:
+    if row.seconds is None:
+        return f"{row.tile:<78} left out: {row.note}"
+    notes = ["default"] if row.default else []
+    if row.error is not None:
+        notes.append(f"again {row.share:.3f} +- {row.error:.3f} of the default tile's time")
+    notes += [f"{row.share:.2f} of our time"] if row.tile == TORCH else []
+    notes += ["chosen"] if row.tile == chosen else []
+    notes += [row.note] if row.note else []
+    time = f"{row.seconds * 1e3:.3f} ms"
+    return f"{row.tile:<78} {time:>12}  {', '.join(notes)}".rstrip()
+
+
+def report(table: Table, keys: Sequence[str], left: int) -> Iterator[str]:
+    """The report for an issue in Markdown: the machine, and each key's tile with its gain.
+
+    left: shapes that were not measured.
+    """
+    yield from ("# torch_metal_attn: tune", "")
+    yield from (*text_table.markdown(("", ""), table.about.items()), "")
+    if left:
+        yield from (f"Not measured: {counted(left, 'shape')}.", "")
+    yield from ("Times are relative to the default tile's, and torch's to ours.", "")
+    cells = []
+    for key in keys:
+        tile = table.tiles().get(key, "-")
+        own = [row for row in table.rows if row.key == key and row.tile != TORCH]
+        shares = [row.share for row in own if row.tile == tile]
+        ratios = {kind: table.ratio(key, kind) for kind in KINDS}
+        torchs = ", ".join(f"{kind} {x:.2f}" for kind, x in ratios.items() if x is not None)
+        cells.append((key, tile, f"{min(shares):.2f}" if shares else "-", torchs or "-"))
+        cells += [("", row.tile, "left out", row.note) for row in own if row.seconds is None]
+    headings = ("kernel, dtype, head dims, features, lengths", "tile", "time", "torch")
+    yield from text_table.markdown(headings, cells, numbers=(2,))

@@ -4,23 +4,23 @@ import ctypes
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.features import attention
-from torch_metal_attn.testing.running import FAILED, Outcome, run
+from torch_metal_attn.testing.running import FAILED, run
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
-from torch_metal_attn.tools.bench.timing import Timer, Times, interleaved
+from torch_metal_attn.tools.bench.timing import Timer, interleaved
 from torch_metal_attn.tools.bench.versus import OURS, TORCHS, calls_of
 from torch_metal_attn.tools.explain.command import explained
 from torch_metal_attn.tools.explain.ops import Kernel
 from torch_metal_attn.tools.tune import pipelines
-from torch_metal_attn.tools.tune.pipelines import Pipeline
 from torch_metal_attn.tuned import tables, tiles
+from torch_metal_attn.tuned.tables import TORCH, Row
 
 # A tile of another size than these lengths has edges to get wrong, and several blocks of keys.
 _CHECKED = {"q_length": 70, "kv_length": 133}
@@ -28,64 +28,7 @@ _CHECKED_DECODE = {"kv_length": 300, "num_splits": 2}
 _MOST_QUERIES = 16
 
 _LEAST_ROUNDS = 5  # where a tile is timed again: fewer say nothing of their error
-
-
-@dataclass
-class Trial:
-    """One tile of a kernel for a shape.
-
-    Attributes: seconds: the median of a call; None if it was left out. again: timed a second time.
-        left_out: why. wrong: whether that is a wrong result.
-    """
-
-    tile: str
-    seconds: float | None = None
-    again: tables.Again | None = None
-    left_out: str = ""
-    wrong: bool = False
-    pipeline: Pipeline | None = None
-
-
-@dataclass
-class Tried:
-    """A kernel's tiles for a shape, the default one first."""
-
-    shape: Shape
-    kernel: str
-    key: str
-    trials: list[Trial]
-
-    @property
-    def timed(self) -> tables.Timed | None:
-        """What a table keeps; None if no tile ran."""
-        seconds = {t.tile: t.seconds for t in self.trials if t.seconds is not None}
-        left_out = {t.tile: t.left_out for t in self.trials if t.left_out}
-        again = {t.tile: t.again for t in self.trials if t.again is not None}
-        if not seconds:
-            return None
-        return tables.Timed(str(self.shape), self.trials[0].tile, seconds, left_out, again)
-
-    @property
-    def best(self) -> str:
-        """The tile that this shape alone would choose."""
-        return tables.fastest([self.timed]) if self.timed else self.trials[0].tile
-
-
-@dataclass
-class Beside:
-    """Our best tiles and torch's attention, in one run of a shape. key: of the forward kernel."""
-
-    shape: Shape
-    key: str
-    times: dict[str, Times] = field(default_factory=dict)
-
-    @property
-    def compared(self) -> tables.Compared | None:
-        """What a table keeps; None if one of the two has no times."""
-        ours, torchs = self.times[OURS], self.times[TORCHS]
-        if ours.error or torchs.error:
-            return None
-        return tables.Compared(str(self.shape), self.shape.kind, ours.median, torchs.median)
+WRONG = "its result is wrong"
 
 
 def kernels_of(shape: Shape, device: torch.device) -> dict[str, Kernel]:
@@ -101,43 +44,55 @@ def kernels_of(shape: Shape, device: torch.device) -> dict[str, Kernel]:
 
 def measure(
     shape: Shape, device: torch.device, timer: Timer, rounds: int
-) -> Iterator[Tried | Beside]:
-    """Time the tiles of each kernel of a shape, then a whole call beside torch's.
+) -> Iterator[tuple[str, list[Row]]]:
+    """Time the tiles of each kernel of a shape, by its name, then a whole call beside torch's.
 
-    Raises RuntimeError if there is no memory for the shape.
+    Rows of a kernel begin with the default tile. Raises RuntimeError if there is no memory.
     """
     with tiles.forced({}):
         kernels = kernels_of(shape, device)
     forwards, whole = calls_of(shape, device)
     best: dict[str, str] = {}
     for name, kernel in kernels.items():
-        trials = [_prepared(shape, device, name, tile) for tile in kernel.candidates]
         call = _call_of(name, shape, forwards[OURS], device)
+        rows: dict[str, Row] = {}
+        left_out: dict[str, str] = {}
+        for tile in kernel.candidates:
+            why, note = _tried(shape, device, name, tile)
+            rows[tile] = Row(kernel.key, str(shape), tile, default=not rows, note=note)
+            if why:
+                left_out[tile] = why
         with tiles.forced({}):
-            _time(name, trials, call, timer, rounds)
-        tried = Tried(shape, name, kernel.key, trials)
-        best[name] = tried.best
-        yield tried
+            found = _timed(name, rows, left_out, call, timer, rounds)
+        best[name] = tables.fastest(found) or kernel.candidates[0]
+        yield name, found
     with tiles.forced(best):
         times = interleaved(whole, timer, rounds)
-    yield Beside(shape, next(iter(kernels.values())).key, times)
+    row = Row(next(iter(kernels.values())).key, str(shape), TORCH)
+    errors = [f"{name}: {one.error.splitlines()[0]}" for name, one in times.items() if one.error]
+    if errors:
+        row = replace(row, note=", ".join(errors))
+    else:
+        torchs = times[TORCHS].median
+        row = replace(row, seconds=torchs, share=torchs / times[OURS].median)
+    yield "whole call", [row]
 
 
-def _prepared(shape: Shape, device: torch.device, kernel: str, tile: str) -> Trial:
-    """A tile that compiles, can be launched and is right, or why it is left out."""
+def _tried(shape: Shape, device: torch.device, kernel: str, tile: str) -> tuple[str, str]:
+    """Why a tile is left out that does not compile, cannot run or is wrong; and its pipeline."""
     with tiles.forced({kernel: tile}):
-        trial = Trial(tile)
+        pipeline = None
         if _compiled_by_metal(device):
             found = kernels_of(shape, device)[kernel]
-            threads = found.threads[0]
-            trial.pipeline, trial.left_out = pipelines.inspect(
-                kernel, found.specialisation, threads
-            )
-        if not trial.left_out:
-            result = run(_check_of(shape, kernel), device)
-            trial.wrong = result.status == FAILED
-            trial.left_out = _trouble(result)
-    return trial
+            pipeline, trouble = pipelines.inspect(kernel, found.specialisation, found.threads[0])
+            if trouble:
+                return trouble, ""
+        result = run(_check_of(shape, kernel), device)
+    if result.status == FAILED:
+        bad = [m for m in result.measures if not m.ok]
+        words = [f"{m.what} is off by {m.error:.1e}, allowed {m.bound:.1e}" for m in bad]
+        return f"{WRONG}: {', '.join(words)}", ""
+    return result.message.split("\n")[0], str(pipeline or "")
 
 
 def _compiled_by_metal(device: torch.device) -> bool:
@@ -161,15 +116,6 @@ def _check_of(shape: Shape, kernel: str) -> Case:
     return attention(call=call, dtype=shape.dtype, feature=feature, backward=backward, **sizes)
 
 
-def _trouble(result: Outcome) -> str:
-    """Why a tile with this result is left out; "" if it is right."""
-    if result.status == FAILED:
-        bad = [m for m in result.measures if not m.ok]
-        words = [f"{m.what} is off by {m.error:.1e}, allowed {m.bound:.1e}" for m in bad]
-        return f"its result is wrong: {', '.join(words)}"
-    return result.message.split("\n")[0]
-
-
 def _call_of(
     kernel: str, shape: Shape, forward: Callable[[], object], device: torch.device
 ) -> Callable[[], object]:
@@ -187,10 +133,15 @@ def _call_of(
     )
 
 
-def _time(
-    kernel: str, trials: list[Trial], call: Callable[[], object], timer: Timer, rounds: int
-) -> None:
-    """Time the trials that are not left out, taking turns.
+def _timed(
+    kernel: str,
+    rows: Mapping[str, Row],
+    left_out: dict[str, str],
+    call: Callable[[], object],
+    timer: Timer,
+    rounds: int,
+) -> list[Row]:
+    """The rows, by tile and the default one first, with the times of those not in `left_out`.
 
     Noise alone makes one of many tiles look fastest. So each tile that looks faster than the
     default, the fastest first, is timed again in turns with it alone, until one is faster again.
@@ -202,36 +153,37 @@ def _time(
             call()
 
     calls = {
-        trial.tile: functools.partial(run_with, tiles.make([(kernel, trial.tile, "forced")]))
-        for trial in trials
+        tile: functools.partial(run_with, tiles.make([(kernel, tile, tiles.FORCED)]))
+        for tile in rows
     }
+    errors: dict[str, float] = {}
 
-    def timed(some: list[Trial], rounds: int) -> dict[str, Times]:
+    def timed(some: list[str], rounds: int) -> dict[str, tuple[float, ...]]:
         """Those that raised are left out."""
-        found = interleaved({trial.tile: calls[trial.tile] for trial in some}, timer, rounds)
-        for trial in some:
-            if error := found[trial.tile].error:
-                trial.seconds, trial.left_out = None, error.splitlines()[0]
-        return found
+        found = interleaved({tile: calls[tile] for tile in some}, timer, rounds)
+        left_out.update({t: one.error.splitlines()[0] for t, one in found.items() if one.error})
+        return {tile: one.seconds for tile, one in found.items()}
 
-    found = timed([trial for trial in trials if not trial.left_out], rounds)
-    for trial in trials:
-        if not trial.left_out:
-            trial.seconds = found[trial.tile].median
-    default, *others = trials
-    if default.seconds is None:
-        return
-    most = (1 - tables.LEAST_GAIN) * default.seconds
-    faster = [t for t in others if t.seconds is not None and t.seconds <= most]
-    for trial in sorted(faster, key=lambda t: t.seconds or 0.0):
-        found = timed([default, trial], max(rounds, _LEAST_ROUNDS))
-        if default.left_out:
-            return
-        if trial.left_out:
+    found = timed([tile for tile in rows if tile not in left_out], rounds)
+    seconds = {t: statistics.median(one) for t, one in found.items() if t not in left_out}
+    default = next(iter(rows))
+    base = seconds.get(default) or max(seconds.values(), default=1.0)
+    shares = {tile: one / base for tile, one in seconds.items()}
+    faster = [t for t in shares if default in seconds and shares[t] <= 1 - tables.LEAST_GAIN]
+    for tile in sorted(faster, key=shares.__getitem__):
+        found = timed([default, tile], max(rounds, _LEAST_ROUNDS))
+        if default in left_out:
+            break
+        if tile in left_out:
             continue
-        pairs = zip(found[trial.tile].seconds, found[default.tile].seconds, strict=True)
-        shares = [one / base for one, base in pairs]
-        error = statistics.stdev(shares) / math.sqrt(len(shares))
-        trial.again = tables.Again(statistics.mean(shares), error)
-        if trial.again.faster:
-            return
+        each = [one / base for one, base in zip(found[tile], found[default], strict=True)]
+        shares[tile] = statistics.mean(each)
+        errors[tile] = statistics.stdev(each) / math.sqrt(len(each))
+        if tables.is_faster(shares[tile], errors[tile]):
+            break
+    return [
+        replace(row, note=left_out[tile])
+        if tile in left_out
+        else replace(row, seconds=seconds[tile], share=shares[tile], error=errors.get(tile))
+        for tile, row in rows.items()
+    ]

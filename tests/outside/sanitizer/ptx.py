@@ -1,29 +1,23 @@
 """Metal text to PTX, for NVIDIA's driver."""
 
 import re
-from dataclasses import replace
 
-from bench.front_end import Entry, Source, clang, front_end
+from bench.front_end import Source, clang, front_end
 
-from . import vector_loads
+from .packed import Program
 
 PTX = ["--target=nvptx64-nvidia-cuda", "-march=sm_90", "-nocudalib"]
 PTX += ["-Xclang", "-target-feature", "-Xclang", "+ptx80"]
 
 
-def compile_ptx(source: Source) -> Entry:
+def compile_ptx(source: Source) -> Program:
     """Compile a kernel to PTX for sm_90: one entry, with a 64-bit device address for each buffer.
 
-    source: its defines that say how matrix products are computed are of
-    `gpu_headers/__msl_product.h`. Threadgroup memory is static. Without `lines` neighbouring loads
-    are joined: see `vector_loads`.
+    Threadgroup memory is static.
     """
     ir, entry = front_end(source, "nvptx_kernel, flatten", PTX)
     # Buffers in constant memory are passed by address, like the others.
     ir = ir.replace("addrspace(4)", "addrspace(1)")
-    if not source.lines:
-        ir = clang([*PTX, "-x", "ir", "-O3", "-S", "-emit-llvm", "-", "-o", "-"], ir)
-        ir = vector_loads.joined(ir)
     ptx = clang([*PTX, "-x", "ir", "-O3", "-S", "-", "-o", "-"], ir)
     # LLVM writes a modifier that ptxas refuses with this type.
     ptx = re.sub(r"(setp\.\w+)\.ftz(\.bf16)", r"\1\2", ptx)
@@ -33,4 +27,4 @@ def compile_ptx(source: Source) -> Entry:
         ptx,
     )
     assert found == 1, "the entry of the kernel"
-    return replace(entry, text=ptx)
+    return Program(ptx, entry.symbol, entry.buffers)

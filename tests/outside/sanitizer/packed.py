@@ -1,0 +1,81 @@
+"""What the machine with the GPU gets, as plain data: programs, launches, contents and faults."""
+
+import gzip
+import pickle
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Program:
+    """One kernel. slots: the [[buffer(i)]] of each of the entry's parameters."""
+
+    ptx: str
+    entry: str
+    slots: list[int]
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """One launch.
+
+    buffers: for each slot the name of the tensor and the byte at which the argument begins.
+    constants: for each slot the bytes of the argument.
+    """
+
+    program: str
+    threadgroups: tuple[int, ...]
+    group_size: tuple[int, ...]
+    buffers: dict[int, tuple[str, int]]
+    constants: dict[int, bytes]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A planted fault, and the tool that must find it.
+
+    tensor: which is too short (memcheck) or never written (initcheck).
+    """
+
+    tool: str
+    what: str
+    tensor: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Launches, the contents of their inputs, and what must come out.
+
+    expected: dtype and bytes of each result. scratch: bytes of each tensor that begins without
+    contents. kernel: where `fault` is planted.
+    """
+
+    name: str
+    dtype: str
+    dispatches: list[Dispatch]
+    inputs: dict[str, bytes]
+    expected: dict[str, tuple[str, bytes]]
+    scratch: dict[str, int]
+    kernel: str = ""
+    fault: Fault | None = None
+
+
+@dataclass
+class Packed:
+    """The whole file."""
+
+    programs: dict[str, Program] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        with gzip.open(path, "wb") as file:
+            pickle.dump(self, file)
+
+
+def read(path: Path) -> Packed:
+    """The contents of a file of `Packed.write`."""
+    with gzip.open(path) as file:
+        found = pickle.load(file)
+    assert isinstance(found, Packed)
+    return found

@@ -1,0 +1,213 @@
+"""compute-sanitizer's problems, as far as they need no GPU: recording, compiling, packing."""
+
+import ast
+import ctypes
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench.front_end import Source
+from tests.outside.sanitizer import cases as problems
+from tests.outside.sanitizer import driver, faults, pack, packed, sanitize
+from tests.outside.sanitizer.packed import Packed, Program
+from tests.outside.sanitizer.ptx import compile_ptx
+from torch_metal_attn import simulate
+from torch_metal_attn.runtime import shaders
+from torch_metal_attn.simulator.build import ShaderCompileError
+
+WIDE = "heads 32, kv_heads 1, num_splits 1$"  # a decode whose SIMD groups meet at barriers
+
+
+def packed_cases(only):
+    sources = {}
+    every = [pack.problem(case, sources) for case in problems.cases(only)]
+    return Packed(problems=every), sources
+
+
+def test_a_decode_from_the_op_to_ptx(tmp_path):
+    found, sources = packed_cases(WIDE)
+    (problem,), (dispatch, *_) = found.problems, found.problems[0].dispatches
+    assert [name for name, _ in dispatch.buffers.values()][:3] == ["q", "k", "v"]
+    program = compile_ptx(sources[dispatch.program])
+    assert {*dispatch.buffers, *dispatch.constants} >= set(program.slots)
+    assert program.slots == sorted(program.slots)
+    text = program.ptx
+    assert f".entry {program.entry}(" in text
+    assert text.count(".param .u64") == len(program.slots)
+    assert f".maxntid {dispatch.group_size[0]}, 1, 1" in text
+    assert "mma.sync.aligned.m16n8k8.row.col.f32." in text
+    assert "shfl.sync.bfly" in text
+    assert "bar.sync" in text
+    assert re.search(r'\.file\s+\d+ "[^"]*flash_decode\.metal"', text)
+    assert ".loc" in text
+    q = next(x for x in problems.cases(WIDE)).tensors["q"]
+    assert len(problem.inputs["q"]) == q.nbytes
+    assert problem.expected["result0"][0] == problem.dtype
+    found.programs[dispatch.program] = program
+    found.write(tmp_path / "file")
+    assert packed.read(tmp_path / "file") == found
+
+
+def test_faults_of_a_text_are_told_apart():
+    with pytest.raises(ShaderCompileError, match="missing"):
+        compile_ptx(Source("kernel void k() { missing(); }", "k", 32))
+    with pytest.raises(ValueError, match="no kernel sums; it has k"):
+        compile_ptx(Source("kernel void k() {}", "sums", 32))
+
+
+def test_small_problems_have_every_kernel():
+    """Each of every family but the probes', and those of Metal 4 that no NVIDIA GPU runs.
+
+    flash_bwd_captures adds to what torch has set to zero, and a recording has launches alone.
+    """
+    found = set()
+    for case in problems.cases():
+        with simulate(record=True) as run:
+            case.call(**case.tensors)
+        found |= {(launch.family, launch.kernel) for launch in run.recorded}
+        assert run.recorded, case.name
+    families = set(shaders.families()) - {"probe", "flash_bwd_captures", *shaders.LANGUAGES}
+    assert {family for family, _ in found} == families
+    for family in families:
+        text = shaders.source(family)
+        kernels = set(re.findall(r"\[\[kernel[^\]]*\]\]\s*void\s+(\w+)\(", text))
+        assert kernels == {kernel for other, kernel in found if other == family}, family
+
+
+def test_faults_are_planted_in_every_kernel():
+    """One of each tool; those of barriers only where the compiled kernel has one."""
+    found, sources = packed_cases("^(softmax|apply_causal|rope|merge|index)")
+    for name, source in sources.items():
+        has_barrier = source.kernel == "softmax" and "#define ROW_SIMDGROUPS 1\n" not in source.text
+        found.programs[name] = Program("bar.sync" if has_barrier else "", "", [])
+    tools, texts = {}, {}
+    for problem in faults.planted(found, sources):
+        tools.setdefault(problem.kernel, []).append(problem.fault.tool)
+        texts[problem.name] = sources[problem.dispatches[-1].program].text
+    memory = ["initcheck", "memcheck"]
+    assert sorted(tools.pop("softmax")) == [*memory, "racecheck", "synccheck"]
+    assert tools.pop("apply_causal_mask") == ["memcheck"]  # it works in place
+    assert {tuple(sorted(some)) for some in tools.values()} == {tuple(memory)}
+    assert faults.BARRIER not in texts["fault racecheck softmax"]
+    assert faults.FOREIGN in texts["fault synccheck softmax"]
+
+
+def test_names_follow_storages():
+    x, other = torch.empty(10), torch.empty(6)
+    names = pack.Names({"x": x})
+    assert names.of(x[3:]) == "x"
+    assert names.of(other) == names.of(other.view(2, 3)) == "scratch0"
+    assert names.of(torch.empty(2)) == "scratch1"
+    assert names.scratch == {"scratch0": 24, "scratch1": 8}
+
+
+def test_findings_are_counted_by_problem():
+    output = """========= COMPUTE-SANITIZER
+problem: first
+  right: out, float16, error 0.0e+00
+problem: second
+========= Invalid __global__ write of size 4 bytes
+=========     at k+0x10 in softmax.metal:3
+=========     by thread (0,0,0) in block (0,0,0)
+========= Error: Race reported between Write access at k+0x20
+=========     and Read access at k+0x30 [8 hazards]
+problem: third
+========= ERROR SUMMARY: 2 errors"""
+    assert sanitize.findings(output) == {"first": 0, "second": 2, "third": 0}
+
+
+def test_errors_of_results():
+    nan = np.array([np.nan, 1.0, np.inf])
+    assert sanitize.error(nan, nan) == 0
+    assert sanitize.error(np.array([1.0]), np.array([np.nan])) > 1e9
+    assert sanitize.error(np.array([2.0, 300.0]), np.array([2.5, 200.0])) == 0.5
+    values = torch.tensor([1.5, -3.0, torch.inf], dtype=torch.bfloat16)
+    data = values.view(torch.uint8).numpy().tobytes()
+    assert sanitize.numbers(data, "bfloat16").tolist() == [1.5, -3.0, np.inf]
+
+
+class FakeDriver:
+    """libcuda whose memory begins at multiples of 1000, and whose launches compute nothing."""
+
+    def __init__(self, monkeypatch):
+        self.memory, self.launched = {}, []
+        monkeypatch.setattr(driver, "cuda", lambda: self)
+
+    def cuMemAlloc_v2(self, pointer, size):
+        pointer._obj.value = 1000 * (len(self.memory) + 1)
+        self.memory[pointer._obj.value] = bytearray(size.value)
+        return 0
+
+    def cuMemcpyHtoD_v2(self, pointer, data, size):
+        self.memory[pointer.value][:] = data
+        return 0
+
+    def cuMemcpyDtoH_v2(self, data, pointer, size):
+        data[:] = bytes(self.memory[pointer.value])
+        return 0
+
+    def cuLaunchKernel(self, kernel, *arguments):
+        self.launched.append(arguments[:6])
+        values = [ctypes.c_uint64.from_address(pointer).value for pointer in arguments[8]]
+        self.given = [(bytes(self.memory[x - x % 1000]), x % 1000) for x in values]
+        return 0
+
+    def __getattr__(self, name):
+        return lambda *arguments: 0
+
+
+def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
+    """On a fake driver that computes nothing: only a result of zeros is right."""
+    fake = FakeDriver(monkeypatch)
+    (tmp_path / "p").write_bytes(b"cubin")
+    dispatch = packed.Dispatch("p", (2, 1, 1), (32, 1, 1), {0: ("x", 0), 2: ("out", 4)}, {1: b"ab"})
+    for expected, right in ((bytes(8), True), (np.ones(2, np.float32).tobytes(), False)):
+        problem = packed.Problem(
+            "zero",
+            "float32",
+            [dispatch],
+            {"x": b"1234"},
+            {"out": ("float32", expected)},
+            {"out": 8},
+        )
+        every = Packed({"p": Program("", "k", [0, 1, 2, 5])}, [problem])
+        assert sanitize.replay(driver.Programs(tmp_path, every), problem) == right
+    assert fake.launched == [(2, 1, 1, 32, 1, 1)] * 2
+    assert fake.given[:3] == [(b"1234", 0), (b"ab", 0), (bytes(8), 4)]
+    assert len(fake.given) == 4  # what the op leaves out has memory too
+    assert "WRONG: out, float32, error 1.0e+00" in capsys.readouterr().out
+    short = packed.Fault("memcheck", "half", "out")
+    problem = packed.Problem("fault", "float32", [], {}, {}, {"out": 8}, "k", short)
+    sanitize.replay(driver.Programs(tmp_path, every), problem)
+    assert len([*fake.memory.values()][-1]) == 4
+
+
+def test_ptxas_is_called_with_lines(monkeypatch):
+    def run(command, **options):
+        Path(command[-1]).write_text(Path(command[3]).read_text() + " ".join(command[:3]))
+        return subprocess.CompletedProcess(command, 0 if "good" in command[2] else 1, "", "why")
+
+    monkeypatch.setattr(sanitize.subprocess, "run", run)
+    with pytest.raises(RuntimeError, match="k: why"):
+        sanitize.assemble(Program("text", "k", []))
+    monkeypatch.setattr(sanitize, "ARCHITECTURE", "good")
+    assert sanitize.assemble(Program("text", "k", [])) == b"textptxas -lineinfo -arch=good"
+
+
+def test_the_gpus_side_needs_numpy_only():
+    """The machine with the GPU has this folder alone."""
+    for module in ("__init__", "driver", "packed", "sanitize"):
+        text = (Path(sanitize.__file__).parent / f"{module}.py").read_text()
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                names = [node.module] if node.module else [alias.name for alias in node.names]
+                assert {*names} <= {"driver", "packed"}, module
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                name = getattr(node, "module", None) or node.names[0].name
+                top = name.partition(".")[0]
+                assert top in {"numpy", *sys.stdlib_module_names}, (module, name)

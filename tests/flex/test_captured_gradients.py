@@ -94,6 +94,30 @@ def odd_indices(table, flipped, by_token):
     return mod
 
 
+def views(table, bias, slopes):
+    """Rows seen in other shapes, and what index_select and an embedding pick."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        row = bias[q_idx].view(12, 8)[kv_idx // 8, kv_idx % 8] + bias[q_idx][3:].unsqueeze(0)[0, 5]
+        flipped = table[h].t()[kv_idx % 5, b] + bias.index_select(1, kv_idx)[q_idx, 0]
+        near = torch.nn.functional.embedding(q_idx, bias)[kv_idx]
+        first = bias.index_select(0, q_idx).view(-1)[kv_idx] + slopes[h].view(1).sum()
+        return score * slopes.index_select(0, h.view(1)).view(()) + row + flipped + near * first
+
+    return mod
+
+
+def without_views(table, bias, slopes):
+    """The same."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        one = bias[q_idx, kv_idx]
+        row, flipped = one + bias[q_idx, 8], table[h, b, kv_idx % 5] + one
+        return score * slopes[h] + row + flipped + one * (one + slopes[h])
+
+    return mod
+
+
 CAPTURED = {
     odd_indices: (normal(2, 2, 3), normal(96, 80), normal(5)),
     everything: (
@@ -139,6 +163,19 @@ def test_whole_rows():
     given = *home(batch=2), element_by_element, block_mask()
     ours = whole_rows, block_mask()
     check_flex_gradients(*given, simulated=False, ours=ours, captured=captured)
+
+
+def test_views():
+    captured = normal(2, 2, 5), normal(80, 96), normal(2)
+    given = *home(batch=2), without_views, block_mask()
+    check_flex_gradients(*given, simulated=False, ours=(views, block_mask()), captured=captured)
+    compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
+    with simulate(record=True) as run:
+        for attend in (flex_attention, compiled):
+            attend(*home(), views(*captured))
+    torch.compiler.reset()
+    plain, in_graph = (launch.defines["FLEX_SCORE"] for launch in run.launches)
+    assert plain == in_graph
 
 
 def test_only_what_requires_grad():

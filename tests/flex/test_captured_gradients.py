@@ -174,7 +174,7 @@ def test_views():
         for attend in (flex_attention, compiled):
             attend(*home(), views(*captured))
     torch.compiler.reset()
-    plain, in_graph = (launch.defines["FLEX_SCORE"] for launch in run.launches)
+    plain, in_graph = (launch.defines["FLEX_SCORE"] for launch in run.recorded)
     assert plain == in_graph
 
 

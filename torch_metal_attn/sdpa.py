@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call import philox
-from torch_metal_attn.call.arguments import plain, refuse_gradient, refuse_layout
+from torch_metal_attn.call.arguments import as_op_number, plain, refuse_gradient, refuse_layout
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.ops import plain as plain_ops
 from torch_metal_attn.ops.names import ArgumentNames
@@ -210,7 +210,7 @@ def plan(arguments: Arguments) -> Problem:
         refuse_gradient(name, value)
         number: Any = plain(name, value)
         number = int(number) if isinstance(number, bool) else number  # as torch takes it
-        arguments = arguments._replace(**{name: number})
+        arguments = arguments._replace(**{name: as_op_number(number)})
     _check_types(arguments)
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     query, key, value = autocast(query, key, value)

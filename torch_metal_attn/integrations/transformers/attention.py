@@ -474,8 +474,9 @@ def _check_sequences(
     if not ends and packing is not None:
         ends = [packing.cu_seqlens]
     dense = mask if mask is not None and mask.dtype != torch.int32 else None
-    tries = [(one, None) for one in ends] or [(None, dense)]
-    if all(keeps_apart(name, given, shape[1], *one) for one in tries):
+    if all(keeps_apart(name, given, shape[1], one, None) for one in ends) and (
+        ends or keeps_apart(name, given, shape[1], None, dense)
+    ):
         return
     if ends:
         says = "cu_seq_lens_*" if _given(bounds) else "position_ids"

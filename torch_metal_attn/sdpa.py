@@ -83,8 +83,7 @@ def scaled_dot_product_attention(
 
     Gradients of query, key, value and an additive attn_mask are computed in linear memory and have
     the same bits every time. If the incoming gradient is not contiguous in its last dimension (as
-    after `sum()`), it is copied first. `backward` raises for float32 head dims that do not fit in
-    threadgroup memory: above 488 if query's and value's are the same.
+    after `sum()`), it is copied first.
 
     Raises:
         RuntimeError: where torch raises: attn_mask together with is_causal (which torch's

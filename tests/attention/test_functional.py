@@ -342,7 +342,7 @@ class TestOptions:
     def test_scales_beyond_float32(self):
         q = normal(1, 3, 2, 8)
         for scale, shown in ((3.4e38, r"3.4e\+38"), (10**400, "inf"), (-(10**400), "-inf")):
-            message = rf"scale is {shown}; .*finite in float32, as must its product with log2\(e\)"
+            message = rf"scale is {shown}; its product with log2\(e\) must be finite in float32"
             for call in (
                 functools.partial(flash_attn_func, softmax_scale=scale),
                 functools.partial(scaled_dot_product_attention, scale=scale),

@@ -264,29 +264,14 @@ class TestBatchesOfTrainers:
         actual = self.answer(self.batch(multiple) | facts, use_cache=use_cache)
         torch.testing.assert_close(actual[:, :6], expected, rtol=0, atol=1e-5)
 
-    @pytest.mark.parametrize("flash", [False, True])
-    def test_flattened(self, flash, expected):
-        """transformers' own collator: positions alone need use_cache=False."""
-        options = {"return_flash_attn_kwargs": flash, "return_seq_idx": True}
-        collate = transformers.DataCollatorWithFlattening(**options)
-        batch = collate([{"input_ids": list(part)} for part in ((5, 9, 2), (7,), (4, 4))])
-        del batch["labels"]
-        actual = self.answer(batch, use_cache=flash)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-
     def test_dense_masks_keep_sequences_apart(self):
-        """A mask of chunks inside of sequences, of which none lets a token see another's."""
+        """Chunks inside of sequences, in a bool mask and in an additive one."""
         chunks = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
         mask = metal_attention_mask(**call_for(chunks, positions_of([(5, 11)])))
-        q, k, v = normal(3, 1, 2, 16, 8)
-        apart = {"cu_seqlens": torch.tensor([0, 5, 16])}
-        expected = metal_attention(torch.nn.Module(), q, k, v, mask)[0]
         for one in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
-            out = metal_attention(torch.nn.Module(), q, k, v, one, **apart)[0]
-            torch.testing.assert_close(out, expected)
-        with pytest.raises(ValueError, match="which nothing else keeps apart"):
-            others = {"cu_seqlens": torch.tensor([0, 4, 16])}
-            metal_attention(torch.nn.Module(), q, k, v, mask, **others)
+            for end, apart in ((5, True), (4, False)):
+                given = torch.tensor([0, end, 16])
+                assert packing.keeps_apart("cu_seqlens", given, 16, None, one) == apart
 
     @pytest.mark.parametrize(
         ("kept", "changed", "error"),
@@ -342,8 +327,8 @@ class TestBatchesOfTrainers:
     @pytest.mark.parametrize(
         ("changed", "advice"),
         [
-            ({"tree_kv_index": torch.arange(6)}, "neither metal_attn nor this layer's eager"),
-            ({"output_attentions": True}, "use model.* with the sequences as a padded batch"),
+            ({"tree_kv_index": torch.arange(6)}, "metal_attn does not know it. If it says"),
+            ({"output_attentions": True}, "use model.*, with the sequences as a padded batch"),
         ],
     )
     def test_advice_is_true_of_packed_batches(self, changed, advice):

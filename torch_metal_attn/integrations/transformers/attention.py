@@ -1,7 +1,5 @@
 """The attention function for transformers: each call runs one kernel of `metal_attn`."""
 
-import inspect
-import sys
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from torch_metal_attn.integrations.transformers.packing import (
     keeps_apart,
     packing_of,
 )
-from torch_metal_attn.integrations.transformers.refusals import refuse_weights
+from torch_metal_attn.integrations.transformers.refusals import PADDED, refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 from torch_metal_attn.ops.differentiation import call
@@ -40,45 +38,13 @@ BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # options of `generate`, and LFM3-VL the grid of a picture's patches, which its convolutions need.
 # Trainers and tokenizers put labels, and facts about the text, into batches.
 _HARMLESS = frozenset(
-    {
-        "assistant_masks",
-        "bos_token_id",
-        "cache_implementation",
-        "cache_position",
-        "completion_mask",
-        "deterministic",
-        "disable_compile",
-        "do_sample",
-        "eos_token_id",
-        "grid_thw",
-        "labels",
-        "length",
-        "logits_indices",
-        "logits_processor_args",
-        "logits_to_keep",
-        "max_length",
-        "max_new_tokens",
-        "mm_token_type_ids",
-        "n_items",
-        "num_beams",
-        "num_items_in_batch",
-        "num_truncated_tokens",
-        "offset_mapping",
-        "output_hidden_states",
-        "output_logits",
-        "output_router_logits",
-        "output_scores",
-        "overflow_to_sample_mapping",
-        "pad_token_id",
-        "position_ids",
-        "return_dict",
-        "return_dict_in_generate",
-        "return_loss",
-        "shift_labels",
-        "special_tokens_mask",
-        "token_type_ids",
-        "use_cache",
-    }
+    "assistant_masks bos_token_id cache_implementation cache_position completion_mask "
+    "deterministic disable_compile do_sample eos_token_id grid_thw labels length logits_indices "
+    "logits_processor_args logits_to_keep max_length max_new_tokens mm_token_type_ids n_items "
+    "num_beams num_items_in_batch num_truncated_tokens offset_mapping output_hidden_states "
+    "output_logits output_router_logits output_scores overflow_to_sample_mapping pad_token_id "
+    "position_ids return_dict return_dict_in_generate return_loss shift_labels "
+    "special_tokens_mask token_type_ids use_cache".split()
 )
 
 
@@ -251,7 +217,7 @@ def score_options(
         attention weights are requested.
     """
     refuse_weights(module, others.pop("output_attentions", None), is_packed)
-    _refuse_unknown(module, others, is_packed)
+    _refuse_unknown(module, others)
     return {
         "softmax_scale": None if scaling is None else number("scaling", scaling),
         "softcap": 0.0 if softcap is None else number("softcap", softcap),
@@ -468,7 +434,7 @@ def _check_sequences(
     shape = (max(query.shape[0], key.shape[0]), query.shape[2])
     check_tensor(name, given)
     shown = f"{_shown({name: given})} in {type(module).__name__}"
-    if given.is_floating_point() or (given.shape != shape if name == SEQUENCES[0] else False):
+    if given.is_floating_point() or (name == SEQUENCES[0] and given.shape != shape):
         raise ValueError(f"{shown}: it must be integers, of shape {shape} if it is {SEQUENCES[0]}")
     ends = [bounds[side] for side in BOUNDS[:2] if isinstance(bounds[side], Tensor)]
     if not ends and packing is not None:
@@ -491,19 +457,13 @@ def _check_sequences(
     )
 
 
-def _instead(implementation: str, is_packed: bool) -> str:
-    """Advice that is true of packed sequences too, which other attention may mix."""
-    padded = ", with the sequences as a padded batch and its attention_mask" if is_packed else ""
-    return f"use model.set_attn_implementation({implementation!r}){padded}"
-
-
 def _wrong_size(
     module: nn.Module, q_length: int, kv_length: int, made_for: str, is_packed: bool = False
 ) -> NotImplementedError:
     return NotImplementedError(
         f"{type(module).__name__} has {q_length} queries and {kv_length} keys, and its mask is "
-        f"for {made_for}: it uses the mask in a way that metal_attn does not know; "
-        f"{_instead('sdpa', is_packed)}"
+        f"for {made_for}: it uses the mask in a way that metal_attn does not know; use "
+        f'attn_implementation="sdpa"{PADDED if is_packed else ""}'
     )
 
 
@@ -524,21 +484,16 @@ def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> 
         )
 
 
-def _refuse_unknown(module: nn.Module, others: dict[str, Any], is_packed: bool) -> None:
+def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
     unknown = {
         name: value for name, value in others.items() if name not in _HARMLESS and value is not None
     }
-    if not unknown:
-        return
-    eager = getattr(sys.modules.get(type(module).__module__), "eager_attention_forward", None)
-    if eager is not None and next(iter(unknown)) in inspect.signature(eager).parameters:
-        advice = f"metal_attn does not implement it; {_instead('eager', is_packed)}"
-    else:
-        advice = (
-            "neither metal_attn nor this layer's eager attention knows it. If it says which keys a "
-            "token sees, pass an attention_mask or cu_seq_lens_* in its place; else leave it out"
+    if unknown:
+        raise NotImplementedError(
+            f"{_shown(unknown)} in {type(module).__name__}: metal_attn does not know it. If it "
+            "says which keys a token sees, pass an attention_mask or cu_seq_lens_* in its place; "
+            "else leave it out"
         )
-    raise NotImplementedError(f"{_shown(unknown)} in {type(module).__name__}: {advice}")
 
 
 def _shown(values: dict[str, Any]) -> str:

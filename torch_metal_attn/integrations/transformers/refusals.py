@@ -32,6 +32,8 @@ NAME = "metal_attn"
 _WEIGHTS = (
     "metal_attn never forms the attention weights; use model.set_attn_implementation('eager')"
 )
+# Other attention may mix packed sequences.
+PADDED = ", with the sequences as a padded batch and its attention_mask"
 # Of a model that transformers runs with "sdpa"; make census follows this advice.
 _THROUGH_SDPA = (
     'Load the model with attn_implementation="sdpa", and call it inside '
@@ -102,9 +104,8 @@ def refuse_weights(module: nn.Module, asked: bool | None, is_packed: bool = Fals
     compiling = torch.compiler.is_compiling()
     collected = _active_collector.global_var if compiling else _active_collector.get()
     if asked or any(name.endswith("attentions") for name in collected or ()):
-        padded = " with the sequences as a padded batch" if is_packed else ""
         where = f"output_attentions=True in {type(module).__name__}"
-        raise NotImplementedError(f"{where}: {_WEIGHTS}{padded}")
+        raise NotImplementedError(f"{where}: {_WEIGHTS}{PADDED if is_packed else ''}")
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:

@@ -129,7 +129,7 @@ CALLS = [
     ({"value": V[:, :, :9]}, ValueError, "value has a length of 9 and key of 96"),
     ({"query": "q"}, TypeError, "query is a str"),
     ({"scale": float("inf")}, ValueError, "scale is inf"),
-    ({"scale": 2**140}, ValueError, r"scale is 1.39\d*e\+42; it must be finite"),
+    ({"scale": 2**140}, ValueError, r"scale is 1.39\d*e\+42; .*must be finite"),
     ({"scale": 10**400}, ValueError, "scale is inf"),
     (
         {"block_mask": block_mask(sizes=(64, 96))},

@@ -16,7 +16,7 @@
 constant constexpr int COLUMN_SUMS = SIMDGROUPS * BLOCK_K;
 constant constexpr int COLUMN_SUMS_BYTES = COLUMN_SUMS * sizeof(float);
 
-static_assert(K_PAIRS_BYTES + V_PAIRS_BYTES + COLUMN_SUMS_BYTES <= THREADGROUP_MEMORY_BYTES,
+static_assert(K_PAIRS_BYTES + apart(V_PAIRS_BYTES) + COLUMN_SUMS_BYTES <= THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
 static_assert(BLOCK_K <= THREADS, "a thread a key adds the SIMD groups' sums");
 
@@ -178,7 +178,9 @@ struct DbiasTile {
     ushort lane [[thread_index_in_simdgroup]]) {
   SET_GRID_POSITION(FlashBwdBiasParams)
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
-  threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, Dv] pairs of keys
+  // [BLOCK_K / 2, Dv] pairs of keys
+  UNLESS(TILES_SHARED, threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];)
+  WHEN(TILES_SHARED, threadgroup uint4* const v_pairs = k_pairs;)
   THREADGROUP_ARRAY(QUERIES_SHARED, float, column_sums, COLUMN_SUMS)  // [SIMDGROUPS, BLOCK_K]
 
   FlashInputs inputs;
@@ -242,15 +244,18 @@ struct DbiasTile {
         block + BLOCK_K <= visible.keys_of(tile_query).begin) {
       continue;
     }
-    if (batch != staged_batch || kv_head != staged_kv_head || at.kv_tile != staged_kv_tile) {
+    const Values values = inputs.values(batch, kv_head, sequence, problem);
+    if (TILES_SHARED || batch != staged_batch || kv_head != staged_kv_head ||
+        at.kv_tile != staged_kv_tile) {
       // Every SIMD group has read the tiles of the block before.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const Keys keys = inputs.keys(batch, kv_head, sequence, problem);
       stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
           k_pairs, keys, block, sequence.first_key, sequence.kv_length, thread_index);
-      const Values values = inputs.values(batch, kv_head, sequence, problem);
-      stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
-          v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
+      if (!TILES_SHARED) {
+        stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
+            v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
+      }
       // The tiles are whole.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       staged_batch = batch;
@@ -262,20 +267,30 @@ struct DbiasTile {
     const int lane_query = simdgroup_query + row;
     SeenRows seen;
     seen.reset(visible, simdgroup_query, SIMDGROUP_ROWS, last_query);
-    if (!seen.any_in(block, BLOCK_K)) {
-      continue;
-    }
-    if (batch != loaded_batch || head != loaded_head || at.q_tile != loaded_q_tile) {
+    const bool any_seen = seen.any_in(block, BLOCK_K);
+    if (any_seen && (batch != loaded_batch || head != loaded_head || at.q_tile != loaded_q_tile)) {
       queries.load(inputs, buffers, params, batch, head, sequence, lane_query, column);
       loaded_batch = batch;
       loaded_head = head;
       loaded_q_tile = at.q_tile;
     }
 
+    ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
+    if (any_seen) {
+      multiply_transposed<ELEMENT, QK_COLUMNS>(scores, queries.q_tile, k_lane);
+    }
+    if (TILES_SHARED) {
+      // Every SIMD group has read the keys.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
+          v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+    if (!any_seen) {
+      continue;
+    }
     ScoreRules<ROW_FRAGMENTS, false> rules;
     rules.reset(inputs, batch, head, lane_query, column, visible, sequence, problem);
-    ScoreTile scores;  // [ROW_FRAGMENTS * 8, BLOCK_K]
-    multiply_transposed<ELEMENT, QK_COLUMNS>(scores, queries.q_tile, k_lane);
     rules.value(scores, block, true, inputs, problem);
     if (!seen.all_in(block, BLOCK_K)) {
       visible.apply<false>(scores, lane_query, block + column);

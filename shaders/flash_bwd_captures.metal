@@ -11,7 +11,7 @@
 
 // The specialisation: as flash_bwd_bias's, with FLEX and NORMALISED; QUERIES_OWNED, whether
 // different queries have different elements; and PLACES_DIFFER, whether keys do too.
-static_assert(K_PAIRS_BYTES + V_PAIRS_BYTES <= THREADGROUP_MEMORY_BYTES,
+static_assert(K_PAIRS_BYTES + apart(V_PAIRS_BYTES) <= THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
 
 // Adds to the SIMD group's copy of the captured tensor. A lane first adds what goes to one element.
@@ -65,7 +65,9 @@ struct OrderedSums {
     ushort lane [[thread_index_in_simdgroup]]) {
   SET_GRID_POSITION(FlashBwdCaptureParams)
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
-  threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, Dv] pairs of keys
+  // [BLOCK_K / 2, Dv] pairs of keys
+  UNLESS(TILES_SHARED, threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];)
+  WHEN(TILES_SHARED, threadgroup uint4* const v_pairs = k_pairs;)
 
   FlashInputs inputs;
   BackwardBuffers buffers;
@@ -115,15 +117,26 @@ struct OrderedSums {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
           k_pairs, keys, block, sequence.first_key, sequence.kv_length, thread_index);
-      stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
-          v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
+      if (!TILES_SHARED) {
+        stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
+            v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
+      }
       // The tiles are whole.
       threadgroup_barrier(mem_flags::mem_threadgroup);
+      ScoreTile products;  // [ROW_FRAGMENTS * 8, BLOCK_K]
+      if (simdgroup_query <= last_query) {
+        multiply_transposed<ELEMENT, QK_COLUMNS>(products, queries.q_tile, k_lane);
+      }
+      if (TILES_SHARED) {
+        // Every SIMD group has read the keys.
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
+            v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
       if (simdgroup_query > last_query) {
         continue;
       }
-      ScoreTile products;  // [ROW_FRAGMENTS * 8, BLOCK_K]
-      multiply_transposed<ELEMENT, QK_COLUMNS>(products, queries.q_tile, k_lane);
       ScoreTile scores = products;
       ScoreTile slopes;
       flex.value_and_slope(scores, slopes, block, blocks.masked, inputs, problem);

@@ -23,8 +23,9 @@ constant constexpr int ROW_PARTS = COLUMN_SIMDGROUPS / QUERY_PARTS;
 constant constexpr int OWN_QUERY_FRAGMENTS = QUERY_FRAGMENTS / QUERY_PARTS;
 constant constexpr int OWN_ROW_FRAGMENTS = ROW_FRAGMENTS / ROW_PARTS;
 constant constexpr int PARTS = SIMDGROUPS * OWN_ROW_FRAGMENTS * OWN_QUERY_FRAGMENTS * SIMD_LANES;
-constant constexpr int Q_PAIRS_BYTES = BLOCK_Q * padded(QK_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int DOUT_PAIRS_BYTES = BLOCK_Q * padded(V_COLUMNS) * sizeof(ELEMENT);
+constant constexpr int Q_PAIRS_BYTES =
+    with_shared(BLOCK_Q * padded(QK_COLUMNS) * sizeof(ELEMENT), DOUT_PAIRS_BYTES);
 // SIMD groups that share rows read the rows of q and dout out of pairs. Others read more of them,
 // which are staged a second time.
 constant constexpr int Q_ROWS_BYTES =
@@ -33,7 +34,7 @@ constant constexpr int DOUT_ROWS_BYTES =
     ROWS_STAGED ? BLOCK_Q * padded(DV_SLICE) * sizeof(ELEMENT) : 0;
 constant constexpr int STATISTICS_BYTES = (NORMALISED ? 3 : 2) * BLOCK_Q * sizeof(float);
 
-static_assert(Q_PAIRS_BYTES + DOUT_PAIRS_BYTES + Q_ROWS_BYTES + DOUT_ROWS_BYTES +
+static_assert(Q_PAIRS_BYTES + apart(DOUT_PAIRS_BYTES) + Q_ROWS_BYTES + DOUT_ROWS_BYTES +
                       STATISTICS_BYTES <=
                   THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
@@ -81,8 +82,10 @@ struct BlockStatistics {
     ushort simdgroup [[simdgroup_index_in_threadgroup]],
     ushort lane [[thread_index_in_simdgroup]]) {
   SET_GRID_POSITION_AND_SIZE(FlashBwdParams)
-  threadgroup uint4 q_pairs[Q_PAIRS_BYTES / sizeof(uint4)];        // [BLOCK_Q / 2, D] pairs
-  threadgroup uint4 dout_pairs[DOUT_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_Q / 2, Dv] pairs
+  threadgroup uint4 q_pairs[Q_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_Q / 2, D] pairs
+  // [BLOCK_Q / 2, Dv] pairs
+  UNLESS(TILES_SHARED, threadgroup uint4 dout_pairs[DOUT_PAIRS_BYTES / sizeof(uint4)];)
+  WHEN(TILES_SHARED, threadgroup uint4* const dout_pairs = q_pairs;)
   // [BLOCK_Q, DK_SLICE] and [BLOCK_Q, DV_SLICE]
   THREADGROUP_ARRAY(ROWS_STAGED, uint4, q_rows, Q_ROWS_BYTES / sizeof(uint4))
   THREADGROUP_ARRAY(ROWS_STAGED, uint4, dout_rows, DOUT_ROWS_BYTES / sizeof(uint4))
@@ -176,8 +179,10 @@ struct BlockStatistics {
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_pairs<ELEMENT, BLOCK_Q, QK_COLUMNS, THREADS, true>(q_pairs, queries, block, 0,
                                                                sequence.q_length, thread_index);
-      stage_pairs<ELEMENT, BLOCK_Q, V_COLUMNS, THREADS, true>(dout_pairs, out_gradients, block, 0,
-                                                              sequence.q_length, thread_index);
+      if (!TILES_SHARED) {
+        stage_pairs<ELEMENT, BLOCK_Q, V_COLUMNS, THREADS, true>(dout_pairs, out_gradients, block, 0,
+                                                                sequence.q_length, thread_index);
+      }
       if (ROWS_STAGED) {
         stage_rows<ELEMENT, BLOCK_Q, DK_SLICE, THREADS, HEAD_DIM_QK, SLICES>(
             q_rows, queries, block, 0, sequence.q_length, keys.slice * DK_SLICE, thread_index);
@@ -189,23 +194,32 @@ struct BlockStatistics {
       // The tiles are whole.
       threadgroup_barrier(mem_flags::mem_threadgroup);
       const bool seen = keys.seen.any_in(block, BLOCK_Q);
+      const int lane_query = block + part_query + column;
+      ScoreTile weights;  // scores, then weights: [keys, queries]
+      ScoreTile slopes;
+      uint kept = 0;
       if (seen) {
-        const int lane_query = block + part_query + column;
-        ScoreTile weights;  // scores, then weights: [keys, queries]
-        ScoreTile slopes;
         multiply_transposed<ELEMENT, QK_COLUMNS>(weights, k_tile, q_lane);
         rules.value_and_slope(weights, slopes, block + part_query, blocks.masked, inputs, problem);
         keys.hide_unseen(weights, slopes, block, lane_key, lane_query);
         exponentiate(weights, block_statistics);
         ScoreTile dropped = weights;
-        const uint kept =
-            dropout.kept<true, OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(lane_key, lane_query);
+        kept = dropout.kept<true, OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(lane_key, lane_query);
         dropout.apply(dropped, kept);
 #if COLUMNS_SPLIT
         store_part(dropped, weight_parts, simdgroup, lane);
 #else
         accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, dropped, dout_rows_lane);
 #endif
+      }
+      if (TILES_SHARED) {
+        // Every SIMD group has read the queries.
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+        stage_pairs<ELEMENT, BLOCK_Q, V_COLUMNS, THREADS, true>(dout_pairs, out_gradients, block, 0,
+                                                                sequence.q_length, thread_index);
+        threadgroup_barrier(mem_flags::mem_threadgroup);
+      }
+      if (seen) {
         ScoreTile gradients;  // d loss / d weight, then d loss / d score
         multiply_transposed<ELEMENT, V_COLUMNS>(gradients, v_tile, dout_lane);
         dropout.apply(gradients, kept);

@@ -15,15 +15,16 @@
 // The specialisation: as flash_fwd's, with DQ_SLICE, the columns of dq that a threadgroup owns, and
 // ROWS_IN_REGISTERS for q and dout alike; EXACT_DELTA, and with it NORMALISED, and DLSE if the
 // log-sum-exp has a gradient. With FLEX also FLEX_SLOPE.
-constant constexpr int K_PAIRS_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int V_PAIRS_BYTES = BLOCK_K * padded(V_COLUMNS) * sizeof(ELEMENT);
+constant constexpr int K_PAIRS_BYTES =
+    with_shared(BLOCK_K * padded(QK_COLUMNS) * sizeof(ELEMENT), V_PAIRS_BYTES);
 constant constexpr int VOTES_BYTES = EXACT_DELTA ? ARRAY_BYTES(SIMDGROUPS * sizeof(float)) : 0;
 constant constexpr int PARTS = SIMDGROUPS * ROW_FRAGMENTS * KEY_FRAGMENTS * SIMD_LANES;
 // A SIMD group's share of the columns.
 constant constexpr int OWN_QK_COLUMNS = QK_COLUMNS / COLUMN_SIMDGROUPS;
 constant constexpr int OWN_V_COLUMNS = V_COLUMNS / COLUMN_SIMDGROUPS;
 
-static_assert(K_PAIRS_BYTES + V_PAIRS_BYTES + VOTES_BYTES <= THREADGROUP_MEMORY_BYTES,
+static_assert(K_PAIRS_BYTES + apart(V_PAIRS_BYTES) + VOTES_BYTES <= THREADGROUP_MEMORY_BYTES,
               "the tiles fit in 32 KiB of threadgroup memory");
 
 using QueryTile = OwnRows<Queries, OWN_QK_COLUMNS>;
@@ -37,7 +38,9 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
     ushort lane [[thread_index_in_simdgroup]]) {
   SET_GRID_POSITION_AND_SIZE(FlashBwdParams)
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
-  threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, Dv] pairs of keys
+  // [BLOCK_K / 2, Dv] pairs of keys
+  UNLESS(TILES_SHARED, threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];)
+  WHEN(TILES_SHARED, threadgroup uint4* const v_pairs = k_pairs;)
   THREADGROUP_ARRAY(ROWS_IN_THREADGROUP, uint4, q_chunks, SIMDGROUPS * QueryTile::SIZE)
   THREADGROUP_ARRAY(ROWS_IN_THREADGROUP, uint4, dout_chunks, SIMDGROUPS * GradientTile::SIZE)
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, score_parts, PARTS)
@@ -101,7 +104,7 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
       threadgroup_barrier(mem_flags::mem_threadgroup);
       stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
           k_pairs, keys, block, sequence.first_key, sequence.kv_length, thread_index);
-      if (pass == 0) {
+      if (pass == 0 && !TILES_SHARED) {
         stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
             v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
       }
@@ -110,6 +113,26 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
       const bool seen = queries.seen.any_in(block, BLOCK_K);
       ScoreTile scores;
       ScoreTile gradients;  // d loss / d weight, then d loss / d score
+      if (TILES_SHARED) {
+        if (seen) {
+          multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_lane);
+        }
+        if (pass == 0) {
+          // Every SIMD group has read the keys.
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+          stage_pairs<ELEMENT, BLOCK_K, V_COLUMNS, THREADS, true>(
+              v_pairs, values, block, sequence.first_key, sequence.kv_length, thread_index);
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+          if (seen) {
+            multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_lane);
+          }
+          // And the values: dq needs the keys again.
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+          stage_pairs<ELEMENT, BLOCK_K, QK_COLUMNS, THREADS, true>(
+              k_pairs, keys, block, sequence.first_key, sequence.kv_length, thread_index);
+          threadgroup_barrier(mem_flags::mem_threadgroup);
+        }
+      }
       if (COLUMNS_SPLIT) {
         if (seen) {
           multiply_transposed<ELEMENT, QK_COLUMNS, OWN_QK_COLUMNS>(scores, q_tile, k_lane);
@@ -128,7 +151,7 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
       ScoreTile slopes;
       if (COLUMNS_SPLIT) {
         add_other_part(scores, score_parts, simdgroup, lane);
-      } else {
+      } else if (!TILES_SHARED) {
         multiply_transposed<ELEMENT, QK_COLUMNS>(scores, q_tile, k_lane);
       }
       rules.value_and_slope(scores, slopes, block, blocks.masked, inputs, problem);
@@ -136,7 +159,7 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
       if (pass == 0) {
         if (COLUMNS_SPLIT) {
           add_other_part(gradients, gradient_parts, simdgroup, lane);
-        } else {
+        } else if (!TILES_SHARED) {
           multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_lane);
         }
         dropout.apply(gradients, dropout.kept<false, ROW_FRAGMENTS, KEY_FRAGMENTS>(

@@ -9,8 +9,9 @@ constant constexpr int KEY_FRAGMENTS = BLOCK_K / FRAGMENT;
 constant constexpr int SIMDGROUP_ROWS = ROW_FRAGMENTS * FRAGMENT;
 constant constexpr int BLOCK_Q = SIMDGROUPS * SIMDGROUP_ROWS;
 constant constexpr int THREADS = SIMDGROUPS * SIMD_LANES;
-constant constexpr int K_PAIRS_BYTES = BLOCK_K * padded(QK_COLUMNS) * sizeof(ELEMENT);
 constant constexpr int V_PAIRS_BYTES = BLOCK_K * padded(V_COLUMNS) * sizeof(ELEMENT);
+constant constexpr int K_PAIRS_BYTES =
+    with_shared(BLOCK_K * padded(QK_COLUMNS) * sizeof(ELEMENT), V_PAIRS_BYTES);
 
 using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using QueryTile = OwnRows<Queries, QK_COLUMNS>;

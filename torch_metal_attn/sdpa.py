@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call import philox
-from torch_metal_attn.call.arguments import plain, refuse_gradient, refuse_layout
+from torch_metal_attn.call.arguments import as_op_number, plain, refuse_gradient, refuse_layout
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.ops import plain as plain_ops
 from torch_metal_attn.ops.names import ArgumentNames
@@ -83,8 +83,7 @@ def scaled_dot_product_attention(
 
     Gradients of query, key, value and an additive attn_mask are computed in linear memory and have
     the same bits every time. If the incoming gradient is not contiguous in its last dimension (as
-    after `sum()`), it is copied first. `backward` raises for float32 head dims that do not fit in
-    threadgroup memory: above 488 if query's and value's are the same.
+    after `sum()`), it is copied first.
 
     Raises:
         RuntimeError: where torch raises: attn_mask together with is_causal (which torch's
@@ -210,7 +209,7 @@ def plan(arguments: Arguments) -> Problem:
         refuse_gradient(name, value)
         number: Any = plain(name, value)
         number = int(number) if isinstance(number, bool) else number  # as torch takes it
-        arguments = arguments._replace(**{name: number})
+        arguments = arguments._replace(**{name: as_op_number(number)})
     _check_types(arguments)
     query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments
     query, key, value = autocast(query, key, value)

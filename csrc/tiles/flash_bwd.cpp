@@ -13,6 +13,9 @@ constexpr DefaultRow<FlashBwdTile> kScoreRows[] = {FLASH_BWD_BIAS_ROWS(TILE_ROW)
 constexpr DefaultRow<FlashBwdTile> kTensorDqRows[] = {FLASH_BWD_DQ_TENSOR_ROWS(TILE_ROW)};
 constexpr DefaultRow<FlashBwdTile> kTensorDkvRows[] = {FLASH_BWD_DKV_TENSOR_ROWS(TILE_ROW)};
 
+// The most columns of two tiles of 8 rows in float32 that fit beside what the kernels need more.
+constexpr int kColumnsApart = 992;
+
 // 16-byte chunks that a lane keeps of the fragments of so many columns, of which `parts` share.
 int kept_chunks(int columns, int parts, Element element) {
   const int of_chunk = 8 / element_bytes(element);
@@ -51,7 +54,9 @@ int FlashBwdSpecialisation::threadgroup_bytes() const {
     // Parts of scores and of their gradients: 16 registers of each thread.
     return votes + (column_simdgroups > 1 ? 2 * threads() * 16 : 0) * int(sizeof(float));
   }
-  const int pairs = padded(8 * fragments(head_dim_qk)) + padded(8 * fragments(head_dim_v));
+  const int qk_pairs = padded(8 * fragments(head_dim_qk));
+  const int v_pairs = padded(8 * fragments(head_dim_v));
+  const int pairs = tiles_shared() ? std::max(qk_pairs, v_pairs) : qk_pairs + v_pairs;
   // A SIMD group of dk and dv by itself reads rows of the other side as they are, too.
   const bool rows_staged = dkv() && column_simdgroups == 1;
   const int rows = rows_staged ? padded(qk_slice()) + padded(v_slice()) : 0;
@@ -67,6 +72,12 @@ int FlashBwdSpecialisation::threadgroup_bytes() const {
   const int scores = column_simdgroups > 1 ? 2 * block_rows() * block * parts : 0;
   return block * (pairs + rows) * element_bytes(element) + kept + votes +
          (statistics + scores) * int(sizeof(float));
+}
+
+bool FlashBwdSpecialisation::tiles_shared() const {
+  const int columns = padded(8 * fragments(head_dim_qk)) + padded(8 * fragments(head_dim_v));
+  return !tensor_tiles && element == Element::kFloat && column_simdgroups == 1 &&
+         columns > kColumnsApart;
 }
 
 void FlashBwdSpecialisation::cut() {
@@ -97,16 +108,15 @@ bool FlashBwdSpecialisation::can_run() const {
          fragments(head_dim_v) % parts == 0;
 }
 
-std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, Gradient of,
-                                                       bool exact_delta, bool tensor_tiles,
-                                                       const Gpu& gpu) {
+FlashBwdSpecialisation choose_flash_bwd(const FlashFwdProblem& problem, Gradient of,
+                                        bool exact_delta, bool tensor_tiles, const Gpu& gpu) {
   auto s = specialisation_for<FlashBwdSpecialisation>(problem);
   s.tensor_tiles = tensor_tiles;
   s.wide_rotary = wide_rotary(problem);
   s.row_pairs = !tensor_tiles && s.wide_loads;
   s.of = of;
   s.exact_delta = exact_delta;
-  return default_tile(s, gpu);
+  return default_tile(s, gpu).value();
 }
 
 }  // namespace metal_attn

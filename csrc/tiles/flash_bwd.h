@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <span>
 
 #include "csrc/problem/attention.h"
@@ -38,6 +37,9 @@ struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
   int slice_of(int columns) const;
   int qk_slice() const { return slice_of(head_dim_qk); }  // of dq, or dk, that a threadgroup owns
   int v_slice() const { return slice_of(head_dim_v); }    // columns of dv
+  // Whether the two tiles of the other side lie in one place, one after the other: in float32 they
+  // are too wide for places of their own.
+  bool tiles_shared() const;
   // Whether SIMD groups that share rows exchange finished weights; else they add up scores.
   bool exchanges_weights() const { return dkv() && column_simdgroups > 1 && !tensor_tiles; }
   // How many parts of the rows of scores such SIMD groups compute, as queries are too few.
@@ -62,9 +64,7 @@ struct FlashBwdSpecialisation : Tiled<FlashBwdTile> {
   Kernel own() const;
 };
 
-// Nothing if no tile fits in threadgroup memory.
-std::optional<FlashBwdSpecialisation> choose_flash_bwd(const FlashFwdProblem& problem, Gradient of,
-                                                       bool exact_delta, bool tensor_tiles,
-                                                       const Gpu& gpu);
+FlashBwdSpecialisation choose_flash_bwd(const FlashFwdProblem& problem, Gradient of,
+                                        bool exact_delta, bool tensor_tiles, const Gpu& gpu);
 
 }  // namespace metal_attn

@@ -79,6 +79,10 @@ FEATURES = {
     "rotary": rotated(8),
     "odd head dim": {"head_dim": 11, "v_head_dim": 13},
     "slices": FEW | {"head_dim": 520, "v_head_dim": 40, "q_length": 29, "kv_length": 37},
+    # Two tiles have one place. Some SIMD groups see no key of a block that others see.
+    "wide rows": FEW
+    | {"head_dim": 512, "v_head_dim": 500, "dtype": "float32", "window_size_left": 9}
+    | {"causal": True, "attn_bias": "float32 qk"},
     "MQA": {"kv_heads": 1, "causal": True},
     "nan outside": {"seqused_k": (90, 50), "leftpad_k": (5, 35)},
     # Two SIMD groups of dq have half of the columns each.

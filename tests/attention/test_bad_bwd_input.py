@@ -124,16 +124,6 @@ def test_refused_in_every_namespace(where):
         call(where, packed() | {"cu_seqlens_k": ints(0, 24, 10)})
 
 
-def test_gradients_that_need_too_much_memory():
-    for head_dim in (512, 576):
-        q, v = torch.zeros(1, 1, 9, head_dim), torch.zeros(1, 1, 9, 512)
-        with refused(
-            rf"^q has a head dim of {head_dim} and v of 512; in float32 their "
-            r"gradients need more threadgroup memory .*16-bit dtype"
-        ):
-            torch.ops.metal_attn.flash_bwd(v, None, q, q, v, v, torch.zeros(1, 1, 9))
-
-
 @pytest.mark.usefixtures("unlaunched")
 @pytest.mark.parametrize("make", [dense, packed])
 @pytest.mark.parametrize("where", NAMESPACES)

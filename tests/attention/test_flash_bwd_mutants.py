@@ -47,10 +47,12 @@ MUTANTS = {
         dkv: statistics past the end [out_of_bounds]:
             {~exists ? =>~} statistics.origin(query) {~: INFINITY =>~}
         dq: no barrier before staging [race]:
+            // Every SIMD group has read the tiles of the block before.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
         dq: no barrier after staging [uninitialised]:
             {~// The tiles are whole. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         dkv: no barrier before staging [race]:
+            // Every SIMD group has read the tiles of the block before.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
         dkv: no barrier after staging [uninitialised]:
             {~// The tiles are whole. threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
@@ -168,6 +170,26 @@ MUTANTS = {
         dkv: slice of dout not moved: {~keys.slice * DV_SLICE + =>~} first_dv
         dq: fragment behind the last column [threadgroup_out_of_bounds]:
             {~WHOLE ? d : min(d, rows.last) => d~}
+    """,
+    "wide rows": """
+        dq: values over keys being read [race]:
+            // Every SIMD group has read the keys.
+            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
+        dq: keys over values being read [race]:
+            // And the values: dq needs the keys again.
+            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
+        dq: values read before they are whole [race or uninitialised or wrong]:
+            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} if (seen) {
+            multiply_transposed<ELEMENT, V_COLUMNS>(gradients, dout_tile, v_lane);
+        dq: keys not staged again: QK_COLUMNS, THREADS, true>( {~k_pairs, keys => k_pairs, values~},
+            block, sequence.first_key, sequence.kv_length, thread_index);
+            threadgroup_barrier(mem_flags::mem_threadgroup); } }
+        dkv: dout over queries being read [race]:
+            // Every SIMD group has read the queries.
+            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
+        bias: values over keys being read [race]:
+            // Every SIMD group has read the keys.
+            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
     """,
     "odd head dim": """
         dkv: column behind the last stored [race]: if ({~column + 1 < columns => true~})

@@ -1,5 +1,6 @@
 """flash-attn's functions: layouts, bottom-right alignment, every option, and what they refuse."""
 
+import functools
 import inspect
 import re
 from itertools import product
@@ -321,3 +322,30 @@ class TestOptions:
                 function(q, q, q, logit_bias=1.0)
         with pytest.raises(TypeError, match=message):
             flash_attn_qkvpacked_func(normal(1, 3, 3, 2, 8), logit_bias=1.0)
+
+    def test_arguments_of_flash_attn_3(self):
+        """At their defaults, which its functions pass on; others raise with what to do."""
+        q = normal(1, 3, 2, 8)
+        names = "pack_gqa qv q_descale k_descale v_descale page_table seqused_q scheduler_metadata"
+        defaults = dict.fromkeys(names.split()) | {"sm_margin": 0}
+        for function, more in ((flash_attn_func, {"num_splits": 1}), (flash_attn_with_kvcache, {})):
+            assert torch.equal(function(q, q, q, **defaults, **more), function(q, q, q))
+        for name, value, advice in (
+            ("num_splits", 3, "takes 0 or 1 alone: only flash_attn_with_kvcache splits keys"),
+            ("pack_gqa", True, "pack_gqa is True; .* None alone"),
+            ("q_descale", torch.ones(1, 2), r"is a tensor of shape \(1, 2\); .* multiply q by it"),
+            ("page_table", torch.ones(1, 2), "pass it as block_table"),
+        ):
+            with pytest.raises(ValueError, match=advice):
+                flash_attn_func(q, q, q, **{name: value})
+
+    def test_scales_beyond_float32(self):
+        q = normal(1, 3, 2, 8)
+        for scale, shown in ((3.4e38, r"3.4e\+38"), (10**400, "inf"), (-(10**400), "-inf")):
+            message = rf"scale is {shown}; its product with log2\(e\) must be finite in float32"
+            for call in (
+                functools.partial(flash_attn_func, softmax_scale=scale),
+                functools.partial(scaled_dot_product_attention, scale=scale),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    call(q, q, q)

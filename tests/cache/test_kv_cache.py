@@ -373,6 +373,32 @@ def test_attention_over_a_cache_of_the_device(device):
     attend_over_a_cache(*CACHES[-1], device)
 
 
+@pytest.mark.parametrize("kind, options", [CACHES[0], CACHES[-1]])
+def test_a_step_to_listed_keys(kind, options):
+    """Lists name new rows too. A list that is refused changes nothing."""
+    held = Sequences(kind, "cpu", **options)
+    held.append(14, 0)
+    other, q = copy.deepcopy(held.cache), torch.randn(2, 2, 2, 96)
+    given = held.given(q, *held.new(2, 1))
+    step = {"causal": True, "rotary_cos": torch.rand(20, 16), "rotary_sin": torch.rand(20, 16)}
+    every = torch.arange(16).flip(0).int().expand(1, 1, 2, 16)
+    for wrong in (every + 300, every.half()):
+        with pytest.raises(ValueError, match="indices"):
+            held.cache.decode_step(*given, indices=wrong, **step)
+        assert held.cache.seqlens(*held.own()).tolist() == [14, 14]
+    out = held.cache.decode_step(*given, indices=every, **step)
+    torch.testing.assert_close(out, other.decode_step(*given, **step))
+    for one, same in zip(held.cache.layers, other.layers, strict=True):
+        assert torch.equal(one.k_cache, same.k_cache)
+    # Of one key the weight is 1.
+    new = held.new(1, 2)
+    out = held.cache.decode_step(*held.given(q[:, :, :1], *new), indices=every[:, :, :1, :1] + 1)
+    expected = new[1].expand(-1, 2, -1, -1).float()
+    torch.testing.assert_close(
+        out.float(), expected, atol=0.6 if options.get("format") else 1e-2, rtol=0
+    )
+
+
 def attend_over_a_cache(kind, options, device):
     """A prompt, then rows that the attention writes itself where `reserve` made room."""
     held = Sequences(kind, device, **options)

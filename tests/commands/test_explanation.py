@@ -1,5 +1,6 @@
 """`explain` of ops and of models: what would run, where, and what it would take."""
 
+import copy
 import functools
 import json
 
@@ -8,6 +9,7 @@ import torch
 import torch._dynamo.testing
 
 from tests.attention.flash_fwd_check import make_packed, make_qkv
+from tests.cache.sequences import Sequences
 from tests.common.ops import EXAMPLES
 from tests.helpers.cases import each_case
 from torch_metal_attn import explain, flash_attn_func, sdpa_replaced, simulate
@@ -378,3 +380,22 @@ def test_rotated_rows_are_named():
                 torch.ops.metal_attn.flash_decode, q, keys, values, **scales, hadamard=hadamard
             )
         assert ("rotated in blocks of 32 columns" in str(found)) == named
+
+
+@each_case(
+    "kind, options",
+    [("paged", {"format": "q8_0"}), ("paged", {"format": "q8_0", "recent": 4}), ("static", {})],
+)
+def test_methods_of_caches(kind, options):
+    """Each op is explained, and the cache stays as it is."""
+    held = Sequences(kind, "cpu", dtype=torch.float32, **options)
+    held.append(14, 0)
+    before = copy.deepcopy(held.cache)
+    given = held.given(torch.randn(2, 2, 3, 96), *held.new(3, 1))
+    found = explain(held.cache.decode_step, *given, causal=True)
+    assert found.stopped is None
+    assert "decode_step" in [row.op for row in found.rows]
+    assert explain(held.cache.append, *given[:-3], *given[-2:]).rows[0].op == "append_kv"
+    assert held.lengths() == held.cache.seqlens(*held.own()).tolist()
+    assert torch.equal(held.cache.layers[0].k_cache, before.layers[0].k_cache)
+    held.step(3, 1)

@@ -94,6 +94,30 @@ def odd_indices(table, flipped, by_token):
     return mod
 
 
+def views(table, bias, slopes):
+    """Rows seen in other shapes, and what index_select and an embedding pick."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        row = bias[q_idx].view(12, 8)[kv_idx // 8, kv_idx % 8] + bias[q_idx][3:].unsqueeze(0)[0, 5]
+        flipped = table[h].t()[kv_idx % 5, b] + bias.index_select(1, kv_idx)[q_idx, 0]
+        near = torch.nn.functional.embedding(q_idx, bias)[kv_idx]
+        first = bias.index_select(0, q_idx).view(-1)[kv_idx] + slopes[h].view(1).sum()
+        return score * slopes.index_select(0, h.view(1)).view(()) + row + flipped + near * first
+
+    return mod
+
+
+def without_views(table, bias, slopes):
+    """The same."""
+
+    def mod(score, b, h, q_idx, kv_idx):
+        one = bias[q_idx, kv_idx]
+        row, flipped = one + bias[q_idx, 8], table[h, b, kv_idx % 5] + one
+        return score * slopes[h] + row + flipped + one * (one + slopes[h])
+
+    return mod
+
+
 CAPTURED = {
     odd_indices: (normal(2, 2, 3), normal(96, 80), normal(5)),
     everything: (
@@ -123,9 +147,10 @@ def test_in_the_kernels():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_float32_without_blocks(dtype):
-    """The kernels get tensors in float64 as float32."""
+    """The kernels get tensors in float64 as float32. Two tiles of wide rows have one place."""
     captured = [x.to(dtype) for x in CAPTURED[of_queries]]
-    check_flex_gradients(*home(dtype=torch.float32), of_queries, captured=captured)
+    given = home(dtype=torch.float32, head_dim=512 if dtype == torch.float64 else 16)
+    check_flex_gradients(*given, of_queries, captured=captured)
 
 
 @pytest.mark.parametrize("make", CAPTURED, ids=lambda make: make.__name__)
@@ -139,6 +164,17 @@ def test_whole_rows():
     given = *home(batch=2), element_by_element, block_mask()
     ours = whole_rows, block_mask()
     check_flex_gradients(*given, simulated=False, ours=ours, captured=captured)
+
+
+def test_views():
+    captured = normal(2, 2, 5), normal(80, 96), normal(2)
+    given = *home(batch=2), without_views, block_mask()
+    check_flex_gradients(*given, simulated=False, ours=(views, block_mask()), captured=captured)
+    compiled = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
+    with simulate(record=True) as run:
+        compiled(*home(), views(*captured))
+    torch.compiler.reset()
+    assert "capture_7" in run.recorded[0].defines["FLEX_SCORE"]
 
 
 def test_only_what_requires_grad():

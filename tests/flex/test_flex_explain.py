@@ -51,4 +51,4 @@ def test_refusals():
         "key has a head dim of 8 and query of 16; they must be equal"
     )
     assert "must be a function of" in explain(flex_attention, q, k, v, lambda s: s).refusal
-    assert "BLOCK_M" in explain(flex_attention, q, k, v, kernel_options={"BLOCK_M": 8}).refusal
+    assert "BLOCK_K" in explain(flex_attention, q, k, v, kernel_options={"BLOCK_K": 8}).refusal

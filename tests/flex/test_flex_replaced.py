@@ -90,7 +90,7 @@ def test_refused_in_a_graph():
         for options, message in (
             ({"score_mod": lambda score, b, h, q, kv: torch.erfinv(score)}, "mod uses erfinv"),
             ({"score_mod": lambda score, b, h, q, kv: score.half()}, "returns torch.float16"),
-            ({"kernel_options": {"BLOCK_M": 64}}, "BLOCK_M=64, which tunes"),
+            ({"kernel_options": {"BLOCK_K": 64}}, "BLOCK_K=64; its keys are"),
             ({"block_mask": block_mask(sizes=(64, 96))}, "block_mask was made for 64 queries"),
         ):
             with pytest.raises(Exception, match=message):

@@ -5,11 +5,13 @@ import contextlib
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from tests.attention.autograd_check import loss_of
 from tests.flex import gallery
 from tests.flex.flex_check import block_mask, check_flex, check_flex_gradients, home
 from tests.flex.test_blocks import only_in_partial_blocks
+from tests.helpers.cases import each_case
 from torch_metal_attn import flex_attention, simulate
 
 
@@ -36,6 +38,17 @@ def test_last_dimensions_that_are_strided():
     q, k, v = (x.transpose(2, 3).contiguous().transpose(2, 3) for x in home())
     check_flex(q, k, v, None, block_mask(), scale=0.3)
     check_flex_gradients(q, k, v, None, block_mask(), simulated=False)
+
+
+@each_case("order", [(0, 1, 3, 2), (1, 2, 3, 0), (2, 3, 0, 1)])
+def test_output_in_query_order(order):
+    """For any order of query's strides, as torch's own: its last dimension goes innermost."""
+    shape = (2, 3, 5, 8)
+    given = torch.randn([shape[dim] for dim in order])
+    query = given.permute([order.index(dim) for dim in range(4)])
+    k, v = torch.randn(2, *shape)
+    expected = torch_flex_attention(query, k, v)
+    assert flex_attention(query, k, v).stride() == expected.stride()
 
 
 @pytest.mark.parametrize("q_length", [80, 8])

@@ -53,7 +53,7 @@ BUILTIN = [torch._C._nn.scaled_dot_product_attention]  # a list, which process_w
 OUTSIDE = "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
 LEAVES = "leaves calls of scaled_dot_product_attention to torch"
 NO_CALL = "replaced no call of scaled_dot_product_attention"
-SCALE = "scale is 1e+39; it must be finite in float32"
+SCALE = "scale is 1e+39; its product with log2(e) must be finite in float32"
 
 
 @pytest.fixture(autouse=True)

@@ -69,7 +69,7 @@ def bounds(*ends, dtype=torch.int32):
 def packed(model, *lengths):
     """A row of sequences as the collator makes it, and the model's answers to each."""
     parts = tiny.tokens(sum(lengths), batch=1).split(lengths, 1)
-    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_tensors="pt")
+    collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     batch = collate([{"input_ids": part[0].tolist()} for part in parts])
     del batch["labels"]
     return batch, torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)

@@ -1,5 +1,8 @@
 """Sequences packed in one row, separated by position_ids: bounds instead of a dense mask."""
 
+import inspect
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +23,7 @@ from transformers.masking_utils import (  # noqa: E402
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
+from transformers.utils import TransformersKwargs  # noqa: E402
 
 from tests.transformers import census, model_check  # noqa: E402
 from tests.transformers import tiny_models as tiny  # noqa: E402
@@ -35,6 +39,8 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
 )
 from torch_metal_attn.testing.judge import normal  # noqa: E402
 
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+POSITIONS = ("position_ids",)
 BANDS = {
     "causal": lambda size: causal_mask_function,
     "full": lambda size: bidirectional_mask_function,
@@ -202,6 +208,139 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **kwargs or {})
+
+
+# Batches of TRL 1.16's collator for sequences of 3, 1 and 2 tokens, by its pad_to_multiple_of.
+# unsloth adds packed_seq_lengths.
+BATCHES = {
+    None: ([0, 1, 2, 0, 0, 1], [0, 3, 4, 6], [0, 0, 0, 1, 2, 2]),
+    8: ([0, 1, 2, 0, 0, 1, 0, 0], [0, 3, 4, 6, 7, 8], [0, 0, 0, 1, 2, 2, 3, 4]),
+}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    model = enable(tiny.build("Llama"))
+    parts = torch.tensor([TestBatchesOfTrainers.IDS]).split((3, 1, 2), 1)
+    return torch.cat([tiny.answer(model, input_ids=part) for part in parts], 1)
+
+
+class TestBatchesOfTrainers:
+    """`seq_idx` and other names of sequences, beside what keeps them apart."""
+
+    IDS = (5, 9, 2, 7, 4, 4)
+
+    def batch(self, multiple=None):
+        positions, ends, numbers = BATCHES[multiple]
+        rows = {
+            "input_ids": torch.tensor([[*self.IDS, *[0] * (len(positions) - 6)]]),
+            "position_ids": torch.tensor([positions]),
+            "seq_idx": torch.tensor([numbers], dtype=torch.int32),
+        }
+        return rows | bounds(*ends)
+
+    def answer(self, batch, name="Llama", **options):
+        return tiny.answer(enable(tiny.build(name)), **batch, **options)
+
+    @pytest.mark.parametrize("multiple", BATCHES)
+    def test_frozen_batches_are_trls(self, multiple):
+        trl = pytest.importorskip("trl.trainer.sft_trainer")
+        collator = trl.DataCollatorForLanguageModeling(0, True, pad_to_multiple_of=multiple)
+        made = collator([{"input_ids": list(part)} for part in ((5, 9, 2), (7,), (4, 4))])
+        del made["labels"]
+        frozen = self.batch(multiple)
+        assert made.keys() == frozen.keys()
+        assert all(torch.equal(torch.as_tensor(made[x]), torch.as_tensor(frozen[x])) for x in made)
+
+    @pytest.mark.parametrize("use_cache", [False, True])
+    @pytest.mark.parametrize("multiple", BATCHES)
+    def test_taken(self, multiple, use_cache, expected):
+        facts = {
+            "packed_seq_lengths": torch.tensor([3, 1, 2], dtype=torch.int32),
+            "num_items_in_batch": torch.tensor(3),
+            "shift_labels": torch.zeros(1, 6),
+            "token_type_ids": torch.zeros(1, 6),
+        }
+        actual = self.answer(self.batch(multiple) | facts, use_cache=use_cache)
+        torch.testing.assert_close(actual[:, :6], expected, rtol=0, atol=1e-5)
+
+    def test_dense_masks_keep_sequences_apart(self):
+        """Chunks inside of sequences, in a bool mask and in an additive one."""
+        chunks = chunked_causal_mask_function(3, torch.zeros(1, dtype=torch.int64))
+        mask = metal_attention_mask(**call_for(chunks, positions_of([(5, 11)])))
+        for one in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
+            for end, apart in ((5, True), (4, False)):
+                given = torch.tensor([0, end, 16])
+                assert packing.keeps_apart("cu_seqlens", given, 16, None, one) == apart
+
+    @pytest.mark.parametrize(
+        ("kept", "changed", "error"),
+        [
+            (BOUNDS + POSITIONS, {"seq_idx": [[0, 0, 1, 1, 2, 2]]}, "cu_seq_lens_* say that diff"),
+            (BOUNDS, {"packed_seq_lengths": [2, 2, 2]}, "cu_seq_lens_* say that different tokens"),
+            (BOUNDS, {"cu_seqlens": [0, 6]}, "cu_seq_lens_* say that different tokens begin"),
+            (POSITIONS, {"seq_idx": [[0, 0, 1, 1, 2, 2]]}, "position_ids say that different"),
+            ((), {"seq_idx": [[0, 0, 0, 1, 2, 2]]}, "no attention of transformers reads seq_idx"),
+            ((), {"packed_seq_lengths": [3, 1, 2]}, "Pass cu_seq_lens_* and max_length_* as well"),
+            (BOUNDS, {"seq_idx": [[0.5] * 6]}, "it must be integers, of shape (1, 6)"),
+            (BOUNDS, {"seq_idx": [[0] * 7]}, "it must be integers, of shape (1, 6)"),
+        ],
+    )
+    def test_others_are_refused(self, kept, changed, error):
+        batch = {name: one for name, one in self.batch().items() if name in (*kept, "input_ids")}
+        batch |= {name: torch.tensor(one) for name, one in changed.items()}
+        with pytest.raises(ValueError, match=re.escape(error)) as raised:
+            self.answer(batch, use_cache=False)
+        assert "set_attn_implementation" not in str(raised.value)
+
+    def test_one_sequence_a_row(self):
+        ids = torch.tensor([self.IDS] * 2)
+        numbers = torch.tensor([[0] * 6, [1] * 6])
+        expected = self.answer({"input_ids": ids})
+        assert torch.equal(self.answer({"input_ids": ids, "seq_idx": numbers}), expected)
+
+    def test_layers_after_the_first_do_not_wait(self):
+        q, k, v = normal(3, 1, 2, 6, 8)
+        with torch.inference_mode():
+            batches = [self.batch()]
+        batches.append(self.batch())
+        for batch in batches:
+            del batch["input_ids"]
+            metal_attention(torch.nn.Module(), q, k, v, None, **batch)
+            with Waits() as waits:
+                metal_attention(torch.nn.Module(), q, k, v, None, **batch)
+            assert waits.count == 0
+        batch["seq_idx"][0, 0] = 5
+        with pytest.raises(ValueError, match="different tokens begin sequences"):
+            metal_attention(torch.nn.Module(), q, k, v, None, **batch)
+
+    def test_graphs_trust_bounds_alone(self, expected):
+        model = enable(tiny.build("Llama"))
+        model.compile(fullgraph=True, backend="eager")
+        batch = self.batch()
+        actual = tiny.answer(model, **batch, use_cache=True)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        batch = {name: batch[name] for name in ("input_ids", "seq_idx")}
+        with pytest.raises(Exception, match="which nothing else keeps apart"):
+            tiny.answer(model, **batch, use_cache=True)
+
+    @pytest.mark.parametrize(
+        ("changed", "advice"),
+        [
+            ({"tree_kv_index": torch.arange(6)}, "metal_attn does not know it. If it says"),
+            ({"output_attentions": True}, "use model.*, with the sequences as a padded batch"),
+        ],
+    )
+    def test_advice_is_true_of_packed_batches(self, changed, advice):
+        with pytest.raises(NotImplementedError, match=advice):
+            self.answer(self.batch() | changed)
+
+    def test_every_keyword_of_transformers_is_decided(self):
+        """One that is new in transformers must be looked at."""
+        q = torch.randn(1, 1, 4, 8)
+        named = {*inspect.signature(metal_attention).parameters, *packing.SEQUENCES, *BOUNDS}
+        for name in TransformersKwargs.__annotations__.keys() - named - {"output_attentions"}:
+            metal_attention(torch.nn.Module(), q, q, q, None, **{name: torch.zeros(1, 4)})
 
 
 class TestPositionsWithCache:

@@ -246,7 +246,12 @@ def number(name: str, value: Any) -> Any:
     allowed = (int, float, torch.SymInt, torch.SymFloat)
     if isinstance(found, bool) or not isinstance(found, allowed):
         raise TypeError(f"{name} is {value!r}; it must be a number")
-    if type(found) is int and not -(2**63) <= found < 2**63:  # an op's number is no such int
+    return as_op_number(found)
+
+
+def as_op_number(found: Any) -> Any:
+    """`found`, or the float that stands for an int that no op takes."""
+    if type(found) is int and not -(2**63) <= found < 2**63:
         if abs(found) < 2**1023:
             return float(found)
         return math.inf if found > 0 else -math.inf

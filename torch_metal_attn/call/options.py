@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
-from torch import Tensor
+from torch import Tensor, is_tensor
 from typing_extensions import TypedDict
 
 from torch_metal_attn.call.arguments import Window, flag, number, whole
@@ -43,6 +43,22 @@ class FlashAttnOptions(ScoreOptions, total=False):
     return_attn_probs: bool
 
 
+# Arguments of flash-attn 3 that choose between its kernels, or have another name here: what each
+# may be, and what to do in place of others.
+_FLASH_ATTN_3: dict[str, tuple[tuple[int | None, ...], str]] = {
+    "num_splits": ((0, 1), "only flash_attn_with_kvcache splits keys"),
+    "pack_gqa": ((None,), "the kernels of grouped heads are chosen for you"),
+    "sm_margin": ((0,), "all cores are used"),
+    "scheduler_metadata": ((None,), "nothing is scheduled beforehand"),
+    "qv": ((None,), "concatenate q and qv, and k and v, in the last dimension"),
+    "rotary_seqlens": ((None,), "rows of the rotary tables are counted from cache_seqlens"),
+    "page_table": ((None,), "pass it as block_table"),
+    "seqused_q": ((None,), "pass the sequences' lengths as cu_seqlens_q"),
+    **{
+        f"{x}_descale": ((None,), f"multiply {x} by it; a quantised cache takes k_scale, v_scale")
+        for x in "qkv"
+    },
+}
 # By name: the type of a number; None for a tensor.
 _TYPES = {
     name: kind if kind in (int, float) else None
@@ -66,6 +82,15 @@ def score_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     for name, value in given.items():
+        if name in _FLASH_ATTN_3:
+            defaults, advice = _FLASH_ATTN_3[name]
+            if is_tensor(value) or value not in defaults:
+                shown = f"a tensor of shape {tuple(value.shape)}" if is_tensor(value) else value
+                raise ValueError(
+                    f"{name} is {shown}; of flash-attn 3's {name} this library takes "
+                    f"{' or '.join(map(str, defaults))} alone: {advice}"
+                )
+            continue
         if name not in _TYPES:
             newer = " and ".join(NewerOptions.__annotations__)
             raise TypeError(

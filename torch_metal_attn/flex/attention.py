@@ -41,7 +41,8 @@ def flex_attention(
         scale: factor of the scores; D ** -0.5 if None.
         enable_gqa: let Hkv be a divisor of Hq.
         return_lse: return (out, lse), with the log-sum-exp of each row (B, Hq, Lq), float32.
-        kernel_options: promises of torch's FlexKernelOptions; what tunes torch's kernels raises.
+        kernel_options: torch's FlexKernelOptions; what tunes other GPUs' kernels is ignored, with
+            one warning.
         return_aux: torch's AuxRequest; lse only. The result is then (out, AuxOutput).
 
     Returns:

@@ -1,6 +1,7 @@
 """What a call of `flex_attention` computes: its functions traced, its arguments checked."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +16,25 @@ from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
 from torch_metal_attn.ops.differentiation import transforming
 from torch_metal_attn.ops.flex import of_two_dtypes
+from torch_metal_attn.ops.layout import memory_order
 from torch_metal_attn.runtime import session
 from torch_metal_attn.sdpa import NAMES
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 
-# Promises about the mask, and choices between kernels of which there is one here: results do not
-# depend on them. Everything else tunes torch's own kernels.
+# Promises about the mask, and choices between kernels of which there is one here.
 _KEPT_OPTIONS = frozenset(
     ("ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "FORCE_USE_FLEX_ATTENTION", "WRITE_DQ")
 )
+# They tune torch's kernels for other GPUs: its FlexKernelOptions, which are the same in torch 2.10
+# to 2.15, and those that only its templates name. No result depends on them but by rounding.
+_IGNORED_OPTIONS = frozenset(
+    "BACKEND BLOCK_M BLOCK_M1 BLOCK_M2 BLOCK_N BLOCK_N1 BLOCK_N2 PARTITION_SIZE PRESCALE_QK "
+    "SPLIT_KV USE_TMA kpack matrix_instr_nonkdim num_buffers_warp_spec num_consumer_groups "
+    "num_stages num_warps waves_per_eu".split()
+)
 _DEFAULT_OPTIONS = {"BACKEND": "AUTO", "PRESCALE_QK": False, "USE_TMA": False}
+_BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
+_warned: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -105,9 +115,10 @@ def plan(
     _check_options(kernel_options)
     query, key, value = autocast(query, key, value)
     key, value = _check_shapes(query, key, value, enable_gqa)
-    # As torch's own function, which takes any strides.
+    # As torch's own function, which takes any strides; out's order is query's.
     query, key, value = (
-        x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous() for x in (query, key, value)
+        x if x.stride(-1) == 1 or x.shape[-1] <= 1 else with_contiguous_rows(x)
+        for x in (query, key, value)
     )
     if scale is None:
         scale = 1.0 / math.sqrt(max(query.shape[-1], 1))
@@ -119,6 +130,12 @@ def plan(
         blocks = blocks_of(block_mask, query, key)
     program = compiled(score_mod, mask_mod, query.device)
     return Call(query, key, value, scale, program, blocks)
+
+
+def with_contiguous_rows(x: Tensor) -> Tensor:
+    """A copy in the memory order of `x`, except that the last dimension is innermost."""
+    order = [*memory_order(x), x.dim() - 1]
+    return x.permute(order).contiguous().permute([order.index(i) for i in range(x.dim())])
 
 
 def _refuse_vmap() -> None:
@@ -155,13 +172,23 @@ def _check_shapes(
 def _check_options(kernel_options: dict[str, Any] | None) -> None:
     if kernel_options is not None and not isinstance(kernel_options, dict):
         raise TypeError(f"kernel_options is {kernel_options!r}; it must be a dict or None")
+    ignored = []
     for name, value in (kernel_options or {}).items():
-        plain = name.removeprefix("fwd_").removeprefix("bwd_")
-        if plain in _KEPT_OPTIONS or (
-            plain in _DEFAULT_OPTIONS and value == _DEFAULT_OPTIONS[plain]
-        ):
-            continue
-        raise ValueError(
-            f"kernel_options has {name}={value!r}, which tunes torch's own kernels; allowed are "
-            f"{', '.join(sorted(_KEPT_OPTIONS))}"
+        plain = str(name).removeprefix("fwd_").removeprefix("bwd_")
+        if plain not in _KEPT_OPTIONS | _IGNORED_OPTIONS:
+            raise ValueError(
+                f"kernel_options has {name}={value!r}; its keys are torch's FlexKernelOptions, of "
+                f"which {', '.join(sorted(_KEPT_OPTIONS))} and those that tune other GPUs' kernels "
+                "are accepted"
+            )
+        if plain == "BACKEND" and value not in _BACKENDS:
+            raise ValueError(f"kernel_options has {name}={value!r}; it must be one of {_BACKENDS}")
+        if plain in _IGNORED_OPTIONS and value != _DEFAULT_OPTIONS.get(plain, value is None):
+            ignored.append(f"{name}={value!r}")
+    if ignored and not _warned:
+        _warned.extend(ignored)
+        warnings.warn(
+            f"kernel_options has {', '.join(ignored)}, which tunes torch's kernels for other GPUs "
+            "and is ignored here; this warning is not repeated",
+            stacklevel=7,
         )

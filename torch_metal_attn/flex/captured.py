@@ -16,26 +16,58 @@ class Captured:
 
     tensors: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
+    # By number: of which tensor it is a view, whose gradient it adds to.
+    sources: dict[int, Tensor] = field(default_factory=dict)
     # Those made of numbers of a graph of torch.compile that may change from call to call.
     numbers: dict[str, Tensor] = field(default_factory=dict)
     # Whether what functions compute may depend on more than their code and indexed tensors.
     depends_on_values: bool = False
 
-    def number(self, tensor: Tensor, name: str) -> int:
+    def number(self, tensor: Tensor, name: str, source: Tensor | None = None) -> int:
         for i, known in enumerate(self.tensors):
-            if known is tensor or same_memory(known, tensor):
+            same_source = source is self.sources.get(i)
+            if known is tensor or (same_source and same_memory(known, tensor)):
                 return i
+        if source is not None:
+            self.sources[len(self.tensors)] = source
         self.tensors.append(tensor)
         self.names.append(name)
         return len(self.tensors) - 1
 
+    def finish(self) -> None:
+        """View again what was viewed while tracing, where autograd saw nothing."""
+        for i, source in self.sources.items():
+            if source.requires_grad:
+                x = self.tensors[i]
+                self.tensors[i] = source.as_strided(x.shape, x.stride(), x.storage_offset())
+
 
 @dataclass(frozen=True)
 class Part:
-    """A captured tensor that has fewer indices yet than dimensions."""
+    """A captured tensor that has fewer indices yet than dimensions, or a view of one.
 
-    capture: int
-    indices: tuple[Node, ...]
+    source: the tensor of which it is a view, or None if it is that itself.
+    """
+
+    tensor: Tensor
+    name: str
+    indices: tuple[Node, ...] = ()
+    source: Tensor | None = None
+
+    def view(self, tensor: Tensor) -> "Part":
+        source = self.tensor if self.source is None else self.source
+        return Part(tensor, self.name, self.indices, source)
+
+    def rest(self) -> Tensor:
+        """What stands for the dimensions without an index."""
+        size, stride = (x[len(self.indices) :] for x in (self.tensor.shape, self.tensor.stride()))
+        return torch.empty_strided(size, stride, dtype=loaded_dtype(self.tensor), device="meta")
+
+    def as_in(self, rest: Tensor) -> "Part":
+        """The view whose `rest` is a view of this one's."""
+        n, x = len(self.indices), self.tensor
+        size, stride = (*x.shape[:n], *rest.shape), (*x.stride()[:n], *rest.stride())
+        return self.view(x.as_strided(size, stride, x.storage_offset() + rest.storage_offset()))
 
 
 @dataclass(frozen=True)

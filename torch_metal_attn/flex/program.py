@@ -149,6 +149,7 @@ def traced(
         score = trace("score_mod", score_mod, graph, captured, device)
     if mask_mod is not None:
         mask = trace("mask_mod", mask_mod, graph, captured, device)
+    captured.finish()
     if score is not None and score.op == "input":
         score = None  # score itself
     if mask is not None and mask.op == "constant" and mask.value is True:

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -136,7 +137,9 @@ class Tracer(Traced, TorchDispatchMode):
             raise self.control_flow()
         if name == "index":
             return self.indexed(args[0], list(args[1]))
-        found = self.of_rows(name, func, args, kwargs, tensors)
+        found = self.viewed(name, func, args, kwargs)
+        if found is None:
+            found = self.of_rows(name, func, args, kwargs, tensors)
         if found is not None:
             return found
         if name in _FILLED or name in ("full_like", "new_full"):
@@ -348,16 +351,15 @@ class Tracer(Traced, TorchDispatchMode):
         if isinstance(value, Node):
             return value
         if isinstance(value, Part | Row) or x.dim() > 0:
-            capture = value.capture if isinstance(value, Part) else None
             row = f" or a row of up to {MOST_ELEMENTS} elements" * (x.dim() == 1)
-            what = self.captured.names[capture] if capture is not None else self.name_of(x)
+            what = value.name if isinstance(value, Part) else self.name_of(x)
             raise ValueError(
                 f"{self.name} computes with {what}, which has shape {tuple(x.shape)}: index it "
                 f"until a scalar{row} is left{self.place()}"
             )
         if id(x) in self.constants:
             return self.constant(x.item(), x.dtype)
-        return self.load(Part(self.capture(x), ()))
+        return self.load(self.capture(x))
 
     def changing_number(self, x: torch.SymInt | torch.SymFloat) -> Node:
         """Of a number that a graph of torch.compile leaves open: it is a captured tensor there."""
@@ -368,9 +370,9 @@ class Tracer(Traced, TorchDispatchMode):
             # A product is what torch.compile does not specialise on a float's value.
             self.captured.numbers[name] = torch.mul(one, x)  # type: ignore[arg-type]
         tensor = self.captured.numbers[name]
-        return self.load(Part(self.captured.number(tensor, name), ()))
+        return self.load(Part(tensor, name))
 
-    def capture(self, tensor: Tensor) -> int:
+    def capture(self, tensor: Tensor) -> Part:
         name = self.name_of(tensor)
         refuse_dtensor(name, tensor)
         if tensor.device != self.device:
@@ -385,38 +387,68 @@ class Tracer(Traced, TorchDispatchMode):
             )
         if tensor.numel() == 0:
             raise ValueError(f"{self.name} indexes {name}, which is empty{self.place()}")
-        return self.captured.number(tensor, name)
+        return Part(tensor, name)
 
     def load(self, part: Part) -> Node:
-        dtype = loaded_dtype(self.captured.tensors[part.capture])
-        return self.graph.node("load", part.indices, dtype, part.capture)
+        number = self.captured.number(part.tensor, part.name, part.source)
+        return self.graph.node("load", part.indices, loaded_dtype(part.tensor), number)
+
+    def part(self, part: Part) -> Tensor:
+        """The scalar that a part is, or what stands for its dimensions without an index."""
+        if part.indices and len(part.indices) == part.tensor.dim():
+            return self.scalar(self.load(part))
+        return self.known(part.rest(), part)
+
+    def viewed(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
+        """A view of a row, such as its transpose, or what is selected; None for others."""
+        first, returns = args[0], func._schema.returns
+        value = self.value(first)
+        if name in ("index_select", "embedding"):
+            index = args[2 if name == "index_select" else 1]
+            one = self.value(index)
+            nodes = one.elements if isinstance(one, Row) else (one,)
+            if isinstance(value, Node | Row) or len(nodes) != 1 or not isinstance(nodes[0], Node):
+                return None
+            part = value or self.capture(first)
+            n, dim = len(part.indices), args[1] % first.dim() if name == "index_select" else 0
+            part = self.at(part.view(part.tensor.movedim(n + dim, n)), [self.scalar(nodes[0])])
+            if name == "index_select" or isinstance(one, Row):
+                part = part.view(part.tensor.unsqueeze(n + 1 + dim))
+        elif isinstance(value, Part) and len(returns) == 1 and returns[0].alias_info is not None:
+            part = value.as_in(func(first, *args[1:], **kwargs))
+        elif isinstance(value, Node | Row) and name in ("view", "squeeze", "unsqueeze"):
+            nodes = value.elements if isinstance(value, Row) else (value,)
+            shape = func(torch.empty(first.shape, device="meta"), *args[1:]).shape
+            if not shape:
+                return self.scalar(nodes[0])
+            return self.known(torch.empty(shape, dtype=first.dtype, device="meta"), Row(nodes))
+        else:
+            return None
+        self.captured.depends_on_values = True
+        return self.part(part)
+
+    def at(self, part: Part, indices: list[Any]) -> Part:
+        nodes = [self.operand(i) for i in indices]
+        for node in nodes:
+            if node.dtype not in (torch.int32, torch.int64):
+                raise TypeError(
+                    f"{self.name} indexes {part.name} with {node.dtype}; an index must be int32 or "
+                    f"int64{self.place()}"
+                )
+        nodes = [*part.indices, *nodes]
+        if len(nodes) > part.tensor.dim():
+            raise IndexError(
+                f"{self.name} has {len(nodes)} indices for {part.name}, which has "
+                f"{part.tensor.dim()} dimensions{self.place()}"
+            )
+        return replace(part, indices=tuple(nodes))
 
     def indexed(self, tensor: Tensor, indices: list[Any]) -> Tensor:
         """`tensor[indices]`, of the leading dimensions."""
         value = self.value(tensor)
         if isinstance(value, Node | Row) or any(not isinstance(i, Tensor | int) for i in indices):
             raise self.unsupported("index", "scalars index the leading dimensions of a tensor")
-        if value is None:
-            value = Part(self.capture(tensor), ())
-        whole = self.captured.tensors[value.capture]
-        nodes = [self.operand(i) for i in indices]
-        for node in nodes:
-            if node.dtype not in (torch.int32, torch.int64):
-                raise TypeError(
-                    f"{self.name} indexes {self.captured.names[value.capture]} with {node.dtype}; "
-                    f"an index must be int32 or int64{self.place()}"
-                )
-        part = Part(value.capture, (*value.indices, *nodes))
-        if len(part.indices) > whole.dim():
-            raise IndexError(
-                f"{self.name} has {len(part.indices)} indices for "
-                f"{self.captured.names[value.capture]}, which has {whole.dim()} dimensions"
-                f"{self.place()}"
-            )
-        if len(part.indices) == whole.dim():
-            return self.scalar(self.load(part))
-        shape = whole.shape[len(part.indices) :]
-        return self.known(torch.empty(shape, dtype=loaded_dtype(whole), device="meta"), part)
+        return self.part(self.at(value or self.capture(tensor), indices))
 
     def result(self, result: object, dtype: torch.dtype) -> Node:
         if not isinstance(result, Tensor):
@@ -470,10 +502,10 @@ class Tracer(Traced, TorchDispatchMode):
             return value.elements
         if isinstance(value, Node):
             return (value,)
-        part = Part(self.capture(x), ()) if value is None else value
+        part = self.capture(x) if value is None else value
         places = itertools.product(*(range(size) for size in x.shape))
         indices = [tuple(self.operand(i) for i in place) for place in places]
-        return tuple(self.load(Part(part.capture, (*part.indices, *each))) for each in indices)
+        return tuple(self.load(replace(part, indices=(*part.indices, *each))) for each in indices)
 
     def summed(self, name: str, values: dict[str, Any]) -> Tensor:
         """The sum or mean of all elements, in float32 or int64 as PyTorch's."""
@@ -537,7 +569,9 @@ class _Indexing(TorchFunctionMode):
         if func is Tensor.__getitem__:
             tensor, index = args
             indices = list(index) if isinstance(index, tuple | list) else [index]
-            if any(self.tracer.value(x) is not None for x in (tensor, *indices)):
+            scalars = [self.tracer.value(x) for x in indices]
+            plain = not any(scalars) and any(not isinstance(x, Tensor | int) for x in indices)
+            if any(scalars) or (self.tracer.value(tensor) is not None and not plain):
                 return self.tracer.indexed(tensor, indices)
         elif getattr(func, "__name__", "") in _CONVERSIONS and (
             self.tracer.value(args[0]) is not None

@@ -44,8 +44,7 @@ from torch.overrides import (
 from torch_metal_attn.call.arguments import flag, is_dtensor
 from torch_metal_attn.integrations.imports import when_imported
 from torch_metal_attn.runtime import session
-from torch_metal_attn.runtime.refusals import as_value_errors
-from torch_metal_attn.sdpa import NAMES, Arguments, Problem, is_causal_bias, plan
+from torch_metal_attn.sdpa import Arguments, Problem, is_causal_bias, plan
 from torch_metal_attn.simulator.renaming import Renaming
 from torch_metal_attn.tuned import loading
 from torch_metal_attn.tuned.advice import faster_in_torch
@@ -64,8 +63,6 @@ _NO_TABLE = (
 _LIBRARIES = tuple(
     os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__))
 )
-# The backward supports float32 head dims up to this, whatever the other head dim is.
-_ALWAYS_DIFFERENTIABLE = 256
 _NUMBER = re.compile(r"\b\d+(\.\d+)?(e[-+]?\d+)?")
 
 
@@ -245,8 +242,7 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
 
     If the kernels cannot run a call, torch runs it with its arguments unchanged, and a UserWarning
     gives the reason, once per process and reason. Reasons are: CPU tensors outside `simulate()`,
-    other devices and dtypes, gradients of float32 head dims that do not fit in threadgroup memory
-    (above 488 if query's and value's are the same; in torch.compile all above 256), nested tensors,
+    other devices and dtypes, nested tensors,
     tensor subclasses other than CausalBias, torch.func, strides that would need a copy, and calls
     that torch itself refuses. Calls inside TorchScript are torch's too, but not counted. A block in
     which no call was replaced warns when it ends, once per process. For the same seed, dropout
@@ -437,9 +433,7 @@ def problem_or_reason(
     if reason is not None:
         return None, reason
     try:
-        problem = plan(Arguments(*args, **kwargs))
-        reason = _reason_of_gradients(problem)
-        return (problem, None) if reason is None else (None, reason)
+        return plan(Arguments(*args, **kwargs)), None
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         if torch.compiler.is_compiling():  # the sizes in the message may have no values
             return None, "the arguments are refused: call without torch.compile to see why"
@@ -466,32 +460,6 @@ def _reason_of_tensors(tensors: list[Tensor], on_mps: bool) -> str | None:
             return "CPU tensors run the kernels only inside torch_metal_attn.simulate()"
         if device not in ("cpu", "mps"):
             return f"there are no kernels for tensors on {device}"
-    return None
-
-
-def _reason_of_gradients(problem: Problem) -> str | None:
-    query, value = problem.query, problem.value
-    if not torch.is_grad_enabled() or query.dtype != torch.float32:
-        return None
-    tensors = (query, problem.key, value, problem.attn_mask)
-    if not any(tensor is not None and tensor.requires_grad for tensor in tensors):
-        return None
-    if max(query.shape[-1], value.shape[-1]) <= _ALWAYS_DIFFERENTIABLE:
-        return None
-    if torch.compiler.is_compiling():  # the sizes may have no values
-        return f"gradients of float32 head dims above {_ALWAYS_DIFFERENTIABLE} in torch.compile"
-    return _refusal_of_gradients(query.shape[-1], value.shape[-1])
-
-
-def _refusal_of_gradients(head_dim: int, v_head_dim: int) -> str | None:
-    """The backward's error for float32 head dims."""
-    q, out = (torch.empty(1, 1, 0, columns, device="cpu") for columns in (head_dim, v_head_dim))
-    lse = torch.empty(1, 1, 0, device="cpu")
-    try:
-        with as_value_errors():
-            torch.ops.metal_attn_explain.flash_bwd(out, None, q, q, out, out, lse, exact_delta=True)
-    except ValueError as error:
-        return NAMES.text(str(error))
     return None
 
 

@@ -130,8 +130,9 @@ class PagedKVCache:
         """Append the new rows and attend to the cache, by `metal_attn::decode_step`.
 
         Args: q: (B, Hq, L, D). k, v, token_ids: as in `append`, L of 1 or more; those of a tree are
-            given to `accept`. options: those of the op, such as causal, softmax_scale and parents.
-            With values_in_keys softmax_scale must be given: D is not what the model scales by. With
+            given to `accept`. options: those of the op, such as causal, softmax_scale and parents,
+            or indices, kv_block_size and q_block_size of `flash_decode`. With values_in_keys
+            softmax_scale must be given: D is not what the model scales by. With
             recent the options are those that do not depend on a key's position, and L is at most
             64.
 

@@ -33,6 +33,9 @@ from torch_metal_attn.quantisation import (
 Layout = Literal["NHD", "HND"]
 # Options of `append`.
 ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
+# More of `append_kv`'s, and those that attention has too.
+_Q_ROTARY = ("rotate_q_by_token", "rotary_from_leftpad")
+_BOTH = ("block_table", "cache_batch_idx", "leftpad_k", "k_scale", "v_scale", "hadamard")
 
 # Options of the ops that a caller must not replace: he would read or write other rows.
 _GIVEN = ("block_table", "cache_batch_idx", "cache_seqlens", "hadamard", "k_scale", "v_scale")
@@ -273,6 +276,8 @@ class Storage:
         caches, kept = self.operands(layer)
         if self.values_in_keys and options.get("rotary_cos") is not None:
             options = {"rotary_first_column": self._new_shapes["v"][1]} | options
+        if op == "decode_step" and options.get("indices") is not None:
+            return _listed_step((*new, *caches, cache_seqlens), kept | options, check_only)
         arguments, options = (*new, *caches, cache_seqlens), kept | options
         result = ArgumentNames().run(getattr(ops, op), arguments, options)
         if check_only:
@@ -349,6 +354,29 @@ class Storage:
     def indices(self, values: list[int]) -> Tensor:
         """As int32 on the cache's device."""
         return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+
+def _listed_step(given: tuple[Tensor, ...], options: dict[str, Any], check_only: bool) -> Any:
+    """A step whose queries see listed keys: no kernel reads lists of rows that it writes.
+
+    given: the op's tensors. check_only: as in `Storage.run`.
+    """
+    q, k, v, k_cache, v_cache, cache_seqlens = given
+    rotary = {name: options.pop(name) for name in (*ROTARY, *_Q_ROTARY) if name in options}
+    if rotary.get("rotary_cos") is not None:
+        rotary["q"] = q = q.clone()
+    append = (k, v, k_cache, v_cache, cache_seqlens)
+    appended = {name: options[name] for name in _BOTH if name in options} | rotary
+    attend = (q, k_cache, v_cache), options | {"seqused_k": cache_seqlens + k.shape[2]}
+    run, explained, ops = ArgumentNames().run, torch.ops.metal_attn_explain, torch.ops.metal_attn
+    # What attention refuses must leave the cache as it is.
+    run(explained.flash_decode, *attend)
+    if check_only:
+        run(explained.append_kv, append, appended)
+        check_writes("append_kv", append, appended)
+        return None
+    run(ops.append_kv, append, appended)
+    return run(ops.flash_decode, *attend)
 
 
 def _check_scale(name: str, scale: Tensor, heads: int) -> None:

@@ -10,15 +10,21 @@ def empty_like_query(q: Tensor, head_dim: int) -> Tensor:
     (B, L, H, Dv).
     """
 
-    def step_of(dim: int) -> tuple[bool, int]:
-        # A broadcast dimension says nothing about the order and goes outermost, as in C++.
-        stride: int = q.stride(dim)
-        return bool(stride == 0), stride
-
-    order = sorted(range(q.dim() - 1), key=step_of, reverse=True)
+    order = memory_order(q)
     strides: list[int | SymInt] = [1] * q.dim()
     step: int | SymInt = head_dim
     for dim in reversed(order):
         strides[dim] = step
         step = step * max(q.size(dim), 1)
     return q.new_empty_strided((*q.shape[:-1], head_dim), strides)
+
+
+def memory_order(q: Tensor) -> list[int]:
+    """q's dimensions except for the last, the one with the largest stride first."""
+
+    def step_of(dim: int) -> tuple[bool, int]:
+        # A broadcast dimension says nothing about the order and goes outermost, as in C++.
+        stride: int = q.stride(dim)
+        return bool(stride == 0), stride
+
+    return sorted(range(q.dim() - 1), key=step_of, reverse=True)

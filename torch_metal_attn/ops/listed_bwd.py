@@ -14,8 +14,6 @@ from torch_metal_attn.ops.flash_bwd import Gradients, rotated_rows
 
 # Elements of gathered keys and values at once, unless a single list has more.
 GATHERED = 2**24
-# flash_bwd takes float32 up to this head dim.
-_LARGEST_FLOAT32 = 488
 
 
 def listed_gradients(
@@ -46,8 +44,7 @@ def listed_gradients(
     that are listed twice are there twice. A mask hides what the queries do not see. It runs in
     float32, as what several lists add to a key's gradient is to be rounded once.
     """
-    exact = max(k.shape[-1], v.shape[-1]) <= _LARGEST_FLOAT32
-    dtype = torch.float32 if exact else q.dtype
+    dtype = torch.float32
     dout, rotated, out = (x.to(dtype) for x in (dout, q, out))
     batch, kv_heads, kv_length, _ = k.shape
     q_length, group = q.shape[2], q.shape[1] // max(kv_heads, 1)

@@ -442,10 +442,6 @@ class Attention(Case):
                 for lengths in (self.seqused_k, self.leftpad_k)
                 for n, (_, k) in zip(lengths or (), self.sequences, strict=False)
             ),
-            "gradients of large heads in float32": self.backward
-            and self.differentiable
-            and self.dtype == "float32"
-            and self.head_dim > 488,
         }
 
     def wrong(self) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ Element check_operands(const FlashFwdArguments& a, KvFormats& formats) {
 double checked_scale(const FlashFwdOptions& options, int head_dim) {
   const double scale = options.softmax_scale.value_or(1.0 / std::sqrt(double(head_dim)));
   check(std::isfinite(static_cast<float>(scale * std::numbers::log2e)), "`softmax_scale` is ",
-        scale, "; it must be finite in float32");
+        scale, "; its product with log2(e) must be finite in float32");
   return scale;
 }
 
@@ -71,7 +71,9 @@ void check_numbers(const FlashFwdOptions& o, double scale) {
   const float cap = static_cast<float>(o.softcap * std::numbers::log2e);
   check(o.softcap == 0.0 || (cap > 0.0f && std::isfinite(cap) &&
                              std::isfinite(static_cast<float>(scale / o.softcap))),
-        "`softcap` is ", o.softcap, "; it must be 0 (off) or positive and finite in float32");
+        "`softcap` is ", o.softcap,
+        "; it must be 0 (off) or positive and finite in float32, as must "
+        "its product with log2(e) and `softmax_scale` divided by it");
   check(!o.causal || o.window_size_right <= 0, "`window_size_right` is ", o.window_size_right,
         " with causal=True, which makes it 0; leave it at -1");
   check(0 <= o.attention_chunk && o.attention_chunk <= kMaxLength, "`attention_chunk` is ",

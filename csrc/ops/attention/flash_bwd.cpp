@@ -98,8 +98,8 @@ FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
   problem.aligned = problem.aligned && rows_aligned_16(f.q) && rows_aligned_16(a.dout);
   bool tensor = tensor_tiles && no_tensor_gradients(problem) == nullptr;
   const auto choose = [&](Gradient of) {
-    return tuned(choose_gradient(problem, of, a.exact_delta, tensor, f.q, "their gradients need"),
-                 call.forward.q_length, call.forward.kv_length);
+    return tuned(choose_flash_bwd(problem, of, a.exact_delta, tensor, gpu()), call.forward.q_length,
+                 call.forward.kv_length);
   };
   // Both have tensor tiles or none: delta must be that of the same products.
   if (tensor && refused_tiles() != nullptr) {
@@ -246,16 +246,6 @@ FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
   return call;
 }
 
-FlashBwdSpecialisation choose_gradient(const FlashFwdProblem& problem, Gradient of,
-                                       bool exact_delta, bool tensor_tiles, const Tensor& q,
-                                       const char* need) {
-  const auto found = choose_flash_bwd(problem, of, exact_delta, tensor_tiles, gpu());
-  check(found.has_value(), "`q` has a head dim of ", problem.head_dim_qk, " and `v` of ",
-        problem.head_dim_v, "; in ", dtype_text(q), " ", need,
-        " more threadgroup memory than there is: use smaller head dims or a 16-bit dtype");
-  return *found;
-}
-
 Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
   const bool of_rows = s.of != Gradient::kScores;
   Defines own;
@@ -271,6 +261,7 @@ Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
   define_if(s.head_splits > 1, own, "HEAD_SPLITS", s.head_splits);
   define_if(s.exact_delta && !s.dkv(), own, "EXACT_DELTA");
   define_if(s.normalised(), own, "NORMALISED");
+  define_if(s.tiles_shared(), own, "TILES_SHARED");
   return all_defines(s, own);
 }
 

@@ -15,12 +15,6 @@ namespace metal_attn {
 // The forward's checks, and those that are about its gradients.
 FlashFwdCall analyse_differentiable(const FlashFwdArguments& forward);
 
-// The kernel of a gradient, with its default tile. need: what needs more memory than there is, in
-// the message.
-FlashBwdSpecialisation choose_gradient(const FlashFwdProblem& problem, Gradient of,
-                                       bool exact_delta, bool tensor_tiles,
-                                       const torch::stable::Tensor& q, const char* need);
-
 Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
 
 // dq, dk and dv, of the shapes of q, k and v and in the order of their dimensions in memory; and

@@ -67,9 +67,8 @@ FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
   check(!slopes || f.options.alibi_slopes,
         "`alibi_slopes` is None; it must be float32, for its gradient");
 
-  const FlashBwdSpecialisation specialisation = choose_gradient(
-      forward.problem, Gradient::kScores, false, false, f.q,
-      slopes ? "the gradient of alibi_slopes needs" : "the gradient of attn_bias needs");
+  const FlashBwdSpecialisation specialisation =
+      choose_flash_bwd(forward.problem, Gradient::kScores, false, false, gpu());
   const Tensor& like = slopes ? *f.options.alibi_slopes : *forward.bias;
   FlashBwdBiasCall call{forward, specialisation,
                         like,    slopes ? slope_sizes(like) : bias_sizes(like),

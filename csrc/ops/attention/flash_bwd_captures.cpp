@@ -47,8 +47,8 @@ Share analyse_share(const FlashFwdCall& call, const FlashFwdArguments& f, std::s
   const FlexOptions& flex = *f.flex;
   FlashFwdProblem problem = call.problem;
   problem.features.flex = with_share(*problem.features.flex, flex, i);
-  const FlashBwdSpecialisation specialisation = choose_gradient(
-      problem, Gradient::kScores, false, false, f.q, "the gradient of a captured tensor needs");
+  const FlashBwdSpecialisation specialisation =
+      choose_flash_bwd(problem, Gradient::kScores, false, false, gpu());
   const auto number = static_cast<std::size_t>(flex.share_captures[i]);
   Share share{specialisation, flex.captures[number], flex.share_owners[i], 0, 1, 1, 1, 1};
   const int64_t elements = share.capture.numel();

@@ -18,8 +18,14 @@ from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.integrations.copies import with_contiguous_rows
 from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers.latent import HeldRows, Latents
-from torch_metal_attn.integrations.transformers.packing import falls_back, packing_of
-from torch_metal_attn.integrations.transformers.refusals import refuse_weights
+from torch_metal_attn.integrations.transformers.packing import (
+    SEQUENCES,
+    Packing,
+    falls_back,
+    keeps_apart,
+    packing_of,
+)
+from torch_metal_attn.integrations.transformers.refusals import PADDED, refuse_weights
 from torch_metal_attn.integrations.transformers.routes import record
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 from torch_metal_attn.ops.differentiation import call
@@ -30,33 +36,15 @@ BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # What leaks through to attention functions from a model's **kwargs and changes nothing in the
 # attention itself; `deterministic` asks for what every kernel here is. CTC models hand on the
 # options of `generate`, and LFM3-VL the grid of a picture's patches, which its convolutions need.
+# Trainers and tokenizers put labels, and facts about the text, into batches.
 _HARMLESS = frozenset(
-    {
-        "bos_token_id",
-        "cache_implementation",
-        "cache_position",
-        "deterministic",
-        "disable_compile",
-        "do_sample",
-        "eos_token_id",
-        "grid_thw",
-        "logits_indices",
-        "logits_processor_args",
-        "logits_to_keep",
-        "max_length",
-        "max_new_tokens",
-        "num_beams",
-        "num_items_in_batch",
-        "output_hidden_states",
-        "output_logits",
-        "output_router_logits",
-        "output_scores",
-        "pad_token_id",
-        "position_ids",
-        "return_dict",
-        "return_dict_in_generate",
-        "use_cache",
-    }
+    "assistant_masks bos_token_id cache_implementation cache_position completion_mask "
+    "deterministic disable_compile do_sample eos_token_id grid_thw labels length logits_indices "
+    "logits_processor_args logits_to_keep max_length max_new_tokens mm_token_type_ids n_items "
+    "num_beams num_items_in_batch num_truncated_tokens offset_mapping output_hidden_states "
+    "output_logits output_router_logits output_scores overflow_to_sample_mapping pad_token_id "
+    "position_ids return_dict return_dict_in_generate return_loss shift_labels "
+    "special_tokens_mask token_type_ids use_cache".split()
 )
 
 
@@ -94,6 +82,8 @@ def metal_attention(
         indices: (B, Sq, n) integers, the keys that an indexer selected for each query, each once.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: all four or none: the bounds of
             sequences packed in a batch of 1, each attending to itself.
+        seq_idx, packed_seq_lengths, cu_seqlens: only checked: the bounds or the mask must keep
+            the sequences that they name apart.
         others: ignored if known to be harmless, refused otherwise unless None.
 
     Returns:
@@ -129,7 +119,9 @@ def metal_attention(
     assert not isinstance(value, Latents)
     q = query.q if isinstance(query, Unrotated) else query
     bounds = {name: others.pop(name, None) for name in BOUNDS}
-    options = score_options(module, q.device, **others)
+    sequences = {name: others.pop(name, None) for name in SEQUENCES}
+    is_packed = _given(bounds) or _given(sequences)
+    options = score_options(module, q.device, is_packed=is_packed, **others)
     if sinks is not None and (sinks.dim() != 4 or sinks.shape[3] != 1):
         raise NotImplementedError(
             f"{_shown({'sinks': sinks})} in {type(module).__name__}: it must be (B, Hq, Sq, 1), a "
@@ -145,9 +137,12 @@ def metal_attention(
     if attention_mask is not None and bands.is_causal(attention_mask):
         if attention_mask.shape[2] != q.shape[2] or q.shape[2] == 1:
             made_for = f"{attention_mask.shape[2]} queries"
-            raise _wrong_size(module, q.shape[2], key.shape[2], made_for)
+            raise _wrong_size(module, q.shape[2], key.shape[2], made_for, is_packed)
         attention_mask, causal = None, True
     packing = packing_of(attention_mask, q.shape[2], key.shape[2])
+    for name, one in sequences.items():
+        if one is not None:
+            _check_sequences(module, name, one, q, key, given_mask, packing, bounds)
     unpacked = {"sinks": sinks, "position_bias": position_bias, "indices": indices}
     can_pack = all(given is None for given in unpacked.values())
     if packing is not None and not _given(bounds) and can_pack and q.shape[0] == 1:
@@ -213,6 +208,7 @@ def score_options(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_packed: bool = False,
     **others: Any,
 ) -> dict[str, Any]:
     """The op's options for the arguments of `metal_attention` that do not concern visibility.
@@ -220,7 +216,7 @@ def score_options(
     Raises: NotImplementedError: one of `others` is neither None nor known to be harmless, or the
         attention weights are requested.
     """
-    refuse_weights(module, others.pop("output_attentions", None))
+    refuse_weights(module, others.pop("output_attentions", None), is_packed)
     _refuse_unknown(module, others)
     return {
         "softmax_scale": None if scaling is None else number("scaling", scaling),
@@ -424,13 +420,50 @@ def flash_varlen(
     return out[None].contiguous()
 
 
+def _check_sequences(
+    module: nn.Module,
+    name: str,
+    given: Any,
+    query: Tensor,
+    key: Any,
+    mask: Tensor | None,
+    packing: Packing | None,
+    bounds: dict[str, Any],
+) -> None:
+    """Raises ValueError if attention would mix the sequences that `given` names."""
+    shape = (max(query.shape[0], key.shape[0]), query.shape[2])
+    check_tensor(name, given)
+    shown = f"{_shown({name: given})} in {type(module).__name__}"
+    if given.is_floating_point() or (name == SEQUENCES[0] and given.shape != shape):
+        raise ValueError(f"{shown}: it must be integers, of shape {shape} if it is {SEQUENCES[0]}")
+    ends = [bounds[side] for side in BOUNDS[:2] if isinstance(bounds[side], Tensor)]
+    if not ends and packing is not None:
+        ends = [packing.cu_seqlens]
+    dense = mask if mask is not None and mask.dtype != torch.int32 else None
+    if all(keeps_apart(name, given, shape[1], one, None) for one in ends) and (
+        ends or keeps_apart(name, given, shape[1], None, dense)
+    ):
+        return
+    if ends:
+        says = "cu_seq_lens_*" if _given(bounds) else "position_ids"
+        raise ValueError(
+            f"{shown} and {says} say that different tokens begin sequences; pass the same "
+            f"sequences in both, or leave {name} out"
+        )
+    raise ValueError(
+        f"{shown} names sequences, which nothing else keeps apart. Pass cu_seq_lens_* and "
+        "max_length_* as well, which DataCollatorWithFlattening(return_flash_attn_kwargs=True) "
+        f"makes; no attention of transformers reads {name}, so each would mix the sequences"
+    )
+
+
 def _wrong_size(
-    module: nn.Module, q_length: int, kv_length: int, made_for: str
+    module: nn.Module, q_length: int, kv_length: int, made_for: str, is_packed: bool = False
 ) -> NotImplementedError:
     return NotImplementedError(
         f"{type(module).__name__} has {q_length} queries and {kv_length} keys, and its mask is "
         f"for {made_for}: it uses the mask in a way that metal_attn does not know; use "
-        'attn_implementation="sdpa"'
+        f'attn_implementation="sdpa"{PADDED if is_packed else ""}'
     )
 
 
@@ -457,8 +490,9 @@ def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
     }
     if unknown:
         raise NotImplementedError(
-            f"{_shown(unknown)} in {type(module).__name__}: metal_attn does not implement it; use "
-            "model.set_attn_implementation('eager')"
+            f"{_shown(unknown)} in {type(module).__name__}: metal_attn does not know it. If it "
+            "says which keys a token sees, pass an attention_mask or cu_seq_lens_* in its place; "
+            "else leave it out"
         )
 
 

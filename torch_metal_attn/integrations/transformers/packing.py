@@ -10,12 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils.import_utils import is_tracing
 
 from torch_metal_attn.integrations.transformers import band as bands
 
 _ATTRIBUTE = "_metal_attn_packing"
 _UNPACKED = "_metal_attn_unpacked"
+_AGREED = "_metal_attn_agreed"
+# Batches name their sequences in these ways too: TRL and models with convolutions, unsloth, and
+# linear attention. No attention of transformers reads them.
+SEQUENCES = ("seq_idx", "packed_seq_lengths", "cu_seqlens")
 
 
 def hidden(tensor: Tensor) -> bool:
@@ -151,3 +156,57 @@ def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
         checked.found = bool((counts & (restarts & (step < 0)).any(1)).any())
         checked.position_ids = position_ids
     return checked.found
+
+
+def keeps_apart(
+    name: str, given: Tensor, length: int, bounds: Tensor | None, mask: Tensor | None
+) -> bool:
+    """Whether attention keeps the sequences apart that a batch's rows of `length` tokens hold.
+
+    Every layer asks with the same tensors, so only the first one waits for the device. A graph
+    cannot read the values: there, bounds or a dense mask are trusted.
+
+    Args:
+        name, given: one of SEQUENCES: seq_idx (B, L), the number of each token's sequence;
+            packed_seq_lengths (sequences,); cu_seqlens (sequences + 1,).
+        bounds: cu_seq_lens for the rows concatenated, or None if each row is one sequence.
+        mask: bool or additive, broadcastable to (B, heads, L, L), if a dense mask decides.
+    """
+    other = mask if mask is not None else given if bounds is None else bounds
+    if hidden(given) or hidden(other):
+        return other is not given
+    versions = tuple(None if x.is_inference() else x._version for x in (given, other))
+    agreed = getattr(given, _AGREED, None)
+    if agreed is None:
+        agreed = WeakTensorKeyDictionary()
+        setattr(given, _AGREED, agreed)
+    if agreed.get(other) == (versions, length):
+        return True
+    stated = _stated(name, given)
+    if mask is not None:
+        tokens = torch.arange(mask.shape[0] * length, device=given.device)
+        sequences = torch.bucketize(tokens, stated[1:], right=True).view(-1, 1, length)
+        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
+        crossed = sequences.transpose(1, 2) != sequences
+        apart = seen.shape[2:] == (length, length) and not bool((seen & crossed[:, None]).any())
+    else:
+        if bounds is None:
+            rows = given.shape[0] if given.dim() == 2 else 1
+            bounds = torch.arange(rows + 1, device=given.device) * length
+        stated, bounds = stated.unique_consecutive(), bounds.unique_consecutive()
+        # Tokens past the last sequence are padding.
+        apart = torch.equal(stated, bounds[: len(stated)].to(stated))
+    if apart:
+        agreed[other] = (versions, length)
+    return apart
+
+
+def _stated(name: str, given: Tensor) -> Tensor:
+    """Bounds, int64 (sequences + 1,), for the rows concatenated."""
+    if name == "cu_seqlens":
+        return given.flatten().long()
+    if name == "packed_seq_lengths":
+        return torch.nn.functional.pad(given.flatten().cumsum(0), (1, 0))
+    starts = torch.ones_like(given, dtype=torch.bool)
+    starts[:, 1:] = given.diff(dim=1) != 0
+    return torch.nn.functional.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=given.numel())

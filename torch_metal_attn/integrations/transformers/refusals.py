@@ -32,6 +32,8 @@ NAME = "metal_attn"
 _WEIGHTS = (
     "metal_attn never forms the attention weights; use model.set_attn_implementation('eager')"
 )
+# Other attention may mix packed sequences.
+PADDED = ", with the sequences as a padded batch and its attention_mask"
 # Of a model that transformers runs with "sdpa"; make census follows this advice.
 _THROUGH_SDPA = (
     'Load the model with attn_implementation="sdpa", and call it inside '
@@ -91,17 +93,19 @@ def _refuse_weights_of_model(part: PreTrainedModel, args: Any, kwargs: dict[str,
         refuse_weights(part, kwargs.get("output_attentions"))
 
 
-def refuse_weights(module: nn.Module, asked: bool | None) -> None:
+def refuse_weights(module: nn.Module, asked: bool | None, is_packed: bool = False) -> None:
     """Raises NotImplementedError if attention weights are requested, which no kernel computes.
 
     asked: `output_attentions`, if the model passes it on. Other models only collect what their
-    attention modules return, and would return an empty tuple.
+    attention modules return, and would return an empty tuple. is_packed: whether a row holds
+    several sequences, which eager attention may mix.
     """
     # Graphs cannot read a context; transformers sets this for them.
     compiling = torch.compiler.is_compiling()
     collected = _active_collector.global_var if compiling else _active_collector.get()
     if asked or any(name.endswith("attentions") for name in collected or ()):
-        raise NotImplementedError(f"output_attentions=True in {type(module).__name__}: {_WEIGHTS}")
+        where = f"output_attentions=True in {type(module).__name__}"
+        raise NotImplementedError(f"{where}: {_WEIGHTS}{PADDED if is_packed else ''}")
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:

@@ -1,5 +1,6 @@
 """`explain`: what an op, or every attention of a model, would run, or why it would be refused."""
 
+import copy
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_metal_attn.call.arguments import flag
-from torch_metal_attn.kv_cache import CascadePlan
+from torch_metal_attn.kv_cache import CascadePlan, PagedKVCache, StaticKVCache
 from torch_metal_attn.tools.explain.flex import explain_flex
 from torch_metal_attn.tools.explain.layer_call import LayerCall
 from torch_metal_attn.tools.explain.model import ModelExplanation, explain_model
@@ -59,10 +60,11 @@ def explain(
             is explained, returns zeros of the right shape, and writes nothing. So the model's
             numbers are meaningless, and decisions that depend on them (experts, stop tokens) may
             differ. Compiled parts run uncompiled.
-        a plan's method: `attend` of a `torch_metal_attn.kv_cache.CascadePlan`, followed by its
-            arguments. It is explained as a model is.
+        a method of a plan or a cache: `attend` of a `torch_metal_attn.kv_cache.CascadePlan`, or
+            any of a PagedKVCache or StaticKVCache, followed by its arguments. It is explained as a
+            model is. The cache does not change: neither its memory nor its lengths and pages.
 
-    Returns: an `Explanation` for an op, a `ModelExplanation` for a model or a plan. str() of either
+    Returns: an `Explanation` for an op, a `ModelExplanation` for the others. str() of either
         is for people; `as_dict()` is plain data. A call that an op would refuse does not raise: the
         refusal is in the result.
 
@@ -86,9 +88,21 @@ def explain(
     if name is not None:
         return explain_op(name, arguments[1:], options)
     model = target if isinstance(target, nn.Module) else getattr(target, "__self__", None)
-    if isinstance(model, nn.Module | CascadePlan) and callable(target):
+    if isinstance(model, PagedKVCache | StaticKVCache):
+        model = _with_the_same_memory(model)
+        target = getattr(model, getattr(target, "__name__", ""), None)
+    kinds = nn.Module | CascadePlan | PagedKVCache | StaticKVCache
+    if isinstance(model, kinds) and callable(target):
         return explain_model(model, target, arguments[1:], options)
     raise TypeError(
         f"explain's first argument is a {type(target).__name__}; it must be the tensor q, an op of "
-        "torch.ops.metal_attn, a torch.nn.Module, or a bound method of one or of a CascadePlan"
+        "torch.ops.metal_attn, a torch.nn.Module, or a bound method of one or of a CascadePlan, "
+        "PagedKVCache or StaticKVCache"
     )
+
+
+def _with_the_same_memory(cache: Any) -> Any:
+    """A copy of a cache, whose lengths and pages may change, and whose tensors are the cache's."""
+    recent = getattr(cache._storage.recent, "_rows", None)
+    held = [*cache.layers, *(recent.layers if recent is not None else ())]
+    return copy.deepcopy(cache, {id(layer): layer for layer in held})

@@ -36,6 +36,7 @@ from torch import Tensor
 
 from torch_metal_attn.call import arguments
 from torch_metal_attn.call.autocast import autocasts
+from torch_metal_attn.wording import value_text
 
 __all__ = [
     *("BLOCK", "DTYPES", "FORMATS", "HADAMARD", "columns", "dequantise", "format_of", "from_ggml"),
@@ -323,7 +324,7 @@ def sizes(format: str, head_dim: int) -> tuple[int, int]:
 
 def _check_format(format: str) -> None:
     if format not in FORMATS:
-        raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+        raise ValueError(f"format is {value_text(format)}; it must be one of {', '.join(FORMATS)}")
 
 
 def _check_tensors(scale: Tensor | None, **tensors: Tensor) -> None:
@@ -389,7 +390,7 @@ def _codes(data: Tensor, bits: int) -> Tensor:
 
 def _ggml_block_bytes(format: str) -> int:
     if format not in ("q8_0", "q4_0"):
-        raise ValueError(f"format is {format!r}; ggml has q8_0 and q4_0")
+        raise ValueError(f"format is {value_text(format)}; ggml has q8_0 and q4_0")
     return 2 + sizes(format, BLOCK)[0]
 
 

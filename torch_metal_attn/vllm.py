@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_integers, check_rank, check_tensor
 from torch_metal_attn.ops.names import ArgumentNames
+from torch_metal_attn.wording import value_text
 
 _FP8 = ("fp8", "fp8_e4m3")
 _FLASH_SHAPE = "(blocks, block_size, kv_heads, head_size)"
@@ -83,7 +84,8 @@ def _format(
         return keys, values, {}
     if kv_cache_dtype not in _FP8:
         raise NotImplementedError(
-            f'kv_cache_dtype is {kv_cache_dtype!r}; "auto", "fp8" and "fp8_e4m3" are supported'
+            f'kv_cache_dtype is {value_text(kv_cache_dtype)}; "auto", "fp8" and "fp8_e4m3" are '
+            "supported"
         )
     scales = {}
     for name, cache_name, cache, scale in (

@@ -91,7 +91,7 @@ HIDDEN, MASK = normal(2, 3, 4), torch.ones(2, 3)
 CONCATENATED, LENGTHS = "unpad_input_for_concatenated_sequences", "attention_mask_in_length"
 REFUSED = [
     ("unpad_input", ([1.0], MASK), "^hidden_states is a list; it must be a tensor"),
-    ("unpad_input", (HIDDEN, None), "^attention_mask is a NoneType; it must be a tensor"),
+    ("unpad_input", (HIDDEN, None), "^attention_mask is None; it must be a tensor"),
     ("unpad_input", (HIDDEN, MASK, [1.0]), "^unused_mask is a list; it must be a tensor"),
     ("unpad_input", (HIDDEN, MASK.T), r"^attention_mask has shape \(3, 2\); it must be \(2, 3\)"),
     (

@@ -155,7 +155,11 @@ CALLS = [
         ValueError,
         r"block_mask is on meta and query on cpu; call .*to\('cpu'",
     ),
-    ({"block_mask": torch.ones(80, 96).bool()}, TypeError, "block_mask is a Tensor; .*BlockMask"),
+    (
+        {"block_mask": torch.ones(80, 96).bool()},
+        TypeError,
+        "block_mask is a bool tensor .*; .*BlockMask",
+    ),
     ({"scale": "a"}, TypeError, "scale is 'a'; it must be a number"),
     ({"scale": torch.ones((), requires_grad=True)}, NotImplementedError, "scale requires grad"),
     ({"enable_gqa": "a"}, TypeError, "enable_gqa is 'a'; it must be a bool"),

@@ -132,7 +132,7 @@ class TestRefusals:
             warm_up(*meta(64))
 
     def test_what_is_no_call(self, fake):
-        with pytest.raises(TypeError, match="warm_up's first argument is a int; it must be"):
+        with pytest.raises(TypeError, match="warm_up's first argument is an int; it must be"):
             warm_up(3)
         with pytest.raises(TypeError, match=r"a Linear, which has no generate\(\), and no arg"):
             warm_up(torch.nn.Linear(2, 2))

@@ -13,6 +13,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from torch_metal_attn.call.arguments import Window, flag, number, whole
+from torch_metal_attn.call.keywords import show_parameters
 from torch_metal_attn.call.philox import draw_rng_state
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -66,12 +67,6 @@ def score_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     for name, value in given.items():
-        if name not in _TYPES:
-            newer = " and ".join(NewerOptions.__annotations__)
-            raise TypeError(
-                f"this function has no argument {name!r}; it takes flash-attn 2's, and of newer "
-                f"versions {newer}"
-            )
         kind = _TYPES[name]
         if kind is not None and type(value) is not kind:
             value = whole(name, value) if kind is int else number(name, value)
@@ -124,12 +119,9 @@ def op_options(
 
 def named_options(function: _Function) -> _Function:
     """Let help() and inspect.signature show the names in `**newer: Unpack[NewerOptions]`."""
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*own, *_NEWER]
-    )
-    return function
+    parameters = inspect.signature(function).parameters.values()
+    own = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    return show_parameters(function, [*own, *_NEWER])
 
 
 def options_of(
@@ -144,11 +136,8 @@ def options_of(
     passed_on = [p for p in parameters if p.name != without]
 
     def decorate(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*own, *passed_on]
-        )
-        return function
+        parameters = inspect.signature(function).parameters.values()
+        own = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        return show_parameters(function, [*own, *passed_on])
 
     return decorate

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
 from torch_metal_attn.call.arguments import (
     Window,
@@ -16,6 +17,7 @@ from torch_metal_attn.call.arguments import (
     window,
 )
 from torch_metal_attn.call.autocast import autocast
+from torch_metal_attn.call.keywords import check_keywords, without_unknown
 from torch_metal_attn.call.options import score_options
 from torch_metal_attn.distributed import group as groups
 from torch_metal_attn.distributed.calls import Visible
@@ -29,6 +31,7 @@ _NAMES = ArgumentNames(heads_third=True)
 
 
 @untraced
+@without_unknown
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -45,6 +48,7 @@ def ring_attention(
     learnable_sink: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence of which each process holds a share.
 
@@ -89,6 +93,7 @@ def ring_attention(
     ring = groups.ring(group)
     packed = cu_seqlens is not None
     with groups.Agreement(ring, "ring_attention") as agreement:
+        check_keywords("ring_attention", unknown)
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             check_rank(name, tensor, "(T, H, D)" if packed else "(B, L, H, D)")
             check_values(name, tensor)

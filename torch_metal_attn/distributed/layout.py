@@ -12,13 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_integers
+from torch_metal_attn.wording import value_text
 
 Spans = list[list[range]]  # of each sequence, the rows that a process holds, counted in it
 
 
 def check_layout(layout: object) -> None:
     if layout not in ("contiguous", "zigzag"):
-        raise ValueError(f'layout is {layout!r}; it must be "contiguous" or "zigzag"')
+        raise ValueError(f'layout is {value_text(layout)}; it must be "contiguous" or "zigzag"')
 
 
 def bounds_of(cu_seqlens: Tensor) -> list[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_metal_attn.call.arguments import check_tensor, integers
 from torch_metal_attn.flex.order import longest_first, order_shape
 from torch_metal_attn.ops.flex import LISTS
+from torch_metal_attn.wording import type_text
 
 # As torch's own, for which there is a list of one block that holds everything.
 NO_BLOCKS = 1 << 30
@@ -94,7 +95,7 @@ def mask_mod_of(block_mask: Any) -> Any:
     """The mask_mod, which a slice of a BlockMask has lost."""
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(
-            f"block_mask is a {type(block_mask).__name__}; it must be a BlockMask: make one with "
+            f"block_mask is {type_text(block_mask)}; it must be a BlockMask: make one with "
             "torch's create_block_mask, or of a bool mask with torch_metal_attn.block_mask"
         )
     mask_mod = block_mask.mask_mod

@@ -18,6 +18,7 @@ from torch_metal_attn.ops.flex import of_two_dtypes
 from torch_metal_attn.runtime import session
 from torch_metal_attn.sdpa import NAMES
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
+from torch_metal_attn.wording import value_text
 
 # Promises about the mask, and choices between kernels of which there is one here: results do not
 # depend on them. Everything else tunes torch's own kernels.
@@ -154,7 +155,9 @@ def _check_shapes(
 
 def _check_options(kernel_options: dict[str, Any] | None) -> None:
     if kernel_options is not None and not isinstance(kernel_options, dict):
-        raise TypeError(f"kernel_options is {kernel_options!r}; it must be a dict or None")
+        raise TypeError(
+            f"kernel_options is {value_text(kernel_options)}; it must be a dict or None"
+        )
     for name, value in (kernel_options or {}).items():
         plain = name.removeprefix("fwd_").removeprefix("bwd_")
         if plain in _KEPT_OPTIONS or (
@@ -162,6 +165,6 @@ def _check_options(kernel_options: dict[str, Any] | None) -> None:
         ):
             continue
         raise ValueError(
-            f"kernel_options has {name}={value!r}, which tunes torch's own kernels; allowed are "
-            f"{', '.join(sorted(_KEPT_OPTIONS))}"
+            f"kernel_options has {name}={value_text(value)}, which tunes torch's own kernels; "
+            f"allowed are {', '.join(sorted(_KEPT_OPTIONS))}"
         )

@@ -23,6 +23,7 @@ from torch_metal_attn.flex.composed import SLOT, Composed, decomposition
 from torch_metal_attn.flex.function import Traced
 from torch_metal_attn.flex.graph import DTYPE_NAMES, DTYPES, Graph, Node
 from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
+from torch_metal_attn.wording import type_text
 
 # The elements of a captured row that an op computes with: each is a load of its own.
 MOST_ELEMENTS = 32
@@ -420,7 +421,7 @@ class Tracer(Traced, TorchDispatchMode):
 
     def result(self, result: object, dtype: torch.dtype) -> Node:
         if not isinstance(result, Tensor):
-            raise TypeError(f"{self.name} returns a {type(result).__name__}; it must be a tensor")
+            raise TypeError(f"{self.name} returns {type_text(result)}; it must be a tensor")
         value = self.value(result)
         if result.shape != () or isinstance(value, Part | Row):
             raise ValueError(

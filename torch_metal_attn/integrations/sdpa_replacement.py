@@ -49,6 +49,7 @@ from torch_metal_attn.sdpa import NAMES, Arguments, Problem, is_causal_bias, pla
 from torch_metal_attn.simulator.renaming import Renaming
 from torch_metal_attn.tuned import loading
 from torch_metal_attn.tuned.advice import faster_in_torch
+from torch_metal_attn.wording import value_text
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -265,7 +266,7 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
     process_wide = flag("process_wide", process_wide)
     if not isinstance(prefer, str) or prefer not in _PREFERENCES:
         allowed = " or ".join(map(repr, _PREFERENCES))
-        raise ValueError(f"prefer is {prefer!r}; it must be {allowed}")
+        raise ValueError(f"prefer is {value_text(prefer)}; it must be {allowed}")
     return SdpaReplaced(process_wide, prefer == "fastest")
 
 

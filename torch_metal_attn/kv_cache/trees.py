@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import integers, natural, on_host, whole
+from torch_metal_attn.wording import value_text
 
 Rows = Tensor | Sequence[Sequence[int]]
 
@@ -14,7 +15,7 @@ def rows_of_ints(name: str, rows: Any, count: int) -> list[list[int]]:
     """A list of ints for each of `count` sequences."""
     given = on_host(name, rows)
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise TypeError(f"{name} is {rows!r}; it must be a row of ints for each sequence")
+        raise TypeError(f"{name} is {value_text(rows)}; it must be a row of ints for each sequence")
     lists = [integers(f"{name}[{b}]", row) for b, row in enumerate(given)]
     if len(lists) != count:
         raise ValueError(f"{name} has {len(lists)} rows; it must have {count}, one a sequence")

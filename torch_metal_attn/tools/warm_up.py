@@ -17,6 +17,7 @@ from torch_metal_attn.runtime import extension, mps
 from torch_metal_attn.runtime.refusals import as_value_errors
 from torch_metal_attn.tools.explain import ops
 from torch_metal_attn.tools.explain.model import blank_result
+from torch_metal_attn.wording import type_text
 
 # A kernel with its defines, and whether it runs in pieces.
 Program = tuple[str, tuple[tuple[str, str], ...], bool]
@@ -109,7 +110,7 @@ def warm_up(
                 target(*arguments[1:], **options)
         else:
             raise TypeError(
-                f"warm_up's first argument is a {type(target).__name__}; it must be a model, a "
+                f"warm_up's first argument is {type_text(target)}; it must be a model, a "
                 "callable, or the tensor q"
             )
     return _compile(collector.calls, threads, begun)
@@ -119,7 +120,7 @@ def _generate(model: nn.Module, lengths: Iterable[int]) -> None:
     generate: Any = getattr(model, "generate", None)
     if generate is None:
         raise TypeError(
-            f"warm_up got a {type(model).__name__}, which has no generate(), and no arguments for "
+            f"warm_up got {type_text(model)}, which has no generate(), and no arguments for "
             "it; pass the inputs too: warm_up(model, **inputs)"
         )
     device = next(model.parameters()).device

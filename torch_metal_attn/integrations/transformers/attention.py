@@ -24,6 +24,7 @@ from torch_metal_attn.integrations.transformers.routes import record
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 from torch_metal_attn.ops.differentiation import call
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
+from torch_metal_attn.wording import type_text, value_text
 
 # Where packed sequences begin, and how long they are.
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -103,7 +104,7 @@ def metal_attention(
         out's.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; it must be an nn.Module")
+        raise TypeError(f"module is {type_text(module)}; it must be an nn.Module")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, (Unrotated, Latents, HeldRows)):
             check_rank(name, x, "(B, H, S, D)")
@@ -325,12 +326,11 @@ def _visibility(
     if not bands.is_descriptor(mask, kv_length):
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise NotImplementedError(
-                f"attention_mask in {type(module).__name__} is a {mask.dtype} tensor of shape "
-                f"{tuple(mask.shape)} for {q_length} queries and {kv_length} keys; it must be bool "
-                "or floating"
+                f"attention_mask in {type(module).__name__} is {type_text(mask)} for "
+                f"{q_length} queries and {kv_length} keys; it must be bool or floating"
             )
-        shown = f"{str(mask.dtype).removeprefix('torch.')} mask {tuple(mask.shape)}"
-        return "dense", {"attn_mask": mask}, shown
+        dtype = str(mask.dtype).removeprefix("torch.")
+        return "dense", {"attn_mask": mask}, f"{dtype} mask {tuple(mask.shape)}"
     if torch.compiler.is_compiling():
         if not bands.is_for(mask, q_length):
             raise _wrong_size(module, q_length, kv_length, f"{mask.shape[1]} queries")
@@ -465,6 +465,4 @@ def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
 def _shown(values: dict[str, Any]) -> str:
     """The first of the values that is given, with its name."""
     name, value = next((name, value) for name, value in values.items() if value is not None)
-    if isinstance(value, Tensor):
-        return f"{name}=a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"{name}={value!r}"
+    return f"{name}={type_text(value) if isinstance(value, Tensor) else value_text(value)}"

@@ -17,6 +17,7 @@ from torch_metal_attn.call.arguments import INT32_MAX
 from torch_metal_attn.runtime import tensor_tiles
 from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.costs import Cost
+from torch_metal_attn.wording import value_text
 
 KINDS = ("forward", "training", "decode")
 TILES = ("best", "8x8")
@@ -56,17 +57,21 @@ class Shape:
         for name, allowed in (("kind", KINDS), ("dtype", list(DTYPES)), ("tiles", TILES)):
             value = getattr(self, name)
             if value not in allowed:
-                raise BadShape(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+                raise BadShape(
+                    f"{name} is {value_text(value)}; it must be one of {', '.join(allowed)}"
+                )
         for name in ("batch", "heads", "kv_heads", "length", "kv_length", "head_dim"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= INT32_MAX:
-                raise BadShape(f"{name} is {value!r}; it must be an int from 1 to {INT32_MAX}")
+                raise BadShape(
+                    f"{name} is {value_text(value)}; it must be an int from 1 to {INT32_MAX}"
+                )
         if type(self.causal) is not bool:
-            raise BadShape(f"causal is {self.causal!r}; it must be true or false")
+            raise BadShape(f"causal is {value_text(self.causal)}; it must be true or false")
         if type(self.window) is not int or not -1 <= self.window <= INT32_MAX:
             raise BadShape(
-                f"window is {self.window!r}; it must be the number of keys before its own that a "
-                f"query sees, an int from 0 to {INT32_MAX}, or -1 for all"
+                f"window is {value_text(self.window)}; it must be the number of keys before "
+                f"its own that a query sees, an int from 0 to {INT32_MAX}, or -1 for all"
             )
         if self.heads % self.kv_heads:
             raise BadShape(
@@ -277,7 +282,7 @@ def from_file(path: Path) -> list[Shape]:
     for number, given in enumerate(listed):
         unknown = sorted(given.keys() - set(names)) if isinstance(given, dict) else None
         if unknown != []:
-            what = f"has {unknown[0]!r}; it" if unknown else f"is {given!r}; it"
+            what = f"has {unknown[0]!r}; it" if unknown else f"is {value_text(given)}; it"
             raise BadShape(f"{path}: shape {number} {what} must be an object of {', '.join(names)}")
         try:
             shapes.append(Shape(**given))
@@ -314,7 +319,9 @@ def _number(path: Path, config: dict[str, Any], name: str, missing: int | None =
     value = config.get(name)
     value = missing if value is None else value
     if type(value) is not int or (value < 1 and value != missing):
-        raise BadShape(f"{path}: {name} is {value!r}; it must be an int above 0 for --model")
+        raise BadShape(
+            f"{path}: {name} is {value_text(value)}; it must be an int above 0 for --model"
+        )
     return value
 
 

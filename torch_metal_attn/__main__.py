@@ -7,14 +7,13 @@ from pathlib import Path
 from torch_metal_attn.integrations.comfyui import install as comfyui
 from torch_metal_attn.runtime.extension import CANNOT_RUN
 from torch_metal_attn.simulator.exit_status import exit_status
-from torch_metal_attn.tools.bench import BadShape, add_options, bench
+from torch_metal_attn.tools.bench import add_options, bench
 from torch_metal_attn.tools.bench.shapes import add_arguments
-from torch_metal_attn.tools.demo import DemoUnavailable, demo
+from torch_metal_attn.tools.demo import demo
 from torch_metal_attn.tools.doctor import command as doctor
 from torch_metal_attn.tools.doctor.script import NoScript
 from torch_metal_attn.tools.explain.command import explain_shapes
 from torch_metal_attn.tools.fuzz import command as fuzzing
-from torch_metal_attn.tools.fuzz.report import BadReport
 from torch_metal_attn.tools.info import info
 from torch_metal_attn.tools.tune import command as tuning
 from torch_metal_attn.tools.verify import REPORT, verify, verify_full
@@ -128,10 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
         "demo": lambda _: demo(),
         "comfyui": comfyui.comfyui,
     }
-    try:
-        return exit_status(lambda: commands[options.command](options), DemoUnavailable)
-    except (BadShape, BadReport, comfyui.NotComfyUI) as error:
-        parser.exit(CANNOT_RUN, f"error: {error}\n")
+    return exit_status(lambda: commands[options.command](options))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .build import SOURCE_NAME, Image, ShaderCompileError
-from .exit_status import exit_status
+from .exit_status import BadRequest, exit_status
 from .library import compile_shader
 from .lint import lint_source
 from .metal import versions
@@ -21,10 +21,6 @@ lists the kernels with their arguments and threadgroup memory. The exit status
 is 1 if the file does not compile or anything is reported, and 2 if the command
 cannot be run as it is given. It does not say how many registers a kernel
 needs."""
-
-
-class BadRequest(ValueError):
-    """A command that cannot be run as it is given."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns 0 on success, 1 for findings in the Metal file, 2 if the command cannot run.
     """
     options = _parser().parse_args(arguments)
-    return exit_status(lambda: _check(options), BadRequest)
+    return exit_status(lambda: _check(options))
 
 
 if __name__ == "__main__":

@@ -12,13 +12,16 @@ INTERRUPTED = 130  # as of a process that SIGINT ends
 PIPE_CLOSED = 141  # as of one that SIGPIPE ends: the program that read the output has ended
 
 
-def exit_status(command: Callable[[], bool], *errors: type[Exception]) -> int:
+class BadRequest(ValueError):
+    """A command that cannot be run as it is given; the message says why."""
+
+
+def exit_status(command: Callable[[], bool]) -> int:
     """Run a command: 0 if it returns True, 1 if False.
 
-    2 if it cannot run: one of `errors`, no compiler, or a file that cannot be used. Ctrl-C and a
+    2 if it cannot run: a BadRequest, no compiler, or a file that cannot be used. Ctrl-C and a
     reader that has ended, as in `... | head`, give the status that a shell shows for them.
     """
-    expected: tuple[type[Exception], ...] = (*errors, ToolchainError, OSError)
     try:
         passed = command()
         sys.stdout.flush()
@@ -28,7 +31,7 @@ def exit_status(command: Callable[[], bool], *errors: type[Exception]) -> int:
         with contextlib.suppress(io.UnsupportedOperation):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except expected as error:
+    except (BadRequest, ToolchainError, OSError) as error:
         what = str(error)
         if isinstance(error, OSError) and error.filename and error.strerror:
             what = f"{error.filename}: {error.strerror}"

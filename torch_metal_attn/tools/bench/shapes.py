@@ -15,6 +15,7 @@ import torch
 
 from torch_metal_attn.call.arguments import INT32_MAX
 from torch_metal_attn.runtime import tensor_tiles
+from torch_metal_attn.simulator.exit_status import BadRequest
 from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.costs import Cost
 from torch_metal_attn.wording import value_text
@@ -26,7 +27,7 @@ MOST_ELEMENTS = 2**61 - 1  # torch counts bytes in int64, and float32 has 4 of t
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class BadShape(ValueError):
+class BadShape(BadRequest):
     """A shape, or a file of them, that cannot be measured."""
 
 
@@ -226,7 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="read shapes from a JSON list of objects with kind (forward, training or decode), "
         "batch, heads, kv_heads, length, kv_length, head_dim, dtype, causal, window, tiles "
-        "(best or 8x8)",
+        "(best or 8x8); the defaults are those of the options",
     )
 
 
@@ -257,15 +258,23 @@ def chosen(options: argparse.Namespace) -> list[Shape] | None:
         for name in ("batch", "heads", "kv_heads", "head_dim", "dtype", "window")
         if getattr(options, name) is not None
     }
+    given["kind"] = "decode" if options.decode else "training" if options.backward else "forward"
+    given["causal"] = options.causal
+    names = [name for name in ("length", "kv_length") if getattr(options, name)]
+    lengths = itertools.product(*(getattr(options, name) for name in names))
+    return [_shape(given | dict(zip(names, values, strict=True))) for values in lengths]
+
+
+def _shape(given: dict[str, Any]) -> Shape:
+    """A shape by some of its fields, with the defaults of the options. Raises BadShape."""
+    filled = dict(given)
     if "heads" in given:
-        given.setdefault("kv_heads", given["heads"])
-    kind = "decode" if options.decode else "training" if options.backward else "forward"
-    lengths = options.length or ([1] if options.decode else [1024])
-    kv_lengths = options.kv_length or ([1024] if options.decode else [None])
-    return [
-        Shape(kind, length=n, kv_length=n if kv is None else kv, causal=options.causal, **given)
-        for n, kv in itertools.product(lengths, kv_lengths)
-    ]
+        filled.setdefault("kv_heads", given["heads"])
+    if given.get("kind") == "decode":
+        filled.setdefault("length", 1)
+    elif "length" in given:
+        filled.setdefault("kv_length", given["length"])
+    return Shape(**filled)
 
 
 def _flag(name: str) -> str:
@@ -285,7 +294,7 @@ def from_file(path: Path) -> list[Shape]:
             what = f"has {unknown[0]!r}; it" if unknown else f"is {value_text(given)}; it"
             raise BadShape(f"{path}: shape {number} {what} must be an object of {', '.join(names)}")
         try:
-            shapes.append(Shape(**given))
+            shapes.append(_shape(given))
         except BadShape as error:
             raise BadShape(f"{path}: shape {number}: {error}") from None
     return shapes

@@ -38,7 +38,7 @@ class TestProgress:
         progress.end()
         lines = stream.getvalue().split("\r")
         assert max(map(len, lines)) == 39
-        assert lines[2] == "[2/2] group a case with a ver  0:30 left"
+        assert lines[2] == "[2/2] group a case with a ve  0:30 left"
 
     def test_until_a_time(self):
         """The pace decides where it ends sooner."""

@@ -126,6 +126,24 @@ def test_what_a_script_raises_passes_after_the_report(end, doctor):
     assert REPORTED in err
 
 
+FAILS = {
+    "raise ValueError('its own')": ['  File "script.py", line 7, in <module>'],
+    "def f(): F.softmax(3)\nf()": [f'  File "script.py", line {n}' for n in (8, 7)],
+    "1 +": ['  File "script.py", line 7'],
+}
+
+
+@pytest.mark.parametrize("end", FAILS)
+def test_a_traceback_begins_in_the_script(end, doctor, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which is put back
+    ended, _, _ = doctor(ATTENTION + end)
+    sys.excepthook(type(ended), ended, ended.__traceback__)
+    files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
+    assert len(files) >= len(FAILS[end])
+    for line, expected in zip(files, FAILS[end], strict=False):
+        assert line.startswith(expected)
+
+
 def test_a_reader_that_has_ended_still_gets_the_report(doctor):
     closed = "class Closed:\n    def flush(self): raise BrokenPipeError\nimport sys\n"
     _, _, err = doctor(ATTENTION + closed + "sys.stdout = Closed()")

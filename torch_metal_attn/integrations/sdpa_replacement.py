@@ -210,11 +210,9 @@ class SdpaReplaced(TorchFunctionMode):
     def _warn_of_no_call(self) -> None:
         if _blocks.compiled:  # a compiled function may have run, which does not count
             return
-        if self.fastest and self.left_alone:  # as asked for, or each reason was told
+        if self.left_alone:  # as asked for, or each reason was told
             return
-        if self.left_alone:
-            why = f"torch ran {sum(self.left_alone.values())}, see left_alone"
-        elif self._process_wide:
+        if self._process_wide:
             why = "there was none. The model may have an attention of its own"
         else:
             why = (
@@ -250,8 +248,8 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
     (above 488 if query's and value's are the same; in torch.compile all above 256), nested tensors,
     tensor subclasses other than CausalBias, torch.func, strides that would need a copy, and calls
     that torch itself refuses. Calls inside TorchScript are torch's too, but not counted. A block in
-    which no call was replaced warns when it ends, once per process. For the same seed, dropout
-    drops other weights than torch would.
+    which there was no call warns when it ends, once per process. For the same seed, dropout drops
+    other weights than torch would.
 
     The kernels also compute the gradients, including that of attn_mask. For CPU tensors they do so
     if `backward` runs inside `simulate()`; otherwise the reference does.

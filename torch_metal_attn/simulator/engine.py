@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -19,6 +20,7 @@ __tracebackhide__ = hides_frames
 MAX_ARGUMENTS = 31
 SPACES = ("device", "threadgroup", "constant", "thread")
 NO_SITE = 2**32 - 1
+LANES = re.compile(r"(?:(?<=lanes )|(?<=lanes [0-9a-f]{8} of )|(?<=; ))([0-9a-f]{8})\b")
 
 FAULT_KINDS = tuple(
     """none out_of_bounds threadgroup_out_of_bounds uninitialised race divergent_barrier
@@ -338,12 +340,26 @@ def _fault(image: Image, kernel: Kernel, report: FaultReport) -> SimulatorFault:
     return SimulatorFault(
         kind,
         kernel.name,
-        in_metal(report.message.decode(errors="replace")),
+        in_metal(_lanes_in_words(report.message.decode(errors="replace"))),
         site(report.site),
         site(report.other_site),
         tuple(report.threadgroup),
         tuple(report.thread),
     )
+
+
+def _lanes_in_words(message: str) -> str:
+    """The engine's masks of lanes, in hexadecimal, as ranges."""
+
+    def ranges(found: re.Match[str]) -> str:
+        mask = int(found[1], 16)
+        first = [i for i in range(32) if (mask & ~(mask << 1)) >> i & 1]
+        last = [i for i in range(32) if (mask & ~(mask >> 1)) >> i & 1]
+        shown = (f"{i}" if i == j else f"{i}-{j}" for i, j in zip(first, last, strict=True))
+        after = "lanes " if message[found.start() - 2] == ";" else ""
+        return f"{after}{', '.join(shown)}" if mask else "none"
+
+    return LANES.sub(ranges, message)
 
 
 def _counters(raw: CounterValues, counted: bool) -> Counters:

@@ -21,7 +21,7 @@ from .metal.constants import ConstantValue
 from .metal.kernels import Kernel, Parameter
 from .parameter_types import CASTS, ParameterType
 from .tensors import DEFAULT_MODEL, tensor_model
-from .threadgroup_memory import threadgroup_bytes
+from .threadgroup_memory import LIMIT, threadgroup_bytes
 
 __tracebackhide__ = hides_frames
 SIMD_WIDTH = 32
@@ -494,7 +494,7 @@ def _threadgroup_memory(
 ) -> list[tuple[int, int]]:
     given = {} if given is None else given
     if not isinstance(given, Mapping):
-        raise TypeError(f"{kernel}: threadgroup_bytes is {type_text(given)}; not a dict")
+        raise TypeError(f"{kernel}: threadgroup_bytes is {type_text(given)}; it must be a dict")
     expected = {p.index: p.name for p in parameters if p.kind == "threadgroup"}
     for index in given:
         if index not in expected:
@@ -507,5 +507,10 @@ def _threadgroup_memory(
             raise TypeError(
                 f"{kernel}: threadgroup_bytes needs the length of threadgroup({index}) {name}, "
                 f"an int from 1 up, and has {value_text(given.get(index))}"
+            )
+        if size > LIMIT:
+            raise ValueError(
+                f"{kernel}: threadgroup_bytes[{index}] is {size}; a threadgroup has at most "
+                f"{LIMIT} bytes"
             )
     return sorted(given.items())

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from torch_metal_attn.call import arguments
 from torch_metal_attn.call.autocast import autocasts
-from torch_metal_attn.wording import value_text
+from torch_metal_attn.wording import count_text, value_text
 
 __all__ = [
     *("BLOCK", "DTYPES", "FORMATS", "HADAMARD", "columns", "dequantise", "format_of", "from_ggml"),
@@ -97,7 +97,9 @@ def check_hadamard(size: int, columns: dict[str, int], name: str = "hadamard") -
         raise ValueError(f"{name} is {size}; it must be 0 (off), 32, 64 or 128")
     for of, count in columns.items():
         if size and (count % size or count == 0):
-            raise ValueError(f"{of} has {count} columns; {name} of {size} needs a multiple of it")
+            raise ValueError(
+                f"{of} has {count_text(count, 'column')}; {name} of {size} needs a multiple of it"
+            )
     return size
 
 
@@ -351,7 +353,8 @@ def _check_block_scales(format: str, values: Tensor, scale: Tensor) -> None:
     if scale.shape != (*values.shape[:-1], numbers * size // shared) or size % shared != 0:
         raise ValueError(
             f"scale has shape {tuple(scale.shape)} and the values {tuple(values.shape)}; {format} "
-            f"has {'a scale and a minimum' if numbers == 2 else 'one scale'} for {shared} columns"
+            f"has {'a scale and a minimum' if numbers == 2 else 'one scale'} for "
+            f"{count_text(shared, 'column')}"
         )
 
 
@@ -413,7 +416,9 @@ def _has_float8(device: torch.device) -> bool:
 def _checked_dim(x: Tensor, dim: int) -> int:
     dim = arguments.whole("heads_dim", dim)
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"heads_dim is {dim} and there are {x.dim()} dimensions")
+        raise ValueError(
+            f"heads_dim is {dim} and the tensor has {count_text(x.dim(), 'dimension')}"
+        )
     return dim % x.dim()
 
 

@@ -22,7 +22,7 @@ from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.runtime.refusals import as_value_errors
-from torch_metal_attn.wording import type_text, value_text
+from torch_metal_attn.wording import count_text, type_text, value_text
 
 # What the op and its errors call our arguments.
 NAMES = ArgumentNames({"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"})
@@ -363,8 +363,9 @@ def _check_mask_shape(mask: Tensor, scores: tuple[int, ...]) -> None:
 def _check_causal_bias(bias: Any, q_length: int, k_length: int) -> None:
     if (bias.seq_len_q, bias.seq_len_kv) != (q_length, k_length):
         raise RuntimeError(
-            f"attn_mask is a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys; "
-            f"query has a length of {q_length} and key of {k_length}"
+            f"attn_mask is a CausalBias of {count_text(bias.seq_len_q, 'query')} and "
+            f"{count_text(bias.seq_len_kv, 'key')}; query has a length of {q_length} and key of "
+            f"{k_length}"
         )
 
 

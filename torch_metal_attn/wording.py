@@ -26,9 +26,12 @@ def type_text(value: object) -> str:
     return f"{with_article(f'{dtype} {name}')} of shape {shape}"
 
 
-def count_text(count: Any, noun: str, several: str = "") -> str:
-    """A number with its noun: "1 call", "2 calls"; several: the plural if it is not with -s."""
-    return f"{count} {noun if count == 1 else several or f'{noun}s'}"
+def count_text(count: Any, noun: str) -> str:
+    """A number with its noun: "1 call", "2 calls", "3 queries"."""
+    if count == 1:
+        return f"{count} {noun}"
+    is_consonant_y = noun.endswith("y") and not noun.endswith("ey")
+    return f"{count} {f'{noun[:-1]}ies' if is_consonant_y else f'{noun}s'}"
 
 
 def value_text(value: object) -> str:

@@ -88,7 +88,7 @@ REFUSED = [
         lambda c: make(format="fp8_e4m3", k_scale=torch.ones(3)),
         r"k_scale has shape \(3,\) and dtype torch.float32; it must be \(2,\) and float32",
     ),
-    (lambda c: static().reorder([0]), "beam_idx has 1 entries; it must"),
+    (lambda c: static().reorder([0]), "beam_idx has 1 entry; it must"),
     (lambda c: PagedKVCache(1, 4.5, 2, 8), "page_size is 4.5; it must be an int"),
     (lambda c: c.append(0, some_rows(), some_rows()), "ids is 0; it must be a sequence of int"),
     (lambda c: c.append([0], None, some_rows()), "k is None; it must be a tensor"),

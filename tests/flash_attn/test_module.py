@@ -103,7 +103,7 @@ REFUSED = [
     ("unpad_input", (HIDDEN, MASK.to("meta")), "^attention_mask is on meta, where"),
     ("unpad_input", (HIDDEN.to("meta"), MASK), "^attention_mask is on cpu and hidden_states on m"),
     ("pad_input", (HIDDEN[0], [0, 1, 2], 1, 3), "^indices is a list; it must be a tensor"),
-    ("pad_input", (HIDDEN[0], torch.tensor([0]), 1, 3), "^indices has 1 numbers and hidden_states"),
+    ("pad_input", (HIDDEN[0], torch.tensor([0]), 1, 3), "^indices has 1 number and hidden_states"),
     ("pad_input", (HIDDEN[0], torch.arange(3), -1, 3), "^batch is -1; it must be at least 0"),
     ("pad_input", (HIDDEN[0], torch.arange(3), 2**62, 3), r"^batch \* seqlen is .*; it must fit"),
     ("pad_input", (HIDDEN[0], torch.arange(3), 1, 1.5), "^seqlen is 1.5; it must be an int"),

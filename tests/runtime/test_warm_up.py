@@ -122,7 +122,7 @@ class TestCompiling:
         (error,) = done.failed
         assert "told to be refused" in error
         assert (done.kernels, done.compiled) == ({"flash_fwd": 1}, 1)
-        assert "1 calls failed" in str(done)
+        assert "1 call failed" in str(done)
         assert str(done).splitlines()[1].startswith("failed: metal_attn: compiling flash_fwd ")
 
 

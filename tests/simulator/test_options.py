@@ -139,7 +139,7 @@ def test_wrong_options_of_tensor_operations(scale, options, error, message):
         ({"threads": (2**32 - 1,) * 3, "group_size": (1,) * 3}, ValueError, "too large"),
         ({"threads": 8.0}, TypeError, r"threads is 8\.0; it must be an int or 1 to 3 ints"),
         ({"threads": torch.tensor(8)}, TypeError, r"threads is tensor\(8\)"),
-        ({"threads": (1, 1), "group_size": 1}, ValueError, "has 1 dimensions and threads 2"),
+        ({"threads": (1, 1), "group_size": 1}, ValueError, "has 1 dimension and threads 2"),
         ({"group_size": 4.0}, TypeError, r"group_size is 4\.0; it must be an int"),
         ({"group_size": 1025}, ValueError, "is 1025 threads; 1 to 1024 fit"),
         ({"group_size": 0}, ValueError, "is 0 threads"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.runtime.refusals import unmarked
-from torch_metal_attn.wording import type_text, value_text
+from torch_metal_attn.wording import count_text, type_text, value_text
 
 # A limit on each side; negative or None (flash-attn 4) is no limit.
 Window = tuple[int | None, int | None]
@@ -92,7 +92,8 @@ def _check_storage(name: str, tensor: Tensor) -> None:
     if elements * tensor.itemsize > size:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and a storage "
-            f"of {size} bytes, which must hold {elements} elements: it has been resized"
+            f"of {size} bytes, which must hold {count_text(elements, 'element')}: it has been "
+            "resized"
         )
 
 

@@ -26,6 +26,7 @@ from torch_metal_attn.distributed.ring import Problem, RingAttention
 from torch_metal_attn.ops.differentiation import transforming
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.runtime.refusals import untraced
+from torch_metal_attn.wording import count_text
 
 _NAMES = ArgumentNames(heads_third=True)
 
@@ -172,8 +173,8 @@ def _added(
         if sequences is not None and alibi_slopes.dim() == 2:
             if alibi_slopes.shape[0] != sequences:
                 raise ValueError(
-                    f"alibi_slopes has {alibi_slopes.shape[0]} rows; cu_seqlens has {sequences} "
-                    "sequences, and each needs one"
+                    f"alibi_slopes has {count_text(alibi_slopes.shape[0], 'row')}; cu_seqlens has "
+                    f"{count_text(sequences, 'sequence')}, and each needs one"
                 )
             # No sequence has no first row, but the width is checked all the same.
             added["alibi_slopes"] = (
@@ -190,8 +191,8 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict
             raise ValueError(f"{name} has dtype {tensor.dtype}; it must be q's, {q.dtype}")
         if tensor.shape[length] != q.shape[length]:
             raise ValueError(
-                f"{name} has {tensor.shape[length]} rows and q {q.shape[length]}; they must be the "
-                "same share of a sequence"
+                f"{name} has {count_text(tensor.shape[length], 'row')} and q {q.shape[length]}; "
+                "they must be the same share of a sequence"
             )
     operands = [(x[None] if packed else x).transpose(1, 2) for x in (q, k, v)]
     _NAMES.run(torch.ops.metal_attn_explain.flash_fwd, tuple(operands), options)

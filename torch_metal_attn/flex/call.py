@@ -18,7 +18,7 @@ from torch_metal_attn.ops.flex import of_two_dtypes
 from torch_metal_attn.runtime import session
 from torch_metal_attn.sdpa import NAMES
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
-from torch_metal_attn.wording import value_text
+from torch_metal_attn.wording import count_text, value_text
 
 # Promises about the mask, and choices between kernels of which there is one here: results do not
 # depend on them. Everything else tunes torch's own kernels.
@@ -144,8 +144,8 @@ def _check_shapes(
     heads, kv_heads = query.shape[1], key.shape[1]
     if not flag("enable_gqa", enable_gqa) and heads != kv_heads:
         raise ValueError(
-            f"query has {heads} heads and key {kv_heads}; they must be equal: pass enable_gqa=True "
-            "if key's divide query's"
+            f"query has {count_text(heads, 'head')} and key {kv_heads}; they must be equal: pass "
+            "enable_gqa=True if key's divide query's"
         )
     batch = query.shape[0]
     if key.shape[0] == 1 != batch and value.shape[0] == 1:

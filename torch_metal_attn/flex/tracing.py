@@ -23,7 +23,7 @@ from torch_metal_attn.flex.composed import SLOT, Composed, decomposition
 from torch_metal_attn.flex.function import Traced
 from torch_metal_attn.flex.graph import DTYPE_NAMES, DTYPES, Graph, Node
 from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
-from torch_metal_attn.wording import type_text
+from torch_metal_attn.wording import count_text, type_text
 
 # The elements of a captured row that an op computes with: each is a load of its own.
 MOST_ELEMENTS = 32
@@ -411,8 +411,8 @@ class Tracer(Traced, TorchDispatchMode):
         if len(part.indices) > whole.dim():
             raise IndexError(
                 f"{self.name} has {len(part.indices)} indices for "
-                f"{self.captured.names[value.capture]}, which has {whole.dim()} dimensions"
-                f"{self.place()}"
+                f"{self.captured.names[value.capture]}, which has "
+                f"{count_text(whole.dim(), 'dimension')}{self.place()}"
             )
         if len(part.indices) == whole.dim():
             return self.scalar(self.load(part))

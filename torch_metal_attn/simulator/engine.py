@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
+from ..wording import count_text
 from .build import MAX_THREADS, Image
 from .diagnostics import KernelError, hides_frames, in_metal
 from .llvm.instrument import Site
@@ -301,7 +302,7 @@ def run(
     most, threads = image.most_threads(kernel), math.prod(threads_per_threadgroup)
     if most < threads <= MAX_THREADS:
         raise ValueError(
-            f"{kernel.name}: a threadgroup of {threads} threads; "
+            f"{kernel.name}: a threadgroup of {count_text(threads, 'thread')}; "
             f"its max_total_threads_per_threadgroup is {most}"
         )
     engine_run, interpreter = _interruptible()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..wording import type_text, value_text
+from ..wording import count_text, type_text, value_text
 from . import engine, parameter_types, runs
 from .build import Program, build
 from .diagnostics import hides_frames
@@ -468,7 +468,8 @@ def _grid(
         group = _dimensions(kernel, "group_size", group_size)
         if len(group) != len(grid):
             raise ValueError(
-                f"{kernel}: group_size has {len(group)} dimensions and threads {len(grid)}"
+                f"{kernel}: group_size has {count_text(len(group), 'dimension')} and threads "
+                f"{len(grid)}"
             )
         if not 1 <= (total := math.prod(group)) <= most:
             raise ValueError(

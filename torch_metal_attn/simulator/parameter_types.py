@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..wording import value_text
+from ..wording import count_text, value_text
 from .diagnostics import hides_frames
 from .metal.constants import FLOATS, INTEGER_RANGES
 from .metal.kernels import Parameter
@@ -110,7 +110,10 @@ def check_numbers(
         )
     size = numbers.numel() * numbers.element_size()
     if expected.is_reference and size not in (expected.bytes, expected.unpadded_bytes):
-        raise ValueError(f"{what}, {size} bytes; {parameter.declared} has {expected.bytes} bytes")
+        raise ValueError(
+            f"{what}, {count_text(size, 'byte')}; {parameter.declared} has "
+            f"{count_text(expected.bytes, 'byte')}"
+        )
 
 
 def _is_lone_integer(expected: ParameterType) -> bool:

@@ -29,7 +29,7 @@ from torch_metal_attn.call.arguments import check_rank, natural, whole
 from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers import packing
 from torch_metal_attn.integrations.transformers.band import Band
-from torch_metal_attn.wording import value_text
+from torch_metal_attn.wording import count_text, value_text
 
 # They work on the mask itself: Gemma 4 cuts rows out of it where its last layers share keys, Doge
 # compares its elements, DeepSeek-V4 and T5Gemma 2 concatenate it with another, NLLB-MoE's router
@@ -235,7 +235,8 @@ def _check(
         rows = attention_mask.shape[0]
         if rows != batch_size:
             raise ValueError(
-                f"attention_mask has {rows} rows; it must have batch_size={batch_size}"
+                f"attention_mask has {count_text(rows, 'row')}; it must have "
+                f"batch_size={batch_size}"
             )
 
 

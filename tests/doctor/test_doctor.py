@@ -181,7 +181,7 @@ def test_an_error_of_the_report_is_not_the_scripts(doctor, monkeypatch):
     monkeypatch.setattr(watch, "torchs", broken)
     ended, out, err = doctor(ATTENTION + "print('ran')")
     assert (ended, out) == (0, "ran\n")
-    assert "3 calls are not in the list; please report this: ValueError: planted" in err
+    assert "3 calls could not be described; please report this: ValueError: planted" in err
 
 
 @pytest.mark.parametrize(

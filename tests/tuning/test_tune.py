@@ -33,7 +33,10 @@ def run(tmp_path, capsys):
         path = tmp_path / "shapes.json"
         path.write_text(json.dumps([FORWARD | shape for shape in shapes]))
         given = ["--shapes", str(path), "--rounds", str(rounds)] if shapes else []
-        status = main(["tune", *given, *map(str, options)])
+        try:
+            status = main(["tune", *given, *map(str, options)])
+        except SystemExit as stopped:  # argparse's
+            status = stopped.code
         captured = capsys.readouterr()
         table = tmp_path / "tuned" / "apple-m2-max-38-cores.json"
         found = tables.read(table) if table.exists() else tables.Table(M2_MAX)

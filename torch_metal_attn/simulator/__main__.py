@@ -68,7 +68,13 @@ def _check_all(options: argparse.Namespace) -> bool:
     for file, text in texts.items():
         if len(texts) > 1:
             print(f"{file}:")
-        passed = _check(file, text, options) and passed
+        try:
+            passed = _check(file, text, options) and passed
+        except BadRequest as error:
+            if len(texts) == 1:
+                raise
+            print(f"{file}: {error}", file=sys.stderr)
+            passed = False
     return passed
 
 

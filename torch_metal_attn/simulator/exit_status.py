@@ -24,7 +24,8 @@ def exit_status(command: Callable[[], bool]) -> int:
     """
     try:
         passed = command()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as with `>&-`
+            sys.stdout.flush()
         return 0 if passed else 1
     except BrokenPipeError:
         # What is still buffered goes nowhere, or Python would write a message at its end.
@@ -33,8 +34,8 @@ def exit_status(command: Callable[[], bool]) -> int:
         return PIPE_CLOSED
     except (BadRequest, ToolchainError, OSError) as error:
         what = str(error)
-        if isinstance(error, OSError) and error.filename and error.strerror:
-            what = f"{error.filename}: {error.strerror}"
+        if isinstance(error, OSError) and error.strerror:
+            what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         print(f"error: {what}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

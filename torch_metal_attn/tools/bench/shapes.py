@@ -337,5 +337,7 @@ def _number(path: Path, config: dict[str, Any], name: str, missing: int | None =
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
+    except OSError as error:
+        raise BadShape(f"{path} cannot be read: {error.strerror}") from error
+    except (RecursionError, ValueError) as error:
         raise BadShape(f"{path} cannot be read as JSON: {error}") from error

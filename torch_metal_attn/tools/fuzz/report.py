@@ -79,7 +79,11 @@ def read(path: Path) -> list[Case]:
     """The failures in a report. Raises OSError and BadReport."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or "failures" not in data:
+            raise BadReport(f"{path} is not a report of fuzz: it is no JSON object with failures")
         cases = [from_json(failure["case"]) for failure in data["failures"]]
+    except BadReport:
+        raise
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise BadReport(f"{path} is not a report of fuzz that can be replayed: {reason}") from None

@@ -311,7 +311,7 @@ class TestBadInput:
             ([], ["--minutes", "nan"], "--minutes is nan; it must be above 0"),
             ([], ["--minutes", "inf"], "--minutes is inf; it must be above 0 and finite"),
             ([], ["--dtype", "float16"], "--dtype is for --model"),
-            ([], ["--shapes", "nothing.json"], "nothing.json cannot be read as JSON"),
+            ([], ["--shapes", "nothing.json"], "nothing.json cannot be read: No such file"),
             ([], ["--model", "nothing"], "--model is nothing, and there is no file nothing"),
             ([], ["--model", "x", "--shapes", "y"], "not allowed with argument"),
             ([{}], ["--out", "{file}/table.json"], "{file}"),  # it cannot be written

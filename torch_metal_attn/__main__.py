@@ -6,15 +6,16 @@ from pathlib import Path
 
 from torch_metal_attn.integrations.comfyui import install as comfyui
 from torch_metal_attn.runtime.extension import CANNOT_RUN
+from torch_metal_attn.runtime.version import VERSION
+from torch_metal_attn.simulator import __main__ as simulator
 from torch_metal_attn.simulator.exit_status import exit_status
-from torch_metal_attn.tools.bench import BadShape, add_options, bench
+from torch_metal_attn.tools.bench import add_options, bench
 from torch_metal_attn.tools.bench.shapes import add_arguments
-from torch_metal_attn.tools.demo import DemoUnavailable, demo
+from torch_metal_attn.tools.demo import demo
 from torch_metal_attn.tools.doctor import command as doctor
 from torch_metal_attn.tools.doctor.script import NoScript
 from torch_metal_attn.tools.explain.command import explain_shapes
 from torch_metal_attn.tools.fuzz import command as fuzzing
-from torch_metal_attn.tools.fuzz.report import BadReport
 from torch_metal_attn.tools.info import info
 from torch_metal_attn.tools.tune import command as tuning
 from torch_metal_attn.tools.verify import REPORT, verify, verify_full
@@ -25,6 +26,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m torch_metal_attn",
         description="Commands of torch_metal_attn, flash attention for PyTorch on Apple GPUs.",
     )
+    parser.add_argument("--version", action="version", version=VERSION)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="show versions, backend, compiler and cache")
     check = commands.add_parser(
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
             "removes them.",
         )
     )
+    commands.add_parser("simulator", help="check Metal files and list their kernels")
     return parser
 
 
@@ -108,8 +111,11 @@ def _verify(options: argparse.Namespace) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0 on success, 1 for a wrong result, 2 if the command cannot run."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] == ["simulator"]:  # argparse would take its options
+        return simulator.main(given[1:])
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.command == "verify" and options.report is not None and not options.full:
         parser.error("--report needs verify --full: add --full")
     if options.command == "doctor":
@@ -128,10 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
         "demo": lambda _: demo(),
         "comfyui": comfyui.comfyui,
     }
-    try:
-        return exit_status(lambda: commands[options.command](options), DemoUnavailable)
-    except (BadShape, BadReport, comfyui.NotComfyUI) as error:
-        parser.exit(CANNOT_RUN, f"error: {error}\n")
+    return exit_status(lambda: commands[options.command](options))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.call.options import (
     FlashAttnOptions,
     NewerOptions,
+    check_newer,
     named_options,
     op_options,
     options_of,
@@ -125,6 +126,8 @@ def flash_attn_func(
         except Exception as error:
             if not plain.refused(error):
                 raise
+    if newer:
+        check_newer("flash_attn_func", newer)
     check_rank("q", q, "(B, L, H, D)")
     check_rank("k", k, "(B, L, H, D)")
     check_rank("v", v, "(B, L, H, D)")
@@ -149,6 +152,7 @@ def flash_attn_kvpacked_func(
     Args: q: (B, Lq, Hq, D). kv: (B, Lk, 2, Hkv, D). The other arguments are those of
         `flash_attn_func`.
     """
+    check_newer("flash_attn_kvpacked_func", options)
     check_packed("kv", kv, "(B, L, 2, Hkv, D)")
     operands = (q, kv[:, :, 0], kv[:, :, 1])
     return _of_parts(flash_attn_func, _KV_NAMES, (*operands, *positional), options)
@@ -162,6 +166,7 @@ def flash_attn_qkvpacked_func(
 
     Args: qkv: (B, L, 3, H, D). The other arguments are those of `flash_attn_func`.
     """
+    check_newer("flash_attn_qkvpacked_func", options)
     check_packed("qkv", qkv, "(B, L, 3, H, D)")
     operands = (qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
     return _of_parts(flash_attn_func, _QKV_NAMES, (*operands, *positional), options)
@@ -217,6 +222,8 @@ def flash_attn_varlen_func(
     Raises: as `flash_attn_func`. Values of cu_seqlens, seqused_k and block_table are checked on the
         CPU; on mps, invalid ones give NaN rows.
     """
+    if newer:
+        check_newer("flash_attn_varlen_func", newer)
     kv_layout = "(T, H, D)" if block_table is None else "(pages, page, H, D)"
     for name, tensor, layout in (("q", q, "(T, H, D)"), ("k", k, kv_layout), ("v", v, kv_layout)):
         check_rank(name, tensor, layout)
@@ -262,6 +269,7 @@ def flash_attn_varlen_kvpacked_func(
     Args: q: (Tq, Hq, D). kv: (Tk, 2, Hkv, D). The other arguments are those of
         `flash_attn_varlen_func`.
     """
+    check_newer("flash_attn_varlen_kvpacked_func", options)
     check_packed("kv", kv, "(T, 2, Hkv, D)")
     packing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     operands = (q, kv[:, 0], kv[:, 1], *packing)
@@ -281,6 +289,7 @@ def flash_attn_varlen_qkvpacked_func(
     Args: qkv: (T, 3, H, D). cu_seqlens: (B + 1,), for queries and keys. max_seqlen: at least the
         longest sequence. The other arguments are those of `flash_attn_varlen_func`.
     """
+    check_newer("flash_attn_varlen_qkvpacked_func", options)
     check_packed("qkv", qkv, "(T, 3, H, D)")
     check_tensors(cu_seqlens=cu_seqlens)
     max_seqlen = whole("max_seqlen", max_seqlen)
@@ -296,8 +305,6 @@ def _of_parts(
     options: FlashAttnOptions,
 ) -> FlashAttnResult:
     """Call the function with parts of packed tensors; its errors name those."""
-    if "block_table" in options:
-        raise TypeError("block_table is given; it is an option of flash_attn_varlen_func alone")
     try:
         return function(*positional, **options)
     except (ValueError, NotImplementedError) as error:

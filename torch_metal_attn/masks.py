@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import INT32_MAX, check_integers, natural, on_host, whole
+from torch_metal_attn.wording import value_text
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -202,10 +203,10 @@ def _tree(
 
 def _sizes(name: str, values: object) -> list[int]:
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise TypeError(f"{name} is {values!r}; it must be a sequence of ints")
+        raise TypeError(f"{name} is {value_text(values)}; it must be a sequence of ints")
     return [natural(name, value, 1) for value in values]
 
 
 def _check_function(name: str, value: object) -> None:
     if not callable(value):
-        raise TypeError(f"{name} has {value!r}; it must be a mask_mod, a function")
+        raise TypeError(f"{name} has {value_text(value)}; it must be a mask_mod, a function")

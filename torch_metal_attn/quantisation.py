@@ -36,6 +36,7 @@ from torch import Tensor
 
 from torch_metal_attn.call import arguments
 from torch_metal_attn.call.autocast import autocasts
+from torch_metal_attn.wording import count_text, value_text
 
 __all__ = [
     *("BLOCK", "DTYPES", "FORMATS", "HADAMARD", "columns", "dequantise", "format_of", "from_ggml"),
@@ -96,7 +97,9 @@ def check_hadamard(size: int, columns: dict[str, int], name: str = "hadamard") -
         raise ValueError(f"{name} is {size}; it must be 0 (off), 32, 64 or 128")
     for of, count in columns.items():
         if size and (count % size or count == 0):
-            raise ValueError(f"{of} has {count} columns; {name} of {size} needs a multiple of it")
+            raise ValueError(
+                f"{of} has {count_text(count, 'column')}; {name} of {size} needs a multiple of it"
+            )
     return size
 
 
@@ -323,7 +326,7 @@ def sizes(format: str, head_dim: int) -> tuple[int, int]:
 
 def _check_format(format: str) -> None:
     if format not in FORMATS:
-        raise ValueError(f"format is {format!r}; it must be one of {', '.join(FORMATS)}")
+        raise ValueError(f"format is {value_text(format)}; it must be one of {', '.join(FORMATS)}")
 
 
 def _check_tensors(scale: Tensor | None, **tensors: Tensor) -> None:
@@ -350,7 +353,8 @@ def _check_block_scales(format: str, values: Tensor, scale: Tensor) -> None:
     if scale.shape != (*values.shape[:-1], numbers * size // shared) or size % shared != 0:
         raise ValueError(
             f"scale has shape {tuple(scale.shape)} and the values {tuple(values.shape)}; {format} "
-            f"has {'a scale and a minimum' if numbers == 2 else 'one scale'} for {shared} columns"
+            f"has {'a scale and a minimum' if numbers == 2 else 'one scale'} for "
+            f"{count_text(shared, 'column')}"
         )
 
 
@@ -389,7 +393,7 @@ def _codes(data: Tensor, bits: int) -> Tensor:
 
 def _ggml_block_bytes(format: str) -> int:
     if format not in ("q8_0", "q4_0"):
-        raise ValueError(f"format is {format!r}; ggml has q8_0 and q4_0")
+        raise ValueError(f"format is {value_text(format)}; ggml has q8_0 and q4_0")
     return 2 + sizes(format, BLOCK)[0]
 
 
@@ -412,7 +416,9 @@ def _has_float8(device: torch.device) -> bool:
 def _checked_dim(x: Tensor, dim: int) -> int:
     dim = arguments.whole("heads_dim", dim)
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"heads_dim is {dim} and there are {x.dim()} dimensions")
+        raise ValueError(
+            f"heads_dim is {dim} and the tensor has {count_text(x.dim(), 'dimension')}"
+        )
     return dim % x.dim()
 
 

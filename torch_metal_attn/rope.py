@@ -29,6 +29,7 @@ from torch_metal_attn.call.arguments import (
     positive,
     whole,
 )
+from torch_metal_attn.wording import value_text
 
 __all__ = [
     "default",
@@ -50,7 +51,7 @@ def _inv_freq(dim: int, base: float, device: Any = None) -> Tensor:
 def _wavelengths(dim: int, base: float, device: Any) -> Tensor:
     """base ** (2 i / dim): wavelengths in tokens, divided by 2 pi."""
     if type(dim) is not int or not 2 <= dim < 2**31 or dim % 2 != 0:
-        raise ValueError(f"dim is {dim!r}; it must be an even int in 2..{2**31 - 2}")
+        raise ValueError(f"dim is {value_text(dim)}; it must be an even int in 2..{2**31 - 2}")
     base = positive("base", base)
     device = None if device is None else on_device(device)
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
@@ -94,7 +95,7 @@ def ntk_aware(dim: int, base: float = 10000.0, *, factor: float, device: Any = N
 
 def _scaled_base(dim: int, base: float, factor: float) -> float:
     if not isinstance(dim, int) or dim <= 2:
-        raise ValueError(f"dim is {dim!r}; a scaled base needs more than 2")
+        raise ValueError(f"dim is {value_text(dim)}; a scaled base needs more than 2")
     base = positive("base", base)
     return base * factor ** (dim / (dim - 2))
 
@@ -255,7 +256,7 @@ def tables(
     check_tensor("inv_freq", inv_freq)
     attention_factor = number("attention_factor", attention_factor)
     if not isinstance(dtype, torch.dtype | None):
-        raise TypeError(f"dtype is {dtype!r}; it must be a torch.dtype or None")
+        raise TypeError(f"dtype is {value_text(dtype)}; it must be a torch.dtype or None")
     if not isinstance(positions, Tensor):
         whole("positions", positions, "an int or a tensor")
         positions = torch.arange(

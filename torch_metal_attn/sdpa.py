@@ -11,15 +11,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
 from torch_metal_attn.call import philox
 from torch_metal_attn.call.arguments import as_op_number, plain, refuse_gradient, refuse_layout
 from torch_metal_attn.call.autocast import autocast
+from torch_metal_attn.call.keywords import check_keywords, without_unknown
 from torch_metal_attn.ops import plain as plain_ops
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.runtime.refusals import as_value_errors
+from torch_metal_attn.wording import count_text, type_text, value_text
 
 # What the op and its errors call our arguments.
 NAMES = ArgumentNames({"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"})
@@ -38,6 +41,7 @@ class Arguments(NamedTuple):
     enable_gqa: bool = False
 
 
+@without_unknown
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -47,6 +51,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **unknown: Never,
 ) -> Tensor:
     """Attention with the arguments of `torch.nn.functional.scaled_dot_product_attention`.
 
@@ -97,6 +102,8 @@ def scaled_dot_product_attention(
             kernel; leading dimensions that cannot be merged as a view. The message says what to
             call.
     """
+    if unknown:
+        check_keywords("scaled_dot_product_attention", unknown)
     if attn_mask is None and enable_gqa is False and type(dropout_p) is float and dropout_p == 0.0:
         out = _run_without_plan(query, key, value, is_causal, scale)
         if out is not None:
@@ -262,7 +269,9 @@ def _check_types(arguments: Arguments) -> None:
     for name, value in given.items():
         allowed, wanted = _TYPES[name]
         if not isinstance(value, allowed):
-            found = f"a {type(value).__name__}" if "tensor" in wanted else repr(value)
+            found = type_text(value) if "tensor" in wanted else value_text(value)
+            if name == "is_causal" and isinstance(value, Tensor):
+                wanted += ": pass a mask as attn_mask"
             raise TypeError(f"{name} is {found}; it must be {wanted}")
 
 
@@ -353,8 +362,9 @@ def _check_mask_shape(mask: Tensor, scores: tuple[int, ...]) -> None:
 def _check_causal_bias(bias: Any, q_length: int, k_length: int) -> None:
     if (bias.seq_len_q, bias.seq_len_kv) != (q_length, k_length):
         raise RuntimeError(
-            f"attn_mask is a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys; "
-            f"query has a length of {q_length} and key of {k_length}"
+            f"attn_mask is a CausalBias of {count_text(bias.seq_len_q, 'query')} and "
+            f"{count_text(bias.seq_len_kv, 'key')}; query has a length of {q_length} and key of "
+            f"{k_length}"
         )
 
 
@@ -371,9 +381,11 @@ def _leading_shape(
             return batch, (heads, heads, heads)
     except RuntimeError:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in operands)
+        grouped = key_heads > 0 and query_heads % key_heads == 0 and key_heads == value_heads
+        advice = "" if enable_gqa or not grouped else "; for grouped heads pass enable_gqa=True"
         raise RuntimeError(
             f"query, key and value have shapes {shapes}; all but their last two dimensions must "
-            "broadcast" + ("" if enable_gqa else ", as enable_gqa is False")
+            f"broadcast{advice}"
         ) from None
     if min(tensor.dim() for tensor in operands) < 3:
         raise RuntimeError("enable_gqa needs query, key and value of at least 3 dimensions")

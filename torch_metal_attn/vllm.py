@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_integers, check_rank, check_tensor
 from torch_metal_attn.ops.names import ArgumentNames
+from torch_metal_attn.wording import count_text, value_text
 
 _FP8 = ("fp8", "fp8_e4m3")
 _FLASH_SHAPE = "(blocks, block_size, kv_heads, head_size)"
@@ -52,8 +53,8 @@ def reshape_and_cache_flash(
     tokens = slot_mapping.shape[0]
     if min(key.shape[0], value.shape[0]) < tokens:
         raise ValueError(
-            f"key has {key.shape[0]} tokens, value {value.shape[0]} and slot_mapping {tokens}; "
-            "key and value must have at least those of slot_mapping"
+            f"key has {count_text(key.shape[0], 'token')}, value {value.shape[0]} and slot_mapping "
+            f"{tokens}; key and value must have at least those of slot_mapping"
         )
     key, value = key[:tokens], value[:tokens]
     keys, values, scales = _format(kv_cache_dtype, keys, values, k_scale, v_scale)
@@ -83,7 +84,8 @@ def _format(
         return keys, values, {}
     if kv_cache_dtype not in _FP8:
         raise NotImplementedError(
-            f'kv_cache_dtype is {kv_cache_dtype!r}; "auto", "fp8" and "fp8_e4m3" are supported'
+            f'kv_cache_dtype is {value_text(kv_cache_dtype)}; "auto", "fp8" and "fp8_e4m3" are '
+            "supported"
         )
     scales = {}
     for name, cache_name, cache, scale in (
@@ -97,7 +99,9 @@ def _format(
             )
         check_tensor(f"{name}_scale", scale)
         if scale.numel() != 1:
-            raise ValueError(f"{name}_scale has {scale.numel()} elements; it must have 1")
+            raise ValueError(
+                f"{name}_scale has {count_text(scale.numel(), 'element')}; it must have 1"
+            )
         # The ops have a scale per head.
         scales[f"{name}_scale"] = scale.reshape(1).repeat(cache.shape[1])
     return keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn), scales

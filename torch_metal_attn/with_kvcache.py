@@ -20,7 +20,7 @@ from torch_metal_attn.call.arguments import (
     window,
 )
 from torch_metal_attn.call.autocast import autocast
-from torch_metal_attn.call.options import NewerOptions, named_options, op_options
+from torch_metal_attn.call.options import NewerOptions, check_newer, named_options, op_options
 from torch_metal_attn.ops import plain
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.ops.names import ArgumentNames
@@ -173,6 +173,8 @@ def flash_attn_with_kvcache(
         except Exception as error:
             if not plain.refused(error):
                 raise
+    if newer:
+        check_newer("flash_attn_with_kvcache", newer)
     check_rank("q", q, "(T, H, D)" if packed else "(B, L, H, D)")
     check_rank("k_cache", k_cache, "(B, L, H, D)")
     check_rank("v_cache", v_cache, "(B, L, H, D)")

@@ -143,7 +143,7 @@ class TestFlashAttn:
     @each_case(
         "changes, error, message",
         [
-            ({"rng_state": None}, TypeError, "rng_state is a NoneType; it must be a tensor"),
+            ({"rng_state": None}, TypeError, "rng_state is None; it must be a tensor"),
             ({"rng_state": torch.ones(2)}, ValueError, "rng_state has .*torch.float32; it must be"),
             ({"dropout_p": 1.5}, ValueError, r"dropout_p is 1\.5; it must be in 0\.\.1"),
             ({"heads": None}, TypeError, "heads is None; it must be an int"),

@@ -23,6 +23,7 @@ from torch_metal_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
+    flex_attention,
     scaled_dot_product_attention,
 )
 from torch_metal_attn.call.options import ScoreOptions
@@ -99,9 +100,9 @@ WRONG_VALUES = [
 ]
 WRONG_TYPES = [
     ({"q": [1.0]}, "q is a list"),
-    ({"v": None}, "v is a NoneType"),
+    ({"v": None}, "v is None"),
     ({"causal": 2}, "causal is 2; it must be a bool"),
-    ({"causal": torch.ones(2)}, "causal is tensor.*; it must be a bool"),
+    ({"causal": torch.ones(2)}, "causal is a float32 tensor of shape .*; it must be a bool"),
     ({"return_attn_probs": "a"}, "return_attn_probs is 'a'; it must be a bool"),
     ({"deterministic": None}, "deterministic is None; it must be a bool"),
     ({"softmax_scale": "a"}, "softmax_scale is 'a'; it must be a number"),
@@ -110,7 +111,7 @@ WRONG_TYPES = [
     ({"attention_chunk": 2.5}, r"attention_chunk is 2\.5; it must be an int"),
     ({"alibi_slopes": [0.5, 0.5]}, "alibi_slopes is a list; it must be a tensor or None"),
     ({"learnable_sink": 1.0}, "learnable_sink is a float; it must be a tensor or None"),
-    ({"window_size": torch.ones(2)}, r"window_size is tensor.*; it must be two ints"),
+    ({"window_size": torch.ones(2)}, r"window_size is a float32 tensor.*; it must be two ints"),
     ({"window_size": (True, 1)}, r"window_size is \(True, 1\)"),
     ({"window_size": 3}, "window_size is 3; it must be two ints"),
     ({"window_size": (-1,)}, r"window_size is \(-1,\)"),
@@ -230,7 +231,7 @@ class TestFlashAttnVarlenFunc:
             (6, 40.0, TypeError, r"max_seqlen_k is 40\.0; it must be an int"),
             (1, torch.ones(1, 85, 2, 16), ValueError, r"k has shape .* be \(T, H, D\)"),
             (4, torch.tensor([0, 9, 14, 54, 85, 85]), ValueError, "cu_seqlens_k has dtype int64"),
-            (5, torch.ones(2), TypeError, r"max_seqlen_q is tensor.*; it must be an int"),
+            (5, torch.ones(2), TypeError, r"max_seqlen_q is a float32 tensor.*; it must be an int"),
             (5, 32, ValueError, "cu_seqlens_q has a sequence of 33 rows and max_seqlen_q is 32"),
         ],
     )
@@ -267,7 +268,7 @@ class TestPacked:
     def test_errors_name_the_packed_tensor(self):
         """They name the part of it that the op refuses."""
         qkv, ends = normal(9, 3, 4, 16), torch.tensor([0, 10], dtype=torch.int32)
-        with pytest.raises(TypeError, match="block_table is given; it is an option of"):
+        with pytest.raises(TypeError, match="flash_attn_varlen_func takes it"):
             flash_attn_varlen_qkvpacked_func(qkv, ends, 9, block_table=ends)
         with pytest.raises(ValueError, match=r"^cu_seqlens ends at 10 of 9 rows"):
             flash_attn_varlen_qkvpacked_func(qkv, ends, 10)
@@ -301,6 +302,28 @@ def test_compiled(function, lengths, options, dynamic):
         assert out.stride() == expected.stride()
 
 
+SDPA = "scaled_dot_product_attention takes it"
+# Names of torch, flash-attn, MLX and xformers that a function does not have.
+OTHER_KEYWORDS = [
+    (flash_attn_func, "is_causal", "use causal"),
+    (flash_attn_func, "scale", "use softmax_scale"),
+    (flash_attn_func, "attn_mask", SDPA),
+    (flash_attn_func, "mask", f"{SDPA} as attn_mask"),
+    (flash_attn_func, "enable_gqa", "leave it out"),
+    (flash_attn_func, "sotfcap", "did you mean softcap?"),
+    (flash_attn_func, "logit_bias", "it has q, k, v, dropout_p, softmax_scale,"),
+    (flash_attn_qkvpacked_func, "p", "use dropout_p"),
+    (flash_attn_qkvpacked_func, "block_table", "flash_attn_varlen_func takes it"),
+    (flash_attn_with_kvcache, "return_lse", "use return_softmax_lse"),
+    (flash_attn_with_kvcache, "block_tables", "use block_table"),
+    (scaled_dot_product_attention, "causal", "use is_causal"),
+    (scaled_dot_product_attention, "attn_bias", "use attn_mask"),
+    (scaled_dot_product_attention, "sinks", "flash_attn_func takes it as learnable_sink"),
+    (flex_attention, "is_causal", "make a block_mask"),
+    (flex_attention, "softmax_scale", "use scale"),
+]
+
+
 class TestOptions:
     """What torch_metal_attn/call/options.py describes once."""
 
@@ -312,17 +335,6 @@ class TestOptions:
         for name in ScoreOptions.__annotations__:
             assert shown[name].default == defaults[name]
 
-    def test_others_are_refused(self):
-        q = normal(1, 3, 2, 8)
-        message = (
-            "this function has no argument 'logit_bias'; .* attention_chunk and learnable_sink"
-        )
-        for function in (flash_attn_func, flash_attn_with_kvcache):
-            with pytest.raises(TypeError, match=message):
-                function(q, q, q, logit_bias=1.0)
-        with pytest.raises(TypeError, match=message):
-            flash_attn_qkvpacked_func(normal(1, 3, 3, 2, 8), logit_bias=1.0)
-
     def test_arguments_of_flash_attn_3(self):
         """At their defaults, which its functions pass on; others raise with what to do."""
         q = normal(1, 3, 2, 8)
@@ -333,7 +345,11 @@ class TestOptions:
         for name, value, advice in (
             ("num_splits", 3, "takes 0 or 1 alone: only flash_attn_with_kvcache splits keys"),
             ("pack_gqa", True, "pack_gqa is True; .* None alone"),
-            ("q_descale", torch.ones(1, 2), r"is a tensor of shape \(1, 2\); .* multiply q by it"),
+            (
+                "q_descale",
+                torch.ones(1, 2),
+                r"is a float32 tensor of shape \(1, 2\); .* multiply q by it",
+            ),
             ("page_table", torch.ones(1, 2), "pass it as block_table"),
         ):
             with pytest.raises(ValueError, match=advice):
@@ -349,3 +365,17 @@ class TestOptions:
             ):
                 with pytest.raises(ValueError, match=message):
                     call(q, q, q)
+
+    @each_case("function, name, advice", OTHER_KEYWORDS)
+    def test_others_are_refused(self, function, name, advice):
+        packed = function is flash_attn_qkvpacked_func
+        operands = [normal(1, 3, 3, 2, 8)] if packed else [normal(1, 3, 2, 8)] * 3
+        message = f"{function.__name__} has no argument {name}; {advice}"
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+            function(*operands, **{name: True})
+
+    def test_a_mask_in_the_place_of_another_argument(self):
+        q, mask = normal(1, 3, 2, 8), torch.ones(3, 3, dtype=torch.bool)
+        for name in ("causal", "dropout_p"):
+            with pytest.raises(TypeError, match=f"^{name} is a bool tensor .*: for a mask call sc"):
+                flash_attn_func(q, q, q, **{name: mask})

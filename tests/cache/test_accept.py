@@ -100,7 +100,9 @@ def started(num_pages=12):
 def test_no_page_for_a_copy_changes_nothing():
     cache = started(2)
     fork = cache.fork(0)
-    with pytest.raises(CacheFull, match="3 rows of 1 sequences need 2 more pages, and 0 of 2"):
+    with pytest.raises(
+        CacheFull, match="3 new rows of 1 sequence need 2 more pages, and 0 of 2 pages"
+    ):
         cache.accept([0], [[0, 2, 4, 5]], [TREE])
     check(cache, OLD | {fork: OLD[0]})
 

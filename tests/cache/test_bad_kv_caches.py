@@ -88,10 +88,10 @@ REFUSED = [
         lambda c: make(format="fp8_e4m3", k_scale=torch.ones(3)),
         r"k_scale has shape \(3,\) and dtype torch.float32; it must be \(2,\) and float32",
     ),
-    (lambda c: static().reorder([0]), "beam_idx has 1 entries; it must"),
+    (lambda c: static().reorder([0]), "beam_idx has 1 entry; it must"),
     (lambda c: PagedKVCache(1, 4.5, 2, 8), "page_size is 4.5; it must be an int"),
     (lambda c: c.append(0, some_rows(), some_rows()), "ids is 0; it must be a sequence of int"),
-    (lambda c: c.append([0], None, some_rows()), "k is a NoneType; it must be a tensor"),
+    (lambda c: c.append([0], None, some_rows()), "k is None; it must be a tensor"),
     (lambda c: c.reserve([0], 1.5), "length is 1.5; it must be an int"),
     (lambda c: c.reserve([0], resized(torch.tensor(1), 0)), r"length has shape \(\) .* of 0 bytes"),
     (
@@ -114,7 +114,7 @@ REFUSED = [
     (lambda c: make(device="meta"), "device is meta, where tensors have no values"),
     (
         lambda c: make(values_in_keys=torch.zeros(2)),
-        "values_in_keys is tensor.*; it must be a bool",
+        "values_in_keys is a float32 tensor.*; it must be a bool",
     ),
     (
         lambda c: LatentCache(1, 4, 32, 32).append([], torch.zeros(())),
@@ -150,7 +150,7 @@ REFUSED = [
     ),
     (
         lambda c: c.append([0], some_rows(), some_rows(), rotary_interleaved=torch.zeros(2)),
-        "rotary_interleaved is a Tensor; it must be a bool",
+        "rotary_interleaved is a float32 tensor.*; it must be a bool",
     ),
     (
         lambda c: c.append([0], some_rows(), some_rows(), token_ids=1.5),

@@ -212,7 +212,7 @@ def attend(plan=None, q=(3, 1), page=PAGE, **options):
 
 REFUSED = [
     (lambda: CascadePlan([[1], [1, 2]], [1, 1], PAGE), "block_table has rows of different lengths"),
-    (lambda: CascadePlan([[1]], [1, 1], PAGE), "block_table has 1 rows; it must have 2"),
+    (lambda: CascadePlan([[1]], [1, 1], PAGE), "block_table has 1 row; it must have 2"),
     (
         lambda: CascadePlan([[1]], [5], PAGE),
         r"seqlens\[0\] is 5; it must be in 0\.\.4, the keys of",

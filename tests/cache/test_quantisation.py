@@ -276,11 +276,11 @@ def test_strides(format):
         (lambda x: to_ggml(x.char(), torch.ones(2, 3, 4, 1).half()), "scale has shape"),
         (lambda x: quantise(x.tolist(), "q8_0"), "x is a list; it must be a tensor"),
         (lambda x: quantise(x, "fp8_e4m3", 2.0), "scale is a float; it must be a tensor"),
-        (lambda x: dequantise(None, None, x.dtype), "data is a NoneType; it must be a tensor"),
+        (lambda x: dequantise(None, None, x.dtype), "data is None; it must be a tensor"),
         (lambda x: from_ggml([1], "q8_0"), "blocks is a list; it must be a tensor"),
         (lambda x: quantise(x, "fp8_e4m3", torch.ones(3), heads_dim=None), "heads_dim is None; it"),
         (lambda x: sizes("q8_0", None), "head_dim is None; it must be an int"),
-        (lambda x: columns(None, None), "data is a NoneType; it must be a tensor"),
+        (lambda x: columns(None, None), "data is None; it must be a tensor"),
         (lambda x: columns(x.sum(), None), "data has no dimensions"),
         (
             lambda x: quantise(x.to("meta"), "fp8_e4m3", torch.ones(3)),

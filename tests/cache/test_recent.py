@@ -164,7 +164,7 @@ STEPS = [
     ((q_of(), 1), {"leftpad_k": torch.zeros(2).int()}, "no option leftpad_k with recent rows"),
     ((q_of(65), 65), {}, r"k has 65 new rows; .* takes 1\.\.64: append more"),
     ((q_of(), 0), {}, r"k has 0 new rows; .* takes 1\.\.64"),
-    ((q_of(3), 1), {"causal": True}, "q has 3 queries and k 1 new rows; with recent rows causal"),
+    ((q_of(3), 1), {"causal": True}, "q has 3 queries and k 1 new row; with recent rows causal"),
     ((q_of(columns=64), 1), {}, "k has a head dim of 96 and q of 64"),
     ((q_of(), 1), {"softcap": -1.0}, "softcap is -1"),
     ((q_of(), 1), {"learnable_sink": normal(3)}, "learnable_sink has shape"),

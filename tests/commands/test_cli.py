@@ -14,6 +14,7 @@ from tests.helpers.forks import run_alone, run_program
 from torch_metal_attn import __main__ as command_line
 from torch_metal_attn import explain, mps
 from torch_metal_attn.__main__ import main
+from torch_metal_attn.runtime.version import VERSION
 from torch_metal_attn.simulator import build, cache, toolchain
 from torch_metal_attn.testing.tf32 import rounded_to_tf32
 from torch_metal_attn.tools import demo
@@ -127,6 +128,19 @@ def test_unknown_commands(arguments, said, capsys):
         main(arguments)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_version_and_the_simulators_command(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"{VERSION}\n")
+    assert main(["simulator", "check", str(tmp_path)]) == 2
+    assert "is a folder: give its files" in capsys.readouterr().err
+
+
+def test_a_closed_standard_output(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["info"]) == 0
 
 
 def test_interrupts(monkeypatch, capsys):

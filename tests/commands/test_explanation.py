@@ -237,7 +237,7 @@ class TestModel:
         assert "scaled_dot_product_attention" in torchs.elsewhere
         assert torchs.cost == ours.cost
         assert "not metal_attn: torch's scaled_dot_product_attention" in str(found)
-        assert "1 calls of metal_attn" in str(found)
+        assert "1 call of metal_attn" in str(found)
         assert "1 attentions elsewhere" in str(found)
         data = json.loads(json.dumps(found.as_dict()))
         assert data["model"] == "Sequential"

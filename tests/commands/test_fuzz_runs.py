@@ -208,7 +208,30 @@ class TestCommand:
         assert code == 0
         assert (data["seed"], data["cases"], data["failures"]) == (5, 1, [])
         assert data["cases_by_call"] == {"Copy copy_pages": 1}
-        assert "1 cases ran" in capsys.readouterr().out
+        assert "1 case ran" in capsys.readouterr().out
+
+    def test_nothing_that_ran_is_no_success(self, fuzzing, tmp_path, capsys):
+        """Neither the run nor its report, while a report without failures is one."""
+        path = str(tmp_path / "report.json")
+        assert fuzzing([None])[0] == 2
+        assert "no case ran, so nothing was tested" in capsys.readouterr().err
+        assert main(["fuzz", "--replay", path]) == 2
+        assert "a run in which no case ended" in capsys.readouterr().err
+        fuzzing([self.SOUND])
+        assert main(["fuzz", "--replay", path]) == 0
+        assert capsys.readouterr().out.endswith(f"no case of {path} failed\n")
+
+    @each_case(
+        "options, message",
+        [
+            (["--case", "3"], "--case needs --seed"),
+            (["--case", "3", "--seed", "5", "--cases", "2"], "leave out --cases"),
+            (["--replay", "x.json", "--seed", "5"], "leave out --seed"),
+        ],
+    )
+    def test_options_that_do_not_go_together(self, options, message, capsys):
+        assert main(["fuzz", *options]) == 2
+        assert message in capsys.readouterr().err
 
     def test_the_same_failure_twice(self, fuzzing, capsys):
         bad = dataclasses.replace(self.BAD, shrunk=(testing.Softmax(), self.BAD.outcome))
@@ -238,9 +261,7 @@ class TestCommand:
     def test_what_is_no_report(self, text, tmp_path, capsys):
         path = tmp_path / "x.json"
         path.write_text(text)
-        with pytest.raises(SystemExit) as ended:
-            main(["fuzz", "--replay", str(path)])
-        assert ended.value.code == 2
+        assert main(["fuzz", "--replay", str(path)]) == 2
         assert str(path) in capsys.readouterr().err
 
     @each_case(

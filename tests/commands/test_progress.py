@@ -1,6 +1,7 @@
 """The line that shows how far a command is, on a terminal and elsewhere."""
 
 import io
+import os
 
 from torch_metal_attn.tools.progress import Progress
 
@@ -24,6 +25,20 @@ class TestProgress:
         assert lines[2] == "[2/3] group b  1:00 left"
         assert lines[3] == "[3/3] group c  0:30 left"
         assert lines[4].strip() == ""
+
+    def test_within_a_narrow_terminal(self, monkeypatch):
+        """A line that wrapped would stay there."""
+        monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((40, 20)))
+        stream, now = Terminal(), [0.0]
+        monkeypatch.setattr(stream, "fileno", lambda: 1)
+        progress = Progress(2, stream, lambda: now[0])
+        for text in ("short", "a case with a very long name " * 9):
+            progress.step("group", text)
+            now[0] += 30.0
+        progress.end()
+        lines = stream.getvalue().split("\r")
+        assert max(map(len, lines)) == 39
+        assert lines[2] == "[2/2] group a case with a ve  0:30 left"
 
     def test_until_a_time(self):
         """The pace decides where it ends sooner."""

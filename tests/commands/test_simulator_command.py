@@ -55,8 +55,11 @@ def command(folder, monkeypatch, capsys):
 
 
 WRONG = {
-    "nothing.metal": "nothing.metal cannot be read: ",
-    "binary.metal": "binary.metal cannot be read: ",
+    "nothing.metal": "nothing.metal cannot be read: No such file or directory\n",
+    "kernels.metal nothing.metal": "nothing.metal cannot be read: ",
+    "binary.metal": "binary.metal cannot be read: it is not text in UTF-8\n",
+    ".": ". is a folder: give its files, such as ./*.metal\n",
+    "*.glsl": "no file matches *.glsl\n",
     "kernels.metal --constant A": "--constant A: it must be NAME=VALUE",
     "kernels.metal --constant A=b": "'b' must be true, false or a number",
     "kernels.metal --constant A=1": "no function constant 'A'; it has FACTOR (3)",
@@ -102,7 +105,7 @@ kernel reverse_bfloat
   buffer(0): device T* x of bfloat
   threadgroup(0): threadgroup T* scratch of bfloat
   uint i [[thread_index_in_threadgroup]]
-  threadgroup memory: 200 bytes
+  threadgroup memory: 200 bytes, and up to 32560 that a call gives threadgroup(0)
 """
 
 
@@ -142,12 +145,21 @@ def test_check_reports_what_apple_refuses(command, folder):
     }
 
 
-@pytest.mark.parametrize("words", ["", "check", "play k.metal", "check a b"])
+@pytest.mark.parametrize("words", ["", "check", "play k.metal"])
 def test_incomplete_commands(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith("usage: python -m torch_metal_attn.simulator")
+
+
+def test_several_files(command, folder):
+    """Each under its name; one that does not compile does not hide the next."""
+    (folder / "a1.metal").write_text("kernel void a() { missing(); }\n")
+    (folder / "a2.metal").write_text("kernel void b() {}\n")
+    status, out, err = command("a?.metal")
+    assert (status, out) == (1, "a1.metal:\na2.metal:\nkernel b\n  threadgroup memory: 0 bytes\n")
+    assert "a1.metal:1:" in err
 
 
 def test_no_compiler(command, monkeypatch):

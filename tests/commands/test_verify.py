@@ -296,6 +296,6 @@ class TestReport:
 def test_shares():
     one = measure.Measure("out", 1.0, 4.0)
     assert report.share_text(one) == "0.25"
-    assert report.share_text(dataclasses.replace(one, bound=0.0)) == "1 bytes"
+    assert report.share_text(dataclasses.replace(one, bound=0.0)) == "1 byte"
     assert one.ok
     assert not measure.Measure("out", float("nan"), 1.0).ok

@@ -96,7 +96,7 @@ OPERANDS = [
     ({"v": half(2, 2, 23, 48)}, r"v has a length of 23 and k of 24; .*equal"),
     ({"k": half(2, 2, 24, 24)}, r"k has a head dim of 24 and q of 32; .*equal"),
     ({"q": half(2, 3, 16, 32)}, r"q has 3 heads and k 2; k's must divide q's"),
-    ({"q": half(2, 1, 16, 32)}, r"q has 1 heads and k 2; k's must divide"),
+    ({"q": half(2, 1, 16, 32)}, r"q has 1 head and k 2; k's must divide"),
     ({"k": half(2, 0, 24, 32), "v": half(2, 0, 24, 48)}, r"q has 4 heads and k 0; k's must divide"),
     # Head dims
     (

@@ -1,12 +1,15 @@
 """How CPU tensors find their kernel, and what explain says of it; test_every_op.py has the rest."""
 
+import numpy as np
 import pytest
 import torch
 
 import torch_metal_attn
 from tests.attention.autograd_check import make_qkv
+from tests.helpers.cases import each_case
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.runtime.refusals import unmarked
+from torch_metal_attn.wording import count_text, type_text, value_text
 
 flash_fwd = torch.ops.metal_attn.flash_fwd
 
@@ -78,3 +81,23 @@ def test_checks_in_cpp_mark_what_they_say():
         NAMES.run(FLASH_FWD, (q, q, q), {"seqused_k": [1.0]})
     with pytest.raises(RuntimeError, match="no_such_option"):
         NAMES.run(FLASH_FWD, (q, q, q), {"no_such_option": 1})
+
+
+TEXTS = [
+    (value_text(torch.zeros(2, 3)), "a float32 tensor of shape (2, 3)"),
+    (value_text([torch.zeros(9).int(), 1]), "[an int32 tensor of shape (9,), 1]"),
+    (value_text(torch.tensor(True)), "tensor(True)"),
+    (value_text(10**9999), "an int of 33216 bits"),  # which Python refuses to print
+    (type_text(np.zeros(3, np.uint8)), "a uint8 ndarray of shape (3,)"),
+    (type_text(np.array(3)), "an ndarray"),
+    (type_text(None), "None"),
+    (type_text(3), "an int"),
+    (count_text(1, "query"), "1 query"),
+    (count_text(0, "query"), "0 queries"),
+    (count_text(2, "key"), "2 keys"),
+]
+
+
+@each_case("text, expected", TEXTS)
+def test_words_of_messages(text, expected):
+    assert text == expected

@@ -137,7 +137,7 @@ REFUSED = {
         ({"k": zeros(2, 2, 8, 20)}, r"k has a length of 8 and q of 9; .*equal"),
         ({"k": zeros(2, 2, 9, 8)}, r"k has a head dim of 8 and q of 20; .*equal"),
         ({"q": zeros(2, 4, 9, 0), "k": None}, "q has a head dim of 0; it must be at least 1"),
-        ({"cos": zeros(8), "sin": zeros(8)}, r"cos has 1 dimensions, shape \(8,\); .*have 2 or 3"),
+        ({"cos": zeros(8), "sin": zeros(8)}, r"cos has 1 dimension, shape \(8,\); .*have 2 or 3"),
         (
             {"cos": zeros(3, 13, 8), "sin": zeros(3, 13, 8)},
             r"cos has a batch of 3 and q of 2; it must be 1 or equal",
@@ -230,7 +230,7 @@ REFUSED = {
         ),
     ],
     "apply_causal_mask_": [
-        ({"scores": zeros(3)}, r"scores has 1 dimensions, shape \(3,\)"),
+        ({"scores": zeros(3)}, r"scores has 1 dimension, shape \(3,\)"),
         ({"q_offset": 2**31}, r"q_offset is 2147483648; it"),
         ({"q_offset": -(2**40)}, "q_offset is -10995"),
     ],

@@ -109,7 +109,7 @@ def test_refusals(device, metal_attn):
         ),
         (dispatch_attention_fn, double, ValueError, r"query has dtype torch\.float64; it must be"),
         (dispatch_attention_fn, wide, ValueError, "query has a head dim of 577"),
-        (metal_attention, {"key": None}, TypeError, "key is a NoneType; it must be a tensor"),
+        (metal_attention, {"key": None}, TypeError, "key is None; it must be a tensor"),
         (metal_attention, {"value": value[0]}, ValueError, r"value .*; it must be \(B, L, H, D\)"),
         (metal_attention, {"attn_mask": nested}, NotImplementedError, "attn_mask is a nested ten"),
         (metal_attention, {"attn_mask": True}, TypeError, "attn_mask is a bool; it must be a ten"),

@@ -66,7 +66,7 @@ REFUSED = {
     ),
     "learnable_sink has shape": ring(learnable_sink=torch.ones(3)),
     "alibi_slopes has shape": ring(alibi_slopes=torch.ones(3)),
-    "alibi_slopes has 3 rows; cu_seqlens has 1 sequences": lambda rank: ring_attention(
+    "alibi_slopes has 3 rows; cu_seqlens has 1 sequence": lambda rank: ring_attention(
         *(x[0] for x in qkv()), alibi_slopes=torch.ones(3, 2), cu_seqlens=torch.tensor([0, 8])
     ),
     "alibi_slopes requires grad; ring_attention has no gradient for it: detach": ring(

@@ -126,6 +126,24 @@ def test_what_a_script_raises_passes_after_the_report(end, doctor):
     assert REPORTED in err
 
 
+FAILS = {
+    "raise ValueError('its own')": ['  File "script.py", line 7, in <module>'],
+    "def f(): F.softmax(3)\nf()": [f'  File "script.py", line {n}' for n in (8, 7)],
+    "1 +": ['  File "script.py", line 7'],
+}
+
+
+@pytest.mark.parametrize("end", FAILS)
+def test_a_traceback_begins_in_the_script(end, doctor, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which is put back
+    ended, _, _ = doctor(ATTENTION + end)
+    sys.excepthook(type(ended), ended, ended.__traceback__)
+    files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]
+    assert len(files) >= len(FAILS[end])
+    for line, expected in zip(files, FAILS[end], strict=False):
+        assert line.startswith(expected)
+
+
 def test_a_reader_that_has_ended_still_gets_the_report(doctor):
     closed = "class Closed:\n    def flush(self): raise BrokenPipeError\nimport sys\n"
     _, _, err = doctor(ATTENTION + closed + "sys.stdout = Closed()")
@@ -163,7 +181,7 @@ def test_an_error_of_the_report_is_not_the_scripts(doctor, monkeypatch):
     monkeypatch.setattr(watch, "torchs", broken)
     ended, out, err = doctor(ATTENTION + "print('ran')")
     assert (ended, out) == (0, "ran\n")
-    assert "3 calls are not in the list; please report this: ValueError: planted" in err
+    assert "3 calls could not be described; please report this: ValueError: planted" in err
 
 
 @pytest.mark.parametrize(

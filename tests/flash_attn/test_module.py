@@ -91,7 +91,7 @@ HIDDEN, MASK = normal(2, 3, 4), torch.ones(2, 3)
 CONCATENATED, LENGTHS = "unpad_input_for_concatenated_sequences", "attention_mask_in_length"
 REFUSED = [
     ("unpad_input", ([1.0], MASK), "^hidden_states is a list; it must be a tensor"),
-    ("unpad_input", (HIDDEN, None), "^attention_mask is a NoneType; it must be a tensor"),
+    ("unpad_input", (HIDDEN, None), "^attention_mask is None; it must be a tensor"),
     ("unpad_input", (HIDDEN, MASK, [1.0]), "^unused_mask is a list; it must be a tensor"),
     ("unpad_input", (HIDDEN, MASK.T), r"^attention_mask has shape \(3, 2\); it must be \(2, 3\)"),
     (
@@ -103,7 +103,7 @@ REFUSED = [
     ("unpad_input", (HIDDEN, MASK.to("meta")), "^attention_mask is on meta, where"),
     ("unpad_input", (HIDDEN.to("meta"), MASK), "^attention_mask is on cpu and hidden_states on m"),
     ("pad_input", (HIDDEN[0], [0, 1, 2], 1, 3), "^indices is a list; it must be a tensor"),
-    ("pad_input", (HIDDEN[0], torch.tensor([0]), 1, 3), "^indices has 1 numbers and hidden_states"),
+    ("pad_input", (HIDDEN[0], torch.tensor([0]), 1, 3), "^indices has 1 number and hidden_states"),
     ("pad_input", (HIDDEN[0], torch.arange(3), -1, 3), "^batch is -1; it must be at least 0"),
     ("pad_input", (HIDDEN[0], torch.arange(3), 2**62, 3), r"^batch \* seqlen is .*; it must fit"),
     ("pad_input", (HIDDEN[0], torch.arange(3), 1, 1.5), "^seqlen is 1.5; it must be an int"),

@@ -215,7 +215,7 @@ REFUSED = [
         "max_seqlen is 29 and seqlen_offsets 2; they must stay within the 30 rows",
     ),
     (EMB, {"x": [1.0]}, "x is a list; it must be a tensor"),
-    (EMB, {"cos": None}, "cos is a NoneType; it must be a tensor"),
+    (EMB, {"cos": None}, "cos is None; it must be a tensor"),
     (EMB, {"interleaved": "a"}, "interleaved is 'a'; it must be a bool"),
     (EMB, {"inplace": 2}, "inplace is 2; it must be a bool"),
     (EMB, {"seqlen_offsets": 1.5}, "seqlen_offsets is 1.5; it must be an int"),
@@ -249,7 +249,7 @@ REFUSED = [
             (resized(torch.tensor(4), 0), "has shape .* of 0 bytes"),
         )
     ),
-    (QKV, {"cos_k": 1, "sin_k": 1}, "cos_k is a int; it must be a tensor"),
+    (QKV, {"cos_k": 1, "sin_k": 1}, "cos_k is an int; it must be a tensor"),
     (TORCH, {"cos": torch.ones(17)}, r"cos has shape \(17,\) and x"),
     (TORCH, {"sin": torch.ones(17, 8), "cos": torch.ones(17, 4)}, r"sin has shape \(17, 8\) and x"),
     (
@@ -271,7 +271,7 @@ REFUSED = [
     *(
         (rotary.RotaryEmbedding(16), {"qkv": normal(2, 17, 3, 4, 24)} | options, message)
         for options, message in (
-            ({"qkv": None}, "qkv is a NoneType; it must be a tensor"),
+            ({"qkv": None}, "qkv is None; it must be a tensor"),
             ({"qkv": torch.tensor(1.0)}, r"qkv has shape \(\); it must have 4 or 5 dimensions"),
             ({"seqlen_offset": None}, "seqlen_offset is None; it must be an int"),
             ({"max_seqlen": 2**62}, r"max_seqlen is .*; it must be in 0\.\.2147483647"),

@@ -80,7 +80,7 @@ REFUSED = {
         "indexes EMPTY, which is empty": lambda s, b, h, q, kv: s + EMPTY[h],
     },
     IndexError: {
-        "has 2 indices for BIAS, which has 1 dimensions": lambda s, b, h, q, kv: s + BIAS[h, q],
+        "has 2 indices for BIAS, which has 1 dimension": lambda s, b, h, q, kv: s + BIAS[h, q],
     },
     TypeError: {
         "indexes BIAS with torch.float32": lambda s, b, h, q, kv: s + BIAS[q / 2],
@@ -157,7 +157,11 @@ CALLS = [
         ValueError,
         r"block_mask is on meta and query on cpu; call .*to\('cpu'",
     ),
-    ({"block_mask": torch.ones(80, 96).bool()}, TypeError, "block_mask is a Tensor; .*BlockMask"),
+    (
+        {"block_mask": torch.ones(80, 96).bool()},
+        TypeError,
+        "block_mask is a bool tensor .*; .*BlockMask",
+    ),
     ({"scale": "a"}, TypeError, "scale is 'a'; it must be a number"),
     ({"scale": torch.ones((), requires_grad=True)}, NotImplementedError, "scale requires grad"),
     ({"enable_gqa": "a"}, TypeError, "enable_gqa is 'a'; it must be a bool"),

@@ -56,7 +56,7 @@ def test_any_number_of_splits(gpu_cores, splits, cores):
     shown = explained(*qkv, tanh_softcap, mask_of(), enable_gqa=True)
     assert shown.kernel == "flash_decode"
     assert shown.grid[0] == splits
-    assert f"{splits} splits of the keys" in shown.reason
+    assert f"{splits} split{'s' * (splits > 1)} of the keys" in shown.reason
     assert "of the blocks skipped" in shown.reason
     check_flex(*qkv, tanh_softcap, mask_of())
 

@@ -202,7 +202,7 @@ REFUSALS = [
         "high_freq_factor is 4 and low_freq_factor 4; it must be greater",
     ),
     (lambda: rope.tables(FOUR, -1), "positions is -1; it must be at least 0"),
-    (lambda: rope.default(8, torch.ones(2)), r"base is tensor\(.*; it must be a positive"),
+    (lambda: rope.default(8, torch.ones(2)), r"base is a float32 tensor .*; it must be a positive"),
     (lambda: rope.ntk_aware(8, None, factor=2.0), "base is None; it must be a positive"),
     (lambda: rope.linear(8, factor=True), "factor is True; it must be a positive"),
 ]
@@ -249,7 +249,7 @@ WRONG_TYPES = [
     (lambda: rope.yarn(8, factor=2.0, mscale="1", **L4096), "mscale is '1'; it must be a"),
     (
         lambda: rope.yarn(8, factor=2.0, truncate=FOUR, **L4096),
-        "truncate is tensor.* a bool",
+        "truncate is a float32 tensor .* a bool",
     ),
 ]
 

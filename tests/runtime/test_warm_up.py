@@ -122,7 +122,7 @@ class TestCompiling:
         (error,) = done.failed
         assert "told to be refused" in error
         assert (done.kernels, done.compiled) == ({"flash_fwd": 1}, 1)
-        assert "1 calls failed" in str(done)
+        assert "1 call failed" in str(done)
         assert str(done).splitlines()[1].startswith("failed: metal_attn: compiling flash_fwd ")
 
 
@@ -132,7 +132,7 @@ class TestRefusals:
             warm_up(*meta(64))
 
     def test_what_is_no_call(self, fake):
-        with pytest.raises(TypeError, match="warm_up's first argument is a int; it must be"):
+        with pytest.raises(TypeError, match="warm_up's first argument is an int; it must be"):
             warm_up(3)
         with pytest.raises(TypeError, match=r"a Linear, which has no generate\(\), and no arg"):
             warm_up(torch.nn.Linear(2, 2))

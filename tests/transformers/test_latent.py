@@ -350,7 +350,7 @@ class TestRefused:
         model = tiny.build("DeepSeek-V3")
         with pytest.raises(NotImplementedError, match="0 have absorbed latent attention; call en"):
             latent_cache(model, 16)
-        with pytest.raises(TypeError, match="model is a NoneType; it must be a transformers"):
+        with pytest.raises(TypeError, match="model is None; it must be a transformers"):
             latent_cache(None, 16)
         enable(model, absorb=True)
         for options, message in (

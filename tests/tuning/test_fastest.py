@@ -120,7 +120,7 @@ def test_without_a_table_all_run_here_and_a_warning_says_so(nothing_said):  # no
 def test_another_preference():
     with pytest.raises(ValueError, match="prefer is 'speed'; it must be 'metal_attn' or 'fastest'"):
         sdpa_replaced(prefer="speed")
-    with pytest.raises(ValueError, match="prefer is array"):
+    with pytest.raises(ValueError, match="prefer is a float64 ndarray"):
         sdpa_replaced(prefer=np.ones(2))
 
 

@@ -35,7 +35,7 @@ def run(tmp_path, capsys):
         given = ["--shapes", str(path), "--rounds", str(rounds)] if shapes else []
         try:
             status = main(["tune", *given, *map(str, options)])
-        except SystemExit as stopped:
+        except SystemExit as stopped:  # argparse's
             status = stopped.code
         captured = capsys.readouterr()
         table = tmp_path / "tuned" / "apple-m2-max-38-cores.json"
@@ -311,7 +311,7 @@ class TestBadInput:
             ([], ["--minutes", "nan"], "--minutes is nan; it must be above 0"),
             ([], ["--minutes", "inf"], "--minutes is inf; it must be above 0 and finite"),
             ([], ["--dtype", "float16"], "--dtype is for --model"),
-            ([], ["--shapes", "nothing.json"], "nothing.json cannot be read as JSON"),
+            ([], ["--shapes", "nothing.json"], "nothing.json cannot be read: No such file"),
             ([], ["--model", "nothing"], "--model is nothing, and there is no file nothing"),
             ([], ["--model", "x", "--shapes", "y"], "not allowed with argument"),
             ([{}], ["--out", "{file}/table.json"], "{file}"),  # it cannot be written

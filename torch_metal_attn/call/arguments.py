@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.runtime.refusals import unmarked
+from torch_metal_attn.wording import count_text, type_text, value_text
 
 # A limit on each side; negative or None (flash-attn 4) is no limit.
 Window = tuple[int | None, int | None]
@@ -71,7 +72,9 @@ def refuse_gradient(name: str, number: object) -> None:
 
 def check_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be a tensor")
+        convert = isinstance(value, list) or hasattr(value, "__array__")
+        how = f": pass torch.as_tensor({name})" if convert else ""
+        raise TypeError(f"{name} is {type_text(value)}; it must be a tensor{how}")
     refuse_layout(name, value)
     _check_storage(name, value)
 
@@ -89,7 +92,8 @@ def _check_storage(name: str, tensor: Tensor) -> None:
     if elements * tensor.itemsize > size:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and a storage "
-            f"of {size} bytes, which must hold {elements} elements: it has been resized"
+            f"of {size} bytes, which must hold {count_text(elements, 'element')}: it has been "
+            "resized"
         )
 
 
@@ -197,9 +201,9 @@ def plain(name: str, value: Any) -> Any:
 def whole(name: str, value: Any, allowed: str = "an int") -> Any:
     number = value if type(value) is int else plain(name, value)
     if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
-        raise TypeError(f"{name} is {value!r}; it must be {allowed}")
+        raise TypeError(f"{name} is {value_text(value)}; it must be {allowed}")
     if type(number) is int and not -(2**63) <= number < 2**63:
-        raise ValueError(f"{name} is {number}; it must fit int64")
+        raise ValueError(f"{name} is {value_text(number)}; it must fit int64")
     return number
 
 
@@ -217,7 +221,9 @@ def on_device(device: Any) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError):
-        raise ValueError(f"device is {device!r}; it must be a device that torch knows") from None
+        raise ValueError(
+            f"device is {value_text(device)}; it must be a device that torch knows"
+        ) from None
 
 
 def on_host(name: str, values: Any) -> Any:
@@ -233,7 +239,7 @@ def integers(name: str, values: Any) -> list[int]:
     """A sequence, or a tensor or NumPy array of one dimension, as Python ints."""
     given = on_host(name, values)
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"{name} is {values!r}; it must be a sequence of ints")
+        raise TypeError(f"{name} is {value_text(values)}; it must be a sequence of ints")
     numbers = list(given)
     if all(type(value) is int for value in numbers):  # also of very many tokens
         return numbers
@@ -245,7 +251,8 @@ def number(name: str, value: Any) -> Any:
     found = plain(name, value)
     allowed = (int, float, torch.SymInt, torch.SymFloat)
     if isinstance(found, bool) or not isinstance(found, allowed):
-        raise TypeError(f"{name} is {value!r}; it must be a number")
+        must = f"it must be a number{_for_mask(name, value)}"
+        raise TypeError(f"{name} is {value_text(value)}; {must}")
     return as_op_number(found)
 
 
@@ -263,7 +270,7 @@ def positive(name: str, value: Any) -> Any:
     found = plain(name, value)
     if isinstance(found, bool) or not isinstance(found, int | float) or not _LEAST <= found < _END:
         raise ValueError(
-            f"{name} is {value!r}; it must be a positive, finite number, in float32 too"
+            f"{name} is {value_text(value)}; it must be a positive, finite number, in float32 too"
         )
     return found
 
@@ -273,8 +280,14 @@ def flag(name: str, value: Any) -> bool:
         return value
     number = plain(name, value)
     if not isinstance(number, int) or number not in (0, 1):
-        raise TypeError(f"{name} is {value!r}; it must be a bool")
+        raise TypeError(f"{name} is {value_text(value)}; it must be a bool{_for_mask(name, value)}")
     return bool(number)
+
+
+def _for_mask(name: str, value: object) -> str:
+    """What to do with a mask in the place of one of flash-attn's arguments."""
+    is_mask = isinstance(value, Tensor) and value.dim() > 1 and name in ("causal", "dropout_p")
+    return ": for a mask call scaled_dot_product_attention" if is_mask else ""
 
 
 def window(window_size: Any) -> tuple[int, int]:
@@ -291,7 +304,9 @@ def window(window_size: Any) -> tuple[int, int]:
             # Beyond every length is no limit, and must fit the op's int64.
             left, right = (-1 if n is None or n >= 2**31 else n for n in numbers)
             return max(left, -1), max(right, -1)
-    raise TypeError(f"window_size is {window_size!r}; it must be two ints (or None), (left, right)")
+    raise TypeError(
+        f"window_size is {value_text(window_size)}; it must be two ints (or None), (left, right)"
+    )
 
 
 def first_options(softmax_scale: object, causal: object, window_size: Any) -> tuple[Any, ...]:

@@ -6,14 +6,16 @@ op has one of that name.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from torch import Tensor, is_tensor
 from typing_extensions import TypedDict
 
 from torch_metal_attn.call.arguments import Window, flag, number, whole
+from torch_metal_attn.call.keywords import check_keywords, show_parameters
 from torch_metal_attn.call.philox import draw_rng_state
+from torch_metal_attn.wording import value_text
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -75,6 +77,11 @@ _NEWER = [
 ]
 
 
+def check_newer(function: str, newer: Iterable[str]) -> None:
+    """`check_keywords`, but for flash-attn 3's, whose values `score_options` checks."""
+    check_keywords(function, (name for name in newer if name not in _FLASH_ATTN_3))
+
+
 def score_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """The op's keywords for these `ScoreOptions`, without those that are off.
 
@@ -85,18 +92,11 @@ def score_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if name in _FLASH_ATTN_3:
             defaults, advice = _FLASH_ATTN_3[name]
             if is_tensor(value) or value not in defaults:
-                shown = f"a tensor of shape {tuple(value.shape)}" if is_tensor(value) else value
                 raise ValueError(
-                    f"{name} is {shown}; of flash-attn 3's {name} this library takes "
+                    f"{name} is {value_text(value)}; of flash-attn 3's {name} this library takes "
                     f"{' or '.join(map(str, defaults))} alone: {advice}"
                 )
             continue
-        if name not in _TYPES:
-            newer = " and ".join(NewerOptions.__annotations__)
-            raise TypeError(
-                f"this function has no argument {name!r}; it takes flash-attn 2's, and of newer "
-                f"versions {newer}"
-            )
         kind = _TYPES[name]
         if kind is not None and type(value) is not kind:
             value = whole(name, value) if kind is int else number(name, value)
@@ -149,12 +149,9 @@ def op_options(
 
 def named_options(function: _Function) -> _Function:
     """Let help() and inspect.signature show the names in `**newer: Unpack[NewerOptions]`."""
-    signature = inspect.signature(function)
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    function.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*own, *_NEWER]
-    )
-    return function
+    parameters = inspect.signature(function).parameters.values()
+    own = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    return show_parameters(function, [*own, *_NEWER])
 
 
 def options_of(
@@ -169,11 +166,8 @@ def options_of(
     passed_on = [p for p in parameters if p.name != without]
 
     def decorate(function: _Function) -> _Function:
-        signature = inspect.signature(function)
-        own = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
-            parameters=[*own, *passed_on]
-        )
-        return function
+        parameters = inspect.signature(function).parameters.values()
+        own = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        return show_parameters(function, [*own, *passed_on])
 
     return decorate

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor, natural
+from torch_metal_attn.wording import value_text
 
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -63,7 +64,7 @@ def draw_rng_state(dropout_p: float, device: torch.device) -> Tensor | None:
 
 def _check_probability(dropout_p: float) -> None:
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float | torch.SymFloat):
-        raise TypeError(f"dropout_p is {dropout_p!r}; it must be a number")
+        raise TypeError(f"dropout_p is {value_text(dropout_p)}; it must be a number")
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"dropout_p is {dropout_p}; it must be in 0..1")
 

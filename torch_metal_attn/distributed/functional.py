@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
 from torch_metal_attn.call.arguments import (
     Window,
@@ -16,6 +17,7 @@ from torch_metal_attn.call.arguments import (
     window,
 )
 from torch_metal_attn.call.autocast import autocast
+from torch_metal_attn.call.keywords import check_keywords, without_unknown
 from torch_metal_attn.call.options import score_options
 from torch_metal_attn.distributed import group as groups
 from torch_metal_attn.distributed.calls import Visible
@@ -24,11 +26,13 @@ from torch_metal_attn.distributed.ring import Problem, RingAttention
 from torch_metal_attn.ops.differentiation import transforming
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.runtime.refusals import untraced
+from torch_metal_attn.wording import count_text
 
 _NAMES = ArgumentNames(heads_third=True)
 
 
 @untraced
+@without_unknown
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -45,6 +49,7 @@ def ring_attention(
     learnable_sink: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence of which each process holds a share.
 
@@ -89,6 +94,7 @@ def ring_attention(
     ring = groups.ring(group)
     packed = cu_seqlens is not None
     with groups.Agreement(ring, "ring_attention") as agreement:
+        check_keywords("ring_attention", unknown)
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             check_rank(name, tensor, "(T, H, D)" if packed else "(B, L, H, D)")
             check_values(name, tensor)
@@ -167,8 +173,8 @@ def _added(
         if sequences is not None and alibi_slopes.dim() == 2:
             if alibi_slopes.shape[0] != sequences:
                 raise ValueError(
-                    f"alibi_slopes has {alibi_slopes.shape[0]} rows; cu_seqlens has {sequences} "
-                    "sequences, and each needs one"
+                    f"alibi_slopes has {count_text(alibi_slopes.shape[0], 'row')}; cu_seqlens has "
+                    f"{count_text(sequences, 'sequence')}, and each needs one"
                 )
             # No sequence has no first row, but the width is checked all the same.
             added["alibi_slopes"] = (
@@ -185,8 +191,8 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict
             raise ValueError(f"{name} has dtype {tensor.dtype}; it must be q's, {q.dtype}")
         if tensor.shape[length] != q.shape[length]:
             raise ValueError(
-                f"{name} has {tensor.shape[length]} rows and q {q.shape[length]}; they must be the "
-                "same share of a sequence"
+                f"{name} has {count_text(tensor.shape[length], 'row')} and q {q.shape[length]}; "
+                "they must be the same share of a sequence"
             )
     operands = [(x[None] if packed else x).transpose(1, 2) for x in (q, k, v)]
     _NAMES.run(torch.ops.metal_attn_explain.flash_fwd, tuple(operands), options)

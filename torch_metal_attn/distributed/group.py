@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_metal_attn.wording import type_text
+
 
 @dataclass(frozen=True)
 class Ring:
@@ -127,6 +129,6 @@ def ring(group: Any) -> Ring:
         raise ValueError("group does not contain this process; call the function on its members")
     elif not isinstance(group, distributed.ProcessGroup):
         raise TypeError(
-            f"group is a {type(group).__name__}; it must be a ProcessGroup, a DeviceMesh or None"
+            f"group is {type_text(group)}; it must be a ProcessGroup, a DeviceMesh or None"
         )
     return Ring(group, distributed.get_rank(group), distributed.get_world_size(group))

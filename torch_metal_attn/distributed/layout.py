@@ -12,13 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_integers
+from torch_metal_attn.wording import count_text, value_text
 
 Spans = list[list[range]]  # of each sequence, the rows that a process holds, counted in it
 
 
 def check_layout(layout: object) -> None:
     if layout not in ("contiguous", "zigzag"):
-        raise ValueError(f'layout is {layout!r}; it must be "contiguous" or "zigzag"')
+        raise ValueError(f'layout is {value_text(layout)}; it must be "contiguous" or "zigzag"')
 
 
 def bounds_of(cu_seqlens: Tensor) -> list[int]:
@@ -64,8 +65,8 @@ def shares_of_all(
     for rank, (found, spans) in enumerate(zip(lengths, of_all, strict=True)):
         if found != rows(spans):
             raise ValueError(
-                f"{name} has {found} rows on rank {rank}; its {layout} share of {what} has "
-                f"{rows(spans)}: split whole sequences with shard_sequence"
+                f"{name} has {count_text(found, 'row')} on rank {rank}; its {layout} share of "
+                f"{what} has {rows(spans)}: split whole sequences with shard_sequence"
             )
     return of_all
 

@@ -16,6 +16,7 @@ from torch_metal_attn.distributed.layout import (
     shares_of_all,
 )
 from torch_metal_attn.runtime.refusals import untraced
+from torch_metal_attn.wording import count_text
 
 
 def shard_sequence(
@@ -48,8 +49,8 @@ def shard_sequence(
     bounds = [0, x.shape[dim]] if cu_seqlens is None else bounds_of(cu_seqlens)
     if bounds[-1] != x.shape[dim]:
         raise ValueError(
-            f"x has {x.shape[dim]} rows in dim {dim} and cu_seqlens ends at {bounds[-1]}; they "
-            "must be the same"
+            f"x has {count_text(x.shape[dim], 'row')} in dim {dim} and cu_seqlens ends at "
+            f"{bounds[-1]}; they must be the same"
         )
     spans = shares(bounds, ring.processes, ring.rank, layout)
     parts = [x.narrow(dim, span.start, len(span)) for span in in_packed(spans, bounds)]

@@ -11,6 +11,7 @@ from torch_metal_attn.call.arguments import (
     check_values,
     natural,
 )
+from torch_metal_attn.wording import count_text
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -39,7 +40,8 @@ def _put(name: str, values: Tensor, indices: Tensor, count: int) -> Tensor:
     check_indices("indices", indices, "(n)", count, "the rows of the result")
     if len(indices) != len(values):
         raise ValueError(
-            f"indices has {len(indices)} numbers and {name} {len(values)} rows; they must be equal"
+            f"indices has {count_text(len(indices), 'number')} and {name} "
+            f"{count_text(len(values), 'row')}; they must be equal"
         )
     return values.new_zeros(count, *values.shape[1:]).index_put((indices,), values)
 

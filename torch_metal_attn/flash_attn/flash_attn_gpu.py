@@ -18,6 +18,7 @@ from torch_metal_attn.ops.attention_weights import dense_weights, varlen_weights
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.ops.plain import heads_second
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
+from torch_metal_attn.wording import type_text
 
 Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rng_state
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, softmax_d
@@ -167,7 +168,7 @@ def _check_none(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(
-                f"{name} is a {type(value).__name__}; it must be None: {_WHY_NONE[name]}"
+                f"{name} is {type_text(value)}; it must be None: {_WHY_NONE[name]}"
             )
 
 

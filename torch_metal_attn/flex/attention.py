@@ -6,13 +6,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Never
 
 from torch_metal_attn.call.arguments import flag
+from torch_metal_attn.call.keywords import check_keywords, without_unknown
 from torch_metal_attn.flex import in_graph
 from torch_metal_attn.flex.call import Call, plan
 from torch_metal_attn.runtime.refusals import untraced
+from torch_metal_attn.wording import value_text
 
 
+@without_unknown
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -25,6 +29,7 @@ def flex_attention(
     kernel_options: dict[str, Any] | None = None,
     *,
     return_aux: Any = None,
+    **unknown: Never,
 ) -> Any:
     """Attention with the arguments of `torch.nn.attention.flex_attention.flex_attention`.
 
@@ -61,6 +66,8 @@ def flex_attention(
         IndexError: on the CPU, an index past the end of a captured tensor. On mps such scores are
             NaN.
     """
+    if unknown:
+        check_keywords("flex_attention", unknown)
     _check_results(return_lse, return_aux)
     given = query, key, value, score_mod, block_mask, scale, enable_gqa, kernel_options
     if torch.compiler.is_dynamo_compiling():
@@ -93,6 +100,8 @@ def _check_results(return_lse: bool, return_aux: Any) -> None:
     if flag("return_lse", return_lse) and return_aux is not None:
         raise ValueError("return_lse and return_aux are both given; give one")
     if return_aux is not None and not hasattr(return_aux, "max_scores"):
-        raise TypeError(f"return_aux is {return_aux!r}; it must be torch's AuxRequest or None")
+        raise TypeError(
+            f"return_aux is {value_text(return_aux)}; it must be torch's AuxRequest or None"
+        )
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError("return_aux asks for max_scores, which are not computed here")

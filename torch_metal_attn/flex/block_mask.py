@@ -10,6 +10,7 @@ from torch import Tensor
 from torch_metal_attn.call.arguments import check_tensor, integers
 from torch_metal_attn.flex.order import longest_first, order_shape
 from torch_metal_attn.ops.flex import LISTS
+from torch_metal_attn.wording import count_text, type_text
 
 # As torch's own, for which there is a list of one block that holds everything.
 NO_BLOCKS = 1 << 30
@@ -94,7 +95,7 @@ def mask_mod_of(block_mask: Any) -> Any:
     """The mask_mod, which a slice of a BlockMask has lost."""
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(
-            f"block_mask is a {type(block_mask).__name__}; it must be a BlockMask: make one with "
+            f"block_mask is {type_text(block_mask)}; it must be a BlockMask: make one with "
             "torch's create_block_mask, or of a bool mask with torch_metal_attn.block_mask"
         )
     mask_mod = block_mask.mask_mod
@@ -126,8 +127,9 @@ def blocks_of(block_mask: Any, query: Tensor, key: Tensor) -> Blocks | None:
     lengths = [query.shape[2], key.shape[2]]
     if made_for != lengths:
         raise ValueError(
-            f"block_mask was made for {made_for[0]} queries and {made_for[1]} keys, and query "
-            f"has {lengths[0]} and key {lengths[1]}: make one for these lengths"
+            f"block_mask was made for {count_text(made_for[0], 'query')} and "
+            f"{count_text(made_for[1], 'key')}, and query has {lengths[0]} and key {lengths[1]}: "
+            "make one for these lengths"
         )
     given = {name: getattr(block_mask, name) for name in LISTS}
     lists = {name: tensor for name, tensor in given.items() if tensor is not None}

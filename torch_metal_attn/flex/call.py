@@ -20,6 +20,7 @@ from torch_metal_attn.ops.layout import memory_order
 from torch_metal_attn.runtime import session
 from torch_metal_attn.sdpa import NAMES
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
+from torch_metal_attn.wording import count_text, value_text
 
 # Promises about the mask, and choices between kernels of which there is one here.
 _KEPT_OPTIONS = frozenset(
@@ -160,8 +161,8 @@ def _check_shapes(
     heads, kv_heads = query.shape[1], key.shape[1]
     if not flag("enable_gqa", enable_gqa) and heads != kv_heads:
         raise ValueError(
-            f"query has {heads} heads and key {kv_heads}; they must be equal: pass enable_gqa=True "
-            "if key's divide query's"
+            f"query has {count_text(heads, 'head')} and key {kv_heads}; they must be equal: pass "
+            "enable_gqa=True if key's divide query's"
         )
     batch = query.shape[0]
     if key.shape[0] == 1 != batch and value.shape[0] == 1:
@@ -171,20 +172,23 @@ def _check_shapes(
 
 def _check_options(kernel_options: dict[str, Any] | None) -> None:
     if kernel_options is not None and not isinstance(kernel_options, dict):
-        raise TypeError(f"kernel_options is {kernel_options!r}; it must be a dict or None")
+        raise TypeError(
+            f"kernel_options is {value_text(kernel_options)}; it must be a dict or None"
+        )
     ignored = []
     for name, value in (kernel_options or {}).items():
         plain = str(name).removeprefix("fwd_").removeprefix("bwd_")
+        shown = f"{name}={value_text(value)}"
         if plain not in _KEPT_OPTIONS | _IGNORED_OPTIONS:
             raise ValueError(
-                f"kernel_options has {name}={value!r}; its keys are torch's FlexKernelOptions, of "
+                f"kernel_options has {shown}; its keys are torch's FlexKernelOptions, of "
                 f"which {', '.join(sorted(_KEPT_OPTIONS))} and those that tune other GPUs' kernels "
                 "are accepted"
             )
         if plain == "BACKEND" and value not in _BACKENDS:
-            raise ValueError(f"kernel_options has {name}={value!r}; it must be one of {_BACKENDS}")
+            raise ValueError(f"kernel_options has {shown}; it must be one of {_BACKENDS}")
         if plain in _IGNORED_OPTIONS and value != _DEFAULT_OPTIONS.get(plain, value is None):
-            ignored.append(f"{name}={value!r}")
+            ignored.append(shown)
     if ignored and not _warned:
         _warned.extend(ignored)
         warnings.warn(

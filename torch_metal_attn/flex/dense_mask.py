@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor
 from torch_metal_attn.flex.block_mask import LARGEST, SMALLEST
+from torch_metal_attn.wording import value_text
 
 
 def block_mask(
@@ -79,7 +80,7 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _pair(name: str, given: Any) -> tuple[int, int]:
     numbers = tuple(given) if isinstance(given, tuple | list) else ()
     if len(numbers) != 2 or any(type(n) is not int for n in numbers):
-        raise TypeError(f"{name} is {given!r}; it must be two integers")
+        raise TypeError(f"{name} is {value_text(given)}; it must be two integers")
     return numbers
 
 

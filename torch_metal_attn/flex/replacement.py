@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from torch_metal_attn.flex.attention import flex_attention
 from torch_metal_attn.runtime import session
+from torch_metal_attn.wording import type_text
 
 _TORCH = torch_flex.flex_attention
 _TORCH_CODE = _TORCH.__code__
@@ -72,7 +73,7 @@ def flex_replaced() -> FlexReplaced:
 def called(query: Any, *arguments: Any, **options: Any) -> Any:
     """A call of torch's function inside a block."""
     if not isinstance(query, Tensor):
-        raise TypeError(f"query is a {type(query).__name__}; it must be a tensor")
+        raise TypeError(f"query is {type_text(query)}; it must be a tensor")
     device = query.device.type
     ours = device == "mps" or (device == "cpu" and _simulated())
     if not torch.compiler.is_dynamo_compiling():

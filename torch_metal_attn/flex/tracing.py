@@ -24,6 +24,7 @@ from torch_metal_attn.flex.composed import SLOT, Composed, decomposition
 from torch_metal_attn.flex.function import Traced
 from torch_metal_attn.flex.graph import DTYPE_NAMES, DTYPES, Graph, Node
 from torch_metal_attn.flex.table import COMPARISONS, LOGICAL, OPS
+from torch_metal_attn.wording import count_text, type_text
 
 # The elements of a captured row that an op computes with: each is a load of its own.
 MOST_ELEMENTS = 32
@@ -439,7 +440,7 @@ class Tracer(Traced, TorchDispatchMode):
         if len(nodes) > part.tensor.dim():
             raise IndexError(
                 f"{self.name} has {len(nodes)} indices for {part.name}, which has "
-                f"{part.tensor.dim()} dimensions{self.place()}"
+                f"{count_text(part.tensor.dim(), 'dimension')}{self.place()}"
             )
         return replace(part, indices=tuple(nodes))
 
@@ -452,7 +453,7 @@ class Tracer(Traced, TorchDispatchMode):
 
     def result(self, result: object, dtype: torch.dtype) -> Node:
         if not isinstance(result, Tensor):
-            raise TypeError(f"{self.name} returns a {type(result).__name__}; it must be a tensor")
+            raise TypeError(f"{self.name} returns {type_text(result)}; it must be a tensor")
         value = self.value(result)
         if result.shape != () or isinstance(value, Part | Row):
             raise ValueError(

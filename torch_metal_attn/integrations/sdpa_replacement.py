@@ -48,6 +48,7 @@ from torch_metal_attn.sdpa import Arguments, Problem, is_causal_bias, plan
 from torch_metal_attn.simulator.renaming import Renaming
 from torch_metal_attn.tuned import loading
 from torch_metal_attn.tuned.advice import faster_in_torch
+from torch_metal_attn.wording import value_text
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -206,11 +207,9 @@ class SdpaReplaced(TorchFunctionMode):
     def _warn_of_no_call(self) -> None:
         if _blocks.compiled:  # a compiled function may have run, which does not count
             return
-        if self.fastest and self.left_alone:  # as asked for, or each reason was told
+        if self.left_alone:  # as asked for, or each reason was told
             return
-        if self.left_alone:
-            why = f"torch ran {sum(self.left_alone.values())}, see left_alone"
-        elif self._process_wide:
+        if self._process_wide:
             why = "there was none. The model may have an attention of its own"
         else:
             why = (
@@ -245,8 +244,8 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
     other devices and dtypes, nested tensors,
     tensor subclasses other than CausalBias, torch.func, strides that would need a copy, and calls
     that torch itself refuses. Calls inside TorchScript are torch's too, but not counted. A block in
-    which no call was replaced warns when it ends, once per process. For the same seed, dropout
-    drops other weights than torch would.
+    which there was no call warns when it ends, once per process. For the same seed, dropout drops
+    other weights than torch would.
 
     The kernels also compute the gradients, including that of attn_mask. For CPU tensors they do so
     if `backward` runs inside `simulate()`; otherwise the reference does.
@@ -261,7 +260,7 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
     process_wide = flag("process_wide", process_wide)
     if not isinstance(prefer, str) or prefer not in _PREFERENCES:
         allowed = " or ".join(map(repr, _PREFERENCES))
-        raise ValueError(f"prefer is {prefer!r}; it must be {allowed}")
+        raise ValueError(f"prefer is {value_text(prefer)}; it must be {allowed}")
     return SdpaReplaced(process_wide, prefer == "fastest")
 
 

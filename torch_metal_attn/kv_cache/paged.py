@@ -25,6 +25,7 @@ from torch_metal_attn.kv_cache.trees import (
     moves,
     rows_of_ints,
 )
+from torch_metal_attn.wording import count_text
 
 
 @dataclass
@@ -446,9 +447,9 @@ class PagedKVCache:
         missing += sum(min(n, self._pool.references[p] - 1) for p, n in users.items())
         if missing > self._pool.available:
             raise CacheFull(
-                f"{sum(rows.length for rows in written)} rows of {len(written)} sequences need "
-                f"{missing} more pages, and {self._pool.available} of "
-                f"{len(self._pool.references)} are free"
+                f"{count_text(sum(rows.length for rows in written), 'new row')} of "
+                f"{count_text(len(written), 'sequence')} need {count_text(missing, 'more page')}, "
+                f"and {self._pool.available} of {len(self._pool.references)} pages are free"
             )
         return missing
 

@@ -11,6 +11,7 @@ from torch_metal_attn.call.arguments import check_tensor
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES
+from torch_metal_attn.wording import count_text
 
 if TYPE_CHECKING:
     from torch_metal_attn.kv_cache.storage import Storage
@@ -289,8 +290,8 @@ def _check_step(q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
         )
     if q.dim() == 4 and q.shape[2] > length and options.get("causal"):
         raise ValueError(
-            f"q has {q.shape[2]} queries and k {length} new rows; with recent rows causal queries "
-            "may be as many as the new rows"
+            f"q has {count_text(q.shape[2], 'query')} and k {count_text(length, 'new row')}; with "
+            "recent rows causal queries may be as many as the new rows"
         )
     tree = next((n for n in ("parents", "tree_mask") if options.get(n) is not None), None)
     if tree is not None and options.get("rotary_cos") is not None:

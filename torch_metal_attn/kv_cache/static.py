@@ -17,6 +17,7 @@ from torch_metal_attn.kv_cache.trees import (
     length_within,
     moves,
 )
+from torch_metal_attn.wording import count_text
 
 
 class StaticKVCache:
@@ -129,7 +130,9 @@ class StaticKVCache:
         origins = integers("beam_idx", beam_idx)
         self._check_indices("beam_idx", origins)
         if len(origins) != self.batch_size:
-            raise ValueError(f"beam_idx has {len(origins)} entries; it must have {self.batch_size}")
+            raise ValueError(
+                f"beam_idx has {count_text(len(origins), 'entry')}; it must have {self.batch_size}"
+            )
         rows = [self._rows[origin] for origin in origins]
         unused = [row for row in self._rows if row not in rows]
         copies: dict[int, int] = {}  # by the copy

@@ -29,6 +29,7 @@ from torch_metal_attn.quantisation import (
     check_hadamard,
     sizes,
 )
+from torch_metal_attn.wording import value_text
 
 Layout = Literal["NHD", "HND"]
 # Options of `append`.
@@ -109,15 +110,19 @@ class Storage:
         num_layers = natural("num_layers", num_layers, 1, _MOST_LAYERS)
         values_in_keys = flag("values_in_keys", values_in_keys)
         if dtype not in ELEMENTS:
-            raise ValueError(f"dtype is {dtype!r}; it must be float32, float16 or bfloat16")
+            raise ValueError(
+                f"dtype is {value_text(dtype)}; it must be float32, float16 or bfloat16"
+            )
         if layout not in ("NHD", "HND"):
-            raise ValueError(f"layout is {layout!r}; it must be NHD or HND")
+            raise ValueError(f"layout is {value_text(layout)}; it must be NHD or HND")
         if v_format is not None and (format is None or values_in_keys):
             beside = "values_in_keys" if values_in_keys else "no format"
-            raise ValueError(f"v_format is {v_format!r} with {beside}; leave it out")
+            raise ValueError(f"v_format is {value_text(v_format)} with {beside}; leave it out")
         for name, given in (("format", format), ("v_format", v_format)):
             if given is not None and given not in FORMATS:
-                raise ValueError(f"{name} is {given!r}; it must be one of {', '.join(FORMATS)}")
+                raise ValueError(
+                    f"{name} is {value_text(given)}; it must be one of {', '.join(FORMATS)}"
+                )
         rotated = {"head_dim": head_dim, "v_head_dim": v_head_dim}
         hadamard = check_hadamard(hadamard, rotated)
         if hadamard and format is None:

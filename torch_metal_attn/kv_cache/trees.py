@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import integers, natural, on_host, whole
+from torch_metal_attn.wording import count_text, value_text
 
 Rows = Tensor | Sequence[Sequence[int]]
 
@@ -14,10 +15,12 @@ def rows_of_ints(name: str, rows: Any, count: int) -> list[list[int]]:
     """A list of ints for each of `count` sequences."""
     given = on_host(name, rows)
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise TypeError(f"{name} is {rows!r}; it must be a row of ints for each sequence")
+        raise TypeError(f"{name} is {value_text(rows)}; it must be a row of ints for each sequence")
     lists = [integers(f"{name}[{b}]", row) for b, row in enumerate(given)]
     if len(lists) != count:
-        raise ValueError(f"{name} has {len(lists)} rows; it must have {count}, one a sequence")
+        raise ValueError(
+            f"{name} has {count_text(len(lists), 'row')}; it must have {count}, one a sequence"
+        )
     return lists
 
 
@@ -27,7 +30,9 @@ def each(length: int | Sequence[int], count: int) -> list[int]:
         return [natural("length", length)] * count
     lengths = integers("length", length)
     if len(lengths) != count:
-        raise ValueError(f"length has {len(lengths)} numbers; it must have {count}, one a sequence")
+        raise ValueError(
+            f"length has {count_text(len(lengths), 'number')}; it must have {count}, one a sequence"
+        )
     return [natural("length", one) for one in lengths]
 
 
@@ -45,7 +50,8 @@ def length_within(id: int, length: int, longest: int) -> int:
     length = whole("length", length)
     if not 0 <= length <= longest:
         raise ValueError(
-            f"length is {length}; sequence {id} has {longest} rows, so it must be in 0..{longest}"
+            f"length is {length}; sequence {id} has {count_text(longest, 'row')}, so it must be in "
+            f"0..{longest}"
         )
     return length
 
@@ -63,8 +69,8 @@ def checked_paths(
     for b, (path, tree, length) in enumerate(zip(found, trees, lengths, strict=True)):
         if len(tree) > length:
             raise ValueError(
-                f"parents[{b}] has {len(tree)} tokens, and the sequence {length} rows; its last "
-                "rows must be those of the tree"
+                f"parents[{b}] has {count_text(len(tree), 'token')}, and the sequence "
+                f"{count_text(length, 'row')}; its last rows must be those of the tree"
             )
         for i, parent in enumerate(tree):
             if not -1 <= parent < i:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_metal_attn.ops.differentiation import by_schema, call
 from torch_metal_attn.runtime.refusals import marked, unmarked
+from torch_metal_attn.wording import type_text, value_text
 
 _MARK = re.compile("`([^`]*)`")
 # By the kind of an argument in an op's schema: what Python may pass, and what an error calls it.
@@ -79,14 +80,12 @@ class ArgumentNames:
             )
             name = self.names.get(argument.name, argument.name)
             if isinstance(value, int) and not -(2**63) <= value < 2**63 and wanted == "an int":
-                raise ValueError(f"{name} is {value}; it must fit int64") from None
+                raise ValueError(f"{name} is {value_text(value)}; it must fit int64") from None
             if isinstance(value, allowed):
                 continue
             if optional:
                 if value is None:
                     continue
                 wanted += " or None"
-            # The elements of a tensor may be nowhere.
-            unprinted = allowed is Tensor or isinstance(value, Tensor)
-            found = f"a {type(value).__name__}" if unprinted else repr(value)
+            found = type_text(value) if allowed is Tensor else value_text(value)
             raise TypeError(f"{name} is {found}; it must be {wanted}") from None

@@ -13,6 +13,7 @@ import torch
 
 from torch_metal_attn.runtime import extension, macos, mps, shaders
 from torch_metal_attn.simulator import cache
+from torch_metal_attn.wording import value_text
 
 SETTING = "TORCH_METAL_ATTN_TENSOR_TILES"
 FAMILIES = ("flash_fwd_tensor", "flash_bwd_dq_tensor", "flash_bwd_dkv_tensor")
@@ -88,7 +89,7 @@ class allow_tf32:
 
     def __init__(self, allowed: bool = True) -> None:
         if not isinstance(allowed, bool):
-            raise TypeError(f"allowed is {allowed!r}; it must be a bool")
+            raise TypeError(f"allowed is {value_text(allowed)}; it must be a bool")
         self._before: int = extension.load().metal_attn_allow_tf32(int(allowed))
 
     def __enter__(self) -> None:

@@ -1,30 +1,28 @@
 """Command line: python -m torch_metal_attn.simulator check, which runs no kernel."""
 
 import argparse
+import glob
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..wording import count_text
 from .build import SOURCE_NAME, Image, ShaderCompileError
-from .exit_status import exit_status
+from .exit_status import BadRequest, exit_status
 from .library import compile_shader
 from .lint import lint_source
 from .metal import versions
 from .metal.constants import ConstantValue
 from .metal.kernels import Kernel
-from .threadgroup_memory import LIMIT, threadgroup_bytes
+from .threadgroup_memory import ALIGNMENT, LIMIT, threadgroup_bytes
 
-DESCRIPTION = """Compiles a Metal file, reports what Apple's compiler would refuse, and
-lists the kernels with their arguments and threadgroup memory. The exit status
-is 1 if the file does not compile or anything is reported, and 2 if the command
+DESCRIPTION = """Compiles Metal files, reports what Apple's compiler would refuse, and lists
+the kernels with their arguments and threadgroup memory. The exit status is 1
+if a file does not compile or anything is reported, and 2 if the command
 cannot be run as it is given. It does not say how many registers a kernel
 needs."""
-
-
-class BadRequest(ValueError):
-    """A command that cannot be run as it is given."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -39,7 +37,8 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(*names, action="append", default=[], help=words, **about)
 
     parser.add_argument("command", choices=["check"])
-    parser.add_argument("file", type=Path, metavar="FILE", help="a Metal source")
+    files = "Metal sources; a pattern such as 'kernels/*.metal' may be quoted"
+    parser.add_argument("files", nargs="+", metavar="FILE", help=files)
     repeated("-D", "--define", metavar="NAME[=VALUE]", help="a macro; 1 without a value")
     repeated(
         "--constant",
@@ -62,17 +61,50 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: argparse.Namespace) -> bool:
-    """Print findings and kernels; False for a finding. Raises BadRequest."""
+def _check_all(options: argparse.Namespace) -> bool:
+    """Check the files one after the other; False for a finding. Raises BadRequest."""
+    texts = {file: _text(file) for pattern in options.files for file in _matching(pattern)}
+    passed = True
+    for file, text in texts.items():
+        if len(texts) > 1:
+            print(f"{file}:")
+        try:
+            passed = _check(file, text, options) and passed
+        except BadRequest as error:
+            if len(texts) == 1:
+                raise
+            print(f"{file}: {error}", file=sys.stderr)
+            passed = False
+    return passed
+
+
+def _matching(pattern: str) -> list[Path]:
+    if not glob.has_magic(pattern) or Path(pattern).exists():
+        return [Path(pattern)]
+    found = sorted(glob.glob(pattern, recursive=True))
+    if not found:
+        raise BadRequest(f"no file matches {pattern}")
+    return list(map(Path, found))
+
+
+def _text(file: Path) -> str:
     try:
-        text = options.file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(f"{options.file} cannot be read: {error}") from None
-    folders = [options.file.resolve().parent, *options.include]
+        return file.read_text(encoding="utf-8")
+    except IsADirectoryError:
+        raise BadRequest(f"{file} is a folder: give its files, such as {file}/*.metal") from None
+    except OSError as error:
+        raise BadRequest(f"{file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise BadRequest(f"{file} cannot be read: it is not text in UTF-8") from None
+
+
+def _check(file: Path, text: str, options: argparse.Namespace) -> bool:
+    """Print findings and kernels of a file; False for a finding. Raises BadRequest."""
+    folders = [file.resolve().parent, *options.include]
     pairs = (define.partition("=") for define in options.define)
     defines = {name: value if equals else "1" for name, equals, value in pairs}
     # Messages name the file and its own lines.
-    name = re.sub(r'(["\\])', r"\\\1", str(options.file))
+    name = re.sub(r'(["\\])', r"\\\1", str(file))
     try:
         program = compile_shader(
             f'#line 1 "{name}"\n{text}',
@@ -93,7 +125,7 @@ def _check(options: argparse.Namespace) -> bool:
         language=options.language,
         strict=options.strict,
     )
-    named = {SOURCE_NAME: str(options.file)}
+    named = {SOURCE_NAME: str(file)}
     for finding in findings:
         print(finding._replace(file=named.get(finding.file, finding.file)))
     for constant in program.constants:
@@ -105,9 +137,7 @@ def _check(options: argparse.Namespace) -> bool:
             print(f"  {line}")
         if kernel.missing:
             print(f"  needs function constants: {', '.join(kernel.missing)}")
-        used = memory[kernel.name]
-        over = f", over the limit of {LIMIT}" if used > LIMIT else ""
-        print(f"  threadgroup memory: {used} bytes{over}")
+        print(f"  threadgroup memory: {_memory(kernel, memory[kernel.name])}")
     return not findings and max(memory.values(), default=0) <= LIMIT
 
 
@@ -126,6 +156,16 @@ def _constant(text: str) -> tuple[int | str, ConstantValue]:
     raise BadRequest(f"--constant {text}: {word!r} must be true, false or a number")
 
 
+def _memory(kernel: Kernel, used: int) -> str:
+    """What a kernel declares, and what is left for the lengths that a call gives."""
+    if used > LIMIT:
+        return f"{used} bytes, over the limit of {LIMIT}"
+    given = [f"threadgroup({p.index})" for p in kernel.parameters if p.kind == "threadgroup"]
+    left = (LIMIT - used) // ALIGNMENT * ALIGNMENT
+    more = f", and up to {left} that a call gives {' and '.join(given)}" if given else ""
+    return f"{count_text(used, 'byte')}{more}"
+
+
 def _parameters(kernel: Kernel, image: Image) -> Iterator[str]:
     for parameter, type in zip(kernel.parameters, image.types(kernel), strict=True):
         declared = re.sub(r" (?=[*&])", "", f"{parameter.type} {parameter.name}")
@@ -139,12 +179,12 @@ def _parameters(kernel: Kernel, image: Image) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check one file.
+    """Check files.
 
-    Returns 0 on success, 1 for findings in the Metal file, 2 if the command cannot run.
+    Returns 0 on success, 1 for findings in a Metal file, 2 if the command cannot run.
     """
     options = _parser().parse_args(arguments)
-    return exit_status(lambda: _check(options), BadRequest)
+    return exit_status(lambda: _check_all(options))
 
 
 if __name__ == "__main__":

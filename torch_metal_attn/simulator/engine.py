@@ -2,12 +2,14 @@
 
 import ctypes
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
+from ..wording import count_text
 from .build import MAX_THREADS, Image
 from .diagnostics import KernelError, hides_frames, in_metal
 from .llvm.instrument import Site
@@ -19,6 +21,7 @@ __tracebackhide__ = hides_frames
 MAX_ARGUMENTS = 31
 SPACES = ("device", "threadgroup", "constant", "thread")
 NO_SITE = 2**32 - 1
+LANES = re.compile(r"(?:(?<=lanes )|(?<=lanes [0-9a-f]{8} of )|(?<=; ))([0-9a-f]{8})\b")
 
 FAULT_KINDS = tuple(
     """none out_of_bounds threadgroup_out_of_bounds uninitialised race divergent_barrier
@@ -299,7 +302,7 @@ def run(
     most, threads = image.most_threads(kernel), math.prod(threads_per_threadgroup)
     if most < threads <= MAX_THREADS:
         raise ValueError(
-            f"{kernel.name}: a threadgroup of {threads} threads; "
+            f"{kernel.name}: a threadgroup of {count_text(threads, 'thread')}; "
             f"its max_total_threads_per_threadgroup is {most}"
         )
     engine_run, interpreter = _interruptible()
@@ -338,12 +341,26 @@ def _fault(image: Image, kernel: Kernel, report: FaultReport) -> SimulatorFault:
     return SimulatorFault(
         kind,
         kernel.name,
-        in_metal(report.message.decode(errors="replace")),
+        in_metal(_lanes_in_words(report.message.decode(errors="replace"))),
         site(report.site),
         site(report.other_site),
         tuple(report.threadgroup),
         tuple(report.thread),
     )
+
+
+def _lanes_in_words(message: str) -> str:
+    """The engine's masks of lanes, in hexadecimal, as ranges."""
+
+    def ranges(found: re.Match[str]) -> str:
+        mask = int(found[1], 16)
+        first = [i for i in range(32) if (mask & ~(mask << 1)) >> i & 1]
+        last = [i for i in range(32) if (mask & ~(mask >> 1)) >> i & 1]
+        shown = (f"{i}" if i == j else f"{i}-{j}" for i, j in zip(first, last, strict=True))
+        after = "lanes " if message[found.start() - 2] == ";" else ""
+        return f"{after}{', '.join(shown)}" if mask else "none"
+
+    return LANES.sub(ranges, message)
 
 
 def _counters(raw: CounterValues, counted: bool) -> Counters:

@@ -12,26 +12,30 @@ INTERRUPTED = 130  # as of a process that SIGINT ends
 PIPE_CLOSED = 141  # as of one that SIGPIPE ends: the program that read the output has ended
 
 
-def exit_status(command: Callable[[], bool], *errors: type[Exception]) -> int:
+class BadRequest(ValueError):
+    """A command that cannot be run as it is given; the message says why."""
+
+
+def exit_status(command: Callable[[], bool]) -> int:
     """Run a command: 0 if it returns True, 1 if False.
 
-    2 if it cannot run: one of `errors`, no compiler, or a file that cannot be used. Ctrl-C and a
+    2 if it cannot run: a BadRequest, no compiler, or a file that cannot be used. Ctrl-C and a
     reader that has ended, as in `... | head`, give the status that a shell shows for them.
     """
-    expected: tuple[type[Exception], ...] = (*errors, ToolchainError, OSError)
     try:
         passed = command()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as with `>&-`
+            sys.stdout.flush()
         return 0 if passed else 1
     except BrokenPipeError:
         # What is still buffered goes nowhere, or Python would write a message at its end.
         with contextlib.suppress(io.UnsupportedOperation):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
-    except expected as error:
+    except (BadRequest, ToolchainError, OSError) as error:
         what = str(error)
-        if isinstance(error, OSError) and error.filename and error.strerror:
-            what = f"{error.filename}: {error.strerror}"
+        if isinstance(error, OSError) and error.strerror:
+            what = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         print(f"error: {what}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..wording import count_text, type_text, value_text
 from . import engine, parameter_types, runs
 from .build import Program, build
 from .diagnostics import hides_frames
@@ -20,7 +21,7 @@ from .metal.constants import ConstantValue
 from .metal.kernels import Kernel, Parameter
 from .parameter_types import CASTS, ParameterType
 from .tensors import DEFAULT_MODEL, tensor_model
-from .threadgroup_memory import threadgroup_bytes
+from .threadgroup_memory import LIMIT, threadgroup_bytes
 
 __tracebackhide__ = hides_frames
 SIMD_WIDTH = 32
@@ -89,7 +90,7 @@ def folders_and_macros(
 ) -> tuple[list[str], dict[str, str]]:
     """What a text is compiled with, after checks of all three arguments."""
     if not isinstance(source, str):
-        raise TypeError(f"source is a {type(source).__name__}; it must be a str")
+        raise TypeError(f"source is {type_text(source)}; it must be a str")
     try:
         source.encode()
     except UnicodeEncodeError as error:
@@ -103,21 +104,22 @@ def folders_and_macros(
 
 def _check_mapping(name: str, value: object) -> None:
     if value is not None and not isinstance(value, Mapping):
-        raise TypeError(f"{name} is a {type(value).__name__}; it must be a dict")
+        raise TypeError(f"{name} is {type_text(value)}; it must be a dict")
 
 
 def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
     if isinstance(include_dirs, str | bytes | os.PathLike):
         raise TypeError(
-            f"include_dirs is {include_dirs!r}; it must be a list of directories, not one"
+            f"include_dirs is {value_text(include_dirs)}; it must be a list of directories, not one"
         )
     if not isinstance(include_dirs, Iterable) or isinstance(include_dirs, torch.Tensor):
-        kind = type(include_dirs).__name__
-        raise TypeError(f"include_dirs is a {kind}; it must be a list of directories")
+        raise TypeError(
+            f"include_dirs is {type_text(include_dirs)}; it must be a list of directories"
+        )
     folders = []
     for directory in include_dirs:
         if not isinstance(directory, (str, os.PathLike)):
-            raise TypeError(f"include_dirs has {directory!r}; it must hold paths")
+            raise TypeError(f"include_dirs has {value_text(directory)}; it must hold paths")
         if not os.path.isdir(directory):
             raise FileNotFoundError(f"include_dirs: {directory} is not a directory")
         folders.append(os.fspath(directory))
@@ -126,16 +128,16 @@ def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
 
 def _macro(name: str, value: str | int | bool) -> str:
     if not isinstance(name, str) or not MACRO.fullmatch(name):
-        raise ValueError(f"defines has {name!r}, which is not the name of a macro")
+        raise ValueError(f"defines has {value_text(name)}, which is not the name of a macro")
     if name in reserved.KINDS:
         raise ValueError(f"defines: {reserved.message(name)}")
     if not isinstance(value, (str, int, float)):
         raise TypeError(
-            f"defines[{name!r}] is a {type(value).__name__}; it must be a str, an int or a bool"
+            f"defines[{name!r}] is {type_text(value)}; it must be a str, an int or a bool"
         )
     text = str(int(value)) if isinstance(value, bool) else str(value)
     if "\n" in text or "\r" in text or text.endswith("\\"):
-        raise ValueError(f"defines[{name!r}] is {text!r}; it must be one line")
+        raise ValueError(f"defines[{name!r}] is {value_text(text)}; it must be one line")
     return text
 
 
@@ -289,11 +291,11 @@ def _mark_written(parameters: Sequence[Parameter], held: Sequence[torch.Tensor |
 def _tensors(kernel: str, args: Sequence[Any], casts: ArgCasts) -> list[torch.Tensor | None]:
     """Each argument as a tensor; scalars become small tensors of the type that Metal gets."""
     if casts is not None and not isinstance(casts, (str, Mapping)):
-        raise TypeError(f"arg_casts is a {type(casts).__name__}; it must be a str or a dict")
+        raise TypeError(f"arg_casts is {type_text(casts)}; it must be a str or a dict")
     names = list(casts.values()) if isinstance(casts, Mapping) else [casts] if casts else []
     for name in names:
         if name not in list(CASTS):
-            raise ValueError(f"arg_casts has {name!r}; it knows {', '.join(CASTS)}")
+            raise ValueError(f"arg_casts has {value_text(name)}; it knows {', '.join(CASTS)}")
     for index in casts if isinstance(casts, Mapping) else ():
         if index not in range(len(args)) or args[index] is None:
             raise ValueError(f"{kernel}: arg_casts[{index!r}]: there is no argument {index!r}")
@@ -366,7 +368,7 @@ def _scalars(kernel: str, index: int, arg: Any, cast: str | None) -> torch.Tenso
     else:
         wrong = next((v for v in values if not isinstance(v, (int, float))), values[-1])
         raise TypeError(
-            f"{kernel}: argument {index} is or holds a {type(wrong).__name__}; "
+            f"{kernel}: argument {index} is or holds {type_text(wrong)}; "
             "it must be a tensor, an int, a float, or a list of one kind of number"
         )
     wide = torch.float64 if dtype is torch.float32 else dtype
@@ -466,7 +468,8 @@ def _grid(
         group = _dimensions(kernel, "group_size", group_size)
         if len(group) != len(grid):
             raise ValueError(
-                f"{kernel}: group_size has {len(group)} dimensions and threads {len(grid)}"
+                f"{kernel}: group_size has {count_text(len(group), 'dimension')} and threads "
+                f"{len(grid)}"
             )
         if not 1 <= (total := math.prod(group)) <= most:
             raise ValueError(
@@ -479,9 +482,11 @@ def _dimensions(kernel: str, what: str, value: int | Sequence[int]) -> list[int]
     one = isinstance(value, int | bytes) or not isinstance(value, Sequence)
     sizes: list[Any] = [value] if one else list(value)  # type: ignore[arg-type]
     if not 1 <= len(sizes) <= 3 or not all(isinstance(size, int) for size in sizes):
-        raise TypeError(f"{kernel}: {what} is {value!r}; it must be an int or 1 to 3 ints")
+        raise TypeError(
+            f"{kernel}: {what} is {value_text(value)}; it must be an int or 1 to 3 ints"
+        )
     if any(not 0 <= size < 2**32 for size in sizes):
-        raise ValueError(f"{kernel}: {what} is {value!r}; a size is from 0 to 2**32 - 1")
+        raise ValueError(f"{kernel}: {what} is {value_text(value)}; a size is from 0 to 2**32 - 1")
     return sizes
 
 
@@ -490,7 +495,7 @@ def _threadgroup_memory(
 ) -> list[tuple[int, int]]:
     given = {} if given is None else given
     if not isinstance(given, Mapping):
-        raise TypeError(f"{kernel}: threadgroup_bytes is a {type(given).__name__}; not a dict")
+        raise TypeError(f"{kernel}: threadgroup_bytes is {type_text(given)}; it must be a dict")
     expected = {p.index: p.name for p in parameters if p.kind == "threadgroup"}
     for index in given:
         if index not in expected:
@@ -502,6 +507,11 @@ def _threadgroup_memory(
         if not isinstance(size, int) or not 0 < size < 2**63:
             raise TypeError(
                 f"{kernel}: threadgroup_bytes needs the length of threadgroup({index}) {name}, "
-                f"an int from 1 up, and has {given.get(index)!r}"
+                f"an int from 1 up, and has {value_text(given.get(index))}"
+            )
+        if size > LIMIT:
+            raise ValueError(
+                f"{kernel}: threadgroup_bytes[{index}] is {size}; a threadgroup has at most "
+                f"{LIMIT} bytes"
             )
     return sorted(given.items())

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..wording import count_text, value_text
 from .diagnostics import hides_frames
 from .metal.constants import FLOATS, INTEGER_RANGES
 from .metal.kernels import Parameter
@@ -95,7 +96,7 @@ def check_numbers(
     arg: as the caller gave them. numbers: as they are passed, after casts.
     """
     given, scalar = SCALAR_OF[numbers.dtype], expected.scalar
-    what = f"{kernel}: argument {parameter.index} is {arg!r}"
+    what = f"{kernel}: argument {parameter.index} is {value_text(arg)}"
     # As in torch, a kernel may read the low bytes of one int64, if they are the same number.
     if given == "long" and numbers.numel() == 1 and _is_lone_integer(expected):
         low, high = _range(scalar)
@@ -109,7 +110,10 @@ def check_numbers(
         )
     size = numbers.numel() * numbers.element_size()
     if expected.is_reference and size not in (expected.bytes, expected.unpadded_bytes):
-        raise ValueError(f"{what}, {size} bytes; {parameter.declared} has {expected.bytes} bytes")
+        raise ValueError(
+            f"{what}, {count_text(size, 'byte')}; {parameter.declared} has "
+            f"{count_text(expected.bytes, 'byte')}"
+        )
 
 
 def _is_lone_integer(expected: ParameterType) -> bool:

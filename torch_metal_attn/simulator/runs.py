@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..wording import type_text, value_text
 from .diagnostics import hides_frames
 from .engine import Counters
 from .metal import versions
@@ -132,8 +133,9 @@ def simulate(
     TORCH_METAL_ATTN_BACKEND=simulator turns the simulator on everywhere, without checks.
     """
     if not isinstance(uninitialised, (list, tuple)):
-        given = type(uninitialised).__name__
-        raise TypeError(f"uninitialised is a {given}; it must be a list of tensors")
+        raise TypeError(
+            f"uninitialised is {type_text(uninitialised)}; it must be a list of tensors"
+        )
     run = Run(
         check=flag("check", check),
         count=flag("count", count),
@@ -162,7 +164,7 @@ def simulate(
 def _forget(name: str, tensor: torch.Tensor, initialised: dict[int, torch.Tensor]) -> None:
     """Note that the tensor's elements hold nothing, by the address of their storage."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a tensor")
+        raise TypeError(f"{name} is {type_text(tensor)}; it must be a tensor")
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise ValueError(
             f"{name} is on {tensor.device} and {tensor.layout}; it must be a dense CPU tensor"
@@ -185,14 +187,13 @@ def whole(name: str, value: int | None, most: int, least: int = 0) -> int:
         return 0
     if not isinstance(value, int) or not least <= value <= most:
         last = most if most <= MOST_WORKERS else f"2**{most.bit_length()} - 1"
-        raise ValueError(f"{name} is {value!r}; it must be an int from {least} to {last}")
+        raise ValueError(f"{name} is {value_text(value)}; it must be an int from {least} to {last}")
     return value
 
 
 def flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
-        shown = repr(value) if isinstance(value, int | float | str) else f"a {type(value).__name__}"
-        raise TypeError(f"{name} is {shown}; it must be a bool")
+        raise TypeError(f"{name} is {value_text(value)}; it must be a bool")
     return value
 
 
@@ -207,7 +208,9 @@ def active() -> bool:
         return True
     backend = os.environ.get(BACKEND, "")
     if backend not in ("", "simulator", "reference", "mps"):
-        raise ValueError(f"{BACKEND} is {backend!r}; it can be simulator, reference or mps")
+        raise ValueError(
+            f"{BACKEND} is {value_text(backend)}; it can be simulator, reference or mps"
+        )
     return backend == "simulator"
 
 

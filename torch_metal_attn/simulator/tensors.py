@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from ..wording import value_text
 from .diagnostics import hides_frames
 
 __tracebackhide__ = hides_frames
@@ -37,12 +38,14 @@ def tensor_model(
     if relaxed_precision is not None:
         if not isinstance(relaxed_precision, str) or relaxed_precision not in RELAXED:
             names = " or ".join(f'"{name}"' for name in RELAXED)
-            raise ValueError(f"relaxed_precision is {relaxed_precision!r}; it must be {names}")
+            raise ValueError(
+                f"relaxed_precision is {value_text(relaxed_precision)}; it must be {names}"
+            )
         default = replace(default, rounds=relaxed_precision == "round")
     if lane_map is None:
         return default
     names = ", ".join(f'"{name}"' for name in FAMILIES)
-    wrong = f"lane_map is {lane_map!r}; it must be {names} or the seed of a random map, "
+    wrong = f"lane_map is {value_text(lane_map)}; it must be {names} or the seed of a random map, "
     wrong += "an int from 0 to 2**63 - 1"
     if isinstance(lane_map, bool) or not isinstance(lane_map, (int, str)):
         raise TypeError(wrong)

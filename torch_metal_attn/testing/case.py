@@ -12,6 +12,7 @@ import torch
 from torch_metal_attn.quantisation import FORMATS
 from torch_metal_attn.testing.judge import Measure
 from torch_metal_attn.testing.tensors import DTYPES, KINDS, Layout, Memory
+from torch_metal_attn.wording import value_text
 
 # A field's value, which may depend on the fields before it. None leaves the default.
 Draw = Callable[[random.Random, Any], Any]
@@ -134,9 +135,11 @@ class Case:
             value, kind = getattr(self, field.name), cast(Any, field.type)
             if value is not field.default and not _fits(value, kind):
                 words = str(kind).replace(" | ", " or ") if get_args(kind) else kind.__name__
-                raise TypeError(f"{field.name} is {value!r}; it must be of type {words}")
+                raise TypeError(f"{field.name} is {value_text(value)}; it must be of type {words}")
         if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"dtype is {self.dtype!r}; it must be the name of a dtype of torch")
+            raise ValueError(
+                f"dtype is {value_text(self.dtype)}; it must be the name of a dtype of torch"
+            )
 
     def has(self, name: str) -> bool:
         """Whether the field has a meaning for the call and the other fields."""
@@ -148,7 +151,7 @@ class Case:
         names = self.__dataclass_fields__["call"].metadata.get("calls", (self.call,))
         if self.call not in names:
             allowed = ", ".join(dict.fromkeys(names))
-            return f"call is {self.call!r}; it must be one of {allowed}"
+            return f"call is {value_text(self.call)}; it must be one of {allowed}"
         for name in self.fields():
             if not self.has(name):
                 return f"{self.call} has no {name}, or not with the other fields"

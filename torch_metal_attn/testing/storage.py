@@ -6,6 +6,7 @@ from typing import Any
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.families import FAMILIES
 from torch_metal_attn.testing.running import Outcome
+from torch_metal_attn.wording import value_text
 
 _BY_NAME = {family.__name__: family for family in FAMILIES}
 
@@ -20,7 +21,7 @@ def from_json(data: dict[str, Any]) -> Case:
     fields = dict(data)
     name = fields.pop("family", None)
     if name not in _BY_NAME:
-        raise ValueError(f"family is {name!r}; it must be one of {', '.join(_BY_NAME)}")
+        raise ValueError(f"family is {value_text(name)}; it must be one of {', '.join(_BY_NAME)}")
     known = {field.name for field in dataclasses.fields(_BY_NAME[name])}
     unknown = sorted(set(fields) - known)
     if unknown:

@@ -65,20 +65,29 @@ def seen(
     seqused_k: int | None = None,
     leftpad_k: int = 0,
 ) -> Seen:
-    """Counts for one head, by the rules of `reference.attention`. Takes memory linear in q_length.
+    """Counts for one head, by the rules of `reference.attention`.
 
     The options are those of `flash_fwd`; seqused_k and leftpad_k are the sequence's own numbers.
+    With attention_chunk it takes memory linear in q_length.
     """
     end = kv_length if seqused_k is None else min(seqused_k, kv_length)
     start = max(leftpad_k, 0)
     if q_offset is None:
         q_offset = (kv_length if seqused_k is None else seqused_k) - q_length
-    position = np.arange(q_length, dtype=np.int64) + q_offset
+    right = 0 if causal else window_size_right
+    if attention_chunk > 0:
+        rows = np.arange(q_length, dtype=np.int64)
+    else:  # first and last rows of the spans over which the counts are linear
+        sides = (max(window_size_left, 0), -max(right, 0) - 1)
+        turns = (edge + side - q_offset for edge in (start, end) for side in sides)
+        ends = {min(max(turn + more, 0), q_length) for turn in turns for more in (0, 1)}
+        begins = np.array(sorted(ends | {0, q_length}), dtype=np.int64)
+        rows = np.stack([begins[:-1], begins[1:] - 1])
+    position = rows + q_offset
     first, last = np.full_like(position, start), np.full_like(position, end)
     if window_size_left >= 0:
         first = np.maximum(first, position - window_size_left)
     if causal or window_size_right >= 0:
-        right = 0 if causal else window_size_right
         last = np.minimum(last, position + right + 1)
     if attention_chunk > 0:
         chunk_start = position - (position - leftpad_k) % attention_chunk
@@ -87,8 +96,13 @@ def seen(
     visible = last > first
     if not visible.any():
         return Seen(0, 0)
-    first, last = first[visible], last[visible]
-    return Seen(int((last - first).sum()), int(last.max() - first.min()))
+    counts = np.where(visible, last - first, 0)
+    if attention_chunk > 0:
+        pairs = int(counts.sum())
+    else:  # in Python's ints, as twice the sum may exceed int64
+        spans = zip(counts.sum(0).tolist(), np.diff(begins).tolist(), strict=True)
+        pairs = sum(both * length for both, length in spans) // 2
+    return Seen(pairs, int(last[visible].max() - first[visible].min()))
 
 
 def attention_flops(pairs: int, head_dim: int, v_head_dim: int) -> int:

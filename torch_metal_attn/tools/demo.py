@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_metal_attn.runtime import mps
 from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.simulator import runs
+from torch_metal_attn.simulator.exit_status import BadRequest
 from torch_metal_attn.testing.judge import near, worst_of
 from torch_metal_attn.tools.explain.ops import shown
 
@@ -32,7 +33,7 @@ NEW_TOKENS = 16
 TRAINING_STEPS = 8
 
 
-class DemoUnavailable(RuntimeError):
+class DemoUnavailable(BadRequest):
     """A package that the demo needs is not installed."""
 
 

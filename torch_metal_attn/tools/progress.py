@@ -1,5 +1,6 @@
 """The progress of a long command: one line that changes on a terminal, plain lines in a file."""
 
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -38,7 +39,9 @@ class Progress:
         line = f"[{self._done + 1}{of_total}] {group}".rstrip()
         if self._stream.isatty():
             left = self._left()
-            self._write(f"{line} {text}"[:100] + (f"  {left} left" if left else ""))
+            left = f"  {left} left" if left else ""
+            room = self._columns() - 1 - len(left)  # a full line would scroll
+            self._write(f"{line} {text}"[: max(room, 0)] + left)
         elif group != self._group:
             print(line, file=self._stream, flush=True)
         self._group = group
@@ -60,6 +63,13 @@ class Progress:
         self._stream.write("\r" + line.ljust(self._width))
         self._stream.flush()
         self._width = len(line)
+
+    def _columns(self) -> int:
+        try:
+            columns = os.get_terminal_size(self._stream.fileno()).columns
+        except OSError:  # a terminal that does not know, or a stream that only says it is one
+            columns = 0
+        return min(columns or 80, 100)
 
     def _left(self) -> str:
         lefts = []

@@ -17,6 +17,7 @@ from torch_metal_attn.runtime import extension, mps
 from torch_metal_attn.runtime.refusals import as_value_errors
 from torch_metal_attn.tools.explain import ops
 from torch_metal_attn.tools.explain.model import blank_result
+from torch_metal_attn.wording import count_text, type_text
 
 # A kernel with its defines, and whether it runs in pieces.
 Program = tuple[str, tuple[tuple[str, str], ...], bool]
@@ -45,9 +46,9 @@ class WarmUp:
             return "no op of torch_metal_attn ran, so there is nothing to compile"
         listed = ", ".join(f"{name} {count}" for name, count in sorted(self.kernels.items()))
         lines = [
-            f"{sum(self.kernels.values())} programs ({listed}): {self.compiled} compiled, "
-            f"{self.already} compiled before, {len(self.failed)} calls failed; "
-            f"{self.seconds:.1f} s"
+            f"{count_text(sum(self.kernels.values()), 'program')} ({listed}): {self.compiled} "
+            f"compiled, {self.already} compiled before, {count_text(len(self.failed), 'call')} "
+            f"failed; {self.seconds:.1f} s"
         ]
         return "\n".join([*lines, *(f"failed: {error.splitlines()[0]}" for error in self.failed)])
 
@@ -109,7 +110,7 @@ def warm_up(
                 target(*arguments[1:], **options)
         else:
             raise TypeError(
-                f"warm_up's first argument is a {type(target).__name__}; it must be a model, a "
+                f"warm_up's first argument is {type_text(target)}; it must be a model, a "
                 "callable, or the tensor q"
             )
     return _compile(collector.calls, threads, begun)
@@ -119,7 +120,7 @@ def _generate(model: nn.Module, lengths: Iterable[int]) -> None:
     generate: Any = getattr(model, "generate", None)
     if generate is None:
         raise TypeError(
-            f"warm_up got a {type(model).__name__}, which has no generate(), and no arguments for "
+            f"warm_up got {type_text(model)}, which has no generate(), and no arguments for "
             "it; pass the inputs too: warm_up(model, **inputs)"
         )
     device = next(model.parameters()).device

@@ -14,6 +14,7 @@ from torch_metal_attn.runtime.version import VERSION
 from torch_metal_attn.simulator import cache
 from torch_metal_attn.tuned import tables, tiles
 from torch_metal_attn.tuned.tables import BadTable, Machine, Table
+from torch_metal_attn.wording import count_text
 
 SETTING = "TORCH_METAL_ATTN_TUNED"
 OFF = "off"
@@ -116,7 +117,7 @@ def load(machine: Machine) -> Loaded:
         found.tiles.update(new)
         found.tables.update(dict.fromkeys(new, table))
         found.sources.update(dict.fromkeys(new, source))
-        words += [f"{source} ({tables.counted(len(new), 'tile')})"] if new else []
+        words += [f"{source} ({count_text(len(new), 'tile')})"] if new else []
     words = words if found.tiles else [RECKONED, *words]
     return Loaded(found.tiles, found.tables, found.sources, ", ".join(words), tuple(ignored))
 

@@ -175,6 +175,6 @@ def read(path: Path) -> Table:
     return table
 
 
-def counted(number: int, what: str) -> str:
+def count_text(number: int, what: str) -> str:
     """1 row, 2 rows."""
     return f"{number} {what}{'' if number == 1 else 's'}"

@@ -52,8 +52,8 @@ Element check_operands(const FlashFwdArguments& a, KvFormats& formats) {
   check_equal("k", kv_columns(a.k, formats.k), "q", a.q.size(rank - 1), "a head dim");
   const int64_t heads = a.q.size(1);
   const int64_t kv_heads = a.k.size(1);
-  check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "`q` has ", heads, " heads and `k` ",
-        kv_heads, "; `k`'s must divide `q`'s");
+  check(heads == 0 || (kv_heads > 0 && heads % kv_heads == 0), "`q` has ", Counted{heads, "head"},
+        " and `k` ", kv_heads, "; `k`'s must divide `q`'s");
   for (const auto& [name, tensor] : {std::pair{"q", &a.q}, {"k", &a.k}, {"v", &a.v}}) {
     check_rows(name, *tensor);
   }
@@ -284,8 +284,8 @@ void check_rotary(const FlashFwdArguments& a, const FlashFwdCall& call, int head
     const Tensor& other = *first->tensor;
     check(
         dtype_of(tensor) == dtype_of(other) && tensor.size(rank - 1) == other.size(other.dim() - 1),
-        table.name, " is ", dtype_text(tensor), " with ", tensor.size(rank - 1), " columns and ",
-        first->name, " ", dtype_text(other), " with ", other.size(other.dim() - 1),
+        table.name, " is ", dtype_text(tensor), " with ", Counted{tensor.size(rank - 1), "column"},
+        " and ", first->name, " ", dtype_text(other), " with ", other.size(other.dim() - 1),
         "; they must be alike");
   }
   check(first != nullptr || !o.rotary_interleaved,

@@ -83,8 +83,8 @@ namespace {
 std::string describe_choice(const FlashFwdSpecialisation& s) {
   std::string text = (s.tensor_tiles ? "tensor tiles: " : "") + row_text(s.defaults);
   if (s.v_slices() > 1) {
-    text += "; v in " + std::to_string(s.v_slices()) + " slices of " + std::to_string(s.v_slice) +
-            " columns, each with the scores computed again";
+    text += "; v in " + std::to_string(s.v_slices()) + " slices of " +
+            Counted{s.v_slice, "column"}.str() + ", each with the scores computed again";
   }
   if (!s.wide_loads) {
     const KvFormats& formats = s.features.cache.formats;

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 
+#include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
@@ -24,7 +25,7 @@ inline std::string row_text(const TileConditions* row) {
   const int registers = row->whole_registers();
   std::string text = "tile chosen by the table row for " + std::to_string(row->bits) +
                      "-bit dtypes, head dims up to " + std::to_string(row->columns);
-  text += row->queries != kAny ? ", " + std::to_string(row->queries) + " queries" : "";
+  text += row->queries != kAny ? ", " + Counted{row->queries, "query"}.str() : "";
   text += row->load == Load::kLight ? ", light features" : "";
   text += row->family > kM1 ? ", M3 and later" : "";
   return text + (registers == 0 ? ": registers not measured"

@@ -105,7 +105,7 @@ void check_indices(const AppendKvArguments& a, AppendKvProblem& p) {
   check(a.cache.indexed() || p.cache_size == p.batch, "`k_cache` has a batch of ", p.cache_size,
         " and `k` of ", p.batch, "; without `cache_batch_idx` they must be equal");
   check(a.packed || p.length <= p.capacity, "`k` has a length of ", p.length,
-        " and `k_cache` room for ", p.capacity, " rows of a sequence");
+        " and `k_cache` room for ", Counted{p.capacity, "row"}, " of a sequence");
 }
 
 void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
@@ -130,8 +130,8 @@ void check_rotary(const AppendKvArguments& a, AppendKvProblem& p) {
   p.table_element = check_element("rotary_cos", cos);
   p.table_rows = check_length("rotary_cos", cos, 0, "number of rows");
   check(p.table_rows > 0, "`rotary_cos` has no rows");
-  check(2 * cos.size(1) <= p.head_dim_qk, "`rotary_cos` has ", cos.size(1),
-        " columns and `k` a head dim of ", p.head_dim_qk, "; they must be at most half of it");
+  check(2 * cos.size(1) <= p.head_dim_qk, "`rotary_cos` has ", Counted{cos.size(1), "column"},
+        " and `k` a head dim of ", p.head_dim_qk, "; they must be at most half of it");
   p.pairs = static_cast<int32_t>(cos.size(1));
   const int64_t last = p.head_dim_qk - 2 * p.pairs;
   check(0 <= a.rotary_first_column && a.rotary_first_column <= last, "`rotary_first_column` is ",
@@ -162,8 +162,8 @@ void check_v_in_k(const AppendKvArguments& a, AppendKvProblem& p) {
         "k[..., :",
         p.head_dim_v, "] as `v`");
   check(p.pairs == 0 || p.first_rotated >= p.head_dim_v, "`rotary_first_column` is ",
-        p.first_rotated, " and `v_cache` the first ", p.head_dim_v,
-        " columns of `k_cache`; values are not rotated, so it must be at least ", p.head_dim_v);
+        p.first_rotated, " and `v_cache` the first ", Counted{p.head_dim_v, "column"},
+        " of `k_cache`; values are not rotated, so it must be at least ", p.head_dim_v);
 }
 
 void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
@@ -254,7 +254,7 @@ void check_values(const AppendKvArguments& a, const AppendKvProblem& p) {
     const int64_t q_rows = a.rotate_q_by_token ? queries : std::min<int64_t>(queries, 1);
     const int64_t rotary_rows = std::max(length, q_rows);
     check(first >= 0 && first + length <= p.capacity, "`cache_seqlens`[", b, "] is ", first,
-          " and `k` has ", length, " new rows; together they must be in 0..", p.capacity,
+          " and `k` has ", Counted{length, "new row"}, "; together they must be in 0..", p.capacity,
           ", the rows ",
           a.cache.block_table ? "in the pages that `block_table` has" : "that `k_cache` has",
           " for sequence ", b);
@@ -490,7 +490,7 @@ void append_kv(const AppendKvArguments& a, Backend& backend) {
     const AppendKvSpecialisation s = choose_append_kv(a, p);
     note(backend, [&s] {
       return JsonObject().add(
-          "reason", std::to_string(s.block_rows) + " new rows of a KV head a threadgroup");
+          "reason", Counted{s.block_rows, "new row"}.str() + " of a KV head a threadgroup");
     });
     backend.run(append_kv_launch(a, p, s));
   }

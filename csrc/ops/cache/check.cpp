@@ -125,8 +125,9 @@ void check_block_table(const CacheOptions& o, const Tensor& k, const Tensor& q, 
   const int32_t page = check_length(o.names.k, k, 2, "page size");
   check(page > 0, ArgumentName(o.names.k),
         " has pages of 0 keys; with `block_table` they must have at least 1");
-  check(table.size(1) <= kMaxLength / page, "`block_table` has ", table.size(1), " pages of ", page,
-        " keys a sequence; together they must be at most ", kMaxLength, " keys");
+  check(table.size(1) <= kMaxLength / page, "`block_table` has ", Counted{table.size(1), "page"},
+        " of ", Counted{page, "key"}, " a sequence; together they must be at most ", kMaxLength,
+        " keys");
 }
 
 }  // namespace

@@ -194,7 +194,7 @@ void copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst, Backe
   const CopyPagesSpecialisation s = choose_copy_pages(cache, src);
   if (s.launches()) {
     note(backend, [&s] {
-      return JsonObject().add("reason", std::to_string(s.word_bytes) + " bytes at a time");
+      return JsonObject().add("reason", Counted{s.word_bytes, "byte"}.str() + " at a time");
     });
     backend.run(copy_pages_launch(cache, src, dst, s));
   }

@@ -115,6 +115,18 @@ std::optional<Element> element_of(ScalarType dtype) {
 
 }  // namespace
 
+std::string Counted::str() const {
+  std::string text = std::to_string(count_) + " " + noun_;
+  if (count_ == 1) {
+    return text;
+  }
+  const bool is_consonant_y = text.back() == 'y' && text[text.size() - 2] != 'e';
+  if (is_consonant_y) {
+    text.replace(text.size() - 1, 1, "ie");
+  }
+  return text + (text.back() == 's' ? "es" : "s");
+}
+
 std::string list_text(IntHeaderOnlyArrayRef values) {
   std::ostringstream text;
   write_list(text, values);
@@ -267,7 +279,7 @@ void check_equal(ArgumentName name, int64_t size, ArgumentName other_name, int64
 }
 
 void check_rank(ArgumentName name, const Tensor& tensor, int64_t rank, const char* layout) {
-  check(tensor.dim() == rank, name, " has ", tensor.dim(), " dimensions, shape ",
+  check(tensor.dim() == rank, name, " has ", Counted{tensor.dim(), "dimension"}, ", shape ",
         shape_text(tensor), "; it must have ", rank, ": `", layout, "`");
 }
 
@@ -345,8 +357,8 @@ void check_steps(ArgumentName name, const Tensor& cu_seqlens, int64_t longest,
     const int64_t length = int64_t{ends[i]} - ends[i - 1];
     check(length >= 0, name, "[", i, "] is ", ends[i], " and the one before ", ends[i - 1],
           "; they must not decrease");
-    check(length <= longest, name, " has a sequence of ", length, " rows and ", longest_name,
-          " is ", longest, "; no sequence may be longer");
+    check(length <= longest, name, " has a sequence of ", Counted{length, "row"}, " and ",
+          longest_name, " is ", longest, "; no sequence may be longer");
   }
 }
 
@@ -359,7 +371,8 @@ void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total
   check(ends[0] == 0, name, "[0] is ", ends[0], "; it must be 0");
   check_steps(name, cu_seqlens, longest, longest_name);
   const int32_t end = ends[cu_seqlens.numel() - 1];
-  check(end <= total, name, " ends at ", end, " of ", total, " rows; it must not pass them");
+  check(end <= total, name, " ends at ", end, " of ", Counted{total, "row"},
+        "; it must not pass them");
 }
 
 void check_statistics(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
@@ -419,8 +432,8 @@ void check_storage(ArgumentName name, const Tensor& tensor) {
   TORCH_CALL(aoti_torch_get_storage_size(tensor.get(), &bytes));
   const int64_t element = static_cast<int64_t>(tensor.element_size());
   check(last < bytes / element, name, " has shape ", shape_text(tensor), " and strides ",
-        stride_text(tensor), ", and a storage of ", bytes, " bytes, which must hold ", last + 1,
-        " elements: it has been resized");
+        stride_text(tensor), ", and a storage of ", Counted{bytes, "byte"}, ", which must hold ",
+        Counted{last + 1, "element"}, ": it has been resized");
 }
 
 bool rows_aligned_16(const Tensor& tensor) { return rows_aligned(tensor, 16); }

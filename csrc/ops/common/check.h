@@ -78,6 +78,24 @@ TensorText stride_text(const torch::stable::Tensor& tensor);
 TensorText device_text(const torch::stable::Tensor& tensor);  // mps:0
 TensorText dtype_text(const torch::stable::Tensor& tensor);   // float16
 
+// A number with its noun, as a message shows it: "1 head", "2 heads", "3 queries", "2 passes".
+class Counted {
+ public:
+  constexpr Counted(int64_t count, const char* noun) : count_(count), noun_(noun) {}
+
+  std::string str() const;
+  friend std::ostream& operator<<(std::ostream& stream, const Counted& counted) {
+    return stream << counted.str();
+  }
+  friend std::string operator+(const std::string& text, const Counted& counted) {
+    return text + counted.str();
+  }
+
+ private:
+  int64_t count_;
+  const char* noun_;
+};
+
 template <typename... Parts>
 void check(bool condition, const Parts&... parts) {
   if (!condition) {

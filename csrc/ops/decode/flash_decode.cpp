@@ -193,9 +193,8 @@ Tensor empty_partial(const FlashDecodeCall& call, const Tensor& like, int64_t co
 std::string describe_choice(const FlashDecodeCall& call) {
   const FlashDecodeSpecialisation& s = call.specialisation;
   const int hadamard = s.features.cache.hadamard;
-  return std::to_string(call.splits) + " splits of the keys; " + std::to_string(s.all_rows) +
-         " queries of a KV head in " + std::to_string(s.passes(s.all_rows)) +
-         " passes over its keys" +
+  return Counted{call.splits, "split"}.str() + " of the keys; " + Counted{s.all_rows, "query"} +
+         " of a KV head in " + Counted{s.passes(s.all_rows), "pass"} + " over its keys" +
          (call.row_groups > call.list_count() ? ", each by threadgroups of its own" : "") +
          (s.v_in_k ? ", which hold the values too" : "") +
          (hadamard > 0 ? ", rotated in blocks of " + std::to_string(hadamard) + " columns" : "") +
@@ -216,9 +215,9 @@ FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
         "cache, or use flash_fwd");
   const int64_t heads = call.kv_heads > 0 ? call.heads / call.kv_heads : 0;
   const int64_t queries = std::max(call.q_length, call.q_total);
-  check(queries * heads <= kMaxRows, "`q` has shape ", shape_text(f.q), ", ", queries,
-        " queries of ", heads, " heads a KV head; flash_decode takes up to ", kMaxRows,
-        " of them together: use flash_fwd");
+  check(queries * heads <= kMaxRows, "`q` has shape ", shape_text(f.q), ", ",
+        Counted{queries, "query"}, " of ", Counted{heads, "head"},
+        " a KV head; flash_decode takes up to ", kMaxRows, " of them together: use flash_fwd");
   check(f.packing || a.options.max_seqlen_q == 0, "`max_seqlen_q` is ", a.options.max_seqlen_q,
         " and `cu_seqlens_q` is not given; it is of packed queries only");
   const FlashFwdProblem& p = call.problem;
@@ -250,9 +249,9 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward, const FlashDeco
   const int64_t most = std::max<int64_t>(kMostGroups / (forward.kv_heads * call.list_count()), 1);
   const int64_t list_groups = appends ? 1 : std::min(s.passes(rows), most);
   call.row_groups = call.list_count() * list_groups;
-  check(forward.kv_heads * call.row_groups <= kMaxLength, "`indices` has ", call.list_count(),
-        " lists a KV head; with ", forward.kv_heads, " heads it may have ",
-        kMaxLength / (forward.kv_heads * list_groups));
+  check(forward.kv_heads * call.row_groups <= kMaxLength, "`indices` has ",
+        Counted{call.list_count(), "list"}, " a KV head; with ", Counted{forward.kv_heads, "head"},
+        " it may have ", kMaxLength / (forward.kv_heads * list_groups));
   const int64_t groups = int64_t{forward.batch} * forward.kv_heads * call.row_groups;
   const int64_t own_rows = divide_up(rows, list_groups);
   call.splits =

@@ -69,10 +69,11 @@ void check_indices(const KeyLists& a, const FlashFwdArguments& f, const FlashFwd
   check(indices.dim() == 4 && (indices.size(0) == 1 || indices.size(0) == batch) &&
             (indices.size(1) == 1 || indices.size(1) == call.kv_heads) && indices.size(2) == lists,
         "`indices` has shape ", shape_text(indices), "; it must be (1 or ", batch, ", 1 or ",
-        call.kv_heads, ", ", lists, ", entries): lists of ", queries, " queries by ",
+        call.kv_heads, ", ", lists, ", entries): lists of ", Counted{queries, "query"}, " by ",
         a.q_block_size);
-  check(indices.size(3) <= kMaxLength / a.kv_block_size, "`indices` has lists of ", indices.size(3),
-        " blocks of ", a.kv_block_size, " keys; it must be at most ", kMaxLength, " keys");
+  check(indices.size(3) <= kMaxLength / a.kv_block_size, "`indices` has lists of ",
+        Counted{indices.size(3), "block"}, " of ", a.kv_block_size, " keys; it must be at most ",
+        kMaxLength, " keys");
   check_storage("indices", indices);
   check_entries(indices, divide_up(call.kv_length, a.kv_block_size));
 }
@@ -94,8 +95,8 @@ std::string describe_indices(const KeyLists& a, const FlashFwdCall& call) {
     return "";
   }
   std::ostringstream text;
-  text << "; keys are those of " << divide_up(call.q_length, a.q_block_size) << " lists of "
-       << a.indices->size(3);
+  text << "; keys are those of " << Counted{divide_up(call.q_length, a.q_block_size), "list"}
+       << " of " << a.indices->size(3);
   if (a.kv_block_size > 1) {
     text << " blocks of " << a.kv_block_size << " keys";
   }

@@ -112,7 +112,7 @@ struct Plain {
 
   // (B, H, L, D) of (B, L, H, D): a view.
   static Tensor heads_second(const Tensor& rows) {
-    check(rows.dim() == 4, "a tensor has ", rows.dim(), " dimensions; it must have 4");
+    check(rows.dim() == 4, "a tensor has ", Counted{rows.dim(), "dimension"}, "; it must have 4");
     return swapped(rows, 1, 2);
   }
 

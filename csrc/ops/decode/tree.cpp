@@ -66,9 +66,9 @@ void check_keys(const FlashFwdArguments& f, const FlashFwdCall& call, const Toke
     return lengths ? values_on_cpu(*lengths)[tokens.sequence] : otherwise;
   };
   const int64_t keys = value(f.options.seqused_k, call.kv_length) - value(f.options.leftpad_k, 0);
-  check(tokens.count <= keys, "sequence ", tokens.sequence, " has ", tokens.count,
-        " queries in `q` and ", keys,
-        " keys; with `parents` or `tree_mask` the queries are those of its last keys");
+  check(tokens.count <= keys, "sequence ", tokens.sequence, " has ", Counted{tokens.count, "query"},
+        " in `q` and ", Counted{keys, "key"},
+        "; with `parents` or `tree_mask` the queries are those of its last keys");
 }
 
 void check_tree_layout(ArgumentName name, const Tensor& tree, const FlashDecodeArguments& a,
@@ -110,8 +110,8 @@ void check_tree(const FlashDecodeArguments& a, FlashFwdCall& call) {
   const FlashFwdArguments& f = a.forward;
   const ArgumentName name = o.parents ? "parents" : "tree_mask";
   const Tensor& tree = o.parents ? *o.parents : *o.tree_mask;
-  check(call.q_length <= TREE_TOKENS, name, " is given and a sequence has up to ", call.q_length,
-        " queries; a tree has at most ", TREE_TOKENS);
+  check(call.q_length <= TREE_TOKENS, name, " is given and a sequence has up to ",
+        Counted{call.q_length, "query"}, "; a tree has at most ", TREE_TOKENS);
   check_tree_layout(name, tree, a, call);
   check_options(name, a);
   if (tree.is_cpu() && tree.numel() > 0) {

@@ -52,7 +52,8 @@ MergeProblem check_operands(const MergeStateArguments& a) {
   check_device("out_a", out);
   p.element = check_element("out_a", out);
   const int64_t rank = out.dim();
-  check(rank == 3 || rank == 4, "`out_a` has ", rank, " dimensions, shape ", shape_text(out),
+  check(rank == 3 || rank == 4, "`out_a` has ", Counted{rank, "dimension"}, ", shape ",
+        shape_text(out),
         "; it must have 4, (batch, heads, length, head_dim), or 3, (tokens, heads, head_dim)");
   const bool packed = rank == 3;
   const int columns = check_head_dim("out_a", out.size(rank - 1), kMaxHeadDimV);

@@ -36,12 +36,14 @@ struct RopeSpecialisation {
 // (P, R / 2), (1, P, R / 2) or (B, P, R / 2).
 void check_table(ArgumentName name, const Tensor& table, int32_t batch, int32_t head_dim) {
   const int64_t rank = table.dim();
-  check(rank == 2 || rank == 3, name, " has ", rank, " dimensions, shape ", shape_text(table),
+  check(rank == 2 || rank == 3, name, " has ", Counted{rank, "dimension"}, ", shape ",
+        shape_text(table),
         "; it must have 2 or 3: (positions, R / 2) or (batch, positions, R / 2)");
   check(rank == 2 || table.size(0) == 1 || table.size(0) == batch, name, " has a batch of ",
         table.size(0), " and `q` of ", batch, "; it must be 1 or equal");
-  check(2 * table.size(rank - 1) <= head_dim, name, " has ", table.size(rank - 1),
-        " columns and `q` a head dim of ", head_dim, "; they must be at most half of it");
+  check(2 * table.size(rank - 1) <= head_dim, name, " has ",
+        Counted{table.size(rank - 1), "column"}, " and `q` a head dim of ", head_dim,
+        "; they must be at most half of it");
   check_storage(name, table);
 }
 
@@ -85,7 +87,7 @@ void check_rows(const RopeArguments& a, RopeProblem& p) {
   const int64_t most = int64_t{p.table_rows} - p.length;
   check(p.length == 0 || (a.seqlen_offset >= 0 && a.seqlen_offset <= most), "`seqlen_offset` is ",
         a.seqlen_offset, " and `q` has a length of ", p.length, "; they must stay within the ",
-        p.table_rows, " rows of `cos`");
+        Counted{p.table_rows, "row"}, " of `cos`");
 }
 
 void check_in_place(const RopeArguments& a) {
@@ -170,7 +172,7 @@ RopeTablesProblem check_rope_tables(const RopeTablesArguments& a) {
   p.position_element = check_row_index("positions", a.positions,
                                        {ScalarType::Int, ScalarType::Long, ScalarType::Float});
   const int64_t rank = a.positions.dim();
-  check(rank >= 1 && rank <= 3, "`positions` has ", rank, " dimensions, shape ",
+  check(rank >= 1 && rank <= 3, "`positions` has ", Counted{rank, "dimension"}, ", shape ",
         shape_text(a.positions), "; it must have 1 to 3: (section, batch, length)");
   p.sizes = {1, 1, 1};
   for (int64_t dim = 0; dim < rank; ++dim) {
@@ -345,9 +347,9 @@ Launch rope_tables_launch(const RopeTablesArguments& a, const RopeTablesProblem&
 
 void run(const Launch& launch, const RopeSpecialisation& s, Backend& backend) {
   note(backend, [&s] {
-    return JsonObject().add("reason", std::to_string(s.vector) +
-                                          " pairs of columns a thread, for " +
-                                          std::to_string(s.shares.heads) + " heads");
+    return JsonObject().add("reason", Counted{s.vector, "pair"}.str() +
+                                          " of columns a thread, for " +
+                                          Counted{s.shares.heads, "head"});
   });
   backend.run(launch);
 }

@@ -85,8 +85,8 @@ SoftmaxRows check_rows(ArgumentName name, const Tensor& tensor, const Tensor& gi
 // x with the axis as its last dimension; a number is a row of one.
 Tensor axis_last(const Tensor& x, int64_t dim) {
   const int64_t rank = std::max<int64_t>(x.dim(), 1);
-  check(dim >= -rank && dim < rank, "`dim` is ", dim, "; `x` has ", x.dim(),
-        " dimensions, so it must be in ", -rank, "..", rank - 1);
+  check(dim >= -rank && dim < rank, "`dim` is ", dim, "; `x` has ", Counted{x.dim(), "dimension"},
+        ", so it must be in ", -rank, "..", rank - 1);
   return x.dim() == 0 ? torch::stable::unsqueeze(x, 0) : torch::stable::transpose(x, dim, -1);
 }
 
@@ -103,8 +103,8 @@ SoftmaxCall check_softmax(const Tensor& x, int64_t dim, bool in_place) {
 
 SoftmaxRows check_causal_mask(const Tensor& scores, int64_t q_offset) {
   const Element element = check_operand("scores", scores);
-  check(scores.dim() >= 2, "`scores` has ", scores.dim(), " dimensions, shape ", shape_text(scores),
-        "; it must have 2 or more: (..., q_length, kv_length)");
+  check(scores.dim() >= 2, "`scores` has ", Counted{scores.dim(), "dimension"}, ", shape ",
+        shape_text(scores), "; it must have 2 or more: (..., q_length, kv_length)");
   check(q_offset >= -kMaxLength && q_offset <= kMaxLength, "`q_offset` is ", q_offset,
         "; it must be in ", -kMaxLength, "..", kMaxLength);
   check_length("scores", scores, scores.dim() - 2, "q_length");

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_metal_attn.call.arguments import check_rank, check_tensor, flag, natural
 from torch_metal_attn.integrations.sdpa_replacement import count_reason, problem_or_reason
 from torch_metal_attn.sdpa import Problem
+from torch_metal_attn.wording import type_text
 
 LOG = logging.getLogger(__name__)
 OVERRIDE = "optimized_attention_override"  # among a model's transformer_options
@@ -134,7 +135,7 @@ def patch(model: Any) -> Any:
         ValueError: the model has the override of another node, which would be lost.
     """
     if not hasattr(model, "clone") or not hasattr(model, "model_options"):
-        raise TypeError(f"model is a {type(model).__name__}; it must be ComfyUI's ModelPatcher")
+        raise TypeError(f"model is {type_text(model)}; it must be ComfyUI's ModelPatcher")
     patched = model.clone()
     options = patched.model_options.setdefault("transformer_options", {})
     if not isinstance(options.get(OVERRIDE, None), Attention | None):

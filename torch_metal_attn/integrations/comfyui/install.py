@@ -4,6 +4,8 @@ import argparse
 import shutil
 from pathlib import Path
 
+from torch_metal_attn.simulator.exit_status import BadRequest
+
 FOLDER = Path("custom_nodes", "torch_metal_attn")
 FILE = "__init__.py"
 TEXT = '''"""Made by `python -m torch_metal_attn comfyui install`; `uninstall` removes it."""
@@ -19,7 +21,7 @@ __all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
 '''
 
 
-class NotComfyUI(Exception):
+class NotComfyUI(BadRequest):
     """The folder is not ComfyUI's, or a file in it is not ours."""
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch_metal_attn.integrations.comfyui.attention import patch
 from torch_metal_attn.integrations.sdpa_replacement import sdpa_replaced
+from torch_metal_attn.wording import value_text
 
 VARIABLE = "TORCH_METAL_ATTN_COMFYUI"
 
@@ -38,4 +39,4 @@ def replace_everywhere() -> None:
     if value == "all":
         sdpa_replaced(process_wide=True).__enter__()
     elif value:
-        raise ValueError(f'{VARIABLE} is {value!r}; it must be "all", or not set')
+        raise ValueError(f'{VARIABLE} is {value_text(value)}; it must be "all", or not set')

@@ -30,6 +30,7 @@ from torch_metal_attn.integrations.transformers.routes import record
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
 from torch_metal_attn.ops.differentiation import call
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
+from torch_metal_attn.wording import count_text, type_text, value_text
 
 # Where packed sequences begin, and how long they are.
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -93,7 +94,7 @@ def metal_attention(
         out's.
     """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module is a {type(module).__name__}; it must be an nn.Module")
+        raise TypeError(f"module is {type_text(module)}; it must be an nn.Module")
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, (Unrotated, Latents, HeldRows)):
             check_rank(name, x, "(B, H, S, D)")
@@ -136,7 +137,7 @@ def metal_attention(
     given_mask = attention_mask
     if attention_mask is not None and bands.is_causal(attention_mask):
         if attention_mask.shape[2] != q.shape[2] or q.shape[2] == 1:
-            made_for = f"{attention_mask.shape[2]} queries"
+            made_for = count_text(attention_mask.shape[2], "query")
             raise _wrong_size(module, q.shape[2], key.shape[2], made_for, is_packed)
         attention_mask, causal = None, True
     packing = packing_of(attention_mask, q.shape[2], key.shape[2])
@@ -321,15 +322,15 @@ def _visibility(
     if not bands.is_descriptor(mask, kv_length):
         if mask.dtype != torch.bool and not mask.is_floating_point():
             raise NotImplementedError(
-                f"attention_mask in {type(module).__name__} is a {mask.dtype} tensor of shape "
-                f"{tuple(mask.shape)} for {q_length} queries and {kv_length} keys; it must be bool "
-                "or floating"
+                f"attention_mask in {type(module).__name__} is {type_text(mask)} for "
+                f"{count_text(q_length, 'query')} and {count_text(kv_length, 'key')}; it must be "
+                "bool or floating"
             )
-        shown = f"{str(mask.dtype).removeprefix('torch.')} mask {tuple(mask.shape)}"
-        return "dense", {"attn_mask": mask}, shown
+        dtype = str(mask.dtype).removeprefix("torch.")
+        return "dense", {"attn_mask": mask}, f"{dtype} mask {tuple(mask.shape)}"
     if torch.compiler.is_compiling():
         if not bands.is_for(mask, q_length):
-            raise _wrong_size(module, q_length, kv_length, f"{mask.shape[1]} queries")
+            raise _wrong_size(module, q_length, kv_length, count_text(mask.shape[1], "query"))
         if q_length == 1:
             return "compact", bands.lengths(mask), "descriptor"
         return "dense", {"attn_mask": bands.expand(mask, q_length, kv_length)}, "descriptor"
@@ -461,8 +462,9 @@ def _wrong_size(
     module: nn.Module, q_length: int, kv_length: int, made_for: str, is_packed: bool = False
 ) -> NotImplementedError:
     return NotImplementedError(
-        f"{type(module).__name__} has {q_length} queries and {kv_length} keys, and its mask is "
-        f"for {made_for}: it uses the mask in a way that metal_attn does not know; use "
+        f"{type(module).__name__} has {count_text(q_length, 'query')} and "
+        f"{count_text(kv_length, 'key')}, and its mask is for {made_for}: it uses the mask in a "
+        "way that metal_attn does not know; use "
         f'attn_implementation="sdpa"{PADDED if is_packed else ""}'
     )
 
@@ -479,8 +481,8 @@ def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> 
     """Refuse a window that should mask out keys if no mask says on which side."""
     if sliding_window is not None and reach > whole("sliding_window", sliding_window):
         raise NotImplementedError(
-            f"sliding_window={sliding_window} in {type(module).__name__} with {reach} keys in "
-            "reach and no mask"
+            f"sliding_window={sliding_window} in {type(module).__name__} with "
+            f"{count_text(reach, 'key')} in reach and no mask"
         )
 
 
@@ -499,6 +501,4 @@ def _refuse_unknown(module: nn.Module, others: dict[str, Any]) -> None:
 def _shown(values: dict[str, Any]) -> str:
     """The first of the values that is given, with its name."""
     name, value = next((name, value) for name, value in values.items() if value is not None)
-    if isinstance(value, Tensor):
-        return f"{name}=a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"{name}={value!r}"
+    return f"{name}={type_text(value) if isinstance(value, Tensor) else value_text(value)}"

@@ -25,6 +25,7 @@ from torch_metal_attn.integrations.transformers.attention import (
 from torch_metal_attn.integrations.transformers.latent import EXPAND
 from torch_metal_attn.integrations.transformers.refusals import checked_parts, unwrapped
 from torch_metal_attn.integrations.transformers.unrotated import Unrotated
+from torch_metal_attn.wording import type_text
 
 FLASH_NAME = "metal_flash_attn"
 
@@ -128,7 +129,7 @@ def metal_flash_attention(
     if isinstance(query, Unrotated):
         query = query.rotated()
     if not hasattr(module, "config"):
-        raise TypeError(f"module is a {type(module).__name__}; it must be a layer of transformers")
+        raise TypeError(f"module is {type_text(module)}; it must be a layer of transformers")
     for argument, x in (("query", query), ("key", key), ("value", value)):
         check_rank(argument, x, "(1, H, T, D)")
     name = type(module).__name__
@@ -153,7 +154,7 @@ def metal_flash_attention(
     window = None if sliding_window is None else whole("sliding_window", sliding_window)
     if not updated:
         if not hasattr(cache, "layer_to_allocator"):
-            raise TypeError(f"cache is a {type(cache).__name__}; it must be a PagedAttentionCache")
+            raise TypeError(f"cache is {type_text(cache)}; it must be a PagedAttentionCache")
         window = getattr(cache.layer_to_allocator[module.layer_idx], "sliding_window", None)
         if sliding_window not in (None, window):
             raise NotImplementedError(

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from torch_metal_attn.integrations.transformers.packing import hidden
 from torch_metal_attn.integrations.transformers.unrotated import Tables, Unrotated, rotated
 from torch_metal_attn.reference import rotate
+from torch_metal_attn.wording import with_article
 
 _FUNCTION = "apply_rotary_pos_emb"
 _RENAMING = "transformers.utils.deprecation"  # since 5.24 it decorates most forwards
@@ -52,8 +53,8 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
         if "forward" in vars(module):
             # accelerate puts one there where a model is spread over devices.
             raise NotImplementedError(
-                f"fuse_rope=True for {type(model).__name__}: a {kind.__name__} has a forward that "
-                "is not its class's; use enable(model), or fuse before hooks are added"
+                f"fuse_rope=True for {type(model).__name__}: {with_article(kind.__name__)} has a "
+                "forward that is not its class's; use enable(model), or fuse before hooks are added"
             )
     fused = {kind: fused_class(kind, _probe(model, kind)) for kind in {kind for _, kind in found}}
     return [(module, fused[kind]) for module, kind in found]

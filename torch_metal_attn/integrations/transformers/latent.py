@@ -24,6 +24,7 @@ from torch_metal_attn.kv_cache.recent import RecentRows
 from torch_metal_attn.kv_cache.storage import Storage
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.quantisation import dequantise
+from torch_metal_attn.wording import type_text, with_article
 
 EXPAND = "expand_kv"  # of a module that caches latent rows
 _ADVICE = "use enable(model)"
@@ -197,15 +198,15 @@ def plan(model: PreTrainedModel) -> list[tuple[nn.Module, type]]:
         linear = getattr(module, "kv_b_proj", None)
         if type(linear) is not nn.Linear or getattr(linear, "bias", None) is not None:
             raise NotImplementedError(
-                f"{where}: kv_b_proj of a {kind.__name__} is a {type(linear).__name__}; only the "
-                f"weight of a torch.nn.Linear without bias can be absorbed; {_ADVICE}"
+                f"{where}: kv_b_proj of {with_article(kind.__name__)} is {type_text(linear)}; "
+                f"only the weight of a torch.nn.Linear without bias can be absorbed; {_ADVICE}"
             )
         columns, rotated = linear.in_features, getattr(module, "qk_rope_head_dim", 0)
         if columns > MAX_VALUE_HEAD_DIM or columns + rotated > MAX_HEAD_DIM:
             raise NotImplementedError(
-                f"{where}: the latent rows of a {kind.__name__} have {columns} + {rotated} "
-                f"columns; the kernels take at most {MAX_VALUE_HEAD_DIM}, and {MAX_HEAD_DIM} with "
-                f"those that are rotated; {_ADVICE}"
+                f"{where}: the latent rows of {with_article(kind.__name__)} have {columns} + "
+                f"{rotated} columns; the kernels take at most {MAX_VALUE_HEAD_DIM}, and "
+                f"{MAX_HEAD_DIM} with those that are rotated; {_ADVICE}"
             )
     return [(module, absorbed_class(kind)) for module, kind in found]
 

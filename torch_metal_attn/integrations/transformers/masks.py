@@ -29,6 +29,7 @@ from torch_metal_attn.call.arguments import check_rank, natural, whole
 from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers import packing
 from torch_metal_attn.integrations.transformers.band import Band
+from torch_metal_attn.wording import count_text, value_text
 
 # They work on the mask itself: Gemma 4 cuts rows out of it where its last layers share keys, Doge
 # compares its elements, DeepSeek-V4 and T5Gemma 2 concatenate it with another, NLLB-MoE's router
@@ -228,13 +229,14 @@ def _check(
                 "int"
             )
     if not callable(mask_function):
-        raise TypeError(f"mask_function is {mask_function!r}; it must be a function")
+        raise TypeError(f"mask_function is {value_text(mask_function)}; it must be a function")
     if attention_mask is not None:
         check_rank("attention_mask", attention_mask, "(B, tokens)")
         rows = attention_mask.shape[0]
         if rows != batch_size:
             raise ValueError(
-                f"attention_mask has {rows} rows; it must have batch_size={batch_size}"
+                f"attention_mask has {count_text(rows, 'row')}; it must have "
+                f"batch_size={batch_size}"
             )
 
 

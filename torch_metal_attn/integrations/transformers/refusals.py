@@ -26,6 +26,7 @@ from torch_metal_attn.integrations.transformers.masks import (
     additive_masks,
     indexed_models,
 )
+from torch_metal_attn.wording import type_text
 
 NAME = "metal_attn"
 
@@ -123,7 +124,7 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
             inner = inner.get_base_model()
         else:
             raise TypeError(
-                f"model is a {type(model).__name__}; it must be a transformers PreTrainedModel, or "
+                f"model is {type_text(model)}; it must be a transformers PreTrainedModel, or "
                 "one that torch.compile, PEFT or (Distributed)DataParallel has wrapped"
             )
     return inner

@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...wording import type_text, value_text
 from .lexer import MetalSourceError, TokenList
 
 ConstantValue = bool | int | float
@@ -122,10 +123,10 @@ def _literal(constant: FunctionConstant, value: ConstantValue) -> str:
     kind = SPELLINGS.get(constant.type, constant.type)
     what = f"constants[{constant.name!r}]"
     if not isinstance(value, (bool, int, float)):
-        raise TypeError(f"{what} is a {type(value).__name__}; it must be a bool, int or float")
+        raise TypeError(f"{what} is {type_text(value)}; it must be a bool, int or float")
     if kind == "bool":
         if value not in (0, 1):
-            raise ValueError(f"{what} is {value!r}; a bool constant takes True or False")
+            raise ValueError(f"{what} is {value_text(value)}; a bool constant takes True or False")
         return "true" if value else "false"
     if kind in INTEGER_RANGES:
         low, high = INTEGER_RANGES[kind]
@@ -140,9 +141,11 @@ def _literal(constant: FunctionConstant, value: ConstantValue) -> str:
         # A C++17 hexadecimal literal carries the value exactly; inf and nan have none.
         number = float(value)
         if number != number or number in (float("inf"), float("-inf")):
-            raise ValueError(f"{what} is {value!r}; it must be finite")
+            raise ValueError(f"{what} is {value_text(value)}; it must be finite")
         if abs(number) > FLOATS[kind]:
-            raise ValueError(f"{what} is {value!r}; {constant.type} holds up to {FLOATS[kind]:g}")
+            raise ValueError(
+                f"{what} is {value_text(value)}; {constant.type} holds up to {FLOATS[kind]:g}"
+            )
         return f"({kind}){number.hex()}"
     raise MetalSourceError(f"function constant {constant.name} has type {constant.type}, no scalar")
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from ...wording import type_text, value_text
 from .lexer import TokenList
 
 # Each version's value of __METAL_VERSION__.
@@ -28,11 +29,10 @@ BEFORE_LAMBDA = frozenset("( , = return { ; } ? : && || !".split())
 def checked(language: object) -> str:
     """The language version; raises TypeError or ValueError if there is none of this name."""
     if not isinstance(language, str):
-        kind = type(language).__name__
-        raise TypeError(f'language is a {kind}; it must be a str such as "{DEFAULT}"')
+        raise TypeError(f'language is {type_text(language)}; it must be a str such as "{DEFAULT}"')
     if language not in NUMBERS:
         known = ", ".join(f'"{version}"' for version in NUMBERS)
-        raise ValueError(f"language is {language!r}; it must be one of {known}")
+        raise ValueError(f"language is {value_text(language)}; it must be one of {known}")
     return language
 
 

@@ -29,6 +29,7 @@ from torch_metal_attn.tools.bench.timing import timer_of
 from torch_metal_attn.tools.costs import scaled
 from torch_metal_attn.tools.progress import Progress
 from torch_metal_attn.tools.text_table import markdown
+from torch_metal_attn.wording import count_text
 
 __all__ = ["BadShape", "add_options", "bench"]
 
@@ -95,7 +96,7 @@ def bench(options: argparse.Namespace) -> bool:
     for dtype, why in compare.trouble.items():
         print(f"no ceilings in {dtype}: {why}")
     if interrupted:
-        print(f"interrupted after {len(found)} shapes")
+        print(f"interrupted after {count_text(len(found), 'shape')}")
     if options.folder is not None:
         _write(as_dict(found, compare, described, options.rounds, interrupted), options.folder)
     if interrupted:

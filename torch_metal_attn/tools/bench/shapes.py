@@ -15,8 +15,10 @@ import torch
 
 from torch_metal_attn.call.arguments import INT32_MAX
 from torch_metal_attn.runtime import tensor_tiles
+from torch_metal_attn.simulator.exit_status import BadRequest
 from torch_metal_attn.tools import costs
 from torch_metal_attn.tools.costs import Cost
+from torch_metal_attn.wording import value_text
 
 KINDS = ("forward", "training", "decode")
 TILES = ("best", "8x8")
@@ -25,7 +27,7 @@ MOST_ELEMENTS = 2**61 - 1  # torch counts bytes in int64, and float32 has 4 of t
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class BadShape(ValueError):
+class BadShape(BadRequest):
     """A shape, or a file of them, that cannot be measured."""
 
 
@@ -56,17 +58,21 @@ class Shape:
         for name, allowed in (("kind", KINDS), ("dtype", list(DTYPES)), ("tiles", TILES)):
             value = getattr(self, name)
             if value not in allowed:
-                raise BadShape(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+                raise BadShape(
+                    f"{name} is {value_text(value)}; it must be one of {', '.join(allowed)}"
+                )
         for name in ("batch", "heads", "kv_heads", "length", "kv_length", "head_dim"):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= INT32_MAX:
-                raise BadShape(f"{name} is {value!r}; it must be an int from 1 to {INT32_MAX}")
+                raise BadShape(
+                    f"{name} is {value_text(value)}; it must be an int from 1 to {INT32_MAX}"
+                )
         if type(self.causal) is not bool:
-            raise BadShape(f"causal is {self.causal!r}; it must be true or false")
+            raise BadShape(f"causal is {value_text(self.causal)}; it must be true or false")
         if type(self.window) is not int or not -1 <= self.window <= INT32_MAX:
             raise BadShape(
-                f"window is {self.window!r}; it must be the number of keys before its own that a "
-                f"query sees, an int from 0 to {INT32_MAX}, or -1 for all"
+                f"window is {value_text(self.window)}; it must be the number of keys before "
+                f"its own that a query sees, an int from 0 to {INT32_MAX}, or -1 for all"
             )
         if self.heads % self.kv_heads:
             raise BadShape(
@@ -221,7 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="read shapes from a JSON list of objects with kind (forward, training or decode), "
         "batch, heads, kv_heads, length, kv_length, head_dim, dtype, causal, window, tiles "
-        "(best or 8x8)",
+        "(best or 8x8); the defaults are those of the options",
     )
 
 
@@ -252,15 +258,23 @@ def chosen(options: argparse.Namespace) -> list[Shape] | None:
         for name in ("batch", "heads", "kv_heads", "head_dim", "dtype", "window")
         if getattr(options, name) is not None
     }
+    given["kind"] = "decode" if options.decode else "training" if options.backward else "forward"
+    given["causal"] = options.causal
+    names = [name for name in ("length", "kv_length") if getattr(options, name)]
+    lengths = itertools.product(*(getattr(options, name) for name in names))
+    return [_shape(given | dict(zip(names, values, strict=True))) for values in lengths]
+
+
+def _shape(given: dict[str, Any]) -> Shape:
+    """A shape by some of its fields, with the defaults of the options. Raises BadShape."""
+    filled = dict(given)
     if "heads" in given:
-        given.setdefault("kv_heads", given["heads"])
-    kind = "decode" if options.decode else "training" if options.backward else "forward"
-    lengths = options.length or ([1] if options.decode else [1024])
-    kv_lengths = options.kv_length or ([1024] if options.decode else [None])
-    return [
-        Shape(kind, length=n, kv_length=n if kv is None else kv, causal=options.causal, **given)
-        for n, kv in itertools.product(lengths, kv_lengths)
-    ]
+        filled.setdefault("kv_heads", given["heads"])
+    if given.get("kind") == "decode":
+        filled.setdefault("length", 1)
+    elif "length" in given:
+        filled.setdefault("kv_length", given["length"])
+    return Shape(**filled)
 
 
 def _flag(name: str) -> str:
@@ -277,10 +291,10 @@ def from_file(path: Path) -> list[Shape]:
     for number, given in enumerate(listed):
         unknown = sorted(given.keys() - set(names)) if isinstance(given, dict) else None
         if unknown != []:
-            what = f"has {unknown[0]!r}; it" if unknown else f"is {given!r}; it"
+            what = f"has {unknown[0]!r}; it" if unknown else f"is {value_text(given)}; it"
             raise BadShape(f"{path}: shape {number} {what} must be an object of {', '.join(names)}")
         try:
-            shapes.append(Shape(**given))
+            shapes.append(_shape(given))
         except BadShape as error:
             raise BadShape(f"{path}: shape {number}: {error}") from None
     return shapes
@@ -314,12 +328,16 @@ def _number(path: Path, config: dict[str, Any], name: str, missing: int | None =
     value = config.get(name)
     value = missing if value is None else value
     if type(value) is not int or (value < 1 and value != missing):
-        raise BadShape(f"{path}: {name} is {value!r}; it must be an int above 0 for --model")
+        raise BadShape(
+            f"{path}: {name} is {value_text(value)}; it must be an int above 0 for --model"
+        )
     return value
 
 
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, RecursionError, ValueError) as error:
+    except OSError as error:
+        raise BadShape(f"{path} cannot be read: {error.strerror}") from error
+    except (RecursionError, ValueError) as error:
         raise BadShape(f"{path} cannot be read as JSON: {error}") from error

@@ -13,6 +13,7 @@ from torch_metal_attn.tools.doctor.torch_on_mps import UNFUSED
 from torch_metal_attn.tools.doctor.watch import Watch
 from torch_metal_attn.tools.text_table import WIDTH, aligned
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
+from torch_metal_attn.wording import count_text
 
 _NONE = (
     "No attention was seen. It may run in another process, in a C++ program or a TorchScript, or "
@@ -31,7 +32,8 @@ def text(name: str, watch: Watch) -> str:
     if watch.compiled:
         lines.append("torch.compile was off in this run, so that its calls are seen.")
     for problem, calls in watch.undescribed.items():
-        lines += wrap(f"{calls} calls are not in the list; please report this: {problem}", WIDTH)
+        lost = f"{count_text(calls, 'call')} could not be described; please report this: {problem}"
+        lines += wrap(lost, WIDTH)
     if not seen:
         return "\n".join([*lines, *wrap(_NONE, WIDTH)])
     table: list[tuple[str, ...]] = [
@@ -50,7 +52,7 @@ def text(name: str, watch: Watch) -> str:
         places[attention.goes_to] += count
     total = "; ".join(f"{name}: {n}" for name, n in places.most_common())
     lines += ["", *aligned(table, notes, numbers=(0,), indent=7), ""]
-    lines.append(f"{seen.total()} calls: {total}")
+    lines.append(f"{count_text(seen.total(), 'call')}: {total}")
     if any(attention.goes_to == UNFUSED for attention in seen):
         lines += wrap(
             "scores: the memory of one array of them, by its shape. It was not measured, and torch "

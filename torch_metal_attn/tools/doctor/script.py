@@ -6,7 +6,7 @@ import runpy
 import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 
 
 class NoScript(Exception):
@@ -40,8 +40,28 @@ class Script:
         sys.path.insert(0, self.folder)
         try:
             exec(self.code, vars(main))
+        except BaseException:
+            _begin_traceback_at(self.code)
+            raise
         finally:
             sys.modules["__main__"], sys.argv, sys.path[:] = before
+
+
+def _begin_traceback_at(code: CodeType | None) -> None:
+    """Let the traceback that ends this process begin at this code, as `python` would show it.
+
+    None: it shows no frames.
+    """
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        first = frames
+        while first is not None and first.tb_frame.f_code is not code:
+            first = first.tb_next
+        first = frames if first is None and code is not None else first
+        shown(kind, error.with_traceback(first), first)
+
+    sys.excepthook = show
 
 
 def script(file: str, arguments: list[str]) -> Script:
@@ -51,6 +71,9 @@ def script(file: str, arguments: list[str]) -> Script:
             code = compile(text.read(), file, "exec", dont_inherit=True)
     except OSError as error:
         raise NoScript(f"cannot read the script {file}: {error.strerror}") from None
+    except SyntaxError:
+        _begin_traceback_at(None)
+        raise
     folder = os.path.dirname(os.path.abspath(file))
     return Script(file, file, code, tuple(arguments), folder)
 

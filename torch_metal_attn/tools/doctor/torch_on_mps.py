@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_metal_attn.wording import count_text
+
 TORCH = str(torch.__version__)  # whose ways they are
 
 _DECODE_QUERIES = 8
@@ -100,7 +102,7 @@ def _not_fused(call: Call, later: bool) -> str | None:
             return f"{_NO_PREFILL} is set"
     else:
         if queries > keys:
-            return f"torch's fused kernels for {queries} queries need as many keys"
+            return f"torch's fused kernels for {count_text(queries, 'query')} need as many keys"
         if call.is_causal and call.mask is not None:
             return "torch's fused kernels for few queries take is_causal or attn_mask"
     if head_dim not in (many if queries > _DECODE_QUERIES else few):

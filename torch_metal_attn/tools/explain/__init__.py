@@ -13,6 +13,7 @@ from torch_metal_attn.tools.explain.flex import explain_flex
 from torch_metal_attn.tools.explain.layer_call import LayerCall
 from torch_metal_attn.tools.explain.model import ModelExplanation, explain_model
 from torch_metal_attn.tools.explain.ops import Explanation, Kernel, Training, explain_op, short_name
+from torch_metal_attn.wording import type_text
 
 __all__ = ["Explanation", "Kernel", "LayerCall", "ModelExplanation", "Training", "explain"]
 
@@ -95,7 +96,7 @@ def explain(
     if isinstance(model, kinds) and callable(target):
         return explain_model(model, target, arguments[1:], options)
     raise TypeError(
-        f"explain's first argument is a {type(target).__name__}; it must be the tensor q, an op of "
+        f"explain's first argument is {type_text(target)}; it must be the tensor q, an op of "
         "torch.ops.metal_attn, a torch.nn.Module, or a bound method of one or of a CascadePlan, "
         "PagedKVCache or StaticKVCache"
     )

@@ -8,6 +8,7 @@ from torch_metal_attn.tools.costs import scaled
 from torch_metal_attn.tools.explain.layer_call import LayerCall, known_cost
 from torch_metal_attn.tools.explain.ops import shown
 from torch_metal_attn.tools.text_table import aligned
+from torch_metal_attn.wording import count_text
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a whole part of a module's path
 
@@ -19,8 +20,8 @@ def text(model: str, rows: Sequence[LayerCall], stopped: str | None) -> str:
     backends = sorted({row.explanation.backend for row in ours if row.explanation} - {""})
     where = f" on {', '.join(backends)}" if backends else ""
     lines = [
-        f"{model}: {len(ours)} calls of metal_attn{where}, {refused} of them refused; "
-        f"{len(rows) - len(ours)} attentions elsewhere"
+        f"{model}: {count_text(len(ours), 'call')} of metal_attn{where}, {refused} of them "
+        f"refused; {len(rows) - len(ours)} attentions elsewhere"
     ]
     table: list[tuple[str, ...]] = [
         ("layers", "calls", "kernels", "q x keys", "grid", "tg bytes", "FLOP", "bytes")

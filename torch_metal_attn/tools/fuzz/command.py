@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch_metal_attn.runtime import machine
 from torch_metal_attn.runtime.device import best_device
+from torch_metal_attn.simulator.exit_status import BadRequest
 from torch_metal_attn.simulator.runs import MOST_WORKERS
 from torch_metal_attn.testing import running
 from torch_metal_attn.testing.families import draw
@@ -37,7 +38,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="number of processes (default: 1)",
     )
-    parser.add_argument("--case", type=_index, metavar="I", help="run only case I of --seed")
+    parser.add_argument(
+        "--case", type=_index, metavar="I", help="run only case I of --seed, which must be given"
+    )
     parser.add_argument(
         "--case-seconds",
         type=_positive(float),
@@ -77,7 +80,11 @@ def _positive(kind: type[int] | type[float], most: float = math.inf) -> "type[in
 
 
 def fuzz(options: argparse.Namespace) -> bool:
-    """Run the cases; True if none failed. Raises OSError if a report cannot be written or read."""
+    """Run the cases; True if none failed.
+
+    Raises OSError if a report cannot be written or read, and BadRequest if no case ran.
+    """
+    _check(options)
     if options.replay is not None:
         return _replay(options.replay)
     seed = time.time_ns() % 2**31 if options.seed is None else options.seed
@@ -113,7 +120,20 @@ def fuzz(options: argparse.Namespace) -> bool:
     finally:
         found.write(options.out)
         progress.say(f"{found.summary}; the report is {options.out}")
+    if not found.ran:
+        raise BadRequest("no case ran, so nothing was tested: give more --minutes")
     return not found.failures
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that would be ignored."""
+    given = [name for name in ("seed", "cases", "case") if getattr(options, name) is not None]
+    if options.replay is not None and given:
+        raise BadRequest(f"--replay runs the failures of a report: leave out --{given[0]}")
+    if options.case is not None and options.cases is not None:
+        raise BadRequest("--case runs a single case: leave out --cases")
+    if options.case is not None and options.seed is None:
+        raise BadRequest("--case needs --seed: give the seed that the case was drawn with")
 
 
 def _replay(path: Path) -> bool:
@@ -124,5 +144,5 @@ def _replay(path: Path) -> bool:
             ran = workers.Ran(i, case, running.run(case, device))
             failed += not ran.outcome.ok
             print(report.failure_text(ran) if not ran.outcome.ok else f"case {i} ok: {case}")
-    print(f"{failed} of {len(cases)} fail")
+    print(f"{failed} of {len(cases)} fail" if cases else f"no case of {path} failed")
     return not failed

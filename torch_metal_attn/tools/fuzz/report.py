@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch_metal_attn.simulator.exit_status import BadRequest
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.storage import from_json, outcome_to_json, snippet, to_json
 from torch_metal_attn.tools.fuzz.workers import Ran
+from torch_metal_attn.wording import count_text
 
 
 @dataclass
@@ -41,9 +43,9 @@ class Report:
     def summary(self) -> str:
         """How many cases ran, and how many failed."""
         if not self.ran:
-            return f"no case ended within {self.seconds:.0f} s: give more --minutes"
-        cases = f"{self.ran.total()} cases ran in {self.seconds:.0f} s, seed {self.seed}"
-        return f"{cases}: {len(self.failures) or 'none'} failed"
+            return f"no case ended within {self.seconds:.0f} s"
+        cases = f"{count_text(self.ran.total(), 'case')} ran in {self.seconds:.0f} s"
+        return f"{cases}, seed {self.seed}: {len(self.failures) or 'none'} failed"
 
     def write(self, path: Path) -> None:
         """Write the file. Raises OSError."""
@@ -69,18 +71,25 @@ def _failure(ran: Ran) -> dict[str, Any]:
     }
 
 
-class BadReport(ValueError):
+class BadReport(BadRequest):
     """A file is not a report; the message says why."""
 
 
 def read(path: Path) -> list[Case]:
     """The failures in a report. Raises OSError and BadReport."""
     try:
-        failures = json.loads(path.read_text(encoding="utf-8"))["failures"]
-        return [from_json(failure["case"]) for failure in failures]
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(data, dict) or "failures" not in data:
+            raise BadReport(f"{path} is not a report of fuzz: it is no JSON object with failures")
+        cases = [from_json(failure["case"]) for failure in data["failures"]]
+    except BadReport:
+        raise
     except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise BadReport(f"{path} is not a report of fuzz that can be replayed: {reason}") from None
+    if not cases and not data.get("cases"):
+        raise BadReport(f"{path} is the report of a run in which no case ended")
+    return cases
 
 
 def failure_text(ran: Ran) -> str:

@@ -14,6 +14,7 @@ from torch_metal_attn.simulator import build, cache, toolchain
 from torch_metal_attn.simulator.exit_status import exit_status
 from torch_metal_attn.simulator.lint import Finding, lint_source
 from torch_metal_attn.simulator.metal import versions
+from torch_metal_attn.wording import count_text
 
 from .specialisations import specialisations
 
@@ -55,7 +56,7 @@ def _lint(folder: Path) -> bool:
         findings.update(*pool.map(lint_text, texts))
     for finding in sorted(findings):
         print(finding)
-    print(f"{len(families)} kernel families, {len(findings)} findings,", end=" ")
+    print(f"{len(families)} kernel families, {count_text(len(findings), 'finding')},", end=" ")
     print(f"{time.perf_counter() - started:.1f} s")
     return not findings
 

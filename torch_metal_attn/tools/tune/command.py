@@ -19,7 +19,8 @@ from torch_metal_attn.tools.progress import Progress
 from torch_metal_attn.tools.tune.measure import WRONG, kernels_of, measure
 from torch_metal_attn.tools.tune.shapes import COMMON, add_arguments, chosen
 from torch_metal_attn.tuned import loading, tables, tiles
-from torch_metal_attn.tuned.tables import TORCH, BadTable, Machine, Row, Table, counted
+from torch_metal_attn.tuned.tables import TORCH, BadTable, Machine, Row, Table
+from torch_metal_attn.wording import count_text
 
 DEVICE = torch.device("mps")
 _ROUNDS = 15
@@ -73,7 +74,7 @@ def tune(options: argparse.Namespace) -> bool:
     table = _table_at(path, machine)
     table.about = machines.describe(DEVICE)
     table.write(path)  # fails now if the path is wrong, not after an hour
-    print(f"Tiles on {table.about['chip']}, {counted(len(shapes), 'shape')}", flush=True)
+    print(f"Tiles on {table.about['chip']}, {count_text(len(shapes), 'shape')}", flush=True)
     run = _Run(path, table, timer_of(DEVICE), options.rounds)
     try:
         run.measure(shapes, options.minutes)
@@ -85,7 +86,7 @@ def tune(options: argparse.Namespace) -> bool:
                 f"A tile gave a wrong result and was left out. Please {open_an_issue()} with this "
                 "report and with that of `python -m torch_metal_attn verify --full`."
             )
-        print(f"{counted(len(table.tiles()), 'tile')} in {path}", flush=True)
+        print(f"{count_text(len(table.tiles()), 'tile')} in {path}", flush=True)
         loading.install()
     return not run.wrong
 
@@ -165,7 +166,7 @@ def report(table: Table, keys: Sequence[str], left: int) -> Iterator[str]:
     yield from ("# torch_metal_attn: tune", "")
     yield from (*text_table.markdown(("", ""), table.about.items()), "")
     if left:
-        yield from (f"Not measured: {counted(left, 'shape')}.", "")
+        yield from (f"Not measured: {count_text(left, 'shape')}.", "")
     yield from ("Times are relative to the default tile's, and torch's to ours.", "")
     cells = []
     for key in keys:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_metal_attn.tools.bench.shapes import DTYPES, BadShape, Shape, from_file, of_model
+from torch_metal_attn.wording import value_text
 
 LENGTHS = (512, 2048, 8192)
 CACHES = (2048, 8192, 32768)
@@ -97,7 +98,9 @@ def chosen(options: argparse.Namespace) -> list[Shape] | None:
         shapes = from_file(options.shapes)
         for shape in shapes:
             if shape.tiles != "best":
-                raise BadShape(f"tiles is {shape.tiles!r}; tune chooses the tiles: leave it out")
+                raise BadShape(
+                    f"tiles is {value_text(shape.tiles)}; tune chooses the tiles: leave it out"
+                )
         return shapes
     if options.model is not None:
         heads = of_model(options.model)

@@ -15,6 +15,7 @@ from torch_metal_attn.tools.verify import report
 from torch_metal_attn.tools.verify.cases import Listed
 from torch_metal_attn.tools.verify.programs import counted
 from torch_metal_attn.tools.verify.report import Result
+from torch_metal_attn.wording import count_text
 
 REPORT = Path("torch_metal_attn-verify.md")
 
@@ -55,20 +56,24 @@ def verify_full(path: Path = REPORT) -> bool:
             path.write_text(text, encoding="utf-8")
 
         write()
-        print(f"The kernels on {_where(device)}: {len(cases)} cases", flush=True)
+        print(f"The kernels on {_where(device)}: {count_text(len(cases), 'case')}", flush=True)
         try:
             programs: list[int] = []
             if device.type == "mps":
                 print("The programs that they need are counted first.", flush=True)
                 programs = counted(cases)
-                print(f"Metal compiles {programs[-1]} programs as they are needed.", flush=True)
+                print(
+                    f"Metal compiles {count_text(programs[-1], 'program')} as they are needed.",
+                    flush=True,
+                )
             for result in _results(cases, device, programs, every_line=False):
                 results.append(result)
                 write()
         finally:
             failed = sum(not result.outcome.ok for result in results)
-            found = f"of {len(results)} cases failed" if failed else "cases ran"
-            print(f"{failed or len(results)} {found}; the report is {path}", flush=True)
+            ran = count_text(len(results), "case")
+            found = f"{failed} of {ran} failed" if failed else f"{ran} ran"
+            print(f"{found}; the report is {path}", flush=True)
     return all(result.outcome.ok for result in results)
 
 

@@ -8,6 +8,7 @@ from torch_metal_attn.testing.running import SKIPPED, Outcome
 from torch_metal_attn.testing.storage import snippet
 from torch_metal_attn.tools import text_table
 from torch_metal_attn.tools.verify.cases import Listed
+from torch_metal_attn.wording import count_text
 
 _FAMILY = ("family", "cases", "failed", "worst share", "of", "in")
 _MESSAGE_LINES = 60  # of one error: a compiler's log can have hundreds
@@ -51,7 +52,7 @@ def markdown(
         lines += ["## Skipped", ""]
         lines += [f"- {r.case} ({r.case.dtype}): {r.outcome.message}" for r in skipped]
         lines.append("")
-    lines.append(f"{len(results)} cases in {seconds:.0f} s, compilation included.")
+    lines.append(f"{count_text(len(results), 'case')} in {seconds:.0f} s, compilation included.")
     return "\n".join(lines) + "\n"
 
 
@@ -75,7 +76,7 @@ def _family_rows(results: Sequence[Result]) -> Iterator[list[Any]]:
 def share_text(measure: Measure) -> str:
     """The error relative to the bound, such as 0.43; the error itself if the bound is 0."""
     if measure.bound == 0:
-        return "0" if measure.error == 0 else f"{measure.error:.0f} bytes"
+        return "0" if measure.error == 0 else count_text(round(measure.error), "byte")
     return f"{measure.share:.2f}" if measure.share < 1e4 else f"{measure.share:.1e}"
 
 

@@ -1,0 +1,103 @@
+"""Keywords of other libraries' attention functions, and what to pass here instead."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# One thing a row, by the names that torch, flash-attn, MLX, xformers, vLLM and FlashInfer have.
+_SAME = [
+    row.split()
+    for row in (
+        "q query queries",
+        "k key keys",
+        "v value values",
+        "causal is_causal",
+        "softmax_scale scale sm_scale scaling",
+        "attn_mask mask attention_mask attn_bias bias",
+        "dropout_p p dropout attn_dropout",
+        "window_size sliding_window window",
+        "softcap logits_soft_cap logit_cap soft_cap",
+        "learnable_sink sinks sink s_aux",
+        "alibi_slopes alibi",
+        "return_attn_probs return_softmax_lse return_lse return_softmax need_weights",
+        "cu_seqlens_q cu_seqlens cu_seq_lens_q qo_indptr",
+        "cu_seqlens_k cu_seqlens cu_seq_lens_k cu_seqlens_kv kv_indptr",
+        "max_seqlen_q max_seqlen max_length_q",
+        "max_seqlen_k max_seqlen max_length_k max_seqlen_kv",
+        "seqused_k cache_seqlens seq_lens context_lens",
+        "block_table block_tables page_table",
+        "k_scale k_descale",
+        "v_scale v_descale",
+    )
+]
+# What a function has instead of the argument that a row begins with.
+_OTHERWISE = {
+    "flex_attention": {
+        "causal": "make a block_mask with torch's create_block_mask and masks.causal()",
+        "attn_mask": "make a block_mask of a bool mask with torch_metal_attn.block_mask",
+        "window_size": "make a block_mask with create_block_mask and masks.sliding_window(...)",
+        "softcap": "pass score_mod=scores.soft_cap(...)",
+        "alibi_slopes": "pass score_mod=scores.alibi(...)",
+    }
+}
+_GROUPED = "leave it out: heads of k and v that divide q's are grouped"
+_OTHER_FUNCTIONS = (
+    "flash_attn_func",
+    "scaled_dot_product_attention",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+)
+
+
+# The parameters of each function that calls `check_keywords`, by its name.
+_KNOWN: dict[str, list[str]] = {}
+
+
+def show_parameters(function: _Function, parameters: Iterable[inspect.Parameter]) -> _Function:
+    """Let help() and inspect.signature show these; `check_keywords` refuses all others."""
+    signature = inspect.signature(function).replace(parameters=list(parameters))
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    _KNOWN[function.__name__] = list(signature.parameters)
+    return function
+
+
+def without_unknown(function: _Function) -> _Function:
+    """Show no `**unknown`, which only serves `check_keywords`."""
+    parameters = inspect.signature(function).parameters.values()
+    return show_parameters(function, (p for p in parameters if p.kind is not p.VAR_KEYWORD))
+
+
+def check_keywords(function: str, given: Iterable[str]) -> None:
+    """Raise TypeError for the first keyword that the function does not have."""
+    for name in given:
+        if name not in _KNOWN[function]:
+            advice = _advice(function, _KNOWN[function], name)
+            raise TypeError(f"{function} has no argument {name}; {advice}")
+
+
+def _advice(function: str, known: list[str], name: str) -> str:
+    rows = [row for row in _SAME if name in row]
+    for row in rows:
+        if row[0] in _OTHERWISE.get(function, {}):
+            return _OTHERWISE[function][row[0]]
+    same = [other for row in rows for other in row if other in known]
+    if same:
+        return f"use {' and '.join(same)}"
+    if name == "enable_gqa":
+        return _GROUPED
+    for other in _OTHER_FUNCTIONS:
+        for takes in inspect.signature(_public(other)).parameters:
+            if takes == name or any(takes in row for row in rows):
+                return f"{other} takes it" + (f" as {takes}" if takes != name else "")
+    near = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+
+
+def _public(name: str) -> Callable[..., Any]:
+    import torch_metal_attn  # which imports this module
+
+    function: Callable[..., Any] = getattr(torch_metal_attn, name)
+    return function

@@ -148,7 +148,8 @@ def flash_attn_with_kvcache(
     # Plain calls have an op of their own, which costs the host less: so this calls no function.
     if (
         not newer
-        and None is cu_seqlens_q is cu_seqlens_k_new is max_seqlen_q is parents is tree_mask
+        and None is cu_seqlens_q is cu_seqlens_k_new is parents is tree_mask
+        and max_seqlen_q is None
         and None is alibi_slopes is cache_batch_idx is cache_leftpad is k_scale is v_scale
         and type(hadamard) is type(num_splits) is int
         and hadamard == num_splits == 0

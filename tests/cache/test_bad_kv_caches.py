@@ -131,6 +131,7 @@ REFUSED = [
         )
         for name in ("block_table", "cache_seqlens", "k_scale", "hadamard")
     ),
+    (lambda c: static().decode_step(*[some_rows()] * 3, foo=1), "decode_step has no argument foo;"),
     (lambda c: c.free("a"), "id is 'a'; it must be an int"),
     (lambda c: c.seqlens([0], "1"), "layer is '1'; it must be an int"),
     (

@@ -11,20 +11,23 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.cache.sequences import Sequences
 from torch_metal_attn.kv_cache import CacheFull, PagedKVCache, StaticKVCache, pages
+from torch_metal_attn.kv_cache.pages import first_seen
 from torch_metal_attn.kv_cache.storage import Storage
 
 PAGE, HEADS, HEAD_DIM, LAYERS = 8, 2, 8, 2
+SPACES = st.sampled_from([None, "an adapter"])
 
 
-def rows(tokens, first=0, layer=0):
-    """k and v (1, H, L, D) of tokens[first:]; a row tells all tokens up to its own."""
-    k = of_values(values_of(tokens, layer)[first:]).transpose(0, 1)[None]
+def rows(tokens, first=0, layer=0, space=None):
+    """k and v (1, H, L, D) of tokens[first:]; a row tells its namespace and all tokens up to it."""
+    k = of_values(values_of(tokens, layer, space)[first:]).transpose(0, 1)[None]
     return k, -k
 
 
-def values_of(tokens, layer):
+def values_of(tokens, layer, space=None):
     """A number for each token, of it and of all before."""
-    so_far = accumulate(tokens, lambda before, token: hash((before, token)), initial=layer)
+    begin = hash((layer, space))
+    so_far = accumulate(tokens, lambda before, token: hash((before, token)), initial=begin)
     return [number % 1021 for number in so_far][1:]
 
 
@@ -40,14 +43,20 @@ def make(num_pages=12, **options):
     )
 
 
-def append(cache, tokens_by_id, new_by_id, known=True):
-    """Appends to every layer; `tokens_by_id` has what was there."""
-    ids = list(tokens_by_id)
+def append(cache, tokens_by_id, new_by_id, known=True, spaces=None):
+    """Appends to every layer; `tokens_by_id` has what was there. Rows are packed if they differ."""
+    ids, counts = list(tokens_by_id), [*map(len, new_by_id.values())]
     for layer in range(LAYERS):
-        parts = [rows(tokens_by_id[id] + new_by_id[id], len(tokens_by_id[id]), layer) for id in ids]
-        k, v = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        parts = [
+            rows(old + new_by_id[id], len(old), layer, (spaces or {}).get(id))
+            for id, old in tokens_by_id.items()
+        ]
+        packed = {} if len({*counts}) == 1 else {"length": counts}
+        dim = 2 if packed else 0
+        k, v = (torch.cat(tensors, dim) for tensors in zip(*parts, strict=True))
+        k, v = (x[0].transpose(0, 1) if packed else x for x in (k, v))
         tokens = [new_by_id[id] for id in ids] if known else None
-        cache.append(ids, k, v, layer, token_ids=tokens)
+        cache.append(ids, k, v, layer, token_ids=tokens, **packed)
 
 
 def branch(tree, node):
@@ -59,40 +68,40 @@ def branch(tree, node):
     return path
 
 
-def verify(cache, before, trees, paths, tell=False):
+def verify(cache, before, trees, paths, tell=False, spaces=None):
     """Appends a tree (parents, tokens) to each sequence and accepts a path; what they hold then."""
     parents, tokens = ({id: tree[i] for id, tree in trees.items()} for i in (0, 1))
     for id, tree in parents.items():
-        for layer in range(LAYERS):
-            cache.reserve([id], len(tree), layer)
-            for node in range(len(tree)):
-                path = [tokens[id][n] for n in branch(tree, node)]
-                cache.append(
-                    [id], *rows(before[id] + path, len(before[id] + path) - 1, layer), layer
-                )
+        paths_to = [[tokens[id][n] for n in branch(tree, node)] for node in range(len(tree))]
+        for layer in range(LAYERS if tree else 0):
+            told = [before[id] + path for path in paths_to]
+            space = (spaces or {}).get(id)
+            parts = [rows(path, len(path) - 1, layer, space) for path in told]
+            cache.append([id], *(torch.cat(x, 2) for x in zip(*parts, strict=True)), layer)
     given = {"token_ids": [tokens[id] for id in parents]} if tell else {}
     cache.accept([*parents], [paths[id] for id in parents], [*parents.values()], **given)
     return {id: before[id] + [tokens[id][node] for node in paths[id]] for id in parents}
 
 
-def check(cache, expected):
-    """Every sequence holds its rows, and every page is counted once."""
-    tables = cache.block_table([*expected]).tolist()
-    places = [
-        table[i // PAGE] * PAGE + i % PAGE
-        for table, tokens in zip(tables, expected.values(), strict=True)
-        for i in range(len(tokens))
-    ]
+def check(cache, expected, spaces=None):
+    """Every sequence holds its rows, those that were not freed, and every page is counted once."""
     for layer, tensors in enumerate(cache.layers):
         assert cache.seqlens([*expected], layer).tolist() == [*map(len, expected.values())]
-        values = [x for tokens in expected.values() for x in values_of(tokens, layer)]
+        places, values = [], []
+        tables = cache.block_table([*expected], layer).tolist()
+        for table, (id, tokens) in zip(tables, expected.items(), strict=True):
+            there = [i for i in range(len(tokens)) if table[i // PAGE] >= 0]
+            assert not there or there == [*range(there[0], len(tokens))]
+            places += [table[i // PAGE] * PAGE + i % PAGE for i in there]
+            all_values = values_of(tokens, layer, (spaces or {}).get(id))
+            values += [all_values[i] for i in there]
         k, v = (x.flatten(0, 1)[places] for x in (tensors.k_cache, tensors.v_cache))
         assert torch.equal(k, of_values(values))
         assert torch.equal(v, -k)
     pool = cache._pool
     references = [0] * len(pool.references)
     for sequence in cache._sequences.values():
-        for page in sequence.pages:
+        for page in (page for pages in sequence.pages for page in pages if page >= 0):
             references[page] += 1
     assert pool.references == references
     unused = {page for page, n in enumerate(references) if n == 0}
@@ -103,45 +112,71 @@ def check(cache, expected):
 class Paged(RuleBasedStateMachine):
     """Few pages, and few tokens, so that there are equal prefixes and no room."""
 
+    windows = [-1] * LAYERS
+
     def __init__(self):
         super().__init__()
-        self.cache = make()
+        self.cache, self.other = make(windows=self.windows), make(30, windows=self.windows)
         self.expected = {}
-        self.known = {}  # the tokens that were ever told, whether or not they can still be found
+        self.spaces = {}
+        self.freed_at = {}  # rows of each before the last step: what its next query saw is there
+        self.exported = []
+
+    def add(self, id, tokens, space, freed_at):
+        self.expected[id], self.spaces[id], self.freed_at[id] = tokens, space, freed_at
 
     def an_id(self, data):
         return data.draw(st.sampled_from(sorted(self.expected)))
 
-    @rule()
-    def allocate(self):
-        self.expected[self.cache.allocate()] = []
+    def some_ids(self, data, most):
+        ids = st.sampled_from(sorted(self.expected))
+        return data.draw(st.lists(ids, unique=True, min_size=1, max_size=most))
+
+    def freed(self, id, window):
+        """The pages of a layer that must have been freed."""
+        pages = -(-len(self.expected[id]) // PAGE)
+        return min(first_seen(self.freed_at[id], window) // PAGE, pages)
+
+    def can_go_back(self, id, length):
+        """Whether the pages are there that are seen from `length` on."""
+        least = (first_seen(length, w) // PAGE for w in self.windows)
+        return length == 0 or all(
+            first >= self.freed(id, w) or first * PAGE >= length
+            for first, w in zip(least, self.windows, strict=True)
+        )
+
+    @rule(space=SPACES)
+    def allocate(self, space):
+        self.add(self.cache.allocate(space), [], space, 0)
 
     @precondition(lambda self: self.expected)
-    @rule(data=st.data(), length=st.integers(0, 20), known=st.booleans())
-    def append(self, data, length, known):
-        ids = data.draw(
-            st.lists(st.sampled_from(sorted(self.expected)), unique=True, min_size=1, max_size=3)
-        )
-        new = {
-            id: data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
-            for id in ids
-        }
-        before = {id: self.expected[id] for id in ids}
+    @rule(data=st.data(), length=st.integers(0, 20), known=st.booleans(), mixed=st.booleans())
+    def append(self, data, length, known, mixed):
+        """To some sequences, as many tokens to each or not."""
+        new = {}
+        for id in self.some_ids(data, 3):
+            n = data.draw(st.integers(0, length)) if mixed else length
+            new[id] = data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
+        before = {id: self.expected[id] for id in new}
         # A page for the rest of each, and one for the copy of a shared page.
-        most = sum(-(-length // PAGE) + 1 for _ in ids)
+        groups = len({*self.windows})
+        most = groups * sum(-(-len(tokens) // PAGE) + 1 for tokens in new.values())
         try:
-            append(self.cache, before, new, known)
+            append(self.cache, before, new, known, self.spaces)
         except CacheFull:
             assert most > self.cache.num_free_pages
             return
-        for id in ids:
-            self.expected[id] = before[id] + new[id]
+        for id, tokens in new.items():
+            if tokens:
+                self.freed_at[id] = max(self.freed_at[id], len(before[id]))
+            self.expected[id] = before[id] + tokens
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def fork(self, data):
         id = self.an_id(data)
-        self.expected[self.cache.fork(id)] = self.expected[id]
+        copied = self.expected[id], self.spaces[id], self.freed_at[id]
+        self.add(self.cache.fork(id), *copied)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
@@ -155,16 +190,19 @@ class Paged(RuleBasedStateMachine):
     def truncate(self, data):
         id = self.an_id(data)
         length = data.draw(st.integers(0, len(self.expected[id])))
+        if not self.can_go_back(id, length):
+            with pytest.raises(ValueError, match=f"cannot go back to {length} rows: pages outside"):
+                self.cache.truncate(id, length)
+            return
         self.cache.truncate(id, length)
         self.expected[id] = self.expected[id][:length]
+        self.freed_at[id] *= length > 0
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), tell=st.booleans())
     def accept(self, data, tell):
-        ids = data.draw(
-            st.lists(st.sampled_from(sorted(self.expected)), unique=True, min_size=1, max_size=2)
-        )
-        if self.cache.num_free_pages < 4 * len(ids):
+        ids = self.some_ids(data, 2)
+        if self.cache.num_free_pages < 8 * len(ids):
             return
         trees, paths = {}, {}
         for id in ids:
@@ -173,35 +211,75 @@ class Paged(RuleBasedStateMachine):
             trees[id] = tree, [data.draw(st.integers(0, 1)) for _ in range(size)]
             paths[id] = branch(tree, data.draw(st.integers(-1, size - 1)))
         before = {id: self.expected[id] for id in ids}
-        self.expected |= verify(self.cache, before, trees, paths, tell)
+        self.expected |= verify(self.cache, before, trees, paths, tell, self.spaces)
+        for id in ids:
+            self.freed_at[id] = max(self.freed_at[id], len(before[id]) if trees[id][0] else 0)
 
-    @rule(tokens=st.lists(st.integers(0, 1), max_size=2), pages=st.integers(0, 3))
-    def match_prefix(self, tokens, pages):
-        tokens = [0] * (pages * PAGE) + tokens
-        id, matched = self.cache.match_prefix(tokens)
-        assert matched % PAGE == 0
-        self.expected[id] = tokens[:matched]
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=2), pages=st.integers(0, 3), space=SPACES)
+    def match_prefix(self, tokens, pages, space):
+        self.match([0] * (pages * PAGE) + tokens, space)
 
     @precondition(lambda self: self.expected)
-    @rule(data=st.data())
-    def match_what_is_there(self, data):
-        tokens = self.expected[self.an_id(data)]
-        id, matched = self.cache.match_prefix(tokens)
-        self.expected[id] = tokens[:matched]
+    @rule(data=st.data(), space=SPACES)
+    def match_what_is_there(self, data, space):
+        self.match(self.expected[self.an_id(data)], space)
+
+    def match(self, tokens, space):
+        id, matched = self.cache.match_prefix(tokens, space)
+        assert matched % PAGE == 0
+        self.add(id, tokens[:matched], space, matched)
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), free=st.booleans())
+    def swap_out(self, data, free):
+        id = self.an_id(data)
+        copied = pickle.loads(pickle.dumps(self.cache.export_sequence(id)))
+        self.exported.append((copied, self.expected[id], self.spaces[id], self.freed_at[id]))
+        if free:
+            self.cache.free(id)
+            del self.expected[id]
+
+    @precondition(lambda self: self.exported)
+    @rule(data=st.data(), elsewhere=st.booleans())
+    def swap_in(self, data, elsewhere):
+        copied, tokens, space, freed_at = data.draw(st.sampled_from(self.exported))
+        if elsewhere:
+            check(self.other, {(id := self.other.import_sequence(copied)): tokens}, {id: space})
+            self.other.free(id)
+            return
+        # What is found is shared, and begins with the pages that its next query sees.
+        found, matched = self.cache.match_prefix(copied.tokens, space)
+        self.cache.free(found)
+        try:
+            id = self.cache.import_sequence(copied)
+        except CacheFull:
+            assert sum(map(sum, copied.held)) > self.cache.num_free_pages
+            return
+        self.add(id, tokens, space, max(freed_at, matched))
 
     @rule()
     def defragment(self):
         self.cache.defragment()
-        used = {page for sequence in self.cache._sequences.values() for page in sequence.pages}
-        used |= set(self.cache._pool._idle)
+        held = (pages for one in self.cache._sequences.values() for pages in one.pages)
+        used = {page for pages in held for page in pages} - {-1} | set(self.cache._pool._idle)
         assert used == set(range(len(used)))
 
     @invariant()
     def holds(self):
-        check(self.cache, self.expected)
+        check(self.cache, self.expected, self.spaces)
+        for layer, window in enumerate(self.windows):
+            tables = self.cache.block_table([*self.expected], layer).tolist()
+            freed = [self.freed(id, window) for id in self.expected]
+            assert [row.count(-1) for row in tables] == freed
 
 
-TestPaged = Paged.TestCase
+class PagedWithWindows(Paged):
+    """A layer whose pages are freed beside one with full attention."""
+
+    windows = [-1, 5]
+
+
+TestPaged, TestPagedWithWindows = Paged.TestCase, PagedWithWindows.TestCase
 
 
 def every_move():
@@ -250,18 +328,6 @@ def every_move():
 
 def test_every_move():
     every_move()
-
-
-def test_equal_hashes_share_nothing(monkeypatch):
-    monkeypatch.setattr(pages, "chained_hash", lambda parent, tokens: 7)
-    cache = make()
-    a, b = cache.allocate(), cache.allocate()
-    append(cache, {a: [], b: []}, {a: [1] * PAGE, b: [2] * PAGE})
-    c, matched = cache.match_prefix([2] * PAGE)
-    assert matched == 0
-    d, matched = cache.match_prefix([1] * PAGE)
-    assert matched == PAGE
-    check(cache, {a: [1] * PAGE, b: [2] * PAGE, c: [], d: [1] * PAGE})
 
 
 # What a fault replaces, and with what: each must show in `every_move`.

@@ -7,12 +7,14 @@ from itertools import accumulate
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.attention.flash_fwd_check import rotary_tables
 from tests.cache.sequences import Sequences
 from torch_metal_attn.kv_cache import CacheFull, PagedKVCache, StaticKVCache, pages
 from torch_metal_attn.kv_cache.pages import first_seen
 from torch_metal_attn.kv_cache.storage import Storage
+from torch_metal_attn.testing.judge import normal
 
 PAGE, HEADS, HEAD_DIM, LAYERS = 8, 2, 8, 2
 SPACES = st.sampled_from([None, "an adapter"])
@@ -112,11 +114,11 @@ def check(cache, expected, spaces=None):
 class Paged(RuleBasedStateMachine):
     """Few pages, and few tokens, so that there are equal prefixes and no room."""
 
-    windows = [-1] * LAYERS
+    windows, num_pages = [-1] * LAYERS, 12
 
     def __init__(self):
         super().__init__()
-        self.cache, self.other = make(windows=self.windows), make(30, windows=self.windows)
+        self.cache, self.other = (make(n, windows=self.windows) for n in (self.num_pages, 40))
         self.expected = {}
         self.spaces = {}
         self.freed_at = {}  # rows of each before the last step: what its next query saw is there
@@ -276,10 +278,70 @@ class Paged(RuleBasedStateMachine):
 class PagedWithWindows(Paged):
     """A layer whose pages are freed beside one with full attention."""
 
-    windows = [-1, 5]
+    windows, num_pages = [-1, 5], 28
+
+    @initialize(length=st.integers(9, 35))
+    def long_sequence(self, length):
+        self.allocate(None)
+        for old, new in (([], [0] * length), ([0] * length, [1])):
+            append(self.cache, {0: old}, {0: new})
+        self.add(0, [0] * length + [1], None, length)
 
 
 TestPaged, TestPagedWithWindows = Paged.TestCase, PagedWithWindows.TestCase
+
+
+def test_pages_outside_a_window():
+    """Freed as all layers have a step's rows; found, shared and imported as far as they are seen."""
+    cache, tokens = make(11, windows=[-1, 5]), [*range(20)]
+    a = cache.allocate("x")
+    append(cache, {a: []}, {a: tokens}, spaces={a: "x"})
+    cache.append([a], *rows([*tokens, 1], 20, 0, "x"), 0)  # the other layer may still see its rows
+    assert cache.num_free_pages == 5
+    cache.append([a], *rows([*tokens, 1], 20, 1, "x"), 1)
+    assert cache.num_free_pages == 6  # rows 0 to 7: the query at 20 saw rows from 15 on
+    with pytest.raises(ValueError, match="cannot go back to 12 rows: pages .* at least 13 rows"):
+        cache.truncate(a, 12)
+    with pytest.raises(ValueError, match="cannot go back to 12 rows"):
+        cache.accept([a], [[]], [[-1, *range(8)]])
+    assert cache.match_prefix(tokens[:8], "x")[1] == 8  # both of its pages are there
+    cache.free(a + 1)
+    other = cache.allocate()
+    append(cache, {other: []}, {other: [7] * 24})
+    cache.free(other)
+    found = [cache.match_prefix(t, space)[1] for t in (tokens, tokens[:8]) for space in ("x", "y")]
+    assert found == [16, 0, 0, 0]  # the freed page was taken, and only a longer prefix sees none
+    b = a + 3
+    assert (cache.block_table([b], 1) < 0).tolist() == [[True, False]]
+    c = cache.import_sequence(cache.export_sequence(a))
+    assert cache.num_free_pages == 4  # the last page of each layer alone is new
+    check(cache, {a: [*tokens, 1], b: tokens[:16], c: [*tokens, 1]}, dict.fromkeys((a, b, c), "x"))
+    with pytest.raises(ValueError, match="windows .*, and this one has"):
+        make().import_sequence(cache.export_sequence(a))
+    with pytest.raises(CacheFull, match="the sequence needs 5 more pages, and 4 of 4 are free"):
+        make(4, windows=[-1, 5]).import_sequence(cache.export_sequence(a))
+
+
+@pytest.mark.parametrize("kind", [StaticKVCache, PagedKVCache])
+def test_packed_rows_are_those_of_each_sequence(kind):
+    """And q is rotated in place, to the bit; also beside sequences without a new row."""
+    counts, options = [2, 2, 0, 70, 1], {"format": "q8_0", "dtype": torch.float32}
+    k, v, q = normal(75, 2, 32), normal(75, 2, 32, seed=1), normal(75, 4, 32, seed=2)
+    tables = dict(zip(("rotary_cos", "rotary_sin"), rotary_tables(90, 8), strict=True))
+    together = kind(5, 96, 2, 32, **options)
+    own = [[together.allocate() for _ in counts]] if kind is PagedKVCache else []
+    together.append(*own, *(x[:5, :, None] for x in (k, v)))
+    rotated = q.clone()
+    together.append(*own, k, v, length=counts, q=rotated, **tables)
+    assert together.lengths(*(own or [range(5)])) == [3, 3, 1, 71, 2]
+    for b, parts in enumerate(zip(*(x.split(counts) for x in (k, v, q, rotated)), strict=True)):
+        alone, (*new, q_here, q_there) = StaticKVCache(1, 96, 2, 32, **options), parts
+        alone.append(*(x[b : b + 1, :, None] for x in (k, v)))
+        q_here = q_here.transpose(0, 1)[None].clone()
+        alone.append(*(x.transpose(0, 1)[None] for x in new), q=q_here, **tables)
+        assert torch.equal(q_here[0].transpose(0, 1), q_there)
+        rows = zip(*(c.layers[0].by_block() for c in (together, alone)), strict=True)
+        assert all(torch.equal(x[b, : 3 + 70], y[0, : 3 + 70]) for x, y in rows)
 
 
 def every_move():
@@ -444,6 +506,26 @@ def attend_over_a_cache(kind, options, device):
     held = Sequences(kind, device, **options)
     held.append(14, 0)
     held.attend(4, 1)
+    held.step([3, 21], 5, {"softmax_scale": 0.3})
+    held.step([0, 1], 6)
+
+
+def test_attention_over_a_window(device):
+    """Whose old pages were freed, of which a step says nothing."""
+    held = Sequences("paged", device, windows=[20])
+    free = held.cache.num_free_pages
+    for n in (0, 1):
+        held.append(60, 9 * n)
+        held.step([1, 40], 9 * n + 2)
+        held.step(2, 9 * n + 5)
+        held.truncate(0, held.lengths()[0] - 2)
+        held.swap_out(1)
+    assert held.lengths() == [122, 204]
+    assert free - held.cache.num_free_pages == 2 + 2
+    for left in (21, -1):
+        with pytest.raises(ValueError, match=rf"window_size_left is {left}; .* in 0\.\.20"):
+            held.step(1, 0, {"window_size_left": left})
+    held.step(1, 0, {"window_size_left": 3})
 
 
 class TestStatic:

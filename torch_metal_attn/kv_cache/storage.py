@@ -278,10 +278,11 @@ class Storage:
             by_row = {n: x for n, x in options.items() if n in _BY_ROW and x is not None}
             for name, tensor in (*zip("q", first, strict=False), *by_row.items()):
                 check_tensor(name, tensor)
-                if tensor.shape[:1] != (sum(counts),):
+                if tensor.shape[:1] != (sum(counts),) or (name == "q" and tensor.dim() != 3):
                     raise ValueError(
-                        f"{name} has shape {tuple(tensor.shape)}; its first dimension must be "
-                        f"{sum(counts)}: length is given, so rows are packed"
+                        f"{name} has shape {tuple(tensor.shape)}; it must have {sum(counts)} rows"
+                        f"{', (T, Hq, D)' if name == 'q' else ''}: length is given, so rows are "
+                        "packed"
                     )
         return (*first, k, v), [length] * batch if counts is None else counts
 
@@ -505,8 +506,13 @@ def _unpacked(x: Any, rows: slice, batch: int) -> Any:
     """These rows of x: (T, H, D) as (batch, H, L, D), (T, L) as (batch, L, L), (T,) as (batch, L)."""
     if x is None:
         return None
-    x = x[rows].unflatten(0, (batch, -1))
-    return x.transpose(1, 2) if x.dim() == 4 else x[..., : x.shape[1]]
+    x, length = x[rows], (rows.stop - rows.start) // batch
+    if x.dim() < 3:
+        return x.unflatten(0, (batch, length))[..., :length]
+    # A view by sizes may choose any stride for one row, and values in keys must have the keys'.
+    (row, head, column), (_, heads, columns) = x.stride(), x.shape
+    sizes, strides = (batch, heads, length, columns), (length * row, head, row, column)
+    return x.as_strided(sizes, strides)
 
 
 def _check_scale(name: str, scale: Tensor, heads: int) -> None:

@@ -44,7 +44,8 @@ class Sequences:
         self.recent = options.get("recent", 0)
         self.room = self.recent + VERIFY_QUERIES if self.recent else 0
         self.exact = [0, 0]  # the first row of each that must be in full precision
-        self.window = {"window_size_left": w for w in options.get("windows", ())}
+        windows = options.get("windows")
+        self.window = {"window_size_left": windows[0]} if windows else {}
 
     def own(self):
         """The first arguments of a method: ids only for pages."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -143,8 +144,8 @@ class PagedKVCache:
     ) -> Tensor:
         """Append the new rows and attend to the cache, by `metal_attn::decode_step`.
 
-        Args: q: (B, Hq, L, D), or packed (T, Hq, D). k, v, length, token_ids: as in `append`, L of 1
-            or more; with length a sequence may have none. Tokens of a tree are given to `accept`.
+        Args: q: (B, Hq, L, D), or packed (T, Hq, D). k, v, length, token_ids: as in `append`, L of
+            1 or more; with length a sequence may have none. Tokens of a tree are given to `accept`.
             options: those of the op, such as causal, softmax_scale and parents, (T,) if packed.
             With values_in_keys softmax_scale must be given: D is not what the model scales by. In a
             layer with a window, window_size_left is the window, and may be less. With recent the
@@ -329,9 +330,8 @@ class PagedKVCache:
             ]
         )
         for group in range(len(self._storage.group_windows)):
-            self._storage.move_paths(
-                rounds, starts, lambda i, row, g=group: self._place(sequences[i].pages[g], row)
-            )
+            pages = [sequence.pages[group] for sequence in sequences]
+            self._storage.move_paths(rounds, starts, partial(self._place, pages))
         slots, lengths = [s.slot for s in sequences], [s.length for s in sequences]
         self._storage.recent.move_paths(rounds, starts, lengths, slots)
         for i, (id, sequence, path) in enumerate(zip(ids, sequences, kept, strict=True)):
@@ -489,10 +489,12 @@ class PagedKVCache:
             self._tables = ids, {}
         tables = self._tables[1]
         if group not in tables:
-            rows = _filled_up([sequence.pages[group] for sequence in sequences])
-            table = self._storage.indices([page for row in rows for page in row])
-            tables[group] = table.view(len(rows), -1 if rows else 1)
+            tables[group] = self._as_table([sequence.pages[group] for sequence in sequences])
         return tables[group]
+
+    def _as_table(self, rows: list[list[int]]) -> Tensor:
+        pages = [page for row in _filled_up(rows) for page in row]
+        return self._storage.indices(pages).view(len(rows), -1 if rows else 1)
 
     def cascade(
         self, ids: Sequence[int], q_length: int = 1, layer: int = 0, **options: Any
@@ -540,9 +542,9 @@ class PagedKVCache:
         """Where the recent rows of these sequences are, for `RecentRows`."""
         return [sequence.slot for sequence in self._of(ids)[1]]
 
-    def _place(self, pages: list[int], row: int) -> tuple[int, int]:
-        """The page of a row, and which of its rows it is."""
-        return pages[row // self.page_size], row % self.page_size
+    def _place(self, pages: list[list[int]], i: int, row: int) -> tuple[int, int]:
+        """The page of a row of sequence i, and which of its rows it is."""
+        return pages[i][row // self.page_size], row % self.page_size
 
     def _pages_of(self, length: int) -> int:
         return -(-length // self.page_size)
@@ -589,9 +591,8 @@ class PagedKVCache:
                 if self._pool.references[page] - copied[page] > 1:
                     copied[page] += 1
                     pages[i] = next(unused)
-            table.append(pages + [*islice(unused, new)])
-        table = _filled_up(table)
-        return self._storage.indices([page for row in table for page in row]).view(len(table), -1)
+            table.append([*pages, *islice(unused, new)])
+        return self._as_table(table)
 
     def _of(self, ids: Sequence[int]) -> tuple[list[int], list[_Sequence]]:
         """The ids as Python ints, and their sequences."""

@@ -175,7 +175,9 @@ def checked_windows(windows: Any, num_layers: int) -> list[int]:
     if isinstance(windows, str) or not isinstance(windows, Sequence):
         raise TypeError(f"windows is {windows!r}; it must be a sequence of ints, one a layer")
     if len(windows) != num_layers:
-        raise ValueError(f"windows has {len(windows)} numbers; it must have {num_layers}, one a layer")
+        raise ValueError(
+            f"windows has {len(windows)} numbers; it must have {num_layers}, one a layer"
+        )
     return [natural(f"windows[{i}]", window, -1) for i, window in enumerate(windows)]
 
 
@@ -187,4 +189,5 @@ def checked_namespace(namespace: Any) -> Hashable:
                 f"namespace is {namespace!r}; it must be None, a str, an int, bytes, or a tuple of "
                 "these"
             )
-    return namespace  # type: ignore[no-any-return]
+    found: Hashable = namespace
+    return found

@@ -94,9 +94,7 @@ class RecentRows:
         """A copy of a slot, and which rows it has in each layer."""
         return self._rows.read([slot], device), [held[slot] for held in self._held]
 
-    def fill_slot(
-        self, slot: int, copied: tuple[list[Tensor], list[tuple[int, int]]]
-    ) -> None:
+    def fill_slot(self, slot: int, copied: tuple[list[Tensor], list[tuple[int, int]]]) -> None:
         """Let a slot have what `read` returned."""
         rows, held = copied
         self._rows.fill([slot], rows)
@@ -152,14 +150,16 @@ class RecentRows:
         """`decode_step` to rows of both kinds. where: what tells where the quantised rows are."""
         more = new[1].shape[2]
         if more > VERIFY_QUERIES and _in_parts(new[0], more, options):
-            parts = [
-                (layer, part, [n + start for n in lengths], slots, where, options)
-                for start in range(0, more, VERIFY_QUERIES)
-                if (part := tuple(x[:, :, start : start + VERIFY_QUERIES] for x in new))
-            ]
-            for part in parts:
-                self.step(*part, check_only=True)
-            results = [] if check_only else [self.step(*part) for part in parts]
+
+            def part(start: int, check_only: bool) -> Any:
+                rows = tuple(x[:, :, start : start + VERIFY_QUERIES] for x in new)
+                after = [n + start for n in lengths]
+                return self.step(layer, rows, after, slots, where, options, check_only=check_only)
+
+            starts = range(0, more, VERIFY_QUERIES)
+            for start in starts:
+                part(start, True)
+            results = [] if check_only else [part(start, False) for start in starts]
             return [torch.cat(x, 2) for x in zip(*results, strict=True)]
         _check_step(new[0], new[1], options)
         held = self._after(layer, lengths, slots, new[1].shape[2])

@@ -186,8 +186,9 @@ class Storage:
         self._new_shapes = {"k": (num_kv_heads, head_dim), "v": (num_kv_heads, v_head_dim)}
         self._sizes = num_kv_heads, head_dim, v_head_dim, num_layers, dtype, device
         self._rows, self._layout = rows, layout
-        self._kind = {"page_size": rows, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        self._kind |= {"v_head_dim": v_head_dim, "dtype": dtype, "windows": self.windows}
+        self._kind: dict[str, Any] = {"page_size": rows, "num_kv_heads": num_kv_heads}
+        self._kind |= {"head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype}
+        self._kind |= {"num_layers": num_layers, "windows": self.windows}
         self._kind |= {"format": format, "v_format": v_format, "hadamard": hadamard}
         self._kind |= {"values_in_keys": values_in_keys, "recent": recent}
 
@@ -240,7 +241,7 @@ class Storage:
     ) -> tuple[tuple[Tensor, ...], list[int]]:
         """What the op takes before the caches, (k, v) or (q, k, v), and each sequence's new rows.
 
-        given: the same, of which v may be None with values_in_keys. counts: of packed rows, or None.
+        given: the same, of which v may be None with values_in_keys. counts: None unless packed.
         """
         *first, k, v = given
         for name in options if op == "append_kv" else ():
@@ -464,13 +465,14 @@ class Storage:
         """Raise an error unless it is a sequence of such a cache."""
         if not isinstance(exported, ExportedSequence):
             raise TypeError(
-                f"exported is a {type(exported).__name__}; it must be what export_sequence returns"
+                f"exported has type {type(exported).__name__}; it must be what export_sequence "
+                "returns"
             )
         for name, own in self.kind().items():
             if exported.layout[name] != own:
                 raise ValueError(
-                    f"exported comes from a cache with {name} {exported.layout[name]}, and this one "
-                    f"has {own}; import it into a cache of the same layout"
+                    f"exported is of a cache with {name} {exported.layout[name]}, and this one has "
+                    f"{own}; import it into a cache of the same layout"
                 )
 
     def read(self, blocks: list[int], device: torch.device) -> list[Tensor]:
@@ -503,7 +505,7 @@ def _runs(counts: list[int]) -> Iterator[tuple[slice, slice]]:
 
 
 def _unpacked(x: Any, rows: slice, batch: int) -> Any:
-    """These rows of x: (T, H, D) as (batch, H, L, D), (T, L) as (batch, L, L), (T,) as (batch, L)."""
+    """These rows of x (T, H, D) as (batch, H, L, D); of a tree (T, L) as (batch, L, L)."""
     if x is None:
         return None
     x, length = x[rows], (rows.stop - rows.start) // batch

@@ -133,8 +133,6 @@ class Lookup:
             made = self._generate(tokens, most)
             while (part := self._context.run(next, made, None)) is not None:
                 yield part
-        except GeneratorExit:  # between two forwards, when the cache has what it should
-            raise
         except BaseException:
             self._forget()  # layers may have read different tokens
             raise
@@ -352,11 +350,12 @@ class Handler(BaseHTTPRequestHandler):
             raise ValueError(f'the request must be a JSON object with "{name}"')
         known = {name, "model", "user", "max_tokens", "max_completion_tokens", "stream"}
         known |= {"stream_options"}
-        plain = {"temperature": 0, "n": 1, "top_p": 1, "best_of": 1, "echo": False}
+        plain = {"temperature": 0, "top_p": 1, "n": 1, "best_of": 1, "echo": False}
+        plain |= {"presence_penalty": 0, "frequency_penalty": 0}
         for option, value in asked.items():
             if option not in known and value is not None and value != plain.get(option):
-                allowed = f"may be {plain[option]}" if option in plain else "is not supported"
-                raise ValueError(f'"{option}" is {value!r}; it {allowed}: decoding is greedy')
+                only = f"is {value!r}; only {plain[option]} is" if option in plain else "is not"
+                raise ValueError(f'"{option}" {only} supported; leave it out')
         options = asked.get("stream_options") or {}
         if not isinstance(options, dict):
             raise ValueError('"stream_options" must be a JSON object')

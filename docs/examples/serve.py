@@ -356,14 +356,14 @@ class Handler(BaseHTTPRequestHandler):
             if option not in known and value is not None and value != plain.get(option):
                 only = f"is {value!r}; only {plain[option]} is" if option in plain else "is not"
                 raise ValueError(f'"{option}" {only} supported; leave it out')
-        options = asked.get("stream_options") or {}
-        if not isinstance(options, dict):
-            raise ValueError('"stream_options" must be a JSON object')
-        most = asked.get("max_completion_tokens") or asked.get("max_tokens", 16)
-        tokens = self.tokens(asked[name], chat)
+        asked = {option: value for option, value in asked.items() if value is not None}
+        stream, options = asked.get("stream", False), asked.get("stream_options", {})
+        if type(stream) is not bool or not isinstance(options, dict):
+            raise ValueError('"stream" must be true or false, and "stream_options" a JSON object')
+        most = asked.get("max_completion_tokens", asked.get("max_tokens", 16))
+        tokens = self.tokens(asked.get(name), chat)
         self.limits.check(tokens, most)
-        usage = bool(options.get("include_usage"))
-        return Asked(tokens, most, chat, bool(asked.get("stream")), usage)
+        return Asked(tokens, most, chat, stream, bool(options.get("include_usage")))
 
     def body_length(self) -> int:
         length = self.headers.get("Content-Length", "")

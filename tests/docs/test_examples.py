@@ -187,7 +187,9 @@ REFUSED = [
     ({"prompt": [1], "max_tokens": 128}, "both together may have 128"),
     ({"prompt": [1], "temperature": 0.7}, '"temperature" is 0.7; only 0 is supported; leave'),
     ({"prompt": [1], "stop": ["a"]}, '"stop" is not supported; leave it out'),
-    ({"prompt": [1], "stream_options": 1}, '"stream_options" must be a JSON object'),
+    ({"prompt": [1], "max_completion_tokens": 0}, "an integer of at least 1"),
+    ({"prompt": [1], "stream": 1}, '"stream" must be true or false'),
+    ({"prompt": [1], "stream_options": 1}, '"stream_options" a JSON object'),
 ]
 
 

@@ -18,6 +18,11 @@ CALLS = {
     "packed": case(call="flash_decode", q_length=1, q_lengths=(3, 4), seqused_k=(60, 70), **SIZES),
     "step": step(length=4, capacity=32, leftpad_k=(0, 0)),
     "packed step": step(packed=PAIRS, lengths=(13, 20, 2, 9), capacity=32),
+    "step by index": step(length=4, capacity=32, cache="indexed"),
+    "step in pages": step(length=4, capacity=32, cache="paged", page=8),
+    "packed step in pages": step(
+        packed=((3, 3), (2, 0)), lengths=(13, 20), capacity=32, cache="paged", page=8
+    ),
 }
 LISTS, TREE = {"indices": torch.zeros(1, 1, 4, 4).int()}, {"parents": ints(-1, 0, 0, 1)}
 SEEN = torch.eye(4, dtype=torch.bool)
@@ -134,6 +139,17 @@ VALUES = [
     ),
     ("dense", TREE | {"seqused_k": ints(60, 3)}, "sequence 1 has 4 queries in q and 3 keys; with"),
     ("dense", TREE | {"leftpad_k": ints(57, 3)}, "sequence 0 has 4 queries in q and 3 keys; with"),
+    (
+        "dense",
+        {"tree_mask": SEEN | torch.tensor([[0] * 4, [1, 0, 0, 0], [0, 1, 0, 0], [0] * 4]).bool()},
+        "tree_mask is no forest: token 2 of sequence 0 sees token 1, its parent, and only one of "
+        "them sees token 0",
+    ),
+    (
+        "dense",
+        {"tree_mask": SEEN | torch.tensor([[0] * 4, [0] * 4, [1, 1, 0, 0], [0] * 4]).bool()},
+        "tree_mask is no forest: token 2 of sequence 0 sees token 1, its parent, and only one",
+    ),
     ("packed", {"parents": ints(-1, 0, 0, -1, 3, 0, 1)}, "parents is 3 for token 1 of sequence 1"),
     ("step", {"cache_seqlens": ints(13, 30)}, r"cache_seqlens\[1\] is 30"),
     ("step", {"cache_seqlens": ints(-1, 3)}, r"cache_seqlens\[0\] is -1"),
@@ -150,6 +166,23 @@ VALUES = [
         "packed step",
         {"cu_seqlens_k_new": ints(0, 3, 4, 9, 9), "parents": ints(*[-1] * 9)},
         "each new row has a query, and cu_seqlens_k_new",
+    ),
+    # Rows that one sequence writes and another reads
+    (
+        "step by index",
+        {"cache_batch_idx": ints(2, 2)},
+        "sequence 0 writes row 13 of batch 2 of k_cache, and sequence 1 reads it in the same call; "
+        "copy the batch for one",
+    ),
+    (
+        "step in pages",
+        {"block_table": ints(4, 1, 7, 5, 3, 1, 0, 8).view(2, 4)},
+        "sequence 0 writes row 5 of page 1 of k_cache, and sequence 1 reads it in the same call",
+    ),
+    (
+        "packed step in pages",
+        {"block_table": ints(4, 1, 7, 5, 3, 7, 0, 8).view(2, 4), "cache_seqlens": ints(14, 20)},
+        "sequence 0 writes row 0 of page 7 of k_cache, and sequence 1 reads it in the same call",
     ),
 ]
 
@@ -179,9 +212,28 @@ def test_refused_values(name, changes, message):
 
 
 @each_case(
+    "name, changes",
+    [
+        # Full pages before the new rows are read by both.
+        ("step in pages", {"block_table": ints(4, 1, 7, 5, 4, 9, 0, 8).view(2, 4)}),
+        # Outside of the window nothing is read, and rows after the last key never are.
+        (
+            "step in pages",
+            {"block_table": ints(4, 1, 7, 5, 1, 9, 0, 8).view(2, 4), "window_size_left": 3},
+        ),
+        ("step in pages", {"block_table": ints(4, 1, 7, 5, 3, 9, 0, 1).view(2, 4)}),
+        ("step by index", {"cache_batch_idx": ints(2, 2), "window_size_left": 2}),
+    ],
+)
+def test_rows_that_are_read_apart(name, changes):
+    _, call, _ = calls(name, changes)
+    call()
+
+
+@each_case(
     "changes, message",
     [
-        (lambda t: {"v_cache": t["k_cache"]}, "v_cache is the first columns of k_cache"),
+        (lambda t: {"v_cache": t["k_cache"]}, "v_cache is the first 64 columns of k_cache"),
         (lambda t: {"q": t["k_cache"][:, :, 3:8]}, "q may share elements with k_cache, which is w"),
         (lambda t: {"q": t["v_cache"][:, :, 3:8]}, "q may share elements with v_cache, which is w"),
         (

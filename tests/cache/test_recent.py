@@ -45,7 +45,7 @@ def test_random_steps(backend, kind):
             held.step(length, at)
         elif what == "truncate":
             b = r.randrange(2)
-            held.truncate(b, r.randint(0, held.lengths()[b]))
+            held.truncate(b, r.randint(0, held.lengths()[b]), keep_recent=False)
         else:
             held.swap([r.randrange(2) for _ in range(2)])
     held.append(ROOM + 30 if max(held.lengths()) < 190 else 1, 3)
@@ -79,11 +79,53 @@ def test_trees(backend, kind):
     held.step(4, 3, {"parents": parents})
     held.accept([[0, 2, 3], [0]], [tree] * 2)
     held.step(1, 9)
-    # A tree that is longer than the room leaves none of its rows in full precision.
+    # Not all rows of a tree that is longer than the room are there in full precision.
     held.append(ROOM + 2, 11)
     chain = [*range(-1, ROOM + 1)]
-    held.accept([[0], chain[1:]], [chain] * 2)
+    before = [x.clone() for x in held.cache.layers[0].by_block()]
+    with pytest.raises(ValueError, match=r"the path ends at row 1\d\d; recent keeps 4 rows in"):
+        held.accept([chain[1:]] * 2, [chain] * 2)
+    assert all(map(torch.equal, before, held.cache.layers[0].by_block()))
     held.step(1, 13)
+
+
+# What is appended, then a truncation that keeps the promise and one that does not.
+BACK = [
+    ([160], 96, 95),
+    ([160, -64, 3], 96, 95),  # rows of the first 160 overwrote others
+    ([40], 1, None),
+    ([160], 0, None),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@each_case("steps, allowed, refused", BACK)
+def test_going_back(steps, allowed, refused, kind):
+    """By 64 rows from the longest length; further only if it is allowed to read codes."""
+
+    def appended():
+        held = made(kind)
+        for number, more in enumerate(steps):
+            if more > 0:
+                held.append(more, number)
+            else:
+                for b in range(2):
+                    held.truncate(b, held.lengths()[b] + more)
+        return held
+
+    held = appended()
+    for b in range(2):
+        held.truncate(b, allowed)
+    held.step(1, 3)
+    if refused is not None:
+        held = appended()
+        with pytest.raises(ValueError, match=f"length is {refused}; recent keeps 4 .* least 96"):
+            held.truncate(1, refused)
+        held.step(1, 3)
+        held.truncate(1, 40, keep_recent=False)
+        held.append(3, 5)
+        held.truncate(1, 41)  # what was given up is not promised
+        held.step(1, 7)
 
 
 @pytest.mark.parametrize("backend, kind", RUNS[: len(KINDS)], indirect=["backend"])
@@ -237,7 +279,7 @@ FAULTS = {
     "rows lie one on": ("_table", lambda self, held, slots: self._table_(held, slots).roll(1, 0)),
     "the first rows stay": (
         "_after",
-        lambda self, *given: [(max(first - 1, 0), end) for first, end in self._after_(*given)],
+        lambda self, *given: [x._replace(first=max(x.first - 1, 0)) for x in self._after_(*given)],
     ),
     "nothing is forgotten": ("truncate", lambda self, slot, length: None),
     "slots are not copied": ("copy", lambda self, source, destination: None),

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import INT32_MAX, integers, natural, whole
+from torch_metal_attn.call.arguments import INT32_MAX, flag, integers, natural, whole
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
@@ -34,6 +35,7 @@ class _Sequence:
     tokens: list[int]  # as far as they are known
     prefixes: list[Prefix]  # of the first pages, those that are found by their tokens
     slot: int = -1  # of its recent rows
+    accepted: int = 0  # the rows that the last accept left
 
     @property
     def length(self) -> int:
@@ -259,16 +261,22 @@ class PagedKVCache:
             earlier token, or -1 for a root. token_ids: for each sequence the tokens of its tree;
             those of the path are then known to `match_prefix`.
 
-        Raises: ValueError: parents is no tree, or a path is no path of it; the layers differ in
-            length, as before the end of a step. CacheFull: no page is left for the copy of a shared
-            one. Nothing is changed then.
+        Raises: ValueError: parents is no tree, or a path is no path of it; a tree has more tokens
+            than rows were written since the last accept; the layers differ in length, as before the
+            end of a step; fewer rows than `recent` would be left. CacheFull: no page is left for
+            the copy of a shared one. Nothing is changed then.
         """
         ids, sequences = self._of(ids)
         for id, sequence in zip(ids, sequences, strict=True):
             check_layers_agree(id, sequence.lengths, "accept")
-        kept, sizes = checked_paths(paths, parents, [sequence.length for sequence in sequences])
+        lengths, accepted = [s.length for s in sequences], [s.accepted for s in sequences]
+        kept, sizes = checked_paths(paths, parents, lengths, accepted)
         tokens = _as_lists(token_ids, sizes)
         starts = [sequence.length - size for sequence, size in zip(sequences, sizes, strict=True)]
+        for sequence, start, path in zip(sequences, starts, kept, strict=True):
+            self._storage.recent.check_kept(
+                sequence.slot, start + len(path), f"the path ends at row {start + len(path)}", start
+            )
         rounds = [moves(path) for path in kept]
         firsts = [
             steps[0][0][1] if steps else len(path) for steps, path in zip(rounds, kept, strict=True)
@@ -283,13 +291,14 @@ class PagedKVCache:
             ]
         )
         self._storage.move_paths(rounds, starts, lambda i, row: self._place(sequences[i], row))
-        slots, lengths = [s.slot for s in sequences], [s.length for s in sequences]
+        slots = [s.slot for s in sequences]
         self._storage.recent.move_paths(rounds, starts, lengths, slots)
         for i, (id, sequence, path) in enumerate(zip(ids, sequences, kept, strict=True)):
             start = starts[i]
             known = sequence.tokens[start:] if tokens is None else tokens[i]
             follows = len(sequence.tokens) >= start and len(known) == sizes[i]
-            self.truncate(id, start + len(path))
+            self.truncate(id, start + len(path), keep_recent=False)
+            sequence.accepted = start + len(path)
             del sequence.tokens[start:]
             sequence.tokens += [known[token] for token in path] if follows else []
             del sequence.prefixes[len(sequence.tokens) // self.page_size :]
@@ -303,6 +312,7 @@ class PagedKVCache:
         for page in pages:
             self._pool.share(page)
         copied = _Sequence(pages, [*sequence.lengths], [*sequence.tokens], [*sequence.prefixes])
+        copied.accepted = sequence.accepted
         id = self._add(copied)
         self._storage.recent.copy([sequence.slot], [copied.slot])
         return id
@@ -314,10 +324,18 @@ class PagedKVCache:
         self._release(sequence.pages)
         self._storage.recent.release(sequence.slot)
 
-    def truncate(self, id: int, length: int) -> None:
-        """Drop the rows from `length` on, as speculative decoding does with rejected tokens."""
+    def truncate(self, id: int, length: int, *, keep_recent: bool = True) -> None:
+        """Drop the rows from `length` on, as speculative decoding does with rejected tokens.
+
+        With `recent` a sequence can go back by 64 rows from its longest length, or to 0. Going
+        further back raises ValueError: fewer rows than `recent` would be left in full precision.
+        keep_recent=False allows it, and older rows are then read as codes.
+        """
         id, sequence = self._one(id)
         length = length_within(id, length, sequence.length)
+        if flag("keep_recent", keep_recent):
+            self._storage.recent.check_kept(sequence.slot, length, f"length is {length}")
+        sequence.accepted = min(sequence.accepted, length)
         sequence.lengths = [min(n, length) for n in sequence.lengths]
         kept = self._pages_of(length)
         self._release(sequence.pages[kept:])
@@ -382,24 +400,39 @@ class PagedKVCache:
         """Which pages these sequences share, for a step that attends to rows already written.
 
         Made once for all layers, if each has as many rows as `layer`. q_length: queries of each
-        sequence. options: causal, window_size and min_pages of `CascadePlan`.
+        sequence. options: causal, window_size and min_pages of `CascadePlan`. `attend` raises
+        ValueError once the sequences have other rows or pages in the layer that is attended to.
         """
         self._storage.check_layer(layer)
-        _, sequences = self._of(ids)
+        ids, sequences = self._of(ids)
         if isinstance(self._storage.recent, RecentRows):
             raise ValueError(
                 f"recent is {self._storage.recent.recent}, and a cascade reads none of these rows "
                 "in full precision; use decode_step, or a cache without recent"
             )
         width = max([0, *(len(sequence.pages) for sequence in sequences)])
-        return CascadePlan(
-            [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences],
-            [sequence.lengths[layer] for sequence in sequences],
-            self.page_size,
-            q_length,
-            device=self._storage.device,
-            **options,
+        pages = [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences]
+        lengths = [sequence.lengths[layer] for sequence in sequences]
+        plan = CascadePlan(
+            pages, lengths, self.page_size, q_length, device=self._storage.device, **options
         )
+        plan.check_current = partial(self._check_plan, ids, pages, lengths)
+        return plan
+
+    def _check_plan(
+        self, ids: list[int], pages: list[list[int]], lengths: list[int], k_cache: Tensor
+    ) -> None:
+        """Raise ValueError if sequences have other rows than when a plan was made of them."""
+        numbers = range(len(self.layers))
+        layers = [i for i in numbers if self.layers[i].k_cache is k_cache] or [*numbers]
+        for b, (id, sequence) in enumerate(zip(ids, self._of(ids)[1], strict=True)):
+            now, used = [sequence.lengths[i] for i in layers], self._pages_of(lengths[b])
+            if lengths[b] not in now or sequence.pages[:used] != pages[b][:used]:
+                changed = f"it has {now[0]}" if lengths[b] not in now else "they are in other pages"
+                raise ValueError(
+                    f"the plan is of {lengths[b]} rows of sequence {id}, and now {changed}; make "
+                    "a plan after the rows of a step are written"
+                )
 
     def seqlens(self, ids: Sequence[int], layer: int = 0) -> Tensor:
         """(B,) int32 on the cache's device: the rows of each sequence in a layer."""
@@ -455,7 +488,8 @@ class PagedKVCache:
         """A block table for the rows, as valid as the one after `reserve`."""
         self._missing_pages(written)
         ends = [self._pages_of(rows.start + rows.length) for rows in written]
-        page = count()
+        # Pages that are only read are page 0, which is then written by none.
+        page = count(int(any(rows.start >= self.page_size for rows in written)))
         table = [
             [next(page) if i >= rows.start // self.page_size else 0 for i in range(end)]
             + [0] * (max(ends) - end)

@@ -36,6 +36,8 @@ ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_c
 
 # Options of the ops that a caller must not replace: he would read or write other rows.
 _GIVEN = ("block_table", "cache_batch_idx", "cache_seqlens", "hadamard", "k_scale", "v_scale")
+_ALL_OPTIONS = [x.name for x in torch.ops.metal_attn.decode_step.default._schema.arguments[5:]]
+_STEP_OPTIONS = [n for n in _ALL_OPTIONS if n not in _GIVEN and "seqlen" not in n]
 # More than any model has: each takes memory, and the host's time before any is used.
 _MOST_LAYERS = 2**16
 
@@ -199,9 +201,10 @@ class Storage:
         given: the same, of which v may be None with values_in_keys.
         """
         *first, k, v = given
-        for name in options if op == "append_kv" else ():
-            if name not in ROTARY:
-                raise TypeError(f"append has no argument {name}; it takes {', '.join(ROTARY)}")
+        method, takes = ("append", ROTARY) if op == "append_kv" else (op, _STEP_OPTIONS)
+        for name in options:
+            if name not in takes and not (op == "decode_step" and name in _ALL_OPTIONS):
+                raise TypeError(f"{method} has no argument {name}; it takes {', '.join(takes)}")
         if v is None and not self.values_in_keys:
             raise ValueError("v is None; only a cache with values_in_keys takes k alone")
         check_tensor("k", k)

@@ -401,7 +401,7 @@ def _of_cache(
         ids, arguments = list(range(batch)), ()
     cache.append(*arguments, *(x[:, :, :longest].to(device) for x in old))
     for id, length in zip(ids, case.lengths, strict=True):
-        cache.truncate(id, length)
+        cache.truncate(id, length, keep_recent=False)
     of_caches = ("k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table")
     for name in (*of_caches, "hadamard", "rotary_from_leftpad", "window_size_left"):
         given.pop(name, None)

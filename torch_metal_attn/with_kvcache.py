@@ -44,6 +44,8 @@ _CACHED_NAMES = ArgumentNames(
     heads_third=True,
 )
 
+# Calls with one of these are a step even if there are no new rows.
+_STEP_ALONE = frozenset(("cu_seqlens_q", "parents", "tree_mask"))
 # With up to this many queries per sequence reading the keys takes the time: flash_decode reads each
 # key once, and splits the keys over the GPU.
 DECODE_QUERIES = 32
@@ -177,9 +179,7 @@ def flash_attn_with_kvcache(
     score = {"softcap": softcap, "alibi_slopes": alibi_slopes, **newer}
     tree = only_given(parents=parents, tree_mask=tree_mask)
     call = _Call(
-        query,
-        k_cache,
-        v_cache,
+        (query, k_cache, v_cache),
         seqlens,
         few=packed or bool(tree) or q.shape[1] <= VERIFY_QUERIES,
         options=op_options(q, 0.0, softmax_scale, causal, limits, score),
@@ -221,95 +221,84 @@ def flash_attn_with_kvcache(
 class _Call:
     """A call whose arguments have the ops' form. All of it is checked before a row is written.
 
-    Attributes: few: one op takes its queries and new rows. options: of attention. cache: where and
-        how the cache has its rows. new, rotary: new keys and values, and their rotation.
+    Attributes: operands: q, k_cache and v_cache. few: one op takes all queries and new rows.
+        options: of attention. cache: where and how the cache has its rows. new: new keys and
+        values, if any. rotary: their rotation.
     """
 
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    seqlens: Tensor | None
+    operands: tuple[Tensor, Tensor, Tensor]
+    seqlens: Any  # None only without new rows
     few: bool
     options: dict[str, Any]
     cache: dict[str, Any]
     hadamard: int
     num_splits: int
-    new: tuple[Tensor, Tensor] | None = None
+    new: tuple[Tensor, ...] = ()
     rotary: dict[str, Any] = field(default_factory=dict)
 
     def run(self) -> tuple[Tensor, Tensor]:
         """out and the log-sum-exp."""
-        if self.new is None:
+        q, *_ = self.operands
+        if not self.new:
             if self.hadamard and not self.few:
                 # flash_fwd has no such argument: attention to no queries refuses what does not fit.
-                self._attention(_FLASH_DECODE, self.q[:, :0], self.seqlens, self._stored())
-            return self._attend(self.q, self.seqlens)
-        length, packed = self.new[0].shape[1], "cu_seqlens_q" in self.options
-        if self.few and (packed or self._has_tree() or self.new[0].numel() > 0):
+                self._attention(_FLASH_DECODE, q[:, :0], self.seqlens, self._stored())
+            return self._attend(q, self.seqlens)
+        if self.few and (self.new[0].numel() > 0 or not _STEP_ALONE.isdisjoint(self.options)):
             out, lse = self._step(_DECODE_STEP)
             return swapped(out), lse
-        assert self.seqlens is not None
-        after = self.seqlens + length
+        after = self.seqlens + self.new[0].shape[1]
         self._check(after)
-        q = self.q if self.rotary.get("rotary_cos") is None else self.q.clone()
+        q = q if self.rotary.get("rotary_cos") is None else q.clone()
         self._append(_APPEND_KV, q)
         return self._attend(q, after)
 
-    def _has_tree(self) -> bool:
-        return "parents" in self.options or "tree_mask" in self.options
-
     def _check(self, after: Tensor) -> None:
         """Raise what the append, or the attention after it, would raise."""
-        forward_refusal(*_FORWARD_ONLY, self._given())
-        if torch.compiler.is_compiling() or isinstance(self.q, FakeTensor):
+        q, *_ = self.operands
+        forward_refusal(*_FORWARD_ONLY, self._given(q))
+        if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
             return  # a graph's ops check shapes as they are traced, and there are no values
-        assert self.new is not None
         if self.new[0].numel() > 0:
             # One op that writes and reads knows which rows one sequence writes and another reads.
             self._step(_EXPLAIN.decode_step)
-        arguments, options = self._append(_EXPLAIN.append_kv, self.q)
-        check_writes("append_kv", arguments, options)
-        self._attention(_EXPLAIN.flash_fwd, self.q, after, self.cache)
+        check_writes("append_kv", *self._append(_EXPLAIN.append_kv, q))
+        self._attention(_EXPLAIN.flash_fwd, q, after, self.cache)
 
     def _step(self, op: Any) -> Any:
         """`decode_step`, or what it refuses."""
-        assert self.new is not None
-        rows = (self.q, *self.new, self.k_cache, self.v_cache)
+        q, *caches = self.operands
         options = self.options | self.rotary | self._stored() | self._splits()
-        return _CACHE_NAMES.run(op, (*map(swapped, rows), self.seqlens), options)
+        return _CACHE_NAMES.run(op, (*map(swapped, (q, *self.new, *caches)), self.seqlens), options)
 
     def _append(self, op: Any, q: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`append_kv`, which rotates q in place, or what it refuses; returns its arguments."""
-        assert self.new is not None
-        written = (*self.new, self.k_cache, self.v_cache)
-        arguments, options = (*map(swapped, written), self.seqlens), self.rotary | self._stored()
+        arguments = (*map(swapped, (*self.new, *self.operands[1:])), self.seqlens)
+        options = self.rotary | self._stored()
         if self.rotary.get("rotary_cos") is not None:
             options["q"] = swapped(q)
         _CACHE_NAMES.run(op, arguments, options)
         return arguments, options
 
-    def _attend(self, q: Tensor, seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, seqlens: Any) -> tuple[Tensor, Tensor]:
         """Attention to rows that are there: q is rotated by now."""
-        rotated = self.hadamard and not self.few
-        q = rotated_in_blocks(q, self.hadamard) if rotated else q
+        blocks = 0 if self.few else self.hadamard
+        q = rotated_in_blocks(q, blocks) if blocks else q
         where = self._stored() | self._splits() if self.few else self.cache
         op = _FLASH_DECODE if self.few else _FLASH_FWD
         out, lse = forward_only(
-            *_FORWARD_ONLY,
-            self._given() | {"q": q},
-            lambda: self._attention(op, q, seqlens, where),
+            *_FORWARD_ONLY, self._given(q), lambda: self._attention(op, q, seqlens, where)
         )
-        out = swapped(out)
-        return rotated_in_blocks(out, self.hadamard) if rotated else out, lse
+        return rotated_in_blocks(swapped(out), blocks) if blocks else swapped(out), lse
 
-    def _attention(self, op: Any, q: Tensor, seqlens: Tensor | None, where: dict[str, Any]) -> Any:
+    def _attention(self, op: Any, q: Tensor, seqlens: Any, where: dict[str, Any]) -> Any:
         """An op of attention to the cache, or what it refuses."""
         options = self.options | where | only_given(seqused_k=seqlens)
-        return _CACHED_NAMES.run(op, (*map(swapped, (q, self.k_cache, self.v_cache)),), options)
+        return _CACHED_NAMES.run(op, (*map(swapped, (q, *self.operands[1:])),), options)
 
-    def _given(self) -> dict[str, Any]:
-        caches = {"k_cache": self.k_cache, "v_cache": self.v_cache}
-        return {"q": self.q, **caches, **self.options, **self.cache}
+    def _given(self, q: Tensor) -> dict[str, Any]:
+        named = zip(("q", "k_cache", "v_cache"), (q, *self.operands[1:]), strict=True)
+        return {**dict(named), **self.options, **self.cache}
 
     def _stored(self) -> dict[str, Any]:
         return self.cache | ({"hadamard": self.hadamard} if self.hadamard else {})

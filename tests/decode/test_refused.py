@@ -26,6 +26,8 @@ CALLS = {
 }
 LISTS, TREE = {"indices": torch.zeros(1, 1, 4, 4).int()}, {"parents": ints(-1, 0, 0, 1)}
 SEEN = torch.eye(4, dtype=torch.bool)
+# Token 2 sees 1, and one of the two sees 0.
+NO_FORESTS = [SEEN.clone().view(16).index_fill(0, ints(9, n), True).view(4, 4) for n in (4, 8)]
 CODES = {f"{n}_cache": torch.zeros(2, 2, 32, 64, dtype=torch.int8) for n in "kv"}
 CODES |= {f"{n}_scale": torch.zeros(2, 2, 32, 2).half() for n in "kv"}
 NO_ROWS = {n: torch.zeros(2, 2, 0, 64).half() for n in "kv"}
@@ -139,16 +141,13 @@ VALUES = [
     ),
     ("dense", TREE | {"seqused_k": ints(60, 3)}, "sequence 1 has 4 queries in q and 3 keys; with"),
     ("dense", TREE | {"leftpad_k": ints(57, 3)}, "sequence 0 has 4 queries in q and 3 keys; with"),
-    (
-        "dense",
-        {"tree_mask": SEEN | torch.tensor([[0] * 4, [1, 0, 0, 0], [0, 1, 0, 0], [0] * 4]).bool()},
-        "tree_mask is no forest: token 2 of sequence 0 sees token 1, its parent, and only one of "
-        "them sees token 0",
-    ),
-    (
-        "dense",
-        {"tree_mask": SEEN | torch.tensor([[0] * 4, [0] * 4, [1, 1, 0, 0], [0] * 4]).bool()},
-        "tree_mask is no forest: token 2 of sequence 0 sees token 1, its parent, and only one",
+    *(
+        (
+            "dense",
+            {"tree_mask": x},
+            "tree_mask is no forest: token 2 of sequence 0 sees token 1, its",
+        )
+        for x in NO_FORESTS
     ),
     ("packed", {"parents": ints(-1, 0, 0, -1, 3, 0, 1)}, "parents is 3 for token 1 of sequence 1"),
     ("step", {"cache_seqlens": ints(13, 30)}, r"cache_seqlens\[1\] is 30"),
@@ -212,22 +211,17 @@ def test_refused_values(name, changes, message):
 
 
 @each_case(
-    "name, changes",
+    "table, left",
     [
-        # Full pages before the new rows are read by both.
-        ("step in pages", {"block_table": ints(4, 1, 7, 5, 4, 9, 0, 8).view(2, 4)}),
-        # Outside of the window nothing is read, and rows after the last key never are.
-        (
-            "step in pages",
-            {"block_table": ints(4, 1, 7, 5, 1, 9, 0, 8).view(2, 4), "window_size_left": 3},
-        ),
-        ("step in pages", {"block_table": ints(4, 1, 7, 5, 3, 9, 0, 1).view(2, 4)}),
-        ("step by index", {"cache_batch_idx": ints(2, 2), "window_size_left": 2}),
+        # Full pages before the new rows, pages outside of the window or after the last key.
+        ((4, 1, 7, 5, 4, 9, 0, 8), -1),
+        ((4, 1, 7, 5, 1, 9, 0, 8), 3),
+        ((4, 1, 7, 5, 3, 9, 0, 1), -1),
     ],
 )
-def test_rows_that_are_read_apart(name, changes):
-    _, call, _ = calls(name, changes)
-    call()
+def test_pages_that_two_sequences_may_have(table, left):
+    changes = {"block_table": ints(*table).view(2, 4), "window_size_left": left}
+    calls("step in pages", changes)[1]()
 
 
 @each_case(

@@ -27,7 +27,9 @@ CALLS = {
 LISTS, TREE = {"indices": torch.zeros(1, 1, 4, 4).int()}, {"parents": ints(-1, 0, 0, 1)}
 SEEN = torch.eye(4, dtype=torch.bool)
 # Token 2 sees 1, and one of the two sees 0.
-NO_FORESTS = [SEEN.clone().view(16).index_fill(0, ints(9, n), True).view(4, 4) for n in (4, 8)]
+NO_FORESTS = [
+    SEEN.clone().view(16).index_fill(0, torch.tensor([9, n]), True).view(4, 4) for n in (4, 8)
+]
 CODES = {f"{n}_cache": torch.zeros(2, 2, 32, 64, dtype=torch.int8) for n in "kv"}
 CODES |= {f"{n}_scale": torch.zeros(2, 2, 32, 2).half() for n in "kv"}
 NO_ROWS = {n: torch.zeros(2, 2, 0, 64).half() for n in "kv"}

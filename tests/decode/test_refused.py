@@ -18,7 +18,6 @@ CALLS = {
     "packed": case(call="flash_decode", q_length=1, q_lengths=(3, 4), seqused_k=(60, 70), **SIZES),
     "step": step(length=4, capacity=32, leftpad_k=(0, 0)),
     "packed step": step(packed=PAIRS, lengths=(13, 20, 2, 9), capacity=32),
-    "step by index": step(length=4, capacity=32, cache="indexed"),
     "step in pages": step(length=4, capacity=32, cache="paged", page=8),
     "packed step in pages": step(
         packed=((3, 3), (2, 0)), lengths=(13, 20), capacity=32, cache="paged", page=8
@@ -169,12 +168,6 @@ VALUES = [
         "each new row has a query, and cu_seqlens_k_new",
     ),
     # Rows that one sequence writes and another reads
-    (
-        "step by index",
-        {"cache_batch_idx": ints(2, 2)},
-        "sequence 0 writes row 13 of batch 2 of k_cache, and sequence 1 reads it in the same call; "
-        "copy the batch for one",
-    ),
     (
         "step in pages",
         {"block_table": ints(4, 1, 7, 5, 3, 1, 0, 8).view(2, 4)},

@@ -45,11 +45,14 @@ class _Held(NamedTuple):
     end: int = 0
     start: int = 0
 
+    def short(self, length: int, recent: int) -> bool:
+        """Whether a sequence that goes back to `length` rows has fewer than `recent` here."""
+        return max(length - self.first, 0) < min(recent, length - self.start)
+
     def after(self, length: int, recent: int) -> "_Held":
-        """The rows that are left of a sequence of `length` rows."""
-        first, start = min(self.first, length), min(self.start, length)
-        short = length - first < min(recent, length - start)
-        return _Held(first, min(self.end, length), first if short else start)
+        """The rows that it has then; what is missing was not kept from there on."""
+        first, end, start = (min(row, length) for row in self)
+        return _Held(first, end, first if self.short(length, recent) else start)
 
 
 class RecentRows:
@@ -97,10 +100,10 @@ class RecentRows:
 
         what: begins the message. tree: the first row of a tree, all of which is needed.
         """
-        for first, end, start in (held[slot] for held in self._held):
-            short = max(length - first, 0) < min(self.recent, length - start)
-            short = short or (tree is not None and tree < first)
-            if short and start < first and length <= end:
+        for held in (of_layer[slot] for of_layer in self._held):
+            first, end, start = held
+            missing = held.short(length, self.recent) or (tree is not None and tree < first)
+            if missing and start < first and length <= end:
                 raise ValueError(
                     f"{what}; recent keeps {self.recent} rows in full precision, and of the "
                     f"sequence's only those from {first} on are left: it must be 0 or at least "

@@ -51,7 +51,6 @@ _STEP_ALONE = frozenset(("cu_seqlens_q", "parents", "tree_mask"))
 DECODE_QUERIES = 32
 # The same of queries after a cache, as speculative decoding verifies them.
 VERIFY_QUERIES = 64
-_MAX_SPLITS = 1024
 
 
 @named_options
@@ -193,8 +192,6 @@ def flash_attn_with_kvcache(
         hadamard=whole("hadamard", hadamard),
         num_splits=whole("num_splits", num_splits),
     )
-    if not call.few:
-        _check_splits(call.num_splits)
     call.options |= tree | _packing(cu_seqlens_q, max_seqlen_q, k is not None, cu_seqlens_k_new)
     rotates = rotary_cos is not None or rotary_sin is not None
     if k is not None or v is not None:
@@ -239,10 +236,11 @@ class _Call:
     def run(self) -> tuple[Tensor, Tensor]:
         """out and the log-sum-exp."""
         q, *_ = self.operands
+        if not self.few and (self.hadamard or self.num_splits):
+            # flash_fwd has no such arguments: attention to no queries refuses what does not fit.
+            where = self._stored() | self._splits()
+            self._attention(_FLASH_DECODE, q[:, :0], self.seqlens, where)
         if not self.new:
-            if self.hadamard and not self.few:
-                # flash_fwd has no such argument: attention to no queries refuses what does not fit.
-                self._attention(_FLASH_DECODE, q[:, :0], self.seqlens, self._stored())
             return self._attend(q, self.seqlens)
         if self.few and (self.new[0].numel() > 0 or not _STEP_ALONE.isdisjoint(self.options)):
             out, lse = self._step(_DECODE_STEP)
@@ -389,14 +387,6 @@ def _check_autocast(dtype: torch.dtype, **caches: Tensor) -> None:
                 f"{name} has dtype {cache.dtype}, and autocast casts q, k and v to {dtype}: make "
                 "the caches in that dtype, or call it where autocast is off"
             )
-
-
-def _check_splits(num_splits: int) -> None:
-    """As flash_decode does, in calls that another op takes."""
-    if not 0 <= num_splits <= _MAX_SPLITS:
-        raise ValueError(
-            f"num_splits is {num_splits}; it must be 0 (chosen for you) or in 1..{_MAX_SPLITS}"
-        )
 
 
 def _new_rows(

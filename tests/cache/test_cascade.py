@@ -145,7 +145,7 @@ def attend_to_forks(kind, options, device):
     held.check(out.transpose(1, 2), q, {"softmax_scale": 0.1, "causal": True})
 
 
-# What makes a plan of two forks stale, and what the error says.
+# Changes that make a plan of two forks stale, and what the error says.
 STALE = [
     (lambda held: held.append(1, 3), "is of 39 rows of sequence 2, and now it has 40; make a plan"),
     (lambda held: held.truncate(1, 38), "is of 39 rows of sequence 3, and now it has 38"),

@@ -206,7 +206,7 @@ REFUSED = [
     ),
     ({"window_size": 3}, "window_size is 3"),
     ({"block_table": ints(0, 9).view(2, 1), "cache_seqlens": 3}, r"block_table\[1, 0\] is 9"),
-    # What only attention would refuse
+    # Only attention would refuse these.
     ({"q": lambda q: torch.cat([q, q], -1)[..., ::2]}, r"q has strides \(.*; the last must be 1"),
     (
         {"block_table": ints(0, 1, 9, 1).view(2, 2), "cache_seqlens": ints(5, 64)},

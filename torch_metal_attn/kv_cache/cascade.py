@@ -104,7 +104,7 @@ class CascadePlan:
         self.batch_size, self.q_length, self.page_size = len(lengths), q_length, page_size
         left, right = window(window_size)
         self._options = limit_options(flag("causal", causal), left, right)
-        # What a cache raises once its rows are not those of the plan any more.
+        # Raises once the rows of the cache that made the plan are no longer those of the plan.
         self.check_current: Callable[[Tensor], None] | None = None
         right = 0 if causal else right
         most = [_shareable(length, q_length, left, right) // page_size for length in lengths]

@@ -276,7 +276,7 @@ def without_gradient(message: str, tensors: Iterable[Tensor], run: Callable[[], 
 
 
 def forward_refusal(function: str, advice: str, given: Mapping[str, Any]) -> str:
-    """What a derivative with respect to one of `given` raises; empty if none is asked for.
+    """The error of a derivative with respect to one of `given`; empty if none is asked for.
 
     Raises NotImplementedError for what the call itself must refuse.
     """

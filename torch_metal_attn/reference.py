@@ -185,10 +185,15 @@ def attention(
             bias = bias + times.clamp(min=1).to(dtype).log()
         if attn_bias is not None:
             bias = bias + _rows(attn_bias, rows, q_length)
+        seen_k, seen_v = k, v
+        if alone:
+            group = heads // kv_heads if visible.shape[1] > 1 else 1
+            unread = ~visible[:, ::group].transpose(2, 3)
+            seen_k, seen_v = (x.masked_fill(unread, 0.0) for x in (k, v))
         return _query_block(
             q[:, :, rows].to(dtype),
-            k,
-            v,
+            seen_k,
+            seen_v,
             head_dim**-0.5 if softmax_scale is None else softmax_scale,
             transform,
             bias,
@@ -197,7 +202,9 @@ def attention(
             _dropout_factors(rng_state, dropout_p, first_batch, rows, q, kv_length, dtype),
         )
 
-    rows = max(1, _SCORES_PER_BLOCK // max(1, batch * heads * kv_length))
+    # Kernels read only what is listed: 0 * NaN of another key must not meet a query.
+    alone = indices is not None and not all(bool(x.isfinite().all()) for x in (k, v))
+    rows = 1 if alone else max(1, _SCORES_PER_BLOCK // max(1, batch * heads * kv_length))
     starts = range(0, max(q_length, 1), rows)
     run = _recomputed if len(starts) > 1 and torch.is_grad_enabled() else _run
     with (

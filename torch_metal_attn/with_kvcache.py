@@ -1,9 +1,11 @@
 """flash-attn's `flash_attn_with_kvcache`, on the ops of `metal_attn` that take a cache."""
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from typing_extensions import Unpack
 
 from torch_metal_attn.call.arguments import (
@@ -15,16 +17,15 @@ from torch_metal_attn.call.arguments import (
     heads_first,
     lengths_tensor,
     only_given,
-    spans_overlap,
     whole,
     window,
 )
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.call.options import NewerOptions, named_options, op_options
 from torch_metal_attn.ops import plain
-from torch_metal_attn.ops.differentiation import forward_only
+from torch_metal_attn.ops.differentiation import check_writes, forward_only, forward_refusal
 from torch_metal_attn.ops.names import ArgumentNames
-from torch_metal_attn.ops.plain import heads_second, swapped
+from torch_metal_attn.ops.plain import swapped
 from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.quantisation import hadamard as rotated_in_blocks
 
@@ -32,6 +33,9 @@ _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _FLASH_DECODE = torch.ops.metal_attn.flash_decode.default
 _DECODE_STEP = torch.ops.metal_attn.decode_step.default
 _APPEND_KV = torch.ops.metal_attn.append_kv.default
+_EXPLAIN = torch.ops.metal_attn_explain  # the same ops' checks, without a launch
+
+_FORWARD_ONLY = ("flash_attn_with_kvcache", "use flash_attn_func, or call it under torch.no_grad()")
 
 _CACHE_NAMES = ArgumentNames({"leftpad_k": "cache_leftpad"}, heads_third=True)
 # For ops whose keys are the cache.
@@ -40,12 +44,13 @@ _CACHED_NAMES = ArgumentNames(
     heads_third=True,
 )
 
+# Calls with one of these are a step even if there are no new rows.
+_STEP_ALONE = frozenset(("cu_seqlens_q", "parents", "tree_mask"))
 # With up to this many queries per sequence reading the keys takes the time: flash_decode reads each
 # key once, and splits the keys over the GPU.
 DECODE_QUERIES = 32
 # The same of queries after a cache, as speculative decoding verifies them.
 VERIFY_QUERIES = 64
-_MAX_SPLITS = 1024
 
 
 @named_options
@@ -121,8 +126,8 @@ def flash_attn_with_kvcache(
             and its ancestors. A parent is an earlier query of the sequence, or -1. At most 64
             queries of a sequence.
         tree_mask: (Lq, Lq) or (B, Lq, Lq) bool, or packed (T, max_seqlen_q), instead of parents:
-            which of the last keys a query sees. Its diagonal is True. New tokens of a tree are
-            rotated by their depth, and windows count by it; `causal` changes nothing.
+            which of the last keys a query sees: itself, and all that its parent sees. New tokens of
+            a tree are rotated by their depth, and windows count by it; `causal` changes nothing.
         hadamard: 32, 64 or 128: rows of the quantised cache are rotated in blocks of as many
             columns, as are new ones; see `quantisation`. 0: they are not.
         The other arguments are those of `flash_attn_func`.
@@ -134,30 +139,22 @@ def flash_attn_with_kvcache(
     Raises: as `flash_attn_func`. There is no backward through a cache. If a tensor requires grad,
         `backward` raises NotImplementedError. The call itself raises it under torch.compile, in
         torch.func's transforms, and if new rows require grad and autograd cannot track the cache: a
-        leaf that requires grad, or a view made by `unbind` or under `torch.no_grad()`. Lengths,
-        indices and pages are checked on the CPU. On mps, invalid ones give NaN rows, and nothing
-        outside the cache is read or written.
+        leaf that requires grad, or a view made by `unbind` or under `torch.no_grad()`. All is
+        checked before a row is written. Lengths, indices and pages are checked on the CPU, also
+        that no row is written by one sequence and written or read by another. On mps, invalid ones
+        give NaN rows, and nothing outside the cache is read or written; a row that two sequences
+        use holds, and gives, the value of either.
     """
-    packed = cu_seqlens_q is not None
+    # Plain calls have an op of their own, which costs the host less.
     if (
         not newer
-        and not packed
-        and cu_seqlens_k_new is None
-        and max_seqlen_q is None
-        and parents is None
-        and tree_mask is None
-        and alibi_slopes is None
-        and cache_batch_idx is None
-        and cache_leftpad is None
-        and k_scale is None
-        and v_scale is None
-        and type(hadamard) is int
-        and hadamard == 0
-        and return_softmax_lse is False
-        and type(num_splits) is int
-        and num_splits == 0
+        and _all_none(cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, parents, tree_mask)
+        and _all_none(alibi_slopes, cache_batch_idx, cache_leftpad, k_scale, v_scale)
+        and type(hadamard) is type(num_splits) is int
+        and hadamard == num_splits == 0
         and type(softcap) is float
         and softcap == 0.0
+        and return_softmax_lse is False
     ):
         try:
             out = _plain_with_kvcache(
@@ -173,90 +170,160 @@ def flash_attn_with_kvcache(
         except Exception as error:
             if not plain.refused(error):
                 raise
-    check_rank("q", q, "(T, H, D)" if packed else "(B, L, H, D)")
-    check_rank("k_cache", k_cache, "(B, L, H, D)")
-    check_rank("v_cache", v_cache, "(B, L, H, D)")
-    (query,) = autocast(q)
-    if query.dtype != q.dtype:
-        _check_autocast(query.dtype, k_cache=k_cache, v_cache=v_cache)
+    query = _checked_query(q, k_cache, v_cache, cu_seqlens_q)
+    packed = cu_seqlens_q is not None
     seqlens = lengths_tensor(cache_seqlens, q if cu_seqlens_q is None else cu_seqlens_q[1:])
     causal, limits = flag("causal", causal), window(window_size)
     return_softmax_lse = flag("return_softmax_lse", return_softmax_lse)
     score = {"softcap": softcap, "alibi_slopes": alibi_slopes, **newer}
-    options = op_options(q, 0.0, softmax_scale, causal, limits, score)
-    cache = only_given(
-        leftpad_k=cache_leftpad,
-        block_table=block_table,
-        cache_batch_idx=cache_batch_idx,
-        k_scale=heads_first("k_scale", k_scale),
-        v_scale=heads_first("v_scale", v_scale),
-    )
-    rotation = only_given(hadamard=whole("hadamard", hadamard) or None)
-    num_splits = whole("num_splits", num_splits)
     tree = only_given(parents=parents, tree_mask=tree_mask)
-    few = packed or bool(tree) or q.shape[1] <= VERIFY_QUERIES
-    if not few:
-        _check_splits(num_splits)
-    options |= tree | _packing(cu_seqlens_q, max_seqlen_q, k is not None, cu_seqlens_k_new)
+    call = _Call(
+        (query, k_cache, v_cache),
+        seqlens,
+        few=packed or bool(tree) or q.shape[1] <= VERIFY_QUERIES,
+        options=op_options(q, 0.0, softmax_scale, causal, limits, score),
+        cache=only_given(
+            leftpad_k=cache_leftpad,
+            block_table=block_table,
+            cache_batch_idx=cache_batch_idx,
+            k_scale=heads_first("k_scale", k_scale),
+            v_scale=heads_first("v_scale", v_scale),
+        ),
+        hadamard=whole("hadamard", hadamard),
+        num_splits=whole("num_splits", num_splits),
+    )
+    call.options |= tree | _packing(cu_seqlens_q, max_seqlen_q, k is not None, cu_seqlens_k_new)
+    rotates = rotary_cos is not None or rotary_sin is not None
     if k is not None or v is not None:
-        rotary: dict[str, Any] = {}
-        if rotary_cos is not None or rotary_sin is not None:
+        call.new = _new_rows(k, v, seqlens, packed)
+        if rotates:
             interleaved = flag("rotary_interleaved", rotary_interleaved)
-            rotary = {
+            call.rotary = {
                 "rotary_cos": rotary_cos,
                 "rotary_sin": rotary_sin,
                 "rotary_interleaved": rotary_cos is not None and interleaved,
                 "rotate_q_by_token": bool(tree) or causal or limits != NO_WINDOW,
             }
             if cache_leftpad is not None:
-                rotary["rotary_from_leftpad"] = False
-        new = _new_rows(k, v, seqlens, packed)
-        if few and (packed or tree or new[0].numel() > 0):
-            rows = (query, *new, k_cache, v_cache)
-            options |= rotary | cache | rotation
-            if num_splits != 0:
-                options["num_splits"] = num_splits
-            arguments = (*map(swapped, rows), seqlens)
-            out, lse = _CACHE_NAMES.run(_DECODE_STEP, arguments, options)
-            return _with_lse(swapped(out), lse, return_softmax_lse)
-        if rotary_cos is not None:
-            query = query.clone()
-            rotary["q"] = query.transpose(1, 2)
-        written = (*new, k_cache, v_cache)
-        arguments = (*(x.transpose(1, 2) for x in written), seqlens)
-        if not torch.compiler.is_compiling():
-            _check_apart(query, k_cache=k_cache, v_cache=v_cache)
-            # Attention to no queries refuses what attention would refuse, before rows are written.
-            checked = (_FLASH_FWD, query[:, :0], k_cache, v_cache)
-            with torch.no_grad():
-                _CACHED_NAMES.run(heads_second, checked, options | cache | {"seqused_k": seqlens})
-        _CACHE_NAMES.run(_APPEND_KV, arguments, rotary | cache | rotation)
-        assert seqlens is not None
-        seqlens = seqlens + new[0].shape[1]
-    elif rotary_cos is not None or rotary_sin is not None:
+                call.rotary["rotary_from_leftpad"] = False
+    elif rotates:
         raise ValueError(
             "rotary_cos or rotary_sin is given without k and v; they only rotate new keys"
         )
-    options |= cache | (rotation if few else {})
-    if seqlens is not None:
-        options["seqused_k"] = seqlens
-    if few and num_splits != 0:
-        options["num_splits"] = num_splits
-    op = _FLASH_DECODE if few else _FLASH_FWD
-    if rotation and not few:
-        # flash_fwd reads the rows as they are. Attention to no queries refuses what does not fit.
-        checked = (_FLASH_DECODE, query[:, :0], k_cache, v_cache)
-        _CACHED_NAMES.run(heads_second, checked, cache | rotation)
-        query = rotated_in_blocks(query, hadamard)
-    out, lse = forward_only(
-        "flash_attn_with_kvcache",
-        "use flash_attn_func, or call it under torch.no_grad()",
-        {"q": query, "k_cache": k_cache, "v_cache": v_cache, **options},
-        lambda: _CACHED_NAMES.run(heads_second, (op, query, k_cache, v_cache), options),
-    )
-    if rotation and not few:
-        out = rotated_in_blocks(out, hadamard)
-    return _with_lse(out, lse, return_softmax_lse)
+    out, lse = call.run()
+    return (out, lse) if return_softmax_lse else out
+
+
+@dataclass
+class _Call:
+    """A call whose arguments have the ops' form. All of it is checked before a row is written.
+
+    Attributes: operands: q, k_cache and v_cache. few: one op takes all queries and new rows.
+        options: of attention. cache: where and how the cache has its rows. new: new keys and
+        values, if any. rotary: their rotation.
+    """
+
+    operands: tuple[Tensor, Tensor, Tensor]
+    seqlens: Any  # None only without new rows
+    few: bool
+    options: dict[str, Any]
+    cache: dict[str, Any]
+    hadamard: int
+    num_splits: int
+    new: tuple[Tensor, ...] = ()
+    rotary: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """out and the log-sum-exp."""
+        q, *_ = self.operands
+        if not self.few and (self.hadamard or self.num_splits):
+            # flash_fwd has no such arguments: attention to no queries refuses what does not fit.
+            where = self._stored() | self._splits()
+            self._attention(_FLASH_DECODE, q[:, :0], self.seqlens, where)
+        if not self.new:
+            return self._attend(q, self.seqlens)
+        if self.few and (self.new[0].numel() > 0 or not _STEP_ALONE.isdisjoint(self.options)):
+            out, lse = self._step(_DECODE_STEP)
+            return swapped(out), lse
+        after = self.seqlens + self.new[0].shape[1]
+        self._check(after)
+        q = q if self.rotary.get("rotary_cos") is None else q.clone()
+        self._append(_APPEND_KV, q)
+        return self._attend(q, after)
+
+    def _check(self, after: Tensor) -> None:
+        """Raise what the append, or the attention after it, would raise."""
+        q, *_ = self.operands
+        forward_refusal(*_FORWARD_ONLY, self._given(q))
+        if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
+            return  # a graph's ops check shapes as they are traced, and there are no values
+        if self.new[0].numel() > 0:
+            # One op that writes and reads knows which rows one sequence writes and another reads.
+            self._step(_EXPLAIN.decode_step)
+        check_writes("append_kv", *self._append(_EXPLAIN.append_kv, q))
+        self._attention(_EXPLAIN.flash_fwd, q, after, self.cache)
+
+    def _step(self, op: Any) -> Any:
+        """`decode_step`, or what it refuses."""
+        q, *caches = self.operands
+        options = self.options | self.rotary | self._stored() | self._splits()
+        return _CACHE_NAMES.run(op, (*map(swapped, (q, *self.new, *caches)), self.seqlens), options)
+
+    def _append(self, op: Any, q: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """`append_kv`, which rotates q in place, or what it refuses; returns its arguments."""
+        arguments = (*map(swapped, (*self.new, *self.operands[1:])), self.seqlens)
+        options = self.rotary | self._stored()
+        if self.rotary.get("rotary_cos") is not None:
+            options["q"] = swapped(q)
+        _CACHE_NAMES.run(op, arguments, options)
+        return arguments, options
+
+    def _attend(self, q: Tensor, seqlens: Any) -> tuple[Tensor, Tensor]:
+        """Attention to rows that are there: q is rotated by now."""
+        blocks = 0 if self.few else self.hadamard
+        q = rotated_in_blocks(q, blocks) if blocks else q
+        where = self._stored() | self._splits() if self.few else self.cache
+        op = _FLASH_DECODE if self.few else _FLASH_FWD
+        out, lse = forward_only(
+            *_FORWARD_ONLY, self._given(q), lambda: self._attention(op, q, seqlens, where)
+        )
+        return rotated_in_blocks(swapped(out), blocks) if blocks else swapped(out), lse
+
+    def _attention(self, op: Any, q: Tensor, seqlens: Any, where: dict[str, Any]) -> Any:
+        """An op of attention to the cache, or what it refuses."""
+        options = self.options | where | only_given(seqused_k=seqlens)
+        return _CACHED_NAMES.run(op, (*map(swapped, (q, *self.operands[1:])),), options)
+
+    def _given(self, q: Tensor) -> dict[str, Any]:
+        named = zip(("q", "k_cache", "v_cache"), (q, *self.operands[1:]), strict=True)
+        return {**dict(named), **self.options, **self.cache}
+
+    def _stored(self) -> dict[str, Any]:
+        return self.cache | ({"hadamard": self.hadamard} if self.hadamard else {})
+
+    def _splits(self) -> dict[str, Any]:
+        return {"num_splits": self.num_splits} if self.num_splits else {}
+
+
+def _all_none(*values: object) -> bool:
+    # A loop takes less time than all().
+    for value in values:
+        if value is not None:
+            return False
+    return True
+
+
+def _checked_query(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor | None
+) -> Tensor:
+    """q as autocast casts it, for caches of its dtype."""
+    check_rank("q", q, "(B, L, H, D)" if cu_seqlens_q is None else "(T, H, D)")
+    check_rank("k_cache", k_cache, "(B, L, H, D)")
+    check_rank("v_cache", v_cache, "(B, L, H, D)")
+    (query,) = autocast(q)
+    if query.dtype != q.dtype:
+        _check_autocast(query.dtype, k_cache=k_cache, v_cache=v_cache)
+    return query
 
 
 def _packing(
@@ -312,15 +379,6 @@ def _plain_with_kvcache(
     return plain.flash_attn_step(q, *new, k_cache, v_cache, seqlens, block_table, *first)
 
 
-def _check_apart(q: Tensor, **caches: Tensor) -> None:
-    """Raise ValueError if q has a byte of a cache that is written before q is read."""
-    for name, cache in caches.items():
-        if spans_overlap(q, cache):
-            raise ValueError(
-                f"q may share elements with {name}, which is written in place; call q.clone() first"
-            )
-
-
 def _check_autocast(dtype: torch.dtype, **caches: Tensor) -> None:
     """Raise ValueError if queries that autocast has cast do not fit a cache, which is not cast."""
     for name, cache in caches.items():
@@ -329,14 +387,6 @@ def _check_autocast(dtype: torch.dtype, **caches: Tensor) -> None:
                 f"{name} has dtype {cache.dtype}, and autocast casts q, k and v to {dtype}: make "
                 "the caches in that dtype, or call it where autocast is off"
             )
-
-
-def _check_splits(num_splits: int) -> None:
-    """As flash_decode does, in calls that another op takes."""
-    if not 0 <= num_splits <= _MAX_SPLITS:
-        raise ValueError(
-            f"num_splits is {num_splits}; it must be 0 (chosen for you) or in 1..{_MAX_SPLITS}"
-        )
 
 
 def _new_rows(
@@ -351,7 +401,3 @@ def _new_rows(
         raise ValueError("cache_seqlens is None and k is given; say how many keys the cache holds")
     k, v = autocast(k, v)
     return k, v
-
-
-def _with_lse(out: Tensor, lse: Tensor, wanted: bool) -> Tensor | tuple[Tensor, Tensor]:
-    return (out, lse) if wanted else out

@@ -101,8 +101,8 @@ class Sequences:
         held = self.cache._storage.recent._held[0]
         kept = [held[slot] for slot in self.slots()]
         return [
-            first if end == length else length
-            for (first, end), length in zip(kept, self.lengths(), strict=True)
+            one.first if one.end == length else length
+            for one, length in zip(kept, self.lengths(), strict=True)
         ]
 
     def stored(self, b):
@@ -203,8 +203,8 @@ class Sequences:
             self.rows[b] = [x[:, kept] for x in self.rows[b]]
             self.exact[b] = min(self.exact[b], len(kept)) if self.exact[b] <= old else len(kept)
 
-    def truncate(self, b, length):
-        self.cache.truncate(self.ids[b], length)
+    def truncate(self, b, length, **options):
+        self.cache.truncate(self.ids[b], length, **options)
         self.rows[b] = [x[:, :length] for x in self.rows[b]]
         self.exact[b] = min(self.exact[b], length)
 

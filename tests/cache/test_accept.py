@@ -97,6 +97,23 @@ def started(num_pages=12):
     return cache
 
 
+@pytest.mark.parametrize("kind", ["paged", "static"])
+def test_a_second_accept(kind):
+    """Its tree is closed, so it would take back what was accepted."""
+    held = Sequences(kind)
+    held.append(9, 0)
+    for path in ([0, 2, 4, 5], [0, 1]):
+        held.step(7, 5, {"parents": torch.tensor(TREE).int()})
+        held.accept([path] * 2, [TREE] * 2)
+        for tree in (TREE, [-1]):
+            message = (
+                rf"parents\[0\] has {len(tree)} tokens, and the sequence 0 rows since the last"
+            )
+            with pytest.raises(ValueError, match=message):
+                held.cache.accept(held.ids, [[0]] * 2, [tree] * 2)
+    held.step(1, 9)
+
+
 def test_no_page_for_a_copy_changes_nothing():
     cache = started(2)
     fork = cache.fork(0)
@@ -140,11 +157,11 @@ def test_latent_rows_move_once(kind):
 def test_dispatches():
     """One for each tensor, layer and round, for all sequences; none where nothing moves."""
     cache = started()
-    append(cache, {cache.allocate(): []}, {1: OLD[0]})
+    append(cache, {cache.allocate(): [], cache.allocate(): []}, {1: OLD[0], 2: OLD[0]})
     with simulate() as run:
         cache.accept([0, 1], [[0, 2, 4, 5], [6]], [TREE] * 2)
         moved = len(run.launches)
-        cache.accept([0], [[0, 1]], [[-1, 0, 1]])
+        cache.accept([2], [[0, 1]], [[-1, 0, 1]])
     assert moved == 2 * LAYERS * len(trees.moves([0, 2, 4, 5]))
     assert len(run.launches) == moved
 

@@ -181,6 +181,7 @@ REFUSED = [
     ),
     (lambda c: c.import_sequence([]), "exported has type list; it must be what export_sequence"),
     (lambda c: c.export_sequence(7), "there is no sequence 7"),
+    (lambda c: static().decode_step(*[some_rows()] * 3, foo=1), "decode_step has no argument foo;"),
     (lambda c: c.free("a"), "id is 'a'; it must be an int"),
     (lambda c: c.seqlens([0], "1"), "layer is '1'; it must be an int"),
     (

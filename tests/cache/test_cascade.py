@@ -10,7 +10,7 @@ from tests.attention.held_cases import hold
 from tests.cache.sequences import Sequences
 from tests.helpers.cases import each_case
 from torch_metal_attn import explain, flash_attn_with_kvcache
-from torch_metal_attn.kv_cache import CascadePlan, cascade
+from torch_metal_attn.kv_cache import CascadePlan, PagedKVCache, cascade
 from torch_metal_attn.simulator import simulate
 from torch_metal_attn.testing import Cascade, judge
 from torch_metal_attn.testing.families import draw_of
@@ -104,6 +104,14 @@ def test_drawn_cases():
     hold([draw_of(Cascade, random.Random(seed)) for seed in range(60)], torch.device("cpu"))
 
 
+def test_rounded_parts():
+    """`fuzz` drew it: two parts in bfloat16, whose roundings add up in one column."""
+    case = Cascade(
+        dtype="bfloat16", seed=1631031350, page=1, shared=6, own=(5, 0, 1), q_length=2, causal=True
+    )
+    hold([case], torch.device("cpu"))
+
+
 # By the CPU's own kernels, and then by those of the device.
 CACHES = [
     ("paged", {"format": "q8_0"}),
@@ -135,6 +143,43 @@ def attend_to_forks(kind, options, device):
     given = {"softmax_scale": 0.1, "k_scale": layer.k_scale, "v_scale": layer.v_scale}
     out = plan.attend(q.transpose(1, 2).to(device), layer.k_cache, layer.v_cache, **given)
     held.check(out.transpose(1, 2), q, {"softmax_scale": 0.1, "causal": True})
+
+
+# Changes that make a plan of two forks stale, and what the error says.
+STALE = [
+    (lambda held: held.append(1, 3), "is of 39 rows of sequence 2, and now it has 40; make a plan"),
+    (lambda held: held.truncate(1, 38), "is of 39 rows of sequence 3, and now it has 38"),
+    (lambda held: held.cache.free(held.ids[0]), "there is no sequence 2"),
+]
+
+
+@each_case("change, message", STALE)
+def test_a_stale_plan(change, message):
+    held = Sequences("paged")
+    held.append(34, 0)
+    held.swap([0, 0])
+    held.append(5, 1)
+    (layer,), plan = held.cache.layers, held.cache.cascade(held.ids)
+    q = judge.normal(2, 1, 2, 96)
+    change(held)
+    with pytest.raises(ValueError, match=message):
+        plan.attend(q, layer.k_cache, layer.v_cache)
+
+
+def test_a_plan_by_layer():
+    """Each layer's rows are those of the plan once they are written."""
+    cache = PagedKVCache(9, 4, 1, 8, num_layers=2)
+    ids = [cache.allocate(), cache.allocate()]
+    rows, q = normal(2, 1, 3, 8), normal(2, 1, 1, 8)
+    cache.append(ids, rows, rows, 0)
+    plan = cache.cascade(ids)
+    plan.attend(q, cache.layers[0].k_cache, cache.layers[0].v_cache)
+    with pytest.raises(ValueError, match="of 3 rows of sequence 0, and now it has 0"):
+        plan.attend(q, cache.layers[1].k_cache, cache.layers[1].v_cache)
+    cache.append(ids, rows, rows, 1)
+    plan.attend(q, cache.layers[1].k_cache, cache.layers[1].v_cache)
+    cache.reserve(ids, 9)  # other pages than those of the plan
+    plan.attend(q, cache.layers[0].k_cache, cache.layers[0].v_cache)
 
 
 def read(shared, sequences, heads, with_plan, short=0):

@@ -145,7 +145,8 @@ REFUSED = [
     (lambda c: c.append([0], ROWS, ROWS), r"v has shape \(1, 1, 1, 96\); it must be \(1, 1, 1, 64"),
     (
         lambda c: c.append([0], ROWS, ROWS[..., :LATENT].clone()),
-        r"v_cache is the first columns of k_cache, and v is not those of k; pass k\[..., :64\]",
+        r"v_cache is the first 64 columns of k_cache, and v is not those of k; pass a v_cache of "
+        r"its own, or .* of the keys k\[..., :64\] as v",
     ),
     (
         lambda c: torch.ops.metal_attn.append_kv(ROWS, ROWS[..., 8:72], *shifted(c.layers[0])),

@@ -47,7 +47,7 @@ def test_random_steps(backend, kind):
             held.step([length, r.choice((0, 1, 80))][:: r.choice((1, -1))], at)
         elif what == "truncate":
             b = r.randrange(2)
-            held.truncate(b, r.randint(0, held.lengths()[b]))
+            held.truncate(b, r.randint(0, held.lengths()[b]), keep_recent=False)
             if held.paged:
                 held.swap_out(b)
         else:
@@ -85,11 +85,35 @@ def test_trees(backend, kind):
     held.step([4, 2], 9, {"parents": parents.expand(2, 4)})
     held.accept([[0, 2], [0, 1]], [tree, tree[:2]])
     held.step(1, 9)
-    # A tree that is longer than the room leaves none of its rows in full precision.
+    # Not all rows of a tree that is longer than the room are there in full precision.
     held.append(ROOM + 2, 11)
     chain = [*range(-1, ROOM + 1)]
-    held.accept([[0], chain[1:]], [chain] * 2)
+    before = [x.clone() for x in held.cache.layers[0].by_block()]
+    with pytest.raises(ValueError, match=r"the path ends at row 1\d\d; recent keeps 4 rows in"):
+        held.accept([chain[1:]] * 2, [chain] * 2)
+    assert all(map(torch.equal, before, held.cache.layers[0].by_block()))
     held.step(1, 13)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+@each_case("steps", [[160], [160, -64, 3]])  # the first 160 rows overwrote others
+def test_going_back(steps, kind):
+    """By 64 rows from the longest length; further only if it is allowed to read codes."""
+    held = made(kind)
+    for number, more in enumerate(steps):
+        held.append(max(more, 0), number)
+        for b in range(2):
+            held.truncate(b, held.lengths()[b] + min(more, 0))
+    with pytest.raises(ValueError, match=r"length is 95; recent keeps 4 .* or at least 96\."):
+        held.truncate(1, 95)
+    held.step(1, 3)
+    held.truncate(0, 97)
+    held.truncate(1, 40, keep_recent=False)
+    held.append(3, 5)
+    held.truncate(1, 41)  # what was given up is not promised
+    held.step(1, 7)
+    held.truncate(0, 0)
+    held.step(1, 9)
 
 
 @pytest.mark.parametrize("backend, kind", RUNS[: len(KINDS)], indirect=["backend"])
@@ -244,7 +268,7 @@ FAULTS = {
     "rows lie one on": ("_table", lambda self, held, slots: self._table_(held, slots).roll(1, 0)),
     "the first rows stay": (
         "_after",
-        lambda self, *given: [(max(first - 1, 0), end) for first, end in self._after_(*given)],
+        lambda self, *given: [x._replace(first=max(x.first - 1, 0)) for x in self._after_(*given)],
     ),
     "nothing is forgotten": ("truncate", lambda self, slot, length: None),
     "slots are not copied": ("copy", lambda self, source, destination: None),

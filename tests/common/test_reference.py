@@ -211,6 +211,21 @@ def test_nan_stays_nan():
     assert lse.isnan().tolist() == [[[False, True, True]]]
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_nan_that_is_not_listed(heads):
+    """No query sees keys of no list, nor those of other queries' lists, as in the kernels."""
+    q, k, v = qkv()
+    indices = torch.arange(5).view(1, 1, 5, 1).repeat(2, heads, 1, 2).int()
+    right, _ = attention(q, k, v, indices=indices)
+    k[:, :, 5], v[:, :, 5], v[:, :, 6], v[:, :, 1] = *[torch.nan] * 2, -torch.inf, torch.nan
+    out, _ = attention(q.requires_grad_(), k, v, indices=indices)
+    others = [0, 2, 3, 4]
+    assert torch.equal(out[:, :, others], right[:, :, others])
+    assert out[:, :, 1].isnan().all()
+    (gradient,) = torch.autograd.grad(out[:, :, others].sum(), q)
+    assert gradient[:, :, others].isfinite().all()
+
+
 def test_dtypes():
     q, k, v = (normal(1, 2, 9, 16, seed=s).half() for s in range(3))
     out, lse = attention(q, k, v)

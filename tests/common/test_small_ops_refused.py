@@ -236,7 +236,8 @@ REFUSED = {
     ],
     "append_kv": [
         ({"v": halves(2, 2, 4, 64)}, "v has shape"),
-        ({"k_cache": halves(2, 3, 32, 64)}, "k_cache has shape"),
+        ({"k_cache": halves(2, 3, 32, 64)}, "k has a number of heads of 2 and k_cache of 3; they"),
+        ({"v_cache": halves(2, 3, 32, 64)}, "v has a number of heads of 2 and v_cache of 3; they"),
         ({"v_cache": halves(2, 2, 32, 63)}, "v_cache has shape"),
         ({"v_cache": halves(2, 2, 31, 64)}, "v_cache has shape"),
         (

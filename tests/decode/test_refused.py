@@ -18,9 +18,17 @@ CALLS = {
     "packed": case(call="flash_decode", q_length=1, q_lengths=(3, 4), seqused_k=(60, 70), **SIZES),
     "step": step(length=4, capacity=32, leftpad_k=(0, 0)),
     "packed step": step(packed=PAIRS, lengths=(13, 20, 2, 9), capacity=32),
+    "step in pages": step(length=4, capacity=32, cache="paged", page=8),
+    "packed step in pages": step(
+        packed=((3, 3), (2, 0)), lengths=(13, 20), capacity=32, cache="paged", page=8
+    ),
 }
 LISTS, TREE = {"indices": torch.zeros(1, 1, 4, 4).int()}, {"parents": ints(-1, 0, 0, 1)}
 SEEN = torch.eye(4, dtype=torch.bool)
+# Token 2 sees 1, and one of the two sees 0.
+NO_FORESTS = [
+    SEEN.clone().view(16).index_fill(0, torch.tensor([9, n]), True).view(4, 4) for n in (4, 8)
+]
 CODES = {f"{n}_cache": torch.zeros(2, 2, 32, 64, dtype=torch.int8) for n in "kv"}
 CODES |= {f"{n}_scale": torch.zeros(2, 2, 32, 2).half() for n in "kv"}
 NO_ROWS = {n: torch.zeros(2, 2, 0, 64).half() for n in "kv"}
@@ -134,6 +142,14 @@ VALUES = [
     ),
     ("dense", TREE | {"seqused_k": ints(60, 3)}, "sequence 1 has 4 queries in q and 3 keys; with"),
     ("dense", TREE | {"leftpad_k": ints(57, 3)}, "sequence 0 has 4 queries in q and 3 keys; with"),
+    *(
+        (
+            "dense",
+            {"tree_mask": x},
+            "tree_mask is no forest: token 2 of sequence 0 sees token 1, its",
+        )
+        for x in NO_FORESTS
+    ),
     ("packed", {"parents": ints(-1, 0, 0, -1, 3, 0, 1)}, "parents is 3 for token 1 of sequence 1"),
     ("step", {"cache_seqlens": ints(13, 30)}, r"cache_seqlens\[1\] is 30"),
     ("step", {"cache_seqlens": ints(-1, 3)}, r"cache_seqlens\[0\] is -1"),
@@ -150,6 +166,17 @@ VALUES = [
         "packed step",
         {"cu_seqlens_k_new": ints(0, 3, 4, 9, 9), "parents": ints(*[-1] * 9)},
         "each new row has a query, and cu_seqlens_k_new",
+    ),
+    # Rows that one sequence writes and another reads
+    (
+        "step in pages",
+        {"block_table": ints(4, 1, 7, 5, 3, 1, 0, 8).view(2, 4)},
+        "sequence 0 writes row 5 of page 1 of k_cache, and sequence 1 reads it in the same call",
+    ),
+    (
+        "packed step in pages",
+        {"block_table": ints(4, 1, 7, 5, 3, 7, 0, 8).view(2, 4), "cache_seqlens": ints(14, 20)},
+        "sequence 0 writes row 0 of page 7 of k_cache, and sequence 1 reads it in the same call",
     ),
 ]
 
@@ -179,9 +206,23 @@ def test_refused_values(name, changes, message):
 
 
 @each_case(
+    "table, left",
+    [
+        # Full pages before the new rows, pages outside of the window or after the last key.
+        ((4, 1, 7, 5, 4, 9, 0, 8), -1),
+        ((4, 1, 7, 5, 1, 9, 0, 8), 3),
+        ((4, 1, 7, 5, 3, 9, 0, 1), -1),
+    ],
+)
+def test_pages_that_two_sequences_may_have(table, left):
+    changes = {"block_table": ints(*table).view(2, 4), "window_size_left": left}
+    calls("step in pages", changes)[1]()
+
+
+@each_case(
     "changes, message",
     [
-        (lambda t: {"v_cache": t["k_cache"]}, "v_cache is the first columns of k_cache"),
+        (lambda t: {"v_cache": t["k_cache"]}, "v_cache is the first 64 columns of k_cache"),
         (lambda t: {"q": t["k_cache"][:, :, 3:8]}, "q may share elements with k_cache, which is w"),
         (lambda t: {"q": t["v_cache"][:, :, 3:8]}, "q may share elements with v_cache, which is w"),
         (

@@ -206,6 +206,21 @@ REFUSED = [
     ),
     ({"window_size": 3}, "window_size is 3"),
     ({"block_table": ints(0, 9).view(2, 1), "cache_seqlens": 3}, r"block_table\[1, 0\] is 9"),
+    # Only attention would refuse these.
+    ({"q": lambda q: torch.cat([q, q], -1)[..., ::2]}, r"q has strides \(.*; the last must be 1"),
+    (
+        {"block_table": ints(0, 1, 9, 1).view(2, 2), "cache_seqlens": ints(5, 64)},
+        r"block_table\[1, 0\] is 9",
+    ),
+    (
+        {"cache_batch_idx": ints(1, 1), "cache_seqlens": ints(5, 9)},
+        "sequence 0 writes row 5 of batch 1 of k_cache, and sequence 1 reads it .*; copy the batch",
+    ),
+    (
+        {n: torch.zeros(2, 1, 3, 32) for n in "kv"},
+        "k has a number of heads of 3 and k_cache of 2; they must",
+    ),
+    ({"v": torch.zeros(2, 1, 1, 32)}, r"v has shape \(2, 1, 1, 32\); it must be \(2, 1, 2, 32\)"),
 ]
 
 
@@ -297,6 +312,8 @@ def test_refused(changes, message, q_length, device):
     q, k_cache, v_cache, k, v = make(q_length=q_length, new=1)
     arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     arguments |= {"cache_seqlens": 5} | changes
+    if callable(arguments["q"]):
+        arguments["q"] = arguments["q"](q)
     arguments = {n: x.to(device) if torch.is_tensor(x) else x for n, x in arguments.items()}
     before = arguments["k_cache"].clone()
     with pytest.raises((TypeError, ValueError), match=message):

@@ -85,33 +85,13 @@ def _check_storage(name: str, tensor: Tensor) -> None:
         size = tensor.untyped_storage().nbytes()
     except NotImplementedError:  # of a transform of torch.func
         return
-    _, elements = _span(tensor)
+    steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    elements = tensor.storage_offset() + 1 + sum(steps)
     if elements * tensor.itemsize > size:
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, and a storage "
             f"of {size} bytes, which must hold {elements} elements: it has been resized"
         )
-
-
-def _span(tensor: Tensor) -> tuple[Any, Any]:
-    """The elements of its storage from which, and before which, a tensor that has some lies."""
-    steps = ((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset()
-    return first, first + 1 + sum(steps)
-
-
-def spans_overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether a byte between a tensor's first and last is one between another's."""
-    if one.numel() == 0 or other.numel() == 0:
-        return False
-    try:
-        shared = one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    except NotImplementedError:  # of a transform of torch.func
-        return False
-    (first, end), (begin, last) = (
-        [element * tensor.itemsize for element in _span(tensor)] for tensor in (one, other)
-    )
-    return shared and bool(first < last and begin < end)
 
 
 def check_tensors(**values: object) -> None:

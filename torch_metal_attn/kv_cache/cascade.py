@@ -1,7 +1,7 @@
 """`CascadePlan`: a batch reads the pages that its sequences share once, not once a sequence."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -104,6 +104,8 @@ class CascadePlan:
         self.batch_size, self.q_length, self.page_size = len(lengths), q_length, page_size
         left, right = window(window_size)
         self._options = limit_options(flag("causal", causal), left, right)
+        # Raises once the rows of the cache that made the plan are no longer those of the plan.
+        self.check_current: Callable[[Tensor], None] | None = None
         right = 0 if causal else right
         most = [_shareable(length, q_length, left, right) // page_size for length in lengths]
         self.levels = _levels(pages, most, min_pages)
@@ -147,7 +149,8 @@ class CascadePlan:
         Returns: (B, q_length, Hq, Dv), in q's dtype.
 
         Raises: as `flash_attn_with_kvcache`; ValueError if q or the caches are of other sizes than
-            the plan.
+            the plan, or if the plan was made by a cache that has changed since. Other plans do not
+            know when their tables change.
         """
         check_rank("q", q, "(B, L, H, D)")
         check_rank("k_cache", k_cache, "(pages, page, H, D)")
@@ -161,6 +164,8 @@ class CascadePlan:
             raise ValueError(
                 f"k_cache has pages of {k_cache.shape[1]} keys; the plan is for {self.page_size}"
             )
+        if self.check_current is not None:
+            self.check_current(k_cache)
         scales = only_given(
             k_scale=heads_first("k_scale", k_scale), v_scale=heads_first("v_scale", v_scale)
         )

@@ -11,7 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import INT32_MAX, integers, natural, on_device, whole
+from torch_metal_attn.call.arguments import (
+    INT32_MAX,
+    flag,
+    integers,
+    natural,
+    on_device,
+    whole,
+)
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.pages import (
@@ -41,6 +48,7 @@ class _Sequence:
     tokens: list[int]  # as far as they are known
     prefixes: list[Prefix]  # the namespace's, then those of the first pages of known tokens
     slot: int = -1  # of its recent rows
+    accepted: int = 0  # the rows that the last accept left
 
     @property
     def length(self) -> int:
@@ -304,18 +312,24 @@ class PagedKVCache:
             earlier token, or -1 for a root. token_ids: for each sequence the tokens of its tree;
             those of the path are then known to `match_prefix`.
 
-        Raises: ValueError: parents is no tree, or a path is no path of it; the layers differ in
-            length, as before the end of a step. CacheFull: no page is left for the copy of a shared
-            one. Nothing is changed then.
+        Raises: ValueError: parents is no tree, or a path is no path of it; a tree has more tokens
+            than rows were written since the last accept; the layers differ in length, as before the
+            end of a step; fewer rows than `recent` would be left. CacheFull: no page is left for
+            the copy of a shared one. Nothing is changed then.
         """
         ids, sequences = self._of(ids)
         for id, sequence in zip(ids, sequences, strict=True):
             check_layers_agree(id, sequence.lengths, "accept")
-        kept, sizes = checked_paths(paths, parents, [sequence.length for sequence in sequences])
+        lengths, accepted = [s.length for s in sequences], [s.accepted for s in sequences]
+        kept, sizes = checked_paths(paths, parents, lengths, accepted)
         tokens = _as_lists(token_ids, sizes)
         starts = [sequence.length - size for sequence, size in zip(sequences, sizes, strict=True)]
         for id, sequence, start, path in zip(ids, sequences, starts, kept, strict=True):
             self._check_window(id, sequence, start + len(path))
+        for sequence, start, path in zip(sequences, starts, kept, strict=True):
+            self._storage.recent.check_kept(
+                sequence.slot, start + len(path), f"the path ends at row {start + len(path)}", start
+            )
         rounds = [moves(path) for path in kept]
         firsts = [
             steps[0][0][1] if steps else len(path) for steps, path in zip(rounds, kept, strict=True)
@@ -332,13 +346,14 @@ class PagedKVCache:
         for group in range(len(self._storage.group_windows)):
             pages = [sequence.pages[group] for sequence in sequences]
             self._storage.move_paths(rounds, starts, partial(self._place, pages))
-        slots, lengths = [s.slot for s in sequences], [s.length for s in sequences]
+        slots = [s.slot for s in sequences]
         self._storage.recent.move_paths(rounds, starts, lengths, slots)
         for i, (id, sequence, path) in enumerate(zip(ids, sequences, kept, strict=True)):
             start = starts[i]
             known = sequence.tokens[start:] if tokens is None else tokens[i]
             follows = len(sequence.tokens) >= start and len(known) == sizes[i]
-            self.truncate(id, start + len(path))
+            self.truncate(id, start + len(path), keep_recent=False)
+            sequence.accepted = start + len(path)
             del sequence.tokens[start:]
             sequence.tokens += [known[token] for token in path] if follows else []
             del sequence.prefixes[1 + len(sequence.tokens) // self.page_size :]
@@ -352,6 +367,7 @@ class PagedKVCache:
         pages = [of_group[:end] for of_group in sequence.pages]
         self._share(pages)
         copied = _Sequence(pages, [*sequence.lengths], [*sequence.tokens], [*sequence.prefixes])
+        copied.accepted = sequence.accepted
         id = self._add(copied)
         self._storage.recent.copy([sequence.slot], [copied.slot])
         return id
@@ -363,15 +379,21 @@ class PagedKVCache:
         self._release(sequence, 0)
         self._storage.recent.release(sequence.slot)
 
-    def truncate(self, id: int, length: int) -> None:
+    def truncate(self, id: int, length: int, *, keep_recent: bool = True) -> None:
         """Drop the rows from `length` on, as speculative decoding does with rejected tokens.
 
-        With windows, all rows of the last step can be dropped, and more if no page that is then
-        seen was freed; else it raises ValueError.
+        With `recent` a sequence can go back by 64 rows from its longest length, or to 0. Going
+        further back raises ValueError: fewer rows than `recent` would be left in full precision.
+        keep_recent=False allows it, and older rows are then read as codes. With windows, all rows
+        of the last step can be dropped, and more if no page that is then seen was freed; else it
+        raises ValueError.
         """
         id, sequence = self._one(id)
         length = length_within(id, length, sequence.length)
         self._check_window(id, sequence, length)
+        if flag("keep_recent", keep_recent):
+            self._storage.recent.check_kept(sequence.slot, length, f"length is {length}")
+        sequence.accepted = min(sequence.accepted, length)
         sequence.lengths = [min(n, length) for n in sequence.lengths]
         self._release(sequence, self._pages_of(length))
         del sequence.tokens[length:]
@@ -422,6 +444,7 @@ class PagedKVCache:
             sequence.prefixes[0].tokens,
             [*sequence.tokens],
             [*sequence.lengths],
+            sequence.accepted,
             held,
             self._storage.read(pages, device),
             self._storage.recent.read(sequence.slot, device),
@@ -460,6 +483,7 @@ class PagedKVCache:
                 i += there
         self._storage.fill(taken, [pages[chosen] for pages in exported.pages])
         sequence.tokens, sequence.lengths = [*exported.tokens], [*exported.lengths]
+        sequence.accepted = exported.accepted
         self._publish(sequence)
         id = self._add(sequence)
         self._storage.recent.fill_slot(sequence.slot, exported.recent)
@@ -502,10 +526,11 @@ class PagedKVCache:
         """Which pages these sequences share, for a step that attends to rows already written.
 
         Made once for all layers, if each has as many rows as `layer`. q_length: queries of each
-        sequence. options: causal, window_size and min_pages of `CascadePlan`.
+        sequence. options: causal, window_size and min_pages of `CascadePlan`. `attend` raises
+        ValueError once the sequences have other rows or pages in the layer that is attended to.
         """
         self._storage.check_layer(layer)
-        _, sequences = self._of(ids)
+        ids, sequences = self._of(ids)
         if isinstance(self._storage.recent, RecentRows):
             raise ValueError(
                 f"recent is {self._storage.recent.recent}, and a cascade reads none of these rows "
@@ -520,14 +545,33 @@ class PagedKVCache:
                     f"window, so window_size[0] must be in 0..{window}"
                 )
         group = self._storage.groups[layer]
-        return CascadePlan(
-            _filled_up([sequence.pages[group] for sequence in sequences]),
-            [sequence.lengths[layer] for sequence in sequences],
-            self.page_size,
-            q_length,
-            device=self._storage.device,
-            **options,
+        pages = _filled_up([sequence.pages[group] for sequence in sequences])
+        lengths = [sequence.lengths[layer] for sequence in sequences]
+        plan = CascadePlan(
+            pages, lengths, self.page_size, q_length, device=self._storage.device, **options
         )
+        plan.check_current = partial(self._check_plan, ids, pages, lengths, group)
+        return plan
+
+    def _check_plan(
+        self,
+        ids: list[int],
+        pages: list[list[int]],
+        lengths: list[int],
+        group: int,
+        k_cache: Tensor,
+    ) -> None:
+        """Raise ValueError if sequences have other rows than when a plan was made of them."""
+        numbers = [i for i, own in enumerate(self._storage.groups) if own == group]
+        layers = [i for i in numbers if self.layers[i].k_cache is k_cache] or numbers
+        for b, (id, sequence) in enumerate(zip(ids, self._of(ids)[1], strict=True)):
+            now, used = [sequence.lengths[i] for i in layers], self._pages_of(lengths[b])
+            if lengths[b] not in now or sequence.pages[group][:used] != pages[b][:used]:
+                changed = f"it has {now[0]}" if lengths[b] not in now else "they are in other pages"
+                raise ValueError(
+                    f"the plan is of {lengths[b]} rows of sequence {id}, and now {changed}; make "
+                    "a plan after the rows of a step are written"
+                )
 
     def seqlens(self, ids: Sequence[int], layer: int = 0) -> Tensor:
         """(B,) int32 on the cache's device: the rows of each sequence in a layer."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,28 @@ class NoRecentRows:
     def _nothing(self, *_: Any) -> None:
         pass
 
-    grow = release = truncate = copy = move_paths = append = fill = _nothing
+    grow = release = check_kept = truncate = copy = move_paths = append = fill = _nothing
     read = fill_slot = _nothing
+
+
+class _Held(NamedTuple):
+    """The rows of its sequence that a slot has: [first, end).
+
+    It had those from `start` on, and the ones before `first` were overwritten.
+    """
+
+    first: int = 0
+    end: int = 0
+    start: int = 0
+
+    def short(self, length: int, recent: int) -> bool:
+        """Whether a sequence that goes back to `length` rows has fewer than `recent` here."""
+        return max(length - self.first, 0) < min(recent, length - self.start)
+
+    def after(self, length: int, recent: int) -> "_Held":
+        """The rows that it has then; what is missing was not kept from there on."""
+        first, end, start = (min(row, length) for row in self)
+        return _Held(first, end, first if self.short(length, recent) else start)
 
 
 class RecentRows:
@@ -49,8 +69,7 @@ class RecentRows:
         self._kept = kept
         self._length = recent + VERIFY_QUERIES
         self._rows = kept.plain(0, self._length)
-        # The rows [first, end) of its sequence that each slot has, by layer.
-        self._held: list[list[tuple[int, int]]] = [[] for _ in kept.layers]
+        self._held: list[list[_Held]] = [[] for _ in kept.layers]  # by layer and slot
         self._unused: list[int] = []
 
     def take(self) -> int:
@@ -70,18 +89,33 @@ class RecentRows:
                 after[:slots] = before
         self._rows = rows
         for held in self._held:
-            held += [(0, 0)] * more
+            held += [_Held()] * more
 
     def release(self, slot: int) -> None:
         """End a sequence."""
         self.truncate(slot, 0)
         self._unused.append(slot)
 
+    def check_kept(self, slot: int, length: int, what: str, tree: int | None = None) -> None:
+        """Raise ValueError if a sequence of `length` rows would have too few in full precision.
+
+        what: begins the message. tree: the first row of a tree, all of which is needed.
+        """
+        for held in (of_layer[slot] for of_layer in self._held):
+            first, end, start = held
+            missing = held.short(length, self.recent) or (tree is not None and tree < first)
+            if missing and start < first and length <= end:
+                raise ValueError(
+                    f"{what}; recent keeps {self.recent} rows in full precision, and of the "
+                    f"sequence's only those from {first} on are left: it must be 0 or at least "
+                    f"{first + self.recent}. truncate with keep_recent=False reads older rows as "
+                    "codes"
+                )
+
     def truncate(self, slot: int, length: int) -> None:
         """Forget the rows from `length` on."""
         for held in self._held:
-            first, end = held[slot]
-            held[slot] = min(first, length), min(end, length)
+            held[slot] = held[slot].after(length, self.recent)
 
     def copy(self, source: list[int], destination: list[int]) -> None:
         """As `Storage.copy`, of slots."""
@@ -90,11 +124,11 @@ class RecentRows:
             for old, new in zip(source, destination, strict=True):
                 held[new] = held[old]
 
-    def read(self, slot: int, device: torch.device) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    def read(self, slot: int, device: torch.device) -> tuple[list[Tensor], list[_Held]]:
         """A copy of a slot, and which rows it has in each layer."""
         return self._rows.read([slot], device), [held[slot] for held in self._held]
 
-    def fill_slot(self, slot: int, copied: tuple[list[Tensor], list[tuple[int, int]]]) -> None:
+    def fill_slot(self, slot: int, copied: tuple[list[Tensor], list[_Held]]) -> None:
         """Let a slot have what `read` returned."""
         rows, held = copied
         self._rows.fill([slot], rows)
@@ -108,13 +142,12 @@ class RecentRows:
         lengths: Sequence[int],
         slots: Sequence[int],
     ) -> None:
-        """As `Storage.move_paths`. Of trees that are not whole here, no row is kept."""
+        """As `Storage.move_paths`. Of trees that others wrote, no row is kept."""
         moved = [*rounds]
-        for i, (start, length, slot) in enumerate(zip(starts, lengths, slots, strict=True)):
+        for i, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
             for held in self._held:
-                first, end = held[slot]
-                if first > start or end != length:
-                    held[slot], moved[i] = (0, 0), []
+                if held[slot].end != length:
+                    held[slot], moved[i] = _Held(), []
         self._rows.move_paths(moved, starts, lambda i, row: (slots[i], row % self._length))
 
     def append(
@@ -180,7 +213,7 @@ class RecentRows:
         new: tuple[Tensor, ...],
         lengths: list[int],
         slots: list[int],
-        held: list[tuple[int, int]],
+        held: list[_Held],
         where: dict[str, Any],
         options: dict[str, Any],
         *,
@@ -246,14 +279,14 @@ class RecentRows:
         self,
         layer: int,
         q: Tensor,
-        held: list[tuple[int, int]],
+        held: list[_Held],
         where: dict[str, Any],
         options: dict[str, Any],
         *,
         check_only: bool = False,
     ) -> Any:
         """Attention to the rows before those that slots have; None if there are none."""
-        if not check_only and not any(first for first, _ in held):
+        if not check_only and not any(one.first for one in held):
             return None
         first = self._first(held)
         given = {name: x for name, x in options.items() if name in _SHARED}
@@ -269,32 +302,30 @@ class RecentRows:
     def fill(self, layer: int, rows: Tensor, lengths: list[int], slots: list[int]) -> None:
         """Put keys in full precision in their places in rows (B, H, L, D) of whole sequences."""
         cache = self._rows.layers[layer].k_cache
-        for b, (first, end) in enumerate(self._after(layer, lengths, slots, 0)):
+        for b, (first, end, _) in enumerate(self._after(layer, lengths, slots, 0)):
             places = torch.arange(first, end, device=rows.device) % self._length
             rows[b, :, first:end] = cache[slots[b], places].transpose(0, 1)
 
-    def _after(
-        self, layer: int, lengths: list[int], slots: list[int], more: int
-    ) -> list[tuple[int, int]]:
+    def _after(self, layer: int, lengths: list[int], slots: list[int], more: int) -> list[_Held]:
         """The rows that slots have when `more` are written to sequences of these lengths."""
         held = []
         for length, slot in zip(lengths, slots, strict=True):
-            first, end = self._held[layer][slot]
-            # Rows after `end` were written without us.
-            first = first if end == length else length
-            held.append((max(first, length + more - self._length), length + more))
+            first, end, start = self._held[layer][slot]
+            if end != length:  # rows after `end` were written without us
+                first = start = length
+            held.append(_Held(max(first, length + more - self._length), length + more, start))
         return held
 
-    def _first(self, held: list[tuple[int, int]]) -> Tensor:
-        return self._rows.indices([first for first, _ in held])
+    def _first(self, held: list[_Held]) -> Tensor:
+        return self._rows.indices([one.first for one in held])
 
-    def _keep(self, layer: int, slots: list[int], held: list[tuple[int, int]]) -> None:
+    def _keep(self, layer: int, slots: list[int], held: list[_Held]) -> None:
         for slot, rows in zip(slots, held, strict=True):
             self._held[layer][slot] = rows
 
-    def _table(self, held: list[tuple[int, int]], slots: list[int]) -> Tensor:
+    def _table(self, held: list[_Held], slots: list[int]) -> Tensor:
         """A block table in which every page of a sequence is its slot."""
-        pages = -(-max([1, *(end for _, end in held)]) // self._length)
+        pages = -(-max([1, *(one.end for one in held)]) // self._length)
         return self._rows.indices(slots)[:, None].repeat(1, pages)
 
 

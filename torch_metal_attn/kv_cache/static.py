@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import INT32_MAX, integers, natural, whole
+from torch_metal_attn.call.arguments import INT32_MAX, flag, integers, natural, whole
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull
 from torch_metal_attn.kv_cache.storage import LayerCache, Storage
@@ -39,6 +39,7 @@ class StaticKVCache:
         self._storage = Storage(self.batch_size, self.max_length, *sizes, **options)
         self._rows = list(range(self.batch_size))  # of the tensors, by sequence
         self._lengths = [[0] * self.batch_size for _ in self._storage.layers]
+        self._accepted = [0] * self.batch_size  # the rows that the last accept left
         self._storage.recent.grow(self.batch_size)
 
     @property
@@ -129,24 +130,32 @@ class StaticKVCache:
         lengths = [max(lengths[b] for lengths in self._lengths) for b in chosen]
         for b in chosen:
             check_layers_agree(b, [lengths[b] for lengths in self._lengths], "accept")
-        kept, sizes = checked_paths(paths, parents, lengths)
+        accepted = [self._accepted[b] for b in chosen]
+        kept, sizes = checked_paths(paths, parents, lengths, accepted)
         starts = [length - size for length, size in zip(lengths, sizes, strict=True)]
         rounds, blocks = [moves(path) for path in kept], [self._rows[b] for b in chosen]
+        for slot, start, path in zip(blocks, starts, kept, strict=True):
+            end = start + len(path)
+            self._storage.recent.check_kept(slot, end, f"the path ends at row {end}", start)
         self._storage.move_paths(rounds, starts, lambda i, row: (blocks[i], row))
         self._storage.recent.move_paths(rounds, starts, lengths, blocks)
         for b, start, path in zip(chosen, starts, kept, strict=True):
-            self.truncate(b, start + len(path))
+            self.truncate(b, start + len(path), keep_recent=False)
+            self._accepted[b] = start + len(path)
 
     def reset(self, indices: Sequence[int] | None = None) -> None:
         """Empty these sequences, or all."""
         for b in range(self.batch_size) if indices is None else self._chosen(indices):
             self.truncate(b, 0)
 
-    def truncate(self, index: int, length: int) -> None:
-        """Drop the rows of sequence `index` from `length` on."""
+    def truncate(self, index: int, length: int, *, keep_recent: bool = True) -> None:
+        """Drop the rows of sequence `index` from `length` on, as `PagedKVCache.truncate`."""
         index = whole("index", index)
         self._check_indices("index", [index])
         length = length_within(index, length, max(lengths[index] for lengths in self._lengths))
+        if flag("keep_recent", keep_recent):
+            self._storage.recent.check_kept(self._rows[index], length, f"length is {length}")
+        self._accepted[index] = min(self._accepted[index], length)
         for lengths in self._lengths:
             lengths[index] = min(lengths[index], length)
         self._storage.recent.truncate(self._rows[index], length)
@@ -168,6 +177,7 @@ class StaticKVCache:
             part.copy(list(copies.values()), list(copies))
         self._rows = rows
         self._lengths = [[lengths[o] for o in origins] for lengths in self._lengths]
+        self._accepted = [self._accepted[o] for o in origins]
 
     def cache_batch_idx(self) -> Tensor:
         """(B,) int32 on the cache's device: the row of the tensors that each sequence has."""

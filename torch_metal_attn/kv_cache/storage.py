@@ -40,6 +40,8 @@ _GIVEN = ("block_table", "cache_batch_idx", "cache_seqlens", "hadamard", "k_scal
 _PACKING = ("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q")
 # Options that have a row for each new row, if those are packed.
 _BY_ROW = ("q", "parents", "tree_mask")
+_ALL_OPTIONS = [x.name for x in torch.ops.metal_attn.decode_step.default._schema.arguments[5:]]
+_STEP_OPTIONS = [n for n in _ALL_OPTIONS if n not in _GIVEN and "seqlen" not in n]
 # More than any model has: each takes memory, and the host's time before any is used.
 _MOST_LAYERS = 2**16
 
@@ -84,15 +86,16 @@ class LayerCache:
 class ExportedSequence:
     """One sequence of a `PagedKVCache`, outside of it. It can be pickled.
 
-    layout: what a cache must have in common to import it. namespace, tokens, lengths: as the cache
-    had them. held: which pages of each group are here. pages: those pages of each tensor of a
-    layer. recent: the sequence's recent rows.
+    layout: what a cache must have in common to import it. namespace, tokens, lengths, accepted: as
+    the cache had them. held: which pages of each group are here. pages: those pages of each tensor
+    of a layer. recent: the sequence's recent rows.
     """
 
     layout: dict[str, Any]
     namespace: Any
     tokens: list[int]
     lengths: list[int]
+    accepted: int
     held: list[list[bool]]
     pages: list[Tensor]
     recent: Any
@@ -244,9 +247,10 @@ class Storage:
         given: the same, of which v may be None with values_in_keys. counts: None unless packed.
         """
         *first, k, v = given
-        for name in options if op == "append_kv" else ():
-            if name not in ROTARY:
-                raise TypeError(f"append has no argument {name}; it takes {', '.join(ROTARY)}")
+        method, takes = ("append", ROTARY) if op == "append_kv" else (op, _STEP_OPTIONS)
+        for name in options:
+            if name not in takes and not (op == "decode_step" and name in _ALL_OPTIONS):
+                raise TypeError(f"{method} has no argument {name}; it takes {', '.join(takes)}")
         if v is None and not self.values_in_keys:
             raise ValueError("v is None; only a cache with values_in_keys takes k alone")
         check_tensor("k", k)

@@ -51,20 +51,24 @@ def length_within(id: int, length: int, longest: int) -> int:
 
 
 def checked_paths(
-    paths: Rows, parents: Rows, lengths: Sequence[int]
+    paths: Rows, parents: Rows, lengths: Sequence[int], accepted: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
     """The paths, and the sizes of the trees, whose tokens are the last of `lengths` rows.
 
+    accepted: the rows of each sequence that the last accept left, which are of no tree.
+
     Raises: ValueError: a tree is no tree (a parent is not an earlier token), it has more tokens
-        than its sequence has rows, or a path does not go from a root to its children.
+        than its sequence has rows since the last accept, or a path does not go from a root to its
+        children.
     """
     found = rows_of_ints("paths", paths, len(lengths))
     trees = rows_of_ints("parents", parents, len(lengths))
     for b, (path, tree, length) in enumerate(zip(found, trees, lengths, strict=True)):
-        if len(tree) > length:
+        if len(tree) > length - accepted[b]:
+            since = " since the last accept" if accepted[b] else ""
             raise ValueError(
-                f"parents[{b}] has {len(tree)} tokens, and the sequence {length} rows; its last "
-                "rows must be those of the tree"
+                f"parents[{b}] has {len(tree)} tokens, and the sequence {length - accepted[b]} "
+                f"rows{since}; its last rows must be those of the tree"
             )
         for i, parent in enumerate(tree):
             if not -1 <= parent < i:

@@ -275,6 +275,26 @@ def without_gradient(message: str, tensors: Iterable[Tensor], run: Callable[[], 
     return apply(_Undifferentiable, message, run, *(x for x in tensors if x.requires_grad))
 
 
+def forward_refusal(function: str, advice: str, given: Mapping[str, Any]) -> str:
+    """The error of a derivative with respect to one of `given`; empty if none is asked for.
+
+    Raises NotImplementedError for what the call itself must refuse.
+    """
+    in_graph = torch.compiler.is_compiling()
+    if not in_graph:
+        if nothing_to_differentiate((), given):
+            return ""
+        refuse_tangents(function, given)
+    tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
+    needing = [n for n, x in tensors.items() if torch.is_grad_enabled() and x.requires_grad]
+    if not needing:
+        return ""
+    message = f"{function} has no gradient, and {needing[0]} requires grad: {advice}"
+    if in_graph or transforming():
+        raise NotImplementedError(message)
+    return message
+
+
 def forward_only(
     function: str, advice: str, given: Mapping[str, Any], run: Callable[[], Any]
 ) -> Any:
@@ -283,19 +303,10 @@ def forward_only(
     For Python functions, as `refuse` is for ops. In a graph and inside of torch.func's transforms
     the call itself raises.
     """
-    in_graph = torch.compiler.is_compiling()
-    if not in_graph:
-        if nothing_to_differentiate((), given):
-            return run()
-        refuse_tangents(function, given)
-    tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
-    needing = [n for n, x in tensors.items() if torch.is_grad_enabled() and x.requires_grad]
-    if not needing:
+    message = forward_refusal(function, advice, given)
+    if not message:
         return run()
-    message = f"{function} has no gradient, and {needing[0]} requires grad: {advice}"
-    if in_graph or transforming():
-        raise NotImplementedError(message)
-    return without_gradient(message, tensors.values(), run)
+    return without_gradient(message, (x for x in given.values() if isinstance(x, Tensor)), run)
 
 
 def _whole(tensor: Tensor) -> Tensor:

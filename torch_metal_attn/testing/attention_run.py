@@ -28,7 +28,7 @@ from torch_metal_attn.testing.oracle import (
     torch_error,
     torch_gradient_errors,
 )
-from torch_metal_attn.testing.rounding import out_errors, score_errors, summing
+from torch_metal_attn.testing.rounding import merge_errors, out_errors, score_errors, summing
 from torch_metal_attn.testing.tensors import Memory
 from torch_metal_attn.testing.tf32 import as_multiplied, tf32_rounding
 
@@ -133,8 +133,13 @@ def _directly(
     return out, lse, named
 
 
-def judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
-    """Measures of out, of the log-sum-exp, and of the gradients if the results have some."""
+def judge(
+    case: Attention, problem: Problem, results: Any, parts: list[Tensor] | None = None
+) -> list[Measure]:
+    """Measures of out, of the log-sum-exp, and of the gradients if the results have some.
+
+    parts: those whose outputs were merged, as in `merge_errors`.
+    """
     found, found_lse = results[:2]
     exact, exact_lse = _attend(problem, torch.float64)
     with as_multiplied():
@@ -148,7 +153,12 @@ def judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
     error = max([*errors, worst_of([(composed, exact)])])
     errors_of_scores = _score_errors(case, problem)
 
-    slack = 0.0 if case.strict else _out_slack(case, problem, errors_of_scores)
+    slack: float | Tensor = 0.0
+    if not case.strict:
+        attend = partial(_attend_to, problem)
+        slack = _out_slack(case, problem, attend, errors_of_scores)
+        if parts is not None:
+            slack = slack + merge_errors(attend, problem.v, parts, exact_lse, problem.q.dtype)
     measures = [near("out", found, exact, error, slack)]
     if found_lse is not None:
         rows = errors_of_scores.t() if problem.packing else errors_of_scores
@@ -158,11 +168,18 @@ def judge(case: Attention, problem: Problem, results: Any) -> list[Measure]:
     return measures
 
 
-def _out_slack(case: Attention, problem: Problem, errors_of_scores: Tensor) -> Tensor:
-    def attend(v: Tensor) -> Tensor:
-        operands = (problem.q.nan_to_num(0, 0, 0), problem.k.nan_to_num(0, 0, 0), v)
-        return _attend(problem, torch.float64, operands)[0].nan_to_num(0, 0, 0)
+def _attend_to(problem: Problem, v: Tensor) -> Tensor:
+    """The exact output for other values."""
+    operands = (problem.q.nan_to_num(0, 0, 0), problem.k.nan_to_num(0, 0, 0), v)
+    return _attend(problem, torch.float64, operands)[0].nan_to_num(0, 0, 0)
 
+
+def _out_slack(
+    case: Attention,
+    problem: Problem,
+    attend: Callable[[Tensor], Tensor],
+    errors_of_scores: Tensor,
+) -> Tensor:
     slack = out_errors(attend, problem.v, errors_of_scores, case.longest[1], case.dropout_p)
     if case.format:
         sizes = problem.v.abs().nan_to_num(0, 0, 0)

@@ -173,4 +173,19 @@ def prepare(case: Cascade, device: torch.device) -> Prepared:
 
     k, v = (x.to(dtype) for x in exact)
     problem = Problem(q, k, v, (), options, kept, where, None, None, None)
-    return Prepared(attend, placed, partial(attention_run.judge, attention, problem), memory)
+    judge = partial(attention_run.judge, attention, problem, parts=_parts(plan, k.shape[2]))
+    return Prepared(attend, placed, judge, memory)
+
+
+def _parts(plan: CascadePlan, keys: int) -> list[Tensor]:
+    """The keys of each sequence's rest, and of each level: bool (B, keys)."""
+    parts = [torch.ones(plan.batch_size, keys, dtype=torch.bool)]
+    for level in plan.levels:
+        part = torch.zeros_like(parts[0])
+        for shared in level:
+            part[
+                list(shared.sequences), shared.first * plan.page_size : shared.end * plan.page_size
+            ] = True
+        parts[0] &= ~part
+        parts.append(part)
+    return parts

@@ -57,6 +57,12 @@ def worst_of(tensors: Iterable[tuple[Tensor, Tensor]]) -> float:
     return max((largest(apart(a, b)) for a, b in tensors), default=0.0)
 
 
+def one_rounding(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """The largest error of each number's rounding to `dtype`."""
+    info, size = torch.finfo(dtype), exact.abs().nan_to_num(0.0, 0.0, 0.0)
+    return (ROUNDING[dtype] * size).clamp_min(info.smallest_normal * info.eps / 2)
+
+
 def near(
     what: str, found: Tensor, exact: Tensor, torchs: float, slack: float | Tensor = 0.0
 ) -> Measure:
@@ -70,9 +76,8 @@ def near(
     if found.shape != exact.shape:
         raise AssertionError(f"{what} has shape {tuple(found.shape)} and not {tuple(exact.shape)}")
     exact = exact.cpu()
-    size = exact.abs().nan_to_num(0.0, 0.0, 0.0)
     info = torch.finfo(found.dtype)
-    rounding = (ROUNDING[found.dtype] * size).clamp_min(info.smallest_normal * info.eps / 2)
+    rounding = one_rounding(exact, found.dtype)
     bound = 2 * torchs + rounding + ACCUMULATION * largest(exact) + slack
     found = found.cpu().double()
     rounded = exact.abs().clamp_min(info.max * (1 + info.eps / 4)).copysign(found)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_metal_attn.testing.judge import ROUNDING, largest
+from torch_metal_attn.testing.judge import ROUNDING, largest, one_rounding
 
 _U = ROUNDING[torch.float32]
 # Roundings of one score or weight besides those of sums: the scale, tanh, exp2, a division.
@@ -48,3 +48,36 @@ def out_errors(
     if not dropout_p:
         spread = (attend(v.square()) - attend(v).square()).clamp_min(0).sqrt()
     return errors[..., None] * spread + (summing(keys) + STEPS * _U) * magnitudes
+
+
+def merge_errors(
+    attend: Callable[[Tensor], Tensor],
+    v: Tensor,
+    parts: list[Tensor],
+    lse: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Bounds for the errors of out, (B, Hq, Lq, Dv), that comes of merging parts of the keys.
+
+    attend: the exact output for other values. parts: bool (B, keys) each; the others are merged
+    into the first, one after the other. lse: the exact log-sum-exp. dtype: of each part's output,
+    and of what is merged already: both are rounded to it. The last merge's rounding is that of out.
+    A part's weight is exp(lse_part - lse), with a relative error of u (abs(lse_part) + STEPS).
+    """
+    wide = torch.cat([v.double().nan_to_num(0, 0, 0), v.new_ones(v.shape[:-1])[..., None]], -1)
+    # Each part's share of out is its weight times its output; the last column is the weight.
+    shares = [attend(wide * part[:, None, :, None]) for part in parts]
+    merged, weight = shares[0][..., :-1], torch.ones_like(shares[0][..., -1:])
+    for share in shares[1:]:  # also what a sink takes is of the first part
+        weight = weight - share[..., -1:]
+    errors = torch.zeros_like(merged)
+    for part, share in zip(parts[1:], shares[1:], strict=True):
+        out, own = share[..., :-1], share[..., -1:]
+        total = (merged + out).abs() / (weight + own)
+        more = one_rounding(merged, dtype) + one_rounding(out, dtype)
+        for x, w in ((merged, weight), (out, own)):
+            of_weight = _U * ((lse[..., None] + w.log()).abs() + STEPS)
+            more = more + (of_weight * (x.abs() + w * total)).nan_to_num(0, 0, 0)
+        errors = torch.where(part.any(1)[:, None, None, None], errors + more, errors)
+        merged, weight = merged + out, weight + own
+    return errors

@@ -401,7 +401,7 @@ def _of_cache(
         ids, arguments = list(range(batch)), ()
     cache.append(*arguments, *(x[:, :, :longest].to(device) for x in old))
     for id, length in zip(ids, case.lengths, strict=True):
-        cache.truncate(id, length)
+        cache.truncate(id, length, keep_recent=False)
     of_caches = ("k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table")
     packing = ("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q")
     for name in (*of_caches, *packing, "hadamard", "rotary_from_leftpad", "window_size_left"):

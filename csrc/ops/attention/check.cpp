@@ -117,39 +117,6 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
   }
 }
 
-// By sequence; nothing of lengths that only the device knows.
-std::vector<SeenKeys> seen_keys(const FlashFwdArguments& a, const FlashFwdCall& call) {
-  const FlashFwdOptions& o = a.options;
-  const auto values = [](const std::optional<Tensor>& tensor) {
-    return tensor ? values_on_cpu(*tensor) : nullptr;
-  };
-  const int32_t* q_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_q) : nullptr;
-  const int32_t* kv_ends = a.packs_keys() ? values_on_cpu(*a.packing->cu_seqlens_k) : nullptr;
-  const int32_t* used = values(o.seqused_k);
-  const int32_t* padding = values(o.leftpad_k);
-  std::vector<SeenKeys> seen;
-  for (int32_t b = 0; b < call.batch; ++b) {
-    const int64_t queries = q_ends ? q_ends[b + 1] - q_ends[b] : call.q_length;
-    const int64_t keys = kv_ends ? kv_ends[b + 1] - kv_ends[b] : call.kv_length;
-    const int64_t first = padding ? padding[b] : 0;
-    SeenKeys range{first, queries == 0 ? 0 : used ? used[b] : keys};
-    const int64_t position = o.q_offset.value_or(range.end - queries);
-    if (window_left(o) != NO_WINDOW) {
-      range.begin = std::max(range.begin, position - window_left(o));
-    }
-    if (o.attention_chunk > 0 && position > first) {
-      const int64_t chunk_begin =
-          first + (position - first) / o.attention_chunk * o.attention_chunk;
-      range.begin = std::max(range.begin, chunk_begin);
-    }
-    if (window_right(o) != NO_WINDOW) {
-      range.end = std::min(range.end, position + queries + window_right(o));
-    }
-    seen.push_back(range);
-  }
-  return seen;
-}
-
 // Per-sequence lengths: at most the keys that the sequence has.
 void check_lengths(ArgumentName name, const std::optional<Tensor>& lengths,
                    const FlashFwdArguments& a, const FlashFwdCall& call) {
@@ -355,6 +322,38 @@ int64_t window_right(const FlashFwdOptions& o) {
     return 0;
   }
   return o.window_size_right < 0 ? NO_WINDOW : std::min(o.window_size_right, int64_t{1} << 33);
+}
+
+std::vector<SeenKeys> seen_keys(const FlashFwdArguments& a, const FlashFwdCall& call) {
+  const FlashFwdOptions& o = a.options;
+  const auto values = [](const std::optional<Tensor>& tensor) {
+    return tensor ? values_on_cpu(*tensor) : nullptr;
+  };
+  const int32_t* q_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_q) : nullptr;
+  const int32_t* kv_ends = a.packs_keys() ? values_on_cpu(*a.packing->cu_seqlens_k) : nullptr;
+  const int32_t* used = values(o.seqused_k);
+  const int32_t* padding = values(o.leftpad_k);
+  std::vector<SeenKeys> seen;
+  for (int32_t b = 0; b < call.batch; ++b) {
+    const int64_t queries = q_ends ? q_ends[b + 1] - q_ends[b] : call.q_length;
+    const int64_t keys = kv_ends ? kv_ends[b + 1] - kv_ends[b] : call.kv_length;
+    const int64_t first = padding ? padding[b] : 0;
+    SeenKeys range{first, queries == 0 ? 0 : used ? used[b] : keys};
+    const int64_t position = o.q_offset.value_or(range.end - queries);
+    if (window_left(o) != NO_WINDOW) {
+      range.begin = std::max(range.begin, position - window_left(o));
+    }
+    if (o.attention_chunk > 0 && position > first) {
+      const int64_t chunk_begin =
+          first + (position - first) / o.attention_chunk * o.attention_chunk;
+      range.begin = std::max(range.begin, chunk_begin);
+    }
+    if (window_right(o) != NO_WINDOW) {
+      range.end = std::min(range.end, position + queries + window_right(o));
+    }
+    seen.push_back(range);
+  }
+  return seen;
 }
 
 FlashFwdCall check_flash_fwd(const FlashFwdArguments& a) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "csrc/ops/common/check.h"
 #include "csrc/problem/attention.h"
@@ -11,6 +12,9 @@ namespace metal_attn {
 // Keys before and behind a query's position that it sees, or NO_WINDOW.
 int64_t window_left(const FlashFwdOptions& options);
 int64_t window_right(const FlashFwdOptions& options);
+
+// The keys that queries of each sequence may see; nothing of lengths that only the device knows.
+std::vector<SeenKeys> seen_keys(const FlashFwdArguments& arguments, const FlashFwdCall& call);
 
 // Throws std::invalid_argument.
 FlashFwdCall check_flash_fwd(const FlashFwdArguments& arguments);

@@ -86,6 +86,10 @@ void check_caches(const AppendKvArguments& a, AppendKvProblem& p) {
   p.capacity = check_cache_capacity(a.cache, a.k_cache, a.k, p.batch);
   p.cache_size = static_cast<int32_t>(a.k_cache.size(0));
   p.page_size = a.cache.block_table ? static_cast<int32_t>(a.k_cache.size(2)) : 0;
+  for (const auto& [name, rows, cache_name, cache] :
+       {std::tuple{"k", &a.k, "k_cache", &a.k_cache}, {"v", &a.v, "v_cache", &a.v_cache}}) {
+    check_equal(name, rows->size(1), cache_name, cache->size(1), "a number of heads");
+  }
   for (const auto& [name, cache, head_dim, format] :
        {std::tuple{"k_cache", &a.k_cache, p.head_dim_qk, p.formats.k},
         {"v_cache", &a.v_cache, p.head_dim_v, p.formats.v}}) {
@@ -157,9 +161,9 @@ void check_v_in_k(const AppendKvArguments& a, AppendKvProblem& p) {
   if (!p.v_in_k || !p.writes()) {
     return;
   }
-  check(begins(a.k, a.v),
-        "`v_cache` is the first columns of `k_cache`, and `v` is not those of `k`; pass "
-        "k[..., :",
+  check(begins(a.k, a.v), "`v_cache` is the first ", p.head_dim_v,
+        " columns of `k_cache`, and `v` is not those of `k`; pass a `v_cache` of its own, or for "
+        "values that are columns of the keys k[..., :",
         p.head_dim_v, "] as `v`");
   check(p.pairs == 0 || p.first_rotated >= p.head_dim_v, "`rotary_first_column` is ",
         p.first_rotated, " and `v_cache` the first ", p.head_dim_v,
@@ -193,46 +197,18 @@ void check_memory(const AppendKvArguments& a, const AppendKvProblem& p) {
   check_written(written, {{"k", &a.k}, {"v", &a.v}}, tables);
 }
 
-// Neighbouring rows of one batch or page that a sequence writes.
-struct WrittenRows {
-  int64_t place;
-  int64_t begin;
-  int64_t end;
-  int64_t sequence;
-};
-
 void check_written_once(const AppendKvArguments& a, const AppendKvProblem& p,
                         const std::vector<SeenKeys>& new_keys) {
-  std::vector<WrittenRows> rows;
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const SeenKeys& keys = new_keys[static_cast<std::size_t>(b)];
-    if (keys.begin == keys.end) {
-      continue;
-    }
-    if (!a.cache.block_table) {
-      const int64_t place =
-          a.cache.cache_batch_idx ? values_on_cpu(*a.cache.cache_batch_idx)[b] : b;
-      rows.push_back({place, keys.begin, keys.end, b});
-      continue;
-    }
-    const Tensor& table = *a.cache.block_table;
-    const int32_t* pages = values_on_cpu(table) + b * table.stride(0);
-    for (int64_t block = keys.begin / p.page_size; block * p.page_size < keys.end; ++block) {
-      const int64_t first = block * p.page_size;
-      rows.push_back({pages[block], std::max<int64_t>(keys.begin - first, 0),
-                      std::min<int64_t>(keys.end - first, p.page_size), b});
-    }
-  }
-  std::sort(rows.begin(), rows.end(), [](const WrittenRows& one, const WrittenRows& other) {
+  std::vector<CachedRows> rows = cached_rows(a.cache, p.page_size, new_keys);
+  std::sort(rows.begin(), rows.end(), [](const CachedRows& one, const CachedRows& other) {
     return std::tie(one.place, one.begin) < std::tie(other.place, other.begin);
   });
   for (std::size_t i = 1; i < rows.size(); ++i) {
-    const WrittenRows& one = rows[i - 1];
-    const WrittenRows& other = rows[i];
+    const CachedRows& one = rows[i - 1];
+    const CachedRows& other = rows[i];
     check(one.place != other.place || one.end <= other.begin, "sequences ",
           std::min(one.sequence, other.sequence), " and ", std::max(one.sequence, other.sequence),
-          " both write row ", other.begin, " of ", a.cache.block_table ? "page " : "batch ",
-          one.place, " of `k_cache`");
+          " both write row ", other.begin, " of ", place_text(a.cache), one.place, " of `k_cache`");
   }
 }
 

@@ -1,5 +1,6 @@
 #include "csrc/ops/cache/check.h"
 
+#include <algorithm>
 #include <array>
 
 #include "csrc/ops/common/allocate.h"
@@ -243,6 +244,31 @@ void check_cache_values(const CacheOptions& o, const Tensor& k, const std::vecto
     }
   }
 }
+
+std::vector<CachedRows> cached_rows(const CacheOptions& o, int64_t page_size,
+                                    const std::vector<SeenKeys>& keys) {
+  const int32_t* const batches = o.cache_batch_idx ? values_on_cpu(*o.cache_batch_idx) : nullptr;
+  std::vector<CachedRows> rows;
+  for (int64_t b = 0; b < static_cast<int64_t>(keys.size()); ++b) {
+    const auto [begin, end] = keys[static_cast<std::size_t>(b)];
+    if (begin >= end) {
+      continue;
+    }
+    if (!o.block_table) {
+      rows.push_back({batches != nullptr ? batches[b] : b, begin, end, b});
+      continue;
+    }
+    const int32_t* pages = values_on_cpu(*o.block_table) + b * o.block_table->stride(0);
+    for (int64_t block = begin / page_size; block * page_size < end; ++block) {
+      const int64_t first = block * page_size;
+      rows.push_back({pages[block], std::max<int64_t>(begin - first, 0),
+                      std::min<int64_t>(end - first, page_size), b});
+    }
+  }
+  return rows;
+}
+
+const char* place_text(const CacheOptions& o) { return o.block_table ? "page " : "batch "; }
 
 std::optional<Element> own_element(KvFormats formats, Element q_element, const Tensor& k) {
   if (formats.quantised()) {

@@ -44,6 +44,21 @@ int32_t check_cache_capacity(const CacheOptions& options, const torch::stable::T
 void check_cache_values(const CacheOptions& options, const torch::stable::Tensor& k,
                         const std::vector<SeenKeys>& seen);
 
+// Neighbouring rows of one batch or page, in which a sequence has keys.
+struct CachedRows {
+  int64_t place;
+  int64_t begin;
+  int64_t end;
+  int64_t sequence;
+};
+
+// Where the keys of each sequence are, by values that are at hand.
+std::vector<CachedRows> cached_rows(const CacheOptions& options, int64_t page_size,
+                                    const std::vector<SeenKeys>& keys);
+
+// "page " or "batch ": what CachedRows calls a place.
+const char* place_text(const CacheOptions& options);
+
 // The element of k and v, unless they are quantised or it is q's.
 std::optional<Element> own_element(KvFormats formats, Element q_element,
                                    const torch::stable::Tensor& k);

@@ -2,8 +2,15 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "csrc/ops/attention/check.h"
 #include "csrc/ops/attention/tuning.h"
 #include "csrc/ops/cache/append_kv.h"
+#include "csrc/ops/cache/check.h"
 #include "csrc/ops/common/allocate.h"
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/overlap.h"
@@ -37,6 +44,36 @@ Tensor lengths_after(const AppendKvArguments& append, int32_t new_keys) {
     lengths[b] = before[b] + (ends != nullptr ? ends[b + 1] - ends[b] : new_keys);
   }
   return after;
+}
+
+// In one dispatch nothing orders a write before another sequence's read.
+void check_reads(const AppendKvArguments& append, const AppendKvProblem& problem,
+                 const FlashFwdArguments& forward, const FlashFwdCall& call) {
+  const int32_t* before = values_on_cpu(*append.cache_seqlens);
+  if (before == nullptr || !append.cache.indexed()) {
+    return;
+  }
+  const int32_t* after = values_on_cpu(*forward.options.seqused_k);
+  std::vector<SeenKeys> new_keys;
+  for (int64_t b = 0; b < problem.batch; ++b) {
+    new_keys.push_back({before[b], after[b]});
+  }
+  std::multimap<int64_t, CachedRows> written;
+  for (const CachedRows& rows : cached_rows(append.cache, problem.page_size, new_keys)) {
+    written.insert({rows.place, rows});
+  }
+  for (const CachedRows& read :
+       cached_rows(append.cache, problem.page_size, seen_keys(forward, call))) {
+    const auto [first, last] = written.equal_range(read.place);
+    for (auto one = first; one != last; ++one) {
+      const CachedRows& write = one->second;
+      check(write.sequence == read.sequence || write.end <= read.begin || read.end <= write.begin,
+            "sequence ", write.sequence, " writes row ", std::max(write.begin, read.begin), " of ",
+            place_text(append.cache), write.place, " of `k_cache`, and sequence ", read.sequence,
+            " reads it in the same call; copy the ", place_text(append.cache),
+            "for one of them first");
+    }
+  }
 }
 
 Defines append_defines(const AppendKvArguments& a, const AppendWidths& widths, bool wide_loads) {
@@ -83,6 +120,7 @@ DecodeStepCall analyse(const DecodeStepArguments& a) {
   FlashFwdCall forward = check_flash_decode(decode);
   check(!append.packed || forward.launches(), "`q` has shape ", shape_text(a.decode.forward.q),
         ", no queries; decode_step takes packed new rows only with some");
+  check_reads(append, problem, decode.forward, forward);
   forward.problem.aligned = forward.problem.aligned && widths.loads;
   if (forward.problem.features.rotary) {
     forward.problem.features.rotary->first = problem.first_rotated;

@@ -46,16 +46,29 @@ void check_parents(const Tensor& parents, const Tokens& tokens) {
   }
 }
 
+// A forest: each token sees itself, and what the last one before it sees that it sees.
 void check_mask(const Tensor& mask, const Tokens& tokens) {
   const int64_t row = mask.stride(mask.dim() - 2);
   const int64_t first = mask.dim() == 3 ? tokens.sequence * mask.stride(0) : tokens.first * row;
-  const auto* shown = static_cast<const uint8_t*>(mask.const_data_ptr()) + first;
-  for (int64_t i = 0; i < tokens.count; ++i, shown += row) {
+  const auto* all = static_cast<const uint8_t*>(mask.const_data_ptr()) + first;
+  for (int64_t i = 0; i < tokens.count; ++i) {
+    const auto* shown = all + i * row;
     check(shown[i] != 0, "`tree_mask` hides ", place_of(i, tokens),
           " from itself; the diagonal must be True");
     for (int64_t j = i + 1; j < tokens.count; ++j) {
       check(shown[j] == 0, "`tree_mask` shows token ", j, " to ", place_of(i, tokens),
             "; a token sees itself and earlier ones only");
+    }
+    int64_t parent = i - 1;
+    while (parent >= 0 && shown[parent] == 0) {
+      --parent;
+    }
+    for (int64_t j = 0; j < parent; ++j) {
+      check((shown[j] == 0) == (all[parent * row + j] == 0),
+            "`tree_mask` is no forest: ", place_of(i, tokens), " sees token ", parent,
+            ", its parent, and only one of them sees ", "token ", j,
+            "; a token sees itself and exactly what its parent sees, the last token ",
+            "before it that it sees");
     }
   }
 }

@@ -326,7 +326,7 @@ class LatentLayer(CacheLayerMixin):
             self.indexer_keys = self.indexer_keys[:, :length]
         if self.cache is not None:
             for id in self.ids:
-                self.cache.truncate(id, length)
+                self.cache.truncate(id, length, keep_recent=False)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.indexer_keys is not None:

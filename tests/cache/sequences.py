@@ -212,7 +212,9 @@ class Sequences:
         """Sequence b leaves the cache and comes back."""
         copied = self.cache.export_sequence(self.ids[b])
         self.cache.free(self.ids[b])
+        other = self.cache.allocate()  # so that its recent rows are in another slot
         self.ids[b] = self.cache.import_sequence(copied)
+        self.cache.free(other)
 
     def swap(self, origins):
         """Sequence b continues sequence origins[b]."""

@@ -4,18 +4,26 @@ Requests that begin alike share the pages of that prefix. With --lookup the serv
 request at a time, and verifies several tokens in a forward.
 
     python docs/examples/serve.py --model some/model --port 8000
-    curl -d '{"tokens": [72, 105], "most": 8}' http://127.0.0.1:8000
+    curl -d '{"prompt": [72, 105], "max_tokens": 8}' http://127.0.0.1:8000/v1/completions
 
-A request has the tokens of a prompt, or with --model its "text". Without --model a tiny random
-Llama serves, whose tokens are bytes.
+The requests are those of OpenAI's API, so its clients work with base_url="http://127.0.0.1:8000/v1":
+/v1/completions with a prompt of tokens, or with --model of text, and /v1/chat/completions if the
+model has a chat template. Decoding is greedy. With "stream" the tokens are sent as they come, as
+server-sent events. A request ends when its client leaves. Without --model a tiny random Llama
+serves, whose tokens are bytes.
 """
 
 import argparse
 import json
+import queue
+import select
+import socket
+import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+import time
+import uuid
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,9 +42,21 @@ from torch_metal_attn.integrations.transformers import continuous_batching, enab
 from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.tools.demo import tiny_llama
 
+# New tokens, or none if some time has passed, so that the caller can see whether its client left.
+Parts = Generator[list[int], None, None]
+LOOK_SECONDS = 0.1  # for a client that left
+IDLE_SECONDS = 60  # that a client may take to send its request, or to read a part of the answer
+MOST_BYTES = 2**24  # of a request
+
 
 class Stopped(RuntimeError):
     """The scheduler has ended, so no request can be answered any more."""
+
+
+def ends_of(model: Any) -> set[int]:
+    """The tokens after which an answer ends."""
+    ends = model.config.eos_token_id
+    return set(ends if isinstance(ends, list) else [ends])
 
 
 class Batches:
@@ -44,32 +64,50 @@ class Batches:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._waiting: dict[str, Future[list[int]]] = {}
+        self._waiting: dict[str, queue.Queue[Any]] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._collect, daemon=True).start()
 
-    def generate(self, tokens: list[int], most: int) -> list[int]:
-        """The tokens that follow; other requests run at the same time."""
-        future: Future[list[int]] = Future()
-        with self._lock:  # so that no result comes before its future is known
-            name = self._manager.add_request(tokens, max_new_tokens=most)
+    def stream(self, tokens: list[int], most: int) -> Parts:
+        """The tokens that follow; other requests run at the same time. Closing it cancels it."""
+        results: queue.Queue[Any] = queue.Queue()
+        with self._lock:  # so that no result comes before its queue is known
+            name = self._manager.add_request(tokens, max_new_tokens=most, streaming=True)
             if name is None:
                 raise Stopped("the server has stopped generating: restart it")
-            self._waiting[name] = future
-        return future.result()
+            self._waiting[name] = results
+        count = 0
+        try:
+            finished = False
+            while not finished:
+                try:
+                    result = results.get(timeout=LOOK_SECONDS)
+                except queue.Empty:
+                    yield []
+                    continue
+                if isinstance(result, Exception):
+                    raise result
+                if result.error:
+                    raise RuntimeError(result.error)
+                finished, made = result.is_finished(), result.generated_tokens[count:]
+                count += len(made)
+                yield made
+        finally:
+            with self._lock:
+                unfinished = self._waiting.pop(name, None)
+            if unfinished is not None:
+                self._manager.cancel_request(name)
 
     def _collect(self) -> None:
         for result in self._manager:
-            if result.is_finished():
-                with self._lock:
-                    future = self._waiting.pop(result.request_id)
-                if result.error:
-                    future.set_exception(RuntimeError(result.error))
-                else:
-                    future.set_result(result.generated_tokens)
+            with self._lock:
+                act = self._waiting.pop if result.is_finished() else self._waiting.get
+                results = act(result.request_id, None)
+            if results is not None:  # else it was cancelled
+                results.put(result)
         with self._lock:
-            for future in self._waiting.values():
-                future.set_exception(Stopped("the server stopped while it generated: restart it"))
+            for results in self._waiting.values():
+                results.put(Stopped("the server stopped while it generated: restart it"))
 
 
 class Lookup:
@@ -81,27 +119,31 @@ class Lookup:
 
     def __init__(self, model: Any, drafts: int) -> None:
         self._model, self._drafts = model, drafts
-        ends = model.config.eos_token_id
-        self._ends = set(ends if isinstance(ends, list) else [ends])
+        self._ends = ends_of(model)
         self._forget()
         self._lock = threading.Lock()
         self._context = copy_context()  # requests come in other threads
         self.read: list[int] = []  # tokens that each forward has read
 
-    def generate(self, tokens: list[int], most: int) -> list[int]:
+    def stream(self, tokens: list[int], most: int) -> Parts:
         """The tokens that follow; other requests wait."""
-        with self._lock:
-            try:
-                return self._context.run(self._generate, tokens, most)
-            except BaseException:
-                self._forget()  # layers may have read different tokens
-                raise
+        while not self._lock.acquire(timeout=LOOK_SECONDS):
+            yield []
+        try:
+            made = self._generate(tokens, most)
+            while (part := self._context.run(next, made, None)) is not None:
+                yield part
+        except BaseException:
+            self._forget()  # layers may have read different tokens
+            raise
+        finally:
+            self._lock.release()
 
     def _forget(self) -> None:
         self._cache = DynamicCache(config=self._model.config)
         self._held: list[int] = []  # the tokens in the cache
 
-    def _generate(self, tokens: list[int], most: int) -> list[int]:
+    def _generate(self, tokens: list[int], most: int) -> Parts:
         made: list[int] = []
         pairs = zip(self._held, tokens[:-1], strict=False)
         shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
@@ -111,12 +153,13 @@ class Lookup:
             draft = self._draft(known, most - len(made) - 1)
             best = self._best(known[len(self._held) :] + draft, len(draft) + 1)
             right = next((i for i, token in enumerate(draft) if token != best[i]), len(draft))
-            made += best[: right + 1]
+            new = best[: right + 1]
+            end = next((i for i, token in enumerate(new) if token in self._ends), None)
             self._drop_to(len(known) + right)
-            for i, token in enumerate(made):
-                if token in self._ends:
-                    return made[: i + 1]
-        return made
+            made += new
+            yield new if end is None else new[: end + 1]
+            if end is not None:
+                return
 
     def _draft(self, known: list[int], most: int) -> list[int]:
         """What followed the last earlier occurrence of the last two tokens."""
@@ -154,14 +197,14 @@ class Limits:
         # A bool is an int, but no token.
         whole = isinstance(tokens, list) and all(type(token) is int for token in tokens)
         if not whole or not tokens:
-            raise ValueError('"tokens" must be a list of at least one integer')
+            raise ValueError('"prompt" must be a text, or a list of at least one integer')
         wrong = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
         if wrong is not None:
             raise ValueError(
-                f'"tokens" has {wrong}; the model\'s tokens are 0 to {self.vocabulary - 1}'
+                f'"prompt" has {wrong}; the model\'s tokens are 0 to {self.vocabulary - 1}'
             )
         if type(most) is not int or most < 1:
-            raise ValueError(f'"most" is {most!r}; it must be an integer of at least 1')
+            raise ValueError(f'"max_tokens" is {most!r}; it must be an integer of at least 1')
         if len(tokens) + most > self.length:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens and the answer up to {most}; both together "
@@ -169,23 +212,193 @@ class Limits:
             )
 
 
+class Answer:
+    """What is sent of a request's answer: whole, or in parts as the tokens come."""
+
+    def __init__(self, tokenizer: Any, model: str, chat: bool, prompt: int) -> None:
+        self._tokenizer, self._chat, self._prompt = tokenizer, chat, prompt
+        kind = "chat.completion" if chat else "text_completion"
+        self._head: dict[str, Any] = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": kind,
+            "model": model,
+        }
+        self._head |= {"created": int(time.time())}
+        self._made: list[int] = []
+        self._sent = 0  # letters
+
+    def add(self, made: list[int], ended: bool) -> str:
+        """The text of new tokens. A character whose tokens are not all there comes later."""
+        self._made += made
+        if self._tokenizer is None:
+            return ""
+        text = str(self._tokenizer.decode(self._made, skip_special_tokens=True))
+        if not ended and text.endswith("\ufffd"):
+            return ""
+        new, self._sent = text[self._sent :], len(text)
+        return new
+
+    def usage(self) -> dict[str, int]:
+        counts = {"prompt_tokens": self._prompt, "completion_tokens": len(self._made)}
+        return counts | {"total_tokens": self._prompt + len(self._made)}
+
+    def chunk(
+        self, text: str, tokens: list[int], reason: str | None, whole: bool
+    ) -> dict[str, Any]:
+        """An object of OpenAI's API. token_ids is vLLM's."""
+        choice = {"index": 0, "token_ids": tokens, "logprobs": None, "finish_reason": reason}
+        if self._chat:
+            name = "message" if whole else "delta"
+            choice[name] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        part = {"object": "chat.completion.chunk"} if self._chat and not whole else {}
+        return self._head | part | {"choices": [choice]}
+
+
+@dataclass
+class Asked:
+    """What a client asks for."""
+
+    tokens: list[int]
+    most: int
+    chat: bool
+    stream: bool
+    usage: bool  # as the last part of a stream
+
+
 class Handler(BaseHTTPRequestHandler):
-    """POST a JSON object, and get {"tokens": [...]}, with a tokenizer "text" too."""
+    """Answers OpenAI's /v1/completions, /v1/chat/completions and /v1/models."""
 
     batches: Batches | Lookup
     limits: Limits
+    model: str
+    ends: set[int]
     tokenizer: Any = None
+    timeout = IDLE_SECONDS
+
+    def do_GET(self) -> None:
+        if self.path == "/v1/models":
+            self.send({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+        else:
+            self.send_failure(404, f"there is no {self.path}; GET has /v1/models")
 
     def do_POST(self) -> None:
-        answer: dict[str, Any]
         try:
-            status, answer = 200, self.answer()
+            asked = self.asked()
         except ValueError as error:
-            status, answer = 400, {"error": str(error)}
-        except Stopped as error:
-            status, answer = 503, {"error": str(error)}
+            self.send_failure(400, str(error))
+            return
+        started = False
+        try:
+            with closing(self.batches.stream(asked.tokens, asked.most)) as parts:
+                for body in self.answer(asked, parts):
+                    if asked.stream and not started:
+                        self.send_response(200)
+                        self.send_header("Content-Type", "text/event-stream")
+                        self.send_header("Cache-Control", "no-cache")
+                        self.end_headers()
+                        started = True
+                    self.event(body) if asked.stream else self.send(body)
+            if asked.stream:
+                self.event("[DONE]")
+        except (ConnectionError, TimeoutError):
+            raise  # the client left
         except Exception as error:
-            status, answer = 500, {"error": repr(error)}
+            status, message = (
+                (503, str(error)) if isinstance(error, Stopped) else (500, repr(error))
+            )
+            if started:
+                self.event({"error": {"message": message, "type": "server_error"}})
+            else:
+                self.send_failure(status, message)
+
+    def answer(self, asked: Asked, parts: Parts) -> Iterator[dict[str, Any]]:
+        """The parts of an answer, or all of it at once."""
+        answer = Answer(self.tokenizer, self.model, asked.chat, len(asked.tokens))
+        made: list[int] = []
+        reason = None
+        for part in parts:
+            self.check_client()
+            made += part
+            if made and made[-1] in self.ends:
+                reason = "stop"
+            elif len(made) == asked.most:
+                reason = "length"
+            if part and asked.stream:
+                yield answer.chunk(answer.add(part, reason is not None), part, reason, False)
+        if not asked.stream:
+            text = answer.add(made, True)
+            yield answer.chunk(text, made, reason, True) | {"usage": answer.usage()}
+        elif asked.usage:
+            yield answer.chunk("", [], None, False) | {"choices": [], "usage": answer.usage()}
+
+    def asked(self) -> Asked:
+        """The request; ValueError if it is wrong."""
+        text = self.rfile.read(self.body_length())
+        try:
+            asked = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the request must be a JSON object: {error}") from error
+        chat = self.path == "/v1/chat/completions"
+        if not chat and self.path != "/v1/completions":
+            raise ValueError(
+                f"there is no {self.path}; POST has /v1/completions and /v1/chat/completions"
+            )
+        name = "messages" if chat else "prompt"
+        if not isinstance(asked, dict) or name not in asked:
+            raise ValueError(f'the request must be a JSON object with "{name}"')
+        known = {name, "model", "user", "max_tokens", "max_completion_tokens", "stream"}
+        known |= {"stream_options"}
+        plain = {"temperature": 0, "top_p": 1, "n": 1, "best_of": 1, "echo": False}
+        plain |= {"presence_penalty": 0, "frequency_penalty": 0}
+        for option, value in asked.items():
+            if option not in known and value is not None and value != plain.get(option):
+                only = f"is {value!r}; only {plain[option]} is" if option in plain else "is not"
+                raise ValueError(f'"{option}" {only} supported; leave it out')
+        asked = {option: value for option, value in asked.items() if value is not None}
+        stream, options = asked.get("stream", False), asked.get("stream_options", {})
+        if type(stream) is not bool or not isinstance(options, dict):
+            raise ValueError('"stream" must be true or false, and "stream_options" a JSON object')
+        most = asked.get("max_completion_tokens", asked.get("max_tokens", 16))
+        tokens = self.tokens(asked.get(name), chat)
+        self.limits.check(tokens, most)
+        return Asked(tokens, most, chat, stream, bool(options.get("include_usage")))
+
+    def body_length(self) -> int:
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > MOST_BYTES:
+            raise ValueError(
+                f"Content-Length is {length!r}; it must be the bytes of the request, up to "
+                f"{MOST_BYTES}"
+            )
+        return int(length)
+
+    def tokens(self, asked: Any, chat: bool) -> Any:
+        """The tokens of a prompt, or of messages."""
+        if not chat and not isinstance(asked, str):
+            return asked
+        if self.tokenizer is None:
+            raise ValueError("text needs a tokenizer: start the server with --model")
+        if not chat:
+            asked.encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair
+            return self.tokenizer.encode(asked)
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError("the model has no chat template: use /v1/completions")
+        options = {"add_generation_prompt": True, "return_dict": False}
+        try:
+            return list(self.tokenizer.apply_chat_template(asked, **options))
+        except Exception as error:
+            raise ValueError(f'"messages" do not fit the chat template: {error}') from error
+
+    def check_client(self) -> None:
+        """Raises ConnectionError if the client left."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLIN)
+        if poll.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionAbortedError("the client left")
+
+    def send(self, answer: dict[str, Any], status: int = 200) -> None:
         body = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -193,29 +406,25 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def answer(self) -> dict[str, Any]:
-        """The answer to the request; ValueError if the request is wrong."""
-        text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        try:
-            asked = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"the request must be a JSON object: {error}") from error
-        if not isinstance(asked, dict) or not {"tokens", "text"} & asked.keys():
-            raise ValueError('the request must be a JSON object with "tokens" or "text"')
-        if "tokens" in asked:
-            tokens = asked["tokens"]
-        elif self.tokenizer is None:
-            raise ValueError('"text" needs a tokenizer: start the server with --model')
-        elif isinstance(asked["text"], str):
-            tokens = self.tokenizer.encode(asked["text"])
-        else:
-            raise ValueError('"text" must be a string')
-        most = asked.get("most", 16)
-        self.limits.check(tokens, most)
-        made = self.batches.generate(tokens, most)
-        return {"tokens": made} | (
-            {} if self.tokenizer is None else {"text": self.tokenizer.decode(made)}
-        )
+    def send_failure(self, status: int, message: str) -> None:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.send({"error": {"message": message, "type": kind}}, status)
+
+    def event(self, data: dict[str, Any] | str) -> None:
+        text = data if isinstance(data, str) else json.dumps(data)
+        self.wfile.write(f"data: {text}\n\n".encode())
+
+
+class Server(ThreadingHTTPServer):
+    """A thread for each client."""
+
+    request_queue_size = 1024  # clients that connect at the same time; http.server has 5
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients leave as they like: that is no error of the server."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 @contextmanager
@@ -248,10 +457,12 @@ def server(
         bound = {
             "batches": batches,
             "limits": Limits(text.vocab_size, min(blocks * config.page_size, longest)),
+            "model": model.config.name_or_path or "tiny",
+            "ends": ends_of(model),
             "tokenizer": tokenizer,
         }
         kind = type("Bound", (Handler,), bound)
-        with ThreadingHTTPServer(("127.0.0.1", port), kind) as http:
+        with Server(("127.0.0.1", port), kind) as http:
             print(f"serving on http://127.0.0.1:{http.server_port}, kernels on {device}")
             yield http
 

@@ -44,6 +44,8 @@ class Sequences:
         self.recent = options.get("recent", 0)
         self.room = self.recent + VERIFY_QUERIES if self.recent else 0
         self.exact = [0, 0]  # the first row of each that must be in full precision
+        windows = options.get("windows")
+        self.window = {"window_size_left": windows[0]} if windows else {}
 
     def own(self):
         """The first arguments of a method: ids only for pages."""
@@ -59,9 +61,10 @@ class Sequences:
         k = normal(2, 1, length, 96, seed=seed)
         return k, k[..., :64] if self.latent else normal(2, 1, length, 64, seed=seed + 1)
 
-    def add(self, k, v):
+    def add(self, k, v, counts=(None, None)):
         for b, rows in enumerate(self.rows):
-            rows[:] = [torch.cat([old, new[b]], 1) for old, new in zip(rows, (k, v), strict=True)]
+            pairs = zip(rows, (k, v), strict=True)
+            rows[:] = [torch.cat([old, new[b][:, : counts[b]]], 1) for old, new in pairs]
             self.exact[b] = max(self.exact[b], len(rows[0][0]) - self.room)
 
     def append(self, length, seed, **rotary):
@@ -114,29 +117,54 @@ class Sequences:
             near.append(x[None].double())
         return [near[0], near[0][..., :64]] if self.latent else near
 
-    def check(self, out, q, options):
-        """What a step returned, by float64."""
+    def check(self, out, q, options, counts=None):
+        """What a step returned, by float64. counts: the queries of each sequence, if not all."""
         unseen = ("rotary", "num_splits")
         seen = {name: x for name, x in options.items() if not name.startswith(unseen)}
-        assert self.cache.seqlens(*self.own()).tolist() == self.lengths()
-        for b in range(2):
+        for b, count in enumerate(counts or [q.shape[2]] * 2):
             own = {n: x[b : b + 1] for n, x in seen.items() if n in TREES and len(x.shape) > 1}
+            if count > 0 and counts:
+                own = {n: x[:, :count] for n, x in own.items()}
             expected, _ = attention(
-                q[b : b + 1].double(), *self.stored(b), compute_dtype=torch.float64, **seen | own
+                q[b : b + 1, :, :count].double(),
+                *self.stored(b),
+                compute_dtype=torch.float64,
+                **self.window | seen | own,
             )
-            error = (out[b : b + 1].cpu().double() - expected).abs().max()
-            assert error <= TOLERANCE, f"sequence {b}: {error}"
+            error = (out[b : b + 1, :, :count].cpu().double() - expected).abs()
+            assert (error <= TOLERANCE).all(), f"sequence {b}: {error.max()}"
 
     def step(self, length, seed, options=None):
-        """A step of the cache, checked. options: of decode_step, besides STEP."""
-        given = STEP | (options or {})
-        q = normal(2, 2, length, 96, seed=seed + 7)
-        k, v = self.new(length, seed)
-        out = self.cache.decode_step(*self.given(q, k, v), **on(self.device, given))
-        q = self.rotated(q, given)
-        self.add(self.rotated(k, given), v)
+        """A step of the cache, checked. options: of decode_step, besides STEP.
+
+        length: new rows of each sequence, or of all; in a list, they are packed.
+        """
+        counts = length if isinstance(length, list) else [length] * 2
+        given, longest = STEP | (options or {}), max(counts)
+        q = normal(2, 2, longest, 96, seed=seed + 7)
+        k, v = self.new(longest, seed)
+        if counts is not length:
+            out = self.cache.decode_step(*self.given(q, k, v), **on(self.device, given))
+        else:
+
+            def packed(x):
+                return torch.cat([rows[:n] for rows, n in zip(x, counts, strict=True)])
+
+            rows = (packed(x.transpose(1, 2)) for x in (q, k, v))
+            own = {n: packed(x) for n, x in given.items() if n in TREES}
+            options = on(self.device, given | own)
+            out = self.cache.decode_step(*self.given(*rows), length=length, **options)
+            out = torch.nn.utils.rnn.pad_sequence(out.split(counts), True).transpose(1, 2)
+        q, k = self.rotated(q, given), self.rotated(k, given)
+        # With recent rows, a longer step is several.
+        most = VERIFY_QUERIES if self.recent else longest
+        for start in range(0, longest, most):
+            part = slice(start, start + most)
+            here = [min(max(n - start, 0), most) for n in counts]
+            self.add(k[:, :, part], v[:, :, part], here)
+            self.check(out[:, :, part], q[:, :, part], given, here)
         assert not self.recent or self.first() == self.exact
-        self.check(out, q, given)
+        assert self.cache.seqlens(*self.own()).tolist() == self.lengths()
 
     def attend(self, length, seed):
         """`flash_attn_with_kvcache` on the cache's tensors, which writes the new rows itself."""
@@ -162,6 +190,7 @@ class Sequences:
         )
         self.cache.advance(*self.own(), length)
         self.add(k, v)
+        assert self.cache.seqlens(*self.own()).tolist() == self.lengths()
         self.exact = self.lengths()  # nothing else kept these rows
         self.check(out.transpose(1, 2), q, STEP)
 
@@ -178,6 +207,14 @@ class Sequences:
         self.cache.truncate(self.ids[b], length, **options)
         self.rows[b] = [x[:, :length] for x in self.rows[b]]
         self.exact[b] = min(self.exact[b], length)
+
+    def swap_out(self, b):
+        """Sequence b leaves the cache and comes back."""
+        copied = self.cache.export_sequence(self.ids[b])
+        self.cache.free(self.ids[b])
+        other = self.cache.allocate()  # so that its recent rows are in another slot
+        self.ids[b] = self.cache.import_sequence(copied)
+        self.cache.free(other)
 
     def swap(self, origins):
         """Sequence b continues sequence origins[b]."""

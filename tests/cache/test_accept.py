@@ -107,7 +107,7 @@ def test_a_second_accept(kind):
         held.accept([path] * 2, [TREE] * 2)
         for tree in (TREE, [-1]):
             message = (
-                rf"parents\[0\] has {len(tree)} tokens, and the sequence 0 rows since the last"
+                rf"parents\[0\] has {len(tree)} tokens?, and the sequence 0 rows since the last"
             )
             with pytest.raises(ValueError, match=message):
                 held.cache.accept(held.ids, [[0]] * 2, [tree] * 2)

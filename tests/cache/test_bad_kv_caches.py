@@ -19,6 +19,7 @@ def static():
     return StaticKVCache(3, 10, HEADS, HEAD_DIM, num_layers=LAYERS, dtype=torch.float32)
 
 
+PACKED = some_rows()[0].transpose(0, 1)
 SIZES = {"num_pages": 1, "page_size": 4, "num_kv_heads": 2, "head_dim": 8} | {
     "v_head_dim": 8,
     "num_layers": 1,
@@ -131,6 +132,59 @@ REFUSED = [
         )
         for name in ("block_table", "cache_seqlens", "k_scale", "hadamard")
     ),
+    (
+        lambda c: c.decode_step([0], *[some_rows()] * 3, cu_seqlens_q=None),
+        "decode_step of a cache has no argument cu_seqlens_q: give length",
+    ),
+    (
+        lambda c: c.append([0], some_rows(), some_rows(), length=[3]),
+        r"k has shape \(1, 2, 3, 8\); it must be \(3, 2, 8\): length is given, so rows are packed",
+    ),
+    (
+        lambda c: c.append([0], *[some_rows()[0]] * 2, length=[1, 2]),
+        "length has 2 numbers; it must",
+    ),
+    (
+        lambda c: c.append([0], *[some_rows()[0]] * 2, length=1.5),
+        "length is 1.5; it must be an int",
+    ),
+    (
+        lambda c: c.decode_step([0], some_rows()[0], *[PACKED] * 2, length=3),
+        r"q has shape \(2, 3, 8\); it must have 3 rows, \(T, Hq, D\): length is given",
+    ),
+    (
+        lambda c: c.decode_step([0], *[PACKED] * 3, length=3, parents=torch.zeros(2).int()),
+        r"parents has shape \(2,\); it must have 3 rows: length is given, so",
+    ),
+    (
+        lambda c: c.decode_step([0], *[PACKED[:0]] * 3, length=[0]),
+        r"length is \[0\]; decode_step appends a row or more in all",
+    ),
+    (
+        lambda c: c.decode_step([0], *[PACKED] * 3, length=3, indices=torch.zeros(3, 1).int()),
+        "indices is given with length;",
+    ),
+    (lambda c: make(windows=[5]), "windows has 1 numbers; it must have 2, one a layer"),
+    (lambda c: make(windows=[-2, 5]), r"windows\[0\] is -2; it must be at least -1"),
+    (lambda c: make(windows=5), "windows is 5; it must be a sequence of ints, one a layer"),
+    (
+        lambda c: PagedKVCache(1, 4, 2, 32, format="q8_0", recent=4, windows=[3]),
+        r"recent is 4 with windows \[3\]; attention to recent rows takes no windows",
+    ),
+    (lambda c: StaticKVCache(1, 4, 2, 8, windows=[3]), "StaticKVCache has no argument windows"),
+    (
+        lambda c: make(windows=[-1, 5]).cascade([], layer=1, window_size=(6, 0)),
+        r"window_size is \(6, 0\); layer 1 keeps the rows of a window, so .* in 0\.\.5",
+    ),
+    *(
+        (
+            lambda c, wrong=wrong: c.allocate(wrong),
+            "namespace is .*; it must be None, a str, an int",
+        )
+        for wrong in (True, 1.0, ["a"], ("a", True))
+    ),
+    (lambda c: c.import_sequence([]), "exported has type list; it must be what export_sequence"),
+    (lambda c: c.export_sequence(7), "there is no sequence 7"),
     (lambda c: static().decode_step(*[some_rows()] * 3, foo=1), "decode_step has no argument foo;"),
     (lambda c: c.free("a"), "id is 'a'; it must be an int"),
     (lambda c: c.seqlens([0], "1"), "layer is '1'; it must be an int"),

@@ -7,24 +7,28 @@ from itertools import accumulate
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.attention.flash_fwd_check import rotary_tables
 from tests.cache.sequences import Sequences
-from torch_metal_attn.kv_cache import CacheFull, PagedKVCache, StaticKVCache, pages
-from torch_metal_attn.kv_cache.storage import Storage
+from torch_metal_attn.kv_cache import CacheFull, PagedKVCache, StaticKVCache
+from torch_metal_attn.kv_cache.pages import first_seen
+from torch_metal_attn.testing.judge import normal
 
 PAGE, HEADS, HEAD_DIM, LAYERS = 8, 2, 8, 2
+SPACES = st.sampled_from([None, "an adapter"])
 
 
-def rows(tokens, first=0, layer=0):
-    """k and v (1, H, L, D) of tokens[first:]; a row tells all tokens up to its own."""
-    k = of_values(values_of(tokens, layer)[first:]).transpose(0, 1)[None]
+def rows(tokens, first=0, layer=0, space=None):
+    """k and v (1, H, L, D) of tokens[first:]; a row tells its namespace and all tokens up to it."""
+    k = of_values(values_of(tokens, layer, space)[first:]).transpose(0, 1)[None]
     return k, -k
 
 
-def values_of(tokens, layer):
+def values_of(tokens, layer, space=None):
     """A number for each token, of it and of all before."""
-    so_far = accumulate(tokens, lambda before, token: hash((before, token)), initial=layer)
+    begin = hash((layer, space))
+    so_far = accumulate(tokens, lambda before, token: hash((before, token)), initial=begin)
     return [number % 1021 for number in so_far][1:]
 
 
@@ -40,14 +44,20 @@ def make(num_pages=12, **options):
     )
 
 
-def append(cache, tokens_by_id, new_by_id, known=True):
-    """Appends to every layer; `tokens_by_id` has what was there."""
-    ids = list(tokens_by_id)
+def append(cache, tokens_by_id, new_by_id, known=True, spaces=None):
+    """Appends to every layer; `tokens_by_id` has what was there. Rows are packed if they differ."""
+    ids, counts = list(tokens_by_id), [*map(len, new_by_id.values())]
     for layer in range(LAYERS):
-        parts = [rows(tokens_by_id[id] + new_by_id[id], len(tokens_by_id[id]), layer) for id in ids]
-        k, v = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        parts = [
+            rows(old + new_by_id[id], len(old), layer, (spaces or {}).get(id))
+            for id, old in tokens_by_id.items()
+        ]
+        packed = {} if len({*counts}) == 1 else {"length": counts}
+        dim = 2 if packed else 0
+        k, v = (torch.cat(tensors, dim) for tensors in zip(*parts, strict=True))
+        k, v = (x[0].transpose(0, 1) if packed else x for x in (k, v))
         tokens = [new_by_id[id] for id in ids] if known else None
-        cache.append(ids, k, v, layer, token_ids=tokens)
+        cache.append(ids, k, v, layer, token_ids=tokens, **packed)
 
 
 def branch(tree, node):
@@ -59,40 +69,40 @@ def branch(tree, node):
     return path
 
 
-def verify(cache, before, trees, paths, tell=False):
+def verify(cache, before, trees, paths, tell=False, spaces=None):
     """Appends a tree (parents, tokens) to each sequence and accepts a path; what they hold then."""
     parents, tokens = ({id: tree[i] for id, tree in trees.items()} for i in (0, 1))
     for id, tree in parents.items():
-        for layer in range(LAYERS):
-            cache.reserve([id], len(tree), layer)
-            for node in range(len(tree)):
-                path = [tokens[id][n] for n in branch(tree, node)]
-                cache.append(
-                    [id], *rows(before[id] + path, len(before[id] + path) - 1, layer), layer
-                )
+        paths_to = [[tokens[id][n] for n in branch(tree, node)] for node in range(len(tree))]
+        for layer in range(LAYERS if tree else 0):
+            told = [before[id] + path for path in paths_to]
+            space = (spaces or {}).get(id)
+            parts = [rows(path, len(path) - 1, layer, space) for path in told]
+            cache.append([id], *(torch.cat(x, 2) for x in zip(*parts, strict=True)), layer)
     given = {"token_ids": [tokens[id] for id in parents]} if tell else {}
     cache.accept([*parents], [paths[id] for id in parents], [*parents.values()], **given)
     return {id: before[id] + [tokens[id][node] for node in paths[id]] for id in parents}
 
 
-def check(cache, expected):
-    """Every sequence holds its rows, and every page is counted once."""
-    tables = cache.block_table([*expected]).tolist()
-    places = [
-        table[i // PAGE] * PAGE + i % PAGE
-        for table, tokens in zip(tables, expected.values(), strict=True)
-        for i in range(len(tokens))
-    ]
+def check(cache, expected, spaces=None):
+    """Every sequence holds its rows, those that were not freed, and every page is counted once."""
     for layer, tensors in enumerate(cache.layers):
         assert cache.seqlens([*expected], layer).tolist() == [*map(len, expected.values())]
-        values = [x for tokens in expected.values() for x in values_of(tokens, layer)]
+        places, values = [], []
+        tables = cache.block_table([*expected], layer).tolist()
+        for table, (id, tokens) in zip(tables, expected.items(), strict=True):
+            there = [i for i in range(len(tokens)) if table[i // PAGE] >= 0]
+            assert not there or there == [*range(there[0], len(tokens))]
+            places += [table[i // PAGE] * PAGE + i % PAGE for i in there]
+            all_values = values_of(tokens, layer, (spaces or {}).get(id))
+            values += [all_values[i] for i in there]
         k, v = (x.flatten(0, 1)[places] for x in (tensors.k_cache, tensors.v_cache))
         assert torch.equal(k, of_values(values))
         assert torch.equal(v, -k)
     pool = cache._pool
     references = [0] * len(pool.references)
     for sequence in cache._sequences.values():
-        for page in sequence.pages:
+        for page in (page for group in sequence.pages for page in group if page >= 0):
             references[page] += 1
     assert pool.references == references
     unused = {page for page, n in enumerate(references) if n == 0}
@@ -103,45 +113,71 @@ def check(cache, expected):
 class Paged(RuleBasedStateMachine):
     """Few pages, and few tokens, so that there are equal prefixes and no room."""
 
+    windows, num_pages = [-1] * LAYERS, 12
+
     def __init__(self):
         super().__init__()
-        self.cache = make()
+        self.cache, self.other = (make(n, windows=self.windows) for n in (self.num_pages, 40))
         self.expected = {}
-        self.known = {}  # the tokens that were ever told, whether or not they can still be found
+        self.spaces = {}
+        self.freed_at = {}  # rows of each before the last step: what its next query saw is there
+        self.exported = []
+
+    def add(self, id, tokens, space, freed_at):
+        self.expected[id], self.spaces[id], self.freed_at[id] = tokens, space, freed_at
 
     def an_id(self, data):
         return data.draw(st.sampled_from(sorted(self.expected)))
 
-    @rule()
-    def allocate(self):
-        self.expected[self.cache.allocate()] = []
+    def some_ids(self, data, most):
+        ids = st.sampled_from(sorted(self.expected))
+        return data.draw(st.lists(ids, unique=True, min_size=1, max_size=most))
+
+    def freed(self, id, window):
+        """The pages of a layer that must have been freed."""
+        pages = -(-len(self.expected[id]) // PAGE)
+        return min(first_seen(self.freed_at[id], window) // PAGE, pages)
+
+    def can_go_back(self, id, length):
+        """Whether the pages are there that are seen from `length` on."""
+        least = (first_seen(length, w) // PAGE for w in self.windows)
+        return length == 0 or all(
+            first >= self.freed(id, w) or first * PAGE >= length
+            for first, w in zip(least, self.windows, strict=True)
+        )
+
+    @rule(space=SPACES)
+    def allocate(self, space):
+        self.add(self.cache.allocate(space), [], space, 0)
 
     @precondition(lambda self: self.expected)
-    @rule(data=st.data(), length=st.integers(0, 20), known=st.booleans())
-    def append(self, data, length, known):
-        ids = data.draw(
-            st.lists(st.sampled_from(sorted(self.expected)), unique=True, min_size=1, max_size=3)
-        )
-        new = {
-            id: data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
-            for id in ids
-        }
-        before = {id: self.expected[id] for id in ids}
+    @rule(data=st.data(), length=st.integers(0, 20), known=st.booleans(), mixed=st.booleans())
+    def append(self, data, length, known, mixed):
+        """To some sequences, as many tokens to each or not."""
+        new = {}
+        for id in self.some_ids(data, 3):
+            n = data.draw(st.integers(0, length)) if mixed else length
+            new[id] = data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
+        before = {id: self.expected[id] for id in new}
         # A page for the rest of each, and one for the copy of a shared page.
-        most = sum(-(-length // PAGE) + 1 for _ in ids)
+        groups = len({*self.windows})
+        most = groups * sum(-(-len(tokens) // PAGE) + 1 for tokens in new.values())
         try:
-            append(self.cache, before, new, known)
+            append(self.cache, before, new, known, self.spaces)
         except CacheFull:
             assert most > self.cache.num_free_pages
             return
-        for id in ids:
-            self.expected[id] = before[id] + new[id]
+        for id, tokens in new.items():
+            if tokens:
+                self.freed_at[id] = max(self.freed_at[id], len(before[id]))
+            self.expected[id] = before[id] + tokens
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def fork(self, data):
         id = self.an_id(data)
-        self.expected[self.cache.fork(id)] = self.expected[id]
+        copied = self.expected[id], self.spaces[id], self.freed_at[id]
+        self.add(self.cache.fork(id), *copied)
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
@@ -155,16 +191,19 @@ class Paged(RuleBasedStateMachine):
     def truncate(self, data):
         id = self.an_id(data)
         length = data.draw(st.integers(0, len(self.expected[id])))
+        if not self.can_go_back(id, length):
+            with pytest.raises(ValueError, match=f"cannot go back to {length} rows: pages outside"):
+                self.cache.truncate(id, length)
+            return
         self.cache.truncate(id, length)
         self.expected[id] = self.expected[id][:length]
+        self.freed_at[id] *= length > 0
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), tell=st.booleans())
     def accept(self, data, tell):
-        ids = data.draw(
-            st.lists(st.sampled_from(sorted(self.expected)), unique=True, min_size=1, max_size=2)
-        )
-        if self.cache.num_free_pages < 4 * len(ids):
+        ids = self.some_ids(data, 2)
+        if self.cache.num_free_pages < 8 * len(ids):
             return
         trees, paths = {}, {}
         for id in ids:
@@ -173,117 +212,141 @@ class Paged(RuleBasedStateMachine):
             trees[id] = tree, [data.draw(st.integers(0, 1)) for _ in range(size)]
             paths[id] = branch(tree, data.draw(st.integers(-1, size - 1)))
         before = {id: self.expected[id] for id in ids}
-        self.expected |= verify(self.cache, before, trees, paths, tell)
+        self.expected |= verify(self.cache, before, trees, paths, tell, self.spaces)
+        for id in ids:
+            self.freed_at[id] = max(self.freed_at[id], len(before[id]) if trees[id][0] else 0)
 
-    @rule(tokens=st.lists(st.integers(0, 1), max_size=2), pages=st.integers(0, 3))
-    def match_prefix(self, tokens, pages):
-        tokens = [0] * (pages * PAGE) + tokens
-        id, matched = self.cache.match_prefix(tokens)
-        assert matched % PAGE == 0
-        self.expected[id] = tokens[:matched]
+    @rule(tokens=st.lists(st.integers(0, 1), max_size=2), pages=st.integers(0, 3), space=SPACES)
+    def match_prefix(self, tokens, pages, space):
+        self.match([0] * (pages * PAGE) + tokens, space)
 
     @precondition(lambda self: self.expected)
-    @rule(data=st.data())
-    def match_what_is_there(self, data):
-        tokens = self.expected[self.an_id(data)]
-        id, matched = self.cache.match_prefix(tokens)
-        self.expected[id] = tokens[:matched]
+    @rule(data=st.data(), space=SPACES)
+    def match_what_is_there(self, data, space):
+        self.match(self.expected[self.an_id(data)], space)
+
+    def match(self, tokens, space):
+        id, matched = self.cache.match_prefix(tokens, space)
+        assert matched % PAGE == 0
+        self.add(id, tokens[:matched], space, matched)
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data(), free=st.booleans())
+    def swap_out(self, data, free):
+        id = self.an_id(data)
+        copied = pickle.loads(pickle.dumps(self.cache.export_sequence(id)))
+        self.exported.append((copied, self.expected[id], self.spaces[id], self.freed_at[id]))
+        if free:
+            self.cache.free(id)
+            del self.expected[id]
+
+    @precondition(lambda self: self.exported)
+    @rule(data=st.data(), elsewhere=st.booleans())
+    def swap_in(self, data, elsewhere):
+        copied, tokens, space, freed_at = data.draw(st.sampled_from(self.exported))
+        if elsewhere:
+            check(self.other, {(id := self.other.import_sequence(copied)): tokens}, {id: space})
+            self.other.free(id)
+            return
+        # What is found is shared, and begins with the pages that its next query sees.
+        found, matched = self.cache.match_prefix(copied.tokens, space)
+        self.cache.free(found)
+        try:
+            id = self.cache.import_sequence(copied)
+        except CacheFull:
+            assert sum(map(sum, copied.held)) > self.cache.num_free_pages
+            return
+        self.add(id, tokens, space, max(freed_at, matched))
 
     @rule()
     def defragment(self):
         self.cache.defragment()
-        used = {page for sequence in self.cache._sequences.values() for page in sequence.pages}
-        used |= set(self.cache._pool._idle)
+        groups = (group for one in self.cache._sequences.values() for group in one.pages)
+        used = {page for group in groups for page in group} - {-1} | set(self.cache._pool._idle)
         assert used == set(range(len(used)))
 
     @invariant()
     def holds(self):
-        check(self.cache, self.expected)
+        check(self.cache, self.expected, self.spaces)
+        for layer, window in enumerate(self.windows):
+            tables = self.cache.block_table([*self.expected], layer).tolist()
+            freed = [self.freed(id, window) for id in self.expected]
+            assert [row.count(-1) for row in tables] == freed
 
 
-TestPaged = Paged.TestCase
+class PagedWithWindows(Paged):
+    """A layer whose pages are freed beside one with full attention."""
+
+    windows, num_pages = [-1, 5], 28
+
+    @initialize(length=st.integers(9, 35))
+    def long_sequence(self, length):
+        self.allocate(None)
+        for old, new in (([], [0] * length), ([0] * length, [1])):
+            append(self.cache, {0: old}, {0: new})
+        self.add(0, [0] * length + [1], None, length)
 
 
-def every_move():
-    """A little of everything, in an order in which a wrong page shows."""
-    cache = make(8)
-    a = cache.allocate()
-    first = [1] * 11
-    append(cache, {a: []}, {a: first})
-    b = cache.fork(a)
-    append(cache, {a: first}, {a: [2]})  # must not write where b reads
-    expected = {a: [*first, 2], b: first}
-    check(cache, expected)
-    append(cache, {b: first}, {b: [3, 3]})
-    expected[b] = [*first, 3, 3]
-    check(cache, expected)
-    c, matched = cache.match_prefix(first)
-    assert matched == PAGE
-    expected[c] = first[:PAGE]
-    check(cache, expected)
-    cache.truncate(c, 3)  # into a page that the others share
-    append(cache, {c: first[:3]}, {c: [4]})
-    expected[c] = [*first[:3], 4]
-    check(cache, expected)
-    cache.truncate(a, 5)
-    append(cache, {a: first[:5]}, {a: [5] * 4})  # and again, told tokens
-    expected[a] = [*first[:5], *[5] * 4]
-    check(cache, expected)
-    cache.free(b)
-    del expected[b]
-    check(cache, expected)
-    d, matched = cache.match_prefix([1] * PAGE)
-    expected[d] = [1] * matched
-    e = cache.allocate()
-    append(cache, {e: []}, {e: [7] * PAGE})
-    cache.truncate(e, 2)  # into a page that its tokens find
-    append(cache, {e: [7] * 2}, {e: [8] * 9})
-    f, matched = cache.match_prefix([7] * PAGE)
-    expected |= {e: [7] * 2 + [8] * 9, f: [7] * matched}
-    check(cache, expected)
-    cache.defragment()
-    check(cache, expected)
-    with pytest.raises(CacheFull):
-        append(cache, {a: expected[a], d: expected[d]}, {a: [6] * 30, d: [6] * 30})
-    check(cache, expected)
+TestPaged, TestPagedWithWindows = Paged.TestCase, PagedWithWindows.TestCase
 
 
-def test_every_move():
-    every_move()
+def test_pages_outside_a_window():
+    """Freed once no query sees them; found, shared and imported as far as the next one does."""
+    cache, tokens = make(11, windows=[-1, 5]), [*range(20)]
+    a = cache.allocate("x")
+    append(cache, {a: []}, {a: tokens}, spaces={a: "x"})
+    cache.append([a], *rows([*tokens, 1], 20, 0, "x"), 0)  # the other layer may still see its rows
+    assert cache.num_free_pages == 5
+    cache.append([a], *rows([*tokens, 1], 20, 1, "x"), 1)
+    assert cache.num_free_pages == 6  # rows 0 to 7: the query at 20 saw rows from 15 on
+    with pytest.raises(ValueError, match=r"cannot go back to 12 rows: pages .* at least 13 rows"):
+        cache.truncate(a, 12)
+    with pytest.raises(ValueError, match="cannot go back to 12 rows"):
+        cache.accept([a], [[]], [[-1, *range(8)]])
+    assert cache.match_prefix(tokens[:8], "x")[1] == 8  # both of its pages are there
+    cache.free(a + 1)
+    other = cache.allocate()
+    append(cache, {other: []}, {other: [7] * 24})
+    cache.free(other)
+    found = [cache.match_prefix(t, space)[1] for t in (tokens, tokens[:8]) for space in ("x", "y")]
+    assert found == [16, 0, 0, 0]  # the freed page was taken, and only a longer prefix sees none
+    b = a + 3
+    assert (cache.block_table([b], 1) < 0).tolist() == [[True, False]]
+    c = cache.import_sequence(cache.export_sequence(a))
+    assert cache.num_free_pages == 4  # the last page of each layer alone is new
+    expected = {a: [*tokens, 1], b: tokens[:16], c: [*tokens, 1]}
+    check(cache, expected, dict.fromkeys(expected, "x"))
+    with pytest.raises(ValueError, match=r"windows .*, and this one has"):
+        make().import_sequence(cache.export_sequence(a))
+    with pytest.raises(CacheFull, match="the sequence needs 5 more pages, and 4 of 4 are free"):
+        make(4, windows=[-1, 5]).import_sequence(cache.export_sequence(a))
 
 
-def test_equal_hashes_share_nothing(monkeypatch):
-    monkeypatch.setattr(pages, "chained_hash", lambda parent, tokens: 7)
-    cache = make()
-    a, b = cache.allocate(), cache.allocate()
-    append(cache, {a: [], b: []}, {a: [1] * PAGE, b: [2] * PAGE})
-    c, matched = cache.match_prefix([2] * PAGE)
-    assert matched == 0
-    d, matched = cache.match_prefix([1] * PAGE)
-    assert matched == PAGE
-    check(cache, {a: [1] * PAGE, b: [2] * PAGE, c: [], d: [1] * PAGE})
-
-
-# What a fault replaces, and with what: each must show in `every_move`.
-FAULTS = {
-    "stale page after fork": (Storage, "copy", lambda self, source, destination: None),
-    "fork that does not count": (pages.PagePool, "share", lambda self, page: None),
-    "pages never given back": (pages.PagePool, "release", lambda self, page: None),
-    "changed page still found": (pages.PagePool, "forget", lambda self, page: None),
-    "names changed, pages not moved": (
-        pages.PagePool,
-        "compact",
-        lambda self: {max(p for p, n in enumerate(self.references) if n): self._free[0]},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_caught(name, monkeypatch):
-    owner, method, fault = FAULTS[name]
-    monkeypatch.setattr(owner, method, fault)
-    with pytest.raises(AssertionError):
-        every_move()
+@pytest.mark.parametrize("kind", [StaticKVCache, PagedKVCache])
+def test_packed_rows_are_those_of_each_sequence(kind):
+    """And q is rotated in place, to the bit; also beside sequences without a new row."""
+    counts, options = [2, 2, 0, 70, 1], {"format": "q8_0", "dtype": torch.float32}
+    k, v, q = normal(75, 2, 32), normal(75, 2, 32, seed=1), normal(75, 4, 32, seed=2)
+    tables = dict(zip(("rotary_cos", "rotary_sin"), rotary_tables(90, 8), strict=True))
+    together = kind(5, 150, 2, 32, **options)
+    own = [[together.allocate() for _ in counts]] if kind is PagedKVCache else []
+    together.append(*own, *(x[:5, :, None] for x in (k, v)))
+    rotated = q.clone()
+    together.append(*own, k, v, length=counts, q=rotated, **tables)
+    assert together.lengths(*(own or [range(5)])) == [3, 3, 1, 71, 2]
+    for b, parts in enumerate(zip(*(x.split(counts) for x in (k, v, q, rotated)), strict=True)):
+        alone, (*new, q_here, q_there) = StaticKVCache(1, 150, 2, 32, **options), parts
+        alone.append(*(x[b : b + 1, :, None] for x in (k, v)))
+        q_here = q_here.transpose(0, 1)[None].clone()
+        alone.append(*(x.transpose(0, 1)[None] for x in new), q=q_here, **tables)
+        assert torch.equal(q_here[0].transpose(0, 1), q_there)
+        rows = zip(*(c.layers[0].by_block() for c in (together, alone)), strict=True)
+        assert all(torch.equal(x[b], y[0]) for x, y in rows)
+    # A part that is refused leaves the parts before it unwritten.
+    tensors = [x.clone() for x in together.layers[0].by_block()]
+    with pytest.raises(ValueError, match="rows 71 to 140 of rotary_cos"):
+        together.append(*own, k, v, length=counts, q=rotated, **tables)
+    assert all(torch.equal(*x) for x in zip(tensors, together.layers[0].by_block(), strict=True))
 
 
 class TestPrefixes:
@@ -322,6 +385,14 @@ class TestPrefixes:
             cache.fork(id)
         cache.append([id], *rows(tokens, 0, 1), 1)
         assert cache.match_prefix(tokens)[1] == PAGE
+
+    def test_changed_pages_are_not_found(self):
+        cache = make()
+        a = cache.allocate()
+        append(cache, {a: []}, {a: [7] * PAGE})
+        cache.truncate(a, 2)
+        append(cache, {a: [7] * 2}, {a: [8] * 9})
+        assert cache.match_prefix([7] * PAGE)[1] == 0
 
     def test_unknown_tokens_are_not_found(self):
         cache = make()
@@ -404,6 +475,26 @@ def attend_over_a_cache(kind, options, device):
     held = Sequences(kind, device, **options)
     held.append(14, 0)
     held.attend(4, 1)
+    held.step([3, 21], 5, {"softmax_scale": 0.3})
+    held.step([0, 1], 6)
+
+
+def test_attention_over_a_window(device):
+    """Whose old pages were freed, of which a step says nothing."""
+    held = Sequences("paged", device, windows=[20])
+    free = held.cache.num_free_pages
+    for n in (0, 1):
+        held.append(60, 9 * n)
+        held.step([1, 40], 9 * n + 2)
+        held.step(2, 9 * n + 5)
+        held.truncate(0, held.lengths()[0] - 2)
+        held.swap_out(1)
+    assert held.lengths() == [122, 204]
+    assert free - held.cache.num_free_pages == 2 + 2
+    for left in (21, -1):
+        with pytest.raises(ValueError, match=rf"window_size_left is {left}; .* in 0\.\.20"):
+            held.step(1, 0, {"window_size_left": left})
+    held.step(1, 0, {"window_size_left": 3})
 
 
 class TestStatic:

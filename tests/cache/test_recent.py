@@ -35,17 +35,21 @@ def test_random_steps(backend, kind):
     r, held = random.Random(seed), made(kind)
     for step in range(12):
         longest, at = max(held.lengths()), 100 * seed + 9 * step
-        what = r.choice(("append", "append", "step", "step", "step", "truncate", "swap"))
+        what = r.choice(("append", "append", "step", "step", "mixed", "truncate", "swap"))
         length = r.choice((1, 2, 9, 60, ROOM + 30) if what == "append" else (1, 3, 4))
-        if what in ("append", "step") and longest + length > 300:
+        if what in ("append", "step", "mixed") and longest + max(length, 80) > 300:
             what = "truncate"
         if what == "append":
             held.append(length, at)
         elif what == "step":
             held.step(length, at)
+        elif what == "mixed":
+            held.step([length, r.choice((0, 1, 80))][:: r.choice((1, -1))], at)
         elif what == "truncate":
             b = r.randrange(2)
             held.truncate(b, r.randint(0, held.lengths()[b]), keep_recent=False)
+            if held.paged:
+                held.swap_out(b)
         else:
             held.swap([r.randrange(2) for _ in range(2)])
     held.append(ROOM + 30 if max(held.lengths()) < 190 else 1, 3)
@@ -67,7 +71,7 @@ def test_rotation(backend, kind, interleaved):
     held.append(90, 0, **options)
     held.truncate(1, 85)
     held.step(3, 5, options)
-    held.step(1, 8, options)
+    held.step([70, 1], 8, options)
 
 
 @each_run
@@ -78,6 +82,8 @@ def test_trees(backend, kind):
     parents = torch.tensor(tree).int()
     held.step(4, 3, {"parents": parents})
     held.accept([[0, 2, 3], [0]], [tree] * 2)
+    held.step([4, 2], 9, {"parents": parents.expand(2, 4)})
+    held.accept([[0, 2], [0, 1]], [tree, tree[:2]])
     held.step(1, 9)
     # Not all rows of a tree that is longer than the room are there in full precision.
     held.append(ROOM + 2, 11)
@@ -186,7 +192,8 @@ def q_of(length=1, columns=96):
 STEPS = [
     ((q_of(), 1), {"window_size_left": 3}, "no option window_size_left with recent rows; it"),
     ((q_of(), 1), {"leftpad_k": torch.zeros(2).int()}, "no option leftpad_k with recent rows"),
-    ((q_of(65), 65), {}, r"k has 65 new rows; .* takes 1\.\.64: append more"),
+    ((q_of(65), 65), {}, r"k has 65 new rows; .* takes 1\.\.64, or more if causal: append"),
+    ((q_of(1), 65), {"causal": True}, "k has 65 new rows"),
     ((q_of(), 0), {}, r"k has 0 new rows; .* takes 1\.\.64"),
     ((q_of(3), 1), {"causal": True}, "q has 3 queries and k 1 new row; with recent rows causal"),
     ((q_of(columns=64), 1), {}, "k has a head dim of 96 and q of 64"),

@@ -1,13 +1,13 @@
 """docs/examples at small size: what each script promises, on mps or in the simulator."""
 
+import http.client
 import importlib
 import io
 import json
 import threading
-import urllib.error
-import urllib.request
+import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import torch
@@ -116,43 +116,80 @@ class Letters:
     def encode(self, text):
         return list(text.encode())
 
-    def decode(self, tokens):
-        return bytes(tokens).decode("latin-1")
+    chat_template = "the contents"
+
+    def apply_chat_template(self, messages, **options):
+        return self.encode("".join(message["content"] for message in messages))
+
+    def decode(self, tokens, skip_special_tokens=True):
+        return bytes(tokens).decode(errors="replace")
+
+
+class Served:
+    """A server, and clients of it."""
+
+    def __init__(self, server):
+        self.server = server
+
+    def connect(self, body, path="/v1/completions", **headers):
+        """A client that has sent a request: a JSON value, or bytes."""
+        client = http.client.HTTPConnection("127.0.0.1", self.server.server_port, HANG_SECONDS)
+        body = body if isinstance(body, bytes) else json.dumps(body).encode()
+        client.request("POST", path, body, headers)
+        return client
+
+    def __call__(self, *request, **headers):
+        """The status, and the tokens of the answer or the error's text."""
+        with closing(self.connect(*request, **headers)) as client:
+            answer = client.getresponse()
+            body = json.load(answer)
+        if answer.status != 200:
+            return answer.status, body["error"]["message"]
+        (choice,) = body["choices"]
+        return 200, choice["token_ids"]
 
 
 @contextmanager
 def served(tokenizer=None, lookup=0):
-    """Asks a server: the status and the answer to each request."""
-    serve = example("serve")
-
-    def asked(request):
-        url, data = f"http://127.0.0.1:{http.server_port}", json.dumps(request).encode()
-        try:
-            with urllib.request.urlopen(url, data, timeout=HANG_SECONDS) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            return error.code, json.load(error)["error"]
-
-    with serve.server(tiny_llama(), tokenizer, 0, 16, lookup) as http:
-        running = threading.Thread(target=http.serve_forever)
+    with example("serve").server(tiny_llama(), tokenizer, 0, 16, lookup) as server:
+        running = threading.Thread(target=server.serve_forever)
         running.start()
         try:
-            yield asked
+            yield Served(server)
         finally:
-            http.shutdown()
+            server.shutdown()
             running.join()
 
 
+def events(client):
+    """The parts of a stream, the last of which is the word that ends it."""
+    answer = client.getresponse()
+    assert answer.getheader("Content-Type") == "text/event-stream"
+    for line in answer:
+        if line.strip():
+            name, _, data = line.decode().strip().partition(": ")
+            assert name == "data"
+            yield data if data == "[DONE]" else json.loads(data)
+
+
 REFUSED = [
-    ({}, 'a JSON object with "tokens" or "text"'),
-    ([1], 'a JSON object with "tokens" or "text"'),
-    ({"text": "Hi"}, "start the server with --model"),
-    ({"tokens": []}, "a list of at least one integer"),
-    ({"tokens": [True]}, "a list of at least one integer"),
-    ({"tokens": [1, 256]}, "has 256; the model's tokens are 0 to 255"),
-    ({"tokens": [-1]}, "has -1; the model's tokens are 0 to 255"),
-    ({"tokens": [1], "most": 0}, "an integer of at least 1"),
-    ({"tokens": [1], "most": 128}, "both together may have 128"),
+    ({}, 'a JSON object with "prompt"'),
+    ([1], 'a JSON object with "prompt"'),
+    (b"[" * 100_000, "must be a JSON object: maximum recursion depth exceeded"),
+    (b"1" * 5000, "must be a JSON object: Exceeds the limit"),
+    (b"\xff", "must be a JSON object: "),
+    ({"prompt": "Hi"}, "start the server with --model"),
+    ({"prompt": []}, "a list of at least one integer"),
+    ({"prompt": [True]}, "a list of at least one integer"),
+    ({"prompt": [1, 256]}, "has 256; the model's tokens are 0 to 255"),
+    ({"prompt": [-1]}, "has -1; the model's tokens are 0 to 255"),
+    ({"prompt": [1], "max_tokens": 0}, "an integer of at least 1"),
+    ({"prompt": [1], "max_tokens": 128}, "both together may have 128"),
+    ({"prompt": [1], "temperature": 0.7}, '"temperature" is 0.7; only 0 is supported; leave'),
+    ({"prompt": [1], "stop": ["a"]}, '"stop" is not supported; leave it out'),
+    ({"prompt": [1], "max_completion_tokens": 0}, "an integer of at least 1"),
+    ({"prompt": [1], "stream": 1}, '"stream" must be true or false'),
+    ({"prompt": [1], "stream_options": 1}, '"stream_options" a JSON object'),
 ]
 
 
@@ -160,29 +197,88 @@ REFUSED = [
 def test_serve(lookup, most):
     """Also with wrong requests in between, which are refused and harm no other one."""
     with served(lookup=lookup) as asked, ThreadPoolExecutor() as pool:
-        requests = [{"tokens": prompt, "most": most} for prompt in PROMPTS]
+        requests = [{"prompt": prompt, "max_tokens": most} for prompt in PROMPTS]
         wrong = [(pool.submit(asked, request), said) for request, said in REFUSED]
         answers = list(pool.map(asked, requests))
         for answer, said in wrong:
             assert answer.result()[0] == 400
             assert said in answer.result()[1]
-    assert answers == [(200, {"tokens": continued(prompt, most)}) for prompt in PROMPTS]
+        assert "there is no /v2; POST has" in asked({}, "/v2")[1]
+        for length in ("-1", "x", "99999999999"):
+            assert asked(b"{}", "/v1/completions", **{"Content-Length": length})[0] == 400
+    assert answers == [(200, continued(prompt, most)) for prompt in PROMPTS]
+
+
+def test_serve_takes_many_clients(capfd, monkeypatch):
+    """Who all connect before the first is accepted. Requests of those who leave are cancelled."""
+    accepting = threading.Event()
+    kind = example("serve").Server
+    monkeypatch.setattr(kind, "verify_request", lambda *_: accepting.wait(HANG_SECONDS))
+    with served() as asked:
+        manager = asked.server.RequestHandlerClass.batches._manager
+        cancelled, cancel = [], manager.cancel_request
+        manager.cancel_request = lambda name: cancelled.append(name) or cancel(name)
+        request, expected = {"prompt": PROMPTS[0], "max_tokens": 2}, continued(PROMPTS[0], 2)
+        long = request | {"max_tokens": 120}
+        clients = [asked.connect(request) for _ in range(128)]
+        leaving = [asked.connect(long | {"stream": n % 2 > 0}) for n in range(8)]
+        accepting.set()
+        for client in leaving[1::2]:
+            assert next(events(client))["choices"][0]["finish_reason"] is None
+        for client in leaving:
+            client.close()
+        for client in clients:
+            assert json.load(client.getresponse())["choices"][0]["token_ids"] == expected
+            client.close()
+        assert asked(request)[0] == 200
+        assert any(len(cancelled) == 8 or time.sleep(0.05) for _ in range(200))
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("lookup", [0, 4])
+@pytest.mark.parametrize("chat", [False, True])
+def test_serve_streams(lookup, chat):
+    """Tokens come as they are made, and the text is that of all of them."""
+    name = "messages" if chat else "prompt"
+    request = {name: [{"role": "user", "content": "Hi"}] if chat else "Hi", "max_tokens": 6}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    with served(Letters(), lookup) as asked:
+        assert asked(request, path) == (200, made := continued([*b"Hi"], 6))
+        with closing(asked.connect(request | options, path)) as client:
+            *parts, usage, end = events(client)
+    answer = example("serve").Answer(Letters(), "tiny", chat, 2)
+    assert [answer.add([byte], False) for byte in "é".encode()] == ["", "é"]
+    choices = [part["choices"][0] for part in parts]
+    assert [token for choice in choices for token in choice["token_ids"]] == made
+    text = "".join(choice["delta"]["content"] if chat else choice["text"] for choice in choices)
+    assert text == Letters().decode(made)
+    assert [choice["finish_reason"] for choice in choices][-2:] == [None, "length"]
+    assert parts[0]["object"] == ("chat.completion.chunk" if chat else "text_completion")
+    assert (usage["choices"], usage["usage"]["total_tokens"], end) == ([], 8, "[DONE]")
 
 
 def test_lookup_reads_prefixes_once_and_several_tokens_at_a_time():
     lookup = example("serve").Lookup(tiny_llama(), 4)
+
+    def generate(tokens, most):
+        return [token for part in lookup.stream(tokens, most) for token in part]
+
     prompt = [7, 8, 9, 10] * 4
-    first = lookup.generate(prompt, 12)
+    first = generate(prompt, 12)
     assert first == continued(prompt, 12)
     assert lookup.read[0] > len(prompt)  # with a draft
     forwards = len(lookup.read)
     assert forwards < 12
     longer = [*prompt, *first[:6], 3]
-    assert lookup.generate(longer, 5) == continued(longer, 5)
+    assert generate(longer, 5) == continued(longer, 5)
     # Of the second request only its last token was not read before, and a draft follows it.
     assert lookup.read[forwards] <= 1 + 4
+    left = lookup.stream([*longer, 5], 9)
+    next(left)
+    left.close()
     other = [7, 8, 1]
-    assert lookup.generate(other, 2) == continued(other, 2)
+    assert generate(other, 2) == continued(other, 2)
 
 
 def test_serve_shares_prefixes(monkeypatch):
@@ -204,26 +300,18 @@ def test_serve_shares_prefixes(monkeypatch):
     prompt = [*range(40)]
     with served() as asked:
         for tokens in (prompt, [*prompt[:35], 9]):
-            assert asked({"tokens": tokens, "most": 2}) == (200, {"tokens": continued(tokens, 2)})
+            assert asked({"prompt": tokens, "max_tokens": 2}) == (200, continued(tokens, 2))
     assert found == [0, 32]
-
-
-def test_serve_text():
-    with served(Letters()) as asked:
-        made = continued([*b"Hi"], 3)
-        answer = {"tokens": made, "text": Letters().decode(made)}
-        assert asked({"text": "Hi", "most": 3}) == (200, answer)
-        assert asked({"text": 1}) == (400, '"text" must be a string')
 
 
 def test_serve_says_that_its_scheduler_has_ended(monkeypatch):
     """A fault that no check has foreseen: those who wait and those who come later are told."""
     monkeypatch.setattr(example("serve").Limits, "check", lambda *_: None)
     with served() as asked:
-        status, error = asked({"tokens": [256]})
+        status, error = asked({"prompt": [256]})
         assert status >= 500
         assert error
-        assert asked({"tokens": [1]}) == (503, "the server has stopped generating: restart it")
+        assert asked({"prompt": [1]}) == (503, "the server has stopped generating: restart it")
 
 
 def test_train_gpt(capsys, tmp_path):

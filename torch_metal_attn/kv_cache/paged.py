@@ -6,17 +6,30 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import INT32_MAX, flag, integers, natural, whole
+from torch_metal_attn.call.arguments import (
+    INT32_MAX,
+    flag,
+    integers,
+    natural,
+    on_device,
+    whole,
+)
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.cascade import CascadePlan
-from torch_metal_attn.kv_cache.pages import CacheFull, PagePool, Prefix
+from torch_metal_attn.kv_cache.pages import (
+    CacheFull,
+    PagePool,
+    Prefix,
+    checked_namespace,
+    first_seen,
+)
 from torch_metal_attn.kv_cache.recent import RecentRows
-from torch_metal_attn.kv_cache.storage import LayerCache, Storage
+from torch_metal_attn.kv_cache.storage import ExportedSequence, LayerCache, Storage
 from torch_metal_attn.kv_cache.trees import (
     Rows,
     check_layers_agree,
@@ -31,10 +44,10 @@ from torch_metal_attn.wording import count_text
 
 @dataclass
 class _Sequence:
-    pages: list[int]
+    pages: list[list[int]]  # of each group of layers; -1 before its window
     lengths: list[int]  # of each layer
     tokens: list[int]  # as far as they are known
-    prefixes: list[Prefix]  # of the first pages, those that are found by their tokens
+    prefixes: list[Prefix]  # the namespace's, then those of the first pages of known tokens
     slot: int = -1  # of its recent rows
     accepted: int = 0  # the rows that the last accept left
 
@@ -56,9 +69,9 @@ class _Rows:
 class PagedKVCache:
     """Keys and values of many sequences in pages (Kwon et al. 2023, "PagedAttention").
 
-    All layers use the same page numbers. `append` writes the new rows of one layer, so the layers
-    of a sequence may differ in length during a step. Shapes below: B sequences, L new rows, Hkv
-    heads, head dims D and Dv.
+    All layers of one window use the same page numbers. `append` writes the new rows of one layer,
+    so the layers of a sequence may differ in length during a step. Shapes below: B sequences, L new
+    rows, T new rows of all sequences, Hkv heads, head dims D and Dv.
 
     Args: num_pages, page_size: pages, and rows of each. num_kv_heads, head_dim: Hkv and D;
         v_head_dim: Dv, D if None. dtype: of new keys and values (float32, float16 or bfloat16), and
@@ -70,7 +83,11 @@ class PagedKVCache:
         v_scale: (Hkv,) float32, for fp8_e4m3 only; None is 1. values_in_keys: values are the first
         Dv columns of the keys, and stored once, as in `LatentCache`. recent: as many of the last
         rows of each sequence, or more, are also kept in dtype, and `decode_step` reads those in
-        place of the quantised ones; 0 for none.
+        place of the quantised ones; 0 for none. windows: for each layer how many keys before its
+        own a query sees (window_size_left), or -1 for all; None is -1. When all layers have the
+        rows of a step, pages that were outside of a layer's window before it are freed. Layers of
+        different windows have pages of their own in the same memory: a page has rows of as many
+        layers as have the rarest window.
 
     Raises: ValueError for an unknown id or layer and for wrong shapes, naming what is wrong;
         `CacheFull` if there are too few pages. Nothing is changed then.
@@ -84,8 +101,8 @@ class PagedKVCache:
         self._pool = PagePool(num_pages)
         self._sequences: dict[int, _Sequence] = {}
         self._next_id = 0
-        # The last table made: every layer of a step asks for the same.
-        self._table: tuple[list[int], Tensor] | None = None
+        # The last tables made, by group: every layer of a step asks for the same ids.
+        self._tables: tuple[list[int], dict[int, Tensor]] | None = None
 
     @property
     def num_free_pages(self) -> int:
@@ -97,9 +114,9 @@ class PagedKVCache:
         """Each layer's tensors, as `flash_attn_with_kvcache` takes them."""
         return self._storage.layers
 
-    def allocate(self) -> int:
-        """Create an empty sequence; returns its id."""
-        return self._add(_Sequence([], [0] * len(self.layers), [], []))
+    def allocate(self, namespace: Any = None) -> int:
+        """Create an empty sequence; returns its id. namespace: as in `match_prefix`."""
+        return self._add(self._matched([], namespace))
 
     def append(
         self,
@@ -108,16 +125,19 @@ class PagedKVCache:
         v: Tensor | None = None,
         layer: int = 0,
         *,
+        length: int | Sequence[int] | None = None,
         token_ids: Rows | None = None,
         **rotary: Any,
     ) -> None:
         """Append k (B, Hkv, L, D) and v (B, Hkv, L, Dv) to the B sequences.
 
-        v may be None with values_in_keys. token_ids: (B, L), the rows' tokens, for `match_prefix`
-        to find. Give them with any layer; the first ones given count. rotary: q, rotary_cos,
-        rotary_sin, rotary_interleaved and rotary_first_column of `append_kv`.
+        v may be None with values_in_keys. length: how many rows each sequence gets, or one number
+        for each; rows are then packed, concatenated by sequence: k (T, Hkv, D), v (T, Hkv, Dv) and
+        q (T, Hq, D). token_ids: (B, L) or a list for each sequence, the rows' tokens, for
+        `match_prefix` to find. Give them with any layer; the first ones given count. rotary: q,
+        rotary_cos, rotary_sin, rotary_interleaved and rotary_first_column of `append_kv`.
         """
-        self._write("append_kv", ids, (k, v), layer, token_ids, rotary)
+        self._write("append_kv", ids, (k, v), layer, length, token_ids, rotary)
 
     def decode_step(
         self,
@@ -127,19 +147,21 @@ class PagedKVCache:
         v: Tensor | None = None,
         layer: int = 0,
         *,
+        length: int | Sequence[int] | None = None,
         token_ids: Rows | None = None,
         **options: Any,
     ) -> Tensor:
         """Append the new rows and attend to the cache, by `metal_attn::decode_step`.
 
-        Args: q: (B, Hq, L, D). k, v, token_ids: as in `append`, L of 1 or more; those of a tree are
-            given to `accept`. options: those of the op, such as causal, softmax_scale and parents,
-            or indices, kv_block_size and q_block_size of `flash_decode`. With values_in_keys
-            softmax_scale must be given: D is not what the model scales by. With
-            recent the options are those that do not depend on a key's position, and L is at most
-            64.
+        Args: q: (B, Hq, L, D), or packed (T, Hq, D). k, v, length, token_ids: as in `append`, L of
+            1 or more; with length a sequence may have none. Tokens of a tree are given to `accept`.
+            options: those of the op, such as causal, softmax_scale and parents, (T,) if packed, or
+            indices, kv_block_size and q_block_size of `flash_decode`. With values_in_keys
+            softmax_scale must be given: D is not what the model scales by. In a layer with a
+            window, window_size_left is the window, and may be less. With recent the options are
+            those that do not depend on a key's position, and L is at most 64 unless causal.
 
-        Returns: (B, Hq, L, Dv), in q's dtype.
+        Returns: (B, Hq, L, Dv) or (T, Hq, Dv), in q's dtype.
 
         Raises: as `append`.
         """
@@ -149,7 +171,8 @@ class PagedKVCache:
                     f"token_ids is given with {name}, and the rows of a tree do not follow each "
                     "other; give the tree's tokens to accept"
                 )
-        out: Tensor = self._write("decode_step", ids, (q, k, v), layer, token_ids, options)[0]
+        new = q, k, v
+        out: Tensor = self._write("decode_step", ids, new, layer, length, token_ids, options)[0]
         return out
 
     def _write(
@@ -158,24 +181,27 @@ class PagedKVCache:
         ids: Sequence[int],
         new: tuple[Any, ...],
         layer: int,
+        length: int | Sequence[int] | None,
         token_ids: Rows | None,
         options: dict[str, Any],
     ) -> Any:
         """Run an op that writes new rows of each sequence, in pages of its own."""
         self._storage.check_layer(layer)
         ids, sequences = self._of(ids)
-        new, length = self._storage.checked(op, new, len(ids), options)
-        tokens = _as_lists(token_ids, [length] * len(ids))
-        written = [_Rows(s, s.lengths[layer], length) for s in sequences]
+        counts = None if length is None else each(length, len(ids))
+        new, more = self._storage.checked(op, new, len(ids), options, counts)
+        tokens = _as_lists(token_ids, more)
+        written = [_Rows(s, s.lengths[layer], n) for s, n in zip(sequences, more, strict=True)]
         lengths, slots = [rows.start for rows in written], [s.slot for s in sequences]
-        given = (op, layer, new, lengths, slots, options)
+        given = (op, layer, new, lengths, slots, options, counts)
+        group = self._storage.groups[layer]
         if any(self._reserves(rows) for rows in written):
             # What the op refuses must leave the pages as they are.
-            table = self._table_of_any_pages(written)
+            table = self._table_after(written, group)
             self._storage.write(*given, check_only=True, block_table=table)
         self._own(written)
-        result = self._storage.write(*given, block_table=self._table_of(ids, sequences))
-        self._advance(sequences, [length] * len(ids), layer, tokens)
+        result = self._storage.write(*given, block_table=self._table_of(ids, sequences, group))
+        self._advance(sequences, more, layer, tokens)
         return result
 
     def reserve(self, ids: Sequence[int], length: int | Sequence[int], layer: int = 0) -> None:
@@ -193,21 +219,21 @@ class PagedKVCache:
         """Let each sequence have pages of its own for these rows, whose tokens are not known."""
         missing = self._missing_pages(written)
         if missing > 0:
-            self._table = None
+            self._tables = None
         copies: dict[int, int] = {}  # by the copy
         for rows in written:
-            sequence = rows.sequence
             held, new = self._written(rows)
-            for i in held:
-                page = sequence.pages[i]
-                if self._pool.references[page] > 1:
-                    sequence.pages[i] = self._pool.take()
-                    copies[sequence.pages[i]] = page
-                    self._pool.release(page)
-                else:
-                    self._pool.forget(page)
-            del sequence.prefixes[held.start :]
-            sequence.pages += [self._pool.take() for _ in range(new)]
+            for pages in rows.sequence.pages:
+                for i in held:
+                    page = pages[i]
+                    if self._pool.references[page] > 1:
+                        pages[i] = self._pool.take()
+                        copies[pages[i]] = page
+                        self._pool.release(page)
+                    else:
+                        self._pool.forget(page)
+                pages += [self._pool.take() for _ in range(new)]
+            del rows.sequence.prefixes[1 + held.start :]
         self._storage.copy(list(copies.values()), list(copies))
 
     def advance(
@@ -241,8 +267,32 @@ class PagedKVCache:
         for i, (sequence, more) in enumerate(zip(sequences, lengths, strict=True)):
             if tokens is not None and len(sequence.tokens) == sequence.lengths[layer]:
                 sequence.tokens += tokens[i]
+            before = min(sequence.lengths)
             sequence.lengths[layer] += more
             self._publish(sequence)
+            if min(sequence.lengths) > before:
+                self._free_before(sequence, before)
+
+    def _free_before(self, sequence: _Sequence, length: int) -> None:
+        """Give back pages that no query after the first `length` rows sees."""
+        for window, pages in zip(self._storage.group_windows, sequence.pages, strict=True):
+            for i in reversed(range(first_seen(length, window) // self.page_size)):
+                if pages[i] < 0:
+                    break
+                self._pool.release(pages[i])
+                pages[i] = -1
+                self._tables = None
+
+    def _check_window(self, id: int, sequence: _Sequence, length: int) -> None:
+        """Raise ValueError if rows that are seen after `length` rows were given back."""
+        for window, pages in zip(self._storage.group_windows, sequence.pages, strict=True):
+            seen = range(first_seen(length, window) // self.page_size, self._pages_of(length))
+            if any(pages[i] < 0 for i in seen):
+                least = pages.count(-1) * self.page_size + window
+                raise ValueError(
+                    f"sequence {id} cannot go back to {length} rows: pages outside of the window "
+                    f"of {window} were freed; it must keep at least {least} rows, or none"
+                )
 
     def accept(
         self,
@@ -275,6 +325,8 @@ class PagedKVCache:
         kept, sizes = checked_paths(paths, parents, lengths, accepted)
         tokens = _as_lists(token_ids, sizes)
         starts = [sequence.length - size for sequence, size in zip(sequences, sizes, strict=True)]
+        for id, sequence, start, path in zip(ids, sequences, starts, kept, strict=True):
+            self._check_window(id, sequence, start + len(path))
         for sequence, start, path in zip(sequences, starts, kept, strict=True):
             self._storage.recent.check_kept(
                 sequence.slot, start + len(path), f"the path ends at row {start + len(path)}", start
@@ -292,7 +344,9 @@ class PagedKVCache:
                 )
             ]
         )
-        self._storage.move_paths(rounds, starts, lambda i, row: self._place(sequences[i], row))
+        for group in range(len(self._storage.group_windows)):
+            pages = [sequence.pages[group] for sequence in sequences]
+            self._storage.move_paths(rounds, starts, partial(self._place, pages))
         slots = [s.slot for s in sequences]
         self._storage.recent.move_paths(rounds, starts, lengths, slots)
         for i, (id, sequence, path) in enumerate(zip(ids, sequences, kept, strict=True)):
@@ -303,16 +357,16 @@ class PagedKVCache:
             sequence.accepted = start + len(path)
             del sequence.tokens[start:]
             sequence.tokens += [known[token] for token in path] if follows else []
-            del sequence.prefixes[len(sequence.tokens) // self.page_size :]
+            del sequence.prefixes[1 + len(sequence.tokens) // self.page_size :]
             self._publish(sequence)
 
     def fork(self, id: int) -> int:
         """Create a sequence that shares this one's pages, which are copied before a write."""
         id, sequence = self._one(id)
         check_layers_agree(id, sequence.lengths, "fork")
-        pages = sequence.pages[: self._pages_of(sequence.length)]
-        for page in pages:
-            self._pool.share(page)
+        end = self._pages_of(sequence.length)
+        pages = [of_group[:end] for of_group in sequence.pages]
+        self._share(pages)
         copied = _Sequence(pages, [*sequence.lengths], [*sequence.tokens], [*sequence.prefixes])
         copied.accepted = sequence.accepted
         id = self._add(copied)
@@ -323,7 +377,7 @@ class PagedKVCache:
         """End a sequence. Pages of known tokens stay as prefixes until their space is needed."""
         id, sequence = self._one(id)
         del self._sequences[id]
-        self._release(sequence.pages)
+        self._release(sequence, 0)
         self._storage.recent.release(sequence.slot)
 
     def truncate(self, id: int, length: int, *, keep_recent: bool = True) -> None:
@@ -331,70 +385,141 @@ class PagedKVCache:
 
         With `recent` a sequence can go back by 64 rows from its longest length, or to 0. Going
         further back raises ValueError: fewer rows than `recent` would be left in full precision.
-        keep_recent=False allows it, and older rows are then read as codes.
+        keep_recent=False allows it, and older rows are then read as codes. With windows, all rows
+        of the last step can be dropped, and more if no page that is then seen was freed; else it
+        raises ValueError.
         """
         id, sequence = self._one(id)
         length = length_within(id, length, sequence.length)
+        self._check_window(id, sequence, length)
         if flag("keep_recent", keep_recent):
             self._storage.recent.check_kept(sequence.slot, length, f"length is {length}")
         sequence.accepted = min(sequence.accepted, length)
         sequence.lengths = [min(n, length) for n in sequence.lengths]
-        kept = self._pages_of(length)
-        self._release(sequence.pages[kept:])
-        del sequence.pages[kept:]
+        self._release(sequence, self._pages_of(length))
         del sequence.tokens[length:]
-        del sequence.prefixes[length // self.page_size :]
-        self._table = None
+        del sequence.prefixes[1 + length // self.page_size :]
+        self._tables = None
         self._storage.recent.truncate(sequence.slot, length)
 
-    def match_prefix(self, token_ids: Tensor | Sequence[int]) -> tuple[int, int]:
+    def match_prefix(
+        self, token_ids: Tensor | Sequence[int], namespace: Any = None
+    ) -> tuple[int, int]:
         """Create a sequence that shares the longest known prefix of `token_ids`.
 
         Returns its id and the prefix's length. Only whole pages match, and only those whose tokens
-        were given to `append`. Leave out the last token to have a query left to run.
+        were given to `append`. Of layers with a window, only the pages in it must be there. Leave
+        out the last token to have a query left to run.
+
+        namespace: what keys and values depend on besides the tokens, such as an adapter, an image
+        or a tenant: None, a str, an int, bytes, or a tuple of these. A sequence, its forks and what
+        is appended to them have the namespace that it was created with, and match no other.
         """
-        tokens = integers("token_ids", token_ids)
-        prefixes: list[Prefix] = []
-        for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
-            parent = prefixes[-1] if prefixes else None
-            found = self._pool.find(parent, tuple(tokens[start : start + self.page_size]))
-            if found is None:
-                break
-            prefixes.append(found)
-        for prefix in prefixes:
-            self._pool.share(prefix.page)
-        matched = len(prefixes) * self.page_size
-        sequence = _Sequence(
-            [prefix.page for prefix in prefixes],
-            [matched] * len(self.layers),
-            tokens[:matched],
-            prefixes,
+        sequence = self._matched(integers("token_ids", token_ids), namespace)
+        return self._add(sequence), sequence.length
+
+    def _matched(self, tokens: list[int], namespace: Any) -> _Sequence:
+        """A new sequence of the longest known prefix."""
+        root = self._pool.prefix(None, checked_namespace(namespace))
+        windows = self._storage.group_windows
+        prefixes = self._pool.match(root, tokens, self.page_size, windows)
+        matched = (len(prefixes) - 1) * self.page_size
+        pages = []
+        for group, window in enumerate(windows):
+            first = first_seen(matched, window) // self.page_size
+            pages.append([-1] * first + [prefix.pages[group] for prefix in prefixes[1 + first :]])
+        self._share(pages)
+        return _Sequence(pages, [matched] * len(self.layers), tokens[:matched], prefixes)
+
+    def export_sequence(self, id: int, device: Any = "cpu") -> ExportedSequence:
+        """A copy of a sequence's pages on `device`, to swap it out: then `free` the sequence.
+
+        `import_sequence` of this cache, or of another with the same layout, takes it back.
+        """
+        device = on_device(device)
+        _, sequence = self._one(id)
+        held = [[page >= 0 for page in pages] for pages in sequence.pages]
+        pages = [page for pages in sequence.pages for page in pages if page >= 0]
+        return ExportedSequence(
+            self._storage.kind(),
+            sequence.prefixes[0].tokens,
+            [*sequence.tokens],
+            [*sequence.lengths],
+            sequence.accepted,
+            held,
+            self._storage.read(pages, device),
+            self._storage.recent.read(sequence.slot, device),
         )
-        return self._add(sequence), matched
+
+    def import_sequence(self, exported: ExportedSequence) -> int:
+        """Create a sequence from an exported one; returns its id.
+
+        It shares the pages of its known tokens that the cache still has.
+
+        Raises: ValueError: the cache that it comes from has another layout. CacheFull: too few
+            pages are free. Nothing is changed then.
+        """
+        self._storage.check_kind(exported)
+        sequence = self._matched(exported.tokens[: min(exported.lengths)], exported.namespace)
+        matched = len(sequence.prefixes) - 1
+        missing = sum(sum(held[matched:]) for held in exported.held)
+        if missing > self._pool.available:
+            self._release(sequence, 0)
+            raise CacheFull(
+                f"the sequence needs {missing} more pages, and {self._pool.available} of "
+                f"{len(self._pool.references)} are free"
+            )
+        chosen: list[int] = []  # of the exported pages
+        taken: list[int] = []
+        i = 0
+        for pages, held in zip(sequence.pages, exported.held, strict=True):
+            for j, there in enumerate(held):
+                if j < matched and not there and pages[j] >= 0:
+                    self._pool.release(pages[j])
+                    pages[j] = -1
+                elif j >= matched:
+                    pages.append(self._pool.take() if there else -1)
+                    chosen += [i] * there
+                    taken += [pages[j]] * there
+                i += there
+        self._storage.fill(taken, [pages[chosen] for pages in exported.pages])
+        sequence.tokens, sequence.lengths = [*exported.tokens], [*exported.lengths]
+        sequence.accepted = exported.accepted
+        self._publish(sequence)
+        id = self._add(sequence)
+        self._storage.recent.fill_slot(sequence.slot, exported.recent)
+        return id
 
     def defragment(self) -> int:
         """Move the pages in use to the front; returns how many were moved."""
         renamed = self._pool.compact()
         self._storage.copy(list(renamed), list(renamed.values()))
         for sequence in self._sequences.values():
-            sequence.pages = [renamed.get(page, page) for page in sequence.pages]
-        self._table = None
+            for pages in sequence.pages:
+                pages[:] = [renamed.get(page, page) for page in pages]
+        self._tables = None
         return len(renamed)
 
-    def block_table(self, ids: Sequence[int]) -> Tensor:
+    def block_table(self, ids: Sequence[int], layer: int = 0) -> Tensor:
         """(B, max_blocks) int32 on the cache's device: each sequence's pages, then zeros.
 
-        Do not write to it: the next calls for the same ids use the same tensor.
+        Pages that were freed as they are outside of the layer's window are -1. Do not write to it:
+        the next calls for the same ids use the same tensor.
         """
-        return self._table_of(*self._of(ids))
+        self._storage.check_layer(layer)
+        return self._table_of(*self._of(ids), self._storage.groups[layer])
 
-    def _table_of(self, ids: list[int], sequences: list[_Sequence]) -> Tensor:
-        if self._table is None or self._table[0] != ids:
-            width = max([1, *(len(sequence.pages) for sequence in sequences)])
-            rows = [s.pages + [0] * (width - len(s.pages)) for s in sequences]
-            table = self._storage.indices([page for row in rows for page in row])
-            self._table = ids, table.view(len(rows), width)
-        return self._table[1]
+    def _table_of(self, ids: list[int], sequences: list[_Sequence], group: int) -> Tensor:
+        if self._tables is None or self._tables[0] != ids:
+            self._tables = ids, {}
+        tables = self._tables[1]
+        if group not in tables:
+            tables[group] = self._as_table([sequence.pages[group] for sequence in sequences])
+        return tables[group]
+
+    def _as_table(self, rows: list[list[int]]) -> Tensor:
+        pages = [page for row in _filled_up(rows) for page in row]
+        return self._storage.indices(pages).view(len(rows), -1 if rows else 1)
 
     def cascade(
         self, ids: Sequence[int], q_length: int = 1, layer: int = 0, **options: Any
@@ -412,24 +537,37 @@ class PagedKVCache:
                 f"recent is {self._storage.recent.recent}, and a cascade reads none of these rows "
                 "in full precision; use decode_step, or a cache without recent"
             )
-        width = max([0, *(len(sequence.pages) for sequence in sequences)])
-        pages = [sequence.pages + [0] * (width - len(sequence.pages)) for sequence in sequences]
+        window = self._storage.windows[layer]
+        if window >= 0:
+            options = {"window_size": (window, -1)} | options
+            if not 0 <= options["window_size"][0] <= window:
+                raise ValueError(
+                    f"window_size is {options['window_size']}; layer {layer} keeps the rows of a "
+                    f"window, so window_size[0] must be in 0..{window}"
+                )
+        group = self._storage.groups[layer]
+        pages = _filled_up([sequence.pages[group] for sequence in sequences])
         lengths = [sequence.lengths[layer] for sequence in sequences]
         plan = CascadePlan(
             pages, lengths, self.page_size, q_length, device=self._storage.device, **options
         )
-        plan.check_current = partial(self._check_plan, ids, pages, lengths)
+        plan.check_current = partial(self._check_plan, ids, pages, lengths, group)
         return plan
 
     def _check_plan(
-        self, ids: list[int], pages: list[list[int]], lengths: list[int], k_cache: Tensor
+        self,
+        ids: list[int],
+        pages: list[list[int]],
+        lengths: list[int],
+        group: int,
+        k_cache: Tensor,
     ) -> None:
         """Raise ValueError if sequences have other rows than when a plan was made of them."""
-        numbers = range(len(self.layers))
-        layers = [i for i in numbers if self.layers[i].k_cache is k_cache] or [*numbers]
+        numbers = [i for i, own in enumerate(self._storage.groups) if own == group]
+        layers = [i for i in numbers if self.layers[i].k_cache is k_cache] or numbers
         for b, (id, sequence) in enumerate(zip(ids, self._of(ids)[1], strict=True)):
             now, used = [sequence.lengths[i] for i in layers], self._pages_of(lengths[b])
-            if lengths[b] not in now or sequence.pages[:used] != pages[b][:used]:
+            if lengths[b] not in now or sequence.pages[group][:used] != pages[b][:used]:
                 changed = f"it has {now[0]}" if lengths[b] not in now else "they are in other pages"
                 raise ValueError(
                     f"the plan is of {lengths[b]} rows of sequence {id}, and now {changed}; make "
@@ -449,23 +587,23 @@ class PagedKVCache:
         """Where the recent rows of these sequences are, for `RecentRows`."""
         return [sequence.slot for sequence in self._of(ids)[1]]
 
-    def _place(self, sequence: _Sequence, row: int) -> tuple[int, int]:
-        """The page of a row, and which of its rows it is."""
-        return sequence.pages[row // self.page_size], row % self.page_size
+    def _place(self, pages: list[list[int]], i: int, row: int) -> tuple[int, int]:
+        """The page of a row of sequence i, and which of its rows it is."""
+        return pages[i][row // self.page_size], row % self.page_size
 
     def _pages_of(self, length: int) -> int:
         return -(-length // self.page_size)
 
     def _written(self, rows: _Rows) -> tuple[range, int]:
-        """Which pages of the sequence the rows change, and how many additional ones they need."""
-        end, count = self._pages_of(rows.start + rows.length), len(rows.sequence.pages)
+        """Which pages of each group the rows change, and how many additional ones they need."""
+        end, count = self._pages_of(rows.start + rows.length), len(rows.sequence.pages[0])
         first = rows.start // self.page_size if rows.length > 0 else end
         return range(first, min(end, count)), max(end - count, 0)
 
     def _reserves(self, rows: _Rows) -> bool:
         """Whether `reserve` changes anything: it takes, copies or stops finding a page."""
         held, new = self._written(rows)
-        pages = (rows.sequence.pages[i] for i in held)
+        pages = (pages[i] for pages in rows.sequence.pages for i in held)
         return new > 0 or any(self._pool.is_shared_or_found(page) for page in pages)
 
     def _missing_pages(self, written: list[_Rows]) -> int:
@@ -474,8 +612,9 @@ class PagedKVCache:
         users: Counter[int] = Counter()
         for rows in written:
             held, new = self._written(rows)
-            missing += new
-            users.update(rows.sequence.pages[i] for i in held)
+            for pages in rows.sequence.pages:
+                missing += new
+                users.update(pages[i] for i in held)
         # Of those that share a page, the last one left keeps it.
         missing += sum(min(n, self._pool.references[p] - 1) for p, n in users.items())
         if missing > self._pool.available:
@@ -486,18 +625,19 @@ class PagedKVCache:
             )
         return missing
 
-    def _table_of_any_pages(self, written: list[_Rows]) -> Tensor:
+    def _table_after(self, written: list[_Rows], group: int) -> Tensor:
         """A block table for the rows, as valid as the one after `reserve`."""
-        self._missing_pages(written)
-        ends = [self._pages_of(rows.start + rows.length) for rows in written]
-        # Pages that are only read are page 0, which is then written by none.
-        page = count(int(any(rows.start >= self.page_size for rows in written)))
-        table = [
-            [next(page) if i >= rows.start // self.page_size else 0 for i in range(end)]
-            + [0] * (max(ends) - end)
-            for rows, end in zip(written, ends, strict=True)
-        ]
-        return self._storage.indices([one for row in table for one in row]).view(len(table), -1)
+        unused, table = islice(self._pool.next_pages(), self._missing_pages(written)), []
+        copied: Counter[int] = Counter()
+        for rows in written:
+            held, new = self._written(rows)
+            pages = [*rows.sequence.pages[group]]
+            for i, page in ((i, pages[i]) for i in held):
+                if self._pool.references[page] - copied[page] > 1:
+                    copied[page] += 1
+                    pages[i] = next(unused)
+            table.append([*pages, *islice(unused, new)])
+        return self._as_table(table)
 
     def _of(self, ids: Sequence[int]) -> tuple[list[int], list[_Sequence]]:
         """The ids as Python ints, and their sequences."""
@@ -520,10 +660,19 @@ class PagedKVCache:
         sequence.slot = self._storage.recent.take()
         return id
 
-    def _release(self, pages: list[int]) -> None:
-        # The last first: a prefix must not be evicted before the pages that continue it.
-        for page in reversed(pages):
-            self._pool.release(page)
+    def _share(self, pages: list[list[int]]) -> None:
+        """Add a user of each group's pages."""
+        for page in (page for of_group in pages for page in of_group if page >= 0):
+            self._pool.share(page)
+
+    def _release(self, sequence: _Sequence, first: int) -> None:
+        """Give back the pages from the one numbered `first` on."""
+        for pages in sequence.pages:
+            # The last first: a prefix must not be evicted before the pages that continue it.
+            for page in reversed(pages[first:]):
+                if page >= 0:
+                    self._pool.release(page)
+            del pages[first:]
 
     def _publish(self, sequence: _Sequence) -> None:
         """Let pages be found by their tokens once those are known and every layer is full."""
@@ -531,13 +680,12 @@ class PagedKVCache:
             return
         size = self.page_size
         full = min(len(sequence.tokens), *sequence.lengths) // size
-        while len(sequence.prefixes) < full:
-            i = len(sequence.prefixes)
-            parent = sequence.prefixes[-1] if sequence.prefixes else None
+        while (i := len(sequence.prefixes) - 1) < full:
             tokens = tuple(sequence.tokens[i * size : (i + 1) * size])
-            prefix = self._pool.publish(sequence.pages[i], parent, tokens)
-            if prefix is None:
-                return
+            prefix = self._pool.prefix(sequence.prefixes[-1], tokens)
+            for group, pages in enumerate(sequence.pages):
+                if pages[i] >= 0:
+                    self._pool.publish(pages[i], group, prefix)
             sequence.prefixes.append(prefix)
 
 
@@ -552,6 +700,12 @@ def unwritten() -> Iterator[None]:
         yield
     finally:
         _unwritten.reset(token)
+
+
+def _filled_up(rows: list[list[int]]) -> list[list[int]]:
+    """Rows of a block table, at least one number wide."""
+    width = max([1, *map(len, rows)])
+    return [row + [0] * (width - len(row)) for row in rows]
 
 
 def _as_lists(token_ids: Rows | None, lengths: list[int]) -> list[list[int]] | None:

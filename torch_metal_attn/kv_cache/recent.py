@@ -34,6 +34,7 @@ class NoRecentRows:
         pass
 
     grow = release = check_kept = truncate = copy = move_paths = append = fill = _nothing
+    read = fill_slot = _nothing
 
 
 class _Held(NamedTuple):
@@ -124,6 +125,17 @@ class RecentRows:
             for old, new in zip(source, destination, strict=True):
                 held[new] = held[old]
 
+    def read(self, slot: int, device: torch.device) -> tuple[list[Tensor], list[_Held]]:
+        """A copy of a slot, and which rows it has in each layer."""
+        return self._rows.read([slot], device), [held[slot] for held in self._held]
+
+    def fill_slot(self, slot: int, copied: tuple[list[Tensor], list[_Held]]) -> None:
+        """Let a slot have what `read` returned."""
+        rows, held = copied
+        self._rows.fill([slot], rows)
+        for of_layer, rows_there in zip(self._held, held, strict=True):
+            of_layer[slot] = rows_there
+
     def move_paths(
         self,
         rounds: Sequence[list[list[tuple[int, int]]]],
@@ -170,6 +182,19 @@ class RecentRows:
         check_only: bool = False,
     ) -> Any:
         """`decode_step` to rows of both kinds. where: what tells where the quantised rows are."""
+        more = new[1].shape[2]
+        if more > VERIFY_QUERIES and _in_parts(new[0], more, options):
+
+            def part(start: int, check_only: bool) -> Any:
+                rows = tuple(x[:, :, start : start + VERIFY_QUERIES] for x in new)
+                after = [n + start for n in lengths]
+                return self.step(layer, rows, after, slots, where, options, check_only=check_only)
+
+            starts = range(0, more, VERIFY_QUERIES)
+            for start in starts:
+                part(start, True)
+            results = [] if check_only else [part(start, False) for start in starts]
+            return [torch.cat(x, 2) for x in zip(*results, strict=True)]
         _check_step(new[0], new[1], options)
         held = self._after(layer, lengths, slots, new[1].shape[2])
         step = partial(self._step, layer, new, lengths, slots, held, where, options)
@@ -305,6 +330,17 @@ class RecentRows:
         return self._rows.indices(slots)[:, None].repeat(1, pages)
 
 
+def _in_parts(q: Tensor, length: int, options: dict[str, Any]) -> bool:
+    """Whether a step equals several shorter ones: no query sees a later row."""
+    tree = any(options.get(name) is not None for name in ("parents", "tree_mask"))
+    return (
+        bool(options.get("causal") and options.get("rotate_q_by_token", True) and not tree)
+        and isinstance(q, Tensor)
+        and q.dim() == 4
+        and q.shape[2] == length
+    )
+
+
 def _check_step(q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
     for name in options:
         if name not in _SHARED and name not in _OWN:
@@ -316,8 +352,8 @@ def _check_step(q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
     length = k.shape[2]
     if not 1 <= length <= VERIFY_QUERIES:
         raise ValueError(
-            f"k has {length} new rows; with recent rows decode_step takes 1..{VERIFY_QUERIES}: "
-            "append more with `append`"
+            f"k has {length} new rows; with recent rows decode_step takes 1..{VERIFY_QUERIES}, or "
+            "more if causal: append them with `append`"
         )
     if q.dim() == 4 and q.shape[2] > length and options.get("causal"):
         raise ValueError(

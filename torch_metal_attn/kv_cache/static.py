@@ -31,10 +31,12 @@ class StaticKVCache:
         if a sequence would exceed max_length; nothing is changed then.
     """
 
-    @options_of(Storage.__init__, 3)
+    @options_of(Storage.__init__, 3, without="windows")
     def __init__(self, batch_size: int, max_length: int, *sizes: Any, **options: Any) -> None:
         self.batch_size = natural("batch_size", batch_size, 1, INT32_MAX)
         self.max_length = natural("max_length", max_length, 1, INT32_MAX)
+        if "windows" in options:
+            raise TypeError("StaticKVCache has no argument windows: it frees no rows")
         self._storage = Storage(self.batch_size, self.max_length, *sizes, **options)
         self._rows = list(range(self.batch_size))  # of the tensors, by sequence
         self._lengths = [[0] * self.batch_size for _ in self._storage.layers]
@@ -46,34 +48,59 @@ class StaticKVCache:
         """Each layer's tensors, as `flash_attn_with_kvcache` takes them."""
         return self._storage.layers
 
-    def append(self, k: Tensor, v: Tensor | None = None, layer: int = 0, **rotary: Any) -> None:
+    def append(
+        self,
+        k: Tensor,
+        v: Tensor | None = None,
+        layer: int = 0,
+        *,
+        length: int | Sequence[int] | None = None,
+        **rotary: Any,
+    ) -> None:
         """Append k (B, Hkv, L, D) and v (B, Hkv, L, Dv) to the sequences.
 
-        v may be None with values_in_keys. rotary: q, rotary_cos, rotary_sin, rotary_interleaved and
-        rotary_first_column of `append_kv`.
+        v may be None with values_in_keys. length: as in `PagedKVCache.append`, for packed rows.
+        rotary: q, rotary_cos, rotary_sin, rotary_interleaved and rotary_first_column of
+        `append_kv`.
         """
-        self._write("append_kv", (k, v), layer, rotary)
+        self._write("append_kv", (k, v), layer, length, rotary)
 
     def decode_step(
-        self, q: Tensor, k: Tensor, v: Tensor | None = None, layer: int = 0, **options: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor | None = None,
+        layer: int = 0,
+        *,
+        length: int | Sequence[int] | None = None,
+        **options: Any,
     ) -> Tensor:
         """Append the new rows and attend to the cache, as `PagedKVCache.decode_step`."""
-        out: Tensor = self._write("decode_step", (q, k, v), layer, options)[0]
+        out: Tensor = self._write("decode_step", (q, k, v), layer, length, options)[0]
         return out
 
-    def _write(self, op: str, new: tuple[Any, ...], layer: int, options: dict[str, Any]) -> Any:
+    def _write(
+        self,
+        op: str,
+        new: tuple[Any, ...],
+        layer: int,
+        length: int | Sequence[int] | None,
+        options: dict[str, Any],
+    ) -> Any:
         self._storage.check_layer(layer)
-        new, length = self._storage.checked(op, new, self.batch_size, options)
+        counts = None if length is None else each(length, self.batch_size)
+        new, more = self._storage.checked(op, new, self.batch_size, options, counts)
         lengths = self._lengths[layer]
-        if max(lengths) + length > self.max_length:
-            raise CacheFull(
-                f"{length} rows more do not fit: a sequence has {max(lengths)} of {self.max_length}"
-            )
+        for before, count in zip(lengths, more, strict=True):
+            if before + count > self.max_length:
+                raise CacheFull(
+                    f"{count} rows more do not fit: a sequence has {before} of {self.max_length}"
+                )
         rows = self.cache_batch_idx()
         result = self._storage.write(
-            op, layer, new, lengths, self._rows, options, cache_batch_idx=rows
+            op, layer, new, lengths, self._rows, options, counts, cache_batch_idx=rows
         )
-        self.advance(length, layer)
+        self.advance(more, layer)
         return result
 
     def advance(self, length: int | Sequence[int], layer: int = 0) -> None:

@@ -1,8 +1,8 @@
 """The tensors of a cache, in blocks: pages, or whole sequences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, groupby, zip_longest
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch_metal_attn.call.arguments import (
     on_device,
     whole,
 )
+from torch_metal_attn.kv_cache.pages import checked_windows, grouped
 from torch_metal_attn.kv_cache.recent import NoRecentRows, RecentRows
 from torch_metal_attn.ops.differentiation import check_writes
 from torch_metal_attn.ops.names import ArgumentNames
@@ -40,8 +41,13 @@ _BOTH = ("block_table", "cache_batch_idx", "leftpad_k", "k_scale", "v_scale", "h
 
 # Options of the ops that a caller must not replace: he would read or write other rows.
 _GIVEN = ("block_table", "cache_batch_idx", "cache_seqlens", "hadamard", "k_scale", "v_scale")
+_PACKING = ("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q")
+# Options that have a row for each new row, if those are packed.
+_BY_ROW = ("q", "parents", "tree_mask")
 _ALL_OPTIONS = [x.name for x in torch.ops.metal_attn.decode_step.default._schema.arguments[5:]]
-_STEP_OPTIONS = [n for n in _ALL_OPTIONS if n not in _GIVEN and "seqlen" not in n]
+# `flash_decode` takes these in the place of a step (`_listed_step`).
+_LISTS = ("indices", "kv_block_size", "q_block_size")
+_STEP_OPTIONS = [n for n in (*_ALL_OPTIONS, *_LISTS) if n not in _GIVEN and "seqlen" not in n]
 # More than any model has: each takes memory, and the host's time before any is used.
 _MOST_LAYERS = 2**16
 
@@ -82,8 +88,30 @@ class LayerCache:
         return [t for t in tensors if t is not None and t.dim() == 4]
 
 
+@dataclass
+class ExportedSequence:
+    """One sequence of a `PagedKVCache`, outside of it. It can be pickled.
+
+    layout: what a cache must have in common to import it. namespace, tokens, lengths, accepted: as
+    the cache had them. held: which pages of each group are here. pages: those pages of each tensor
+    of a layer. recent: the sequence's recent rows.
+    """
+
+    layout: dict[str, Any]
+    namespace: Any
+    tokens: list[int]
+    lengths: list[int]
+    accepted: int
+    held: list[list[bool]]
+    pages: list[Tensor]
+    recent: Any
+
+
 class Storage:
-    """`num_layers` caches of `blocks` blocks of `rows` rows."""
+    """`num_layers` caches of `blocks` blocks of `rows` rows.
+
+    Layers of different groups share tensors, as their pages are never the same.
+    """
 
     def __init__(
         self,
@@ -104,6 +132,7 @@ class Storage:
         hadamard: int = 0,
         values_in_keys: bool = False,
         recent: int = 0,
+        windows: Sequence[int] | None = None,
     ) -> None:
         num_kv_heads = natural("num_kv_heads", num_kv_heads, 1, INT32_MAX)
         head_dim = natural("head_dim", head_dim, 1, MAX_HEAD_DIM)
@@ -157,12 +186,24 @@ class Storage:
         if format is None and dtype != torch.float32:
             # Half precision also takes float32 rows, which are rounded as they are written.
             self._new_dtypes.append(torch.float32)
+        self.windows = checked_windows(windows, num_layers)
+        self.group_windows, self.groups, places = grouped(self.windows)
+        if recent and max(self.windows) >= 0:
+            raise ValueError(
+                f"recent is {recent} with windows {self.windows}; attention to recent rows takes "
+                "no windows: leave one of them out"
+            )
         device = self.device = on_device(device)
         if device.type == "meta":
             raise ValueError("device is meta, where tensors have no values")
         self._new_shapes = {"k": (num_kv_heads, head_dim), "v": (num_kv_heads, v_head_dim)}
         self._sizes = num_kv_heads, head_dim, v_head_dim, num_layers, dtype, device
         self._rows, self._layout = rows, layout
+        self._kind: dict[str, Any] = {"page_size": rows, "num_kv_heads": num_kv_heads}
+        self._kind |= {"head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype}
+        self._kind |= {"num_layers": num_layers, "windows": self.windows}
+        self._kind |= {"format": format, "v_format": v_format, "hadamard": hadamard}
+        self._kind |= {"values_in_keys": values_in_keys, "recent": recent}
 
         def empty(blocks: int, columns: int, dtype: torch.dtype) -> Tensor:
             if layout == "NHD":
@@ -183,13 +224,15 @@ class Storage:
                 return data, ones if scale is None else scale
             return data, empty(blocks, scale_columns, torch.float16)
 
-        self.layers = []
-        for _ in range(num_layers):
+        self._stored = []
+        for _ in range(max(places) + 1):
             k, own_k_scale = operand(blocks, head_dim, format, k_scale)
             # With values_in_keys v is empty: only its number of columns is used.
             v_blocks = 0 if values_in_keys else blocks
             v, own_v_scale = operand(v_blocks, v_head_dim, v_format, v_scale)
-            self.layers.append(LayerCache(k, v, own_k_scale, own_v_scale, values_in_keys, hadamard))
+            scales = own_k_scale, own_v_scale
+            self._stored.append(LayerCache(k, v, *scales, values_in_keys, hadamard))
+        self.layers = [self._stored[place] for place in places]
         self.recent = RecentRows(self, recent) if recent else NoRecentRows()
 
     def plain(self, blocks: int, rows: int) -> "Storage":
@@ -202,11 +245,16 @@ class Storage:
             raise ValueError(f"layer is {layer}; it must be in 0..{len(self.layers) - 1}")
 
     def checked(
-        self, op: str, given: tuple[Any, ...], batch: int, options: dict[str, Any]
-    ) -> tuple[tuple[Tensor, ...], int]:
-        """What the op takes before the caches, (k, v) or (q, k, v), and the number of new rows.
+        self,
+        op: str,
+        given: tuple[Any, ...],
+        batch: int,
+        options: dict[str, Any],
+        counts: list[int] | None,
+    ) -> tuple[tuple[Tensor, ...], list[int]]:
+        """What the op takes before the caches, (k, v) or (q, k, v), and each sequence's new rows.
 
-        given: the same, of which v may be None with values_in_keys.
+        given: the same, of which v may be None with values_in_keys. counts: None unless packed.
         """
         *first, k, v = given
         method, takes = ("append", ROTARY) if op == "append_kv" else (op, _STEP_OPTIONS)
@@ -217,13 +265,19 @@ class Storage:
             raise ValueError("v is None; only a cache with values_in_keys takes k alone")
         check_tensor("k", k)
         length = k.shape[2] if k.dim() == 4 else -1
-        v = k[..., : self._new_shapes["v"][1]] if v is None and length >= 0 else v
+        v = k[..., : self._new_shapes["v"][1]] if v is None and k.dim() > 0 else v
         for name, tensor in (("k", k), ("v", v)):
             heads, columns = self._new_shapes[name]
-            wanted = f"({batch}, {heads}, {length if length >= 0 else 'L'}, {columns})"
+            wanted: tuple[Any, ...] = batch, heads, length if length >= 0 else "L", columns
+            if counts is not None:
+                wanted = sum(counts), heads, columns
             check_tensor(name, tensor)
-            if tensor.shape != (batch, heads, length, columns):
-                raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {wanted}")
+            if tensor.shape != wanted:
+                text = ", ".join(map(str, wanted))
+                packed = "" if counts is None else ": length is given, so rows are packed"
+                raise ValueError(
+                    f"{name} has shape {tuple(tensor.shape)}; it must be ({text}){packed}"
+                )
             if tensor.dtype not in self._new_dtypes or tensor.device.type != self.device.type:
                 allowed = " or ".join(map(str, self._new_dtypes))
                 raise ValueError(
@@ -235,7 +289,17 @@ class Storage:
                 "softmax_scale is None; with values_in_keys it must be given, as keys have other "
                 "columns than the heads whose products are scaled"
             )
-        return (*first, k, v), length
+        if counts is not None:
+            by_row = {n: x for n, x in options.items() if n in _BY_ROW and x is not None}
+            for name, tensor in (*zip("q", first, strict=False), *by_row.items()):
+                check_tensor(name, tensor)
+                if tensor.shape[:1] != (sum(counts),) or (name == "q" and tensor.dim() != 3):
+                    raise ValueError(
+                        f"{name} has shape {tuple(tensor.shape)}; it must have {sum(counts)} rows"
+                        f"{', (T, Hq, D)' if name == 'q' else ''}: length is given, so rows are "
+                        "packed"
+                    )
+        return (*first, k, v), [length] * batch if counts is None else counts
 
     def write(
         self,
@@ -245,17 +309,69 @@ class Storage:
         lengths: list[int],
         slots: list[int],
         options: dict[str, Any],
+        counts: list[int] | None,
         *,
         check_only: bool = False,
         **where: Any,
     ) -> Any:
         """Run `append_kv` or `decode_step` on sequences of these lengths, and their recent rows.
 
-        where: the op's options that tell where the sequences are. check_only: as in `run`.
+        counts: new rows of each sequence, if they are packed. where: the op's options that tell
+        where the sequences are. check_only: as in `run`.
         """
-        for name in _GIVEN:
+        for name in (*_GIVEN, *_PACKING):
             if name in options:
-                raise TypeError(f"{op} of a cache has no argument {name}: the cache gives it")
+                advice = "give length" if name in _PACKING else "the cache gives it"
+                raise TypeError(f"{op} of a cache has no argument {name}: {advice}")
+        window = self.windows[layer]
+        if op == "decode_step" and window >= 0:
+            options = {"window_size_left": window, **options}
+            left = options["window_size_left"]
+            if not 0 <= whole("window_size_left", left) <= window:
+                raise ValueError(
+                    f"window_size_left is {left}; layer {layer} keeps the rows of a window, so it "
+                    f"must be in 0..{window}"
+                )
+        if counts is None:
+            return self._write(op, layer, new, lengths, slots, options, where, check_only)
+        if options.get("indices") is not None:
+            raise ValueError(
+                "indices is given with length; a step to listed keys takes q, k and v of 4 "
+                "dimensions, as many rows of each sequence: leave length out"
+            )
+        if op == "decode_step" and max(counts, default=0) == 0:
+            raise ValueError(f"length is {counts}; decode_step appends a row or more in all")
+        if op == "decode_step" and not isinstance(self.recent, RecentRows):
+            ends = self.indices([*accumulate(counts, initial=0)])
+            options = options | {"cu_seqlens_q": ends, "max_seqlen_q": max(counts)}
+            return self._write(op, layer, new, lengths, slots, options, where, check_only)
+        # Neighbours with as many rows are a batch of their own, whose tensors are views.
+        parts = []
+        for batch, rows in _runs(counts):
+            count = batch.stop - batch.start
+            dense = tuple(_unpacked(x, rows, count) for x in new)
+            own = {n: _unpacked(x, rows, count) for n, x in options.items() if n in _BY_ROW}
+            here = {n: x[batch] for n, x in where.items()}
+            parts.append((layer, dense, lengths[batch], slots[batch], options | own, here))
+        if check_only or len(parts) > 1:
+            for part in parts:
+                self._write(op, *part, True)  # all before any is written
+        results = [] if check_only else [self._write(op, *part, False) for part in parts]
+        if op == "append_kv" or check_only:
+            return None
+        return (torch.cat([out.transpose(1, 2).flatten(0, 1) for out, _ in results]),)
+
+    def _write(
+        self,
+        op: str,
+        layer: int,
+        new: tuple[Tensor, ...],
+        lengths: list[int],
+        slots: list[int],
+        options: dict[str, Any],
+        where: dict[str, Any],
+        check_only: bool,
+    ) -> Any:
         given = {"check_only": check_only, **where}
         if op == "decode_step" and isinstance(self.recent, RecentRows):
             return self.recent.step(
@@ -284,7 +400,7 @@ class Storage:
         caches, kept = self.operands(layer)
         if self.values_in_keys and options.get("rotary_cos") is not None:
             options = {"rotary_first_column": self._new_shapes["v"][1]} | options
-        if op == "decode_step" and options.get("indices") is not None:
+        if any(name in options for name in _LISTS):
             return _listed_step((*new, *caches, cache_seqlens), kept | options, check_only)
         arguments, options = (*new, *caches, cache_seqlens), kept | options
         result = ArgumentNames().run(getattr(ops, op), arguments, options)
@@ -331,7 +447,7 @@ class Storage:
         if not moves:
             return
         numbers: dict[int, list[Tensor]] = {}  # by heads: of the rows read, and of those written
-        for layer in self.layers:
+        for layer in self._stored:
             for tensor in layer.by_block():
                 # The heads of a row lie side by side, or each by itself.
                 by_row = self._layout == "NHD"
@@ -355,9 +471,44 @@ class Storage:
         if not source:
             return
         src, dst = self.indices(source), self.indices(destination)
-        for layer in self.layers:
+        for layer in self._stored:
             for tensor in layer.by_block():
                 torch.ops.metal_attn.copy_pages(tensor, src, dst)
+
+    def kind(self) -> dict[str, Any]:
+        """What another cache must have in common to hold the same rows."""
+        layer = self.layers[0]
+        scales = (layer.k_scale, None if self.values_in_keys else layer.v_scale)
+        of_heads = [s.tolist() for s in scales if s is not None and s.dim() == 1]
+        return self._kind | {"scales of fp8_e4m3": of_heads}
+
+    def check_kind(self, exported: Any) -> None:
+        """Raise an error unless it is a sequence of such a cache."""
+        if not isinstance(exported, ExportedSequence):
+            raise TypeError(
+                f"exported has type {type(exported).__name__}; it must be what export_sequence "
+                "returns"
+            )
+        for name, own in self.kind().items():
+            if exported.layout[name] != own:
+                raise ValueError(
+                    f"exported is of a cache with {name} {exported.layout[name]}, and this one has "
+                    f"{own}; import it into a cache of the same layout"
+                )
+
+    def read(self, blocks: list[int], device: torch.device) -> list[Tensor]:
+        """Copies of these blocks of each tensor."""
+        places = self.indices(blocks)
+        tensors = [x for layer in self._stored for x in layer.by_block()]
+        return [x.detach()[places].to(device) for x in tensors]
+
+    def fill(self, blocks: list[int], rows: list[Tensor]) -> None:
+        """Write what `read` returned to these blocks."""
+        places = self.indices(blocks)
+        tensors = [x for layer in self._stored for x in layer.by_block()]
+        with torch.no_grad():
+            for tensor, new in zip(tensors, rows, strict=True):
+                tensor[places] = new.to(tensor.device)
 
     def indices(self, values: list[int]) -> Tensor:
         """As int32 on the cache's device."""
@@ -385,6 +536,29 @@ def _listed_step(given: tuple[Tensor, ...], options: dict[str, Any], check_only:
         return None
     run(ops.append_kv, append, appended)
     return run(ops.flash_decode, *attend)
+
+
+def _runs(counts: list[int]) -> Iterator[tuple[slice, slice]]:
+    """Neighbouring sequences with as many new rows, and their rows."""
+    b = row = 0
+    for count, alike in groupby(counts):
+        more = len([*alike])
+        if count > 0:
+            yield slice(b, b + more), slice(row, row + more * count)
+        b, row = b + more, row + more * count
+
+
+def _unpacked(x: Any, rows: slice, batch: int) -> Any:
+    """These rows of x (T, H, D) as (batch, H, L, D); of a tree (T, L) as (batch, L, L)."""
+    if x is None:
+        return None
+    x, length = x[rows], (rows.stop - rows.start) // batch
+    if x.dim() < 3:
+        return x.unflatten(0, (batch, length))[..., :length]
+    # A view by sizes may choose any stride for one row, and values in keys must have the keys'.
+    (row, head, column), (_, heads, columns) = x.stride(), x.shape
+    sizes, strides = (batch, heads, length, columns), (length * row, head, row, column)
+    return x.as_strided(sizes, strides)
 
 
 def _check_scale(name: str, scale: Tensor, heads: int) -> None:

@@ -224,7 +224,7 @@ class Step(Case):
             "there are sequences": not self.lengths,
             "caches with recent rows have other options": self.recent
             and (
-                self.packed
+                any(queries != new for queries, new in self.packed)
                 or self.leftpad_k is not None
                 or self.cache == "indexed"
                 or self.window_size_left >= 0
@@ -403,8 +403,11 @@ def _of_cache(
     for id, length in zip(ids, case.lengths, strict=True):
         cache.truncate(id, length, keep_recent=False)
     of_caches = ("k_cache", "v_cache", "k_scale", "v_scale", "cache_seqlens", "block_table")
-    for name in (*of_caches, "hadamard", "rotary_from_leftpad", "window_size_left"):
+    packing = ("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q")
+    for name in (*of_caches, *packing, "hadamard", "rotary_from_leftpad", "window_size_left"):
         given.pop(name, None)
+    if case.packed:
+        given["length"] = [new for _, new in case.packed]
     if not case.rotary_columns:
         given = {name: x for name, x in given.items() if not name.startswith("rota")}
     given["softmax_scale"] = case.head_dim**-0.5
@@ -417,7 +420,8 @@ def _first_recent(case: Step) -> list[int]:
         return [case.capacity] * len(case.lengths)
     room = case.recent + VERIFY_QUERIES
     filled = max(max(case.lengths) - room, 0)
-    return [max(min(filled, n), n + case.length - room) for n in case.lengths]
+    ends = zip(case.lengths, case.lengths_after, strict=True)
+    return [max(min(filled, n), end - room) for n, end in ends]
 
 
 def _as_given(case: Step, x: Tensor, side: int) -> Tensor:

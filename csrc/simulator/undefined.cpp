@@ -130,6 +130,11 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
     case MSL_LANE:
       worker.fail(fiber, FAULT_SIMD_LANE, site, kNoSite, "lane %lu, where %lu is the last", a,
                   b - 1);
+    case MSL_INACTIVE_LANE:
+      if (!(fiber.group->full >> a & 1)) return;
+      worker.fail(fiber, FAULT_PARTIAL_SIMD, site, kNoSite,
+                  "lane %u reads lane %lu, which is not active: lanes %08lx of SIMD group %u are",
+                  fiber.lane, a, b, fiber.simdgroup);
     case MSL_TENSOR_USE:
       worker.fail(fiber, FAULT_TENSOR, site, kNoSite, "%s", static_cast<const char*>(about));
     case MSL_UNINITIALISED:

@@ -40,6 +40,7 @@ def compile_shader(
     check: bool = False,
     count: bool = False,
     language: str = versions.DEFAULT,
+    strict_simd: bool = False,
 ) -> "ShaderLibrary":
     """Compile Metal source for the CPU; its kernels are attributes of what comes back.
 
@@ -52,6 +53,8 @@ def compile_shader(
         count: build with checks, and count operations too: see `Counters`.
         language: version of Metal, "3.1", "3.2" or "4.0". It sets `__METAL_VERSION__`, and what a
             later version introduced does not compile.
+        strict_simd: with `check`, a SIMD operation that only some lanes of a SIMD group reach is a
+            fault, although Metal defines it over the active ones.
 
     Raises ShaderCompileError (a RuntimeError and a SyntaxError) for text that does not compile,
     ValueError for constants that the text does not have or cannot hold, for defines that are no
@@ -79,7 +82,7 @@ def compile_shader(
     )
     if program.kernels and program.compiles_at_once:
         program.image(next(iter(program.kernels)))
-    return ShaderLibrary(program)
+    return ShaderLibrary(program, runs.flag("strict_simd", strict_simd))
 
 
 def folders_and_macros(
@@ -142,8 +145,9 @@ def _macro(name: str, value: str | int | bool) -> str:
 class ShaderLibrary:
     """The kernels of a Metal text, as attributes; `dir()` lists them."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, strict_simd: bool = False) -> None:
         self._program = program
+        self._strict_simd = strict_simd
         self._last_counters: Counters | None = None
 
     @property
@@ -272,6 +276,7 @@ class ShaderKernel:
             tensors=tensor_model(
                 lane_map, relaxed_precision, run.tensors if run is not None else DEFAULT_MODEL
             ),
+            strict_simd=self._library._strict_simd,
         )
         self._library._last_counters = counters
         _mark_written(parameters, held)

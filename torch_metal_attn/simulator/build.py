@@ -4,6 +4,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import subprocess
 import tempfile
 import threading
@@ -84,6 +85,8 @@ UNOPTIMISED = "-Xclang -disable-llvm-passes".split()
 # Clang writes elements of its own vectors of bool wrongly (`ir.with_bool_elements`). Only LLVM's
 # verifier sees it: the passes make something else of it.
 VERIFIED = "-fverify-intermediate-code -fno-crash-diagnostics".split()
+# What the loaders of Linux and of macOS say of a function that is not there.
+MISSING = re.compile(r"(?:undefined symbol: |symbol not found[^']*'_)([^\s']+)")
 BROKEN = "Broken module found"
 # The IR is optimised already. Better machine code costs more time than a test's few launches save.
 BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
@@ -420,6 +423,11 @@ def _load_image(entry: Path) -> Image:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
+        if lacks := MISSING.search(str(error)):
+            raise ShaderCompileError(
+                f"the Metal source calls `{lacks.group(1)}`, which is only declared. Define it; the "
+                "simulator has none of Apple's own functions, such as those of `air.*`"
+            ) from None
         raise RuntimeError(f"a compiled kernel does not load: {error}") from error
     return Image([tuple(Frame(**frame) for frame in site) for site in table], library)
 

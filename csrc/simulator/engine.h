@@ -109,6 +109,7 @@ enum SimulatorFaultKind : uint32_t {
   FAULT_STACK_OVERFLOW,
   FAULT_MISSING_RETURN,
   FAULT_TENSOR,  // a tensor operation that is used where it cannot be
+  FAULT_CLAMP,   // to a minimum above the maximum
 };
 
 struct SimulatorFaultReport {

@@ -16,6 +16,8 @@ constexpr uint32_t kSpinsBeforeYield = 64;
 // has not run meanwhile.
 constexpr uint32_t kPollLimit = 1024;
 constexpr std::chrono::seconds kPollTimeLimit{3};
+// And before that it is one that another host thread could help, by running the next threadgroup.
+constexpr std::chrono::milliseconds kGrowAfter{20};
 // One that was stuck may have found what it waited for, and be about to go on. It polls no more, so
 // it is missing in the next rounds.
 constexpr uint32_t kStuckRounds = 128;
@@ -329,6 +331,16 @@ inline __attribute__((always_inline)) void Worker::meet(Fiber& fiber, const Oper
   if (to != &fiber) resume(fiber.context, *to);
 }
 
+void Worker::interleave() {
+  if (draw() & 1) return;
+  Fiber& fiber = current();
+  Fiber* to = next_at_random(*fiber.group);
+  if (to != &fiber) resume(fiber.context, *to);
+}
+
+// Whether a weak compare and exchange shall fail without a reason, as it may.
+bool Worker::weak_fails() { return random && (draw() & 3) == 0; }
+
 // Something else than polling has happened.
 inline void Worker::go_on() {
   polls = 0;
@@ -351,6 +363,12 @@ void Worker::spin(Fiber& fiber) {
   }
   if (polls < kPollLimit) {
     ++polls;
+  } else if (run->may_grow && now - polling_since > kGrowAfter && run->next < run->end) {
+    // It may wait for a threadgroup that has not begun.
+    polling_since = now;
+    std::lock_guard<std::mutex> lock(run->mutex);
+    run->grows = true;
+    run->finished.notify_one();
   } else if (now - polling_since > kPollTimeLimit) {
     bool all_stuck, ends_early;
     {
@@ -614,6 +632,8 @@ void engine_spin() {
   worker.spin(worker.current());
 }
 
+unsigned engine_weak_fails() { return this_worker().weak_fails(); }
+
 void engine_fence(unsigned flags, unsigned local) { this_worker().pass_fence(flags, local != 0); }
 
 void engine_observe(const void* address) {
@@ -674,6 +694,7 @@ const __msl_engine kEngine = {engine_matrix,
                               engine_private_access,
                               engine_lane_map,
                               engine_tensor,
-                              engine_access_matrix};
+                              engine_access_matrix,
+                              engine_weak_fails};
 
 }  // namespace metal_attn::simulator

@@ -135,6 +135,8 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
       worker.fail(fiber, FAULT_PARTIAL_SIMD, site, kNoSite,
                   "lane %u reads lane %lu, which is not active: lanes %08lx of SIMD group %u are",
                   fiber.lane, a, b, fiber.simdgroup);
+    case MSL_CLAMP:
+      worker.fail(fiber, FAULT_CLAMP, site, kNoSite, "clamp to a minimum above the maximum");
     case MSL_TENSOR_USE:
       worker.fail(fiber, FAULT_TENSOR, site, kNoSite, "%s", static_cast<const char*>(about));
     case MSL_UNINITIALISED:

@@ -152,6 +152,8 @@ struct Worker : __msl_worker {
   void meet(Fiber& fiber, const Operation& operation);
   void wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site, __msl_combine combine);
   void spin(Fiber& fiber);
+  void interleave();  // often lets another thread run first, whichever is ready
+  bool weak_fails();
   void access_matrix(Fiber& fiber, const void* site);
   void finish(Fiber& fiber);  // returns once the stack has another thread to run
   [[noreturn]] __attribute__((format(printf, 6, 7))) void fail(const Fiber& fiber, uint32_t kind,

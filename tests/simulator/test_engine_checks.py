@@ -100,7 +100,7 @@ atomic_against_plain: race
 atomic_update_of_nothing: uninitialised
   threadgroup atomic_uint n;
   {~=> if (i == 0) atomic_store_explicit(&n, 0u, memory_order_relaxed); BARRIER(threadgroup)~}
-  o[i] = atomic_fetch_add_explicit(&n, 1u, memory_order_relaxed);
+  o[i] = atomic_fetch_add_explicit(&n, 0u, memory_order_relaxed);
 index_of_a_small_array: threadgroup_out_of_bounds: index 10 of threadgroup variable t, a float[10
   threadgroup float t[10]; if (i == {~10 => 9~}) t[i] = 1;
 byte_of_a_small_array: threadgroup_out_of_bounds: at byte 40 of threadgroup variable t

@@ -24,7 +24,7 @@ FAULT_KINDS = tuple(
     """none out_of_bounds threadgroup_out_of_bounds uninitialised race divergent_barrier
     partial_simd threadgroup_memory constant_write misaligned no_progress private_out_of_bounds
     integer_division float_to_integer shift simd_lane endless_loop stack_overflow missing_return
-    tensor""".split()
+    tensor clamp""".split()
 )
 
 

@@ -179,6 +179,13 @@ MSL_ENTRY __attribute__((noreturn)) void __msl_vector_shift(ulong width, ulong a
 }
 #endif
 
+#ifdef MSL_UNDEFINED
+MSL_ENTRY __attribute__((noreturn)) void __msl_refuse_clamp() {
+  __msl_table->undefined(MSL_CLAMP, nullptr, 0, 0, ~0u);
+  __builtin_trap();
+}
+#endif
+
 #ifndef MSL_CHECKED
 // In place of the sanitizer's own; traps are those of private memory.
 MSL_ENTRY __attribute__((noreturn, used)) void __ubsan_handle_missing_return(const void*) {

@@ -42,6 +42,7 @@ enum __msl_undefined_what : unsigned {
   MSL_INACTIVE_LANE,  // returns if the lane does not exist
   MSL_UNINITIALISED,
   MSL_VECTOR_SHIFT,
+  MSL_CLAMP,
   MSL_TENSOR_USE,  // described in words
 };
 
@@ -186,4 +187,5 @@ struct __msl_engine {
                  unsigned is_further, const void* site);
   // Checked images only: a simdgroup_load or simdgroup_store begins.
   void (*access_matrix)(const void* site);
+  unsigned (*weak_fails)();  // whether a weak compare and exchange fails without a reason
 };

@@ -141,8 +141,10 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
       worker.fail(fiber, FAULT_TENSOR, site, kNoSite, "%s", static_cast<const char*>(about));
     case MSL_UNINITIALISED:
       worker.fail(fiber, FAULT_UNINITIALISED, site, kNoSite,
-                  "use of %s, which has not been written",
-                  about ? static_cast<const char*>(about) : "an element of a private array");
+                  about ? "use of %s, which has not been written"
+                        : "use of a part of a private variable that has not been written, or whose "
+                          "scope has ended",
+                  static_cast<const char*>(about));
     default:
       worker.fail(fiber, FAULT_MISSING_RETURN, site, kNoSite,
                   "a function that returns a value ends without a return");

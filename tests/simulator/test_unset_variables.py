@@ -96,6 +96,10 @@ bytes_read_as_a_word: uninitialised
 a_byte_of_several: uninitialised
   Bytes s; s.a = i; s.b = 2;
   o[i] = s.{~c => a~} + s.b;  //!
+after_its_scope: uninitialised: or whose scope has ended
+  thread float* p; { float l[4]; for (int k = 0; k < n[4]; ++k) l[k] = k; p = l;
+  {~=> o[i] = p[n[3]];~} }
+  {~o[i] = p[n[3]]; =>~}  //!
 long_array: uninitialised
   float l[64]; l[n[3]] = 1;
   o[i] = l[n[{~4 => 3~}]];  //!

@@ -61,7 +61,7 @@ KEYWORDS = [
 # A thread's stack is small, as on a GPU. Needing more of it is an error instead of an overflow.
 DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=200000
     -Werror=frame-larger-than -fno-caret-diagnostics -fno-color-diagnostics
-    -ferror-limit=200 -fno-diagnostics-show-note-include-stack -fno-elide-type
+    -Werror=return-stack-address -ferror-limit=200 -fno-diagnostics-show-note-include-stack -fno-elide-type
     -ftemplate-backtrace-limit=0""".split()
 # A function that ends without its return stops there, an access outside of a private variable is a
 # trap, and a function that calls itself is found out.

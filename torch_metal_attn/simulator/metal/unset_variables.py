@@ -31,8 +31,10 @@ def unset_variables(tokens: TokenList) -> None:
         elif token.text == "{":
             kinds.append(_in_function(tokens, index, kinds))
         elif token.text == "}" and kinds:
-            closes_type = not kinds.pop()  # what follows is a variable of an unnamed union
-            continue
+            if not kinds.pop():  # of `union { ... } x;` perhaps, and not of a typedef
+                start = tokens.seek_back(tokens.open(index) - 1, ENDS) + 1
+                closes_type = tokens.text(start) in ("struct", "union")
+                continue
         closes_type = False
     for index, calls in marks:
         tokens[index].text += calls

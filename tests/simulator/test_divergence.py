@@ -1,9 +1,12 @@
 """SIMD operations that some lanes of a SIMD group reach: over which lanes, and what is a fault."""
 
 import random
+import re
 
 import pytest
 import torch
+
+from torch_metal_attn.simulator.llvm.batches import batch_products
 
 from .planted import Planted, choice, compiled
 
@@ -170,7 +173,7 @@ class Program:
 
 @pytest.mark.parametrize("options", ({"check": True}, {}, {"count": True}))
 def test_lanes_meet_as_on_a_gpu(options):
-    programs = [Program(seed) for seed in range(12)]
+    programs = [Program(seed) for seed in range(100, 112)]
     body = choice(f"{{ {program.text} }}" for program in programs)
     parameters = "device uint* o, constant int& which, uint lane [[thread_index_in_simdgroup]]"
     library = compiled(f"uint s = lane; {body} o[lane] = s;", parameters, **options)
@@ -181,3 +184,25 @@ def test_lanes_meet_as_on_a_gpu(options):
             program.s = list(range(32))
             program.run(program.steps, set(range(32)))
             assert (out.long() & WRAP).tolist() == program.s, (seed, program.text)
+
+
+LOOP = """define void @__msl_kernel_0_k(i1 %a, i1 %b) {{
+  br label %head
+head:
+  br i1 %a, label %{}, label %{}
+inside:
+  call void @__msl_simdgroup_barrier(i32 0)
+  br label %head
+end:
+  call void @__msl_simdgroup_barrier(i32 1)
+  ret void
+}}
+"""
+
+
+@pytest.mark.parametrize("order", [("inside", "end"), ("end", "inside")])
+def test_a_loop_is_before_what_follows_it(order):
+    """Whichever way a branch is written."""
+    text = batch_products(LOOP.format(*order))
+    assert re.findall(r"__msl_place\(i32 (\d), i32 (\d)\)", text) == [("0", "1"), ("1", "0")]
+    assert "phi i32 [ 0, %0 ], [ 1, %inside ]" in text

@@ -174,7 +174,8 @@ CAS = """#define CAS atomic_compare_exchange_weak_explicit( \\
 
 def test_seeds_switch_threads_at_atomics_and_let_weak_exchanges_fail():
     """Which shows a count that is no atomic operation, and an exchange that is not repeated."""
-    parameters = "device atomic_uint* n, constant int& which, uint i [[thread_index_in_threadgroup]]"
+    parameters = "device atomic_uint* n, constant int& which, "
+    parameters += "uint i [[thread_index_in_threadgroup]]"
     library = compiled(COUNT, parameters, FUNCTIONS + CAS, check=True)
 
     def counted(which, seed):

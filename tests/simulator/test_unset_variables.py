@@ -85,7 +85,8 @@ another_member_of_a_union: uninitialised
   Bits u; u.{~bytes.x => bits~} = i;
   o[i] = u.bytes.y;  //!
 an_unnamed_union: uninitialised
-  typedef struct { float x[2]; } Two; union { Two x; uint bits[2]; } u; u.x.x[0] = a[i]; {~=> u.x.x[1] = 1;~}
+  typedef struct { float x[2]; } Two; union { Two x; uint bits[2]; } u;
+  u.x.x[0] = a[i]; {~=> u.x.x[1] = 1;~}
   o[i] = u.bits[n[1]] & 255;  //!
 a_long_union: uninitialised
   Long u; for (int k = 0; k < n[{~6 => 7~}]; ++k) u.x[k] = k;

@@ -61,7 +61,8 @@ KEYWORDS = [
 # A thread's stack is small, as on a GPU. Needing more of it is an error instead of an overflow.
 DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=200000
     -Werror=frame-larger-than -fno-caret-diagnostics -fno-color-diagnostics
-    -Werror=return-stack-address -ferror-limit=200 -fno-diagnostics-show-note-include-stack -fno-elide-type
+    -Werror=return-stack-address -ferror-limit=200
+    -fno-diagnostics-show-note-include-stack -fno-elide-type
     -ftemplate-backtrace-limit=0""".split()
 # A function that ends without its return stops there, an access outside of a private variable is a
 # trap, and a function that calls itself is found out.
@@ -425,8 +426,8 @@ def _load_image(entry: Path) -> Image:
     except OSError as error:
         if lacks := MISSING.search(str(error)):
             raise ShaderCompileError(
-                f"the Metal source calls `{lacks.group(1)}`, which is only declared. Define it; the "
-                "simulator has none of Apple's own functions, such as those of `air.*`"
+                f"the Metal source calls `{lacks.group(1)}`, which is only declared. Define it; "
+                "the simulator has none of Apple's own functions, such as those of `air.*`"
             ) from None
         raise RuntimeError(f"a compiled kernel does not load: {error}") from error
     return Image([tuple(Frame(**frame) for frame in site) for site in table], library)

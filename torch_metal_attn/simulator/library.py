@@ -61,9 +61,9 @@ def compile_shader(
             fault, although Metal defines it over the active ones.
 
     Raises ShaderCompileError (a RuntimeError and a SyntaxError) for text that does not compile or
-    has no kernel, ValueError for constants that the text does not have or cannot hold, for defines that are no
-    macros and for an unknown language, FileNotFoundError for include_dirs that are no directories,
-    TypeError for other types.
+    has no kernel, ValueError for constants that the text does not have or cannot hold, for defines
+    that are no macros and for an unknown language, FileNotFoundError for include_dirs that are no
+    directories, TypeError for other types.
 
     Example:
         >>> lib = compile_shader('''kernel void scale(device float* x, constant float& by,

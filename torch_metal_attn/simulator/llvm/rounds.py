@@ -145,8 +145,8 @@ def _mark(function: Function, is_ordered: bool) -> None:
         begin = end = graph.begin[header]
         while " = phi " in function.body[end]:
             end += 1
-        place = next((line for line in function.body[end:] if debug(line)), "")
-        round_ = f"  call void @__msl_round(i32 {level}, i32 {loop}, i32 {again})" + debug(place)
+        placed = next((line for line in function.body[end:] if debug(line)), "")
+        round_ = f"  call void @__msl_round(i32 {level}, i32 {loop}, i32 {again})" + debug(placed)
         added[end] = [round_, *added.get(end, [])]
         added[begin] = [f"  {again} = phi i32 {sources}", *added.get(begin, [])]
     function.body = [

@@ -82,18 +82,16 @@ __MSL_SHUFFLE(simd_shuffle_rotate_down, __shuffle(x, MSL_ROTATE_DOWN, which))
 template <class T>
 METAL_FUNC T simd_shuffle_and_fill_up(T x, T fill, ushort delta, ushort modulo = 32) {
   uint lane = __msl_lane(), at = lane % modulo, base = lane - at;
-  bool inside = at >= delta;  // what is not used comes from the lane itself
-  T moved = __shuffle(x, MSL_TO_LANE, inside ? lane - delta : lane);
-  T filled = __shuffle(fill, MSL_TO_LANE, inside ? lane : base + (at + modulo - delta) % modulo);
-  return inside ? moved : filled;
+  T moved = __shuffle(x, MSL_TO_LANE, base + (at - delta) % modulo);
+  T filled = __shuffle(fill, MSL_TO_LANE, base + (at + modulo - delta) % modulo);
+  return at >= delta ? moved : filled;
 }
 template <class T>
 METAL_FUNC T simd_shuffle_and_fill_down(T x, T fill, ushort delta, ushort modulo = 32) {
   uint lane = __msl_lane(), at = lane % modulo, base = lane - at;
-  bool inside = at + delta < modulo;
-  T moved = __shuffle(x, MSL_TO_LANE, inside ? lane + delta : lane);
-  T filled = __shuffle(fill, MSL_TO_LANE, inside ? lane : base + (at + delta) % modulo);
-  return inside ? moved : filled;
+  T moved = __shuffle(x, MSL_TO_LANE, base + (at + delta) % modulo);
+  T filled = __shuffle(fill, MSL_TO_LANE, base + (at + delta) % modulo);
+  return at + delta < modulo ? moved : filled;
 }
 
 // A tree over the lanes that take part, in lane order: lane i with lane i + 16, then + 8, ... + 1.

@@ -54,16 +54,17 @@ def shader_device() -> torch.device:
 def compile_shader(shader_device: torch.device) -> Callable[[str], Any]:
     """`torch.mps.compile_shader`; without a usable Apple GPU that of the checked simulator.
 
-    Then a source that clang compiles and Apple's compiler rejects is an error too.
+    Then a source that clang compiles and Apple's compiler rejects is an error too, and so is what
+    torch's libraries and kernels do not have.
     """
     import torch
 
-    from torch_metal_attn import simulator
     from torch_metal_attn.simulator import lint
+    from torch_metal_attn.simulator.library import compile_for_torch
 
     def compile_checked(source: str) -> Any:
         __tracebackhide__ = True
-        library = simulator.compile_shader(source, check=True)
+        library = compile_for_torch(source, check=True)
         lint.refuse(source)
         return library
 

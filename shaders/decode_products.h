@@ -13,7 +13,8 @@ struct BlockKeys {
   bool exist[KEY_FRAGMENTS];  // values
   int pages[KEY_FRAGMENTS];
   int rows[KEY_FRAGMENTS];  // INDICES
-  Unit<KvTileElement> v_units[KEY_FRAGMENTS][OWN_V_SPANS];
+  // With V_IN_K a unit of k is kept, whether or not it is of v's columns too.
+  Unit<KvTileElement> v_units[KEY_FRAGMENTS][V_IN_K ? OWN_QK_SPANS : OWN_V_SPANS];
   // With V_SPAN_SCALES, of the span at hand.
   uint2 v_codes[KEY_FRAGMENTS];
   float v_scales[KEY_FRAGMENTS];
@@ -180,7 +181,7 @@ struct BlockKeys {
         UNROLL
         for (short s = first; s < end; s++) {
           if (span_exists(own.span(s), QK_SPANS)) {
-            if (V_IN_K && s < OWN_V_SPANS) {
+            if (V_IN_K) {
               v_units[j][s] = units[s - first];
             }
             multiply_unit(chain, units[s - first], q_tile, s);

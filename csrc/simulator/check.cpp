@@ -231,6 +231,7 @@ void settle_rewrite(Worker& worker) {
 void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned site) {
   Worker& worker = this_worker();
   if (worker.rewrite.bytes) settle_rewrite(worker);
+  if ((flags & MSL_ATOMIC) && worker.random) worker.interleave();
   auto address = static_cast<const char*>(pointer);
   if (is_settled(worker, address, bytes, flags, site))
     return count(worker.counters, SPACE_THREADGROUP, bytes, flags);

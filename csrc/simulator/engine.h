@@ -63,6 +63,7 @@ struct SimulatorDispatch {
   uint32_t lane_map;    // a SimulatorLaneMap
   uint32_t rounds;      // relaxed tensor operations: 1 round float operands, 0 truncate
   uint64_t lane_map_seed;
+  uint32_t strict_simd;  // a SIMD operation that not all lanes reach is a fault, if checked
 };
 
 // Counts of lane (thread) instructions, summed over all threads; matrix and tensor operations,
@@ -108,6 +109,7 @@ enum SimulatorFaultKind : uint32_t {
   FAULT_STACK_OVERFLOW,
   FAULT_MISSING_RETURN,
   FAULT_TENSOR,  // a tensor operation that is used where it cannot be
+  FAULT_CLAMP,   // to a minimum above the maximum
 };
 
 struct SimulatorFaultReport {

@@ -24,6 +24,8 @@ enum Status { kDone = 0, kFault = 1, kBadRequest = 2, kInterrupted = 3 };
 constexpr std::chrono::milliseconds kSignalInterval{50};
 // Between two attempts to stop host threads that are still in a threadgroup.
 constexpr std::chrono::milliseconds kStopInterval{1};
+// Threadgroups that wait for each other and run at once, if the caller asks for fewer host threads.
+constexpr size_t kMostGrown = 64;
 
 // Without the interpreter's lock while it lives.
 class Unlocked {
@@ -77,9 +79,25 @@ void work(Run& run, Worker& worker) {
   run.finished.notify_one();
 }
 
+// One more host thread, for a threadgroup that those which run may wait for: on a GPU several run
+// at once.
+void grow(Run& run, Regions& regions, std::vector<std::thread>& threads) {
+  Worker* worker = threads.size() < kMostGrown ? regions.take(run) : nullptr;
+  std::lock_guard<std::mutex> lock(run.mutex);
+  run.grows = false;
+  if (worker && run.working) try {
+      threads.emplace_back([&run, worker] { work(run, *worker); });
+      ++run.working;
+      return;
+    } catch (const std::system_error&) {
+    }
+  run.may_grow = false;
+}
+
 // Runs all threadgroups on threads of their own, so that the caller can look for signals whatever
 // a kernel does. False if it was interrupted.
-bool work_together(Run& run, const std::vector<Worker*>& workers, Unlocked& unlocked) {
+bool work_together(Run& run, Regions& regions, const std::vector<Worker*>& workers,
+                   Unlocked& unlocked) {
   SignalHandlers handlers;
   run.working = static_cast<uint32_t>(workers.size());
   std::vector<std::thread> threads;
@@ -98,7 +116,9 @@ bool work_together(Run& run, const std::vector<Worker*>& workers, Unlocked& unlo
   while (run.working) {
     run.finished.wait_for(lock, stopping ? kStopInterval : kSignalInterval);
     if (!run.working) break;
+    const bool grows = run.grows;
     lock.unlock();
+    if (grows) grow(run, regions, threads);
     stopping = stopping || unlocked.interrupted();
     if (stopping) {
       run.end.store(0, std::memory_order_relaxed);
@@ -213,7 +233,7 @@ static int run_dispatch(const SimulatorDispatch& dispatch, SimulatorCounters* co
   }
   if (workers.empty()) return reject(fault, "no memory for the threads' stacks");
   run.code = code_around(dispatch.entry);
-  if (!work_together(run, workers, unlocked)) return kInterrupted;
+  if (!work_together(run, regions, workers, unlocked)) return kInterrupted;
   if (run.reason) return reject(fault, run.reason);
   *counters = run.counters;
   if (run.fault.kind != FAULT_NONE) {

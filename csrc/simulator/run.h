@@ -35,6 +35,8 @@ struct Run {
   uint32_t round = 1;
   uint32_t stuck_rounds = 0;  // in which all were, one after the other
   std::condition_variable finished;
+  bool grows = false;  // a threadgroup polls, and others have not begun: one more host thread
+  std::atomic<bool> may_grow{true};
   uint64_t fault_order = ~uint64_t{0};
   SimulatorFaultReport fault{};
   SimulatorCounters counters{};

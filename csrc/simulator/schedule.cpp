@@ -16,6 +16,8 @@ constexpr uint32_t kSpinsBeforeYield = 64;
 // has not run meanwhile.
 constexpr uint32_t kPollLimit = 1024;
 constexpr std::chrono::seconds kPollTimeLimit{3};
+// And before that it is one that another host thread could help, by running the next threadgroup.
+constexpr std::chrono::milliseconds kGrowAfter{20};
 // One that was stuck may have found what it waited for, and be about to go on. It polls no more, so
 // it is missing in the next rounds.
 constexpr uint32_t kStuckRounds = 128;
@@ -39,11 +41,23 @@ const Operation& operation_of(const Group& group, uint32_t lane) {
   return group.strays >> lane & 1 ? group.lanes[lane].stray : group.operation;
 }
 
-uint32_t arrived_at(const Group& group, const void* site) {
-  uint32_t mask = 0;
-  for (uint32_t rest = group.arrived; rest; rest &= rest - 1)
-    if (operation_of(group, lowest(rest)).site == site) mask |= rest & -rest;
-  return mask;
+// Whether two threads that wait at the same call are in the same rounds of all loops around it.
+bool same_rounds(const Fiber& a, const Fiber& b) {
+  for (uint32_t i = 0; i < a.depth; ++i)
+    if (a.rounds[i].number != b.rounds[i].number) return false;
+  return true;
+}
+
+// Whether a thread waits at a place that the program reaches before another's.
+bool is_before(const Fiber& a, const Fiber& b) {
+  for (uint32_t i = 0; i < std::min(a.depth, b.depth) && a.rounds[i].loop == b.rounds[i].loop; ++i)
+    if (a.rounds[i].number != b.rounds[i].number) return a.rounds[i].number < b.rounds[i].number;
+  return a.place < b.place;
+}
+
+bool meet_together(const Group& group, uint32_t a, uint32_t b) {
+  return operation_of(group, a).site == operation_of(group, b).site &&
+         same_rounds(group.lanes[a], group.lanes[b]);
 }
 
 const char* name_of(uint32_t kind) {
@@ -103,6 +117,45 @@ inline void Worker::resume(Context& from, Fiber& to) {
   switch_context(&from, &to.context);
 }
 
+// A lane loads or stores a matrix, as all lanes must. They need not wait for each other: each
+// compares its accesses, in order, with those of the first lane that went ahead.
+void Worker::access_matrix(Fiber& fiber, const void* site) {
+  Group& group = *fiber.group;
+  MatrixAccess access{site, fiber.site, fiber.depth, {}};
+  for (uint32_t i = 0; i < fiber.depth; ++i) access.rounds[i] = fiber.rounds[i].number;
+  if (fiber.matrix_accesses == group.matrix_accesses)
+    group.matrix_log[group.matrix_accesses++] = access;
+  else if (const MatrixAccess& other = group.matrix_log[fiber.matrix_accesses];
+           memcmp(&other, &access, sizeof access))
+    fail(fiber, FAULT_PARTIAL_SIMD, fiber.site, other.place,
+         "thread %u is at this simdgroup_load or simdgroup_store and another lane of its SIMD "
+         "group at %s",
+         fiber.index, other.site != site ? "another" : "it in another round of a loop");
+  if (++fiber.matrix_accesses == kMatrixLog)
+    meet(fiber, {site, nullptr, MSL_MATRIX_ACCESS, 0, nullptr, 0});
+}
+
+void Worker::fail_matrix_access(const Group& group, uint32_t number) {
+  uint32_t mask = 0;
+  for (uint32_t rest = group.full; rest; rest &= rest - 1)
+    if (group.lanes[lowest(rest)].matrix_accesses > number) mask |= rest & -rest;
+  fail(group.lanes[lowest(mask)], FAULT_PARTIAL_SIMD, group.matrix_log[number].place, kNoSite,
+       "simdgroup_load or simdgroup_store reached by lanes %08x of %08x of SIMD group %u", mask,
+       group.full, group.lanes->simdgroup);
+}
+
+// All lanes are at one place, so all have made the same accesses.
+inline void Worker::end_matrix_accesses(Group& group) {
+  if (!group.matrix_accesses) return;
+  for (uint32_t rest = group.full; rest; rest &= rest - 1) {
+    uint32_t number = group.lanes[lowest(rest)].matrix_accesses;
+    if (number != group.matrix_accesses) fail_matrix_access(group, number);
+  }
+  for (uint32_t rest = group.full; rest; rest &= rest - 1)
+    group.lanes[lowest(rest)].matrix_accesses = 0;
+  group.matrix_accesses = 0;
+}
+
 inline void Worker::complete(Group& group, uint32_t mask, const Operation& operation) {
   __msl_exchange& box = group.exchanges[group.parity];
   box.mask = mask;
@@ -124,6 +177,8 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
     case MSL_TENSOR:
       count_tensor(*this, box.lanes[lowest(mask)], operation.memory_flags);
       break;
+    case MSL_MATRIX_ACCESS:
+      break;
     case MSL_SIMDGROUP_BARRIER:
       ++counters.simdgroup_barriers;
       for (uint32_t memory = 0; memory < kMemories; ++memory)
@@ -134,50 +189,64 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
       ++counters.votes;
       break;
   }
+  if (mask == group.full) end_matrix_accesses(group);
   go_on();
   group.arrived &= ~mask;
   group.ready |= mask;
   group.parity ^= 1;
 }
 
+// Whether a SIMD operation of a checked run must be reached by all lanes. ordered: the program's
+// order of the places where lanes wait is known. If it is not, some may be about to join.
+bool Worker::needs_all(uint32_t kind, bool ordered) const {
+  if (kind == MSL_ACTIVE) return !ordered;
+  return kind == MSL_MATRIX || kind == MSL_TENSOR || run->dispatch->strict_simd || !ordered;
+}
+
 // Completes the operation of some lanes while others wait at another, or have ended.
 void Worker::complete_some(Group& group) {
-  // Code that lanes still have to leave lies before the place where they meet again, so the lowest
-  // address goes first. An operation that asks who is here never needs the others.
-  uint32_t lane = lowest(group.arrived);
+  // Code that lanes still have to leave is before the place where they meet again.
+  uint32_t lane = lowest(group.arrived), mask = 0;
+  bool ordered = true;
   for (uint32_t rest = group.arrived; rest; rest &= rest - 1) {
-    const Operation &best = operation_of(group, lane), &other = operation_of(group, lowest(rest));
-    bool best_active = best.kind == MSL_ACTIVE, other_active = other.kind == MSL_ACTIVE;
-    if (other_active > best_active || (other_active == best_active && other.site < best.site))
-      lane = lowest(rest);
+    const Fiber& other = group.lanes[lowest(rest)];
+    ordered = ordered && other.place != MSL_UNKNOWN_PLACE;
+    if (is_before(other, group.lanes[lane])) lane = lowest(rest);
   }
   const Operation operation = operation_of(group, lane);
-  uint32_t mask = arrived_at(group, operation.site);
+  for (uint32_t rest = group.arrived; rest; rest &= rest - 1)
+    if (meet_together(group, lane, lowest(rest))) mask |= rest & -rest;
   bool barrier = operation.kind == MSL_SIMDGROUP_BARRIER;
-  if (mask != group.full && operation.kind != MSL_ACTIVE && (barrier || checked)) {
+  if (mask != group.full && (barrier || (checked && needs_all(operation.kind, ordered)))) {
     const Fiber& fiber = group.lanes[lane];
     fail(fiber, barrier ? FAULT_DIVERGENT_BARRIER : FAULT_PARTIAL_SIMD, fiber.site, kNoSite,
          "%s reached by lanes %08x of %08x of SIMD group %u; %08x have ended",
          name_of(operation.kind), mask, group.full, fiber.simdgroup, group.full & ~group.live);
   }
-  uint32_t parity = group.parity;
+  // The others' deposits move to the box that their operation will complete in, before this one's
+  // results are left in its own.
+  const uint32_t parity = group.parity;
+  for (uint32_t rest = group.arrived & ~mask; rest; rest &= rest - 1) {
+    uint32_t other = lowest(rest);
+    Fiber& fiber = group.lanes[other];
+    group.exchanges[parity ^ 1].lanes[other] = group.exchanges[parity].lanes[other];
+    fiber.broadcast[parity ^ 1] = fiber.broadcast[parity];
+  }
   complete(group, mask, operation);
   if (!group.arrived) {
     group.strays = 0;
     return;
   }
-  // The others' deposits move to the box that their operation will complete in.
-  const Operation first = operation_of(group, lowest(group.arrived));
-  uint32_t strays = 0;
+  uint32_t first = lowest(group.arrived), strays = 0;
+  const Operation its_operation = operation_of(group, first);
   for (uint32_t rest = group.arrived; rest; rest &= rest - 1) {
     uint32_t other = lowest(rest);
-    group.exchanges[parity ^ 1].lanes[other] = group.exchanges[parity].lanes[other];
-    const Operation& its = operation_of(group, other);
-    if (its.site == first.site) continue;
-    group.lanes[other].stray = Operation(its);
+    if (meet_together(group, first, other)) continue;
+    group.lanes[other].stray = Operation(operation_of(group, other));
     strays |= rest & -rest;
   }
-  group.operation = first;
+  group.operation = its_operation;
+  group.first = first;
   group.strays = strays;
 }
 
@@ -246,7 +315,9 @@ inline __attribute__((always_inline)) void Worker::meet(Fiber& fiber, const Oper
   uint32_t bit = 1u << fiber.lane;
   if (!group.arrived) {
     group.operation = operation;
-  } else if (operation.site != group.operation.site) {
+    group.first = fiber.lane;
+  } else if (operation.site != group.operation.site ||
+             !same_rounds(fiber, group.lanes[group.first])) {
     fiber.stray = operation;
     group.strays |= bit;
   }
@@ -259,6 +330,16 @@ inline __attribute__((always_inline)) void Worker::meet(Fiber& fiber, const Oper
   Fiber* to = next(group);
   if (to != &fiber) resume(fiber.context, *to);
 }
+
+void Worker::interleave() {
+  if (draw() & 1) return;
+  Fiber& fiber = current();
+  Fiber* to = next_at_random(*fiber.group);
+  if (to != &fiber) resume(fiber.context, *to);
+}
+
+// Whether a weak compare and exchange shall fail without a reason, as it may.
+bool Worker::weak_fails() { return random && (draw() & 3) == 0; }
 
 // Something else than polling has happened.
 inline void Worker::go_on() {
@@ -282,6 +363,12 @@ void Worker::spin(Fiber& fiber) {
   }
   if (polls < kPollLimit) {
     ++polls;
+  } else if (run->may_grow && now - polling_since > kGrowAfter && run->next < run->end) {
+    // It may wait for a threadgroup that has not begun.
+    polling_since = now;
+    std::lock_guard<std::mutex> lock(run->mutex);
+    run->grows = true;
+    run->finished.notify_one();
   } else if (now - polling_since > kPollTimeLimit) {
     bool all_stuck, ends_early;
     {
@@ -316,6 +403,7 @@ void Worker::spin(Fiber& fiber) {
 
 void Worker::release_barrier() {
   for (uint32_t i = 0; i < group_count; ++i) {
+    end_matrix_accesses(groups[i]);
     groups[i].ready |= groups[i].at_barrier;
     groups[i].at_barrier = 0;
   }
@@ -344,10 +432,10 @@ void Worker::wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site,
     barrier_flags = flags;
     barrier_combine = combine;
     barrier_fiber = fiber.index;
-  } else if (site != barrier_site) {
+  } else if (site != barrier_site || !same_rounds(fiber, fibers[barrier_fiber])) {
     fail(fiber, FAULT_DIVERGENT_BARRIER, fiber.site, fibers[barrier_fiber].site,
-         "thread %u waits at this %s and thread %u at another", fiber.index, barrier_name(combine),
-         barrier_fiber);
+         "thread %u waits at this %s and thread %u at %s", fiber.index, barrier_name(combine),
+         barrier_fiber, site != barrier_site ? "another" : "it in another round of a loop");
   }
   group.at_barrier |= bit;
   group.ready &= ~bit;
@@ -366,7 +454,10 @@ void Worker::finish(Fiber& fiber) {
   go_on();
   group.live &= ~bit;
   group.ready &= ~bit;
-  if (--live == 0) switch_context(&fiber.context, &host);
+  if (--live == 0) {
+    for (uint32_t i = 0; i < group_count; ++i) end_matrix_accesses(groups[i]);
+    switch_context(&fiber.context, &host);
+  }
   if (group.arrived && group.arrived == group.live) settle(group);
   Fiber* to = next(group);
   if (to->started) {
@@ -422,6 +513,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     memcpy(fiber.position, at, sizeof at);
     fiber.started = false;
     fiber.spins = 0;
+    fiber.place = fiber.depth = fiber.matrix_accesses = 0;
     fiber.site = kNoSite;
     for (uint32_t& interval : fiber.after_fence) interval = 0;
     if (orders) orders[i] = {};
@@ -439,7 +531,7 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
     bool whole = lanes >= MSL_SIMD_WIDTH;
     group.full = group.live = group.ready = whole ? ~0u : (1u << lanes) - 1;
     group.arrived = group.at_barrier = 0;
-    group.strays = 0;
+    group.strays = group.matrix_accesses = 0;
     for (uint32_t& interval : group.intervals) interval = 0;
     // Lanes that do not exist deposit NaN.
     if (!whole) {
@@ -519,6 +611,11 @@ void engine_products(const __msl_product* products, unsigned count, const void* 
   worker.meet(worker.current(), {site, nullptr, MSL_MATRIX, 0, products, count});
 }
 
+void engine_access_matrix(const void* site) {
+  Worker& worker = this_worker();
+  worker.access_matrix(worker.current(), site);
+}
+
 void engine_threadgroup_barrier(unsigned flags, const void* site) {
   Worker& worker = this_worker();
   worker.wait_at_barrier(worker.current(), flags, site, nullptr);
@@ -534,6 +631,8 @@ void engine_spin() {
   Worker& worker = this_worker();
   worker.spin(worker.current());
 }
+
+unsigned engine_weak_fails() { return this_worker().weak_fails(); }
 
 void engine_fence(unsigned flags, unsigned local) { this_worker().pass_fence(flags, local != 0); }
 
@@ -594,6 +693,8 @@ const __msl_engine kEngine = {engine_matrix,
                               engine_broadcast,
                               engine_private_access,
                               engine_lane_map,
-                              engine_tensor};
+                              engine_tensor,
+                              engine_access_matrix,
+                              engine_weak_fails};
 
 }  // namespace metal_attn::simulator

@@ -130,12 +130,21 @@ void engine_undefined(unsigned what, const void* about, unsigned long a, unsigne
     case MSL_LANE:
       worker.fail(fiber, FAULT_SIMD_LANE, site, kNoSite, "lane %lu, where %lu is the last", a,
                   b - 1);
+    case MSL_INACTIVE_LANE:
+      if (!(fiber.group->full >> a & 1)) return;
+      worker.fail(fiber, FAULT_PARTIAL_SIMD, site, kNoSite,
+                  "lane %u reads lane %lu, which is not active: lanes %08lx of SIMD group %u are",
+                  fiber.lane, a, b, fiber.simdgroup);
+    case MSL_CLAMP:
+      worker.fail(fiber, FAULT_CLAMP, site, kNoSite, "clamp to a minimum above the maximum");
     case MSL_TENSOR_USE:
       worker.fail(fiber, FAULT_TENSOR, site, kNoSite, "%s", static_cast<const char*>(about));
     case MSL_UNINITIALISED:
       worker.fail(fiber, FAULT_UNINITIALISED, site, kNoSite,
-                  "use of %s, which has not been written",
-                  about ? static_cast<const char*>(about) : "an element of a private array");
+                  about ? "use of %s, which has not been written"
+                        : "use of a part of a private variable that has not been written, or whose "
+                          "scope has ended",
+                  static_cast<const char*>(about));
     default:
       worker.fail(fiber, FAULT_MISSING_RETURN, site, kNoSite,
                   "a function that returns a value ends without a return");

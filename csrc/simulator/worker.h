@@ -40,6 +40,16 @@ struct Operation {
   uint32_t product_count;
 };
 
+// A simdgroup_load or simdgroup_store, of which a SIMD group keeps those since its lanes last met.
+// After so many they meet.
+constexpr uint32_t kMatrixLog = 64;
+struct MatrixAccess {
+  const void* site;
+  uint32_t place;  // of the source
+  uint32_t depth;
+  uint32_t rounds[MSL_MOST_LOOPS];
+};
+
 struct Fiber : __msl_thread {
   Context context;
   Group* group;
@@ -48,6 +58,7 @@ struct Fiber : __msl_thread {
   uint32_t stack;
   uint32_t spins;
   uint32_t broadcast[2];  // the lane it asked for, by the box of the exchange
+  uint32_t matrix_accesses;
   bool started;
 };
 
@@ -59,13 +70,16 @@ struct Group {
   uint32_t arrived;
   uint32_t live;
   uint32_t full;    // the lanes it started with
-  uint32_t strays;  // lanes that have arrived at another operation than `operation`
+  uint32_t first;   // the lane whose `operation` it is
+  uint32_t strays;  // lanes that have arrived at another operation, or in another round of a loop
   uint32_t at_barrier;
   // Deposits alternate between two boxes: lanes still read the last operation's while others
   // deposit for the next.
   uint32_t parity;
   uint32_t intervals[kMemories];  // of its accesses now; 0: there was none yet
   Operation operation;            // of the first lane to arrive
+  uint32_t matrix_accesses;       // of the lane that is ahead
+  MatrixAccess matrix_log[kMatrixLog];
   __msl_exchange exchanges[2];
   __msl_matrices matrices[MSL_MOST_PRODUCTS];
 };
@@ -138,6 +152,9 @@ struct Worker : __msl_worker {
   void meet(Fiber& fiber, const Operation& operation);
   void wait_at_barrier(Fiber& fiber, uint32_t flags, const void* site, __msl_combine combine);
   void spin(Fiber& fiber);
+  void interleave();  // often lets another thread run first, whichever is ready
+  bool weak_fails();
+  void access_matrix(Fiber& fiber, const void* site);
   void finish(Fiber& fiber);  // returns once the stack has another thread to run
   [[noreturn]] __attribute__((format(printf, 6, 7))) void fail(const Fiber& fiber, uint32_t kind,
                                                                uint32_t site, uint32_t other_site,
@@ -163,8 +180,11 @@ struct Worker : __msl_worker {
               const char* format, va_list arguments);
   void settle(Group& group);
   void complete(Group& group, uint32_t mask, const Operation& operation);
+  bool needs_all(uint32_t kind, bool ordered) const;
   void complete_some(Group& group);
   void release_barrier();
+  void end_matrix_accesses(Group& group);
+  [[noreturn]] void fail_matrix_access(const Group& group, uint32_t number);
   Fiber* next(Group& group);
   Group& ready_from(uint32_t start);
   Fiber* next_at_random(Group& group);

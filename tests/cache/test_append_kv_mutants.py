@@ -73,6 +73,8 @@ MUTANTS = {
         q's tokens counted: {~params.q_advances != 0 ? token : 0 => token~}
     """,
     "q8_0": """
+        codes not clamped [wrong or float_to_integer]:
+            uchar(char({~clamp(quotients[i], -127.0f, 127.0f) => quotients[i]~}))
         scale of another block:
             {~column / SHARED => (column / SHARED + 1) % (COLUMNS / SHARED)~} * NUMBERS + i
         scale of a lane: distance < {~BLOCK_LANES => 2~}

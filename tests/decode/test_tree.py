@@ -135,6 +135,9 @@ MUTANTS = {
         more tokens than keys:
             {~sequence.kv_length - sequence.q_length < sequence.first_key => false~};
     """,
+    problems.impossible_sequences: """
+        a token more [uninitialised]: return token {~< => <=~} count ? int(tokens[token].w)
+    """,
     problems.impossible_step: """
         keys in no tree as the first:
             {~possible ? =>~} result.seen.count_before(index) {~: NO_DEPTH =>~}

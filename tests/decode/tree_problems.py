@@ -16,7 +16,8 @@ from tests.decode.flash_decode_problems import (
     packed_q,
     results_of_zeros,
 )
-from tests.helpers.steps import check_step, tensors_of
+from tests.helpers.judged import arguments
+from tests.helpers.steps import check_step, step, tensors_of
 from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import ints, normal, on, worst_of
 
@@ -207,3 +208,16 @@ def impossible_step():
         assert new[:, 3, :32].isnan().all()
         assert new[:, [0, 1, 2, 4, 5]].isfinite().all()
         assert tensors["v_cache"][b, :, length : length + 6].isfinite().all()
+
+
+def impossible_sequences():
+    """Rows past max_seqlen_q, which only the kernel sees, have no token, and their keys are NaN."""
+    given = arguments(step(packed=((2, 2), (5, 5)), tree="parents", rotary_columns=32))
+    ends, first = given["cu_seqlens_q"], given["cache_seqlens"][0].item()
+    with pytest.MonkeyPatch.context() as patch:
+        after_the_checks(patch, ends, [0, 7, 7])
+        out, _ = ops.decode_step(**given)
+    assert out.isnan().all()
+    new = given["k_cache"][0, :, first : first + 7, :32]
+    assert new[:, 5:].isnan().all()
+    assert new[:, :5].isfinite().all()

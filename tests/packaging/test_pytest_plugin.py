@@ -74,6 +74,8 @@ def test_right(library, shader_device):
     x = torch.zeros(8, device=shader_device)
     library.add(x)
     assert x.tolist() == [1] * 8
+    with pytest.raises(TypeError, match="torch's kernels take no seed|unexpected|incompatible"):
+        library.add(x, seed=1)
 
 def test_wrong(library, shader_device):
     library.add(torch.zeros(8, device=shader_device), threads=9)

@@ -49,10 +49,11 @@ class Planted:
         parameters=PARAMETERS,
         arguments=arguments,
         language="3.1",
+        strict_simd=False,
         **options,
     ):
         """arguments: what `parameters` get besides the number; options: those of each run."""
-        self.arguments, self.language = arguments, language
+        self.arguments, self.language, self.strict = arguments, language, strict_simd
         self.options = {"threads": 32, "group_size": 32, "workers": 1, "step_limit": 100_000}
         self.options |= options
         found = read(table)
@@ -70,7 +71,8 @@ class Planted:
 
     @functools.cache  # noqa: B019 - lives as long as the module
     def library(self, check):
-        return compile_shader(self.source, check=check, language=self.language)
+        options = {"language": self.language, "strict_simd": self.strict}
+        return compile_shader(self.source, check=check, **options)
 
     def run(self, name, clean, check=True, **options):
         """What the first argument holds afterwards."""

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from .planted import Planted
+from .planted import Planted, compiled
 
 FUNCTIONS = """
 #define FENCE atomic_thread_fence(mem_flags::mem_device, memory_order_seq_cst, thread_scope_device);
@@ -145,7 +145,8 @@ STUCK = planted(STUCK, threads=256, workers=4, step_limit=2**40)
 
 test_fault_within_a_threadgroup_is_reported, test_twin_within_a_threadgroup = WITHIN.tests(ORDERS)
 test_fault_between_threadgroups_is_reported, test_twin_between_threadgroups = BETWEEN.tests(ORDERS)
-test_fault_where_threadgroups_wait_is_reported, test_twin_where_they_wait = WAITING.tests(SEEDS)
+ALONE = [*SEEDS, {"workers": 1}, {"workers": 1, "seed": 1}]
+test_fault_where_threadgroups_wait_is_reported, test_twin_where_they_wait = WAITING.tests(ALONE)
 # The seed starts the threadgroups as 3, 2, 0, 1.
 test_fault_where_nothing_goes_on_is_reported, test_twin_where_it_does = STUCK.tests(SEEDS[1:2])
 
@@ -158,3 +159,30 @@ def test_a_race_names_both_places(table):
         assert fault.other_site[0].line in table.lines(name), fault
         other = re.search(r"which thread \d+ of threadgroup \(\d, 0, 0\) (read|write)s", str(fault))
         assert bool(other) == (table is not WITHIN), fault
+
+
+COUNT = """
+uint seen = LOAD;
+if (which == 0) atomic_store_explicit(n, seen + 1, memory_order_relaxed);
+if (which == 1 && i == 0) for (uint k = 0; k < 64; ++k) { seen = LOAD; CAS; }
+if (which == 2) while (!CAS) {}
+"""
+CAS = """#define CAS atomic_compare_exchange_weak_explicit( \\
+  n, &seen, seen + 1, memory_order_relaxed, memory_order_relaxed)
+"""
+
+
+def test_seeds_switch_threads_at_atomics_and_let_weak_exchanges_fail():
+    """Which shows a count that is no atomic operation, and an exchange that is not repeated."""
+    parameters = "device atomic_uint* n, constant int& which, "
+    parameters += "uint i [[thread_index_in_threadgroup]]"
+    library = compiled(COUNT, parameters, FUNCTIONS + CAS, check=True)
+
+    def counted(which, seed):
+        count = torch.zeros(1, dtype=torch.int32)
+        library.k(count, which, threads=64, group_size=64, arg_casts="int32", seed=seed)
+        return count.item()
+
+    for which, is_right in enumerate((False, False, True)):
+        assert counted(which, None) == 64
+        assert all(counted(which, seed) == 64 for seed in (1, 2, 3)) is is_right, which

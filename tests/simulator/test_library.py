@@ -10,6 +10,7 @@ from tests.helpers.cases import each_case
 from tests.helpers.mutants import plant
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import Counters, SimulatorFault, compile_shader
+from torch_metal_attn.simulator.build import ShaderCompileError
 
 SOURCE = """
 #include <metal_stdlib>
@@ -279,8 +280,28 @@ def test_parameters_of_one_slot_may_exclude_each_other():
         compile_shader(source, constants={"A": True, "B": True}).k(x)
 
 
-def test_an_empty_source():
-    assert dir(compile_shader("")) == []
+@each_case(
+    "source, words",
+    [
+        ("", "the source is empty"),
+        ("gemm.metal", "a path; it must be Metal text: pass Path('gemm.metal').read_text()"),
+        ("/a b/x.metal", "the source has no kernel: declare"),
+        ("a sentence", "the source has no kernel: declare"),
+        ("float f(float x) { return x; }", "the source has no kernel: declare"),
+        ("template <class T> kernel void k(device T* x) {}", "or instantiate a template"),
+        ("__global__ void k(float* x) {}", "it is CUDA, whose __global__ is `kernel` in Metal"),
+    ],
+)
+def test_a_source_without_kernels(source, words):
+    with pytest.raises(ShaderCompileError, match=re.escape(words)):
+        compile_shader(source)
+
+
+@each_case("name", ["air.f", "f"])
+def test_a_function_that_is_not_there(name):
+    source = f'float f(float) __asm("{name}"); kernel void k(device float* x) {{ x[0] = f(1); }}'
+    with pytest.raises(ShaderCompileError, match=f"`{re.escape(name)}`, which is only declared"):
+        compile_shader(source)
 
 
 def shrunk():

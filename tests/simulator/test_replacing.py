@@ -1,5 +1,6 @@
 """replacing_compile_shader: in a block, and only there, torch's function compiles for the CPU."""
 
+import re
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tests.helpers.cases import each_case
 from torch_metal_attn.simulator import SimulatorFault, replacing_compile_shader
 
 SOURCE = """
@@ -68,6 +70,28 @@ def test_it_takes_what_torch_takes():
             torch.mps.compile_shader(SOURCE, check=True)
         with pytest.raises(SyntaxError, match="program_source:1:"):
             torch.mps.compile_shader("kernel void k(device float* x) { x[0] = y; }")
+
+
+DYNAMIC = "kernel void k(device float* x, threadgroup float* t [[threadgroup(0)]]) { x[0] = 1; }"
+CONSTANT = "constant int N [[function_constant(0)]]; kernel void k(device float* x) { x[0] = N; }"
+
+
+@each_case(
+    "source, options, words",
+    [
+        (SOURCE.replace("add", "k"), {"seed": 1}, "k: torch's kernels take no seed; compile with"),
+        (DYNAMIC, {"threadgroup_bytes": {0: 64}}, "torch's kernels take no threadgroup_bytes"),
+        (DYNAMIC, {}, "t is [[threadgroup(0)]], whose length torch.mps.compile_shader cannot set"),
+        (CONSTANT, {}, "function constants N: torch.mps.compile_shader sets none; make them"),
+    ],
+)
+def test_what_torchs_kernels_do_not_have(source, options, words):
+    with replacing_compile_shader():
+        library = torch.mps.compile_shader(source)
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        library.k(torch.zeros(1), **options)
+    with pytest.raises(AttributeError, match="torch's libraries have no last_counters"):
+        library.last_counters  # noqa: B018
 
 
 def test_what_only_a_mac_would_refuse():

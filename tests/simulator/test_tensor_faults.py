@@ -41,13 +41,13 @@ some_lanes: partial_simd: tensor operation reached by lanes 0-15 of 0-31 of
   FILLED
   {~if (lane < 16) =>~} op.run(left, right, out);  //!
   if (thread_index == 0) a[0] = out[0];
-slot_left_out: uninitialised: use of an element of a private array
+slot_left_out: uninitialised: use of a part of a private variable
   PRODUCT
   for (ushort i = 0; i < left.get_capacity(); ++i) left[i] = 1.0f;
   for (ushort i = n[{~1 => 0~}]; i < right.get_capacity(); ++i) right.set(i, 1.0h);
   for (ushort i = 0; i < out.get_capacity(); ++i) out[i] = 0.0f;
   op.run(left, right, out);  //!
-accumulator_left_out: uninitialised: use of an element of a private array
+accumulator_left_out: uninitialised: use of a part of a private variable
   PRODUCT
   for (ushort i = 0; i < left.get_capacity(); ++i) left[i] = 1.0f;
   for (ushort i = 0; i < right.get_capacity(); ++i) right[i] = 1.0h;
@@ -58,7 +58,7 @@ slot_past_the_last: private_out_of_bounds: byte 32 of 32
   left.set(8, left.get(8) + 1.0f);  // checked, unlike the next one
   left[n[{~8 => 7~}]] = 1.0f;  //!
   op.run(left, right, out);
-outside_of_extents: uninitialised: use of an element of a private array
+outside_of_extents: uninitialised: use of a part of a private variable
   FILLED
   left.load(tensor(a, dextents<int, 2>(16, n[{~15 => 16~}])));
   op.run(left, right, out);  //!

@@ -193,6 +193,10 @@ a_function_without_its_return: missing_return, unchecked too
   o[i] = sign_of({~-a[i] - 1 => a[i]~});
 recursion_without_end: stack_overflow, unchecked too
   o[i] = deep({~a[i], -1e30f => a[1], -1~});
+a_clamp_to_nothing: clamp: clamp to a minimum above the maximum
+  o[i] = clamp(n[i], 3, n[{~2 => 4~}]);
+a_clamp_of_a_vector_to_nothing: clamp
+  o[i] = clamp(float2(a[i]), float2(1, a[{~3 => 2~}]), float2(2)).y;
 lane_past_the_last: simd_lane: lane 32, where 31 is the last
   o[i] = simd_shuffle(a[i], ushort(i + 1) {~=> % 32~});
 xor_past_the_last: simd_lane

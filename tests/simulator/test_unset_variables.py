@@ -8,6 +8,9 @@ struct Row { float values[16]; };
 struct Mixed { float x; half values[24]; int count[4]; };
 struct Made { float values[16]; Made() {} };
 struct Padded { char tag; float value; char last; };
+union Bits { float x; uint bits; uchar4 bytes; half2 halves; };
+union Long { float x[12]; uint bits[12]; };
+struct Bytes { uchar a, b, c, d; };
 struct Halves { float first[8]; float second[8]; };
 __attribute__((noinline)) void put_if(thread float& x, float limit) {
   if (limit > 3) x = limit;
@@ -75,6 +78,29 @@ array_partly_filled: uninitialised
 array_of_constant_indices: uninitialised
   float l[4]; l[0] = 1; l[1] = a[i]; l[3] = 2;
   o[i] = l[0] + l[{~2 => 3~}];  //!
+a_part_of_a_union: uninitialised
+  Bits u; if (n[1] == 1) u.halves.x = 1; else u.bytes = 3; {~=> u.halves.y = 2;~}
+  o[i] = u.bits;  //!
+another_member_of_a_union: uninitialised
+  Bits u; u.{~bytes.x => bits~} = i;
+  o[i] = u.bytes.y;  //!
+an_unnamed_union: uninitialised
+  typedef struct { float x[2]; } Two; union { Two x; uint bits[2]; } u;
+  u.x.x[0] = a[i]; {~=> u.x.x[1] = 1;~}
+  o[i] = u.bits[n[1]] & 255;  //!
+a_long_union: uninitialised
+  Long u; for (int k = 0; k < n[{~6 => 7~}]; ++k) u.x[k] = k;
+  o[i] = u.bits[n[6]] >> 20;  //!
+bytes_read_as_a_word: uninitialised
+  Bytes s; s.a = i; s.b = 2; if (n[1] {~> => <~} 5) s.c = 3; s.d = 1;
+  uint word = *(thread uint*)&s; o[i] = word;  //!
+a_byte_of_several: uninitialised
+  Bytes s; s.a = i; s.b = 2;
+  o[i] = s.{~c => a~} + s.b;  //!
+after_its_scope: uninitialised: or whose scope has ended
+  thread float* p; { float l[4]; for (int k = 0; k < n[4]; ++k) l[k] = k; p = l;
+  {~=> o[i] = p[n[3]];~} }
+  {~o[i] = p[n[3]]; =>~}  //!
 long_array: uninitialised
   float l[64]; l[n[3]] = 1;
   o[i] = l[n[{~4 => 3~}]];  //!

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import json
 import os
+import re
 import subprocess
 import tempfile
 import threading
@@ -60,7 +61,8 @@ KEYWORDS = [
 # A thread's stack is small, as on a GPU. Needing more of it is an error instead of an overflow.
 DIAGNOSTICS = """-Wno-everything -Werror=vla-extension -Wframe-larger-than=200000
     -Werror=frame-larger-than -fno-caret-diagnostics -fno-color-diagnostics
-    -ferror-limit=200 -fno-diagnostics-show-note-include-stack -fno-elide-type
+    -Werror=return-stack-address -ferror-limit=200
+    -fno-diagnostics-show-note-include-stack -fno-elide-type
     -ftemplate-backtrace-limit=0""".split()
 # A function that ends without its return stops there, an access outside of a private variable is a
 # trap, and a function that calls itself is found out.
@@ -84,6 +86,8 @@ UNOPTIMISED = "-Xclang -disable-llvm-passes".split()
 # Clang writes elements of its own vectors of bool wrongly (`ir.with_bool_elements`). Only LLVM's
 # verifier sees it: the passes make something else of it.
 VERIFIED = "-fverify-intermediate-code -fno-crash-diagnostics".split()
+# What the loaders of Linux and of macOS say of a function that is not there.
+MISSING = re.compile(r"(?:undefined symbol: |symbol not found[^']*'_)([^\s']+)")
 BROKEN = "Broken module found"
 # The IR is optimised already. Better machine code costs more time than a test's few launches save.
 BACK_END = "-x ir -O0 -Xclang -disable-llvm-passes".split()
@@ -420,6 +424,11 @@ def _load_image(entry: Path) -> Image:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
+        if lacks := MISSING.search(str(error)):
+            raise ShaderCompileError(
+                f"the Metal source calls `{lacks.group(1)}`, which is only declared. Define it; "
+                "the simulator has none of Apple's own functions, such as those of `air.*`"
+            ) from None
         raise RuntimeError(f"a compiled kernel does not load: {error}") from error
     return Image([tuple(Frame(**frame) for frame in site) for site in table], library)
 

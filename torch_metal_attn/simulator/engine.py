@@ -27,7 +27,7 @@ FAULT_KINDS = tuple(
     """none out_of_bounds threadgroup_out_of_bounds uninitialised race divergent_barrier
     partial_simd threadgroup_memory constant_write misaligned no_progress private_out_of_bounds
     integer_division float_to_integer shift simd_lane endless_loop stack_overflow missing_return
-    tensor""".split()
+    tensor clamp""".split()
 )
 
 
@@ -76,6 +76,7 @@ class Dispatch(ctypes.Structure):
         ("lane_map", ctypes.c_uint32),
         ("rounds", ctypes.c_uint32),
         ("lane_map_seed", ctypes.c_uint64),
+        ("strict_simd", ctypes.c_uint32),
     )
 
 
@@ -294,8 +295,11 @@ def run(
     workers: int = 0,
     step_limit: int = 0,
     tensors: TensorModel = DEFAULT_MODEL,
+    strict_simd: bool = True,
 ) -> Counters:
     """Run one dispatch to its end; raises SimulatorFault, or ValueError for a bad request.
+
+    strict_simd: a SIMD operation that not all lanes reach is a fault, if the image is checked.
 
     KeyboardInterrupt stops it, which leaves the results unfinished.
     """
@@ -319,6 +323,7 @@ def run(
         lane_map=LANE_MAPS.index(tensors.lane_map),
         rounds=int(tensors.rounds),
         lane_map_seed=tensors.seed,
+        strict_simd=int(strict_simd),
     )
     dispatch.threads_per_threadgroup[:] = tuple(threads_per_threadgroup)
     dispatch.threads_per_grid[:] = tuple(threads_per_grid)

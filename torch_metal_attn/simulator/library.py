@@ -13,7 +13,7 @@ import torch
 
 from ..wording import count_text, type_text, value_text
 from . import engine, parameter_types, runs
-from .build import Program, build
+from .build import Program, ShaderCompileError, build
 from .diagnostics import hides_frames
 from .engine import Buffer, Counters
 from .metal import reserved, versions
@@ -25,6 +25,10 @@ from .threadgroup_memory import LIMIT, threadgroup_bytes
 
 __tracebackhide__ = hides_frames
 SIMD_WIDTH = 32
+OWN = "compile with torch_metal_attn.simulator.compile_shader, which has"
+
+# A kernel's keywords that torch's do not have.
+OPTIONS = "seed workers step_limit threadgroup_bytes lane_map relaxed_precision".split()
 
 ArgCasts = str | Mapping[int, str] | None
 
@@ -41,6 +45,7 @@ def compile_shader(
     check: bool = False,
     count: bool = False,
     language: str = versions.DEFAULT,
+    strict_simd: bool = False,
 ) -> "ShaderLibrary":
     """Compile Metal source for the CPU; its kernels are attributes of what comes back.
 
@@ -53,11 +58,13 @@ def compile_shader(
         count: build with checks, and count operations too: see `Counters`.
         language: version of Metal, "3.1", "3.2" or "4.0". It sets `__METAL_VERSION__`, and what a
             later version introduced does not compile.
+        strict_simd: with `check`, a SIMD operation that only some lanes of a SIMD group reach is a
+            fault, although Metal defines it over the active ones.
 
-    Raises ShaderCompileError (a RuntimeError and a SyntaxError) for text that does not compile,
-    ValueError for constants that the text does not have or cannot hold, for defines that are no
-    macros and for an unknown language, FileNotFoundError for include_dirs that are no directories,
-    TypeError for other types.
+    Raises ShaderCompileError (a RuntimeError and a SyntaxError) for text that does not compile or
+    has no kernel, ValueError for constants that the text does not have or cannot hold, for defines
+    that are no macros and for an unknown language, FileNotFoundError for include_dirs that are no
+    directories, TypeError for other types.
 
     Example:
         >>> lib = compile_shader('''kernel void scale(device float* x, constant float& by,
@@ -78,9 +85,24 @@ def compile_shader(
         count=runs.flag("count", count),
         language=versions.checked(language),
     )
-    if program.kernels and program.compiles_at_once:
+    if not program.kernels:
+        raise ShaderCompileError(_no_kernel(source))
+    if program.compiles_at_once:
         program.image(next(iter(program.kernels)))
-    return ShaderLibrary(program)
+    return ShaderLibrary(program, runs.flag("strict_simd", strict_simd))
+
+
+def _no_kernel(source: str) -> str:
+    if "\n" not in source and re.fullmatch(r"\s*\S+\.(metal|msl|h|txt)\s*", source):
+        return (
+            f"source is {source!r}, a path; it must be Metal text: pass "
+            f"Path({source.strip()!r}).read_text()"
+        )
+    if re.search(r"\b__global__\b", source):
+        return "the source has no kernel: it is CUDA, whose __global__ is `kernel` in Metal"
+    if not source.strip():
+        return "the source is empty; it must be Metal text with a function declared `kernel`"
+    return "the source has no kernel: declare a function `kernel void`, or instantiate a template"
 
 
 def folders_and_macros(
@@ -144,13 +166,17 @@ def _macro(name: str, value: str | int | bool) -> str:
 class ShaderLibrary:
     """The kernels of a Metal text, as attributes; `dir()` lists them."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, strict_simd: bool = False) -> None:
         self._program = program
+        self._strict_simd = strict_simd
+        self._as_torch = False
         self._last_counters: Counters | None = None
 
     @property
     def last_counters(self) -> Counters | None:
         """Counts of the last kernel that ran. See `Counters` for which need check or count."""
+        if self._as_torch:
+            raise AttributeError  # `__getattr__` says why
         return self._last_counters
 
     @cached_property
@@ -162,6 +188,8 @@ class ShaderLibrary:
 
     def __getattr__(self, name: str) -> "ShaderKernel":
         kernel = self._program.kernels.get(name) if not name.startswith("_") else None
+        if name == "last_counters" and kernel is None:
+            raise AttributeError(f"torch's libraries have no last_counters; {OWN} them")
         if kernel is None:
             known = ", ".join(self._program.kernels) or "none"
             raise AttributeError(f"the library has no kernel {name!r}; it has {known}")
@@ -235,6 +263,9 @@ class ShaderKernel:
         ValueError for arguments that are missing, too many, of another type or out of range.
         """
         name, program = self._kernel.name, self._library._program
+        if self._library._as_torch:
+            options = (seed, workers, step_limit, threadgroup_bytes, lane_map, relaxed_precision)
+            _as_torch(self._kernel, dict(zip(OPTIONS, options, strict=True)))
         run = runs.current()
         if run is not None and run.record:
             raise RuntimeError(
@@ -274,11 +305,40 @@ class ShaderKernel:
             tensors=tensor_model(
                 lane_map, relaxed_precision, run.tensors if run is not None else DEFAULT_MODEL
             ),
+            strict_simd=self._library._strict_simd,
         )
         self._library._last_counters = counters
         _mark_written(parameters, held)
         launch = runs.LaunchRecord(name, {}, grid, group, time.perf_counter() - started)
         runs.record(launch, counters, program.checked)
+
+
+def compile_for_torch(source: str, check: bool, language: str = versions.DEFAULT) -> ShaderLibrary:
+    """A library of which code can use what torch.mps.compile_shader's has, and no more."""
+    library = compile_shader(source, check=check, language=language)
+    library._as_torch = True
+    return library
+
+
+def _as_torch(kernel: Kernel, options: Mapping[str, Any]) -> None:
+    """Refuse what a kernel of torch.mps.compile_shader cannot be called with."""
+    name = kernel.name
+    for option, value in options.items():
+        if value is not None:
+            raise TypeError(f"{name}: torch's kernels take no {option}; {OWN} it")
+    if kernel.missing:
+        raise ValueError(
+            f"{name} needs a value for function constants {', '.join(kernel.missing)}: "
+            "torch.mps.compile_shader sets none; make them macros or template arguments, or "
+            f"{OWN} constants"
+        )
+    for parameter in kernel.parameters:
+        if parameter.kind == "threadgroup":
+            raise ValueError(
+                f"{name}: {parameter.name} is [[threadgroup({parameter.index})]], whose length "
+                "torch.mps.compile_shader cannot set; declare an array in the kernel, such as "
+                f"`threadgroup float {parameter.name}[256];`, or {OWN} threadgroup_bytes"
+            )
 
 
 def _mark_written(parameters: Sequence[Parameter], held: Sequence[torch.Tensor | None]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from . import lint, runs
 from .diagnostics import hides_frames
-from .library import ShaderLibrary, compile_shader
+from .library import ShaderLibrary, compile_for_torch
 from .metal import versions
 from .renaming import Renaming
 
@@ -44,7 +44,7 @@ def replacing_compile_shader(
             library = torch.mps.compile_shader(source)
 
     So code that calls it runs on CPU tensors, on any machine. It is replaced under every name that
-    a module outside of torch has for it.
+    a module outside of torch has for it. What torch's libraries and kernels do not have is refused.
 
     Args:
         check: build with checks: a kernel that breaks a rule raises SimulatorFault. A source that
@@ -85,7 +85,7 @@ def _replacement_of(original: Callable[[str], Any]) -> Callable[[str], Any]:
         block = _of_thread.get() or (_process_wide[-1] if _process_wide else None)
         if block is None:
             return original(source)
-        library = compile_shader(source, check=block.check, language=block.language)
+        library = compile_for_torch(source, block.check, block.language)
         if block.check:
             lint.refuse(source, block.language)
         return library

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .ir import INSTRUCTION, NAME, VALUE, Function, operand, parse, split
+from .rounds import mark_rounds
 
 ABI = (Path(__file__).parents[1] / "shim" / "abi.h").read_text()
 MOST = int(ABI.partition("#define MSL_MOST_PRODUCTS ")[2].partition("u")[0])
@@ -151,5 +152,6 @@ def batch_products(text: str) -> str:
             for line in function.body:
                 work.line(line)
             function.body = work.out
+    mark_rounds(module.functions)
     module.outside += work.tables
     return module.text() + "\n"

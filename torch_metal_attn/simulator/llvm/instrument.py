@@ -14,6 +14,7 @@ from functools import cache
 from ..metal.kernels import ENTRY_PREFIX
 from .ir import DEBUG, LABEL, NAME, Function, debug, layout, parse
 from .operations import ALWAYS, COUNTS, operation
+from .rounds import mark_rounds
 from .undefined import SITE, find_undefined
 from .uninitialised import WRITE, find_unset
 
@@ -195,6 +196,7 @@ class _Pass:
                 function.body = find_unset(function.body, module.structs, self.count_all)
             function.body = find_undefined(function)
             function.body = self.report(function)
+        mark_rounds(module.functions)
         module.outside = [
             line
             for line in module.outside

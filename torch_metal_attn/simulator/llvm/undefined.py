@@ -55,7 +55,7 @@ def find_undefined(function: Function) -> list[str]:
         elif ("div " in line or "rem " in line) and (match := DIVIDE.match(line)):
             names += 1
             out += _division(match, f"%msl.divide.{names}", line)
-        elif line.startswith(("  br ", "  switch ")) and seen.intersection(_targets(body, number)):
+        elif line.startswith(("  br ", "  switch ")) and seen.intersection(targets(body, number)):
             out.append(_call("step", "", line))
         out.append(line)
     return out
@@ -71,7 +71,7 @@ def _handler(match: re.Match[str], line: str) -> str:
     return _call("undefined", f"i32 {what}, ptr {about}, i64 {a}, i64 {b}, ", line)
 
 
-def _targets(lines: list[str], number: int) -> Iterator[str]:
+def targets(lines: list[str], number: int) -> Iterator[str]:
     """The blocks that a branch can go to; a switch has its cases on the lines after it."""
     line = lines[number]
     yield from TARGET.findall(line)

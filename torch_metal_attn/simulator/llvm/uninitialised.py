@@ -4,7 +4,8 @@ A variable that is declared without a value begins as the result of `__msl_unset
 compiler cannot look into. Each value that depends on such a call after optimisation gets a flag for
 each lane, which says whether it is defined. Where the value decides something (a branch, a store,
 an address, a call), the engine is told the flag. So copies and unused values are no faults. An
-array that stays in memory gets a second array, with a mark for each byte that was not written.
+array that stays in memory gets a second array, with a mark for each byte that was not written, or
+whose scope has ended.
 
 Accesses to private variables that may be outside of them are checked here too.
 """
@@ -54,6 +55,9 @@ COPY = re.compile(
 WATCHED = re.compile(
     r"^  (?:tail )?call void @__tsan_(?:unaligned_)?(?:read_write|read|write)(\d+)\("
 )
+SCOPE = re.compile(
+    rf"^  (?:tail )?call void @llvm\.lifetime\.(start|end)\.p0\(.*ptr [^%]*({NAME})\)"
+)
 FLOATS = {"float", "half", "bfloat"}
 READ, WRITE = 0, 1
 MOST_MARKED = 4096  # bytes of a variable: stacks are small
@@ -74,6 +78,7 @@ class _Private:
     bytes: int
     captured: bool = False  # another function may write to it
     unset: bool = False  # there are times at which it has not been written
+    outlived: bool = False  # it may be used after its scope has ended
 
 
 class _Function(Flags):
@@ -133,6 +138,7 @@ class _Function(Flags):
             self.root[name] = name
             self.types[name] = match.group(2)
             self.find_addresses(name)
+            self.find_outlived(name)
 
     def find_addresses(self, variable: str) -> None:
         """Note what is done to a variable in memory, by all addresses computed from its own."""
@@ -157,6 +163,19 @@ class _Function(Flags):
                     if any(self.root.get(v) != variable for v in operands):
                         private.captured = True
                         self.find_mixed(name)
+
+    def find_outlived(self, variable: str) -> None:
+        """Note a variable that is used after the end of its scope, or before it in a loop."""
+        addresses = [name for name, root in self.root.items() if root == variable]
+        lives, scopes = True, []
+        for number in sorted({n for name in addresses for n in self.users[name]}):
+            if match := SCOPE.match(self.body[number]):
+                lives = match.group(1) == "start"
+                scopes.append(number)
+            elif not lives and not ADDRESS.match(self.body[number]):
+                self.private[variable].outlived = True
+        if self.private[variable].outlived:
+            self.special.update(scopes)
 
     def find_mixed(self, address: str) -> None:
         """Note a choice between addresses of several variables, and all that it leads to."""
@@ -230,6 +249,10 @@ class _Function(Flags):
     def find_values(self) -> None:
         """Every value that may be undefined, from those that were not written on."""
         found = list(self.unset)
+        for variable, private in self.private.items():
+            if private.outlived and not private.unset:
+                private.unset = True
+                found += self.find_loads(variable) if self.has_marks(variable) else []
         for variable, number in self.patterns:
             found += self.note_unset(variable, number)
         for name in found:
@@ -341,6 +364,12 @@ class _Function(Flags):
             return
         if self.is_pattern(line):
             self.pattern(line)
+            return
+        if (match := SCOPE.match(line)) and self.has_marks(match.group(2)):
+            what, name = match.groups()
+            self.fill(f"%msl.marks.{name[1:]}", int(what == "end"), self.private[name].bytes)
+            self.unmark_padding(name)
+            self.out.append(line)
             return
         if (match := FILL.match(line)) and match.group(1) in self.root:
             address, value, length = match.groups()

@@ -18,10 +18,11 @@ def unset_variables(tokens: TokenList) -> None:
     """Mark the variables that functions declare without a value."""
     kinds: list[bool] = []  # of the open braces: is it in a function?
     marks: list[tuple[int, str]] = []
+    closes_type = False
     begins = False  # a raw token is a whole statement, of a threadgroup variable
     for index, token in enumerate(tokens.tokens):
         if begins and kinds and kinds[-1] and token.kind == "name":
-            if names := _declared(tokens, index):
+            if names := _names(tokens, index) if closes_type else _declared(tokens, index):
                 calls = "".join(f' ::metal::__unset({name}, "{name}");' for name in names)
                 marks.append((tokens.next(index, (";",)), calls))
         begins = token.text in ENDS
@@ -30,7 +31,11 @@ def unset_variables(tokens: TokenList) -> None:
         elif token.text == "{":
             kinds.append(_in_function(tokens, index, kinds))
         elif token.text == "}" and kinds:
-            kinds.pop()
+            if not kinds.pop():  # of `union { ... } x;` perhaps, and not of a typedef
+                start = tokens.seek_back(tokens.open(index) - 1, ENDS) + 1
+                closes_type = tokens.text(start) in ("struct", "union")
+                continue
+        closes_type = False
     for index, calls in marks:
         tokens[index].text += calls
 
@@ -63,6 +68,10 @@ def _declared(tokens: TokenList, index: int) -> list[str]:
             at = tokens.close_angle(at) + 1
         except ValueError:
             return []
+    return _names(tokens, at)
+
+
+def _names(tokens: TokenList, at: int) -> list[str]:
     names: list[str] = []
     while True:
         if tokens[at].kind != "name" or tokens.text(at) in OTHERS:

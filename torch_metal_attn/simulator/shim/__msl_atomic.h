@@ -67,6 +67,12 @@ template <class T>
 MSL_INTERNAL bool __atomic_swap_if(ulong address, T* expected, T desired) {
   typedef typename __atomic_bits<T>::type Bits;
   Bits old = __builtin_bit_cast(Bits, *expected);
+#ifdef MSL_CHECKED
+  if (__msl_table->weak_fails()) {
+    *expected = __atomic_read<T>(address);
+    return false;
+  }
+#endif
   bool done = __atomic_compare_exchange_n((Bits*)address, &old, __builtin_bit_cast(Bits, desired),
                                           false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   *expected = __builtin_bit_cast(T, old);

@@ -72,6 +72,14 @@ MSL_ENTRY void __msl_check_lane(uint lane, uint lanes) {
   if (lane >= lanes) __msl_table->undefined(MSL_LANE, nullptr, lane, lanes, ~0u);
 }
 
+// A lane whose value is read must take part.
+MSL_INTERNAL inline void __msl_check_active(const __msl_exchange* box, uint lane) {
+#ifdef MSL_CHECKED
+  if (!(box->mask >> lane & 1))
+    __msl_table->undefined(MSL_INACTIVE_LANE, nullptr, lane, box->mask, ~0u);
+#endif
+}
+
 // Another lane's value.
 MSL_ENTRY __msl_words __msl_shuffle(ulong low, ulong high, uint direction, uint argument) {
   uint lane = __msl_lane();
@@ -101,6 +109,7 @@ MSL_ENTRY __msl_words __msl_shuffle(ulong low, ulong high, uint direction, uint 
       from = lane + argument;
       break;
   }
+  __msl_check_active(box, from % MSL_SIMD_WIDTH);
   return __builtin_bit_cast(__msl_words, box->lanes[from % MSL_SIMD_WIDTH]);
 }
 
@@ -110,7 +119,9 @@ MSL_ENTRY __msl_words __msl_broadcast(ulong low, ulong high, uint lane, uint wid
   __msl_check_lane(lane, width);
   const __msl_exchange* box =
       __msl_table->broadcast(low, high, lane, width, __builtin_return_address(0));
-  return __builtin_bit_cast(__msl_words, box->lanes[__msl_lane() / width * width + lane]);
+  uint from = __msl_lane() / width * width + lane;
+  __msl_check_active(box, from);
+  return __builtin_bit_cast(__msl_words, box->lanes[from]);
 }
 #endif
 
@@ -128,6 +139,12 @@ MSL_ENTRY __msl_words __msl_scan(__msl_combine combine, ulong low, ulong high) {
   return __builtin_bit_cast(__msl_words, box->lanes[__msl_lane()]);
 }
 
+#ifdef MSL_CHECKED
+MSL_ENTRY void __msl_matrix_access() { __msl_table->access_matrix(__builtin_return_address(0)); }
+#else
+MSL_LOOKUP void __msl_matrix_access() {}
+#endif
+
 MSL_ENTRY void __msl_threadgroup_barrier(uint flags) {
   __msl_table->threadgroup_barrier(flags, __builtin_return_address(0));
 }
@@ -140,11 +157,31 @@ MSL_ENTRY void* __msl_threadgroup_memory(const char* name, ulong bytes, ulong al
   return __msl_table->threadgroup_memory(name, bytes, alignment);
 }
 
+// Calls to these are put in by llvm/rounds.py.
+#define MSL_CALLBACK \
+  __attribute__((noinline, used, visibility("hidden"), disable_sanitizer_instrumentation))
+MSL_CALLBACK void __msl_place(uint place, uint depth) {
+  __msl_thread* thread_ = __msl_this_worker()->running;
+  thread_->place = place;
+  thread_->depth = depth;
+}
+MSL_CALLBACK void __msl_round(uint level, uint loop, uint again) {
+  __msl_round_of_loop& round_ = __msl_this_worker()->running->rounds[level];
+  round_ = {loop, again ? round_.number + 1 : 0};
+}
+
 #ifdef MSL_UNDEFINED
 // Like the sanitizer's handlers it does not return. If it did, the compiler would read memory again
 // after each check.
 MSL_ENTRY __attribute__((noreturn)) void __msl_vector_shift(ulong width, ulong amount) {
   __msl_table->undefined(MSL_VECTOR_SHIFT, nullptr, width, amount, ~0u);
+  __builtin_trap();
+}
+#endif
+
+#ifdef MSL_UNDEFINED
+MSL_ENTRY __attribute__((noreturn)) void __msl_refuse_clamp() {
+  __msl_table->undefined(MSL_CLAMP, nullptr, 0, 0, ~0u);
   __builtin_trap();
 }
 #endif
@@ -159,8 +196,6 @@ MSL_ENTRY __attribute__((noreturn, used)) void __ubsan_handle_missing_return(con
 
 #ifdef MSL_CHECKED
 // Calls to these are put in by the checked build's pass over the compiled code.
-#define MSL_CALLBACK \
-  __attribute__((noinline, used, visibility("hidden"), disable_sanitizer_instrumentation))
 MSL_CALLBACK void __msl_access(const void* address, uint bytes, uint flags, uint site) {
   __msl_table->access(address, bytes, flags, site);
 }

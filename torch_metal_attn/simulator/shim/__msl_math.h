@@ -1,7 +1,7 @@
 // metal_math, metal_common, metal_geometric and metal_relational. 16-bit floats are computed in
 // float32 and rounded.
 #pragma once
-#include <__msl_types.h>
+#include <__msl_engine.h>
 
 // No declarator, so that `float INFINITY` is an error.
 #define INFINITY (+__builtin_inff())
@@ -260,6 +260,15 @@ __MSL_OF_THREE(fma, __floating, __builtin_elementwise_fma(a, b, c))
 #undef __MSL_OF_THREE
 template <class X, class A, class B, class T = __common<__common<X, A>, B>>
 METAL_FUNC T clamp(X x, A low, B high) {
+#ifdef MSL_UNDEFINED
+  if (!__builtin_is_constant_evaluated()) {
+    if constexpr (__is_vector<T>) {
+      if (__builtin_reduce_or((T)low > (T)high)) __msl_refuse_clamp();
+    } else {
+      if ((T)low > (T)high) __msl_refuse_clamp();
+    }
+  }
+#endif
   return metal::min(metal::max((T)x, (T)low), (T)high);
 }
 template <class T>

@@ -81,6 +81,7 @@ struct __neighbours {
                                  ulong elements_per_row = 8, ulong2 origin = 0,                    \
                                  bool transpose = false) {                                         \
     uint pair = __msl_pair_index(), row = pair / 4, column = pair % 4 * 2;                         \
+    __msl_matrix_access();                                                                         \
     source += origin.y * elements_per_row + origin.x;                                              \
     if (transpose) {                                                                               \
       m.__elements.x = source[column * elements_per_row + row];                                    \
@@ -95,6 +96,7 @@ struct __neighbours {
                                   ulong elements_per_row = 8, ulong2 origin = 0,                   \
                                   bool transpose = false) {                                        \
     uint pair = __msl_pair_index(), row = pair / 4, column = pair % 4 * 2;                         \
+    __msl_matrix_access();                                                                         \
     target += origin.y * elements_per_row + origin.x;                                              \
     if (transpose) {                                                                               \
       target[column * elements_per_row + row] = m.__elements.x;                                    \

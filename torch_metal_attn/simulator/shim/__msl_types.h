@@ -213,6 +213,9 @@ METAL_FUNC constexpr void __unset(T& x, const char* variable) {
     typedef typename __word<alignof(T)>::type Word;
     __unset_words(x, __unset_value<Word>(variable),
                   __make_integer_seq<__sequence, int, sizeof(T) / sizeof(Word)>());
+  } else if constexpr ((__is_class(T) || __is_union(T)) && __is_trivially_constructible(T)) {
+    // It may be written in parts and read whole, so it stays in memory, with a mark for each byte.
+    for (ulong i = 0; i < sizeof(T); ++i) ((volatile uchar*)&x)[i] = __msl_unset_8(variable);
   }
 #else
   (void)x;

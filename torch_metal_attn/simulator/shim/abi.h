@@ -15,6 +15,7 @@ enum __msl_operation : unsigned {
   MSL_VOTE,
   MSL_ACTIVE,  // a vote whose meaning is the set of lanes that reach it: may be partial
   MSL_MATRIX,
+  MSL_MATRIX_ACCESS,
   MSL_SIMDGROUP_BARRIER,
   MSL_TENSOR,
 };
@@ -38,9 +39,17 @@ enum __msl_undefined_what : unsigned {
   MSL_PRIVATE_ACCESS,
   MSL_DIVISION_OVERFLOW,
   MSL_LANE,
+  MSL_INACTIVE_LANE,  // returns if the lane does not exist
   MSL_UNINITIALISED,
   MSL_VECTOR_SHIFT,
+  MSL_CLAMP,
   MSL_TENSOR_USE,  // described in words
+};
+
+#define MSL_MOST_LOOPS 8u
+#define MSL_UNKNOWN_PLACE ~0u  // in a function that is not inlined
+struct __msl_round_of_loop {
+  unsigned loop, number;
 };
 
 // One thread, as kernels' attributes and SIMD operations see it.
@@ -51,6 +60,11 @@ struct __msl_thread {
   unsigned simdgroup;
   unsigned pair;  // where an 8x8 matrix keeps this lane's two elements: row * 4 + column / 2
   unsigned site;  // in checked images, the place of its next call into the engine
+  // Its next meeting with other lanes: a number in the program's order, and how many loops there
+  // are around it, of which `rounds` has the outermost first (llvm/rounds.py).
+  unsigned place;
+  unsigned depth;
+  __msl_round_of_loop rounds[MSL_MOST_LOOPS];
 };
 
 // One threadgroup of a dispatch.
@@ -171,4 +185,7 @@ struct __msl_engine {
   // is_further: this goes on with an operation that was counted.
   void (*tensor)(__msl_combine combine, void* elements, const __msl_tensor_operation* operation,
                  unsigned is_further, const void* site);
+  // Checked images only: a simdgroup_load or simdgroup_store begins.
+  void (*access_matrix)(const void* site);
+  unsigned (*weak_fails)();  // whether a weak compare and exchange fails without a reason
 };

@@ -1,0 +1,154 @@
+"""Which lanes meet: the order of a kernel's meetings, and the rounds of the loops around them.
+
+A GPU runs the lanes of a SIMD group together, and those that a branch left out wait. Here each
+lane runs by itself until it meets the others, at a SIMD operation or a barrier. Two lanes are at
+the same meeting if they are at the same call in the same rounds of all loops around it. Where lanes
+wait at different ones, the one that comes first in the program is first.
+"""
+
+import re
+
+from ..metal.kernels import ENTRY_PREFIX
+from .ir import LABEL, Function, debug
+from .undefined import targets
+
+MEETING = re.compile(
+    r"^  (?:%\S+ = )?(?:tail |musttail |notail )?call [^@]*@__msl_(?:matrix|products|shuffle|reduce"
+    r"|broadcast|scan|threadgroup_barrier|simdgroup_barrier|matrix_access|tensor)\("
+)
+ENTRY = re.compile(rf"@{ENTRY_PREFIX}")
+CALLED = re.compile(r"@([\w.$-]+)\(")
+MOST_LOOPS = 8  # around each other; abi.h has the same
+UNKNOWN = -1  # the order of a meeting in a function that is not inlined
+
+
+class _Graph:
+    """The blocks of a function, and where each may go."""
+
+    def __init__(self, function: Function) -> None:
+        lines = function.body
+        numbers = [int(number) for number in re.findall(r"%(\d+)", function.head)]
+        self.entry = f"%{max(numbers, default=-1) + 1}"
+        self.begin: dict[str, int] = {}
+        self.after: dict[str, list[str]] = {}
+        self.before: dict[str, list[str]] = {}
+        self.of_line: dict[int, str] = {}  # of meetings: the block
+        name = self.entry
+        for number, line in enumerate(lines):
+            if not line.startswith("  "):
+                if match := LABEL.match(line):
+                    name = f"%{match.group(1)}"
+                    self.entry = name if number == 0 else self.entry
+                    self.begin[name] = number + 1
+            elif line.startswith(("  br ", "  switch ")):
+                self.after[name] = list(targets(lines, number))
+                for target in self.after[name]:
+                    self.before.setdefault(target, []).append(name)
+            elif "@__msl_" in line and MEETING.match(line):
+                self.of_line[number] = name
+        self.order = self._order()
+
+    def _order(self) -> dict[str, int]:
+        """Each block's place in an order in which edges go forwards, but for those of loops."""
+        done: list[str] = []
+        seen, path = {self.entry}, [(self.entry, iter(self.after.get(self.entry, ())))]
+        while path:
+            name, rest = path[-1]
+            target = next((target for target in rest if target not in seen), None)
+            if target is None:
+                done.append(name)
+                path.pop()
+            else:
+                seen.add(target)
+                path.append((target, iter(self.after.get(target, ()))))
+        return {name: place for place, name in enumerate(reversed(done))}
+
+    def loops(self) -> dict[str, set[str]]:
+        """The blocks of each loop that has a meeting, by its first block; outer loops first."""
+        found: dict[str, set[str]] = {}
+        meetings = set(self.of_line.values())
+        for header, sources in self.before.items():
+            at = self.order.get(header)
+            left = [s for s in sources if at is not None and self.order.get(s, -1) >= at]
+            inside = {header}
+            while left:
+                name = left.pop()
+                if name not in inside:
+                    inside.add(name)
+                    left += self.before.get(name, ())
+            if len(inside) > 1 or header in sources:
+                if self.entry not in inside and inside & meetings:
+                    found[header] = inside
+        return dict(sorted(found.items(), key=lambda loop: -len(loop[1])))
+
+
+def mark_rounds(functions: list[Function]) -> None:
+    """Let functions call the engine with their place before each meeting, and in each round."""
+    meeting: dict[str, Function] = {}
+    for function in functions:
+        if (
+            ENTRY.search(function.head) or "@__msl_" not in function.head
+        ):  # the others are the shim's
+            if any("@__msl_" in line and MEETING.match(line) for line in function.body):
+                meeting[CALLED.findall(function.head)[0]] = function
+    ordered = {name for name, function in meeting.items() if ENTRY.search(function.head)}
+    if len(ordered) < len(meeting):
+        called = {
+            function.head: [
+                n for line in function.body for n in CALLED.findall(line) if n in meeting
+            ]
+            for function in functions
+        }
+        # An entry that does no more than call a function calls a kernel that was not inlined.
+        kernels = {
+            names[0]
+            for head, names in called.items()
+            if ENTRY.search(head) and len(names) == 1 and names[0] not in ordered
+        }
+        for function in functions:
+            is_entry = ENTRY.search(function.head)
+            if not is_entry or any(
+                line.startswith(("  br ", "  switch ")) for line in function.body
+            ):
+                kernels -= set(called[function.head])
+        ordered |= kernels
+    for name, function in meeting.items():
+        _mark(function, is_ordered=name in ordered)
+
+
+def _mark(function: Function, is_ordered: bool) -> None:
+    graph = _Graph(function)
+    loops = graph.loops()
+    around = {
+        block: [header for header, inside in loops.items() if block in inside]
+        for block in {*graph.of_line.values(), *loops}
+    }
+    order = graph.order
+    where = {
+        number: ([order[header] for header in around[block]], order[block], number)
+        for number, block in graph.of_line.items()
+        if block in order
+    }
+    # The blocks of a loop may be apart in the order of all blocks; by its first they are together.
+    places = sorted(where, key=lambda number: (*where[number][0], *where[number][1:]))
+    added: dict[int, list[str]] = {}
+    for place, number in enumerate(places):
+        line = function.body[number]
+        depth = min(len(where[number][0]), MOST_LOOPS)
+        at = f"i32 {place if is_ordered else UNKNOWN}, i32 {depth}"
+        added[number] = [f"  call void @__msl_place({at})" + debug(line)]
+    for loop, (header, inside) in enumerate(loops.items()):
+        level, again = around[header].index(header), f"%msl.again.{loop}"
+        if level >= MOST_LOOPS:
+            continue
+        sources = ", ".join(f"[ {int(s in inside)}, {s} ]" for s in graph.before[header])
+        begin = end = graph.begin[header]
+        while " = phi " in function.body[end]:
+            end += 1
+        placed = next((line for line in function.body[end:] if debug(line)), "")
+        round_ = f"  call void @__msl_round(i32 {level}, i32 {loop}, i32 {again})" + debug(placed)
+        added[end] = [round_, *added.get(end, [])]
+        added[begin] = [f"  {again} = phi i32 {sources}", *added.get(begin, [])]
+    function.body = [
+        new for number, line in enumerate(function.body) for new in [*added.get(number, []), line]
+    ]

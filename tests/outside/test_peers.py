@@ -106,6 +106,7 @@ def visible(q, k, causal, mask, corner=0):
         (64, True, None, 70, 101),
         (64, False, "bool", 70, 101),
         (128, False, "additive", 35, 50),
+        (64, False, "bool", 70, 101),  # without checks: its first block has a name
     ],
 )
 def test_prefill(mlx, aten, kernel, dtype, head_dim, causal, mask_kind, q_length, kv_length, check):

@@ -258,6 +258,14 @@ class TokenList:
             at = self.seek_back(at - 1, ("<", ">"))
         raise self.error(index, "template argument list has no beginning")
 
+    def scope_end(self, index: int) -> int:
+        """The end of the scope of a declaration at `index`: of its function, block or struct."""
+        at = self.seek(index, (")", "}"))
+        if self.text(at) == ")":
+            at = self.next(at, ("{", ";"))
+            at = self.close(at) if self.text(at) == "{" else at
+        return at
+
     def split(self, start: int, end: int) -> list[tuple[int, int]]:
         """The spans of [start, end) between its top-level commas; no span if it is empty."""
         spans: list[tuple[int, int]] = []

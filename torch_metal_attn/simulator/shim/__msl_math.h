@@ -256,8 +256,11 @@ __MSL_OF_THREE(median3, __number, metal::max(metal::min(a, b), metal::min(metal:
 __MSL_OF_THREE(fmax3, __floating, metal::max3(a, b, c))
 __MSL_OF_THREE(fmin3, __floating, metal::min3(a, b, c))
 __MSL_OF_THREE(fmedian3, __floating, metal::median3(a, b, c))
-__MSL_OF_THREE(fma, __floating, __builtin_elementwise_fma(a, b, c))
 #undef __MSL_OF_THREE
+template <class A, class B, class C, class T = __floating_common<__floating_common<A, B>, C>>
+METAL_FUNC T fma(A a, B b, C c) {
+  return __builtin_elementwise_fma((T)a, (T)b, (T)c);
+}
 template <class X, class A, class B, class T = __common<__common<X, A>, B>>
 METAL_FUNC T clamp(X x, A low, B high) {
   return metal::min(metal::max((T)x, (T)low), (T)high);

@@ -238,7 +238,7 @@ REFUSED = {
     "(sampler s [[sampler(0)]]) {}": "samplers are not supported",
     "(visible_function_table<float(float)> t [[buffer(1)]]) {}": "function tables",
     "(tensor<device int, dextents<int, 1>> t [[buffer(0)]]) {}": "needs Metal 4.0",
-    "() {} constant int c [[function_constant(FIRST)]];": "needs a literal index here",
+    "() {} constant int c [[function_constant(FIRST)]];": "neither a number nor",
     "() {} struct V { float4 p; }; kernel void l(V in [[stage_in]]) {}": "vertex functions are not",
     "() {} [[vertex]] float4 v(uint i [[vertex_id]]) { return 0; }": "vertex functions are not",
     "() {} struct A { device int* x; }; kernel void l(constant A& a) { }": "argument buffer",

@@ -25,14 +25,14 @@ def test_lexing_loses_nothing():
     assert join(lex(text)) == text
 
 
-def test_slot_may_be_an_enumerator():
+def test_slot_may_be_an_enumerator_or_a_sum():
     for enums, slot in (
         ("enum Slot { FIRST, NEXT = 5 }", 5),
         ("enum A { OTHER = 4, NEXT }", 5),
-        ("enum B { END = 16 }; enum C { FIRST = END, NEXT }", 17),
+        ("enum B { END = 16 }; enum C { FIRST = END, NEXT = FIRST + 1u }", 17),
     ):
-        kernel = kernel_of(f"{enums}; kernel void k(device int* a [[buffer(NEXT)]]) {{ }}")
-        assert kernel.parameters[0].index == slot
+        kernel = kernel_of(f"{enums}; kernel void k(device int* a [[buffer(NEXT + 1)]]) {{ }}")
+        assert kernel.parameters[0].index == slot + 1
 
 
 @each_case(
@@ -59,7 +59,8 @@ def test_kernel_in_a_namespace():
 
 CONSTANTS = """
 constant bool flag [[function_constant(1)]];
-constant float by [[function_constant(2)]];
+enum { FIRST = 1 << 1 };
+constant float by [[function_constant(FIRST + 0)]];
 constant int maybe [[function_constant(3)]];
 constant int count = is_function_constant_defined(maybe) ? maybe : 7;
 float helper() { return by; }
@@ -115,7 +116,7 @@ def test_wrong_function_constants(constants, error, words):
         ("kernel void k(device int* a [[buffer(31)]]) { }", 1, "buffers 0 to 30"),
         ("kernel void k(device int* a [[buffer(N)]]) { }", 1, "neither a number nor"),
         (
-            "enum A { N = 1 + 2 }; kernel void k(device int* a [[buffer(N)]]) { }",
+            "enum A { N = f(2) }; kernel void k(device int* a [[buffer(N)]]) { }",
             1,
             "neither a number nor an earlier enumerator",
         ),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import unsupported
+from .constants import Enumerators, enumerators, number
 from .lexer import TokenList
 from .objects import ADDRESS_SPACES, structs
 
@@ -76,9 +77,6 @@ class Kernel:
 # The words that a kernel's declaration or its instantiation may begin with.
 KERNEL_BEGINS = frozenset({"template", "kernel", "["})
 
-_Enumerators = dict[str, int | None]
-
-
 @dataclass
 class _Function:
     qualified: str
@@ -90,7 +88,7 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
     """Find every kernel, remove syntax that only Metal has, and list the callable kernels."""
     functions: dict[str, _Function] = {}
     named: list[tuple[str, str, str, str]] = []  # host name, callee, function, signature
-    enumerators = _enumerators(tokens)
+    names = enumerators(tokens)
     index = 0
     while (index := tokens.next(index, KERNEL_BEGINS)) < len(tokens):
         if tokens.text(index) == "[" != tokens.text(index + 1):
@@ -109,7 +107,7 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
         if _is_declaration(tokens, index):
             continue
         most_threads = _most_threads(tokens, index, attributes, template)
-        name_at, parameters = _signature(tokens, index, enumerators)
+        name_at, parameters = _signature(tokens, index, names)
         name = tokens.text(name_at)
         qualified = "".join(f"::{space}" for space in _namespaces(tokens, name_at)) + f"::{name}"
         functions[name] = _Function(qualified, parameters, most_threads)
@@ -270,7 +268,7 @@ def _namespaces(tokens: TokenList, index: int) -> list[str]:
 
 
 def _signature(
-    tokens: TokenList, index: int, enumerators: _Enumerators
+    tokens: TokenList, index: int, names: Enumerators
 ) -> tuple[int, list[Parameter]]:
     """Parse `void name(parameters)` from its return type on; strips the attributes."""
     opening = tokens.next(index, ("(", ";", "{"))
@@ -283,7 +281,7 @@ def _signature(
     count = len(tokens.split(opening + 1, tokens.close(opening)))
     for position in range(count):
         start, end = tokens.split(opening + 1, tokens.close(opening))[position]
-        parameters.append(_parameter(tokens, name, start, end, enumerators))
+        parameters.append(_parameter(tokens, name, start, end, names))
     taken = {p.index for p in parameters if p.kind == "buffer" and p.index >= 0}
     for parameter in parameters:
         if parameter.kind == "buffer" and parameter.index < 0:
@@ -315,7 +313,7 @@ def _check_slots(tokens: TokenList, opening: int, kernel: str, parameters: list[
 
 
 def _parameter(
-    tokens: TokenList, kernel: str, start: int, end: int, enumerators: _Enumerators
+    tokens: TokenList, kernel: str, start: int, end: int, numbers: Enumerators
 ) -> Parameter:
     attributes, end = _take_attributes(tokens, start, end)
     names = [i for i in range(start, end) if tokens[i].kind == "name"]
@@ -325,9 +323,9 @@ def _parameter(
     type_text = tokens.source(start, names[-1])
     words = set(re.findall(r"\w+", type_text))
     condition = re.search(r"function_constant \( (.+?) \)", attributes)
-    slot = re.search(r"\b(buffer|threadgroup) \( (\w+) \)", attributes)
+    slot = re.search(r"\b(buffer|threadgroup) \( (.+?) \)(?: ,|$)", attributes)
     is_pointer = "*" in type_text or "&" in type_text or tokens.text(end - 1) == "]"
-    slot_index = _slot_index(tokens, start, slot.group(2), enumerators) if slot else -1
+    slot_index = number(tokens, start, slot.group(2), numbers) if slot else -1
     if slot or (is_pointer and words & {"device", "constant"}):
         kind = slot.group(1) if slot else "buffer"
         if kind == "buffer" and not is_pointer:
@@ -354,37 +352,6 @@ def _parameter(
 def _unsupported(text: str) -> str | None:
     """Why a parameter of this type and attributes is refused, if the simulator lacks it."""
     return next(filter(None, map(unsupported.reason, re.findall(r"\w+", text))), None)
-
-
-def _slot_index(tokens: TokenList, position: int, text: str, enumerators: _Enumerators) -> int:
-    """The number of a slot: a literal, or an enumerator from a header shared with the host."""
-    if text.isdigit():
-        return int(text)
-    if text not in enumerators:
-        raise tokens.error(position, f"`{text}` is neither a number nor an enumerator of the text")
-    value = enumerators[text]
-    if value is None:
-        message = f"`{text}` has a value that is neither a number nor an earlier enumerator"
-        raise tokens.error(position, message)
-    return value
-
-
-def _enumerators(tokens: TokenList) -> _Enumerators:
-    """The text's enumerators, by name; None where the value is an expression."""
-    values: _Enumerators = {}
-    for index in tokens.where(("enum",)):
-        opening = tokens.next(index, ("{", ";"))
-        if tokens.text(opening) != "{":
-            continue
-        value: int | None = -1
-        for start, end in tokens.split(opening + 1, tokens.close(opening)):
-            name, _, given = tokens.source(start, end).replace(" ", "").partition("=")
-            if given:
-                value = int(given) if given.isdigit() else values.get(given)
-            elif value is not None:
-                value += 1
-            values[name] = value
-    return values
 
 
 def refuse_argument_buffers(tokens: TokenList, kernels: list[Kernel]) -> None:

@@ -22,6 +22,7 @@ MATRICES = frozenset(f"{t}{c}x{r}" for t in ("half", "float") for c in (2, 3, 4)
 CONSTRUCTED = BOOLS | MATRICES | {"matrix", "uniform", "os_log"}
 CONSTRUCTED |= {f"packed_{vector}" for vector in VECTORS - BOOLS if vector.endswith("3")}
 
+NO_FIELDS = frozenset("using typedef static public private protected friend struct enum".split())
 BEFORE_FIELD = (";", "{", "}", ":")
 NOT_CALLED = ("return", "if", "while", "for", "switch", "decltype", "case")
 BEFORE_STATEMENT = (";", "{", "}", ")", "else")
@@ -66,9 +67,11 @@ def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
     )
     for name, body, end in structs(tokens):
         declared.types.add(name)
-        if _has_constructor(tokens, name, body, end):
+        if constructors := _constructors(tokens, name, body, end):
             declared.constructed.add(name)
-            _add_constructors(tokens, name, end)
+            is_aggregate = all(tokens.text(at + 1) == "default" for at in constructors)
+            made = _aggregate_constructor(tokens, name, body, end) if is_aggregate else ""
+            _add_constructors(tokens, name, end, made)
     for index in tokens.where(ADDRESS_SPACES):
         _note_object(tokens, index, declared)
         _object_by_cast(tokens, index, declared)
@@ -96,19 +99,45 @@ def structs(tokens: TokenList) -> Iterator[tuple[str, int, int]]:
             yield tokens.text(name_at), body, tokens.close(body)
 
 
-def _has_constructor(tokens: TokenList, name: str, body: int, end: int) -> bool:
+def _constructors(tokens: TokenList, name: str, body: int, end: int) -> list[int]:
+    """The index after the parameters of each of a struct's constructors, `S()` or `S<T>()`."""
+    found: list[int] = []
     at = body + 1
     while (at := tokens.seek(at, (name, "}"))) < end:
-        if tokens.text(at + 1) == "(" and tokens.text(at - 1) != "~":
-            return True
+        opening = at + 1
+        if tokens.text(opening) == "<":
+            opening = tokens.maybe_angle(opening, end) + 1
+        if tokens.text(opening) == "(" and tokens.text(at - 1) != "~":
+            found.append(tokens.close(opening) + 1)
         at += 1
-    return False
+    return found
 
 
-def _add_constructors(tokens: TokenList, name: str, end: int) -> None:
+def _aggregate_constructor(tokens: TokenList, name: str, body: int, end: int) -> str:
+    """A constructor from the fields, for a struct whose other constructors are defaulted.
+
+    Such a struct is an aggregate, until it gets constructors for each memory.
+    """
+    fields: list[tuple[str, str]] = []
+    at = body + 1
+    while (last := tokens.seek(at, (";", "{", "}"))) < end:
+        words = [token.text for token in tokens.tokens[at:last]]
+        if words and "(" not in words and words[0] not in NO_FIELDS:
+            if tokens[last - 1].kind != "name" or "," in words:
+                return ""
+            fields.append((" ".join(words[:-1]), words[-1]))
+        at = (tokens.close(last) if tokens.text(last) == "{" else last) + 1
+    if not fields:
+        return ""
+    parameters = ", ".join(f"{kind} {field}" for kind, field in fields)
+    stored = ", ".join(f"{field}({field})" for _, field in fields)
+    return f"public: constexpr {name}({parameters}) : {stored} {{}} "
+
+
+def _add_constructors(tokens: TokenList, name: str, end: int, made: str) -> None:
     """They are marked as the simulator's own text, so that no fault or finding points to them."""
     last = tokens[end]
-    made = "".join(
+    made += "".join(
         CONSTRUCTOR.replace("@", name).replace("#", space) for space in sorted(ADDRESS_SPACES)
     )
     last.space += f'\n# 1 "<copies>" 3\n{made}\n# {last.line} "{last.file}"\n'
@@ -121,10 +150,9 @@ def sole_constructors(tokens: TokenList) -> None:
     space.
     """
     for name, body, end in list(structs(tokens))[::-1]:
-        spaces = []
-        for index in range(body + 1, end):
-            if tokens.tokens[index].text == name and tokens.text(index + 1) == "(":
-                spaces.append(tokens.skip(tokens.close(index + 1) + 1, QUALIFIERS))
+        spaces = [
+            tokens.skip(at, QUALIFIERS) for at in _constructors(tokens, name, body, end)
+        ]
         if not spaces or not all(tokens.text(at) in ADDRESS_SPACES for at in spaces):
             continue
         for index in range(end, body, -1):
@@ -218,7 +246,7 @@ def _path(tokens: TokenList, index: int) -> tuple[int, list[int]]:
 
 
 def _object_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
-    """`((device S*)p)[i]`, `*((device S*)p)` and `*(device S*)p`, as if p were declared so."""
+    """`((device S*)p)[i]`, `*((device S*)p + i)` and `*(device S*)p`, as if p were declared so."""
     cast = index - 1 if tokens.text(index - 1) == "(" else index - 2
     if tokens.text(cast) != "(":
         return
@@ -239,10 +267,11 @@ def _object_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
             end = tokens.after(end + 1) - 1 if tokens.text(end + 1) in OPENERS else end + 2
     elif tokens.text(start) == "(" and tokens.text(tokens.close(start) + 1) == "[":
         end = tokens.close(tokens.close(start) + 1)
-    elif tokens.text(start) == "(" and tokens.text(start - 1) == "*":
-        start, end = start - 1, tokens.close(start)
     else:
-        return
+        opening = tokens.skip(start, {"("}, -1) + 1  # as in `*((device S*)p + i)`
+        if opening > start or tokens.text(opening - 1) != "*":
+            return
+        start, end = opening - 1, tokens.close(opening)
     _wrap(tokens, start, end, *_around(tokens, start, end, declared, is_metals))
 
 

@@ -57,6 +57,23 @@ def test_kernel_in_a_namespace():
     assert kernel_of(text).callee == "::a::b::k"
 
 
+OVERLOADS = """
+template <class T, class M, int N> kernel void k(device T* a, device M* b [[buffer(N1)]]) { }
+template <class T, int N, bool B = true> kernel void k(device T* a, device T* b [[buffer(5)]]) { }
+template [[host_name("x")]] kernel decltype(k<int, half, 4>) k<int, half, 4>;
+template [[host_name("y")]] kernel decltype(k<int, 4, false>) k<int, 4, false>;
+"""
+
+
+def test_kernels_of_one_name():
+    """As MLX's block_masked_gemm: an instantiation has the slots of its own template."""
+    kernels = rewrite(OVERLOADS.replace("N1", "3")).kernels
+    assert [kernel.parameters[1].index for kernel in kernels] == [3, 5]
+    with pytest.raises(MetalSourceError, match="cannot tell which `k<int,4>` is: rename all"):
+        rewrite(OVERLOADS.replace("N1", "3").replace("class M, ", "").replace("half, ", "")
+                .replace("k<int, 4, false>", "k<int, 4>"))  # fmt: skip
+
+
 CONSTANTS = """
 constant bool flag [[function_constant(1)]];
 enum { FIRST = 1 << 1 };

@@ -74,7 +74,8 @@ def number(tokens: TokenList, position: int, text: str, names: Enumerators) -> i
 def _integer(text: str, names: Enumerators) -> int | None:
     """The value of an expression of integers and enumerators, if it is known."""
     try:
-        tree = ast.parse(re.sub(r"(?<=[0-9A-Fa-f])[uUlL]+\b", "", text), mode="eval")
+        decimal = re.sub(r"(?<=[0-9A-Fa-f])[uUlL]+\b", "", re.sub(r"\b0(?=\d)", "0o", text))
+        tree = ast.parse(decimal, mode="eval")
     except SyntaxError:
         return None
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from . import unsupported
 from .constants import Enumerators, enumerators, number
-from .lexer import TokenList
+from .lexer import MetalSourceError, TokenList, lex
 from .objects import ADDRESS_SPACES, structs
+from .vectors import ELEMENTS, VECTORS
 
 LAUNCH = (Path(__file__).parents[1] / "shim" / "__msl_launch.h").read_text()
 ATTRIBUTES = frozenset(re.findall(r"^__MSL_ATTRIBUTE3?\(\s*(\w+)", LAUNCH, re.M))
@@ -17,6 +18,8 @@ TYPES_PREFIX = "__msl_types_"
 MOST_THREADS = "max_total_threads_per_threadgroup"
 MOST_THREADS_PREFIX = "__msl_most_threads_"
 EXPORTED = 'extern "C" __attribute__((visibility("default")))'
+TYPES = VECTORS.union(ELEMENTS)
+LITERAL = re.compile(r"(?:[0-9]|true$|false$)")
 ARGUMENT_BUFFER = (
     "an argument buffer holds pointers, which tensors cannot: pass each buffer as an argument "
     "of the kernel"
@@ -77,16 +80,42 @@ class Kernel:
 # The words that a kernel's declaration or its instantiation may begin with.
 KERNEL_BEGINS = frozenset({"template", "kernel", "["})
 
+
 @dataclass
 class _Function:
     qualified: str
     parameters: list[Parameter]
     most_threads: str  # the constant of its max_total_threads_per_threadgroup, if any
+    template: list[str] | None  # its template parameters
+
+    def accepts(self, callee: str, signature: str) -> bool:
+        """Whether an instantiation may be of this function and not of one with the same name."""
+        _, bracket, arguments = callee.partition("<")
+        types = _parts(signature.partition("(")[2][:-1]) if signature else None
+        if types is not None and len(types) != len(self.parameters):
+            return False
+        if self.template is None or not bracket:
+            return (self.template is None) == (not bracket)
+        given = _parts(arguments.rstrip()[:-1])
+        needed = [text for text in self.template if "=" not in text and "..." not in text]
+        most = len(given) if any("..." in text for text in self.template) else len(self.template)
+        fits = (types is not None or len(needed) <= len(given)) and len(given) <= most
+        return fits and not any(
+            LITERAL.match(text) if parameter.startswith(("typename", "class")) else text in TYPES
+            for text, parameter in zip(given, self.template, strict=False)
+        )
+
+
+def _parts(text: str) -> list[str]:
+    """The parts of a list between its top-level commas."""
+    tokens = TokenList(lex(text))
+    spans = tokens.split(0, len(tokens) - 1)
+    return [tokens.source(start, end) for start, end in spans]
 
 
 def extract_kernels(tokens: TokenList) -> list[Kernel]:
     """Find every kernel, remove syntax that only Metal has, and list the callable kernels."""
-    functions: dict[str, _Function] = {}
+    functions: dict[str, list[_Function]] = {}
     named: list[tuple[str, str, str, str]] = []  # host name, callee, function, signature
     names = enumerators(tokens)
     index = 0
@@ -107,10 +136,17 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
         if _is_declaration(tokens, index):
             continue
         most_threads = _most_threads(tokens, index, attributes, template)
+        declared = None
+        if template:
+            begin = tokens.open_angle(index - 1) + 1
+            spans = tokens.split(begin, index - 1)
+            declared = [tokens.source(start, end) for start, end in spans]
         name_at, parameters = _signature(tokens, index, names)
         name = tokens.text(name_at)
         qualified = "".join(f"::{space}" for space in _namespaces(tokens, name_at)) + f"::{name}"
-        functions[name] = _Function(qualified, parameters, most_threads)
+        functions.setdefault(name, []).append(
+            _Function(qualified, parameters, most_threads, declared)
+        )
         if not template:
             named.append((host_name or qualified[2:], qualified, name, ""))
         index = name_at
@@ -124,14 +160,14 @@ def _is_declaration(tokens: TokenList, index: int) -> bool:
 
 
 def _callable(
-    functions: dict[str, _Function], named: list[tuple[str, str, str, str]]
+    functions: dict[str, list[_Function]], named: list[tuple[str, str, str, str]]
 ) -> list[Kernel]:
     kernels: dict[str, Kernel] = {}
     for host_name, callee, name, signature in named:
         if host_name in kernels or name not in functions:
             continue
         symbol = f"{ENTRY_PREFIX}{len(kernels)}_{re.sub(r'[^A-Za-z0-9_]', '_', host_name)}"
-        function = functions[name]
+        function = _named_by(host_name, functions[name], callee, signature)
         plain, bracket, arguments_of_template = callee.partition("<")
         constant = function.most_threads
         if constant and (bracket or callee == function.qualified):
@@ -148,6 +184,24 @@ def _callable(
             most_threads=constant,
         )
     return list(kernels.values())
+
+
+def _named_by(
+    host_name: str, candidates: list[_Function], callee: str, signature: str
+) -> _Function:
+    """The function that an instantiation or a kernel's own name means."""
+    if len(candidates) == 1:
+        return candidates[0]
+    exact = [function for function in candidates if function.qualified == callee]
+    fitting = exact or [f for f in candidates if f.accepts(callee, signature)]
+    if not fitting or any(f.parameters != fitting[0].parameters for f in fitting):
+        written = callee.replace(" ", "")
+        raise MetalSourceError(
+            f"kernel {host_name}: the text has {len(candidates)} functions of the name "
+            f"{candidates[0].qualified[2:]}, and the simulator cannot tell which `{written}` is: "
+            "rename all but one"
+        )
+    return fitting[0]
 
 
 def _attribute_end(tokens: TokenList, index: int) -> int:
@@ -267,9 +321,7 @@ def _namespaces(tokens: TokenList, index: int) -> list[str]:
     return around
 
 
-def _signature(
-    tokens: TokenList, index: int, names: Enumerators
-) -> tuple[int, list[Parameter]]:
+def _signature(tokens: TokenList, index: int, names: Enumerators) -> tuple[int, list[Parameter]]:
     """Parse `void name(parameters)` from its return type on; strips the attributes."""
     opening = tokens.next(index, ("(", ";", "{"))
     if tokens.text(opening) != "(" or tokens[opening - 1].kind != "name":

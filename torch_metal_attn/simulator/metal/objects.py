@@ -42,10 +42,10 @@ class _Declared:
     types: set[str]  # these, and structs without constructors
     casts: set[str]  # what is cast to as `T(x)`
     fields: dict[str, set[int]]  # as of `_field_types`
-    passes_references: bool  # functions take references to Metal's types with constructors
+    by_reference: set[str]  # the memories, "" for any, to which functions take references
     # Pointers, arrays and references to the above: where they are declared, how many subscripts it
-    # takes to an object, and whether its type is Metal's.
-    objects: dict[str, list[tuple[int, int, bool]]] = field(default_factory=dict)
+    # takes to an object, and the memory.
+    objects: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
 
 
 def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
@@ -53,17 +53,13 @@ def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
 
     types: the text's template parameters and aliases.
     """
-    passes_references = any(
-        tokens.text(index + 1) == "&" and tokens.text(index + 3) in (",", ")")
-        for index in tokens.where(CONSTRUCTED)
-    )
     declared = _Declared(
         set(CONSTRUCTED),
         types,
         {*CONSTRUCTED, *types},
-        SCALARS | types,
+        {*SCALARS, *types},
         _field_types(tokens),
-        passes_references,
+        _by_reference(tokens),
     )
     for name, body, end in structs(tokens):
         declared.types.add(name)
@@ -150,9 +146,7 @@ def sole_constructors(tokens: TokenList) -> None:
     space.
     """
     for name, body, end in list(structs(tokens))[::-1]:
-        spaces = [
-            tokens.skip(at, QUALIFIERS) for at in _constructors(tokens, name, body, end)
-        ]
+        spaces = [tokens.skip(at, QUALIFIERS) for at in _constructors(tokens, name, body, end)]
         if not spaces or not all(tokens.text(at) in ADDRESS_SPACES for at in spaces):
             continue
         for index in range(end, body, -1):
@@ -178,8 +172,8 @@ def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
         while tokens.text(at) == "[":
             at, subscripts = tokens.close(at) + 1, subscripts + 1
         if subscripts or "&" in words:
-            is_metals = not CONSTRUCTED.isdisjoint(words)
-            declared.objects.setdefault(name, []).append((declaration, subscripts, is_metals))
+            space = tokens.text(index)
+            declared.objects.setdefault(name, []).append((declaration, subscripts, space))
 
 
 def _constant_object(tokens: TokenList, index: int, declared: _Declared) -> None:
@@ -212,6 +206,17 @@ def _drop_repeated(tokens: TokenList, start: int, name: int) -> None:
     if tokens.text(end) == ";" and tokens.text(start - 1) in (";", "}", ""):
         for token in tokens.tokens[start:end]:
             token.text = ""
+
+
+def _by_reference(tokens: TokenList) -> set[str]:
+    """The memories to which parameters are references, and "" if one is to a type of Metal's."""
+    found: set[str] = set()
+    for index in tokens.where(("&",)):
+        if tokens.text(index + 2) in (",", ")"):
+            start = tokens.seek_back(index - 1, ("(", ",", ";", "{")) + 1
+            words = {tokens.text(at) for at in range(start, index)}
+            found |= words & ADDRESS_SPACES | ({""} if words & CONSTRUCTED else set())
+    return found
 
 
 def _field_types(tokens: TokenList) -> dict[str, set[int]]:
@@ -256,10 +261,10 @@ def _object_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
     is_dependent = "typename" in (tokens.text(at) for at in range(cast, kind))
     if tokens.text(pointer) != "*" or not (is_dependent or tokens.text(kind) in declared.types):
         return
-    is_metals = tokens.text(kind) in CONSTRUCTED
+    space = tokens.text(index)
     start, end = cast - 1, pointer + 2
     if tokens.text(start) == "=" and tokens.text(cast - 3) == "auto":
-        declared.objects.setdefault(tokens.text(cast - 2), []).append((cast - 2, 1, is_metals))
+        declared.objects.setdefault(tokens.text(cast - 2), []).append((cast - 2, 1, space))
         return
     if tokens.text(start) == "*":
         end = tokens.after(end) - 1
@@ -272,7 +277,7 @@ def _object_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
         if opening > start or tokens.text(opening - 1) != "*":
             return
         start, end = opening - 1, tokens.close(opening)
-    _wrap(tokens, start, end, *_around(tokens, start, end, declared, is_metals))
+    _wrap(tokens, start, end, *_around(tokens, start, end, declared, space))
 
 
 def _rewrite_use(tokens: TokenList, index: int, declared: _Declared) -> None:
@@ -283,31 +288,33 @@ def _rewrite_use(tokens: TokenList, index: int, declared: _Declared) -> None:
         for needed in declared.fields[name]:
             if len(ends) > needed:
                 end = ends[needed]
-                _wrap(tokens, start, end, *_around(tokens, start, end, declared, True))
+                _wrap(tokens, start, end, *_around(tokens, start, end, declared, ""))
         return
-    for declaration, needed, is_metals in declared.objects.get(name, ()):
+    for declaration, needed, space in declared.objects.get(name, ()):
         if declaration >= index:
             continue
         if len(ends) > needed:
             first, last = start, ends[needed]
         elif needed == len(ends) == 1 and tokens.text(start - 1) == "*":
             first, last = start - 1, index
+        elif needed == len(ends) == 1 and tokens.text(start - 2) == "*":  # *(p + i)
+            first, last = start - 2, tokens.after(start - 1) - 1
         else:
             continue
-        around = _around(tokens, first, last, declared, is_metals)
+        around = _around(tokens, first, last, declared, space)
         if around and index <= tokens.scope_end(declaration):
             _wrap(tokens, first, last, *around)
             return
 
 
 def _around(
-    tokens: TokenList, start: int, end: int, declared: _Declared, is_metals: bool
+    tokens: TokenList, start: int, end: int, declared: _Declared, space: str
 ) -> tuple[str, ...]:
     """The text around [start, end], an object in an address space; none if it can stay.
 
-    `p[i] = v;` becomes `::metal::__target(p[i]) = v;`, a value becomes a call of `__read`, and what
-    is subscripted one of `__elements`. is_metals: whether its type is one of Metal's with
-    constructors, which a function takes by value.
+    `p[i] = v;` becomes `::metal::__target(p[i]) = v;`, a value becomes a call of `__read`, an
+    argument of `__passed` and what is subscripted of `__elements`. space: the object's memory; ""
+    for that of any struct.
     """
     before, after = tokens.text(start - 1), tokens.text(end + 1)
     if after == "=" and before in BEFORE_STATEMENT:
@@ -317,10 +324,10 @@ def _around(
         after = tokens.text(end + 2)
     if after == "[":
         return "::metal::__elements(", ")"
-    by_value = is_metals and not declared.passes_references and _is_argument(tokens, start, end)
-    if by_value or _is_value(tokens, start, end, declared.casts):
+    if _is_value(tokens, start, end, declared.casts):
         return "::metal::__read(", ", 0)"
-    return ()
+    by_value = space not in declared.by_reference and _is_argument(tokens, start, end)
+    return ("::metal::__passed(::metal::__read(", ", 0))") if by_value else ()
 
 
 def _is_call(tokens: TokenList, opening: int) -> bool:

@@ -229,14 +229,17 @@ METAL_FUNC __floating<T> fabs(T x) {
 #define __MSL_MAXNUM __builtin_elementwise_max
 #define __MSL_MINNUM __builtin_elementwise_min
 #endif
-#define __MSL_EXTREME(name, common, for_float, for_integer) \
-  template <class A, class B, class T = common<A, B>>       \
-  METAL_FUNC T name(A x, B y) {                             \
-    T a = (T)x, b = (T)y;                                   \
-    if constexpr (__is_float_element<T>)                    \
-      return for_float(a, b);                               \
-    else                                                    \
-      return for_integer(a, b);                             \
+// Of two bools as ints, to which they are promoted.
+template <class T>
+using __promoted = typename __pick<T, int, __is_same(T, bool) ? 2 : 1>::type;
+#define __MSL_EXTREME(name, common, for_float, for_integer)       \
+  template <class A, class B, class T = __promoted<common<A, B>>> \
+  METAL_FUNC T name(A x, B y) {                                   \
+    T a = (T)x, b = (T)y;                                         \
+    if constexpr (__is_float_element<T>)                          \
+      return for_float(a, b);                                     \
+    else                                                          \
+      return for_integer(a, b);                                   \
   }
 __MSL_EXTREME(max, __common, __MSL_MAXNUM, __builtin_elementwise_max)
 __MSL_EXTREME(min, __common, __MSL_MINNUM, __builtin_elementwise_min)

@@ -34,21 +34,21 @@ METAL_FUNC constexpr V __mk(__packed3<T> a) {
 
 // Operands become vectors first. They are passed by value, so that they may be in any memory.
 template <class A>
-using __operand =
-    typename __if<__is_vector<A> || __is_arithmetic(A) || __are_16_bit_floats<A, half> ||
-                      __are_16_bit_floats<A, bfloat>, A>::type;
-#define __MSL_PACKED_BINARY(op)                                 \
-  template <class T>                                            \
+using __operand = typename __if<__is_vector<A> || __is_arithmetic(A) ||
+                                    __are_16_bit_floats<A, half> || __are_16_bit_floats<A, bfloat>,
+                                A>::type;
+#define __MSL_PACKED_BINARY(op)                                           \
+  template <class T>                                                      \
   METAL_FUNC constexpr auto operator op(__packed3<T> a, __packed3<T> b) { \
-    return __unpack(a) op __unpack(b);                          \
-  }                                                             \
-  template <class T, class B, class = __operand<B>>             \
-  METAL_FUNC constexpr auto operator op(__packed3<T> a, B b) {  \
-    return __unpack(a) op b;                                    \
-  }                                                             \
-  template <class A, class T, class = __operand<A>>             \
-  METAL_FUNC constexpr auto operator op(A a, __packed3<T> b) {  \
-    return a op __unpack(b);                                    \
+    return __unpack(a) op __unpack(b);                                    \
+  }                                                                       \
+  template <class T, class B, class = __operand<B>>                       \
+  METAL_FUNC constexpr auto operator op(__packed3<T> a, B b) {            \
+    return __unpack(a) op b;                                              \
+  }                                                                       \
+  template <class A, class T, class = __operand<A>>                       \
+  METAL_FUNC constexpr auto operator op(A a, __packed3<T> b) {            \
+    return a op __unpack(b);                                              \
   }
 #define __MSL_PACKED_UNARY(op)                            \
   template <class T>                                      \
@@ -57,15 +57,15 @@ using __operand =
   }
 #define __MSL_PACKED_ASSIGN(op, space)                                           \
   template <class T, class B>                                                    \
-  METAL_FUNC space __packed3<T>& operator op##=(space __packed3<T>& a, B b) {    \
+  METAL_FUNC space __packed3<T>& operator op## = (space __packed3<T> & a, B b) { \
     vec<T, 3> v = __unpack(a) op __unpack(b);                                    \
     a.x = v.x, a.y = v.y, a.z = v.z;                                             \
     return a;                                                                    \
   }
-#define __MSL_PACKED_ARITHMETIC(op)   \
-  __MSL_PACKED_BINARY(op)             \
-  __MSL_PACKED_ASSIGN(op, )           \
-  __MSL_PACKED_ASSIGN(op, device)     \
+#define __MSL_PACKED_ARITHMETIC(op) \
+  __MSL_PACKED_BINARY(op)           \
+  __MSL_PACKED_ASSIGN(op, )         \
+  __MSL_PACKED_ASSIGN(op, device)   \
   __MSL_PACKED_ASSIGN(op, threadgroup)
 __MSL_PACKED_ARITHMETIC(+)
 __MSL_PACKED_ARITHMETIC(-)
@@ -118,18 +118,19 @@ __MSL_TARGET(threadgroup)
 
 // The rewriter's form of the object in `p[i][j]`, which can have no subscript operator there.
 template <class T>
-METAL_FUNC constexpr T& __elements(T& object) {
-  return object;
+METAL_FUNC constexpr T&& __elements(T&& object) {
+  return static_cast<T&&>(object);
 }
-#define __MSL_ELEMENTS(space)                                     \
-  template <class T>                                              \
-  METAL_FUNC space T (&__elements(space __packed3<T>& object))[3] { \
-    return reinterpret_cast<space T(&)[3]>(object.x);             \
-  }                                                               \
-  template <int N>                                                \
-  METAL_FUNC space bool (&__elements(space __bools<N>& object))[N] { \
-    return reinterpret_cast<space bool(&)[N]>(object.x);          \
-  }
+#define __MSL_ELEMENTS(space)                                      \
+  template <class T>                                               \
+  METAL_FUNC space T(&__elements(space __packed3<T>& object))[3] { \
+    return reinterpret_cast<space T(&)[3]>(object.x);              \
+  }                                                                \
+  template <int N>                                                 \
+  METAL_FUNC space bool (&__elements(space __bools<N> & object))   \
+      [N] { return reinterpret_cast<space bool (&)[N]>(object.x); }
+__MSL_ELEMENTS()
+__MSL_ELEMENTS(const)
 __MSL_ELEMENTS(device)
 __MSL_ELEMENTS(threadgroup)
 __MSL_ELEMENTS(const device)

@@ -180,15 +180,15 @@ struct __limits {
   static constexpr constant int radix = 2;
   static constexpr constant int digits = Digits;
 };
-#define __MSL_INTEGER(T, MIN, MAX)                                                      \
-  template <>                                                                           \
+#define __MSL_INTEGER(T, MIN, MAX)                                                            \
+  template <>                                                                                 \
   struct _numeric_limits_impl<T> : __limits<true, (MIN) != 0, sizeof(T) * 8 - ((MIN) != 0)> { \
-    static constexpr T min() { return MIN; }                                            \
-    static constexpr T lowest() { return MIN; }                                         \
-    static constexpr T max() { return MAX; }                                            \
-    static constexpr T epsilon() { return 0; }                                          \
-    static constexpr T infinity() { return 0; }                                         \
-    static constexpr T quiet_NaN() { return 0; }                                        \
+    static constexpr T min() { return MIN; }                                                  \
+    static constexpr T lowest() { return MIN; }                                               \
+    static constexpr T max() { return MAX; }                                                  \
+    static constexpr T epsilon() { return 0; }                                                \
+    static constexpr T infinity() { return 0; }                                               \
+    static constexpr T quiet_NaN() { return 0; }                                              \
   };
 __MSL_INTEGER(bool, false, true)
 __MSL_INTEGER(char, -128, 127)
@@ -203,7 +203,7 @@ __MSL_INTEGER(ulong, 0, 18446744073709551615ul)
 #undef __MSL_INTEGER
 #define __MSL_FLOAT(T, BITS, DIGITS, MAX_EXPONENT, MIN, MAX, EPSILON, DENORM_MIN, INF, NAN_BITS) \
   template <>                                                                                    \
-  struct _numeric_limits_impl<T> : __limits<false, true, DIGITS> {                                     \
+  struct _numeric_limits_impl<T> : __limits<false, true, DIGITS> {                               \
     static constexpr constant bool is_iec559 = true;                                             \
     static constexpr constant int max_exponent = MAX_EXPONENT;                                   \
     static constexpr constant int min_exponent = 3 - MAX_EXPONENT;                               \

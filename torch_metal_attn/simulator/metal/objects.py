@@ -24,6 +24,7 @@ CONSTRUCTED |= {f"packed_{vector}" for vector in VECTORS - BOOLS if vector.endsw
 
 NO_FIELDS = frozenset("using typedef static public private protected friend struct enum".split())
 BEFORE_FIELD = (";", "{", "}", ":")
+CASTS = ("reinterpret_cast", "static_cast")
 NOT_CALLED = ("return", "if", "while", "for", "switch", "decltype", "case")
 BEFORE_STATEMENT = (";", "{", "}", ")", "else")
 # A template, because a copy constructor would make the struct another one for the compiler.
@@ -165,10 +166,13 @@ def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
             at = tokens.maybe_angle(at, len(tokens))
         words.append(tokens.text(at))
         at += 1
-    name = tokens.text(at - 1)
+    if [tokens.text(at), tokens.text(at + 1), tokens.text(at + 3)] == ["(", "&", ")"]:
+        words, at = [*words, tokens.text(at + 2)], at + 3  # a reference to an array
+    name = words[-1] if words else ""
     if tokens[at - 1].kind == "name" and not declared.types.isdisjoint(words[:-1]):
         declaration = at - 1
         subscripts = words.count("*")
+        at += tokens.text(at) == ")"
         while tokens.text(at) == "[":
             at, subscripts = tokens.close(at) + 1, subscripts + 1
         if subscripts or "&" in words:
@@ -251,25 +255,31 @@ def _path(tokens: TokenList, index: int) -> tuple[int, list[int]]:
 
 
 def _object_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
-    """`((device S*)p)[i]`, `*((device S*)p + i)` and `*(device S*)p`, as if p were declared so."""
-    cast = index - 1 if tokens.text(index - 1) == "(" else index - 2
-    if tokens.text(cast) != "(":
+    """`((device S*)p)[i]`, `*((device S*)p + i)` and `*(device S*)p`, as if p were declared so.
+
+    The cast may also be a `reinterpret_cast` or a `static_cast`.
+    """
+    cast = index - 1 if tokens.text(index - 1) in ("(", "<") else index - 2
+    is_named = tokens.text(cast) == "<" and tokens.text(cast - 1) in CASTS
+    if tokens.text(cast) != "(" and not is_named:
         return
-    pointer = tokens.close(cast) - 1
+    pointer = (tokens.close_angle(cast) if is_named else tokens.close(cast)) - 1
     kind = tokens.skip(pointer - 1, QUALIFIERS, -1)
     kind = tokens.open_angle(kind) - 1 if tokens.text(kind) == ">" else kind
     is_dependent = "typename" in (tokens.text(at) for at in range(cast, kind))
     if tokens.text(pointer) != "*" or not (is_dependent or tokens.text(kind) in declared.types):
         return
     space = tokens.text(index)
-    start, end = cast - 1, pointer + 2
-    if tokens.text(start) == "=" and tokens.text(cast - 3) == "auto":
-        declared.objects.setdefault(tokens.text(cast - 2), []).append((cast - 2, 1, space))
+    start, end = cast - 1 - is_named, pointer + 2
+    if tokens.text(start) == "=" and tokens.text(start - 2) == "auto":
+        declared.objects.setdefault(tokens.text(start - 1), []).append((start - 1, 1, space))
         return
     if tokens.text(start) == "*":
         end = tokens.after(end) - 1
         while tokens.text(end + 1) in ("[", "(", *LINKS):
             end = tokens.after(end + 1) - 1 if tokens.text(end + 1) in OPENERS else end + 2
+    elif is_named and tokens.text(tokens.close(end) + 1) == "[":
+        start, end = start + 1, tokens.close(tokens.close(end) + 1)
     elif tokens.text(start) == "(" and tokens.text(tokens.close(start) + 1) == "[":
         end = tokens.close(tokens.close(start) + 1)
     else:

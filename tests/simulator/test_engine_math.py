@@ -331,6 +331,8 @@ struct metal::_numeric_limits_impl<Sized<T>> {
   static constexpr Sized<T> max() { return Sized<T>{ 1, numeric_limits<T>::max() }; }
 };
 float3 twice(float3 v) { return v * 2; }
+float weight(Point p) { return p.weight; }
+float weight_of(const threadgroup Point (&points)[1]) { return weight(points[0]); }
 float3 place(const device Point* p) { return p->at; }
 Sized<float> joined(Sized<float> a, Sized<float> b) { return { a.n + b.n, a.v + b.v }; }
 template <typename M, typename V>
@@ -358,10 +360,14 @@ kernel void k(device Point* p [[buffer(0)]], device packed_float3* q [[buffer(1)
   tile[1] = q[1];
   tile[1] -= 1;
   *o++ = any(tile[1] == q[1]) ? 1 : tile[1][0] - (-tile[1]).y;
-  Point copy = p[1];
+  Point copy = *reinterpret_cast<const device Point*>((device char*)p + 28);
   copy.at[0] = 3;
   copy.at += 1;
   *o++ = copy.at[0] + copy.at.z;
+  threadgroup Point points[1];
+  copy.weight = 7;
+  points[0] = copy;
+  *o++ = weight_of(points);
   half4x4 narrow; half4 column;
   converted(m, narrow, column);
   *(threadgroup half4x4*)(halves + 1) = narrow;
@@ -384,13 +390,13 @@ def test_objects_in_any_memory(check):
     points.view(torch.float32)[1, :3] = torch.tensor([4.0, 5.0, 6.0])
     packed, matrices = torch.tensor([[1.0, 2, 3], [2, 2.5, 3]]), torch.zeros(3, 4, 4)
     matrices[0] = torch.arange(16.0).view(4, 4)
-    out = torch.zeros(7)
+    out = torch.zeros(8)
     compile_shader(OBJECTS, check=check).k(points, packed, matrices, out, threads=1)
     assert packed[1].tolist() == [6, 7.5, 12]
     assert points.view(torch.float32)[:, :3].tolist() == [[10.5, 14.75, 16.5], [8, 12, 12]]
     assert matrices[1].tolist() == matrices[2].tolist()
     assert matrices[1].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [9, 9, 9, 10], [12, 13, 14, 15]]
-    assert out.tolist() == [1214.0, 31.5, 302.0, 11.5, 17.0, 24.0, 3.0]
+    assert out.tolist() == [1214.0, 31.5, 302.0, 11.5, 17.0, 7.0, 24.0, 3.0]
 
 
 def test_an_element_that_a_packed_vector_does_not_have():

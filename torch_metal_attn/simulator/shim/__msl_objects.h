@@ -14,22 +14,7 @@ MSL_INTERNAL inline void __copy_padded(void* to, const void* from, ulong bytes) 
   __builtin_memcpy(to, from, bytes);
 }
 #endif
-template <class T, class Pointer>
-METAL_FUNC T __copied_bytes(Pointer from) {
-  alignas(T) char bytes[sizeof(T)];
-  __builtin_memcpy(bytes, (const void*)(ulong)from, sizeof(T));
-  return *(const T*)bytes;
-}
 // The left side of `p[i] = v`. Vectors that are structs have their own, in __msl_packed.h.
-#define __MSL_COPIED(space)                    \
-  template <class T>                           \
-  METAL_FUNC T __copied(const space T* from) { \
-    return __copied_bytes<T>(from);            \
-  }
-__MSL_COPIED(device)
-__MSL_COPIED(threadgroup)
-__MSL_COPIED(constant)
-#undef __MSL_COPIED
 template <class Pointer, class T>
 struct __whole {
   Pointer at;
@@ -42,11 +27,18 @@ struct __whole {
     __builtin_memcpy((void*)(ulong)at, &value, sizeof(T));
 #endif
   }
-  METAL_FUNC void operator=(const device T& value) const { *this = __copied(&value); }
-  METAL_FUNC void operator=(const threadgroup T& value) const { *this = __copied(&value); }
-  METAL_FUNC void operator=(constant T& value) const { *this = __copied(&value); }
 };
+template <class T, class Pointer>
+METAL_FUNC T __copied_bytes(Pointer from) {
+  alignas(T) char bytes[sizeof(T)];
+  __builtin_memcpy(bytes, (const void*)(ulong)from, sizeof(T));
+  return *(const T*)bytes;
+}
 #define __MSL_OBJECT(space)                                                              \
+  template <class T>                                                                     \
+  METAL_FUNC T __copied(const space T* from) {                                           \
+    return __copied_bytes<T>(from);                                                      \
+  }                                                                                      \
   template <class T>                                                                     \
   METAL_FUNC typename __if<__is_struct<T>, T>::type __read(const space T& object, int) { \
     return __copied_bytes<T>(&object);                                                   \

@@ -1,6 +1,6 @@
 """MLX's and PyTorch's attention kernels, unmodified, in the simulator.
 
-Their text comes from the headers in the macOS wheels on PyPI, which pip downloads once.
+Their text, and ggml's, comes from the macOS wheels on PyPI, which pip downloads once.
 """
 
 import fcntl
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from torch_metal_attn.simulator import Counters, cache, compile_shader
 
 MLX = "mlx-metal==0.32.4"
 TORCH = "torch==2.15.0"
-# The headers that kernels include, in each wheel.
+GGML = "pywhispercpp==1.5.1"  # bindings of whisper.cpp, with ggml 0.13.1
+# The headers that kernels include, in each wheel, or the library that has the text of kernels.
 HEADERS = {
     MLX: ("mlx/include/mlx/backend/metal/kernels/",),
     TORCH: ("torch/include/ATen/native/mps/kernels/", "torch/include/c10/metal/"),
+    GGML: ("pywhispercpp/.dylibs/libggml-metal.",),
 }
 DOWNLOAD_SECONDS = 900
 
@@ -71,10 +74,20 @@ class PeerUnavailable(RuntimeError):
 
 
 def include_dir(requirement: str) -> Path:
-    """The include directory of a wheel, downloaded once into the user's cache.
+    """The include directory of a wheel; raises PeerUnavailable if pip cannot get it."""
+    return _wheel(requirement) / requirement.split("==")[0].split("-")[0] / "include"
 
-    Raises PeerUnavailable if pip cannot get it.
-    """
+
+@lru_cache
+def ggml_source() -> str:
+    """ggml's kernels, as its Metal back end hands them to Apple's compiler; raises likewise."""
+    [library] = _wheel(GGML).glob(f"{HEADERS[GGML][0]}*")
+    text = library.read_bytes().partition(b"#define GGML_COMMON_DECL_METAL")
+    return b"".join(text[1:]).partition(b"\0")[0].decode()
+
+
+def _wheel(requirement: str) -> Path:
+    """What is taken of a wheel, downloaded once into the user's cache."""
     folder = cache.default_dir() / "peers" / requirement.replace("==", "-")
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / "complete"
@@ -83,7 +96,7 @@ def include_dir(requirement: str) -> Path:
         if not done.exists():
             _download(requirement, folder)
             done.touch()
-    return folder / requirement.split("==")[0].split("-")[0] / "include"
+    return folder
 
 
 def _download(requirement: str, folder: Path) -> None:
@@ -109,7 +122,7 @@ def _download(requirement: str, folder: Path) -> None:
         raise PeerUnavailable(f"pip cannot get {requirement} for macOS: {reason}")
     with zipfile.ZipFile(wheels[0]) as archive:
         for member in archive.namelist():
-            if member.startswith(HEADERS[requirement]) and member.endswith(".h"):
+            if member.startswith(HEADERS[requirement]) and member.endswith((".h", ".dylib")):
                 archive.extract(member, folder)
     for wheel in wheels:
         wheel.unlink()

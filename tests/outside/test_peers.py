@@ -1,4 +1,4 @@
-"""MLX's and PyTorch's own Metal kernels, unmodified, in the simulator: their error is torch's."""
+"""MLX's, PyTorch's and ggml's kernels, unmodified, in the simulator: their error is torch's."""
 
 from functools import partial
 from itertools import cycle
@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.outside import metal_sources, peers, tensor_peers
-from torch_metal_attn.simulator import compile_shader
+from tests.outside import ggml_kernels, metal_sources, peers, tensor_peers
+from torch_metal_attn.simulator import SimulatorFault, compile_shader
 from torch_metal_attn.simulator.lint import PROJECT_RULES, lint_source
 from torch_metal_attn.testing.judge import ROUNDING
 
@@ -41,6 +41,18 @@ def test_a_kernel_of_a_family_runs_right(mlx, aten, name):
     assert (out.to(expected.dtype) - expected).abs().max() <= rounding * expected.abs().max()
 
 
+@pytest.mark.parametrize("name", ggml_kernels.RUNS)
+def test_a_kernel_of_ggml_runs_right(ggml, name):
+    """Checked; the one that reads what other lanes wrote without a barrier only unchecked."""
+    torch.manual_seed(0)
+    if name in ggml_kernels.RACES:
+        with pytest.raises(SimulatorFault, match=r"^race: "):
+            ggml_kernels.RUNS[name](check=True)
+    out, expected = ggml_kernels.RUNS[name](check=name not in ggml_kernels.RACES)
+    error = (out.double() - expected).abs().max() / expected.abs().max()
+    assert error <= ggml_kernels.BOUNDS.get(name, 2e-6)
+
+
 def headers(requirement):
     try:
         return peers.include_dir(requirement)
@@ -51,6 +63,11 @@ def headers(requirement):
 @pytest.fixture(scope="session")
 def mlx():
     return headers(peers.MLX)
+
+
+@pytest.fixture(scope="session")
+def ggml():
+    return headers(peers.GGML)
 
 
 @pytest.fixture(scope="session")
@@ -106,6 +123,7 @@ def visible(q, k, causal, mask, corner=0):
         (64, True, None, 70, 101),
         (64, False, "bool", 70, 101),
         (128, False, "additive", 35, 50),
+        (64, False, "bool", 70, 101),  # without checks: its first block has a name
     ],
 )
 def test_prefill(mlx, aten, kernel, dtype, head_dim, causal, mask_kind, q_length, kv_length, check):

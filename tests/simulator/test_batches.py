@@ -49,6 +49,17 @@ def test_batches(calls, between, batches):
         assert out.index("%n = fneg") > out.index("%x = load")
 
 
+@each_case("label", ["", "entry:", '"f(int).exit":'])
+def test_a_first_block_with_and_without_a_name(label):
+    """Only one without has a number, which its label then spells."""
+    call = "call double @__msl_matrix(ptr @f, double %0, double %0, double 0.0)"
+    body = [label, f"  %r = {call}"] if label else [f"  %2 = {call}"]
+    text = "\n".join(["define void @k(double %0) {", *body, "  br label %5", "5:", "}"])
+    out = batch_products(text)
+    assert re.findall("^\\S*:$", out, re.M) == [label or "msl.v1:", "msl.v5:"]
+    assert "br label %msl.v5" in out
+
+
 KERNEL = """
 #include <metal_stdlib>
 #include <metal_simdgroup_matrix>

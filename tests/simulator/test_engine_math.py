@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from torch_metal_attn.simulator import compile_shader
+from torch_metal_attn.simulator import SimulatorFault, compile_shader
 
 from .planted import HEAD
 
@@ -172,6 +172,9 @@ VECTORS = {
     "float4(half4(x))": [1, -2, 3, -4],
     "float4(int4(x) * 2)": [2, -4, 6, -8],
     "(float4)half4(x)": [1, -2, 3, -4],
+    "(float4)(int4)(half4)-x * 2": [-2, 4, -6, 8],
+    "fma(2.0f, x, x) + fma(x, -x, 1.0f)": [3, -9, 1, -27],
+    "float4(vec<bool, 8>(true)[7], sizeof(vec<bool, 8>), max(x.x > 0, false), 0)": [1, 8, 1, 0],
     "float4(dot(x, x))": [30] * 4,
     "float4(dot(x.xyz, float3(1, 1, 1)))": [2] * 4,
     "float4(length(x.zw))": [5] * 4,
@@ -309,3 +312,100 @@ def test_packed_and_bool_vectors_in_memory(check):
     assert out.tolist() == [[0, 2, 3], [2, 4, 6], [1, 7, 8], [0, 10, 11]]
     assert mask.int().tolist() == [[0, 1, 1, 0], [0, 1, 1, 0], [1, 1, 1, 0], [1, 1, 1, 0]]
     assert halves[1:9].tolist() == [0, 0, 0, 0, 1, 2, 3, 4]
+
+
+# Constructs of ggml, candle and MLX, of which each ships compiled.
+OBJECTS = (
+    HEAD
+    + """
+struct Point { packed_float3 at; float weight; packed_half3 more[2]; };
+template <typename T>
+struct Sized {
+  uint n;
+  T v;
+  constexpr Sized<T>() = default;
+  constexpr Sized<T>() threadgroup = default;
+};
+template <typename T>
+struct metal::_numeric_limits_impl<Sized<T>> {
+  static constexpr Sized<T> max() { return Sized<T>{ 1, numeric_limits<T>::max() }; }
+};
+float3 twice(float3 v) { return v * 2; }
+float weight(Point p) { return p.weight; }
+float weight_of(const threadgroup Point (&points)[1]) { return weight(points[0]); }
+float3 place(const device Point* p) { return p->at; }
+Sized<float> joined(Sized<float> a, Sized<float> b) { return { a.n + b.n, a.v + b.v }; }
+template <typename M, typename V>
+void converted(const device float4x4* from, thread M& to, thread V& column) {
+  to = (M)(*from);
+  column = (V)(*(from))[1];
+}
+kernel void k(device Point* p [[buffer(0)]], device packed_float3* q [[buffer(1)]],
+              device float4x4* m [[buffer(2)]], device float* o [[buffer(3)]]) {
+  threadgroup packed_float3 tile[2];
+  threadgroup half4x4 halves[2];
+  threadgroup Sized<float> sized[2];
+  float3 before = p[1].at;
+  p[1].at[1] += 1;
+  p[1].at *= 2.0f;
+  q[1] += before;
+  q[1][2] = q[1].x + (*(q + 1))[0];
+  float3 sum = p[1].at + q[1] * 0.5f - q[0] / 2;
+  *o++ = sum.x * 100 + sum.y * 10 + sum.z;
+  p[0].at = sum;
+  p[0].more[1] = half3(sum);
+  p[0].more[0][2] = p[0].more[1][0] * 2;
+  *o++ = float(p[0].more[0].z) + place(p).x;
+  *o++ = dot(p[1].at, q[1]) + dot(twice(q[0]), float3(1)) + max(q[0], p[1].at).x;
+  tile[1] = q[1];
+  tile[1] -= 1;
+  *o++ = any(tile[1] == q[1]) ? 1 : tile[1][0] - (-tile[1]).y;
+  Point copy = *reinterpret_cast<const device Point*>((device char*)p + 28);
+  copy.at[0] = 3;
+  copy.at += 1;
+  *o++ = copy.at[0] + copy.at.z;
+  threadgroup Point points[1];
+  copy.weight = 7;
+  points[0] = copy;
+  *o++ = weight_of(points);
+  half4x4 narrow; half4 column;
+  converted(m, narrow, column);
+  *(threadgroup half4x4*)(halves + 1) = narrow;
+  halves[1][2] = half4(9);
+  halves[1][2][3] += 1;
+  auto out = (device float4x4*)((device char*)m + 64);
+  out[0] = float4x4(halves[1]);
+  *(((device float4x4*)((device char*)m + 64)) + 1) = (float4x4)halves[1];
+  *o++ = out[1][2].w + m[1][2][0] + float(column.y);
+  sized[0] = Sized<float>{ 2, 0.5f };
+  sized[1] = numeric_limits<Sized<float>>::max();
+  *o++ = joined(sized[0], sized[0]).v + sized[1].n + __is_valid_simdgroup_type<half>::value;
+}"""
+)
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_objects_in_any_memory(check):
+    points = torch.zeros(2, 28, dtype=torch.uint8)
+    points.view(torch.float32)[1, :3] = torch.tensor([4.0, 5.0, 6.0])
+    packed, matrices = torch.tensor([[1.0, 2, 3], [2, 2.5, 3]]), torch.zeros(3, 4, 4)
+    matrices[0] = torch.arange(16.0).view(4, 4)
+    out = torch.zeros(8)
+    compile_shader(OBJECTS, check=check).k(points, packed, matrices, out, threads=1)
+    assert packed[1].tolist() == [6, 7.5, 12]
+    assert points.view(torch.float32)[:, :3].tolist() == [[10.5, 14.75, 16.5], [8, 12, 12]]
+    assert matrices[1].tolist() == matrices[2].tolist()
+    assert matrices[1].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [9, 9, 9, 10], [12, 13, 14, 15]]
+    assert out.tolist() == [1214.0, 31.5, 302.0, 11.5, 17.0, 7.0, 24.0, 3.0]
+
+
+def test_an_element_that_a_packed_vector_does_not_have():
+    """In device memory and in a variable, where it would be a field of the struct around it."""
+    for where in ("p[0].at", "copy.at"):
+        source = f"""{HEAD}struct P {{ packed_float3 at; float w; }};
+            kernel void k(device P* p [[buffer(0)]], constant int& i [[buffer(1)]]) {{
+              P copy = p[0]; {where}[i] = 1; p[0].w = copy.at.x + copy.w; }}"""
+        library = compile_shader(source, check=True)
+        library.k(torch.zeros(4), 2, threads=1, arg_casts="int32")
+        with pytest.raises(SimulatorFault, match=r"^(private_)?out_of_bounds: index 3"):
+            library.k(torch.zeros(4), 3, threads=1, arg_casts="int32")

@@ -16,6 +16,7 @@ CONSTRUCTS = (
 #include <metal_logging>
 #include <metal_uniform>
 #define COUNT 4
+#define LEAST(a, b) ((a) < (b) ? (a) : (b))
 #ifndef M_PI_F
 #error in Metal it is a macro
 #endif
@@ -107,6 +108,12 @@ kernel void constructs(device float* out [[buffer(0)]], device complex64* c [[bu
   float total = 0;
 #pragma unroll (COUNT)
   for (int i = 0; i < COUNT; ++i) total += i;
+#pragma unroll COUNT
+  for (int i = 0; i < COUNT; ++i) total -= i;
+#pragma unroll(LEAST(COUNT, 8))
+  for (int i = 0; i < COUNT; ++i) total += i;
+#pragma clang loop unroll_count(COUNT)
+  for (int i = 0; i < COUNT; ++i) total += 0;
   out[n++] = total;
   out[n++] = float(bfloat4(half4(1.5h)).w) + float(bfloat(2.5h)) + float(half(bfloat(4.0f)));
   complex64 value = c[0];
@@ -238,7 +245,7 @@ REFUSED = {
     "(sampler s [[sampler(0)]]) {}": "samplers are not supported",
     "(visible_function_table<float(float)> t [[buffer(1)]]) {}": "function tables",
     "(tensor<device int, dextents<int, 1>> t [[buffer(0)]]) {}": "needs Metal 4.0",
-    "() {} constant int c [[function_constant(FIRST)]];": "needs a literal index here",
+    "() {} constant int c [[function_constant(FIRST)]];": "neither a number nor",
     "() {} struct V { float4 p; }; kernel void l(V in [[stage_in]]) {}": "vertex functions are not",
     "() {} [[vertex]] float4 v(uint i [[vertex_id]]) { return 0; }": "vertex functions are not",
     "() {} struct A { device int* x; }; kernel void l(constant A& a) { }": "argument buffer",

@@ -120,7 +120,9 @@ def test_refused_by_the_command_and_the_fixture(tmp_path, capsys) -> None:
     with pytest.raises(ShaderCompileError, match="`fragment` is a function qualifier"):
         compile_checked(source)
     with pytest.raises(ValueError, match="defines: `half` is a type of Metal"):
-        compile_shader(text("body", "out[i] = 1;"), defines={"half": "float"})
+        compile_shader(text("body", "out[i] = 1;"), defines={"half(x)": "float(x)"})
+    # As `#define` in the text may.
+    compile_shader(text("body", "out[i] = M_PI_F;"), defines={"M_PI_F": "3"})
 
 
 def test_what_is_no_name_compiles() -> None:

@@ -25,14 +25,14 @@ def test_lexing_loses_nothing():
     assert join(lex(text)) == text
 
 
-def test_slot_may_be_an_enumerator():
+def test_slot_may_be_an_enumerator_or_a_sum():
     for enums, slot in (
         ("enum Slot { FIRST, NEXT = 5 }", 5),
         ("enum A { OTHER = 4, NEXT }", 5),
-        ("enum B { END = 16 }; enum C { FIRST = END, NEXT }", 17),
+        ("enum B { END = 16 }; enum C { FIRST = END, NEXT = FIRST + 1u }", 17),
     ):
-        kernel = kernel_of(f"{enums}; kernel void k(device int* a [[buffer(NEXT)]]) {{ }}")
-        assert kernel.parameters[0].index == slot
+        kernel = kernel_of(f"{enums}; kernel void k(device int* a [[buffer(NEXT + 1)]]) {{ }}")
+        assert kernel.parameters[0].index == slot + 1
 
 
 @each_case(
@@ -57,9 +57,27 @@ def test_kernel_in_a_namespace():
     assert kernel_of(text).callee == "::a::b::k"
 
 
+OVERLOADS = """
+template <class T, class M, int N> kernel void k(device T* a, device M* b [[buffer(N1)]]) { }
+template <class T, int N, bool B = true> kernel void k(device T* a, device T* b [[buffer(5)]]) { }
+template [[host_name("x")]] kernel decltype(k<int, half, 4>) k<int, half, 4>;
+template [[host_name("y")]] kernel decltype(k<int, 4, false>) k<int, 4, false>;
+"""
+
+
+def test_kernels_of_one_name():
+    """As MLX's block_masked_gemm: an instantiation has the slots of its own template."""
+    kernels = rewrite(OVERLOADS.replace("N1", "3")).kernels
+    assert [kernel.parameters[1].index for kernel in kernels] == [3, 5]
+    with pytest.raises(MetalSourceError, match="cannot tell which `k<int,4>` is: rename all"):
+        rewrite(OVERLOADS.replace("N1", "3").replace("class M, ", "").replace("half, ", "")
+                .replace("k<int, 4, false>", "k<int, 4>"))  # fmt: skip
+
+
 CONSTANTS = """
 constant bool flag [[function_constant(1)]];
-constant float by [[function_constant(2)]];
+enum { FIRST = 1 << 1 };
+constant float by [[function_constant(FIRST + 0)]];
 constant int maybe [[function_constant(3)]];
 constant int count = is_function_constant_defined(maybe) ? maybe : 7;
 float helper() { return by; }
@@ -115,7 +133,7 @@ def test_wrong_function_constants(constants, error, words):
         ("kernel void k(device int* a [[buffer(31)]]) { }", 1, "buffers 0 to 30"),
         ("kernel void k(device int* a [[buffer(N)]]) { }", 1, "neither a number nor"),
         (
-            "enum A { N = 1 + 2 }; kernel void k(device int* a [[buffer(N)]]) { }",
+            "enum A { N = f(2) }; kernel void k(device int* a [[buffer(N)]]) { }",
             1,
             "neither a number nor an earlier enumerator",
         ),

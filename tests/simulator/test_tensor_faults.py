@@ -123,7 +123,7 @@ REFUSED = {
     "RIGHT(half, half); product<16, 16, 16>().OUT(decltype(l), decltype(r));": (
         "one of them is 32"
     ),
-    "product<16, 32, 16>().LEFT(half, bfloat);": "does not multiply these types of elements",
+    "product<16, 32, 16>().LEFT(bfloat, half);": "does not multiply these types of elements",
     "product<16, 32, 16>().LEFT(half, int8_t);": "multiplies half, bfloat and float only",
     "product<16, 32, -1>().LEFT(half, half);": "a K that is no dynamic_extent",
     "product<16, 32, 16, execution_simdgroups<2>>().LEFT(half, half);": "need execution_simdgroup",

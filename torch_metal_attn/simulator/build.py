@@ -81,6 +81,8 @@ UNDEFINED = """-DMSL_UNDEFINED -fsanitize=array-bounds,integer-divide-by-zero,fl
 # checked kernel seldom runs long, and half the code compiles in three quarters of the time.
 ROLLED = """-mllvm -unroll-threshold=0 -mllvm -pragma-unroll-threshold=0
     -mllvm -unroll-allow-partial=0""".split()
+# Only with the second does `clang -E` expand macros in pragmas, as clang does when it compiles.
+EXPAND = "-E -fms-extensions -U_MSC_EXTENSIONS".split()
 TO_IR = "-S -emit-llvm - -o -".split()
 UNOPTIMISED = "-Xclang -disable-llvm-passes".split()
 # Clang writes elements of its own vectors of bool wrongly (`ir.with_bool_elements`). Only LLVM's
@@ -281,7 +283,7 @@ def preprocess(
     Raises ShaderCompileError, and MetalSourceError for a reserved word that becomes a macro and for
     a macro of Metal's headers that is used as a name.
     """
-    command = [*toolchain.find().compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, "-E"]
+    command = [*toolchain.find().compile_command, *LANGUAGE, *PREDEFINED, *DIAGNOSTICS, *EXPAND]
     command += versions.flags(language)
     command += ["-isystem", str(SHIM)]
     command += [f"-I{os.path.abspath(directory)}" for directory in include_dirs]

@@ -151,8 +151,9 @@ def _folders(include_dirs: Iterable[str | os.PathLike[str]]) -> list[str]:
 def _macro(name: str, value: str | int | bool) -> str:
     if not isinstance(name, str) or not MACRO.fullmatch(name):
         raise ValueError(f"defines has {value_text(name)}, which is not the name of a macro")
-    if name in reserved.KINDS:
-        raise ValueError(f"defines: {reserved.message(name)}")
+    word = name.partition("(")[0]
+    if word in reserved.NO_MACROS:
+        raise ValueError(f"defines: {reserved.message(word)}")
     if not isinstance(value, (str, int, float)):
         raise TypeError(
             f"defines[{name!r}] is {type_text(value)}; it must be a str, an int or a bool"

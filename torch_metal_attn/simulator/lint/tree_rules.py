@@ -304,6 +304,7 @@ def _declarator(text: str) -> str:
 
 def _without_arguments(text: str) -> str:
     """`text` without its template argument lists."""
+    text = text.replace("<=", " ")  # a comparison in such a list
     shorter = re.sub(r"<[^<>]*>", "", text)
     return text if shorter == text else _without_arguments(shorter)
 

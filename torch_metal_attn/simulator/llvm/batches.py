@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from .ir import INSTRUCTION, NAME, VALUE, Function, operand, parse, split
+from .ir import INSTRUCTION, LABEL, NAME, VALUE, Function, operand, parse, split
 from .rounds import mark_rounds
 
 ABI = (Path(__file__).parents[1] / "shim" / "abi.h").read_text()
@@ -133,12 +133,13 @@ class _Pass:
 
 def _named(function: Function) -> None:
     """Give a function names for its values and blocks, as numbers must be in order."""
-    numbers = [int(number) for number in re.findall(r"%(\d+)", function.head)]
-    entry = max(numbers, default=-1) + 1  # its block, which has no label
-    text = re.sub(r"%(\d+)", r"%v\1", "\n".join([function.head, f"{entry}:", *function.body]))
-    function.head, *function.body = re.sub(r"^(\d+):", r"v\1:", text, flags=re.MULTILINE).split(
-        "\n"
-    )
+    body = function.body
+    if not LABEL.match(body[0]):  # a first block without a name has no label either
+        numbers = [int(number) for number in re.findall(r"%(\d+)", function.head)]
+        body = [f"{max(numbers, default=-1) + 1}:", *body]
+    text = re.sub(r"%(\d+)", r"%msl.v\1", "\n".join([function.head, *body]))
+    named = re.sub(r"^(\d+):", r"msl.v\1:", text, flags=re.MULTILINE)
+    function.head, *function.body = named.split("\n")
 
 
 def batch_products(text: str) -> str:

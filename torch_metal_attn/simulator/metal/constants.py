@@ -1,7 +1,9 @@
 """Function constants: known before compilation, so that dead code is removed as in Metal."""
 
+import ast
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ...wording import type_text, value_text
@@ -39,6 +41,16 @@ FLOATS = {
 }
 
 
+Enumerators = dict[str, int | None]
+OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.LShift: operator.lshift,
+    ast.BitOr: operator.or_,
+}
+
+
 @dataclass(frozen=True)
 class FunctionConstant:
     """A declaration `constant T name [[function_constant(index)]];`."""
@@ -47,6 +59,57 @@ class FunctionConstant:
     name: str
     type: str
     optional: bool  # the text asks is_function_constant_defined(name) and can do without it
+
+
+def number(tokens: TokenList, position: int, text: str, names: Enumerators) -> int:
+    """The number of a slot or a function constant, as headers shared with the host spell it."""
+    value = _integer(text, names)
+    if value is None and names.get(text, 0) is None:
+        message = f"`{text}` has a value that is neither a number nor an earlier enumerator"
+        raise tokens.error(position, message)
+    if value is None:
+        raise tokens.error(position, f"`{text}` is neither a number nor an enumerator of the text")
+    return value
+
+
+def _integer(text: str, names: Enumerators) -> int | None:
+    """The value of an expression of integers and enumerators, if it is known."""
+    try:
+        decimal = re.sub(r"(?<=[0-9A-Fa-f])[uUlL]+\b", "", re.sub(r"\b0(?=\d)", "0o", text))
+        tree = ast.parse(decimal, mode="eval")
+    except SyntaxError:
+        return None
+
+    def value(node: ast.expr) -> int | None:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.Name):
+            return names.get(node.id)
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
+            left, right = value(node.left), value(node.right)
+            if left is not None and right is not None:
+                return OPERATIONS[type(node.op)](left, right)
+        return None
+
+    return value(tree.body)
+
+
+def enumerators(tokens: TokenList) -> Enumerators:
+    """The text's enumerators, by name; None where the value is not known."""
+    values: Enumerators = {}
+    for index in tokens.where(("enum",)):
+        opening = tokens.next(index, ("{", ";"))
+        if tokens.text(opening) != "{":
+            continue
+        value: int | None = -1
+        for start, end in tokens.split(opening + 1, tokens.close(opening)):
+            name, _, given = tokens.source(start, end).partition(" = ")
+            if given:
+                value = _integer(given, values)
+            elif value is not None:
+                value += 1
+            values[name] = value
+    return values
 
 
 def specialise(
@@ -60,6 +123,7 @@ def specialise(
     fit.
     """
     asked = {tokens.text(i + 2) for i in tokens.find("is_function_constant_defined")}
+    names = enumerators(tokens)
     declared: list[FunctionConstant] = []
     missing: set[str] = set()
     unused = dict(values)
@@ -69,9 +133,8 @@ def specialise(
             index += 1
             continue
         open_attribute = index - 2
-        number = tokens.text(index + 2)
-        if not re.fullmatch(r"\d+", number):
-            raise tokens.error(index, "function_constant needs a literal index here")
+        written = tokens.source(index + 2, tokens.close(index + 1))
+        key = number(tokens, index, written, names)
         name_at = open_attribute - 1
         start = tokens.seek_back(name_at, (";", "}", "{")) + 1
         words = [t.text for t in tokens.tokens[start:name_at]]
@@ -79,11 +142,11 @@ def specialise(
         name = tokens.text(name_at)
         if len(kind) != 1:
             raise tokens.error(name_at, f"function constant {name} has an unsupported type")
-        constant = FunctionConstant(int(number), name, kind[0], name in asked)
+        constant = FunctionConstant(key, name, kind[0], name in asked)
         declared.append(constant)
-        given = [key for key in (constant.index, name) if key in values]
+        given = [k for k in (constant.index, name) if k in values]
         if len(given) == 2:
-            raise ValueError(f"constants: {name} is given by name and as index {number}")
+            raise ValueError(f"constants: {name} is given by name and as index {key}")
         if given:
             literal = _literal(constant, values[given[0]])
             unused.pop(given[0])

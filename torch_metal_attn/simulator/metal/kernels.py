@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import unsupported
-from .lexer import TokenList
+from .constants import Enumerators, enumerators, number
+from .lexer import MetalSourceError, TokenList, lex
 from .objects import ADDRESS_SPACES, structs
+from .vectors import ELEMENTS, VECTORS
 
 LAUNCH = (Path(__file__).parents[1] / "shim" / "__msl_launch.h").read_text()
 ATTRIBUTES = frozenset(re.findall(r"^__MSL_ATTRIBUTE3?\(\s*(\w+)", LAUNCH, re.M))
@@ -16,6 +18,8 @@ TYPES_PREFIX = "__msl_types_"
 MOST_THREADS = "max_total_threads_per_threadgroup"
 MOST_THREADS_PREFIX = "__msl_most_threads_"
 EXPORTED = 'extern "C" __attribute__((visibility("default")))'
+TYPES = VECTORS.union(ELEMENTS)
+LITERAL = re.compile(r"(?:[0-9]|true$|false$)")
 ARGUMENT_BUFFER = (
     "an argument buffer holds pointers, which tensors cannot: pass each buffer as an argument "
     "of the kernel"
@@ -76,21 +80,44 @@ class Kernel:
 # The words that a kernel's declaration or its instantiation may begin with.
 KERNEL_BEGINS = frozenset({"template", "kernel", "["})
 
-_Enumerators = dict[str, int | None]
-
 
 @dataclass
 class _Function:
     qualified: str
     parameters: list[Parameter]
     most_threads: str  # the constant of its max_total_threads_per_threadgroup, if any
+    template: list[str] | None  # its template parameters
+
+    def accepts(self, callee: str, signature: str) -> bool:
+        """Whether an instantiation may be of this function and not of one with the same name."""
+        _, bracket, arguments = callee.partition("<")
+        types = _parts(signature.partition("(")[2][:-1]) if signature else None
+        if types is not None and len(types) != len(self.parameters):
+            return False
+        if self.template is None or not bracket:
+            return (self.template is None) == (not bracket)
+        given = _parts(arguments.rstrip()[:-1])
+        needed = [text for text in self.template if "=" not in text and "..." not in text]
+        most = len(given) if any("..." in text for text in self.template) else len(self.template)
+        fits = (types is not None or len(needed) <= len(given)) and len(given) <= most
+        return fits and not any(
+            LITERAL.match(text) if parameter.startswith(("typename", "class")) else text in TYPES
+            for text, parameter in zip(given, self.template, strict=False)
+        )
+
+
+def _parts(text: str) -> list[str]:
+    """The parts of a list between its top-level commas."""
+    tokens = TokenList(lex(text))
+    spans = tokens.split(0, len(tokens) - 1)
+    return [tokens.source(start, end) for start, end in spans]
 
 
 def extract_kernels(tokens: TokenList) -> list[Kernel]:
     """Find every kernel, remove syntax that only Metal has, and list the callable kernels."""
-    functions: dict[str, _Function] = {}
+    functions: dict[str, list[_Function]] = {}
     named: list[tuple[str, str, str, str]] = []  # host name, callee, function, signature
-    enumerators = _enumerators(tokens)
+    names = enumerators(tokens)
     index = 0
     while (index := tokens.next(index, KERNEL_BEGINS)) < len(tokens):
         if tokens.text(index) == "[" != tokens.text(index + 1):
@@ -109,10 +136,17 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
         if _is_declaration(tokens, index):
             continue
         most_threads = _most_threads(tokens, index, attributes, template)
-        name_at, parameters = _signature(tokens, index, enumerators)
+        declared = None
+        if template:
+            begin = tokens.open_angle(index - 1) + 1
+            spans = tokens.split(begin, index - 1)
+            declared = [tokens.source(start, end) for start, end in spans]
+        name_at, parameters = _signature(tokens, index, names)
         name = tokens.text(name_at)
         qualified = "".join(f"::{space}" for space in _namespaces(tokens, name_at)) + f"::{name}"
-        functions[name] = _Function(qualified, parameters, most_threads)
+        functions.setdefault(name, []).append(
+            _Function(qualified, parameters, most_threads, declared)
+        )
         if not template:
             named.append((host_name or qualified[2:], qualified, name, ""))
         index = name_at
@@ -126,14 +160,14 @@ def _is_declaration(tokens: TokenList, index: int) -> bool:
 
 
 def _callable(
-    functions: dict[str, _Function], named: list[tuple[str, str, str, str]]
+    functions: dict[str, list[_Function]], named: list[tuple[str, str, str, str]]
 ) -> list[Kernel]:
     kernels: dict[str, Kernel] = {}
     for host_name, callee, name, signature in named:
         if host_name in kernels or name not in functions:
             continue
         symbol = f"{ENTRY_PREFIX}{len(kernels)}_{re.sub(r'[^A-Za-z0-9_]', '_', host_name)}"
-        function = functions[name]
+        function = _named_by(host_name, functions[name], callee, signature)
         plain, bracket, arguments_of_template = callee.partition("<")
         constant = function.most_threads
         if constant and (bracket or callee == function.qualified):
@@ -150,6 +184,24 @@ def _callable(
             most_threads=constant,
         )
     return list(kernels.values())
+
+
+def _named_by(
+    host_name: str, candidates: list[_Function], callee: str, signature: str
+) -> _Function:
+    """The function that an instantiation or a kernel's own name means."""
+    if len(candidates) == 1:
+        return candidates[0]
+    exact = [function for function in candidates if function.qualified == callee]
+    fitting = exact or [f for f in candidates if f.accepts(callee, signature)]
+    if not fitting or any(f.parameters != fitting[0].parameters for f in fitting):
+        written = callee.replace(" ", "")
+        raise MetalSourceError(
+            f"kernel {host_name}: the text has {len(candidates)} functions of the name "
+            f"{candidates[0].qualified[2:]}, and the simulator cannot tell which `{written}` is: "
+            "rename all but one"
+        )
+    return fitting[0]
 
 
 def _attribute_end(tokens: TokenList, index: int) -> int:
@@ -269,9 +321,7 @@ def _namespaces(tokens: TokenList, index: int) -> list[str]:
     return around
 
 
-def _signature(
-    tokens: TokenList, index: int, enumerators: _Enumerators
-) -> tuple[int, list[Parameter]]:
+def _signature(tokens: TokenList, index: int, names: Enumerators) -> tuple[int, list[Parameter]]:
     """Parse `void name(parameters)` from its return type on; strips the attributes."""
     opening = tokens.next(index, ("(", ";", "{"))
     if tokens.text(opening) != "(" or tokens[opening - 1].kind != "name":
@@ -283,7 +333,7 @@ def _signature(
     count = len(tokens.split(opening + 1, tokens.close(opening)))
     for position in range(count):
         start, end = tokens.split(opening + 1, tokens.close(opening))[position]
-        parameters.append(_parameter(tokens, name, start, end, enumerators))
+        parameters.append(_parameter(tokens, name, start, end, names))
     taken = {p.index for p in parameters if p.kind == "buffer" and p.index >= 0}
     for parameter in parameters:
         if parameter.kind == "buffer" and parameter.index < 0:
@@ -315,7 +365,7 @@ def _check_slots(tokens: TokenList, opening: int, kernel: str, parameters: list[
 
 
 def _parameter(
-    tokens: TokenList, kernel: str, start: int, end: int, enumerators: _Enumerators
+    tokens: TokenList, kernel: str, start: int, end: int, numbers: Enumerators
 ) -> Parameter:
     attributes, end = _take_attributes(tokens, start, end)
     names = [i for i in range(start, end) if tokens[i].kind == "name"]
@@ -325,9 +375,9 @@ def _parameter(
     type_text = tokens.source(start, names[-1])
     words = set(re.findall(r"\w+", type_text))
     condition = re.search(r"function_constant \( (.+?) \)", attributes)
-    slot = re.search(r"\b(buffer|threadgroup) \( (\w+) \)", attributes)
+    slot = re.search(r"\b(buffer|threadgroup) \( (.+?) \)(?: ,|$)", attributes)
     is_pointer = "*" in type_text or "&" in type_text or tokens.text(end - 1) == "]"
-    slot_index = _slot_index(tokens, start, slot.group(2), enumerators) if slot else -1
+    slot_index = number(tokens, start, slot.group(2), numbers) if slot else -1
     if slot or (is_pointer and words & {"device", "constant"}):
         kind = slot.group(1) if slot else "buffer"
         if kind == "buffer" and not is_pointer:
@@ -354,37 +404,6 @@ def _parameter(
 def _unsupported(text: str) -> str | None:
     """Why a parameter of this type and attributes is refused, if the simulator lacks it."""
     return next(filter(None, map(unsupported.reason, re.findall(r"\w+", text))), None)
-
-
-def _slot_index(tokens: TokenList, position: int, text: str, enumerators: _Enumerators) -> int:
-    """The number of a slot: a literal, or an enumerator from a header shared with the host."""
-    if text.isdigit():
-        return int(text)
-    if text not in enumerators:
-        raise tokens.error(position, f"`{text}` is neither a number nor an enumerator of the text")
-    value = enumerators[text]
-    if value is None:
-        message = f"`{text}` has a value that is neither a number nor an earlier enumerator"
-        raise tokens.error(position, message)
-    return value
-
-
-def _enumerators(tokens: TokenList) -> _Enumerators:
-    """The text's enumerators, by name; None where the value is an expression."""
-    values: _Enumerators = {}
-    for index in tokens.where(("enum",)):
-        opening = tokens.next(index, ("{", ";"))
-        if tokens.text(opening) != "{":
-            continue
-        value: int | None = -1
-        for start, end in tokens.split(opening + 1, tokens.close(opening)):
-            name, _, given = tokens.source(start, end).replace(" ", "").partition("=")
-            if given:
-                value = int(given) if given.isdigit() else values.get(given)
-            elif value is not None:
-                value += 1
-            values[name] = value
-    return values
 
 
 def refuse_argument_buffers(tokens: TokenList, kernels: list[Kernel]) -> None:

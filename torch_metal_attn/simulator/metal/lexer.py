@@ -242,7 +242,8 @@ class TokenList:
         """The index of the `>` of a template argument list that begins at `index`."""
         depth, at = 0, index
         while self.text(at) in ("<", ">"):
-            depth += 1 if self.text(at) == "<" else -1
+            if self.text(at) == ">" or self._may_open_list(at):
+                depth += 1 if self.text(at) == "<" else -1
             if depth == 0:
                 return at
             at = self.seek(at + 1, ("<", ">", ";", "}"))
@@ -252,11 +253,24 @@ class TokenList:
         """The index of the `<` of a template argument list that ends at `index`."""
         depth, at = 0, index
         while self.text(at) in ("<", ">"):
-            depth += 1 if self.text(at) == ">" else -1
+            if self.text(at) == ">" or self._may_open_list(at):
+                depth += 1 if self.text(at) == ">" else -1
             if depth == 0:
                 return at
             at = self.seek_back(at - 1, ("<", ">"))
         raise self.error(index, "template argument list has no beginning")
+
+    def _may_open_list(self, index: int) -> bool:
+        """False for a `<` that compares, as in `A<sizeof(T) < 8>`."""
+        return self.tokens[index - 1].kind in ("name", "raw")
+
+    def scope_end(self, index: int) -> int:
+        """The end of the scope of a declaration at `index`: of its function, block or struct."""
+        at = self.seek(index, (")", "}"))
+        if self.text(at) == ")":
+            at = self.next(at, ("{", ";"))
+            at = self.close(at) if self.text(at) == "{" else at
+        return at
 
     def split(self, start: int, end: int) -> list[tuple[int, int]]:
         """The spans of [start, end) between its top-level commas; no span if it is empty."""

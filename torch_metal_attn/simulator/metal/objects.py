@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from .lexer import TokenList
+from .lexer import OPENERS, TokenList
+from .shifts import LINKS, object_start
 from .vectors import ELEMENTS, VECTORS, in_conditional
 
 ADDRESS_SPACES = frozenset({"threadgroup", "device", "constant"})
@@ -21,6 +22,10 @@ MATRICES = frozenset(f"{t}{c}x{r}" for t in ("half", "float") for c in (2, 3, 4)
 CONSTRUCTED = BOOLS | MATRICES | {"matrix", "uniform", "os_log"}
 CONSTRUCTED |= {f"packed_{vector}" for vector in VECTORS - BOOLS if vector.endswith("3")}
 
+NO_FIELDS = frozenset("using typedef static public private protected friend struct enum".split())
+BEFORE_FIELD = (";", "{", "}", ":")
+CASTS = ("reinterpret_cast", "static_cast")
+NOT_CALLED = ("return", "if", "while", "for", "switch", "decltype", "case")
 BEFORE_STATEMENT = (";", "{", "}", ")", "else")
 # A template, because a copy constructor would make the struct another one for the compiler.
 CONSTRUCTOR = (
@@ -36,9 +41,12 @@ class _Declared:
     constructed: set[str]  # types with constructors
     perhaps: set[str]  # template parameters and aliases
     types: set[str]  # these, and structs without constructors
-    # Pointers, arrays and references to the above: where they are declared, and how many
-    # subscripts it takes to an object.
-    objects: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    casts: set[str]  # what is cast to as `T(x)`
+    fields: dict[str, set[int]]  # as of `_field_types`
+    by_reference: set[str]  # the memories, "" for any, to which functions take references
+    # Pointers, arrays and references to the above: where they are declared, how many subscripts it
+    # takes to an object, and the memory.
+    objects: dict[str, list[tuple[int, int, str]]] = field(default_factory=dict)
 
 
 def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
@@ -46,21 +54,28 @@ def rewrite_objects(tokens: TokenList, types: set[str]) -> None:
 
     types: the text's template parameters and aliases.
     """
-    declared = _Declared(set(CONSTRUCTED), types, {*CONSTRUCTED, *types})
+    declared = _Declared(
+        set(CONSTRUCTED),
+        types,
+        {*CONSTRUCTED, *types},
+        {*SCALARS, *types},
+        _field_types(tokens),
+        _by_reference(tokens),
+    )
     for name, body, end in structs(tokens):
         declared.types.add(name)
-        if _has_constructor(tokens, name, body, end):
+        if constructors := _constructors(tokens, name, body, end):
             declared.constructed.add(name)
-            _add_constructors(tokens, name, end)
-    casts = SCALARS | types
+            is_aggregate = all(tokens.text(at + 1) == "default" for at in constructors)
+            made = _aggregate_constructor(tokens, name, body, end) if is_aggregate else ""
+            _add_constructors(tokens, name, end, made)
     for index in tokens.where(ADDRESS_SPACES):
         _note_object(tokens, index, declared)
-        _object_by_cast(tokens, index, declared, casts)
+        _object_by_cast(tokens, index, declared)
         if tokens.text(index) == "constant":
             _constant_object(tokens, index, declared)
-    objects = declared.objects
-    for index in tokens.where(objects):
-        _rewrite_use(tokens, index, objects[tokens.text(index)], casts)
+    for index in tokens.where(declared.objects.keys() | declared.fields.keys()):
+        _rewrite_use(tokens, index, declared)
 
 
 def structs(tokens: TokenList) -> Iterator[tuple[str, int, int]]:
@@ -81,19 +96,45 @@ def structs(tokens: TokenList) -> Iterator[tuple[str, int, int]]:
             yield tokens.text(name_at), body, tokens.close(body)
 
 
-def _has_constructor(tokens: TokenList, name: str, body: int, end: int) -> bool:
+def _constructors(tokens: TokenList, name: str, body: int, end: int) -> list[int]:
+    """The index after the parameters of each of a struct's constructors, `S()` or `S<T>()`."""
+    found: list[int] = []
     at = body + 1
     while (at := tokens.seek(at, (name, "}"))) < end:
-        if tokens.text(at + 1) == "(" and tokens.text(at - 1) != "~":
-            return True
+        opening = at + 1
+        if tokens.text(opening) == "<":
+            opening = tokens.maybe_angle(opening, end) + 1
+        if tokens.text(opening) == "(" and tokens.text(at - 1) != "~":
+            found.append(tokens.close(opening) + 1)
         at += 1
-    return False
+    return found
 
 
-def _add_constructors(tokens: TokenList, name: str, end: int) -> None:
+def _aggregate_constructor(tokens: TokenList, name: str, body: int, end: int) -> str:
+    """A constructor from the fields, for a struct whose other constructors are defaulted.
+
+    Such a struct is an aggregate, until it gets constructors for each memory.
+    """
+    fields: list[tuple[str, str]] = []
+    at = body + 1
+    while (last := tokens.seek(at, (";", "{", "}"))) < end:
+        words = [token.text for token in tokens.tokens[at:last]]
+        if words and "(" not in words and words[0] not in NO_FIELDS:
+            if tokens[last - 1].kind != "name" or "," in words:
+                return ""
+            fields.append((" ".join(words[:-1]), words[-1]))
+        at = (tokens.close(last) if tokens.text(last) == "{" else last) + 1
+    if not fields:
+        return ""
+    parameters = ", ".join(f"{kind} {field}" for kind, field in fields)
+    stored = ", ".join(f"{field}({field})" for _, field in fields)
+    return f"public: constexpr {name}({parameters}) : {stored} {{}} "
+
+
+def _add_constructors(tokens: TokenList, name: str, end: int, made: str) -> None:
     """They are marked as the simulator's own text, so that no fault or finding points to them."""
     last = tokens[end]
-    made = "".join(
+    made += "".join(
         CONSTRUCTOR.replace("@", name).replace("#", space) for space in sorted(ADDRESS_SPACES)
     )
     last.space += f'\n# 1 "<copies>" 3\n{made}\n# {last.line} "{last.file}"\n'
@@ -106,10 +147,7 @@ def sole_constructors(tokens: TokenList) -> None:
     space.
     """
     for name, body, end in list(structs(tokens))[::-1]:
-        spaces = []
-        for index in range(body + 1, end):
-            if tokens.tokens[index].text == name and tokens.text(index + 1) == "(":
-                spaces.append(tokens.skip(tokens.close(index + 1) + 1, QUALIFIERS))
+        spaces = [tokens.skip(at, QUALIFIERS) for at in _constructors(tokens, name, body, end)]
         if not spaces or not all(tokens.text(at) in ADDRESS_SPACES for at in spaces):
             continue
         for index in range(end, body, -1):
@@ -128,14 +166,18 @@ def _note_object(tokens: TokenList, index: int, declared: _Declared) -> None:
             at = tokens.maybe_angle(at, len(tokens))
         words.append(tokens.text(at))
         at += 1
-    name = tokens.text(at - 1)
+    if [tokens.text(at), tokens.text(at + 1), tokens.text(at + 3)] == ["(", "&", ")"]:
+        words, at = [*words, tokens.text(at + 2)], at + 3  # a reference to an array
+    name = words[-1] if words else ""
     if tokens[at - 1].kind == "name" and not declared.types.isdisjoint(words[:-1]):
         declaration = at - 1
         subscripts = words.count("*")
+        at += tokens.text(at) == ")"
         while tokens.text(at) == "[":
             at, subscripts = tokens.close(at) + 1, subscripts + 1
         if subscripts or "&" in words:
-            declared.objects.setdefault(name, []).append((declaration, subscripts))
+            space = tokens.text(index)
+            declared.objects.setdefault(name, []).append((declaration, subscripts, space))
 
 
 def _constant_object(tokens: TokenList, index: int, declared: _Declared) -> None:
@@ -170,71 +212,146 @@ def _drop_repeated(tokens: TokenList, start: int, name: int) -> None:
             token.text = ""
 
 
-def _path(tokens: TokenList, index: int) -> tuple[int, int, int]:
-    """The first and last token of `name[i][j]` or `*name`, and the number of subscripts.
+def _by_reference(tokens: TokenList) -> set[str]:
+    """The memories to which parameters are references, and "" if one is to a type of Metal's."""
+    found: set[str] = set()
+    for index in tokens.where(("&",)):
+        if tokens.text(index + 2) in (",", ")"):
+            start = tokens.seek_back(index - 1, ("(", ",", ";", "{")) + 1
+            words = {tokens.text(at) for at in range(start, index)}
+            found |= words & ADDRESS_SPACES | ({""} if words & CONSTRUCTED else set())
+    return found
+
+
+def _field_types(tokens: TokenList) -> dict[str, set[int]]:
+    """The fields of structs that have one of Metal's types with constructors.
+
+    By name: how many subscripts it takes to an object.
+    """
+    found: dict[str, set[int]] = {}
+    for _, body, end in structs(tokens):
+        for index in range(body + 1, end):
+            before = tokens.skip(index - 1, QUALIFIERS, -1)
+            if tokens.text(index) not in CONSTRUCTED or tokens.text(before) not in BEFORE_FIELD:
+                continue
+            at = index + 1
+            at = tokens.close_angle(at) + 1 if tokens.text(at) == "<" else at
+            last = tokens.seek(at, (";", "(", "}"))
+            for first, after in tokens.split(at, last) if tokens.text(last) == ";" else ():
+                extents = [at for at in range(first, after) if tokens.text(at) == "["]
+                found.setdefault(tokens.text(first), set()).add(len(extents))
+    return found
+
+
+def _path(tokens: TokenList, index: int) -> tuple[int, list[int]]:
+    """The first token of `name[i][j]`, and the last of each of `name`, `name[i]` and `name[i][j]`.
 
     What selects the name, as in `this->name`, belongs to it.
     """
-    start, end, subscripts = index, index, 0
-    while tokens.text(end + 1) == "[":
-        end, subscripts = tokens.close(end + 1), subscripts + 1
-    while tokens.text(start - 1) in (".", "->") and tokens[start - 2].kind == "name":
-        start -= 2
-    if tokens.text(start - 1) == "*" and end == index:
-        start, subscripts = start - 1, 1
-    return start, end, subscripts
+    ends = [index]
+    while tokens.text(ends[-1] + 1) == "[":
+        ends.append(tokens.close(ends[-1] + 1))
+    return object_start(tokens, index + 1) if tokens.text(index - 1) in LINKS else index, ends
 
 
-def _object_by_cast(
-    tokens: TokenList, index: int, declared: _Declared, casts: AbstractSet[str]
-) -> None:
-    """`((device S*)p)[i]` and `*((device S*)p)`, as if p were declared so."""
-    cast = index - 1 if tokens.text(index - 1) == "(" else index - 2
-    if tokens.text(cast) != "(" or tokens.text(cast - 1) != "(":
+def _object_by_cast(tokens: TokenList, index: int, declared: _Declared) -> None:
+    """`((device S*)p)[i]`, `*((device S*)p + i)` and `*(device S*)p`, as if p were declared so.
+
+    The cast may also be a `reinterpret_cast` or a `static_cast`.
+    """
+    cast = index - 1 if tokens.text(index - 1) in ("(", "<") else index - 2
+    is_named = tokens.text(cast) == "<" and tokens.text(cast - 1) in CASTS
+    if tokens.text(cast) != "(" and not is_named:
         return
-    pointer = tokens.close(cast) - 1
+    pointer = (tokens.close_angle(cast) if is_named else tokens.close(cast)) - 1
     kind = tokens.skip(pointer - 1, QUALIFIERS, -1)
     kind = tokens.open_angle(kind) - 1 if tokens.text(kind) == ">" else kind
     is_dependent = "typename" in (tokens.text(at) for at in range(cast, kind))
     if tokens.text(pointer) != "*" or not (is_dependent or tokens.text(kind) in declared.types):
         return
-    start, end = cast - 1, tokens.close(cast - 1)
-    if tokens.text(end + 1) == "[":
-        end = tokens.close(end + 1)
-    elif tokens.text(start - 1) == "*":
-        start -= 1
-    else:
+    space = tokens.text(index)
+    start, end = cast - 1 - is_named, pointer + 2
+    if tokens.text(start) == "=" and tokens.text(start - 2) == "auto":
+        declared.objects.setdefault(tokens.text(start - 1), []).append((start - 1, 1, space))
         return
-    if around := _around(tokens, start, end, casts):
-        _wrap(tokens, start, end, *around)
+    if tokens.text(start) == "*":
+        end = tokens.after(end) - 1
+        while tokens.text(end + 1) in ("[", "(", *LINKS):
+            end = tokens.after(end + 1) - 1 if tokens.text(end + 1) in OPENERS else end + 2
+    elif is_named and tokens.text(tokens.close(end) + 1) == "[":
+        start, end = start + 1, tokens.close(tokens.close(end) + 1)
+    elif tokens.text(start) == "(" and tokens.text(tokens.close(start) + 1) == "[":
+        end = tokens.close(tokens.close(start) + 1)
+    else:
+        opening = tokens.skip(start, {"("}, -1) + 1  # as in `*((device S*)p + i)`
+        if opening > start or tokens.text(opening - 1) != "*":
+            return
+        start, end = opening - 1, tokens.close(opening)
+    _wrap(tokens, start, end, *_around(tokens, start, end, declared, space))
 
 
-def _rewrite_use(
-    tokens: TokenList, index: int, declarations: list[tuple[int, int]], casts: AbstractSet[str]
-) -> None:
-    """`p[i] = v;` becomes `::metal::__target(p[i]) = v;`; a value becomes a call of `__read`."""
-    start, end, subscripts = _path(tokens, index)
-    around = _around(tokens, start, end, casts)
-    for declaration, needed in declarations if around else ():
-        if subscripts == needed and declaration < index <= _scope_end(tokens, declaration):
-            _wrap(tokens, start, end, *around)
+def _rewrite_use(tokens: TokenList, index: int, declared: _Declared) -> None:
+    """Rewrite the object that the name at `index` belongs to, if it is one."""
+    name = tokens.text(index)
+    start, ends = _path(tokens, index)
+    if tokens.text(index - 1) in (".", "->") and name in declared.fields:
+        for needed in declared.fields[name]:
+            if len(ends) > needed:
+                end = ends[needed]
+                _wrap(tokens, start, end, *_around(tokens, start, end, declared, ""))
+        return
+    for declaration, needed, space in declared.objects.get(name, ()):
+        if declaration >= index:
+            continue
+        if len(ends) > needed:
+            first, last = start, ends[needed]
+        elif needed == len(ends) == 1 and tokens.text(start - 1) == "*":
+            first, last = start - 1, index
+        elif needed == len(ends) == 1 and tokens.text(start - 2) == "*":  # *(p + i)
+            first, last = start - 2, tokens.after(start - 1) - 1
+        else:
+            continue
+        around = _around(tokens, first, last, declared, space)
+        if around and index <= tokens.scope_end(declaration):
+            _wrap(tokens, first, last, *around)
             return
 
 
-def _around(tokens: TokenList, start: int, end: int, casts: AbstractSet[str]) -> tuple[str, ...]:
-    """The text around an object that is stored or read as a whole; nothing if it is neither."""
-    if tokens.text(end + 1) == "=" and tokens.text(start - 1) in BEFORE_STATEMENT:
+def _around(
+    tokens: TokenList, start: int, end: int, declared: _Declared, space: str
+) -> tuple[str, ...]:
+    """The text around [start, end], an object in an address space; none if it can stay.
+
+    `p[i] = v;` becomes `::metal::__target(p[i]) = v;`, a value becomes a call of `__read`, an
+    argument of `__passed` and what is subscripted of `__elements`. space: the object's memory; ""
+    for that of any struct.
+    """
+    before, after = tokens.text(start - 1), tokens.text(end + 1)
+    if after == "=" and before in BEFORE_STATEMENT:
         return "::metal::__target(", ")"
-    return ("::metal::__read(", ", 0)") if _is_value(tokens, start, end, casts) else ()
+    is_grouped = tokens.text(start) == "*" and before == "(" and after == ")"
+    if is_grouped and not _is_call(tokens, start - 1):
+        after = tokens.text(end + 2)
+    if after == "[":
+        return "::metal::__elements(", ")"
+    if _is_value(tokens, start, end, declared.casts):
+        return "::metal::__read(", ", 0)"
+    by_value = space not in declared.by_reference and _is_argument(tokens, start, end)
+    return ("::metal::__passed(::metal::__read(", ", 0))") if by_value else ()
 
 
-def _scope_end(tokens: TokenList, index: int) -> int:
-    """The end of the scope of a declaration at `index`: that of its function, block or struct."""
-    at = tokens.seek(index, (")", "}"))
-    if tokens.text(at) == ")":
-        at = tokens.next(at, ("{", ";"))
-        at = tokens.close(at) if tokens.text(at) == "{" else at
-    return at
+def _is_call(tokens: TokenList, opening: int) -> bool:
+    """Whether the parenthesis at `opening` has a call's arguments."""
+    before = tokens[opening - 1]
+    return (before.kind == "name" and before.text not in NOT_CALLED) or before.text in (">", "]")
+
+
+def _is_argument(tokens: TokenList, start: int, end: int) -> bool:
+    """Whether [start, end] is an argument of a call."""
+    if tokens.text(start - 1) not in ("(", ",") or tokens.text(end + 1) not in (",", ")"):
+        return False
+    opening = tokens.seek_back(start - 1, ("(", "{", "[", ";"))
+    return tokens.text(opening) == "(" and _is_call(tokens, opening)
 
 
 def _is_value(tokens: TokenList, start: int, end: int, casts: AbstractSet[str]) -> bool:
@@ -267,7 +384,7 @@ def _returns_reference(tokens: TokenList, index: int) -> bool:
     return tokens.text(head) == "&"
 
 
-def _wrap(tokens: TokenList, first: int, last: int, before: str, after: str) -> None:
+def _wrap(tokens: TokenList, first: int, last: int, before: str = "", after: str = "") -> None:
     """Put text around [first, last]. As trivia, so that its tokens stay what they are."""
     tokens[first].space += before
     tokens[last + 1].space = after + tokens[last + 1].space

@@ -53,7 +53,7 @@ KINDS = {
     **dict.fromkeys(FUNCTIONS, "a function qualifier of Metal"),
 }
 
-_NO_MACROS = KINDS.keys() - MACROS
+NO_MACROS = KINDS.keys() - MACROS
 
 # Words before a type or an expression: what follows one of them is not declared by it.
 _NOT_TYPES = frozenset(
@@ -106,7 +106,7 @@ def refuse_names(tokens: TokenList, words: Collection[str] = KINDS) -> None:
 
 def may_define(source: str) -> bool:
     """Whether a text, which is not preprocessed, makes a macro of a reserved word somewhere."""
-    return not _NO_MACROS.isdisjoint(_DIRECTIVE.findall(source))
+    return not NO_MACROS.isdisjoint(_DIRECTIVE.findall(source))
 
 
 def check_directives(preprocessed: str) -> None:
@@ -116,7 +116,7 @@ def check_directives(preprocessed: str) -> None:
     `clang -E -dD` writes.
     """
     for directive in _DIRECTIVE.finditer(preprocessed):
-        if directive[1] in _NO_MACROS:
+        if directive[1] in NO_MACROS:
             *_, (_, file, line, _, body) = segments(preprocessed[: directive.start()])
             raise ReservedNameError(directive[1], file, line + body.count("\n"))
 

@@ -4,7 +4,8 @@ The shim headers (system headers of the preprocessed text) are left as they are.
 text relies on: `device`, `threadgroup` and `constant` are macros for clang's address-space
 attributes and `thread` for nothing; `::metal::__mk<V>(...)` constructs a vector, `__construct<T>`
 whatever T is, and `__vector_cast<V>() ->* x` is Metal's `(V)x`; `__msl_threadgroup_memory` gives
-threadgroup memory; `::metal::__read` and `__target` read and store a whole struct;
+threadgroup memory; `::metal::__read`, `__target` and `__elements` read, store and subscript a whole
+struct;
 `::metal::__signature` and the argument helpers serve the entries.
 """
 
@@ -24,7 +25,6 @@ from .unsupported import METHOD, refuse_stages
 from .vectors import name_bool_vectors, rewrite_vectors, type_names
 
 UNSUFFIXED = re.compile(r"(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|\d+[eE][+-]?\d+")
-UNROLL_NAME = re.compile(r"(#[ \t]*pragma[ \t]+unroll)[ \t]*\([ \t]*([A-Za-z_]\w*)[ \t]*\)")
 METHOD_QUALIFIERS = ("const", "volatile", "noexcept")
 
 
@@ -64,8 +64,6 @@ def rewrite(
     strip_attributes(tokens)
     if check:
         inline_all(tokens)
-    if UNROLL_NAME.search(preprocessed):
-        unroll_counts(tokens)
     literals(tokens)
     sole_constructors(tokens)
     drop_qualified_methods(tokens)
@@ -95,17 +93,6 @@ def inline_all(tokens: TokenList) -> None:
     """Drop `noinline`: what a function leaves unwritten is found where it is inlined."""
     for index in tokens.where(("noinline", "__noinline__")):
         tokens[index].text = ""
-
-
-def unroll_counts(tokens: TokenList) -> None:
-    """Drop the count of `#pragma unroll (N)` if N is a macro: no preprocessor expands it there."""
-    words = {token.text for token in tokens.tokens}
-    for token in tokens.tokens:
-        if "unroll" in token.space:
-            token.space = UNROLL_NAME.sub(
-                lambda match: match.group() if match.group(2) in words else match.group(1),
-                token.space,
-            )
 
 
 def literals(tokens: TokenList) -> None:

@@ -49,7 +49,8 @@ def check_shifts(tokens: TokenList, shifts: list[tuple[int, int]]) -> None:
     for first, last in shifts:
         operator, amount = tokens[last], tokens[last + 1]
         if operator.text.endswith("="):
-            changed = tokens.source(_object(tokens, first), first)
+            start = tokens.skip(object_start(tokens, first) - 1, {"*"}, -1) + 1
+            changed = tokens.source(start, first)
             operator.text += f" decltype(::metal::__amount_of({changed})){{}} ="
         elif _is_number(tokens, last, NUMBER):
             amount.text = f"::metal::__by<{amount.text}>()"
@@ -99,8 +100,8 @@ def _bit_fields(tokens: TokenList) -> set[str]:
     }
 
 
-def _object(tokens: TokenList, end: int) -> int:
-    """The first token of the object whose expression ends before `end`, as `*p[i].v` does."""
+def object_start(tokens: TokenList, end: int) -> int:
+    """The first token of the object whose expression ends before `end`, as `p[i].v` does."""
     at = end - 1
     while True:
         text = tokens.text(at)
@@ -121,6 +122,4 @@ def _object(tokens: TokenList, end: int) -> int:
             at -= 2
         else:
             break
-    while tokens.text(at - 1) == "*":
-        at -= 1
     return at

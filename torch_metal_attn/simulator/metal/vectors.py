@@ -1,5 +1,7 @@
 """Vector construction and conversion, which C++ spells differently or not at all."""
 
+from collections.abc import Collection
+
 from .lexer import TokenList
 
 ELEMENTS = "char uchar short ushort int uint long ulong half bfloat float bool".split()
@@ -27,9 +29,11 @@ def rewrite_vectors(tokens: TokenList, aliases: set[str]) -> None:
         if token.kind != "name":
             continue
         if token.text in constructed:
-            _construct(tokens, index, index)
+            _construct(tokens, index, index, aliases)
         elif token.text == "vec" and tokens.text(index + 1) == "<":
-            _construct(tokens, index, tokens.close_angle(index + 1))
+            _construct(tokens, index, tokens.close_angle(index + 1), aliases)
+        elif token.text in aliases and tokens.text(index + 1) == ")":
+            _cast(tokens, index, index, "__cast", aliases)
         elif token.text in aliases and tokens.text(index + 1) in ("(", "<"):
             end = tokens.close_angle(index + 1) if tokens.text(index + 1) == "<" else index
             if tokens.text(end + 1) == "(" and _is_expression(tokens, index, end):
@@ -98,7 +102,7 @@ def _qualified_start(tokens: TokenList, index: int) -> int:
     return index
 
 
-def _construct(tokens: TokenList, index: int, end: int) -> None:
+def _construct(tokens: TokenList, index: int, end: int, aliases: Collection[str]) -> None:
     """At a vector type [index, end]: rewrite the construction or the cast that it belongs to."""
     start = _qualified_start(tokens, index)
     before, after = tokens.text(start - 1), tokens.text(end + 1)
@@ -107,17 +111,48 @@ def _construct(tokens: TokenList, index: int, end: int) -> None:
             return  # a declarator: T (*x) or T (&x)
         tokens[start].text = "::metal::__mk<" + tokens[start].text
         tokens[end].text += ">"
-    elif after == ")" and before == "(" and _is_operand(tokens, end + 2):
-        if tokens[start - 2].kind == "name" and tokens.text(start - 2) not in ("return", "case"):
-            return  # a parameter, sizeof(T), ...
-        if tokens.text(start - 2) in (")", "]", ">"):
-            return
-        tokens[start - 1].text = "::metal::__vector_cast<"
-        tokens[end + 1].text = ">() ->*"
+    elif after == ")":
+        _cast(tokens, start, end, "__vector_cast", aliases)
     elif tokens[end + 1].kind == "name" and after != "operator":
         spelled = "".join(token.text for token in tokens.tokens[start : end + 1])
         for name in _directly_initialised(tokens, start, end):
             tokens[name].text += f" = ::metal::__mk<{spelled}>"
+
+
+def _cast(tokens: TokenList, start: int, end: int, call: str, aliases: Collection[str]) -> None:
+    """`(T)x`, where [start, end] is T, becomes a call and an operator that binds as tightly."""
+    before, last = tokens[start - 2], tokens.text(start - 2)
+    if tokens.text(start - 1) != "(" or not _is_operand(tokens, end + 2):
+        return
+    if before.kind == "name" and last not in ("return", "case"):
+        return  # a parameter, sizeof(T), ...
+    if last in ("]", ">") or (last == ")" and not _is_cast(tokens, start - 2, aliases)):
+        return
+    if tokens.text(end + 2) == "-" and _is_variable(tokens, start):
+        return
+    tokens[start - 1].text = f"::metal::{call}<"
+    tokens[end + 1].text = ">() ->*"
+
+
+def _is_cast(tokens: TokenList, close: int, aliases: Collection[str]) -> bool:
+    """Whether the parenthesis that ends at `close` holds a type alone."""
+    begin = tokens.open(close) + 1
+    while tokens.text(begin + 1) == "::":
+        begin += 2
+    end = tokens.maybe_angle(begin + 1, close) if tokens.text(begin + 1) == "<" else begin
+    is_type = tokens.text(begin) in VECTORS | PACKED | {*ELEMENTS, *aliases, "vec"}
+    return is_type and end + 1 == close
+
+
+def _is_variable(tokens: TokenList, index: int) -> bool:
+    """Whether the name at `index` is that of a variable there: then `(T)-x` is no cast."""
+    return any(
+        at < index <= tokens.scope_end(at)
+        for at in tokens.where((tokens.text(index),))
+        if tokens.text(at + 1) in ("=", ";", ",", ")", "[")
+        and (tokens.text(at - 1) in ("&", "*") or tokens.text(at - 1) in ELEMENTS)
+        and tokens.text(tokens.seek_back(at, STATEMENT_ENDS) + 1) != "typedef"
+    )
 
 
 def _directly_initialised(tokens: TokenList, start: int, end: int) -> list[int]:
@@ -150,7 +185,7 @@ def _is_operand(tokens: TokenList, index: int) -> bool:
     token = tokens[index]
     if token.kind in ("name", "number", "raw"):
         return token.text not in ("const", "thread", "device", "constant", "noexcept")
-    return token.text in ("(", "-", "~", "!")
+    return token.text in ("(", "-", "~", "!") or token.text.startswith("::metal::")
 
 
 def _is_expression(tokens: TokenList, index: int, end: int) -> bool:

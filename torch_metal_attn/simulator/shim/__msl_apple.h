@@ -96,6 +96,16 @@ METAL_FUNC T __metal_fract(T x) {
 METAL_FUNC ushort __metal_get_simdgroup_size(ushort) { return MSL_SIMD_WIDTH; }
 METAL_FUNC ushort __metal_get_thread_index_in_simdgroup(ushort) { return __msl_lane(); }
 
+namespace metal {
+// Whether SIMD operations take the type: a number of up to 32 bits. Texts have bfloat by
+// themselves.
+template <class T>
+struct __is_valid_simdgroup_type
+    : bool_constant<(__is_same(__element<T>, float) || __is_same(__element<T>, half) ||
+                     (__is_integral(__element<T>) && !__is_same(__element<T>, bool))) &&
+                    sizeof(__element<T>) <= 4> {};
+}  // namespace metal
+
 template <class T>
 struct _fp_encoding_traits;
 template <>

@@ -4,7 +4,9 @@
 namespace metal {
 
 template <int N>
-struct __bool_fields;
+struct alignas(N) __bool_fields {
+  bool x, more[N - 1];
+};
 template <>
 struct alignas(2) __bool_fields<2> {
   bool x, y;

@@ -33,9 +33,14 @@ struct matrix {
   explicit constexpr matrix(const matrix<U, Columns, Rows>& other) : columns() {
     for (int i = 0; i < Columns; ++i) columns[i] = __mk<column>(other.columns[i]);
   }
-  matrix(const device matrix& other) : matrix(__copied(&other)) {}
-  matrix(const threadgroup matrix& other) : matrix(__copied(&other)) {}
-  matrix(constant matrix& other) : matrix(__copied(&other)) {}
+#define __MSL_COPY(space)                                                \
+  matrix(const space matrix& other) : matrix(__copied(&other)) {}        \
+  template <class U, class = typename __if<!__is_same(U, T), int>::type> \
+  explicit matrix(const space matrix<U, Columns, Rows>& other) : matrix(__copied(&other)) {}
+  __MSL_COPY(device)
+  __MSL_COPY(threadgroup)
+  __MSL_COPY(constant)
+#undef __MSL_COPY
   matrix(const matrix&) = default;
   matrix& operator=(const matrix&) = default;
 
@@ -77,6 +82,15 @@ struct matrix {
   }
   friend constexpr bool operator!=(matrix a, matrix b) { return !(a == b); }
 };
+#define __MSL_ELEMENTS(space)      \
+  template <class T, int C, int R> \
+  METAL_FUNC space vec<T, R>(&__elements(space matrix<T, C, R> & m)) [C] { return m.columns; }
+__MSL_ELEMENTS(device)
+__MSL_ELEMENTS(threadgroup)
+__MSL_ELEMENTS(const device)
+__MSL_ELEMENTS(const threadgroup)
+__MSL_ELEMENTS(constant)
+#undef __MSL_ELEMENTS
 template <class T, int Inner, int Rows, int Columns>
 METAL_FUNC constexpr matrix<T, Columns, Rows> operator*(matrix<T, Inner, Rows> a,
                                                         matrix<T, Columns, Inner> b) {

@@ -229,14 +229,17 @@ METAL_FUNC __floating<T> fabs(T x) {
 #define __MSL_MAXNUM __builtin_elementwise_max
 #define __MSL_MINNUM __builtin_elementwise_min
 #endif
-#define __MSL_EXTREME(name, common, for_float, for_integer) \
-  template <class A, class B, class T = common<A, B>>       \
-  METAL_FUNC T name(A x, B y) {                             \
-    T a = (T)x, b = (T)y;                                   \
-    if constexpr (__is_float_element<T>)                    \
-      return for_float(a, b);                               \
-    else                                                    \
-      return for_integer(a, b);                             \
+// Of two bools as ints, to which they are promoted.
+template <class T>
+using __promoted = typename __pick<T, int, __is_same(T, bool) ? 2 : 1>::type;
+#define __MSL_EXTREME(name, common, for_float, for_integer)       \
+  template <class A, class B, class T = __promoted<common<A, B>>> \
+  METAL_FUNC T name(A x, B y) {                                   \
+    T a = (T)x, b = (T)y;                                         \
+    if constexpr (__is_float_element<T>)                          \
+      return for_float(a, b);                                     \
+    else                                                          \
+      return for_integer(a, b);                                   \
   }
 __MSL_EXTREME(max, __common, __MSL_MAXNUM, __builtin_elementwise_max)
 __MSL_EXTREME(min, __common, __MSL_MINNUM, __builtin_elementwise_min)
@@ -256,8 +259,11 @@ __MSL_OF_THREE(median3, __number, metal::max(metal::min(a, b), metal::min(metal:
 __MSL_OF_THREE(fmax3, __floating, metal::max3(a, b, c))
 __MSL_OF_THREE(fmin3, __floating, metal::min3(a, b, c))
 __MSL_OF_THREE(fmedian3, __floating, metal::median3(a, b, c))
-__MSL_OF_THREE(fma, __floating, __builtin_elementwise_fma(a, b, c))
 #undef __MSL_OF_THREE
+template <class A, class B, class C, class T = __floating_common<__floating_common<A, B>, C>>
+METAL_FUNC T fma(A a, B b, C c) {
+  return __builtin_elementwise_fma((T)a, (T)b, (T)c);
+}
 template <class X, class A, class B, class T = __common<__common<X, A>, B>>
 METAL_FUNC T clamp(X x, A low, B high) {
 #ifdef MSL_UNDEFINED

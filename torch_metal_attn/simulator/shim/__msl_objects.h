@@ -61,6 +61,12 @@ METAL_FUNC T __read(T value, long) {
   return value;
 }
 
+// An argument: a packed vector of three as a vector, which functions take.
+template <class T>
+METAL_FUNC auto __passed(T value) {
+  return __unpack(value);
+}
+
 // The type of a constant of the program: in constant memory, unless it needs a constructor.
 template <class T, bool constructed = __is_struct<T> && !__is_aggregate(T)>
 struct __in_constant {

@@ -19,7 +19,9 @@ struct __packed3 {
   constexpr __packed3(constant __packed3& o) : x(o.x), y(o.y), z(o.z) {}
   __packed3& operator=(const __packed3&) = default;
   constexpr operator vec<T, 3>() const { return vec<T, 3>{x, y, z}; }
-  constexpr T operator[](int i) const { return i == 0 ? x : i == 1 ? y : z; }
+  // As an array, whose index is checked.
+  T& operator[](int i) { return reinterpret_cast<T(&)[3]>(x)[i]; }
+  constexpr T operator[](int i) const { return vec<T, 3>{x, y, z}[i]; }
 };
 template <class T>
 METAL_FUNC constexpr vec<T, 3> __unpack(__packed3<T> a) {
@@ -29,6 +31,64 @@ template <class V, class T>
 METAL_FUNC constexpr V __mk(__packed3<T> a) {
   return __mk<V>(__unpack(a));
 }
+
+// Operands become vectors first. They are passed by value, so that they may be in any memory.
+template <class A>
+using __operand = typename __if<__is_vector<A> || __is_arithmetic(A) ||
+                                    __are_16_bit_floats<A, half> || __are_16_bit_floats<A, bfloat>,
+                                A>::type;
+#define __MSL_PACKED_BINARY(op)                                           \
+  template <class T>                                                      \
+  METAL_FUNC constexpr auto operator op(__packed3<T> a, __packed3<T> b) { \
+    return __unpack(a) op __unpack(b);                                    \
+  }                                                                       \
+  template <class T, class B, class = __operand<B>>                       \
+  METAL_FUNC constexpr auto operator op(__packed3<T> a, B b) {            \
+    return __unpack(a) op b;                                              \
+  }                                                                       \
+  template <class A, class T, class = __operand<A>>                       \
+  METAL_FUNC constexpr auto operator op(A a, __packed3<T> b) {            \
+    return a op __unpack(b);                                              \
+  }
+#define __MSL_PACKED_UNARY(op)                            \
+  template <class T>                                      \
+  METAL_FUNC constexpr auto operator op(__packed3<T> a) { \
+    return op __unpack(a);                                \
+  }
+#define __MSL_PACKED_ASSIGN(op, space)                                           \
+  template <class T, class B>                                                    \
+  METAL_FUNC space __packed3<T>& operator op## = (space __packed3<T> & a, B b) { \
+    vec<T, 3> v = __unpack(a) op __unpack(b);                                    \
+    a.x = v.x, a.y = v.y, a.z = v.z;                                             \
+    return a;                                                                    \
+  }
+#define __MSL_PACKED_ARITHMETIC(op) \
+  __MSL_PACKED_BINARY(op)           \
+  __MSL_PACKED_ASSIGN(op, )         \
+  __MSL_PACKED_ASSIGN(op, device)   \
+  __MSL_PACKED_ASSIGN(op, threadgroup)
+__MSL_PACKED_ARITHMETIC(+)
+__MSL_PACKED_ARITHMETIC(-)
+__MSL_PACKED_ARITHMETIC(*)
+__MSL_PACKED_ARITHMETIC(/)
+__MSL_PACKED_ARITHMETIC(%)
+__MSL_PACKED_ARITHMETIC(&)
+__MSL_PACKED_ARITHMETIC(|)
+__MSL_PACKED_ARITHMETIC(^)
+__MSL_PACKED_ARITHMETIC(<<)
+__MSL_PACKED_ARITHMETIC(>>)
+__MSL_PACKED_BINARY(==)
+__MSL_PACKED_BINARY(!=)
+__MSL_PACKED_BINARY(<)
+__MSL_PACKED_BINARY(<=)
+__MSL_PACKED_BINARY(>)
+__MSL_PACKED_BINARY(>=)
+__MSL_PACKED_UNARY(-)
+__MSL_PACKED_UNARY(~)
+#undef __MSL_PACKED_ARITHMETIC
+#undef __MSL_PACKED_ASSIGN
+#undef __MSL_PACKED_UNARY
+#undef __MSL_PACKED_BINARY
 
 // The rewriter's form of the left side of `p[i] = v`. An object in device or threadgroup memory can
 // have no assignment operator, so it is stored field by field.
@@ -55,6 +115,28 @@ METAL_FUNC T& __target(T& object) {
 __MSL_TARGET(device)
 __MSL_TARGET(threadgroup)
 #undef __MSL_TARGET
+
+// The rewriter's form of the object in `p[i][j]`, which can have no subscript operator there.
+template <class T>
+METAL_FUNC constexpr T&& __elements(T&& object) {
+  return static_cast<T&&>(object);
+}
+#define __MSL_ELEMENTS(space)                                      \
+  template <class T>                                               \
+  METAL_FUNC space T(&__elements(space __packed3<T>& object))[3] { \
+    return reinterpret_cast<space T(&)[3]>(object.x);              \
+  }                                                                \
+  template <int N>                                                 \
+  METAL_FUNC space bool (&__elements(space __bools<N> & object))   \
+      [N] { return reinterpret_cast<space bool (&)[N]>(object.x); }
+__MSL_ELEMENTS()
+__MSL_ELEMENTS(const)
+__MSL_ELEMENTS(device)
+__MSL_ELEMENTS(threadgroup)
+__MSL_ELEMENTS(const device)
+__MSL_ELEMENTS(const threadgroup)
+__MSL_ELEMENTS(constant)
+#undef __MSL_ELEMENTS
 
 template <class T, int N>
 struct __packed_vector;

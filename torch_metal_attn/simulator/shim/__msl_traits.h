@@ -162,12 +162,13 @@ struct array {
   }
 };
 
+// Apple's header has the limits in a struct of this name, which texts specialise for their types.
 template <class T>
-struct numeric_limits {
+struct _numeric_limits_impl {
   static constexpr constant bool is_specialized = false;
 };
 template <class T>
-struct numeric_limits<const T> : numeric_limits<T> {};
+struct numeric_limits : _numeric_limits_impl<remove_cv_t<T>> {};
 template <bool Integer, bool Signed, int Digits>
 struct __limits {
   static constexpr constant bool is_specialized = true;
@@ -179,15 +180,15 @@ struct __limits {
   static constexpr constant int radix = 2;
   static constexpr constant int digits = Digits;
 };
-#define __MSL_INTEGER(T, MIN, MAX)                                                      \
-  template <>                                                                           \
-  struct numeric_limits<T> : __limits<true, (MIN) != 0, sizeof(T) * 8 - ((MIN) != 0)> { \
-    static constexpr T min() { return MIN; }                                            \
-    static constexpr T lowest() { return MIN; }                                         \
-    static constexpr T max() { return MAX; }                                            \
-    static constexpr T epsilon() { return 0; }                                          \
-    static constexpr T infinity() { return 0; }                                         \
-    static constexpr T quiet_NaN() { return 0; }                                        \
+#define __MSL_INTEGER(T, MIN, MAX)                                                            \
+  template <>                                                                                 \
+  struct _numeric_limits_impl<T> : __limits<true, (MIN) != 0, sizeof(T) * 8 - ((MIN) != 0)> { \
+    static constexpr T min() { return MIN; }                                                  \
+    static constexpr T lowest() { return MIN; }                                               \
+    static constexpr T max() { return MAX; }                                                  \
+    static constexpr T epsilon() { return 0; }                                                \
+    static constexpr T infinity() { return 0; }                                               \
+    static constexpr T quiet_NaN() { return 0; }                                              \
   };
 __MSL_INTEGER(bool, false, true)
 __MSL_INTEGER(char, -128, 127)
@@ -202,7 +203,7 @@ __MSL_INTEGER(ulong, 0, 18446744073709551615ul)
 #undef __MSL_INTEGER
 #define __MSL_FLOAT(T, BITS, DIGITS, MAX_EXPONENT, MIN, MAX, EPSILON, DENORM_MIN, INF, NAN_BITS) \
   template <>                                                                                    \
-  struct numeric_limits<T> : __limits<false, true, DIGITS> {                                     \
+  struct _numeric_limits_impl<T> : __limits<false, true, DIGITS> {                               \
     static constexpr constant bool is_iec559 = true;                                             \
     static constexpr constant int max_exponent = MAX_EXPONENT;                                   \
     static constexpr constant int min_exponent = 3 - MAX_EXPONENT;                               \

@@ -326,16 +326,51 @@ METAL_FUNC constexpr T __construct(A... a) {
     return value;
   }
 }
-// The rewriter's form of `(float4)x` is `__vector_cast<float4>() ->* x`.
+// The rewriter's form of `(float4)x` is `__vector_cast<float4>() ->* x`, and that of `(T)x`, where
+// T may be any type, has `__cast`. The operator groups from the left, casts do from the right.
 template <class V>
-struct __cast_to {};
+struct __cast_to {
+  template <class A>
+  METAL_FUNC static constexpr V of(A a) {
+    return __mk<V>(a);
+  }
+};
+template <class T>
+struct __cast_to_any {
+  template <class A>
+  METAL_FUNC static constexpr T of(A a) {
+    return __construct<T>(a);
+  }
+};
+template <class Outer, class Inner>
+struct __casts {
+  template <class A>
+  METAL_FUNC static constexpr auto of(A a) {
+    return Outer::of(Inner::of(a));
+  }
+};
+template <class T>
+constexpr bool __is_cast = false;
+template <class T>
+constexpr bool __is_cast<__cast_to<T>> = true;
+template <class T>
+constexpr bool __is_cast<__cast_to_any<T>> = true;
+template <class A, class B>
+constexpr bool __is_cast<__casts<A, B>> = true;
 template <class V>
 METAL_FUNC constexpr __cast_to<V> __vector_cast() {
   return {};
 }
-template <class V, class A>
-METAL_FUNC constexpr V operator->*(__cast_to<V>, A a) {
-  return __mk<V>(a);
+template <class T>
+METAL_FUNC constexpr __cast_to_any<T> __cast() {
+  return {};
+}
+template <class C, class A, class = typename __if<__is_cast<C>, C>::type>
+METAL_FUNC constexpr auto operator->*(C, A a) {
+  if constexpr (__is_cast<A>)
+    return __casts<C, A>();
+  else
+    return C::of(a);
 }
 
 // The rewriter's form of an argument `{a, b}`, which the compiler passes as a struct but not as a

@@ -107,7 +107,8 @@ constexpr bool __is_simulated =
 template <class Left, class Right, class Result>
 constexpr bool __multiplies =
     (__is_same(Left, Right) && (__is_same(Result, float) || __is_same(Result, Left))) ||
-    (__is_same(Left, float) && (__is_same(Right, half) || __is_same(Right, bfloat)) &&
+    (((__is_same(Left, float) && __is_same(Right, half)) ||
+      ((__is_same(Left, float) || __is_same(Left, half)) && __is_same(Right, bfloat))) &&
      __is_same(Result, float));
 
 template <__descriptor_code Code, class Scope, class... Arguments>

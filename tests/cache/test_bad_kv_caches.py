@@ -160,9 +160,12 @@ REFUSED = [
         lambda c: c.decode_step([0], *[PACKED[:0]] * 3, length=[0]),
         r"length is \[0\]; decode_step appends a row or more in all",
     ),
-    (
-        lambda c: c.decode_step([0], *[PACKED] * 3, length=3, indices=torch.zeros(3, 1).int()),
-        "indices is given with length;",
+    *(
+        (
+            lambda c, name=name: c.decode_step([0], *[PACKED] * 3, length=3, **{name: 1}),
+            f"{name} is given with length;",
+        )
+        for name in ("indices", "kv_block_size")
     ),
     (lambda c: make(windows=[5]), "windows has 1 numbers; it must have 2, one a layer"),
     (lambda c: make(windows=[-2, 5]), r"windows\[0\] is -2; it must be at least -1"),
@@ -175,6 +178,10 @@ REFUSED = [
     (
         lambda c: make(windows=[-1, 5]).cascade([], layer=1, window_size=(6, 0)),
         r"window_size is \(6, 0\); layer 1 keeps the rows of a window, so .* in 0\.\.5",
+    ),
+    (
+        lambda c: make(windows=[-1, 5]).cascade([], layer=1, window_size=3),
+        "window_size is 3; it must be two ints",
     ),
     *(
         (

@@ -1,5 +1,6 @@
 """CascadePlan: shared pages are read once, and the results are those of each sequence alone."""
 
+import pickle
 import random
 from functools import partial
 
@@ -180,6 +181,26 @@ def test_a_plan_by_layer():
     plan.attend(q, cache.layers[1].k_cache, cache.layers[1].v_cache)
     cache.reserve(ids, 9)  # other pages than those of the plan
     plan.attend(q, cache.layers[0].k_cache, cache.layers[0].v_cache)
+
+
+def test_plans_of_layers_with_windows():
+    """A step frees pages that no plan reads; layers of another window have other pages."""
+    cache = PagedKVCache(40, 4, 1, 8, num_layers=4, windows=[-1, -1, 5, 5])
+    ids = [cache.allocate(), cache.allocate()]
+    rows, q = normal(2, 1, 1, 8), normal(2, 1, 1, 8)
+    for _ in range(14):
+        for layer, tensors in enumerate(cache.layers):
+            cache.append(ids, rows, rows, layer)
+            if layer % 2 == 0:
+                plan = cache.cascade(ids, layer=layer)
+            plan.attend(q, tensors.k_cache, tensors.v_cache)
+    assert (cache.block_table(ids, 2) < 0).any()
+    copied = pickle.loads(pickle.dumps(cache))
+    plan = copied.cascade(ids, layer=2)
+    with pytest.raises(ValueError, match="of other pages than those of layer 1; layers of another"):
+        plan.attend(q, copied.layers[1].k_cache, copied.layers[1].v_cache)
+    copied.append(ids, rows, rows, 3)
+    assert copied._storage._stored[1].k_cache.data_ptr() == copied.layers[3].k_cache.data_ptr()
 
 
 def read(shared, sequences, heads, with_plan, short=0):

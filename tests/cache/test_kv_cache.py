@@ -332,7 +332,7 @@ def test_packed_rows_are_those_of_each_sequence(kind):
     own = [[together.allocate() for _ in counts]] if kind is PagedKVCache else []
     together.append(*own, *(x[:5, :, None] for x in (k, v)))
     rotated = q.clone()
-    together.append(*own, k, v, length=counts, q=rotated, **tables)
+    together.append(*own, k, v, length=torch.tensor(counts), q=rotated, **tables)
     assert together.lengths(*(own or [range(5)])) == [3, 3, 1, 71, 2]
     for b, parts in enumerate(zip(*(x.split(counts) for x in (k, v, q, rotated)), strict=True)):
         alone, (*new, q_here, q_there) = StaticKVCache(1, 150, 2, 32, **options), parts
@@ -475,7 +475,7 @@ def attend_over_a_cache(kind, options, device):
     held = Sequences(kind, device, **options)
     held.append(14, 0)
     held.attend(4, 1)
-    held.step([3, 21], 5, {"softmax_scale": 0.3})
+    held.step([3, 21], 5, {"softmax_scale": 0.3, "indices": None})
     held.step([0, 1], 6)
 
 

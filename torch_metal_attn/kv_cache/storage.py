@@ -154,8 +154,7 @@ class Storage:
                 raise ValueError(
                     f"{name} is {value_text(given)}; it must be one of {', '.join(FORMATS)}"
                 )
-        rotated = {"head_dim": head_dim, "v_head_dim": v_head_dim}
-        hadamard = check_hadamard(hadamard, rotated)
+        hadamard = check_hadamard(hadamard, {"head_dim": head_dim, "v_head_dim": v_head_dim})
         if hadamard and format is None:
             raise ValueError(f"hadamard is {hadamard} with no format; leave it out")
         v_format = format if v_format is None else v_format
@@ -416,9 +415,9 @@ class Storage:
         caches, kept = self.operands(layer)
         if self.values_in_keys and options.get("rotary_cos") is not None:
             options = {"rotary_first_column": self._new_shapes["v"][1]} | options
-        if any(name in options for name in _LISTS):
-            return _listed_step((*new, *caches, cache_seqlens), kept | options, check_only)
         arguments, options = (*new, *caches, cache_seqlens), kept | options
+        if any(name in options for name in _LISTS):
+            return _listed_step(arguments, options, check_only)
         result = ArgumentNames().run(getattr(ops, op), arguments, options)
         if check_only:
             check_writes(op, arguments, options)

@@ -13,7 +13,6 @@ from torch_metal_attn import simulate
 # simulator then reports; None where only the bits can show it.
 MUTANTS = {
     "plain": """
-        one position late: position = place.first + row{~=> + 1~};
         first sequence's length: cache_seqlens[{~batch => 0~}]
         wrong stride of batches: cache_batch_stride = cache_strides.batch{~=> + cache_strides.row~}
         v by k's strides [out_of_bounds]: params.{~v_cache_strides => k_cache_strides~}
@@ -51,7 +50,6 @@ MUTANTS = {
         index ignored: {~cache_batch_idx[batch] => batch~}
     """,
     "rotated": """
-        k not rotated: AppendRows<KV_FORMAT, HEAD_DIM_QK, {~NEW_K_ROTARY => false~}> k
         rotated at the wrong row: {~place.first_rotary => int64_t(place.first)~} + step, column
         rotated at the first row: place.first_rotary {~+ step =>~}, column
         padding of the first sequence: leftpad_k[{~batch => 0~}]
@@ -78,17 +76,14 @@ MUTANTS = {
         scale of another block:
             {~column / SHARED => (column / SHARED + 1) % (COLUMNS / SHARED)~} * NUMBERS + i
         scale of a lane: distance < {~BLOCK_LANES => 2~}
-        scale of two blocks: distance < {~=> 2 *~} BLOCK_LANES
         a step that is not rounded: usable ? {~float(scale) => fabs(extreme) / 127.0f~} : 1.0f
         NaN unseen: & {~0x7fffffffu => 0x7f800000u~}
     """,
     "q4_0": """
-        nibbles swapped: {~low | (high => high | (low~} << 4)
         sign of the last of equals: (lane & distance) {~!= => ==~} 0
         nibbles not clamped: quotients[2 * i] + 8.0f, 0.0f, {~15.0f => 16.0f~}
     """,
     "q3_g32": """
-        scale and minimum swapped: Scale(numbers[{~=> NUMBERS - 1 -~}i])
         the group's last value unseen:
             high = max(high, simd_shuffle_xor(high, {~distance => min(distance, ushort(1))~}))
         the least of a lane: {~low = min(low, simd_shuffle_xor(low, distance)) =>~}
@@ -102,7 +97,6 @@ MUTANTS = {
         halves away from even: {~0x7ffffu + ((bits >> 20) & 1u) => 0x80000u~}
         steps below 2^-6: magnitude < {~0.015625f => 0.0078125f~}
         scale of another head: {~kv_head * strides.head => 0~}]);
-        sign lost: {~(as_type<uint>(value) >> 24) & 0x80u => 0~}
     """,
 }
 

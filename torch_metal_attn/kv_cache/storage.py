@@ -387,12 +387,10 @@ class Storage:
         where: dict[str, Any],
         check_only: bool,
     ) -> Any:
-        given = {"check_only": check_only, **where}
+        only = {"check_only": check_only}
         if op == "decode_step" and isinstance(self.recent, RecentRows):
-            return self.recent.step(
-                layer, new, lengths, slots, where, options, check_only=check_only
-            )
-        result = self.run(op, layer, new, self.indices(lengths), **given, **options)
+            return self.recent.step(layer, new, lengths, slots, where, options, **only)
+        result = self.run(op, layer, new, self.indices(lengths), **only, **where, **options)
         if op == "append_kv" and not check_only:
             self.recent.append(layer, new, lengths, slots, options)
         return result

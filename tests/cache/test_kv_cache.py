@@ -248,15 +248,12 @@ class Paged(RuleBasedStateMachine):
             check(self.other, {(id := self.other.import_sequence(copied)): tokens}, {id: space})
             self.other.free(id)
             return
-        # What is found is shared, and begins with the pages that its next query sees.
-        found, matched = self.cache.match_prefix(copied.tokens, space)
-        self.cache.free(found)
         try:
             id = self.cache.import_sequence(copied)
         except CacheFull:
             assert sum(map(sum, copied.held)) > self.cache.num_free_pages
             return
-        self.add(id, tokens, space, max(freed_at, matched))
+        self.add(id, tokens, space, freed_at)
 
     @rule()
     def defragment(self):
@@ -320,6 +317,17 @@ def test_pages_outside_a_window():
         make().import_sequence(cache.export_sequence(a))
     with pytest.raises(CacheFull, match="the sequence needs 5 more pages, and 4 of 4 are free"):
         make(4, windows=[-1, 5]).import_sequence(cache.export_sequence(a))
+
+
+def test_a_step_of_an_imported_sequence_is_taken_back():
+    """Though its last rows are found, with the pages that the next query sees."""
+    cache, tokens = make(20, windows=[-1, 5]), [*range(40)]
+    id = cache.allocate()
+    append(cache, {id: []}, {id: tokens[:16]})
+    append(cache, {id: tokens[:16]}, {id: tokens[16:]})
+    copied = cache.import_sequence(cache.export_sequence(id))
+    cache.truncate(copied, 16)
+    check(cache, {id: tokens, copied: tokens[:16]})
 
 
 @pytest.mark.parametrize("kind", [StaticKVCache, PagedKVCache])

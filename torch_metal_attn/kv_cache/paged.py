@@ -462,8 +462,10 @@ class PagedKVCache:
         """
         self._storage.check_kind(exported)
         sequence = self._matched(exported.tokens[: min(exported.lengths)], exported.namespace)
-        matched = len(sequence.prefixes) - 1
-        missing = sum(sum(held[matched:]) for held in exported.held)
+        groups = [*zip(sequence.pages, exported.held, strict=True)]
+        for pages, held in groups:
+            pages += [-1] * (len(held) - len(pages))
+        missing = sum(there and page < 0 for x in groups for page, there in zip(*x, strict=True))
         if missing > self._pool.available:
             self._release(sequence, 0)
             raise CacheFull(
@@ -473,15 +475,15 @@ class PagedKVCache:
         chosen: list[int] = []  # of the exported pages
         taken: list[int] = []
         i = 0
-        for pages, held in zip(sequence.pages, exported.held, strict=True):
+        for pages, held in groups:
             for j, there in enumerate(held):
-                if j < matched and not there and pages[j] >= 0:
+                if there and pages[j] < 0:
+                    pages[j] = self._pool.take()
+                    chosen.append(i)
+                    taken.append(pages[j])
+                elif not there and pages[j] >= 0:
                     self._pool.release(pages[j])
                     pages[j] = -1
-                elif j >= matched:
-                    pages.append(self._pool.take() if there else -1)
-                    chosen += [i] * there
-                    taken += [pages[j]] * there
                 i += there
         self._storage.fill(taken, [pages[chosen] for pages in exported.pages])
         sequence.tokens, sequence.lengths = [*exported.tokens], [*exported.lengths]

@@ -138,18 +138,15 @@ def test_compiled_in_a_leaf():
         assert torch.equal(mine, theirs)
 
 
-class TestApplyRotaryEmbTorch:
-    """flash-attn's composition, which its tests compare with."""
-
-    @pytest.mark.parametrize("interleaved", [False, True])
-    @pytest.mark.parametrize("batch", [(), (2,)])
-    def test_is_the_oracle(self, batch, interleaved):
-        cos, sin = make_tables(17, 16)
-        x = normal(2, 17, 3, 24).double()
-        expected = rotated(x, cos, sin, interleaved=interleaved)
-        cos, sin = (table.double().expand(*batch, 17, 8) for table in (cos, sin))
-        found = rotary.apply_rotary_emb_torch(x, cos, sin, interleaved=interleaved)
-        torch.testing.assert_close(found, expected)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_flash_attns_composition_is_the_oracle(batch, interleaved):
+    cos, sin = make_tables(17, 16)
+    x = normal(2, 17, 3, 24).double()
+    expected = rotated(x, cos, sin, interleaved=interleaved)
+    cos, sin = (table.double().expand(*batch, 17, 8) for table in (cos, sin))
+    found = TORCH(x, cos, sin, interleaved=interleaved)
+    torch.testing.assert_close(found, expected)
 
 
 def rotated(x, cos, sin, **options):

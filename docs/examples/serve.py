@@ -60,7 +60,7 @@ class Stopped(RuntimeError):
 def ends_of(model: Any) -> set[int]:
     """The tokens after which an answer ends."""
     ends = model.config.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends])
+    return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 class Batches:
@@ -432,7 +432,7 @@ def server(
             batches = Lookup(enable(model.to(device)), lookup)
         else:
             stack.enter_context(continuous_batching(model.to(device)))
-            greedy = GenerationConfig(do_sample=False, eos_token_id=model.config.eos_token_id or -1)
+            greedy = GenerationConfig(do_sample=False, eos_token_id=[*ends_of(model)] or [-1])
             batching = model.continuous_batching_context_manager(
                 greedy, continuous_batching_config=config
             )

@@ -47,6 +47,10 @@ Parts = Generator[list[int], None, None]
 LOOK_SECONDS = 0.1  # for a client that left
 IDLE_SECONDS = 60  # that a client may take to send its request, or to read a part of the answer
 MOST_BYTES = 2**24  # of a request
+KNOWN = ("model", "user", "max_tokens", "max_completion_tokens", "stream", "stream_options")
+# Options of sampling, as greedy decoding has them.
+PLAIN = {"temperature": 0, "top_p": 1, "n": 1, "best_of": 1, "echo": False}
+PLAIN |= {"presence_penalty": 0, "frequency_penalty": 0}
 
 
 class Stopped(RuntimeError):
@@ -56,7 +60,7 @@ class Stopped(RuntimeError):
 def ends_of(model: Any) -> set[int]:
     """The tokens after which an answer ends."""
     ends = model.config.eos_token_id
-    return set(ends if isinstance(ends, list) else [ends])
+    return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 class Batches:
@@ -195,14 +199,12 @@ class Limits:
     def check(self, tokens: Any, most: Any) -> None:
         """Raises ValueError for a request that cannot be answered."""
         # A bool is an int, but no token.
-        whole = isinstance(tokens, list) and all(type(token) is int for token in tokens)
-        if not whole or not tokens:
+        if not isinstance(tokens, list) or not tokens or {*map(type, tokens)} != {int}:
             raise ValueError('"prompt" must be a text, or a list of at least one integer')
-        wrong = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
-        if wrong is not None:
-            raise ValueError(
-                f'"prompt" has {wrong}; the model\'s tokens are 0 to {self.vocabulary - 1}'
-            )
+        for token in tokens:
+            if not 0 <= token < self.vocabulary:
+                last = self.vocabulary - 1
+                raise ValueError(f'"prompt" has {token}; the model\'s tokens are 0 to {last}')
         if type(most) is not int or most < 1:
             raise ValueError(f'"max_tokens" is {most!r}; it must be an integer of at least 1')
         if len(tokens) + most > self.length:
@@ -218,12 +220,8 @@ class Answer:
     def __init__(self, tokenizer: Any, model: str, chat: bool, prompt: int) -> None:
         self._tokenizer, self._chat, self._prompt = tokenizer, chat, prompt
         kind = "chat.completion" if chat else "text_completion"
-        self._head: dict[str, Any] = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": kind,
-            "model": model,
-        }
-        self._head |= {"created": int(time.time())}
+        self._head: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind}
+        self._head |= {"model": model, "created": int(time.time())}
         self._made: list[int] = []
         self._sent = 0  # letters
 
@@ -242,9 +240,7 @@ class Answer:
         counts = {"prompt_tokens": self._prompt, "completion_tokens": len(self._made)}
         return counts | {"total_tokens": self._prompt + len(self._made)}
 
-    def chunk(
-        self, text: str, tokens: list[int], reason: str | None, whole: bool
-    ) -> dict[str, Any]:
+    def chunk(self, text: str, tokens: list[int], reason: str | None, whole: bool) -> Any:
         """An object of OpenAI's API. token_ids is vLLM's."""
         choice = {"index": 0, "token_ids": tokens, "logprobs": None, "finish_reason": reason}
         if self._chat:
@@ -305,9 +301,8 @@ class Handler(BaseHTTPRequestHandler):
         except (ConnectionError, TimeoutError):
             raise  # the client left
         except Exception as error:
-            status, message = (
-                (503, str(error)) if isinstance(error, Stopped) else (500, repr(error))
-            )
+            stopped = isinstance(error, Stopped)
+            status, message = (503, str(error)) if stopped else (500, repr(error))
             if started:
                 self.event({"error": {"message": message, "type": "server_error"}})
             else:
@@ -348,15 +343,11 @@ class Handler(BaseHTTPRequestHandler):
         name = "messages" if chat else "prompt"
         if not isinstance(asked, dict) or name not in asked:
             raise ValueError(f'the request must be a JSON object with "{name}"')
-        known = {name, "model", "user", "max_tokens", "max_completion_tokens", "stream"}
-        known |= {"stream_options"}
-        plain = {"temperature": 0, "top_p": 1, "n": 1, "best_of": 1, "echo": False}
-        plain |= {"presence_penalty": 0, "frequency_penalty": 0}
-        for option, value in asked.items():
-            if option not in known and value is not None and value != plain.get(option):
-                only = f"is {value!r}; only {plain[option]} is" if option in plain else "is not"
-                raise ValueError(f'"{option}" {only} supported; leave it out')
         asked = {option: value for option, value in asked.items() if value is not None}
+        for option, value in asked.items():
+            if option not in {name, *KNOWN} and value != PLAIN.get(option):
+                only = f"is {value!r}; only {PLAIN[option]} is" if option in PLAIN else "is not"
+                raise ValueError(f'"{option}" {only} supported; leave it out')
         stream, options = asked.get("stream", False), asked.get("stream_options", {})
         if type(stream) is not bool or not isinstance(options, dict):
             raise ValueError('"stream" must be true or false, and "stream_options" a JSON object')
@@ -428,19 +419,6 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def batching(model: Any, config: ContinuousBatchingConfig) -> Iterator[Batches]:
-    """Of all requests; those that begin alike share pages, as transformers' config says."""
-    with (
-        continuous_batching(model),
-        model.continuous_batching_context_manager(
-            GenerationConfig(do_sample=False, eos_token_id=model.config.eos_token_id or -1),
-            continuous_batching_config=config,
-        ) as manager,
-    ):
-        yield Batches(manager)
-
-
-@contextmanager
 def server(
     model: Any, tokenizer: Any, port: int, blocks: int, lookup: int = 0
 ) -> Iterator[ThreadingHTTPServer]:
@@ -453,7 +431,12 @@ def server(
         if lookup > 0:
             batches = Lookup(enable(model.to(device)), lookup)
         else:
-            batches = stack.enter_context(batching(model.to(device), config))
+            stack.enter_context(continuous_batching(model.to(device)))
+            greedy = GenerationConfig(do_sample=False, eos_token_id=[*ends_of(model)] or [-1])
+            batching = model.continuous_batching_context_manager(
+                greedy, continuous_batching_config=config
+            )
+            batches = Batches(stack.enter_context(batching))
         bound = {
             "batches": batches,
             "limits": Limits(text.vocab_size, min(blocks * config.page_size, longest)),

@@ -88,11 +88,6 @@ BAD = [
     (paged, {"block_table": ints(0, 1, 2)}, r"block_table has shape \(3,\); it must be \(2, max_b"),
     (
         paged,
-        {"block_table": ints(0, 1, 2)[None]},
-        r"block_table has shape \(1, 3\); it must be \(2, max_blocks\)",
-    ),
-    (
-        paged,
         {"block_table": strided(ints(0, 1, 2, 3, 4, 0).view(2, 3))},
         r"block_table has strides \(6, 2\); the last must be 1: call block_table\.contiguous\(\)",
     ),
@@ -114,11 +109,6 @@ BAD = [
     (paged, {"v": torch.zeros(4, 2, 8, 64).half()}, r"v has a number of pages of 4 and k of 5; "),
     (paged, {"v": torch.zeros(5, 2, 16, 64).half()}, r"v has a length of 16 and k of 8; "),
     (paged, {"k": torch.zeros(5, 2, 8, 32)}, r"k has dtype .*float32 and q .*float16; .*alike"),
-    (
-        paged,
-        {"attn_mask": torch.ones(16, 25, dtype=torch.bool)},
-        r"attn_mask has shape \(16, 25\); it must broadcast to \(2, 4, 16, 24\)",
-    ),
     (paged, tables(k=(23, 8)), r"k_rotary_cos has shape \(23, 8\); .* length of at least 24"),
     # Index
     (indexed, {"cache_batch_idx": ints(0, 1, 2)}, r"cache_batch_idx has shape \(3,\); .* \(2,\)"),
@@ -176,11 +166,6 @@ BAD = [
         r"v has a head dim of 96; q4_g64 needs a multiple of 64",
     ),
     (
-        q4_g32,
-        {"v": torch.zeros(2, 2, 24, 9, dtype=BYTE), "v_scale": torch.ones(2, 2, 24, 1).half()},
-        r"v has a head dim of 18; q4_0 needs a multiple of 32",
-    ),
-    (
         q4_0,
         {"k": torch.zeros(2, 2, 24, 32, dtype=BYTE)},
         r"k has a head dim of 64 and q of 32; they must be equal",
@@ -195,24 +180,13 @@ BAD = [
         {"v_scale": strided(torch.ones(2, 2, 24, 2).half())},
         r"v_scale has strides \(192, 96, 4, 2\); the last must be 1: call v_scale\.contiguous",
     ),
-    (
-        q8_0,
-        {"v": torch.zeros(2, 2, 24, 48, dtype=Q8)},
-        r"v has a head dim of 48; q8_0 needs a multiple of 32",
-    ),
     (fp8, {"k_scale": torch.ones(3)}, r"k_scale has shape \(3,\); it must be \(2,\) or \(2, 2\)"),
-    (fp8, {"v_scale": torch.ones(())}, r"v_scale has shape \(\); it must be \(2,\) or \(2, 2\)"),
     (
         fp8,
         tables(k=(24, 8)),
         r"k_rotary_cos is given and k is quantised; rotate keys before they are quantised",
     ),
     # What only values or memory tell
-    (
-        paged,
-        {"block_table": ints(0, 1, 2, 3, 5, 0).view(2, 3)},
-        r"block_table\[1, 1\] is 5; .*0\.\.4",
-    ),
     (paged, {"block_table": ints(0, 1, -1, 3, 4, 0).view(2, 3)}, r"block_table\[0, 2\] is -1; "),
     (
         packed,

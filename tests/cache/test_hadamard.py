@@ -165,24 +165,12 @@ def test_refused(call, message):
 # --- Planted faults. ---
 
 
-def one_row():
-    _decode("one row")
-
-
-def eight_rows():
-    _decode("eight rows")
-
-
-def columns():
-    _decode("columns, two blocks")
-
-
-def rows_apart():
-    """SIMD groups that share the keys, each with rows of its own."""
-    _decode("rows apart")
-
-
-def _decode(name):
+def planted(name):
+    """A step of `DECODED`, or an append."""
+    if name == "append":
+        formats = {"format": "q8_0", "v_format": "q4_0", "hadamard": 64}
+        judge(append(**formats, v_head_dim=128, length=5, lengths=(3, 9)))
+        return
     case = {"v_head_dim": DECODED[name]["head_dim"], "heads": 2, "kv_heads": 2} | DECODED[name]
     with simulate(check=True):
         made = testing.Attention(call="flash_decode", kv_length=40, dtype="float16", **case)
@@ -190,44 +178,40 @@ def _decode(name):
     assert result.status == "ok", result
 
 
-def _append():
-    formats = {"format": "q8_0", "v_format": "q4_0", "hadamard": 64}
-    judge(append(**formats, v_head_dim=128, length=5, lengths=(3, 9)))
-
-
 test_mutants, test_unchanged = mutant_tests(
     {
-        _append: """
+        "append": """
             append_kv: not rotated: if ({~HADAMARD => false~}) {
             append_kv: one distance left out: bit = {~1 => 2~}; bit < HADAMARD / 8
             append_kv: not orthonormal: HADAMARD == 64 ? {~0.125f => 0.25f~}
             append_kv: signs of the upper lanes: {~other - values[i] => values[i] - other~}
             append_kv: distances in a lane: distance = {~1 => 2~}; distance < COUNT
         """,
-        one_row: """
+        "one row": """
             flash_decode: out not rotated:
                 {~hadamard_unit(reinterpret_cast<thread float*>(sum), own.lane); =>~}
             flash_decode: q, signs of spans: value {~* hadamard_sign(n, span - first_span) =>~}
             flash_decode: q, columns in a lane: {~hadamard_values<SPAN_FRAGMENTS>(values); =>~}
             flash_decode: q, a lane's column: own.lane, {~row_lane(bit) => bit~}
         """,
-        eight_rows: """
+        "eight rows": """
             flash_decode: sums of other keys left out:
                 {~span[f] += memory[sum_place(i, s * SPAN_FRAGMENTS + f)]; =>~}
             flash_decode: out, columns of another lane: own.lane, {~column_lane(4) => 4~}
             flash_decode: out, spans not joined: {~join_spans(tile.fragments[i] + f, memory); =>~}
         """,
-        columns: """
+        "columns, two blocks": """
             flash_decode: out, signs of spans: pair {~* hadamard_sign(n, span - first) =>~}
             flash_decode: out, spans of the block before: rows[{~(first + n) => n~} * SIMD_LANES
             flash_decode: no barrier:
                 {~if (COLUMN_SIMDGROUPS > 1) { threadgroup_barrier(mem_flags::mem_threadgroup); }
                 =>~} UNROLL
         """,
-        rows_apart: """
+        "rows apart": """
             flash_decode: out, rows of the first SIMD groups:
                 memory {~+ own.row_simdgroup * V_SPANS * SIMD_LANES =>~};
         """,
     },
     "{}",
+    planted,
 )

@@ -178,14 +178,6 @@ REFUSED = [
         "rotary_first_column is 64 and rotary_cos is not given",
     ),
     (lambda c: c.decode_step([0], QUERY, ROWS), "softmax_scale is None; with values_in_keys"),
-    (
-        lambda c: c.decode_step([0], QUERY[..., :8], ROWS, softmax_scale=1.0),
-        "k has a head dim of 96 and q of 8",
-    ),
-    (
-        lambda c: c.decode_step([0], QUERY, ROWS[:, :, :0], softmax_scale=1.0),
-        "no new rows; decode_step appends some",
-    ),
 ]
 
 

@@ -150,8 +150,8 @@ class Served:
 
 
 @contextmanager
-def served(tokenizer=None, lookup=0):
-    with example("serve").server(tiny_llama(), tokenizer, 0, 16, lookup) as server:
+def served(tokenizer=None, lookup=0, model=None):
+    with example("serve").server(model or tiny_llama(), tokenizer, 0, 16, lookup) as server:
         running = threading.Thread(target=server.serve_forever)
         running.start()
         try:
@@ -256,6 +256,18 @@ def test_serve_streams(lookup, chat):
     assert [choice["finish_reason"] for choice in choices][-2:] == [None, "length"]
     assert parts[0]["object"] == ("chat.completion.chunk" if chat else "text_completion")
     assert (usage["choices"], usage["usage"]["total_tokens"], end) == ([], 8, "[DONE]")
+
+
+@pytest.mark.parametrize("lookup", [0, 4])
+def test_serve_ends_at_token_0(lookup):
+    """Which the model says in place of the second token."""
+    model, (first, second) = tiny_llama(), continued(PROMPTS[0], 2)
+    model.config.eos_token_id = 0
+    weight = model.lm_head.weight.data
+    weight[[0, second]] = weight[[second, 0]]
+    with served(lookup=lookup, model=model) as asked:
+        request = {"prompt": PROMPTS[0], "max_tokens": 9}
+        assert asked(request) == (200, [first, 0])
 
 
 def test_lookup_reads_prefixes_once_and_several_tokens_at_a_time():

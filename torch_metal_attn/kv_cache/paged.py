@@ -19,6 +19,7 @@ from torch_metal_attn.call.arguments import (
     on_device,
     whole,
 )
+from torch_metal_attn.call.arguments import window as limits_of
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.cascade import CascadePlan
 from torch_metal_attn.kv_cache.pages import (
@@ -461,8 +462,10 @@ class PagedKVCache:
         """
         self._storage.check_kind(exported)
         sequence = self._matched(exported.tokens[: min(exported.lengths)], exported.namespace)
-        matched = len(sequence.prefixes) - 1
-        missing = sum(sum(held[matched:]) for held in exported.held)
+        groups = [*zip(sequence.pages, exported.held, strict=True)]
+        for pages, held in groups:
+            pages += [-1] * (len(held) - len(pages))
+        missing = sum(there and page < 0 for x in groups for page, there in zip(*x, strict=True))
         if missing > self._pool.available:
             self._release(sequence, 0)
             raise CacheFull(
@@ -472,15 +475,15 @@ class PagedKVCache:
         chosen: list[int] = []  # of the exported pages
         taken: list[int] = []
         i = 0
-        for pages, held in zip(sequence.pages, exported.held, strict=True):
+        for pages, held in groups:
             for j, there in enumerate(held):
-                if j < matched and not there and pages[j] >= 0:
+                if there and pages[j] < 0:
+                    pages[j] = self._pool.take()
+                    chosen.append(i)
+                    taken.append(pages[j])
+                elif not there and pages[j] >= 0:
                     self._pool.release(pages[j])
                     pages[j] = -1
-                elif j >= matched:
-                    pages.append(self._pool.take() if there else -1)
-                    chosen += [i] * there
-                    taken += [pages[j]] * there
                 i += there
         self._storage.fill(taken, [pages[chosen] for pages in exported.pages])
         sequence.tokens, sequence.lengths = [*exported.tokens], [*exported.lengths]
@@ -526,9 +529,10 @@ class PagedKVCache:
     ) -> CascadePlan:
         """Which pages these sequences share, for a step that attends to rows already written.
 
-        Made once for all layers, if each has as many rows as `layer`. q_length: queries of each
-        sequence. options: causal, window_size and min_pages of `CascadePlan`. `attend` raises
-        ValueError once the sequences have other rows or pages in the layer that is attended to.
+        Made once for all layers that have the pages of `layer`: of caches with windows, those of
+        its group. q_length: queries of each sequence. options: causal, window_size and min_pages
+        of `CascadePlan`. `attend` raises ValueError for a layer of other pages, and once the
+        sequences have other rows in the layer that is attended to.
         """
         self._storage.check_layer(layer)
         ids, sequences = self._of(ids)
@@ -537,41 +541,51 @@ class PagedKVCache:
                 f"recent is {self._storage.recent.recent}, and a cascade reads none of these rows "
                 "in full precision; use decode_step, or a cache without recent"
             )
-        window = self._storage.windows[layer]
-        if window >= 0:
-            options = {"window_size": (window, -1)} | options
-            if not 0 <= options["window_size"][0] <= window:
+        limit, group = self._storage.windows[layer], self._storage.groups[layer]
+        if limit >= 0:
+            options = {"window_size": (limit, -1)} | options
+            if not 0 <= limits_of(options["window_size"])[0] <= limit:
                 raise ValueError(
                     f"window_size is {options['window_size']}; layer {layer} keeps the rows of a "
-                    f"window, so window_size[0] must be in 0..{window}"
+                    f"window, so window_size[0] must be in 0..{limit}"
                 )
-        group = self._storage.groups[layer]
         pages = _filled_up([sequence.pages[group] for sequence in sequences])
         lengths = [sequence.lengths[layer] for sequence in sequences]
         plan = CascadePlan(
             pages, lengths, self.page_size, q_length, device=self._storage.device, **options
         )
-        plan.check_current = partial(self._check_plan, ids, pages, lengths, group)
+        seen = []
+        for row, length in zip(pages, lengths, strict=True):
+            first = first_seen(max(length - plan.q_length, 0), limit) // self.page_size
+            seen.append((length, first, row[first : self._pages_of(length)]))
+        plan.check_current = partial(self._check_plan, ids, seen, layer)
         return plan
 
     def _check_plan(
         self,
         ids: list[int],
-        pages: list[list[int]],
-        lengths: list[int],
-        group: int,
+        seen: list[tuple[int, int, list[int]]],
+        layer: int,
         k_cache: Tensor,
     ) -> None:
-        """Raise ValueError if sequences have other rows than when a plan was made of them."""
-        numbers = [i for i, own in enumerate(self._storage.groups) if own == group]
-        layers = [i for i in numbers if self.layers[i].k_cache is k_cache] or numbers
-        for b, (id, sequence) in enumerate(zip(ids, self._of(ids)[1], strict=True)):
-            now, used = [sequence.lengths[i] for i in layers], self._pages_of(lengths[b])
-            if lengths[b] not in now or sequence.pages[group][:used] != pages[b][:used]:
-                changed = f"it has {now[0]}" if lengths[b] not in now else "they are in other pages"
+        """Raise ValueError if a plan's sequences have other rows in the layer of `k_cache` now.
+
+        seen: of each sequence its rows, and from which page on it is seen: these pages.
+        """
+        group = self._storage.groups[layer]
+        layer = next((i for i, x in enumerate(self.layers) if x.k_cache is k_cache), layer)
+        if self._storage.groups[layer] != group:
+            raise ValueError(
+                f"the plan is of other pages than those of layer {layer}; layers of another "
+                "window, or with another block_table, need a plan of their own"
+            )
+        for id, sequence, (length, first, pages) in zip(ids, self._of(ids)[1], seen, strict=True):
+            now = sequence.lengths[layer]
+            if now != length or sequence.pages[group][first : first + len(pages)] != pages:
+                changed = f"it has {now}" if now != length else "they are in other pages"
                 raise ValueError(
-                    f"the plan is of {lengths[b]} rows of sequence {id}, and now {changed}; make "
-                    "a plan after the rows of a step are written"
+                    f"the plan is of {length} rows of sequence {id}, and now {changed}; make a "
+                    "plan after the rows of a step are written"
                 )
 
     def seqlens(self, ids: Sequence[int], layer: int = 0) -> Tensor:

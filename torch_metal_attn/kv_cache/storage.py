@@ -1,7 +1,7 @@
 """The tensors of a cache, in blocks: pages, or whole sequences."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, zip_longest
 from typing import Any, Literal
 
@@ -154,8 +154,7 @@ class Storage:
                 raise ValueError(
                     f"{name} is {value_text(given)}; it must be one of {', '.join(FORMATS)}"
                 )
-        rotated = {"head_dim": head_dim, "v_head_dim": v_head_dim}
-        hadamard = check_hadamard(hadamard, rotated)
+        hadamard = check_hadamard(hadamard, {"head_dim": head_dim, "v_head_dim": v_head_dim})
         if hadamard and format is None:
             raise ValueError(f"hadamard is {hadamard} with no format; leave it out")
         v_format = format if v_format is None else v_format
@@ -224,6 +223,7 @@ class Storage:
                 return data, ones if scale is None else scale
             return data, empty(blocks, scale_columns, torch.float16)
 
+        self._places = places
         self._stored = []
         for _ in range(max(places) + 1):
             k, own_k_scale = operand(blocks, head_dim, format, k_scale)
@@ -232,8 +232,21 @@ class Storage:
             v, own_v_scale = operand(v_blocks, v_head_dim, v_format, v_scale)
             scales = own_k_scale, own_v_scale
             self._stored.append(LayerCache(k, v, *scales, values_in_keys, hadamard))
-        self.layers = [self._stored[place] for place in places]
+        self.layers = self._layers()
         self.recent = RecentRows(self, recent) if recent else NoRecentRows()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.layers = self._layers()  # as unpickled tensors share no memory
+
+    def _layers(self) -> list[LayerCache]:
+        """Each layer's tensors. Layers of several groups have tensors of their own in one memory,
+        by which `CascadePlan.attend` knows the layer.
+        """
+        layers = [self._stored[place] for place in self._places]
+        if len(layers) == len(self._stored):
+            return layers
+        return [replace(layer, k_cache=layer.k_cache.detach()) for layer in layers]
 
     def plain(self, blocks: int, rows: int) -> "Storage":
         """Other blocks for the same rows, without a format."""
@@ -323,6 +336,7 @@ class Storage:
             if name in options:
                 advice = "give length" if name in _PACKING else "the cache gives it"
                 raise TypeError(f"{op} of a cache has no argument {name}: {advice}")
+        options = {n: x for n, x in options.items() if n not in _LISTS or x is not None}
         window = self.windows[layer]
         if op == "decode_step" and window >= 0:
             options = {"window_size_left": window, **options}
@@ -334,11 +348,12 @@ class Storage:
                 )
         if counts is None:
             return self._write(op, layer, new, lengths, slots, options, where, check_only)
-        if options.get("indices") is not None:
-            raise ValueError(
-                "indices is given with length; a step to listed keys takes q, k and v of 4 "
-                "dimensions, as many rows of each sequence: leave length out"
-            )
+        for name in _LISTS:
+            if name in options:
+                raise ValueError(
+                    f"{name} is given with length; a step to listed keys takes q, k and v of 4 "
+                    "dimensions, as many rows of each sequence: leave length out"
+                )
         if op == "decode_step" and max(counts, default=0) == 0:
             raise ValueError(f"length is {counts}; decode_step appends a row or more in all")
         if op == "decode_step" and not isinstance(self.recent, RecentRows):
@@ -372,12 +387,10 @@ class Storage:
         where: dict[str, Any],
         check_only: bool,
     ) -> Any:
-        given = {"check_only": check_only, **where}
+        only = {"check_only": check_only}
         if op == "decode_step" and isinstance(self.recent, RecentRows):
-            return self.recent.step(
-                layer, new, lengths, slots, where, options, check_only=check_only
-            )
-        result = self.run(op, layer, new, self.indices(lengths), **given, **options)
+            return self.recent.step(layer, new, lengths, slots, where, options, **only)
+        result = self.run(op, layer, new, self.indices(lengths), **only, **where, **options)
         if op == "append_kv" and not check_only:
             self.recent.append(layer, new, lengths, slots, options)
         return result
@@ -400,9 +413,9 @@ class Storage:
         caches, kept = self.operands(layer)
         if self.values_in_keys and options.get("rotary_cos") is not None:
             options = {"rotary_first_column": self._new_shapes["v"][1]} | options
-        if any(name in options for name in _LISTS):
-            return _listed_step((*new, *caches, cache_seqlens), kept | options, check_only)
         arguments, options = (*new, *caches, cache_seqlens), kept | options
+        if any(name in options for name in _LISTS):
+            return _listed_step(arguments, options, check_only)
         result = ArgumentNames().run(getattr(ops, op), arguments, options)
         if check_only:
             check_writes(op, arguments, options)

@@ -24,9 +24,9 @@ def rows_of_ints(name: str, rows: Any, count: int) -> list[list[int]]:
     return lists
 
 
-def each(length: int | Sequence[int], count: int) -> list[int]:
+def each(length: Any, count: int) -> list[int]:
     """The length of each of `count` sequences."""
-    if not isinstance(length, Sequence):
+    if not isinstance(length, Sequence) and getattr(length, "ndim", 0) == 0:
         return [natural("length", length)] * count
     lengths = integers("length", length)
     if len(lengths) != count:

@@ -135,7 +135,7 @@ FAILS = {
 
 @pytest.mark.parametrize("end", FAILS)
 def test_a_traceback_begins_in_the_script(end, doctor, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which is put back
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # not one of a library
     ended, _, _ = doctor(ATTENTION + end)
     sys.excepthook(type(ended), ended, ended.__traceback__)
     files = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  File")]

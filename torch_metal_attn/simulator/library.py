@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..wording import count_text, type_text, value_text
 from . import engine, parameter_types, runs
 from .build import Program, ShaderCompileError, build
 from .diagnostics import hides_frames
@@ -22,6 +21,7 @@ from .metal.kernels import Kernel, Parameter
 from .parameter_types import CASTS, ParameterType
 from .tensors import DEFAULT_MODEL, tensor_model
 from .threadgroup_memory import LIMIT, threadgroup_bytes
+from .wording import count_text, type_text, value_text
 
 __tracebackhide__ = hides_frames
 SIMD_WIDTH = 32

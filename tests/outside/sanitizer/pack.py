@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -21,23 +22,6 @@ def contents(tensor: Tensor) -> bytes:
     """All bytes of the tensor's storage."""
     whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     return whole.numpy().tobytes()
-
-
-def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors in other memory, with their strides and what lies around them.
-
-    Tensors that share memory, as values within keys do, share it there too.
-    """
-    found: dict[str, Tensor] = {}
-    storages: dict[int, torch.UntypedStorage] = {}
-    for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in storages:
-            storages[storage.data_ptr()] = storage.clone()
-        place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        copy = storages[storage.data_ptr()]
-        found[name] = torch.empty(0, dtype=tensor.dtype).set_(copy, *place)
-    return found
 
 
 def inputs(tensors: Mapping[str, Tensor]) -> dict[str, bytes | Noise]:
@@ -98,7 +82,8 @@ def dispatch(launch: RecordedLaunch, names: Names, sources: dict[str, Source]) -
 def problem(case: cases.Case, sources: dict[str, Source]) -> Problem:
     """A case with the contents of its tensors before and, by the op's reference, after."""
     begin = inputs(case.tensors)
-    before, after = copies(case.tensors), copies(case.tensors)
+    # Tensors that share memory, as values within keys do, share it in the copies too.
+    before, after = deepcopy(case.tensors), deepcopy(case.tensors)
     expected = {f"result{i}": t for i, t in enumerate(cases.results(case.call(**after)))}
     with simulate(record=True) as run:
         returned = cases.results(case.call(**case.tensors))

@@ -2,6 +2,7 @@
 
 import ast
 import ctypes
+import lzma
 import re
 import subprocess
 import sys
@@ -46,11 +47,12 @@ def test_a_decode_from_the_op_to_ptx(tmp_path):
     assert re.search(r'\.file\s+\d+ "[^"]*flash_decode\.metal"', text)
     assert ".loc" in text
     q = next(x for x in problems.cases(WIDE)).tensors["q"]
-    assert len(problem.inputs["q"]) == q.nbytes
+    assert len(problem.inputs["q"].data()) == q.nbytes
     assert problem.expected["result0"][0] == problem.dtype
     found.programs[dispatch.program] = program
     found.write(tmp_path / "file")
-    assert packed.read(tmp_path / "file") == found
+    (tmp_path / "plain").write_bytes(lzma.decompress((tmp_path / "file").read_bytes()))
+    assert packed.read(tmp_path / "plain") == found
 
 
 def test_faults_of_a_text_are_told_apart():
@@ -104,6 +106,15 @@ def test_names_follow_storages():
     assert names.of(other) == names.of(other.view(2, 3)) == "scratch0"
     assert names.of(torch.empty(2)) == "scratch1"
     assert names.scratch == {"scratch0": 24, "scratch1": 8}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_random_inputs_are_made_from_a_seed(dtype):
+    """A tensor then has what the other machine makes. Keys that hold values are stored once."""
+    keys, few = torch.randn(20, 64).to(getattr(torch, dtype)), torch.ones(3)
+    found = pack.inputs({"k": keys, "v": keys[:, :32], "few": few})
+    assert found == {"v": packed.Noise(0, dtype, 1280), "few": pack.contents(few)}
+    assert (sanitize.numbers(found["v"].data(), dtype) == keys.double().flatten().numpy()).all()
 
 
 def test_findings_are_counted_by_problem():

@@ -29,7 +29,7 @@ matrix_operation_of_some_lanes: partial_simd
   simdgroup_float8x8 x(1.0f), y(2.0f), z(0.0f);
   {~if (lane != 3) =>~} simdgroup_multiply_accumulate(z, x, y, z);
   {~=> if (i < 32)~} simdgroup_store(z, o);
-matrix_load_of_some_lanes: partial_simd: simdgroup_store reached by lanes fffffff7 of
+matrix_load_of_some_lanes: partial_simd: simdgroup_store reached by lanes 0-2, 4-31 of
   simdgroup_float8x8 x(1.0f); {~if (lane != 3) =>~} simdgroup_load(x, a); //!
   o[i] = x.thread_elements()[0];
 matrix_store_by_one_lane: partial_simd

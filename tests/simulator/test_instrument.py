@@ -16,11 +16,8 @@ METADATA = """
 !10 = distinct !DISubprogram(name: "k", scope: !3, file: !3, line: 1, unit: !1)
 !13 = !DILexicalBlock(scope: !10, file: !3, line: 2, column: 5)
 !14 = !DILexicalBlockFile(scope: !13, file: !5, discriminator: 0)
-!15 = distinct !DISubprogram(name: "__msl_kernel_0_k", scope: !6, file: !6, line: 1)
-!6 = !DIFile(filename: "<kernel entries>", directory: "/metal")
 !20 = !DILocation(line: 5, column: 3, scope: !13)
 !23 = !DILocation(line: 77, column: 1, scope: !14)
-!25 = !DILocation(line: 1, column: 200, scope: !15)
 attributes #0 = { mustprogress nounwind sanitize_thread uwtable "target-cpu"="x86-64" }
 """
 
@@ -35,9 +32,6 @@ def run(body, count_all=False):
 
 def access(address, size, flags):
     return f"  call void @__msl_access(ptr {address}, i32 {size}, i32 {flags}, i32 0), !dbg !20"
-
-
-LOAD = "\n  %2 = load <4 x float>, ptr %0, align"
 
 
 @each_case(
@@ -76,7 +70,7 @@ def test_accesses_have_length_direction_and_site(body, expected):
 
 
 def test_alignment_below_the_length_is_told():
-    body = f"  call void @__tsan_read16(ptr %0), !dbg !20{LOAD} "
+    body = "  call void @__tsan_read16(ptr %0), !dbg !20\n  %2 = load <4 x float>, ptr %0, align "
     assert run(f"{body}8")[0][0] == access("%0", 16, 2)
     assert run(f"{body}16")[0][0] == access("%0", 16, 0)
 
@@ -84,13 +78,6 @@ def test_alignment_below_the_length_is_told():
 def test_site_in_a_lexical_block_of_another_file():
     _, sites, _ = run("  call void @__tsan_read4(ptr %0), !dbg !23")
     assert sites == [(Frame('/h/with "quote".h', 77, "k"),)]
-
-
-def test_argument_fetches_of_an_entry_are_no_accesses():
-    _, sites, out = run("  call void @__tsan_read8(ptr %0), !dbg !25")
-    assert sites == []
-    assert "__tsan" not in out
-    assert "__msl_access" not in out
 
 
 @each_case(

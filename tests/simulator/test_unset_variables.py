@@ -18,6 +18,8 @@ __attribute__((noinline)) void put_if(thread float& x, float limit) {
 __attribute__((noinline)) void put_after(thread float* p, int first, int end) {
   for (int k = first; k < end; ++k) p[k] = k;
 }
+struct Uneven { half most; float sum; bool set; };
+__attribute__((noinline)) float sum_of(Uneven p) { return p.set ? p.most + p.sum : 0; }
 float half_of(float x) {
   float y;
   if (x > 3) y = x;
@@ -174,6 +176,9 @@ padded_structs: uninitialised
   for (int k = 0; k < 4; ++k) q[k] = p[k];
   {~o[i] = q[n[3]].value; => if (i == 0) ((device Padded*)o)[20] = q[n[3]];~}  //!
   if (i == 0) o[60] = o[62] = 1;
+padded_struct_passed_by_value: uninitialised
+  Uneven p; p.most = half(a[i]); p.set = n[1] < 5; {~=> p.sum = 2;~}
+  o[i] = sum_of(p);  //!
 left_by_a_function: uninitialised
   float x; put_if(x, n[{~3 => 4~}]);
   o[i] = x;  //!

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..wording import count_text
 from .build import SOURCE_NAME, Image, ShaderCompileError
 from .exit_status import BadRequest, exit_status
 from .library import compile_shader
@@ -17,6 +16,7 @@ from .metal import versions
 from .metal.constants import ConstantValue
 from .metal.kernels import Kernel
 from .threadgroup_memory import ALIGNMENT, LIMIT, threadgroup_bytes
+from .wording import count_text
 
 DESCRIPTION = """Compiles Metal files, reports what Apple's compiler would refuse, and lists
 the kernels with their arguments and threadgroup memory. The exit status is 1

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any
 
-from ..wording import count_text
 from .build import MAX_THREADS, Image
 from .diagnostics import KernelError, hides_frames, in_metal
 from .llvm.instrument import Site
 from .llvm.operations import ALWAYS, COUNTS
 from .metal.kernels import Kernel
 from .tensors import DEFAULT_MODEL, LANE_MAPS, TensorModel
+from .wording import count_text
 
 __tracebackhide__ = hides_frames
 MAX_ARGUMENTS = 31

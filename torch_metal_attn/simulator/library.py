@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from ..wording import count_text, type_text, value_text
 from . import engine, parameter_types, runs
 from .build import Program, ShaderCompileError, build
 from .diagnostics import hides_frames
@@ -22,6 +21,7 @@ from .metal.kernels import Kernel, Parameter
 from .parameter_types import CASTS, ParameterType
 from .tensors import DEFAULT_MODEL, tensor_model
 from .threadgroup_memory import LIMIT, threadgroup_bytes
+from .wording import count_text, type_text, value_text
 
 __tracebackhide__ = hides_frames
 SIMD_WIDTH = 32
@@ -243,7 +243,8 @@ class ShaderKernel:
                 kernel's max_total_threads_per_threadgroup. As many as fit if not given.
             arg_casts: what to pass scalars as: one name for all or a name by argument's index, of
                 fp16, bf16, int32, int16, int8, uint8. As in torch the value is cast, not checked.
-            seed: shuffles the order of threadgroups and SIMD groups.
+            seed: shuffles the order of threadgroups and SIMD groups. If the library checks, it also
+                switches threads at atomics and lets weak exchanges fail.
             workers: host threads to use, at most 1024; one per core if not given.
             step_limit: how many rounds the loops of a threadgroup may go, all threads together;
                 more is a fault, if the library checks. 2**28 if not given: two seconds or more.

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from ..wording import count_text, value_text
 from .diagnostics import hides_frames
 from .metal.constants import FLOATS, INTEGER_RANGES
 from .metal.kernels import Parameter
+from .wording import count_text, value_text
 
 __tracebackhide__ = hides_frames
 # In the order of shim/__msl_parameters.h; "" is any other type, such as a struct.

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..wording import type_text, value_text
 from .diagnostics import hides_frames
 from .engine import Counters
 from .metal import versions
 from .recording import RecordedLaunch
 from .tensors import DEFAULT_MODEL, TensorModel, tensor_model
+from .wording import type_text, value_text
 
 __tracebackhide__ = hides_frames
 BACKEND = "TORCH_METAL_ATTN_BACKEND"

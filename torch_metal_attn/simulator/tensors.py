@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from ..wording import value_text
 from .diagnostics import hides_frames
+from .wording import value_text
 
 __tracebackhide__ = hides_frames
 FAMILIES = ("apple10", "apple9")

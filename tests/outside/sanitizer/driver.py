@@ -80,10 +80,8 @@ class Programs:
         arguments = (ctypes.c_void_p * max(len(values), 1))(
             *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
         )
-        kernel, size = (
-            self._kernel(dispatch.program),
-            (*dispatch.threadgroups, *dispatch.group_size),
-        )
+        kernel, grid = self._kernel(dispatch.program), dispatch.threadgroups
+        size = (*grid, *dispatch.group_size)
         _check(cuda().cuLaunchKernel(kernel, *size, 0, None, arguments, None), "launch")
         _check(cuda().cuCtxSynchronize(), "a kernel failed")
         for pointer in constants.values():

@@ -1,9 +1,11 @@
 """What the machine with the GPU gets, as plain data: programs, launches, contents and faults."""
 
-import gzip
+import lzma
 import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,23 @@ class Dispatch:
 
 
 @dataclass(frozen=True)
+class Noise:
+    """Numbers from -2 to 2 that both machines make from a seed, so that the file stays small."""
+
+    seed: int
+    dtype: str
+    count: int
+
+    def data(self) -> bytes:
+        """The numbers. The stream of RandomState is the same in every version of numpy."""
+        steps = np.random.RandomState(self.seed).randint(-(2**15), 2**15, self.count, np.int16)
+        numbers = (steps / 2**14).astype(np.float32)
+        if self.dtype == "bfloat16":
+            return (numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        return numbers.astype(self.dtype).tobytes()
+
+
+@dataclass(frozen=True)
 class Fault:
     """A planted fault, and the tool that must find it.
 
@@ -53,7 +72,7 @@ class Problem:
     name: str
     dtype: str
     dispatches: list[Dispatch]
-    inputs: dict[str, bytes]
+    inputs: dict[str, bytes | Noise]
     expected: dict[str, tuple[str, bytes]]
     scratch: dict[str, int]
     kernel: str = ""
@@ -68,14 +87,13 @@ class Packed:
     problems: list[Problem] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """Write the file."""
-        with gzip.open(path, "wb") as file:
+        """Write the file, compressed."""
+        with lzma.open(path, "wb") as file:
             pickle.dump(self, file)
 
 
 def read(path: Path) -> Packed:
-    """The contents of a file of `Packed.write`."""
-    with gzip.open(path) as file:
-        found = pickle.load(file)
+    """The contents of a file that is not compressed: each tool and each fault reads it."""
+    found = pickle.loads(path.read_bytes())
     assert isinstance(found, Packed)
     return found

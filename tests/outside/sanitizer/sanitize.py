@@ -5,6 +5,7 @@ found by its tool.
 """
 
 import argparse
+import lzma
 import os
 import re
 import shutil
@@ -75,12 +76,13 @@ def replay(programs: driver.Programs, problem: Problem) -> bool:
     print(f"{PROBLEM}{problem.name}", flush=True)
     planted = (problem.fault.tool, problem.fault.tensor) if problem.fault else None
     pointers = {}
-    sizes = problem.scratch | {name: len(data) for name, data in problem.inputs.items()}
+    inputs = {n: x if isinstance(x, bytes) else x.data() for n, x in problem.inputs.items()}
+    sizes = problem.scratch | {name: len(data) for name, data in inputs.items()}
     for name, size in sizes.items():
         if planted == ("memcheck", name):
             pointers[name] = driver.allocate(size // 2)
-        elif name in problem.inputs and planted != ("initcheck", name):
-            pointers[name] = driver.upload(problem.inputs[name])
+        elif name in inputs and planted != ("initcheck", name):
+            pointers[name] = driver.upload(inputs[name])
         else:
             pointers[name] = driver.allocate(size)
     for dispatch in problem.dispatches:
@@ -184,8 +186,9 @@ def main() -> None:
     log: list[str] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shutil.copy(arguments.file, folder / "packed")
-        programs = packed.read(arguments.file).programs
+        with lzma.open(arguments.file) as source, (folder / "packed").open("wb") as target:
+            shutil.copyfileobj(source, target)
+        programs = packed.read(folder / "packed").programs
         with ThreadPoolExecutor() as pool:
             for program, image in zip(programs, pool.map(assemble, programs.values()), strict=True):
                 (folder / program).write_bytes(image)

@@ -18,6 +18,7 @@ MEETING = re.compile(
 )
 ENTRY = re.compile(rf"@{ENTRY_PREFIX}")
 CALLED = re.compile(r"@([\w.$-]+)\(")
+BRANCHES = ("  br ", "  switch ")
 MOST_LOOPS = 8  # around each other; abi.h has the same
 UNKNOWN = -1  # the order of a meeting in a function that is not inlined
 
@@ -40,11 +41,11 @@ class _Graph:
                     name = f"%{match.group(1)}"
                     self.entry = name if number == 0 else self.entry
                     self.begin[name] = number + 1
-            elif line.startswith(("  br ", "  switch ")):
+            elif line.startswith(BRANCHES):
                 self.after[name] = list(targets(lines, number))
                 for target in self.after[name]:
                     self.before.setdefault(target, []).append(name)
-            elif "@__msl_" in line and MEETING.match(line):
+            elif _meets(line):
                 self.of_line[number] = name
         self.order = self._order()
 
@@ -86,34 +87,25 @@ def mark_rounds(functions: list[Function]) -> None:
     """Let functions call the engine with their place before each meeting, and in each round."""
     meeting: dict[str, Function] = {}
     for function in functions:
-        if (
-            ENTRY.search(function.head) or "@__msl_" not in function.head
-        ):  # the others are the shim's
-            if any("@__msl_" in line and MEETING.match(line) for line in function.body):
-                meeting[CALLED.findall(function.head)[0]] = function
-    ordered = {name for name, function in meeting.items() if ENTRY.search(function.head)}
-    if len(ordered) < len(meeting):
-        called = {
-            function.head: [
-                n for line in function.body for n in CALLED.findall(line) if n in meeting
-            ]
-            for function in functions
-        }
+        is_shims = "@__msl_" in function.head and not ENTRY.search(function.head)
+        if not is_shims and any(map(_meets, function.body)):
+            meeting[CALLED.findall(function.head)[0]] = function
+    inner = [name for name, function in meeting.items() if not ENTRY.search(function.head)]
+    callers: dict[str, list[bool]] = {name: [] for name in inner}
+    for function in functions if inner else ():
+        called = [name for line in function.body for name in CALLED.findall(line)]
+        called = [name for name in called if name in callers]
         # An entry that does no more than call a function calls a kernel that was not inlined.
-        kernels = {
-            names[0]
-            for head, names in called.items()
-            if ENTRY.search(head) and len(names) == 1 and names[0] not in ordered
-        }
-        for function in functions:
-            is_entry = ENTRY.search(function.head)
-            if not is_entry or any(
-                line.startswith(("  br ", "  switch ")) for line in function.body
-            ):
-                kernels -= set(called[function.head])
-        ordered |= kernels
+        is_sole = bool(ENTRY.search(function.head)) and len(called) == 1
+        is_sole = is_sole and not any(line.startswith(BRANCHES) for line in function.body)
+        for name in called:
+            callers[name].append(is_sole)
     for name, function in meeting.items():
-        _mark(function, is_ordered=name in ordered)
+        _mark(function, is_ordered=name not in callers or all(callers[name]))
+
+
+def _meets(line: str) -> bool:
+    return "@__msl_" in line and bool(MEETING.match(line))
 
 
 def _mark(function: Function, is_ordered: bool) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ...wording import type_text, value_text
+from ..wording import type_text, value_text
 from .lexer import MetalSourceError, TokenList
 
 ConstantValue = bool | int | float

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ...wording import type_text, value_text
+from ..wording import type_text, value_text
 from .lexer import TokenList
 
 # Each version's value of __METAL_VERSION__.

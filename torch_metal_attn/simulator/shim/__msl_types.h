@@ -154,7 +154,7 @@ __attribute__((const)) float __msl_unset_float(const char* variable);
 
 namespace metal {
 #ifdef MSL_UNDEFINED
-template <int alignment>
+template <int bytes>
 struct __word {
   typedef uint type;
 };
@@ -162,6 +162,20 @@ template <>
 struct __word<2> {
   typedef ushort type;
 };
+template <>
+struct __word<1> {
+  typedef uchar type;
+};
+// Whether a byte belongs to a field: a constant has no value in its padding.
+template <class T>
+struct __bytes {
+  uchar values[sizeof(T)];
+};
+template <class T, int i, class = void>
+constexpr bool __in_field = false;
+template <class T, int i>
+constexpr bool __in_field<
+    T, i, typename __if<(__builtin_bit_cast(__bytes<T>, T{}).values[i] >= 0), void>::type> = true;
 template <class T>
 METAL_FUNC T __unset_value(const char* variable) {
   if constexpr (__is_same(T, float))
@@ -181,9 +195,22 @@ METAL_FUNC T __unset_value(const char* variable) {
 }
 template <class T, T... i>
 struct __sequence {};
-template <class T, class Word, int... i>
-METAL_FUNC void __unset_words(T& x, Word word, __sequence<int, i...>) {
-  (__builtin_memcpy((char*)&x + i * sizeof(Word), &word, sizeof(Word)), ...);
+// The fields of a struct lose their values, and its padding does not: nothing would write it. In
+// words as long as all of them are in fields or in padding.
+template <class T, int... i>
+METAL_FUNC void __unset_fields(T& x, const char* variable, __sequence<int, i...>) {
+  // The first byte is always in a field; of a union, nothing is known.
+  constexpr bool known = __in_field<T, 0>, in_field[] = {!known || __in_field<T, i>...};
+  constexpr auto word_bytes = [&] {
+    int bytes = alignof(T) < 4 ? alignof(T) : 4;
+    for (int at = 1; at < (int)sizeof(T); ++at)
+      while (in_field[at] != in_field[at - 1] && at % bytes) bytes /= 2;
+    return bytes;
+  }();
+  auto word = __unset_value<typename __word<word_bytes>::type>(variable);
+  ((i % word_bytes == 0 && in_field[i] ? __builtin_memcpy((char*)&x + i, &word, word_bytes)
+                                       : nullptr),
+   ...);
 }
 template <class T>
 METAL_FUNC constexpr void __unset(T& x, const char* variable);
@@ -210,9 +237,7 @@ METAL_FUNC constexpr void __unset(T& x, const char* variable) {
   } else if constexpr (__is_arithmetic(T) || __is_same(T, bfloat) || __is_same(T, half)) {
     x = __unset_value<T>(variable);
   } else if constexpr (__is_class(T) && __is_trivially_constructible(T) && alignof(T) > 1) {
-    typedef typename __word<alignof(T)>::type Word;
-    __unset_words(x, __unset_value<Word>(variable),
-                  __make_integer_seq<__sequence, int, sizeof(T) / sizeof(Word)>());
+    __unset_fields(x, variable, __make_integer_seq<__sequence, int, sizeof(T)>());
   } else if constexpr ((__is_class(T) || __is_union(T)) && __is_trivially_constructible(T)) {
     // It may be written in parts and read whole, so it stays in memory, with a mark for each byte.
     for (ulong i = 0; i < sizeof(T); ++i) ((volatile uchar*)&x)[i] = __msl_unset_8(variable);

@@ -10,9 +10,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 // One sequence's tokens: where its first is in packed rows, and how many there are.
 struct Tokens {
   int64_t sequence;

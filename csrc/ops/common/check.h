@@ -126,8 +126,7 @@ const char* metal_element(const Tensor& tensor);
 ScalarType check_dtype(ArgumentName name, const Tensor& tensor,
                        std::initializer_list<ScalarType> allowed);
 
-// Before anything asks for a dtype, which throws for some dtypes. `allowed` is in the
-// message.
+// Before anything asks for a dtype, which throws for some dtypes. `allowed`: for the message.
 void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allowed);
 
 // float32, float16 or bfloat16.

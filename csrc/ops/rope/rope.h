@@ -8,8 +8,8 @@
 
 namespace metal_attn {
 
-// All throw std::invalid_argument for arguments other than rope/types.h describes. A row that
-// values of positions or seqlen_offsets put outside the tables gives NaN, and is not read.
+// All throw std::invalid_argument for arguments other than csrc/problem/rope.h describes. A row
+// that values of positions or seqlen_offsets put outside the tables gives NaN, and is not read.
 
 // New tensors like q and k in dtype and in order of dimensions, the last one innermost; without k
 // the second one is empty, (0).

@@ -67,8 +67,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::stable::Tensor;
-
 // The tensor whose device a message names.
 const Tensor& first(const Tensor& tensor) { return tensor; }
 const Tensor& first(const FlashFwdArguments& a) { return a.q; }

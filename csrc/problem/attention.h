@@ -1,21 +1,20 @@
 // What the ops of attention are given, and what is left to know of it once it is checked.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 
 #include "csrc/problem/cache.h"
 #include "csrc/problem/element.h"
 #include "csrc/problem/options.h"
+#include "csrc/problem/tensor.h"
 
 namespace metal_attn {
 
 // Sequences packed one after the other. Without cu_seqlens_k only their queries are: k and v are
 // dense, or a cache.
 struct Packing {
-  torch::stable::Tensor cu_seqlens_q;  // (B + 1) int32
+  Tensor cu_seqlens_q;  // (B + 1) int32
   OptionalTensor cu_seqlens_k;
   int64_t max_seqlen_q;
   int64_t max_seqlen_k;
@@ -26,9 +25,9 @@ struct Packing {
 // precision and q in float32. Hkv divides Hq, and the last strides are 1. Of a cache, k and v may
 // differ: see CacheOptions.
 struct FlashFwdArguments {
-  torch::stable::Tensor q;
-  torch::stable::Tensor k;
-  torch::stable::Tensor v;
+  Tensor q;
+  Tensor k;
+  Tensor v;
   std::optional<Packing> packing;
   FlashFwdOptions options;
   CacheOptions cache;
@@ -38,19 +37,19 @@ struct FlashFwdArguments {
 };
 
 struct FlashBwdArguments {
-  torch::stable::Tensor dout;                 // of out's shape and dtype, last stride 1
-  std::optional<torch::stable::Tensor> dlse;  // of softmax_lse's shape, float32, any strides
-  torch::stable::Tensor out;                  // the forward's results
-  torch::stable::Tensor softmax_lse;
+  Tensor dout;          // of out's shape and dtype, last stride 1
+  OptionalTensor dlse;  // of softmax_lse's shape, float32, any strides
+  Tensor out;           // the forward's results
+  Tensor softmax_lse;
   bool exact_delta;  // out and softmax_lse are of exactly these keys, so delta can be checked
   FlashFwdArguments forward;
 };
 
 struct FlashBwdBiasArguments {
-  torch::stable::Tensor dout;                        // of out's shape and dtype, last stride 1
-  torch::stable::Tensor softmax_lse;                 // the forward's
-  torch::stable::Tensor delta;                       // flash_bwd's
-  std::optional<torch::stable::Tensor> normalisers;  // the same
+  Tensor dout;                 // of out's shape and dtype, last stride 1
+  Tensor softmax_lse;          // the forward's
+  Tensor delta;                // flash_bwd's
+  OptionalTensor normalisers;  // the same
   FlashFwdArguments forward;
 };
 
@@ -173,8 +172,8 @@ struct FlashFwdCall {
   int32_t kv_total;   // of a cache: keys that a sequence may have
   double scale;
   // The two that options.attn_mask may be.
-  std::optional<torch::stable::Tensor> mask;
-  std::optional<torch::stable::Tensor> bias;
+  OptionalTensor mask;
+  OptionalTensor bias;
 
   // Of all sequences.
   int64_t queries() const {

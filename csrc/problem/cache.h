@@ -1,12 +1,11 @@
 // K and V that outlive a call: what ops that read or write a cache are told of it.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 
 #include "csrc/problem/element.h"
+#include "csrc/problem/tensor.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -14,7 +13,6 @@ namespace metal_attn {
 // Types and defaults of lists of options, by a schema's words.
 using Flag = bool;
 using Integer = int64_t;
-using OptionalTensor = std::optional<torch::stable::Tensor>;
 inline constexpr std::nullopt_t None = std::nullopt;
 inline constexpr bool False = false;
 inline constexpr bool True = true;
@@ -106,8 +104,8 @@ struct SeenKeys {
 
 // Where each sequence's queries and new rows begin, where they are packed: (B + 1) int32.
 struct PackedRows {
-  torch::stable::Tensor cu_seqlens_q;
-  torch::stable::Tensor cu_seqlens_k_new;
+  Tensor cu_seqlens_q;
+  Tensor cu_seqlens_k_new;
   const char* k_new_name;  // of the latter in messages, as it may be the former
 };
 
@@ -139,10 +137,10 @@ struct RotaryOptions {
 // blocks). With `packed`, k, v and q have packed rows, (T, H, D), and sequences differ in their
 // number.
 struct AppendKvArguments : RotaryOptions {
-  torch::stable::Tensor k;
-  torch::stable::Tensor v;
-  torch::stable::Tensor k_cache;
-  torch::stable::Tensor v_cache;
+  Tensor k;
+  Tensor v;
+  Tensor k_cache;
+  Tensor v_cache;
   OptionalTensor cache_seqlens;
   OptionalTensor q;
   OptionalTensor leftpad_k;

@@ -1,13 +1,12 @@
 // What the ops of decoding are given.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 
 #include "csrc/problem/attention.h"
 #include "csrc/problem/cache.h"
 #include "csrc/problem/options.h"
+#include "csrc/problem/tensor.h"
 
 // X(type, name, default, whether decode_step has it) of decoding's ops alone, after num_splits in
 // their schemas.

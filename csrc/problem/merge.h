@@ -1,13 +1,11 @@
 // What the ops of merge are given, and what is left to know of it once it is checked.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <cstdint>
 #include <optional>
 
 #include "csrc/problem/element.h"
+#include "csrc/problem/tensor.h"
 #include "shaders/params.h"
 
 namespace metal_attn {
@@ -18,19 +16,19 @@ inline constexpr int64_t kMaxSplits = 1024;
 // Dense (B, H, L, D) and (B, H, L), or packed (T, H, D) and (H, T). out_a and out_b: float32,
 // float16 or bfloat16 alike, any strides, the last 1. lse_a and lse_b: float32, any strides.
 struct MergeStateArguments {
-  torch::stable::Tensor out_a;
-  torch::stable::Tensor lse_a;
-  torch::stable::Tensor out_b;
-  torch::stable::Tensor lse_b;
+  Tensor out_a;
+  Tensor lse_a;
+  Tensor out_b;
+  Tensor lse_b;
   bool infinity_is_empty;
-  std::optional<torch::stable::Tensor> mask = std::nullopt;  // merge_state_'s alone
+  OptionalTensor mask = std::nullopt;  // merge_state_'s alone
 };
 
 struct MergeSplitsArguments {
-  torch::stable::Tensor partial_out;  // (B, H, L, S, Dv) float32, contiguous, S in 1..1024
-  torch::stable::Tensor partial_lse;  // (B, H, L, S) float32, contiguous
-  std::optional<torch::headeronly::ScalarType> out_dtype;  // float32 if not given
-  std::optional<torch::stable::Tensor> learnable_sink;     // (H,): one more logit, without a value
+  Tensor partial_out;                   // (B, H, L, S, Dv) float32, contiguous, S in 1..1024
+  Tensor partial_lse;                   // (B, H, L, S) float32, contiguous
+  std::optional<ScalarType> out_dtype;  // float32 if not given
+  OptionalTensor learnable_sink;        // (H,): one more logit, without a value
   bool infinity_is_empty;
 };
 

@@ -2,14 +2,13 @@
 // structs follow from the lists.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "csrc/problem/cache.h"
+#include "csrc/problem/tensor.h"
 
 // What each type of the lists is in a schema.
 #define SCHEMA_Flag "bool"
@@ -95,7 +94,7 @@ struct FlashFwdOptions {
 
 // What score_mod and mask_mod were compiled to, and the lists of a BlockMask.
 struct FlexOptions {
-  std::vector<torch::stable::Tensor> captures;  // what the texts index
+  std::vector<Tensor> captures;  // what the texts index
 #define FLEX_FIELD(TYPE, NAME, SCHEMA, DEFAULT) TYPE NAME = {};
   FLEX_OPTIONS(FLEX_FIELD)
 #undef FLEX_FIELD

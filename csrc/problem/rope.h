@@ -1,14 +1,12 @@
 // What the ops of rope are given, and what is left to know of it once it is checked.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <array>
 #include <cstdint>
 #include <optional>
 
 #include "csrc/problem/element.h"
+#include "csrc/problem/tensor.h"
 
 namespace metal_attn {
 
@@ -24,13 +22,13 @@ constexpr bool rotates_by_chunks(Element element, int first, int rotary_dim, boo
 // being int32 or int64, (L), (1, L) or (B, L); without positions by row i + seqlen_offset +
 // seqlen_offsets[b], the latter (B) int32. Columns from R on stay. Any strides.
 struct RopeArguments {
-  torch::stable::Tensor q;
-  std::optional<torch::stable::Tensor> k;
-  torch::stable::Tensor cos;
-  torch::stable::Tensor sin;
-  std::optional<torch::stable::Tensor> positions;
+  Tensor q;
+  OptionalTensor k;
+  Tensor cos;
+  Tensor sin;
+  OptionalTensor positions;
   int64_t seqlen_offset;
-  std::optional<torch::stable::Tensor> seqlen_offsets;
+  OptionalTensor seqlen_offsets;
   bool interleaved;
   bool conjugate;  // rotate back
 };
@@ -57,14 +55,14 @@ struct RopeProblem {
 // inv_freq: (N) float32. positions: (L), (B, L) or (S, B, L) of int32, int64 or float32. Any
 // strides.
 struct RopeTablesArguments {
-  torch::stable::Tensor inv_freq;
-  torch::stable::Tensor positions;
+  Tensor inv_freq;
+  Tensor positions;
   double attention_factor;
-  std::optional<torch::headeronly::ScalarType> dtype;
+  std::optional<ScalarType> dtype;
 };
 
 struct RopeTablesProblem {
-  torch::headeronly::ScalarType dtype;
+  ScalarType dtype;
   Element element;
   const char* position_element;
   std::array<int64_t, 3> sizes;  // sections, batch, length

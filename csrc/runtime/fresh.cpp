@@ -40,7 +40,7 @@ void metal_attn_track_fresh(int32_t begins) {
 
 namespace metal_attn {
 
-void remember_fresh(const torch::stable::Tensor& tensor) {
+void remember_fresh(const Tensor& tensor) {
   if (t_ops.empty()) {
     return;
   }

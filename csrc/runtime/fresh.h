@@ -2,14 +2,14 @@
 // the simulator's checks fault a read of the others.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
+
+#include "csrc/problem/tensor.h"
 
 namespace metal_attn {
 
 // Until the thread's op ends.
-void remember_fresh(const torch::stable::Tensor& tensor);
+void remember_fresh(const Tensor& tensor);
 
 // A byte for each byte of the storage, 0 where nothing has been written; null if it is not fresh.
 uint8_t* initialised_bytes(const void* storage);

@@ -2,8 +2,6 @@
 // memory and allocates none; what it points to is the op's until the backend has run it.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <array>
 #include <concepts>
 #include <cstddef>
@@ -14,6 +12,7 @@
 #include <string>
 #include <type_traits>
 
+#include "csrc/problem/tensor.h"
 #include "csrc/runtime/fixed_vector.h"
 
 namespace metal_attn {
@@ -60,20 +59,19 @@ struct Program {
 
 struct BufferArgument {
   uint32_t slot;  // [[buffer(slot)]]
-  const torch::stable::Tensor* tensor;
+  const Tensor* tensor;
   bool writable;
 
   BufferArgument() = default;
-  BufferArgument(uint32_t slot, const torch::stable::Tensor& tensor, bool writable)
+  BufferArgument(uint32_t slot, const Tensor& tensor, bool writable)
       : slot(slot), tensor(&tensor), writable(writable) {}
-  BufferArgument(uint32_t slot, const torch::stable::Tensor&& tensor, bool writable) = delete;
+  BufferArgument(uint32_t slot, const Tensor&& tensor, bool writable) = delete;
 };
 
 using Buffers = FixedVector<BufferArgument, kMaxBuffers>;
 
 // An optional tensor, which must outlive the launch, is read if it is given.
-inline void read_if(const std::optional<torch::stable::Tensor>& given, Buffers& buffers,
-                    uint32_t slot) {
+inline void read_if(const OptionalTensor& given, Buffers& buffers, uint32_t slot) {
   if (given) {
     buffers.push_back({slot, *given, false});
   }

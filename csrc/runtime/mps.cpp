@@ -32,7 +32,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::stable::Tensor;
 using Kernel = AOTIMetalKernelFunctionHandle;
 
 void* const kShims = reinterpret_cast<void*>(&aoti_torch_mps_start_encoding);
@@ -150,13 +149,13 @@ class EncodedParams {
     TORCH_CALL(aoti_torch_create_tensor_from_blob(const_cast<std::byte*>(bytes_.data()), 1, &size,
                                                   &stride, 0, aoti_torch_dtype_uint8(),
                                                   aoti_torch_device_type_cpu(), 0, &handle));
-    Tensor copy = torch::stable::new_empty(like, size, torch::headeronly::ScalarType::Byte);
+    Tensor copy = torch::stable::new_empty(like, size, ScalarType::Byte);
     torch::stable::copy_(copy, Tensor(handle));
     return copy;
   }
 
   const Params& bytes_;
-  std::optional<Tensor> tensor_;
+  OptionalTensor tensor_;
 };
 
 [[noreturn]] void refuse_dispatch(const Launch& launch) {

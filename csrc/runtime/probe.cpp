@@ -24,7 +24,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::stable::Tensor;
 using Values = std::vector<float>;
 
 constexpr std::size_t kSize = PROBE_PRODUCTS + PROBE_LANES;

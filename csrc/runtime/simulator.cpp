@@ -13,8 +13,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::stable::Tensor;
-
 // The whole storage is described, not only the view: that is what bounds a kernel's accesses.
 SimulatorBuffer describe(const BufferArgument& argument) {
   const Tensor& tensor = *argument.tensor;

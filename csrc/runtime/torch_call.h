@@ -1,9 +1,9 @@
 // Calls of torch's C functions, which throw what they failed with.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <string>
+
+#include "csrc/problem/tensor.h"
 
 // Not by torch's name, which older headers lack: a source without this header then fails with each.
 #ifdef STABLE_TORCH_ERROR_CODE_CHECK

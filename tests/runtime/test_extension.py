@@ -3,6 +3,7 @@
 import _ctypes
 import ctypes
 import gc
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.helpers.forks import run_program
-from tests.packaging.built_wheels import IS_CHECKOUT
+from tests.packaging.built_wheels import IS_CHECKOUT, ROOT
 from torch_metal_attn.runtime import extension
 
 
@@ -139,6 +140,17 @@ def test_built_for_another_machine(tmp_path, monkeypatch):
     monkeypatch.setattr(extension, "PATH", path)
     with pytest.raises(ImportError, match=r"cannot be loaded .*--force-reinstall.*: .*_C"):
         extension.load.__wrapped__()
+
+
+@pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
+def test_what_the_build_loads_needs_no_package():
+    """Which is not built yet: setup.py loads these modules by their paths."""
+    names = re.findall(r'load\("(\w+)"\)', (ROOT / "setup.py").read_text(encoding="utf-8"))
+    assert set(names) == {"macos", "shaders"}
+    for name in names:
+        text = (extension.PATH.parent / "runtime" / f"{name}.py").read_text(encoding="utf-8")
+        imports = re.findall(r"^ *(?:from|import) (\w+)", text, re.M)
+        assert set(imports) <= sys.stdlib_module_names, name
 
 
 def other_comments(text):

@@ -16,8 +16,8 @@ def recorded(
     kernel: str,
     defines: dict[str, str],
     buffers: Sequence[engine.Buffer],
-    threadgroups: Sequence[int],
-    threads: Sequence[int],
+    threadgroups: tuple[int, int, int],
+    threads: tuple[int, int, int],
 ) -> RecordedLaunch:
     """The launch, which holds the tensors of its buffers."""
     # The params are no tensor: they are gone when the op goes on.
@@ -33,8 +33,8 @@ def recorded(
         ),
         params[0].index if params else None,
         ctypes.string_at(params[0].storage, params[0].bytes) if params else b"",
-        (threadgroups[0], threadgroups[1], threadgroups[2]),
-        (threads[0], threads[1], threads[2]),
+        threadgroups,
+        threads,
     )
 
 

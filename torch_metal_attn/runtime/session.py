@@ -135,21 +135,7 @@ def _simulate(
 ) -> None:
     try:
         pairs = [line.split("=", 1) for line in defines.decode().split("\n") if line]
-        run = runs.current()
-        if run is not None and run.record:
-            run.recorded.append(
-                recording.recorded(
-                    family.decode(),
-                    kernel.decode(),
-                    dict(pairs),
-                    buffers[:count],
-                    threadgroups[:3],
-                    threads[:3],
-                )
-            )
-            status[0] = _DONE
-            return
-        _launch(
+        launch = (
             family.decode(),
             kernel.decode(),
             dict(pairs),
@@ -157,6 +143,11 @@ def _simulate(
             tuple(threadgroups[:3]),
             tuple(threads[:3]),
         )
+        run = runs.current()
+        if run is not None and run.record:
+            run.recorded.append(recording.recorded(*launch))
+        else:
+            _launch(*launch)
         status[0] = _DONE
     except BaseException as error:  # nothing may unwind into C++; raising() re-raises it
         _pending.error = error

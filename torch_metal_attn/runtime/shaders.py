@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from torch_metal_attn.wording import value_text
-
 _PACKAGE_DATA = Path(__file__).parents[1] / "_shaders"
 _CHECKOUT = Path(__file__).parents[2] / "shaders"
 
@@ -70,9 +68,7 @@ def source(family: str) -> str:
     family and ShaderError for one that cannot be flattened.
     """
     if family not in families():
-        raise ValueError(
-            f"family is {value_text(family)}; it must be one of {', '.join(families())}"
-        )
+        raise ValueError(f"family is {family!r}; it must be one of {', '.join(families())}")
     path = _directory() / f"{family}.metal"
     if path.parent == _PACKAGE_DATA:
         return path.read_text(encoding="ascii")

@@ -13,9 +13,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr int kMaxHeadDimQk = 576;
 
 // Shapes, dtypes and strides of q, k and v, and how the latter are kept.
@@ -120,8 +117,8 @@ void check_packing(const FlashFwdArguments& a, FlashFwdCall& call) {
 }
 
 // Per-sequence lengths: at most the keys that the sequence has.
-void check_lengths(ArgumentName name, const std::optional<Tensor>& lengths,
-                   const FlashFwdArguments& a, const FlashFwdCall& call) {
+void check_lengths(ArgumentName name, const OptionalTensor& lengths, const FlashFwdArguments& a,
+                   const FlashFwdCall& call) {
   if (!lengths) {
     return;
   }
@@ -149,7 +146,7 @@ bool reads_long_offsets(const FlashFwdArguments& a, const FlashFwdCall& call) {
   for (const Tensor* tensor : {&a.q, &a.k, &a.v}) {
     found = found || has_long_offsets(*tensor);
   }
-  for (const std::optional<Tensor>* given :
+  for (const OptionalTensor* given :
        {&call.mask, &call.bias, &o.q_rotary_cos, &o.q_rotary_sin, &o.k_rotary_cos, &o.k_rotary_sin,
         &a.cache.k_scale, &a.cache.v_scale}) {
     found = found || has_long_offsets(*given);
@@ -176,7 +173,7 @@ MaskOperand check_mask_operand(ArgumentName name, const Tensor& mask, Element el
 void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeatures& features) {
   call.bias = a.options.attn_bias;
   ArgumentName bias_name = "attn_bias";
-  if (const std::optional<Tensor>& mask = a.options.attn_mask) {
+  if (const OptionalTensor& mask = a.options.attn_mask) {
     const ScalarType dtype =
         check_dtype("attn_mask", *mask,
                     {ScalarType::Bool, ScalarType::Float, ScalarType::Half, ScalarType::BFloat16});
@@ -198,19 +195,19 @@ void check_masks(const FlashFwdArguments& a, FlashFwdCall& call, FlashFwdFeature
 
 void check_per_head(const FlashFwdArguments& a, const FlashFwdCall& call,
                     FlashFwdFeatures& features) {
-  if (const std::optional<Tensor>& slopes = a.options.alibi_slopes) {
+  if (const OptionalTensor& slopes = a.options.alibi_slopes) {
     check_operand("alibi_slopes", *slopes, "q", a.q, {ScalarType::Float},
                   {{call.heads}, {call.batch, call.heads}});
     features.alibi = true;
   }
-  if (const std::optional<Tensor>& sink = a.options.learnable_sink) {
+  if (const OptionalTensor& sink = a.options.learnable_sink) {
     features.sink = check_sink(*sink, call.heads, "q", a.q);
   }
 }
 
 struct RotaryTable {
   ArgumentName name;
-  const std::optional<Tensor>& tensor;
+  const OptionalTensor& tensor;
   int32_t length;
 };
 
@@ -328,7 +325,7 @@ int64_t window_right(const FlashFwdOptions& o) {
 
 std::vector<SeenKeys> seen_keys(const FlashFwdArguments& a, const FlashFwdCall& call) {
   const FlashFwdOptions& o = a.options;
-  const auto values = [](const std::optional<Tensor>& tensor) {
+  const auto values = [](const OptionalTensor& tensor) {
     return tensor ? values_on_cpu(*tensor) : nullptr;
   };
   const int32_t* q_ends = a.packing ? values_on_cpu(a.packing->cu_seqlens_q) : nullptr;

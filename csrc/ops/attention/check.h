@@ -20,11 +20,9 @@ std::vector<SeenKeys> seen_keys(const FlashFwdArguments& arguments, const FlashF
 FlashFwdCall check_flash_fwd(const FlashFwdArguments& arguments);
 
 // Of the shape that the forward's out has, and of q's dtype.
-void check_like_out(ArgumentName name, const torch::stable::Tensor& tensor,
-                    const FlashFwdArguments& forward);
+void check_like_out(ArgumentName name, const Tensor& tensor, const FlashFwdArguments& forward);
 
 // Of the shape that the forward's softmax_lse has, float32.
-void check_statistics(ArgumentName name, const torch::stable::Tensor& tensor,
-                      const FlashFwdArguments& forward);
+void check_statistics(ArgumentName name, const Tensor& tensor, const FlashFwdArguments& forward);
 
 }  // namespace metal_attn

@@ -12,9 +12,7 @@
 
 namespace metal_attn {
 
-using torch::stable::Tensor;
-
-MaskStrides mask_strides(const std::optional<Tensor>& mask) {
+MaskStrides mask_strides(const OptionalTensor& mask) {
   std::array<int64_t, 4> strides{};
   if (mask) {
     const int64_t rank = mask->dim();
@@ -28,7 +26,7 @@ MaskStrides mask_strides(const std::optional<Tensor>& mask) {
 
 namespace {
 
-TableStrides table_strides(const std::optional<Tensor>& table) {
+TableStrides table_strides(const OptionalTensor& table) {
   if (!table) {
     return {};
   }
@@ -89,7 +87,7 @@ Buffers flash_inputs(const FlashFwdCall& call, const FlashFwdArguments& a) {
   const auto read = [&](uint32_t slot, const Tensor& tensor) {
     buffers.push_back({slot, tensor.numel() > 0 ? tensor : present, false});
   };
-  const auto read_given = [&](uint32_t slot, const std::optional<Tensor>& tensor) {
+  const auto read_given = [&](uint32_t slot, const OptionalTensor& tensor) {
     if (tensor) {
       read(slot, *tensor);
     }

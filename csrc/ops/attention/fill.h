@@ -2,8 +2,6 @@
 // how many tiles.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 
 #include "csrc/problem/attention.h"
@@ -13,7 +11,7 @@
 namespace metal_attn {
 
 // 0 along dimensions that the mask does not have, or has one element of.
-MaskStrides mask_strides(const std::optional<torch::stable::Tensor>& mask);
+MaskStrides mask_strides(const OptionalTensor& mask);
 
 // Tiles of `tile` rows of a head, in `rows` of them. In a given order every block of a BlockMask,
 // of `block` rows, has as many, even if the last block ends before them.

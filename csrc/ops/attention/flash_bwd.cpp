@@ -25,9 +25,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 // Rows of one threadgroup of what comes before and after the walks, one a SIMD group.
 constexpr int kRowSimdgroups = 4;
 

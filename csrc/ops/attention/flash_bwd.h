@@ -1,8 +1,6 @@
 // metal_attn::flash_bwd and flash_varlen_bwd: the gradients of attention.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <tuple>
 
 #include "csrc/problem/attention.h"
@@ -24,9 +22,7 @@ Defines flash_bwd_defines(const FlashBwdSpecialisation& specialisation);
 //
 // normalisers, of the same shape: what exp(score - softmax_lse) is multiplied by, so that the
 // weights of a row add up to 1. It is empty where the rounding of softmax_lse does not show.
-using FlashGradients =
-    std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor,
-               torch::stable::Tensor, torch::stable::Tensor>;
+using FlashGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 FlashGradients flash_bwd(const FlashBwdArguments& arguments, Backend& backend);
 // With or without tensor tiles, whatever the backend's are worth.

@@ -21,10 +21,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::IntHeaderOnlyArrayRef;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 struct FlashBwdBiasCall {
   FlashFwdCall forward;
   FlashBwdSpecialisation specialisation;

@@ -2,8 +2,6 @@
 // gradients of what attention adds to its scores, and of what score_mod captures.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <vector>
 
 #include "csrc/ops/common/recorder.h"
@@ -18,7 +16,7 @@ FlashFwdCall analyse_score_gradient(const FlashBwdBiasArguments& arguments);
 
 // What it reads of dense or packed attention, and the result that it writes.
 Buffers score_gradient_buffers(const FlashFwdCall& call, const FlashBwdBiasArguments& arguments,
-                               const torch::stable::Tensor& result);
+                               const Tensor& result);
 
 // Into how many parts the walk over `shared` tiles of scores is split, of each of `owned` tiles of
 // what is added to them. At least 1, and at most `shared` unless that is 0.
@@ -29,14 +27,13 @@ JsonObject score_gradient_note(const FlashBwdSpecialisation& specialisation);
 
 // The gradient of attn_bias, or of a floating attn_mask: of its shape and dtype, contiguous, summed
 // over the dimensions of size 1 that it broadcasts.
-torch::stable::Tensor flash_bwd_bias(const FlashBwdBiasArguments& arguments, Backend& backend);
+Tensor flash_bwd_bias(const FlashBwdBiasArguments& arguments, Backend& backend);
 
 // That of alibi_slopes: of its shape, float32, contiguous.
-torch::stable::Tensor flash_bwd_slopes(const FlashBwdBiasArguments& arguments, Backend& backend);
+Tensor flash_bwd_slopes(const FlashBwdBiasArguments& arguments, Backend& backend);
 
 // Those of captured tensors: one a load that has one (FlexOptions::shares), of the shape of the
 // tensor it is from, float32, contiguous.
-std::vector<torch::stable::Tensor> flash_bwd_captures(const FlashBwdBiasArguments& arguments,
-                                                      Backend& backend);
+std::vector<Tensor> flash_bwd_captures(const FlashBwdBiasArguments& arguments, Backend& backend);
 
 }  // namespace metal_attn

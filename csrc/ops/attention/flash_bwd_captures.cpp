@@ -20,10 +20,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::IntHeaderOnlyArrayRef;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 // What copies of one captured tensor may take, if it is split into several; and what even the
 // fewest copies, one a SIMD group, may take.
 constexpr double kCopiesBytes = 64.0 * (1 << 20);

@@ -19,9 +19,6 @@
 
 namespace metal_attn {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 namespace {
 
 FlashFwdSpecialisation choose(const FlashFwdCall& call, bool tensor_tiles) {

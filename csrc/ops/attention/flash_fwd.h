@@ -1,8 +1,6 @@
 // metal_attn::flash_fwd and flash_varlen_fwd: attention forward, dense and packed.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <array>
 #include <cstdint>
 #include <tuple>
@@ -24,16 +22,15 @@ struct ChosenFlashFwd {
 ChosenFlashFwd analyse(const FlashFwdArguments& arguments, bool tensor_tiles = false);
 
 // What flash_fwd returns, uninitialised.
-torch::stable::Tensor new_out(const FlashFwdArguments& arguments, int64_t head_dim_v);
-torch::stable::Tensor new_lse(const FlashFwdArguments& arguments);
+Tensor new_out(const FlashFwdArguments& arguments, int64_t head_dim_v);
+Tensor new_lse(const FlashFwdArguments& arguments);
 
 // Returns out, of q's shape but for its last size, like q in dtype and in order of dimensions, and
 // softmax_lse, (B, Hq, Lq) or (Hq, Tq), float32, contiguous. Throws std::invalid_argument for what
 // the schema's documentation does not allow.
-std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_fwd(
-    const FlashFwdArguments& arguments, Backend& backend);
+std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments, Backend& backend);
 // With or without tensor tiles, whatever the backend's are worth.
-std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_fwd(
-    const FlashFwdArguments& arguments, Backend& backend, bool tensor_tiles);
+std::tuple<Tensor, Tensor> flash_fwd(const FlashFwdArguments& arguments, Backend& backend,
+                                     bool tensor_tiles);
 
 }  // namespace metal_attn

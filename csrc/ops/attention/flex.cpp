@@ -13,9 +13,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr int64_t kSmallestBlock = 8;
 constexpr int64_t kLargestBlock = 1024;
 
@@ -84,8 +81,8 @@ std::string check_captures(const FlexOptions& flex, const Tensor& q) {
 struct List {
   ArgumentName counts_name;
   ArgumentName indices_name;
-  const std::optional<Tensor>& counts;
-  const std::optional<Tensor>& indices;
+  const OptionalTensor& counts;
+  const OptionalTensor& indices;
 };
 
 std::array<List, 2> lists_of(const FlexOptions& f, FlexWalk walk) {
@@ -164,14 +161,14 @@ bool check_lists(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
   return lists[1].counts.has_value();
 }
 
-const std::optional<Tensor>& order_of(const FlexOptions& flex, FlexWalk walk) {
+const OptionalTensor& order_of(const FlexOptions& flex, FlexWalk walk) {
   return walk == FlexWalk::kOverKeys ? flex.kv_order : flex.q_order;
 }
 
 // Kernels find a place for every row whatever an order holds, so its values are not checked.
 void check_order(const FlexOptions& flex, FlexWalk walk, const Tensor& q,
                  const FlashFwdCall& call) {
-  const std::optional<Tensor>& order = order_of(flex, walk);
+  const OptionalTensor& order = order_of(flex, walk);
   if (!order) {
     return;
   }
@@ -314,7 +311,7 @@ FlexParams flex_params(const FlexOptions& flex, FlexWalk walk) {
   const std::array<List, 2> lists = lists_of(flex, walk);
   params.partial = list_params(lists[0]);
   params.full = list_params(lists[1]);
-  if (const std::optional<Tensor>& order = order_of(flex, walk)) {
+  if (const OptionalTensor& order = order_of(flex, walk)) {
     params.order_batches = static_cast<int32_t>(order->size(1));
     params.order_heads = static_cast<int32_t>(order->size(2));
   }

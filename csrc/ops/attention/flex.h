@@ -2,8 +2,6 @@
 // they index, and the lists of a BlockMask.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstddef>
 #include <string>
 #include <vector>
@@ -19,8 +17,7 @@ namespace metal_attn {
 enum class FlexWalk { kOverKeys, kOverQueries };
 
 // Throws std::invalid_argument. `call` has the sizes already.
-FlexFeatures check_flex(const FlexOptions& flex, const torch::stable::Tensor& q,
-                        const FlashFwdCall& call);
+FlexFeatures check_flex(const FlexOptions& flex, const Tensor& q, const FlashFwdCall& call);
 
 // The gradients' additional check: the transposed lists are there.
 void check_flex_gradients(const FlexOptions& flex);
@@ -41,8 +38,7 @@ bool has_long_lists(const FlexOptions& flex);
 int64_t listed_keys(const FlexOptions& flex);
 
 // Of counts (B, H, lists) and indices (B, H, lists, entries); sizes of 1 broadcast.
-BlockListParams block_list_params(const torch::stable::Tensor& counts,
-                                  const torch::stable::Tensor& indices);
+BlockListParams block_list_params(const Tensor& counts, const Tensor& indices);
 
 FlexParams flex_params(const FlexOptions& flex, FlexWalk walk);
 

@@ -1,8 +1,6 @@
 // The schemas of flex attention's ops, and how the dispatcher's arguments become structs.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstddef>
 #include <memory>
 #include <optional>
@@ -105,7 +103,7 @@ inline FlexOptions without_order(FlexOptions options) {
 // one.
 template <auto op, class... Own>
 struct FlexOp {
-  static auto call(Own... own, std::vector<torch::stable::Tensor> captures,
+  static auto call(Own... own, std::vector<Tensor> captures,
                    OptionalNumber softmax_scale FLEX_OPTIONS(FLEX_PARAMETER)) {
     return op(own..., softmax_scale, FlexOptions{captures, FLEX_OPTIONS(FLEX_VALUE)});
   }

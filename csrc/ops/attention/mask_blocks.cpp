@@ -11,9 +11,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 // Elements that a lane reads at a time.
 constexpr int kWord = 8;
 

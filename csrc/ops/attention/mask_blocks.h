@@ -2,8 +2,6 @@
 // attention skip the others.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 #include <string>
 
@@ -24,8 +22,8 @@ struct MaskTile {
 
 // A list for each tile: contiguous, int32, with a size of 1 where the mask broadcasts.
 struct MaskBlocks {
-  torch::stable::Tensor counts;   // (B or 1, H or 1, tiles or 1)
-  torch::stable::Tensor entries;  // the same and a dimension of as many as there are blocks
+  Tensor counts;   // (B or 1, H or 1, tiles or 1)
+  Tensor entries;  // the same and a dimension of as many as there are blocks
 };
 
 // Whether this call has a bool mask, and blocks that it hides are skipped. It depends on shapes,

@@ -16,7 +16,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::stable::Tensor;
 using Sizes = std::array<int64_t, 4>;
 
 Tensor allocate(int32_t device_type, int32_t dtype, const Sizes& sizes) {

@@ -58,7 +58,7 @@ std::string unwanted() {
 }
 
 // Before the checks have seen it: scalar_type() throws for some dtypes.
-bool is_float32(const torch::stable::Tensor& q) {
+bool is_float32(const Tensor& q) {
   int32_t dtype = -1;
   return q.defined() && aoti_torch_get_dtype(q.get(), &dtype) == 0 &&
          dtype == aoti_torch_dtype_float32();
@@ -213,7 +213,7 @@ std::string problem_on(bool on_mps, Trial trial) {
 
 }  // namespace
 
-bool uses_tensor_tiles(const torch::stable::Tensor& q, Backend& backend, Pass pass) {
+bool uses_tensor_tiles(const Tensor& q, Backend& backend, Pass pass) {
   if (backend.records()) {
     return q.defined() && tensor_tiles_problem(q, pass).empty();
   }
@@ -223,7 +223,7 @@ bool uses_tensor_tiles(const torch::stable::Tensor& q, Backend& backend, Pass pa
          (!backend.is_gpu() || problem_of(backend, {pass, float32}).empty());
 }
 
-std::string tensor_tiles_problem(const torch::stable::Tensor& q, Pass pass) {
+std::string tensor_tiles_problem(const Tensor& q, Pass pass) {
   const bool on_mps =
       compiler_of_recorded() != nullptr || (q.defined() && !q.is_cpu() && !is_meta(q));
   return problem_on(on_mps, {pass, is_float32(q)});

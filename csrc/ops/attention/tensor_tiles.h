@@ -6,8 +6,6 @@
 // tile. What fails uses 8x8 tiles.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <string>
 
@@ -35,10 +33,10 @@ std::string compare_tiles(Backend& backend, int32_t device_type, Pass pass, bool
 // simulator only the GPU that was told and the environment count; while launches are recorded, what
 // tensor_tiles_problem says. Throws std::invalid_argument for
 // a setting that has no such value.
-bool uses_tensor_tiles(const torch::stable::Tensor& q, Backend& backend, Pass pass);
+bool uses_tensor_tiles(const Tensor& q, Backend& backend, Pass pass);
 
 // Why not, in one line; "" if it does.
-std::string tensor_tiles_problem(const torch::stable::Tensor& q, Pass pass);
+std::string tensor_tiles_problem(const Tensor& q, Pass pass);
 
 // "no tensor tiles, as ..." where a user may expect them, from M5 on or if they are insisted on;
 // or else "". own: why the call cannot have them, or null. problem: tensor_tiles_problem's.

@@ -21,9 +21,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 // --- What the op refuses. ---
 
 constexpr char kNewLayout[] = "(batch, heads, length, head_dim)";
@@ -428,7 +425,7 @@ Launch append_kv_launch(const AppendKvArguments& a, const AppendKvProblem& p,
     // Where no row is written a tensor may have no memory, and q stands for it.
     launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : *a.q, writable});
   };
-  const auto add_given = [&](uint32_t slot, const std::optional<Tensor>& tensor, bool writable) {
+  const auto add_given = [&](uint32_t slot, const OptionalTensor& tensor, bool writable) {
     if (tensor) {
       add(slot, *tensor, writable);
     }

@@ -9,9 +9,6 @@
 
 namespace metal_attn {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 namespace {
 
 constexpr char kKvNames[] =
@@ -21,7 +18,7 @@ struct QuantisedOperand {
   ArgumentName name;
   const Tensor& data;
   ArgumentName scale_name;
-  const std::optional<Tensor>& scale;
+  const OptionalTensor& scale;
   KvFormat format;
 };
 
@@ -311,7 +308,7 @@ bool v_in_k(const CacheOptions& o, KvFormats formats, const Tensor& k, const Ten
 }
 
 // By block or by head.
-RowStrides scale_strides(const std::optional<Tensor>& scale) {
+RowStrides scale_strides(const OptionalTensor& scale) {
   if (!scale) {
     return {};
   }

@@ -1,8 +1,6 @@
 // What ops that read or write a cache refuse of it, and what is left to know.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -13,8 +11,8 @@
 namespace metal_attn {
 
 // What the dtypes of k and v and of their scales tell, and whether they may be together.
-KvFormats check_kv_formats(const CacheOptions& options, const torch::stable::Tensor& q,
-                           const torch::stable::Tensor& k, const torch::stable::Tensor& v);
+KvFormats check_kv_formats(const CacheOptions& options, const Tensor& q, const Tensor& k,
+                           const Tensor& v);
 
 // Whether a row has scales of its own, which are written with it.
 inline bool has_row_scales(KvFormat format) { return kv_row_scales(static_cast<int>(format)); }
@@ -23,11 +21,11 @@ inline bool has_row_scales(KvFormat format) { return kv_row_scales(static_cast<i
 int64_t kv_last_size(int64_t columns, KvFormat format);
 
 // Columns of k or v.
-int64_t kv_columns(const torch::stable::Tensor& tensor, KvFormat format);
+int64_t kv_columns(const Tensor& tensor, KvFormat format);
 
 // Shapes and memory of the scales.
-void check_scales(const CacheOptions& options, KvFormats formats, const torch::stable::Tensor& k,
-                  const torch::stable::Tensor& v, int32_t batch);
+void check_scales(const CacheOptions& options, KvFormats formats, const Tensor& k, const Tensor& v,
+                  int32_t batch);
 
 // What `hadamard` is, which all ops that have it refuse alike.
 int check_hadamard(int64_t hadamard, const CacheNames& names, KvFormats formats, int64_t columns,
@@ -37,11 +35,11 @@ int check_hadamard(int64_t hadamard, const CacheNames& names, KvFormats formats,
 const char* cache_layout(const CacheOptions& options);
 
 // The keys that a sequence may have, after the shapes of the options were checked. `batch`: of q.
-int32_t check_cache_capacity(const CacheOptions& options, const torch::stable::Tensor& k,
-                             const torch::stable::Tensor& q, int32_t batch);
+int32_t check_cache_capacity(const CacheOptions& options, const Tensor& k, const Tensor& q,
+                             int32_t batch);
 
 // Values that are at hand: on mps the kernel checks them. `seen`: one a sequence.
-void check_cache_values(const CacheOptions& options, const torch::stable::Tensor& k,
+void check_cache_values(const CacheOptions& options, const Tensor& k,
                         const std::vector<SeenKeys>& seen);
 
 // Neighbouring rows of one batch or page, in which a sequence has keys.
@@ -60,24 +58,21 @@ std::vector<CachedRows> cached_rows(const CacheOptions& options, int64_t page_si
 const char* place_text(const CacheOptions& options);
 
 // The element of k and v, unless they are quantised or it is q's.
-std::optional<Element> own_element(KvFormats formats, Element q_element,
-                                   const torch::stable::Tensor& k);
+std::optional<Element> own_element(KvFormats formats, Element q_element, const Tensor& k);
 
 CacheFeatures cache_features(const CacheOptions& options, KvFormats formats, Element q_element,
-                             const torch::stable::Tensor& k);
+                             const Tensor& k);
 
 // Whether v's rows are the first columns of k's, as in the latent caches of DeepSeek's MLA, so that
 // one read or write serves both.
-bool v_in_k(const CacheOptions& options, KvFormats formats, const torch::stable::Tensor& k,
-            const torch::stable::Tensor& v);
+bool v_in_k(const CacheOptions& options, KvFormats formats, const Tensor& k, const Tensor& v);
 
 // Whether two tensors begin at one element and step alike, the second no wider.
-bool begins(const torch::stable::Tensor& whole, const torch::stable::Tensor& part);
+bool begins(const Tensor& whole, const Tensor& part);
 
-RowStrides scale_strides(const std::optional<torch::stable::Tensor>& scale);
+RowStrides scale_strides(const OptionalTensor& scale);
 
 // The fields of `params` that are the options'.
-void fill_cache_params(const CacheOptions& options, const torch::stable::Tensor& k,
-                       FlashParams& params);
+void fill_cache_params(const CacheOptions& options, const Tensor& k, FlashParams& params);
 
 }  // namespace metal_attn

@@ -15,9 +15,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 // --- What the op refuses. ---
 
 void check_pages(ArgumentName name, const Tensor& pages, const Tensor& cache) {

@@ -1,8 +1,6 @@
 // metal_attn::copy_pages: pages of a cache copied onto others of it, for copy-on-write.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include "csrc/runtime/backend.h"
 
 namespace metal_attn {
@@ -12,7 +10,6 @@ namespace metal_attn {
 // std::invalid_argument for others, and where the host can read them for values outside the pages,
 // a dst given twice, or one that is some src: then the result would depend on the order. On mps
 // what lies outside is skipped.
-void copy_pages(const torch::stable::Tensor& cache, const torch::stable::Tensor& src,
-                const torch::stable::Tensor& dst, Backend& backend);
+void copy_pages(const Tensor& cache, const Tensor& src, const Tensor& dst, Backend& backend);
 
 }  // namespace metal_attn

@@ -25,8 +25,7 @@ namespace metal_attn {
 // `run` of append_kv's arguments, which the dispatcher gives one by one.
 template <auto run>
 struct AppendKv {
-  static auto call(const torch::stable::Tensor& k, const torch::stable::Tensor& v,
-                   const torch::stable::Tensor& k_cache, const torch::stable::Tensor& v_cache,
+  static auto call(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
                    OptionalTensor cache_seqlens, OptionalTensor q, OptionalTensor block_table,
                    OptionalTensor cache_batch_idx, OptionalTensor leftpad_k, OptionalTensor k_scale,
                    OptionalTensor v_scale ROTARY_PARAMETERS, int64_t hadamard) {

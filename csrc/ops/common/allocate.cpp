@@ -18,10 +18,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::IntHeaderOnlyArrayRef;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 int32_t shim_dtype(ScalarType dtype) {
   return torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
 }

@@ -11,7 +11,7 @@
 
 namespace metal_attn {
 
-using TensorArgument = const torch::stable::Tensor&;
+using TensorArgument = const Tensor&;
 
 // `run` of the arguments as they are.
 template <auto run, class... Given>

@@ -34,9 +34,6 @@ void refuse(const std::string& marked) {
 namespace {
 
 using torch::headeronly::DeviceType;
-using torch::headeronly::IntHeaderOnlyArrayRef;
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // Those that a caller is likely to hold, with torch's names, and Metal's of what kernels can index.
 struct Dtype {
@@ -468,8 +465,6 @@ bool has_long_offsets(const Tensor& tensor) {
   return tensor.numel() > 0 && std::max(last_position(tensor) + 1, tensor.numel()) > kMaxLength;
 }
 
-bool has_long_offsets(const std::optional<Tensor>& tensor) {
-  return tensor && has_long_offsets(*tensor);
-}
+bool has_long_offsets(const OptionalTensor& tensor) { return tensor && has_long_offsets(*tensor); }
 
 }  // namespace metal_attn

@@ -3,8 +3,6 @@
 // argument, what was given and what is allowed.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <array>
 #include <cstdint>
 #include <initializer_list>
@@ -13,6 +11,7 @@
 #include <string>
 
 #include "csrc/problem/element.h"
+#include "csrc/problem/tensor.h"
 
 extern "C" {
 
@@ -55,8 +54,8 @@ inline constexpr int kMaxHeadDimV = 512;
 // to nothing.
 class TensorText {
  public:
-  using Write = void (*)(std::ostream&, const torch::stable::Tensor&);
-  TensorText(Write write, const torch::stable::Tensor& tensor) : write_(write), tensor_(tensor) {}
+  using Write = void (*)(std::ostream&, const Tensor&);
+  TensorText(Write write, const Tensor& tensor) : write_(write), tensor_(tensor) {}
 
   std::string str() const {
     std::ostringstream text;
@@ -70,13 +69,13 @@ class TensorText {
 
  private:
   Write write_;
-  const torch::stable::Tensor& tensor_;
+  const Tensor& tensor_;
 };
 
-TensorText shape_text(const torch::stable::Tensor& tensor);  // (2, 4, 128, 64)
-TensorText stride_text(const torch::stable::Tensor& tensor);
-TensorText device_text(const torch::stable::Tensor& tensor);  // mps:0
-TensorText dtype_text(const torch::stable::Tensor& tensor);   // float16
+TensorText shape_text(const Tensor& tensor);  // (2, 4, 128, 64)
+TensorText stride_text(const Tensor& tensor);
+TensorText device_text(const Tensor& tensor);  // mps:0
+TensorText dtype_text(const Tensor& tensor);   // float16
 
 // A number with its noun, as a message shows it: "1 head", "2 heads", "3 queries", "2 passes".
 class Counted {
@@ -105,121 +104,111 @@ void check(bool condition, const Parts&... parts) {
   }
 }
 
-std::string list_text(torch::headeronly::IntHeaderOnlyArrayRef values);
+std::string list_text(IntHeaderOnlyArrayRef values);
 
-bool same_sizes(const torch::stable::Tensor& tensor,
-                torch::headeronly::IntHeaderOnlyArrayRef sizes);
+bool same_sizes(const Tensor& tensor, IntHeaderOnlyArrayRef sizes);
 
 // Not None, on mps, the CPU or meta (fake kernels check without data), and strided.
-void check_device(ArgumentName name, const torch::stable::Tensor& tensor);
+void check_device(ArgumentName name, const Tensor& tensor);
 // The same, and on the other's device.
-void check_same_device(ArgumentName name, const torch::stable::Tensor& tensor,
-                       ArgumentName other_name, const torch::stable::Tensor& other);
+void check_same_device(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
+                       const Tensor& other);
 
 inline constexpr char kElementNames[] = "float32, float16 or bfloat16";
 
 // The same as tensor.scalar_type(), which asks torch for the number of one dtype after the other.
-torch::headeronly::ScalarType dtype_of(const torch::stable::Tensor& tensor);
+ScalarType dtype_of(const Tensor& tensor);
 
 // Metal's name of what kernels index in the tensor; null for dtypes that they cannot.
-const char* metal_element(const torch::stable::Tensor& tensor);
+const char* metal_element(const Tensor& tensor);
 
 // One of the dtypes; returns which.
-torch::headeronly::ScalarType check_dtype(
-    ArgumentName name, const torch::stable::Tensor& tensor,
-    std::initializer_list<torch::headeronly::ScalarType> allowed);
+ScalarType check_dtype(ArgumentName name, const Tensor& tensor,
+                       std::initializer_list<ScalarType> allowed);
 
-// Before anything asks for a dtype, which throws for some dtypes. `allowed` is in the
-// message.
-void check_known_dtype(ArgumentName name, const torch::stable::Tensor& tensor, const char* allowed);
+// Before anything asks for a dtype, which throws for some dtypes. `allowed`: for the message.
+void check_known_dtype(ArgumentName name, const Tensor& tensor, const char* allowed);
 
 // float32, float16 or bfloat16.
-Element check_element(ArgumentName name, const torch::stable::Tensor& tensor);
-Element check_element(ArgumentName name, torch::headeronly::ScalarType dtype);
-void check_same_dtype(ArgumentName name, const torch::stable::Tensor& tensor,
-                      ArgumentName other_name, const torch::stable::Tensor& other);
+Element check_element(ArgumentName name, const Tensor& tensor);
+Element check_element(ArgumentName name, ScalarType dtype);
+void check_same_dtype(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
+                      const Tensor& other);
 
 // Sizes of two arguments; `what` they are, with its article: "a batch".
 void check_equal(ArgumentName name, int64_t size, ArgumentName other_name, int64_t other,
                  const char* what);
 
 // `layout` describes the dimensions in the message: "(batch, heads, length, head_dim)".
-void check_rank(ArgumentName name, const torch::stable::Tensor& tensor, int64_t rank,
-                const char* layout);
+void check_rank(ArgumentName name, const Tensor& tensor, int64_t rank, const char* layout);
 
 // tensor.size(dim) as int32, in 0..2^31-1.
-int32_t check_length(ArgumentName name, const torch::stable::Tensor& tensor, int64_t dim,
-                     const char* what);
+int32_t check_length(ArgumentName name, const Tensor& tensor, int64_t dim, const char* what);
 
 // In 1..max.
 int check_head_dim(ArgumentName name, int64_t head_dim, int max);
 
 // One of the shapes.
-void check_shape(ArgumentName name, const torch::stable::Tensor& tensor,
-                 std::initializer_list<torch::headeronly::IntHeaderOnlyArrayRef> allowed);
+void check_shape(ArgumentName name, const Tensor& tensor,
+                 std::initializer_list<IntHeaderOnlyArrayRef> allowed);
 
 // 1 to 4 dimensions that broadcast to `shape`.
-void check_broadcasts(ArgumentName name, const torch::stable::Tensor& tensor,
-                      const std::array<int64_t, 4>& shape);
+void check_broadcasts(ArgumentName name, const Tensor& tensor, const std::array<int64_t, 4>& shape);
 
 // Whether the tensor has no data: fake kernels are checked on such.
-bool is_meta(const torch::stable::Tensor& tensor);
+bool is_meta(const Tensor& tensor);
 
 // The numbers of an int32 tensor if they are at hand: those on mps are checked by the kernel.
-const int32_t* values_on_cpu(const torch::stable::Tensor& tensor);
+const int32_t* values_on_cpu(const Tensor& tensor);
 
 // int32, contiguous, of one dimension, on `other`'s device.
-void check_index(ArgumentName name, const torch::stable::Tensor& tensor, ArgumentName other_name,
-                 const torch::stable::Tensor& other);
+void check_index(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
+                 const Tensor& other);
 
 // Where each of packed sequences begins, and the end of the last: on q's device, not empty.
-void check_ends(ArgumentName name, const torch::stable::Tensor& cu_seqlens,
-                const torch::stable::Tensor& q);
+void check_ends(ArgumentName name, const Tensor& cu_seqlens, const Tensor& q);
 
 // Every sequence's length is in 0..longest, where the host can read it.
-void check_steps(ArgumentName name, const torch::stable::Tensor& cu_seqlens, int64_t longest,
+void check_steps(ArgumentName name, const Tensor& cu_seqlens, int64_t longest,
                  ArgumentName longest_name);
 
 // The same, and they begin at 0 and end within so many rows.
-void check_cu_seqlens(ArgumentName name, const torch::stable::Tensor& cu_seqlens, int64_t total,
-                      int64_t longest, ArgumentName longest_name);
+void check_cu_seqlens(ArgumentName name, const Tensor& cu_seqlens, int64_t total, int64_t longest,
+                      ArgumentName longest_name);
 
 // float32 of this shape on `other`'s device: a number a row, as softmax_lse is.
-void check_statistics(ArgumentName name, const torch::stable::Tensor& tensor,
-                      ArgumentName other_name, const torch::stable::Tensor& other,
-                      torch::headeronly::IntHeaderOnlyArrayRef shape);
+void check_statistics(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
+                      const Tensor& other, IntHeaderOnlyArrayRef shape);
 
 // Of one of the dtypes and of the shapes, on `other`'s device, with rows whose last stride is 1.
-torch::headeronly::ScalarType check_operand(
-    ArgumentName name, const torch::stable::Tensor& tensor, ArgumentName other_name,
-    const torch::stable::Tensor& other, std::initializer_list<torch::headeronly::ScalarType> dtypes,
-    std::initializer_list<torch::headeronly::IntHeaderOnlyArrayRef> shapes);
+ScalarType check_operand(ArgumentName name, const Tensor& tensor, ArgumentName other_name,
+                         const Tensor& other, std::initializer_list<ScalarType> dtypes,
+                         std::initializer_list<IntHeaderOnlyArrayRef> shapes);
 
 // learnable_sink, a number a query head.
-Element check_sink(const torch::stable::Tensor& sink, int64_t heads, ArgumentName other_name,
-                   const torch::stable::Tensor& other);
+Element check_sink(const Tensor& sink, int64_t heads, ArgumentName other_name, const Tensor& other);
 
 // The last stride is 1, and check_storage.
-void check_rows(ArgumentName name, const torch::stable::Tensor& tensor);
+void check_rows(ArgumentName name, const Tensor& tensor);
 
 // As an op of this package returned it.
-void check_contiguous(ArgumentName name, const torch::stable::Tensor& tensor);
+void check_contiguous(ArgumentName name, const Tensor& tensor);
 
 // Every element lies in the storage, which a caller may have shrunk under the tensor.
-void check_storage(ArgumentName name, const torch::stable::Tensor& tensor);
+void check_storage(ArgumentName name, const Tensor& tensor);
 
 // Where the tensor's first element is: a Metal buffer begins at a page, a CPU storage anywhere.
-uint64_t first_byte(const torch::stable::Tensor& tensor);
+uint64_t first_byte(const Tensor& tensor);
 
 // Whether the tensor's first element and all its rows begin at a multiple of so many bytes.
-bool rows_aligned(const torch::stable::Tensor& tensor, int multiple);
-bool rows_aligned_16(const torch::stable::Tensor& tensor);
+bool rows_aligned(const Tensor& tensor, int multiple);
+bool rows_aligned_16(const Tensor& tensor);
 
 // The position of the last element of a tensor that has some, counted from its first.
-int64_t last_position(const torch::stable::Tensor& tensor);
+int64_t last_position(const Tensor& tensor);
 
 // Whether the tensor, or a dense one of its shape, ends past 2^31 elements.
-bool has_long_offsets(const torch::stable::Tensor& tensor);
-bool has_long_offsets(const std::optional<torch::stable::Tensor>& tensor);
+bool has_long_offsets(const Tensor& tensor);
+bool has_long_offsets(const OptionalTensor& tensor);
 
 }  // namespace metal_attn

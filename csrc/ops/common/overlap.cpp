@@ -6,8 +6,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::stable::Tensor;
-
 struct Dimension {
   int64_t stride;
   int64_t size;
@@ -127,7 +125,7 @@ bool may_overlap(const Tensor& a, const Tensor& b) {
 }
 
 std::vector<Named> present(
-    std::initializer_list<std::pair<ArgumentName, const std::optional<Tensor>*>> all) {
+    std::initializer_list<std::pair<ArgumentName, const OptionalTensor*>> all) {
   std::vector<Named> result;
   for (const auto& [name, tensor] : all) {
     if (tensor->has_value()) {

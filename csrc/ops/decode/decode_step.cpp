@@ -20,8 +20,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::stable::Tensor;
-
 struct DecodeStepCall {
   FlashDecodeCall decode;
   FlashFwdArguments forward;

@@ -26,9 +26,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 // Of a KV head. The kernel's steps over rows, of all row groups, must not pass the end of int32.
 constexpr int64_t kMaxRows = int64_t{1} << 30;
 

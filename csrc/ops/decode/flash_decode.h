@@ -1,8 +1,6 @@
 // metal_attn::flash_decode: attention of few queries over long caches, split over the keys.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <array>
 #include <cstdint>
@@ -16,12 +14,10 @@
 namespace metal_attn {
 
 // As flash_fwd, without dropout and without rotation of k.
-std::tuple<torch::stable::Tensor, torch::stable::Tensor> flash_decode(
-    const FlashDecodeArguments& arguments, Backend& backend);
+std::tuple<Tensor, Tensor> flash_decode(const FlashDecodeArguments& arguments, Backend& backend);
 
 // metal_attn::flex_fwd: flash_fwd, or flash_decode for few queries.
-std::tuple<torch::stable::Tensor, torch::stable::Tensor> flex_fwd(
-    const FlashFwdArguments& arguments, Backend& backend);
+std::tuple<Tensor, Tensor> flex_fwd(const FlashFwdArguments& arguments, Backend& backend);
 
 // Throws std::invalid_argument.
 FlashFwdCall check_flash_decode(const FlashDecodeArguments& arguments);
@@ -56,8 +52,8 @@ struct FlashDecodeCall {
 // New keys and values that the launch appends first: none without defines.
 struct FlashDecodeAppend {
   Defines defines;
-  torch::stable::Tensor k;
-  torch::stable::Tensor v;
+  Tensor k;
+  Tensor v;
   OptionalTensor cu_seqlens_k_new;
   AppendParams params;
   bool q_advances;
@@ -69,9 +65,7 @@ FlashDecodeCall choose_flash_decode(const FlashFwdCall& forward,
                                     const FlashDecodeArguments& arguments, bool appends);
 
 // flash_decode of a call that was checked, which may append new rows first.
-std::tuple<torch::stable::Tensor, torch::stable::Tensor> run(const FlashDecodeCall& call,
-                                                             const FlashFwdArguments& arguments,
-                                                             const FlashDecodeAppend* append,
-                                                             Backend& backend);
+std::tuple<Tensor, Tensor> run(const FlashDecodeCall& call, const FlashFwdArguments& arguments,
+                               const FlashDecodeAppend* append, Backend& backend);
 
 }  // namespace metal_attn

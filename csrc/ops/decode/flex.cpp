@@ -10,8 +10,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::stable::Tensor;
-
 // The most that flash_decode is taken for, as in torch_metal_attn/flex/call.py.
 constexpr int64_t kDecodeQueries = 32;
 

@@ -6,9 +6,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr int64_t kLargestBlock = 128;
 
 void check_block_sizes(const KeyLists& a) {

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
 #include <optional>
@@ -38,8 +37,6 @@ void define_plain(Library& m) {
 
 template <Backend& (*backend)()>
 struct Plain {
-  using Tensor = torch::stable::Tensor;
-
   static std::tuple<Tensor, Tensor> flash_fwd(const Tensor& q, const Tensor& k,
                                               const Tensor& v FLASH_FIRST_PARAMETERS) {
     return metal_attn::flash_fwd({q, k, v, std::nullopt, {FLASH_FIRST_VALUES}, {}}, backend());

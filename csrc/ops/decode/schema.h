@@ -1,8 +1,6 @@
 // The schemas of decoding's ops, and how the dispatcher's arguments become structs.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 #include <optional>
 
@@ -37,7 +35,6 @@ namespace metal_attn {
 // `run` of an op's arguments, which the dispatcher gives one by one.
 template <auto run>
 struct FlashDecode {
-  using Tensor = torch::stable::Tensor;
   static auto call(const Tensor& q, const Tensor& k, const Tensor& v FLASH_OPTION_PARAMETERS,
                    CACHE_PARAMETERS, int64_t num_splits, OptionalTensor indices,
                    int64_t kv_block_size, int64_t q_block_size DECODE_PARAMETERS) {
@@ -52,7 +49,6 @@ struct FlashDecode {
 
 template <auto run>
 struct DecodeStep {
-  using Tensor = torch::stable::Tensor;
   static auto call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
                    const Tensor& v_cache,
                    const Tensor& cache_seqlens ROTARY_PARAMETERS FLASH_OPTIONS(STEP_PARAMETER),

@@ -10,9 +10,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 // One sequence's tokens: where its first is in packed rows, and how many there are.
 struct Tokens {
   int64_t sequence;
@@ -66,9 +63,9 @@ void check_mask(const Tensor& mask, const Tokens& tokens) {
     for (int64_t j = 0; j < parent; ++j) {
       check((shown[j] == 0) == (all[parent * row + j] == 0),
             "`tree_mask` is no forest: ", place_of(i, tokens), " sees token ", parent,
-            ", its parent, and only one of them sees ", "token ", j,
-            "; a token sees itself and exactly what its parent sees, the last token ",
-            "before it that it sees");
+            ", its parent, and only one of them sees token ", j,
+            "; a token sees itself and exactly what its parent sees, the last token before it that "
+            "it sees");
     }
   }
 }

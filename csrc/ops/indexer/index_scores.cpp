@@ -14,9 +14,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr int kMaxHeadDim = 256;
 constexpr int kMostSimdgroups = 4;
 // Keys of a tile, whose rows may have so many bytes in all: wider ones would spill on M1.

@@ -15,9 +15,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 struct MergeSpecialisation {
   bool wide_loads;
   Grid grid;
@@ -216,9 +213,9 @@ void run_state(const MergeStateArguments& a, const MergeProblem& p, const Tensor
   run(launch, s, "one a thread", backend);
 }
 
-void run_splits(const Tensor& partial_out, const Tensor& partial_lse,
-                const std::optional<Tensor>& sink, const MergeProblem& p, bool out_aligned,
-                const Tensor& out, const Tensor& lse, Backend& backend) {
+void run_splits(const Tensor& partial_out, const Tensor& partial_lse, const OptionalTensor& sink,
+                const MergeProblem& p, bool out_aligned, const Tensor& out, const Tensor& lse,
+                Backend& backend) {
   if (p.shape.rows == 0) {
     return;
   }
@@ -265,8 +262,8 @@ std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& a, Backend& 
   return {out, lse};
 }
 
-void merge_splits(const Tensor& partial_out, const Tensor& partial_lse,
-                  const std::optional<Tensor>& sink, Tensor& out, Tensor& lse, Backend& backend) {
+void merge_splits(const Tensor& partial_out, const Tensor& partial_lse, const OptionalTensor& sink,
+                  Tensor& out, Tensor& lse, Backend& backend) {
   MergeProblem p{};
   const auto sizes = partial_out.sizes();
   p.shape = merge_shape("partial_out", partial_out, sizes[0], sizes[1], sizes[2],

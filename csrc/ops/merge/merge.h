@@ -1,8 +1,6 @@
 // metal_attn::merge_state and merge_splits: attention over a union of disjoint sets of keys.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <optional>
 #include <tuple>
 
@@ -17,22 +15,18 @@ namespace metal_attn {
 
 // out like out_a in dtype and memory order, and lse. Of an empty state and another, the other to
 // the bit.
-std::tuple<torch::stable::Tensor, torch::stable::Tensor> merge_state(
-    const MergeStateArguments& arguments, Backend& backend);
+std::tuple<Tensor, Tensor> merge_state(const MergeStateArguments& arguments, Backend& backend);
 
 // The same into out_a and lse_a, which share no memory with each other or with what is read. mask:
 // bool, (B, L) or packed (T,); where it is false state a stays as it is, to the bit.
 void merge_state_inplace(const MergeStateArguments& arguments, Backend& backend);
 
 // out (B, H, L, Dv) and lse (B, H, L), contiguous.
-std::tuple<torch::stable::Tensor, torch::stable::Tensor> merge_splits(
-    const MergeSplitsArguments& arguments, Backend& backend);
+std::tuple<Tensor, Tensor> merge_splits(const MergeSplitsArguments& arguments, Backend& backend);
 
 // The same into out, of any of the three dtypes and any strides, the last 1, and lse, float32 of
 // any strides. For other ops: these two are not checked.
-void merge_splits(const torch::stable::Tensor& partial_out,
-                  const torch::stable::Tensor& partial_lse,
-                  const std::optional<torch::stable::Tensor>& sink, torch::stable::Tensor& out,
-                  torch::stable::Tensor& lse, Backend& backend);
+void merge_splits(const Tensor& partial_out, const Tensor& partial_lse, const OptionalTensor& sink,
+                  Tensor& out, Tensor& lse, Backend& backend);
 
 }  // namespace metal_attn

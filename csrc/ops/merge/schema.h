@@ -23,6 +23,6 @@ using MergeStateInplace = InStruct<run, MergeStateArguments, TensorArgument, Ten
                                    TensorArgument, TensorArgument, bool, OptionalTensor>;
 template <auto run>
 using MergeSplits = InStruct<run, MergeSplitsArguments, TensorArgument, TensorArgument,
-                             std::optional<torch::headeronly::ScalarType>, OptionalTensor, bool>;
+                             std::optional<ScalarType>, OptionalTensor, bool>;
 
 }  // namespace metal_attn

@@ -1,7 +1,5 @@
 #include "csrc/ops/rope/rope.h"
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -19,9 +17,6 @@
 
 namespace metal_attn {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 struct RopeSpecialisation {
   int vector;  // pairs of columns that a thread rotates

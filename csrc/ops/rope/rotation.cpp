@@ -19,8 +19,6 @@ constexpr double kManyThreads = 65536;
 
 }  // namespace
 
-using torch::stable::Tensor;
-
 int64_t aligned_vector(const Tensor& tensor) {
   const int64_t last = tensor.dim() - 1;
   if (tensor.size(last) > 1 && tensor.stride(last) != 1) {

@@ -2,9 +2,9 @@
 // share.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
+
+#include "csrc/problem/tensor.h"
 
 namespace metal_attn {
 
@@ -12,7 +12,7 @@ namespace metal_attn {
 inline constexpr int64_t kMaxVector = 4;
 
 // Elements of the vectors that first elements and strides of `tensor` are all aligned to.
-int64_t aligned_vector(const torch::stable::Tensor& tensor);
+int64_t aligned_vector(const Tensor& tensor);
 
 struct HeadShares {
   int heads;       // of a thread, which loads cos and sin once for them

@@ -21,6 +21,6 @@ using Rope = InStruct<run, RopeArguments, TensorArgument, OptionalTensor, Tensor
                       TensorArgument, OptionalTensor, int64_t, OptionalTensor, bool, bool>;
 template <auto run>
 using RopeTables = InStruct<run, RopeTablesArguments, TensorArgument, TensorArgument, double,
-                            std::optional<torch::headeronly::ScalarType>>;
+                            std::optional<ScalarType>>;
 
 }  // namespace metal_attn

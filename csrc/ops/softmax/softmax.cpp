@@ -18,8 +18,6 @@
 namespace metal_attn {
 namespace {
 
-using torch::stable::Tensor;
-
 // A tensor as rows along its last dimension. wide_loads: they begin at 16 bytes, without gaps.
 struct SoftmaxRows {
   Element element;

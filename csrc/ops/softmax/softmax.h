@@ -1,8 +1,6 @@
 // metal_attn::softmax, softmax_ and apply_causal_mask_: the unfused parts of attention.
 #pragma once
 
-#include <torch/csrc/stable/tensor.h>
-
 #include <cstdint>
 
 #include "csrc/runtime/backend.h"
@@ -14,15 +12,13 @@ namespace metal_attn {
 
 // Of x, (..., N, ...) with N in 0..2^31-1024 at `dim`; a row of -inf alone gives 0. Like x in
 // dtype, and in the memory order that torch.empty_like gives.
-torch::stable::Tensor softmax(const torch::stable::Tensor& x, int64_t dim, Backend& backend);
+Tensor softmax(const Tensor& x, int64_t dim, Backend& backend);
 
 // The same in place. Throws also where x may overlap itself.
-torch::stable::Tensor softmax_inplace(const torch::stable::Tensor& x, int64_t dim,
-                                      Backend& backend);
+Tensor softmax_inplace(const Tensor& x, int64_t dim, Backend& backend);
 
 // scores: (..., Lq, Lk). Writes -inf where key > query + q_offset, |q_offset| <= 2^31-1024, and
 // touches nothing else. Throws also where scores may overlap itself.
-torch::stable::Tensor apply_causal_mask_inplace(const torch::stable::Tensor& scores,
-                                                int64_t q_offset, Backend& backend);
+Tensor apply_causal_mask_inplace(const Tensor& scores, int64_t q_offset, Backend& backend);
 
 }  // namespace metal_attn

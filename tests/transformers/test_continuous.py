@@ -171,7 +171,7 @@ class TestAttentionFunction:
         self.call("sliding_window=4 in LlamaAttention, layer 0.*every token", sliding_window=4)
         self.call("sliding_window=4 .* a window of 5", window=5, sliding_window=4)
         self.call("novelty=3 in LlamaAttention", novelty=3)
-        self.call("block_table=a torch.int32 tensor", block_table=torch.zeros(1, dtype=torch.int32))
+        self.call("block_table=an int32 tensor", block_table=torch.zeros(1, dtype=torch.int32))
         q, lengths = torch.randn(1, 4, 5, 16), torch.tensor([0, 5], dtype=torch.int32)
         good = {"module": tiny.build("Llama").model.layers[0].self_attn, "attention_mask": None}
         good |= {"query": q, "key": q, "value": q, "read_index": [], "max_length_q": 5}

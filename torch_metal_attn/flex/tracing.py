@@ -401,7 +401,7 @@ class Tracer(Traced, TorchDispatchMode):
         return self.known(part.rest(), part)
 
     def viewed(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A view or the views of a row, such as its transpose, or what is selected; None for others."""
+        """The views of a row, such as its transpose, or what is selected; None for others."""
         first, returns = args[0], func._schema.returns
         value = self.value(first)
         if name in ("index_select", "embedding"):

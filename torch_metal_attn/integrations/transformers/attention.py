@@ -373,7 +373,11 @@ def _packed(
     if mask is None:
         _check_window(module, sliding_window, int(bounds["max_length_k"]))
     elif packing is not None:
-        if not packing.agrees(bounds["cu_seq_lens_q"], bounds["cu_seq_lens_k"]):
+        shape, known = (1, query.shape[2]), packing.cu_seqlens
+        if not all(
+            bounds[side] is known or keeps_apart("cu_seqlens", bounds[side], shape, known, None)
+            for side in BOUNDS[:2]
+        ):
             raise ValueError(
                 f"{_shown(bounds)} in {name} and position_ids say that different tokens begin "
                 "sequences; pass one of them only, or the same bounds in both"

@@ -36,15 +36,13 @@ def hidden(tensor: Tensor) -> bool:
 class Packing:
     """The bounds of sequences, and the window inside each of them.
 
-    cu_seqlens: int32 (sequences + 1,), for the batch's rows concatenated. agreed: the tensors that
-    were last found to give the same bounds.
+    cu_seqlens: int32 (sequences + 1,), for the batch's rows concatenated.
     """
 
     cu_seqlens: Tensor
     max_length: int
     window_size_left: int
     window_size_right: int
-    agreed: tuple[Tensor, ...] = ()
 
     def bounds(self) -> dict[str, Any]:
         """The bounds by transformers' names."""
@@ -54,20 +52,6 @@ class Packing:
             "max_length_q": self.max_length,
             "max_length_k": self.max_length,
         }
-
-    def agrees(self, *cu_seq_lens: Tensor) -> bool:
-        """Whether these bounds are the same, apart from empty sequences and tokens past the last.
-
-        Every layer asks with the same tensors, so only the first one waits for the device.
-        """
-        known = (self.cu_seqlens, *self.agreed)
-        if not all(any(given is one for one in known) for given in cu_seq_lens):
-            for given in cu_seq_lens:
-                bounds = given.unique_consecutive()
-                if not torch.equal(bounds, self.cu_seqlens[: len(bounds)].to(given.dtype)):
-                    return False
-            self.agreed = cu_seq_lens
-        return True
 
 
 def pack(sequences: Tensor, window_size_left: int, window_size_right: int) -> Tensor:

@@ -343,7 +343,7 @@ class TestRefused:
 
         model = tiny.build("DeepSeek-V3")
         model.model.layers[1].self_attn.kv_b_proj.__class__ = Adapted
-        with pytest.raises(NotImplementedError, match="kv_b_proj of a DeepseekV3Attention is a Ad"):
+        with pytest.raises(NotImplementedError, match="kv_b_proj of a DeepseekV3Attention is an A"):
             enable(model, absorb=True)
 
     def test_latent_cache(self):
@@ -367,7 +367,7 @@ class TestRefused:
             model(tiny.tokens(5), cache=cache)
         paged = latent_cache(model, 4, page_size=4)
         with pytest.raises(
-            torch_metal_attn.kv_cache.CacheFull, match="10 rows of 2 sequences need"
+            torch_metal_attn.kv_cache.CacheFull, match="10 new rows of 2 sequences need"
         ):
             model(tiny.tokens(5), cache=paged)
         llama = tiny.build("Llama")

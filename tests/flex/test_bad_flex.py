@@ -11,7 +11,7 @@ from tests.common.ops import FLEX
 from tests.common.test_bad_options import resized
 from tests.flex.flex_check import block_mask, home
 from tests.helpers.cases import each_case
-from torch_metal_attn import flex_attention, simulate
+from torch_metal_attn import flex_attention, flex_replaced, simulate
 from torch_metal_attn.flex import call
 from torch_metal_attn.flex.program import compiled
 
@@ -55,6 +55,8 @@ REFUSED = {
             s, BIAS[kv]
         ),
         "sum, .* it sums all dimensions of a row": lambda s, b, h, q, kv: s + SQUARE[h].sum(0)[kv],
+        "view, .* as another dtype": lambda s, b, h, q, kv: s + SQUARE[q].view(torch.int32)[0],
+        "sum, .* has no elements": lambda s, b, h, q, kv: s + SQUARE[h][:0].sum(),
         "mean, .* not in torch.int64": lambda s, b, h, q, kv: s + SQUARE.long()[h].mean(),
         "only scalars can be made of scalars": lambda s, b, h, q, kv: s + s.new_zeros(3)[0],
         "score_mod uses max,": lambda s, b, h, q, kv: s.max(),
@@ -195,12 +197,16 @@ def test_options_that_change_no_result():
 def test_options_of_other_gpus(monkeypatch):
     """They change no result, and one warning names those that are not defaults."""
     monkeypatch.setattr(call, "_warned", [])
-    default = {"USE_TMA": False, "BACKEND": "AUTO", "PRESCALE_QK": False}
+    default = {"USE_TMA": False, "BACKEND": "AUTO", "PRESCALE_QK": False, "BLOCK_M": None}
     tuned = {"fwd_BLOCK_M": 64, "num_warps": 4, "PRESCALE_QK": True, "USE_TMA": True}
     plain = flex_attention(*home(), kernel_options=default)
     with pytest.warns(UserWarning, match="fwd_BLOCK_M=64, num_warps=4, PRESCALE_QK=True") as seen:
         out = [flex_attention(*home(), kernel_options=tuned) for _ in range(2)]
     assert all(torch.equal(one, plain) for one in out)
+    assert [warning.filename for warning in seen] == [__file__]
+    call._warned.clear()
+    with simulate(), flex_replaced(), pytest.warns(UserWarning, match="is ignored here") as seen:
+        torch_flex.flex_attention(*home(), kernel_options=tuned)
     assert [warning.filename for warning in seen] == [__file__]
     known = call._KEPT_OPTIONS | call._IGNORED_OPTIONS
     assert torch_flex.FlexKernelOptions.__annotations__.keys() <= known

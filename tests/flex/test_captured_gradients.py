@@ -98,7 +98,10 @@ def views(table, bias, slopes):
     """Rows seen in other shapes, and what index_select and an embedding pick."""
 
     def mod(score, b, h, q_idx, kv_idx):
-        row = bias[q_idx].view(12, 8)[kv_idx // 8, kv_idx % 8] + bias[q_idx][3:].unsqueeze(0)[0, 5]
+        row = (
+            bias[q_idx].view(12, 8)[kv_idx // 8, kv_idx % 8]
+            + bias[q_idx][3:].split(4)[1].unsqueeze(0)[0, 1]
+        )
         flipped = table[h].t()[kv_idx % 5, b] + bias.index_select(1, kv_idx)[q_idx, 0]
         near = torch.nn.functional.embedding(q_idx, bias)[kv_idx]
         first = bias.index_select(0, q_idx).view(-1)[kv_idx] + slopes[h].view(1).sum()

@@ -33,6 +33,7 @@ from torch_metal_attn.integrations.transformers import (  # noqa: E402
     metal_attention,
     metal_attention_mask,
 )
+from torch_metal_attn.wording import count_text  # noqa: E402
 
 WINDOW = sliding_window_causal_mask_function(16)
 
@@ -413,9 +414,8 @@ class TestDescriptor:
             expected = metal_attention(module, q, k, k, every)[0]
             torch.testing.assert_close(compiled(q, every), expected)
             if queries != made_for:
-                words = (
-                    f"has {queries} (query|queries) and 32 keys, and its mask is for {made_for} "
-                )
+                has = f"has {count_text(queries, 'query')} and 32 keys"
+                words = f"{has}, and its mask is for {made_for} "
                 with pytest.raises(NotImplementedError, match=words):
                     metal_attention(module, q, k, k, mask)
                 with pytest.raises(NotImplementedError, match=words):

@@ -1,7 +1,9 @@
 """Sequences packed in one row, separated by position_ids: bounds instead of a dense mask."""
 
 import inspect
+import pickle
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -271,7 +273,7 @@ class TestBatchesOfTrainers:
         for one in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
             for end, apart in ((5, True), (4, False)):
                 given = torch.tensor([0, end, 16])
-                assert packing.keeps_apart("cu_seqlens", given, 16, None, one) == apart
+                assert packing.keeps_apart("cu_seqlens", given, (1, 16), None, one) == apart
 
     @pytest.mark.parametrize(
         ("kept", "changed", "error"),
@@ -293,6 +295,15 @@ class TestBatchesOfTrainers:
             self.answer(batch, use_cache=False)
         assert "set_attn_implementation" not in str(raised.value)
 
+    def test_a_mask_shared_by_rows(self):
+        """It keeps the sequences of one row apart, and the other row holds others."""
+        q, k, v = normal(3, 2, 2, 6, 8)
+        mask = torch.block_diag(torch.ones(3, 3), torch.ones(3, 3)).bool()
+        for second, apart in ((3, True), (2, False)):
+            numbers = torch.tensor([[0] * 3 + [1] * 3, [0] * second + [1] * (6 - second)])
+            with nullcontext() if apart else pytest.raises(ValueError, match="nothing else keeps"):
+                metal_attention(torch.nn.Module(), q, k, v, mask[None, None], seq_idx=numbers)
+
     def test_one_sequence_a_row(self):
         ids = torch.tensor([self.IDS] * 2)
         numbers = torch.tensor([[0] * 6, [1] * 6])
@@ -310,6 +321,7 @@ class TestBatchesOfTrainers:
             with Waits() as waits:
                 metal_attention(torch.nn.Module(), q, k, v, None, **batch)
             assert waits.count == 0
+        assert pickle.loads(pickle.dumps(batch)).keys() == batch.keys()
         batch["seq_idx"][0, 0] = 5
         with pytest.raises(ValueError, match="different tokens begin sequences"):
             metal_attention(torch.nn.Module(), q, k, v, None, **batch)
@@ -328,7 +340,7 @@ class TestBatchesOfTrainers:
         ("changed", "advice"),
         [
             ({"tree_kv_index": torch.arange(6)}, "metal_attn does not know it. If it says"),
-            ({"output_attentions": True}, "use model.*, with the sequences as a padded batch"),
+            ({"output_attentions": True}, "use model.*, and packed sequences as a padded batch"),
         ],
     )
     def test_advice_is_true_of_packed_batches(self, changed, advice):

@@ -14,6 +14,7 @@ from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.flex import reference
 from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
 from torch_metal_attn.flex.program import Program, compiled
+from torch_metal_attn.integrations.sdpa_replacement import users_level
 from torch_metal_attn.ops.differentiation import transforming
 from torch_metal_attn.ops.flex import of_two_dtypes
 from torch_metal_attn.ops.layout import memory_order
@@ -187,12 +188,12 @@ def _check_options(kernel_options: dict[str, Any] | None) -> None:
             )
         if plain == "BACKEND" and value not in _BACKENDS:
             raise ValueError(f"kernel_options has {shown}; it must be one of {_BACKENDS}")
-        if plain in _IGNORED_OPTIONS and value != _DEFAULT_OPTIONS.get(plain, value is None):
+        if plain in _IGNORED_OPTIONS and value not in (None, _DEFAULT_OPTIONS.get(plain)):
             ignored.append(shown)
     if ignored and not _warned:
         _warned.extend(ignored)
         warnings.warn(
             f"kernel_options has {', '.join(ignored)}, which tunes torch's kernels for other GPUs "
             "and is ignored here; this warning is not repeated",
-            stacklevel=7,
+            stacklevel=users_level(),
         )

@@ -400,8 +400,8 @@ class Tracer(Traced, TorchDispatchMode):
             return self.scalar(self.load(part))
         return self.known(part.rest(), part)
 
-    def viewed(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
-        """A view of a row, such as its transpose, or what is selected; None for others."""
+    def viewed(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The views of a row, such as its transpose, or what is selected; None for others."""
         first, returns = args[0], func._schema.returns
         value = self.value(first)
         if name in ("index_select", "embedding"):
@@ -416,7 +416,11 @@ class Tracer(Traced, TorchDispatchMode):
             if name == "index_select" or isinstance(one, Row):
                 part = part.view(part.tensor.unsqueeze(n + 1 + dim))
         elif isinstance(value, Part) and len(returns) == 1 and returns[0].alias_info is not None:
-            part = value.as_in(func(first, *args[1:], **kwargs))
+            views = func(first, *args[1:], **kwargs)
+            if any(x.dtype != first.dtype for x in tree_flatten(views)[0]):
+                raise self.unsupported(name, "it would read the bits as another dtype")
+            self.captured.depends_on_values = True
+            return tree_map(lambda x: self.part(value.as_in(x)), views)
         elif isinstance(value, Node | Row) and name in ("view", "squeeze", "unsqueeze"):
             nodes = value.elements if isinstance(value, Row) else (value,)
             shape = func(torch.empty(first.shape, device="meta"), *args[1:]).shape
@@ -518,6 +522,8 @@ class Tracer(Traced, TorchDispatchMode):
         if name == "mean" and not floating:
             raise self.unsupported(name, f"not in {x.dtype}")
         common = torch.float32 if floating else torch.int64
+        if x.numel() == 0:
+            raise self.unsupported(name, "it has no elements")
         first, *others = self.elements(x)
         node = self.graph.cast(first, common)
         for other in others:

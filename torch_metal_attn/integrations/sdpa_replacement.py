@@ -241,11 +241,10 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
 
     If the kernels cannot run a call, torch runs it with its arguments unchanged, and a UserWarning
     gives the reason, once per process and reason. Reasons are: CPU tensors outside `simulate()`,
-    other devices and dtypes, nested tensors,
-    tensor subclasses other than CausalBias, torch.func, strides that would need a copy, and calls
-    that torch itself refuses. Calls inside TorchScript are torch's too, but not counted. A block in
-    which there was no call warns when it ends, once per process. For the same seed, dropout drops
-    other weights than torch would.
+    other devices and dtypes, nested tensors, tensor subclasses other than CausalBias, torch.func,
+    strides that would need a copy, and calls that torch itself refuses. Calls inside TorchScript
+    are torch's too, but not counted. A block in which there was no call warns when it ends, once
+    per process. For the same seed, dropout drops other weights than torch would.
 
     The kernels also compute the gradients, including that of attn_mask. For CPU tensors they do so
     if `backward` runs inside `simulate()`; otherwise the reference does.
@@ -507,10 +506,10 @@ def _warn(message: str) -> None:
         if kind in _blocks.warned:
             return
         _blocks.warned.add(kind)
-    warnings.warn(message, stacklevel=_users_level())
+    warnings.warn(message, stacklevel=users_level())
 
 
-def _users_level() -> int:
+def users_level() -> int:
     """The stacklevel of the caller's first frame that is neither torch's nor ours."""
     level, frame = 1, inspect.currentframe()
     frame = frame and frame.f_back

@@ -121,8 +121,7 @@ def metal_attention(
     q = query.q if isinstance(query, Unrotated) else query
     bounds = {name: others.pop(name, None) for name in BOUNDS}
     sequences = {name: others.pop(name, None) for name in SEQUENCES}
-    is_packed = _given(bounds) or _given(sequences)
-    options = score_options(module, q.device, is_packed=is_packed, **others)
+    options = score_options(module, q.device, **others)
     if sinks is not None and (sinks.dim() != 4 or sinks.shape[3] != 1):
         raise NotImplementedError(
             f"{_shown({'sinks': sinks})} in {type(module).__name__}: it must be (B, Hq, Sq, 1), a "
@@ -138,7 +137,7 @@ def metal_attention(
     if attention_mask is not None and bands.is_causal(attention_mask):
         if attention_mask.shape[2] != q.shape[2] or q.shape[2] == 1:
             made_for = count_text(attention_mask.shape[2], "query")
-            raise _wrong_size(module, q.shape[2], key.shape[2], made_for, is_packed)
+            raise _wrong_size(module, q.shape[2], key.shape[2], made_for)
         attention_mask, causal = None, True
     packing = packing_of(attention_mask, q.shape[2], key.shape[2])
     for name, one in sequences.items():
@@ -209,7 +208,6 @@ def score_options(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    is_packed: bool = False,
     **others: Any,
 ) -> dict[str, Any]:
     """The op's options for the arguments of `metal_attention` that do not concern visibility.
@@ -217,7 +215,7 @@ def score_options(
     Raises: NotImplementedError: one of `others` is neither None nor known to be harmless, or the
         attention weights are requested.
     """
-    refuse_weights(module, others.pop("output_attentions", None), is_packed)
+    refuse_weights(module, others.pop("output_attentions", None))
     _refuse_unknown(module, others)
     return {
         "softmax_scale": None if scaling is None else number("scaling", scaling),
@@ -375,7 +373,11 @@ def _packed(
     if mask is None:
         _check_window(module, sliding_window, int(bounds["max_length_k"]))
     elif packing is not None:
-        if not packing.agrees(bounds["cu_seq_lens_q"], bounds["cu_seq_lens_k"]):
+        shape, known = (1, query.shape[2]), packing.cu_seqlens
+        if not all(
+            bounds[side] is known or keeps_apart("cu_seqlens", bounds[side], shape, known, None)
+            for side in BOUNDS[:2]
+        ):
             raise ValueError(
                 f"{_shown(bounds)} in {name} and position_ids say that different tokens begin "
                 "sequences; pass one of them only, or the same bounds in both"
@@ -441,8 +443,8 @@ def _check_sequences(
     if not ends and packing is not None:
         ends = [packing.cu_seqlens]
     dense = mask if mask is not None and mask.dtype != torch.int32 else None
-    if all(keeps_apart(name, given, shape[1], one, None) for one in ends) and (
-        ends or keeps_apart(name, given, shape[1], None, dense)
+    if all(keeps_apart(name, given, shape, one, None) for one in ends) and (
+        ends or keeps_apart(name, given, shape, None, dense)
     ):
         return
     if ends:
@@ -459,13 +461,13 @@ def _check_sequences(
 
 
 def _wrong_size(
-    module: nn.Module, q_length: int, kv_length: int, made_for: str, is_packed: bool = False
+    module: nn.Module, q_length: int, kv_length: int, made_for: str
 ) -> NotImplementedError:
     return NotImplementedError(
         f"{type(module).__name__} has {count_text(q_length, 'query')} and "
         f"{count_text(kv_length, 'key')}, and its mask is for {made_for}: it uses the mask in a "
         "way that metal_attn does not know; use "
-        f'attn_implementation="sdpa"{PADDED if is_packed else ""}'
+        f'attn_implementation="sdpa"{PADDED}'
     )
 
 

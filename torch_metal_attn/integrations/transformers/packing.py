@@ -17,7 +17,8 @@ from torch_metal_attn.integrations.transformers import band as bands
 
 _ATTRIBUTE = "_metal_attn_packing"
 _UNPACKED = "_metal_attn_unpacked"
-_AGREED = "_metal_attn_agreed"
+# By `given` and `other` of `keeps_apart`. An attribute of a batch's tensor could not be pickled.
+_agreed = WeakTensorKeyDictionary()
 # Batches name their sequences in these ways too: TRL and models with convolutions, unsloth, and
 # linear attention. No attention of transformers reads them.
 SEQUENCES = ("seq_idx", "packed_seq_lengths", "cu_seqlens")
@@ -35,15 +36,13 @@ def hidden(tensor: Tensor) -> bool:
 class Packing:
     """The bounds of sequences, and the window inside each of them.
 
-    cu_seqlens: int32 (sequences + 1,), for the batch's rows concatenated. agreed: the tensors that
-    were last found to give the same bounds.
+    cu_seqlens: int32 (sequences + 1,), for the batch's rows concatenated.
     """
 
     cu_seqlens: Tensor
     max_length: int
     window_size_left: int
     window_size_right: int
-    agreed: tuple[Tensor, ...] = ()
 
     def bounds(self) -> dict[str, Any]:
         """The bounds by transformers' names."""
@@ -53,20 +52,6 @@ class Packing:
             "max_length_q": self.max_length,
             "max_length_k": self.max_length,
         }
-
-    def agrees(self, *cu_seq_lens: Tensor) -> bool:
-        """Whether these bounds are the same, apart from empty sequences and tokens past the last.
-
-        Every layer asks with the same tensors, so only the first one waits for the device.
-        """
-        known = (self.cu_seqlens, *self.agreed)
-        if not all(any(given is one for one in known) for given in cu_seq_lens):
-            for given in cu_seq_lens:
-                bounds = given.unique_consecutive()
-                if not torch.equal(bounds, self.cu_seqlens[: len(bounds)].to(given.dtype)):
-                    return False
-            self.agreed = cu_seq_lens
-        return True
 
 
 def pack(sequences: Tensor, window_size_left: int, window_size_right: int) -> Tensor:
@@ -159,9 +144,9 @@ def falls_back(mask: Tensor | None, position_ids: Tensor | None) -> bool:
 
 
 def keeps_apart(
-    name: str, given: Tensor, length: int, bounds: Tensor | None, mask: Tensor | None
+    name: str, given: Tensor, shape: tuple[int, int], bounds: Tensor | None, mask: Tensor | None
 ) -> bool:
-    """Whether attention keeps the sequences apart that a batch's rows of `length` tokens hold.
+    """Whether attention keeps the sequences apart that a batch of `shape` (B, L) holds.
 
     Every layer asks with the same tensors, so only the first one waits for the device. A graph
     cannot read the values: there, bounds or a dense mask are trusted.
@@ -176,28 +161,20 @@ def keeps_apart(
     if hidden(given) or hidden(other):
         return other is not given
     versions = tuple(None if x.is_inference() else x._version for x in (given, other))
-    agreed = getattr(given, _AGREED, None)
-    if agreed is None:
-        agreed = WeakTensorKeyDictionary()
-        setattr(given, _AGREED, agreed)
-    if agreed.get(other) == (versions, length):
+    agreed = _agreed.setdefault(given, WeakTensorKeyDictionary())
+    if agreed.get(other) == (versions, shape):
         return True
-    stated = _stated(name, given)
-    if mask is not None:
-        tokens = torch.arange(mask.shape[0] * length, device=given.device)
-        sequences = torch.bucketize(tokens, stated[1:], right=True).view(-1, 1, length)
+    stated = _stated(name, given).unique_consecutive()
+    tokens = torch.arange(shape[0] * shape[1] + 1, device=given.device)
+    bounds = tokens[:: shape[1]] if bounds is None else bounds.unique_consecutive()
+    # Tokens past the last sequence are padding.
+    apart = torch.equal(stated, bounds[: len(stated)].to(stated))
+    if mask is not None and mask.shape[-1] == shape[1] and not apart:
+        numbers = torch.bucketize(tokens[:-1], stated[1:], right=True).view(shape[0], 1, shape[1])
         seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-        crossed = sequences.transpose(1, 2) != sequences
-        apart = seen.shape[2:] == (length, length) and not bool((seen & crossed[:, None]).any())
-    else:
-        if bounds is None:
-            rows = given.shape[0] if given.dim() == 2 else 1
-            bounds = torch.arange(rows + 1, device=given.device) * length
-        stated, bounds = stated.unique_consecutive(), bounds.unique_consecutive()
-        # Tokens past the last sequence are padding.
-        apart = torch.equal(stated, bounds[: len(stated)].to(stated))
+        apart = not bool((seen & (numbers.mT != numbers)[:, None]).any())
     if apart:
-        agreed[other] = (versions, length)
+        agreed[other] = (versions, shape)
     return apart
 
 

@@ -30,11 +30,12 @@ from torch_metal_attn.wording import type_text
 
 NAME = "metal_attn"
 
+# Other attention may mix packed sequences.
+PADDED = ", and packed sequences as a padded batch with its attention_mask"
 _WEIGHTS = (
     "metal_attn never forms the attention weights; use model.set_attn_implementation('eager')"
+    + PADDED
 )
-# Other attention may mix packed sequences.
-PADDED = ", with the sequences as a padded batch and its attention_mask"
 # Of a model that transformers runs with "sdpa"; make census follows this advice.
 _THROUGH_SDPA = (
     'Load the model with attn_implementation="sdpa", and call it inside '
@@ -94,19 +95,17 @@ def _refuse_weights_of_model(part: PreTrainedModel, args: Any, kwargs: dict[str,
         refuse_weights(part, kwargs.get("output_attentions"))
 
 
-def refuse_weights(module: nn.Module, asked: bool | None, is_packed: bool = False) -> None:
+def refuse_weights(module: nn.Module, asked: bool | None) -> None:
     """Raises NotImplementedError if attention weights are requested, which no kernel computes.
 
     asked: `output_attentions`, if the model passes it on. Other models only collect what their
-    attention modules return, and would return an empty tuple. is_packed: whether a row holds
-    several sequences, which eager attention may mix.
+    attention modules return, and would return an empty tuple.
     """
     # Graphs cannot read a context; transformers sets this for them.
     compiling = torch.compiler.is_compiling()
     collected = _active_collector.global_var if compiling else _active_collector.get()
     if asked or any(name.endswith("attentions") for name in collected or ()):
-        where = f"output_attentions=True in {type(module).__name__}"
-        raise NotImplementedError(f"{where}: {_WEIGHTS}{PADDED if is_packed else ''}")
+        raise NotImplementedError(f"output_attentions=True in {type(module).__name__}: {_WEIGHTS}")
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:

@@ -343,14 +343,11 @@ class TestOptions:
         for function, more in ((flash_attn_func, {"num_splits": 1}), (flash_attn_with_kvcache, {})):
             assert torch.equal(function(q, q, q, **defaults, **more), function(q, q, q))
         for name, value, advice in (
-            ("num_splits", 3, "takes 0 or 1 alone: only flash_attn_with_kvcache splits keys"),
-            ("pack_gqa", True, "pack_gqa is True; .* None alone"),
-            (
-                "q_descale",
-                torch.ones(1, 2),
-                r"is a float32 tensor of shape \(1, 2\); .* multiply q by it",
-            ),
-            ("page_table", torch.ones(1, 2), "pass it as block_table"),
+            ("num_splits", 3, "must be 0 or 1: only flash_attn_with_kvcache splits keys"),
+            ("pack_gqa", True, "pack_gqa is True; it must be None: "),
+            ("q_descale", torch.ones(1, 2), "must be None: multiply q by it"),
+            ("q_descale", np.ones(2), r"is a float64 ndarray of shape \(2,\); it must be None"),
+            ("page_table", torch.ones(1, 2), "flash_attn_varlen_func takes it as block_table"),
         ):
             with pytest.raises(ValueError, match=advice):
                 flash_attn_func(q, q, q, **{name: value})
@@ -373,6 +370,11 @@ class TestOptions:
         message = f"{function.__name__} has no argument {name}; {advice}"
         with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
             function(*operands, **{name: True})
+
+    def test_torch_compile_shows_the_error(self):
+        call = torch.compile(lambda q: flash_attn_func(q, q, q, logit_bias=q), fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="no argument logit_bias; it has"):
+            call(normal(1, 3, 2, 8))
 
     def test_a_mask_in_the_place_of_another_argument(self):
         q, mask = normal(1, 3, 2, 8), torch.ones(3, 3, dtype=torch.bool)

@@ -93,6 +93,7 @@ def close(actual, expected):
 # Which the op refuses, and which the function does.
 WRONG_VALUES = [
     ({"softcap": -1.0}, "softcap is -1; it must be 0"),
+    ({"dropout_p": 1.1}, r"dropout_p is 1\.1; it must be in 0\.\.1"),
     (
         {"attention_chunk": 2**63},
         "attention_chunk is 9223372036854775808; it must fit int64",
@@ -107,6 +108,7 @@ WRONG_TYPES = [
     ({"deterministic": None}, "deterministic is None; it must be a bool"),
     ({"softmax_scale": "a"}, "softmax_scale is 'a'; it must be a number"),
     ({"softcap": None}, "softcap is None; it must be a number"),
+    *(({"dropout_p": p}, f"dropout_p is {p!r}; it must be a number") for p in (None, "0.1", True)),
     ({"softcap": True}, "softcap is True; it must be a number"),
     ({"attention_chunk": 2.5}, r"attention_chunk is 2\.5; it must be an int"),
     ({"alibi_slopes": [0.5, 0.5]}, "alibi_slopes is a list; it must be a tensor or None"),

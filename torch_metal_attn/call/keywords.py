@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from torch.compiler import assume_constant_result
+from torch.compiler import is_compiling
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -78,7 +78,6 @@ def check_keywords(function: str, given: Iterable[str]) -> None:
             raise TypeError(f"{function} has no argument {name}; {advice}")
 
 
-@assume_constant_result  # torch.compile cannot trace difflib
 def _advice(function: str, known: list[str], name: str) -> str:
     rows = [row for row in _SAME if name in row]
     for row in rows:
@@ -93,5 +92,6 @@ def _advice(function: str, known: list[str], name: str) -> str:
         for takes in _KNOWN[other]:
             if takes == name or any(takes in row for row in rows):
                 return f"{other} takes it" + (f" as {takes}" if takes != name else "")
-    near = difflib.get_close_matches(name, known, 1)
+    # Dynamo cannot trace difflib.
+    near = [] if is_compiling() else difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"

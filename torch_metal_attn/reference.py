@@ -187,8 +187,8 @@ def attention(
             bias = bias + _rows(attn_bias, rows, q_length)
         seen_k, seen_v = k, v
         if alone:
-            group = heads // kv_heads if visible.shape[1] > 1 else 1
-            unread = ~visible[:, ::group].transpose(2, 3)
+            by_head = visible.expand(-1, heads, -1, -1).unflatten(1, (kv_heads, -1))
+            unread = ~by_head.any(2).transpose(2, 3)
             seen_k, seen_v = (x.masked_fill(unread, 0.0) for x in (k, v))
         return _query_block(
             q[:, :, rows].to(dtype),

@@ -83,8 +83,6 @@ MUTANTS = {
     "causal, top left": """
         dq: band never applied: {~block >= by_all.begin && block + count <= by_all.end => true~}
         dkv: band never applied: {~block >= by_all.begin && block + count <= by_all.end => true~}
-        dkv: diagonal hidden from keys: key - q_offset - window_right{~=> + 1~})
-        dkv: a query before the diagonal: key - q_offset - window_right{~=> - 1~})
         dkv: offset ignored: key - q_offset - window_right{~=> + 24~})
         dkv: tile begins at the last key of all:
             visible.queries_of({~max(tile_key, sequence.first_key => last(~})).begin
@@ -126,12 +124,7 @@ MUTANTS = {
     "mask": """
         dkv: mask not transposed [out_of_bounds]:
             Offset({~TRANSPOSED ? strides.key : =>~} strides.query)
-        dkv: mask of the even query: shown.{~y => x~} ? score.y
         dkv: mask of the KV head: rules.reset(inputs, batch, {~head => keys.kv_head~},
-        dkv: mask's key past the end read [out_of_bounds]:
-            Offset({~min(row + i * FRAGMENT, last_row) => row + i * FRAGMENT~}) * row_stride
-        dkv: mask's query past the end read [out_of_bounds]:
-            {~min(column + 1, last_column => (column + 1~})
     """,
     "bias": """
         dkv: bias dropped: {~score += Fragment<float>(base_2(added.x), base_2(added.y)); =>~}
@@ -149,7 +142,6 @@ MUTANTS = {
         dkv: offset's sign not transposed:
             {~(TRANSPOSED ? -visible.q_offset : visible.q_offset) => visible.q_offset~}
         dkv: slope of the KV head: rules.reset(inputs, batch, {~head => keys.kv_head~},
-        dkv: distance of the even column: fabs(first {~- 1.0f =>~})
     """,
     "rotary": """
         dkv: q not rotated in pairs:

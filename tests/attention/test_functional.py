@@ -93,6 +93,7 @@ def close(actual, expected):
 # Which the op refuses, and which the function does.
 WRONG_VALUES = [
     ({"softcap": -1.0}, "softcap is -1; it must be 0"),
+    ({"dropout_p": 1.1}, r"dropout_p is 1\.1; it must be in 0\.\.1"),
     (
         {"attention_chunk": 2**63},
         "attention_chunk is 9223372036854775808; it must fit int64",
@@ -107,6 +108,7 @@ WRONG_TYPES = [
     ({"deterministic": None}, "deterministic is None; it must be a bool"),
     ({"softmax_scale": "a"}, "softmax_scale is 'a'; it must be a number"),
     ({"softcap": None}, "softcap is None; it must be a number"),
+    *(({"dropout_p": p}, f"dropout_p is {p!r}; it must be a number") for p in (None, "0.1", True)),
     ({"softcap": True}, "softcap is True; it must be a number"),
     ({"attention_chunk": 2.5}, r"attention_chunk is 2\.5; it must be an int"),
     ({"alibi_slopes": [0.5, 0.5]}, "alibi_slopes is a list; it must be a tensor or None"),
@@ -343,14 +345,11 @@ class TestOptions:
         for function, more in ((flash_attn_func, {"num_splits": 1}), (flash_attn_with_kvcache, {})):
             assert torch.equal(function(q, q, q, **defaults, **more), function(q, q, q))
         for name, value, advice in (
-            ("num_splits", 3, "takes 0 or 1 alone: only flash_attn_with_kvcache splits keys"),
-            ("pack_gqa", True, "pack_gqa is True; .* None alone"),
-            (
-                "q_descale",
-                torch.ones(1, 2),
-                r"is a float32 tensor of shape \(1, 2\); .* multiply q by it",
-            ),
-            ("page_table", torch.ones(1, 2), "pass it as block_table"),
+            ("num_splits", 3, "must be 0 or 1: only flash_attn_with_kvcache splits keys"),
+            ("pack_gqa", True, "pack_gqa is True; it must be None: "),
+            ("q_descale", torch.ones(1, 2), "must be None: multiply q by it"),
+            ("q_descale", np.ones(2), r"is a float64 ndarray of shape \(2,\); it must be None"),
+            ("page_table", torch.ones(1, 2), "flash_attn_varlen_func takes it as block_table"),
         ):
             with pytest.raises(ValueError, match=advice):
                 flash_attn_func(q, q, q, **{name: value})
@@ -373,6 +372,11 @@ class TestOptions:
         message = f"{function.__name__} has no argument {name}; {advice}"
         with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
             function(*operands, **{name: True})
+
+    def test_torch_compile_shows_the_error(self):
+        call = torch.compile(lambda q: flash_attn_func(q, q, q, logit_bias=q), fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="no argument logit_bias; it has"):
+            call(normal(1, 3, 2, 8))
 
     def test_a_mask_in_the_place_of_another_argument(self):
         q, mask = normal(1, 3, 2, 8), torch.ones(3, 3, dtype=torch.bool)

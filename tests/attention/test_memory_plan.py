@@ -8,8 +8,6 @@ from tests.attention.flash_bwd_features import problem
 from tests.attention.flash_fwd_check import make_packed
 from tests.attention.head_dims import HOME
 from torch_metal_attn import explain, simulate
-from torch_metal_attn.runtime import extension
-from torch_metal_attn.tools.explain.ops import backward_launches
 
 CPU = torch.device("cpu")
 LIMIT = 170e6  # bytes, of the issue
@@ -158,16 +156,6 @@ def test_the_kernels_are_those_that_run():
     for name, kernel in training.kernels.items():
         assert kernel.specialisation == launches[name].defines
         assert kernel.threads == launches[name].group_size
-
-
-def test_the_plan_is_what_explain_of_the_backward_says():
-    (q, k, v), options = problem("softcap, all, rotary, odd")
-    plan = backward_launches("flash_fwd", {"q": q, "k": k, "v": v} | options)
-    dout, _ = make_gradients(q, v, q.shape[:3], dlse=False)
-    lse = torch.zeros(q.shape[:3])
-    arguments = (dout, None, q, k, v, dout, lse)
-    whole = torch.ops.metal_attn_explain.flash_bwd(*arguments, exact_delta=True, **options)
-    assert plan == extension.launches(whole)
 
 
 def test_text():

@@ -216,12 +216,16 @@ def test_nan_that_is_not_listed(heads):
     """No query sees keys of no list, nor those of other queries' lists, as in the kernels."""
     q, k, v = qkv()
     indices = torch.arange(5).view(1, 1, 5, 1).repeat(2, heads, 1, 2).int()
+    mask = torch.ones(4, 1, 1, dtype=torch.bool)
+    mask[::2] = False  # of query heads that share keys with others
     right, _ = attention(q, k, v, indices=indices)
     k[:, :, 5], v[:, :, 5], v[:, :, 6], v[:, :, 1] = *[torch.nan] * 2, -torch.inf, torch.nan
     out, _ = attention(q.requires_grad_(), k, v, indices=indices)
     others = [0, 2, 3, 4]
     assert torch.equal(out[:, :, others], right[:, :, others])
     assert out[:, :, 1].isnan().all()
+    out_of_half, _ = attention(q, k, v, indices=indices, attn_mask=mask)
+    assert torch.equal(out_of_half[:, 1::2][:, :, others], right[:, 1::2][:, :, others])
     (gradient,) = torch.autograd.grad(out[:, :, others].sum(), q)
     assert gradient[:, :, others].isfinite().all()
 

@@ -98,9 +98,11 @@ assert q.grad.isfinite().all()
 
 EAGER = """
 import sys
-import torch, torch_metal_attn
+import torch
 
 sys.modules.pop("torch._dynamo", None)
+import torch_metal_attn
+
 q = torch.randn(1, 2, 8, 16, requires_grad=True)
 with torch_metal_attn.simulate():
     torch.ops.metal_attn.flash_fwd(q, q, q)[0].sum().backward()

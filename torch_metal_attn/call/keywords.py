@@ -5,6 +5,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+from torch.compiler import is_compiling
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # One thing a row, by the names that torch, flash-attn, MLX, xformers, vLLM and FlashInfer have.
@@ -50,8 +52,6 @@ _OTHER_FUNCTIONS = (
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
 )
-
-
 # The parameters of each function that calls `check_keywords`, by its name.
 _KNOWN: dict[str, list[str]] = {}
 
@@ -89,15 +89,9 @@ def _advice(function: str, known: list[str], name: str) -> str:
     if name == "enable_gqa":
         return _GROUPED
     for other in _OTHER_FUNCTIONS:
-        for takes in inspect.signature(_public(other)).parameters:
+        for takes in _KNOWN[other]:
             if takes == name or any(takes in row for row in rows):
                 return f"{other} takes it" + (f" as {takes}" if takes != name else "")
-    near = difflib.get_close_matches(name, known, 1)
+    # Dynamo cannot trace difflib.
+    near = [] if is_compiling() else difflib.get_close_matches(name, known, 1)
     return f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-
-
-def _public(name: str) -> Callable[..., Any]:
-    import torch_metal_attn  # which imports this module
-
-    function: Callable[..., Any] = getattr(torch_metal_attn, name)
-    return function

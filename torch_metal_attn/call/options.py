@@ -9,10 +9,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, get_type_hints
 
-from torch import Tensor, is_tensor
+from torch import Tensor
 from typing_extensions import TypedDict
 
-from torch_metal_attn.call.arguments import Window, flag, number, whole
+from torch_metal_attn.call.arguments import Window, flag, number, plain, whole
 from torch_metal_attn.call.keywords import check_keywords, show_parameters
 from torch_metal_attn.call.philox import draw_rng_state
 from torch_metal_attn.wording import value_text
@@ -45,8 +45,8 @@ class FlashAttnOptions(ScoreOptions, total=False):
     return_attn_probs: bool
 
 
-# Arguments of flash-attn 3 that choose between its kernels, or have another name here: what each
-# may be, and what to do in place of others.
+# Arguments of flash-attn 3 that choose between its kernels or have another name here: the values
+# that each may have, and what to do instead of passing others.
 _FLASH_ATTN_3: dict[str, tuple[tuple[int | None, ...], str]] = {
     "num_splits": ((0, 1), "only flash_attn_with_kvcache splits keys"),
     "pack_gqa": ((None,), "the kernels of grouped heads are chosen for you"),
@@ -54,7 +54,7 @@ _FLASH_ATTN_3: dict[str, tuple[tuple[int | None, ...], str]] = {
     "scheduler_metadata": ((None,), "nothing is scheduled beforehand"),
     "qv": ((None,), "concatenate q and qv, and k and v, in the last dimension"),
     "rotary_seqlens": ((None,), "rows of the rotary tables are counted from cache_seqlens"),
-    "page_table": ((None,), "pass it as block_table"),
+    "page_table": ((None,), "flash_attn_varlen_func takes it as block_table"),
     "seqused_q": ((None,), "pass the sequences' lengths as cu_seqlens_q"),
     **{
         f"{x}_descale": ((None,), f"multiply {x} by it; a quantised cache takes k_scale, v_scale")
@@ -91,11 +91,10 @@ def score_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name in _FLASH_ATTN_3:
             defaults, advice = _FLASH_ATTN_3[name]
-            if is_tensor(value) or value not in defaults:
-                raise ValueError(
-                    f"{name} is {value_text(value)}; of flash-attn 3's {name} this library takes "
-                    f"{' or '.join(map(str, defaults))} alone: {advice}"
-                )
+            found = plain(name, value)
+            if not isinstance(found, int | None) or found not in defaults:
+                allowed = " or ".join(map(str, defaults))
+                raise ValueError(f"{name} is {value_text(value)}; it must be {allowed}: {advice}")
             continue
         kind = _TYPES[name]
         if kind is not None and type(value) is not kind:

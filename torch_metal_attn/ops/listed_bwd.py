@@ -44,15 +44,14 @@ def listed_gradients(
     that are listed twice are there twice. A mask hides what the queries do not see. It runs in
     float32, as what several lists add to a key's gradient is to be rounded once.
     """
-    dtype = torch.float32
-    dout, rotated, out = (x.to(dtype) for x in (dout, q, out))
+    dout, rotated, out = (x.float() for x in (dout, q, out))
     batch, kv_heads, kv_length, _ = k.shape
     q_length, group = q.shape[2], q.shape[1] // max(kv_heads, 1)
     if kv_length == 0:
         indices = indices[..., :0]  # there is no row that -1 could stand for
     if q_rotary_cos is not None and q_rotary_sin is not None:
         tables = q_rotary_cos, q_rotary_sin
-        rotated = rotated_rows(q, *tables, None, rotary_interleaved).to(q.dtype).to(dtype)
+        rotated = rotated_rows(q, *tables, None, rotary_interleaved).to(q.dtype).float()
     lists = indices.shape[2]
     shape = (batch, kv_heads, lists, indices.shape[3] * kv_block_size)
     # Of the first row of each head, where all rows of k, or of v, are one matrix.
@@ -82,7 +81,7 @@ def listed_gradients(
         places = (keys.where(used, 0) + firsts).flatten()
         gathered = [
             x[places]
-            .to(dtype)
+            .float()
             .view(*used.shape, x.shape[-1])
             .masked_fill(~used[..., None], 0)
             .flatten(0, 1)

@@ -128,8 +128,8 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
-def run_driver(ir: str, symbol: str, threads: int, **environment: str) -> str:
-    """What the driver prints for LLVM IR, with variables that it knows. Raises LensError."""
+def run_driver(ir: str, symbol: str, threads: int) -> str:
+    """What the driver prints for LLVM IR. Raises LensError."""
     if not DRIVER.exists():
         raise LensError(f"{DRIVER} is not there: build it with bench/agx/setup.sh")
     with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +138,6 @@ def run_driver(ir: str, symbol: str, threads: int, **environment: str) -> str:
         try:
             done = subprocess.run(
                 [DRIVER, file, symbol, str(threads)],
-                env=os.environ | environment,
                 capture_output=True,
                 text=True,
                 timeout=TIMEOUT_SECONDS,

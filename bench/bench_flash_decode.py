@@ -15,7 +15,6 @@ import torch
 from bench.inner_loop import BLOCK, slopes
 from bench.tables import print_table
 from torch_metal_attn import simulate
-from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.simulator import Counters
 from torch_metal_attn.tools.costs import in_keys
@@ -115,23 +114,6 @@ def queries_rows() -> Iterator[list[Any]]:
     """Every number of queries and of heads."""
     for heads, queries in product(QUERY_HEADS, QUERIES):
         yield queries_row(queries, heads, (128, 128))
-
-
-def step_operands(format: str | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """New rows, caches with 1024 rows of which 1000 are used, and rotary tables."""
-    torch.manual_seed(0)
-    tensors = {"q": torch.randn(1, HEADS, 1, 128).half()}
-    for name in ("k", "v"):
-        tensors[name] = torch.randn(1, 8, 1, 128).half()
-        cache = torch.randn(1, 8, 1024, 128).half()
-        if format is not None:
-            cache, scale = quantise(cache, format)
-            assert scale is not None
-            tensors[f"{name}_scale"] = scale
-        tensors[f"{name}_cache"] = cache
-    tensors["cache_seqlens"] = torch.tensor([1000]).int()
-    angles = torch.rand(1024, 64)
-    return tensors, {"rotary_cos": angles.cos().half(), "rotary_sin": angles.sin().half()}
 
 
 if __name__ == "__main__":

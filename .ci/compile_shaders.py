@@ -1,8 +1,8 @@
 """Compiles every shader family by Apple's two compilers, on a Mac with Xcode. Nothing is run.
 
 One is Xcode's `metal`, held to the oldest Metal that is supported; the other is macOS' own, which
-torch uses on users' machines. Xcode 26 and later have `metal` as a separate download: it is
-installed where it is missing. If that fails, torch's compiler alone judges the texts.
+torch uses on users' machines. Xcode 26 and later have `metal` as a separate download, which the
+workflow tries to install. Where it is missing, torch's compiler alone judges the texts.
 
 The specialisations are the shader lint's, which between them reach every line. FOLDER receives
 each text as it was compiled, what `metal` made of it, and log.txt.
@@ -27,8 +27,6 @@ from torch_metal_attn.tools.lint.specialisations import specialisations
 
 XCRUN = ["xcrun", "-sdk", "macosx"]
 METAL = [*XCRUN, "metal"]
-DOWNLOAD = ["xcodebuild", "-downloadComponent", "MetalToolchain"]
-DOWNLOAD_SECONDS = 600  # about 700 MB
 # As MLX, PyTorch and llama.cpp compile theirs; torch compiles without fast math too.
 FLAGS = ["-std=metal3.1", "-mmacosx-version-min=14.0", "-fno-fast-math", "-Wall", "-Wextra"]
 # The first macOS and SDK whose compilers have the language of shaders.LANGUAGES.
@@ -63,7 +61,7 @@ def by_torch(path: Path) -> str:
     return ""
 
 
-def output_of(command: list[str], seconds: int | None = None) -> tuple[int, str]:
+def output_of(command: list[str]) -> tuple[int, str]:
     """The exit status and the output of a command; raises NoCompilerError if it cannot run."""
     try:
         done = subprocess.run(
@@ -71,7 +69,6 @@ def output_of(command: list[str], seconds: int | None = None) -> tuple[int, str]
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=seconds,
             check=False,
         )
     except FileNotFoundError:
@@ -79,29 +76,15 @@ def output_of(command: list[str], seconds: int | None = None) -> tuple[int, str]
             f"there is no {command[0]} here: this needs a Mac with Xcode, not the command line "
             "tools alone"
         ) from None
-    except subprocess.TimeoutExpired:
-        raise NoCompilerError(f"{' '.join(command)} took more than {seconds} s") from None
     return done.returncode, done.stdout
 
 
-def require(command: list[str], seconds: int | None = None) -> str:
+def require(command: list[str]) -> str:
     """The output of a command; raises NoCompilerError if it fails."""
-    status, words = output_of(command, seconds)
+    status, words = output_of(command)
     if status != 0:
         raise NoCompilerError(f"{' '.join(command)} failed:\n{words}")
     return words
-
-
-def xcode_version(say: Callable[[str], None]) -> str:
-    """The version of Xcode's compiler, installed if need be; raises NoCompilerError without one."""
-    version = [*METAL, "--version"]
-    status, words = output_of(version)
-    if status == 0:
-        return words
-    say(f"{' '.join(version)} failed:\n{words}")
-    say(f"Trying {' '.join(DOWNLOAD)}")
-    say(require(DOWNLOAD, DOWNLOAD_SECONDS))
-    return require(version)
 
 
 def xcode_flags() -> dict[str, list[str]]:
@@ -170,7 +153,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 2
         flags: dict[str, list[str]] = {}
         try:
-            say(xcode_version(say))
+            say(require([*METAL, "--version"]))
             flags = xcode_flags()
         except NoCompilerError as error:
             say(f"warning: {error}")

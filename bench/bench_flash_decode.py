@@ -15,10 +15,8 @@ import torch
 from bench.inner_loop import BLOCK, slopes
 from bench.tables import print_table
 from torch_metal_attn import simulate
-from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.simulator import Counters
-from torch_metal_attn.simulator.runs import Run
 from torch_metal_attn.tools.costs import in_keys
 
 HEADS = 32
@@ -118,65 +116,6 @@ def queries_rows() -> Iterator[list[Any]]:
         yield queries_row(queries, heads, (128, 128))
 
 
-def step_operands(format: str | None) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """New rows, caches with 1024 rows of which 1000 are used, and rotary tables."""
-    torch.manual_seed(0)
-    tensors = {"q": torch.randn(1, HEADS, 1, 128).half()}
-    for name in ("k", "v"):
-        tensors[name] = torch.randn(1, 8, 1, 128).half()
-        cache = torch.randn(1, 8, 1024, 128).half()
-        if format is not None:
-            cache, scale = quantise(cache, format)
-            assert scale is not None
-            tensors[f"{name}_scale"] = scale
-        tensors[f"{name}_cache"] = cache
-    tensors["cache_seqlens"] = torch.tensor([1000]).int()
-    angles = torch.rand(1024, 64)
-    return tensors, {"rotary_cos": angles.cos().half(), "rotary_sin": angles.sin().half()}
-
-
-def one_step(format: str | None, num_splits: int) -> Run:
-    """One step by `decode_step`."""
-    tensors, tables = step_operands(format)
-    with simulate(count=True) as session:
-        torch.ops.metal_attn.decode_step(**tensors, **tables, num_splits=num_splits)
-    return session
-
-
-def three_ops(format: str | None, num_splits: int) -> Run:
-    """One step by `rope`, `append_kv` and `flash_decode`."""
-    t, tables = step_operands(format)
-    scales = {name: t[name] for name in ("k_scale", "v_scale") if name in t}
-    caches = t["k_cache"], t["v_cache"]
-    with simulate(count=True) as session:
-        q, k = torch.ops.metal_attn.rope(t["q"], t["k"], *tables.values(), seqlen_offset=1000)
-        torch.ops.metal_attn.append_kv(k, t["v"], *caches, t["cache_seqlens"], **scales)
-        used = t["cache_seqlens"] + 1
-        torch.ops.metal_attn.flash_decode(
-            q, *caches, seqused_k=used, num_splits=num_splits, **scales
-        )
-    return session
-
-
-def step_rows() -> Iterator[list[Any]]:
-    """Dispatches and device traffic of one step, by one op and by three."""
-    for format, num_splits, run in product((None, "q8_0"), (1, 4), (one_step, three_ops)):
-        session = run(format, num_splits)
-        total = sum(session.counters.values(), Counters())
-        yield [
-            *(format or "float16", num_splits, run.__name__, len(session.launches)),
-            *(total.loads["device"], total.load_bytes["device"]),
-            *(total.stores["device"], total.store_bytes["device"]),
-        ]
-
-
-STEP_HEADINGS = (
-    *("cache", "splits", "run", "dispatches"),
-    *("device loads", "(bytes)", "device stores", "(bytes)"),
-)
-
-
 if __name__ == "__main__":
     print_table(HEADINGS, rows())
     print_table(QUERIES_HEADINGS, queries_rows())
-    print_table(STEP_HEADINGS, step_rows())

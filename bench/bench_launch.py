@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 
 import torch_metal_attn as metal_attn
-from torch_metal_attn.ops import plain
 from torch_metal_attn.runtime import shaders
 
 ROOT = Path(__file__).parent.parent
@@ -34,15 +33,6 @@ MODES = {
     "no_grad": torch.no_grad,
     "grad mode": torch.enable_grad,
 }
-# flash_fwd cut off after a stage: what the next one adds is its cost.
-STAGES = {
-    "Python to C++: arguments": "stage_parsed",
-    "checks and choice": "stage_analysed",
-    "out and softmax_lse": "stage_allocated",
-    "the launch as data": "stage_built",
-    "lookup and encoding": "metal_attn",
-}
-
 Call = Callable[[], Any]
 
 
@@ -121,40 +111,6 @@ def print_ratios() -> None:
             print(f"| `{name}` | " + " | ".join(cells) + " |")
 
 
-def print_breakdown() -> None:
-    """Print where the time goes of flash_fwd in inference mode, and of what comes before it."""
-    q = torch.randn(1, 1, 1, 8)
-    stages = {
-        name: getattr(torch.ops, namespace).flash_fwd.default for name, namespace in STAGES.items()
-    }
-    op = stages["lookup and encoding"]
-    with torch.inference_mode():
-        times = best({name: lambda op=op: op(q, q, q) for name, op in stages.items()})  # type: ignore[misc]
-    with torch.no_grad():
-        others = best(
-            {
-                "op": lambda: op(q, q, q),
-                "plain": lambda: plain.flash_fwd(q, q, q),
-                "asked": lambda: plain.applies(q, q, q),
-                "transpose": lambda: q.transpose(1, 2),
-            }
-        )
-    whole = times["lookup and encoding"]
-    rows = {}
-    before = 0.0
-    for name, until in times.items():
-        rows[name] = until - before
-        before = until
-    parsed = next(iter(times.values()))
-    rows["Python's Autograd kernel, outside inference mode"] = others["op"] - whole
-    rows["a plain op: arguments"] = others["plain"] - (whole - parsed)
-    rows["whether a plain op may be called"] = others["asked"]
-    rows["a transpose in Python"] = others["transpose"]
-    print("\n| stage of flash_fwd | us |\n| --- | ---: |")
-    for name, time_of_it in rows.items():
-        print(f"| {name} | {time_of_it:.2f} |")
-
-
 def print_tables() -> None:
     """Print when and where, and all tables."""
     commit = subprocess.check_output(
@@ -163,7 +119,6 @@ def print_tables() -> None:
     where = f"torch {torch.__version__}, one thread, commit {commit.strip()}"
     print(f"Microseconds of the host a call, {where}.")
     print_ratios()
-    print_breakdown()
 
 
 def main() -> None:

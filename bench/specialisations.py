@@ -1,4 +1,4 @@
-"""The default specialisations of the attention kernels on M1, and their peers' kernels."""
+"""The default specialisations of the attention kernels on M1."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from bench.features import OF_LENGTHS
-from tests.outside import peers
 from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tools.explain.ops import backward_launches
@@ -26,13 +25,6 @@ FEATURE_DTYPE = torch.float16
 LENGTH, HEADS = 64, 32
 FEATURES = {name: partial(options, LENGTH) for name, options in OF_LENGTHS.items()}
 KV_HEADS = (32, 2, 1)
-KERNELS = ("flash_fwd", "flash_bwd_dq", "flash_bwd_dkv", "flash_decode")
-# What a thread keeps in each, as the chooser's defines call it.
-TILES = (
-    *("SIMDGROUPS", "ROW_FRAGMENTS", "BLOCK_K", "BLOCK_Q", "KEY_FRAGMENTS"),
-    *("V_SLICE", "DQ_SLICE", "DK_SLICE", "KV_STAGED", "Q_IN_REGISTERS"),
-    *("ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP", "KEY_SIMDGROUPS", "COLUMN_SIMDGROUPS"),
-)
 
 Options = Callable[[int, int, torch.dtype], dict[str, Any]]
 
@@ -53,12 +45,6 @@ class Specialisation:
     def name(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.kernel} {dtype} D{self.head_dim} {self.feature}"
-
-    def tile(self) -> str:
-        """The defines that say what a thread holds."""
-        return " ".join(
-            f"{name.lower()} {self.defines[name]}" for name in TILES if name in self.defines
-        )
 
 
 def _operands(head_dim: int, dtype: torch.dtype, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,13 +202,3 @@ def specialisations() -> Iterator[Specialisation]:
             yield from attention(FEATURE_DTYPE, head_dim, feature, ALL_FEATURES[feature])
     for (head_dim, kv_heads), feature in product(DECODED_SIZES, DECODED_FEATURES):
         yield decoding(FEATURE_DTYPE, head_dim, kv_heads, feature, ALL_FEATURES[feature])
-
-
-def peer_kernels() -> Iterator[tuple[str, torch.dtype, int, dict[str, Any]]]:
-    """Name, dtype, head dim, and the fields of a Source."""
-    for dtype, head_dim in product(DTYPES, (64, 80, 128, 256)):
-        steel = peers.steel_kernel(dtype, head_dim)
-        yield "MLX 0.32.4 steel_attention", dtype, head_dim, steel
-        if head_dim <= 128:
-            prefill = peers.prefill_kernel(dtype, head_dim)
-            yield "torch 2.15.0 prefill_attention", dtype, head_dim, prefill

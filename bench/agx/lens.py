@@ -7,7 +7,6 @@ import pickle
 import resource
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -36,16 +35,15 @@ class Compiled:
     """What became of a kernel.
 
     Attributes: demand: registers of 32 bits that a thread needs to spill nothing. threads: that a
-    core holds with the registers given. threads_per_group: of a threadgroup. spills, fills: stores
-    and loads of spilled values. threadgroup: bytes of threadgroup memory. main: the outermost loop
-    with matrix products, which is that over the keys or over the queries.
+    core holds with the registers given. threads_per_group: of a threadgroup. spills: stores of
+    spilled values. threadgroup: bytes of threadgroup memory. main: the outermost loop with matrix
+    products, which is that over the keys or over the queries.
     """
 
     demand: float
     threads: int
     threads_per_group: int
     spills: int
-    fills: int
     threadgroup: int
     main: Loop | None
 
@@ -67,30 +65,17 @@ class Compiled:
         """SIMD groups that a core holds."""
         return min(self.resident_by_registers, self.resident_by_threadgroup_memory)
 
-    @property
-    def spills_in_loop(self) -> int:
-        """Stores and loads of spilled values in the main loop."""
-        opcodes = self.main.opcodes if self.main else Counter[str]()
-        return opcodes["stack_load"] + opcodes["stack_store"]
-
-    @property
-    def cycles(self) -> float:
-        """Of the main loop's busiest unit, a matrix product."""
-        return self.main.cycles / self.main.products if self.main else 0.0
-
 
 def compile_agx(source: Source) -> Compiled:
     """Compile a kernel. Raises ShaderCompileError with clang's message, or LensError."""
     ir, symbol = spirv.llvm_ir(source)
     found = listing.parse(run_driver(ir, symbol, source.threads))
-    opcodes = found.opcodes()
     with_products = [loop for loop in found.loops() if loop.products]
     return Compiled(
         demand=found.halves / 2,
         threads=found.threads,
         threads_per_group=source.threads,
-        spills=opcodes["stack_store"],
-        fills=opcodes["stack_load"],
+        spills=found.opcodes()["stack_store"],
         threadgroup=found.threadgroup,
         main=max(with_products, key=lambda loop: (loop.products, len(loop.blocks)), default=None),
     )
@@ -143,8 +128,8 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
-def run_driver(ir: str, symbol: str, threads: int, **environment: str) -> str:
-    """What the driver prints for LLVM IR, with variables that it knows. Raises LensError."""
+def run_driver(ir: str, symbol: str, threads: int) -> str:
+    """What the driver prints for LLVM IR. Raises LensError."""
     if not DRIVER.exists():
         raise LensError(f"{DRIVER} is not there: build it with bench/agx/setup.sh")
     with tempfile.TemporaryDirectory() as folder:
@@ -153,7 +138,6 @@ def run_driver(ir: str, symbol: str, threads: int, **environment: str) -> str:
         try:
             done = subprocess.run(
                 [DRIVER, file, symbol, str(threads)],
-                env=os.environ | environment,
                 capture_output=True,
                 text=True,
                 timeout=TIMEOUT_SECONDS,

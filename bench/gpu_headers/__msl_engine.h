@@ -101,6 +101,7 @@ METAL_FUNC void __msl_simdgroup_barrier(uint) { __nvvm_bar_warp_sync(~0u); }
 #error "the target is neither SPIR-V nor NVPTX"
 #endif
 
+METAL_FUNC void __msl_matrix_access() {}  // the simulator counts loads and stores of matrices
 METAL_FUNC uint __msl_lane() { return __msl_apple_lane(__gpu_lane()); }
 METAL_FUNC uint __msl_pair_index() {
   uint quad = __msl_lane() / 4, row = (quad & 4) + __msl_lane() / 2 % 4;

@@ -318,10 +318,13 @@ OTHER_KEYWORDS = [
     (flash_attn_qkvpacked_func, "block_table", "flash_attn_varlen_func takes it"),
     (flash_attn_with_kvcache, "return_lse", "use return_softmax_lse"),
     (flash_attn_with_kvcache, "block_tables", "use block_table"),
+    (flash_attn_with_kvcache, "attn_mask", "torch.ops.metal_attn.decode_step takes it"),
     (scaled_dot_product_attention, "causal", "use is_causal"),
     (scaled_dot_product_attention, "attn_bias", "use attn_mask"),
     (scaled_dot_product_attention, "sinks", "flash_attn_func takes it as learnable_sink"),
     (flex_attention, "is_causal", "make a block_mask"),
+    (flex_attention, "attn_mask", "make a block_mask of a bool mask"),
+    (flex_attention, "bias", "add it in a score_mod"),
     (flex_attention, "softmax_scale", "use scale"),
 ]
 

@@ -65,7 +65,7 @@ built = pytest.mark.skipif(not lens.DRIVER.exists(), reason="bench/agx/setup.sh 
 
 
 def compiled(loop: listing.Loop, threads: int = 1024, threadgroup: int = 0) -> lens.Compiled:
-    return lens.Compiled(50.5, threads, 128, 0, 0, threadgroup, loop)
+    return lens.Compiled(50.5, threads, 128, 0, threadgroup, loop)
 
 
 def test_a_listing_has_its_loops():

@@ -326,7 +326,16 @@ class TestMemory:
         lengths = ["--length", "64", "128", "--out", str(tmp_path)]
         assert main(["bench", "--memory", *lengths]) == 0
         assert "| 128 x 128 |" in capsys.readouterr().out
-        assert len(memory.plots([memory.memory(s) for s in (small(), small(heads=8))])) == 2
+        sizes = ((64, 64), (64, 128), (32, 64), (32, 128), (32, 32))
+        some = [small(length=q, kv_length=kv) for q, kv in sizes]
+        some += [small(heads=8), small(heads=8, window=5)]
+        pictures = memory.plots([memory.memory(shape) for shape in some])
+        assert len(pictures) == len(set(pictures)) == 5
+        lines = [re.findall(r'<circle cx="([^"]+)"', picture) for picture in pictures]
+        assert sorted(map(len, lines)) == [2, 2, 2, 4, 4]  # of both, so twice a length
+        for places in lines:
+            half = [float(place) for place in places[: len(places) // 2]]
+            assert half == sorted(set(half))
 
     def test_decoding_is_refused(self, capsys):
         assert main(["bench", "--memory", "--decode"]) == 2

@@ -121,8 +121,7 @@ def test_a_shape_measured_again_replaces_its_times():
     own.add([Row(KEY, "forward y", TORCH, 8.0, 8.0)])
     own.add([Row(KEY, "training y", TORCH, note="no memory")])
     assert len(own.rows) == 7
-    assert own.ratio(KEY, "forward") == pytest.approx(4.0)
-    assert own.ratio(KEY, "training") is None
+    assert own.ratios() == {(KEY, "forward"): pytest.approx(4.0)}
 
 
 @pytest.fixture
@@ -151,7 +150,7 @@ class TestPrecedence:
         found = loading.load(M2_MAX)
         assert found.tiles == {KEY: B, OTHER: A}
         assert found.sources == {KEY: OWN, OTHER: PACKAGED}
-        assert found.tables[KEY].ratio(KEY, "forward") == pytest.approx(3.0)
+        assert found.ratios == {(KEY, "forward"): pytest.approx(3.0)}
         assert found.words == f"{OWN} (1 tile), {PACKAGED} (1 tile)"
         assert found.ignored == ()
         monkeypatch.setenv(loading.SETTING, "off")

@@ -118,8 +118,7 @@ class TestOnAFakeClock:
         assert found["flash_bwd_dkv"] == kernels["flash_bwd_dkv"].candidates[0]
         # The whole step, with the best tile of each.
         assert fake_gpu.calls[-1].count("; ") == 2
-        assert done.table.ratio(next(iter(done.tiles)), "training") == pytest.approx(1.5)
-        assert done.table.ratio(next(iter(done.tiles)), "forward") is None
+        assert done.table.ratios() == {(next(iter(done.tiles)), "training"): pytest.approx(1.5)}
 
     def test_another_run_adds_to_the_table(self, fake_gpu, run):
         decoding = "flash_decode float 16 16 plain q<=8 k<=512"

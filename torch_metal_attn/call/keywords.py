@@ -18,7 +18,8 @@ _SAME = [
         "v value values",
         "causal is_causal",
         "softmax_scale scale sm_scale scaling",
-        "attn_mask mask attention_mask attn_bias bias",
+        "attn_mask mask attention_mask",
+        "attn_bias bias attn_mask",
         "dropout_p p dropout attn_dropout",
         "window_size sliding_window window",
         "softcap logits_soft_cap logit_cap soft_cap",
@@ -40,10 +41,15 @@ _OTHERWISE = {
     "flex_attention": {
         "causal": "make a block_mask with torch's create_block_mask and masks.causal()",
         "attn_mask": "make a block_mask of a bool mask with torch_metal_attn.block_mask",
+        "attn_bias": "add it in a score_mod: score + bias[b, h, q_idx, kv_idx]",
         "window_size": "make a block_mask with create_block_mask and masks.sliding_window(...)",
         "softcap": "pass score_mod=scores.soft_cap(...)",
         "alibi_slopes": "pass score_mod=scores.alibi(...)",
-    }
+    },
+    "flash_attn_with_kvcache": {
+        "attn_mask": "torch.ops.metal_attn.decode_step takes it, with a column a row of the cache",
+        "attn_bias": "torch.ops.metal_attn.decode_step takes it, with a column a row of the cache",
+    },
 }
 _GROUPED = "leave it out: heads of k and v that divide q's are grouped"
 _OTHER_FUNCTIONS = (

@@ -21,15 +21,13 @@ def faster_in_torch(problem: Problem) -> str | None:
     A call whose gradients are wanted is judged by a whole step of training.
     """
     loaded = loading.loaded()
-    if not loaded.tables:
+    if not loaded.ratios:
         return None
     tensors = (problem.query, problem.key, problem.value, problem.attn_mask)
-    key = _key(problem, tensors)
-    if key not in loaded.tables:
-        return None
     wanted = any(x is not None and x.requires_grad for x in tensors)
     kind = "training" if wanted and torch.is_grad_enabled() else "forward"
-    ratio = loaded.tables[key].ratio(key, kind)
+    key = _key(problem, tensors)
+    ratio = loaded.ratios.get((key, kind))
     if ratio is None or ratio > 1 - LEAST_GAIN:
         return None
     return f"torch takes {ratio:.2f} of our time for such calls ({loaded.sources[key]})"

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from torch_metal_attn.runtime import macos, mps
 from torch_metal_attn.runtime.version import VERSION
 from torch_metal_attn.simulator import cache
 from torch_metal_attn.tuned import tables, tiles
-from torch_metal_attn.tuned.tables import BadTable, Machine, Table
+from torch_metal_attn.tuned.tables import BadTable, Machine
 from torch_metal_attn.wording import count_text
 
 SETTING = "TORCH_METAL_ATTN_TUNED"
@@ -28,13 +28,14 @@ OWN = "tuned on this machine"
 class Loaded:
     """The tables that are used.
 
-    Attributes: tiles, tables, sources: by key. words: where they come from. ignored: a line for
-        each table that is not used, with the reason.
+    Attributes: tiles, sources: by key. ratios: torch's time divided by ours, by key and kind of
+        shape. words: where they come from. ignored: a line for each table that is not used, with
+        the reason.
     """
 
     tiles: dict[str, str] = field(default_factory=dict)
-    tables: dict[str, Table] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    ratios: dict[tuple[str, str], float] = field(default_factory=dict)
     words: str = RECKONED
     ignored: tuple[str, ...] = ()
 
@@ -115,11 +116,11 @@ def load(machine: Machine) -> Loaded:
             continue
         new = {key: tile for key, tile in table.tiles().items() if key not in found.tiles}
         found.tiles.update(new)
-        found.tables.update(dict.fromkeys(new, table))
         found.sources.update(dict.fromkeys(new, source))
+        found.ratios.update({of: one for of, one in table.ratios().items() if of[0] in new})
         words += [f"{source} ({count_text(len(new), 'tile')})"] if new else []
     words = words if found.tiles else [RECKONED, *words]
-    return Loaded(found.tiles, found.tables, found.sources, ", ".join(words), tuple(ignored))
+    return replace(found, words=", ".join(words), ignored=tuple(ignored))
 
 
 def install() -> Loaded:

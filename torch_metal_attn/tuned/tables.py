@@ -135,11 +135,13 @@ class Table:
         chosen = {key: fastest(rows) for key, rows in by_key.items()}
         return {key: tile for key, tile in chosen.items() if tile is not None}
 
-    def ratio(self, key: str, kind: str) -> float | None:
-        """Torch's time divided by ours, over all shapes of a kind; None if none was compared."""
-        own = [row for row in self.rows if (row.key, row.tile) == (key, TORCH)]
-        found = [r.share for r in own if r.seconds is not None and r.shape.split()[0] == kind]
-        return _mean(found) if found else None
+    def ratios(self) -> dict[tuple[str, str], float]:
+        """Torch's time divided by ours, over all compared shapes, by key and kind."""
+        shares: dict[tuple[str, str], list[float]] = {}
+        for row in self.rows:
+            if row.tile == TORCH and row.seconds is not None:
+                shares.setdefault((row.key, row.shape.split()[0]), []).append(row.share)
+        return {of: _mean(found) for of, found in shares.items()}
 
     def write(self, path: Path) -> None:
         """Write the file in one step, each row in a line. Raises OSError."""
@@ -173,8 +175,3 @@ def read(path: Path) -> Table:
     if len({(row.key, row.shape, row.tile) for row in rows}) != len(rows):
         raise BadTable("it is damaged: two rows are of one key, shape and tile")
     return table
-
-
-def count_text(number: int, what: str) -> str:
-    """1 row, 2 rows."""
-    return f"{number} {what}{'' if number == 1 else 's'}"

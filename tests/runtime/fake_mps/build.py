@@ -138,14 +138,14 @@ def build_quiet(folder: Path) -> Path:
     """The installed package's ops on a shim that does nothing, optimised as the extension is."""
     library = folder / "libquiet_mps.so"
     defines = ["-DFAKE_QUIET", '-DFAKE_NAMESPACE="quiet"', *VARIANTS["bytes"]]
-    own = [FOLDER / name for name in ("fake_mps.cpp", "stages.cpp")]
+    own = [FOLDER / name for name in ("fake_mps.cpp", "quiet_ops.cpp")]
     _build(folder, {library: defines}, own, [], "-O2")
     return library
 
 
 def check_quiet() -> None:
     """Raise RuntimeError if what bench_launch alone builds no longer compiles."""
-    _run([*compile_command(), "-fsyntax-only", FOLDER / "stages.cpp"])
+    _run([*compile_command(), "-fsyntax-only", FOLDER / "quiet_ops.cpp"])
 
 
 def run_counted(program: str, library: Path) -> Any:

@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import ceil, floor, log2, log10
 
 import torch
@@ -58,14 +57,20 @@ def row(found: Bytes) -> tuple[str, ...]:
 
 
 def plots(found: Sequence[Bytes]) -> list[str]:
-    """An SVG picture of each series, by the number of queries."""
-    series = groupby(found, key=lambda one: one.shape.series)
-    return [_plot(list(members)) for _, members in series]
+    """An SVG picture of each series, by the number of queries: with as many keys, or with some."""
+    series: dict[tuple[str, int], list[Bytes]] = {}
+    for one in sorted(found, key=lambda one: one.shape.length):
+        shape = one.shape
+        keys = 0 if shape.kv_length == shape.length else shape.kv_length
+        series.setdefault((shape.series, keys), []).append(one)
+    return [_plot(members) for members in series.values()]
 
 
 def _words(shape: Shape) -> str:
     shared = f" on {shape.kv_heads} KV heads" if shape.kv_heads != shape.heads else ""
-    seen = ", causal" if shape.causal else ""
+    seen = f", {shape.kv_length} keys" if shape.kv_length != shape.length else ""
+    seen += ", causal" if shape.causal else ""
+    seen += f", window {shape.window}" if shape.window >= 0 else ""
     heads = f"{shape.heads} heads{shared} of {shape.head_dim} columns"
     return f"One layer, batch {shape.batch}, {heads}, {shape.dtype}{seen}"
 

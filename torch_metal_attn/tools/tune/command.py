@@ -139,8 +139,9 @@ class _Run:
                 self._table.write(self._path)
                 self.keys[key] = None
                 self.wrong |= any(row.note.startswith(WRONG) for row in rows)
+                chosen = self._table.tiles().get(key)
                 yield f"  {name}"
-                yield from (f"    {_line(row, self._table.tiles().get(key))}" for row in rows)
+                yield from (f"    {_line(row, chosen)}" for row in rows)
         except RuntimeError as error:
             yield f"  not measured: {str(error).splitlines()[0]}"
 
@@ -169,12 +170,13 @@ def report(table: Table, keys: Sequence[str], left: int) -> Iterator[str]:
         yield from (f"Not measured: {count_text(left, 'shape')}.", "")
     yield from ("Times are relative to the default tile's, and torch's to ours.", "")
     cells = []
+    tiles, ratios = table.tiles(), table.ratios()
     for key in keys:
-        tile = table.tiles().get(key, "-")
+        tile = tiles.get(key, "-")
         own = [row for row in table.rows if row.key == key and row.tile != TORCH]
         shares = [row.share for row in own if row.tile == tile]
-        ratios = {kind: table.ratio(key, kind) for kind in KINDS}
-        torchs = ", ".join(f"{kind} {x:.2f}" for kind, x in ratios.items() if x is not None)
+        own_ratios = ((kind, ratios.get((key, kind))) for kind in KINDS)
+        torchs = ", ".join(f"{kind} {x:.2f}" for kind, x in own_ratios if x is not None)
         cells.append((key, tile, f"{min(shares):.2f}" if shares else "-", torchs or "-"))
         cells += [("", row.tile, "left out", row.note) for row in own if row.seconds is None]
     headings = ("kernel, dtype, head dims, features, lengths", "tile", "time", "torch")

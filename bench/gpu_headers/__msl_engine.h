@@ -107,7 +107,6 @@ METAL_FUNC uint __msl_pair_index() {
   uint quad = __msl_lane() / 4, row = (quad & 4) + __msl_lane() / 2 % 4;
   return row * 4 + (quad & 2) + __msl_lane() % 2;
 }
-METAL_FUNC void __msl_matrix_access() {}
 
 // The running thread, as an entry gives it to the shim's launch header. A threadgroup's threads are
 // counted by SIMD groups, in each of which they are in the order of Apple's lanes.

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import layer_norm, rms_norm, scaled_dot_product_attention
 
 from torch_metal_attn.simulator import compile_shader
+from torch_metal_attn.simulator.library import ShaderLibrary
 
 from . import peers
 
@@ -26,24 +27,28 @@ CONSTANTS: dict[int | str, bool | int | float] = {
     **dict.fromkeys((422, 423, 602, 603, 604, 702, 703, 704, 705), 1),
     **dict.fromkeys((310, 701), True),
     **dict.fromkeys((700, 800), False),
-    224: 8,
-    225: 64,
-    600: 2,
-    601: 8,
+    **dict.fromkeys((224, 601), 8),
+    **dict.fromkeys((225,), 64),
+    **dict.fromkeys((600,), 2),
 }
-FORMATS = {"int32_t": "i", "uint64_t": "Q", "int16_t": "h", "float": "f"}
+FORMATS = {"int32_t": "i", "uint64_t": "Q", "int16_t": "h", "float": "f", "bool": "?"}
 
 Outcome = tuple[Tensor, Tensor]
 RUNS: dict[str, Callable[..., Outcome]] = {}  # the kernels' names; check= as of compile_shader
-FLASH = ("flash_attn_ext_f16_dk64_dv64", "flash_attn_ext_vec_f16_dk64_dv64")
 # A lane reads a mask that another has written, with SIMD operations between and no barrier.
-RACES = {"flash_attn_ext_vec_f16_dk64_dv64"}
+RACES = frozenset({"flash_attn_ext_vec_f16_dk64_dv64"})
 # Of the largest value, for kernels that round to 16 bits on the way.
-BOUNDS = dict.fromkeys(("mul_mm_q4_K_f32", *FLASH), 2.0**-11)
+BOUNDS = dict.fromkeys(
+    (
+        *("rope_neox_f16", "mul_mm_q4_K_f32", "flash_attn_ext_f16_dk64_dv64"),
+        *("flash_attn_ext_f32_dk64_dv64", "flash_attn_ext_vec_f16_dk64_dv64"),
+    ),
+    2.0**-11,
+) | {"flash_attn_ext_bf16_dk64_dv64": 2.0**-8}
 
 
 @lru_cache
-def library(check: bool) -> Any:
+def library(check: bool) -> ShaderLibrary:
     """All kernels; each is compiled when it is called."""
     defines = {"GGML_METAL_EMBED_LIBRARY": 1, "GGML_METAL_HAS_BF16": 1}
     return compile_shader(peers.ggml_source(), defines=defines, constants=CONSTANTS, check=check)
@@ -109,10 +114,44 @@ def _(name: str, check: bool) -> Outcome:
     return out, torch.softmax(torch.cat([scores, most], -1), -1)[..., :-1]
 
 
+@family("norm_mul_add_f32_4", "rms_norm_mul_f32")
+def _(name: str, check: bool) -> Outcome:
+    x, factor, added = torch.randn(2, 3, 4, 36), torch.rand(36), torch.randn(36)
+    out = torch.empty_like(x)
+    rows = [4, 1, 1], [3, 1, 1], [2, 1, 1]
+    steps = {f"nbf{i}": [x.stride(3 - i) * 4, 0, 0] for i in (1, 2, 3)}
+    about = params("norm", ne00=36, ne00_t=36 // (4 if "_4" in name else 1), eps=1e-5, **steps,
+                   **strides("", out), nef1=rows[0], nef2=rows[1], nef3=rows[2])  # fmt: skip
+    call(name, check, about, x, factor, added, out, groups=(4, 3, 2), size=(64, 1, 1), shared=128)
+    wide, by = x.double(), factor.double()
+    if "rms" in name:
+        return out, rms_norm(wide, (36,), by, 1e-5)
+    return out, layer_norm(wide, (36,), by, added.double(), 1e-5)
+
+
+@family("rope_norm_f32", "rope_neox_f16")
+def _(name: str, check: bool) -> Outcome:
+    """(batch, sequence, heads, head_dim), of which 24 columns are rotated."""
+    x = torch.randn(1, 5, 3, 32).to(torch.float16 if "f16" in name else torch.float32)
+    out, positions = torch.empty_like(x), torch.tensor([0, 3, 4, 100, 7], dtype=torch.int32)
+    about = params("rope", **sizes("0", x), **sizes("", x), **strides("0", x), **strides("", out),
+                   n_dims=24, n_ctx_orig=64, freq_base=1e4, freq_scale=1.0, attn_factor=1.0,
+                   beta_fast=32.0, beta_slow=1.0)  # fmt: skip
+    call(name, check, about, x, positions, x, out, groups=(3, 5, 1), size=(32, 1, 1))
+    angles = positions.double()[:, None] * 1e4 ** (-torch.arange(12.0).double() / 12)
+    rotated, rest = x[..., :24].double(), x[..., 24:].double()
+    pairs = rotated.unflatten(-1, (2, 12) if "neox" in name else (12, 2))
+    turned = pairs if "neox" in name else pairs.transpose(-1, -2)
+    (a, b), (cos, sin) = turned.unbind(-2), (angles.cos()[:, None], angles.sin()[:, None])
+    both = torch.stack([a * cos - b * sin, a * sin + b * cos], -2 if "neox" in name else -1)
+    return out, torch.cat([both.flatten(-2), rest], -1)
+
+
 def weights(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """A matrix in one of ggml's formats, and in float64."""
-    if kind == "bf16":
-        values = torch.randn(rows, columns).bfloat16()
+    if kind in ("f16", "bf16", "f32"):
+        names = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+        values = torch.randn(rows, columns).to(names[kind])
         return values, values.double()
     block = {"q8_0": 32, "q4_0": 32, "q4_K": 256}[kind]
     scale = torch.rand(rows, columns // block, 1).half()
@@ -139,6 +178,7 @@ def weights(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 PRODUCTS = {
     # rows of a threadgroup, columns of a threadgroup, SIMD groups, bytes of threadgroup memory
+    "mul_mv_f16_f32": (2, 1, 2, 256),
     "mul_mv_q8_0_f32": (2, 1, 2, 256),
     "mul_mv_q4_0_f32": (8, 1, 2, 256),
     "mul_mv_ext_q4_K_f32_r1_2": (8, 2, 2, 0),
@@ -168,11 +208,29 @@ def _(name: str, check: bool) -> Outcome:
     return out, rounded.double() @ matrix.T
 
 
-@family(*FLASH)
+@family("get_rows_q4_0")
+def _(name: str, check: bool) -> Outcome:
+    """Dequantised rows, each thread with a 4x4 matrix that it stores as a whole."""
+    packed, matrix = weights("q4_0", 9, 64)
+    rows, out = torch.tensor([3, 0, 8], dtype=torch.int32), torch.empty(3, 64)
+    about = params("get_rows", ne00t=4, ne00=64, nb01=packed.stride(0), ne10=3, nb10=4, nb1=256)
+    call(name, check, about, packed, rows, out, groups=(3, 1, 1), size=(32, 1, 1))
+    return out, matrix[rows.long()]
+
+
+@family(
+    "flash_attn_ext_f16_dk64_dv64",
+    "flash_attn_ext_bf16_dk64_dv64",
+    "flash_attn_ext_f32_dk64_dv64",
+    "flash_attn_ext_vec_f16_dk64_dv64",
+)
 def _(name: str, check: bool) -> Outcome:
     """(batch, heads, sequence, head_dim), grouped heads, with a mask."""
+    dtype = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}[
+        name.split("_")[-3]
+    ]
     q = torch.randn(1, HEADS, QUERIES, HEAD_DIM)
-    k, v = torch.randn(2, 1, KV_HEADS, KEYS, HEAD_DIM).half()
+    k, v = torch.randn(2, 1, KV_HEADS, KEYS, HEAD_DIM).to(dtype)
     mask = torch.zeros(1, 1, QUERIES, KEYS, dtype=torch.float16)
     mask[torch.rand(mask.shape) < 0.3] = -torch.inf
     mask[..., 64:] = torch.randn(QUERIES, KEYS - 64).half()

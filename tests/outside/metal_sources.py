@@ -72,6 +72,26 @@ def _(library: ShaderLibrary) -> Outcome:
     return out, torch.exp(x)
 
 
+@family("copy", (*UTILS, "copy.h"), "copy_g<float, bfloat16_t, 1, int64_t>")
+def _(library: ShaderLibrary) -> Outcome:
+    x, out = torch.randn(5, 7), torch.empty(7, 5, dtype=torch.bfloat16)
+    shape, strides = torch.tensor([7, 5], dtype=torch.int32), torch.tensor([1, 7])
+    library.k0(x, out, shape, strides, None, 2, threads=(5, 7, 1), group_size=(5, 1, 1),
+               arg_casts={5: "int32"})  # fmt: skip
+    return out, x.T.bfloat16()
+
+
+@family(
+    "reduce",
+    (*UTILS, "atomic.h", "reduction/ops.h", "reduce.h"),
+    "all_reduce<float, float, Sum<float>>",
+)
+def _(library: ShaderLibrary) -> Outcome:
+    x, out = torch.randn(1000), torch.empty(1)
+    library.k0(x, out, 1000, 1000, threads=(64, 1, 1), group_size=(64, 1, 1))
+    return out[0], x.sum()
+
+
 @family("scan", (*UTILS, "scan.h"), "contiguous_scan<float, float, CumSum<float>, 4, true, false>")
 def _(library: ShaderLibrary) -> Outcome:
     x = torch.randn(3, 300)
@@ -115,6 +135,16 @@ def _(library: ShaderLibrary) -> Outcome:
     out = torch.empty_like(x)
     library.k0(x, out, 64, 1, threads=(1, 1, 8), group_size=(1, 1, 8), arg_casts="int32")
     return torch.view_as_real(out), torch.view_as_real(torch.fft.fft(x))
+
+
+@family("quantized", (*GEMM, "quantized_utils.h", "quantized.h"), "affine_dequantize<float, 64, 4>")
+def _(library: ShaderLibrary) -> Outcome:
+    codes = torch.randint(0, 16, (4, 64))
+    packed = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    scales, biases = torch.rand(4), torch.randn(4)
+    out = torch.empty(4, 64)
+    library.k0(packed, scales, biases, out, threads=(128, 1), group_size=(32, 1))
+    return out, codes * scales[:, None] + biases[:, None]
 
 
 @family(

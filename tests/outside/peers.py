@@ -50,6 +50,16 @@ using namespace metal;
 #include <c10/metal/utils.h>
 #include <ATen/native/mps/kernels/PrefillAttention.h>
 """
+SDPA_VECTOR = """
+#include "mlx/backend/metal/kernels/utils.h"
+#include "mlx/backend/metal/kernels/sdpa_vector.h"
+template [[host_name("one")]] [[kernel]] decltype(sdpa_vector<ELEMENT, HEAD_DIM>)
+sdpa_vector<ELEMENT, HEAD_DIM>;
+template [[host_name("first")]] [[kernel]] decltype(sdpa_vector_2pass_1<ELEMENT, HEAD_DIM>)
+sdpa_vector_2pass_1<ELEMENT, HEAD_DIM>;
+template [[host_name("second")]] [[kernel]] decltype(sdpa_vector_2pass_2<ELEMENT, HEAD_DIM>)
+sdpa_vector_2pass_2<ELEMENT, HEAD_DIM>;
+"""
 DECODE = """
 #include <metal_stdlib>
 #include <metal_simdgroup>

@@ -134,6 +134,47 @@ def test_prefill(mlx, aten, kernel, dtype, head_dim, causal, mask_kind, q_length
     assert_as_good_as_torch(out, q, k, v, visible(q, k, causal, mask, corner))
 
 
+@in_builds(
+    ("q_length", "mask_kind"),
+    [(1, None), (1, "bool"), (1, "additive"), (1, None), (2, None), (3, None)],
+)
+def test_mlx_sdpa_vector(mlx, dtype, q_length, mask_kind, check):
+    """In one pass, and with more queries in two."""
+    kv_length, blocks = (100, 1) if q_length == 1 else (150, 32)
+    q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=64)
+    mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
+    constants = {
+        **dict.fromkeys(("query_transposed", "do_causal", "has_sinks"), False),
+        "has_mask": mask is not None,
+        "bool_mask": mask_kind == "bool",
+        "float_mask": mask_kind == "additive",
+        "blocks": blocks,
+    }
+    defines = {"ELEMENT": peers.METAL_TYPES[dtype], "HEAD_DIM": 64}
+    library = compile_shader(
+        peers.SDPA_VECTOR, include_dirs=[mlx], defines=defines, constants=constants, check=check
+    )
+    out = torch.full_like(q, torch.nan)
+    about = (kv_length, k.stride(1), k.stride(2), v.stride(1), v.stride(2), 64**-0.5)
+    grid = {"threads": (4 * 1024, q_length, 1), "group_size": (1024, 1, 1)}
+    if blocks == 1:
+        masks = [None] * 5
+        if mask is not None:
+            masks[0 if mask_kind == "bool" else 1] = mask
+            masks[2:] = mask.stride(3), mask.stride(2), mask.stride(1)
+        library.one(q, k, v, out, 2, *about, *masks, **grid)
+    else:
+        partial = torch.full((4, q_length, blocks, 64), torch.nan, dtype=dtype)
+        sums, maxima = torch.full((2, 4, q_length, blocks), torch.nan)
+        library.first(
+            *(q, k, v, partial, sums, maxima, None, *about),
+            threads=(2 * 32, 2, blocks * q_length),
+            group_size=(32, 2, q_length),
+        )
+        library.second(partial, sums, maxima, out, blocks, **grid)
+    assert_as_good_as_torch(out, q, k, v, mask)
+
+
 NAX, MPP = tensor_peers.mlx_nax_attention, tensor_peers.torch_mpp_attention
 
 

@@ -158,6 +158,14 @@ def test_a_damaged_image_is_compiled_again(empty_cache):
             text.unlink()
 
 
+def test_store_keeps_the_entry_that_is_there():
+    entry = cache.store("abcd", {"file": b"first"})
+    assert cache.store("abcd", {"file": b"second"}) == entry
+    assert (entry / "file").read_bytes() == b"first"
+    assert cache.lookup("abcd") == entry
+    assert cache.lookup("ffff") is None
+
+
 def test_an_entry_stored_in_place_of_a_damaged_one_is_used(monkeypatch):
     """Another process removes the damaged one before it is looked up, and stores its own after."""
     entry = cache.store("abcd", {"file": b"first"})
@@ -194,6 +202,10 @@ def test_an_entry_that_replaced_a_damaged_one_stays(monkeypatch):
     monkeypatch.setattr(cache, "_discard", slow)
     assert cache.lookup("abcd") is None
     assert cache.lookup("abcd") == entry
+
+
+def test_parts_of_a_key_do_not_run_together():
+    assert cache.digest(["ab", "c"]) != cache.digest(["a", "bc"])
 
 
 OLDER = [4000.0 + 100 * n for n in range(6)]

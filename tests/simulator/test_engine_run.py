@@ -209,6 +209,24 @@ def test_a_seed_gives_one_order_and_another_seed_another():
     assert outcome(0, 1) == outcome(0, 2)
 
 
+def test_a_seed_shuffles_threadgroups():
+    library = compiled(
+        "o[atomic_fetch_add_explicit(n, 1u, memory_order_relaxed)] = g;",
+        """device int* o [[buffer(0)]], device atomic_uint* n [[buffer(1)]],
+           uint g [[threadgroup_position_in_grid]]""",
+    )
+
+    def order(seed: int) -> list[int]:
+        out = torch.zeros(100, dtype=torch.int32)
+        count = torch.zeros(1, dtype=torch.int32)
+        library.k(out, count, threads=100, group_size=1, seed=seed, workers=1)
+        return out.tolist()
+
+    assert order(0) == list(range(100))
+    assert order(5) == order(5) != order(6)
+    assert sorted(order(5)) == list(range(100))
+
+
 ATOMICS = {
     # operation, type: the result over operands 1 ... 6400 from a start
     ("add", "int", 0): lambda start, all: start + sum(all),
@@ -266,6 +284,18 @@ def test_threadgroup_atomics_and_exchanges(check):
         # Each exchange took what another left: every value but one, and the start.
         assert len(set(row)) == 64
         assert set(row) <= {7, *range(100, 164)}
+
+
+def test_a_thread_may_wait_for_another_through_an_atomic():
+    library = compiled(
+        """if (i == 0) { while (atomic_load_explicit(o, memory_order_relaxed) == 0) {} o1[0] = 5; }
+           if (i == 63) atomic_store_explicit(o, 1, memory_order_relaxed);""",
+        """device atomic_int* o [[buffer(0)]], device int* o1 [[buffer(1)]],
+           uint i [[thread_index_in_threadgroup]]""",
+    )
+    flag, out = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    library.k(flag, out, threads=64, group_size=64)
+    assert out.item() == 5
 
 
 # Longer than a wait in vain may be, in seconds.

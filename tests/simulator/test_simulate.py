@@ -79,6 +79,14 @@ def test_innermost_run_decides_and_records():
     assert list(outer.counters) == ["flash_fwd"]
 
 
+def test_own_kernels_are_recorded_too():
+    library = compile_shader("kernel void k(device int* x) { x[0] = 1; }", check=True)
+    with simulate(count=True) as run:
+        library.k(torch.zeros(1, dtype=torch.int32))
+    assert run.counters["k"].stores["device"] == 1
+    assert [launch.kernel for launch in run.launches] == ["k"]
+
+
 def test_fault_of_an_op_comes_out_as_itself(monkeypatch):
     text = shaders.source("flash_fwd")
     broken = text.replace("threadgroup_barrier(mem_flags::mem_threadgroup);", "")
@@ -169,6 +177,18 @@ def test_nothing_is_compiled_or_run(monkeypatch):
     assert parts <= {b.storage.data_ptr() for b in launches[1].buffers}
 
 
+def test_a_recording_keeps_what_it_names():
+    """Or else two tensors, one after the other, have the same memory and look like one."""
+
+    def call():
+        for _ in range(20):
+            ops.softmax(torch.empty(3, 200_000), 1)
+
+    launches, _ = record(call)
+    addresses = {b.storage.data_ptr() for launch in launches for b in launch.buffers}
+    assert len(addresses) == 40
+
+
 def test_memory_goes_with_the_recording():
     (launch,), out = record(lambda: ops.softmax(torch.empty(3, 40), 1))
     storage = next(b.storage for b in launch.buffers if b.writable)
@@ -178,6 +198,16 @@ def test_memory_goes_with_the_recording():
     assert storage.view(torch.float32).eq(3).all()  # still there
     del storage
     assert tensor() is None
+
+
+def test_empty_tensors_have_no_bytes():
+    q = torch.empty(1, 2, 5, 8)
+    k = torch.empty(1, 2, 0, 8)
+    launches, _ = record(lambda: ops.flash_fwd(q, k, k))
+    assert [b.storage.numel() for launch in launches for b in launch.buffers if b.holds(k)] in (
+        [],
+        [0, 0],
+    )
 
 
 def test_not_nested():

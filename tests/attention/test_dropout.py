@@ -143,7 +143,7 @@ MUTANTS = {
         flash_bwd_dkv: dk of all products: {~dropout.apply(gradients, kept); =>~}
         flash_bwd_dq: dq of all products: {~dropout.apply(gradients, => (void)(~} dropout.kept<
         flash_bwd_dkv: dk of dropped weights:
-            differentiate(gradients, {~weights => dropped~}, block_statistics)
+            {~=> dropout.apply(weights, kept);~} differentiate(gradients, weights, block_statistics)
     """,
 }
 

@@ -129,7 +129,7 @@ def _limit_memory() -> None:
 
 
 def run_driver(ir: str, symbol: str, threads: int) -> str:
-    """What the driver prints for LLVM IR. Raises LensError."""
+    """The driver's output for LLVM IR. Raises LensError."""
     if not DRIVER.exists():
         raise LensError(f"{DRIVER} is not there: build it with bench/agx/setup.sh")
     with tempfile.TemporaryDirectory() as folder:

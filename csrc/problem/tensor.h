@@ -1,4 +1,4 @@
-// What the extension uses of torch's stable ABI, by its short names.
+// Short names for the parts of torch's stable ABI that the extension uses.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

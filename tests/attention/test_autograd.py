@@ -277,7 +277,7 @@ class TestWays:
         q, k, v = make_qkv()
         with pytest.raises(NotImplementedError, match="no second derivative"):
             torch.func.grad(lambda q: torch.func.grad(self.loss)(q, k, v).sum())(q)
-        # Of another function's argument there is one: attention is inside, and linear in this.
+        # An argument of an outer function has one: attention is inside, and linear in it.
         nested = torch.func.grad(
             lambda scale: scale.square() * torch.func.grad(self.loss)(q, k, v).sum().detach()
         )(torch.tensor(3.0))

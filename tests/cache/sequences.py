@@ -118,7 +118,7 @@ class Sequences:
         return [near[0], near[0][..., :64]] if self.latent else near
 
     def check(self, out, q, options, counts=None):
-        """What a step returned, by float64. counts: the queries of each sequence, if not all."""
+        """Compare a step with float64. counts: the queries of each sequence, if not all."""
         unseen = ("rotary", "num_splits")
         seen = {name: x for name, x in options.items() if not name.startswith(unseen)}
         for b, count in enumerate(counts or [q.shape[2]] * 2):

@@ -469,7 +469,7 @@ def test_a_step_to_listed_keys(kind, options):
     torch.testing.assert_close(out, other.decode_step(*given, **step))
     for one, same in zip(held.cache.layers, other.layers, strict=True):
         assert torch.equal(one.k_cache, same.k_cache)
-    # Of one key the weight is 1.
+    # A single key has the weight 1.
     new = held.new(1, 2)
     out = held.cache.decode_step(*held.given(q[:, :, :1], *new), indices=every[:, :, :1, :1] + 1)
     expected = new[1].expand(-1, 2, -1, -1).float()

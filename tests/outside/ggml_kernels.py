@@ -37,7 +37,7 @@ Outcome = tuple[Tensor, Tensor]
 RUNS: dict[str, Callable[..., Outcome]] = {}  # the kernels' names; check= as of compile_shader
 # A lane reads a mask that another has written, with SIMD operations between and no barrier.
 RACES = frozenset({"flash_attn_ext_vec_f16_dk64_dv64"})
-# Of the largest value, for kernels that round to 16 bits on the way.
+# Relative to the largest value, for kernels that round to 16 bits on the way.
 BOUNDS = dict.fromkeys(
     (
         *("rope_neox_f16", "mul_mm_q4_K_f32", "flash_attn_ext_f16_dk64_dv64"),
@@ -102,7 +102,7 @@ def call(
 
 @family("soft_max_f32", "soft_max_f16_4")
 def _(name: str, check: bool) -> Outcome:
-    """Of a scaled row with a mask, and a sink of each head."""
+    """The softmax of a scaled row with a mask, and a sink of each head."""
     x, sinks = torch.randn(2, 3, 5, 68), torch.randn(3)
     mask = torch.randn(1, 1, 5, 68).to(torch.float16 if "f16" in name else torch.float32)
     out = torch.empty_like(x)

@@ -87,7 +87,7 @@ def ggml_source() -> str:
 
 
 def _wheel(requirement: str) -> Path:
-    """What is taken of a wheel, downloaded once into the user's cache."""
+    """The folder with a wheel's files, downloaded once into the user's cache."""
     folder = cache.default_dir() / "peers" / requirement.replace("==", "-")
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / "complete"

@@ -129,7 +129,7 @@ class TestManyScores:
             assert begin == tensor.numel() - tensor.shape[3]
 
     def test_last_rows(self, problem):
-        """Of the last batch and head, at their place in memory that is not there otherwise.
+        """Values of the last batch and head, at their place in memory that is not there otherwise.
 
         Without the checks, which take seconds for so much memory: other numbers would show.
         """
@@ -185,7 +185,7 @@ def one_row_hidden():
 
 
 def one_sequence_padded():
-    """Of a batch of two, the second has no keys at all."""
+    """The second of a batch of two has no keys at all."""
     return qkv((2, 4, 8, 64)), torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 1, 8, 8)
 
 

@@ -265,7 +265,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def _for_mask(name: str, value: object) -> str:
-    """What to do with a mask in the place of one of flash-attn's arguments."""
+    """Advice for a mask in the place of one of flash-attn's arguments, or nothing."""
     is_mask = isinstance(value, Tensor) and value.dim() > 1 and name in ("causal", "dropout_p")
     return ": for a mask call scaled_dot_product_attention" if is_mask else ""
 

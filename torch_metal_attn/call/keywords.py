@@ -36,7 +36,7 @@ _SAME = [
         "v_scale v_descale",
     )
 ]
-# What a function has instead of the argument that a row begins with.
+# A function's replacement for the argument that a row begins with.
 _OTHERWISE = {
     "flex_attention": {
         "causal": "make a block_mask with torch's create_block_mask and masks.causal()",

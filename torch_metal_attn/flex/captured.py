@@ -59,7 +59,7 @@ class Part:
         return Part(tensor, self.name, self.indices, source)
 
     def rest(self) -> Tensor:
-        """What stands for the dimensions without an index."""
+        """A meta tensor that stands for the dimensions without an index."""
         size, stride = (x[len(self.indices) :] for x in (self.tensor.shape, self.tensor.stride()))
         return torch.empty_strided(size, stride, dtype=loaded_dtype(self.tensor), device="meta")
 

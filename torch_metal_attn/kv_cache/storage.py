@@ -265,7 +265,7 @@ class Storage:
         options: dict[str, Any],
         counts: list[int] | None,
     ) -> tuple[tuple[Tensor, ...], list[int]]:
-        """What the op takes before the caches, (k, v) or (q, k, v), and each sequence's new rows.
+        """The op's operands before the caches, (k, v) or (q, k, v), and each sequence's new rows.
 
         given: the same, of which v may be None with values_in_keys. counts: None unless packed.
         """
@@ -489,7 +489,7 @@ class Storage:
                 torch.ops.metal_attn.copy_pages(tensor, src, dst)
 
     def kind(self) -> dict[str, Any]:
-        """What another cache must have in common to hold the same rows."""
+        """The properties that another cache must share to hold the same rows."""
         layer = self.layers[0]
         scales = (layer.k_scale, None if self.values_in_keys else layer.v_scale)
         of_heads = [s.tolist() for s in scales if s is not None and s.dim() == 1]
@@ -541,7 +541,7 @@ def _listed_step(given: tuple[Tensor, ...], options: dict[str, Any], check_only:
     appended = {name: options[name] for name in _BOTH if name in options} | rotary
     attend = (q, k_cache, v_cache), options | {"seqused_k": cache_seqlens + k.shape[2]}
     run, explained, ops = ArgumentNames().run, torch.ops.metal_attn_explain, torch.ops.metal_attn
-    # What attention refuses must leave the cache as it is.
+    # A call that attention refuses must leave the cache as it is.
     run(explained.flash_decode, *attend)
     if check_only:
         run(explained.append_kv, append, appended)

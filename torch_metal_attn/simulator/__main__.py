@@ -157,7 +157,7 @@ def _constant(text: str) -> tuple[int | str, ConstantValue]:
 
 
 def _memory(kernel: Kernel, used: int) -> str:
-    """What a kernel declares, and what is left for the lengths that a call gives."""
+    """The bytes that a kernel declares, and those left for the lengths that a call passes."""
     if used > LIMIT:
         return f"{used} bytes, over the limit of {LIMIT}"
     given = [f"threadgroup({p.index})" for p in kernel.parameters if p.kind == "threadgroup"]

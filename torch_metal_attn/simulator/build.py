@@ -88,7 +88,7 @@ UNOPTIMISED = "-Xclang -disable-llvm-passes".split()
 # Clang writes elements of its own vectors of bool wrongly (`ir.with_bool_elements`). Only LLVM's
 # verifier sees it: the passes make something else of it.
 VERIFIED = "-fverify-intermediate-code -fno-crash-diagnostics".split()
-# What the loaders of Linux and of macOS say of a function that is not there.
+# The messages of Linux's and macOS's loaders for a function that is not there.
 MISSING = re.compile(r"(?:undefined symbol: |symbol not found[^']*'_)([^\s']+)")
 BROKEN = "Broken module found"
 # The IR is optimised already. Better machine code costs more time than a test's few launches save.

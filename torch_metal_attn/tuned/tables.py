@@ -26,7 +26,7 @@ class BadTable(ValueError):
 
 
 class Machine(NamedTuple):
-    """What a table is for, in words: Macs with GPUs of one name have different numbers of cores.
+    """The Macs that a table is for, in words. Those with GPUs of one name differ in their cores.
 
     Systems and torch have the first two numbers of their versions.
     """
@@ -49,7 +49,7 @@ class Machine(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What one shape tells of one tile of a kernel, or of torch's attention.
+    """One shape's measurement of one tile of a kernel, or of torch's attention.
 
     Attributes: key: of the kernel's problem, see csrc/tiles/tuned.h; torch's is the forward's.
         shape: in words, its kind first. tile: its knobs, or TORCH. seconds: the median of a call;

@@ -229,7 +229,7 @@ METAL_FUNC __floating<T> fabs(T x) {
 #define __MSL_MAXNUM __builtin_elementwise_max
 #define __MSL_MINNUM __builtin_elementwise_min
 #endif
-// Of two bools as ints, to which they are promoted.
+// For two bools, which are promoted to ints.
 template <class T>
 using __promoted = typename __pick<T, int, __is_same(T, bool) ? 2 : 1>::type;
 #define __MSL_EXTREME(name, common, for_float, for_integer)       \

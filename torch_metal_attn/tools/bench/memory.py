@@ -29,7 +29,7 @@ _OURS, _TORCH = "#1a73e8", "#d93025"
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a training step of a shape holds at most, and what torch's holds at least."""
+    """The most that a training step of a shape holds, and the least that torch's holds."""
 
     shape: Shape
     ours: int
@@ -51,7 +51,7 @@ def memory(shape: Shape) -> Bytes:
 
 
 def row(found: Bytes) -> tuple[str, ...]:
-    """Of the table that is printed."""
+    """A row of the table that is printed."""
     sizes = (f"{scaled(size)}B" for size in (found.ours, found.torch))
     return f"{found.shape.length} x {found.shape.kv_length}", *sizes
 

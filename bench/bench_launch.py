@@ -77,7 +77,7 @@ def calls() -> tuple[dict[str, Call], dict[str, Call]]:
         )
         return out.transpose(1, 2)
 
-    heads_first: dict[str, Call] = {
+    bhld: dict[str, Call] = {
         "F.scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(q, q, q),
         "torch.ops.metal_attn.flash_fwd": lambda: ops.flash_fwd(q, q, q),
         "torch.ops.metal_attn.flash_decode": lambda: ops.flash_decode(q, q, q),
@@ -93,7 +93,7 @@ def calls() -> tuple[dict[str, Call], dict[str, Call]]:
             q, k_cache, v_cache, q, q, cache_seqlens=length
         ),
     }
-    return heads_first, rows_first
+    return bhld, rows_first
 
 
 def print_ratios() -> None:

@@ -17,8 +17,8 @@
 #include "csrc/ops/common/check.h"
 #include "csrc/ops/common/recorder.h"
 #include "csrc/ops/decode/decode_step.h"
+#include "csrc/ops/decode/fast_path.h"
 #include "csrc/ops/decode/flash_decode.h"
-#include "csrc/ops/decode/plain.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/ops/indexer/index_scores.h"
 #include "csrc/ops/indexer/schema.h"
@@ -167,10 +167,10 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CompositeExplicitAutograd, m) { OPS(IMPLEM
 STABLE_TORCH_LIBRARY_IMPL(metal_attn_simulator, CPU, m) { OPS(IMPLEMENT_SIMULATOR); }
 
 // The ops of few arguments, which our functions call. Their CPU kernels are in
-// torch_metal_attn/ops/plain.py.
-STABLE_TORCH_LIBRARY(metal_attn_plain, m) { define_plain(m); }
+// torch_metal_attn/ops/fast_path.py.
+STABLE_TORCH_LIBRARY(metal_attn_fast, m) { define_fast_path(m); }
 
 #ifdef __APPLE__
 STABLE_TORCH_LIBRARY_IMPL(metal_attn, MPS, m) { OPS(IMPLEMENT_MPS); }
-STABLE_TORCH_LIBRARY_IMPL(metal_attn_plain, MPS, m) { Plain<mps_backend>::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(metal_attn_fast, MPS, m) { FastPath<mps_backend>::implement(m); }
 #endif

@@ -29,7 +29,7 @@ METAL_FUNC void rotate_queries(device ELEMENT* q, thread const AppendBuffers& bu
     device ELEMENT* q_token = q + batch * rope.q_strides.batch + token * rope.q_strides.row;
     PairAngles angles;
     angles.load(buffers.cos_table, buffers.sin_table, 0,
-                first_row + (params.q_advances != 0 ? token : 0), pair, rope);
+                first_row + (params.rotate_q_by_token != 0 ? token : 0), pair, rope);
     UNROLL
     for (short h = 0; h < HEADS; h++) {
       const int head = first_head + h;

@@ -28,11 +28,12 @@ constant constexpr float LOWEST_LSE = -2e38f;
 // The saved log-sum-exp in base 2, or +inf, which makes weights 0, for a row that sees no key. The
 // same for rows of the lowest float, which some masks use instead of -inf: one float cannot hold
 // both their score and how many keys share the weight.
-METAL_FUNC float weight_origin(float lse) { return lse < LOWEST_LSE ? INFINITY : lse * M_LOG2E_F; }
+METAL_FUNC float lse_to_log2(float lse) { return lse < LOWEST_LSE ? INFINITY : lse * M_LOG2E_F; }
 
-// exp(score - lse) over exp2(score - origin): what the rounding of the origin makes of a weight.
-METAL_FUNC float origin_correction(float lse, float origin) {
-  return fma(-M_LN2_F, rounded_off(lse, origin), 1.0f);
+// exp(score - lse) over exp2(score - lse_log2): what the rounding of the lse_log2 makes of a
+// weight.
+METAL_FUNC float lse_log2_correction(float lse, float lse_log2) {
+  return fma(-M_LN2_F, rounded_off(lse, lse_log2), 1.0f);
 }
 
 // Saved statistics of the queries of one (sequence, head).
@@ -44,11 +45,11 @@ struct QueryStatistics {
 
   METAL_FUNC float lse_of(int query) const thread { return lse[first + query]; }
   METAL_FUNC float delta_of(int query) const thread { return delta[first + query]; }
-  METAL_FUNC float origin(int query) const thread { return weight_origin(lse_of(query)); }
+  METAL_FUNC float lse_log2(int query) const thread { return lse_to_log2(lse_of(query)); }
 
-  // By what weights exp2(score - origin) are multiplied, so that a row's add up to 1.
+  // By what weights exp2(score - lse_log2) are multiplied, so that a row's add up to 1.
   METAL_FUNC float weight_factor(int query) const thread {
-    return normalisers[first + query] * origin_correction(lse_of(query), origin(query));
+    return normalisers[first + query] * lse_log2_correction(lse_of(query), lse_log2(query));
   }
 };
 

@@ -59,8 +59,9 @@ METAL_FUNC bool loads_fragment(short n, int key_simdgroup) {
 }
 
 // Gives each SIMD group the fragments of q that others have loaded.
-METAL_FUNC void share(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* pairs,
-                      int key_simdgroup, ushort lane) {
+METAL_FUNC void exchange_query_fragments(thread QueryTile& q_tile,
+                                         threadgroup Fragment<ELEMENT>* pairs, int key_simdgroup,
+                                         ushort lane) {
   if (KEY_SIMDGROUPS == 1) {
     return;
   }
@@ -254,8 +255,8 @@ METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEM
       other.reset(first_row + i * FRAGMENT + own.column + e, all_rows, kv_head, params.problem);
       Queries queries = inputs.queries(batch, other.head, sequence, params.problem);
       if (APPEND && Q_ROTARY) {
-        queries.rotary.start_at(first_rotary, params.q_advances != 0);
-        if (TREE && params.q_advances != 0) {
+        queries.rotary.start_at(first_rotary, params.rotate_q_by_token != 0);
+        if (TREE && params.rotate_q_by_token != 0) {
           // The query's number will be added to the row, and its depth is what counts.
           const int depth = max(tree.depth_of(other.query), 0);
           queries.rotary.start_at(depth - other.query, true);
@@ -283,5 +284,5 @@ METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEM
       }
     }
   }
-  share(q_tile, pairs, own.key_simdgroup, own.lane);
+  exchange_query_fragments(q_tile, pairs, own.key_simdgroup, own.lane);
 }

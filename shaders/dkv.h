@@ -86,10 +86,10 @@ struct DkvKeys {
   METAL_FUNC void find_seen() thread {
     const int end = first_key + SIMDGROUP_ROWS;
     const bool none = first_key > last() || end <= sequence.first_key;
-    seen.by_any.begin = visible.queries_of(max(first_key, sequence.first_key)).begin;
-    seen.by_any.end = none ? 0 : visible.queries_of(min(end - 1, last())).end;
-    seen.by_all.begin = visible.queries_of(end - 1).begin;
-    seen.by_all.end = visible.queries_of(first_key).end;
+    seen.union_range.begin = visible.queries_of(max(first_key, sequence.first_key)).begin;
+    seen.union_range.end = none ? 0 : visible.queries_of(min(end - 1, last())).end;
+    seen.intersection_range.begin = visible.queries_of(end - 1).begin;
+    seen.intersection_range.end = visible.queries_of(first_key).end;
   }
 
   // The queries that see any of the threadgroup's keys, or of which lists may have some.
@@ -112,7 +112,7 @@ struct DkvKeys {
       return;
     }
     visible.apply<true>(scores, lane_key, lane_query);
-    if (FLEX_SLOPED) {
+    if (FLEX_DERIVATIVES) {
       // It may be infinite at the score 0 of queries that do not exist.
       visible.apply<true>(slopes, lane_key, lane_query, 0.0f);
     }
@@ -144,17 +144,17 @@ struct DkvKeys {
   }
 };
 
-// Scores become weights. Statistics: origin, weight_factor and delta of the two queries that a lane
-// has in column fragment j.
+// Scores become weights. Statistics: lse_log2, weight_factor and delta of the two queries that a
+// lane has in column fragment j.
 template <int ROWS, int COLUMNS, typename Statistics>
 METAL_FUNC void exponentiate(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                              thread const Statistics& statistics) {
   UNROLL
   for (short j = 0; j < COLUMNS; j++) {
-    const Fragment<float> origin = statistics.origin(j);
+    const Fragment<float> lse_log2 = statistics.lse_log2(j);
     UNROLL
     for (short i = 0; i < ROWS; i++) {
-      scores.fragments[i][j] = fast::exp2(scores.fragments[i][j] - origin);
+      scores.fragments[i][j] = fast::exp2(scores.fragments[i][j] - lse_log2);
     }
     if (NORMALISED) {
       const Fragment<float> factor = statistics.weight_factor(j);

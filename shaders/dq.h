@@ -111,7 +111,7 @@ struct DqQueries {
       return;
     }
     visible.apply<false>(scores, first_query, block + column);
-    if (FLEX_SLOPED) {
+    if (FLEX_DERIVATIVES) {
       // It may be infinite at the score 0 of keys that do not exist.
       visible.apply<false>(slopes, first_query, block + column, 0.0f);
     }
@@ -124,7 +124,7 @@ struct DqQueries {
 
 // The statistics of a lane's rows, and with EXACT_DELTA sums over their keys.
 struct DqRows {
-  float origins[ROW_FRAGMENTS];
+  float lse_log2s[ROW_FRAGMENTS];
   float deltas[ROW_FRAGMENTS];  // in the second pass the error of delta
   RowSums sums[ROW_FRAGMENTS];
   float weight_factors[ROW_FRAGMENTS];  // NORMALISED
@@ -132,7 +132,7 @@ struct DqRows {
   METAL_FUNC void load(thread const DqQueries& queries) thread {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      origins[i] = queries.statistics.origin(queries.query(i));
+      lse_log2s[i] = queries.statistics.lse_log2(queries.query(i));
       deltas[i] = queries.statistics.delta_of(queries.query(i));
       sums[i].reset();
       weight_factors[i] = 1.0f;
@@ -147,7 +147,7 @@ struct DqRows {
       Fragment<float> block_weights = Fragment<float>(0.0f, 0.0f);
       UNROLL
       for (short j = 0; j < KEY_FRAGMENTS; j++) {
-        const Fragment<float> weight = fast::exp2(scores.fragments[i][j] - origins[i]);
+        const Fragment<float> weight = fast::exp2(scores.fragments[i][j] - lse_log2s[i]);
         gradients.fragments[i][j] = weight * (gradients.fragments[i][j] - deltas[i]);
         if (NORMALISED) {
           block_weights += weight;
@@ -168,8 +168,8 @@ struct DqRows {
       const int query = queries.query(i);
       const float dlse =
           DLSE ? queries.dlse[queries.first_dlse + Offset(query) * queries.dlse_stride] : 0.0f;
-      const RowError error =
-          sums[i].merge_lanes(queries.statistics.lse_of(query), origins[i], deltas[i], sink, dlse);
+      const RowError error = sums[i].merge_lanes(queries.statistics.lse_of(query), lse_log2s[i],
+                                                 deltas[i], sink, dlse);
       weight_factors[i] = error.factor;
       shows = shows || fabs(error.of_delta) > TOLERATED * sums[i].sizes;
       if (writes && queries.exists(i)) {

@@ -67,7 +67,7 @@
 
 // Whether score_mod has another slope than 1.
 #ifdef FLEX_SLOPE
-#define FLEX_SLOPED 1
+#define FLEX_DERIVATIVES 1
 #endif
 
 #define FEATURE(name) \
@@ -85,10 +85,10 @@ FEATURE(MASK)
 FEATURE(MASK_PAIRS)
 FEATURE(MASK_BLOCKS)
 // Scores and weights.
-FEATURE(FLEX_SLOPED)
+FEATURE(FLEX_DERIVATIVES)
 FEATURE(SOFTCAP)
 // The options by which d score / d product is not constant: the backward multiplies by it.
-constant constexpr bool SCORE_SLOPES = SOFTCAP || FLEX_SLOPED;
+constant constexpr bool SCORE_DERIVATIVES = SOFTCAP || FLEX_DERIVATIVES;
 FEATURE(ALIBI)
 FEATURE(BIAS)
 FEATURE(BIAS_PAIRS)
@@ -128,6 +128,6 @@ FEATURE(DLSE)
 FEATURE(EXACT_DELTA)
 FEATURE(NORMALISED)
 FEATURE(TILES_SHARED)  // two tiles of wide rows have one place, one after the other
-FEATURE(SLOPES)
+FEATURE(ALIBI_SLOPE_GRADIENT)
 FEATURE(QUERIES_OWNED)
 FEATURE(PLACES_DIFFER)

@@ -11,8 +11,8 @@
 
 // The specialisation: as flash_fwd's, with ROWS_IN_REGISTERS for q and dout alike;
 // QUERIES_SHARED and KEYS_SHARED, whether all queries or keys share one element; DBIAS_ELEMENT;
-// DBIAS_PAIRS, whether columns 2i and 2i + 1 of the result are one aligned vector; and SLOPES for
-// the gradient of ALiBi's slopes; NORMALISED, as flash_bwd_dkv's.
+// DBIAS_PAIRS, whether columns 2i and 2i + 1 of the result are one aligned vector; and
+// ALIBI_SLOPE_GRADIENT for the gradient of ALiBi's slopes; NORMALISED, as flash_bwd_dkv's.
 constant constexpr int COLUMN_SUMS = SIMDGROUPS * BLOCK_K;
 constant constexpr int COLUMN_SUMS_BYTES = COLUMN_SUMS * sizeof(float);
 
@@ -309,7 +309,7 @@ struct DbiasTile {
       for (short j = 0; j < KEY_FRAGMENTS; j++) {
         const Fragment<float> score = scores.fragments[i][j];
         Fragment<float> gradient = queries.differentiate(i, score, gradients.fragments[i][j]);
-        if (SLOPES) {
+        if (ALIBI_SLOPE_GRADIENT) {
           const float distance = float(rules.distance - block) + float((i - j) * FRAGMENT);
           gradient *= -Fragment<float>(fabs(distance), fabs(distance - 1.0f));
         }

@@ -29,9 +29,9 @@ constant constexpr int Q_PAIRS_BYTES =
 // SIMD groups that share rows read the rows of q and dout out of pairs. Others read more of them,
 // which are staged a second time.
 constant constexpr int Q_ROWS_BYTES =
-    ROWS_STAGED ? BLOCK_Q * padded(DK_SLICE) * sizeof(ELEMENT) : 0;
+    ROW_COPY_STAGED ? BLOCK_Q * padded(DK_SLICE) * sizeof(ELEMENT) : 0;
 constant constexpr int DOUT_ROWS_BYTES =
-    ROWS_STAGED ? BLOCK_Q * padded(DV_SLICE) * sizeof(ELEMENT) : 0;
+    ROW_COPY_STAGED ? BLOCK_Q * padded(DV_SLICE) * sizeof(ELEMENT) : 0;
 constant constexpr int STATISTICS_BYTES = (NORMALISED ? 3 : 2) * BLOCK_Q * sizeof(float);
 
 static_assert(Q_PAIRS_BYTES + apart(DOUT_PAIRS_BYTES) + Q_ROWS_BYTES + DOUT_ROWS_BYTES +
@@ -46,7 +46,7 @@ using ValueTile = OwnRows<Values, V_COLUMNS, OWN_ROW_FRAGMENTS>;
 
 // A block's queries, in threadgroup memory.
 struct BlockStatistics {
-  threadgroup float* origins;
+  threadgroup float* lse_log2s;
   threadgroup float* deltas;
   threadgroup float* weight_factors;  // NORMALISED
   int lane_query;                     // of the block: of the lane's column fragment 0
@@ -58,7 +58,7 @@ struct BlockStatistics {
     }
     const int query = block + thread_index;
     const bool exists = query < q_length;
-    origins[thread_index] = exists ? statistics.origin(query) : INFINITY;
+    lse_log2s[thread_index] = exists ? statistics.lse_log2(query) : INFINITY;
     deltas[thread_index] = exists ? statistics.delta_of(query) : 0.0f;
     if (NORMALISED) {
       weight_factors[thread_index] = exists ? statistics.weight_factor(query) : 1.0f;
@@ -70,7 +70,7 @@ struct BlockStatistics {
     return Fragment<float>(values[query], values[query + 1]);
   }
 
-  METAL_FUNC Fragment<float> origin(short j) const thread { return pair(origins, j); }
+  METAL_FUNC Fragment<float> lse_log2(short j) const thread { return pair(lse_log2s, j); }
   METAL_FUNC Fragment<float> delta(short j) const thread { return pair(deltas, j); }
   METAL_FUNC Fragment<float> weight_factor(short j) const thread { return pair(weight_factors, j); }
 };
@@ -87,9 +87,9 @@ struct BlockStatistics {
   UNLESS(TILES_SHARED, threadgroup uint4 dout_pairs[DOUT_PAIRS_BYTES / sizeof(uint4)];)
   WHEN(TILES_SHARED, threadgroup uint4* const dout_pairs = q_pairs;)
   // [BLOCK_Q, DK_SLICE] and [BLOCK_Q, DV_SLICE]
-  THREADGROUP_ARRAY(ROWS_STAGED, uint4, q_rows, Q_ROWS_BYTES / sizeof(uint4))
-  THREADGROUP_ARRAY(ROWS_STAGED, uint4, dout_rows, DOUT_ROWS_BYTES / sizeof(uint4))
-  threadgroup float origins[BLOCK_Q];
+  THREADGROUP_ARRAY(ROW_COPY_STAGED, uint4, q_rows, Q_ROWS_BYTES / sizeof(uint4))
+  THREADGROUP_ARRAY(ROW_COPY_STAGED, uint4, dout_rows, DOUT_ROWS_BYTES / sizeof(uint4))
+  threadgroup float lse_log2s[BLOCK_Q];
   threadgroup float deltas[BLOCK_Q];
   THREADGROUP_ARRAY(ROWS_IN_THREADGROUP, uint4, k_chunks, SIMDGROUPS / QUERY_PARTS * KeyTile::SIZE)
   THREADGROUP_ARRAY(ROWS_IN_THREADGROUP, uint4, v_chunks,
@@ -135,7 +135,7 @@ struct BlockStatistics {
   const threadgroup Pair* dout_rows_lane = lane_of_rows<ELEMENT, DV_SLICE>(dout_rows, row, column);
 #endif
   BlockStatistics block_statistics;
-  block_statistics.origins = origins;
+  block_statistics.lse_log2s = lse_log2s;
   block_statistics.deltas = deltas;
   block_statistics.weight_factors = weight_factors;
   block_statistics.lane_query = part_query + column;
@@ -183,7 +183,7 @@ struct BlockStatistics {
         stage_pairs<ELEMENT, BLOCK_Q, V_COLUMNS, THREADS, true>(dout_pairs, out_gradients, block, 0,
                                                                 sequence.q_length, thread_index);
       }
-      if (ROWS_STAGED) {
+      if (ROW_COPY_STAGED) {
         stage_rows<ELEMENT, BLOCK_Q, DK_SLICE, THREADS, HEAD_DIM_QK, SLICES>(
             q_rows, queries, block, 0, sequence.q_length, keys.slice * DK_SLICE, thread_index);
         stage_rows<ELEMENT, BLOCK_Q, DV_SLICE, THREADS, HEAD_DIM_V, SLICES>(
@@ -224,7 +224,7 @@ struct BlockStatistics {
         multiply_transposed<ELEMENT, V_COLUMNS>(gradients, v_tile, dout_lane);
         dropout.apply(gradients, kept);
         differentiate(gradients, weights, block_statistics);
-        if (SCORE_SLOPES) {
+        if (SCORE_DERIVATIVES) {
           gradients.multiply(slopes);
         }
 #if COLUMNS_SPLIT

@@ -26,7 +26,7 @@ using ValueTile = QueryRows<ELEMENT, Values, HEAD_DIM_V, ROWS_IN_REGISTERS>;
 
 // A block's queries. Each lane reads one's, and gets those of its columns from others.
 struct BlockStatistics {
-  float own_origin;
+  float own_lse_log2;
   float own_delta;
   float own_weight_factor;  // NORMALISED
   ushort column;
@@ -34,15 +34,15 @@ struct BlockStatistics {
   METAL_FUNC void load(thread const QueryStatistics& statistics, int block, int q_length,
                        ushort lane) thread {
     const int query = min(block + int(lane), q_length - 1);
-    own_origin = statistics.origin(query);
+    own_lse_log2 = statistics.lse_log2(query);
     own_delta = statistics.delta_of(query);
     if (NORMALISED) {
       own_weight_factor = statistics.weight_factor(query);
     }
   }
 
-  METAL_FUNC Fragment<float> origin(short j) const thread {
-    return columns_of(own_origin, column + column_offset(j));
+  METAL_FUNC Fragment<float> lse_log2(short j) const thread {
+    return columns_of(own_lse_log2, column + column_offset(j));
   }
 
   METAL_FUNC Fragment<float> delta(short j) const thread {
@@ -159,7 +159,7 @@ struct BlockStatistics {
       const uint kept = dropout.kept<true, TENSOR_ROWS, SPAN_FRAGMENTS>(lane_key, lane_query);
       dropout.apply(gradients, kept);
       differentiate(gradients, weights, block_statistics);
-      if (SCORE_SLOPES) {
+      if (SCORE_DERIVATIVES) {
         gradients.multiply(slopes);
       }
       dropout.apply(weights, kept);

@@ -168,7 +168,7 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
         gradients.fill(0.0f);
       }
       rows.differentiate(gradients, scores);
-      if (SCORE_SLOPES) {
+      if (SCORE_DERIVATIVES) {
         gradients.multiply(slopes);
       }
       accumulate<ELEMENT, DQ_SLICE, OWN_DQ_COLUMNS>(dq_tile, gradients, k_rows_lane);

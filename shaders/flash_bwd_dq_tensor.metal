@@ -120,7 +120,7 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
         gradients.fill(0.0f);
       }
       rows.differentiate(gradients, scores);
-      if (SCORE_SLOPES) {
+      if (SCORE_DERIVATIVES) {
         gradients.multiply(slopes);
       }
       round_to_cut(gradients);

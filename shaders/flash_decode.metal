@@ -111,7 +111,8 @@ METAL_FUNC void fill_rows(thread const SplitResult& result, thread const FlashIn
   if (APPEND && Q_ROTARY) {
     first_rotary =
         int64_t(old_length) - (params.append.rotary_from_leftpad != 0 ? sequence.first_key : 0);
-    const int rotary_rows = params.q_advances != 0 ? sequence.q_length : min(sequence.q_length, 1);
+    const int rotary_rows =
+        params.rotate_q_by_token != 0 ? sequence.q_length : min(sequence.q_length, 1);
     sequence.impossible = sequence.impossible || first_rotary < 0 ||
                           first_rotary + rotary_rows > params.append.table_rows;
   }

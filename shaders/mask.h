@@ -112,33 +112,33 @@ struct Visibility {
 
 // The keys that queries of one SIMD group see, or the queries that see its keys.
 struct SeenRows {
-  Range by_any;
-  Range by_all;
+  Range union_range;
+  Range intersection_range;
 
   // Of queries [first, first + count), those up to last_query.
   METAL_FUNC void reset(thread const Visibility& visible, int first, int count,
                         int last_query) thread {
     const Range of_first = visible.keys_of(first);
     const Range of_last = visible.keys_of(min(first + count - 1, last_query));
-    by_any.begin = of_first.begin;
-    by_any.end = first > last_query ? 0 : of_last.end;
-    by_all.begin = of_last.begin;
-    by_all.end = of_first.end;
+    union_range.begin = of_first.begin;
+    union_range.end = first > last_query ? 0 : of_last.end;
+    intersection_range.begin = of_last.begin;
+    intersection_range.end = of_first.end;
   }
 
   // Whether any row sees any of the rows [block, block + count) of the other side.
   METAL_FUNC bool any_in(int block, int count) const thread {
-    return block < by_any.end && block + count > by_any.begin;
+    return block < union_range.end && block + count > union_range.begin;
   }
 
   // Whether any of these keys is hidden from any query. `if (hides_in())` takes up to 11 registers
   // fewer than `if (!all_in())` in flash_fwd.
   METAL_FUNC bool hides_in(int block, int count) const thread {
-    return block < by_all.begin || block + count > by_all.end;
+    return block < intersection_range.begin || block + count > intersection_range.end;
   }
 
   // Whether all rows see all of these.
   METAL_FUNC bool all_in(int block, int count) const thread {
-    return block >= by_all.begin && block + count <= by_all.end;
+    return block >= intersection_range.begin && block + count <= intersection_range.end;
   }
 };

@@ -413,7 +413,7 @@ struct FlashDecodeParams {
   int32_t list_groups;        // of one list of keys; without lists, all of them
   int32_t list_rows;          // queries of a KV head's heads that have one list (INDICES)
   AppendParams append;        // APPEND
-  int32_t q_advances;         // query i is rotated by i rows more than query 0 (APPEND)
+  int32_t rotate_q_by_token;  // query i is rotated by i rows more than query 0 (APPEND)
 };
 
 // [[buffer(i)]] slots of append_kv. From K_SCALE on, a slot is bound if its define is on.
@@ -441,9 +441,9 @@ struct AppendKvParams {
   AppendParams append;
   RopeParams q;
   int32_t kv_heads;
-  int32_t block_rows;    // new rows of a threadgroup
-  int32_t block_tokens;  // and of q
-  int32_t q_advances;    // token i of q is rotated by i rows more than token 0
+  int32_t block_rows;         // new rows of a threadgroup
+  int32_t block_tokens;       // and of q
+  int32_t rotate_q_by_token;  // token i of q is rotated by i rows more than token 0
 };
 
 // [[buffer(i)]] slots of index_scores.

@@ -7,8 +7,8 @@
 
 // result += left right^T over the columns of fragments [first, last); `right` is staged as pairs of
 // T.
-template <typename T, int COLUMNS, int ROWS, int OTHERS, typename Left>
-METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, OTHERS>& result,
+template <typename T, int COLUMNS, int ROWS, int COLUMN_FRAGMENTS, typename Left>
+METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, COLUMN_FRAGMENTS>& result,
                                thread const Left& left, const threadgroup Fragment<T>* right_lane,
                                short first, short last) {
   UNROLL
@@ -19,7 +19,7 @@ METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, OTHERS>& result,
       left_fragment[i] = left.fragment_at(i, d);
     }
     UNROLL
-    for (short j = 0; j < OTHERS; j++) {
+    for (short j = 0; j < COLUMN_FRAGMENTS; j++) {
       const Fragment<T> right_fragment = transposed_fragment<T, COLUMNS>(right_lane, d, j);
       UNROLL
       for (short i = 0; i < ROWS; i++) {
@@ -29,10 +29,11 @@ METAL_FUNC void multiply_chain(thread RegisterTile<float, ROWS, OTHERS>& result,
   }
 }
 
-// result = left right^T, [ROWS * 8, OTHERS * 8], dot products over PART columns of rows of COLUMNS,
-// both multiples of 8.
-template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int OTHERS, typename Left>
-METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, OTHERS>& result,
+// result = left right^T, [ROWS * 8, COLUMN_FRAGMENTS * 8], dot products over PART columns of rows
+// of COLUMNS, both multiples of 8.
+template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int COLUMN_FRAGMENTS,
+          typename Left>
+METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, COLUMN_FRAGMENTS>& result,
                                     thread const Left& left,
                                     const threadgroup Fragment<T>* right_lane) {
   constexpr short FRAGMENTS = PART / FRAGMENT;
@@ -41,7 +42,7 @@ METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, OTHERS>& re
   multiply_chain<T, COLUMNS>(result, left, right_lane, 0, FRAGMENTS < CHAIN ? FRAGMENTS : CHAIN);
   UNROLL
   for (short first = CHAIN; first < FRAGMENTS; first += CHAIN) {
-    RegisterTile<float, ROWS, OTHERS> chain;
+    RegisterTile<float, ROWS, COLUMN_FRAGMENTS> chain;
     chain.fill(0.0f);
     multiply_chain<T, COLUMNS>(chain, left, right_lane, first,
                                min(FRAGMENTS, short(first + CHAIN)));
@@ -53,17 +54,18 @@ METAL_FUNC void multiply_transposed(thread RegisterTile<float, ROWS, OTHERS>& re
 // `row_fragment` reads them. corrections[i] is the factor of the lane's row in row fragment i. A
 // block's products are summed separately first, so the rounding error grows with the number of
 // blocks, not of rows.
-template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int OTHERS, typename Rows>
+template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int COLUMN_FRAGMENTS,
+          typename Rows>
 METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, PART / FRAGMENT>& sum,
                            thread const float* corrections,
-                           thread const RegisterTile<float, ROWS, OTHERS>& weights,
+                           thread const RegisterTile<float, ROWS, COLUMN_FRAGMENTS>& weights,
                            Rows rows_lane) {
   UNROLL
   for (short d = 0; d < PART / FRAGMENT; d++) {
     RegisterTile<float, ROWS, 1> block;
     block.fill(0.0f);
     UNROLL
-    for (short j = 0; j < OTHERS; j++) {
+    for (short j = 0; j < COLUMN_FRAGMENTS; j++) {
       const Fragment<T> row = row_fragment<T, COLUMNS>(rows_lane, j, d);
       UNROLL
       for (short i = 0; i < ROWS; i++) {
@@ -78,9 +80,10 @@ METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, PART / FRAGMENT>& su
 }
 
 // sum += weights rows.
-template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int OTHERS, typename Rows>
+template <typename T, int COLUMNS, int PART = COLUMNS, int ROWS, int COLUMN_FRAGMENTS,
+          typename Rows>
 METAL_FUNC void accumulate(thread RegisterTile<float, ROWS, PART / FRAGMENT>& sum,
-                           thread const RegisterTile<float, ROWS, OTHERS>& weights,
+                           thread const RegisterTile<float, ROWS, COLUMN_FRAGMENTS>& weights,
                            Rows rows_lane) {
   float corrections[ROWS];
   UNROLL

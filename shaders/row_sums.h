@@ -47,7 +47,7 @@ struct RowSums {
   }
 
   // Of the whole row. sink: the logit. dlse: the gradient of the log-sum-exp.
-  METAL_FUNC RowError merge_lanes(float row_lse, float origin, float row_delta, float sink,
+  METAL_FUNC RowError merge_lanes(float row_lse, float lse_log2, float row_delta, float sink,
                                   float dlse) thread {
     RowError error;
     error.normaliser = 1.0f;
@@ -55,12 +55,12 @@ struct RowSums {
     sizes = fragment_row_sum(sizes);
     float sum = fragment_row_sum(gradients);
     if (NORMALISED) {
-      const float correction = origin_correction(row_lse, origin);
+      const float correction = lse_log2_correction(row_lse, lse_log2);
       float row_sum = fragment_row_sum(weights) * correction;
       sum *= correction;
       if (SINK) {
         const float sink_weight =
-            origin == INFINITY ? 0.0f : fast::exp2((sink - row_lse) * M_LOG2E_F);
+            lse_log2 == INFINITY ? 0.0f : fast::exp2((sink - row_lse) * M_LOG2E_F);
         sum -= sink_weight * row_delta;
         row_sum += sink_weight;
       }
@@ -69,7 +69,7 @@ struct RowSums {
       sum *= error.normaliser;
     }
     // A row without a key has no weights.
-    error.of_delta = origin == INFINITY ? 0.0f : sum - dlse;
+    error.of_delta = lse_log2 == INFINITY ? 0.0f : sum - dlse;
     return error;
   }
 };

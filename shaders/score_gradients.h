@@ -28,7 +28,7 @@ METAL_FUNC int taken(thread int64_t& index, int size) {
 struct OwnQueries {
   QueryTile q_tile;        // [ROW_FRAGMENTS * 8, D]
   GradientTile dout_tile;  // [ROW_FRAGMENTS * 8, Dv]
-  float origins[ROW_FRAGMENTS];
+  float lse_log2s[ROW_FRAGMENTS];
   float deltas[ROW_FRAGMENTS];
   float weight_factors[ROW_FRAGMENTS];  // NORMALISED
 
@@ -47,7 +47,7 @@ struct OwnQueries {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       const int query = existing_row(lane_query, i, last_query);
-      origins[i] = statistics.origin(query);
+      lse_log2s[i] = statistics.lse_log2(query);
       deltas[i] = statistics.delta_of(query);
       if (NORMALISED) {
         weight_factors[i] = statistics.weight_factor(query);
@@ -58,7 +58,7 @@ struct OwnQueries {
   // d loss / d score, from d loss / d weight.
   METAL_FUNC Fragment<float> differentiate(short i, Fragment<float> score,
                                            Fragment<float> weight_gradient) const thread {
-    Fragment<float> weight = fast::exp2(score - origins[i]);
+    Fragment<float> weight = fast::exp2(score - lse_log2s[i]);
     if (NORMALISED) {
       weight *= weight_factors[i];
     }

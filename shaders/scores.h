@@ -141,13 +141,13 @@ struct ScoreRules {
     apply_bias_and_mask(scores, first_column, masked);
   }
 
-  // The same, and with SCORE_SLOPES `slopes` is d score / d product, but for the scale.
+  // The same, and with SCORE_DERIVATIVES `slopes` is d score / d product, but for the scale.
   template <int COLUMNS, typename Inputs>
   METAL_FUNC void value_and_slope(thread RegisterTile<float, ROWS, COLUMNS>& scores,
                                   thread RegisterTile<float, ROWS, COLUMNS>& slopes,
                                   int first_column, bool masked, thread const Inputs&,
                                   constant FlashParams& params) const thread {
-    transform<SCORE_SLOPES>(scores, slopes, params);
+    transform<SCORE_DERIVATIVES>(scores, slopes, params);
     apply_bias_and_mask(scores, first_column, masked);
   }
 

@@ -17,14 +17,14 @@ from typing_extensions import Unpack
 
 from torch_metal_attn.call.arguments import (
     Window,
+    as_bool,
+    as_int,
     check_one_dtype,
     check_packed,
     check_rank,
     check_tensors,
     first_options,
-    flag,
     only_given,
-    whole,
     window,
 )
 from torch_metal_attn.call.autocast import autocast
@@ -36,10 +36,10 @@ from torch_metal_attn.call.options import (
     op_options,
     options_of,
 )
-from torch_metal_attn.ops import plain
+from torch_metal_attn.ops import fast_path
 from torch_metal_attn.ops.attention_weights import dense_weights, varlen_weights
+from torch_metal_attn.ops.fast_path import call_bhld
 from torch_metal_attn.ops.names import ArgumentNames
-from torch_metal_attn.ops.plain import heads_second
 
 FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 
@@ -48,7 +48,7 @@ _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _FLASH_VARLEN_FWD = torch.ops.metal_attn.flash_varlen_fwd.default
 
 # What errors call the arguments. The ops' tensors are (B, H, L, D).
-_NAMES = ArgumentNames(heads_third=True)
+_NAMES = ArgumentNames(blhd=True)
 _QKV_NAMES = ArgumentNames({name: f"qkv[:, :, {i}]" for i, name in enumerate("qkv")})
 _KV_NAMES = ArgumentNames({"k": "kv[:, :, 0]", "v": "kv[:, :, 1]"})
 _VARLEN_QKV_NAMES = ArgumentNames(
@@ -119,12 +119,12 @@ def flash_attn_func(
         and dropout_p == 0.0
         and type(softcap) is float
         and softcap == 0.0
-        and plain.applies(q, k, v)
+        and fast_path.is_usable(q, k, v)
     ):
         try:
-            return plain.flash_attn(q, k, v, *first_options(softmax_scale, causal, window_size))
+            return fast_path.flash_attn(q, k, v, *first_options(softmax_scale, causal, window_size))
         except Exception as error:
-            if not plain.refused(error):
+            if not fast_path.refused(error):
                 raise
     if newer:
         check_newer("flash_attn_func", newer)
@@ -132,13 +132,13 @@ def flash_attn_func(
     check_rank("k", k, "(B, L, H, D)")
     check_rank("v", v, "(B, L, H, D)")
     if deterministic is not False:
-        flag("deterministic", deterministic)
+        as_bool("deterministic", deterministic)
     q, k, v = autocast(q, k, v)
     check_one_dtype(q, k, v)
     score = {"softcap": softcap, "alibi_slopes": alibi_slopes, **newer}
     options = op_options(q, dropout_p, softmax_scale, causal, window(window_size), score)
-    out, softmax_lse = _NAMES.run(heads_second, (_FLASH_FWD, q, k, v), options)
-    if return_attn_probs is False or not flag("return_attn_probs", return_attn_probs):
+    out, softmax_lse = _NAMES.run(call_bhld, (_FLASH_FWD, q, k, v), options)
+    if return_attn_probs is False or not as_bool("return_attn_probs", return_attn_probs):
         return out
     return out, softmax_lse, dense_weights(q, k, options)
 
@@ -229,7 +229,7 @@ def flash_attn_varlen_func(
         check_rank(name, tensor, layout)
     check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if deterministic is not False:
-        flag("deterministic", deterministic)
+        as_bool("deterministic", deterministic)
     q, k, v = autocast(q, k, v)
     if block_table is None:
         check_one_dtype(q, k, v)
@@ -244,11 +244,11 @@ def flash_attn_varlen_func(
         v,
         cu_seqlens_q,
         cu_seqlens_k,
-        whole("max_seqlen_q", max_seqlen_q),
-        whole("max_seqlen_k", max_seqlen_k),
+        as_int("max_seqlen_q", max_seqlen_q),
+        as_int("max_seqlen_k", max_seqlen_k),
     )
     out, softmax_lse = _NAMES.run(_FLASH_VARLEN_FWD, arguments, options)
-    if return_attn_probs is False or not flag("return_attn_probs", return_attn_probs):
+    if return_attn_probs is False or not as_bool("return_attn_probs", return_attn_probs):
         return out
     return out, softmax_lse, varlen_weights(q, k, *arguments[3:], options)
 
@@ -292,7 +292,7 @@ def flash_attn_varlen_qkvpacked_func(
     check_newer("flash_attn_varlen_qkvpacked_func", options)
     check_packed("qkv", qkv, "(T, 3, H, D)")
     check_tensors(cu_seqlens=cu_seqlens)
-    max_seqlen = whole("max_seqlen", max_seqlen)
+    max_seqlen = as_int("max_seqlen", max_seqlen)
     packing = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     operands = (qkv[:, 0], qkv[:, 1], qkv[:, 2], *packing)
     return _of_parts(flash_attn_varlen_func, _VARLEN_QKV_NAMES, (*operands, *positional), options)

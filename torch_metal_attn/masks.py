@@ -11,7 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import INT32_MAX, check_integers, natural, on_host, whole
+from torch_metal_attn.call.arguments import (
+    INT32_MAX,
+    as_int,
+    as_int_at_least,
+    check_integers,
+    on_host,
+)
 from torch_metal_attn.wording import value_text
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -47,12 +53,14 @@ class Mask:
 
 def causal(q_offset: int = 0) -> Mask:
     """Query i has the position i + q_offset, and sees keys up to it."""
-    return Mask(partial(_causal, whole("q_offset", q_offset)))
+    return Mask(partial(_causal, as_int("q_offset", q_offset)))
 
 
 def sliding_window(left: int, right: int = 0) -> Mask:
     """Keys from `left` before the query's position to `right` after it."""
-    return Mask(partial(_sliding_window, natural("left", left), natural("right", right)))
+    return Mask(
+        partial(_sliding_window, as_int_at_least("left", left), as_int_at_least("right", right))
+    )
 
 
 def prefix_lm(lengths: Tensor) -> Mask:
@@ -72,7 +80,7 @@ def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
     if bounds[0] != 0 or bounds != sorted(bounds):
         raise ValueError(f"cu_seqlens is {bounds}; it must begin with 0 and never decrease")
     ends, last = cu_seqlens[1:].long(), bounds[-1]
-    total = last if length is None else natural("length", length, last, INT32_MAX)
+    total = last if length is None else as_int_at_least("length", length, last, INT32_MAX)
     token = torch.arange(total, device=cu_seqlens.device)
     documents = torch.searchsorted(ends, token, right=True).int()
     return Mask(partial(_document, documents, last))
@@ -80,12 +88,12 @@ def document(cu_seqlens: Tensor, length: int | None = None) -> Mask:
 
 def chunked(size: int) -> Mask:
     """Queries see keys of their own chunk of `size`; `& causal()` is Llama 4's."""
-    return Mask(partial(_chunked, natural("size", size, 1)))
+    return Mask(partial(_chunked, as_int_at_least("size", size, 1)))
 
 
 def dilated(steps: int, dilation: int) -> Mask:
     """Keys at most `steps` multiples of `dilation` away, on both sides."""
-    steps, dilation = natural("steps", steps), natural("dilation", dilation, 1)
+    steps, dilation = as_int_at_least("steps", steps), as_int_at_least("dilation", dilation, 1)
     return Mask(partial(_dilated, steps, dilation))
 
 
@@ -121,7 +129,7 @@ def tree(parents: Tensor, context: int = 0) -> Mask:
     own, or -1 for a root. Read once, on the host.
     """
     check_integers("parents", parents, "(nodes)")
-    context = natural("context", context)
+    context = as_int_at_least("context", context)
     of_node = on_host("parents", parents)
     ancestors = torch.eye(len(of_node), dtype=torch.bool, device="cpu")
     for node, parent in enumerate(of_node):
@@ -204,7 +212,7 @@ def _tree(
 def _sizes(name: str, values: object) -> list[int]:
     if not isinstance(values, Sequence) or isinstance(values, str):
         raise TypeError(f"{name} is {value_text(values)}; it must be a sequence of ints")
-    return [natural(name, value, 1) for value in values]
+    return [as_int_at_least(name, value, 1) for value in values]
 
 
 def _check_function(name: str, value: object) -> None:

@@ -92,7 +92,7 @@ def check_columns(name: str, columns: int, format: str) -> None:
 
 def check_hadamard(size: int, columns: dict[str, int], name: str = "hadamard") -> int:
     """size, if it is 0 or a block that divides the columns; they are named in the error."""
-    size = arguments.whole(name, size)
+    size = arguments.as_int(name, size)
     if size not in (0, *HADAMARD):
         raise ValueError(f"{name} is {size}; it must be 0 (off), 32, 64 or 128")
     for of, count in columns.items():
@@ -314,7 +314,7 @@ def shared_columns(format: str) -> int:
 def sizes(format: str, head_dim: int) -> tuple[int, int]:
     """The last sizes of data and scale for D columns; fp8_e4m3 has no scale per row, so 0."""
     _check_format(format)
-    head_dim = arguments.natural("head_dim", head_dim)
+    head_dim = arguments.as_int_at_least("head_dim", head_dim)
     if format == "fp8_e4m3":
         return head_dim, 0
     check_columns("head_dim", head_dim, format)
@@ -414,7 +414,7 @@ def _has_float8(device: torch.device) -> bool:
 
 
 def _checked_dim(x: Tensor, dim: int) -> int:
-    dim = arguments.whole("heads_dim", dim)
+    dim = arguments.as_int("heads_dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(
             f"heads_dim is {dim} and the tensor has {count_text(x.dim(), 'dimension')}"

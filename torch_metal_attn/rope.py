@@ -21,13 +21,13 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import (
     INT32_MAX,
+    as_bool,
+    as_int,
+    as_int_at_least,
+    as_number,
+    as_positive,
     check_tensor,
-    flag,
-    natural,
-    number,
     on_device,
-    positive,
-    whole,
 )
 from torch_metal_attn.wording import value_text
 
@@ -52,7 +52,7 @@ def _wavelengths(dim: int, base: float, device: Any) -> Tensor:
     """base ** (2 i / dim): wavelengths in tokens, divided by 2 pi."""
     if type(dim) is not int or not 2 <= dim < 2**31 or dim % 2 != 0:
         raise ValueError(f"dim is {value_text(dim)}; it must be an even int in 2..{2**31 - 2}")
-    base = positive("base", base)
+    base = as_positive("base", base)
     device = None if device is None else on_device(device)
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim
     powers: Tensor = base**exponents
@@ -61,7 +61,7 @@ def _wavelengths(dim: int, base: float, device: Any) -> Tensor:
 
 def _seq_len(value: int | None) -> int:
     """The longest sequence, 0 if none is given."""
-    length: int = 0 if value is None else natural("seq_len", value, 0, INT32_MAX)
+    length: int = 0 if value is None else as_int_at_least("seq_len", value, 0, INT32_MAX)
     return length
 
 
@@ -79,7 +79,7 @@ def linear(dim: int, base: float = 10000.0, *, factor: float, device: Any = None
     Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation"
     (2023), equation 4.
     """
-    factor = positive("factor", factor)
+    factor = as_positive("factor", factor)
     return _inv_freq(dim, base, device) / factor, 1.0
 
 
@@ -89,14 +89,14 @@ def ntk_aware(dim: int, base: float = 10000.0, *, factor: float, device: Any = N
     This divides the lowest frequency by `factor` and keeps the highest. bloc97, "NTK-Aware
     Scaled RoPE" (Reddit, 2023); Peng et al., "YaRN" (2023), equation 16.
     """
-    factor = positive("factor", factor)
+    factor = as_positive("factor", factor)
     return _inv_freq(dim, _scaled_base(dim, base, factor), device), 1.0
 
 
 def _scaled_base(dim: int, base: float, factor: float) -> float:
     if not isinstance(dim, int) or dim <= 2:
         raise ValueError(f"dim is {value_text(dim)}; a scaled base needs more than 2")
-    base = positive("base", base)
+    base = as_positive("base", base)
     return base * factor ** (dim / (dim - 2))
 
 
@@ -115,8 +115,8 @@ def dynamic_ntk(
     `max_position_embeddings`. emozilla, "Dynamically Scaled RoPE" (Reddit, 2023); Peng et al.,
     "YaRN" (2023), appendix B.2. `seq_len` None stands for m.
     """
-    factor = positive("factor", factor)
-    max_position_embeddings = positive("max_position_embeddings", max_position_embeddings)
+    factor = as_positive("factor", factor)
+    max_position_embeddings = as_positive("max_position_embeddings", max_position_embeddings)
     length = max(_seq_len(seq_len), max_position_embeddings)
     stretch = (factor * length / max_position_embeddings) - (factor - 1)
     return _inv_freq(dim, _scaled_base(dim, base, stretch), device), 1.0
@@ -148,19 +148,19 @@ def yarn(
     Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2023),
     equations 17 to 22, whose code has the ramp over the index, as here.
     """
-    factor = positive("factor", factor)
-    original_max_position_embeddings = positive(
+    factor = as_positive("factor", factor)
+    original_max_position_embeddings = as_positive(
         "original_max_position_embeddings", original_max_position_embeddings
     )
-    beta_fast = positive("beta_fast", beta_fast)
-    beta_slow = positive("beta_slow", beta_slow)
+    beta_fast = as_positive("beta_fast", beta_fast)
+    beta_slow = as_positive("beta_slow", beta_slow)
     factors = {
         "attention_factor": attention_factor,
         "mscale": mscale,
         "mscale_all_dim": mscale_all_dim,
     }
     for name, value in factors.items():
-        if value is not None and not 0 <= number(name, value) < math.inf:
+        if value is not None and not 0 <= as_number(name, value) < math.inf:
             raise ValueError(f"{name} is {value}; it must be None, or finite and at least 0")
     wavelengths = _wavelengths(dim, base, device)
     if beta_fast < beta_slow:
@@ -173,7 +173,7 @@ def yarn(
         return (dim * math.log(cycle)) / (2 * math.log(base))
 
     low, high = pair_that_rotates(beta_fast), pair_that_rotates(beta_slow)
-    if flag("truncate", truncate):
+    if as_bool("truncate", truncate):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
@@ -212,10 +212,10 @@ def llama3(
     `original_max_position_embeddings`. Grattafiori et al., "The Llama 3 Herd of Models" (2024), in
     Meta's code of Llama 3.1 (`apply_scaling`).
     """
-    factor = positive("factor", factor)
-    low_freq_factor = positive("low_freq_factor", low_freq_factor)
-    high_freq_factor = positive("high_freq_factor", high_freq_factor)
-    original_max_position_embeddings = positive(
+    factor = as_positive("factor", factor)
+    low_freq_factor = as_positive("low_freq_factor", low_freq_factor)
+    high_freq_factor = as_positive("high_freq_factor", high_freq_factor)
+    original_max_position_embeddings = as_positive(
         "original_max_position_embeddings", original_max_position_embeddings
     )
     if not high_freq_factor > low_freq_factor:
@@ -254,13 +254,13 @@ def tables(
         that is out of range or not finite.
     """
     check_tensor("inv_freq", inv_freq)
-    attention_factor = number("attention_factor", attention_factor)
+    attention_factor = as_number("attention_factor", attention_factor)
     if not isinstance(dtype, torch.dtype | None):
         raise TypeError(f"dtype is {value_text(dtype)}; it must be a torch.dtype or None")
     if not isinstance(positions, Tensor):
-        whole("positions", positions, "an int or a tensor")
+        as_int("positions", positions, "an int or a tensor")
         positions = torch.arange(
-            natural("positions", positions, 0, INT32_MAX), device=inv_freq.device
+            as_int_at_least("positions", positions, 0, INT32_MAX), device=inv_freq.device
         )
     cos, sin = torch.ops.metal_attn.rope_tables(
         inv_freq, positions, attention_factor=attention_factor, dtype=dtype

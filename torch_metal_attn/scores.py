@@ -12,7 +12,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_rank, check_tensor, flag, natural, positive
+from torch_metal_attn.call.arguments import (
+    as_bool,
+    as_int_at_least,
+    as_positive,
+    check_rank,
+    check_tensor,
+)
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -38,7 +44,7 @@ def relative_bias(bias: Tensor) -> ScoreMod:
 
 def soft_cap(cap: float) -> ScoreMod:
     """cap * tanh(score / cap), of Gemma 2."""
-    return partial(_soft_cap, float(positive("cap", cap)))
+    return partial(_soft_cap, float(as_positive("cap", cap)))
 
 
 def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
@@ -47,8 +53,8 @@ def t5_buckets(table: Tensor, bidirectional: bool = True, max_distance: int = 12
     table: (buckets, H). max_distance: from there on all share the last bucket.
     """
     check_rank("table", table, "(buckets, H)")
-    bidirectional = flag("bidirectional", bidirectional)
-    max_distance = natural("max_distance", max_distance, 0, 2**20)
+    bidirectional = as_bool("bidirectional", bidirectional)
+    max_distance = as_int_at_least("max_distance", max_distance, 0, 2**20)
     buckets = table.shape[0] // 2 if bidirectional else table.shape[0]
     exact = buckets // 2
     if exact < 1 or max_distance <= exact:

@@ -14,10 +14,15 @@ from torch import Tensor
 from typing_extensions import Never
 
 from torch_metal_attn.call import philox
-from torch_metal_attn.call.arguments import as_op_number, plain, refuse_gradient, refuse_layout
+from torch_metal_attn.call.arguments import (
+    as_op_number,
+    as_python_number,
+    refuse_gradient,
+    refuse_layout,
+)
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.call.keywords import check_keywords, without_unknown
-from torch_metal_attn.ops import plain as plain_ops
+from torch_metal_attn.ops import fast_path
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.runtime import extension
@@ -122,19 +127,19 @@ def _run_without_plan(
     if not (
         type(is_causal) is bool
         and (scale is None or type(scale) is float)
-        and plain_ops.applies(query, key, value)
+        and fast_path.is_usable(query, key, value)
         and query.dim() == 4
     ):
         return None
     try:
         out: Tensor = (
-            plain_ops.sdpa(query, key, value)
+            fast_path.sdpa(query, key, value)
             if scale is None and is_causal is False
-            else plain_ops.sdpa(query, key, value, scale, is_causal)
+            else fast_path.sdpa(query, key, value, scale, is_causal)
         )
         return out
     except Exception as error:
-        if plain_ops.refused(error):
+        if fast_path.refused(error):
             return None
         raise
 
@@ -214,7 +219,7 @@ def plan(arguments: Arguments) -> Problem:
     for name in ("dropout_p", "scale"):
         value = getattr(arguments, name)
         refuse_gradient(name, value)
-        number: Any = plain(name, value)
+        number: Any = as_python_number(name, value)
         number = int(number) if isinstance(number, bool) else number  # as torch takes it
         arguments = arguments._replace(**{name: as_op_number(number)})
     _check_types(arguments)

@@ -11,21 +11,21 @@ from typing_extensions import Unpack
 from torch_metal_attn.call.arguments import (
     NO_WINDOW,
     Window,
+    as_bool,
+    as_int,
     check_rank,
     first_options,
-    flag,
-    heads_first,
     lengths_tensor,
     only_given,
-    whole,
+    to_bhld,
     window,
 )
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.call.options import NewerOptions, check_newer, named_options, op_options
-from torch_metal_attn.ops import plain
+from torch_metal_attn.ops import fast_path
 from torch_metal_attn.ops.differentiation import check_writes, forward_only, forward_refusal
+from torch_metal_attn.ops.fast_path import swapped
 from torch_metal_attn.ops.names import ArgumentNames
-from torch_metal_attn.ops.plain import swapped
 from torch_metal_attn.quantisation import ELEMENTS
 from torch_metal_attn.quantisation import hadamard as rotated_in_blocks
 
@@ -37,11 +37,11 @@ _EXPLAIN = torch.ops.metal_attn_explain  # the same ops' checks, without a launc
 
 _FORWARD_ONLY = ("flash_attn_with_kvcache", "use flash_attn_func, or call it under torch.no_grad()")
 
-_CACHE_NAMES = ArgumentNames({"leftpad_k": "cache_leftpad"}, heads_third=True)
+_CACHE_NAMES = ArgumentNames({"leftpad_k": "cache_leftpad"}, blhd=True)
 # For ops whose keys are the cache.
 _CACHED_NAMES = ArgumentNames(
     {"k": "k_cache", "v": "v_cache", "seqused_k": "cache_seqlens", **_CACHE_NAMES.names},
-    heads_third=True,
+    blhd=True,
 )
 
 # Calls with one of these are a step even if there are no new rows.
@@ -158,7 +158,7 @@ def flash_attn_with_kvcache(
         and return_softmax_lse is False
     ):
         try:
-            out = _plain_with_kvcache(
+            out = _fast_with_kvcache(
                 (q, k_cache, v_cache),
                 () if k is None and v is None else (k, v),
                 () if rotary_cos is None and rotary_sin is None else (rotary_cos, rotary_sin),
@@ -169,15 +169,15 @@ def flash_attn_with_kvcache(
             if out is not None:
                 return out
         except Exception as error:
-            if not plain.refused(error):
+            if not fast_path.refused(error):
                 raise
     if newer:
         check_newer("flash_attn_with_kvcache", newer)
     query = _checked_query(q, k_cache, v_cache, cu_seqlens_q)
     packed = cu_seqlens_q is not None
     seqlens = lengths_tensor(cache_seqlens, q if cu_seqlens_q is None else cu_seqlens_q[1:])
-    causal, limits = flag("causal", causal), window(window_size)
-    return_softmax_lse = flag("return_softmax_lse", return_softmax_lse)
+    causal, limits = as_bool("causal", causal), window(window_size)
+    return_softmax_lse = as_bool("return_softmax_lse", return_softmax_lse)
     score = {"softcap": softcap, "alibi_slopes": alibi_slopes, **newer}
     tree = only_given(parents=parents, tree_mask=tree_mask)
     call = _Call(
@@ -189,18 +189,18 @@ def flash_attn_with_kvcache(
             leftpad_k=cache_leftpad,
             block_table=block_table,
             cache_batch_idx=cache_batch_idx,
-            k_scale=heads_first("k_scale", k_scale),
-            v_scale=heads_first("v_scale", v_scale),
+            k_scale=to_bhld("k_scale", k_scale),
+            v_scale=to_bhld("v_scale", v_scale),
         ),
-        hadamard=whole("hadamard", hadamard),
-        num_splits=whole("num_splits", num_splits),
+        hadamard=as_int("hadamard", hadamard),
+        num_splits=as_int("num_splits", num_splits),
     )
     call.options |= tree | _packing(cu_seqlens_q, max_seqlen_q, k is not None, cu_seqlens_k_new)
     rotates = rotary_cos is not None or rotary_sin is not None
     if k is not None or v is not None:
         call.new = _new_rows(k, v, seqlens, packed)
         if rotates:
-            interleaved = flag("rotary_interleaved", rotary_interleaved)
+            interleaved = as_bool("rotary_interleaved", rotary_interleaved)
             call.rotary = {
                 "rotary_cos": rotary_cos,
                 "rotary_sin": rotary_sin,
@@ -335,12 +335,12 @@ def _packing(
         raise ValueError("only one of cu_seqlens_q and max_seqlen_q is given; give both or neither")
     if cu_seqlens_q is None or max_seqlen_q is None:
         return {}
-    longest = whole("max_seqlen_q", max_seqlen_q)
+    longest = as_int("max_seqlen_q", max_seqlen_q)
     options: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": longest}
     return options | only_given(cu_seqlens_k_new=cu_seqlens_k_new)
 
 
-def _plain_with_kvcache(
+def _fast_with_kvcache(
     caches: tuple[Tensor, ...],
     new: tuple[Any, ...],
     tables: tuple[Any, ...],
@@ -353,7 +353,7 @@ def _plain_with_kvcache(
     q, k_cache, v_cache = caches
     pages = () if block_table is None else (block_table,)
     if (
-        not plain.applies(*caches, *new, *tables, *pages)
+        not fast_path.is_usable(*caches, *new, *tables, *pages)
         or q.dim() != 4
         or q.size(1) > VERIFY_QUERIES
         or (tables and not new)
@@ -364,14 +364,14 @@ def _plain_with_kvcache(
     if type(seqlens) is not Tensor:
         seqlens = lengths_tensor(cache_seqlens, q)
     if not new:
-        out: Tensor = plain.flash_attn_cached(*caches, seqlens, block_table, *first)
+        out: Tensor = fast_path.flash_attn_cached(*caches, seqlens, block_table, *first)
         return out
     if tables:
-        interleaved = flag("rotary_interleaved", rotary_interleaved)
+        interleaved = as_bool("rotary_interleaved", rotary_interleaved)
         scale, causal, left, right = first or (None, False, *NO_WINDOW)
         by_token = causal or left >= 0 or right >= 0
         first = (scale, causal, left, right, *tables, interleaved, by_token)
-    return plain.flash_attn_step(q, *new, k_cache, v_cache, seqlens, block_table, *first)
+    return fast_path.flash_attn_step(q, *new, k_cache, v_cache, seqlens, block_table, *first)
 
 
 def _check_autocast(dtype: torch.dtype, **caches: Tensor) -> None:

@@ -110,13 +110,13 @@ struct PackedRows {
 };
 
 // X(type, name, default, whether decode_step has it) of append_kv's rotation, as in its schema.
-#define ROTARY_OPTIONS(X)                 \
-  X(OptionalTensor, rotary_cos, None, IN) \
-  X(OptionalTensor, rotary_sin, None, IN) \
-  X(Flag, rotary_interleaved, False, IN)  \
-  X(Flag, rotate_q_by_token, True, IN)    \
-  X(Flag, rotary_from_leftpad, True, IN)  \
-  X(Integer, rotary_first_column, 0, IN)
+#define ROTARY_OPTIONS(X)                   \
+  X(OptionalTensor, rotary_cos, None, STEP) \
+  X(OptionalTensor, rotary_sin, None, STEP) \
+  X(Flag, rotary_interleaved, False, STEP)  \
+  X(Flag, rotate_q_by_token, True, STEP)    \
+  X(Flag, rotary_from_leftpad, True, STEP)  \
+  X(Integer, rotary_first_column, 0, STEP)
 
 struct RotaryOptions {
   ROTARY_OPTIONS(OPTION_FIELD)

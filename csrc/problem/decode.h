@@ -17,12 +17,12 @@
 //   form a tree. Each has the number of an earlier query of its sequence, or -1.
 // - tree_mask: (Lq, Lq) or (B, Lq, Lq) bool, or packed (T, max_seqlen_q), instead of parents: which
 //   of these keys a query sees, itself and earlier ones.
-#define DECODE_OPTIONS(X)                   \
-  X(OptionalTensor, cu_seqlens_q, None, IN) \
-  X(Integer, max_seqlen_q, 0, IN)           \
-  X(OptionalTensor, parents, None, IN)      \
-  X(OptionalTensor, tree_mask, None, IN)    \
-  X(Integer, hadamard, 0, IN)
+#define DECODE_OPTIONS(X)                     \
+  X(OptionalTensor, cu_seqlens_q, None, STEP) \
+  X(Integer, max_seqlen_q, 0, STEP)           \
+  X(OptionalTensor, parents, None, STEP)      \
+  X(OptionalTensor, tree_mask, None, STEP)    \
+  X(Integer, hadamard, 0, STEP)
 
 namespace metal_attn {
 

@@ -20,29 +20,29 @@
 
 // X(type, name, default, whether decode_step has it), in the order of the schemas. What each means
 // is in torch_metal_attn/reference.py, `attention`. The first are those that most calls have.
-#define FLASH_FIRST_OPTIONS(X)               \
-  X(OptionalNumber, softmax_scale, None, IN) \
-  X(Flag, causal, False, IN)                 \
-  X(Integer, window_size_left, -1, IN)       \
-  X(Integer, window_size_right, -1, IN)
-#define FLASH_OPTIONS(X)                      \
-  FLASH_FIRST_OPTIONS(X)                      \
-  X(Integer, attention_chunk, 0, IN)          \
-  X(OptionalInteger, q_offset, None, OUT)     \
-  X(OptionalTensor, seqused_k, None, OUT)     \
-  X(OptionalTensor, leftpad_k, None, IN)      \
-  X(OptionalTensor, attn_mask, None, IN)      \
-  X(OptionalTensor, attn_bias, None, IN)      \
-  X(Number, softcap, 0.0, IN)                 \
-  X(OptionalTensor, alibi_slopes, None, IN)   \
-  X(OptionalTensor, learnable_sink, None, IN) \
-  X(OptionalTensor, q_rotary_cos, None, OUT)  \
-  X(OptionalTensor, q_rotary_sin, None, OUT)  \
-  X(OptionalTensor, k_rotary_cos, None, OUT)  \
-  X(OptionalTensor, k_rotary_sin, None, OUT)  \
-  X(Flag, rotary_interleaved, False, OUT)     \
-  X(Number, dropout_p, 0.0, OUT)              \
-  X(OptionalTensor, rng_state, None, OUT)
+#define FLASH_FIRST_OPTIONS(X)                 \
+  X(OptionalNumber, softmax_scale, None, STEP) \
+  X(Flag, causal, False, STEP)                 \
+  X(Integer, window_size_left, -1, STEP)       \
+  X(Integer, window_size_right, -1, STEP)
+#define FLASH_OPTIONS(X)                         \
+  FLASH_FIRST_OPTIONS(X)                         \
+  X(Integer, attention_chunk, 0, STEP)           \
+  X(OptionalInteger, q_offset, None, NO_STEP)    \
+  X(OptionalTensor, seqused_k, None, NO_STEP)    \
+  X(OptionalTensor, leftpad_k, None, STEP)       \
+  X(OptionalTensor, attn_mask, None, STEP)       \
+  X(OptionalTensor, attn_bias, None, STEP)       \
+  X(Number, softcap, 0.0, STEP)                  \
+  X(OptionalTensor, alibi_slopes, None, STEP)    \
+  X(OptionalTensor, learnable_sink, None, STEP)  \
+  X(OptionalTensor, q_rotary_cos, None, NO_STEP) \
+  X(OptionalTensor, q_rotary_sin, None, NO_STEP) \
+  X(OptionalTensor, k_rotary_cos, None, NO_STEP) \
+  X(OptionalTensor, k_rotary_sin, None, NO_STEP) \
+  X(Flag, rotary_interleaved, False, NO_STEP)    \
+  X(Number, dropout_p, 0.0, NO_STEP)             \
+  X(OptionalTensor, rng_state, None, NO_STEP)
 
 // X(type, name, default in the schema) of flex attention, in the order of the schemas, where
 // `captures` and the softmax scale come first. A text is the body of a function in shaders/flex.h,

@@ -43,6 +43,6 @@ Backend& simulator_backend();
 // Linked on macOS only. The first call tries whether mps computes; throws std::runtime_error if it
 // does not, and in the child of a fork.
 Backend& mps_backend();
-Backend& untried_mps_backend();
+Backend& unprobed_mps_backend();
 
 }  // namespace metal_attn

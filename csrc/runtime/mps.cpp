@@ -426,7 +426,7 @@ class MpsBackend final : public Backend {
 
 }  // namespace
 
-Backend& untried_mps_backend() {
+Backend& unprobed_mps_backend() {
   // Never destroyed: at exit Metal may be gone before us, and threads may still launch.
   static MpsBackend* const backend = new MpsBackend;
   return *backend;

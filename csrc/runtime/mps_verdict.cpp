@@ -43,12 +43,12 @@ void forked() {
 Backend& backend() {
   static Backend& mps = []() -> Backend& {
     pthread_atfork(nullptr, nullptr, forked);
-    return untried_mps_backend();
+    return unprobed_mps_backend();
   }();
   return mps;
 }
 
-bool insisted_on() {
+bool backend_forced_by_env() {
   const char* chosen = std::getenv("TORCH_METAL_ATTN_BACKEND");
   return chosen != nullptr && std::strcmp(chosen, "mps") == 0;
 }
@@ -61,7 +61,7 @@ std::string& probe_result() {
 
 // By whichever thread comes first; the others wait for it.
 void decide() {
-  if (insisted_on()) {
+  if (backend_forced_by_env()) {
     g_verdict = Verdict::kUsable;
     return;
   }

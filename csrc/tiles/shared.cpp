@@ -17,13 +17,13 @@ bool wide_rotary(const FlashFwdProblem& problem) {
          rotates_by_chunks(problem.element, rotary.first, rotary.dim, rotary.interleaved);
 }
 
-Load load_of(const FlashFwdFeatures& f) {
+RegisterPressure register_pressure_of(const FlashFwdFeatures& f) {
   if (f.rotary) {
-    return Load::kRotary;
+    return RegisterPressure::kRotary;
   }
   const bool heavy = f.dropout || f.bias || f.flex || f.unpaired_keys() || f.cache.page_size > 0 ||
                      f.cache.formats.quantised();
-  return heavy ? Load::kHeavy : Load::kLight;
+  return heavy ? RegisterPressure::kHeavy : RegisterPressure::kLight;
 }
 
 }  // namespace metal_attn

@@ -29,14 +29,14 @@
 namespace metal_attn {
 
 // What features add to a kernel, in registers and in the work of each score.
-enum class Load {
+enum class RegisterPressure {
   kLight,   // at most a band, a mask, slopes, a cap or a sink
   kHeavy,   // anything but rotary embeddings
   kRotary,  // anything
   kNever,   // of a row that only `tune` tries
 };
 
-Load load_of(const FlashFwdFeatures& features);
+RegisterPressure register_pressure_of(const FlashFwdFeatures& features);
 
 // The first of Apple's families that a row is for.
 inline constexpr int kM1 = 7;
@@ -75,12 +75,12 @@ inline constexpr int kAny = std::numeric_limits<int>::max();
 
 // For which problems a row is, or what a problem has.
 struct TileConditions {
-  int bits;              // of an element
-  int columns;           // of a row of q, k or v; of a row of the table: at most
-  int queries;           // of a decode that share a KV head, likewise
-  Load load;             // likewise
-  int family;            // at least
-  double registers = 0;  // of a row: that a thread of M1 needs, of 32 bits (bench/agx), or 0
+  int bits;                   // of an element
+  int columns;                // of a row of q, k or v; of a row of the table: at most
+  int queries;                // of a decode that share a KV head, likewise
+  RegisterPressure pressure;  // likewise
+  int family;                 // at least
+  double registers = 0;       // of a row: that a thread of M1 needs, of 32 bits (bench/agx), or 0
 
   int whole_registers() const { return static_cast<int>(registers + 0.5); }
   // Whether a row's tile is for such operands on this GPU, and for this problem.
@@ -88,8 +88,8 @@ struct TileConditions {
     return bits == problem.bits && columns >= problem.columns && family <= problem.family;
   }
   bool holds(const TileConditions& problem) const {
-    return suits(problem) && queries >= problem.queries && load >= problem.load &&
-           load != Load::kNever;
+    return suits(problem) && queries >= problem.queries && pressure >= problem.pressure &&
+           pressure != RegisterPressure::kNever;
   }
 };
 
@@ -101,9 +101,9 @@ struct DefaultRow {
 
 // A row of csrc/tiles/table.inc. Of a kernel without a condition on queries:
 #define TILE_ROW(BITS, COLUMNS, LOAD, FAMILY, REGISTERS, ...) \
-  {{BITS, COLUMNS, kAny, Load::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
+  {{BITS, COLUMNS, kAny, RegisterPressure::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
 #define DECODE_TILE_ROW(BITS, COLUMNS, QUERIES, LOAD, FAMILY, REGISTERS, ...) \
-  {{BITS, COLUMNS, QUERIES, Load::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
+  {{BITS, COLUMNS, QUERIES, RegisterPressure::k##LOAD, k##FAMILY, REGISTERS}, {__VA_ARGS__}},
 
 // What the specialisations of all kernels of attention have. Each also has its rows, `table`;
 // `cut`, which fits a row's tile to the problem; and what the kernel can run: `tile_queries` and
@@ -128,8 +128,8 @@ struct Tiled : OwnTile {
   // Of a thread, for `explain`: 0 if nobody has measured the tile.
   int registers() const { return defaults == nullptr ? 0 : defaults->whole_registers(); }
   TileConditions conditions(int family) const {
-    return {8 * element_bytes(element), std::max(head_dim_qk, head_dim_v), 0, load_of(features),
-            family};
+    return {8 * element_bytes(element), std::max(head_dim_qk, head_dim_v), 0,
+            register_pressure_of(features), family};
   }
 };
 

@@ -32,7 +32,7 @@ def hold(cases, device):
     """Every case's results are within their bounds, and nothing else was written."""
     wrong = []
     for made in cases:
-        assert not made.meaningless(), f"{made}: {made.meaningless()}"
+        assert not made.invalid_reason(), f"{made}: {made.invalid_reason()}"
         outcome = testing.run(made, device)
         if outcome.status != "ok":
             wrong.append(f"{made}: {outcome.status}: {outcome.message or outcome.worst}")

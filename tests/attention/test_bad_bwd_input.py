@@ -97,11 +97,11 @@ CASES = [
 ]
 
 
-@each_case("make, name, spoil, message", CASES)
-def test_refused(make, name, spoil, message):
+@each_case("make, name, invalidate, message", CASES)
+def test_refused(make, name, invalidate, message):
     """Before anything runs, and in the same words without data."""
     arguments = make()
-    arguments[name] = spoil(arguments.get(name))
+    arguments[name] = invalidate(arguments.get(name))
     meta = without_data(arguments)
     with simulate(check=True) as run:
         calls = [partial(call, "op", x) for x in (arguments, meta)]
@@ -115,9 +115,9 @@ REQUIRED = ("dout", "out", "softmax_lse", "q")
 @pytest.mark.parametrize("where", NAMESPACES)
 def test_refused_in_every_namespace(where):
     nothing = [(name, lambda _: None, " is None; it must") for name in REQUIRED]
-    for name, spoil, message in (*nothing, *BOTH[::5]):
+    for name, invalidate, message in (*nothing, *BOTH[::5]):
         arguments = dense()
-        arguments[name] = spoil(arguments.get(name))
+        arguments[name] = invalidate(arguments.get(name))
         with refused(f"^{name}{message}"):
             call(where, arguments)
     with refused(r"^cu_seqlens_k\[2\] is 10 and the one before 24; .*decrease"):

@@ -102,7 +102,7 @@ PROBLEMS = {
 MUTANTS = {
     "whole": """
         delta left out: {~(weight_gradient - deltas[i]) => weight_gradient~}
-        weights not from the log-sum-exp: score {~- origins[i] =>~}
+        weights not from the log-sum-exp: score {~- lse_log2s[i] =>~}
         band never applied: if ({~!seen.all_in(block, BLOCK_K) => false~})
         query past the last stored [race]: if ({~query >= params.problem.q_length => false~}) {
         key past the last stored [out_of_bounds or race]:

@@ -62,10 +62,10 @@ def test_lists_of_blocks():
 MUTANTS = {
     causal: """
         all parts are the first's:
-            {~i / PART_ROWS * (OTHERS / PART_OTHERS) + j / PART_OTHERS => 0~}
+            {~i / PART_ROWS * (COLUMNS / PART_COLUMNS) + j / PART_COLUMNS => 0~}
         parts in another order:
-            i / PART_ROWS {~* (OTHERS / PART_OTHERS) =>~} + j / PART_OTHERS {~=> * 2~}
-        first fragment of a part twice: {~i % PART_ROWS * PART_OTHERS => 0~}
+            i / PART_ROWS {~* (COLUMNS / PART_COLUMNS) =>~} + j / PART_COLUMNS {~=> * 2~}
+        first fragment of a part twice: {~i % PART_ROWS * PART_COLUMNS => 0~}
         parts of the first group: {~simdgroup / COLUMN_SIMDGROUPS * COLUMN_SIMDGROUPS => 0~}
         queries of the first part [race]: {~keys.part % QUERY_PARTS => 0~} * OWN_QUERY
         keys of the first part: {~keys.part / QUERY_PARTS => 0~} * OWN_ROW

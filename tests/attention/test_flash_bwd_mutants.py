@@ -28,7 +28,7 @@ MUTANTS = {
             buffers.statistics(params.lse_strides, place.batch, place.{~head => kv_head~},
             sequence)
         dkv: log-sum-exp of another query:
-            exists ? statistics.origin({~query => max(query - 1, 0)~})
+            exists ? statistics.lse_log2({~query => max(query - 1, 0)~})
         dkv: delta of another query: exists ? statistics.delta_of({~query => max(query - 1, 0)~})
         dkv: a query head skipped: int member = {~0 => 1~};
         dkv: only one query head: member < {~members => 1~}
@@ -45,7 +45,7 @@ MUTANTS = {
         dkv: rows of a pair swapped:
             zip_pairs<T>({~even_row, odd_row => odd_row, even_row~}, low, high)
         dkv: statistics past the end [out_of_bounds]:
-            {~exists ? =>~} statistics.origin(query) {~: INFINITY =>~}
+            {~exists ? =>~} statistics.lse_log2(query) {~: INFINITY =>~}
         dq: no barrier before staging [race]:
             // Every SIMD group has read the tiles of the block before.
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} stage_pairs
@@ -81,8 +81,10 @@ MUTANTS = {
         dq: weights of a row without a key: lse {~< LOWEST_LSE => == INFINITY~} ? INFINITY : lse
     """,
     "causal, top left": """
-        dq: band never applied: {~block >= by_all.begin && block + count <= by_all.end => true~}
-        dkv: band never applied: {~block >= by_all.begin && block + count <= by_all.end => true~}
+        dq: band never applied:
+            {~block >= intersection_range.begin && block + count <= intersection_range.end => true~}
+        dkv: band never applied:
+            {~block >= intersection_range.begin && block + count <= intersection_range.end => true~}
         dkv: offset ignored: key - q_offset - window_right{~=> + 24~})
         dkv: tile begins at the last key of all:
             visible.queries_of({~max(tile_key, sequence.first_key => last(~})).begin
@@ -91,18 +93,21 @@ MUTANTS = {
     """,
     "window, causal": """
         dkv: last visible queries skipped:
-            block {~=> + 8~} < by_any.end && block + count > by_any.begin
+            block {~=> + 8~} < union_range.end && block + count > union_range.begin
         dkv: first visible queries skipped:
-            block < by_any.end && block + count > by_any.begin{~=> + 8~}
-        dq: last visible keys skipped: block {~=> + 8~} < by_any.end && block + count > by_any.begin
+            block < union_range.end && block + count > union_range.begin{~=> + 8~}
+        dq: last visible keys skipped:
+            block {~=> + 8~} < union_range.end && block + count > union_range.begin
     """,
     "window": """
         dkv: left window one short: key - q_offset + window_left {~+ 1 =>~}
         dkv: left window one long: key - q_offset + window_left + {~1 => 2~}
         dkv: right window one short: key - q_offset - window_right{~=> + 1~})
         dkv: right window one long: key - q_offset - window_right{~=> - 1~})
-        dkv: left edge never applied: block >= by_all.begin {~&& block + count <= by_all.end =>~}
-        dkv: right edge never applied: block {~>= by_all.begin && block =>~} + count <= by_all.end
+        dkv: left edge never applied:
+            block >= intersection_range.begin {~&& block + count <= intersection_range.end =>~}
+        dkv: right edge never applied:
+            block {~>= intersection_range.begin && block =>~} + count <= intersection_range.end
         dkv: tile ends at its first key:
             visible.queries_of({~min(tile_key + BLOCK_K - 1, last()) => tile_key~}).end : 0
     """,

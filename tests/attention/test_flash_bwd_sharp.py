@@ -110,8 +110,8 @@ MUTANTS = {
     """,
     sharp("large sinks"): """
         dq: sink not in the sum of weights: {~row_sum += sink_weight; =>~}
-        bias: rounded origin of a bias's weights:
-            {~fma(-M_LN2_F, rounded_off(lse, origin), 1.0f) => 1.0f~}
+        bias: rounded lse_log2 of a bias's weights:
+            {~fma(-M_LN2_F, rounded_off(lse, lse_log2), 1.0f) => 1.0f~}
         dq: normaliser not stored: Fragment<float>({~error.normaliser => 1.0f~}, 0.0f)
         bias: weights of a bias not divided by their sum: {~weight *= weight_factors[i]; =>~}
     """,

@@ -13,7 +13,7 @@ MUTANTS = {
         offset ignored: position = query {~+ q_offset =>~}
         key past the length: existing.end = sequence.kv_length{~=> + 1~}
         band never applied: if ({~seen_keys.hides_in(kv_block, BLOCK_K) => false~})
-        last visible keys skipped: block {~=> + 8~} < by_any.end
+        last visible keys skipped: block {~=> + 8~} < union_range.end
         tile ends a query early:
             visible.keys_of({~min(place.first_query + BLOCK - 1, last_query) =>
             place.first_query~}).end
@@ -53,10 +53,12 @@ MUTANTS = {
         right window dropped [everywhere]: {~BAND && window_right != NO_WINDOW => false~}
         top-left where bottom-right: {~params.bottom_right => false~} ?
         bottom-right where an offset: {~params.bottom_right => true~} ?
-        left edge never applied: block {~< by_all.begin || block =>~} + count > by_all.end
-        right edge never applied: block < by_all.begin {~|| block + count > by_all.end =>~}
-        left edge of the first query: by_all.begin = {~of_last => of_first~}
-        first visible keys skipped: block + count > by_any.begin{~=> + 8~}
+        left edge never applied:
+            block {~< intersection_range.begin || block =>~} + count > intersection_range.end
+        right edge never applied:
+            block < intersection_range.begin {~|| block + count > intersection_range.end =>~}
+        left edge of the first query: intersection_range.begin = {~of_last => of_first~}
+        first visible keys skipped: block + count > union_range.begin{~=> + 8~}
         tile begins at its last query:
             visible.keys_of({~place.first_query => min(place.first_query + BLOCK - 1,
             last_query)~}).begin

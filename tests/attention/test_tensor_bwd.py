@@ -190,7 +190,7 @@ MUTANTS = {
         dkv: scores without transposition: tensor_mma<{~true => false~}>(result
         dq: gradients with a transposition: tensor_mma<{~false => true~}>(block
         dkv: statistics of the lane's first column:
-            columns_of(own_origin, column {~+ column_offset(j) =>~})
+            columns_of(own_lse_log2, column {~+ column_offset(j) =>~})
         dkv: delta of another query:
             columns_of(own_delta, {~=> (~} column + column_offset(j)){~=> ^ 2)~}
         dkv: q in k's place: dk_tile, {~gradients => weights~}, queries, q_places
@@ -204,8 +204,8 @@ MUTANTS = {
     """,
     causal: """
         dkv: mask of the other side: visible.apply<{~true => false~}>(scores
-        dkv: blocks of the last key skipped: block {~=> + count~} < by_any.end
-        dq: edges not masked: block {~+ count =>~} <= by_all.end
+        dkv: blocks of the last key skipped: block {~=> + count~} < union_range.end
+        dq: edges not masked: block {~+ count =>~} <= intersection_range.end
     """,
     "nan outside": """
         dq: rows before the first key: source.find({~clamp(key, begin => min(key~}, end - 1))

@@ -56,7 +56,7 @@ MUTANTS = {
         rotated at the first row: place.first_rotary {~+ step =>~}, column
         padding of the first sequence: leftpad_k[{~batch => 0~}]
         q not rotated: {~head < rope.q_heads => false~}
-        q's tokens not counted: {~params.q_advances != 0 ? token : =>~} 0
+        q's tokens not counted: {~params.rotate_q_by_token != 0 ? token : =>~} 0
         q's last tokens left out: rope.length - {~=> 1 -~} first_token
     """,
     "last columns rotated": """
@@ -70,7 +70,7 @@ MUTANTS = {
         table row that is none [out_of_bounds]: {~rotary_row < table_rows => true~}
     """,
     "rotated at once": """
-        q's tokens counted: {~params.q_advances != 0 ? token : 0 => token~}
+        q's tokens counted: {~params.rotate_q_by_token != 0 ? token : 0 => token~}
     """,
     "q8_0": """
         codes not clamped [wrong or float_to_integer]:

@@ -143,7 +143,7 @@ class TestDrawing:
         assert len(kinds) < len(cases) / 15
 
     def test_all_have_a_meaning(self):
-        assert not [case for case in drawn() if case.meaningless()]
+        assert not [case for case in drawn() if case.invalid_reason()]
 
     @each_case("case", RIGHT)
     def test_what_is_right_is_not_reported(self, case):
@@ -168,7 +168,7 @@ class TestDrawing:
             (groups | {"head_dim": 72, "v_head_dim": 64}, "q2_g64 has blocks of 64 columns"),
             (groups | {"head_dim": 64, "v_head_dim": 72}, "q2_g64 has blocks of 64 columns"),
         ):
-            assert testing.Attention(**fields).meaningless().endswith(reason)
+            assert testing.Attention(**fields).invalid_reason().endswith(reason)
 
     @pytest.mark.parametrize("q_length, kv_length", [(0, 9), (9, 0)])
     def test_strides_of_no_elements_are_not_wrong(self, q_length, kv_length):
@@ -180,16 +180,16 @@ class TestDrawing:
                 kv_length=kv_length,
                 head_dim=8,
                 v_head_dim=8,
-                spoilt=f"strides of {name}",
+                invalidated=f"strides of {name}",
             )
             is_empty = (q_length if name == "q" else kv_length) == 0
-            assert bool(case.meaningless()) == is_empty
+            assert bool(case.invalid_reason()) == is_empty
 
     @pytest.mark.parametrize("illegal", testing.Attention().wrong(), ids=str)
     def test_what_is_illegal_is_refused(self, illegal, device):
         """Each illegal option in a call of the first function that has it."""
         cases = [testing.Attention(call=call, **{"kv_length": 8, **illegal}) for call in CALLS]
-        case = next(case for case in cases if not case.meaningless() and case.refused())
+        case = next(case for case in cases if not case.invalid_reason() and case.refused())
         outcome = running.run(case, device)
         assert outcome.ok, outcome
         assert not outcome.measures

@@ -59,7 +59,7 @@ def test_a_case_of_each_family(family):
 def test_the_cases_are_many_and_different():
     assert len({(str(case), case.dtype) for case in FULL}) == len(FULL) > 500
     assert len({case.case for case in FULL}) == len(FULL)
-    assert not [case for case in FULL if case.case.meaningless() or case.case.refused()]
+    assert not [case for case in FULL if case.case.invalid_reason() or case.case.refused()]
     assert {type(case.case) for case in FULL} == set(FAMILIES) - {testing.Quantised}
     for dtype in DTYPES:
         assert sum(case.dtype == dtype for case in FULL) > 150

@@ -34,7 +34,7 @@ def test_environment_turns_the_simulator_on(monkeypatch):
     assert torch_metal_attn.explain(q, k, v).backend == "reference"
 
 
-NAMES = ArgumentNames({"k": "k_cache", "seqused_k": "cache_seqlens"}, heads_third=True)
+NAMES = ArgumentNames({"k": "k_cache", "seqused_k": "cache_seqlens"}, blhd=True)
 KV_NAMES = ArgumentNames({"k_cache": "kv[0]"})
 FLASH_FWD = torch.ops.metal_attn.flash_fwd
 

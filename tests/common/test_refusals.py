@@ -7,7 +7,7 @@ import torch_metal_attn
 from tests.helpers.forks import run_alone
 from torch_metal_attn import functional, quantisation, vllm, with_kvcache
 from torch_metal_attn.flash_attn import bert_padding
-from torch_metal_attn.ops import plain
+from torch_metal_attn.ops import fast_path
 from torch_metal_attn.runtime import refusals
 
 Q, K = torch.randn(1, 2, 8, 16), torch.randn(1, 3, 8, 16)
@@ -49,8 +49,8 @@ def test_a_function_tells_what_an_op_below_python_raises(monkeypatch):
 
     monkeypatch.setattr(functional, "_FLASH_FWD", op)
     monkeypatch.setattr(with_kvcache, "_FLASH_DECODE", op)
-    monkeypatch.setattr(plain, "flash_attn", op)
-    monkeypatch.setattr(plain, "flash_attn_cached", op)
+    monkeypatch.setattr(fast_path, "flash_attn", op)
+    monkeypatch.setattr(fast_path, "flash_attn_cached", op)
     q = Q.transpose(1, 2)
     with pytest.raises(ValueError, match=MESSAGE):
         torch_metal_attn.flash_attn_func(q, q, q)

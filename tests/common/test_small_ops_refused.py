@@ -16,8 +16,8 @@ from tests.helpers.memory import memory_of
 from tests.helpers.refused import refused, refused_alike, without_data
 from tests.helpers.steps import append
 from torch_metal_attn import simulate
+from torch_metal_attn.testing.invalidation import invalidate
 from torch_metal_attn.testing.judge import ints
-from torch_metal_attn.testing.spoiling import spoil
 
 F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 
@@ -100,7 +100,7 @@ NAMELESS = ("bits8", "float8_e8m0fnu")
 WAYS = ("dtype", "dimensions", "device", "strides", "storage")
 
 
-def each_spoilt():
+def each_invalidated():
     """A wrong dtype, rank, device, stride and storage of every tensor of every op.
 
     Of attention also dtypes that the stable ABI cannot name.
@@ -112,22 +112,22 @@ def each_spoilt():
                     yield example, way, name
 
 
-@each_case("example, way, name", each_spoilt())
-def test_a_spoilt_tensor_is_named(example, way, name):
+@each_case("example, way, name", each_invalidated())
+def test_an_invalidated_tensor_is_named(example, way, name):
     message = rf"^(\w+ (has dtype \w+|is on \w+) and )?{name} (has|is) .*(it|they|the last) must "
     if way == "device":
         message += rf"|^{name} is on |^\w+ is on cpu and {name} on meta"
     elif way == "storage":
         message = f"^{name} .*storage of"
-    spoilt = spoil(example.make(), f"{way} of {name}")
+    invalidated = invalidate(example.make(), f"{way} of {name}")
     # Without the simulator flex_attention on the CPU has no op.
     with simulate(record=True) if example.op.startswith("flex") else nullcontext():
         if way in ("device", "storage"):
-            for call in calls(example, spoilt):
+            for call in calls(example, invalidated):
                 with refused(message):
                     call()
         else:
-            check(message, example, spoilt)
+            check(message, example, invalidated)
 
 
 # For an example: what is changed, and the message.

@@ -50,7 +50,8 @@ MUTANTS = {
         out of the fragment before: return (i * OWN_V_FRAGMENTS + d{~=> / 2~}) * SIMD_LANES
         sum of one lane: tile.softmax[i].{~row_sum() => lane_sum~}
         logarithm in base 2: log2(row_sum)) {~* M_LN2_F =>~}
-        q not shared: {~=> q_tile.fill(ELEMENT(0));~}share(q_tile, pairs, own.key_simdgroup
+        q not shared:
+            {~=> q_tile.fill(ELEMENT(0));~}exchange_query_fragments(q_tile, pairs, own.key_simdgroup
         no barrier after q is shared [uninitialised]:
             } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} UNROLL
             for (short n = 0; n < OWN_QK_SPANS
@@ -353,8 +354,8 @@ MUTANTS = {
             {~rotary.rotated(tensor, offset(row), row, column) => tensor[offset(row) + column]~}
         q rotated at the first row: start_at({~first_rotary => 0~},
         q rotated as if without a padding: start_at(first_rotary{~=> + sequence.first_key~},
-        q's tokens always counted: start_at(first_rotary, {~params.q_advances != 0 => true~})
-        q's tokens never counted: start_at(first_rotary, {~params.q_advances != 0 => false~})
+        q's tokens always counted: start_at(first_rotary, {~params.rotate_q_by_token != 0 => true~})
+        q's tokens never counted: start_at(first_rotary, {~params.rotate_q_by_token != 0 => false~})
     """,
     problems.impossible_step: """
         rows before the tables [out_of_bounds]: {~first_rotary < 0 || =>~}

@@ -87,10 +87,8 @@ def test_strided_operands_are_copied(device, metal_attn):
     expected = dispatch_attention_fn(*tensors)
     assert torch.equal(dispatch_attention_fn(*strided), expected)
     torch_nn = diffusers.models.attention_processor.F
-    heads_second = [x.transpose(1, 2) for x in strided]
-    assert torch.equal(
-        torch_nn.scaled_dot_product_attention(*heads_second).transpose(1, 2), expected
-    )
+    bhld = [x.transpose(1, 2) for x in strided]
+    assert torch.equal(torch_nn.scaled_dot_product_attention(*bhld).transpose(1, 2), expected)
 
 
 def test_refusals(device, metal_attn):
@@ -172,8 +170,8 @@ def test_guidance_that_replaces_scores(device, metal_attn):
     with AttentionScoreSkipFunctionMode():
         assert torch.equal(dispatch_attention_fn(query, key, value), value)
         functional = diffusers.models.attention_processor.F
-        heads_second = (x.transpose(1, 2) for x in (query, key, value))
-        skipped = functional.scaled_dot_product_attention(*heads_second)
+        bhld = (x.transpose(1, 2) for x in (query, key, value))
+        skipped = functional.scaled_dot_product_attention(*bhld)
         attend = torch.compile(dispatch_attention_fn, backend="eager", fullgraph=True)
         assert torch.equal(attend(query, key, value), value)
     assert torch.equal(skipped.transpose(1, 2), value)

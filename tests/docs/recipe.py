@@ -53,8 +53,9 @@ EDITS = [
     ),
     (
         "shaders/features.h",
-        "constant constexpr bool SCORE_SLOPES = SOFTCAP || ",
-        "FEATURE(TEMPERATURE)\nconstant constexpr bool SCORE_SLOPES = SOFTCAP || TEMPERATURE || ",
+        "constant constexpr bool SCORE_DERIVATIVES = SOFTCAP || ",
+        "FEATURE(TEMPERATURE)\n"
+        "constant constexpr bool SCORE_DERIVATIVES = SOFTCAP || TEMPERATURE || ",
     ),
     (
         "shaders/inputs.h",

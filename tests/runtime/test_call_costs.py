@@ -10,7 +10,7 @@ import ctypes, json, sys, warnings, torch
 import torch_metal_attn as metal_attn
 from tests.runtime.fake_mps.build import FakeMps
 from torch_metal_attn.runtime import shaders
-from torch_metal_attn.ops import plain
+from torch_metal_attn.ops import fast_path
 
 warnings.simplefilter("ignore")  # kernels of the CPU are replaced
 fake = FakeMps("bytes", sys.argv[1])
@@ -94,11 +94,11 @@ for name, paged in (("flash_attn_cached", ()), ("flash_attn_step", (new_k, new_v
         q, *pages, *paged, block_table=table, **o
     )
     options[f"{name}, paged"] = options[name][-2:]
-heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-calls["sdpa"] = lambda **o: metal_attn.scaled_dot_product_attention(*heads_first, **o)
+bhld = [x.transpose(1, 2) for x in (q, k, v)]
+calls["sdpa"] = lambda **o: metal_attn.scaled_dot_product_attention(*bhld, **o)
 options["sdpa"] = [{}, {"is_causal": True}, {"scale": 0.3}, {"is_causal": True, "scale": 0.3}]
 for name in ("flash_fwd", "flash_decode"):
-    calls[name] = lambda op=getattr(torch.ops.metal_attn, name), **o: op(*heads_first, **o)
+    calls[name] = lambda op=getattr(torch.ops.metal_attn, name), **o: op(*bhld, **o)
     options[name] = [
         {}, {"causal": True}, {"softmax_scale": 0.3},
         {"window_size_left": 3, "window_size_right": 1},
@@ -120,22 +120,22 @@ def launched(call, given, used):
     return words, out.shape, out.stride(), used[0] - before
 
 used = [0]
-for name in plain._NAMES:
+for name in fast_path._NAMES:
     own = "_flash_attn_step" if name == "flash_attn_step" else name
-    def through(*a, op=getattr(plain, own), **o):
+    def through(*a, op=getattr(fast_path, own), **o):
         result = op(*a, **o)
         used[0] += 1
         return result
-    setattr(plain, own, through)
+    setattr(fast_path, own, through)
 from torch_metal_attn.ops import flash_decode, flash_fwd_autograd
-applies = plain.applies
+is_usable = fast_path.is_usable
 found = []
 for name, call in calls.items():
     for given in options[name]:
         for _ in range(2):  # compiled the first time
-            plain.applies = applies
+            fast_path.is_usable = is_usable
             short = launched(call, given, used)
-            plain.applies = lambda *tensors: False
+            fast_path.is_usable = lambda *tensors: False
             whole = launched(call, given, used)
         same = short[:3] == whole[:3]
         bare = name in ("flash_fwd", "flash_decode")

@@ -108,7 +108,7 @@ def named(name):
     fake.library.metal_attn_set_gpu_name(name.encode())
     return [mps.problem(), kernels()]
 
-def insisted_on():
+def backend_forced_by_env():
     os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"
     with best_device() as device:
         return [*both(zeros), str(device)]
@@ -188,7 +188,7 @@ CASES = {
     "op_first()": WORKS[1::2],
     # The time of the trial begins when the GPU has done what was queued before.
     "busy_before()": WORKS,
-    "insisted_on()": ["", "launched", "", ["flash_fwd"], "mps"],
+    "backend_forced_by_env()": ["", "launched", "", ["flash_fwd"], "mps"],
     "eight_threads()": [[""] * 4 + ["launched"] * 4, 1, 4],
     # Chips of before M1 and A14 lack SIMD-group functions; nothing is launched there.
     **{f"named({name!r})": GOOD for name in ("Apple M1", "Apple M4 Max", "Apple A18 Pro", "")},

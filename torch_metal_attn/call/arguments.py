@@ -122,7 +122,7 @@ def check_values(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name} is on meta, where tensors have no values")
 
 
-def at_hand(tensor: Tensor) -> bool:
+def is_readable_on_host(tensor: Tensor) -> bool:
     """Whether the host can check a tensor's numbers without waiting for a device."""
     fake = torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor)
     return tensor.device.type == "cpu" and not fake
@@ -131,7 +131,7 @@ def at_hand(tensor: Tensor) -> bool:
 def check_indices(name: str, tensor: Tensor, layout: str, count: int, what: str) -> None:
     """Integers in 0..count - 1, as far as the host knows them."""
     check_integers(name, tensor, layout)
-    if at_hand(tensor):
+    if is_readable_on_host(tensor):
         for index in tensor[(tensor < 0) | (tensor >= count)][:1].tolist():
             raise ValueError(f"{name} has {index}; it must be in 0..{count - 1}, {what}")
 
@@ -166,7 +166,7 @@ def check_packed(name: str, tensor: Tensor, layout: str) -> None:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {layout}")
 
 
-def plain(name: str, value: Any) -> Any:
+def as_python_number(name: str, value: Any) -> Any:
     """A NumPy number or a tensor of one element as a Python number; else `value` itself."""
     if isinstance(value, Tensor):
         check_tensor(name, value)
@@ -178,8 +178,8 @@ def plain(name: str, value: Any) -> Any:
         return value
 
 
-def whole(name: str, value: Any, allowed: str = "an int") -> Any:
-    number = value if type(value) is int else plain(name, value)
+def as_int(name: str, value: Any, allowed: str = "an int") -> Any:
+    number = value if type(value) is int else as_python_number(name, value)
     if isinstance(number, bool) or not isinstance(number, int | torch.SymInt):
         raise TypeError(f"{name} is {value_text(value)}; it must be {allowed}")
     if type(number) is int and not -(2**63) <= number < 2**63:
@@ -187,8 +187,8 @@ def whole(name: str, value: Any, allowed: str = "an int") -> Any:
     return number
 
 
-def natural(name: str, value: Any, least: int = 0, most: int = 2**63 - 1) -> Any:
-    number = whole(name, value)
+def as_int_at_least(name: str, value: Any, least: int = 0, most: int = 2**63 - 1) -> Any:
+    number = as_int(name, value)
     if number < least:
         raise ValueError(f"{name} is {number}; it must be at least {least}")
     if number > most:
@@ -223,12 +223,12 @@ def integers(name: str, values: Any) -> list[int]:
     numbers = list(given)
     if all(type(value) is int for value in numbers):  # also of very many tokens
         return numbers
-    return [whole(f"{name}[{i}]", value) for i, value in enumerate(numbers)]
+    return [as_int(f"{name}[{i}]", value) for i, value in enumerate(numbers)]
 
 
-def number(name: str, value: Any) -> Any:
+def as_number(name: str, value: Any) -> Any:
     refuse_gradient(name, value)
-    found = plain(name, value)
+    found = as_python_number(name, value)
     allowed = (int, float, torch.SymInt, torch.SymFloat)
     if isinstance(found, bool) or not isinstance(found, allowed):
         must = f"it must be a number{_for_mask(name, value)}"
@@ -245,9 +245,9 @@ def as_op_number(found: Any) -> Any:
     return found
 
 
-def positive(name: str, value: Any) -> Any:
+def as_positive(name: str, value: Any) -> Any:
     """A number whose float32 is positive, normal and finite."""
-    found = plain(name, value)
+    found = as_python_number(name, value)
     if isinstance(found, bool) or not isinstance(found, int | float) or not _LEAST <= found < _END:
         raise ValueError(
             f"{name} is {value_text(value)}; it must be a positive, finite number, in float32 too"
@@ -255,10 +255,10 @@ def positive(name: str, value: Any) -> Any:
     return found
 
 
-def flag(name: str, value: Any) -> bool:
+def as_bool(name: str, value: Any) -> bool:
     if value is True or value is False:
         return value
-    number = plain(name, value)
+    number = as_python_number(name, value)
     if not isinstance(number, int) or number not in (0, 1):
         raise TypeError(f"{name} is {value_text(value)}; it must be a bool{_for_mask(name, value)}")
     return bool(number)
@@ -276,7 +276,7 @@ def window(window_size: Any) -> tuple[int, int]:
         return NO_WINDOW
     limits = on_host("window_size", window_size)
     if isinstance(limits, tuple | list) and len(limits) == 2:
-        numbers = [plain("window_size", limit) for limit in limits]
+        numbers = [as_python_number("window_size", limit) for limit in limits]
         if all(
             n is None or (isinstance(n, int | torch.SymInt) and not isinstance(n, bool))
             for n in numbers
@@ -311,13 +311,13 @@ def lengths_tensor(value: int | Tensor | None, q: Tensor) -> Tensor | None:
     """cache_seqlens as the ops take it."""
     if value is None or (isinstance(value, Tensor) and value.dim() > 0):
         return value
-    length = whole("cache_seqlens", value, "an int or a tensor")
+    length = as_int("cache_seqlens", value, "an int or a tensor")
     if not -(2**31) <= length < 2**31:
         raise ValueError(f"cache_seqlens is {length}; it must fit int32")
     return q.new_full((q.shape[0],), length, dtype=torch.int32)
 
 
-def heads_first(name: str, scale: Tensor | None) -> Tensor | None:
+def to_bhld(name: str, scale: Tensor | None) -> Tensor | None:
     """Scales of blocks, with heads before rows as in the cache; scales per head are unchanged."""
     if scale is None:
         return None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from torch_metal_attn.call.arguments import Window, flag, number, plain, whole
+from torch_metal_attn.call.arguments import Window, as_bool, as_int, as_number, as_python_number
 from torch_metal_attn.call.keywords import check_keywords, show_parameters
 from torch_metal_attn.call.philox import draw_rng_state
 from torch_metal_attn.wording import value_text
@@ -91,14 +91,14 @@ def score_options(given: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in given.items():
         if name in _FLASH_ATTN_3:
             defaults, advice = _FLASH_ATTN_3[name]
-            found = plain(name, value)
+            found = as_python_number(name, value)
             if not isinstance(found, int | None) or found not in defaults:
                 allowed = " or ".join(map(str, defaults))
                 raise ValueError(f"{name} is {value_text(value)}; it must be {allowed}: {advice}")
             continue
         kind = _TYPES[name]
         if kind is not None and type(value) is not kind:
-            value = whole(name, value) if kind is int else number(name, value)
+            value = as_int(name, value) if kind is int else as_number(name, value)
         if value is not None if kind is None else value != 0:
             options[name] = value
     return options
@@ -132,13 +132,13 @@ def op_options(
     options = score_options(score)
     if softmax_scale is not None:
         if type(softmax_scale) is not float:
-            softmax_scale = number("softmax_scale", softmax_scale)
+            softmax_scale = as_number("softmax_scale", softmax_scale)
         options["softmax_scale"] = softmax_scale
     if causal is not False:
-        causal = flag("causal", causal)
+        causal = as_bool("causal", causal)
     options |= limit_options(causal, *limits)
     if type(dropout_p) is not float:
-        dropout_p = number("dropout_p", dropout_p)
+        dropout_p = as_number("dropout_p", dropout_p)
     rng_state = draw_rng_state(dropout_p, q.device)
     if rng_state is not None:
         options["dropout_p"] = dropout_p

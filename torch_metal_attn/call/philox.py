@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_tensor, natural
+from torch_metal_attn.call.arguments import as_int_at_least, check_tensor
 from torch_metal_attn.wording import value_text
 
 _ROUNDS = 10
@@ -97,7 +97,9 @@ def dropout_mask(
         )
     _check_probability(dropout_p)
     sizes = {"batch": batch, "heads": heads, "q_length": q_length, "kv_length": kv_length}
-    batch, heads, q_length, kv_length = (natural(name, size) for name, size in sizes.items())
+    batch, heads, q_length, kv_length = (
+        as_int_at_least(name, size) for name, size in sizes.items()
+    )
     return keep_mask(rng_state, dropout_p, range(batch), heads, range(q_length), kv_length)
 
 

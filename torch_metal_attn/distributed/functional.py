@@ -8,11 +8,11 @@ from typing_extensions import Never
 
 from torch_metal_attn.call.arguments import (
     Window,
+    as_bool,
+    as_number,
     check_rank,
     check_tensors,
     check_values,
-    flag,
-    number,
     only_given,
     window,
 )
@@ -28,7 +28,7 @@ from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.runtime.refusals import untraced
 from torch_metal_attn.wording import count_text
 
-_NAMES = ArgumentNames(heads_third=True)
+_NAMES = ArgumentNames(blhd=True)
 
 
 @untraced
@@ -105,13 +105,13 @@ def ring_attention(
             )
         check_layout(layout)
         q, k, v = autocast(q, k, v)
-        return_lse = flag("return_lse", return_lse)
+        return_lse = as_bool("return_lse", return_lse)
         left, right = window(window_size)
-        visible = Visible(flag("causal", causal), left, right, alibi_slopes is not None)
+        visible = Visible(as_bool("causal", causal), left, right, alibi_slopes is not None)
         options = score_options({"softcap": softcap})
         if softmax_scale is not None:
-            options["softmax_scale"] = float(number("softmax_scale", softmax_scale))
-        if number("dropout_p", dropout_p) != 0.0:
+            options["softmax_scale"] = float(as_number("softmax_scale", softmax_scale))
+        if as_number("dropout_p", dropout_p) != 0.0:
             raise NotImplementedError(
                 f"dropout_p is {dropout_p}; ring_attention has no dropout, because which weights "
                 "are dropped would depend on the number of processes: pass 0.0"

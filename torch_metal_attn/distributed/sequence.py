@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_tensor, check_values, whole
+from torch_metal_attn.call.arguments import as_int, check_tensor, check_values
 from torch_metal_attn.distributed import group as groups
 from torch_metal_attn.distributed.layout import (
     bounds_of,
@@ -112,7 +112,7 @@ def _dim(x: Tensor, dim: int | None, cu_seqlens: Tensor | None) -> int:
     """The dimension of the sequence, counted from the first."""
     if dim is None:
         dim = 1 if cu_seqlens is None else 0
-    dim = whole("dim", dim)
+    dim = as_int("dim", dim)
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim is {dim}; x has shape {tuple(x.shape)}")
     return dim % x.dim()

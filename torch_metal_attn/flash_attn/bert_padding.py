@@ -5,11 +5,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from torch_metal_attn.call.arguments import (
+    as_int_at_least,
     check_indices,
     check_one_device,
     check_rank,
     check_values,
-    natural,
 )
 from torch_metal_attn.wording import count_text
 
@@ -31,7 +31,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
     Each index may occur once. Differentiable in values. Raises as `index_first_axis`.
     """
-    return _put("values", values, indices, natural("first_axis_dim", first_axis_dim))
+    return _put("values", values, indices, as_int_at_least("first_axis_dim", first_axis_dim))
 
 
 def _put(name: str, values: Tensor, indices: Tensor, count: int) -> Tensor:
@@ -125,7 +125,7 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undo `unpad_input`: (T, ...) and `indices` (T,) to (batch, seqlen, ...), padding 0."""
-    batch, seqlen = natural("batch", batch), natural("seqlen", seqlen)
-    count = natural("batch * seqlen", batch * seqlen)
+    batch, seqlen = as_int_at_least("batch", batch), as_int_at_least("seqlen", seqlen)
+    count = as_int_at_least("batch * seqlen", batch * seqlen)
     padded = _put("hidden_states", hidden_states, indices, count)
     return padded.view(batch, seqlen, *hidden_states.shape[1:])

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import flag, only_given, whole, window
+from torch_metal_attn.call.arguments import as_bool, as_int, only_given, window
 from torch_metal_attn.call.options import op_options
 from torch_metal_attn.ops.attention_weights import dense_weights, varlen_weights
+from torch_metal_attn.ops.fast_path import call_bhld
 from torch_metal_attn.ops.names import ArgumentNames
-from torch_metal_attn.ops.plain import heads_second
 from torch_metal_attn.with_kvcache import flash_attn_with_kvcache
 from torch_metal_attn.wording import type_text
 
@@ -24,7 +24,7 @@ Forward = tuple[Tensor, Tensor, Tensor, Tensor]  # out, softmax_lse, S_dmask, rn
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, softmax_d
 
 _OPS = torch.ops.metal_attn
-_NAMES = ArgumentNames(heads_third=True)
+_NAMES = ArgumentNames(blhd=True)
 # flash-attn 2.8.4's own tests look for these words about the generator.
 _WHY_NONE = {
     "out": "results are new tensors",
@@ -65,7 +65,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **given: Any) -> 
         `flash_attn_func` returns it; rng_state (2,) int64, for `bwd`.
     """
     options = _options(q, given, "out", "gen")
-    result, lse = _NAMES.run(heads_second, (_OPS.flash_fwd.default, q, k, v), options)
+    result, lse = _NAMES.run(call_bhld, (_OPS.flash_fwd.default, q, k, v), options)
     weights = dense_weights(q, k, options) if return_softmax else None
     return _forward(q, result, lse, weights, options)
 
@@ -89,7 +89,7 @@ def varlen_fwd(
     zero_tensors: accepted; rows that belong to no sequence are always 0.
     num_splits: 0 or 1.
     """
-    if whole("num_splits", given["num_splits"]) not in (0, 1):
+    if as_int("num_splits", given["num_splits"]) not in (0, 1):
         raise NotImplementedError(
             f"num_splits is {given['num_splits']}; num_splits > 1 is not supported for packed "
             "sequences: pass 0 or 1"
@@ -179,7 +179,7 @@ def _options(q: Tensor, given: dict[str, Any], *must_be_none: str) -> dict[str, 
         q,
         given["p_dropout"],
         given["softmax_scale"],
-        flag("is_causal", given["is_causal"]),
+        as_bool("is_causal", given["is_causal"]),
         window((given["window_size_left"], given["window_size_right"])),
         {name: given[name] for name in ("softcap", "alibi_slopes")},
     )
@@ -199,7 +199,7 @@ def _options_of_backward(q: Tensor, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _packing(given: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
-    longest_q, longest_k = (whole(name, given[name]) for name in ("max_seqlen_q", "max_seqlen_k"))
+    longest_q, longest_k = (as_int(name, given[name]) for name in ("max_seqlen_q", "max_seqlen_k"))
     return given["cu_seqlens_q"], given["cu_seqlens_k"], longest_q, longest_k
 
 

@@ -5,7 +5,7 @@ import importlib.util
 import sys
 
 import torch_metal_attn.flash_attn as flash_attn
-from torch_metal_attn.call.arguments import flag
+from torch_metal_attn.call.arguments import as_bool
 from torch_metal_attn.flash_attn import bert_padding, flash_attn_interface, layers
 from torch_metal_attn.flash_attn.layers import rotary
 from torch_metal_attn.integrations.imports import when_imported
@@ -41,7 +41,7 @@ def install_flash_attn(*, transformers: bool = False) -> contextlib.ExitStack:
         ImportError: transformers=True, and transformers is missing or too old.
         RuntimeError: another flash_attn is imported or installed.
     """
-    with_transformers = flag("transformers", transformers)
+    with_transformers = as_bool("transformers", transformers)
     with contextlib.ExitStack() as undo:
         _take_name(undo)
         if with_transformers:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Never
 
-from torch_metal_attn.call.arguments import flag
+from torch_metal_attn.call.arguments import as_bool
 from torch_metal_attn.call.keywords import check_keywords, without_unknown
 from torch_metal_attn.flex import in_graph
 from torch_metal_attn.flex.call import Call, plan
@@ -97,7 +97,7 @@ def planned(*arguments: Any, **options: Any) -> Call:
 
 
 def _check_results(return_lse: bool, return_aux: Any) -> None:
-    if flag("return_lse", return_lse) and return_aux is not None:
+    if as_bool("return_lse", return_lse) and return_aux is not None:
         raise ValueError("return_lse and return_aux are both given; give one")
     if return_aux is not None and not hasattr(return_aux, "max_scores"):
         raise TypeError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_tensor, flag, number
+from torch_metal_attn.call.arguments import as_bool, as_number, check_tensor
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.flex import reference
 from torch_metal_attn.flex.block_mask import Blocks, blocks_of, mask_mod_of
@@ -125,7 +125,7 @@ def plan(
     if scale is None:
         scale = 1.0 / math.sqrt(max(query.shape[-1], 1))
     else:
-        scale = number("scale", scale)
+        scale = as_number("scale", scale)
     blocks, mask_mod = None, None
     if block_mask is not None:
         mask_mod = mask_mod_of(block_mask)
@@ -160,7 +160,7 @@ def _check_shapes(
                 "head_dim)"
             )
     heads, kv_heads = query.shape[1], key.shape[1]
-    if not flag("enable_gqa", enable_gqa) and heads != kv_heads:
+    if not as_bool("enable_gqa", enable_gqa) and heads != kv_heads:
         raise ValueError(
             f"query has {count_text(heads, 'head')} and key {kv_heads}; they must be equal: pass "
             "enable_gqa=True if key's divide query's"

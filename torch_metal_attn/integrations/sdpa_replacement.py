@@ -41,7 +41,7 @@ from torch.overrides import (
     get_overridable_functions,
 )
 
-from torch_metal_attn.call.arguments import flag, is_dtensor
+from torch_metal_attn.call.arguments import as_bool, is_dtensor
 from torch_metal_attn.integrations.imports import when_imported
 from torch_metal_attn.runtime import session
 from torch_metal_attn.sdpa import Arguments, Problem, is_causal_bias, plan
@@ -256,7 +256,7 @@ def sdpa_replaced(process_wide: bool = False, prefer: str = "metal_attn") -> Sdp
 
     Returns: the context, see `SdpaReplaced`. It may be entered again, and by several threads.
     """
-    process_wide = flag("process_wide", process_wide)
+    process_wide = as_bool("process_wide", process_wide)
     if not isinstance(prefer, str) or prefer not in _PREFERENCES:
         allowed = " or ".join(map(repr, _PREFERENCES))
         raise ValueError(f"prefer is {value_text(prefer)}; it must be {allowed}")

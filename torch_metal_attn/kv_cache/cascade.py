@@ -12,20 +12,20 @@ from torch import Tensor
 from torch_metal_attn.call.arguments import (
     INT32_MAX,
     Window,
+    as_bool,
+    as_int_at_least,
     check_rank,
-    flag,
-    heads_first,
     integers,
-    natural,
     on_device,
     only_given,
+    to_bhld,
     window,
 )
 from torch_metal_attn.call.options import limit_options
 from torch_metal_attn.kv_cache.trees import Rows, rows_of_ints
 from torch_metal_attn.ops.names import ArgumentNames
 
-_NAMES = ArgumentNames({"k": "k_cache", "v": "v_cache"}, heads_third=True)
+_NAMES = ArgumentNames({"k": "k_cache", "v": "v_cache"}, blhd=True)
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class CascadePlan:
     ) -> None:
         lengths = integers("seqlens", seqlens)
         pages = rows_of_ints("block_table", block_table, len(lengths))
-        page_size = natural("page_size", page_size, 1, INT32_MAX)
-        q_length = natural("q_length", q_length, 1, INT32_MAX // max(len(lengths), 1))
-        min_pages = natural("min_pages", min_pages, 1)
+        page_size = as_int_at_least("page_size", page_size, 1, INT32_MAX)
+        q_length = as_int_at_least("q_length", q_length, 1, INT32_MAX // max(len(lengths), 1))
+        min_pages = as_int_at_least("min_pages", min_pages, 1)
         if len({len(row) for row in pages}) > 1:
             raise ValueError("block_table has rows of different lengths; it must be (B, blocks)")
         for b, (row, length) in enumerate(zip(pages, lengths, strict=True)):
@@ -103,7 +103,7 @@ class CascadePlan:
         device = on_device(device)
         self.batch_size, self.q_length, self.page_size = len(lengths), q_length, page_size
         left, right = window(window_size)
-        self._options = limit_options(flag("causal", causal), left, right)
+        self._options = limit_options(as_bool("causal", causal), left, right)
         # Raises once the rows of the cache that made the plan are no longer those of the plan.
         self.check_current: Callable[[Tensor], None] | None = None
         right = 0 if causal else right
@@ -167,7 +167,7 @@ class CascadePlan:
         if self.check_current is not None:
             self.check_current(k_cache)
         scales = only_given(
-            k_scale=heads_first("k_scale", k_scale), v_scale=heads_first("v_scale", v_scale)
+            k_scale=to_bhld("k_scale", k_scale), v_scale=to_bhld("v_scale", v_scale)
         )
         for name, scale in scales.items():
             if scale.dim() == 2:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch_metal_attn.call.arguments import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM, natural
+from torch_metal_attn.call.arguments import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM, as_int_at_least
 from torch_metal_attn.kv_cache.paged import PagedKVCache
 from torch_metal_attn.kv_cache.static import StaticKVCache
 from torch_metal_attn.quantisation import FORMATS, check_columns
@@ -58,8 +58,8 @@ class StaticLatentCache(StaticKVCache):
 
 def _sizes(latent_dim: int, rotary_dim: int, format: object) -> tuple[int, int, int]:
     """num_kv_heads, head_dim and v_head_dim."""
-    latent_dim = natural("latent_dim", latent_dim, 1, MAX_VALUE_HEAD_DIM)
-    rotary_dim = natural("rotary_dim", rotary_dim, 0, MAX_HEAD_DIM - latent_dim)
+    latent_dim = as_int_at_least("latent_dim", latent_dim, 1, MAX_VALUE_HEAD_DIM)
+    rotary_dim = as_int_at_least("rotary_dim", rotary_dim, 0, MAX_HEAD_DIM - latent_dim)
     if format in FORMATS:
         check_columns("latent_dim", latent_dim, format)
         check_columns("latent_dim + rotary_dim", latent_dim + rotary_dim, format)

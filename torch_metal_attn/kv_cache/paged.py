@@ -13,11 +13,11 @@ from torch import Tensor
 
 from torch_metal_attn.call.arguments import (
     INT32_MAX,
-    flag,
+    as_bool,
+    as_int,
+    as_int_at_least,
     integers,
-    natural,
     on_device,
-    whole,
 )
 from torch_metal_attn.call.arguments import window as limits_of
 from torch_metal_attn.call.options import options_of
@@ -96,8 +96,8 @@ class PagedKVCache:
 
     @options_of(Storage.__init__, 3)
     def __init__(self, num_pages: int, page_size: int, *sizes: Any, **options: Any) -> None:
-        num_pages = natural("num_pages", num_pages, 1, INT32_MAX)
-        self.page_size = natural("page_size", page_size, 1, INT32_MAX)
+        num_pages = as_int_at_least("num_pages", num_pages, 1, INT32_MAX)
+        self.page_size = as_int_at_least("page_size", page_size, 1, INT32_MAX)
         self._storage = Storage(num_pages, self.page_size, *sizes, **options)
         self._pool = PagePool(num_pages)
         self._sequences: dict[int, _Sequence] = {}
@@ -393,7 +393,7 @@ class PagedKVCache:
         id, sequence = self._one(id)
         length = length_within(id, length, sequence.length)
         self._check_window(id, sequence, length)
-        if flag("keep_recent", keep_recent):
+        if as_bool("keep_recent", keep_recent):
             self._storage.recent.check_kept(sequence.slot, length, f"length is {length}")
         sequence.accepted = min(sequence.accepted, length)
         sequence.lengths = [min(n, length) for n in sequence.lengths]
@@ -664,7 +664,7 @@ class PagedKVCache:
         return ids, [self._sequences[id] for id in ids]
 
     def _one(self, id: int) -> tuple[int, _Sequence]:
-        id = whole("id", id)
+        id = as_int("id", id)
         return id, self._of([id])[1][0]
 
     def _add(self, sequence: _Sequence) -> int:

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 from weakref import WeakValueDictionary
 
-from torch_metal_attn.call.arguments import natural
+from torch_metal_attn.call.arguments import as_int_at_least
 
 
 class CacheFull(RuntimeError):
@@ -178,7 +178,7 @@ def checked_windows(windows: Any, num_layers: int) -> list[int]:
         raise ValueError(
             f"windows has {len(windows)} numbers; it must have {num_layers}, one a layer"
         )
-    return [natural(f"windows[{i}]", window, -1) for i, window in enumerate(windows)]
+    return [as_int_at_least(f"windows[{i}]", window, -1) for i, window in enumerate(windows)]
 
 
 def checked_namespace(namespace: Any) -> Hashable:

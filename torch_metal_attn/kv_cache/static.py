@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import INT32_MAX, flag, integers, natural, whole
+from torch_metal_attn.call.arguments import INT32_MAX, as_bool, as_int, as_int_at_least, integers
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull
 from torch_metal_attn.kv_cache.storage import LayerCache, Storage
@@ -33,8 +33,8 @@ class StaticKVCache:
 
     @options_of(Storage.__init__, 3, without="windows")
     def __init__(self, batch_size: int, max_length: int, *sizes: Any, **options: Any) -> None:
-        self.batch_size = natural("batch_size", batch_size, 1, INT32_MAX)
-        self.max_length = natural("max_length", max_length, 1, INT32_MAX)
+        self.batch_size = as_int_at_least("batch_size", batch_size, 1, INT32_MAX)
+        self.max_length = as_int_at_least("max_length", max_length, 1, INT32_MAX)
         if "windows" in options:
             raise TypeError("StaticKVCache has no argument windows: it frees no rows")
         self._storage = Storage(self.batch_size, self.max_length, *sizes, **options)
@@ -151,10 +151,10 @@ class StaticKVCache:
 
     def truncate(self, index: int, length: int, *, keep_recent: bool = True) -> None:
         """Drop the rows of sequence `index` from `length` on, as `PagedKVCache.truncate`."""
-        index = whole("index", index)
+        index = as_int("index", index)
         self._check_indices("index", [index])
         length = length_within(index, length, max(lengths[index] for lengths in self._lengths))
-        if flag("keep_recent", keep_recent):
+        if as_bool("keep_recent", keep_recent):
             self._storage.recent.check_kept(self._rows[index], length, f"length is {length}")
         self._accepted[index] = min(self._accepted[index], length)
         for lengths in self._lengths:

@@ -12,11 +12,11 @@ from torch_metal_attn.call.arguments import (
     INT32_MAX,
     MAX_HEAD_DIM,
     MAX_VALUE_HEAD_DIM,
+    as_bool,
+    as_int,
+    as_int_at_least,
     check_tensor,
-    flag,
-    natural,
     on_device,
-    whole,
 )
 from torch_metal_attn.kv_cache.pages import checked_windows, grouped
 from torch_metal_attn.kv_cache.recent import NoRecentRows, RecentRows
@@ -134,12 +134,12 @@ class Storage:
         recent: int = 0,
         windows: Sequence[int] | None = None,
     ) -> None:
-        num_kv_heads = natural("num_kv_heads", num_kv_heads, 1, INT32_MAX)
-        head_dim = natural("head_dim", head_dim, 1, MAX_HEAD_DIM)
+        num_kv_heads = as_int_at_least("num_kv_heads", num_kv_heads, 1, INT32_MAX)
+        head_dim = as_int_at_least("head_dim", head_dim, 1, MAX_HEAD_DIM)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
-        v_head_dim = natural("v_head_dim", v_head_dim, 1, MAX_VALUE_HEAD_DIM)
-        num_layers = natural("num_layers", num_layers, 1, _MOST_LAYERS)
-        values_in_keys = flag("values_in_keys", values_in_keys)
+        v_head_dim = as_int_at_least("v_head_dim", v_head_dim, 1, MAX_VALUE_HEAD_DIM)
+        num_layers = as_int_at_least("num_layers", num_layers, 1, _MOST_LAYERS)
+        values_in_keys = as_bool("values_in_keys", values_in_keys)
         if dtype not in ELEMENTS:
             raise ValueError(
                 f"dtype is {value_text(dtype)}; it must be float32, float16 or bfloat16"
@@ -170,7 +170,7 @@ class Storage:
             if v_scale is not None:
                 raise ValueError("v_scale is given with values_in_keys; k_scale is for both")
         self.values_in_keys = values_in_keys
-        recent = natural("recent", recent, 0, INT32_MAX // 2)
+        recent = as_int_at_least("recent", recent, 0, INT32_MAX // 2)
         if recent and format is None:
             raise ValueError(
                 f"recent is {recent} with no format, so that all rows are in full precision; leave "
@@ -254,7 +254,7 @@ class Storage:
 
     def check_layer(self, layer: int) -> None:
         """Raise ValueError if there is no such layer."""
-        if not 0 <= whole("layer", layer) < len(self.layers):
+        if not 0 <= as_int("layer", layer) < len(self.layers):
             raise ValueError(f"layer is {layer}; it must be in 0..{len(self.layers) - 1}")
 
     def checked(
@@ -341,7 +341,7 @@ class Storage:
         if op == "decode_step" and window >= 0:
             options = {"window_size_left": window, **options}
             left = options["window_size_left"]
-            if not 0 <= whole("window_size_left", left) <= window:
+            if not 0 <= as_int("window_size_left", left) <= window:
                 raise ValueError(
                     f"window_size_left is {left}; layer {layer} keeps the rows of a window, so it "
                     f"must be in 0..{window}"

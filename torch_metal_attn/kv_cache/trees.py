@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import integers, natural, on_host, whole
+from torch_metal_attn.call.arguments import as_int, as_int_at_least, integers, on_host
 from torch_metal_attn.wording import count_text, value_text
 
 Rows = Tensor | Sequence[Sequence[int]]
@@ -27,13 +27,13 @@ def rows_of_ints(name: str, rows: Any, count: int) -> list[list[int]]:
 def each(length: Any, count: int) -> list[int]:
     """The length of each of `count` sequences."""
     if not isinstance(length, Sequence) and getattr(length, "ndim", 0) == 0:
-        return [natural("length", length)] * count
+        return [as_int_at_least("length", length)] * count
     lengths = integers("length", length)
     if len(lengths) != count:
         raise ValueError(
             f"length has {count_text(len(lengths), 'number')}; it must have {count}, one a sequence"
         )
-    return [natural("length", one) for one in lengths]
+    return [as_int_at_least("length", one) for one in lengths]
 
 
 def check_layers_agree(id: int, lengths: Sequence[int], method: str) -> None:
@@ -47,7 +47,7 @@ def check_layers_agree(id: int, lengths: Sequence[int], method: str) -> None:
 
 def length_within(id: int, length: int, longest: int) -> int:
     """`length` as an int, of a sequence that has `longest` rows."""
-    length = whole("length", length)
+    length = as_int("length", length)
     if not 0 <= length <= longest:
         raise ValueError(
             f"length is {length}; sequence {id} has {count_text(longest, 'row')}, so it must be in "

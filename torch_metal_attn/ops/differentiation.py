@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from torch_metal_attn.call.arguments import is_dtensor, refuse_dtensor, refuse_layout
-from torch_metal_attn.ops import plain
+from torch_metal_attn.ops import fast_path
 from torch_metal_attn.runtime.refusals import as_value_error, python_kernel, unmarked
 
 # By the arguments of a call: the names of those that it writes in place, each with the names of the
@@ -139,18 +139,18 @@ def call(op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, 
         raise
 
 
-def autograd_kernel(name: str, plain_op: str = "") -> Callable[[_Function], _Function]:
+def autograd_kernel(name: str, fast_op: str = "") -> Callable[[_Function], _Function]:
     """Make a function the Autograd kernel of op `name` of metal_attn.
 
-    `plain_op`: the op of `plain` that runs where it has all arguments of a call.
+    `fast_op`: the op of `plain` that runs where it has all arguments of a call.
     """
     op = getattr(torch.ops.metal_attn, name).default
 
     def register(function: _Function) -> _Function:
         @functools.wraps(function)
         def kernel(*arguments: Any, **options: Any) -> Any:
-            if plain_op:
-                found = plain.instead(getattr(plain, plain_op), arguments, options)
+            if fast_op:
+                found = fast_path.try_call(getattr(fast_path, fast_op), arguments, options)
                 if found is not None:
                     return found
             try:

@@ -149,9 +149,9 @@ def rotated_rows(
         return rotate(x.float(), cos, sin, how)
     if cos.shape[-2] == 0 or cu_seqlens.shape[0] < 2:
         return x.float()
-    heads_first = x.transpose(0, 1)[None].float()
-    cos, sin, rows = rotary_rows(heads_first, cos, sin, cu_seqlens)
-    return rotate(heads_first, cos[rows], sin[rows], how)[0].transpose(0, 1)
+    bhld = x.transpose(0, 1)[None].float()
+    cos, sin, rows = rotary_rows(bhld, cos, sin, cu_seqlens)
+    return rotate(bhld, cos[rows], sin[rows], how)[0].transpose(0, 1)
 
 
 def weighted_loss(

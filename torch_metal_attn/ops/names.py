@@ -26,11 +26,11 @@ _KINDS: dict[str, tuple[Any, str]] = {
 class ArgumentNames:
     """names: the function's name by the op's, where they differ.
 
-    heads_third: the function's tensors are (B, L, H, D), while the op's are (B, H, L, D).
+    blhd: the function's tensors are (B, L, H, D), while the op's are (B, H, L, D).
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
-    heads_third: bool = False
+    blhd: bool = False
 
     def run(
         self, op: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any]
@@ -63,7 +63,7 @@ class ArgumentNames:
         if not word.startswith("("):
             return self.names.get(word, word)
         sizes = word[1:-1].split(", ")
-        if self.heads_third and len(sizes) == 4:
+        if self.blhd and len(sizes) == 4:
             sizes[1], sizes[2] = sizes[2], sizes[1]
             return f"({', '.join(sizes)})"
         return word

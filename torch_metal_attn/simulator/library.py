@@ -81,15 +81,15 @@ def compile_shader(
         include_dirs=folders,
         defines=macros,
         constants=constants,
-        check=runs.flag("check", check),
-        count=runs.flag("count", count),
+        check=runs.as_bool("check", check),
+        count=runs.as_bool("count", count),
         language=versions.checked(language),
     )
     if not program.kernels:
         raise ShaderCompileError(_no_kernel(source))
     if program.compiles_at_once:
         program.image(next(iter(program.kernels)))
-    return ShaderLibrary(program, runs.flag("strict_simd", strict_simd))
+    return ShaderLibrary(program, runs.as_bool("strict_simd", strict_simd))
 
 
 def _no_kernel(source: str) -> str:
@@ -301,9 +301,9 @@ class ShaderKernel:
             checked=program.checked,
             counted=program.counted,
             threadgroup_bytes=memory,
-            seed=runs.whole("seed", seed, 2**63 - 1),
-            workers=runs.whole("workers", workers, runs.MOST_WORKERS, least=1),
-            step_limit=runs.whole("step_limit", step_limit, 2**63 - 1, least=1),
+            seed=runs.as_int("seed", seed, 2**63 - 1),
+            workers=runs.as_int("workers", workers, runs.MOST_WORKERS, least=1),
+            step_limit=runs.as_int("step_limit", step_limit, 2**63 - 1, least=1),
             tensors=tensor_model(
                 lane_map, relaxed_precision, run.tensors if run is not None else DEFAULT_MODEL
             ),

@@ -55,9 +55,9 @@ def replacing_compile_shader(
     Blocks nest. The innermost block of the thread decides, then the innermost of the process.
     Libraries remain usable after the block.
     """
-    block = _Block(runs.flag("check", check), versions.checked(language))
+    block = _Block(runs.as_bool("check", check), versions.checked(language))
     global _open, _process_wide, _renaming
-    is_own = not runs.flag("process_wide", process_wide)
+    is_own = not runs.as_bool("process_wide", process_wide)
     with _lock:
         if process_wide:
             _process_wide = (*_process_wide, block)

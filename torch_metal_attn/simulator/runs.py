@@ -137,13 +137,13 @@ def simulate(
             f"uninitialised is {type_text(uninitialised)}; it must be a list of tensors"
         )
     run = Run(
-        check=flag("check", check),
-        count=flag("count", count),
-        seed=whole("seed", seed, 2**32 - 1),
-        workers=whole("workers", workers, MOST_WORKERS, least=1),
+        check=as_bool("check", check),
+        count=as_bool("count", count),
+        seed=as_int("seed", seed, 2**32 - 1),
+        workers=as_int("workers", workers, MOST_WORKERS, least=1),
         uninitialised=uninitialised,
-        step_limit=whole("step_limit", step_limit, 2**63 - 1, least=1),
-        record=flag("record", record),
+        step_limit=as_int("step_limit", step_limit, 2**63 - 1, least=1),
+        record=as_bool("record", record),
         language=versions.checked(language),
         tensors=tensor_model(lane_map, relaxed_precision),
     )
@@ -181,7 +181,7 @@ def _forget(name: str, tensor: torch.Tensor, initialised: dict[int, torch.Tensor
     known.as_strided((*shape, size), (*strides, 1), tensor.storage_offset() * size).zero_()
 
 
-def whole(name: str, value: int | None, most: int, least: int = 0) -> int:
+def as_int(name: str, value: int | None, most: int, least: int = 0) -> int:
     """An optional count, 0 if not given; raises ValueError if it is not from `least` to `most`."""
     if value is None:
         return 0
@@ -191,7 +191,7 @@ def whole(name: str, value: int | None, most: int, least: int = 0) -> int:
     return value
 
 
-def flag(name: str, value: object) -> bool:
+def as_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value_text(value)}; it must be a bool")
     return value

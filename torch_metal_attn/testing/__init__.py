@@ -36,7 +36,7 @@ def check(case: Case) -> Outcome:
 
     Raises ValueError if no call can be made from its fields.
     """
-    if reason := case.meaningless():
+    if reason := case.invalid_reason():
         raise ValueError(f"{case}: {reason}")
     with best_device(check=True) as device:
         return run(case, device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch_metal_attn.quantisation import FORMATS
-from torch_metal_attn.testing import spoiling
+from torch_metal_attn.testing import invalidation
 from torch_metal_attn.testing.case import (
     Case,
     Draw,
@@ -387,7 +387,7 @@ class Attention(Case):
         dense = self.head_dim > 1 and self.v_head_dim > 1 and self.format == ""
         # The strides of no elements mean nothing.
         rows = tuple(name for name in tensors if dense and self._has_elements(name[0]))
-        ways = spoiling.ways(tensors, rows)
+        ways = invalidation.ways(tensors, rows)
         if self.call == _SDPA:  # which takes any number of dimensions
             ways = tuple(way for way in ways if not way.startswith("dimensions"))
         return ways

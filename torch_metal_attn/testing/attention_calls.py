@@ -64,7 +64,7 @@ def call_of(case: Attention, problem: Problem, memory: Memory) -> Call:
     given = {n: x for n, x in given.items() if renamed.get(n, n) in names_there}
     arguments = _arguments(case, problem, memory, given)
     if "flash_attn" in case.call:
-        arguments = {n: _heads_third(n, x) for n, x in arguments.items()}
+        arguments = {n: _to_blhd(n, x) for n, x in arguments.items()}
     arguments = {renamed.get(n, n): x for n, x in arguments.items()}
     if case.causal_bias:
         arguments["attn_mask"] = _causal_bias(case)
@@ -78,7 +78,7 @@ def call_of(case: Attention, problem: Problem, memory: Memory) -> Call:
     return run, arguments
 
 
-def _heads_third(name: str, x: Any) -> Any:
+def _to_blhd(name: str, x: Any) -> Any:
     """(B, L, H, D) of operands, pages and their scales; a packed row is a token already."""
     is_rows = name in ("q", "k", "v", "k_scale", "v_scale") and x.dim() == 4
     return x.transpose(1, 2) if is_rows else x
@@ -90,7 +90,7 @@ def _operands(case: Attention, problem: Problem, memory: Memory) -> dict[str, An
     placed: dict[str, Any] = {}
     if case.in_one_tensor:
         together = "qkv" if "qkvpacked" in case.call else "kv"
-        parts = [_heads_third(n, tensors.pop(n)) for n in together]
+        parts = [_to_blhd(n, tensors.pop(n)) for n in together]
         placed[together] = memory.place(together, torch.stack(parts, -3))
     layouts = {"q": case.q_layout, "k": case.k_layout, "v": case.v_layout}
     if case.cache or case.format:  # whose rows are not the operands'

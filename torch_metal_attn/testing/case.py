@@ -105,17 +105,18 @@ class Prepared:
 class Case:
     """Fields are numbers, strings and tuples of them. Their defaults are the simplest case's.
 
-    Attributes: call: the function. dtype: of its operands. seed: of the values. spoilt: how one
-        argument is made wrong, see `spoiling`, so that the call must be refused. strict: judge by
-        the policy alone. Otherwise the bounds also allow the roundings that few or equal values
-        show (docs/numerics.md). threads: call again in so many threads at once, for the same bits.
+    Attributes: call: the function. dtype: of its operands. seed: of the values. invalidated: how
+        one argument is made wrong, see `invalidation`, so that the call must be refused. strict:
+        judge by the policy alone. Otherwise the bounds also allow the roundings that few or equal
+        values show (docs/numerics.md). threads: call again in so many threads at once, for the same
+        bits.
         tiles: of attention: "8x8", "TF32" where the GPU has it, or "" for those of the dtype.
     """
 
     call: str = ""
     dtype: str = field("float32", one_of(*DTYPES))
     seed: int = field(0, lambda r, case: r.randrange(2**31), varied=True)
-    spoilt: str = ""
+    invalidated: str = ""
     strict: bool = False
     threads: int = 0
     tiles: str = ""
@@ -146,7 +147,7 @@ class Case:
         how = self.__dataclass_fields__[name].metadata.get("drawn")
         return how is None or ((how.calls is None or self.call in how.calls) and how.when(self))
 
-    def meaningless(self) -> str:
+    def invalid_reason(self) -> str:
         """Why no call can be made from the fields; "" for every case that was drawn."""
         names = self.__dataclass_fields__["call"].metadata.get("calls", (self.call,))
         if self.call not in names:
@@ -155,8 +156,8 @@ class Case:
         for name in self.fields():
             if not self.has(name):
                 return f"{self.call} has no {name}, or not with the other fields"
-        if self.spoilt and self.spoilt not in self.ways():
-            return "what is spoilt is not there"
+        if self.invalidated and self.invalidated not in self.ways():
+            return "what is invalidated is not there"
         return next((why for why, holds in self.conflicts().items() if holds), "")
 
     def conflicts(self) -> dict[str, Any]:
@@ -165,8 +166,8 @@ class Case:
 
     def refused(self) -> str:
         """Why the call must raise according to the documentation; "" if it must not."""
-        if self.spoilt:
-            return f"{self.spoilt} is wrong"
+        if self.invalidated:
+            return f"{self.invalidated} is wrong"
         return next((why for why, holds in self.illegal().items() if holds), "")
 
     def illegal(self) -> dict[str, Any]:
@@ -174,7 +175,7 @@ class Case:
         return {}
 
     def ways(self) -> tuple[str, ...]:
-        """The values that `spoilt` may have."""
+        """The values that `invalidated` may have."""
         return ()
 
     def wrong(self) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def draw_of(family: type[Case], r: random.Random) -> Case:
         for name, how in fields.items():
             if case.has(name) and (how.share == 1 or r.random() < how.share):
                 _set(case, name, how.draw(r, case))
-        if not case.meaningless() and not case.refused():
+        if not case.invalid_reason() and not case.refused():
             return _made_wrong(case, r) if r.random() < _REFUSED else case
 
 
@@ -77,11 +77,11 @@ def _set(case: Case, name: str, value: Any) -> None:
 
 def _made_wrong(case: Case, r: random.Random) -> Case:
     """The case with one wrong argument or illegal field, if it can have one."""
-    kinds = [[{"spoilt": way} for way in case.ways()], case.wrong()]
+    kinds = [[{"invalidated": way} for way in case.ways()], case.wrong()]
     kinds = [changes for changes in kinds if changes]
     for _ in range(_TRIES if kinds else 0):
         bad = dataclasses.replace(case, **r.choice(r.choice(kinds)))
-        if not bad.meaningless() and bad.refused():
+        if not bad.invalid_reason() and bad.refused():
             return bad
     return case
 
@@ -94,6 +94,6 @@ def vary(case: Case, r: random.Random) -> Case:
             is_drawn = how.share == 1 or name in case.fields()
             if how.varied and is_drawn and varied.has(name):
                 _set(varied, name, how.draw(r, varied))
-        if not varied.meaningless() and bool(varied.refused()) == bool(case.refused()):
+        if not varied.invalid_reason() and bool(varied.refused()) == bool(case.refused()):
             return varied
     return dataclasses.replace(case, seed=r.randrange(2**31))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.ops.index_scores import index_scores
-from torch_metal_attn.testing import spoiling
+from torch_metal_attn.testing import invalidation
 from torch_metal_attn.testing.case import Case, Prepared, call, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.judge import ROUNDING, Measure, apart, normal, worst
 from torch_metal_attn.testing.rounding import STEPS, summing
@@ -46,7 +46,7 @@ class IndexScores(Case):
 
     def ways(self) -> tuple[str, ...]:
         q_rows = self.batch * self.heads * self.q_length and self.head_dim > 1
-        return spoiling.ways(("q", "k", "weights"), ("q",) if q_rows else ())
+        return invalidation.ways(("q", "k", "weights"), ("q",) if q_rows else ())
 
     def illegal(self) -> dict[str, Any]:
         return {"head dim": not 1 <= self.head_dim <= 256}

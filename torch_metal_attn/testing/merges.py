@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.testing import spoiling
+from torch_metal_attn.testing import invalidation
 from torch_metal_attn.testing.case import Case, Prepared, call, chance, field, layout, one_of
 from torch_metal_attn.testing.judge import (
     ROUNDING,
@@ -54,7 +54,7 @@ class Merge(Case):
         if self.call in _SPLITS or self.head_dim < 2:
             return ()
         rows = ("out_a",) if self.batch * self.heads * self.length else ()
-        return spoiling.ways(("out_a", "lse_a", "out_b"), rows)
+        return invalidation.ways(("out_a", "lse_a", "out_b"), rows)
 
     def conflicts(self) -> dict[str, Any]:
         ordered = any("order" in word for word in self.layout)

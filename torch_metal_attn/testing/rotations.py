@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_metal_attn.flash_attn.layers import rotary
 from torch_metal_attn.reference import rotate
-from torch_metal_attn.testing import spoiling
+from torch_metal_attn.testing import invalidation
 from torch_metal_attn.testing.case import Case, Prepared, call, chance, field, kinds, layout, one_of
 from torch_metal_attn.testing.judge import Measure, near, normal, worst_of
 from torch_metal_attn.testing.tensors import DTYPES, Memory, dtype_of, expanded, numbers
@@ -64,7 +64,7 @@ class Rotation(Case):
     )
 
     def ways(self) -> tuple[str, ...]:
-        return spoiling.ways(("q", "cos", "sin"), ()) if self.call in _OPS else ()
+        return invalidation.ways(("q", "cos", "sin"), ()) if self.call in _OPS else ()
 
     def conflicts(self) -> dict[str, Any]:
         in_one_tensor = self.call == "apply_rotary_emb_qkv_"

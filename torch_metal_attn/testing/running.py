@@ -19,8 +19,8 @@ from torch_metal_attn.runtime.tensor_tiles import allow_tf32
 from torch_metal_attn.simulator import SimulatorFault, cache, toolchain
 from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.families import FAMILIES
+from torch_metal_attn.testing.invalidation import invalidate
 from torch_metal_attn.testing.judge import Measure, Skipped, same_bits
-from torch_metal_attn.testing.spoiling import spoil
 
 PASSED, FAILED, RAISED, REFUSED, ACCEPTED = "ok", "FAILED", "raised", "refused", "accepted"
 DIED, HUNG, SKIPPED = "died", "hung", "skipped"
@@ -78,7 +78,7 @@ def _run(case: Case, device: torch.device) -> Outcome:
     expected = case.refused()
     try:
         prepared = family.prepare(case, device)
-        arguments = spoil(prepared.arguments, case.spoilt)
+        arguments = invalidate(prepared.arguments, case.invalidated)
     except Skipped as reason:
         return Outcome(SKIPPED, message=without_paths(str(reason)))
     except Exception as error:
@@ -97,13 +97,13 @@ def _run(case: Case, device: torch.device) -> Outcome:
         return Outcome(PASSED) if unwritten.ok else Outcome(FAILED, unwritten.what)
     except Exception as error:
         return _raised(RAISED, error)
-    untold = device.type == "mps" and expected in case.UNREAD_ON_MPS
-    if expected and not untold:
+    unchecked_on_mps = device.type == "mps" and expected in case.UNREAD_ON_MPS
+    if expected and not unchecked_on_mps:
         return Outcome(ACCEPTED, expected, f"it must be refused: {expected}")
     try:
         around = prepared.memory.undisturbed(prepared.written)
         measures = [around]
-        if not untold:
+        if not unchecked_on_mps:
             repeated = _repeated(partial(prepared.function, **arguments), results, case.threads)
             measures = [*prepared.judge(results), *repeated, around]
     except Exception as error:

@@ -22,7 +22,7 @@ def shrink(case: Case, outcome: Outcome, run: Callable[[Case], Outcome]) -> tupl
     while progress:
         progress = False
         for simpler in _simpler(case):
-            if simpler in tried or simpler.meaningless():
+            if simpler in tried or simpler.invalid_reason():
                 continue
             if bool(simpler.refused()) != bool(case.refused()):
                 continue
@@ -51,7 +51,7 @@ def _simpler(case: Case) -> Iterator[Case]:
                 yield dataclasses.replace(case, **smaller)
     for field in dataclasses.fields(case):
         value = getattr(case, field.name)
-        if field.name not in ("call", "spoilt") and value != field.default:
+        if field.name not in ("call", "invalidated") and value != field.default:
             for less in (field.default, *_less(value, field.default)):
                 yield dataclasses.replace(case, **{field.name: less})
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_metal_attn.call.visibility import depths, tree_rows
 from torch_metal_attn.kv_cache import PagedKVCache, StaticKVCache
 from torch_metal_attn.quantisation import FORMATS
-from torch_metal_attn.testing import attention_run, spoiling
+from torch_metal_attn.testing import attention_run, invalidation
 from torch_metal_attn.testing.attention import Attention
 from torch_metal_attn.testing.attention_problem import (
     Problem,
@@ -195,7 +195,7 @@ class Step(Case):
 
     def ways(self) -> tuple[str, ...]:
         tensors = ("k", "v") if self.recent else ("k", "v", "k_cache", "v_cache")
-        return spoiling.ways(tensors, ("k", "v")) if self.head_dim > 1 else ()
+        return invalidation.ways(tensors, ("k", "v")) if self.head_dim > 1 else ()
 
     def conflicts(self) -> dict[str, Any]:
         by_token = self.tree != "" or self.causal or self.window_size_left >= 0

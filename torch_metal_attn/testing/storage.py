@@ -27,8 +27,8 @@ def from_json(data: dict[str, Any]) -> Case:
     if unknown:
         raise ValueError(f"{name} has no {', '.join(unknown)}: another version wrote the file")
     case = _BY_NAME[name](**{n: _tuples(x) for n, x in fields.items()})
-    if case.meaningless():
-        raise ValueError(f"{case}: {case.meaningless()}")
+    if case.invalid_reason():
+        raise ValueError(f"{case}: {case.invalid_reason()}")
     return case
 
 

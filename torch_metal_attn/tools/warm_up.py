@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_metal_attn.call.arguments import flag
+from torch_metal_attn.call.arguments import as_bool
 from torch_metal_attn.kv_cache.paged import unwritten
 from torch_metal_attn.runtime import extension, mps
 from torch_metal_attn.runtime.refusals import as_value_errors
@@ -88,7 +88,7 @@ def warm_up(
         TypeError: the first argument is none of these, or an argument of the call is wrong.
         ValueError: an op refuses its call.
     """
-    backward = flag("backward", backward)
+    backward = as_bool("backward", backward)
     begun = time.perf_counter()
     problem = mps.problem()
     if problem:

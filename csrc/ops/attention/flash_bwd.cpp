@@ -73,7 +73,7 @@ int choose_head_splits(const FlashBwdSpecialisation& s, const FlashFwdProblem& p
   return best;
 }
 
-FlashBwdCall analyse(const FlashBwdArguments& a, bool tensor_tiles) {
+FlashBwdCall check_and_choose(const FlashBwdArguments& a, bool tensor_tiles) {
   const FlashFwdArguments& f = a.forward;
   FlashBwdCall call{analyse_differentiable(f), {}, {}};
   check_like_out("out", a.out, f);
@@ -236,7 +236,7 @@ JsonObject note_of(const FlashFwdCall& call, const FlashBwdSpecialisation& s, co
 }  // namespace
 
 FlashFwdCall analyse_differentiable(const FlashFwdArguments& f) {
-  const FlashFwdCall call = analyse(f).call;
+  const FlashFwdCall call = check_and_choose(f).call;
   // k and v are not quantised, which their dtype alone may tell.
   check_same_dtype("k", f.k, "q", f.q);
   check_same_dtype("v", f.v, "q", f.q);
@@ -265,7 +265,7 @@ Defines flash_bwd_defines(const FlashBwdSpecialisation& s) {
 namespace {
 
 FlashGradients run(const FlashBwdArguments& a, Backend& backend, bool tensor_tiles) {
-  const FlashBwdCall call = analyse(a, tensor_tiles);
+  const FlashBwdCall call = check_and_choose(a, tensor_tiles);
   const FlashFwdArguments& f = a.forward;
   Tensor dq = new_empty_like(f.q);
   Tensor dk = new_empty_like(f.k);

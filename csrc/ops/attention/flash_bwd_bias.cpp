@@ -54,7 +54,7 @@ std::array<int64_t, 4> slope_sizes(const Tensor& slopes) {
   return {slopes.dim() == 2 ? slopes.size(0) : 1, slopes.size(slopes.dim() - 1), 1, 1};
 }
 
-FlashBwdBiasCall analyse(const FlashBwdBiasArguments& a, bool slopes) {
+FlashBwdBiasCall check_and_choose(const FlashBwdBiasArguments& a, bool slopes) {
   const FlashFwdArguments& f = a.forward;
   const FlashFwdCall forward = analyse_score_gradient(a);
   check(
@@ -111,7 +111,7 @@ Defines defines_of(const FlashBwdBiasCall& call) {
   defines.push_back({"DBIAS_PAIRS", call.sizes[3] % 2 == 0});
   defines.push_back({"QUERIES_SHARED", call.sizes[2] == 1});
   defines.push_back({"KEYS_SHARED", call.sizes[3] == 1});
-  define_if(call.slopes, defines, "SLOPES");
+  define_if(call.slopes, defines, "ALIBI_SLOPE_GRADIENT");
   define_if(call.normalised, defines, "NORMALISED");
   return defines;
 }
@@ -135,7 +135,7 @@ FlashBwdBiasParams params_of(const FlashBwdBiasCall& call, const FlashBwdBiasArg
 }
 
 Tensor run(const FlashBwdBiasArguments& a, bool slopes, Backend& backend) {
-  const FlashBwdBiasCall call = analyse(a, slopes);
+  const FlashBwdBiasCall call = check_and_choose(a, slopes);
   const Tensor& like = call.like;
   if (!call.launches()) {
     return new_zeros(like, sizes_of(like), like.scalar_type());

@@ -26,7 +26,7 @@ FlashFwdSpecialisation choose(const FlashFwdCall& call, bool tensor_tiles) {
 }
 
 // Why this call has 8x8 tiles only, or null.
-const char* own_problem(const FlashFwdCall& call) {
+const char* why_no_tensor_tiles(const FlashFwdCall& call) {
   const char* own = no_tensor_tiles(call.problem);
   return own == nullptr && refused_tiles() != nullptr && choose(call, true).refused
              ? kTensorTilesRefused
@@ -56,9 +56,9 @@ MaskTile mask_tile(const FlashFwdSpecialisation& s) {
 
 }  // namespace
 
-ChosenFlashFwd analyse(const FlashFwdArguments& a, bool tensor_tiles) {
+ChosenFlashFwd check_and_choose(const FlashFwdArguments& a, bool tensor_tiles) {
   const FlashFwdCall call = check_flash_fwd(a);
-  FlashFwdSpecialisation s = choose(call, tensor_tiles && own_problem(call) == nullptr);
+  FlashFwdSpecialisation s = choose(call, tensor_tiles && why_no_tensor_tiles(call) == nullptr);
   s.features.mask_blocks = skips_mask_blocks(call);
   return {call, s, threadgroups_of(call, s)};
 }
@@ -98,7 +98,7 @@ JsonObject note_of(const FlashFwdCall& call, const FlashFwdSpecialisation& s, co
   std::string reason = describe_choice(s);
   for (const std::string& more :
        {describe_tf32(s.element, s.tensor_tiles),
-        missing_tensor_tiles(own_problem(call), tensor_tiles_problem(q, Pass::kForward)),
+        missing_tensor_tiles(why_no_tensor_tiles(call), tensor_tiles_problem(q, Pass::kForward)),
         describe_mask_blocks(call, mask_tile(s))}) {
     reason += more.empty() ? "" : "; " + more;
   }
@@ -117,7 +117,7 @@ Defines flash_fwd_defines(const FlashFwdSpecialisation& s) {
 }
 
 std::tuple<Tensor, Tensor> run(const FlashFwdArguments& a, Backend& backend, bool tensor_tiles) {
-  const auto [call, s, threadgroups] = analyse(a, tensor_tiles);
+  const auto [call, s, threadgroups] = check_and_choose(a, tensor_tiles);
   Tensor out = new_out(a, s.head_dim_v);
   Tensor lse = new_lse(a);
   if (call.launches()) {

@@ -19,7 +19,7 @@ struct ChosenFlashFwd {
 };
 
 // tensor_tiles: whether they may be chosen. Throws std::invalid_argument.
-ChosenFlashFwd analyse(const FlashFwdArguments& arguments, bool tensor_tiles = false);
+ChosenFlashFwd check_and_choose(const FlashFwdArguments& arguments, bool tensor_tiles = false);
 
 // What flash_fwd returns, uninitialised.
 Tensor new_out(const FlashFwdArguments& arguments, int64_t head_dim_v);

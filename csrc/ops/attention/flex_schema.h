@@ -29,20 +29,20 @@ using TextHandles = std::vector<StringHandle>;
 
 // What the dispatcher hands over for a type of FLEX_OPTIONS.
 template <class Type>
-struct Handed {
+struct DispatcherType {
   using type = Type;
 };
 template <>
-struct Handed<Text> {
+struct DispatcherType<Text> {
   using type = StringHandle;
 };
 template <>
-struct Handed<Texts> {
+struct DispatcherType<Texts> {
   using type = std::optional<TextHandles>;
 };
 
 // The text of an argument, which is freed. Torch's own conversion to a string (2.13) leaks a copy.
-inline std::string taken(StringHandle handle) {
+inline std::string to_owned(StringHandle handle) {
   const auto free_handle = [](StringHandle owned) { torch_delete_string(owned); };
   const std::unique_ptr<StringOpaque, decltype(free_handle)> owner(handle, free_handle);
   std::size_t length = 0;
@@ -53,14 +53,14 @@ inline std::string taken(StringHandle handle) {
 }
 
 template <class Type>
-Type taken(Type value) {
+Type to_owned(Type value) {
   return value;
 }
 
-inline std::vector<std::string> taken(const std::optional<TextHandles>& handles) {
+inline std::vector<std::string> to_owned(const std::optional<TextHandles>& handles) {
   std::vector<std::string> texts;
   for (StringHandle handle : handles.value_or(TextHandles{})) {
-    texts.push_back(taken(handle));
+    texts.push_back(to_owned(handle));
   }
   return texts;
 }
@@ -96,8 +96,9 @@ inline FlexOptions without_order(FlexOptions options) {
   return options;
 }
 
-#define FLEX_PARAMETER(TYPE, NAME, SCHEMA, DEFAULT) , typename Handed<metal_attn::TYPE>::type NAME
-#define FLEX_VALUE(TYPE, NAME, SCHEMA, DEFAULT) taken(NAME),
+#define FLEX_PARAMETER(TYPE, NAME, SCHEMA, DEFAULT) \
+  , typename DispatcherType<metal_attn::TYPE>::type NAME
+#define FLEX_VALUE(TYPE, NAME, SCHEMA, DEFAULT) to_owned(NAME),
 
 // `op` of its own arguments, the softmax scale and FLEX_OPTIONS, which the dispatcher gives one by
 // one.

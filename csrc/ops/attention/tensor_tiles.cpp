@@ -36,7 +36,7 @@ Setting setting() {
   return value == "off" ? Setting::kOff : value == "on" ? Setting::kOn : Setting::kAuto;
 }
 
-// What does not depend on a trial.
+// What does not depend on a comparison.
 bool wanted() {
   const Setting chosen = setting();
   return chosen == Setting::kOn || (chosen == Setting::kAuto && gpu().family >= kTensorFamily);
@@ -70,9 +70,9 @@ struct Verdict {
 };
 
 // Never destroyed: at exit threads may still launch.
-Verdict& verdict(Trial trial) {
+Verdict& verdict(TileComparison comparison) {
   static auto* const verdicts = new std::array<Verdict, 4>;
-  return (*verdicts)[(trial.pass == Pass::kBackward ? 1 : 0) + (trial.float32 ? 2 : 0)];
+  return (*verdicts)[(comparison.pass == Pass::kBackward ? 1 : 0) + (comparison.float32 ? 2 : 0)];
 }
 
 void say_not_used(const std::string& what, const std::string& why) {
@@ -88,54 +88,57 @@ void warn(const std::string& what, const std::string& why) {
                kSetting);
 }
 
-std::string name(Trial trial) {
-  const std::string what = trial.pass == Pass::kBackward ? "attention's backward" : "attention";
-  return what + (trial.float32 ? " in float32" : "");
+std::string name(TileComparison comparison) {
+  const std::string what =
+      comparison.pass == Pass::kBackward ? "attention's backward" : "attention";
+  return what + (comparison.float32 ? " in float32" : "");
 }
 
 // The problem of what is tried at most once.
-std::string problem_of(Backend& backend, Trial trial);
+std::string problem_of(Backend& backend, TileComparison comparison);
 
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
 // An empty file there says that an earlier process compared both kinds of tile. "" if nowhere is a
 // place for it.
-std::string record_of(Trial trial) {
+std::string record_of(TileComparison comparison) {
   const std::string path = tensor_record().path;
   return path.empty() ? ""
-                      : path + (trial.float32 ? "_float32" : "") +
-                            (trial.pass == Pass::kBackward ? "_backward" : "");
+                      : path + (comparison.float32 ? "_float32" : "") +
+                            (comparison.pass == Pass::kBackward ? "_backward" : "");
 }
 
 // Of the time in which one small kernel compiles and runs: these are up to 18, of many registers.
 constexpr int kCompareLimits = 3;
 
 // The user waits, and is told for what. That few problems are compared is said once.
-void say_compared(Trial trial) {
-  const bool first = trial.pass == Pass::kForward && !trial.float32;
+void say_compared(TileComparison comparison) {
+  const bool first = comparison.pass == Pass::kForward && !comparison.float32;
   std::fprintf(stderr,
                "torch_metal_attn: %s now compiles several kernels, once for each version of macOS, "
                "torch and this package: it compares tensor tiles with 8x8 tiles in a few small "
                "problems%s\n",
-               name(trial).c_str(),
+               name(comparison).c_str(),
                first ? "; `python -m torch_metal_attn verify --full` compares many more" : "");
 }
 
 // "" if both kinds of tile agree, in this process or in an earlier one.
-std::string compare_once(Backend& mps, Trial trial, std::shared_ptr<const void> note) {
-  const std::string record = record_of(trial);
+std::string compare_once(Backend& mps, TileComparison comparison,
+                         std::shared_ptr<const void> note) {
+  const std::string record = record_of(comparison);
   std::error_code error;
   if (!record.empty() && std::filesystem::exists(record, error)) {
     return "";
   }
-  say_compared(trial);
+  say_compared(comparison);
   ProbeSettings settings = probe_settings();  // tests change them between two trials
   settings.limit *= kCompareLimits;
   settings.held = std::move(note);
-  const std::string problem = try_apart(
-      settings, "the comparison of both kinds of tile", [&mps, trial, type = settings.device_type] {
-        return compare_tiles(mps, type, trial.pass, trial.float32);
-      });
+  const std::string problem =
+      try_apart(settings, "the comparison of both kinds of tile",
+                [&mps, comparison, type = settings.device_type] {
+                  return compare_tiles(mps, type, comparison.pass, comparison.float32);
+                });
   if (problem.empty() && !record.empty()) {
     std::filesystem::create_directories(std::filesystem::path(record).parent_path(), error);
     std::ofstream(record).flush();
@@ -144,15 +147,15 @@ std::string compare_once(Backend& mps, Trial trial, std::shared_ptr<const void> 
 }
 
 // What must have passed before.
-std::optional<Trial> needed(Trial trial) {
-  if (trial.pass == Pass::kBackward) {
-    return Trial{Pass::kForward, trial.float32};
+std::optional<TileComparison> needed(TileComparison comparison) {
+  if (comparison.pass == Pass::kBackward) {
+    return TileComparison{Pass::kForward, comparison.float32};
   }
-  return trial.float32 ? std::optional(Trial{Pass::kForward, false}) : std::nullopt;
+  return comparison.float32 ? std::optional(TileComparison{Pass::kForward, false}) : std::nullopt;
 }
 
-std::string try_tensor_tiles(Backend& mps, Trial trial) {
-  if (const std::optional<Trial> before = needed(trial)) {
+std::string try_tensor_tiles(Backend& mps, TileComparison comparison) {
+  if (const std::optional<TileComparison> before = needed(comparison)) {
     const std::string problem = problem_of(mps, *before);
     if (!problem.empty()) {
       return problem;  // which has been warned of
@@ -161,54 +164,54 @@ std::string try_tensor_tiles(Backend& mps, Trial trial) {
     return "they need macOS 26.2";
   }
   ProbeSettings settings = probe_settings();
-  const std::string record = record_of(trial);
+  const std::string record = record_of(comparison);
   const BegunTrial begun =
       begin_trial(record.empty() ? "" : record + "_begun", (1 + kCompareLimits) * settings.limit,
                   setting() == Setting::kOn);
   if (!begun.problem.empty()) {
     const std::string problem =
         begun.problem + "; " + kSetting + "=on tries them again, and =off silences this line";
-    say_not_used(name(trial), problem);
+    say_not_used(name(comparison), problem);
     return problem;
   }
   settings.held = begun.note;
   std::string problem =
-      trial.pass == Pass::kForward ? probe_tensor(mps, settings, trial.float32) : "";
+      comparison.pass == Pass::kForward ? probe_tensor(mps, settings, comparison.float32) : "";
   if (problem.empty()) {
-    problem = compare_once(mps, trial, begun.note);
+    problem = compare_once(mps, comparison, begun.note);
   }
   if (!problem.empty() && problem != kNoTensorLanguage) {
-    warn(name(trial), problem);
+    warn(name(comparison), problem);
   }
   return first_line(problem);
 }
 
 #else
 
-std::string try_tensor_tiles(Backend&, Trial) { return "there is no mps"; }
+std::string try_tensor_tiles(Backend&, TileComparison) { return "there is no mps"; }
 
 #endif
 
-std::string problem_of(Backend& backend, Trial trial) {
-  Verdict& tried = verdict(trial);
+std::string problem_of(Backend& backend, TileComparison comparison) {
+  Verdict& tried = verdict(comparison);
   const std::lock_guard lock(tried.mutex);
   if (!tried.problem) {
-    tried.problem = try_tensor_tiles(backend, trial);
+    tried.problem = try_tensor_tiles(backend, comparison);
   }
   return *tried.problem;
 }
 
-std::string problem_on(bool on_mps, Trial trial) {
+std::string problem_on(bool on_mps, TileComparison comparison) {
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
   if (on_mps) {
     if (*metal_attn_mps_problem() != '\0') {
       return "mps cannot be used";
     }
-    return wanted(trial.float32) ? problem_of(mps_backend(), trial) : unwanted();
+    return wanted(comparison.float32) ? problem_of(mps_backend(), comparison) : unwanted();
   }
 #endif
   (void)on_mps;
-  return wanted(trial.float32) ? "" : unwanted();
+  return wanted(comparison.float32) ? "" : unwanted();
 }
 
 }  // namespace

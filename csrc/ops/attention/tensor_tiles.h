@@ -19,7 +19,7 @@ enum class Pass { kForward, kBackward };
 
 // What is tried by itself. The gradients need the forward's tensor tiles, and those of float32 need
 // half precision's.
-struct Trial {
+struct TileComparison {
   Pass pass;
   bool float32;
 };

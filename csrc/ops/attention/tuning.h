@@ -26,7 +26,7 @@ inline std::string row_text(const TileConditions* row) {
   std::string text = "tile chosen by the table row for " + std::to_string(row->bits) +
                      "-bit dtypes, head dims up to " + std::to_string(row->columns);
   text += row->queries != kAny ? ", " + Counted{row->queries, "query"}.str() : "";
-  text += row->load == Load::kLight ? ", light features" : "";
+  text += row->pressure == RegisterPressure::kLight ? ", light features" : "";
   text += row->family > kM1 ? ", M3 and later" : "";
   return text + (registers == 0 ? ": registers not measured"
                                 : ": at most " + std::to_string(registers) +

@@ -50,7 +50,7 @@ int64_t queries_seeing(const FlashFwdArguments& a, const FlashFwdCall& call, int
 
 double pair_work(const FlashFwdFeatures& features, int columns) {
   // By judgement: the softmax's instructions, and those of functions, random numbers and masks.
-  return columns + (load_of(features) == Load::kLight ? 64 : 256);
+  return columns + (register_pressure_of(features) == RegisterPressure::kLight ? 64 : 256);
 }
 
 double busy_threadgroups(const FlashFwdCall& call, int64_t total, int block, int64_t columns) {

@@ -418,7 +418,7 @@ Launch append_kv_launch(const AppendKvArguments& a, const AppendKvProblem& p,
   params.kv_heads = p.writes() ? p.kv_heads : 0;
   params.block_rows = s.block_rows;
   params.block_tokens = s.block_tokens;
-  params.q_advances = a.rotate_q_by_token;
+  params.rotate_q_by_token = a.rotate_q_by_token;
 
   Launch launch("append_kv", append_kv_defines(a, p, s));
   const auto add = [&](uint32_t slot, const Tensor& tensor, bool writable) {

@@ -104,7 +104,7 @@ AppendKvProblem check_decode_step(const DecodeStepArguments& a) {
   return problem;
 }
 
-DecodeStepCall analyse(const DecodeStepArguments& a) {
+DecodeStepCall check_and_choose(const DecodeStepArguments& a) {
   const AppendKvArguments& append = a.append;
   const AppendKvProblem problem = check_decode_step(a);
   const AppendWidths widths = append_widths(append, problem);
@@ -139,7 +139,7 @@ DecodeStepCall analyse(const DecodeStepArguments& a) {
 
 std::tuple<Tensor, Tensor> decode_step(const DecodeStepArguments& a, Backend& backend) {
   return with_tiles_that_run([&] {
-    const DecodeStepCall call = analyse(a);
+    const DecodeStepCall call = check_and_choose(a);
     if (!call.decode.forward.launches()) {
       append_kv(a.append, backend);
     }

@@ -161,7 +161,7 @@ Launch flash_decode_launch(const FlashDecodeCall& call, const FlashFwdArguments&
     launch.buffers.push_back({FLASH_DECODE_NEW_V, append->v, false});
     read_if(append->cu_seqlens_k_new, launch.buffers, FLASH_DECODE_CU_SEQLENS_K_NEW);
     params.append = append->params;
-    params.q_advances = append->q_advances;
+    params.rotate_q_by_token = append->rotate_q_by_token;
     params.problem.new_keys = append->params.length;
   }
   fill_tree_params(call.options, params);
@@ -202,7 +202,7 @@ std::string describe_choice(const FlashDecodeCall& call) {
 
 FlashFwdCall check_flash_decode(const FlashDecodeArguments& a) {
   const FlashFwdArguments& f = a.forward;
-  FlashFwdCall call = analyse(f).call;
+  FlashFwdCall call = check_and_choose(f).call;
   check(0 <= a.num_splits && a.num_splits <= kMaxSplits, "`num_splits` is ", a.num_splits,
         "; it must be 0 (chosen for you) or in 1..", kMaxSplits);
   check(!call.problem.features.dropout, "`dropout_p` is ", f.options.dropout_p,

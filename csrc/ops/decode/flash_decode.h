@@ -56,7 +56,7 @@ struct FlashDecodeAppend {
   Tensor v;
   OptionalTensor cu_seqlens_k_new;
   AppendParams params;
-  bool q_advances;
+  bool rotate_q_by_token;
 };
 
 // `forward` as checked. `appends`: the launch writes new keys first. Nothing is chosen where

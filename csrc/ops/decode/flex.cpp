@@ -31,7 +31,7 @@ std::optional<FlashDecodeCall> decoding_of(const FlashFwdArguments& a) {
   if (!a.q.defined() || a.q.dim() != 4 || a.q.size(2) > kDecodeQueries) {
     return std::nullopt;
   }
-  FlashFwdCall call = analyse(a).call;
+  FlashFwdCall call = check_and_choose(a).call;
   if (!call.launches() || (a.flex->kv_num_blocks && !have_one_list(*a.flex, call))) {
     return std::nullopt;
   }

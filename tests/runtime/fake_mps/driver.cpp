@@ -17,7 +17,7 @@
 #include "csrc/ops/cache/copy_pages.h"
 #include "csrc/ops/cache/schema.h"
 #include "csrc/ops/common/recorder.h"
-#include "csrc/ops/decode/plain.h"
+#include "csrc/ops/decode/fast_path.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/ops/rope/rope.h"
 #include "csrc/ops/rope/schema.h"
@@ -160,7 +160,7 @@ extern "C" __attribute__((visibility("default"))) void fake_mps_take_over() {
   constexpr auto kImpl = StableLibrary::Kind::IMPL;
   static const StableTorchLibraryInit ops(kImpl, &implement_flash, "metal_attn", "CPU", __FILE__,
                                           __LINE__);
-  static const StableTorchLibraryInit plain(kImpl,
-                                            &metal_attn::Plain<backend>::implement<StableLibrary>,
-                                            "metal_attn_plain", "CPU", __FILE__, __LINE__);
+  static const StableTorchLibraryInit plain(
+      kImpl, &metal_attn::FastPath<backend>::implement<StableLibrary>, "metal_attn_fast", "CPU",
+      __FILE__, __LINE__);
 }

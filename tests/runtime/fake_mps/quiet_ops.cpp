@@ -4,7 +4,7 @@
 #include <tuple>
 
 #include "csrc/ops/attention/schema.h"
-#include "csrc/ops/decode/plain.h"
+#include "csrc/ops/decode/fast_path.h"
 #include "csrc/ops/decode/schema.h"
 #include "csrc/runtime/backend.h"
 
@@ -35,6 +35,6 @@ STABLE_TORCH_LIBRARY_IMPL(metal_attn, CPU, m) {
   m.impl("decode_step", TORCH_BOX(&metal_attn::DecodeStep<decode_step>::call));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(metal_attn_plain, CPU, m) {
-  metal_attn::Plain<metal_attn::mps_backend>::implement(m);
+STABLE_TORCH_LIBRARY_IMPL(metal_attn_fast, CPU, m) {
+  metal_attn::FastPath<metal_attn::mps_backend>::implement(m);
 }

@@ -9,16 +9,16 @@ from torch import Tensor, nn
 import torch_metal_attn.rope as rope
 from torch_metal_attn.call.arguments import (
     INT32_MAX,
-    at_hand,
+    as_bool,
+    as_int,
+    as_int_at_least,
+    as_positive,
     check_integers,
     check_one_device,
     check_tensor,
     check_tensors,
-    flag,
-    natural,
+    is_readable_on_host,
     on_host,
-    positive,
-    whole,
 )
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.reference import rotate_pairs
@@ -37,16 +37,16 @@ _ROPE_INPLACE = torch.ops.metal_attn.rope_.default
 
 # What errors call the arguments. Positions are computed from the offsets.
 _OFFSETS = {"seqlen_offset": "seqlen_offsets", "positions": "seqlen_offsets"}
-_X_NAMES = ArgumentNames({"q": "x", **_OFFSETS}, heads_third=True)
-_KV_NAMES = ArgumentNames({"q": "kv[:, :, 0]", **_OFFSETS}, heads_third=True)
-_QKV_NAMES = ArgumentNames({"q": "qkv[:, :, 0]", "k": "qkv[:, :, 1]", **_OFFSETS}, heads_third=True)
+_X_NAMES = ArgumentNames({"q": "x", **_OFFSETS}, blhd=True)
+_KV_NAMES = ArgumentNames({"q": "kv[:, :, 0]", **_OFFSETS}, blhd=True)
+_QKV_NAMES = ArgumentNames({"q": "qkv[:, :, 0]", "k": "qkv[:, :, 1]", **_OFFSETS}, blhd=True)
 _HEADS_NAMES = ArgumentNames(
     {
         "q": "qkv[:, :, :num_heads_q]",
         "k": "qkv[:, :, num_heads_q : num_heads_q + num_heads_k]",
         **_OFFSETS,
     },
-    heads_third=True,
+    blhd=True,
 )
 
 # Rotates a tensor in place, forwards or (True) back.
@@ -119,7 +119,9 @@ def apply_rotary_emb_torch(
                 f"{name} has shape {tuple(table.shape)} and x {tuple(x.shape)}; it must have a row "
                 "for each token, and at most half as many columns"
             )
-    return rotate_pairs(x, cos.unsqueeze(-2), sin.unsqueeze(-2), flag("interleaved", interleaved))
+    return rotate_pairs(
+        x, cos.unsqueeze(-2), sin.unsqueeze(-2), as_bool("interleaved", interleaved)
+    )
 
 
 def apply_rotary_emb(
@@ -157,21 +159,21 @@ def apply_rotary_emb(
     else:
         rows, offset = cos.shape[-2], seqlen_offsets
         if not isinstance(offset, Tensor):
-            offset = whole("seqlen_offsets", offset)
-            if max_seqlen is not None and whole("max_seqlen", max_seqlen) + offset > rows:
+            offset = as_int("seqlen_offsets", offset)
+            if max_seqlen is not None and as_int("max_seqlen", max_seqlen) + offset > rows:
                 raise ValueError(
                     f"max_seqlen is {max_seqlen} and seqlen_offsets {offset}; they must stay "
                     f"within the {rows} rows of cos"
                 )
         options = {"positions": _packed_positions(x.shape[0], cu_seqlens, offset)}
-    options["interleaved"] = flag("interleaved", interleaved)
+    options["interleaved"] = as_bool("interleaved", interleaved)
 
-    def heads_first(tensor: Tensor) -> Tensor:
+    def to_bhld(tensor: Tensor) -> Tensor:
         return (tensor[None] if packed else tensor).transpose(1, 2)
 
-    if flag("inplace", inplace):
-        return _in_place(x, _X_NAMES, options, lambda x: [(heads_first(x), None, cos, sin)])
-    rotated, _ = _X_NAMES.run(_ROPE, (heads_first(x), None, cos, sin), options)
+    if as_bool("inplace", inplace):
+        return _in_place(x, _X_NAMES, options, lambda x: [(to_bhld(x), None, cos, sin)])
+    rotated, _ = _X_NAMES.run(_ROPE, (to_bhld(x), None, cos, sin), options)
     result: Tensor = rotated.transpose(1, 2)
     return result[0] if packed else result
 
@@ -204,11 +206,11 @@ def apply_rotary_emb_qkv_(
     """
     check_tensors(qkv=qkv, cos=cos, sin=sin)
     if num_heads_q is not None:
-        num_heads_q = whole("num_heads_q", num_heads_q)
+        num_heads_q = as_int("num_heads_q", num_heads_q)
     _check_heads(qkv, num_heads_q)
     _check_own_tables(cos, cos_k, sin_k)
     options = _offset_options(seqlen_offsets, qkv.shape[0], qkv.shape[1])
-    options["interleaved"] = flag("interleaved", interleaved)
+    options["interleaved"] = as_bool("interleaved", interleaved)
     names = _QKV_NAMES if num_heads_q is None else _HEADS_NAMES
 
     def calls(target: Tensor) -> list[tuple[Tensor | None, ...]]:
@@ -236,7 +238,7 @@ def apply_rotary_emb_kv_(
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv has shape {tuple(kv.shape)}; it must be (B, L, 2, H, D)")
     options = _offset_options(seqlen_offsets, kv.shape[0], kv.shape[1])
-    options["interleaved"] = flag("interleaved", interleaved)
+    options["interleaved"] = as_bool("interleaved", interleaved)
 
     return _in_place(
         kv, _KV_NAMES, options, lambda kv: [(kv[:, :, 0].transpose(1, 2), None, cos, sin)]
@@ -271,8 +273,8 @@ class RotaryEmbedding(nn.Module):
         device: Any = None,
     ) -> None:
         super().__init__()
-        self.dim, self.base, self.interleaved = dim, float(positive("base", base)), interleaved
-        self.scale_base = None if scale_base is None else positive("scale_base", scale_base)
+        self.dim, self.base, self.interleaved = dim, float(as_positive("base", base)), interleaved
+        self.scale_base = None if scale_base is None else as_positive("scale_base", scale_base)
         self.register_buffer("inv_freq", rope.default(dim, self.base, device=device)[0], False)
         scale = None
         if scale_base is not None:
@@ -308,8 +310,8 @@ class RotaryEmbedding(nn.Module):
                     "max_seqlen is None; if seqlen_offset is a tensor, it must be given: the last "
                     "position plus 1"
                 )
-            max_seqlen = qkv.shape[1] + whole("seqlen_offset", seqlen_offset)
-        max_seqlen = natural("max_seqlen", max_seqlen, 0, INT32_MAX)
+            max_seqlen = qkv.shape[1] + as_int("seqlen_offset", seqlen_offset)
+        max_seqlen = as_int_at_least("max_seqlen", max_seqlen, 0, INT32_MAX)
         cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv)
         if kv is None:
             own = {} if self.scale is None else {"cos_k": cos_k, "sin_k": sin_k}
@@ -398,7 +400,7 @@ def _check_own_tables(cos: Tensor, cos_k: Tensor | None, sin_k: Tensor | None) -
 
 def _offset_options(seqlen_offsets: int | Tensor, batch: int, length: int) -> dict[str, Any]:
     if not isinstance(seqlen_offsets, Tensor):
-        return {"seqlen_offset": whole("seqlen_offsets", seqlen_offsets)}
+        return {"seqlen_offset": as_int("seqlen_offsets", seqlen_offsets)}
     if seqlen_offsets.dtype == torch.int32:
         return {"seqlen_offsets": seqlen_offsets}
     _check_offsets(seqlen_offsets, batch)
@@ -421,7 +423,7 @@ def _packed_positions(tokens: int, cu_seqlens: Tensor, seqlen_offsets: int | Ten
         raise ValueError("cu_seqlens has shape (0,); it must be (B + 1)")
     if isinstance(seqlen_offsets, Tensor):
         check_one_device(cu_seqlens=cu_seqlens, seqlen_offsets=seqlen_offsets)
-    if at_hand(cu_seqlens):
+    if is_readable_on_host(cu_seqlens):
         ends = on_host("cu_seqlens", cu_seqlens)
         if ends[0] != 0 or ends != sorted(ends) or ends[-1] > tokens:
             raise ValueError(

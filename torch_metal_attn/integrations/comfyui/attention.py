@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import check_rank, check_tensor, flag, natural
+from torch_metal_attn.call.arguments import as_bool, as_int_at_least, check_rank, check_tensor
 from torch_metal_attn.integrations.sdpa_replacement import count_reason, problem_or_reason
 from torch_metal_attn.sdpa import Problem
 from torch_metal_attn.wording import type_text
@@ -99,15 +99,15 @@ def planned(
     unknown = sorted(set(options).difference(_PASSED_ON, _PRECISION, _OF_COMFYUI))
     if unknown:
         raise TypeError(f"attention has no option {', '.join(unknown)}")
-    by_heads = flag("skip_reshape", skip_reshape)
+    by_heads = as_bool("skip_reshape", skip_reshape)
     layout = "(B, heads, L, D)" if by_heads else "(B, L, heads * D)"
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_rank(name, x, layout)
     if not by_heads:
-        width = q.shape[-1] // natural("heads", heads, 1)
+        width = q.shape[-1] // as_int_at_least("heads", heads, 1)
         for name, x in (("q", q), ("k", k), ("v", v)):
             columns = x.shape[-1]
-            grouped = name != "q" and flag("enable_gqa", options.get("enable_gqa", False))
+            grouped = name != "q" and as_bool("enable_gqa", options.get("enable_gqa", False))
             if columns != heads * width and (not grouped or columns % width):
                 allowed = f"a multiple of {width}" if grouped else heads * width
                 raise ValueError(
@@ -120,7 +120,7 @@ def planned(
         mask = mask[(None,) * (3 - mask.dim())]
         mask = mask.unsqueeze(1) if mask.dim() == 3 else mask
     passed_on = {name: options[name] for name in _PASSED_ON if name in options}
-    result_by_heads = flag("skip_output_reshape", skip_output_reshape)
+    result_by_heads = as_bool("skip_output_reshape", skip_output_reshape)
     return (*problem_or_reason((q, k, v, mask), passed_on), result_by_heads)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from torch_metal_attn.call.arguments import check_rank, flag, refuse_layout
+from torch_metal_attn.call.arguments import as_bool, check_rank, refuse_layout
 from torch_metal_attn.flex.attention import flex_attention
 from torch_metal_attn.integrations import diffusers_functional
 from torch_metal_attn.integrations.copies import with_contiguous_rows
@@ -68,7 +68,7 @@ def metal_attention(
             it refuses of a BlockMask, and `torch_metal_attn.scaled_dot_product_attention` for the
             rest.
     """
-    if flag("return_lse", return_lse):
+    if as_bool("return_lse", return_lse):
         raise ValueError("return_lse is True; the metal_attn backend does not return it")
     if _parallel_config is not None:
         raise ValueError(
@@ -83,7 +83,7 @@ def metal_attention(
         if attn_mask.shape == (query.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None]
     if isinstance(attn_mask, BlockMask):
-        if dropout_p != 0.0 or flag("is_causal", is_causal):
+        if dropout_p != 0.0 or as_bool("is_causal", is_causal):
             raise ValueError(
                 f"attn_mask is a BlockMask, dropout_p is {dropout_p} and is_causal is {is_causal}; "
                 "with a BlockMask they must be 0.0 and False"
@@ -96,7 +96,7 @@ def metal_attention(
         query, key, value = (
             with_contiguous_rows(name, x.transpose(1, 2)) for name, x in operands.items()
         )
-        grouped = flag("enable_gqa", enable_gqa)
+        grouped = as_bool("enable_gqa", enable_gqa)
         blocked: Tensor = flex_attention(
             query, key, value, block_mask=attn_mask, scale=scale, enable_gqa=grouped
         )

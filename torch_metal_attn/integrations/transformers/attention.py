@@ -8,11 +8,11 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from torch_metal_attn.call import philox
 from torch_metal_attn.call.arguments import (
+    as_int,
+    as_number,
     check_integers,
     check_rank,
     check_tensor,
-    number,
-    whole,
 )
 from torch_metal_attn.call.autocast import autocast
 from torch_metal_attn.integrations.copies import with_contiguous_rows
@@ -218,8 +218,8 @@ def score_options(
     refuse_weights(module, others.pop("output_attentions", None))
     _refuse_unknown(module, others)
     return {
-        "softmax_scale": None if scaling is None else number("scaling", scaling),
-        "softcap": 0.0 if softcap is None else number("softcap", softcap),
+        "softmax_scale": None if scaling is None else as_number("scaling", scaling),
+        "softcap": 0.0 if softcap is None else as_number("softcap", softcap),
         "learnable_sink": s_aux,
         **_dropout(module, dropout, device),
     }
@@ -412,7 +412,7 @@ def flash_varlen(
     """
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         check_integers(name, bounds[name], "(sequences + 1)")
-    longest = [whole(name, bounds[name]) for name in ("max_length_q", "max_length_k")]
+    longest = [as_int(name, bounds[name]) for name in ("max_length_q", "max_length_k")]
     query, key, value = autocast(query, key, value)
     record("packed", module, query, key, f"in {len(bounds['cu_seq_lens_q']) - 1} sequences")
     packed = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -481,7 +481,7 @@ def _is_padded(band: bands.Band) -> bool:
 
 def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> None:
     """Refuse a window that should mask out keys if no mask says on which side."""
-    if sliding_window is not None and reach > whole("sliding_window", sliding_window):
+    if sliding_window is not None and reach > as_int("sliding_window", sliding_window):
         raise NotImplementedError(
             f"sliding_window={sliding_window} in {type(module).__name__} with "
             f"{count_text(reach, 'key')} in reach and no mask"

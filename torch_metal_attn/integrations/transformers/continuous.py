@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-from torch_metal_attn.call.arguments import check_rank, whole
+from torch_metal_attn.call.arguments import as_int, check_rank
 from torch_metal_attn.integrations.transformers.attention import (
     BOUNDS,
     flash_varlen,
@@ -151,7 +151,7 @@ def metal_flash_attention(
             "sees the tokens up to itself"
         )
     options = score_options(module, query.device, **others)
-    window = None if sliding_window is None else whole("sliding_window", sliding_window)
+    window = None if sliding_window is None else as_int("sliding_window", sliding_window)
     if not updated:
         if not hasattr(cache, "layer_to_allocator"):
             raise TypeError(f"cache is {type_text(cache)}; it must be a PagedAttentionCache")

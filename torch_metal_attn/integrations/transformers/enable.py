@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from torch_metal_attn.call.arguments import flag
+from torch_metal_attn.call.arguments import as_bool
 from torch_metal_attn.integrations.transformers import fusion, latent
 from torch_metal_attn.integrations.transformers.refusals import NAME, checked_parts, unwrapped
 
@@ -31,7 +31,7 @@ def enable(model: _Model, *, fuse_rope: bool = False, absorb: bool = False) -> _
         queries in an unknown way; or, with absorb, it has no such attention. The message names the
         part and what works instead, and the model is not changed.
     """
-    fuse_rope, absorb = flag("fuse_rope", fuse_rope), flag("absorb", absorb)
+    fuse_rope, absorb = as_bool("fuse_rope", fuse_rope), as_bool("absorb", absorb)
     inner = unwrapped(model)
     parts = checked_parts(inner, NAME)
     replaced = fusion.plan(inner) if fuse_rope else []

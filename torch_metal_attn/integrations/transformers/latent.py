@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from torch_metal_attn.call.arguments import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM, natural
+from torch_metal_attn.call.arguments import MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM, as_int_at_least
 from torch_metal_attn.integrations import copies
 from torch_metal_attn.integrations.transformers.fusion import Replacing, own_class, replacing
 from torch_metal_attn.integrations.transformers.refusals import unwrapped
@@ -365,9 +365,9 @@ def latent_cache(
     Raises: NotImplementedError: not every layer of the model was absorbed. ValueError: the rows'
         columns do not fit the format.
     """
-    natural("max_length", max_length, 1)
+    as_int_at_least("max_length", max_length, 1)
     if page_size is not None:
-        natural("page_size", page_size, 1)
+        as_int_at_least("page_size", page_size, 1)
     layers = [module for module in unwrapped(model).modules() if isinstance(module, _Absorbed)]
     needed = max([0, *(getattr(module, "layer_idx", -1) + 1 for module in layers)])
     if not layers or needed != len(layers):

@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 )
 from transformers.utils.import_utils import is_tracing
 
-from torch_metal_attn.call.arguments import check_rank, natural, whole
+from torch_metal_attn.call.arguments import as_int, as_int_at_least, check_rank
 from torch_metal_attn.integrations.transformers import band as bands
 from torch_metal_attn.integrations.transformers import packing
 from torch_metal_attn.integrations.transformers.band import Band
@@ -219,10 +219,10 @@ def _check(
 ) -> None:
     sizes = {"batch_size": batch_size, "q_length": q_length, "kv_length": kv_length}
     for name, size in sizes.items():
-        natural(name, size)
+        as_int_at_least(name, size)
     for name, offset in {"q_offset": q_offset, "kv_offset": kv_offset}.items():
         if not isinstance(offset, Tensor):
-            whole(name, offset)
+            as_int(name, offset)
         elif offset.numel() != 1 or offset.is_floating_point():
             raise ValueError(
                 f"{name} has shape {tuple(offset.shape)} and dtype {offset.dtype}; it must be one "

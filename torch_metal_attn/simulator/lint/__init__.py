@@ -86,7 +86,7 @@ def lint_source(
     """
     folders, macros = folders_and_macros(source, include_dirs, defines)
     versions.checked(language)
-    if runs.flag("strict", strict) and (findings := list(ascii_only(source))):
+    if runs.as_bool("strict", strict) and (findings := list(ascii_only(source))):
         return findings
     findings = _findings(source, folders, macros, language, strict)
     if not strict:

@@ -7,7 +7,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torch_metal_attn.call.arguments import flag
+from torch_metal_attn.call.arguments import as_bool
 from torch_metal_attn.kv_cache import CascadePlan, PagedKVCache, StaticKVCache
 from torch_metal_attn.tools.explain.flex import explain_flex
 from torch_metal_attn.tools.explain.layer_call import LayerCall
@@ -72,7 +72,7 @@ def explain(
     Raises:
         TypeError: the first argument is none of these.
     """
-    backward = flag("backward", backward)
+    backward = as_bool("backward", backward)
     target: object = arguments[0] if arguments else options.get("q")
     if isinstance(target, Tensor):
         packed = len(arguments) > 3 or "cu_seqlens_q" in options

@@ -65,7 +65,7 @@ def explain_model(
     with _layer_names(model) as layers, torch.compiler.set_stance("force_eager"), torch.no_grad():
         recorder = _Recorder(layers)
         try:
-            with recorder, recorder.told_of_copies():
+            with recorder, recorder.observe_copies():
                 call(*arguments, **options)
         except Exception as error:
             if not _is_ours(error):
@@ -116,7 +116,7 @@ class _Recorder(TorchDispatchMode):
         self._notes: list[str] = []
 
     @contextmanager
-    def told_of_copies(self) -> Iterator[None]:
+    def observe_copies(self) -> Iterator[None]:
         def listener(name: str, tensor: Tensor | None) -> None:
             if tensor is None:
                 self._notes.append(name)

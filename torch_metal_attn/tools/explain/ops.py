@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_metal_attn.call.arguments import plain, refuse_layout
+from torch_metal_attn.call.arguments import as_python_number, refuse_layout
 from torch_metal_attn.ops import flash_bwd
 from torch_metal_attn.ops.differentiation import refuse_dtensors
 from torch_metal_attn.ops.names import ArgumentNames
@@ -187,7 +187,10 @@ def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dic
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     numbers = {one.name for one in schema.arguments if "Tensor" not in str(one.type)}
     given = dict(zip(names, arguments, strict=False)) | options
-    return {one: plain(one, value) if one in numbers else value for one, value in given.items()}
+    return {
+        one: as_python_number(one, value) if one in numbers else value
+        for one, value in given.items()
+    }
 
 
 def explained_name(op: Any) -> str | None:

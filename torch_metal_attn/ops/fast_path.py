@@ -1,4 +1,4 @@
-"""`metal_attn_plain`: what our functions call where nothing is differentiated, traced or watched.
+"""`metal_attn_fast`: what our functions call where nothing is differentiated, traced or watched.
 
 Its ops have few arguments and no Autograd kernel, as both cost each call time. They refuse what is
 not plain, and then the functions call the ops of `metal_attn`, which say what is wrong.
@@ -27,7 +27,7 @@ _NAMES = ("flash_fwd", "flash_decode", "sdpa", "flash_attn", "flash_attn_cached"
 
 # Without the frame of an OpOverload. Nothing traces or wraps these ops.
 flash_fwd, flash_decode, sdpa, flash_attn, flash_attn_cached, _flash_attn_step = (
-    getattr(torch.ops.metal_attn_plain, name).default._op for name in _NAMES
+    getattr(torch.ops.metal_attn_fast, name).default._op for name in _NAMES
 )
 
 # The arguments by keyword that they have in common, in this order.
@@ -39,7 +39,7 @@ _FIRST = frozenset(FIRST_OPTIONS)
 _REFUSALS = frozenset((IndexError, NotImplementedError, RuntimeError, TypeError, ValueError))
 
 
-def applies(*tensors: Tensor) -> bool:
+def is_usable(*tensors: Tensor) -> bool:
     """Whether a call may be a plain op's. `tensors`: all that the call has."""
     if (
         is_compiling()
@@ -73,9 +73,9 @@ def flash_attn_step(
     return out
 
 
-def instead(op: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def try_call(op: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """What the plain op returns that has these arguments too; None if the call is not plain."""
-    if len(values) == 3 and _FIRST.issuperset(options) and applies(*values):
+    if len(values) == 3 and _FIRST.issuperset(options) and is_usable(*values):
         try:
             return op(*values, **options)
         except Exception as error:
@@ -84,7 +84,7 @@ def instead(op: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
     return None
 
 
-def heads_second(
+def call_bhld(
     op: torch._ops.OpOverload, q: Tensor, k: Tensor, v: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """out, (B, L, H, D) or packed like the arguments, and the log-sum-exp."""
@@ -97,7 +97,7 @@ def swapped(x: Tensor) -> Tensor:
     return x.transpose(1, 2) if x.dim() == 4 else x
 
 
-# The CPU kernels, which hand on to the other ops; mps has its own in csrc/ops/decode/plain.h.
+# The CPU kernels, which hand on to the other ops; mps has its own in csrc/ops/decode/fast_path.h.
 
 
 def _first(*given: Any) -> dict[str, Any]:
@@ -117,7 +117,7 @@ def _sdpa(
 
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, *first: Any) -> Tensor:
     torch._check_value(q.dtype == k.dtype == v.dtype)
-    return heads_second(_OPS.flash_fwd.default, q, k, v, **_first(*first))[0]
+    return call_bhld(_OPS.flash_fwd.default, q, k, v, **_first(*first))[0]
 
 
 def _flash_attn_cached(
@@ -129,7 +129,7 @@ def _flash_attn_cached(
     *first: Any,
 ) -> Tensor:
     options = _first(*first) | {"seqused_k": seqused_k, "block_table": block_table}
-    return heads_second(_OPS.flash_decode.default, q, k, v, **options)[0]
+    return call_bhld(_OPS.flash_decode.default, q, k, v, **options)[0]
 
 
 def _step(*values: Any) -> Tensor:
@@ -139,7 +139,7 @@ def _step(*values: Any) -> Tensor:
     return out.transpose(1, 2)
 
 
-_STEP_NAMES = [a.name for a in torch.ops.metal_attn_plain.flash_attn_step.default._schema.arguments]
+_STEP_NAMES = [a.name for a in torch.ops.metal_attn_fast.flash_attn_step.default._schema.arguments]
 
 _CPU_KERNELS: dict[str, Callable[..., Any]] = {
     "flash_fwd": lambda q, k, v, *first: _OPS.flash_fwd(q, k, v, **_first(*first)),
@@ -161,4 +161,4 @@ def _below(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name, _kernel in _CPU_KERNELS.items():
-    python_kernel(f"metal_attn_plain::{_name}", "CPU")(_below(_kernel))
+    python_kernel(f"metal_attn_fast::{_name}", "CPU")(_below(_kernel))

@@ -9,20 +9,20 @@ _WAYS = ("dtype", "dimensions", "device")
 
 
 def ways(tensors: tuple[str, ...], rows: tuple[str, ...]) -> tuple[str, ...]:
-    """What `spoil` can do. rows: the tensors whose last dimension must be dense."""
+    """What `invalidate` can do. rows: the tensors whose last dimension must be dense."""
     general = tuple(f"{way} of {name}" for name in tensors for way in _WAYS)
     return general + tuple(f"strides of {name}" for name in rows)
 
 
-def spoil(arguments: dict[str, Any], how: str) -> dict[str, Any]:
+def invalidate(arguments: dict[str, Any], how: str) -> dict[str, Any]:
     """The arguments, one with a dtype, rank, strides, storage or device that no function takes."""
     if not how:
         return arguments
     way, name = how.split(" of ")
-    return arguments | {name: _spoilt(arguments[name], way)}
+    return arguments | {name: _invalidated(arguments[name], way)}
 
 
-def _spoilt(x: Tensor, way: str) -> Tensor:
+def _invalidated(x: Tensor, way: str) -> Tensor:
     if way == "dtype":
         return x.to(torch.complex64)
     if way == "dimensions":

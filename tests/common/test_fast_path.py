@@ -1,4 +1,4 @@
-"""When our functions call the ops of few arguments (torch_metal_attn/ops/plain.py)."""
+"""When our functions call the ops of few arguments (torch_metal_attn/ops/fast_path.py)."""
 
 import contextlib
 from functools import partial
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_metal_attn as metal_attn
-from torch_metal_attn.ops import plain
+from torch_metal_attn.ops import fast_path
 from torch_metal_attn.testing.judge import normal
 
 Q = normal(1, 3, 2, 16)
@@ -36,7 +36,7 @@ class Functions(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def heads_second(q):
+def bhld(q):
     return torch.ops.metal_attn.flash_fwd(*[q.transpose(1, 2)] * 3)[0].transpose(1, 2)
 
 
@@ -46,7 +46,7 @@ CALLS = {
     "sdpa": lambda q: metal_attn.scaled_dot_product_attention(*[q.transpose(1, 2)] * 3).transpose(
         1, 2
     ),
-    "flash_fwd": heads_second,
+    "flash_fwd": bhld,
 }
 
 
@@ -54,14 +54,14 @@ CALLS = {
 def used(monkeypatch):
     """The plain ops that ran."""
     names = []
-    for name in plain._NAMES:
+    for name in fast_path._NAMES:
         own = f"_{name}" if name == "flash_attn_step" else name
 
         def op(op, name, *values, **options):
             names.append(name)
             return op(*values, **options)
 
-        monkeypatch.setattr(plain, own, partial(op, getattr(plain, own), name))
+        monkeypatch.setattr(fast_path, own, partial(op, getattr(fast_path, own), name))
     return names
 
 
@@ -71,7 +71,7 @@ def test_where_nothing_is_differentiated(name, mode, used):
     with mode():
         out = CALLS[name](Q)
     assert used == ([] if (name, mode) == ("flash_fwd", torch.inference_mode) else [name])
-    expected = heads_second(Q)
+    expected = bhld(Q)
     torch.testing.assert_close(out, expected)
     assert (out.shape, out.stride()) == (expected.shape, expected.stride())
     assert out.is_inference() == (mode is torch.inference_mode)
@@ -111,7 +111,7 @@ def test_what_is_traced_keeps_its_derivative(name, used):
     torch.compile(CALLS[name], backend=lambda g, _: graphs.append(g.code) or g, fullgraph=True)(Q)
     for graph in graphs:
         assert "metal_attn.flash_" in graph.replace("::", ".")
-        assert "metal_attn_plain" not in graph
+        assert "metal_attn_fast" not in graph
     torch.func.vmap(CALLS[name])(Q[None])
     assert type(CALLS[name](Q.as_subclass(Subclass))) is Subclass
     assert set(used) <= {"flash_fwd", "flash_decode"}, "of an op that runs in a graph"

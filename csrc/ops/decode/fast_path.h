@@ -19,7 +19,7 @@
 namespace metal_attn {
 
 template <typename Library>
-void define_plain(Library& m) {
+void define_fast_path(Library& m) {
   m.def("flash_fwd(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> " FLASH_FWD_RESULT);
   m.def("flash_decode(Tensor q, Tensor k, Tensor v" FLASH_FIRST_SCHEMA ") -> " FLASH_FWD_RESULT);
   m.def(
@@ -36,7 +36,7 @@ void define_plain(Library& m) {
 }
 
 template <Backend& (*backend)()>
-struct Plain {
+struct FastPath {
   static std::tuple<Tensor, Tensor> flash_fwd(const Tensor& q, const Tensor& k,
                                               const Tensor& v FLASH_FIRST_PARAMETERS) {
     return metal_attn::flash_fwd({q, k, v, std::nullopt, {FLASH_FIRST_VALUES}, {}}, backend());
@@ -64,9 +64,8 @@ struct Plain {
                            const Tensor& v FLASH_FIRST_PARAMETERS) {
     check_same_dtype("k", k, "q", q);  // which flash_fwd does not ask of half precision
     check_same_dtype("v", v, "q", q);
-    return heads_third(metal_attn::flash_fwd(
-        {heads_second(q), heads_second(k), heads_second(v), std::nullopt, {FLASH_FIRST_VALUES}, {}},
-        backend()));
+    return to_blhd(metal_attn::flash_fwd(
+        {to_bhld(q), to_bhld(k), to_bhld(v), std::nullopt, {FLASH_FIRST_VALUES}, {}}, backend()));
   }
 
   static Tensor flash_attn_cached(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -76,30 +75,28 @@ struct Plain {
     options.seqused_k = seqused_k;
     CacheOptions cache{};
     cache.block_table = block_table;
-    return heads_third(metal_attn::flash_decode(
-        {{heads_second(q), heads_second(k), heads_second(v), std::nullopt, options, cache}, 0},
-        backend()));
+    return to_blhd(metal_attn::flash_decode(
+        {{to_bhld(q), to_bhld(k), to_bhld(v), std::nullopt, options, cache}, 0}, backend()));
   }
 
   static Tensor flash_attn_step(
       const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
       const Tensor& v_cache, const Tensor& cache_seqlens,
       OptionalTensor block_table FLASH_FIRST_PARAMETERS ROTARY_PARAMETERS) {
-    return heads_third(DecodeStep<run_step>::step(
-        heads_second(q), heads_second(k), heads_second(v), heads_second(k_cache),
-        heads_second(v_cache), cache_seqlens, ROTARY_VALUES, {FLASH_FIRST_VALUES},
-        {.block_table = block_table}, 0));
+    return to_blhd(DecodeStep<run_step>::step(
+        to_bhld(q), to_bhld(k), to_bhld(v), to_bhld(k_cache), to_bhld(v_cache), cache_seqlens,
+        ROTARY_VALUES, {FLASH_FIRST_VALUES}, {.block_table = block_table}, 0));
   }
 
   // Gives each op to `impl`, by name.
   template <typename Library>
   static void implement(Library& m) {
-    m.impl("flash_fwd", TORCH_BOX(&Plain::flash_fwd));
-    m.impl("flash_decode", TORCH_BOX(&Plain::flash_decode));
-    m.impl("sdpa", TORCH_BOX(&Plain::sdpa));
-    m.impl("flash_attn", TORCH_BOX(&Plain::flash_attn));
-    m.impl("flash_attn_cached", TORCH_BOX(&Plain::flash_attn_cached));
-    m.impl("flash_attn_step", TORCH_BOX(&Plain::flash_attn_step));
+    m.impl("flash_fwd", TORCH_BOX(&FastPath::flash_fwd));
+    m.impl("flash_decode", TORCH_BOX(&FastPath::flash_decode));
+    m.impl("sdpa", TORCH_BOX(&FastPath::sdpa));
+    m.impl("flash_attn", TORCH_BOX(&FastPath::flash_attn));
+    m.impl("flash_attn_cached", TORCH_BOX(&FastPath::flash_attn_cached));
+    m.impl("flash_attn_step", TORCH_BOX(&FastPath::flash_attn_step));
   }
 
  private:
@@ -108,12 +105,12 @@ struct Plain {
   }
 
   // (B, H, L, D) of (B, L, H, D): a view.
-  static Tensor heads_second(const Tensor& rows) {
+  static Tensor to_bhld(const Tensor& rows) {
     check(rows.dim() == 4, "a tensor has ", Counted{rows.dim(), "dimension"}, "; it must have 4");
     return swapped(rows, 1, 2);
   }
 
-  static Tensor heads_third(const std::tuple<Tensor, Tensor>& result) {
+  static Tensor to_blhd(const std::tuple<Tensor, Tensor>& result) {
     return swapped(std::get<0>(result), 1, 2);
   }
 };

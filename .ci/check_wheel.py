@@ -81,7 +81,7 @@ def _contents(files: dict[str, bytes], info: str) -> list[str]:
     package = ROOT / PACKAGE
     expected = {
         path.relative_to(ROOT).as_posix(): path.read_bytes()
-        for pattern in ("*.py", "py.typed", "simulator/shim/**/*", "tuned/*")
+        for pattern in ("*.py", "py.typed", "simulator/shim/**/*")
         for path in package.rglob(pattern)
         if path.is_file() and "__pycache__" not in path.parts
     }

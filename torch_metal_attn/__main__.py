@@ -9,6 +9,7 @@ from torch_metal_attn.runtime.extension import CANNOT_RUN
 from torch_metal_attn.runtime.version import VERSION
 from torch_metal_attn.simulator import __main__ as simulator
 from torch_metal_attn.simulator.exit_status import exit_status
+from torch_metal_attn.tools import tune as tuning
 from torch_metal_attn.tools.bench import add_options, bench
 from torch_metal_attn.tools.bench.shapes import add_arguments
 from torch_metal_attn.tools.demo import demo
@@ -17,7 +18,6 @@ from torch_metal_attn.tools.doctor.script import NoScript
 from torch_metal_attn.tools.explain.command import explain_shapes
 from torch_metal_attn.tools.fuzz import command as fuzzing
 from torch_metal_attn.tools.info import info
-from torch_metal_attn.tools.tune import command as tuning
 from torch_metal_attn.tools.verify import REPORT, verify, verify_full
 
 
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
             help="measure the kernels' tiles on this Mac, and use the fastest from now on",
             description="Times a few tiles of each kernel, and torch's attention, on the shapes of "
             "common models or on yours. The fastest go into a table in your cache folder, which "
-            "later processes use. It prints a report to attach to an issue.",
+            "later processes use.",
         )
     )
     commands.add_parser(

@@ -1,4 +1,4 @@
-"""`bench`: shapes, the timing path with a clock of our own, JSON, plots. No times asserted.
+"""`bench`: shapes, the timing path with a clock of our own, JSON, pictures. No times asserted.
 
 The code for Macs runs here with the CPU's reference instead of the kernels.
 """
@@ -8,7 +8,6 @@ import dataclasses
 import json
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -20,8 +19,7 @@ from torch_metal_attn import allow_tf32, explain, mps, simulate
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime import machine
 from torch_metal_attn.tools import bench as benchmark
-from torch_metal_attn.tools import costs
-from torch_metal_attn.tools.bench import ceilings, memory, plot, shapes, timing, versus
+from torch_metal_attn.tools.bench import memory, shapes, timing, versus
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 
 TRAINING_KERNELS = {"flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"}
@@ -44,7 +42,6 @@ class TestTiming:
         assert found["slow"].seconds == pytest.approx([0.25] * 5)
         assert found["fast"].seconds == pytest.approx([0.001] * 5)
         assert found["slow"].median == pytest.approx(0.25)
-        assert found["slow"].spread == pytest.approx(0.0)
         assert found["instant"].median == 0.0  # its sample ends too
         assert found["full"].error == "OutOfMemoryError: MPS backend out of memory"
         assert found["full"].seconds == ()
@@ -68,14 +65,6 @@ class TestTiming:
         timing.interleaved({"a": called("a"), "b": called("b")}, clock.timer, 3)
         assert "".join(calls) == "aabb" + "ab" + "ba" + "ab"
 
-    def test_ceilings(self):
-        """They are the work of a product and of a copy, divided by the clock's time."""
-        clock = FakeClock()
-        timer = timing.Timer(clock.timer.now, lambda: (clock.ask(0.5), clock.synchronise()))
-        found = ceilings.measure(torch.float32, CPU, timer, 3, size=8, copied=4096)
-        assert found.flops == pytest.approx(2 * 8**3 / 0.5)
-        assert found.bytes == pytest.approx(2 * 4096 / 0.5)
-
 
 class TestVersus:
     """The calls that are timed, by the values that they give."""
@@ -96,37 +85,18 @@ class TestVersus:
         assert found.agree
         assert all(len(times.seconds) == 1 for times in found.times.values())
 
-    def test_ratio_and_shares_of_the_ceilings(self):
-        shape = small()
+    def test_a_row(self):
         times = {"metal_attn": timing.Times((0.5, 0.5)), "torch": timing.Times((1.0, 3.0))}
-        assert versus.Compared(shape, times, 0.0).ratio == 4.0
+        assert versus.Compared(small(), times, 0.0).ratio == 4.0
         times["torch"] = timing.Times(error="no memory")
-        known = ceilings.Ceilings(flops=shape.cost.flops, bytes=4 * shape.cost.bytes)
-        found = versus.Compared(shape, times, None, known)
-        assert found.shares("metal_attn") == {"matrix": 2.0, "memory": 0.5}
-        assert found.shares("torch") is None
-        assert found.ratio is None
-        assert "200%" in str(found)
-        assert "torch: no memory" in str(found)
+        compared = versus.Compared(small(), times, None)
+        assert (compared.ratio, compared.agree) == (None, True)
+        assert "torch: no memory" in str(compared)
 
     def test_what_cannot_be_allocated(self):
         shape = Shape(batch=2**20, heads=2**10, kv_heads=2**10, length=2**20)
         found = versus.compare(shape, CPU, timing.timer_of(CPU), 1)
         assert "the inputs cannot be made" in found.times["metal_attn"].error
-
-
-MEASURE = ceilings.measure
-
-
-def tiny_ceilings(dtype, device, timer, rounds):
-    return MEASURE(dtype, CPU, timer, rounds, size=8, copied=4096)
-
-
-def timed(some, monkeypatch, measure_ceilings=tiny_ceilings):
-    """The results, and what compared the shapes."""
-    monkeypatch.setattr(ceilings, "measure", measure_ceilings)
-    compare = versus.Comparison(CPU, timing.timer_of(CPU), 2)
-    return benchmark.measured(some, compare), compare
 
 
 SOME = (
@@ -138,14 +108,6 @@ SOME = (
 
 
 class TestRun:
-    def test_ceilings_that_cannot_be_measured(self, monkeypatch):
-        def none(*arguments):
-            raise RuntimeError("no product of this dtype")
-
-        (found, _), compare = timed(SOME[:1], monkeypatch, none)
-        assert compare.trouble == {"float32": "no product of this dtype"}
-        assert found[0].as_dict()["metal_attn"]["shares"] is None
-
     @pytest.fixture
     def fake_gpu(self, monkeypatch):
         """All but the device's own functions: its times are those of the CPU's reference."""
@@ -171,7 +133,6 @@ class TestRun:
             return compare(shape, *arguments)
 
         monkeypatch.setattr(versus, "compare", interrupted)
-        monkeypatch.setattr(ceilings, "measure", tiny_ceilings)
         assert main(["bench", "--length", "8", "9", "8", "--out", str(tmp_path)]) == 130
         data = json.loads((tmp_path / "torch_metal_attn-bench.json").read_text())
         assert data["interrupted"]
@@ -185,22 +146,13 @@ class TestRun:
 
     def test_the_command_as_on_a_mac(self, fake_gpu, monkeypatch, tmp_path, capsys):
         emptied, waits = fake_gpu
-        peaks = {}
-
-        def measure(dtype, *rest):
-            name = str(dtype).removeprefix("torch.")
-            return peaks.setdefault(name, tiny_ceilings(dtype, *rest))
-
-        monkeypatch.setattr(ceilings, "measure", measure)
         path = tmp_path / "shapes.json"
         path.write_text(json.dumps([dataclasses.asdict(shape) for shape in SOME]))
         arguments = ["--shapes", str(path), "--rounds", "2", "--out", str(tmp_path)]
         assert main(["bench", *arguments]) == 0
         assert len(emptied) == len(SOME)
         assert waits
-        out = capsys.readouterr().out
-        assert "ceilings in float32: " in out
-        assert str(SOME[0]) in out
+        assert str(SOME[0]) in capsys.readouterr().out
         data = json.loads((tmp_path / "torch_metal_attn-bench.json").read_text())
         assert (data["rounds"], data["interrupted"]) == (2, False)
         assert data["machine"]["backend"] == "mps"
@@ -208,12 +160,8 @@ class TestRun:
         assert data["machine"]["GPU memory"] == "24 GiB"
         for shape, result in zip(SOME, data["results"], strict=True):
             assert Shape(**result["shape"]) == shape
-            assert result["least"] == dataclasses.asdict(shape.cost)
-            assert result["agree"]
             assert len(result["torch"]["seconds"]) == 2
-            flops = shape.cost.flops / result["metal_attn"]["median"]
-            share = result["metal_attn"]["shares"]["matrix"]
-            assert share == pytest.approx(flops / peaks[shape.dtype].flops)
+            assert result["difference"] < 1e-2
         monkeypatch.setattr(versus, "_ours", lambda shape, operands: operands[0] * 2)
         assert main(["bench", *arguments]) == 1
         assert "the results differ by" in capsys.readouterr().out
@@ -270,38 +218,6 @@ class TestBothKindsOfTile:
             assert main(["explain", "--shapes", str(path)]) == 0
             kernels.append("flash_fwd_tensor" in capsys.readouterr().out)
         assert kernels == [True, False]
-
-
-class TestPlots:
-    @pytest.fixture
-    def data(self, monkeypatch):
-        (found, interrupted), compare = timed(SOME, monkeypatch)
-        return benchmark.as_dict(found, compare, machine.describe(CPU), 2, interrupted)
-
-    def test_they_are_pictures(self, data, tmp_path):
-        pytest.importorskip("matplotlib")
-        data["results"][0]["ratio"] = data["results"][1]["torch"]["shares"] = None
-        data["results"][2]["ratio"] = None  # the only one of training
-        for path in plot.plots(data, tmp_path, "x"):
-            assert path.read_bytes().startswith(b"\x89PNG")
-
-    def test_what_is_drawn(self, data):
-        pytest.importorskip("matplotlib")
-        panels = {"forward": ("words", {"metal_attn": lambda r: r["ratio"]})}
-        (axis,) = plot._figure(data, "title", panels, 1.0).axes
-        line = axis.lines[0]
-        assert list(line.get_xdata()) == [32, 64]
-        assert list(line.get_ydata()) == [r["ratio"] for r in data["results"][:2]]
-        assert axis.get_ylabel() == "words"
-
-    def test_nothing_measured_is_no_picture(self, data, tmp_path):
-        assert plot.plots(data | {"results": []}, tmp_path, "x") == []
-
-    def test_without_matplotlib(self, data, tmp_path, monkeypatch, capsys):
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-        benchmark._write(data, tmp_path)
-        assert "pip install 'torch_metal_attn[bench]'" in capsys.readouterr().out
-        assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
 class TestMemory:
@@ -459,14 +375,7 @@ class TestShapes:
     @each_case("shape", shapes.DEFAULT_SHAPES)
     def test_the_default_ones(self, shape):
         """None is refused."""
-        assert shape.cost.flops > 0
         op = getattr(torch.ops.metal_attn, shape.op)
         row = torch.zeros(shape.head_dim, dtype=torch.float16)
         q, k, v = (row.expand(size) for size in shape.sizes)
         assert explain(op, q, k, v, **shape.options).refusal is None
-
-    def test_the_cost_of_training_is_of_both(self):
-        forward, training = small(causal=True), small("training", causal=True)
-        meta = [torch.empty(size, device="meta") for size in forward.sizes]
-        backward = costs.cost("flash_bwd", dict(zip("qkv", meta, strict=True)) | {"causal": True})
-        assert training.cost == forward.cost + backward

@@ -1,12 +1,12 @@
-"""A GPU that takes as long as it is told, and a clock that waits for it, for `tune`."""
+"""A GPU whose launches take the seconds that a test asks for, and a clock that waits for it."""
 
 import torch
 
+from torch_metal_attn.tools import tune
 from torch_metal_attn.tools.bench import timing
 from torch_metal_attn.tools.bench.versus import OURS, TORCHS
-from torch_metal_attn.tools.tune import command, measure
 from torch_metal_attn.tuned import loading, tiles
-from torch_metal_attn.tuned.tables import Machine
+from torch_metal_attn.tuned.loading import Machine
 
 CPU = torch.device("cpu")
 M2_MAX = Machine("Apple M2 Max", "38 cores", "macOS 15.1", "torch 2.13", "torch_metal_attn 0.1.0")
@@ -36,14 +36,14 @@ class FakeClock:
 class FakeGpu(FakeClock):
     """Launches take `seconds` by a word of the forced tile, or 1; torch's attention `torch`.
 
-    Seconds are a number, or a function of how often the tile was launched before.
+    Seconds are a number, or a function of the number of launches of the tile before.
     """
 
     def __init__(self):
         super().__init__()
         self.seconds = {}
         self.torch = 2.0
-        self.calls = []  # of the op: the tiles that were forced
+        self.calls = []  # the tiles that were forced, by launch
         self._forced = {}
 
     def launch(self):
@@ -54,7 +54,7 @@ class FakeGpu(FakeClock):
         self.ask(seconds(before) if callable(seconds) else seconds)
 
     def remember(self, make):
-        """Tells `launch` which tiles a table has."""
+        """Record the tiles of each table for `launch`."""
 
         def making(rows, *arguments):
             rows = list(rows)
@@ -70,13 +70,13 @@ class FakeGpu(FakeClock):
         return calls, calls
 
     def install(self, monkeypatch, folder):
-        """Makes `tune` run as on a Mac, with the reference's results and this GPU's times."""
+        """Run `tune` as on a Mac, with the reference's results and this GPU's times."""
         monkeypatch.setenv("TORCH_METAL_ATTN_CACHE", str(folder))
         monkeypatch.delenv(loading.SETTING, raising=False)
         monkeypatch.setattr(loading, "this_machine", lambda: M2_MAX)
-        monkeypatch.setattr(command.mps, "problem", lambda: "")
-        monkeypatch.setattr(command, "DEVICE", CPU)
-        monkeypatch.setattr(command, "timer_of", lambda device: self.timer)
+        monkeypatch.setattr(tune.mps, "problem", lambda: "")
+        monkeypatch.setattr(tune, "DEVICE", CPU)
+        monkeypatch.setattr(tune, "timer_of", lambda device: self.timer)
         monkeypatch.setattr(tiles, "make", self.remember(tiles.make))
-        monkeypatch.setattr(measure, "calls_of", self.calls_of)
-        monkeypatch.setattr(measure, "_call_of", lambda *arguments: self.launch)
+        monkeypatch.setattr(tune, "calls_of", self.calls_of)
+        monkeypatch.setattr(tune, "_call_of", lambda *arguments: self.launch)

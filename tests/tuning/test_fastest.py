@@ -23,8 +23,7 @@ def no_keys():
 
 def timed(key=PLAIN, **ratios):
     """Puts a table in use with torch's time divided by ours, by kind."""
-    of_kinds = {(key, kind): ratio for kind, ratio in ratios.items()}
-    loading._loaded = loading.Loaded({key: TILE}, {key: loading.OWN}, of_kinds)
+    loading._loaded = loading.Loaded({key: loading.Row(TILE, ratios)}, loading.MEASURED)
 
 
 def attend(**options):

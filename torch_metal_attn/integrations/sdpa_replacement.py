@@ -163,7 +163,7 @@ class SdpaReplaced(TorchFunctionMode):
         self._process_wide = process_wide
 
     def __enter__(self) -> "SdpaReplaced":
-        if self.fastest and not loading.loaded().tiles:
+        if self.fastest and not loading.loaded().rows:
             _warn(_NO_TABLE)
         _blocks.begin(self if self._process_wide else None)
         if not self._process_wide:

@@ -8,9 +8,6 @@ import torch
 
 from torch_metal_attn.runtime import machine, mps, session
 from torch_metal_attn.simulator import cache, toolchain
-from torch_metal_attn.tools.bench.shapes import Shape
-from torch_metal_attn.tools.explain.command import explained
-from torch_metal_attn.tools.tune import pipelines
 from torch_metal_attn.tuned import loading
 
 
@@ -43,23 +40,9 @@ def _cache() -> str:
     return f"{directory} ({size / 2**20:.1f} of {most / 2**20:.0f} MiB in {len(sizes)} files)"
 
 
-def _pipeline() -> str:
-    """What torch says about a kernel that Metal compiled, for a common shape."""
-    try:
-        found = explained(Shape(causal=True), torch.device("mps"))
-    except RuntimeError as error:  # the GPU gives no memory
-        return f"not known: {str(error).splitlines()[0]}"
-    name, kernel = found.kernel, found.kernels[found.kernel]
-    pipeline, trouble = pipelines.inspect(name, kernel.specialisation, kernel.threads[0])
-    description = trouble or str(pipeline or "this torch tells nothing of it")
-    return f"{name} in float16 at head dim {Shape.head_dim}: {description}"
-
-
 def info(_: argparse.Namespace) -> bool:
     """Print machine, versions, backend, compiler and cache."""
-    usable = mps.usable()
-    rows = machine.describe(torch.device("mps" if usable else "cpu")) | {
-        **({"pipeline": _pipeline()} if usable else {}),
+    rows = machine.describe(torch.device("mps" if mps.usable() else "cpu")) | {
         "tiles": loading.loaded().words,
         "cpu tensors": _cpu_tensors(),
         "compiler": toolchain.describe(),

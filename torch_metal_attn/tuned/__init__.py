@@ -1,1 +1,1 @@
-"""Tables of measured tiles: their format, how they are found and loaded, and what they advise."""
+"""The table of measured tiles: how it is read and used, and what it says about torch's speed."""

@@ -1,4 +1,4 @@
-"""Which calls torch's attention runs faster than ours, by the tables in use."""
+"""Finds the calls that torch's attention runs faster than ours, by the table in use."""
 
 from typing import Any
 
@@ -7,34 +7,33 @@ import torch
 from torch_metal_attn.runtime import tensor_tiles
 from torch_metal_attn.sdpa import Problem
 from torch_metal_attn.tuned import loading
-from torch_metal_attn.tuned.tables import LEAST_GAIN
 
 _MOST_KEYS = 1024
 
-# By how the tensors of a call are laid out: an explanation takes as long as a short call.
+# By the layout of a call's tensors. An explanation takes as long as a short call, so keys are kept.
 _keys: dict[tuple[Any, ...], str] = {}
 
 
 def faster_in_torch(problem: Problem) -> str | None:
     """Why a call is better left to torch; None if it is not, or if none like it was measured.
 
-    A call whose gradients are wanted is judged by a whole step of training.
+    A call that needs gradients is judged by a whole training step.
     """
     loaded = loading.loaded()
-    if not loaded.ratios:
+    if not loaded.rows:
         return None
     tensors = (problem.query, problem.key, problem.value, problem.attn_mask)
-    wanted = any(x is not None and x.requires_grad for x in tensors)
-    kind = "training" if wanted and torch.is_grad_enabled() else "forward"
-    key = _key(problem, tensors)
-    ratio = loaded.ratios.get((key, kind))
-    if ratio is None or ratio > 1 - LEAST_GAIN:
+    needs_grad = any(x is not None and x.requires_grad for x in tensors)
+    kind = "training" if needs_grad and torch.is_grad_enabled() else "forward"
+    row = loaded.rows.get(_key(problem, tensors))
+    ratio = None if row is None else row.torch.get(kind)
+    if ratio is None or ratio > 1 - loading.LEAST_GAIN:
         return None
-    return f"torch takes {ratio:.2f} of our time for such calls ({loaded.sources[key]})"
+    return f"torch takes {ratio:.2f} of our time for such calls ({loaded.source})"
 
 
 def _key(problem: Problem, tensors: tuple[torch.Tensor | None, ...]) -> str:
-    """What a row for the call is found by; "" if the op refuses or launches nothing."""
+    """The key of the call's row; "" if the op refuses or launches nothing."""
     layouts = tuple(
         x if x is None else (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device)
         for x in tensors

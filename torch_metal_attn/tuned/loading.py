@@ -1,10 +1,13 @@
-"""Which table of tiles is used: the user's own, the package's, or none."""
+"""The table of measured tiles: its file, and the table that this process uses."""
 
+import json
+import math
 import os
 import re
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -12,45 +15,121 @@ from torch_metal_attn.runtime import machine as machines
 from torch_metal_attn.runtime import macos, mps
 from torch_metal_attn.runtime.version import VERSION
 from torch_metal_attn.simulator import cache
-from torch_metal_attn.tuned import tables, tiles
-from torch_metal_attn.tuned.tables import BadTable, Machine
+from torch_metal_attn.tuned import tiles
 from torch_metal_attn.wording import count_text
 
 SETTING = "TORCH_METAL_ATTN_TUNED"
 OFF = "off"
-FOLDER = Path(__file__).parent  # tables of the package
+DEFAULT, MEASURED = "default", "tuned on this machine"
+FORMAT = 5  # of the file
+LEAST_GAIN = 0.02  # a smaller difference of two times is noise
 
-RECKONED = "default"
-OWN = "tuned on this machine"
+_KEY = re.compile(r"\w+( [\w<>=]+)+", re.ASCII)
+# Numbers of nine digits fit an int32, which the extension reads.
+_TILE = re.compile(r"[A-Z_]+=\d{1,9}( [A-Z_]+=\d{1,9})*", re.ASCII)
+
+
+class BadTable(ValueError):
+    """A table that cannot be used here; the message says why."""
+
+
+class Machine(NamedTuple):
+    """The Macs that a table is for. Those with GPUs of one name differ in their cores.
+
+    Versions of the system and of torch have two numbers: the last ones change monthly, and the
+    Metal compiler hardly ever changes with them.
+    """
+
+    gpu: str
+    cores: str
+    system: str
+    torch: str
+    package: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """The tile for a key (csrc/tiles/tuned.h).
+
+    Attributes: torch: the time of torch's attention divided by ours, by kind of shape.
+    """
+
+    tile: str
+    torch: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Table:
+    """The rows of a machine, by key."""
+
+    machine: Machine
+    rows: dict[str, Row] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        """Write the file in one step, each row on a line. Raises OSError."""
+        rows = ",\n".join(json.dumps({"key": k} | asdict(row)) for k, row in self.rows.items())
+        head = json.dumps({"format": FORMAT, "machine": self.machine._asdict()}, indent=1)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            unfinished.write_text(f'{head[:-2]},\n "rows": [\n{rows}\n]}}\n', encoding="utf-8")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def read(path: Path, machine: Machine) -> Table:
+    """The table in a file. Raises OSError, or BadTable if it is damaged or for another machine."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (RecursionError, ValueError) as error:
+        raise BadTable(f"it is not JSON: {error}") from None
+    version = data.get("format") if isinstance(data, dict) else None
+    if version != FORMAT:
+        raise BadTable(f"its format is {version!r}; this version reads {FORMAT}")
+    try:
+        measured = Machine(**data["machine"])
+        rows = {row["key"]: Row(row["tile"], dict(row["torch"])) for row in data["rows"]}
+        if len(rows) != len(data["rows"]):
+            raise ValueError("two rows have the same key")
+        for key, row in rows.items():
+            if not (_KEY.fullmatch(key) and _TILE.fullmatch(row.tile)):
+                raise ValueError(f"a row has the key {key!r} and the tile {row.tile!r}")
+            if not all(0 < ratio < math.inf for ratio in row.torch.values()):
+                raise ValueError(f"a time of {key!r} is not above 0 and finite")
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadTable(f"it is damaged: {type(error).__name__}: {error}") from None
+    for theirs, here in zip(measured, machine, strict=True):
+        if theirs != here:
+            raise BadTable(f"it was measured with {theirs}, and this is {here}")
+    return Table(machine, rows)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The tables that are used.
+    """The table in use.
 
-    Attributes: tiles, sources: by key. ratios: torch's time divided by ours, by key and kind of
-        shape. words: where they come from. ignored: a line for each table that is not used, with
-        the reason.
+    Attributes: source: where its rows come from. words: the same for a person. ignored: a line that
+        says why a table is not used, or "".
     """
 
-    tiles: dict[str, str] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-    ratios: dict[tuple[str, str], float] = field(default_factory=dict)
-    words: str = RECKONED
-    ignored: tuple[str, ...] = ()
+    rows: dict[str, Row] = field(default_factory=dict)
+    source: str = ""
+    words: str = DEFAULT
+    ignored: str = ""
 
 
 _loaded = Loaded()
 
 
 def loaded() -> Loaded:
-    """What is used now."""
+    """The table in use."""
     return _loaded
 
 
 def this_machine() -> Machine:
     """What a table must be for to be used here. Without a GPU it is for the simulator."""
-    name, cores = "the simulator", ""
+    name, cores = "the simulator", "unknown"
     if mps.available():
         if hasattr(torch.backends.mps, "get_name"):
             name = torch.backends.mps.get_name()
@@ -59,12 +138,9 @@ def this_machine() -> Machine:
         if hasattr(torch.backends.mps, "get_core_count"):
             cores = str(torch.backends.mps.get_core_count())
     mac = macos.version()
-    # The last numbers change monthly, and the Metal compiler hardly ever with them.
     system = f"macOS {_minor(mac)}" if mac else machines.system()
-    with_torch = f"torch {_minor(torch.__version__)}"
-    return Machine(
-        name, f"{cores or 'unknown'} cores", system, with_torch, f"torch_metal_attn {VERSION}"
-    )
+    versions = (f"torch {_minor(torch.__version__)}", f"torch_metal_attn {VERSION}")
+    return Machine(name, f"{cores} cores", system, *versions)
 
 
 def _minor(version: str) -> str:
@@ -73,67 +149,40 @@ def _minor(version: str) -> str:
 
 def path_of(machine: Machine) -> Path:
     """The user's table for a GPU. Raises CacheError for a user without a home."""
-    return cache.cache_dir() / "tuned" / file_name(machine)
-
-
-def file_name(machine: Machine) -> str:
-    """The name of a table for a GPU."""
-    words = f"{machine.gpu} {machine.cores}".lower()
-    return re.sub(r"[^a-z0-9]+", "-", words).strip("-") + ".json"
+    name = re.sub(r"[^a-z0-9]+", "-", f"{machine.gpu} {machine.cores}".lower()).strip("-")
+    return cache.cache_dir() / "tuned" / f"{name}.json"
 
 
 def load(machine: Machine) -> Loaded:
-    """Read the tables by their precedence.
-
-    TORCH_METAL_ATTN_TUNED=off: none. TORCH_METAL_ATTN_TUNED=FILE: that one. Otherwise the user's
-    own, and for keys that it lacks the package's for this GPU.
-    """
+    """Read the table that TORCH_METAL_ATTN_TUNED names, or the one in the cache folder."""
     setting = os.environ.get(SETTING, "")
     if setting == OFF:
-        return Loaded(words=f"{RECKONED} ({SETTING}={OFF})")
-    packaged = f"table for {machine.gpu}"
-    if setting:
-        places = [(Path(setting), f"table of {SETTING}")]
-    else:
-        places = [(FOLDER / file_name(machine), packaged)]
-        try:
-            places.insert(0, (path_of(machine), OWN))
-        except cache.CacheError:  # a user without a home has no table
-            pass
-    found = Loaded()
-    words, ignored = [], []
-    for path, source in places:
-        try:
-            table = tables.read(path)
-            if why := table.machine.differs(machine):
-                if source == packaged:  # of which the user need not hear at each start
-                    words.append(f"no {source}: {why}")
-                    continue
-                raise BadTable(why)
-        except (BadTable, OSError) as error:
-            if setting or not isinstance(error, FileNotFoundError):
-                ignored.append(f"torch_metal_attn: the table of tiles {path} is ignored: {error}")
-            continue
-        new = {key: tile for key, tile in table.tiles().items() if key not in found.tiles}
-        found.tiles.update(new)
-        found.sources.update(dict.fromkeys(new, source))
-        found.ratios.update({of: one for of, one in table.ratios().items() if of[0] in new})
-        words += [f"{source} ({count_text(len(new), 'tile')})"] if new else []
-    words = words if found.tiles else [RECKONED, *words]
-    return replace(found, words=", ".join(words), ignored=tuple(ignored))
+        return Loaded(words=f"{DEFAULT} ({SETTING}={OFF})")
+    source = f"table of {SETTING}" if setting else MEASURED
+    try:
+        path = Path(setting) if setting else path_of(machine)
+    except cache.CacheError:  # a user without a home has no table
+        return Loaded()
+    try:
+        rows = read(path, machine).rows
+    except (BadTable, OSError) as error:
+        if not setting and isinstance(error, FileNotFoundError):
+            return Loaded()
+        line = f"torch_metal_attn: the table of tiles {path} is ignored: {error}"
+        return Loaded(ignored=line)
+    return Loaded(rows, source, f"{source} ({count_text(len(rows), 'tile')})")
 
 
-def install() -> Loaded:
-    """Read the tables, give them to the extension, and print a line for each that is ignored."""
+def install() -> None:
+    """Read the table, give it to the extension, and print a line if it is ignored."""
     global _loaded
     _loaded = load(this_machine())
-    tiles.use(tiles.make((k, tile, _loaded.sources[k]) for k, tile in _loaded.tiles.items()))
-    for line in _loaded.ignored:
-        print(line, file=sys.stderr)
-    return _loaded
+    tiles.use(tiles.make((k, row.tile, _loaded.source) for k, row in _loaded.rows.items()))
+    if _loaded.ignored:
+        print(_loaded.ignored, file=sys.stderr)
 
 
 def install_on_import() -> None:
-    """`install` where there is a GPU, or a table was asked for: it reads files."""
+    """Install a table where there is a GPU, or where the user names one: it reads files."""
     if mps.available() or os.environ.get(SETTING, OFF) != OFF:
         install()

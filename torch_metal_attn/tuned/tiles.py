@@ -6,9 +6,8 @@ from contextlib import contextmanager
 
 from torch_metal_attn.runtime import extension
 
-# How the tile of a launch was chosen in `forced`.
-FORCED = "forced"
-# What launches look tiles up in: a table that the extension made, or None.
+FORCED = "forced"  # the source of a tile in `forced`
+# The table that launches look tiles up in, which the extension made, or None.
 _in_use: ctypes.c_void_p | None = None
 
 
@@ -18,7 +17,7 @@ def make(
     """A table of rows of key, tile and source, for `use`; None for no rows.
 
     A key that is a kernel's name alone is for all of its launches. The extension never frees it.
-    Raises ValueError for what is no row.
+    Raises ValueError for a malformed row.
     """
     library = library or extension.load()
     text = "\n".join("\t".join(row) for row in rows)
@@ -40,7 +39,7 @@ def use(table: ctypes.c_void_p | None, library: ctypes.CDLL | None = None) -> No
 
 @contextmanager
 def forced(tiles: Mapping[str, str]) -> Iterator[None]:
-    """A context in which each of these kernels, by name, has this tile, and others their own."""
+    """A context in which these kernels, by name, have these tiles, and all others the default."""
     before = _in_use
     use(make((kernel, tile, FORCED) for kernel, tile in tiles.items()))
     try:

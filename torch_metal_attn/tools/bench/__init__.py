@@ -1,22 +1,19 @@
 """`python -m torch_metal_attn bench`: our attention next to torch's, on the user's machine.
 
-It measures times, and in the same run the machine's ceilings. A shape that runs on tensor tiles is
-measured on 8x8 tiles too. --out also writes a JSON file and, if matplotlib is installed, plots.
+A shape that runs on tensor tiles is measured on 8x8 tiles too. --out also writes a JSON file.
 --memory shows the bytes of training steps instead, which needs no GPU.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from torch_metal_attn.runtime import machine, mps
-from torch_metal_attn.tools.bench import memory, plot, versus
+from torch_metal_attn.tools.bench import memory, versus
 from torch_metal_attn.tools.bench.shapes import (
     DEFAULT_SHAPES,
     BadShape,
@@ -26,14 +23,13 @@ from torch_metal_attn.tools.bench.shapes import (
     with_8x8_tiles,
 )
 from torch_metal_attn.tools.bench.timing import timer_of
-from torch_metal_attn.tools.costs import scaled
 from torch_metal_attn.tools.progress import Progress
 from torch_metal_attn.tools.text_table import markdown
-from torch_metal_attn.wording import count_text
 
 __all__ = ["BadShape", "add_options", "bench"]
 
-_FORMAT = 2  # of the JSON file; a reader can refuse those that it does not know
+DEVICE = torch.device("mps")
+_FORMAT = 3  # of the JSON file; a reader can refuse those that it does not know
 _ROUNDS = 15
 _STEM = "torch_metal_attn-bench"
 
@@ -60,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         dest="folder",
         type=Path,
         metavar="FOLDER",
-        help=f"write {_STEM}.json and plots to FOLDER (default: write no files)",
+        help=f"write {_STEM}.json, or the plots of --memory, to FOLDER (default: write no files)",
     )
 
 
@@ -81,84 +77,43 @@ def bench(options: argparse.Namespace) -> bool:
     if problem:
         print(f"bench times an Apple GPU, and mps cannot be used here: {problem}", file=sys.stderr)
         return False
-    device = torch.device("mps")
-    described = machine.describe(device)
+    described = machine.describe(DEVICE)
     print(f"metal_attn and torch's scaled_dot_product_attention on {described['chip']}.")
     print(f"Each time is the median of {options.rounds} samples; the two take turns.\n")
     print(f"{versus.LEGEND}\n\n{versus.HEADING}", flush=True)
-    compare = versus.Comparison(device, timer_of(device), options.rounds)
-    found, interrupted = measured(with_8x8_tiles(shapes), compare)
-    print()
-    for dtype, ceilings in compare.ceilings.items():
-        print(
-            f"ceilings in {dtype}: {scaled(ceilings.flops)}FLOP/s, {scaled(ceilings.bytes)}byte/s"
-        )
-    for dtype, why in compare.trouble.items():
-        print(f"no ceilings in {dtype}: {why}")
-    if interrupted:
-        print(f"interrupted after {count_text(len(found), 'shape')}")
-    if options.folder is not None:
-        _write(as_dict(found, compare, described, options.rounds, interrupted), options.folder)
-    if interrupted:
-        raise KeyboardInterrupt
-    return all(one.agree and not one.times[versus.OURS].error for one in found)
+    shapes = with_8x8_tiles(shapes)
+    results: list[versus.Compared] = []
+    try:
+        with Progress(len(shapes)) as progress:
+            for shape in shapes:
+                progress.step("", str(shape))
+                results.append(versus.compare(shape, DEVICE, timer_of(DEVICE), options.rounds))
+                torch.mps.empty_cache()  # leave no memory of this shape to the next
+                progress.say(str(results[-1]))
+    finally:
+        if options.folder is not None:
+            data = {
+                "format": _FORMAT,
+                "machine": described,
+                "rounds": options.rounds,
+                "interrupted": len(results) < len(shapes),
+                "results": [one.as_dict() for one in results],
+            }
+            path = options.folder / f"{_STEM}.json"
+            path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+            print(f"wrote {path}")
+    return all(one.agree and not one.times[versus.OURS].error for one in results)
 
 
 def _memory(shapes: Sequence[Shape], folder: Path | None) -> bool:
     """Print the bytes of each shape, and plot them into the folder."""
-    found = [memory.memory(shape) for shape in shapes]
+    sizes = [memory.memory(shape) for shape in shapes]
     print(f"{memory.LEGEND}\n")
-    for line in markdown(("length", "metal_attn", "torch, at least"), map(memory.row, found)):
+    for line in markdown(("length", "metal_attn", "torch, at least"), map(memory.row, sizes)):
         print(line)
-    for number, picture in enumerate(memory.plots(found) if folder else ()):
+    for number, picture in enumerate(memory.plots(sizes) if folder else ()):
         assert folder is not None
         path = folder / f"{_STEM}-memory{number or ''}.svg"
         path.write_text(picture, encoding="utf-8")
         print(f"wrote {path}")
     return True
-
-
-def measured(
-    shapes: Sequence[Shape], compare: Callable[[Shape], versus.Compared]
-) -> tuple[list[versus.Compared], bool]:
-    """Measure each shape, and print its row when it is there; also whether that was interrupted."""
-    found: list[versus.Compared] = []
-    try:
-        with Progress(len(shapes)) as progress:
-            for shape in shapes:
-                progress.step("", str(shape))
-                found.append(compare(shape))
-                progress.say(str(found[-1]))
-    except KeyboardInterrupt:
-        return found, True
-    return found, False
-
-
-def as_dict(
-    found: Sequence[versus.Compared],
-    compare: versus.Comparison,
-    described: dict[str, str],
-    rounds: int,
-    interrupted: bool,
-) -> dict[str, Any]:
-    """Plain data for the JSON file."""
-    return {
-        "format": _FORMAT,
-        "machine": described,
-        "rounds": rounds,
-        "ceilings": {dtype: asdict(ceilings) for dtype, ceilings in compare.ceilings.items()},
-        "ceilings_missing": compare.trouble,
-        "interrupted": interrupted,
-        "results": [one.as_dict() for one in found],
-    }
-
-
-def _write(data: dict[str, Any], folder: Path) -> None:
-    path = folder / f"{_STEM}.json"
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
-    try:
-        for picture in plot.plots(data, folder, _STEM):
-            print(f"wrote {picture}")
-    except plot.NoPlots as error:
-        print(f"no plots: {error}; pip install 'torch_metal_attn[bench]'")

@@ -16,8 +16,6 @@ import torch
 from torch_metal_attn.call.arguments import INT32_MAX
 from torch_metal_attn.runtime import tensor_tiles
 from torch_metal_attn.simulator.exit_status import BadRequest
-from torch_metal_attn.tools import costs
-from torch_metal_attn.tools.costs import Cost
 from torch_metal_attn.wording import value_text
 
 KINDS = ("forward", "training", "decode")
@@ -54,7 +52,7 @@ class Shape:
     tiles: str = "best"
 
     def __post_init__(self) -> None:
-        # As a list, for JSON may have something that has no hash.
+        # Not a dict of DTYPES, as a value from JSON may have no hash.
         for name, allowed in (("kind", KINDS), ("dtype", list(DTYPES)), ("tiles", TILES)):
             value = getattr(self, name)
             if value not in allowed:
@@ -126,25 +124,16 @@ class Shape:
         keys = (self.batch, self.kv_heads, self.kv_length, self.head_dim)
         return [(self.batch, self.heads, self.length, self.head_dim), keys, keys]
 
-    @property
-    def cost(self) -> Cost:
-        """The least work that the shape needs; a backward has our kernels' seven products."""
-        dtype = DTYPES[self.dtype]
-        tensors = [torch.empty(size, device="meta", dtype=dtype) for size in self.sizes]
-        arguments = dict(zip(("q", "k", "v"), tensors, strict=True)) | self.options
-        forward = costs.cost("flash_fwd", arguments)
-        return forward + costs.cost("flash_bwd", arguments) if self.kind == "training" else forward
-
 
 def with_8x8_tiles(shapes: Sequence[Shape]) -> list[Shape]:
     """The shapes, each followed by the same on 8x8 tiles where its own are tensor tiles."""
     without = {dtype: tensor_tiles.problem(float32=dtype == "float32") for dtype in DTYPES}
-    found = []
+    result = []
     for shape in shapes:
-        found.append(shape)
+        result.append(shape)
         if shape.tiles == "best" and not without[shape.dtype] and shape.kind != "decode":
-            found.append(dataclasses.replace(shape, tiles="8x8"))
-    return found
+            result.append(dataclasses.replace(shape, tiles="8x8"))
+    return result
 
 
 def _several(kind: str, kv_lengths: Iterable[int], **options: Any) -> list[Shape]:
@@ -169,7 +158,7 @@ DEFAULT_SHAPES = (
 )
 
 
-# What --shape gives, in its order.
+# The fields of --shape, in its order.
 _Q_SHAPE = ("batch", "heads", "length", "head_dim")
 
 
@@ -231,54 +220,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-_OWN = ("batch", "heads", "kv_heads", "head_dim", "length", "kv_length", "dtype", "window", "model")
+_OPTIONS = (
+    *("shape", "batch", "heads", "kv_heads", "head_dim", "length", "kv_length", "dtype", "window"),
+    *("model", "causal", "backward", "decode"),
+)
 
 
 def chosen(options: argparse.Namespace) -> list[Shape] | None:
     """The shapes that the arguments choose, or None without any. Raises BadShape."""
-    own = [name for name in _OWN if getattr(options, name) is not None]
-    own += [name for name in ("causal", "backward", "decode") if getattr(options, name)]
+    values = {name: getattr(options, name) for name in _OPTIONS}
+    used = [name for name, value in values.items() if value is not None and value is not False]
     if options.shapes is not None:
-        whole = own if options.shape is None else ["shape", *own]
-        if whole:
-            raise BadShape(f"--shapes gives complete shapes: leave out --{_flag(whole[0])}")
+        if used:
+            flag = used[0].replace("_", "-")
+            raise BadShape(f"--shapes gives complete shapes: leave out --{flag}")
         return from_file(options.shapes)
     if options.shape is not None:
-        twice = [name for name in _Q_SHAPE if name in own]
+        twice = [name for name in _Q_SHAPE if name in used]
         if twice:
-            raise BadShape(f"--shape already gives {twice[0]}: leave out --{_flag(twice[0])}")
+            flag = twice[0].replace("_", "-")
+            raise BadShape(f"--shape already gives {twice[0]}: leave out --{flag}")
         batch, heads, length, head_dim = options.shape
         options.batch, options.heads, options.head_dim = batch, heads, head_dim
         options.length = [length]
-    elif not own:
+    elif not used:
         return None
-    given: dict[str, Any] = {} if options.model is None else of_model(options.model)
-    given |= {
+    fields: dict[str, Any] = {} if options.model is None else of_model(options.model)
+    fields |= {
         name: getattr(options, name)
         for name in ("batch", "heads", "kv_heads", "head_dim", "dtype", "window")
         if getattr(options, name) is not None
     }
-    given["kind"] = "decode" if options.decode else "training" if options.backward else "forward"
-    given["causal"] = options.causal
+    fields["kind"] = "decode" if options.decode else "training" if options.backward else "forward"
+    fields["causal"] = options.causal
     names = [name for name in ("length", "kv_length") if getattr(options, name)]
     lengths = itertools.product(*(getattr(options, name) for name in names))
-    return [_shape(given | dict(zip(names, values, strict=True))) for values in lengths]
+    return [_shape(fields | dict(zip(names, values, strict=True))) for values in lengths]
 
 
-def _shape(given: dict[str, Any]) -> Shape:
+def _shape(fields: dict[str, Any]) -> Shape:
     """A shape by some of its fields, with the defaults of the options. Raises BadShape."""
-    filled = dict(given)
-    if "heads" in given:
-        filled.setdefault("kv_heads", given["heads"])
-    if given.get("kind") == "decode":
+    filled = dict(fields)
+    if "heads" in fields:
+        filled.setdefault("kv_heads", fields["heads"])
+    if fields.get("kind") == "decode":
         filled.setdefault("length", 1)
-    elif "length" in given:
-        filled.setdefault("kv_length", given["length"])
+    elif "length" in fields:
+        filled.setdefault("kv_length", fields["length"])
     return Shape(**filled)
-
-
-def _flag(name: str) -> str:
-    return name.replace("_", "-")
 
 
 def from_file(path: Path) -> list[Shape]:
@@ -288,13 +277,13 @@ def from_file(path: Path) -> list[Shape]:
     if not isinstance(listed, list) or not listed:
         raise BadShape(f"{path} must hold a list of objects, one a shape")
     shapes = []
-    for number, given in enumerate(listed):
-        unknown = sorted(given.keys() - set(names)) if isinstance(given, dict) else None
+    for number, fields in enumerate(listed):
+        unknown = sorted(fields.keys() - set(names)) if isinstance(fields, dict) else None
         if unknown != []:
-            what = f"has {unknown[0]!r}; it" if unknown else f"is {value_text(given)}; it"
+            what = f"has {unknown[0]!r}; it" if unknown else f"is {value_text(fields)}; it"
             raise BadShape(f"{path}: shape {number} {what} must be an object of {', '.join(names)}")
         try:
-            shapes.append(_shape(given))
+            shapes.append(_shape(fields))
         except BadShape as error:
             raise BadShape(f"{path}: shape {number}: {error}") from None
     return shapes

@@ -15,10 +15,7 @@ _MOST_CALLS = 1 << 16  # in a sample
 
 @dataclass(frozen=True)
 class Timer:
-    """How time is taken.
-
-    Attributes: now: seconds. synchronise: waits until the device has done all its work.
-    """
+    """A clock in seconds, and a wait until the device has done all its work."""
 
     now: Callable[[], float]
     synchronise: Callable[[], None]
@@ -42,14 +39,6 @@ class Times:
     def median(self) -> float:
         return statistics.median(self.seconds)
 
-    @property
-    def spread(self) -> float:
-        """The distance between the quartiles, relative to the median."""
-        if len(self.seconds) < 2:
-            return 0.0
-        quartiles = statistics.quantiles(self.seconds, n=4, method="inclusive")
-        return (quartiles[2] - quartiles[0]) / self.median
-
 
 def interleaved(calls: Mapping[str, Call], timer: Timer, rounds: int) -> dict[str, Times]:
     """Each call's times, with one sample of each call per round.
@@ -58,14 +47,14 @@ def interleaved(calls: Mapping[str, Call], timer: Timer, rounds: int) -> dict[st
     call first runs once, which compiles what it needs. A sample repeats the call until it takes at
     least 10 ms.
     """
-    found: dict[str, Times] = {}
+    failed: dict[str, Times] = {}
     counts: dict[str, int] = {}
     for name, call in calls.items():
         try:
             _sample(call, timer, 1)
             count = _calls_of_a_sample(call, timer)
         except (RuntimeError, ValueError, TypeError) as error:  # torch's OutOfMemoryError too
-            found[name] = Times(error=f"{type(error).__name__}: {error}")
+            failed[name] = Times(error=f"{type(error).__name__}: {error}")
         else:
             counts[name] = count
     samples: dict[str, list[float]] = {name: [] for name in counts}
@@ -73,11 +62,11 @@ def interleaved(calls: Mapping[str, Call], timer: Timer, rounds: int) -> dict[st
         # Every second round runs in reverse, so that no call always follows the same one.
         for name in list(counts)[:: 1 if number % 2 == 0 else -1]:
             samples[name].append(_sample(calls[name], timer, counts[name]))
-    return found | {name: Times(tuple(seconds)) for name, seconds in samples.items()}
+    return failed | {name: Times(tuple(seconds)) for name, seconds in samples.items()}
 
 
 def _calls_of_a_sample(call: Call, timer: Timer) -> int:
-    """One call would not tell: its time is mostly the wait for the GPU if the call is short."""
+    """The number of calls in a sample: a single short call would mostly time the wait."""
     count = 1
     while _sample(call, timer, count) * count < _SAMPLE_SECONDS and count < _MOST_CALLS:
         count *= 2

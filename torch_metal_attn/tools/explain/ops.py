@@ -30,10 +30,10 @@ class Kernel:
         threadgroup in x, y and z. threadgroup_bytes: threadgroup memory of one threadgroup. grid:
         threadgroups in x, y and z. pieces: into how many dispatches the grid is divided, each in a
         command buffer of its own, as one would run for longer than a second by a cautious estimate.
-        choice: how its tile was chosen: "default", "tuned on this machine", "table for Apple M2
-        Max"; "" for a kernel without a choice. reason: of a kernel of a backward, why it has no
-        tensor tiles where the GPU has, and whether it skips blocks that a bool mask hides; or else
-        "". key: what a table of tiles finds it by.
+        choice: how its tile was chosen: "default", "tuned on this machine", "table of
+        TORCH_METAL_ATTN_TUNED"; "" for a kernel without a choice. reason: for a kernel of a
+        backward, why it has no tensor tiles on a GPU that has them, and whether it skips blocks
+        that a bool mask hides; otherwise "". key: the key of its row in a table of tiles.
         candidates: tiles that `tune` measures, the chosen one first.
     """
 

@@ -1,1 +1,0 @@
-"""`tune`: measures tiles, and writes tables of the fastest."""

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 from torch_metal_attn.integrations.comfyui import install as comfyui
-from torch_metal_attn.runtime.extension import CANNOT_RUN
 from torch_metal_attn.runtime.version import VERSION
 from torch_metal_attn.simulator import __main__ as simulator
 from torch_metal_attn.simulator.exit_status import exit_status
@@ -14,7 +13,6 @@ from torch_metal_attn.tools.bench import add_options, bench
 from torch_metal_attn.tools.bench.shapes import add_arguments
 from torch_metal_attn.tools.demo import demo
 from torch_metal_attn.tools.doctor import command as doctor
-from torch_metal_attn.tools.doctor.script import NoScript
 from torch_metal_attn.tools.explain.command import explain_shapes
 from torch_metal_attn.tools.fuzz import command as fuzzing
 from torch_metal_attn.tools.info import info
@@ -87,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
             "doctor",
             help="run your script and show where its attention goes on mps, and what to change",
             description="Runs a script with its arguments. At the end it lists the attentions of "
-            "the run on stderr: which of them metal_attn runs, which torch runs fused or with all "
-            "scores in memory, why, and what to change. The exit status is the script's.",
+            "the run on stderr: which of them metal_attn runs, which torch's function or the "
+            "script itself computes, and what to change. The exit status is the script's.",
         )
     )
     comfyui.add_options(
@@ -111,19 +109,15 @@ def _verify(options: argparse.Namespace) -> bool:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command. Returns 0 on success, 1 for a wrong result, 2 if the command cannot run."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if given[:1] == ["simulator"]:  # argparse would take its options
-        return simulator.main(given[1:])
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["simulator"]:  # argparse would take its options
+        return simulator.main(words[1:])
     parser = _parser()
-    options = parser.parse_args(given)
+    options = parser.parse_args(words)
     if options.command == "verify" and options.report is not None and not options.full:
         parser.error("--report needs verify --full: add --full")
     if options.command == "doctor":
-        try:
-            target = doctor.found(options)
-        except NoScript as error:
-            parser.exit(CANNOT_RUN, f"error: {error}\n")
-        return doctor.doctor(target)  # what the script raises passes
+        return doctor.doctor(options)  # what the script raises passes
     commands = {
         "info": info,
         "verify": _verify,

@@ -4,7 +4,6 @@ import re
 
 from tests.docs.doc_pages import ROOT
 from tests.helpers.cases import each_case
-from torch_metal_attn.tools.doctor import torch_on_mps
 
 PAGE = ROOT / "docs" / "comparison.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -40,13 +39,6 @@ def test_sources_are_fixed_and_used():
             assert (PAGE.parent / target.split("#")[0]).is_file()
         else:
             assert FIXED.fullmatch(target.split("#")[0]), target
-
-
-def test_what_it_says_of_torch():
-    """Its rules are those that doctor goes by, which are compared with torch's headers."""
-    sizes = len(torch_on_mps._PREFILL_HEAD_DIMS)
-    assert f"[{sizes} sizes]" in ROWS["head dims of q without scores"]["torch 2.13"]
-    assert "[no]" in ROWS["gradients without scores in memory"]["torch 2.13"]
 
 
 def test_no_speed_is_claimed():

@@ -7,9 +7,8 @@ from math import ceil, floor, log2, log10
 
 import torch
 
-from torch_metal_attn.tools.bench.shapes import DTYPES, BadShape, Shape
+from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 from torch_metal_attn.tools.costs import scaled
-from torch_metal_attn.tools.doctor.torch_on_mps import Call
 from torch_metal_attn.tools.explain.command import explained
 
 # A layer of 32 heads of 128 columns.
@@ -40,14 +39,15 @@ def memory(shape: Shape) -> Bytes:
     """Raises BadShape for decoding, and for a shape that has no backward."""
     if shape.kind == "decode":
         raise BadShape("--memory is for training steps: leave out --decode")
-    found = explained(dataclasses.replace(shape, kind="training"), torch.device("cpu"))
-    if found.training is None:
-        raise BadShape(f"{shape}: {found.refusal}")
-    held = found.training.inputs | found.training.allocated
-    q, k, v = shape.sizes
-    call = Call(q, k, v, DTYPES[shape.dtype], is_causal=shape.causal, gradients=True)
+    explanation = explained(dataclasses.replace(shape, kind="training"), torch.device("cpu"))
+    training = explanation.training
+    if training is None:
+        raise BadShape(f"{shape}: {explanation.refusal}")
+    held = training.inputs | training.allocated
     tensors = sum(held[name] for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"))
-    return Bytes(shape, found.training.total, tensors + call.scores_bytes)
+    scores = shape.batch * shape.heads * shape.length * shape.kv_length
+    # With gradients torch computes the scores in float32.
+    return Bytes(shape, training.total, tensors + scores * torch.float32.itemsize)
 
 
 def row(found: Bytes) -> tuple[str, ...]:

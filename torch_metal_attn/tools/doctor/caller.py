@@ -1,4 +1,4 @@
-"""Who called an attention, and whether a function multiplies matrices."""
+"""The caller of an attention, and the functions that multiply matrices."""
 
 import dis
 import functools

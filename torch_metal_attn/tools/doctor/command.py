@@ -1,13 +1,18 @@
-"""`python -m torch_metal_attn doctor SCRIPT ...` or `-m MODULE ...`."""
+"""`python -m torch_metal_attn doctor SCRIPT ...` or `-m MODULE ...`, which run as by `python`."""
 
 import argparse
 import contextlib
+import io
 import os
+import runpy
 import sys
 import threading
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType, TracebackType
 
+from torch_metal_attn.runtime.extension import CANNOT_RUN
 from torch_metal_attn.tools.doctor import report
-from torch_metal_attn.tools.doctor.script import Script, module, script
 from torch_metal_attn.tools.doctor.watch import Watch
 
 
@@ -24,24 +29,99 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def found(options: argparse.Namespace) -> Script:
-    """The script or module; raises NoScript."""
+def doctor(options: argparse.Namespace) -> int:
+    """Run the script or module, and report to stderr.
+
+    What it raises passes, also sys.exit() and Ctrl-C. Returns 2 if there is no such script.
+    """
     name, *arguments = options.target
-    return (module if options.module else script)(name, arguments)
-
-
-def doctor(target: Script) -> int:
-    """Run it and report to stderr. What it raises passes, sys.exit() and Ctrl-C too."""
-    process, others = os.getpid(), set(threading.enumerate())
+    try:
+        code, file, folder, spec = (_module if options.module else _script)(name)
+    except (OSError, ImportError) as error:
+        why = (
+            f"cannot run the module {name}: {error}"
+            if options.module
+            else f"cannot read the script {name}: {getattr(error, 'strerror', error)}"
+        )
+        print(f"error: {why}", file=sys.stderr)
+        return CANNOT_RUN
+    process, threads = os.getpid(), set(threading.enumerate())
     with Watch() as watch:
         try:
-            target.run()
-            for thread in set(threading.enumerate()) - others:
+            with _main_module(file, arguments, folder, spec) as namespace:
+                exec(code, namespace)
+            for thread in set(threading.enumerate()) - threads:
                 if not thread.daemon:  # Python would wait for it too
                     thread.join()
+        except BaseException:
+            _begin_traceback_at(code)
+            raise
         finally:
             if os.getpid() == process:  # not in a fork that ends here
                 with contextlib.suppress(BrokenPipeError):  # a reader that has ended
                     sys.stdout.flush()
-                print(report.text(target.name, watch), file=sys.stderr)
+                shown = f"-m {name}" if options.module else name
+                print(report.text(shown, watch), file=sys.stderr)
     return 0
+
+
+_Program = tuple[CodeType, str, str, ModuleSpec | None]
+
+
+def _script(file: str) -> _Program:
+    """Its code, file, first folder of sys.path and spec. Raises OSError, or its SyntaxError."""
+    try:
+        with io.open_code(os.path.abspath(file)) as text:
+            code = compile(text.read(), file, "exec", dont_inherit=True)
+    except SyntaxError:
+        _begin_traceback_at(None)
+        raise
+    return code, file, os.path.dirname(os.path.abspath(file)), None
+
+
+def _module(name: str) -> _Program:
+    """As `_script`, for a module or the `__main__` of a package. Raises ImportError."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        # pdb and cProfile also look a module up like this.
+        _, spec, code = runpy._get_module_details(name)  # type: ignore[attr-defined]
+    finally:
+        sys.path.remove(os.getcwd())
+    return code, spec.origin, os.getcwd(), spec
+
+
+@contextlib.contextmanager
+def _main_module(
+    file: str, arguments: list[str], folder: str, spec: ModuleSpec | None
+) -> Iterator[dict[str, object]]:
+    """A context with a `__main__`, sys.argv and sys.path as `python` makes them; its names."""
+    main = ModuleType("__main__")
+    vars(main).update(__file__=file, __builtins__=__builtins__, __spec__=spec)
+    if spec is not None:
+        main.__package__ = spec.parent
+        main.__loader__ = spec.loader
+    before = sys.modules["__main__"], sys.argv, sys.path[:]
+    sys.modules["__main__"] = main
+    sys.argv = [file, *arguments]
+    sys.path.insert(0, folder)
+    try:
+        yield vars(main)
+    finally:
+        sys.modules["__main__"], sys.argv, sys.path[:] = before
+
+
+def _begin_traceback_at(code: CodeType | None) -> None:
+    """Let the traceback that ends this process begin at this code, as `python` would show it.
+
+    None: it shows no frames.
+    """
+    excepthook = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+        first = frames
+        while first is not None and first.tb_frame.f_code is not code:
+            first = first.tb_next
+        first = frames if first is None and code is not None else first
+        excepthook(kind, error.with_traceback(first), first)
+
+    sys.excepthook = show

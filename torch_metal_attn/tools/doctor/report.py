@@ -1,4 +1,4 @@
-"""What `doctor` says at the end."""
+"""The report of `doctor`."""
 
 from collections import Counter
 from textwrap import wrap
@@ -8,8 +8,7 @@ import torch
 from torch_metal_attn.integrations.sdpa_replacement import without_numbers
 from torch_metal_attn.runtime import mps
 from torch_metal_attn.tools.costs import scaled
-from torch_metal_attn.tools.doctor.attention import OURS, PACKED, Attention
-from torch_metal_attn.tools.doctor.torch_on_mps import UNFUSED
+from torch_metal_attn.tools.doctor.attention import OURS, PACKED, TORCHS, Attention
 from torch_metal_attn.tools.doctor.watch import Watch
 from torch_metal_attn.tools.text_table import WIDTH, aligned
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
@@ -37,7 +36,7 @@ def text(name: str, watch: Watch) -> str:
     if not seen:
         return "\n".join([*lines, *wrap(_NONE, WIDTH)])
     table: list[tuple[str, ...]] = [
-        ("calls", "query and key, or scores", "dtype", "goes to", "largest scores")
+        ("calls", "query and key, or scores", "dtype", "goes to", "scores")
     ]
     notes: list[list[str]] = [[]]
     for alike in sorted(_groups(seen), key=_largest_first):
@@ -53,10 +52,10 @@ def text(name: str, watch: Watch) -> str:
     total = "; ".join(f"{name}: {n}" for name, n in places.most_common())
     lines += ["", *aligned(table, notes, numbers=(0,), indent=7), ""]
     lines.append(f"{count_text(seen.total(), 'call')}: {total}")
-    if any(attention.goes_to == UNFUSED for attention in seen):
+    if places[TORCHS]:
         lines += wrap(
-            "scores: the memory of one array of them, by its shape. It was not measured, and torch "
-            "may hold more than one, or one for a part of the queries at a time.",
+            "scores: the memory of one array of them, by its shape. It was not measured. torch's "
+            "function may hold more than one, or none where torch has a fused kernel for the call.",
             WIDTH,
         )
     return "\n".join(lines)
@@ -69,9 +68,9 @@ def _groups(seen: Counter[Attention]) -> list[list[Attention]]:
         length = -3 if one.options == PACKED else -2  # the dimension
         queries = one.shapes[0][length]
         # Scores have two lengths, and no head dim.
-        others = [shape[:length] + shape[length + 1 :] for shape in one.shapes]
+        rest = [shape[:length] + shape[length + 1 :] for shape in one.shapes]
         sizes = (
-            tuple(others) if len(others) > 1 else one.shapes[0][:-2],
+            tuple(rest) if len(rest) > 1 else one.shapes[0][:-2],
             queries if queries <= DECODE_QUERIES else None,
         )
         texts = (without_numbers(text) for text in (one.options, one.why))

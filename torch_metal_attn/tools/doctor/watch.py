@@ -35,24 +35,24 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class _Thread(threading.local):
-    """noted: how many attentions this thread has noted. within: how many ops of ours it is in."""
+    """noted: number of attentions that this thread noted. within: depth of calls of our ops."""
 
     noted = 0
     within = 0
 
 
 class Watch:
-    """The attentions since `__enter__`, with the number of calls that were the same.
+    """The attentions since `__enter__`.
 
-    seen: these numbers. compiled: whether torch.compile was called, which is off. undescribed:
-    errors of ours, by their text, for calls that are not in `seen`.
+    seen: their calls, counted. compiled: True if torch.compile was called, which is off.
+    undescribed: errors of ours, by their text, for calls that are not in `seen`.
     """
 
     def __init__(self) -> None:
         self.seen: Counter[Attention] = Counter()
         self.compiled = False
         self.undescribed: Counter[str] = Counter()
-        self._known: dict[Any, Attention] = {}  # by what makes two calls the same
+        self._known: dict[Any, Attention] = {}  # by `_signature` of a call
         self._lock = threading.Lock()
         self._thread = _Thread()
         self._open = False
@@ -60,7 +60,7 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         replacement.await_causal_bias()
-        # Made while names are replaced, torch's list would lack the functions themselves.
+        # If torch made this list while names are replaced, it would lack the functions themselves.
         get_overridable_functions()
         self._open = True
         self._replace(functional, "scaled_dot_product_attention", self._sdpa)
@@ -91,7 +91,7 @@ class Watch:
 
     def _replace(self, owner: Any, name: str, noting: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
-        own = name in vars(owner)
+        defined_here = name in vars(owner)
         replaced = functools.wraps(original)(noting(original))
         _tell_torchscript(original, replaced)
         setattr(owner, name, replaced)
@@ -101,7 +101,7 @@ class Watch:
             # Other code may have wrapped our function meanwhile: then it stays, and notes nothing.
             if vars(owner).get(name) is not replaced:
                 return
-            if own:
+            if defined_here:
                 setattr(owner, name, original)
             else:
                 delattr(owner, name)
@@ -111,39 +111,39 @@ class Watch:
     def _note(
         self, what: str, values: tuple[Any, ...], attention: Callable[[str], Attention]
     ) -> None:
-        """Count a call; `attention` describes it, unless one with the same looks came before.
+        """Count a call; `attention` describes it, unless one with the same signature came before.
 
         `attention` takes the caller's file and line. An error in here must not end the script.
         """
         self._thread.noted += 1
         try:
             place = caller.place()
-            looks = (what, place, *map(_looks, values))
-            found = self._known.get(looks)
-            if found is None:
-                with _disable_current_modes():  # which may count what is done here
-                    found = attention(place)
+            key = (what, place, *map(_signature, values))
+            described = self._known.get(key)
+            if described is None:
+                with _disable_current_modes():  # a mode may count the ops of the description
+                    described = attention(place)
         except Exception as error:
             with self._lock:
                 self.undescribed[f"{type(error).__name__}: {error}"] += 1
             return
         with self._lock:
-            self._known[looks] = found
-            self.seen[found] += 1
+            self._known[key] = described
+            self.seen[described] += 1
 
     def _sdpa(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def noting(*args: Any, **kwargs: Any) -> Tensor:
             noted = self._thread.noted
             out = original(*args, **kwargs)
             if self._open and noted == self._thread.noted and _real(out):
-                given = replacement.given_by_name(args, kwargs)
+                arguments = replacement.given_by_name(args, kwargs)
                 state = (
                     torch.is_grad_enabled(),
                     out.dtype,  # autocast's
                     replacement.open_here(),
                     replacement.open_elsewhere(),
                 )
-                values = (*given, *given.values(), *state)
+                values = (*arguments, *arguments.values(), *state)
                 self._note("sdpa", values, lambda place: torchs(args, kwargs, place))
             return out
 
@@ -184,17 +184,17 @@ class Watch:
                 return original(op, *args, **kwargs)
             with self._inside() as outermost:
                 out = original(op, *args, **kwargs)
-            given = bound(name, args, kwargs)
-            if outermost and _real(given["q"]):
-                values = (*given, *given.values())
-                self._note(name, values, lambda place: ours(name, given, place))
+            arguments = bound(name, args, kwargs)
+            if outermost and _real(arguments["q"]):
+                values = (*arguments, *arguments.values())
+                self._note(name, values, lambda place: ours(name, arguments, place))
             return out
 
         return noting
 
     @contextmanager
     def _inside(self) -> Iterator[bool]:
-        """A call of our op; whether it is in no other one."""
+        """A call of our op; yields True if no other one encloses it."""
         self._thread.within += 1
         try:
             yield self._thread.within == 1
@@ -203,12 +203,12 @@ class Watch:
 
 
 def _real(tensor: object) -> bool:
-    """Whether an attention computes something, and is not traced."""
+    """True if an attention computes something, and is not traced."""
     return type(tensor) in _PLAIN and not torch.compiler.is_compiling()
 
 
-def _looks(value: Any) -> Any:
-    """What calls that are the same have the same."""
+def _signature(value: Any) -> Any:
+    """Equal for arguments that lead to the same description."""
     if isinstance(value, Tensor):
         strided = value.layout == torch.strided and not value.is_nested
         size = (tuple(value.shape), value.stride()) if strided else ()

@@ -1,4 +1,4 @@
-# make demo | test | mutants | test-simulator | check | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | readme-check | docs | hf-kernel | clean
+# make demo | test | mutants | test-simulator | check | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | docs | hf-kernel | clean
 # The first run makes .venv and installs everything into it; later runs only rebuild what changed.
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim bench/gpu_headers -
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test mutants test-simulator check fuzz build lint lint-format lint-shaders lint-types format bench census wheel wheel-macos wheel-check readme-check docs hf-kernel clean
+.PHONY: demo test mutants test-simulator check fuzz build lint lint-format lint-shaders lint-types format bench census wheel wheel-macos wheel-check docs hf-kernel clean
 
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
@@ -98,11 +98,7 @@ wheel-macos: build
 # without a local version such as +cpu brings up to 7 GB of CUDA packages, one environment after the other.
 TORCHES ?= $(CPU_TORCH)
 wheel-check: build
-	$(BIN)/python .ci/clean_venvs.py $(TORCHES)
-
-# The README's commands and examples, as they stand there: in a clone of what is committed, and a fresh environment.
-readme-check: build
-	$(BIN)/python .ci/clean_venvs.py --readme
+	$(BIN)/python .ci/wheel_in_venvs.py $(TORCHES)
 
 # The pages as a site, with the API and a search. A dead link or heading is an error.
 docs: build

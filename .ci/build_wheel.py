@@ -73,13 +73,12 @@ def build_macos(known: list[torches.Torch]) -> Path:
 
 
 def check_macos(wheel: Path, known: list[torches.Torch]) -> list[str]:
-    """Prints the table of symbols; returns what is wrong."""
+    """The faults of the wheel and of its extension."""
     faults = check_wheel.faults(wheel, torches.MACOS_PLATFORM)
     with zipfile.ZipFile(wheel) as archive:
         if check_wheel.EXTENSION not in archive.namelist():
             return faults
         library = macho.read(archive.read(check_wheel.EXTENSION), check_wheel.EXTENSION)
-    print(check_library.as_table(check_library.resolve(library, known)))
     return faults + check_library.faults(library, known)
 
 

@@ -1,13 +1,11 @@
-"""Whether the macOS extension will load: with every torch, on macOS 14, with its MPS kernels."""
+"""Checks that the macOS extension will load: with every torch, on macOS 14, with its kernels."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from macho import Library
 from torches import LIBCXX, LIBSYSTEM, MACOS, TORCH_CPU, Torch
 
-# In macOS since 10.3 (man 3 dladdr). torch's libraries do not use it, so they cannot prove it.
-# Of POSIX, and in the stub of libSystem that linkers get; torch itself needs none of them.
+# In macOS since 10.3 (man 3 dladdr) or of POSIX. torch's libraries do not use them.
 SURELY_IN_LIBSYSTEM = {"_dladdr", "_pthread_kill", "_sigaltstack"}
 # Symbols that csrc/runtime/mps.cpp looks up at run time to divide long launches.
 COMMITS = {
@@ -18,50 +16,21 @@ MPS_REGISTRATION = "STABLE_TORCH_LIBRARY_IMPL_static_init_metal_attn_MPS"
 EXPORTS = ("_metal_attn_", "___dso_handle", "__mh_dylib_header")
 
 
-@dataclass(frozen=True)
-class Resolution:
-    """The symbols that the extension takes from one library, and those that it lacks there."""
-
-    source: str
-    needed: int
-    missing: list[str]
-
-
-def resolve(library: Library, torches: Sequence[Torch]) -> list[Resolution]:
-    """Every undefined symbol looked up, under each torch and on macOS 14."""
-    table = [
-        _resolution(f"torch {torch.version}", library, TORCH_CPU, set(torch.exports[TORCH_CPU]))
-        for torch in torches
+def faults(library: Library, torches: Sequence[Torch]) -> list[str]:
+    """Everything that is wrong, a sentence each."""
+    places = [
+        (f"torch {torch.version}", TORCH_CPU, set(torch.exports[TORCH_CPU])) for torch in torches
     ]
     for label, name, sure in (
         ("macOS libc++", LIBCXX, set()),
         ("macOS libSystem", LIBSYSTEM, SURELY_IN_LIBSYSTEM),
     ):
         taken = (torch.taken_from_macos.get(name, []) for torch in torches)
-        table.append(_resolution(label, library, name, sure.union(*taken)))
-    return table
-
-
-def _resolution(label: str, library: Library, name: str, available: set[str]) -> Resolution:
-    needed = {symbol for symbol, source in library.imports.items() if source == name}
-    return Resolution(label, len(needed), sorted(needed - available))
-
-
-def as_table(resolutions: Sequence[Resolution]) -> str:
-    rows = [f"{'symbols of':<18}{'needed':>8}{'found':>8}{'missing':>9}"]
-    for one in resolutions:
-        missing = len(one.missing)
-        rows.append(f"{one.source:<18}{one.needed:>8}{one.needed - missing:>8}{missing:>9}")
-    return "\n".join(rows)
-
-
-def faults(library: Library, torches: Sequence[Torch]) -> list[str]:
-    """What is wrong, a sentence each."""
-    found = [
-        f"{one.source} lacks {symbol}"
-        for one in resolve(library, torches)
-        for symbol in one.missing
-    ]
+        places.append((label, name, sure.union(*taken)))
+    found = []
+    for label, name, available in places:
+        needed = {symbol for symbol, source in library.imports.items() if source == name}
+        found += [f"{label} lacks {symbol}" for symbol in sorted(needed - available)]
     for torch in torches:
         missing = sorted(COMMITS.difference(torch.exports[TORCH_CPU]))
         found += [f"torch {torch.version} lacks {symbol}, to commit a stream" for symbol in missing]

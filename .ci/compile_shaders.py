@@ -1,11 +1,11 @@
-"""Compiles every shader family by Apple's two compilers, on a Mac with Xcode. Nothing is run.
+"""Compiles every shader family by Apple's two compilers, on a Mac. Nothing is run.
 
-One is Xcode's `metal`, held to the oldest Metal that is supported; the other is macOS' own, which
-torch uses on users' machines. Xcode 26 and later have `metal` as a separate download, which the
-workflow tries to install. Where it is missing, torch's compiler alone judges the texts.
+One is Xcode's `metal`, for the oldest Metal that is supported; the other is the compiler of macOS,
+which torch uses on users' machines. Xcode 26 and later have `metal` as a separate download. Where
+it is missing, torch's compiler alone judges the texts.
 
-The specialisations are the shader lint's, which between them reach every line. FOLDER receives
-each text as it was compiled, what `metal` made of it, and log.txt.
+The specialisations are the shader lint's, which together reach every line. FOLDER receives each
+text that was compiled, the output of `metal`, and log.txt.
 """
 
 import argparse
@@ -32,57 +32,43 @@ FLAGS = ["-std=metal3.1", "-mmacosx-version-min=14.0", "-fno-fast-math", "-Wall"
 # The first macOS and SDK whose compilers have the language of shaders.LANGUAGES.
 NEWER_MACOS = 26
 
-Compiler = Callable[[Path], str]  # returns warnings, raises CompileError
-
-
-class CompileError(RuntimeError):
-    """A compiler's output where it refuses a text."""
-
 
 class NoCompilerError(RuntimeError):
     """A compiler is not on this machine."""
 
 
-def by_xcode(path: Path, flags: list[str]) -> str:
-    """What Xcode's compiler says of a text that it takes."""
-    output = path.with_suffix(".air")
-    status, words = output_of([*METAL, *flags, "-c", str(path), "-o", str(output)])
-    if status != 0:
-        raise CompileError(f"exit status {status}\n{words}")
-    return words
+def by_xcode(path: Path, flags: list[str]) -> tuple[bool, str]:
+    """Compile by Xcode; True for success, and the output."""
+    return output_of([*METAL, *flags, "-c", str(path), "-o", str(path.with_suffix(".air"))])
 
 
-def by_torch(path: Path) -> str:
-    """macOS' own compiler, whose warnings torch does not tell."""
+def by_torch(path: Path) -> tuple[bool, str]:
+    """Compile by macOS's compiler, whose warnings torch drops."""
     try:
         torch.mps.compile_shader(path.read_text(encoding="ascii"))
     except (RuntimeError, SyntaxError) as error:
-        raise CompileError(str(error)) from error
-    return ""
+        return False, str(error)
+    return True, ""
 
 
-def output_of(command: list[str]) -> tuple[int, str]:
-    """The exit status and the output of a command; raises NoCompilerError if it cannot run."""
+def output_of(command: list[str]) -> tuple[bool, str]:
+    """True for success, and the output of a command. Raises NoCompilerError if it cannot run."""
     try:
         done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            check=False,
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
         )
     except FileNotFoundError:
         raise NoCompilerError(
             f"there is no {command[0]} here: this needs a Mac with Xcode, not the command line "
             "tools alone"
         ) from None
-    return done.returncode, done.stdout
+    return done.returncode == 0, done.stdout
 
 
 def require(command: list[str]) -> str:
     """The output of a command; raises NoCompilerError if it fails."""
-    status, words = output_of(command)
-    if status != 0:
+    passed, words = output_of(command)
+    if not passed:
         raise NoCompilerError(f"{' '.join(command)} failed:\n{words}")
     return words
 
@@ -91,34 +77,29 @@ def xcode_flags() -> dict[str, list[str]]:
     """The compiler's flags for each family whose language the SDK has."""
     command = [*XCRUN, "--show-sdk-version"]
     words = require(command)
-    # xcrun may print warnings of its own before the version.
-    found = re.search(r"^(\d+)(?:\.(\d+))?[.\d]*$", words, re.MULTILINE)
-    if found is None:
+    # xcrun may print warnings before the version.
+    version = re.search(r"^(\d+)(?:\.(\d+))?[.\d]*$", words, re.MULTILINE)
+    if version is None:
         raise NoCompilerError(f"{' '.join(command)} printed no version:\n{words}")
-    sdk = int(found[1]), int(found[2] or 0)
+    sdk = int(version[1]), int(version[2] or 0)
     # A compiler does not know a macOS later than its SDK.
     oldest = ".".join(map(str, min(sdk, OLDEST_MACOS)))
     newer = ["-std=metal4.0", f"-mmacosx-version-min={oldest}", *FLAGS[2:]]
-    flags = {name: newer if name in shaders.LANGUAGES else FLAGS for name in families()}
-    if sdk[0] < NEWER_MACOS:
-        flags = {name: each for name, each in flags.items() if name not in shaders.LANGUAGES}
-    return flags
-
-
-def require_torch() -> None:
-    """Raises NoCompilerError if torch has no mps, virtual or not."""
-    if not torch.backends.mps.is_available():
-        raise NoCompilerError("torch.backends.mps is not available: torch compiles nothing here")
+    return {
+        name: newer if name in shaders.LANGUAGES else FLAGS
+        for name in families()
+        if sdk[0] >= NEWER_MACOS or name not in shaders.LANGUAGES
+    }
 
 
 def families() -> list[str]:
-    """Those whose language the compilers of this macOS have."""
+    """The families whose language the compilers of this macOS have."""
     newer = int(platform.mac_ver()[0].partition(".")[0] or 0) >= NEWER_MACOS
     return [name for name in shaders.families() if newer or name not in shaders.LANGUAGES]
 
 
 def write_texts(folder: Path) -> Iterator[tuple[str, str, Path]]:
-    """Of each specialisation its family, its name and defines, and the file of its text."""
+    """Family, name and defines, and file of each specialisation."""
     for family in families():
         for number, defines in enumerate(specialisations()[family]):
             path = folder / f"{family}_{number}.metal"
@@ -146,10 +127,8 @@ def main(arguments: list[str] | None = None) -> int:
         for name in set(shaders.LANGUAGES) - set(families()):
             say(f"{name} is left out: it needs macOS {NEWER_MACOS}")
         say(f"Each is given to {' '.join([*METAL, *FLAGS])} -c, and to torch.mps.compile_shader.")
-        try:
-            require_torch()
-        except NoCompilerError as error:
-            say(f"error: {error}")
+        if not torch.backends.mps.is_available():
+            say("error: torch.backends.mps is not available: torch compiles nothing here")
             return 2
         flags: dict[str, list[str]] = {}
         try:
@@ -163,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
 def compile_all(
     texts: list[tuple[str, str, Path]], flags: dict[str, list[str]], say: Callable[[str], None]
 ) -> int:
-    """Compiles by torch, and by Xcode what there are flags for; 1 if any compilation fails."""
+    """Compile by torch, and by Xcode where there are flags; 1 if any compilation fails."""
     left_out = sorted({family for family, _, _ in texts} - set(flags))
     if left_out:
         warning = f"compiled by torch alone, not by Xcode's metal: {', '.join(left_out)}"
@@ -172,32 +151,20 @@ def compile_all(
             print(f"::warning::{warning}", flush=True)
     count, failures = 0, []
     for family, name, path in texts:
-        compilers: dict[str, Compiler] = {"torch": by_torch}
+        compilers: dict[str, Callable[[Path], tuple[bool, str]]] = {"torch": by_torch}
         if family in flags:
             compilers["metal"] = partial(by_xcode, flags=flags[family])
-        count += len(compilers)
-        failures += [
-            f"{name} by {compiler}"
-            for compiler, compile_text in compilers.items()
-            if not compiles(f"{name} by {compiler}", compile_text, path, say)
-        ]
-    say(f"{len(failures)} of {count} compilations failed")
-    for failure in failures:
-        say(f"  {failure}")
+        for compiler, compile_text in compilers.items():
+            started = time.perf_counter()
+            passed, words = compile_text(path)
+            seconds = time.perf_counter() - started
+            say(f"{'ok' if passed else 'FAILED'}, {seconds:.1f} s: {name} by {compiler}")
+            if words:
+                say(words)
+            count += 1
+            failures += [] if passed else [f"{name} by {compiler}"]
+    say("\n  ".join([f"{len(failures)} of {count} compilations failed", *failures]))
     return 1 if failures else 0
-
-
-def compiles(name: str, compile_text: Compiler, path: Path, say: Callable[[str], None]) -> bool:
-    """Whether the text does, with what there is to say of it."""
-    started = time.perf_counter()
-    try:
-        words, verdict = compile_text(path), "ok"
-    except CompileError as error:
-        words, verdict = str(error), "FAILED"
-    say(f"{verdict}, {time.perf_counter() - started:.1f} s: {name}")
-    if words:
-        say(words)
-    return verdict == "ok"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is built: a stable-ABI extension and flattened shaders."""
+"""The stable-ABI extension and the flattened shaders."""
 
 import os
 import re

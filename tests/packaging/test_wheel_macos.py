@@ -80,16 +80,6 @@ def test_a_good_library_has_no_fault(library):
     assert faults(library) == []
 
 
-def test_the_table_counts_symbols(library):
-    read = macho.read(library.read_bytes(), library.name)
-    known = [torch_with(THERE), torch_with(version="2.11.0")]
-    table = check_library.as_table(check_library.resolve(read, known))
-    counts = {tuple(row.rsplit(maxsplit=3)) for row in table.splitlines()}
-    assert ("torch 2.10.0", "1", "1", "0") in counts
-    assert ("torch 2.11.0", "1", "0", "1") in counts
-    assert ("macOS libc++", str(len(LIBCXX)), str(len(LIBCXX)), "0") in counts
-
-
 def test_a_symbol_that_a_later_torch_dropped(library):
     later = torch_with(version="2.11.0")
     assert faults(library, torch_with(THERE), later) == [f"torch 2.11.0 lacks {THERE}"]

@@ -177,32 +177,6 @@ def test_the_fastest_tile_that_fits_is_chosen():
     assert choose.best([worse, candidate(*SLOW, registers=130)]).tile == SLOW
 
 
-def test_rows_are_read_again_only_where_no_others_fit():
-    """Or where those take much longer."""
-    again = candidate(576, 32, 1, 4, 1, 0, 0)
-    assert choose.best([again, candidate(*FAST)]).tile == FAST
-    assert choose.best([again, candidate(*FAST, registers=120)]).tile == again.tile
-    assert choose.best([again, candidate(*SLOW)]).tile == again.tile
-
-
-def test_slices_and_blocks_that_leave_rows_over_cost_more():
-    def cost(*tile: int) -> float:
-        return candidate(*tile).cost
-
-    assert cost(32, 32, 1, 4, 1, 1, 0) == 2 * cost(*FAST)
-    assert cost(576, 24, 1, 4, 1, 1, 0) == pytest.approx(cost(*FAST) * 32 / 24 * 528 / 512)
-
-
-def test_each_pass_of_a_decode_reads_the_keys_again():
-    one = candidates.Class("FLASH_DECODE", 16, 64, 16, "Light", ragged=False)
-    _, outer = listing.parse(LISTING).loops()
-    costs = [choose.cost(one, (n, 1, 4, 0), compiled(outer)) for n in (1, 2)]
-    assert costs[0] == 2 * costs[1]
-    # Two SIMD groups of the four have the columns, the others as many other rows. Each loads half
-    # of what the listing has.
-    assert choose.cost(one, (1, 1, 1, 0), compiled(outer)) == 2 * costs[1]
-
-
 @built
 def test_a_row_has_the_registers_that_the_generator_finds(tmp_path, monkeypatch):
     """Of a small class and its tile; what is compiled twice comes from the folder."""

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import io
 import re
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -181,25 +179,6 @@ def causal(dtype="float16"):
     return cases.listed(
         "flash_fwd", functools.partial(attention, call="flash_fwd"), dtype, {"feature": "causal"}
     )
-
-
-def test_programs_are_counted_before_they_are_compiled(monkeypatch, tmp_path, capsys):
-    """On mps, where each takes time: of the second run of a program none."""
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr(verify, "best_device", lambda check: nullcontext(torch.device("mps")))
-    monkeypatch.setattr(verify.machine, "describe", lambda device: {"backend": "mps"})
-    monkeypatch.setattr(verify, "run", lambda case, device: running.Outcome(running.PASSED))
-    code, _ = run_full(monkeypatch, tmp_path, [causal(), causal("float32"), causal()])
-    assert code == 0
-    assert "Metal compiles 2 programs as they are needed.\n" in capsys.readouterr().out
-    lines = [line.split(";")[0] for line in terminal.getvalue().split("\r") if "programs" in line]
-    assert lines == [f"[{i}/3] flash_fwd {n} of 2 programs" for i, n in ((1, 1), (2, 2), (3, 2))]
 
 
 class TestReport:

@@ -13,7 +13,6 @@ from torch_metal_attn.tools.progress import Progress
 from torch_metal_attn.tools.verify import cases as listed
 from torch_metal_attn.tools.verify import report
 from torch_metal_attn.tools.verify.cases import Listed
-from torch_metal_attn.tools.verify.programs import counted
 from torch_metal_attn.tools.verify.report import Result
 from torch_metal_attn.wording import count_text
 
@@ -31,7 +30,7 @@ def verify() -> bool:
         print(f"The kernels on {_where(device)}; errors against float64")
         print("Kernels are compiled when they first run: a minute or two, less the next time.\n")
         print(f"{'problem':<76} {'dtype':<9} {'error':>9} {'bound':>9}", flush=True)
-        results = list(_results(listed.QUICK, device, [], every_line=True))
+        results = list(_results(listed.QUICK, device, every_line=True))
     passed = sum(result.outcome.status == PASSED for result in results)
     print(f"\n{passed} of {len(results)} ok, {time.perf_counter() - start:.1f} s")
     return passed == len(results)
@@ -58,37 +57,25 @@ def verify_full(path: Path = REPORT) -> bool:
         write()
         print(f"The kernels on {_where(device)}: {count_text(len(cases), 'case')}", flush=True)
         try:
-            programs: list[int] = []
-            if device.type == "mps":
-                print("The programs that they need are counted first.", flush=True)
-                programs = counted(cases)
-                print(
-                    f"Metal compiles {count_text(programs[-1], 'program')} as they are needed.",
-                    flush=True,
-                )
-            for result in _results(cases, device, programs, every_line=False):
+            for result in _results(cases, device, every_line=False):
                 results.append(result)
                 write()
         finally:
             failed = sum(not result.outcome.ok for result in results)
             ran = count_text(len(results), "case")
-            found = f"{failed} of {ran} failed" if failed else f"{ran} ran"
-            print(f"{found}; the report is {path}", flush=True)
+            summary = f"{failed} of {ran} failed" if failed else f"{ran} ran"
+            print(f"{summary}; the report is {path}", flush=True)
     return all(result.outcome.ok for result in results)
 
 
 def _results(
-    cases: Sequence[Listed], device: torch.device, programs: Sequence[int], *, every_line: bool
+    cases: Sequence[Listed], device: torch.device, *, every_line: bool
 ) -> Iterator[Result]:
-    """Run the cases with a progress line; print every result's line, or only those of failures.
-
-    programs: how many are needed up to each case; empty if they were not counted.
-    """
+    """Run the cases with a progress line; print every result's line, or only those of failures."""
     with Progress(len(cases)) as progress:
-        for number, case in enumerate(cases):
+        for case in cases:
             group, text = ("", str(case)) if every_line else (case.family, case.words)
-            compiled = f"{programs[number]} of {programs[-1]} programs; " if programs else ""
-            progress.step(group, f"{compiled}{text} {case.dtype}")
+            progress.step(group, f"{text} {case.dtype}")
             result = Result(case, run(case.case, device))
             if every_line or not result.outcome.ok:
                 progress.say(_line(result))

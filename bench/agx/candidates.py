@@ -21,6 +21,7 @@ DTYPES = {16: (torch.float16, torch.bfloat16), 32: (torch.float32,)}
 COLUMNS = (64, 96, 128, 192, 256, 576)
 MOST_COLUMNS = 512
 QUERIES = (2, 8, 16, 32)
+BLOCKS = (8, 16, 32)  # of a gradient
 HEADS = 32  # of bench.specialisations
 # What a class is compiled with: no feature, then that which needs the most registers, and others.
 LIGHT = ("chunk", "ALiBi")
@@ -134,15 +135,15 @@ def candidates(one: Class) -> Iterator[Tile]:
         # so: a threadgroup has up to 6 times as many, which then read a shared prefix together.
         fewer = fragments > 2 and (one.bits == 32 or one.columns > 192)
         rows = (fragments, 2) if fewer else (fragments,)
-        # Those that have all spans of a row, with keys of their own, are written as 4, 8 or 16.
-        whole = [n for n in (4, 8, 16) if n >= spans][:1]
+        # Four spans are a whole row of up to 128 columns. The SIMD groups then have other keys.
+        whole = [4] if spans <= 4 else []
         parts = {-(-spans // n): n for n in (8, 4, 3, 2, 1) if n < spans}
         own = [*parts.values(), *whole]
         for row_fragments, keys, share, vectors in product(rows, (1, 2, 4), own, (0, 2)):
             if not vectors or (one.queries <= vectors and share in whole):
                 yield row_fragments, keys, share, vectors
     elif one.macro == "FLASH_BWD_BIAS":
-        for row_fragments, block, in_registers in product((1, 2), allowed["BLOCK"], (1, 0)):
+        for row_fragments, block, in_registers in product((1, 2), BLOCKS, (1, 0)):
             yield 576, block, row_fragments, 4, 1, in_registers, 0
     else:
         dkv = one.macro == "FLASH_BWD_DKV"
@@ -153,9 +154,9 @@ def candidates(one: Class) -> Iterator[Tile]:
         if dkv and not one.ragged:
             groups += [(2, 4, 2), (2, 4, 4), (4, 4, 4), (2, 8, 4), (1, 4, 4)]
         places = ((1, 0), (0, 1), (0, 0))
-        for cut, block, group, place in product(cuts, allowed["BLOCK"], groups, places):
+        for cut, block, group, place in product(cuts, BLOCKS, groups, places):
             # Four SIMD groups that share rows have as many parts of the scores.
-            if group[2] < 4 or (block != 24 and group[0] * block >= 32):
+            if group[2] < 4 or group[0] * block >= 32:
                 yield cut, block, *group, *place
 
 

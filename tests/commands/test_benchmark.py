@@ -15,14 +15,13 @@ import torch
 from tests.docs.doc_pages import ROOT
 from tests.helpers.cases import each_case
 from tests.tuning.fake_gpu import CPU, FakeClock
-from torch_metal_attn import allow_tf32, explain, mps, simulate
+from torch_metal_attn import explain, mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime import machine
 from torch_metal_attn.tools import bench as benchmark
 from torch_metal_attn.tools.bench import memory, shapes, timing, versus
 from torch_metal_attn.tools.bench.shapes import BadShape, Shape
 
-TRAINING_KERNELS = {"flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"}
 SMALL = {"heads": 4, "kv_heads": 2, "length": 16, "kv_length": 32, "head_dim": 16}
 
 
@@ -180,46 +179,6 @@ def test_the_chip_of_a_mac(monkeypatch):
     assert ran[0][-1] == "machdep.cpu.brand_string"
 
 
-class TestBothKindsOfTile:
-    """On a GPU with tensor tiles, a shape is measured on them and on 8x8 tiles."""
-
-    @pytest.fixture(autouse=True)
-    def _tensor_tiles(self, monkeypatch):
-        monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "on")
-
-    HALF = small(dtype="float16", head_dim=64)
-    ON_8X8 = dataclasses.replace(HALF, tiles="8x8")
-
-    def test_each_shape_that_has_both(self, monkeypatch):
-        others = [small(), small("decode", dtype="float16")]
-        with simulate():
-            found = shapes.with_8x8_tiles([self.HALF, *others])
-            assert found == [self.HALF, self.ON_8X8, *others]
-            assert shapes.with_8x8_tiles(found[1:2]) == [self.ON_8X8]
-            monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "off")
-            assert shapes.with_8x8_tiles([self.HALF]) == [self.HALF]
-            monkeypatch.setenv("TORCH_METAL_ATTN_TENSOR_TILES", "on")
-            with allow_tf32():
-                assert shapes.with_8x8_tiles([small()]) == [small(), small(tiles="8x8")]
-        assert "8x8" in str(self.ON_8X8)
-        assert "8x8" not in str(self.HALF)
-
-    def test_the_timed_calls_too(self):
-        training = dataclasses.replace(self.ON_8X8, kind="training")
-        with simulate(check=True) as ran:
-            assert versus.compare(training, CPU, timing.timer_of(CPU), 1).agree
-        assert {launch.kernel for launch in ran.launches} == TRAINING_KERNELS
-
-    def test_explain_shows_the_tiles_of_the_shape(self, tmp_path, capsys):
-        path = tmp_path / "shapes.json"
-        kernels = []
-        for shape in (self.HALF, self.ON_8X8):
-            path.write_text(json.dumps([dataclasses.asdict(shape)]))
-            assert main(["explain", "--shapes", str(path)]) == 0
-            kernels.append("flash_fwd_tensor" in capsys.readouterr().out)
-        assert kernels == [True, False]
-
-
 class TestMemory:
     def test_the_picture_in_the_docs_is_what_the_command_draws(self, tmp_path, capsys):
         assert main(["bench", "--memory", "--out", str(tmp_path)]) == 0
@@ -329,7 +288,6 @@ class TestShapes:
             ('[{"causal": 3}]', "causal is 3; it must be true or false"),
             ('[{"window": "a"}]', "window is 'a'; it must be the number of keys"),
             ('[{"dtype": []}]', "dtype is []; it must be one of float32"),
-            ('[{"tiles": "16x16"}]', "tiles is '16x16'; it must be one of best, 8x8"),
         ],
     )
     def test_bad_files(self, content, words, tmp_path):

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers.forks import run_alone, run_program
-from torch_metal_attn import __main__ as command_line
 from torch_metal_attn import explain, mps
 from torch_metal_attn.__main__ import main
 from torch_metal_attn.runtime.version import VERSION
@@ -141,17 +140,6 @@ def test_version_and_the_simulators_command(tmp_path, capsys):
 def test_a_closed_standard_output(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["info"]) == 0
-
-
-def test_interrupts(monkeypatch, capsys):
-    """Of a command that has nothing to write before it ends."""
-
-    def interrupted(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command_line, "info", interrupted)
-    assert main(["info"]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
 
 
 # The second fills the buffer of standard output before its end.

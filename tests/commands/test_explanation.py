@@ -13,7 +13,6 @@ from tests.cache.sequences import Sequences
 from tests.common.ops import EXAMPLES
 from tests.helpers.cases import each_case
 from torch_metal_attn import explain, flash_attn_func, sdpa_replaced, simulate
-from torch_metal_attn.quantisation import quantise
 from torch_metal_attn.testing.judge import ints
 
 ops = torch.ops.metal_attn
@@ -200,16 +199,6 @@ class TestModel:
             *(str(found.rows[0].explanation.threadgroup_bytes), "57.3", "k", "59.1", "k"),
         ]
 
-    def test_a_line_is_what_the_call_says(self):
-        (row,) = explain(stack(1), X).rows
-        q = torch.randn(1, 7, 2, 8).transpose(1, 2)
-        assert row.op == "flash_fwd"
-        assert row.shapes == ((1, 2, 7, 8),) * 2
-        same = explain(q, q.clone(), q.clone(), causal=True)
-        assert row.cost == same.cost
-        assert row.kernels == same.kernels
-        assert row.refusal is None
-
     def test_no_kernel_runs_and_the_rest_does(self):
         model = stack(2)
         seen = []
@@ -368,18 +357,6 @@ class TestTransformers:
         assert [row.op for row in found.rows] == ["flash_fwd"] * 2 + ["flash_decode"] * 6
         assert "1 x 34-36" in str(found)
         assert str(found).count("model.layers.{0-1}.self_attn") == 2
-
-
-def test_rotated_rows_are_named():
-    q, k, v = make_qkv(head_dim=64)
-    (keys, k_scale), (values, v_scale) = (quantise(x, "q8_0", hadamard=32) for x in (k, v))
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    for hadamard, named in ((32, True), (0, False)):
-        with simulate():
-            found = explain(
-                torch.ops.metal_attn.flash_decode, q, keys, values, **scales, hadamard=hadamard
-            )
-        assert ("rotated in blocks of 32 columns" in str(found)) == named
 
 
 @each_case(

@@ -188,24 +188,6 @@ class TestExplain:
         assert "  tile            tuned on this machine" in str(found).splitlines()
         assert "  tile            default" in str(explain(*operands(**SHAPE))).splitlines()
 
-    def test_training(self):
-        in_use("flash_bwd_dkv")
-        found = explain(*operands(**SHAPE), backward=True)
-        assert "bytes per threadgroup; tile tuned on this machine" in str(found)
-        assert found.training.kernels["flash_bwd_dq"].choice == "default"
-
-    def test_a_model(self):
-        in_use()
-
-        class Model(torch.nn.Module):
-            def forward(self, x):
-                return ops.flash_fwd(x, x, x)[0]
-
-        x = torch.zeros(1, 2, 100, 64, dtype=torch.float16)
-        assert "tile: tuned on this machine" in str(explain(Model(), x))
-        tiles.use(None)
-        assert "tile:" not in str(explain(Model(), x))
-
 
 def test_same_table_same_bits(device):
     """And another tile has others, within the bounds that its own test has."""

@@ -232,7 +232,6 @@ class TestBadInput:
                 "no kernel takes the shape forward 100 x 200, B1 H2/1 D600 float32 full: "
                 "q has a head dim of 600",
             ),
-            ([{"tiles": "8x8"}], [], "tiles is '8x8'; tune chooses the tiles"),
             ([], ["--rounds", "0"], "--rounds is 0; it must be above 0"),
             ([], ["--dtype", "float16"], "--dtype is for --model"),
             ([], ["--model", "x", "--shapes", "y"], "not allowed with argument"),

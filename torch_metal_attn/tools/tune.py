@@ -26,7 +26,7 @@ from torch_metal_attn.tools.explain.ops import Kernel
 from torch_metal_attn.tools.progress import Progress
 from torch_metal_attn.tuned import loading, tiles
 from torch_metal_attn.tuned.loading import LEAST_GAIN, BadTable, Machine, Row, Table
-from torch_metal_attn.wording import count_text, value_text
+from torch_metal_attn.wording import count_text
 
 DEVICE = torch.device("mps")
 _ROUNDS = 15
@@ -121,15 +121,7 @@ def _shapes_of(options: argparse.Namespace) -> list[Shape]:
     if options.model is not None:
         dtype = options.dtype or "bfloat16"
         return _language(dtype, training=_LENGTHS[1:2], **of_model(options.model))
-    if options.shapes is None:
-        return [*COMMON]
-    shapes = from_file(options.shapes)
-    for shape in shapes:
-        if shape.tiles != "best":
-            raise BadShape(
-                f"tiles is {value_text(shape.tiles)}; tune chooses the tiles: leave it out"
-            )
-    return shapes
+    return [*COMMON] if options.shapes is None else from_file(options.shapes)
 
 
 def tune(options: argparse.Namespace) -> bool:

@@ -1,6 +1,6 @@
 """`python -m torch_metal_attn bench`: our attention next to torch's, on the user's machine.
 
-A shape that runs on tensor tiles is measured on 8x8 tiles too. --out also writes a JSON file.
+--out also writes a JSON file.
 --memory shows the bytes of training steps instead, which needs no GPU.
 """
 
@@ -20,7 +20,6 @@ from torch_metal_attn.tools.bench.shapes import (
     Shape,
     add_arguments,
     chosen,
-    with_8x8_tiles,
 )
 from torch_metal_attn.tools.bench.timing import timer_of
 from torch_metal_attn.tools.progress import Progress
@@ -81,7 +80,6 @@ def bench(options: argparse.Namespace) -> bool:
     print(f"metal_attn and torch's scaled_dot_product_attention on {described['chip']}.")
     print(f"Each time is the median of {options.rounds} samples; the two take turns.\n")
     print(f"{versus.LEGEND}\n\n{versus.HEADING}", flush=True)
-    shapes = with_8x8_tiles(shapes)
     results: list[versus.Compared] = []
     try:
         with Progress(len(shapes)) as progress:

@@ -5,8 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ from typing import Any
 import torch
 
 from torch_metal_attn.call.arguments import INT32_MAX
-from torch_metal_attn.runtime import tensor_tiles
 from torch_metal_attn.simulator.exit_status import BadRequest
 from torch_metal_attn.wording import value_text
 
 KINDS = ("forward", "training", "decode")
-TILES = ("best", "8x8")
 WIDTH = 56  # of a shape in a table
 MOST_ELEMENTS = 2**61 - 1  # torch counts bytes in int64, and float32 has 4 of them
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -35,8 +32,7 @@ class Shape:
 
     Attributes: kind: "forward"; "training", a forward and its backward; or "decode", by
         `flash_decode`. causal: mask out later keys; the last query is at the last key. window:
-        number of keys that a query sees before its own; -1 for all. tiles: "best", those of a
-        user's call; or "8x8", also where the GPU has tensor tiles.
+        number of keys that a query sees before its own; -1 for all.
     """
 
     kind: str = "forward"
@@ -49,11 +45,10 @@ class Shape:
     dtype: str = "float16"
     causal: bool = False
     window: int = -1
-    tiles: str = "best"
 
     def __post_init__(self) -> None:
         # Not a dict of DTYPES, as a value from JSON may have no hash.
-        for name, allowed in (("kind", KINDS), ("dtype", list(DTYPES)), ("tiles", TILES)):
+        for name, allowed in (("kind", KINDS), ("dtype", list(DTYPES))):
             value = getattr(self, name)
             if value not in allowed:
                 raise BadShape(
@@ -87,8 +82,6 @@ class Shape:
         seen = "causal" if self.causal else "full"
         if self.window >= 0:
             seen = f"{seen}, window {self.window}"
-        if self.tiles == "8x8":
-            seen = f"{seen}, on 8x8 tiles"
         heads = f"H{self.heads}/{self.kv_heads}"
         return f"B{self.batch} {heads} D{self.head_dim} {self.dtype} {seen}"
 
@@ -103,10 +96,6 @@ class Shape:
     @property
     def op(self) -> str:
         return "flash_decode" if self.kind == "decode" else "flash_fwd"
-
-    def on_its_tiles(self) -> AbstractContextManager[None]:
-        """A block in which calls use `tiles`."""
-        return tensor_tiles.off() if self.tiles == "8x8" else nullcontext()
 
     def operands(self, device: torch.device) -> list[torch.Tensor]:
         """Normally distributed q, k and v, which require grad in training."""
@@ -123,17 +112,6 @@ class Shape:
         """The shapes of q, k and v."""
         keys = (self.batch, self.kv_heads, self.kv_length, self.head_dim)
         return [(self.batch, self.heads, self.length, self.head_dim), keys, keys]
-
-
-def with_8x8_tiles(shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes, each followed by the same on 8x8 tiles where its own are tensor tiles."""
-    without = {dtype: tensor_tiles.problem(float32=dtype == "float32") for dtype in DTYPES}
-    result = []
-    for shape in shapes:
-        result.append(shape)
-        if shape.tiles == "best" and not without[shape.dtype] and shape.kind != "decode":
-            result.append(dataclasses.replace(shape, tiles="8x8"))
-    return result
 
 
 def _several(kind: str, kv_lengths: Iterable[int], **options: Any) -> list[Shape]:
@@ -215,8 +193,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="read shapes from a JSON list of objects with kind (forward, training or decode), "
-        "batch, heads, kv_heads, length, kv_length, head_dim, dtype, causal, window, tiles "
-        "(best or 8x8); the defaults are those of the options",
+        "batch, heads, kv_heads, length, kv_length, head_dim, dtype, causal, window; the defaults "
+        "are those of the options",
     )
 
 

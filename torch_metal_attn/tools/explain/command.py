@@ -17,21 +17,20 @@ def explain_shapes(options: argparse.Namespace) -> bool:
     refused = 0
     with best_device() as device:
         for shape in chosen(options) or [Shape()]:
-            found = explained(shape, device)
-            refused += found.refusal is not None
-            print(f"{shape}\n{found}\n")
+            explanation = explained(shape, device)
+            refused += explanation.refusal is not None
+            print(f"{shape}\n{explanation}\n")
     return refused == 0
 
 
 def explained(shape: Shape, device: torch.device) -> Explanation:
-    """What a shape would run. Allocates next to nothing."""
+    """The explanation of a shape. Allocates next to nothing."""
     # One row each, expanded, so that large shapes take no memory. A row that k and v share would
     # be a cache with v in k, which has a kernel of its own.
     q, k, v = (
         torch.empty(size[-1], dtype=DTYPES[shape.dtype], device=device).expand(size)
         for size in shape.sizes
     )
-    with shape.on_its_tiles():
-        if shape.kind == "decode":
-            return explain(torch.ops.metal_attn.flash_decode, q, k, v, **shape.options)
-        return explain(q, k, v, backward=shape.kind == "training", **shape.options)
+    if shape.kind == "decode":
+        return explain(torch.ops.metal_attn.flash_decode, q, k, v, **shape.options)
+    return explain(q, k, v, backward=shape.kind == "training", **shape.options)

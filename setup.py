@@ -37,7 +37,7 @@ except ModuleNotFoundError as error:
 
 ROOT = Path(__file__).parent
 TORCH_2_10 = "0x020a000000000000"
-# What most files include: parsing it takes two thirds of a file's time.
+# Headers that most files include: parsing them takes two thirds of a file's time.
 PRECOMPILED = "".join(
     f"#include <torch/csrc/stable/{name}.h>\n" for name in ("library", "ops", "tensor")
 )
@@ -144,7 +144,7 @@ class BuildExt(BuildExtension):
 
 
 def precompiles(compiler: str) -> bool:
-    """Whether it is GCC, without ccache, which would store nothing of such files."""
+    """True for GCC without ccache, which would store nothing of such files."""
     path = shutil.which(compiler)
     if path is None or shutil.which("ccache"):
         return False

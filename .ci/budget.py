@@ -37,5 +37,5 @@ if __name__ == "__main__":
     lines = count(ROOT)
     rows = [(folder or "others", lines[folder], budget) for folder, budget in BUDGET.items()]
     rows.append(("all", sum(row[1] for row in rows), sum(BUDGET.values())))
-    for folder, found, budget in rows:
-        print(f"{folder:<28} {found:7} lines, {found - budget:+6} of {budget}")
+    for folder, used, budget in rows:
+        print(f"{folder:<28} {used:7} lines, {used - budget:+6} of {budget}")

@@ -54,7 +54,7 @@ def load_torches() -> list[torches.Torch]:
 def build_macos(known: list[torches.Torch]) -> Path:
     tools = ROOT / "build" / "macos"
     tools.mkdir(parents=True, exist_ok=True)
-    # What the oldest torch exports is all that the linker may find.
+    # The linker may find only symbols that the oldest torch exports.
     macos_cc.write_stub(tools, torches.TORCH_CPU, known[0].exports[torches.TORCH_CPU])
     libcxx = (torch.taken_from_macos.get(torches.LIBCXX, []) for torch in known)
     macos_cc.write_stub(tools, torches.LIBCXX, set().union(*libcxx))

@@ -27,55 +27,61 @@ def faults(library: Library, torches: Sequence[Torch]) -> list[str]:
     ):
         taken = (torch.taken_from_macos.get(name, []) for torch in torches)
         places.append((label, name, sure.union(*taken)))
-    found = []
+    problems = []
     for label, name, available in places:
         needed = {symbol for symbol, source in library.imports.items() if source == name}
-        found += [f"{label} lacks {symbol}" for symbol in sorted(needed - available)]
+        problems += [f"{label} lacks {symbol}" for symbol in sorted(needed - available)]
     for torch in torches:
         missing = sorted(COMMITS.difference(torch.exports[TORCH_CPU]))
-        found += [f"torch {torch.version} lacks {symbol}, to commit a stream" for symbol in missing]
-    return found + _header(library) + _dependencies(library, torches) + _mps(library)
+        problems += [
+            f"torch {torch.version} lacks {symbol}, to commit a stream" for symbol in missing
+        ]
+    return problems + _header(library) + _dependencies(library, torches) + _mps(library)
 
 
 def _header(library: Library) -> list[str]:
-    found = []
+    problems = []
     if library.architecture != "ARM64":
-        found.append(f"it is for {library.architecture}; it must be for ARM64")
+        problems.append(f"it is for {library.architecture}; it must be for ARM64")
     if library.kind != "DYLIB":
-        found.append(f"it is a {library.kind}; zig links nothing but a DYLIB rightly")
+        problems.append(f"it is a {library.kind}; zig links nothing but a DYLIB rightly")
     if library.oldest_macos != MACOS:
-        found.append(f"its oldest macOS is {library.oldest_macos}; the wheel's name says {MACOS}")
+        problems.append(
+            f"its oldest macOS is {library.oldest_macos}; the wheel's name says {MACOS}"
+        )
     if not library.signed:
-        found.append("it has no signature, without which a Mac loads no arm64 code")
-    return found
+        problems.append("it has no signature, without which a Mac loads no arm64 code")
+    return problems
 
 
 def _dependencies(library: Library, torches: Sequence[Torch]) -> list[str]:
     known = {TORCH_CPU, LIBCXX, LIBSYSTEM}
-    found = [f"it depends on {name}" for name in sorted(library.dependencies - known)]
+    problems = [f"it depends on {name}" for name in sorted(library.dependencies - known)]
     for symbol, source in sorted(library.imports.items()):
         if source not in known:
-            found.append(f"{symbol} is taken from {source or 'whatever is loaded'}")
+            problems.append(f"{symbol} is taken from {source or 'whatever is loaded'}")
     # A second copy of libc++ would throw exceptions that torch does not know, and the reverse.
     libcxx = {symbol for torch in torches for symbol in torch.taken_from_macos.get(LIBCXX, [])}
     for symbol in sorted(library.defined & libcxx):
-        found.append(f"it has a {symbol} of its own, which is libc++'s")
+        problems.append(f"it has a {symbol} of its own, which is libc++'s")
     for symbol in sorted(library.exports):
         if not symbol.startswith(EXPORTS):
-            found.append(f"it exports {symbol}, which is nobody else's matter")
-    return found
+            problems.append(f"it exports {symbol}, which is nobody else's matter")
+    return problems
 
 
 def _mps(library: Library) -> list[str]:
     """Each kernel that is registered for the simulator must be registered for mps too."""
-    found = []
+    problems = []
     if not any(MPS_REGISTRATION in symbol for symbol in library.defined):
-        found.append("no op is registered for mps: csrc/runtime/mps.cpp is not compiled in")
+        problems.append("no op is registered for mps: csrc/runtime/mps.cpp is not compiled in")
     boxed = {symbol for symbol in library.defined if "8boxed_fn" in symbol}
     simulated = {symbol for symbol in boxed if "17simulator_backend" in symbol}
     if not simulated:
-        found.append("no op is registered for the simulator: this check knows their names no more")
+        problems.append(
+            "no op is registered for the simulator: this check knows their names no more"
+        )
     for symbol in sorted(simulated):
         if symbol.replace("17simulator_backend", "11mps_backend") not in boxed:
-            found.append(f"not registered for mps: {symbol}")
-    return found
+            problems.append(f"not registered for mps: {symbol}")
+    return problems

@@ -26,32 +26,32 @@ def faults(path: Path, platform: str) -> list[str]:
     version = project_version()
     tag = f"cp310-abi3-{platform}"
     stem = f"{PACKAGE}-{version}"
-    found = []
+    problems = []
     if path.name != f"{stem}-{tag}.whl":
-        found.append(f"its name is {path.name}; it must be {stem}-{tag}.whl")
+        problems.append(f"its name is {path.name}; it must be {stem}-{tag}.whl")
     with zipfile.ZipFile(path) as wheel:
         files = {name: wheel.read(name) for name in wheel.namelist() if not name.endswith("/")}
     info = f"{stem}.dist-info"
-    found += _metadata(files.get(f"{info}/METADATA", b"").decode(), version)
+    problems += _metadata(files.get(f"{info}/METADATA", b"").decode(), version)
     tags = re.findall(r"^Tag: (.*)$", files.get(f"{info}/WHEEL", b"").decode(), re.MULTILINE)
     if tags != [tag]:
-        found.append(f"its tags are {tags}; they must be {[tag]}")
-    return found + _contents(files, info)
+        problems.append(f"its tags are {tags}; they must be {[tag]}")
+    return problems + _contents(files, info)
 
 
 def _metadata(text: str, version: str) -> list[str]:
     metadata = Parser().parsestr(text)
-    found = []
+    problems = []
     expected = {"Name": PACKAGE, "Version": version, "Requires-Python": ">=3.10"}
     for field, value in expected.items():
         if metadata[field] != value:
-            found.append(f"its {field} is {metadata[field]!r}; it must be {value!r}")
+            problems.append(f"its {field} is {metadata[field]!r}; it must be {value!r}")
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     torch = [one for one in requirements if one.name == "torch"]
     if len(torch) != 1 or torch[0].specifier != Requirement("torch>=2.10").specifier:
         asked = ", ".join(map(str, torch)) or "no torch"
-        found.append(f"it requires {asked}; it must require torch>=2.10, without an upper pin")
-    return found
+        problems.append(f"it requires {asked}; it must require torch>=2.10, without an upper pin")
+    return problems
 
 
 def _contents(files: dict[str, bytes], info: str) -> list[str]:
@@ -68,15 +68,15 @@ def _contents(files: dict[str, bytes], info: str) -> list[str]:
     for shader in sorted((ROOT / "shaders").glob("*.metal")):
         text = shaders.flatten(shader).encode("ascii")
         expected[f"{PACKAGE}/_shaders/{shader.name}"] = text
-    found = []
+    problems = []
     for name, data in expected.items():
         if name not in files:
-            found.append(f"{name} is missing")
+            problems.append(f"{name} is missing")
         elif files[name] != data:
-            found.append(f"{name} is not what the tree has")
+            problems.append(f"{name} is not what the tree has")
     for name in files:
         if name not in expected and name != EXTENSION and not name.startswith(f"{info}/"):
-            found.append(f"{name} does not belong there")
+            problems.append(f"{name} does not belong there")
     if EXTENSION not in files:
-        found.append(f"{EXTENSION} is missing")
-    return found
+        problems.append(f"{EXTENSION} is missing")
+    return problems

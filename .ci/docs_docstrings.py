@@ -13,12 +13,12 @@ _ON_ITS_LINE = re.compile(r"^ +([^:\n]{1,40}): ", re.MULTILINE)
 
 def as_markdown(text: str) -> str:
     """Sections begin in bold. Their names are items, each on its line or after a full stop."""
-    text = _EXAMPLE.sub(lambda found: f"**Example:**\n\n{found[1]}", text)
+    text = _EXAMPLE.sub(lambda match: f"**Example:**\n\n{match[1]}", text)
     return _SECTION.sub(_section, text)
 
 
-def _section(found: re.Match[str]) -> str:
-    title, blank, text = found.groups()
+def _section(match: re.Match[str]) -> str:
+    title, blank, text = match.groups()
     if title == "Returns":
         items = text.strip()
     elif blank == "\n" or "\n        " in text:

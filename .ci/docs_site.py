@@ -1,4 +1,4 @@
-"""What `make docs` makes a site of: mkdocs calls these functions.
+"""The pages of the site that `make docs` builds: mkdocs calls these functions.
 
 Pages keep their paths in the repository, so that their links need no change. Files that they link
 to come along, whatever they are. Pages of the API are made of docstrings.

@@ -18,7 +18,7 @@ from check_wheel import PACKAGE, ROOT, project_version
 
 OUTPUT = ROOT / "dist" / "hf-kernel"
 MACOS_VARIANTS = ("torch-stable-abi210-metal-aarch64-darwin", "torch-metal")
-# Of the interface, as the hub counts it: it grows when callers must change.
+# The version of the interface on the hub: it grows when callers must change.
 KERNEL_VERSION = 1
 
 # It runs under a name that `kernels` chooses. The package's modules import each other by theirs.

@@ -1,4 +1,4 @@
-"""What a macOS library says of itself: plain data read by lief."""
+"""The headers and symbols of a macOS library, read by lief."""
 
 from dataclasses import dataclass
 

@@ -19,9 +19,9 @@ EMPTY = (
 def url(root: Path = ROOT) -> str:
     """The repository's URL; "" until it is filled in."""
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(r'^repository = "(.*)"$', text, re.MULTILINE)
-    assert found is not None
-    return found[1].rstrip("/")
+    match = re.search(r'^repository = "(.*)"$', text, re.MULTILINE)
+    assert match is not None
+    return match[1].rstrip("/")
 
 
 def files(root: Path = ROOT) -> list[Path]:
@@ -35,11 +35,11 @@ def write(root: Path = ROOT) -> str:
     """Fill it in, and say what was written or that there is no URL."""
     if not url(root):
         return EMPTY
-    found = files(root)
-    for path in found:
+    paths = files(root)
+    for path in paths:
         text = path.read_text(encoding="utf-8").replace(PLACEHOLDER, url(root))
         path.write_text(text, encoding="utf-8")
-    return "\n".join(f"wrote {url(root)} into {path.relative_to(root)}" for path in found)
+    return "\n".join(f"wrote {url(root)} into {path.relative_to(root)}" for path in paths)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ MACOS_PLATFORM = "macosx_{}_{}_arm64".format(*macos.OLDEST)
 LIBCXX = "/usr/lib/libc++.1.dylib"
 LIBSYSTEM = "/usr/lib/libSystem.B.dylib"
 TORCH_CPU = "@rpath/libtorch_cpu.dylib"
-# Any Python will do: its own part of torch is not looked at.
+# Any version of Python will do: the libraries are the same.
 WHEELS_FOR = [
     *("--only-binary", ":all:", "--platform", MACOS_PLATFORM),
     *("--python-version", "3.12", "--implementation", "cp", "--abi", "cp312"),
@@ -46,9 +46,9 @@ def versions() -> list[str]:
     """
     command = [sys.executable, "-m", "pip", "index", "versions", "torch", *WHEELS_FOR]
     answer = subprocess.run(command, capture_output=True, text=True)
-    found = re.search(r"^Available versions: (.*)$", answer.stdout, re.MULTILINE)
+    match = re.search(r"^Available versions: (.*)$", answer.stdout, re.MULTILINE)
     last: dict[tuple[int, int], int] = {}
-    for version in re.findall(r"(\d+\.\d+\.\d+)(?:,|$)", found[1]) if found else []:
+    for version in re.findall(r"(\d+\.\d+\.\d+)(?:,|$)", match[1]) if match else []:
         major, minor, patch = map(int, version.split("."))
         if (major, minor) >= OLDEST:
             last[major, minor] = max(patch, last.get((major, minor), 0))
@@ -81,7 +81,7 @@ def _cache_dir() -> Path:
 def _read_wheel(version: str) -> Torch:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", *WHEELS_FOR]
-        # What is only read is under no constraint of what may be installed here.
+        # The wheel is only read, so constraints on installed packages do not apply.
         unconstrained = os.environ | {"PIP_CONSTRAINT": os.devnull}
         done = subprocess.run([*command, "--dest", folder, f"torch=={version}"], env=unconstrained)
         wheels = list(Path(folder).glob("torch-*.whl"))

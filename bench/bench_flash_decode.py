@@ -1,4 +1,4 @@
-"""What flash_decode reads and does, for every number of KV heads that 32 query heads share.
+"""Counts of flash_decode, for every number of KV heads that 32 query heads share.
 
 Bytes are those that the kernel reads of device memory, relative to what the cache holds: 1 is each
 key and value once. Counts are per thread, per 32 keys and tile, of the specialisation that the op
@@ -23,7 +23,7 @@ HEADS = 32
 KV_HEADS = (1, 2, 4, 8, 32)
 HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (576, 512))
 LENGTHS = (1024, 2048)
-# Of one KV head.
+# For one KV head.
 QUERIES = (1, 4, 16, 64)
 QUERY_HEADS = (1, 4, 8, 16)
 

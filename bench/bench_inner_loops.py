@@ -134,7 +134,7 @@ def tile(kernel: str, head_dim: int, dtype: torch.dtype) -> tuple[int, int, int]
     return 8 * int(defines["ROW_FRAGMENTS"]), block, -(-head_dim // columns)
 
 
-# Of the gradients: without those that dq and dkv do alike, or do not have.
+# Features of the gradients, without those that dq and dkv treat alike or do not have.
 FEATURES = {
     name: OF_LENGTHS[name]
     for name in (

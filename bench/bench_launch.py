@@ -105,9 +105,9 @@ def print_ratios() -> None:
                 columns[mode] = best(group)
         print(f"\n| {layout} | " + " | ".join(f"{mode} | ratio" for mode in MODES) + " |")
         print("| --- |" + " ---: |" * (2 * len(MODES)))
-        own = next(iter(group))
+        reference = next(iter(group))
         for name in group:
-            cells = [f"{t[name]:.1f} | {t[name] / t[own]:.2f}" for t in columns.values()]
+            cells = [f"{t[name]:.1f} | {t[name] / t[reference]:.2f}" for t in columns.values()]
             print(f"| `{name}` | " + " | ".join(cells) + " |")
 
 

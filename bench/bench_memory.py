@@ -1,4 +1,4 @@
-"""What kernels that are bound by memory move, counted in the simulator, and the least there is.
+"""Memory traffic of kernels that are bound by it, counted in the simulator, and the least possible.
 
 Memory instructions, exponentials and conversions are those of the source after -O1, by thread;
 shuffles and reductions are per SIMD group and barriers per threadgroup. The least is reading each
@@ -37,12 +37,12 @@ def traffic(case: Case, kernel: str, per: float, rows: float | None = None) -> d
     moved = (counters.loads, counters.load_bytes, counters.stores, counters.store_bytes)
     least = cost(case.call, prepared.arguments).bytes
     counts = (*(x["device"] for x in moved), least)
-    found = {name: count / per for name, count in zip(MOVED, counts, strict=True)}
+    counted = {name: count / per for name, count in zip(MOVED, counts, strict=True)}
     for name in OTHERS[:3]:
-        found[name] = getattr(counters, name) / per
-    found["reductions"] = counters.reductions / (rows or per)
-    found["barriers"] = counters.threadgroup_barriers / (rows or per)
-    return found
+        counted[name] = getattr(counters, name) / per
+    counted["reductions"] = counters.reductions / (rows or per)
+    counted["barriers"] = counters.threadgroup_barriers / (rows or per)
+    return counted
 
 
 # softmax and apply_causal_mask_: per element of a row, or per masked one; the last two per row.
@@ -182,8 +182,8 @@ def moved_rows() -> Iterator[list[Any]]:
     cases += [(name, partial(append, **fields)) for name, fields in APPENDED.items()]
     cases.append(("copy_pages", copy))
     for (name, count), head_dim, dtype in product(cases, (64, 128), ("bfloat16", "float32")):
-        found = count(head_dim, dtype)
-        yield [name, head_dim, dtype, *(found[column] for column in MOVED)]
+        counted = count(head_dim, dtype)
+        yield [name, head_dim, dtype, *(counted[column] for column in MOVED)]
 
 
 def indexed_rows() -> Iterator[list[Any]]:

@@ -44,7 +44,7 @@ def source_of(family: str, specialisation: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """What a program is compiled from: a kernel of a Metal text.
+    """The source of a program: a kernel of a Metal text.
 
     Attributes: text: as `source_of` gives this project's. kernel: its name (host_name, if it has
     one). threads: of a threadgroup. defines, constants: macros, and values of function constants.
@@ -84,12 +84,12 @@ def _entry(kernel: Kernel, attributes: str) -> Entry:
     """The function that a GPU starts, which calls the kernel with its buffers."""
     symbol = "gpu_" + re.sub(r"\W", "_", kernel.name)
     buffers = sorted(p.index for p in kernel.parameters if p.kind == "buffer" and not p.condition)
-    given = ", ".join(f"device char* __restrict buffer{slot}" for slot in buffers)
+    device = ", ".join(f"device char* __restrict buffer{slot}" for slot in buffers)
     places = "".join(
         f"launch_state.buffers[{slot}] = (void*)(ulong)buffer{slot}; " for slot in buffers
     )
     text = (
-        f'\n# 1 "<entry>" 1 3\nextern "C" __attribute__(({attributes})) void {symbol}({given}) {{ '
+        f'\n# 1 "<entry>" 1 3\nextern "C" __attribute__(({attributes})) void {symbol}({device}) {{ '
         "__msl_launch launch_state; __msl_thread state; __gpu_place(launch_state, state); "
         "const __msl_launch* launch = &launch_state; const __msl_thread* thread_state = &state; "
         f"{places}typedef ::metal::__signature<{kernel.type}> S; "
@@ -132,7 +132,7 @@ def front_end(source: Source, attributes: str, target: list[str]) -> tuple[str, 
 
 
 def clang(arguments_: list[str], text: str) -> str:
-    """What clang prints. Raises ShaderCompileError."""
+    """The output of clang. Raises ShaderCompileError."""
     done = subprocess.run(
         [*compiler(), *arguments_],
         input=text.encode(),

@@ -1,4 +1,4 @@
-"""What a kernel's loop does for one more block of 32 keys, or queries, by the simulator.
+"""Counts of a kernel's loop for one more block of 32 keys, or queries, by the simulator.
 
 A count is the slope between two lengths, so that work done once per launch cancels. Memory
 instructions and arithmetic are those of the source after -O1, per thread; matrix and tensor

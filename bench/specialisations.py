@@ -18,7 +18,7 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 512)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Features beyond causality are compiled for these only; those of decoding also with KV heads.
 FEATURE_HEAD_DIMS = (64, 128)
-# Of MLA's latents: their first columns are the values.
+# The sizes of MLA's latents, whose first columns are the values.
 LATENT, LATENT_VALUES = 576, 512
 DECODED_SIZES = ((64, 32), (128, 32), (128, 1), (512, 1), (LATENT, 1))
 FEATURE_DTYPE = torch.float16
@@ -67,13 +67,13 @@ def attention(
 ) -> Iterator[Specialisation]:
     """flash_fwd, and the gradients' kernels if the feature has gradients."""
     q, k, v = _operands(head_dim, dtype, HEADS)
-    given = options(LENGTH, head_dim, dtype)
-    k, v = given.pop("k", k), given.pop("v", v)
-    explained = extension.launches(torch.ops.metal_attn_explain.flash_fwd(q, k, v, **given))[-1]
+    arguments = options(LENGTH, head_dim, dtype)
+    k, v = arguments.pop("k", k), arguments.pop("v", v)
+    explained = extension.launches(torch.ops.metal_attn_explain.flash_fwd(q, k, v, **arguments))[-1]
     yield _chosen("flash_fwd", dtype, head_dim, feature, explained)
     if feature not in CACHES:
         try:
-            launches = backward_launches("flash_fwd", {"q": q, "k": k, "v": v} | given)
+            launches = backward_launches("flash_fwd", {"q": q, "k": k, "v": v} | arguments)
         except ValueError:
             return  # no tile fits in threadgroup memory
         for launch in launches:
@@ -86,17 +86,19 @@ def decoding(
 ) -> Specialisation:
     """flash_decode for one query of each of 32 heads."""
     q, k, v = _operands(head_dim, dtype, kv_heads)
-    given = options(LENGTH, head_dim, dtype)
-    q = given.pop("q", q[:, :, :1])
-    k, v = (given.pop(name, x)[:, :kv_heads] for name, x in (("k", k), ("v", v)))
-    given |= {name: given[name][:, :kv_heads] for name in ("k_scale", "v_scale") if name in given}
+    arguments = options(LENGTH, head_dim, dtype)
+    q = arguments.pop("q", q[:, :, :1])
+    k, v = (arguments.pop(name, x)[:, :kv_heads] for name, x in (("k", k), ("v", v)))
+    arguments |= {
+        name: arguments[name][:, :kv_heads] for name in ("k_scale", "v_scale") if name in arguments
+    }
     if head_dim == LATENT:
         v = _values_of(k)
-        given |= {"v_scale": _values_of(given["k_scale"])} if "k_scale" in given else {}
+        arguments |= {"v_scale": _values_of(arguments["k_scale"])} if "k_scale" in arguments else {}
     for name in ("q_rotary_cos", "q_rotary_sin", "attn_mask", "attn_bias"):
-        if name in given:
-            given[name] = given[name][:1]
-    packed = torch.ops.metal_attn_explain.flash_decode(q, k, v, num_splits=1, **given)
+        if name in arguments:
+            arguments[name] = arguments[name][:1]
+    packed = torch.ops.metal_attn_explain.flash_decode(q, k, v, num_splits=1, **arguments)
     (explained,) = extension.launches(packed)
     feature = f"{kv_heads} KV heads, {feature}"
     return _chosen("flash_decode", dtype, head_dim, feature, explained)
@@ -120,12 +122,12 @@ def _sinks(*_: Any) -> dict[str, Any]:
 
 def _quantised(k_format: str, v_format: str = "") -> Options:
     def options(length: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for side, format in (("k", k_format), ("v", v_format or k_format)):
             rows = torch.ones(1, HEADS, length, head_dim)
-            given[side], scale = quantise(rows, format)
-            given |= {} if scale is None else {f"{side}_scale": scale}
-        return given
+            arguments[side], scale = quantise(rows, format)
+            arguments |= {} if scale is None else {f"{side}_scale": scale}
+        return arguments
 
     return options
 

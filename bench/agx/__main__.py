@@ -23,17 +23,17 @@ HEADINGS = (
 )
 
 
-def cells(one: Specialisation, found: Compiled | Failure) -> list[Any]:
+def cells(one: Specialisation, result: Compiled | Failure) -> list[Any]:
     """A row, by HEADINGS."""
     about = [one.kernel, one.dtype, one.head_dim, one.feature]
-    if not isinstance(found, Compiled):
-        return [*about, str(found).strip().split("\n")[-1][:60]]
-    about += [f"{found.demand:g}", found.spills, found.resident]
-    if found.main is None:
+    if not isinstance(result, Compiled):
+        return [*about, str(result).strip().split("\n")[-1][:60]]
+    about += [f"{result.demand:g}", result.spills, result.resident]
+    if result.main is None:
         return about
-    cycles, share = model.cycles_a_product(found), model.share_of_limit(found)
-    moved = f"{model.bytes_a_cycle(found):.1f}"
-    return [*about, f"{cycles:.1f}", f"{100 * share:.0f} %", moved, found.main.code]
+    cycles, share = model.cycles_a_product(result), model.share_of_limit(result)
+    moved = f"{model.bytes_a_cycle(result):.1f}"
+    return [*about, f"{cycles:.1f}", f"{100 * share:.0f} %", moved, result.main.code]
 
 
 def rows(only: str, workers: int) -> Iterator[list[Any]]:
@@ -53,5 +53,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="kernels whose name has this text")
     parser.add_argument("--workers", type=int, default=1, help="compilers at a time (default: 1)")
-    given = parser.parse_args()
-    print_table(HEADINGS, rows(given.only, given.workers))
+    options = parser.parse_args()
+    print_table(HEADINGS, rows(options.only, options.workers))

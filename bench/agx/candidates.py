@@ -23,7 +23,7 @@ MOST_COLUMNS = 512
 QUERIES = (2, 8, 16, 32)
 BLOCKS = (8, 16, 32)  # of a gradient
 HEADS = 32  # of bench.specialisations
-# What a class is compiled with: no feature, then that which needs the most registers, and others.
+# Features that a class is compiled with: none, the one with the most registers, and others.
 LIGHT = ("chunk", "ALiBi")
 LIGHT_DECODE = ("packed queries", "trees", *LIGHT)
 HEAVY = {
@@ -47,13 +47,13 @@ NAMES = {
 }
 LISTS = Path(__file__).parents[2] / "csrc" / "tiles" / "knobs.h"
 
-# Of each knob, in their order.
+# The value of each knob, in their order.
 Tile = tuple[int, ...]
 
 
 @cache
 def knobs(macro: str) -> dict[str, Sequence[int]]:
-    """What each number of a kernel's tile may be, by its name, as csrc/tiles/knobs.h says."""
+    """The values of each knob of a kernel, by name, from csrc/tiles/knobs.h."""
     name = re.sub("(_DQ|_DKV|_BIAS)?(_TENSOR)?$", "", macro) + "_KNOBS"
     of_kernel = re.search(rf"#define {name}\(X\)((?:.*\\\n)*.*)", LISTS.read_text())
     assert of_kernel is not None
@@ -138,8 +138,10 @@ def candidates(one: Class) -> Iterator[Tile]:
         # Four spans are a whole row of up to 128 columns. The SIMD groups then have other keys.
         whole = [4] if spans <= 4 else []
         parts = {-(-spans // n): n for n in (8, 4, 3, 2, 1) if n < spans}
-        own = [*parts.values(), *whole]
-        for row_fragments, keys, share, vectors in product(rows, (1, 2, 4), own, (0, 2)):
+        spans_of_a_group = [*parts.values(), *whole]
+        for row_fragments, keys, share, vectors in product(
+            rows, (1, 2, 4), spans_of_a_group, (0, 2)
+        ):
             if not vectors or (one.queries <= vectors and share in whole):
                 yield row_fragments, keys, share, vectors
     elif one.macro == "FLASH_BWD_BIAS":
@@ -161,15 +163,15 @@ def candidates(one: Class) -> Iterator[Tile]:
 
 
 def specialisation(one: Class, dtype: torch.dtype, feature: str, tile: Tile) -> Source | None:
-    """What the tile makes of the class's problem with a feature; None if it cannot run."""
-    given, kernel = one.named(tile), NAMES[one.macro]
+    """The tile's specialisation for the class's problem with a feature; None if it cannot run."""
+    knob_values, kernel = one.named(tile), NAMES[one.macro]
     if one.macro == "FLASH_BWD_BIAS":
-        return _of_bias(one, dtype, feature, given)
+        return _of_bias(one, dtype, feature, knob_values)
     options = specialisations.ALL_FEATURES[feature]
     if one.macro == "FLASH_FWD":
-        slices = -(-one.head_dim // given["V_SLICE"])
-        given["V_SLICE"] = 8 * -(-one.head_dim // (8 * slices))
-    text = " ".join(f"{name}={n}" for name, n in given.items())
+        slices = -(-one.head_dim // knob_values["V_SLICE"])
+        knob_values["V_SLICE"] = 8 * -(-one.head_dim // (8 * slices))
+    text = " ".join(f"{name}={n}" for name, n in knob_values.items())
     with tiles.forced({kernel: text}):
         if one.macro == "FLASH_DECODE":
             heads = HEADS // one.queries
@@ -181,9 +183,9 @@ def specialisation(one: Class, dtype: torch.dtype, feature: str, tile: Tile) -> 
 
 
 def _of_bias(
-    one: Class, dtype: torch.dtype, feature: str, given: Mapping[str, int]
+    one: Class, dtype: torch.dtype, feature: str, knob_values: Mapping[str, int]
 ) -> Source | None:
-    """Of the gradient of a bias, whose tiles no table of `tune` has."""
+    """The specialisation of a bias's gradient, whose tiles no table of `tune` has."""
     q = torch.empty(1, HEADS, specialisations.LENGTH, one.head_dim, dtype=dtype)
     lse = torch.empty(q.shape[:-1])
     options: dict[str, object] = {}
@@ -195,7 +197,7 @@ def _of_bias(
         explained = extension.launches(op(q, **given_to, **options))[-1]
     except ValueError:
         return None  # no tile fits in threadgroup memory
-    own = {name: n for name, n in given.items() if name in explained["defines"]}
-    own["BLOCK_K"] = given["BLOCK"]
-    text = source_of("flash_bwd_bias", explained["defines"] | own)
-    return Source(text, "flash_bwd_bias", 32 * given["SIMDGROUPS"])
+    shown = {name: n for name, n in knob_values.items() if name in explained["defines"]}
+    shown["BLOCK_K"] = knob_values["BLOCK"]
+    text = source_of("flash_bwd_bias", explained["defines"] | shown)
+    return Source(text, "flash_bwd_bias", 32 * knob_values["SIMDGROUPS"])

@@ -1,4 +1,4 @@
-"""Which candidate is the tile of a class of problems, by what Mesa's compiler makes of each."""
+"""Chooses the tile of a class of problems by the code that Mesa's compiler makes."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
@@ -20,13 +20,14 @@ RESIDENT = {"FLASH_FWD": 16, "FLASH_BWD_DQ": 12, "FLASH_BWD_DKV": 12}
 RESIDENT_NARROW = 24  # of a forward of up to 64 columns
 CYCLES = {"FLASH_FWD": 23.0, "FLASH_BWD_DQ": 24.0, "FLASH_BWD_DKV": 24.0}
 MORE_CYCLES = 1.5  # of bfloat16, which is converted
-# Of device memory a cycle and core: what a decode of up to 8 queries asks for at least, if it can,
-# and what M1 to M2 Ultra have at most.
+# Bytes of device memory a cycle and core: the least that a decode of up to 8 queries should ask
+# for, and the most that M1 to M2 Ultra have.
 BYTES, MEMORY_BYTES = 16, 10
-# Of times within 1 % that is taken which suits more problems, or keeps more SIMD groups.
+# Times within 1 % count as equal: then the tile that suits more problems or keeps more SIMD groups
+# is taken.
 ALIKE = 1.01
-# What takes so many times the best without a feature is not compiled with others, but for those
-# that need the fewest registers.
+# A tile that takes WORTH times the best without a feature is not compiled with others, except the
+# FEWEST tiles with the fewest registers.
 WORTH, FEWEST = 1.35, 4
 MUCH = 1.15  # for rows that are held, and for more SIMD groups
 LENGTH = 512  # of which a block may leave a part over
@@ -43,31 +44,33 @@ class Candidate(NamedTuple):
 
     one: Class
     tile: Tile
-    found: dict[Probe, Compiled]
+    results: dict[Probe, Compiled]
 
     @property
     def registers(self) -> float:
-        return max(compiled.demand for compiled in self.found.values())
+        return max(compiled.demand for compiled in self.results.values())
 
     @property
     def fits(self) -> bool:
         # Threadgroups of over 384 threads leave a thread fewer registers.
-        spilled = any(compiled.spills for compiled in self.found.values())
+        spilled = any(compiled.spills for compiled in self.results.values())
         return self.registers <= MOST_REGISTERS and not spilled
 
     @property
     def cost(self) -> float:
-        return sum(cost(self.one, self.tile, compiled) for compiled in self.found.values())
+        return sum(cost(self.one, self.tile, compiled) for compiled in self.results.values())
 
     @property
     def resident(self) -> int:
-        return min(compiled.resident for compiled in self.found.values())
+        return min(compiled.resident for compiled in self.results.values())
 
     @property
     def aimed(self) -> bool:
-        """Whether it keeps enough SIMD groups with each feature, and is fast enough without one."""
+        """True if it keeps enough SIMD groups with each feature, and is fast enough without one."""
         macro = self.one.macro
-        plain = [(dtype, one) for (dtype, feature), one in self.found.items() if feature == "none"]
+        plain = [
+            (dtype, one) for (dtype, feature), one in self.results.items() if feature == "none"
+        ]
         if macro == "FLASH_DECODE":
             few = self.one.queries <= 8
             return not few or all(model.bytes_a_cycle(one) >= BYTES for _, one in plain)
@@ -82,58 +85,58 @@ class Candidate(NamedTuple):
 
     @property
     def preference(self) -> tuple[float, ...]:
-        """Of tiles that take as long, the least is taken."""
-        given = self.one.named(self.tile)
+        """A sort key for tiles that take equally long: the least is taken."""
+        knob_values = self.one.named(self.tile)
         # The fewer SIMD groups share a decode's columns, the fewer wait for each other.
-        own = (given.get("VECTOR_ROWS", 0), given.get("SPANS", 0), self.resident)
-        return (*(-number for number in own), self.registers)
+        group = (knob_values.get("VECTOR_ROWS", 0), knob_values.get("SPANS", 0), self.resident)
+        return (*(-number for number in group), self.registers)
 
     @property
     def again(self) -> bool:
-        """Whether its own rows are read again for every block.
+        """True if its query or key rows are read again for every block.
 
         The model takes them for reads of a core's cache, but all rows of a core are more than that.
         """
-        given = self.one.named(self.tile)
-        held = {"Q_IN_REGISTERS", "ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"} & given.keys()
-        return bool(held) and not any(given[name] for name in held)
+        knob_values = self.one.named(self.tile)
+        held = {"Q_IN_REGISTERS", "ROWS_IN_REGISTERS", "ROWS_IN_THREADGROUP"} & knob_values.keys()
+        return bool(held) and not any(knob_values[name] for name in held)
 
     @property
     def keys_again(self) -> bool:
-        """Whether a decode reads its keys more than once."""
-        given = self.one.named(self.tile)
+        """True if a decode reads its keys more than once."""
+        knob_values = self.one.named(self.tile)
         return self.one.macro == "FLASH_DECODE" and any(
-            passes(self.one, given, compiled) > 1 for compiled in self.found.values()
+            passes(self.one, knob_values, compiled) > 1 for compiled in self.results.values()
         )
 
 
 def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
     """Cycles of a SIMD unit for 8 queries and 8 keys; of a decode for 1 KB of keys and values."""
-    given = one.named(tile)
+    knob_values = one.named(tile)
     if one.macro == "FLASH_DECODE":
         # Memory is the limit: more than it gives is of no use. Each pass reads the keys again.
-        times = passes(one, given, compiled)
+        times = passes(one, knob_values, compiled)
         most = BYTES if times == 1 else MEMORY_BYTES
         # The listing has the loads of all SIMD groups that share the keys.
-        read = model.bytes_a_cycle(compiled) / row_simdgroups(one, given, compiled)
+        read = model.bytes_a_cycle(compiled) / row_simdgroups(one, knob_values, compiled)
         return 1024 * times / min(read, most)
-    rows, shared = given.get("ROW_FRAGMENTS", 1), given.get("COLUMN_SIMDGROUPS", 1)
+    rows, shared = knob_values.get("ROW_FRAGMENTS", 1), knob_values.get("COLUMN_SIMDGROUPS", 1)
     # Each slice computes the scores again.
-    slices = -(-one.head_dim // (given.get("SLICE") or given["V_SLICE"]))
-    block = given.get("BLOCK") or given["BLOCK_K"]
+    slices = -(-one.head_dim // (knob_values.get("SLICE") or knob_values["V_SLICE"]))
+    block = knob_values.get("BLOCK") or knob_values["BLOCK_K"]
     rounded = -(-LENGTH // block) * block / LENGTH
     return slices * shared * model.iteration(compiled) * rounded / (rows * block / 8)
 
 
-def row_simdgroups(one: Class, given: Mapping[str, int], compiled: Compiled) -> int:
+def row_simdgroups(one: Class, knob_values: Mapping[str, int], compiled: Compiled) -> int:
     """SIMD groups of a decode's threadgroup that have the same columns of other rows."""
-    columns = -(-one.head_dim // (32 * given["SPANS"]))
+    columns = -(-one.head_dim // (32 * knob_values["SPANS"]))
     return compiled.threads_per_group // (32 * columns) if columns > 1 else 1
 
 
-def passes(one: Class, given: Mapping[str, int], compiled: Compiled) -> int:
+def passes(one: Class, knob_values: Mapping[str, int], compiled: Compiled) -> int:
     """How often a decode's threadgroup reads its keys."""
-    rows = 8 * given["ROW_FRAGMENTS"] * row_simdgroups(one, given, compiled)
+    rows = 8 * knob_values["ROW_FRAGMENTS"] * row_simdgroups(one, knob_values, compiled)
     return -(-one.queries // rows)
 
 
@@ -160,48 +163,48 @@ def choose(every: Sequence[Class], compile_: Compile) -> dict[Class, Candidate]:
     for probes in (plain, heaviest):
         order = _by_class(_compiled(tried, probes, compile_))
         print(sum(map(len, order.values())), "candidates of", len(order), "classes", flush=True)
-        tried = [candidate for own in order.values() for candidate in _worth(own)]
+        tried = [candidate for group in order.values() for candidate in _worth(group)]
     order = _by_class(tried)
     chosen: dict[Class, Candidate] = {}
     for number in range(ROUNDS):
         tried = [
             candidate
-            for one, own in order.items()
+            for one, group in order.items()
             if one not in chosen or not chosen[one].fits
-            for candidate in own[number * AT_ONCE : (number + 1) * AT_ONCE]
+            for candidate in group[number * AT_ONCE : (number + 1) * AT_ONCE]
         ]
-        found = _by_class(_compiled(tried, others, compile_))
-        for one, own in found.items():
-            chosen[one] = best([*own, *([chosen[one]] if one in chosen else [])])
+        results = _by_class(_compiled(tried, others, compile_))
+        for one, group in results.items():
+            chosen[one] = best([*group, *([chosen[one]] if one in chosen else [])])
     return {one: chosen[one] for one in every if one in chosen}
 
 
 def measured(one: Class, tiles: Iterable[Tile], compile_: Compile) -> list[Candidate]:
-    """Tiles with all features of a class; with none found where they do not compile."""
+    """Tiles with all features of a class; without results where they do not compile."""
     tried = [Candidate(one, tile, {}) for tile in tiles]
     probes = {one: [*product(DTYPES[one.bits], one.features)]}
-    found = {candidate.tile: candidate for candidate in _compiled(tried, probes, compile_)}
-    return [found.get(candidate.tile, candidate) for candidate in tried]
+    results = {candidate.tile: candidate for candidate in _compiled(tried, probes, compile_)}
+    return [results.get(candidate.tile, candidate) for candidate in tried]
 
 
 def _by_class(every: Iterable[Candidate]) -> dict[Class, list[Candidate]]:
-    found: dict[Class, list[Candidate]] = {}
+    results: dict[Class, list[Candidate]] = {}
     for candidate in every:
-        found.setdefault(candidate.one, []).append(candidate)
-    return found
+        results.setdefault(candidate.one, []).append(candidate)
+    return results
 
 
-def _worth(own: Sequence[Candidate]) -> list[Candidate]:
+def _worth(group: Sequence[Candidate]) -> list[Candidate]:
     """Those that fit so far and are not much slower than the best, the fastest first."""
-    fitting = [one for one in own if one.fits]
+    fitting = [one for one in group if one.fits]
     if not fitting:
-        return sorted(own, key=lambda one: one.registers)
+        return sorted(group, key=lambda one: one.registers)
     fewest = sorted(fitting, key=lambda one: one.registers)[:FEWEST]
-    found = []
+    results = []
     for _, alike in sorted(_by_aim(fitting).items()):
-        found += sorted(alike, key=lambda one: (one.cost, one.preference))
+        results += sorted(alike, key=lambda one: (one.cost, one.preference))
     least = min(one.cost for one in fitting)
-    return [one for one in found if one.cost <= WORTH * least or one in fewest]
+    return [one for one in results if one.cost <= WORTH * least or one in fewest]
 
 
 def _by_aim(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candidate]]:
@@ -211,11 +214,11 @@ def _by_aim(fitting: Sequence[Candidate]) -> dict[tuple[bool, ...], list[Candida
     keys again.
     """
     least = min(one.cost for one in fitting)
-    found: dict[tuple[bool, ...], list[Candidate]] = {}
+    results: dict[tuple[bool, ...], list[Candidate]] = {}
     for one in fitting:
         kind = (one.keys_again, one.cost > MUCH * least, one.again, not one.aimed)
-        found.setdefault(kind, []).append(one)
-    return found
+        results.setdefault(kind, []).append(one)
+    return results
 
 
 def _compiled(
@@ -228,17 +231,17 @@ def _compiled(
         names: dict[Probe, str] = {}
         for probe in probes[candidate.one]:
             job = None
-            if probe not in candidate.found:
+            if probe not in candidate.results:
                 job = specialisation(candidate.one, *probe, candidate.tile)
             if job is not None:
                 names[probe] = job.name
                 jobs.setdefault(names[probe], job)
         wanted.append((candidate, names))
     print(len(jobs), "kernels", flush=True)
-    found = dict(zip(jobs, compile_(jobs.values()), strict=True))
+    results = dict(zip(jobs, compile_(jobs.values()), strict=True))
     for candidate, names in wanted:
-        more = {probe: found[name] for probe, name in names.items()}
+        more = {probe: results[name] for probe, name in names.items()}
         usable = {p: f for p, f in more.items() if isinstance(f, Compiled) and f.main}
-        together = candidate.found | usable
+        together = candidate.results | usable
         if together and usable.keys() == more.keys():
-            yield candidate._replace(found=together)
+            yield candidate._replace(results=together)

@@ -1,4 +1,4 @@
-"""What Mesa's compiler for Apple's G13 (M1; M2's G14 is alike) makes of a kernel of Metal text."""
+"""Compiles a kernel of Metal text by Mesa's compiler for Apple's G13 (M1; M2's G14 is alike)."""
 
 import hashlib
 import multiprocessing
@@ -21,18 +21,18 @@ from . import listing, spirv
 from .listing import LANES, Loop
 from .spirv import LensError
 
-# Where setup.sh puts the driver; AGX_LENS names another place.
+# setup.sh puts the driver there; AGX_LENS names another place.
 DRIVER = Path(os.environ.get("AGX_LENS") or default_dir() / "agx" / "agx_lens")
-# Of a core, as measured by others: 52 to 60 KB (docs/design/tiles.md has the sources).
+# Bytes of a core. Others measured 52 to 60 KB (docs/design/tiles.md has the sources).
 THREADGROUP_MEMORY = 60 * 1024
 MOST_RESIDENT = 32  # SIMD groups, as many as their registers allow
-# Of a run of the driver, which takes a few seconds and less than 100 MB.
+# Limits of a run of the driver, which takes a few seconds and less than 100 MB.
 TIMEOUT_SECONDS, MEMORY = 600, 2**30
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a kernel.
+    """The compiled form of a kernel.
 
     Attributes: demand: registers of 32 bits that a thread needs to spill nothing. threads: that a
     core holds with the registers given. threads_per_group: of a threadgroup. spills: stores of
@@ -69,14 +69,14 @@ class Compiled:
 def compile_agx(source: Source) -> Compiled:
     """Compile a kernel. Raises ShaderCompileError with clang's message, or LensError."""
     ir, symbol = spirv.llvm_ir(source)
-    found = listing.parse(run_driver(ir, symbol, source.threads))
-    with_products = [loop for loop in found.loops() if loop.products]
+    result = listing.parse(run_driver(ir, symbol, source.threads))
+    with_products = [loop for loop in result.loops() if loop.products]
     return Compiled(
-        demand=found.halves / 2,
-        threads=found.threads,
+        demand=result.halves / 2,
+        threads=result.threads,
         threads_per_group=source.threads,
-        spills=found.opcodes()["stack_store"],
-        threadgroup=found.threadgroup,
+        spills=result.opcodes()["stack_store"],
+        threadgroup=result.threadgroup,
         main=max(with_products, key=lambda loop: (loop.products, len(loop.blocks)), default=None),
     )
 
@@ -116,12 +116,12 @@ def _stored(store: Path, driver: str, source: Source) -> Compiled | Failure:
     if path.exists():
         kept: Compiled = pickle.loads(path.read_bytes())
         return kept
-    found = attempt(source)
-    if isinstance(found, Compiled):
+    result = attempt(source)
+    if isinstance(result, Compiled):
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(pickle.dumps(found))
+        unfinished.write_bytes(pickle.dumps(result))
         unfinished.replace(path)
-    return found
+    return result
 
 
 def _limit_memory() -> None:

@@ -25,7 +25,7 @@ FREE = re.compile(
     r"(local|device|stack)_(load|store)$|wait$|stop$|begin_cf$|(threadgroup|memory)_barrier$|"
     r"(jmp_exec_any|jmp_exec_none|pop_exec)$|if_|else_|while_|break"
 )
-# Of the unit for other integers and functions, which works beside the first.
+# Cycles of the unit for other integers and functions, which works in parallel with the first.
 COMPLEX_CYCLES = {
     **dict.fromkeys(("imad", "bfi", "bfeil", "extr", "asr", "floor", "log2", "exp2"), 4),
     **dict.fromkeys(("sin_pt_1", "sin_pt_2"), 4),
@@ -99,13 +99,13 @@ class Loop:
 
     @property
     def cycles(self) -> float:
-        """Of the busiest unit."""
+        """Cycles of the busiest unit."""
         return max(self.arithmetic, self.complex, self.threadgroup, self.device)
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What the driver says of a kernel.
+    """The driver's report on a kernel.
 
     Attributes: halves: registers of 16 bits that a thread needs to spill nothing. threads: that a
     core holds with the registers given. scratch: bytes of private memory of a thread. threadgroup:
@@ -120,7 +120,7 @@ class Listing:
     blocks: list[Block]
 
     def opcodes(self) -> Counter[str]:
-        """Of the whole kernel."""
+        """The opcodes of the whole kernel."""
         return sum((block.opcodes for block in self.blocks), Counter[str]())
 
     def loops(self) -> Iterator[Loop]:
@@ -139,7 +139,7 @@ class Listing:
 
 
 def parse(text: str) -> Listing:
-    """What the driver prints: numbers by name, blocks, and their instructions, indented."""
+    """Parse the driver's output: numbers by name, blocks, and their instructions, indented."""
     numbers: dict[str, int] = {}
     blocks: list[Block] = []
     for line in text.split("\n"):

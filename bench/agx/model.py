@@ -1,4 +1,4 @@
-"""What a loop takes on a core of M1 and M2: one page of docs/design/tiles.md has the reasons.
+"""The time of a loop on a core of M1 and M2. docs/design/tiles.md has the reasons.
 
 A SIMD unit of a core has `resident / 4` SIMD groups. Their loops take the cycles of the busiest
 unit, unless a SIMD group by itself takes so long that the others cannot fill its waits.
@@ -10,7 +10,7 @@ from .listing import LANES, PRODUCT_CYCLES, SIMD_UNITS, Loop
 # Cycles of one instruction that the next one needs, in mixes as they are in these loops: 1.02 of
 # throughput, and 2.75 to 4.5 with one SIMD group a unit and 3 to 4 independent instructions.
 DEPENDENT_CYCLES = 4
-# Of memory, waited for once after each barrier and once an iteration. An assumption.
+# Latency of memory, once after each barrier and once an iteration. An assumption.
 MEMORY_WAIT = 400
 
 
@@ -36,12 +36,12 @@ def cycles_a_product(compiled: Compiled) -> float:
 
 
 def share_of_limit(compiled: Compiled) -> float:
-    """Of the speed of products alone."""
+    """The share of the speed of products alone."""
     return PRODUCT_CYCLES / cycles_a_product(compiled)
 
 
 def bytes_a_cycle(compiled: Compiled) -> float:
-    """Of device memory, that the main loop reads a cycle and core if memory gives them."""
+    """Bytes of device memory that the main loop would read a cycle and core."""
     assert compiled.main is not None
     loaded = SIMD_UNITS * LANES * compiled.main.lane_bytes["device_load"]
     return loaded / iteration(compiled)

@@ -1,7 +1,7 @@
 """Metal text to SPIR-V, by the project's front end and clang's SPIR-V back end.
 
-What is Apple's own (a matrix product, a shuffle, a barrier, exp2) stays a call of a function
-without a body, which the driver makes an instruction of.
+An instruction of Apple's (a matrix product, a shuffle, a barrier, exp2) stays a call of a function
+without a body, which the driver replaces.
 """
 
 import re
@@ -54,44 +54,46 @@ class LensError(RuntimeError):
     """The driver is not built, or it cannot compile the kernel."""
 
 
-def _converted(found: re.Match[str], serial: int) -> list[str]:
+def _converted(groups: re.Match[str], serial: int) -> list[str]:
     """One conversion, of a bfloat or of each in a vector."""
-    narrows = found["what"] == "fptrunc"
+    narrows = groups["what"] == "fptrunc"
     call = TO_BFLOAT if narrows else FROM_BFLOAT
-    if not found["length"]:
-        return [f"{found['result']} {call.format(found['value'])}"]
+    if not groups["length"]:
+        return [f"{groups['result']} {call.format(groups['value'])}"]
     source, target = ("float", "i16") if narrows else ("i16", "float")
-    length, vector = int(found["length"]), "poison"
+    length, vector = int(groups["length"]), "poison"
     lines = []
     for i in range(length):
         name = f"%agx.{serial}.{i}"
-        lines.append(f"  {name}.e = extractelement <{length} x {source}> {found['value']}, i32 {i}")
+        lines.append(
+            f"  {name}.e = extractelement <{length} x {source}> {groups['value']}, i32 {i}"
+        )
         lines.append(f"  {name}.c = {call.format(f'{name}.e')}")
-        result = found["result"] if i == length - 1 else f"  {name}.v ="
+        result = groups["result"] if i == length - 1 else f"  {name}.v ="
         insert = f"insertelement <{length} x {target}> {vector}, {target} {name}.c, i32 {i}"
         lines.append(f"{result} {insert}")
         vector = f"{name}.v"
     return lines
 
 
-def _compared(found: re.Match[str], serial: int) -> list[str]:
+def _compared(groups: re.Match[str], serial: int) -> list[str]:
     """A comparison of bfloats, as one of floats."""
     wide = [f"%agx.{serial}.{side}" for side in ("left", "right")]
     return [
         *(
-            f"  {name} = {FROM_BFLOAT.format(found[side])}"
+            f"  {name} = {FROM_BFLOAT.format(groups[side])}"
             for name, side in zip(wide, ("left", "right"), strict=True)
         ),
-        f"{found['result']} float {wide[0]}, {wide[1]}{found['rest']}",
+        f"{groups['result']} float {wide[0]}, {wide[1]}{groups['rest']}",
     ]
 
 
-def _from_integer(found: re.Match[str], serial: int) -> list[str]:
+def _from_integer(groups: re.Match[str], serial: int) -> list[str]:
     """An integer as a float, which is rounded."""
     wide = f"%agx.{serial}.wide"
     return [
-        f"  {wide} = {found['what']} to float",
-        f"{found['result']} {TO_BFLOAT.format(wide)}",
+        f"  {wide} = {groups['what']} to float",
+        f"{groups['result']} {TO_BFLOAT.format(wide)}",
     ]
 
 
@@ -101,10 +103,10 @@ REWRITTEN = ((CONVERSION, _converted), (COMPARISON, _compared), (FROM_INTEGER, _
 def without_bfloat(ir: str) -> str:
     """LLVM IR with words of 16 bits in the place of bfloats, and conversions as calls."""
     # 0xR3F80, a bfloat's bits.
-    ir = re.sub(r"0xR([0-9A-F]{4})", lambda found: str(int(found[1], 16)), ir)
+    ir = re.sub(r"0xR([0-9A-F]{4})", lambda groups: str(int(groups[1], 16)), ir)
     lines = []
     for serial, line in enumerate(ir.split("\n")):
-        found = next(
+        lines += next(
             (
                 rewrite(match, serial)
                 for pattern, rewrite in REWRITTEN
@@ -112,7 +114,6 @@ def without_bfloat(ir: str) -> str:
             ),
             [line],
         )
-        lines += found
     ir = "\n".join(lines)
     arithmetic = ARITHMETIC.search(ir)
     if arithmetic:

@@ -45,10 +45,9 @@ SMALLEST: Mapping[str, tuple[Tile, ...]] = {
     "FLASH_DECODE": (),
 }
 
-# Of M5's matrix units, for which there is no such compiler: by judgement of the registers that a
-# thread may have where they are a part of the cache, at most 168 by an estimate. Bits, the most
-# columns, and of the forward V_SLICE and Q_IN_REGISTERS, of the others SLICE, COLUMN_SIMDGROUPS and
-# ROWS_IN_REGISTERS.
+# Rows for M5's matrix units, for which there is no such compiler. They were chosen by an estimate
+# of at most 168 registers. Fields: bits, the most columns, then V_SLICE and Q_IN_REGISTERS of the
+# forward, or SLICE, COLUMN_SIMDGROUPS and ROWS_IN_REGISTERS of a gradient.
 TENSOR_FORWARD = (
     *((16, 96, 256, 1), (16, 160, 256, 0), (16, 576, 160, 0)),
     *((32, 64, 256, 1), (32, 576, 128, 0)),
@@ -75,7 +74,7 @@ class Row(NamedTuple):
     tile: Tile
 
     def holds(self, bits: int, columns: int, queries: int, load: str) -> bool:
-        """Whether it is for such a problem on M1."""
+        """True if it is for such a problem on M1."""
         wide = self.columns >= columns and self.queries >= queries
         # A row of `tune` alone is for none.
         loads = LOADS[LOADS.index(load) :] if load in LOADS else ()
@@ -91,7 +90,7 @@ def rows_of(macro: str, chosen: Iterable[Candidate], smallest: Iterable[Candidat
         rows += [Row(bits, 256, 0, "Never", "M3", 0.0, tile) for tile in unstaged]
         for one in (*chosen, *smallest):
             if (one.one.macro, one.one.bits) == (macro, bits):
-                registers = one.registers if one.found else 0.0
+                registers = one.registers if one.results else 0.0
                 rows.append(Row(*one.one[1:5], "M1", registers, one.tile))
     return merged(macro, rows)
 
@@ -123,7 +122,7 @@ def merged(macro: str, rows: Sequence[Row]) -> list[Row]:
     widths = {row.columns for row in rows}
     problems = [*product({row.bits for row in rows}, widths, {row.queries for row in rows}, LOADS)]
 
-    def found(rows: Iterable[Row]) -> list[list[Tile]]:
+    def tiles_by_problem(rows: Iterable[Row]) -> list[list[Tile]]:
         every = []
         for problem in problems:
             tiles: list[Tile] = []
@@ -133,22 +132,22 @@ def merged(macro: str, rows: Sequence[Row]) -> list[Row]:
             every.append(tiles)
         return every
 
-    wanted, kept = found(rows), [*rows]
+    wanted, kept = tiles_by_problem(rows), [*rows]
     for length in range(len(rows), 0, -1):
         for first in range(len(rows) - length, -1, -1):
             left_out, rest = kept[first : first + length], kept[:first] + kept[first + length :]
-            if all(row.load in LOADS for row in left_out) and found(rest) == wanted:
+            if all(row.load in LOADS for row in left_out) and tiles_by_problem(rest) == wanted:
                 kept = rest
 
     def most(row: Row) -> float:
-        own = [one for one in rows if one.tile == row.tile and row.holds(*one[:4])]
-        return max([row.registers, *(one.registers for one in own if one not in kept)])
+        group = [one for one in rows if one.tile == row.tile and row.holds(*one[:4])]
+        return max([row.registers, *(one.registers for one in group if one not in kept)])
 
     return [row._replace(registers=most(row)) for row in kept]
 
 
 def _always_runs(macro: str, problem: tuple[int, int, int, str], tile: Tile) -> bool:
-    """Whether what is compiled of a class tells that all of its problems can run a tile.
+    """True if all problems of a class can run a tile because the compiled one can.
 
     SIMD groups can share only columns that they can divide, and those of dk and dv within the
     blocks of a BlockMask. The widest problems are wider than what is compiled. A decode whose v
@@ -176,12 +175,12 @@ def text_of(macro: str, rows: Sequence[Row]) -> str:
 
 def table(rows: Mapping[str, Sequence[Row]]) -> str:
     """The whole file."""
-    lists = "\n".join(text_of(macro, own) for macro, own in rows.items())
+    lists = "\n".join(text_of(macro, group) for macro, group in rows.items())
     return f"{HEAD.format(checksum=checksum(lists))}\n{lists}"
 
 
 def checksum(lists: str) -> str:
-    """Of the rows as they stand in the file: others were not written by this program."""
+    """A checksum of the rows' text, which shows that this program wrote them."""
     return hashlib.sha256(lists.encode()).hexdigest()[:16]
 
 
@@ -191,17 +190,17 @@ LIST = re.compile(r"^#define (FLASH_\w+)_ROWS\(ROW\) \\\n((?:  ROW.*\n)+)", re.M
 
 def read_rows(text: str) -> dict[str, list[Row]]:
     """The rows of a table, by kernel."""
-    found: dict[str, list[Row]] = {}
+    rows: dict[str, list[Row]] = {}
     for macro, lines in LIST.findall(text):
-        own = found[macro] = []
+        group = rows[macro] = []
         for line in re.findall(r"ROW\((.*)\)", lines):
             cells = [cell.strip() for cell in line.split(",")]
             queries = int(cells.pop(2)) if macro == "FLASH_DECODE" else 0
             bits, columns, load, family, registers, *tile = cells
             numbers = tuple(int(n) for n in tile)
             conditions = int(bits), int(columns), queries, load, family
-            own.append(Row(*conditions, float(registers), numbers))
-    return found
+            group.append(Row(*conditions, float(registers), numbers))
+    return rows
 
 
 def main() -> None:
@@ -210,8 +209,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("--store", type=Path, default=default_dir() / "agx" / "tiles")
     parser.add_argument("--out", type=Path, default=TABLE)
-    given = parser.parse_args()
-    compile_ = partial(lens.compile_all, workers=given.workers, store=given.store)
+    options = parser.parse_args()
+    compile_ = partial(lens.compile_all, workers=options.workers, store=options.store)
     rows = {}
     for macro in NAMES:
         chosen = choose(list(classes(macro)), compile_)
@@ -222,7 +221,7 @@ def main() -> None:
         for one, choice in chosen.items():
             if not choice.fits:
                 print(*one, f"{choice.registers:g} registers")
-    given.out.write_text(table(rows | tensor_rows()))
+    options.out.write_text(table(rows | tensor_rows()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-// What a SIMD group does on a GPU: instructions, where the simulator's header of this name calls
+// Operations of a SIMD group as GPU instructions, where the simulator's header of this name calls
 // its engine. `__msl_lane` is Apple's lane, which decides what a lane holds of an 8x8 matrix.
 #pragma once
 #include <__msl_types.h>

@@ -42,7 +42,7 @@ METAL_FUNC T simd_shuffle_down(T x, ushort delta) {
   return lane < 32 ? other : x;
 }
 
-// Of all lanes that differ from this one in bits below `width`.
+// Over all lanes that differ from this one in bits below `width`.
 template <template <class> class Op, ushort width, class T>
 METAL_FUNC T __reduce(T x) {
   _Pragma("unroll") for (ushort mask = width / 2; mask; mask >>= 1) x =

@@ -1,4 +1,4 @@
-"""Our kernels through Mesa's compiler for G13: how its listing is read, and what it says.
+"""Our kernels through Mesa's compiler for G13: how its listing is read and judged.
 
 Tests that compile skip where bench/agx/setup.sh has not built the driver.
 """
@@ -69,10 +69,10 @@ def compiled(loop: listing.Loop, threads: int = 1024, threadgroup: int = 0) -> l
 
 
 def test_a_listing_has_its_loops():
-    found = listing.parse(LISTING)
-    assert (found.halves, found.threads, found.scratch) == (101, 1024, 8)
-    assert (found.code, found.threadgroup) == (110, 2048)
-    inner, outer = found.loops()
+    result = listing.parse(LISTING)
+    assert (result.halves, result.threads, result.scratch) == (101, 1024, 8)
+    assert (result.code, result.threadgroup) == (110, 2048)
+    inner, outer = result.loops()
     assert (inner.blocks, inner.code, inner.products) == (range(2, 3), 40, 2)
     assert (outer.blocks, outer.code, outer.opcodes.total()) == (range(1, 4), 94, 9)
 
@@ -131,11 +131,11 @@ def test_bfloats_become_words():
     [(40, "half", False), (80, "half", True), (2, "float", False), (2, "bfloat", False)],
 )
 def test_accumulators_take_a_pair_of_registers_each(count, element, spills):
-    found = lens.compile_agx(Source(TEXT, "products", 64, {"COUNT": count, "ELEMENT": element}))
-    assert (found.spills > 0) == spills
-    assert 2 * count < found.demand < 2 * count + 12
-    assert found.main.products == count
-    assert found.threadgroup == 1024
+    result = lens.compile_agx(Source(TEXT, "products", 64, {"COUNT": count, "ELEMENT": element}))
+    assert (result.spills > 0) == spills
+    assert 2 * count < result.demand < 2 * count + 12
+    assert result.main.products == count
+    assert result.threadgroup == 1024
 
 
 @built
@@ -157,11 +157,11 @@ def test_a_driver_that_is_not_there(monkeypatch, tmp_path):
 def candidate(*tile: int, registers: float = 50.5, spills: int = 0) -> choose.Candidate:
     one = candidates.Class("FLASH_BWD_DQ", 32, 64, 0, "Light", ragged=False)
     _, outer = listing.parse(LISTING).loops()
-    found = {
+    result = {
         (torch.float32, name): replace(compiled(outer), demand=registers, spills=spills)
         for name in ("none", *candidates.LIGHT)
     }
-    return choose.Candidate(one, tile, found)
+    return choose.Candidate(one, tile, result)
 
 
 # Columns of a slice, block, row fragments, SIMD groups, those that share columns, places of rows.
@@ -172,21 +172,21 @@ def test_the_fastest_tile_that_fits_is_chosen():
     assert choose.best([candidate(*SLOW), candidate(*FAST)]).tile == FAST
     assert choose.best([candidate(*SLOW), candidate(*FAST, registers=118.5)]).tile == SLOW
     assert choose.best([candidate(*SLOW), candidate(*FAST, spills=2)]).tile == SLOW
-    # Where none fits, that with the fewest registers.
+    # If none fits, the tile with the fewest registers is chosen.
     worse = candidate(*FAST, registers=140)
     assert choose.best([worse, candidate(*SLOW, registers=130)]).tile == SLOW
 
 
 @built
 def test_a_row_has_the_registers_that_the_generator_finds(tmp_path, monkeypatch):
-    """Of a small class and its tile; what is compiled twice comes from the folder."""
+    """For a small class and its tile. The second time the result comes from the folder."""
     one = candidates.Class("FLASH_BWD_BIAS", 32, 64, 0, "Rotary", ragged=False)
     rows = table.read_rows(table.TABLE.read_text())["FLASH_BWD_BIAS"]
     row = next(row for row in rows if row.bits == 32 and row.columns >= 64)
     monkeypatch.setattr(choose, "candidates", lambda one: [row.tile])
     compile_ = partial(lens.compile_all, store=tmp_path)
-    (found,) = choose.choose([one], compile_).values()
-    assert (found.tile, found.registers) == (row.tile, row.registers)
+    (result,) = choose.choose([one], compile_).values()
+    assert (result.tile, result.registers) == (row.tile, row.registers)
     kept = sorted(tmp_path.iterdir())
-    assert choose.choose([one], compile_)[one] == found
+    assert choose.choose([one], compile_)[one] == result
     assert sorted(tmp_path.iterdir()) == kept

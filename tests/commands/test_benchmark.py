@@ -37,23 +37,23 @@ class TestTiming:
             raise torch.OutOfMemoryError("MPS backend out of memory")
 
         calls = {"slow": clock.work(0.25), "fast": clock.work(0.001), "full": full}
-        found = timing.interleaved(calls | {"instant": lambda: None}, clock.timer, 5)
-        assert found["slow"].seconds == pytest.approx([0.25] * 5)
-        assert found["fast"].seconds == pytest.approx([0.001] * 5)
-        assert found["slow"].median == pytest.approx(0.25)
-        assert found["instant"].median == 0.0  # its sample ends too
-        assert found["full"].error == "OutOfMemoryError: MPS backend out of memory"
-        assert found["full"].seconds == ()
+        result = timing.interleaved(calls | {"instant": lambda: None}, clock.timer, 5)
+        assert result["slow"].seconds == pytest.approx([0.25] * 5)
+        assert result["fast"].seconds == pytest.approx([0.001] * 5)
+        assert result["slow"].median == pytest.approx(0.25)
+        assert result["instant"].median == 0.0  # its sample ends too
+        assert result["full"].error == "OutOfMemoryError: MPS backend out of memory"
+        assert result["full"].seconds == ()
 
     def test_a_sample_of_short_calls_takes_10_ms_without_the_wait(self):
         """Each wait for the device takes 1 ms, 10 times as long as a call."""
         clock, calls = FakeClock(), []
         timer = timing.Timer(clock.timer.now, lambda: (clock.ask(0.001), clock.synchronise()))
-        found = timing.interleaved({"short": lambda: calls.append(clock.ask(0.0001))}, timer, 1)
+        result = timing.interleaved({"short": lambda: calls.append(clock.ask(0.0001))}, timer, 1)
         doubled = [1, 2, 4, 8, 16, 32, 64, 128]
         assert len(calls) == 1 + sum(doubled) + 128
         assert clock.waits == 2 * (1 + len(doubled) + 1)  # before and after a sample, not within
-        assert found["short"].median * 128 == pytest.approx(0.0128 + 0.001)
+        assert result["short"].median * 128 == pytest.approx(0.0128 + 0.001)
 
     def test_turns_change(self):
         clock, calls = FakeClock(), []
@@ -78,11 +78,11 @@ class TestVersus:
 
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
     def test_both_compute_the_same(self, shape):
-        found = versus.compare(shape, CPU, timing.timer_of(CPU), 1)
-        assert not any(times.error for times in found.times.values())
-        assert found.difference < 1e-5
-        assert found.agree
-        assert all(len(times.seconds) == 1 for times in found.times.values())
+        result = versus.compare(shape, CPU, timing.timer_of(CPU), 1)
+        assert not any(times.error for times in result.times.values())
+        assert result.difference < 1e-5
+        assert result.agree
+        assert all(len(times.seconds) == 1 for times in result.times.values())
 
     def test_a_row(self):
         times = {"metal_attn": timing.Times((0.5, 0.5)), "torch": timing.Times((1.0, 3.0))}
@@ -94,8 +94,8 @@ class TestVersus:
 
     def test_what_cannot_be_allocated(self):
         shape = Shape(batch=2**20, heads=2**10, kv_heads=2**10, length=2**20)
-        found = versus.compare(shape, CPU, timing.timer_of(CPU), 1)
-        assert "the inputs cannot be made" in found.times["metal_attn"].error
+        result = versus.compare(shape, CPU, timing.timer_of(CPU), 1)
+        assert "the inputs cannot be made" in result.times["metal_attn"].error
 
 
 SOME = (
@@ -190,12 +190,12 @@ class TestMemory:
     def test_bytes(self):
         """Ours are those of explain; torch's the eight tensors and the scores in float32."""
         shape = small("training", dtype="float16")
-        found = memory.memory(shape)
+        result = memory.memory(shape)
         q, k, v = shape.operands(CPU)
-        assert found.ours == explain(q, k, v, backward=True, **shape.options).training.total
+        assert result.ours == explain(q, k, v, backward=True, **shape.options).training.total
         scores = shape.batch * shape.heads * shape.length * shape.kv_length
-        assert found.torch == 2 * (4 * q.numel() + 4 * k.numel()) + 4 * scores
-        assert memory.memory(dataclasses.replace(shape, kind="forward")).ours == found.ours
+        assert result.torch == 2 * (4 * q.numel() + 4 * k.numel()) + 4 * scores
+        assert memory.memory(dataclasses.replace(shape, kind="forward")).ours == result.ours
 
     def test_a_picture_of_each_series(self, tmp_path, capsys):
         lengths = ["--length", "64", "128", "--out", str(tmp_path)]
@@ -228,14 +228,14 @@ class TestShapes:
         assert parsed() is None
 
     def test_lengths_and_kinds(self):
-        found = parsed("--length", "8", "16", "--heads", "4", "--backward", "--causal")
-        assert [(s.kind, s.length, s.kv_length, s.kv_heads) for s in found] == [
+        result = parsed("--length", "8", "16", "--heads", "4", "--backward", "--causal")
+        assert [(s.kind, s.length, s.kv_length, s.kv_heads) for s in result] == [
             ("training", 8, 8, 4),
             ("training", 16, 16, 4),
         ]
-        assert all(s.causal for s in found)
-        found = parsed("--decode", "--kv-length", "64", "128", "--kv-heads", "2")
-        assert [(s.kind, s.length, s.kv_length) for s in found] == [
+        assert all(s.causal for s in result)
+        result = parsed("--decode", "--kv-length", "64", "128", "--kv-heads", "2")
+        assert [(s.kind, s.length, s.kv_length) for s in result] == [
             ("decode", 1, 64),
             ("decode", 1, 128),
         ]

@@ -37,10 +37,10 @@ def test_visible_pairs(data):
     tensors = {name: ints(n) for name, n in lengths.items() if n is not None}
     q, k = torch.empty(1, 1, q_length, 1), torch.empty(1, 1, kv_length, 1)
     visible = visible_keys(q, k, options | tensors)[0, 0]
-    found = costs.seen(q_length, kv_length, **options, **lengths)
-    assert found.pairs == visible.sum().item()
+    cost = costs.seen(q_length, kv_length, **options, **lengths)
+    assert cost.pairs == visible.sum().item()
     keys = visible.any(0).nonzero()
-    assert found.keys == (keys.max() - keys.min() + 1 if len(keys) else 0)
+    assert cost.keys == (keys.max() - keys.min() + 1 if len(keys) else 0)
 
 
 def test_long_sequences_cost_no_memory_of_pairs():
@@ -93,9 +93,9 @@ def test_bytes_of_a_window_of_a_cache(format):
     # The same tensor is both, keys and values: it is read once.
     by_head = 2 * 2 * 4 if format == "fp8_e4m3" else 0
     expected = 2 * 100 * row_bytes + by_head + 2 * q.nbytes + 4 * 4 + 4
-    found = costs.cost("flash_decode", {"q": q, "k": cache, "v": cache, **options})
-    assert found.bytes == expected
-    assert found.flops == 2 * 4 * 100 * 128
+    cost = costs.cost("flash_decode", {"q": q, "k": cache, "v": cache, **options})
+    assert cost.bytes == expected
+    assert cost.flops == 2 * 4 * 100 * 128
 
 
 def test_latent_rows_are_appended_once():
@@ -142,13 +142,13 @@ def test_trees_count_what_each_token_sees():
     packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": ints(0, 4, 7), "max_seqlen_q": 4}
     packed |= {"seqused_k": ints(30, 20)}
     tree = {"parents": ints(-1, 0, 0, 1, -1, -1, 1)}
-    found = costs.cost("flash_decode", packed | tree)
-    assert found.flops == 2 * 16 * 4 * (4 * 26 + 1 + 2 + 2 + 3 + 3 * 17 + 1 + 1 + 2)
+    cost = costs.cost("flash_decode", packed | tree)
+    assert cost.flops == 2 * 16 * 4 * (4 * 26 + 1 + 2 + 2 + 3 + 3 * 17 + 1 + 1 + 2)
     chain = costs.cost("flash_decode", packed | {"causal": True})
-    assert found.bytes == chain.bytes + 7 * 4
+    assert cost.bytes == chain.bytes + 7 * 4
     shown = torch.stack([torch.arange(4) == i for i in (0, 1, 2, 3, 0, 1, 2)])
     shown[[1, 2, 3, 3, 6], [0, 0, 0, 1, 1]] = True
-    assert costs.cost("flash_decode", packed | {"tree_mask": shown}).flops == found.flops
+    assert costs.cost("flash_decode", packed | {"tree_mask": shown}).flops == cost.flops
     windowed = costs.cost("flash_decode", packed | tree | {"window_size_left": 1})
     assert windowed.flops == 2 * 16 * 4 * 7 * 2
 
@@ -158,21 +158,21 @@ def test_listed_keys_of_packed_queries_count_by_sequence():
     q, (k, v) = torch.empty(5, 4, 8), torch.empty(2, 2, 2, 40, 8)
     packed = {"q": q, "k": k, "v": v, "cu_seqlens_q": ints(0, 3, 5), "max_seqlen_q": 3}
     entries = torch.tensor([[1, 2], [2, -1], [3, 1], [1, 2], [5, 5]]).int()[None, None]
-    found = costs.cost("flash_decode", packed | {"indices": entries})
-    assert found.flops == 2 * 16 * 4 * 9
+    cost = costs.cost("flash_decode", packed | {"indices": entries})
+    assert cost.flops == 2 * 16 * 4 * 9
     other = q.nbytes * 2 + 5 * 4 * 4 + entries.nbytes + 3 * 4
-    assert found.bytes == (3 + 3) * 2 * 2 * 8 * 4 + other
+    assert cost.bytes == (3 + 3) * 2 * 2 * 8 * 4 + other
 
 
 def test_pages_are_as_many_keys_as_the_table_has():
     q, pages = torch.empty(2, 4, 3, 8), torch.empty(7, 2, 16, 8)
     table = torch.zeros(2, 5, dtype=torch.int32)
-    found = costs.cost("flash_fwd", {"q": q, "k": pages, "v": pages, "block_table": table})
-    assert found.flops == 2 * 4 * 3 * 80 * 2 * 16
+    cost = costs.cost("flash_fwd", {"q": q, "k": pages, "v": pages, "block_table": table})
+    assert cost.flops == 2 * 4 * 3 * 80 * 2 * 16
 
 
 def test_bytes_of_options_by_hand():
-    """What an argument adds to a call, beside itself."""
+    """Bytes that an argument adds to a call, without its own."""
     q, k, v = make_qkv(heads=4, kv_heads=2, q_length=5, kv_length=100)
     qkv = {"q": q, "k": k, "v": v}
     cos, sin = torch.zeros(2, 64, 16)
@@ -186,8 +186,8 @@ def test_bytes_of_options_by_hand():
         ("flash_bwd_slopes", qkv, {"alibi_slopes": ints(1, 2, 3, 4)}, 2 * 16),
         ("append_kv", append, {"rotary_cos": cos, "rotary_sin": sin}, 2 * 5 * 16 * 4),
     ):
-        plain, found = costs.cost(op, call).bytes, costs.cost(op, call | more).bytes
-        assert found - plain == difference, op
+        plain, cost = costs.cost(op, call).bytes, costs.cost(op, call | more).bytes
+        assert cost - plain == difference, op
     assert costs.cost("merge_state", state).bytes == 3 * (q.nbytes + row_sums)
 
 

@@ -32,8 +32,8 @@ def gradient(operands=attention, whole=False, **options):
     def call():
         q, k, v, *packing = operands()
         lse = torch.zeros(q.shape[1::-1] if packing else q.shape[:3])
-        given = (q, None, q, k, v, q, lse) if whole else (q, q, k, v, lse, lse)
-        return (*given, *packing), options
+        operands_of = (q, None, q, k, v, q, lse) if whole else (q, q, k, v, lse, lse)
+        return (*operands_of, *packing), options
 
     return call
 
@@ -91,28 +91,28 @@ def test_every_op_that_explains_itself_is_here():
 @each_case("name", CALLS)
 def test_of_each_op(name):
     arguments, options = CALLS[name][0]()
-    found = explain(getattr(ops, name), *arguments, **options)
-    assert found.refusal is None
-    assert found.op == name
-    assert found.backend == "reference"
-    assert list(found.kernels) == CALLS[name][1]
-    assert found.cost.bytes > 0
+    explanation = explain(getattr(ops, name), *arguments, **options)
+    assert explanation.refusal is None
+    assert explanation.op == name
+    assert explanation.backend == "reference"
+    assert list(explanation.kernels) == CALLS[name][1]
+    assert explanation.cost.bytes > 0
     products = name.startswith(("flash", "flex")) or name in ("decode_step", "index_scores")
-    assert (found.cost.flops > 0) == products
-    for kernel in found.kernels:
-        assert f"{kernel} on reference" in str(found)
-    assert json.loads(json.dumps(found.as_dict()))["op"] == name
+    assert (explanation.cost.flops > 0) == products
+    for kernel in explanation.kernels:
+        assert f"{kernel} on reference" in str(explanation)
+    assert json.loads(json.dumps(explanation.as_dict()))["op"] == name
 
 
 @each_case("name", [name for name in CALLS if "bwd" not in name])
 def test_those_kernels_run(name):
     arguments, options = CALLS[name][0]()
     with simulate(record=True) as run:
-        found = explain(getattr(ops, name), *arguments, **options)
+        explanation = explain(getattr(ops, name), *arguments, **options)
         assert not run.recorded
         getattr(ops, name)(*arguments, **options)
-    assert found.backend == "simulator"
-    for launch, (kernel, explained) in zip(run.recorded, found.kernels.items(), strict=True):
+    assert explanation.backend == "simulator"
+    for launch, (kernel, explained) in zip(run.recorded, explanation.kernels.items(), strict=True):
         assert launch.kernel == kernel
         assert launch.defines == explained.specialisation
         assert launch.group_size == explained.threads
@@ -128,29 +128,29 @@ def test_an_op_by_its_overload_and_by_the_names_of_its_arguments():
 
 def test_refusals():
     q, k, v = attention()
-    found = explain(ops.flash_decode, q, k, v, num_splits=-1)
-    assert "num_splits" in found.refusal
-    assert found.cost is None
-    assert str(found).startswith("refused: ")
+    explanation = explain(ops.flash_decode, q, k, v, num_splits=-1)
+    assert "num_splits" in explanation.refusal
+    assert explanation.cost is None
+    assert str(explanation).startswith("refused: ")
     assert explain(q, "k", v).refusal == "k is a str; it must be a tensor"
     assert explain(q, k, v, causal="yes").refusal == "causal is 'yes'; it must be a bool"
     assert explain(q, k).refusal == "metal_attn::flash_fwd needs an argument v"
-    found = explain(q, k, v, windows=3, foo=1)
-    assert found.refusal == "metal_attn::flash_fwd has no argument windows, foo"
+    explanation = explain(q, k, v, windows=3, foo=1)
+    assert explanation.refusal == "metal_attn::flash_fwd has no argument windows, foo"
 
 
 def test_numbers_that_are_tensors():
     window, offset = torch.tensor(3), torch.tensor([2])
-    found = explain(*attention(), window_size_left=window, q_offset=offset)
-    assert found == explain(*attention(), window_size_left=3, q_offset=2)
+    explanation = explain(*attention(), window_size_left=window, q_offset=offset)
+    assert explanation == explain(*attention(), window_size_left=3, q_offset=2)
 
 
 def test_nothing_to_do_is_no_kernel():
     q, k, v = make_qkv(q_length=0)
-    found = explain(ops.flash_decode, q, k, v)
-    assert found.refusal is None
-    assert found.kernel == ""
-    assert "nothing to compute" in str(found)
+    explanation = explain(ops.flash_decode, q, k, v)
+    assert explanation.refusal is None
+    assert explanation.kernel == ""
+    assert "nothing to compute" in str(explanation)
 
 
 @pytest.mark.parametrize("wrong", [3, torch.add, torch.nn.Linear, "flash_fwd"])
@@ -190,13 +190,13 @@ X = torch.randn(1, 7, 16)
 
 class TestModel:
     def test_alike_layers_are_one_line(self):
-        found = explain(stack(32), X)
-        assert [row.layer for row in found.rows] == [str(n) for n in range(32)]
-        lines = [line for line in str(found).splitlines() if line.startswith("{0-31}")]
+        explanation = explain(stack(32), X)
+        assert [row.layer for row in explanation.rows] == [str(n) for n in range(32)]
+        lines = [line for line in str(explanation).splitlines() if line.startswith("{0-31}")]
         assert len(lines) == 1
         assert lines[0].split() == [
             *("{0-31}", "32", "flash_fwd", "7", "x", "7", "1x2x1"),
-            *(str(found.rows[0].explanation.threadgroup_bytes), "57.3", "k", "59.1", "k"),
+            *(str(explanation.rows[0].explanation.threadgroup_bytes), "57.3", "k", "59.1", "k"),
         ]
 
     def test_no_kernel_runs_and_the_rest_does(self):
@@ -204,9 +204,9 @@ class TestModel:
         seen = []
         model[1].project.register_forward_pre_hook(lambda _, x: seen.append(x[0]))
         with simulate() as run:
-            found = explain(model, X)
+            explanation = explain(model, X)
         assert not run.launches
-        assert {row.explanation.backend for row in found.rows} == {"simulator"}
+        assert {row.explanation.backend for row in explanation.rows} == {"simulator"}
         assert (seen[0] == 0).all()
         assert seen[0].shape == X.shape
 
@@ -220,15 +220,15 @@ class TestModel:
             assert not module._forward_pre_hooks
 
     def test_attention_of_torch_is_shown(self):
-        found = explain(torch.nn.Sequential(Attention(), Attention(ours=False)).eval(), X)
-        ours, torchs = found.rows
+        explanation = explain(torch.nn.Sequential(Attention(), Attention(ours=False)).eval(), X)
+        ours, torchs = explanation.rows
         assert (ours.elsewhere, torchs.explanation) == ("", None)
         assert "scaled_dot_product_attention" in torchs.elsewhere
         assert torchs.cost == ours.cost
-        assert "not metal_attn: torch's scaled_dot_product_attention" in str(found)
-        assert "1 call of metal_attn" in str(found)
-        assert "1 attentions elsewhere" in str(found)
-        data = json.loads(json.dumps(found.as_dict()))
+        assert "not metal_attn: torch's scaled_dot_product_attention" in str(explanation)
+        assert "1 call of metal_attn" in str(explanation)
+        assert "1 attentions elsewhere" in str(explanation)
+        data = json.loads(json.dumps(explanation.as_dict()))
         assert data["model"] == "Sequential"
         assert data["rows"][0]["cost"] == {"flops": ours.cost.flops, "bytes": 1848}
         assert data["rows"][1]["explanation"] is None
@@ -238,22 +238,25 @@ class TestModel:
         """Fused, and composed where they drop."""
         layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
         model = torch.nn.TransformerEncoder(layer, 2).train(training)
-        found = explain(model, X)
-        assert [row.layer for row in found.rows] == ["layers.0.self_attn", "layers.1.self_attn"]
-        assert all("torch's" in row.elsewhere for row in found.rows)
+        explanation = explain(model, X)
+        assert [row.layer for row in explanation.rows] == [
+            "layers.0.self_attn",
+            "layers.1.self_attn",
+        ]
+        assert all("torch's" in row.elsewhere for row in explanation.rows)
         with simulate(), sdpa_replaced() as calls:
-            found = explain(model, X)
+            explanation = explain(model, X)
         assert calls.replaced == 2
-        assert [row.op for row in found.rows] == ["flash_fwd"] * 2
+        assert [row.op for row in explanation.rows] == ["flash_fwd"] * 2
 
     def test_eager_attention_is_shown(self):
         class Eager(torch.nn.Module):
             def forward(self, q):
                 return (q @ q.mT).softmax(-1) @ q
 
-        found = explain(Eager(), torch.randn(1, 2, 7, 8))
-        assert "as eager attention has" in str(found)
-        assert found.rows[0].shapes == ((1, 2, 7, 7),)
+        explanation = explain(Eager(), torch.randn(1, 2, 7, 8))
+        assert "as eager attention has" in str(explanation)
+        assert explanation.rows[0].shapes == ((1, 2, 7, 7),)
 
     def test_attention_that_gives_its_weights_is_shown(self):
         """nn.MultiheadAttention has heads and batch in one dimension then."""
@@ -262,10 +265,10 @@ class TestModel:
         with torch.no_grad():
             torch.backends.mha.set_fastpath_enabled(False)
             try:
-                found = explain(layer, X, X, X)
+                explanation = explain(layer, X, X, X)
             finally:
                 torch.backends.mha.set_fastpath_enabled(True)
-        assert [row.shapes for row in found.rows] == [((2, 7, 7),)]
+        assert [row.shapes for row in explanation.rows] == [((2, 7, 7),)]
 
     def test_a_softmax_that_is_no_attention(self):
         class Router(torch.nn.Module):
@@ -279,20 +282,20 @@ class TestModel:
         model[0].forward = lambda x: flash_attn_func(
             x[:, :, None], x[:, :, None, :3], x[:, :, None]
         )[:, :, 0]
-        found = explain(model, X)
-        first, second = found.rows
+        explanation = explain(model, X)
+        first, second = explanation.rows
         assert "head dim of 3" in first.refusal
         assert second.refusal is None
-        assert f"refused: {first.refusal}" in " ".join(str(found).split())
-        assert "1 of them refused" in str(found)
+        assert f"refused: {first.refusal}" in " ".join(str(explanation).split())
+        assert "1 of them refused" in str(explanation)
 
     def test_a_refusal_of_our_python_ends_it(self):
         model = torch.nn.Sequential(torch.nn.Identity(), Attention()).eval()
         model[1].forward = lambda x: flash_attn_func(x[0], x, x)
-        found = explain(model, X)
-        assert found.rows == ()
-        assert found.stopped.startswith("1: q has shape (7, 16)")
-        assert str(found).endswith(found.stopped)
+        explanation = explain(model, X)
+        assert explanation.rows == ()
+        assert explanation.stopped.startswith("1: q has shape (7, 16)")
+        assert str(explanation).endswith(explanation.stopped)
 
     def test_writes_are_left_out(self):
         class Cached(torch.nn.Module):
@@ -307,8 +310,8 @@ class TestModel:
                 return out
 
         model = Cached()
-        found = explain(model, torch.ones(1, 2, 2, 8))
-        assert [row.op for row in found.rows] == ["append_kv", "flash_decode", "softmax_"]
+        explanation = explain(model, torch.ones(1, 2, 2, 8))
+        assert [row.op for row in explanation.rows] == ["append_kv", "flash_decode", "softmax_"]
         assert (model.k_cache == 0).all()
 
     def test_what_is_compiled_runs_uncompiled(self):
@@ -339,12 +342,12 @@ class TestTransformers:
     def test_before_and_after(self, llama):
         from torch_metal_attn.integrations.transformers import enable
 
-        found = explain(llama, input_ids=self.IDS)
-        assert {row.op for row in found.rows} == {"_softmax"}
-        found = explain(enable(llama), input_ids=self.IDS)
-        assert [row.op for row in found.rows] == ["flash_fwd"] * 2
-        assert "model.layers.{0-1}.self_attn" in str(found)
-        assert max(map(len, str(found).splitlines())) <= 110
+        explanation = explain(llama, input_ids=self.IDS)
+        assert {row.op for row in explanation.rows} == {"_softmax"}
+        explanation = explain(enable(llama), input_ids=self.IDS)
+        assert [row.op for row in explanation.rows] == ["flash_fwd"] * 2
+        assert "model.layers.{0-1}.self_attn" in str(explanation)
+        assert max(map(len, str(explanation).splitlines())) <= 110
 
     def test_generation(self, llama):
         """Prefill, and steps over a cache that grows."""
@@ -353,10 +356,10 @@ class TestTransformers:
         enable(llama)
         mask = torch.ones_like(self.IDS)
         options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-        found = explain(llama.generate, self.IDS, attention_mask=mask, **options)
-        assert [row.op for row in found.rows] == ["flash_fwd"] * 2 + ["flash_decode"] * 6
-        assert "1 x 34-36" in str(found)
-        assert str(found).count("model.layers.{0-1}.self_attn") == 2
+        explanation = explain(llama.generate, self.IDS, attention_mask=mask, **options)
+        assert [row.op for row in explanation.rows] == ["flash_fwd"] * 2 + ["flash_decode"] * 6
+        assert "1 x 34-36" in str(explanation)
+        assert str(explanation).count("model.layers.{0-1}.self_attn") == 2
 
 
 @each_case(
@@ -368,11 +371,13 @@ def test_methods_of_caches(kind, options):
     held = Sequences(kind, "cpu", dtype=torch.float32, **options)
     held.append(14, 0)
     before = copy.deepcopy(held.cache)
-    given = held.given(torch.randn(2, 2, 3, 96), *held.new(3, 1))
-    found = explain(held.cache.decode_step, *given, causal=True)
-    assert found.stopped is None
-    assert "decode_step" in [row.op for row in found.rows]
-    assert explain(held.cache.append, *given[:-3], *given[-2:]).rows[0].op == "append_kv"
+    operands_of = held.given(torch.randn(2, 2, 3, 96), *held.new(3, 1))
+    explanation = explain(held.cache.decode_step, *operands_of, causal=True)
+    assert explanation.stopped is None
+    assert "decode_step" in [row.op for row in explanation.rows]
+    assert (
+        explain(held.cache.append, *operands_of[:-3], *operands_of[-2:]).rows[0].op == "append_kv"
+    )
     assert held.lengths() == held.cache.seqlens(*held.own()).tolist()
     assert torch.equal(held.cache.layers[0].k_cache, before.layers[0].k_cache)
     held.step(3, 1)

@@ -1,4 +1,4 @@
-"""`fuzz`: what it draws, and that what is right is not reported."""
+"""`fuzz`: the cases that it draws, and that right results are not reported."""
 
 import json
 import random
@@ -121,10 +121,10 @@ class TestDrawing:
         legal = [case for case in attention if not case.refused()]
         assert {type(case) for case in drawn()} == {n for n, f in FAMILIES.items() if f.weight}
         assert {case.call for case in legal} == set(CALLS)
-        given = {(case.call, name) for case in legal for name in case.fields()}
+        legal_fields = {(case.call, name) for case in legal for name in case.fields()}
         for name, how in drawn_fields(testing.Attention).items():
             for call in how.calls or CALLS:
-                assert (call, name) in given, (call, name)
+                assert (call, name) in legal_fields, (call, name)
         formats = {"", *FORMATS}
         assert {(case.cache, case.format) for case in legal} == {
             (cache, format) for cache in ("", "paged", "indexed") for format in formats
@@ -247,7 +247,7 @@ class TestMemory:
 
 
 def test_a_gradient_that_gets_lost_is_found(monkeypatch):
-    """Of a call that has none, and whose result does not say so."""
+    """In a call that has none, and whose result does not say so."""
     monkeypatch.setattr(differentiation, "without_gradient", lambda message, tensors, run: run())
     drawn_alike = (c for c in drawn() if c.call == "flash_decode" and c.backward)
     case = next(c for c in drawn_alike if not (c.refused() or c.poison or c.differentiable))

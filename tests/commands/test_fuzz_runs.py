@@ -46,10 +46,10 @@ class TestShrinking:
         assert outcome.shows(ran.outcome)
         assert len(simple.fields()) <= 4
         assert simple.batch == simple.heads == 1
-        found = report.Report({}, SEED)
-        found.add(ran)
+        results = report.Report({}, SEED)
+        results.add(ran)
         path = tmp_path / "report.json"
-        found.write(path)
+        results.write(path)
         assert report.read(path) == [simple]
         assert main(["fuzz", "--replay", str(path)]) == 1
         exec(storage.snippet(simple))
@@ -80,7 +80,7 @@ class TestShrinking:
 
 
 def raising(error):
-    def call(prepared, given):
+    def call(prepared, arguments):
         raise error
 
     return call
@@ -89,9 +89,9 @@ def raising(error):
 def writing(name, error=None):
     """Computes, unless there is an error, and writes an argument."""
 
-    def call(prepared, given):
-        results = None if error else prepared.function(**given)
-        given[name].zero_()
+    def call(prepared, arguments):
+        results = None if error else prepared.function(**arguments)
+        arguments[name].zero_()
         if error:
             raise error
         return results
@@ -100,7 +100,7 @@ def writing(name, error=None):
 
 
 LEGAL, ILLEGAL = {}, {"softcap": -2.0}
-# What is called in place of a legal or an illegal case, and the outcome.
+# A function that runs in place of a legal or an illegal case, and the outcome.
 OUTCOMES = {
     "refused": (LEGAL, raising(ValueError("not today")), running.REFUSED, "ValueError"),
     "not refused": (ILLEGAL, lambda *_: None, running.ACCEPTED, "softcap below 0"),
@@ -117,7 +117,7 @@ def outcome_of(monkeypatch, fields, call, device=CPU):
 
     def prepare(case, device):
         prepared = family.prepare(case, CPU)
-        return dataclasses.replace(prepared, function=lambda **given: call(prepared, given))
+        return dataclasses.replace(prepared, function=lambda **arguments: call(prepared, arguments))
 
     with monkeypatch.context() as patch, simulate(check=True):
         patch.setitem(FAMILIES, testing.Attention, family._replace(prepare=prepare))
@@ -135,7 +135,7 @@ def test_a_length_that_mps_does_not_read(monkeypatch):
     """There it may run, and must write nothing else."""
     fields, mps = {"seqused_k": (4,)}, torch.device("mps")
     assert outcome_of(monkeypatch, fields, lambda *_: None, mps).ok
-    wrote = outcome_of(monkeypatch, fields, lambda _, given: given["k"].zero_(), mps)
+    wrote = outcome_of(monkeypatch, fields, lambda _, arguments: arguments["k"].zero_(), mps)
     assert wrote.what.startswith("memory")
 
 

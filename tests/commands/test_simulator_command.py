@@ -110,14 +110,14 @@ kernel reverse_bfloat
 
 
 def test_check_lists_the_kernels(command):
-    given = "kernels.metal", "-D", "VALUE=2"
-    status, out, err = command(*given, "--constant", "FACTOR=0")
+    words = "kernels.metal", "-D", "VALUE=2"
+    status, out, err = command(*words, "--constant", "FACTOR=0")
     assert (status, err) == (0, "")
     sections = {part.split("\n")[0]: part for part in re.split(r"\n(?=kernel)", out.strip())}
     listed = LISTED.format(", absent by FACTOR").strip()
     assert sections == {part.split("\n")[0]: part for part in re.split(r"\n(?=kernel)", listed)}
     missing = "  needs function constants: FACTOR\n"
-    assert missing in command(*given)[1]
+    assert missing in command(*words)[1]
 
 
 def test_check_reports_what_apple_refuses(command, folder):

@@ -78,25 +78,25 @@ def test_a_cache_is_worth_what_it_holds(cache):
 
 class TestJudges:
     def test_nan_is_no_match_for_a_number(self):
-        found, exact = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]).double()
-        assert not measure.near("out", found, exact, 1.0).ok
-        assert not measure.near("out", exact.float(), found.double(), 1.0).ok
-        assert measure.near("out", found, found.double(), 0.0).ok
+        actual, exact = torch.tensor([1.0, torch.nan]), torch.tensor([1.0, 2.0]).double()
+        assert not measure.near("out", actual, exact, 1.0).ok
+        assert not measure.near("out", exact.float(), actual.double(), 1.0).ok
+        assert measure.near("out", actual, actual.double(), 0.0).ok
 
     def test_infinity_is_no_match_for_a_number(self):
-        found, exact = torch.tensor([-torch.inf]), torch.tensor([-3.0]).double()
-        assert not measure.near_statistic("lse", found, exact, 1e-5).ok
-        assert measure.near_statistic("lse", found, found, 1e-5).ok
+        actual, exact = torch.tensor([-torch.inf]), torch.tensor([-3.0]).double()
+        assert not measure.near_statistic("lse", actual, exact, 1e-5).ok
+        assert measure.near_statistic("lse", actual, actual, 1e-5).ok
 
     def test_infinity_is_the_rounding_of_a_number(self):
         """float16 rounds 65520 to infinity, and 65500 by an error of 20."""
-        found = torch.tensor([torch.inf, -torch.inf]).half()
+        actual = torch.tensor([torch.inf, -torch.inf]).half()
         for exact, error in ((65949.0, 0), (65500.0, 20), (60000.0, 5520)):
             expected = torch.tensor([exact, -exact]).double()
-            assert measure.near("out", found, expected, 0.5 * error + 0.1).ok
-            assert error < 100 or not measure.near("out", found, expected, 0.4 * error).ok
-        assert not measure.near("out", found, torch.tensor([-65949.0, -65949.0]).double(), 9.0).ok
-        assert not measure.near("out", found.float(), torch.tensor([7e4, -7e4]).double(), 9.0).ok
+            assert measure.near("out", actual, expected, 0.5 * error + 0.1).ok
+            assert error < 100 or not measure.near("out", actual, expected, 0.4 * error).ok
+        assert not measure.near("out", actual, torch.tensor([-65949.0, -65949.0]).double(), 9.0).ok
+        assert not measure.near("out", actual.float(), torch.tensor([7e4, -7e4]).double(), 9.0).ok
 
     @pytest.mark.parametrize("dtype", measure.DTYPES)
     def test_twice_torchs_error_and_no_more(self, dtype):

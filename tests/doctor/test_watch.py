@@ -1,4 +1,4 @@
-"""What doctor sees of a process, and that a run is the same with and without it."""
+"""`doctor` sees each attention of a process, and a run is the same with and without it."""
 
 import threading
 
@@ -212,7 +212,7 @@ class TestOfOurs:
 
 class TestLibraries:
     def test_modes_see_nothing_of_it(self):
-        """What is asked about a refusal makes views and casts."""
+        """Although the question about a refusal makes views and casts."""
         ops = []
 
         class Mode(TorchDispatchMode):

@@ -20,8 +20,8 @@ runpy.run_path("setup.py", run_name="__main__")
 
 
 def run_setup(folder, *commands, **environment):
-    given = ["egg_info", "--egg-base", folder, *commands]
-    done = run_program(SETUP, *given, folder=ROOT, **environment)
+    arguments = ["egg_info", "--egg-base", folder, *commands]
+    done = run_program(SETUP, *arguments, folder=ROOT, **environment)
     assert done.returncode == 0, done.stderr
     return done
 

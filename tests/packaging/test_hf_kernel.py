@@ -15,7 +15,7 @@ hf_kernel = pytest.importorskip("hf_kernel", reason="no .ci folder or no packagi
 pytest.importorskip("kernels")
 
 ON_MPS = mps.usable()
-# What `kernels` picks here: the stable-ABI variant of this machine, or on an old macOS the other.
+# `kernels` picks the stable-ABI variant of this machine, or on an old macOS the other one.
 HERE = f"torch-stable-abi210-cpu-{platform.machine()}-{platform.system().lower()}"
 HERE = "torch-metal" if mps.available() else HERE.replace("arm64-darwin", "aarch64-darwin")
 

@@ -20,16 +20,16 @@ def page():
 @pytest.fixture(scope="module")
 def includes():
     """Each file of csrc's folders with the files of csrc that it includes."""
-    found = {}
+    result = {}
     for path in ROOT.glob("csrc/*/**/*.*"):
         quoted = re.findall(r'#\s*include "([^"]+)"', path.read_text(encoding="utf-8"))
         if "simulator" in path.parts:  # is compiled alone, so its includes are relative
             assert all((path.parent / name).is_file() for name in quoted), path.name
             quoted = []
         assert all((ROOT / name).is_file() for name in quoted), f"{path.name}: relative include"
-        found[path.relative_to(ROOT).as_posix()] = [n for n in quoted if n.startswith("csrc/")]
-    assert sum(map(len, found.values())) > 100
-    return found
+        result[path.relative_to(ROOT).as_posix()] = [n for n in quoted if n.startswith("csrc/")]
+    assert sum(map(len, result.values())) > 100
+    return result
 
 
 def folder(file):

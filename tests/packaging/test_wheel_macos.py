@@ -35,7 +35,7 @@ extern "C" __attribute__((visibility("default"))) long metal_attn_call(const cha
 // As csrc/runtime/params_text.cpp: its symbol for debuggers has no section.
 asm(".section __TEXT,__const\\n.globl _metal_attn_text\\n_metal_attn_text:\\n.byte 0\\n.text\\n");
 """
-# What that takes from macOS: exceptions from the one libc++ of the process, and no hash function.
+# Its imports from macOS: exceptions from the one libc++ of the process, and no hash function.
 LIBCXX = [
     *("___cxa_allocate_exception", "___cxa_free_exception", "___cxa_throw", "___cxa_begin_catch"),
     *("___gxx_personality_v0", "__ZTISt13runtime_error", "__ZSt9terminatev"),
@@ -135,9 +135,9 @@ def test_planted_faults_are_found(tmp_path, planted):
         assert SOURCE.count(old) == 1
         source = source.replace(old, new)
     macos_cc.write_stub(tmp_path, OTHER, ["_other"])
-    found = faults(built(tmp_path, source))
+    problems = faults(built(tmp_path, source))
     for *_, fault in planted:
-        assert [line for line in found if line.startswith(fault)]
+        assert [line for line in problems if line.startswith(fault)]
 
 
 def edited(library, folder, edit):
@@ -165,8 +165,8 @@ def for_intel(binary):
     ],
 )
 def test_a_wrong_header(library, tmp_path, edit, fault):
-    found = faults(edited(library, tmp_path, edit))
-    assert [line for line in found if line.startswith(fault)]
+    problems = faults(edited(library, tmp_path, edit))
+    assert [line for line in problems if line.startswith(fault)]
 
 
 def test_a_library_of_linux():

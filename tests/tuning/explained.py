@@ -1,11 +1,11 @@
-"""What metal_attn_explain tells of tiles."""
+"""Launches with their tiles, by metal_attn_explain."""
 
 import torch
 
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tools.explain.ops import backward_launches
 
-# Where flash_fwd has Q, in the words of a tile.
+# The knobs of flash_fwd's tile for Q in registers, and for Q read again.
 HELD = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=1"
 AGAIN = "COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=0 KV_STAGED=1"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -20,12 +20,12 @@ def operands(head_dim=64, v_head_dim=None, lengths=(100, 100), dtype=torch.float
 
 
 def explained(op, *arguments, **options):
-    """What explains the launches of an op."""
+    """The launches of an op."""
     return extension.launches(getattr(torch.ops.metal_attn_explain, op)(*arguments, **options))
 
 
 def told(kernel, *qkv, **options):
-    """What explains a kernel."""
+    """The launch of a kernel."""
     if kernel.startswith("flash_bwd"):
         launches = backward_launches("flash_fwd", dict(zip("qkv", qkv, strict=True)) | options)
     else:

@@ -30,9 +30,9 @@ some = settings(max_examples=60, deadline=None)
 
 def numbers(launch):
     """The defines but for names of types and texts, and rows of a threadgroup."""
-    found = {name: int(n) for name, n in launch["defines"].items() if re.fullmatch(r"\d+", n)}
-    groups = found.get("SIMDGROUPS", 1) // found.get("COLUMN_SIMDGROUPS", 1)
-    return found | {"rows": 8 * found.get("ROW_FRAGMENTS", 1) * groups}
+    chosen = {name: int(n) for name, n in launch["defines"].items() if re.fullmatch(r"\d+", n)}
+    groups = chosen.get("SIMDGROUPS", 1) // chosen.get("COLUMN_SIMDGROUPS", 1)
+    return chosen | {"rows": 8 * chosen.get("ROW_FRAGMENTS", 1) * groups}
 
 
 @some
@@ -82,8 +82,8 @@ def test_threadgroup_memory_is_what_a_run_takes(q_length, options):
 )
 def test_the_table_covers_every_decode(dtype, head_dim, kv_heads, feature):
     options = specialisations.ALL_FEATURES[feature]
-    found = specialisations.decoding(dtype, head_dim, kv_heads, feature, options)
-    assert found.threads <= 1024
+    chosen = specialisations.decoding(dtype, head_dim, kv_heads, feature, options)
+    assert chosen.threads <= 1024
 
 
 @some
@@ -97,17 +97,17 @@ def test_tiles_lie_within_the_blocks_of_a_block_mask(dtype, head_dim, blocks):
     call = {"q": q, "k": k, "v": v, "captures": []}
     rows, columns = (-(-LENGTH // size) for size in blocks)
     sides = (("q", blocks[0], columns, rows), ("kv", blocks[1], rows, columns))
-    for name, size, own, others in sides:
+    for name, size, block, others in sides:
         call[f"{name}_block_size"] = size
-        call[f"{name}_num_blocks"] = torch.zeros(1, 1, own).int()
-        call[f"{name}_indices"] = torch.zeros(1, 1, own, others).int()
+        call[f"{name}_num_blocks"] = torch.zeros(1, 1, block).int()
+        call[f"{name}_indices"] = torch.zeros(1, 1, block, others).int()
     launches = explained("flex_fwd", **call)
     launches += backward_launches("flex_fwd", call)
     assert {"flash_fwd", "flash_bwd_dq", "flash_bwd_dkv"} <= {one["kernel"] for one in launches}
     for launch in launches:
-        found, sizes = numbers(launch), blocks[::-1] if "dkv" in launch["kernel"] else blocks
-        if own := found.get("BLOCK_K", found.get("BLOCK_Q")):
-            assert (sizes[0] % found["rows"], sizes[1] % own) == (0, 0)
+        chosen, sizes = numbers(launch), blocks[::-1] if "dkv" in launch["kernel"] else blocks
+        if block := chosen.get("BLOCK_K", chosen.get("BLOCK_Q")):
+            assert (sizes[0] % chosen["rows"], sizes[1] % block) == (0, 0)
 
 
 def test_the_table_is_what_the_generator_wrote():
@@ -118,10 +118,10 @@ def test_the_table_is_what_the_generator_wrote():
     rows = table.read_rows(text)
     assert table.table(rows) == text
     assert rows.keys() == candidates.NAMES.keys() | table.tensor_rows().keys()
-    for kernel, own in rows.items():
-        assert len(own) == len(set(own)) > 4
+    for kernel, block in rows.items():
+        assert len(block) == len(set(block)) > 4
         limits = candidates.knobs(kernel).values()
-        assert all(n in limit for row in own for n, limit in zip(row[-1], limits, strict=True))
+        assert all(n in limit for row in block for n, limit in zip(row[-1], limits, strict=True))
 
 
 # Options of 100 queries and 100 keys, and whether they hide a key.
@@ -139,20 +139,20 @@ BANDS = [
 
 @each_case("options, band", BANDS)
 def test_what_is_off_or_hides_nothing_is_not_compiled_in(options, band):
-    plain, found = (told("flash_fwd", *operands(), **given) for given in ({}, options))
-    assert found["defines"].get("BAND") == ("1" if band else None)
-    assert band or found == plain
+    plain, chosen = (told("flash_fwd", *operands(), **given) for given in ({}, options))
+    assert chosen["defines"].get("BAND") == ("1" if band else None)
+    assert band or chosen == plain
 
 
 @each_case("name", OLD + NEW)
 def test_m3_and_later_may_read_keys_and_values_unstaged(name, gpu):
     """Only `tune` tries it. Unknown GPUs count as the oldest one. The reason gives the row."""
     gpu(name)
-    found = told("flash_fwd", *operands(128))
-    default, *others = found["tuning"]["candidates"]
+    chosen = told("flash_fwd", *operands(128))
+    default, *others = chosen["tuning"]["candidates"]
     assert "KV_STAGED=1" in default
     assert any("KV_STAGED=0" in tile for tile in others) == (name in NEW)
     row = r"^tile chosen by the table row for 16-bit dtypes, head dims up to 128.*: at most \d+ of "
-    assert re.search(row, found["reason"])
+    assert re.search(row, chosen["reason"])
     with tiles.forced({"flash_fwd": others[0]}):
         assert "a tile of a tuned table" in told("flash_fwd", *operands(128))["reason"]

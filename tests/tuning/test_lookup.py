@@ -97,17 +97,17 @@ def test_candidates_begin_with_the_default_tile_and_can_all_run(kernel, name, gp
             qkv = operands(
                 head_dim, dtype=dtype, lengths=(1 if kernel == "flash_decode" else 64, 64)
             )
-            found = told(kernel, *qkv)
-            candidates = found["tuning"]["candidates"]
+            launch = told(kernel, *qkv)
+            candidates = launch["tuning"]["candidates"]
             assert (2 if head_dim <= 128 else 1) <= len(candidates) <= 8
             assert len(set(candidates)) == len(candidates)
-            assert found["choice"] == "default"
+            assert launch["choice"] == "default"
             for number, tile in enumerate(candidates):
                 with tiles.forced({kernel: tile}):
                     forced = told(kernel, *qkv)
                 assert forced["choice"] == "forced"
                 assert forced["threadgroup_bytes"] <= 32768
-                assert (forced["defines"] == found["defines"]) == (number == 0)
+                assert (forced["defines"] == launch["defines"]) == (number == 0)
 
 
 # Tiles that the chooser never takes for D 16 or 32: eight and two SIMD groups, and other blocks.
@@ -129,17 +129,17 @@ SHAPE = {"head_dim": 64, "lengths": (100, 100)}
 def in_use(kernel="flash_fwd", **options):
     """Puts a table in use that has another candidate for a problem; returns its defines."""
     qkv = operands(**SHAPE)
-    found = told(kernel, *qkv, **options)["tuning"]
-    tiles.use(tiles.make([(found["key"], found["candidates"][1], "tuned on this machine")]))
-    return found["candidates"][1], qkv
+    launch = told(kernel, *qkv, **options)["tuning"]
+    tiles.use(tiles.make([(launch["key"], launch["candidates"][1], "tuned on this machine")]))
+    return launch["candidates"][1], qkv
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_row_is_for_its_key_only(kernel):
     tile, qkv = in_use(kernel)
-    found = told(kernel, *qkv)
-    assert found["choice"] == "tuned on this machine"
-    assert found["tuning"]["candidates"][0] == tile
+    launch = told(kernel, *qkv)
+    assert launch["choice"] == "tuned on this machine"
+    assert launch["tuning"]["candidates"][0] == tile
     for options in ({"softcap": 2.0}, {"attn_bias": torch.zeros(1, 1, 1, 100)}):
         assert told(kernel, *qkv, **options)["choice"] == "default"
     assert told(kernel, *operands(64, lengths=(100, 3000)))["choice"] == "default"
@@ -183,20 +183,20 @@ def test_what_is_no_row(row):
 class TestExplain:
     def test_an_op(self):
         in_use(causal=True)
-        found = explain(*operands(**SHAPE), causal=True)
-        assert found.kernels["flash_fwd"].choice == "tuned on this machine"
-        assert "  tile            tuned on this machine" in str(found).splitlines()
+        launch = explain(*operands(**SHAPE), causal=True)
+        assert launch.kernels["flash_fwd"].choice == "tuned on this machine"
+        assert "  tile            tuned on this machine" in str(launch).splitlines()
         assert "  tile            default" in str(explain(*operands(**SHAPE))).splitlines()
 
 
 def test_same_table_same_bits(device):
     """And another tile has others, within the bounds that its own test has."""
     q, k, v = (x.to(device) for x in make_qkv(q_length=40, kv_length=200, head_dim=16))
-    found = told("flash_fwd", q, k, v)["tuning"]
+    launch = told("flash_fwd", q, k, v)["tuning"]
     results = []
-    default = found["candidates"][0]
+    default = launch["candidates"][0]
     for tile in (default, re.sub(r"BLOCK_K=\d+", "BLOCK_K=8", default)):
-        tiles.use(tiles.make([(found["key"], tile, "tuned on this machine")]))
+        tiles.use(tiles.make([(launch["key"], tile, "tuned on this machine")]))
         results.append([ops.flash_fwd(q, k, v)[0] for _ in range(2)])
     assert all(torch.equal(first, second) for first, second in results)
     assert not torch.equal(results[0][0], results[1][0])

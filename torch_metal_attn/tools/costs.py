@@ -43,7 +43,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the queries of one head of one sequence see.
+    """Counts of the keys that the queries of one head of one sequence see.
 
     Attributes: pairs: number of pairs of a query and a key that it sees. keys: number of keys from
         the first to the last one that some query sees.
@@ -121,8 +121,8 @@ def cost(op: str, arguments: Mapping[str, Any]) -> Cost:
     Lengths that are tensors are read, which waits for the GPU; if they have no data, every key
     counts. Raises KeyError for an op that has no formula.
     """
-    given = {name: value for name, value in arguments.items() if value is not None}
-    return _FORMULAS[op](given)
+    args = {name: value for name, value in arguments.items() if value is not None}
+    return _FORMULAS[op](args)
 
 
 def stored(tensor: Tensor) -> int:
@@ -135,8 +135,8 @@ def stored(tensor: Tensor) -> int:
 
 def row_bytes(x: Tensor, scale: Tensor | None) -> int:
     """Bytes of one row of keys or values in a cache, with the row's own scales."""
-    own = 0 if scale is None or scale.dim() < 3 else scale.shape[-1] * scale.itemsize
-    return x.shape[-1] * x.itemsize + own
+    scale_bytes = 0 if scale is None or scale.dim() < 3 else scale.shape[-1] * scale.itemsize
+    return x.shape[-1] * x.itemsize + scale_bytes
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class _Work:
         return formula(self.pairs, self.head_dim, self.v_head_dim)
 
 
-# Of the tensor arguments of the attention ops, those that the formulas count by themselves.
+# Tensor arguments of the attention ops that the formulas count separately.
 _COUNTED = frozenset(
     {"q", "k", "v", "out", "dout", "dlse", "softmax_lse", "delta", "k_scale", "v_scale"}
 )
@@ -165,7 +165,7 @@ def _has_data(tensor: Tensor) -> bool:
 
 
 def in_keys(k: Tensor, v: Tensor) -> bool:
-    """Whether v's rows are the first columns of k's, as in MLA, so that one read gives both."""
+    """True if v's rows are the first columns of k's, as in MLA, so that one read gives both."""
     if not _has_data(k):
         return v is k
     return v.data_ptr() == k.data_ptr() and v.stride() == k.stride()
@@ -178,79 +178,79 @@ def _numbers(tensor: Tensor | None) -> list[int] | None:
     return values
 
 
-def _sequences(given: dict[str, Any]) -> Iterator[tuple[int, int]]:
+def _sequences(args: dict[str, Any]) -> Iterator[tuple[int, int]]:
     """Lengths of the queries and keys of each sequence."""
-    q, k = given["q"], given["k"]
-    if "cu_seqlens_k" not in given:
-        pages = given.get("block_table")
+    q, k = args["q"], args["k"]
+    if "cu_seqlens_k" not in args:
+        pages = args.get("block_table")
         kv_length = k.shape[2] if pages is None else k.shape[2] * pages.shape[1]
-        queries = [q.shape[2]] * q.shape[0] if q.dim() == 4 else _packed_queries(given)
+        queries = [q.shape[2]] * q.shape[0] if q.dim() == 4 else _packed_queries(args)
         yield from [(length, kv_length) for length in queries]
         return
-    bounds = [_numbers(given[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
+    bounds = [_numbers(args[name]) for name in ("cu_seqlens_q", "cu_seqlens_k")]
     if bounds[0] is None or bounds[1] is None:
-        count = len(given["cu_seqlens_q"]) - 1
-        yield from [(given["max_seqlen_q"], given["max_seqlen_k"])] * count
+        count = len(args["cu_seqlens_q"]) - 1
+        yield from [(args["max_seqlen_q"], args["max_seqlen_k"])] * count
         return
     for b in range(len(bounds[0]) - 1):
         yield bounds[0][b + 1] - bounds[0][b], bounds[1][b + 1] - bounds[1][b]
 
 
-def _packed_queries(given: dict[str, Any]) -> list[int]:
+def _packed_queries(args: dict[str, Any]) -> list[int]:
     """The number of queries of each sequence."""
-    ends = _numbers(given["cu_seqlens_q"])
+    ends = _numbers(args["cu_seqlens_q"])
     if ends is None:
-        return [given.get("max_seqlen_q", 0)] * (len(given["cu_seqlens_q"]) - 1)
+        return [args.get("max_seqlen_q", 0)] * (len(args["cu_seqlens_q"]) - 1)
     return [end - begin for begin, end in pairwise(ends)]
 
 
-def _depths(given: dict[str, Any], b: int, tokens: int) -> list[int]:
-    """Of sequence b's new tokens in a tree. Without data nobody knows it: it is a chain."""
-    name = "parents" if "parents" in given else "tree_mask"
-    tree: Tensor = given[name]
+def _depths(args: dict[str, Any], b: int, tokens: int) -> list[int]:
+    """Depths of sequence b's new tokens in a tree. A tree without data counts as a chain."""
+    name = "parents" if "parents" in args else "tree_mask"
+    tree: Tensor = args[name]
     if not tokens or not _has_data(tree):
         return [*range(tokens)]
-    if "cu_seqlens_q" in given:
-        first = int(given["cu_seqlens_q"][b])
+    if "cu_seqlens_q" in args:
+        first = int(args["cu_seqlens_q"][b])
         tree = tree[first : first + tokens]
         tree = tree[:, :tokens] if name == "tree_mask" else tree
     shown = tree_rows(*((tree, None) if name == "parents" else (None, tree)))
     assert shown is not None
-    found: list[int] = depths(shown)[b % len(shown)].tolist()
-    return found
+    depths_of_tree: list[int] = depths(shown)[b % len(shown)].tolist()
+    return depths_of_tree
 
 
 _VISIBILITY = ("causal", "window_size_left", "window_size_right", "attention_chunk", "q_offset")
 
 
-def _work(given: dict[str, Any]) -> _Work:
-    q, k, v = given["q"], given["k"], given["v"]
+def _work(args: dict[str, Any]) -> _Work:
+    q, k, v = args["q"], args["k"], args["v"]
     heads, kv_heads = q.shape[1], k.shape[1]
-    options = {name: given[name] for name in _VISIBILITY if name in given}
-    is_tree = "parents" in given or "tree_mask" in given
+    options = {name: args[name] for name in _VISIBILITY if name in args}
+    is_tree = "parents" in args or "tree_mask" in args
     if is_tree:
         options |= {"causal": True}
-    used, padding = (_numbers(given.get(name)) for name in ("seqused_k", "leftpad_k"))
-    found: dict[tuple[int, ...], Seen] = {}
+    used, padding = (_numbers(args.get(name)) for name in ("seqused_k", "leftpad_k"))
+    counts: dict[tuple[int, ...], Seen] = {}
     pairs = keys = 0
-    for b, (q_length, kv_length) in enumerate(_sequences(given)):
+    for b, (q_length, kv_length) in enumerate(_sequences(args)):
         length = kv_length if used is None else used[b]
         first = 0 if padding is None else padding[b]
         sizes = (q_length, kv_length, length, first)
-        if sizes not in found:
-            found[sizes] = seen(q_length, kv_length, **options, seqused_k=length, leftpad_k=first)
-        keys += found[sizes].keys * kv_heads
+        if sizes not in counts:
+            counts[sizes] = seen(q_length, kv_length, **options, seqused_k=length, leftpad_k=first)
+        keys += counts[sizes].keys * kv_heads
         if not is_tree:
-            pairs += found[sizes].pairs * heads
+            pairs += counts[sizes].pairs * heads
             continue
         # A token sees as many keys as one that stands at its depth in a chain.
-        for depth in _depths(given, b, q_length):
+        for depth in _depths(args, b, q_length):
             end = length - q_length + depth + 1
             pairs += seen(1, kv_length, **options, seqused_k=end, leftpad_k=first).pairs * heads
-    pairs = round(pairs * listed_share(given))
-    if "indices" in given:
-        pairs, keys = _listed(given, keys)
-    scales = given.get("k_scale"), given.get("v_scale")
+    pairs = round(pairs * listed_share(args))
+    if "indices" in args:
+        pairs, keys = _listed(args, keys)
+    scales = args.get("k_scale"), args.get("v_scale")
     by_row = row_bytes(k, scales[0]) + (0 if in_keys(k, v) else row_bytes(v, scales[1]))
     by_head = sum(scale.nbytes for scale in scales if scale is not None and scale.dim() < 3)
     return _Work(
@@ -261,31 +261,31 @@ def _work(given: dict[str, Any]) -> _Work:
         v_head_dim=columns(v, scales[1]),
         other_bytes=sum(
             stored(value)
-            for name, value in given.items()
+            for name, value in args.items()
             if isinstance(value, Tensor) and name not in _COUNTED
         )
-        + sum(stored(tensor) for tensor in given.get("captures", ())),
+        + sum(stored(tensor) for tensor in args.get("captures", ())),
     )
 
 
-def listed_share(given: Mapping[str, Any]) -> float:
+def listed_share(args: Mapping[str, Any]) -> float:
     """The share of a BlockMask's blocks that its lists hold; 1 without lists, or without data."""
-    counts = given.get("kv_num_blocks")
+    counts = args.get("kv_num_blocks")
     if counts is None or not _has_data(counts):
         return 1.0
-    full = given.get("full_kv_num_blocks")
-    blocks = -(-given["k"].shape[2] // given["kv_block_size"])
+    full = args.get("full_kv_num_blocks")
+    blocks = -(-args["k"].shape[2] // args["kv_block_size"])
     share = counts.double().mean() + (0.0 if full is None else full.double().mean())
     return float(share) / blocks if counts.numel() and blocks else 0.0
 
 
-def _listed(given: Mapping[str, Any], keys: int) -> tuple[int, int]:
+def _listed(args: Mapping[str, Any], keys: int) -> tuple[int, int]:
     """Pairs of all heads, and rows of all KV heads of which there are `keys`, by `indices`."""
-    q, indices = given["q"], given["indices"]
-    batch = 1 if "cu_seqlens_q" in given else q.shape[0]
-    shared = batch * given["k"].shape[1] / max(indices.shape[:2].numel(), 1)
-    block, rows = given.get("kv_block_size", 1), _rows(q) / max(indices.shape[:3].numel(), 1)
-    ends = _numbers(given.get("cu_seqlens_q", torch.tensor([0, indices.shape[2]])))
+    q, indices = args["q"], args["indices"]
+    batch = 1 if "cu_seqlens_q" in args else q.shape[0]
+    shared = batch * args["k"].shape[1] / max(indices.shape[:2].numel(), 1)
+    block, rows = args.get("kv_block_size", 1), _rows(q) / max(indices.shape[:3].numel(), 1)
+    ends = _numbers(args.get("cu_seqlens_q", torch.tensor([0, indices.shape[2]])))
     if not _has_data(indices) or ends is None:
         return round(indices.numel() * block * rows), keys
     by_sequence = (indices[:, :, a:b].flatten(0, 1).flatten(1) for a, b in pairwise(ends))
@@ -299,68 +299,68 @@ def _rows(q: Tensor) -> int:
     return q.shape[:-1].numel()
 
 
-def _forward(given: dict[str, Any]) -> Cost:
-    q, work = given["q"], _work(given)
+def _forward(args: dict[str, Any]) -> Cost:
+    q, work = args["q"], _work(args)
     out = _rows(q) * work.v_head_dim * q.itemsize
     moved = q.nbytes + work.key_bytes + work.other_bytes + out + _rows(q) * _STATISTIC
     return Cost(work.flops(attention_flops), moved)
 
 
-def _backward(given: dict[str, Any]) -> Cost:
-    q, k, v, work = given["q"], given["k"], given["v"], _work(given)
+def _backward(args: dict[str, Any]) -> Cost:
+    q, k, v, work = args["q"], args["k"], args["v"], _work(args)
     out = _rows(q) * work.v_head_dim * q.itemsize
     # out, dout, softmax_lse and dlse are read, delta written.
-    statistics = (3 if "dlse" in given else 2) * _rows(q) * _STATISTIC
+    statistics = (3 if "dlse" in args else 2) * _rows(q) * _STATISTIC
     read = q.nbytes + work.key_bytes + work.other_bytes + 2 * out
     written = q.nbytes + k.nbytes + v.nbytes
     return Cost(work.flops(gradient_flops), read + statistics + written)
 
 
-def _score_gradients(given: dict[str, Any], result: int) -> Cost:
+def _score_gradients(args: dict[str, Any], result: int) -> Cost:
     """Kernels that compute scores and dP again, and sum the gradients of the scores."""
-    q, work = given["q"], _work(given)
+    q, work = args["q"], _work(args)
     dout = _rows(q) * work.v_head_dim * q.itemsize
     read = q.nbytes + work.key_bytes + work.other_bytes + dout + 2 * _rows(q) * _STATISTIC
     return Cost(work.flops(attention_flops), read + result)
 
 
 def _gradient_of(*names: str) -> Callable[[dict[str, Any]], Cost]:
-    """The formula of the gradient of the first of these arguments that is given."""
-    return lambda given: _score_gradients(
-        given, next((given[name].nbytes for name in names if name in given), 0)
+    """The formula of the gradient of the first of these arguments that is present."""
+    return lambda args: _score_gradients(
+        args, next((args[name].nbytes for name in names if name in args), 0)
     )
 
 
-def _captures_gradient(given: dict[str, Any]) -> Cost:
+def _captures_gradient(args: dict[str, Any]) -> Cost:
     """One kernel for each load of a captured tensor that has a gradient."""
-    loaded = [given["captures"][i] for i in given.get("share_captures", ())]
-    return sum((_score_gradients(given, x.numel() * _STATISTIC) for x in loaded), start=Cost(0, 0))
+    loaded = [args["captures"][i] for i in args.get("share_captures", ())]
+    return sum((_score_gradients(args, x.numel() * _STATISTIC) for x in loaded), start=Cost(0, 0))
 
 
-def _append(given: dict[str, Any]) -> Cost:
+def _append(args: dict[str, Any]) -> Cost:
     """Reads new rows and writes them in the cache's format; with tables it rotates q in place."""
     moved = 0
-    for name in ("k",) if in_keys(given["k_cache"], given["v_cache"]) else ("k", "v"):
-        new, cache = given[name], given[f"{name}_cache"]
-        moved += new.nbytes + _rows(new) * row_bytes(cache, given.get(f"{name}_scale"))
-    if "q" in given and "rotary_cos" in given:
-        moved += 2 * given["q"].nbytes
+    for name in ("k",) if in_keys(args["k_cache"], args["v_cache"]) else ("k", "v"):
+        new, cache = args[name], args[f"{name}_cache"]
+        moved += new.nbytes + _rows(new) * row_bytes(cache, args.get(f"{name}_scale"))
+    if "q" in args and "rotary_cos" in args:
+        moved += 2 * args["q"].nbytes
     # Each new token has its own row of the tables; packed rows are tokens.
-    tokens = len(given["k"]) * (given["k"].shape[2] if given["k"].dim() == 4 else 1)
-    tables = [given[name] for name in ("rotary_cos", "rotary_sin") if name in given]
+    tokens = len(args["k"]) * (args["k"].shape[2] if args["k"].dim() == 4 else 1)
+    tables = [args[name] for name in ("rotary_cos", "rotary_sin") if name in args]
     moved += sum(min(table.nbytes, _table_bytes(table, tokens, 1)) for table in tables)
     return Cost(0, moved)
 
 
-def _step(given: dict[str, Any]) -> Cost:
+def _step(args: dict[str, Any]) -> Cost:
     """`append_kv`, then attention to what the cache holds; q is rotated on the way."""
-    append = _append({name: value for name, value in given.items() if name != "q"})
+    append = _append({name: value for name, value in args.items() if name != "q"})
     apart = {"k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin", "cache_seqlens"}
-    ends = given.get("cu_seqlens_k_new", given.get("cu_seqlens_q"))
-    attention = {name: value for name, value in given.items() if name not in apart}
-    attention |= {"k": given["k_cache"], "v": given["v_cache"]}
-    new = given["k"].shape[2] if ends is None else ends.diff()
-    attention["seqused_k"] = given["cache_seqlens"] + new
+    ends = args.get("cu_seqlens_k_new", args.get("cu_seqlens_q"))
+    attention = {name: value for name, value in args.items() if name not in apart}
+    attention |= {"k": args["k_cache"], "v": args["v_cache"]}
+    new = args["k"].shape[2] if ends is None else ends.diff()
+    attention["seqused_k"] = args["cache_seqlens"] + new
     return append + _forward(attention)
 
 
@@ -368,52 +368,52 @@ def _table_bytes(table: Tensor, length: int, batch: int) -> int:
     return batch * length * table.shape[-1] * table.itemsize
 
 
-def _rope_in_place(given: dict[str, Any]) -> Cost:
+def _rope_in_place(args: dict[str, Any]) -> Cost:
     """Columns that are not rotated are neither read nor written."""
-    columns = 2 * given["cos"].shape[-1]
-    return _rope(given | {x: given[x][..., :columns] for x in ("q", "k") if x in given})
+    columns = 2 * args["cos"].shape[-1]
+    return _rope(args | {x: args[x][..., :columns] for x in ("q", "k") if x in args})
 
 
-def _rope(given: dict[str, Any]) -> Cost:
-    q = given["q"]
-    moved = sum(2 * given[name].nbytes for name in ("q", "k") if name in given)
+def _rope(args: dict[str, Any]) -> Cost:
+    q = args["q"]
+    moved = sum(2 * args[name].nbytes for name in ("q", "k") if name in args)
     # Sequences at one offset have the same rows.
-    alone = "positions" in given or "seqlen_offsets" in given
+    alone = "positions" in args or "seqlen_offsets" in args
     for name in ("cos", "sin"):
-        rows = _table_bytes(given[name], q.shape[2], q.shape[0] if alone else 1)
-        moved += min(given[name].nbytes, rows)
-    moved += sum(stored(given[name]) for name in ("positions", "seqlen_offsets") if name in given)
+        rows = _table_bytes(args[name], q.shape[2], q.shape[0] if alone else 1)
+        moved += min(args[name].nbytes, rows)
+    moved += sum(stored(args[name]) for name in ("positions", "seqlen_offsets") if name in args)
     return Cost(0, moved)
 
 
-def _rope_tables(given: dict[str, Any]) -> Cost:
-    inv_freq, positions = given["inv_freq"], given["positions"]
-    element = given.get("dtype", torch.float32).itemsize
+def _rope_tables(args: dict[str, Any]) -> Cost:
+    inv_freq, positions = args["inv_freq"], args["positions"]
+    element = args.get("dtype", torch.float32).itemsize
     tables = 2 * positions.numel() * inv_freq.shape[-1] * element
     return Cost(0, inv_freq.nbytes + positions.nbytes + tables)
 
 
-def _causal_mask(given: dict[str, Any]) -> Cost:
+def _causal_mask(args: dict[str, Any]) -> Cost:
     """Only masked elements are written."""
-    scores = given["scores"]
+    scores = args["scores"]
     q_length, kv_length = scores.shape[-2:]
     hidden = q_length * kv_length - (
-        seen(q_length, kv_length, causal=True, q_offset=given.get("q_offset", 0)).pairs
+        seen(q_length, kv_length, causal=True, q_offset=args.get("q_offset", 0)).pairs
     )
     return Cost(0, scores.shape[:-2].numel() * hidden * scores.itemsize)
 
 
-def _merge_splits(given: dict[str, Any]) -> Cost:
-    out, lse = given["partial_out"], given["partial_lse"]
+def _merge_splits(args: dict[str, Any]) -> Cost:
+    out, lse = args["partial_out"], args["partial_lse"]
     rows = out.shape[:3].numel()
-    element = given.get("out_dtype", torch.float32).itemsize
+    element = args.get("out_dtype", torch.float32).itemsize
     merged = rows * (out.shape[-1] * element + _STATISTIC)
-    sink = given.get("learnable_sink")
+    sink = args.get("learnable_sink")
     return Cost(0, out.nbytes + lse.nbytes + merged + (0 if sink is None else sink.nbytes))
 
 
-def _copy_pages(given: dict[str, Any]) -> Cost:
-    cache, src = given["cache"], given["src"]
+def _copy_pages(args: dict[str, Any]) -> Cost:
+    cache, src = args["cache"], args["src"]
     page = cache.shape[1:].numel() * cache.itemsize
     return Cost(0, 2 * src.numel() * page + 2 * src.nbytes)
 
@@ -427,9 +427,9 @@ def scaled(value: float) -> str:
     return f"{value:.3g}{prefix}"
 
 
-def _index_scores(given: dict[str, Any]) -> Cost:
-    q, k, weights = (given[name] for name in ("q", "k", "weights"))
-    limits = {name: given[name] for name in ("causal", "q_offset") if name in given}
+def _index_scores(args: dict[str, Any]) -> Cost:
+    q, k, weights = (args[name] for name in ("q", "k", "weights"))
+    limits = {name: args[name] for name in ("causal", "q_offset") if name in args}
     pairs = seen(q.shape[2], k.shape[1], **limits).pairs
     scores = q.shape[0] * q.shape[2] * k.shape[1]
     flops = attention_flops(q.shape[0] * q.shape[1] * pairs, q.shape[3], 0)
@@ -449,11 +449,11 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], Cost]] = {
     "rope_": _rope_in_place,
     "rope_tables": _rope_tables,
     "index_scores": _index_scores,
-    **dict.fromkeys(("softmax", "softmax_"), lambda given: Cost(0, 2 * given["x"].nbytes)),
+    **dict.fromkeys(("softmax", "softmax_"), lambda args: Cost(0, 2 * args["x"].nbytes)),
     "apply_causal_mask_": _causal_mask,
     **dict.fromkeys(
         ("merge_state", "merge_state_"),
-        lambda given: Cost(0, 3 * (given["out_a"].nbytes + given["lse_a"].nbytes)),
+        lambda args: Cost(0, 3 * (args["out_a"].nbytes + args["lse_a"].nbytes)),
     ),
     "merge_splits": _merge_splits,
     "append_kv": _append,

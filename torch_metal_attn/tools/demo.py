@@ -100,7 +100,7 @@ def _each_way(model: Any, device: torch.device, run: Callable[[Any], Any]) -> tu
     enable(model)
     start = time.perf_counter()
     with record_routes() as routes:
-        found = run(model)
+        ours = run(model)
     plain, compact, dense = (
         sum(counter.values()) for counter in (routes.plain, routes.compact, routes.dense)
     )
@@ -109,7 +109,7 @@ def _each_way(model: Any, device: torch.device, run: Callable[[Any], Any]) -> tu
         f"{dense} with a dense mask"
     )
     _say(f"Time: {time.perf_counter() - start:.2f} s, kernel compilation included")
-    return [exact, eager, found], routes
+    return [exact, eager, ours], routes
 
 
 def demo_embeddings(device: torch.device) -> bool:
@@ -170,7 +170,7 @@ def demo_generation(device: torch.device) -> bool:
     ways, routes = _each_way(model, device, generate)
     tokens, logits = zip(*ways, strict=True)
     _print_both(tokens, "d")
-    # Where two logits are as near as their errors, either may be chosen, and the texts differ.
+    # If two logits are as near as their errors, either may be chosen, and the texts differ.
     alike = sum((tokens[0] == other).cumprod(0) for other in tokens[1:]) == 2
     steps = min(int(alike.sum()) + 1, NEW_TOKENS)
     return _judge([x[:steps] for x in logits], not routes.dense)
@@ -211,10 +211,10 @@ def _print_both(ways: Sequence[Tensor], form: str) -> None:
 
 def _judge(ways: Sequence[Tensor], others: bool) -> bool:
     """Print and return whether the error is allowed (docs/numerics.md), and `others` holds."""
-    exact, eager, found = ways
+    exact, eager, ours = ways
     exact = exact.double()  # generate rounds its logits to float32
     of_eager = worst_of([(eager, exact)])
-    measure = near("the result", found, exact, of_eager)
+    measure = near("the result", ours, exact, of_eager)
     ok = measure.ok and others
     print(
         f"Error against float64: {measure.error:.1e} (allowed {measure.bound:.1e}; eager attention "

@@ -45,9 +45,9 @@ def _square(length: int, heads: int, head_dim: int, dtype: str, **options: Any) 
     return Shape("forward", 1, heads, heads, length, length, head_dim, dtype, **options)
 
 
-def _language(dtype: str, training: Iterable[int] = (), **heads: int) -> list[Shape]:
+def _language(dtype: str, training: Iterable[int] = (), **heads: Any) -> list[Shape]:
     """Prompts, decoding and training of a model."""
-    causal: dict[str, Any] = {"causal": True, "dtype": dtype, **heads}
+    causal = {"causal": True, "dtype": dtype, **heads}
     return [
         *(Shape("forward", length=n, kv_length=n, **causal) for n in _LENGTHS),
         *(Shape("decode", length=1, kv_length=n, dtype=dtype, **heads) for n in _CACHES),

@@ -128,7 +128,7 @@ def loaded() -> Loaded:
 
 
 def this_machine() -> Machine:
-    """What a table must be for to be used here. Without a GPU it is for the simulator."""
+    """The machine that a table must be for to be used here: the simulator without a GPU."""
     name, cores = "the simulator", "unknown"
     if mps.available():
         if hasattr(torch.backends.mps, "get_name"):

@@ -50,16 +50,16 @@ def memory(shape: Shape) -> Bytes:
     return Bytes(shape, training.total, tensors + scores * torch.float32.itemsize)
 
 
-def row(found: Bytes) -> tuple[str, ...]:
+def row(one: Bytes) -> tuple[str, ...]:
     """A row of the table that is printed."""
-    sizes = (f"{scaled(size)}B" for size in (found.ours, found.torch))
-    return f"{found.shape.length} x {found.shape.kv_length}", *sizes
+    sizes = (f"{scaled(size)}B" for size in (one.ours, one.torch))
+    return f"{one.shape.length} x {one.shape.kv_length}", *sizes
 
 
-def plots(found: Sequence[Bytes]) -> list[str]:
+def plots(members: Sequence[Bytes]) -> list[str]:
     """An SVG picture of each series, by the number of queries: with as many keys, or with some."""
     series: dict[tuple[str, int], list[Bytes]] = {}
-    for one in sorted(found, key=lambda one: one.shape.length):
+    for one in sorted(members, key=lambda one: one.shape.length):
         shape = one.shape
         keys = 0 if shape.kv_length == shape.length else shape.kv_length
         series.setdefault((shape.series, keys), []).append(one)
@@ -75,10 +75,10 @@ def _words(shape: Shape) -> str:
     return f"One layer, batch {shape.batch}, {heads}, {shape.dtype}{seen}"
 
 
-def _plot(found: Sequence[Bytes]) -> str:
-    title = _words(found[0].shape)
-    lengths = [one.shape.length for one in found]
-    sizes = [size for one in found for size in (one.ours, one.torch)]
+def _plot(members: Sequence[Bytes]) -> str:
+    title = _words(members[0].shape)
+    lengths = [one.shape.length for one in members]
+    sizes = [size for one in members for size in (one.ours, one.torch)]
     low = floor(log10(min(sizes)))
     high = max(low + 1, ceil(log10(max(sizes))))
 
@@ -110,8 +110,8 @@ def _plot(found: Sequence[Bytes]) -> str:
     middle = (_LEFT + _RIGHT) // 2
     parts.append(f'<text x="{middle}" y="{_BOTTOM + 42}" text-anchor="middle">tokens</text>')
     lines = (
-        ("PyTorch on mps", "at least ", _TORCH, [one.torch for one in found]),
-        ("torch_metal_attn", "", _OURS, [one.ours for one in found]),
+        ("PyTorch on mps", "at least ", _TORCH, [one.torch for one in members]),
+        ("torch_metal_attn", "", _OURS, [one.ours for one in members]),
     )
     for name, bound, colour, values in lines:
         points = [(f"{x(n):.1f}", f"{y(v):.1f}") for n, v in zip(lengths, values, strict=True)]

@@ -1,4 +1,4 @@
-"""What a call of `flex_attention` would run: the texts, and how many blocks are skipped."""
+"""The kernels of a call of `flex_attention`, and the share of skipped blocks."""
 
 import dataclasses
 from typing import Any
@@ -13,13 +13,15 @@ def explain_flex(*arguments: Any, backward: bool = False, **options: Any) -> Exp
     """`torch_metal_attn.explain` of `flex_attention`. The functions are traced."""
     try:
         call = planned(*arguments, **options)
-        given = call.options(backward)
+        options = call.options(backward)
     except (IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return Explanation(op="flex_fwd", refusal=str(error))
-    found = explain_op("flex_fwd", call.operands, given, backward=backward)
-    if found.refusal is not None:
-        return dataclasses.replace(found, refusal=NAMES.text(found.refusal))
+    explanation = explain_op("flex_fwd", call.operands, options, backward=backward)
+    if explanation.refusal is not None:
+        return dataclasses.replace(explanation, refusal=NAMES.text(explanation.refusal))
     if call.blocks is None:
-        return found
-    skipped = 1 - costs.listed_share({"k": call.key} | given)
-    return dataclasses.replace(found, reason=f"{skipped:.1%} of the blocks skipped; {found.reason}")
+        return explanation
+    skipped = 1 - costs.listed_share({"k": call.key} | options)
+    return dataclasses.replace(
+        explanation, reason=f"{skipped:.1%} of the blocks skipped; {explanation.reason}"
+    )

@@ -1,4 +1,4 @@
-"""What every attention of a model would run, found by running the model without kernels."""
+"""Explains every attention of a model, by running the model without kernels."""
 
 import dataclasses
 import os
@@ -75,7 +75,7 @@ def explain_model(
 
 
 def _is_ours(error: Exception) -> bool:
-    """Whether this package raised it, and not the model or model code that the package called."""
+    """True if this package raised it, and not the model or model code that the package called."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and frames[-1].filename.startswith(_PACKAGE)
 
@@ -148,11 +148,11 @@ class _Recorder(TorchDispatchMode):
 
     def _explain(self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         explanation = explain_op(name, args, kwargs)
-        given = bound(name, args, kwargs)
-        keys = given.get("k", given.get("k_cache"))
-        tensors = [given[n] for n in ("q",) if n in given] or [args[0]]
+        by_name = bound(name, args, kwargs)
+        keys = by_name.get("k", by_name.get("k_cache"))
+        tensors = [by_name[n] for n in ("q",) if n in by_name] or [args[0]]
         if isinstance(keys, Tensor):
-            tensors.append(given.get("k_cache", keys))
+            tensors.append(by_name.get("k_cache", keys))
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         copied, self._copied = self._copied, []
         notes, self._notes = tuple(self._notes), []
@@ -163,7 +163,7 @@ class _Recorder(TorchDispatchMode):
         layer = self._layers[-1]
         self.rows.append(LayerCall(layer, name, shapes, explanation, "", cost, words, notes))
         if explanation.refusal is not None:
-            return _refused_result(name, given, explanation.refusal)
+            return _refused_result(name, by_name, explanation.refusal)
         return blank_result(func, args, kwargs)
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -204,17 +204,17 @@ def _sdpa_cost(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cost
     """The cost of torch's fused attention, with the op's own argument names."""
     schema = getattr(torch.ops.aten, name).default._schema
     names = [argument.name for argument in schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    q, k, v = (given.get(key) for key in ("query", "key", "value"))
+    by_name = dict(zip(names, args, strict=False)) | kwargs
+    q, k, v = (by_name.get(key) for key in ("query", "key", "value"))
     if not all(isinstance(t, Tensor) and t.dim() == _ATTENTION_DIMS for t in (q, k, v)):
         return None
-    mask = given.get("attn_mask", given.get("attn_bias"))
-    visible = {"causal": bool(given.get("is_causal")), "q_offset": 0, "attn_mask": mask}
+    mask = by_name.get("attn_mask", by_name.get("attn_bias"))
+    visible = {"causal": bool(by_name.get("is_causal")), "q_offset": 0, "attn_mask": mask}
     return costs.cost("flash_fwd", {"q": q, "k": k, "v": v} | visible)
 
 
 def blank_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the op would return, filled with zeros; arguments that it returns are not changed."""
+    """The op's result, filled with zeros; arguments that it returns are not changed."""
     originals: dict[int, Tensor] = {}
     with FakeTensorMode() as mode:
 
@@ -240,9 +240,9 @@ def blank_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return tree_map(real, result)
 
 
-def _refused_result(name: str, given: dict[str, Any], refusal: str) -> tuple[Tensor, Tensor]:
+def _refused_result(name: str, by_name: dict[str, Any], refusal: str) -> tuple[Tensor, Tensor]:
     """A result for a refused attention, so that the model goes on to its other layers."""
-    q, v = given.get("q"), given.get("v_cache", given.get("v"))
+    q, v = by_name.get("q"), by_name.get("v_cache", by_name.get("v"))
     if not name.endswith(("fwd", "decode", "step")) or not isinstance(q, Tensor) or q.dim() < 3:
         raise ValueError(refusal)
     columns = v.shape[-1] if isinstance(v, Tensor) and v.dim() else q.shape[-1]

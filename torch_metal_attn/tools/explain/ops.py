@@ -1,4 +1,4 @@
-"""What a call of an op would run, or why it would be refused, without running it.
+"""Explains a call of an op without running it: its kernels, or why it would be refused.
 
 For training, also what its backward would run and the memory that a step would take.
 """
@@ -50,7 +50,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Training:
-    """What a forward and its backward run and hold, in plain data.
+    """The kernels and the memory of a forward and its backward, in plain data.
 
     Attributes: kernels: those of the backward that compute gradients, by their names. inputs: bytes
         of q, k, v, dout and of the options that are tensors, by name, broadcast ones whole.
@@ -77,7 +77,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What one call of an op would run, in plain data, or why it would be refused.
+    """The kernels of one call of an op, in plain data, or why it would be refused.
 
     Attributes: op: its name in `torch.ops.metal_attn`. backend: "mps" or "simulator", which run the
         kernels; "reference" for CPU tensors while the simulator is off, which has the same result
@@ -179,17 +179,17 @@ def short_name(op: Any) -> str | None:
 
 
 def bound(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """The op's arguments by name, without those that were not given.
+    """The op's arguments by name, without the missing ones.
 
-    Numbers are Python's, also where the op was given NumPy's or a tensor of one element.
+    Numbers are Python's, also for numbers of NumPy and tensors of one element.
     """
     schema = getattr(torch.ops.metal_attn, name).default._schema
     names = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     numbers = {one.name for one in schema.arguments if "Tensor" not in str(one.type)}
-    given = dict(zip(names, arguments, strict=False)) | options
+    by_name = dict(zip(names, arguments, strict=False)) | options
     return {
         one: as_python_number(one, value) if one in numbers else value
-        for one, value in given.items()
+        for one, value in by_name.items()
     }
 
 
@@ -211,7 +211,7 @@ def explain_op(
     op = recording_op(name)
     if op is None:
         raise TypeError(f"metal_attn::{name} cannot be explained: it runs no kernel of its own")
-    given = bound(name, arguments, options)
+    by_name = bound(name, arguments, options)
     try:
         with as_value_errors():
             try:
@@ -220,58 +220,60 @@ def explain_op(
                 refuse_dtensors(op, arguments, options)
                 if isinstance(error, ValueError):
                     raise
-                _check_names(name, given)
-                for argument, value in given.items():
+                _check_names(name, by_name)
+                for argument, value in by_name.items():
                     if isinstance(value, Tensor):
                         refuse_layout(argument, value)
                 ArgumentNames().check_types(op, arguments, options)
                 raise
             launches = extension.launches(recorded)
-            of_backward = backward_launches(name, given) if backward else []
+            of_backward = backward_launches(name, by_name) if backward else []
     except (TypeError, ValueError, NotImplementedError) as error:
         return Explanation(op=name, refusal=str(error))
     reasons = [one["reason"] for one in launches if one.get("reason") and "bwd" not in name]
     return Explanation(
         op=name,
-        backend=_backend(given),
+        backend=_backend(by_name),
         kernels=_kernels(launches, of_gradients="bwd" in name),
         reason=reasons[0] if reasons else "" if launches else _NOTHING,
-        cost=costs.cost(name, given),
-        training=_training(of_backward, name, given) if backward else None,
+        cost=costs.cost(name, by_name),
+        training=_training(of_backward, name, by_name) if backward else None,
     )
 
 
-def _check_names(name: str, given: dict[str, Any]) -> None:
-    """Raise TypeError unless all arguments are the op's, and those that it needs are given."""
+def _check_names(name: str, by_name: dict[str, Any]) -> None:
+    """Raise TypeError unless all arguments are the op's, and none that it needs is missing."""
     schema = getattr(torch.ops.metal_attn, name).default._schema.arguments
-    unknown = [one for one in given if one not in {argument.name for argument in schema}]
-    missing = [one.name for one in schema if not one.has_default_value() and one.name not in given]
+    unknown = [one for one in by_name if one not in {argument.name for argument in schema}]
+    missing = [
+        one.name for one in schema if not one.has_default_value() and one.name not in by_name
+    ]
     for names, problem in ((unknown, "has no argument"), (missing, "needs an argument")):
         if names:
             raise TypeError(f"metal_attn::{name} {problem} {', '.join(names)}")
 
 
-def backward_launches(name: str, given: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the backward of a forward op would launch, before there is anything to differentiate."""
-    q, v = given["q"], given["v"]
+def backward_launches(name: str, by_name: dict[str, Any]) -> list[dict[str, Any]]:
+    """The launches of a forward op's backward, before there is anything to differentiate."""
+    q, v = by_name["q"], by_name["v"]
     out = q.new_empty((*q.shape[:-1], v.shape[-1]), device="meta")
     rows = q.shape[:-1][::-1] if q.dim() == 3 else q.shape[:-1]
     lse = out.new_empty(rows, dtype=torch.float32)
     backward = name.removesuffix("fwd") + "bwd"
-    forward = {"dout": out, "softmax_lse": lse} | given
+    forward = {"dout": out, "softmax_lse": lse} | by_name
     exact = {"exact_delta": True} if backward != "flex_bwd" else {}
     op = recording_op(backward)
     with extension.meta_passes():
         launches = extension.launches(op(**forward, out=out, dlse=None, **exact))
-        if given.get("shares"):
-            normalisers = lse if flash_bwd.normalised(q, given) else None
+        if by_name.get("shares"):
+            normalisers = lse if flash_bwd.normalised(q, by_name) else None
             op = recording_op("flex_bwd_captures")
             launches += extension.launches(op(**forward, delta=lse, normalisers=normalisers))
     return launches
 
 
-def _backend(given: dict[str, Any]) -> str:
-    device = next(value.device for value in given.values() if isinstance(value, Tensor))
+def _backend(by_name: dict[str, Any]) -> str:
+    device = next(value.device for value in by_name.values() if isinstance(value, Tensor))
     if device.type != "cpu":
         return "mps"
     return "simulator" if session.active() else "reference"
@@ -304,22 +306,22 @@ def _parts(splits: int, tensors: dict[str, Tensor]) -> dict[str, int]:
     return {f"d{name}_parts": tensors[name].numel() * size for name in "kv"}
 
 
-def _training(launches: list[dict[str, Any]], name: str, given: dict[str, Any]) -> Training:
-    q, v = given["q"], given["v"]
+def _training(launches: list[dict[str, Any]], name: str, by_name: dict[str, Any]) -> Training:
+    q, v = by_name["q"], by_name["v"]
     rows = q.shape[:-1].numel()
     out = rows * v.shape[-1] * q.itemsize
     statistics = ["softmax_lse", "delta", "rounded_delta"]  # with a number a row
-    statistics += ["normalisers"] if flash_bwd.normalised(q, given) else []
-    tensors = {name: given[name] for name in ("q", "k", "v")}
-    inputs = {name: value.nbytes for name, value in given.items() if isinstance(value, Tensor)}
-    inputs |= {f"captures[{i}]": x.nbytes for i, x in enumerate(given.get("captures", ()))}
+    statistics += ["normalisers"] if flash_bwd.normalised(q, by_name) else []
+    tensors = {name: by_name[name] for name in ("q", "k", "v")}
+    inputs = {name: value.nbytes for name, value in by_name.items() if isinstance(value, Tensor)}
+    inputs |= {f"captures[{i}]": x.nbytes for i, x in enumerate(by_name.get("captures", ()))}
     head_splits = max((one.get("head_splits", 1) for one in launches), default=1)
     copies = sum(one["written_bytes"] for one in launches if "share" in one)
     lists = [one["written_bytes"] for one in launches if one["kernel"] == "mask_blocks"]
     mask_blocks = max(lists, default=0)
-    cost = costs.cost(f"{name.removesuffix('fwd')}bwd", given)
-    if "shares" in given:
-        cost += costs.cost("flex_bwd_captures", given)
+    cost = costs.cost(f"{name.removesuffix('fwd')}bwd", by_name)
+    if "shares" in by_name:
+        cost += costs.cost("flex_bwd_captures", by_name)
     return Training(
         kernels=_kernels(launches, of_gradients=True),
         inputs=inputs | {"dout": out},

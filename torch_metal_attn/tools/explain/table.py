@@ -94,7 +94,7 @@ def _line(alike: list[LayerCall]) -> tuple[tuple[str, ...], list[str]]:
 
 def _layers(paths: list[str]) -> str:
     """One path for all of them, with their numbers as ranges: model.layers.{0-31}.self_attn."""
-    numbers = [[int(found) for found in _NUMBER.findall(path)] for path in paths]
+    numbers = [[int(number) for number in _NUMBER.findall(path)] for path in paths]
     ranges = iter([_ranges(sorted(set(position))) for position in zip(*numbers, strict=True)])
     return _NUMBER.sub(lambda _: next(ranges), paths[0])
 

@@ -93,8 +93,8 @@ def fuzz(options: argparse.Namespace) -> bool:
         indices = range(options.case, options.case + 1)
     with best_device(check=True) as device:
         described = machine.describe(device)
-    found = Report(described, seed)
-    found.write(options.out)  # fails now if the path is wrong, not after an hour
+    results = Report(described, seed)
+    results.write(options.out)  # fails now if the path is wrong, not after an hour
     print(f"Fuzzing on {described['backend']}, seed {seed}", flush=True)
     start = time.monotonic()
     seconds = 60 * options.minutes
@@ -108,28 +108,28 @@ def fuzz(options: argparse.Namespace) -> bool:
             case_seconds=options.case_seconds,
             ends=start + seconds,
         ):
-            found.seconds = time.monotonic() - start
+            results.seconds = time.monotonic() - start
             if ran is None:
                 continue
-            found.add(ran)
-            minute = int(found.seconds // 60) + 1
-            progress.step(f"minute {minute}", f"{len(found.failures)} failed, {ran.case.call}")
+            results.add(ran)
+            minute = int(results.seconds // 60) + 1
+            progress.step(f"minute {minute}", f"{len(results.failures)} failed, {ran.case.call}")
             if not ran.outcome.ok:
-                found.write(options.out)
-                progress.say(found.news_of(ran))
+                results.write(options.out)
+                progress.say(results.news_of(ran))
     finally:
-        found.write(options.out)
-        progress.say(f"{found.summary}; the report is {options.out}")
-    if not found.ran:
+        results.write(options.out)
+        progress.say(f"{results.summary}; the report is {options.out}")
+    if not results.ran:
         raise BadRequest("no case ran, so nothing was tested: give more --minutes")
-    return not found.failures
+    return not results.failures
 
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that would be ignored."""
-    given = [name for name in ("seed", "cases", "case") if getattr(options, name) is not None]
-    if options.replay is not None and given:
-        raise BadRequest(f"--replay runs the failures of a report: leave out --{given[0]}")
+    used = [name for name in ("seed", "cases", "case") if getattr(options, name) is not None]
+    if options.replay is not None and used:
+        raise BadRequest(f"--replay runs the failures of a report: leave out --{used[0]}")
     if options.case is not None and options.cases is not None:
         raise BadRequest("--case runs a single case: leave out --cases")
     if options.case is not None and options.seed is None:

@@ -86,18 +86,18 @@ def run(
             now = clock.look()
             results: list[Ran | None] = []
             for worker in list(workers):
-                found = None
+                news = None
                 if worker.pipe in ready:
-                    found = _receive(worker, now)
+                    news = _receive(worker, now)
                 elif worker.case and now - worker.since > _limit(worker, case_seconds):
-                    found = _lost(worker, running.HUNG, f"no end after {case_seconds:.0f} s")
-                if isinstance(found, Ran):
-                    results.append(found)
+                    news = _lost(worker, running.HUNG, f"no end after {case_seconds:.0f} s")
+                if isinstance(news, Ran):
+                    results.append(news)
                 may_begin = begun < len(indices) and time.monotonic() < ends
                 if worker.pipe.closed:
                     workers.remove(worker)
                     workers += [_start()] if may_begin else []
-                elif worker.case is None and found and may_begin:
+                elif worker.case is None and news and may_begin:
                     worker.case = indices[begun], draw(seed, indices[begun])
                     worker.since, worker.shrinking = now, None
                     worker.pipe.send(worker.case)
@@ -140,7 +140,7 @@ def _limit(worker: _Worker, case_seconds: float) -> float:
 
 
 def _receive(worker: _Worker, now: float) -> "Ran | str | None":
-    """What the worker sends: that it is ready, or what came of its case; None while it shrinks."""
+    """The worker's message: READY or the result of its case; None while it shrinks."""
     try:
         message = worker.pipe.recv()
     except EOFError:
@@ -158,8 +158,8 @@ def _receive(worker: _Worker, now: float) -> "Ran | str | None":
         worker.shrinking, worker.since = message, now
         return None
     worker.case = None
-    found: Ran | str = message
-    return found
+    news: Ran | str = message
+    return news
 
 
 def _lost(worker: _Worker, status: str, words: str) -> Ran:

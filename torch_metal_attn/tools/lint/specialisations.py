@@ -85,7 +85,7 @@ _QUANTISED = [
 ]
 _DECODE = partial(attention, call="flash_decode", kv_length=257, num_splits=2)
 _LISTED = partial(_DECODE, q_length=3, heads=8, listed=70, list_dims="bh")
-# What no case of `verify` reaches, and what reaches as much as several of them.
+# Cases that reach more than those of `verify`, or as much as several of them.
 _MORE: tuple[Case, ...] = (
     _EVERYTHING,
     _ODD_KEYS,
@@ -124,14 +124,14 @@ def specialisations() -> dict[str, list[Defines]]:
     Sizes, numbers above 1, are alike, as are groups of 32 and of 64 columns. What some launch has
     in 16 bits is read in 16 bits: in float32 a missing conversion does not show.
     """
-    found: dict[str, list[Defines]] = {}
+    recorded: dict[str, list[Defines]] = {}
     with simulate(record=True) as run:
         for _ in _calls():
             for one in run.recorded:
-                found.setdefault(one.family, []).append(one.defines)
+                recorded.setdefault(one.family, []).append(one.defines)
             run.recorded.clear()
     return _ALONE | {
-        family: _with_piece(family, _cover(launches)) for family, launches in found.items()
+        family: _with_piece(family, _cover(launches)) for family, launches in recorded.items()
     }
 
 

@@ -49,8 +49,8 @@ RIGHT = [
     testing.Attention(dtype="float64", head_dim=32, v_head_dim=32, kv_length=3, format="q8_0"),
     testing.Copy(shape=(1, 1, 1), copies=(), layout=("order 021", "padded 8")),
 ]
-# Those whose errors are the kernels': dropout of equal values, scores whose terms cancel, the
-# log-sum-exp of large rotated scores, dropout of dequantised values, and a scale of 1.
+# The same for errors of the kernels: dropout of equal values, and the log-sum-exp of large rotated
+# scores.
 RIGHT_OF_KERNELS = [
     testing.Attention(
         call="flash_varlen_bwd",
@@ -62,17 +62,6 @@ RIGHT_OF_KERNELS = [
         values="constant",
     ),
     testing.Attention(
-        call="flash_fwd",
-        dtype="bfloat16",
-        q_length=63,
-        kv_length=32,
-        head_dim=15,
-        causal=True,
-        window_size_left=0,
-        format="fp8_e4m3",
-        values="sharp",
-    ),
-    testing.Attention(
         call="flash_varlen_fwd",
         seed=111443381,
         dtype="bfloat16",
@@ -82,30 +71,6 @@ RIGHT_OF_KERNELS = [
         rotary_columns=8,
         rotary_interleaved=True,
         values="sharp",
-    ),
-    testing.Attention(
-        call="flash_varlen_fwd",
-        seed=970964191,
-        dtype="float16",
-        head_dim=32,
-        v_head_dim=32,
-        packed=((1, 21),),
-        attention_chunk=12,
-        dropout_p=0.6,
-        cache="paged",
-        format="q4_0",
-        values="sharp",
-    ),
-    testing.Attention(
-        call="scaled_dot_product_attention",
-        seed=1881718781,
-        dtype="bfloat16",
-        batch=2,
-        q_length=7,
-        kv_length=20,
-        v_head_dim=40,
-        softmax_scale=1.0,
-        backward=True,
     ),
 ]
 

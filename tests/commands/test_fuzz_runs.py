@@ -285,16 +285,13 @@ class TestCommand:
     "family, fields, message",
     [
         ("Attention", {"heads": None}, "heads is None; it must be of type int"),
-        ("Attention", {"seed": "a"}, "seed is 'a'; it must be of type int"),
         ("Attention", {"softmax_scale": "a"}, "softmax_scale is 'a'; it must be of type float or "),
         ("Attention", {"seqused_k": 3}, "seqused_k is 3; it must be of type tuple[int, ...] or "),
-        ("Attention", {"seqused_k": ((1,),)}, "seqused_k is ((1,),); it must be of type tuple[int"),
         ("Attention", {"packed": ((1,),)}, "it must be of type tuple[tuple[int, int], ...]"),
         ("Attention", {"q_layout": (3,)}, "q_layout is (3,); it must be of type tuple[str, ...]"),
         ("Attention", {"dtype": "a"}, "dtype is 'a'; it must be the name of a dtype of torch"),
         ("Attention", {"call": "a"}, "call is 'a'; it must be one of flash_fwd, flash_varlen_fwd"),
         ("Attention", {"cache": "paged", "call": "flash_bwd"}, "flash_bwd has no cache"),
-        ("Step", {"call": "decode"}, "call is 'decode'; it must be one of append_kv, decode_step"),
         ("Quantised", {"call": "q8"}, "call is 'q8'; it must be one of q8_0, q4_0"),
     ],
 )

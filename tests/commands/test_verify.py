@@ -11,9 +11,7 @@ import torch
 from tests.helpers.mutants import plant, repeated
 from torch_metal_attn import reference, testing
 from torch_metal_attn.__main__ import main
-from torch_metal_attn.runtime import shaders
 from torch_metal_attn.runtime.device import best_device
-from torch_metal_attn.simulator.build import ShaderCompileError
 from torch_metal_attn.testing import judge as measure
 from torch_metal_attn.testing import running, storage, tensors
 from torch_metal_attn.testing.attention_problem import build
@@ -215,18 +213,6 @@ class TestReport:
         assert "**1 failed, 1 passed**" in text
         assert "RuntimeError: the queue is gone" in text
         assert "more lines" in text
-
-    def test_a_compile_error_is_quoted(self, monkeypatch, tmp_path):
-        source = shaders.source
-
-        def broken(family):
-            return source(family) + ("\nint oops = nothing_of_this_name;\n")
-
-        monkeypatch.setattr(shaders, "source", broken)
-        code, text = run_full(monkeypatch, tmp_path, [causal()])
-        assert code == 1
-        assert ShaderCompileError.__name__ in text
-        assert "nothing_of_this_name" in text
 
     def test_skips_are_no_failures(self, monkeypatch, tmp_path):
         monkeypatch.setattr(tensors, "memory_of", lambda device: 1e9)

@@ -48,8 +48,8 @@ def test_what_torch_runs_faster_is_left_to_torch():
     assert (calls.replaced, calls.left_alone) == (1, {reason: 1})
 
 
-@pytest.mark.parametrize("ratio, replaced", [(0.5, 0), (0.98, 0), (0.99, 1), (1.0, 1), (3.0, 1)])
-def test_from_a_gain_on_that_is_no_noise(ratio, replaced):
+@pytest.mark.parametrize("ratio, replaced", [(0.98, 0), (0.99, 1)])
+def test_from_a_gain_of_two_percent_on(ratio, replaced):
     timed(forward=ratio)
     assert attend() == replaced
 

@@ -135,5 +135,4 @@ $(VENV)/.installed: $(VENV)/.tools pyproject.toml $(wildcard setup.py) \
 		$(shell find csrc shaders -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.metal')
 	@echo "== Building and installing torch_metal_attn"
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install --no-build-isolation --editable '.[dev,demo]'
-	@$(BIN)/python .ci/repository.py
 	touch $@

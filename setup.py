@@ -127,7 +127,7 @@ class BuildExt(BuildExtension):
         super().build_extensions()
 
     def _precompiled(self, compiler: str, extension: Extension) -> str:
-        """The header whose precompiled form lies beside it, made anew if its command changed."""
+        """A header with its precompiled form next to it, which follows the compiler's command."""
         header = Path(self.build_temp).absolute() / "torch.h"
         command = [compiler, *self.compiler.compiler_so[1:]]
         command += [f"-D{name}={value}" for name, value in extension.define_macros]
@@ -155,8 +155,8 @@ def precompiles(compiler: str) -> bool:
 def repository() -> str:
     """Its URL, from pyproject.toml; "" until the owner fills it in, which the build then says."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    found = re.search(r'^repository = "(.*)"$', text, re.MULTILINE)
-    url = found[1].rstrip("/") if found else ""
+    match = re.search(r'^repository = "(.*)"$', text, re.MULTILINE)
+    url = match[1].rstrip("/") if match else ""
     if not url:
         print(
             "warning: pyproject.toml has no URL in [tool.torch_metal_attn] repository: the "
@@ -175,8 +175,8 @@ def description() -> str:
     if not REPOSITORY:
         return readme
 
-    def absolute(found: re.Match[str]) -> str:
-        return f"{found[0]}{REPOSITORY}/{'raw' if found[0][0] == '!' else 'blob'}/main/"
+    def absolute(match: re.Match[str]) -> str:
+        return f"{match[0]}{REPOSITORY}/{'raw' if match[0][0] == '!' else 'blob'}/main/"
 
     return re.sub(r"(!\[[^]]*\]\(|\]\()(?!https?://|#)", absolute, readme)
 

@@ -1,4 +1,4 @@
-"""Tracked lines by folder, beside the budget of each: `make lint` prints them, and so does CI."""
+"""Tracked lines of each folder and its budget: `make lint` prints them, and so does CI."""
 
 import subprocess
 from collections import Counter

@@ -102,9 +102,9 @@ def main() -> int:
     for fault in faults:
         print(f"{wheel.name}: {fault}", file=sys.stderr)
     if not repository.url():
-        print(repository.EMPTY)
+        print("note: [tool.torch_metal_attn] repository in pyproject.toml is empty")
     if faults:
-        wheel.unlink()  # nobody shall upload it
+        wheel.unlink()  # it must not be uploaded
     else:
         print(f"{wheel.relative_to(ROOT)}: built and checked, {wheel.stat().st_size >> 10} KiB")
     return 1 if faults else 0

@@ -66,7 +66,7 @@ def _dependencies(library: Library, torches: Sequence[Torch]) -> list[str]:
         problems.append(f"it has a {symbol} of its own, which is libc++'s")
     for symbol in sorted(library.exports):
         if not symbol.startswith(EXPORTS):
-            problems.append(f"it exports {symbol}, which is nobody else's matter")
+            problems.append(f"it exports {symbol}, which is not a name of this package")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""The inner loops of attention and its gradients beside MLX's and PyTorch's, and features' costs.
+"""The inner loops of attention and its gradients next to MLX's and PyTorch's, and features' costs.
 
 A row is what a thread executes per 32 keys and 8 query rows, all of which are visible; on tensor
 tiles 16 rows. The kernels that walk over queries (dkv) have a row per 32 queries and 8 or 16 keys,

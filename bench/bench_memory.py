@@ -95,7 +95,7 @@ ROTATIONS: dict[str, dict[str, Any]] = {
 def rotation(
     head_dim: int, dtype: str, length: int = 1024, quarter: bool = False, **fields: Any
 ) -> dict[str, float]:
-    """q and k; quarter: only so many of the columns are rotated."""
+    """q and k; quarter: only a quarter of the columns is rotated."""
     sizes: dict[str, Any] = {
         "heads": HEADS,
         "kv_heads": KV_HEADS,

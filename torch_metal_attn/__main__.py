@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "bench",
             help="measure your shapes with metal_attn and with torch's attention",
-            description="Measures times on mps. If no shapes are given it measures typical ones.",
+            description="Measures times on mps, of typical shapes by default.",
         )
     )
     tuning.add_options(

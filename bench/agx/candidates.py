@@ -14,7 +14,7 @@ from bench.front_end import Source, source_of
 from torch_metal_attn.runtime import extension
 from torch_metal_attn.tuned import tiles
 
-# A row is for all dtypes of so many bits.
+# A row is for all dtypes of a number of bits.
 DTYPES = {16: (torch.float16, torch.bfloat16), 32: (torch.float32,)}
 # The widest problem of each class is compiled, but no v has more than 512 columns. Decodes of more
 # are compiled as those of latents: with values of their own they needed no more registers.

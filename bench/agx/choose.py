@@ -114,7 +114,7 @@ def cost(one: Class, tile: Tile, compiled: Compiled) -> float:
     """Cycles of a SIMD unit for 8 queries and 8 keys; of a decode for 1 KB of keys and values."""
     knob_values = one.named(tile)
     if one.macro == "FLASH_DECODE":
-        # Memory is the limit: more than it gives is of no use. Each pass reads the keys again.
+        # Memory is the limit: asking for more gains nothing. Each pass reads the keys again.
         times = passes(one, knob_values, compiled)
         most = BYTES if times == 1 else MEMORY_BYTES
         # The listing has the loads of all SIMD groups that share the keys.

@@ -85,7 +85,7 @@ def rows_of(macro: str, chosen: Iterable[Candidate], smallest: Iterable[Candidat
     """A kernel's rows, but for those that others make useless."""
     rows = []
     for bits in DTYPES:
-        # First, as `tune` tries only so many.
+        # First, because `tune` tries a limited number.
         unstaged = UNSTAGED if macro == "FLASH_FWD" else ()
         rows += [Row(bits, 256, 0, "Never", "M3", 0.0, tile) for tile in unstaged]
         for one in (*chosen, *smallest):

@@ -85,8 +85,8 @@ def test_bytes_of_a_window_of_a_cache(format):
     q, cache = torch.randn(1, 4, 1, 64).half(), torch.randn(1, 2, 1024, 64).half()
     scales = {}
     if format is not None:
-        given = torch.ones(2) if format == "fp8_e4m3" else None
-        cache, scale = quantise(cache, format, given)
+        fixed_scale = torch.ones(2) if format == "fp8_e4m3" else None
+        cache, scale = quantise(cache, format, fixed_scale)
         scales = {"k_scale": scale, "v_scale": scale}
     options = {"seqused_k": ints(700), "window_size_left": 99, "causal": True, **scales}
     row_bytes = {None: 128, "q8_0": 64 + 4, "q4_0": 32 + 4, "fp8_e4m3": 64}[format]

@@ -32,8 +32,8 @@ def gradient(operands=attention, whole=False, **options):
     def call():
         q, k, v, *packing = operands()
         lse = torch.zeros(q.shape[1::-1] if packing else q.shape[:3])
-        operands_of = (q, None, q, k, v, q, lse) if whole else (q, q, k, v, lse, lse)
-        return (*operands_of, *packing), options
+        arguments = (q, None, q, k, v, q, lse) if whole else (q, q, k, v, lse, lse)
+        return (*arguments, *packing), options
 
     return call
 
@@ -361,13 +361,11 @@ def test_methods_of_caches(kind, options):
     held = Sequences(kind, "cpu", dtype=torch.float32, **options)
     held.append(14, 0)
     before = copy.deepcopy(held.cache)
-    operands_of = held.given(torch.randn(2, 2, 3, 96), *held.new(3, 1))
-    explanation = explain(held.cache.decode_step, *operands_of, causal=True)
+    arguments = held.given(torch.randn(2, 2, 3, 96), *held.new(3, 1))
+    explanation = explain(held.cache.decode_step, *arguments, causal=True)
     assert explanation.stopped is None
     assert "decode_step" in [row.op for row in explanation.rows]
-    assert (
-        explain(held.cache.append, *operands_of[:-3], *operands_of[-2:]).rows[0].op == "append_kv"
-    )
+    assert explain(held.cache.append, *arguments[:-3], *arguments[-2:]).rows[0].op == "append_kv"
     assert held.lengths() == held.cache.seqlens(*held.own()).tolist()
     assert torch.equal(held.cache.layers[0].k_cache, before.layers[0].k_cache)
     held.step(3, 1)

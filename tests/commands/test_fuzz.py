@@ -201,7 +201,7 @@ class TestMemory:
             assert placed.stride() == (20, 700, 100, 1)
         assert memory.undisturbed().ok
 
-    def test_a_write_beside_is_seen(self):
+    def test_a_write_next_to_a_tensor_is_seen(self):
         memory = Memory(CPU)
         x = memory.place("x", torch.zeros(2, 3), ("padded 2",))
         x.fill_(1.0)

@@ -65,7 +65,7 @@ def test_the_cases_are_many_and_different():
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_cache_is_worth_what_it_holds(cache):
-    """Rows that belong to nobody are not what the reference is given."""
+    """The reference gets only the rows that belong to a sequence."""
     case = attention(call="flash_decode", dtype="float16", q_length=3, head_dim=64, cache=cache)
     problem = build(case)
     (k, v), seen = problem.stored, {"seqused_k": torch.full((2,), 65, dtype=torch.int32)}
@@ -161,7 +161,7 @@ def run_full(monkeypatch, tmp_path, some):
 
 @pytest.fixture
 def broken(monkeypatch):
-    """A listed case that does what it is given instead of a call."""
+    """A listed case that runs a function instead of a call."""
 
     def listed(family, instead, dtype="float32"):
         def prepare(case, device):

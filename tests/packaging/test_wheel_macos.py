@@ -110,7 +110,7 @@ PLANTED = [
         (
             'extern "C" __attribute__',
             '__attribute__((visibility("default"))) int leaked;\nextern "C" __attribute__',
-            "it exports _leaked, which is nobody else's matter",
+            "it exports _leaked, which is not a name of this package",
         ),
         (
             "template struct Op<mps_backend>;",

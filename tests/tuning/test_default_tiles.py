@@ -111,7 +111,7 @@ def test_tiles_lie_within_the_blocks_of_a_block_mask(dtype, head_dim, blocks):
 
 
 def test_the_table_is_what_the_generator_wrote():
-    """Each row has its kernel's numbers, within their limits, and nobody changed one."""
+    """Each row has its kernel's numbers, within their limits, and none was changed by hand."""
     text = table.TABLE.read_text()
     _, lists = text.split("default tile.\n\n")
     assert f"Their checksum: {table.checksum(lists)}\n" in text
@@ -139,7 +139,7 @@ BANDS = [
 
 @each_case("options, band", BANDS)
 def test_what_is_off_or_hides_nothing_is_not_compiled_in(options, band):
-    plain, chosen = (told("flash_fwd", *operands(), **given) for given in ({}, options))
+    plain, chosen = (told("flash_fwd", *operands(), **o) for o in ({}, options))
     assert chosen["defines"].get("BAND") == ("1" if band else None)
     assert band or chosen == plain
 

@@ -19,7 +19,7 @@ from torch_metal_attn.testing.case import Case
 from torch_metal_attn.testing.features import attention
 from torch_metal_attn.testing.running import FAILED, run
 from torch_metal_attn.tools.bench.shapes import DTYPES, BadShape, Shape, from_file, of_model
-from torch_metal_attn.tools.bench.timing import Timer, interleaved, timer_of
+from torch_metal_attn.tools.bench.timing import Timer, add_rounds, interleaved, timer_of
 from torch_metal_attn.tools.bench.versus import OURS, TORCHS, calls_of
 from torch_metal_attn.tools.explain.command import explained
 from torch_metal_attn.tools.explain.ops import Kernel
@@ -29,7 +29,6 @@ from torch_metal_attn.tuned.loading import LEAST_GAIN, BadTable, Machine, Row, T
 from torch_metal_attn.wording import count_text
 
 DEVICE = torch.device("mps")
-_ROUNDS = 15
 _LEAST_ROUNDS = 5  # of a second timing: fewer samples say nothing about their error
 _LENGTHS = (512, 2048, 8192)
 _CACHES = (2048, 8192, 32768)
@@ -99,13 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=list(DTYPES),
         help="with --model: the dtype that it runs in (default: bfloat16)",
     )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=_ROUNDS,
-        metavar="N",
-        help=f"samples of each time (default: {_ROUNDS})",
-    )
+    add_rounds(parser)
     parser.add_argument(
         "--out",
         type=Path,

@@ -29,7 +29,7 @@ _MOST_THREADS = 8
 class WarmUp:
     """The result of `warm_up`.
 
-    Attributes: kernels: how many programs there are of each kernel, by its name. compiled: programs
+    Attributes: kernels: the number of programs of each kernel, by its name. compiled: programs
         that were compiled now. already: those that were compiled before. failed: the error of each
         call of an op whose kernels do not compile; the call itself will raise the same. seconds:
         how long it took, including the model's own work.
@@ -77,7 +77,7 @@ def warm_up(
             give it a cache of its own, and random generators advance.
         q: followed by the other arguments of `torch.ops.metal_attn.flash_fwd`.
         backward: also compile the gradients of q, k and v, and of what flex_attention captures.
-        threads: how many programs may be compiled at once; as many as cores, up to 8, if not given.
+        threads: number of programs compiled at once; by default the number of cores, up to 8.
 
     Nothing of ours is encoded on torch's stream, except the trials that a first launch would make.
 

@@ -21,7 +21,7 @@ from torch_metal_attn.tools.bench.shapes import (
     add_arguments,
     chosen,
 )
-from torch_metal_attn.tools.bench.timing import timer_of
+from torch_metal_attn.tools.bench.timing import add_rounds, timer_of
 from torch_metal_attn.tools.progress import Progress
 from torch_metal_attn.tools.text_table import markdown
 
@@ -29,20 +29,13 @@ __all__ = ["BadShape", "add_options", "bench"]
 
 DEVICE = torch.device("mps")
 _FORMAT = 3  # of the JSON file; a reader can refuse those that it does not know
-_ROUNDS = 15
 _STEM = "torch_metal_attn-bench"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     add_arguments(parser)
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=_ROUNDS,
-        metavar="N",
-        help=f"samples of each time (default: {_ROUNDS})",
-    )
+    add_rounds(parser)
     parser.add_argument(
         "--memory",
         action="store_true",

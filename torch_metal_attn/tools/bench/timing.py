@@ -1,5 +1,6 @@
 """Times several calls interleaved, so that what slows the machine affects all of them."""
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -9,8 +10,15 @@ import torch
 
 Call = Callable[[], object]
 
+_ROUNDS = 15
 _SAMPLE_SECONDS = 0.01  # at least, so that a wait for the GPU is short in comparison
 _MOST_CALLS = 1 << 16  # in a sample
+
+
+def add_rounds(parser: argparse.ArgumentParser) -> None:
+    """Add the option --rounds."""
+    help_text = f"samples of each time (default: {_ROUNDS})"
+    parser.add_argument("--rounds", type=int, default=_ROUNDS, metavar="N", help=help_text)
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,7 @@ class Explanation:
         the names of the Metal functions; for `flash_bwd` only those that compute gradients. reason:
         why this specialisation was chosen. cost: the fewest FLOPs and bytes that the call needs,
         see `torch_metal_attn.tools.costs`; None if it is refused. refusal: the error that the call
-        would raise; None if it would run. training: what a backward adds, if backward=True was
-        given.
+        would raise; None if it would run. training: what a backward adds, with backward=True.
 
     The properties kernel, specialisation, grid, threads and threadgroup_bytes describe the first
     kernel, or the one after `mask_blocks`, which lists the blocks that a bool mask shows.

@@ -38,9 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="number of processes (default: 1)",
     )
-    parser.add_argument(
-        "--case", type=_index, metavar="I", help="run only case I of --seed, which must be given"
-    )
+    parser.add_argument("--case", type=_index, metavar="I", help="run only case I; needs --seed")
     parser.add_argument(
         "--case-seconds",
         type=_positive(float),

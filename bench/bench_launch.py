@@ -96,8 +96,22 @@ def calls() -> tuple[dict[str, Call], dict[str, Call]]:
     return bhld, rows_first
 
 
-def print_ratios() -> None:
-    """Print a table for each layout: microseconds, and the ratio to torch's own call."""
+def main() -> None:
+    """Print a table for each layout: microseconds, and the ratio to torch's call."""
+    if sys.platform != "linux":
+        print("Needs Linux, where a stand-in takes the place of torch's MPS functions.")
+        return
+    torch.set_num_threads(1)
+    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"  # the stand-in would fail the trial of mps
+    library = quiet_library()
+    warnings.simplefilter("ignore")  # kernels of the CPU are replaced
+    torch.ops.load_library(library)
+    shaders.serve(ctypes.CDLL(str(library)))
+    commit = subprocess.check_output(
+        ["git", "-C", ROOT, "log", "-1", "--format=%h of %cs"], text=True
+    )
+    where = f"torch {torch.__version__}, one thread, commit {commit.strip()}"
+    print(f"Microseconds of the host a call, {where}.")
     for layout, group in zip(("(B, H, L, D)", "(B, L, H, D)"), calls(), strict=True):
         columns = {}
         for mode, context in MODES.items():
@@ -109,30 +123,6 @@ def print_ratios() -> None:
         for name in group:
             cells = [f"{t[name]:.1f} | {t[name] / t[reference]:.2f}" for t in columns.values()]
             print(f"| `{name}` | " + " | ".join(cells) + " |")
-
-
-def print_tables() -> None:
-    """Print when and where, and all tables."""
-    commit = subprocess.check_output(
-        ["git", "-C", ROOT, "log", "-1", "--format=%h of %cs"], text=True
-    )
-    where = f"torch {torch.__version__}, one thread, commit {commit.strip()}"
-    print(f"Microseconds of the host a call, {where}.")
-    print_ratios()
-
-
-def main() -> None:
-    """Print the tables as Markdown."""
-    if sys.platform != "linux":
-        print("Needs Linux, where a stand-in takes the place of torch's MPS functions.")
-        return
-    torch.set_num_threads(1)
-    os.environ["TORCH_METAL_ATTN_BACKEND"] = "mps"  # the stand-in would fail the trial of mps
-    library = quiet_library()
-    warnings.simplefilter("ignore")  # kernels of the CPU are replaced
-    torch.ops.load_library(library)
-    shaders.serve(ctypes.CDLL(str(library)))
-    print_tables()
 
 
 if __name__ == "__main__":

@@ -22,11 +22,16 @@ enum MetalAttnTf32 : int32_t {
   METAL_ATTN_TF32_ALLOWED = 1,
 };
 
-// Compiles and runs one dispatch. `defines` holds a NAME=VALUE a line. The outcome is written to
-// *status, not returned: where Python is interrupted before its first line, ctypes returns
-// anything.
-typedef void (*metal_attn_simulate)(const char* family, const char* kernel, const char* defines,
-                                    const SimulatorBuffer* buffers, uint32_t count,
+// A program of the simulator. There is one for each family and defines, until the process ends.
+struct SimulatedProgram {
+  const char* family = nullptr;
+  const char* defines = nullptr;  // NAME=VALUE, one on each line
+};
+
+// Compiles and runs one dispatch, and may change `buffers`. The outcome is written to *status, not
+// returned: if Python is interrupted before its first line, ctypes returns an arbitrary value.
+typedef void (*metal_attn_simulate)(const SimulatedProgram* program, const char* kernel,
+                                    SimulatorBuffer* buffers, uint32_t count,
                                     const uint32_t threadgroups[3],
                                     const uint32_t threads_per_threadgroup[3], int32_t* status);
 

@@ -2,6 +2,7 @@
 // memory and allocates none; what it points to is the op's until the backend has run it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <concepts>
 #include <cstddef>
@@ -11,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <unordered_map>
 
 #include "csrc/problem/tensor.h"
 #include "csrc/runtime/fixed_vector.h"
@@ -50,12 +52,47 @@ inline void define_if(bool on, Defines& defines, const char* name, int64_t value
   }
 }
 
-// What is compiled: a family's text under the defines of a specialisation, in the order in which
-// they are written.
+// A family's text under the defines of a specialisation, in the order in which they are written.
 struct Program {
   const char* family;  // shaders/<family>.metal
   Defines defines;
 };
+
+inline bool same_text(const char* a, const char* b) {
+  return a == b || (a != nullptr && b != nullptr && std::strcmp(a, b) == 0);
+}
+
+struct SameProgram {
+  bool operator()(const Program& a, const Program& b) const {
+    return same_text(a.family, b.family) &&
+           std::equal(a.defines.begin(), a.defines.end(), b.defines.begin(), b.defines.end(),
+                      [](const Define& x, const Define& y) {
+                        return x.number == y.number && same_text(x.name, y.name) &&
+                               same_text(x.word, y.word);
+                      });
+  }
+};
+
+struct ProgramHash {
+  std::size_t operator()(const Program& program) const {
+    std::size_t hash = 0;
+    for (const char* letter = program.family; *letter != '\0'; ++letter) {
+      hash = hash * 31 + static_cast<std::size_t>(*letter);
+    }
+    for (const Define& define : program.defines) {
+      // The first letter of each text only: hashing whole texts takes longer.
+      const auto letter = static_cast<std::size_t>(define.word != nullptr ? define.word[0] : 0);
+      hash = hash * 1099511628211u + static_cast<std::size_t>(define.number) * 256u + letter +
+             static_cast<std::size_t>(define.name[0]) * 65536u;
+    }
+    return hash;
+  }
+};
+
+// What a backend keeps of each program that it has compiled. Entries are never erased, so that
+// references to them remain valid.
+template <typename Compiled>
+using ProgramMap = std::unordered_map<Program, Compiled, ProgramHash, SameProgram>;
 
 struct BufferArgument {
   uint32_t slot;  // [[buffer(slot)]]

@@ -19,7 +19,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -265,37 +264,6 @@ class OpenCommandBuffers {
   std::vector<std::pair<void*, double>> streams_;  // torch has 33 at most
 };
 
-bool same_text(const char* a, const char* b) {
-  return a == b || (a != nullptr && b != nullptr && std::strcmp(a, b) == 0);
-}
-
-struct SameProgram {
-  bool operator()(const Program& a, const Program& b) const {
-    return same_text(a.family, b.family) &&
-           std::equal(a.defines.begin(), a.defines.end(), b.defines.begin(), b.defines.end(),
-                      [](const Define& x, const Define& y) {
-                        return x.number == y.number && same_text(x.name, y.name) &&
-                               same_text(x.word, y.word);
-                      });
-  }
-};
-
-struct ProgramHash {
-  std::size_t operator()(const Program& program) const {
-    std::size_t hash = 0;
-    for (const char* letter = program.family; *letter != '\0'; ++letter) {
-      hash = hash * 31 + static_cast<std::size_t>(*letter);
-    }
-    for (const Define& define : program.defines) {
-      // Of the texts, which take longer, a letter each.
-      const auto letter = static_cast<std::size_t>(define.word != nullptr ? define.word[0] : 0);
-      hash = hash * 1099511628211u + static_cast<std::size_t>(define.number) * 256u + letter +
-             static_cast<std::size_t>(define.name[0]) * 65536u;
-    }
-    return hash;
-  }
-};
-
 #ifdef TORCH_METAL_ATTN_FAKE_MPS
 extern "C" int64_t fake_mps_milliseconds();
 int64_t milliseconds() { return fake_mps_milliseconds(); }
@@ -420,8 +388,7 @@ class MpsBackend final : public Backend {
 
   std::mutex mutex_;
   OpenCommandBuffers open_;
-  // Never erased from: references stay what they are.
-  std::unordered_map<Program, Library, ProgramHash, SameProgram> libraries_;
+  ProgramMap<Library> libraries_;
 };
 
 }  // namespace

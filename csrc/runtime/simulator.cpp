@@ -2,7 +2,9 @@
 // engine in csrc/simulator executes it.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <mutex>
 #include <stdexcept>
+#include <string>
 
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
@@ -33,20 +35,32 @@ SimulatorBuffer describe(const BufferArgument& argument) {
           &tensor};
 }
 
-std::string text_of(const Defines& defines) {
-  std::string text;
-  for (const Define& define : defines) {
-    text += std::string(define.name) + "=" + define.value() + "\n";
-  }
-  return text;
-}
-
 class SimulatorBackend final : public Backend {
  public:
-  void run(const Launch& launch) override { Pieces(launch).each(run_piece); }
+  void run(const Launch& launch) override {
+    Pieces(launch).each([this](const Launch& piece) { run_piece(piece); });
+  }
 
  private:
-  static void run_piece(const Launch& launch) {
+  struct Texts {
+    std::string defines;
+    SimulatedProgram program;  // of these defines
+  };
+
+  // Python keeps by this address what it compiles.
+  const SimulatedProgram& simulated(const Program& program) {
+    const std::lock_guard lock(mutex_);
+    Texts& texts = programs_[program];
+    if (texts.program.family == nullptr) {
+      for (const Define& define : program.defines) {
+        texts.defines += std::string(define.name) + "=" + define.value() + "\n";
+      }
+      texts.program = {program.family, texts.defines.c_str()};
+    }
+    return texts.program;
+  }
+
+  void run_piece(const Launch& launch) {
     const metal_attn_simulate simulate = simulate_callback();
     FixedVector<SimulatorBuffer, kMaxBuffers + 1> buffers;
     for (const BufferArgument& argument : launch.buffers) {
@@ -58,8 +72,8 @@ class SimulatorBackend final : public Backend {
                          nullptr, nullptr});
     }
     int32_t status = METAL_ATTN_NOT_BEGUN;
-    simulate(launch.program.family, launch.kernel, text_of(launch.program.defines).c_str(),
-             buffers.data(), static_cast<uint32_t>(buffers.size()), launch.threadgroups.data(),
+    simulate(&simulated(launch.program), launch.kernel, buffers.data(),
+             static_cast<uint32_t>(buffers.size()), launch.threadgroups.data(),
              launch.threads.data(), &status);
     if (status == METAL_ATTN_NOT_BEGUN) {
       throw std::runtime_error(std::string("metal_attn: interrupted before kernel '") +
@@ -70,13 +84,17 @@ class SimulatorBackend final : public Backend {
                                launch.kernel + "'");
     }
   }
+
+  std::mutex mutex_;
+  ProgramMap<Texts> programs_;
 };
 
 }  // namespace
 
 Backend& simulator_backend() {
-  static SimulatorBackend backend;
-  return backend;
+  // Never destroyed: at exit threads may still launch.
+  static SimulatorBackend* const backend = new SimulatorBackend;
+  return *backend;
 }
 
 }  // namespace metal_attn

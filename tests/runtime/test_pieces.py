@@ -41,11 +41,11 @@ def launches(monkeypatch):
     made = []
     real = session._launch
 
-    def launch(family, kernel, defines, buffers, threadgroups, threads):
+    def launch(specialisation, kernel, buffers, threadgroups, threads):
         constant = engine.SPACES.index("constant")
         params = [ctypes.string_at(b.storage, b.bytes) for b in buffers if b.space == constant]
-        made.append((kernel, "GRID_PIECE" in defines, params[0], threadgroups))
-        real(family, kernel, defines, buffers, threadgroups, threads)
+        made.append((kernel, "GRID_PIECE" in specialisation.defines, params[0], threadgroups))
+        real(specialisation, kernel, buffers, threadgroups, threads)
 
     monkeypatch.setattr(session, "_launch", launch)
     return made

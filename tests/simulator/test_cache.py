@@ -31,7 +31,6 @@ def empty_cache(tmp_path, monkeypatch):
 def forget(monkeypatch):
     """Act as a new process: nothing is loaded."""
     monkeypatch.setattr(build, "_programs", {})
-    monkeypatch.setattr(build, "_images", {})
 
 
 @pytest.fixture

@@ -224,7 +224,7 @@ def test_headers_of_a_later_version_are_refused():
 
 
 def test_constructs_of_a_later_version_compile_in_it():
-    build(HEAD + LOGGING + "\n".join(NEWER), language="3.2").whole_image()
+    build(HEAD + LOGGING + "\n".join(NEWER), language="3.2").image()
 
 
 @each_case("language, number", [(None, 310), ("3.1", 310), ("3.2", 320), ("4.0", 400)])

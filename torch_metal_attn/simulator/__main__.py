@@ -133,7 +133,7 @@ def _check(file: Path, text: str, options: argparse.Namespace) -> bool:
     memory = threadgroup_bytes(program)
     for kernel in program.kernels.values():
         print(f"kernel {kernel.name}")
-        for line in _parameters(kernel, program.whole_image()):
+        for line in _parameters(kernel, program.image()):
             print(f"  {line}")
         if kernel.missing:
             print(f"  needs function constants: {', '.join(kernel.missing)}")

@@ -1,6 +1,7 @@
 """From Metal text to a loaded image: preprocess, rewrite, compile, link, and cache on disk."""
 
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -10,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -104,20 +105,22 @@ class ShaderCompileError(diagnostics.KernelError, SyntaxError):
         self.msg = message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Image:
     """Compiled kernels, loaded into this process."""
 
     sites: list[Site]
     library: ctypes.CDLL
 
+    @functools.cache  # noqa: B019  images are never freed
     def address(self, symbol: str) -> int:
         """The address of an exported function."""
         return ctypes.cast(getattr(self.library, symbol), ctypes.c_void_p).value or 0
 
-    def most_threads(self, kernel: Kernel) -> int:
-        """Threads that a threadgroup of the kernel may have."""
-        limit = ctypes.c_uint.in_dll(self.library, kernel.most_threads_symbol).value
+    @functools.cache  # noqa: B019
+    def most_threads(self, symbol: str) -> int:
+        """Threads that a threadgroup may have of the kernel with this `most_threads_symbol`."""
+        limit = ctypes.c_uint.in_dll(self.library, symbol).value
         return min(limit or MAX_THREADS, MAX_THREADS)
 
     def types(self, kernel: Kernel) -> list[ParameterType]:
@@ -136,31 +139,31 @@ class Program:
     constants: list[FunctionConstant]
     check: bool
     counted: bool
+    images: dict[str, Image] = field(default_factory=dict)  # by kernel
 
     @property
     def checked(self) -> bool:
-        """Whether each access is checked, as it is in builds that count."""
+        """True if each access is checked, as it is in builds that count."""
         return self.check or self.counted
 
     @property
     def compiles_at_once(self) -> bool:
-        """Whether all kernels share one image."""
+        """True if all kernels share one image."""
         return len(self.kernels) <= MOST_TOGETHER
 
-    def image(self, name: str) -> Image:
-        """The image that holds the kernel `name`; it has all kernels unless there are many."""
-        return self.whole_image() if self.compiles_at_once else self._image([self.kernels[name]])
+    def image(self, name: str = "") -> Image:
+        """The image that holds the kernel `name`, or all kernels."""
+        return self.images.get(name) or self._image(name)
 
-    def whole_image(self) -> Image:
-        """The image that holds all kernels."""
-        return self._image(list(self.kernels.values()))
-
-    def _image(self, group: list[Kernel]) -> Image:
-        wanted = (self.key, *(kernel.name for kernel in group))
+    def _image(self, name: str) -> Image:
         with _lock:
-            if wanted not in _images:
-                _images[wanted] = _load_image(self._compiled(self.text + entries(group)))
-            return _images[wanted]
+            if name not in self.images:
+                whole = not name or self.compiles_at_once
+                names = list(self.kernels) if whole else [name]
+                group = [self.kernels[each] for each in names]
+                image = _load_image(self._compiled(self.text + entries(group)))
+                self.images.update(dict.fromkeys([name, *names], image))
+            return self.images[name]
 
     def intermediate(self) -> str:
         """The LLVM IR of all kernels, as a plain build optimises it."""
@@ -187,7 +190,6 @@ def _kind(checked: bool, counted: bool) -> str:
     return " and ".join(["checked"] * checked + ["counted"] * counted) or "plain"
 
 
-_images: dict[tuple[str, ...], Image] = {}
 _programs: dict[str, Program] = {}
 _lock = threading.RLock()
 _collector_is_paused = False

@@ -209,7 +209,9 @@ class ShaderKernel:
     @property
     def max_threads_per_threadgroup(self) -> int:
         """1024, or less if the kernel's attribute says so. The first question compiles for it."""
-        return self._library._program.image(self._kernel.name).most_threads(self._kernel)
+        return self._library._program.image(self._kernel.name).most_threads(
+            self._kernel.most_threads_symbol
+        )
 
     @property
     def static_thread_group_memory_length(self) -> int:
@@ -286,7 +288,7 @@ class ShaderKernel:
         held = _tensors(name, args, arg_casts)
         buffers = _bind(self._kernel, parameters, held, program.checked)
         _check_types(name, args, held, types)
-        most = image.most_threads(self._kernel)
+        most = image.most_threads(self._kernel.most_threads_symbol)
         grid, group = _grid(name, held, args, threads, group_size, most)
         memory = _threadgroup_memory(name, parameters, threadgroup_bytes)
         if 0 in grid:

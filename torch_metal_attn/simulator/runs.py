@@ -20,9 +20,9 @@ BACKEND = "TORCH_METAL_ATTN_BACKEND"
 MOST_WORKERS = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LaunchRecord:
-    """One kernel that ran."""
+    """One kernel that ran. Launches of the same program share `defines`."""
 
     kernel: str
     defines: dict[str, str]
@@ -221,4 +221,5 @@ def record(launch: LaunchRecord, counters: Counters, checked: bool) -> None:
         return
     run.launches.append(launch)
     if checked and run.checked:
-        run._counters[launch.kernel] = run._counters.get(launch.kernel, Counters()) + counters
+        known = run._counters.get(launch.kernel)
+        run._counters[launch.kernel] = counters if known is None else known + counters

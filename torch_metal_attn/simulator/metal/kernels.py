@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from . import unsupported
@@ -43,7 +44,7 @@ class Parameter:
         """The slot and the declaration, for messages."""
         return f"{self.kind}({self.index}) `{self.type} {self.name}`"
 
-    @property
+    @cached_property
     def writable(self) -> bool:
         """Whether a kernel may write to the buffer: it is not declared const."""
         element = re.sub(r"<.*>", "", re.sub(r"[*&][^*&]*$", "", self.type))
@@ -68,11 +69,16 @@ class Kernel:
         """The function's type, in C++."""
         return self.signature or f"decltype({self.callee})"
 
+    @cached_property
+    def buffers(self) -> dict[int, Parameter]:
+        """The parameters that are buffers, by their indices."""
+        return {p.index: p for p in self.parameters if p.kind == "buffer"}
+
     @property
     def types_symbol(self) -> str:
         return self.symbol.replace(ENTRY_PREFIX, TYPES_PREFIX, 1)
 
-    @property
+    @cached_property
     def most_threads_symbol(self) -> str:
         return self.symbol.replace(ENTRY_PREFIX, MOST_THREADS_PREFIX, 1)
 

@@ -281,4 +281,17 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
   count(worker.counters, space, bytes, flags);
 }
 
+void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned long alignment) {
+  Worker& worker = this_worker();
+  char* memory = worker.arena.get(name, bytes, alignment);
+  if (!memory) {
+    const Fiber& fiber = worker.current();
+    worker.fail(fiber, FAULT_THREADGROUP_MEMORY, fiber.site, kNoSite,
+                "%lu bytes for %s and %u bytes for other variables: over the limit of %u bytes of "
+                "threadgroup memory",
+                bytes, name, worker.arena.used(), Arena::kLimit);
+  }
+  return memory;
+}
+
 }  // namespace metal_attn::simulator

@@ -175,6 +175,7 @@ struct Worker : __msl_worker {
   void go_on();
   void share_order(uint32_t flags);
   void share_order(Group& group, uint32_t flags);
+  void run_fibers();
   void report_signal();
   void record(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site,
               const char* format, va_list arguments);
@@ -201,6 +202,7 @@ inline Worker& this_worker() {
 // once a write is done its value is settled.
 void settle_rewrite(Worker& worker);
 void engine_access(const void* address, unsigned bytes, unsigned flags, unsigned site);
+void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned long alignment);
 
 // Reports of checked images about a kernel's own arithmetic, private memory and control flow.
 void engine_undefined(unsigned what, const void* about, unsigned long a, unsigned long b,

@@ -35,7 +35,7 @@ using Kernel = AOTIMetalKernelFunctionHandle;
 
 void* const kShims = reinterpret_cast<void*>(&aoti_torch_mps_start_encoding);
 
-// What newer torch versions have beyond 2.10, and what 2.10 to 2.13 have without declaring it.
+// Functions that torch versions after 2.10 declare, and one that 2.10 to 2.13 have undeclared.
 struct BytesShims {
   // torch_mps_set_arg_bytes, from 2.14.
   AOTITorchError (*set_bytes)(Kernel, unsigned, const void*, uint64_t) = nullptr;
@@ -77,16 +77,16 @@ constexpr int kSyncTypeCommit = 1;  // at::mps::SyncType::COMMIT: does not wait
 
 const CommitShims& commit_shims() {
   static const CommitShims shims = [] {
-    CommitShims found;
-    find(found.current_stream, "_ZN2at3mps19getCurrentMPSStreamEv");
-    find(found.synchronize, "_ZN2at3mps9MPSStream11synchronizeENS0_8SyncTypeE");
-    find(found.commit, "_ZN5torch3mps6commitEv");
-    return found;
+    CommitShims shims;
+    find(shims.current_stream, "_ZN2at3mps19getCurrentMPSStreamEv");
+    find(shims.synchronize, "_ZN2at3mps9MPSStream11synchronizeENS0_8SyncTypeE");
+    find(shims.commit, "_ZN5torch3mps6commitEv");
+    return shims;
   }();
   return shims;
 }
 
-// `doing`: what the message says of it, joined only if there is one.
+// doing: the action for the message, joined only on an error.
 template <typename... Doing>
 void ok(AOTITorchError error, const Doing&... doing) {
   if (error != AOTI_TORCH_SUCCESS) {
@@ -274,7 +274,7 @@ int64_t milliseconds() {
 }
 #endif
 
-// What a specialisation is compiled to, or why it is not.
+// The compiled specialisation, or the errors of its compilation.
 struct Library {
   std::mutex compiling;  // held while Metal compiles it: for minutes, or for ever
   AOTIMetalShaderLibraryHandle handle = nullptr;
@@ -318,7 +318,7 @@ class MpsBackend final : public Backend {
     // A kernel object holds its encoder, so two blocks must not run at once.
     std::unique_lock lock(mutex_);
     Library& library = libraries_[launch.program];
-    Kernel kernel = found(library, launch.kernel);
+    Kernel kernel = find_kernel(library, launch.kernel);
     if (kernel == nullptr) {
       lock.unlock();
       const int64_t begun = milliseconds();
@@ -335,9 +335,9 @@ class MpsBackend final : public Backend {
   }
 
   // Allocates nothing. Null if it has not been compiled.
-  static Kernel found(const Library& library, const char* name) {
-    for (const auto& [own, kernel] : library.kernels) {
-      if (same_text(own, name)) {
+  static Kernel find_kernel(const Library& library, const char* name) {
+    for (const auto& [compiled_name, kernel] : library.kernels) {
+      if (same_text(compiled_name, name)) {
         return kernel;
       }
     }
@@ -351,7 +351,7 @@ class MpsBackend final : public Backend {
     const std::lock_guard alone(library.compiling);
     {
       const std::lock_guard lock(mutex_);
-      if (const Kernel kernel = found(library, launch.kernel)) {
+      if (const Kernel kernel = find_kernel(library, launch.kernel)) {
         return kernel;  // another thread was faster
       }
     }

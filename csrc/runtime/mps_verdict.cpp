@@ -1,4 +1,4 @@
-// Whether mps is used: decided once a process, and asked by each launch.
+// The decision to use mps: made once a process, and asked for by each launch.
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
 #include <pthread.h>
@@ -17,8 +17,8 @@
 #include "csrc/runtime/probe.h"
 
 #ifdef TORCH_METAL_ATTN_FAKE_MPS
-// Of tests/runtime/fake_mps: where the probe allocates, and how many milliseconds it and what was
-// queued before it may take.
+// Functions of tests/runtime/fake_mps: where the probe allocates, and how many milliseconds it and
+// what was queued before it may take.
 extern "C" int32_t fake_mps_device_type();
 extern "C" int64_t fake_mps_probe_limit();
 extern "C" int64_t fake_mps_queue_limit();

@@ -28,7 +28,7 @@ using Values = std::vector<float>;
 
 constexpr std::size_t kSize = PROBE_PRODUCTS + PROBE_LANES;
 
-// What the buffer holds before, so that the kernel's reads count too.
+// The buffer's values before the trial, so that the kernel's reads count too.
 constexpr float kBefore = 1.0f;
 
 Values right_values() {

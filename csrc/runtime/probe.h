@@ -1,4 +1,4 @@
-// Whether mps computes, and with tensor operations: virtual Macs have an mps that allocates nothing
+// Trials of mps and of its tensor operations: virtual Macs have an mps that allocates nothing
 // or computes zeros.
 #pragma once
 

@@ -68,7 +68,7 @@ std::string layout_problem(const Values& got) {
   return "";
 }
 
-// Whether its operands are wide, in the order in which the kernel writes them.
+// True for the products with wide operands, in the order in which the kernel writes them.
 struct Product {
   bool wide_left;
   bool wide_right;
@@ -120,7 +120,7 @@ std::string comparison(const Values& got, bool float32) {
 std::string probe_tensor(Backend& mps, const ProbeSettings& settings, bool float32) {
   Program program{"probe_tensor", {}};
   program.defines.push_back({"FLOAT32", float32});
-  // What no kernel writes is no coordinate.
+  // A value that no kernel writes is no coordinate.
   return probe_values(mps, settings, program, Values(PROBE_TENSOR_VALUES, -1.0f),
                       [float32](const Values& got) { return comparison(got, float32); });
 }

@@ -175,7 +175,7 @@ void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsi
                 conflict.other);
 }
 
-// Whether an access to threadgroup memory is by far the most common kind, which has no fault.
+// True for the most common accesses to threadgroup memory, which have no fault.
 inline bool is_settled(Worker& worker, const char* address, unsigned bytes, unsigned flags,
                        unsigned site) {
   uint64_t offset = static_cast<uint64_t>(address - worker.arena.data());

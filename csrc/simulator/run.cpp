@@ -40,7 +40,7 @@ class Unlocked {
   ~Unlocked() {
     if (interpreter_) interpreter_->restore_thread(thread_);
   }
-  // Whether a signal's handler has raised.
+  // True if a signal's handler has raised.
   bool interrupted() {
     if (!interpreter_) return false;
     interpreter_->restore_thread(thread_);

@@ -1,4 +1,4 @@
-// Which fiber runs: SIMD-group rendezvous, barriers, and what to do when nothing can go on.
+// The choice of the next fiber: SIMD-group rendezvous, barriers, and deadlocks.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -39,14 +39,14 @@ const Operation& operation_of(const Group& group, uint32_t lane) {
   return group.strays >> lane & 1 ? group.lanes[lane].stray : group.operation;
 }
 
-// Whether two threads that wait at the same call are in the same rounds of all loops around it.
+// True if two threads that wait at the same call are in the same rounds of all loops around it.
 bool same_rounds(const Fiber& a, const Fiber& b) {
   for (uint32_t i = 0; i < a.depth; ++i)
     if (a.rounds[i].number != b.rounds[i].number) return false;
   return true;
 }
 
-// Whether a thread waits at a place that the program reaches before another's.
+// True if a thread waits at a place that the program reaches before another's.
 bool is_before(const Fiber& a, const Fiber& b) {
   for (uint32_t i = 0; i < std::min(a.depth, b.depth) && a.rounds[i].loop == b.rounds[i].loop; ++i)
     if (a.rounds[i].number != b.rounds[i].number) return a.rounds[i].number < b.rounds[i].number;
@@ -71,7 +71,7 @@ const char* name_of(uint32_t kind) {
   }
 }
 
-// What all threads of a threadgroup wait at: a barrier, or a tensor operation of all SIMD groups.
+// The name of what all threads of a threadgroup wait at.
 const char* barrier_name(__msl_combine combine) {
   return combine ? "tensor operation" : "threadgroup_barrier";
 }
@@ -175,8 +175,8 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
   group.parity ^= 1;
 }
 
-// Whether a SIMD operation of a checked run must be reached by all lanes. ordered: the program's
-// order of the places where lanes wait is known. If it is not, some may be about to join.
+// True if all lanes must reach a SIMD operation of a checked run. ordered: the program's order of
+// the places where lanes wait is known. If it is not, some may be about to join.
 bool Worker::needs_all(uint32_t kind, bool ordered) const {
   if (kind == MSL_ACTIVE) return !ordered;
   return kind == MSL_MATRIX || kind == MSL_TENSOR || run->dispatch->strict_simd || !ordered;
@@ -317,7 +317,7 @@ void Worker::interleave() {
   if (to != &fiber) resume(fiber.context, *to);
 }
 
-// Whether a weak compare and exchange shall fail without a reason, as it may.
+// True if a weak compare and exchange fails without a reason, as it may.
 bool Worker::weak_fails() { return random && (draw() & 3) == 0; }
 
 // Something else than polling has happened.

@@ -213,9 +213,9 @@ unsigned engine_private_access(const char* address, unsigned bytes, unsigned lan
 void engine_endless(unsigned site);
 void engine_enter(unsigned site);
 
-// Of a tensor operation: fails if the running thread's scope is not whole, and from there on
-// `scratch` has memory. It is counted once it is done: any thread's deposit has its address, and
-// is_further says that it was counted before.
+// begin_tensor fails if the scope of the running thread's tensor operation is not whole, and gives
+// `scratch` memory. count_tensor counts the operation once it is done: any thread's deposit has its
+// address, and is_further says that it was counted before.
 void begin_tensor(Worker& worker, const __msl_tensor_operation& operation);
 void count_tensor(Worker& worker, const __msl_slot& deposit, uint32_t is_further);
 const __msl_lane_map* engine_lane_map(unsigned operand, unsigned is_transposed, unsigned rows,

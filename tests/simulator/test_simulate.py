@@ -179,7 +179,7 @@ def test_params_are_the_bytes():
 
 
 def test_nothing_is_compiled_or_run(monkeypatch):
-    """Of half a billion keys, which would take hours."""
+    """Half a billion keys would take hours."""
     monkeypatch.setattr(shaders, "source", lambda family: pytest.fail("the text is read"))
     q = torch.empty(1, 1, 1, 128)
     k = torch.empty(1, 1, 1, 128).expand(1, 1, 2**29, 128)

@@ -50,7 +50,11 @@ LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -fno-exceptions -fno-rtti 
     -fno-threadsafe-statics -fvisibility=hidden -fno-stack-protector -fno-finite-loops
     -fdebug-compilation-dir=/metal -Xclang -fconvergent-functions
     -fno-delete-null-pointer-checks""".split()
-PREDEFINED = "-D__METAL__ -D__HAVE_BFLOAT__=1".split()
+PREDEFINED = [
+    *("-D__METAL__", "-D__HAVE_BFLOAT__=1"),
+    *(f"-D{name}_H=((half){name}_F)" for name in reserved.MATH_CONSTANTS),
+    *(f"-D{name}_BF=((bfloat){name}_F)" for name in reserved.MATH_CONSTANTS),
+]
 KEYWORDS = [
     "-Ddevice=__attribute__((opencl_global))",
     "-Dthreadgroup=__attribute__((opencl_local))",
@@ -257,7 +261,7 @@ def build(
         return preprocess(source, include_dirs, defines or {}, check, count, language)
 
     try:
-        # Of headers, which may change, the key needs the text.
+        # The key needs the text of headers, which may change.
         text = preprocessed() if include_dirs else ""
         key = cache.digest([*request, text])
         with _lock:
@@ -399,8 +403,8 @@ def _ir_of(command: list[str], more: list[str], text: str, around: tuple[str, st
     If that fails, the whole text is compiled without the precompiled header, also for the
     compiler's message.
     """
-    shim, found, rest = text.partition(END_OF_SHIM)
-    if found:
+    shim, marker, rest = text.partition(END_OF_SHIM)
+    if marker:
         try:
             included = [*command, *more, "-include-pch", str(precompiled(command, shim))]
             return _run([*included, *TO_IR], rest.join(around))
@@ -438,7 +442,7 @@ def _load_image(entry: Path) -> Image:
 
 
 def in_shim(file: str) -> bool:
-    """Whether a file belongs to the simulator and not to the Metal text."""
+    """True if a file belongs to the simulator and not to the Metal text."""
     return file.startswith((IN_TEXTS, "<"))
 
 

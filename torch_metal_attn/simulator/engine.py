@@ -360,12 +360,12 @@ def _fault(image: Image, kernel: Kernel, report: FaultReport) -> SimulatorFault:
 def _lanes_in_words(message: str) -> str:
     """The engine's masks of lanes, in hexadecimal, as ranges."""
 
-    def ranges(found: re.Match[str]) -> str:
-        mask = int(found[1], 16)
+    def ranges(result: re.Match[str]) -> str:
+        mask = int(result[1], 16)
         first = [i for i in range(32) if (mask & ~(mask << 1)) >> i & 1]
         last = [i for i in range(32) if (mask & ~(mask >> 1)) >> i & 1]
         shown = (f"{i}" if i == j else f"{i}-{j}" for i, j in zip(first, last, strict=True))
-        after = "lanes " if message[found.start() - 2] == ";" else ""
+        after = "lanes " if message[result.start() - 2] == ";" else ""
         return f"{after}{', '.join(shown)}" if mask else "none"
 
     return LANES.sub(ranges, message)

@@ -170,7 +170,7 @@ template <>
 struct __word<1> {
   typedef uchar type;
 };
-// Whether a byte belongs to a field: a constant has no value in its padding.
+// True if a byte belongs to a field: a constant has no value in its padding.
 template <class T>
 struct __bytes {
   uchar values[sizeof(T)];

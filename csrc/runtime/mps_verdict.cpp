@@ -31,15 +31,15 @@ enum class Verdict { kUnknown, kUsable, kUnusable, kForked };
 
 std::atomic<Verdict> g_verdict{Verdict::kUnknown};
 
-// The child of a fork has the parent's Metal objects, which are dead in it. What was unusable in
-// the parent stays so for the parent's reason.
+// The child of a fork has the parent's Metal objects, which are dead in it. An unusable mps stays
+// unusable for the parent's reason.
 void forked() {
   if (g_verdict != Verdict::kUnusable) {
     g_verdict = Verdict::kForked;
   }
 }
 
-// Hears of every fork from the first use of Metal on.
+// Registers the handler of forks at the first use of Metal.
 Backend& backend() {
   static Backend& mps = []() -> Backend& {
     pthread_atfork(nullptr, nullptr, forked);
@@ -59,7 +59,7 @@ std::string& probe_result() {
   return *result;
 }
 
-// By whichever thread comes first; the others wait for it.
+// The first thread decides; the others wait for it.
 void decide() {
   if (backend_forced_by_env()) {
     g_verdict = Verdict::kUsable;

@@ -1,5 +1,6 @@
 // Runs launches on CPU tensors in the simulator: Python compiles the kernel for the host, the
 // engine in csrc/simulator executes it.
+#include <pthread.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <mutex>
@@ -35,6 +36,12 @@ SimulatorBuffer describe(const BufferArgument& argument) {
           &tensor};
 }
 
+// Never destroyed: at exit threads may still launch.
+std::mutex& programs_mutex() {
+  static auto* const mutex = new std::mutex;
+  return *mutex;
+}
+
 class SimulatorBackend final : public Backend {
  public:
   void run(const Launch& launch) override {
@@ -49,7 +56,7 @@ class SimulatorBackend final : public Backend {
 
   // Python keeps by this address what it compiles.
   const SimulatedProgram& simulated(const Program& program) {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(programs_mutex());
     Texts& texts = programs_[program];
     if (texts.program.family == nullptr) {
       for (const Define& define : program.defines) {
@@ -85,15 +92,18 @@ class SimulatorBackend final : public Backend {
     }
   }
 
-  std::mutex mutex_;
   ProgramMap<Texts> programs_;
 };
 
 }  // namespace
 
 Backend& simulator_backend() {
-  // Never destroyed: at exit threads may still launch.
-  static SimulatorBackend* const backend = new SimulatorBackend;
+  // A fork waits until no thread is in the map, so that the child's mutex is free.
+  static SimulatorBackend* const backend = [] {
+    const auto unlock = [] { programs_mutex().unlock(); };
+    pthread_atfork([] { programs_mutex().lock(); }, unlock, unlock);
+    return new SimulatorBackend;
+  }();
   return *backend;
 }
 

@@ -192,7 +192,7 @@ def _simulate(
             check, _op.check = _op.check, None
             check()
         specialisation = _specialisation(program)
-        launch = (
+        launch: tuple[Any, ...] = (
             sys.intern(kernel.decode()),
             buffers[:count],
             tuple(threadgroups[:3]),
@@ -200,8 +200,8 @@ def _simulate(
         )
         run = runs.current()
         if run is not None and run.record:
-            texts = specialisation.family, specialisation.defines
-            run.recorded.append(recording.recorded(*texts, *launch))
+            family, defines = specialisation.family, specialisation.defines
+            run.recorded.append(recording.recorded(family, defines, *launch))
         else:
             _launch(specialisation, *launch)
         status[0] = _DONE

@@ -372,9 +372,10 @@ def _lanes_in_words(message: str) -> str:
 
 
 def _counters(raw: CounterValues, counted: bool) -> Counters:
-    operations = dict(zip(COUNTS, raw.operations, strict=True))
-    values = {name: n for name, n in operations.items() if counted or name in ALWAYS}
-    for name in OF_GROUPS:
-        values[name] = getattr(raw, name)
-    tables = {name: dict(zip(SPACES, getattr(raw, name), strict=True)) for name in OF_SPACES}
-    return Counters(launches=1, threadgroup_bytes=raw.threadgroup_bytes, **values, **tables)
+    counters: dict[str, Any] = {name: getattr(raw, name) for name in OF_GROUPS}
+    for name, number in zip(COUNTS, raw.operations, strict=True):
+        if counted or name in ALWAYS:
+            counters[name] = number
+    for name in OF_SPACES:
+        counters[name] = dict(zip(SPACES, getattr(raw, name), strict=True))
+    return Counters(launches=1, threadgroup_bytes=raw.threadgroup_bytes, **counters)

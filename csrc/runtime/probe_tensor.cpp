@@ -51,13 +51,13 @@ std::string layout_problem(const Values& got) {
     int first = PROBE_TENSOR_COORDINATES + lane * PROBE_TENSOR_LANE_SLOTS;
     for (const Operand& operand : kOperands) {
       for (int slot = 0; slot < operand.slots; ++slot) {
-        const int found = static_cast<int>(at(got, first + slot));
+        const int actual = static_cast<int>(at(got, first + slot));
         const int right = coordinates(lane, slot);
-        if (found != right) {
+        if (actual != right) {
           std::ostringstream text;
           text << "slot " << slot << " of lane " << lane << " of the " << operand.name
-               << " of a tensor operation is at row " << found / PROBE_TENSOR_ROW << ", column "
-               << found % PROBE_TENSOR_ROW << ", where row " << right / PROBE_TENSOR_ROW
+               << " of a tensor operation is at row " << actual / PROBE_TENSOR_ROW << ", column "
+               << actual % PROBE_TENSOR_ROW << ", where row " << right / PROBE_TENSOR_ROW
                << ", column " << right % PROBE_TENSOR_ROW << " was expected";
           return text.str();
         }
@@ -107,9 +107,9 @@ std::string comparison(const Values& got, bool float32) {
     return kNoTensorLanguage;
   }
   for (const auto& problem : {capacity_problem, layout_problem}) {
-    const std::string found = problem(got);
-    if (!found.empty()) {
-      return found;
+    const std::string why = problem(got);
+    if (!why.empty()) {
+      return why;
     }
   }
   return product_problem(got, float32);

@@ -58,7 +58,7 @@ typedef metal::__bools<2> bool2;
 typedef metal::__bools<3> bool3;
 typedef metal::__bools<4> bool4;
 
-// DO(space) for the memories that threads share: those that can be written, all, and all with const.
+// DO(space) for each memory that threads share: the writable ones, all, and all with const.
 #define __MSL_EACH_WRITABLE(DO) DO(device) DO(threadgroup)
 #define __MSL_EACH_SPACE(DO) __MSL_EACH_WRITABLE(DO) DO(constant)
 #define __MSL_EACH_CONST_SPACE(DO) __MSL_EACH_SPACE(DO) DO(const device) DO(const threadgroup)

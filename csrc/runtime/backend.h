@@ -27,15 +27,15 @@ class Backend {
   // Compiles a launch's kernel, and runs nothing. Returns whether nobody had. Throws CompileError.
   virtual bool compile(const Launch&) { return false; }
 
-  // Whether it is a GPU, of which a probe must tell what it can do.
+  // True for a GPU, whose abilities a probe must find out.
   virtual bool is_gpu() const { return false; }
 
-  // Whether launches are kept instead of run: csrc/ops/common/recorder.h.
+  // True if launches are kept instead of run: csrc/ops/common/recorder.h.
   virtual bool records() const { return false; }
 };
 
-// Where recorders of this thread have the kernel of each launch compiled, and note whether it was
-// new; null: nowhere.
+// The backend that compiles the kernel of each launch that recorders of this thread keep. They note
+// if the kernel was new. Null: nothing is compiled.
 Backend*& compiler_of_recorded();
 
 Backend& simulator_backend();

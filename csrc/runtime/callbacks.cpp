@@ -46,7 +46,7 @@ void metal_attn_set_tensor_record(int32_t macos_suffices, const char* path) {
   texts().tensor_record = {macos_suffices != 0, path};
 }
 
-// torch tells 0 where it does not know them.
+// 0 if torch does not know the number.
 void metal_attn_set_gpu_cores(int cores) {
   if (cores > 0) {
     g_gpu_cores = cores;
@@ -69,13 +69,13 @@ Gpu gpu() { return {g_gpu_family, g_gpu_cores}; }
 
 std::string shader_text(const std::string& family) {
   const std::lock_guard lock(texts().mutex);
-  const auto found = texts().by_family.find(family);
-  if (found == texts().by_family.end()) {
+  const auto entry = texts().by_family.find(family);
+  if (entry == texts().by_family.end()) {
     throw std::runtime_error(
         "metal_attn: no shader text for the family '" + family +
         "'; import torch_metal_attn, which gives the texts where there is mps");
   }
-  return found->second;
+  return entry->second;
 }
 
 metal_attn_simulate simulate_callback() {

@@ -22,7 +22,7 @@ uint64_t hash_of(const std::string& text) {
   return hash;
 }
 
-// Where the text has been written, or "" if nowhere: one file for a text, however often it fails.
+// The file that the text was written to, or "". A text has one file, however often it fails.
 std::string write_text(const char* family, const std::string& text) {
   const char* folder = std::getenv("TMPDIR");
   std::string begin = folder != nullptr && *folder != '\0' ? folder : "/tmp";

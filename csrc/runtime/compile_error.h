@@ -8,7 +8,7 @@
 
 namespace metal_attn {
 
-// Without the prefix that our own errors have: for texts that become part of one.
+// Without the prefix of our errors, for texts that become part of one.
 std::string without_prefix(std::string_view text);
 std::string first_line(std::string_view text);  // of what is left
 

@@ -1,5 +1,5 @@
-// The CPU tensors that the running op has allocated, and which of their bytes kernels have written:
-// the simulator's checks fault a read of the others.
+// The CPU tensors that the running op has allocated, and the bytes of them that kernels have
+// written. The simulator's checks fault a read of other bytes.
 #pragma once
 
 #include <cstdint>

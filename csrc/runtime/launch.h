@@ -1,7 +1,8 @@
-// One dispatch of a kernel, as plain data: what the ops build and the backends run. It owns no
-// memory and allocates none; what it points to is the op's until the backend has run it.
+// One dispatch of a kernel as plain data: ops build it and backends run it. It allocates nothing.
+// The op owns the memory that it points to until the backend has run it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <concepts>
 #include <cstddef>
@@ -11,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <unordered_map>
 
 #include "csrc/problem/tensor.h"
 #include "csrc/runtime/fixed_vector.h"
@@ -50,12 +52,47 @@ inline void define_if(bool on, Defines& defines, const char* name, int64_t value
   }
 }
 
-// What is compiled: a family's text under the defines of a specialisation, in the order in which
-// they are written.
+// A family's text under the defines of a specialisation, in the order in which they are written.
 struct Program {
   const char* family;  // shaders/<family>.metal
   Defines defines;
 };
+
+inline bool same_text(const char* a, const char* b) {
+  return a == b || (a != nullptr && b != nullptr && std::strcmp(a, b) == 0);
+}
+
+struct SameProgram {
+  bool operator()(const Program& a, const Program& b) const {
+    return same_text(a.family, b.family) &&
+           std::equal(a.defines.begin(), a.defines.end(), b.defines.begin(), b.defines.end(),
+                      [](const Define& x, const Define& y) {
+                        return x.number == y.number && same_text(x.name, y.name) &&
+                               same_text(x.word, y.word);
+                      });
+  }
+};
+
+struct ProgramHash {
+  std::size_t operator()(const Program& program) const {
+    std::size_t hash = 0;
+    for (const char* letter = program.family; *letter != '\0'; ++letter) {
+      hash = hash * 31 + static_cast<std::size_t>(*letter);
+    }
+    for (const Define& define : program.defines) {
+      // The first letter of each text only: hashing whole texts takes longer.
+      const auto letter = static_cast<std::size_t>(define.word != nullptr ? define.word[0] : 0);
+      hash = hash * 1099511628211u + static_cast<std::size_t>(define.number) * 256u + letter +
+             static_cast<std::size_t>(define.name[0]) * 65536u;
+    }
+    return hash;
+  }
+};
+
+// A backend's record of each program that it has compiled. Entries are never erased, so references
+// to them remain valid.
+template <typename Compiled>
+using ProgramMap = std::unordered_map<Program, Compiled, ProgramHash, SameProgram>;
 
 struct BufferArgument {
   uint32_t slot;  // [[buffer(slot)]]
@@ -70,10 +107,10 @@ struct BufferArgument {
 
 using Buffers = FixedVector<BufferArgument, kMaxBuffers>;
 
-// An optional tensor, which must outlive the launch, is read if it is given.
-inline void read_if(const OptionalTensor& given, Buffers& buffers, uint32_t slot) {
-  if (given) {
-    buffers.push_back({slot, *given, false});
+// Adds an optional tensor, which must outlive the launch, as a read-only buffer.
+inline void read_if(const OptionalTensor& tensor, Buffers& buffers, uint32_t slot) {
+  if (tensor) {
+    buffers.push_back({slot, *tensor, false});
   }
 }
 
@@ -85,7 +122,7 @@ class Params {
     static_assert(std::is_trivially_copyable_v<Structure> && sizeof(Structure) <= kMaxParamsBytes);
     set(&params, sizeof(Structure));
   }
-  // Behind what is there. The end of a structure is no padding if it is a multiple of 4.
+  // Appends a structure. The end of a structure is no padding if it is a multiple of 4.
   template <typename Structure>
   void append(const Structure& more) {
     static_assert(std::is_trivially_copyable_v<Structure> && alignof(Structure) <= 4);
@@ -120,7 +157,7 @@ inline constexpr int kSimdgroupThreads = 32;
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// As Metal counts: each number is below 2^32, which is the caller's to see to.
+// The caller ensures that each number is below 2^32.
 using Extent = std::array<uint32_t, 3>;
 inline Extent extent(int64_t x, int64_t y = 1, int64_t z = 1) {
   return {static_cast<uint32_t>(x), static_cast<uint32_t>(y), static_cast<uint32_t>(z)};
@@ -131,8 +168,8 @@ struct Grid {
   Extent threads{};  // per threadgroup
 };
 
-// The most multiply-adds that a launch may have. Kernels that read their operands once have none
-// here: no Mac's memory holds enough for them to run for long, and they cannot be divided.
+// The most multiply-adds that a launch may have. It is 0 for kernels that read their operands once:
+// they never run for long, and they cannot be divided.
 struct Work {
   double threadgroup = 0;  // of a threadgroup
   double busy = 0;         // threadgroups that have any of it; 0: all
@@ -142,7 +179,7 @@ struct Launch {
   Launch() = default;
   Launch(const char* family, const char* kernel, const Defines& defines)
       : program{family, defines}, kernel(kernel) {}
-  // Of the family of the kernel's name.
+  // The family has the kernel's name.
   Launch(const char* kernel, const Defines& defines) : Launch(kernel, kernel, defines) {}
 
   template <typename Structure>

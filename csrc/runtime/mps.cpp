@@ -19,7 +19,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -36,7 +35,7 @@ using Kernel = AOTIMetalKernelFunctionHandle;
 
 void* const kShims = reinterpret_cast<void*>(&aoti_torch_mps_start_encoding);
 
-// What newer torch versions have beyond 2.10, and what 2.10 to 2.13 have without declaring it.
+// Functions that torch versions after 2.10 declare, and one that 2.10 to 2.13 have undeclared.
 struct BytesShims {
   // torch_mps_set_arg_bytes, from 2.14.
   AOTITorchError (*set_bytes)(Kernel, unsigned, const void*, uint64_t) = nullptr;
@@ -78,16 +77,16 @@ constexpr int kSyncTypeCommit = 1;  // at::mps::SyncType::COMMIT: does not wait
 
 const CommitShims& commit_shims() {
   static const CommitShims shims = [] {
-    CommitShims found;
-    find(found.current_stream, "_ZN2at3mps19getCurrentMPSStreamEv");
-    find(found.synchronize, "_ZN2at3mps9MPSStream11synchronizeENS0_8SyncTypeE");
-    find(found.commit, "_ZN5torch3mps6commitEv");
-    return found;
+    CommitShims shims;
+    find(shims.current_stream, "_ZN2at3mps19getCurrentMPSStreamEv");
+    find(shims.synchronize, "_ZN2at3mps9MPSStream11synchronizeENS0_8SyncTypeE");
+    find(shims.commit, "_ZN5torch3mps6commitEv");
+    return shims;
   }();
   return shims;
 }
 
-// `doing`: what the message says of it, joined only if there is one.
+// doing: the action for the message, joined only on an error.
 template <typename... Doing>
 void ok(AOTITorchError error, const Doing&... doing) {
   if (error != AOTI_TORCH_SUCCESS) {
@@ -265,37 +264,6 @@ class OpenCommandBuffers {
   std::vector<std::pair<void*, double>> streams_;  // torch has 33 at most
 };
 
-bool same_text(const char* a, const char* b) {
-  return a == b || (a != nullptr && b != nullptr && std::strcmp(a, b) == 0);
-}
-
-struct SameProgram {
-  bool operator()(const Program& a, const Program& b) const {
-    return same_text(a.family, b.family) &&
-           std::equal(a.defines.begin(), a.defines.end(), b.defines.begin(), b.defines.end(),
-                      [](const Define& x, const Define& y) {
-                        return x.number == y.number && same_text(x.name, y.name) &&
-                               same_text(x.word, y.word);
-                      });
-  }
-};
-
-struct ProgramHash {
-  std::size_t operator()(const Program& program) const {
-    std::size_t hash = 0;
-    for (const char* letter = program.family; *letter != '\0'; ++letter) {
-      hash = hash * 31 + static_cast<std::size_t>(*letter);
-    }
-    for (const Define& define : program.defines) {
-      // Of the texts, which take longer, a letter each.
-      const auto letter = static_cast<std::size_t>(define.word != nullptr ? define.word[0] : 0);
-      hash = hash * 1099511628211u + static_cast<std::size_t>(define.number) * 256u + letter +
-             static_cast<std::size_t>(define.name[0]) * 65536u;
-    }
-    return hash;
-  }
-};
-
 #ifdef TORCH_METAL_ATTN_FAKE_MPS
 extern "C" int64_t fake_mps_milliseconds();
 int64_t milliseconds() { return fake_mps_milliseconds(); }
@@ -306,7 +274,7 @@ int64_t milliseconds() {
 }
 #endif
 
-// What a specialisation is compiled to, or why it is not.
+// The compiled specialisation, or the errors of its compilation.
 struct Library {
   std::mutex compiling;  // held while Metal compiles it: for minutes, or for ever
   AOTIMetalShaderLibraryHandle handle = nullptr;
@@ -350,7 +318,7 @@ class MpsBackend final : public Backend {
     // A kernel object holds its encoder, so two blocks must not run at once.
     std::unique_lock lock(mutex_);
     Library& library = libraries_[launch.program];
-    Kernel kernel = found(library, launch.kernel);
+    Kernel kernel = find_kernel(library, launch.kernel);
     if (kernel == nullptr) {
       lock.unlock();
       const int64_t begun = milliseconds();
@@ -367,9 +335,9 @@ class MpsBackend final : public Backend {
   }
 
   // Allocates nothing. Null if it has not been compiled.
-  static Kernel found(const Library& library, const char* name) {
-    for (const auto& [own, kernel] : library.kernels) {
-      if (same_text(own, name)) {
+  static Kernel find_kernel(const Library& library, const char* name) {
+    for (const auto& [compiled_name, kernel] : library.kernels) {
+      if (same_text(compiled_name, name)) {
         return kernel;
       }
     }
@@ -383,7 +351,7 @@ class MpsBackend final : public Backend {
     const std::lock_guard alone(library.compiling);
     {
       const std::lock_guard lock(mutex_);
-      if (const Kernel kernel = found(library, launch.kernel)) {
+      if (const Kernel kernel = find_kernel(library, launch.kernel)) {
         return kernel;  // another thread was faster
       }
     }
@@ -420,8 +388,7 @@ class MpsBackend final : public Backend {
 
   std::mutex mutex_;
   OpenCommandBuffers open_;
-  // Never erased from: references stay what they are.
-  std::unordered_map<Program, Library, ProgramHash, SameProgram> libraries_;
+  ProgramMap<Library> libraries_;
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Whether mps is used: decided once a process, and asked by each launch.
+// The decision to use mps: made once a process, and asked for by each launch.
 #if defined(__APPLE__) || defined(TORCH_METAL_ATTN_FAKE_MPS)
 
 #include <pthread.h>
@@ -17,8 +17,8 @@
 #include "csrc/runtime/probe.h"
 
 #ifdef TORCH_METAL_ATTN_FAKE_MPS
-// Of tests/runtime/fake_mps: where the probe allocates, and how many milliseconds it and what was
-// queued before it may take.
+// Functions of tests/runtime/fake_mps: where the probe allocates, and how many milliseconds it and
+// what was queued before it may take.
 extern "C" int32_t fake_mps_device_type();
 extern "C" int64_t fake_mps_probe_limit();
 extern "C" int64_t fake_mps_queue_limit();
@@ -31,15 +31,15 @@ enum class Verdict { kUnknown, kUsable, kUnusable, kForked };
 
 std::atomic<Verdict> g_verdict{Verdict::kUnknown};
 
-// The child of a fork has the parent's Metal objects, which are dead in it. What was unusable in
-// the parent stays so for the parent's reason.
+// The child of a fork has the parent's Metal objects, which are dead in it. An unusable mps stays
+// unusable for the parent's reason.
 void forked() {
   if (g_verdict != Verdict::kUnusable) {
     g_verdict = Verdict::kForked;
   }
 }
 
-// Hears of every fork from the first use of Metal on.
+// Registers the handler of forks at the first use of Metal.
 Backend& backend() {
   static Backend& mps = []() -> Backend& {
     pthread_atfork(nullptr, nullptr, forked);
@@ -59,7 +59,7 @@ std::string& probe_result() {
   return *result;
 }
 
-// By whichever thread comes first; the others wait for it.
+// The first thread decides; the others wait for it.
 void decide() {
   if (backend_forced_by_env()) {
     g_verdict = Verdict::kUsable;

@@ -12,9 +12,9 @@ void* find_beside(const void* function, const char* name) {
   void* library = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
   void* symbol = library == nullptr ? nullptr : dlsym(library, name);
   // dlsym also looks in what the library depends on.
-  Dl_info found{};
-  const bool beside = symbol != nullptr && dladdr(symbol, &found) != 0;
-  return beside && found.dli_fbase == info.dli_fbase ? symbol : nullptr;
+  Dl_info symbol_info{};
+  const bool beside = symbol != nullptr && dladdr(symbol, &symbol_info) != 0;
+  return beside && symbol_info.dli_fbase == info.dli_fbase ? symbol : nullptr;
 }
 
 std::string torch_error_text(const void* function) {

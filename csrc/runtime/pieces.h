@@ -17,8 +17,7 @@ __attribute__((visibility("default"))) void metal_attn_limit_pieces(int64_t thre
 
 namespace metal_attn {
 
-// The longest that one command buffer may take by the estimate. macOS allows some seconds: 2 to 10
-// are reported.
+// The longest estimated time of one command buffer. Reports say that macOS allows 2 to 10 seconds.
 inline constexpr double kCommandBufferSeconds = 1.0;
 
 class Pieces {
@@ -26,10 +25,10 @@ class Pieces {
   explicit Pieces(const Launch& launch);
 
   int64_t count() const { return counts_[0] * counts_[1] * counts_[2]; }
-  // A piece takes so long, by a cautious estimate.
+  // A cautious estimate of the time of a piece.
   double seconds() const { return seconds_; }
 
-  // Of several.
+  // Only if there are several.
   Launch piece(const std::array<int64_t, 3>& number) const;
 
   // Calls `run` with the launch, or with a launch of each piece in turn.

@@ -28,7 +28,7 @@ using Values = std::vector<float>;
 
 constexpr std::size_t kSize = PROBE_PRODUCTS + PROBE_LANES;
 
-// What the buffer holds before, so that the kernel's reads count too.
+// The buffer's values before the trial, so that the kernel's reads count too.
 constexpr float kBefore = 1.0f;
 
 Values right_values() {
@@ -52,8 +52,8 @@ Values right_values() {
   return values;
 }
 
-// SIMD-group sums and matrices begin with the chips M1 and A14 (Metal's family Apple7). A torch
-// that tells no name leaves it to the kernel.
+// SIMD-group sums and matrices begin with the chips M1 and A14 (Metal's family Apple7). If torch
+// gives no name, the kernel decides.
 std::string name_problem() {
   const std::string name = gpu_name();
   char letter = 0;
@@ -85,7 +85,7 @@ Tensor on_host(Values& values) {
   return Tensor(handle);
 }
 
-// A busy GPU is no broken one. What fails here fails again in the trial, which says why.
+// Keeps a busy GPU from looking broken. An error here recurs in the trial, which reports it.
 void wait_for_what_is_queued(int32_t device_type) {
   try {
     Values one(1);
@@ -126,7 +126,7 @@ std::string comparison(const Values& got) {
   return text.str();
 }
 
-// The values after it in `host`.
+// Leaves the results in `host`. Returns the error, or "".
 std::string try_kernel(Backend& mps, int32_t device_type, const Program& program, Values& host) {
   const char* failed = "the first allocation on it failed: ";
   try {

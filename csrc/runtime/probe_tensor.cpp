@@ -51,13 +51,13 @@ std::string layout_problem(const Values& got) {
     int first = PROBE_TENSOR_COORDINATES + lane * PROBE_TENSOR_LANE_SLOTS;
     for (const Operand& operand : kOperands) {
       for (int slot = 0; slot < operand.slots; ++slot) {
-        const int found = static_cast<int>(at(got, first + slot));
+        const int actual = static_cast<int>(at(got, first + slot));
         const int right = coordinates(lane, slot);
-        if (found != right) {
+        if (actual != right) {
           std::ostringstream text;
           text << "slot " << slot << " of lane " << lane << " of the " << operand.name
-               << " of a tensor operation is at row " << found / PROBE_TENSOR_ROW << ", column "
-               << found % PROBE_TENSOR_ROW << ", where row " << right / PROBE_TENSOR_ROW
+               << " of a tensor operation is at row " << actual / PROBE_TENSOR_ROW << ", column "
+               << actual % PROBE_TENSOR_ROW << ", where row " << right / PROBE_TENSOR_ROW
                << ", column " << right % PROBE_TENSOR_ROW << " was expected";
           return text.str();
         }
@@ -68,7 +68,7 @@ std::string layout_problem(const Values& got) {
   return "";
 }
 
-// Whether its operands are wide, in the order in which the kernel writes them.
+// True for the products with wide operands, in the order in which the kernel writes them.
 struct Product {
   bool wide_left;
   bool wide_right;
@@ -107,9 +107,9 @@ std::string comparison(const Values& got, bool float32) {
     return kNoTensorLanguage;
   }
   for (const auto& problem : {capacity_problem, layout_problem}) {
-    const std::string found = problem(got);
-    if (!found.empty()) {
-      return found;
+    const std::string why = problem(got);
+    if (!why.empty()) {
+      return why;
     }
   }
   return product_problem(got, float32);
@@ -120,7 +120,7 @@ std::string comparison(const Values& got, bool float32) {
 std::string probe_tensor(Backend& mps, const ProbeSettings& settings, bool float32) {
   Program program{"probe_tensor", {}};
   program.defines.push_back({"FLOAT32", float32});
-  // What no kernel writes is no coordinate.
+  // A value that no kernel writes is no coordinate.
   return probe_values(mps, settings, program, Values(PROBE_TENSOR_VALUES, -1.0f),
                       [float32](const Values& got) { return comparison(got, float32); });
 }

@@ -1,8 +1,11 @@
 // Runs launches on CPU tensors in the simulator: Python compiles the kernel for the host, the
 // engine in csrc/simulator executes it.
+#include <pthread.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <mutex>
 #include <stdexcept>
+#include <string>
 
 #include "csrc/runtime/backend.h"
 #include "csrc/runtime/callbacks.h"
@@ -33,20 +36,38 @@ SimulatorBuffer describe(const BufferArgument& argument) {
           &tensor};
 }
 
-std::string text_of(const Defines& defines) {
-  std::string text;
-  for (const Define& define : defines) {
-    text += std::string(define.name) + "=" + define.value() + "\n";
-  }
-  return text;
+// Never destroyed: at exit threads may still launch.
+std::mutex& programs_mutex() {
+  static auto* const mutex = new std::mutex;
+  return *mutex;
 }
 
 class SimulatorBackend final : public Backend {
  public:
-  void run(const Launch& launch) override { Pieces(launch).each(run_piece); }
+  void run(const Launch& launch) override {
+    Pieces(launch).each([this](const Launch& piece) { run_piece(piece); });
+  }
 
  private:
-  static void run_piece(const Launch& launch) {
+  struct Texts {
+    std::string defines;
+    SimulatedProgram program;  // of these defines
+  };
+
+  // Python keeps by this address what it compiles.
+  const SimulatedProgram& simulated(const Program& program) {
+    const std::lock_guard lock(programs_mutex());
+    Texts& texts = programs_[program];
+    if (texts.program.family == nullptr) {
+      for (const Define& define : program.defines) {
+        texts.defines += std::string(define.name) + "=" + define.value() + "\n";
+      }
+      texts.program = {program.family, texts.defines.c_str()};
+    }
+    return texts.program;
+  }
+
+  void run_piece(const Launch& launch) {
     const metal_attn_simulate simulate = simulate_callback();
     FixedVector<SimulatorBuffer, kMaxBuffers + 1> buffers;
     for (const BufferArgument& argument : launch.buffers) {
@@ -58,8 +79,8 @@ class SimulatorBackend final : public Backend {
                          nullptr, nullptr});
     }
     int32_t status = METAL_ATTN_NOT_BEGUN;
-    simulate(launch.program.family, launch.kernel, text_of(launch.program.defines).c_str(),
-             buffers.data(), static_cast<uint32_t>(buffers.size()), launch.threadgroups.data(),
+    simulate(&simulated(launch.program), launch.kernel, buffers.data(),
+             static_cast<uint32_t>(buffers.size()), launch.threadgroups.data(),
              launch.threads.data(), &status);
     if (status == METAL_ATTN_NOT_BEGUN) {
       throw std::runtime_error(std::string("metal_attn: interrupted before kernel '") +
@@ -70,13 +91,20 @@ class SimulatorBackend final : public Backend {
                                launch.kernel + "'");
     }
   }
+
+  ProgramMap<Texts> programs_;
 };
 
 }  // namespace
 
 Backend& simulator_backend() {
-  static SimulatorBackend backend;
-  return backend;
+  // A fork waits until no thread is in the map, so that the child's mutex is free.
+  static SimulatorBackend* const backend = [] {
+    const auto unlock = [] { programs_mutex().unlock(); };
+    pthread_atfork([] { programs_mutex().lock(); }, unlock, unlock);
+    return new SimulatorBackend;
+  }();
+  return *backend;
 }
 
 }  // namespace metal_attn

@@ -1,4 +1,4 @@
-// Calls of torch's C functions, which throw what they failed with.
+// Calls of torch's C functions that throw on an error.
 #pragma once
 
 #include <string>
@@ -14,13 +14,13 @@
 
 namespace metal_attn {
 
-// What not every torch since 2.10 has is looked up at run time, so that one binary serves them all.
-// The symbol of this name in the library that `function` comes from, whatever else the process has
-// loaded; null if there is none.
+// Functions that only some versions of torch have are looked up at run time, so that one binary
+// serves all of them. The symbol of this name in the library that `function` comes from, whatever
+// else the process has loaded; null if there is none.
 void* find_beside(const void* function, const char* name);
 
-// Why a C function of torch has just failed in this thread. Before 2.13 torch tells it on stderr
-// only, and the answer is kUntold.
+// The reason for the last failure of a C function of torch in this thread. Before 2.13 torch prints
+// it on stderr only, and the result is kUntold.
 inline constexpr char kUntold[] =
     "torch before 2.13 says why on stderr only: look there for the reason";
 std::string torch_error_text(const void* function);

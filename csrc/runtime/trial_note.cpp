@@ -15,11 +15,10 @@
 namespace metal_attn {
 namespace {
 
-// How often another process is looked at.
+// Time between two looks at another process.
 constexpr std::chrono::milliseconds kPause(20);
 
-// The lock tells a process that is alive from one that is not: a system that goes down with the
-// trial drops it too.
+// Only a living process holds the lock: a crash of the system drops it too.
 class Note {
  public:
   Note(std::string path, int file) : path_(std::move(path)), file_(file) {}

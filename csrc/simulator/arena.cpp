@@ -31,17 +31,17 @@ char* Arena::get(const char* name, uint64_t bytes, uint64_t alignment) {
 
 const Variable* Arena::nearest(const char* address, uint32_t bytes) const {
   int64_t begin = address - data_, end = begin + bytes, least = INT64_MAX;
-  const Variable* found = nullptr;
+  const Variable* nearest_one = nullptr;
   for (uint32_t i = 0; i < count_; ++i) {
     const Variable& variable = variables_[i];
     int64_t above = begin - (int64_t{variable.begin} + variable.bytes);
     int64_t distance = std::max(above, variable.begin - end);
     if (distance < least) {
       least = distance;
-      found = &variable;
+      nearest_one = &variable;
     }
   }
-  return found;
+  return nearest_one;
 }
 
 }  // namespace metal_attn::simulator

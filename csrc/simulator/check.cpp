@@ -175,7 +175,7 @@ void check_threadgroup(Worker& worker, const char* address, unsigned bytes, unsi
                 conflict.other);
 }
 
-// Whether an access to threadgroup memory is by far the most common kind, which has no fault.
+// True for the most common accesses to threadgroup memory, which have no fault.
 inline bool is_settled(Worker& worker, const char* address, unsigned bytes, unsigned flags,
                        unsigned site) {
   uint64_t offset = static_cast<uint64_t>(address - worker.arena.data());
@@ -279,6 +279,19 @@ void engine_access(const void* pointer, unsigned bytes, unsigned flags, unsigned
   if ((flags & MSL_ATOMIC) && (flags & MSL_WRITE) && worker.run->messages.any())
     worker.publish(address, updates(flags));
   count(worker.counters, space, bytes, flags);
+}
+
+void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned long alignment) {
+  Worker& worker = this_worker();
+  char* memory = worker.arena.get(name, bytes, alignment);
+  if (!memory) {
+    const Fiber& fiber = worker.current();
+    worker.fail(fiber, FAULT_THREADGROUP_MEMORY, fiber.site, kNoSite,
+                "%lu bytes for %s and %u bytes for other variables: over the limit of %u bytes of "
+                "threadgroup memory",
+                bytes, name, worker.arena.used(), Arena::kLimit);
+  }
+  return memory;
 }
 
 }  // namespace metal_attn::simulator

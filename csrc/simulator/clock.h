@@ -70,7 +70,7 @@ class Clock {
     first_ = epoch_ = last_ + 1;
     if (owners_) end_ = last_;
   }
-  // Whether it is time to forget all accesses and to start again, with a clock of its own.
+  // True if it is time to forget all accesses and to start again with a new clock.
   bool runs_out() const { return !owners_ && last_ > ~uint32_t{0} / 2; }
   // All that the threadgroup did before is ordered before all that it does from here on.
   void pass_barrier() { epoch_ = last_ + 1; }

@@ -42,6 +42,15 @@ void Worker::fail(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t oth
   abandon();
 }
 
+void Worker::fail_matrix_access(const Group& group, uint32_t number) {
+  uint32_t mask = 0;
+  for (uint32_t lane = 0; lane < MSL_SIMD_WIDTH; ++lane)
+    if (group.full >> lane & 1 && group.lanes[lane].matrix_accesses > number) mask |= 1u << lane;
+  fail(group.lanes[__builtin_ctz(mask)], FAULT_PARTIAL_SIMD, group.matrix_log[number].place,
+       kNoSite, "simdgroup_load or simdgroup_store reached by lanes %08x of %08x of SIMD group %u",
+       mask, group.full, group.lanes->simdgroup);
+}
+
 // The host goes on here after a signal has stopped the running thread.
 void Worker::report_signal() {
   const Fiber& fiber = current();

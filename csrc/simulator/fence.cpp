@@ -97,8 +97,8 @@ void Messages::publish(const void* address, const Knowledge& published, bool upd
 
 Knowledge Messages::at(const void* address) {
   std::lock_guard<std::mutex> lock(mutex_);
-  auto found = at_.find(address);
-  return found == at_.end() ? nullptr : found->second;
+  auto entry = at_.find(address);
+  return entry == at_.end() ? nullptr : entry->second;
 }
 
 }  // namespace metal_attn::simulator

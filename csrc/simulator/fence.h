@@ -35,7 +35,7 @@ struct Fence {
 using Fences = std::vector<Fence>;
 using Knowledge = std::shared_ptr<const Fences>;
 
-// Whether an access by `threadgroup` happens before a fence in `known`. `here`: the threadgroup
+// True if an access by `threadgroup` happens before a fence in `known`. `here`: the threadgroup
 // that asks.
 bool covers(const Fences& known, uint32_t threadgroup, uint32_t here, const Touch& touch,
             Memory memory);

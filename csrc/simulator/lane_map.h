@@ -1,4 +1,4 @@
-// Which element of a matrix each lane of a tensor operation keeps in each slot.
+// The element of a matrix that each lane of a tensor operation keeps in each slot.
 #pragma once
 
 #include <cstdint>

@@ -22,7 +22,7 @@ class Region {
   bool create();
   // The worker, as if new.
   Worker& begin(Run& run);
-  // Whether its memory is worth keeping: many deep stacks would be too much of it.
+  // True if its memory is worth keeping: many deep stacks would take too much.
   bool is_small() const;
 
  private:

@@ -4,9 +4,13 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <stdexcept>
+#include <string>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -36,7 +40,7 @@ class Unlocked {
   ~Unlocked() {
     if (interpreter_) interpreter_->restore_thread(thread_);
   }
-  // Whether a signal's handler has raised.
+  // True if a signal's handler has raised.
   bool interrupted() {
     if (!interpreter_) return false;
     interpreter_->restore_thread(thread_);
@@ -49,6 +53,17 @@ class Unlocked {
   const SimulatorInterpreter* interpreter_;
   void* thread_ = nullptr;
 };
+
+// All threadgroups must be stuck in this many rounds one after the other: one of them may have
+// found what it waited for, and is then missing in the next rounds.
+constexpr uint32_t kStuckRounds = 128;
+
+// "[[threadgroup(0)]]" and so on.
+const auto kArgumentNames = [] {
+  std::array<std::string, SIMULATOR_MAX_ARGUMENTS> names;
+  for (size_t i = 0; i < names.size(); ++i) names[i] = "[[threadgroup(" + std::to_string(i) + ")]]";
+  return names;
+}();
 
 void add(SimulatorCounters& total, const SimulatorCounters& part) {
   static_assert(sizeof(SimulatorCounters) % sizeof(uint64_t) == 0);
@@ -189,12 +204,100 @@ bool arguments_fit(const SimulatorDispatch& dispatch, SimulatorFaultReport* faul
 
 }  // namespace
 
+void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_t seed) {
+  const SimulatorDispatch& dispatch = *run->dispatch;
+  order = place;
+  random = seed;
+  failed = false;
+  rewrite.bytes = 0;
+  threads = 1;
+  for (int i = 0; i < 3; ++i) {
+    uint64_t begin = uint64_t{position[i]} * dispatch.threads_per_threadgroup[i];
+    uint64_t left = dispatch.threads_per_grid[i] - begin;
+    launch.position[i] = position[i];
+    launch.threads[i] = left < dispatch.threads_per_threadgroup[i]
+                            ? static_cast<uint32_t>(left)
+                            : dispatch.threads_per_threadgroup[i];
+    threads *= launch.threads[i];
+  }
+  group_count = (threads + MSL_SIMD_WIDTH - 1) / MSL_SIMD_WIDTH;
+  launch.simdgroups = group_count;
+  live = threads;
+  waiting = 0;
+  steps = step_limit;
+  stacks_used = 0;
+  free_stacks = 0;
+  arena.clear();
+  if (clocks[kThreadgroupMemory].runs_out()) {
+    shadow.forget();
+    clocks[kThreadgroupMemory] = {};
+  }
+  const uint32_t* grid = launch.threadgroups;
+  for (Clock& clock : clocks)
+    clock.begin_threadgroup(position[0] + grid[0] * (position[1] + grid[1] * position[2]));
+  for (uint32_t i = 0; i < SIMULATOR_MAX_ARGUMENTS; ++i) {
+    uint64_t bytes = dispatch.threadgroup_argument_bytes[i];
+    launch.threadgroup_memory[i] =
+        bytes ? arena.get(kArgumentNames[i].c_str(), bytes, 16) : nullptr;
+  }
+
+  uint32_t at[3] = {0, 0, 0};
+  for (uint32_t i = 0; i < threads; ++i) {
+    Fiber& fiber = fibers[i];
+    memcpy(fiber.position, at, sizeof at);
+    fiber.started = false;
+    fiber.spins = 0;
+    fiber.place = fiber.depth = fiber.matrix_accesses = 0;
+    fiber.site = kNoSite;
+    for (uint32_t& interval : fiber.after_fence) interval = 0;
+    if (orders) orders[i] = {};
+    if (++at[0] == launch.threads[0]) {
+      at[0] = 0;
+      if (++at[1] == launch.threads[1]) {
+        at[1] = 0;
+        ++at[2];
+      }
+    }
+  }
+  for (uint32_t i = 0; i < group_count; ++i) {
+    Group& group = groups[i];
+    uint32_t lanes = threads - i * MSL_SIMD_WIDTH;
+    bool whole = lanes >= MSL_SIMD_WIDTH;
+    group.full = group.live = group.ready = whole ? ~0u : (1u << lanes) - 1;
+    group.arrived = group.at_barrier = 0;
+    group.strays = group.matrix_accesses = 0;
+    for (uint32_t& interval : group.intervals) interval = 0;
+    // Lanes that do not exist deposit NaN.
+    if (!whole) {
+      memset(group.exchanges, 0xFF, sizeof group.exchanges);
+      memset(group.matrices, 0xFF, sizeof group.matrices);
+    }
+  }
+
+  run_fibers();
+  most_stacks = std::max(most_stacks, stacks_used);
+  ++counters.threadgroups;
+  if (arena.used() > counters.threadgroup_bytes) counters.threadgroup_bytes = arena.used();
+}
+
 void Run::record(uint64_t order, const SimulatorFaultReport& report) {
   std::lock_guard<std::mutex> lock(mutex);
   if (order >= fault_order) return;
   fault_order = order;
   fault = report;
   end.store(order, std::memory_order_relaxed);
+}
+
+bool Run::all_stuck(uint32_t& last_round) {
+  std::lock_guard<std::mutex> lock(mutex);
+  stuck += last_round != round;
+  last_round = round;
+  if (stuck == working && stuck_rounds < kStuckRounds) {
+    ++round;
+    stuck = 0;
+    ++stuck_rounds;
+  }
+  return stuck == working;
 }
 
 void Run::give_up(const char* why) {

@@ -45,6 +45,9 @@ struct Run {
   // Keeps the fault that comes first in running order.
   void record(uint64_t order, const SimulatorFaultReport& report);
   void give_up(const char* reason);
+  // Notes that a threadgroup only polls; last_round: the round in which it noted this before, or 0.
+  // True once all threadgroups do, for long enough that nothing will change it.
+  bool all_stuck(uint32_t& last_round);
 };
 
 }  // namespace metal_attn::simulator

@@ -1,9 +1,7 @@
-// Which fiber runs: SIMD-group rendezvous, barriers, and what to do when nothing can go on.
+// The choice of the next fiber: SIMD-group rendezvous, barriers, and deadlocks.
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cstring>
-#include <string>
 #include <thread>
 
 #include "worker.h"
@@ -18,16 +16,6 @@ constexpr uint32_t kPollLimit = 1024;
 constexpr std::chrono::seconds kPollTimeLimit{3};
 // And before that it is one that another host thread could help, by running the next threadgroup.
 constexpr std::chrono::milliseconds kGrowAfter{20};
-// One that was stuck may have found what it waited for, and be about to go on. It polls no more, so
-// it is missing in the next rounds.
-constexpr uint32_t kStuckRounds = 128;
-
-// "[[threadgroup(0)]]" and so on.
-const auto kArgumentNames = [] {
-  std::array<std::string, SIMULATOR_MAX_ARGUMENTS> names;
-  for (size_t i = 0; i < names.size(); ++i) names[i] = "[[threadgroup(" + std::to_string(i) + ")]]";
-  return names;
-}();
 
 uint32_t lowest(uint32_t mask) { return static_cast<uint32_t>(__builtin_ctz(mask)); }
 
@@ -37,18 +25,28 @@ uint32_t nth(uint32_t mask, uint32_t n) {
   return lowest(mask);
 }
 
+// The products of a batch, in order.
+void multiply(__msl_matrices* matrices, const Operation& batch, uint32_t mask) {
+  for (uint32_t i = 0; i < batch.product_count; ++i) {
+    const __msl_product& product = batch.products[i];
+    if (product.accumulator >= 0)
+      memcpy(matrices[i].c, matrices[product.accumulator].d, sizeof matrices[i].c);
+    product.combine(&matrices[i], mask);
+  }
+}
+
 const Operation& operation_of(const Group& group, uint32_t lane) {
   return group.strays >> lane & 1 ? group.lanes[lane].stray : group.operation;
 }
 
-// Whether two threads that wait at the same call are in the same rounds of all loops around it.
+// True if two threads that wait at the same call are in the same rounds of all loops around it.
 bool same_rounds(const Fiber& a, const Fiber& b) {
   for (uint32_t i = 0; i < a.depth; ++i)
     if (a.rounds[i].number != b.rounds[i].number) return false;
   return true;
 }
 
-// Whether a thread waits at a place that the program reaches before another's.
+// True if a thread waits at a place that the program reaches before another's.
 bool is_before(const Fiber& a, const Fiber& b) {
   for (uint32_t i = 0; i < std::min(a.depth, b.depth) && a.rounds[i].loop == b.rounds[i].loop; ++i)
     if (a.rounds[i].number != b.rounds[i].number) return a.rounds[i].number < b.rounds[i].number;
@@ -73,7 +71,7 @@ const char* name_of(uint32_t kind) {
   }
 }
 
-// What all threads of a threadgroup wait at: a barrier, or a tensor operation of all SIMD groups.
+// The name of what all threads of a threadgroup wait at.
 const char* barrier_name(__msl_combine combine) {
   return combine ? "tensor operation" : "threadgroup_barrier";
 }
@@ -94,16 +92,6 @@ uint64_t Worker::draw() {
   random ^= random >> 7;
   random ^= random << 17;
   return random;
-}
-
-// The products of a batch, in order.
-void multiply(__msl_matrices* matrices, const Operation& batch, uint32_t mask) {
-  for (uint32_t i = 0; i < batch.product_count; ++i) {
-    const __msl_product& product = batch.products[i];
-    if (product.accumulator >= 0)
-      memcpy(matrices[i].c, matrices[product.accumulator].d, sizeof matrices[i].c);
-    product.combine(&matrices[i], mask);
-  }
 }
 
 // Switches to a fiber. One that has not started gets a stack.
@@ -133,15 +121,6 @@ void Worker::access_matrix(Fiber& fiber, const void* site) {
          fiber.index, other.site != site ? "another" : "it in another round of a loop");
   if (++fiber.matrix_accesses == kMatrixLog)
     meet(fiber, {site, nullptr, MSL_MATRIX_ACCESS, 0, nullptr, 0});
-}
-
-void Worker::fail_matrix_access(const Group& group, uint32_t number) {
-  uint32_t mask = 0;
-  for (uint32_t rest = group.full; rest; rest &= rest - 1)
-    if (group.lanes[lowest(rest)].matrix_accesses > number) mask |= rest & -rest;
-  fail(group.lanes[lowest(mask)], FAULT_PARTIAL_SIMD, group.matrix_log[number].place, kNoSite,
-       "simdgroup_load or simdgroup_store reached by lanes %08x of %08x of SIMD group %u", mask,
-       group.full, group.lanes->simdgroup);
 }
 
 // All lanes are at one place, so all have made the same accesses.
@@ -196,8 +175,8 @@ inline void Worker::complete(Group& group, uint32_t mask, const Operation& opera
   group.parity ^= 1;
 }
 
-// Whether a SIMD operation of a checked run must be reached by all lanes. ordered: the program's
-// order of the places where lanes wait is known. If it is not, some may be about to join.
+// True if all lanes must reach a SIMD operation of a checked run. ordered: the program's order of
+// the places where lanes wait is known. If it is not, some may be about to join.
 bool Worker::needs_all(uint32_t kind, bool ordered) const {
   if (kind == MSL_ACTIVE) return !ordered;
   return kind == MSL_MATRIX || kind == MSL_TENSOR || run->dispatch->strict_simd || !ordered;
@@ -338,7 +317,7 @@ void Worker::interleave() {
   if (to != &fiber) resume(fiber.context, *to);
 }
 
-// Whether a weak compare and exchange shall fail without a reason, as it may.
+// True if a weak compare and exchange fails without a reason, as it may.
 bool Worker::weak_fails() { return random && (draw() & 3) == 0; }
 
 // Something else than polling has happened.
@@ -370,22 +349,10 @@ void Worker::spin(Fiber& fiber) {
     run->grows = true;
     run->finished.notify_one();
   } else if (now - polling_since > kPollTimeLimit) {
-    bool all_stuck, ends_early;
-    {
-      std::lock_guard<std::mutex> lock(run->mutex);
-      run->stuck += stuck != run->round;
-      stuck = run->round;
-      if (run->stuck == run->working && run->stuck_rounds < kStuckRounds) {
-        ++run->round;
-        run->stuck = 0;
-        ++run->stuck_rounds;
-      }
-      all_stuck = run->stuck == run->working;
-      ends_early = run->end < run->threadgroups;
-    }
+    const bool all_stuck = run->all_stuck(stuck);
     if (!all_stuck) std::this_thread::yield();
-    // It waits for what a threadgroup with a fault, or one that did not run any more, has not done.
-    if (all_stuck && ends_early) abandon();
+    // It waits for a threadgroup that stopped at a fault or was never started.
+    if (all_stuck && run->end < run->threadgroups) abandon();
     if (all_stuck) {
       fail(fiber, FAULT_NO_PROGRESS, fiber.site, kNoSite,
            "thread %u has polled atomic memory for %lld s, and no other thread has got anywhere "
@@ -470,76 +437,7 @@ void Worker::finish(Fiber& fiber) {
   running = to;
 }
 
-void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_t seed) {
-  const SimulatorDispatch& dispatch = *run->dispatch;
-  order = place;
-  random = seed;
-  failed = false;
-  rewrite.bytes = 0;
-  threads = 1;
-  for (int i = 0; i < 3; ++i) {
-    uint64_t begin = uint64_t{position[i]} * dispatch.threads_per_threadgroup[i];
-    uint64_t left = dispatch.threads_per_grid[i] - begin;
-    launch.position[i] = position[i];
-    launch.threads[i] = left < dispatch.threads_per_threadgroup[i]
-                            ? static_cast<uint32_t>(left)
-                            : dispatch.threads_per_threadgroup[i];
-    threads *= launch.threads[i];
-  }
-  group_count = (threads + MSL_SIMD_WIDTH - 1) / MSL_SIMD_WIDTH;
-  launch.simdgroups = group_count;
-  live = threads;
-  waiting = 0;
-  steps = step_limit;
-  stacks_used = 0;
-  free_stacks = 0;
-  arena.clear();
-  if (clocks[kThreadgroupMemory].runs_out()) {
-    shadow.forget();
-    clocks[kThreadgroupMemory] = {};
-  }
-  const uint32_t* grid = launch.threadgroups;
-  for (Clock& clock : clocks)
-    clock.begin_threadgroup(position[0] + grid[0] * (position[1] + grid[1] * position[2]));
-  for (uint32_t i = 0; i < SIMULATOR_MAX_ARGUMENTS; ++i) {
-    uint64_t bytes = dispatch.threadgroup_argument_bytes[i];
-    launch.threadgroup_memory[i] =
-        bytes ? arena.get(kArgumentNames[i].c_str(), bytes, 16) : nullptr;
-  }
-
-  uint32_t at[3] = {0, 0, 0};
-  for (uint32_t i = 0; i < threads; ++i) {
-    Fiber& fiber = fibers[i];
-    memcpy(fiber.position, at, sizeof at);
-    fiber.started = false;
-    fiber.spins = 0;
-    fiber.place = fiber.depth = fiber.matrix_accesses = 0;
-    fiber.site = kNoSite;
-    for (uint32_t& interval : fiber.after_fence) interval = 0;
-    if (orders) orders[i] = {};
-    if (++at[0] == launch.threads[0]) {
-      at[0] = 0;
-      if (++at[1] == launch.threads[1]) {
-        at[1] = 0;
-        ++at[2];
-      }
-    }
-  }
-  for (uint32_t i = 0; i < group_count; ++i) {
-    Group& group = groups[i];
-    uint32_t lanes = threads - i * MSL_SIMD_WIDTH;
-    bool whole = lanes >= MSL_SIMD_WIDTH;
-    group.full = group.live = group.ready = whole ? ~0u : (1u << lanes) - 1;
-    group.arrived = group.at_barrier = 0;
-    group.strays = group.matrix_accesses = 0;
-    for (uint32_t& interval : group.intervals) interval = 0;
-    // Lanes that do not exist deposit NaN.
-    if (!whole) {
-      memset(group.exchanges, 0xFF, sizeof group.exchanges);
-      memset(group.matrices, 0xFF, sizeof group.matrices);
-    }
-  }
-
+void Worker::run_fibers() {
   Fiber* first = next(groups[0]);
   stopped_by = 0;
   in_fiber = true;
@@ -547,9 +445,6 @@ void Worker::run_threadgroup(const uint32_t position[3], uint64_t place, uint64_
   in_fiber = false;
   go_on();
   report_signal();
-  most_stacks = std::max(most_stacks, stacks_used);
-  ++counters.threadgroups;
-  if (arena.used() > counters.threadgroup_bytes) counters.threadgroup_bytes = arena.used();
 }
 
 namespace {
@@ -639,19 +534,6 @@ void engine_fence(unsigned flags, unsigned local) { this_worker().pass_fence(fla
 void engine_observe(const void* address) {
   Worker& worker = this_worker();
   if (worker.run->messages.any()) worker.observe(address);
-}
-
-void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned long alignment) {
-  Worker& worker = this_worker();
-  char* memory = worker.arena.get(name, bytes, alignment);
-  if (!memory) {
-    const Fiber& fiber = worker.current();
-    worker.fail(fiber, FAULT_THREADGROUP_MEMORY, fiber.site, kNoSite,
-                "%lu bytes for %s and %u bytes for other variables: over the limit of %u bytes of "
-                "threadgroup memory",
-                bytes, name, worker.arena.used(), Arena::kLimit);
-  }
-  return memory;
 }
 
 void engine_tensor(__msl_combine combine, void* elements, const __msl_tensor_operation* operation,

@@ -41,7 +41,7 @@ inline Distance distance(const Touch& earlier, const Access& now) {
   return unless_known(Distance::kOtherLane, earlier, now);
 }
 
-// Whether all were before the last barrier: that settles most accesses.
+// True if all accesses were before the last barrier, as most are.
 inline bool all_settled(const Touch* touches, uint32_t begin, uint32_t end, uint32_t settled) {
   for (uint32_t i = begin; i < end; ++i)
     if (touches[i].interval >= settled) return false;

@@ -144,7 +144,7 @@ CodeRange code_around(const void* function) {
 CodeRange code_around(const void* function) {
   struct Search {
     uintptr_t address;
-    CodeRange found;
+    CodeRange range;
   } search = {reinterpret_cast<uintptr_t>(function), {}};
   dl_iterate_phdr(
       [](struct dl_phdr_info* image, size_t, void* data) {
@@ -154,13 +154,13 @@ CodeRange code_around(const void* function) {
           uintptr_t begin = image->dlpi_addr + segment.p_vaddr, end = begin + segment.p_memsz;
           if (segment.p_type != PT_LOAD || search.address < begin || search.address >= end)
             continue;
-          search.found = {begin, end};
+          search.range = {begin, end};
           return 1;
         }
         return 0;
       },
       &search);
-  return search.found;
+  return search.range;
 }
 #endif
 

@@ -175,6 +175,7 @@ struct Worker : __msl_worker {
   void go_on();
   void share_order(uint32_t flags);
   void share_order(Group& group, uint32_t flags);
+  void run_fibers();
   void report_signal();
   void record(const Fiber& fiber, uint32_t kind, uint32_t site, uint32_t other_site,
               const char* format, va_list arguments);
@@ -201,6 +202,7 @@ inline Worker& this_worker() {
 // once a write is done its value is settled.
 void settle_rewrite(Worker& worker);
 void engine_access(const void* address, unsigned bytes, unsigned flags, unsigned site);
+void* engine_threadgroup_memory(const char* name, unsigned long bytes, unsigned long alignment);
 
 // Reports of checked images about a kernel's own arithmetic, private memory and control flow.
 void engine_undefined(unsigned what, const void* about, unsigned long a, unsigned long b,
@@ -211,9 +213,9 @@ unsigned engine_private_access(const char* address, unsigned bytes, unsigned lan
 void engine_endless(unsigned site);
 void engine_enter(unsigned site);
 
-// Of a tensor operation: fails if the running thread's scope is not whole, and from there on
-// `scratch` has memory. It is counted once it is done: any thread's deposit has its address, and
-// is_further says that it was counted before.
+// begin_tensor fails if the scope of the running thread's tensor operation is not whole, and gives
+// `scratch` memory. count_tensor counts the operation once it is done: any thread's deposit has its
+// address, and is_further says that it was counted before.
 void begin_tensor(Worker& worker, const __msl_tensor_operation& operation);
 void count_tensor(Worker& worker, const __msl_slot& deposit, uint32_t is_further);
 const __msl_lane_map* engine_lane_map(unsigned operand, unsigned is_transposed, unsigned rows,

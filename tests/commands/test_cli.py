@@ -93,7 +93,6 @@ def test_info_shows_wrong_settings(name, tmp_path, monkeypatch, capsys):
 @pytest.fixture
 def nothing_compiled(monkeypatch):
     """As in a process that has looked for no compiler yet."""
-    monkeypatch.setattr(build, "_images", {})
     monkeypatch.setattr(build, "_programs", {})
     toolchain.find.cache_clear()
     yield

@@ -25,7 +25,7 @@ def fake_mac(name, cores, library):
 
 
 def outcome(op, *arguments, **options):
-    """What its caller sees of an op that may raise."""
+    """The error text of an op, or "launched"."""
     try:
         op(*arguments, **options)
         return "launched"
@@ -34,5 +34,5 @@ def outcome(op, *arguments, **options):
 
 
 def kernels(fake):
-    """What was started, in order."""
+    """The kernels that were started, in order."""
     return [line.split()[1] for line in fake.log() if line.startswith("start")]

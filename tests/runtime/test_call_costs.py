@@ -1,4 +1,4 @@
-"""What a call costs the host, as counts; bench/bench_launch.py measures times."""
+"""The host's costs of a call as counts; bench/bench_launch.py measures times."""
 
 import pytest
 
@@ -106,7 +106,7 @@ for name in ("flash_fwd", "flash_decode"):
 known = {x.data_ptr() for x in (q, k, v, new_k, new_v, *pages, table, lengths, cos, sin)}
 
 def launched(call, given, used):
-    # What is allocated anew has another address each time.
+    # New tensors have another address each time.
     fake.clear()
     before = used[0]
     with torch.no_grad():
@@ -152,7 +152,7 @@ def outcome(libraries):
 
 
 def test_what_a_call_costs(outcome):
-    """Of each row of the bench: a change that adds to it says so here."""
+    """The costs of each row of the bench; they may only fall."""
     for name, modes in outcome[0].items():
         for mode, counts in modes.items():
             frameless = name.startswith("torch.ops") and mode == "inference_mode"
@@ -169,6 +169,6 @@ def test_what_is_timed_compiles():
 
 def test_a_plain_op_launches_what_the_other_does(outcome):
     """Kernels, buffers, params and grids, and the result's strides; and it is a plain op's call."""
-    found = outcome[1]
-    assert len(found) > 50
-    assert [row for row in found if row[2:] != [True, 1, 0]] == []
+    actual = outcome[1]
+    assert len(actual) > 50
+    assert [row for row in actual if row[2:] != [True, 1, 0]] == []

@@ -1,4 +1,4 @@
-"""What importing the package says where its extension cannot work, and strings to and from ops."""
+"""Errors of the import where the extension cannot work, and strings to and from ops."""
 
 import _ctypes
 import ctypes
@@ -28,13 +28,13 @@ def test_torch_that_is_too_old():
     )
 
 
-@pytest.mark.parametrize("found", ["2.10.0a0+git", "3.0"])
-def test_torch_that_is_not_too_old(found, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", found)
+@pytest.mark.parametrize("actual", ["2.10.0a0+git", "3.0"])
+def test_torch_that_is_not_too_old(actual, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", actual)
     extension._require_torch()
 
 
-# What comes before anything that an unbuilt or incomplete package lacks.
+# The files that are imported before anything that an unbuilt package lacks.
 FIRST_FILES = ("__init__.py", "__main__.py", "runtime/__init__.py", "runtime/extension.py")
 
 
@@ -80,8 +80,8 @@ def test_a_command_of_source_code_beside_an_installed_package(module, imported, 
     )
     # The same words in the last line of `python -c`; another folder works.
     code = ["-c", "import torch_metal_attn"]
-    status, found = imported(*code, path=installed.parent)
-    assert (status, found[-1]) == (1, lines[0].replace("error", "ImportError", 1))
+    status, actual = imported(*code, path=installed.parent)
+    assert (status, actual[-1]) == (1, lines[0].replace("error", "ImportError", 1))
     assert imported(*code, path=installed.parent, folder=tmp_path) == (0, [])
 
 
@@ -144,7 +144,7 @@ def test_built_for_another_machine(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(not IS_CHECKOUT, reason="not a source checkout built in place")
 def test_what_the_build_loads_needs_no_package():
-    """Which is not built yet: setup.py loads these modules by their paths."""
+    """setup.py loads these modules by their paths before the package is built."""
     names = re.findall(r'load\("(\w+)"\)', (ROOT / "setup.py").read_text(encoding="utf-8"))
     assert set(names) == {"macos", "shaders"}
     for name in names:

@@ -63,7 +63,7 @@ def test_encodes_in_order_inside_one_block(fake):
 
 
 @each_case(
-    "given, words",
+    "settings, words",
     [
         ({"threadgroups": (3, 5, 7), "threads": (64, 2, 1)}, ["dispatch 192 10 7 / 64 2 1"]),
         ({"threadgroups": (2**25, 1, 1), "threads": (128, 1, 1)}, [f"dispatch {2**32} 1 1 / 128"]),
@@ -71,11 +71,11 @@ def test_encodes_in_order_inside_one_block(fake):
         ({"params": b""}, ["start", "tensor", "dispatch"]),
     ],
 )
-def test_what_is_given_arrives(fake, given, words):
+def test_what_is_given_arrives(fake, settings, words):
     """The grid in threads; params of up to 4096 bytes, or none."""
     fake.clear()
     fake.add_family("given", TEXT)
-    launch(fake, family="given", **given)
+    launch(fake, family="given", **settings)
     *log, end = fake.log()
     assert end == "end"
     for line, part in zip(log[-len(words) :], words, strict=True):
@@ -83,7 +83,7 @@ def test_what_is_given_arrives(fake, given, words):
 
 
 @each_case(
-    "given, words",
+    "settings, words",
     [
         ({"params": bytes(4097)}, r"4097 bytes .* takes at most 4096"),
         ({"defines": "NAME=\u00e9"}, "not ASCII"),
@@ -91,11 +91,11 @@ def test_what_is_given_arrives(fake, given, words):
         ({"family": "nowhere"}, "no shader text for the family 'nowhere'"),
     ],
 )
-def test_what_is_refused(fake, given, words):
+def test_what_is_refused(fake, settings, words):
     fake.add_family("refused", TEXT)
     # The driver's op has no Python around it: torch 2.15 calls a ValueError a RuntimeError.
     with pytest.raises((ValueError, RuntimeError), match=words):
-        launch(fake, **{"family": "refused"} | given)
+        launch(fake, **{"family": "refused"} | settings)
     assert not [line for line in fake.log() if line.startswith("dispatch")]
 
 
@@ -200,7 +200,7 @@ SLOTS |= shader_params.slots("FlashFwdBuffer", "FLASH_FWD_")
 
 
 def bound(fake):
-    """What a launch was given: the address of each buffer by its slot, the params' slot, bytes."""
+    """Arguments of a launch: the address of each buffer by its slot, the params' slot, bytes."""
     buffers = {int(slot): int(address) for _, slot, address in words(fake, "tensor")}
     (params,) = (line for line in fake.log() if line.startswith(("bytes", "member", "byte_")))
     _, slot, text = params.split()
@@ -208,7 +208,7 @@ def bound(fake):
 
 
 def launched(fake):
-    """Where each buffer's data begins, by slot, and the params' fields."""
+    """The address of each buffer by its slot, and the params' fields."""
     buffers, slot, params = bound(fake)
     assert slot == SLOTS["params"]
     fields = PARAMS.from_buffer_copy(params)
@@ -325,8 +325,8 @@ def test_what_metal_would_get_computes_attention(served, dtype, head_dim_v, q_of
         options |= {"dropout_p": 0.3, "rng_state": torch.tensor([5, 6])}
     options |= {"causal": q_offset is not None, "q_offset": q_offset}
     out, lse = served.ops.flash_fwd(q, k, v, **options)
-    given = [value for value in options.values() if torch.is_tensor(value)]
-    run_what_was_launched(served, "flash_fwd", [q, k, v, out, lse, *given])
+    settings = [value for value in options.values() if torch.is_tensor(value)]
+    run_what_was_launched(served, "flash_fwd", [q, k, v, out, lse, *settings])
     with simulate():
         expected, expected_lse = torch.ops.metal_attn.flash_fwd(q, k, v, **options)
     assert torch.equal(out, expected)

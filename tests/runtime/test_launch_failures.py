@@ -52,7 +52,7 @@ for name, run in launches.items():
     counts[name] = first, fake.allocations()
 
 def whole(run):
-    # Of the op from its call to its end; Python sometimes allocates too.
+    # Allocations of the whole op; Python sometimes allocates too.
     counted = ctypes.CDLL(None).counted_allocations
     found = []
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""Which version of macOS this is, and how the import uses it, on fakes of what macOS tells."""
+"""The version of macOS and its use by the import, on fakes of macOS' answers."""
 
 import ctypes
 import platform

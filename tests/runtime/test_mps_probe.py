@@ -1,4 +1,4 @@
-"""Whether mps is usable: decided once a process, on the fake of torch's shims (fake_mps/)."""
+"""The check that mps is usable, made once a process, on the fake of torch's shims (fake_mps/)."""
 
 import json
 import re

@@ -41,11 +41,11 @@ def launches(monkeypatch):
     made = []
     real = session._launch
 
-    def launch(family, kernel, defines, buffers, threadgroups, threads):
+    def launch(specialisation, kernel, buffers, threadgroups, threads):
         constant = engine.SPACES.index("constant")
         params = [ctypes.string_at(b.storage, b.bytes) for b in buffers if b.space == constant]
-        made.append((kernel, "GRID_PIECE" in defines, params[0], threadgroups))
-        real(family, kernel, defines, buffers, threadgroups, threads)
+        made.append((kernel, "GRID_PIECE" in specialisation.defines, params[0], threadgroups))
+        real(specialisation, kernel, buffers, threadgroups, threads)
 
     monkeypatch.setattr(session, "_launch", launch)
     return made
@@ -141,8 +141,8 @@ def check_pieces(make, kernels, device, limit, launches):
     for threadgroups in LIMITS:
         launches.clear()
         limit(threadgroups)
-        for found, other in zip(tensors(run()), expected, strict=True):
-            torch.testing.assert_close(found, other, rtol=0, atol=0, equal_nan=True)
+        for actual, other in zip(tensors(run()), expected, strict=True):
+            torch.testing.assert_close(actual, other, rtol=0, atol=0, equal_nan=True)
         limit(0)
         if device.type == "mps":
             continue
@@ -251,14 +251,14 @@ WAN = (1, 40, 32_760, 128)
 def test_explain_shows_pieces(cores):
     cores(M1)
     rows = torch.zeros(128, dtype=torch.float16)
-    found = explain(*(rows.clone().expand(WAN) for _ in range(3)), backward=True)
-    pieces = found.kernels["flash_fwd"].pieces
+    actual = explain(*(rows.clone().expand(WAN) for _ in range(3)), backward=True)
+    pieces = actual.kernels["flash_fwd"].pieces
     assert 43 <= pieces <= 100, "40 * 32760^2 * 320 products: 43 s"
-    assert f"threadgroups, in {pieces} command buffers" in str(found)
+    assert f"threadgroups, in {pieces} command buffers" in str(actual)
     for kernel in ("flash_bwd_dq", "flash_bwd_dkv"):
-        more = found.training.kernels[kernel].pieces
+        more = actual.training.kernels[kernel].pieces
         assert more >= pieces
-        assert f"in {more} command buffers" in str(found)
+        assert f"in {more} command buffers" in str(actual)
     window = explain(
         *(rows.clone().expand(WAN) for _ in range(3)), window_size_left=512, causal=True
     )

@@ -1,4 +1,4 @@
-"""Whether attention uses tensor tiles on mps: each way to decide, on the fake of torch's shims."""
+"""The choice of tensor tiles on mps: each way to decide, on the fake of torch's shims."""
 
 import json
 import re
@@ -229,12 +229,12 @@ def compares(what, more=""):
 
 
 def works(ran, *problems, said="", launched=2):
-    """What `call` returns where tensor tiles are used, or for these reasons are not tried."""
+    """The result of `call` if tensor tiles are used, or are not tried for these reasons."""
     return [["launched"] * launched, ran, [*problems], said]
 
 
 def fault(ran, *problems, said="attention"):
-    """Of what does not work: patterns of the problems, and whose 8x8 tiles are told of."""
+    """A failing trial: patterns of the problems, and the attention that falls back to 8x8 tiles."""
     return {"ran": ran, "problems": problems, "said": said}
 
 
@@ -257,18 +257,13 @@ CASES = {
     "case(numbers=(1.0, 1.01))": fault(
         [*PROBES, *BOTH, *MATRIX], differs("float16", 1, r"1\.0\d*")
     ),
-    'case(numbers=(float("nan"), 1.0))': fault(
-        [*PROBES, *BOTH, *MATRIX], differs("float16", "nan", 1)
-    ),
     "os.path.exists(record)": False,
     # Both kinds of tile are compared once, in three problems; then there is a record of that.
     "case()": NEW,
     "case(numbers=(1.0, 2.0))": REMEMBERED,
-    'case(setting="")': REMEMBERED,
     'case(name="Apple M4")': works(
         NOT_TRIED, "no Apple GPU with matrix units (M5 or later) was found: this is an Apple M4"
     ),
-    'case(name="")': works(NOT_TRIED, "no Apple GPU with matrix units (M5 or later) was found"),
     'case(setting="off")': works(NOT_TRIED, "TORCH_METAL_ATTN_TENSOR_TILES is off"),
     "case(macos=0)": works(NOT_TRIED, "they need macOS 26.2"),
     'case(setting="yes")': (
@@ -311,11 +306,6 @@ CASES = {
         *("", differs("the dq of float16 with a head dim of 192", r"1\.\d*")),
         said=OF_BACKWARD,
     ),
-    'backward(exchanged={"flash_bwd_dkv_tensor": 1.1})': fault(
-        [*PROBES, *COMPARED * 3, *GRADIENTS * 2],
-        *("", differs("the dk of float16 with a head dim of 192", r"1\.\d*")),
-        said=OF_BACKWARD,
-    ),
     # Backwards have a record of their own.
     "backward()": works(
         [*PROBES, *COMPARED * 3, *TENSOR_GRADIENTS * 2], "", "", said=compares(OF_BACKWARD)
@@ -337,7 +327,7 @@ CASES = {
     # A backward needs the forward's tensor tiles.
     "backward(lane_map=5)": fault([*PROBES, *GRADIENTS * 2], *[WRONG_SLOT] * 2),
     "call(lambda: [attend(q.float())])": works(["probe", "flash_fwd"], launched=1),
-    # Where TF32 is allowed, float32 is compared in two problems, and its gradients in two.
+    # If TF32 is allowed, float32 is compared in two problems, and its gradients in two.
     'tf32(float32={"flash_fwd": 1.01})': fault(
         [*FLOAT32_PROBES, *BOTH, *MATRIX, *GRADIENTS],
         *[differs("float32", 1, r"1\.01")] * 2,
@@ -362,9 +352,6 @@ CASES = {
         said=compares(f"{OF_BACKWARD} in float32"),
         launched=3,
     ),
-    'tf32(float32={"flash_fwd": 2.0, "flash_bwd_dq": 2.0})': works(
-        [*FLOAT32_PROBES, *TENSOR, *TENSOR_GRADIENTS], *("", "", ""), launched=3
-    ),
     'tf32(then=lambda: fake.refuse("void flash_fwd_tensor("))': fault(
         [*FLOAT32_PROBES, *MATRIX, *TENSOR_GRADIENTS],
         *("", "", ""),
@@ -381,18 +368,18 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def found(libraries):
+def actual(libraries):
     return json.loads(run_alone(PROGRAM, libraries["bytes"], json.dumps([*CASES])))
 
 
 @each_case("call", [call for call, expected in CASES.items() if expected is not None])
-def test_each_case(found, call):
+def test_each_case(actual, call):
     """A fault is said once, and 8x8 tiles are used for the rest of the process."""
     expected = CASES[call]
     if not isinstance(expected, dict):
-        assert found[call] == expected
+        assert actual[call] == expected
         return
-    outcomes, ran, problems, said = found[call]
+    outcomes, ran, problems, said = actual[call]
     if expected["ran"] is not None:
         assert set(outcomes) == {"launched"}
         assert ran == expected["ran"]
@@ -420,13 +407,13 @@ def test_each_case(found, call):
         ),
     ],
 )
-def test_a_trial_that_hangs(found, kernel, why, tried, said):
+def test_a_trial_that_hangs(actual, kernel, why, tried, said):
     """8x8 tiles are used while it does, and in later processes without a trial."""
 
     def not_used(why):
         return f"torch_metal_attn: attention uses 8x8 tiles, not tensor tiles: {why}\n"
 
-    first, noted, second, other_version, insisting, left, last = found[f'hangs("{kernel}")']
+    first, noted, second, other_version, insisting, left, last = actual[f'hangs("{kernel}")']
     assert first[:3] == works([*tried, *MATRIX], why)[:3]
     assert first[3].startswith(said + not_used(why))
     assert noted == [f"{kernel}_begun"]
@@ -440,9 +427,9 @@ def test_a_trial_that_hangs(found, kernel, why, tried, said):
     assert last == REMEMBERED
 
 
-def test_a_score_mod_that_does_not_compile(found):
+def test_a_score_mod_that_does_not_compile(actual):
     """Gives up tensor tiles for itself, and for none if it compiles on no tile."""
-    (*launched, bad, reason), ran, problems, said = found["call(flex, {})"]
+    (*launched, bad, reason), ran, problems, said = actual["call(flex, {})"]
     assert launched == ["launched"] * 6
     assert re.match("metal_attn: compiling flash_fwd .*score [+] 3.0.* failed: ", bad)
     assert problems == [""]

@@ -50,13 +50,13 @@ class TestCompiling:
 
         A launch in pieces has a program of its own.
         """
-        given = meta(head_dim)
+        arguments = meta(head_dim)
         texts = compiled_in(fake)
         limit_pieces = fake.library.metal_attn_limit_pieces
         limit_pieces.argtypes = [ctypes.c_int64]
         limit_pieces(limit)
         try:
-            done = warm_up(*given, causal=True, backward=True)
+            done = warm_up(*arguments, causal=True, backward=True)
             assert done.kernels == dict.fromkeys(
                 ("flash_fwd", "flash_bwd_delta", "flash_bwd_dq", "flash_bwd_dkv"), 1
             )
@@ -68,7 +68,7 @@ class TestCompiling:
             fake.ops.flash_bwd(q, None, q, q, q, q, lse, exact_delta=True, causal=True)
             assert fake.log()[-1] == "end"
             assert len(texts) == 4, "the ops had something compiled"
-            again = warm_up(*given, causal=True, backward=True)
+            again = warm_up(*arguments, causal=True, backward=True)
         finally:
             limit_pieces(0)
         assert (again.compiled, again.already) == (0, 4)
@@ -83,7 +83,7 @@ class TestCompiling:
         fake.set_compiler(lambda text: meet.wait(HANG_SECONDS))
         calls = [meta(head_dim) for head_dim in (80, 88, 96)]
         done = warm_up(
-            lambda: [torch.ops.metal_attn.flash_fwd(*given) for given in calls], threads=3
+            lambda: [torch.ops.metal_attn.flash_fwd(*arguments) for arguments in calls], threads=3
         )
         assert (done.compiled, done.failed) == (3, ())
         assert not meet.broken
@@ -93,10 +93,12 @@ class TestCompiling:
         texts, asked = compiled_in(fake), []
         explain = fake.ops.flash_fwd_explain
         monkeypatch.setattr(
-            ops, "recording_op", lambda name: lambda *given: asked.append(name) or explain(*given)
+            ops,
+            "recording_op",
+            lambda name: lambda *arguments: asked.append(name) or explain(*arguments),
         )
-        given = [meta(184, (length, 50)) for length in (40, 41, 42)]
-        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in given])
+        arguments = [meta(184, (length, 50)) for length in (40, 41, 42)]
+        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*one) for one in arguments])
         assert (done.kernels, len(texts)) == ({"flash_fwd": 1}, 1)
         assert asked == ["flash_fwd"] * 4
 
@@ -118,7 +120,7 @@ class TestCompiling:
     def test_what_does_not_compile_is_told(self, fake):
         fake.refuse("#define HEAD_DIM_QK 208")
         calls = [meta(208), meta(216)]
-        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*given) for given in calls])
+        done = warm_up(lambda: [torch.ops.metal_attn.flash_fwd(*arguments) for arguments in calls])
         (error,) = done.failed
         assert "told to be refused" in error
         assert (done.kernels, done.compiled) == ({"flash_fwd": 1}, 1)

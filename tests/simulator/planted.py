@@ -29,7 +29,7 @@ TENSORS = f"""{HEAD}#include <metal_tensor>
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 using namespace mpp::tensor_ops;
 """
-# What statements may use: n[i] = i, a[i] = i, and o, each of 64 elements.
+# Statements may use n[i] = i, a[i] = i, and o, each of 64 elements.
 PARAMETERS = """device float* o [[buffer(0)]], const device float* a [[buffer(1)]],
   const device int* n [[buffer(2)]], constant int& which [[buffer(3)]],
   uint i [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]"""
@@ -56,13 +56,13 @@ class Planted:
         self.arguments, self.language, self.strict = arguments, language, strict_simd
         self.options = {"threads": 32, "group_size": 32, "workers": 1, "step_limit": 100_000}
         self.options |= options
-        found = read(table)
-        self.names = [name for name, *_ in found]
-        self.kinds = {name: kind for name, kind, *_ in found}
-        self.messages = {name: words for name, _, _, words, _ in found}
-        self.unchecked_too = [name for name, _, unchecked, _, _ in found if unchecked]
-        self.faulty = {name: twin(text, 1) for name, *_, text in found}
-        clean = {name: twin(text, 2) for name, *_, text in found}
+        actual = read(table)
+        self.names = [name for name, *_ in actual]
+        self.kinds = {name: kind for name, kind, *_ in actual}
+        self.messages = {name: words for name, _, _, words, _ in actual}
+        self.unchecked_too = [name for name, _, unchecked, _, _ in actual if unchecked]
+        self.faulty = {name: twin(text, 1) for name, *_, text in actual}
+        clean = {name: twin(text, 2) for name, *_, text in actual}
         self.source = f"{HEAD}{functions}kernel void k({parameters}) {{\nswitch (which) {{\n"
         for number, name in enumerate(self.names):
             for which, twins in ((2 * number, self.faulty), (2 * number + 1, clean)):
@@ -75,11 +75,11 @@ class Planted:
         return compile_shader(self.source, check=check, **options)
 
     def run(self, name, clean, check=True, **options):
-        """What the first argument holds afterwards."""
-        given = self.arguments()
+        """The first argument after the run."""
+        values = self.arguments()
         which = 2 * self.names.index(name) + clean
-        self.library(check).k(*given, which, arg_casts="int32", **self.options | options)
-        return given[0]
+        self.library(check).k(*values, which, arg_casts="int32", **self.options | options)
+        return values[0]
 
     def fault(self, name, check=True, **options):
         """The fault of the faulty statements."""
@@ -89,7 +89,7 @@ class Planted:
         return caught.value
 
     def lines(self, name):
-        """Where the fault may be."""
+        """The lines that the fault may be at."""
         marks = [f"//! {called}\n" for called in re.findall(r"(\w+)\(", self.faulty[name])]
         in_functions = [self.source.index(mark) for mark in marks if mark in self.source]
         if in_functions:
@@ -125,9 +125,9 @@ class Planted:
 
 def read(table):
     """Each case as (name, kind, whether unchecked too, words of the message, statements)."""
-    found = re.findall(r"^(\S+): (\S+)(, unchecked too)?(?:: (.+))?\n((?:  .*\n)+)", table, re.M)
-    assert len(found) == len(re.findall(r"^[^\s#]", table, re.M)), "a case that is not understood"
-    return found
+    actual = re.findall(r"^(\S+): (\S+)(, unchecked too)?(?:: (.+))?\n((?:  .*\n)+)", table, re.M)
+    assert len(actual) == len(re.findall(r"^[^\s#]", table, re.M)), "a case that is not understood"
+    return actual
 
 
 def twin(text, side):
@@ -146,13 +146,13 @@ def choice(statements):
     return f"switch (which) {{ {' '.join(cases)} }}"
 
 
-def result(body, *given, size=64, parameters=PARAMETERS, above="", check=True, **options):
-    """What a kernel of this body writes to its first argument; `given` are the others."""
+def result(body, *values, size=64, parameters=PARAMETERS, above="", check=True, **options):
+    """The first argument after a kernel of this body has run; `values` are the others."""
     out, *rest = arguments()
     out = torch.zeros(size) if isinstance(size, int) else size
     library = compiled(body, parameters, above, check=check)
     options = {"threads": 64, "group_size": 64, "arg_casts": "int32"} | options
-    library.k(out, *(given or (*rest, 0)), **options)
+    library.k(out, *(values or (*rest, 0)), **options)
     return out
 
 

@@ -29,7 +29,7 @@ CHAIN = [(f"x{i}", "%a", "%b", f"%x{i - 1}" if i else "0.0") for i in range(MOST
     [
         ((*TWO, ("z", "%a", "%b", "%x")), "", [[-1, -1, 0]]),
         ((TWO[0], ("y", "%x", "%b", "0.0")), "", [[-1], [-1]]),  # a factor is a result
-        # What only reads results waits; what meets other lanes or writes a result does not.
+        # A line that only reads results waits; one that meets lanes or writes a result does not.
         (TWO, "  %n = fneg double %x", [[-1, -1]]),
         (TWO, "  store double %a, ptr %p, align 8", [[-1, -1]]),
         (TWO, "  call void @__msl_simdgroup_barrier(i32 2)", [[-1], [-1]]),

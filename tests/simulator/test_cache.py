@@ -31,7 +31,6 @@ def empty_cache(tmp_path, monkeypatch):
 def forget(monkeypatch):
     """Act as a new process: nothing is loaded."""
     monkeypatch.setattr(build, "_programs", {})
-    monkeypatch.setattr(build, "_images", {})
 
 
 @pytest.fixture
@@ -169,8 +168,8 @@ def test_store_keeps_the_entry_that_is_there():
 def test_an_entry_stored_in_place_of_a_damaged_one_is_used(monkeypatch):
     """Another process removes the damaged one before it is looked up, and stores its own after."""
     entry = cache.store("abcd", {"file": b"first"})
-    found = iter([None])
-    monkeypatch.setattr(cache, "lookup", lambda key: next(found, entry))
+    actual = iter([None])
+    monkeypatch.setattr(cache, "lookup", lambda key: next(actual, entry))
     assert cache.store("abcd", {"file": b"second"}) == entry
 
 
@@ -194,10 +193,10 @@ def test_an_entry_that_replaced_a_damaged_one_stays(monkeypatch):
     os.utime(entry, (1e9, 1e9))  # the file system's clock may be coarse
     discard = cache._discard
 
-    def slow(*found):
-        discard(*found)
+    def slow(*actual):
+        discard(*actual)
         assert cache.store("abcd", files) == entry
-        discard(*found)
+        discard(*actual)
 
     monkeypatch.setattr(cache, "_discard", slow)
     assert cache.lookup("abcd") is None

@@ -13,12 +13,8 @@ from .planted import Planted, choice, compiled
 CASES = """
 shuffle_from_an_inactive_lane: partial_simd: lane 0 reads lane 8, which is not active: lanes
   if (lane < 8) o[i] = simd_shuffle_xor(a[i], {~8 => 4~});
-shuffle_from_a_lane_that_has_ended: partial_simd
-  if (lane == {~3 => 31~}) return; o[i] = simd_shuffle(a[i], 3);
 broadcast_from_an_inactive_lane: partial_simd
   if (lane > 8) o[i] = simd_broadcast(a[i], {~8 => 9~});
-quad_broadcast_from_an_inactive_lane: partial_simd
-  if (lane % 4 > 1) o[i] = quad_broadcast(a[i], {~0 => 3~});
 fill_from_an_inactive_lane: partial_simd
   if (lane < 16) o[i] = simd_shuffle_and_fill_down(a[i], a[i], 2{~ => , 16~});
 tree_past_the_lanes_that_are_left: partial_simd
@@ -45,8 +41,6 @@ matrix_loads_in_a_loop_of_unequal_length: partial_simd: it in another round of a
   o[i] = x.thread_elements()[0];
 one_threadgroup_barrier_in_different_rounds: divergent_barrier, unchecked too: it in another round
   for (uint k = 0; k < 4; ++k) if ((lane + k) % {~2 => 1~} == 0) BARRIER(none)
-one_simdgroup_barrier_in_different_rounds: divergent_barrier, unchecked too
-  for (uint k = 0; k < 4; ++k) if ((lane + k) % {~2 => 1~} == 0) SIMD_BARRIER(none)
 """
 SEEDS = [{"seed": seed} for seed in range(3)]
 PLANTED = Planted(CASES, threads=64, group_size=64)

@@ -95,12 +95,12 @@ def test_16_bit_functions_are_rounded_from_float32(type_name, dtype):
     names = ["exp(x)", "tanh(x)", "sqrt(abs(x))", "floor(x)", "abs(x)", "rsqrt(abs(x))", "sin(x)"]
     exact = ["max(x, -x)", "min(x, -x)", f"clamp(x, {type_name}(-1), {type_name}(2))"]
     values = X[:41].to(dtype)
-    found = evaluate(names + exact, values, type_name)
-    for row, name in zip(found, names, strict=False):
+    actual = evaluate(names + exact, values, type_name)
+    for row, name in zip(actual, names, strict=False):
         expected = UNARY[name](values.float()).to(dtype)
         torch.testing.assert_close(row, expected, rtol=0.01, atol=0, equal_nan=True, msg=name)
     models = [values.abs(), -values.abs(), values.clamp(-1, 2)]
-    assert torch.equal(found[len(names) :], torch.stack(models))
+    assert torch.equal(actual[len(names) :], torch.stack(models))
 
 
 @pytest.mark.parametrize("dtype,type_name", [(torch.bfloat16, "bfloat"), (torch.float16, "half")])
@@ -265,7 +265,7 @@ def test_bool_vectors(check):
     assert memory.tolist() == [[False, True, False, False], [True, False, True, True]]
 
 
-# Of a template the text names no vector of bool: clang's own has to be repaired.
+# The text of a template names no vector of bool, so clang's vector has to be repaired.
 CHOSEN = """template <typename T> float4 {name}(T any, const device float* a) {{
   vec<{element}, 4> m; for (int j = 0; j < 4; ++j) m[j] = a[j] > 0;
   m[int(a[4])] = any; return select(float4(1.0f), float4(2.0f), m); }}"""

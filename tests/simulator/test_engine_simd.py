@@ -36,7 +36,7 @@ def on_lanes(body, out, *inputs, types="float", check=True, lanes=32):
 
 
 def lane_values(expressions, values: torch.Tensor, type_name: str = "float") -> dict[str, list]:
-    """What each of 32 lanes gets from each of `expressions`, in which x is the lane's value."""
+    """The values of each of `expressions` in 32 lanes; x is the lane's value."""
     stores = [f"o[{32 * n} + lane] = {expression};" for n, expression in enumerate(expressions)]
     body = f"{type_name} x = a[lane]; {' '.join(stores)}"
     out = on_lanes(body, values.new_zeros(len(stores), 32), values, types=type_name)
@@ -229,8 +229,8 @@ def test_matrix_multiply_accumulate(check):
             torch.randn(8, 8, generator=generator).to(TYPES[name]) for name in names
         )
         out = torch.zeros_like(add)
-        given = out, left, right, add, which
-        library.k(*given, threads=32, group_size=32, arg_casts="int32")
+        arguments = out, left, right, add, which
+        library.k(*arguments, threads=32, group_size=32, arg_casts="int32")
         assert torch.equal(out, model_of_multiply(left, right, add)), names
 
 

@@ -32,13 +32,13 @@ def shader(case: tuple[str, ...]) -> str:
     return KERNEL.format(above="\n".join(above), body="\n".join(body))
 
 
-# What is in a kernel only shares a text.
+# Cases without lines above the kernel share a text.
 ALONE = [[case] for case in CASES if "  above: " in case[-1]]
 GROUPS = [[case for case in CASES if [case] not in ALONE], *ALONE]
 
 
 def texts(cases: list[tuple[str, ...]], side: int) -> list[str]:
-    """Of each case, whose kernel has a number."""
+    """The text of each case, whose kernel gets a number."""
     kernels = (twin(shader(case), side) for case in cases)
     return [text.replace("void k(", f"void k{i}(") for i, text in enumerate(kernels)]
 
@@ -46,17 +46,17 @@ def texts(cases: list[tuple[str, ...]], side: int) -> list[str]:
 @each_case("cases", GROUPS)
 def test_rejects(cases: list[tuple[str, ...]]) -> None:
     broken = texts(cases, 1)
-    found = lint_source("".join(broken))
-    assert {f.file for f in found} == {"program_source"}
+    actual = lint_source("".join(broken))
+    assert {f.file for f in actual} == {"program_source"}
     start = 1
     for case, text in zip(cases, broken, strict=True):
         name, rule, _, says, _ = case
         end = start + text.count("\n")
-        findings = [f for f in found if f.rule == rule and start <= f.line < end]
-        assert any(re.search(says, f.message) for f in findings), (name, found)
+        findings = [f for f in actual if f.rule == rule and start <= f.line < end]
+        assert any(re.search(says, f.message) for f in findings), (name, actual)
         whole = shader(case)
         line = start + whole.count("\n", 0, whole.index("{~"))
-        assert {f.line for f in findings} == {line}, (name, found)
+        assert {f.line for f in findings} == {line}, (name, actual)
         start = end
 
 

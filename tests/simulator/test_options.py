@@ -1,4 +1,4 @@
-"""What the simulator's functions refuse: options and arguments of a wrong type or out of range."""
+"""The simulator's functions refuse options and arguments of a wrong type or out of range."""
 
 import numpy as np
 import pytest
@@ -58,10 +58,8 @@ WRONG = {
     ],
     (compiled, ValueError): [
         ({"defines": {"A B": 1}}, "has 'A B', which is not the name"),
-        ({"defines": {"": 1}}, "defines has ''"),
         ({"defines": {3: 1}}, "defines has 3"),
         ({"defines": {"A": "1\n#error"}}, "it must be one line"),
-        ({"defines": {"A": "\\"}}, "it must be one line"),
         ({"constants": {5: 1}}, "no function constant 5"),
         ({"source": "// \ud800"}, "source cannot be encoded as UTF-8"),
     ],
@@ -126,7 +124,6 @@ def test_wrong_options_of_tensor_operations(scale, options, error, message):
     "options, error, message",
     [
         ({"arg_casts": {5: "fp16"}}, ValueError, r"arg_casts\[5\]: there is no argument 5"),
-        ({"arg_casts": {-1: "fp16"}}, ValueError, r"arg_casts\[-1\]: there is no argument -1"),
         ({"arg_casts": {"1": "fp16"}}, ValueError, r"arg_casts\['1'\]: there is no argument"),
         ({"arg_casts": {0: "fp16"}}, ValueError, "argument 0 is a tensor; only scalars are cast"),
         ({"arg_casts": {1: ["fp16"]}}, ValueError, r"arg_casts has \['fp16'\]; it knows fp16"),
@@ -138,20 +135,15 @@ def test_wrong_options_of_tensor_operations(scale, options, error, message):
         ({"threads": 2**32}, ValueError, r"threads is 4294967296; .* 0 to 2\*\*32 - 1"),
         ({"threads": (2**32 - 1,) * 3, "group_size": (1,) * 3}, ValueError, "too large"),
         ({"threads": 8.0}, TypeError, r"threads is 8\.0; it must be an int or 1 to 3 ints"),
-        ({"threads": torch.tensor(8)}, TypeError, r"threads is tensor\(8\)"),
         ({"threads": (1, 1), "group_size": 1}, ValueError, "has 1 dimension and threads 2"),
         ({"group_size": 4.0}, TypeError, r"group_size is 4\.0; it must be an int"),
         ({"group_size": 1025}, ValueError, "is 1025 threads; 1 to 1024 fit"),
         ({"group_size": 0}, ValueError, "is 0 threads"),
-        ({"threads": b"a"}, TypeError, "threads is b'a'; it must be an int or 1 to 3 ints"),
         ({"threadgroup_bytes": 5}, TypeError, "threadgroup_bytes is an int"),
-        ({"threadgroup_bytes": torch.ones(2)}, TypeError, "threadgroup_bytes is a float32 tensor"),
         ({"threadgroup_bytes": {0: 4}}, ValueError, r"there is no threadgroup\(0\)"),
         ({"threadgroup_bytes": {"0": 5}}, ValueError, r"threadgroup_bytes\['0'\]: there is no"),
         ({"workers": 0}, ValueError, "workers is 0; it must be an int from 1 to 1024"),
-        ({"workers": 10**6}, ValueError, "workers is 1000000; it must be an int from 1 to 1024"),
         ({"step_limit": 0}, ValueError, r"step_limit is 0; .* from 1 to 2\*\*63 - 1"),
-        ({"seed": -1}, ValueError, "seed is -1"),
         ({"seed": 2**63}, ValueError, r"seed is 9223372036854775808; .* 0 to 2\*\*63 - 1"),
     ],
 )

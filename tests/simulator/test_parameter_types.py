@@ -75,18 +75,17 @@ def test_tensors_of_the_right_type(library, dtypes):
         ("x", torch.int32, "buffer(0) `device float * x` needs float32"),
         ("by", torch.float16, "buffer(1) `constant float & by` needs float32"),
         ("indices", torch.int64, "buffer(2) `device index_t * indices` needs uint32"),
-        ("indices", torch.float32, "buffer(2) `device index_t * indices` needs uint32"),
         ("halves", torch.bfloat16, "buffer(3) `device packed_half3 * halves` needs float16"),
-        ("total", torch.float32, "buffer(4) `device atomic_int * total` needs int32"),
         ("mask", torch.float32, "buffer(5) `device const bool * mask` needs bool"),
-        ("x", torch.complex64, "buffer(0) `device float * x` needs float32"),
         ("pairs", torch.complex128, "buffer(8) `device const float2 * pairs` needs float32"),
     ],
 )
 def test_tensors_of_another_type(library, name, dtype, declared):
     index = list(TENSORS).index(name)
-    given = f"of: argument {index} is a tensor of {str(dtype)[6:]}; {declared}. Convert it with "
-    with pytest.raises(TypeError, match=re.escape(given)):
+    arguments = (
+        f"of: argument {index} is a tensor of {str(dtype)[6:]}; {declared}. Convert it with "
+    )
+    with pytest.raises(TypeError, match=re.escape(arguments)):
         call(library, **{name: dtype})
 
 
@@ -133,13 +132,10 @@ FOUR = [0.0] * 4
         ("count", (1, 1), {1: "int16"}, TypeError, "argument 1 is 1, passed as int16; "),
         ("count", (1, 1.0), None, TypeError, "`constant bool & flag` needs bool: give arg_casts="),
         ("count", (2**32, 1), None, ValueError, "argument 1 is 4294967296; buffer(1) `constant"),
-        ("count", (-(2**31) - 1, 1), None, ValueError, "holds -2147483648 to 4294967295"),
         ("count", (1, 2), None, ValueError, "argument 2 is 2; buffer(2) `constant bool & flag`"),
         ("count", ([1, 2], 1), {1: "int32"}, ValueError, "is [1, 2], 8 bytes; buffer(1) "),
         ("vectors", ([1, 2, 3], FOUR), None, TypeError, "passed as int64; buffer(1) `constant ui"),
-        ("vectors", (5, FOUR), None, TypeError, "argument 1 is 5, passed as int64; "),
         ("vectors", ([1, 2], FOUR), {1: "int32"}, ValueError, "`constant uint3 & three` has 16"),
-        ("vectors", ([1] * 3, 4.0), {1: "int32"}, ValueError, "argument 2 is 4.0, 4 bytes; "),
         ("many", ([3, 4],), None, TypeError, "give arg_casts={1: 'int16'}"),
         ("shape", ([1, 2, 3],), None, ValueError, "24 bytes; buffer(1) `constant Shape & s` has"),
         ("typed_bfloat", (1.0,), None, TypeError, "give arg_casts={1: 'bf16'}"),

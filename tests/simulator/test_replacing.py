@@ -26,7 +26,7 @@ def restored():
 
 
 def checks():
-    """Whether what torch.mps.compile_shader compiles is checked."""
+    """True if torch.mps.compile_shader builds with checks."""
     try:
         torch.mps.compile_shader(SOURCE).add(torch.zeros(2), 1.0, threads=3)
     except SimulatorFault:
@@ -35,7 +35,7 @@ def checks():
 
 
 def in_thread(function):
-    """What the function returns, or the error that it raises, in a new thread."""
+    """The function's result or error in a new thread."""
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(function)
         return done.exception() or done.result()

@@ -9,7 +9,7 @@ from tests.helpers.cases import each_case
 from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator import ShaderCompileError, compile_shader, lint
 from torch_metal_attn.simulator import __main__ as command
-from torch_metal_attn.simulator.build import SHIM
+from torch_metal_attn.simulator.build import PREDEFINED, SHIM
 from torch_metal_attn.simulator.metal import reserved
 from torch_metal_attn_pytest import compile_shader as fixture
 
@@ -105,9 +105,9 @@ def test_refused(place: str, word: str, line: str) -> None:
     with pytest.raises(ShaderCompileError, match=re.escape(says)) as caught:
         compile_shader(source)
     assert f"rename it, for example to `{word}_`" in str(caught.value)
-    found = lint.lint_source(source)
-    assert {(f.rule, f.line) for f in found} >= {("reserved-name", LINES[place])}
-    assert all(f"`{word}`" in f.message for f in found if f.rule == "reserved-name")
+    actual = lint.lint_source(source)
+    assert {(f.rule, f.line) for f in actual} >= {("reserved-name", LINES[place])}
+    assert all(f"`{word}`" in f.message for f in actual if f.rule == "reserved-name")
 
 
 def test_refused_by_the_command_and_the_fixture(tmp_path, capsys) -> None:
@@ -135,6 +135,7 @@ def test_every_macro_of_metal_is_one_here() -> None:
     """If the simulator lacked a macro of the table, `#ifndef` of it would be open."""
     shim = "".join(path.read_text() for path in SHIM.rglob("*") if path.is_file())
     defined = set(re.findall(r"#define (\w+)", shim))
+    defined |= {name[2:].partition("=")[0] for name in PREDEFINED if "=" in name}
     assert reserved.MACROS <= defined
     private = re.compile("__|MSL_|METAL_CONST|ATOMIC_VAR_INIT")
     assert not {name for name in defined - reserved.MACROS if not private.match(name)}

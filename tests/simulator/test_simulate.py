@@ -1,6 +1,7 @@
 """simulate(): what it turns on, counts and records, by the op and by threads."""
 
 import struct
+import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,6 +23,18 @@ def backend_unset(monkeypatch):
 def attend(**options):
     q, k, v = torch.randn(3, 1, 2, 9, 8)
     return ops.flash_fwd(q, k, v, **options)
+
+
+def test_cost_of_a_launch():
+    """Python functions that it calls; launches of one program share their defines."""
+    calls = []
+    with simulate() as run:
+        attend(), attend()
+        sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
+        attend()
+        sys.setprofile(None)
+    assert len(calls) < 50
+    assert run.launches[0].defines is run.launches[2].defines
 
 
 def test_off_unless_asked():
@@ -166,7 +179,7 @@ def test_params_are_the_bytes():
 
 
 def test_nothing_is_compiled_or_run(monkeypatch):
-    """Of half a billion keys, which would take hours."""
+    """Half a billion keys would take hours."""
     monkeypatch.setattr(shaders, "source", lambda family: pytest.fail("the text is read"))
     q = torch.empty(1, 1, 1, 128)
     k = torch.empty(1, 1, 1, 128).expand(1, 1, 2**29, 128)

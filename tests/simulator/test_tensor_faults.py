@@ -1,4 +1,4 @@
-"""What may not be done with tensor operations: faults, and errors of compilation."""
+"""Wrong uses of tensor operations: faults, and errors of compilation."""
 
 import pytest
 import torch

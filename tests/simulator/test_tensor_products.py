@@ -127,31 +127,31 @@ def probe():
     kernel = compile_shader(TENSORS + INDICES, language="4.0").probe
 
     def probed(lane_map):
-        found = [torch.zeros(32, n, 2, dtype=torch.int32) for n in (8, 16, 16, 16)]
-        kernel(*found, threads=32, group_size=32, lane_map=lane_map)
-        return dict(zip(MATRICES, found, strict=True))
+        actual = [torch.zeros(32, n, 2, dtype=torch.int32) for n in (8, 16, 16, 16)]
+        kernel(*actual, threads=32, group_size=32, lane_map=lane_map)
+        return dict(zip(MATRICES, actual, strict=True))
 
     return probed
 
 
 @pytest.mark.parametrize("lane_map", ["apple10", "apple9"])
 def test_the_lane_maps_of_families_are_those_of_published_kernels(probe, lane_map):
-    for operand, found in probe(lane_map).items():
-        _, slots, _ = found.shape
+    for operand, actual in probe(lane_map).items():
+        _, slots, _ = actual.shape
         expected = [
             [table(operand, lane_map, lane, slot) for slot in range(slots)] for lane in range(32)
         ]
-        assert found.tolist() == [[list(place) for place in row] for row in expected], operand
+        assert actual.tolist() == [[list(place) for place in row] for row in expected], operand
 
 
 def test_random_lane_maps_have_each_element_once_and_differ(probe):
     maps = [probe(seed) for seed in (0, 2, 4)]
     for operand, shape in MATRICES.items():
         # A seed's lowest bit says whether indices of a transposed operand are logical.
-        found = [one[operand].reshape(-1, 2).tolist() for one in maps]
+        actual = [one[operand].reshape(-1, 2).tolist() for one in maps]
         elements = sorted([row, column] for row in range(shape[0]) for column in range(shape[1]))
-        assert all(sorted(one) == elements for one in found)
-        assert found[0] != found[1] != found[2] != found[0]
+        assert all(sorted(one) == elements for one in actual)
+        assert actual[0] != actual[1] != actual[2] != actual[0]
     logical = probe(1)["transposed"].reshape(-1, 2)
     assert logical.amax(0).tolist() == [15, 31]
 

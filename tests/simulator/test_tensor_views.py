@@ -7,7 +7,7 @@ from torch_metal_attn.simulator import SimulatorFault, compile_shader
 
 from .planted import TENSORS
 
-# Of 16 x 32 products, views have 13 rows, 29 columns and K = 40; rows are 56 elements apart.
+# Views of 16 x 32 products have 13 rows, 29 columns and K = 40; rows are 56 elements apart.
 VIEWS = """
 #define VIEW(space, T) tensor<space T, dextents<int, 2>, tensor_inline>
 constant constexpr int ROWS = 13, COLUMNS = 29, INNER = 40, STRIDE = 56;
@@ -120,7 +120,7 @@ def matrices():
 
 
 AS_NEEDED, OTHERWISE = ("a", "b"), ("a transposed", "b plain")
-# Of each kernel the threads, how its operands are stored, and what its result is.
+# Each kernel's threads, the storage of its operands, and its result.
 PRODUCTS = {
     "cooperative": (32, AS_NEEDED, lambda a, b, c: a @ b.T),
     "of_three_groups": (96, AS_NEEDED, lambda a, b, c: a @ b.T),  # some slots have no element

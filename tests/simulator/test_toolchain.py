@@ -1,4 +1,4 @@
-"""Which compiler is chosen, and the message if there is none."""
+"""The choice of the compiler, and the message if there is none."""
 
 import stat
 from types import SimpleNamespace
@@ -45,7 +45,7 @@ NO_BFLOAT = "cannot compute in bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("machine", "installed", "override", "found"),
+    ("machine", "installed", "override", "actual"),
     [
         ("x86_64", {"clang++": "Debian clang version 16.0.6 (15)"}, None, NO_BFLOAT),
         ("x86_64", {"clang++": "Ubuntu clang version 17.0.6"}, None, "clang++"),
@@ -72,19 +72,19 @@ NO_BFLOAT = "cannot compute in bfloat16"
         ("x86_64", {"other": NEW}, "mine", "TORCH_METAL_ATTN_CLANG=mine: no such program"),
     ],
 )
-def test_which_compiler_is_found(programs, monkeypatch, machine, installed, override, found):
+def test_which_compiler_is_found(programs, monkeypatch, machine, installed, override, actual):
     paths = {name: programs(name, version) for name, version in installed.items()}
     monkeypatch.setattr(toolchain.platform, "machine", lambda: machine)
     if override:
         monkeypatch.setenv(toolchain.OVERRIDE, override)
-    if found in paths:
+    if actual in paths:
         tool = toolchain.find()
-        assert tool.compile_command[0] == str(paths[found])
-        assert tool.version.startswith(installed[found])
-        assert tool.version.endswith("(ziglang)") == (found == "zig")
-        assert ("-nostdlib" in tool.link_command) == (found != "zig")
+        assert tool.compile_command[0] == str(paths[actual])
+        assert tool.version.startswith(installed[actual])
+        assert tool.version.endswith("(ziglang)") == (actual == "zig")
+        assert ("-nostdlib" in tool.link_command) == (actual != "zig")
     else:
-        with pytest.raises(toolchain.ToolchainError, match=found):
+        with pytest.raises(toolchain.ToolchainError, match=actual):
             toolchain.find()
         assert toolchain.describe().startswith("none: ")
 
@@ -94,12 +94,12 @@ def test_ziglang_links_with_what_the_system_has(programs, monkeypatch, system):
     zig = str(programs("zig", "clang version 22.1.8"))
     monkeypatch.setattr(toolchain.sys, "platform", system)
     old = programs("clang++", "Apple clang version 15.0.0")
-    found = toolchain.find()
-    assert found.compile_command[0] == zig
+    actual = toolchain.find()
+    assert actual.compile_command[0] == zig
     if system == "linux":
-        assert found.link_command == (zig, "ld.lld", "--threads=1", "-shared")
+        assert actual.link_command == (zig, "ld.lld", "--threads=1", "-shared")
     else:
-        assert found.link_command == (str(old), "-shared", "-undefined", "dynamic_lookup")
+        assert actual.link_command == (str(old), "-shared", "-undefined", "dynamic_lookup")
         old.write_text("#!/bin/sh\necho 'xcode-select: note: No developer tools were found.'\n")
         for _ in range(2):
             toolchain.find.cache_clear()

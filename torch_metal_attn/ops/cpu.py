@@ -1,6 +1,7 @@
 """CPU kernels: an op's shader if the simulator is on, else plain torch after the same checks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,22 +12,22 @@ from torch_metal_attn.runtime.refusals import python_kernel
 _Plain = TypeVar("_Plain", bound=Callable[..., Any])
 
 
-def cpu_kernel(
-    name: str, checks: Callable[..., Any] = lambda *arguments, **options: None
-) -> Callable[[_Plain], _Plain]:
-    """Make a function what op `name` runs on CPU tensors while the simulator is off.
+def cpu_kernel(name: str, check: Callable[..., None] | None = None) -> Callable[[_Plain], _Plain]:
+    """Make a function the implementation of op `name` on CPU tensors while the simulator is off.
 
-    checks: raises for values of tensors that the shader would only skip.
+    check: raises for values of tensors that the shader would only skip.
     """
 
     def register(plain: _Plain) -> _Plain:
         def kernel(*arguments: Any, **options: Any) -> Any:
+            check_values = partial(check, *arguments, **options) if check is not None else None
+            if session.active():
+                with session.raising(check_values):
+                    return getattr(torch.ops.metal_attn_simulator, name)(*arguments, **options)
             getattr(torch.ops.metal_attn_explain, name)(*arguments, **options)
-            checks(*arguments, **options)
-            if not session.active():
-                return plain(*arguments, **options)
-            with session.raising():
-                return getattr(torch.ops.metal_attn_simulator, name)(*arguments, **options)
+            if check_values is not None:
+                check_values()
+            return plain(*arguments, **options)
 
         python_kernel(f"metal_attn::{name}", "CPU")(kernel)
         return plain

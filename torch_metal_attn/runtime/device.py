@@ -1,4 +1,4 @@
-"""Where the kernels can run on this machine."""
+"""The devices that can run the kernels on this machine."""
 
 import functools
 import os

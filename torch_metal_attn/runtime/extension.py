@@ -47,15 +47,15 @@ def _require_built() -> None:
         _refuse(f"{package} has no {PATH.name}, so it is not complete: install the package again")
     build = _build(root)
     elsewhere = [folder for folder in sys.path if Path(folder).resolve() != root.resolve()]
-    found = PathFinder.find_spec("torch_metal_attn", elsewhere)
-    if found is None or found.origin is None:
+    spec = PathFinder.find_spec("torch_metal_attn", elsewhere)
+    if spec is None or spec.origin is None:
         _refuse(
             f"{package} is source code that is not built: run "
             f"`pip install 'torch>=2.10' 'setuptools>=77' ninja` and `{build}`"
         )
     _refuse(
         f"Python found {package}, source code that is not built, before the installed package in "
-        f"{Path(found.origin).parent}: start Python in another folder than {root}, or run `{build}`"
+        f"{Path(spec.origin).parent}: start Python in another folder than {root}, or run `{build}`"
     )
 
 
@@ -100,7 +100,7 @@ def load() -> ctypes.CDLL:
 
 
 def _require_same_params(library: ctypes.CDLL) -> None:
-    """Of a checkout: its kernels are compiled with the shaders/params.h that is there now."""
+    """Raise ImportError if a checkout's shaders/params.h is not the one of the build."""
     root = PATH.parent.parent
     params = root / "shaders" / "params.h"
     if not params.is_file():
@@ -155,10 +155,9 @@ def meta_passes() -> Iterator[None]:
 
 
 def launches(packed: list[int]) -> list[dict[str, Any]]:
-    """What an op of `metal_attn_explain` returned: csrc/ops/common/recorder.h packs JSON in ints.
+    """The launches that an op of `metal_attn_explain` returned as JSON packed in ints (recorder.h).
 
-    Of each launch of the op: kernel, defines, grid, threads, the bytes that it may write, and what
-    csrc/ notes beside it.
+    Each has kernel, defines, grid, threads, the bytes that it may write, and notes.
     """
-    found: list[dict[str, Any]] = json.loads(array("q", packed).tobytes())
-    return found
+    result: list[dict[str, Any]] = json.loads(array("q", packed).tobytes())
+    return result

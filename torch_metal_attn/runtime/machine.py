@@ -1,4 +1,4 @@
-"""What a report says about the machine: nothing about its user, and no paths."""
+"""The description of the machine for reports: nothing about its user, and no paths."""
 
 import os
 import platform

@@ -22,18 +22,16 @@ def version() -> str:
     if not reported:
         return ""
     reported = _of_the_kernel() or reported
-    return _of_a_system_program() or reported if _is_compatible(reported) else reported
+    # macOS never had these versions: 15 was followed by 26, and 10.15 by 11.
+    if reported.startswith(("10.16", "16.")):
+        return _of_a_system_program() or reported
+    return reported
 
 
 def at_least(major: int, minor: int) -> bool:
-    """Whether this is that version of macOS, or a later one."""
+    """True if this is that version of macOS, or a later one."""
     numbers = [int(number) for number in version().split(".")[:2] if number.isdigit()]
     return tuple(numbers) >= (major, minor)
-
-
-def _is_compatible(reported: str) -> bool:
-    """Whether it is none of macOS' own versions: 15 was followed by 26, and 10.15 by 11."""
-    return reported.startswith(("10.16", "16."))
 
 
 def _of_the_kernel() -> str:

@@ -1,4 +1,4 @@
-"""Whether the kernels can run on mps here.
+"""Checks that the kernels can run on mps here.
 
 On a virtual Mac, such as a hosted CI runner, torch reports that mps is available, but the first
 allocation fails or kernels return zeros. So the first question or launch of a process tests it.
@@ -12,7 +12,7 @@ from torch_metal_attn.runtime import extension
 
 
 def available() -> bool:
-    """Whether torch has an mps device, usable or not."""
+    """True if torch has an mps device, usable or not."""
     return torch.backends.mps.is_available()
 
 
@@ -33,5 +33,5 @@ def problem() -> str:
 
 
 def usable() -> bool:
-    """Whether the kernels run on mps in this process; see `problem`."""
+    """True if the kernels run on mps in this process; see `problem`."""
     return not problem()

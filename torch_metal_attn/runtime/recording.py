@@ -1,4 +1,4 @@
-"""What csrc/runtime/simulator.cpp passes of a launch, as a `RecordedLaunch`."""
+"""A launch of csrc/runtime/simulator.cpp as a `RecordedLaunch`."""
 
 import ctypes
 import weakref
@@ -13,15 +13,16 @@ from torch_metal_attn.simulator.recording import RecordedBuffer, RecordedLaunch
 
 def recorded(
     family: str,
-    kernel: str,
     defines: dict[str, str],
+    kernel: str,
     buffers: Sequence[engine.Buffer],
     threadgroups: tuple[int, int, int],
     threads: tuple[int, int, int],
 ) -> RecordedLaunch:
     """The launch, which holds the tensors of its buffers."""
-    # The params are no tensor: they are gone when the op goes on.
-    params = [b for b in buffers if b.space == engine.SPACES.index("constant")]
+    # The params are not a tensor: they are copied because they end with the launch.
+    constant = engine.SPACES.index("constant")
+    params = [b for b in buffers if b.space == constant]
     return RecordedLaunch(
         family,
         kernel,
@@ -29,7 +30,7 @@ def recorded(
         tuple(
             RecordedBuffer(b.index, _storage(b), b.offset, bool(b.writable))
             for b in buffers
-            if b not in params
+            if b.space != constant
         ),
         params[0].index if params else None,
         ctypes.string_at(params[0].storage, params[0].bytes) if params else b"",

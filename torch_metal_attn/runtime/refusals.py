@@ -1,4 +1,4 @@
-"""What an op refuses is a ValueError, with every version of torch.
+"""Refusals of ops are ValueErrors, with every version of torch.
 
 C++ throws std::invalid_argument. Up to 2.14 torch raises this as ValueError, and from 2.15 as
 RuntimeError, like any error of a C++ op. So it is converted back wherever Python is involved: in
@@ -44,8 +44,8 @@ def marked(text: str) -> str:
     """The message of this thread's last refusal with its marks; `text` if it is another's."""
     if text == _last.text:
         return _last.marked
-    found = _refusal()(text.encode())
-    return text if found is None else found.decode()
+    result = _refusal()(text.encode())
+    return text if result is None else result.decode()
 
 
 @functools.cache
@@ -105,7 +105,7 @@ def untraced(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @functools.cache
 def _torch_hides_value_errors() -> bool:
-    """Whether this torch raises C++'s refusals as RuntimeErrors, found out by trying."""
+    """True if this torch raises C++'s refusals as RuntimeErrors, found out by trying."""
     extension.load()
     try:
         torch.ops.metal_attn_explain.softmax(torch.empty(0), 1)

@@ -1,27 +1,39 @@
 """The callback that csrc/runtime/simulator.cpp calls to run a launch in the simulator."""
 
 import ctypes
+import functools
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch_metal_attn.runtime import extension, recording, shaders
 from torch_metal_attn.simulator import engine, runs
 from torch_metal_attn.simulator.diagnostics import hides_frames
 from torch_metal_attn.simulator.runs import active, simulate
 
+if TYPE_CHECKING:
+    from torch_metal_attn.simulator.build import Program
+    from torch_metal_attn.simulator.toolchain import Toolchain
+
 __all__ = ["active", "raising", "simulate"]
 
 
-class _Pending(threading.local):
-    """The exception that a launch of this thread raised, while it passes through C++."""
+class _Op(threading.local):
+    """The op of this thread that runs.
 
+    check: called before its first kernel runs.
+    error: what a launch raised, while it passes through C++.
+    """
+
+    check: Callable[[], None] | None = None
     error: BaseException | None = None
 
 
-_pending = _Pending()
+_op = _Op()
 
 __tracebackhide__ = hides_frames
 # MetalAttnSimulated of csrc/runtime/callbacks.h.
@@ -31,10 +43,16 @@ _RAISED = 1
 # In the message of a launch whose callback was interrupted before its first line.
 _NOT_BEGUN = "metal_attn: interrupted before kernel"
 
+
+class _Texts(ctypes.Structure):
+    """SimulatedProgram of csrc/runtime/callbacks.h."""
+
+    _fields_ = (("family", ctypes.c_char_p), ("defines", ctypes.c_char_p))
+
+
 _Callback = ctypes.CFUNCTYPE(
     None,
-    ctypes.c_char_p,
-    ctypes.c_char_p,
+    ctypes.c_void_p,
     ctypes.c_char_p,
     ctypes.POINTER(engine.Buffer),
     ctypes.c_uint32,
@@ -45,14 +63,18 @@ _Callback = ctypes.CFUNCTYPE(
 
 
 @contextmanager
-def raising() -> Iterator[None]:
-    """A context for an op: an exception of the simulator is raised as itself, not as C++'s."""
-    _pending.error = None
+def raising(check: Callable[[], None] | None = None) -> Iterator[None]:
+    """A context for an op: an exception of the simulator is raised as itself, not as C++'s.
+
+    check: called once the op has accepted its arguments and before its first kernel runs.
+    """
+    outer = _op.check
+    _op.check, _op.error = check, None
     engine.library().metal_attn_track_fresh(1)
     try:
         yield
     except Exception as raised:
-        error = _pending.error
+        error = _op.error
         if error is None and _NOT_BEGUN in str(raised):
             # ctypes cannot pass on an exception that was raised as the callback was entered.
             error = KeyboardInterrupt()
@@ -60,54 +82,84 @@ def raising() -> Iterator[None]:
             raise
         raise error from None
     finally:
-        _pending.error = None
+        _op.check, _op.error = outer, None
         engine.library().metal_attn_track_fresh(0)
 
 
+@dataclass
+class Specialisation:
+    """A family and its defines, which all its launches share, and what it was compiled to.
+
+    compiled: by check, count and language: the family's text, the compiler and the program.
+    """
+
+    family: str
+    defines: dict[str, str]
+    compiled: dict[tuple[bool, bool, str], tuple[str, "Toolchain", "Program"]] = field(
+        default_factory=dict
+    )
+
+    def program(self, run: runs.Run) -> "Program":
+        """The program for `run`. It is compiled again if the shader or the compiler changes."""
+        # Not at the top: importing the package must not wait for the compiler's side.
+        from torch_metal_attn.simulator import toolchain
+        from torch_metal_attn.simulator.build import build
+
+        language = shaders.LANGUAGES.get(self.family, run.language)
+        key = run.check, run.count, language
+        text, compiler = shaders.source(self.family), toolchain.find()
+        compiled = self.compiled.get(key)
+        if compiled is None or compiled[0] != text or compiled[1] is not compiler:
+            program = build(
+                shaders.with_defines(text, self.defines),
+                check=run.check,
+                count=run.count,
+                language=language,
+            )
+            self.compiled[key] = compiled = text, compiler, program
+        return compiled[2]
+
+
+@functools.cache
+def _specialisation(address: int) -> Specialisation:
+    """The SimulatedProgram at this address, which stays there until the process ends."""
+    texts = _Texts.from_address(address)
+    defines = dict(line.split("=", 1) for line in texts.defines.decode().splitlines())
+    return Specialisation(texts.family.decode(), defines)
+
+
 def _launch(
-    family: str,
+    specialisation: Specialisation,
     kernel_name: str,
-    defines: dict[str, str],
-    buffers: Sequence[engine.Buffer],
+    buffers: list[engine.Buffer],
     threadgroups: tuple[int, ...],
     threads: tuple[int, ...],
 ) -> None:
-    # Not at the top: importing the package must not wait for the compiler's side.
-    from torch_metal_attn.simulator.build import build
-
-    run = runs.current() or runs.Run()
-    program = build(
-        shaders.with_defines(shaders.source(family), defines),
-        check=run.check,
-        count=run.count,
-        language=shaders.LANGUAGES.get(family, run.language),
-    )
+    run = runs.current() or _DEFAULT_RUN
+    program = specialisation.program(run)
     kernel = program.kernels.get(kernel_name)
     if kernel is None:
         known = ", ".join(program.kernels) or "none"
-        raise ValueError(f"shader {family} has no kernel {kernel_name}; it has {known}")
-    image = program.image(kernel_name)
-    # What the kernel declares counts. A buffer that no parameter names is never accessed.
-    declared = {p.index: p for p in kernel.parameters if p.kind == "buffer"}
-    buffers = [
-        engine.Buffer(
-            index=b.index,
-            space=engine.SPACES.index(p.space),
-            writable=b.writable and p.writable,
-            storage=b.storage,
-            bytes=b.bytes,
-            offset=b.offset,
-            initialised=b.initialised or run.initialised(b.storage or 0),
+        raise ValueError(
+            f"shader {specialisation.family} has no kernel {kernel_name}; it has {known}"
         )
-        for b in buffers
-        if (p := declared.get(b.index)) is not None
-    ]
-    grid = tuple(n * size for n, size in zip(threadgroups, threads, strict=True))
+    # The kernel's own declarations count. A buffer that no parameter names is never accessed.
+    parameters = kernel.buffers
+    bound = [buffer for buffer in buffers if buffer.index in parameters]
+    for buffer in bound:
+        parameter = parameters[buffer.index]
+        buffer.space = engine.SPACES.index(parameter.space)
+        buffer.writable &= parameter.writable
+        if run.uninitialised and not buffer.initialised:
+            buffer.initialised = run.initialised(buffer.storage or 0)
+    x, y, z = threads
+    grid = (threadgroups[0] * x, threadgroups[1] * y, threadgroups[2] * z)
+    image = program.image(kernel_name)
     started = time.perf_counter()
     counters = engine.run(
         image,
         kernel,
-        buffers,
+        bound,
         threads_per_grid=grid,
         threads_per_threadgroup=threads,
         checked=program.checked,
@@ -118,15 +170,17 @@ def _launch(
         tensors=run.tensors,
     )
     seconds = time.perf_counter() - started
-    launch = runs.LaunchRecord(kernel_name, dict(defines), grid, threads, seconds)
+    launch = runs.LaunchRecord(kernel_name, specialisation.defines, grid, threads, seconds)
     runs.record(launch, counters, run.checked)
+
+
+_DEFAULT_RUN = runs.Run()
 
 
 @_Callback
 def _simulate(
-    family: bytes,
+    program: int,
     kernel: bytes,
-    defines: bytes,
     buffers: Any,
     count: int,
     threadgroups: Any,
@@ -134,23 +188,25 @@ def _simulate(
     status: Any,
 ) -> None:
     try:
-        pairs = [line.split("=", 1) for line in defines.decode().split("\n") if line]
-        launch = (
-            family.decode(),
-            kernel.decode(),
-            dict(pairs),
+        if _op.check is not None:
+            check, _op.check = _op.check, None
+            check()
+        specialisation = _specialisation(program)
+        launch: tuple[Any, ...] = (
+            sys.intern(kernel.decode()),
             buffers[:count],
             tuple(threadgroups[:3]),
             tuple(threads[:3]),
         )
         run = runs.current()
         if run is not None and run.record:
-            run.recorded.append(recording.recorded(*launch))
+            family, defines = specialisation.family, specialisation.defines
+            run.recorded.append(recording.recorded(family, defines, *launch))
         else:
-            _launch(*launch)
+            _launch(specialisation, *launch)
         status[0] = _DONE
     except BaseException as error:  # nothing may unwind into C++; raising() re-raises it
-        _pending.error = error
+        _op.error = error
         status[0] = _RAISED
 
 

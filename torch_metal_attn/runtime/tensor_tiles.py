@@ -1,4 +1,4 @@
-"""Whether attention uses tensor tiles: Metal 4's tensor operations, on the matrix units of M5.
+"""The use of tensor tiles by attention: Metal 4's tensor operations, on the matrix units of M5.
 
 csrc/ops/attention/tensor_tiles.cpp decides, by a probe and by a small problem that is computed with
 both kinds of tile. This module tells it what only Python knows.
@@ -61,7 +61,7 @@ def _used(float32: bool = False) -> str:
 
 
 def tf32_allowed() -> bool:
-    """Whether float32 may be multiplied with operands of 11 bits, where that is faster.
+    """True if float32 may be multiplied with operands of 11 bits, where that is faster.
 
     Raises ValueError for a TORCH_METAL_ATTN_TF32 that is neither off nor on.
     """

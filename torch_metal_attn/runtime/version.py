@@ -14,5 +14,5 @@ def open_an_issue() -> str:
         urls = metadata("torch_metal_attn").get_all("Project-URL") or []
     except PackageNotFoundError:
         urls = []
-    found = [url for label, url in (each.split(", ", 1) for each in urls) if label == "Issues"]
-    return f"open an issue ({found[0]})" if found else "open an issue"
+    result = [url for label, url in (each.split(", ", 1) for each in urls) if label == "Issues"]
+    return f"open an issue ({result[0]})" if result else "open an issue"

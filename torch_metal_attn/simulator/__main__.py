@@ -81,10 +81,10 @@ def _check_all(options: argparse.Namespace) -> bool:
 def _matching(pattern: str) -> list[Path]:
     if not glob.has_magic(pattern) or Path(pattern).exists():
         return [Path(pattern)]
-    found = sorted(glob.glob(pattern, recursive=True))
-    if not found:
+    result = sorted(glob.glob(pattern, recursive=True))
+    if not result:
         raise BadRequest(f"no file matches {pattern}")
-    return list(map(Path, found))
+    return list(map(Path, result))
 
 
 def _text(file: Path) -> str:
@@ -133,7 +133,7 @@ def _check(file: Path, text: str, options: argparse.Namespace) -> bool:
     memory = threadgroup_bytes(program)
     for kernel in program.kernels.values():
         print(f"kernel {kernel.name}")
-        for line in _parameters(kernel, program.whole_image()):
+        for line in _parameters(kernel, program.image()):
             print(f"  {line}")
         if kernel.missing:
             print(f"  needs function constants: {', '.join(kernel.missing)}")
@@ -160,9 +160,9 @@ def _memory(kernel: Kernel, used: int) -> str:
     """The bytes that a kernel declares, and those left for the lengths that a call passes."""
     if used > LIMIT:
         return f"{used} bytes, over the limit of {LIMIT}"
-    given = [f"threadgroup({p.index})" for p in kernel.parameters if p.kind == "threadgroup"]
+    arguments = [f"threadgroup({p.index})" for p in kernel.parameters if p.kind == "threadgroup"]
     left = (LIMIT - used) // ALIGNMENT * ALIGNMENT
-    more = f", and up to {left} that a call gives {' and '.join(given)}" if given else ""
+    more = f", and up to {left} that a call gives {' and '.join(arguments)}" if arguments else ""
     return f"{count_text(used, 'byte')}{more}"
 
 

@@ -1,6 +1,7 @@
 """From Metal text to a loaded image: preprocess, rewrite, compile, link, and cache on disk."""
 
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -10,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,7 +50,11 @@ LANGUAGE = """-x c++ -std=c++17 -nostdinc -nostdinc++ -fno-exceptions -fno-rtti 
     -fno-threadsafe-statics -fvisibility=hidden -fno-stack-protector -fno-finite-loops
     -fdebug-compilation-dir=/metal -Xclang -fconvergent-functions
     -fno-delete-null-pointer-checks""".split()
-PREDEFINED = "-D__METAL__ -D__HAVE_BFLOAT__=1".split()
+PREDEFINED = [
+    *("-D__METAL__", "-D__HAVE_BFLOAT__=1"),
+    *(f"-D{name}_H=((half){name}_F)" for name in reserved.MATH_CONSTANTS),
+    *(f"-D{name}_BF=((bfloat){name}_F)" for name in reserved.MATH_CONSTANTS),
+]
 KEYWORDS = [
     "-Ddevice=__attribute__((opencl_global))",
     "-Dthreadgroup=__attribute__((opencl_local))",
@@ -104,20 +109,22 @@ class ShaderCompileError(diagnostics.KernelError, SyntaxError):
         self.msg = message
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Image:
     """Compiled kernels, loaded into this process."""
 
     sites: list[Site]
     library: ctypes.CDLL
 
+    @functools.cache  # noqa: B019  images are never freed
     def address(self, symbol: str) -> int:
         """The address of an exported function."""
         return ctypes.cast(getattr(self.library, symbol), ctypes.c_void_p).value or 0
 
-    def most_threads(self, kernel: Kernel) -> int:
-        """Threads that a threadgroup of the kernel may have."""
-        limit = ctypes.c_uint.in_dll(self.library, kernel.most_threads_symbol).value
+    @functools.cache  # noqa: B019
+    def most_threads(self, symbol: str) -> int:
+        """Threads that a threadgroup may have of the kernel with this `most_threads_symbol`."""
+        limit = ctypes.c_uint.in_dll(self.library, symbol).value
         return min(limit or MAX_THREADS, MAX_THREADS)
 
     def types(self, kernel: Kernel) -> list[ParameterType]:
@@ -136,31 +143,31 @@ class Program:
     constants: list[FunctionConstant]
     check: bool
     counted: bool
+    images: dict[str, Image] = field(default_factory=dict)  # by kernel
 
     @property
     def checked(self) -> bool:
-        """Whether each access is checked, as it is in builds that count."""
+        """True if each access is checked, as it is in builds that count."""
         return self.check or self.counted
 
     @property
     def compiles_at_once(self) -> bool:
-        """Whether all kernels share one image."""
+        """True if all kernels share one image."""
         return len(self.kernels) <= MOST_TOGETHER
 
-    def image(self, name: str) -> Image:
-        """The image that holds the kernel `name`; it has all kernels unless there are many."""
-        return self.whole_image() if self.compiles_at_once else self._image([self.kernels[name]])
+    def image(self, name: str = "") -> Image:
+        """The image that holds the kernel `name`, or all kernels."""
+        return self.images.get(name) or self._image(name)
 
-    def whole_image(self) -> Image:
-        """The image that holds all kernels."""
-        return self._image(list(self.kernels.values()))
-
-    def _image(self, group: list[Kernel]) -> Image:
-        wanted = (self.key, *(kernel.name for kernel in group))
+    def _image(self, name: str) -> Image:
         with _lock:
-            if wanted not in _images:
-                _images[wanted] = _load_image(self._compiled(self.text + entries(group)))
-            return _images[wanted]
+            if name not in self.images:
+                whole = not name or self.compiles_at_once
+                names = list(self.kernels) if whole else [name]
+                group = [self.kernels[each] for each in names]
+                image = _load_image(self._compiled(self.text + entries(group)))
+                self.images.update(dict.fromkeys([name, *names], image))
+            return self.images[name]
 
     def intermediate(self) -> str:
         """The LLVM IR of all kernels, as a plain build optimises it."""
@@ -187,7 +194,6 @@ def _kind(checked: bool, counted: bool) -> str:
     return " and ".join(["checked"] * checked + ["counted"] * counted) or "plain"
 
 
-_images: dict[tuple[str, ...], Image] = {}
 _programs: dict[str, Program] = {}
 _lock = threading.RLock()
 _collector_is_paused = False
@@ -255,7 +261,7 @@ def build(
         return preprocess(source, include_dirs, defines or {}, check, count, language)
 
     try:
-        # Of headers, which may change, the key needs the text.
+        # The key needs the text of headers, which may change.
         text = preprocessed() if include_dirs else ""
         key = cache.digest([*request, text])
         with _lock:
@@ -397,8 +403,8 @@ def _ir_of(command: list[str], more: list[str], text: str, around: tuple[str, st
     If that fails, the whole text is compiled without the precompiled header, also for the
     compiler's message.
     """
-    shim, found, rest = text.partition(END_OF_SHIM)
-    if found:
+    shim, marker, rest = text.partition(END_OF_SHIM)
+    if marker:
         try:
             included = [*command, *more, "-include-pch", str(precompiled(command, shim))]
             return _run([*included, *TO_IR], rest.join(around))
@@ -436,7 +442,7 @@ def _load_image(entry: Path) -> Image:
 
 
 def in_shim(file: str) -> bool:
-    """Whether a file belongs to the simulator and not to the Metal text."""
+    """True if a file belongs to the simulator and not to the Metal text."""
     return file.startswith((IN_TEXTS, "<"))
 
 

@@ -85,7 +85,7 @@ def lookup(key: str) -> Path | None:
     # Asked before the files are read: another process may store the entry now, and it is whole.
     if not entry.is_dir():
         return None
-    found = _version(entry)
+    version = _version(entry)
     try:
         seal = json.loads((entry / SEAL).read_text())
         for name, expected in seal.items():
@@ -96,9 +96,11 @@ def lookup(key: str) -> Path | None:
     except (OSError, ValueError, AttributeError):
         pass
     else:
-        _note_use(entry)
+        with suppress(OSError):  # a cache that only others may write
+            if time.time() - (entry / SEAL).stat().st_mtime > NOTE_SECONDS:
+                os.utime(entry / SEAL)
         return entry
-    _discard(entry, found)
+    _discard(entry, version)
     return None
 
 
@@ -154,18 +156,18 @@ def trim(most: int) -> None:
     old: list[tuple[float, int, Path, _Version]] = []
     for entry in cache_dir().glob("??/*"):
         try:
-            found, size = _version(entry), _size(entry)
+            version, size = _version(entry), _size(entry)
             finished = not entry.name.startswith(".")
             used = (entry / SEAL if finished else entry).stat().st_mtime
         except OSError:  # another process is removing it
             continue
         total += size
         if now - used > IN_USE_SECONDS:
-            old.append((used if finished else 0.0, size, entry, found))
-    for used, size, entry, found in sorted(old, key=lambda one: one[:3]):
+            old.append((used if finished else 0.0, size, entry, version))
+    for used, size, entry, version in sorted(old, key=lambda one: one[:3]):
         if used > 0.0 and total <= most:
             break
-        _discard(entry, found)
+        _discard(entry, version)
         total -= size
 
 
@@ -187,16 +189,8 @@ def _count(size: int, most: int) -> None:
         _unmeasured += size
 
 
-def _note_use(entry: Path) -> None:
-    try:
-        if time.time() - (entry / SEAL).stat().st_mtime > NOTE_SECONDS:
-            os.utime(entry / SEAL)
-    except OSError:  # a cache that only others may write
-        pass
-
-
 def _version(entry: Path) -> _Version:
-    """What tells an entry from one that is stored in its place; None if it is gone."""
+    """The identity of an entry, unlike that of one in its place; None if it is gone."""
     try:
         about = entry.stat()
     except OSError:
@@ -204,13 +198,13 @@ def _version(entry: Path) -> _Version:
     return about.st_ino, about.st_mtime_ns
 
 
-def _discard(entry: Path, found: _Version) -> None:
+def _discard(entry: Path, version: _Version) -> None:
     """Remove an entry, unless another process has removed it and may have stored it again.
 
     It is moved away before it is deleted: another process may be reading it.
     """
     with _alone(entry.parent):
-        if found is None or _version(entry) != found:
+        if version is None or _version(entry) != version:
             return
         trash = entry
         try:

@@ -67,7 +67,7 @@ def in_metal(said: str) -> str:
 
 
 def hides_frames(caught: Any) -> bool:
-    """Whether pytest leaves out a module's frames: where the text or the arguments are wrong.
+    """True if pytest leaves out a module's frames: for a wrong text or wrong arguments.
 
     caught: pytest's ExceptionInfo. For `__tracebackhide__`.
     """
@@ -89,7 +89,7 @@ def readable(said: str, in_shim: Callable[[str], bool]) -> str:
     such place is left out if there is another: it follows from that. If anything is used that the
     simulator or the language's version lacks, only that is shown.
     """
-    found: list[_Diagnostic] = []
+    result: list[_Diagnostic] = []
     lacks: dict[tuple[str, str, str], str] = {}  # once a line
     for line in said.strip().split("\n"):
         if line.startswith(("In file included from ", "                 from ")):
@@ -100,19 +100,19 @@ def readable(said: str, in_shim: Callable[[str], bool]) -> str:
         if located and not in_shim(located["file"]) and (why := _lacking(located["rest"])):
             key = (located["file"], located["line"], why)
             lacks.setdefault(key, f"{':'.join(key[:2])}{located['column'] or ''}: error: {why}")
-        if not found or (located and ERROR.match(located["rest"])):
-            found.append(_Diagnostic(line))
+        if not result or (located and ERROR.match(located["rest"])):
+            result.append(_Diagnostic(line))
         else:
-            found[-1].more.append(line)
+            result[-1].more.append(line)
     if lacks:
         return "\n".join(lacks.values())
-    placed = [text for one in found if (text := _placed(one, in_shim))]
-    lines = placed or [line for one in found for line in (one.first, *one.more)]
+    placed = [text for one in result if (text := _placed(one, in_shim))]
+    lines = placed or [line for one in result for line in (one.first, *one.more)]
     return "\n".join(in_metal("\n".join(lines)).split("\n")[:MOST_LINES])
 
 
 def _lacking(said: str) -> str | None:
-    """Why the simulator refuses what clang's message is about, if it or the version lacks it."""
+    """The reason for clang's message, if the simulator or the version lacks a feature."""
     if name := UNDECLARED.search(said):
         return unsupported.reason(name[1] or name[2])
     if METHOD.fullmatch(said.removeprefix("error: ")) and OTHER_MEMORY.search(said):
@@ -124,8 +124,8 @@ def _placed(one: _Diagnostic, in_shim: Callable[[str], bool]) -> str | None:
     located = LOCATED.match(one.first)
     if located is None or not in_shim(located["file"]):
         return "\n".join([one.first, *(line for line in one.more if _is_shown(line, in_shim))])
-    found = map(LOCATED.match, one.more)
-    places = [at for at in found if at is not None and not in_shim(at["file"])]
+    result = map(LOCATED.match, one.more)
+    places = [at for at in result if at is not None and not in_shim(at["file"])]
     if not places:
         return None
     place = places[0]
@@ -134,6 +134,6 @@ def _placed(one: _Diagnostic, in_shim: Callable[[str], bool]) -> str | None:
 
 
 def _is_shown(note: str, in_shim: Callable[[str], bool]) -> bool:
-    """Whether a note helps: of those in the shim, what a function of Metal takes."""
+    """True if a note helps. In the shim, only candidates for a call do."""
     located = LOCATED.match(note)
     return located is None or not in_shim(located["file"]) or "candidate function" in note

@@ -303,7 +303,10 @@ def run(
 
     KeyboardInterrupt stops it, which leaves the results unfinished.
     """
-    most, threads = image.most_threads(kernel), math.prod(threads_per_threadgroup)
+    most, threads = (
+        image.most_threads(kernel.most_threads_symbol),
+        math.prod(threads_per_threadgroup),
+    )
     if most < threads <= MAX_THREADS:
         raise ValueError(
             f"{kernel.name}: a threadgroup of {count_text(threads, 'thread')}; "
@@ -315,18 +318,18 @@ def run(
         bind=image.address("__msl_bind"),
         buffers=(Buffer * max(len(buffers), 1))(*buffers),
         buffer_count=len(buffers),
-        checked=int(checked),
+        checked=checked,
         seed=seed,
         workers=workers,
+        threads_per_threadgroup=tuple(threads_per_threadgroup),
+        threads_per_grid=tuple(threads_per_grid),
         interpreter=ctypes.pointer(interpreter),
         step_limit=step_limit,
         lane_map=LANE_MAPS.index(tensors.lane_map),
-        rounds=int(tensors.rounds),
+        rounds=tensors.rounds,
         lane_map_seed=tensors.seed,
-        strict_simd=int(strict_simd),
+        strict_simd=strict_simd,
     )
-    dispatch.threads_per_threadgroup[:] = tuple(threads_per_threadgroup)
-    dispatch.threads_per_grid[:] = tuple(threads_per_grid)
     for index, size in threadgroup_bytes:
         dispatch.threadgroup_argument_bytes[index] = size
     counters, report = CounterValues(), FaultReport()
@@ -357,27 +360,22 @@ def _fault(image: Image, kernel: Kernel, report: FaultReport) -> SimulatorFault:
 def _lanes_in_words(message: str) -> str:
     """The engine's masks of lanes, in hexadecimal, as ranges."""
 
-    def ranges(found: re.Match[str]) -> str:
-        mask = int(found[1], 16)
+    def ranges(result: re.Match[str]) -> str:
+        mask = int(result[1], 16)
         first = [i for i in range(32) if (mask & ~(mask << 1)) >> i & 1]
         last = [i for i in range(32) if (mask & ~(mask >> 1)) >> i & 1]
         shown = (f"{i}" if i == j else f"{i}-{j}" for i, j in zip(first, last, strict=True))
-        after = "lanes " if message[found.start() - 2] == ";" else ""
+        after = "lanes " if message[result.start() - 2] == ";" else ""
         return f"{after}{', '.join(shown)}" if mask else "none"
 
     return LANES.sub(ranges, message)
 
 
 def _counters(raw: CounterValues, counted: bool) -> Counters:
-    counters = Counters(launches=1)
-    operations = dict(zip(COUNTS, raw.operations, strict=True))
-    for item in fields(Counters):
-        if item.name in operations:
-            if counted or item.name in ALWAYS:
-                setattr(counters, item.name, operations[item.name])
-        elif item.name != "launches":
-            value = getattr(raw, item.name)
-            is_table = isinstance(getattr(counters, item.name), dict)
-            table = dict(zip(SPACES, value, strict=True)) if is_table else value
-            setattr(counters, item.name, table)
-    return counters
+    counters: dict[str, Any] = {name: getattr(raw, name) for name in OF_GROUPS}
+    for name, number in zip(COUNTS, raw.operations, strict=True):
+        if counted or name in ALWAYS:
+            counters[name] = number
+    for name in OF_SPACES:
+        counters[name] = dict(zip(SPACES, getattr(raw, name), strict=True))
+    return Counters(launches=1, threadgroup_bytes=raw.threadgroup_bytes, **counters)

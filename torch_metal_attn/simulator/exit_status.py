@@ -28,7 +28,7 @@ def exit_status(command: Callable[[], bool]) -> int:
             sys.stdout.flush()
         return 0 if passed else 1
     except BrokenPipeError:
-        # What is still buffered goes nowhere, or Python would write a message at its end.
+        # Drop buffered output, or Python would write a message at its end.
         with contextlib.suppress(io.UnsupportedOperation):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED

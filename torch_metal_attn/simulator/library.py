@@ -110,7 +110,7 @@ def folders_and_macros(
     include_dirs: Iterable[str | os.PathLike[str]],
     defines: Mapping[str, str | int | bool] | None,
 ) -> tuple[list[str], dict[str, str]]:
-    """What a text is compiled with, after checks of all three arguments."""
+    """Include folders and macros of a text, after checks of all three arguments."""
     if not isinstance(source, str):
         raise TypeError(f"source is {type_text(source)}; it must be a str")
     try:
@@ -209,7 +209,9 @@ class ShaderKernel:
     @property
     def max_threads_per_threadgroup(self) -> int:
         """1024, or less if the kernel's attribute says so. The first question compiles for it."""
-        return self._library._program.image(self._kernel.name).most_threads(self._kernel)
+        return self._library._program.image(self._kernel.name).most_threads(
+            self._kernel.most_threads_symbol
+        )
 
     @property
     def static_thread_group_memory_length(self) -> int:
@@ -280,13 +282,13 @@ class ShaderKernel:
                 f"{', '.join(self._kernel.missing)}: give them in compile_shader's constants"
             )
         image = program.image(name)
-        given = zip(self._kernel.parameters, image.types(self._kernel), strict=True)
-        types = [(parameter, type) for parameter, type in given if type.exists]
+        pairs = zip(self._kernel.parameters, image.types(self._kernel), strict=True)
+        types = [(parameter, type) for parameter, type in pairs if type.exists]
         parameters = [parameter for parameter, _ in types]
         held = _tensors(name, args, arg_casts)
         buffers = _bind(self._kernel, parameters, held, program.checked)
         _check_types(name, args, held, types)
-        most = image.most_threads(self._kernel)
+        most = image.most_threads(self._kernel.most_threads_symbol)
         grid, group = _grid(name, held, args, threads, group_size, most)
         memory = _threadgroup_memory(name, parameters, threadgroup_bytes)
         if 0 in grid:
@@ -553,27 +555,27 @@ def _dimensions(kernel: str, what: str, value: int | Sequence[int]) -> list[int]
 
 
 def _threadgroup_memory(
-    kernel: str, parameters: Sequence[Parameter], given: Mapping[int, int] | None
+    kernel: str, parameters: Sequence[Parameter], lengths: Mapping[int, int] | None
 ) -> list[tuple[int, int]]:
-    given = {} if given is None else given
-    if not isinstance(given, Mapping):
-        raise TypeError(f"{kernel}: threadgroup_bytes is {type_text(given)}; it must be a dict")
+    lengths = {} if lengths is None else lengths
+    if not isinstance(lengths, Mapping):
+        raise TypeError(f"{kernel}: threadgroup_bytes is {type_text(lengths)}; it must be a dict")
     expected = {p.index: p.name for p in parameters if p.kind == "threadgroup"}
-    for index in given:
+    for index in lengths:
         if index not in expected:
             raise ValueError(
                 f"{kernel}: threadgroup_bytes[{index!r}]: there is no threadgroup({index!r})"
             )
     for index, name in expected.items():
-        size = given.get(index, 0)
+        size = lengths.get(index, 0)
         if not isinstance(size, int) or not 0 < size < 2**63:
             raise TypeError(
                 f"{kernel}: threadgroup_bytes needs the length of threadgroup({index}) {name}, "
-                f"an int from 1 up, and has {value_text(given.get(index))}"
+                f"an int from 1 up, and has {value_text(lengths.get(index))}"
             )
         if size > LIMIT:
             raise ValueError(
                 f"{kernel}: threadgroup_bytes[{index}] is {size}; a threadgroup has at most "
                 f"{LIMIT} bytes"
             )
-    return sorted(given.items())
+    return sorted(lengths.items())

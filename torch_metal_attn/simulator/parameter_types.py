@@ -1,4 +1,4 @@
-"""Whether a kernel's arguments are of the types that its parameters point to."""
+"""Checks that a kernel's arguments have the types that its parameters point to."""
 
 import ctypes
 from typing import Any
@@ -74,11 +74,11 @@ def check_tensor(
     Signed and unsigned integers are alike, because torch has few operations for the latter. A
     tensor of uint8 and a parameter of char or uchar may hold bytes of anything.
     """
-    given = SCALAR_OF.get(tensor.dtype, "")
-    if expected.scalar in ("", "char", "uchar") or given == "uchar":
+    actual = SCALAR_OF.get(tensor.dtype, "")
+    if expected.scalar in ("", "char", "uchar") or actual == "uchar":
         return
     complex = tensor.is_complex() and expected.bytes != tensor.element_size()
-    if complex or not _alike(given, expected.scalar):
+    if complex or not _alike(actual, expected.scalar):
         wanted = DTYPE_OF[expected.scalar]
         convert = "torch.view_as_real(tensor)" if complex else f".to({wanted})"
         raise TypeError(
@@ -95,15 +95,20 @@ def check_numbers(
 
     arg: as the caller gave them. numbers: as they are passed, after casts.
     """
-    given, scalar = SCALAR_OF[numbers.dtype], expected.scalar
+    actual, scalar = SCALAR_OF[numbers.dtype], expected.scalar
     what = f"{kernel}: argument {parameter.index} is {value_text(arg)}"
     # As in torch, a kernel may read the low bytes of one int64, if they are the same number.
-    if given == "long" and numbers.numel() == 1 and _is_lone_integer(expected):
-        low, high = _range(scalar)
+    is_integer = scalar not in ("", *FLOATS) and expected.bytes == DTYPE_OF[scalar].itemsize
+    if actual == "long" and numbers.numel() == 1 and is_integer:
+        # Signed and unsigned integers are alike.
+        name = scalar.removeprefix("u")
+        low, high = 0, 1
+        if name != "bool":
+            low, high = INTEGER_RANGES[name][0], INTEGER_RANGES[f"u{name}"][1]
         if not low <= int(numbers) <= high:
             raise ValueError(f"{what}; {parameter.declared} holds {low} to {high}")
         return
-    if scalar and not _alike(given, scalar):
+    if scalar and not _alike(actual, scalar):
         raise TypeError(
             f"{what}, passed as {name_of(numbers.dtype)}; {parameter.declared} needs "
             f"{name_of(DTYPE_OF[scalar])}: {_advice(parameter.index, scalar)}"
@@ -116,25 +121,10 @@ def check_numbers(
         )
 
 
-def _is_lone_integer(expected: ParameterType) -> bool:
-    """Whether it is an integer or a bool, and no vector."""
-    if expected.scalar in ("", *FLOATS):
-        return False
-    return expected.bytes == DTYPE_OF[expected.scalar].itemsize
-
-
-def _range(scalar: str) -> tuple[int, int]:
-    """The values that an integer of that size can hold, signed or unsigned."""
-    if scalar == "bool":
-        return 0, 1
-    name = scalar.removeprefix("u")
-    return INTEGER_RANGES[name][0], INTEGER_RANGES[f"u{name}"][1]
-
-
-def _alike(given: str, scalar: str) -> bool:
-    if not given or given in FLOATS or scalar in FLOATS:
-        return given == scalar
-    return DTYPE_OF[given].itemsize == DTYPE_OF[scalar].itemsize
+def _alike(actual: str, scalar: str) -> bool:
+    if not actual or actual in FLOATS or scalar in FLOATS:
+        return actual == scalar
+    return DTYPE_OF[actual].itemsize == DTYPE_OF[scalar].itemsize
 
 
 def _advice(index: int, scalar: str) -> str:

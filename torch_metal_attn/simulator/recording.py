@@ -21,7 +21,7 @@ class RecordedBuffer:
     writable: bool
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is in this storage."""
+        """True if `tensor` is in this storage."""
         return bool(tensor.untyped_storage().data_ptr() == self.storage.data_ptr())
 
 

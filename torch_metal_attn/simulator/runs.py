@@ -20,9 +20,9 @@ BACKEND = "TORCH_METAL_ATTN_BACKEND"
 MOST_WORKERS = 1024
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LaunchRecord:
-    """One kernel that ran."""
+    """One kernel that ran. Launches of the same program share `defines`."""
 
     kernel: str
     defines: dict[str, str]
@@ -31,7 +31,7 @@ class LaunchRecord:
     seconds: float
 
 
-# What has no effect on launches that are only recorded.
+# Options without an effect on launches that are only recorded.
 _OF_KERNELS = ("count", "check", "seed", "workers", "step_limit", "language", "tensors")
 
 
@@ -58,9 +58,9 @@ class Run:
             raise ValueError("uninitialised is given without check=True, which finds the reads")
         for name in _OF_KERNELS if self.record else ():
             if getattr(self, name) != getattr(Run, name):
-                given = name if name != "tensors" else "lane_map or relaxed_precision"
+                option = name if name != "tensors" else "lane_map or relaxed_precision"
                 raise ValueError(
-                    f"record=True runs no kernel, so {given} has no effect; leave it out"
+                    f"record=True runs no kernel, so {option} has no effect; leave it out"
                 )
         for index, tensor in enumerate(self.uninitialised):
             _forget(f"uninitialised[{index}]", tensor, self._initialised)
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def checked(self) -> bool:
-        """Whether kernels are built with checks, which also count."""
+        """True if kernels are built with checks, which also count."""
         return self.check or self.count
 
     @property
@@ -203,7 +203,7 @@ def current() -> Run | None:
 
 
 def active() -> bool:
-    """Whether CPU tensors use the shaders now. Raises ValueError for an unknown backend."""
+    """True if CPU tensors use the shaders now. Raises ValueError for an unknown backend."""
     if _current.get() is not None:
         return True
     backend = os.environ.get(BACKEND, "")
@@ -221,4 +221,5 @@ def record(launch: LaunchRecord, counters: Counters, checked: bool) -> None:
         return
     run.launches.append(launch)
     if checked and run.checked:
-        run._counters[launch.kernel] = run._counters.get(launch.kernel, Counters()) + counters
+        known = run._counters.get(launch.kernel)
+        run._counters[launch.kernel] = counters if known is None else known + counters

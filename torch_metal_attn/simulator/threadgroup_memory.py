@@ -32,19 +32,19 @@ def threadgroup_bytes(program: Program) -> dict[str, int]:
 
 def _functions(ir: str) -> Iterator[tuple[str, list[str | _Variable]]]:
     """Each function's name, with the functions that it calls and the variables that it declares."""
-    found: list[str | _Variable] = []
+    result: list[str | _Variable] = []
     for line in ir.split("\n"):
         if head := FUNCTION.match(line):
-            found = []
-            yield head[1], found
+            result = []
+            yield head[1], result
         elif call := CALL.search(line):
             if call[1] != "__msl_threadgroup_memory":
-                found.append(call[1])
+                result.append(call[1])
                 continue
             variable = VARIABLE.search(line)
             if variable is None:
                 raise RuntimeError(f"threadgroup memory of unknown size: {line.strip()}")
-            found.append((variable[1], int(variable[2]), int(variable[3])))
+            result.append((variable[1], int(variable[2]), int(variable[3])))
 
 
 def _reached(

@@ -187,8 +187,8 @@ def find() -> Toolchain:
     attempts = [*(partial(_system, path) for path in _candidates()), _zig]
     for attempt in attempts:
         try:
-            if found := attempt():
-                return found
+            if tool := attempt():
+                return tool
         except ToolchainError as error:
             refused.append(str(error))
     why = f" ({'; '.join(refused)})" if refused else ""

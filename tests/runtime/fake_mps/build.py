@@ -27,7 +27,7 @@ FAKE = "TORCH_METAL_ATTN_FAKE_MPS"  # what the sources that differ on the fake s
 # errors either, as torch before 2.13.
 VARIANTS = {"bytes": ["-DFAKE_SET_BYTES"], "member": ["-DFAKE_MEMBER"], "tensor": []}
 
-# Where a text may be refused: by the front end, as its pipeline is made, or at each dispatch.
+# The stages that can refuse a text: front end, pipeline, dispatch.
 STAGES = ("text", "pipeline", "dispatch")
 
 EXTENSION = ROOT / "build/editable"
@@ -107,7 +107,7 @@ class FakeMps:
         return self.library.fake_mps_log().decode().splitlines()
 
     def last_text(self) -> str:
-        """What was last given to be compiled, compiled or not; any byte is one character."""
+        """The last text that was to be compiled; each byte is one character."""
         return self.library.fake_mps_last_text().decode("latin-1")
 
     def allocations(self) -> list[int]:
@@ -115,7 +115,7 @@ class FakeMps:
         return [int(line) for line in self.library.fake_mps_allocations().split()]
 
     def overlapped(self) -> bool:
-        """Whether two command blocks ever ran at once."""
+        """True if two command blocks ever ran at once."""
         return self.library.fake_mps_overlapped()
 
 

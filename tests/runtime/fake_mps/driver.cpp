@@ -143,8 +143,8 @@ void implement_ops(StableLibrary& m) {
   OTHER_OPS(IMPLEMENT)
 }
 
-// What STABLE_TORCH_LIBRARY expands to, for a namespace that is not known here: this file takes
-// long to compile, and so all variants share it.
+// The expansion of STABLE_TORCH_LIBRARY for a namespace that is not known here. All variants share
+// this file, because it takes long to compile.
 const StableTorchLibraryInit kDefined(StableLibrary::Kind::DEF, &define_ops, fake_mps_namespace,
                                       nullptr, __FILE__, __LINE__);
 const StableTorchLibraryInit kImplemented(StableLibrary::Kind::IMPL, &implement_ops,

@@ -97,7 +97,7 @@ void require(bool condition, const char* message) {
   }
 }
 
-// Where a text is refused: by the front end, as the pipeline is made, or at each dispatch.
+// The stages that can refuse a text.
 enum Stage { kText, kPipeline, kDispatch };
 
 void accept(Stage stage, const std::string& text, const char* message) {

@@ -21,13 +21,12 @@ from ..metal.lexer import END_OF_SHIM, MetalSourceError, TokenList, lex
 from ..metal.reserved import FUNCTIONS, ReservedNameError, errors
 from ..metal.rewrite import rewrite
 from ..metal.unsupported import SUBJECTS
-from .finding import Finding
 from .token_rules import check_tokens
-from .tree_rules import HostText, check_tree
+from .tree_rules import Finding, HostText, check_tree
 
 __tracebackhide__ = diagnostics.hides_frames
-# Where Metal has function qualifiers they are gone from the rewritten text. A name that is one of
-# these words does not compile, whatever metal/reserved.py takes it for.
+# The rewritten text has no function qualifiers of Metal. A name that is one of these words does not
+# compile, even if metal/reserved.py misses it.
 QUALIFIERS = [f"-D{word}=inline" for word in sorted(FUNCTIONS)]
 # Errors for features of C++17 and clang that Metal lacks and the simulator does not refuse.
 NEWER = ["-Werror=pre-c++17-compat", "-Werror=c++20-extensions", "-Werror=return-type"]
@@ -101,8 +100,8 @@ def lint_source(
 def refuse(source: str, language: str = versions.DEFAULT) -> None:
     """Raise ShaderCompileError for a text that clang compiles and torch.mps.compile_shader not."""
     findings = lint_source(source, language=language, strict=False)
-    if found := [*ascii_only(source)] or findings:
-        lines = "\n".join(map(str, found))
+    if result := [*ascii_only(source)] or findings:
+        lines = "\n".join(map(str, result))
         raise build.ShaderCompileError(
             f"torch.mps.compile_shader would reject the source:\n{lines}"
         )

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from ..metal.lexer import TokenList
 from ..metal.rewrite import declarator_end
-from .finding import Finding
+from .tree_rules import Finding
 
 BANNED_WORDS = {
     "asm": "assembly",
@@ -42,17 +42,11 @@ def check_tokens(tokens: TokenList) -> Iterator[Finding]:
 def banned_words(tokens: TokenList) -> Iterator[Place]:
     for index in range(len(tokens)):
         word = tokens.text(index)
-        if tokens[index].kind != "name" or word not in BANNED_WORDS:
-            continue
-        deleted_function = word == "delete" and tokens.text(index - 1) == "="
-        if not deleted_function:
-            yield index, BANNED_WORDS[word], f"`{word}` is not in Metal"
-
-
-def long_long(tokens: TokenList) -> Iterator[Place]:
-    for index in tokens.find("long"):
-        if tokens.text(index + 1) == "long":
+        if word == "long" == tokens.text(index + 1):
             yield index, "long-long", "`long long` is not in Metal: `long` has 64 bits"
+        is_deleted_function = word == "delete" and tokens.text(index - 1) == "="
+        if tokens[index].kind == "name" and word in BANNED_WORDS and not is_deleted_function:
+            yield index, BANNED_WORDS[word], f"`{word}` is not in Metal"
 
 
 def kernel_signatures(tokens: TokenList) -> Iterator[Place]:
@@ -81,8 +75,8 @@ def threadgroup_variables(tokens: TokenList) -> Iterator[Place]:
         if not any(index in body for body in bodies):
             message = "a threadgroup variable must be declared in a kernel"
             yield index, "threadgroup-scope", message
-        given = tokens.seek(declarator, ("=", ";"))
-        if tokens.text(declarator) == "{" or tokens.text(given) == "=":
+        end_of_name = tokens.seek(declarator, ("=", ";"))
+        if tokens.text(declarator) == "{" or tokens.text(end_of_name) == "=":
             message = "a threadgroup variable cannot have an initialiser"
             yield index, "threadgroup-initialiser", message
 
@@ -110,26 +104,21 @@ def template_asserts(tokens: TokenList) -> Iterator[Place]:
 
 
 def _kernels(tokens: TokenList) -> Iterator[tuple[int, int]]:
-    """Of each kernel the first token after `kernel`, and the `(` of its parameters."""
+    """The first token after `kernel`, and the `(` of the parameters, of each kernel."""
     for index in tokens.find("kernel"):
         at = index + 1
         if tokens.text(index - 1) in ("[", ","):  # [[kernel, ...]] void f(
-            at = tokens.close(_attribute_start(tokens, index)) + 1
+            start = index - 1
+            while tokens.text(start) != "[" or tokens.text(start - 1) != "[":
+                start -= 1
+            at = tokens.close(start - 1) + 1
         opening = tokens.seek(at, ("(", ";", "{"))
         if tokens.text(at) != "decltype" and tokens.text(opening) == "(":  # no instantiation
             yield at, opening
 
 
-def _attribute_start(tokens: TokenList, index: int) -> int:
-    """The first `[` of the `[[...]]` around `index`."""
-    while tokens.text(index) != "[" or tokens.text(index - 1) != "[":
-        index -= 1
-    return index - 1
-
-
 TOKEN_RULES: list[Callable[[TokenList], Iterator[Place]]] = [
     banned_words,
-    long_long,
     kernel_signatures,
     threadgroup_variables,
     template_asserts,

@@ -10,12 +10,24 @@ import re
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..build import in_shim
 from ..diagnostics import in_metal
 from ..metal.lexer import MARKER
-from .finding import Finding
+
+
+class Finding(NamedTuple):
+    """One place in a shader that breaks a rule."""
+
+    file: str
+    line: int
+    rule: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.rule}: {self.message}"
+
 
 Node = dict[str, Any]
 Message = tuple[str, str]  # rule, message
@@ -88,7 +100,8 @@ class Visit:
 
 def check_tree(tree: bytes, host: HostText, metal_names: AbstractSet[str]) -> Iterator[Finding]:
     """Findings in clang's tree of `host`, which is JSON. metal_names: those of namespace metal."""
-    declarations = list(_shader_declarations(tree, host))
+    # The other top-level declarations are clang's.
+    declarations = [node for node in json.loads(tree).get("inner", []) if _place(node, host)]
     for node in declarations:
         # Not a method outside of its class, or a specialisation of Metal's own template.
         if node.get("name") in metal_names and "parentDeclContextId" not in node:
@@ -245,13 +258,6 @@ TREE_RULES: dict[Any, list[Rule]] = {
 }
 
 
-def _shader_declarations(tree: bytes, host: HostText) -> Iterator[Node]:
-    """The tree's top-level declarations that come from the shaders; others are clang's own."""
-    for node in json.loads(tree).get("inner", []):
-        if _place(node, host):
-            yield node
-
-
 def _walk(declaration: Node, host: HostText) -> Iterator[Visit]:
     """Every node of a declaration that a rule or `recursion` is about, parents first."""
     stack: list[tuple[Node, Node, Node | None]] = [(declaration, {}, None)]
@@ -291,8 +297,8 @@ def _type(node: Node) -> str:
 
 
 def _float(type_name: str) -> str | None:
-    found = FLOAT.search(type_name)
-    return FLOATS[found.group()] if found else None
+    result = FLOAT.search(type_name)
+    return FLOATS[result.group()] if result else None
 
 
 def _declarator(text: str) -> str:
@@ -313,5 +319,5 @@ def _cast_target(text: str) -> str:
     """The type between the brackets of a cast."""
     named = re.match(r"\w+_cast\s*<(.*?)>\s*\(", text, re.S)
     plain = re.match(r"\(([^()]*)\)", text)
-    found = named or plain
-    return found.group(1) if found else ""
+    result = named or plain
+    return result.group(1) if result else ""

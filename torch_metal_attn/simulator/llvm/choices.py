@@ -26,13 +26,13 @@ class Choices:
         """checked: addresses. mixed: those of several variables; `variable` knows the others'."""
         self.mixed, self.places, self.variable = mixed, places, variable
         self.addresses: dict[str, list[str]] = {}  # of a choice: what it chooses from
-        found = list(checked)
-        for address in found:
+        result = list(checked)
+        for address in result:
             name = self.beginning(address)
             op, rest = places.instruction(name)
             if name in mixed and name not in self.addresses and op in ("phi", "select"):
                 self.addresses[name] = addresses_of(op, rest)
-                found += self.addresses[name]
+                result += self.addresses[name]
         while unknown := [name for name in self.addresses if None in self.variables(name)]:
             for name in unknown:
                 del self.addresses[name]

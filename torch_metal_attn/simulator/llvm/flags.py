@@ -17,7 +17,7 @@ class Value:
 
 
 def parse(op: str, rest: str) -> Value | None:
-    """What an instruction computes; None if it is no arithmetic."""
+    """The value that an instruction computes; None if it is no arithmetic."""
     rest = FLAGS.sub("", rest)
     if op in ARITHMETIC or op in ("icmp", "fcmp", "fneg", "freeze"):
         if op in ("icmp", "fcmp"):

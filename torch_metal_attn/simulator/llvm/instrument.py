@@ -20,7 +20,7 @@ from .uninitialised import WRITE, find_unset
 
 ALIGNMENT_UNKNOWN = 2
 
-# Of functions that a text may lack. It always has the engine's entries.
+# Declarations of functions that a text may lack. It always has the engine's entries.
 DECLARATIONS = {
     "memcpy": "declare ptr @memcpy(ptr, ptr, i64)",
     "memmove": "declare ptr @memmove(ptr, ptr, i64)",
@@ -84,13 +84,13 @@ class _DebugInfo:
 
     def _frames(self, location: str) -> Site:
         """The places of a `!DILocation`, from the innermost one on."""
-        found: list[Frame] = []
+        result: list[Frame] = []
         while node := self.node(location):
             _, fields = node
             file, function = self.scope(fields.get("scope", ""))
-            found.append(Frame(file, int(fields.get("line", "0")), function))
+            result.append(Frame(file, int(fields.get("line", "0")), function))
             location = fields.get("inlinedAt", "")
-        return tuple(found)
+        return tuple(result)
 
     def _scope(self, scope: str) -> tuple[str, str]:
         """(file, function) of a lexical scope; the innermost block that names a file decides."""
@@ -139,7 +139,7 @@ class _Pass:
         return self.last_site
 
     def in_entry(self, line: str) -> bool:
-        """Whether an access only fetches a kernel's arguments, which is not in the Metal text.
+        """True if an access only fetches a kernel's arguments, which is not in the Metal text.
 
         Line 0 does not count: clang gives it to code that it has moved out of branches.
         """
@@ -247,12 +247,12 @@ class _Pass:
         raise InstrumentError(f"unknown callback in a checked build: {line.strip()}")
 
     def count(self, line: str, out: list[str], counts: dict[str, list[int]]) -> None:
-        found = operation(line)
+        result = operation(line)
         if "!nosanitize" in line or line.startswith("  %msl."):
             return  # of a check
-        if found is None or (found[0] not in ALWAYS and not self.count_all):
+        if result is None or (result[0] not in ALWAYS and not self.count_all):
             return
-        what, number = found
+        what, number = result
         place = DEBUG.search(line)
         if place and self.of_engine(place.group(1)):
             return
@@ -262,7 +262,7 @@ class _Pass:
         counts[what][1] += number
 
     def _of_engine(self, node: str) -> bool:
-        """Whether a place is in what the simulator does for a GPU: threads, SIMD groups, memory."""
+        """True if a place is in the shim's code for threads, SIMD groups or memory."""
         return any(frame.file.endswith(ENGINE_HEADERS) for frame in self.info.frames(node))
 
     def flush(self, out: list[str], counts: dict[str, list[int]]) -> None:

@@ -165,16 +165,16 @@ def element(type_text: str) -> str:
 def fields(type_text: str, structs: dict[str, str]) -> list[tuple[int, str]]:
     """(offset, type) of each field of a struct; none if it is no struct, or a size is not known."""
     match = _FIELDS.match(structs.get(type_text, type_text))
-    found: list[tuple[int, str]] = []
+    result: list[tuple[int, str]] = []
     end = 0
     for part in split(match.group(2)) if match else ():
         size, align = layout(part, structs)
         if not size:
             return []
         begin = end if match and match.group(1) else (end + align - 1) // align * align
-        found.append((begin, part))
+        result.append((begin, part))
         end = begin + size
-    return found
+    return result
 
 
 def scalars(type_text: str, structs: dict[str, str]) -> set[str]:
@@ -193,16 +193,16 @@ def padding(type_text: str, structs: dict[str, str]) -> list[tuple[int, int]]:
         inner, size = padding(match.group(2), structs), layout(match.group(2), structs)[0]
         count = int(match.group(1)) if inner else 0
         return [(i * size + begin, i * size + end) for i in range(count) for begin, end in inner]
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     end = 0
     parts = fields(type_text, structs)
     for begin, part in parts:
         if begin > end:
-            found.append((end, begin))
-        found += [(begin + first, begin + last) for first, last in padding(part, structs)]
+            result.append((end, begin))
+        result += [(begin + first, begin + last) for first, last in padding(part, structs)]
         end = begin + layout(part, structs)[0]
     size = layout(type_text, structs)[0]
-    return [*found, (end, size)] if parts and end < size else found
+    return [*result, (end, size)] if parts and end < size else result
 
 
 def layout(type_text: str, structs: dict[str, str]) -> tuple[int, int]:
@@ -223,9 +223,9 @@ def layout(type_text: str, structs: dict[str, str]) -> tuple[int, int]:
             bits = 1
         size = 1 << (lanes * bits // 8 - 1).bit_length() if lanes * bits > 8 else 1
         return size, size
-    if found := fields(type_text, structs):
-        aligns = [layout(part, structs)[1] for _, part in found]
+    if result := fields(type_text, structs):
+        aligns = [layout(part, structs)[1] for _, part in result]
         most = 1 if type_text.startswith("<") else max(aligns)
-        end = found[-1][0] + layout(found[-1][1], structs)[0]
+        end = result[-1][0] + layout(result[-1][1], structs)[0]
         return (end + most - 1) // most * most, most
     return 0, 1

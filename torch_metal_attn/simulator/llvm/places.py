@@ -1,4 +1,4 @@
-"""Where in which private variable an address in LLVM IR is, if constants alone tell.
+"""The private variable and the offset of an address in LLVM IR, if constants alone show them.
 
 An access that is always inside of its variable needs no check when the kernel runs.
 """
@@ -54,15 +54,15 @@ class Places:
             if places is None or offset is None:
                 return None
             return {name: (low + offset, high + offset) for name, (low, high) in places.items()}
-        found: dict[str, Range] = {}
+        result: dict[str, Range] = {}
         for choice in addresses_of(op, rest):
             places = self.of(choice)
             if places is None:
                 return None
             for name, (low, high) in places.items():
-                other = found.get(name, (low, high))
-                found[name] = min(low, other[0]), max(high, other[1])
-        return found or None
+                other = result.get(name, (low, high))
+                result[name] = min(low, other[0]), max(high, other[1])
+        return result or None
 
     def offset(self, of_type: str, indices: list[str]) -> int | None:
         """The bytes that a getelementptr adds; None if an index is no constant."""

@@ -1,4 +1,4 @@
-"""Which lanes meet: the order of a kernel's meetings, and the rounds of the loops around them.
+"""The order of a kernel's meetings of lanes, and the rounds of the loops around them.
 
 A GPU runs the lanes of a SIMD group together, and those that a branch left out wait. Here each
 lane runs by itself until it meets the others, at a SIMD operation or a barrier. Two lanes are at
@@ -66,7 +66,7 @@ class _Graph:
 
     def loops(self) -> dict[str, set[str]]:
         """The blocks of each loop that has a meeting, by its first block; outer loops first."""
-        found: dict[str, set[str]] = {}
+        result: dict[str, set[str]] = {}
         meetings = set(self.of_line.values())
         for header, sources in self.before.items():
             at = self.order.get(header)
@@ -79,8 +79,8 @@ class _Graph:
                     left += self.before.get(name, ())
             if len(inside) > 1 or header in sources:
                 if self.entry not in inside and inside & meetings:
-                    found[header] = inside
-        return dict(sorted(found.items(), key=lambda loop: -len(loop[1])))
+                    result[header] = inside
+        return dict(sorted(result.items(), key=lambda loop: -len(loop[1])))
 
 
 def mark_rounds(functions: list[Function]) -> None:

@@ -142,20 +142,20 @@ class _Function(Flags):
 
     def find_addresses(self, variable: str) -> None:
         """Note what is done to a variable in memory, by all addresses computed from its own."""
-        private, found = self.private[variable], [variable]
-        for name in found:
+        private, matches = self.private[variable], [variable]
+        for name in matches:
             for number in self.users[name]:
                 line = self.body[number]
                 match = ADDRESS.match(line) or POINTERS.match(line)
                 if match and match.group(1) != name:
                     if self.root.setdefault(match.group(1), variable) != variable:
                         private.captured = True
-                    if match.group(1) not in found:
-                        found.append(match.group(1))
+                    if match.group(1) not in matches:
+                        matches.append(match.group(1))
                 elif match is None:
                     self.use(private, name, number)
         # A choice of addresses is of this variable only if all its operands are.
-        for name in found[1:]:
+        for name in matches[1:]:
             for number in self.users[name]:
                 match = POINTERS.match(self.body[number])
                 if match and match.group(1) == name:
@@ -179,18 +179,18 @@ class _Function(Flags):
 
     def find_mixed(self, address: str) -> None:
         """Note a choice between addresses of several variables, and all that it leads to."""
-        found = [address]
-        for name in found:
+        matches = [address]
+        for name in matches:
             self.mixed.add(name)
             for number in self.users[name]:
                 match = ADDRESS.match(self.body[number]) or POINTERS.match(self.body[number])
                 if match and match.group(1) == name:
                     self.special.add(number)
                 elif match and match.group(1) not in self.mixed:
-                    found.append(match.group(1))
+                    matches.append(match.group(1))
 
     def may_be_outside(self, address: str) -> bool:
-        """Whether an access at an address may be outside of a variable."""
+        """True if an access at an address may be outside of a variable."""
         for number in self.users[address]:
             line, of_type = self.body[number], ""
             if (match := LOAD.match(line)) and match.group(3) == address:
@@ -223,7 +223,7 @@ class _Function(Flags):
             private.captured = True
 
     def inside(self, address: str, size: int) -> bool:
-        """Whether all bytes from an address on are always in a variable."""
+        """True if all bytes from an address on are always in a variable."""
         places = self.places.of(address)
         return places is not None and all(
             name in self.private and 0 <= low and high + size <= self.private[name].bytes
@@ -235,7 +235,7 @@ class _Function(Flags):
         return {number for number, name, size in self.watched if self.inside(name, size)}
 
     def is_pattern(self, line: str) -> bool:
-        """Whether a line gives a variable without a value the compiler's pattern.
+        """True if a line gives a variable without a value the compiler's pattern.
 
         A struct with fields of both kinds has a pattern that is no fill, and is not followed.
         """
@@ -248,16 +248,16 @@ class _Function(Flags):
 
     def find_values(self) -> None:
         """Every value that may be undefined, from those that were not written on."""
-        found = list(self.unset)
+        matches = list(self.unset)
         for variable, private in self.private.items():
             if private.outlived and not private.unset:
                 private.unset = True
-                found += self.find_loads(variable) if self.has_marks(variable) else []
+                matches += self.find_loads(variable) if self.has_marks(variable) else []
         for variable, number in self.patterns:
-            found += self.note_unset(variable, number)
-        for name in found:
+            matches += self.note_unset(variable, number)
+        for name in matches:
             for number in self.users[name]:
-                found += self.follow(name, number)
+                matches += self.follow(name, number)
 
     def follow(self, name: str, number: int) -> list[str]:
         """Note what a line does with a value that may be undefined; returns what becomes so."""
@@ -304,7 +304,7 @@ class _Function(Flags):
         return set(range(low, low + size)) if low == high else set()
 
     def overwritten(self, variable: str, number: int) -> bool:
-        """Whether later lines of the block overwrite all that a line wrote, before it is read."""
+        """True if later lines of the block overwrite all that a line wrote, before it is read."""
         if self.private[variable].captured or self.private[variable].bytes > MOST_MARKED:
             return False
         left = self.bytes_written(variable, self.body[number])
@@ -326,23 +326,23 @@ class _Function(Flags):
 
     def find_loads(self, variable: str) -> list[str]:
         """The values that are read from a variable that has marks."""
-        found = []
+        matches = []
         for address in [name for name, root in self.root.items() if root == variable]:
             for number in self.users[address]:
                 copy = COPY.match(self.body[number])
                 if copy and copy.group(2) == address and copy.group(1) in self.root:
-                    found += self.note_unset(self.root[copy.group(1)], number)
+                    matches += self.note_unset(self.root[copy.group(1)], number)
                 match = LOAD.match(self.body[number])
                 if not match or match.group(3) != address or match.group(1) in self.unset:
                     continue
                 if layout(match.group(2), self.structs)[0]:
                     self.unset[match.group(1)] = "null"
                     self.types[match.group(1)] = match.group(2)
-                    found.append(match.group(1))
-        return found
+                    matches.append(match.group(1))
+        return matches
 
     def has_marks(self, address: str) -> bool:
-        """Whether the variable at an address has marks."""
+        """True if the variable at an address has marks."""
         private = self.private.get(self.root.get(address, ""))
         if private is None or private.captured or private.bytes > MOST_MARKED:
             return False
@@ -376,7 +376,10 @@ class _Function(Flags):
             marked = value in self.unset and self.has_marks(address)
             self.use_values(line, [name for name in VALUE.findall(line) if name != value])
             stored = self.emit(f"zext i1 {self.flag(value, 0)} to i32") if marked else "-1"
-            self.fill_part(address, length, stored, line)
+            if self.has_marks(address):
+                self.check(address, self.as_int(length), 1, WRITE, stored, line)
+                self.unmark_padding(self.root[address])
+            self.out.append(line)
             return
         if (match := COPY.match(line)) and not self.root.keys().isdisjoint(match.groups()):
             self.copy(match, line)
@@ -417,13 +420,6 @@ class _Function(Flags):
         for begin, end in padding(self.types[variable], self.structs):
             mark = f"getelementptr i8, ptr %msl.marks.{variable[1:]}, i64 {begin}"
             self.fill(self.emit(mark), 0, end - begin)
-
-    def fill_part(self, address: str, size: str, stored: str, line: str) -> None:
-        """A fill that the compiler made of the kernel's own stores."""
-        if self.has_marks(address):
-            self.check(address, self.as_int(size), 1, WRITE, stored, line)
-            self.unmark_padding(self.root[address])
-        self.out.append(line)
 
     def as_int(self, size: str) -> str:
         return self.emit(f"trunc i64 {size} to i32") if size.startswith("%") else size

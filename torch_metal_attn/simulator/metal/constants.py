@@ -103,9 +103,9 @@ def enumerators(tokens: TokenList) -> Enumerators:
             continue
         value: int | None = -1
         for start, end in tokens.split(opening + 1, tokens.close(opening)):
-            name, _, given = tokens.source(start, end).partition(" = ")
-            if given:
-                value = _integer(given, values)
+            name, _, expression = tokens.source(start, end).partition(" = ")
+            if expression:
+                value = _integer(expression, values)
             elif value is not None:
                 value += 1
             values[name] = value
@@ -144,12 +144,12 @@ def specialise(
             raise tokens.error(name_at, f"function constant {name} has an unsupported type")
         constant = FunctionConstant(key, name, kind[0], name in asked)
         declared.append(constant)
-        given = [k for k in (constant.index, name) if k in values]
-        if len(given) == 2:
+        keys = [k for k in (constant.index, name) if k in values]
+        if len(keys) == 2:
             raise ValueError(f"constants: {name} is given by name and as index {key}")
-        if given:
-            literal = _literal(constant, values[given[0]])
-            unused.pop(given[0])
+        if keys:
+            literal = _literal(constant, values[keys[0]])
+            unused.pop(keys[0])
         else:
             literal = f"({kind[0]})0"
             missing.add(name)
@@ -168,7 +168,7 @@ def specialise(
 
 
 def _declares(tokens: TokenList, index: int) -> bool:
-    """Whether the attribute is between a declared name and `;`, and not on a parameter."""
+    """True if the attribute is between a declared name and `;`, and not on a parameter."""
     if tokens.text(index - 1) != "[" or tokens.text(index - 2) != "[":
         return False
     return tokens.text(tokens.close(index - 2) + 1) == ";"
@@ -238,15 +238,9 @@ def needed(tokens: TokenList, missing: set[str]) -> dict[str, set[str]]:
     return reached
 
 
-def _initialises(tokens: TokenList, index: int) -> bool:
-    """Whether the `=` follows a declared name, and not a template's parameter."""
-    at = tokens.seek_back(index - 1, (";", "{", "}", "template"))
-    return tokens[index - 1].kind == "name" and tokens.text(at) != "template"
-
-
 def _definitions(tokens: TokenList) -> list[tuple[int, int, str]]:
     """(start, end, name) of function bodies with parameters, structs, and initialised constants."""
-    found: list[tuple[int, int, str]] = []
+    result: list[tuple[int, int, str]] = []
     index = 0
     while index < len(tokens):
         token = tokens[index]
@@ -255,14 +249,18 @@ def _definitions(tokens: TokenList) -> list[tuple[int, int, str]]:
             body = tokens.skip(tokens.close(index) + 1, qualifiers)
             if tokens.text(body) == "{":
                 end = tokens.close(body)
-                found.append((index, end, tokens.text(index - 1)))
+                result.append((index, end, tokens.text(index - 1)))
                 index = end
         elif token.text in ("struct", "class", "union") and tokens[index + 1].kind == "name":
             body = tokens.next(index + 2, ("{", ";", ")", ">", ",", "="))
             if tokens.text(body) == "{":
-                found.append((body, tokens.close(body), tokens.text(index + 1)))
-        elif token.text == "=" and _initialises(tokens, index):
+                result.append((body, tokens.close(body), tokens.text(index + 1)))
+        elif token.text == "=" and tokens[index - 1].kind == "name":
+            before = tokens.seek_back(index - 1, (";", "{", "}", "template"))
+            if tokens.text(before) == "template":  # a default of a template's parameter
+                index += 1
+                continue
             end = tokens.next(index, (";", "{", "}"))
-            found.append((index, end, tokens.text(index - 1)))
+            result.append((index, end, tokens.text(index - 1)))
         index += 1
-    return found
+    return result

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from . import unsupported
@@ -43,9 +44,9 @@ class Parameter:
         """The slot and the declaration, for messages."""
         return f"{self.kind}({self.index}) `{self.type} {self.name}`"
 
-    @property
+    @cached_property
     def writable(self) -> bool:
-        """Whether a kernel may write to the buffer: it is not declared const."""
+        """True if a kernel may write to the buffer: it is not declared const."""
         element = re.sub(r"<.*>", "", re.sub(r"[*&][^*&]*$", "", self.type))
         return self.space == "device" and "const" not in re.findall(r"\w+", element)
 
@@ -68,11 +69,16 @@ class Kernel:
         """The function's type, in C++."""
         return self.signature or f"decltype({self.callee})"
 
+    @cached_property
+    def buffers(self) -> dict[int, Parameter]:
+        """The parameters that are buffers, by their indices."""
+        return {p.index: p for p in self.parameters if p.kind == "buffer"}
+
     @property
     def types_symbol(self) -> str:
         return self.symbol.replace(ENTRY_PREFIX, TYPES_PREFIX, 1)
 
-    @property
+    @cached_property
     def most_threads_symbol(self) -> str:
         return self.symbol.replace(ENTRY_PREFIX, MOST_THREADS_PREFIX, 1)
 
@@ -89,20 +95,20 @@ class _Function:
     template: list[str] | None  # its template parameters
 
     def accepts(self, callee: str, signature: str) -> bool:
-        """Whether an instantiation may be of this function and not of one with the same name."""
+        """True if an instantiation may be of this function and not of one with the same name."""
         _, bracket, arguments = callee.partition("<")
         types = _parts(signature.partition("(")[2][:-1]) if signature else None
         if types is not None and len(types) != len(self.parameters):
             return False
         if self.template is None or not bracket:
             return (self.template is None) == (not bracket)
-        given = _parts(arguments.rstrip()[:-1])
+        actual = _parts(arguments.rstrip()[:-1])
         needed = [text for text in self.template if "=" not in text and "..." not in text]
-        most = len(given) if any("..." in text for text in self.template) else len(self.template)
-        fits = (types is not None or len(needed) <= len(given)) and len(given) <= most
+        most = len(actual) if any("..." in text for text in self.template) else len(self.template)
+        fits = (types is not None or len(needed) <= len(actual)) and len(actual) <= most
         return fits and not any(
             LITERAL.match(text) if parameter.startswith(("typename", "class")) else text in TYPES
-            for text, parameter in zip(given, self.template, strict=False)
+            for text, parameter in zip(actual, self.template, strict=False)
         )
 
 
@@ -133,8 +139,9 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
             continue
         attributes, index, template = head
         host_name = _host_name(attributes)
-        if _is_declaration(tokens, index):
-            continue
+        opening = tokens.next(index, ("(", ";", "{"))
+        if tokens.text(opening) == "(" and tokens.text(tokens.close(opening) + 1) == ";":
+            continue  # a declaration, whose parameters may say little
         most_threads = _most_threads(tokens, index, attributes, template)
         declared = None
         if template:
@@ -151,12 +158,6 @@ def extract_kernels(tokens: TokenList) -> list[Kernel]:
             named.append((host_name or qualified[2:], qualified, name, ""))
         index = name_at
     return _callable(functions, named)
-
-
-def _is_declaration(tokens: TokenList, index: int) -> bool:
-    """Whether the kernel, from its return type on, has no body: its parameters may say little."""
-    opening = tokens.next(index, ("(", ";", "{"))
-    return tokens.text(opening) == "(" and tokens.text(tokens.close(opening) + 1) == ";"
 
 
 def _callable(
@@ -213,17 +214,17 @@ def _attribute_end(tokens: TokenList, index: int) -> int:
 
 def _take_attributes(tokens: TokenList, start: int, end: int) -> tuple[str, int]:
     """Remove the attributes in [start, end); returns their text and the new end."""
-    found: list[str] = []
+    result: list[str] = []
     index = start
     while index < end:
         after = _attribute_end(tokens, index)
         if after > index:
-            found.append(tokens.source(index + 2, after - 2))
+            result.append(tokens.source(index + 2, after - 2))
             tokens.remove(index, after)
             end -= after - index
         else:
             index += 1
-    return " , ".join(found), end
+    return " , ".join(result), end
 
 
 def _host_name(attributes: str) -> str:
@@ -266,8 +267,8 @@ def _most_threads(tokens: TokenList, index: int, attributes: str, template: bool
     index: of its return type. Returns the constant's name, or "" if there is no such attribute. A
     template's constant is a template with the same parameters.
     """
-    _, found, rest = attributes.partition(f"{MOST_THREADS} (")
-    if not found:
+    _, marker, rest = attributes.partition(f"{MOST_THREADS} (")
+    if not marker:
         return ""
     depth, end = 1, 0
     while depth:
@@ -419,17 +420,13 @@ def refuse_argument_buffers(tokens: TokenList, kernels: list[Kernel]) -> None:
         if name not in used:
             continue
         for index in range(body + 1, end):
-            if tokens.text(index) in ADDRESS_SPACES and _declares_pointer(tokens, index):
+            last = tokens.next(index, (";", "(", ")", "{"))
+            words = {tokens.text(at) for at in range(index, last)}
+            is_pointer = tokens.text(last) == ";" and not words.isdisjoint(("*", "&"))
+            if tokens.text(index) in ADDRESS_SPACES and is_pointer:
                 raise tokens.error(
                     index, f"struct {name} of a kernel's argument: {ARGUMENT_BUFFER}"
                 )
-
-
-def _declares_pointer(tokens: TokenList, index: int) -> bool:
-    """Whether a field that is a pointer or a reference is declared at `index`."""
-    end = tokens.next(index, (";", "(", ")", "{"))
-    words = {tokens.text(at) for at in range(index, end)}
-    return tokens.text(end) == ";" and bool(words & {"*", "&"})
 
 
 def entries(kernels: list[Kernel]) -> str:

@@ -2,7 +2,7 @@
 
 import re
 import string
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -106,7 +106,7 @@ def _pieces(body: str) -> tuple[list[tuple[str, str, str, int]], str, int]:
 
     Lines are counted from 0.
     """
-    found: list[tuple[str, str, str, int]] = []
+    result: list[tuple[str, str, str, int]] = []
     kinds: dict[str, str] = {}
     space, line = "", 0
     for before, token in TOKEN.findall(body):
@@ -117,9 +117,9 @@ def _pieces(body: str) -> tuple[list[tuple[str, str, str, int]], str, int]:
         if kind == "trivia":
             space += token
         else:
-            found.append((kind, token, space, line))
+            result.append((kind, token, space, line))
             space = ""
-    return found, space, line
+    return result, space, line
 
 
 def _kind(token: str) -> str:
@@ -172,11 +172,9 @@ class TokenList:
 
     def find(self, *words: str) -> Iterator[int]:
         """Indices of names that are one of `words`, in order; the list may change after one."""
-        wanted = self.words.intersection(words)
-        if not wanted:
-            return
-        for index, token in enumerate(self.tokens):
-            if token.text in wanted and token.kind == "name":
+        index = -1
+        while (index := self.next(index + 1, words)) < len(self.tokens):
+            if self.tokens[index].kind == "name":
                 yield index
 
     def error(self, index: int, message: str) -> MetalSourceError:
@@ -240,29 +238,22 @@ class TokenList:
 
     def close_angle(self, index: int) -> int:
         """The index of the `>` of a template argument list that begins at `index`."""
-        depth, at = 0, index
-        while self.text(at) in ("<", ">"):
-            if self.text(at) == ">" or self._may_open_list(at):
-                depth += 1 if self.text(at) == "<" else -1
-            if depth == 0:
-                return at
-            at = self.seek(at + 1, ("<", ">", ";", "}"))
-        raise self.error(index, "template argument list is never closed")
+        return self._other_angle(index, lambda at: self.seek(at + 1, ("<", ">", ";", "}")))
 
     def open_angle(self, index: int) -> int:
         """The index of the `<` of a template argument list that ends at `index`."""
-        depth, at = 0, index
-        while self.text(at) in ("<", ">"):
-            if self.text(at) == ">" or self._may_open_list(at):
-                depth += 1 if self.text(at) == ">" else -1
+        return self._other_angle(index, lambda at: self.seek_back(at - 1, ("<", ">")))
+
+    def _other_angle(self, index: int, next_angle: Callable[[int], int]) -> int:
+        depth, at, first = 0, index, self.text(index)
+        while (text := self.text(at)) in ("<", ">"):
+            # A `<` after anything else compares, as in `A<sizeof(T) < 8>`.
+            if text == ">" or self.tokens[at - 1].kind in ("name", "raw"):
+                depth += 1 if text == first else -1
             if depth == 0:
                 return at
-            at = self.seek_back(at - 1, ("<", ">"))
-        raise self.error(index, "template argument list has no beginning")
-
-    def _may_open_list(self, index: int) -> bool:
-        """False for a `<` that compares, as in `A<sizeof(T) < 8>`."""
-        return self.tokens[index - 1].kind in ("name", "raw")
+            at = next_angle(at)
+        raise self.error(index, "a template argument list is not complete")
 
     def scope_end(self, index: int) -> int:
         """The end of the scope of a declaration at `index`: of its function, block or struct."""

@@ -98,16 +98,16 @@ def structs(tokens: TokenList) -> Iterator[tuple[str, int, int]]:
 
 def _constructors(tokens: TokenList, name: str, body: int, end: int) -> list[int]:
     """The index after the parameters of each of a struct's constructors, `S()` or `S<T>()`."""
-    found: list[int] = []
+    result: list[int] = []
     at = body + 1
     while (at := tokens.seek(at, (name, "}"))) < end:
         opening = at + 1
         if tokens.text(opening) == "<":
             opening = tokens.maybe_angle(opening, end) + 1
         if tokens.text(opening) == "(" and tokens.text(at - 1) != "~":
-            found.append(tokens.close(opening) + 1)
+            result.append(tokens.close(opening) + 1)
         at += 1
-    return found
+    return result
 
 
 def _aggregate_constructor(tokens: TokenList, name: str, body: int, end: int) -> str:
@@ -214,13 +214,13 @@ def _drop_repeated(tokens: TokenList, start: int, name: int) -> None:
 
 def _by_reference(tokens: TokenList) -> set[str]:
     """The memories to which parameters are references, and "" if one is to a type of Metal's."""
-    found: set[str] = set()
+    result: set[str] = set()
     for index in tokens.where(("&",)):
         if tokens.text(index + 2) in (",", ")"):
             start = tokens.seek_back(index - 1, ("(", ",", ";", "{")) + 1
             words = {tokens.text(at) for at in range(start, index)}
-            found |= words & ADDRESS_SPACES | ({""} if words & CONSTRUCTED else set())
-    return found
+            result |= words & ADDRESS_SPACES | ({""} if words & CONSTRUCTED else set())
+    return result
 
 
 def _field_types(tokens: TokenList) -> dict[str, set[int]]:
@@ -228,7 +228,7 @@ def _field_types(tokens: TokenList) -> dict[str, set[int]]:
 
     By name: how many subscripts it takes to an object.
     """
-    found: dict[str, set[int]] = {}
+    result: dict[str, set[int]] = {}
     for _, body, end in structs(tokens):
         for index in range(body + 1, end):
             before = tokens.skip(index - 1, QUALIFIERS, -1)
@@ -239,8 +239,8 @@ def _field_types(tokens: TokenList) -> dict[str, set[int]]:
             last = tokens.seek(at, (";", "(", "}"))
             for first, after in tokens.split(at, last) if tokens.text(last) == ";" else ():
                 extents = [at for at in range(first, after) if tokens.text(at) == "["]
-                found.setdefault(tokens.text(first), set()).add(len(extents))
-    return found
+                result.setdefault(tokens.text(first), set()).add(len(extents))
+    return result
 
 
 def _path(tokens: TokenList, index: int) -> tuple[int, list[int]]:
@@ -341,13 +341,13 @@ def _around(
 
 
 def _is_call(tokens: TokenList, opening: int) -> bool:
-    """Whether the parenthesis at `opening` has a call's arguments."""
+    """True if the parenthesis at `opening` has a call's arguments."""
     before = tokens[opening - 1]
     return (before.kind == "name" and before.text not in NOT_CALLED) or before.text in (">", "]")
 
 
 def _is_argument(tokens: TokenList, start: int, end: int) -> bool:
-    """Whether [start, end] is an argument of a call."""
+    """True if [start, end] is an argument of a call."""
     if tokens.text(start - 1) not in ("(", ",") or tokens.text(end + 1) not in (",", ")"):
         return False
     opening = tokens.seek_back(start - 1, ("(", "{", "[", ";"))
@@ -355,7 +355,7 @@ def _is_argument(tokens: TokenList, start: int, end: int) -> bool:
 
 
 def _is_value(tokens: TokenList, start: int, end: int, casts: AbstractSet[str]) -> bool:
-    """Whether [start, end] initialises, is assigned, returned or cast, or is an arm of `?:`."""
+    """True if [start, end] initialises, is assigned, returned or cast, or is an arm of `?:`."""
     before, after = tokens.text(start - 1), tokens.text(end + 1)
     if before == "return":
         return after == ";" and not _returns_reference(tokens, start)
@@ -370,7 +370,7 @@ def _is_value(tokens: TokenList, start: int, end: int, casts: AbstractSet[str]) 
 
 
 def _returns_reference(tokens: TokenList, index: int) -> bool:
-    """Whether the function around `index` has a `&` before its parameters."""
+    """True if the function around `index` has a `&` before its parameters."""
     at = head = index
     while at > 0:
         at = tokens.seek_back(tokens.before(at), ("{",))

@@ -34,15 +34,15 @@ KEYWORDS = frozenset(
     typename union unsigned using virtual void volatile wchar_t while
     and and_eq bitand bitor compl not not_eq or or_eq xor xor_eq""".split()
 )
-_MATH = """M_E M_LOG2E M_LOG10E M_LN2 M_LN10 M_PI M_PI_2 M_PI_4 M_1_PI M_2_PI M_2_SQRTPI M_SQRT2
-    M_SQRT1_2""".split()
+MATH_CONSTANTS = """M_E M_LOG2E M_LOG10E M_LN2 M_LN10 M_PI M_PI_2 M_PI_4 M_1_PI M_2_PI M_2_SQRTPI
+    M_SQRT2 M_SQRT1_2""".split()
 _FLOATS = "DIG MANT_DIG MAX_10_EXP MAX_EXP MIN_10_EXP MIN_EXP RADIX MAX MIN EPSILON".split()
 MACROS = frozenset(
     """assert CHAR_BIT SCHAR_MAX SCHAR_MIN UCHAR_MAX CHAR_MAX CHAR_MIN USHRT_MAX SHRT_MAX SHRT_MIN
     UINT_MAX INT_MAX INT_MIN ULONG_MAX LONG_MAX LONG_MIN FP_ILOGB0 FP_ILOGBNAN MAXFLOAT MAXHALF
     MAXBFLOAT HUGE_VALF HUGE_VALH HUGE_VALBF INFINITY NAN METAL_FUNC""".split()
 )
-MACROS |= {f"{name}_{suffix}" for name in _MATH for suffix in ("F", "H", "BF")}
+MACROS |= {f"{name}_{suffix}" for name in MATH_CONSTANTS for suffix in ("F", "H", "BF")}
 MACROS |= {f"{kind}_{name}" for name in _FLOATS for kind in ("FLT", "HALF")}
 
 KINDS = {
@@ -105,7 +105,7 @@ def refuse_names(tokens: TokenList, words: Collection[str] = KINDS) -> None:
 
 
 def may_define(source: str) -> bool:
-    """Whether a text, which is not preprocessed, makes a macro of a reserved word somewhere."""
+    """True if a text, which is not preprocessed, makes a macro of a reserved word somewhere."""
     return not NO_MACROS.isdisjoint(_DIRECTIVE.findall(source))
 
 
@@ -122,8 +122,8 @@ def check_directives(preprocessed: str) -> None:
 
 
 def may_name_a_macro(source: str) -> bool:
-    """Whether a text, which is not preprocessed, may use a macro of Metal's headers as a name."""
-    return any(found[1] not in _NOT_TYPES for found in _PERHAPS_NAMED.finditer(source))
+    """True if a text, which is not preprocessed, may use a macro of Metal's headers as a name."""
+    return any(result[1] not in _NOT_TYPES for result in _PERHAPS_NAMED.finditer(source))
 
 
 def _is_name(tokens: TokenList, index: int, word: str) -> bool:

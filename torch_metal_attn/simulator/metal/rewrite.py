@@ -62,8 +62,9 @@ def rewrite(
         kernel.missing = sorted((reached | words) - optional)
     refuse_argument_buffers(tokens, kernels)
     strip_attributes(tokens)
-    if check:
-        inline_all(tokens)
+    # A checked build finds where it is inlined what a function leaves unwritten.
+    for index in tokens.where(("noinline", "__noinline__")) if check else ():
+        tokens[index].text = ""
     literals(tokens)
     sole_constructors(tokens)
     drop_qualified_methods(tokens)
@@ -87,12 +88,6 @@ def strip_attributes(tokens: TokenList) -> None:
             tokens.remove(index, tokens.close(index) + 1)
         else:
             index += 1
-
-
-def inline_all(tokens: TokenList) -> None:
-    """Drop `noinline`: what a function leaves unwritten is found where it is inlined."""
-    for index in tokens.where(("noinline", "__noinline__")):
-        tokens[index].text = ""
 
 
 def literals(tokens: TokenList) -> None:
@@ -161,10 +156,10 @@ def _threadgroup_variable(tokens: TokenList, start: int, index: int) -> None:
     # Threads start at any time, so what an initialiser would store is not there for all of them: as
     # without it, the checks take the memory for uninitialised.
     for first, last in reversed(tokens.split(index + 1, end)):
-        given = tokens.seek(first, ("=",))
-        if given < last:
-            tokens.remove(given, last)
-            end -= last - given
+        equals = tokens.seek(first, ("=",))
+        if equals < last:
+            tokens.remove(equals, last)
+            end -= last - equals
     align = _take_alignment(tokens, start, end)
     end = next(i for i in range(start, len(tokens)) if tokens.text(i) == ";")
     index = next(i for i in range(start, end) if tokens.text(i) == "threadgroup")
@@ -277,7 +272,7 @@ def _drop_method(tokens: TokenList, index: int) -> int:
 
 
 def _is_sole_method(tokens: TokenList, start: int, opening: int) -> bool:
-    """Whether the member, whose parameters open at `opening`, is the only one of its name.
+    """True if the member, whose parameters open at `opening`, is the only one of its name.
 
     It stays without a body, so that a call of it has a message of its own.
     """

@@ -27,7 +27,7 @@ def find_shifts(tokens: TokenList) -> list[tuple[int, int]]:
     are found in a text that declares such operators itself: these may need references to operands,
     which are passed by value here.
     """
-    found: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     for index in tokens.where(FIRST):
         last = index
         if tokens.text(index) == ">":
@@ -39,9 +39,9 @@ def find_shifts(tokens: TokenList) -> list[tuple[int, int]]:
         if tokens.text(index - 1) == "operator":
             return []
         if not _is_number(tokens, last, ALWAYS_VALID) and not _shifts_number(tokens, index):
-            found.append((index, last))
-    fields = _bit_fields(tokens) if found else set()
-    return [shift for shift in found if tokens.text(shift[0] - 1) not in fields]
+            result.append((index, last))
+    fields = _bit_fields(tokens) if result else set()
+    return [shift for shift in result if tokens.text(shift[0] - 1) not in fields]
 
 
 def check_shifts(tokens: TokenList, shifts: list[tuple[int, int]]) -> None:
@@ -59,7 +59,7 @@ def check_shifts(tokens: TokenList, shifts: list[tuple[int, int]]) -> None:
 
 
 def _closes_arguments(tokens: TokenList, index: int) -> bool:
-    """Whether the `>>` at `index` closes two template argument lists."""
+    """True if the `>>` at `index` closes two template argument lists."""
     at, lists = index - 1, 2
     while lists and at > 0 and tokens.text(at) not in ENDS:
         text = tokens.text(at)
@@ -75,7 +75,7 @@ def _closes_arguments(tokens: TokenList, index: int) -> bool:
 
 
 def _is_number(tokens: TokenList, last: int, spelled: re.Pattern[str]) -> bool:
-    """Whether the amount after an operator is a number alone, spelled like this."""
+    """True if the amount after an operator is a number alone, spelled like this."""
     if not spelled.fullmatch(tokens.text(last + 1)):
         return False
     after = tokens.text(last + 2)
@@ -83,7 +83,7 @@ def _is_number(tokens: TokenList, last: int, spelled: re.Pattern[str]) -> bool:
 
 
 def _shifts_number(tokens: TokenList, first: int) -> bool:
-    """Whether a number alone is shifted: a scalar. After `)` it may be cast to a vector."""
+    """True if a number alone is shifted: a scalar. After `)` it may be cast to a vector."""
     if tokens[first - 1].kind != "number":
         return False
     return tokens.text(first - 2) not in TIGHTER | FIRST | {")"}

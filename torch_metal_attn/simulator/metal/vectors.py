@@ -73,7 +73,7 @@ def _braced_arguments(tokens: TokenList) -> None:
 
 
 def _is_argument(tokens: TokenList, index: int) -> bool:
-    """Whether what is at `index` is in the parentheses of a call."""
+    """True if the token at `index` is in the parentheses of a call."""
     at = tokens.seek_back(index - 1, ("(", "{", "[", ";"))
     is_call = tokens[at - 1].kind == "name" or tokens.text(at - 1) in (">", "]", ")")
     return tokens.text(at) == "(" and is_call
@@ -81,19 +81,19 @@ def _is_argument(tokens: TokenList, index: int) -> bool:
 
 def type_names(tokens: TokenList) -> set[str]:
     """Template parameters and aliases of the text, which may stand for any type."""
-    found: set[str] = set()
+    result: set[str] = set()
     for index in tokens.where(("typename", "class", "using", "typedef")):
         text = tokens.text(index)
         if text in ("typename", "class"):
             if tokens[index + 1].kind == "name" and tokens.text(index + 2) in (",", ">", "="):
-                found.add(tokens.text(index + 1))
+                result.add(tokens.text(index + 1))
         elif text == "using" and tokens.text(index + 2) == "=":
-            found.add(tokens.text(index + 1))
+            result.add(tokens.text(index + 1))
         elif text == "typedef":
             end = tokens.next(index, (";", "{", "("))
             if tokens.text(end) == ";" and tokens[end - 1].kind == "name":
-                found.add(tokens.text(end - 1))
-    return found - VECTORS - {"vec"}
+                result.add(tokens.text(end - 1))
+    return result - VECTORS - {"vec"}
 
 
 def _qualified_start(tokens: TokenList, index: int) -> int:
@@ -135,7 +135,7 @@ def _cast(tokens: TokenList, start: int, end: int, call: str, aliases: Collectio
 
 
 def _is_cast(tokens: TokenList, close: int, aliases: Collection[str]) -> bool:
-    """Whether the parenthesis that ends at `close` holds a type alone."""
+    """True if the parenthesis that ends at `close` holds a type alone."""
     begin = tokens.open(close) + 1
     while tokens.text(begin + 1) == "::":
         begin += 2
@@ -145,7 +145,7 @@ def _is_cast(tokens: TokenList, close: int, aliases: Collection[str]) -> bool:
 
 
 def _is_variable(tokens: TokenList, index: int) -> bool:
-    """Whether the name at `index` is that of a variable there: then `(T)-x` is no cast."""
+    """True if the name at `index` is that of a variable there: then `(T)-x` is no cast."""
     return any(
         at < index <= tokens.scope_end(at)
         for at in tokens.where((tokens.text(index),))
@@ -157,21 +157,21 @@ def _is_variable(tokens: TokenList, index: int) -> bool:
 
 def _directly_initialised(tokens: TokenList, start: int, end: int) -> list[int]:
     """The names in `T name(value, ...), other(value)`, where T is the vector type [start, end]."""
-    found: list[int] = []
+    result: list[int] = []
     at = end + 1
     while tokens[at].kind == "name":
         after = at + 1
         if tokens.text(after) == "(" and tokens.text(after + 1) != ")":
-            found.append(at)
+            result.append(at)
         after = tokens.seek(after, (",", ";", ")", "{", ":"))
         if tokens.text(after) != ",":
             break
         at = after + 1
-    return found if found and _in_function(tokens, start) else []
+    return result if result and _in_function(tokens, start) else []
 
 
 def _in_function(tokens: TokenList, start: int) -> bool:
-    """Whether a declaration that begins at `start` is in a function's body."""
+    """True if a declaration that begins at `start` is in a function's body."""
     before = start - 2 if tokens.text(start - 1) in ("const", "thread") else start - 1
     if tokens.text(before) not in (*STATEMENT_ENDS, "("):
         return False
@@ -189,7 +189,7 @@ def _is_operand(tokens: TokenList, index: int) -> bool:
 
 
 def _is_expression(tokens: TokenList, index: int, end: int) -> bool:
-    """Whether what may be a type, [index, end] and followed by `(`, constructs a value there."""
+    """True if the name [index, end], followed by `(`, constructs a value there."""
     start = _qualified_start(tokens, index)
     if start != index or tokens.text(start - 1) not in BEFORE_EXPRESSION:
         return False
@@ -207,7 +207,7 @@ def _is_expression(tokens: TokenList, index: int, end: int) -> bool:
 
 
 def in_conditional(tokens: TokenList, colon: int) -> bool:
-    """Whether the `:` belongs to `?:` and does not begin a constructor's initialisers."""
+    """True if the `:` belongs to `?:` and does not begin a constructor's initialisers."""
     at = tokens.seek_back(colon - 1, ("?", "(", "[", *STATEMENT_ENDS))
     return tokens.text(at) == "?"
 

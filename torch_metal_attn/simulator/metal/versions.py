@@ -38,10 +38,10 @@ def checked(language: object) -> str:
 
 def flags(language: str) -> list[str]:
     """The preprocessor's arguments for a version, which tell the text of it."""
-    found = [f"-D__METAL_VERSION__={NUMBERS[language]}"]
+    result = [f"-D__METAL_VERSION__={NUMBERS[language]}"]
     if NUMBERS[language] >= NUMBERS["4.0"]:
-        found += ["-D__HAVE_TENSOR__=1", "-isystem", str(METAL_4)]
-    return found
+        result += ["-D__HAVE_TENSOR__=1", "-isystem", str(METAL_4)]
+    return result
 
 
 def refuse_newer(tokens: TokenList, language: str) -> None:
@@ -50,7 +50,8 @@ def refuse_newer(tokens: TokenList, language: str) -> None:
     for index in tokens.where({"[", *WORDS}):
         text = tokens.text(index)
         if text == "[":
-            used = tokens.text(index - 1) in BEFORE_LAMBDA and _is_lambda(tokens, index)
+            used = tokens.text(index - 1) in BEFORE_LAMBDA and tokens.text(index + 1) != "["
+            used = used and tokens.text(tokens.close(index) + 1) in ("(", "{")
             introduced = "3.2"
         else:
             introduced, used = WORDS[text], tokens.text(index + 1) in ("(", "<")
@@ -66,9 +67,3 @@ def refuse_newer(tokens: TokenList, language: str) -> None:
 def advice(version: str) -> str:
     """How to compile for a version."""
     return f'give compile_shader language="{version}"'
-
-
-def _is_lambda(tokens: TokenList, index: int) -> bool:
-    if tokens.text(index + 1) == "[":
-        return False
-    return tokens.text(tokens.close(index) + 1) in ("(", "{")

@@ -97,7 +97,7 @@ METAL_FUNC ushort __metal_get_simdgroup_size(ushort) { return MSL_SIMD_WIDTH; }
 METAL_FUNC ushort __metal_get_thread_index_in_simdgroup(ushort) { return __msl_lane(); }
 
 namespace metal {
-// Whether SIMD operations take the type: a number of up to 32 bits. Texts have bfloat by
+// True if SIMD operations take the type: a number of up to 32 bits. Texts have bfloat by
 // themselves.
 template <class T>
 struct __is_valid_simdgroup_type

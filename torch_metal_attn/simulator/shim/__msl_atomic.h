@@ -158,8 +158,7 @@ constexpr void __check_atomic_width() {
   __MSL_UPDATE(space, atomic_fetch_xor_explicit, __xor)                                      \
   __MSL_UPDATE(space, atomic_fetch_min_explicit, __smallest)                                 \
   __MSL_UPDATE(space, atomic_fetch_max_explicit, __largest)
-__MSL_ATOMICS(device)
-__MSL_ATOMICS(threadgroup)
+__MSL_EACH_WRITABLE(__MSL_ATOMICS)
 #undef __MSL_ATOMICS
 #undef __MSL_UPDATE
 

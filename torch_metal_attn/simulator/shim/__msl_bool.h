@@ -44,9 +44,7 @@ struct __bools : __bool_fields<N> {
   __bools(const space V& o) : Fields{} {                                    \
     read(&o.x);                                                             \
   }
-  __MSL_COPY(device)
-  __MSL_COPY(threadgroup)
-  __MSL_COPY(constant)
+  __MSL_EACH_SPACE(__MSL_COPY)
 #undef __MSL_COPY
   __bools& operator=(const __bools&) = default;
 

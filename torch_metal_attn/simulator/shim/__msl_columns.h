@@ -37,9 +37,7 @@ struct matrix {
   matrix(const space matrix& other) : matrix(__copied(&other)) {}        \
   template <class U, class = typename __if<!__is_same(U, T), int>::type> \
   explicit matrix(const space matrix<U, Columns, Rows>& other) : matrix(__copied(&other)) {}
-  __MSL_COPY(device)
-  __MSL_COPY(threadgroup)
-  __MSL_COPY(constant)
+  __MSL_EACH_SPACE(__MSL_COPY)
 #undef __MSL_COPY
   matrix(const matrix&) = default;
   matrix& operator=(const matrix&) = default;
@@ -85,11 +83,7 @@ struct matrix {
 #define __MSL_ELEMENTS(space)      \
   template <class T, int C, int R> \
   METAL_FUNC space vec<T, R>(&__elements(space matrix<T, C, R> & m)) [C] { return m.columns; }
-__MSL_ELEMENTS(device)
-__MSL_ELEMENTS(threadgroup)
-__MSL_ELEMENTS(const device)
-__MSL_ELEMENTS(const threadgroup)
-__MSL_ELEMENTS(constant)
+__MSL_EACH_CONST_SPACE(__MSL_ELEMENTS)
 #undef __MSL_ELEMENTS
 template <class T, int Inner, int Rows, int Columns>
 METAL_FUNC constexpr matrix<T, Columns, Rows> operator*(matrix<T, Inner, Rows> a,

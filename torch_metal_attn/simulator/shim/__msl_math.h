@@ -53,6 +53,7 @@
 #define __METAL_MAYBE_FAST_MATH__ 0
 #define __METAL_PRECISE_MATH__ 1
 
+// build.py defines those of half and bfloat from these.
 #define M_E_F 2.71828182845904523536f
 #define M_LOG2E_F 1.44269504088896340736f
 #define M_LOG10E_F 0.43429448190325182765f
@@ -66,32 +67,6 @@
 #define M_2_SQRTPI_F 1.12837916709551257390f
 #define M_SQRT2_F 1.41421356237309504880f
 #define M_SQRT1_2_F 0.70710678118654752440f
-#define M_E_H ((half)M_E_F)
-#define M_LOG2E_H ((half)M_LOG2E_F)
-#define M_LOG10E_H ((half)M_LOG10E_F)
-#define M_LN2_H ((half)M_LN2_F)
-#define M_LN10_H ((half)M_LN10_F)
-#define M_PI_H ((half)M_PI_F)
-#define M_PI_2_H ((half)M_PI_2_F)
-#define M_PI_4_H ((half)M_PI_4_F)
-#define M_1_PI_H ((half)M_1_PI_F)
-#define M_2_PI_H ((half)M_2_PI_F)
-#define M_2_SQRTPI_H ((half)M_2_SQRTPI_F)
-#define M_SQRT2_H ((half)M_SQRT2_F)
-#define M_SQRT1_2_H ((half)M_SQRT1_2_F)
-#define M_E_BF ((bfloat)M_E_F)
-#define M_LOG2E_BF ((bfloat)M_LOG2E_F)
-#define M_LOG10E_BF ((bfloat)M_LOG10E_F)
-#define M_LN2_BF ((bfloat)M_LN2_F)
-#define M_LN10_BF ((bfloat)M_LN10_F)
-#define M_PI_BF ((bfloat)M_PI_F)
-#define M_PI_2_BF ((bfloat)M_PI_2_F)
-#define M_PI_4_BF ((bfloat)M_PI_4_F)
-#define M_1_PI_BF ((bfloat)M_1_PI_F)
-#define M_2_PI_BF ((bfloat)M_2_PI_F)
-#define M_2_SQRTPI_BF ((bfloat)M_2_SQRTPI_F)
-#define M_SQRT2_BF ((bfloat)M_SQRT2_F)
-#define M_SQRT1_2_BF ((bfloat)M_SQRT1_2_F)
 
 namespace metal {
 

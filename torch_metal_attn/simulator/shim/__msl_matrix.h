@@ -107,8 +107,7 @@ struct __neighbours {
           m.__elements;                                                                            \
     }                                                                                              \
   }
-__MSL_LOAD_STORE(device)
-__MSL_LOAD_STORE(threadgroup)
+__MSL_EACH_WRITABLE(__MSL_LOAD_STORE)
 #undef __MSL_LOAD_STORE
 
 }  // namespace metal

@@ -48,11 +48,8 @@ METAL_FUNC T __copied_bytes(Pointer from) {
   METAL_FUNC typename __if<__is_struct<T>, __whole<space T*, T>>::type __target(space T& object) { \
     return {&object};                                                                              \
   }
-__MSL_OBJECT(device)
-__MSL_OBJECT(threadgroup)
-__MSL_OBJECT(constant)
-__MSL_STORED(device)
-__MSL_STORED(threadgroup)
+__MSL_EACH_SPACE(__MSL_OBJECT)
+__MSL_EACH_WRITABLE(__MSL_STORED)
 #undef __MSL_STORED
 #undef __MSL_OBJECT
 // Whatever else is read.

@@ -112,8 +112,7 @@ METAL_FUNC T& __target(T& object) {
   METAL_FUNC __stored<space bool*, __bools<N>, N> __target(space __bools<N>& object) {  \
     return {&object.x};                                                                 \
   }
-__MSL_TARGET(device)
-__MSL_TARGET(threadgroup)
+__MSL_EACH_WRITABLE(__MSL_TARGET)
 #undef __MSL_TARGET
 
 // The rewriter's form of the object in `p[i][j]`, which can have no subscript operator there.
@@ -131,11 +130,7 @@ METAL_FUNC constexpr T&& __elements(T&& object) {
       [N] { return reinterpret_cast<space bool (&)[N]>(object.x); }
 __MSL_ELEMENTS()
 __MSL_ELEMENTS(const)
-__MSL_ELEMENTS(device)
-__MSL_ELEMENTS(threadgroup)
-__MSL_ELEMENTS(const device)
-__MSL_ELEMENTS(const threadgroup)
-__MSL_ELEMENTS(constant)
+__MSL_EACH_CONST_SPACE(__MSL_ELEMENTS)
 #undef __MSL_ELEMENTS
 
 template <class T, int N>

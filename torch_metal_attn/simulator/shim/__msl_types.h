@@ -58,6 +58,10 @@ typedef metal::__bools<2> bool2;
 typedef metal::__bools<3> bool3;
 typedef metal::__bools<4> bool4;
 
+// DO(space) for each memory that threads share: the writable ones, all, and all with const.
+#define __MSL_EACH_WRITABLE(DO) DO(device) DO(threadgroup)
+#define __MSL_EACH_SPACE(DO) __MSL_EACH_WRITABLE(DO) DO(constant)
+#define __MSL_EACH_CONST_SPACE(DO) __MSL_EACH_SPACE(DO) DO(const device) DO(const threadgroup)
 // Every element type of vectors but bool.
 #define __MSL_EACH_ELEMENT(DO) \
   DO(char)                     \
@@ -166,7 +170,7 @@ template <>
 struct __word<1> {
   typedef uchar type;
 };
-// Whether a byte belongs to a field: a constant has no value in its padding.
+// True if a byte belongs to a field: a constant has no value in its padding.
 template <class T>
 struct __bytes {
   uchar values[sizeof(T)];

@@ -93,7 +93,7 @@ struct __msl_worker {
 #define MSL_MOST_RIGHT 8192u
 #define MSL_MOST_DESTINATION 16384u
 
-// Which part of a tensor operation a cooperative tensor is.
+// The part of a tensor operation that a cooperative tensor has.
 enum __msl_operand : unsigned {
   MSL_LEFT,
   MSL_RIGHT,

@@ -21,7 +21,7 @@ struct __spread {
 
   METAL_FUNC static const __msl_lane_map* map() { return __msl_map(&part); }
   METAL_FUNC static uint element(uint slot) { return __msl_element(map(), SimdGroups, slot); }
-  // Whether a slot below `slots` has an element: all threads together may have more slots than the
+  // True if a slot below `slots` has an element: all threads together may have more slots than the
   // tensor has elements.
   METAL_FUNC static bool has_element(uint slot) {
     return Rows * Columns == slots * threads || element(slot) != MSL_NO_ELEMENT;
@@ -154,7 +154,7 @@ class cooperative_tensor {
   }
 };
 
-// Whether `destination.map_iterator` has an element for each of `source`: it has, here.
+// True if `destination.map_iterator` has an element for each of `source`: always, here.
 template <class Source, class Destination>
 METAL_FUNC bool is_iterator_compatible(const Source&, const Destination&) {
   return __is_same(typename Source::layout::operation, typename Destination::layout::operation);

@@ -5,7 +5,7 @@
 
 namespace metal {
 
-// Which threads do a tensor operation together.
+// The threads that do a tensor operation together.
 struct execution_thread {};
 struct execution_simdgroup {};
 template <int Count>
@@ -324,7 +324,7 @@ class matmul2d {
   struct Window {
     int columns, rows, x, y;
   };
-  // Whether the operand's element `at` is in the tensor and its window, and where.
+  // True if the operand's element `at` is in the tensor and its window; also gives its place.
   template <class Stored, class Tensor>
   METAL_FUNC static bool is_in(const Tensor& tensor, Window window, int at, int& column, int& row) {
     column = window.x + at % Stored::layout::columns, row = window.y + at / Stored::layout::columns;
@@ -344,7 +344,7 @@ class matmul2d {
       }
     }
   }
-  // Which thread of a GPU reads an element is not known. Two do here, of two SIMD groups if there
+  // It is unknown which thread of a GPU reads an element. Here two do, of two SIMD groups if there
   // are, so that one of them is not the thread that wrote it.
   template <class Stored, class Tensor>
   METAL_FUNC static void look(const Tensor& tensor, Window window) {

@@ -97,7 +97,7 @@ class tensor<Element, Extents, tensor_inline> {
     return tensor<Element, dextents<index_type, rank>, tensor_inline>(data, sizes, __strides);
   }
 
-  // Whether the extents have an element, and where it is.
+  // True if the extents have an element; also gives its place.
   METAL_FUNC bool __has(int column, int row) const {
     static_assert(Extents::__rank <= 2, "tensor operations take tensors of rank 1 and 2");
     if (column < 0 || column >= __sizes.extent(0)) return false;

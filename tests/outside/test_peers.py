@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.outside import ggml_kernels, metal_sources, peers, tensor_peers
+from tests.outside import ggml_kernels, metal_sources, peers
 from torch_metal_attn.simulator import SimulatorFault, compile_shader
 from torch_metal_attn.simulator.lint import PROJECT_RULES, lint_source
 from torch_metal_attn.testing.judge import ROUNDING
@@ -175,7 +175,7 @@ def test_mlx_sdpa_vector(mlx, dtype, q_length, mask_kind, check):
     assert_as_good_as_torch(out, q, k, v, mask)
 
 
-NAX, MPP = tensor_peers.mlx_nax_attention, tensor_peers.torch_mpp_attention
+NAX, MPP = peers.mlx_nax_attention, peers.torch_mpp_attention
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def _mlx(
     mask_type = "bool" if mask is not None and mask.dtype == torch.bool else element
     shape = f"{block_q}, {block_k}, {head_dim}, {head_dim}, 4, 1"
     instance = f"{kernel}<{element}, {shape}, {mask_type}, float>"
-    constants = {
+    constants: dict[int | str, bool | int | float] = {
         "align_Q": q_length % block_q == 0,
         "align_K": kv_length % block_k == 0,
         "has_mask": mask is not None,

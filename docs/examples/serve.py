@@ -1,7 +1,6 @@
 """A text server with continuous batching: requests join and leave the batch at every step.
 
-Requests with a common prefix share its pages. With --lookup the server answers one request at a
-time, and verifies several tokens in a forward.
+Requests with a common prefix share its pages.
 
     python docs/examples/serve.py --model some/model --port 8000
     curl -d '{"prompt": [72, 105], "max_tokens": 8}' http://127.0.0.1:8000/v1/completions
@@ -23,8 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from contextvars import copy_context
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -34,11 +32,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     ContinuousBatchingConfig,
-    DynamicCache,
     GenerationConfig,
 )
 
-from torch_metal_attn.integrations.transformers import continuous_batching, enable
+from torch_metal_attn.integrations.transformers import continuous_batching
 from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.tools.demo import tiny_llama
 
@@ -61,13 +58,6 @@ def ends_of(model: Any) -> set[int]:
     """The tokens after which an answer ends."""
     ends = model.config.eos_token_id
     return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
-
-
-def count_equal(a: list[int], b: list[int]) -> int:
-    """The length of the common prefix."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )
 
 
 class Batches:
@@ -119,79 +109,6 @@ class Batches:
         with self._lock:
             for results in self._waiting.values():
                 results.put(Stopped("the server stopped while it generated: restart it"))
-
-
-class Lookup:
-    """Answers one request at a time, with the tokens of greedy decoding in fewer forwards.
-
-    It skips the prefix that a request shares with the last one. It drafts the tokens that followed
-    an earlier occurrence of the last two tokens (prompt lookup).
-    """
-
-    def __init__(self, model: Any, drafts: int) -> None:
-        self._model, self._drafts = model, drafts
-        self._ends = ends_of(model)
-        self._forget()
-        self._lock = threading.Lock()
-        self._context = copy_context()  # simulate() applies to the server's thread
-        self.read: list[int] = []  # the number of tokens that each forward read
-
-    def stream(self, tokens: list[int], most: int) -> Parts:
-        """The next tokens; other requests wait."""
-        while not self._lock.acquire(timeout=POLL_SECONDS):
-            yield []
-        try:
-            made = self._generate(tokens, most)
-            while (part := self._context.run(next, made, None)) is not None:
-                yield part
-        except BaseException:
-            self._forget()  # layers may have read different tokens
-            raise
-        finally:
-            self._lock.release()
-
-    def _forget(self) -> None:
-        self._cache = DynamicCache(config=self._model.config)
-        self._held: list[int] = []  # the tokens in the cache
-
-    def _generate(self, tokens: list[int], most: int) -> Parts:
-        made: list[int] = []
-        self._drop_to(count_equal(self._held, tokens[:-1]))
-        while len(made) < most:
-            known = tokens + made
-            draft = self._draft(known, most - len(made) - 1)
-            best = self._best(known[len(self._held) :] + draft, len(draft) + 1)
-            right = count_equal(draft, best)
-            new = best[: right + 1]
-            end = next((i for i, token in enumerate(new) if token in self._ends), None)
-            self._drop_to(len(known) + right)
-            made += new
-            yield new if end is None else new[: end + 1]
-            if end is not None:
-                return
-
-    def _draft(self, known: list[int], most: int) -> list[int]:
-        """The tokens after the last earlier occurrence of the last two tokens."""
-        for start in range(len(known) - 3, -1, -1):
-            if known[start : start + 2] == known[-2:]:
-                return known[start + 2 :][: min(self._drafts, most)]
-        return []
-
-    @torch.no_grad()
-    def _best(self, new: list[int], count: int) -> list[int]:
-        """The most likely token after each of the last `count` new tokens."""
-        ids = torch.tensor([new], device=self._model.device)
-        logits = self._model(ids, past_key_values=self._cache, logits_to_keep=count).logits
-        self._held += new
-        self.read.append(len(new))
-        best: list[int] = logits[0].argmax(-1).tolist()
-        return best
-
-    def _drop_to(self, length: int) -> None:
-        """Remove rejected tokens from the cache."""
-        if length < len(self._held):
-            self._cache.crop(length - len(self._held))
-            del self._held[length:]
 
 
 @dataclass
@@ -271,7 +188,7 @@ class Request:
 class Handler(BaseHTTPRequestHandler):
     """Answers OpenAI's /v1/completions, /v1/chat/completions and /v1/models."""
 
-    batches: Batches | Lookup
+    batches: Batches
     limits: Limits
     model: str
     ends: set[int]
@@ -424,32 +341,28 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def server(
-    model: Any, tokenizer: Any, port: int, blocks: int, lookup: int = 0
-) -> Iterator[ThreadingHTTPServer]:
+def server(model: Any, tokenizer: Any, port: int, blocks: int) -> Iterator[ThreadingHTTPServer]:
     """A server on this machine that has not started yet; port 0 chooses a free one."""
     config = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=512)
     text = model.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", blocks * config.page_size)
-    with best_device() as device, ExitStack() as stack:
-        batches: Batches | Lookup
-        if lookup > 0:
-            batches = Lookup(enable(model.to(device)), lookup)
-        else:
-            stack.enter_context(continuous_batching(model.to(device)))
-            greedy = GenerationConfig(do_sample=False, eos_token_id=[*ends_of(model)] or [-1])
-            batching = model.continuous_batching_context_manager(
-                greedy, continuous_batching_config=config
-            )
-            batches = Batches(stack.enter_context(batching))
-        bound = {
-            "batches": batches,
+    ends = ends_of(model)
+    greedy = GenerationConfig(do_sample=False, eos_token_id=[*ends] or [-1])
+    with (
+        best_device() as device,
+        continuous_batching(model.to(device)),
+        model.continuous_batching_context_manager(
+            greedy, continuous_batching_config=config
+        ) as manager,
+    ):
+        attributes = {
+            "batches": Batches(manager),
             "limits": Limits(text.vocab_size, min(blocks * config.page_size, longest)),
             "model": model.config.name_or_path or "tiny",
-            "ends": ends_of(model),
+            "ends": ends,
             "tokenizer": tokenizer,
         }
-        kind = type("Bound", (Handler,), bound)
+        kind = type("Bound", (Handler,), attributes)
         with Server(("127.0.0.1", port), kind) as http:
             print(f"serving on http://127.0.0.1:{http.server_port}, kernels on {device}")
             yield http
@@ -462,21 +375,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--blocks", type=int, default=64, help="of 256 tokens each, in the cache (default: 64)"
     )
-    parser.add_argument(
-        "--lookup",
-        type=int,
-        default=0,
-        help="answer one request at a time, and draft this many tokens by prompt lookup",
-    )
     options = parser.parse_args(arguments)
-    if options.blocks < 1 or options.lookup < 0 or not 0 <= options.port < 2**16:
-        parser.error("--blocks must be at least 1, --lookup at least 0, --port in 0..65535")
+    if options.blocks < 1 or not 0 <= options.port < 2**16:
+        parser.error("--blocks must be at least 1, and --port in 0..65535")
     if options.model is None:
         model, tokenizer = tiny_llama(), None
     else:
         loaded = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
         model, tokenizer = loaded.eval(), AutoTokenizer.from_pretrained(options.model)
-    with server(model, tokenizer, options.port, options.blocks, options.lookup) as http:
+    with server(model, tokenizer, options.port, options.blocks) as http:
         try:
             http.serve_forever()
         except KeyboardInterrupt:

@@ -57,7 +57,6 @@ def continued(prompt, most):
     [
         ("chat", ["--most", "0"], "--length and --most must be at least 1"),
         ("serve", ["--blocks", "0"], "--blocks must be at least 1"),
-        ("serve", ["--lookup", "-1"], "--lookup at least 0"),
         ("serve", ["--port", "65536"], "--port in 0..65535"),
         ("train_gpt", ["--batch", "0"], "must be at least 1"),
         ("train_gpt", ["--length", "-3"], "must be at least 1"),
@@ -150,8 +149,8 @@ class Served:
 
 
 @contextmanager
-def served(tokenizer=None, lookup=0, model=None):
-    with example("serve").server(model or tiny_llama(), tokenizer, 0, 16, lookup) as server:
+def served(tokenizer=None, model=None):
+    with example("serve").server(model or tiny_llama(), tokenizer, 0, 16) as server:
         running = threading.Thread(target=server.serve_forever)
         running.start()
         try:
@@ -193,11 +192,10 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("lookup, most", [(0, 3), (4, 8)])
-def test_serve(lookup, most):
+def test_serve():
     """Also with wrong requests in between, which are refused and harm no other one."""
-    with served(lookup=lookup) as asked, ThreadPoolExecutor() as pool:
-        requests = [{"prompt": prompt, "max_tokens": most} for prompt in PROMPTS]
+    with served() as asked, ThreadPoolExecutor() as pool:
+        requests = [{"prompt": prompt, "max_tokens": 3} for prompt in PROMPTS]
         wrong = [(pool.submit(asked, request), said) for request, said in REFUSED]
         answers = list(pool.map(asked, requests))
         for answer, said in wrong:
@@ -206,7 +204,7 @@ def test_serve(lookup, most):
         assert "there is no /v2; POST has" in asked({}, "/v2")[1]
         for length in ("-1", "x", "99999999999"):
             assert asked(b"{}", "/v1/completions", **{"Content-Length": length})[0] == 400
-    assert answers == [(200, continued(prompt, most)) for prompt in PROMPTS]
+    assert answers == [(200, continued(prompt, 3)) for prompt in PROMPTS]
 
 
 def test_serve_takes_many_clients(capfd, monkeypatch):
@@ -235,15 +233,14 @@ def test_serve_takes_many_clients(capfd, monkeypatch):
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("lookup", [0, 4])
 @pytest.mark.parametrize("chat", [False, True])
-def test_serve_streams(lookup, chat):
+def test_serve_streams(chat):
     """Tokens come as they are made, and the text is that of all of them."""
     name = "messages" if chat else "prompt"
     request = {name: [{"role": "user", "content": "Hi"}] if chat else "Hi", "max_tokens": 6}
     path = "/v1/chat/completions" if chat else "/v1/completions"
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    with served(Letters(), lookup) as asked:
+    with served(Letters()) as asked:
         assert asked(request, path) == (200, made := continued([*b"Hi"], 6))
         with closing(asked.connect(request | options, path)) as client:
             *parts, usage, end = events(client)
@@ -258,39 +255,15 @@ def test_serve_streams(lookup, chat):
     assert (usage["choices"], usage["usage"]["total_tokens"], end) == ([], 8, "[DONE]")
 
 
-@pytest.mark.parametrize("lookup", [0, 4])
-def test_serve_ends_at_token_0(lookup):
+def test_serve_ends_at_token_0():
     """Which the model says in place of the second token."""
     model, (first, second) = tiny_llama(), continued(PROMPTS[0], 2)
     model.config.eos_token_id = 0
     weight = model.lm_head.weight.data
     weight[[0, second]] = weight[[second, 0]]
-    with served(lookup=lookup, model=model) as asked:
+    with served(model=model) as asked:
         request = {"prompt": PROMPTS[0], "max_tokens": 9}
         assert asked(request) == (200, [first, 0])
-
-
-def test_lookup_reads_prefixes_once_and_several_tokens_at_a_time():
-    lookup = example("serve").Lookup(tiny_llama(), 4)
-
-    def generate(tokens, most):
-        return [token for part in lookup.stream(tokens, most) for token in part]
-
-    prompt = [7, 8, 9, 10] * 4
-    first = generate(prompt, 12)
-    assert first == continued(prompt, 12)
-    assert lookup.read[0] > len(prompt)  # with a draft
-    forwards = len(lookup.read)
-    assert forwards < 12
-    longer = [*prompt, *first[:6], 3]
-    assert generate(longer, 5) == continued(longer, 5)
-    # Of the second request only its last token was not read before, and a draft follows it.
-    assert lookup.read[forwards] <= 1 + 4
-    left = lookup.stream([*longer, 5], 9)
-    next(left)
-    left.close()
-    other = [7, 8, 1]
-    assert generate(other, 2) == continued(other, 2)
 
 
 def test_serve_shares_prefixes(monkeypatch):

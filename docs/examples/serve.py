@@ -111,31 +111,6 @@ class Batches:
                 results.put(Stopped("the server stopped while it generated: restart it"))
 
 
-@dataclass
-class Limits:
-    """Limits of a request. A request that the model cannot run would end the scheduler for all."""
-
-    vocabulary: int
-    length: int  # of a prompt and its answer together
-
-    def check(self, tokens: Any, most: Any) -> None:
-        """Raises ValueError for a request that cannot be answered."""
-        # A bool is an int, but no token.
-        if not isinstance(tokens, list) or not tokens or {*map(type, tokens)} != {int}:
-            raise ValueError('"prompt" must be a text, or a list of at least one integer')
-        for token in tokens:
-            if not 0 <= token < self.vocabulary:
-                last = self.vocabulary - 1
-                raise ValueError(f'"prompt" has {token}; the model\'s tokens are 0 to {last}')
-        if type(most) is not int or most < 1:
-            raise ValueError(f'"max_tokens" is {most!r}; it must be an integer of at least 1')
-        if len(tokens) + most > self.length:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens and the answer up to {most}; both together "
-                f"may have {self.length}"
-            )
-
-
 class Answer:
     """The JSON of an answer, whole or in parts."""
 
@@ -189,7 +164,8 @@ class Handler(BaseHTTPRequestHandler):
     """Answers OpenAI's /v1/completions, /v1/chat/completions and /v1/models."""
 
     batches: Batches
-    limits: Limits
+    vocabulary: int
+    longest: int  # the most tokens of a prompt and its answer together
     model: str
     ends: set[int]
     tokenizer: Any = None
@@ -275,8 +251,25 @@ class Handler(BaseHTTPRequestHandler):
             raise ValueError('"stream" must be true or false, and "stream_options" a JSON object')
         most = body.get("max_completion_tokens", body.get("max_tokens", 16))
         tokens = self.tokens(body.get(name), chat)
-        self.limits.check(tokens, most)
+        self.check(tokens, most)
         return Request(tokens, most, chat, stream, bool(options.get("include_usage")))
+
+    def check(self, tokens: Any, most: Any) -> None:
+        """ValueError for a request that the model cannot run: it would end the scheduler."""
+        # A bool is an int, but no token.
+        if not isinstance(tokens, list) or not tokens or {*map(type, tokens)} != {int}:
+            raise ValueError('"prompt" must be a text, or a list of at least one integer')
+        last = self.vocabulary - 1
+        for token in tokens:
+            if not 0 <= token <= last:
+                raise ValueError(f'"prompt" has {token}; the model\'s tokens are 0 to {last}')
+        if type(most) is not int or most < 1:
+            raise ValueError(f'"max_tokens" is {most!r}; it must be an integer of at least 1')
+        if len(tokens) + most > self.longest:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens and the answer up to {most}; both together "
+                f"may have {self.longest}"
+            )
 
     def body_length(self) -> int:
         length = self.headers.get("Content-Length", "")
@@ -357,7 +350,8 @@ def server(model: Any, tokenizer: Any, port: int, blocks: int) -> Iterator[Threa
     ):
         attributes = {
             "batches": Batches(manager),
-            "limits": Limits(text.vocab_size, min(blocks * config.page_size, longest)),
+            "vocabulary": text.vocab_size,
+            "longest": min(blocks * config.page_size, longest),
             "model": model.config.name_or_path or "tiny",
             "ends": ends,
             "tokenizer": tokenizer,
@@ -378,11 +372,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.blocks < 1 or not 0 <= options.port < 2**16:
         parser.error("--blocks must be at least 1, and --port in 0..65535")
-    if options.model is None:
-        model, tokenizer = tiny_llama(), None
-    else:
-        loaded = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
-        model, tokenizer = loaded.eval(), AutoTokenizer.from_pretrained(options.model)
+    model, tokenizer = tiny_llama(), None
+    if options.model is not None:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval()
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
     with server(model, tokenizer, options.port, options.blocks) as http:
         try:
             http.serve_forever()

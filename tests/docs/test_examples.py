@@ -2,12 +2,12 @@
 
 import http.client
 import importlib
-import io
 import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -93,20 +93,10 @@ def test_chat(capsys):
     assert "start again with a larger --length" in capsys.readouterr().err
 
 
-def test_chat_ends_with_its_input(monkeypatch, capsys):
-    chat = example("chat")
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
-    said = chat.main(["--most", "1"])
-    assert len(said.tokens) == 3
-    assert "3 of 128 tokens" in capsys.readouterr().out
-
-
-def test_ctrl_c_at_the_prompt_ends_the_chat(monkeypatch):
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("builtins.input", interrupted)
-    assert list(example("chat").typed()) == []
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_chat_ends_with_its_input(monkeypatch, end):
+    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=["Hi", end]))
+    assert len(example("chat").main(["--most", "1"]).tokens) == 3
 
 
 class Letters:
@@ -291,7 +281,7 @@ def test_serve_shares_prefixes(monkeypatch):
 
 def test_serve_says_that_its_scheduler_has_ended(monkeypatch):
     """A fault that no check has foreseen: those who wait and those who come later are told."""
-    monkeypatch.setattr(example("serve").Limits, "check", lambda *_: None)
+    monkeypatch.setattr(example("serve").Handler, "check", lambda *_: None)
     with served() as asked:
         status, error = asked({"prompt": [256]})
         assert status >= 500

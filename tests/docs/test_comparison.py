@@ -1,4 +1,4 @@
-"""docs/comparison.md: every cell leads to a test of ours, or to a source at a fixed version."""
+"""docs/comparison.md: every cell links to a test of ours, or to a source at a fixed version."""
 
 import re
 
@@ -14,7 +14,7 @@ FIXED = re.compile(
 )
 TABLE = [line.strip("|").split("|") for line in TEXT.splitlines() if line.startswith("|")]
 COLUMNS = [cell.strip() for cell in TABLE[0]]
-# Of each column: the first letter of its sources.
+# The first letter of each column's sources.
 LETTERS = dict(zip(COLUMNS, " hTMABF", strict=True))
 ROWS = {row[0].strip(): dict(zip(COLUMNS, row, strict=True)) for row in TABLE[2:]}
 
@@ -23,13 +23,13 @@ ROWS = {row[0].strip(): dict(zip(COLUMNS, row, strict=True)) for row in TABLE[2:
 def test_every_cell_has_a_source(feature):
     for column in COLUMNS[1:]:
         cell = ROWS[feature][column].strip()
-        if not cell:  # a question that makes no sense for the column
+        if not cell:  # the question does not apply to the column
             assert column != "here"
             continue
-        found = re.fullmatch(r"\[[^][]+\]\[(\w+)\]", cell)
-        assert found, f"{column}: {cell}"
-        assert found[1].startswith(LETTERS[column])
-        assert found[1] in SOURCES
+        link = re.fullmatch(r"\[[^][]+\]\[(\w+)\]", cell)
+        assert link, f"{column}: {cell}"
+        assert link[1].startswith(LETTERS[column])
+        assert link[1] in SOURCES
 
 
 def test_sources_are_fixed_and_used():
@@ -42,8 +42,8 @@ def test_sources_are_fixed_and_used():
             assert FIXED.fullmatch(target.split("#")[0]), target
 
 
-def test_what_it_says_of_torch():
-    """Its rules are those that doctor goes by, which are compared with torch's headers."""
+def test_claims_about_torch():
+    """doctor has the same rules, which another test compares with torch's headers."""
     sizes = len(torch_on_mps._PREFILL_HEAD_DIMS)
     assert f"[{sizes} sizes]" in ROWS["head dims of q without scores"]["torch 2.13"]
     assert "[no]" in ROWS["gradients without scores in memory"]["torch 2.13"]

@@ -1,10 +1,9 @@
-"""compute-sanitizer's problems, as far as they need no GPU: recording, compiling, packing."""
+"""The parts of the compute-sanitizer tool that need no GPU: recording, compiling, packing."""
 
 import ast
 import ctypes
 import lzma
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -63,9 +62,9 @@ def test_faults_of_a_text_are_told_apart():
 
 
 def test_small_problems_have_every_kernel():
-    """Each of every family but the probes', and those of Metal 4 that no NVIDIA GPU runs.
+    """Exceptions: probes, kernels of Metal 4, and flash_bwd_captures.
 
-    flash_bwd_captures adds to what torch has set to zero, and a recording has launches alone.
+    flash_bwd_captures adds to zeros that torch writes, and a recording has launches only.
     """
     found = set()
     for case in problems.cases():
@@ -82,13 +81,13 @@ def test_small_problems_have_every_kernel():
 
 
 def test_faults_are_planted_in_every_kernel():
-    """One of each tool; those of barriers only where the compiled kernel has one."""
+    """One for each tool; faults in barriers only in kernels that have a barrier."""
     found, sources = packed_cases("^(softmax|apply_causal|rope|merge|index)")
     for name, source in sources.items():
         has_barrier = source.kernel == "softmax" and "#define ROW_SIMDGROUPS 1\n" not in source.text
         found.programs[name] = Program("bar.sync" if has_barrier else "", "", [])
     tools, texts = {}, {}
-    for problem in faults.planted(found, sources):
+    for problem in faults.plant(found, sources):
         tools.setdefault(problem.kernel, []).append(problem.fault.tool)
         texts[problem.name] = sources[problem.dispatches[-1].program].text
     memory = ["initcheck", "memcheck"]
@@ -99,18 +98,9 @@ def test_faults_are_planted_in_every_kernel():
     assert faults.FOREIGN in texts["fault synccheck softmax"]
 
 
-def test_names_follow_storages():
-    x, other = torch.empty(10), torch.empty(6)
-    names = pack.Names({"x": x})
-    assert names.of(x[3:]) == "x"
-    assert names.of(other) == names.of(other.view(2, 3)) == "scratch0"
-    assert names.of(torch.empty(2)) == "scratch1"
-    assert names.scratch == {"scratch0": 24, "scratch1": 8}
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_random_inputs_are_made_from_a_seed(dtype):
-    """A tensor then has what the other machine makes. Keys that hold values are stored once."""
+    """Both machines make the same numbers. Keys that contain the values are stored once."""
     keys, few = torch.randn(20, 64).to(getattr(torch, dtype)), torch.ones(3)
     found = pack.inputs({"k": keys, "v": keys[:, :32], "few": few})
     assert found == {"v": packed.Noise(0, dtype, 1280), "few": pack.contents(few)}
@@ -143,7 +133,7 @@ def test_errors_of_results():
 
 
 class FakeDriver:
-    """libcuda whose memory begins at multiples of 1000, and whose launches compute nothing."""
+    """libcuda with allocations at multiples of 1000, and launches that compute nothing."""
 
     def __init__(self, monkeypatch):
         self.memory, self.launched = {}, []
@@ -165,7 +155,7 @@ class FakeDriver:
     def cuLaunchKernel(self, kernel, *arguments):
         self.launched.append(arguments[:6])
         values = [ctypes.c_uint64.from_address(pointer).value for pointer in arguments[8]]
-        self.given = [(bytes(self.memory[x - x % 1000]), x % 1000) for x in values]
+        self.arguments = [(bytes(self.memory[x - x % 1000]), x % 1000) for x in values]
         return 0
 
     def __getattr__(self, name):
@@ -173,7 +163,7 @@ class FakeDriver:
 
 
 def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
-    """On a fake driver that computes nothing: only a result of zeros is right."""
+    """On the fake driver only a result of zeros is right."""
     fake = FakeDriver(monkeypatch)
     (tmp_path / "p").write_bytes(b"cubin")
     dispatch = packed.Dispatch("p", (2, 1, 1), (32, 1, 1), {0: ("x", 0), 2: ("out", 4)}, {1: b"ab"})
@@ -189,8 +179,8 @@ def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
         every = Packed({"p": Program("", "k", [0, 1, 2, 5])}, [problem])
         assert sanitize.replay(driver.Programs(tmp_path, every), problem) == right
     assert fake.launched == [(2, 1, 1, 32, 1, 1)] * 2
-    assert fake.given[:3] == [(b"1234", 0), (b"ab", 0), (bytes(8), 4)]
-    assert len(fake.given) == 4  # what the op leaves out has memory too
+    assert fake.arguments[:3] == [(b"1234", 0), (b"ab", 0), (bytes(8), 4)]
+    assert len(fake.arguments) == 4  # an argument that the op leaves out has memory too
     assert "WRONG: out, float32, error 1.0e+00" in capsys.readouterr().out
     short = packed.Fault("memcheck", "half", "out")
     problem = packed.Problem("fault", "float32", [], {}, {}, {"out": 8}, "k", short)
@@ -198,20 +188,8 @@ def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
     assert len([*fake.memory.values()][-1]) == 4
 
 
-def test_ptxas_is_called_with_lines(monkeypatch):
-    def run(command, **options):
-        Path(command[-1]).write_text(Path(command[3]).read_text() + " ".join(command[:3]))
-        return subprocess.CompletedProcess(command, 0 if "good" in command[2] else 1, "", "why")
-
-    monkeypatch.setattr(sanitize.subprocess, "run", run)
-    with pytest.raises(RuntimeError, match="k: why"):
-        sanitize.assemble(Program("text", "k", []))
-    monkeypatch.setattr(sanitize, "ARCHITECTURE", "good")
-    assert sanitize.assemble(Program("text", "k", [])) == b"textptxas -lineinfo -arch=good"
-
-
 def test_the_gpus_side_needs_numpy_only():
-    """The machine with the GPU has this folder alone."""
+    """The machine with the GPU has only this folder."""
     for module in ("__init__", "driver", "packed", "sanitize"):
         text = (Path(sanitize.__file__).parent / f"{module}.py").read_text()
         for node in ast.walk(ast.parse(text)):

@@ -16,15 +16,15 @@ def compile_ptx(source: Source) -> Program:
     Threadgroup memory is static.
     """
     ir, entry = front_end(source, "nvptx_kernel, flatten", PTX)
-    # Buffers in constant memory are passed by address, like the others.
+    # Buffers in constant memory are passed by address, like other buffers.
     ir = ir.replace("addrspace(4)", "addrspace(1)")
     ptx = clang([*PTX, "-x", "ir", "-O3", "-S", "-", "-o", "-"], ir)
     # LLVM writes a modifier that ptxas refuses with this type.
     ptx = re.sub(r"(setp\.\w+)\.ftz(\.bf16)", r"\1\2", ptx)
-    ptx, found = re.subn(
+    ptx, count = re.subn(
         rf"(\.entry {entry.symbol}\([^)]*\)\s*(?://[^\n]*\n\s*)?)\{{",
         lambda match: f"{match.group(1)}\n.maxntid {source.threads}, 1, 1\n{{",
         ptx,
     )
-    assert found == 1, "the entry of the kernel"
+    assert count == 1, "the PTX has not exactly one entry of the kernel"
     return Program(ptx, entry.symbol, entry.buffers)

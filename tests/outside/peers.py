@@ -22,7 +22,7 @@ from torch_metal_attn.simulator.library import ShaderLibrary
 MLX = "mlx-metal==0.32.4"
 TORCH = "torch==2.15.0"
 GGML = "pywhispercpp==1.5.1"  # bindings of whisper.cpp, with ggml 0.13.1
-# The headers that kernels include, in each wheel, or the library that has the text of kernels.
+# Where each wheel has the headers that kernels include, or the library with the text of kernels.
 HEADERS = {
     MLX: ("mlx/include/mlx/backend/metal/kernels/",),
     TORCH: ("torch/include/ATen/native/mps/kernels/", "torch/include/c10/metal/"),
@@ -62,13 +62,13 @@ class PeerUnavailable(RuntimeError):
 
 
 def include_dir(requirement: str) -> Path:
-    """The include directory of a wheel; raises PeerUnavailable if pip cannot get it."""
+    """The include directory of a wheel. Raises PeerUnavailable if pip cannot get it."""
     return _wheel(requirement) / requirement.split("==")[0].split("-")[0] / "include"
 
 
 @lru_cache
 def ggml_source() -> str:
-    """ggml's kernels, as its Metal back end hands them to Apple's compiler; raises likewise."""
+    """The text of ggml's kernels for Apple's compiler. Raises PeerUnavailable too."""
     [library] = _wheel(GGML).glob(f"{HEADERS[GGML][0]}*")
     text = library.read_bytes().partition(b"#define GGML_COMMON_DECL_METAL")
     return b"".join(text[1:]).partition(b"\0")[0].decode()
@@ -94,7 +94,7 @@ def _download(requirement: str, folder: Path) -> None:
     command += ["--abi", "cp311", "--abi", "none", "--disable-pip-version-check"]
     command += ["--dest", str(folder), requirement]
     try:
-        # What is only read is under no constraint of what may be installed here.
+        # The wheels are only read, so constraints on installed packages do not apply.
         pip = subprocess.run(
             command,
             capture_output=True,

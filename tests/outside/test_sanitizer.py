@@ -30,8 +30,8 @@ def packed_cases(only):
 
 
 def test_a_decode_from_the_op_to_ptx(tmp_path):
-    found, sources = packed_cases(WIDE)
-    (problem,), (dispatch, *_) = found.problems, found.problems[0].dispatches
+    contents, sources = packed_cases(WIDE)
+    (problem,), (dispatch, *_) = contents.problems, contents.problems[0].dispatches
     assert [name for name, _ in dispatch.buffers.values()][:3] == ["q", "k", "v"]
     program = compile_ptx(sources[dispatch.program])
     assert {*dispatch.buffers, *dispatch.constants} >= set(program.slots)
@@ -48,10 +48,10 @@ def test_a_decode_from_the_op_to_ptx(tmp_path):
     q = next(x for x in problems.cases(WIDE)).tensors["q"]
     assert len(problem.inputs["q"].data()) == q.nbytes
     assert problem.expected["result0"][0] == problem.dtype
-    found.programs[dispatch.program] = program
-    found.write(tmp_path / "file")
+    contents.programs[dispatch.program] = program
+    contents.write(tmp_path / "file")
     (tmp_path / "plain").write_bytes(lzma.decompress((tmp_path / "file").read_bytes()))
-    assert packed.read(tmp_path / "plain") == found
+    assert packed.read(tmp_path / "plain") == contents
 
 
 def test_faults_of_a_text_are_told_apart():
@@ -66,28 +66,28 @@ def test_small_problems_have_every_kernel():
 
     flash_bwd_captures adds to zeros that torch writes, and a recording has launches only.
     """
-    found = set()
+    launched = set()
     for case in problems.cases():
         with simulate(record=True) as run:
             case.call(**case.tensors)
-        found |= {(launch.family, launch.kernel) for launch in run.recorded}
+        launched |= {(launch.family, launch.kernel) for launch in run.recorded}
         assert run.recorded, case.name
     families = set(shaders.families()) - {"probe", "flash_bwd_captures", *shaders.LANGUAGES}
-    assert {family for family, _ in found} == families
+    assert {family for family, _ in launched} == families
     for family in families:
         text = shaders.source(family)
         kernels = set(re.findall(r"\[\[kernel[^\]]*\]\]\s*void\s+(\w+)\(", text))
-        assert kernels == {kernel for other, kernel in found if other == family}, family
+        assert kernels == {kernel for other, kernel in launched if other == family}, family
 
 
 def test_faults_are_planted_in_every_kernel():
     """One for each tool; faults in barriers only in kernels that have a barrier."""
-    found, sources = packed_cases("^(softmax|apply_causal|rope|merge|index)")
+    contents, sources = packed_cases("^(softmax|apply_causal|rope|merge|index)")
     for name, source in sources.items():
         has_barrier = source.kernel == "softmax" and "#define ROW_SIMDGROUPS 1\n" not in source.text
-        found.programs[name] = Program("bar.sync" if has_barrier else "", "", [])
+        contents.programs[name] = Program("bar.sync" if has_barrier else "", "", [])
     tools, texts = {}, {}
-    for problem in faults.plant(found, sources):
+    for problem in faults.plant(contents, sources):
         tools.setdefault(problem.kernel, []).append(problem.fault.tool)
         texts[problem.name] = sources[problem.dispatches[-1].program].text
     memory = ["initcheck", "memcheck"]
@@ -102,9 +102,9 @@ def test_faults_are_planted_in_every_kernel():
 def test_random_inputs_are_made_from_a_seed(dtype):
     """Both machines make the same numbers. Keys that contain the values are stored once."""
     keys, few = torch.randn(20, 64).to(getattr(torch, dtype)), torch.ones(3)
-    found = pack.inputs({"k": keys, "v": keys[:, :32], "few": few})
-    assert found == {"v": packed.Noise(0, dtype, 1280), "few": pack.contents(few)}
-    assert (sanitize.numbers(found["v"].data(), dtype) == keys.double().flatten().numpy()).all()
+    stored = pack.inputs({"k": keys, "v": keys[:, :32], "few": few})
+    assert stored == {"v": packed.Noise(0, dtype, 1280), "few": pack.contents(few)}
+    assert (sanitize.numbers(stored["v"].data(), dtype) == keys.double().flatten().numpy()).all()
 
 
 def test_findings_are_counted_by_problem():

@@ -69,11 +69,11 @@ class Batches:
         self._lock = threading.Lock()
         threading.Thread(target=self._collect, daemon=True).start()
 
-    def stream(self, tokens: list[int], most: int) -> Parts:
+    def stream(self, tokens: list[int], max_tokens: int) -> Parts:
         """The next tokens; other requests run at the same time. Closing it cancels the request."""
         results: queue.Queue[Any] = queue.Queue()
         with self._lock:  # a result may come before the queue is stored
-            name = self._manager.add_request(tokens, max_new_tokens=most, streaming=True)
+            name = self._manager.add_request(tokens, max_new_tokens=max_tokens, streaming=True)
             if name is None:
                 raise Stopped("the server has stopped generating: restart it")
             self._waiting[name] = results
@@ -90,9 +90,9 @@ class Batches:
                     raise result
                 if result.error:
                     raise RuntimeError(result.error)
-                finished, made = result.is_finished(), result.generated_tokens[count:]
-                count += len(made)
-                yield made
+                finished, generated = result.is_finished(), result.generated_tokens[count:]
+                count += len(generated)
+                yield generated
         finally:
             with self._lock:
                 unfinished = self._waiting.pop(name, None)
@@ -122,9 +122,9 @@ class Answer:
         self._made: list[int] = []
         self._sent = 0  # characters
 
-    def add(self, made: list[int], ended: bool) -> str:
+    def add(self, generated: list[int], ended: bool) -> str:
         """The text of new tokens, without a character whose tokens are incomplete."""
-        self._made += made
+        self._made += generated
         if self._tokenizer is None:
             return ""
         text = str(self._tokenizer.decode(self._made, skip_special_tokens=True))
@@ -154,7 +154,7 @@ class Request:
     """A checked request."""
 
     tokens: list[int]
-    most: int
+    max_tokens: int
     chat: bool
     stream: bool
     usage: bool  # sent as the last part of a stream
@@ -185,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         started = False
         try:
-            with closing(self.batches.stream(request.tokens, request.most)) as parts:
+            with closing(self.batches.stream(request.tokens, request.max_tokens)) as parts:
                 for body in self.answer(request, parts):
                     if request.stream and not started:
                         self.send_response(200)
@@ -209,20 +209,20 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, request: Request, parts: Parts) -> Iterator[dict[str, Any]]:
         """The parts of an answer, or all of it at once."""
         answer = Answer(self.tokenizer, self.model, request.chat, len(request.tokens))
-        made: list[int] = []
+        generated: list[int] = []
         reason = None
         for part in parts:
             self.check_client()
-            made += part
-            if made and made[-1] in self.ends:
+            generated += part
+            if generated and generated[-1] in self.ends:
                 reason = "stop"
-            elif len(made) == request.most:
+            elif len(generated) == request.max_tokens:
                 reason = "length"
             if part and request.stream:
                 yield answer.chunk(answer.add(part, reason is not None), part, reason, False)
         if not request.stream:
-            text = answer.add(made, True)
-            yield answer.chunk(text, made, reason, True) | {"usage": answer.usage()}
+            text = answer.add(generated, True)
+            yield answer.chunk(text, generated, reason, True) | {"usage": answer.usage()}
         elif request.usage:
             yield answer.chunk("", [], None, False) | {"choices": [], "usage": answer.usage()}
 
@@ -249,12 +249,12 @@ class Handler(BaseHTTPRequestHandler):
         stream, options = body.get("stream", False), body.get("stream_options", {})
         if type(stream) is not bool or not isinstance(options, dict):
             raise ValueError('"stream" must be true or false, and "stream_options" a JSON object')
-        most = body.get("max_completion_tokens", body.get("max_tokens", 16))
+        max_tokens = body.get("max_completion_tokens", body.get("max_tokens", 16))
         tokens = self.tokens(body.get(name), chat)
-        self.check(tokens, most)
-        return Request(tokens, most, chat, stream, bool(options.get("include_usage")))
+        self.check(tokens, max_tokens)
+        return Request(tokens, max_tokens, chat, stream, bool(options.get("include_usage")))
 
-    def check(self, tokens: Any, most: Any) -> None:
+    def check(self, tokens: Any, max_tokens: Any) -> None:
         """ValueError for a request that the model cannot run: it would end the scheduler."""
         # A bool is an int, but no token.
         if not isinstance(tokens, list) or not tokens or {*map(type, tokens)} != {int}:
@@ -263,12 +263,12 @@ class Handler(BaseHTTPRequestHandler):
         for token in tokens:
             if not 0 <= token <= last:
                 raise ValueError(f'"prompt" has {token}; the model\'s tokens are 0 to {last}')
-        if type(most) is not int or most < 1:
-            raise ValueError(f'"max_tokens" is {most!r}; it must be an integer of at least 1')
-        if len(tokens) + most > self.longest:
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise ValueError(f'"max_tokens" is {max_tokens!r}; it must be an integer of at least 1')
+        if len(tokens) + max_tokens > self.longest:
             raise ValueError(
-                f"the prompt has {len(tokens)} tokens and the answer up to {most}; both together "
-                f"may have {self.longest}"
+                f"the prompt has {len(tokens)} tokens and the answer up to {max_tokens}; both "
+                f"together may have {self.longest}"
             )
 
     def body_length(self) -> int:

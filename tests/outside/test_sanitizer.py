@@ -15,7 +15,6 @@ from bench.front_end import Source
 from tests.outside.sanitizer import cases as problems
 from tests.outside.sanitizer import driver, faults, pack, packed, sanitize
 from tests.outside.sanitizer.packed import Packed, Program
-from tests.outside.sanitizer.ptx import compile_ptx
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator.build import ShaderCompileError
@@ -33,7 +32,7 @@ def test_a_decode_from_the_op_to_ptx(tmp_path):
     contents, sources = packed_cases(WIDE)
     (problem,), (dispatch, *_) = contents.problems, contents.problems[0].dispatches
     assert [name for name, _ in dispatch.buffers.values()][:3] == ["q", "k", "v"]
-    program = compile_ptx(sources[dispatch.program])
+    program = pack.compile_ptx(sources[dispatch.program])
     assert {*dispatch.buffers, *dispatch.constants} >= set(program.slots)
     assert program.slots == sorted(program.slots)
     text = program.ptx
@@ -56,9 +55,9 @@ def test_a_decode_from_the_op_to_ptx(tmp_path):
 
 def test_faults_of_a_text_are_told_apart():
     with pytest.raises(ShaderCompileError, match="missing"):
-        compile_ptx(Source("kernel void k() { missing(); }", "k", 32))
+        pack.compile_ptx(Source("kernel void k() { missing(); }", "k", 32))
     with pytest.raises(ValueError, match="no kernel sums; it has k"):
-        compile_ptx(Source("kernel void k() {}", "sums", 32))
+        pack.compile_ptx(Source("kernel void k() {}", "sums", 32))
 
 
 def test_small_problems_have_every_kernel():

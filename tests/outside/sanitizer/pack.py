@@ -1,6 +1,7 @@
 """Writes the small problems to a file: programs, inputs, expected results and planted faults."""
 
 import argparse
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -9,13 +10,35 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.front_end import Source, source_of
+from bench.front_end import Source, clang, front_end, source_of
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import RecordedLaunch
 
 from . import cases, faults
-from .packed import Dispatch, Noise, Packed, Problem
-from .ptx import compile_ptx
+from .packed import Dispatch, Noise, Packed, Problem, Program
+
+PTX = ["--target=nvptx64-nvidia-cuda", "-march=sm_90", "-nocudalib"]
+PTX += ["-Xclang", "-target-feature", "-Xclang", "+ptx80"]
+
+
+def compile_ptx(source: Source) -> Program:
+    """Compile a kernel to PTX for sm_90: one entry, with a 64-bit device address for each buffer.
+
+    Threadgroup memory is static.
+    """
+    ir, entry = front_end(source, "nvptx_kernel, flatten", PTX)
+    # Buffers in constant memory are passed by address, like other buffers.
+    ir = ir.replace("addrspace(4)", "addrspace(1)")
+    ptx = clang([*PTX, "-x", "ir", "-O3", "-S", "-", "-o", "-"], ir)
+    # LLVM writes a modifier that ptxas refuses with this type.
+    ptx = re.sub(r"(setp\.\w+)\.ftz(\.bf16)", r"\1\2", ptx)
+    ptx, count = re.subn(
+        rf"(\.entry {entry.symbol}\([^)]*\)\s*(?://[^\n]*\n\s*)?)\{{",
+        lambda match: f"{match.group(1)}\n.maxntid {source.threads}, 1, 1\n{{",
+        ptx,
+    )
+    assert count == 1, "the PTX has not exactly one entry of the kernel"
+    return Program(ptx, entry.symbol, entry.buffers)
 
 
 def contents(tensor: Tensor) -> bytes:

@@ -17,7 +17,7 @@ from torch import Tensor
 from bench.features import OF_LENGTHS, OfLengths
 from bench.inner_loop import COLUMNS, LENGTHS, slopes
 from bench.tables import print_table
-from tests.outside import peers, tensor_peers
+from tests.outside import peers
 from torch_metal_attn import simulate
 from torch_metal_attn.reference import attention
 from torch_metal_attn.runtime.tensor_tiles import on_m5
@@ -38,8 +38,8 @@ PEERS: dict[str, Callable[..., tuple[Tensor, Counters]]] = {
     "torch 2.15.0 prefill_attention": peers.torch_prefill_attention,
 }
 TENSOR_PEERS: dict[str, Callable[..., tuple[Tensor, Counters]]] = {
-    "MLX 0.32.4 steel_attention_nax": tensor_peers.mlx_nax_attention,
-    "torch 2.15.0 prefill_attention_mpp": tensor_peers.torch_mpp_attention,
+    "MLX 0.32.4 steel_attention_nax": peers.mlx_nax_attention,
+    "torch 2.15.0 prefill_attention_mpp": peers.torch_mpp_attention,
 }
 
 

@@ -1,18 +1,19 @@
-// Operations of a SIMD group as GPU instructions, where the simulator's header of this name calls
-// its engine. `__msl_lane` is Apple's lane, which decides what a lane holds of an 8x8 matrix.
+// Operations of a SIMD group as instructions of a GPU, in place of the simulator's header of this
+// name, which calls its engine. `__msl_lane` is Apple's lane: it decides which elements of an 8x8
+// matrix a lane holds.
 #pragma once
 #include <__msl_types.h>
 
 #define MSL_LOOKUP static METAL_FUNC __attribute__((unused))
 #define MSL_ENTRY MSL_LOOKUP
 
-// Atomic operations of the shim tell the engine of checked builds, which these never are.
+// The shim's atomic operations call the engine in checked builds only; these builds are unchecked.
 extern "C" const __msl_engine* __msl_table;
 METAL_FUNC void __msl_progress() {}
 
 #if defined(__SPIRV__)
 
-// Calls that bench/agx/driver/calls.c makes instructions of Apple's GPU of.
+// bench/agx/driver/calls.c compiles these calls to instructions of Apple's GPU.
 #define __AGX_PURE __attribute__((const, nothrow))
 #define __AGX_GROUP __attribute__((convergent, const, nothrow))
 #define __AGX_BARRIER __attribute__((convergent, nothrow))
@@ -108,8 +109,8 @@ METAL_FUNC uint __msl_pair_index() {
   return row * 4 + (quad & 2) + __msl_lane() % 2;
 }
 
-// The running thread, as an entry gives it to the shim's launch header. A threadgroup's threads are
-// counted by SIMD groups, in each of which they are in the order of Apple's lanes.
+// Fills in the running thread for the shim's launch header. Threads of a threadgroup are numbered
+// by SIMD group, and inside each in the order of Apple's lanes.
 METAL_FUNC void __gpu_place(__msl_launch& launch, __msl_thread& place) {
   const uint threads[3] = {__GPU_THREADS(x), __GPU_THREADS(y), __GPU_THREADS(z)};
   const uint groups[3] = {__GPU_THREADGROUPS(x), __GPU_THREADGROUPS(y), __GPU_THREADGROUPS(z)};

@@ -1,20 +1,20 @@
-// metal_math, with instructions of a GPU where the simulator's header calls the C library.
+// metal_math with a GPU's instructions; the simulator's header calls the C library.
 #pragma once
 #include <__msl_engine.h>
 
 #if defined(__SPIRV__)
-METAL_FUNC float __gpu_exp2(float x) { return agx_exp2(x); }
-METAL_FUNC float __gpu_log2(float x) { return agx_log2(x); }
-METAL_FUNC float __gpu_sin(float x) { return agx_sin(x); }
-METAL_FUNC float __gpu_cos(float x) { return agx_cos(x); }
-METAL_FUNC float __gpu_sqrt(float x) { return agx_sqrt(x); }
+#define __GPU_MATH(name, agx, nvvm) \
+  METAL_FUNC float __gpu_##name(float x) { return agx(x); }
 #else
-METAL_FUNC float __gpu_exp2(float x) { return __nvvm_ex2_approx_ftz_f(x); }
-METAL_FUNC float __gpu_log2(float x) { return __nvvm_lg2_approx_f(x); }
-METAL_FUNC float __gpu_sin(float x) { return __nvvm_sin_approx_f(x); }
-METAL_FUNC float __gpu_cos(float x) { return __nvvm_cos_approx_f(x); }
-METAL_FUNC float __gpu_sqrt(float x) { return __builtin_sqrtf(x); }
+#define __GPU_MATH(name, agx, nvvm) \
+  METAL_FUNC float __gpu_##name(float x) { return nvvm(x); }
 #endif
+__GPU_MATH(exp2, agx_exp2, __nvvm_ex2_approx_ftz_f)
+__GPU_MATH(log2, agx_log2, __nvvm_lg2_approx_f)
+__GPU_MATH(sin, agx_sin, __nvvm_sin_approx_f)
+__GPU_MATH(cos, agx_cos, __nvvm_cos_approx_f)
+__GPU_MATH(sqrt, agx_sqrt, __builtin_sqrtf)
+#undef __GPU_MATH
 METAL_FUNC float __gpu_exp(float x) { return __gpu_exp2(x * 1.44269504f); }
 METAL_FUNC float __gpu_log(float x) { return __gpu_log2(x) * 0.693147181f; }
 METAL_FUNC float __gpu_log10(float x) { return __gpu_log2(x) * 0.301029996f; }

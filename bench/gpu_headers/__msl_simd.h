@@ -1,5 +1,5 @@
-// metal_simdgroup, metal_quadgroup and metal_compute on a GPU, as far as attention uses them: the
-// interface of the simulator's header of this name.
+// The parts of metal_simdgroup, metal_quadgroup and metal_compute that attention uses, on a GPU.
+// The simulator's header of this name has the same interface.
 #pragma once
 #include <__msl_engine.h>
 #include <__msl_operations.h>
@@ -9,7 +9,7 @@ namespace metal {
 METAL_FUNC void threadgroup_barrier(mem_flags flags) { __msl_threadgroup_barrier((uint)flags); }
 METAL_FUNC void simdgroup_barrier(mem_flags flags) { __msl_simdgroup_barrier((uint)flags); }
 
-// `move` of each 32-bit word of a value.
+// Applies `move` to each 32-bit word of a value.
 template <class T, class F>
 METAL_FUNC T __each_word(T x, F move) {
   constexpr int count = (sizeof(T) + 3) / 4;
@@ -19,16 +19,15 @@ METAL_FUNC T __each_word(T x, F move) {
   __builtin_memcpy(&x, words, sizeof(T));
   return x;
 }
-template <class T>
-METAL_FUNC T simd_shuffle(T x, ushort lane) {
-  const uint from = __gpu_lane_of(lane & 31);
-  return __each_word(x, [=](uint word) { return __gpu_shuffle(word, from); });
-}
-template <class T>
-METAL_FUNC T simd_broadcast(T x, ushort lane) {
-  const uint from = __gpu_lane_of(lane & 31);
-  return __each_word(x, [=](uint word) { return __gpu_broadcast(word, from); });
-}
+#define __GPU_FROM_LANE(name)                                                   \
+  template <class T>                                                            \
+  METAL_FUNC T simd_##name(T x, ushort lane) {                                  \
+    const uint from = __gpu_lane_of(lane & 31);                                 \
+    return __each_word(x, [=](uint word) { return __gpu_##name(word, from); }); \
+  }
+__GPU_FROM_LANE(shuffle)
+__GPU_FROM_LANE(broadcast)
+#undef __GPU_FROM_LANE
 template <class T>
 METAL_FUNC T simd_shuffle_xor(T x, ushort mask) {
   // The order of lanes is a permutation of their bits.
@@ -42,7 +41,7 @@ METAL_FUNC T simd_shuffle_down(T x, ushort delta) {
   return lane < 32 ? other : x;
 }
 
-// Over all lanes that differ from this one in bits below `width`.
+// Reduces over the lanes that differ from this one in bits below `width`.
 template <template <class> class Op, ushort width, class T>
 METAL_FUNC T __reduce(T x) {
   _Pragma("unroll") for (ushort mask = width / 2; mask; mask >>= 1) x =
@@ -83,7 +82,7 @@ METAL_FUNC T simd_prefix_exclusive_sum(T x) {
   return lane ? before : (T)0;
 }
 
-// Named in other headers; attention calls none of them.
+// Other headers name these; attention does not call them.
 #define __GPU_UNUSED(name)          \
   template <class T, class... More> \
   T name(T x, More... more);

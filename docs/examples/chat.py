@@ -1,10 +1,10 @@
-"""Chat with a Hugging Face model whose keys and values stay in a static cache between the turns.
+"""Chat with a Hugging Face model that keeps its static cache between the turns.
 
     python docs/examples/chat.py --model some/model
     python docs/examples/chat.py --say "Hello" --say "And now?"
 
-Without --model a tiny random Llama answers, with bytes as its tokens: it shows the calls, and makes
-no sense. Without --say the lines come from the keyboard; an empty one or Ctrl-D ends the chat.
+Without --model a tiny random Llama answers with random bytes. Without --say the lines come from
+the keyboard; an empty line or Ctrl-D ends the chat.
 """
 
 import argparse
@@ -21,59 +21,47 @@ from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.tools.demo import tiny_llama
 
 
-class Bytes:
-    """A tokenizer for models without one: each byte is a token."""
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(tokens).decode(errors="replace")
-
-
-class Templated:
-    """A model's own tokenizer, with its chat template if it has one."""
-
-    def __init__(self, name: str) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(name)
-
-    def encode(self, text: str) -> list[int]:
-        if self._tokenizer.chat_template is None:
-            return list(self._tokenizer.encode(text))
-        turn = [{"role": "user", "content": text}]
-        found = self._tokenizer.apply_chat_template(
-            turn, add_generation_prompt=True, return_dict=True
-        )
-        return list(found["input_ids"])
-
-    def decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
-
-
 class Full(ValueError):
     """The conversation no longer fits into the cache."""
 
 
 class Chat:
-    """A conversation: all its tokens, and a cache that holds those that the model has read."""
+    """A conversation: all its tokens, and a cache of the tokens that the model has read.
 
-    def __init__(self, model: Any, tokenizer: Bytes | Templated, length: int) -> None:
+    Without a tokenizer each byte is a token.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, length: int) -> None:
         self.model, self.tokenizer, self.length = model, tokenizer, length
         self.cache = StaticCache(config=model.config, max_cache_len=length)
         self.tokens: list[int] = []
 
+    def encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            return list(text.encode())
+        if self.tokenizer.chat_template is None:
+            return list(self.tokenizer.encode(text))
+        turn = [{"role": "user", "content": text}]
+        options = {"add_generation_prompt": True, "return_dict": False}
+        return list(self.tokenizer.apply_chat_template(turn, **options))
+
+    def decode(self, tokens: list[int]) -> str:
+        if self.tokenizer is None:
+            return bytes(tokens).decode(errors="replace")
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
     def answer(self, text: str, most: int) -> str:
-        """The model's answer of at most `most` tokens. It reads only what is new. Raises Full."""
-        tokens = self.tokens + self.tokenizer.encode(text)
+        """The model's answer, of at most `most` tokens. The model reads only new tokens."""
+        tokens = self.tokens + self.encode(text)
         if len(tokens) + most > self.length:
             raise Full(
                 f"the conversation has {len(tokens)} tokens and the answer up to {most}; the cache "
                 f"holds {self.length}: start again with a larger --length"
             )
-        given = torch.tensor([tokens], device=self.model.device)
+        ids = torch.tensor([tokens], device=self.model.device)
         made: Tensor = self.model.generate(
-            given,
-            attention_mask=torch.ones_like(given),
+            ids,
+            attention_mask=torch.ones_like(ids),
             past_key_values=self.cache,
             max_new_tokens=most,
             do_sample=False,
@@ -81,15 +69,7 @@ class Chat:
             disable_compile=True,
         )
         self.tokens = made[0].tolist()
-        return self.tokenizer.decode(self.tokens[len(tokens) :])
-
-
-def chosen(name: str | None) -> tuple[Any, Bytes | Templated]:
-    """The named model with its tokenizer, or a tiny one."""
-    if name is None:
-        return tiny_llama(), Bytes()
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-    return model.eval(), Templated(name)
+        return self.decode(self.tokens[len(tokens) :])
 
 
 def typed() -> Iterator[str]:
@@ -101,13 +81,11 @@ def typed() -> Iterator[str]:
         print()
 
 
-def chat(
-    model: Any, tokenizer: Bytes | Templated, said: Iterable[str], length: int, most: int
-) -> Chat:
-    """Answer each line on the best device, and show what ran."""
+def chat(model: Any, tokenizer: Any, turns: Iterable[str], length: int, most: int) -> Chat:
+    """Answer each turn on the best device, and show which attention ran."""
     with best_device() as device:
         conversation = Chat(enable(model).to(device), tokenizer, length)
-        for text in said:
+        for text in turns:
             start = time.perf_counter()
             with record_routes() as routes:
                 print(conversation.answer(text, most))
@@ -126,10 +104,13 @@ def main(arguments: list[str] | None = None) -> Chat:
     options = parser.parse_args(arguments)
     if min(options.length, options.most) < 1:
         parser.error("--length and --most must be at least 1")
-    model, tokenizer = chosen(options.model)
-    said = typed() if options.say is None else options.say
+    model, tokenizer = tiny_llama(), None
+    if options.model is not None:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype="auto").eval()
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    turns = typed() if options.say is None else options.say
     try:
-        return chat(model, tokenizer, said, options.length, options.most)
+        return chat(model, tokenizer, turns, options.length, options.most)
     except Full as error:
         parser.exit(1, f"{error}\n")
 

@@ -2,8 +2,8 @@
 
     python docs/examples/image_pipeline.py --model some/stable-diffusion --prompt "a lighthouse"
 
-Without --model the pipeline is tiny and random: it shows the calls, and no picture. The memory is
-that of the largest attention by the shapes that `explain` reports. It is not measured.
+Without --model the pipeline is tiny and random. The memory is computed from the shapes that
+`explain` reports for the largest attention. It is not measured.
 """
 
 import argparse

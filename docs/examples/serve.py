@@ -1,16 +1,15 @@
 """A text server with continuous batching: requests join and leave the batch at every step.
 
-Requests that begin alike share the pages of that prefix. With --lookup the server answers one
-request at a time, and verifies several tokens in a forward.
+Requests with a common prefix share its pages.
 
     python docs/examples/serve.py --model some/model --port 8000
     curl -d '{"prompt": [72, 105], "max_tokens": 8}' http://127.0.0.1:8000/v1/completions
 
-The requests are those of OpenAI's API, so its clients work with base_url="http://127.0.0.1:8000/v1":
-/v1/completions with a prompt of tokens, or with --model of text, and /v1/chat/completions if the
-model has a chat template. Decoding is greedy. With "stream" the tokens are sent as they come, as
-server-sent events. A request ends when its client leaves. Without --model a tiny random Llama
-serves, whose tokens are bytes.
+The server has OpenAI's API, so OpenAI's clients work with base_url="http://127.0.0.1:8000/v1".
+/v1/completions takes tokens, or text with --model; /v1/chat/completions needs a model with a chat
+template. Decoding is greedy. "stream" sends tokens as server-sent events when they are ready. A
+request is cancelled when its client disconnects. Without --model a tiny random Llama serves, whose
+tokens are bytes.
 """
 
 import argparse
@@ -23,8 +22,7 @@ import threading
 import time
 import uuid
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from contextvars import copy_context
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -34,27 +32,26 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     ContinuousBatchingConfig,
-    DynamicCache,
     GenerationConfig,
 )
 
-from torch_metal_attn.integrations.transformers import continuous_batching, enable
+from torch_metal_attn.integrations.transformers import continuous_batching
 from torch_metal_attn.runtime.device import best_device
 from torch_metal_attn.tools.demo import tiny_llama
 
-# New tokens, or none if some time has passed, so that the caller can see whether its client left.
+# New tokens, or no tokens after POLL_SECONDS, so that the caller can check its client.
 Parts = Generator[list[int], None, None]
-LOOK_SECONDS = 0.1  # for a client that left
-IDLE_SECONDS = 60  # that a client may take to send its request, or to read a part of the answer
-MOST_BYTES = 2**24  # of a request
+POLL_SECONDS = 0.1
+IDLE_SECONDS = 60  # limit for a client to send its request, or to read a part of the answer
+MAX_REQUEST_BYTES = 2**24
 KNOWN = ("model", "user", "max_tokens", "max_completion_tokens", "stream", "stream_options")
-# Options of sampling, as greedy decoding has them.
-PLAIN = {"temperature": 0, "top_p": 1, "n": 1, "best_of": 1, "echo": False}
-PLAIN |= {"presence_penalty": 0, "frequency_penalty": 0}
+# Sampling options, with their values for greedy decoding.
+GREEDY = {"temperature": 0, "top_p": 1, "n": 1, "best_of": 1, "echo": False}
+GREEDY |= {"presence_penalty": 0, "frequency_penalty": 0}
 
 
 class Stopped(RuntimeError):
-    """The scheduler has ended, so no request can be answered any more."""
+    """The scheduler has ended, so the server answers no more requests."""
 
 
 def ends_of(model: Any) -> set[int]:
@@ -64,7 +61,7 @@ def ends_of(model: Any) -> set[int]:
 
 
 class Batches:
-    """Hands prompts to transformers' scheduler, and each result to the one who asked for it."""
+    """Passes prompts to transformers' scheduler, and each result to its request."""
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
@@ -72,11 +69,11 @@ class Batches:
         self._lock = threading.Lock()
         threading.Thread(target=self._collect, daemon=True).start()
 
-    def stream(self, tokens: list[int], most: int) -> Parts:
-        """The tokens that follow; other requests run at the same time. Closing it cancels it."""
+    def stream(self, tokens: list[int], max_tokens: int) -> Parts:
+        """The next tokens; other requests run at the same time. Closing it cancels the request."""
         results: queue.Queue[Any] = queue.Queue()
-        with self._lock:  # so that no result comes before its queue is known
-            name = self._manager.add_request(tokens, max_new_tokens=most, streaming=True)
+        with self._lock:  # a result may come before the queue is stored
+            name = self._manager.add_request(tokens, max_new_tokens=max_tokens, streaming=True)
             if name is None:
                 raise Stopped("the server has stopped generating: restart it")
             self._waiting[name] = results
@@ -85,7 +82,7 @@ class Batches:
             finished = False
             while not finished:
                 try:
-                    result = results.get(timeout=LOOK_SECONDS)
+                    result = results.get(timeout=POLL_SECONDS)
                 except queue.Empty:
                     yield []
                     continue
@@ -93,9 +90,9 @@ class Batches:
                     raise result
                 if result.error:
                     raise RuntimeError(result.error)
-                finished, made = result.is_finished(), result.generated_tokens[count:]
-                count += len(made)
-                yield made
+                finished, generated = result.is_finished(), result.generated_tokens[count:]
+                count += len(generated)
+                yield generated
         finally:
             with self._lock:
                 unfinished = self._waiting.pop(name, None)
@@ -107,115 +104,15 @@ class Batches:
             with self._lock:
                 act = self._waiting.pop if result.is_finished() else self._waiting.get
                 results = act(result.request_id, None)
-            if results is not None:  # else it was cancelled
+            if results is not None:  # None if the request was cancelled
                 results.put(result)
         with self._lock:
             for results in self._waiting.values():
                 results.put(Stopped("the server stopped while it generated: restart it"))
 
 
-class Lookup:
-    """Answers one request at a time, with greedy's tokens in fewer forwards.
-
-    It reads only what follows the prefix that a request shares with the last one, and it drafts
-    tokens by looking up what followed the last two tokens before (prompt lookup).
-    """
-
-    def __init__(self, model: Any, drafts: int) -> None:
-        self._model, self._drafts = model, drafts
-        self._ends = ends_of(model)
-        self._forget()
-        self._lock = threading.Lock()
-        self._context = copy_context()  # requests come in other threads
-        self.read: list[int] = []  # tokens that each forward has read
-
-    def stream(self, tokens: list[int], most: int) -> Parts:
-        """The tokens that follow; other requests wait."""
-        while not self._lock.acquire(timeout=LOOK_SECONDS):
-            yield []
-        try:
-            made = self._generate(tokens, most)
-            while (part := self._context.run(next, made, None)) is not None:
-                yield part
-        except BaseException:
-            self._forget()  # layers may have read different tokens
-            raise
-        finally:
-            self._lock.release()
-
-    def _forget(self) -> None:
-        self._cache = DynamicCache(config=self._model.config)
-        self._held: list[int] = []  # the tokens in the cache
-
-    def _generate(self, tokens: list[int], most: int) -> Parts:
-        made: list[int] = []
-        pairs = zip(self._held, tokens[:-1], strict=False)
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        self._drop_to(min(len(self._held), len(tokens) - 1) if shared is None else shared)
-        while len(made) < most:
-            known = tokens + made
-            draft = self._draft(known, most - len(made) - 1)
-            best = self._best(known[len(self._held) :] + draft, len(draft) + 1)
-            right = next((i for i, token in enumerate(draft) if token != best[i]), len(draft))
-            new = best[: right + 1]
-            end = next((i for i, token in enumerate(new) if token in self._ends), None)
-            self._drop_to(len(known) + right)
-            made += new
-            yield new if end is None else new[: end + 1]
-            if end is not None:
-                return
-
-    def _draft(self, known: list[int], most: int) -> list[int]:
-        """What followed the last earlier occurrence of the last two tokens."""
-        for start in range(len(known) - 3, -1, -1):
-            if known[start : start + 2] == known[-2:]:
-                return known[start + 2 :][: min(self._drafts, most)]
-        return []
-
-    @torch.no_grad()
-    def _best(self, new: list[int], count: int) -> list[int]:
-        """Reads new tokens; the most likely token after each of the last `count`."""
-        ids = torch.tensor([new], device=self._model.device)
-        logits = self._model(ids, past_key_values=self._cache, logits_to_keep=count).logits
-        self._held += new
-        self.read.append(len(new))
-        best: list[int] = logits[0].argmax(-1).tolist()
-        return best
-
-    def _drop_to(self, length: int) -> None:
-        """Take back what was read and is no prefix of the answer."""
-        if length < len(self._held):
-            self._cache.crop(length - len(self._held))
-            del self._held[length:]
-
-
-@dataclass
-class Limits:
-    """What a request may ask for. One that the model cannot run would end the scheduler for all."""
-
-    vocabulary: int
-    length: int  # of a prompt and its answer together
-
-    def check(self, tokens: Any, most: Any) -> None:
-        """Raises ValueError for a request that cannot be answered."""
-        # A bool is an int, but no token.
-        if not isinstance(tokens, list) or not tokens or {*map(type, tokens)} != {int}:
-            raise ValueError('"prompt" must be a text, or a list of at least one integer')
-        for token in tokens:
-            if not 0 <= token < self.vocabulary:
-                last = self.vocabulary - 1
-                raise ValueError(f'"prompt" has {token}; the model\'s tokens are 0 to {last}')
-        if type(most) is not int or most < 1:
-            raise ValueError(f'"max_tokens" is {most!r}; it must be an integer of at least 1')
-        if len(tokens) + most > self.length:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens and the answer up to {most}; both together "
-                f"may have {self.length}"
-            )
-
-
 class Answer:
-    """What is sent of a request's answer: whole, or in parts as the tokens come."""
+    """The JSON of an answer, whole or in parts."""
 
     def __init__(self, tokenizer: Any, model: str, chat: bool, prompt: int) -> None:
         self._tokenizer, self._chat, self._prompt = tokenizer, chat, prompt
@@ -223,11 +120,11 @@ class Answer:
         self._head: dict[str, Any] = {"id": f"cmpl-{uuid.uuid4().hex}", "object": kind}
         self._head |= {"model": model, "created": int(time.time())}
         self._made: list[int] = []
-        self._sent = 0  # letters
+        self._sent = 0  # characters
 
-    def add(self, made: list[int], ended: bool) -> str:
-        """The text of new tokens. A character whose tokens are not all there comes later."""
-        self._made += made
+    def add(self, generated: list[int], ended: bool) -> str:
+        """The text of new tokens, without a character whose tokens are incomplete."""
+        self._made += generated
         if self._tokenizer is None:
             return ""
         text = str(self._tokenizer.decode(self._made, skip_special_tokens=True))
@@ -253,21 +150,22 @@ class Answer:
 
 
 @dataclass
-class Asked:
-    """What a client asks for."""
+class Request:
+    """A checked request."""
 
     tokens: list[int]
-    most: int
+    max_tokens: int
     chat: bool
     stream: bool
-    usage: bool  # as the last part of a stream
+    usage: bool  # sent as the last part of a stream
 
 
 class Handler(BaseHTTPRequestHandler):
     """Answers OpenAI's /v1/completions, /v1/chat/completions and /v1/models."""
 
-    batches: Batches | Lookup
-    limits: Limits
+    batches: Batches
+    vocabulary: int
+    longest: int  # the most tokens of a prompt and its answer together
     model: str
     ends: set[int]
     tokenizer: Any = None
@@ -281,22 +179,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         try:
-            asked = self.asked()
+            request = self.request_of_body()
         except ValueError as error:
             self.send_failure(400, str(error))
             return
         started = False
         try:
-            with closing(self.batches.stream(asked.tokens, asked.most)) as parts:
-                for body in self.answer(asked, parts):
-                    if asked.stream and not started:
+            with closing(self.batches.stream(request.tokens, request.max_tokens)) as parts:
+                for body in self.answer(request, parts):
+                    if request.stream and not started:
                         self.send_response(200)
                         self.send_header("Content-Type", "text/event-stream")
                         self.send_header("Cache-Control", "no-cache")
                         self.end_headers()
                         started = True
-                    self.event(body) if asked.stream else self.send(body)
-            if asked.stream:
+                    self.event(body) if request.stream else self.send(body)
+            if request.stream:
                 self.event("[DONE]")
         except (ConnectionError, TimeoutError):
             raise  # the client left
@@ -308,31 +206,31 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 self.send_failure(status, message)
 
-    def answer(self, asked: Asked, parts: Parts) -> Iterator[dict[str, Any]]:
+    def answer(self, request: Request, parts: Parts) -> Iterator[dict[str, Any]]:
         """The parts of an answer, or all of it at once."""
-        answer = Answer(self.tokenizer, self.model, asked.chat, len(asked.tokens))
-        made: list[int] = []
+        answer = Answer(self.tokenizer, self.model, request.chat, len(request.tokens))
+        generated: list[int] = []
         reason = None
         for part in parts:
             self.check_client()
-            made += part
-            if made and made[-1] in self.ends:
+            generated += part
+            if generated and generated[-1] in self.ends:
                 reason = "stop"
-            elif len(made) == asked.most:
+            elif len(generated) == request.max_tokens:
                 reason = "length"
-            if part and asked.stream:
+            if part and request.stream:
                 yield answer.chunk(answer.add(part, reason is not None), part, reason, False)
-        if not asked.stream:
-            text = answer.add(made, True)
-            yield answer.chunk(text, made, reason, True) | {"usage": answer.usage()}
-        elif asked.usage:
+        if not request.stream:
+            text = answer.add(generated, True)
+            yield answer.chunk(text, generated, reason, True) | {"usage": answer.usage()}
+        elif request.usage:
             yield answer.chunk("", [], None, False) | {"choices": [], "usage": answer.usage()}
 
-    def asked(self) -> Asked:
+    def request_of_body(self) -> Request:
         """The request; ValueError if it is wrong."""
         text = self.rfile.read(self.body_length())
         try:
-            asked = json.loads(text)
+            body = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"the request must be a JSON object: {error}") from error
         chat = self.path == "/v1/chat/completions"
@@ -341,44 +239,61 @@ class Handler(BaseHTTPRequestHandler):
                 f"there is no {self.path}; POST has /v1/completions and /v1/chat/completions"
             )
         name = "messages" if chat else "prompt"
-        if not isinstance(asked, dict) or name not in asked:
+        if not isinstance(body, dict) or name not in body:
             raise ValueError(f'the request must be a JSON object with "{name}"')
-        asked = {option: value for option, value in asked.items() if value is not None}
-        for option, value in asked.items():
-            if option not in {name, *KNOWN} and value != PLAIN.get(option):
-                only = f"is {value!r}; only {PLAIN[option]} is" if option in PLAIN else "is not"
+        body = {option: value for option, value in body.items() if value is not None}
+        for option, value in body.items():
+            if option not in {name, *KNOWN} and value != GREEDY.get(option):
+                only = f"is {value!r}; only {GREEDY[option]} is" if option in GREEDY else "is not"
                 raise ValueError(f'"{option}" {only} supported; leave it out')
-        stream, options = asked.get("stream", False), asked.get("stream_options", {})
+        stream, options = body.get("stream", False), body.get("stream_options", {})
         if type(stream) is not bool or not isinstance(options, dict):
             raise ValueError('"stream" must be true or false, and "stream_options" a JSON object')
-        most = asked.get("max_completion_tokens", asked.get("max_tokens", 16))
-        tokens = self.tokens(asked.get(name), chat)
-        self.limits.check(tokens, most)
-        return Asked(tokens, most, chat, stream, bool(options.get("include_usage")))
+        max_tokens = body.get("max_completion_tokens", body.get("max_tokens", 16))
+        tokens = self.tokens(body.get(name), chat)
+        self.check(tokens, max_tokens)
+        return Request(tokens, max_tokens, chat, stream, bool(options.get("include_usage")))
+
+    def check(self, tokens: Any, max_tokens: Any) -> None:
+        """ValueError for a request that the model cannot run: it would end the scheduler."""
+        # A bool is an int, but no token.
+        if not isinstance(tokens, list) or not tokens or {*map(type, tokens)} != {int}:
+            raise ValueError('"prompt" must be a text, or a list of at least one integer')
+        last = self.vocabulary - 1
+        for token in tokens:
+            if not 0 <= token <= last:
+                raise ValueError(f'"prompt" has {token}; the model\'s tokens are 0 to {last}')
+        if type(max_tokens) is not int or max_tokens < 1:
+            raise ValueError(f'"max_tokens" is {max_tokens!r}; it must be an integer of at least 1')
+        if len(tokens) + max_tokens > self.longest:
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens and the answer up to {max_tokens}; both "
+                f"together may have {self.longest}"
+            )
 
     def body_length(self) -> int:
         length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MOST_BYTES:
+        if not length.isdecimal() or int(length) > MAX_REQUEST_BYTES:
             raise ValueError(
                 f"Content-Length is {length!r}; it must be the bytes of the request, up to "
-                f"{MOST_BYTES}"
+                f"{MAX_REQUEST_BYTES}"
             )
         return int(length)
 
-    def tokens(self, asked: Any, chat: bool) -> Any:
+    def tokens(self, prompt: Any, chat: bool) -> Any:
         """The tokens of a prompt, or of messages."""
-        if not chat and not isinstance(asked, str):
-            return asked
+        if not chat and not isinstance(prompt, str):
+            return prompt
         if self.tokenizer is None:
             raise ValueError("text needs a tokenizer: start the server with --model")
         if not chat:
-            asked.encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair
-            return self.tokenizer.encode(asked)
+            prompt.encode()  # raises UnicodeEncodeError, a ValueError, for half a surrogate pair
+            return self.tokenizer.encode(prompt)
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("the model has no chat template: use /v1/completions")
         options = {"add_generation_prompt": True, "return_dict": False}
         try:
-            return list(self.tokenizer.apply_chat_template(asked, **options))
+            return list(self.tokenizer.apply_chat_template(prompt, **options))
         except Exception as error:
             raise ValueError(f'"messages" do not fit the chat template: {error}') from error
 
@@ -409,42 +324,39 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     """A thread for each client."""
 
-    request_queue_size = 1024  # clients that connect at the same time; http.server has 5
+    request_queue_size = 1024  # clients that connect at the same time; http.server's default is 5
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients leave as they like: that is no error of the server."""
+        """A client that disconnects is no error of the server."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
 
 @contextmanager
-def server(
-    model: Any, tokenizer: Any, port: int, blocks: int, lookup: int = 0
-) -> Iterator[ThreadingHTTPServer]:
+def server(model: Any, tokenizer: Any, port: int, blocks: int) -> Iterator[ThreadingHTTPServer]:
     """A server on this machine that has not started yet; port 0 chooses a free one."""
     config = ContinuousBatchingConfig(num_blocks=blocks, max_batch_tokens=512)
     text = model.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", blocks * config.page_size)
-    with best_device() as device, ExitStack() as stack:
-        batches: Batches | Lookup
-        if lookup > 0:
-            batches = Lookup(enable(model.to(device)), lookup)
-        else:
-            stack.enter_context(continuous_batching(model.to(device)))
-            greedy = GenerationConfig(do_sample=False, eos_token_id=[*ends_of(model)] or [-1])
-            batching = model.continuous_batching_context_manager(
-                greedy, continuous_batching_config=config
-            )
-            batches = Batches(stack.enter_context(batching))
-        bound = {
-            "batches": batches,
-            "limits": Limits(text.vocab_size, min(blocks * config.page_size, longest)),
+    ends = ends_of(model)
+    greedy = GenerationConfig(do_sample=False, eos_token_id=[*ends] or [-1])
+    with (
+        best_device() as device,
+        continuous_batching(model.to(device)),
+        model.continuous_batching_context_manager(
+            greedy, continuous_batching_config=config
+        ) as manager,
+    ):
+        attributes = {
+            "batches": Batches(manager),
+            "vocabulary": text.vocab_size,
+            "longest": min(blocks * config.page_size, longest),
             "model": model.config.name_or_path or "tiny",
-            "ends": ends_of(model),
+            "ends": ends,
             "tokenizer": tokenizer,
         }
-        kind = type("Bound", (Handler,), bound)
+        kind = type("Bound", (Handler,), attributes)
         with Server(("127.0.0.1", port), kind) as http:
             print(f"serving on http://127.0.0.1:{http.server_port}, kernels on {device}")
             yield http
@@ -457,21 +369,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--blocks", type=int, default=64, help="of 256 tokens each, in the cache (default: 64)"
     )
-    parser.add_argument(
-        "--lookup",
-        type=int,
-        default=0,
-        help="answer one request at a time, and draft this many tokens by prompt lookup",
-    )
     options = parser.parse_args(arguments)
-    if options.blocks < 1 or options.lookup < 0 or not 0 <= options.port < 2**16:
-        parser.error("--blocks must be at least 1, --lookup at least 0, --port in 0..65535")
-    if options.model is None:
-        model, tokenizer = tiny_llama(), None
-    else:
-        loaded = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16)
-        model, tokenizer = loaded.eval(), AutoTokenizer.from_pretrained(options.model)
-    with server(model, tokenizer, options.port, options.blocks, options.lookup) as http:
+    if options.blocks < 1 or not 0 <= options.port < 2**16:
+        parser.error("--blocks must be at least 1, and --port in 0..65535")
+    model, tokenizer = tiny_llama(), None
+    if options.model is not None:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).eval()
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    with server(model, tokenizer, options.port, options.blocks) as http:
         try:
             http.serve_forever()
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""The diffusion pipeline of the examples: one of the reader's, or a tiny random one."""
+"""The diffusion pipeline of the examples: the reader's, or a tiny random one."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ TEXT_TOKENS, TEXT_WIDTH = 7, 32
 
 
 def pipeline_of(name: str | None) -> Any:
-    """A Stable Diffusion 1 or 2 by its name or folder; without one a tiny one of random weights."""
+    """A Stable Diffusion 1 or 2 by its name or folder; None makes a tiny random one."""
     if name is not None:
         return diffusers.StableDiffusionPipeline.from_pretrained(name)
     torch.manual_seed(0)
@@ -49,5 +49,5 @@ def embedded(pipeline: Any, prompt: str, device: torch.device) -> Tensor:
         generator = torch.Generator().manual_seed(1)
         return torch.randn(1, TEXT_TOKENS, TEXT_WIDTH, generator=generator).to(device)
     with torch.no_grad():
-        found: Tensor = pipeline.encode_prompt(prompt, device, 1, False)[0]
-    return found
+        embeddings: Tensor = pipeline.encode_prompt(prompt, device, 1, False)[0]
+    return embeddings

@@ -2,8 +2,8 @@
 
     python docs/examples/train_gpt.py --text FILE --steps 200
 
-Documents are separated by empty lines, and bytes are the tokens. `flash_attn_varlen_func` takes the
-bounds of the documents, so no document sees another one, and no padding is computed.
+Empty lines separate documents, and bytes are the tokens. `flash_attn_varlen_func` takes the bounds
+of the documents, so no document sees another one, and no padding is computed.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class GPT(nn.Module):
 
 
 def documents(text: str, length: int) -> list[Tensor]:
-    """The paragraphs of a text as bytes, cut to `length` and without those of one byte."""
+    """The paragraphs of a text as bytes, cut to `length`. Drops paragraphs of one byte."""
     parts = [part.strip().encode()[:length] for part in text.split("\n\n")]
     return [torch.tensor(list(part)) for part in parts if len(part) > 1]
 
@@ -114,9 +114,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     except (OSError, UnicodeDecodeError) as error:
         parser.error(f"cannot read {file}: {error}")
     if not documents(text, options.length):
-        parser.error(
-            f"{file} has no document of two bytes or more, cut to --length {options.length}"
-        )
+        parser.error(f"{file} has no document of two bytes or more")
     return train(text, options.steps, options.batch, options.length)
 
 

@@ -2,8 +2,7 @@
 
     python docs/examples/train_lora.py --model some/stable-diffusion --images FOLDER --out lora
 
-Without --model the pipeline is tiny and random, and without --images the images are colour
-gradients. Gradients of attention take linear memory.
+Without --model the pipeline is tiny and random. Without --images the images are colour gradients.
 """
 
 import argparse
@@ -32,22 +31,14 @@ def gradients_of_colour(size: int) -> Tensor:
 
 
 def loaded(folder: Path, size: int) -> Tensor:
-    """The images of a folder (N, 3, size, size) in -1..1, squeezed into squares."""
+    """The images of a folder (N, 3, size, size) in -1..1, resized to squares."""
     if not folder.is_dir():
         raise SystemExit(f"{folder} is not a folder")
-    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".png", ".jpg"))
-    if not found:
+    paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in (".png", ".jpg"))
+    if not paths:
         raise SystemExit(f"{folder} has no .png or .jpg file")
-    pixels = [np.array(Image.open(path).convert("RGB").resize((size, size))) for path in found]
+    pixels = [np.array(Image.open(path).convert("RGB").resize((size, size))) for path in paths]
     return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2) / 127.5 - 1
-
-
-@torch.no_grad()
-def encoded(pipeline: Any, images: Tensor) -> Tensor:
-    """The latents of images (N, 4, height, width)."""
-    found = pipeline.vae.encode(images).latent_dist.mean
-    latents: Tensor = found * pipeline.vae.config.scaling_factor
-    return latents
 
 
 def train(
@@ -59,7 +50,9 @@ def train(
     with best_device() as device, attention_backend(backend):
         pipeline.to(device)
         prompt = embedded(pipeline, text, device)
-        latents = encoded(pipeline, images.to(device))
+        with torch.no_grad():
+            latents = pipeline.vae.encode(images.to(device)).latent_dist.mean
+        latents = latents * pipeline.vae.config.scaling_factor
         unet = pipeline.unet.requires_grad_(False)
         unet.add_adapter(LoraConfig(r=4, target_modules=TARGETS, init_lora_weights="gaussian"))
         trained = [weight for weight in unet.parameters() if weight.requires_grad]
@@ -67,7 +60,7 @@ def train(
         schedule = pipeline.scheduler
         start = time.perf_counter()
         for step in range(1, steps + 1):
-            # Drawn on the CPU, so that they are the same on every device.
+            # Random numbers from the CPU are the same on every device.
             chosen = latents[torch.randint(len(latents), (1,)).to(device)]
             noise = torch.randn(chosen.shape).to(chosen)
             moment = torch.randint(schedule.config.num_train_timesteps, (1,)).to(device)

@@ -1,4 +1,4 @@
-"""Commands that pages show: cheap ones are run, the others are checked by their parser."""
+"""Commands in pages: cheap ones are run, and the parser of the others checks their arguments."""
 
 import argparse
 import contextlib
@@ -29,11 +29,11 @@ ACTIONS = {"actions/checkout", "actions/setup-python"}
 
 
 class Parsed(Exception):
-    """The arguments were read."""
+    """The parser accepted the arguments."""
 
 
 def check_commands(text, where, folder):
-    """What the commands print that are run; AssertionError for a line that is wrong or unknown."""
+    """The output of the commands that are run; AssertionError for a wrong or unknown line."""
     printed = ""
     for line in text.replace("\\\n", "").splitlines():
         words = shlex.split(line, comments=True)
@@ -70,8 +70,8 @@ def _python(arguments, where, folder):
 def _parsed_by(module, arguments, where):
     parse = argparse.ArgumentParser.parse_args
 
-    def parse_and_stop(self, *own):
-        parse(self, *own)
+    def parse_and_stop(self, *options):
+        parse(self, *options)
         raise Parsed
 
     with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_and_stop):
@@ -85,7 +85,7 @@ def _parsed_by(module, arguments, where):
 
 
 def _printed_by(main, arguments, where):
-    """Standard output and error of a command, which may find faults but must be understood."""
+    """Standard output and error of a command, which may report faults."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
         status = main(arguments)
     assert status in (0, 1), f"{where}: {out.getvalue()}"
@@ -94,16 +94,16 @@ def _printed_by(main, arguments, where):
 
 def _pip(arguments, where, folder):
     assert arguments[:1] == ["install"], f"{where}: only install can be checked"
-    wanted = [word for word in arguments[1:] if word not in PIP_FLAGS]
-    assert wanted, f"{where}: install what?"
-    for word in wanted:
+    packages = [word for word in arguments[1:] if word not in PIP_FLAGS]
+    assert packages, f"{where}: install what?"
+    for word in packages:
         assert not word.startswith("-"), f"{where}: {word}"
         if word.startswith("."):
             word = word.replace(".", "torch_metal_attn", 1)
         elif word.endswith(".whl"):
             wheels = [f"torch_metal_attn-0.1.0-cp310-abi3-{platform}.whl" for platform in PLATFORMS]
-            found = fnmatch.filter(wheels, Path(word).name)
-            assert len(found) == 1, f"{where}: {word} is {found or 'no wheel of ours'}"
+            matches = fnmatch.filter(wheels, Path(word).name)
+            assert len(matches) == 1, f"{where}: {word} is {matches or 'no wheel of ours'}"
             continue
         requirement = Requirement(word)
         if requirement.name == "torch_metal_attn":
@@ -111,8 +111,8 @@ def _pip(arguments, where, folder):
 
 
 def _git(arguments, where, folder):
-    wanted = repository.url() or repository.PLACEHOLDER
-    assert arguments == ["clone", wanted], f"{where}: the repository is {wanted}"
+    url = repository.url() or repository.PLACEHOLDER
+    assert arguments == ["clone", url], f"{where}: the repository is {url}"
 
 
 def _cd(arguments, where, folder):
@@ -126,13 +126,13 @@ def extras():
 
 
 def _echo(arguments, where, folder):
-    written = re.fullmatch(r"(\S+) > (\w+\.txt)", " ".join(arguments))
-    assert written, f"{where}: echo writes one requirement to a file"
-    Requirement(written[1])
+    command = re.fullmatch(r"(\S+) > (\w+\.txt)", " ".join(arguments))
+    assert command, f"{where}: echo writes one requirement to a file"
+    Requirement(command[1])
 
 
 def _compiler(arguments, where, folder):
-    """That the sources exist; tests/simulator/test_alone.py compiles them."""
+    """Checks that the sources exist; tests/simulator/test_alone.py compiles them."""
     assert all(list(ROOT.glob(name)) for name in arguments if name.endswith(".cpp")), where
 
 
@@ -148,7 +148,7 @@ RULES = {
 
 
 def check_yaml(text, where, folder):
-    """A workflow of GitHub's: its steps are known actions or commands as in `sh` blocks."""
+    """A GitHub workflow, whose steps are known actions or commands as in `sh` blocks."""
     jobs = yaml.safe_load(text)["jobs"]
     for name, job in jobs.items():
         assert job["runs-on"], f"{where}: {name} runs nowhere"

@@ -1,11 +1,11 @@
 """Markdown pages as programs: every fenced block of a page is run or checked, or the page fails.
 
-- ```python: executed, the blocks of a page in order, in one namespace and an empty folder. A block
-  that begins with `# test_<name>.py` is that file, which pytest runs.
-- ```text: what the block before it printed, a python block or a command that is run; `...` stands
-  for anything. Of several in a row each is what some machine prints.
-- ```metal: compiled for the simulator, and linted, as Metal 4.0 if it has tensor operations; the
-  first line, `// <name>.metal`, names the file that it is for the blocks behind it.
+- ```python: executed, all blocks of a page in one namespace and an empty folder. A block that
+  begins with `# test_<name>.py` is written to that file, which pytest runs.
+- ```text: the output of the python block or command before it; `...` matches anything. Of several
+  text blocks in a row one must match.
+- ```metal: compiled for the simulator, and linted, as Metal 4.0 if it has tensor operations. The
+  first line, `// <name>.metal`, names the file for later blocks.
 - ```sh and ```yaml: see `doc_commands`.
 """
 
@@ -24,7 +24,7 @@ from torch_metal_attn.simulator.lint import lint_source
 from torch_metal_attn.simulator.metal import versions
 
 ROOT = Path(__file__).parents[2]
-# What a page calls a model of the reader's.
+# The name of the reader's model in pages.
 MODEL = '"your/model"'
 FOLDERS = "bench|csrc|docs|shaders|tests|torch_metal_attn"
 FENCE = re.compile(r" *```([a-z]*)$")
@@ -40,13 +40,13 @@ class Block:
 
 
 def blocks_of(text):
-    """The blocks of a page; AssertionError for a fence that has no end or more than a language."""
+    """The blocks of a page; AssertionError for a fence without an end or with options."""
     blocks, opened, lines = [], None, text.split("\n")
     for number, line in enumerate(lines, 1):
         if not line.lstrip().startswith("```"):
             continue
         fence = FENCE.match(line)
-        assert fence, f"line {number}: {line!r} is no fence that is known here"
+        assert fence, f"line {number}: {line!r} is no known fence"
         if opened is None:
             opened = Block(fence[1], "", number + 1)
         else:
@@ -58,10 +58,10 @@ def blocks_of(text):
 
 
 def run_page(path, folder, model=None):
-    """Runs every block of the page; raises what a block raises, and AssertionError.
+    """Runs every block of the page. Raises the exception of a block, or AssertionError.
 
-    folder: empty, and the current one. model: the folder of a model with its tokenizer, which
-    stands for "your/model".
+    folder: the current folder, empty. model: a folder with a model and its tokenizer, which
+    replaces "your/model".
     """
     namespace = {"__name__": "__page__"}
     printed = None
@@ -94,7 +94,7 @@ def run_page(path, folder, model=None):
 
 
 def outputs_of(blocks):
-    """For each block, the `text` blocks in a row that it is one of; [] for another language."""
+    """For each block, its row of consecutive `text` blocks; [] for another language."""
     rows = [list(row) for _, row in groupby(blocks, key=lambda block: block.language == "text")]
     return [row if row[0].language == "text" else [] for row in rows for _ in row]
 
@@ -104,12 +104,12 @@ def _same(expected, printed):
 
 
 def _run_python(block, path, namespace, model):
-    """What it prints."""
+    """The output of the block."""
     text = block.text
     if MODEL in text:
-        assert model is not None, f"{path.name}:{block.line}: there is no model to put for {MODEL}"
+        assert model is not None, f"{path.name}:{block.line}: there is no model for {MODEL}"
         text = text.replace(MODEL, repr(str(model)))
-    # Tracebacks then name the page and its line.
+    # The line breaks make tracebacks name the line of the page.
     code = compile("\n" * (block.line - 1) + text, str(path), "exec", dont_inherit=True)
     with contextlib.redirect_stdout(io.StringIO()) as out:
         exec(code, namespace)
@@ -137,7 +137,7 @@ def _check_metal(text, where):
 
 
 def dead_paths(path):
-    """Paths of the repository, and tests by their names, that a page has in `...` in vain."""
+    """Paths and names of tests in `...` on a page that do not exist in the repository."""
     dead = []
     for quoted in re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8")):
         if not re.match(rf"({FOLDERS})/[\w./:-]*$", quoted):
@@ -152,8 +152,8 @@ def dead_paths(path):
 
 
 def dead_links(path):
-    """Links of the page to files of the repository, and to headings, that are not there."""
-    # Brackets in code are no links.
+    """Links of the page to files or headings that do not exist."""
+    # Brackets in code are not links.
     text = re.sub(r"```.*?```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.S)
     dead = []
     for target in re.findall(r"\]\(([^)]+)\)", text):
@@ -167,6 +167,6 @@ def dead_links(path):
 
 
 def _headings(path):
-    """The names by which a page's headings are linked, as GitHub makes them."""
+    """The anchors of a page's headings, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
     return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}

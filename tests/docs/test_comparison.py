@@ -1,4 +1,4 @@
-"""docs/comparison.md: every cell leads to a test of ours, or to a source at a fixed version."""
+"""docs/comparison.md: every cell links to a test of ours, or to a source at a fixed version."""
 
 import re
 
@@ -13,7 +13,7 @@ FIXED = re.compile(
 )
 TABLE = [line.strip("|").split("|") for line in TEXT.splitlines() if line.startswith("|")]
 COLUMNS = [cell.strip() for cell in TABLE[0]]
-# Of each column: the first letter of its sources.
+# The first letter of each column's sources.
 LETTERS = dict(zip(COLUMNS, " hTMABF", strict=True))
 ROWS = {row[0].strip(): dict(zip(COLUMNS, row, strict=True)) for row in TABLE[2:]}
 
@@ -22,13 +22,13 @@ ROWS = {row[0].strip(): dict(zip(COLUMNS, row, strict=True)) for row in TABLE[2:
 def test_every_cell_has_a_source(feature):
     for column in COLUMNS[1:]:
         cell = ROWS[feature][column].strip()
-        if not cell:  # a question that makes no sense for the column
+        if not cell:  # the question does not apply to the column
             assert column != "here"
             continue
-        found = re.fullmatch(r"\[[^][]+\]\[(\w+)\]", cell)
-        assert found, f"{column}: {cell}"
-        assert found[1].startswith(LETTERS[column])
-        assert found[1] in SOURCES
+        link = re.fullmatch(r"\[[^][]+\]\[(\w+)\]", cell)
+        assert link, f"{column}: {cell}"
+        assert link[1].startswith(LETTERS[column])
+        assert link[1] in SOURCES
 
 
 def test_sources_are_fixed_and_used():

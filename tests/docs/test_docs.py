@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and docs/: every block is run or checked, every link leads somewhere."""
+"""README, CONTRIBUTING and docs/: every block is run or checked, and every link has a target."""
 
 import operator
 import re
@@ -44,7 +44,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def page(tmp_path, monkeypatch):
-    """Runs a page, given by its path or text, in an empty folder; what it imports is forgotten."""
+    """Runs a page, a path or its text, in an empty folder, and forgets `flash_attn` afterwards."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     before = set(sys.modules)
@@ -62,20 +62,20 @@ def page(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-# Those that print what kernels compute; of other pages other tests have the options.
+# Pages that print results of kernels. Other tests cover the options of the other pages.
 ON_KERNELS = [doc_pages.ROOT / name for name in ("README.md", "docs/numerics.md")]
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if path not in ON_KERNELS], ids=ID)
 def test_blocks(path, page, request):
-    """Without a GPU outside of the simulator: the checks of the kernels, and plain torch."""
+    """On the CPU: checks of arguments, and torch operations outside of `simulate()`."""
     model = request.getfixturevalue("model") if doc_pages.MODEL in path.read_text() else None
     page(path, model)
 
 
 @pytest.mark.parametrize("path", ON_KERNELS, ids=ID)
 def test_blocks_on_kernels(path, page, device, request):
-    """On mps, or in the simulator, every access checked."""
+    """On mps, or in the simulator with every access checked."""
     page(path, request.getfixturevalue("model"))
 
 
@@ -116,7 +116,7 @@ def test_every_report_has_a_test():
 
 TROUBLE = doc_pages.ROOT / "docs" / "troubleshooting.md"
 ROWS = [line.split(" | ")[0] for line in TROUBLE.read_text().splitlines() if line[:3] == "| `"]
-# What the package says is in the first cells, where it is no variable and no other program's.
+# Cells that quote the package, not variables or other programs.
 SAID = [row for row in ROWS if "from Xcode" not in row and not re.match(r"\| `[A-Z_]+=", row)]
 
 
@@ -147,9 +147,9 @@ def test_requirements_are_those_of_the_package():
     needed = dict(re.findall(r"(python|torch|transformers|diffusers)[ =\">]+([\d.]+)\"", wanted))
     shown = {"python": "Python", "torch": "PyTorch"}
     for name, version in needed.items():
-        told = f"{shown.get(name, name)} {version} or later"
-        assert told in install, told
-        assert name not in shown or told in readme, told
+        text = f"{shown.get(name, name)} {version} or later"
+        assert text in install, text
+        assert name not in shown or text in readme, text
         if name in shown:
             badge = doc_pages.ROOT / "docs" / "images" / f"{shown[name].lower()}.svg"
             assert f">{version}+<" in badge.read_text(encoding="utf-8")
@@ -157,42 +157,36 @@ def test_requirements_are_those_of_the_package():
     assert all(f"macOS {oldest} or later" in page for page in (install, readme.replace("| ", "")))
 
 
-DOCSTRING = """What it does: this.
+DOCSTRING = """Does this.
 
 Args: first: one. Two. second, third:
     others.
 
-Raises: ValueError: a fault.
-
 Example:
     f(1)
 """
-
-
-def test_docstrings_become_lists():
-    """As `make docs` has them, also where a section's names are in one paragraph."""
-    docs_docstrings = pytest.importorskip("docs_docstrings", reason="needs the extra docs")
-    expected = """What it does: this.
+MARKDOWN = """Does this.
 
 **Args:**
 
 - `first`: one. Two.
 - `second, third`: others.
 
-**Raises:**
-
-- `ValueError`: a fault.
-
 **Example:**
 
     f(1)
 """
-    found = docs_docstrings.as_markdown(DOCSTRING)
-    assert re.sub(r" *\n+", "\n", found) == re.sub(r"\n+", "\n", expected)
+
+
+def test_docstrings_become_lists():
+    """In `make docs`, also if the names of a section are in one paragraph."""
+    docs_docstrings = pytest.importorskip("docs_docstrings", reason="needs the extra docs")
+    actual = docs_docstrings.as_markdown(DOCSTRING)
+    assert re.sub(r" *\n+", "\n", actual) == re.sub(r"\n+", "\n", MARKDOWN)
     block = "Args:{}\n    a: one\n        more: of it.\n    *b: two.\n"
     for intro in ("", " one of"):
-        found = docs_docstrings.as_markdown(block.format(intro))
-        assert found == f"**Args:**{intro}\n\n- `a`: one more: of it.\n- `*b`: two.\n"
+        actual = docs_docstrings.as_markdown(block.format(intro))
+        assert actual == f"**Args:**{intro}\n\n- `a`: one more: of it.\n- `*b`: two.\n"
 
 
 def test_every_page_is_linked():
@@ -204,7 +198,7 @@ def test_every_page_is_linked():
 
 METAL = "```metal\n// k.metal\nkernel void k(device float* o [[buffer(0)]]) {{ o[0] = {}; }}\n```\n"
 CHECK = "```sh\npython -m torch_metal_attn.simulator check k.metal\n```\n```text\nkernel k\n"
-# A page, and words of the error.
+# Text of a page: part of the error.
 BROKEN = {
     "```python\nraise ValueError('these words')\n```": "these words",
     "```python\nprint(of_another_page)\n```": "name 'of_another_page' is not defined",
@@ -212,7 +206,6 @@ BROKEN = {
     "```python\nprint(1)\n```\n```text\n2\n```\nOr:\n```text\n3\n```": "printed was\n1",
     "```text\n1\n```": "nothing before this block has printed",
     "```python\n# test_x.py\ndef test_x():\n    assert 0\n```": "1 failed",
-    METAL.format("missing"): "use of undeclared identifier 'missing'",
     METAL.format("double(1)"): "`double` is not in Metal",
     "```sh\nmake tset\n```": "No rule to make target 'tset'",
     "```sh\npython -m torch_metal_attn verfy\n```": "verfy': not understood",
@@ -228,7 +221,7 @@ BROKEN = {
 
 
 def test_a_broken_block_fails(page):
-    """Sound ones of each kind are in test_blocks."""
+    """test_blocks has correct blocks of each kind."""
     page("```python\nof_another_page = 1\n```")
     for text, words in BROKEN.items():
         with pytest.raises(Exception, match=re.escape(words)):

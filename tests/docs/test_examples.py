@@ -1,13 +1,14 @@
-"""docs/examples at small size: what each script promises, on mps or in the simulator."""
+"""The scripts of docs/examples at small sizes, on mps or in the simulator."""
 
 import http.client
 import importlib
-import io
 import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -30,14 +31,14 @@ PROMPTS = [[72, 105], [65], [1, 2, 3, 4, 5]]
 
 
 def example(name):
-    """The script as a module, with what it imports there."""
+    """The script as a module; skips if a library that it needs is missing."""
     for library in NEEDED.get(name, []):
         pytest.importorskip(library)
     return importlib.import_module(name)
 
 
 def continued(prompt, most):
-    """The tokens that follow, by torch's eager attention and without a cache."""
+    """The next tokens by torch's eager attention, without a cache."""
     model = tiny_llama()
     model.set_attn_implementation("eager")
     tokens = torch.tensor([prompt])
@@ -53,11 +54,10 @@ def continued(prompt, most):
 
 
 @pytest.mark.parametrize(
-    "name, arguments, said",
+    "name, arguments, message",
     [
         ("chat", ["--most", "0"], "--length and --most must be at least 1"),
         ("serve", ["--blocks", "0"], "--blocks must be at least 1"),
-        ("serve", ["--lookup", "-1"], "--lookup at least 0"),
         ("serve", ["--port", "65536"], "--port in 0..65535"),
         ("train_gpt", ["--batch", "0"], "must be at least 1"),
         ("train_gpt", ["--length", "-3"], "must be at least 1"),
@@ -65,10 +65,10 @@ def continued(prompt, most):
         ("train_lora", ["--images", "no such folder"], "no such folder is not a folder"),
     ],
 )
-def test_bad_arguments(name, arguments, said, capsys):
+def test_bad_arguments(name, arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
         example(name).main(arguments)
-    assert said in capsys.readouterr().err + str(ended.value)
+    assert message in capsys.readouterr().err + str(ended.value)
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != SHARED])
@@ -82,36 +82,26 @@ def test_help(name, capsys):
 
 def test_chat(capsys):
     chat = example("chat")
-    said = chat.main(["--say", "Hi", "--say", "so", "--most", "4", "--length", "32"])
+    conversation = chat.main(["--say", "Hi", "--say", "so", "--most", "4", "--length", "32"])
     first = [*b"Hi", *continued([*b"Hi"], 4)]
-    assert said.tokens == [*first, *b"so", *continued([*first, *b"so"], 4)]
+    assert conversation.tokens == [*first, *b"so", *continued([*first, *b"so"], 4)]
     assert "12 of 32 tokens" in capsys.readouterr().out
-    assert said.cache.get_seq_length() == 11  # all but the last answer's last token
+    assert conversation.cache.get_seq_length() == 11  # all but the last token
     with pytest.raises(ValueError, match="has 32 tokens and the answer up to 4; the cache holds"):
-        said.answer("x" * 20, 4)
+        conversation.answer("x" * 20, 4)
     with pytest.raises(SystemExit):
         chat.main(["--say", "Hi", "--most", "4", "--length", "5"])
     assert "start again with a larger --length" in capsys.readouterr().err
 
 
-def test_chat_ends_with_its_input(monkeypatch, capsys):
-    chat = example("chat")
-    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
-    said = chat.main(["--most", "1"])
-    assert len(said.tokens) == 3
-    assert "3 of 128 tokens" in capsys.readouterr().out
-
-
-def test_ctrl_c_at_the_prompt_ends_the_chat(monkeypatch):
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("builtins.input", interrupted)
-    assert list(example("chat").typed()) == []
+@pytest.mark.parametrize("end", [EOFError, KeyboardInterrupt])
+def test_chat_ends_with_its_input(monkeypatch, end):
+    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=["Hi", end]))
+    assert len(example("chat").main(["--most", "1"]).tokens) == 3
 
 
 class Letters:
-    """A tokenizer of one token a letter."""
+    """A tokenizer whose tokens are bytes."""
 
     def encode(self, text):
         return list(text.encode())
@@ -150,8 +140,8 @@ class Served:
 
 
 @contextmanager
-def served(tokenizer=None, lookup=0, model=None):
-    with example("serve").server(model or tiny_llama(), tokenizer, 0, 16, lookup) as server:
+def served(tokenizer=None, model=None):
+    with example("serve").server(model or tiny_llama(), tokenizer, 0, 16) as server:
         running = threading.Thread(target=server.serve_forever)
         running.start()
         try:
@@ -162,7 +152,7 @@ def served(tokenizer=None, lookup=0, model=None):
 
 
 def events(client):
-    """The parts of a stream, the last of which is the word that ends it."""
+    """The parts of a stream, then its end mark."""
     answer = client.getresponse()
     assert answer.getheader("Content-Type") == "text/event-stream"
     for line in answer:
@@ -193,35 +183,34 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("lookup, most", [(0, 3), (4, 8)])
-def test_serve(lookup, most):
-    """Also with wrong requests in between, which are refused and harm no other one."""
-    with served(lookup=lookup) as asked, ThreadPoolExecutor() as pool:
-        requests = [{"prompt": prompt, "max_tokens": most} for prompt in PROMPTS]
-        wrong = [(pool.submit(asked, request), said) for request, said in REFUSED]
-        answers = list(pool.map(asked, requests))
-        for answer, said in wrong:
+def test_serve():
+    """Wrong requests in between are refused, and do not affect others."""
+    with served() as post, ThreadPoolExecutor() as pool:
+        requests = [{"prompt": prompt, "max_tokens": 3} for prompt in PROMPTS]
+        wrong = [(pool.submit(post, request), message) for request, message in REFUSED]
+        answers = list(pool.map(post, requests))
+        for answer, message in wrong:
             assert answer.result()[0] == 400
-            assert said in answer.result()[1]
-        assert "there is no /v2; POST has" in asked({}, "/v2")[1]
+            assert message in answer.result()[1]
+        assert "there is no /v2; POST has" in post({}, "/v2")[1]
         for length in ("-1", "x", "99999999999"):
-            assert asked(b"{}", "/v1/completions", **{"Content-Length": length})[0] == 400
-    assert answers == [(200, continued(prompt, most)) for prompt in PROMPTS]
+            assert post(b"{}", "/v1/completions", **{"Content-Length": length})[0] == 400
+    assert answers == [(200, continued(prompt, 3)) for prompt in PROMPTS]
 
 
 def test_serve_takes_many_clients(capfd, monkeypatch):
-    """Who all connect before the first is accepted. Requests of those who leave are cancelled."""
+    """All connect before the first is accepted. Requests of clients that leave are cancelled."""
     accepting = threading.Event()
     kind = example("serve").Server
     monkeypatch.setattr(kind, "verify_request", lambda *_: accepting.wait(HANG_SECONDS))
-    with served() as asked:
-        manager = asked.server.RequestHandlerClass.batches._manager
+    with served() as post:
+        manager = post.server.RequestHandlerClass.batches._manager
         cancelled, cancel = [], manager.cancel_request
         manager.cancel_request = lambda name: cancelled.append(name) or cancel(name)
         request, expected = {"prompt": PROMPTS[0], "max_tokens": 2}, continued(PROMPTS[0], 2)
         long = request | {"max_tokens": 120}
-        clients = [asked.connect(request) for _ in range(128)]
-        leaving = [asked.connect(long | {"stream": n % 2 > 0}) for n in range(8)]
+        clients = [post.connect(request) for _ in range(128)]
+        leaving = [post.connect(long | {"stream": n % 2 > 0}) for n in range(8)]
         accepting.set()
         for client in leaving[1::2]:
             assert next(events(client))["choices"][0]["finish_reason"] is None
@@ -230,22 +219,21 @@ def test_serve_takes_many_clients(capfd, monkeypatch):
         for client in clients:
             assert json.load(client.getresponse())["choices"][0]["token_ids"] == expected
             client.close()
-        assert asked(request)[0] == 200
+        assert post(request)[0] == 200
         assert any(len(cancelled) == 8 or time.sleep(0.05) for _ in range(200))
     assert "Traceback" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("lookup", [0, 4])
 @pytest.mark.parametrize("chat", [False, True])
-def test_serve_streams(lookup, chat):
-    """Tokens come as they are made, and the text is that of all of them."""
+def test_serve_streams(chat):
+    """The parts together have the tokens and the text of a whole answer."""
     name = "messages" if chat else "prompt"
     request = {name: [{"role": "user", "content": "Hi"}] if chat else "Hi", "max_tokens": 6}
     path = "/v1/chat/completions" if chat else "/v1/completions"
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    with served(Letters(), lookup) as asked:
-        assert asked(request, path) == (200, made := continued([*b"Hi"], 6))
-        with closing(asked.connect(request | options, path)) as client:
+    with served(Letters()) as post:
+        assert post(request, path) == (200, made := continued([*b"Hi"], 6))
+        with closing(post.connect(request | options, path)) as client:
             *parts, usage, end = events(client)
     answer = example("serve").Answer(Letters(), "tiny", chat, 2)
     assert [answer.add([byte], False) for byte in "é".encode()] == ["", "é"]
@@ -258,72 +246,46 @@ def test_serve_streams(lookup, chat):
     assert (usage["choices"], usage["usage"]["total_tokens"], end) == ([], 8, "[DONE]")
 
 
-@pytest.mark.parametrize("lookup", [0, 4])
-def test_serve_ends_at_token_0(lookup):
-    """Which the model says in place of the second token."""
+def test_serve_ends_at_token_0():
+    """The weights are swapped so that token 0 is the second token."""
     model, (first, second) = tiny_llama(), continued(PROMPTS[0], 2)
     model.config.eos_token_id = 0
     weight = model.lm_head.weight.data
     weight[[0, second]] = weight[[second, 0]]
-    with served(lookup=lookup, model=model) as asked:
+    with served(model=model) as post:
         request = {"prompt": PROMPTS[0], "max_tokens": 9}
-        assert asked(request) == (200, [first, 0])
-
-
-def test_lookup_reads_prefixes_once_and_several_tokens_at_a_time():
-    lookup = example("serve").Lookup(tiny_llama(), 4)
-
-    def generate(tokens, most):
-        return [token for part in lookup.stream(tokens, most) for token in part]
-
-    prompt = [7, 8, 9, 10] * 4
-    first = generate(prompt, 12)
-    assert first == continued(prompt, 12)
-    assert lookup.read[0] > len(prompt)  # with a draft
-    forwards = len(lookup.read)
-    assert forwards < 12
-    longer = [*prompt, *first[:6], 3]
-    assert generate(longer, 5) == continued(longer, 5)
-    # Of the second request only its last token was not read before, and a draft follows it.
-    assert lookup.read[forwards] <= 1 + 4
-    left = lookup.stream([*longer, 5], 9)
-    next(left)
-    left.close()
-    other = [7, 8, 1]
-    assert generate(other, 2) == continued(other, 2)
+        assert post(request) == (200, [first, 0])
 
 
 def test_serve_shares_prefixes(monkeypatch):
-    """The second of two prompts that begin alike finds a page of the first."""
+    """The second prompt finds a page of the first, with which it has a prefix in common."""
     from transformers.generation.continuous_batching import PagedAttentionCache
 
-    found = []
+    matches = []
     search = PagedAttentionCache.search_prefix_match
     monkeypatch.setattr(
         PagedAttentionCache,
         "search_prefix_match",
-        lambda self, *given: found.append(search(self, *given)) or found[-1],
+        lambda self, *arguments: matches.append(search(self, *arguments)) or matches[-1],
     )
     serve = example("serve")
-    config = serve.ContinuousBatchingConfig
-    monkeypatch.setattr(
-        serve, "ContinuousBatchingConfig", lambda **given: config(**given, page_size=16)
-    )
+    config = partial(serve.ContinuousBatchingConfig, page_size=16)
+    monkeypatch.setattr(serve, "ContinuousBatchingConfig", config)
     prompt = [*range(40)]
-    with served() as asked:
+    with served() as post:
         for tokens in (prompt, [*prompt[:35], 9]):
-            assert asked({"prompt": tokens, "max_tokens": 2}) == (200, continued(tokens, 2))
-    assert found == [0, 32]
+            assert post({"prompt": tokens, "max_tokens": 2}) == (200, continued(tokens, 2))
+    assert matches == [0, 32]
 
 
 def test_serve_says_that_its_scheduler_has_ended(monkeypatch):
-    """A fault that no check has foreseen: those who wait and those who come later are told."""
-    monkeypatch.setattr(example("serve").Limits, "check", lambda *_: None)
-    with served() as asked:
-        status, error = asked({"prompt": [256]})
+    """Waiting and later requests get an error after an unexpected fault."""
+    monkeypatch.setattr(example("serve").Handler, "check", lambda *_: None)
+    with served() as post:
+        status, error = post({"prompt": [256]})
         assert status >= 500
         assert error
-        assert asked({"prompt": [1]}) == (503, "the server has stopped generating: restart it")
+        assert post({"prompt": [1]}) == (503, "the server has stopped generating: restart it")
 
 
 def test_train_gpt(capsys, tmp_path):
@@ -350,9 +312,9 @@ def test_train_gpt(capsys, tmp_path):
     torch.testing.assert_close(logits[0], torch.cat(logits[1:]))
 
 
-def went_to(watch):
-    """The number of attentions of metal_attn and of others."""
-    ours = sum(calls for one, calls in watch.seen.items() if one.goes_to == OURS)
+def count_calls(watch):
+    """The numbers of attention calls of metal_attn and of others."""
+    ours = sum(calls for call, calls in watch.seen.items() if call.goes_to == OURS)
     return ours, watch.seen.total() - ours
 
 
@@ -364,7 +326,7 @@ def test_train_lora(tmp_path):
             losses[backend] = train_lora.main(
                 ["--steps", "2", "--backend", backend, "--out", str(tmp_path / backend)]
             )
-        assert went_to(watch) == expected
+        assert count_calls(watch) == expected
     assert losses["metal_attn"] == pytest.approx(losses["native"], abs=1e-4)
     safetensors = pytest.importorskip("safetensors.torch")
     file = "pytorch_lora_weights.safetensors"
@@ -375,11 +337,11 @@ def test_train_lora(tmp_path):
 def test_image_pipeline(tmp_path):
     image_pipeline = example("image_pipeline")
     with Watch() as watch:
-        found = image_pipeline.main(["--size", "16", "--out", str(tmp_path)])
+        comparison = image_pipeline.main(["--size", "16", "--out", str(tmp_path)])
     # Two steps and the decoder each way, and the step that is explained.
-    assert went_to(watch) == (2 * 8 + 1 + 8, 2 * 8 + 1)
-    assert found.difference < 1e-4
-    assert found.calls == 8
+    assert count_calls(watch) == (2 * 8 + 1 + 8, 2 * 8 + 1)
+    assert comparison.difference < 1e-4
+    assert comparison.calls == 8
     # 4 heads of 4 x 4 queries and keys, in float32
-    assert (found.scores, found.statistics) == (4 * 16 * 16 * 4, 4 * 16 * 4)
+    assert (comparison.scores, comparison.statistics) == (4 * 16 * 16 * 4, 4 * 16 * 4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metal_attn.png", "native.png"]

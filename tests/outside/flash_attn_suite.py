@@ -5,10 +5,10 @@
     python -m tests.outside.flash_attn_suite flash-attention --minutes 20
 
 It runs tests/test_flash_attn.py and tests/test_rotary.py of that checkout. The only edit is the
-device: "cuda" becomes --device. torch.cuda answers as an A100 does, and `flash_attn` is
-`install_flash_attn()`'s. --seed draws cases from those of at most --size (queries times keys times
-head dim). Each test starts with one of its smallest, whatever --size is, and has the same share of
-the time. Outcomes go to stderr as they come, and a table of counts in Markdown to stdout.
+device: "cuda" becomes --device. torch.cuda reports an A100, and `flash_attn` is
+`install_flash_attn()`'s. --seed draws cases whose size (queries times keys times head dim) is at
+most --size. Each test starts with one of its smallest cases, and all tests share the time equally.
+Outcomes go to stderr at once, and a table of counts in Markdown to stdout.
 """
 
 import argparse
@@ -34,12 +34,12 @@ import torch
 from torch_metal_attn import install_flash_attn, simulate
 
 FILES = ("tests/test_flash_attn.py", "tests/test_rotary.py")
-# Tests of what only a build for CUDA has, and why.
+# Tests that need a build for CUDA, and the reason.
 OF_CUDA = {"test_compilation_count": "counts what Triton compiles"}
 
 
 class TooLong(BaseException):
-    """A case took too long. Code that the case runs must not catch this."""
+    """A case took too long. Not an Exception, so that the case does not catch it."""
 
 
 def _stop(*_: Any) -> None:
@@ -61,15 +61,15 @@ class Test:
 
     def case(self, index: int) -> dict[str, Any]:
         """The parameters of one of its cases."""
-        found: dict[str, Any] = {}
+        parameters: dict[str, Any] = {}
         for names, values in self.axes:
             index, place = divmod(index, len(values))
             value = values[place]
-            found |= zip(names, value if len(names) > 1 else (value,), strict=True)
-        return found
+            parameters |= zip(names, value if len(names) > 1 else (value,), strict=True)
+        return parameters
 
     def drawn(self, largest: int, rng: random.Random) -> list[int]:
-        """A case of the smallest size, then all others that are small enough, in random order."""
+        """One of the smallest cases, then all that are small enough, in random order."""
         sizes = [size(self.case(index)) for index in range(len(self))]
         cases = sorted(range(len(self)), key=lambda _: rng.random())
         first = min(cases, key=sizes.__getitem__)
@@ -99,14 +99,14 @@ class Test:
 
 
 def size(case: dict[str, Any]) -> int:
-    """Queries times keys times head dim, as far as the parameters say."""
+    """Queries times keys times head dim. A missing parameter counts as 1."""
     q_length = case.get("seqlen_q", case.get("seqlen", 1))
     kv_length = case.get("seqlen_k", case.get("seqlen", 1))
     return int(q_length * kv_length * case.get("d", 1))
 
 
 def summary(error: Exception) -> str:
-    """One line: an assertion's own text, which has no values without pytest's rewriting."""
+    """One line. pytest does not rewrite these assertions, so their values are missing."""
     frame = inspect.trace()[-1]
     line = "".join(frame.code_context or []).strip()
     text = str(error).splitlines()[0] if str(error) else line
@@ -115,21 +115,21 @@ def summary(error: Exception) -> str:
 
 def tests_of(module: types.ModuleType) -> list[Test]:
     """The module's test functions, with their values from pytest.mark.parametrize."""
-    found = []
+    tests = []
     for name, function in vars(module).items():
         if name.startswith("test_") and name not in OF_CUDA:
             marks = [m for m in getattr(function, "pytestmark", []) if m.name == "parametrize"]
             axes = [(tuple(m.args[0].replace(" ", "").split(",")), [*m.args[1]]) for m in marks]
-            found.append(Test(function, axes))
-    return found
+            tests.append(Test(function, axes))
+    return tests
 
 
 def load(path: Path, device: str) -> types.ModuleType:
-    """A file of tests, for another device. Tracebacks show its lines."""
+    """A file of tests as a module, for another device."""
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     text = path.read_text().replace('"cuda"', f'"{device}"')
-    # test_rotary.py imports Triton for the test that counts what it compiles.
+    # test_rotary.py imports Triton for the test in OF_CUDA.
     with mock.patch.dict(sys.modules, {"triton": types.ModuleType("triton")}):
         exec(compile(text, str(path), "exec"), vars(module))
     return module
@@ -137,8 +137,8 @@ def load(path: Path, device: str) -> types.ModuleType:
 
 @contextlib.contextmanager
 def as_on_an_a100() -> Iterator[None]:
-    """Replace what the files ask of torch.cuda, and the name `flash_attn`."""
-    # Inductor asks for the version too where there is a GPU.
+    """Makes torch.cuda report an A100, and installs `flash_attn`."""
+    # On machines with a GPU inductor reads the version too.
     properties = types.SimpleNamespace(total_memory=80 * 2**30, major=8, minor=0)
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(8, 0)),

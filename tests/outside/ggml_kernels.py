@@ -1,7 +1,7 @@
-"""ggml's kernels, those of llama.cpp and whisper.cpp, unmodified, in the simulator.
+"""ggml's kernels, from llama.cpp and whisper.cpp, unmodified, in the simulator.
 
-One text has all of them, with matrices and packed blocks in device and threadgroup memory. Each run
-returns what a kernel wrote, and a plain formula in float64.
+One text has all kernels, with matrices and packed blocks in device and threadgroup memory. Each run
+returns the kernel's result and that of a plain formula in float64.
 """
 
 import re
@@ -21,7 +21,7 @@ from . import peers
 
 HEADS, KV_HEADS, QUERIES, KEYS, HEAD_DIM = 4, 2, 16, 128, 64
 ATTENTION = {0: True, 1: False, 2: False, 3: False, 4: False, 20: HEAD_DIM, 21: HEAD_DIM, 22: 4}
-# By the numbers that the text gives each family of kernels.
+# The text numbers the constants by family of kernels.
 CONSTANTS: dict[int | str, bool | int | float] = {
     **{first + index: value for first in (300, 400) for index, value in ATTENTION.items()},
     **dict.fromkeys((422, 423, 602, 603, 604, 702, 703, 704, 705), 1),
@@ -34,10 +34,10 @@ CONSTANTS: dict[int | str, bool | int | float] = {
 FORMATS = {"int32_t": "i", "uint64_t": "Q", "int16_t": "h", "float": "f", "bool": "?"}
 
 Outcome = tuple[Tensor, Tensor]
-RUNS: dict[str, Callable[..., Outcome]] = {}  # the kernels' names; check= as of compile_shader
-# A lane reads a mask that another has written, with SIMD operations between and no barrier.
+RUNS: dict[str, Callable[..., Outcome]] = {}  # by name of the kernel; check= is compile_shader's
+# A lane reads a mask that another lane wrote, after SIMD operations but without a barrier.
 RACES = frozenset({"flash_attn_ext_vec_f16_dk64_dv64"})
-# Relative to the largest value, for kernels that round to 16 bits on the way.
+# Bounds relative to the largest value, for kernels that round to 16 bits internally.
 BOUNDS = dict.fromkeys(
     (
         *("rope_neox_f16", "mul_mm_q4_K_f32", "flash_attn_ext_f16_dk64_dv64"),
@@ -49,7 +49,7 @@ BOUNDS = dict.fromkeys(
 
 @lru_cache
 def library(check: bool) -> ShaderLibrary:
-    """All kernels; each is compiled when it is called."""
+    """All kernels. Each is compiled at its first call."""
     defines = {"GGML_METAL_EMBED_LIBRARY": 1, "GGML_METAL_HAS_BF16": 1}
     return compile_shader(peers.ggml_source(), defines=defines, constants=CONSTANTS, check=check)
 
@@ -68,7 +68,7 @@ def params(family: str, **values: Any) -> Tensor:
 
 
 def sizes(name: str, tensor: Tensor) -> dict[str, int]:
-    """ggml's ne of a tensor, the innermost dimension first; `strides` has nb, in bytes."""
+    """ggml's `ne` of a tensor, innermost dimension first. `strides` returns `nb`, in bytes."""
     return {f"ne{name}{i}": size for i, size in enumerate(tensor.shape[::-1])}
 
 
@@ -78,7 +78,7 @@ def strides(name: str, tensor: Tensor) -> dict[str, int]:
 
 
 def family(*names: str) -> Callable[[Callable[[str, bool], Outcome]], None]:
-    """Add a run of kernels by their names, without ggml's `kernel_`."""
+    """Adds a run for kernels by their names, without ggml's `kernel_`."""
 
     def add(run: Callable[[str, bool], Outcome]) -> None:
         RUNS.update({name: partial(run, name) for name in names})
@@ -106,9 +106,9 @@ def _(name: str, check: bool) -> Outcome:
     x, sinks = torch.randn(2, 3, 5, 68), torch.randn(3)
     mask = torch.randn(1, 1, 5, 68).to(torch.float16 if "f16" in name else torch.float32)
     out = torch.empty_like(x)
-    about = params("soft_max", ne00=68, **sizes("1", mask), **strides("0", x), **strides("1", mask),
+    kargs = params("soft_max", ne00=68, **sizes("1", mask), **strides("0", x), **strides("1", mask),
                    **strides("", out), scale=0.5)  # fmt: skip
-    call(name, check, about, x, mask, sinks, out, groups=(5, 3, 2), size=(32, 1, 1), shared=128)
+    call(name, check, kargs, x, mask, sinks, out, groups=(5, 3, 2), size=(32, 1, 1), shared=128)
     scores = x.double() * 0.5 + mask.double()
     most = sinks.double().view(3, 1, 1).expand(2, 3, 5, 1)
     return out, torch.softmax(torch.cat([scores, most], -1), -1)[..., :-1]
@@ -120,9 +120,9 @@ def _(name: str, check: bool) -> Outcome:
     out = torch.empty_like(x)
     rows = [4, 1, 1], [3, 1, 1], [2, 1, 1]
     steps = {f"nbf{i}": [x.stride(3 - i) * 4, 0, 0] for i in (1, 2, 3)}
-    about = params("norm", ne00=36, ne00_t=36 // (4 if "_4" in name else 1), eps=1e-5, **steps,
+    kargs = params("norm", ne00=36, ne00_t=36 // (4 if "_4" in name else 1), eps=1e-5, **steps,
                    **strides("", out), nef1=rows[0], nef2=rows[1], nef3=rows[2])  # fmt: skip
-    call(name, check, about, x, factor, added, out, groups=(4, 3, 2), size=(64, 1, 1), shared=128)
+    call(name, check, kargs, x, factor, added, out, groups=(4, 3, 2), size=(64, 1, 1), shared=128)
     wide, by = x.double(), factor.double()
     if "rms" in name:
         return out, rms_norm(wide, (36,), by, 1e-5)
@@ -131,24 +131,24 @@ def _(name: str, check: bool) -> Outcome:
 
 @family("rope_norm_f32", "rope_neox_f16")
 def _(name: str, check: bool) -> Outcome:
-    """(batch, sequence, heads, head_dim), of which 24 columns are rotated."""
+    """Rotates 24 columns of (batch, sequence, heads, head_dim)."""
     x = torch.randn(1, 5, 3, 32).to(torch.float16 if "f16" in name else torch.float32)
     out, positions = torch.empty_like(x), torch.tensor([0, 3, 4, 100, 7], dtype=torch.int32)
-    about = params("rope", **sizes("0", x), **sizes("", x), **strides("0", x), **strides("", out),
+    kargs = params("rope", **sizes("0", x), **sizes("", x), **strides("0", x), **strides("", out),
                    n_dims=24, n_ctx_orig=64, freq_base=1e4, freq_scale=1.0, attn_factor=1.0,
                    beta_fast=32.0, beta_slow=1.0)  # fmt: skip
-    call(name, check, about, x, positions, x, out, groups=(3, 5, 1), size=(32, 1, 1))
+    call(name, check, kargs, x, positions, x, out, groups=(3, 5, 1), size=(32, 1, 1))
     angles = positions.double()[:, None] * 1e4 ** (-torch.arange(12.0).double() / 12)
     rotated, rest = x[..., :24].double(), x[..., 24:].double()
     pairs = rotated.unflatten(-1, (2, 12) if "neox" in name else (12, 2))
-    turned = pairs if "neox" in name else pairs.transpose(-1, -2)
-    (a, b), (cos, sin) = turned.unbind(-2), (angles.cos()[:, None], angles.sin()[:, None])
+    halves = pairs if "neox" in name else pairs.transpose(-1, -2)
+    (a, b), (cos, sin) = halves.unbind(-2), (angles.cos()[:, None], angles.sin()[:, None])
     both = torch.stack([a * cos - b * sin, a * sin + b * cos], -2 if "neox" in name else -1)
     return out, torch.cat([both.flatten(-2), rest], -1)
 
 
 def weights(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """A matrix in one of ggml's formats, and in float64."""
+    """A random matrix in one of ggml's formats, and in float64."""
     if kind in ("f16", "bf16", "f32"):
         names = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
         values = torch.randn(rows, columns).to(names[kind])
@@ -196,13 +196,13 @@ def _(name: str, check: bool) -> Outcome:
     out = torch.empty(len(x), 72)
     bytes_of_row = packed.stride(0) * packed.element_size()
     op = "mul_mm" if "mm" in name else "mul_mv_ext" if "ext" in name else "mul_mv"
-    about = {"ne00": 256, "ne01": 72, "ne02": 1, "nb01": bytes_of_row, "ne10": 256, "nr0": rows,
+    kargs = {"ne00": 256, "ne01": 72, "ne02": 1, "nb01": bytes_of_row, "ne10": 256, "nr0": rows,
              "ne11": len(x), "ne12": 1, "nb10": 4, "nb11": 1024, "ne0": 72, "ne1": len(x),
              "r2": 1, "r3": 1}  # fmt: skip
     groups = (-(-72 // rows), -(-len(x) // columns), 1)
     if op == "mul_mm":
         groups = (groups[1], groups[0], 1)
-    call(name, check, params(op, **about), packed, x, out, groups=groups, size=(32, simdgroups, 1),
+    call(name, check, params(op, **kargs), packed, x, out, groups=groups, size=(32, simdgroups, 1),
          shared=shared)  # fmt: skip
     rounded = x.bfloat16() if kind == "bf16" else x.half() if op == "mul_mm" else x
     return out, rounded.double() @ matrix.T
@@ -210,11 +210,11 @@ def _(name: str, check: bool) -> Outcome:
 
 @family("get_rows_q4_0")
 def _(name: str, check: bool) -> Outcome:
-    """Dequantised rows, each thread with a 4x4 matrix that it stores as a whole."""
+    """Dequantises rows. Each thread stores a whole 4x4 matrix."""
     packed, matrix = weights("q4_0", 9, 64)
     rows, out = torch.tensor([3, 0, 8], dtype=torch.int32), torch.empty(3, 64)
-    about = params("get_rows", ne00t=4, ne00=64, nb01=packed.stride(0), ne10=3, nb10=4, nb1=256)
-    call(name, check, about, packed, rows, out, groups=(3, 1, 1), size=(32, 1, 1))
+    kargs = params("get_rows", ne00t=4, ne00=64, nb01=packed.stride(0), ne10=3, nb10=4, nb1=256)
+    call(name, check, kargs, packed, rows, out, groups=(3, 1, 1), size=(32, 1, 1))
     return out, matrix[rows.long()]
 
 
@@ -235,20 +235,20 @@ def _(name: str, check: bool) -> Outcome:
     mask[torch.rand(mask.shape) < 0.3] = -torch.inf
     mask[..., 64:] = torch.randn(QUERIES, KEYS - 64).half()
     out = torch.empty(1, QUERIES, HEADS, HEAD_DIM)
-    about = {**sizes("0", q), **strides("0", q), **strides("1", k), **strides("2", v),
+    kargs = {**sizes("0", q), **strides("0", q), **strides("1", k), **strides("2", v),
              **sizes("3", mask), **strides("3", mask), "ne11": KEYS, "ne_12_2": KV_HEADS,
              "ne_12_3": 1, "ns10": HEAD_DIM, "ns20": HEAD_DIM, "ne1": HEADS, "ne2": QUERIES,
              "ne3": 1, "scale": HEAD_DIM**-0.5}  # fmt: skip
-    del about["ne00"]
+    del kargs["ne00"]
     if "vec" in name:
-        call(name, check, params("flash_attn_ext_vec", **about), q, k, v, mask, mask, mask, out,
+        call(name, check, params("flash_attn_ext_vec", **kargs), q, k, v, mask, mask, mask, out,
              groups=(QUERIES, HEADS, 1), size=(32, 1, 1), shared=2048)  # fmt: skip
     else:
-        blocks = torch.empty(2 * 2, dtype=torch.int8)  # which blocks of the mask hide all
+        blocks = torch.empty(2 * 2, dtype=torch.int8)  # the kinds of the mask's blocks
         scan = {"ne01": QUERIES, "ne30": KEYS, **sizes("3", mask), **strides("3", mask)}
         call("flash_attn_ext_blk", check, params("flash_attn_ext_blk", **scan), mask, blocks,
              groups=(2, 2, 1), size=(32, 1, 1))  # fmt: skip
-        call(name, check, params("flash_attn_ext", **about), q, k, v, mask, mask, mask, blocks, out,
+        call(name, check, params("flash_attn_ext", **kargs), q, k, v, mask, mask, mask, blocks, out,
              groups=(2, HEADS, 1), size=(32, 4, 1), shared=16384)  # fmt: skip
     wide = scaled_dot_product_attention(
         q.double(), k.double(), v.double(), attn_mask=mask.double(), enable_gqa=True

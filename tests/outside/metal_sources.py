@@ -1,6 +1,6 @@
-"""Kernels of MLX and PyTorch, unmodified, in the simulator: what one wrote, and what torch says.
+"""Kernels of MLX and PyTorch, unmodified, in the simulator: their results, and torch's.
 
-The headers come from the wheels on PyPI (peers.py). Each family has something that others do not.
+The headers come from the wheels on PyPI (peers.py). Each family uses a feature that others do not.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ def family(
     wheel: str = peers.MLX,
     constants: Constants | None = None,
 ) -> Callable[[Callable[[ShaderLibrary], Outcome]], None]:
-    """Add a family: a run of `kernel`, a template's name or a text, which is k0 in the library."""
+    """Adds a family: runs `kernel`, an instance of a template or a text, as k0 of the library."""
     lines = ["#include <metal_stdlib>", "#include <metal_simdgroup>", "using namespace metal;"]
     lines += [f'#include "{FOLDERS[wheel]}/{header}"' for header in headers]
     template = f'template [[host_name("k0")]] [[kernel]] decltype({kernel}) {kernel};'

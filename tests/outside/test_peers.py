@@ -1,36 +1,19 @@
-"""MLX's, PyTorch's and ggml's kernels, unmodified, in the simulator: their error is torch's."""
+"""MLX's, PyTorch's and ggml's kernels, unmodified, in the simulator, compared with torch."""
 
 from functools import partial
-from itertools import cycle
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.outside import ggml_kernels, metal_sources, peers, tensor_peers
+from tests.outside import ggml_kernels, metal_sources, peers
 from torch_metal_attn.simulator import SimulatorFault, compile_shader
 from torch_metal_attn.simulator.lint import PROJECT_RULES, lint_source
 from torch_metal_attn.testing.judge import ROUNDING
 
 pytestmark = pytest.mark.peer
 
-BUILDS = [(torch.float16, False), *((dtype, True) for dtype in peers.METAL_TYPES)]
-
-
-def in_builds(names, cases):
-    """Each case in one of the builds, in rotation: a function's cases meet each of them."""
-    return pytest.mark.parametrize(
-        (*names, "dtype", "check"),
-        [
-            pytest.param(
-                *case,
-                dtype,
-                check,
-                id="-".join(map(str, (*case, peers.METAL_TYPES[dtype], check))),
-            )
-            for case, (dtype, check) in zip(cases, cycle(BUILDS), strict=False)
-        ],
-    )
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
 @pytest.mark.parametrize("name", metal_sources.FAMILIES)
@@ -43,7 +26,7 @@ def test_a_kernel_of_a_family_runs_right(mlx, aten, name):
 
 @pytest.mark.parametrize("name", ggml_kernels.RUNS)
 def test_a_kernel_of_ggml_runs_right(ggml, name):
-    """Checked; the one that reads what other lanes wrote without a barrier only unchecked."""
+    """With checks, except a kernel that reads other lanes' values without a barrier."""
     torch.manual_seed(0)
     if name in ggml_kernels.RACES:
         with pytest.raises(SimulatorFault, match=r"^race: "):
@@ -84,7 +67,7 @@ def make_qkv(dtype, *, q_length, kv_length, head_dim, heads=4, kv_heads=2, batch
 
 
 def make_mask(kind, dtype, heads, q_length, kv_length):
-    """(B, H, Lq, Lk): boolean with no empty row, or additive."""
+    """(B, H, Lq, Lk), bool without an empty row, or additive."""
     if kind is None:
         return None
     if kind == "additive":
@@ -101,14 +84,14 @@ def assert_as_good_as_torch(out, q, k, v, mask=None):
         q.double(), k.double(), v.double(), attn_mask=wide, enable_gqa=True
     )
     same_dtype = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    torchs = (same_dtype.double() - oracle).abs().max().item()
-    slack = ROUNDING[q.dtype] * oracle.abs().max().item()
+    torch_error = (same_dtype.double() - oracle).abs().max().item()
+    rounding = ROUNDING[q.dtype] * oracle.abs().max().item()
     error = (out.double() - oracle).abs().max().item()
-    assert error <= max(2 * torchs, slack), (error, torchs)
+    assert error <= max(2 * torch_error, rounding), (error, torch_error)
 
 
 def visible(q, k, causal, mask, corner=0):
-    """The mask, and what is causal from the corner on where rows begin with so many keys more."""
+    """The mask, combined with a causal mask whose first row shows `corner` + 1 keys."""
     if not causal:
         return mask
     below = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(corner)
@@ -116,14 +99,14 @@ def visible(q, k, causal, mask, corner=0):
 
 
 @pytest.mark.parametrize("kernel", [peers.mlx_steel_attention, peers.torch_prefill_attention])
-@in_builds(
-    ("head_dim", "causal", "mask_kind", "q_length", "kv_length"),
+@pytest.mark.parametrize(
+    ("head_dim", "causal", "mask_kind", "q_length", "kv_length", "dtype", "check"),
     [
-        (64, False, None, 64, 64),
-        (64, True, None, 70, 101),
-        (64, False, "bool", 70, 101),
-        (128, False, "additive", 35, 50),
-        (64, False, "bool", 70, 101),  # without checks: its first block has a name
+        (64, False, None, 64, 64, F16, False),
+        (64, True, None, 70, 101, F32, True),
+        (64, False, "bool", 70, 101, F16, True),
+        (128, False, "additive", 35, 50, BF16, True),
+        (64, False, "bool", 70, 101, F16, False),  # without checks: its first block has a name
     ],
 )
 def test_prefill(mlx, aten, kernel, dtype, head_dim, causal, mask_kind, q_length, kv_length, check):
@@ -134,12 +117,19 @@ def test_prefill(mlx, aten, kernel, dtype, head_dim, causal, mask_kind, q_length
     assert_as_good_as_torch(out, q, k, v, visible(q, k, causal, mask, corner))
 
 
-@in_builds(
-    ("q_length", "mask_kind"),
-    [(1, None), (1, "bool"), (1, "additive"), (1, None), (2, None), (3, None)],
+@pytest.mark.parametrize(
+    ("q_length", "mask_kind", "dtype", "check"),
+    [
+        (1, None, F16, False),
+        (1, "bool", F32, True),
+        (1, "additive", F16, True),
+        (1, None, BF16, True),
+        (2, None, F16, False),
+        (3, None, F32, True),
+    ],
 )
 def test_mlx_sdpa_vector(mlx, dtype, q_length, mask_kind, check):
-    """In one pass, and with more queries in two."""
+    """In one pass for one query, in two for more."""
     kv_length, blocks = (100, 1) if q_length == 1 else (150, 32)
     q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=64)
     mask = make_mask(mask_kind, dtype, 4, q_length, kv_length)
@@ -155,19 +145,19 @@ def test_mlx_sdpa_vector(mlx, dtype, q_length, mask_kind, check):
         peers.SDPA_VECTOR, include_dirs=[mlx], defines=defines, constants=constants, check=check
     )
     out = torch.full_like(q, torch.nan)
-    about = (kv_length, k.stride(1), k.stride(2), v.stride(1), v.stride(2), 64**-0.5)
+    sizes = (kv_length, k.stride(1), k.stride(2), v.stride(1), v.stride(2), 64**-0.5)
     grid = {"threads": (4 * 1024, q_length, 1), "group_size": (1024, 1, 1)}
     if blocks == 1:
         masks = [None] * 5
         if mask is not None:
             masks[0 if mask_kind == "bool" else 1] = mask
             masks[2:] = mask.stride(3), mask.stride(2), mask.stride(1)
-        library.one(q, k, v, out, 2, *about, *masks, **grid)
+        library.one(q, k, v, out, 2, *sizes, *masks, **grid)
     else:
         partial = torch.full((4, q_length, blocks, 64), torch.nan, dtype=dtype)
         sums, maxima = torch.full((2, 4, q_length, blocks), torch.nan)
         library.first(
-            *(q, k, v, partial, sums, maxima, None, *about),
+            *(q, k, v, partial, sums, maxima, None, *sizes),
             threads=(2 * 32, 2, blocks * q_length),
             group_size=(32, 2, q_length),
         )
@@ -175,20 +165,20 @@ def test_mlx_sdpa_vector(mlx, dtype, q_length, mask_kind, check):
     assert_as_good_as_torch(out, q, k, v, mask)
 
 
-NAX, MPP = tensor_peers.mlx_nax_attention, tensor_peers.torch_mpp_attention
+NAX, MPP = peers.mlx_nax_attention, peers.torch_mpp_attention
 
 
 @pytest.mark.parametrize(
     ("kernel", "lane_map", "head_dim", "causal", "mask_kind", "dtype", "check"),
     [
-        (NAX, "apple10", 64, True, None, torch.float16, False),
-        (NAX, "apple10", 128, False, "bool", torch.bfloat16, True),
-        (partial(MPP, table="apple10"), "apple10", 64, False, "additive", torch.bfloat16, False),
-        (partial(MPP, table="apple9"), "apple9", 96, True, "bool", torch.float16, True),
+        (NAX, "apple10", 64, True, None, F16, False),
+        (NAX, "apple10", 128, False, "bool", BF16, True),
+        (partial(MPP, table="apple10"), "apple10", 64, False, "additive", BF16, False),
+        (partial(MPP, table="apple9"), "apple9", 96, True, "bool", F16, True),
     ],
 )
 def test_tensor_operations(mlx, aten, kernel, lane_map, head_dim, causal, mask_kind, dtype, check):
-    """Such kernels are written for a lane map: right under it, and under no other."""
+    """Each kernel is right under its lane map, and wrong under all others."""
     q, k, v = make_qkv(dtype, q_length=70, kv_length=101, head_dim=head_dim)
     mask = make_mask(mask_kind, dtype, 4, 70, 101)
     options = {"causal": causal, "mask": mask, "check": check}
@@ -200,7 +190,15 @@ def test_tensor_operations(mlx, aten, kernel, lane_map, head_dim, causal, mask_k
         assert (under_other.double() - out.double()).abs().max() > 0.5
 
 
-@in_builds(("passes", "mask_kind"), [(1, None), (2, "causal"), (1, "bool"), (2, "additive")])
+@pytest.mark.parametrize(
+    ("passes", "mask_kind", "dtype", "check"),
+    [
+        (1, None, F16, False),
+        (2, "causal", F32, True),
+        (1, "bool", F16, True),
+        (2, "additive", BF16, True),
+    ],
+)
 def test_torch_decode_attention(aten, dtype, mask_kind, passes, check):
     q_length, kv_length = 2, 100
     q, k, v = make_qkv(dtype, q_length=q_length, kv_length=kv_length, head_dim=64)
@@ -253,8 +251,8 @@ TORCH_HEADERS = """
     "project,text", [("mlx", MLX_HEADERS), ("aten", TORCH_HEADERS)], ids=["mlx", "torch"]
 )
 def test_the_lint_finds_nothing_that_apple_accepts(project, text, request):
-    """Beyond this project's own rules. What does not compile here is another matter."""
-    found = lint_source(text, include_dirs=[str(request.getfixturevalue(project))])
-    rules = {finding.rule for finding in found}
+    """Only rules of this project, and texts that do not compile here, may be reported."""
+    findings = lint_source(text, include_dirs=[str(request.getfixturevalue(project))])
+    rules = {finding.rule for finding in findings}
     assert rules & PROJECT_RULES
     assert not rules - PROJECT_RULES - {"compile"}

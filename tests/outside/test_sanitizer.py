@@ -1,10 +1,9 @@
-"""compute-sanitizer's problems, as far as they need no GPU: recording, compiling, packing."""
+"""The parts of the compute-sanitizer tool that need no GPU: recording, compiling, packing."""
 
 import ast
 import ctypes
 import lzma
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from bench.front_end import Source
 from tests.outside.sanitizer import cases as problems
 from tests.outside.sanitizer import driver, faults, pack, packed, sanitize
 from tests.outside.sanitizer.packed import Packed, Program
-from tests.outside.sanitizer.ptx import compile_ptx
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import shaders
 from torch_metal_attn.simulator.build import ShaderCompileError
@@ -31,10 +29,10 @@ def packed_cases(only):
 
 
 def test_a_decode_from_the_op_to_ptx(tmp_path):
-    found, sources = packed_cases(WIDE)
-    (problem,), (dispatch, *_) = found.problems, found.problems[0].dispatches
+    contents, sources = packed_cases(WIDE)
+    (problem,), (dispatch, *_) = contents.problems, contents.problems[0].dispatches
     assert [name for name, _ in dispatch.buffers.values()][:3] == ["q", "k", "v"]
-    program = compile_ptx(sources[dispatch.program])
+    program = pack.compile_ptx(sources[dispatch.program])
     assert {*dispatch.buffers, *dispatch.constants} >= set(program.slots)
     assert program.slots == sorted(program.slots)
     text = program.ptx
@@ -49,46 +47,46 @@ def test_a_decode_from_the_op_to_ptx(tmp_path):
     q = next(x for x in problems.cases(WIDE)).tensors["q"]
     assert len(problem.inputs["q"].data()) == q.nbytes
     assert problem.expected["result0"][0] == problem.dtype
-    found.programs[dispatch.program] = program
-    found.write(tmp_path / "file")
+    contents.programs[dispatch.program] = program
+    contents.write(tmp_path / "file")
     (tmp_path / "plain").write_bytes(lzma.decompress((tmp_path / "file").read_bytes()))
-    assert packed.read(tmp_path / "plain") == found
+    assert packed.read(tmp_path / "plain") == contents
 
 
 def test_faults_of_a_text_are_told_apart():
     with pytest.raises(ShaderCompileError, match="missing"):
-        compile_ptx(Source("kernel void k() { missing(); }", "k", 32))
+        pack.compile_ptx(Source("kernel void k() { missing(); }", "k", 32))
     with pytest.raises(ValueError, match="no kernel sums; it has k"):
-        compile_ptx(Source("kernel void k() {}", "sums", 32))
+        pack.compile_ptx(Source("kernel void k() {}", "sums", 32))
 
 
 def test_small_problems_have_every_kernel():
-    """Each of every family but the probes', and those of Metal 4 that no NVIDIA GPU runs.
+    """Exceptions: probes, kernels of Metal 4, and flash_bwd_captures.
 
-    flash_bwd_captures adds to what torch has set to zero, and a recording has launches alone.
+    flash_bwd_captures adds to zeros that torch writes, and a recording has launches only.
     """
-    found = set()
+    launched = set()
     for case in problems.cases():
         with simulate(record=True) as run:
             case.call(**case.tensors)
-        found |= {(launch.family, launch.kernel) for launch in run.recorded}
+        launched |= {(launch.family, launch.kernel) for launch in run.recorded}
         assert run.recorded, case.name
     families = set(shaders.families()) - {"probe", "flash_bwd_captures", *shaders.LANGUAGES}
-    assert {family for family, _ in found} == families
+    assert {family for family, _ in launched} == families
     for family in families:
         text = shaders.source(family)
         kernels = set(re.findall(r"\[\[kernel[^\]]*\]\]\s*void\s+(\w+)\(", text))
-        assert kernels == {kernel for other, kernel in found if other == family}, family
+        assert kernels == {kernel for other, kernel in launched if other == family}, family
 
 
 def test_faults_are_planted_in_every_kernel():
-    """One of each tool; those of barriers only where the compiled kernel has one."""
-    found, sources = packed_cases("^(softmax|apply_causal|rope|merge|index)")
+    """One for each tool; faults in barriers only in kernels that have a barrier."""
+    contents, sources = packed_cases("^(softmax|apply_causal|rope|merge|index)")
     for name, source in sources.items():
         has_barrier = source.kernel == "softmax" and "#define ROW_SIMDGROUPS 1\n" not in source.text
-        found.programs[name] = Program("bar.sync" if has_barrier else "", "", [])
+        contents.programs[name] = Program("bar.sync" if has_barrier else "", "", [])
     tools, texts = {}, {}
-    for problem in faults.planted(found, sources):
+    for problem in faults.plant(contents, sources):
         tools.setdefault(problem.kernel, []).append(problem.fault.tool)
         texts[problem.name] = sources[problem.dispatches[-1].program].text
     memory = ["initcheck", "memcheck"]
@@ -99,22 +97,13 @@ def test_faults_are_planted_in_every_kernel():
     assert faults.FOREIGN in texts["fault synccheck softmax"]
 
 
-def test_names_follow_storages():
-    x, other = torch.empty(10), torch.empty(6)
-    names = pack.Names({"x": x})
-    assert names.of(x[3:]) == "x"
-    assert names.of(other) == names.of(other.view(2, 3)) == "scratch0"
-    assert names.of(torch.empty(2)) == "scratch1"
-    assert names.scratch == {"scratch0": 24, "scratch1": 8}
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_random_inputs_are_made_from_a_seed(dtype):
-    """A tensor then has what the other machine makes. Keys that hold values are stored once."""
+    """Both machines make the same numbers. Keys that contain the values are stored once."""
     keys, few = torch.randn(20, 64).to(getattr(torch, dtype)), torch.ones(3)
-    found = pack.inputs({"k": keys, "v": keys[:, :32], "few": few})
-    assert found == {"v": packed.Noise(0, dtype, 1280), "few": pack.contents(few)}
-    assert (sanitize.numbers(found["v"].data(), dtype) == keys.double().flatten().numpy()).all()
+    stored = pack.inputs({"k": keys, "v": keys[:, :32], "few": few})
+    assert stored == {"v": packed.Noise(0, dtype, 1280), "few": pack.contents(few)}
+    assert (sanitize.numbers(stored["v"].data(), dtype) == keys.double().flatten().numpy()).all()
 
 
 def test_findings_are_counted_by_problem():
@@ -143,7 +132,7 @@ def test_errors_of_results():
 
 
 class FakeDriver:
-    """libcuda whose memory begins at multiples of 1000, and whose launches compute nothing."""
+    """libcuda with allocations at multiples of 1000, and launches that compute nothing."""
 
     def __init__(self, monkeypatch):
         self.memory, self.launched = {}, []
@@ -165,7 +154,7 @@ class FakeDriver:
     def cuLaunchKernel(self, kernel, *arguments):
         self.launched.append(arguments[:6])
         values = [ctypes.c_uint64.from_address(pointer).value for pointer in arguments[8]]
-        self.given = [(bytes(self.memory[x - x % 1000]), x % 1000) for x in values]
+        self.arguments = [(bytes(self.memory[x - x % 1000]), x % 1000) for x in values]
         return 0
 
     def __getattr__(self, name):
@@ -173,7 +162,7 @@ class FakeDriver:
 
 
 def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
-    """On a fake driver that computes nothing: only a result of zeros is right."""
+    """On the fake driver only a result of zeros is right."""
     fake = FakeDriver(monkeypatch)
     (tmp_path / "p").write_bytes(b"cubin")
     dispatch = packed.Dispatch("p", (2, 1, 1), (32, 1, 1), {0: ("x", 0), 2: ("out", 4)}, {1: b"ab"})
@@ -189,8 +178,8 @@ def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
         every = Packed({"p": Program("", "k", [0, 1, 2, 5])}, [problem])
         assert sanitize.replay(driver.Programs(tmp_path, every), problem) == right
     assert fake.launched == [(2, 1, 1, 32, 1, 1)] * 2
-    assert fake.given[:3] == [(b"1234", 0), (b"ab", 0), (bytes(8), 4)]
-    assert len(fake.given) == 4  # what the op leaves out has memory too
+    assert fake.arguments[:3] == [(b"1234", 0), (b"ab", 0), (bytes(8), 4)]
+    assert len(fake.arguments) == 4  # an argument that the op leaves out has memory too
     assert "WRONG: out, float32, error 1.0e+00" in capsys.readouterr().out
     short = packed.Fault("memcheck", "half", "out")
     problem = packed.Problem("fault", "float32", [], {}, {}, {"out": 8}, "k", short)
@@ -198,20 +187,8 @@ def test_a_replay_uploads_launches_and_compares(monkeypatch, tmp_path, capsys):
     assert len([*fake.memory.values()][-1]) == 4
 
 
-def test_ptxas_is_called_with_lines(monkeypatch):
-    def run(command, **options):
-        Path(command[-1]).write_text(Path(command[3]).read_text() + " ".join(command[:3]))
-        return subprocess.CompletedProcess(command, 0 if "good" in command[2] else 1, "", "why")
-
-    monkeypatch.setattr(sanitize.subprocess, "run", run)
-    with pytest.raises(RuntimeError, match="k: why"):
-        sanitize.assemble(Program("text", "k", []))
-    monkeypatch.setattr(sanitize, "ARCHITECTURE", "good")
-    assert sanitize.assemble(Program("text", "k", [])) == b"textptxas -lineinfo -arch=good"
-
-
 def test_the_gpus_side_needs_numpy_only():
-    """The machine with the GPU has this folder alone."""
+    """The machine with the GPU has only this folder."""
     for module in ("__init__", "driver", "packed", "sanitize"):
         text = (Path(sanitize.__file__).parent / f"{module}.py").read_text()
         for node in ast.walk(ast.parse(text)):

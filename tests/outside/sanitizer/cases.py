@@ -1,7 +1,7 @@
-"""Small problems of every kernel and feature: the cases of `verify --full` that are small.
+"""Small problems of every kernel and feature: the small cases of `verify --full`.
 
-They are for compute-sanitizer, which makes kernels a hundred times slower. What must come out is
-what the op's reference computes on the CPU.
+compute-sanitizer makes kernels a hundred times slower. The expected results are those of the op's
+reference on the CPU.
 """
 
 import re
@@ -19,41 +19,28 @@ from torch_metal_attn.testing.features import attention
 from torch_metal_attn.tools.verify import cases as listed
 from torch_metal_attn.tuned import tiles
 
-# Further calls of the same kernels, one that takes gigabytes, one that launches nothing, and steps
-# in which torch computes between the launches.
+# More calls of the same kernels, calls that need gigabytes or launch nothing, and calls in which
+# torch computes between the launches.
 LEFT_OUT = re.compile(
     "two runs|threads|offsets|NaN|lengths and|: lengths|8x8|TF32|lists of|trees of|0x5|recent"
 )
-# K and V read without staging, as only `tune` chooses.
+# K and V are not staged. Only `tune` chooses this.
 UNSTAGED = "V_SLICE=64 BLOCK_K=16 SIMDGROUPS=4 COLUMN_SIMDGROUPS=1 Q_IN_REGISTERS=1 KV_STAGED=0"
 HALF = partial(attention, dtype="float16")
-_FEW_HEADS: dict[str, Any] = {
-    "batch": 1,
-    "heads": 4,
-    "kv_heads": 1,
-    "q_length": 100,
-    "kv_length": 520,
-}
-_LONG: dict[str, Any] = {
-    "batch": 1,
-    "heads": 2,
-    "kv_heads": 1,
-    "q_length": 300,
-    "kv_length": 1800,
-    "head_dim": 16,
-}
-# Cases, and another tile of flash_fwd than the chooser's.
+FEW_HEADS = HALF(batch=1, heads=4, kv_heads=1, q_length=100, kv_length=520, backward=True)
+LONG = partial(HALF, batch=1, heads=2, kv_heads=1, q_length=300, kv_length=1800, head_dim=16)
+# Cases with a tile of flash_fwd; without one the default is used.
 MORE = {
     "not staged": (HALF("causal"), UNSTAGED),
     "not staged, paged": (HALF("causal", "paged"), UNSTAGED),
-    "threadgroups that share a KV head": (HALF(**_FEW_HEADS, backward=True), ""),
-    "blocks of a mask": (HALF(**_LONG, attn_mask="bool qk"), ""),
+    "threadgroups that share a KV head": (FEW_HEADS, ""),
+    "blocks of a mask": (LONG(attn_mask="bool qk"), ""),
 }
 
 
 @dataclass
 class Case:
-    """A call with its tensors. It returns its results, and writes to tensors in place."""
+    """A call that returns its results or writes to its tensors."""
 
     name: str
     dtype: str
@@ -62,7 +49,7 @@ class Case:
 
 
 def results(returned: Any) -> list[Tensor]:
-    """The tensors of what a call has returned, as a list."""
+    """The tensors that a call returned."""
     if isinstance(returned, Tensor):
         return [returned]
     if isinstance(returned, dict):
@@ -71,25 +58,25 @@ def results(returned: Any) -> list[Tensor]:
 
 
 def case(name: str, made: Call, tile: str = "") -> Case:
-    """A case of `testing`, perhaps with another tile of flash_fwd than the chooser's."""
+    """A case of `testing`, with this tile of flash_fwd if one is named."""
     prepared = FAMILIES[type(made)].prepare(made, torch.device("cpu"))
     arguments = prepared.arguments
     tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
 
-    def call(**given: Tensor) -> list[Tensor]:
+    def call(**copies: Tensor) -> list[Tensor]:
+        replaced = {n: copies.get(n, x) for n, x in arguments.items()}
         with tiles.forced({"flash_fwd": tile} if tile else {}):
-            own = {n: x for n, x in given.items() if n in arguments}
-            return results(prepared.function(**arguments | own))
+            return results(prepared.function(**replaced))
 
     return Case(name, made.dtype, call, prepared.memory.placed() | tensors)
 
 
 def cases(only: str = "") -> Iterator[Case]:
-    """Those whose name the regular expression finds, each of another dtype than the one before."""
+    """The cases whose names match the regular expression, with dtypes in rotation."""
     by_name: dict[str, dict[str, Call]] = {}
-    for one in listed.full():
-        if not LEFT_OUT.search(str(one)):
-            by_name.setdefault(str(one), {})[one.dtype] = one.case
+    for row in listed.full():
+        if not LEFT_OUT.search(str(row)):
+            by_name.setdefault(str(row), {})[row.dtype] = row.case
     for number, (name, by_dtype) in enumerate(by_name.items()):
         if re.search(only, name):
             dtypes = list(by_dtype)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .packed import Dispatch, Packed
 
-# More than any argument that no test gives is read of.
+# More than a kernel reads of an absent argument.
 _ABSENT_BYTES = 4096
 
 
@@ -20,49 +20,52 @@ class CudaError(RuntimeError):
 def cuda() -> Any:
     """The driver's library, with the first GPU's primary context current."""
     library = ctypes.CDLL("libcuda.so.1")
-    _check(library.cuInit(0), "cuInit")
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    _check(library.cuDeviceGet(ctypes.byref(device), 0), "cuDeviceGet")
-    _check(library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "retain")
-    _check(library.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+    statuses = (
+        library.cuInit(0),
+        library.cuDeviceGet(ctypes.byref(device), 0),
+        library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        library.cuCtxSetCurrent(context),
+    )
+    if any(statuses):
+        raise CudaError(f"CUDA cannot start: errors {statuses}")
     return library
 
 
-def _check(status: int, what: str) -> None:
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(cuda(), name)(*arguments)
     if status:
-        raise CudaError(f"{what}: CUDA error {status}")
+        raise CudaError(f"{name}: CUDA error {status}")
 
 
 def allocate(size: int) -> int:
     """Exactly `size` bytes, so that compute-sanitizer knows where they end."""
     pointer = ctypes.c_uint64()
-    _check(cuda().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(max(size, 1))), "allocate")
+    _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(max(size, 1)))
     return pointer.value
 
 
 def free(pointer: int) -> None:
-    """Memory of `allocate`."""
-    _check(cuda().cuMemFree_v2(ctypes.c_uint64(pointer)), "free")
+    """Free memory of `allocate`."""
+    _call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
 
 def upload(data: bytes) -> int:
     """Allocated memory with this content."""
     pointer = allocate(len(data))
-    size = ctypes.c_size_t(len(data))
-    _check(cuda().cuMemcpyHtoD_v2(ctypes.c_uint64(pointer), data, size), "upload")
+    _call("cuMemcpyHtoD_v2", ctypes.c_uint64(pointer), data, ctypes.c_size_t(len(data)))
     return pointer
 
 
 def download(pointer: int, size: int) -> bytes:
     """The content of memory."""
     data = ctypes.create_string_buffer(size)
-    source = ctypes.c_uint64(pointer)
-    _check(cuda().cuMemcpyDtoH_v2(data, source, ctypes.c_size_t(size)), "download")
+    _call("cuMemcpyDtoH_v2", data, ctypes.c_uint64(pointer), ctypes.c_size_t(size))
     return data.raw
 
 
 class Programs:
-    """The programs, whose assembled kernels are loaded from a folder when they are first used."""
+    """Assembled kernels, loaded from a folder at their first use."""
 
     def __init__(self, folder: Path, packed: Packed) -> None:
         self.folder, self.packed = folder, packed
@@ -75,15 +78,14 @@ class Programs:
         addresses = {slot: pointers[name] + at for slot, (name, at) in dispatch.buffers.items()}
         constants = {slot: upload(data) for slot, data in dispatch.constants.items()}
         addresses |= constants
-        # A buffer that the kernel declares and the op leaves out is never read.
+        # Kernels never read a buffer that the op leaves out.
         values = [ctypes.c_uint64(addresses.get(slot, self.absent)) for slot in program.slots]
         arguments = (ctypes.c_void_p * max(len(values), 1))(
             *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
         )
-        kernel, grid = self._kernel(dispatch.program), dispatch.threadgroups
-        size = (*grid, *dispatch.group_size)
-        _check(cuda().cuLaunchKernel(kernel, *size, 0, None, arguments, None), "launch")
-        _check(cuda().cuCtxSynchronize(), "a kernel failed")
+        size = (*dispatch.threadgroups, *dispatch.group_size)
+        _call("cuLaunchKernel", self._kernel(dispatch.program), *size, 0, None, arguments, None)
+        _call("cuCtxSynchronize")
         for pointer in constants.values():
             free(pointer)
 
@@ -92,9 +94,8 @@ class Programs:
             image = (self.folder / name).read_bytes()
             library, kernel = ctypes.c_void_p(), ctypes.c_void_p()
             nothing = (None, None, 0, None, None, 0)
-            status = cuda().cuLibraryLoadData(ctypes.byref(library), image, *nothing)
-            _check(status, f"loading {name}")
+            _call("cuLibraryLoadData", ctypes.byref(library), image, *nothing)
             entry = self.packed.programs[name].entry.encode()
-            _check(cuda().cuLibraryGetKernel(ctypes.byref(kernel), library, entry), name)
+            _call("cuLibraryGetKernel", ctypes.byref(kernel), library, entry)
             self._kernels[name] = kernel
         return self._kernels[name]

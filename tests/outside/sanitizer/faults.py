@@ -1,4 +1,4 @@
-"""Planted faults: what compute-sanitizer must find in every kernel, or its silence says little."""
+"""Planted faults that compute-sanitizer must find in every kernel."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,43 +9,43 @@ from .packed import Dispatch, Fault, Packed, Problem
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 COMPILED_BARRIER = "bar.sync"
-# A barrier of half a SIMD group that the other half reaches too. Nothing waits for ever.
+# A barrier for half of a SIMD group, which the other half reaches too. No thread waits forever.
 FOREIGN = f"""__asm__ volatile("bar.warp.sync 0xffff;" ::: "memory"); {BARRIER}"""
-# By the text that each barrier becomes.
+# The text that replaces each barrier.
 BARRIER_FAULTS = {
     "": Fault("racecheck", "no barriers of the threadgroup"),
-    FOREIGN: Fault("synccheck", "barriers of lanes that are not meant"),
+    FOREIGN: Fault("synccheck", "other lanes at a barrier"),
 }
 
 
 def _memory_faults(dispatch: Dispatch, inputs: set[str], outputs: set[str]) -> Iterator[Fault]:
     bound = [name for name, _ in dispatch.buffers.values()]
-    for tool, what, among in (
+    for tool, what, names in (
         ("memcheck", "half of the memory of a result", outputs),
-        ("initcheck", "an input that nothing has been written to", inputs - outputs),
+        ("initcheck", "an input without contents", inputs - outputs),
     ):
-        found = [name for name in bound if name in among]
-        if found:
-            yield Fault(tool, what, found[0])
+        bound_names = [name for name in bound if name in names]
+        if bound_names:
+            yield Fault(tool, what, bound_names[0])
 
 
-def planted(packed: Packed, sources: dict[str, Source]) -> Iterator[Problem]:
-    """A problem for each kernel and tool, by way of the first small problem that can have it.
+def plant(packed: Packed, sources: dict[str, Source]) -> Iterator[Problem]:
+    """A problem for each kernel and tool, made of the first problem that can have the fault.
 
-    Kernels without a barrier have no fault in barriers. What is to be compiled joins `sources`.
+    Kernels without a barrier have no fault in barriers. Sources to compile are added to `sources`.
     """
     known: set[tuple[str, str]] = set()
     for problem in list(packed.problems):
         inputs, outputs = set(problem.inputs), set(problem.expected)
         for index, dispatch in enumerate(problem.dispatches):
             source = sources[dispatch.program]
-            every = [(fault, source) for fault in _memory_faults(dispatch, inputs, outputs)]
+            faults = [(fault, source) for fault in _memory_faults(dispatch, inputs, outputs)]
             outputs -= {name for name, _ in dispatch.buffers.values()}
             if COMPILED_BARRIER in packed.programs[dispatch.program].ptx:
                 for barrier, fault in BARRIER_FAULTS.items():
                     text = source.text.replace(BARRIER, barrier)
-                    every.append((fault, replace(source, text=text)))
-            for fault, faulty in every:
+                    faults.append((fault, replace(source, text=text)))
+            for fault, faulty in faults:
                 if (source.kernel, fault.tool) not in known:
                     known.add((source.kernel, fault.tool))
                     sources[faulty.name] = faulty

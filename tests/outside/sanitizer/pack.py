@@ -1,6 +1,7 @@
-"""The small problems as a file: programs, contents, what must come out, and planted faults."""
+"""Writes the small problems to a file: programs, inputs, expected results and planted faults."""
 
 import argparse
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -9,13 +10,35 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench.front_end import Source, source_of
+from bench.front_end import Source, clang, front_end, source_of
 from torch_metal_attn import simulate
 from torch_metal_attn.simulator import RecordedLaunch
 
 from . import cases, faults
-from .packed import Dispatch, Noise, Packed, Problem
-from .ptx import compile_ptx
+from .packed import Dispatch, Noise, Packed, Problem, Program
+
+PTX = ["--target=nvptx64-nvidia-cuda", "-march=sm_90", "-nocudalib"]
+PTX += ["-Xclang", "-target-feature", "-Xclang", "+ptx80"]
+
+
+def compile_ptx(source: Source) -> Program:
+    """Compile a kernel to PTX for sm_90: one entry, with a 64-bit device address for each buffer.
+
+    Threadgroup memory is static.
+    """
+    ir, entry = front_end(source, "nvptx_kernel, flatten", PTX)
+    # Buffers in constant memory are passed by address, like other buffers.
+    ir = ir.replace("addrspace(4)", "addrspace(1)")
+    ptx = clang([*PTX, "-x", "ir", "-O3", "-S", "-", "-o", "-"], ir)
+    # LLVM writes a modifier that ptxas refuses with this type.
+    ptx = re.sub(r"(setp\.\w+)\.ftz(\.bf16)", r"\1\2", ptx)
+    ptx, count = re.subn(
+        rf"(\.entry {entry.symbol}\([^)]*\)\s*(?://[^\n]*\n\s*)?)\{{",
+        lambda match: f"{match.group(1)}\n.maxntid {source.threads}, 1, 1\n{{",
+        ptx,
+    )
+    assert count == 1, "the PTX has not exactly one entry of the kernel"
+    return Program(ptx, entry.symbol, entry.buffers)
 
 
 def contents(tensor: Tensor) -> bytes:
@@ -27,26 +50,27 @@ def contents(tensor: Tensor) -> bytes:
 def inputs(tensors: Mapping[str, Tensor]) -> dict[str, bytes | Noise]:
     """The contents of each storage, by the name that `Names` has for it.
 
-    What looks like numbers of `torch.randn` is replaced, which could not be compressed.
+    Numbers that look like those of `torch.randn` do not compress, so noise from a seed replaces
+    them.
     """
-    found: dict[str, bytes | Noise] = {}
+    stored: dict[str, bytes | Noise] = {}
     names = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
     for name in names.values():
         tensor = tensors[name]
         whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-        found[name] = contents(tensor)
+        stored[name] = contents(tensor)
         if whole.is_floating_point() and whole.itemsize > 1 and len(whole) > 256:
             if abs(whole.float().mean()) < 0.2 and 0.7 < whole.float().std() < 1.3:
-                noise = Noise(len(found) - 1, str(whole.dtype).removeprefix("torch."), len(whole))
+                noise = Noise(len(stored) - 1, str(whole.dtype).removeprefix("torch."), len(whole))
                 whole.view(torch.uint8).copy_(
                     torch.frombuffer(bytearray(noise.data()), dtype=torch.uint8)
                 )
-                found[name] = noise
-    return found
+                stored[name] = noise
+    return stored
 
 
 class Names:
-    """Names of storages: those of the tensors that are given, and scratch0, scratch1 and so on."""
+    """Names of storages: those of `tensors`, and scratch0, scratch1 and so on for others."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._names = {x.untyped_storage().data_ptr(): name for name, x in tensors.items()}
@@ -63,9 +87,9 @@ class Names:
 
 
 def dispatch(launch: RecordedLaunch, names: Names, sources: dict[str, Source]) -> Dispatch:
-    """A launch as plain data. Its source joins `sources`."""
+    """A launch as plain data. Adds its source to `sources`."""
     x, y, z = launch.group_size
-    # Products of float32 are three of tf32. Without whole SIMD groups there are no products.
+    # Incomplete SIMD groups multiply no matrices.
     extra = {} if x % 32 == 0 else {"MSL_LANES_AS_THEY_ARE": 1}
     text = source_of(launch.family, launch.defines)
     source = Source(text, launch.kernel, x * y * z, extra, lines=True)
@@ -80,9 +104,9 @@ def dispatch(launch: RecordedLaunch, names: Names, sources: dict[str, Source]) -
 
 
 def problem(case: cases.Case, sources: dict[str, Source]) -> Problem:
-    """A case with the contents of its tensors before and, by the op's reference, after."""
+    """A case, with the contents of its tensors before, and after by the op's reference."""
     begin = inputs(case.tensors)
-    # Tensors that share memory, as values within keys do, share it in the copies too.
+    # deepcopy keeps shared memory shared, such as values inside keys.
     before, after = deepcopy(case.tensors), deepcopy(case.tensors)
     expected = {f"result{i}": t for i, t in enumerate(cases.results(case.call(**after)))}
     with simulate(record=True) as run:
@@ -95,10 +119,10 @@ def problem(case: cases.Case, sources: dict[str, Source]) -> Problem:
     dispatches = [dispatch(launch, names, sources) for launch in run.recorded]
     written = {name for d in dispatches for name, _ in d.buffers.values()}
     # An op that works in place changes an input.
-    found = {n: t for n, t in {**expected, **after}.items() if n in written}
+    changed = {n: t for n, t in {**expected, **after}.items() if n in written}
     outputs = {
         name: (str(t.dtype).removeprefix("torch."), contents(t))
-        for name, t in found.items()
+        for name, t in changed.items()
         if name not in before or contents(before[name]) != contents(t)
     }
     scratch = {**names.scratch, **{n: t.untyped_storage().nbytes() for n, t in results.items()}}
@@ -106,7 +130,7 @@ def problem(case: cases.Case, sources: dict[str, Source]) -> Problem:
 
 
 def pack(only: str, workers: int) -> Packed:
-    """All cases whose name the regular expression finds, and faults planted in them."""
+    """All cases whose names match the regular expression, and faults planted in them."""
     sources: dict[str, Source] = {}
     packed = Packed(problems=[problem(case, sources) for case in cases.cases(only)])
     with ThreadPoolExecutor(workers) as pool:
@@ -117,7 +141,7 @@ def pack(only: str, workers: int) -> Packed:
             packed.programs |= {s.name: p for s, p in zip(new, compiled, strict=True)}
 
         compile_new()
-        packed.problems += faults.planted(packed, sources)
+        packed.problems += faults.plant(packed, sources)
         compile_new()
     return packed
 

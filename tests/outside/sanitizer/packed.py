@@ -1,4 +1,4 @@
-"""What the machine with the GPU gets, as plain data: programs, launches, contents and faults."""
+"""The file for the machine with the GPU: programs, launches, contents and faults, as plain data."""
 
 import lzma
 import pickle
@@ -21,8 +21,8 @@ class Program:
 class Dispatch:
     """One launch.
 
-    buffers: for each slot the name of the tensor and the byte at which the argument begins.
-    constants: for each slot the bytes of the argument.
+    buffers: by slot, the name of the tensor and the offset in bytes.
+    constants: by slot, the bytes of the argument.
     """
 
     program: str
@@ -34,7 +34,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Noise:
-    """Numbers from -2 to 2 that both machines make from a seed, so that the file stays small."""
+    """Numbers from -2 to 2 that both machines make from a seed, to keep the file small."""
 
     seed: int
     dtype: str
@@ -53,7 +53,7 @@ class Noise:
 class Fault:
     """A planted fault, and the tool that must find it.
 
-    tensor: which is too short (memcheck) or never written (initcheck).
+    tensor: the one that is too short (memcheck) or never written (initcheck).
     """
 
     tool: str
@@ -63,10 +63,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Problem:
-    """Launches, the contents of their inputs, and what must come out.
+    """Launches, their inputs, and their expected results.
 
-    expected: dtype and bytes of each result. scratch: bytes of each tensor that begins without
-    contents. kernel: where `fault` is planted.
+    expected: dtype and bytes of each result. scratch: size of each tensor without contents.
+    kernel: the one with `fault`.
     """
 
     name: str
@@ -93,7 +93,7 @@ class Packed:
 
 
 def read(path: Path) -> Packed:
-    """The contents of a file that is not compressed: each tool and each fault reads it."""
-    found = pickle.loads(path.read_bytes())
-    assert isinstance(found, Packed)
-    return found
+    """The contents of a decompressed file, which every run of a tool reads."""
+    packed = pickle.loads(path.read_bytes())
+    assert isinstance(packed, Packed)
+    return packed

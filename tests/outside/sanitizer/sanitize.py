@@ -1,7 +1,7 @@
-"""compute-sanitizer's four tools over the small problems of FILE, and over planted faults.
+"""Runs compute-sanitizer's four tools on the small problems of FILE, and on planted faults.
 
-Every problem must have the right results and no finding of any tool; every planted fault must be
-found by its tool.
+Every problem must have the right results and no finding. Every planted fault must be found by its
+tool.
 """
 
 import argparse
@@ -36,8 +36,7 @@ FINDING = re.compile(
 PROBLEM = "problem: "
 SECONDS, FAULT_SECONDS = 480, 40
 WORKERS = 8
-# By the call's dtype: of its results, relative to the numbers, or to 1 where they are smaller.
-# What is no float is exact.
+# Bounds of errors by the dtype of the call, relative to numbers above 1. Other dtypes are exact.
 ALLOWED = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-4}
 
 
@@ -46,16 +45,16 @@ def numbers(data: bytes, dtype: str) -> np.ndarray:
     if dtype == "bfloat16":
         halves = np.frombuffer(data, np.uint16).astype(np.uint32)
         return (halves << 16).view(np.float32).astype(np.float64)
-    # Formats that numpy does not have are compared as bytes, exactly.
+    # Formats that numpy lacks are compared as bytes.
     known = "uint8" if dtype.startswith("float8") else dtype
     return np.frombuffer(data, np.dtype(known)).astype(np.float64)
 
 
-def error(found: np.ndarray, expected: np.ndarray) -> float:
-    """The largest error; NaN where NaN is expected is right."""
+def error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The largest error. NaN equals NaN."""
     with np.errstate(all="ignore"):
-        same = (found == expected) | (np.isnan(found) & np.isnan(expected))
-        errors = np.where(same, 0, np.abs(found - expected) / np.maximum(1, np.abs(expected)))
+        same = (actual == expected) | (np.isnan(actual) & np.isnan(expected))
+        errors = np.where(same, 0, np.abs(actual - expected) / np.maximum(1, np.abs(expected)))
     return float(np.nan_to_num(errors, nan=np.inf).max(initial=0.0))
 
 
@@ -72,7 +71,7 @@ def assemble(program: Program) -> bytes:
 
 
 def replay(programs: driver.Programs, problem: Problem) -> bool:
-    """Run one problem in memory of exactly its size; whether its results are right."""
+    """Run one problem in memory of exactly its size. Returns True if its results are right."""
     print(f"{PROBLEM}{problem.name}", flush=True)
     planted = (problem.fault.tool, problem.fault.tensor) if problem.fault else None
     pointers = {}
@@ -89,8 +88,8 @@ def replay(programs: driver.Programs, problem: Problem) -> bool:
         programs.launch(dispatch, pointers)
     right = True
     for name, (dtype, expected) in problem.expected.items():
-        found = numbers(driver.download(pointers[name], len(expected)), dtype)
-        worst = error(found, numbers(expected, dtype))
+        actual = numbers(driver.download(pointers[name], len(expected)), dtype)
+        worst = error(actual, numbers(expected, dtype))
         fits = worst <= (ALLOWED[problem.dtype] if dtype in ALLOWED else 0.0)
         right = right and fits
         print(f"  {'right' if fits else 'WRONG'}: {name}, {dtype}, error {worst:.1e}", flush=True)
@@ -100,7 +99,7 @@ def replay(programs: driver.Programs, problem: Problem) -> bool:
 
 
 def inside(folder: Path, fault: str | None) -> bool:
-    """What runs under a tool: all small problems, or the one planted fault of this name."""
+    """Run all small problems, or one planted fault, in the process under a tool."""
     contents = packed.read(folder / "packed")
     programs = driver.Programs(folder, contents)
     chosen = [p for p in contents.problems if (p.name == fault if fault else p.fault is None)]
@@ -122,7 +121,7 @@ def run(folder: Path, tool: str | None, fault: str | None = None) -> tuple[str, 
         try:
             code = process.wait(FAULT_SECONDS if fault else SECONDS)
         except subprocess.TimeoutExpired:
-            # The tool runs the program in a process of its own.
+            # The tool runs the program in another process.
             os.killpg(process.pid, signal.SIGKILL)
             code = process.wait()
         output.seek(0)
@@ -130,20 +129,20 @@ def run(folder: Path, tool: str | None, fault: str | None = None) -> tuple[str, 
 
 
 def findings(output: str) -> dict[str, int]:
-    """How often a tool has found something, by problem."""
-    found: dict[str, int] = {}
+    """The number of a tool's findings, by problem."""
+    counts: dict[str, int] = {}
     name = "before the first problem"
     for line in output.split("\n"):
         if line.startswith(PROBLEM):
             name = line.removeprefix(PROBLEM)
-            found.setdefault(name, 0)
+            counts.setdefault(name, 0)
         elif FINDING.match(line):
-            found[name] = found.get(name, 0) + 1
-    return found
+            counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
 def check(folder: Path, log: list[str]) -> list[str]:
-    """All tools over all problems, then every planted fault; what is wrong."""
+    """Run all tools on all problems, then every planted fault. Returns what is wrong."""
     problems = packed.read(folder / "packed").problems
     names = [p.name for p in problems if p.fault is None]
     bad = []
@@ -153,12 +152,12 @@ def check(folder: Path, log: list[str]) -> list[str]:
     for tool, (output, code) in zip(tools, results, strict=True):
         words = tool or "no tool"
         log.append(f"##### {words}\n{output}")
-        found = findings(output)
+        counts = findings(output)
         wrong = output.count("WRONG")
-        total = sum(found.values())
-        print(f"{words}: {len(found)} problems, {wrong} wrong results, {total} findings")
-        bad += [f"{words}: {name}: {count} findings" for name, count in found.items() if count]
-        bad += [f"{words}: not reached: {name}" for name in names if name not in found]
+        total = sum(counts.values())
+        print(f"{words}: {len(counts)} problems, {wrong} wrong results, {total} findings")
+        bad += [f"{words}: {name}: {count} findings" for name, count in counts.items() if count]
+        bad += [f"{words}: not reached: {name}" for name in names if name not in counts]
         if wrong or code:
             bad.append(f"{words}: exit code {code}\n{output[-800:]}")
     planted = [(p, p.fault) for p in problems if p.fault]
@@ -176,8 +175,8 @@ def check(folder: Path, log: list[str]) -> list[str]:
 def main() -> None:
     """Assemble every program, and check."""
     parser = argparse.ArgumentParser(prog="tests.outside.sanitizer.sanitize", description=__doc__)
-    parser.add_argument("file", type=Path, help="what `pack` has written")
-    parser.add_argument("--log", type=Path, help="a file for all that the tools print")
+    parser.add_argument("file", type=Path, help="the file that `pack` wrote")
+    parser.add_argument("--log", type=Path, help="a file for the output of the tools")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--fault", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-# make demo | test | mutants | test-simulator | check | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | docs | hf-kernel | clean
+# make demo | test | mutants | test-simulator | check | fuzz | build | lint | format | bench | census | wheel | wheel-macos | wheel-check | readme-check | docs | hf-kernel | clean
 # The first run makes .venv and installs everything into it; later runs only rebuild what changed.
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ SHIM_SOURCES := $(shell find torch_metal_attn/simulator/shim bench/gpu_headers -
 HAS_TORCH := import torch; exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 10))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test mutants test-simulator check fuzz build lint lint-format lint-shaders lint-types format bench census wheel wheel-macos wheel-check docs hf-kernel clean
+.PHONY: demo test mutants test-simulator check fuzz build lint lint-format lint-shaders lint-types format bench census wheel wheel-macos wheel-check readme-check docs hf-kernel clean
 
 demo: build
 	$(BIN)/python -m torch_metal_attn demo
@@ -98,7 +98,11 @@ wheel-macos: build
 # without a local version such as +cpu brings up to 7 GB of CUDA packages, one environment after the other.
 TORCHES ?= $(CPU_TORCH)
 wheel-check: build
-	$(BIN)/python .ci/wheel_in_venvs.py $(TORCHES)
+	$(BIN)/python .ci/clean_venvs.py $(TORCHES)
+
+# The README's commands and examples, as they stand there: in a clone of what is committed, and a fresh environment.
+readme-check: build
+	$(BIN)/python .ci/clean_venvs.py --readme
 
 # The pages as a site, with the API and a search. A dead link or heading is an error.
 docs: build
@@ -123,7 +127,7 @@ $(VENV)/bin/python:
 	@echo "== Making $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 
-# The build runs in $(VENV), without pip's isolation, against the torch there.
+# What the build itself needs: it runs in $(VENV), without pip's isolation, against the torch found there.
 # torch looks for ninja in PATH; without it one file is compiled after the other.
 $(VENV)/.tools: | $(VENV)/bin/python
 	@echo "== Installing torch and the build's tools"
@@ -135,4 +139,5 @@ $(VENV)/.installed: $(VENV)/.tools pyproject.toml $(wildcard setup.py) \
 		$(shell find csrc shaders -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.metal')
 	@echo "== Building and installing torch_metal_attn"
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pip install --no-build-isolation --editable '.[dev,demo]'
+	@$(BIN)/python .ci/repository.py
 	touch $@

@@ -1,15 +1,46 @@
-"""The repository's URL, which its owner fills in once (docs/design/packaging.md)."""
+"""Writes the repository's URL into the files that have a placeholder for it.
+
+Its owner fills in `repository` of pyproject.toml once. `make build` runs this.
+"""
 
 import re
+import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACEHOLDER = "https://github.com/OWNER/torch_metal_attn"
+NOT_IN = {"pyproject.toml", ".ci/repository.py"}
+EMPTY = (
+    "note: [tool.torch_metal_attn] repository in pyproject.toml is empty: fill in the URL, so that "
+    "the package, the README and the forms lead to the repository"
+)
 
 
 def url(root: Path = ROOT) -> str:
-    """The URL in pyproject.toml; "" until it is filled in."""
+    """The repository's URL; "" until it is filled in."""
     text = (root / "pyproject.toml").read_text(encoding="utf-8")
-    match = re.search(r'^repository = "(.*)"$', text, re.MULTILINE)
-    assert match is not None
-    return match[1].rstrip("/")
+    found = re.search(r'^repository = "(.*)"$', text, re.MULTILINE)
+    assert found is not None
+    return found[1].rstrip("/")
+
+
+def files(root: Path = ROOT) -> list[Path]:
+    """The files of the checkout that have the placeholder."""
+    command = ["git", "grep", "--untracked", "-l", "-F", PLACEHOLDER]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout
+    return [root / name for name in listed.splitlines() if name not in NOT_IN]
+
+
+def write(root: Path = ROOT) -> str:
+    """Fill it in, and say what was written or that there is no URL."""
+    if not url(root):
+        return EMPTY
+    found = files(root)
+    for path in found:
+        text = path.read_text(encoding="utf-8").replace(PLACEHOLDER, url(root))
+        path.write_text(text, encoding="utf-8")
+    return "\n".join(f"wrote {url(root)} into {path.relative_to(root)}" for path in found)
+
+
+if __name__ == "__main__":
+    print(write())

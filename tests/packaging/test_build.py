@@ -63,9 +63,10 @@ def test_the_repository_is_named_once(url, tmp_path, monkeypatch, capsys):
     (tmp_path / "pyproject.toml").write_text(
         re.sub('^repository = ".*"$', f'repository = "{url}"', project, flags=re.MULTILINE)
     )
-    links = "[a](x.md) [![b](c.svg)](d#e) [f](#g)\n"
+    links = f"[a](x.md) [![b](c.svg)](d#e) [f](#g) [h]({repository.PLACEHOLDER}/issues)\n"
     (tmp_path / "README.md").write_text(links)
-    assert repository.url(tmp_path) == url
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    assert repository.write(tmp_path) == (f"wrote {url} into README.md" if url else repository.EMPTY)
     shutil.copy(ROOT / "setup.py", tmp_path)
     monkeypatch.setenv("MAX_JOBS", "1")
     with mock.patch("setuptools.setup") as setup:
@@ -75,7 +76,8 @@ def test_the_repository_is_named_once(url, tmp_path, monkeypatch, capsys):
     if url:
         assert options["project_urls"]["Issues"] == f"{url}/issues"
         assert options["long_description"] == (
-            f"[a]({url}/blob/main/x.md) [![b]({url}/raw/main/c.svg)]({url}/blob/main/d#e) [f](#g)\n"
+            f"[a]({url}/blob/main/x.md) [![b]({url}/raw/main/c.svg)]({url}/blob/main/d#e) [f](#g) "
+            f"[h]({url}/issues)\n"
         )
     else:
         assert (options["project_urls"], options["long_description"]) == ({}, links)

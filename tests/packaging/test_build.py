@@ -66,7 +66,9 @@ def test_the_repository_is_named_once(url, tmp_path, monkeypatch, capsys):
     links = f"[a](x.md) [![b](c.svg)](d#e) [f](#g) [h]({repository.PLACEHOLDER}/issues)\n"
     (tmp_path / "README.md").write_text(links)
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
-    assert repository.write(tmp_path) == (f"wrote {url} into README.md" if url else repository.EMPTY)
+    assert repository.write(tmp_path) == (
+        f"wrote {url} into README.md" if url else repository.EMPTY
+    )
     shutil.copy(ROOT / "setup.py", tmp_path)
     monkeypatch.setenv("MAX_JOBS", "1")
     with mock.patch("setuptools.setup") as setup:

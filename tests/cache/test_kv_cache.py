@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.attention.flash_fwd_check import rotary_tables
 from tests.cache.sequences import Sequences
 from torch_metal_attn.kv_cache import CacheFull, PagedKVCache, StaticKVCache
-from torch_metal_attn.kv_cache.pages import first_seen
+from torch_metal_attn.kv_cache.windows import first_seen
 from torch_metal_attn.testing.judge import normal
 
 PAGE, HEADS, HEAD_DIM, LAYERS = 8, 2, 8, 2

@@ -2,19 +2,17 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor
+from torch_metal_attn.kv_cache.storage import Storage
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 from torch_metal_attn.wording import count_text
-
-if TYPE_CHECKING:
-    from torch_metal_attn.kv_cache.storage import Storage
 
 _ROTARY = ("rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
 # Of attention to older rows too, and of the step's own rows alone: every new query sees all older
@@ -65,7 +63,7 @@ class RecentRows:
     pages of the sequence are the slot. So rows never move, and keep their positions.
     """
 
-    def __init__(self, kept: "Storage", recent: int) -> None:
+    def __init__(self, kept: Storage, recent: int) -> None:
         self.recent = recent
         self._kept = kept
         self._length = recent + VERIFY_QUERIES

@@ -17,6 +17,7 @@ from torch_metal_attn.kv_cache.trees import (
     length_within,
     moves,
 )
+from torch_metal_attn.kv_cache.writes import CacheStorage
 from torch_metal_attn.wording import count_text
 
 
@@ -37,7 +38,7 @@ class StaticKVCache:
         self.max_length = as_int_at_least("max_length", max_length, 1, INT32_MAX)
         if "windows" in options:
             raise TypeError("StaticKVCache has no argument windows: it frees no rows")
-        self._storage = Storage(self.batch_size, self.max_length, *sizes, **options)
+        self._storage = CacheStorage(self.batch_size, self.max_length, *sizes, **options)
         self._rows = list(range(self.batch_size))  # of the tensors, by sequence
         self._lengths = [[0] * self.batch_size for _ in self._storage.layers]
         self._accepted = [0] * self.batch_size  # the rows that the last accept left

@@ -62,8 +62,8 @@ CASES = {
     "no rows": [
         sizes | {name: 0} for sizes in (BATCH, SPLITS) for name in ("batch", "heads", "length")
     ],
-    # llama.cpp's flash_attn_vec_reduce, and the end of every decode that splits its keys.
-    "splits": [
+    # A source kernel of llama.cpp, and the end of every decode that splits its keys.
+    "flash_attn_vec_reduce": [
         SPLITS | {"splits": splits, "dtype": dtype, "head_dim": head_dim}
         for splits in (1, 2, 7, 32, 33, 100, 1024)
         for dtype in NAMES

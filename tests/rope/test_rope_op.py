@@ -71,8 +71,8 @@ CASES = {
         for by_sequence in (False, True)
     ],
     "no k": [{"alone": True}],
-    # Of docs/design/source-kernels.md.
-    "source shapes": [
+    # A source kernel: docs/design/source-kernels.md.
+    "apply_rope_qk_inplace": [
         {"heads": 8, "length": length, "head_dim": n, "columns": n, "dtype": dtype, "place": place}
         for length, n, place in itertools.product((64, 256), (64, 128), ("", "offset"))
         for dtype in NAMES

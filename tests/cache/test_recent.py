@@ -192,15 +192,10 @@ def q_of(length=1, columns=96):
 
 STEPS = [
     ((q_of(), 1), {"window_size_left": 3}, "no option window_size_left with recent rows; it"),
-    ((q_of(), 1), {"leftpad_k": torch.zeros(2).int()}, "no option leftpad_k with recent rows"),
     ((q_of(65), 65), {}, r"k has 65 new rows; .* takes 1\.\.64, or more if causal: append"),
-    ((q_of(1), 65), {"causal": True}, "k has 65 new rows"),
-    ((q_of(), 0), {}, r"k has 0 new rows; .* takes 1\.\.64"),
     ((q_of(3), 1), {"causal": True}, "q has 3 queries and k 1 new row; with recent rows causal"),
     ((q_of(columns=64), 1), {}, "k has a head dim of 96 and q of 64"),
     ((q_of(), 1), {"softcap": -1.0}, "softcap is -1"),
-    ((q_of(), 1), {"learnable_sink": normal(3)}, "learnable_sink has shape"),
-    ((q_of(), 1), {"num_splits": -1}, "num_splits is -1"),
     ((q_of(2), 2), {"parents": torch.zeros(2).int()}, "parents"),
     (
         (q_of(), 1),
@@ -213,7 +208,6 @@ STEPS = [
         {name: x[:11] for name, x in TABLES.items()},
         r"rows 11 to 11 of rotary_cos .* must be in 0\.\.10",
     ),
-    ((q_of(), 1), {"layer": 1}, "layer is 1"),
     (([1.0], 1), {}, "q is a list; it must be a tensor"),
     ((q_of(), 290), {}, "290 rows more do not fit|k has 290 new rows"),
 ]

@@ -169,7 +169,6 @@ REFUSALS = [
     (lambda: rope.default(2**63), "dim is 9223372036854775808; it must be an even int"),
     (lambda: rope.default(8, 2**200), "base is .*; it must be a positive, finite"),
     (lambda: rope.default(8, device="gpu"), "device is 'gpu'; it must be a device"),
-    (lambda: rope.ntk_aware(8, factor=1e308), r"factor is 1e\+308; it must be a positive"),
     (
         lambda: rope.yarn(8, factor=2.0, beta_slow=1e-320, **L4096),
         "beta_slow is 1e-320; it must be a positive",
@@ -180,18 +179,11 @@ REFUSALS = [
     ),
     (lambda: rope.tables(FOUR, 2**62), r"positions is .*; it must be in 0\.\.2147483647"),
     (lambda: rope.default(7), "dim is 7; it must be an even int"),
-    (lambda: rope.default(0), "dim is 0; it must be an even int"),
-    (lambda: rope.default(8.0), r"dim is 8\.0; it must be an even int"),
-    (lambda: rope.default(8, 0.0), r"base is 0\.0; it must be a positive, finite"),
-    (lambda: rope.default(8, math.nan), "base is nan; it must be a positive"),
-    (lambda: rope.linear(8, factor=0), "factor is 0; it must be a positive"),
     (lambda: rope.ntk_aware(2, factor=2.0), "dim is 2; a scaled base needs more"),
-    (lambda: rope.ntk_aware(8, factor=-1), "factor is -1; it must be a positive"),
     (
         lambda: rope.yarn(8, factor=2.0, beta_fast=1, beta_slow=2, **L4096),
         "beta_fast is 1 and beta_slow 2; it must be greater",
     ),
-    (lambda: rope.yarn(None, factor=2.0, **L4096), "dim is None; it must be an even"),
     (
         lambda: rope.llama3(8, factor=2.0, low_freq_factor=4, high_freq_factor=None, **L4096),
         "high_freq_factor is None; it must be a positive",
@@ -202,8 +194,6 @@ REFUSALS = [
         "high_freq_factor is 4 and low_freq_factor 4; it must be greater",
     ),
     (lambda: rope.tables(FOUR, -1), "positions is -1; it must be at least 0"),
-    (lambda: rope.default(8, torch.ones(2)), r"base is a float32 tensor .*; it must be a positive"),
-    (lambda: rope.ntk_aware(8, None, factor=2.0), "base is None; it must be a positive"),
     (lambda: rope.linear(8, factor=True), "factor is True; it must be a positive"),
 ]
 

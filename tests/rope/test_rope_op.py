@@ -16,7 +16,6 @@ from torch_metal_attn import rope as rope_functions
 from torch_metal_attn import simulate
 from torch_metal_attn.runtime import extension, session
 from torch_metal_attn.testing import Rotation, Tables
-from torch_metal_attn.testing.judge import ints
 from torch_metal_attn.testing.tensors import DTYPES as NAMES
 
 rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
@@ -121,12 +120,8 @@ def test_positions(dtype, device):
     one_for_all = random(1, 1).expand(2, 9)
     for positions in (random(9), random(1, 9), random(9, 2).T, random(2, 18)[:, ::2], one_for_all):
         check_rope(q, k, cos, sin, positions=positions, device=device)
-
-
-def test_offsets_of_any_strides(device):
-    offsets = ints(9, 0, -1, 0, 3, 0)[::2]
-    given = make_problem(batch=3, rows=40)
-    check_rope(*given, seqlen_offset=4, seqlen_offsets=offsets, device=device)
+    offsets = random(4).int()[::2] % 20
+    check_rope(q, k, cos, sin, seqlen_offset=4, seqlen_offsets=offsets, device=device)
 
 
 class TestRowsOutside:

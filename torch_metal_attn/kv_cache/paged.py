@@ -23,7 +23,7 @@ from torch_metal_attn.kv_cache.pages import (
     PagePool,
     checked_namespace,
 )
-from torch_metal_attn.kv_cache.recent import RecentRows
+from torch_metal_attn.kv_cache.recent import Batch, RecentRows
 from torch_metal_attn.kv_cache.storage import ExportedSequence, LayerCache, Storage
 from torch_metal_attn.kv_cache.trees import (
     Rows,
@@ -165,14 +165,16 @@ class PagedKVCache:
         tokens = _as_lists(token_ids, more)
         written = [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, more, strict=True)]
         lengths, slots = [rows.start for rows in written], [s.slot for s in sequences]
-        given = (op, layer, new, lengths, slots, options, counts)
+        batch = Batch(layer, new, lengths, slots, {}, options)
         group = self._storage.groups.groups[layer]
         if any(self._pool.reserves(rows) for rows in written):
             # What the op refuses must leave the pages as they are.
             table = self._as_table(self._pool.pages_after(written, group))
-            self._storage.write(*given, check_only=True, block_table=table)
+            checked = batch._replace(where={"block_table": table})
+            self._storage.write(op, checked, counts, check_only=True)
         self._own(written)
-        result = self._storage.write(*given, block_table=self._table_of(ids, sequences, group))
+        where = {"block_table": self._table_of(ids, sequences, group)}
+        result = self._storage.write(op, batch._replace(where=where), counts)
         self._advance(sequences, more, layer, tokens)
         return result
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_metal_attn.call.arguments import INT32_MAX, as_bool, as_int, as_int_at_least, integers
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull
+from torch_metal_attn.kv_cache.recent import Batch
 from torch_metal_attn.kv_cache.storage import LayerCache, Storage
 from torch_metal_attn.kv_cache.trees import (
     Rows,
@@ -97,10 +98,9 @@ class StaticKVCache:
                 raise CacheFull(
                     f"{count} rows more do not fit: a sequence has {before} of {self.max_length}"
                 )
-        rows = self.cache_batch_idx()
-        result = self._storage.write(
-            op, layer, new, lengths, self._rows, options, counts, cache_batch_idx=rows
-        )
+        where = {"cache_batch_idx": self.cache_batch_idx()}
+        batch = Batch(layer, new, lengths, self._rows, where, options)
+        result = self._storage.write(op, batch, counts)
         self.advance(more, layer)
         return result
 

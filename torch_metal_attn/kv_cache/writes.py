@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor
-from torch_metal_attn.kv_cache.recent import NoRecentRows, RecentRows
+from torch_metal_attn.kv_cache.recent import Batch, NoRecentRows, RecentRows
 from torch_metal_attn.kv_cache.storage import LISTS, ROTARY, Storage
 
 # Options of the ops that a caller must not replace: he would read or write other rows.
@@ -86,32 +86,22 @@ class CacheStorage(Storage):
         return (*first, k, v), [length] * batch if counts is None else counts
 
     def write(
-        self,
-        op: str,
-        layer: int,
-        new: tuple[Tensor, ...],
-        lengths: list[int],
-        slots: list[int],
-        options: dict[str, Any],
-        counts: list[int] | None,
-        *,
-        check_only: bool = False,
-        **where: Any,
+        self, op: str, batch: Batch, counts: list[int] | None, *, check_only: bool = False
     ) -> Any:
-        """Run `append_kv` or `decode_step` on sequences of these lengths, and their recent rows.
+        """Run `append_kv` or `decode_step` on the sequences, and on their recent rows.
 
-        counts: new rows of each sequence, if they are packed. where: the op's options that tell
-        where the sequences are. check_only: as in `run`.
+        counts: new rows of each sequence, if they are packed. check_only: as in `run`.
         """
         for name in (*_PLACES, *_PACKING):
-            if name in options:
+            if name in batch.options:
                 advice = "give length" if name in _PACKING else "the cache gives it"
                 raise TypeError(f"{op} of a cache has no argument {name}: {advice}")
-        options = {n: x for n, x in options.items() if n not in LISTS or x is not None}
+        options = {n: x for n, x in batch.options.items() if n not in LISTS or x is not None}
         if op == "decode_step":
-            options = self.groups.step_options(layer, options)
+            options = self.groups.step_options(batch.layer, options)
+        batch = batch._replace(options=options)
         if counts is None:
-            return self._write(op, layer, new, lengths, slots, options, where, check_only)
+            return self._write(op, batch, check_only)
         for name in LISTS:
             if name in options:
                 raise ValueError(
@@ -123,40 +113,32 @@ class CacheStorage(Storage):
         if op == "decode_step" and not isinstance(self.recent, RecentRows):
             ends = self.indices([*accumulate(counts, initial=0)])
             options = options | {"cu_seqlens_q": ends, "max_seqlen_q": max(counts)}
-            return self._write(op, layer, new, lengths, slots, options, where, check_only)
+            return self._write(op, batch._replace(options=options), check_only)
         # Neighbours with as many rows are a batch of their own, whose tensors are views.
         parts = []
-        for batch, rows in _runs(counts):
-            count = batch.stop - batch.start
-            dense = tuple(_unpacked(x, rows, count) for x in new)
-            own = {n: _unpacked(x, rows, count) for n, x in options.items() if n in _BY_ROW}
-            here = {n: x[batch] for n, x in where.items()}
-            parts.append((layer, dense, lengths[batch], slots[batch], options | own, here))
+        for some, rows in _runs(counts):
+            count = some.stop - some.start
+            dense = tuple(_unpacked(x, rows, count) for x in batch.new)
+            by_row = {n: _unpacked(x, rows, count) for n, x in options.items() if n in _BY_ROW}
+            where = {n: x[some] for n, x in batch.where.items()}
+            lengths, slots = batch.lengths[some], batch.slots[some]
+            parts.append(Batch(batch.layer, dense, lengths, slots, where, options | by_row))
         if check_only or len(parts) > 1:
             for part in parts:
-                self._write(op, *part, True)  # all before any is written
-        results = [] if check_only else [self._write(op, *part, False) for part in parts]
+                self._write(op, part, True)  # all before any is written
+        results = [] if check_only else [self._write(op, part, False) for part in parts]
         if op == "append_kv" or check_only:
             return None
         return (torch.cat([out.transpose(1, 2).flatten(0, 1) for out, _ in results]),)
 
-    def _write(
-        self,
-        op: str,
-        layer: int,
-        new: tuple[Tensor, ...],
-        lengths: list[int],
-        slots: list[int],
-        options: dict[str, Any],
-        where: dict[str, Any],
-        check_only: bool,
-    ) -> Any:
-        only = {"check_only": check_only}
+    def _write(self, op: str, batch: Batch, check_only: bool) -> Any:
         if op == "decode_step" and isinstance(self.recent, RecentRows):
-            return self.recent.step(layer, new, lengths, slots, where, options, **only)
-        result = self.run(op, layer, new, self.indices(lengths), **only, **where, **options)
+            return self.recent.step(batch, check_only=check_only)
+        options = batch.where | batch.options
+        seqlens = self.indices(batch.lengths)
+        result = self.run(op, batch.layer, batch.new, seqlens, check_only=check_only, **options)
         if op == "append_kv" and not check_only:
-            self.recent.append(layer, new, lengths, slots, options)
+            self.recent.append(batch)
         return result
 
 

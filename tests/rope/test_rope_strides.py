@@ -11,7 +11,7 @@ rope, rope_ = torch.ops.metal_attn.rope, torch.ops.metal_attn.rope_
 
 
 class TestStrides:
-    @pytest.mark.parametrize("layout", LAYOUTS)
+    @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "columns first"])
     def test_of_the_tables(self, layout, device):
         q, k, _, _ = make_problem()
         cos, sin = make_tables(24, 16, batch=2)

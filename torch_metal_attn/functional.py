@@ -47,7 +47,7 @@ FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _FLASH_VARLEN_FWD = torch.ops.metal_attn.flash_varlen_fwd.default
 
-# What errors call the arguments. The ops' tensors are (B, H, L, D).
+# The arguments' names in errors. The ops' tensors are (B, H, L, D).
 _NAMES = ArgumentNames(blhd=True)
 _QKV_NAMES = ArgumentNames({name: f"qkv[:, :, {i}]" for i, name in enumerate("qkv")})
 _KV_NAMES = ArgumentNames({"k": "kv[:, :, 0]", "v": "kv[:, :, 1]"})

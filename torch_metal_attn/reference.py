@@ -227,7 +227,7 @@ def scores(
     window_size_right: int = -1,
     attention_chunk: int = 0,
     alibi_slopes: Tensor | None = None,
-    **others: Any,
+    **options: Any,
 ) -> Tensor:
     """The scores whose softmax `attention` takes: (B, Hq, Lq, Lk), -inf where a query sees no key.
 
@@ -241,7 +241,7 @@ def scores(
             q.float(),
             k.float(),
             q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-            {name: others[name] for name in _TRANSFORMS if name in others},
+            {name: options[name] for name in _TRANSFORMS if name in options},
             _alibi(alibi_slopes, position, keys, torch.float32),
             in_window(position, keys, window_size_left, right, attention_chunk, None)[:, None],
         )

@@ -147,7 +147,7 @@ def flash_attn_with_kvcache(
         use holds, and gives, the value of either.
     """
     # Plain calls have an op of few arguments. A function for this test would cost time.
-    one_length = None is cu_seqlens_q is cu_seqlens_k_new is max_seqlen_q
+    one_length = None is cu_seqlens_q is cu_seqlens_k_new and max_seqlen_q is None
     no_tree = None is parents is tree_mask
     no_scores = not newer and alibi_slopes is None and type(softcap) is float and softcap == 0.0
     same_places = None is cache_batch_idx is cache_leftpad

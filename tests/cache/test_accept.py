@@ -41,7 +41,7 @@ CACHES = [
 
 @pytest.mark.parametrize("kind, options", CACHES)
 def test_paths(kind, options):
-    """By the CPU's own kernels: what the caches do is under test."""
+    """By the CPU's kernels: the caches are under test."""
     accept_paths(kind, options)
 
 
@@ -53,17 +53,17 @@ def test_paths_of_the_device(kind, options, form, device):
 
 
 def accept_paths(kind, options, form="parents", device="cpu"):
-    """Of forks, whose rows are in pages that the paths move through, rotated by their depth."""
+    """Forks, whose rows are in pages that the paths move through, rotated by their depth."""
     held, rotary = Sequences(kind, device, **options), tables(32)
     rotary |= {"rotary_first_column": 64}
     held.append(13, 0, **rotary)
     held.swap([0, 0])
     held.swap([1, 0])
     for number, (parents, paths) in enumerate(STEPS):
-        given = {"parents": torch.tensor(parents).int()}
+        tree_options = {"parents": torch.tensor(parents).int()}
         if form == "tree_mask":
-            given = {"tree_mask": torch.stack([mask_of(tree) for tree in parents])}
-        held.step(7, 20 * number, rotary | given)
+            tree_options = {"tree_mask": torch.stack([mask_of(tree) for tree in parents])}
+        held.step(7, 20 * number, rotary | tree_options)
         held.accept(paths, parents)
         held.step(3, 20 * number + 10, rotary)
 
@@ -108,7 +108,7 @@ def test_no_page_for_a_copy_changes_nothing():
 
 
 def test_rows_of_every_head_move():
-    """Of two heads, whose rows lie apart."""
+    """The rows of two heads lie apart."""
     cache, old = make(layout="HND"), [1] * (PAGE - 2)
     id = cache.allocate()
     append(cache, {id: []}, {id: old})
@@ -121,9 +121,9 @@ def test_tokens_of_the_path_can_be_found():
     append(cache, {id: []}, {id: old})
     held = verify(cache, {id: old}, {id: (TREE, [*range(100, 107)])}, {id: [0, 2]}, tell=True)
     assert held[id] == [*old, 100, 102]
-    found, matched = cache.match_prefix(held[id])
+    copied, matched = cache.match_prefix(held[id])
     assert matched == PAGE
-    check(cache, held | {found: held[id]})
+    check(cache, held | {copied: held[id]})
     assert cache.match_prefix([*old, 100, 101])[1] == 0
 
 

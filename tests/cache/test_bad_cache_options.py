@@ -1,4 +1,4 @@
-"""What flash_fwd and flash_varlen_fwd refuse of a cache: the ValueError says what and why.
+"""flash_fwd and flash_varlen_fwd refuse a wrong cache: the ValueError says what and why.
 
 That fake kernels and the simulator reach the same checks is in tests/common/test_bad_options.py.
 """
@@ -160,7 +160,7 @@ BAD = [
         tables(k=(24, 8)),
         r"k_rotary_cos is given and k is quantised; rotate keys before they are quantised",
     ),
-    # What only values or memory tell
+    # Values and memory
     (paged, {"block_table": ints(0, 1, -1, 3, 4, 0).view(2, 3)}, r"block_table\[0, 2\] is -1; "),
     (
         packed,

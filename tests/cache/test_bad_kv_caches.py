@@ -1,4 +1,4 @@
-"""What PagedKVCache and StaticKVCache refuse, by name, and that it changes nothing."""
+"""PagedKVCache and StaticKVCache refuse wrong arguments by name, and nothing is changed."""
 
 import numpy as np
 import pytest
@@ -212,7 +212,7 @@ def test_ids_of_any_kind(kind):
 def test_a_refused_append_changes_nothing(case, shared):
     """Neither pages, whether they are new, to be copied, or found by their tokens, nor rows."""
     changes, message = WRONG[case]
-    given = {"k": some_rows(), "v": some_rows()} | changes
+    operands = {"k": some_rows(), "v": some_rows()} | changes
     cache, other = make(), StaticKVCache(1, 10, HEADS, HEAD_DIM, dtype=torch.float32)
     id, ones, tokens = cache.allocate(), some_rows(length=PAGE) + 1, list(range(PAGE))
     for layer in range(LAYERS):
@@ -225,22 +225,22 @@ def test_a_refused_append_changes_nothing(case, shared):
 
     def state():
         stored = (x.clone() for c in (cache, other) for one in c.layers for x in one.by_block())
-        same, found = cache.match_prefix(tokens)
+        same, matched = cache.match_prefix(tokens)
         cache.free(same)
-        numbers = torch.tensor([cache.num_free_pages, found])
+        numbers = torch.tensor([cache.num_free_pages, matched])
         return [*stored, cache.block_table([id]), cache.seqlens([id]), other.seqlens(), numbers]
 
     before = state()
     assert before[-1][1] == PAGE
     for one, arguments in ((cache, ([id],)), (other, ())):
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
-            one.append(*arguments, **given)
+            one.append(*arguments, **operands)
     for expected, actual in zip(before, state(), strict=True):
         assert torch.equal(actual, expected)
 
 
 def test_a_new_page_costs_no_call():
-    """What an append would refuse is found by checks alone, before a page is taken."""
+    """An append that would be refused is checked before a page is taken, without a launch."""
     called = []
 
     class Record(TorchDispatchMode):

@@ -56,15 +56,15 @@ TREES = {
 def test_plan(name):
     table, lengths, levels, keys = TREES[name]
     plan = CascadePlan(torch.tensor(table), torch.tensor(lengths), PAGE)
-    found = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]
-    assert found == levels
+    actual = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]
+    assert actual == levels
     assert plan.keys_read == keys
     assert plan.keys_alone == sum(lengths)
 
 
 SIZES = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": D, "v_head_dim": D, "page": PAGE}
 SIZES |= {"dtype": "float16", "causal": True, "shared": 1, "branched": 1, "own": (4, 8, 2, 5, 0)}
-# Of more queries than the last page has keys.
+# With more queries than the last page has keys.
 VALUES = {
     "a tree": {},
     "one prefix": {"shared": 2, "branched": 0, "own": (1, 4, 6)},
@@ -141,8 +141,8 @@ def attend_to_forks(kind, options, device):
     plan = held.cache.cascade(held.ids, q_length=2)
     assert [[(s.sequences, s.end) for s in level] for level in plan.levels] == [[((0, 1), 2)]]
     (layer,), q = held.cache.layers, judge.normal(2, 2, 2, 96, seed=9)
-    given = {"softmax_scale": 0.1, "k_scale": layer.k_scale, "v_scale": layer.v_scale}
-    out = plan.attend(q.transpose(1, 2).to(device), layer.k_cache, layer.v_cache, **given)
+    options = {"softmax_scale": 0.1, "k_scale": layer.k_scale, "v_scale": layer.v_scale}
+    out = plan.attend(q.transpose(1, 2).to(device), layer.k_cache, layer.v_cache, **options)
     held.check(out.transpose(1, 2), q, {"softmax_scale": 0.1, "causal": True})
 
 
@@ -220,14 +220,14 @@ def read(shared, sequences, heads, with_plan, short=0):
         if with_plan:
             plan.attend(q, k_cache, v_cache, num_splits=1)
         else:
-            given = {"cache_seqlens": seqlens, "block_table": tables, "num_splits": 1}
-            flash_attn_with_kvcache(q, k_cache, v_cache, **given)
+            options = {"cache_seqlens": seqlens, "block_table": tables, "num_splits": 1}
+            flash_attn_with_kvcache(q, k_cache, v_cache, **options)
     return run.counters["flash_decode"].load_bytes["device"]
 
 
 @pytest.mark.parametrize("sequences, heads", [(2, 4), (8, 4)])
 def test_a_prefix_is_read_once(sequences, heads):
-    """Of one KV head: 256 keys more are 64 kB more, and 5 % at most; alone, once a sequence."""
+    """One KV head: 256 keys more are 64 kB more, and 5 % at most; alone, once a sequence."""
     keys = 2 * 256 * 64 * 2
     longer = [
         read(32, sequences, heads, plan) - read(16, sequences, heads, plan) for plan in (1, 0)
@@ -247,22 +247,22 @@ def test_explained():
     """Its calls and bytes: a page that all share counts once."""
     table, lengths, _, _ = TREES["one prefix"]
     plan = CascadePlan(table, lengths, PAGE)
-    found = explain(plan.attend, normal(3, 1, HEADS, D), *caches(8))
-    assert [row.op for row in found.rows] == ["flash_decode", "flash_decode", "merge_state_"]
+    explained = explain(plan.attend, normal(3, 1, HEADS, D), *caches(8))
+    assert [row.op for row in explained.rows] == ["flash_decode", "flash_decode", "merge_state_"]
     keys = 2 * KV_HEADS * D * 2  # bytes of a key and its value
-    own, shared, _ = (row.cost.bytes for row in found.rows)
+    alone, shared, _ = (row.cost.bytes for row in explained.rows)
     results = 3 * HEADS * (2 * D * 2 + 4)
-    assert own - 11 * keys - results < 200
+    assert alone - 11 * keys - results < 200
     assert 0 < shared - 8 * keys - results < 200
-    assert "CascadePlan: 3 calls of metal_attn" in str(found)
+    assert "CascadePlan: 3 calls of metal_attn" in str(explained)
 
 
 def test_min_pages():
     """A prefix that is too short is read with the longer ones that continue it."""
     table = [[5, 6, 1, 0], [5, 6, 1, 2], [5, 7, 3, 0], [5, 7, 4, 0]]
     plan = CascadePlan(table, [16] * 4, PAGE, min_pages=2)
-    found = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]
-    assert found == [[((0, 1), 0, 3), ((2, 3), 0, 2)]]
+    actual = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]
+    assert actual == [[((0, 1), 0, 3), ((2, 3), 0, 2)]]
 
 
 def test_no_sequences():

@@ -38,7 +38,7 @@ def test_the_formula(size):
 
 # --- The kernels. ---
 
-# Of K and V: each format in some block, and each block with some head dims.
+# Formats of K and V: each format in some block, and each block with some head dims.
 PAGES = {"cache": "paged", "page": 5, "capacity": 65}
 APPENDED = [
     {"format": "q8_0", "v_format": "q4_0", "hadamard": 32, "head_dim": 96, "v_head_dim": 32}
@@ -84,8 +84,8 @@ def test_attention(name, device):
     """Decoding and verification, dense, in pages and by index, split and not."""
     number = list(DECODED).index(name)
     dtype = ("float16", "bfloat16", "float32")[number % 3]
-    own = {"v_head_dim": DECODED[name]["head_dim"], "dtype": dtype} | DECODED[name]
-    case = {"heads": 2, "kv_heads": 2, "kv_length": 75, "causal": True, "q_length": 1} | own
+    fields = {"v_head_dim": DECODED[name]["head_dim"], "dtype": dtype} | DECODED[name]
+    case = {"heads": 2, "kv_heads": 2, "kv_length": 75, "causal": True, "q_length": 1} | fields
     where = [{}, {"cache": "paged", "page": 5}, {"cache": "indexed"}]
     kept = {"batch": 2, "seqused_k": (75, 33), "call": "flash_decode"}
     split = {"num_splits": 2, "learnable_sink": "float32"} if number % 2 else {}
@@ -114,8 +114,8 @@ def test_rows_that_fill_threadgroup_memory(device):
 
 
 def appended(hadamard, **fields):
-    given = arguments(append(**{"format": "q4_0", "length": 2, "lengths": (0, 0)} | fields))
-    torch.ops.metal_attn.append_kv(**given | {"hadamard": hadamard})
+    call = arguments(append(**{"format": "q4_0", "length": 2, "lengths": (0, 0)} | fields))
+    torch.ops.metal_attn.append_kv(**call | {"hadamard": hadamard})
 
 
 def decoded(size, columns=64, format="q8_0"):

@@ -75,12 +75,12 @@ def verify(cache, before, trees, paths, tell=False, spaces=None):
     for id, tree in parents.items():
         paths_to = [[tokens[id][n] for n in branch(tree, node)] for node in range(len(tree))]
         for layer in range(LAYERS if tree else 0):
-            told = [before[id] + path for path in paths_to]
+            known = [before[id] + path for path in paths_to]
             space = (spaces or {}).get(id)
-            parts = [rows(path, len(path) - 1, layer, space) for path in told]
+            parts = [rows(path, len(path) - 1, layer, space) for path in known]
             cache.append([id], *(torch.cat(x, 2) for x in zip(*parts, strict=True)), layer)
-    given = {"token_ids": [tokens[id] for id in parents]} if tell else {}
-    cache.accept([*parents], [paths[id] for id in parents], [*parents.values()], **given)
+    options = {"token_ids": [tokens[id] for id in parents]} if tell else {}
+    cache.accept([*parents], [paths[id] for id in parents], [*parents.values()], **options)
     return {id: before[id] + [tokens[id][node] for node in paths[id]] for id in parents}
 
 
@@ -139,7 +139,7 @@ class Paged(RuleBasedStateMachine):
         return min(first_seen(self.freed_at[id], window) // PAGE, pages)
 
     def can_go_back(self, id, length):
-        """Whether the pages are there that are seen from `length` on."""
+        """True if the pages are there that are seen from `length` on."""
         least = (first_seen(length, w) // PAGE for w in self.windows)
         return length == 0 or all(
             first >= self.freed(id, w) or first * PAGE >= length
@@ -305,8 +305,8 @@ def test_pages_outside_a_window():
     other = cache.allocate()
     append(cache, {other: []}, {other: [7] * 24})
     cache.free(other)
-    found = [cache.match_prefix(t, space)[1] for t in (tokens, tokens[:8]) for space in ("x", "y")]
-    assert found == [16, 0, 0, 0]  # the freed page was taken, and only a longer prefix sees none
+    actual = [cache.match_prefix(t, space)[1] for t in (tokens, tokens[:8]) for space in ("x", "y")]
+    assert actual == [16, 0, 0, 0]  # the freed page was taken, and only a longer prefix sees none
     b = a + 3
     assert (cache.block_table([b], 1) < 0).tolist() == [[True, False]]
     c = cache.import_sequence(cache.export_sequence(a))
@@ -443,20 +443,20 @@ def test_a_step_to_listed_keys(kind, options):
     held = Sequences(kind, "cpu", **options)
     held.append(14, 0)
     other, q = copy.deepcopy(held.cache), torch.randn(2, 2, 2, 96)
-    given = held.given(q, *held.new(2, 1))
+    operands = held.operands(q, *held.new(2, 1))
     step = {"causal": True, "rotary_cos": torch.rand(20, 16), "rotary_sin": torch.rand(20, 16)}
     every = torch.arange(16).flip(0).int().expand(1, 1, 2, 16)
     for wrong in (every + 300, every.half()):
         with pytest.raises(ValueError, match="indices"):
-            held.cache.decode_step(*given, indices=wrong, **step)
-        assert held.cache.seqlens(*held.own()).tolist() == [14, 14]
-    out = held.cache.decode_step(*given, indices=every, **step)
-    torch.testing.assert_close(out, other.decode_step(*given, **step))
+            held.cache.decode_step(*operands, indices=wrong, **step)
+        assert held.cache.seqlens(*held.ids_or_none()).tolist() == [14, 14]
+    out = held.cache.decode_step(*operands, indices=every, **step)
+    torch.testing.assert_close(out, other.decode_step(*operands, **step))
     for one, same in zip(held.cache.layers, other.layers, strict=True):
         assert torch.equal(one.k_cache, same.k_cache)
     # A single key has the weight 1.
     new = held.new(1, 2)
-    out = held.cache.decode_step(*held.given(q[:, :, :1], *new), indices=every[:, :, :1, :1] + 1)
+    out = held.cache.decode_step(*held.operands(q[:, :, :1], *new), indices=every[:, :, :1, :1] + 1)
     expected = new[1].expand(-1, 2, -1, -1).float()
     torch.testing.assert_close(
         out.float(), expected, atol=0.6 if options.get("format") else 1e-2, rtol=0
@@ -507,9 +507,9 @@ def test_beams_of_a_static_cache(beams):
         for layer, tensors in enumerate(cache.layers):
             assert cache.seqlens(layer).tolist() == [*map(len, held)]
             for row, tokens in zip(cache.cache_batch_idx().tolist(), held, strict=True):
-                found = (x[row, : len(tokens)] for x in (tensors.k_cache, tensors.v_cache))
+                actual = (x[row, : len(tokens)] for x in (tensors.k_cache, tensors.v_cache))
                 expected = (x[0].transpose(0, 1) for x in rows(tokens, 0, layer))
-                assert all(map(torch.equal, found, expected))
+                assert all(map(torch.equal, actual, expected))
 
     append(2, 1)
     for step in range(3):

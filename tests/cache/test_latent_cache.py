@@ -50,7 +50,7 @@ def test_values_are_written_once():
 
 
 TWO_SCALES = torch.tensor([0.5, 2.0, 4.0])
-# Of values in the keys' memory: codes that are alike are not values that are.
+# Values in the keys' memory with other scales: equal codes are not equal values.
 OTHER_SCALES = [
     {"k_scale": TWO_SCALES[:2]},
     {"v_scale": TWO_SCALES[:2]},

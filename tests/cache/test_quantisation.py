@@ -118,7 +118,7 @@ def test_ggmls_blocks(format, zero):
     expected = torch.tensor(values).expand(2, 3, 64)
     assert torch.equal(dequantise(data, scale, torch.float32), expected)
     assert torch.equal(to_ggml(data, scale), rows)
-    # Of any strides, beginning at an odd byte, and of no rows.
+    # Rows of any strides, that begin at an odd byte, and no rows.
     strided = torch.nn.functional.pad(rows, (1, 2))[:, ::2, 1:-2]
     for x, whole in zip(from_ggml(strided, format), (data, scale), strict=True):
         assert torch.equal(x, whole[:, ::2])
@@ -192,7 +192,7 @@ def test_fp8_rounds_a_quotient_once():
 
 
 def test_fp8_as_bytes():
-    """What mps holds: uint8 has the same bits, and needs a scale to tell it from q4_0."""
+    """As mps holds it: uint8 has the same bits, and needs a scale to tell it from q4_0."""
     x = normal(2, 3, 4, 8)
     scale = torch.tensor([0.5, 1.0, 2.0])
     data, _ = quantise(x, "fp8_e4m3", scale)
@@ -200,8 +200,8 @@ def test_fp8_as_bytes():
     assert torch.equal(back, dequantise(data, scale, torch.bfloat16))
     assert format_of(data.view(torch.uint8), scale) == "fp8_e4m3"
     with torch.device("meta"):  # a default device is not used
-        found = dequantise(data.view(torch.uint8), scale, torch.float32)
-    assert torch.equal(found, dequantise(data, scale, torch.float32))
+        actual = dequantise(data.view(torch.uint8), scale, torch.float32)
+    assert torch.equal(actual, dequantise(data, scale, torch.float32))
 
 
 def test_fp8_where_there_is_no_float8(monkeypatch):

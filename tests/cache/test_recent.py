@@ -129,7 +129,7 @@ def test_rows_that_others_wrote(backend, kind):
 def test_matched_prefixes_are_codes():
     held = made("paged latent")
     k, v = held.new(20, 0)
-    held.cache.append(*held.given(k, v), token_ids=[[*range(20)], [*range(5, 25)]])
+    held.cache.append(*held.operands(k, v), token_ids=[[*range(20)], [*range(5, 25)]])
     held.add(k, v)
     id, matched = held.cache.match_prefix([*range(20)])
     assert matched == 16
@@ -182,7 +182,7 @@ def test_compiled():
         if compiled:
             step = torch.compile(step, backend="eager")
         rows = [(normal(2, 2, 1, 96), *held.new(1, n)) for n in range(2)]
-        results += [step(*held.given(*tensors), **STEP) for tensors in rows]
+        results += [step(*held.operands(*tensors), **STEP) for tensors in rows]
     assert all(torch.equal(a, b) for a, b in zip(results[:2], results[2:], strict=True))
 
 
@@ -217,8 +217,8 @@ STEPS = [
 def test_refused_steps(backend, kind):
     """With an error that names the argument, and the cache as it was."""
 
-    @each_case("given, options, message", STEPS)
-    def refused(given, options, message):
+    @each_case("operands, options, message", STEPS)
+    def refused(operands, options, message):
         held = made(kind)
         held.append(11, 0)
         recent = held.cache._storage.recent
@@ -226,13 +226,13 @@ def test_refused_steps(backend, kind):
         tensors = [x for part in parts for x in part.layers[0].by_block()]
         before, state = [x.clone() for x in tensors], [*recent._held[0]]
         pages = held.cache.num_free_pages if held.paged else 0
-        q, length = given
+        q, length = operands
         options = {"softmax_scale": 0.3} | options
         with pytest.raises((ValueError, RuntimeError, TypeError, CacheFull), match=message):
-            held.cache.decode_step(*held.given(q, *held.new(length, 3)), **options)
+            held.cache.decode_step(*held.operands(q, *held.new(length, 3)), **options)
         assert all(torch.equal(x, y) for x, y in zip(before, tensors, strict=True))
         assert state == recent._held[0]
-        assert held.cache.seqlens(*held.own()).tolist() == [11, 11]
+        assert held.cache.seqlens(*held.ids_or_none()).tolist() == [11, 11]
         assert pages == (held.cache.num_free_pages if held.paged else 0)
 
     refused()

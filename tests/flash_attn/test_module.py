@@ -200,8 +200,8 @@ class TestInstall:
             assert flash_attn is ours
             assert flash_attn.__version__.startswith("2.8.")
             for name in SUBMODULES:
-                found = importlib.import_module(f"flash_attn.{name}")
-                assert found is importlib.import_module(f"{ours.__name__}.{name}")
+                module = importlib.import_module(f"flash_attn.{name}")
+                assert module is importlib.import_module(f"{ours.__name__}.{name}")
             assert importlib.util.find_spec("flash_attn") is not None
             with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.cute"):
                 importlib.import_module("flash_attn.cute")

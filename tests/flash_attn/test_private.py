@@ -64,8 +64,8 @@ def test_forward_and_backward(packed, dropout_p):
     features = (dropout_p, SCALE, True, 4, -1, 2.0, None)
     torch.manual_seed(0)
     forward = getattr(interface, f"_flash_attn{name}forward")
-    found, found_lse, found_weights, rng_state = forward(q, k, v, *packing, *features, True)
-    assert torch.equal(found, out)
+    actual, found_lse, found_weights, rng_state = forward(q, k, v, *packing, *features, True)
+    assert torch.equal(actual, out)
     assert torch.equal(found_lse, lse)
     assert found_weights.shape == (0,) if weights is None else torch.equal(found_weights, weights)
     assert (rng_state.shape, rng_state.dtype) == ((2,), torch.int64)
@@ -74,7 +74,7 @@ def test_forward_and_backward(packed, dropout_p):
     backward = getattr(interface, f"_flash_attn{name}backward")
     state = {"rng_state": rng_state} if dropout_p else {}
     softmax_d = backward(
-        dout, q, k, v, found, found_lse, *into, *packing, *features, False, **state
+        dout, q, k, v, actual, found_lse, *into, *packing, *features, False, **state
     )
     for mine, theirs in zip(into, gradients, strict=True):
         torch.testing.assert_close(mine, theirs)

@@ -38,17 +38,20 @@ def test_dense(form, offsets, interleaved, device):
     function, shape, options, parts = FORMS[form]
     cos, sin = make_tables(30, 16)
     x = normal(*shape)
-    given = x.to(device, copy=True)
+    target = x.to(device, copy=True)
     of_each = torch.is_tensor(offsets)
     options = options | {
         "interleaved": interleaved,
         "seqlen_offsets": offsets.to(device) if of_each else offsets,
     }
-    out = function(given, cos.to(device), sin.to(device), **options)
-    assert (out is given) == (form != "x")
+    out = function(target, cos.to(device), sin.to(device), **options)
+    assert (out is target) == (form != "x")
     assert out.is_contiguous()
-    assert torch.equal(given.cpu(), x) == (form == "x")
-    meant = {"seqlen_offsets" if of_each else "seqlen_offset": offsets, "interleaved": interleaved}
+    assert torch.equal(target.cpu(), x) == (form == "x")
+    meant = {
+        "seqlen_offsets" if of_each else "seqlen_offset": offsets,
+        "interleaved": interleaved,
+    }
     rotated_parts, kept = parts(out.cpu())
     for ours, old in zip(rotated_parts, parts(x)[0], strict=True):
         check_close(ours.transpose(1, 2), old.transpose(1, 2), cos, sin, **meant)
@@ -66,9 +69,9 @@ class TestPacked:
         lengths = [5, 0, 11, 1]
         cu_seqlens = torch.tensor([0, 5, 5, 16, 17], dtype=torch.int32)
         x = normal(17, 3, 24)
-        given = x.to(device, copy=True)
+        target = x.to(device, copy=True)
         out = rotary.apply_rotary_emb(
-            given,
+            target,
             cos.to(device),
             sin.to(device),
             inplace=inplace,
@@ -76,7 +79,7 @@ class TestPacked:
             cu_seqlens=cu_seqlens.to(device),
             max_seqlen=11,
         )
-        assert (out is given) == inplace
+        assert (out is target) == inplace
         assert out.shape == x.shape
         each = offsets.tolist() if torch.is_tensor(offsets) else [offsets] * 4
         for start, length, offset in zip(cu_seqlens.tolist(), lengths, each, strict=False):
@@ -128,13 +131,13 @@ def test_compiled_in_a_leaf():
     torch._dynamo.reset()
     compiled = torch.compile(rotary.apply_rotary_emb_qkv_, backend="eager")
     x, weight = normal(2, 17, 3, 3, 24), normal(2, 17, 3, 3, 24, seed=1)
-    found = []
+    results = []
     for function in (compiled, rotary.apply_rotary_emb_qkv_):
         leaf = x.clone().requires_grad_()
         out = function(leaf, *make_tables(30, 16))
         out.backward(weight)
-        found.append((out, leaf, leaf.grad))
-    for mine, theirs in zip(*found, strict=True):
+        results.append((out, leaf, leaf.grad))
+    for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
 
 
@@ -145,8 +148,8 @@ def test_flash_attns_composition_is_the_oracle(batch, interleaved):
     x = normal(2, 17, 3, 24).double()
     expected = rotated(x, cos, sin, interleaved=interleaved)
     cos, sin = (table.double().expand(*batch, 17, 8) for table in (cos, sin))
-    found = TORCH(x, cos, sin, interleaved=interleaved)
-    torch.testing.assert_close(found, expected)
+    actual = TORCH(x, cos, sin, interleaved=interleaved)
+    torch.testing.assert_close(actual, expected)
 
 
 def rotated(x, cos, sin, **options):
@@ -238,12 +241,12 @@ REFUSED = [
 def test_refused(function, changes, message):
     """By the caller's names and shapes, which the op has in another order."""
     cos, sin = make_tables(30, 16)
-    given = {EMB: {"x": X}, TORCH: {"x": X}, QKV: {"qkv": normal(2, 17, 3, 4, 24)}}.get(
+    defaults = {EMB: {"x": X}, TORCH: {"x": X}, QKV: {"qkv": normal(2, 17, 3, 4, 24)}}.get(
         function, {}
     )
     embedding = function is rotary.RotaryEmbedding or isinstance(function, rotary.RotaryEmbedding)
     tables = {} if embedding else {"cos": cos, "sin": sin}
-    arguments = given | tables | changes
+    arguments = defaults | tables | changes
     before = {
         n: x.clone() for n, x in arguments.items() if n in ("x", "qkv") and torch.is_tensor(x)
     }
@@ -262,18 +265,18 @@ class TestRotaryEmbedding:
     def test_qkv(self, dtype, interleaved, device):
         module = rotary.RotaryEmbedding(16, base=100.0, interleaved=interleaved).to(device)
         x = normal(2, 17, 3, 4, 24, dtype=dtype)
-        given = x.to(device, copy=True)
-        assert module(given, seqlen_offset=3) is given
+        target = x.to(device, copy=True)
+        assert module(target, seqlen_offset=3) is target
         angles = self.angles(20, base=100.0)
         tables = [table.to(dtype) for table in (angles.cos(), angles.sin())]
         options = {"seqlen_offset": 3, "interleaved": interleaved}
         for part in (0, 1):
-            out, old = (t[:, :, part].transpose(1, 2) for t in (given.cpu(), x))
+            out, old = (t[:, :, part].transpose(1, 2) for t in (target.cpu(), x))
             # A table's last bit may differ where float32 and float64 fall on two sides.
             expected = oracle(old, *tables, **options)
             bound = 4 * torch.finfo(dtype).eps * expected.abs().max()
             assert (out.double() - expected).abs().max() <= bound
-        assert torch.equal(given.cpu()[:, :, 2], x[:, :, 2])
+        assert torch.equal(target.cpu()[:, :, 2], x[:, :, 2])
 
     @pytest.mark.parametrize("packed", [False, True])
     def test_scores_decay_with_distance(self, packed):

@@ -1,4 +1,4 @@
-"""What the tests of rope share: problems, layouts, and the judge that holds the ops to float64."""
+"""Shared by the tests of rope: problems, layouts, and the comparison with float64."""
 
 import math
 

@@ -143,8 +143,8 @@ class TestAgainstTransformers:
         theirs = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(config)(q, position_ids))
         inv_freq, factor = ours(config)
         cos, sin = rope.tables(inv_freq.to(device), 200, attention_factor=factor)
-        found = rope_op(q.to(device), k.to(device), cos, sin, positions=position_ids.to(device))
-        for our, their in zip(found, theirs, strict=True):
+        actual = rope_op(q.to(device), k.to(device), cos, sin, positions=position_ids.to(device))
+        for our, their in zip(actual, theirs, strict=True):
             torch.testing.assert_close(our.cpu(), their, rtol=2e-6, atol=2e-6)
 
 

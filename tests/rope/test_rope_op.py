@@ -91,16 +91,16 @@ NOT_IN_PLACE = {
 @pytest.mark.parametrize("subject", CASES)
 def test_values(subject, device):
     for fields in CASES[subject]:
-        given = HOME | fields
+        case = HOME | fields
         after = {"dtype": AFTER[fields["dtype"]]} if "dtype" in fields else {}
-        judge(Rotation("rope", **given), Rotation("rope_", **given | after), device=device)
+        judge(Rotation("rope", **case), Rotation("rope_", **case | after), device=device)
 
 
 def test_dtypes(device):
     for number, (dtype, table_dtype) in enumerate(itertools.product(NAMES, NAMES)):
-        given = {"dtype": dtype, "table_dtype": table_dtype, "place": "offset"}
+        case = {"dtype": dtype, "table_dtype": table_dtype, "place": "offset"}
         call = ("rope", "rope_")[number % 2]
-        judge(Rotation(call, **HOME | given), device=device)
+        judge(Rotation(call, **HOME | case), device=device)
 
 
 @pytest.mark.parametrize("subject", NOT_IN_PLACE)
@@ -110,7 +110,7 @@ def test_values_that_are_not_in_place(subject, device):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_positions(dtype, device):
-    """Of any strides."""
+    """Positions and offsets of any strides."""
     q, k, cos, sin = make_problem(rows=40)
 
     def random(*shape):

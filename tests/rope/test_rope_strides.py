@@ -1,4 +1,4 @@
-"""Where rope's q, k and tables lie in memory: any strides, far away, and what may not overlap."""
+"""Memory of rope's q, k and tables: any strides, far away, and tensors that may not overlap."""
 
 import pytest
 import torch

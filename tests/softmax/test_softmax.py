@@ -80,7 +80,7 @@ CASES = {
 
 @pytest.mark.parametrize("subject", CASES)
 def test_values(subject, device):
-    """Of softmax also in place."""
+    """Softmax also in place."""
     calls = MASK.values() if "mask" in subject else ("softmax", "softmax_")
     calls = ("softmax",) if subject == "many rows" else calls
     for call in calls:
@@ -97,9 +97,9 @@ def check_close(y, x, dim=-1):
 
 def check_softmax(x, dim=-1, *, device):
     """The op and its form in place; its result."""
-    given = x.to(device)
-    y = softmax(given, dim)
-    assert y.data_ptr() != given.data_ptr()
+    source = x.to(device)
+    y = softmax(source, dim)
+    assert y.data_ptr() != source.data_ptr()
     check_close(y.cpu(), x, dim)
     if 0 not in x.stride():
         target = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
@@ -264,8 +264,8 @@ def masks_of_every_kind():
     judge(dataclasses.replace(mask, shape=(9, 65), layout=("order 10",)))
 
 
-# What a fault changes in the shader's text, and the fault that the simulator then reports; None
-# where only the numbers can show it.
+# The change of the shader's text, and the fault that the simulator then reports; None if only the
+# numbers can show it.
 MUTANTS = {
     rows_of_every_kind: """
         sum not rescaled: {~row_sum *= correction; =>~}

@@ -50,7 +50,7 @@ class _Walk:
 
 
 class CascadePlan:
-    """Which pages of a step's batch are read once, and by whom; made once for all layers.
+    """The pages that a step's batch reads once, and their readers; made once for all layers.
 
     Sequences whose block tables begin with the same pages share a prefix, and some of them may
     share more: a tree of prefixes. Each level of the tree is one call of `flash_decode`, in which
@@ -178,8 +178,8 @@ class CascadePlan:
         caches = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         score = only_given(softmax_scale=softmax_scale)
         score |= {"softcap": softcap, "num_splits": num_splits, "hadamard": hadamard}
-        own = self._options | only_given(learnable_sink=learnable_sink)
-        out, lse = self._decode(self._rest, q, caches, score | scales | own)
+        rest = self._options | only_given(learnable_sink=learnable_sink)
+        out, lse = self._decode(self._rest, q, caches, score | scales | rest)
         for walk in self._walks:
             part, part_lse = self._decode(walk, q, caches, score | scales)
             torch.ops.metal_attn.merge_state_(out, lse, part, part_lse, mask=walk.mask)
@@ -189,12 +189,12 @@ class CascadePlan:
         self, walk: _Walk, q: Tensor, caches: tuple[Tensor, Tensor], options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """out (B, Hq, Lq, Dv) and its log-sum-exp over the keys of a walk."""
-        given = {"block_table": walk.block_table, "seqused_k": walk.seqused_k}
+        where = {"block_table": walk.block_table, "seqused_k": walk.seqused_k}
         op = torch.ops.metal_attn.flash_decode
         if walk.gathered is None:
-            return _NAMES.run(op, (q.transpose(1, 2), *caches), options | given)
+            return _NAMES.run(op, (q.transpose(1, 2), *caches), options | where)
         q = q[walk.gathered].flatten(0, 1)  # (R * Lq, Hq, D)
-        out, lse = _NAMES.run(op, (q, *caches), options | given | walk.packing)
+        out, lse = _NAMES.run(op, (q, *caches), options | where | walk.packing)
         # (R * Lq, Hq, Dv) and (Hq, R * Lq)
         out = out.unflatten(0, (-1, self.q_length))[walk.places].transpose(1, 2)
         lse = lse.unflatten(1, (-1, self.q_length))[:, walk.places].transpose(0, 1)

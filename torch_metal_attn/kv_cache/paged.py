@@ -168,7 +168,7 @@ class PagedKVCache:
         batch = Batch(layer, new, lengths, slots, {}, options)
         group = self._storage.groups.groups[layer]
         if any(self._pool.reserves(rows) for rows in written):
-            # What the op refuses must leave the pages as they are.
+            # A call that the op refuses must leave the pages as they are.
             table = self._as_table(self._pool.pages_after(written, group))
             checked = batch._replace(where={"block_table": table})
             self._storage.write(op, checked, counts, check_only=True)
@@ -472,7 +472,7 @@ class PagedKVCache:
     def cascade(
         self, ids: Sequence[int], q_length: int = 1, layer: int = 0, **options: Any
     ) -> CascadePlan:
-        """Which pages these sequences share, for a step that attends to rows already written.
+        """The pages that these sequences share, for a step that attends to rows already written.
 
         Made once for all layers that have the pages of `layer`: of caches with windows, those of
         its group. q_length: queries of each sequence. options: causal, window_size and min_pages
@@ -538,7 +538,7 @@ class PagedKVCache:
         return [sequence.lengths[layer] for sequence in self._of(ids)[1]]
 
     def slots(self, ids: Sequence[int]) -> list[int]:
-        """Where the recent rows of these sequences are, for `RecentRows`."""
+        """The slots of these sequences' recent rows, for `RecentRows`."""
         return [sequence.slot for sequence in self._of(ids)[1]]
 
     def _place(self, pages: list[list[int]], i: int, row: int) -> tuple[int, int]:
@@ -577,7 +577,7 @@ def _as_lists(token_ids: Rows | None, lengths: list[int]) -> list[list[int]] | N
     if token_ids is None:
         return None
     lists = rows_of_ints("token_ids", token_ids, len(lengths))
-    given = [len(row) for row in lists]
-    if given != lengths:
-        raise ValueError(f"token_ids has rows of {given} tokens; they must have {lengths}")
+    counts = [len(row) for row in lists]
+    if counts != lengths:
+        raise ValueError(f"token_ids has rows of {counts} tokens; they must have {lengths}")
     return lists

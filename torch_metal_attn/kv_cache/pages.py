@@ -1,4 +1,4 @@
-"""Which pages are free, how many sequences use each, and which can be found by their tokens."""
+"""Bookkeeping of pages: free ones, their users, and pages that are found by their tokens."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
@@ -154,7 +154,7 @@ class PagePool:
         return range(first, min(end, count)), max(end - count, 0)
 
     def reserves(self, rows: NewRows) -> bool:
-        """Whether `own` changes anything: it takes, copies or stops finding a page."""
+        """True if `own` changes anything: it takes, copies or stops finding a page."""
         held, new = self._changed(rows)
         pages = (pages[i] for pages in rows.sequence.pages for i in held)
         return new > 0 or any(self.references[p] > 1 or p in self._prefix_of for p in pages)
@@ -168,7 +168,7 @@ class PagePool:
             for pages in rows.sequence.pages:
                 missing += new
                 users.update(pages[i] for i in held)
-        # Of those that share a page, the last one left keeps it.
+        # The last sequence that is left keeps a shared page.
         missing += sum(min(n, self.references[p] - 1) for p, n in users.items())
         if missing > self.available:
             raise CacheFull(

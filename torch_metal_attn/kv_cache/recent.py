@@ -15,8 +15,8 @@ from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 from torch_metal_attn.wording import count_text
 
 _ROTARY = ("rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
-# Of attention to older rows too, and of the step's own rows alone: every new query sees all older
-# rows, and a sink counts once.
+# Options of attention to older rows too, and options of attention to the newest rows alone: every
+# new query sees all older rows, and a sink counts once.
 _SHARED = ("softmax_scale", "softcap", "num_splits")
 _OWN = ("causal", "learnable_sink", "parents", "tree_mask", *_ROTARY, "rotate_q_by_token")
 
@@ -57,7 +57,7 @@ class _Held(NamedTuple):
     start: int = 0
 
     def short(self, length: int, recent: int) -> bool:
-        """Whether a sequence that goes back to `length` rows has fewer than `recent` here."""
+        """True if a sequence that goes back to `length` rows has fewer than `recent` here."""
         return max(length - self.first, 0) < min(recent, length - self.start)
 
     def after(self, length: int, recent: int) -> "_Held":
@@ -67,7 +67,7 @@ class _Held(NamedTuple):
 
 
 class RecentRows:
-    """Copies of each sequence's last rows in the dtype of new ones, beside the quantised rows.
+    """Copies of each sequence's last rows in the dtype of new ones, next to the quantised rows.
 
     Queries look at the rows just before them most (KIVI, Liu et al. 2024). Each sequence has a slot
     for `recent` rows and those of a step. Row i is row i % length of the slot: for the ops, all
@@ -152,7 +152,7 @@ class RecentRows:
         lengths: Sequence[int],
         slots: Sequence[int],
     ) -> None:
-        """As `Storage.move_paths`. Of trees that others wrote, no row is kept."""
+        """As `Storage.move_paths`. No row of a tree that another op wrote is kept."""
         moved = [*rounds]
         for i, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
             for held in self._held:
@@ -194,7 +194,7 @@ class RecentRows:
         held = self._after(layer, lengths, slots, more)
         step = partial(self._step, batch, held)
         if check_only or not torch.compiler.is_compiling():
-            # What one of the ops refuses must leave the rows that another writes as they are.
+            # If one of the ops refuses the call, the other must not have written its rows.
             step(check_only=True)
         if check_only:
             return None
@@ -315,7 +315,7 @@ class RecentRows:
 
 
 def _in_parts(q: Tensor, length: int, options: dict[str, Any]) -> bool:
-    """Whether a step equals several shorter ones: no query sees a later row."""
+    """True if a step equals several shorter ones: no query sees a later row."""
     tree = any(options.get(name) is not None for name in ("parents", "tree_mask"))
     return (
         bool(options.get("causal") and options.get("rotate_q_by_token", True) and not tree)

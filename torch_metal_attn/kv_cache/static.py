@@ -197,7 +197,7 @@ class StaticKVCache:
         return [self._lengths[layer][index] for index in self._chosen(indices)]
 
     def slots(self, indices: Sequence[int]) -> list[int]:
-        """Where the recent rows of these sequences are, for `RecentRows`."""
+        """The slots of these sequences' recent rows, for `RecentRows`."""
         return [self._rows[index] for index in self._chosen(indices)]
 
     def _chosen(self, indices: Sequence[int]) -> list[int]:

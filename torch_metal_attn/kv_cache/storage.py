@@ -139,12 +139,12 @@ class Storage:
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout is {value_text(layout)}; it must be NHD or HND")
         if v_format is not None and (format is None or values_in_keys):
-            beside = "values_in_keys" if values_in_keys else "no format"
-            raise ValueError(f"v_format is {value_text(v_format)} with {beside}; leave it out")
-        for name, given in (("format", format), ("v_format", v_format)):
-            if given is not None and given not in FORMATS:
+            reason = "values_in_keys" if values_in_keys else "no format"
+            raise ValueError(f"v_format is {value_text(v_format)} with {reason}; leave it out")
+        for name, value in (("format", format), ("v_format", v_format)):
+            if value is not None and value not in FORMATS:
                 raise ValueError(
-                    f"{name} is {value_text(given)}; it must be one of {', '.join(FORMATS)}"
+                    f"{name} is {value_text(value)}; it must be one of {', '.join(FORMATS)}"
                 )
         hadamard = check_hadamard(hadamard, {"head_dim": head_dim, "v_head_dim": v_head_dim})
         if hadamard and format is None:
@@ -168,10 +168,15 @@ class Storage:
                 f"recent is {recent} with no format, so that all rows are in full precision; leave "
                 "it out"
             )
-        for name, scale, own in (("k_scale", k_scale, format), ("v_scale", v_scale, v_format)):
+        for name, scale, scale_format in (
+            ("k_scale", k_scale, format),
+            ("v_scale", v_scale, v_format),
+        ):
             if scale is not None:
-                if own != "fp8_e4m3":
-                    raise ValueError(f"{name} is given and its format is {own}; leave it out")
+                if scale_format != "fp8_e4m3":
+                    raise ValueError(
+                        f"{name} is given and its format is {scale_format}; leave it out"
+                    )
                 _check_scale(name, scale, num_kv_heads)
         self._new_dtypes = [dtype]
         if format is None and dtype != torch.float32:
@@ -353,11 +358,11 @@ class Storage:
                 f"exported has type {type(exported).__name__}; it must be what export_sequence "
                 "returns"
             )
-        for name, own in self.kind().items():
-            if exported.layout[name] != own:
+        for name, value in self.kind().items():
+            if exported.layout[name] != value:
                 raise ValueError(
                     f"exported is of a cache with {name} {exported.layout[name]}, and this one has "
-                    f"{own}; import it into a cache of the same layout"
+                    f"{value}; import it into a cache of the same layout"
                 )
 
     def read(self, blocks: list[int], device: torch.device) -> list[Tensor]:
@@ -379,12 +384,12 @@ class Storage:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
-def _listed_step(given: tuple[Tensor, ...], options: dict[str, Any], check_only: bool) -> Any:
+def _listed_step(tensors: tuple[Tensor, ...], options: dict[str, Any], check_only: bool) -> Any:
     """A step whose queries see listed keys: no kernel reads lists of rows that it writes.
 
     given: the op's tensors. check_only: as in `Storage.run`.
     """
-    q, k, v, k_cache, v_cache, cache_seqlens = given
+    q, k, v, k_cache, v_cache, cache_seqlens = tensors
     rotary = {name: options.pop(name) for name in (*ROTARY, *_Q_ROTARY) if name in options}
     if rotary.get("rotary_cos") is not None:
         rotary["q"] = q = q.clone()

@@ -35,7 +35,7 @@ __all__ = [
 _ROPE = torch.ops.metal_attn.rope.default
 _ROPE_INPLACE = torch.ops.metal_attn.rope_.default
 
-# What errors call the arguments. Positions are computed from the offsets.
+# The arguments' names in errors. Positions are computed from the offsets.
 _OFFSETS = {"seqlen_offset": "seqlen_offsets", "positions": "seqlen_offsets"}
 _X_NAMES = ArgumentNames({"q": "x", **_OFFSETS}, blhd=True)
 _KV_NAMES = ArgumentNames({"q": "kv[:, :, 0]", **_OFFSETS}, blhd=True)
@@ -316,10 +316,10 @@ class RotaryEmbedding(nn.Module):
         max_seqlen = as_int_at_least("max_seqlen", max_seqlen, 0, INT32_MAX)
         cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv)
         if kv is None:
-            own = {} if self.scale is None else {"cos_k": cos_k, "sin_k": sin_k}
+            tables_of_k = {} if self.scale is None else {"cos_k": cos_k, "sin_k": sin_k}
             return apply_rotary_emb_qkv_(
                 *(qkv, cos, sin),
-                **own,
+                **tables_of_k,
                 interleaved=self.interleaved,
                 seqlen_offsets=seqlen_offset,
                 num_heads_q=num_heads_q,

@@ -223,9 +223,6 @@ def scores(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    attention_chunk: int = 0,
     alibi_slopes: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
@@ -236,14 +233,15 @@ def scores(
     with torch.no_grad():
         keys = torch.arange(k.shape[2], device=q.device)
         position = positions_of(q.shape[2], k.shape[2], None, None, q.device)[..., None]
-        right = 0 if causal else window_size_right
+        left, right = (options.get(f"window_size_{side}", -1) for side in ("left", "right"))
+        limits = left, 0 if causal else right, options.get("attention_chunk", 0), None
         return _scores(
             q.float(),
             k.float(),
             q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             {name: options[name] for name in _TRANSFORMS if name in options},
             _alibi(alibi_slopes, position, keys, torch.float32),
-            in_window(position, keys, window_size_left, right, attention_chunk, None)[:, None],
+            in_window(position, keys, *limits)[:, None],
         )
 
 

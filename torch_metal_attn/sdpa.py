@@ -296,18 +296,14 @@ def _check_as_torch(
             "Expected query, key, and value to all be at least 2 dimensional, but got "
             f"query.dim: {query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()} instead."
         )
-    if not (query.dtype == key.dtype == value.dtype):
-        raise RuntimeError(
-            "Expected query, key, and value to have the same dtype, but got "
-            f"query.dtype: {query.dtype} key.dtype: {key.dtype} "
-            f"and value.dtype: {value.dtype} instead."
-        )
-    if not (query.device == key.device == value.device):
-        raise RuntimeError(
-            "Expected query, key, and value to have the same device type, but got "
-            f"query.device: {query.device} key.device: {key.device} "
-            f"and value.device: {value.device} instead."
-        )
+    for attribute, what in (("dtype", "dtype"), ("device", "device type")):
+        of_q, of_k, of_v = (getattr(x, attribute) for x in (query, key, value))
+        if not (of_q == of_k == of_v):
+            raise RuntimeError(
+                f"Expected query, key, and value to have the same {what}, but got "
+                f"query.{attribute}: {of_q} key.{attribute}: {of_k} and value.{attribute}: {of_v} "
+                "instead."
+            )
     if attn_mask is not None:
         if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
             raise RuntimeError(

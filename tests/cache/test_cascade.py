@@ -141,8 +141,8 @@ def attend_to_forks(kind, options, device):
     plan = held.cache.cascade(held.ids, q_length=2)
     assert [[(s.sequences, s.end) for s in level] for level in plan.levels] == [[((0, 1), 2)]]
     (layer,), q = held.cache.layers, judge.normal(2, 2, 2, 96, seed=9)
-    options = {"softmax_scale": 0.1, "k_scale": layer.k_scale, "v_scale": layer.v_scale}
-    out = plan.attend(q.transpose(1, 2).to(device), layer.k_cache, layer.v_cache, **options)
+    scores = {"softmax_scale": 0.1, "k_scale": layer.k_scale, "v_scale": layer.v_scale}
+    out = plan.attend(q.transpose(1, 2).to(device), layer.k_cache, layer.v_cache, **scores)
     held.check(out.transpose(1, 2), q, {"softmax_scale": 0.1, "causal": True})
 
 

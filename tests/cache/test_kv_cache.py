@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.attention.flash_fwd_check import rotary_tables
 from tests.cache.sequences import Sequences
+from tests.decode.tree_problems import path_of
 from torch_metal_attn.kv_cache import CacheFull, PagedKVCache, StaticKVCache
 from torch_metal_attn.kv_cache.windows import first_seen
 from torch_metal_attn.testing.judge import normal
@@ -60,20 +61,11 @@ def append(cache, tokens_by_id, new_by_id, known=True, spaces=None):
         cache.append(ids, k, v, layer, token_ids=tokens, **packed)
 
 
-def branch(tree, node):
-    """The nodes from a root to `node`."""
-    path = []
-    while node >= 0:
-        path.insert(0, node)
-        node = tree[node]
-    return path
-
-
 def verify(cache, before, trees, paths, tell=False, spaces=None):
     """Appends a tree (parents, tokens) to each sequence and accepts a path; what they hold then."""
     parents, tokens = ({id: tree[i] for id, tree in trees.items()} for i in (0, 1))
     for id, tree in parents.items():
-        paths_to = [[tokens[id][n] for n in branch(tree, node)] for node in range(len(tree))]
+        paths_to = [[tokens[id][n] for n in path_of(tree, node)] for node in range(len(tree))]
         for layer in range(LAYERS if tree else 0):
             known = [before[id] + path for path in paths_to]
             space = (spaces or {}).get(id)
@@ -210,7 +202,7 @@ class Paged(RuleBasedStateMachine):
             size = data.draw(st.integers(0, 5))
             tree = [data.draw(st.integers(-1, node - 1)) for node in range(size)]
             trees[id] = tree, [data.draw(st.integers(0, 1)) for _ in range(size)]
-            paths[id] = branch(tree, data.draw(st.integers(-1, size - 1)))
+            paths[id] = path_of(tree, data.draw(st.integers(-1, size - 1)))
         before = {id: self.expected[id] for id in ids}
         self.expected |= verify(self.cache, before, trees, paths, tell, self.spaces)
         for id in ids:

@@ -48,13 +48,13 @@ def test_dense(form, offsets, interleaved, device):
     assert (out is target) == (form != "x")
     assert out.is_contiguous()
     assert torch.equal(target.cpu(), x) == (form == "x")
-    meant = {
+    where = {
         "seqlen_offsets" if of_each else "seqlen_offset": offsets,
         "interleaved": interleaved,
     }
     rotated_parts, kept = parts(out.cpu())
     for ours, old in zip(rotated_parts, parts(x)[0], strict=True):
-        check_close(ours.transpose(1, 2), old.transpose(1, 2), cos, sin, **meant)
+        check_close(ours.transpose(1, 2), old.transpose(1, 2), cos, sin, **where)
     for ours, old in zip(kept, parts(x)[1], strict=True):
         assert torch.equal(ours, old)
 

@@ -122,7 +122,7 @@ class CascadePlan:
         self._walks = [self._shared_walk(level, pages, device) for level in self.levels]
         rest = [row[start:] for row, start in zip(pages, starts, strict=True)]
         used = [n - start * page_size for n, start in zip(lengths, starts, strict=True)]
-        self._rest = _Walk(_table(rest, device), _ints(used, device))
+        self._rest = _Walk(block_table_of(rest, device), _ints(used, device))
 
     def attend(
         self,
@@ -211,7 +211,7 @@ class CascadePlan:
         ends = [self.q_length * end for end in accumulate(widths, initial=0)]
         mask = torch.tensor(present, device=device)[:, None].expand(-1, self.q_length)
         return _Walk(
-            _table([pages[s.sequences[0]][s.first : s.end] for s in level], device),
+            block_table_of([pages[s.sequences[0]][s.first : s.end] for s in level], device),
             _ints([(s.end - s.first) * self.page_size for s in level], device),
             torch.tensor(gathered, device=device),
             {"cu_seqlens_q": _ints(ends, device), "max_seqlen_q": self.q_length * max(widths)},
@@ -255,11 +255,16 @@ def _levels(pages: list[list[int]], most: list[int], min_pages: int) -> list[lis
     return levels
 
 
-def _table(rows: list[list[int]], device: torch.device) -> Tensor:
-    """(N, blocks) int32, rows filled up with zeros."""
+def filled_up(rows: list[list[int]]) -> list[list[int]]:
+    """Rows of a block table, at least one number wide."""
     width = max([1, *map(len, rows)])
-    filled = [row + [0] * (width - len(row)) for row in rows]
-    return torch.tensor(filled, dtype=torch.int32, device=device).view(len(rows), width)
+    return [row + [0] * (width - len(row)) for row in rows]
+
+
+def block_table_of(rows: list[list[int]], device: torch.device) -> Tensor:
+    """(N, blocks) int32, rows filled up with zeros."""
+    table = torch.tensor(filled_up(rows), dtype=torch.int32, device=device)
+    return table if rows else table.view(0, 1)
 
 
 def _ints(values: list[int], device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from torch_metal_attn.call.arguments import (
     on_device,
 )
 from torch_metal_attn.call.options import options_of
-from torch_metal_attn.kv_cache.cascade import CascadePlan
+from torch_metal_attn.kv_cache.cascade import CascadePlan, block_table_of, filled_up
 from torch_metal_attn.kv_cache.pages import (
     CacheFull,
     NewRows,
@@ -169,7 +169,8 @@ class PagedKVCache:
         group = self._storage.groups.groups[layer]
         if any(self._pool.reserves(rows) for rows in written):
             # A call that the op refuses must leave the pages as they are.
-            table = self._as_table(self._pool.pages_after(written, group))
+            pages = self._pool.pages_after(written, group)
+            table = block_table_of(pages, self._storage.device)
             checked = batch._replace(where={"block_table": table})
             self._storage.write(op, checked, counts, check_only=True)
         self._own(written)
@@ -462,12 +463,9 @@ class PagedKVCache:
             self._tables = ids, {}
         tables = self._tables[1]
         if group not in tables:
-            tables[group] = self._as_table([sequence.pages[group] for sequence in sequences])
+            pages = [sequence.pages[group] for sequence in sequences]
+            tables[group] = block_table_of(pages, self._storage.device)
         return tables[group]
-
-    def _as_table(self, rows: list[list[int]]) -> Tensor:
-        pages = [page for row in _filled_up(rows) for page in row]
-        return self._storage.indices(pages).view(len(rows), -1 if rows else 1)
 
     def cascade(
         self, ids: Sequence[int], q_length: int = 1, layer: int = 0, **options: Any
@@ -488,7 +486,7 @@ class PagedKVCache:
             )
         windows = self._storage.groups
         group, options = windows.groups[layer], windows.cascade_options(layer, options)
-        pages = _filled_up([sequence.pages[group] for sequence in sequences])
+        pages = filled_up([sequence.pages[group] for sequence in sequences])
         lengths = [sequence.lengths[layer] for sequence in sequences]
         plan = CascadePlan(
             pages, lengths, self.page_size, q_length, device=self._storage.device, **options
@@ -565,12 +563,6 @@ class PagedKVCache:
         self._sequences[id] = sequence
         sequence.slot = self._storage.recent.take()
         return id
-
-
-def _filled_up(rows: list[list[int]]) -> list[list[int]]:
-    """Rows of a block table, at least one number wide."""
-    width = max([1, *map(len, rows)])
-    return [row + [0] * (width - len(row)) for row in rows]
 
 
 def _as_lists(token_ids: Rows | None, lengths: list[int]) -> list[list[int]] | None:

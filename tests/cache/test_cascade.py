@@ -276,23 +276,25 @@ def attend(plan=None, q=(3, 1), page=PAGE, **options):
     return plan.attend(normal(*q, HEADS, D), *caches(8, page), **options)
 
 
+def plan_of(**changes):
+    return CascadePlan(**{"block_table": [[1]], "seqlens": [1], "page_size": PAGE} | changes)
+
+
+WIDE = {"block_table": [[1]] * 2, "seqlens": [4] * 2, "causal": False}
+PLANS = [
+    (
+        {"block_table": [[1], [1, 2]], "seqlens": [1, 1]},
+        "block_table has rows of different lengths",
+    ),
+    ({"seqlens": [1, 1]}, "block_table has 1 row; it must have 2"),
+    ({"seqlens": [5]}, r"seqlens\[0\] is 5; it must be in 0\.\.4, the keys of"),
+    ({"block_table": [[1.5]]}, r"block_table\[0\]\[0\] is 1.5; it must be an int"),
+    ({"block_table": [[2**31]]}, r"block_table\[0\] has 2147483648; it must fit int32"),
+    ({"q_length": 0}, "q_length is 0; it must be at least 1"),
+    (WIDE | {"q_length": 2**30}, r"q_length is 1073741824; it must be in 1\.\.1073741823"),
+]
 REFUSED = [
-    (lambda: CascadePlan([[1], [1, 2]], [1, 1], PAGE), "block_table has rows of different lengths"),
-    (lambda: CascadePlan([[1]], [1, 1], PAGE), "block_table has 1 row; it must have 2"),
-    (
-        lambda: CascadePlan([[1]], [5], PAGE),
-        r"seqlens\[0\] is 5; it must be in 0\.\.4, the keys of",
-    ),
-    (lambda: CascadePlan([[1.5]], [1], PAGE), r"block_table\[0\]\[0\] is 1.5; it must be an int"),
-    (
-        lambda: CascadePlan([[2**31]], [1], PAGE),
-        r"block_table\[0\] has 2147483648; it must fit int32",
-    ),
-    (lambda: CascadePlan([[1]], [1], PAGE, 0), "q_length is 0; it must be at least 1"),
-    (
-        lambda: CascadePlan([[1]] * 2, [4] * 2, PAGE, 2**30, causal=False),
-        r"q_length is 1073741824; it must be in 1\.\.1073741823",
-    ),
+    *((partial(plan_of, **changes), message) for changes, message in PLANS),
     (lambda: attend(q=(3, 2)), r"q has shape \(3, 2, 4, 64\); the plan is for \(3, 1, H, D\)"),
     (lambda: attend(page=5), "k_cache has pages of 5 keys; the plan is for 4"),
     (lambda: attend(alibi_slopes=torch.ones(4)), "unexpected keyword argument 'alibi_slopes'"),

@@ -9,7 +9,6 @@ from tests.helpers.judged import arguments, judge
 from tests.helpers.mutants import mutant_tests
 from tests.helpers.steps import append, check_special, step
 from torch_metal_attn import flash_attn_with_kvcache, quantisation, simulate, testing
-from torch_metal_attn.kv_cache import PagedKVCache
 from torch_metal_attn.quantisation import hadamard, quantise
 from torch_metal_attn.testing.judge import normal
 
@@ -147,14 +146,6 @@ def prefill(**options):
         (lambda: decoded(64, 96), "k has a head dim of 96; with hadamard of 64"),
         (lambda: decoded(64, format=None), "hadamard is 64 and k is not quantised"),
         (lambda: prefill(hadamard=64), "hadamard is 64 and k_cache is not quantised"),
-        (
-            lambda: PagedKVCache(8, 16, 2, 64, hadamard=64),
-            "hadamard is 64 with no format; lea",
-        ),
-        (
-            lambda: PagedKVCache(8, 16, 2, 64, format="q8_0", hadamard=128),
-            "head_dim has 64 columns; hadamard of 128 needs a multiple",
-        ),
     ],
 )
 def test_refused(call, message):

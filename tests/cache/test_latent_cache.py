@@ -100,15 +100,6 @@ def shifted(layer):
 
 REFUSED = [
     (lambda c: LatentCache(2, 4, 0, 16), "latent_dim is 0; it must be at least 1"),
-    (
-        lambda c: PagedKVCache(2, 4, 1, 8, 9, values_in_keys=True),
-        "v_head_dim is 9 and head_dim 8; with values_in_keys",
-    ),
-    (
-        lambda c: one(format="fp8_e4m3", v_scale=torch.ones(1)),
-        "v_scale is given with values_in_keys",
-    ),
-    (lambda c: PagedKVCache(2, 4, 1, 8).append([], ROWS), "v is None; only a cache with"),
     (lambda c: c.append([0], ROWS, ROWS), r"v has shape \(1, 1, 1, 96\); it must be \(1, 1, 1, 64"),
     (
         lambda c: c.append([0], ROWS, ROWS[..., :LATENT].clone()),

@@ -40,8 +40,28 @@ ATTENTION = {
         "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"
     ),
 }
+# The private functions that other packages import.
+SCORES = (
+    "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
+)
+BACKWARD = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
+DEFAULTS = (
+    "dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, "
+    "alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, "
+    "zero_tensors=False, num_splits=0"
+)
+PRIVATE = {
+    "_get_block_size_n": "device, head_dim, is_dropout, is_causal",
+    "_flash_attn_forward": f"q, k, v, {SCORES}, return_softmax",
+    "_flash_attn_varlen_forward": f"q, k, v, {PACKING}, {DEFAULTS}",
+    "_flash_attn_backward": f"{BACKWARD}, {SCORES}, deterministic, rng_state=None",
+    "_flash_attn_varlen_backward": (
+        f"{BACKWARD}, {PACKING}, {SCORES}, deterministic, rng_state=None, zero_tensors=False"
+    ),
+}
 SIGNATURES = {
     **ATTENTION,
+    **{f"flash_attn_interface.{name}": names for name, names in PRIVATE.items()},
     "bert_padding.index_first_axis": "input, indices",
     "bert_padding.index_put_first_axis": "values, indices, first_axis_dim",
     "bert_padding.pad_input": "hidden_states, indices, batch, seqlen",

@@ -183,8 +183,6 @@ REFUSED = [
     (EMB, {"seqlen_offsets": torch.tensor([0])}, r"seqlen_offsets has shape \(1,\); .* \(2,\)"),
     (EMB, {"seqlen_offsets": torch.tensor([0, 2**40])}, "seqlen_offsets asks for rows 0 to 10995"),
     (EMB, ends(0.0, 5.0), "cu_seqlens has dtype torch.float32"),
-    (EMB, ends([0, 5]), r"cu_seqlens has shape \(1, 2\)"),
-    (EMB, ends(1, 5), r"cu_seqlens is \[1, 5\]; it must rise from 0"),
     (EMB, ends(0, 6), r"cu_seqlens is \[0, 6\]; .* at most at the 5 tokens"),
     (
         EMB,
@@ -192,7 +190,6 @@ REFUSED = [
         "max_seqlen is 29 and seqlen_offsets 2; they must stay within the 30 rows",
     ),
     (EMB, {"interleaved": "a"}, "interleaved is 'a'; it must be a bool"),
-    (EMB, {"cos": torch.ones(30, 13)}, "cos has 13 columns and x a head dim of 24"),
     (
         EMB,
         {"x": X[:1].expand(2, 17, 3, 24), "inplace": True},

@@ -205,7 +205,6 @@ def flash_attn_varlen_func(
         v: (Tk, Hkv, Dv).
         cu_seqlens_q, cu_seqlens_k: (B + 1,), int32, contiguous, on q's device, starting at 0.
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
-        alibi_slopes: (Hq,) or (B, Hq), float32.
         block_table: (B, max_blocks), int32: keys and values are in the pages of a cache (Kwon et
             al. 2023, PagedAttention). k is then (pages, page, Hkv, D) and v (pages, page, Hkv, Dv),
             with any page size, and key i of sequence b is row i % page of page block_table[b, i //

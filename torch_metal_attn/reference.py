@@ -405,8 +405,8 @@ def option_of_sequence(name: str, value: Any, b: int, queries: slice, kv_length:
     if name == "indices":
         return value[:, :, queries]
     if name in ("parents", "tree_mask"):
-        own = value[queries]
-        return own[:, : len(own)] if name == "tree_mask" else own
+        of_queries = value[queries]
+        return of_queries[:, : len(of_queries)] if name == "tree_mask" else of_queries
     if name in ("seqused_k", "leftpad_k"):
         return value[b : b + 1]
     if name in ("attn_mask", "attn_bias"):

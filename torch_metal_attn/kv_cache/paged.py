@@ -173,7 +173,7 @@ class PagedKVCache:
             table = block_table_of(pages, self._storage.device)
             checked = batch._replace(where={"block_table": table})
             self._storage.write(op, checked, counts, check_only=True)
-        self._own(written)
+        self._unshare(written)
         where = {"block_table": self._table_of(ids, sequences, group)}
         result = self._storage.write(op, batch._replace(where=where), counts)
         self._advance(sequences, more, layer, tokens)
@@ -188,15 +188,15 @@ class PagedKVCache:
         self._storage.check_layer(layer)
         ids, sequences = self._of(ids)
         lengths = each(length, len(ids))
-        self._own(
+        self._unshare(
             [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, lengths, strict=True)]
         )
 
-    def _own(self, written: list[NewRows]) -> None:
+    def _unshare(self, written: list[NewRows]) -> None:
         """Let each sequence have pages of its own for these rows, whose tokens are not known."""
         if self._pool.missing(written) > 0:
             self._tables = None
-        copies = self._pool.own(written)
+        copies = self._pool.unshare(written)
         self._storage.copy(list(copies.values()), list(copies))
 
     def advance(
@@ -283,7 +283,7 @@ class PagedKVCache:
             steps[0][0][1] if steps else len(path) for steps, path in zip(rounds, kept, strict=True)
         ]
         # A page that a fork shares is copied, and its rows are then read from the copy.
-        self._own(
+        self._unshare(
             [
                 NewRows(sequence, start + first, len(path) - first)
                 for sequence, start, first, path in zip(

@@ -154,7 +154,7 @@ class PagePool:
         return range(first, min(end, count)), max(end - count, 0)
 
     def reserves(self, rows: NewRows) -> bool:
-        """True if `own` changes anything: it takes, copies or stops finding a page."""
+        """True if `unshare` changes anything: it takes, copies or stops finding a page."""
         held, new = self._changed(rows)
         pages = (pages[i] for pages in rows.sequence.pages for i in held)
         return new > 0 or any(self.references[p] > 1 or p in self._prefix_of for p in pages)
@@ -178,7 +178,7 @@ class PagePool:
             )
         return missing
 
-    def own(self, written: Sequence[NewRows]) -> dict[int, int]:
+    def unshare(self, written: Sequence[NewRows]) -> dict[int, int]:
         """Give each sequence unshared pages for its rows; returns the pages to copy, by the copy.
 
         Their tokens are no longer known.
@@ -200,7 +200,7 @@ class PagePool:
         return copies
 
     def pages_after(self, written: Sequence[NewRows], group: int) -> list[list[int]]:
-        """The pages of each sequence, as valid for the rows as those after `own`."""
+        """The pages of each sequence, as valid for the rows as those after `unshare`."""
         unused, after = chain(reversed(self._free), self._idle), []
         copied: Counter[int] = Counter()
         self.missing(written)

@@ -254,10 +254,9 @@ class RotaryEmbedding(nn.Module):
     with scale_base Sun et al., "A Length-Extrapolatable Transformer" (2022), which multiplies q's
     pairs by a power of the position and k's by its inverse.
 
-    Args: dim: number of columns to rotate, even. base: base of the wavelengths. interleaved:
-        neighbouring columns form a pair, instead of columns i and i + dim / 2. scale_base: the
-        number of positions over which the weights change by one power (512 in the paper); None
-        for no weights. device: where the frequencies lie.
+    Args: dim: number of columns to rotate, even. base: base of the wavelengths. interleaved: as in
+        `apply_rotary_emb`. scale_base: the number of positions over which the weights change by one
+        power (512 in the paper); None for no weights. device: of the frequencies.
 
     Raises:
         ValueError: dim, base or scale_base is not positive, or dim is odd.

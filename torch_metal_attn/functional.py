@@ -47,7 +47,7 @@ FlashAttnResult = Tensor | tuple[Tensor, Tensor, Tensor | None]
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
 _FLASH_VARLEN_FWD = torch.ops.metal_attn.flash_varlen_fwd.default
 
-# What errors call the arguments. The ops' tensors are (B, H, L, D).
+# The arguments' names in errors. The ops' tensors are (B, H, L, D).
 _NAMES = ArgumentNames(blhd=True)
 _QKV_NAMES = ArgumentNames({name: f"qkv[:, :, {i}]" for i, name in enumerate("qkv")})
 _KV_NAMES = ArgumentNames({"k": "kv[:, :, 0]", "v": "kv[:, :, 1]"})
@@ -205,7 +205,6 @@ def flash_attn_varlen_func(
         v: (Tk, Hkv, Dv).
         cu_seqlens_q, cu_seqlens_k: (B + 1,), int32, contiguous, on q's device, starting at 0.
         max_seqlen_q, max_seqlen_k: at least the longest sequence.
-        alibi_slopes: (Hq,) or (B, Hq), float32.
         block_table: (B, max_blocks), int32: keys and values are in the pages of a cache (Kwon et
             al. 2023, PagedAttention). k is then (pages, page, Hkv, D) and v (pages, page, Hkv, Dv),
             with any page size, and key i of sequence b is row i % page of page block_table[b, i //

@@ -59,7 +59,7 @@ HADAMARD = (32, 64, 128)
 
 _LARGEST_FP8 = 448.0
 _NAN_FP8 = 0x7F
-# The dtypes of what is not quantised.
+# The dtypes of rows that are not quantised.
 ELEMENTS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -104,7 +104,7 @@ def check_hadamard(size: int, columns: dict[str, int], name: str = "hadamard") -
 
 
 def rotated(x: Tensor, size: int) -> Tensor:
-    """Of float32, or x itself if size is 0: sums and differences at distances 1, 2, 4, ..."""
+    """Rotate float32 by sums and differences at distances 1, 2, 4, ...; x itself if size is 0."""
     distance = 1
     while distance < size:
         low, high = x.unflatten(-1, (-1, 2, distance)).unbind(-2)
@@ -206,7 +206,7 @@ def dequantise(
 
 
 def _values(data: Tensor, scale: Tensor | None, heads_dim: int) -> Tensor:
-    """In float32."""
+    """The values in float32."""
     format = format_of(data, scale)
     if format == "fp8_e4m3":
         values = _fp8_values(data)
@@ -359,7 +359,7 @@ def _check_block_scales(format: str, values: Tensor, scale: Tensor) -> None:
 
 
 def _quantise_groups(groups: Tensor, format: str) -> tuple[Tensor, Tensor]:
-    """Of (..., groups, G) in float32."""
+    """Codes and scales of float32 groups (..., groups, G)."""
     bits, _ = _GROUPED[format]
     last = 2**bits - 1
     least, largest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)

@@ -223,11 +223,8 @@ def scores(
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    attention_chunk: int = 0,
     alibi_slopes: Tensor | None = None,
-    **others: Any,
+    **options: Any,
 ) -> Tensor:
     """The scores whose softmax `attention` takes: (B, Hq, Lq, Lk), -inf where a query sees no key.
 
@@ -236,14 +233,15 @@ def scores(
     with torch.no_grad():
         keys = torch.arange(k.shape[2], device=q.device)
         position = positions_of(q.shape[2], k.shape[2], None, None, q.device)[..., None]
-        right = 0 if causal else window_size_right
+        left, right = (options.get(f"window_size_{side}", -1) for side in ("left", "right"))
+        limits = left, 0 if causal else right, options.get("attention_chunk", 0), None
         return _scores(
             q.float(),
             k.float(),
             q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
-            {name: others[name] for name in _TRANSFORMS if name in others},
+            {name: options[name] for name in _TRANSFORMS if name in options},
             _alibi(alibi_slopes, position, keys, torch.float32),
-            in_window(position, keys, window_size_left, right, attention_chunk, None)[:, None],
+            in_window(position, keys, *limits)[:, None],
         )
 
 
@@ -407,8 +405,8 @@ def option_of_sequence(name: str, value: Any, b: int, queries: slice, kv_length:
     if name == "indices":
         return value[:, :, queries]
     if name in ("parents", "tree_mask"):
-        own = value[queries]
-        return own[:, : len(own)] if name == "tree_mask" else own
+        of_queries = value[queries]
+        return of_queries[:, : len(of_queries)] if name == "tree_mask" else of_queries
     if name in ("seqused_k", "leftpad_k"):
         return value[b : b + 1]
     if name in ("attn_mask", "attn_bias"):

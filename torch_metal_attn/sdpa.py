@@ -29,7 +29,7 @@ from torch_metal_attn.runtime import extension
 from torch_metal_attn.runtime.refusals import as_value_errors
 from torch_metal_attn.wording import count_text, type_text, value_text
 
-# What the op and its errors call our arguments.
+# Our names of the op's arguments, for errors.
 NAMES = ArgumentNames({"q": "query", "k": "key", "v": "value", "softmax_scale": "scale"})
 
 
@@ -190,7 +190,7 @@ class Problem:
         return None
 
     def launches(self) -> list[dict[str, Any]]:
-        """What the op would launch. Raises ValueError with the op's own names."""
+        """The launches of the op. Raises ValueError with the op's own names."""
         # Any state will do, and drawing one would advance the generator.
         rng_state = self.query.new_zeros(2, dtype=torch.int64) if self.dropout_p else None
         operands, options = self._arguments(rng_state)
@@ -249,7 +249,7 @@ def plan(arguments: Arguments) -> Problem:
 
 
 def is_causal_bias(attn_mask: object) -> bool:
-    """Whether a mask is a torch.nn.attention.bias.CausalBias, which has no elements.
+    """True if a mask is a torch.nn.attention.bias.CausalBias, which has no elements.
 
     Importing that module takes seconds and is not needed: if such a mask exists, it is imported.
     """
@@ -257,7 +257,7 @@ def is_causal_bias(attn_mask: object) -> bool:
     return module is not None and isinstance(attn_mask, module.CausalBias)
 
 
-# What each argument may be, and what an error calls it. Not unions of types, which
+# The types of each argument, and their name in an error. Not unions of types, which
 # the compiler of torch 2.10 cannot trace.
 _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(("query", "key", "value"), ((Tensor,), "a tensor")),
@@ -270,14 +270,14 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def _check_types(arguments: Arguments) -> None:
-    given: dict[str, object] = arguments._asdict()
-    for name, value in given.items():
+    named: dict[str, object] = arguments._asdict()
+    for name, value in named.items():
         allowed, wanted = _TYPES[name]
         if not isinstance(value, allowed):
-            found = type_text(value) if "tensor" in wanted else value_text(value)
+            actual = type_text(value) if "tensor" in wanted else value_text(value)
             if name == "is_causal" and isinstance(value, Tensor):
                 wanted += ": pass a mask as attn_mask"
-            raise TypeError(f"{name} is {found}; it must be {wanted}")
+            raise TypeError(f"{name} is {actual}; it must be {wanted}")
 
 
 def _check_as_torch(
@@ -296,18 +296,14 @@ def _check_as_torch(
             "Expected query, key, and value to all be at least 2 dimensional, but got "
             f"query.dim: {query.dim()} key.dim: {key.dim()} and value.dim: {value.dim()} instead."
         )
-    if not (query.dtype == key.dtype == value.dtype):
-        raise RuntimeError(
-            "Expected query, key, and value to have the same dtype, but got "
-            f"query.dtype: {query.dtype} key.dtype: {key.dtype} "
-            f"and value.dtype: {value.dtype} instead."
-        )
-    if not (query.device == key.device == value.device):
-        raise RuntimeError(
-            "Expected query, key, and value to have the same device type, but got "
-            f"query.device: {query.device} key.device: {key.device} "
-            f"and value.device: {value.device} instead."
-        )
+    for attribute, what in (("dtype", "dtype"), ("device", "device type")):
+        of_q, of_k, of_v = (getattr(x, attribute) for x in (query, key, value))
+        if not (of_q == of_k == of_v):
+            raise RuntimeError(
+                f"Expected query, key, and value to have the same {what}, but got "
+                f"query.{attribute}: {of_q} key.{attribute}: {of_k} and value.{attribute}: {of_v} "
+                "instead."
+            )
     if attn_mask is not None:
         if attn_mask.dtype not in (torch.bool, torch.float32, query.dtype):
             raise RuntimeError(
@@ -421,10 +417,10 @@ def _fold(
     As many as possible go into B. A mask like (B, 1, 1, 1, Lk) cannot have B and the next dimension
     merged, so then the next dimension goes into the heads.
     """
-    given = {"query": query, "key": key, "value": value}
+    named = {"query": query, "key": key, "value": value}
     views = {
         name: x.expand((*batch, count, *x.shape[-2:]))
-        for (name, x), count in zip(given.items(), heads, strict=True)
+        for (name, x), count in zip(named.items(), heads, strict=True)
     }
     leading = (*batch, heads[0])
 
@@ -437,13 +433,13 @@ def _fold(
             yield "attn_mask", mask, _folded(mask, split)
 
     for split in reversed(range(len(batch) + 1)):
-        found = [x for _, _, x in folded_at(split) if x is not None]
-        if len(found) == len(views) + (attn_mask is not None):
-            q, k, v, *mask = found
+        parts = [x for _, _, x in folded_at(split) if x is not None]
+        if len(parts) == len(views) + (attn_mask is not None):
+            q, k, v, *mask = parts
             return q, k, v, mask[0] if mask else None
     for name, view, folded in folded_at(len(batch)):
         if folded is None:
-            x = given.get(name, attn_mask)
+            x = named.get(name, attn_mask)
             assert x is not None
             raise ValueError(_unfoldable(name, x, tuple(view.shape), batch))
     raise ValueError(
@@ -480,7 +476,7 @@ def _folded(tensor: Tensor, split: int) -> Tensor | None:
 
 
 def _merges(tensor: Tensor, dims: range) -> bool:
-    """Whether a view of `tensor` can merge `dims` into one."""
+    """True if a view of `tensor` can merge `dims` into one."""
     inner: int | None = None  # the next dimension inwards that has a stride to agree with
     for dim in reversed(dims):
         if tensor.shape[dim] == 1:
@@ -491,9 +487,9 @@ def _merges(tensor: Tensor, dims: range) -> bool:
     return True
 
 
-def _unfoldable(name: str, given: Tensor, shape: tuple[int, ...], batch: tuple[int, ...]) -> str:
-    what = f"{name} of shape {tuple(given.shape)} and strides {given.stride()} cannot "
-    if given.shape == shape:
+def _unfoldable(name: str, tensor: Tensor, shape: tuple[int, ...], batch: tuple[int, ...]) -> str:
+    what = f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot "
+    if tensor.shape == shape:
         return (
             f"{what}have its leading dimensions {batch} merged into one without a copy: call "
             f"{name}.contiguous() first"

@@ -26,7 +26,7 @@ from torch_metal_attn.ops import fast_path
 from torch_metal_attn.ops.differentiation import check_writes, forward_only, forward_refusal
 from torch_metal_attn.ops.fast_path import swapped
 from torch_metal_attn.ops.names import ArgumentNames
-from torch_metal_attn.quantisation import ELEMENTS
+from torch_metal_attn.quantisation import ELEMENTS, check_hadamard, columns
 from torch_metal_attn.quantisation import hadamard as rotated_in_blocks
 
 _FLASH_FWD = torch.ops.metal_attn.flash_fwd.default
@@ -51,6 +51,7 @@ _STEP_ALONE = frozenset(("cu_seqlens_q", "parents", "tree_mask"))
 DECODE_QUERIES = 32
 # The same of queries after a cache, as speculative decoding verifies them.
 VERIFY_QUERIES = 64
+_MAX_SPLITS = 1024  # kMaxSplits of csrc/
 
 
 @named_options
@@ -145,18 +146,15 @@ def flash_attn_with_kvcache(
         give NaN rows, and nothing outside the cache is read or written; a row that two sequences
         use holds, and gives, the value of either.
     """
-    # Plain calls have an op of their own, which costs the host less: so this calls no function.
-    if (
-        not newer
-        and None is cu_seqlens_q is cu_seqlens_k_new is parents is tree_mask
-        and max_seqlen_q is None
-        and None is alibi_slopes is cache_batch_idx is cache_leftpad is k_scale is v_scale
-        and type(hadamard) is type(num_splits) is int
-        and hadamard == num_splits == 0
-        and type(softcap) is float
-        and softcap == 0.0
-        and return_softmax_lse is False
-    ):
+    # Plain calls have an op of few arguments. A function for this test would cost time.
+    one_length = None is cu_seqlens_q is cu_seqlens_k_new and max_seqlen_q is None
+    no_tree = None is parents is tree_mask
+    no_scores = not newer and alibi_slopes is None and type(softcap) is float and softcap == 0.0
+    same_places = None is cache_batch_idx is cache_leftpad
+    no_codes = None is k_scale is v_scale and type(hadamard) is int and hadamard == 0
+    no_splits = type(num_splits) is int and num_splits == 0
+    plain = one_length and no_tree and no_scores and same_places and no_codes and no_splits
+    if plain and return_softmax_lse is False:
         try:
             out = _fast_with_kvcache(
                 (q, k_cache, v_cache),
@@ -180,11 +178,14 @@ def flash_attn_with_kvcache(
     return_softmax_lse = as_bool("return_softmax_lse", return_softmax_lse)
     score = {"softcap": softcap, "alibi_slopes": alibi_slopes, **newer}
     tree = only_given(parents=parents, tree_mask=tree_mask)
+    options = op_options(q, 0.0, softmax_scale, causal, limits, score) | tree
+    appends = k is not None or v is not None
+    options |= _packing(cu_seqlens_q, max_seqlen_q, appends, cu_seqlens_k_new)
     call = _Call(
         (query, k_cache, v_cache),
         seqlens,
         few=packed or bool(tree) or q.shape[1] <= VERIFY_QUERIES,
-        options=op_options(q, 0.0, softmax_scale, causal, limits, score),
+        options=options,
         cache=only_given(
             leftpad_k=cache_leftpad,
             block_table=block_table,
@@ -195,24 +196,23 @@ def flash_attn_with_kvcache(
         hadamard=as_int("hadamard", hadamard),
         num_splits=as_int("num_splits", num_splits),
     )
-    call.options |= tree | _packing(cu_seqlens_q, max_seqlen_q, k is not None, cu_seqlens_k_new)
     rotates = rotary_cos is not None or rotary_sin is not None
-    if k is not None or v is not None:
+    if appends:
         call.new = _new_rows(k, v, seqlens, packed)
-        if rotates:
-            interleaved = as_bool("rotary_interleaved", rotary_interleaved)
-            call.rotary = {
-                "rotary_cos": rotary_cos,
-                "rotary_sin": rotary_sin,
-                "rotary_interleaved": rotary_cos is not None and interleaved,
-                "rotate_q_by_token": bool(tree) or causal or limits != NO_WINDOW,
-            }
-            if cache_leftpad is not None:
-                call.rotary["rotary_from_leftpad"] = False
     elif rotates:
         raise ValueError(
             "rotary_cos or rotary_sin is given without k and v; they only rotate new keys"
         )
+    if rotates:
+        interleaved = as_bool("rotary_interleaved", rotary_interleaved)
+        call.rotary = {
+            "rotary_cos": rotary_cos,
+            "rotary_sin": rotary_sin,
+            "rotary_interleaved": rotary_cos is not None and interleaved,
+            "rotate_q_by_token": bool(tree) or causal or limits != NO_WINDOW,
+        }
+        if cache_leftpad is not None:
+            call.rotary["rotary_from_leftpad"] = False
     out, lse = call.run()
     return (out, lse) if return_softmax_lse else out
 
@@ -238,26 +238,46 @@ class _Call:
 
     def run(self) -> tuple[Tensor, Tensor]:
         """out and the log-sum-exp."""
-        q, *_ = self.operands
-        if not self.few and (self.hadamard or self.num_splits):
-            # flash_fwd has no such arguments: attention to no queries refuses what does not fit.
-            where = self._stored() | self._splits()
-            self._attention(_FLASH_DECODE, q[:, :0], self.seqlens, where)
-        if not self.new:
-            return self._attend(q, self.seqlens)
-        if self.few and (self.new[0].numel() > 0 or not _STEP_ALONE.isdisjoint(self.options)):
+        if not self.few:
+            self._check_options_of_few()
+        if self._is_one_step():
             out, lse = self._step(_DECODE_STEP)
             return swapped(out), lse
-        after = self.seqlens + self.new[0].shape[1]
-        self._check(after)
-        q = q if self.rotary.get("rotary_cos") is None else q.clone()
-        self._append(_APPEND_KV, q)
-        return self._attend(q, after)
+        q, seqlens = self.operands[0], self.seqlens
+        if self.new:
+            seqlens = seqlens + self.new[0].shape[1]
+            self._check(seqlens)
+            q = q if self.rotary.get("rotary_cos") is None else q.clone()
+            self._append(_APPEND_KV, q)
+        return self._attend(q, seqlens)
+
+    def _is_one_step(self) -> bool:
+        """True if one op appends and attends."""
+        if not self.new or not self.few:
+            return False
+        return self.new[0].numel() > 0 or not _STEP_ALONE.isdisjoint(self.options)
+
+    def _check_options_of_few(self) -> None:
+        """Check the options of flash_decode that flash_fwd does not have."""
+        if not 0 <= self.num_splits <= _MAX_SPLITS:
+            raise ValueError(
+                f"num_splits is {self.num_splits}; it must be 0 (chosen for you) or in "
+                f"1..{_MAX_SPLITS}"
+            )
+        q, k_cache, v_cache = self.operands
+        check_hadamard(self.hadamard, {"q": q.shape[-1]})
+        if self.hadamard and k_cache.dtype in ELEMENTS:
+            raise ValueError(
+                f"hadamard is {self.hadamard} and k_cache is not quantised; only rows that are "
+                "quantised are rotated"
+            )
+        if self.hadamard:
+            check_hadamard(self.hadamard, {"v_cache": columns(v_cache, self.cache.get("v_scale"))})
 
     def _check(self, after: Tensor) -> None:
         """Raise what the append, or the attention after it, would raise."""
-        q, *_ = self.operands
-        forward_refusal(*_FORWARD_ONLY, self._given(q))
+        q = self.operands[0]
+        forward_refusal(*_FORWARD_ONLY, self._named(q))
         if torch.compiler.is_compiling() or isinstance(q, FakeTensor):
             return  # a graph's ops check shapes as they are traced, and there are no values
         if self.new[0].numel() > 0:
@@ -267,15 +287,15 @@ class _Call:
         self._attention(_EXPLAIN.flash_fwd, q, after, self.cache)
 
     def _step(self, op: Any) -> Any:
-        """`decode_step`, or what it refuses."""
+        """Run `decode_step`, or its checks alone."""
         q, *caches = self.operands
-        options = self.options | self.rotary | self._stored() | self._splits()
+        options = self.options | self.rotary | self._options_of_decode()
         return _CACHE_NAMES.run(op, (*map(swapped, (q, *self.new, *caches)), self.seqlens), options)
 
     def _append(self, op: Any, q: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`append_kv`, which rotates q in place, or what it refuses; returns its arguments."""
+        """Run `append_kv`, which rotates q in place, or its checks alone; returns its arguments."""
         arguments = (*map(swapped, (*self.new, *self.operands[1:])), self.seqlens)
-        options = self.rotary | self._stored()
+        options = self.rotary | self.cache | _unless_zero(hadamard=self.hadamard)
         if self.rotary.get("rotary_cos") is not None:
             options["q"] = swapped(q)
         _CACHE_NAMES.run(op, arguments, options)
@@ -283,41 +303,48 @@ class _Call:
 
     def _attend(self, q: Tensor, seqlens: Any) -> tuple[Tensor, Tensor]:
         """Attention to rows that are there: q is rotated by now."""
-        blocks = 0 if self.few else self.hadamard
+        op, cache, blocks = _FLASH_DECODE, self._options_of_decode(), 0
+        if not self.few:
+            op, cache, blocks = _FLASH_FWD, self.cache, self.hadamard
         q = rotated_in_blocks(q, blocks) if blocks else q
-        where = self._stored() | self._splits() if self.few else self.cache
-        op = _FLASH_DECODE if self.few else _FLASH_FWD
         out, lse = forward_only(
-            *_FORWARD_ONLY, self._given(q), lambda: self._attention(op, q, seqlens, where)
+            *_FORWARD_ONLY, self._named(q), lambda: self._attention(op, q, seqlens, cache)
         )
         return rotated_in_blocks(swapped(out), blocks) if blocks else swapped(out), lse
 
-    def _attention(self, op: Any, q: Tensor, seqlens: Any, where: dict[str, Any]) -> Any:
-        """An op of attention to the cache, or what it refuses."""
-        options = self.options | where | only_given(seqused_k=seqlens)
+    def _attention(self, op: Any, q: Tensor, seqlens: Any, cache: dict[str, Any]) -> Any:
+        """Run an op of attention to the cache, or its checks alone."""
+        options = self.options | cache | only_given(seqused_k=seqlens)
         return _CACHED_NAMES.run(op, (*map(swapped, (q, *self.operands[1:])),), options)
 
-    def _given(self, q: Tensor) -> dict[str, Any]:
-        named = zip(("q", "k_cache", "v_cache"), (q, *self.operands[1:]), strict=True)
-        return {**dict(named), **self.options, **self.cache}
+    def _named(self, q: Tensor) -> dict[str, Any]:
+        _, k_cache, v_cache = self.operands
+        named = {"q": q, "k_cache": k_cache, "v_cache": v_cache}
+        return named | self.options | self.cache
 
-    def _stored(self) -> dict[str, Any]:
-        return self.cache | ({"hadamard": self.hadamard} if self.hadamard else {})
+    def _options_of_decode(self) -> dict[str, Any]:
+        return self.cache | _unless_zero(hadamard=self.hadamard, num_splits=self.num_splits)
 
-    def _splits(self) -> dict[str, Any]:
-        return {"num_splits": self.num_splits} if self.num_splits else {}
+
+def _unless_zero(**options: int) -> dict[str, int]:
+    return {name: value for name, value in options.items() if value}
 
 
 def _checked_query(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, cu_seqlens_q: Tensor | None
 ) -> Tensor:
-    """q as autocast casts it, for caches of its dtype."""
+    """q as autocast casts it. Caches are not cast, so they must have its dtype."""
     check_rank("q", q, "(B, L, H, D)" if cu_seqlens_q is None else "(T, H, D)")
-    check_rank("k_cache", k_cache, "(B, L, H, D)")
-    check_rank("v_cache", v_cache, "(B, L, H, D)")
+    caches = {"k_cache": k_cache, "v_cache": v_cache}
+    for name, cache in caches.items():
+        check_rank(name, cache, "(B, L, H, D)")
     (query,) = autocast(q)
-    if query.dtype != q.dtype:
-        _check_autocast(query.dtype, k_cache=k_cache, v_cache=v_cache)
+    for name, cache in caches.items():
+        if query.dtype != q.dtype and cache.dtype in ELEMENTS and cache.dtype != query.dtype:
+            raise ValueError(
+                f"{name} has dtype {cache.dtype}, and autocast casts q, k and v to {query.dtype}: "
+                "make the caches in that dtype, or call it where autocast is off"
+            )
     return query
 
 
@@ -372,16 +399,6 @@ def _fast_with_kvcache(
         by_token = causal or left >= 0 or right >= 0
         first = (scale, causal, left, right, *tables, interleaved, by_token)
     return fast_path.flash_attn_step(q, *new, k_cache, v_cache, seqlens, block_table, *first)
-
-
-def _check_autocast(dtype: torch.dtype, **caches: Tensor) -> None:
-    """Raise ValueError if queries that autocast has cast do not fit a cache, which is not cast."""
-    for name, cache in caches.items():
-        if cache.dtype in ELEMENTS and cache.dtype != dtype:
-            raise ValueError(
-                f"{name} has dtype {cache.dtype}, and autocast casts q, k and v to {dtype}: make "
-                "the caches in that dtype, or call it where autocast is off"
-            )
 
 
 def _new_rows(

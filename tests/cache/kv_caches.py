@@ -1,4 +1,4 @@
-"""Caches that hold given keys and values: in pages, by index, quantised."""
+"""Caches that hold certain keys and values: in pages, by index, quantised."""
 
 import math
 
@@ -47,10 +47,10 @@ def quantised(k, v, kv_format, *, scale=None):
     """k and v as they are quantised (float32), and as `cache` of the checks."""
     exact, data, scales = [], [], {}
     for name, x in (("k_scale", k), ("v_scale", v)):
-        stored, found = quantise(x.contiguous(), kv_format, scale)
-        exact.append(dequantise(stored, found, torch.float32))
+        stored, stored_scale = quantise(x.contiguous(), kv_format, scale)
+        exact.append(dequantise(stored, stored_scale, torch.float32))
         data.append(stored)
-        scales[name] = found
+        scales[name] = stored_scale
     return *exact, (*data, scales)
 
 
@@ -59,6 +59,6 @@ def in_pages(cache, lengths, page):
     k, v, scales = cache
     *data, where = paged(k, v, lengths, page)
     if scales["k_scale"] is not None and scales["k_scale"].dim() > 2:
-        *found, _ = paged(scales["k_scale"], scales["v_scale"], lengths, page)
-        scales = dict(zip(("k_scale", "v_scale"), found, strict=True))
+        *paged_scales, _ = paged(scales["k_scale"], scales["v_scale"], lengths, page)
+        scales = dict(zip(("k_scale", "v_scale"), paged_scales, strict=True))
     return *data, scales | where

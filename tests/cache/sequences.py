@@ -1,4 +1,4 @@
-"""Two sequences of a cache of any kind, beside the rows that they must hold, in float64."""
+"""Two sequences of a cache of any kind, and the rows that they must hold, in float64."""
 
 import torch
 
@@ -11,7 +11,7 @@ from torch_metal_attn.reference import attention
 from torch_metal_attn.testing.judge import normal, on
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 
-# Of every step, whose kernels the tests then share, as are the numbers of queries: at most 8 rows.
+# Options of every step, so that tests share kernels; as many queries as fit in 8 rows.
 STEP = {"softmax_scale": 0.3, "causal": True, "softcap": 5.0, "num_splits": 2}
 STEP |= {"learnable_sink": normal(2, seed=5)}
 CLASSES = {
@@ -21,7 +21,7 @@ CLASSES = {
     "paged latent": (LatentCache, 40, 16, 64, 32),
 }
 TREES = ("parents", "tree_mask")
-# Of float32 results near 1, whose rows are compared as they are stored.
+# For float32 results near 1, whose rows are compared as they are stored.
 TOLERANCE = 4e-6
 
 
@@ -47,15 +47,15 @@ class Sequences:
         windows = options.get("windows")
         self.window = {"window_size_left": windows[0]} if windows else {}
 
-    def own(self):
+    def ids_or_none(self):
         """The first arguments of a method: ids only for pages."""
         return [self.ids] if self.paged else []
 
-    def given(self, *tensors):
+    def operands(self, *tensors):
         """The arguments of a method: of latents keys only."""
         tensors = tensors[:-1] if self.latent else tensors
         on_device = (x.to(self.device) if torch.is_tensor(x) else x for x in tensors)
-        return [*self.own(), *on_device]
+        return [*self.ids_or_none(), *on_device]
 
     def new(self, length, seed):
         k = normal(2, 1, length, 96, seed=seed)
@@ -69,7 +69,7 @@ class Sequences:
 
     def append(self, length, seed, **rotary):
         k, v = self.new(length, seed)
-        self.cache.append(*self.given(k, v), **on(self.device, rotary))
+        self.cache.append(*self.operands(k, v), **on(self.device, rotary))
         self.add(self.rotated(k, rotary), v)
 
     def rotated(self, x, options):
@@ -122,14 +122,14 @@ class Sequences:
         unseen = ("rotary", "num_splits")
         seen = {name: x for name, x in options.items() if not name.startswith(unseen)}
         for b, count in enumerate(counts or [q.shape[2]] * 2):
-            own = {n: x[b : b + 1] for n, x in seen.items() if n in TREES and len(x.shape) > 1}
+            trees = {n: x[b : b + 1] for n, x in seen.items() if n in TREES and len(x.shape) > 1}
             if count > 0 and counts:
-                own = {n: x[:, :count] for n, x in own.items()}
+                trees = {n: x[:, :count] for n, x in trees.items()}
             expected, _ = attention(
                 q[b : b + 1, :, :count].double(),
                 *self.stored(b),
                 compute_dtype=torch.float64,
-                **self.window | seen | own,
+                **self.window | seen | trees,
             )
             error = (out[b : b + 1, :, :count].cpu().double() - expected).abs()
             assert (error <= TOLERANCE).all(), f"sequence {b}: {error.max()}"
@@ -140,37 +140,37 @@ class Sequences:
         length: new rows of each sequence, or of all; in a list, they are packed.
         """
         counts = length if isinstance(length, list) else [length] * 2
-        given, longest = STEP | (options or {}), max(counts)
+        step_options, longest = STEP | (options or {}), max(counts)
         q = normal(2, 2, longest, 96, seed=seed + 7)
         k, v = self.new(longest, seed)
         if counts is not length:
-            out = self.cache.decode_step(*self.given(q, k, v), **on(self.device, given))
+            out = self.cache.decode_step(*self.operands(q, k, v), **on(self.device, step_options))
         else:
 
             def packed(x):
                 return torch.cat([rows[:n] for rows, n in zip(x, counts, strict=True)])
 
             rows = (packed(x.transpose(1, 2)) for x in (q, k, v))
-            own = {n: packed(x) for n, x in given.items() if n in TREES}
-            options = on(self.device, given | own)
-            out = self.cache.decode_step(*self.given(*rows), length=length, **options)
+            trees = {n: packed(x) for n, x in step_options.items() if n in TREES}
+            options = on(self.device, step_options | trees)
+            out = self.cache.decode_step(*self.operands(*rows), length=length, **options)
             out = torch.nn.utils.rnn.pad_sequence(out.split(counts), True).transpose(1, 2)
-        q, k = self.rotated(q, given), self.rotated(k, given)
+        q, k = self.rotated(q, step_options), self.rotated(k, step_options)
         # With recent rows, a longer step is several.
         most = VERIFY_QUERIES if self.recent else longest
         for start in range(0, longest, most):
             part = slice(start, start + most)
             here = [min(max(n - start, 0), most) for n in counts]
             self.add(k[:, :, part], v[:, :, part], here)
-            self.check(out[:, :, part], q[:, :, part], given, here)
+            self.check(out[:, :, part], q[:, :, part], step_options, here)
         assert not self.recent or self.first() == self.exact
-        assert self.cache.seqlens(*self.own()).tolist() == self.lengths()
+        assert self.cache.seqlens(*self.ids_or_none()).tolist() == self.lengths()
 
     def attend(self, length, seed):
         """`flash_attn_with_kvcache` on the cache's tensors, which writes the new rows itself."""
         q = normal(2, 2, length, 96, seed=seed + 7)
         k, v = self.new(length, seed)
-        where = {"cache_seqlens": self.cache.seqlens(*self.own())}
+        where = {"cache_seqlens": self.cache.seqlens(*self.ids_or_none())}
         if self.paged:
             self.cache.reserve(self.ids, length)
             where["block_table"] = self.cache.block_table(self.ids)
@@ -188,9 +188,9 @@ class Sequences:
             **where,
             **on(self.device, STEP),
         )
-        self.cache.advance(*self.own(), length)
+        self.cache.advance(*self.ids_or_none(), length)
         self.add(k, v)
-        assert self.cache.seqlens(*self.own()).tolist() == self.lengths()
+        assert self.cache.seqlens(*self.ids_or_none()).tolist() == self.lengths()
         self.exact = self.lengths()  # nothing else kept these rows
         self.check(out.transpose(1, 2), q, STEP)
 

@@ -33,12 +33,15 @@ CACHES = [
     ("paged", {"format": "fp8_e4m3", "layout": "HND"}),
     ("paged", {"format": "q4_0", "layout": "HND"}),
     ("paged latent", {"layout": "HND"}),
+    ("paged latent", {"format": "q3_g32"}),
+    ("static latent", {"format": "fp8_e4m3"}),
+    ("static latent", {"format": "q4_0", "hadamard": 32}),
 ]
 
 
 @pytest.mark.parametrize("kind, options", CACHES)
 def test_paths(kind, options):
-    """By the CPU's own kernels: what the caches do is under test."""
+    """By the CPU's kernels: the caches are under test."""
     accept_paths(kind, options)
 
 
@@ -50,17 +53,17 @@ def test_paths_of_the_device(kind, options, form, device):
 
 
 def accept_paths(kind, options, form="parents", device="cpu"):
-    """Of forks, whose rows are in pages that the paths move through, rotated by their depth."""
+    """Forks, whose rows are in pages that the paths move through, rotated by their depth."""
     held, rotary = Sequences(kind, device, **options), tables(32)
     rotary |= {"rotary_first_column": 64}
     held.append(13, 0, **rotary)
     held.swap([0, 0])
     held.swap([1, 0])
     for number, (parents, paths) in enumerate(STEPS):
-        given = {"parents": torch.tensor(parents).int()}
+        tree_options = {"parents": torch.tensor(parents).int()}
         if form == "tree_mask":
-            given = {"tree_mask": torch.stack([mask_of(tree) for tree in parents])}
-        held.step(7, 20 * number, rotary | given)
+            tree_options = {"tree_mask": torch.stack([mask_of(tree) for tree in parents])}
+        held.step(7, 20 * number, rotary | tree_options)
         held.accept(paths, parents)
         held.step(3, 20 * number + 10, rotary)
 
@@ -105,7 +108,7 @@ def test_no_page_for_a_copy_changes_nothing():
 
 
 def test_rows_of_every_head_move():
-    """Of two heads, whose rows lie apart."""
+    """The rows of two heads lie apart."""
     cache, old = make(layout="HND"), [1] * (PAGE - 2)
     id = cache.allocate()
     append(cache, {id: []}, {id: old})
@@ -118,9 +121,9 @@ def test_tokens_of_the_path_can_be_found():
     append(cache, {id: []}, {id: old})
     held = verify(cache, {id: old}, {id: (TREE, [*range(100, 107)])}, {id: [0, 2]}, tell=True)
     assert held[id] == [*old, 100, 102]
-    found, matched = cache.match_prefix(held[id])
+    copied, matched = cache.match_prefix(held[id])
     assert matched == PAGE
-    check(cache, held | {found: held[id]})
+    check(cache, held | {copied: held[id]})
     assert cache.match_prefix([*old, 100, 101])[1] == 0
 
 
@@ -151,7 +154,6 @@ def test_dispatches():
 REFUSED = [
     (([9], [[0]], [TREE]), "there is no sequence 9"),
     (([0], [[0], [0]], [TREE]), "paths has 2 rows; it must have 1, one a sequence"),
-    (([0], [[0]], [TREE] * 2), "parents has 2 rows; it must have 1"),
     (([0], [0], [TREE]), r"paths\[0\] is 0; it must be a sequence of ints"),
     (([0], 3, [TREE]), "paths is 3; it must be a row of ints"),
     (([0], [[0]], [[0.5]]), r"parents\[0\]\[0\] is 0.5; it must be an int"),
@@ -160,11 +162,8 @@ REFUSED = [
         r"paths\[0\] is \[1\], and the parent of token 1 is 0; paths\[0\]\[0\] must be a root",
     ),
     (([0], [[0, 3]], [TREE]), r"paths\[0\]\[1\] must be a child of token 0"),
-    (([0], [[0, 2, 1]], [TREE]), r"paths\[0\]\[2\] must be a child of token 2"),
     (([0], [[7]], [TREE]), r"paths\[0\]\[0\] is 7; it must be in 0\.\.6, the tokens of the tree"),
-    (([0], [[-1]], [TREE]), r"paths\[0\]\[0\] is -1; it must be in 0\.\.6"),
     (([0], [[0]], [[0, 0]]), r"parents\[0\]\[0\] is 0; it must be -1, for a root, or an earlier"),
-    (([0], [[0]], [[-2]]), r"parents\[0\]\[0\] is -2"),
     (([0], [[0]], [[-1] * 14]), r"parents\[0\] has 14 tokens, and the sequence 13 rows"),
 ]
 

@@ -97,23 +97,23 @@ OPERANDS = ("k", "v", "k_cache", "v_cache", "cache_seqlens")
 
 @pytest.mark.parametrize("dim, name", [(0, "sequences"), (1, "heads")])
 def test_none(dim, name):
-    given = arguments(append(length=5, **ROWS))
+    call = arguments(append(length=5, **ROWS))
     for x in OPERANDS[: 5 if dim == 0 else 4]:
-        given[x] = given[x].narrow(dim, 0, 0)
-    append_kv(**given)
+        call[x] = call[x].narrow(dim, 0, 0)
+    append_kv(**call)
 
 
 @pytest.mark.parametrize("scales", [None, torch.tensor([[0.25, 0.5], [1.0, 2.0]])])
 def test_scales_of_fp8(scales):
     """None, and those of each sequence."""
-    given = arguments(append(length=5, **ROWS | CODES))
-    given |= {"k_scale": scales, "v_scale": scales, "cache_seqlens": None}
+    call = arguments(append(length=5, **ROWS | CODES))
+    call |= {"k_scale": scales, "v_scale": scales, "cache_seqlens": None}
     if scales is None:
-        given |= {n: given[n].view(torch.float8_e4m3fn) for n in ("k_cache", "v_cache")}
-    append_kv(**given)
+        call |= {n: call[n].view(torch.float8_e4m3fn) for n in ("k_cache", "v_cache")}
+    append_kv(**call)
     for name in "kv":
-        data, _ = quantise(given[name], "fp8_e4m3", scales)
-        written = given[f"{name}_cache"][:, :, :5]
+        data, _ = quantise(call[name], "fp8_e4m3", scales)
+        written = call[f"{name}_cache"][:, :, :5]
         assert torch.equal(written.view(torch.uint8), data.view(torch.uint8))
 
 
@@ -124,21 +124,21 @@ def test_scales_of_fp8(scales):
 )
 def test_sequences_that_share_a_place(where):
     """One batch of the cache, or one page, for two sequences, which do not write the same rows."""
-    given = arguments(append(length=5, **ROWS)) | {"cache_seqlens": ints(3, 8)} | where
-    append_kv(**given)
+    call = arguments(append(length=5, **ROWS)) | {"cache_seqlens": ints(3, 8)} | where
+    append_kv(**call)
     for b, first in enumerate((3, 8)):
-        assert torch.equal(given["k_cache"][1, :, first : first + 5], given["k"][b])
+        assert torch.equal(call["k_cache"][1, :, first : first + 5], call["k"][b])
 
 
-def in_one_tensor(given):
-    parts = torch.cat([given[n] for n in "qkv"], 1).split([4, 2, 2], 1)
+def in_one_tensor(call):
+    parts = torch.cat([call[n] for n in "qkv"], 1).split([4, 2, 2], 1)
     return dict(zip("qkv", parts, strict=True))
 
 
 SAME = {
     "a packed projection": in_one_tensor,
-    "tables in half precision": lambda given: {
-        n: given[n].bfloat16() for n in ("rotary_cos", "rotary_sin")
+    "tables in half precision": lambda call: {
+        n: call[n].bfloat16() for n in ("rotary_cos", "rotary_sin")
     },
 }
 
@@ -147,8 +147,8 @@ SAME = {
 def test_the_same(name):
     """Operands by place, in the order of the schema; then by name, in another form."""
     one, other = (arguments(append(**HALVES)) for _ in range(2))
-    for given in (one, other):
-        given |= {n: given[n].bfloat16().float() for n in ("rotary_cos", "rotary_sin")}
+    for call in (one, other):
+        call |= {n: call[n].bfloat16().float() for n in ("rotary_cos", "rotary_sin")}
     other |= SAME[name](other)
     append_kv(*(one[n] for n in OPERANDS), **{n: x for n, x in one.items() if n not in OPERANDS})
     append_kv(**other)

@@ -26,49 +26,49 @@ def graph_size(node):
 )
 def test_of_what_was_written(name, changed):
     """The backward of these raises: tests/common/test_every_op.py."""
-    plain, given = (arguments(append(length=5, rotary_columns=64)) for _ in range(2))
-    leaf = given[name].detach().requires_grad_()
-    given[name] = leaf * 1 if name == "q" else leaf
-    for each in (plain, given):
+    plain, call = (arguments(append(length=5, rotary_columns=64)) for _ in range(2))
+    leaf = call[name].detach().requires_grad_()
+    call[name] = leaf * 1 if name == "q" else leaf
+    for each in (plain, call):
         append_kv(**each)
     for written in ("k_cache", "v_cache", "q"):
-        x = given[written]
+        x = call[written]
         assert torch.equal(x.detach().nan_to_num(), plain[written].nan_to_num())
         assert x.requires_grad == (written in changed)
 
 
 def test_a_cache_keeps_no_graph_of_its_steps():
-    given = arguments(append())
-    given["k_cache"] = given["k_cache"].clone()[:]
-    leaf, sizes = given["k"].clone().requires_grad_(), []
+    call = arguments(append())
+    call["k_cache"] = call["k_cache"].clone()[:]
+    leaf, sizes = call["k"].clone().requires_grad_(), []
     for _ in range(3):
-        append_kv(**given | {"k": leaf * 2})
-        sizes.append(graph_size(given["k_cache"].grad_fn))
+        append_kv(**call | {"k": leaf * 2})
+        sizes.append(graph_size(call["k_cache"].grad_fn))
     assert sizes == [3, 3, 3]  # of a view: how it was made, the write, and what requires grad
 
 
 @pytest.mark.parametrize("how", ["leaf", "unbind", "no_grad", "compiled"])
 def test_where_autograd_cannot_be_told(how):
     """Refused before anything is written."""
-    given = arguments(append())
-    given["k"].requires_grad_()
-    cache = given["k_cache"]
+    call = arguments(append())
+    call["k"].requires_grad_()
+    cache = call["k_cache"]
     message = "made under torch.no_grad"
     run = append_kv
     if how == "leaf":
         cache.requires_grad_()
         message = "k_cache is a leaf that requires grad"
     elif how == "unbind":
-        given["k_cache"] = torch.stack([cache, cache]).unbind()[0]
+        call["k_cache"] = torch.stack([cache, cache]).unbind()[0]
     elif how == "no_grad":
         with torch.no_grad():
-            given["k_cache"] = cache[:]
+            call["k_cache"] = cache[:]
     else:
         run = torch.compile(append_kv, backend="aot_eager", fullgraph=True)
         message = "append_kv has no gradient, and k requires grad"
-    before = same_memory(given["k_cache"].detach())
+    before = same_memory(call["k_cache"].detach())
     with pytest.raises((NotImplementedError, Unsupported), match=message):
-        run(**given)
-    check_equal({"k_cache": given["k_cache"].detach()}, {"k_cache": before})
+        run(**call)
+    check_equal({"k_cache": call["k_cache"].detach()}, {"k_cache": before})
     with torch.no_grad():
-        append_kv(**given)
+        append_kv(**call)

@@ -9,8 +9,8 @@ from tests.helpers.mutants import mutant_tests
 from tests.helpers.steps import append, check_special
 from torch_metal_attn import simulate
 
-# What a fault changes in the shader's text, the check that must see it, and the fault that the
-# simulator then reports; None where only the bits can show it.
+# The change of the shader's text, the check that must see it, and the fault that the simulator
+# then reports; None if only the bits can show it.
 MUTANTS = {
     "plain": """
         one position late: position = place.first + row{~=> + 1~};
@@ -109,20 +109,20 @@ MUTANTS = {
 
 def after(name, values, **fields):
     """`name` takes impossible values behind the checks; what is there stays in its bounds."""
-    given = arguments(append(**{"length": 5, "lengths": (0, 1), "capacity": 32} | fields))
+    call = arguments(append(**{"length": 5, "lengths": (0, 1), "capacity": 32} | fields))
     # The caches end where their memory does.
-    given |= {cache: given[cache].clone() for cache in ("k_cache", "v_cache")}
-    before = given["k_cache"].view(torch.int16).clone()
+    call |= {cache: call[cache].clone() for cache in ("k_cache", "v_cache")}
+    before = call["k_cache"].view(torch.int16).clone()
     with pytest.MonkeyPatch.context() as monkeypatch:
-        after_the_checks(monkeypatch, given[name], values)
-        torch.ops.metal_attn.append_kv(**given)
-    return given, before
+        after_the_checks(monkeypatch, call[name], values)
+        torch.ops.metal_attn.append_kv(**call)
+    return call, before
 
 
 def one_written(name, values, **fields):
     """Nothing is written for two sequences with invalid values."""
-    given, before = after(name, values, **fields)
-    assert torch.equal(given["k_cache"].view(torch.int16), before)
+    call, before = after(name, values, **fields)
+    assert torch.equal(call["k_cache"].view(torch.int16), before)
 
 
 SIZES = {"length": 5, "lengths": (3, 11), "capacity": 32}
@@ -156,12 +156,12 @@ CHECKS = {
 
 def no_table_row():
     """Rows of the tables that do not exist give NaN in k and in q, and are not read."""
-    given, _ = after("leftpad_k", [9, -70], **ROTATED | {"leftpad_k": (0, 0)})
-    k, v = given["k_cache"], given["v_cache"]
+    call, _ = after("leftpad_k", [9, -70], **ROTATED | {"leftpad_k": (0, 0)})
+    k, v = call["k_cache"], call["v_cache"]
     assert k[0, :, 3:8].isnan().all()
     assert k[1, :, 11:16].isnan().all()
-    assert given["q"].isnan().all()
-    assert torch.equal(v[0, :, 3:8], given["v"][0])
+    assert call["q"].isnan().all()
+    assert torch.equal(v[0, :, 3:8], call["v"][0])
 
 
 test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
@@ -172,8 +172,8 @@ test_mutant_is_caught, test_the_unchanged_kernels_pass = mutant_tests(
 def test_rows_that_fit_are_written():
     """Where only some do, those; so a cache that is full stays whole."""
     with simulate(check=True):
-        given, before = after("cache_seqlens", [30, 29])
-    k, cache = given["k"], given["k_cache"]
+        call, before = after("cache_seqlens", [30, 29])
+    k, cache = call["k"], call["k_cache"]
     assert torch.equal(cache[0, :, 30:], k[0, :, :2])
     assert torch.equal(cache[1, :, 29:], k[1, :, :3])
     assert torch.equal(cache.view(torch.int16)[:, :, :29], before[:, :, :29])

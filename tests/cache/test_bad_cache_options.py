@@ -1,4 +1,4 @@
-"""What flash_fwd and flash_varlen_fwd refuse of a cache: the ValueError says what and why.
+"""flash_fwd and flash_varlen_fwd refuse a wrong cache: the ValueError says what and why.
 
 That fake kernels and the simulator reach the same checks is in tests/common/test_bad_options.py.
 """
@@ -106,23 +106,15 @@ BAD = [
         {"k": torch.zeros(5, 8, 32).half()},
         r"k has 3 dimensions, .* \(pages, kv_heads, page,",
     ),
-    (paged, {"v": torch.zeros(4, 2, 8, 64).half()}, r"v has a number of pages of 4 and k of 5; "),
     (paged, {"v": torch.zeros(5, 2, 16, 64).half()}, r"v has a length of 16 and k of 8; "),
     (paged, {"k": torch.zeros(5, 2, 8, 32)}, r"k has dtype .*float32 and q .*float16; .*alike"),
-    (paged, tables(k=(23, 8)), r"k_rotary_cos has shape \(23, 8\); .* length of at least 24"),
     # Index
     (indexed, {"cache_batch_idx": ints(0, 1, 2)}, r"cache_batch_idx has shape \(3,\); .* \(2,\)"),
-    (indexed, {"v": torch.zeros(2, 2, 24, 64).half()}, r"v has a batch of 2 and k of 3; "),
     # Half precision under float32 queries
     (
         half_precision,
         {"q": torch.randn(2, 4, 16, 32).bfloat16()},
         r"k has dtype .*float16 and q .*bfloat16; they must be alike",
-    ),
-    (
-        half_precision,
-        {"v": torch.zeros(3, 2, 24, 64).bfloat16()},
-        r"v has dtype .*bfloat16 and k .*float16; they must be alike",
     ),
     (
         half_precision,
@@ -136,16 +128,10 @@ BAD = [
     ),
     # Formats
     (q8_0, {"k_scale": None}, r"k has dtype .*int8 and k_scale is None; .*float16 \(q8_0\)"),
-    (q4_0, {"v_scale": None}, r"v has dtype .*uint8 and v_scale is None; .*float32 \(fp8_e4m3\)"),
     (
         q8_0,
         {"k_scale": torch.ones(2)},
         r"k has dtype .*int8 and k_scale is .*float32; it must be float16 \(q8_0\)",
-    ),
-    (
-        float8,
-        {"k_scale": torch.ones(2).half()},
-        r"k has dtype .*float8_e4m3fn and k_scale is .*float16; it must be float32 .* or None",
     ),
     (
         paged,
@@ -157,23 +143,11 @@ BAD = [
         {"v": torch.zeros(2, 2, 24, 64).half(), "v_scale": None},
         r"v is not quantised and k q8_0; both or neither must be",
     ),
-    (q8_0, {"k": torch.zeros(2, 2, 24, 32).long()}, r"k has dtype .* and q .*float16; .*alike"),
     (q8_0, {"k": torch.zeros(2, 2, 24, 4).short()}, r"k has a head dim of 32; q2_g64 needs"),
-    (q4_g32, {"k_scale": None}, r"k has dtype .*int32 and k_scale is None; .*q4_g32 or q4_g64"),
-    (
-        q4_g32,
-        {"v": torch.zeros(2, 2, 24, 12).int(), "v_scale": torch.ones(2, 2, 24, 3).half()},
-        r"v has a head dim of 96; q4_g64 needs a multiple of 64",
-    ),
     (
         q4_0,
         {"k": torch.zeros(2, 2, 24, 32, dtype=BYTE)},
         r"k has a head dim of 64 and q of 32; they must be equal",
-    ),
-    (
-        q8_0,
-        {"k_scale": torch.ones(2, 2, 24, 2).half()},
-        r"k_scale has shape \(2, 2, 24, 2\); it must be \(2, 2, 24, 1\)",
     ),
     (
         q8_0,
@@ -186,7 +160,7 @@ BAD = [
         tables(k=(24, 8)),
         r"k_rotary_cos is given and k is quantised; rotate keys before they are quantised",
     ),
-    # What only values or memory tell
+    # Values and memory
     (paged, {"block_table": ints(0, 1, -1, 3, 4, 0).view(2, 3)}, r"block_table\[0, 2\] is -1; "),
     (
         packed,

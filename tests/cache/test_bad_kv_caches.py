@@ -1,4 +1,4 @@
-"""What PagedKVCache and StaticKVCache refuse, by name, and that it changes nothing."""
+"""PagedKVCache and StaticKVCache refuse wrong arguments by name, and nothing is changed."""
 
 import numpy as np
 import pytest
@@ -19,179 +19,143 @@ def static():
     return StaticKVCache(3, 10, HEADS, HEAD_DIM, num_layers=LAYERS, dtype=torch.float32)
 
 
-PACKED = some_rows()[0].transpose(0, 1)
-SIZES = ("num_pages", "page_size", "num_kv_heads", "head_dim", "v_head_dim", "num_layers")
-REFUSED = [
-    (lambda c: make(0), "num_pages is 0; it must be at least 1"),
-    (lambda c: PagedKVCache(1, 4, 2, 577), r"head_dim is 577; it must be in 1\.\.576"),
-    (lambda c: PagedKVCache(1, 4, 2, 576), r"v_head_dim is 576; it must be in 1\.\.512"),
-    (lambda c: StaticLatentCache(1, 4, 513), r"latent_dim is 513; it must be in 1\.\.512"),
-    (lambda c: StaticLatentCache(1, 4, rotary_dim=65), r"rotary_dim is 65; it must be in 0\.\.64"),
-    (lambda c: make(layout="BHD"), "layout is 'BHD'; it must be NHD or HND"),
-    (lambda c: make(format="q5"), "format is 'q5'; it must be one of q8_0"),
-    (lambda c: make(format="q8_0"), "head_dim is 8; q8_0 needs a multiple of 32"),
-    (
-        lambda c: PagedKVCache(1, 4, 2, 64, 48, format="q8_0", v_format="q4_g64"),
-        "v_head_dim is 48; q4_g64 needs a multiple of 64",
+ROWS, TABLE = some_rows(), torch.ones(40, 2)
+PACKED = ROWS[0].transpose(0, 1)
+SMALL = {"num_pages": 4, "page_size": 4, "num_kv_heads": 2, "head_dim": 64}
+# Options of a PagedKVCache, besides SMALL.
+MADE = [
+    *(
+        ({size: 2**31}, f"{size} is 2147483648; .*in 1")
+        for size in (*SMALL, "v_head_dim", "num_layers")
     ),
+    ({"num_pages": 0}, "num_pages is 0; it must be at least 1"),
+    ({"head_dim": 577}, r"head_dim is 577; it must be in 1\.\.576"),
+    ({"head_dim": 576}, r"v_head_dim is 576; it must be in 1\.\.512"),
+    ({"layout": "BHD"}, "layout is 'BHD'; it must be NHD or HND"),
+    ({"dtype": torch.int8}, r"dtype is torch.int8; it must be float32, float16 or bfloat16"),
+    ({"device": "gpu"}, "device is 'gpu'; it must be a device that torch knows"),
+    ({"device": "meta"}, "device is meta, where tensors have no values"),
+    ({"format": "q5"}, "format is 'q5'; it must be one of q8_0"),
+    ({"v_format": "q4_g32"}, "v_format is 'q4_g32' with no format; leave it"),
+    ({"v_head_dim": 48, "format": "q4_g64"}, "v_head_dim is 48; q4_g64 needs a multiple of 64"),
+    ({"k_scale": torch.ones(2)}, "k_scale is given and its format is None; leave"),
+    (
+        {"format": "fp8_e4m3", "k_scale": torch.ones(3)},
+        r"k_scale has .*; it must be \(2,\)",
+    ),
+    (
+        {"v_head_dim": 65, "values_in_keys": True},
+        "v_head_dim is 65 and head_dim 64; with",
+    ),
+    (
+        {"values_in_keys": True, "format": "fp8_e4m3", "v_scale": torch.ones(2)},
+        "v_scale is given with values_in_keys",
+    ),
+    ({"hadamard": 64}, "hadamard is 64 with no format; lea"),
+    ({"hadamard": 128, "format": "q8_0"}, "head_dim has 64 columns; hadamard of 128 needs a mult"),
+    ({"recent": 4}, "recent is 4 with no format, so"),
+    ({"recent": -1}, "recent is -1; it must be at least 0"),
+    ({"recent": 2**30}, "recent is 1073741824; it must be in 0"),
+    ({"recent": 4, "windows": [3], "format": "q8_0"}, r"recent is 4 with windows \[3\]; attention"),
+    ({"windows": [5, 5]}, "windows has 2 numbers; it must have 1, one a layer"),
+    ({"windows": [-2]}, r"windows\[0\] is -2; it must be at least -1"),
+    ({"windows": 5}, "windows is 5; it must be a sequence of ints, one a layer"),
+]
+# Changes of an append's arguments.
+APPENDED = [
+    ({"ids": [7]}, "there is no sequence 7"),
+    ({"ids": 0}, "ids is 0; it must be a sequence of int"),
+    ({"layer": 2}, "layer is 2; it must be in 0"),
+    ({"k": None}, "k is None; it must be a tensor"),
+    ({"k": ROWS[0]}, r"k has shape \(2, 3, 8\)"),
+    ({"k": ROWS.double()}, "k is torch.float64 on cpu; it must be torch.float32 on cpu"),
+    ({"v": None}, "v is None; only a cache with"),
+    ({"v": some_rows(heads=3)}, r"v has shape \(1, 3, 3, 8\); it must be \(1, 2, 3, 8\)"),
+    ({"token_ids": [[1, 2]]}, r"token_ids has rows of \[2\] tokens; they must have \[3\]"),
+    ({"token_ids": 1.5}, "token_ids is 1.5; it must be a row of ints for each sequence"),
+    (
+        {"length": [3]},
+        r"k has shape .*; it must be \(3, 2, 8\): length is given",
+    ),
+    ({"length": [1, 2]}, "length has 2 numbers; it must"),
+    ({"rotary_cos": TABLE}, "only one of rotary_cos and rotary_sin is given"),
+]
+# Changes of a step's arguments.
+THREE = {"q": PACKED, "k": PACKED, "v": PACKED, "length": 3}
+NO_ROWS = {"q": PACKED[:0], "k": PACKED[:0], "v": PACKED[:0], "length": [0]}
+STEPS = [
+    *(
+        ({name: None}, f"decode_step of a cache has no argument {name}: the cache gives it")
+        for name in ("block_table", "cache_seqlens", "k_scale", "hadamard")
+    ),
+    ({"cu_seqlens_q": None}, "decode_step of a cache has no argument cu_seqlens_q: give length"),
+    (THREE | {"q": ROWS[0]}, r"q has shape \(2, 3, 8\); it must have 3 rows, \(T, Hq, D\): length"),
+    (
+        THREE | {"parents": torch.zeros(2).int()},
+        r"parents has shape \(2,\); it must have 3 rows",
+    ),
+    (NO_ROWS, r"length is \[0\]; decode_step appends a row or more in all"),
+    *((THREE | {n: 1}, f"{n} is given with length;") for n in ("indices", "kv_block_size")),
+]
+# Other calls.
+CALLS = [
+    (lambda c: StaticLatentCache(1, 4, rotary_dim=65), r"rotary_dim is 65; it must be in 0\.\.64"),
     (
         lambda c: StaticLatentCache(1, 4, 64, 16, format="q8_0"),
         r"latent_dim \+ rotary_dim is 80; q8_0 needs a multiple of 32",
     ),
-    (lambda c: make(k_scale=torch.ones(2)), "k_scale is given and its format is None; leave"),
-    (lambda c: make(v_format="q4_g32"), "v_format is 'q4_g32' with no format; leave it"),
-    (lambda c: c.append([7], some_rows(), some_rows()), "there is no sequence 7"),
-    (lambda c: c.seqlens([0, 0]), r"ids are \[0, 0\]; each sequence may be there once"),
-    (lambda c: c.append([0], some_rows(), some_rows(), 2), "layer is 2; it must be in 0"),
-    (lambda c: c.append([0], some_rows()[0], some_rows()), r"k has shape \(2, 3, 8\)"),
-    (
-        lambda c: c.append([0], some_rows(), some_rows(heads=3)),
-        r"v has shape \(1, 3, 3, 8\); it must be \(1, 2, 3, 8\)",
-    ),
-    (
-        lambda c: PagedKVCache(1, 1, 2, 8).append([], some_rows(0).double(), some_rows(0)),
-        r"k is torch.float64 on cpu; it must be torch.float16 or torch.float32 on cpu",
-    ),
-    (
-        lambda c: c.append([0], some_rows(), some_rows(), token_ids=[[1, 2]]),
-        r"token_ids has rows of \[2\] tokens; they must have \[3\]",
-    ),
-    (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
-    (lambda c: c.advance([0], 1), "length is 1; call reserve for as many rows first"),
-    (lambda c: (c.free(0), c.fork(0)), "there is no sequence 0: the id was freed, or never"),
-    (lambda c: static().reorder([0, 3, 1]), "beam_idx is 3; it must be in 0"),
-    (
-        lambda c: static().advance(11),
-        r"length is 11; a sequence has 0 of 10 rows, so it must be in 0\.\.10",
-    ),
-    (lambda c: c.advance([0], -1), "length is -1; it must be at least 0"),
-    (
-        lambda c: PagedKVCache(1, 1, 2, 8, dtype=torch.int8),
-        r"dtype is torch.int8; it must be float32, float16 or bfloat16",
-    ),
-    (
-        lambda c: make(format="fp8_e4m3", k_scale=torch.ones(3)),
-        r"k_scale has shape \(3,\) and dtype torch.float32; it must be \(2,\) and float32",
-    ),
-    (lambda c: static().reorder([0]), "beam_idx has 1 entry; it must"),
-    (lambda c: PagedKVCache(1, 4.5, 2, 8), "page_size is 4.5; it must be an int"),
-    (lambda c: c.append(0, some_rows(), some_rows()), "ids is 0; it must be a sequence of int"),
-    (lambda c: c.append([0], None, some_rows()), "k is None; it must be a tensor"),
-    (lambda c: c.reserve([0], 1.5), "length is 1.5; it must be an int"),
-    (lambda c: c.reserve([0], resized(torch.tensor(1), 0)), r"length has shape \(\) .* of 0 bytes"),
-    *(
-        (
-            lambda c, size=size: PagedKVCache(**dict.fromkeys(SIZES, 4) | {size: 2**31}),
-            f"{size} is 2147483648; .*in 1",
-        )
-        for size in SIZES
-    ),
     (lambda c: StaticKVCache(2**31, 4, 2, 8), "batch_size is 2147483648; it must be in 1"),
     (lambda c: StaticKVCache(1, 2**31, 2, 8), "max_length is 2147483648; it must be in 1"),
-    (lambda c: make(recent=2**30), "recent is 1073741824; it must be in 0"),
-    (lambda c: make(device="gpu"), "device is 'gpu'; it must be a device that torch knows"),
-    (lambda c: make(device="meta"), "device is meta, where tensors have no values"),
+    (lambda c: StaticKVCache(1, 4, 2, 8, windows=[3]), "StaticKVCache has no argument windows"),
     (
         lambda c: LatentCache(1, 4, 32, 32).append([], torch.zeros(())),
         r"k has shape \(\); it must be \(0, 1, L, 64\)",
     ),
-    (
-        lambda c: static().reorder(torch.zeros(1).int().expand(2**31)),
-        "beam_idx has 2147483648 numbers; it may have up to 134217728",
-    ),
+    (lambda c: c.seqlens([0, 0]), r"ids are \[0, 0\]; each sequence may be there once"),
+    (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
+    (lambda c: (c.free(0), c.fork(0)), "there is no sequence 0: the id was freed, or never"),
+    (lambda c: c.free("a"), "id is 'a'; it must be an int"),
+    (lambda c: c.reserve([0], 1.5), "length is 1.5; it must be an int"),
+    (lambda c: c.reserve([0], resized(torch.tensor(1), 0)), r"length has shape \(\) .* of 0 bytes"),
+    (lambda c: c.import_sequence([]), "exported has type list; it must be what export_sequence"),
     *(
-        (
-            lambda c, name=name: c.decode_step([0], *[some_rows()] * 3, **{name: None}),
-            f"decode_step of a cache has no argument {name}: the cache gives it",
-        )
-        for name in ("block_table", "cache_seqlens", "k_scale", "hadamard")
+        (lambda c, x=x: c.allocate(x), "namespace is .*; it must be None, a str, an int")
+        for x in (True, 1.0, ["a"], ("a", True))
     ),
-    (
-        lambda c: c.decode_step([0], *[some_rows()] * 3, cu_seqlens_q=None),
-        "decode_step of a cache has no argument cu_seqlens_q: give length",
-    ),
-    (
-        lambda c: c.append([0], some_rows(), some_rows(), length=[3]),
-        r"k has shape \(1, 2, 3, 8\); it must be \(3, 2, 8\): length is given, so rows are packed",
-    ),
-    (
-        lambda c: c.append([0], *[some_rows()[0]] * 2, length=[1, 2]),
-        "length has 2 numbers; it must",
-    ),
-    (
-        lambda c: c.decode_step([0], some_rows()[0], *[PACKED] * 2, length=3),
-        r"q has shape \(2, 3, 8\); it must have 3 rows, \(T, Hq, D\): length is given",
-    ),
-    (
-        lambda c: c.decode_step([0], *[PACKED] * 3, length=3, parents=torch.zeros(2).int()),
-        r"parents has shape \(2,\); it must have 3 rows: length is given, so",
-    ),
-    (
-        lambda c: c.decode_step([0], *[PACKED[:0]] * 3, length=[0]),
-        r"length is \[0\]; decode_step appends a row or more in all",
-    ),
-    *(
-        (
-            lambda c, name=name: c.decode_step([0], *[PACKED] * 3, length=3, **{name: 1}),
-            f"{name} is given with length;",
-        )
-        for name in ("indices", "kv_block_size")
-    ),
-    (lambda c: make(windows=[5]), "windows has 1 numbers; it must have 2, one a layer"),
-    (lambda c: make(windows=[-2, 5]), r"windows\[0\] is -2; it must be at least -1"),
-    (lambda c: make(windows=5), "windows is 5; it must be a sequence of ints, one a layer"),
-    (
-        lambda c: PagedKVCache(1, 4, 2, 32, format="q8_0", recent=4, windows=[3]),
-        r"recent is 4 with windows \[3\]; attention to recent rows takes no windows",
-    ),
-    (lambda c: StaticKVCache(1, 4, 2, 8, windows=[3]), "StaticKVCache has no argument windows"),
     (
         lambda c: make(windows=[-1, 5]).cascade([], layer=1, window_size=(6, 0)),
         r"window_size is \(6, 0\); layer 1 keeps the rows of a window, so .* in 0\.\.5",
     ),
+    (lambda c: static().decode_step(*[ROWS] * 3, foo=1), "decode_step has no argument foo;"),
+    (lambda c: static().advance(11), r"length is 11; a sequence has 0 of 10 rows, .* in 0\.\.10"),
+    (lambda c: static().reset(2), "indices is 2; it must be a sequence of ints"),
+    (lambda c: static().reorder([0]), "beam_idx has 1 entry; it must"),
+    (lambda c: static().reorder([0, 3, 1]), "beam_idx is 3; it must be in 0"),
     (
-        lambda c: make(windows=[-1, 5]).cascade([], layer=1, window_size=3),
-        "window_size is 3; it must be two ints",
+        lambda c: static().reorder(torch.zeros(1).int().expand(2**31)),
+        "beam_idx has 2147483648 numbers; it may have up to 134217728",
+    ),
+]
+REFUSED = [
+    *((lambda c, x=x: PagedKVCache(**SMALL | x), message) for x, message in MADE),
+    *(
+        (lambda c, x=x: c.append(**{"ids": [0], "k": ROWS, "v": ROWS} | x), message)
+        for x, message in APPENDED
     ),
     *(
-        (
-            lambda c, wrong=wrong: c.allocate(wrong),
-            "namespace is .*; it must be None, a str, an int",
-        )
-        for wrong in (True, 1.0, ["a"], ("a", True))
+        (lambda c, x=x: c.decode_step(**{"ids": [0], "q": ROWS, "k": ROWS, "v": ROWS} | x), message)
+        for x, message in STEPS
     ),
-    (lambda c: c.import_sequence([]), "exported has type list; it must be what export_sequence"),
-    (lambda c: static().decode_step(*[some_rows()] * 3, foo=1), "decode_step has no argument foo;"),
-    (lambda c: c.free("a"), "id is 'a'; it must be an int"),
-    (lambda c: c.seqlens([0], "1"), "layer is '1'; it must be an int"),
-    (lambda c: c.match_prefix([1.5]), r"token_ids\[0\] is 1.5; it must be an int"),
-    (
-        lambda c: c.append([0], some_rows(), some_rows(), token_ids=1.5),
-        "token_ids is 1.5; it must be a row of ints for each sequence",
-    ),
-    (lambda c: static().truncate("a", 1), "index is 'a'; it must be an int"),
-    (lambda c: static().reset(2), "indices is 2; it must be a sequence of ints"),
-    (lambda c: static().slots([0.5]), r"indices\[0\] is 0.5; it must be an int"),
-    (
-        lambda c: c.append([0], *[some_rows(length=0)] * 2, rotary_cos=torch.ones(4, 2)),
-        "only one of rotary_cos and rotary_sin is given",
-    ),
-    (lambda c: make(format="fp8_e4m3", v_scale=2.0), "v_scale is a float; it must be a tensor"),
+    *CALLS,
 ]
 
 
-TABLE = torch.ones(40, 2)
 WRONG = {
     "strides of k": ({"k": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "k has strides"),
-    "strides of v": ({"v": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "v has strides"),
     "one table": ({"rotary_cos": TABLE}, "only one of rotary_cos and rotary_sin"),
     "short tables": (
         {"rotary_cos": TABLE[:9], "rotary_sin": TABLE[:9]},
         r"rows 7 to 9 of rotary_cos \(from cache_seqlens on\); they must be in 0\.\.8",
-    ),
-    "wide tables": (
-        {"rotary_cos": torch.ones(40, 5), "rotary_sin": torch.ones(40, 5)},
-        "rotary_cos has 5 columns and k a head dim of 8",
     ),
     "no list": ({"rotary_cos": [1.0], "rotary_sin": [1.0]}, "rotary_cos is a list"),
     "q alone": ({"q": some_rows()}, "q is given and rotary_cos is not"),
@@ -231,7 +195,7 @@ def test_ids_of_any_kind(kind):
 def test_a_refused_append_changes_nothing(case, shared):
     """Neither pages, whether they are new, to be copied, or found by their tokens, nor rows."""
     changes, message = WRONG[case]
-    given = {"k": some_rows(), "v": some_rows()} | changes
+    operands = {"k": some_rows(), "v": some_rows()} | changes
     cache, other = make(), StaticKVCache(1, 10, HEADS, HEAD_DIM, dtype=torch.float32)
     id, ones, tokens = cache.allocate(), some_rows(length=PAGE) + 1, list(range(PAGE))
     for layer in range(LAYERS):
@@ -244,31 +208,22 @@ def test_a_refused_append_changes_nothing(case, shared):
 
     def state():
         stored = (x.clone() for c in (cache, other) for one in c.layers for x in one.by_block())
-        same, found = cache.match_prefix(tokens)
+        same, matched = cache.match_prefix(tokens)
         cache.free(same)
-        numbers = torch.tensor([cache.num_free_pages, found])
+        numbers = torch.tensor([cache.num_free_pages, matched])
         return [*stored, cache.block_table([id]), cache.seqlens([id]), other.seqlens(), numbers]
 
     before = state()
     assert before[-1][1] == PAGE
     for one, arguments in ((cache, ([id],)), (other, ())):
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
-            one.append(*arguments, **given)
+            one.append(*arguments, **operands)
     for expected, actual in zip(before, state(), strict=True):
         assert torch.equal(actual, expected)
 
 
-@pytest.mark.parametrize("make_cache", [make, static], ids=["paged", "static"])
-def test_q_is_rotated_before_no_rows_too(make_cache):
-    cache, q = make_cache(), some_rows(3) + 1
-    ids = [] if isinstance(cache, StaticKVCache) else [[cache.allocate() for _ in range(3)]]
-    none = some_rows(3, length=0)
-    cache.append(*ids, none, none, q=q, rotary_cos=TABLE / 2, rotary_sin=0 * TABLE)
-    assert torch.equal(q, torch.tensor([0.5] * 4 + [1.0] * 4).expand_as(q))
-
-
 def test_a_new_page_costs_no_call():
-    """What an append would refuse is found by checks alone, before a page is taken."""
+    """An append that would be refused is checked before a page is taken, without a launch."""
     called = []
 
     class Record(TorchDispatchMode):

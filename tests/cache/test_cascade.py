@@ -56,15 +56,15 @@ TREES = {
 def test_plan(name):
     table, lengths, levels, keys = TREES[name]
     plan = CascadePlan(torch.tensor(table), torch.tensor(lengths), PAGE)
-    found = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]
-    assert found == levels
+    actual = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]
+    assert actual == levels
     assert plan.keys_read == keys
     assert plan.keys_alone == sum(lengths)
 
 
 SIZES = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": D, "v_head_dim": D, "page": PAGE}
 SIZES |= {"dtype": "float16", "causal": True, "shared": 1, "branched": 1, "own": (4, 8, 2, 5, 0)}
-# Of more queries than the last page has keys.
+# With more queries than the last page has keys.
 VALUES = {
     "a tree": {},
     "one prefix": {"shared": 2, "branched": 0, "own": (1, 4, 6)},
@@ -141,8 +141,8 @@ def attend_to_forks(kind, options, device):
     plan = held.cache.cascade(held.ids, q_length=2)
     assert [[(s.sequences, s.end) for s in level] for level in plan.levels] == [[((0, 1), 2)]]
     (layer,), q = held.cache.layers, judge.normal(2, 2, 2, 96, seed=9)
-    given = {"softmax_scale": 0.1, "k_scale": layer.k_scale, "v_scale": layer.v_scale}
-    out = plan.attend(q.transpose(1, 2).to(device), layer.k_cache, layer.v_cache, **given)
+    scores = {"softmax_scale": 0.1, "k_scale": layer.k_scale, "v_scale": layer.v_scale}
+    out = plan.attend(q.transpose(1, 2).to(device), layer.k_cache, layer.v_cache, **scores)
     held.check(out.transpose(1, 2), q, {"softmax_scale": 0.1, "causal": True})
 
 
@@ -220,14 +220,14 @@ def read(shared, sequences, heads, with_plan, short=0):
         if with_plan:
             plan.attend(q, k_cache, v_cache, num_splits=1)
         else:
-            given = {"cache_seqlens": seqlens, "block_table": tables, "num_splits": 1}
-            flash_attn_with_kvcache(q, k_cache, v_cache, **given)
+            options = {"cache_seqlens": seqlens, "block_table": tables, "num_splits": 1}
+            flash_attn_with_kvcache(q, k_cache, v_cache, **options)
     return run.counters["flash_decode"].load_bytes["device"]
 
 
 @pytest.mark.parametrize("sequences, heads", [(2, 4), (8, 4)])
 def test_a_prefix_is_read_once(sequences, heads):
-    """Of one KV head: 256 keys more are 64 kB more, and 5 % at most; alone, once a sequence."""
+    """One KV head: 256 keys more are 64 kB more, and 5 % at most; alone, once a sequence."""
     keys = 2 * 256 * 64 * 2
     longer = [
         read(32, sequences, heads, plan) - read(16, sequences, heads, plan) for plan in (1, 0)
@@ -247,22 +247,22 @@ def test_explained():
     """Its calls and bytes: a page that all share counts once."""
     table, lengths, _, _ = TREES["one prefix"]
     plan = CascadePlan(table, lengths, PAGE)
-    found = explain(plan.attend, normal(3, 1, HEADS, D), *caches(8))
-    assert [row.op for row in found.rows] == ["flash_decode", "flash_decode", "merge_state_"]
+    explained = explain(plan.attend, normal(3, 1, HEADS, D), *caches(8))
+    assert [row.op for row in explained.rows] == ["flash_decode", "flash_decode", "merge_state_"]
     keys = 2 * KV_HEADS * D * 2  # bytes of a key and its value
-    own, shared, _ = (row.cost.bytes for row in found.rows)
+    alone, shared, _ = (row.cost.bytes for row in explained.rows)
     results = 3 * HEADS * (2 * D * 2 + 4)
-    assert own - 11 * keys - results < 200
+    assert alone - 11 * keys - results < 200
     assert 0 < shared - 8 * keys - results < 200
-    assert "CascadePlan: 3 calls of metal_attn" in str(found)
+    assert "CascadePlan: 3 calls of metal_attn" in str(explained)
 
 
 def test_min_pages():
     """A prefix that is too short is read with the longer ones that continue it."""
     table = [[5, 6, 1, 0], [5, 6, 1, 2], [5, 7, 3, 0], [5, 7, 4, 0]]
     plan = CascadePlan(table, [16] * 4, PAGE, min_pages=2)
-    found = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]
-    assert found == [[((0, 1), 0, 3), ((2, 3), 0, 2)]]
+    actual = [[(s.sequences, s.first, s.end) for s in level] for level in plan.levels]
+    assert actual == [[((0, 1), 0, 3), ((2, 3), 0, 2)]]
 
 
 def test_no_sequences():
@@ -276,30 +276,28 @@ def attend(plan=None, q=(3, 1), page=PAGE, **options):
     return plan.attend(normal(*q, HEADS, D), *caches(8, page), **options)
 
 
+def plan_of(**changes):
+    return CascadePlan(**{"block_table": [[1]], "seqlens": [1], "page_size": PAGE} | changes)
+
+
+WIDE = {"block_table": [[1]] * 2, "seqlens": [4] * 2, "causal": False}
+PLANS = [
+    (
+        {"block_table": [[1], [1, 2]], "seqlens": [1, 1]},
+        "block_table has rows of different lengths",
+    ),
+    ({"seqlens": [1, 1]}, "block_table has 1 row; it must have 2"),
+    ({"seqlens": [5]}, r"seqlens\[0\] is 5; it must be in 0\.\.4, the keys of"),
+    ({"block_table": [[1.5]]}, r"block_table\[0\]\[0\] is 1.5; it must be an int"),
+    ({"block_table": [[2**31]]}, r"block_table\[0\] has 2147483648; it must fit int32"),
+    ({"q_length": 0}, "q_length is 0; it must be at least 1"),
+    (WIDE | {"q_length": 2**30}, r"q_length is 1073741824; it must be in 1\.\.1073741823"),
+]
 REFUSED = [
-    (lambda: CascadePlan([[1], [1, 2]], [1, 1], PAGE), "block_table has rows of different lengths"),
-    (lambda: CascadePlan([[1]], [1, 1], PAGE), "block_table has 1 row; it must have 2"),
-    (
-        lambda: CascadePlan([[1]], [5], PAGE),
-        r"seqlens\[0\] is 5; it must be in 0\.\.4, the keys of",
-    ),
-    (lambda: CascadePlan([[1.5]], [1], PAGE), r"block_table\[0\]\[0\] is 1.5; it must be an int"),
-    (
-        lambda: CascadePlan([[2**31]], [1], PAGE),
-        r"block_table\[0\] has 2147483648; it must fit int32",
-    ),
-    (lambda: CascadePlan([[1]], [1], PAGE, device="gpu"), "device is 'gpu'; it must be a device"),
-    (lambda: CascadePlan([[1]], [1], 0), "page_size is 0; it must be at least 1"),
-    (lambda: CascadePlan([[1]], [1], PAGE, 0), "q_length is 0; it must be at least 1"),
-    (
-        lambda: CascadePlan([[1]] * 2, [4] * 2, PAGE, 2**30, causal=False),
-        r"q_length is 1073741824; it must be in 1\.\.1073741823",
-    ),
-    (lambda: CascadePlan([[1]], [1], PAGE, min_pages=0), "min_pages is 0; it must be at least 1"),
+    *((partial(plan_of, **changes), message) for changes, message in PLANS),
     (lambda: attend(q=(3, 2)), r"q has shape \(3, 2, 4, 64\); the plan is for \(3, 1, H, D\)"),
     (lambda: attend(page=5), "k_cache has pages of 5 keys; the plan is for 4"),
     (lambda: attend(alibi_slopes=torch.ones(4)), "unexpected keyword argument 'alibi_slopes'"),
-    (lambda: attend(softcap=-1.0), "softcap is -1"),
     (
         lambda: attend(CascadePlan([[1], [2]], [4, 4], PAGE), (2, 1), k_scale=torch.ones(2, 2)),
         r"k_scale has shape \(2, 2\); in a plan it must be \(Hkv,\)",

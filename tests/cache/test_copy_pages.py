@@ -48,10 +48,6 @@ CASES = {
         )
         for index in ("int32", "int64")
     ],
-    "layouts": [
-        {"layout": layout}
-        for layout in (("order 021",), ("order 3012",), ("padded 3",), ("order 10", "padded 8"))
-    ],
     "odd bytes": [{"shape": (5, 3, 7), "dtype": "uint8", "copies": ((4, 1), (0, 2))}],
     # More words than a threadgroup copies, and more copies than one.
     "large pages": [{"shape": (9, 4, 64, 65), "copies": ((0, 1), (2, 3), (4, 5))}],

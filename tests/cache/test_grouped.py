@@ -8,7 +8,7 @@ import pytest
 from tests.attention import held_cases
 from tests.helpers.steps import check_special, step
 
-# Of K and V; each format is once in either.
+# Formats of K and V; each format is once in either.
 PAIRS = [
     *(("q2_g32", "q3_g64"), ("q3_g32", "q4_g64"), ("q4_g32", "q2_g64"), ("q2_g64", "q8_0")),
     *(("q3_g64", "fp8_e4m3"), ("q4_g64", "q4_0"), ("q8_0", "q4_g32"), ("q4_0", "q2_g32")),

@@ -118,7 +118,7 @@ def test_ggmls_blocks(format, zero):
     expected = torch.tensor(values).expand(2, 3, 64)
     assert torch.equal(dequantise(data, scale, torch.float32), expected)
     assert torch.equal(to_ggml(data, scale), rows)
-    # Of any strides, beginning at an odd byte, and of no rows.
+    # Rows of any strides, that begin at an odd byte, and no rows.
     strided = torch.nn.functional.pad(rows, (1, 2))[:, ::2, 1:-2]
     for x, whole in zip(from_ggml(strided, format), (data, scale), strict=True):
         assert torch.equal(x, whole[:, ::2])
@@ -192,7 +192,7 @@ def test_fp8_rounds_a_quotient_once():
 
 
 def test_fp8_as_bytes():
-    """What mps holds: uint8 has the same bits, and needs a scale to tell it from q4_0."""
+    """As mps holds it: uint8 has the same bits, and needs a scale to tell it from q4_0."""
     x = normal(2, 3, 4, 8)
     scale = torch.tensor([0.5, 1.0, 2.0])
     data, _ = quantise(x, "fp8_e4m3", scale)
@@ -200,8 +200,8 @@ def test_fp8_as_bytes():
     assert torch.equal(back, dequantise(data, scale, torch.bfloat16))
     assert format_of(data.view(torch.uint8), scale) == "fp8_e4m3"
     with torch.device("meta"):  # a default device is not used
-        found = dequantise(data.view(torch.uint8), scale, torch.float32)
-    assert torch.equal(found, dequantise(data, scale, torch.float32))
+        actual = dequantise(data.view(torch.uint8), scale, torch.float32)
+    assert torch.equal(actual, dequantise(data, scale, torch.float32))
 
 
 def test_fp8_where_there_is_no_float8(monkeypatch):
@@ -247,23 +247,18 @@ def test_strides(format):
     "call, message",
     [
         (lambda x: quantise(x, "q5_0"), "format is 'q5_0'"),
-        (lambda x: sizes("int4", 64), "format is 'int4'"),
         (lambda x: shared_columns([]), r"format is \[\]"),
         (lambda x: sizes("q3_g64", 96), "head_dim is 96; q3_g64 needs a multiple of 64"),
-        (lambda x: quantise(x[..., :32], "q2_g64"), "x has shape .* multiple of 64"),
         (lambda x: dequantise(x.short(), torch.ones(2, 3, 4, 7).half(), x.dtype), "a minimum for"),
         (lambda x: dequantise(x.int(), torch.ones(2, 3, 4, 8), x.dtype), "data has dtype"),
         (lambda x: quantise(x.double(), "q8_0"), "x has dtype torch.float64"),
         (lambda x: quantise(x[..., 1:], "q4_0"), "x has shape .* multiple of 32"),
         (lambda x: quantise(x, "q8_0", torch.ones(3)), "scale is given and format is q8_0"),
         (lambda x: quantise(x, "fp8_e4m3", torch.ones(2)), "scale has dtype .* x has shape"),
-        (lambda x: quantise(x, "fp8_e4m3", torch.ones(3).half()), "scale has dtype torch.float16"),
         (lambda x: quantise(x, "fp8_e4m3", torch.ones(3), heads_dim=4), "heads_dim is 4"),
         (lambda x: dequantise(x, None, torch.float32), "data has dtype torch.float32 and scale"),
-        (lambda x: dequantise(x.byte(), None, torch.float32), "data has dtype torch.uint8"),
         (lambda x: dequantise(*quantise(x, "q8_0"), torch.float64), "dtype is torch.float64"),
         (lambda x: dequantise(x.char(), torch.ones(2, 3, 4, 1).half(), x.dtype), "scale has shape"),
-        (lambda x: dequantise(x.byte(), torch.ones(3, 1), x.dtype), "scale has .* data has shape"),
         (
             lambda x: from_ggml(x.byte(), "q4_0"),
             r"shape \(2, 3, 4, 64\); q4_0 needs uint8 .* of 18",
@@ -271,20 +266,13 @@ def test_strides(format):
         (lambda x: from_ggml(x[..., :34], "q8_0"), "blocks has dtype torch.float32 .* of 34"),
         (lambda x: from_ggml(x.byte(), "fp8_e4m3"), "format is 'fp8_e4m3'; ggml has q8_0 and q4_0"),
         (lambda x: to_ggml(x.char(), torch.ones(2, 3, 4, 1).half()), "scale has shape"),
-        (lambda x: quantise(x.tolist(), "q8_0"), "x is a list; it must be a tensor"),
         (lambda x: quantise(x, "fp8_e4m3", 2.0), "scale is a float; it must be a tensor"),
-        (lambda x: dequantise(None, None, x.dtype), "data is None; it must be a tensor"),
-        (lambda x: from_ggml([1], "q8_0"), "blocks is a list; it must be a tensor"),
-        (lambda x: quantise(x, "fp8_e4m3", torch.ones(3), heads_dim=None), "heads_dim is None; it"),
-        (lambda x: sizes("q8_0", None), "head_dim is None; it must be an int"),
-        (lambda x: columns(None, None), "data is None; it must be a tensor"),
         (
             lambda x: quantise(x.to("meta"), "fp8_e4m3", torch.ones(3)),
             "scale is on cpu and x on meta; they must be on one device",
         ),
         (lambda x: quantise(resized(x, 6143), "q3_g32"), "x has .* must hold 1536 elements"),
         (lambda x: dequantise(resized(x.char(), 0), HALVES, x.dtype), "data has .* of 0 bytes"),
-        (lambda x: dequantise(x.char(), resized(HALVES + 0, 7), x.dtype), "scale has .* 7 bytes"),
         (lambda x: dequantise(x.char()[0, 0, 0, 0], HALVES, x.dtype), "data has no dimensions"),
     ],
 )

@@ -55,13 +55,13 @@ def used(monkeypatch):
     """The plain ops that ran."""
     names = []
     for name in fast_path._NAMES:
-        own = f"_{name}" if name == "flash_attn_step" else name
+        attribute = f"_{name}" if name == "flash_attn_step" else name
 
         def op(op, name, *values, **options):
             names.append(name)
             return op(*values, **options)
 
-        monkeypatch.setattr(fast_path, own, partial(op, getattr(fast_path, own), name))
+        monkeypatch.setattr(fast_path, attribute, partial(op, getattr(fast_path, attribute), name))
     return names
 
 

@@ -42,7 +42,7 @@ def check(q, k, v, **options):
 # Shapes that broadcast to (2, 4, 5, 7).
 BROADCASTS = [(7,), (1,), (5, 7), (5, 1), (1, 7), (4, 1, 1), (4, 5, 7), (2, 1, 5, 7), (2, 4, 1, 1)]
 LENGTHS = [((7, 3), (0, 0)), ((7, 7), (0, 5)), ((0, 6), (0, 2)), ((2, 7), (4, 7))]
-# What draws of all features at once reach seldom.
+# Cases that draws of all features at once seldom reach.
 CASES = [
     *({"causal": True, "q_offset": n} for n in (None, 0, 2, -2, -9, 9, FURTHEST, -FURTHEST)),
     *(
@@ -221,13 +221,13 @@ def test_nan_that_is_not_listed(heads):
     right, _ = attention(q, k, v, indices=indices)
     k[:, :, 5], v[:, :, 5], v[:, :, 6], v[:, :, 1] = *[torch.nan] * 2, -torch.inf, torch.nan
     out, _ = attention(q.requires_grad_(), k, v, indices=indices)
-    others = [0, 2, 3, 4]
-    assert torch.equal(out[:, :, others], right[:, :, others])
+    rest = [0, 2, 3, 4]
+    assert torch.equal(out[:, :, rest], right[:, :, rest])
     assert out[:, :, 1].isnan().all()
     out_of_half, _ = attention(q, k, v, indices=indices, attn_mask=mask)
-    assert torch.equal(out_of_half[:, 1::2][:, :, others], right[:, 1::2][:, :, others])
-    (gradient,) = torch.autograd.grad(out[:, :, others].sum(), q)
-    assert gradient[:, :, others].isfinite().all()
+    assert torch.equal(out_of_half[:, 1::2][:, :, rest], right[:, 1::2][:, :, rest])
+    (gradient,) = torch.autograd.grad(out[:, :, rest].sum(), q)
+    assert gradient[:, :, rest].isfinite().all()
 
 
 def test_dtypes():

@@ -1,4 +1,4 @@
-"""What is refused is a ValueError: by an op also with torch 2.15, which raises another type."""
+"""Refusals are ValueErrors: those of ops also with torch 2.15, which raises another type."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ MESSAGE = "q has 2 heads and k 3; k's must divide q's"
 
 
 def renamed():
-    """What torch 2.15 raises where the op refuses; for another torch its text in that type."""
+    """The error of torch 2.15 when the op refuses; with another torch its text in that type."""
     try:
         torch.ops.metal_attn_explain.flash_fwd(Q, K, K)
     except (ValueError, RuntimeError) as error:

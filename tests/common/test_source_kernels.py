@@ -1,19 +1,31 @@
 """Each kernel of the source documents, by its name, through our ops.
 
-Where one of them departs from its paper, ours follows the paper, and the test says so. `softmax`
-and `apply_causal_mask` are in test_softmax.py, `apply_rope_qk_inplace` and `precompute_rope_tables`
-in test_rope_op.py, `flash_attn_vec_reduce` in test_merge.py.
+Where one of them departs from its paper, ours follows the paper, and the test says so. The tests of
+softmax, rope and merge have the names of the kernels that they cover.
 """
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.attention.flash_fwd_check import DTYPES, check_flash_fwd, make_qkv
 from tests.attention.held_cases import FORWARD, case, hold
+from tests.merge import test_merge as merge
+from tests.rope import test_rope_op as rope_op
+from tests.softmax import test_softmax as softmax
 from torch_metal_attn import explain, rope, simulate
 from torch_metal_attn.testing.judge import normal
+
+PAGE = Path(__file__).parents[2] / "docs/design/source-kernels.md"
+NAMES = """
+flash_attention_v2 flash_attention_f16 flash_attention flash_attention_simd flash_attn_train_fwd
+rope_then_attention yarn_attention fused_attention fused_attention_f16 fused_attention_batched
+paged_attention flash_attn_vec flash_attn_vec_f16kv_dk256 flash_attn_vec_f16kv_dk512 softmax
+apply_causal_mask flash_attn_vec_reduce apply_rope_qk_inplace precompute_rope_tables
+""".split()
 
 SQUARE = {"heads": 4, "q_length": 128, "kv_length": 128, "head_dim": 64} | FORWARD
 SHORT = SQUARE | {"q_length": 64, "kv_length": 64}
@@ -33,9 +45,10 @@ KERNELS = {
     "rope_then_attention": [
         case(**SHORT, dtype="float32", causal=True, rotary="qk", rotary_columns=64),
     ],
-    "fused_attention": [
-        case(**SHORT, batch=batch, dtype="float32", causal=True, alibi_slopes=slopes)
-        for batch, slopes in ((2, "h"), (4, "bh"))
+    "fused_attention": [case(**SHORT, dtype="float32", causal=True, alibi_slopes="h")],
+    "fused_attention_f16": [case(**SHORT, causal=True, alibi_slopes="h")],
+    "fused_attention_batched": [
+        case(**SHORT, batch=4, dtype="float32", causal=True, alibi_slopes="bh")
     ],
     # One query a sequence over pages in any order, of lengths that end inside a page.
     "paged_attention": [
@@ -72,9 +85,21 @@ def test_source_kernel(name, device):
     hold(KERNELS[name], device)
 
 
+def test_no_source_kernel_is_missing():
+    """Each has a row in the page, and a test that bears its name."""
+    rows = re.findall(
+        r"^\| (\w+)(?: \(.*?\))? \| .*`(?:[\w/.]+::)?([^`]+)` \|$", PAGE.read_text(), re.M
+    )
+    assert [name for name, _ in rows] == NAMES
+    tests = {f"test_source_kernel[{name}]" for name in KERNELS} | {*globals(), *vars(rope_op)}
+    for module in (merge, rope_op, softmax):
+        tests |= {f"test_values[{subject}]" for subject in module.CASES}
+    assert [test for name, test in rows if name not in test or test not in tests] == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_lanes_in_any_order(dtype):
-    """flash_attention_simd takes 33,792 bytes of threadgroup memory, and needs lanes in lockstep.
+def test_flash_attention_simd(dtype):
+    """The source kernel takes 33,792 bytes of threadgroup memory, and needs lanes in lockstep.
 
     Ours stays within 32 KiB, and runs right with the lanes in any order.
     """

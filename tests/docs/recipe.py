@@ -105,12 +105,12 @@ EDITS = [
     ),
     (
         "torch_metal_attn/ops/flash_fwd_autograd.py",
-        "    return found\n\n\ndef differentiable(",
+        "    return gradients\n\n\ndef differentiable(",
         '    if needed.get("temperature"):\n'
-        '        products = (found["q"].float() * q.float()).sum(-1)\n'
-        '        found["temperature"] = products.sum(0 if packed else (0, 2)) /'
+        '        products = (gradients["q"].float() * q.float()).sum(-1)\n'
+        '        gradients["temperature"] = products.sum(0 if packed else (0, 2)) /'
         ' arguments["temperature"]\n'
-        "    return found\n\n\ndef differentiable(",
+        "    return gradients\n\n\ndef differentiable(",
     ),
 ]
 

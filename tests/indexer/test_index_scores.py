@@ -64,16 +64,16 @@ def sizes():
 
 
 def nan(device="cpu"):
-    """Of a head, of a key, and of a weight; what is hidden shows none."""
+    """NaN of a head, a key and a weight. Hidden keys show none."""
     q, k, weights = make()
     k[:, 30] = math.nan
-    found = scores(*(x.to(device) for x in (q, k, weights)), causal=True, q_offset=20).cpu()
-    assert (found[:, :, 30] == -math.inf).all()
-    assert not found[:, :, :20].isnan().any()
+    result = scores(*(x.to(device) for x in (q, k, weights)), causal=True, q_offset=20).cpu()
+    assert (result[:, :, 30] == -math.inf).all()
+    assert not result[:, :, :20].isnan().any()
     q[0, 2, 1] = math.nan
-    found = scores(*(x.to(device) for x in (q, k, weights)), causal=True, q_offset=20).cpu()
-    assert found[0, 1, :20].isnan().all()
-    assert not found[0, 0, :20].isnan().any()
+    result = scores(*(x.to(device) for x in (q, k, weights)), causal=True, q_offset=20).cpu()
+    assert result[0, 1, :20].isnan().all()
+    assert not result[0, 0, :20].isnan().any()
 
 
 def test_nan(device):

@@ -62,8 +62,8 @@ CASES = {
     "no rows": [
         sizes | {name: 0} for sizes in (BATCH, SPLITS) for name in ("batch", "heads", "length")
     ],
-    # llama.cpp's flash_attn_vec_reduce, and the end of every decode that splits its keys.
-    "splits": [
+    # A source kernel of llama.cpp, and the end of every decode that splits its keys.
+    "flash_attn_vec_reduce": [
         SPLITS | {"splits": splits, "dtype": dtype, "head_dim": head_dim}
         for splits in (1, 2, 7, 32, 33, 100, 1024)
         for dtype in NAMES
@@ -159,17 +159,17 @@ def test_sinks_that_are_infinite_or_nan(device):
     outs, lses = normal(1, 3, 2, 7, 32), 3 * normal(1, 3, 2, 7, seed=1)
     outs[0, 0, 0], lses[0, 0, 0] = math.nan, -math.inf
     sink = torch.tensor([-math.inf, -math.inf, math.nan], device=device)
-    given = outs.to(device), lses.to(device)
-    out, lse = (t.cpu() for t in merge_splits(*given, learnable_sink=sink))
+    partials = outs.to(device), lses.to(device)
+    out, lse = (t.cpu() for t in merge_splits(*partials, learnable_sink=sink))
     assert (out[0, 0, 0] == 0).all()
     assert lse[0, 0, 0] == -math.inf
-    assert torch.equal(out[0, 1], merge_splits(*given)[0].cpu()[0, 1])
+    assert torch.equal(out[0, 1], merge_splits(*partials)[0].cpu()[0, 1])
     assert out[0, 2].isnan().all()
 
 
 @pytest.mark.parametrize("spread", [1e-3, 100.0, 1e4, 1e37])
 def test_any_magnitude(spread, device):
-    """Of two states, expanded ones with log-sum-exps of any strides, and of splits."""
+    """Two states, expanded ones with log-sum-exps of any strides, and of splits."""
     outs, lses = normal(2, 1, 9, 2, 32).expand(2, 2, 9, 2, 32), spread * normal(2, 2, 9, 2, seed=1)
     oracle, oracle_lse = union(outs.double(), lses.double(), None)
     torchs, torchs_lse = union(outs, lses, None)

@@ -1,4 +1,4 @@
-"""What the tests of rope share: problems, layouts, and the judge that holds the ops to float64."""
+"""Shared by the tests of rope: problems, layouts, and the comparison with float64."""
 
 import math
 
@@ -60,23 +60,23 @@ def rows_of(q, positions=None, seqlen_offset=0, seqlen_offsets=None, **_):
     return first + torch.arange(length)
 
 
-def gathered(table, rows):
-    """(B, 1, L, R / 2)."""
-    tables = table if table.dim() == 3 else table[None]
-    tables = tables.expand(rows.shape[0], *tables.shape[1:])
-    return torch.stack([one[row] for one, row in zip(tables, rows, strict=True)])[:, None]
+def tables_of(x, cos, sin, dtype, **options):
+    """cos and sin of each token of x, (B, L, R / 2)."""
+    rows = rows_of(x, **options)
+    batch = torch.arange(rows.shape[0])[:, None]
+    cos, sin = (
+        (t.expand(len(rows), *t.shape[1:])[batch, rows] if t.dim() == 3 else t[rows]).to(dtype)
+        for t in (cos, sin)
+    )
+    return cos, -sin if options.get("conjugate") else sin
 
 
 def oracle(x, cos, sin, **options):
-    """The definition, as a product of complex numbers, in float64."""
-    rows, pairs = rows_of(x, **options), cos.shape[-1]
-    rotation = torch.complex(gathered(cos, rows).double(), gathered(sin, rows).double())
-    rotation = rotation.conj() if options.get("conjugate") else rotation
-    parts, rest = x.double().tensor_split([2 * pairs], dim=-1)
-    interleaved = options.get("interleaved")
-    parts = parts.unflatten(-1, (pairs, 2)) if interleaved else parts.unflatten(-1, (2, pairs)).mT
-    rotated = torch.view_as_real(torch.view_as_complex(parts.contiguous()) * rotation)
-    return torch.cat([(rotated if interleaved else rotated.mT).flatten(-2), rest], -1)
+    """`reference.rotate` in float64."""
+    if not cos.shape[-1]:
+        return x.double()
+    tables = tables_of(x, cos, sin, torch.float64, **options)
+    return rotate(x.double(), *tables, options.get("interleaved", False))
 
 
 def check_close(out, x, cos, sin, **options):
@@ -86,11 +86,9 @@ def check_close(out, x, cos, sin, **options):
     if out.numel() == 0:
         return
     expected = oracle(x, cos, sin, **options)
-    rows = rows_of(x, **options)
-    tables = [gathered(table, rows)[:, 0].to(x.dtype) for table in (cos, sin)]
-    tables[1] = -tables[1] if options.get("conjugate") else tables[1]
-    own = rotate(x, *tables, options.get("interleaved", False)) if cos.shape[-1] else x
-    measure = near("the rotated tensor", out, expected, worst_of([(own, expected)]))
+    tables = tables_of(x, cos, sin, x.dtype, **options)
+    in_torch = rotate(x, *tables, options.get("interleaved", False)) if cos.shape[-1] else x
+    measure = near("the rotated tensor", out, expected, worst_of([(in_torch, expected)]))
     assert measure.ok, measure
     rest = slice(2 * cos.shape[-1], None)
     assert torch.equal(out[..., rest], x[..., rest])

@@ -143,8 +143,8 @@ class TestAgainstTransformers:
         theirs = apply_rotary_pos_emb(q, k, *LlamaRotaryEmbedding(config)(q, position_ids))
         inv_freq, factor = ours(config)
         cos, sin = rope.tables(inv_freq.to(device), 200, attention_factor=factor)
-        found = rope_op(q.to(device), k.to(device), cos, sin, positions=position_ids.to(device))
-        for our, their in zip(found, theirs, strict=True):
+        actual = rope_op(q.to(device), k.to(device), cos, sin, positions=position_ids.to(device))
+        for our, their in zip(actual, theirs, strict=True):
             torch.testing.assert_close(our.cpu(), their, rtol=2e-6, atol=2e-6)
 
 
@@ -162,50 +162,6 @@ def test_ntk_aware_changes_the_base():
 def test_yarn_whose_ramp_is_a_step():
     step, _ = rope.yarn(8, 1e9, factor=2.0, original_max_position_embeddings=4, truncate=True)
     assert step.isfinite().all()
-
-
-FOUR, L4096 = torch.ones(4), {"original_max_position_embeddings": 4096}
-REFUSALS = [
-    (lambda: rope.default(2**63), "dim is 9223372036854775808; it must be an even int"),
-    (lambda: rope.default(8, 2**200), "base is .*; it must be a positive, finite"),
-    (lambda: rope.default(8, device="gpu"), "device is 'gpu'; it must be a device"),
-    (lambda: rope.ntk_aware(8, factor=1e308), r"factor is 1e\+308; it must be a positive"),
-    (
-        lambda: rope.yarn(8, factor=2.0, beta_slow=1e-320, **L4096),
-        "beta_slow is 1e-320; it must be a positive",
-    ),
-    (
-        lambda: rope.yarn(8, factor=2.0, attention_factor=math.nan, **L4096),
-        "attention_factor is nan; it must be None, or finite",
-    ),
-    (lambda: rope.tables(FOUR, 2**62), r"positions is .*; it must be in 0\.\.2147483647"),
-    (lambda: rope.default(7), "dim is 7; it must be an even int"),
-    (lambda: rope.default(0), "dim is 0; it must be an even int"),
-    (lambda: rope.default(8.0), r"dim is 8\.0; it must be an even int"),
-    (lambda: rope.default(8, 0.0), r"base is 0\.0; it must be a positive, finite"),
-    (lambda: rope.default(8, math.nan), "base is nan; it must be a positive"),
-    (lambda: rope.linear(8, factor=0), "factor is 0; it must be a positive"),
-    (lambda: rope.ntk_aware(2, factor=2.0), "dim is 2; a scaled base needs more"),
-    (lambda: rope.ntk_aware(8, factor=-1), "factor is -1; it must be a positive"),
-    (
-        lambda: rope.yarn(8, factor=2.0, beta_fast=1, beta_slow=2, **L4096),
-        "beta_fast is 1 and beta_slow 2; it must be greater",
-    ),
-    (lambda: rope.yarn(None, factor=2.0, **L4096), "dim is None; it must be an even"),
-    (
-        lambda: rope.llama3(8, factor=2.0, low_freq_factor=4, high_freq_factor=None, **L4096),
-        "high_freq_factor is None; it must be a positive",
-    ),
-    (lambda: rope.yarn(8, 1.0, factor=2.0, **L4096), r"base is 1\.0; with yarn"),
-    (
-        lambda: rope.llama3(8, factor=2.0, low_freq_factor=4, high_freq_factor=4, **L4096),
-        "high_freq_factor is 4 and low_freq_factor 4; it must be greater",
-    ),
-    (lambda: rope.tables(FOUR, -1), "positions is -1; it must be at least 0"),
-    (lambda: rope.default(8, torch.ones(2)), r"base is a float32 tensor .*; it must be a positive"),
-    (lambda: rope.ntk_aware(8, None, factor=2.0), "base is None; it must be a positive"),
-    (lambda: rope.linear(8, factor=True), "factor is True; it must be a positive"),
-]
 
 
 @pytest.mark.parametrize(
@@ -231,36 +187,48 @@ def test_tables_of_a_model_with_three_positions_a_token(model, config, section, 
     check_close(out.cpu(), q, *halves)
 
 
-WRONG_TYPES = [
-    (lambda: rope.tables([1.0], 5), "inv_freq is a list; it must be a tensor"),
-    (lambda: rope.tables(FOUR, "5"), "positions is '5'; it must be an int or a tensor"),
-    (
-        lambda: rope.dynamic_ntk(8, factor=2.0, max_position_embeddings=9, seq_len=math.nan),
-        "seq_len is nan; it must be an int",
-    ),
-    (
-        lambda: rope.tables(FOUR, 5, attention_factor=None),
-        "attention_factor is None; it must",
-    ),
-    (
-        lambda: rope.tables(FOUR, 5, dtype="half"),
-        "dtype is 'half'; it must be a torch.dtype",
-    ),
-    (lambda: rope.yarn(8, factor=2.0, mscale="1", **L4096), "mscale is '1'; it must be a"),
-    (
-        lambda: rope.yarn(8, factor=2.0, truncate=FOUR, **L4096),
-        "truncate is a float32 tensor .* a bool",
-    ),
+FOUR, ORIGINAL = torch.ones(4), {"original_max_position_embeddings": 4096}
+# Arguments of each function that a refused call changes.
+CALLS = {
+    rope.default: {"dim": 8},
+    rope.linear: {"dim": 8, "factor": 2.0},
+    rope.ntk_aware: {"dim": 8, "factor": 2.0},
+    rope.dynamic_ntk: {"dim": 8, "factor": 2.0, "max_position_embeddings": 9},
+    rope.yarn: {"dim": 8, "factor": 2.0} | ORIGINAL,
+    rope.llama3: {"dim": 8, "factor": 2.0, "low_freq_factor": 4, "high_freq_factor": 8} | ORIGINAL,
+    rope.tables: {"inv_freq": FOUR, "positions": 5},
+}
+VALUES = [
+    (rope.default, {"dim": 2**63}, "dim is 9223372036854775808; it must be an even int"),
+    (rope.default, {"dim": 7}, "dim is 7; it must be an even int"),
+    (rope.default, {"base": 2**200}, "base is .*; it must be a positive, finite"),
+    (rope.default, {"device": "gpu"}, "device is 'gpu'; it must be a device"),
+    (rope.linear, {"factor": True}, "factor is True; it must be a positive"),
+    (rope.ntk_aware, {"dim": 2}, "dim is 2; a scaled base needs more"),
+    (rope.yarn, {"base": 1.0}, r"base is 1\.0; with yarn"),
+    (rope.yarn, {"beta_slow": 1e-320}, "beta_slow is 1e-320; it must be a positive"),
+    (rope.yarn, {"beta_fast": 1, "beta_slow": 2}, "beta_fast is 1 and beta_slow 2; it must be gr"),
+    (rope.yarn, {"attention_factor": math.nan}, "attention_factor is nan; it must be None, or fin"),
+    (rope.llama3, {"high_freq_factor": None}, "high_freq_factor is None; it must be a positive"),
+    (rope.llama3, {"high_freq_factor": 4}, "high_freq_factor is 4 and low_freq_factor 4; it must"),
+    (rope.tables, {"positions": -1}, "positions is -1; it must be at least 0"),
+    (rope.tables, {"positions": 2**62}, r"positions is .*; it must be in 0\.\.2147483647"),
+]
+TYPES = [
+    (rope.dynamic_ntk, {"seq_len": math.nan}, "seq_len is nan; it must be an int"),
+    (rope.yarn, {"mscale": "1"}, "mscale is '1'; it must be a"),
+    (rope.yarn, {"truncate": FOUR}, "truncate is a float32 tensor .* a bool"),
+    (rope.tables, {"inv_freq": [1.0]}, "inv_freq is a list; it must be a tensor"),
+    (rope.tables, {"positions": "5"}, "positions is '5'; it must be an int or a tensor"),
+    (rope.tables, {"attention_factor": None}, "attention_factor is None; it must"),
+    (rope.tables, {"dtype": "half"}, "dtype is 'half'; it must be a torch.dtype"),
 ]
 
 
 @each_case(
-    "call, error, message",
-    [
-        *((call, ValueError, message) for call, message in REFUSALS),
-        *((call, TypeError, message) for call, message in WRONG_TYPES),
-    ],
+    "error, function, changes, message",
+    [*((ValueError, *row) for row in VALUES), *((TypeError, *row) for row in TYPES)],
 )
-def test_refusals(call, error, message):
+def test_refusals(error, function, changes, message):
     with pytest.raises(error, match=message):
-        call()
+        function(**CALLS[function] | changes)

@@ -25,7 +25,7 @@ softmax = torch.ops.metal_attn.softmax
 softmax_ = torch.ops.metal_attn.softmax_
 apply_causal_mask_ = torch.ops.metal_attn.apply_causal_mask_
 
-# Of docs/design/source-kernels.md.
+# The shapes of the kernels in docs/design/source-kernels.md.
 SOURCE_SHAPES = [(64, 64), (128, 128), (256, 256), (512, 512)]
 MASK = {"call": "apply_causal_mask_"}
 LAYOUTS = [("padded 1",), ("padded 8",), ("order 10",), ("order 10", "padded 5")]
@@ -36,7 +36,7 @@ CASES = {
         for dtype in NAMES
         for shape, dim in (((3, length), -1), ((length, 3), 0))
     ],
-    "source shapes": [{"shape": shape} for shape in SOURCE_SHAPES],
+    "softmax": [{"shape": shape} for shape in SOURCE_SHAPES],
     "long rows": [{"shape": (2, length)} for length in (16384, 100_000)],
     "dimensions": [{"shape": (3, 5, 7, 9), "dim": dim} for dim in range(-4, 4)],
     # More threadgroups than one dimension of the grid holds.
@@ -67,7 +67,7 @@ CASES = {
         for q_offset in (0, 1, -1, kv_length - q_length, -q_length, kv_length)
         for dtype in NAMES
     ],
-    "masks of source shapes": [MASK | {"shape": shape} for shape in SOURCE_SHAPES],
+    "apply_causal_mask": [MASK | {"shape": shape} for shape in SOURCE_SHAPES],
     "masks far away": [MASK | {"shape": (5, 9), "q_offset": s * (2**31 - 1024)} for s in (1, -1)],
     "masks of long rows": [MASK | {"shape": (2, 20001), "q_offset": 4097}],
     "masks of layouts": [
@@ -80,8 +80,8 @@ CASES = {
 
 @pytest.mark.parametrize("subject", CASES)
 def test_values(subject, device):
-    """Of softmax also in place."""
-    calls = MASK.values() if "masks" in subject else ("softmax", "softmax_")
+    """Softmax also in place."""
+    calls = MASK.values() if "mask" in subject else ("softmax", "softmax_")
     calls = ("softmax",) if subject == "many rows" else calls
     for call in calls:
         judge(*(Softmax(**{"call": call} | fields) for fields in CASES[subject]), device=device)
@@ -97,9 +97,9 @@ def check_close(y, x, dim=-1):
 
 def check_softmax(x, dim=-1, *, device):
     """The op and its form in place; its result."""
-    given = x.to(device)
-    y = softmax(given, dim)
-    assert y.data_ptr() != given.data_ptr()
+    source = x.to(device)
+    y = softmax(source, dim)
+    assert y.data_ptr() != source.data_ptr()
     check_close(y.cpu(), x, dim)
     if 0 not in x.stride():
         target = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
@@ -264,8 +264,8 @@ def masks_of_every_kind():
     judge(dataclasses.replace(mask, shape=(9, 65), layout=("order 10",)))
 
 
-# What a fault changes in the shader's text, and the fault that the simulator then reports; None
-# where only the numbers can show it.
+# The change of the shader's text, and the fault that the simulator then reports; None if only the
+# numbers can show it.
 MUTANTS = {
     rows_of_every_kind: """
         sum not rescaled: {~row_sum *= correction; =>~}

@@ -1,1 +1,1 @@
-"""What the public functions share: their arguments, autocast and the random numbers of dropout."""
+"""Shared by the public functions: arguments, autocast and the random numbers of dropout."""

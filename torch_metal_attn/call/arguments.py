@@ -21,7 +21,7 @@ NO_WINDOW = (-1, -1)
 INT32_MAX = 2**31 - 1  # kernels count rows, heads and columns in int32
 MAX_HEAD_DIM, MAX_VALUE_HEAD_DIM = 576, 512  # of their rows
 
-# What float32 holds with all its bits.
+# Bounds of the normal numbers of float32.
 _LEAST, _END = 2.0**-126, 2.0**128
 
 # A list takes 8 bytes and more for a number, also for those that an expanded tensor repeats.
@@ -106,8 +106,8 @@ def check_tensors(**values: object) -> None:
 def check_one_device(**tensors: Any) -> None:
     """They are tensors, on the device of the first."""
     check_tensors(**tensors)
-    (first, like), *others = tensors.items()
-    for name, tensor in others:
+    (first, like), *rest = tensors.items()
+    for name, tensor in rest:
         if tensor.device != like.device:
             raise ValueError(
                 f"{name} is on {tensor.device} and {first} on {like.device}; they must be on one "
@@ -123,7 +123,7 @@ def check_values(name: str, tensor: Tensor) -> None:
 
 
 def is_readable_on_host(tensor: Tensor) -> bool:
-    """Whether the host can check a tensor's numbers without waiting for a device."""
+    """True if the host can check a tensor's numbers without waiting for a device."""
     fake = torch.compiler.is_compiling() or isinstance(tensor, torch._subclasses.FakeTensor)
     return tensor.device.type == "cpu" and not fake
 
@@ -156,8 +156,8 @@ def check_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.dtype is dtype and v.dtype is dtype:
         return
     name, tensor = ("k", k) if k.dtype is not dtype else ("v", v)
-    found, wanted = (str(x.dtype).removeprefix("torch.") for x in (tensor, q))
-    raise ValueError(unmarked(f"`{name}` has dtype {found} and `q` {wanted}; they must be alike"))
+    actual, wanted = (str(x.dtype).removeprefix("torch.") for x in (tensor, q))
+    raise ValueError(unmarked(f"`{name}` has dtype {actual} and `q` {wanted}; they must be alike"))
 
 
 def check_packed(name: str, tensor: Tensor, layout: str) -> None:
@@ -217,10 +217,10 @@ def on_host(name: str, values: Any) -> Any:
 
 def integers(name: str, values: Any) -> list[int]:
     """A sequence, or a tensor or NumPy array of one dimension, as Python ints."""
-    given = on_host(name, values)
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    sequence = on_host(name, values)
+    if isinstance(sequence, str) or not isinstance(sequence, Iterable):
         raise TypeError(f"{name} is {value_text(values)}; it must be a sequence of ints")
-    numbers = list(given)
+    numbers = list(sequence)
     if all(type(value) is int for value in numbers):  # also of very many tokens
         return numbers
     return [as_int(f"{name}[{i}]", value) for i, value in enumerate(numbers)]
@@ -228,31 +228,35 @@ def integers(name: str, values: Any) -> list[int]:
 
 def as_number(name: str, value: Any) -> Any:
     refuse_gradient(name, value)
-    found = as_python_number(name, value)
+    number = as_python_number(name, value)
     allowed = (int, float, torch.SymInt, torch.SymFloat)
-    if isinstance(found, bool) or not isinstance(found, allowed):
+    if isinstance(number, bool) or not isinstance(number, allowed):
         must = f"it must be a number{_for_mask(name, value)}"
         raise TypeError(f"{name} is {value_text(value)}; {must}")
-    return as_op_number(found)
+    return as_op_number(number)
 
 
-def as_op_number(found: Any) -> Any:
-    """`found`, or the float that stands for an int that no op takes."""
-    if type(found) is int and not -(2**63) <= found < 2**63:
-        if abs(found) < 2**1023:
-            return float(found)
-        return math.inf if found > 0 else -math.inf
-    return found
+def as_op_number(number: Any) -> Any:
+    """`number`, or the float that stands for an int that no op takes."""
+    if type(number) is int and not -(2**63) <= number < 2**63:
+        if abs(number) < 2**1023:
+            return float(number)
+        return math.inf if number > 0 else -math.inf
+    return number
 
 
 def as_positive(name: str, value: Any) -> Any:
     """A number whose float32 is positive, normal and finite."""
-    found = as_python_number(name, value)
-    if isinstance(found, bool) or not isinstance(found, int | float) or not _LEAST <= found < _END:
+    number = as_python_number(name, value)
+    if (
+        isinstance(number, bool)
+        or not isinstance(number, int | float)
+        or not _LEAST <= number < _END
+    ):
         raise ValueError(
             f"{name} is {value_text(value)}; it must be a positive, finite number, in float32 too"
         )
-    return found
+    return number
 
 
 def as_bool(name: str, value: Any) -> bool:

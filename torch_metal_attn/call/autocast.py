@@ -10,7 +10,7 @@ _DEVICES = frozenset(
 
 
 def autocasts(device: str) -> bool:
-    """Whether autocast is on for this device type; False for one without autocast, such as meta."""
+    """True if autocast is on for this device type; False for one without autocast, such as meta."""
     return device in _DEVICES and torch.is_autocast_enabled(device)
 
 

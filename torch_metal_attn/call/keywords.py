@@ -76,9 +76,9 @@ def without_unknown(function: _Function) -> _Function:
     return show_parameters(function, (p for p in parameters if p.kind is not p.VAR_KEYWORD))
 
 
-def check_keywords(function: str, given: Iterable[str]) -> None:
+def check_keywords(function: str, names: Iterable[str]) -> None:
     """Raise TypeError for the first keyword that the function does not have."""
-    for name in given:
+    for name in names:
         if name not in _KNOWN[function]:
             advice = _advice(function, _KNOWN[function], name)
             raise TypeError(f"{function} has no argument {name}; {advice}")

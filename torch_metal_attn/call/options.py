@@ -28,7 +28,7 @@ class NewerOptions(TypedDict, total=False):
 
 
 class ScoreOptions(NewerOptions, total=False):
-    """What changes scores, by the op's names. 0 and None are off."""
+    """Options that change scores, by the op's names. 0 and None are off."""
 
     softcap: float
     alibi_slopes: Tensor | None
@@ -82,17 +82,17 @@ def check_newer(function: str, newer: Iterable[str]) -> None:
     check_keywords(function, (name for name in newer if name not in _FLASH_ATTN_3))
 
 
-def score_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def score_options(scores: Mapping[str, Any]) -> dict[str, Any]:
     """The op's keywords for these `ScoreOptions`, without those that are off.
 
     Each keyword costs the op time. Types are tested first, because a conversion costs time too.
     """
     options: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in scores.items():
         if name in _FLASH_ATTN_3:
             defaults, advice = _FLASH_ATTN_3[name]
-            found = as_python_number(name, value)
-            if not isinstance(found, int | None) or found not in defaults:
+            number = as_python_number(name, value)
+            if not isinstance(number, int | None) or number not in defaults:
                 allowed = " or ".join(map(str, defaults))
                 raise ValueError(f"{name} is {value_text(value)}; it must be {allowed}: {advice}")
             continue
@@ -149,8 +149,8 @@ def op_options(
 def named_options(function: _Function) -> _Function:
     """Let help() and inspect.signature show the names in `**newer: Unpack[NewerOptions]`."""
     parameters = inspect.signature(function).parameters.values()
-    own = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
-    return show_parameters(function, [*own, *_NEWER])
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    return show_parameters(function, [*named, *_NEWER])
 
 
 def options_of(
@@ -166,7 +166,7 @@ def options_of(
 
     def decorate(function: _Function) -> _Function:
         parameters = inspect.signature(function).parameters.values()
-        own = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        return show_parameters(function, [*own, *passed_on])
+        named = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        return show_parameters(function, [*named, *passed_on])
 
     return decorate

@@ -1,4 +1,4 @@
-"""Which keys each query sees, in plain torch operations: positions, windows, lists and trees."""
+"""Visible keys of each query, in plain torch operations: positions, windows, lists and trees."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ def existing_keys(
 
 
 def _exist(keys: Tensor, ends: Tensor | None, pads: Tensor | None) -> Tensor:
-    """Which of the keys do, of sequences that broadcast to them."""
+    """True for keys that exist; sequences broadcast to them."""
     exist = torch.ones_like(keys, dtype=torch.bool)
     if ends is not None:
         exist = exist & (keys < ends)
@@ -41,7 +41,7 @@ def positions_of(
 def in_window(
     position: Tensor, keys: Tensor, left: int, right: int, chunk: int, leftpad_k: Tensor | None
 ) -> Tensor:
-    """Bool (B or 1, rows, Lk): what windows and chunks let positions (B or 1, rows, 1) see."""
+    """The keys that positions (B or 1, rows, 1) see in windows and chunks: (B or 1, rows, Lk)."""
     visible = torch.ones_like(position - keys, dtype=torch.bool)
     if left >= 0:
         visible &= position - keys <= left
@@ -70,7 +70,7 @@ def times_listed(
     """How often each key is in each query's list: (B or 1, Hkv or 1, rows, Lk) int32."""
     queries = torch.arange(q_length, device=indices.device)[rows]
     keys = _listed_keys(indices[:, :, queries // q_block_size], kv_block_size)
-    # What is behind the last key, or none, is counted there.
+    # Entries after the last key, and -1, are counted in one more column.
     keys = keys.where(keys >= 0, kv_length).clamp(max=kv_length)
     times = torch.zeros(*keys.shape[:3], kv_length + 1, dtype=torch.int32, device=indices.device)
     return times.scatter_add_(3, keys, torch.ones_like(keys, dtype=torch.int32))[..., :kv_length]
@@ -107,21 +107,21 @@ def visible_listed(
     # Each list as a sequence.
     position = (first + queries).expand(batch, -1).unflatten(1, (count, q_block_size))
     position = position[:, None].expand(-1, heads, -1, -1).flatten(0, 2)[..., None]
-    own = keys.flatten(0, 2)[:, None]
+    listed = keys.flatten(0, 2)[:, None]
     ends, pads = (
         None if x is None else x.long().repeat_interleave(heads * count)
         for x in (seqused_k, leftpad_k)
     )
     right = 0 if causal else window_size_right
-    seen = in_window(position, own, window_size_left, right, attention_chunk, pads)
-    seen = seen & (own >= 0) & (own < kv_length)
-    seen = seen & _exist(own, *(x if x is None else x[:, None, None] for x in (ends, pads)))
+    seen = in_window(position, listed, window_size_left, right, attention_chunk, pads)
+    seen = seen & (listed >= 0) & (listed < kv_length)
+    seen = seen & _exist(listed, *(x if x is None else x[:, None, None] for x in (ends, pads)))
     seen = seen.view(batch, heads, count, q_block_size, keys.shape[3])
     return keys, seen & (queries < q_length).view(count, q_block_size, 1)
 
 
 def tree_rows(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None:
-    """Which new tokens each sees: bool (B or 1, L, L), or None without a tree.
+    """The new tokens that each one sees: bool (B or 1, L, L), or None without a tree.
 
     parents: (L,) or (B, L): a token sees itself and what its parent sees, an earlier token; -1 is
     none. tree_mask: (L, L) or (B, L, L).
@@ -130,22 +130,22 @@ def tree_rows(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None
         return tree_mask if tree_mask.dim() == 3 else tree_mask[None]
     if parents is None:
         return None
-    given = parents.long() if parents.dim() == 2 else parents.long()[None]
-    batch, length = given.shape
-    seen = torch.eye(length, dtype=torch.bool, device=given.device).repeat(batch, 1, 1)
+    tree = parents.long() if parents.dim() == 2 else parents.long()[None]
+    batch, length = tree.shape
+    seen = torch.eye(length, dtype=torch.bool, device=tree.device).repeat(batch, 1, 1)
     for i in range(length):
-        of_parent = seen[torch.arange(batch, device=given.device), given[:, i].clamp(min=0)]
-        seen[:, i] |= of_parent & (given[:, i, None] >= 0)
+        of_parent = seen[torch.arange(batch, device=tree.device), tree[:, i].clamp(min=0)]
+        seen[:, i] |= of_parent & (tree[:, i, None] >= 0)
     return seen
 
 
 def depths(seen: Tensor) -> Tensor:
-    """How many other tokens each sees before itself: how far it stands behind the first one."""
+    """The depth of each token: how many other tokens it sees before itself."""
     return seen.tril(-1).sum(-1)
 
 
 def tree_keys(seen: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Of queries and all keys: which a tree shows, and how many new tokens are seen before a key.
+    """The keys that a tree shows to queries, and how many new tokens are seen before each key.
 
     seen: (B or 1, rows, L). new: (B or 1, Lk), the keys counted from the first new one. Both
     results are (B, rows, Lk).

@@ -47,9 +47,9 @@ def in_order(names: str, **defaults: Any) -> Callable[[Callable[..., Any]], Call
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*arguments: Any, **options: Any) -> Any:
-            given = signature.bind(*arguments, **options)
-            given.apply_defaults()
-            return function(**given.arguments)
+            bound = signature.bind(*arguments, **options)
+            bound.apply_defaults()
+            return function(**bound.arguments)
 
         call.__signature__ = signature  # type: ignore[attr-defined]
         return call
@@ -58,13 +58,13 @@ def in_order(names: str, **defaults: Any) -> Callable[[Callable[..., Any]], Call
 
 
 @in_order(f"q k v out alibi_slopes p_dropout softmax_scale {_SCORES} return_softmax gen")
-def fwd(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **given: Any) -> Forward:
+def fwd(q: Tensor, k: Tensor, v: Tensor, return_softmax: bool, **named: Any) -> Forward:
     """flash-attn's forward of q (B, Lq, Hq, D), k and v (B, Lk, Hkv, D).
 
     Returns: out; softmax_lse (B, Hq, Lq); S_dmask, empty unless return_softmax with dropout, as
         `flash_attn_func` returns it; rng_state (2,) int64, for `bwd`.
     """
-    options = _options(q, given, "out", "gen")
+    options = _options(q, named, "out", "gen")
     result, lse = _NAMES.run(call_bhld, (_OPS.flash_fwd.default, q, k, v), options)
     weights = dense_weights(q, k, options) if return_softmax else None
     return _forward(q, result, lse, weights, options)
@@ -82,24 +82,24 @@ def varlen_fwd(
     v: Tensor,
     block_table: Tensor | None,
     return_softmax: bool,
-    **given: Any,
+    **named: Any,
 ) -> Forward:
     """`fwd` for packed sequences, q (Tq, Hq, D), as `flash_attn_varlen_func` takes them.
 
     zero_tensors: accepted; rows that belong to no sequence are always 0.
     num_splits: 0 or 1.
     """
-    if as_int("num_splits", given["num_splits"]) not in (0, 1):
+    if as_int("num_splits", named["num_splits"]) not in (0, 1):
         raise NotImplementedError(
-            f"num_splits is {given['num_splits']}; num_splits > 1 is not supported for packed "
+            f"num_splits is {named['num_splits']}; num_splits > 1 is not supported for packed "
             "sequences: pass 0 or 1"
         )
-    options = _options(q, given, "out", "gen") | only_given(
-        seqused_k=given["seqused_k"], leftpad_k=given["leftpad_k"], block_table=block_table
+    options = _options(q, named, "out", "gen") | only_given(
+        seqused_k=named["seqused_k"], leftpad_k=named["leftpad_k"], block_table=block_table
     )
     if block_table is not None:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    packing = _packing(given)
+    packing = _packing(named)
     result, lse = _NAMES.run(_OPS.flash_varlen_fwd.default, (q, k, v, *packing), options)
     weights = varlen_weights(q, k, *packing, options) if return_softmax else None
     return _forward(q, result, lse, weights, options)
@@ -109,29 +109,29 @@ def varlen_fwd(
     "dout q k v out softmax_lse dq dk dv alibi_slopes p_dropout softmax_scale "
     f"{_SCORES} deterministic gen rng_state"
 )
-def bwd(dout: Tensor, q: Tensor, softmax_lse: Tensor, **given: Any) -> Gradients:
+def bwd(dout: Tensor, q: Tensor, softmax_lse: Tensor, **named: Any) -> Gradients:
     """The gradients of `fwd`, whose rng_state says which weights were dropped.
 
     Returns: dq, dk, dv: copied into those that are given; softmax_d (B, Hq, Lq).
     """
-    options = _options_of_backward(q, given)
-    operands = (x.transpose(1, 2) for x in (q, given["k"], given["v"], given["out"]))
+    options = _options_of_backward(q, named)
+    operands = (x.transpose(1, 2) for x in (q, named["k"], named["v"], named["out"]))
     arguments = (dout.transpose(1, 2), None, *operands, softmax_lse)
     *gradients, delta, _ = _NAMES.run(_OPS.flash_bwd.default, arguments, options)
-    return (*_into(given, [x.transpose(1, 2) for x in gradients]), delta)
+    return (*_into(named, [x.transpose(1, 2) for x in gradients]), delta)
 
 
 @in_order(
     "dout q k v out softmax_lse dq dk dv cu_seqlens_q cu_seqlens_k alibi_slopes max_seqlen_q "
     f"max_seqlen_k p_dropout softmax_scale zero_tensors {_SCORES} deterministic gen rng_state"
 )
-def varlen_bwd(dout: Tensor, q: Tensor, softmax_lse: Tensor, **given: Any) -> Gradients:
+def varlen_bwd(dout: Tensor, q: Tensor, softmax_lse: Tensor, **named: Any) -> Gradients:
     """`bwd` for packed sequences; softmax_d is (Hq, Tq)."""
-    options = _options_of_backward(q, given)
-    operands = (q, given["k"], given["v"], given["out"])
-    arguments = (dout, None, *operands, softmax_lse, *_packing(given))
+    options = _options_of_backward(q, named)
+    operands = (q, named["k"], named["v"], named["out"])
+    arguments = (dout, None, *operands, softmax_lse, *_packing(named))
     *gradients, delta, _ = _NAMES.run(_OPS.flash_varlen_bwd.default, arguments, options)
-    return (*_into(given, gradients), delta)
+    return (*_into(named, gradients), delta)
 
 
 @in_order(
@@ -143,7 +143,7 @@ def fwd_kvcache(
     window_size_left: int,
     window_size_right: int,
     out: None,
-    **given: Any,
+    **named: Any,
 ) -> tuple[Tensor, Tensor]:
     """`flash_attn_with_kvcache`: out (B, Lq, Hq, D) and softmax_lse (B, Hq, Lq)."""
     _check_none(out=out)
@@ -159,7 +159,7 @@ def fwd_kvcache(
         q,
         window_size=(window_size_left, window_size_right),
         return_softmax_lse=True,
-        **{renamed.get(name, name): value for name, value in given.items()},
+        **{renamed.get(name, name): value for name, value in named.items()},
     )
     return result
 
@@ -172,23 +172,23 @@ def _check_none(**arguments: Any) -> None:
             )
 
 
-def _options(q: Tensor, given: dict[str, Any], *must_be_none: str) -> dict[str, Any]:
+def _options(q: Tensor, named: dict[str, Any], *must_be_none: str) -> dict[str, Any]:
     """The op's options without packing and caches."""
-    _check_none(**{name: given[name] for name in must_be_none})
+    _check_none(**{name: named[name] for name in must_be_none})
     return op_options(
         q,
-        given["p_dropout"],
-        given["softmax_scale"],
-        as_bool("is_causal", given["is_causal"]),
-        window((given["window_size_left"], given["window_size_right"])),
-        {name: given[name] for name in ("softcap", "alibi_slopes")},
+        named["p_dropout"],
+        named["softmax_scale"],
+        as_bool("is_causal", named["is_causal"]),
+        window((named["window_size_left"], named["window_size_right"])),
+        {name: named[name] for name in ("softcap", "alibi_slopes")},
     )
 
 
-def _options_of_backward(q: Tensor, given: dict[str, Any]) -> dict[str, Any]:
+def _options_of_backward(q: Tensor, named: dict[str, Any]) -> dict[str, Any]:
     """Those of `_options`, with the dropout of the forward."""
-    options = _options(q, given | {"p_dropout": 0.0}, "gen")
-    p_dropout, rng_state = given["p_dropout"], given["rng_state"]
+    options = _options(q, named | {"p_dropout": 0.0}, "gen")
+    p_dropout, rng_state = named["p_dropout"], named["rng_state"]
     if p_dropout == 0.0:
         return options
     if rng_state is None:
@@ -198,9 +198,9 @@ def _options_of_backward(q: Tensor, given: dict[str, Any]) -> dict[str, Any]:
     return options | {"dropout_p": p_dropout, "rng_state": rng_state}
 
 
-def _packing(given: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
-    longest_q, longest_k = (as_int(name, given[name]) for name in ("max_seqlen_q", "max_seqlen_k"))
-    return given["cu_seqlens_q"], given["cu_seqlens_k"], longest_q, longest_k
+def _packing(named: dict[str, Any]) -> tuple[Tensor, Tensor, int, int]:
+    longest_q, longest_k = (as_int(name, named[name]) for name in ("max_seqlen_q", "max_seqlen_k"))
+    return named["cu_seqlens_q"], named["cu_seqlens_k"], longest_q, longest_k
 
 
 def _forward(
@@ -215,9 +215,9 @@ def _forward(
     )
 
 
-def _into(given: dict[str, Any], gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def _into(named: dict[str, Any], gradients: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients, copied into those of dq, dk and dv that are given."""
-    targets = {name: given[name] for name in ("dq", "dk", "dv")}
+    targets = {name: named[name] for name in ("dq", "dk", "dv")}
     for (name, target), gradient in zip(targets.items(), gradients, strict=True):
         if target is not None and target.shape != gradient.shape:
             raise ValueError(

@@ -49,9 +49,9 @@ def _private(function: Callable[..., Any], names: str, **defaults: Any) -> Calla
     needed = inspect.signature(function).parameters
 
     @flash_attn_gpu.in_order(names, **defaults)
-    def call(**given: Any) -> Any:
+    def call(**named: Any) -> Any:
         # Only out and gen are missing, which must be None.
-        return function(**{name: given.get(_RENAMED.get(name, name)) for name in needed})
+        return function(**{name: named.get(_RENAMED.get(name, name)) for name in needed})
 
     call.__doc__ = function.__doc__
     return call
@@ -61,8 +61,8 @@ def _softmax_d_of(function: Callable[..., Any]) -> Callable[..., Any]:
     """A backward of flash_attn_gpu that only returns softmax_d, as dq, dk and dv are given."""
 
     @functools.wraps(function)
-    def call(**given: Any) -> Any:
-        return function(**given)[-1]
+    def call(**named: Any) -> Any:
+        return function(**named)[-1]
 
     return call
 

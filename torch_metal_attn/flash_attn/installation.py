@@ -13,7 +13,7 @@ from torch_metal_attn.integrations.imports import when_imported
 _MODULES = (flash_attn, bert_padding, flash_attn_interface, layers, rotary)
 _NAME = "flash_attn"
 _DIFFUSERS = "diffusers.models.attention_dispatch"
-# What diffusers' attention backends "flash" and "flash_varlen" look up.
+# Names that diffusers' attention backends "flash" and "flash_varlen" look up.
 _LOOKED_UP = {
     "_CAN_USE_FLASH_ATTN": True,
     "flash_attn_func": flash_attn.flash_attn_func,

@@ -50,7 +50,7 @@ class _Walk:
 
 
 class CascadePlan:
-    """Which pages of a step's batch are read once, and by whom; made once for all layers.
+    """The pages that a step's batch reads once, and their readers; made once for all layers.
 
     Sequences whose block tables begin with the same pages share a prefix, and some of them may
     share more: a tree of prefixes. Each level of the tree is one call of `flash_decode`, in which
@@ -122,7 +122,7 @@ class CascadePlan:
         self._walks = [self._shared_walk(level, pages, device) for level in self.levels]
         rest = [row[start:] for row, start in zip(pages, starts, strict=True)]
         used = [n - start * page_size for n, start in zip(lengths, starts, strict=True)]
-        self._rest = _Walk(_table(rest, device), _ints(used, device))
+        self._rest = _Walk(block_table_of(rest, device), _ints(used, device))
 
     def attend(
         self,
@@ -178,8 +178,8 @@ class CascadePlan:
         caches = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
         score = only_given(softmax_scale=softmax_scale)
         score |= {"softcap": softcap, "num_splits": num_splits, "hadamard": hadamard}
-        own = self._options | only_given(learnable_sink=learnable_sink)
-        out, lse = self._decode(self._rest, q, caches, score | scales | own)
+        rest = self._options | only_given(learnable_sink=learnable_sink)
+        out, lse = self._decode(self._rest, q, caches, score | scales | rest)
         for walk in self._walks:
             part, part_lse = self._decode(walk, q, caches, score | scales)
             torch.ops.metal_attn.merge_state_(out, lse, part, part_lse, mask=walk.mask)
@@ -189,12 +189,12 @@ class CascadePlan:
         self, walk: _Walk, q: Tensor, caches: tuple[Tensor, Tensor], options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """out (B, Hq, Lq, Dv) and its log-sum-exp over the keys of a walk."""
-        given = {"block_table": walk.block_table, "seqused_k": walk.seqused_k}
+        where = {"block_table": walk.block_table, "seqused_k": walk.seqused_k}
         op = torch.ops.metal_attn.flash_decode
         if walk.gathered is None:
-            return _NAMES.run(op, (q.transpose(1, 2), *caches), options | given)
+            return _NAMES.run(op, (q.transpose(1, 2), *caches), options | where)
         q = q[walk.gathered].flatten(0, 1)  # (R * Lq, Hq, D)
-        out, lse = _NAMES.run(op, (q, *caches), options | given | walk.packing)
+        out, lse = _NAMES.run(op, (q, *caches), options | where | walk.packing)
         # (R * Lq, Hq, Dv) and (Hq, R * Lq)
         out = out.unflatten(0, (-1, self.q_length))[walk.places].transpose(1, 2)
         lse = lse.unflatten(1, (-1, self.q_length))[:, walk.places].transpose(0, 1)
@@ -211,7 +211,7 @@ class CascadePlan:
         ends = [self.q_length * end for end in accumulate(widths, initial=0)]
         mask = torch.tensor(present, device=device)[:, None].expand(-1, self.q_length)
         return _Walk(
-            _table([pages[s.sequences[0]][s.first : s.end] for s in level], device),
+            block_table_of([pages[s.sequences[0]][s.first : s.end] for s in level], device),
             _ints([(s.end - s.first) * self.page_size for s in level], device),
             torch.tensor(gathered, device=device),
             {"cu_seqlens_q": _ints(ends, device), "max_seqlen_q": self.q_length * max(widths)},
@@ -255,11 +255,16 @@ def _levels(pages: list[list[int]], most: list[int], min_pages: int) -> list[lis
     return levels
 
 
-def _table(rows: list[list[int]], device: torch.device) -> Tensor:
-    """(N, blocks) int32, rows filled up with zeros."""
+def filled_up(rows: list[list[int]]) -> list[list[int]]:
+    """Rows of a block table, at least one number wide."""
     width = max([1, *map(len, rows)])
-    filled = [row + [0] * (width - len(row)) for row in rows]
-    return torch.tensor(filled, dtype=torch.int32, device=device).view(len(rows), width)
+    return [row + [0] * (width - len(row)) for row in rows]
+
+
+def block_table_of(rows: list[list[int]], device: torch.device) -> Tensor:
+    """(N, blocks) int32, rows filled up with zeros."""
+    table = torch.tensor(filled_up(rows), dtype=torch.int32, device=device)
+    return table if rows else table.view(0, 1)
 
 
 def _ints(values: list[int], device: torch.device) -> Tensor:

@@ -34,8 +34,8 @@ class LatentCache(PagedKVCache):
         rotary_dim: int = 64,
         **options: Any,
     ) -> None:
-        sizes = _sizes(latent_dim, rotary_dim, options.get("format"))
-        super().__init__(num_pages, page_size, *sizes, **_latent(options))
+        sizes, options = _cache_arguments(latent_dim, rotary_dim, options)
+        super().__init__(num_pages, page_size, *sizes, **options)
 
 
 class StaticLatentCache(StaticKVCache):
@@ -52,19 +52,18 @@ class StaticLatentCache(StaticKVCache):
         rotary_dim: int = 64,
         **options: Any,
     ) -> None:
-        sizes = _sizes(latent_dim, rotary_dim, options.get("format"))
-        super().__init__(batch_size, max_length, *sizes, **_latent(options))
+        sizes, options = _cache_arguments(latent_dim, rotary_dim, options)
+        super().__init__(batch_size, max_length, *sizes, **options)
 
 
-def _sizes(latent_dim: int, rotary_dim: int, format: object) -> tuple[int, int, int]:
-    """num_kv_heads, head_dim and v_head_dim."""
+def _cache_arguments(
+    latent_dim: int, rotary_dim: int, options: dict[str, Any]
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """num_kv_heads, head_dim and v_head_dim, and the other options of the cache."""
     latent_dim = as_int_at_least("latent_dim", latent_dim, 1, MAX_VALUE_HEAD_DIM)
     rotary_dim = as_int_at_least("rotary_dim", rotary_dim, 0, MAX_HEAD_DIM - latent_dim)
+    format = options.get("format")
     if format in FORMATS:
         check_columns("latent_dim", latent_dim, format)
         check_columns("latent_dim + rotary_dim", latent_dim + rotary_dim, format)
-    return 1, latent_dim + rotary_dim, latent_dim
-
-
-def _latent(options: dict[str, Any]) -> dict[str, Any]:
-    return {"values_in_keys": True} | options
+    return (1, latent_dim + rotary_dim, latent_dim), {"values_in_keys": True} | options

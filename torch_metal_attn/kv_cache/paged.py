@@ -1,12 +1,7 @@
 """`PagedKVCache`: sequences in pages that forks and equal prefixes share."""
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -19,17 +14,16 @@ from torch_metal_attn.call.arguments import (
     integers,
     on_device,
 )
-from torch_metal_attn.call.arguments import window as limits_of
 from torch_metal_attn.call.options import options_of
-from torch_metal_attn.kv_cache.cascade import CascadePlan
+from torch_metal_attn.kv_cache.cascade import CascadePlan, block_table_of, filled_up
 from torch_metal_attn.kv_cache.pages import (
     CacheFull,
+    NewRows,
+    PagedSequence,
     PagePool,
-    Prefix,
     checked_namespace,
-    first_seen,
 )
-from torch_metal_attn.kv_cache.recent import RecentRows
+from torch_metal_attn.kv_cache.recent import Batch, RecentRows
 from torch_metal_attn.kv_cache.storage import ExportedSequence, LayerCache, Storage
 from torch_metal_attn.kv_cache.trees import (
     Rows,
@@ -40,31 +34,8 @@ from torch_metal_attn.kv_cache.trees import (
     moves,
     rows_of_ints,
 )
-from torch_metal_attn.wording import count_text
-
-
-@dataclass
-class _Sequence:
-    pages: list[list[int]]  # of each group of layers; -1 before its window
-    lengths: list[int]  # of each layer
-    tokens: list[int]  # as far as they are known
-    prefixes: list[Prefix]  # the namespace's, then those of the first pages of known tokens
-    slot: int = -1  # of its recent rows
-    accepted: int = 0  # the rows that the last accept left
-
-    @property
-    def length(self) -> int:
-        """Rows of the layer that has the most."""
-        return max(self.lengths)
-
-
-@dataclass
-class _Rows:
-    """Rows of a sequence that are about to be written, from `start` on."""
-
-    sequence: _Sequence
-    start: int
-    length: int
+from torch_metal_attn.kv_cache.windows import first_seen
+from torch_metal_attn.kv_cache.writes import CacheStorage
 
 
 class PagedKVCache:
@@ -98,9 +69,9 @@ class PagedKVCache:
     def __init__(self, num_pages: int, page_size: int, *sizes: Any, **options: Any) -> None:
         num_pages = as_int_at_least("num_pages", num_pages, 1, INT32_MAX)
         self.page_size = as_int_at_least("page_size", page_size, 1, INT32_MAX)
-        self._storage = Storage(num_pages, self.page_size, *sizes, **options)
-        self._pool = PagePool(num_pages)
-        self._sequences: dict[int, _Sequence] = {}
+        self._storage = CacheStorage(num_pages, self.page_size, *sizes, **options)
+        self._pool = PagePool(num_pages, self.page_size)
+        self._sequences: dict[int, PagedSequence] = {}
         self._next_id = 0
         # The last tables made, by group: every layer of a step asks for the same ids.
         self._tables: tuple[list[int], dict[int, Tensor]] | None = None
@@ -192,16 +163,19 @@ class PagedKVCache:
         counts = None if length is None else each(length, len(ids))
         new, more = self._storage.checked(op, new, len(ids), options, counts)
         tokens = _as_lists(token_ids, more)
-        written = [_Rows(s, s.lengths[layer], n) for s, n in zip(sequences, more, strict=True)]
+        written = [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, more, strict=True)]
         lengths, slots = [rows.start for rows in written], [s.slot for s in sequences]
-        given = (op, layer, new, lengths, slots, options, counts)
-        group = self._storage.groups[layer]
-        if any(self._reserves(rows) for rows in written):
-            # What the op refuses must leave the pages as they are.
-            table = self._table_after(written, group)
-            self._storage.write(*given, check_only=True, block_table=table)
-        self._own(written)
-        result = self._storage.write(*given, block_table=self._table_of(ids, sequences, group))
+        batch = Batch(layer, new, lengths, slots, {}, options)
+        group = self._storage.groups.groups[layer]
+        if any(self._pool.reserves(rows) for rows in written):
+            # A call that the op refuses must leave the pages as they are.
+            pages = self._pool.pages_after(written, group)
+            table = block_table_of(pages, self._storage.device)
+            checked = batch._replace(where={"block_table": table})
+            self._storage.write(op, checked, counts, check_only=True)
+        self._unshare(written)
+        where = {"block_table": self._table_of(ids, sequences, group)}
+        result = self._storage.write(op, batch._replace(where=where), counts)
         self._advance(sequences, more, layer, tokens)
         return result
 
@@ -214,27 +188,15 @@ class PagedKVCache:
         self._storage.check_layer(layer)
         ids, sequences = self._of(ids)
         lengths = each(length, len(ids))
-        self._own([_Rows(s, s.lengths[layer], n) for s, n in zip(sequences, lengths, strict=True)])
+        self._unshare(
+            [NewRows(s, s.lengths[layer], n) for s, n in zip(sequences, lengths, strict=True)]
+        )
 
-    def _own(self, written: list[_Rows]) -> None:
+    def _unshare(self, written: list[NewRows]) -> None:
         """Let each sequence have pages of its own for these rows, whose tokens are not known."""
-        missing = self._missing_pages(written)
-        if missing > 0:
+        if self._pool.missing(written) > 0:
             self._tables = None
-        copies: dict[int, int] = {}  # by the copy
-        for rows in written:
-            held, new = self._written(rows)
-            for pages in rows.sequence.pages:
-                for i in held:
-                    page = pages[i]
-                    if self._pool.references[page] > 1:
-                        pages[i] = self._pool.take()
-                        copies[pages[i]] = page
-                        self._pool.release(page)
-                    else:
-                        self._pool.forget(page)
-                pages += [self._pool.take() for _ in range(new)]
-            del rows.sequence.prefixes[1 + held.start :]
+        copies = self._pool.unshare(written)
         self._storage.copy(list(copies.values()), list(copies))
 
     def advance(
@@ -254,13 +216,13 @@ class PagedKVCache:
         lengths = each(length, len(ids))
         tokens = _as_lists(token_ids, lengths)
         for sequence, more in zip(sequences, lengths, strict=True):
-            if self._reserves(_Rows(sequence, sequence.lengths[layer], more)):
+            if self._pool.reserves(NewRows(sequence, sequence.lengths[layer], more)):
                 raise ValueError(f"length is {more}; call reserve for as many rows first")
         self._advance(sequences, lengths, layer, tokens)
 
     def _advance(
         self,
-        sequences: list[_Sequence],
+        sequences: list[PagedSequence],
         lengths: list[int],
         layer: int,
         tokens: list[list[int]] | None,
@@ -270,30 +232,14 @@ class PagedKVCache:
                 sequence.tokens += tokens[i]
             before = min(sequence.lengths)
             sequence.lengths[layer] += more
-            self._publish(sequence)
+            self._pool.publish_full(sequence)
             if min(sequence.lengths) > before:
-                self._free_before(sequence, before)
+                firsts = self._storage.groups.first_pages(before, self.page_size)
+                if self._pool.free_before(sequence, firsts):
+                    self._tables = None
 
-    def _free_before(self, sequence: _Sequence, length: int) -> None:
-        """Give back pages that no query after the first `length` rows sees."""
-        for window, pages in zip(self._storage.group_windows, sequence.pages, strict=True):
-            for i in reversed(range(first_seen(length, window) // self.page_size)):
-                if pages[i] < 0:
-                    break
-                self._pool.release(pages[i])
-                pages[i] = -1
-                self._tables = None
-
-    def _check_window(self, id: int, sequence: _Sequence, length: int) -> None:
-        """Raise ValueError if rows that are seen after `length` rows were given back."""
-        for window, pages in zip(self._storage.group_windows, sequence.pages, strict=True):
-            seen = range(first_seen(length, window) // self.page_size, self._pages_of(length))
-            if any(pages[i] < 0 for i in seen):
-                least = pages.count(-1) * self.page_size + window
-                raise ValueError(
-                    f"sequence {id} cannot go back to {length} rows: pages outside of the window "
-                    f"of {window} were freed; it must keep at least {least} rows, or none"
-                )
+    def _check_window(self, id: int, sequence: PagedSequence, length: int) -> None:
+        self._storage.groups.check_pages(id, sequence.pages, length, self.page_size)
 
     def accept(
         self,
@@ -337,15 +283,15 @@ class PagedKVCache:
             steps[0][0][1] if steps else len(path) for steps, path in zip(rounds, kept, strict=True)
         ]
         # A page that a fork shares is copied, and its rows are then read from the copy.
-        self._own(
+        self._unshare(
             [
-                _Rows(sequence, start + first, len(path) - first)
+                NewRows(sequence, start + first, len(path) - first)
                 for sequence, start, first, path in zip(
                     sequences, starts, firsts, kept, strict=True
                 )
             ]
         )
-        for group in range(len(self._storage.group_windows)):
+        for group in range(len(self._storage.groups.by_group)):
             pages = [sequence.pages[group] for sequence in sequences]
             self._storage.move_paths(rounds, starts, partial(self._place, pages))
         slots = [s.slot for s in sequences]
@@ -359,16 +305,16 @@ class PagedKVCache:
             del sequence.tokens[start:]
             sequence.tokens += [known[token] for token in path] if follows else []
             del sequence.prefixes[1 + len(sequence.tokens) // self.page_size :]
-            self._publish(sequence)
+            self._pool.publish_full(sequence)
 
     def fork(self, id: int) -> int:
         """Create a sequence that shares this one's pages, which are copied before a write."""
         id, sequence = self._one(id)
         check_layers_agree(id, sequence.lengths, "fork")
-        end = self._pages_of(sequence.length)
+        end = self._pool.pages_of(sequence.length)
         pages = [of_group[:end] for of_group in sequence.pages]
-        self._share(pages)
-        copied = _Sequence(pages, [*sequence.lengths], [*sequence.tokens], [*sequence.prefixes])
+        self._pool.share_all(pages)
+        copied = PagedSequence(pages, [*sequence.lengths], [*sequence.tokens], [*sequence.prefixes])
         copied.accepted = sequence.accepted
         id = self._add(copied)
         self._storage.recent.copy([sequence.slot], [copied.slot])
@@ -378,7 +324,7 @@ class PagedKVCache:
         """End a sequence. Pages of known tokens stay as prefixes until their space is needed."""
         id, sequence = self._one(id)
         del self._sequences[id]
-        self._release(sequence, 0)
+        self._pool.release_from(sequence, 0)
         self._storage.recent.release(sequence.slot)
 
     def truncate(self, id: int, length: int, *, keep_recent: bool = True) -> None:
@@ -397,7 +343,7 @@ class PagedKVCache:
             self._storage.recent.check_kept(sequence.slot, length, f"length is {length}")
         sequence.accepted = min(sequence.accepted, length)
         sequence.lengths = [min(n, length) for n in sequence.lengths]
-        self._release(sequence, self._pages_of(length))
+        self._pool.release_from(sequence, self._pool.pages_of(length))
         del sequence.tokens[length:]
         del sequence.prefixes[1 + length // self.page_size :]
         self._tables = None
@@ -419,18 +365,18 @@ class PagedKVCache:
         sequence = self._matched(integers("token_ids", token_ids), namespace)
         return self._add(sequence), sequence.length
 
-    def _matched(self, tokens: list[int], namespace: Any) -> _Sequence:
+    def _matched(self, tokens: list[int], namespace: Any) -> PagedSequence:
         """A new sequence of the longest known prefix."""
         root = self._pool.prefix(None, checked_namespace(namespace))
-        windows = self._storage.group_windows
-        prefixes = self._pool.match(root, tokens, self.page_size, windows)
+        groups = self._storage.groups
+        prefixes = self._pool.match(root, tokens, groups)
         matched = (len(prefixes) - 1) * self.page_size
-        pages = []
-        for group, window in enumerate(windows):
-            first = first_seen(matched, window) // self.page_size
-            pages.append([-1] * first + [prefix.pages[group] for prefix in prefixes[1 + first :]])
-        self._share(pages)
-        return _Sequence(pages, [matched] * len(self.layers), tokens[:matched], prefixes)
+        pages = [
+            [-1] * first + [prefix.pages[group] for prefix in prefixes[1 + first :]]
+            for group, first in enumerate(groups.first_pages(matched, self.page_size))
+        ]
+        self._pool.share_all(pages)
+        return PagedSequence(pages, [matched] * len(self.layers), tokens[:matched], prefixes)
 
     def export_sequence(self, id: int, device: Any = "cpu") -> ExportedSequence:
         """A copy of a sequence's pages on `device`, to swap it out: then `free` the sequence.
@@ -467,7 +413,7 @@ class PagedKVCache:
             pages += [-1] * (len(held) - len(pages))
         missing = sum(there and page < 0 for x in groups for page, there in zip(*x, strict=True))
         if missing > self._pool.available:
-            self._release(sequence, 0)
+            self._pool.release_from(sequence, 0)
             raise CacheFull(
                 f"the sequence needs {missing} more pages, and {self._pool.available} of "
                 f"{len(self._pool.references)} are free"
@@ -488,7 +434,7 @@ class PagedKVCache:
         self._storage.fill(taken, [pages[chosen] for pages in exported.pages])
         sequence.tokens, sequence.lengths = [*exported.tokens], [*exported.lengths]
         sequence.accepted = exported.accepted
-        self._publish(sequence)
+        self._pool.publish_full(sequence)
         id = self._add(sequence)
         self._storage.recent.fill_slot(sequence.slot, exported.recent)
         return id
@@ -510,24 +456,21 @@ class PagedKVCache:
         the next calls for the same ids use the same tensor.
         """
         self._storage.check_layer(layer)
-        return self._table_of(*self._of(ids), self._storage.groups[layer])
+        return self._table_of(*self._of(ids), self._storage.groups.groups[layer])
 
-    def _table_of(self, ids: list[int], sequences: list[_Sequence], group: int) -> Tensor:
+    def _table_of(self, ids: list[int], sequences: list[PagedSequence], group: int) -> Tensor:
         if self._tables is None or self._tables[0] != ids:
             self._tables = ids, {}
         tables = self._tables[1]
         if group not in tables:
-            tables[group] = self._as_table([sequence.pages[group] for sequence in sequences])
+            pages = [sequence.pages[group] for sequence in sequences]
+            tables[group] = block_table_of(pages, self._storage.device)
         return tables[group]
-
-    def _as_table(self, rows: list[list[int]]) -> Tensor:
-        pages = [page for row in _filled_up(rows) for page in row]
-        return self._storage.indices(pages).view(len(rows), -1 if rows else 1)
 
     def cascade(
         self, ids: Sequence[int], q_length: int = 1, layer: int = 0, **options: Any
     ) -> CascadePlan:
-        """Which pages these sequences share, for a step that attends to rows already written.
+        """The pages that these sequences share, for a step that attends to rows already written.
 
         Made once for all layers that have the pages of `layer`: of caches with windows, those of
         its group. q_length: queries of each sequence. options: causal, window_size and min_pages
@@ -541,23 +484,18 @@ class PagedKVCache:
                 f"recent is {self._storage.recent.recent}, and a cascade reads none of these rows "
                 "in full precision; use decode_step, or a cache without recent"
             )
-        limit, group = self._storage.windows[layer], self._storage.groups[layer]
-        if limit >= 0:
-            options = {"window_size": (limit, -1)} | options
-            if not 0 <= limits_of(options["window_size"])[0] <= limit:
-                raise ValueError(
-                    f"window_size is {options['window_size']}; layer {layer} keeps the rows of a "
-                    f"window, so window_size[0] must be in 0..{limit}"
-                )
-        pages = _filled_up([sequence.pages[group] for sequence in sequences])
+        windows = self._storage.groups
+        group, options = windows.groups[layer], windows.cascade_options(layer, options)
+        pages = filled_up([sequence.pages[group] for sequence in sequences])
         lengths = [sequence.lengths[layer] for sequence in sequences]
         plan = CascadePlan(
             pages, lengths, self.page_size, q_length, device=self._storage.device, **options
         )
         seen = []
         for row, length in zip(pages, lengths, strict=True):
-            first = first_seen(max(length - plan.q_length, 0), limit) // self.page_size
-            seen.append((length, first, row[first : self._pages_of(length)]))
+            seen_from = max(length - plan.q_length, 0)
+            first = first_seen(seen_from, windows.windows[layer]) // self.page_size
+            seen.append((length, first, row[first : self._pool.pages_of(length)]))
         plan.check_current = partial(self._check_plan, ids, seen, layer)
         return plan
 
@@ -572,9 +510,9 @@ class PagedKVCache:
 
         seen: of each sequence its rows, and from which page on it is seen: these pages.
         """
-        group = self._storage.groups[layer]
+        group = self._storage.groups.groups[layer]
         layer = next((i for i, x in enumerate(self.layers) if x.k_cache is k_cache), layer)
-        if self._storage.groups[layer] != group:
+        if self._storage.groups.groups[layer] != group:
             raise ValueError(
                 f"the plan is of other pages than those of layer {layer}; layers of another "
                 "window, or with another block_table, need a plan of their own"
@@ -598,62 +536,14 @@ class PagedKVCache:
         return [sequence.lengths[layer] for sequence in self._of(ids)[1]]
 
     def slots(self, ids: Sequence[int]) -> list[int]:
-        """Where the recent rows of these sequences are, for `RecentRows`."""
+        """The slots of these sequences' recent rows, for `RecentRows`."""
         return [sequence.slot for sequence in self._of(ids)[1]]
 
     def _place(self, pages: list[list[int]], i: int, row: int) -> tuple[int, int]:
         """The page of a row of sequence i, and which of its rows it is."""
         return pages[i][row // self.page_size], row % self.page_size
 
-    def _pages_of(self, length: int) -> int:
-        return -(-length // self.page_size)
-
-    def _written(self, rows: _Rows) -> tuple[range, int]:
-        """Which pages of each group the rows change, and how many additional ones they need."""
-        end, count = self._pages_of(rows.start + rows.length), len(rows.sequence.pages[0])
-        first = rows.start // self.page_size if rows.length > 0 else end
-        return range(first, min(end, count)), max(end - count, 0)
-
-    def _reserves(self, rows: _Rows) -> bool:
-        """Whether `reserve` changes anything: it takes, copies or stops finding a page."""
-        held, new = self._written(rows)
-        pages = (pages[i] for pages in rows.sequence.pages for i in held)
-        return new > 0 or any(self._pool.is_shared_or_found(page) for page in pages)
-
-    def _missing_pages(self, written: list[_Rows]) -> int:
-        """How many pages the rows must take. Raises CacheFull if fewer are free."""
-        missing = 0
-        users: Counter[int] = Counter()
-        for rows in written:
-            held, new = self._written(rows)
-            for pages in rows.sequence.pages:
-                missing += new
-                users.update(pages[i] for i in held)
-        # Of those that share a page, the last one left keeps it.
-        missing += sum(min(n, self._pool.references[p] - 1) for p, n in users.items())
-        if missing > self._pool.available:
-            raise CacheFull(
-                f"{count_text(sum(rows.length for rows in written), 'new row')} of "
-                f"{count_text(len(written), 'sequence')} need {count_text(missing, 'more page')}, "
-                f"and {self._pool.available} of {len(self._pool.references)} pages are free"
-            )
-        return missing
-
-    def _table_after(self, written: list[_Rows], group: int) -> Tensor:
-        """A block table for the rows, as valid as the one after `reserve`."""
-        unused, table = islice(self._pool.next_pages(), self._missing_pages(written)), []
-        copied: Counter[int] = Counter()
-        for rows in written:
-            held, new = self._written(rows)
-            pages = [*rows.sequence.pages[group]]
-            for i, page in ((i, pages[i]) for i in held):
-                if self._pool.references[page] - copied[page] > 1:
-                    copied[page] += 1
-                    pages[i] = next(unused)
-            table.append([*pages, *islice(unused, new)])
-        return self._as_table(table)
-
-    def _of(self, ids: Sequence[int]) -> tuple[list[int], list[_Sequence]]:
+    def _of(self, ids: Sequence[int]) -> tuple[list[int], list[PagedSequence]]:
         """The ids as Python ints, and their sequences."""
         ids = integers("ids", ids)
         for id in ids:
@@ -663,70 +553,23 @@ class PagedKVCache:
             raise ValueError(f"ids are {ids}; each sequence may be there once")
         return ids, [self._sequences[id] for id in ids]
 
-    def _one(self, id: int) -> tuple[int, _Sequence]:
+    def _one(self, id: int) -> tuple[int, PagedSequence]:
         id = as_int("id", id)
         return id, self._of([id])[1][0]
 
-    def _add(self, sequence: _Sequence) -> int:
+    def _add(self, sequence: PagedSequence) -> int:
         id = self._next_id
         self._next_id += 1
         self._sequences[id] = sequence
         sequence.slot = self._storage.recent.take()
         return id
 
-    def _share(self, pages: list[list[int]]) -> None:
-        """Add a user of each group's pages."""
-        for page in (page for of_group in pages for page in of_group if page >= 0):
-            self._pool.share(page)
-
-    def _release(self, sequence: _Sequence, first: int) -> None:
-        """Give back the pages from the one numbered `first` on."""
-        for pages in sequence.pages:
-            # The last first: a prefix must not be evicted before the pages that continue it.
-            for page in reversed(pages[first:]):
-                if page >= 0:
-                    self._pool.release(page)
-            del pages[first:]
-
-    def _publish(self, sequence: _Sequence) -> None:
-        """Let pages be found by their tokens once those are known and every layer is full."""
-        if _unwritten.get():
-            return
-        size = self.page_size
-        full = min(len(sequence.tokens), *sequence.lengths) // size
-        while (i := len(sequence.prefixes) - 1) < full:
-            tokens = tuple(sequence.tokens[i * size : (i + 1) * size])
-            prefix = self._pool.prefix(sequence.prefixes[-1], tokens)
-            for group, pages in enumerate(sequence.pages):
-                if pages[i] >= 0:
-                    self._pool.publish(pages[i], group, prefix)
-            sequence.prefixes.append(prefix)
-
-
-_unwritten: ContextVar[bool] = ContextVar("torch_metal_attn_unwritten_pages", default=False)
-
-
-@contextmanager
-def unwritten() -> Iterator[None]:
-    """A context in which ops write no page, so that none is found by its tokens afterwards."""
-    token = _unwritten.set(True)
-    try:
-        yield
-    finally:
-        _unwritten.reset(token)
-
-
-def _filled_up(rows: list[list[int]]) -> list[list[int]]:
-    """Rows of a block table, at least one number wide."""
-    width = max([1, *map(len, rows)])
-    return [row + [0] * (width - len(row)) for row in rows]
-
 
 def _as_lists(token_ids: Rows | None, lengths: list[int]) -> list[list[int]] | None:
     if token_ids is None:
         return None
     lists = rows_of_ints("token_ids", token_ids, len(lengths))
-    given = [len(row) for row in lists]
-    if given != lengths:
-        raise ValueError(f"token_ids has rows of {given} tokens; they must have {lengths}")
+    counts = [len(row) for row in lists]
+    if counts != lengths:
+        raise ValueError(f"token_ids has rows of {counts} tokens; they must have {lengths}")
     return lists

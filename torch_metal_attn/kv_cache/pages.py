@@ -1,13 +1,16 @@
-"""Which pages are free, how many sequences use each, and which can be found by their tokens."""
+"""Bookkeeping of pages: free ones, their users, and pages that are found by their tokens."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 from weakref import WeakValueDictionary
 
-from torch_metal_attn.call.arguments import as_int_at_least
+from torch_metal_attn.kv_cache.windows import WindowGroups
+from torch_metal_attn.wording import count_text
 
 
 class CacheFull(RuntimeError):
@@ -31,6 +34,32 @@ class Prefix:
         return self.__dict__ | {"parent": None}
 
 
+@dataclass
+class PagedSequence:
+    """One sequence of a `PagedKVCache`."""
+
+    pages: list[list[int]]  # of each group of layers; -1 before its window
+    lengths: list[int]  # of each layer
+    tokens: list[int]  # as far as they are known
+    prefixes: list[Prefix]  # the namespace's, then those of the first pages of known tokens
+    slot: int = -1  # of its recent rows
+    accepted: int = 0  # the rows that the last accept left
+
+    @property
+    def length(self) -> int:
+        """Rows of the layer that has the most."""
+        return max(self.lengths)
+
+
+@dataclass
+class NewRows:
+    """Rows of a sequence that are about to be written, from `start` on."""
+
+    sequence: PagedSequence
+    start: int
+    length: int
+
+
 class PagePool:
     """Pages 0 to num_pages - 1.
 
@@ -39,7 +68,8 @@ class PagePool:
     sequence or a longer prefix needs it.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self._page_size = page_size
         self.references = [0] * num_pages
         self._free = list(reversed(range(num_pages)))
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -61,10 +91,6 @@ class PagePool:
         """The number of pages that `take` can return."""
         return len(self._free) + len(self._idle)
 
-    def next_pages(self) -> Iterator[int]:
-        """The pages that `take` will return."""
-        return chain(reversed(self._free), self._idle)
-
     def take(self) -> int:
         """Take a free or idle page for one user; its contents are lost."""
         if not self._free:
@@ -72,10 +98,6 @@ class PagePool:
         page = self._free.pop()
         self.references[page] = 1
         return page
-
-    def is_shared_or_found(self, page: int) -> bool:
-        """Whether a write must copy the page, or stop it from being found."""
-        return self.references[page] > 1 or page in self._prefix_of
 
     def share(self, page: int) -> None:
         """Add a user."""
@@ -95,12 +117,10 @@ class PagePool:
         """The prefix of these tokens after parent's. The tokens are compared, not their hash."""
         return self._prefixes.setdefault((parent, tokens), Prefix(parent, tokens))
 
-    def match(
-        self, root: Prefix, tokens: list[int], page_size: int, windows: Sequence[int]
-    ) -> list[Prefix]:
+    def match(self, root: Prefix, tokens: list[int], groups: WindowGroups) -> list[Prefix]:
         """The root, and the longest chain whose pages each group has as far as its window sees."""
-        known, matched = [root], 0
-        runs = [0] * len(windows)  # pages that each group has, up to the last one known
+        known, matched, page_size = [root], 0, self._page_size
+        runs = [0] * len(groups.by_group)  # pages that each group has, up to the last one known
         for start in range(0, len(tokens) - page_size + 1, page_size):
             end = start + page_size
             prefix = self._prefixes.get((known[-1], tuple(tokens[start:end])))
@@ -108,16 +128,10 @@ class PagePool:
                 break
             known.append(prefix)
             runs = [run + 1 if g in prefix.pages else 0 for g, run in enumerate(runs)]
-            seen = [(end - first_seen(end, window) - 1) // page_size + 1 for window in windows]
-            if all(run >= pages for run, pages in zip(runs, seen, strict=True)):
+            firsts = groups.first_pages(end, page_size)
+            if all(run >= len(known) - 1 - i for run, i in zip(runs, firsts, strict=True)):
                 matched = len(known) - 1
         return known[: matched + 1]
-
-    def publish(self, page: int, group: int, prefix: Prefix) -> None:
-        """Let a full page be found, unless an equal page is."""
-        if group not in prefix.pages and page not in self._prefix_of:
-            prefix.pages[group] = page
-            self._prefix_of[page] = group, prefix
 
     def forget(self, page: int) -> None:
         """Stop finding a page that is about to change."""
@@ -128,6 +142,120 @@ class PagePool:
         if page in self._idle:
             del self._idle[page]
             self._free.append(page)
+
+    def pages_of(self, length: int) -> int:
+        """The number of pages for `length` rows."""
+        return -(-length // self._page_size)
+
+    def _changed(self, rows: NewRows) -> tuple[range, int]:
+        """The pages of each group that the rows change, and how many more they need."""
+        end, count = self.pages_of(rows.start + rows.length), len(rows.sequence.pages[0])
+        first = rows.start // self._page_size if rows.length > 0 else end
+        return range(first, min(end, count)), max(end - count, 0)
+
+    def reserves(self, rows: NewRows) -> bool:
+        """True if `unshare` changes anything: it takes, copies or stops finding a page."""
+        held, new = self._changed(rows)
+        pages = (pages[i] for pages in rows.sequence.pages for i in held)
+        return new > 0 or any(self.references[p] > 1 or p in self._prefix_of for p in pages)
+
+    def missing(self, written: Sequence[NewRows]) -> int:
+        """How many pages the rows must take. Raises CacheFull if fewer are free."""
+        missing = 0
+        users: Counter[int] = Counter()
+        for rows in written:
+            held, new = self._changed(rows)
+            for pages in rows.sequence.pages:
+                missing += new
+                users.update(pages[i] for i in held)
+        # The last sequence that is left keeps a shared page.
+        missing += sum(min(n, self.references[p] - 1) for p, n in users.items())
+        if missing > self.available:
+            raise CacheFull(
+                f"{count_text(sum(rows.length for rows in written), 'new row')} of "
+                f"{count_text(len(written), 'sequence')} need {count_text(missing, 'more page')}, "
+                f"and {self.available} of {len(self.references)} pages are free"
+            )
+        return missing
+
+    def unshare(self, written: Sequence[NewRows]) -> dict[int, int]:
+        """Give each sequence unshared pages for its rows; returns the pages to copy, by the copy.
+
+        Their tokens are no longer known.
+        """
+        copies: dict[int, int] = {}
+        for rows in written:
+            held, new = self._changed(rows)
+            for pages in rows.sequence.pages:
+                for i in held:
+                    page = pages[i]
+                    if self.references[page] > 1:
+                        pages[i] = self.take()
+                        copies[pages[i]] = page
+                        self.release(page)
+                    else:
+                        self.forget(page)
+                pages += [self.take() for _ in range(new)]
+            del rows.sequence.prefixes[1 + held.start :]
+        return copies
+
+    def pages_after(self, written: Sequence[NewRows], group: int) -> list[list[int]]:
+        """The pages of each sequence, as valid for the rows as those after `unshare`."""
+        unused, after = chain(reversed(self._free), self._idle), []
+        copied: Counter[int] = Counter()
+        self.missing(written)
+        for rows in written:
+            held, new = self._changed(rows)
+            pages = [*rows.sequence.pages[group]]
+            for i, page in ((i, pages[i]) for i in held):
+                if self.references[page] - copied[page] > 1:
+                    copied[page] += 1
+                    pages[i] = next(unused)
+            after.append([*pages, *islice(unused, new)])
+        return after
+
+    def share_all(self, pages: list[list[int]]) -> None:
+        """Add a user of each group's pages."""
+        for page in (page for of_group in pages for page in of_group if page >= 0):
+            self.share(page)
+
+    def release_from(self, sequence: PagedSequence, first: int) -> None:
+        """Give back the pages from the one numbered `first` on."""
+        for pages in sequence.pages:
+            # The last first: a prefix must not be evicted before the pages that continue it.
+            for page in reversed(pages[first:]):
+                if page >= 0:
+                    self.release(page)
+            del pages[first:]
+
+    def free_before(self, sequence: PagedSequence, firsts: list[int]) -> bool:
+        """Give back each group's pages before its first one in use; whether there were any."""
+        freed = False
+        for first, pages in zip(firsts, sequence.pages, strict=True):
+            for i in reversed(range(first)):
+                if pages[i] < 0:
+                    break
+                self.release(pages[i])
+                pages[i] = -1
+                freed = True
+        return freed
+
+    def publish_full(self, sequence: PagedSequence) -> None:
+        """Let pages be found by their tokens once those are known and every layer is full."""
+        if _unwritten.get():
+            return
+        size = self._page_size
+        full = min(len(sequence.tokens), *sequence.lengths) // size
+        while (i := len(sequence.prefixes) - 1) < full:
+            tokens = tuple(sequence.tokens[i * size : (i + 1) * size])
+            prefix = self.prefix(sequence.prefixes[-1], tokens)
+            for group, pages in enumerate(sequence.pages):
+                page = pages[i]
+                # An equal page may be found already.
+                if page >= 0 and group not in prefix.pages and page not in self._prefix_of:
+                    prefix.pages[group] = page
+                    self._prefix_of[page] = group, prefix
+            sequence.prefixes.append(prefix)
 
     def compact(self) -> dict[int, int]:
         """Renumber pages so that free ones come last; returns the new number of each one moved."""
@@ -144,41 +272,17 @@ class PagePool:
         return renamed
 
 
-def first_seen(length: int, window: int) -> int:
-    """The first row that the queries after `length` rows see. window: -1 if it has no limit."""
-    return max(length - window, 0) if window >= 0 else 0
+_unwritten: ContextVar[bool] = ContextVar("torch_metal_attn_unwritten_pages", default=False)
 
 
-def grouped(windows: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Groups of layers with one window, which share pages (vLLM's hybrid KV cache groups).
-
-    A page has the rows of a whole group, so all groups are as large as the rarest window's.
-    Returns the window of each group, and of each layer its group and its place in it.
-    """
-    layers: dict[int, list[int]] = {}
-    for layer, window in enumerate(windows):
-        layers.setdefault(window, []).append(layer)
-    size = min(map(len, layers.values()))
-    of_groups: list[int] = []
-    groups, places = [0] * len(windows), [0] * len(windows)
-    for window, alike in layers.items():
-        for i, layer in enumerate(alike):
-            groups[layer], places[layer] = len(of_groups) + i // size, i % size
-        of_groups += [window] * -(-len(alike) // size)
-    return of_groups, groups, places
-
-
-def checked_windows(windows: Any, num_layers: int) -> list[int]:
-    """The argument `windows`: a number for each layer."""
-    if windows is None:
-        return [-1] * num_layers
-    if isinstance(windows, str) or not isinstance(windows, Sequence):
-        raise TypeError(f"windows is {windows!r}; it must be a sequence of ints, one a layer")
-    if len(windows) != num_layers:
-        raise ValueError(
-            f"windows has {len(windows)} numbers; it must have {num_layers}, one a layer"
-        )
-    return [as_int_at_least(f"windows[{i}]", window, -1) for i, window in enumerate(windows)]
+@contextmanager
+def unwritten() -> Iterator[None]:
+    """A context in which ops write no page, so that none is found by its tokens afterwards."""
+    token = _unwritten.set(True)
+    try:
+        yield
+    finally:
+        _unwritten.reset(token)
 
 
 def checked_namespace(namespace: Any) -> Hashable:
@@ -189,5 +293,5 @@ def checked_namespace(namespace: Any) -> Hashable:
                 f"namespace is {namespace!r}; it must be None, a str, an int, bytes, or a tuple of "
                 "these"
             )
-    found: Hashable = namespace
-    return found
+    checked: Hashable = namespace
+    return checked

@@ -2,25 +2,34 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_metal_attn.call.arguments import check_tensor
+from torch_metal_attn.kv_cache.storage import Storage
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.with_kvcache import VERIFY_QUERIES
 from torch_metal_attn.wording import count_text
 
-if TYPE_CHECKING:
-    from torch_metal_attn.kv_cache.storage import Storage
-
 _ROTARY = ("rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_column")
-# Of attention to older rows too, and of the step's own rows alone: every new query sees all older
-# rows, and a sink counts once.
+# Options of attention to older rows too, and options of attention to the newest rows alone: every
+# new query sees all older rows, and a sink counts once.
 _SHARED = ("softmax_scale", "softcap", "num_splits")
 _OWN = ("causal", "learnable_sink", "parents", "tree_mask", *_ROTARY, "rotate_q_by_token")
+
+
+class Batch(NamedTuple):
+    """New rows of some sequences in a layer, and the options of the op that writes them."""
+
+    layer: int
+    new: tuple[Tensor, ...]  # the op's operands before the caches
+    lengths: list[int]  # of the sequences, without the new rows
+    slots: list[int]  # of their recent rows
+    where: dict[str, Any]  # the op's options that tell where the sequences are
+    options: dict[str, Any]  # its other options
 
 
 class NoRecentRows:
@@ -48,7 +57,7 @@ class _Held(NamedTuple):
     start: int = 0
 
     def short(self, length: int, recent: int) -> bool:
-        """Whether a sequence that goes back to `length` rows has fewer than `recent` here."""
+        """True if a sequence that goes back to `length` rows has fewer than `recent` here."""
         return max(length - self.first, 0) < min(recent, length - self.start)
 
     def after(self, length: int, recent: int) -> "_Held":
@@ -58,14 +67,14 @@ class _Held(NamedTuple):
 
 
 class RecentRows:
-    """Copies of each sequence's last rows in the dtype of new ones, beside the quantised rows.
+    """Copies of each sequence's last rows in the dtype of new ones, next to the quantised rows.
 
     Queries look at the rows just before them most (KIVI, Liu et al. 2024). Each sequence has a slot
     for `recent` rows and those of a step. Row i is row i % length of the slot: for the ops, all
     pages of the sequence are the slot. So rows never move, and keep their positions.
     """
 
-    def __init__(self, kept: "Storage", recent: int) -> None:
+    def __init__(self, kept: Storage, recent: int) -> None:
         self.recent = recent
         self._kept = kept
         self._length = recent + VERIFY_QUERIES
@@ -143,7 +152,7 @@ class RecentRows:
         lengths: Sequence[int],
         slots: Sequence[int],
     ) -> None:
-        """As `Storage.move_paths`. Of trees that others wrote, no row is kept."""
+        """As `Storage.move_paths`. No row of a tree that another op wrote is kept."""
         moved = [*rounds]
         for i, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
             for held in self._held:
@@ -151,15 +160,9 @@ class RecentRows:
                     held[slot], moved[i] = _Held(), []
         self._rows.move_paths(moved, starts, lambda i, row: (slots[i], row % self._length))
 
-    def append(
-        self,
-        layer: int,
-        new: tuple[Tensor, ...],
-        lengths: list[int],
-        slots: list[int],
-        options: dict[str, Any],
-    ) -> None:
+    def append(self, batch: Batch) -> None:
         """Write new rows, of which the last ones stay, after the quantised ones were."""
+        layer, new, lengths, slots, _, options = batch
         skipped = max(new[0].shape[2] - self._length, 0)
         last = tuple(x[:, :, skipped:] for x in new)
         options = {name: x for name, x in options.items() if name != "q"}  # rotated already
@@ -170,25 +173,17 @@ class RecentRows:
             self._rows.run("append_kv", layer, last, seqlens, block_table=table, **options)
         self._keep(layer, slots, held)
 
-    def step(
-        self,
-        layer: int,
-        new: tuple[Tensor, ...],
-        lengths: list[int],
-        slots: list[int],
-        where: dict[str, Any],
-        options: dict[str, Any],
-        *,
-        check_only: bool = False,
-    ) -> Any:
-        """`decode_step` to rows of both kinds. where: what tells where the quantised rows are."""
+    def step(self, batch: Batch, *, check_only: bool = False) -> Any:
+        """`decode_step` to rows of both kinds."""
+        layer, new, lengths, slots, _, options = batch
         more = new[1].shape[2]
         if more > VERIFY_QUERIES and _in_parts(new[0], more, options):
 
             def part(start: int, check_only: bool) -> Any:
                 rows = tuple(x[:, :, start : start + VERIFY_QUERIES] for x in new)
                 after = [n + start for n in lengths]
-                return self.step(layer, rows, after, slots, where, options, check_only=check_only)
+                here = batch._replace(new=rows, lengths=after)
+                return self.step(here, check_only=check_only)
 
             starts = range(0, more, VERIFY_QUERIES)
             for start in starts:
@@ -196,39 +191,29 @@ class RecentRows:
             results = [] if check_only else [part(start, False) for start in starts]
             return [torch.cat(x, 2) for x in zip(*results, strict=True)]
         _check_step(new[0], new[1], options)
-        held = self._after(layer, lengths, slots, new[1].shape[2])
-        step = partial(self._step, layer, new, lengths, slots, held, where, options)
+        held = self._after(layer, lengths, slots, more)
+        step = partial(self._step, batch, held)
         if check_only or not torch.compiler.is_compiling():
-            # What one of the ops refuses must leave the rows that another writes as they are.
+            # If one of the ops refuses the call, the other must not have written its rows.
             step(check_only=True)
         if check_only:
             return None
-        advice, given = "detach it, as a cache keeps no graph", dict(zip("qkv", new, strict=True))
-        out, lse = forward_only("decode_step", advice, given | options, step)
+        advice, tensors = "detach it, as a cache keeps no graph", dict(zip("qkv", new, strict=True))
+        out, lse = forward_only("decode_step", advice, tensors | options, step)
         self._keep(layer, slots, held)
         return out, lse
 
-    def _step(
-        self,
-        layer: int,
-        new: tuple[Tensor, ...],
-        lengths: list[int],
-        slots: list[int],
-        held: list[_Held],
-        where: dict[str, Any],
-        options: dict[str, Any],
-        *,
-        check_only: bool = False,
-    ) -> Any:
+    def _step(self, batch: Batch, held: list[_Held], *, check_only: bool = False) -> Any:
+        layer, new, lengths, slots, where, options = batch
         q, k, v = new
         seqlens = self._rows.indices(lengths)
         appended = {name: x for name, x in options.items() if name.startswith("rota")}
-        own = {name: x for name, x in options.items() if name != "num_splits"}
+        attended = {name: x for name, x in options.items() if name != "num_splits"}
         if appended.get("rotary_cos") is not None:
             q = appended["q"] = q.clone()  # which append_kv rotates
-            own["rotary_from_leftpad"] = False
-        given = {"check_only": check_only, **where}
-        self._kept.run("append_kv", layer, (k, v), seqlens, **given, **appended)
+            attended["rotary_from_leftpad"] = False
+        quantised = where | appended
+        self._kept.run("append_kv", layer, (k, v), seqlens, check_only=check_only, **quantised)
         result = self._rows.run(
             "decode_step",
             layer,
@@ -238,7 +223,7 @@ class RecentRows:
             block_table=self._table(held, slots),
             leftpad_k=self._first(held),
             num_splits=1,
-            **own,
+            **attended,
         )
         older = self._older(layer, q, held, where, options, check_only=check_only)
         if older is not None and not check_only:
@@ -262,7 +247,7 @@ class RecentRows:
         """
         held = self._after(layer, lengths, slots, 0)
         pad, used, first = options.get("leftpad_k"), options.get("seqused_k"), self._first(held)
-        own = options | {
+        near = options | {
             "block_table": self._table(held, slots),
             "seqused_k": self._rows.indices(lengths) if used is None else used,
             "leftpad_k": first if pad is None else torch.maximum(first, pad),
@@ -270,7 +255,7 @@ class RecentRows:
         }
         caches, _ = self._rows.operands(layer)
         op = torch.ops.metal_attn.flash_decode
-        out, lse = ArgumentNames().run(op, (q, *caches), own)
+        out, lse = ArgumentNames().run(op, (q, *caches), near)
         older = self._older(layer, q, held, where, options)
         if older is not None:
             torch.ops.metal_attn.merge_state_(out, lse, *older)
@@ -290,15 +275,14 @@ class RecentRows:
         if not check_only and not any(one.first for one in held):
             return None
         first = self._first(held)
-        given = {name: x for name, x in options.items() if name in _SHARED}
-        given["seqused_k"] = first
-        if options.get("seqused_k") is not None:
-            given["seqused_k"] = torch.minimum(first, options["seqused_k"])
-        if options.get("leftpad_k") is not None:
-            given["leftpad_k"] = torch.minimum(first, options["leftpad_k"])
+        shared = {name: x for name, x in options.items() if name in _SHARED}
+        shared["seqused_k"] = first
+        for name in ("seqused_k", "leftpad_k"):
+            if options.get(name) is not None:
+                shared[name] = torch.minimum(first, options[name])
         ops = torch.ops.metal_attn_explain if check_only else torch.ops.metal_attn
         caches, kept = self._kept.operands(layer)
-        return ArgumentNames().run(ops.flash_decode, (q, *caches), kept | where | given)
+        return ArgumentNames().run(ops.flash_decode, (q, *caches), kept | where | shared)
 
     def fill(self, layer: int, rows: Tensor, lengths: list[int], slots: list[int]) -> None:
         """Put keys in full precision in their places in rows (B, H, L, D) of whole sequences."""
@@ -331,7 +315,7 @@ class RecentRows:
 
 
 def _in_parts(q: Tensor, length: int, options: dict[str, Any]) -> bool:
-    """Whether a step equals several shorter ones: no query sees a later row."""
+    """True if a step equals several shorter ones: no query sees a later row."""
     tree = any(options.get(name) is not None for name in ("parents", "tree_mask"))
     return (
         bool(options.get("causal") and options.get("rotate_q_by_token", True) and not tree)

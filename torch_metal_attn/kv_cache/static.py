@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_metal_attn.call.arguments import INT32_MAX, as_bool, as_int, as_int_at_least, integers
 from torch_metal_attn.call.options import options_of
 from torch_metal_attn.kv_cache.pages import CacheFull
+from torch_metal_attn.kv_cache.recent import Batch
 from torch_metal_attn.kv_cache.storage import LayerCache, Storage
 from torch_metal_attn.kv_cache.trees import (
     Rows,
@@ -17,6 +18,7 @@ from torch_metal_attn.kv_cache.trees import (
     length_within,
     moves,
 )
+from torch_metal_attn.kv_cache.writes import CacheStorage
 from torch_metal_attn.wording import count_text
 
 
@@ -37,7 +39,7 @@ class StaticKVCache:
         self.max_length = as_int_at_least("max_length", max_length, 1, INT32_MAX)
         if "windows" in options:
             raise TypeError("StaticKVCache has no argument windows: it frees no rows")
-        self._storage = Storage(self.batch_size, self.max_length, *sizes, **options)
+        self._storage = CacheStorage(self.batch_size, self.max_length, *sizes, **options)
         self._rows = list(range(self.batch_size))  # of the tensors, by sequence
         self._lengths = [[0] * self.batch_size for _ in self._storage.layers]
         self._accepted = [0] * self.batch_size  # the rows that the last accept left
@@ -96,10 +98,9 @@ class StaticKVCache:
                 raise CacheFull(
                     f"{count} rows more do not fit: a sequence has {before} of {self.max_length}"
                 )
-        rows = self.cache_batch_idx()
-        result = self._storage.write(
-            op, layer, new, lengths, self._rows, options, counts, cache_batch_idx=rows
-        )
+        where = {"cache_batch_idx": self.cache_batch_idx()}
+        batch = Batch(layer, new, lengths, self._rows, where, options)
+        result = self._storage.write(op, batch, counts)
         self.advance(more, layer)
         return result
 
@@ -196,7 +197,7 @@ class StaticKVCache:
         return [self._lengths[layer][index] for index in self._chosen(indices)]
 
     def slots(self, indices: Sequence[int]) -> list[int]:
-        """Where the recent rows of these sequences are, for `RecentRows`."""
+        """The slots of these sequences' recent rows, for `RecentRows`."""
         return [self._rows[index] for index in self._chosen(indices)]
 
     def _chosen(self, indices: Sequence[int]) -> list[int]:

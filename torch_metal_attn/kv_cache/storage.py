@@ -1,8 +1,8 @@
 """The tensors of a cache, in blocks: pages, or whole sequences."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby, zip_longest
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -18,8 +18,7 @@ from torch_metal_attn.call.arguments import (
     check_tensor,
     on_device,
 )
-from torch_metal_attn.kv_cache.pages import checked_windows, grouped
-from torch_metal_attn.kv_cache.recent import NoRecentRows, RecentRows
+from torch_metal_attn.kv_cache.windows import WindowGroups
 from torch_metal_attn.ops.differentiation import check_writes
 from torch_metal_attn.ops.names import ArgumentNames
 from torch_metal_attn.quantisation import (
@@ -39,15 +38,8 @@ ROTARY = ("q", "rotary_cos", "rotary_sin", "rotary_interleaved", "rotary_first_c
 _Q_ROTARY = ("rotate_q_by_token", "rotary_from_leftpad")
 _BOTH = ("block_table", "cache_batch_idx", "leftpad_k", "k_scale", "v_scale", "hadamard")
 
-# Options of the ops that a caller must not replace: he would read or write other rows.
-_GIVEN = ("block_table", "cache_batch_idx", "cache_seqlens", "hadamard", "k_scale", "v_scale")
-_PACKING = ("cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q")
-# Options that have a row for each new row, if those are packed.
-_BY_ROW = ("q", "parents", "tree_mask")
-_ALL_OPTIONS = [x.name for x in torch.ops.metal_attn.decode_step.default._schema.arguments[5:]]
 # `flash_decode` takes these in the place of a step (`_listed_step`).
-_LISTS = ("indices", "kv_block_size", "q_block_size")
-_STEP_OPTIONS = [n for n in (*_ALL_OPTIONS, *_LISTS) if n not in _GIVEN and "seqlen" not in n]
+LISTS = ("indices", "kv_block_size", "q_block_size")
 # More than any model has: each takes memory, and the host's time before any is used.
 _MOST_LAYERS = 2**16
 
@@ -147,12 +139,12 @@ class Storage:
         if layout not in ("NHD", "HND"):
             raise ValueError(f"layout is {value_text(layout)}; it must be NHD or HND")
         if v_format is not None and (format is None or values_in_keys):
-            beside = "values_in_keys" if values_in_keys else "no format"
-            raise ValueError(f"v_format is {value_text(v_format)} with {beside}; leave it out")
-        for name, given in (("format", format), ("v_format", v_format)):
-            if given is not None and given not in FORMATS:
+            reason = "values_in_keys" if values_in_keys else "no format"
+            raise ValueError(f"v_format is {value_text(v_format)} with {reason}; leave it out")
+        for name, value in (("format", format), ("v_format", v_format)):
+            if value is not None and value not in FORMATS:
                 raise ValueError(
-                    f"{name} is {value_text(given)}; it must be one of {', '.join(FORMATS)}"
+                    f"{name} is {value_text(value)}; it must be one of {', '.join(FORMATS)}"
                 )
         hadamard = check_hadamard(hadamard, {"head_dim": head_dim, "v_head_dim": v_head_dim})
         if hadamard and format is None:
@@ -176,21 +168,25 @@ class Storage:
                 f"recent is {recent} with no format, so that all rows are in full precision; leave "
                 "it out"
             )
-        for name, scale, own in (("k_scale", k_scale, format), ("v_scale", v_scale, v_format)):
+        for name, scale, scale_format in (
+            ("k_scale", k_scale, format),
+            ("v_scale", v_scale, v_format),
+        ):
             if scale is not None:
-                if own != "fp8_e4m3":
-                    raise ValueError(f"{name} is given and its format is {own}; leave it out")
+                if scale_format != "fp8_e4m3":
+                    raise ValueError(
+                        f"{name} is given and its format is {scale_format}; leave it out"
+                    )
                 _check_scale(name, scale, num_kv_heads)
         self._new_dtypes = [dtype]
         if format is None and dtype != torch.float32:
             # Half precision also takes float32 rows, which are rounded as they are written.
             self._new_dtypes.append(torch.float32)
-        self.windows = checked_windows(windows, num_layers)
-        self.group_windows, self.groups, places = grouped(self.windows)
-        if recent and max(self.windows) >= 0:
+        self.groups = WindowGroups(windows, num_layers)
+        if recent and max(self.groups.windows) >= 0:
             raise ValueError(
-                f"recent is {recent} with windows {self.windows}; attention to recent rows takes "
-                "no windows: leave one of them out"
+                f"recent is {recent} with windows {self.groups.windows}; attention to recent rows "
+                "takes no windows: leave one of them out"
             )
         device = self.device = on_device(device)
         if device.type == "meta":
@@ -200,7 +196,7 @@ class Storage:
         self._rows, self._layout = rows, layout
         self._kind: dict[str, Any] = {"page_size": rows, "num_kv_heads": num_kv_heads}
         self._kind |= {"head_dim": head_dim, "v_head_dim": v_head_dim, "dtype": dtype}
-        self._kind |= {"num_layers": num_layers, "windows": self.windows}
+        self._kind |= {"num_layers": num_layers, "windows": self.groups.windows}
         self._kind |= {"format": format, "v_format": v_format, "hadamard": hadamard}
         self._kind |= {"values_in_keys": values_in_keys, "recent": recent}
 
@@ -223,9 +219,8 @@ class Storage:
                 return data, ones if scale is None else scale
             return data, empty(blocks, scale_columns, torch.float16)
 
-        self._places = places
         self._stored = []
-        for _ in range(max(places) + 1):
+        for _ in range(max(self.groups.places) + 1):
             k, own_k_scale = operand(blocks, head_dim, format, k_scale)
             # With values_in_keys v is empty: only its number of columns is used.
             v_blocks = 0 if values_in_keys else blocks
@@ -233,7 +228,6 @@ class Storage:
             scales = own_k_scale, own_v_scale
             self._stored.append(LayerCache(k, v, *scales, values_in_keys, hadamard))
         self.layers = self._layers()
-        self.recent = RecentRows(self, recent) if recent else NoRecentRows()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -243,7 +237,7 @@ class Storage:
         """Each layer's tensors. Layers of several groups have tensors of their own in one memory,
         by which `CascadePlan.attend` knows the layer.
         """
-        layers = [self._stored[place] for place in self._places]
+        layers = [self._stored[place] for place in self.groups.places]
         if len(layers) == len(self._stored):
             return layers
         return [replace(layer, k_cache=layer.k_cache.detach()) for layer in layers]
@@ -256,144 +250,6 @@ class Storage:
         """Raise ValueError if there is no such layer."""
         if not 0 <= as_int("layer", layer) < len(self.layers):
             raise ValueError(f"layer is {layer}; it must be in 0..{len(self.layers) - 1}")
-
-    def checked(
-        self,
-        op: str,
-        given: tuple[Any, ...],
-        batch: int,
-        options: dict[str, Any],
-        counts: list[int] | None,
-    ) -> tuple[tuple[Tensor, ...], list[int]]:
-        """The op's operands before the caches, (k, v) or (q, k, v), and each sequence's new rows.
-
-        given: the same, of which v may be None with values_in_keys. counts: None unless packed.
-        """
-        *first, k, v = given
-        method, takes = ("append", ROTARY) if op == "append_kv" else (op, _STEP_OPTIONS)
-        for name in options:
-            if name not in takes and not (op == "decode_step" and name in _ALL_OPTIONS):
-                raise TypeError(f"{method} has no argument {name}; it takes {', '.join(takes)}")
-        if v is None and not self.values_in_keys:
-            raise ValueError("v is None; only a cache with values_in_keys takes k alone")
-        check_tensor("k", k)
-        length = k.shape[2] if k.dim() == 4 else -1
-        v = k[..., : self._new_shapes["v"][1]] if v is None and k.dim() > 0 else v
-        for name, tensor in (("k", k), ("v", v)):
-            heads, columns = self._new_shapes[name]
-            wanted: tuple[Any, ...] = batch, heads, length if length >= 0 else "L", columns
-            if counts is not None:
-                wanted = sum(counts), heads, columns
-            check_tensor(name, tensor)
-            if tensor.shape != wanted:
-                text = ", ".join(map(str, wanted))
-                packed = "" if counts is None else ": length is given, so rows are packed"
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)}; it must be ({text}){packed}"
-                )
-            if tensor.dtype not in self._new_dtypes or tensor.device.type != self.device.type:
-                allowed = " or ".join(map(str, self._new_dtypes))
-                raise ValueError(
-                    f"{name} is {tensor.dtype} on {tensor.device}; it must be {allowed} on "
-                    f"{self.device}"
-                )
-        if op == "decode_step" and self.values_in_keys and options.get("softmax_scale") is None:
-            raise ValueError(
-                "softmax_scale is None; with values_in_keys it must be given, as keys have other "
-                "columns than the heads whose products are scaled"
-            )
-        if counts is not None:
-            by_row = {n: x for n, x in options.items() if n in _BY_ROW and x is not None}
-            for name, tensor in (*zip("q", first, strict=False), *by_row.items()):
-                check_tensor(name, tensor)
-                if tensor.shape[:1] != (sum(counts),) or (name == "q" and tensor.dim() != 3):
-                    raise ValueError(
-                        f"{name} has shape {tuple(tensor.shape)}; it must have {sum(counts)} rows"
-                        f"{', (T, Hq, D)' if name == 'q' else ''}: length is given, so rows are "
-                        "packed"
-                    )
-        return (*first, k, v), [length] * batch if counts is None else counts
-
-    def write(
-        self,
-        op: str,
-        layer: int,
-        new: tuple[Tensor, ...],
-        lengths: list[int],
-        slots: list[int],
-        options: dict[str, Any],
-        counts: list[int] | None,
-        *,
-        check_only: bool = False,
-        **where: Any,
-    ) -> Any:
-        """Run `append_kv` or `decode_step` on sequences of these lengths, and their recent rows.
-
-        counts: new rows of each sequence, if they are packed. where: the op's options that tell
-        where the sequences are. check_only: as in `run`.
-        """
-        for name in (*_GIVEN, *_PACKING):
-            if name in options:
-                advice = "give length" if name in _PACKING else "the cache gives it"
-                raise TypeError(f"{op} of a cache has no argument {name}: {advice}")
-        options = {n: x for n, x in options.items() if n not in _LISTS or x is not None}
-        window = self.windows[layer]
-        if op == "decode_step" and window >= 0:
-            options = {"window_size_left": window, **options}
-            left = options["window_size_left"]
-            if not 0 <= as_int("window_size_left", left) <= window:
-                raise ValueError(
-                    f"window_size_left is {left}; layer {layer} keeps the rows of a window, so it "
-                    f"must be in 0..{window}"
-                )
-        if counts is None:
-            return self._write(op, layer, new, lengths, slots, options, where, check_only)
-        for name in _LISTS:
-            if name in options:
-                raise ValueError(
-                    f"{name} is given with length; a step to listed keys takes q, k and v of 4 "
-                    "dimensions, as many rows of each sequence: leave length out"
-                )
-        if op == "decode_step" and max(counts, default=0) == 0:
-            raise ValueError(f"length is {counts}; decode_step appends a row or more in all")
-        if op == "decode_step" and not isinstance(self.recent, RecentRows):
-            ends = self.indices([*accumulate(counts, initial=0)])
-            options = options | {"cu_seqlens_q": ends, "max_seqlen_q": max(counts)}
-            return self._write(op, layer, new, lengths, slots, options, where, check_only)
-        # Neighbours with as many rows are a batch of their own, whose tensors are views.
-        parts = []
-        for batch, rows in _runs(counts):
-            count = batch.stop - batch.start
-            dense = tuple(_unpacked(x, rows, count) for x in new)
-            own = {n: _unpacked(x, rows, count) for n, x in options.items() if n in _BY_ROW}
-            here = {n: x[batch] for n, x in where.items()}
-            parts.append((layer, dense, lengths[batch], slots[batch], options | own, here))
-        if check_only or len(parts) > 1:
-            for part in parts:
-                self._write(op, *part, True)  # all before any is written
-        results = [] if check_only else [self._write(op, *part, False) for part in parts]
-        if op == "append_kv" or check_only:
-            return None
-        return (torch.cat([out.transpose(1, 2).flatten(0, 1) for out, _ in results]),)
-
-    def _write(
-        self,
-        op: str,
-        layer: int,
-        new: tuple[Tensor, ...],
-        lengths: list[int],
-        slots: list[int],
-        options: dict[str, Any],
-        where: dict[str, Any],
-        check_only: bool,
-    ) -> Any:
-        only = {"check_only": check_only}
-        if op == "decode_step" and isinstance(self.recent, RecentRows):
-            return self.recent.step(layer, new, lengths, slots, where, options, **only)
-        result = self.run(op, layer, new, self.indices(lengths), **only, **where, **options)
-        if op == "append_kv" and not check_only:
-            self.recent.append(layer, new, lengths, slots, options)
-        return result
 
     def run(
         self,
@@ -414,7 +270,7 @@ class Storage:
         if self.values_in_keys and options.get("rotary_cos") is not None:
             options = {"rotary_first_column": self._new_shapes["v"][1]} | options
         arguments, options = (*new, *caches, cache_seqlens), kept | options
-        if any(name in options for name in _LISTS):
+        if any(name in options for name in LISTS):
             return _listed_step(arguments, options, check_only)
         result = ArgumentNames().run(getattr(ops, op), arguments, options)
         if check_only:
@@ -502,11 +358,11 @@ class Storage:
                 f"exported has type {type(exported).__name__}; it must be what export_sequence "
                 "returns"
             )
-        for name, own in self.kind().items():
-            if exported.layout[name] != own:
+        for name, value in self.kind().items():
+            if exported.layout[name] != value:
                 raise ValueError(
                     f"exported is of a cache with {name} {exported.layout[name]}, and this one has "
-                    f"{own}; import it into a cache of the same layout"
+                    f"{value}; import it into a cache of the same layout"
                 )
 
     def read(self, blocks: list[int], device: torch.device) -> list[Tensor]:
@@ -528,12 +384,12 @@ class Storage:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
 
-def _listed_step(given: tuple[Tensor, ...], options: dict[str, Any], check_only: bool) -> Any:
+def _listed_step(tensors: tuple[Tensor, ...], options: dict[str, Any], check_only: bool) -> Any:
     """A step whose queries see listed keys: no kernel reads lists of rows that it writes.
 
     given: the op's tensors. check_only: as in `Storage.run`.
     """
-    q, k, v, k_cache, v_cache, cache_seqlens = given
+    q, k, v, k_cache, v_cache, cache_seqlens = tensors
     rotary = {name: options.pop(name) for name in (*ROTARY, *_Q_ROTARY) if name in options}
     if rotary.get("rotary_cos") is not None:
         rotary["q"] = q = q.clone()
@@ -549,29 +405,6 @@ def _listed_step(given: tuple[Tensor, ...], options: dict[str, Any], check_only:
         return None
     run(ops.append_kv, append, appended)
     return run(ops.flash_decode, *attend)
-
-
-def _runs(counts: list[int]) -> Iterator[tuple[slice, slice]]:
-    """Neighbouring sequences with as many new rows, and their rows."""
-    b = row = 0
-    for count, alike in groupby(counts):
-        more = len([*alike])
-        if count > 0:
-            yield slice(b, b + more), slice(row, row + more * count)
-        b, row = b + more, row + more * count
-
-
-def _unpacked(x: Any, rows: slice, batch: int) -> Any:
-    """These rows of x (T, H, D) as (batch, H, L, D); of a tree (T, L) as (batch, L, L)."""
-    if x is None:
-        return None
-    x, length = x[rows], (rows.stop - rows.start) // batch
-    if x.dim() < 3:
-        return x.unflatten(0, (batch, length))[..., :length]
-    # A view by sizes may choose any stride for one row, and values in keys must have the keys'.
-    (row, head, column), (_, heads, columns) = x.stride(), x.shape
-    sizes, strides = (batch, heads, length, columns), (length * row, head, row, column)
-    return x.as_strided(sizes, strides)
 
 
 def _check_scale(name: str, scale: Tensor, heads: int) -> None:

@@ -13,10 +13,10 @@ Rows = Tensor | Sequence[Sequence[int]]
 
 def rows_of_ints(name: str, rows: Any, count: int) -> list[list[int]]:
     """A list of ints for each of `count` sequences."""
-    given = on_host(name, rows)
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    sequence = on_host(name, rows)
+    if isinstance(sequence, str) or not isinstance(sequence, Sequence):
         raise TypeError(f"{name} is {value_text(rows)}; it must be a row of ints for each sequence")
-    lists = [integers(f"{name}[{b}]", row) for b, row in enumerate(given)]
+    lists = [integers(f"{name}[{b}]", row) for b, row in enumerate(sequence)]
     if len(lists) != count:
         raise ValueError(
             f"{name} has {count_text(len(lists), 'row')}; it must have {count}, one a sequence"
@@ -67,9 +67,9 @@ def checked_paths(
         than its sequence has rows since the last accept, or a path does not go from a root to its
         children.
     """
-    found = rows_of_ints("paths", paths, len(lengths))
+    chosen = rows_of_ints("paths", paths, len(lengths))
     trees = rows_of_ints("parents", parents, len(lengths))
-    for b, (path, tree, length) in enumerate(zip(found, trees, lengths, strict=True)):
+    for b, (path, tree, length) in enumerate(zip(chosen, trees, lengths, strict=True)):
         if len(tree) > length - accepted[b]:
             since = " since the last accept" if accepted[b] else ""
             raise ValueError(
@@ -97,7 +97,7 @@ def checked_paths(
                     f"paths[{b}][{step}] must be {must}"
                 )
             before = token
-    return found, [len(tree) for tree in trees]
+    return chosen, [len(tree) for tree in trees]
 
 
 def moves(path: Sequence[int]) -> list[list[tuple[int, int]]]:

@@ -40,10 +40,10 @@ def _write(
         cache[batch, :, row] = new.transpose(1, 2).to(cache.dtype)
         return
     format = format_of(cache, scale)
-    given = scale if format == "fp8_e4m3" else None
-    data, block_scales = quantise(new, format, given, hadamard=hadamard)
+    head_scale = scale if format == "fp8_e4m3" else None
+    data, block_scales = quantise(new, format, head_scale, hadamard=hadamard)
     cache.view(data.view(torch.uint8).dtype)[batch, :, row] = data.view(torch.uint8).transpose(1, 2)
-    if scale is not None and given is None:
+    if scale is not None and head_scale is None:
         assert block_scales is not None
         scale[batch, :, row] = block_scales.transpose(1, 2)
 
@@ -107,20 +107,20 @@ def reference(
 _TABLES = ("rotary_cos", "rotary_sin")
 
 
-def written_caches(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+def written_caches(arguments: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """The caches that the op writes, and what it writes there. Scales per head are only read."""
     sources = {"k": ("k", *_TABLES), "v": ("v",)}
     written = {f"{side}_cache": names for side, names in sources.items()}
     for side, names in sources.items():
-        scale = given.get(f"{side}_scale")
+        scale = arguments.get(f"{side}_scale")
         if scale is not None and scale.dtype == torch.float16:
             written[f"{side}_scale"] = names
     return written
 
 
-def _written(given: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    q = {"q": _TABLES} if given.get("q") is not None else {}
-    return q | written_caches(given)
+def _written(arguments: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    q = {"q": _TABLES} if arguments.get("q") is not None else {}
+    return q | written_caches(arguments)
 
 
 refuse("append_kv", "detach it, as a cache keeps no graph", _written)

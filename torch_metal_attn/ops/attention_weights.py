@@ -69,26 +69,26 @@ def varlen_weights(
             of_sequence = k[None, keys].transpose(1, 2)
         else:
             of_sequence = cached(k, table[b : b + 1], None)
-        own = options | {
+        sequence_options = options | {
             "alibi_slopes": slopes if slopes is None or slopes.dim() == 1 else slopes[b]
         }
         of_query, rows = q[None, queries].transpose(1, 2), queries.stop - queries.start
         kept_here = kept[b : b + 1, :, :rows, :length]
-        weights = _weights(of_query, of_sequence[:, :, :length], kept_here, own)
+        weights = _weights(of_query, of_sequence[:, :, :length], kept_here, sequence_options)
         result[b, :, :rows, :length] = weights[0]
     return result
 
 
 def _weights(q: Tensor, k: Tensor, kept: Tensor, options: dict[str, Any]) -> Tensor:
     """S_dmask (B, Hq, Lq, Lk) of q (B, Hq, Lq, D), k (B, Hkv, Lk, D) and kept (B, Hq, Lq, Lk)."""
-    found = scores(q, k, **options)
-    length, block = found.shape[-1], block_size(q.shape[-1], True)
+    logits = scores(q, k, **options)
+    length, block = logits.shape[-1], block_size(q.shape[-1], True)
     if length == 0:
-        return found.to(q.dtype)
-    padded = functional.pad(found, (0, -length % block), value=-torch.inf)
+        return logits.to(q.dtype)
+    padded = functional.pad(logits, (0, -length % block), value=-torch.inf)
     of_blocks = padded.unflatten(-1, (-1, block)).amax(-1)
     running = of_blocks.flip(-1).cummax(-1).values.flip(-1)
     running = running.masked_fill(running == -torch.inf, 0.0)
     maximum = running.repeat_interleave(block, -1)[..., :length]
-    weights = (found - maximum).exp().to(q.dtype)
+    weights = (logits - maximum).exp().to(q.dtype)
     return torch.where(kept, weights, -weights)

@@ -16,4 +16,4 @@ def _cpu(cache: Tensor, src: Tensor, dst: Tensor) -> None:
     bits[dst.long()] = bits[src.long()]
 
 
-refuse("copy_pages", "detach it, as a cache keeps no graph", lambda given: {"cache": ()})
+refuse("copy_pages", "detach it, as a cache keeps no graph", lambda arguments: {"cache": ()})

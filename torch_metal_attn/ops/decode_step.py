@@ -34,17 +34,17 @@ def _dense(packed: Tensor, rows: slice) -> Tensor:
     return packed[rows].transpose(0, 1)[None]
 
 
-def _of_sequence(b: int, given: dict[str, Any]) -> dict[str, Any]:
+def _of_sequence(b: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """append_kv's arguments for sequence b alone."""
-    in_place = given.get("block_table") is None and given.get("cache_batch_idx") is None
-    own = dict(given)
-    for name, x in given.items():
+    in_place = arguments.get("block_table") is None and arguments.get("cache_batch_idx") is None
+    sequence = dict(arguments)
+    for name, x in arguments.items():
         by_sequence = name in ("cache_seqlens", "leftpad_k", "block_table", "cache_batch_idx")
         if name in ("k_scale", "v_scale") and x is not None:
             by_sequence = x.dim() == 2
         if x is not None and (by_sequence or (in_place and torch.is_tensor(x) and x.dim() == 4)):
-            own[name] = x[b : b + 1]
-    return own
+            sequence[name] = x[b : b + 1]
+    return sequence
 
 
 def _steps(parents: Tensor | None, tree_mask: Tensor | None) -> Tensor | None:
@@ -94,10 +94,10 @@ def reference(
                 None if parents is None else parents[rows],
                 None if tree_mask is None else tree_mask[rows, : rows.stop - rows.start],
             )
-            own = _of_sequence(b, dict(zip(_WRITTEN, written, strict=True)) | append)
+            sequence = _of_sequence(b, dict(zip(_WRITTEN, written, strict=True)) | append)
             if rotates:
-                own["q"] = _dense(q, slice(*cu_seqlens_q[b : b + 2].tolist()))
-            append_kv.reference(_dense(k, rows), _dense(v, rows), steps=_steps(*tree), **own)
+                sequence["q"] = _dense(q, slice(*cu_seqlens_q[b : b + 2].tolist()))
+            append_kv.reference(_dense(k, rows), _dense(v, rows), steps=_steps(*tree), **sequence)
     attend |= {"parents": parents, "tree_mask": tree_mask}
     out, lse = decoded(q, k_cache, v_cache, seqused_k=cache_seqlens + new, **attend)
     return empty_like_query(q, out.shape[-1]).copy_(out), lse

@@ -1,4 +1,4 @@
-"""What autograd Functions need to run as the Autograd kernel of an op, below the dispatcher."""
+"""Helpers for autograd Functions that run as the Autograd kernel of an op, below the dispatcher."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,17 +27,17 @@ _refused: dict[str, tuple[str, Written]] = {}  # by op, what `refuse` was given
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func is active."""
+    """True if a transform of torch.func is active."""
     return bool(torch._C._are_functorch_transforms_active())
 
 
 def compiling() -> bool:
-    """Whether torch.compile makes a graph, asked inside an op, where torch 2.10 does not say so."""
+    """True if torch.compile makes a graph, asked inside an op, where torch 2.10 does not say so."""
     return torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def batched(tensor: Tensor) -> bool:
-    """Whether vmap may be active: torch.func's, or that of autograd's is_grads_batched."""
+    """True if vmap may be active: torch.func's, or that of autograd's is_grads_batched."""
     return transforming() or bool(torch._C._functorch.is_legacy_batchedtensor(tensor))
 
 
@@ -88,13 +88,13 @@ def below_autograd() -> Iterator[None]:
 
 
 def below(op: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """What the kernel of an op returns that is below its Autograd kernel."""
+    """The result of the op's kernel below its Autograd kernel."""
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments, **options)
 
 
 def nothing_to_differentiate(arguments: Iterable[Any], options: Mapping[str, Any]) -> bool:
-    """Whether no derivative of an op's call is requested, in any of autograd's modes."""
+    """True if no derivative of an op's call is requested, in any of autograd's modes."""
     if forward_ad._current_level >= 0 or transforming():
         return False
     if not torch.is_grad_enabled():
@@ -107,7 +107,7 @@ def nothing_to_differentiate(arguments: Iterable[Any], options: Mapping[str, Any
 
 
 def may_pass_autograd(arguments: Iterable[Any], options: Mapping[str, Any]) -> bool:
-    """Whether a call may skip the op's Autograd kernel, which is Python, because that has no work.
+    """True if a call may skip the op's Autograd kernel, which is Python, because that has no work.
 
     `arguments` and `options` are everything that is passed to the op.
     """
@@ -150,9 +150,9 @@ def autograd_kernel(name: str, fast_op: str = "") -> Callable[[_Function], _Func
         @functools.wraps(function)
         def kernel(*arguments: Any, **options: Any) -> Any:
             if fast_op:
-                found = fast_path.try_call(getattr(fast_path, fast_op), arguments, options)
-                if found is not None:
-                    return found
+                result = fast_path.try_call(getattr(fast_path, fast_op), arguments, options)
+                if result is not None:
+                    return result
             try:
                 return function(*arguments, **options)
             except Exception:
@@ -199,8 +199,8 @@ def by_schema(
     if not isinstance(op, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         op, *arguments = arguments
     op = getattr(op, "default", op)
-    given = by_name(op, arguments, options)
-    return [(one, given[one.name]) for one in op._schema.arguments if one.name in given]
+    named = by_name(op, arguments, options)
+    return [(one, named[one.name]) for one in op._schema.arguments if one.name in named]
 
 
 def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
@@ -215,7 +215,7 @@ def refuse_tangents(op: object, arguments: Mapping[str, Any]) -> None:
 
 
 def needs_gradient(op: object, arguments: Mapping[str, Any], constants: Iterable[str] = ()) -> bool:
-    """Whether a call of `op` asks for gradients; `arguments` by name, `constants` have none.
+    """True if a call of `op` asks for gradients; `arguments` by name, `constants` have none.
 
     Raises NotImplementedError for derivatives that there are not.
     """
@@ -275,17 +275,17 @@ def without_gradient(message: str, tensors: Iterable[Tensor], run: Callable[[], 
     return apply(_Undifferentiable, message, run, *(x for x in tensors if x.requires_grad))
 
 
-def forward_refusal(function: str, advice: str, given: Mapping[str, Any]) -> str:
-    """The error of a derivative with respect to one of `given`; empty if none is asked for.
+def forward_refusal(function: str, advice: str, arguments: Mapping[str, Any]) -> str:
+    """The error of a derivative with respect to one of `arguments`; empty if none is asked for.
 
     Raises NotImplementedError for what the call itself must refuse.
     """
     in_graph = torch.compiler.is_compiling()
     if not in_graph:
-        if nothing_to_differentiate((), given):
+        if nothing_to_differentiate((), arguments):
             return ""
-        refuse_tangents(function, given)
-    tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
+        refuse_tangents(function, arguments)
+    tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
     needing = [n for n, x in tensors.items() if torch.is_grad_enabled() and x.requires_grad]
     if not needing:
         return ""
@@ -296,17 +296,17 @@ def forward_refusal(function: str, advice: str, given: Mapping[str, Any]) -> str
 
 
 def forward_only(
-    function: str, advice: str, given: Mapping[str, Any], run: Callable[[], Any]
+    function: str, advice: str, arguments: Mapping[str, Any], run: Callable[[], Any]
 ) -> Any:
-    """Return what `run` returns; a derivative with respect to one of `given` raises.
+    """Return what `run` returns; a derivative with respect to one of `arguments` raises.
 
     For Python functions, as `refuse` is for ops. In a graph and inside of torch.func's transforms
     the call itself raises.
     """
-    message = forward_refusal(function, advice, given)
+    message = forward_refusal(function, advice, arguments)
     if not message:
         return run()
-    return without_gradient(message, (x for x in given.values() if isinstance(x, Tensor)), run)
+    return without_gradient(message, (x for x in arguments.values() if isinstance(x, Tensor)), run)
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -368,9 +368,9 @@ def undifferentiated(name: str, advice: str, written: Written) -> Callable[..., 
     def undifferentiated(*values: Any, **options: Any) -> Any:
         if nothing_to_differentiate(values, options):
             return below(op, *values, **options)
-        given = by_name(op, values, options)
-        tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
-        refusals = _refusals(f"metal_attn::{name}", advice, tensors, written(given))
+        arguments = by_name(op, values, options)
+        tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
+        refusals = _refusals(f"metal_attn::{name}", advice, tensors, written(arguments))
         if not refusals:
             with below_autograd():
                 return op(*values, **options)
@@ -392,7 +392,7 @@ def undifferentiated(name: str, advice: str, written: Written) -> Callable[..., 
 def _refusals(
     op: str, advice: str, tensors: dict[str, Tensor], written: Mapping[str, Iterable[str]]
 ) -> dict[str, str]:
-    """What backward shall raise: under "" that of the results, else that of a written tensor.
+    """The messages that backward raises: under "" that of the results, else of a written tensor.
 
     Empty if nothing requires grad. Raises NotImplementedError for what the call itself must refuse.
     """
@@ -422,12 +422,12 @@ def check_writes(name: str, values: tuple[Any, ...], options: dict[str, Any]) ->
     So that a caller may change something else before the call that writes.
     """
     op = getattr(torch.ops.metal_attn, name).default
-    given = by_name(op, values, options)
-    _refuse_negated(op, given)
+    arguments = by_name(op, values, options)
+    _refuse_negated(op, arguments)
     if not nothing_to_differentiate(values, options):
-        tensors = {n: x for n, x in given.items() if isinstance(x, Tensor)}
+        tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
         advice, written = _refused[name]
-        _refusals(f"metal_attn::{name}", advice, tensors, written(given))
+        _refusals(f"metal_attn::{name}", advice, tensors, written(arguments))
 
 
 def count_writes(name: str, written: Callable[[dict[str, Any]], Iterable[str]]) -> None:
@@ -439,7 +439,7 @@ def count_writes(name: str, written: Callable[[dict[str, Any]], Iterable[str]]) 
     op = getattr(torch.ops.metal_attn, name).default
     library = torch.library.Library("metal_attn", "IMPL")
     library.impl(name, _counted(op, written), "ADInplaceOrView", with_keyset=True)
-    # Where an op returns what it writes, torch itself writes such views.
+    # If an op returns the tensors that it writes, torch itself writes such views.
     if not any(result.alias_info for result in op._schema.returns):
         library.impl(name, _without_negated(op), "Negative")
     _libraries.append(library)
@@ -449,18 +449,20 @@ def _without_negated(op: torch._ops.OpOverload) -> Callable[..., Any]:
     """Refuses to write views that torch negates lazily, and negates those that are only read."""
 
     def without_negated(*values: Any, **options: Any) -> Any:
-        given = by_name(op, values, options)
-        _refuse_negated(op, given)
-        return op(**{n: x.resolve_neg() if isinstance(x, Tensor) else x for n, x in given.items()})
+        arguments = by_name(op, values, options)
+        _refuse_negated(op, arguments)
+        return op(
+            **{n: x.resolve_neg() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+        )
 
     return without_negated
 
 
-def _refuse_negated(op: torch._ops.OpOverload, given: dict[str, Any]) -> None:
+def _refuse_negated(op: torch._ops.OpOverload, arguments: dict[str, Any]) -> None:
     for argument in op._schema.arguments:
         name, alias = argument.name, argument.alias_info
         writes = alias is not None and alias.is_write
-        if writes and isinstance(given.get(name), Tensor) and given[name].is_neg():
+        if writes and isinstance(arguments.get(name), Tensor) and arguments[name].is_neg():
             raise ValueError(
                 unmarked(
                     f"`{name}` is a view with its negative bit set, which {op._schema.name} "
@@ -473,8 +475,8 @@ def _counted(
     op: torch._ops.OpOverload, written: Callable[[dict[str, Any]], Iterable[str]]
 ) -> Callable[..., Any]:
     def with_new_versions(keyset: Any, *values: Any, **options: Any) -> Any:
-        given = by_name(op, values, options)
-        tensors = (given[name] for name in written(given))
+        arguments = by_name(op, values, options)
+        tensors = (arguments[name] for name in written(arguments))
         # The op's checks refuse None.
         torch.autograd.graph.increment_version([x for x in tensors if x is not None])
         with torch._C._AutoDispatchBelowADInplaceOrView():

@@ -70,7 +70,7 @@ def _symbolic(value: Any) -> bool:
 
 
 def _check_one_device(tensors: dict[str, Tensor]) -> None:
-    """What the checks of csrc/ say of real tensors, for those that are on meta there."""
+    """The check of csrc/ for real tensors; there these tensors are all on meta."""
     first = "q" if "q" in tensors else next(iter(tensors))
     device = tensors[first].device
     for name, tensor in tensors.items():
@@ -91,5 +91,5 @@ def _without_data(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-# Of ops that return nothing.
+# Ops that return nothing.
 register_fake("append_kv", "copy_pages", "merge_state_", "rope_")(lambda *_, **options: None)

@@ -1,4 +1,4 @@
-"""`metal_attn_fast`: what our functions call where nothing is differentiated, traced or watched.
+"""`metal_attn_fast`: the ops for calls that nothing differentiates, traces or watches.
 
 Its ops have few arguments and no Autograd kernel, as both cost each call time. They refuse what is
 not plain, and then the functions call the ops of `metal_attn`, which say what is wrong.
@@ -35,12 +35,12 @@ FIRST_OPTIONS = ("softmax_scale", "causal", "window_size_left", "window_size_rig
 
 _FIRST = frozenset(FIRST_OPTIONS)
 
-# What an op raises that refuses a call; all else is a failure.
+# Types of errors with which an op refuses a call; all others are failures.
 _REFUSALS = frozenset((IndexError, NotImplementedError, RuntimeError, TypeError, ValueError))
 
 
 def is_usable(*tensors: Tensor) -> bool:
-    """Whether a call may be a plain op's. `tensors`: all that the call has."""
+    """True if a plain op may run the call. `tensors`: all tensors of the call."""
     if (
         is_compiling()
         or _is_any_autocast_enabled()
@@ -60,21 +60,21 @@ def is_usable(*tensors: Tensor) -> bool:
 
 
 def refused(error: Exception) -> bool:
-    """Whether an op refused a call, whose reason the ops of `metal_attn` will give."""
+    """True if an op refused a call, whose reason the ops of `metal_attn` will give."""
     return type(error) in _REFUSALS
 
 
 def flash_attn_step(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *others: Any
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *options: Any
 ) -> Tensor:
     """The op, which writes the caches, and what autograd must know of that."""
     increment_version((k_cache, v_cache))
-    out: Tensor = _flash_attn_step(q, k, v, k_cache, v_cache, *others)
+    out: Tensor = _flash_attn_step(q, k, v, k_cache, v_cache, *options)
     return out
 
 
 def try_call(op: Any, values: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """What the plain op returns that has these arguments too; None if the call is not plain."""
+    """The result of the plain op with these arguments; None if the call is not plain."""
     if len(values) == 3 and _FIRST.issuperset(options) and is_usable(*values):
         try:
             return op(*values, **options)
@@ -100,8 +100,8 @@ def swapped(x: Tensor) -> Tensor:
 # The CPU kernels, which hand on to the other ops; mps has its own in csrc/ops/decode/fast_path.h.
 
 
-def _first(*given: Any) -> dict[str, Any]:
-    return dict(zip(FIRST_OPTIONS, given, strict=False))
+def _first(*values: Any) -> dict[str, Any]:
+    return dict(zip(FIRST_OPTIONS, values, strict=False))
 
 
 def _sdpa(
@@ -133,9 +133,9 @@ def _flash_attn_cached(
 
 
 def _step(*values: Any) -> Tensor:
-    given = dict(zip(_STEP_NAMES, values, strict=False))
-    rows = [given.pop(name).transpose(1, 2) for name in _STEP_NAMES[:5]]
-    out: Tensor = _OPS.decode_step(*rows, **given)[0]
+    arguments = dict(zip(_STEP_NAMES, values, strict=False))
+    rows = [arguments.pop(name).transpose(1, 2) for name in _STEP_NAMES[:5]]
+    out: Tensor = _OPS.decode_step(*rows, **arguments)[0]
     return out.transpose(1, 2)
 
 

@@ -21,7 +21,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # dq, dk, dv, delta, 
 
 
 def normalised(q: Tensor, options: dict[str, Any]) -> bool:
-    """Whether `flash_bwd` with exact_delta gives normalisers."""
+    """True if `flash_bwd` with exact_delta gives normalisers."""
     mask = options.get("attn_mask")
     added = ("attn_bias", "alibi_slopes", "learnable_sink")
     return (
@@ -192,7 +192,7 @@ def _reference_gradients(
     exact_delta: bool = False,
     **options: Any,
 ) -> Gradients:
-    """What the kernels compute. With exact_delta `delta` is that of the reference's float32 out."""
+    """The kernels' results. With exact_delta `delta` is that of the reference's float32 out."""
     packed = bool(packing)
     options = {n: x.detach() if isinstance(x, Tensor) else x for n, x in options.items()}
     leaves = [x.detach().float() for x in (q, k, v)]
@@ -213,11 +213,15 @@ def _reference_gradients(
         scale = normalisers if exact_delta else 1.0
         loss = weighted_loss(dout, (own_out, own_lse), softmax_lse, delta, scale, packed)
         if loss.requires_grad:
-            found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            computed = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
         else:  # packed, and no sequence
-            found = tuple(torch.zeros_like(leaf) for leaf in leaves)
+            computed = tuple(torch.zeros_like(leaf) for leaf in leaves)
     gradients = empty_gradients(q, k, v, softmax_lse, exact_delta, options)
-    values = (*found, delta, normalisers if gradients[-1].shape == delta.shape else gradients[-1])
+    values = (
+        *computed,
+        delta,
+        normalisers if gradients[-1].shape == delta.shape else gradients[-1],
+    )
     for result, value in zip(gradients, values, strict=True):
         result.copy_(value)
     return gradients

@@ -43,7 +43,7 @@ def _register(name: str, oracle: _Reference, option_of: Callable[[dict[str, Any]
 def _reference_gradient(
     oracle: _Reference, option: str, arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Tensor:
-    """What the kernel computes."""
+    """The kernel's result."""
     dout, q, k, v, softmax_lse, delta, *packing = (
         x.detach() if isinstance(x, Tensor) else x for x in arguments
     )
@@ -53,9 +53,9 @@ def _reference_gradient(
     with differentiating():
         # In float32: torch would add up the shares of blocks of queries in the option's dtype.
         leaf = value.to(torch.float32, copy=True).requires_grad_()
-        found = oracle(q.float(), k.float(), v.float(), *packing, **(options | {option: leaf}))
+        results = oracle(q.float(), k.float(), v.float(), *packing, **(options | {option: leaf}))
         scale = 1.0 if normalisers is None else normalisers
-        loss = weighted_loss(dout, found, softmax_lse, delta, scale, bool(packing))
+        loss = weighted_loss(dout, results, softmax_lse, delta, scale, bool(packing))
         if not loss.requires_grad:  # packed, and no sequence
             return torch.zeros_like(value, memory_format=torch.contiguous_format)
         (gradient,) = torch.autograd.grad(loss, leaf)

@@ -37,7 +37,7 @@ _CONSTANTS = (
 # Options of a cache, whose keys are those of other calls too.
 _CACHE = ("block_table", "cache_batch_idx", "k_scale", "v_scale")
 _LISTS = ("indices", "kv_block_size", "q_block_size")
-# What is added to the scores, and the op of its gradient.
+# Arguments that are added to the scores, and the ops of their gradients.
 _ADDED = {"attn_mask": "bias", "attn_bias": "bias", "alibi_slopes": "slopes"}
 
 
@@ -84,8 +84,8 @@ class _FlashFwd(torch.autograd.Function):
         needed = dict(zip(call.names, ctx.needs_input_grad[1:], strict=True))
         if dout is None and dlse is None:
             return (None,) * (1 + len(values))
-        found = _gradients(call, dout, dlse, out, softmax_lse, arguments, needed)
-        return None, *(found[name] if needed[name] else None for name in call.names)
+        gradients = _gradients(call, dout, dlse, out, softmax_lse, arguments, needed)
+        return None, *(gradients[name] if needed[name] else None for name in call.names)
 
 
 def _gradients(
@@ -113,17 +113,17 @@ def _gradients(
     dout = flash_bwd.gradient_of(out, dout)
     bwd = "flash_varlen_bwd" if packed else "flash_bwd"
     # With create_graph this is recorded, as what raises when it is differentiated.
-    given = (dout, dlse, q, k, v, out, softmax_lse)
+    tensors = (dout, dlse, q, k, v, out, softmax_lse)
     dq, dk, dv, delta, normalisers = (
-        listed_gradients(ops.flash_bwd, *given, **lists, **options)
+        listed_gradients(ops.flash_bwd, *tensors, **lists, **options)
         if lists
-        else getattr(ops, bwd)(*given, *packing, exact_delta=True, **options)
+        else getattr(ops, bwd)(*tensors, *packing, exact_delta=True, **options)
     )
-    found = {"q": dq, "k": dk, "v": dv}
+    gradients = {"q": dq, "k": dk, "v": dv}
     for side, gradient in (("q", dq), ("k", dk)):
         cos, sin = (options.get(f"{side}_rotary_{table}") for table in ("cos", "sin"))
         if cos is not None and sin is not None and needed[side]:
-            found[side] = flash_bwd.rotated_back(
+            gradients[side] = flash_bwd.rotated_back(
                 gradient,
                 cos,
                 sin,
@@ -134,15 +134,15 @@ def _gradients(
             )
     for name, op in _ADDED.items():
         if needed.get(name, False):
-            found[name] = getattr(ops, f"{bwd}_{op}")(
+            gradients[name] = getattr(ops, f"{bwd}_{op}")(
                 *(dout, q, k, v, softmax_lse, delta, *packing), normalisers=normalisers, **options
             )
     sink = options.get("learnable_sink")
     if sink is not None and needed["learnable_sink"]:
-        found["learnable_sink"] = flash_bwd.sink_gradient(
+        gradients["learnable_sink"] = flash_bwd.sink_gradient(
             sink, softmax_lse, delta, normalisers, packed
         )
-    return found
+    return gradients
 
 
 def differentiable(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -158,20 +158,20 @@ def differentiable(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         names = (*positional[: len(arguments)], *options)
         values = (*arguments, *options.values())
         call = _Call(name, names, len(arguments))
-        given = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
-        if not needs_gradient(call, given, _CONSTANTS):
+        tensors = {n: v for n, v in zip(names, values, strict=True) if isinstance(v, Tensor)}
+        if not needs_gradient(call, tensors, _CONSTANTS):
             return call.run(values)
-        cache = [n for n in _CACHE if n in given]
+        cache = [n for n in _CACHE if n in tensors]
         # These need no scale.
-        cache += [n for n, t in given.items() if t.dtype == torch.float8_e4m3fn]
+        cache += [n for n, t in tensors.items() if t.dtype == torch.float8_e4m3fn]
         if cache:
-            needing = next(name for name, tensor in given.items() if tensor.requires_grad)
+            needing = next(name for name, tensor in tensors.items() if tensor.requires_grad)
             message = (
                 f"{call} has no gradient with {cache[0]}, and {needing} requires grad: detach it, "
                 "as a cache keeps no graph"
             )
             results: tuple[Tensor, Tensor] = without_gradient(
-                message, given.values(), lambda: call.run(values)
+                message, tensors.values(), lambda: call.run(values)
             )
             return results
         result = apply(_FlashFwd, call, *values)

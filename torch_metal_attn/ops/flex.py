@@ -90,7 +90,7 @@ class _FlexFwd(torch.autograd.Function):
         ops, options = torch.ops.metal_attn, _with(ctx.options, tensors)
         *gradients, delta, normalisers = ops.flex_bwd(dout, dlse, q, k, v, out, lse, **options)
         needed = ctx.needs_input_grad[1:4]
-        found = [x if need else None for x, need in zip(gradients, needed, strict=True)]
+        of_operands = [x if need else None for x, need in zip(gradients, needed, strict=True)]
         of_tensors: list[Tensor | None] = [None] * len(tensors)
         if any(ctx.needs_input_grad[4:]):
             known = normalisers if normalisers.numel() > 0 else None
@@ -102,7 +102,7 @@ class _FlexFwd(torch.autograd.Function):
             for i, capture in enumerate(options["captures"]):
                 gradient = of_tensors[i]
                 of_tensors[i] = None if gradient is None else gradient.to(capture.dtype)
-        return (None, *found, *of_tensors)
+        return (None, *of_operands, *of_tensors)
 
 
 def of_two_dtypes(inputs: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:

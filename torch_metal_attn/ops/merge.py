@@ -161,6 +161,6 @@ def _merge_state(
 refuse(
     "merge_state_",
     "detach its arguments, or use merge_state",
-    lambda given: {"out_a": ("lse_a", "out_b", "lse_b"), "lse_a": ("lse_b",)},
+    lambda arguments: {"out_a": ("lse_a", "out_b", "lse_b"), "lse_a": ("lse_b",)},
 )
 refuse("merge_splits", "detach its arguments, or join states with merge_state")

@@ -1,4 +1,4 @@
-"""What functions call the arguments of the ops that they call, for errors."""
+"""The names of ops' arguments in the functions that call the ops, for errors."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -56,10 +56,10 @@ class ArgumentNames:
 
     def text(self, message: str) -> str:
         """The message of this thread's last refusal with the function's names."""
-        return unmarked(_MARK.sub(lambda found: f"`{self._replaced(found[1])}`", marked(message)))
+        return unmarked(_MARK.sub(lambda match: f"`{self._replaced(match[1])}`", marked(message)))
 
     def _replaced(self, word: str) -> str:
-        """What the function calls an argument, or the shape or layout of one."""
+        """The function's name of an argument, or its form of a shape or layout."""
         if not word.startswith("("):
             return self.names.get(word, word)
         sizes = word[1:-1].split(", ")
@@ -87,5 +87,5 @@ class ArgumentNames:
                 if value is None:
                     continue
                 wanted += " or None"
-            found = type_text(value) if allowed is Tensor else value_text(value)
-            raise TypeError(f"{name} is {found}; it must be {wanted}") from None
+            actual = type_text(value) if allowed is Tensor else value_text(value)
+            raise TypeError(f"{name} is {actual}; it must be {wanted}") from None

@@ -154,8 +154,8 @@ class _Rope(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         needed = ctx.needs_input_grad[2:4]
         q, *k = [x for x, need in zip(gradients, needed, strict=False) if need]
-        found = iter(_call(_OPS.rope, q, k[0] if k else None, saved(ctx), ctx.numbers))
-        return (None, None, *(next(found) if need else None for need in needed), *(None,) * 4)
+        rotated = iter(_call(_OPS.rope, q, k[0] if k else None, saved(ctx), ctx.numbers))
+        return (None, None, *(next(rotated) if need else None for need in needed), *(None,) * 4)
 
 
 def _call(
@@ -180,8 +180,8 @@ def _tables_apart(
 
 def _needs(name: str, q: Tensor, k: Tensor | None, tables: Sequence[Tensor | None]) -> bool:
     constants = ("cos", "sin", "positions")
-    given = dict(zip(("q", "k", *constants), (q, k, *tables), strict=False))
-    return needs_gradient(f"metal_attn::{name}", given, constants)
+    arguments = dict(zip(("q", "k", *constants), (q, k, *tables), strict=False))
+    return needs_gradient(f"metal_attn::{name}", arguments, constants)
 
 
 @autograd_kernel("rope")
@@ -209,9 +209,9 @@ def _rope_inplace(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, **optio
 
 @autograd_kernel("rope_tables")
 def _rope_tables(inv_freq: Tensor, positions: Tensor, **options: Any) -> Any:
-    given = {"inv_freq": inv_freq, "positions": positions}
-    needs_gradient("metal_attn::rope_tables", given, tuple(given))
+    arguments = {"inv_freq": inv_freq, "positions": positions}
+    needs_gradient("metal_attn::rope_tables", arguments, tuple(arguments))
     return below(_OPS.rope_tables, inv_freq, positions, **options)
 
 
-count_writes("rope_", lambda given: ["q"] if given["k"] is None else ["q", "k"])
+count_writes("rope_", lambda arguments: ["q"] if arguments["k"] is None else ["q", "k"])

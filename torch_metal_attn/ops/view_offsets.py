@@ -17,8 +17,8 @@ def offsets_kept(fake: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fake)
     def run(*values: Any, **options: Any) -> Any:
-        given = (*values, *options.values())
-        tensors = [x for x in given if isinstance(x, Tensor)]
+        arguments = (*values, *options.values())
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
         if any(isinstance(x.storage_offset(), torch.SymInt) for x in tensors):
             _teach_inductor()
         return fake(*values, **options)
@@ -28,7 +28,7 @@ def offsets_kept(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _teach_inductor() -> None:
-    """What pytorch#198069 adds: the offset as it was traced, as with sizes and strides."""
+    """As pytorch#198069 adds it: the offset as it was traced, as with sizes and strides."""
     from torch._inductor.lowering import lowerings, register_lowering
     from torch._inductor.virtualized import V
 

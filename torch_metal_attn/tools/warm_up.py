@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_metal_attn.call.arguments import as_bool
-from torch_metal_attn.kv_cache.paged import unwritten
+from torch_metal_attn.kv_cache.pages import unwritten
 from torch_metal_attn.runtime import extension, mps
 from torch_metal_attn.runtime.refusals import as_value_errors
 from torch_metal_attn.tools.explain import ops

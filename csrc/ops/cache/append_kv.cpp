@@ -21,7 +21,7 @@
 namespace metal_attn {
 namespace {
 
-// --- What the op refuses. ---
+// --- Checks. ---
 
 constexpr char kNewLayout[] = "(batch, heads, length, head_dim)";
 constexpr char kPackedLayout[] = "(tokens, heads, head_dim)";
@@ -31,7 +31,7 @@ void check_layout(ArgumentName name, const Tensor& tensor, int64_t rank, const c
   check_rows(name, tensor);
 }
 
-// Of k, v or q.
+// For k, v or q.
 void check_new(ArgumentName name, const Tensor& tensor, const AppendKvArguments& a) {
   check_layout(name, tensor, a.packed ? 3 : 4, a.packed ? kPackedLayout : kNewLayout);
 }
@@ -209,7 +209,7 @@ void check_written_once(const AppendKvArguments& a, const AppendKvProblem& p,
   }
 }
 
-// What only the values of indices show, where the host can read them.
+// Checks the values of indices, if the host can read them.
 void check_values(const AppendKvArguments& a, const AppendKvProblem& p) {
   const auto values = [](const OptionalTensor& tensor) {
     return tensor ? values_on_cpu(*tensor) : nullptr;
@@ -422,7 +422,7 @@ Launch append_kv_launch(const AppendKvArguments& a, const AppendKvProblem& p,
 
   Launch launch("append_kv", append_kv_defines(a, p, s));
   const auto add = [&](uint32_t slot, const Tensor& tensor, bool writable) {
-    // Where no row is written a tensor may have no memory, and q stands for it.
+    // If no row is written, a tensor may have no memory, and q stands for it.
     launch.buffers.push_back({slot, tensor.numel() > 0 ? tensor : *a.q, writable});
   };
   const auto add_given = [&](uint32_t slot, const OptionalTensor& tensor, bool writable) {

@@ -32,7 +32,7 @@ int64_t last_size(const Tensor& tensor) {
   return tensor.dim() == 0 ? 0 : tensor.size(tensor.dim() - 1);
 }
 
-// Of codes of so many bits: one with groups of 64 columns if the scales are so few.
+// The format with codes of so many bits: groups of 64 columns if there are so few scales.
 KvFormat grouped(int bits, const QuantisedOperand& operand) {
   const int64_t units = last_size(operand.data) / (bits == 3 ? 3 : 1);
   const int group = units > 0 && units == 4 * last_size(*operand.scale) ? 64 : 32;

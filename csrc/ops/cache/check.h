@@ -1,4 +1,4 @@
-// What ops that read or write a cache refuse of it, and what is left to know.
+// Checks of a cache's arguments, for the ops that read or write it.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 
 namespace metal_attn {
 
-// What the dtypes of k and v and of their scales tell, and whether they may be together.
+// The formats of k and v, from their dtypes and those of their scales, which must fit together.
 KvFormats check_kv_formats(const CacheOptions& options, const Tensor& q, const Tensor& k,
                            const Tensor& v);
 
-// Whether a row has scales of its own, which are written with it.
+// True if a row has scales of its own, which are written with it.
 inline bool has_row_scales(KvFormat format) { return kv_row_scales(static_cast<int>(format)); }
 
 // The last size of k or v with so many columns.
@@ -27,7 +27,7 @@ int64_t kv_columns(const Tensor& tensor, KvFormat format);
 void check_scales(const CacheOptions& options, KvFormats formats, const Tensor& k, const Tensor& v,
                   int32_t batch);
 
-// What `hadamard` is, which all ops that have it refuse alike.
+// Checks `hadamard`, alike for all ops that have it.
 int check_hadamard(int64_t hadamard, const CacheNames& names, KvFormats formats, int64_t columns,
                    int64_t v_columns);
 
@@ -38,7 +38,7 @@ const char* cache_layout(const CacheOptions& options);
 int32_t check_cache_capacity(const CacheOptions& options, const Tensor& k, const Tensor& q,
                              int32_t batch);
 
-// Values that are at hand: on mps the kernel checks them. `seen`: one a sequence.
+// Checks values that the host can read: on mps the kernel checks them. `seen`: one a sequence.
 void check_cache_values(const CacheOptions& options, const Tensor& k,
                         const std::vector<SeenKeys>& seen);
 
@@ -50,7 +50,7 @@ struct CachedRows {
   int64_t sequence;
 };
 
-// Where the keys of each sequence are, by values that are at hand.
+// The places of each sequence's keys, by values that the host can read.
 std::vector<CachedRows> cached_rows(const CacheOptions& options, int64_t page_size,
                                     const std::vector<SeenKeys>& keys);
 
@@ -63,11 +63,11 @@ std::optional<Element> own_element(KvFormats formats, Element q_element, const T
 CacheFeatures cache_features(const CacheOptions& options, KvFormats formats, Element q_element,
                              const Tensor& k);
 
-// Whether v's rows are the first columns of k's, as in the latent caches of DeepSeek's MLA, so that
+// True if v's rows are the first columns of k's, as in the latent caches of DeepSeek's MLA, so that
 // one read or write serves both.
 bool v_in_k(const CacheOptions& options, KvFormats formats, const Tensor& k, const Tensor& v);
 
-// Whether two tensors begin at one element and step alike, the second no wider.
+// True if two tensors begin at one element and step alike, the second no wider.
 bool begins(const Tensor& whole, const Tensor& part);
 
 RowStrides scale_strides(const OptionalTensor& scale);

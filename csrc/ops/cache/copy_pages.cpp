@@ -15,7 +15,7 @@
 namespace metal_attn {
 namespace {
 
-// --- What the op refuses. ---
+// --- Checks. ---
 
 void check_pages(ArgumentName name, const Tensor& pages, const Tensor& cache) {
   check_same_device(name, pages, "cache", cache);
@@ -81,7 +81,7 @@ struct Run {
   int64_t size;
 };
 
-// What of a page lies side by side, innermost first: neighbours in memory are joined.
+// The contiguous runs of a page, innermost first: neighbours in memory are joined.
 std::vector<Run> page_runs(const Tensor& cache) {
   std::vector<Run> dims;
   for (int64_t dim = 1; dim < cache.dim(); ++dim) {

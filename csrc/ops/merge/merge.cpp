@@ -20,7 +20,7 @@ struct MergeSpecialisation {
   Grid grid;
 };
 
-// --- What the ops refuse. ---
+// --- Checks. ---
 
 // Rows of `columns` columns, counted through batch, head and row of a head.
 MergeShape merge_shape(ArgumentName name, const Tensor& tensor, int64_t batch, int64_t heads,
@@ -116,7 +116,7 @@ MergeProblem check_merge_splits(const MergeSplitsArguments& a) {
 constexpr int kChunkBytes = 16;
 constexpr int64_t kStateThreads = 256;  // of a threadgroup, at least where rows are narrow
 
-// Whether rows of a dense out are aligned to 16 bytes.
+// True if rows of a dense out are aligned to 16 bytes.
 bool dense_rows_aligned_16(const MergeProblem& p) {
   return p.shape.columns * element_bytes(p.element) % kChunkBytes == 0;
 }

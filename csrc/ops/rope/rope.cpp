@@ -26,7 +26,7 @@ struct RopeSpecialisation {
   Grid grid;
 };
 
-// --- What the ops refuse. ---
+// --- Checks. ---
 
 // (P, R / 2), (1, P, R / 2) or (B, P, R / 2).
 void check_table(ArgumentName name, const Tensor& table, int32_t batch, int32_t head_dim) {

@@ -10,7 +10,7 @@ namespace metal_attn {
 namespace {
 
 // A thread keeps cos and sin for at most this many heads: with 8, loading the tables is an eighth
-// of a load a head. Reckoned, as all of this, from what others published about the hardware.
+// of a load a head. These numbers are estimates from published facts about the hardware.
 constexpr int64_t kMaxHeads = 8;
 
 // Heads are shared out only where at least this many threads stay: a GPU of 80 cores holds 61440 of

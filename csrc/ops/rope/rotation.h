@@ -1,5 +1,4 @@
-// How rows are rotated from memory to memory (shaders/rotate_rows.h): what rope and append_kv
-// share.
+// How rows are rotated from memory to memory (shaders/rotate_rows.h), for rope and append_kv.
 #pragma once
 
 #include <cstdint>

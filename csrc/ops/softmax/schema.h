@@ -9,7 +9,7 @@
 #define SOFTMAX_INPLACE_ARGUMENTS "(Tensor(a!) x, int dim=-1"
 #define CAUSAL_MASK_ARGUMENTS "(Tensor scores, SymInt q_offset=0"
 #define CAUSAL_MASK_INPLACE_ARGUMENTS "(Tensor(a!) scores, SymInt q_offset=0"
-// What apply_causal_mask_ is in a graph without mutations: applied to a copy.
+// apply_causal_mask_ in a graph without mutations: applied to a copy.
 #define APPLY_CAUSAL_MASK_TO_COPY "_apply_causal_mask_to_copy" CAUSAL_MASK_ARGUMENTS ") -> Tensor"
 
 namespace metal_attn {

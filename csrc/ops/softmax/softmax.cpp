@@ -49,9 +49,9 @@ struct SoftmaxSpecialisation {
   }
 };
 
-// --- What the ops refuse. ---
+// --- Checks. ---
 
-// Whether rows begin at 16 bytes, without gaps.
+// True if rows begin at 16 bytes, without gaps.
 bool wide_rows(const Tensor& tensor) {
   return tensor.stride(tensor.dim() - 1) == 1 && rows_aligned_16(tensor);
 }
@@ -62,8 +62,8 @@ Element check_operand(ArgumentName name, const Tensor& tensor) {
   return check_element(name, tensor);
 }
 
-// `tensor` has its rows along the last dimension already; messages are about `given`.
-SoftmaxRows check_rows(ArgumentName name, const Tensor& tensor, const Tensor& given,
+// `tensor` has its rows along the last dimension already; messages show the shape of `original`.
+SoftmaxRows check_rows(ArgumentName name, const Tensor& tensor, const Tensor& original,
                        Element element) {
   SoftmaxRows rows{element, 1, tensor.size(tensor.dim() - 1), false};
   bool empty = rows.length == 0;
@@ -72,7 +72,7 @@ SoftmaxRows check_rows(ArgumentName name, const Tensor& tensor, const Tensor& gi
     empty = empty || tensor.size(dim) == 0;
     countable = countable && !__builtin_mul_overflow(rows.count, tensor.size(dim), &rows.count);
   }
-  check(empty || (countable && rows.count <= kMaxLength), name, " has shape ", shape_text(given),
+  check(empty || (countable && rows.count <= kMaxLength), name, " has shape ", shape_text(original),
         ", in which more than ", kMaxLength, " rows of ", rows.length,
         " values lie; there may be at most that many");
   rows.count = empty ? 0 : rows.count;
@@ -207,7 +207,7 @@ Launch causal_mask_launch(const SoftmaxRows& rows, const SoftmaxSpecialisation& 
 
 // --- The ops. ---
 
-// Whether any score is masked: the first query sees the fewest keys.
+// True if any score is masked: the first query sees the fewest keys.
 bool masks(const SoftmaxRows& rows, const Tensor& scores, int64_t q_offset) {
   return rows.count > 0 && q_offset + 1 < scores.size(scores.dim() - 1);
 }

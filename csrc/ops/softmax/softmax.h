@@ -10,8 +10,8 @@ namespace metal_attn {
 // All take float32, float16 or bfloat16 of any strides, throw std::invalid_argument for arguments
 // other than described, and accumulate in float32.
 
-// Of x, (..., N, ...) with N in 0..2^31-1024 at `dim`; a row of -inf alone gives 0. Like x in
-// dtype, and in the memory order that torch.empty_like gives.
+// The softmax of x, (..., N, ...) with N in 0..2^31-1024 at `dim`; a row of -inf alone gives 0.
+// Like x in dtype, and in the memory order that torch.empty_like gives.
 Tensor softmax(const Tensor& x, int64_t dim, Backend& backend);
 
 // The same in place. Throws also where x may overlap itself.

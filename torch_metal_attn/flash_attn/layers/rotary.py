@@ -35,7 +35,7 @@ __all__ = [
 _ROPE = torch.ops.metal_attn.rope.default
 _ROPE_INPLACE = torch.ops.metal_attn.rope_.default
 
-# What errors call the arguments. Positions are computed from the offsets.
+# The arguments' names in errors. Positions are computed from the offsets.
 _OFFSETS = {"seqlen_offset": "seqlen_offsets", "positions": "seqlen_offsets"}
 _X_NAMES = ArgumentNames({"q": "x", **_OFFSETS}, blhd=True)
 _KV_NAMES = ArgumentNames({"q": "kv[:, :, 0]", **_OFFSETS}, blhd=True)
@@ -109,15 +109,15 @@ def apply_rotary_emb_torch(
     """
     check_one_device(x=x, cos=cos, sin=sin)
     for name, table in (("cos", cos), ("sin", sin)):
-        if min(table.dim(), x.dim() - 1) < 2 or table.shape != cos.shape or not table.shape[-1]:
+        if (
+            min(table.dim(), x.dim() - 1) < 2
+            or table.shape != cos.shape
+            or table.shape[-2] != x.shape[-3]
+            or not 0 < 2 * table.shape[-1] <= x.shape[-1]
+        ):
             raise ValueError(
-                f"{name} has shape {tuple(table.shape)} and x {tuple(x.shape)}; it must be (L, R / "
-                "2) or (B, L, R / 2), as the other table, and x (B, L, H, D)"
-            )
-        if 2 * table.shape[-1] > x.shape[-1] or table.shape[-2:-1] != x.shape[-3:-2]:
-            raise ValueError(
-                f"{name} has shape {tuple(table.shape)} and x {tuple(x.shape)}; it must have a row "
-                "for each token, and at most half as many columns"
+                f"{name} has shape {tuple(table.shape)} and x {tuple(x.shape)}; with x (B, L, H, "
+                "D) both tables must be (L, R / 2) or (B, L, R / 2), with 0 < R <= D"
             )
     return rotate_pairs(
         x, cos.unsqueeze(-2), sin.unsqueeze(-2), as_bool("interleaved", interleaved)
@@ -155,7 +155,7 @@ def apply_rotary_emb(
     if x.dim() != 4 - packed:
         raise ValueError(f"x has shape {tuple(x.shape)}; {layout}")
     if cu_seqlens is None:
-        options = _offset_options(seqlen_offsets, x.shape[0], x.shape[1])
+        options = _options(x, seqlen_offsets, interleaved)
     else:
         rows, offset = cos.shape[-2], seqlen_offsets
         if not isinstance(offset, Tensor):
@@ -166,7 +166,7 @@ def apply_rotary_emb(
                     f"within the {rows} rows of cos"
                 )
         options = {"positions": _packed_positions(x.shape[0], cu_seqlens, offset)}
-    options["interleaved"] = as_bool("interleaved", interleaved)
+        options["interleaved"] = as_bool("interleaved", interleaved)
 
     def to_bhld(tensor: Tensor) -> Tensor:
         return (tensor[None] if packed else tensor).transpose(1, 2)
@@ -209,12 +209,16 @@ def apply_rotary_emb_qkv_(
         num_heads_q = as_int("num_heads_q", num_heads_q)
     _check_heads(qkv, num_heads_q)
     _check_own_tables(cos, cos_k, sin_k)
-    options = _offset_options(seqlen_offsets, qkv.shape[0], qkv.shape[1])
-    options["interleaved"] = as_bool("interleaved", interleaved)
+    options = _options(qkv, seqlen_offsets, interleaved)
     names = _QKV_NAMES if num_heads_q is None else _HEADS_NAMES
 
     def calls(target: Tensor) -> list[tuple[Tensor | None, ...]]:
-        q, k = (x.transpose(1, 2) for x in _q_and_k(target, num_heads_q))
+        if num_heads_q is None:
+            parts = target[:, :, 0], target[:, :, 1]
+        else:
+            end_of_k = (target.shape[2] + num_heads_q) // 2
+            parts = target[:, :, :num_heads_q], target[:, :, num_heads_q:end_of_k]
+        q, k = (x.transpose(1, 2) for x in parts)
         if cos_k is None:
             return [(q, k, cos, sin)]
         return [(q, None, cos, sin), (k, None, cos_k, sin_k)]
@@ -237,9 +241,7 @@ def apply_rotary_emb_kv_(
     check_tensors(kv=kv, cos=cos, sin=sin)
     if kv.dim() != 5 or kv.shape[2] != 2:
         raise ValueError(f"kv has shape {tuple(kv.shape)}; it must be (B, L, 2, H, D)")
-    options = _offset_options(seqlen_offsets, kv.shape[0], kv.shape[1])
-    options["interleaved"] = as_bool("interleaved", interleaved)
-
+    options = _options(kv, seqlen_offsets, interleaved)
     return _in_place(
         kv, _KV_NAMES, options, lambda kv: [(kv[:, :, 0].transpose(1, 2), None, cos, sin)]
     )
@@ -252,10 +254,9 @@ class RotaryEmbedding(nn.Module):
     with scale_base Sun et al., "A Length-Extrapolatable Transformer" (2022), which multiplies q's
     pairs by a power of the position and k's by its inverse.
 
-    Args: dim: number of columns to rotate, even. base: base of the wavelengths. interleaved:
-        neighbouring columns form a pair, instead of columns i and i + dim / 2. scale_base: the
-        number of positions over which the weights change by one power (512 in the paper); None
-        for no weights. device: where the frequencies lie.
+    Args: dim: number of columns to rotate, even. base: base of the wavelengths. interleaved: as in
+        `apply_rotary_emb`. scale_base: the number of positions over which the weights change by one
+        power (512 in the paper); None for no weights. device: of the frequencies.
 
     Raises:
         ValueError: dim, base or scale_base is not positive, or dim is odd.
@@ -314,10 +315,10 @@ class RotaryEmbedding(nn.Module):
         max_seqlen = as_int_at_least("max_seqlen", max_seqlen, 0, INT32_MAX)
         cos, sin, cos_k, sin_k = self._tables_for(max_seqlen, qkv)
         if kv is None:
-            own = {} if self.scale is None else {"cos_k": cos_k, "sin_k": sin_k}
+            tables_of_k = {} if self.scale is None else {"cos_k": cos_k, "sin_k": sin_k}
             return apply_rotary_emb_qkv_(
                 *(qkv, cos, sin),
-                **own,
+                **tables_of_k,
                 interleaved=self.interleaved,
                 seqlen_offsets=seqlen_offset,
                 num_heads_q=num_heads_q,
@@ -327,19 +328,16 @@ class RotaryEmbedding(nn.Module):
 
     def _tables_for(self, length: int, like: Tensor) -> tuple[Tensor, ...]:
         """cos and sin of q, and of k: (length or more, dim / 2), in like's dtype and device."""
-        tables = self._tables
-        if (
-            not tables
-            or tables[0].shape[0] < length
-            or tables[0].device != like.device
-            or tables[0].dtype != like.dtype
+        if self._tables:
+            cos = self._tables[0]
             # Autograd saves the tables, and cannot save tensors made in inference mode.
-            or (tables[0].is_inference() and not torch.is_inference_mode_enabled())
-        ):
-            self._tables = self._new_tables(length, like)
-        return self._tables
-
-    def _new_tables(self, length: int, like: Tensor) -> tuple[Tensor, ...]:
+            savable = not cos.is_inference() or torch.is_inference_mode_enabled()
+            if (
+                savable
+                and cos.shape[0] >= length
+                and (cos.device, cos.dtype) == (like.device, like.dtype)
+            ):
+                return self._tables
         inv_freq = self.inv_freq.to(like.device)
         if inv_freq.dtype != torch.float32:  # the model was cast
             inv_freq, _ = rope.default(self.dim, self.base, device=like.device)
@@ -352,15 +350,8 @@ class RotaryEmbedding(nn.Module):
             weights = self.scale.to(like.device, torch.float32) ** powers[:, None]
             of_q = (tables[0] * weights, tables[1] * weights)
             of_k = (tables[0] / weights, tables[1] / weights)
-        return tuple(table.to(like.dtype) for table in (*of_q, *of_k))
-
-
-def _q_and_k(qkv: Tensor, num_heads_q: int | None) -> tuple[Tensor, Tensor]:
-    """Views (B, L, H, D) of the two in `qkv`."""
-    if num_heads_q is None:
-        return qkv[:, :, 0], qkv[:, :, 1]
-    end_of_k = (qkv.shape[2] + num_heads_q) // 2
-    return qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:end_of_k]
+        self._tables = tuple(table.to(like.dtype) for table in (*of_q, *of_k))
+        return self._tables
 
 
 def _check_heads(qkv: Tensor, num_heads_q: int | None) -> None:
@@ -398,14 +389,16 @@ def _check_own_tables(cos: Tensor, cos_k: Tensor | None, sin_k: Tensor | None) -
             )
 
 
-def _offset_options(seqlen_offsets: int | Tensor, batch: int, length: int) -> dict[str, Any]:
+def _options(x: Tensor, seqlen_offsets: int | Tensor, interleaved: bool) -> dict[str, Any]:
+    """The op's options for x (B, L, ...)."""
+    options: dict[str, Any] = {"interleaved": as_bool("interleaved", interleaved)}
     if not isinstance(seqlen_offsets, Tensor):
-        return {"seqlen_offset": as_int("seqlen_offsets", seqlen_offsets)}
+        return options | {"seqlen_offset": as_int("seqlen_offsets", seqlen_offsets)}
     if seqlen_offsets.dtype == torch.int32:
-        return {"seqlen_offsets": seqlen_offsets}
-    _check_offsets(seqlen_offsets, batch)
-    tokens = torch.arange(length, device=seqlen_offsets.device)
-    return {"positions": seqlen_offsets[:, None] + tokens}
+        return options | {"seqlen_offsets": seqlen_offsets}
+    _check_offsets(seqlen_offsets, x.shape[0])
+    tokens = torch.arange(x.shape[1], device=seqlen_offsets.device)
+    return options | {"positions": seqlen_offsets[:, None] + tokens}
 
 
 def _check_offsets(seqlen_offsets: Tensor, batch: int) -> None:

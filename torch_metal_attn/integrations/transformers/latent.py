@@ -21,7 +21,7 @@ from torch_metal_attn.integrations.transformers.fusion import Replacing, own_cla
 from torch_metal_attn.integrations.transformers.refusals import unwrapped
 from torch_metal_attn.kv_cache import LatentCache, StaticLatentCache
 from torch_metal_attn.kv_cache.recent import RecentRows
-from torch_metal_attn.kv_cache.storage import Storage
+from torch_metal_attn.kv_cache.writes import CacheStorage
 from torch_metal_attn.ops.differentiation import forward_only
 from torch_metal_attn.quantisation import dequantise
 from torch_metal_attn.wording import type_text, with_article
@@ -260,7 +260,7 @@ class LatentLayer(CacheLayerMixin):
         self.is_initialized = True
 
     @property
-    def storage(self) -> Storage:
+    def storage(self) -> CacheStorage:
         assert self.cache is not None
         return self.cache._storage
 

@@ -60,6 +60,8 @@ MADE = [
     ({"windows": [5, 5]}, "windows has 2 numbers; it must have 1, one a layer"),
     ({"windows": [-2]}, r"windows\[0\] is -2; it must be at least -1"),
     ({"windows": 5}, "windows is 5; it must be a sequence of ints, one a layer"),
+    ({"page_size": 4.5}, "page_size is 4.5; it must be an int"),
+    ({"format": "fp8_e4m3", "v_scale": 2.0}, "v_scale is a float; it must be a tensor"),
 ]
 # Changes of an append's arguments.
 APPENDED = [
@@ -99,6 +101,7 @@ STEPS = [
 ]
 # Other calls.
 CALLS = [
+    (lambda c: StaticLatentCache(1, 4, 513), r"latent_dim is 513; it must be in 1\.\.512"),
     (lambda c: StaticLatentCache(1, 4, rotary_dim=65), r"rotary_dim is 65; it must be in 0\.\.64"),
     (
         lambda c: StaticLatentCache(1, 4, 64, 16, format="q8_0"),
@@ -115,6 +118,9 @@ CALLS = [
     (lambda c: c.truncate(0, 1), "length is 1; sequence 0 has 0 rows"),
     (lambda c: (c.free(0), c.fork(0)), "there is no sequence 0: the id was freed, or never"),
     (lambda c: c.free("a"), "id is 'a'; it must be an int"),
+    (lambda c: c.seqlens([0], "1"), "layer is '1'; it must be an int"),
+    (lambda c: c.match_prefix([1.5]), r"token_ids\[0\] is 1.5; it must be an int"),
+    (lambda c: c.advance([0], -1), "length is -1; it must be at least 0"),
     (lambda c: c.reserve([0], 1.5), "length is 1.5; it must be an int"),
     (lambda c: c.reserve([0], resized(torch.tensor(1), 0)), r"length has shape \(\) .* of 0 bytes"),
     (lambda c: c.import_sequence([]), "exported has type list; it must be what export_sequence"),
@@ -128,6 +134,8 @@ CALLS = [
     ),
     (lambda c: static().decode_step(*[ROWS] * 3, foo=1), "decode_step has no argument foo;"),
     (lambda c: static().advance(11), r"length is 11; a sequence has 0 of 10 rows, .* in 0\.\.10"),
+    (lambda c: static().truncate("a", 1), "index is 'a'; it must be an int"),
+    (lambda c: static().slots([0.5]), r"indices\[0\] is 0.5; it must be an int"),
     (lambda c: static().reset(2), "indices is 2; it must be a sequence of ints"),
     (lambda c: static().reorder([0]), "beam_idx has 1 entry; it must"),
     (lambda c: static().reorder([0, 3, 1]), "beam_idx is 3; it must be in 0"),
@@ -152,6 +160,11 @@ REFUSED = [
 
 WRONG = {
     "strides of k": ({"k": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "k has strides"),
+    "strides of v": ({"v": some_rows(columns=2 * HEAD_DIM)[..., ::2]}, "v has strides"),
+    "wide tables": (
+        {"rotary_cos": torch.ones(40, 5), "rotary_sin": torch.ones(40, 5)},
+        "rotary_cos has 5 columns and k a head dim of 8",
+    ),
     "one table": ({"rotary_cos": TABLE}, "only one of rotary_cos and rotary_sin"),
     "short tables": (
         {"rotary_cos": TABLE[:9], "rotary_sin": TABLE[:9]},

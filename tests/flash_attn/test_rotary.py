@@ -189,6 +189,8 @@ REFUSED = [
         ends(0, 5) | {"max_seqlen": 29, "seqlen_offsets": 2},
         "max_seqlen is 29 and seqlen_offsets 2; they must stay within the 30 rows",
     ),
+    (EMB, {"x": [1.0]}, "x is a list; it must be a tensor"),
+    (EMB, {"cos": None}, "cos is None; it must be a tensor"),
     (EMB, {"interleaved": "a"}, "interleaved is 'a'; it must be a bool"),
     (
         EMB,
@@ -201,6 +203,9 @@ REFUSED = [
         (QKV, {"qkv": normal(2, 17, 6, 24), "num_heads_q": n}, f"num_heads_q is {n}; it must leave")
         for n in (3, 8)
     ),
+    (QKV, {"qkv": None}, "qkv is None; it must be a tensor"),
+    (QKV, {"qkv": normal(2, 17, 6, 24), "num_heads_q": 4.0}, r"num_heads_q is 4\.0; it must be an"),
+    (QKV, {"cos_k": 1, "sin_k": 1}, "cos_k is an int; it must be a tensor"),
     (QKV, {"num_heads_q": 4}, "num_heads_q is 4; it must be None"),
     (QKV, {"cos_k": torch.zeros(30, 8)}, "sin_k is None; give both"),
     (

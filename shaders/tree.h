@@ -74,7 +74,7 @@ struct TokenTree {
 
 // What the caller says of one sequence's new tokens: whatever it is, nothing outside the sequence's
 // own rows is read.
-struct GivenTree {
+struct TreeInput {
   const device int* parents;  // TREE_PARENTS: of each token an earlier one, or -1
   const device uchar* rows;   // TREE_MASK
   int64_t row_stride;

@@ -96,12 +96,13 @@ MUTANTS = {
             != 0;
         tree of the first sequence: first = {~batch => 0~} * params.tree_batch_stride
         parents of the first packed sequence: (TREE_PARENTS ? first {~+ sequence.q_start =>~} : 0)
-        mask of the first packed sequence: first + {~sequence.q_start => 0~} * given.row_stride
-        tokens a key late: kv_block + column, visible.existing.end - tree.count{~=> + 1~}
+        mask of the first packed sequence: first + {~sequence.q_start => 0~} * input.row_stride
+        tokens a key late: column, task.visible.existing.end - task.tree.count{~=> + 1~}
         the even key for both: column + column_offset(j) {~+ e =>~}
-        tree of the tile's first row: tree.token({~rows[i].query => 0~})
+        tree of the tile's first row: tree.token({~query => 0~})
         tree never applied: } else if (TREE && {~hides => false~})
-        tree of the diagonal: {~seen_by_first.end = visible.existing.end - tree.count; =>~}
+        tree of the diagonal:
+            {~seen_by_first.end = task.visible.existing.end - task.tree.count; =>~}
     """,
     problems.large_trees: """
         tokens of one word: {~token < 32 ? uint2(bit, 0) : uint2(0, bit => uint2(bit, 0~})
@@ -113,20 +114,20 @@ MUTANTS = {
     problems.windows: """
         window by the row: visible.keys_of({~max(token.depth, 0) => i~}).begin
         window without the path:
-            {~token.seen.drop_first(token.begin - (visible.existing.end - given.count)); =>~}
+            {~token.seen.drop_first(token.begin - (visible.existing.end - tree.count)); =>~}
         window without old keys: key < first_new ? {~key >= token.begin => true~}
         a token's own place left out: mask = {~( =>~}1u << (token % 32){~) - 1u =>~}
-        window of the tile's rows: visible.keys_of({~tree.count - 1 => 0~});
+        window of the tile's rows: visible.keys_of({~task.tree.count - 1 => 0~});
     """,
     problems.rotated_steps: """
         no barrier after the tokens [race or uninitialised]:
-            } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} } // A lane's rows
+            } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} sequence.impossible =
         keys rotated by their row: {~TREE && ROTATED ? place.tree.depth_of(row) : =>~} row
-        queries rotated by their row: {~queries.rotary.start_at(depth - other.query, true); =>~}
+        queries rotated by their row: {~queries.rotary.start_at(depth - row.query, true); =>~}
     """,
     problems.impossible_trees: """
         impossible tokens as if possible:
-            if ({~TREE && tree.depth_of(result_rows[i].query) < 0 => false~})
+            if ({~TREE && task.tree.depth_of(result.rows[i].query) < 0 => false~})
         later parents followed: possible = parent {~>= -1 && parent =>~} < own;
         a mask's later tokens: (i == token ? shown : {~i < token || !shown => true~})
         a mask's token itself: (i {~== token ? shown : i < => <=~} token || !shown)

@@ -1,4 +1,4 @@
-// What the backward kernels share: their own buffers, and weights and gradients of scores from
+// Shared by the backward kernels: their buffers, and weights and gradients of scores from
 // saved row statistics.
 #pragma once
 

@@ -211,13 +211,13 @@ struct DecodeKv {
            ((lane.first_span * KEY_FRAGMENTS + j) * OWN_V_SPANS + s) * UNIT_PAIRS + lane.index;
   }
 
-  // Where the lane's unit has the scale of its span.
+  // The place of the span's scale behind the lane's unit.
   METAL_FUNC static threadgroup float* scale_of(threadgroup LoadedPair* unit) {
     return reinterpret_cast<threadgroup float*>(unit + SPAN_FRAGMENTS * SIMD_LANES);
   }
 };
 
-// Where the results of one split go.
+// The destination of the results of one split.
 struct SplitResult {
   device Result* out;
   device float* lse;

@@ -1,4 +1,4 @@
-// What flash_decode works on: the sizes of its tile, the rows of q in it, and where a lane works.
+// The tile of flash_decode: its sizes, its rows of q, and a lane's place in it.
 #pragma once
 
 #include "blocks.h"
@@ -90,7 +90,7 @@ struct DecodeMemory {
   threadgroup LoadedPair* loaded_pairs;  // a block of k and v (ROW_SIMDGROUPS > 1)
 };
 
-// Where a lane works: in which fragments' elements, and in which SIMD group's keys, rows or spans.
+// A lane's place: its elements of fragments, and the keys, rows and spans of its SIMD group.
 struct DecodeLane {
   int index;  // in the SIMD group
   int simdgroup;
@@ -128,12 +128,12 @@ struct DecodeLane {
   }
 };
 
-// Whether one of the SIMD groups' spans exists, of so many in a row.
+// True if a row of `row_spans` spans has this one.
 METAL_FUNC bool span_exists(int span, int row_spans) {
   return row_spans % COLUMN_SIMDGROUPS == 0 || span < row_spans;
 }
 
-// Which query of which head a row of the tile is.
+// The query and the head of a row of the tile.
 struct TileRow {
   int query;
   int head;

@@ -102,7 +102,7 @@ struct DbiasTile {
   int first_query;              // of the lane's row fragment 0
   int first_key;
 
-  // Of keys, or of everything: of sums over each SIMD group's rows, [SIMDGROUPS, BLOCK_K].
+  // For each key, or for all: adds up sums over each SIMD group's rows, [SIMDGROUPS, BLOCK_K].
   METAL_FUNC void write_columns(const threadgroup float* column_sums,
                                 constant FlashBwdBiasParams& params,
                                 ushort thread_index) const thread {
@@ -123,7 +123,7 @@ struct DbiasTile {
     }
   }
 
-  // Of queries.
+  // For each query.
   METAL_FUNC void write_rows(thread const ScoreTile& tile, constant FlashBwdBiasParams& params,
                              ushort column) const thread {
     UNROLL
@@ -215,7 +215,7 @@ struct DbiasTile {
   OwnQueries queries;
   ScoreTile sum;
   sum.fill(0.0f);
-  // Which tiles of K and V are staged, and of which queries the rows are loaded.
+  // The tiles of K and V that are staged, and the queries that are loaded.
   int staged_batch = -1;
   int staged_kv_head = -1;
   int staged_kv_tile = -1;
@@ -313,7 +313,7 @@ struct DbiasTile {
           const float distance = float(rules.distance - block) + float((i - j) * FRAGMENT);
           gradient *= -Fragment<float>(fabs(distance), fabs(distance - 1.0f));
         }
-        // What a query does not see adds nothing, whatever the values there are.
+        // Keys that a query does not see add nothing, whatever their values are.
         sum.fragments[i][j] += Fragment<float>(exists && score.x != -INFINITY ? gradient.x : 0.0f,
                                                exists && score.y != -INFINITY ? gradient.y : 0.0f);
       }

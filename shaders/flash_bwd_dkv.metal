@@ -8,7 +8,7 @@
 // COLUMN_SIMDGROUPS SIMD groups share rows. Each owns a part of the columns of dk and dv, and
 // computes the weights of a part of the scores over all columns; they exchange finished weights.
 //
-// Where that leaves cores idle, HEAD_SPLITS threadgroups have a part of the query heads each. They
+// If that leaves cores idle, HEAD_SPLITS threadgroups have a part of the query heads each. They
 // write parts of the gradients in float32, which flash_bwd_sum adds up.
 #include "dkv.h"
 #include "own_rows.h"

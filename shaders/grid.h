@@ -1,4 +1,4 @@
-// Which tile of rows a threadgroup has.
+// The tile of rows of a threadgroup.
 #pragma once
 
 #include "inputs.h"

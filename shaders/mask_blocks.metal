@@ -11,7 +11,7 @@
 constant constexpr int THREADS = MASK_BLOCKS_SIMDGROUPS * SIMD_LANES;
 constant constexpr int WORD_ELEMENTS = sizeof(WORD);
 
-// What a lane, then a SIMD group, has seen of a block.
+// The kinds of elements that a lane, then a SIMD group, has seen in a block.
 struct BlockState {
   bool shows;
   bool hides;

@@ -5,7 +5,7 @@
 #include "params.h"
 #include "tile.h"
 
-// Where a row is in its tensors.
+// The place of a row in its tensors.
 struct MergeRow {
   int64_t batch;
   int64_t head;

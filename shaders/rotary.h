@@ -5,7 +5,7 @@
 #include "rope.h"
 #include "tile.h"
 
-// Where nothing is rotated, there are no tables.
+// There are no tables if nothing is rotated.
 #ifndef ROTARY_DIM
 #define ROTARY_DIM 0
 #define ROTARY_ELEMENT float
@@ -64,7 +64,7 @@ struct RotaryTables {
     sines_stride = advances ? sines_stride : 0;
   }
 
-  // Where in the tables the entries of row `position` begin.
+  // The first entry of row `position` in the tables.
   METAL_FUNC Offset cosines_of(int position) const thread {
     return first_cosines + Offset(position) * cosines_stride;
   }

@@ -29,7 +29,7 @@ METAL_FUNC uint item_position(uint block, ushort row_thread, short item) {
                     : block + uint(item) * ROW_THREADS + row_thread;
 }
 
-// Whether the thread's items are one chunk, inside the row and none before `begin`.
+// True if the thread's items are one chunk, inside the row and none before `begin`.
 METAL_FUNC bool is_whole_chunk(uint block, ushort row_thread, uint begin, uint length) {
   const uint first = item_position(block, row_thread, 0);
   return WIDE_LOADS && first >= begin && first + ITEMS <= length;

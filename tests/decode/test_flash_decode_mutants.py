@@ -103,7 +103,7 @@ MUTANTS = {
         keys of one scale:
             *kv.scale_of(kv.key_unit(j, s)) = kv.keys.span_scale(k_places[j], {~kv.lane.span(s) =>
             0~})
-        values of one scale: *kv.scale_of(kv.value_unit(j, s)) = value_scale(j, {~s => 0~}
+        values of one scale: span_scale(v_places[j], {~kv.lane.span(s) => 0~})
         scales of values that are no keys' [uninitialised]:
             v_scales[j] = *kv.scale_of(kv.{~value_unit => key_unit~}(j
         scales where the codes are [wrong or race]: (unit + {~SPAN_FRAGMENTS => 0~} * SIMD_LANES)
@@ -191,7 +191,7 @@ MUTANTS = {
     """,
     problems.rules: """
         rules of the first query: batch, rows[i].head, {~rows[i].query => 0~}, lane.column
-        rules of the KV head: batch, {~rows[i].head => kv_head~}, rows[i].query, lane.column
+        rules of the KV head: batch, {~rows[i].head => task.kv_head~}, rows[i].query, lane.column
         rules dropped [everywhere]: {~apply_bias_and_mask(scores, first_column, masked); =>~}
     """,
     problems.latent: """

@@ -90,7 +90,7 @@ def test_explain():
 # As in test_flash_decode_mutants.
 MUTANTS = {
     problems.trees: """
-        ancestors not seen: own = {~parent => -1~};
+        ancestors not seen: next = {~parent => -1~};
         a mask's row of another token:
             const bool shown = rows[{~token => (token > 2 ? token - 1 : token)~} * row_stride + i]
             != 0;
@@ -128,7 +128,7 @@ MUTANTS = {
     problems.impossible_trees: """
         impossible tokens as if possible:
             if ({~TREE && task.tree.depth_of(result.rows[i].query) < 0 => false~})
-        later parents followed: possible = parent {~>= -1 && parent =>~} < own;
+        later parents followed: possible = parent {~>= -1 && parent =>~} < next;
         a mask's later tokens: (i == token ? shown : {~i < token || !shown => true~})
         a mask's token itself: (i {~== token ? shown : i < => <=~} token || !shown)
     """,

@@ -172,10 +172,7 @@ struct DbiasTile {
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_bias(
     FLASH_BWD_PARAMETERS device DBIAS_ELEMENT* dbias [[buffer(FLASH_BWD_DBIAS)]],
-    GRID_PARAMS(FlashBwdBiasParams, FLASH_PARAMS), GRID_POSITION,
-    ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_PARAMS(FlashBwdBiasParams, FLASH_PARAMS), GRID_POSITION, THREAD_INDICES) {
   SET_GRID_POSITION(FlashBwdBiasParams)
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
   // [BLOCK_K / 2, Dv] pairs of keys
@@ -183,10 +180,7 @@ struct DbiasTile {
   WHEN(TILES_SHARED, threadgroup uint4* const v_pairs = k_pairs;)
   THREADGROUP_ARRAY(QUERIES_SHARED, float, column_sums, COLUMN_SUMS)  // [SIMDGROUPS, BLOCK_K]
 
-  FlashInputs inputs;
-  BackwardBuffers buffers;
   FLASH_BWD_SET_INPUTS
-  constant FlashParams& problem = params.problem;
 
   const int split = threadgroup_position.x % params.splits;
   const int own_kv_tile = threadgroup_position.x / params.splits;

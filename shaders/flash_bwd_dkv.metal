@@ -166,9 +166,7 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dkv(
     FLASH_BWD_PARAMETERS device Result* dk [[buffer(FLASH_BWD_DK)]],
     device Result* dv [[buffer(FLASH_BWD_DV)]], GRID_PARAMS(FlashBwdParams, FLASH_PARAMS),
-    GRID_POSITION_AND_SIZE, ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_POSITION_AND_SIZE, THREAD_INDICES) {
   SET_GRID_POSITION_AND_SIZE(FlashBwdParams)
   threadgroup uint4 q_pairs[Q_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_Q / 2, D] pairs
   // [BLOCK_Q / 2, Dv] pairs
@@ -186,10 +184,7 @@ using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, gradient_parts, PARTS)
   THREADGROUP_ARRAY(NORMALISED, float, weight_factors, BLOCK_Q)
 
-  FlashInputs inputs;
-  BackwardBuffers buffers;
   FLASH_BWD_SET_INPUTS
-  constant FlashParams& problem = params.problem;
 
   DkvKeys keys;
   if (!keys.begin(inputs, dk, dv, params, threadgroup_position, threadgroups, thread_index,

@@ -107,10 +107,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, thread const DecodeTask
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_decode(
     FLASH_PARAMETERS device Result* out [[buffer(FLASH_DECODE_OUT)]],
     device float* softmax_lse [[buffer(FLASH_DECODE_LSE)]],
-    GRID_PARAMS(FlashDecodeParams, FLASH_PARAMS), GRID_POSITION_AND_SIZE,
-    ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup_index [[simdgroup_index_in_threadgroup]],
-    ushort lane_index [[thread_index_in_simdgroup]]) {
+    GRID_PARAMS(FlashDecodeParams, FLASH_PARAMS), GRID_POSITION_AND_SIZE, THREAD_INDICES) {
   SET_GRID_POSITION_AND_SIZE(FlashDecodeParams)
   threadgroup float score_tiles[SCORES];
   threadgroup float weight_tiles[WEIGHTS];
@@ -144,7 +141,7 @@ METAL_FUNC void attend(thread const FlashInputs& inputs, thread const DecodeTask
     result.fill(NAN, task, inputs, thread_index, params);
     return;
   }
-  DecodeLane lane;
-  lane.reset(simdgroup_index, lane_index);
-  attend(inputs, task, memory, lane, out, softmax_lse, params);
+  DecodeLane decode_lane;
+  decode_lane.reset(simdgroup, lane);
+  attend(inputs, task, memory, decode_lane, out, softmax_lse, params);
 }

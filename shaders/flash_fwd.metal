@@ -29,9 +29,7 @@ using KeysValues = conditional_t<KV_STAGED, StagedKv<ROW_FRAGMENTS, KEY_FRAGMENT
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_fwd(
     FLASH_PARAMETERS device ELEMENT* out [[buffer(FLASH_FWD_OUT)]],
     device float* softmax_lse [[buffer(FLASH_FWD_LSE)]], GRID_PARAMS(FlashFwdParams, FLASH_PARAMS),
-    GRID_POSITION_AND_SIZE, ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_POSITION_AND_SIZE, THREAD_INDICES) {
   SET_GRID_POSITION_AND_SIZE(FlashFwdParams)
   THREADGROUP_ARRAY(KV_STAGED, uint4, tiles, TILE_BYTES / sizeof(uint4))
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, score_parts, SCORE_PARTS)

@@ -69,9 +69,7 @@ struct TensorKv {
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_fwd_tensor(
     FLASH_PARAMETERS device ELEMENT* out [[buffer(FLASH_FWD_OUT)]],
     device float* softmax_lse [[buffer(FLASH_FWD_LSE)]], GRID_PARAMS(FlashFwdParams, FLASH_PARAMS),
-    GRID_POSITION_AND_SIZE, ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_POSITION_AND_SIZE, THREAD_INDICES) {
   SET_GRID_POSITION_AND_SIZE(FlashFwdParams)
   FlashInputs inputs;
   FLASH_SET_INPUTS

@@ -230,10 +230,6 @@ def codes_of_odd_rows():
     attend(**ONE, kv_length=45, head_dim=20, format="fp8_e4m3")
 
 
-def indices():
-    attend(cache="indexed")
-
-
 def lists():
     """Of keys in any order, twice and not at all, by KV head and sequence; two rows of tiles."""
     attend(listed=70, list_dims="bh", causal=True, q_offset=200)

@@ -7,7 +7,6 @@ from tests.helpers.mutants import mutant_tests
 # not show it the fault that the simulator reports.
 MUTANTS = {
     problems.plain: """
-        scale by 0.98 [everywhere]: scores.scale({~=> 0.98f *~}params.scale_log2)
         columns of q's fragments reversed: UNIT_COLUMNS + 2 * {~f => (3 - f)~} +
         units of q reversed: {~row / 2 => (3 - row / 2)~} * UNIT_COLUMNS
         spans of q swapped:
@@ -50,7 +49,6 @@ MUTANTS = {
         a SIMD group's out left out: if (giver < KEY_SIMDGROUPS - 1{~=> && giver != 1~}) {
         out of the fragment before: return (i * OWN_V_FRAGMENTS + d{~=> / 2~}) * SIMD_LANES
         sum of one lane: rows.softmax[i].{~row_sum() => lane_sum~}
-        logarithm in base 2: log2(row_sum)) {~* M_LN2_F =>~}
         q not shared: {~=> q_tile.fill(ELEMENT(0));~}exchange_query_fragments(q_tile, pairs, lane);
         no barrier after q is shared [uninitialised]:
             } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} UNROLL
@@ -200,8 +198,6 @@ MUTANTS = {
         keys that do not exist not zeroed: {~!V_IN_K || exist[j] => true~}
     """,
     problems.rotary: """
-        q not rotated:
-            {~rotary.rotated(tensor, offset(row), row, column) => tensor[offset(row) + column]~}
         q's row of the first query:
             queries.{~element(row.query => rotary.rotated(queries.tensor, queries.offset(row.query),
             0~}, d)
@@ -218,8 +214,6 @@ MUTANTS = {
             block_table {~+ batch * params.block_table_stride =>~}, sequence
     """,
     problems.whole_pages: """
-        page window never moved [simd_lane]:
-            {~=> (window >= 0 ||~}last_place < window + SIMD_LANES{~=> )~}
         page of the first lanes' window [simd_lane]: uint(first) / PAGE_ROWS {~- window =>~}
         one page of all keys of a block:
             page_among(readable, kv.readable_row({~first_row => first~}))
@@ -229,7 +223,6 @@ MUTANTS = {
         keys of missing pages as those of the first: {~pages[j] >= 0 => true~} ? product
         values of missing pages not zeroed: exist[j] = {~pages[j] >= 0 && =>~}
         values of missing pages, not zeroed, of lanes: exists = {~page >= 0 && =>~}
-        latents of missing pages not zeroed: {~!V_IN_K || exist[j] => true~}
     """,
     problems.no_pages: """
         the first page read where there is none [out_of_bounds]:
@@ -250,17 +243,11 @@ MUTANTS = {
         columns behind the last read [everywhere, out_of_bounds]:
             {~COLUMNS % FRAGMENT == 0 || column + i < COLUMNS => true~}
     """,
-    problems.indices: """
-        batch not looked up: CACHE_BATCH_IDX ? {~cache_batch_idx[batch] => batch~}
-        batch of the first sequence: CACHE_BATCH_IDX ? cache_batch_idx[{~batch => 0~}]
-    """,
     problems.packed_lists: """
         lists of the first sequence: PACKED_Q ? {~task.sequence.q_start + =>~} min(
         one list of a sequence: {~min(list, task.sequence.q_length) => 0~}
     """,
     problems.packed: """
-        q of the first sequence:
-            operand.reset(q, params.q_strides, batch, head, {~sequence.q_start => 0~})
         out of the first sequence [race]:
             row.reset(out, params.out_strides, batch, head, {~first => 0~}, 0)
         lse of the first sequence [race]: batch + {~first * params.lse_strides.row => 0~} +
@@ -349,8 +336,6 @@ MUTANTS = {
         padding of q never ignored:
             {~(params.append.rotary_from_leftpad != 0 ? sequence.first_key : 0) =>
             sequence.first_key~}
-        q not rotated:
-            {~rotary.rotated(tensor, offset(row), row, column) => tensor[offset(row) + column]~}
         q rotated at the first row: start_at({~task.first_rotary => 0~},
         q rotated as if without a padding:
             start_at(task.first_rotary{~=> + task.sequence.first_key~},

@@ -89,9 +89,9 @@ METAL_FUNC void add_rows(thread const ScoreTile& tile, threadgroup float* sums, 
     of_rows = fragment_column_sum(of_rows);
     // The lanes of row 0 have the sums over all rows.
     if (row == 0) {
-      threadgroup float* own = sums + j * FRAGMENT + column;
-      own[0] = of_rows.x;
-      own[1] = of_rows.y;
+      threadgroup float* place = sums + j * FRAGMENT + column;
+      place[0] = of_rows.x;
+      place[1] = of_rows.y;
     }
   }
 }

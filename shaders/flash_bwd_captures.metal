@@ -45,12 +45,12 @@ struct OrderedSums {
     // Else one element after the other. One lane writes them all, which orders its writes.
     for (int lowest = PLACES_DIFFER ? INT_MAX : simd_min(place); lowest != INT_MAX;
          lowest = simd_min(place)) {
-      const bool own = place == lowest;
-      const float total = simd_sum(own ? sum : 0.0f);
+      const bool is_lowest = place == lowest;
+      const float total = simd_sum(is_lowest ? sum : 0.0f);
       if (lane == 0) {
         copy[lowest] += total;
       }
-      place = own ? INT_MAX : place;
+      place = is_lowest ? INT_MAX : place;
     }
     place = INT_MAX;
     sum = 0.0f;

@@ -13,7 +13,7 @@
 #include "staged.h"
 #include "unstaged.h"
 
-// The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS,
+// The specialisation, from the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS,
 // BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, ROW_PAIRS, WIDE_LOADS; COLUMN_SIMDGROUPS 2 if two SIMD
 // groups share rows; KV_STAGED 0 without staging; and of the features that are on BAND, CHUNKED,
 // VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI,

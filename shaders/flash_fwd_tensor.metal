@@ -9,7 +9,7 @@
 #include "forward.h"
 #include "tensor_products.h"
 
-// The specialisation, given by the host: ELEMENT (float only if TF32 is allowed), HEAD_DIM_QK,
+// The specialisation, from the host: ELEMENT (float only if TF32 is allowed), HEAD_DIM_QK,
 // HEAD_DIM_V, V_SLICE, SIMDGROUPS, Q_IN_REGISTERS, WIDE_LOADS (of q too); and the features of
 // flash_fwd.metal.
 static_assert(BLOCK_K == SPAN_COLUMNS, "a product gives scores of 32 keys");

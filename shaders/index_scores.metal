@@ -7,7 +7,7 @@
 #include "piece.h"
 #include "products.h"
 
-// The specialisation, given by the host: ELEMENT, WEIGHT_ELEMENT, HEAD_DIM, BLOCK_K, SIMDGROUPS,
+// The specialisation, from the host: ELEMENT, WEIGHT_ELEMENT, HEAD_DIM, BLOCK_K, SIMDGROUPS,
 // WIDE_LOADS, ROW_PAIRS, LONG_OFFSETS, CAUSAL.
 FEATURE(CAUSAL)
 

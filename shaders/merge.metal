@@ -10,7 +10,7 @@
 #include "params.h"
 #include "softmax.h"
 
-// The specialisation, given by the host: ELEMENT, WIDE_LOADS, INFINITY_IS_EMPTY, IN_PLACE and
+// The specialisation, from the host: ELEMENT, WIDE_LOADS, INFINITY_IS_EMPTY, IN_PLACE and
 // SOME_ROWS of merge_state, and SINK, SINK_ELEMENT of merge_splits.
 
 FEATURE(INFINITY_IS_EMPTY)
@@ -18,8 +18,8 @@ FEATURE(IN_PLACE)
 FEATURE(SOME_ROWS)
 
 // A log-sum-exp as it is merged. flash-attn and vLLM give +inf for no keys.
-METAL_FUNC float lse_of(float given) {
-  return INFINITY_IS_EMPTY && given == INFINITY ? -INFINITY : given;
+METAL_FUNC float lse_of(float lse) {
+  return INFINITY_IS_EMPTY && lse == INFINITY ? -INFINITY : lse;
 }
 
 // One chunk of a row a thread.

@@ -7,7 +7,7 @@
 #include "softmax.h"
 #include "tile.h"
 
-// The specialisation, given by the host: ELEMENT, ROW_SIMDGROUPS, THREADGROUP_ROWS, WIDE_LOADS.
+// The specialisation, from the host: ELEMENT, ROW_SIMDGROUPS, THREADGROUP_ROWS, WIDE_LOADS.
 
 // Merges the normalisers of all SIMD groups of the row.
 METAL_FUNC void merge_simdgroups(thread SoftmaxNormaliser& normaliser, threadgroup float* row_max,

@@ -113,7 +113,8 @@ MUTANTS = {
     problems.vectors: """
         units of one lane for all [wrong or race or uninitialised]:
             u * LANES {~+ lane.index % LANES =>~}
-        values of the first keys: blocks.row(block.first + n * LOAD_KEYS {~+ lane.index / LANES =>~})
+        values of the first keys:
+            blocks.row(block.first + n * LOAD_KEYS {~+ lane.index / LANES =>~})
         weights of the first keys:
             weights[{~(n * LOAD_KEYS + lane.index / LANES) => n * LOAD_KEYS~} * ROWS + r]
         values outside the lengths not cleared: {~&& kv.is_valid(key) =>~}
@@ -304,8 +305,8 @@ MUTANTS = {
         page of the list's place: existing(numbers[{~uint(row) / PAGE_ROWS => 0~}])
     """,
     problems.lists_of_hidden_keys: """
-        hidden keys shown: {~found >= seen.begin && found < seen.end => true~} ?
-        rows that are not listed as the first: ? found : {~NO_ROW => 0~}
+        hidden keys shown: {~row >= seen.begin && row < seen.end => true~} ?
+        rows that are not listed as the first: ? row : {~NO_ROW => 0~}
     """,
     problems.impossible_entries: """
         impossible entries as none: {~keys[e] == IMPOSSIBLE_ROW ? NAN : =>~} -INFINITY

@@ -57,13 +57,13 @@ def test_strides(device):
     """Trees that are parts of wider tensors."""
     (q, k, v), options = problems.packed_q((6, 6), (60, 70), spare=0)
     q = q.unflatten(0, (2, 6)).transpose(1, 2)
-    given = {"q": q, "k": k, "v": v, "seqused_k": options["seqused_k"]}
+    tensors = {"q": q, "k": k, "v": v, "seqused_k": options["seqused_k"]}
     for form in ("parents", "tree_mask"):
         tree = problems.tree_of((problems.FORK, problems.FOREST), form, "each")[form]
         wide = torch.ones(2, *(size + 5 for size in tree.shape[1:]), dtype=tree.dtype)
         part = wide[(slice(None), *(slice(2, 8) for _ in tree.shape[1:]))]
         part.copy_(tree)
-        there = on(device, given)
+        there = on(device, tensors)
         expected = ops.flash_decode(**there, **on(device, {form: tree}))
         found = ops.flash_decode(**there, **{form: part if device == "cpu" else part.to(device)})
         assert all(map(torch.equal, found, expected))
@@ -73,18 +73,18 @@ def test_no_queries(device):
     """No sequence has any; and there are no sequences. With trees and without."""
     for lengths, used in (((0, 0), (5, 6)), ((), ())):
         q, (k, v) = torch.zeros(0, 4, 64), torch.zeros(2, len(lengths), 2, 8, 64)
-        given = {"cu_seqlens_q": torch.zeros(len(lengths) + 1).int(), "seqused_k": ints(*used)}
+        packing = {"cu_seqlens_q": torch.zeros(len(lengths) + 1).int(), "seqused_k": ints(*used)}
         for tree in ({}, {"parents": ints()}, {"tree_mask": torch.zeros(0, 0, dtype=torch.bool)}):
-            out, lse = ops.flash_decode(**on(device, {"q": q, "k": k, "v": v} | given | tree))
+            out, lse = ops.flash_decode(**on(device, {"q": q, "k": k, "v": v} | packing | tree))
             assert (out.shape, lse.shape) == (q.shape, (4, 0))
 
 
 def test_explain():
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "q_length": 4, "num_splits": 1}
-    given = arguments(case(call="flash_decode", **sizes))
-    text = str(explain(ops.flash_decode, **given, parents=ints(*problems.FORK[:4])))
+    tensors = arguments(case(call="flash_decode", **sizes))
+    text = str(explain(ops.flash_decode, **tensors, parents=ints(*problems.FORK[:4])))
     assert "of its new tokens a query sees those that parents says" in text
-    assert "new tokens" not in str(explain(ops.flash_decode, **given))
+    assert "new tokens" not in str(explain(ops.flash_decode, **tensors))
 
 
 # As in test_flash_decode_mutants.

@@ -105,12 +105,6 @@ def test_only_what_is_seen_is_read(case, num_splits):
     assert short.load_bytes["device"] <= keys * 2 * 64 * 2 + queries
 
 
-def test_simd_groups_with_their_own_keys_meet_at_no_barrier():
-    """But once at the end."""
-    short, long = (counters(n) for n in (1024, 2048))
-    assert short.threadgroup_barriers == long.threadgroup_barriers
-
-
 def test_splits_read_no_more_than_one():
     """Each has other keys; only the queries are read by all."""
     one, four = (counters(2048, num_splits=n).load_bytes["device"] for n in (1, 4))

@@ -9,7 +9,7 @@
 #include "features.h"
 #include "rotate_rows.h"
 
-// The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS, WIDE_STORES;
+// The specialisation, from the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, WIDE_LOADS, WIDE_STORES;
 // and of what is on PAGE_SIZE, CACHE_BATCH_IDX, CACHE_SEQLENS, LEFTPAD_K, KV_ELEMENT, KV_FORMAT,
 // V_FORMAT, K_SCALE, V_SCALE, V_IN_K, NEW_K_ROTARY with ROTARY_ELEMENT, ROTARY_DIM, ROTARY_FIRST,
 // ROTARY_INTERLEAVED and

@@ -1,4 +1,4 @@
-// What the backward kernels share: their own buffers, and weights and gradients of scores from
+// Shared by the backward kernels: their buffers, and weights and gradients of scores from
 // saved row statistics.
 #pragma once
 
@@ -20,7 +20,12 @@ using OutGradients = Operand<ELEMENT, HEAD_DIM_V>;
 #define FLASH_BWD_PARAMETERS FLASH_PARAMETERS FLASH_BWD_BUFFERS(FLASH_PARAMETER_WHEN)
 #define FLASH_BWD_SET_OR_NULL(feature, type, name, slot) \
   buffers.name = WHEN(feature, name) UNLESS(feature, nullptr);
-#define FLASH_BWD_SET_INPUTS FLASH_SET_INPUTS FLASH_BWD_BUFFERS(FLASH_BWD_SET_OR_NULL)
+#define FLASH_BWD_SET_INPUTS               \
+  FlashInputs inputs;                      \
+  BackwardBuffers buffers;                 \
+  FLASH_SET_INPUTS                         \
+  FLASH_BWD_BUFFERS(FLASH_BWD_SET_OR_NULL) \
+  constant FlashParams& problem = params.problem;
 
 // Only rows that hold nothing but the lowest float, or nearly so, have a lower log-sum-exp.
 constant constexpr float LOWEST_LSE = -2e38f;

@@ -33,10 +33,10 @@ struct BlockList {
             Offset(head) * Offset(params.index_strides.head) +
             Offset(list) * Offset(params.index_strides.query);
     stride = Offset(params.index_strides.key);
-    const int given =
+    const int listed =
         INDICES ? params.longest : counts[row_offset(params.count_strides, batch, head, list)];
-    count = clamp(given, 0, params.longest);
-    impossible = count != given;
+    count = clamp(listed, 0, params.longest);
+    impossible = count != listed;
   }
 
   METAL_FUNC int entry(int place) const thread { return entries[first + Offset(place) * stride]; }
@@ -103,8 +103,8 @@ struct ListedBlocks {
     if (entry < NO_ENTRY || entry >= existing) {
       return IMPOSSIBLE_ROW;
     }
-    const int found = entry * BLOCK + int(uint(place) % BLOCK);
-    return found >= seen.begin && found < seen.end ? found : NO_ROW;
+    const int row = entry * BLOCK + int(uint(place) % BLOCK);
+    return row >= seen.begin && row < seen.end ? row : NO_ROW;
   }
 
   // The walk's first row, unless it is `done` already.

@@ -30,7 +30,7 @@ struct AppendBuffers {
   const device ROTARY_ELEMENT* sin_table;
 };
 
-// Where the new rows of one sequence go.
+// The destination of the new rows of one sequence.
 struct AppendPlace {
   int first;                      // position of new row 0
   int64_t first_rotary;           // the row of cos and sin that rotates it

@@ -4,7 +4,7 @@
 
 #define UNROLL _Pragma("clang loop unroll(full)")
 
-// The specialisation, given by the host: WORD, an unsigned type as wide as elements and alignment
+// The specialisation, from the host: WORD, an unsigned type as wide as elements and alignment
 // allow, and INDEX (int or long).
 [[kernel, max_total_threads_per_threadgroup(COPY_PAGES_THREADS)]] void copy_pages(
     device WORD* cache [[buffer(COPY_PAGES_CACHE)]],

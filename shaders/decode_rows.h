@@ -1,15 +1,14 @@
 // The rows of q of flash_decode's tile: how they are loaded, and how products become their weights.
 #pragma once
 
+#include "decode_hadamard.h"
 #include "decode_products.h"
 
 // scores = products^T, through the SIMD group's tile in threadgroup memory; where SIMD groups split
 // the columns, summed over them.
 METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTile& products,
-                                 threadgroup float* tiles, ushort simdgroup, ushort lane) {
-  const ushort row = fragment_row(lane);
-  const ushort column = fragment_column(lane);
-  threadgroup float* tile = tiles + simdgroup * SCORE_TILE;
+                                 threadgroup float* tiles, thread const DecodeLane& lane) {
+  threadgroup float* tile = tiles + lane.simdgroup * SCORE_TILE;
   if (COLUMN_SIMDGROUPS == 1) {
     simdgroup_barrier(mem_flags::mem_threadgroup);
   }
@@ -17,7 +16,8 @@ METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTi
   for (short j = 0; j < KEY_FRAGMENTS; j++) {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      threadgroup float* place = tile + (i * FRAGMENT + column) * SCORE_STRIDE + j * FRAGMENT + row;
+      threadgroup float* place =
+          tile + (i * FRAGMENT + lane.column) * SCORE_STRIDE + j * FRAGMENT + lane.row;
       place[0] = products.fragments[j][i].x;
       place[SCORE_STRIDE] = products.fragments[j][i].y;
     }
@@ -25,12 +25,12 @@ METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTi
   if (COLUMN_SIMDGROUPS == 1) {
     simdgroup_barrier(mem_flags::mem_threadgroup);
   } else {
-    // Of the SIMD groups that share rows.
-    const int group = ROW_SIMDGROUPS > 1 ? simdgroup / COLUMN_SIMDGROUPS : 0;
+    // The SIMD groups that share rows begin with `first`.
+    const int group = lane.row_simdgroup;
     const int first = group * COLUMN_SIMDGROUPS;
     threadgroup float* sums = tiles + (SIMDGROUPS + group) * SCORE_TILE;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (int n = (simdgroup - first) * SIMD_LANES + lane; n < ROWS * BLOCK_K;
+    for (int n = (lane.simdgroup - first) * SIMD_LANES + lane.index; n < ROWS * BLOCK_K;
          n += COLUMN_SIMDGROUPS * SIMD_LANES) {
       const int place = n / BLOCK_K * SCORE_STRIDE + n % BLOCK_K;
       float sum = 0.0f;
@@ -48,20 +48,15 @@ METAL_FUNC void transpose_scores(thread ScoreRow* scores, thread const ProductTi
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
       scores[i].fragments[0][j] = *reinterpret_cast<threadgroup Fragment<float>*>(
-          tile + (i * FRAGMENT + row) * SCORE_STRIDE + j * FRAGMENT + column);
+          tile + (i * FRAGMENT + lane.row) * SCORE_STRIDE + j * FRAGMENT + lane.column);
     }
   }
 }
 
-// Whether fragment n of q is the SIMD group's to load. Those of a span are multiplied together.
-METAL_FUNC bool loads_fragment(short n, int key_simdgroup) {
-  return (HADAMARD ? n / SPAN_FRAGMENTS : n) % KEY_SIMDGROUPS == key_simdgroup;
-}
-
 // Gives each SIMD group the fragments of q that others have loaded.
 METAL_FUNC void exchange_query_fragments(thread QueryTile& q_tile,
-                                         threadgroup Fragment<ELEMENT>* pairs, int key_simdgroup,
-                                         ushort lane) {
+                                         threadgroup Fragment<ELEMENT>* pairs,
+                                         thread const DecodeLane& lane) {
   if (KEY_SIMDGROUPS == 1) {
     return;
   }
@@ -69,8 +64,8 @@ METAL_FUNC void exchange_query_fragments(thread QueryTile& q_tile,
   for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      if (loads_fragment(n, key_simdgroup)) {
-        pairs[(n * ROW_FRAGMENTS + i) * SIMD_LANES + lane] = q_tile.fragments[n][i];
+      if (lane.loads_fragment(n)) {
+        pairs[(n * ROW_FRAGMENTS + i) * SIMD_LANES + lane.index] = q_tile.fragments[n][i];
       }
     }
   }
@@ -79,33 +74,8 @@ METAL_FUNC void exchange_query_fragments(thread QueryTile& q_tile,
   for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      q_tile.fragments[n][i] = pairs[(n * ROW_FRAGMENTS + i) * SIMD_LANES + lane];
+      q_tile.fragments[n][i] = pairs[(n * ROW_FRAGMENTS + i) * SIMD_LANES + lane.index];
     }
-  }
-}
-
-// The new tokens that `given` tells of, which the threadgroup keeps in `tokens`. Windows and chunks
-// count positions by depth. Every thread calls it, in uniform control flow.
-METAL_FUNC void load_tree(thread TokenTree& tree, threadgroup uint4* tokens,
-                          thread const GivenTree& given, int thread_index,
-                          thread const Visibility& visible) {
-  tree.tokens = tokens;
-  tree.count = given.count;
-  for (int i = thread_index; i < given.count; i += THREADS) {
-    TreeToken token = given.token(i);
-    token.begin = visible.keys_of(max(token.depth, 0)).begin;
-    token.seen.drop_first(token.begin - (visible.existing.end - given.count));
-    tokens[i] = token.words();
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-}
-
-// A lane's rows of the tile that begins at `first_row` of a KV head's `all_rows`.
-METAL_FUNC void reset_rows(thread TileRow* rows, int first_row, int all_rows, int kv_head,
-                           ushort own_row, constant FlashParams& problem) {
-  UNROLL
-  for (short i = 0; i < ROW_FRAGMENTS; i++) {
-    rows[i].reset(first_row + min(i * FRAGMENT + own_row, ROWS - 1), all_rows, kv_head, problem);
   }
 }
 
@@ -117,51 +87,45 @@ struct DecodeRows {
   Range seen_by_first;  // keys
   Range seen_by_last;
 
-  // The tile from `first_row` on of a KV head's `all_rows`.
-  METAL_FUNC void reset(thread const FlashInputs& inputs, int first_row, int all_rows, int batch,
-                        int kv_head, thread const DecodeLane& own, thread const TokenTree& tree,
-                        thread const Visibility& visible, thread const Sequence& sequence,
+  METAL_FUNC void reset(thread const FlashInputs& inputs, thread const DecodeTask& task,
+                        int first_row, thread const DecodeLane& lane,
                         constant FlashParams& problem) thread {
-    reset_rows(rows, first_row, all_rows, kv_head, own.row, problem);
+    reset_rows(rows, first_row, lane.row, task.rows, task.kv_head, problem);
     UNROLL
     for (short i = 0; i < ROW_FRAGMENTS; i++) {
       softmax[i].reset();
-      rules[i].reset(inputs, batch, rows[i].head, rows[i].query, own.column, visible, sequence,
-                     problem);
+      rules[i].reset(inputs, task.batch, rows[i].head, rows[i].query, lane.column, task.visible,
+                     task.sequence, problem);
     }
-    const int last_row = min(first_row + ROWS, all_rows) - 1;
-    seen_by_first = visible.keys_of(first_row / problem.queries_per_kv);
-    seen_by_last = visible.keys_of(last_row / problem.queries_per_kv);
+    const int last_row = min(first_row + ROWS, task.rows) - 1;
+    seen_by_first = task.visible.keys_of(first_row / problem.queries_per_kv);
+    seen_by_last = task.visible.keys_of(last_row / problem.queries_per_kv);
     if (TREE) {  // of any path
-      seen_by_last = visible.keys_of(tree.count - 1);
-      seen_by_first.end = visible.existing.end - tree.count;
+      seen_by_last = task.visible.keys_of(task.tree.count - 1);
+      seen_by_first.end = task.visible.existing.end - task.tree.count;
     }
   }
 
-  // Products become weights, exp(score - row_max). `corrections`: as OnlineSoftmax::update's.
-  METAL_FUNC void weigh(thread ScoreRow* scores, thread float* corrections,
-                        thread const BlockKeys& block, int kv_block, bool masked, ushort lane,
-                        thread const TokenTree& tree, thread const Visibility& visible,
-                        thread const FlashInputs& inputs, constant FlashParams& problem) thread {
-    const bool hides = kv_block < seen_by_last.begin || kv_block + BLOCK_K > seen_by_first.end;
-    const ushort column = fragment_column(lane);
-    UNROLL
-    for (short i = 0; i < ROW_FRAGMENTS; i++) {
-      rules[i].value(scores[i], kv_block, masked, inputs, problem);
-      if (INDICES) {
-        hide_listed(scores[i], block, lane, visible.keys_of(rows[i].query));
-      } else if (TREE && hides) {
-        hide_tokens(scores[i], tree.token(rows[i].query), kv_block + column,
-                    visible.existing.end - tree.count);
-      } else if (hides) {
-        visible.apply<false>(scores[i], rows[i].query, kv_block + column);
-      }
-      corrections[i] = softmax[i].update<KEY_FRAGMENTS>(scores[i].fragments[0]);
+  // Masks out the keys of a block that row i does not see.
+  METAL_FUNC void hide_unseen(thread ScoreRow& scores, short i, thread const BlockKeys& block,
+                              thread const DecodeTask& task,
+                              thread const DecodeLane& lane) const thread {
+    const bool hides =
+        block.first < seen_by_last.begin || block.first + BLOCK_K > seen_by_first.end;
+    const int query = rows[i].query;
+    const int column = block.first + lane.column;
+    if (INDICES) {
+      hide_listed(scores, block, lane.index, task.visible.keys_of(query));
+    } else if (TREE && hides) {
+      hide_tokens(scores, task.tree.token(query), column,
+                  task.visible.existing.end - task.tree.count);
+    } else if (hides) {
+      task.visible.apply<false>(scores, query, column);
     }
   }
 
-  // Of keys from `column` on, masks out those that a new token does not see. `first_new`: the first
-  // token's key.
+  // Masks out keys from `column` on that a new token does not see. first_new: the first token's
+  // key.
   METAL_FUNC static void hide_tokens(thread ScoreRow& scores, TreeToken token, int column,
                                      int first_new) {
     UNROLL
@@ -175,13 +139,12 @@ struct DecodeRows {
     }
   }
 
-  // Of listed keys, which lie anywhere: masks out those that a query does not see. One that does
-  // not exist is NaN.
+  // Masks out listed keys that a query does not see. The score of one that does not exist is NaN.
   METAL_FUNC static void hide_listed(thread ScoreRow& scores, thread const BlockKeys& block,
-                                     ushort lane, Range seen) {
+                                     ushort lane_index, Range seen) {
     UNROLL
     for (short j = 0; j < KEY_FRAGMENTS; j++) {
-      const vec<int, 2> keys = block.column_rows(j, lane);
+      const vec<int, 2> keys = block.column_rows(j, lane_index);
       UNROLL
       for (short e = 0; e < LANE_COLUMNS; e++) {
         const float hidden = keys[e] == IMPOSSIBLE_ROW ? NAN : -INFINITY;
@@ -191,98 +154,103 @@ struct DecodeRows {
     }
   }
 
-  // The maximum of row i over all SIMD groups. `states`: of each, the row's maximum and sum.
-  METAL_FUNC float joined_max(short i, const threadgroup float2* states, ushort row) const thread {
-    const threadgroup float2* row_states = states + min(i * FRAGMENT + row, ROWS - 1);
-    float row_max = softmax[i].row_max;
-    UNROLL
-    for (short n = 0; KEY_SIMDGROUPS > 1 && n < KEY_SIMDGROUPS; n++) {
-      row_max = max(row_max, row_states[n * ROWS].x);
-    }
-    return row_max;
-  }
-
-  // The row's sum over all SIMD groups, relative to that maximum.
-  METAL_FUNC float joined_sum(short i, float own_sum, float row_max,
-                              const threadgroup float2* states, ushort row) const thread {
+  // Leaves the states of the rows for SIMD groups with other keys.
+  METAL_FUNC void store_states(threadgroup float2* states, thread const float* row_sums,
+                               thread const DecodeLane& lane) const thread {
     if (KEY_SIMDGROUPS == 1) {
-      return own_sum;
+      return;
     }
-    const threadgroup float2* row_states = states + min(i * FRAGMENT + row, ROWS - 1);
-    float sum = 0.0f;
     UNROLL
-    for (short n = 0; n < KEY_SIMDGROUPS; n++) {
-      const float2 state = row_states[n * ROWS];
-      sum += state.y * fast::exp2(state.x - row_max);
+    for (short i = 0; i < ROW_FRAGMENTS; i++) {
+      if (lane.column == 0 && i * FRAGMENT + lane.row < ROWS) {
+        states[lane.simdgroup * ROWS + i * FRAGMENT + lane.row] =
+            float2(softmax[i].row_max, row_sums[i]);
+      }
     }
-    return sum;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
   }
 };
 
-// Columns of span `span` of a row of q, times the Hadamard matrix: a lane's share of its transpose.
-// Every lane takes part, each with a row of its own.
-METAL_FUNC void load_hadamard_span(thread float* values, thread const Queries& queries, int query,
-                                   int span, thread const DecodeLane& own) {
-  const int first_span = span / max(HADAMARD_SPANS, 1) * HADAMARD_SPANS;
-  UNROLL
-  for (short f = 0; f < SPAN_FRAGMENTS; f++) {
-    values[f] = 0.0f;
+// A row's maximum and sum over all keys.
+struct RowTotal {
+  OnlineSoftmax softmax;
+  float sum;
+
+  // Joins the state of a lane's row with those of SIMD groups with other keys, in `states`.
+  METAL_FUNC void join(thread const OnlineSoftmax& state, float state_sum,
+                       const threadgroup float2* states, int tile_row) thread {
+    softmax = state;
+    sum = state_sum;
+    if (KEY_SIMDGROUPS == 1) {
+      return;
+    }
+    const threadgroup float2* row_states = states + min(tile_row, ROWS - 1);
     UNROLL
-    for (short n = 0; n < HADAMARD_SPANS; n++) {
-      const int column = (first_span + n) * SPAN_COLUMNS + span_column(own.row, f);
-      const float value = column < HEAD_DIM_QK ? float(queries.element(query, column)) : 0.0f;
-      values[f] += value * hadamard_sign(n, span - first_span);
+    for (short n = 0; n < KEY_SIMDGROUPS; n++) {
+      softmax.row_max = max(softmax.row_max, row_states[n * ROWS].x);
+    }
+    sum = 0.0f;
+    UNROLL
+    for (short n = 0; n < KEY_SIMDGROUPS; n++) {
+      const float2 state = row_states[n * ROWS];
+      sum += state.y * fast::exp2(state.x - softmax.row_max);
     }
   }
-  hadamard_values<SPAN_FRAGMENTS>(values);
-  UNROLL
-  for (ushort bit = 1; bit < FRAGMENT; bit *= 2) {
-    hadamard_lanes<SPAN_FRAGMENTS>(values, own.lane, row_lane(bit));
+
+  // Splits leave the sink to their merging, which counts it once.
+  METAL_FUNC void add_sink(thread const FlashInputs& inputs, int head) thread {
+    if (!SINK || SPLIT) {
+      return;
+    }
+    const float keys_max = softmax.row_max;
+    softmax.row_max = max(keys_max, inputs.sink_log2(head));
+    sum = sum * fast::exp2(keys_max - softmax.row_max) + inputs.sink_weight(head, softmax.row_max);
   }
+
+  METAL_FUNC float logsumexp() const thread { return softmax.logsumexp(sum); }
+};
+
+// The queries that a row of the tile is one of. New ones are rotated by the rows of their tokens.
+METAL_FUNC Queries queries_of(TileRow row, thread const FlashInputs& inputs,
+                              thread const DecodeTask& task, constant FlashDecodeParams& params) {
+  Queries queries = inputs.queries(task.batch, row.head, task.sequence, params.problem);
+  if (APPEND && Q_ROTARY) {
+    queries.rotary.start_at(task.first_rotary, params.rotate_q_by_token != 0);
+    if (TREE && params.rotate_q_by_token != 0) {
+      // The query's number will be added to the row, and its depth is what counts.
+      const int depth = max(task.tree.depth_of(row.query), 0);
+      queries.rotary.start_at(depth - row.query, true);
+    }
+  }
+  return queries;
 }
 
 // q transposed, [D, ROWS]. SIMD groups that have the same columns load, and rotate, a share each.
 METAL_FUNC void load_queries(thread QueryTile& q_tile, threadgroup Fragment<ELEMENT>* pairs,
-                             thread const FlashInputs& inputs, int first_row, int all_rows,
-                             int batch, int kv_head, thread const DecodeLane& own,
-                             thread const Sequence& sequence, thread const TokenTree& tree,
-                             int64_t first_rotary, constant FlashDecodeParams& params) {
+                             thread const FlashInputs& inputs, thread const DecodeTask& task,
+                             int first_row, thread const DecodeLane& lane,
+                             constant FlashDecodeParams& params) {
   UNROLL
   for (short i = 0; i < ROW_FRAGMENTS; i++) {
     UNROLL
     for (short e = 0; e < LANE_COLUMNS; e++) {
-      TileRow other;
-      other.reset(first_row + i * FRAGMENT + own.column + e, all_rows, kv_head, params.problem);
-      Queries queries = inputs.queries(batch, other.head, sequence, params.problem);
-      if (APPEND && Q_ROTARY) {
-        queries.rotary.start_at(first_rotary, params.rotate_q_by_token != 0);
-        if (TREE && params.rotate_q_by_token != 0) {
-          // The query's number will be added to the row, and its depth is what counts.
-          const int depth = max(tree.depth_of(other.query), 0);
-          queries.rotary.start_at(depth - other.query, true);
-        }
+      TileRow row;
+      row.reset(first_row + i * FRAGMENT + lane.column + e, task.rows, task.kv_head,
+                params.problem);
+      const Queries queries = queries_of(row, inputs, task, params);
+      if (HADAMARD) {
+        load_hadamard(q_tile, i, e, queries, row.query, lane);
+        continue;
       }
       UNROLL
-      for (short s = 0; HADAMARD && s < OWN_QK_SPANS; s++) {
-        if (loads_fragment(s * SPAN_FRAGMENTS, own.key_simdgroup)) {
-          float values[SPAN_FRAGMENTS];
-          load_hadamard_span(values, queries, other.query, own.span(s), own);
-          UNROLL
-          for (short f = 0; f < SPAN_FRAGMENTS; f++) {
-            q_tile.fragments[s * SPAN_FRAGMENTS + f][i][e] = ELEMENT(values[f] * HADAMARD_SCALE);
-          }
-        }
-      }
-      UNROLL
-      for (short n = 0; !HADAMARD && n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
-        const int d =
-            own.span(n / SPAN_FRAGMENTS) * SPAN_COLUMNS + span_column(own.row, n % SPAN_FRAGMENTS);
-        if (loads_fragment(n, own.key_simdgroup)) {
-          q_tile.fragments[n][i][e] =
-              d < HEAD_DIM_QK ? queries.element(other.query, d) : ELEMENT(0);
+      for (short n = 0; n < OWN_QK_SPANS * SPAN_FRAGMENTS; n++) {
+        const int d = lane.span(n / SPAN_FRAGMENTS) * SPAN_COLUMNS +
+                      span_column(lane.row, n % SPAN_FRAGMENTS);
+        if (lane.loads_fragment(n)) {
+          q_tile.fragments[n][i][e] = d < HEAD_DIM_QK ? queries.element(row.query, d) : ELEMENT(0);
         }
       }
     }
   }
-  exchange_query_fragments(q_tile, pairs, own.key_simdgroup, own.lane);
+  exchange_query_fragments(q_tile, pairs, lane);
 }

@@ -1,4 +1,4 @@
-// What flash_decode works on: the sizes of its tile, the rows of q in it, and where a lane works.
+// The tile of flash_decode: its sizes, its rows of q, and a lane's place in it.
 #pragma once
 
 #include "blocks.h"
@@ -77,11 +77,22 @@ using QueryTile = RegisterTile<ELEMENT, OWN_QK_SPANS * SPAN_FRAGMENTS, ROW_FRAGM
 using ProductTile = RegisterTile<float, KEY_FRAGMENTS, ROW_FRAGMENTS>;
 using ScoreRow = RegisterTile<float, 1, KEY_FRAGMENTS>;
 using OutTile = RegisterTile<float, ROW_FRAGMENTS, OWN_V_FRAGMENTS>;
+using LoadedPair = Fragment<KvTileElement>;
 using OutRow = Output<Result, HEAD_DIM_V, VECTOR_ROWS ? V_PADDED : V_SPANS * SPAN_COLUMNS>;
 
-// Where a lane works: in which fragments' elements, and in which SIMD group's keys, rows or spans.
+// The arrays in threadgroup memory; those that a specialisation does not need have one element.
+struct DecodeMemory {
+  threadgroup float* scores;             // [SCORE_TILES, ROWS, BLOCK_K]
+  threadgroup float* weights;            // [SIMDGROUPS, BLOCK_K + 1, ROWS] (VECTOR_ROWS)
+  threadgroup Fragment<float>* out;      // [ROWS, Dv]
+  threadgroup Fragment<ELEMENT>* q;      // [D, ROWS]
+  threadgroup float2* states;            // [KEY_SIMDGROUPS, ROWS] of row_max and row_sum
+  threadgroup LoadedPair* loaded_pairs;  // a block of k and v (ROW_SIMDGROUPS > 1)
+};
+
+// A lane's place: its elements of fragments, and the keys, rows and spans of its SIMD group.
 struct DecodeLane {
-  int lane;
+  int index;  // in the SIMD group
   int simdgroup;
   int row;
   int column;
@@ -90,11 +101,11 @@ struct DecodeLane {
   int row_simdgroup;
   int first_span;
 
-  METAL_FUNC void reset(ushort own_simdgroup, ushort own_lane) thread {
-    lane = own_lane;
-    simdgroup = own_simdgroup;
-    row = fragment_row(lane);
-    column = fragment_column(lane);
+  METAL_FUNC void reset(ushort simdgroup_index, ushort lane_index) thread {
+    index = lane_index;
+    simdgroup = simdgroup_index;
+    row = fragment_row(index);
+    column = fragment_column(index);
     unit_column = first_unit_column(column);
     key_simdgroup = ROW_SIMDGROUPS > 1 ? 0 : simdgroup / COLUMN_SIMDGROUPS;
     row_simdgroup = ROW_SIMDGROUPS > 1 ? simdgroup / COLUMN_SIMDGROUPS : 0;
@@ -105,44 +116,29 @@ struct DecodeLane {
   METAL_FUNC int span(short s) const thread {
     return COLUMN_SIMDGROUPS == 1 ? s : first_span + s * COLUMN_SIMDGROUPS;
   }
+
+  // True if the SIMD group loads fragment n of q. Those of a span are rotated together.
+  METAL_FUNC bool loads_fragment(short n) const thread {
+    return (HADAMARD ? n / SPAN_FRAGMENTS : n) % KEY_SIMDGROUPS == key_simdgroup;
+  }
+
+  // True for one lane of those that share a row.
+  METAL_FUNC bool stores_lse() const thread {
+    return key_simdgroup == 0 && first_span == 0 && column == 0;
+  }
 };
 
-// Whether one of the SIMD groups' spans exists, of so many in a row.
+// True if a row of `row_spans` spans has this one.
 METAL_FUNC bool span_exists(int span, int row_spans) {
   return row_spans % COLUMN_SIMDGROUPS == 0 || span < row_spans;
 }
 
-// Blocks of keys that a threadgroup walks along: one list for all of its rows.
-using DecodeBlocks = Blocks<listed_rows(FRAGMENT, FLEX_KV_BLOCK)>;
-
-// A row of k and v in place of one that does not exist.
-METAL_FUNC int readable_row(int row, thread const Sequence& sequence) {
-  return min(INDICES ? max(row, 0) : row, sequence.kv_length - 1);
-}
-
-// The rows of q that are dealt out to a threadgroup: a tile from `begin` on, and every `step` rows.
-struct RowShare {
-  int begin;
-  int step;
-  int end;  // of all rows, or of those that have its list of keys
-  int list;
-
-  METAL_FUNC void reset(int row_group, int rows, constant FlashDecodeParams& params) thread {
-    list = INDICES ? row_group / params.list_groups : 0;
-    const int first = INDICES ? list * params.list_rows : 0;
-    const int list_group = INDICES ? row_group % params.list_groups : row_group;
-    begin = first + list_group * ROWS * ROW_SIMDGROUPS;
-    step = (INDICES ? params.list_groups : params.row_groups) * ROWS * ROW_SIMDGROUPS;
-    end = INDICES ? min(first + params.list_rows, rows) : rows;
-  }
-};
-
-// Which query of which head a row of the tile is.
+// The query and the head of a row of the tile.
 struct TileRow {
   int query;
   int head;
 
-  // One of so many rows of a KV head; those past the last repeat it.
+  // One of `rows` rows of a KV head; those past the last repeat it.
   METAL_FUNC void reset(int row, int rows, int kv_head, constant FlashParams& params) thread {
     const int heads = params.queries_per_kv;
     const int existing = min(row, rows - 1);
@@ -151,42 +147,11 @@ struct TileRow {
   }
 };
 
-// Where the results of one split go.
-struct SplitResult {
-  device Result* out;
-  device float* lse;
-  int batch;
-  int first;  // the sequence's first row (PACKED_Q)
-
-  METAL_FUNC void reset(device Result* all, device float* all_lse, int split, int own_batch,
-                        int first_row, constant FlashDecodeParams& params) thread {
-    out = all + split * params.out_split_stride;
-    lse = all_lse + own_batch * params.lse_strides.batch + first_row * params.lse_strides.row +
-          split * params.lse_split_stride;
-    batch = own_batch;
-    first = first_row;
+// A lane's rows of the tile that begins at `first_row` of a KV head's `all_rows`.
+METAL_FUNC void reset_rows(thread TileRow* rows, int first_row, int lane_row, int all_rows,
+                           int kv_head, constant FlashParams& problem) {
+  UNROLL
+  for (short i = 0; i < ROW_FRAGMENTS; i++) {
+    rows[i].reset(first_row + min(i * FRAGMENT + lane_row, ROWS - 1), all_rows, kv_head, problem);
   }
-
-  METAL_FUNC void place(thread OutRow& row, int head,
-                        constant FlashDecodeParams& params) const thread {
-    row.reset(out, params.out_strides, batch, head, first, 0);
-  }
-
-  METAL_FUNC void store_lse(thread const TileRow& own, float value,
-                            constant FlashDecodeParams& params) const thread {
-    lse[own.head * params.lse_strides.head + own.query * params.lse_strides.row] = value;
-  }
-};
-
-// A split's share of the steps over keys that any query sees. The last split has all steps with new
-// keys, and it alone writes them.
-METAL_FUNC Range keys_of_split(Range keys, int old_length, int split, int splits) {
-  const int shared_steps = APPEND ? max(old_length - keys.begin, 0) / STEP_K
-                                  : (max(keys.end - keys.begin, 0) + STEP_K - 1) / STEP_K;
-  const int split_steps = (shared_steps + splits - 1) / splits;
-  const int shared_end = keys.begin + min((split + 1) * split_steps, shared_steps) * STEP_K;
-  Range own;
-  own.begin = keys.begin + min(split * split_steps, shared_steps) * STEP_K;
-  own.end = split == splits - 1 ? keys.end : min(keys.end, shared_end);
-  return own;
 }

@@ -7,13 +7,13 @@
 
 #include "decode_products.h"
 
-// The interface of MatrixOut, for a lane's columns of out, [ROWS, Dv].
+// A lane's columns of out, [ROWS, Dv], with the interface of MatrixOut.
 template <int LANES>
 struct VectorOut {
   static constant constexpr int LOAD_KEYS = SIMD_LANES / LANES;
   static constant constexpr int LOADS = BLOCK_K / LOAD_KEYS;
   static constant constexpr int UNITS = V_PADDED / (UNIT_COLUMNS * LANES);
-  // Whether no lane has a unit behind a row's end.
+  // True if no lane has a unit behind a row's end.
   static constant constexpr bool WHOLE_UNITS = HEAD_DIM_V == V_PADDED;
   // A lane's columns of a unit, once the sums of all keys are shared out.
   static constant constexpr int OUT_COLUMNS = UNIT_COLUMNS / LOAD_KEYS;
@@ -24,13 +24,15 @@ struct VectorOut {
   float scales[LOADS][UNITS];               // V_SPAN_SCALES
   threadgroup float* weights;               // [BLOCK_K + 1, ROWS]: corrections follow weights
   threadgroup float* shares;                // [ROWS], where the last block's scores were
-  DecodeLane own;
+  threadgroup Fragment<float>* sums;        // [SIMDGROUPS, ROWS, V_PADDED]
+  DecodeLane lane;
 
-  METAL_FUNC void reset(threadgroup float* score_tiles, threadgroup float* weight_tiles,
-                        thread const DecodeLane& lane) thread {
-    own = lane;
-    weights = weight_tiles + own.simdgroup * SIMDGROUP_WEIGHTS;
-    shares = score_tiles + own.simdgroup * SCORE_TILE;
+  METAL_FUNC void reset(thread const DecodeMemory& memory,
+                        thread const DecodeLane& decode_lane) thread {
+    lane = decode_lane;
+    weights = memory.weights + lane.simdgroup * SIMDGROUP_WEIGHTS;
+    shares = memory.scores + lane.simdgroup * SCORE_TILE;
+    sums = memory.out;
     UNROLL
     for (short r = 0; r < ROWS; r++) {
       UNROLL
@@ -45,54 +47,50 @@ struct VectorOut {
 
   // The first column of the lane's unit u.
   METAL_FUNC int value_column(short u) const thread {
-    return (u * LANES + own.lane % LANES) * UNIT_COLUMNS;
+    return (u * LANES + lane.index % LANES) * UNIT_COLUMNS;
   }
 
   // Values that do not exist are zero: their weight is zero, and 0 * inf or 0 * NaN would be NaN.
-  METAL_FUNC void load(thread const BlockKeys& block, thread const Values& values,
-                       thread const DecodeBlocks& blocks, int kv_block,
-                       thread const Sequence& sequence) thread {
+  METAL_FUNC void load(thread const BlockKeys& block, thread const DecodeKv& kv) thread {
     UNROLL
     for (short n = 0; n < LOADS; n++) {
-      const int key = blocks.row(kv_block + n * LOAD_KEYS + own.lane / LANES);
-      const int readable = readable_row(key, sequence);
+      const int key = kv.blocks.row(block.first + n * LOAD_KEYS + lane.index / LANES);
+      const int readable = kv.readable_row(key);
       const int page = WHOLE_FRAGMENTS ? block.pages[n * LOAD_KEYS / FRAGMENT]
-                                       : values.page_among(readable, readable);
-      const typename Values::Place place = values.find_in(max(page, 0), readable);
-      const bool exists = page >= 0 && key >= sequence.first_key && key < sequence.kv_length;
+                                       : kv.values.page_among(readable, readable);
+      const typename Values::Place place = kv.values.find_in(max(page, 0), readable);
+      const bool exists = page >= 0 && kv.is_valid(key);
       UNROLL
       for (short u = 0; u < UNITS; u++) {
         const int column = value_column(u);
         if (V_SPAN_SCALES) {
           const bool inside = WHOLE_UNITS || column < HEAD_DIM_V;
-          const float scale = inside ? values.span_scale(place, column / SPAN_COLUMNS) : 0.0f;
+          const float scale = inside ? kv.values.span_scale(place, column / SPAN_COLUMNS) : 0.0f;
           scales[n][u] = exists ? scale : 0.0f;
-          codes[n][u] = inside ? values.codes(place, column) : uint2(0);
+          codes[n][u] = inside ? kv.values.codes(place, column) : uint2(0);
         } else {
-          units[n][u].template load<HEAD_DIM_V, WHOLE_UNITS>(values, place, column, exists);
+          units[n][u].template load<HEAD_DIM_V, WHOLE_UNITS>(kv.values, place, column, exists);
         }
       }
     }
   }
 
   // out = out * corrections + weights v
-  METAL_FUNC void accumulate(thread const BlockKeys& block, thread const float* corrections,
-                             thread const ScoreRow* scores, thread const Values& values,
-                             threadgroup Fragment<KvTileElement>*,
-                             thread const DecodeBlocks& blocks, int kv_block,
-                             thread const Sequence& sequence) thread {
-    if (own.row < ROWS) {
+  METAL_FUNC void accumulate(thread const BlockKeys& block, thread const DecodeKv& kv,
+                             thread const ScoreRow* scores,
+                             thread const float* corrections) thread {
+    if (lane.row < ROWS) {
       UNROLL
       for (short j = 0; j < KEY_FRAGMENTS; j++) {
-        threadgroup float* place = weights + (j * FRAGMENT + own.column) * ROWS + own.row;
+        threadgroup float* place = weights + (j * FRAGMENT + lane.column) * ROWS + lane.row;
         place[0] = scores[0].fragments[0][j].x;
         place[ROWS] = scores[0].fragments[0][j].y;
       }
-      if (own.column == 0) {
-        weights[BLOCK_K * ROWS + own.row] = corrections[0];
+      if (lane.column == 0) {
+        weights[BLOCK_K * ROWS + lane.row] = corrections[0];
       }
     }
-    load(block, values, blocks, kv_block, sequence);
+    load(block, kv);
     simdgroup_barrier(mem_flags::mem_threadgroup);
     add_block();
   }
@@ -108,7 +106,7 @@ struct VectorOut {
     for (short n = 0; n < LOADS; n++) {
       UNROLL
       for (short r = 0; r < ROWS; r++) {
-        key_weights[n][r] = weights[(n * LOAD_KEYS + own.lane / LANES) * ROWS + r];
+        key_weights[n][r] = weights[(n * LOAD_KEYS + lane.index / LANES) * ROWS + r];
       }
     }
     UNROLL
@@ -145,30 +143,29 @@ struct VectorOut {
     }
   }
 
-  // A negative share is that of a row that sees nothing.
+  // A row that sees nothing has a negative share.
   METAL_FUNC void scale_row(short, float share, bool sees_nothing) thread {
-    if (own.column == 0 && own.row < ROWS) {
-      shares[own.row] = sees_nothing ? -1.0f : share;
+    if (lane.column == 0 && lane.row < ROWS) {
+      shares[lane.row] = sees_nothing ? -1.0f : share;
     }
   }
 
   // Each row's sums times its share, over lanes and SIMD groups with other keys.
-  METAL_FUNC void write_rows(threadgroup Fragment<float>* sums, int first_row, int rows,
-                             int kv_head, thread const TileRow*, thread const SplitResult& result,
-                             constant FlashDecodeParams& params) const thread {
+  METAL_FUNC void write(thread const TileResult& result,
+                        constant FlashDecodeParams& params) const thread {
     constexpr int PAIRS = V_PADDED / LANE_COLUMNS;  // of a row
     constexpr int OWN_PAIRS = HADAMARD ? UNIT_COLUMNS / LANE_COLUMNS : 1;
     simdgroup_barrier(mem_flags::mem_threadgroup);
-    sum_lanes(reinterpret_cast<threadgroup float*>(sums) + own.simdgroup * ROWS * V_PADDED);
+    sum_lanes(reinterpret_cast<threadgroup float*>(sums) + lane.simdgroup * ROWS * V_PADDED);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     // With HADAMARD whole SIMD groups go along, as their lanes exchange sums.
     constexpr int END =
         HADAMARD ? (ROWS * PAIRS - 1) / (SIMD_LANES * OWN_PAIRS) * (SIMD_LANES * OWN_PAIRS) +
                        SIMD_LANES * OWN_PAIRS
                  : ROWS * PAIRS;
-    const int thread_index = own.simdgroup * SIMD_LANES + own.lane;
+    const int thread_index = lane.simdgroup * SIMD_LANES + lane.index;
     for (int n = thread_index * OWN_PAIRS; n < END; n += THREADS * OWN_PAIRS) {
-      const bool exists = first_row + n / PAIRS < rows && (!HADAMARD || n < ROWS * PAIRS);
+      const bool exists = result.has_row(n / PAIRS) && (!HADAMARD || n < ROWS * PAIRS);
       if (HADAMARD || exists) {
         const int place = HADAMARD ? min(n, ROWS * PAIRS - OWN_PAIRS) : n;
         Fragment<float> sum[OWN_PAIRS];
@@ -181,18 +178,18 @@ struct VectorOut {
           }
         }
         if (HADAMARD) {
-          hadamard_unit(reinterpret_cast<thread float*>(sum), own.lane);
+          hadamard_unit(reinterpret_cast<thread float*>(sum), lane.index);
         }
         if (!exists) {
           continue;
         }
-        TileRow one;
-        one.reset(first_row + n / PAIRS, rows, kv_head, params.problem);
+        TileRow row;
+        row.reset(result.first_row + n / PAIRS, result.end, result.kv_head, params.problem);
         OutRow out_row;
-        result.place(out_row, one.head, params);
+        result.split.place(out_row, row.head, params);
         UNROLL
         for (short i = 0; i < OWN_PAIRS; i++) {
-          out_row.store(one.query, (n + i) % PAIRS * LANE_COLUMNS, sum[i]);
+          out_row.store(row.query, (n + i) % PAIRS * LANE_COLUMNS, sum[i]);
         }
       }
     }
@@ -210,19 +207,19 @@ struct VectorOut {
           sums[2 * f] = pairs[r][u][f].x;
           sums[2 * f + 1] = pairs[r][u][f].y;
         }
-        // Of a pair of lanes each keeps half of the columns, and gives the other half away.
+        // Each of two lanes keeps half of the columns and passes on the other half.
         short count = UNIT_COLUMNS;
         short first = 0;
         UNROLL
         for (ushort bit = LANES; bit < SIMD_LANES; bit *= 2) {
           count /= 2;
-          const bool upper = (own.lane & bit) != 0;
+          const bool upper = (lane.index & bit) != 0;
           first += upper ? count : short(0);
           UNROLL
           for (short n = 0; n < count; n++) {
-            const float given = upper ? sums[n] : sums[n + count];
+            const float passed = upper ? sums[n] : sums[n + count];
             const float kept = upper ? sums[n + count] : sums[n];
-            sums[n] = kept + simd_shuffle_xor(given, bit);
+            sums[n] = kept + simd_shuffle_xor(passed, bit);
           }
         }
         threadgroup float* place = rows + r * V_PADDED + value_column(u) + first;

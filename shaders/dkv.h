@@ -1,4 +1,4 @@
-// What flash_bwd_dkv and its tensor twin share: the keys of a threadgroup, weights and gradients of
+// Shared by flash_bwd_dkv and its tensor twin: the keys of a threadgroup, weights and gradients of
 // transposed scores, and where results go.
 #pragma once
 
@@ -13,7 +13,7 @@
 #define HEAD_SPLITS 1
 #endif
 
-// What threadgroups write that share the query heads of a KV head: the gradients, or parts of them
+// The type of the results: gradients, or with HEAD_SPLITS threadgroups a KV head parts of them
 // that flash_bwd_sum adds up.
 using Result = conditional_t<(HEAD_SPLITS > 1), float, ELEMENT>;
 
@@ -44,7 +44,7 @@ struct DkvKeys {
   Output<Result, HEAD_DIM_QK, DK_SLICE, SLICES> dk_rows;
   Output<Result, HEAD_DIM_V, DV_SLICE, SLICES> dv_rows;
 
-  // Whether there is something to compute; else what there is to write is written.
+  // Returns false, after writing zeros or NaN, if there is nothing to compute.
   METAL_FUNC bool begin(thread const FlashInputs& inputs, device Result* dk, device Result* dv,
                         constant FlashBwdParams& params, uint3 position, uint3 grid,
                         ushort thread_index, ushort simdgroup) thread {

@@ -1,4 +1,4 @@
-// What flash_bwd_dq and its tensor twin share: the queries of a threadgroup, the gradients of their
+// Shared by flash_bwd_dq and its tensor twin: the queries of a threadgroup, the gradients of their
 // scores, the check of delta, and where results go.
 #pragma once
 
@@ -39,7 +39,7 @@ struct DqQueries {
   int first_query;  // of the lane: of its row fragment 0
   int part;         // of the columns, where SIMD groups share rows
 
-  // Whether there is something to compute; else what there is to write is written.
+  // Returns false, after writing zeros or NaN, if there is nothing to compute.
   METAL_FUNC bool begin(thread const FlashInputs& inputs, thread const BackwardBuffers& buffers,
                         device ELEMENT* dq, constant FlashBwdParams& params, uint3 position,
                         uint3 grid, ushort thread_index, ushort simdgroup, ushort lane) thread {
@@ -117,7 +117,7 @@ struct DqQueries {
     }
   }
 
-  // Of the lane's row fragment i.
+  // The query of the lane's row fragment i.
   METAL_FUNC int query(short i) const thread { return existing_row(first_query, i, last_query); }
   METAL_FUNC bool exists(short i) const thread { return first_query + i * FRAGMENT <= last_query; }
 };
@@ -200,7 +200,7 @@ struct DqRows {
   }
 };
 
-// Whether any SIMD group of the threadgroup says yes. votes: EXACT_DELTA, one of each SIMD group.
+// True if any SIMD group of the threadgroup votes for it. votes: one of each SIMD group.
 METAL_FUNC bool any_simdgroup(bool vote, threadgroup float* votes, ushort simdgroup, ushort lane) {
   if (lane == 0) {
     votes[simdgroup] = vote ? 1.0f : 0.0f;

@@ -24,7 +24,7 @@ METAL_FUNC uint word_of(uint4 words, ushort index) {
   return index < 2 ? low : high;
 }
 
-// Which weights of one (batch, head) are dropped; without DROPOUT none. The four words of one draw
+// The dropped weights of one (batch, head); without DROPOUT none. The four words of one draw
 // decide for keys 4i to 4i + 3 of a query. A draw costs as much as many exchanges between lanes, so
 // lanes that need words of the same draws make one each and exchange them.
 struct Dropout {

@@ -89,9 +89,9 @@ METAL_FUNC void add_rows(thread const ScoreTile& tile, threadgroup float* sums, 
     of_rows = fragment_column_sum(of_rows);
     // The lanes of row 0 have the sums over all rows.
     if (row == 0) {
-      threadgroup float* own = sums + j * FRAGMENT + column;
-      own[0] = of_rows.x;
-      own[1] = of_rows.y;
+      threadgroup float* place = sums + j * FRAGMENT + column;
+      place[0] = of_rows.x;
+      place[1] = of_rows.y;
     }
   }
 }
@@ -102,7 +102,7 @@ struct DbiasTile {
   int first_query;              // of the lane's row fragment 0
   int first_key;
 
-  // Of keys, or of everything: of sums over each SIMD group's rows, [SIMDGROUPS, BLOCK_K].
+  // For each key, or for all: adds up sums over each SIMD group's rows, [SIMDGROUPS, BLOCK_K].
   METAL_FUNC void write_columns(const threadgroup float* column_sums,
                                 constant FlashBwdBiasParams& params,
                                 ushort thread_index) const thread {
@@ -123,7 +123,7 @@ struct DbiasTile {
     }
   }
 
-  // Of queries.
+  // For each query.
   METAL_FUNC void write_rows(thread const ScoreTile& tile, constant FlashBwdBiasParams& params,
                              ushort column) const thread {
     UNROLL
@@ -172,10 +172,7 @@ struct DbiasTile {
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_bias(
     FLASH_BWD_PARAMETERS device DBIAS_ELEMENT* dbias [[buffer(FLASH_BWD_DBIAS)]],
-    GRID_PARAMS(FlashBwdBiasParams, FLASH_PARAMS), GRID_POSITION,
-    ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_PARAMS(FlashBwdBiasParams, FLASH_PARAMS), GRID_POSITION, THREAD_INDICES) {
   SET_GRID_POSITION(FlashBwdBiasParams)
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
   // [BLOCK_K / 2, Dv] pairs of keys
@@ -183,10 +180,7 @@ struct DbiasTile {
   WHEN(TILES_SHARED, threadgroup uint4* const v_pairs = k_pairs;)
   THREADGROUP_ARRAY(QUERIES_SHARED, float, column_sums, COLUMN_SUMS)  // [SIMDGROUPS, BLOCK_K]
 
-  FlashInputs inputs;
-  BackwardBuffers buffers;
   FLASH_BWD_SET_INPUTS
-  constant FlashParams& problem = params.problem;
 
   const int split = threadgroup_position.x % params.splits;
   const int own_kv_tile = threadgroup_position.x / params.splits;
@@ -215,7 +209,7 @@ struct DbiasTile {
   OwnQueries queries;
   ScoreTile sum;
   sum.fill(0.0f);
-  // Which tiles of K and V are staged, and of which queries the rows are loaded.
+  // The tiles of K and V that are staged, and the queries that are loaded.
   int staged_batch = -1;
   int staged_kv_head = -1;
   int staged_kv_tile = -1;
@@ -313,7 +307,7 @@ struct DbiasTile {
           const float distance = float(rules.distance - block) + float((i - j) * FRAGMENT);
           gradient *= -Fragment<float>(fabs(distance), fabs(distance - 1.0f));
         }
-        // What a query does not see adds nothing, whatever the values there are.
+        // Keys that a query does not see add nothing, whatever their values are.
         sum.fragments[i][j] += Fragment<float>(exists && score.x != -INFINITY ? gradient.x : 0.0f,
                                                exists && score.y != -INFINITY ? gradient.y : 0.0f);
       }

@@ -45,12 +45,12 @@ struct OrderedSums {
     // Else one element after the other. One lane writes them all, which orders its writes.
     for (int lowest = PLACES_DIFFER ? INT_MAX : simd_min(place); lowest != INT_MAX;
          lowest = simd_min(place)) {
-      const bool own = place == lowest;
-      const float total = simd_sum(own ? sum : 0.0f);
+      const bool is_lowest = place == lowest;
+      const float total = simd_sum(is_lowest ? sum : 0.0f);
       if (lane == 0) {
         copy[lowest] += total;
       }
-      place = own ? INT_MAX : place;
+      place = is_lowest ? INT_MAX : place;
     }
     place = INT_MAX;
     sum = 0.0f;
@@ -59,20 +59,14 @@ struct OrderedSums {
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_captures(
     FLASH_BWD_PARAMETERS device float* copies [[buffer(FLASH_BWD_DBIAS)]],
-    GRID_PARAMS(FlashBwdCaptureParams, FLASH_PARAMS), GRID_POSITION,
-    ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_PARAMS(FlashBwdCaptureParams, FLASH_PARAMS), GRID_POSITION, THREAD_INDICES) {
   SET_GRID_POSITION(FlashBwdCaptureParams)
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
   // [BLOCK_K / 2, Dv] pairs of keys
   UNLESS(TILES_SHARED, threadgroup uint4 v_pairs[V_PAIRS_BYTES / sizeof(uint4)];)
   WHEN(TILES_SHARED, threadgroup uint4* const v_pairs = k_pairs;)
 
-  FlashInputs inputs;
-  BackwardBuffers buffers;
   FLASH_BWD_SET_INPUTS
-  constant FlashParams& problem = params.problem;
 
   const ushort row = fragment_row(lane);
   const ushort column = fragment_column(lane);

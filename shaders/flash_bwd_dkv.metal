@@ -8,7 +8,7 @@
 // COLUMN_SIMDGROUPS SIMD groups share rows. Each owns a part of the columns of dk and dv, and
 // computes the weights of a part of the scores over all columns; they exchange finished weights.
 //
-// Where that leaves cores idle, HEAD_SPLITS threadgroups have a part of the query heads each. They
+// If that leaves cores idle, HEAD_SPLITS threadgroups have a part of the query heads each. They
 // write parts of the gradients in float32, which flash_bwd_sum adds up.
 #include "dkv.h"
 #include "own_rows.h"
@@ -75,12 +75,98 @@ struct BlockStatistics {
   METAL_FUNC Fragment<float> weight_factor(short j) const thread { return pair(weight_factors, j); }
 };
 
+// Tiles in threadgroup memory that the columns are multiplied by, and parts of scores.
+struct DkvTiles {
+  const threadgroup uint4* q_pairs;
+  const threadgroup uint4* dout_pairs;
+  const threadgroup uint4* q_rows;
+  const threadgroup uint4* dout_rows;
+  threadgroup Fragment<float>* weight_parts;
+  threadgroup Fragment<float>* gradient_parts;
+};
+
+// The products with a SIMD group's scores, for the columns of dk and dv that it owns: all columns
+// of the threadgroup's slice.
+struct WholeColumns {
+  const threadgroup Pair* q_rows;
+  const threadgroup Pair* dout_rows;
+
+  METAL_FUNC void reset(thread const DkvTiles& tiles, thread const DkvKeys&, ushort,
+                        ushort lane) thread {
+    const ushort row = fragment_row(lane);
+    const ushort column = fragment_column(lane);
+    q_rows = lane_of_rows<ELEMENT, DK_SLICE>(tiles.q_rows, row, column);
+    dout_rows = lane_of_rows<ELEMENT, DV_SLICE>(tiles.dout_rows, row, column);
+  }
+
+  template <typename Weights>
+  METAL_FUNC void add_dv(thread DvTile& dv_tile, thread const Weights& weights) const thread {
+    accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, weights, dout_rows);
+  }
+
+  template <typename Gradients>
+  METAL_FUNC void add_dk(thread DkTile& dk_tile, thread const Gradients& gradients) const thread {
+    accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, gradients, q_rows);
+  }
+
+  METAL_FUNC void end_block(thread DkTile&, thread DvTile&, bool) const thread {}
+};
+
+// The same of SIMD groups that share rows: they exchange their parts of the scores, and then each
+// multiplies all of them by its own columns.
+struct SplitColumns {
+  PairedRows<ELEMENT, QK_COLUMNS, SLICES * DK_SLICE == QK_COLUMNS> q_rows;
+  PairedRows<ELEMENT, V_COLUMNS, SLICES * DV_SLICE == V_COLUMNS> dout_rows;
+  threadgroup Fragment<float>* weight_parts;
+  threadgroup Fragment<float>* gradient_parts;
+  ushort simdgroup;
+  ushort lane;
+
+  METAL_FUNC void reset(thread const DkvTiles& tiles, thread const DkvKeys& keys,
+                        ushort simdgroup_index, ushort lane_index) thread {
+    simdgroup = simdgroup_index;
+    lane = lane_index;
+    weight_parts = tiles.weight_parts;
+    gradient_parts = tiles.gradient_parts;
+    const ushort row = fragment_row(lane);
+    const ushort column = fragment_column(lane);
+    q_rows = lane_of_paired_rows<ELEMENT, QK_COLUMNS, SLICES * DK_SLICE == QK_COLUMNS>(
+        tiles.q_pairs, row, column, keys.slice * DK_SLICE + keys.part * OWN_DK_COLUMNS);
+    dout_rows = lane_of_paired_rows<ELEMENT, V_COLUMNS, SLICES * DV_SLICE == V_COLUMNS>(
+        tiles.dout_pairs, row, column, keys.slice * DV_SLICE + keys.part * OWN_DV_COLUMNS);
+  }
+
+  METAL_FUNC void add_dv(thread DvTile&, thread const ScoreTile& weights) const thread {
+    store_part(weights, weight_parts, simdgroup, lane);
+  }
+
+  METAL_FUNC void add_dk(thread DkTile&, thread const ScoreTile& gradients) const thread {
+    store_part(gradients, gradient_parts, simdgroup, lane);
+  }
+
+  METAL_FUNC void end_block(thread DkTile& dk_tile, thread DvTile& dv_tile,
+                            bool seen) const thread {
+    // The parts are there.
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (!seen) {
+      return;
+    }
+    RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS> all;  // [rows, BLOCK_Q]
+    gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, weight_parts, simdgroup, lane);
+    accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, all, dout_rows);
+    // Both tiles at a time would take too many registers.
+    simdgroup_barrier(mem_flags::mem_none);
+    gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, gradient_parts, simdgroup, lane);
+    accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, all, q_rows);
+  }
+};
+
+using Columns = conditional_t<COLUMNS_SPLIT, SplitColumns, WholeColumns>;
+
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dkv(
     FLASH_BWD_PARAMETERS device Result* dk [[buffer(FLASH_BWD_DK)]],
     device Result* dv [[buffer(FLASH_BWD_DV)]], GRID_PARAMS(FlashBwdParams, FLASH_PARAMS),
-    GRID_POSITION_AND_SIZE, ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_POSITION_AND_SIZE, THREAD_INDICES) {
   SET_GRID_POSITION_AND_SIZE(FlashBwdParams)
   threadgroup uint4 q_pairs[Q_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_Q / 2, D] pairs
   // [BLOCK_Q / 2, Dv] pairs
@@ -98,10 +184,7 @@ struct BlockStatistics {
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, gradient_parts, PARTS)
   THREADGROUP_ARRAY(NORMALISED, float, weight_factors, BLOCK_Q)
 
-  FlashInputs inputs;
-  BackwardBuffers buffers;
   FLASH_BWD_SET_INPUTS
-  constant FlashParams& problem = params.problem;
 
   DkvKeys keys;
   if (!keys.begin(inputs, dk, dv, params, threadgroup_position, threadgroups, thread_index,
@@ -116,24 +199,14 @@ struct BlockStatistics {
   const int part_query = keys.part % QUERY_PARTS * OWN_QUERY_FRAGMENTS * FRAGMENT;
   const int part_key = keys.part / QUERY_PARTS * OWN_ROW_FRAGMENTS * FRAGMENT;
   const int lane_key = keys.first_key + part_key + row;
-  const int first_dk = keys.part * OWN_DK_COLUMNS;
-  const int first_dv = keys.part * OWN_DV_COLUMNS;
 
   const threadgroup Pair* q_lane =
       lane_of_pairs<ELEMENT, QK_COLUMNS>(q_pairs, row, part_query + column);
   const threadgroup Pair* dout_lane =
       lane_of_pairs<ELEMENT, V_COLUMNS>(dout_pairs, row, part_query + column);
-#if COLUMNS_SPLIT
-  const auto q_rows_lane =
-      lane_of_paired_rows<ELEMENT, QK_COLUMNS, SLICES * DK_SLICE == QK_COLUMNS>(
-          q_pairs, row, column, keys.slice * DK_SLICE + first_dk);
-  const auto dout_rows_lane =
-      lane_of_paired_rows<ELEMENT, V_COLUMNS, SLICES * DV_SLICE == V_COLUMNS>(
-          dout_pairs, row, column, keys.slice * DV_SLICE + first_dv);
-#else
-  const threadgroup Pair* q_rows_lane = lane_of_rows<ELEMENT, DK_SLICE>(q_rows, row, column);
-  const threadgroup Pair* dout_rows_lane = lane_of_rows<ELEMENT, DV_SLICE>(dout_rows, row, column);
-#endif
+  const DkvTiles tiles = {q_pairs, dout_pairs, q_rows, dout_rows, weight_parts, gradient_parts};
+  Columns columns;
+  columns.reset(tiles, keys, simdgroup, lane);
   BlockStatistics block_statistics;
   block_statistics.lse_log2s = lse_log2s;
   block_statistics.deltas = deltas;
@@ -206,11 +279,7 @@ struct BlockStatistics {
         ScoreTile dropped = weights;
         kept = dropout.kept<true, OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(lane_key, lane_query);
         dropout.apply(dropped, kept);
-#if COLUMNS_SPLIT
-        store_part(dropped, weight_parts, simdgroup, lane);
-#else
-        accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, dropped, dout_rows_lane);
-#endif
+        columns.add_dv(dv_tile, dropped);
       }
       if (TILES_SHARED) {
         // Every SIMD group has read the queries.
@@ -227,26 +296,9 @@ struct BlockStatistics {
         if (SCORE_DERIVATIVES) {
           gradients.multiply(slopes);
         }
-#if COLUMNS_SPLIT
-        store_part(gradients, gradient_parts, simdgroup, lane);
-#else
-        accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, gradients, q_rows_lane);
-#endif
+        columns.add_dk(dk_tile, gradients);
       }
-      if (COLUMNS_SPLIT) {
-        // The parts are there.
-        threadgroup_barrier(mem_flags::mem_threadgroup);
-        if (seen) {
-          RegisterTile<float, ROW_FRAGMENTS, QUERY_FRAGMENTS> all;  // [rows, BLOCK_Q]
-          gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, weight_parts, simdgroup, lane);
-          accumulate<ELEMENT, DV_SLICE, OWN_DV_COLUMNS>(dv_tile, all, dout_rows_lane);
-          // Both tiles at a time would take too many registers.
-          simdgroup_barrier(mem_flags::mem_none);
-          gather_parts<OWN_ROW_FRAGMENTS, OWN_QUERY_FRAGMENTS>(all, gradient_parts, simdgroup,
-                                                               lane);
-          accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, all, q_rows_lane);
-        }
-      }
+      columns.end_block(dk_tile, dv_tile, seen);
     }
     if (blocks.impossible) {
       dk_tile.fill(NAN);

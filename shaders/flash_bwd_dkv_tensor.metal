@@ -57,17 +57,12 @@ struct BlockStatistics {
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dkv_tensor(
     FLASH_BWD_PARAMETERS device Result* dk [[buffer(FLASH_BWD_DK)]],
     device Result* dv [[buffer(FLASH_BWD_DV)]], GRID_PARAMS(FlashBwdParams, FLASH_PARAMS),
-    GRID_POSITION_AND_SIZE, ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_POSITION_AND_SIZE, THREAD_INDICES) {
   SET_GRID_POSITION_AND_SIZE(FlashBwdParams)
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, score_parts, TENSOR_FRAGMENTS * THREADS)
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, gradient_parts, TENSOR_FRAGMENTS * THREADS)
 
-  FlashInputs inputs;
-  BackwardBuffers buffers;
   FLASH_BWD_SET_INPUTS
-  constant FlashParams& problem = params.problem;
 
   DkvKeys keys;
   if (!keys.begin(inputs, dk, dv, params, threadgroup_position, threadgroups, thread_index,

@@ -32,10 +32,7 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dq(
     FLASH_BWD_PARAMETERS device ELEMENT* dq [[buffer(FLASH_BWD_DQ)]],
-    GRID_PARAMS(FlashBwdParams, FLASH_PARAMS), GRID_POSITION_AND_SIZE,
-    ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_PARAMS(FlashBwdParams, FLASH_PARAMS), GRID_POSITION_AND_SIZE, THREAD_INDICES) {
   SET_GRID_POSITION_AND_SIZE(FlashBwdParams)
   threadgroup uint4 k_pairs[K_PAIRS_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs of keys
   // [BLOCK_K / 2, Dv] pairs of keys
@@ -47,10 +44,7 @@ using GradientTile = OwnRows<OutGradients, OWN_V_COLUMNS>;
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, gradient_parts, PARTS)
   THREADGROUP_ARRAY(EXACT_DELTA, float, votes, SIMDGROUPS)
 
-  FlashInputs inputs;
-  BackwardBuffers buffers;
   FLASH_BWD_SET_INPUTS
-  constant FlashParams& problem = params.problem;
 
   DqQueries queries;
   if (!queries.begin(inputs, buffers, dq, params, threadgroup_position, threadgroups, thread_index,

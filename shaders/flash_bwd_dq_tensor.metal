@@ -22,19 +22,13 @@ using GradientTile = QueryRows<ELEMENT, OutGradients, HEAD_DIM_V, ROWS_IN_REGIST
 
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_bwd_dq_tensor(
     FLASH_BWD_PARAMETERS device ELEMENT* dq [[buffer(FLASH_BWD_DQ)]],
-    GRID_PARAMS(FlashBwdParams, FLASH_PARAMS), GRID_POSITION_AND_SIZE,
-    ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_PARAMS(FlashBwdParams, FLASH_PARAMS), GRID_POSITION_AND_SIZE, THREAD_INDICES) {
   SET_GRID_POSITION_AND_SIZE(FlashBwdParams)
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, score_parts, TENSOR_FRAGMENTS * THREADS)
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, gradient_parts, TENSOR_FRAGMENTS * THREADS)
   THREADGROUP_ARRAY(EXACT_DELTA, float, votes, SIMDGROUPS)
 
-  FlashInputs inputs;
-  BackwardBuffers buffers;
   FLASH_BWD_SET_INPUTS
-  constant FlashParams& problem = params.problem;
 
   DqQueries queries;
   if (!queries.begin(inputs, buffers, dq, params, threadgroup_position, threadgroups, thread_index,

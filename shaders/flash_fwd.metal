@@ -13,7 +13,7 @@
 #include "staged.h"
 #include "unstaged.h"
 
-// The specialisation, given by the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS,
+// The specialisation, from the host: ELEMENT, HEAD_DIM_QK, HEAD_DIM_V, V_SLICE, ROW_FRAGMENTS,
 // BLOCK_K, SIMDGROUPS, Q_IN_REGISTERS, ROW_PAIRS, WIDE_LOADS; COLUMN_SIMDGROUPS 2 if two SIMD
 // groups share rows; KV_STAGED 0 without staging; and of the features that are on BAND, CHUNKED,
 // VARLEN, SEQUSED_K, LEFTPAD_K, MASK, MASK_PAIRS, BIAS, BIAS_PAIRS, BIAS_ELEMENT, SOFTCAP, ALIBI,
@@ -29,9 +29,7 @@ using KeysValues = conditional_t<KV_STAGED, StagedKv<ROW_FRAGMENTS, KEY_FRAGMENT
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_fwd(
     FLASH_PARAMETERS device ELEMENT* out [[buffer(FLASH_FWD_OUT)]],
     device float* softmax_lse [[buffer(FLASH_FWD_LSE)]], GRID_PARAMS(FlashFwdParams, FLASH_PARAMS),
-    GRID_POSITION_AND_SIZE, ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_POSITION_AND_SIZE, THREAD_INDICES) {
   SET_GRID_POSITION_AND_SIZE(FlashFwdParams)
   THREADGROUP_ARRAY(KV_STAGED, uint4, tiles, TILE_BYTES / sizeof(uint4))
   THREADGROUP_ARRAY(COLUMNS_SPLIT, Fragment<float>, score_parts, SCORE_PARTS)

@@ -9,7 +9,7 @@
 #include "forward.h"
 #include "tensor_products.h"
 
-// The specialisation, given by the host: ELEMENT (float only if TF32 is allowed), HEAD_DIM_QK,
+// The specialisation, from the host: ELEMENT (float only if TF32 is allowed), HEAD_DIM_QK,
 // HEAD_DIM_V, V_SLICE, SIMDGROUPS, Q_IN_REGISTERS, WIDE_LOADS (of q too); and the features of
 // flash_fwd.metal.
 static_assert(BLOCK_K == SPAN_COLUMNS, "a product gives scores of 32 keys");
@@ -69,9 +69,7 @@ struct TensorKv {
 [[kernel, max_total_threads_per_threadgroup(THREADS)]] void flash_fwd_tensor(
     FLASH_PARAMETERS device ELEMENT* out [[buffer(FLASH_FWD_OUT)]],
     device float* softmax_lse [[buffer(FLASH_FWD_LSE)]], GRID_PARAMS(FlashFwdParams, FLASH_PARAMS),
-    GRID_POSITION_AND_SIZE, ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_POSITION_AND_SIZE, THREAD_INDICES) {
   SET_GRID_POSITION_AND_SIZE(FlashFwdParams)
   FlashInputs inputs;
   FLASH_SET_INPUTS

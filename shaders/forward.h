@@ -1,4 +1,4 @@
-// What the forward kernels share: all but the products with keys and values.
+// Shared by the forward kernels: everything but the products with keys and values.
 #pragma once
 
 #include "blocks.h"
@@ -84,7 +84,7 @@ struct RowsSoftmax {
     }
   }
 
-  // Of row i's sink, relative to its maximum.
+  // The weight of row i's sink, relative to the row's maximum.
   METAL_FUNC float sink_weight(short i, thread const FlashInputs& inputs, int head) const thread {
     return SINK ? inputs.sink_weight(head, rows[i].row_max) : 0.0f;
   }

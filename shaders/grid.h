@@ -1,4 +1,4 @@
-// Which tile of rows a threadgroup has.
+// The tile of rows of a threadgroup.
 #pragma once
 
 #include "inputs.h"
@@ -7,9 +7,9 @@
 // place. It comes from the caller's memory: whatever it holds, every row has one place.
 METAL_FUNC int ordered_row(const device int* order, int rows, int place) {
   const device int* places = order + rows;
-  const int given = order[place];
-  if (given >= 0 && given < rows && places[given] == place) {
-    return given;
+  const int tile = order[place];
+  if (tile >= 0 && tile < rows && places[tile] == place) {
+    return tile;
   }
   // As many rows as places are left over. The chain of rows and their places ends at one of them.
   int row = place;

@@ -19,7 +19,7 @@ constant constexpr float HADAMARD_SCALE = HADAMARD == 32   ? 0.17677669529663687
                                           : HADAMARD == 64 ? 0.125f
                                                            : 0.08838834764831845f;
 
-// Of columns whose distance is a power of 2 below COUNT in `values`.
+// Sums and differences of columns whose distance in `values` is a power of 2 below COUNT.
 template <int COUNT>
 METAL_FUNC void hadamard_values(thread float* values) {
   UNROLL
@@ -35,7 +35,7 @@ METAL_FUNC void hadamard_values(thread float* values) {
   }
 }
 
-// Of columns in lanes that differ by `bit`.
+// Sums and differences of columns in lanes that differ by `bit`.
 template <int COUNT>
 METAL_FUNC void hadamard_lanes(thread float* values, ushort lane, ushort bit) {
   UNROLL

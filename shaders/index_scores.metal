@@ -7,7 +7,7 @@
 #include "piece.h"
 #include "products.h"
 
-// The specialisation, given by the host: ELEMENT, WEIGHT_ELEMENT, HEAD_DIM, BLOCK_K, SIMDGROUPS,
+// The specialisation, from the host: ELEMENT, WEIGHT_ELEMENT, HEAD_DIM, BLOCK_K, SIMDGROUPS,
 // WIDE_LOADS, ROW_PAIRS, LONG_OFFSETS, CAUSAL.
 FEATURE(CAUSAL)
 
@@ -35,10 +35,7 @@ METAL_FUNC float fragment_column_sum(float x) {
     const device ELEMENT* k [[buffer(INDEX_SCORES_K)]],
     const device WEIGHT_ELEMENT* weights [[buffer(INDEX_SCORES_WEIGHTS)]],
     device float* out [[buffer(INDEX_SCORES_OUT)]],
-    GRID_PARAMS(IndexScoresParams, INDEX_SCORES_PARAMS), GRID_POSITION,
-    ushort thread_index [[thread_index_in_threadgroup]],
-    ushort simdgroup [[simdgroup_index_in_threadgroup]],
-    ushort lane [[thread_index_in_simdgroup]]) {
+    GRID_PARAMS(IndexScoresParams, INDEX_SCORES_PARAMS), GRID_POSITION, THREAD_INDICES) {
   SET_GRID_POSITION(IndexScoresParams)
   threadgroup uint4 k_tile[TILE_BYTES / sizeof(uint4)];  // [BLOCK_K / 2, D] pairs
 

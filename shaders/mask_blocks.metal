@@ -11,7 +11,7 @@
 constant constexpr int THREADS = MASK_BLOCKS_SIMDGROUPS * SIMD_LANES;
 constant constexpr int WORD_ELEMENTS = sizeof(WORD);
 
-// What a lane, then a SIMD group, has seen of a block.
+// The kinds of elements that a lane, then a SIMD group, has seen in a block.
 struct BlockState {
   bool shows;
   bool hides;
@@ -65,9 +65,9 @@ METAL_FUNC int side(int first, int block, int length, int64_t stride) {
     const int last = min(SIMD_LANES, params.blocks - first_block);
     for (int i = simdgroup; i < last; i += MASK_BLOCKS_SIMDGROUPS) {
       const int block = first_block + i;
-      const int own = threadgroup_position.x;
-      const int inner = (params.along_inner ? block : own) * params.inner_block;
-      const int outer = (params.along_inner ? own : block) * params.outer_block;
+      const int owned = threadgroup_position.x;
+      const int inner = (params.along_inner ? block : owned) * params.inner_block;
+      const int outer = (params.along_inner ? owned : block) * params.outer_block;
       const int columns =
           side(inner, params.inner_block, params.inner_length, params.inner_stride) / WORD_ELEMENTS;
       const int rows = side(outer, params.outer_block, params.outer_length, params.outer_stride);

@@ -4,12 +4,12 @@
 #include "rotary.h"
 #include "tile.h"
 
-// Where row `row` of one (batch, head) lies.
+// The offset of row `row` of one (batch, head).
 METAL_FUNC Offset row_offset(constant RowStrides& strides, Offset batch, Offset head, Offset row) {
   return batch * Offset(strides.batch) + head * Offset(strides.head) + row * Offset(strides.row);
 }
 
-// Where a row lies, and which one it is.
+// The offset of a row, and its number.
 struct RowPlace {
   Offset row;
   int position;

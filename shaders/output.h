@@ -1,4 +1,4 @@
-// Where the rows of one (sequence, head) of a result go.
+// The rows of one (sequence, head) of a result.
 #pragma once
 
 #include "operand.h"

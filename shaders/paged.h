@@ -1,4 +1,4 @@
-// Which page of a cache holds a key: Kwon et al., "PagedAttention" (2023).
+// Finds the page of a cache that holds a key: Kwon et al., "PagedAttention" (2023).
 #pragma once
 
 #include "features.h"
@@ -7,7 +7,7 @@
 
 constant constexpr int NO_PAGE = -1;
 constant constexpr int PAGE_ROWS = PAGED ? PAGE_SIZE : 1;
-// Whether 8 neighbouring rows from a multiple of 8 on lie in one page.
+// True if 8 neighbouring rows from a multiple of 8 on lie in one page.
 constant constexpr bool WHOLE_FRAGMENTS = PAGED && !INDICES && PAGE_ROWS % FRAGMENT == 0;
 
 // The pages of one sequence. A SIMD group holds the numbers of 32 of them, one a lane, and hands

@@ -30,7 +30,7 @@ METAL_FUNC void store_part(thread const RegisterTile<float, ROWS, COLUMNS>& tile
   }
 }
 
-// Of two SIMD groups with a part of each sum: both then have the same sums.
+// Adds the other SIMD group's part of each sum: both then have the same sums.
 template <int ROWS, int COLUMNS>
 METAL_FUNC void add_other_part(thread RegisterTile<float, ROWS, COLUMNS>& tile,
                                const threadgroup Fragment<float>* tiles, ushort simdgroup,

@@ -5,6 +5,11 @@
 
 #include "params.h"
 
+#define THREAD_INDICES                                     \
+  ushort thread_index [[thread_index_in_threadgroup]],     \
+      ushort simdgroup [[simdgroup_index_in_threadgroup]], \
+      ushort lane [[thread_index_in_simdgroup]]
+
 #if GRID_PIECE
 template <typename Params>
 struct PieceParams {

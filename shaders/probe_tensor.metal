@@ -1,4 +1,4 @@
-// Whether tensor operations lay their operands over the lanes as tensor_tile.h says, and multiply.
+// Tests that tensor operations lay their operands over the lanes as tensor_tile.h says.
 // csrc/runtime/probe_tensor.cpp knows the results, and gives FLOAT32: whether both operands are
 // float32, or in 16 bits at least one. A GPU may compile only one of the two.
 #if HAS_TENSOR_OPERATIONS
@@ -10,7 +10,7 @@
 
 #if TENSOR_TILES
 
-// Where the GPU keeps slots of an operand. A lane's first slot is `first` of all its slots.
+// The places of an operand's slots. A lane's first slot is `first` of all its slots.
 template <int SLOTS, typename Tensor>
 METAL_FUNC void write_coordinates(device float* lane_slots, thread Tensor& operand, int first) {
   UNROLL

@@ -129,7 +129,7 @@ METAL_FUNC void expand(thread half* values, uint2 codes, thread const half*) {
   }
 }
 
-// What the numbers of neighbouring columns are multiplied by, and what is added.
+// The scale and the zero point of the numbers of neighbouring columns.
 struct GroupScale {
   float scale;
   float minimum;  // kv_grouped

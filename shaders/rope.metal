@@ -6,7 +6,7 @@
 #include "features.h"
 #include "rotate_rows.h"
 
-// The specialisation, given by the host: ELEMENT, TABLE_ELEMENT, VECTOR (1, 2 or 4), HEADS,
+// The specialisation, from the host: ELEMENT, TABLE_ELEMENT, VECTOR (1, 2 or 4), HEADS,
 // INTERLEAVED, IN_PLACE, HAS_ROWS, ROWS_ARE_POSITIONS, ROW_ELEMENT.
 
 // The unit's columns, from `column` on, bit by bit.

@@ -1,7 +1,7 @@
 // cos and sin of every position times every inverse frequency: the tables that rope reads.
 #include "params.h"
 
-// The specialisation, given by the host: TABLE_ELEMENT, POSITION_ELEMENT.
+// The specialisation, from the host: TABLE_ELEMENT, POSITION_ELEMENT.
 
 // The product is rounded to float32 before cos and sin, as in the models that were trained so.
 [[kernel, max_total_threads_per_threadgroup(ROPE_THREADS)]] void rope_tables(

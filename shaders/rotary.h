@@ -5,7 +5,7 @@
 #include "rope.h"
 #include "tile.h"
 
-// Where nothing is rotated, there are no tables.
+// There are no tables if nothing is rotated.
 #ifndef ROTARY_DIM
 #define ROTARY_DIM 0
 #define ROTARY_ELEMENT float
@@ -64,7 +64,7 @@ struct RotaryTables {
     sines_stride = advances ? sines_stride : 0;
   }
 
-  // Where in the tables the entries of row `position` begin.
+  // The first entry of row `position` in the tables.
   METAL_FUNC Offset cosines_of(int position) const thread {
     return first_cosines + Offset(position) * cosines_stride;
   }
@@ -79,13 +79,13 @@ struct RotaryTables {
     if (!is_rotated(column)) {
       return tensor[row + column];
     }
-    const int own = column - ROTARY_FIRST;
-    const int pair = rotary_pair(own, ROTARY_PAIRS, ROTARY_INTERLEAVED);
-    const int partner = ROTARY_FIRST + rotary_partner(own, ROTARY_PAIRS, ROTARY_INTERLEAVED);
+    const int offset = column - ROTARY_FIRST;
+    const int pair = rotary_pair(offset, ROTARY_PAIRS, ROTARY_INTERLEAVED);
+    const int partner = ROTARY_FIRST + rotary_partner(offset, ROTARY_PAIRS, ROTARY_INTERLEAVED);
     return T(rotate_column(float(tensor[row + column]), float(tensor[row + partner]),
                            float(cosines[cosines_of(position) + pair]),
                            float(sines[sines_of(position) + pair]),
-                           rotary_is_x(own, ROTARY_PAIRS, ROTARY_INTERLEAVED)));
+                           rotary_is_x(offset, ROTARY_PAIRS, ROTARY_INTERLEAVED)));
   }
 
   // Columns `first` + `lane_column` and the next of row `position`, which are rotated: interleaved,
@@ -135,8 +135,8 @@ struct RotaryTables {
     if (!is_rotated(column)) {
       return chunk;
     }
-    const int own = column - ROTARY_FIRST;
-    const int pair = rotary_pair(own, ROTARY_PAIRS, ROTARY_INTERLEAVED);
+    const int offset = column - ROTARY_FIRST;
+    const int pair = rotary_pair(offset, ROTARY_PAIRS, ROTARY_INTERLEAVED);
     const device ROTARY_ELEMENT* first_cosine = cosines + (cosines_of(position) + pair);
     const device ROTARY_ELEMENT* first_sine = sines + (sines_of(position) + pair);
     if (ROTARY_INTERLEAVED) {
@@ -155,9 +155,9 @@ struct RotaryTables {
       }
       return chunk;
     }
-    const bool is_x = own < ROTARY_PAIRS;
+    const bool is_x = offset < ROTARY_PAIRS;
     uint4 partners = load_chunk<COLUMNS>(
-        tensor, row, ROTARY_FIRST + rotary_partner(own, ROTARY_PAIRS, ROTARY_INTERLEAVED));
+        tensor, row, ROTARY_FIRST + rotary_partner(offset, ROTARY_PAIRS, ROTARY_INTERLEAVED));
     const thread T* partner = reinterpret_cast<const thread T*>(&partners);
     float cosine[CHUNK];
     float sine[CHUNK];

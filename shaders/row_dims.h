@@ -3,7 +3,7 @@
 
 #include "params.h"
 
-// Where a row begins, in elements.
+// The offset of a row, in elements.
 METAL_FUNC int64_t row_offset(constant RowDims& dims, uint row) {
   int64_t offset = 0;
   for (short dim = 0; dim < dims.count; dim++) {

@@ -12,7 +12,7 @@ constant constexpr float LEAST_TOLERATED =
 constant constexpr float TOLERATED =
     unit_roundoff<ELEMENT>() > LEAST_TOLERATED ? unit_roundoff<ELEMENT>() : LEAST_TOLERATED;
 
-// What a row's sums show.
+// The errors that a row's sums show.
 struct RowError {
   float of_delta;
   float normaliser;  // 1 / the sum of exp(score - log-sum-exp)
@@ -46,7 +46,7 @@ struct RowSums {
     weights += block_weights.x + block_weights.y;
   }
 
-  // Of the whole row. sink: the logit. dlse: the gradient of the log-sum-exp.
+  // The errors of the whole row. sink: the logit. dlse: the gradient of the log-sum-exp.
   METAL_FUNC RowError merge_lanes(float row_lse, float lse_log2, float row_delta, float sink,
                                   float dlse) thread {
     RowError error;

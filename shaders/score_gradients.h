@@ -1,4 +1,4 @@
-// What flash_bwd_bias and flash_bwd_captures share: a SIMD group's queries, and the gradients of
+// Shared by flash_bwd_bias and flash_bwd_captures: a SIMD group's queries, and the gradients of
 // their scores.
 #pragma once
 
@@ -17,7 +17,7 @@ using ScoreTile = RegisterTile<float, ROW_FRAGMENTS, KEY_FRAGMENTS>;
 using QueryTile = OwnRows<Queries, QK_COLUMNS>;
 using GradientTile = OwnRows<OutGradients, V_COLUMNS>;
 
-// What is at `index` along a dimension of `size`, the fastest one; the rest of the index stays.
+// Takes the place in the fastest dimension, of `size`, out of `index`.
 METAL_FUNC int taken(thread int64_t& index, int size) {
   const int position = int(index % size);
   index /= size;

@@ -1,4 +1,4 @@
-// Which queries and keys one sequence of the batch has. Read once a threadgroup.
+// The queries and keys of one sequence of the batch. Read once a threadgroup.
 #pragma once
 
 #include "features.h"
@@ -57,7 +57,7 @@ struct Sequence {
                  (!none && kv_length > params.kv_length);
   }
 
-  // Whether nothing is computed for it: lengths are invalid, or the rows are of no sequence.
+  // True if nothing is computed: lengths are invalid, or the rows belong to no sequence.
   METAL_FUNC bool is_left_out(int batch, constant FlashParams& params) const thread {
     return (PACKED_Q || SEQUSED_K || LEFTPAD_K || CACHE_BATCH_IDX) &&
            (impossible || batch == params.batch);

@@ -20,7 +20,7 @@ constant constexpr int UNIT_COLUMNS = 8;
 // Spans that hold `columns` columns.
 constexpr int spans(int columns) { return (columns + SPAN_COLUMNS - 1) / SPAN_COLUMNS; }
 
-// Where in a span the unit begins of the lane that has `column` of a fragment.
+// The first column, in a span, of the unit of the lane that has `column` of a fragment.
 METAL_FUNC int first_unit_column(ushort column) { return column / LANE_COLUMNS * UNIT_COLUMNS; }
 
 // The span's column that is row `row` of fragment f of the span's transpose.

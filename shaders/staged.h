@@ -1,6 +1,6 @@
 // Keys and values of a block, staged in threadgroup memory for all SIMD groups.
 //
-// Where rows are too many for one SIMD group's registers, two share them (COLUMN_SIMDGROUPS): each
+// If rows are too many for one SIMD group's registers, two share them (COLUMN_SIMDGROUPS): each
 // has half of the columns of q, k, v and out, and they add up their parts of the scores.
 #pragma once
 
@@ -73,7 +73,7 @@ struct StagedKv {
     v_lane = lane_of_rows<KvTileElement, V_SLICE>(v_tile, row, column + value_column());
   }
 
-  // Where the SIMD group's columns of q and k begin, and in the slice those of v and out.
+  // The SIMD group's first column of q and k, and in the slice that of v and out.
   METAL_FUNC int query_column() const thread {
     return simdgroup % COLUMN_SIMDGROUPS * OWN_QK_FRAGMENTS * FRAGMENT;
   }

@@ -15,7 +15,7 @@ METAL_FUNC ushort lane_key(ushort row, short key) {
   return (row & 4) * 2 + (row & 3) + key / 2 * 4 + key % 2 * 16;
 }
 
-// Where a lane's keys of a block lie in K or V, or its queries in Q or dout. Those outside
+// The places of a lane's keys of a block in K or V, or of its queries in Q or dout. Those outside
 // [begin, end) are at the place of the nearest one inside.
 template <typename Source>
 struct KeyPlaces {
@@ -53,7 +53,7 @@ constexpr int own_spans(int columns) {
   return (spans(columns) + COLUMN_SIMDGROUPS - 1) / COLUMN_SIMDGROUPS;
 }
 
-// Whether no unit of these begins behind the row.
+// True if no unit of these begins behind the row.
 constexpr bool whole_spans(int columns) {
   return columns == COLUMN_SIMDGROUPS * own_spans(columns) * SPAN_COLUMNS;
 }

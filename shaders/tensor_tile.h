@@ -35,7 +35,7 @@ constant constexpr int TENSOR_RESULT_SLOTS = 16;
 // A lane's fragments of a [16, 32] tile.
 constant constexpr int TENSOR_FRAGMENTS = TENSOR_ROWS * SPAN_FRAGMENTS;
 
-// Of a value that each lane has of one of 32 columns: those of columns `column` and `column + 1`.
+// Each lane has the value of one of 32 columns. Returns those of columns `column` and `column + 1`.
 METAL_FUNC Fragment<float> columns_of(float value, ushort column) {
   return Fragment<float>(simd_shuffle(value, column), simd_shuffle(value, ushort(column + 1)));
 }
@@ -79,7 +79,7 @@ METAL_FUNC void tensor_mma(thread RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENT
   mpp::tensor_ops::matmul2d<descriptor, execution_simdgroup> product;
   auto left_tensor = product.template get_left_input_cooperative_tensor<A, B, float>();
   auto right_tensor = product.template get_right_input_cooperative_tensor<A, B, float>();
-  // Of the calls, not of the variables: those have an address space in newer SDKs.
+  // Types of the calls, not of the variables: those have an address space in newer SDKs.
   using Left = decltype(product.template get_left_input_cooperative_tensor<A, B, float>());
   using Right = decltype(product.template get_right_input_cooperative_tensor<A, B, float>());
   auto sum = product.template get_destination_cooperative_tensor<Left, Right, float>();
@@ -103,19 +103,19 @@ METAL_FUNC void tensor_mma(thread RegisterTile<float, TENSOR_ROWS, SPAN_FRAGMENT
   }
 }
 
-// Of a float32: a sign, an exponent and 11 significant bits, one of them implicit.
+// A float32's sign, exponent and 11 significant bits, one of them implicit.
 constant constexpr uint KEPT_BITS = 0xffffe000u;
 
-// What tensor operations make of a float operand, here by truncation, so that whichever way the GPU
+// A float operand as tensor operations take it, here by truncation, so that whichever way the GPU
 // rounds, nothing is left to round. NaN stays NaN.
 METAL_FUNC Fragment<float> cut(Fragment<float> x) {
   return as_type<Fragment<float>>(as_type<vec<uint, LANE_COLUMNS>>(x) & KEPT_BITS);
 }
 
-// Of a float32: its sign and its exponent.
+// A float32's sign and exponent.
 constant constexpr uint SCALE_BITS = 0xff800000u;
 
-// What a product takes of an operand. Those of 16 bits have no more to lose.
+// An operand as a product takes it. Those of 16 bits have no more to lose.
 template <typename T>
 METAL_FUNC Fragment<T> rounded_operand(Fragment<T> x) {
   return x;

@@ -80,8 +80,8 @@ METAL_FUNC ushort row_lane(ushort row) { return (row & 4) * 4 + row % 4 * 2; }
 // A lane that has this column, if it is even.
 METAL_FUNC ushort column_lane(ushort column) { return (column & 4) * 2 + column % 4 / 2; }
 
-// Of numbers that the 8 rows have, those of the rows that are the lane's two columns. Each step
-// takes a bit of the row from the other side; a shuffle from any lane is many instructions on M1.
+// Each of the 8 rows has a number. Returns those of the rows that are the lane's two columns. Each
+// step takes a bit of the row from the other side: a shuffle from any lane is slow on M1.
 template <typename T>
 METAL_FUNC vec<T, 2> of_columns(T number, ushort lane) {
   const ushort row = fragment_row(lane);

@@ -1,4 +1,4 @@
-// Which of a sequence's new tokens a query sees, where they form a tree: the last keys of the
+// The new tokens of a sequence that a query sees, if they form a tree: the last keys of the
 // sequence, each of which has a query. Miao et al., "SpecInfer" (2024).
 #pragma once
 
@@ -37,7 +37,7 @@ struct TokenSet {
   }
 };
 
-// What a new token's query sees.
+// The tokens and keys that a new token's query sees.
 struct TreeToken {
   TokenSet seen;  // new tokens
   int begin;      // the first of the old keys
@@ -72,9 +72,9 @@ struct TokenTree {
   }
 };
 
-// What the caller says of one sequence's new tokens: whatever it is, nothing outside the sequence's
+// The caller's tree of one sequence's new tokens. Whatever it holds, nothing outside the sequence's
 // own rows is read.
-struct GivenTree {
+struct TreeInput {
   const device int* parents;  // TREE_PARENTS: of each token an earlier one, or -1
   const device uchar* rows;   // TREE_MASK
   int64_t row_stride;
@@ -92,11 +92,11 @@ struct GivenTree {
         seen.add(i);
       }
     }
-    for (int own = token; TREE_PARENTS && possible && own >= 0;) {
-      seen.add(own);
-      const int parent = parents[own];
-      possible = parent >= -1 && parent < own;
-      own = parent;
+    for (int next = token; TREE_PARENTS && possible && next >= 0;) {
+      seen.add(next);
+      const int parent = parents[next];
+      possible = parent >= -1 && parent < next;
+      next = parent;
     }
     return seen;
   }

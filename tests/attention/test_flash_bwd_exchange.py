@@ -70,7 +70,7 @@ MUTANTS = {
         queries of the first part [race]: {~keys.part % QUERY_PARTS => 0~} * OWN_QUERY
         keys of the first part: {~keys.part / QUERY_PARTS => 0~} * OWN_ROW
         keys of one part loaded [uninitialised]: {~part_query => keys.part~} == 0
-        columns of the first part: keys.slice * DK_SLICE {~+ first_dk =>~}
+        columns of the first part: keys.slice * DK_SLICE {~+ keys.part * OWN_DK_COLUMNS =>~}
         the other row of a pair: {~=> !~}rows.odd ? Fragment
         no barrier before parts are read [race or uninitialised]:
             // The parts are there.

@@ -39,9 +39,7 @@ MUTANTS = {
         dq: wrong KV head: head {~/ => %~} params.queries_per_kv
         dkv: dout of another head:
             buffers.out_gradients(params.dout_strides, batch, {~head => keys.kv_head~}, sequence)
-        dkv: q in k's place:
-            accumulate<ELEMENT, DK_SLICE, OWN_DK_COLUMNS>(dk_tile, {~gradients => weights~},
-            q_rows_lane)
+        dkv: q in k's place: columns.add_dk(dk_tile, {~gradients => weights~})
         dkv: rows of a pair swapped:
             zip_pairs<T>({~even_row, odd_row => odd_row, even_row~}, low, high)
         dkv: statistics past the end [out_of_bounds]:
@@ -163,8 +161,8 @@ MUTANTS = {
         dq: slice of dq not moved [race]:
             row_offset(strides, batch, head, start) {~+ slice * SLICE =>~}
         dq: slice of k not moved: {~queries.place.slice * DQ_SLICE + =>~} first_dq
-        dkv: slice of q not moved: {~keys.slice * DK_SLICE + =>~} first_dk
-        dkv: slice of dout not moved: {~keys.slice * DV_SLICE + =>~} first_dv
+        dkv: slice of q not moved: {~keys.slice * DK_SLICE + =>~} keys.part * OWN_DK_COLUMNS
+        dkv: slice of dout not moved: {~keys.slice * DV_SLICE + =>~} keys.part * OWN_DV_COLUMNS
         dq: fragment behind the last column [threadgroup_out_of_bounds]:
             {~WHOLE ? d : min(d, rows.last) => d~}
     """,

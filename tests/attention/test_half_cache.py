@@ -70,7 +70,7 @@ MUTANTS = {
             d);held.fragments[i][HELD ? d : 0] = Fragment<T>(T(half(pair.x)), pair.y~});
     """,
     "flash_decode": """
-        flash_decode: queries rounded: {~=> ELEMENT(half(~}queries.element(other.query, d){~=> ))~}
+        flash_decode: queries rounded: {~=> ELEMENT(half(~}queries.element(row.query, d){~=> ))~}
         flash_decode: one of two keys' columns: ELEMENT(unit.fragments[f].{~y => x~})
     """,
 }

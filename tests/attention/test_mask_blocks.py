@@ -114,9 +114,9 @@ MUTANTS = {
     same_output: """
         mask_blocks: last block dropped: params.blocks - first_block{~=> - 1~})
         mask_blocks: partial block taken for a full one: {~(state.hides ? 2 : 1) => 1~}
-        mask_blocks: list of the tile before: own = threadgroup_position.x{~=> / 2~};
+        mask_blocks: list of the tile before: owned = threadgroup_position.x{~=> / 2~};
         mask_blocks: head 0's list: {~threadgroup_position.y * params.head_stride => 0~}
-        mask_blocks: sides swapped: params.along_inner ? {~block : own => own : block~}
+        mask_blocks: sides swapped: params.along_inner ? {~block : owned => owned : block~}
         mask_blocks: entries of the last 32 blocks alone: count {~+= => =~} int(simd_sum
         mask_blocks: rows of a block skipped: word < {~rows * =>~} columns
     """,

@@ -64,7 +64,7 @@ MUTANTS = {
             {~(ROTARY_FIRST == 0 || column >= ROTARY_FIRST) && =>~} column
         as many columns fewer: column < {~ROTARY_FIRST + =>~} ROTARY_DIM
         q's first columns rotated: rope.q_strides.head {~+ ROTARY_FIRST =>~}
-        partner in the first columns: row, {~ROTARY_FIRST + =>~} rotary_partner(own,
+        partner in the first columns: row, {~ROTARY_FIRST + =>~} rotary_partner(offset,
     """,
     "no table row": """
         table row that is none [out_of_bounds]: {~rotary_row < table_rows => true~}

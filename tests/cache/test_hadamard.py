@@ -180,16 +180,16 @@ test_mutants, test_unchanged = mutant_tests(
         """,
         "one row": """
             flash_decode: out not rotated:
-                {~hadamard_unit(reinterpret_cast<thread float*>(sum), own.lane); =>~}
+                {~hadamard_unit(reinterpret_cast<thread float*>(sum), lane.index); =>~}
             flash_decode: q, signs of spans: value {~* hadamard_sign(n, span - first_span) =>~}
             flash_decode: q, columns in a lane: {~hadamard_values<SPAN_FRAGMENTS>(values); =>~}
-            flash_decode: q, a lane's column: own.lane, {~row_lane(bit) => bit~}
+            flash_decode: q, a lane's column: lane.index, {~row_lane(bit) => bit~}
         """,
         "eight rows": """
-            flash_decode: sums of other keys left out:
-                {~span[f] += memory[sum_place(i, s * SPAN_FRAGMENTS + f)]; =>~}
-            flash_decode: out, columns of another lane: own.lane, {~column_lane(4) => 4~}
-            flash_decode: out, spans not joined: {~join_spans(tile.fragments[i] + f, memory); =>~}
+            flash_decode: sums of other keys left out: {~add_sums(i); =>~} } multiply_by_hadamard
+            flash_decode: out, columns of another lane: lane.index, {~column_lane(4) => 4~}
+            flash_decode: out, spans not joined:
+                {~join_spans(out.fragments[i] + f, memory, lane); =>~}
         """,
         "columns, two blocks": """
             flash_decode: out, signs of spans: pair {~* hadamard_sign(n, span - first) =>~}
@@ -200,7 +200,7 @@ test_mutants, test_unchanged = mutant_tests(
         """,
         "rows apart": """
             flash_decode: out, rows of the first SIMD groups:
-                memory {~+ own.row_simdgroup * V_SPANS * SIMD_LANES =>~};
+                memory {~+ lane.row_simdgroup * V_SPANS * SIMD_LANES =>~};
         """,
     },
     "{}",

@@ -230,10 +230,6 @@ def codes_of_odd_rows():
     attend(**ONE, kv_length=45, head_dim=20, format="fp8_e4m3")
 
 
-def indices():
-    attend(cache="indexed")
-
-
 def lists():
     """Of keys in any order, twice and not at all, by KV head and sequence; two rows of tiles."""
     attend(listed=70, list_dims="bh", causal=True, q_offset=200)
@@ -276,11 +272,11 @@ def impossible_entries():
         expected = run(indices=good)
         for entry in (38, -2, 2**31 - 1, -(2**31)):
             bad[0, 0, 1, 4] = entry
-            given = entries.clone()
+            indices = entries.clone()
             with pytest.MonkeyPatch.context() as patch:
-                after_the_checks(patch, given, bad.tolist())
-                found = run(indices=given)
-            for result, right in zip(found, expected, strict=True):
+                after_the_checks(patch, indices, bad.tolist())
+                results = run(indices=indices)
+            for result, right in zip(results, expected, strict=True):
                 assert result[:, :, 1].isnan().all()
                 assert torch.equal(result[:, :, 0::2], right[:, :, 0::2])
 
@@ -320,9 +316,9 @@ def check_alone(run, tensor, bad):
     before = tensor.clone()
     with pytest.MonkeyPatch.context() as patch:
         after_the_checks(patch, tensor, [before[0].tolist(), bad])
-        found = run()
+        results = run()
     tensor.copy_(before)
-    for result, right in zip(found, expected, strict=True):
+    for result, right in zip(results, expected, strict=True):
         assert result[1].isnan().all()
         assert torch.equal(result[0], right[0])
 
@@ -341,7 +337,7 @@ def results_of_zeros(patch):
     patch.setattr(engine, "run", run_on_zeros)
 
 
-def packed_q(lengths, used, shape=None, spare=2, seed=0, **given):
+def packed_q(lengths, used, shape=None, spare=2, seed=0, **options):
     """q packed, and dense keys of so many used ones, NaN behind them: flash_decode's arguments."""
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "dtype": torch.float16} | (shape or {})
     ends = torch.tensor([0, *lengths]).cumsum(0).int()
@@ -351,7 +347,7 @@ def packed_q(lengths, used, shape=None, spare=2, seed=0, **given):
     k, v = (with_nan_tails(x, used) for x in (k, v))
     packing = {"cu_seqlens_q": ends, "max_seqlen_q": max(lengths)}
     arguments = (q[0].transpose(0, 1).contiguous(), k, v)
-    return arguments, {"seqused_k": ints(*used)} | packing | given
+    return arguments, {"seqused_k": ints(*used)} | packing | options
 
 
 PACKED = {"batch": 4, "q_length": 1, "q_lengths": (3, 0, 5, 1), "spare_rows": 2, "head_dim": 64}

@@ -67,7 +67,7 @@ def test_as_three_ops(device):
     options = on(device, options)
     tensors = tensors_of(length=5, leftpad_k=(0, 5), cache="indexed", capacity=32)
     mine, theirs = ({n: same_memory(x).to(device) for n, x in tensors.items()} for _ in range(2))
-    found = ops.decode_step(**mine, **options)
+    results = ops.decode_step(**mine, **options)
     where = {n: theirs[n] for n in ("cache_batch_idx", "leftpad_k")}
     new = {n: theirs[n] for n in ("k", "v", "k_cache", "v_cache", "cache_seqlens")}
     ops.append_kv(**new, **where)
@@ -75,7 +75,7 @@ def test_as_three_ops(device):
     caches = theirs["k_cache"], theirs["v_cache"]
     expected = ops.flash_decode(theirs["q"], *caches, seqused_k=used, **where, **options)
     check_equal(*({n: x.cpu() for n, x in each.items()} for each in (mine, theirs)))
-    for ours, other in zip(found, expected, strict=True):
+    for ours, other in zip(results, expected, strict=True):
         assert ours.isfinite().all()
         assert torch.equal(ours, other)
 

@@ -19,8 +19,7 @@ HOME_SIZES = {"heads": 4, "kv_heads": 2, "head_dim": 64}
 
 
 def case(**fields):
-    given = HOME_SIZES | {"q_length": 1} | fields
-    return held_cases.case(call="flash_decode", **given)
+    return held_cases.case(call="flash_decode", **HOME_SIZES | {"q_length": 1} | fields)
 
 
 FEATURES = (

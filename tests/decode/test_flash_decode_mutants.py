@@ -7,51 +7,49 @@ from tests.helpers.mutants import mutant_tests
 # not show it the fault that the simulator reports.
 MUTANTS = {
     problems.plain: """
-        scale by 0.98 [everywhere]: scores.scale({~=> 0.98f *~}params.scale_log2)
         columns of q's fragments reversed: UNIT_COLUMNS + 2 * {~f => (3 - f)~} +
         units of q reversed: {~row / 2 => (3 - row / 2)~} * UNIT_COLUMNS
         spans of q swapped:
-            {~=> (~}own.span(n / SPAN_FRAGMENTS) {~=> ^ 1)~} * SPAN_COLUMNS + span_column
+            {~=> (~}lane.span(n / SPAN_FRAGMENTS) {~=> ^ 1)~} * SPAN_COLUMNS + span_column
         one unit of k for all:
-            load_key(units[s - first], j, keys, own.span(s) * SPAN_COLUMNS {~+ own.unit_column
-            =>~})
-        one unit of v for all: column = span * SPAN_COLUMNS {~+ own.unit_column =>~}
+            unit.load<HEAD_DIM_QK>(kv.keys, k_places[j], kv.column(s){~=> - kv.lane.unit_column~},
+        one unit of v for all:
+            v_units[j][s].load<HEAD_DIM_V>(kv.values, v_places[j], kv.column(s){~=> -
+            kv.lane.unit_column~},
         units of out swapped [wrong or out_of_bounds]:
-            span * SPAN_COLUMNS + {~own.unit_column => (own.unit_column ^ 8)~} + d %
+            span * SPAN_COLUMNS + {~lane.unit_column => (lane.unit_column ^ 8)~} + d %
         pairs of a unit swapped: fragments[i * PAIRS + {~j => (j ^ 1)~}] =
         last span's tail of k read [out_of_bounds]:
             {~WHOLE || column + i * CHUNK < COLUMNS => true~}
         head of another KV head [race]: head = {~kv_head * heads + =>~} existing % heads
         one head's queries for all: head = kv_head * heads {~+ existing % heads =>~}
         one query for all: query = {~existing / heads => 0~}
-        keys of the first KV head: inputs.keys(batch, {~kv_head => 0~}, sequence
-        values of the first KV head: inputs.values(batch, {~kv_head => 0~}, sequence
+        keys of the first KV head: inputs.keys(task.batch, {~task.kv_head => 0~}, task.sequence
+        values of the first KV head: inputs.values(task.batch, {~task.kv_head => 0~}, task.sequence
         query past the last read [out_of_bounds]: {~min(row, rows - 1) => row~}
         key past the last read [out_of_bounds]: keys.find_in(max(pages[j], 0), {~readable => row~})
         value past the last read [out_of_bounds]:
             values.find_in(max(pages[j], 0), {~readable => row~})
-        keys of the first SIMD group for all: places.begin {~+ own.key_simdgroup * BLOCK_K =>~}
+        keys of the first SIMD group for all: places.begin {~+ lane.key_simdgroup * BLOCK_K =>~}
         scores not transposed:
-            place = tile + (i * FRAGMENT + {~column => row~}) * SCORE_STRIDE + j * FRAGMENT + {~row
-            => column~}; place[0] = products.fragments[j][i].x; place[{~SCORE_STRIDE => 1~}] =
-        scores of all SIMD groups in one tile [race]: tile = tiles {~+ simdgroup * SCORE_TILE =>~}
+            place = tile + (i * FRAGMENT + lane.{~column => row~}) * SCORE_STRIDE + j * FRAGMENT +
+            lane.{~row => column~}; place[0] = products.fragments[j][i].x; place[{~SCORE_STRIDE =>
+            1~}] =
+        scores of all SIMD groups in one tile [race]:
+            tile = tiles {~+ lane.simdgroup * SCORE_TILE =>~}
         correction dropped: sum {~* corrections[i] =>~} + products
         visibility never applied: if ({~hides => false~}) {
-        visibility in the block at 0: rows[i].query, {~kv_block + =>~} column
-        visibility of the first query: visible.apply<false>(scores[i], {~rows[i].query => 0~},
+        visibility in the block at 0: const int column = {~block.first + =>~} lane.column;
+        visibility of the first query: visible.apply<false>(scores, {~query => 0~}, column)
         a SIMD group's state left out: n < KEY_SIMDGROUPS{~=> - 1~}; n++) { const float2 state
-        states joined as they are: state.y {~* fast::exp2(state.x - row_max) =>~}
-        states of the first rows [everywhere]: states {~+ min(i * FRAGMENT + row, ROWS - 1) =>~}
-        shares not normalised:
-            fast::exp2(tile.softmax[i].row_max - total.row_max) {~/ total_sum =>~}
-        shares without their maximum:
-            {~fast::exp2(tile.softmax[i].row_max - total.row_max) => 1.0f~} / total_sum
+        states joined as they are: state.y {~* fast::exp2(state.x - softmax.row_max) =>~}
+        states of the first rows: states {~+ min(tile_row, ROWS - 1) =>~}
+        shares not normalised: correction {~/ total.sum =>~}, sees_nothing
+        shares without their maximum: {~correction => 1.0f~} / total.sum
         a SIMD group's out left out: if (giver < KEY_SIMDGROUPS - 1{~=> && giver != 1~}) {
         out of the fragment before: return (i * OWN_V_FRAGMENTS + d{~=> / 2~}) * SIMD_LANES
-        sum of one lane: tile.softmax[i].{~row_sum() => lane_sum~}
-        logarithm in base 2: log2(row_sum)) {~* M_LN2_F =>~}
-        q not shared:
-            {~=> q_tile.fill(ELEMENT(0));~}exchange_query_fragments(q_tile, pairs, own.key_simdgroup
+        sum of one lane: rows.softmax[i].{~row_sum() => lane_sum~}
+        q not shared: {~=> q_tile.fill(ELEMENT(0));~}exchange_query_fragments(q_tile, pairs, lane);
         no barrier after q is shared [uninitialised]:
             } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} UNROLL
             for (short n = 0; n < OWN_QK_SPANS
@@ -60,7 +58,7 @@ MUTANTS = {
         no barrier after the exchange [race or uninitialised]:
             {~simdgroup_barrier(mem_flags::mem_threadgroup); =>~} } else {
         no barrier before states are joined [uninitialised]:
-            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} } UNROLL for (short i
+            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} } }; // A row's maximum
         no barrier between givers of out [race or uninitialised]:
             {~threadgroup_barrier(mem_flags::mem_threadgroup); // for the next one =>~}
     """,
@@ -78,55 +76,54 @@ MUTANTS = {
         scores of the SIMD group alone [race]: {~tile = sums; =>~}
         one lane's sums left out [uninitialised]: n < ROWS * BLOCK_K{~=> - 1~};
         no barrier before the sums [race or uninitialised]:
-            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} for (int n = (simdgroup
+            {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} for (int n = (lane.simdgroup
         no barrier after the sums [race or uninitialised]:
             {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} tile = sums;
     """,
     problems.row_groups: """
-        rows of the first SIMD groups: group_row {~+ own.row_simdgroup * ROWS =>~}
+        rows of the first SIMD groups: group_row {~+ lane.row_simdgroup * ROWS =>~}
         sums of the first SIMD groups [wrong or race or uninitialised]:
-            ? {~simdgroup / COLUMN_SIMDGROUPS => 0~} : 0; const int first =
+            const int group = {~lane.row_simdgroup => 0~};
         keys read before they are shared [race or uninitialised]:
-            own.span(s)); } } } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
+            kv.lane.span(s)); } } } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~}
         spans of keys that nobody has [uninitialised]:
-            if ({~!span_exists(own.span(s), QK_SPANS) => false~}) {
-        values shared with the keys [wrong or race or uninitialised]: pairs + {~KEY_PAIRS + =>~}
+            if ({~!span_exists(kv.lane.span(s), QK_SPANS) => false~}) {
+        values shared with the keys [wrong or race or uninitialised]:
+            loaded_pairs + {~KEY_PAIRS + =>~}
         values of the first span [wrong or race]:
-            return pairs + KEY_PAIRS + (({~own.first_span => 0~} * KEY_FRAGMENTS
+            return loaded_pairs + KEY_PAIRS + (({~lane.first_span => 0~} * KEY_FRAGMENTS
         log-sum-exp of the first SIMD group alone:
-            {~own.key_simdgroup == 0 && own.first_span => simdgroup~} == 0
+            {~key_simdgroup == 0 && first_span => simdgroup~} == 0 && column
         tiles of one SIMD group's rows [wrong or race]:
             first + list_group * ROWS {~* ROW_SIMDGROUPS =>~}
     """,
     problems.row_groups_of_codes: """
         keys of one scale:
-            *scale_of(key_unit(pairs, j, s, own)) = keys.span_scale(k_places[j], {~own.span(s) =>
+            *kv.scale_of(kv.key_unit(j, s)) = kv.keys.span_scale(k_places[j], {~kv.lane.span(s) =>
             0~})
-        values of one scale:
-            *scale_of(value_unit(pairs, j, s, own)) = value_scale(j, {~own.span(s) => 0~}
+        values of one scale: span_scale(v_places[j], {~kv.lane.span(s) => 0~})
         scales of values that are no keys' [uninitialised]:
-            v_scales[j] = *scale_of({~value_unit => key_unit~}(pairs
+            v_scales[j] = *kv.scale_of(kv.{~value_unit => key_unit~}(j
         scales where the codes are [wrong or race]: (unit + {~SPAN_FRAGMENTS => 0~} * SIMD_LANES)
-        products without their scale: {~chain.scale(*scale_of(key_unit(pairs, j, first, own))); =>~}
+        products without their scale: {~chain.scale(*kv.scale_of(kv.key_unit(j, begin))); =>~}
         scales of spans that nobody has [uninitialised]:
-            K_SPAN_SCALES && {~span_exists(own.span(first), QK_SPANS) => true~}
+            K_SPAN_SCALES && {~span_exists(kv.lane.span(begin), QK_SPANS) => true~}
         codes that nobody has loaded [uninitialised]: if (!V_IN_K {~&& ROW_SIMDGROUPS == 1 =>~})
     """,
     problems.vectors: """
         units of one lane for all [wrong or race or uninitialised]:
-            u * LANES {~+ own.lane % LANES =>~}
-        values of the first keys: blocks.row(kv_block + n * LOAD_KEYS {~+ own.lane / LANES =>~})
+            u * LANES {~+ lane.index % LANES =>~}
+        values of the first keys:
+            blocks.row(block.first + n * LOAD_KEYS {~+ lane.index / LANES =>~})
         weights of the first keys:
-            weights[{~(n * LOAD_KEYS + own.lane / LANES) => n * LOAD_KEYS~} * ROWS + r]
-        values outside the lengths not cleared:
-            {~&& key >= sequence.first_key && key < sequence.kv_length =>~}
-        values behind the length not cleared:
-            key >= sequence.first_key {~&& key < sequence.kv_length =>~}
+            weights[{~(n * LOAD_KEYS + lane.index / LANES) => n * LOAD_KEYS~} * ROWS + r]
+        values outside the lengths not cleared: {~&& kv.is_valid(key) =>~}
+        values behind the length not cleared: {~kv.is_valid(key) => key >= kv.sequence.first_key~}
         nothing seen where a share is 0: share {~< => <=~} 0.0f
         nothing seen, something shared: {~share < 0.0f ? 0.0f : =>~} sums[n] * share
         correction of the first row: weights[BLOCK_K * ROWS {~+ r =>~}]
         correction left out: {~* corrections[r] =>~} + block[r]
-        half of the lanes' sums left out: sums[n] = kept {~+ simd_shuffle_xor(given, bit) =>~};
+        half of the lanes' sums left out: sums[n] = kept {~+ simd_shuffle_xor(passed, bit) =>~};
         both lanes keep the lower half [wrong or race or uninitialised]:
             first += {~upper => false~} ? count
         share of the first row: share = shares[{~r => 0~}]
@@ -137,25 +134,24 @@ MUTANTS = {
         a SIMD group's sums left out: part < SIMDGROUPS{~=> - 1~}; part++
     """,
     problems.vector_scales: """
-        first chain of products dropped: products.fragments[j][i] {~+= => =~} chain
+        first chain of products dropped: products[i] {~+= => =~} chain
         scale of another span: {~column / SPAN_COLUMNS => 0~}) : 0.0f
         scales not cleared: scales[n][u] = {~exists ? scale : 0.0f => scale~}
     """,
     problems.columns_unevenly: """
         span past the last stored [race]: if ({~span_exists(span, V_SPANS) => true~})
         span past the last read [everywhere, out_of_bounds]:
-            {~span_exists(own.span(s), QK_SPANS) => true~}
+            {~span_exists(kv.lane.span(s), QK_SPANS) => true~}
         span past the last of v read [out_of_bounds]:
-            if ({~span_exists(own.span(s), V_SPANS) => true~}) { block.load
-        values of one span loaded [uninitialised]: block.load_values({~s => 0~}, own
+            if ({~!span_exists(lane.span(s), V_SPANS) => false~}) { continue; } block.load
+        values of one span loaded [uninitialised]: block.load_values({~s => 0~}, kv
     """,
     problems.tiles: """
         every tile the first [race]: rows[i].reset({~first_row + =>~} min(
-        q of the first tile: other.reset({~first_row + =>~} i * FRAGMENT
-        results of the first tile [race]:
-            MANY_ROWS ? {~simd_broadcast(first_row, ushort(0)) => 0~} :
+        q of the first tile: row.reset({~first_row + =>~} i * FRAGMENT
+        results of the first tile [race]: MANY_ROWS ? {~simd_broadcast(tile_row, ushort(0)) => 0~} :
         results of the first split [race]:
-            MANY_ROWS ? {~simd_broadcast(split, ushort(0)) => 0~} :
+            MANY_ROWS ? {~simd_broadcast(task.split, ushort(0)) => 0~} :
         tile of the first query: keys_of({~last_row / problem.queries_per_kv => 0~})
     """,
     problems.lengths: """
@@ -167,34 +163,34 @@ MUTANTS = {
     """,
     problems.windows: """
         window begins a block late: seen.begin / BLOCK * BLOCK{~=> + BLOCK~}
-        window ends at the first query's: : {~sequence.q_length - 1 => 0~})
+        window ends at the first query's: : {~sequence.q_length - 1 => 0~};
         left edge never applied:
-            kv_block {~< seen_by_last.begin || kv_block =>~} + BLOCK_K > seen_by_first.end
+            block.first {~< seen_by_last.begin || block.first =>~} + BLOCK_K > seen_by_first.end
         right edge never applied:
-            kv_block < seen_by_last.begin {~|| kv_block + BLOCK_K > seen_by_first.end =>~}
+            block.first < seen_by_last.begin {~|| block.first + BLOCK_K > seen_by_first.end =>~}
         left edge of the first query:
-            kv_block < {~seen_by_last => seen_by_first~}.begin || kv_block + BLOCK_K >
+            block.first < {~seen_by_last => seen_by_first~}.begin || block.first + BLOCK_K >
             seen_by_first.end
         right edge of the last query:
-            kv_block < seen_by_last.begin || kv_block + BLOCK_K > {~seen_by_first =>
+            block.first < seen_by_last.begin || block.first + BLOCK_K > {~seen_by_first =>
             seen_by_last~}.end
     """,
     problems.nothing: """
         nothing seen, something shared: {~row_sums[i] == 0.0f => false~};
     """,
     problems.sinks: """
-        sink dropped: if ({~SINK && !SPLIT => false~})
-        sink counted by every split: if (SINK {~&& !SPLIT =>~})
-        sink of the KV head: sink_weight({~head => kv_head~}, total
-        sum not lowered to the sink: total_sum {~* fast::exp2(keys_max - total.row_max) =>~} +
+        sink dropped: if ({~!SINK || SPLIT => true~})
+        sink counted by every split: if (!SINK {~|| SPLIT =>~})
+        sink of the KV head: total.add_sink(inputs, {~result.rows[i].head => task.kv_head~})
+        sum not lowered to the sink: sum = sum {~* fast::exp2(keys_max - softmax.row_max) =>~} +
     """,
     problems.large_sinks: """
         sink rounded in base 2:
             {~(scaled - other) + rounded_off(float(logit), scaled) => scaled - other~}
     """,
     problems.rules: """
-        rules of the first query: batch, rows[i].head, {~rows[i].query => 0~}, own.column
-        rules of the KV head: batch, {~rows[i].head => kv_head~}, rows[i].query, own.column
+        rules of the first query: batch, rows[i].head, {~rows[i].query => 0~}, lane.column
+        rules of the KV head: batch, {~rows[i].head => task.kv_head~}, rows[i].query, lane.column
         rules dropped [everywhere]: {~apply_bias_and_mask(scores, first_column, masked); =>~}
     """,
     problems.latent: """
@@ -203,45 +199,42 @@ MUTANTS = {
         keys that do not exist not zeroed: {~!V_IN_K || exist[j] => true~}
     """,
     problems.rotary: """
-        q not rotated:
-            {~rotary.rotated(tensor, offset(row), row, column) => tensor[offset(row) + column]~}
         q's row of the first query:
-            queries.{~element(other.query => rotary.rotated(queries.tensor,
-            queries.offset(other.query), 0~}, d)
+            queries.{~element(row.query => rotary.rotated(queries.tensor, queries.offset(row.query),
+            0~}, d)
     """,
     problems.pages: """
         page window never moved [simd_lane]:
             {~=> (window >= 0 ||~}last_place < window + SIMD_LANES{~=> )~}
         page window of the values never moved [simd_lane]: {~values.use_pages_of(keys); =>~}
         eight keys in one page: : page_of(row{~=> / 8 * 8~})
-        pages never looked up [simd_lane]: {~move_to(keys, values, kv_block, BLOCK_K, lane); =>~}
-        one page of a block [simd_lane]: move_to(keys, values, {~kv_block, BLOCK_K => 0, 8~}
+        pages never looked up [simd_lane]:
+            {~move_to(kv.keys, kv.values, first, BLOCK_K, kv.lane.index); =>~}
+        one page of a block [simd_lane]: move_to(kv.keys, kv.values, {~first, BLOCK_K => 0, 8~}
         table of the first sequence:
             block_table {~+ batch * params.block_table_stride =>~}, sequence
     """,
     problems.whole_pages: """
-        page window never moved [simd_lane]:
-            {~=> (window >= 0 ||~}last_place < window + SIMD_LANES{~=> )~}
         page of the first lanes' window [simd_lane]: uint(first) / PAGE_ROWS {~- window =>~}
         one page of all keys of a block:
-            page_among(readable, readable_row({~first => kv_block~}, sequence))
+            page_among(readable, kv.readable_row({~first_row => first~}))
         values in the page of the first keys: block.pages[{~n * LOAD_KEYS / FRAGMENT => 0~}]
     """,
     problems.missing_pages: """
         keys of missing pages as those of the first: {~pages[j] >= 0 => true~} ? product
         values of missing pages not zeroed: exist[j] = {~pages[j] >= 0 && =>~}
         values of missing pages, not zeroed, of lanes: exists = {~page >= 0 && =>~}
-        latents of missing pages not zeroed: {~!V_IN_K || exist[j] => true~}
     """,
     problems.no_pages: """
         the first page read where there is none [out_of_bounds]:
             {~problem.cache_size == 0 => false~}
     """,
     problems.scales_of_spans: """
-        products of one scale: span_scale(k_places[j], {~min(own.span(first), QK_SPANS - 1) => 0~})
-        weights of one scale: span_scale(v_places[j], {~span => 0~})
+        products of one scale:
+            span_scale(k_places[j], {~min(kv.lane.span(begin), QK_SPANS - 1) => 0~})
+        weights of one scale: span_scale(v_places[j], {~kv.lane.span(s) => 0~})
         scale of the even key for both: ? vec<T, 2>(number, {~other => number~})
-        scale of the lane's own row: {~of_columns(v_scales[j], lane) => v_scales[j]~}
+        scale of the lane's own row: {~of_columns(v_scales[j], lane_index) => v_scales[j]~}
         scale of a key 4 rows off: {~(row & 4) == (column & 4) => true~}
         scale of a key 2 rows off: {~(row & 2) == (column & 2) => true~}
         scales of the padding not zeroed: {~exist[j] ? scale : 0.0f => scale~}
@@ -251,24 +244,18 @@ MUTANTS = {
         columns behind the last read [everywhere, out_of_bounds]:
             {~COLUMNS % FRAGMENT == 0 || column + i < COLUMNS => true~}
     """,
-    problems.indices: """
-        batch not looked up: CACHE_BATCH_IDX ? {~cache_batch_idx[batch] => batch~}
-        batch of the first sequence: CACHE_BATCH_IDX ? cache_batch_idx[{~batch => 0~}]
-    """,
     problems.packed_lists: """
-        lists of the first sequence: PACKED_Q ? {~sequence.q_start + =>~} min(
-        one list of a sequence: {~min(share.list, sequence.q_length) => 0~}
+        lists of the first sequence: PACKED_Q ? {~task.sequence.q_start + =>~} min(
+        one list of a sequence: {~min(list, task.sequence.q_length) => 0~}
     """,
     problems.packed: """
-        q of the first sequence:
-            operand.reset(q, params.q_strides, batch, head, {~sequence.q_start => 0~})
         out of the first sequence [race]:
             row.reset(out, params.out_strides, batch, head, {~first => 0~}, 0)
-        lse of the first sequence [race]:
-            batch + {~first_row * params.lse_strides.row => 0 * first_row~} +
+        lse of the first sequence [race]: batch + {~first * params.lse_strides.row => 0~} +
         as many rows as the longest [race]:
-            rows = {~sequence => problem~}.q_length * problem.queries_per_kv
-        rows of no sequence left: {~sequence.impossible ? NAN : 0.0f, rows => 0.0f, 0~}
+            rows = {~sequence => params.problem~}.q_length * params.problem.queries_per_kv
+        rows of no sequence left:
+            {~result.fill(value, task, inputs, thread_index, params); =>~} return; } task.load_tree
         sink twice: if ({~!SPLIT && !isnan(value) => false~})
     """,
     problems.impossible_packed: """
@@ -277,8 +264,8 @@ MUTANTS = {
             q_length = max({~clamp(end, 0, params.q_total) => end~} - q_start, 0)
     """,
     problems.packed_steps: """
-        new rows of the first sequence: inputs.new_k + {~rows.begin => 0~} *
-        new values of the first sequence: inputs.new_v + {~rows.begin => 0~} *
+        new rows of the first sequence: inputs.new_k + {~added.begin => 0~} *
+        new values of the first sequence: inputs.new_v + {~added.begin => 0~} *
         ends of the queries: rows.end = {~valid ? end : - => begin +~}1;
     """,
     problems.impossible_packed_step: """
@@ -289,16 +276,16 @@ MUTANTS = {
     problems.lists: """
         list of the first query [wrong or race]: {~row_group / params.list_groups => 0~}
         list of the first KV head:
-            batch, INDICES ? {~kv_head => 0~} : kv_head * problem.queries_per_kv
+            INDICES ? {~task.kv_head => 0~} : task.kv_head * problem.queries_per_kv
         list of the first sequence:
             first = {~Offset(batch) => 0~} * Offset(params.index_strides.batch)
         rows of the next list written [wrong or race]:
             {~min(first + params.list_rows, rows) => rows~}
         first tile of a list only [wrong or race]: {~row_group % params.list_groups => 0~}
         listed rows as neighbours:
-            blocks.row({~first + own_row) => kv_block + own_row) + j * FRAGMENT~}
+            blocks.row({~first_row + kv.lane.row) => first + kv.lane.row) + j * FRAGMENT~}
         values of neighbours [wrong or out_of_bounds]:
-            blocks.row(kv_block {~=> )~} + n * LOAD_KEYS + own.lane / LANES{~) =>~}
+            blocks.row(block.first {~=> )~} + n * LOAD_KEYS + lane.index / LANES{~) =>~}
         places behind the list read [wrong or out_of_bounds]: {~place < count * BLOCK => true~} ?
         -1 as the first key [wrong or out_of_bounds]: {~max(row, 0) => row~} : row
         rows of columns swapped: ? vec<T, 2>({~number, other => other, number~})
@@ -307,30 +294,30 @@ MUTANTS = {
         rows of a block: {~int(uint(place) % BLOCK) => 0~}
         blocks of one key: entry {~* BLOCK =>~} + int
         one query's keys for all of a list:
-            hide_listed(scores[i], block, lane, visible.keys_of({~rows[i].query => 0~}))
+            hide_listed(scores, block, lane.index, task.visible.keys_of({~query => 0~}))
         keys of the list's first query:
-            keys_of(INDICES ? {~(share.end - 1) => share.begin~} / problem.queries_per_kv
+            INDICES ? {~(share.end - 1) => share.begin~} / problem.queries_per_kv
         keys of the list's last query:
-            keys_of(INDICES ? {~share.begin => (share.end - 1)~} / problem.queries_per_kv : 0)
+            INDICES ? {~share.begin => (share.end - 1)~} / problem.queries_per_kv : 0
         hidden keys of a query shown: {~keys[e] >= seen.begin && keys[e] < seen.end => true~}
     """,
     problems.lists_in_pages: """
         page of the list's place: existing(numbers[{~uint(row) / PAGE_ROWS => 0~}])
     """,
     problems.lists_of_hidden_keys: """
-        hidden keys shown: {~found >= seen.begin && found < seen.end => true~} ?
-        rows that are not listed as the first: ? found : {~NO_ROW => 0~}
+        hidden keys shown: {~row >= seen.begin && row < seen.end => true~} ?
+        rows that are not listed as the first: ? row : {~NO_ROW => 0~}
     """,
     problems.impossible_entries: """
         impossible entries as none: {~keys[e] == IMPOSSIBLE_ROW ? NAN : =>~} -INFINITY
         impossible entries read: {~entry < NO_ENTRY || entry >= existing => false~}
     """,
     problems.impossible: """
-        impossible sequences as clamped: || PAGED) && {~sequence.impossible => false~})
+        impossible sequences as clamped: || PAGED) && ({~sequence.impossible || =>~} no_page)
         out of the first head alone:
-            result.place(out_row, {~one.head => kv_head~}, params); out_row.fill
-        as many rows as threads: n < {~rows => 1~}; n += step
-        lse left [race]: {~=> one.query = 0;~}result.store_lse(one, lse
+            place(out_row, {~row.head => task.kv_head~}, params); out_row.fill
+        as many rows as threads: n < {~task.rows => 1~}; n +=
+        lse left [race]: {~=> row.query = 0;~}store_lse(row, row_lse
     """,
     problems.step: """
         no barrier after the new keys [race]: {~threadgroup_barrier(mem_flags::mem_device); =>~}
@@ -339,10 +326,10 @@ MUTANTS = {
         a barrier for threadgroup memory after the new keys [race]:
             threadgroup_barrier(mem_flags::{~mem_device => mem_threadgroup~});
         new keys not counted: used {~+ max(added.end - added.begin, 0) =>~}
-        appended one key late: place.first = length{~=> + 1~};
+        appended one key late: place.first = old_length{~=> + 1~};
         appended to the first KV head [race]: append_rows(buffers, place, batch, {~kv_head => 0~}
         half of them appended:
-            0, {~rows.end - rows.begin => (rows.end - rows.begin) / 2~}, thread_index
+            0, {~added.end - added.begin => (added.end - added.begin) / 2~}, thread_index
         padding ignored:
             {~place.first_rotary -= params.rotary_from_leftpad != 0 ? inputs.leftpad_k[batch] : 0;
             =>~}
@@ -350,12 +337,13 @@ MUTANTS = {
         padding of q never ignored:
             {~(params.append.rotary_from_leftpad != 0 ? sequence.first_key : 0) =>
             sequence.first_key~}
-        q not rotated:
-            {~rotary.rotated(tensor, offset(row), row, column) => tensor[offset(row) + column]~}
-        q rotated at the first row: start_at({~first_rotary => 0~},
-        q rotated as if without a padding: start_at(first_rotary{~=> + sequence.first_key~},
-        q's tokens always counted: start_at(first_rotary, {~params.rotate_q_by_token != 0 => true~})
-        q's tokens never counted: start_at(first_rotary, {~params.rotate_q_by_token != 0 => false~})
+        q rotated at the first row: start_at({~task.first_rotary => 0~},
+        q rotated as if without a padding:
+            start_at(task.first_rotary{~=> + task.sequence.first_key~},
+        q's tokens always counted:
+            start_at(task.first_rotary, {~params.rotate_q_by_token != 0 => true~})
+        q's tokens never counted:
+            start_at(task.first_rotary, {~params.rotate_q_by_token != 0 => false~})
     """,
     problems.impossible_step: """
         rows before the tables [out_of_bounds]: {~first_rotary < 0 || =>~}
@@ -369,7 +357,7 @@ MUTANTS = {
         last split does not take the rest: {~split == splits - 1 ? keys.end : =>~} min
         new keys in a step that is shared [race]:
             {~=> (~}max(old_length - keys.begin, 0) {~=> + STEP_K - 1)~} / STEP_K
-        appended by the first split [race]: if (split == {~splits - 1 => 0~}) { append
+        appended by the first split [race]: if (split == {~splits - 1 => 0~}) { write_new_rows
     """,
     problems.step_of_tiles: """
         one tile of rows a threadgroup: if ({~!ROW_LOOP => true~})

@@ -57,13 +57,13 @@ def test_strides(device):
     """Trees that are parts of wider tensors."""
     (q, k, v), options = problems.packed_q((6, 6), (60, 70), spare=0)
     q = q.unflatten(0, (2, 6)).transpose(1, 2)
-    given = {"q": q, "k": k, "v": v, "seqused_k": options["seqused_k"]}
+    tensors = {"q": q, "k": k, "v": v, "seqused_k": options["seqused_k"]}
     for form in ("parents", "tree_mask"):
         tree = problems.tree_of((problems.FORK, problems.FOREST), form, "each")[form]
         wide = torch.ones(2, *(size + 5 for size in tree.shape[1:]), dtype=tree.dtype)
         part = wide[(slice(None), *(slice(2, 8) for _ in tree.shape[1:]))]
         part.copy_(tree)
-        there = on(device, given)
+        there = on(device, tensors)
         expected = ops.flash_decode(**there, **on(device, {form: tree}))
         found = ops.flash_decode(**there, **{form: part if device == "cpu" else part.to(device)})
         assert all(map(torch.equal, found, expected))
@@ -73,35 +73,36 @@ def test_no_queries(device):
     """No sequence has any; and there are no sequences. With trees and without."""
     for lengths, used in (((0, 0), (5, 6)), ((), ())):
         q, (k, v) = torch.zeros(0, 4, 64), torch.zeros(2, len(lengths), 2, 8, 64)
-        given = {"cu_seqlens_q": torch.zeros(len(lengths) + 1).int(), "seqused_k": ints(*used)}
+        packing = {"cu_seqlens_q": torch.zeros(len(lengths) + 1).int(), "seqused_k": ints(*used)}
         for tree in ({}, {"parents": ints()}, {"tree_mask": torch.zeros(0, 0, dtype=torch.bool)}):
-            out, lse = ops.flash_decode(**on(device, {"q": q, "k": k, "v": v} | given | tree))
+            out, lse = ops.flash_decode(**on(device, {"q": q, "k": k, "v": v} | packing | tree))
             assert (out.shape, lse.shape) == (q.shape, (4, 0))
 
 
 def test_explain():
     sizes = {"heads": 4, "kv_heads": 2, "head_dim": 64, "q_length": 4, "num_splits": 1}
-    given = arguments(case(call="flash_decode", **sizes))
-    text = str(explain(ops.flash_decode, **given, parents=ints(*problems.FORK[:4])))
+    tensors = arguments(case(call="flash_decode", **sizes))
+    text = str(explain(ops.flash_decode, **tensors, parents=ints(*problems.FORK[:4])))
     assert "of its new tokens a query sees those that parents says" in text
-    assert "new tokens" not in str(explain(ops.flash_decode, **given))
+    assert "new tokens" not in str(explain(ops.flash_decode, **tensors))
 
 
 # As in test_flash_decode_mutants.
 MUTANTS = {
     problems.trees: """
-        ancestors not seen: own = {~parent => -1~};
+        ancestors not seen: next = {~parent => -1~};
         a mask's row of another token:
             const bool shown = rows[{~token => (token > 2 ? token - 1 : token)~} * row_stride + i]
             != 0;
         tree of the first sequence: first = {~batch => 0~} * params.tree_batch_stride
         parents of the first packed sequence: (TREE_PARENTS ? first {~+ sequence.q_start =>~} : 0)
-        mask of the first packed sequence: first + {~sequence.q_start => 0~} * given.row_stride
-        tokens a key late: kv_block + column, visible.existing.end - tree.count{~=> + 1~}
+        mask of the first packed sequence: first + {~sequence.q_start => 0~} * input.row_stride
+        tokens a key late: column, task.visible.existing.end - task.tree.count{~=> + 1~}
         the even key for both: column + column_offset(j) {~+ e =>~}
-        tree of the tile's first row: tree.token({~rows[i].query => 0~})
+        tree of the tile's first row: tree.token({~query => 0~})
         tree never applied: } else if (TREE && {~hides => false~})
-        tree of the diagonal: {~seen_by_first.end = visible.existing.end - tree.count; =>~}
+        tree of the diagonal:
+            {~seen_by_first.end = task.visible.existing.end - task.tree.count; =>~}
     """,
     problems.large_trees: """
         tokens of one word: {~token < 32 ? uint2(bit, 0) : uint2(0, bit => uint2(bit, 0~})
@@ -113,21 +114,21 @@ MUTANTS = {
     problems.windows: """
         window by the row: visible.keys_of({~max(token.depth, 0) => i~}).begin
         window without the path:
-            {~token.seen.drop_first(token.begin - (visible.existing.end - given.count)); =>~}
+            {~token.seen.drop_first(token.begin - (visible.existing.end - tree.count)); =>~}
         window without old keys: key < first_new ? {~key >= token.begin => true~}
         a token's own place left out: mask = {~( =>~}1u << (token % 32){~) - 1u =>~}
-        window of the tile's rows: visible.keys_of({~tree.count - 1 => 0~});
+        window of the tile's rows: visible.keys_of({~task.tree.count - 1 => 0~});
     """,
     problems.rotated_steps: """
         no barrier after the tokens [race or uninitialised]:
-            } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} } // A lane's rows
+            } {~threadgroup_barrier(mem_flags::mem_threadgroup); =>~} sequence.impossible =
         keys rotated by their row: {~TREE && ROTATED ? place.tree.depth_of(row) : =>~} row
-        queries rotated by their row: {~queries.rotary.start_at(depth - other.query, true); =>~}
+        queries rotated by their row: {~queries.rotary.start_at(depth - row.query, true); =>~}
     """,
     problems.impossible_trees: """
         impossible tokens as if possible:
-            if ({~TREE && tree.depth_of(result_rows[i].query) < 0 => false~})
-        later parents followed: possible = parent {~>= -1 && parent =>~} < own;
+            if ({~TREE && task.tree.depth_of(result.rows[i].query) < 0 => false~})
+        later parents followed: possible = parent {~>= -1 && parent =>~} < next;
         a mask's later tokens: (i == token ? shown : {~i < token || !shown => true~})
         a mask's token itself: (i {~== token ? shown : i < => <=~} token || !shown)
     """,

@@ -52,11 +52,11 @@ def mask_of(tree, columns=None):
 def tree_of(trees, form, layout):
     """The trees of all sequences as the ops take them. layout: packed, each, or shared."""
     if form == "parents":
-        given = [ints(*tree) for tree in trees]
+        tensors = [ints(*tree) for tree in trees]
     else:
-        given = [mask_of(tree, max(map(len, trees))) for tree in trees]
+        tensors = [mask_of(tree, max(map(len, trees))) for tree in trees]
     join = {"packed": torch.cat, "each": torch.stack, "shared": lambda x: x[0]}[layout]
-    return {form: join(given)}
+    return {form: join(tensors)}
 
 
 def by_paths(q, k, v, trees, used, dtype=None, leftpad_k=None, attn_bias=None, **options):
@@ -72,38 +72,38 @@ def by_paths(q, k, v, trees, used, dtype=None, leftpad_k=None, attn_bias=None, *
             own = {} if leftpad_k is None else {"leftpad_k": leftpad_k[b : b + 1]}
             if attn_bias is not None:
                 own["attn_bias"] = attn_bias[..., token : token + 1, rows]
-            found, found_lse = attention(
+            row_out, row_lse = attention(
                 q[row : row + 1, :, None].contiguous(),
                 *(x[b : b + 1, :, rows] for x in (k, v)),
                 causal=True,
                 compute_dtype=dtype,
                 **own | options,
             )
-            out[row], lse[row] = found[0, :, 0], found_lse[0, :, 0]
+            out[row], lse[row] = row_out[0, :, 0], row_lse[0, :, 0]
     return out, lse.t()
 
 
-def check_tree(trees, used, device="cpu", form="parents", layout="packed", num_splits=1, **given):
+def check_tree(trees, used, device="cpu", form="parents", layout="packed", num_splits=1, **rules):
     """flash_decode of trees against float64."""
     lengths = [len(tree) for tree in trees]
-    arguments, options = packed_q(lengths, used, spare=0, shape=given.pop("shape", None))
+    arguments, options = packed_q(lengths, used, spare=0, shape=rules.pop("shape", None))
     q, k, v = arguments
-    if given.pop("latent", False):
+    if rules.pop("latent", False):
         v = k[..., : v.shape[-1] * 3 // 4]
     queries = q
     if layout != "packed":
         queries = q.unflatten(0, (len(trees), -1)).transpose(1, 2)
         del options["cu_seqlens_q"], options["max_seqlen_q"]
-    options |= tree_of(trees, form, layout) | given
+    options |= tree_of(trees, form, layout) | rules
     there = on(device, {"q": queries, "k": k, "v": v} | options)
     out, lse = (x.cpu() for x in ops.flash_decode(**there, num_splits=num_splits))
     if layout != "packed":
         out, lse = out.transpose(1, 2).flatten(0, 1), lse.transpose(1, 0).flatten(1)
     k, v = k.nan_to_num(0), v.nan_to_num(0)
-    given.pop("causal", None)
-    exact, exact_lse = by_paths(q, k, v, trees, used, torch.float64, **given)
-    composed, _ = by_paths(q, k, v, trees, used, **given)
-    hold_results(out, lse, exact, exact_lse, worst_of([(composed, exact)]), given, k.dtype)
+    rules.pop("causal", None)
+    exact, exact_lse = by_paths(q, k, v, trees, used, torch.float64, **rules)
+    composed, _ = by_paths(q, k, v, trees, used, **rules)
+    hold_results(out, lse, exact, exact_lse, worst_of([(composed, exact)]), rules, k.dtype)
 
 
 TREES = (FORK, [], FOREST[:4], [-1])
@@ -164,9 +164,9 @@ def impossible_trees():
         ("parents", ((2, -2), (2, 2), (2, 5), (2, 2**31 - 1), (2, -(2**31)))),
         ("tree_mask", (((2, 2), False), ((2, 3), True))),
     ):
-        given = tree_of(two, form, "packed")
-        tree = given[form]
-        run = partial(ops.flash_decode, q, k, v, **options, **given)
+        tree_options = tree_of(two, form, "packed")
+        tree = tree_options[form]
+        run = partial(ops.flash_decode, q, k, v, **options, **tree_options)
         expected, _ = run()
         for place, value in changes:
             right, broken = tree.clone(), tree.clone()
@@ -212,12 +212,12 @@ def impossible_step():
 
 def impossible_sequences():
     """Rows past max_seqlen_q, which only the kernel sees, have no token, and their keys are NaN."""
-    given = arguments(step(packed=((2, 2), (5, 5)), tree="parents", rotary_columns=32))
-    ends, first = given["cu_seqlens_q"], given["cache_seqlens"][0].item()
+    tensors = arguments(step(packed=((2, 2), (5, 5)), tree="parents", rotary_columns=32))
+    ends, first = tensors["cu_seqlens_q"], tensors["cache_seqlens"][0].item()
     with pytest.MonkeyPatch.context() as patch:
         after_the_checks(patch, ends, [0, 7, 7])
-        out, _ = ops.decode_step(**given)
+        out, _ = ops.decode_step(**tensors)
     assert out.isnan().all()
-    new = given["k_cache"][0, :, first : first + 7, :32]
+    new = tensors["k_cache"][0, :, first : first + 7, :32]
     assert new[:, 5:].isnan().all()
     assert new[:, :5].isfinite().all()

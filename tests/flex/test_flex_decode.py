@@ -172,10 +172,10 @@ def check_full_and_partial():
 MUTANTS = {
     check_full_and_partial: """
         full blocks are masked: masked = {~next_entry < partial.count => true~};
-        partial blocks are not: {~blocks.masked => false~},
+        partial blocks are not: {~kv.blocks.masked => false~},
         off by one in the list: next_entry = place / BLOCK{~=> + 1~};
         off by one row: first_row + place % BLOCK{~=> + 1~}
-        a split's first block: own.begin = {~=> STEP_K +~} keys.begin +
+        a split's first block: result.begin = {~=> STEP_K +~} keys.begin +
         a split too short: min((split + 1) * split_steps{~=> - 1~}
         a shorter list: return {0, {~count => (count - 1)~} * BLOCK}
     """,

@@ -248,7 +248,7 @@ MUTANTS = {
         written before all have read, mem_threadgroup [race]:
             threadgroup_barrier(mem_flags::{~mem_device => mem_threadgroup~});
         mask of another row: mask[row.{~offset(params.mask_strides) => row~}]
-        +inf merged: given {~== INFINITY ? -INFINITY : given =>~}
+        +inf merged: lse {~== INFINITY ? -INFINITY : lse =>~}
     """,
     splits_of_every_kind: """
         maximum not subtracted: return fast::exp2({~(x - row_max) => x~} * M_LOG2E_F)

@@ -83,7 +83,7 @@ Defines append_defines(const AppendKvArguments& a, const AppendWidths& widths, b
   return defines;
 }
 
-// Of the new rows.
+// Returns the problem of the new rows.
 AppendKvProblem check_decode_step(const DecodeStepArguments& a) {
   check(a.append.packed || !a.counts_new_keys,
         "`cu_seqlens_k_new` is given and `cu_seqlens_q` is not; give both or neither");

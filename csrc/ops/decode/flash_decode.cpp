@@ -26,7 +26,7 @@
 namespace metal_attn {
 namespace {
 
-// Of a KV head. The kernel's steps over rows, of all row groups, must not pass the end of int32.
+// The most rows of a KV head. The kernel's steps over rows must not pass the end of int32.
 constexpr int64_t kMaxRows = int64_t{1} << 30;
 
 // Keys that the queries of one sequence read, at most.
@@ -43,7 +43,7 @@ constexpr int kMostWaves = 4;
 // Splits are merged by a launch of its own, which is estimated as so many keys of a threadgroup.
 constexpr int64_t kMergeKeys = 64;
 
-// Of so many columns of a key or a value, and of the scales that they have of their own.
+// The bytes of a key or a value of `columns` columns, with its scales.
 int row_bytes(const FlashDecodeSpecialisation& s, KvFormat kv_format, int columns) {
   constexpr int kScaleBytes = 2;
   const int format = static_cast<int>(kv_format);
@@ -55,7 +55,7 @@ int row_bytes(const FlashDecodeSpecialisation& s, KvFormat kv_format, int column
   return columns * kv_bits(format) / 8 + scales * kScaleBytes;
 }
 
-// Of a key and its value.
+// The bytes of a key and its value.
 int key_bytes(const FlashDecodeSpecialisation& s) {
   const auto [k, v] = s.features.cache.formats;
   return row_bytes(s, k, s.head_dim_qk) + (s.v_in_k ? 0 : row_bytes(s, v, s.head_dim_v));
@@ -106,7 +106,7 @@ double threadgroup_work(const FlashDecodeCall& call) {
   return double(divide_up(call.keys, call.splits)) * (products + kProductsPerByte * bytes);
 }
 
-// Of a sequence: that many fill any GPU, and its grid stays far from the end of 32 bits.
+// The most row groups of a sequence: they fill any GPU, and a grid stays far below 2^32.
 constexpr int64_t kMostGroups = 1 << 16;
 
 Defines flash_decode_defines(const FlashDecodeCall& call, const FlashDecodeAppend* append) {

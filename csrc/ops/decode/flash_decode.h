@@ -37,7 +37,7 @@ struct FlashDecodeCall {
   int64_t rows() const {
     return std::max<int64_t>(forward.q_length, 1) * (forward.heads / forward.kv_heads);
   }
-  // Of them, those that have one list of keys.
+  // Those of them that have one list of keys.
   int64_t list_rows() const {
     return lists.indices ? list_queries() * (forward.heads / forward.kv_heads) : rows();
   }

@@ -13,7 +13,7 @@ namespace {
 // The most that flash_decode is taken for, as in torch_metal_attn/flex/call.py.
 constexpr int64_t kDecodeQueries = 32;
 
-// Whether the rows of a KV head, queries of several heads, have one list together.
+// True if all rows of a KV head, queries of several heads, have the same list.
 bool have_one_list(const FlexOptions& flex, const FlashFwdCall& call) {
   bool shared = call.q_length <= flex.q_block_size;
   for (const auto* list : {&flex.kv_indices, &flex.full_kv_indices}) {

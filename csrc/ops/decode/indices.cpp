@@ -15,7 +15,7 @@ void check_block_sizes(const KeyLists& a) {
         "; it must be in 1..", kMaxLength, ", 1 for a list of each query");
 }
 
-// What counts keys by their neighbours in a tile.
+// Refuses options that count keys by their neighbours in a tile.
 void check_options(const FlashFwdOptions& o) {
   for (const auto& [name, given] : {std::pair{ArgumentName("attn_mask"), &o.attn_mask},
                                     {"attn_bias", &o.attn_bias},

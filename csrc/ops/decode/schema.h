@@ -12,7 +12,7 @@
   ", SymInt num_splits=0, Tensor? indices=None, " \
   "SymInt kv_block_size=1, SymInt q_block_size=1" DECODE_OPTIONS(OPTION_SCHEMA)
 
-// What is made of the options that decode_step has, too.
+// Expands only the options that decode_step has, too.
 #define STEP_STEP(MADE) MADE
 #define STEP_NO_STEP(MADE)
 #define STEP_SCHEMA(TYPE, NAME, DEFAULT, STEP) STEP_##STEP(OPTION_SCHEMA(TYPE, NAME, DEFAULT, STEP))

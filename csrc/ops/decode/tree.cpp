@@ -98,7 +98,7 @@ void check_tree_layout(ArgumentName name, const Tensor& tree, const FlashDecodeA
             : check_operand(name, tree, "q", f.q, {dtype}, {shared, each});
 }
 
-// What counts keys by their index, or has no queries that are those of the last keys.
+// Refuses options that count keys by their index, or whose queries are not those of the last keys.
 void check_options(ArgumentName name, const FlashDecodeArguments& a) {
   const FlashFwdOptions& o = a.forward.options;
   check(!o.q_offset, "`q_offset` is given with ", name,

@@ -1,4 +1,4 @@
-// Which keys flash_decode's queries see alone: lists of keys, or of blocks of neighbouring keys,
+// Options of flash_decode alone that hide keys: lists of keys, or of blocks of neighbouring keys,
 // and trees of new tokens.
 #pragma once
 
@@ -18,7 +18,7 @@ void check_tree(const FlashDecodeArguments& arguments, FlashFwdCall& call);
 // Keys that a list has room for.
 int64_t listed_keys(const KeyLists& lists);
 
-// Of the walk along the lists, and of the tree.
+// Fill the parameters of the walk along the lists, and of the tree.
 void fill_list_params(const KeyLists& lists, const FlashFwdCall& call, FlexParams& params);
 void fill_tree_params(const DecodeOptions& options, FlashDecodeParams& params);
 

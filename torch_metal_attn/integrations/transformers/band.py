@@ -73,22 +73,14 @@ class Band:
 
     @property
     def _has_no_other_limit(self) -> bool:
-        return (
-            self.window_size_left < 0
-            and self.attention_chunk == 0
-            and self.leftpad_k is None
-            and self.seqused_k is None
-        )
+        return self.window_size_left < 0 and self.attention_chunk == 0 and not self.is_padded
+
+    @property
+    def is_padded(self) -> bool:
+        return self.leftpad_k is not None or self.seqused_k is not None
 
     def options(self) -> dict[str, Any]:
-        return {
-            "q_offset": self.q_offset,
-            "window_size_left": self.window_size_left,
-            "window_size_right": self.window_size_right,
-            "attention_chunk": self.attention_chunk,
-            "leftpad_k": self.leftpad_k,
-            "seqused_k": self.seqused_k,
-        }
+        return {name: x for name, x in vars(self).items() if name not in ("q_length", "kv_length")}
 
     def __str__(self) -> str:
         parts = []
@@ -101,7 +93,7 @@ class Band:
             parts.append(f"chunk {self.attention_chunk}")
         if self.q_offset:
             parts.append(f"offset {self.q_offset}")
-        if self.leftpad_k is not None or self.seqused_k is not None:
+        if self.is_padded:
             parts.append("padded")
         return " ".join(parts) or "full"
 

@@ -292,7 +292,7 @@ class TestEnable:
 
     def test_refuses_to_return_weights_of_a_model_that_ignores_the_argument(self):
         """BridgeTower returns whatever its attention modules do: it would return None."""
-        model, _, given, _ = census._eager(census.Entry("bridgetower", "BridgeTowerModel"))
+        model, given, _ = census.eager("bridgetower", "BridgeTowerModel")
         assert model(**given, output_attentions=True).attentions[0][0].dim() == 4
         for _ in range(2):
             enable(model)(**given)

@@ -181,7 +181,7 @@ def test_model_by_positions():
 )
 def test_models_whose_masks_ignore_positions(model_type, kind, first):
     """Also without a cache. What the error advises works; some models count positions from 1."""
-    model = census._eager(census.Entry(model_type, kind))[0]
+    model = census.eager(model_type, kind)[0]
     batch, expected = model_check.packed(model, *TestBounds.LENGTHS)
     given = {"input_ids": batch["input_ids"], "use_cache": False}
     positions = batch["position_ids"]

@@ -6,6 +6,7 @@ their scores, and times 4 these are so large that rounding alone comes near 1e-5
 """
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,6 +22,9 @@ from tests.transformers.tiny_families import (
     PADDED,
     PROMPT,
 )
+from tests.transformers.tiny_inputs import tokens
+
+PARAMETERS = 110e6  # the largest number that a small model may have
 
 
 def build(name: str, **changes: Any) -> Any:
@@ -57,27 +61,62 @@ def build_from(config: Any, kind: Any, gain: float = 4) -> Any:
     return model
 
 
-def smallest(model_name: str, **changes: Any) -> Any:
-    """A model of any class by the rules of `tiny_configs`; changes: of its text's options."""
-    kind = getattr(transformers, model_name)
-    reasons = []
+class NotSmallError(Exception):
+    """The reason why no small model of a class could be built and run."""
+
+
+def shown(error: BaseException) -> str:
+    """An error in one line."""
+    text = " ".join(str(error).split())
+    if isinstance(error, NotSmallError):
+        return text
+    if isinstance(error, ImportError):
+        text = text.split(". ")[0]  # the rest says how to install it
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def first_that_runs(
+    kind: Any,
+    config_class: Any,
+    run: Callable[[Any], Any],
+    decodes: bool = True,
+    gains: tuple[float, ...] = (4,),
+    **changes: Any,
+) -> tuple[Any, Any]:
+    """The first model of a class, by the rules of `tiny_configs`, that runs, and its result.
+
+    run: returns None where the result is not finite; then the weights get the next gain. changes:
+    options of the model's text.
+    """
+    reasons: list[str] = []
     for level in tiny_configs.LEVELS:
         try:
-            config = tiny_configs.small(kind.config_class, level, True)
-            text = getattr(config, "text_config", None) or config
+            config = tiny_configs.small(config_class, level, decodes)
             for name, value in changes.items():
-                setattr(text, name, value)
-            config.pad_token_id = 0
-            model = build_from(config, kind)
-            generate(model, {"input_ids": tokens()}, max_new_tokens=1, disable_compile=True)
-            return model
+                setattr(getattr(config, "text_config", None) or config, name, value)
+            with torch.device("meta"):
+                size = sum(weight.numel() for weight in kind(config).parameters())
+            if size > PARAMETERS:  # models of later levels are larger
+                reasons.append(f"{size / 1e6:.0f} million parameters")
+                break
+            for gain in gains:
+                model = build_from(copy.deepcopy(config), kind, gain)
+                if (result := run(model)) is not None:
+                    return model, result
+            raise NotSmallError("its answers are not finite")
         except Exception as error:
-            reasons.append(error)
-    raise reasons[-1]
+            reasons.append(shown(error))
+    raise NotSmallError("; ".join(dict.fromkeys(reasons)))
 
 
-def tokens(length: int = PROMPT, batch: int = 2) -> Tensor:
-    return torch.randint(3, 90, (batch, length), generator=torch.Generator().manual_seed(0))
+def smallest(model_name: str, **changes: Any) -> Any:
+    """A model of any class that generates; changes: options of its text."""
+
+    def run(model: Any) -> Any:
+        return generate(model, {"input_ids": tokens()}, max_new_tokens=1, disable_compile=True)
+
+    kind = getattr(transformers, model_name)
+    return first_that_runs(kind, kind.config_class, run, pad_token_id=0, **changes)[0]
 
 
 def prompts() -> list[list[int]]:

@@ -20,9 +20,9 @@ Packing = tuple[Tensor, Tensor, int, int]  # cu_seqlens_q, cu_seqlens_k and the 
 
 @dataclass(frozen=True)
 class Call:
-    """Rows of the process' queries, rows of the visiting keys, and what the kernel is told.
+    """Rows of the process' queries, rows of the visiting keys, and options of the kernel.
 
-    sequence: of the packed ones, where the call is of one.
+    sequence: the index of the packed sequence, if the call is for one.
     """
 
     q: slice
@@ -34,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Visible:
-    """What a query sees: positions p and j of a query and a key in their sequence."""
+    """The keys that a query sees: positions p and j of a query and a key in their sequence."""
 
     causal: bool
     left: int  # p - left <= j; -1 is no limit
@@ -43,7 +43,7 @@ class Visible:
 
     @property
     def by_distance(self) -> bool:
-        """Whether kernels must be told how far the chunks are apart."""
+        """Whether kernels need the distance of the chunks."""
         return self.alibi or self.left >= 0 or self.right >= 0
 
     def reaches(self, queries: range, keys: range) -> bool:
@@ -122,7 +122,7 @@ def _packing(entries: list[tuple[int, int]], device: torch.device) -> Packing:
 
 
 def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
-    found = []
+    made = []
     q_start = k_start = 0
     for sequence, (q_spans, k_spans) in enumerate(zip(queries, keys, strict=True)):
         q_places, q_start = _places(q_spans, q_start)
@@ -133,8 +133,8 @@ def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
                     # Where the first query is, counted from the first key.
                     limits = limit_options(visible.causal, visible.left, visible.right)
                     options = limits | {"q_offset": q_span.start - k_span.start}
-                    found.append(Call(q_place, k_place, options, sequence=sequence))
-    return found
+                    made.append(Call(q_place, k_place, options, sequence=sequence))
+    return made
 
 
 def _places(spans: list[range], start: int) -> tuple[list[slice], int]:

@@ -10,11 +10,7 @@ import torch_metal_attn
 from torch_metal_attn.distributed import ring_attention, shard_sequence
 
 BATCH, LENGTH, WORDS, WIDTH = 4, 16, 11, 16
-WAYS = [
-    f"{wrapper} {name}"
-    for wrapper in ("DDP", "FSDP2")
-    for name in ("of four", "of two with rings of two")
-]
+WAYS = ["DDP of four", "DDP of two with rings", "FSDP2 of four", "FSDP2 of two with rings"]
 
 
 class Layer(nn.Module):
@@ -102,8 +98,5 @@ def every_way():
     """By name the parameters after each of the WAYS."""
     everyone = init_device_mesh("cpu", (4,))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))["sequence"]
-    meshes = {
-        "of four": (everyone,),
-        "of two with rings of two": (everyone, pairs),
-    }
+    meshes = {"of four": (everyone,), "of two with rings": (everyone, pairs)}
     return {way: in_parallel(way.split()[0], *meshes[way.partition(" ")[2]]) for way in WAYS}

@@ -18,13 +18,13 @@ TOLERANCE = 1e-5
 
 @pytest.fixture
 def messages():
-    """What the override logs."""
+    """The messages that the override logs."""
     logger = logging.getLogger("torch_metal_attn.integrations.comfyui")
-    found, handler, level = [], logging.Handler(), logger.level
-    handler.emit = lambda record: found.append(record.getMessage())
+    texts, handler, level = [], logging.Handler(), logger.level
+    handler.emit = lambda record: texts.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    yield found
+    yield texts
     logger.setLevel(level)
     logger.removeHandler(handler)
 
@@ -55,7 +55,7 @@ def call(function, *args, **options):
 
 
 class Model:
-    """What a patch needs of ComfyUI's ModelPatcher."""
+    """The part of ComfyUI's ModelPatcher that a patch needs."""
 
     def __init__(self):
         self.model_options = {"transformer_options": {}}

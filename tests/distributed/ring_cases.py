@@ -17,7 +17,7 @@ SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 16, "v_head_dim": 8}
 
 @dataclass(frozen=True)
 class Case:
-    """processes: the first ones of the four. lengths: own numbers of rows on each."""
+    """processes: the first ones of the four. lengths: the number of rows of each."""
 
     processes: int = 4
     layout: str = "contiguous"
@@ -73,7 +73,7 @@ def problem(case):
 
 
 def run(case, group):
-    """The whole out, log-sum-exp and gradients, the sink's last; the launches; own shares twice."""
+    """The whole out, log-sum-exp and gradients, the sink's last; the launches; both runs here."""
     sharing = {"layout": case.layout, "cu_seqlens": case.cu_seqlens}
     rank = torch.distributed.get_rank(group)
 
@@ -131,7 +131,7 @@ def visible(case):
 
 
 def alibi(case):
-    """What ALiBi adds to the scores of whole sequences, (B, H, L, L) or (1, H, T, T)."""
+    """The bias that ALiBi adds to the scores of whole sequences, (B, H, L, L) or (1, H, T, T)."""
     slopes = case.options["alibi_slopes"]
     place = torch.arange(BOUNDS[-1] if case.packed else case.length)
     apart = (place[:, None] - place).abs()

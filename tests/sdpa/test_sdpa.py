@@ -33,7 +33,7 @@ VALUES = [
         for dtype in ("bool", "float32", "float16")
     ),
 ]
-# By the CPU's own kernels.
+# These run on the CPU's kernels.
 OTHERS = [case(**CALL | {"dtype": dtype, "kv_heads": 4}, causal=True) for dtype in NAMES]
 OTHERS += [case(**CALL, q_length=9, kv_length=11, dropout_p=0.4)]
 
@@ -238,7 +238,7 @@ def refused():
     def keys(k, **options):
         return {"key": k, "value": k, "enable_gqa": True} | options
 
-    # What torch refuses, too.
+    # Torch refuses these too.
     yield {"attn_mask": mask, "is_causal": True}, RuntimeError, "attn_mask should not be set"
     yield {"query": q[0, 0, 0]}, RuntimeError, "at least 2 dimensional"
     yield {"key": q.half()}, RuntimeError, "same dtype"
@@ -258,7 +258,7 @@ def refused():
     yield {"is_causal": 1}, TypeError, "is_causal is 1"
     yield {"is_causal": mask}, TypeError, "is_causal is a bool tensor .*pass a mask as attn_mask"
     yield {"enable_gqa": None}, TypeError, "enable_gqa is None"
-    # What the kernels do not have, by the names of this function.
+    # The kernels do not have these.
     strided = q.mT.contiguous().mT
     yield {"key": strided}, ValueError, r"key of shape \(2, 4, 5, 8\) has strides .*key\."
     doubles = dict.fromkeys(("query", "key", "value"), q.double())

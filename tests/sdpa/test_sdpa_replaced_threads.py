@@ -170,14 +170,14 @@ class TestOfTheProcess:
     def test_every_open_block_counts(self):
         q, k, v = qkv()
         with simulate(), sdpa_replaced(process_wide=True) as outer:
-            with sdpa_replaced(process_wide=True) as inner, sdpa_replaced() as own, outer:
+            with sdpa_replaced(process_wide=True) as inner, sdpa_replaced() as of_thread, outer:
                 F.scaled_dot_product_attention(q, k, v)
                 run(lambda: F.scaled_dot_product_attention(q, k, v))
             run(lambda: F.scaled_dot_product_attention(q, k, v))
-        assert [c.replaced for c in (outer, inner, own)] == [1, 1, 1]
+        assert [c.replaced for c in (outer, inner, of_thread)] == [1, 1, 1]
         assert outer.left_alone == {OUTSIDE: 2}  # the simulator is this thread's
         assert inner.left_alone == {OUTSIDE: 1}
-        assert own.left_alone == {}
+        assert of_thread.left_alone == {}
 
     def test_ends_while_another_thread_is_in_a_call(self):
         """That call finishes as it began and is counted; the next one is torch's."""
@@ -231,10 +231,10 @@ class TestOfTheProcess:
         def worker():
             start.wait()
             for _ in range(10):
-                with sdpa_replaced(process_wide=True), sdpa_replaced() as own:
+                with sdpa_replaced(process_wide=True), sdpa_replaced() as calls_here:
                     for _ in range(3):
                         imported_before(q, k, v)
-                assert own.left_alone == {OUTSIDE: 3}
+                assert calls_here.left_alone == {OUTSIDE: 3}
 
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

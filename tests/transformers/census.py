@@ -17,6 +17,7 @@ import textwrap
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -175,12 +176,11 @@ def _advice_fails(
         fault = _fault(_answer(other, inputs), expected)
         return [f"advice: {fault}"] if fault else []
 
+    faults = []
     with warnings.catch_warnings(), simulate(), sdpa_replaced() as calls:
         warnings.simplefilter("ignore")  # a block without a call warns
-        try:
+        with suppress(ValueError):  # transformers refuses sdpa
             faults = faults_of(attn_implementation="sdpa")
-        except ValueError:  # transformers refuses sdpa
-            faults = []
     if not calls.replaced:
         advised = re.search(r'attn_implementation="(\w+)"', refusal)
         faults = faults_of(**({"attn_implementation": advised[1]} if advised else {}))
@@ -289,25 +289,22 @@ def _generated(model: Any, prompt: dict[str, Any], cache: str) -> list[Tensor]:
 
 
 def _compare(entry: Entry, model: Any, way: str, call: Callable[[], list[Tensor]]) -> None:
-    """Note the difference from eager, or the refusal; skip ways that eager does not support."""
+    """Note a difference from eager, or the refusal; skip ways that eager does not support."""
     model.set_attn_implementation("eager")
-    try:
+    expected: list[Tensor] = []
+    fault = ""
+    with suppress(Exception):
         expected = call()
-    except Exception:
-        expected = []
     enable(model)
     if not expected:
         return
     try:
-        actual = call()
+        fault, entry.ways[way] = _fault(call(), expected), ""
     except (NotImplementedError, ValueError) as error:
         entry.ways[way] = shown(error)
-        return
     except Exception as error:
-        entry.faults.append(f"{way}: {shown(error)}")
-        return
-    entry.ways[way] = ""
-    if fault := _fault(actual, expected):
+        fault = shown(error)
+    if fault:
         entry.faults.append(f"{way}: {fault}")
 
 

@@ -59,7 +59,7 @@ def assert_as_near_as_eager(
 
 
 def bounds(*ends, dtype=torch.int32):
-    """Where packed sequences begin and end, as transformers passes it to attention."""
+    """The bounds of packed sequences, as transformers passes them to attention."""
     ends = torch.tensor(ends, dtype=dtype)
     longest = dict.fromkeys(("max_length_q", "max_length_k"), int(ends.diff().max()))
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone(), **longest}

@@ -1,4 +1,4 @@
-"""census.py on models that it once found wrong, each refused or equal to eager."""
+"""census.py on models that were wrong once, each refused or equal to eager."""
 
 import pytest
 
@@ -75,7 +75,7 @@ def test_refused(model_type, kind, reason, advice):
 
 @pytest.mark.parametrize("kind", ["BloomModel", "FalconModel"])
 def test_wrong_advice_is_noticed(kind, monkeypatch):
-    """Of sdpa_replaced() where it does nothing, and of eager attention where it helps."""
+    """sdpa_replaced() where it does nothing, and eager attention where sdpa_replaced() helps."""
     monkeypatch.setattr(refusals, "_THROUGH_SDPA", refusals._NOTHING_TO_REPLACE)
     monkeypatch.setattr(
         refusals, "_NOTHING_TO_REPLACE", "Load it, and call it in `sdpa_replaced()`"

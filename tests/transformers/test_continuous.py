@@ -29,8 +29,8 @@ def expected(name):
 
 def assert_same(actual, expected):
     assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in expected]
-    for (_, weights), (_, given) in zip(actual, expected, strict=True):
-        torch.testing.assert_close(weights, given, rtol=0, atol=TOLERANCE)
+    for (_, weights), (_, expected_weights) in zip(actual, expected, strict=True):
+        torch.testing.assert_close(weights, expected_weights, rtol=0, atol=TOLERANCE)
 
 
 def in_batches(name, device="cpu", prompts=PROMPTS, **options):

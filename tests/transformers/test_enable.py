@@ -1,4 +1,4 @@
-"""Which models and arguments are supported, and which are refused, with the reason."""
+"""Models and arguments that are supported or refused, with the reasons."""
 
 import builtins
 import importlib
@@ -266,7 +266,7 @@ class TestEnable:
         assert refusals.source(int) == ""
 
     def test_refuses_to_return_weights(self):
-        """Whether the model's configuration asks for them first, or last."""
+        """The model's configuration may ask for them before or after `enable`."""
         model = tiny.build("Llama", output_attentions=True)
         with pytest.raises(NotImplementedError, match=r"output_attentions=True in the config of"):
             enable(model)
@@ -276,18 +276,18 @@ class TestEnable:
 
     def test_refuses_to_return_weights_of_a_model_that_ignores_the_argument(self):
         """BridgeTower returns whatever its attention modules do: it would return None."""
-        model, given, _ = census.eager("bridgetower", "BridgeTowerModel")
-        assert model(**given, output_attentions=True).attentions[0][0].dim() == 4
+        model, inputs, _ = census.eager("bridgetower", "BridgeTowerModel")
+        assert model(**inputs, output_attentions=True).attentions[0][0].dim() == 4
         for _ in range(2):
-            enable(model)(**given)
+            enable(model)(**inputs)
         assert len(model._forward_pre_hooks) == 1
         with pytest.raises(NotImplementedError, match=r"output_attentions=True in BridgeTowerMod"):
-            model(**given, output_attentions=True)
+            model(**inputs, output_attentions=True)
         model.set_attn_implementation("eager")
-        assert model(**given, output_attentions=True).attentions[0][0].dim() == 4
+        assert model(**inputs, output_attentions=True).attentions[0][0].dim() == 4
         loaded = type(model)._from_config(model.config, attn_implementation="metal_attn")
         with pytest.raises(NotImplementedError, match=r"output_attentions=True in BridgeTowerMod"):
-            loaded(**given, output_attentions=True)
+            loaded(**inputs, output_attentions=True)
 
     def test_refuses_a_part(self):
         model = tiny.build("Llama")
@@ -306,15 +306,15 @@ class TestEnable:
     def test_wrapped_models(self, wrapped):
         """Compiled ones are not compiled here: what `enable` does to them is the same."""
         model = WRAPPERS[wrapped](tiny.build("Llama"))
-        given = {"input_ids": tiny.tokens()}
+        inputs = {"input_ids": tiny.tokens()}
         with torch.compiler.set_stance("force_eager"):
-            expected = model(**given).logits
+            expected = model(**inputs).logits
         assert enable(model, fuse_rope=True) is model
         inner = refusals.unwrapped(model)
         assert inner.config._attn_implementation == "metal_attn"
         assert LlamaAttention not in map(type, inner.modules())
         with torch.compiler.set_stance("force_eager"), record_routes() as routes:
-            actual = model(**given).logits
+            actual = model(**inputs).logits
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
         assert routes.plain
         with continuous_batching(model) as same:

@@ -195,7 +195,7 @@ def test_generation_on_device(name, cache, device):
 
 
 def test_compiled_descriptor_from_outside_the_graph():
-    """What `generate` does with a static cache: masks come from outside a compiled forward.
+    """`generate` with a static cache makes masks outside of the compiled forward.
 
     Gemma 2 has Llama's in every other layer.
     """

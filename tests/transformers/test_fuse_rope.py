@@ -106,10 +106,10 @@ class TestMatchesEager:
     def test_tables_with_positions_innermost(self, name, monkeypatch):
         model = tiny.build(name)
         kind = type(model.model.rotary_emb)
-        own = kind.forward
+        forward = kind.forward
 
         def strided(self, x, position_ids):
-            return tuple(table.mT.contiguous().mT for table in own(self, x, position_ids))
+            return tuple(table.mT.contiguous().mT for table in forward(self, x, position_ids))
 
         monkeypatch.setattr(kind, "forward", strided)
         assert compare(name, "left", model=model, fuse_rope=True)[0] <= TOLERANCE
@@ -260,16 +260,16 @@ class TestModel:
 
     def test_undone(self):
         model = self.fused()
-        own = transformers.models.llama.modeling_llama.LlamaAttention
+        original = transformers.models.llama.modeling_llama.LlamaAttention
         layer = model.model.layers[0].self_attn
-        assert isinstance(layer, own)
-        assert type(layer) is not own
+        assert isinstance(layer, original)
+        assert type(layer) is not original
         with torch.device("meta"):  # a default device is not used
             for _ in range(2):
                 assert type(enable(model, fuse_rope=True).model.layers[0].self_attn) is type(layer)
         enable(model)
         assert all(not isinstance(module, fusion._Fused) for module in model.modules())
-        assert type(layer) is own
+        assert type(layer) is original
 
     @pytest.mark.parametrize("where", [torch.device("meta"), FakeTensorMode()])
     def test_without_values(self, where):

@@ -49,14 +49,14 @@ def generated(model, inputs, **options):
 
 
 def eager_with(update, model, inputs, **options):
-    """What is generated if the cache is updated by another function than its own."""
+    """The tokens and scores if another function updates the cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DynamicLayer, "update", update)
         return generated(model, inputs, **options)
 
 
 def check(model, inputs, expected, tolerance=TOLERANCE, **options):
-    """What a model generates has the tokens and scores of `expected`; returns the routes."""
+    """A model generates the tokens and scores of `expected`; returns the routes."""
     tokens, scores = expected
     with record_routes() as routes:
         actual, actual_scores = generated(model, inputs, **options)
@@ -110,7 +110,7 @@ def test_every_model(kind):
 @pytest.mark.parametrize("absorb", [False, True])
 @pytest.mark.parametrize("kind", SELECTING)
 def test_keys_that_an_indexer_selects(kind, absorb):
-    """Of models whose code is DeepSeek-V3.2's, whatever they are called."""
+    """These models have DeepSeek-V3.2's code under other names."""
     inputs = tiny.inputs("Llama", "left")
     model = tiny.smallest(class_name(kind), index_topk=3)
     expected = generated(model, inputs, max_new_tokens=3)
@@ -260,7 +260,7 @@ def test_fault_is_caught(name, monkeypatch):
 
 
 def test_gradients_are_those_of_eager():
-    """Of few queries, which are absorbed."""
+    """There are few queries, so they are absorbed."""
     inputs = {"input_ids": tiny.tokens(7), "use_cache": False}
     actual = gradients(enable(tiny.build("DeepSeek-V3"), absorb=True), inputs)
     assert_same_gradients(actual, gradients(tiny.build("DeepSeek-V3"), inputs))

@@ -41,7 +41,7 @@ PADDED = torch.arange(16) >= torch.tensor([[0], [3]])
 
 
 def expanded(mask, batch, q_length, kv_length):
-    """What a mask of any form says, as bool (B, 1, Sq, Sk)."""
+    """A mask of any form as bool (B, 1, Sq, Sk)."""
     whole = torch.ones(batch, 1, q_length, kv_length, dtype=torch.bool)
     if mask is None:
         return whole
@@ -186,7 +186,7 @@ class TestMaskFunction:
         monkeypatch.setattr(masks, "additive_masks", {"splinter"})
         mask = self.mask(**call)
         assert torch.equal(mask, eager_mask(2, 16, 16, attention_mask=HOLES, dtype=torch.float16))
-        # Where a model needs every mask dense, it gets none where eager attention has none.
+        # A model that needs every mask dense gets none if eager attention has none.
         monkeypatch.setattr(masks, "DENSE_MODELS", {"splinter"})
         full = {"mask_function": bidirectional_mask_function, "attention_mask": None}
         assert self.mask(**call | full, allow_is_bidirectional_skip=True) is None
@@ -205,18 +205,18 @@ class TestMaskFunction:
     def test_dense_where_it_is_no_band(self):
         causal = {"q_length": 16, "mask_function": causal_mask_function}
         blocks = blockwise_overlay(torch.zeros(2, 16, dtype=torch.int64))
-        # Of an origin that is not the padding.
+        # Their origin is not the padding.
         chunks = chunked_causal_mask_function(5, torch.tensor([0, 2]))
 
-        def own(batch_idx, head_idx, q_idx, kv_idx):
+        def other(batch_idx, head_idx, q_idx, kv_idx):
             return kv_idx != q_idx - 1
 
         cases = [
             {"attention_mask": HOLES},
-            {"mask_function": own},
+            {"mask_function": other},
             {"mask_function": chunks},
             {"mask_function": or_masks(causal_mask_function, blocks)},
-            {"mask_function": and_masks(causal_mask_function, own)},
+            {"mask_function": and_masks(causal_mask_function, other)},
             {"allow_is_causal_skip": False},
             {"use_vmap": True},
             {"config": transformers.Gemma2Config(model_type="doge")},
@@ -263,7 +263,7 @@ class TestHiddenValues:
                 assert shape[:2] == part["input_ids"].shape
 
     def test_gradients_of_each_sample(self):
-        model, given = enable(tiny.build("Llama")), tiny.inputs("Llama", "right")
+        model, inputs = enable(tiny.build("Llama")), tiny.inputs("Llama", "right")
         weights = {name: weight.detach() for name, weight in model.named_parameters()}
 
         def loss(weights, ids, mask):
@@ -271,7 +271,7 @@ class TestHiddenValues:
             answer = torch.func.functional_call(model, weights, (), arguments).logits[0]
             return (answer.square().sum(-1) * mask).sum()
 
-        gradient, (ids, mask) = torch.func.grad(loss), given.values()
+        gradient, (ids, mask) = torch.func.grad(loss), inputs.values()
         actual = torch.func.vmap(gradient, in_dims=(None, 0, 0))(weights, ids, mask)
         model.set_attn_implementation("eager")
         for row in range(2):

@@ -174,13 +174,13 @@ def test_models_whose_masks_ignore_positions(name):
     """Also without a cache. What the error advises works; some models count positions from 1."""
     model = tiny.smallest(f"{name}ForCausalLM")
     batch, expected = model_check.packed(model, *TestBounds.LENGTHS)
-    given = {"input_ids": batch["input_ids"], "use_cache": False}
+    inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     positions = batch["position_ids"]
     advice = r"use_cache=False .* If you did, .* cu_seq_lens_\* and max_length_\* as well"
     with pytest.raises(ValueError, match=advice):
-        tiny.answer(enable(model), **given, position_ids=positions)
+        tiny.answer(enable(model), **inputs, position_ids=positions)
     positions = positions + (name == "Xmod")
-    actual = tiny.answer(model, **given, position_ids=positions, **bounds(0, 17, 18, 31))
+    actual = tiny.answer(model, **inputs, position_ids=positions, **bounds(0, 17, 18, 31))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
@@ -262,8 +262,8 @@ class TestBatchesOfTrainers:
         mask = metal_attention_mask(**call_for(CHUNKS, positions_of([(5, 11)])))
         for one in (mask, torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)):
             for end, apart in ((5, True), (4, False)):
-                given = torch.tensor([0, end, 16])
-                assert packing.keeps_apart("cu_seqlens", given, (1, 16), None, one) == apart
+                ends = torch.tensor([0, end, 16])
+                assert packing.keeps_apart("cu_seqlens", ends, (1, 16), None, one) == apart
 
     @pytest.mark.parametrize(
         ("kept", "changed", "error"),
@@ -350,9 +350,9 @@ class TestPositionsWithCache:
 
     PACKED = positions_of([TestBounds.LENGTHS])
 
-    def forward(self, name="Llama", *, batch=1, **given):
-        given = {"input_ids": tiny.tokens(31, batch=batch), "use_cache": True} | given
-        return tiny.answer(enable(tiny.build(name)), **given)
+    def forward(self, name="Llama", *, batch=1, **inputs):
+        inputs = {"input_ids": tiny.tokens(31, batch=batch), "use_cache": True} | inputs
+        return tiny.answer(enable(tiny.build(name)), **inputs)
 
     @pytest.mark.parametrize(
         "name, rows, static",
@@ -364,12 +364,12 @@ class TestPositionsWithCache:
     )
     def test_refused(self, name, rows, static):
         """Causal masks, windows, dense masks and static caches raise."""
-        given = {"position_ids": positions_of(rows), "batch": len(rows)}
+        inputs = {"position_ids": positions_of(rows), "batch": len(rows)}
         if static:
             config = tiny.build(name).config
-            given["past_key_values"] = transformers.StaticCache(config=config, max_cache_len=40)
+            inputs["past_key_values"] = transformers.StaticCache(config=config, max_cache_len=40)
         with pytest.raises(ValueError, match=r"position_ids in \w+ fall back .* use_cache=False"):
-            self.forward(name, **given)
+            self.forward(name, **inputs)
 
     def test_other_positions(self):
         """From 0, later, none, padded with 0 or 1, and back to 4."""
@@ -383,12 +383,12 @@ class TestPositionsWithCache:
 
     @pytest.mark.parametrize("shape", [(2, 31), (1, 1, 31, 31)])
     def test_masks_of_users(self, shape):
-        """Where a user's mask says what is seen, transformers takes positions for no more."""
+        """With a user's mask, transformers does not look for sequences in positions."""
         mask = torch.ones(shape, dtype=torch.bool).tril() if len(shape) > 2 else torch.ones(shape)
         self.forward(position_ids=self.PACKED, attention_mask=mask, batch=len(mask))
 
     def test_second_part_of_a_prompt(self):
-        """What lies in the cache may be of the same sequence or not."""
+        """The cache may hold the same sequence or another."""
         model, ids = enable(tiny.build("Mistral")), tiny.tokens(31, batch=1)
         cache = transformers.DynamicCache(config=model.config)
         tiny.answer(model, input_ids=ids, past_key_values=cache)

@@ -18,7 +18,7 @@ TOKENS = 90  # ordinary tokens are below, special ones above
 HIDDEN = 64
 HEADS = 4
 
-# The first pattern that is found in the whole name of a whole number decides.
+# Sizes of integer options, by the first pattern that matches the whole name.
 _SIZES: list[tuple[str, int]] = [
     (r"vocabulary_size|codebook_size|n_vocab|.*vocab_size.*|.*_vocab", VOCABULARY),
     (r"max_(position_embeddings|seq_len|length)|n_positions|n_ctx|seq_length", 128),
@@ -85,7 +85,7 @@ _FIXED = (
     "transformers_version",
 )
 
-# What may differ from one attempt to the next: some configurations check sizes against each other.
+# Rules that differ between attempts, because some configurations compare sizes.
 LEVELS = ("all", "filled", "without heads", "layers")
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "depth", "encoder_layers")
 _DEPTHS = ("depths", "layers", "num_blocks")
@@ -200,7 +200,7 @@ def _count_of_layers(options: dict[str, Any]) -> int:
     outputs = [len(options.get(name) or ()) for name in ("out_features", "backbone_out_indices")]
     layers = max(2, *kinds, len(set(pattern)), *outputs)
     if any("hybrid" in v for name, v in options.items() if _of_layers(name) and v):
-        return layers + 1  # those share weights, of which the first has its own
+        return layers + 1  # those share weights, and the first has another
     return layers * 2 if options.get("num_kv_shared_layers") else layers
 
 
@@ -271,7 +271,7 @@ def _of_layers(name: str) -> bool:
 
 
 def _special(name: str, value: Any) -> Any:
-    """A token of its own for each kind, above the ordinary ones; none ends a sentence."""
+    """Another token for each kind, above the ordinary ones; none ends a sentence."""
     known = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1, "eos_token_id": 2}
     if name in known:
         return known[name]

@@ -83,24 +83,24 @@ def _companions(model: Any, names: Any, inputs: dict[str, Any]) -> dict[str, Ten
     picture = next((inputs[name] for name in _PICTURE if name in inputs), None)
     sound = next((inputs[name] for name in _SOUND if name in inputs), None)
     has_own = not {"states", "visual_feats"}.isdisjoint(names)
-    found: dict[str, Tensor] = {}
+    companions: dict[str, Tensor] = {}
     for name in names:
         if picture is not None and (value := _of_picture(config, names, name, picture)) is not None:
-            found[name] = value
+            companions[name] = value
         elif sound is not None and name in ("input_features_mask", "audio_mel_mask"):
             length = sound.shape[-1 if sound.shape[1] == _bins(config) else 1]
-            found[name] = torch.ones(BATCH, length, dtype=torch.bool)
+            companions[name] = torch.ones(BATCH, length, dtype=torch.bool)
         elif name in _SOUND and name not in inputs and _is_needed(names[name]):
-            found[name] = next(_waves(model, name))
+            companions[name] = next(_waves(model, name))
         elif name == "mm_token_type_ids" and "input_ids" in inputs:
-            found[name] = torch.zeros_like(inputs["input_ids"])
+            companions[name] = torch.zeros_like(inputs["input_ids"])
         elif name == "decoder_input_values":
-            found[name] = _random(BATCH, PROMPT, _bins(config))
+            companions[name] = _random(BATCH, PROMPT, _bins(config))
         elif name == "encoder_hidden_states" and "query_embeds" in inputs:
-            found[name] = _random(BATCH, 7, config.encoder_hidden_size)
-        elif name in _OWN and (has_own or _is_needed(names[name])):
-            found[name] = _OWN[name](config)
-    return found
+            companions[name] = _random(BATCH, 7, config.encoder_hidden_size)
+        elif name in _RARE and (has_own or _is_needed(names[name])):
+            companions[name] = _RARE[name](config)
+    return companions
 
 
 def _of_picture(config: Any, names: Any, name: str, picture: Tensor) -> Tensor | None:
@@ -130,7 +130,7 @@ def _of_picture(config: Any, names: Any, name: str, picture: Tensor) -> Tensor |
 
 
 def _every_other_patch(config: Any) -> Tensor:
-    """Of a video, as a mask."""
+    """A mask of the patches of a video."""
     frames = config.num_frames // config.tubelet_size
     count = frames * (config.image_size // config.patch_size) ** 2
     return (torch.arange(count) % 2 == 0).expand(BATCH, count)
@@ -141,7 +141,7 @@ def _random(*shape: int) -> Tensor:
 
 
 # Arguments that few models have, from their configuration.
-_OWN: dict[str, Callable[[Any], Tensor]] = {
+_RARE: dict[str, Callable[[Any], Tensor]] = {
     "actions": lambda config: _random(BATCH, PROMPT, _first(config, "act_dim", "max_action_dim")),
     "aspect_ratio_ids": lambda config: torch.ones(BATCH, 1, dtype=torch.int64),
     "aspect_ratio_mask": lambda config: torch.ones(BATCH, 1, 4, dtype=torch.int64),
@@ -174,40 +174,40 @@ def padded(model: Any, inputs: dict[str, Any], side: str) -> dict[str, Any] | No
     A sound, in the place of texts, is padded on the right only.
     """
     masked = {"attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
-    found = {}
+    masks = {}
     for mask, name in masked.items():
         if name in inputs:
             shape = inputs[name].shape[1:]
-            # Of several codebooks: one mask for all.
+            # Several codebooks share one mask.
             ones = torch.ones(BATCH, *shape[: 2 if shape[0] == CHOICES else 1], dtype=torch.int64)
             if side == "left":
                 ones[1, ..., :PADDED] = 0
             elif side == "right":
                 ones[1, ..., -PADDED:] = 0
-            found[mask] = ones
+            masks[mask] = ones
     sound = next((inputs[name] for name in _SOUND if name in inputs), None)
     takes_mask = "attention_mask" in inspect.signature(model.forward).parameters
-    if not found and sound is not None and takes_mask and side != "left":
+    if not masks and sound is not None and takes_mask and side != "left":
         length = sound.shape[-1 if sound.dim() == 2 or sound.shape[1] == _bins(model.config) else 1]
         ones = torch.ones(BATCH, length, dtype=torch.int64)
         if side == "right":
             ones[1, -length // 3 :] = 0
-        found["attention_mask"] = ones
-    return inputs | found if found else None
+        masks["attention_mask"] = ones
+    return inputs | masks if masks else None
 
 
 def with_as_many_tokens(model: Any, inputs: dict[str, Any], error: str) -> dict[str, Any] | None:
     """`inputs` with a token for each feature of a picture or sound, as an error asks for."""
-    found = _MISMATCH.search(error)
+    match = _MISMATCH.search(error)
     token = _first(
         model.config,
         *("image_token_id", "image_token_index", "audio_token_id", "audio_token_index"),
         "video_token_id",
     )
-    if found is None or token is None or "input_ids" not in inputs:
+    if match is None or token is None or "input_ids" not in inputs:
         return None
-    features = int(found["features"] or found["vectors"])
-    if found["tokens"] == found["features"]:
+    features = int(match["features"] or match["vectors"])
+    if match["tokens"] == match["features"]:
         features //= HIDDEN  # these were numbers, and not features
     count = -(-features // BATCH)
     if not 0 < count <= 512:

@@ -135,31 +135,31 @@ def padding(side: str, length: int = PROMPT) -> Tensor:
 def inputs(name: str, side: str = "none") -> dict[str, Tensor]:
     """The inputs of the family's model, padded on one side if it takes a mask."""
     model = _unchanged(name)
-    given = next(tiny_inputs.guesses(model))
+    inputs = next(tiny_inputs.guesses(model))
     if FAMILIES[name].takes == "prefix":
         # The image among the first words, which are the prefix; the others are the answer.
-        ids, image = given["input_ids"], torch.full((2, IMAGE_TOKENS), IMAGE_TOKEN)
-        given["input_ids"] = torch.cat([ids[:, :5], image, ids[:, 5:]], 1)
+        ids, image = inputs["input_ids"], torch.full((2, IMAGE_TOKENS), IMAGE_TOKEN)
+        inputs["input_ids"] = torch.cat([ids[:, :5], image, ids[:, 5:]], 1)
         is_answer = torch.arange(PROMPT + IMAGE_TOKENS) >= IMAGE_TOKENS + 10
-        given["token_type_ids"] = is_answer.long().expand(2, -1)
-    return tiny_inputs.padded(model, given, side) or given
+        inputs["token_type_ids"] = is_answer.long().expand(2, -1)
+    return tiny_inputs.padded(model, inputs, side) or inputs
 
 
-def present(given: dict[str, Tensor]) -> Tensor | None:
-    """Where an output counts: not for padded queries. Bool (B, L), or None for everywhere."""
-    mask = given.get("decoder_attention_mask", given.get("attention_mask"))
+def present(inputs: dict[str, Tensor]) -> Tensor | None:
+    """A mask of the queries that are not padding: bool (B, L), or None for all."""
+    mask = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
     return None if mask is None else mask.bool()
 
 
 @torch.no_grad()
-def answer(model: Any, **given: Any) -> Tensor:
+def answer(model: Any, **inputs: Any) -> Tensor:
     """The model's scores or last hidden state, on the CPU."""
-    return run(model, **given)
+    return run(model, **inputs)
 
 
-def run(model: Any, **given: Any) -> Tensor:
+def run(model: Any, **inputs: Any) -> Tensor:
     """`answer`, with its autograd graph."""
-    result = model(**_moved(given, model.device))
+    result = model(**_moved(inputs, model.device))
     if "text_model_output" in result:
         texts = result.text_model_output.last_hidden_state
         pictures = result.image_embeds[:, None].expand(-1, texts.shape[1], -1)
@@ -167,9 +167,9 @@ def run(model: Any, **given: Any) -> Tensor:
     return (result.logits if "logits" in result else result[0]).cpu()
 
 
-def generate(model: Any, given: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+def generate(model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
     """Greedy tokens and the scores of each, (B, new tokens, vocabulary)."""
-    prompt = {name: value for name, value in given.items() if not name.startswith("decoder_")}
+    prompt = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
     result = model.generate(
         **_moved(prompt, model.device),
         **{"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0} | options,
@@ -204,7 +204,7 @@ def generate_batch(
 def generate_each(
     model: Any, prompts: list[list[int]], new_tokens: int = 6
 ) -> list[tuple[list[int], Tensor]]:
-    """What `generate_batch` should return: by `generate`, one prompt after the other."""
+    """The expected result of `generate_batch`: by `generate`, one prompt after the other."""
     results = []
     for prompt in prompts:
         options = {"max_new_tokens": new_tokens, "eos_token_id": None}
@@ -215,8 +215,8 @@ def generate_each(
     return results
 
 
-def _moved(given: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _moved(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {
         name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in given.items()
+        for name, value in inputs.items()
     }

@@ -1,4 +1,4 @@
-"""Which calls of the kernels attend one process' queries to the keys of another.
+"""The calls of the kernels that attend one process' queries to the keys of another.
 
 Without a window or ALiBi it is one call at most, as chunks are then seen whole, not at all, or by
 themselves. With them each pair of chunks is a call of its own, as their distance decides what is
@@ -43,11 +43,11 @@ class Visible:
 
     @property
     def by_distance(self) -> bool:
-        """Whether kernels need the distance of the chunks."""
+        """True if kernels need the distance of the chunks."""
         return self.alibi or self.left >= 0 or self.right >= 0
 
     def reaches(self, queries: range, keys: range) -> bool:
-        """Whether any of the queries sees any of the keys."""
+        """True if any of the queries sees any of the keys."""
         if not queries or not keys:
             return False
         right = 0 if self.causal else self.right
@@ -61,19 +61,19 @@ def calls(
     queries: Spans,
     keys: Spans,
     visible: Visible,
-    own: bool,
+    is_local: bool,
     earlier: bool,
     packed: bool,
     device: torch.device,
 ) -> list[Call]:
     """The calls for the keys of one process.
 
-    own: they are this process' own. earlier: their first chunk is before this process' first.
+    is_local: they are this process' keys. earlier: their first chunk is before this process' first.
     """
     if visible.by_distance:
         return _of_pairs(queries, keys, visible)
     last_queries = first_keys = False
-    if visible.causal and not own:
+    if visible.causal and not is_local:
         # Contiguous: earlier keys are seen whole, later ones not at all. Zigzag: earlier processes
         # hold keys that are earlier and later than all queries here, and later processes hold keys
         # between the two chunks of queries.
@@ -81,7 +81,7 @@ def calls(
         if not earlier and not zigzag:
             return []
         first_keys, last_queries = earlier and zigzag, not earlier
-    options = {"causal": True} if visible.causal and own else {}
+    options = {"causal": True} if visible.causal and is_local else {}
     if packed:
         entries = [
             entry
@@ -130,7 +130,7 @@ def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
         for q_span, q_place in zip(q_spans, q_places, strict=True):
             for k_span, k_place in zip(k_spans, k_places, strict=True):
                 if visible.reaches(q_span, k_span):
-                    # Where the first query is, counted from the first key.
+                    # The place of the first query, counted from the first key.
                     limits = limit_options(visible.causal, visible.left, visible.right)
                     options = limits | {"q_offset": q_span.start - k_span.start}
                     made.append(Call(q_place, k_place, options, sequence=sequence))
@@ -138,6 +138,6 @@ def _of_pairs(queries: Spans, keys: Spans, visible: Visible) -> list[Call]:
 
 
 def _places(spans: list[range], start: int) -> tuple[list[slice], int]:
-    """Where the spans are in the process' rows, and where the next sequence starts."""
+    """The places of the spans in the process' rows, and the start of the next sequence."""
     bounds = list(accumulate((len(span) for span in spans), initial=start))
     return [slice(a, b) for a, b in pairwise(bounds)], bounds[-1]

@@ -184,7 +184,7 @@ def _added(
 
 
 def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict[str, Any]) -> None:
-    """What the kernels refuse, before any process waits for another."""
+    """Raise the errors of the kernels before any process waits for another."""
     length = 0 if packed else 1
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
@@ -197,7 +197,7 @@ def _check_operands(q: Tensor, k: Tensor, v: Tensor, packed: bool, options: dict
     operands = [(x[None] if packed else x).transpose(1, 2) for x in (q, k, v)]
     _NAMES.run(torch.ops.metal_attn_explain.flash_fwd, tuple(operands), options)
     if _differentiated(q, k, v, options.pop("learnable_sink", None)):
-        # Of no rows, as only the head dims matter.
+        # Without rows, because only the head dims matter.
         empty = [x.detach()[:, :, :0] for x in operands]
         out = empty[0].new_empty(*empty[0].shape[:3], v.shape[-1])
         lse = out.new_empty(out.shape[:3], dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Which rows of a sequence each process holds.
+"""The rows of a sequence that each process holds.
 
 A sequence is split into chunks of lengths that differ by at most one. "contiguous" gives each
 process one chunk. "zigzag" makes two chunks per process, and process r gets chunk r and the r-th

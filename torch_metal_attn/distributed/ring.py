@@ -38,7 +38,7 @@ class Problem:
             self.spans[rank],
             self.spans[owner],
             self.visible,
-            own=owner == rank,
+            is_local=owner == rank,
             earlier=owner < rank,
             packed=self.packed,
             device=device,
@@ -199,7 +199,7 @@ def _packed_flat(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _sizes(problem: Problem, owner: int, k: Tensor, v: Tensor) -> list[torch.Size]:
-    """The shapes of the owner's k and v; k and v: this process' own."""
+    """The shapes of the owner's k and v; k and v: this process' tensors."""
     length = rows(problem.spans[owner])
     return [torch.Size((*x.shape[:2], length, x.shape[3])) for x in (k, v)]
 

@@ -273,7 +273,7 @@ def _pass_original_to_causal_bias() -> None:
     return its own elements, which are not initialised.
     """
     bias: Any = sys.modules["torch.nn.attention.bias"].CausalBias
-    others = bias.__torch_function__.__func__
+    original = bias.__torch_function__.__func__
 
     def __torch_function__(
         cls: type,
@@ -284,7 +284,7 @@ def _pass_original_to_causal_bias() -> None:
     ) -> Any:
         if func is _TORCH_SDPA:
             return bias._dispatch(*args, **(kwargs or {}))
-        return others(cls, func, types, args, kwargs)
+        return original(cls, func, types, args, kwargs)
 
     bias.__torch_function__ = classmethod(__torch_function__)
 
@@ -397,13 +397,13 @@ def given_by_name(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, An
 
 
 def open_here() -> bool:
-    """Whether a block is open that holds for this thread."""
+    """True if a block is open that applies to this thread."""
     # Not bool() of the tuple, which the compiler of torch 2.11 cannot trace.
     return len(_blocks.this_thread.entered) > 0 or _blocks.in_every_thread
 
 
 def open_elsewhere() -> bool:
-    """Whether blocks are open, and none of them holds for this thread."""
+    """True if blocks are open, and none of them applies to this thread."""
     return _blocks.open > 0 and not open_here()
 
 

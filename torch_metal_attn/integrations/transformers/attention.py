@@ -32,9 +32,9 @@ from torch_metal_attn.ops.differentiation import call
 from torch_metal_attn.with_kvcache import DECODE_QUERIES
 from torch_metal_attn.wording import count_text, type_text, value_text
 
-# Where packed sequences begin, and how long they are.
+# The bounds of packed sequences, and the longest of them.
 BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-# What leaks through to attention functions from a model's **kwargs and changes nothing in the
+# Arguments that reach attention functions from a model's **kwargs and change nothing in the
 # attention itself; `deterministic` asks for what every kernel here is. CTC models hand on the
 # options of `generate`, and LFM3-VL the grid of a picture's patches, which its convolutions need.
 # Trainers and tokenizers put labels, and facts about the text, into batches.
@@ -251,7 +251,7 @@ def _flash(
 
 
 def _decodes(query: Tensor, key: Any, value: Any, **options: Any) -> bool:
-    """Whether queries are few, and nothing asks for gradients or dropout."""
+    """True if queries are few, and nothing asks for gradients or dropout."""
     tensors = (query, key, value, *options.values())
     trains = torch.is_grad_enabled() and any(
         isinstance(tensor, Tensor) and tensor.requires_grad for tensor in tensors
@@ -277,8 +277,8 @@ def _of_selected(
         if mask is not None:
             shown = mask[:, 0].expand(*indices.shape[:2], kv_length).gather(2, entries)
             indices = indices.masked_fill(~shown, -1)
-        others = {name: value for name, value in visible.items() if name != "attn_mask"}
-        return others | {"indices": indices.int()[:, None]}
+        rest = {name: value for name, value in visible.items() if name != "attn_mask"}
+        return rest | {"indices": indices.int()[:, None]}
     selected = torch.zeros(
         (*indices.shape[:2], kv_length), dtype=torch.bool, device=indices.device
     ).scatter(2, entries, True)[:, None]
@@ -294,7 +294,7 @@ def _visibility(
     causal: bool,
     sliding_window: int | None,
 ) -> tuple[str, dict[str, Any], str]:
-    """Which keys each query sees: the route, the op's options, and a description of them."""
+    """The keys that each query sees: the route, the op's options, and a description of them."""
     q_length, kv_length = query.shape[2], key.shape[2]
     if mask is None:
         # A single query is the last one, so it sees every key.
@@ -338,7 +338,7 @@ def _bounds(
     per_query: dict[str, Tensor | None],
     keywords: dict[str, Any],
 ) -> dict[str, Any]:
-    """The bounds of packed sequences, given or those of the mask; empty if none are known.
+    """The bounds of packed sequences, those of the call or of the mask; empty if none are known.
 
     Raises: ValueError: other arguments say that the batch holds sequences, which nothing keeps
         apart.
@@ -461,25 +461,25 @@ def flash_varlen(
 def _check_sequences(
     module: nn.Module,
     name: str,
-    given: Any,
+    sequence: Any,
     query: Tensor,
     key: Any,
     mask: Tensor | None,
     packing: Packing | None,
     bounds: dict[str, Any],
 ) -> None:
-    """Raises ValueError if attention would mix the sequences that `given` names."""
+    """Raises ValueError if attention would mix the sequences that `sequence` names."""
     shape = (max(query.shape[0], key.shape[0]), query.shape[2])
-    check_tensor(name, given)
-    shown = f"{_shown({name: given})} in {type(module).__name__}"
-    if given.is_floating_point() or (name == SEQUENCES[0] and given.shape != shape):
+    check_tensor(name, sequence)
+    shown = f"{_shown({name: sequence})} in {type(module).__name__}"
+    if sequence.is_floating_point() or (name == SEQUENCES[0] and sequence.shape != shape):
         raise ValueError(f"{shown}: it must be integers, of shape {shape} if it is {SEQUENCES[0]}")
     ends = [bounds[side] for side in BOUNDS[:2] if isinstance(bounds.get(side), Tensor)]
     if not ends and packing is not None:
         ends = [packing.cu_seqlens]
     dense = mask if mask is not None and mask.dtype != torch.int32 else None
-    if all(keeps_apart(name, given, shape, one, None) for one in ends) and (
-        ends or keeps_apart(name, given, shape, None, dense)
+    if all(keeps_apart(name, sequence, shape, one, None) for one in ends) and (
+        ends or keeps_apart(name, sequence, shape, None, dense)
     ):
         return
     if ends:
@@ -516,6 +516,6 @@ def _check_window(module: nn.Module, sliding_window: int | None, reach: int) -> 
 
 
 def _shown(values: dict[str, Any]) -> str:
-    """The first of the values that is given, with its name."""
+    """The first of the values that is not None, with its name."""
     name, value = next((name, value) for name, value in values.items() if value is not None)
     return f"{name}={type_text(value) if isinstance(value, Tensor) else value_text(value)}"

@@ -1,4 +1,4 @@
-"""Which keys a query sees, as the numbers and lengths that the ops of `metal_attn` take.
+"""The keys that a query sees, as the numbers and lengths that the ops of `metal_attn` take.
 
 transformers calls the mask function once per forward and the attention function once per layer, and
 passes one tensor from the first to the others. A `Band` travels as an int32 tensor (B, Sq, 1, 8),
@@ -32,7 +32,7 @@ COLUMNS = (
     "window_size_right",
     "attention_chunk",  # 0: none
 )
-# Those of a band that is the same for all queries, and what the others would be in it.
+# The number of columns of a band that is the same for all queries, and the values of the rest.
 _SHARED = 5
 _NO_LIMITS = (-1, -1, 0)
 
@@ -57,12 +57,12 @@ class Band:
 
     @property
     def is_everything(self) -> bool:
-        """Whether every query sees every key."""
+        """True if every query sees every key."""
         return self.window_size_right < 0 and self._has_no_other_limit
 
     @property
     def is_causal(self) -> bool:
-        """Whether there are several queries, which see the keys up to their own number."""
+        """True if there are several queries, and each sees the keys up to its number."""
         on_diagonal = self.window_size_right == 0 and self.q_offset == 0
         return on_diagonal and self.q_length > 1 and self._has_no_other_limit
 
@@ -135,12 +135,12 @@ def causal(batch: int, q_length: int, device: torch.device | str) -> Tensor:
 
 
 def is_causal(mask: Tensor) -> bool:
-    """Whether `mask` was made by `causal`, for any number of queries."""
+    """True if `mask` was made by `causal`, for any number of queries."""
     return mask.dtype == torch.int32 and mask.dim() == 4 and mask.shape[3] == 0
 
 
 def is_descriptor(mask: Tensor, kv_length: int) -> bool:
-    """Whether `mask` is a descriptor and cannot be a mask, whose last size is kv_length.
+    """True if `mask` is a descriptor and cannot be a mask, whose last size is kv_length.
 
     `metal_attention_mask` makes no descriptor for 8 keys or fewer. So whatever a model does to a
     descriptor as if it were a mask (slices, sums, concatenations), the result has another shape.
@@ -155,7 +155,7 @@ def is_descriptor(mask: Tensor, kv_length: int) -> bool:
 
 
 def is_for(descriptor: Tensor, q_length: int) -> bool:
-    """Whether a descriptor is for so many queries, without reading any value."""
+    """True if a descriptor is for this number of queries, without reading any value."""
     return descriptor.shape[3] == _SHARED or descriptor.shape[1] == q_length
 
 
@@ -234,6 +234,6 @@ def lengths(descriptor: Tensor) -> dict[str, Tensor]:
 
 def _columns(rows: Tensor) -> list[Tensor]:
     """The last dimension's columns, by COLUMNS."""
-    found = list(rows.unbind(-1))
-    missing = _NO_LIMITS[len(found) - _SHARED :]
-    return [*found, *(torch.full_like(found[0], number) for number in missing)]
+    columns = list(rows.unbind(-1))
+    missing = _NO_LIMITS[len(columns) - _SHARED :]
+    return [*columns, *(torch.full_like(columns[0], number) for number in missing)]

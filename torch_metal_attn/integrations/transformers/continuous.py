@@ -107,7 +107,7 @@ def metal_flash_attention(
     cache: Any = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
-    **others: Any,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Attention in one step of continuous batching: new tokens of many requests in one row.
 
@@ -117,8 +117,8 @@ def metal_flash_attention(
         value are those of all requests, and the lengths are the layer's. cu_seq_lens_q: int32
         (requests + 1,). cu_seq_lens_k, max_length_k: with a cache by type of layer. read_index,
         write_index: int64, by group of layers: rows of the cache. sliding_window: only checked if
-        there is a cache, which knows how many tokens it keeps. others: scaling, softcap, s_aux and
-        dropout as in `metal_attention`.
+        there is a cache, which knows how many tokens it keeps. keywords: scaling, softcap, s_aux
+        and dropout as in `metal_attention`.
 
     Returns:
         out (1, T, Hq, D), contiguous, and None.
@@ -134,7 +134,7 @@ def metal_flash_attention(
         check_rank(argument, x, "(1, H, T, D)")
     name = type(module).__name__
     context = _entered.get(id(module.config))
-    packed = {name: others.pop(name, None) for name in (*BOUNDS, "read_index", "write_index")}
+    packed = {name: keywords.pop(name, None) for name in (*BOUNDS, "read_index", "write_index")}
     has_lengths = isinstance(packed["cu_seq_lens_k"], Tensor)
     updated = cache is None and packed["read_index"] is not None and has_lengths
     paged = cache is not None or updated
@@ -150,7 +150,7 @@ def metal_flash_attention(
             f"attention_mask and is_causal=False in {name}: in continuous batching every token "
             "sees the tokens up to itself"
         )
-    options = score_options(module, query.device, **others)
+    options = score_options(module, query.device, **keywords)
     window = None if sliding_window is None else as_int("sliding_window", sliding_window)
     if not updated:
         if not hasattr(cache, "layer_to_allocator"):

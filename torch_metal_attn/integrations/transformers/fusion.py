@@ -77,9 +77,9 @@ def _bare(make: Callable[..., type], *arguments: Any) -> Any:
 
 def replacing(base: type, make: Callable[..., type], kind: type, *more: Any, **body: Any) -> type:
     """A class like `kind` with other attributes, which make(kind, *more) returns."""
-    own = {"_metal_attn_own": kind, "_metal_attn_made": (make, kind, *more)}
+    attributes = {"_metal_attn_own": kind, "_metal_attn_made": (make, kind, *more)}
     names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(kind.__name__, (base, kind), body | own | names)
+    return type(kind.__name__, (base, kind), body | attributes | names)
 
 
 class _Fused(Replacing):
@@ -87,8 +87,8 @@ class _Fused(Replacing):
 
 
 def own_class(module: nn.Module) -> type:
-    own: type = getattr(type(module), "_metal_attn_own", type(module))
-    return own
+    kind: type = getattr(type(module), "_metal_attn_own", type(module))
+    return kind
 
 
 @functools.cache

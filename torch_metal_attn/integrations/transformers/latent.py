@@ -142,8 +142,8 @@ class Latents:
         first = self._module.qk_nope_head_dim
         q = torch.cat([q[..., :first] @ self._up_projections()[0], q[..., first:]], -1)
         if (held := self._held) is not None:
-            own = held.layer.storage.layers[0].by_block()
-            self._tell_of_bytes(sum(x.shape[-1] * x.element_size() for x in own), q)
+            blocks = held.layer.storage.layers[0].by_block()
+            self._tell_of_bytes(sum(x.shape[-1] * x.element_size() for x in blocks), q)
             return q, held, held
         rows = self.rows()
         self._tell_of_bytes(rows.shape[-1] * rows.element_size(), q)

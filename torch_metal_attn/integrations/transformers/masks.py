@@ -76,10 +76,9 @@ _REMAPPED = _remapped_code()
 
 @dataclass(frozen=True)
 class _Pattern:
-    """A mask function that is a band, within each sequence if a row packs several.
+    """A mask function that is a band, inside of each sequence if a row packs several.
 
-    chunk_start: (B,), the token from which chunks count. sequences: (B, L), the sequence of each
-    token.
+    chunk_start: (B,), the token from which chunks count. sequences: (B, L), by token.
     """
 
     left: int = -1
@@ -103,7 +102,7 @@ def metal_attention_mask(
     config: Any = None,
     **options: Any,
 ) -> Tensor | None:
-    """What transformers' `sdpa_mask` describes, in the smallest form for `metal_attention`.
+    """The mask of transformers' `sdpa_mask` in the smallest form for `metal_attention`.
 
     Args:
         q_length, kv_length: sizes of the attention.

@@ -414,6 +414,13 @@ class TestDescriptor:
             (one, q, torch.ones(2, 1, 1, 16).int(), "must be bool or floating"),
             (one, q, torch.ones(2, 1, 1, 16).long(), "must be bool or floating"),
             (one, q, torch.arange(16).int().view(2, 1, 1, 8), "pass a bool mask"),
+            (eight, eight, torch.ones(2, 1, 8, 8).int(), "pass a bool mask"),
+            (
+                eight,
+                eight,
+                torch.arange(64).int().expand(2, 1, 1, 64).view(2, 1, 8, 8),
+                "pass a bo",
+            ),
         ):
             with pytest.raises((NotImplementedError, ValueError), match=words):
                 metal_attention(torch.nn.Module(), queries, keys, keys, other)

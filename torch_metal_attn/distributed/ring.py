@@ -188,8 +188,10 @@ def _backward(
         operands = dout, dlse, q, k, v, out, lse.contiguous()
         return list(torch.ops.metal_attn.flash_bwd(*operands, **options)[:3])
     dout, q, k, v, out = (x[0].transpose(0, 1) for x in (dout, q, k, v, out) if x is not None)
-    operands = dout, dlse if dlse is None else dlse[0], q, k, v, out, lse[0], *call.packing
-    gradients = torch.ops.metal_attn.flash_varlen_bwd(*operands, **options)
+    statistics = dlse if dlse is None else dlse[0]
+    gradients = torch.ops.metal_attn.flash_varlen_bwd(
+        *(dout, statistics, q, k, v, out, lse[0], *call.packing), **options
+    )
     return [x.transpose(0, 1)[None] for x in gradients[:3]]
 
 

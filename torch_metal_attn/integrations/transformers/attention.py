@@ -100,6 +100,7 @@ def metal_attention(
     if isinstance(key, Latents):
         keywords |= {"is_causal": is_causal, "sliding_window": sliding_window, **per_query}
         return _attend_to_latents(module, query, key, attention_mask, keywords), None
+    assert not isinstance(value, Latents)
 
     q_length, kv_length = q.shape[2], key.shape[2]
     bounds = {name: keywords.pop(name) for name in BOUNDS if keywords.get(name) is not None}

@@ -285,20 +285,19 @@ class LatentLayer(CacheLayerMixin):
         """Append latents (B, 1, L, C) and rotated keys (B, 1, L, R); all rows."""
         if key_states.shape[1] != 1 or value_states.shape[:-1] != key_states.shape[:-1]:
             raise ValueError(
-                f"a latent cache is given keys of shape {tuple(key_states.shape)} and values of "
+                f"the latent cache got keys of shape {tuple(key_states.shape)} and values of "
                 f"{tuple(value_states.shape)}; it must be latents (B, 1, L, C) and rotated keys "
                 "(B, 1, L, R), as models with latent attention have"
             )
         if self.cache is None:
             self.lazy_initialization(key_states, value_states)
-        assert self.cache is not None
         new = torch.cat([key_states, value_states], -1)
         if isinstance(self.cache, LatentCache):
             self.cache.append(self.ids, new)
         else:
+            assert self.cache is not None
             self.cache.append(new)
-        columns = key_states.shape[-1], value_states.shape[-1]
-        rows = HeldRows(self, columns, key_states.dtype)
+        rows = HeldRows(self, (key_states.shape[-1], value_states.shape[-1]), key_states.dtype)
         return rows, rows
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:

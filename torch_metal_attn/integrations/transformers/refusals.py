@@ -131,9 +131,8 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
 def checked_parts(model: PreTrainedModel, implementation: str) -> list[tuple[str, PreTrainedModel]]:
     """The models in `model`, itself included, with their names. Raises the errors of `enable`."""
-    parts = [
-        (name, part) for name, part in model.named_modules() if isinstance(part, PreTrainedModel)
-    ]
+    modules = model.named_modules()
+    parts = [(name, part) for name, part in modules if isinstance(part, PreTrainedModel)]
     for name, part in parts:
         check_part(part, implementation, name)
     if not any(
@@ -178,7 +177,7 @@ def guard_models() -> None:
 
 
 class _Building(threading.local):
-    """How many models this thread is building, one inside the other."""
+    """The number of models that this thread is building, one inside the other."""
 
     depth = 0
 

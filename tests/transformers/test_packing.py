@@ -212,7 +212,7 @@ def expected():
 
 
 class TestBatchesOfTrainers:
-    """`seq_idx` and other names of sequences, beside what keeps them apart."""
+    """`seq_idx` and other names of sequences, next to the bounds that keep them apart."""
 
     IDS = (5, 9, 2, 7, 4, 4)
 

@@ -53,11 +53,10 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a sequence of which each process holds a share.
 
-    Every process of the group calls it, and later calls `backward` if it did anywhere. The result
-    is the share of what `flash_attn_func` gives for the whole sequence in one process. Gradients of
-    q, k, v and learnable_sink are supported, through the log-sum-exp too. That of learnable_sink is
-    of this process' rows, as of any parameter: add up those of all processes. Two runs give the
-    same bits.
+    Every process of the group calls it, and `backward` too if any process does. The result is the
+    share of `flash_attn_func`'s for the whole sequence. Gradients of q, k, v and learnable_sink are
+    supported, through the log-sum-exp too. That of learnable_sink is for this process' rows: add up
+    those of all processes. Two runs give the same bits.
 
     Args:
         q, k, v: this process' share, as from `shard_sequence`: (B, L, Hq, D), (B, L, Hkv, D) and

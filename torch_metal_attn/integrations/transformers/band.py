@@ -1,18 +1,15 @@
 """The keys that a query sees, as the numbers and lengths that the ops of `metal_attn` take.
 
 transformers calls the mask function once per forward and the attention function once per layer, and
-passes one tensor from the first to the others. A `Band` travels as an int32 tensor (B, Sq, 1, 8),
-the descriptor, with one row per sequence. The queries share its memory: they are in the shape
-because a compiled graph can read no values. If every query sees the same keys, it is (B, 1, 1, 5),
-and for any number of queries.
+passes one tensor from the first to the second. A `Band` travels as an int32 tensor (B, Sq, 1, 8),
+the descriptor, with one row per sequence, which its queries share: they are in the shape because a
+compiled graph can read no values. If every query sees the same keys, it is (B, 1, 1, 5), for any
+number of queries. The band is also attached as an attribute, so a layer does not wait for the
+device. If the attribute is lost (`.to()`, slicing, checkpoints), the values give the same band.
 
-The band itself is attached as an attribute, so a layer needs neither a mask nor a wait for the
-device. If the attribute is lost (`.to()`, slicing, checkpoints), the row's values give the same
-band.
-
-The diagonal from the first key, which most forwards have, needs no values: it is an int32 tensor
-(B, 1, Sq, 0), a mask without keys. So None keeps its meaning in transformers' eager attention, that
-every query sees every key, and models that pass no mask get no diagonal.
+The diagonal from the first key, which most forwards have, is an int32 tensor (B, 1, Sq, 0), a mask
+without keys. So None keeps its meaning in transformers' eager attention, that every query sees
+every key, and models that pass no mask get no diagonal.
 """
 
 from dataclasses import dataclass
@@ -101,10 +98,8 @@ class Band:
 def pack(band: Band, batch: int, device: torch.device | str) -> Tensor:
     """The descriptor of `band`, int32 (B, Sq, 1, 8) or (B, 1, 1, 5)."""
     rows = table(band, batch, device)[:, None, None]
-    if band.is_same_for_all_queries:
-        descriptor = rows[..., :_SHARED]
-    else:
-        descriptor = rows.expand(-1, band.q_length, -1, -1)
+    shared = band.is_same_for_all_queries
+    descriptor = rows[..., :_SHARED] if shared else rows.expand(-1, band.q_length, -1, -1)
     setattr(descriptor, _ATTRIBUTE, band)
     return descriptor
 
@@ -112,14 +107,8 @@ def pack(band: Band, batch: int, device: torch.device | str) -> Tensor:
 def table(band: Band, batch: int, device: torch.device | str) -> Tensor:
     """A row per sequence, int32 (B, 8)."""
     row = [
-        band.q_offset,
-        band.q_length,
-        band.kv_length,
-        0,
-        band.kv_length,
-        band.window_size_left,
-        band.window_size_right,
-        band.attention_chunk,
+        *(band.q_offset, band.q_length, band.kv_length, 0, band.kv_length),
+        *(band.window_size_left, band.window_size_right, band.attention_chunk),
     ]
     rows = torch.tensor(row, dtype=torch.int32, device=device).repeat(batch, 1)
     if band.leftpad_k is not None:
@@ -197,10 +186,9 @@ def foreign(mask: Tensor) -> ValueError:
 
 
 def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
-    """The bool mask (B, 1, Sq, Sk) that a descriptor stands for, without reading any value.
+    """The bool mask (B, 1, Sq, Sk) of a descriptor, without reading any value on the host.
 
-    For compiled graphs, which cannot read values on the host, and for batches of packed rows, whose
-    descriptors have a row per query (see `packing`).
+    Descriptors of packed rows have a row per query (see `packing`).
     """
     columns = _columns(descriptor[:, 0, :, None])
     position, _, _, start, end, left, right, chunk = columns  # (B, 1 or Sq, 1) each
@@ -215,9 +203,9 @@ def expand(descriptor: Tensor, q_length: int, kv_length: int) -> Tensor:
 
 
 def lengths(descriptor: Tensor) -> dict[str, Tensor]:
-    """The options that say what a single query sees, without reading any value.
+    """The options for a single query, without reading any value on the host.
 
-    Works in compiled graphs too. leftpad_k, seqused_k: int32 (B,), equal if the query sees nothing.
+    leftpad_k, seqused_k: int32 (B,), equal if the query sees nothing.
     """
     position, _, _, start, end, left, right, chunk = _columns(descriptor[:, 0, 0])  # (B,) each
     # The chunk's first key, or the first of all.
@@ -226,10 +214,7 @@ def lengths(descriptor: Tensor) -> dict[str, Tensor]:
     first = torch.where(left < 0, first, torch.maximum(first, position - left))
     last = torch.where(right < 0, last, torch.minimum(last, position + right + 1))
     last = last.clamp(min=0)
-    return {
-        "leftpad_k": torch.minimum(torch.maximum(first, start), last),
-        "seqused_k": last,
-    }
+    return {"leftpad_k": torch.minimum(torch.maximum(first, start), last), "seqused_k": last}
 
 
 def _columns(rows: Tensor) -> list[Tensor]:

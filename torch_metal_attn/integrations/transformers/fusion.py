@@ -105,10 +105,7 @@ def fused_class(kind: type, tables: Tables) -> type:
     forward.__globals__.update({prefix + name: value for name, value in replaced.items()})
     names = (prefix + name if name in replaced else name for name in code.co_names)
     code = code.replace(co_names=tuple(names))
-    fused = types.FunctionType(
-        code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    fused.__kwdefaults__ = forward.__kwdefaults__
+    fused = _with_code(forward, code, forward.__closure__)
     fused.__annotations__, fused.__doc__ = forward.__annotations__, forward.__doc__
     fused.__qualname__ = forward.__qualname__
     forward = _decorated(kind.forward, fused)  # type: ignore[attr-defined]
@@ -134,11 +131,13 @@ def _decorated(like: Any, function: Any) -> Any:
         types.CellType(inner) if cell.cell_contents is like.__wrapped__ else cell
         for cell in like.__closure__
     )
-    wrapper = types.FunctionType(
-        like.__code__, like.__globals__, like.__name__, like.__defaults__, closure
-    )
-    wrapper.__kwdefaults__ = like.__kwdefaults__
-    return functools.wraps(inner)(wrapper)
+    return functools.wraps(inner)(_with_code(like, like.__code__, closure))
+
+
+def _with_code(like: Any, code: types.CodeType, closure: Any) -> types.FunctionType:
+    function = types.FunctionType(code, like.__globals__, like.__name__, like.__defaults__, closure)
+    function.__kwdefaults__ = like.__kwdefaults__
+    return function
 
 
 class _Torch:

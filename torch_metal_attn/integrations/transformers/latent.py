@@ -353,15 +353,14 @@ def latent_cache(
 ) -> Cache:
     """A cache for `generate` of a model with latent attention: `past_key_values=latent_cache(...)`.
 
-    Each layer is a `torch_metal_attn.kv_cache.StaticLatentCache`, whose rows attention reads where
-    they lie. transformers' own caches hold latents and rotated keys apart, so each step joins them
-    in a copy.
+    Each layer is a `torch_metal_attn.kv_cache.StaticLatentCache`, and attention reads its rows in
+    place. transformers' own caches hold latents and rotated keys apart, so each step joins them.
 
-    Args: model: a model after `enable(model, absorb=True)`. max_length: tokens of a sequence, at
-        most. format: of `torch_metal_attn.quantisation`; rows are quantised as they are appended,
-        and all attention, the prompt's too, is to what is kept. page_size: each layer is a
-        `LatentCache` with pages of so many rows, which beams share. recent: so many of the last
-        rows, or more, are also kept in full precision, with a format.
+    Args: model: a model after `enable(model, absorb=True)`. max_length: the most tokens of a
+        sequence. format: of `torch_metal_attn.quantisation`; rows are quantised as they are
+        appended, and the prompt attends to the quantised rows too. page_size: rows of a page; each
+        layer is then a `LatentCache`, whose pages beams share. recent: with a format, at least this
+        number of the last rows is also kept in full precision.
 
     Raises: NotImplementedError: not every layer of the model was absorbed. ValueError: the rows'
         columns do not fit the format.
